@@ -10,7 +10,7 @@
 use std::time::Duration;
 
 use lowtide::config::DeviceChoice;
-use lowtide::control::{LoadError, Managed};
+use lowtide::control::Managed;
 use lowtide::device::{Buffer, DeviceArena, Region};
 use lowtide::{BoxError, ByteSize, Memory};
 
@@ -24,11 +24,11 @@ const IDLE: Duration = Duration::from_millis(300);
 /// Longer than anything here takes.
 const PATIENCE: Duration = Duration::from_secs(20);
 
-fn load(arena: &DeviceArena) -> Result<Buffer<f32>, LoadError> {
+fn load(arena: &DeviceArena) -> Result<Buffer<f32>, BoxError> {
     let count = WEIGHTS.as_usize().unwrap_or(usize::MAX) / size_of::<f32>();
-    let mut weights = arena.alloc(count, Region::Stable).map_err(LoadError::new)?;
-    let lease = arena.enter().map_err(LoadError::new)?;
-    weights.slice_mut(&lease).map_err(LoadError::new)?.fill(0.5);
+    let mut weights = arena.alloc(count, Region::Stable)?;
+    let lease = arena.enter()?;
+    weights.slice_mut(&lease)?.fill(0.5);
     Ok(weights)
 }
 

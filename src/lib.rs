@@ -127,25 +127,19 @@
 //!
 //! Linux with glibc is supported in full; Windows is a compile error.
 
-// First, so that its macro is known to all below.
-#[cfg(any(feature = "device", feature = "control"))]
-#[macro_use]
-mod log;
+#[cfg_attr(any(feature = "device", feature = "control"), macro_use(log))]
+extern crate lowtide_core;
 
-pub mod bytes;
-pub mod clock;
-pub mod decay;
-#[cfg(any(feature = "heap", feature = "device", feature = "control"))]
-pub mod fork;
+pub use lowtide_core::{BoxError, bytes, clock, decay};
 #[doc(hidden)]
-pub mod sync;
+pub use lowtide_core::{fork, sync};
 
 #[cfg(feature = "control")]
-pub mod control;
+pub use lowtide_admission as control;
 #[cfg(feature = "device")]
-pub mod device;
+pub use lowtide_gpu as device;
 #[cfg(feature = "heap")]
-pub mod host;
+pub use lowtide_heap::{self as host, heap_profile};
 
 #[cfg(feature = "memory")]
 pub mod config;
@@ -161,9 +155,6 @@ pub use bytes::ByteSize;
 pub use cudarc;
 #[cfg(feature = "memory")]
 pub use memory::Memory;
-
-/// An error of any kind, as `Box<dyn Error>` that can cross threads.
-pub type BoxError = Box<dyn std::error::Error + Send + Sync>;
 
 #[cfg(windows)]
 compile_error!("lowtide supports Linux (full) and macOS (heap and host driver); not Windows");

@@ -10,8 +10,8 @@ use std::time::Duration;
 use lowtide::ByteSize;
 use lowtide::clock::{Bell, Clock, ManualClock, Moment, Wake};
 use lowtide::control::{
-    AcquireError, Admission, Budget, Cost, Ladder, Limit, LoadError, Maintenance, Managed,
-    Resource, Resources, Sample, Sensor, Settings, Signals, UnloadError, UnloadReason,
+    AcquireError, Admission, Budget, Cost, Ladder, Limit, Maintenance, Managed, Resource,
+    Resources, Sample, Sensor, Settings, Signals, UnloadError, UnloadReason,
 };
 
 thread_local! {
@@ -178,7 +178,7 @@ fn stats_in_a_forked_child_waited_for_a_thread_of_the_parent() {
         met: Barrier::new(2),
     });
     let cost = Cost::host(ByteSize::mib(3));
-    let managed = Managed::<u8>::builder("model", || Err(LoadError::new("no such file")))
+    let managed = Managed::<u8>::builder("model", || Err(lowtide::BoxError::from("no such file")))
         .cost(cost)
         .build(clock.clone(), Some(Admission::new()));
     let resources = Resources::new();

@@ -17,11 +17,11 @@ use lowtide::config::DeviceChoice;
 use lowtide::control::{Budget, Cost, Level};
 use lowtide::decay::DecayTime;
 use lowtide::device::driver::Driver as _;
-use lowtide::device::driver::sim::{Call, DriverCosts, Order, SimDriver, SimError, SimOptions};
 use lowtide::device::{DeviceArena, Lane, Region, SleepOptions};
 use lowtide::memory::{Builder, DeviceSnapshot};
 use lowtide::metrics::prometheus::{PrometheusBuilder, configure};
 use lowtide::{ByteSize, Memory};
+use lowtide_cuda_sim::{Call, DriverCosts, Order, SimDriver, SimError, SimOptions};
 
 mod support;
 

@@ -10,7 +10,7 @@ mod support;
 use std::time::Duration;
 
 use lowtide::config::{DeviceChoice, Profile};
-use lowtide::control::{LoadError, Resource as _, Signals};
+use lowtide::control::{Resource as _, Signals};
 use lowtide::decay::DecayTime;
 use lowtide::device::{DeviceArena, Region};
 use lowtide::host::{self, HeapProbe};
@@ -230,9 +230,9 @@ fn memory_in_a_device_arena_is_not_measured_again_as_growth() {
     let memory = builder().start().expect("starts");
     let arena = memory.open_arena("weights").expect("opened");
     let load = |arena: &DeviceArena| {
-        let mut weights = arena.alloc::<u8>(32 << 20, Region::Stable).map_err(LoadError::new)?;
-        let lease = arena.enter().map_err(LoadError::new)?;
-        weights.slice_mut(&lease).map_err(LoadError::new)?.fill(1);
+        let mut weights = arena.alloc::<u8>(32 << 20, Region::Stable)?;
+        let lease = arena.enter()?;
+        weights.slice_mut(&lease)?.fill(1);
         drop(lease);
         Ok(weights)
     };

@@ -7,7 +7,9 @@ use std::time::Duration;
 
 use lowtide::clock::{Clock, ManualClock, SystemClock};
 use lowtide::config::{DeviceChoice, Source};
-use lowtide::control::{AcquireError, Budget, Cost, RejectReason, Rejected, Resource, Signals};
+use lowtide::control::{
+    AcquireError, AddError, Budget, Cost, RejectReason, Rejected, Resource, Signals,
+};
 use lowtide::device::Region;
 use lowtide::memory::{Builder, Diagnostic, MemoryError, Severity, StartError};
 use lowtide::{ByteSize, Memory};
@@ -573,7 +575,10 @@ fn two_resources_of_one_name_were_registered() {
     let memory = quiet().start().expect("starts");
     let register = |name| memory.register(memory.managed(name, || Ok(()))).map(drop);
     assert_eq!(register("model"), Ok(()));
-    assert_eq!(register("model"), Err(MemoryError::DuplicateResource { name: "model".to_owned() }));
+    assert_eq!(
+        register("model"),
+        Err(MemoryError::Resource(AddError::Duplicate { name: "model".to_owned() }))
+    );
     assert_eq!(register("other"), Ok(()));
     assert_eq!(memory.snapshot().resources.len(), 2);
     assert!(memory.shutdown(SOON).is_clean());

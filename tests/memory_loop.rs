@@ -10,8 +10,7 @@ use std::time::Duration;
 use lowtide::clock::{Clock, ManualClock};
 use lowtide::config::{DeviceChoice, Profile};
 use lowtide::control::{
-    Budget, Cost, Level, LoadError, Managed, Priority, RejectReason, Rejected, Resource,
-    UnloadReason,
+    Budget, Cost, Level, Managed, Priority, RejectReason, Rejected, Resource, UnloadReason,
 };
 use lowtide::decay::DecayTime;
 use lowtide::device::{Buffer, DeviceArena, Region};
@@ -54,7 +53,7 @@ fn model(
     let arena = arena.clone();
     let load = move || {
         let len = MODEL.as_usize().expect("a small number");
-        arena.alloc_from(&vec![1; len], Region::Stable).map_err(LoadError::new)
+        Ok(arena.alloc_from(&vec![1; len], Region::Stable)?)
     };
     let builder = memory.managed(name, load).cost(memory.cost(ByteSize::ZERO, MODEL));
     let builder = match idle {

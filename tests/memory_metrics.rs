@@ -11,7 +11,7 @@ use std::time::Duration;
 use lowtide::clock::{Clock, ManualClock};
 use lowtide::config::DeviceChoice;
 use lowtide::control::ledger::{Correction, Measured};
-use lowtide::control::{Admission, Budget, Cost, LoadError, Priority, Resource, UnloadReason};
+use lowtide::control::{Admission, Budget, Cost, Priority, Resource, UnloadReason};
 use lowtide::decay::DecayTime;
 use lowtide::device::Region;
 use lowtide::host::HostArena;
@@ -131,7 +131,7 @@ fn live(memory: &Memory) {
     let model = memory.register(memory.managed("model", || Ok(1))).expect("registered");
     drop(model.acquire_blocking().expect("loads"));
     assert_eq!(model.unload_now(SOON).ok(), Some(true));
-    let broken = memory.managed("broken", || Err::<(), _>(LoadError::new("planted")));
+    let broken = memory.managed("broken", || Err::<(), _>(lowtide::BoxError::from("planted")));
     let broken = memory.register(broken).expect("registered");
     assert!(broken.acquire_blocking().is_err());
     assert_eq!(model.stats().unloads.total(UnloadReason::Manual), 1);

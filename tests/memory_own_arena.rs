@@ -9,13 +9,13 @@ use std::time::Duration;
 
 use lowtide::ByteSize;
 use lowtide::clock::{Clock as _, SystemClock};
-use lowtide::control::{Backoff, Budget, Cost, LoadError, Resource as _};
+use lowtide::control::{Backoff, Budget, Cost, Resource as _};
 use lowtide::decay::DecayTime;
-use lowtide::device::driver::sim::{SimDriver, SimOptions};
 use lowtide::device::{DeviceArena, Region};
 use lowtide::host::{Heap, HostArena, HostArenaStats};
 use lowtide::memory::Memory;
 use lowtide::metrics::prometheus::{self, PrometheusBuilder};
+use lowtide_cuda_sim::{SimDriver, SimOptions};
 
 mod support;
 
@@ -164,7 +164,7 @@ fn a_load_that_fails_or_panics_leaves_the_arena_to_the_next() {
     let memory = Memory::builder().start().expect("starts");
     let turns = AtomicU32::new(0);
     let load = move || match turns.fetch_add(1, Ordering::Relaxed) {
-        0 => Err(LoadError::new("not yet")),
+        0 => Err(lowtide::BoxError::from("not yet")),
         1 => panic!("never"),
         _ => Ok(model()),
     };

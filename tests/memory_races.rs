@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use lowtide::clock::ManualClock;
 use lowtide::config::DeviceChoice;
-use lowtide::control::{Cost, Level, LoadError, Managed, Priority, Rejected};
+use lowtide::control::{Cost, Level, Managed, Priority, Rejected};
 use lowtide::memory::{Builder, StartError};
 use lowtide::{ByteSize, Memory};
 
@@ -162,7 +162,7 @@ fn a_loader_with_a_weak_handle_does_not_keep_the_memory() {
     let weak = memory.downgrade();
     let own = weak.clone();
     let level = memory.managed("level", move || {
-        let memory = own.upgrade().ok_or_else(|| LoadError::new("it has ended"))?;
+        let memory = own.upgrade().ok_or_else(|| lowtide::BoxError::from("it has ended"))?;
         Ok(memory.level())
     });
     let level = memory.register(level).expect("registered");

@@ -14,9 +14,6 @@ use lowtide::config::DeviceChoice;
 use lowtide::config::arena::ArenaOptions;
 use lowtide::control::{Budget, Cost, Level, Priority};
 use lowtide::decay::DecayTime;
-use lowtide::device::driver::sim::{
-    Call, DriverCosts, Outcome, Pattern, SimDriver, SimError, SimOptions,
-};
 use lowtide::device::driver::{Driver as _, StreamHandle};
 use lowtide::device::{
     ArenaSnapshot, ArenaState, Buffer, Contents, DeviceArena, DeviceError, Lane, Region,
@@ -24,6 +21,7 @@ use lowtide::device::{
 };
 use lowtide::memory::{AdminCommand, AdminTaskState, Builder, Slot};
 use lowtide::{ByteSize, Memory};
+use lowtide_cuda_sim::{Call, DriverCosts, Outcome, Pattern, SimDriver, SimError, SimOptions};
 
 mod support;
 

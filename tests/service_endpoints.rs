@@ -13,7 +13,7 @@ use http::{Request, Response, StatusCode};
 use http_body_util::Empty;
 use lowtide::clock::{Clock, ManualClock};
 use lowtide::config::DeviceChoice;
-use lowtide::control::{Cost, LoadError, UnloadReason};
+use lowtide::control::{Cost, UnloadReason};
 use lowtide::device::{Contents, Region, SleepOptions};
 use lowtide::service::{Endpoints, MemoryLayer};
 use lowtide::{ByteSize, Memory};
@@ -309,8 +309,8 @@ fn a_resource_that_is_warmed_was_told_unloaded_since_nobody_waited_for_it() {
     let (open, gate) = std::sync::mpsc::channel::<()>();
     let gate = std::sync::Mutex::new(gate);
     let load = move || {
-        let gate = gate.lock().map_err(|error| LoadError::new(error.to_string()))?;
-        gate.recv_timeout(support::PATIENCE).map_err(LoadError::new)
+        let gate = gate.lock().map_err(|error| error.to_string())?;
+        Ok(gate.recv_timeout(support::PATIENCE)?)
     };
     let model = memory.register(memory.managed("model", load)).expect("registered");
     let state = || get_json(&endpoints, "/readyz").1["resources"]["model"].clone();

@@ -7,7 +7,6 @@ use std::time::Duration;
 use http::{Request, Response, StatusCode};
 use lowtide::clock::{Clock, ManualClock};
 use lowtide::config::DeviceChoice;
-use lowtide::control::LoadError;
 use lowtide::device::{Contents, Region, SleepOptions};
 use lowtide::service::{Admin, Endpoints};
 use lowtide::{ByteSize, Memory};
@@ -224,7 +223,7 @@ fn the_trail_and_the_events_tell_what_went_on_before_somebody_looked() {
     let points =
         || told(&endpoints, ALL)["history"]["at_seconds"].as_array().expect("a list").len();
     advance_until(&clock, SECOND, "two points", || points() >= 2);
-    let fails = || Err::<(), _>(LoadError::new("no such file"));
+    let fails = || Err::<(), _>(lowtide::BoxError::from("no such file"));
     let broken = memory.register(memory.managed("broken", fails)).expect("registered");
     let model = memory.register(memory.managed("model", || Ok(()))).expect("registered");
     drop(model.acquire_blocking().expect("loads"));

@@ -4,7 +4,7 @@
 use std::time::Duration;
 
 use lowtide::clock::{Bell, Clock as _, SystemClock};
-use lowtide::control::{Cost, LoadError, Managed, Resource as _, UnloadReason};
+use lowtide::control::{Cost, Managed, Resource as _, UnloadReason};
 use lowtide::memory::Memory;
 use lowtide::{BoxError, ByteSize};
 
@@ -37,7 +37,7 @@ pub(crate) fn run() -> Result<(), BoxError> {
 }
 
 fn model(memory: &Memory, name: &str) -> Result<Managed<Vec<u8>>, BoxError> {
-    let load = || -> Result<_, LoadError> { Ok(vec![1_u8; MODEL.as_usize().unwrap_or_default()]) };
+    let load = || Ok(vec![1_u8; MODEL.as_usize().unwrap_or_default()]);
     Ok(memory.register(memory.managed(name, load).cost(Cost::host(MODEL)))?)
 }
 

@@ -12,9 +12,9 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use lowtide::clock::{Clock, SystemClock};
-use lowtide::device::driver::sim::{DriverCosts, Handles, SimDriver, SimOptions};
 use lowtide::device::{ArenaConfig, Bound, Buffer, DeviceArena, DeviceError, Growth, Region};
 use lowtide::{BoxError, ByteSize};
+use lowtide_cuda_sim::{DriverCosts, Handles, SimDriver, SimOptions};
 
 use crate::chance::Chance;
 use crate::table::Figures;

@@ -13,9 +13,9 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use lowtide::device::driver::Driver as _;
-use lowtide::device::driver::sim::{DriverCosts, Pattern, SimDriver, SimOptions};
 use lowtide::device::{ArenaConfig, DeviceArena, Lane, Region};
 use lowtide::{BoxError, ByteSize};
+use lowtide_cuda_sim::{DriverCosts, Pattern, SimDriver, SimOptions};
 
 use crate::table::Figures;
 

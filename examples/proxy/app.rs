@@ -23,7 +23,7 @@ use axum::http::{StatusCode, Uri};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{any, get, post};
 use lowtide::ByteSize;
-use lowtide::control::{Cost, LoadError, Managed};
+use lowtide::control::{Cost, Managed};
 use lowtide::device::{ArenaConfig, DeviceArena};
 use lowtide::service::{Admin, AdminToken, Endpoints, MemoryLayer, Peer};
 use lowtide::{BoxError, Memory};
@@ -293,7 +293,7 @@ fn model(
             ArenaConfig::new("embedder"),
         )?,
     };
-    let load = move |arena: &DeviceArena| Model::load(arena, weights, seed).map_err(LoadError::new);
+    let load = move |arena: &DeviceArena| Ok(Model::load(arena, weights, seed)?);
     let model = match memory {
         Some(memory) => {
             let cost = memory.cost(ByteSize::ZERO, Model::weight_bytes(weights));

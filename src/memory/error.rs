@@ -6,7 +6,7 @@ use thiserror::Error;
 
 use crate::bytes::ByteSize;
 use crate::config::{ConfigError, DeviceChoice, Source};
-use crate::control::{AddError, Budget, LoadError, SettingsError};
+use crate::control::{AddError, Budget, SettingsError};
 use crate::device::DeviceError;
 
 /// The reason that a [`Memory`](super::Memory) did not start. Nothing is left running.
@@ -115,18 +115,9 @@ pub enum MemoryError {
         /// The maximum.
         max: usize,
     },
-    /// The maximum number of resources is registered.
-    #[error("too many resources: at most {max} can be registered")]
-    TooManyResources {
-        /// The maximum.
-        max: usize,
-    },
-    /// The name is in use; the resources could not be distinguished in metrics.
-    #[error("resource {name:?} is already registered: expected another name")]
-    DuplicateResource {
-        /// The name.
-        name: String,
-    },
+    /// The resource could not be registered: too many resources, or a name that is in use.
+    #[error(transparent)]
+    Resource(#[from] AddError),
     /// The resource can never be loaded: its cost is above the ceiling of a limit that cannot grow.
     #[error(
         "resource {name:?} needs {cost} of {budget} memory, above the ceiling of {ceiling}: \
@@ -147,24 +138,6 @@ pub enum MemoryError {
         "the Memory was started in the parent of this forked process: start one in this process"
     )]
     Forked,
-}
-
-impl From<AddError> for MemoryError {
-    fn from(error: AddError) -> Self {
-        match error {
-            AddError::Full { max } => Self::TooManyResources { max },
-            AddError::Duplicate { name } => Self::DuplicateResource { name },
-            AddError::Forked => Self::Forked,
-        }
-    }
-}
-
-/// For `?` in the loaders of resources that use an arena. It is here because policy and devices do
-/// not depend on each other.
-impl From<DeviceError> for LoadError {
-    fn from(error: DeviceError) -> Self {
-        Self::new(error)
-    }
 }
 
 /// The severity of a [`Diagnostic`].
@@ -226,12 +199,5 @@ mod tests {
             assert!(text.ends_with("expected at least 9.0 MiB"), "{text}");
         }
         assert!(text(8 << 20, Source::Code).starts_with("memory_limit(8MiB) is too small"));
-    }
-
-    #[test]
-    fn a_device_error_in_a_loader_keeps_its_numbers() {
-        let load = || -> Result<(), LoadError> { Err(DeviceError::Forked)? };
-        let Err(LoadError::Failed { source }) = load() else { panic!("it fails") };
-        assert_eq!(source.downcast_ref::<DeviceError>(), Some(&DeviceError::Forked));
     }
 }

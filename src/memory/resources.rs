@@ -9,7 +9,8 @@
 
 use std::sync::Arc;
 
-use crate::control::{LoadError, Managed, ManagedBuilder, Resource as _};
+use crate::BoxError;
+use crate::control::{Managed, ManagedBuilder, Resource as _};
 use crate::device::DeviceArena;
 
 use super::own_arena::OwnArena;
@@ -30,16 +31,13 @@ impl Memory {
     /// to `None`.
     ///
     /// ```
-    /// use lowtide::control::LoadError;
     /// use lowtide::device::Region;
     /// use lowtide::{ByteSize, Memory};
     ///
     /// let memory = Memory::builder().start()?;
     /// let arena = memory.open_arena("embedder")?;
     /// let size = ByteSize::mib(4);
-    /// let load = move || -> Result<_, LoadError> {
-    ///     Ok(arena.alloc_from(&vec![1.0_f32; 1 << 20], Region::Stable)?)
-    /// };
+    /// let load = move || Ok(arena.alloc_from(&vec![1.0_f32; 1 << 20], Region::Stable)?);
     /// let cost = memory.cost(ByteSize::ZERO, size);
     /// let weights = memory.register(memory.managed("weights", load).cost(cost))?;
     /// println!("{:?}", weights.acquire_blocking()?); // loads; stays loaded while it is used
@@ -49,7 +47,7 @@ impl Memory {
     pub fn managed<T: Send + Sync + 'static>(
         &self,
         name: &str,
-        load: impl Fn() -> Result<T, LoadError> + Send + Sync + 'static,
+        load: impl Fn() -> Result<T, BoxError> + Send + Sync + 'static,
     ) -> ManagedBuilder<T> {
         self.enclosed(name, None, load)
     }
@@ -81,7 +79,7 @@ impl Memory {
         &self,
         arena: &DeviceArena,
         name: &str,
-        load: impl Fn(&DeviceArena) -> Result<T, LoadError> + Send + Sync + 'static,
+        load: impl Fn(&DeviceArena) -> Result<T, BoxError> + Send + Sync + 'static,
     ) -> ManagedBuilder<T> {
         let of_load = arena.clone();
         self.enclosed(name, Some(arena.clone()), move || load(&of_load))
@@ -91,7 +89,7 @@ impl Memory {
         &self,
         name: &str,
         device: Option<DeviceArena>,
-        load: impl Fn() -> Result<T, LoadError> + Send + Sync + 'static,
+        load: impl Fn() -> Result<T, BoxError> + Send + Sync + 'static,
     ) -> ManagedBuilder<T> {
         let shared = &self.0.shared;
         let builder = Managed::builder(name, load).idle(shared.config.idle_unload.value);
@@ -109,8 +107,8 @@ impl Memory {
     ///
     /// # Errors
     /// [`MemoryError::ResourceTooLarge`] if the cost is above the ceiling of the configured limit
-    /// or of the machine's memory, [`MemoryError::TooManyResources`],
-    /// [`MemoryError::DuplicateResource`], [`MemoryError::Forked`].
+    /// or of the machine's memory, [`MemoryError::Resource`],
+    /// [`MemoryError::Forked`].
     pub fn register<T: Send + Sync + 'static>(
         &self,
         builder: ManagedBuilder<T>,

@@ -11,8 +11,8 @@ use lowtide::ByteSize;
 use lowtide::clock::{Clock as _, ManualClock};
 use lowtide::control::ledger::{Correction, Measured};
 use lowtide::control::{
-    AcquireError, Admission, Budget, Cost, LoadError, Managed, ManagedBuilder, Rejected, Resource,
-    Resources, UnloadReason,
+    AcquireError, Admission, Budget, Cost, Managed, ManagedBuilder, Rejected, Resource, Resources,
+    UnloadReason,
 };
 use lowtide::sync::lock;
 
@@ -455,7 +455,7 @@ fn models_in_use_are_never_evicted_and_the_limit_holds_under_stress() {
         .into_iter()
         .map(|(name, size)| {
             let (loads, unloads) = (Arc::clone(&live), Arc::clone(&live));
-            let load = move || -> Result<_, LoadError> {
+            let load = move || -> Result<_, lowtide::BoxError> {
                 assert!(loads.fetch_add(size, Ordering::SeqCst) + size <= 100, "over the limit");
                 Ok(AtomicBool::new(true))
             };

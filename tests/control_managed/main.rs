@@ -194,7 +194,7 @@ fn all_who_waited_for_a_failed_load_get_its_error_even_without_a_pause() {
         let gate = Arc::clone(&gate);
         Managed::<u8>::builder("model", move || {
             gate.pass();
-            Err(LoadError::new("no such file"))
+            Err(lowtide::BoxError::from("no such file"))
         })
         .backoff(Backoff { first: Duration::ZERO, max: Duration::ZERO })
         .build(Arc::new(ManualClock::new()), None)

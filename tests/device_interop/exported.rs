@@ -6,11 +6,11 @@ use std::time::Duration;
 use lowtide::ByteSize;
 use lowtide::clock::{Clock as _, ManualClock, Moment};
 use lowtide::device::driver::Driver as _;
-use lowtide::device::driver::sim::{Call, Pattern, SimDriver, SimError, SimOptions};
 use lowtide::device::{
     ArenaConfig, ArenaState, Buffer, CompactOptions, DeviceArena, DeviceError, ExportError,
     HostDriver, Lane, Planted, Region, SleepConfig, SleepOptions,
 };
+use lowtide_cuda_sim::{Call, Pattern, SimDriver, SimError, SimOptions};
 
 use crate::support::{Bed, MIB};
 

@@ -6,11 +6,11 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use lowtide::ByteSize;
 use lowtide::clock::{Clock as _, ManualClock, Moment};
-use lowtide::device::driver::sim::{Pattern, SimDriver, SimOptions};
 use lowtide::device::driver::{DeviceAddress, Driver as _};
 use lowtide::device::{
     ArenaConfig, DeviceArena, DeviceError, HostDriver, ImportError, Imported, Planted, Region,
 };
+use lowtide_cuda_sim::{Pattern, SimDriver, SimOptions};
 
 use crate::support::{Bed, MIB, Released};
 
@@ -124,7 +124,7 @@ fn it_can_be_released_now() {
 
 #[test]
 fn while_the_device_cannot_be_waited_for_it_is_not_released() {
-    use lowtide::device::driver::sim::{Call, SimError};
+    use lowtide_cuda_sim::{Call, SimError};
     let (bed, released) = (Bed::new(None), Released::default());
     let imported = import(&bed, theirs(&bed, MIB), MIB, released.note()).expect("theirs");
     bed.sim.fail_always(Call::Synchronize, Some(SimError::Unknown));

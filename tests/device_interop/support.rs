@@ -5,9 +5,9 @@ use std::sync::{Arc, Mutex};
 
 use lowtide::ByteSize;
 use lowtide::clock::ManualClock;
-use lowtide::device::driver::sim::{SimDriver, SimOptions};
 use lowtide::device::driver::{DeviceAddress, Driver as _, StreamHandle};
 use lowtide::device::{ArenaConfig, DeviceArena, Lane, Planted};
+use lowtide_cuda_sim::{SimDriver, SimOptions};
 
 pub(crate) const MIB: usize = 1 << 20;
 

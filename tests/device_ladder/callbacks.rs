@@ -5,11 +5,11 @@ use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::thread;
 
 use lowtide::ByteSize;
-use lowtide::device::driver::sim::{Call, SimError};
 use lowtide::device::{
     ArenaConfig, Buffer, CompactOptions, DeviceArena, DeviceError, Region, ShortageInfo,
     SleepOptions,
 };
+use lowtide_cuda_sim::{Call, SimError};
 
 use crate::{DYNAMIC, GRANULE, config, device, mib, on_device, on_host, wait_until};
 

@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use lowtide::ByteSize;
 use lowtide::clock::ManualClock;
-use lowtide::device::driver::sim::{Call, Handles};
 use lowtide::device::{ArenaConfig, DeviceArena, DeviceError, HostDriver};
+use lowtide_cuda_sim::{Call, Handles};
 
 use crate::{Chance, DYNAMIC, GRANULE, config, device, mib, on_device};
 

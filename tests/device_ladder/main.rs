@@ -18,8 +18,8 @@ use std::time::Duration;
 
 use lowtide::ByteSize;
 use lowtide::clock::{Clock as _, ManualClock, SystemClock};
-use lowtide::device::driver::sim::{DriverCosts, Order, SimDriver, SimOptions};
 use lowtide::device::{ArenaConfig, Buffer, DeviceArena, DeviceError, HostDriver, Region};
+use lowtide_cuda_sim::{DriverCosts, Order, SimDriver, SimOptions};
 
 const DYNAMIC: Region = Region::Dynamic;
 const GRANULE: ByteSize = ByteSize::mib(2);

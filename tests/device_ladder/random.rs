@@ -11,11 +11,11 @@ use std::thread;
 
 use lowtide::ByteSize;
 use lowtide::device::driver::Driver as _;
-use lowtide::device::driver::sim::{Handles, Order, SimDriver};
 use lowtide::device::{
     ArenaConfig, Bound, Buffer, CompactOptions, DeviceArena, DeviceError, Growth, HostDriver, Lane,
     RawBlock, Region,
 };
+use lowtide_cuda_sim::{Handles, Order, SimDriver};
 
 use crate::{Chance, config, device};
 

@@ -8,9 +8,9 @@ use std::thread;
 use std::time::Duration;
 
 use lowtide::ByteSize;
-use lowtide::device::driver::sim::{Call, Handles, Outcome, Pattern, SimDriver, SimError, Ticket};
 use lowtide::device::driver::{Driver as _, StreamHandle};
 use lowtide::device::{Buffer, DeviceArena, DeviceError, Lane, Region};
+use lowtide_cuda_sim::{Call, Handles, Outcome, Pattern, SimDriver, SimError, Ticket};
 
 use crate::{DYNAMIC, GRANULE, config, device, mib, on_device};
 

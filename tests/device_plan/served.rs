@@ -6,15 +6,13 @@ use std::sync::Arc;
 
 use lowtide::ByteSize;
 use lowtide::clock::ManualClock;
-use lowtide::device::driver::sim::{
-    Call, DriverCosts, Handles, Outcome, Pattern, SimDriver, SimOptions,
-};
 use lowtide::device::driver::{DeviceAddress, Driver as _, StreamHandle};
 use lowtide::device::plan::{BufferId, Demand, Plan, PlanCache, Planner, Problem, Role};
 use lowtide::device::{
     ArenaConfig, Buffer, CompactOptions, Contents, DeviceArena, DeviceError, HostDriver,
     PlannedMemory, Region, SleepOptions,
 };
+use lowtide_cuda_sim::{Call, DriverCosts, Handles, Outcome, Pattern, SimDriver, SimOptions};
 
 use super::{instance, planned, planned_for};
 

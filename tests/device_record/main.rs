@@ -20,10 +20,10 @@ use std::time::Duration;
 
 use lowtide::ByteSize;
 use lowtide::clock::ManualClock;
-use lowtide::device::driver::sim::{DriverCosts, Handles, Order, SimDriver, SimOptions};
 use lowtide::device::driver::{Driver, StreamHandle};
 use lowtide::device::record::{Log, Recorder};
 use lowtide::device::{ArenaConfig, DeviceArena, HostDriver, Lane, SleepConfig};
+use lowtide_cuda_sim::{DriverCosts, Handles, Order, SimDriver, SimOptions};
 
 const MIB: u64 = 1 << 20;
 const GRANULE: ByteSize = ByteSize::mib(2);

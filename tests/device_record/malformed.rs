@@ -335,8 +335,7 @@ fn the_largest_numbers_of_a_recording_without_a_layout_are_refused_by_the_arena(
                     {most} limit bytes={most}\n"
                 );
                 let log = Log::parse(&lines).expect("a recording");
-                for driver in [host(), crate::simulation(lowtide::device::driver::sim::Order::Lazy)]
-                {
+                for driver in [host(), crate::simulation(lowtide_cuda_sim::Order::Lazy)] {
                     let mut replay = log.start(driver, log.header().config()).expect("open");
                     while replay.step() {
                         replay.arena().validate();

@@ -6,10 +6,10 @@ use std::time::Duration;
 use lowtide::ByteSize;
 use lowtide::clock::{Clock as _, SystemClock};
 use lowtide::decay::DecayTime;
-use lowtide::device::driver::sim::{Call, Order, SimDriver, SimError};
 use lowtide::device::driver::{Driver, StreamHandle};
 use lowtide::device::record::{After, Entry, Log, Operation, Recorder, Resized, Why};
 use lowtide::device::{ArenaConfig, DeviceArena, DeviceError, Region};
+use lowtide_cuda_sim::{Call, Order, SimDriver, SimError};
 
 use crate::program::{Program, growths};
 use crate::{MIB, config, host, lane_of, open, recorder, segments, simulation};

@@ -3,7 +3,7 @@
 use lowtide::device::record::{Log, LogError, Operation};
 
 use crate::{host, simulation};
-use lowtide::device::driver::sim::Order;
+use lowtide_cuda_sim::Order;
 
 const HEAD: &str = "Thread,Time,Action,Pointer,Size,Stream\n";
 

@@ -10,12 +10,12 @@ use std::time::Duration;
 use lowtide::ByteSize;
 use lowtide::clock::Clock as _;
 use lowtide::device::driver::Driver;
-use lowtide::device::driver::sim::{Call, Order, SimError};
 use lowtide::device::record::{Fallen, Log, Operation, Sleepless};
 use lowtide::device::{
     ArenaConfig, ArenaState, Buffer, CompactOptions, Contents, DeviceArena, DeviceError,
     HostBudget, Region, SleepOptions,
 };
+use lowtide_cuda_sim::{Call, Order, SimError};
 
 use crate::program::Program;
 use crate::{MIB, config, host, open, simulation};

@@ -5,9 +5,9 @@ use std::thread;
 
 use lowtide::ByteSize;
 use lowtide::clock::{Clock as _, ManualClock};
-use lowtide::device::driver::sim::{Call, Order};
 use lowtide::device::record::Operation;
 use lowtide::device::{ArenaConfig, Buffer, CompactOptions, DeviceArena, Region};
+use lowtide_cuda_sim::{Call, Order};
 
 use crate::program::Random;
 use crate::{MIB, config, host, open, simulation};

@@ -13,8 +13,8 @@ use std::time::Duration;
 
 use lowtide::ByteSize;
 use lowtide::device::driver::Driver as _;
-use lowtide::device::driver::sim::{Call, SimDriver, SimOptions};
 use lowtide::device::{ArenaConfig, CompactOptions, DeviceArena, Lane, Planted, Region};
+use lowtide_cuda_sim::{Call, SimDriver, SimOptions};
 
 use crate::harness::Schedule;
 

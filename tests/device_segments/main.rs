@@ -17,11 +17,11 @@ use std::time::Duration;
 use lowtide::ByteSize;
 use lowtide::clock::{Clock as _, Moment};
 use lowtide::device::driver::Backend;
-use lowtide::device::driver::sim::{Call, DriverCosts, Order, SimDriver, SimError, SimOptions};
 use lowtide::device::{
     ArenaConfig, ArenaState, Buffer, CompactOptions, DeviceArena, DeviceError, Growth, Region,
     SleepConfig, SleepOptions,
 };
+use lowtide_cuda_sim::{Call, DriverCosts, Order, SimDriver, SimError, SimOptions};
 
 const MIB: usize = 1 << 20;
 const NONE: ByteSize = ByteSize::ZERO;

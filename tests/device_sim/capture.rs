@@ -1,8 +1,8 @@
 //! Captures: what is recorded, what spoils them, and what a graph does when it is launched.
 
 use lowtide::ByteSize;
-use lowtide::device::driver::sim::{Call, CaptureMode, Fault, Order, Outcome, Pattern, SimDriver};
 use lowtide::device::driver::{Driver as _, StreamHandle};
+use lowtide_cuda_sim::{Call, CaptureMode, Fault, Order, Outcome, Pattern, SimDriver};
 
 use crate::{GRANULE, code, committed, device};
 

@@ -4,10 +4,10 @@ use std::time::Duration;
 
 use lowtide::ByteSize;
 use lowtide::clock::Clock as _;
-use lowtide::device::driver::sim::{
+use lowtide::device::driver::{Driver as _, DriverError, StoreSpan};
+use lowtide_cuda_sim::{
     Call, Cost, DriverCosts, Order, Outcome, Pattern, SimDriver, SimError, SimOptions,
 };
-use lowtide::device::driver::{Driver as _, DriverError, StoreSpan};
 
 use crate::{GRANULE, code, committed, device};
 

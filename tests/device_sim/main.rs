@@ -15,8 +15,8 @@ mod raw;
 mod streams;
 
 use lowtide::ByteSize;
-use lowtide::device::driver::sim::{DriverCosts, Order, SimDriver, SimOptions};
 use lowtide::device::driver::{DeviceAddress, Driver as _, DriverError};
+use lowtide_cuda_sim::{DriverCosts, Order, SimDriver, SimOptions};
 
 pub(crate) const GRANULE: ByteSize = ByteSize::mib(2);
 

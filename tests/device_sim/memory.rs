@@ -3,11 +3,11 @@
 use std::sync::Arc;
 
 use lowtide::ByteSize;
-use lowtide::device::driver::sim::{
-    Call, Fault, Handles, Order, Outcome, Pattern, SimDriver, SimOptions, WorkKind,
-};
 use lowtide::device::driver::{DeviceAddress, Driver as _, DriverError, HostMemory, StoreSpan};
 use lowtide::device::{DeviceError, PinnedConfig, PinnedPool};
+use lowtide_cuda_sim::{
+    Call, Fault, Handles, Order, Outcome, Pattern, SimDriver, SimOptions, WorkKind,
+};
 
 use crate::{GRANULE, code, committed, device, on};
 

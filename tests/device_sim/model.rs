@@ -6,8 +6,8 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use lowtide::ByteSize;
-use lowtide::device::driver::sim::{DriverCosts, Order, Pattern, SimDriver, SimOptions};
 use lowtide::device::driver::{DeviceAddress, Driver as _, DriverError};
+use lowtide_cuda_sim::{DriverCosts, Order, Pattern, SimDriver, SimOptions};
 
 use crate::{GRANULE, Numbers, on};
 

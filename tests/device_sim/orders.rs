@@ -5,8 +5,8 @@ use std::sync::Arc;
 use std::thread;
 
 use lowtide::ByteSize;
-use lowtide::device::driver::sim::{DriverCosts, Order, Pattern, SimDriver, SimOptions};
 use lowtide::device::driver::{Driver as _, EventHandle, StreamHandle};
+use lowtide_cuda_sim::{DriverCosts, Order, Pattern, SimDriver, SimOptions};
 
 use crate::{GRANULE, Numbers, committed};
 

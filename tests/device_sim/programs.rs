@@ -5,8 +5,8 @@
 //! every run; without the bug no order ever finds anything.
 
 use lowtide::ByteSize;
-use lowtide::device::driver::sim::{DriverCosts, Order, Pattern, SimDriver, SimOptions};
 use lowtide::device::driver::{Driver as _, DriverError};
+use lowtide_cuda_sim::{DriverCosts, Order, Pattern, SimDriver, SimOptions};
 
 use crate::{GRANULE, committed, on};
 

@@ -4,10 +4,8 @@ use std::sync::{Arc, Mutex};
 
 use lowtide::ByteSize;
 use lowtide::device::driver::Driver as _;
-use lowtide::device::driver::sim::raw::{self, HostBytes, HostKind, KERNELS, Kernel, Place};
-use lowtide::device::driver::sim::{
-    Call, CaptureMode, Fault, Order, SimDriver, SimError, SimOptions,
-};
+use lowtide_cuda_sim::raw::{self, HostBytes, HostKind, KERNELS, Kernel, Place};
+use lowtide_cuda_sim::{Call, CaptureMode, Fault, Order, SimDriver, SimError, SimOptions};
 
 use crate::Numbers;
 

@@ -1,10 +1,10 @@
 //! Streams and events: what is waited for, and what is not.
 
 use lowtide::ByteSize;
-use lowtide::device::driver::sim::{
+use lowtide::device::driver::{Driver as _, EventHandle, StreamHandle};
+use lowtide_cuda_sim::{
     Call, Fault, HandleKind, LogEntry, Order, Outcome, Pattern, SimDriver, SimOptions,
 };
-use lowtide::device::driver::{Driver as _, EventHandle, StreamHandle};
 
 use crate::{code, committed, device};
 

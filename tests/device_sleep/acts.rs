@@ -7,10 +7,10 @@ use std::time::Duration;
 
 use lowtide::ByteSize;
 use lowtide::clock::Clock as _;
-use lowtide::device::driver::sim::{Call, Order, SimDriver};
 use lowtide::device::{
     ArenaState, Buffer, CompactOptions, Contents, DeviceArena, Lane, Region, SleepOptions,
 };
+use lowtide_cuda_sim::{Call, Order, SimDriver};
 
 use super::faults::PASSING;
 use super::states::wait_until;

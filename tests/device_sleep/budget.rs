@@ -6,8 +6,8 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use lowtide::ByteSize;
-use lowtide::device::driver::sim::{Call, Order, SimDriver, SimError};
 use lowtide::device::{ArenaState, Contents, DeviceError, HostBudget, Region, SleepOptions};
+use lowtide_cuda_sim::{Call, Order, SimDriver, SimError};
 
 use super::support::{Bed, MIB};
 

@@ -2,8 +2,8 @@
 //! streams: books right, contents whole, nothing left behind.
 
 use lowtide::ByteSize;
-use lowtide::device::driver::sim::{Order, SimError};
 use lowtide::device::{Buffer, CompactOptions, Goal, Region};
+use lowtide_cuda_sim::{Order, SimError};
 
 use super::faults::{LOST, PASSING};
 use super::support::{Bed, MIB};

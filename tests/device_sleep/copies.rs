@@ -5,8 +5,8 @@ use std::thread;
 use std::time::Duration;
 
 use lowtide::ByteSize;
-use lowtide::device::driver::sim::{Call, Order, SimError};
 use lowtide::device::{ArenaState, Buffer, Contents, DeviceError, Region, SleepOptions};
+use lowtide_cuda_sim::{Call, Order, SimError};
 
 use super::support::{Bed, MIB};
 

@@ -4,8 +4,8 @@ use std::time::Duration;
 
 use lowtide::ByteSize;
 use lowtide::clock::{Clock as _, Moment};
-use lowtide::device::driver::sim::{Call, Order, SimError};
 use lowtide::device::{ArenaState, Region, SleepConfig};
+use lowtide_cuda_sim::{Call, Order, SimError};
 
 use super::support::{Bed, MIB};
 

@@ -5,10 +5,10 @@ use std::time::Duration;
 
 use lowtide::ByteSize;
 use lowtide::device::driver::Driver as _;
-use lowtide::device::driver::sim::{
+use lowtide::device::{ArenaState, Buffer, Contents, DeviceError, Region, SleepOptions};
+use lowtide_cuda_sim::{
     Call, DriverCosts, Order, Outcome, Pattern, SimDriver, SimError, SimOptions,
 };
-use lowtide::device::{ArenaState, Buffer, Contents, DeviceError, Region, SleepOptions};
 
 use super::support::{Bed, MIB, at};
 

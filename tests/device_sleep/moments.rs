@@ -11,10 +11,10 @@ use std::time::Duration;
 
 use lowtide::ByteSize;
 use lowtide::device::driver::Driver as _;
-use lowtide::device::driver::sim::{Call, Order, SimError};
 use lowtide::device::{
     ArenaState, Contents, DeviceArena, DeviceError, HostBudget, Region, SleepOptions,
 };
+use lowtide_cuda_sim::{Call, Order, SimError};
 
 use super::states::wait_until;
 use super::support::{Bed, MIB};
@@ -289,7 +289,7 @@ fn memory_of_blocks_by_address_left_with_the_arena_under_a_kernel() {
     let bed = Bed::new(Order::Lazy);
     let raw = bed.arena.alloc_raw(ByteSize::mib(1), ByteSize::new(1), Region::Dynamic);
     let raw = raw.expect("room");
-    let pattern = lowtide::device::driver::sim::Pattern::new(7);
+    let pattern = lowtide_cuda_sim::Pattern::new(7);
     bed.sim.fill(bed.stream, raw.at, raw.size, pattern).expect("queued");
     let Bed { sim, arena, .. } = bed;
     drop(arena);

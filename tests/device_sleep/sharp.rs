@@ -8,8 +8,8 @@ use std::time::Duration;
 
 use lowtide::ByteSize;
 use lowtide::clock::{Clock as _, Moment};
-use lowtide::device::driver::sim::{Call, DriverCosts, Order, SimDriver, SimError, SimOptions};
 use lowtide::device::{ArenaState, Contents, DeviceError, Region, SleepConfig, SleepOptions};
+use lowtide_cuda_sim::{Call, DriverCosts, Order, SimDriver, SimError, SimOptions};
 
 use super::states::{NOW, wait_until};
 use super::support::{Bed, MIB};

@@ -7,11 +7,11 @@ use std::time::Duration;
 
 use lowtide::ByteSize;
 use lowtide::clock::{Clock as _, SystemClock};
-use lowtide::device::driver::sim::{Call, DriverCosts, Order, SimDriver, SimError, SimOptions};
 use lowtide::device::{
     ArenaState, CompactOptions, Contents, DeviceError, Region, SleepConfig, SleepOptions,
     StopReason,
 };
+use lowtide_cuda_sim::{Call, DriverCosts, Order, SimDriver, SimError, SimOptions};
 
 use super::support::{Bed, MIB, at};
 

@@ -7,8 +7,8 @@ use std::sync::{Arc, Mutex};
 
 use lowtide::ByteSize;
 use lowtide::clock::Clock as _;
-use lowtide::device::driver::sim::{Call, Order, SimError};
 use lowtide::device::{Contents, HostBudget, Region, SleepOptions};
+use lowtide_cuda_sim::{Call, Order, SimError};
 
 use super::states::NOW;
 use super::support::{Bed, MIB};

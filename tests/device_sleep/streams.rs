@@ -4,8 +4,8 @@
 use lowtide::ByteSize;
 use lowtide::clock::Clock as _;
 use lowtide::device::driver::Driver as _;
-use lowtide::device::driver::sim::{Call, Order, Outcome, Pattern, SimError};
 use lowtide::device::{ArenaState, DeviceError, Region};
+use lowtide_cuda_sim::{Call, Order, Outcome, Pattern, SimError};
 
 use super::states::NOW;
 use super::support::{Bed, MIB, at};

@@ -9,11 +9,9 @@ use std::time::Duration;
 
 use lowtide::ByteSize;
 use lowtide::clock::{Clock as _, SystemClock};
-use lowtide::device::driver::sim::{
-    DriverCosts, Handles, Order, Outcome, Pattern, SimDriver, SimOptions,
-};
 use lowtide::device::driver::{DeviceAddress, Driver as _, StreamHandle};
 use lowtide::device::{ArenaConfig, Buffer, DeviceArena, Lane, Lease, Region, SleepConfig};
+use lowtide_cuda_sim::{DriverCosts, Handles, Order, Outcome, Pattern, SimDriver, SimOptions};
 
 pub(crate) const MIB: usize = 1 << 20;
 

@@ -9,8 +9,8 @@ use std::thread;
 use std::time::Duration;
 
 use lowtide::ByteSize;
-use lowtide::device::driver::sim::{Order, SimError};
 use lowtide::device::{ArenaState, Contents, Region, SleepOptions};
+use lowtide_cuda_sim::{Order, SimError};
 
 use super::states::wait_until;
 use super::support::{Bed, MIB};
@@ -92,7 +92,7 @@ fn a_wake_that_fails_is_told_to_all_who_wait_for_it() {
     let bed = Bed::new(Order::Lazy);
     let kept = bed.marked(MIB, Region::Dynamic, 1);
     bed.arena.sleep(NOW).expect("asleep");
-    bed.sim.fail_always(lowtide::device::driver::sim::Call::Create, Some(SimError::OutOfMemory));
+    bed.sim.fail_always(lowtide_cuda_sim::Call::Create, Some(SimError::OutOfMemory));
     let entering: Vec<_> = (0..4)
         .map(|nth| {
             let arena = bed.arena.clone();
@@ -121,7 +121,7 @@ fn a_future_that_waits_while_it_falls_asleep_keeps_it_awake() {
     let kept = bed.marked(MIB, Region::Dynamic, 1);
     let arena = bed.arena.clone();
     let (entering, entered) = std::sync::mpsc::channel();
-    bed.sim.before(lowtide::device::driver::sim::Call::Offload, 0, move || {
+    bed.sim.before(lowtide_cuda_sim::Call::Offload, 0, move || {
         let other = arena.clone();
         let wait = move || block_on(other.enter_async()).0.map(drop);
         entering.send(thread::spawn(wait)).expect("heard");

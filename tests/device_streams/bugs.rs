@@ -9,7 +9,7 @@
 
 use lowtide::ByteSize;
 use lowtide::device::driver::Driver as _;
-use lowtide::device::driver::sim::{Call, Order, SimError};
+use lowtide_cuda_sim::{Call, Order, SimError};
 
 use crate::{DYNAMIC, MIB, assert_sound, at, fill, lane, lane_of, open};
 

@@ -9,8 +9,8 @@ use std::time::Duration;
 use lowtide::ByteSize;
 use lowtide::clock::Moment;
 use lowtide::device::driver::Driver as _;
-use lowtide::device::driver::sim::{Call, Order, Pattern, SimDriver};
 use lowtide::device::{DeviceArena, DeviceError, Lane};
+use lowtide_cuda_sim::{Call, Order, Pattern, SimDriver};
 
 use crate::{DYNAMIC, MIB, assert_sound, at, fill, lane, open};
 

@@ -7,7 +7,7 @@ use std::thread;
 use std::time::Duration;
 
 use lowtide::ByteSize;
-use lowtide::device::driver::sim::{Call, Order};
+use lowtide_cuda_sim::{Call, Order};
 
 use crate::{DYNAMIC, MIB, assert_sound, fill, lane, open};
 

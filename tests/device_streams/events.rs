@@ -4,7 +4,7 @@
 
 use lowtide::ByteSize;
 use lowtide::device::driver::Driver as _;
-use lowtide::device::driver::sim::{Call, Order};
+use lowtide_cuda_sim::{Call, Order};
 
 use crate::{DYNAMIC, MIB, assert_sound, fill, lane, lane_of, open};
 

@@ -18,12 +18,12 @@ use std::sync::Arc;
 use lowtide::ByteSize;
 use lowtide::clock::Clock as _;
 use lowtide::decay::DecayTime;
-use lowtide::device::driver::sim::{
-    Call, DriverCosts, Order, Outcome, Pattern, SimDriver, SimError, SimOptions, Ticket,
-};
 use lowtide::device::driver::{DeviceAddress, Driver as _, StreamHandle};
 use lowtide::device::{
     ArenaConfig, Buffer, CompactOptions, DeviceArena, DeviceError, Goal, Lane, Region,
+};
+use lowtide_cuda_sim::{
+    Call, DriverCosts, Order, Outcome, Pattern, SimDriver, SimError, SimOptions, Ticket,
 };
 
 const DYNAMIC: Region = Region::Dynamic;

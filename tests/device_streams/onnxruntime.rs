@@ -7,7 +7,7 @@
 //! Invariant: what one stream may still work on is never another's without a wait.
 
 use lowtide::ByteSize;
-use lowtide::device::driver::sim::{Call, Order, SimDriver};
+use lowtide_cuda_sim::{Call, Order, SimDriver};
 
 use crate::{DYNAMIC, MIB, assert_sound, at, fill, lane, open};
 

@@ -5,11 +5,11 @@
 use std::sync::{Arc, Mutex, PoisonError};
 
 use lowtide::ByteSize;
-use lowtide::device::driver::sim::{
-    DriverCosts, Handles, Order, Outcome as Found, Pattern, SimDriver, SimOptions,
-};
 use lowtide::device::driver::{DeviceAddress, Driver, StreamHandle};
 use lowtide::device::{Buffer, DeviceArena, Lane, Lease};
+use lowtide_cuda_sim::{
+    DriverCosts, Handles, Order, Outcome as Found, Pattern, SimDriver, SimOptions,
+};
 
 use super::cases::{Device, Fault, Outcome};
 

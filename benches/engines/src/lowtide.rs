@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use engines::{Arguments, BoxError, Service};
 use lowtide::config::{DeviceChoice, OrtPlace, Profile};
-use lowtide::control::{Cost, LoadError, Managed, Resource as _};
+use lowtide::control::{Cost, Managed, Resource as _};
 use lowtide::{ByteSize, Memory};
 use ort::environment::Environment;
 use ort::ep::CPU;
@@ -101,9 +101,9 @@ fn registered(
     let (model, profile) = (arguments.model.clone(), memory.config().profile.value);
     let cpus = memory.snapshot().cpus.whole().unwrap_or(1);
     let load = move || {
-        let builder = Session::builder(&environment).map_err(LoadError::new)?;
-        let mut builder = configured(builder, profile, cpus).map_err(LoadError::new)?;
-        Ok(Mutex::new(builder.commit_from_file(&model).map_err(LoadError::new)?))
+        let builder = Session::builder(&environment)?;
+        let mut builder = configured(builder, profile, cpus)?;
+        Ok(Mutex::new(builder.commit_from_file(&model)?))
     };
     let cost = Cost::host(ByteSize::mib(1));
     Ok(memory.register(memory.managed("embedder", load).cost(cost).idle(IDLE_UNLOAD))?)

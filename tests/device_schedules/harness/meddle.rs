@@ -11,7 +11,7 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, TryLockError};
 
 use lowtide::device::ArenaState;
-use lowtide::device::driver::sim::{Call, SimDriver, SimError};
+use lowtide_cuda_sim::{Call, SimDriver, SimError};
 
 use super::Memory;
 use super::acts::{self, Amid};

@@ -29,8 +29,8 @@ use std::time::Duration;
 
 use lowtide::ByteSize;
 use lowtide::clock::{Clock as _, SystemClock};
-use lowtide::device::driver::sim::{Leaks, Order, SimDriver};
 use lowtide::device::{ArenaState, Contents, DeviceArena, Region, SleepConfig, SleepOptions};
+use lowtide_cuda_sim::{Leaks, Order, SimDriver};
 
 use chance::Chance;
 use world::World;

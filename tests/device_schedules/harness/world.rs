@@ -11,13 +11,11 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 
 use lowtide::ByteSize;
-use lowtide::device::driver::sim::{
-    DriverCosts, GraphHandle, Handles, Pattern, SimDriver, SimOptions, Ticket,
-};
 use lowtide::device::driver::{DeviceAddress, Driver as _, DriverError, StreamHandle};
 use lowtide::device::{
     ArenaConfig, BlockPin, Buffer, DeviceArena, DeviceError, Exported, Lane, Lease, RawBlock,
 };
+use lowtide_cuda_sim::{DriverCosts, GraphHandle, Handles, Pattern, SimDriver, SimOptions, Ticket};
 
 use super::budget::{Account, Budget};
 use super::chance::Chance;

@@ -6,7 +6,7 @@
 //! arena to see to.
 
 use lowtide::device::ExportError;
-use lowtide::device::driver::sim::Pattern;
+use lowtide_cuda_sim::Pattern;
 
 use super::memory;
 use crate::harness::world::{Act, Away, Worker, World};

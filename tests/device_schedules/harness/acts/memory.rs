@@ -7,8 +7,8 @@
 use std::cell::Cell;
 
 use lowtide::ByteSize;
-use lowtide::device::driver::sim::Pattern;
 use lowtide::device::{Buffer, Region};
+use lowtide_cuda_sim::Pattern;
 
 use crate::harness::world::{Act, Held, HeldRaw, Track, Worker, World};
 

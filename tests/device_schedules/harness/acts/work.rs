@@ -5,7 +5,7 @@
 
 use std::sync::PoisonError;
 
-use lowtide::device::driver::sim::Pattern;
+use lowtide_cuda_sim::Pattern;
 
 use crate::harness::world::{Act, Track, Worker, World};
 

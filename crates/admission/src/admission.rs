@@ -1,0 +1,630 @@
+//! Admission by bytes: a request reserves what it will hold, in every budget, before it starts.
+//!
+//! Admission decides with one compare-and-exchange and a few loads. It reads no file, takes no lock
+//! and never waits. It does not measure: the control loop corrects the ledgers and sets the level.
+//! A [`Permit`] releases its bytes when it is dropped. The shared state is in `desk`.
+//!
+//! Invariant: `reserved = sum of the costs of live permits` (permits of resources by their units),
+//! in each budget. A rejected request reserves nothing.
+
+use std::any::Any;
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use lowtide_core::bytes::ByteSize;
+
+use super::desk::{Desk, Stood};
+use super::eviction::Evictor;
+use super::ledger::{Budget, Ledger};
+use super::permit::Permit;
+use super::pressure::Level;
+use super::rejected::{RejectReason, Rejected};
+use super::size_class::SizeClass;
+use super::tally::{BudgetCounts, ClassStats};
+
+/// The peak bytes that a request or resource will hold, by budget.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Cost {
+    /// Bytes of host memory.
+    pub host: ByteSize,
+    /// Bytes of device memory.
+    pub device: ByteSize,
+}
+
+impl Cost {
+    /// No bytes.
+    pub const ZERO: Self = Self { host: ByteSize::ZERO, device: ByteSize::ZERO };
+
+    /// Creates a cost of `bytes` of host memory.
+    #[must_use]
+    pub const fn host(bytes: ByteSize) -> Self {
+        Self { host: bytes, device: ByteSize::ZERO }
+    }
+
+    /// Creates a cost of `bytes` of device memory.
+    #[must_use]
+    pub const fn device(bytes: ByteSize) -> Self {
+        Self { host: ByteSize::ZERO, device: bytes }
+    }
+
+    /// Adds `bytes` of host memory.
+    #[must_use]
+    pub const fn and_host(self, bytes: ByteSize) -> Self {
+        Self { host: self.host.saturating_add(bytes), ..self }
+    }
+
+    /// Adds `bytes` of device memory.
+    #[must_use]
+    pub const fn and_device(self, bytes: ByteSize) -> Self {
+        Self { device: self.device.saturating_add(bytes), ..self }
+    }
+
+    /// Returns the sum of both.
+    pub(super) const fn and(self, other: Self) -> Self {
+        self.and_host(other.host).and_device(other.device)
+    }
+}
+
+/// The priority of a request: the pressure level from which it is rejected. At every priority but
+/// `Exempt`, a request is also rejected if its cost does not fit ([`Rejected::Full`]).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Priority {
+    /// Rejected from level high.
+    Low,
+    /// Rejected at level critical.
+    #[default]
+    Normal,
+    /// Admitted at every level if its cost fits. It may also use the headroom that requests of
+    /// normal priority leave free for larger ones
+    /// ([`Ledger::reserved_headroom`](super::Ledger::reserved_headroom)).
+    High,
+    /// Never rejected, even beyond the allowance. For health checks, metrics and requests of the
+    /// service to itself.
+    Exempt,
+}
+
+/// A cost of normal priority.
+impl From<Cost> for (Cost, Priority) {
+    fn from(cost: Cost) -> Self {
+        (cost, Priority::Normal)
+    }
+}
+
+/// Counts of admitted and rejected requests.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct AdmissionStats {
+    /// Requests admitted since start.
+    pub admitted_total: u64,
+    /// Admitted requests whose permit has been dropped.
+    pub finished_total: u64,
+    /// Requests rejected since start, in the order of [`RejectReason::ALL`].
+    pub rejected: [u64; RejectReason::ALL.len()],
+}
+
+impl AdmissionStats {
+    /// Returns the requests rejected for this reason.
+    #[must_use]
+    pub fn rejected_total(&self, reason: RejectReason) -> u64 {
+        self.rejected.get(reason as usize).copied().unwrap_or(0)
+    }
+
+    /// Returns the number of requests that hold a permit now.
+    #[must_use]
+    pub const fn held(&self) -> u64 {
+        self.admitted_total.saturating_sub(self.finished_total)
+    }
+}
+
+/// A handle to admission. Cheap to clone; all clones share one account. Admits everything until a
+/// limit is known.
+///
+/// A handle from a [`Memory`](https://docs.rs/lowtide/latest/lowtide/memory/struct.Memory.html)
+/// keeps that `Memory` running, and so does every clone of it.
+#[derive(Clone)]
+pub struct Admission {
+    desk: &'static Desk,
+    /// Shared by the clones. Permits do not hold it.
+    open: Arc<Open>,
+}
+
+/// Releases the admission state when the last handle is dropped.
+struct Open {
+    desk: &'static Desk,
+    /// The service that corrects the account, for handles that keep it running, and the handle
+    /// that releases the desk.
+    kept: Option<(Arc<dyn Any + Send + Sync>, Admission)>,
+}
+
+impl Drop for Open {
+    fn drop(&mut self) {
+        if self.kept.is_none() {
+            self.desk.leave();
+        }
+    }
+}
+
+impl fmt::Debug for Admission {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Admission")
+            .field("desk", &self.desk)
+            .field("keeps_running", &self.is_managed())
+            .finish_non_exhaustive()
+    }
+}
+
+impl Default for Admission {
+    fn default() -> Self {
+        Self::at(Ledger::new())
+    }
+}
+
+impl Admission {
+    /// Creates an admission without a limit.
+    #[must_use]
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Creates an admission with a fixed ceiling on host memory and none on device memory.
+    ///
+    /// Nothing is measured: estimates are trusted, and the total cost of all permits never exceeds
+    /// the ceiling. If a control loop measures, use [`Admission::new`] and let the loop correct the
+    /// ledgers.
+    #[must_use]
+    pub fn with_limit(ceiling: ByteSize) -> Self {
+        Self::at(Ledger::with_ceiling(ceiling))
+    }
+
+    /// Creates an admission with this initial account of host memory.
+    fn at(host: Ledger) -> Self {
+        let desk = Desk::take(&host);
+        Self { desk, open: Arc::new(Open { desk, kept: None }) }
+    }
+
+    /// Returns a handle to the same account that also keeps `service` alive, as do its clones.
+    #[doc(hidden)]
+    pub fn keeping(&self, service: Arc<dyn Any + Send + Sync>) -> Self {
+        let kept = Some((service, self.unkept()));
+        Self { desk: self.desk, open: Arc::new(Open { desk: self.desk, kept }) }
+    }
+
+    /// Returns a handle to the same account that keeps no service alive: for what the service
+    /// itself holds, which would otherwise keep it forever.
+    pub(crate) fn unkept(&self) -> Self {
+        self.open.kept.as_ref().map_or_else(|| self.clone(), |(_, unkept)| unkept.clone())
+    }
+
+    /// Returns `true` if a running service corrects the account while this handle lives.
+    #[doc(hidden)]
+    pub fn is_managed(&self) -> bool {
+        self.open.kept.is_some()
+    }
+
+    /// Admits a request of normal priority.
+    ///
+    /// # Errors
+    /// As for [`Admission::try_admit_with`].
+    pub fn try_admit(&self, cost: Cost) -> Result<Permit, Rejected> {
+        self.try_admit_with(cost, Priority::Normal)
+    }
+
+    /// Admits a request: reserves its cost in every budget, or in none. Takes some nanoseconds,
+    /// without a system call or allocation.
+    ///
+    /// If the bytes do not fit and idle resources hold reservations, it checks whether unloading
+    /// them makes room and starts the unloads on separate threads
+    /// ([`Resources::evict_for`](super::Resources::evict_for)). This costs some microseconds and
+    /// allocations more. The request is still rejected.
+    ///
+    /// # Errors
+    /// [`Rejected`], with the numbers; it is counted.
+    #[inline]
+    pub fn try_admit_with(&self, cost: Cost, priority: Priority) -> Result<Permit, Rejected> {
+        self.desk.admit(cost, priority)
+    }
+
+    /// Reserves the bytes of a resource while it is loaded. They are counted once, without the
+    /// correction factor, and not among the requests. Call [`Permit::settle`] when it is loaded.
+    ///
+    /// # Errors
+    /// [`Rejected`]; it is not counted among the rejected requests.
+    pub fn try_reserve_resource(&self, cost: Cost) -> Result<Permit, Rejected> {
+        self.desk.stand(cost).map(|(host, device)| Permit::standing(self.desk, host, device))
+    }
+
+    /// Like [`Admission::try_reserve_resource`], but claims idle resources whose unload makes room
+    /// if there is none.
+    pub(super) fn stand_or_evict(&self, cost: Cost) -> Result<Stood, Rejected> {
+        self.desk.stand_or_evict(cost)
+    }
+
+    /// Unloads idle resources of this registry to make room for requests and loads that do not fit.
+    /// See [`Resources::evict_for`](super::Resources::evict_for).
+    pub(super) fn set_evictor(&self, evictor: Evictor) {
+        self.desk.set_evictor(Some(Arc::new(evictor)));
+    }
+
+    /// Reserves the device bytes of all costs in the host's budget from now on, for a device that
+    /// shares the host's memory: one limit holds for both, and every byte counts once. Called
+    /// before the first reservation.
+    #[doc(hidden)]
+    pub fn unify(&self) {
+        self.desk.unified.store(true, Ordering::Relaxed);
+    }
+
+    /// Returns a cost as it is reserved. With one budget for host and device, all of it is the
+    /// host's.
+    #[doc(hidden)]
+    pub fn by_budget(&self, cost: Cost) -> Cost {
+        self.desk.by_budget(cost)
+    }
+
+    /// Counts a request that the caller rejects before admission.
+    #[doc(hidden)]
+    pub fn reject(&self, rejected: Rejected) -> Rejected {
+        self.desk.reject(rejected)
+    }
+
+    /// Closes admission. Later requests get [`Rejected::ShuttingDown`], except exempt ones.
+    pub fn close(&self) {
+        self.desk.closed.store(true, Ordering::Release);
+    }
+
+    /// Returns `true` if admission has been closed.
+    #[must_use]
+    pub fn is_closed(&self) -> bool {
+        self.desk.closed.load(Ordering::Acquire)
+    }
+
+    /// Returns the level that currently rejects requests by priority.
+    #[must_use]
+    pub fn level(&self) -> Level {
+        self.desk.level()
+    }
+
+    /// Sets the level that rejects requests by priority. Called by the control loop.
+    pub fn set_level(&self, level: Level) {
+        self.desk.level.store(level.as_u8(), Ordering::Relaxed);
+    }
+
+    /// Rejects as exhausted the requests that do not fit while `unowned` bytes belong to no
+    /// request. Zero ends that. Called by the control loop.
+    pub(super) fn set_unowned(&self, unowned: ByteSize) {
+        self.desk.unowned.store(unowned.get(), Ordering::Relaxed);
+    }
+
+    /// Returns the account of a budget.
+    #[must_use]
+    pub fn ledger(&self, budget: Budget) -> &Ledger {
+        self.desk.ledger(budget)
+    }
+
+    /// Returns the counts of admitted and rejected requests. Reads some hundred counters; a
+    /// concurrent request may be in one count and not yet in another.
+    #[must_use]
+    pub fn stats(&self) -> AdmissionStats {
+        let counts = self.desk.counts();
+        AdmissionStats {
+            admitted_total: counts.admitted,
+            finished_total: counts.finished,
+            rejected: counts.rejected,
+        }
+    }
+
+    /// Returns the requests admitted and rejected for lack of room in a budget, by size class from
+    /// the smallest. Device counts include only requests with device bytes.
+    #[must_use]
+    pub fn classes(&self, budget: Budget) -> [ClassStats; SizeClass::COUNT] {
+        self.counts(budget).classes
+    }
+
+    pub(super) fn counts(&self, budget: Budget) -> BudgetCounts {
+        self.desk.budget_counts(budget)
+    }
+}
+
+#[cfg(all(test, not(lowtide_loom)))]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+    use crate::fairness::Balance;
+    use crate::ledger::{Correction, Measured};
+
+    /// An admission with these ceilings. The allowances are half of them at K = 2, except for a
+    /// request that is nearly alone.
+    fn door(host: u64, device: u64) -> Admission {
+        let admission = Admission::new();
+        for (budget, mib) in [(Budget::Host, host), (Budget::Device, device)] {
+            let ceiling = ByteSize::mib(mib);
+            let measured = Measured { ceiling, ..Measured::default() };
+            admission.ledger(budget).correct(&mut Correction::new(), measured);
+        }
+        admission
+    }
+
+    fn reserved(admission: &Admission) -> (ByteSize, ByteSize) {
+        (admission.ledger(Budget::Host).reserved(), admission.ledger(Budget::Device).reserved())
+    }
+
+    const NOTHING: (ByteSize, ByteSize) = (ByteSize::ZERO, ByteSize::ZERO);
+
+    #[test]
+    fn a_permit_books_and_its_drop_gives_back() {
+        let admission = door(100, 100);
+        let cost = Cost::host(ByteSize::mib(40)).and_device(ByteSize::mib(10));
+        let permit = admission.try_admit(cost).expect("fits");
+        assert_eq!(permit.cost(), cost);
+        assert_eq!(reserved(&admission), (ByteSize::mib(40), ByteSize::mib(10)));
+        assert_eq!(admission.stats().held(), 1);
+        drop(permit);
+        assert_eq!(reserved(&admission), NOTHING);
+        assert_eq!(admission.stats().held(), 0);
+    }
+
+    #[test]
+    fn a_cost_that_fails_in_one_budget_is_booked_in_none() {
+        let admission = door(100, 10);
+        let cost = Cost::host(ByteSize::mib(1)).and_device(ByteSize::mib(4));
+        let held = admission.try_admit(cost).expect("fits");
+        let error = admission.try_admit(cost).expect_err("the device is full");
+        assert!(matches!(error, Rejected::Full { budget: Budget::Device, .. }), "{error:?}");
+        drop(held);
+        assert_eq!(reserved(&admission), NOTHING);
+        let error = admission.try_reserve_resource(Cost { device: ByteSize::mib(11), ..cost });
+        assert!(matches!(error, Err(Rejected::TooLarge { budget: Budget::Device, .. })));
+        assert_eq!(reserved(&admission), NOTHING);
+        assert_eq!(admission.stats().rejected, [0, 1, 0, 0, 0, 0], "a resource is no request");
+    }
+
+    #[test]
+    fn what_can_never_fit_is_told_from_what_does_not_fit_now() {
+        let admission = door(100, 100);
+        let _held = admission.try_admit(Cost::host(ByteSize::mib(10))).expect("fits");
+        let full = admission.try_admit(Cost::host(ByteSize::mib(41))).expect_err("full");
+        assert!(matches!(full, Rejected::Full { .. }));
+        assert!(full.retry_after().expect("later") >= Duration::from_secs(1));
+        let large = admission.try_admit(Cost::host(ByteSize::mib(101))).expect_err("too large");
+        assert_eq!(
+            large,
+            Rejected::TooLarge {
+                budget: Budget::Host,
+                asked: ByteSize::mib(101),
+                ceiling: ByteSize::mib(100),
+            }
+        );
+        assert_eq!(large.retry_after(), None);
+        let extreme = admission.try_admit(Cost::host(ByteSize::MAX)).expect_err("too large");
+        assert_eq!(extreme.reason(), RejectReason::TooLarge);
+    }
+
+    #[test]
+    fn priorities_are_shed_in_their_order_and_the_exempt_never() {
+        // The bug: high priority was rejected at the same level as normal.
+        let admission = door(100, 100);
+        let cost = Cost::host(ByteSize::mib(1));
+        let admitted = |level| {
+            admission.set_level(level);
+            [Priority::Low, Priority::Normal, Priority::High, Priority::Exempt]
+                .map(|priority| admission.try_admit_with(cost, priority).is_ok())
+        };
+        assert_eq!(admitted(Level::None), [true; 4]);
+        assert_eq!(admitted(Level::Elevated), [true; 4]);
+        assert_eq!(admitted(Level::High), [false, true, true, true]);
+        assert_eq!(admitted(Level::Critical), [false, false, true, true]);
+        assert_eq!(admission.stats().rejected_total(RejectReason::Pressure), 3);
+        let high = |mib| admission.try_admit_with(Cost::host(ByteSize::mib(mib)), Priority::High);
+        let held = high(40).expect("fits");
+        let refused = high(20).map(drop).expect_err("60 of 50 MiB");
+        assert_eq!(refused.reason(), RejectReason::Full);
+        drop(held);
+        let model = admission.try_reserve_resource(cost).expect_err("a load can wait");
+        assert_eq!(model.reason(), RejectReason::Pressure);
+        // Beyond the allowance as well, and its reservation is released.
+        let huge = admission.try_admit_with(Cost::host(ByteSize::MAX), Priority::Exempt);
+        let more = admission.try_admit_with(cost, Priority::Exempt).expect("exempt");
+        assert_eq!(more.cost(), Cost::ZERO, "64 bits are full");
+        drop((huge, more));
+        assert_eq!(reserved(&admission), NOTHING);
+    }
+
+    /// The bug: high priority had no advantage over normal.
+    #[test]
+    fn high_priority_uses_the_room_that_normal_priority_leaves_for_larger_requests() {
+        let admission = Admission::with_limit(ByteSize::mib(100));
+        for budget in [Budget::Host, Budget::Device] {
+            let reserved_headroom = ByteSize::mib(8);
+            admission.ledger(budget).balance(Balance { reserved_headroom, ..Balance::default() });
+        }
+        let held = admission.try_admit(Cost::host(ByteSize::mib(93))).expect("fits");
+        let cost = Cost::host(ByteSize::mib(1));
+        for (priority, fits) in
+            [(Priority::Low, false), (Priority::Normal, false), (Priority::High, true)]
+        {
+            let admitted = admission.try_admit_with(cost, priority);
+            assert_eq!(admitted.is_ok(), fits, "{priority:?}");
+        }
+        let high = |mib| admission.try_admit_with(Cost::host(ByteSize::mib(mib)), Priority::High);
+        let full = high(8).map(drop).expect_err("8 of 7 MiB");
+        assert_eq!(full.reason(), RejectReason::Full);
+        assert!(high(7).is_ok(), "to the byte");
+        drop(held);
+    }
+
+    /// The bug: with one memory for both, each ledger admitted all of it.
+    #[test]
+    fn with_one_budget_device_bytes_are_booked_with_the_host_once() {
+        let admission = Admission::with_limit(ByteSize::mib(100));
+        admission.unify();
+        let cost = Cost::host(ByteSize::mib(20)).and_device(ByteSize::mib(30));
+        let request = admission.try_admit(cost).expect("fits");
+        let mut model =
+            admission.try_reserve_resource(Cost::device(ByteSize::mib(40))).expect("fits");
+        assert_eq!(request.cost(), Cost::host(ByteSize::mib(50)));
+        assert_eq!(model.cost(), Cost::host(ByteSize::mib(40)));
+        let reserved =
+            || [Budget::Host, Budget::Device].map(|it| admission.ledger(it).reserved_bytes());
+        assert_eq!(reserved(), [ByteSize::mib(90), ByteSize::ZERO]);
+        let full = admission.try_admit(Cost::device(ByteSize::mib(11))).map(drop);
+        assert!(matches!(full, Err(Rejected::Full { budget: Budget::Host, .. })), "{full:?}");
+        let exempt = admission.try_admit_with(Cost::device(ByteSize::mib(11)), Priority::Exempt);
+        assert_eq!(reserved(), [ByteSize::mib(101), ByteSize::ZERO]);
+        drop(exempt);
+        model.settle_at(Cost::device(ByteSize::mib(45)));
+        assert_eq!(reserved(), [ByteSize::mib(95), ByteSize::ZERO]);
+        drop((request, model));
+        assert_eq!(reserved(), [ByteSize::ZERO; 2]);
+    }
+
+    #[test]
+    fn a_closed_door_admits_only_what_is_exempt() {
+        let admission = Admission::new();
+        let permit = admission.try_admit(Cost::host(ByteSize::gib(900))).expect("no limit known");
+        admission.clone().close();
+        assert_eq!(admission.try_admit(Cost::ZERO).expect_err("closed"), Rejected::ShuttingDown);
+        assert!(admission.try_admit_with(Cost::ZERO, Priority::Exempt).is_ok());
+        drop(permit);
+        assert_eq!(admission.stats().rejected_total(RejectReason::ShuttingDown), 1);
+    }
+
+    #[test]
+    fn permits_grow_and_shrink_within_the_allowance() {
+        let admission = door(100, 100);
+        let mut permit = admission.try_admit(Cost::host(ByteSize::mib(30))).expect("fits");
+        permit.grow(ByteSize::mib(20)).expect("fits to the byte");
+        let full = permit.grow(ByteSize::new(1)).expect_err("full");
+        assert_eq!(full.reason(), RejectReason::Full);
+        let never = permit.grow(ByteSize::mib(60)).expect_err("110 MiB never fit");
+        assert_eq!(never.reason(), RejectReason::TooLarge);
+        assert_eq!(permit.cost(), Cost::host(ByteSize::mib(50)));
+        permit.shrink(ByteSize::mib(45));
+        assert_eq!(reserved(&admission).0, ByteSize::mib(5));
+        permit.shrink(ByteSize::MAX);
+        assert_eq!(reserved(&admission), NOTHING);
+        drop(permit);
+        assert_eq!(reserved(&admission), NOTHING);
+    }
+
+    /// The bug: it was admitted beyond the allowance, and rejected when it grew by a byte.
+    #[test]
+    fn an_exempt_permit_did_not_grow() {
+        let admission = door(100, 100);
+        let cost = Cost::host(ByteSize::mib(90));
+        let mut permit = admission.try_admit_with(cost, Priority::Exempt).expect("exempt");
+        permit.grow(ByteSize::mib(20)).expect("beyond the ceiling as well");
+        assert_eq!(permit.cost(), Cost::host(ByteSize::mib(110)));
+        permit.grow(ByteSize::MAX).expect("as much as 64 bits hold");
+        assert_eq!(reserved(&admission).0, ByteSize::MAX);
+        permit.shrink(ByteSize::MAX);
+        assert_eq!(reserved(&admission), NOTHING);
+        drop(permit);
+        assert_eq!((reserved(&admission), admission.stats().rejected), (NOTHING, [0; 6]));
+    }
+
+    /// The bug: without a limit, one estimate of 64 bits caused all others to be rejected.
+    #[test]
+    fn without_a_limit_one_boundless_request_shut_out_all_others() {
+        let admission = Admission::new();
+        let most = Cost::host(ByteSize::MAX).and_device(ByteSize::MAX);
+        let some = Cost::host(ByteSize::mib(2)).and_device(ByteSize::mib(1));
+        let before = admission.try_admit(some).expect("no limit");
+        let boundless = admission.try_admit(most).expect("no limit");
+        let mut after = admission.try_admit(some).expect("no limit");
+        after.grow(ByteSize::mib(1)).expect("no limit");
+        let model = admission.try_reserve_resource(some).expect("no limit");
+        assert_eq!((after.cost(), model.cost()), (Cost::ZERO, Cost::ZERO), "64 bits are full");
+        assert_eq!(reserved(&admission), (ByteSize::MAX, ByteSize::MAX));
+        drop(boundless);
+        assert_eq!(
+            reserved(&admission),
+            (some.host, some.device),
+            "each gives back what it booked"
+        );
+        drop((before, after, model));
+        assert_eq!(reserved(&admission), NOTHING);
+        let model = admission.try_reserve_resource(most).expect("no limit");
+        let request = admission.try_admit(some).expect("no limit");
+        drop((model, request));
+        assert_eq!(reserved(&admission), NOTHING);
+    }
+
+    #[test]
+    fn a_fixed_limit_holds_to_the_byte_and_each_byte_counts_once() {
+        let admission = Admission::with_limit(ByteSize::mib(100));
+        let cost = |mib| Cost::host(ByteSize::mib(mib)).and_device(ByteSize::gib(9));
+        let model = admission.try_reserve_resource(cost(30)).expect("fits");
+        let first = admission.try_admit(cost(60)).expect("fits");
+        let full = admission.try_admit(cost(11)).expect_err("full");
+        assert_eq!(full.reason(), RejectReason::Full);
+        let large = admission.try_admit(cost(101)).expect_err("never");
+        assert_eq!(large.reason(), RejectReason::TooLarge);
+        assert_eq!(admission.ledger(Budget::Host).reserved_bytes(), ByteSize::mib(90));
+        drop((model, first));
+        drop(admission.try_admit(cost(100)).expect("fits to the byte"));
+        assert_eq!(reserved(&admission), NOTHING);
+    }
+
+    #[test]
+    fn hints_follow_what_comes_free_and_differ_from_one_to_the_next() {
+        let admission = Admission::with_limit(ByteSize::mib(100));
+        let _held = admission.try_admit(Cost::host(ByteSize::mib(90))).expect("fits");
+        let hints = |mib| -> Vec<u64> {
+            let rejected =
+                || admission.try_admit(Cost::host(ByteSize::mib(mib))).expect_err("full");
+            let hints =
+                std::iter::repeat_with(|| rejected().retry_after().expect("later").as_secs());
+            hints.take(200).collect()
+        };
+        let ends = |hints: &[u64]| (hints.iter().min().copied(), hints.iter().max().copied());
+        assert_eq!(ends(&hints(30)), (Some(1), Some(2)), "nothing is known to come free");
+        let drain = ByteSize::mib(4);
+        let balance = Balance { drain, pause: Duration::from_millis(1500), ..Balance::default() };
+        admission.ledger(Budget::Host).balance(balance);
+        assert_eq!(ends(&hints(30)), (Some(5), Some(10)), "20 MiB at 4 a second, and as much");
+        assert_eq!(ends(&hints(11)), (Some(2), Some(4)), "no sooner than others who ask");
+        admission.ledger(Budget::Host).balance(Balance { drain: ByteSize::new(1), ..balance });
+        assert_eq!(ends(&hints(100)), (Some(30), Some(60)), "and never later than in a minute");
+    }
+
+    #[test]
+    fn requests_are_counted_by_size_and_budget() {
+        let admission = door(100, 100);
+        let count = |budget, bytes| {
+            let class = admission.classes(budget)[SizeClass::of(bytes).place()];
+            assert_eq!(class.class, SizeClass::of(bytes));
+            (class.admitted_total, class.admitted_bytes_total, class.rejected_total)
+        };
+        let (large, small) = (ByteSize::mib(30), ByteSize::mib(1));
+        let cost = Cost::host(large).and_device(small);
+        let mut permit = admission.try_admit(cost).expect("fits");
+        permit.grow(small).expect("fits");
+        assert!(admission.try_admit(cost).is_err(), "the host is full");
+        assert!(admission.try_admit(Cost::host(small).and_device(ByteSize::mib(96))).is_err());
+        assert!(admission.try_admit(Cost::host(ByteSize::mib(101))).is_err(), "too large");
+        let exempt = admission.try_admit_with(cost, Priority::Exempt).expect("exempt");
+        assert_eq!(count(Budget::Host, large), (1, large.get(), 1));
+        assert_eq!(count(Budget::Host, small), (0, 0, 0), "what lacks of the device");
+        assert_eq!(count(Budget::Device, ByteSize::mib(96)), (0, 0, 1));
+        assert_eq!(count(Budget::Device, small), (1, small.get(), 0));
+        assert_eq!(admission.stats().rejected, [1, 2, 0, 0, 0, 0]);
+        assert_eq!((admission.stats().admitted_total, admission.stats().held()), (2, 2));
+        drop((permit, exempt));
+        assert_eq!(admission.stats().held(), 0);
+    }
+
+    #[test]
+    fn a_standing_permit_is_no_request() {
+        let admission = door(100, 100);
+        let mut permit =
+            admission.try_reserve_resource(Cost::host(ByteSize::mib(80))).expect("counts once");
+        assert_eq!(admission.stats(), AdmissionStats::default());
+        permit.settle();
+        assert!(permit.grow(ByteSize::new(1)).is_err());
+        permit.shrink(ByteSize::new(1));
+        assert_eq!(permit.cost(), Cost::host(ByteSize::mib(80)));
+        drop(permit);
+        assert_eq!(reserved(&admission), NOTHING);
+        assert_eq!(admission.ledger(Budget::Host).resource_reservations(), ByteSize::ZERO);
+    }
+}

@@ -1,0 +1,563 @@
+//! Learns from samples how much memory reservations really need. Pure, owned by the control loop.
+//!
+//! It reserves nothing and reads no signal. Its input is what is reserved and what is held; its
+//! output is how much may be reserved.
+//!
+//! `K`, the correction factor, is measured on admitted requests, so a `K` that rejects all of them
+//! would stay forever. Therefore a request that is nearly alone counts once if nothing has been
+//! measured for a while: it is the measurement. Its estimate is trusted, once.
+//!
+//! Invariants: with `requests = reserved - units`, `required = physical - purgeable` and `pending`
+//! the bytes of resources not yet loaded,
+//! `other = max(base + resource_reservations, required - K x requests + pending)`,
+//! `allowance = (ceiling - other) / K + units` and `alone = ceiling - other - K x ceiling / 32`, or
+//! 0 while `K` is being measured; `K = max(1.05 x peak, (1 - .005 x min(8 x measured, 1)) x K)`
+//! clamped to 1 to 5, with `peak` the largest measurement of the last three generations of
+//! requests, and .005 for each 10 ms: bytes that are reserved and not used yet do not show that
+//! they will stay unused. Without measurements `K` slowly returns to its starting value.
+
+use std::time::Duration;
+
+use lowtide_core::bytes::ByteSize;
+
+/// The correction factor before anything is measured, by default: 2. Safe for estimates that are
+/// half of the real need.
+pub const K_START: f64 = 2.0;
+/// The smallest correction factor: 1. An estimate is never assumed to be too high.
+pub const K_MIN: f64 = 1.0;
+/// The largest correction factor: 5.
+pub const K_MAX: f64 = 5.0;
+
+/// The margin on top of a measured `K`.
+const K_MARGIN: f64 = 1.05;
+/// The largest part by which `K` falls in 10 ms if less was measured: half of it in 1.4 s.
+const K_DECAY: f64 = 0.005;
+/// That time, and the largest number of such times for which one late sample counts.
+const K_DECAY_TIME: Duration = Duration::from_millis(10);
+const K_DECAY_TIMES: f64 = 25.0;
+/// The number of request generations for which `K` stays at the largest measurement. A body that is
+/// still arriving holds less than it will, so the bytes held now say little about a whole request.
+/// With decay by time alone `K` fell between two cohorts, and each was larger than the one before.
+/// Found with `benches/controller`: two are too few for bodies that take half of a request's life
+/// to arrive.
+const GENERATIONS: usize = 3;
+/// `K` moves only if requests have reserved the ceiling divided by this. With fewer bytes, memory
+/// of threads or of other processes would be counted as theirs. It still counts once, as `other`.
+const EVIDENT_PART: u64 = 8;
+/// The weight of the newest measurement in the average that shows if the first bodies are still
+/// arriving. A guess: 20 samples make two thirds of it.
+const TREND_WEIGHT: f64 = 0.05;
+/// `K` falls at the full rate if requests hold one in so many of their reserved bytes, and more
+/// slowly if they hold less. A guess: honest estimates are peaks and hold a tenth on average.
+const K_EVIDENCE: f64 = 8.0;
+/// The part of the way back to its starting value that `K` moves in a tick without a measurement:
+/// half of it in three minutes of an idle service. A guess.
+pub(super) const K_FORGETTING: f64 = 0.001;
+/// `K` is measured only if requests have reserved at least the ceiling divided by this. Below it
+/// the noise of the sample is larger than the measurement.
+pub(super) const MEASURED_PART: u64 = 32;
+/// After so many corrections without a measurement a nearly lone request counts once: two seconds
+/// of an idle service. A guess.
+pub(super) const UNMEASURED: u32 = 8;
+
+/// Returns the bytes that requests may have reserved for one more to count as nearly alone.
+pub(super) fn few(ceiling: ByteSize) -> ByteSize {
+    ByteSize::new(ceiling.get() / MEASURED_PART)
+}
+
+/// A measurement of one budget.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Measured {
+    /// Bytes that count against the limit.
+    pub physical: ByteSize,
+    /// The part of `physical` that a purge can release.
+    pub purgeable: ByteSize,
+    /// The most bytes that may be held in total; [`ByteSize::MAX`] if no limit is known.
+    pub ceiling: ByteSize,
+    /// The progress of requests since the last sample.
+    pub turnover: Turnover,
+}
+
+/// The progress of requests between two samples. The default, which knows nothing of requests,
+/// stands for 10 ms in which all requests were replaced.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Turnover {
+    /// The time between the samples.
+    pub time: Duration,
+    /// The number of requests that ended.
+    pub ended: u64,
+    /// The number of requests held now.
+    pub held: u64,
+}
+
+impl Turnover {
+    /// Returns the part of `K` that may decay.
+    fn decay(self) -> f64 {
+        let times = self.time.as_secs_f64() / K_DECAY_TIME.as_secs_f64();
+        K_DECAY * times.clamp(1.0, K_DECAY_TIMES)
+    }
+}
+
+/// The largest measurements of the last generations. A generation ends when as many requests have
+/// ended as it held at most.
+#[derive(Clone, Copy, Debug)]
+struct Peaks {
+    /// The current generation first.
+    measures: [f64; GENERATIONS],
+    ended: u64,
+    held: u64,
+    /// The average of the last measurements, until the first generation ends.
+    trend: Option<f64>,
+}
+
+impl Peaks {
+    const fn new() -> Self {
+        Self { measures: [0.0; GENERATIONS], ended: 0, held: 0, trend: Some(0.0) }
+    }
+
+    /// Adds a measurement.
+    fn add(&mut self, measure: f64, turnover: Turnover) {
+        self.ended = self.ended.saturating_add(turnover.ended);
+        self.held = self.held.max(turnover.held);
+        if self.held == 0 {
+            *self = Self { trend: None, ..Self::new() };
+        } else if self.ended >= self.held {
+            self.measures.rotate_right(1);
+            self.measures[0] = 0.0;
+            (self.ended, self.held, self.trend) = (0, turnover.held, None);
+        }
+        self.measures[0] = self.measures[0].max(measure);
+        if let Some(trend) = &mut self.trend {
+            *trend += TREND_WEIGHT * (measure - *trend);
+        }
+    }
+
+    /// `true` while the first bodies are arriving, so that the bytes they hold prove nothing yet.
+    /// Called after the measurement was added.
+    fn is_rising(&self, measure: f64) -> bool {
+        self.trend.is_some_and(|trend| measure > trend)
+    }
+
+    fn largest(&self) -> f64 {
+        self.measures.into_iter().fold(0.0, f64::max)
+    }
+}
+
+/// The reservations of a ledger at one instant.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Books {
+    /// Bytes reserved by requests.
+    pub requests: ByteSize,
+    /// The part of the allowance that resources take.
+    pub units: ByteSize,
+    /// Bytes reserved by resources.
+    pub resource_reservations: ByteSize,
+    /// The part of `resource_reservations` that is loaded.
+    pub settled: ByteSize,
+}
+
+/// The learned state of one budget. Pure, owned by the control loop.
+#[derive(Clone, Debug)]
+pub struct Correction {
+    pub(super) correction_factor: f64,
+    /// The memory held while nothing is reserved.
+    base: ByteSize,
+    /// `true` if next to nothing was reserved at the last sample either.
+    quiet: bool,
+    /// `K` before anything is measured.
+    start: f64,
+    /// Updates since `K` was last measured.
+    unmeasured: u32,
+    pub(super) alone: ByteSize,
+    /// The bytes that must become free before `alone` is above 0; [`ByteSize::MAX`] while `K` is
+    /// measured.
+    pub(super) alone_debt: ByteSize,
+    /// The memory that no request owns, even if each needs [`K_MAX`] times its reservation.
+    pub(super) unowned: ByteSize,
+    /// The most that one request could reserve if all others had ended.
+    pub(super) most: ByteSize,
+    peaks: Peaks,
+}
+
+impl Correction {
+    /// Creates a state without measurements. The correction factor starts at [`K_START`].
+    #[must_use]
+    pub const fn new() -> Self {
+        Self::starting_at(K_START)
+    }
+
+    /// Creates a state without measurements, with this starting correction factor: the expected
+    /// ratio of real need to estimate. Clamped to [`K_MIN`] to [`K_MAX`]; NaN becomes [`K_MIN`].
+    #[must_use]
+    pub const fn starting_at(start: f64) -> Self {
+        let start = start.max(K_MIN).min(K_MAX); // in this order: no number is `K_MIN`
+        Self {
+            correction_factor: start,
+            start,
+            base: ByteSize::ZERO,
+            quiet: true,
+            unmeasured: UNMEASURED,
+            alone: ByteSize::ZERO,
+            alone_debt: ByteSize::MAX,
+            unowned: ByteSize::ZERO,
+            most: ByteSize::MAX,
+            peaks: Peaks::new(),
+        }
+    }
+
+    /// Returns the factor by which estimates of requests are multiplied.
+    #[must_use]
+    pub const fn correction_factor(&self) -> f64 {
+        self.correction_factor
+    }
+
+    /// Returns the memory held while nothing is reserved.
+    #[must_use]
+    pub const fn base(&self) -> ByteSize {
+        self.base
+    }
+
+    /// Updates the state with a sample and returns the bytes that may be reserved.
+    pub fn update(&mut self, books: Books, measured: Measured) -> ByteSize {
+        let required = measured.physical.saturating_sub(measured.purgeable);
+        self.learn_base(books, required, measured.ceiling);
+        self.learn_k(books, required, measured);
+        debug_assert!(
+            (K_MIN..=K_MAX).contains(&self.correction_factor),
+            "K is {}",
+            self.correction_factor
+        );
+        if measured.ceiling == ByteSize::MAX {
+            self.most = ByteSize::MAX;
+            return ByteSize::MAX;
+        }
+        let pending = books.resource_reservations.saturating_sub(books.settled);
+        let other_than = |requests: ByteSize| {
+            let unbooked = required.saturating_sub(requests).saturating_add(pending);
+            unbooked.max(self.base.saturating_add(books.resource_reservations))
+        };
+        let other = other_than(books.requests.scaled(self.correction_factor));
+        self.unowned = other_than(books.requests.scaled(K_MAX));
+        let room = measured.ceiling.saturating_sub(other);
+        let beside = few(measured.ceiling).scaled(self.correction_factor);
+        let lone = measured.ceiling.saturating_sub(self.unowned);
+        self.most = lone.scaled(1.0 / self.correction_factor).max(lone.saturating_sub(beside));
+        (self.alone, self.alone_debt) = match self.unmeasured {
+            UNMEASURED.. => (room.saturating_sub(beside), beside.saturating_sub(room)),
+            _ => (ByteSize::ZERO, ByteSize::MAX),
+        };
+        room.scaled(1.0 / self.correction_factor).saturating_add(books.units)
+    }
+
+    /// Learns the base: the memory held while next to nothing is reserved. Taken after two quiet
+    /// samples, because memory is released a little later than its reservation. Never more than the
+    /// memory now held in addition to requests.
+    fn learn_base(&mut self, books: Books, required: ByteSize, ceiling: ByteSize) {
+        let quiet = books.requests <= few(ceiling);
+        let held = required.saturating_sub(books.settled);
+        let held = if quiet {
+            held.saturating_sub(books.requests.scaled(self.correction_factor))
+        } else {
+            held
+        };
+        self.base = if quiet && self.quiet { held } else { self.base.min(held) };
+        self.quiet = quiet;
+    }
+
+    fn learn_k(&mut self, books: Books, required: ByteSize, sample: Measured) {
+        if books.requests.is_zero() || books.requests < few(sample.ceiling) {
+            self.unmeasured = self.unmeasured.saturating_add(1);
+            self.correction_factor += K_FORGETTING * (self.start - self.correction_factor);
+            return;
+        }
+        if self.unmeasured >= UNMEASURED {
+            // The last measurement is too old.
+            self.peaks = Peaks::new();
+        }
+        self.unmeasured = 0;
+        // The bytes of all resources are subtracted, loaded or not, so that a load does not look
+        // like a wrong estimate.
+        let held = required.saturating_sub(self.base).saturating_sub(books.resource_reservations);
+        let measured = held.as_f64() / books.requests.as_f64();
+        let evident = books.requests.get() >= sample.ceiling.get() / EVIDENT_PART;
+        if evident {
+            self.peaks.add(measured, sample.turnover);
+        }
+        let rising = evident && self.peaks.is_rising(measured);
+        let peak = K_MARGIN * self.peaks.largest().max(measured);
+        let decay = if rising || !evident { 0.0 } else { sample.turnover.decay() };
+        let decayed = self.correction_factor * (1.0 - decay * (K_EVIDENCE * measured).min(1.0));
+        // With few reserved bytes, memory held in addition counts once, as part of `other`.
+        let most = if evident { K_MAX } else { self.correction_factor };
+        self.correction_factor = peak.min(most).max(decayed).clamp(K_MIN, K_MAX);
+    }
+}
+
+impl Default for Correction {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+#[cfg(all(test, not(lowtide_loom)))]
+pub(super) mod tests {
+    use super::*;
+
+    const CEILING: ByteSize = ByteSize::mib(800);
+
+    pub(crate) fn sample(physical: u64, purgeable: u64) -> Measured {
+        Measured {
+            physical: ByteSize::mib(physical),
+            purgeable: ByteSize::mib(purgeable),
+            ceiling: CEILING,
+            ..Measured::default()
+        }
+    }
+
+    fn requests(mib: u64) -> Books {
+        Books { requests: ByteSize::mib(mib), ..Books::default() }
+    }
+
+    fn after(millis: u64, ended: u64, held: u64, physical: u64) -> Measured {
+        let turnover = Turnover { time: Duration::from_millis(millis), ended, held };
+        Measured { turnover, ..sample(physical, 0) }
+    }
+
+    #[test]
+    fn k_begins_where_it_is_told_to_within_its_bounds_and_goes_back_there() {
+        for (start, correction_factor) in
+            [(1.0, 1.0), (3.0, 3.0), (0.2, K_MIN), (9.0, K_MAX), (f64::NAN, K_MIN)]
+        {
+            let correction = Correction::starting_at(start);
+            assert!(
+                (correction.correction_factor() - correction_factor).abs() < 1e-9,
+                "{start}: {}",
+                correction.correction_factor()
+            );
+        }
+        let mut correction = Correction::starting_at(1.0);
+        let _ = correction.update(requests(200), sample(500, 0));
+        assert!(correction.correction_factor() > 2.0, "{}", correction.correction_factor());
+        for _ in 0..20_000 {
+            let _ = correction.update(requests(0), sample(0, 0));
+        }
+        assert!(
+            (correction.correction_factor() - 1.0).abs() < 0.01,
+            "{}",
+            correction.correction_factor()
+        );
+    }
+
+    #[test]
+    fn k_rises_at_once_falls_slowly_and_stays_within_its_bounds() {
+        let mut correction = Correction::new();
+        let _ = correction.update(requests(100), sample(300, 0));
+        assert!(
+            (correction.correction_factor() - 1.05 * 3.0).abs() < 1e-9,
+            "{}",
+            correction.correction_factor()
+        );
+        let _ = correction.update(requests(100), sample(100, 0));
+        assert!((correction.correction_factor() - 0.995 * 1.05 * 3.0).abs() < 1e-9);
+        let _ = correction.update(requests(100), sample(100_000, 0));
+        assert!((correction.correction_factor() - K_MAX).abs() < 1e-9);
+        for _ in 0..400 {
+            let _ = correction.update(requests(100), sample(90, 0));
+        }
+        assert!((correction.correction_factor() - K_MIN).abs() < 1e-9);
+        // Too little is reserved to measure against.
+        let _ = correction.update(requests(1), sample(500, 0));
+        assert!((correction.correction_factor() - K_MIN - K_FORGETTING).abs() < 1e-9);
+    }
+
+    /// The bug: bytes that a client had declared and did not send counted as an estimate that was
+    /// too high. `K` fell to 1 within seconds, and the next burst did not fit.
+    #[test]
+    fn announced_bytes_that_did_not_come_taught_that_estimates_are_too_high() {
+        let mut correction = Correction::new();
+        for _ in 0..500 {
+            let _ = correction.update(requests(600), sample(1, 0));
+        }
+        assert!(
+            correction.correction_factor() > 0.95 * K_START,
+            "{}",
+            correction.correction_factor()
+        );
+    }
+
+    /// The bug: the factor learned in a burst stayed until the next large request.
+    #[test]
+    fn what_was_learned_stayed_for_ever_in_an_idle_service() {
+        for measured in [400, 50] {
+            let mut correction = Correction::new();
+            for _ in 0..2000 {
+                let _ = correction.update(requests(100), sample(measured, 0));
+            }
+            assert!(
+                (correction.correction_factor() - K_START).abs() > 0.9,
+                "{}",
+                correction.correction_factor()
+            );
+            for _ in 0..4 * 60 * 30 {
+                let _ = correction.update(requests(0), sample(10, 0));
+            }
+            assert!(
+                (correction.correction_factor() - K_START).abs() < 0.01,
+                "{}",
+                correction.correction_factor()
+            );
+        }
+    }
+
+    /// The bug: bodies that arrive within half of a request's life hold little at first. `K` fell
+    /// until they had arrived, and by then more requests were admitted than the limit could hold.
+    #[test]
+    fn bodies_that_were_still_arriving_taught_that_estimates_are_too_high() {
+        let mut correction = Correction::new();
+        for held in 1..=200 {
+            let _ = correction.update(requests(300), after(10, 0, 100, 3 * held));
+        }
+        assert!(
+            correction.correction_factor() > 0.99 * K_START,
+            "{}",
+            correction.correction_factor()
+        );
+        // They end one by one, others come and arrive: what the first ones held is known.
+        for _ in 0..200 {
+            let _ = correction.update(requests(300), after(10, 1, 100, 250));
+        }
+        assert!(
+            correction.correction_factor() > 0.99 * K_START,
+            "{}",
+            correction.correction_factor()
+        );
+        // Three generations later the measurement has expired.
+        for _ in 0..500 {
+            let _ = correction.update(requests(300), after(10, 1, 100, 250));
+        }
+        assert!(
+            correction.correction_factor() < 0.6 * K_START,
+            "{}",
+            correction.correction_factor()
+        );
+    }
+
+    /// The bug: as a load ended, memory of another process was counted as the last requests'. `K`
+    /// rose to 5, and the next burst was rejected.
+    #[test]
+    fn a_neighbour_was_taken_for_a_wrong_estimate_when_a_load_ended() {
+        let mut correction = Correction::new();
+        for reserved in (30..400).rev() {
+            let _ = correction.update(requests(reserved), after(10, 1, reserved, reserved + 90));
+        }
+        assert!(correction.correction_factor() < 2.1, "{}", correction.correction_factor());
+        // It still counts once.
+        let allowance = correction.update(requests(30), after(10, 1, 30, 120)).as_f64();
+        let room = ByteSize::mib(800 - 120).as_f64();
+        assert!(
+            allowance * correction.correction_factor()
+                <= room + 30.1 * correction.correction_factor() * 1_048_576.0
+        );
+    }
+
+    /// The bug: `K` fell by ticks, so that a loop which ticks 100 ms late needed ten times as long
+    /// to learn.
+    #[test]
+    fn a_late_loop_learned_slowly() {
+        let correction_factor = |millis, ticks: u64| {
+            let mut correction = Correction::new();
+            for _ in 0..ticks {
+                let _ = correction.update(requests(300), after(millis, 100, 100, 300));
+            }
+            correction.correction_factor()
+        };
+        let (soon, late) = (correction_factor(10, 100), correction_factor(100, 10));
+        assert!((soon / late - 1.0).abs() < 0.05, "{soon} and {late}");
+    }
+
+    /// The bug: one small request at any time kept the base from being learned, so that the
+    /// service's own growth counted as a wrong estimate.
+    #[test]
+    fn one_small_request_kept_the_base_from_being_learned() {
+        let mut correction = Correction::new();
+        for held in (10..=310).step_by(10) {
+            let _ = correction.update(requests(1), sample(held, 0));
+        }
+        assert_eq!(
+            correction.base(),
+            ByteSize::mib(310)
+                .saturating_sub(ByteSize::mib(1).scaled(correction.correction_factor()))
+        );
+        let _ = correction.update(requests(50), sample(350, 0));
+        assert!(
+            correction.correction_factor() < 1.1 * K_START,
+            "{}",
+            correction.correction_factor()
+        );
+    }
+
+    #[test]
+    fn the_base_is_learned_when_quiet_and_purgeable_bytes_do_not_count() {
+        let mut correction = Correction::new();
+        let _ = correction.update(requests(0), sample(500, 400));
+        assert_eq!(correction.base(), ByteSize::mib(100));
+        // The first quiet sample after work may still see its memory.
+        let _ = correction.update(requests(50), sample(200, 0));
+        let _ = correction.update(requests(0), sample(400, 0));
+        assert_eq!(correction.base(), ByteSize::mib(100));
+        let _ = correction.update(requests(0), sample(120, 0));
+        assert_eq!(correction.base(), ByteSize::mib(120));
+        // Held is less than the base while busy: the base was too high.
+        let _ = correction.update(requests(30), sample(90, 0));
+        assert_eq!(correction.base(), ByteSize::mib(90));
+    }
+
+    #[test]
+    fn the_allowance_is_what_the_formula_says() {
+        let mut correction = Correction::new();
+        let allowance = correction.update(requests(0), sample(100, 0));
+        assert_eq!(allowance, ByteSize::mib((800 - 100) / 2));
+        // Twice over the ceiling: nothing may be reserved, and nothing wraps.
+        let full = correction.update(requests(0), sample(1600, 0));
+        assert_eq!(full, ByteSize::ZERO);
+        let none = Measured { ceiling: ByteSize::MAX, ..sample(1600, 0) };
+        assert_eq!(correction.update(requests(0), none), ByteSize::MAX);
+        let huge = Books { requests: ByteSize::MAX, units: ByteSize::MAX, ..Books::default() };
+        let extreme = Measured { physical: ByteSize::MAX, ..sample(0, 0) };
+        assert_eq!(correction.update(huge, extreme), ByteSize::MAX);
+        let zero = Measured { ceiling: ByteSize::ZERO, ..sample(10, 0) };
+        assert_eq!(correction.update(requests(10), zero), ByteSize::ZERO);
+    }
+
+    /// The bug: at a cold start, while little was reserved and less had arrived, `K` fell to 1.58
+    /// within half a second, and the burst that it admitted was OOM-killed.
+    #[test]
+    fn k_fell_while_too_little_was_booked_to_tell() {
+        let mut correction = Correction::new();
+        let _ = correction.update(requests(0), sample(100, 0));
+        for _ in 0..50 {
+            let _ = correction.update(requests(90), sample(110, 0));
+        }
+        assert!(
+            (correction.correction_factor() - K_START).abs() < 1e-9,
+            "{}",
+            correction.correction_factor()
+        );
+    }
+
+    #[test]
+    fn a_load_beside_requests_is_no_wrong_estimate() {
+        let resource_reservations = ByteSize::mib(500);
+        for settled in [ByteSize::ZERO, resource_reservations] {
+            let mut correction = Correction::new();
+            let _ = correction.update(requests(0), sample(100, 0));
+            let books = Books { resource_reservations, settled, ..requests(100) };
+            let _ = correction.update(books, sample(700, 0));
+            assert!(
+                (correction.correction_factor() - 0.995 * K_START).abs() < 1e-9,
+                "{}",
+                correction.correction_factor()
+            );
+        }
+    }
+}

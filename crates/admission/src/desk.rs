@@ -1,0 +1,571 @@
+//! The state shared by the handles of an admission and its permits: ledgers, level and counts.
+//!
+//! A permit has to keep it alive, and a reference count would cost two atomic operations for each
+//! request, as many as the reservation itself. So a desk is never freed: after its last handle and
+//! its last permit have been dropped, the next admission reuses it. There are as many desks as
+//! there were admissions at once.
+//!
+//! Invariant: at most one admission owns a desk. A permit that outlives the handles finds the desk
+//! as they left it.
+
+use std::num::NonZero;
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, RwLock};
+use std::time::Duration;
+
+use lowtide_core::bytes::ByteSize;
+
+use super::admission::{Cost, Priority};
+use super::eviction::{Eviction, Evictor, Hint};
+use super::ledger::{Budget, Ledger, Reservation, Shortfall, Standing};
+use super::permit::Permit;
+use super::pressure::Level;
+use super::rejected::Rejected;
+use super::tally::{BudgetCounts, Counts, Place, STRIPES, Tally};
+
+/// The retry time if an operator has to act. A guess.
+const EXHAUSTED: Duration = Duration::from_secs(30);
+/// The longest retry time, unless it is known when there will be room.
+const RETRY_MAX: Duration = Duration::from_secs(60);
+
+/// Desks whose admissions are gone.
+static LEFT: Mutex<Vec<&'static Desk>> = Mutex::new(Vec::new());
+
+/// The shared state of one admission.
+#[derive(Debug, Default)]
+pub(super) struct Desk {
+    pub(super) host: Ledger,
+    pub(super) device: Ledger,
+    pub(super) level: AtomicU8,
+    pub(super) closed: AtomicBool,
+    /// The bytes that no request owns while that leaves no room for requests, otherwise 0.
+    pub(super) unowned: AtomicU64,
+    /// `true` if device memory is host memory: device bytes are reserved in the host's ledger.
+    pub(super) unified: AtomicBool,
+    tallies: [Tally; STRIPES],
+    /// Makes room for requests and loads that do not fit. Read only on a rejection.
+    evictor: RwLock<Option<Arc<Evictor>>>,
+}
+
+/// The result of a load's reservation that was not rejected.
+pub(super) enum Stood {
+    /// Its bytes are reserved.
+    Booked(Permit),
+    /// Its bytes will be reserved when the claimed resources are unloaded.
+    Evicting(Eviction),
+}
+
+impl Desk {
+    /// Returns an unused desk, with this account of host memory.
+    pub(super) fn take(host: &Ledger) -> &'static Self {
+        let desk = Self::left().unwrap_or_else(|| Box::leak(Box::default()));
+        desk.host.begin(host);
+        desk.device.begin(&Ledger::new());
+        desk.level.store(Level::None.as_u8(), Ordering::Relaxed);
+        desk.closed.store(false, Ordering::Release);
+        desk.unowned.store(0, Ordering::Relaxed);
+        desk.set_evictor(None);
+        desk.unified.store(false, Ordering::Relaxed);
+        for tally in &desk.tallies {
+            tally.begin();
+        }
+        desk
+    }
+
+    /// Returns a desk whose admission and permits are all gone.
+    fn left() -> Option<&'static Self> {
+        // Tried, not waited for: a process forked in the meantime would wait forever.
+        let mut left = LEFT.try_lock().ok()?;
+        let at = left.iter().position(|desk| desk.counts().held() == 0)?;
+        Some(left.swap_remove(at))
+    }
+
+    /// Returns the desk when its last handle is dropped.
+    pub(super) fn leave(&'static self) {
+        self.set_evictor(None);
+        if cfg!(lowtide_loom) {
+            // Its atomics belong to one run of a model.
+            return;
+        }
+        // Tried, as above. If another admission takes or returns a desk at this moment, the desk is
+        // leaked.
+        if let Ok(mut left) = LEFT.try_lock() {
+            left.push(self);
+        }
+    }
+
+    /// Returns a cost by the existing budgets. With one budget for host and device, all of it is
+    /// the host's.
+    pub(super) fn by_budget(&self, cost: Cost) -> Cost {
+        // Most requests need no device memory.
+        if cost.device.is_zero() || !self.unified.load(Ordering::Relaxed) {
+            return cost;
+        }
+        Cost::host(cost.host.saturating_add(cost.device))
+    }
+
+    /// Admits a request, or counts it as rejected.
+    pub(super) fn admit(&'static self, cost: Cost, priority: Priority) -> Result<Permit, Rejected> {
+        let cost = self.by_budget(cost);
+        let place = Place::here();
+        let tally = self.tally(place);
+        let exempt = priority == Priority::Exempt;
+        if exempt {
+            let host = self.host.book_exempt(cost.host);
+            let device = self.device.book_exempt(cost.device);
+            tally.admit_exempt(place, host, device);
+            return Ok(Permit::request(self, Cost { host, device }, exempt));
+        }
+        if self.sheds(priority) {
+            return Err(self.turn_away(place));
+        }
+        let how = if priority == Priority::High { Ledger::try_book_more } else { Ledger::try_book };
+        let host = match book(&self.host, cost.host, how) {
+            Ok(host) => host,
+            Err(short) => return Err(self.refuse(cost, Budget::Host, short, place)),
+        };
+        let device = match book(&self.device, cost.device, how) {
+            Ok(device) => device,
+            Err(short) => {
+                self.host.release(host);
+                return Err(self.refuse(cost, Budget::Device, short, place));
+            }
+        };
+        tally.admit(place, host, device);
+        Ok(Permit::request(self, Cost { host, device }, exempt))
+    }
+
+    /// Releases the reservation of a request that ends.
+    pub(super) fn finish(&self, cost: Cost) {
+        self.host.release(cost.host);
+        self.device.release(cost.device);
+        let place = Place::here();
+        self.tally(place).finish(place);
+    }
+
+    /// Reserves the bytes of a resource.
+    pub(super) fn stand(&self, cost: Cost) -> Result<(Standing, Standing), Rejected> {
+        self.stand_where(cost, || Hint::Unknown)
+    }
+
+    /// Reserves the bytes of a resource, or claims idle resources whose unload makes room for it.
+    /// Must not be called with the lock of a resource held.
+    pub(super) fn stand_or_evict(&'static self, cost: Cost) -> Result<Stood, Rejected> {
+        let cost = self.by_budget(cost);
+        let mut eviction = None;
+        let evict = || match self.evictor().map(|evictor| evictor.for_load(self, cost)) {
+            Some(Ok(claimed)) => {
+                eviction = Some(claimed);
+                Hint::Unknown
+            }
+            Some(Err(Some(stays))) => Hint::Resident(stays),
+            Some(Err(None)) | None => Hint::Unknown,
+        };
+        let stood = self.stand_where(cost, evict);
+        match (stood, eviction) {
+            (Ok((host, device)), _) => Ok(Stood::Booked(Permit::standing(self, host, device))),
+            (Err(_), Some(eviction)) => Ok(Stood::Evicting(eviction)),
+            (Err(rejected), None) => Err(rejected),
+        }
+    }
+
+    fn stand_where(
+        &self,
+        cost: Cost,
+        make_room: impl FnMut() -> Hint,
+    ) -> Result<(Standing, Standing), Rejected> {
+        let cost = self.by_budget(cost);
+        let place = Place::here();
+        if self.sheds(Priority::Normal) {
+            return Err(self.away(place));
+        }
+        let host = match stand(&self.host, cost.host) {
+            Ok(host) => host,
+            Err(short) => return Err(self.full(Budget::Host, short, place, make_room)),
+        };
+        let device = match stand(&self.device, cost.device) {
+            Ok(device) => device,
+            Err(short) => {
+                self.host.release_standing(host);
+                return Err(self.full(Budget::Device, short, place, make_room));
+            }
+        };
+        self.tally(place).stand(place);
+        Ok((host, device))
+    }
+
+    /// Releases the reservation of a resource.
+    pub(super) fn unload(&self, host: Standing, device: Standing) {
+        self.host.release_standing(host);
+        self.device.release_standing(device);
+        let place = Place::here();
+        self.tally(place).unload(place);
+    }
+
+    /// Sets what makes room for requests and loads that do not fit.
+    pub(super) fn set_evictor(&self, evictor: Option<Arc<Evictor>>) {
+        // Tried, as above. The previous one is dropped after the lock is released.
+        let before =
+            self.evictor.try_write().map(|mut slot| std::mem::replace(&mut *slot, evictor));
+        drop(before);
+    }
+
+    fn evictor(&self) -> Option<Arc<Evictor>> {
+        let stand = !self.host.resource_reservations().is_zero()
+            || !self.device.resource_reservations().is_zero();
+        self.evictor.try_read().ok().filter(|_| stand)?.clone()
+    }
+
+    /// Returns `true` if a request of this cost would fit if `freed` bytes of resources were
+    /// released.
+    pub(super) fn fits(&self, cost: Cost, freed: Cost) -> bool {
+        self.host.fits(cost.host, freed.host) && self.device.fits(cost.device, freed.device)
+    }
+
+    /// Returns `true` if a resource of this cost would fit if `freed` bytes of resources were
+    /// released.
+    pub(super) fn fits_standing(&self, cost: Cost, freed: Cost) -> bool {
+        self.host.fits_standing(cost.host, freed.host)
+            && self.device.fits_standing(cost.device, freed.device)
+    }
+
+    /// Reserves what a resource needs beyond `freed` bytes that are being released.
+    pub(super) fn reserve(&self, cost: Cost, freed: Cost) -> Option<[Reservation; 2]> {
+        let host = self.host.reserve(cost.host, freed.host)?;
+        match self.device.reserve(cost.device, freed.device) {
+            Some(device) => Some([host, device]),
+            None => {
+                self.host.unreserve(host);
+                None
+            }
+        }
+    }
+
+    /// Releases a reservation.
+    pub(super) fn unreserve(&self, [host, device]: [Reservation; 2]) {
+        self.host.unreserve(host);
+        self.device.unreserve(device);
+    }
+
+    /// Turns released resources and the additional reservation into the permit of a load.
+    pub(super) fn exchange(
+        &'static self,
+        freed: Vec<Permit>,
+        [host, device]: [Reservation; 2],
+        cost: Cost,
+    ) -> Permit {
+        let (hosts, devices): (Vec<_>, Vec<_>) =
+            freed.into_iter().filter_map(Permit::into_standing).unzip();
+        let host = self.host.exchange(&hosts, host, cost.host);
+        let device = self.device.exchange(&devices, device, cost.device);
+        let place = Place::here();
+        self.tally(place).stand(place);
+        for _ in hosts {
+            self.tally(place).unload(place);
+        }
+        Permit::standing(self, host, device)
+    }
+
+    /// Reserves more host memory for a request that holds `held`. Returns the bytes reserved.
+    pub(super) fn grow(
+        &'static self,
+        held: ByteSize,
+        bytes: ByteSize,
+        exempt: bool,
+    ) -> Result<ByteSize, Rejected> {
+        let place = Place::here();
+        let reserved = if exempt {
+            self.host.book_exempt(bytes)
+        } else {
+            self.book_more(held, bytes, place).inspect_err(|rejected| {
+                self.tally(place).rejected(place, rejected.reason(), None);
+            })?
+        };
+        self.tally(place).grow(place, reserved);
+        Ok(reserved)
+    }
+
+    /// Reserves more host memory for a request, even beyond the allowance. Returns the bytes
+    /// reserved.
+    pub(super) fn raise(&self, bytes: ByteSize) -> ByteSize {
+        let place = Place::here();
+        let reserved = self.host.book_exempt(bytes);
+        self.tally(place).grow(place, reserved);
+        reserved
+    }
+
+    /// Counts a request rejected for a reason other than lack of room.
+    pub(super) fn reject(&self, rejected: Rejected) -> Rejected {
+        let place = Place::here();
+        self.tally(place).rejected(place, rejected.reason(), None);
+        rejected
+    }
+
+    pub(super) fn ledger(&self, budget: Budget) -> &Ledger {
+        match budget {
+            Budget::Host => &self.host,
+            Budget::Device => &self.device,
+        }
+    }
+
+    /// Returns the sums of all stripes.
+    pub(super) fn counts(&self) -> Counts {
+        let mut counts = Counts::default();
+        // Ends first: an ended request began before and is counted below.
+        for tally in &self.tallies {
+            counts.add_ended(tally);
+        }
+        for tally in &self.tallies {
+            counts.add(tally);
+        }
+        counts
+    }
+
+    pub(super) fn budget_counts(&self, budget: Budget) -> BudgetCounts {
+        let mut counts = BudgetCounts::default();
+        for tally in &self.tallies {
+            counts.add(tally, budget);
+        }
+        counts
+    }
+
+    fn tally(&self, place: Place) -> &Tally {
+        // A place is always one of the stripes.
+        self.tallies.get(place.stripe).unwrap_or(&self.tallies[0])
+    }
+
+    /// Returns a number that differs from one rejected request to the next.
+    fn spread(&self, place: Place) -> u64 {
+        self.tally(place).spread(place)
+    }
+
+    pub(super) fn level(&self) -> Level {
+        Level::from_u8(self.level.load(Ordering::Relaxed))
+    }
+
+    /// Returns `true` if requests of this priority are rejected now, whatever their cost.
+    fn sheds(&self, priority: Priority) -> bool {
+        let by_level = match self.level() {
+            Level::None | Level::Elevated => false,
+            Level::High => priority == Priority::Low,
+            Level::Critical => matches!(priority, Priority::Low | Priority::Normal),
+        };
+        by_level || self.closed.load(Ordering::Acquire)
+    }
+
+    /// Returns why a request is rejected independently of its cost.
+    fn away(&self, place: Place) -> Rejected {
+        if self.closed.load(Ordering::Acquire) {
+            return Rejected::ShuttingDown;
+        }
+        if let Some(rejected) = self.exhausted(place) {
+            return rejected;
+        }
+        let retry_after = self.retry_after(None, self.spread(place));
+        Rejected::Pressure { level: self.level(), retry_after }
+    }
+
+    /// Returns the rejection while memory that no request owns leaves no room.
+    fn exhausted(&self, place: Place) -> Option<Rejected> {
+        let unowned = NonZero::new(self.unowned.load(Ordering::Relaxed))?;
+        let retry_after = self.retry_after(Some(EXHAUSTED), self.spread(place));
+        let (unowned, ceiling) = (ByteSize::new(unowned.get()), self.host.ceiling());
+        Some(Rejected::Exhausted { unowned, ceiling, retry_after })
+    }
+
+    #[cold]
+    fn turn_away(&self, place: Place) -> Rejected {
+        let rejected = self.away(place);
+        self.tally(place).rejected(place, rejected.reason(), None);
+        rejected
+    }
+
+    #[cold]
+    fn refuse(
+        &'static self,
+        cost: Cost,
+        budget: Budget,
+        short: Shortfall,
+        place: Place,
+    ) -> Rejected {
+        let rejected = self.full(budget, short, place, || self.make_room(cost));
+        self.tally(place).rejected(place, rejected.reason(), rejected.shortage());
+        rejected
+    }
+
+    /// Unloads idle resources if that makes room for a rejected request.
+    fn make_room(&'static self, cost: Cost) -> Hint {
+        let evictor = self.evictor();
+        evictor.map_or(Hint::Unknown, |evictor| evictor.for_request(self, cost))
+    }
+
+    /// Reserves more host memory for a request of this size. Returns the bytes reserved.
+    fn book_more(
+        &'static self,
+        held: ByteSize,
+        bytes: ByteSize,
+        place: Place,
+    ) -> Result<ByteSize, Rejected> {
+        book(&self.host, bytes, Ledger::try_book_more).map_err(|short| {
+            // The bytes it holds and the bytes it requests must fit together.
+            let total = held.saturating_add(bytes);
+            let never = total > self.host.ceiling();
+            let short = Shortfall { asked: if never { total } else { bytes }, ..short };
+            self.full(Budget::Host, short, place, || self.make_room(Cost::host(bytes)))
+        })
+    }
+
+    /// Returns why a cost does not fit, and makes room if it may fit later.
+    fn full(
+        &self,
+        budget: Budget,
+        short: Shortfall,
+        place: Place,
+        mut make_room: impl FnMut() -> Hint,
+    ) -> Rejected {
+        let ledger = self.ledger(budget);
+        let Shortfall { asked, reserved, allowance } = short;
+        let ceiling = ledger.ceiling();
+        if asked > ceiling {
+            return Rejected::TooLarge { budget, asked, ceiling };
+        }
+        let (wait, spread) = (ledger.wait_for(&short), self.spread(place));
+        let hint = make_room();
+        if budget == Budget::Host
+            && !matches!(hint, Hint::Unloading(_))
+            && let Some(rejected) = self.exhausted(place)
+        {
+            return rejected;
+        }
+        let retry_after = match hint {
+            Hint::Unloading(takes) => self.retry_after(Some(takes), spread),
+            Hint::Resident(stays) if !ledger.drains(&short) => known(stays, spread),
+            Hint::Resident(_) | Hint::Unknown => self.retry_after(wait, spread),
+        };
+        let (reserved, allowance) = (ledger.in_bytes(reserved), ledger.in_bytes(allowance));
+        Rejected::Full { budget, asked, reserved, allowance, retry_after }
+    }
+
+    /// Returns the time in which the missing bytes become free, if known; otherwise 1 s at no
+    /// pressure to 4 s at critical, a guess. Up to as much again is added, by a number that differs
+    /// between requests, so that clients do not return at once.
+    fn retry_after(&self, wait: Option<Duration>, spread: u64) -> Duration {
+        let seconds = match wait {
+            Some(wait) => wait.as_secs() + u64::from(wait.subsec_nanos() > 0),
+            None => 1 + u64::from(self.level.load(Ordering::Relaxed)),
+        };
+        let seconds = seconds.clamp(1, RETRY_MAX.as_secs() / 2);
+        Duration::from_secs(seconds + spread % (seconds + 1))
+    }
+}
+
+/// Returns a known time in whole seconds, plus up to a tenth and one second.
+fn known(time: Duration, spread: u64) -> Duration {
+    let seconds = time.as_secs() + u64::from(time.subsec_nanos() > 0);
+    Duration::from_secs(seconds + spread % (seconds / 10 + 2))
+}
+
+/// Reserves for a request and returns the bytes reserved, which must be released later. Without a
+/// limit nothing is rejected: it reserves as much as 64 bits hold.
+fn book(
+    ledger: &Ledger,
+    bytes: ByteSize,
+    how: impl Fn(&Ledger, ByteSize) -> Result<(), Shortfall>,
+) -> Result<ByteSize, Shortfall> {
+    // Most requests need no device memory.
+    if bytes.is_zero() {
+        return Ok(bytes);
+    }
+    if ledger.ceiling() == ByteSize::MAX {
+        return Ok(ledger.book_exempt(bytes));
+    }
+    how(ledger, bytes).map(|()| bytes)
+}
+
+/// Reserves the bytes of a resource. Without a limit nothing is rejected: it reserves nothing if 64
+/// bits are full.
+fn stand(ledger: &Ledger, bytes: ByteSize) -> Result<Standing, Shortfall> {
+    let reserved = ledger.try_book_standing(bytes);
+    if reserved.is_err() && ledger.ceiling() == ByteSize::MAX {
+        return ledger.try_book_standing(ByteSize::ZERO);
+    }
+    reserved
+}
+
+#[cfg(all(test, not(lowtide_loom)))]
+mod tests {
+    use super::*;
+    use crate::admission::Admission;
+
+    /// Desks belong to the whole process, and other tests use admissions at the same time. So the
+    /// test only checks from outside that a new admission starts fresh.
+    #[test]
+    fn a_new_door_is_open_empty_and_without_limit_whatever_the_last_one_was() {
+        let one = ByteSize::mib(1);
+        for _ in 0..200 {
+            let door = Admission::with_limit(one);
+            let permit = door.try_admit(Cost::host(one)).expect("fits");
+            let model = door.try_reserve_resource(Cost::device(one)).expect("no limit");
+            assert!(door.try_admit(Cost::host(one)).is_err());
+            door.set_level(Level::Critical);
+            door.close();
+            let before = door.clone();
+            drop(door);
+            let new = Admission::new();
+            assert_eq!(new.stats(), crate::AdmissionStats::default());
+            assert_eq!((new.level(), new.is_closed()), (Level::None, false));
+            assert_eq!(new.ledger(Budget::Host).ceiling(), ByteSize::MAX);
+            for budget in [Budget::Host, Budget::Device] {
+                assert_eq!(new.ledger(budget).reserved_bytes(), ByteSize::ZERO);
+                let classes = new.classes(budget);
+                assert!(
+                    classes.iter().all(|class| class.admitted_total + class.rejected_total == 0)
+                );
+            }
+            assert_eq!((before.stats().held(), before.is_closed()), (1, true));
+            drop((before, new));
+            // They outlive their admission, and no other has its desk in the meantime.
+            let other = Admission::with_limit(one);
+            drop((permit, model));
+            assert_eq!(other.stats().finished_total, 0);
+            assert_eq!(other.ledger(Budget::Host).reserved(), ByteSize::ZERO);
+        }
+    }
+
+    #[test]
+    fn a_desk_whose_door_and_permits_are_gone_is_taken_again() {
+        // More than all other tests of this process ever use at once.
+        const MANY: usize = 400;
+        let addresses: Vec<_> = (0..MANY)
+            .map(|_| {
+                let desk = Desk::take(&Ledger::new());
+                desk.leave();
+                std::ptr::from_ref(desk)
+            })
+            .collect();
+        let mut different = addresses;
+        different.sort_unstable();
+        different.dedup();
+        assert!(different.len() < MANY / 2, "{} of {MANY}", different.len());
+    }
+
+    #[test]
+    fn permits_that_end_on_other_threads_are_counted() {
+        let door = Admission::with_limit(ByteSize::mib(64));
+        std::thread::scope(|scope| {
+            for _ in 0..4 {
+                let door = &door;
+                scope.spawn(move || {
+                    let permits: Vec<_> = (0..16)
+                        .filter_map(|_| door.try_admit(Cost::host(ByteSize::mib(1))).ok())
+                        .collect();
+                    assert_eq!(permits.len(), 16);
+                    std::thread::spawn(move || drop(permits)).join().expect("no panic");
+                });
+            }
+        });
+        let stats = door.stats();
+        assert_eq!((stats.admitted_total, stats.finished_total, stats.held()), (64, 64, 0));
+        assert_eq!(door.ledger(Budget::Host).reserved(), ByteSize::ZERO);
+    }
+}

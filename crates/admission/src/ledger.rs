@@ -1,0 +1,888 @@
+//! The account of reserved bytes of one budget, and its correction by measurement.
+//!
+//! [`Ledger`] is shared and atomic: an admission is one compare-and-exchange. The control loop
+//! tells it how much may be reserved ([`Correction`]). It does not reject by level and reads no
+//! signal.
+//!
+//! There are two kinds of reservations. A request's is an estimate: it is multiplied by the
+//! correction factor `K`, learned from measurement. A resource's (a loaded model) stays for hours,
+//! its size is known, and it counts once. So that both share one atomic admission, a resource
+//! reservation of `F` bytes takes `units = F / K` of the allowance when it is made. From the next
+//! correction on, when `F` has become part of `other`, the allowance is raised by those units.
+//!
+//! While large requests get less than their share, each request has to leave as much room as if it
+//! were as large as one of them: the *reserved headroom* (the module `fairness` computes its size).
+//!
+//! Invariants: at every admission `reserved + max(requested, reserved_headroom) <= allowance`, or
+//! `requests <= ceiling / 32` and `requested <= alone`, so that no request is rejected for lack of
+//! room if a larger one would be admitted. Admitted requests that grow, and requests of high
+//! priority, may use the reserved headroom.
+
+use std::fmt;
+use std::num::NonZero;
+use std::ops::Deref;
+use std::time::Duration;
+
+use thiserror::Error;
+
+use lowtide_core::bytes::ByteSize;
+use lowtide_core::sync::atomic::{AtomicU64, Ordering};
+
+use super::correction::few;
+use super::fairness::Balance;
+
+pub use super::correction::{Books, Correction, K_MAX, K_MIN, K_START, Measured, Turnover};
+
+/// The memory that an account covers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Budget {
+    /// Host memory.
+    Host,
+    /// Device memory.
+    Device,
+}
+
+impl Budget {
+    /// Returns the name in lower case.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Host => "host",
+            Self::Device => "device",
+        }
+    }
+}
+
+impl fmt::Display for Budget {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.name())
+    }
+}
+
+/// A reservation that did not fit.
+#[derive(Clone, Copy, Debug, Error, PartialEq, Eq)]
+#[error("cannot reserve {asked}: {reserved} of {allowance} are reserved")]
+pub struct Shortfall {
+    /// The bytes requested.
+    pub asked: ByteSize,
+    /// The bytes reserved at that moment.
+    pub reserved: ByteSize,
+    /// The bytes that may be reserved, less the headroom that a request of this size must leave
+    /// free.
+    pub allowance: ByteSize,
+}
+
+/// The reservation of a resource; released with [`Ledger::release_standing`].
+#[derive(Debug, PartialEq, Eq)]
+#[must_use = "a reservation that is not released stays"]
+pub(crate) struct Standing {
+    bytes: ByteSize,
+    units: u64,
+    settled: bool,
+}
+
+impl Standing {
+    /// Returns its bytes.
+    #[must_use]
+    pub(crate) const fn bytes(&self) -> ByteSize {
+        self.bytes
+    }
+}
+
+/// The units that a resource will take once others are released, and the part that is
+/// reserved already.
+#[derive(Debug, Default, PartialEq, Eq)]
+#[must_use = "a reservation that is not released stays"]
+pub(crate) struct Reservation {
+    units: u64,
+    reserved: u64,
+}
+
+/// The account of one budget. Starts without a limit, until the first correction. Reservations are
+/// made only through [`Admission`](super::admission::Admission), whose permits release exactly what
+/// they reserved.
+#[derive(Debug)]
+pub struct Ledger {
+    reserved: CachePadded,
+    /// Written by the control loop only.
+    allowance: AtomicU64,
+    /// Written by the control loop only.
+    ceiling: AtomicU64,
+    /// The bytes that a nearly lone request may reserve. Written by the control loop only.
+    alone: AtomicU64,
+    /// The resource bytes that must be released before `alone` grows with them; [`u64::MAX`] while
+    /// no request counts as alone. Written by the control loop only.
+    alone_debt: AtomicU64,
+    /// Bits of an `f64`. Written by the control loop only.
+    correction_factor: AtomicU64,
+    /// The room that each request must leave. Written by the control loop only.
+    reserved_headroom: AtomicU64,
+    /// Bytes per second that become free for rejected requests; 0 if none do or nothing is known.
+    /// Written by the control loop only.
+    drain: AtomicU64,
+    /// The shortest time after which they should retry, in milliseconds. Written by the control
+    /// loop only.
+    pause_ms: AtomicU64,
+    /// The part of `reserved` that belongs to resources.
+    units: AtomicU64,
+    resource_reservations: AtomicU64,
+    /// The part of `resource_reservations` that is loaded, and so part of what is measured.
+    settled: AtomicU64,
+}
+
+impl Ledger {
+    /// Creates an empty account without a limit.
+    #[must_use]
+    pub fn new() -> Self {
+        Self {
+            reserved: CachePadded(AtomicU64::new(0)),
+            allowance: AtomicU64::new(u64::MAX),
+            ceiling: AtomicU64::new(u64::MAX),
+            alone: AtomicU64::new(0),
+            alone_debt: AtomicU64::new(u64::MAX),
+            correction_factor: AtomicU64::new(K_START.to_bits()),
+            reserved_headroom: AtomicU64::new(0),
+            drain: AtomicU64::new(0),
+            pause_ms: AtomicU64::new(0),
+            units: AtomicU64::new(0),
+            resource_reservations: AtomicU64::new(0),
+            settled: AtomicU64::new(0),
+        }
+    }
+
+    /// Creates an empty account with a fixed ceiling, for use without measurement. Each byte counts
+    /// once (correction factor 1), and the reserved bytes never exceed the ceiling. A
+    /// [`Ledger::correct`] by a control loop ends that.
+    #[must_use]
+    pub fn with_ceiling(ceiling: ByteSize) -> Self {
+        Self {
+            allowance: AtomicU64::new(ceiling.get()),
+            ceiling: AtomicU64::new(ceiling.get()),
+            correction_factor: AtomicU64::new(K_MIN.to_bits()),
+            ..Self::new()
+        }
+    }
+
+    /// Starts over with the state of `other`. Called while nothing is reserved and no other thread
+    /// reserves.
+    pub(crate) fn begin(&self, other: &Self) {
+        debug_assert!(self.reserved().is_zero(), "{} are reserved", self.reserved());
+        for (mine, theirs) in self.figures().into_iter().zip(other.figures()) {
+            mine.store(theirs.load(Ordering::Relaxed), Ordering::Relaxed);
+        }
+    }
+
+    fn figures(&self) -> [&AtomicU64; 12] {
+        let Self {
+            reserved,
+            allowance,
+            ceiling,
+            alone,
+            alone_debt,
+            correction_factor,
+            reserved_headroom,
+            drain,
+            ..
+        } = self;
+        let Self { pause_ms, units, resource_reservations, settled, .. } = self;
+        [
+            reserved,
+            allowance,
+            ceiling,
+            alone,
+            alone_debt,
+            correction_factor,
+            reserved_headroom,
+            drain,
+            pause_ms,
+            units,
+            resource_reservations,
+            settled,
+        ]
+    }
+
+    /// Reserves bytes of a request if they fit and leave the reserved headroom. Zero bytes always
+    /// fit. One compare-and-exchange, repeated only if another thread reserved at the same time.
+    ///
+    /// # Errors
+    /// [`Shortfall`] if the bytes fit neither next to what is reserved nor alone (see the module),
+    /// or if the sum does not fit 64 bits. Nothing is reserved then.
+    #[inline]
+    pub(crate) fn try_book(&self, bytes: ByteSize) -> Result<(), Shortfall> {
+        let reserved_headroom = self.reserved_headroom.load(Ordering::Relaxed);
+        self.book_request(bytes, reserved_headroom.saturating_sub(bytes.get()))
+    }
+
+    /// Like [`Ledger::try_book`], but may use the reserved headroom: for a request of high
+    /// priority, and for an admitted one that grows, since a rejection would waste its work.
+    ///
+    /// # Errors
+    /// As for [`Ledger::try_book`].
+    pub(crate) fn try_book_more(&self, bytes: ByteSize) -> Result<(), Shortfall> {
+        self.book_request(bytes, 0)
+    }
+
+    #[inline]
+    fn book_request(&self, bytes: ByteSize, left: u64) -> Result<(), Shortfall> {
+        let alone = self.alone.load(Ordering::Relaxed);
+        let few = few(self.ceiling()).get();
+        self.book_where(bytes, left, |reserved| {
+            bytes.get() <= alone
+                && reserved.saturating_sub(self.units.load(Ordering::Relaxed)) <= few
+        })
+    }
+
+    /// Reserves bytes if they fit the allowance and leave `left` of it free, or if `harmless`
+    /// accepts the bytes reserved before them.
+    #[inline]
+    fn book_where(
+        &self,
+        bytes: ByteSize,
+        left: u64,
+        harmless: impl Fn(u64) -> bool,
+    ) -> Result<(), Shortfall> {
+        if bytes.is_zero() {
+            return Ok(());
+        }
+        let allowance = self.allowance.load(Ordering::Relaxed).saturating_sub(left);
+        let mut reserved = self.reserved.load(Ordering::Relaxed);
+        // Ends: a failed exchange means that another one succeeded (or, rarely, failed spuriously).
+        loop {
+            let fits = |sum: &u64| *sum <= allowance || harmless(reserved);
+            let Some(sum) = reserved.checked_add(bytes.get()).filter(fits) else {
+                return Err(Shortfall {
+                    asked: bytes,
+                    reserved: ByteSize::new(reserved),
+                    allowance: ByteSize::new(allowance),
+                });
+            };
+            let exchanged = self.reserved.compare_exchange_weak(
+                reserved,
+                sum,
+                Ordering::Relaxed,
+                Ordering::Relaxed,
+            );
+            match exchanged {
+                Ok(_) => return Ok(()),
+                Err(now) => reserved = now,
+            }
+        }
+    }
+
+    /// Reserves as much of the bytes as 64 bits hold, even beyond the allowance, for exempt
+    /// requests. Returns the bytes reserved, which must be released later.
+    pub(crate) fn book_exempt(&self, bytes: ByteSize) -> ByteSize {
+        if bytes.is_zero() {
+            return bytes;
+        }
+        let mut reserved = self.reserved.load(Ordering::Relaxed);
+        loop {
+            let sum = reserved.saturating_add(bytes.get());
+            let exchanged = self.reserved.compare_exchange_weak(
+                reserved,
+                sum,
+                Ordering::Relaxed,
+                Ordering::Relaxed,
+            );
+            match exchanged {
+                Ok(_) => return ByteSize::new(sum - reserved),
+                Err(now) => reserved = now,
+            }
+        }
+    }
+
+    /// Releases reserved bytes.
+    #[inline]
+    pub(crate) fn release(&self, bytes: ByteSize) {
+        if bytes.is_zero() {
+            return;
+        }
+        let before = self.reserved.fetch_sub(bytes.get(), Ordering::Relaxed);
+        debug_assert!(before >= bytes.get(), "released {bytes} of {before} reserved bytes");
+    }
+
+    /// Reserves the bytes of a resource: counted once, not `K` times.
+    ///
+    /// # Errors
+    /// As for [`Ledger::try_book`].
+    pub(crate) fn try_book_standing(&self, bytes: ByteSize) -> Result<Standing, Shortfall> {
+        let units = units_of(bytes, self.correction_factor());
+        self.book_where(ByteSize::new(units), 0, |_| false)
+            .map_err(|short| Shortfall { asked: bytes, ..short })?;
+        // After the reservation: a correction in between counts the units as a request's, which
+        // takes the same room.
+        self.resource_reservations.fetch_add(bytes.get(), Ordering::Relaxed);
+        self.units.fetch_add(units, Ordering::Relaxed);
+        Ok(Standing { bytes, units, settled: false })
+    }
+
+    /// Raises the reservation of a resource to these bytes in total, even beyond the allowance.
+    pub(crate) fn raise(&self, standing: &mut Standing, bytes: ByteSize) {
+        let more = bytes.saturating_sub(standing.bytes);
+        let units = self.book_exempt(ByteSize::new(units_of(more, self.correction_factor()))).get();
+        // As for a new reservation.
+        self.resource_reservations.fetch_add(more.get(), Ordering::Relaxed);
+        self.units.fetch_add(units, Ordering::Relaxed);
+        if standing.settled {
+            self.settled.fetch_add(more.get(), Ordering::Relaxed);
+        }
+        standing.bytes = standing.bytes.saturating_add(more);
+        standing.units = standing.units.saturating_add(units);
+    }
+
+    /// Marks the resource as loaded, so that its memory is part of what is measured.
+    pub(crate) fn settle(&self, standing: &mut Standing) {
+        if !std::mem::replace(&mut standing.settled, true) {
+            self.settled.fetch_add(standing.bytes.get(), Ordering::Relaxed);
+        }
+    }
+
+    /// Returns `true` if a request of these bytes would fit if resource reservations of `freed`
+    /// bytes were released.
+    pub(crate) fn fits(&self, bytes: ByteSize, freed: ByteSize) -> bool {
+        if bytes.is_zero() {
+            return true;
+        }
+        let reserved = self.reserved.load(Ordering::Relaxed);
+        let reserved_headroom = self.reserved_headroom.load(Ordering::Relaxed).max(bytes.get());
+        let alone = self.alone.load(Ordering::Relaxed).saturating_add(freed.get());
+        let alone = alone.saturating_sub(self.alone_debt.load(Ordering::Relaxed));
+        let (requests, few) = (self.requests(), few(self.ceiling()));
+        reserved
+            .checked_add(reserved_headroom)
+            .is_some_and(|sum| sum <= self.allowance_without(freed))
+            || bytes.get() <= alone && requests <= few
+    }
+
+    /// Returns `true` if a resource of these bytes would fit if other resource reservations of
+    /// `freed` bytes were released.
+    pub(crate) fn fits_standing(&self, bytes: ByteSize, freed: ByteSize) -> bool {
+        let sum = self
+            .reserved
+            .load(Ordering::Relaxed)
+            .checked_add(units_of(bytes, self.correction_factor()));
+        bytes.is_zero() || sum.is_some_and(|sum| sum <= self.allowance_without(freed))
+    }
+
+    /// Reserves what a resource of these bytes needs beyond other resources of `freed` bytes that
+    /// are being unloaded. [`Ledger::exchange`] merges both. Returns `None` if it does not fit.
+    pub(crate) fn reserve(&self, bytes: ByteSize, freed: ByteSize) -> Option<Reservation> {
+        let units = units_of(bytes, self.correction_factor());
+        let more = units.saturating_sub(self.units_without(freed));
+        let allowance = self.allowance_without(freed);
+        let fits = |reserved: u64| reserved.checked_add(units).is_some_and(|sum| sum <= allowance);
+        let book = |reserved| (units == 0 || fits(reserved)).then(|| reserved.saturating_add(more));
+        let reserved = self.reserved.fetch_update(Ordering::Relaxed, Ordering::Relaxed, book);
+        reserved.ok().map(|_| Reservation { units, reserved: more })
+    }
+
+    /// Releases a reservation that is no longer needed.
+    pub(crate) fn unreserve(&self, reserved: Reservation) {
+        self.release(ByteSize::new(reserved.reserved));
+    }
+
+    /// Turns a reservation and the released resources that it counted on into one resource
+    /// reservation. No other reservation can come in between.
+    pub(crate) fn exchange(
+        &self,
+        freed: &[Standing],
+        reserved: Reservation,
+        bytes: ByteSize,
+    ) -> Standing {
+        let sum = |of: fn(&Standing) -> u64| freed.iter().map(of).fold(0, u64::wrapping_add);
+        let (units, held) = (sum(|of| of.units), sum(|of| of.bytes.get()));
+        let settled = sum(|of| if of.settled { of.bytes.get() } else { 0 });
+        // Differences, which may be negative: additions wrap.
+        let added = reserved.units.wrapping_sub(units).wrapping_sub(reserved.reserved);
+        let units = reserved.units.wrapping_sub(units);
+        let add = |counter: &AtomicU64, amount| counter.fetch_add(amount, Ordering::Relaxed);
+        // In this order, so that `requests` is never less than what requests have reserved.
+        if units.cast_signed() < 0 {
+            add(&self.units, units);
+            add(&self.reserved, added);
+        } else {
+            add(&self.reserved, added);
+            add(&self.units, units);
+        }
+        add(&self.resource_reservations, bytes.get().wrapping_sub(held));
+        self.settled.fetch_sub(settled, Ordering::Relaxed);
+        Standing { bytes, units: reserved.units, settled: false }
+    }
+
+    /// Returns the units that resource reservations of `freed` bytes release at the current `K`,
+    /// rounded as when they were made, so that a resource of the same size fits in their place.
+    fn units_without(&self, freed: ByteSize) -> u64 {
+        units_of(freed, self.correction_factor())
+    }
+
+    /// Returns the allowance if resource reservations of `freed` bytes were released while their
+    /// units still count as reserved.
+    fn allowance_without(&self, freed: ByteSize) -> u64 {
+        self.allowance.load(Ordering::Relaxed).saturating_add(self.units_without(freed))
+    }
+
+    /// Returns `true` if a request that did not fit would fit once all requests have ended.
+    pub(crate) fn drains(&self, short: &Shortfall) -> bool {
+        let resource_reservations = short.reserved.saturating_sub(self.requests());
+        resource_reservations.saturating_add(short.asked) <= short.allowance
+    }
+
+    /// Releases a resource reservation, after its memory has been released.
+    pub(crate) fn release_standing(&self, standing: Standing) {
+        if standing.settled {
+            self.settled.fetch_sub(standing.bytes.get(), Ordering::Relaxed);
+        }
+        // In the reverse order of reserving, so that concurrent readers see `units <= reserved`.
+        self.units.fetch_sub(standing.units, Ordering::Relaxed);
+        self.resource_reservations.fetch_sub(standing.bytes.get(), Ordering::Relaxed);
+        self.release(ByteSize::new(standing.units));
+    }
+
+    /// Returns all reserved bytes, with resources counted by their units.
+    #[must_use]
+    pub fn reserved(&self) -> ByteSize {
+        ByteSize::new(self.reserved.load(Ordering::Relaxed))
+    }
+
+    /// Returns the bytes that requests have reserved, without the correction factor.
+    #[must_use]
+    pub fn requests(&self) -> ByteSize {
+        let units = self.units.load(Ordering::Relaxed);
+        self.reserved().saturating_sub(ByteSize::new(units))
+    }
+
+    /// Returns the bytes that resources have reserved.
+    #[must_use]
+    pub fn resource_reservations(&self) -> ByteSize {
+        ByteSize::new(self.resource_reservations.load(Ordering::Relaxed))
+    }
+
+    /// Returns the reserved bytes of requests and resources, without the correction factor:
+    /// `requests + resource_reservations`.
+    #[must_use]
+    pub fn reserved_bytes(&self) -> ByteSize {
+        self.in_bytes(self.reserved())
+    }
+
+    /// Returns the value of [`Ledger::reserved_bytes`] up to which a request fits, or
+    /// [`ByteSize::MAX`] if no limit is known.
+    #[must_use]
+    pub fn allowance_bytes(&self) -> ByteSize {
+        self.in_bytes(self.allowance())
+    }
+
+    /// Converts an amount of the allowance to bytes: resource reservations count by their bytes
+    /// instead of their units.
+    #[must_use]
+    pub fn in_bytes(&self, amount: ByteSize) -> ByteSize {
+        if amount == ByteSize::MAX {
+            return amount;
+        }
+        let units = ByteSize::new(self.units.load(Ordering::Relaxed));
+        amount.saturating_sub(units).saturating_add(self.resource_reservations())
+    }
+
+    /// Returns the bytes that may be reserved, with resources counted by their units, or
+    /// [`ByteSize::MAX`] if no limit is known.
+    #[must_use]
+    pub fn allowance(&self) -> ByteSize {
+        ByteSize::new(self.allowance.load(Ordering::Relaxed))
+    }
+
+    /// Returns the bytes that all requests together may reserve, or [`ByteSize::MAX`] if no limit
+    /// is known.
+    #[doc(hidden)]
+    pub fn request_room(&self) -> ByteSize {
+        let allowance = self.allowance();
+        if allowance == ByteSize::MAX {
+            return allowance;
+        }
+        allowance.saturating_sub(ByteSize::new(self.units.load(Ordering::Relaxed)))
+    }
+
+    /// Returns the most bytes that may be held in total, or [`ByteSize::MAX`] if no limit is known.
+    #[must_use]
+    pub fn ceiling(&self) -> ByteSize {
+        ByteSize::new(self.ceiling.load(Ordering::Relaxed))
+    }
+
+    /// Returns the factor by which estimates of requests are multiplied.
+    #[must_use]
+    pub fn correction_factor(&self) -> f64 {
+        f64::from_bits(self.correction_factor.load(Ordering::Relaxed))
+    }
+
+    /// Returns the room that each request must leave free now, even a smaller one. Zero while
+    /// larger requests get their share, and without a control loop.
+    #[must_use]
+    pub fn reserved_headroom(&self) -> ByteSize {
+        ByteSize::new(self.reserved_headroom.load(Ordering::Relaxed))
+    }
+
+    /// Returns the time after which a rejected request may find room, if known: the time in which
+    /// the missing bytes become free, shared with all rejected requests.
+    pub(crate) fn wait_for(&self, short: &Shortfall) -> Option<Duration> {
+        let drain = NonZero::new(self.drain.load(Ordering::Relaxed))?.get();
+        let missing = short.reserved.saturating_add(short.asked).saturating_sub(short.allowance);
+        let millis = u128::from(missing.get()) * 1000 / u128::from(drain);
+        let least = self.pause_ms.load(Ordering::Relaxed);
+        Some(Duration::from_millis(u64::try_from(millis).unwrap_or(u64::MAX).max(least)))
+    }
+
+    /// Publishes how the room is shared. Called by one owner.
+    pub(crate) fn balance(&self, balance: Balance) {
+        self.reserved_headroom.store(balance.reserved_headroom.get(), Ordering::Relaxed);
+        self.drain.store(balance.drain.get(), Ordering::Relaxed);
+        let pause = u64::try_from(balance.pause.as_millis()).unwrap_or(u64::MAX);
+        self.pause_ms.store(pause, Ordering::Relaxed);
+    }
+
+    /// Updates the allowance from a measurement. Called by one owner.
+    pub fn correct(&self, correction: &mut Correction, measured: Measured) {
+        let books = Books {
+            requests: self.requests(),
+            units: ByteSize::new(self.units.load(Ordering::Relaxed)),
+            resource_reservations: self.resource_reservations(),
+            settled: ByteSize::new(self.settled.load(Ordering::Relaxed)),
+        };
+        let allowance = correction.update(books, measured);
+        self.correction_factor.store(correction.correction_factor.to_bits(), Ordering::Relaxed);
+        self.ceiling.store(measured.ceiling.get(), Ordering::Relaxed);
+        self.allowance.store(allowance.get(), Ordering::Relaxed);
+        self.alone.store(correction.alone.get(), Ordering::Relaxed);
+        self.alone_debt.store(correction.alone_debt.get(), Ordering::Relaxed);
+    }
+}
+
+impl Default for Ledger {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+/// A counter on its own cache lines, so that writes of all threads do not slow down readers of
+/// other fields.
+#[derive(Debug)]
+#[repr(align(128))]
+struct CachePadded(AtomicU64);
+
+impl Deref for CachePadded {
+    type Target = AtomicU64;
+
+    fn deref(&self) -> &AtomicU64 {
+        &self.0
+    }
+}
+
+/// Returns the allowance that `bytes` of a resource take at this factor, rounded up: zero for zero
+/// bytes, which always fit, and all of it for [`ByteSize::MAX`].
+fn units_of(bytes: ByteSize, correction_factor: f64) -> u64 {
+    match bytes {
+        ByteSize::ZERO => 0,
+        ByteSize::MAX => u64::MAX,
+        _ => bytes.scaled(1.0 / correction_factor).get().saturating_add(1),
+    }
+}
+
+#[cfg(all(test, not(lowtide_loom)))]
+mod tests {
+    use super::super::correction::UNMEASURED;
+    use super::super::correction::tests::sample;
+    use super::*;
+
+    impl Ledger {
+        /// Reserves as often as it fits, at least up to `sum`. Returns why it no longer fits.
+        fn book_and_fill(&self, each: ByteSize, sum: ByteSize) -> Shortfall {
+            let short = std::iter::repeat_with(|| self.try_book(each)).find_map(Result::err);
+            assert!(self.reserved() >= sum, "{} are reserved", self.reserved());
+            short.expect("an allowance ends")
+        }
+    }
+
+    #[test]
+    fn bookings_hold_at_the_ends() {
+        let ledger = Ledger::new();
+        assert_eq!(ledger.try_book(ByteSize::ZERO), Ok(()));
+        assert_eq!(ledger.try_book(ByteSize::MAX), Ok(()));
+        let short = ledger.try_book(ByteSize::new(1)).expect_err("no 64 bits hold it");
+        assert_eq!(short.reserved, ByteSize::MAX);
+        assert_eq!(ledger.try_book(ByteSize::ZERO), Ok(()));
+        assert_eq!(ledger.book_exempt(ByteSize::new(9)), ByteSize::ZERO);
+        ledger.release(ByteSize::MAX);
+        assert_eq!(ledger.reserved(), ByteSize::ZERO);
+        let standing = ledger.try_book_standing(ByteSize::MAX).expect("no limit");
+        ledger.release_standing(standing);
+        assert_eq!(ledger.reserved(), ByteSize::ZERO);
+    }
+
+    #[test]
+    fn a_berth_is_left_free_by_smaller_requests_and_taken_by_those_it_is_for() {
+        let ledger = Ledger::with_ceiling(ByteSize::mib(100));
+        let reserved_headroom = ByteSize::mib(8);
+        ledger.balance(Balance { reserved_headroom, ..Balance::default() });
+        let short = ledger.book_and_fill(ByteSize::mib(1), ByteSize::mib(93));
+        // 93 of 93: one more would leave 6 of the 8 MiB, in addition to its own.
+        assert_eq!((short.reserved, short.allowance), (ByteSize::mib(93), ByteSize::mib(93)));
+        assert!(ledger.try_book(ByteSize::new(1)).is_err(), "be it as small as it may");
+        assert_eq!(ledger.try_book(ByteSize::ZERO), Ok(()), "no bytes always fit");
+        assert!(ledger.try_book(reserved_headroom).is_err(), "7 MiB are left");
+        ledger.release(ByteSize::mib(1));
+        ledger.try_book(reserved_headroom).expect("the reserved headroom is its own");
+        ledger.release(ByteSize::mib(4));
+        assert!(ledger.try_book(ByteSize::mib(4)).is_err(), "headroom must be left");
+        ledger.try_book_more(ByteSize::mib(2)).expect("who is admitted grows into it");
+        let standing = ledger.try_book_standing(ByteSize::mib(1)).expect("so does what stands");
+        ledger.release_standing(standing);
+        ledger.balance(Balance::default());
+        ledger.try_book(ByteSize::mib(2)).expect("no headroom is reserved");
+        assert_eq!(ledger.reserved(), ledger.allowance());
+    }
+
+    #[test]
+    fn nobody_waits_for_less_than_what_is_missing_takes_to_come_free() {
+        let ledger = Ledger::with_ceiling(ByteSize::mib(100));
+        ledger.try_book(ByteSize::mib(90)).expect("fits");
+        let wait = |mib| ledger.wait_for(&ledger.try_book(ByteSize::mib(mib)).expect_err("full"));
+        assert_eq!(wait(30), None, "nothing is known to come free");
+        let pause = Duration::from_secs(3);
+        let drain = ByteSize::mib(4);
+        ledger.balance(Balance { reserved_headroom: ByteSize::ZERO, drain, pause });
+        assert_eq!(wait(30), Some(Duration::from_secs(5)), "20 MiB at 4 a second");
+        assert_eq!(wait(11), Some(pause), "others ask as well");
+        ledger.balance(Balance { reserved_headroom: ByteSize::mib(30), drain, pause });
+        assert_eq!(wait(1), Some(Duration::from_secs(5)), "it must leave the headroom");
+        let most = Balance { drain: ByteSize::new(1), pause, ..Balance::default() };
+        ledger.balance(most);
+        assert!(wait(100).is_some_and(|wait| wait > Duration::from_secs(1 << 20)));
+    }
+
+    #[test]
+    fn a_booking_that_does_not_fit_leaves_no_trace_and_names_the_numbers() {
+        let ledger = Ledger::new();
+        ledger.correct(&mut Correction::new(), sample(0, 0));
+        assert_eq!(ledger.allowance(), ByteSize::mib(400)); // 800 MiB at K = 2
+        ledger.try_book(ByteSize::mib(399)).expect("fits");
+        let asked = ByteSize::mib(2);
+        let allowance = ByteSize::mib(400);
+        let expected = Shortfall { asked, reserved: ByteSize::mib(399), allowance };
+        assert_eq!(ledger.try_book(asked), Err(expected));
+        ledger.try_book(ByteSize::mib(1)).expect("fits to the byte");
+        assert_eq!(ledger.reserved(), allowance);
+        assert!(ledger.try_book(ByteSize::MAX).is_err());
+    }
+
+    /// The bug: `K` starts at 2 and is learned from admitted requests only, so that one which fits
+    /// once but not twice was rejected forever, even without other requests.
+    #[test]
+    fn a_large_request_was_refused_for_ever_by_a_k_that_nothing_measured() {
+        let ledger = Ledger::new();
+        let mut correction = Correction::new();
+        let large = ByteSize::mib(600);
+        ledger.correct(&mut correction, sample(100, 0));
+        assert!(ledger.allowance() < large, "it does not fit at K = 2");
+        ledger.try_book(ByteSize::mib(20)).expect("a small one leaves it nearly alone");
+        ledger.try_book(large).expect("alone");
+        assert!(ledger.try_book(ByteSize::mib(5)).is_err(), "and no second one");
+        // It is measured now and needs its estimate: so do those after it.
+        ledger.correct(&mut correction, sample(720, 0));
+        assert!(correction.correction_factor() < K_START);
+        ledger.release(ByteSize::mib(620));
+        ledger.correct(&mut correction, sample(100, 0));
+        assert!(ledger.try_book(large).is_err(), "K was measured a moment ago, and it is high");
+        let mut waits = 0;
+        while ledger.try_book(large).is_err() {
+            ledger.correct(&mut correction, sample(100, 0));
+            waits += 1;
+        }
+        assert_eq!(waits, UNMEASURED - 1);
+        ledger.release(large);
+    }
+
+    #[test]
+    fn a_resource_and_what_passes_the_ceiling_do_not_count_as_alone() {
+        let ledger = Ledger::new();
+        let mut correction = Correction::new();
+        ledger.correct(&mut correction, sample(100, 0));
+        assert!(ledger.try_book(ByteSize::mib(701)).is_err());
+        assert!(ledger.try_book_standing(ByteSize::mib(701)).is_err());
+        let model = ledger.try_book_standing(ByteSize::mib(300)).expect("fits");
+        ledger.correct(&mut correction, sample(100, 0));
+        ledger.try_book(ByteSize::mib(340)).expect("alone beside the resource");
+        ledger.release(ByteSize::mib(340));
+        assert!(ledger.try_book(ByteSize::mib(401)).is_err(), "the resource counts");
+        ledger.release_standing(model);
+        ledger.correct(&mut correction, sample(850, 0));
+        assert!(ledger.try_book(ByteSize::mib(1)).is_err(), "over the ceiling nothing fits");
+    }
+
+    #[test]
+    fn a_standing_booking_counts_once_from_booking_to_release() {
+        let ledger = Ledger::new();
+        let mut correction = Correction::new();
+        ledger.correct(&mut correction, sample(100, 0));
+        let room = |ledger: &Ledger| ledger.allowance().saturating_sub(ledger.reserved()).get();
+        let near = |found: u64, mib: u64| found.abs_diff(ByteSize::mib(mib).get()) <= 4;
+        assert!(near(room(&ledger), 350));
+        // 500 MiB fit though K x 500 MiB would not.
+        let mut model = ledger.try_book_standing(ByteSize::mib(500)).expect("fits");
+        assert!(near(room(&ledger), 100), "booked: {}", room(&ledger));
+        for physical in [100, 350, 600] {
+            ledger.correct(&mut correction, sample(physical, 0));
+            assert!(room(&ledger) <= ByteSize::mib(100).get() + 4, "while loading");
+        }
+        ledger.settle(&mut model);
+        ledger.correct(&mut correction, sample(600, 0));
+        assert!(near(room(&ledger), 100), "loaded: {}", room(&ledger));
+        assert!(
+            (correction.correction_factor() - K_START).abs() < 1e-9,
+            "a load is no wrong estimate"
+        );
+        assert!(ledger.try_book_standing(ByteSize::mib(201)).is_err());
+        // Its estimate is 500 MiB, and 400 are held so far: the estimate stays reserved.
+        ledger.correct(&mut correction, sample(400, 0));
+        assert!(near(room(&ledger), 150), "smaller: {}", room(&ledger));
+        ledger.release_standing(model);
+        ledger.correct(&mut correction, sample(100, 0));
+        assert!(near(room(&ledger), 350));
+        assert_eq!(
+            (ledger.reserved(), ledger.resource_reservations()),
+            (ByteSize::ZERO, ByteSize::ZERO)
+        );
+    }
+
+    #[test]
+    fn what_stands_is_raised_beyond_the_allowance_and_given_back_whole() {
+        let ledger = Ledger::new();
+        ledger.correct(&mut Correction::new(), sample(0, 0));
+        for settled in [false, true] {
+            let mut model = ledger.try_book_standing(ByteSize::mib(10)).expect("fits");
+            if settled {
+                ledger.settle(&mut model);
+            }
+            ledger.raise(&mut model, ByteSize::mib(5));
+            assert_eq!(ledger.resource_reservations(), ByteSize::mib(10), "it is never lowered");
+            ledger.raise(&mut model, ByteSize::gib(3));
+            assert_eq!(
+                (ledger.resource_reservations(), model.bytes()),
+                (ByteSize::gib(3), ByteSize::gib(3))
+            );
+            assert_eq!(ledger.requests(), ByteSize::ZERO);
+            ledger.raise(&mut model, ByteSize::MAX);
+            ledger.release_standing(model);
+            assert_eq!(
+                (ledger.reserved(), ledger.resource_reservations()),
+                (ByteSize::ZERO, ByteSize::ZERO)
+            );
+        }
+    }
+
+    #[test]
+    fn threads_never_book_more_than_the_allowance_and_releases_balance() {
+        let ledger = Ledger::new();
+        ledger.correct(&mut Correction::new(), sample(0, 0));
+        let allowance = ledger.allowance();
+        std::thread::scope(|scope| {
+            for seed in 1..=4_u64 {
+                let ledger = &ledger;
+                scope.spawn(move || {
+                    let mut state = seed;
+                    for _ in 0..20_000 {
+                        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+                        let bytes = ByteSize::new(state >> 36);
+                        if ledger.try_book(bytes).is_ok() {
+                            assert!(ledger.reserved() <= allowance);
+                            ledger.release(bytes);
+                        }
+                    }
+                });
+            }
+        });
+        assert_eq!(ledger.reserved(), ByteSize::ZERO);
+    }
+}
+
+#[cfg(all(test, lowtide_loom))]
+mod models {
+    use super::super::correction::MEASURED_PART;
+    use super::*;
+
+    #[test]
+    fn booked_never_exceeds_a_constant_allowance_and_releases_balance() {
+        loom::model(|| {
+            let ledger = loom::sync::Arc::new(Ledger::new());
+            ledger.allowance.store(10, Ordering::Relaxed);
+            let threads: Vec<_> = [6, 5]
+                .into_iter()
+                .map(|bytes| {
+                    let ledger = loom::sync::Arc::clone(&ledger);
+                    loom::thread::spawn(move || {
+                        if ledger.try_book(ByteSize::new(bytes)).is_ok() {
+                            assert!(ledger.reserved() <= ByteSize::new(10));
+                            ledger.release(ByteSize::new(bytes));
+                        }
+                    })
+                })
+                .collect();
+            assert!(ledger.reserved() <= ByteSize::new(10));
+            for thread in threads {
+                thread.join().expect("no panic");
+            }
+            assert_eq!(ledger.reserved(), ByteSize::ZERO);
+        });
+    }
+
+    /// In any order, a small request never takes the room of a large one.
+    #[test]
+    fn a_small_request_that_is_admitted_leaves_room_for_the_berth() {
+        loom::model(|| {
+            let ledger = loom::sync::Arc::new(Ledger::new());
+            ledger.allowance.store(10, Ordering::Relaxed);
+            ledger.ceiling.store(10, Ordering::Relaxed);
+            ledger.reserved_headroom.store(6, Ordering::Relaxed);
+            let threads = [3, 3].map(|bytes| {
+                let ledger = loom::sync::Arc::clone(&ledger);
+                loom::thread::spawn(move || ledger.try_book(ByteSize::new(bytes)).is_ok())
+            });
+            let large = ledger.try_book(ByteSize::new(6)).is_ok();
+            let small = threads.map(|thread| thread.join().expect("no panic"));
+            let count = small.into_iter().filter(|admitted| *admitted).count();
+            assert!(ledger.reserved() <= ByteSize::new(10));
+            assert!(count <= if large { 1 } else { 2 }, "large {large}, small {small:?}");
+            assert!(large || count == 2, "who was refused was refused for those admitted");
+            let reserved = if large { 6 } else { 0 } + 3 * count as u64;
+            assert_eq!(ledger.reserved(), ByteSize::new(reserved));
+        });
+    }
+
+    #[test]
+    fn of_two_that_are_alone_one_is() {
+        loom::model(|| {
+            let ledger = loom::sync::Arc::new(Ledger::new());
+            ledger.allowance.store(0, Ordering::Relaxed);
+            ledger.ceiling.store(MEASURED_PART, Ordering::Relaxed);
+            ledger.alone.store(6, Ordering::Relaxed);
+            let other = loom::sync::Arc::clone(&ledger);
+            let thread = loom::thread::spawn(move || other.try_book(ByteSize::new(6)).is_ok());
+            let mine = ledger.try_book(ByteSize::new(5)).is_ok();
+            let theirs = thread.join().expect("no panic");
+            assert!(mine != theirs);
+        });
+    }
+
+    #[test]
+    fn units_of_standing_bookings_are_never_more_than_what_is_booked() {
+        loom::model(|| {
+            let ledger = loom::sync::Arc::new(Ledger::new());
+            let other = loom::sync::Arc::clone(&ledger);
+            let thread = loom::thread::spawn(move || {
+                let mut standing = other.try_book_standing(ByteSize::new(8)).expect("no limit");
+                other.settle(&mut standing);
+                other.release_standing(standing);
+            });
+            assert!(ledger.requests() <= ByteSize::new(5));
+            thread.join().expect("no panic");
+            assert_eq!(ledger.reserved(), ByteSize::ZERO);
+            assert_eq!(ledger.resource_reservations(), ByteSize::ZERO);
+        });
+    }
+}

@@ -1,0 +1,76 @@
+//! Admission, pressure levels, reclaim and managed resources. Policy only: it depends on traits,
+//! not on the heap or an arena.
+//!
+//! A sample of the machine ([`signal`]) becomes a level with hysteresis ([`pressure`]) and an
+//! allowance in bytes ([`ledger`]). Requests and resources reserve bytes of it ([`admission`],
+//! [`managed`]). [`maintenance`] decides which memory to release, in the order of the reclaim steps
+//! ([`reclaim`]); implementations of its traits release it. Nothing here purges, allocates device
+//! memory, starts a permanent thread or needs an async runtime.
+//!
+//! On its own, admission works against a fixed ceiling. No thread runs and nothing is measured:
+//!
+//! ```
+//! use lowtide_admission::ByteSize;
+//! use lowtide_admission::{Admission, Cost, Rejected};
+//!
+//! let admission = Admission::with_limit(ByteSize::mib(100));
+//! let mut permit = admission.try_admit(Cost::host(ByteSize::mib(60)))?;
+//! let second = admission.try_admit(Cost::host(ByteSize::mib(50)));
+//! assert!(matches!(second, Err(Rejected::Full { .. }))); // answer with 503
+//! permit.shrink(ByteSize::mib(20)); // the body turned out smaller
+//! let second = admission.try_admit(Cost::host(ByteSize::mib(50)))?;
+//! drop((permit, second)); // releases both
+//! # Ok::<(), Rejected>(())
+//! ```
+//!
+//! To measure, create a [`Maintenance`] from settings, a [`Sensor`] that takes samples, the
+//! [`Admission`] to correct, the [`Resources`] and the [`Ladder`]. Create its
+//! [`Worker`](Maintenance::worker) from [`MaintenanceActions`], which carry out jobs. Run both on
+//! threads of your own with [`run_control`] and [`run_worker`]. `src/memory/builder.rs` does this
+//! for [`Memory`](https://docs.rs/lowtide/latest/lowtide/memory/struct.Memory.html).
+//!
+//! Invariant: `reserved + requested <= allowance` at every admission that is not exempt.
+
+pub mod admission;
+mod correction;
+mod desk;
+mod eviction;
+mod exhaustion;
+mod fairness;
+pub mod ledger;
+pub mod maintenance;
+pub mod managed;
+mod permit;
+pub mod pressure;
+pub mod reclaim;
+mod rejected;
+pub mod signal;
+mod size_class;
+mod tally;
+pub mod watermark;
+
+pub use lowtide_core::{BoxError, ByteSize, clock};
+
+pub use admission::{Admission, AdmissionStats, Cost, Priority};
+#[doc(hidden)]
+pub use eviction::Idle;
+pub use ledger::{Books, Budget, Correction, Ledger, Measured, Shortfall, Turnover};
+pub use maintenance::{
+    Job, JobQueue, Jobs, Maintenance, MaintenanceActions, PressureState, PurgeGrowth, Sample,
+    Sensor, Settings, SettingsError, Tick, Trigger, Worker, run_control, run_worker,
+};
+pub use managed::{
+    Acquire, AcquireError, AddError, Backoff, LoadError, LoadScope, Managed, ManagedBuilder,
+    Resource, ResourceStats, Resources, UnloadError, UnloadReason, Unloads, Use,
+};
+pub use permit::Permit;
+pub use pressure::{Band, Level, Pressure, Thresholds, ThresholdsError};
+pub use reclaim::{Ask, Ladder, LadderError, Pace, Reclaim, Recovered};
+pub use rejected::{RejectReason, Rejected};
+pub use signal::{
+    Cpus, EventCounts, Glance, Limit, LimitSource, MemoryEvents, Psi, Resident, Signal,
+    SignalError, Signals, Stall,
+};
+pub use size_class::SizeClass;
+pub use tally::ClassStats;
+pub use watermark::{Decision, DeviceSample, Trend, Watermark};

@@ -1,0 +1,346 @@
+//! Jobs of the control loop, and the queue on which the worker waits for them.
+//!
+//! A set of jobs is 64 bits, with one bit per job. So the queue is bounded, a pending job is not
+//! queued twice, and a push neither allocates nor locks more than the bell's flag. The queue runs
+//! nothing.
+//!
+//! Invariant: `pop` returns the most urgent job that was pushed and not yet popped. A job pushed
+//! before or while the worker waits is never lost.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use crate::reclaim::Ladder;
+use lowtide_core::clock::{Bell, Clock, Moment};
+
+/// The reason for a purge of the heap, used as a label in metrics.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Trigger {
+    /// Memory is short.
+    Pressure,
+    /// A caller or an operator requested it.
+    Manual,
+    /// A resource has been unloaded.
+    Unload,
+    /// A resource has been loaded.
+    Load,
+    /// Retained memory has grown.
+    Growth,
+    /// The service is idle.
+    Idle,
+    /// The purge interval has passed.
+    Periodic,
+}
+
+impl Trigger {
+    /// All triggers, the most urgent first.
+    pub const ALL: [Self; 7] = [
+        Self::Pressure,
+        Self::Manual,
+        Self::Unload,
+        Self::Load,
+        Self::Growth,
+        Self::Idle,
+        Self::Periodic,
+    ];
+
+    /// Returns `true` if the control loop posts it, at its own rate. The others run on every
+    /// request.
+    pub(super) const fn is_paced(self) -> bool {
+        !matches!(self, Self::Manual | Self::Unload)
+    }
+
+    /// Returns `true` if the purge leaves memory alone that decays by itself: there is no hurry.
+    #[doc(hidden)]
+    pub const fn leaves_decaying(self) -> bool {
+        matches!(self, Self::Load | Self::Growth | Self::Idle | Self::Periodic)
+    }
+
+    /// Returns the label in metrics.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Pressure => "pressure",
+            Self::Manual => "manual",
+            Self::Unload => "unload",
+            Self::Load => "load",
+            Self::Growth => "growth",
+            Self::Idle => "idle",
+            Self::Periodic => "periodic",
+        }
+    }
+}
+
+/// A task for the worker.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Job {
+    /// Purge the host's heap.
+    Purge {
+        /// The reason.
+        trigger: Trigger,
+    },
+    /// Run a reclaim step.
+    Reclaim {
+        /// The index of the step.
+        step: usize,
+    },
+    /// Run one admin task.
+    AdminTask,
+    /// Report that memory that no request owns leaves no room, or no longer does.
+    ReportExhaustion,
+    /// Unload the resources that are due.
+    UnloadIdle,
+    /// Release device memory whose decay time has passed.
+    DecayDevice,
+    /// Release heap memory whose decay time has passed.
+    DecayHeap,
+    /// Sample the free memory of the device, and release idle memory if it is low.
+    SampleDevice,
+    /// Publish metrics.
+    Publish,
+    /// Put the device arena to sleep that has been idle for longest.
+    SleepDevice,
+}
+
+/// Bit numbers: the lower, the more urgent. The reclaim steps follow the pressure purge.
+const RUNG_FIRST: usize = 1;
+const MANUAL: usize = RUNG_FIRST + Ladder::RUNGS_MAX;
+const PLACES: usize = MANUAL + 14;
+const _: () = assert!(PLACES <= 64, "each job has a bit of its own");
+
+impl Job {
+    /// Returns the bit number; `None` for a step beyond the largest ladder.
+    const fn place(self) -> Option<usize> {
+        Some(match self {
+            Self::Purge { trigger: Trigger::Pressure } => 0,
+            Self::Reclaim { step } if step < Ladder::RUNGS_MAX => RUNG_FIRST + step,
+            Self::Reclaim { .. } => return None,
+            Self::Purge { trigger: Trigger::Manual } => MANUAL,
+            Self::UnloadIdle => MANUAL + 1,
+            Self::Purge { trigger: Trigger::Unload } => MANUAL + 2,
+            Self::AdminTask => MANUAL + 3,
+            Self::DecayDevice => MANUAL + 4,
+            Self::DecayHeap => MANUAL + 5,
+            Self::SampleDevice => MANUAL + 6,
+            Self::Purge { trigger: Trigger::Load } => MANUAL + 7,
+            Self::Purge { trigger: Trigger::Growth } => MANUAL + 8,
+            Self::Purge { trigger: Trigger::Idle } => MANUAL + 9,
+            Self::Purge { trigger: Trigger::Periodic } => MANUAL + 10,
+            Self::Publish => MANUAL + 11,
+            Self::ReportExhaustion => MANUAL + 12,
+            // It may copy for long, and no caller waits for it.
+            Self::SleepDevice => MANUAL + 13,
+        })
+    }
+
+    fn at(place: usize) -> Option<Self> {
+        const REST: [Job; PLACES - MANUAL] = [
+            Job::Purge { trigger: Trigger::Manual },
+            Job::UnloadIdle,
+            Job::Purge { trigger: Trigger::Unload },
+            Job::AdminTask,
+            Job::DecayDevice,
+            Job::DecayHeap,
+            Job::SampleDevice,
+            Job::Purge { trigger: Trigger::Load },
+            Job::Purge { trigger: Trigger::Growth },
+            Job::Purge { trigger: Trigger::Idle },
+            Job::Purge { trigger: Trigger::Periodic },
+            Job::Publish,
+            Job::ReportExhaustion,
+            Job::SleepDevice,
+        ];
+        match place {
+            0 => Some(Self::Purge { trigger: Trigger::Pressure }),
+            RUNG_FIRST..MANUAL => Some(Self::Reclaim { step: place - RUNG_FIRST }),
+            _ => REST.get(place - MANUAL).copied(),
+        }
+    }
+}
+
+/// A set of jobs. Iterates from the most urgent.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Jobs(u64);
+
+impl Jobs {
+    /// Adds a job. Ignores a step beyond the largest ladder.
+    pub fn insert(&mut self, job: Job) {
+        self.0 |= job.place().map_or(0, |place| 1 << place);
+    }
+
+    /// Returns `true` if the set contains the job.
+    #[must_use]
+    pub const fn contains(self, job: Job) -> bool {
+        match job.place() {
+            Some(place) => self.0 & (1 << place) != 0,
+            None => false,
+        }
+    }
+
+    /// Returns `true` if the set is empty.
+    #[must_use]
+    pub const fn is_empty(self) -> bool {
+        self.0 == 0
+    }
+}
+
+impl Iterator for Jobs {
+    type Item = Job;
+
+    fn next(&mut self) -> Option<Job> {
+        let lowest = self.0 & self.0.wrapping_neg();
+        self.0 ^= lowest;
+        Job::at(usize::try_from(lowest.checked_ilog2()?).ok()?)
+    }
+}
+
+/// The pending jobs. One worker waits on it; any thread may push.
+#[derive(Debug)]
+pub struct JobQueue {
+    pending: AtomicU64,
+    closed: AtomicBool,
+    bell: Arc<Bell>,
+}
+
+impl JobQueue {
+    /// Creates an open queue without jobs.
+    #[must_use]
+    pub fn new() -> Self {
+        Self { pending: AtomicU64::new(0), closed: AtomicBool::new(false), bell: Bell::new() }
+    }
+
+    /// Adds jobs and wakes the worker. A job that is already pending stays single. Does nothing
+    /// after [`JobQueue::close`].
+    pub fn push(&self, jobs: Jobs) {
+        if !jobs.is_empty() && !self.is_closed() {
+            self.pending.fetch_or(jobs.0, Ordering::Release);
+            self.bell.ring();
+        }
+    }
+
+    /// Adds one job.
+    pub fn push_one(&self, job: Job) {
+        let mut jobs = Jobs::default();
+        jobs.insert(job);
+        self.push(jobs);
+    }
+
+    /// Takes the most urgent job.
+    pub fn pop(&self) -> Option<Job> {
+        let mut pending = Jobs(self.pending.load(Ordering::Acquire));
+        // Ends: a bit that another thread took is not tried again.
+        loop {
+            let job = pending.next()?;
+            let bit = 1 << job.place()?;
+            if self.pending.fetch_and(!bit, Ordering::AcqRel) & bit != 0 {
+                return Some(job);
+            }
+        }
+    }
+
+    /// Returns the pending jobs.
+    #[must_use]
+    pub fn pending(&self) -> Jobs {
+        Jobs(self.pending.load(Ordering::Acquire))
+    }
+
+    /// Waits for a job and takes the most urgent one. Returns `None` once the queue is closed and
+    /// empty.
+    pub fn wait(&self, clock: &dyn Clock) -> Option<Job> {
+        // Ends: each iteration waits for a push or the close.
+        loop {
+            if let Some(job) = self.pop() {
+                return Some(job);
+            }
+            if self.is_closed() {
+                return None;
+            }
+            clock.wait_until(&self.bell, Moment::NEVER);
+        }
+    }
+
+    /// Stops accepting jobs. The worker ends after the pending ones.
+    pub fn close(&self) {
+        self.closed.store(true, Ordering::Release);
+        self.bell.ring();
+    }
+
+    /// Returns `true` if the queue accepts no more jobs.
+    #[must_use]
+    pub fn is_closed(&self) -> bool {
+        self.closed.load(Ordering::Acquire)
+    }
+}
+
+impl Default for JobQueue {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+#[cfg(all(test, not(lowtide_loom)))]
+mod tests {
+    use super::*;
+    use lowtide_core::clock::ManualClock;
+
+    #[test]
+    fn each_job_has_a_place_of_its_own() {
+        let places: Vec<_> = (0..PLACES).map(|place| Job::at(place).expect("a job")).collect();
+        for (place, job) in places.iter().enumerate() {
+            assert_eq!(job.place(), Some(place), "{job:?}");
+        }
+        assert_eq!(Job::at(PLACES), None);
+        assert_eq!(Job::Reclaim { step: Ladder::RUNGS_MAX }.place(), None);
+    }
+
+    #[test]
+    fn the_most_urgent_comes_first_and_doubles_are_one() {
+        let queue = JobQueue::new();
+        let purge = |trigger| Job::Purge { trigger };
+        for job in [
+            Job::Publish,
+            purge(Trigger::Idle),
+            Job::UnloadIdle,
+            Job::Reclaim { step: 3 },
+            purge(Trigger::Pressure),
+            Job::Publish,
+            Job::Reclaim { step: 0 },
+            Job::Reclaim { step: 99 },
+        ] {
+            queue.push_one(job);
+        }
+        let order: Vec<_> = std::iter::from_fn(|| queue.pop()).collect();
+        let expected = [
+            purge(Trigger::Pressure),
+            Job::Reclaim { step: 0 },
+            Job::Reclaim { step: 3 },
+            Job::UnloadIdle,
+            purge(Trigger::Idle),
+            Job::Publish,
+        ];
+        assert_eq!(order, expected);
+    }
+
+    #[test]
+    fn a_closed_queue_ends_the_worker_after_what_waits() {
+        let queue = JobQueue::new();
+        queue.push_one(Job::Publish);
+        queue.close();
+        queue.push_one(Job::UnloadIdle);
+        let clock = ManualClock::new();
+        assert_eq!(queue.wait(&clock), Some(Job::Publish));
+        assert_eq!(queue.wait(&clock), None);
+    }
+
+    #[test]
+    fn a_push_wakes_the_worker() {
+        let queue = JobQueue::new();
+        let clock = ManualClock::new();
+        std::thread::scope(|scope| {
+            let worker = scope.spawn(|| queue.wait(&clock));
+            assert!(clock.wait_for_waiters(1, std::time::Duration::from_secs(20)));
+            queue.push_one(Job::DecayDevice);
+            assert_eq!(worker.join().expect("no panic"), Some(Job::DecayDevice));
+        });
+    }
+}

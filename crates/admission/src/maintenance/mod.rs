@@ -1,0 +1,452 @@
+//! The control loop: from a sample to levels, allowances and jobs.
+//!
+//! [`Maintenance::tick`] is the whole loop body. It samples, corrects the ledgers, sets the level,
+//! and selects jobs. It does not purge, unload or publish, calls no driver and allocates nothing.
+//! The worker ([`Worker`]) runs the jobs. The owner of the threads drives both: [`run_control`] on
+//! one, [`run_worker`] on the other.
+//!
+//! Invariants: `next > now`, and `next - now <= idle_tick`; a purge happens only for pressure or
+//! exhaustion, an unload, an operator's request, growth ([`PurgeGrowth`]), or if
+//! `purgeable - decaying + free blocks of the C library > max(purge_floor, purge_part x live)`;
+//! levels depend on physical bytes, allowances on required ones.
+
+mod account;
+mod jobs;
+mod pacer;
+mod purging;
+mod settings;
+mod state;
+mod worker;
+
+use std::fmt;
+use std::hash::{BuildHasher as _, RandomState};
+use std::sync::Arc;
+use std::time::Duration;
+
+use lowtide_core::bytes::ByteSize;
+use lowtide_core::clock::Moment;
+
+use super::admission::Admission;
+use super::exhaustion::{Exhaustion, Room};
+use super::ledger::{Budget, Measured, Turnover};
+use super::managed::Resources;
+use super::pressure::Level;
+use super::reclaim::{Ladder, Pace};
+use super::rejected::RejectReason;
+use super::signal::Limit;
+use account::Account;
+use purging::Growth;
+
+pub use jobs::{Job, JobQueue, Jobs, Trigger};
+pub use purging::PurgeGrowth;
+pub use settings::{Settings, SettingsError};
+pub use state::PressureState;
+pub use worker::{MaintenanceActions, Worker, run_control, run_worker};
+
+/// A sample of signals, heap and arenas.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Sample {
+    /// Bytes that count against the host's limit.
+    pub physical: ByteSize,
+    /// The part of `physical` that a purge releases: dirty and muzzy pages, and idle bytes of
+    /// arenas on host memory.
+    pub purgeable: ByteSize,
+    /// The part of `purgeable` that decays by itself: idle bytes of arenas on host memory. A purge
+    /// releases it under pressure, on request and after an unload.
+    pub decaying: ByteSize,
+    /// Freed blocks in thread caches. A purge requests their release, and each thread releases its
+    /// own.
+    pub cached: ByteSize,
+    /// Anonymous memory of this process.
+    pub anonymous: ByteSize,
+    /// The part of `anonymous` that belongs neither to live pages of the heap nor to arenas: memory
+    /// that the heap retains, and everything in the C library's heap.
+    pub untracked_anonymous: ByteSize,
+    /// The host's limit.
+    pub limit: Limit,
+    /// Bytes of live blocks on the heap.
+    pub heap_live: ByteSize,
+    /// Bytes of heap pages with live blocks.
+    pub heap_active: ByteSize,
+    /// Device memory that the arenas have committed.
+    pub device_committed: ByteSize,
+    /// The part of `device_committed` that is wholly idle.
+    pub device_idle: ByteSize,
+    /// The device's limit, if there is a device.
+    pub device_limit: Option<ByteSize>,
+    /// The time when an arena's idle memory is due to decay; [`Moment::NEVER`] if none is.
+    pub device_decay_due: Moment,
+    /// The time when an arena has been idle for long enough to sleep; [`Moment::NEVER`] if none
+    /// will.
+    pub device_sleep_due: Moment,
+    /// `true` if that sleep may need host memory for contents, and time for copies. It is then
+    /// skipped while the host is short of memory.
+    pub device_sleep_takes_host: bool,
+}
+
+impl Default for Sample {
+    /// Nothing held, no limit known.
+    fn default() -> Self {
+        Self {
+            physical: ByteSize::ZERO,
+            purgeable: ByteSize::ZERO,
+            decaying: ByteSize::ZERO,
+            cached: ByteSize::ZERO,
+            anonymous: ByteSize::ZERO,
+            untracked_anonymous: ByteSize::ZERO,
+            limit: Limit::UNKNOWN,
+            heap_live: ByteSize::ZERO,
+            heap_active: ByteSize::ZERO,
+            device_committed: ByteSize::ZERO,
+            device_idle: ByteSize::ZERO,
+            device_limit: None,
+            device_decay_due: Moment::NEVER,
+            device_sleep_due: Moment::NEVER,
+            device_sleep_takes_host: false,
+        }
+    }
+}
+
+impl Sample {
+    /// Returns the physical bytes less the purgeable ones.
+    #[must_use]
+    pub const fn required(&self) -> ByteSize {
+        self.physical.saturating_sub(self.purgeable)
+    }
+}
+
+/// The source of samples for the control loop.
+pub trait Sensor: Send {
+    /// Takes a sample. Called on the control thread at each tick: some ten microseconds, no
+    /// allocation, no driver call.
+    fn sample(&mut self, now: Moment) -> Sample;
+
+    /// Returns the bytes of free blocks in the heap of the C library, with or without memory behind
+    /// them, as of the last second or so. Called on the control thread, and only if the answer can
+    /// decide on a purge. Default: zero.
+    fn libc_idle(&mut self, now: Moment) -> ByteSize {
+        let _ = now;
+        ByteSize::ZERO
+    }
+}
+
+/// The decision of a tick.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Tick {
+    /// The time of the next tick.
+    pub next: Moment,
+    /// The jobs to run until then.
+    pub jobs: Jobs,
+}
+
+/// The state of the control loop. Owned by one thread.
+pub struct Maintenance {
+    settings: Settings,
+    sensor: Box<dyn Sensor>,
+    admission: Admission,
+    resources: Resources,
+    ladder: Ladder,
+    queue: Arc<JobQueue>,
+    state: Arc<PressureState>,
+    purge: Arc<Pace>,
+    host: Account,
+    device: Account,
+    last: Option<Sample>,
+    /// The time of the last tick, and the requests that had ended by then.
+    ticked: (Moment, u64),
+    /// The requests admitted by the last tick, and the time since which none has arrived or been
+    /// held.
+    admitted: u64,
+    quiet_since: Option<Moment>,
+    purged_at: Moment,
+    /// The smallest purgeable amount since the last purge began.
+    purgeable_low: ByteSize,
+    /// `true` if a flush of thread caches was requested since the service became quiet.
+    recalled: bool,
+    /// The loads by the last tick, and the time of the last load without a purge after it.
+    loads: u64,
+    loaded_at: Option<Moment>,
+    growth: Growth,
+    exhaustion: Exhaustion,
+    decayed_at: Option<Moment>,
+    published_at: Option<Moment>,
+    /// The time of the last device sample.
+    looked_at: Option<Moment>,
+    /// The state of the jitter's generator, different in each process.
+    chance: u64,
+}
+
+impl Maintenance {
+    /// Creates a loop that has not sampled yet.
+    ///
+    /// # Errors
+    /// [`SettingsError`] if a setting is invalid.
+    pub fn new(
+        settings: Settings,
+        sensor: Box<dyn Sensor>,
+        admission: Admission,
+        resources: Resources,
+        ladder: Ladder,
+    ) -> Result<Self, SettingsError> {
+        settings.check()?;
+        let account =
+            |budget| Account::new(budget, settings.thresholds, settings.correction_factor);
+        Ok(Self {
+            settings,
+            sensor,
+            admission,
+            resources,
+            ladder,
+            queue: Arc::new(JobQueue::new()),
+            state: Arc::default(),
+            purge: Arc::default(),
+            host: account(Budget::Host),
+            device: account(Budget::Device),
+            last: None,
+            ticked: (Moment::ORIGIN, 0),
+            admitted: 0,
+            quiet_since: None,
+            purged_at: Moment::ORIGIN,
+            purgeable_low: ByteSize::MAX,
+            recalled: false,
+            loads: 0,
+            loaded_at: None,
+            growth: Growth::new(),
+            exhaustion: Exhaustion::default(),
+            decayed_at: None,
+            published_at: None,
+            looked_at: None,
+            chance: RandomState::new().hash_one(0_u8) | 1,
+        })
+    }
+
+    /// Returns the queue that receives the jobs.
+    #[must_use]
+    pub fn queue(&self) -> Arc<JobQueue> {
+        Arc::clone(&self.queue)
+    }
+
+    /// Returns the shared state that the last tick published.
+    #[must_use]
+    pub fn state(&self) -> Arc<PressureState> {
+        Arc::clone(&self.state)
+    }
+
+    /// Creates the worker that runs the jobs.
+    #[must_use]
+    pub fn worker(&self, hands: Box<dyn MaintenanceActions>) -> Worker {
+        Worker {
+            queue: self.queue(),
+            state: self.state(),
+            purge: Arc::clone(&self.purge),
+            ladder: self.ladder.clone(),
+            resources: self.resources.clone(),
+            hands,
+            panics: 0,
+        }
+    }
+
+    /// Takes a sample and decides. Allocates nothing.
+    pub fn tick(&mut self, now: Moment) -> Tick {
+        let mut sample = self.sensor.sample(now);
+        // A limit that was known still exists: a failed read must not admit requests.
+        if let Some(last) = self.last.filter(|_| !sample.limit.is_known()) {
+            sample.limit = last.limit;
+        }
+        self.account(&sample, now);
+        let mut jobs = Jobs::default();
+        self.look_for_exhaustion(now, &mut jobs);
+        self.decide_purge(&sample, now, &mut jobs);
+        self.climb(now, &mut jobs);
+        let resources_due = self.resources.next_due();
+        if resources_due <= now {
+            jobs.insert(Job::UnloadIdle);
+        }
+        if sample.device_decay_due <= now {
+            jobs.insert(Job::DecayDevice);
+        }
+        let sleep_due = self.sleep_due(&sample);
+        if sleep_due <= now {
+            jobs.insert(Job::SleepDevice);
+        }
+        // Without anything to decay, an idle service is not woken for it.
+        let every = self.settings.heap_decay_interval;
+        let every = every.filter(|_| sample.purgeable > sample.decaying);
+        let decay_due = decide(Job::DecayHeap, every, &mut self.decayed_at, now, &mut jobs);
+        // Before they are published.
+        let every = self.settings.device_interval;
+        let look_due = decide(Job::SampleDevice, every, &mut self.looked_at, now, &mut jobs);
+        let every = self.settings.publish_interval;
+        let publish_due = decide(Job::Publish, every, &mut self.published_at, now, &mut jobs);
+        let step = if self.is_active(&sample) {
+            self.settings.active_tick
+        } else {
+            self.settings.idle_tick
+        };
+        let step = self.jittered(step);
+        let due = resources_due.min(sample.device_decay_due).min(sleep_due);
+        let due = due.min(publish_due).min(look_due).min(decay_due);
+        // A job that is already due has been posted: check again after an active tick at the
+        // earliest.
+        let next = due.max(now + self.settings.active_tick).min(now + step);
+        self.last = Some(sample);
+        debug_assert!(next > now, "the next tick is not in the future");
+        Tick { next, jobs }
+    }
+
+    /// Shortens a step at random.
+    fn jittered(&mut self, step: Duration) -> Duration {
+        // Marsaglia's xorshift: any sequence that differs between processes works.
+        self.chance ^= self.chance << 13;
+        self.chance ^= self.chance >> 7;
+        self.chance ^= self.chance << 17;
+        let part = f64::from(u32::try_from(self.chance >> 32).unwrap_or(0)) / f64::from(u32::MAX);
+        step.mul_f64(1.0 - self.settings.jitter * part)
+    }
+
+    /// Resets admission when this loop ends before the service: the level is cleared, and the
+    /// allowance becomes `ceiling / K`, as if nothing were held but the reservations. Otherwise a
+    /// critical level at that moment would reject requests forever. A closed admission stays
+    /// closed.
+    pub fn leave(&mut self) {
+        for account in [&mut self.host, &mut self.device] {
+            account.leave(&self.admission);
+        }
+        self.admission.set_level(Level::None);
+        self.admission.set_unowned(ByteSize::ZERO);
+    }
+
+    /// Updates the exhaustion state.
+    fn look_for_exhaustion(&mut self, now: Moment, jobs: &mut Jobs) {
+        let stats = self.admission.stats();
+        let reasons = [RejectReason::Full, RejectReason::Pressure, RejectReason::Exhausted];
+        let purge_ended = self.purge.next() != Moment::NEVER;
+        self.exhaustion.update(
+            now,
+            Room {
+                most: self.host.correction.most,
+                smallest: self.host.smallest,
+                refused_total: reasons.into_iter().map(|reason| stats.rejected_total(reason)).sum(),
+                purged: purge_ended.then_some(self.purged_at),
+            },
+        );
+        let is_declared = self.exhaustion.is_declared();
+        let unowned = self.host.correction.unowned.max(ByteSize::new(1));
+        self.admission.set_unowned(if is_declared { unowned } else { ByteSize::ZERO });
+        if self.state.set_exhausted(is_declared) != is_declared {
+            jobs.insert(Job::ReportExhaustion);
+        }
+    }
+
+    /// Updates levels, allowances and reserved headroom.
+    fn account(&mut self, sample: &Sample, now: Moment) {
+        let turnover = self.turnover(now);
+        let limit = if sample.limit.is_known() { sample.limit.bytes } else { ByteSize::MAX };
+        let device_limit = sample.device_limit.unwrap_or(ByteSize::MAX);
+        let budgets = [
+            (&mut self.host, sample.physical, sample.purgeable, limit),
+            (&mut self.device, sample.device_committed, sample.device_idle, device_limit),
+        ];
+        let mark = self.settings.thresholds.band(Level::Elevated).map_or(1.0, |band| band.down);
+        let wanted = budgets.map(|(account, physical, purgeable, limit)| {
+            let _ = account.pressure.update(now, physical, limit);
+            let ceiling =
+                if limit == ByteSize::MAX { limit } else { limit.scaled(self.settings.ceiling) };
+            let measured = Measured { physical, purgeable, ceiling, turnover };
+            account.correct(&self.admission, measured);
+            if limit == ByteSize::MAX {
+                ByteSize::ZERO
+            } else {
+                physical.saturating_sub(limit.scaled(mark))
+            }
+        });
+        self.state.set_sample(sample, limit, now);
+        self.state.set_entered(&self.host.pressure);
+        // The device's level unloads; only the host's rejects, since a cost that does not fit the
+        // device is rejected by its ledger, and no process is killed.
+        self.admission.set_level(self.host.pressure.level());
+        // Last: a reader that sees a level finds it in force.
+        for (account, wanted) in [&self.host, &self.device].into_iter().zip(wanted) {
+            self.state.set_level(account.budget, account.pressure.level(), wanted);
+        }
+    }
+
+    /// Returns the progress of requests since the last tick.
+    fn turnover(&mut self, now: Moment) -> Turnover {
+        let stats = self.admission.stats();
+        let (then, ended) = std::mem::replace(&mut self.ticked, (now, stats.finished_total));
+        let ended = stats.finished_total.saturating_sub(ended);
+        Turnover { time: now - then, ended, held: stats.held() }
+    }
+
+    /// Returns `true` if no request has been held or admitted for the quiet time.
+    fn is_quiet(&mut self, now: Moment) -> bool {
+        let stats = self.admission.stats();
+        if stats.held() > 0 || stats.admitted_total != self.admitted {
+            self.admitted = stats.admitted_total;
+            self.quiet_since = None;
+            return false;
+        }
+        now - *self.quiet_since.get_or_insert(now) >= self.settings.quiet
+    }
+
+    /// Posts one reclaim step for each budget.
+    fn climb(&self, now: Moment, jobs: &mut Jobs) {
+        for account in [&self.host, &self.device] {
+            let level = account.pressure.level();
+            let due = self.ladder.due(account.budget, level, now);
+            if let Some(step) = due.filter(|&step| self.ladder.start(step, now)) {
+                jobs.insert(Job::Reclaim { step });
+            }
+        }
+    }
+
+    /// Returns the time when an arena may sleep. While host memory is short, an arena that needs it
+    /// for its contents does not sleep: that relieves nothing, and a purge would wait for its
+    /// copies.
+    fn sleep_due(&self, sample: &Sample) -> Moment {
+        let is_short = self.host.pressure.level() > Level::None;
+        if is_short && sample.device_sleep_takes_host {
+            return Moment::NEVER;
+        }
+        sample.device_sleep_due
+    }
+
+    /// Returns `true` if the next sample should come soon.
+    fn is_active(&self, sample: &Sample) -> bool {
+        let limit = sample.limit;
+        let filled = limit.is_known() && sample.required() > limit.bytes.scaled(0.5);
+        let before = self.last.map_or(ByteSize::MAX, |last| last.physical);
+        let grown = sample.physical.saturating_sub(before);
+        let grows = grown > if limit.is_known() { limit.bytes.scaled(0.01) } else { ByteSize::MAX };
+        let held = |budget| !self.admission.ledger(budget).requests().is_zero();
+        let pressed = self.host.pressure.level().max(self.device.pressure.level()) > Level::None;
+        filled || grows || pressed || held(Budget::Host) || held(Budget::Device)
+    }
+}
+
+/// Posts a periodic job if it is due. Returns the time when it is next due.
+fn decide(
+    job: Job,
+    every: Option<Duration>,
+    last: &mut Option<Moment>,
+    now: Moment,
+    jobs: &mut Jobs,
+) -> Moment {
+    let Some(every) = every else { return Moment::NEVER };
+    if last.is_none_or(|at| now - at >= every) {
+        *last = Some(now);
+        jobs.insert(job);
+    }
+    last.map_or(now, |at| at + every)
+}
+
+impl fmt::Debug for Maintenance {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Maintenance")
+            .field("host", &self.host)
+            .field("device", &self.device)
+            .field("last", &self.last)
+            .finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,451 @@
+//! Decides if the heap is purged now, and for which reason.
+//!
+//! The reasons are pressure, a load that ended, a quiet service, a time that has passed, and
+//! growth: a busy service is never quiet, and without a purge its retained memory would grow until
+//! memory is short. It purges nothing itself.
+//!
+//! Growth is detected in [`Sample::untracked_anonymous`], anonymous memory that belongs to no live
+//! page of the heap and no arena. Resident bytes would work for a service that holds the same all
+//! day, but a loaded model makes them grow without anything to purge. Retained bytes are resident
+//! less live ones of jemalloc: they include the holes in its pages, which no purge releases, and
+//! exclude memory retained by the C library's heap, which a trim does release.
+//!
+//! After a load, when the service is quiet and when the interval has passed, a purge must be worth
+//! its cost: unused pages of jemalloc and free blocks of the C library's heap count. The C library
+//! also counts free blocks without memory behind them, such as those that the last purge released,
+//! so they count only up to the growth of [`Sample::untracked_anonymous`] since that purge.
+//! Counting them locks the C library's heap, so it is done only if the answer can decide.
+//!
+//! Invariants: a purge for growth starts only if `kept - low > max(floor, part x anonymous at low)`
+//! held at every sample of `hold`, with `low` the smallest value since the last purge began; and
+//! each `1 MiB` that the last purge found retained adds 10 ms of pause before the next one for
+//! growth.
+
+use std::time::Duration;
+
+use crate::pressure::Level;
+use lowtide_core::bytes::ByteSize;
+use lowtide_core::clock::Moment;
+
+use super::{Job, Jobs, Maintenance, Sample, SettingsError, Trigger};
+
+/// The growth of retained memory that triggers a purge.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct PurgeGrowth {
+    /// The smallest growth that triggers a purge.
+    pub floor: ByteSize,
+    /// The smallest growth that triggers a purge, as a fraction of the anonymous memory from which
+    /// it grew; above 0, at most 1. Both minimums apply.
+    pub part: f64,
+    /// The time for which the growth must last: pages that decay by themselves cost no page fault,
+    /// and pages that the next request uses again would be faulted in again.
+    pub hold: Duration,
+}
+
+impl PurgeGrowth {
+    pub(super) fn check(&self) -> Result<(), SettingsError> {
+        if !(self.part > 0.0 && self.part <= 1.0) {
+            return Err(SettingsError::Part { name: "purge_growth.part", value: self.part });
+        }
+        Ok(())
+    }
+}
+
+/// A purge takes about 0.1 ms for each MiB. Purges for growth are a hundred times as long apart, so
+/// that they take a hundredth of a core at most.
+const PAUSE_PER_MIB: Duration = Duration::from_micros(100 * 100);
+
+/// The time after a load in which a purge counts as caused by it: longer than the figures of a
+/// sample may be old.
+const LOAD_WINDOW: Duration = Duration::from_secs(2);
+
+/// The growth of memory that a purge may release.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Growth {
+    /// The smallest retained amount since the last purge began, and the anonymous memory at that
+    /// time.
+    low: ByteSize,
+    base: ByteSize,
+    /// The time since which the growth is too large.
+    since: Option<Moment>,
+    /// The earliest time of the next purge for growth.
+    next: Moment,
+}
+
+impl Growth {
+    pub(super) const fn new() -> Self {
+        Self { low: ByteSize::MAX, base: ByteSize::ZERO, since: None, next: Moment::ORIGIN }
+    }
+
+    /// Adds a sample.
+    fn see(&mut self, sample: &Sample) {
+        if sample.untracked_anonymous <= self.low {
+            (self.low, self.base) = (sample.untracked_anonymous, sample.anonymous);
+        }
+    }
+
+    /// Returns `true` if the growth has lasted for long enough to be worth a purge.
+    fn is_due(&mut self, settings: PurgeGrowth, sample: &Sample, now: Moment) -> bool {
+        let worth = settings.floor.max(self.base.scaled(settings.part));
+        if sample.untracked_anonymous.saturating_sub(self.low) <= worth {
+            self.since = None;
+            return false;
+        }
+        let since = *self.since.get_or_insert(now);
+        now - since >= settings.hold && now >= self.next
+    }
+
+    /// Resets the growth when a purge begins, for any reason.
+    fn purged(&mut self, sample: &Sample, now: Moment) {
+        let mib = u32::try_from(sample.untracked_anonymous.get() >> 20).unwrap_or(u32::MAX);
+        *self = Self {
+            low: sample.untracked_anonymous,
+            base: sample.anonymous,
+            since: None,
+            next: now + PAUSE_PER_MIB.saturating_mul(mib),
+        };
+    }
+}
+
+impl Maintenance {
+    /// Decides on a purge and its trigger. All triggers share one rate limit, since a purge
+    /// releases everything.
+    pub(super) fn decide_purge(&mut self, sample: &Sample, now: Moment, jobs: &mut Jobs) {
+        let quiet = self.is_quiet(now);
+        let part = sample.heap_live.scaled(self.settings.purge_part);
+        let worth = self.settings.purge_floor.max(part);
+        let purgeable = sample.purgeable.saturating_sub(sample.decaying);
+        self.growth.see(sample);
+        let loaded = self.has_loaded(now);
+        let interval = self.settings.purge_interval;
+        let interval_passed = interval.is_some_and(|every| now - self.purged_at >= every);
+        let asks = loaded || quiet || interval_passed;
+        let much =
+            purgeable > worth || (asks && self.is_much_with_libc(sample, purgeable, worth, now));
+        // Threads flush their caches at an unknown time, so this is requested once in each quiet
+        // time.
+        self.recalled &= quiet;
+        let cached = !self.recalled && purgeable.saturating_add(sample.cached) > worth;
+        self.purgeable_low = self.purgeable_low.min(sample.purgeable);
+        if sample.purgeable.saturating_sub(self.purgeable_low) > worth {
+            // Purges were ineffective while all memory was live. Now load has fallen, and a pause
+            // of 10 s would keep the level up.
+            self.purge.forgive();
+        }
+        let growth = self.settings.purge_growth;
+        let grown = growth.is_some_and(|growth| self.growth.is_due(growth, sample, now));
+        let pressed = self.host.pressure.level() >= Level::Elevated;
+        let trigger = if pressed || self.exhaustion.wants_purge() {
+            Trigger::Pressure
+        } else if loaded && much {
+            Trigger::Load
+        } else if quiet && (much || cached) {
+            Trigger::Idle
+        } else if grown {
+            Trigger::Growth
+        } else if much && interval_passed {
+            Trigger::Periodic
+        } else {
+            return;
+        };
+        if self.purge.start(now) {
+            self.purged_at = now;
+            self.recalled = quiet;
+            self.loaded_at = None;
+            self.purgeable_low = sample.purgeable;
+            self.growth.purged(sample, now);
+            jobs.insert(Job::Purge { trigger });
+        }
+    }
+
+    /// Returns `true` if a resource was loaded within [`LOAD_WINDOW`] and no purge followed.
+    fn has_loaded(&mut self, now: Moment) -> bool {
+        let loads = self.resources.loads_total();
+        if loads > self.loads {
+            self.loaded_at = Some(now);
+        }
+        self.loads = loads;
+        self.loaded_at.is_some_and(|at| now - at < LOAD_WINDOW)
+    }
+
+    /// Returns `true` if unused pages and the C library's free blocks together are worth a purge.
+    fn is_much_with_libc(
+        &mut self,
+        sample: &Sample,
+        pages: ByteSize,
+        worth: ByteSize,
+        now: Moment,
+    ) -> bool {
+        if self.growth.next > now || self.purge.next() > now {
+            return false;
+        }
+        let grown =
+            sample.untracked_anonymous.saturating_sub(self.growth.low).saturating_sub(pages);
+        pages.saturating_add(grown) > worth
+            && pages.saturating_add(self.sensor.libc_idle(now).min(grown)) > worth
+    }
+}
+
+#[cfg(all(test, not(lowtide_loom)))]
+mod tests {
+    use std::sync::Arc;
+
+    use super::*;
+    use crate::admission::{Admission, Cost};
+    use crate::maintenance::{Sensor, Settings};
+    use crate::managed::{Managed, Resources};
+    use crate::reclaim::{Ladder, Recovered};
+    use lowtide_core::clock::ManualClock;
+    use lowtide_core::sync::{Mutex, lock};
+
+    const SETTINGS: PurgeGrowth =
+        PurgeGrowth { floor: ByteSize::mib(64), part: 0.10, hold: Duration::from_secs(2) };
+
+    fn at(millis: u64) -> Moment {
+        Moment::after_origin(Duration::from_millis(millis))
+    }
+
+    fn sample_of(mib: u64) -> Sample {
+        let untracked_anonymous = ByteSize::mib(mib);
+        Sample {
+            untracked_anonymous,
+            anonymous: ByteSize::mib(200).saturating_add(untracked_anonymous),
+            ..Sample::default()
+        }
+    }
+
+    #[test]
+    fn growth_counts_from_the_lowest_point_and_only_when_it_stays() {
+        let mut growth = Growth::new();
+        let mut due = |millis, mib| seen_due(&mut growth, &sample_of(mib), at(millis));
+        assert!(!due(0, 100) && !due(1_000, 20), "the low is 20 MiB");
+        assert!(!due(2_000, 84), "64 MiB more are not more than 64 MiB");
+        assert!(!due(3_000, 85) && !due(4_999, 300), "not for long enough");
+        assert!(!due(4_999, 84), "it went by itself");
+        assert!(!due(5_000, 85) && !due(6_999, 85));
+        assert!(due(7_000, 85));
+    }
+
+    #[test]
+    fn a_large_service_is_not_purged_for_a_small_part_of_it() {
+        let mut growth = Growth::new();
+        let sample = |mib| Sample {
+            untracked_anonymous: ByteSize::mib(mib),
+            anonymous: ByteSize::mib(2_000),
+            ..Sample::default()
+        };
+        let mut due = |millis, mib| seen_due(&mut growth, &sample(mib), at(millis));
+        assert!(!due(0, 0));
+        for (step, mib) in [(1, 200), (2, 200)] {
+            assert!(!due(step * 60_000, mib), "a tenth at most");
+        }
+        assert!(!due(200_000, 201));
+        assert!(due(202_000, 201));
+    }
+
+    #[test]
+    fn the_pause_after_a_purge_goes_by_the_bytes_that_it_found() {
+        for (mib, pause) in [(100, 2_000), (1_000, 10_000)] {
+            let mut growth = Growth::new();
+            growth.purged(&sample_of(mib), at(0));
+            let mut due = |millis, mib| seen_due(&mut growth, &sample_of(mib), at(millis));
+            assert!(!due(0, 10) && !due(0, 500), "low, and high again at once");
+            assert!(!due(pause - 1, 500), "{mib} MiB");
+            assert!(due(pause, 500), "{mib} MiB");
+        }
+    }
+
+    #[test]
+    fn what_a_purge_did_not_return_asks_for_no_other_one() {
+        let mut growth = Growth::new();
+        assert!(!seen_due(&mut growth, &sample_of(10), at(0)));
+        assert!(!seen_due(&mut growth, &sample_of(400), at(0)));
+        assert!(seen_due(&mut growth, &sample_of(400), at(2_000)));
+        growth.purged(&sample_of(400), at(2_000));
+        for hour in 1..100 {
+            assert!(!seen_due(&mut growth, &sample_of(400), at(hour * 3_600_000)));
+        }
+    }
+
+    fn seen_due(growth: &mut Growth, sample: &Sample, now: Moment) -> bool {
+        growth.see(sample);
+        growth.is_due(SETTINGS, sample, now)
+    }
+
+    /// A sample, the C library's free blocks, and how often these were counted.
+    #[derive(Clone, Copy, Default)]
+    struct World {
+        sample: Sample,
+        libc_idle: ByteSize,
+        looks: u32,
+    }
+
+    #[derive(Clone, Default)]
+    struct Seen(Arc<Mutex<World>>);
+
+    impl Seen {
+        fn of(sample: Sample) -> Self {
+            Self(Arc::new(Mutex::new(World { sample, ..World::default() })))
+        }
+    }
+
+    impl Sensor for Seen {
+        fn sample(&mut self, _: Moment) -> Sample {
+            lock(&self.0).sample
+        }
+
+        fn libc_idle(&mut self, _: Moment) -> ByteSize {
+            let mut world = lock(&self.0);
+            world.looks += 1;
+            world.libc_idle
+        }
+    }
+
+    /// Loops of an idle service, over these figures.
+    fn loops(seen: &Seen, settings: Settings, resources: Resources) -> (Maintenance, Admission) {
+        let admission = Admission::new();
+        let settings = Settings { publish_interval: None, ..settings };
+        let (sensor, ladder) = (Box::new(seen.clone()), Ladder::default());
+        let loops = Maintenance::new(settings, sensor, admission.clone(), resources, ladder);
+        (loops.expect("valid"), admission)
+    }
+
+    /// Ticks each 250 ms up to this second; the purges. One returns the free blocks of the C
+    /// library that have memory behind them, and leaves them free.
+    fn purges_until(loops: &mut Maintenance, seen: &Seen, from: u64, until: u64) -> Vec<Trigger> {
+        let mut purges = Vec::new();
+        for quarter in from * 4..until * 4 {
+            for job in loops.tick(at(quarter * 250)).jobs {
+                if let Job::Purge { trigger } = job {
+                    purges.push(trigger);
+                    lock(&seen.0).sample = sample_of(20);
+                    let released = Recovered::of(ByteSize::mib(80));
+                    loops.purge.finish(ByteSize::ZERO, released, at(quarter * 250 + 10));
+                }
+            }
+        }
+        purges
+    }
+
+    /// 80 MiB of free blocks of the C library's heap.
+    fn burst(seen: &Seen) {
+        *lock(&seen.0) =
+            World { sample: sample_of(100), libc_idle: ByteSize::mib(80), ..World::default() };
+    }
+
+    /// Bug: idle and periodic purges counted jemalloc's unused pages only, so that 80 MiB of an
+    /// engine written in C++ stayed while the service was idle.
+    #[test]
+    fn free_blocks_of_the_c_library_are_purged_once_after_each_burst() {
+        let seen = Seen::of(sample_of(20));
+        let settings = Settings { purge_interval: None, ..Settings::default() };
+        let (mut loops, admission) = loops(&seen, settings, Resources::new());
+        assert_eq!(purges_until(&mut loops, &seen, 0, 10), []);
+        assert_eq!(lock(&seen.0).looks, 0, "nothing has grown: the C library is not asked");
+        burst(&seen);
+        assert_eq!(purges_until(&mut loops, &seen, 10, 200), [Trigger::Idle]);
+        assert!(lock(&seen.0).looks <= 1, "its free blocks without memory are not asked for");
+        let request = admission.try_admit(Cost::ZERO).expect("nothing is held");
+        burst(&seen);
+        assert_eq!(purges_until(&mut loops, &seen, 200, 201), [], "a request is held");
+        drop(request);
+        assert_eq!(purges_until(&mut loops, &seen, 201, 400), [Trigger::Idle]);
+    }
+
+    #[test]
+    fn free_blocks_of_the_c_library_are_purged_from_a_busy_service_when_the_interval_has_passed() {
+        let seen = Seen::of(sample_of(20));
+        let (mut loops, admission) = loops(&seen, Settings::default(), Resources::new());
+        let _held = admission.try_admit(Cost::ZERO).expect("nothing is held");
+        assert_eq!(purges_until(&mut loops, &seen, 0, 10), []);
+        burst(&seen);
+        assert_eq!(purges_until(&mut loops, &seen, 10, 29), []);
+        assert_eq!(purges_until(&mut loops, &seen, 29, 200), [Trigger::Periodic]);
+    }
+
+    #[test]
+    fn memory_that_grew_beside_the_heap_and_is_not_free_asks_for_no_purge() {
+        let seen = Seen::of(sample_of(20));
+        let (mut loops, _) = loops(&seen, Settings::default(), Resources::new());
+        assert_eq!(purges_until(&mut loops, &seen, 0, 10), []);
+        // A model that the C library holds.
+        lock(&seen.0).sample = sample_of(300);
+        lock(&seen.0).libc_idle = ByteSize::mib(10);
+        assert_eq!(purges_until(&mut loops, &seen, 10, 100), []);
+    }
+
+    /// Bug: memory that a load left unused stayed during the first requests and raised their peak.
+    #[test]
+    fn what_a_load_leaves_behind_is_purged_once_and_without_a_quiet_time() {
+        let (seen, resources) = (Seen::of(sample_of(20)), Resources::new());
+        let (mut loops, admission) = loops(&seen, Settings::default(), resources.clone());
+        let loaded = Managed::builder("model", || Ok(())).build(Arc::new(ManualClock::new()), None);
+        resources.add(Arc::new(loaded.clone())).expect("the first");
+        let _held = admission.try_admit(Cost::ZERO).expect("nothing is held");
+        assert_eq!(purges_until(&mut loops, &seen, 0, 10), []);
+        drop(loaded.acquire_blocking().expect("loads"));
+        burst(&seen);
+        assert_eq!(purges_until(&mut loops, &seen, 10, 20), [Trigger::Load]);
+        drop(loaded.acquire_blocking().expect("is loaded"));
+        burst(&seen);
+        assert_eq!(purges_until(&mut loops, &seen, 20, 30), [], "nothing was loaded");
+    }
+
+    /// Returns why a service that holds a request is purged while it keeps 300 MiB more than at its
+    /// start.
+    fn purged_within_20s(purge_growth: Option<PurgeGrowth>, purgeable: u64) -> Vec<Trigger> {
+        let settings = Settings { purge_growth, ..Settings::default() };
+        let seen = Seen::of(sample_of(20));
+        let (mut loops, admission) = loops(&seen, settings, Resources::new());
+        let _busy = admission.try_admit(Cost::ZERO).expect("nothing is held");
+        let mut triggers = Vec::new();
+        for second in 0..20 {
+            let now = at(second * 1_000);
+            triggers.extend(loops.tick(now).jobs.filter_map(|job| match job {
+                Job::Purge { trigger } => Some(trigger),
+                _ => None,
+            }));
+            let purgeable = ByteSize::mib(purgeable);
+            lock(&seen.0).sample = Sample { purgeable, ..sample_of(320) };
+        }
+        triggers
+    }
+
+    #[test]
+    fn a_busy_service_that_keeps_more_is_purged_once_though_its_heap_shows_nothing_purgeable() {
+        // The heap of a C library that does not count its free blocks.
+        assert_eq!(purged_within_20s(Some(SETTINGS), 0), [Trigger::Growth]);
+        assert_eq!(purged_within_20s(Some(SETTINGS), 300), [Trigger::Growth]);
+        assert_eq!(purged_within_20s(None, 300), [], "the interval is 30 s");
+    }
+
+    #[test]
+    fn thread_caches_are_asked_for_once_in_each_quiet_time() {
+        let seen = Seen::of(Sample { cached: ByteSize::mib(100), ..Sample::default() });
+        let (mut loops, admission) = loops(&seen, Settings::default(), Resources::new());
+        let mut purges = Vec::new();
+        for second in 0..300 {
+            if second % 100 == 50 {
+                drop(admission.try_admit(Cost::ZERO).expect("nothing is held"));
+            }
+            for job in loops.tick(at(second * 1_000)).jobs {
+                if let Job::Purge { trigger } = job {
+                    assert_eq!(trigger, Trigger::Idle);
+                    // No thread answered.
+                    let end = at(second * 1_000 + 10);
+                    loops.purge.finish(ByteSize::mib(1), Recovered::NOTHING, end);
+                    purges.push(second / 50);
+                }
+            }
+        }
+        assert_eq!(purges, [0, 1, 3, 5], "when it starts, and after each request");
+    }
+
+    #[test]
+    fn growth_by_a_part_that_is_none_is_refused() {
+        for part in [0.0, -0.1, 1.1, f64::NAN] {
+            let error = PurgeGrowth { part, ..SETTINGS }.check().expect_err("refused");
+            assert!(matches!(error, SettingsError::Part { name: "purge_growth.part", .. }));
+        }
+    }
+}

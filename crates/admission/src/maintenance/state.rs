@@ -1,0 +1,152 @@
+//! The figures of the last tick, shared with the worker, metrics and endpoints.
+//!
+//! Written by the control loop, read by any thread, without a lock. It decides nothing.
+//!
+//! Invariant: `required = physical - purgeable` as of one tick, or of two if a tick came in
+//! between.
+
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
+use std::time::Duration;
+
+use crate::ledger::Budget;
+use crate::pressure::{Level, Pressure};
+use lowtide_core::bytes::ByteSize;
+use lowtide_core::clock::Moment;
+
+use super::{Sample, Trigger};
+
+/// The figures of the last tick, for the worker, metrics and endpoints. Written by the control
+/// loop. Each figure is consistent; two figures may come from different ticks.
+#[derive(Debug, Default)]
+pub struct PressureState {
+    physical: AtomicU64,
+    purgeable: AtomicU64,
+    decaying: AtomicU64,
+    limit: AtomicU64,
+    wanted: [AtomicU64; 2],
+    levels: [AtomicU8; 2],
+    entered: [AtomicU64; 4],
+    sampled_at: AtomicU64,
+    ticks: AtomicU64,
+    late: AtomicU64,
+    exhausted: AtomicBool,
+}
+
+impl PressureState {
+    /// Returns the bytes that count against the host's limit.
+    #[must_use]
+    pub fn physical(&self) -> ByteSize {
+        ByteSize::new(self.physical.load(Ordering::Relaxed))
+    }
+
+    /// Returns the part of the physical bytes that a purge releases.
+    #[must_use]
+    pub fn purgeable(&self) -> ByteSize {
+        ByteSize::new(self.purgeable.load(Ordering::Relaxed))
+    }
+
+    /// Returns the part of the physical bytes that a purge with this trigger releases.
+    pub(super) fn purgeable_by(&self, trigger: Trigger) -> ByteSize {
+        let left =
+            if trigger.leaves_decaying() { self.decaying.load(Ordering::Relaxed) } else { 0 };
+        self.purgeable().saturating_sub(ByteSize::new(left))
+    }
+
+    /// Returns the physical bytes less the purgeable ones.
+    #[must_use]
+    pub fn required(&self) -> ByteSize {
+        self.physical().saturating_sub(self.purgeable())
+    }
+
+    /// Returns the host's limit, or [`ByteSize::MAX`] if none is known.
+    #[must_use]
+    pub fn limit(&self) -> ByteSize {
+        ByteSize::new(self.limit.load(Ordering::Relaxed))
+    }
+
+    /// Returns the level of a budget.
+    #[must_use]
+    pub fn level(&self, budget: Budget) -> Level {
+        self.levels
+            .get(budget as usize)
+            .map_or(Level::None, |level| Level::from_u8(level.load(Ordering::Acquire)))
+    }
+
+    /// Returns the bytes that a budget must release to fall below the lowest threshold.
+    #[must_use]
+    pub fn wanted(&self, budget: Budget) -> ByteSize {
+        let wanted = self.wanted.get(budget as usize);
+        ByteSize::new(wanted.map_or(0, |wanted| wanted.load(Ordering::Relaxed)))
+    }
+
+    /// Returns how often the host has entered a level.
+    #[must_use]
+    pub fn entered_total(&self, level: Level) -> u64 {
+        let entered = self.entered.get(usize::from(level.as_u8()));
+        entered.map_or(0, |entered| entered.load(Ordering::Relaxed))
+    }
+
+    /// Returns the time of the last sample.
+    #[must_use]
+    pub fn sampled_at(&self) -> Moment {
+        let nanos = self.sampled_at.load(Ordering::Relaxed);
+        Moment::after_origin(Duration::from_nanos(nanos))
+    }
+
+    /// Returns `true` if memory that no request owns leaves no room for requests: even the smallest
+    /// have been rejected for 5 s, with a completed purge. Ends with the first sample that has
+    /// room.
+    #[must_use]
+    pub fn is_exhausted(&self) -> bool {
+        self.exhausted.load(Ordering::Acquire)
+    }
+
+    /// Sets the exhaustion state and returns the previous one.
+    pub(super) fn set_exhausted(&self, exhausted: bool) -> bool {
+        self.exhausted.swap(exhausted, Ordering::AcqRel)
+    }
+
+    /// Returns how often the loop has ticked.
+    #[must_use]
+    pub fn ticks_total(&self) -> u64 {
+        self.ticks.load(Ordering::Relaxed)
+    }
+
+    /// Returns the largest delay of a tick since the last call of this method: the time that the
+    /// machine kept the loop from running, and so the possible age of a sample.
+    #[must_use]
+    pub fn take_lateness(&self) -> Duration {
+        Duration::from_nanos(self.late.swap(0, Ordering::Relaxed))
+    }
+
+    /// Counts a tick that began with this delay.
+    pub(super) fn note_tick(&self, late: Duration) {
+        self.ticks.fetch_add(1, Ordering::Relaxed);
+        let nanos = u64::try_from(late.as_nanos()).unwrap_or(u64::MAX);
+        self.late.fetch_max(nanos, Ordering::Relaxed);
+    }
+
+    pub(super) fn set_sample(&self, sample: &Sample, limit: ByteSize, now: Moment) {
+        self.physical.store(sample.physical.get(), Ordering::Relaxed);
+        self.purgeable.store(sample.purgeable.get(), Ordering::Relaxed);
+        self.decaying.store(sample.decaying.get(), Ordering::Relaxed);
+        self.limit.store(limit.get(), Ordering::Relaxed);
+        let nanos = u64::try_from(now.since_origin().as_nanos()).unwrap_or(u64::MAX);
+        self.sampled_at.store(nanos, Ordering::Relaxed);
+    }
+
+    pub(super) fn set_level(&self, budget: Budget, level: Level, wanted: ByteSize) {
+        if let Some(place) = self.levels.get(budget as usize) {
+            place.store(level.as_u8(), Ordering::Release);
+        }
+        if let Some(place) = self.wanted.get(budget as usize) {
+            place.store(wanted.get(), Ordering::Relaxed);
+        }
+    }
+
+    pub(super) fn set_entered(&self, pressure: &Pressure) {
+        for (level, entered) in Level::ALL.into_iter().zip(&self.entered) {
+            entered.store(pressure.entered_total(level), Ordering::Relaxed);
+        }
+    }
+}

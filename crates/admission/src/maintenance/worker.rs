@@ -1,0 +1,365 @@
+//! The worker: runs the jobs of the control loop, one after the other, on its own thread.
+//!
+//! Its only decision is to purge after an unload. The actions themselves are behind
+//! [`MaintenanceActions`], [`super::super::reclaim::Reclaim`] and
+//! [`super::super::managed::Resource`]; a panic in any of them ends that job and not the thread.
+//! During a job its thread is marked as background: nothing on it waits for all work of a device.
+//!
+//! Invariant: `jobs done + jobs panicked = jobs taken`.
+
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use crate::ledger::Budget;
+use crate::managed::Resources;
+use crate::reclaim::{Ask, Ladder, Pace, Recovered};
+use lowtide_core::clock::{Bell, Clock, Moment};
+use lowtide_core::sync::{background, caught};
+
+use super::jobs::{Job, JobQueue, Trigger};
+use super::pacer::Pacer;
+use super::{Maintenance, PressureState, Settings};
+
+/// Actions that the worker delegates. `memory` implements them over heap, arenas and metrics.
+pub trait MaintenanceActions: Send {
+    /// Purges the host's heap.
+    fn purge(&mut self, trigger: Trigger) -> Recovered;
+
+    /// Releases device memory whose decay time has passed.
+    fn decay_device(&mut self, now: Moment);
+
+    /// Releases heap memory whose decay time has passed. Default: nothing.
+    fn decay_heap(&mut self) {}
+
+    /// Puts the device arena to sleep that has been idle for longest, and only that one. Returns
+    /// `true` if more are due. Default: nothing.
+    fn sleep_device(&mut self, now: Moment) -> bool {
+        let _ = now;
+        false
+    }
+
+    /// Runs one admin task. Returns `true` if more are pending. Default: nothing.
+    fn run_admin_task(&mut self) -> bool {
+        false
+    }
+
+    /// Samples the free memory of the device, and releases idle memory if it is low. Default:
+    /// nothing.
+    fn sample_device(&mut self, now: Moment) {
+        let _ = now;
+    }
+
+    /// Reports that memory that no request owns leaves no room for requests, or no longer does
+    /// ([`PressureState::is_exhausted`]). Default: nothing.
+    fn report_exhaustion(&mut self) {}
+
+    /// Publishes metrics. Default: nothing.
+    fn publish(&mut self, now: Moment) {
+        let _ = now;
+    }
+}
+
+/// The worker's state, created by [`Maintenance::worker`].
+pub struct Worker {
+    pub(super) queue: Arc<JobQueue>,
+    pub(super) state: Arc<PressureState>,
+    pub(super) purge: Arc<Pace>,
+    pub(super) ladder: Ladder,
+    pub(super) resources: Resources,
+    pub(super) hands: Box<dyn MaintenanceActions>,
+    pub(super) panics: u64,
+}
+
+impl Worker {
+    /// Runs one job on this thread. A panic of the job is caught and counted.
+    pub fn run(&mut self, job: Job, clock: &dyn Clock) {
+        let _background = background();
+        let done = caught(|| self.work(job, clock));
+        if done.is_err() {
+            self.panics += 1;
+            if let Job::Purge { trigger } = job
+                && trigger.is_paced()
+            {
+                let asked = self.state.purgeable_by(trigger);
+                self.purge.finish(asked, Recovered::NOTHING, clock.now());
+            }
+        }
+    }
+
+    /// Returns the number of jobs that have panicked.
+    #[must_use]
+    pub const fn panics_total(&self) -> u64 {
+        self.panics
+    }
+
+    fn work(&mut self, job: Job, clock: &dyn Clock) {
+        let now = clock.now();
+        match job {
+            Job::Purge { trigger } => {
+                let asked = self.state.purgeable_by(trigger);
+                let recovered = self.hands.purge(trigger);
+                if trigger.is_paced() {
+                    self.purge.finish(asked, recovered, clock.now());
+                }
+            }
+            Job::Reclaim { step } => {
+                let before = self.unloads();
+                let budget = self.ladder.reclaimer(step).map(|reclaimer| reclaimer.relieves());
+                let budget = budget.unwrap_or(Budget::Host);
+                let (bytes, level) = (self.state.wanted(budget), self.state.level(budget));
+                let _ = self.ladder.run(step, Ask { bytes, level, now }, || clock.now());
+                self.purge_after_unload(self.unloads() > before);
+            }
+            Job::UnloadIdle => {
+                let unloaded = self.resources.unload_due(now);
+                self.purge_after_unload(unloaded > 0);
+            }
+            Job::DecayDevice => self.hands.decay_device(now),
+            Job::DecayHeap => self.hands.decay_heap(),
+            // One at a time: a more urgent job that arrived meanwhile runs before the next.
+            Job::SleepDevice if self.hands.sleep_device(now) => {
+                self.queue.push_one(Job::SleepDevice);
+            }
+            // The same here.
+            Job::AdminTask if self.hands.run_admin_task() => self.queue.push_one(Job::AdminTask),
+            Job::SleepDevice | Job::AdminTask => {}
+            Job::SampleDevice => self.hands.sample_device(now),
+            Job::Publish => self.hands.publish(now),
+            Job::ReportExhaustion => self.hands.report_exhaustion(),
+        }
+    }
+
+    /// Posts a purge if a resource was unloaded: only a purge releases its memory.
+    fn purge_after_unload(&self, unloaded: bool) {
+        if unloaded {
+            self.queue.push_one(Job::Purge { trigger: Trigger::Unload });
+        }
+    }
+
+    fn unloads(&self) -> u64 {
+        self.resources.all().iter().map(|resource| resource.stats().unloads.sum()).sum()
+    }
+}
+
+impl fmt::Debug for Worker {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Worker")
+            .field("queue", &self.queue)
+            .field("panics", &self.panics)
+            .finish_non_exhaustive()
+    }
+}
+
+/// Runs the worker's jobs on this thread until the queue is closed and empty.
+pub fn run_worker(worker: &mut Worker, clock: &dyn Clock) {
+    let queue = Arc::clone(&worker.queue);
+    // Ends when the queue is closed.
+    while let Some(job) = queue.wait(clock) {
+        worker.run(job, clock);
+    }
+}
+
+/// Runs the control loop on this thread: samples, decides and posts jobs until `stop` is set and
+/// `bell` is rung.
+pub fn run_control(
+    maintenance: &mut Maintenance,
+    clock: &dyn Clock,
+    bell: &Arc<Bell>,
+    stop: &AtomicBool,
+) {
+    let mut turns = Turns::new(maintenance, clock.now());
+    // Ends when `stop` is set; each iteration waits until the next sample.
+    while !stop.load(Ordering::Acquire) {
+        clock.wait_until(bell, turns.turn(clock));
+    }
+}
+
+/// The iterations of the loop.
+struct Turns<'a> {
+    maintenance: &'a mut Maintenance,
+    queue: Arc<JobQueue>,
+    state: Arc<PressureState>,
+    pacer: Pacer,
+    /// The time of the next iteration.
+    due: Moment,
+}
+
+impl<'a> Turns<'a> {
+    fn new(maintenance: &'a mut Maintenance, now: Moment) -> Self {
+        let Settings { share, idle_tick, .. } = maintenance.settings;
+        let (queue, state) = (maintenance.queue(), maintenance.state());
+        Self { maintenance, queue, state, pacer: Pacer::new(share, idle_tick), due: now }
+    }
+
+    /// Runs a tick. Returns the time of the next one.
+    fn turn(&mut self, clock: &dyn Clock) -> Moment {
+        let now = clock.now();
+        self.state.note_tick(now - self.due);
+        // A sensor that panics costs its tick, not the thread: the allowances stay unchanged.
+        let ticked = caught(|| self.maintenance.tick(now));
+        let next = match ticked {
+            Ok(tick) => {
+                self.queue.push(tick.jobs);
+                tick.next
+            }
+            Err(_) => now + self.maintenance.settings.idle_tick,
+        };
+        self.due = self.pacer.next(now, clock.now() - now, next);
+        self.due
+    }
+}
+
+#[cfg(all(test, not(lowtide_loom)))]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+    use crate::admission::{Admission, Cost};
+    use crate::maintenance::{Sample, Sensor, Settings};
+    use crate::signal::Limit;
+    use lowtide_core::bytes::ByteSize;
+    use lowtide_core::clock::ManualClock;
+    use lowtide_core::sync::{Mutex, lock};
+
+    const SECOND: Duration = Duration::from_secs(1);
+    const MILLI: Duration = Duration::from_millis(1);
+
+    /// A host of 100 MiB, and arenas that are due; a purge releases nothing.
+    #[derive(Default)]
+    struct World {
+        sample: Sample,
+        /// Arenas that are due, and the bytes held once one of them sleeps.
+        due: usize,
+        held: ByteSize,
+        done: Vec<&'static str>,
+    }
+
+    struct Seen(Arc<Mutex<World>>);
+
+    impl Sensor for Seen {
+        fn sample(&mut self, _: Moment) -> Sample {
+            lock(&self.0).sample
+        }
+    }
+
+    struct Does(Arc<Mutex<World>>);
+
+    impl MaintenanceActions for Does {
+        fn purge(&mut self, _: Trigger) -> Recovered {
+            lock(&self.0).done.push("purge");
+            Recovered::NOTHING
+        }
+
+        fn decay_device(&mut self, _: Moment) {}
+
+        fn sleep_device(&mut self, _: Moment) -> bool {
+            let mut world = lock(&self.0);
+            world.done.push("sleep");
+            world.due -= 1;
+            if world.due == 0 {
+                world.sample.device_sleep_due = Moment::NEVER;
+            }
+            world.sample.physical = world.sample.physical.max(world.held);
+            world.due > 0
+        }
+    }
+
+    /// Both loops by hand, a second a turn and one job in it.
+    fn run(turns: u32, maintenance: &mut Maintenance, worker: &mut Worker, clock: &ManualClock) {
+        for _ in 0..turns {
+            clock.advance(SECOND);
+            maintenance.queue().push(maintenance.tick(clock.now()).jobs);
+            if let Some(job) = maintenance.queue().pop() {
+                worker.run(job, clock);
+            }
+        }
+    }
+
+    fn rig(world: World) -> (Arc<Mutex<World>>, Maintenance, Worker) {
+        let limit = Limit::given(ByteSize::mib(100));
+        let sample = Sample { limit, ..world.sample };
+        let world = Arc::new(Mutex::new(World { sample, ..world }));
+        let settings = Settings { publish_interval: None, ..Settings::default() };
+        let (admission, resources) = (Admission::new(), Resources::new());
+        let sensor = Box::new(Seen(Arc::clone(&world)));
+        let ladder = Ladder::default();
+        let maintenance = Maintenance::new(settings, sensor, admission, resources, ladder);
+        let maintenance = maintenance.expect("valid");
+        let worker = maintenance.worker(Box::new(Does(Arc::clone(&world))));
+        (world, maintenance, worker)
+    }
+
+    #[test]
+    fn a_tick_that_came_late_is_told_once_and_costly_ones_come_less_often() {
+        /// Each sample takes 3 ms of the clock.
+        struct Dear(Arc<ManualClock>);
+
+        impl Sensor for Dear {
+            fn sample(&mut self, _: Moment) -> Sample {
+                self.0.advance(3 * MILLI);
+                Sample::default()
+            }
+        }
+
+        let clock = Arc::new(ManualClock::new());
+        let settings = Settings { publish_interval: None, ..Settings::default() };
+        let sensor = Box::new(Dear(Arc::clone(&clock)));
+        let admission = Admission::new();
+        let _held = admission.try_admit(Cost::host(ByteSize::mib(1))).expect("no limit");
+        let (resources, ladder) = (Resources::new(), Ladder::default());
+        let made = Maintenance::new(settings, sensor, admission, resources, ladder);
+        let mut maintenance = made.expect("valid");
+        let mut turns = Turns::new(&mut maintenance, clock.now());
+        let mut rests = Vec::new();
+        for _ in 0..10 {
+            let begun = clock.now();
+            let next = turns.turn(&*clock);
+            rests.push((next - begun).as_millis());
+            clock.advance(next - clock.now());
+        }
+        assert_eq!(rests, [10, 10, 10, 10, 10, 10, 10, 250, 250, 250], "300 ms, at most 250");
+        assert_eq!(turns.state.take_lateness(), Duration::ZERO, "each in its time");
+        clock.advance(40 * MILLI);
+        turns.turn(&*clock);
+        assert_eq!(turns.state.ticks_total(), 11);
+        assert_eq!(turns.state.take_lateness(), 40 * MILLI);
+        assert_eq!(turns.state.take_lateness(), Duration::ZERO, "told once");
+    }
+
+    #[test]
+    fn what_is_urgent_goes_between_two_arenas_that_fall_asleep() {
+        let sample = Sample { device_sleep_due: Moment::ORIGIN, ..Sample::default() };
+        let held = ByteSize::mib(95);
+        let (world, mut maintenance, mut worker) =
+            rig(World { sample, due: 3, held, ..World::default() });
+        let clock = ManualClock::new();
+        run(1, &mut maintenance, &mut worker, &clock);
+        assert!(maintenance.queue().pending().contains(Job::SleepDevice), "for the next");
+        run(20, &mut maintenance, &mut worker, &clock);
+        let done = lock(&world).done.clone();
+        assert_eq!(done[..2], ["sleep", "purge"], "{done:?}");
+        assert_eq!(done.iter().filter(|did| **did == "sleep").count(), 3);
+    }
+
+    #[test]
+    fn arenas_whose_sleep_takes_host_memory_stay_awake_while_that_is_short() {
+        for takes_host in [true, false] {
+            let sample = Sample {
+                physical: ByteSize::mib(95),
+                device_sleep_due: Moment::ORIGIN,
+                device_sleep_takes_host: takes_host,
+                ..Sample::default()
+            };
+            let (world, mut maintenance, mut worker) =
+                rig(World { sample, due: 1, ..World::default() });
+            let clock = ManualClock::new();
+            let sleeps = || lock(&world).done.iter().filter(|did| **did == "sleep").count();
+            run(20, &mut maintenance, &mut worker, &clock);
+            assert_eq!(sleeps(), usize::from(!takes_host));
+            lock(&world).sample.physical = ByteSize::mib(10);
+            run(20, &mut maintenance, &mut worker, &clock);
+            assert_eq!(sleeps(), 1, "it is short no more");
+        }
+    }
+}

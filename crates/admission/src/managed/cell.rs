@@ -1,0 +1,621 @@
+//! The state machine behind `Managed<T>`: one lock, short critical sections, everything slow
+//! outside it.
+//!
+//! The phase changes under the lock; the loader, the cleanup and every waker run outside it. Wakers
+//! are also dropped outside it, because dropping one may drop a task that holds a guard of the same
+//! cell. It has no idle policy beyond its own times.
+//!
+//! A load that exceeds its timeout is given up: the phase becomes `Failed`, and the thread that
+//! still runs the loader counts as hung until the loader returns. The value that it then returns is
+//! cleaned up. A load that has no room evicts other resources (`evict`).
+//!
+//! Invariants: `guards > 0 => Ready`; with `guards = 0` the phase holds the only reference to the
+//! value; wakers held = futures that wait and have not been woken, at most `waiting`;
+//! `hung <= HUNG_LOADS_MAX`; only the load whose number is in the phase ends it.
+
+mod evict;
+mod guards;
+
+use lowtide_core::log;
+use std::collections::BTreeMap;
+use std::mem::{self, ManuallyDrop};
+use std::sync::{Arc, PoisonError};
+use std::task::Waker;
+use std::thread::{self, ThreadId};
+use std::time::Duration;
+
+use crate::admission::{Admission, Cost};
+use crate::eviction::Eviction;
+use crate::permit::Permit;
+use crate::rejected::Rejected;
+use lowtide_core::bytes::ByteSize;
+use lowtide_core::clock::{Bell, Clock, Moment};
+use lowtide_core::fork::Birth;
+use lowtide_core::sync::{Condvar, Mutex, MutexGuard, caught, foreground, lock, wait};
+
+use super::error::{AcquireError, LoadError, UnloadError};
+use super::load_scope::is_unloading;
+use super::parts::Parts;
+use super::resource::{ResourceStats, UnloadReason, Unloads};
+
+/// Threads of one resource that may hang in its loader: the first, and that of one more attempt.
+const HUNG_LOADS_MAX: usize = 2;
+
+enum Phase<T> {
+    Empty,
+    Loading(Loading),
+    Ready(Loaded<T>),
+    Unloading,
+    Failed { until: Moment, error: LoadError },
+}
+
+/// A load in progress.
+struct Loading {
+    /// Its number: `State::loads_begun` when it began.
+    number: u64,
+    /// The thread that runs the loader, once it runs.
+    thread: Option<ThreadId>,
+    /// The time when it is given up; [`Moment::NEVER`] without a timeout, and after the loader has
+    /// returned.
+    deadline: Moment,
+    /// Its reservation.
+    permit: Option<Permit>,
+}
+
+/// The value and its reservation; released in this order.
+struct Loaded<T> {
+    value: Arc<T>,
+    permit: Option<Permit>,
+}
+
+pub(super) struct State<T> {
+    phase: Phase<T>,
+    guards: usize,
+    /// Callers that wait, threads and futures.
+    pub(super) waiting: usize,
+    pub(super) wakers: BTreeMap<u64, Waker>,
+    /// The number of waker keys assigned so far.
+    pub(super) tickets: u64,
+    /// Threads that wait to unload it.
+    drainers: Vec<Arc<Bell>>,
+    closed: bool,
+    loaded_at: Moment,
+    last_used: Option<Moment>,
+    failures_in_a_row: u32,
+    loads_begun: u64,
+    /// Loaders that have not returned since their loads were given up.
+    hung: usize,
+    loads_ok: u64,
+    pub(super) loads_failed: u64,
+    loads_refused: u64,
+    unloads: Unloads,
+    unload_panics: u64,
+    load_time: Duration,
+    unload_time: Duration,
+    /// The bytes held after the last load, if measured.
+    measured: Option<Cost>,
+    /// The bytes released by unloads, as far as measured.
+    recovered: Cost,
+}
+
+/// The next action of a caller.
+pub(super) enum Step<T> {
+    /// Its guard is counted.
+    Have(Arc<T>),
+    /// It must run the load of this number.
+    Load(u64),
+    /// The load of this number has no room for this cost; call [`Cell::make_room`].
+    Short(u64, Cost),
+    Wait,
+}
+
+pub(super) struct Cell<T> {
+    parts: Parts<T>,
+    clock: Arc<dyn Clock>,
+    admission: Option<Admission>,
+    pub(super) birth: Birth,
+    pub(super) state: Mutex<State<T>>,
+    changed: Condvar,
+}
+
+impl<T: Send + Sync + 'static> Cell<T> {
+    pub(super) fn new(
+        parts: Parts<T>,
+        clock: Arc<dyn Clock>,
+        admission: Option<Admission>,
+    ) -> Self {
+        let state = State {
+            phase: Phase::Empty,
+            guards: 0,
+            waiting: 0,
+            wakers: BTreeMap::new(),
+            tickets: 0,
+            drainers: Vec::new(),
+            closed: false,
+            loaded_at: Moment::ORIGIN,
+            last_used: None,
+            failures_in_a_row: 0,
+            loads_begun: 0,
+            hung: 0,
+            loads_ok: 0,
+            loads_failed: 0,
+            loads_refused: 0,
+            unloads: Unloads::default(),
+            unload_panics: 0,
+            load_time: Duration::ZERO,
+            unload_time: Duration::ZERO,
+            measured: None,
+            recovered: Cost::ZERO,
+        };
+        let (state, changed) = (Mutex::new(state), Condvar::new());
+        Self { parts, clock, admission, birth: Birth::now(), state, changed }
+    }
+
+    pub(super) fn name(&self) -> &str {
+        &self.parts.name
+    }
+
+    /// Returns the value of a counted guard. Loads on this thread if no other thread does.
+    pub(super) fn acquire_blocking(&self) -> Result<Arc<T>, AcquireError> {
+        self.check_may_wait()?;
+        let mut state = lock(&self.state);
+        let seen = state.loads_failed;
+        state.waiting += 1;
+        // Ends when the load or cleanup that it waits for ends; one that it began itself has ended.
+        let found = loop {
+            match self.step(&mut state, seen) {
+                Ok(Step::Have(value)) => break Ok(value),
+                Ok(Step::Wait) => state = wait(&self.changed, state),
+                Ok(Step::Load(number)) => {
+                    drop(state);
+                    self.load(number, None);
+                    // The loader may have forked, and this may be the child.
+                    self.check_here()?;
+                    state = lock(&self.state);
+                }
+                Ok(Step::Short(number, cost)) => {
+                    drop(state);
+                    let made = self.make_room(number, cost);
+                    let made = made.map(|eviction| self.load(number, eviction));
+                    self.check_here()?;
+                    state = lock(&self.state);
+                    if let Err(error) = made {
+                        break Err(error);
+                    }
+                }
+                Err(error) => break Err(error),
+            }
+        };
+        state.waiting -= 1;
+        found
+    }
+
+    /// Counts a guard, if there is a value.
+    pub(super) fn try_acquire(&self) -> Option<Arc<T>> {
+        self.check_here().ok()?;
+        let mut state = lock(&self.state);
+        if state.closed { None } else { state.guarded() }
+    }
+
+    pub(super) fn warm(cell: &Arc<Self>) -> Result<(), AcquireError> {
+        cell.check_may_wait()?;
+        let mut state = lock(&cell.state);
+        if matches!(state.phase, Phase::Ready(_)) && !state.closed {
+            return Ok(());
+        }
+        let seen = state.loads_failed;
+        let step = cell.step(&mut state, seen)?;
+        drop(state);
+        match step {
+            Step::Load(number) => Self::load_elsewhere(cell, number, None),
+            Step::Short(number, cost) => {
+                Self::load_elsewhere(cell, number, cell.make_room(number, cost)?);
+            }
+            Step::Have(_) | Step::Wait => {}
+        }
+        Ok(())
+    }
+
+    /// Ends a guard.
+    pub(super) fn release(&self, counts: bool) {
+        if !self.birth.is_here() {
+            return;
+        }
+        let now = self.clock.now();
+        let mut state = lock(&self.state);
+        debug_assert!(state.guards > 0, "released a guard that was not counted");
+        state.guards = state.guards.saturating_sub(1);
+        if counts {
+            state.last_used = state.last_used.max(Some(now));
+        }
+        if state.guards == 0 {
+            state.ring_drainers();
+        }
+    }
+
+    /// Returns the caller's next action. A load that failed after `seen` was read counts as the
+    /// caller's own.
+    pub(super) fn step(&self, state: &mut State<T>, seen: u64) -> Result<Step<T>, AcquireError> {
+        let name = || Arc::clone(&self.parts.name);
+        if state.closed {
+            return Err(AcquireError::Closed { name: name() });
+        }
+        if let Some(value) = state.guarded() {
+            return Ok(Step::Have(value));
+        }
+        match &state.phase {
+            Phase::Loading(Loading { thread: Some(thread), .. })
+                if *thread == thread::current().id() =>
+            {
+                return Err(AcquireError::Recursive { name: name() });
+            }
+            Phase::Loading(_) | Phase::Unloading => return Ok(Step::Wait),
+            Phase::Failed { until, error } => {
+                let now = self.clock.now();
+                // No further thread is started while so many hang; one of them may return at any
+                // time.
+                let all_hang = state.hung >= HUNG_LOADS_MAX;
+                if state.loads_failed > seen || now < *until || all_hang {
+                    let pause = if all_hang { self.parts.backoff.max } else { Duration::ZERO };
+                    let (error, retry_in) = (error.clone(), (*until - now).max(pause));
+                    return Err(AcquireError::Load { name: name(), error, retry_in });
+                }
+            }
+            Phase::Empty | Phase::Ready(_) => {}
+        }
+        let cost = self.cost(state);
+        let reserved = self.admission.as_ref().map(|door| door.try_reserve_resource(cost));
+        let (permit, is_short) = match reserved.transpose() {
+            Ok(permit) => (permit, false),
+            // An exchange of idle resources needs no room that exhaustion took.
+            Err(Rejected::Full { .. } | Rejected::Exhausted { .. }) => (None, true),
+            Err(rejected) => {
+                state.loads_refused += 1;
+                return Err(AcquireError::Rejected { name: name(), rejected });
+            }
+        };
+        state.loads_begun += 1;
+        let number = state.loads_begun;
+        // The loader and its timeout start when there is room.
+        let deadline = if is_short { Moment::NEVER } else { self.load_deadline() };
+        state.phase = Phase::Loading(Loading { number, thread: None, deadline, permit });
+        Ok(if is_short { Step::Short(number, cost) } else { Step::Load(number) })
+    }
+
+    /// Returns the bytes that the next load reserves: the builder's cost, or the measured bytes of
+    /// the last load if they are more. Zero in a budget for which the builder set no cost.
+    fn cost(&self, state: &State<T>) -> Cost {
+        let learned = state.measured.unwrap_or_default();
+        let asks = |said: ByteSize, learned| if said.is_zero() { said } else { said.max(learned) };
+        let said = self.parts.cost;
+        let Cost { host, device } =
+            self.admission.as_ref().map_or(said, |admission| admission.by_budget(said));
+        Cost { host: asks(host, learned.host), device: asks(device, learned.device) }
+    }
+
+    pub(super) fn load_elsewhere(cell: &Arc<Self>, number: u64, eviction: Option<Eviction>) {
+        let loading = Arc::clone(cell);
+        let thread = thread::Builder::new().name("lowtide-load".to_owned());
+        if let Err(error) = thread.spawn(move || loading.load(number, eviction)) {
+            let kind = error.kind();
+            cell.end_load(number, Err(LoadError::NoThread { kind }), Duration::ZERO);
+        }
+    }
+
+    /// Returns the deadline of a load that starts now.
+    fn load_deadline(&self) -> Moment {
+        self.parts.load_timeout.map_or(Moment::NEVER, |timeout| self.clock.now() + timeout)
+    }
+
+    /// Runs the load of this number on this thread, outside the lock, after the eviction made room.
+    fn load(&self, number: u64, eviction: Option<Eviction>) {
+        if let Some(loading) = lock(&self.state).loading(number) {
+            loading.thread = Some(thread::current().id());
+        }
+        if eviction.is_some_and(|eviction| !self.settle_room(number, eviction)) {
+            return;
+        }
+        let start = self.clock.now();
+        let loaded = caught(|| self.parts.load(|| self.has_returned(number)));
+        let loaded = loaded.unwrap_or_else(|message| Err(LoadError::Panicked { message }));
+        self.end_load(number, loaded, self.clock.now() - start);
+    }
+
+    /// Records that the loader has returned, so that the load no longer times out. Returns `true`
+    /// if the value is still wanted.
+    fn has_returned(&self, number: u64) -> bool {
+        if !self.birth.is_here() {
+            return true; // the loader forked, and this is the child: nothing is cleaned up here
+        }
+        let mut state = lock(&self.state);
+        let Some(loading) = state.loading(number) else { return false };
+        loading.deadline = Moment::NEVER;
+        true
+    }
+
+    /// Ends the load of this number; one that was given up before ends as a hung loader.
+    fn end_load(&self, number: u64, loaded: Result<T, LoadError>, took: Duration) {
+        if !self.birth.is_here() {
+            let _ = ManuallyDrop::new(loaded);
+            return;
+        }
+        let held = self.parts.load_scope.as_ref().filter(|_| loaded.is_ok());
+        let held = held.and_then(|load_scope| caught(|| load_scope.held()).unwrap_or_default());
+        let now = self.clock.now();
+        let mut state = lock(&self.state);
+        let Some(loading) = state.loading(number) else {
+            debug_assert!(loaded.is_err(), "a late value was not cleaned up");
+            state.hung -= 1;
+            drop(state);
+            let resource = &*self.parts.name;
+            log!(warn, target: "lowtide", resource, ?took, "hung loader returned");
+            return;
+        };
+        let mut permit = loading.permit.take();
+        match loaded {
+            Ok(value) => {
+                // A hung loader may hold memory in the same arena.
+                let held = held.filter(|_| state.hung == 0);
+                if let Some(permit) = &mut permit {
+                    permit.settle_at(held.unwrap_or_default());
+                }
+                state.measured = held.or(state.measured);
+                state.loads_ok += 1;
+                state.failures_in_a_row = 0;
+                state.loaded_at = now;
+                state.load_time = took;
+                state.phase = Phase::Ready(Loaded { value: Arc::new(value), permit });
+            }
+            Err(error) => {
+                drop(permit);
+                self.fail(&mut state, error, now);
+            }
+        }
+        self.wake_all(state);
+    }
+
+    fn fail(&self, state: &mut State<T>, error: LoadError, now: Moment) {
+        state.loads_failed += 1;
+        state.failures_in_a_row = state.failures_in_a_row.saturating_add(1);
+        let until = now + self.parts.backoff.pause(state.failures_in_a_row);
+        state.phase = Phase::Failed { until, error };
+    }
+
+    /// Gives up a load that exceeded its timeout: releases its reservation and wakes its waiters
+    /// with the error. The thread that runs the loader continues until the loader returns.
+    fn give_up_hung_load(&self, now: Moment) {
+        let mut state = lock(&self.state);
+        let Phase::Loading(loading) = &mut state.phase else { return };
+        if now < loading.deadline {
+            return;
+        }
+        // Before the waiters are woken: one of them may try again at once.
+        drop(loading.permit.take());
+        state.hung += 1;
+        let (hung, timeout) = (state.hung, self.parts.load_timeout.unwrap_or_default());
+        self.fail(&mut state, LoadError::TimedOut { timeout, hung }, now);
+        self.wake_all(state);
+        let resource = &*self.parts.name;
+        log!(warn, target: "lowtide", resource, ?timeout, hung, "load timed out");
+    }
+
+    /// Wakes all waiters after releasing the lock. A waker that panics does not affect the others.
+    fn wake_all(&self, mut state: MutexGuard<'_, State<T>>) {
+        let wakers = mem::take(&mut state.wakers);
+        state.ring_drainers();
+        drop(state);
+        self.changed.notify_all();
+        for waker in wakers.into_values() {
+            let _ = caught(|| waker.wake());
+        }
+    }
+
+    /// Returns the time when the resource may be unloaded for idleness, or its load is given up.
+    pub(super) fn next_due(&self) -> Moment {
+        if !self.birth.is_here() {
+            return Moment::NEVER;
+        }
+        let state = lock(&self.state);
+        match &state.phase {
+            Phase::Loading(loading) => loading.deadline,
+            _ => self.due(&state),
+        }
+    }
+
+    fn due(&self, state: &State<T>) -> Moment {
+        if !matches!(state.phase, Phase::Ready(_)) || state.guards > 0 {
+            return Moment::NEVER;
+        }
+        if state.closed {
+            return Moment::ORIGIN;
+        }
+        match self.parts.idle {
+            Some(idle) if state.waiting == 0 => {
+                let used = state.last_used.map_or(state.loaded_at, |at| at.max(state.loaded_at));
+                (used + idle).max(state.loaded_at + self.parts.min_residency)
+            }
+            _ => Moment::NEVER,
+        }
+    }
+
+    /// Unloads the resource on this thread if it has no guards and the reason allows it now.
+    /// Returns `true` if it did.
+    pub(super) fn unload_if(&self, reason: UnloadReason, due: Option<Moment>) -> bool {
+        if !self.birth.is_here() {
+            return false;
+        }
+        if let Some(now) = due {
+            self.give_up_hung_load(now);
+        }
+        let mut state = lock(&self.state);
+        if let Some(now) = due {
+            let due = self.due(&state);
+            if due == Moment::NEVER || now < due {
+                return false;
+            }
+        }
+        // A waiter is about to use it. Idleness checks this in `due`; other reasons ignore it.
+        if reason == UnloadReason::Pressure {
+            let stays_until = state.loaded_at + self.parts.min_residency;
+            if state.waiting > 0 || self.clock.now() < stays_until {
+                return false;
+            }
+        }
+        let reason = if state.closed { UnloadReason::Shutdown } else { reason };
+        let Some(loaded) = state.unguarded() else { return false };
+        drop(state);
+        self.take_apart(loaded, reason);
+        true
+    }
+
+    /// Unloads the resource once it has no guards.
+    pub(super) fn unload_within(
+        &self,
+        reason: UnloadReason,
+        patience: Duration,
+    ) -> Result<bool, UnloadError> {
+        self.check_unload_here()?;
+        let deadline = self.clock.now() + patience;
+        let bell = Bell::new();
+        lock(&self.state).drainers.push(Arc::clone(&bell));
+        // Ends at the deadline at the latest: each iteration waits until then, or for a change.
+        let found = loop {
+            if self.unload_if(reason, None) {
+                break Ok(true);
+            }
+            self.check_unload_here()?;
+            let now = self.clock.now();
+            {
+                let state = lock(&self.state);
+                if matches!(state.phase, Phase::Empty | Phase::Failed { .. }) {
+                    break Ok(false);
+                }
+                if now >= deadline {
+                    break Err(UnloadError::Busy {
+                        name: Arc::clone(&self.parts.name),
+                        guards: state.guards,
+                        waiting: state.waiting,
+                        waited: patience,
+                    });
+                }
+            }
+            self.clock.wait_until(&bell, deadline);
+        };
+        self.check_unload_here()?;
+        lock(&self.state).drainers.retain(|other| !Arc::ptr_eq(other, &bell));
+        found
+    }
+
+    /// Cleans up outside the lock, releases the reservation, then allows new loads.
+    fn take_apart(&self, loaded: Loaded<T>, reason: UnloadReason) {
+        let Loaded { value, permit } = loaded;
+        // Only after the cleanup: its bytes stay reserved until they are released.
+        self.take_apart_with(value, reason, || drop(permit));
+    }
+
+    fn take_apart_with(&self, value: Arc<T>, reason: UnloadReason, cleaned_up: impl FnOnce()) {
+        let start = self.clock.now();
+        let recovered = self.clean_up(value);
+        if !self.birth.is_here() {
+            return; // the clean-up forked, and this is the child
+        }
+        cleaned_up();
+        let took = self.clock.now() - start;
+        let mut state = lock(&self.state);
+        debug_assert!(matches!(state.phase, Phase::Unloading) && state.guards == 0);
+        state.phase = Phase::Empty;
+        state.unloads.count(reason);
+        state.unload_panics += u64::from(recovered.is_err());
+        let recovered = recovered.ok().flatten().unwrap_or_default();
+        state.recovered = state.recovered.and_host(recovered.host).and_device(recovered.device);
+        state.unload_time = took;
+        self.wake_all(state);
+    }
+
+    /// Runs the cleanup. Returns the bytes released, or the panic's message.
+    fn clean_up(&self, value: Arc<T>) -> Result<Option<Cost>, String> {
+        let value = Arc::into_inner(value);
+        debug_assert!(value.is_some(), "a value is cleaned up while it is held");
+        // The program's own code: it may close an arena, for example, which waits for the device.
+        let _own = foreground();
+        caught(|| value.and_then(|value| self.parts.take_apart(value)))
+    }
+
+    pub(super) fn close(&self) {
+        if self.birth.is_here() {
+            let mut state = lock(&self.state);
+            state.closed = true;
+            self.wake_all(state);
+        }
+    }
+
+    /// In a forked child, in which another thread may have held the lock: only the name and cost.
+    pub(super) fn stats(&self) -> ResourceStats {
+        if !self.birth.is_here() {
+            return ResourceStats::unknown(Arc::clone(&self.parts.name), self.parts.cost);
+        }
+        let state = lock(&self.state);
+        ResourceStats {
+            name: Arc::clone(&self.parts.name),
+            loaded: matches!(state.phase, Phase::Ready(_)),
+            loading: matches!(state.phase, Phase::Loading(_)),
+            guards: state.guards,
+            waiting: state.waiting,
+            cost: self.cost(&state),
+            loads_ok_total: state.loads_ok,
+            loads_failed_total: state.loads_failed,
+            loads_refused_total: state.loads_refused,
+            unloads: state.unloads,
+            unload_panics_total: state.unload_panics,
+            last_used: state.last_used,
+            due: Some(self.due(&state)).filter(|due| *due != Moment::NEVER),
+            load_time: state.load_time,
+            unload_time: state.unload_time,
+            measured: state.measured,
+            recovered_total: state.recovered,
+        }
+    }
+
+    pub(super) fn check_here(&self) -> Result<(), AcquireError> {
+        if self.birth.is_here() {
+            return Ok(());
+        }
+        Err(AcquireError::Forked { name: Arc::clone(&self.parts.name) })
+    }
+
+    /// Like [`Cell::check_here`], for a thread that may have to wait for a load.
+    pub(super) fn check_may_wait(&self) -> Result<(), AcquireError> {
+        self.check_here()?;
+        if is_unloading() {
+            return Err(AcquireError::Unloading { name: Arc::clone(&self.parts.name) });
+        }
+        Ok(())
+    }
+
+    fn check_unload_here(&self) -> Result<(), UnloadError> {
+        if self.birth.is_here() {
+            return Ok(());
+        }
+        Err(UnloadError::Forked { name: Arc::clone(&self.parts.name) })
+    }
+}
+
+impl<T> Drop for Cell<T> {
+    fn drop(&mut self) {
+        let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
+        let Phase::Ready(Loaded { value, permit }) = mem::replace(&mut state.phase, Phase::Empty)
+        else {
+            return;
+        };
+        if !self.birth.is_here() {
+            // It belongs to the parent: the device and threads that it would use do not exist in
+            // this process.
+            let _ = ManuallyDrop::new((value, permit));
+            return;
+        }
+        // No guard is left, since each holds the cell: this is the last reference.
+        let value = Arc::into_inner(value);
+        let _ = caught(|| value.map(|value| self.parts.take_apart(value)));
+        drop(permit);
+    }
+}

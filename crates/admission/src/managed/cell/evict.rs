@@ -1,0 +1,157 @@
+//! Eviction: a resource that makes room by evicting others, and one that is evicted.
+//!
+//! Called outside the lock of the resource that has no room, since it takes the others' locks.
+//!
+//! Invariant: a claimed resource is `Unloading`, and the holder of the claim unloads it or puts it
+//! back.
+
+use std::mem::ManuallyDrop;
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::admission::Cost;
+use crate::desk::Stood;
+use crate::eviction::{Claimable, Claimed, Eviction, EvictionError, Idle};
+use crate::permit::Permit;
+use lowtide_core::clock::Moment;
+use lowtide_core::sync::lock;
+
+use super::super::error::{AcquireError, LoadError};
+use super::super::resource::{UnloadReason, score};
+use super::{Cell, Loaded, Phase, State};
+
+impl<T: Send + Sync + 'static> Cell<T> {
+    /// Reserves the load of this number, which found no room, or claims resources that make room
+    /// for it.
+    ///
+    /// # Errors
+    /// [`AcquireError::Rejected`] if no room can be made; the next caller tries again.
+    pub(in super::super) fn make_room(
+        &self,
+        number: u64,
+        cost: Cost,
+    ) -> Result<Option<Eviction>, AcquireError> {
+        let Some(door) = &self.admission else { return Ok(None) };
+        match door.stand_or_evict(cost) {
+            Ok(Stood::Booked(permit)) => {
+                self.has_room(number, permit);
+                Ok(None)
+            }
+            Ok(Stood::Evicting(eviction)) => Ok(Some(eviction)),
+            Err(rejected) => {
+                self.end_refused(number);
+                Err(AcquireError::Rejected { name: Arc::clone(&self.parts.name), rejected })
+            }
+        }
+    }
+
+    /// Waits for the room of the load of this number; without room, the load ends.
+    pub(super) fn settle_room(&self, number: u64, eviction: Eviction) -> bool {
+        let made = eviction.run();
+        if !self.birth.is_here() {
+            let _ = ManuallyDrop::new(made);
+            return false;
+        }
+        match made {
+            Ok(permit) => {
+                self.has_room(number, permit);
+                return true;
+            }
+            Err(EvictionError::NoThread(kind)) => {
+                self.end_load(number, Err(LoadError::NoThread { kind }), Duration::ZERO);
+            }
+            // The waiters look for other room, or are rejected.
+            Err(EvictionError::Stuck) => self.end_refused(number),
+        }
+        false
+    }
+
+    fn has_room(&self, number: u64, permit: Permit) {
+        let deadline = self.load_deadline();
+        // Without a deadline it cannot have been given up.
+        if let Some(loading) = lock(&self.state).loading(number) {
+            (loading.permit, loading.deadline) = (Some(permit), deadline);
+        }
+    }
+
+    fn end_refused(&self, number: u64) {
+        let mut state = lock(&self.state);
+        if state.loading(number).is_some() {
+            state.phase = Phase::Empty;
+            state.loads_refused += 1;
+            self.wake_all(state);
+        }
+    }
+
+    /// Returns how it may be evicted, if it is loaded, reserved, not in use and not waited for.
+    pub(in super::super) fn idle(cell: &Arc<Self>) -> Option<Idle> {
+        if !cell.birth.is_here() {
+            return None;
+        }
+        let now = cell.clock.now();
+        let state = lock(&cell.state);
+        let stays = cell.evictable_from(&state)?;
+        let Phase::Ready(Loaded { permit: Some(permit), .. }) = &state.phase else { return None };
+        let cost = permit.cost();
+        let used = state.last_used.map_or(state.loaded_at, |at| at.max(state.loaded_at));
+        Some(Idle {
+            desk: permit.desk(),
+            cost,
+            stays_for: stays - now,
+            unload_time: state.unload_time,
+            score: score(cost.host.saturating_add(cost.device), now - used, state.load_time),
+            resource: Arc::clone(cell) as Arc<dyn Claimable>,
+        })
+    }
+
+    /// Returns the time from which it may be evicted if nothing changes.
+    fn evictable_from(&self, state: &State<T>) -> Option<Moment> {
+        let unused = state.guards == 0 && state.waiting == 0 && !state.closed;
+        unused.then(|| state.loaded_at + self.parts.min_residency)
+    }
+}
+
+impl<T: Send + Sync + 'static> Claimable for Cell<T> {
+    fn claim(self: Arc<Self>) -> Option<Box<dyn Claimed>> {
+        let now = self.clock.now();
+        let mut state = lock(&self.state);
+        let reserved = matches!(&state.phase, Phase::Ready(loaded) if loaded.permit.is_some());
+        let may_go = self.evictable_from(&state).is_some_and(|from| from <= now);
+        let loaded = if reserved && may_go { state.unguarded() } else { None };
+        drop(state);
+        Some(Box::new(Claim { cell: self, loaded: Some(loaded?) }))
+    }
+}
+
+/// A resource that was taken out of use. Dropping the claim puts the resource back.
+struct Claim<T: Send + Sync + 'static> {
+    cell: Arc<Cell<T>>,
+    /// `None` once the unload has begun.
+    loaded: Option<Loaded<T>>,
+}
+
+impl<T: Send + Sync + 'static> Claimed for Claim<T> {
+    fn cost(&self) -> Cost {
+        let permit = self.loaded.as_ref().and_then(|loaded| loaded.permit.as_ref());
+        permit.map_or(Cost::ZERO, Permit::cost)
+    }
+
+    fn unload(mut self: Box<Self>) -> Option<Permit> {
+        let Loaded { value, permit } = self.loaded.take()?;
+        self.cell.take_apart_with(value, UnloadReason::Eviction, || {});
+        permit
+    }
+}
+
+impl<T: Send + Sync + 'static> Drop for Claim<T> {
+    fn drop(&mut self) {
+        let Some(loaded) = self.loaded.take() else { return };
+        if !self.cell.birth.is_here() {
+            let _ = ManuallyDrop::new(loaded);
+            return;
+        }
+        let mut state = lock(&self.cell.state);
+        state.phase = Phase::Ready(loaded);
+        self.cell.wake_all(state);
+    }
+}

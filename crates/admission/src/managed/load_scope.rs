@@ -1,0 +1,115 @@
+//! Scopes within which a resource's loads and cleanups run, such as a separate heap arena.
+//!
+//! It knows neither the resource nor what the scope does; it only connects the two.
+//!
+//! Invariant: one call runs a load at most once and a cleanup exactly once. A value that came too
+//! late is cleaned up before `load` returns, within the same scope.
+
+use std::cell::Cell;
+
+use crate::admission::Cost;
+use lowtide_core::sync::caught;
+
+use super::error::LoadError;
+use super::parts::Parts;
+
+/// A scope within which a resource's loads and cleanups run. It may act before and after them, on
+/// the thread that they run on.
+///
+/// A load and the cleanup of its value alternate. They may run on different threads. A load that
+/// failed or panicked is followed by the next load. A load that timed out
+/// ([`ManagedBuilder::load_timeout`](super::ManagedBuilder::load_timeout)) may still run during
+/// later ones; it keeps nothing.
+pub trait LoadScope: Send + Sync {
+    /// Runs a load before it returns. `load` returns `true` if there is a value to keep: not after
+    /// a failure, and not if the load timed out, since its value has then been cleaned up already.
+    ///
+    /// # Errors
+    /// The reason why the load was not run.
+    fn load(&self, load: &mut dyn FnMut() -> bool) -> Result<(), LoadError>;
+
+    /// Runs a cleanup before it returns; a cleanup that it does not run is run afterwards. Returns
+    /// the bytes that it released, if the scope can measure them; zero for a budget that it cannot
+    /// measure.
+    fn unload(&self, unload: &mut dyn FnMut()) -> Option<Cost>;
+
+    /// Returns the bytes held now, if the scope can measure them; zero for a budget that it cannot
+    /// measure. Called after each load.
+    fn held(&self) -> Option<Cost> {
+        None
+    }
+}
+
+thread_local! {
+    static UNLOADING: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Marks this thread as one that unloads, until it is dropped.
+struct Unloading {
+    before: bool,
+}
+
+impl Unloading {
+    fn begin() -> Self {
+        Self { before: UNLOADING.replace(true) }
+    }
+}
+
+impl Drop for Unloading {
+    fn drop(&mut self) {
+        UNLOADING.set(self.before);
+    }
+}
+
+/// Returns `true` inside an unload on this thread. Acquiring there could wait for itself: for a
+/// resource whose load waits for the room that this unload makes.
+pub(super) fn is_unloading() -> bool {
+    UNLOADING.get()
+}
+
+impl<T> Parts<T> {
+    /// Loads on this thread. After the loader has returned, checks if its value is still wanted,
+    /// and cleans it up otherwise.
+    pub(super) fn load(&self, is_wanted: impl Fn() -> bool) -> Result<T, LoadError> {
+        let mut loaded = None;
+        let mut load = || {
+            if loaded.is_none() {
+                loaded = Some(self.load_if(&is_wanted));
+            }
+            matches!(loaded, Some(Ok(_)))
+        };
+        match &self.load_scope {
+            Some(load_scope) => load_scope.load(&mut load)?,
+            None => {
+                load();
+            }
+        }
+        loaded.unwrap_or_else(|| Err(LoadError::new("the load scope did not run the loader")))
+    }
+
+    fn load_if(&self, is_wanted: impl Fn() -> bool) -> Result<T, LoadError> {
+        let loaded = (self.loader)().map_err(LoadError::new);
+        if is_wanted() {
+            return loaded;
+        }
+        // No caller sees this error: the waiters got theirs when the load timed out.
+        let _inside = Unloading::begin();
+        let _ = caught(|| loaded.map(|value| (self.unload)(value)));
+        Err(LoadError::new("the load timed out"))
+    }
+
+    /// Cleans up a value on this thread. Returns the bytes released, if measured.
+    pub(super) fn take_apart(&self, value: T) -> Option<Cost> {
+        let _inside = Unloading::begin();
+        let mut value = Some(value);
+        let mut unload = || {
+            if let Some(value) = value.take() {
+                (self.unload)(value);
+            }
+        };
+        let load_scope = self.load_scope.as_ref();
+        let recovered = load_scope.and_then(|load_scope| load_scope.unload(&mut unload));
+        unload();
+        recovered
+    }
+}

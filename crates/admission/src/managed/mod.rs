@@ -1,0 +1,381 @@
+//! `Managed<T>`: a costly resource that is loaded on first use and unloaded when it has been idle.
+//!
+//! Concurrent callers share one load, and there are never two copies: callers that arrive during an
+//! unload wait for its end. The cost is reserved before the load and released after the cleanup. A
+//! load that has no room evicts idle resources (see [`Resources::evict_for`]) or is rejected. Idle
+//! time counts from the release of the last guard. Loading and cleanup run outside every lock, and
+//! a panic in either is caught. The module starts no permanent thread and needs no async runtime:
+//! the future of [`Managed::acquire`] loads on a thread of its own, and dropping it does not stop
+//! the load.
+//!
+//! It does not decide when to unload: the caller of [`Resource::unload_if_due`] supplies the time.
+//!
+//! States: `Empty -> Loading -> Ready -> Unloading -> Empty`, and `Loading -> Failed -> Loading`
+//! after a pause that doubles. A load that exceeds its timeout fails, although its loader still
+//! runs.
+//!
+//! Invariants: `guards > 0 => Ready`; `copies of T <= 1`, except values that loaders return after
+//! their timeout, which are cleaned up at once;
+//! `reserved cost > 0 <=> Loading, Ready or Unloading`, or handed to the load that evicted it.
+
+mod cell;
+mod error;
+mod load_scope;
+mod parts;
+mod resource;
+mod ticket;
+
+use std::fmt;
+use std::future::Future;
+use std::ops::Deref;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use lowtide_core::BoxError;
+use lowtide_core::clock::{Clock, Moment};
+
+use super::admission::{Admission, Cost};
+use super::eviction::Idle;
+
+use cell::Cell;
+use parts::Parts;
+use ticket::Ticket;
+
+pub use error::{AcquireError, AddError, LoadError, UnloadError};
+pub use load_scope::LoadScope;
+pub use resource::{Resource, ResourceStats, Resources, UnloadReason, Unloads};
+
+/// The default load timeout: enough for 60 GiB at 100 MiB/s. A guess.
+const LOAD_TIMEOUT: Duration = Duration::from_secs(600);
+
+/// The pause after a failed load. It doubles with each failure in a row.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Backoff {
+    /// The pause after the first failure.
+    pub first: Duration,
+    /// The longest pause.
+    pub max: Duration,
+}
+
+impl Backoff {
+    /// Returns the pause after this many failures in a row; zero after none.
+    #[must_use]
+    pub fn pause(self, failures: u32) -> Duration {
+        let Some(doublings) = failures.checked_sub(1) else { return Duration::ZERO };
+        let factor = 1_u32.checked_shl(doublings).unwrap_or(u32::MAX);
+        self.first.saturating_mul(factor).min(self.max)
+    }
+}
+
+impl Default for Backoff {
+    /// 250 ms to 30 s. A guess.
+    fn default() -> Self {
+        Self { first: Duration::from_millis(250), max: Duration::from_secs(30) }
+    }
+}
+
+/// A builder for a [`Managed`].
+pub struct ManagedBuilder<T: Send + Sync + 'static> {
+    parts: Parts<T>,
+}
+
+impl<T: Send + Sync + 'static> ManagedBuilder<T> {
+    /// Sets the idle time after which the resource is unloaded. Without it, the resource stays
+    /// until it is unloaded explicitly or under pressure.
+    #[must_use]
+    pub fn idle(mut self, idle: Duration) -> Self {
+        self.parts.idle = Some(idle);
+        self
+    }
+
+    /// Sets the minimum time that the resource stays after a load, so that it is not loaded and
+    /// unloaded in turns. Default: zero. Applies to idleness, pressure and eviction, not to an
+    /// explicit unload.
+    #[must_use]
+    pub fn min_residency(mut self, time: Duration) -> Self {
+        self.parts.min_residency = time;
+        self
+    }
+
+    /// Sets the bytes that the resource holds while it is loaded. They are reserved before the
+    /// load, which is rejected if they do not fit. If the resource was measured to hold more host
+    /// memory the last time, that amount is reserved.
+    ///
+    /// Default: zero. Then no load is rejected for its size, and the measured bytes are reserved
+    /// after the load.
+    #[must_use]
+    pub fn cost(mut self, cost: Cost) -> Self {
+        self.parts.cost = cost;
+        self
+    }
+
+    /// Sets the pause after failed loads.
+    #[must_use]
+    pub fn backoff(mut self, backoff: Backoff) -> Self {
+        self.parts.backoff = backoff;
+        self
+    }
+
+    /// Sets the time that a load may take. Default: 10 minutes; [`Duration::ZERO`] disables the
+    /// timeout.
+    ///
+    /// After the timeout, waiting callers get [`LoadError::TimedOut`], the reservation of the load
+    /// is released, and the next load may start after the [backoff](Self::backoff). A thread cannot
+    /// be stopped: the loader runs until it returns. The value that it then returns goes through
+    /// [`unload`](Self::unload) on the same thread and never becomes the value of another load. At
+    /// most 2 threads of a resource can hang in its loader. Until one of them returns, no further
+    /// load starts and acquiring fails at once.
+    ///
+    /// The timeout is detected by a call of [`Resource::unload_if_due`]. The worker of a
+    /// [`Memory`](crate::Memory) makes this call for registered resources.
+    #[must_use]
+    pub fn load_timeout(mut self, timeout: Duration) -> Self {
+        self.parts.load_timeout = (!timeout.is_zero()).then_some(timeout);
+        self
+    }
+
+    /// Sets the cleanup function. By default the value is dropped. It runs exactly once for each
+    /// loaded value, however the value is unloaded.
+    ///
+    /// For idleness and pressure it runs on the one worker: until it returns, nothing else is
+    /// purged, unloaded or published, and callers that acquire the resource wait. For an eviction
+    /// it runs on a thread of its own, and the load waits for at most 30 s. Keep it short, and
+    /// bound its waits. It cannot acquire resources: that returns [`AcquireError::Unloading`].
+    #[must_use]
+    pub fn unload(mut self, unload: impl Fn(T) + Send + Sync + 'static) -> Self {
+        self.parts.unload = Box::new(unload);
+        self
+    }
+
+    /// Sets the scope within which loads and cleanups run, such as a separate heap arena. Default:
+    /// `None`.
+    #[must_use]
+    pub fn load_scope(mut self, load_scope: Option<Arc<dyn LoadScope>>) -> Self {
+        self.parts.load_scope = load_scope;
+        self
+    }
+
+    /// Builds the resource, which is not loaded yet. It does not keep the `Memory` of `admission`
+    /// running.
+    #[must_use]
+    pub fn build(self, clock: Arc<dyn Clock>, admission: Option<Admission>) -> Managed<T> {
+        let admission = admission.map(|admission| admission.unkept());
+        Managed { cell: Arc::new(Cell::new(self.parts, clock, admission)) }
+    }
+}
+
+impl<T: Send + Sync + 'static> fmt::Debug for ManagedBuilder<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ManagedBuilder").field("name", &self.parts.name).finish_non_exhaustive()
+    }
+}
+
+/// A resource that is loaded while it is in use. Cheap to clone; all clones share one resource.
+///
+/// ```
+/// use std::{sync::Arc, time::Duration};
+/// use lowtide_admission::clock::{Clock, ManualClock};
+/// use lowtide_admission::{Managed, Resource};
+///
+/// let clock = Arc::new(ManualClock::new());
+/// let words = Managed::builder("words", || Ok(vec!["ebb", "flow"]))
+///     .idle(Duration::from_secs(300))
+///     .build(clock.clone(), None);
+/// assert_eq!(words.acquire_blocking()?.len(), 2);
+/// clock.advance(Duration::from_secs(299));
+/// assert!(!words.unload_if_due(clock.now()));
+/// clock.advance(Duration::from_secs(1));
+/// assert!(words.unload_if_due(clock.now()));
+/// # Ok::<(), lowtide_admission::AcquireError>(())
+/// ```
+pub struct Managed<T: Send + Sync + 'static> {
+    cell: Arc<Cell<T>>,
+}
+
+impl<T: Send + Sync + 'static> Managed<T> {
+    /// Creates a builder for a resource of this name.
+    ///
+    /// `loader` may be called again after an unload or a failure. It must not acquire the resource
+    /// itself: that returns [`AcquireError::Recursive`]. It must also not acquire a resource whose
+    /// loader acquires this one: two threads that start with one each wait for each other forever,
+    /// and this is not detected.
+    pub fn builder(
+        name: impl Into<Arc<str>>,
+        loader: impl Fn() -> Result<T, BoxError> + Send + Sync + 'static,
+    ) -> ManagedBuilder<T> {
+        ManagedBuilder { parts: Parts::new(name.into(), Box::new(loader)) }
+    }
+
+    /// Returns the name.
+    #[must_use]
+    pub fn name(&self) -> &str {
+        self.cell.name()
+    }
+
+    /// Acquires a guard. Runs the loader on this thread if the resource is not loaded and no other
+    /// thread loads it, otherwise waits for that load. Blocks for the duration of the load, or of
+    /// the cleanup of the previous copy.
+    ///
+    /// Do not call it on a thread of an async runtime: this is not detected, and the thread serves
+    /// no other task meanwhile. With as many such calls as the runtime has workers, all tasks stop.
+    /// Use [`Managed::acquire`] there, or the runtime's pool for blocking work
+    /// (`tokio::task::spawn_blocking`).
+    ///
+    /// The caller that runs the loader itself is not interrupted by the
+    /// [timeout](ManagedBuilder::load_timeout): it gets the error when its loader returns.
+    ///
+    /// # Panics
+    /// A panic of the loader is caught and becomes [`LoadError::Panicked`]. With `panic = "abort"`
+    /// in the profile of the binary it cannot be caught and ends the process.
+    ///
+    /// # Errors
+    /// [`AcquireError`]. All callers that waited for a failed load get its error.
+    pub fn acquire_blocking(&self) -> Result<Use<T>, AcquireError> {
+        self.cell.acquire_blocking().map(|value| self.guard(value, true))
+    }
+
+    /// Waits for the resource to be loaded and returns a guard. If no load is running, starts one
+    /// on a new thread. Dropping the future stops waiting, not the load. Takes some tens of
+    /// nanoseconds if the resource is loaded.
+    #[must_use = "futures do nothing unless polled"]
+    pub fn acquire(&self) -> Acquire<T> {
+        Acquire { ticket: Ticket::new(Arc::clone(&self.cell)) }
+    }
+
+    /// Returns a guard if the resource is loaded now.
+    #[must_use]
+    pub fn try_acquire(&self) -> Option<Use<T>> {
+        self.cell.try_acquire().map(|value| self.guard(value, true))
+    }
+
+    /// Like [`Managed::try_acquire`], but does not count as use: the idle time continues.
+    #[must_use]
+    pub fn peek(&self) -> Option<Use<T>> {
+        self.cell.try_acquire().map(|value| self.guard(value, false))
+    }
+
+    /// Starts a load on a new thread if the resource is not loaded. Does not wait.
+    ///
+    /// # Errors
+    /// [`AcquireError`] if the resource may not be loaded now.
+    pub fn warm(&self) -> Result<(), AcquireError> {
+        Cell::warm(&self.cell)
+    }
+
+    /// Unloads the resource on this thread as soon as it has no guards, and returns `false` if it
+    /// was not loaded. New callers still get guards meanwhile, so that under constant traffic the
+    /// resource stays loaded.
+    ///
+    /// # Errors
+    /// [`UnloadError::Busy`] if the resource is still in use or loading when `wait` is over.
+    pub fn unload_now(&self, wait: Duration) -> Result<bool, UnloadError> {
+        self.cell.unload_within(UnloadReason::Manual, wait)
+    }
+
+    /// Wraps a value whose guard is already counted.
+    fn guard(&self, value: Arc<T>, counts: bool) -> Use<T> {
+        Use { value, _stamp: Stamp { cell: Arc::clone(&self.cell), counts } }
+    }
+}
+
+impl<T: Send + Sync + 'static> Clone for Managed<T> {
+    fn clone(&self) -> Self {
+        Self { cell: Arc::clone(&self.cell) }
+    }
+}
+
+impl<T: Send + Sync + 'static> fmt::Debug for Managed<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Managed").field("name", &self.cell.name()).finish_non_exhaustive()
+    }
+}
+
+impl<T: Send + Sync + 'static> Resource for Managed<T> {
+    fn name(&self) -> &str {
+        self.cell.name()
+    }
+
+    fn next_due(&self) -> Moment {
+        self.cell.next_due()
+    }
+
+    fn unload_if_due(&self, now: Moment) -> bool {
+        self.cell.unload_if(UnloadReason::Idle, Some(now))
+    }
+
+    fn unload(&self, reason: UnloadReason) -> bool {
+        self.cell.unload_if(reason, None)
+    }
+
+    fn close(&self, wait: Duration) -> Result<(), UnloadError> {
+        self.cell.close();
+        self.cell.unload_within(UnloadReason::Shutdown, wait).map(|_| ())
+    }
+
+    fn stats(&self) -> ResourceStats {
+        self.cell.stats()
+    }
+
+    fn idle(&self) -> Option<Idle> {
+        Cell::idle(&self.cell)
+    }
+}
+
+/// A guard. The resource stays loaded while a guard lives.
+#[must_use = "the resource may be unloaded when the guard is dropped"]
+pub struct Use<T: Send + Sync + 'static> {
+    // Dropped in this order: the value's count goes down before the guard's.
+    value: Arc<T>,
+    _stamp: Stamp<T>,
+}
+
+impl<T: Send + Sync + 'static> Deref for Use<T> {
+    type Target = T;
+
+    fn deref(&self) -> &T {
+        &self.value
+    }
+}
+
+impl<T: Send + Sync + fmt::Debug + 'static> fmt::Debug for Use<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Debug::fmt(&**self, f)
+    }
+}
+
+/// Ends a guard and records the time.
+struct Stamp<T: Send + Sync + 'static> {
+    cell: Arc<Cell<T>>,
+    counts: bool,
+}
+
+impl<T: Send + Sync + 'static> Drop for Stamp<T> {
+    fn drop(&mut self) {
+        self.cell.release(self.counts);
+    }
+}
+
+/// The future of [`Managed::acquire`].
+#[must_use = "futures do nothing unless polled"]
+pub struct Acquire<T: Send + Sync + 'static> {
+    ticket: Ticket<T>,
+}
+
+impl<T: Send + Sync + 'static> Future for Acquire<T> {
+    type Output = Result<Use<T>, AcquireError>;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        self.ticket.poll(cx).map_ok(|(cell, value)| {
+            let _stamp = Stamp { cell, counts: true };
+            Use { value, _stamp }
+        })
+    }
+}
+
+impl<T: Send + Sync + 'static> fmt::Debug for Acquire<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Acquire").finish_non_exhaustive()
+    }
+}

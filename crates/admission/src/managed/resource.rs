@@ -1,0 +1,390 @@
+//! Resources of any type, as the control loop uses them: when one is due, and how to unload it.
+//!
+//! The loop decides and the worker unloads. Nothing is loaded here.
+//!
+//! Invariant: `next_due` of a registry is the earliest of its members', and a member with guards
+//! has none.
+
+use std::fmt;
+use std::sync::{Arc, Weak};
+use std::time::Duration;
+
+use crate::admission::{Admission, Cost};
+use crate::eviction::{Evictor, Idle, Pool};
+use crate::ledger::Budget;
+use crate::pressure::Level;
+use crate::reclaim::{Ask, Reclaim, Recovered};
+use lowtide_core::bytes::ByteSize;
+use lowtide_core::clock::{Clock, Moment};
+use lowtide_core::fork::Birth;
+use lowtide_core::sync::{Mutex, lock};
+
+use super::error::{AddError, UnloadError};
+
+/// The reason why a resource was unloaded.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum UnloadReason {
+    /// The resource was not used for its idle time.
+    Idle,
+    /// Memory was short.
+    Pressure,
+    /// A load or a request had no room.
+    Eviction,
+    /// An explicit unload was requested.
+    Manual,
+    /// The service shut down.
+    Shutdown,
+}
+
+impl UnloadReason {
+    /// All reasons.
+    pub const ALL: [Self; 5] =
+        [Self::Idle, Self::Pressure, Self::Eviction, Self::Manual, Self::Shutdown];
+
+    /// Returns the label in metrics.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Idle => "idle",
+            Self::Pressure => "pressure",
+            Self::Eviction => "eviction",
+            Self::Manual => "manual",
+            Self::Shutdown => "shutdown",
+        }
+    }
+}
+
+/// The number of unloads of a resource, by reason.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Unloads {
+    counts: [u64; UnloadReason::ALL.len()],
+}
+
+impl Unloads {
+    /// Returns the number of unloads for this reason.
+    #[must_use]
+    pub fn total(&self, reason: UnloadReason) -> u64 {
+        self.counts.get(reason as usize).copied().unwrap_or(0)
+    }
+
+    /// Returns the number of unloads for all reasons.
+    #[must_use]
+    pub fn sum(&self) -> u64 {
+        self.counts.iter().sum()
+    }
+
+    pub(super) fn count(&mut self, reason: UnloadReason) {
+        if let Some(count) = self.counts.get_mut(reason as usize) {
+            *count += 1;
+        }
+    }
+}
+
+/// The state and counters of a resource at one instant.
+#[derive(Clone, Debug)]
+pub struct ResourceStats {
+    /// The name.
+    pub name: Arc<str>,
+    /// `true` if the resource is loaded.
+    pub loaded: bool,
+    /// `true` while the resource is being loaded, even if no caller waits for it.
+    pub loading: bool,
+    /// The number of guards held.
+    pub guards: usize,
+    /// The number of callers that wait for the resource.
+    pub waiting: usize,
+    /// The bytes that the next load reserves: the cost set on the builder, or the measured bytes if
+    /// they are more and a cost was set.
+    pub cost: Cost,
+    /// Loads that succeeded.
+    pub loads_ok_total: u64,
+    /// Loads that failed.
+    pub loads_failed_total: u64,
+    /// Loads that were rejected because the cost did not fit, or by level.
+    pub loads_refused_total: u64,
+    /// Unloads, by reason.
+    pub unloads: Unloads,
+    /// Cleanups that panicked.
+    pub unload_panics_total: u64,
+    /// The time when the last guard was released; `None` before.
+    pub last_used: Option<Moment>,
+    /// The time when the resource will be unloaded for idleness unless it is used before; `None`
+    /// while it is not loaded, is in use, or has no idle time.
+    pub due: Option<Moment>,
+    /// The duration of the last successful load.
+    pub load_time: Duration,
+    /// The duration of the last cleanup.
+    pub unload_time: Duration,
+    /// The bytes held right after the last load, if the load scope can measure them: a separate
+    /// heap arena measures host memory, a separate device arena device memory. Zero for a budget
+    /// that is not measured. If jemalloc does not serve C and C++ code (feature `interpose`), a
+    /// load that ran alone is also measured by the growth of the process.
+    pub measured: Option<Cost>,
+    /// The bytes released by all unloads, as far as the load scope could measure them.
+    pub recovered_total: Cost,
+}
+
+impl ResourceStats {
+    /// Returns the statistics of a resource that cannot be inspected.
+    pub(super) fn unknown(name: Arc<str>, cost: Cost) -> Self {
+        Self {
+            name,
+            loaded: false,
+            loading: false,
+            guards: 0,
+            waiting: 0,
+            cost,
+            loads_ok_total: 0,
+            loads_failed_total: 0,
+            loads_refused_total: 0,
+            unloads: Unloads::default(),
+            unload_panics_total: 0,
+            last_used: None,
+            due: None,
+            load_time: Duration::ZERO,
+            unload_time: Duration::ZERO,
+            measured: None,
+            recovered_total: Cost::ZERO,
+        }
+    }
+}
+
+/// A resource of any type.
+pub trait Resource: Send + Sync {
+    /// Returns the name.
+    fn name(&self) -> &str;
+
+    /// Returns the time when the resource may be unloaded for idleness, or when its load times out;
+    /// [`Moment::NEVER`] if neither applies. Does not allocate.
+    fn next_due(&self) -> Moment;
+
+    /// Unloads the resource on the calling thread if it is due, and returns `true` if it did. Also
+    /// gives up a load that has timed out.
+    fn unload_if_due(&self, now: Moment) -> bool;
+
+    /// Unloads the resource on the calling thread if it has no guards, and returns `true` if it
+    /// did. For pressure only after its minimum residency.
+    fn unload(&self, reason: UnloadReason) -> bool;
+
+    /// Closes the resource permanently and waits until it is unloaded.
+    ///
+    /// # Errors
+    /// [`UnloadError::Busy`] if the resource is still in use when `wait` is over.
+    fn close(&self, wait: Duration) -> Result<(), UnloadError>;
+
+    /// Returns the state and counters; in a forked child only the name and cost.
+    fn stats(&self) -> ResourceStats;
+
+    /// Returns how the resource may be evicted to make room for others, now or after its minimum
+    /// residency. Default: never.
+    #[doc(hidden)]
+    fn idle(&self) -> Option<Idle> {
+        None
+    }
+}
+
+/// The registry of a service's resources. Cheap to clone; all clones share one list. In a forked
+/// child it is empty, and none can be added.
+#[derive(Clone)]
+pub struct Resources {
+    list: Arc<Mutex<Vec<Arc<dyn Resource>>>>,
+    birth: Birth,
+}
+
+impl Resources {
+    /// The largest number of resources: 1024.
+    pub const MAX: usize = 1024;
+
+    /// Creates an empty registry.
+    #[must_use]
+    pub fn new() -> Self {
+        Self { list: Arc::default(), birth: Birth::now() }
+    }
+
+    /// Adds a resource. It stays, and its name is taken, as long as the registry exists.
+    ///
+    /// # Errors
+    /// [`AddError`] if there are already [`Resources::MAX`], if the name is taken, or in a forked
+    /// child. Nothing is added then.
+    pub fn add(&self, resource: Arc<dyn Resource>) -> Result<(), AddError> {
+        if !self.birth.is_here() {
+            return Err(AddError::Forked);
+        }
+        let mut list = lock(&self.list);
+        if list.len() >= Self::MAX {
+            return Err(AddError::Full { max: Self::MAX });
+        }
+        if list.iter().any(|other| other.name() == resource.name()) {
+            return Err(AddError::Duplicate { name: resource.name().to_owned() });
+        }
+        list.push(resource);
+        Ok(())
+    }
+
+    /// Returns all resources, in the order in which they were added.
+    #[must_use]
+    pub fn all(&self) -> Vec<Arc<dyn Resource>> {
+        if self.birth.is_here() { lock(&self.list).clone() } else { Vec::new() }
+    }
+
+    /// Returns the time when the next resource is due. Does not allocate; checks each resource.
+    #[must_use]
+    pub fn next_due(&self) -> Moment {
+        if !self.birth.is_here() {
+            return Moment::NEVER;
+        }
+        let list = lock(&self.list);
+        list.iter().map(|resource| resource.next_due()).min().unwrap_or(Moment::NEVER)
+    }
+
+    /// Returns the number of loads that succeeded. Does not allocate; checks each resource.
+    pub(crate) fn loads_total(&self) -> u64 {
+        if !self.birth.is_here() {
+            return 0;
+        }
+        lock(&self.list).iter().map(|resource| resource.stats().loads_ok_total).sum()
+    }
+
+    /// Unloads the resources that are due, on the calling thread, and returns their number.
+    pub fn unload_due(&self, now: Moment) -> usize {
+        self.all().iter().filter(|resource| resource.unload_if_due(now)).count()
+    }
+
+    /// Lets `admission` evict idle resources of this registry if a load or a request does not fit.
+    /// A load waits for the room. A request is rejected, with the time that the unloads take, and
+    /// finds the room when it retries.
+    ///
+    /// Resources are unloaded in one step: as few as make enough room, those that cost least to
+    /// load again first, or none. Candidates are resources that are not in use or waited for, are
+    /// reserved with this admission, and are past their minimum residency, however short they have
+    /// been idle. Their reservations stay until they are unloaded and then pass to the load.
+    ///
+    /// The unloads run on temporary threads. When the unloads of one step have ended, `after` is
+    /// called on one of those threads, before the room is used. Purge the heap there.
+    ///
+    /// The registry is not kept alive. A second call replaces the first.
+    pub fn evict_for(
+        &self,
+        admission: &Admission,
+        clock: Arc<dyn Clock>,
+        after: impl Fn() + Send + Sync + 'static,
+    ) {
+        let pool = WeakResources { list: Arc::downgrade(&self.list), birth: self.birth };
+        admission.set_evictor(Evictor::new(Box::new(pool), clock, Box::new(after)));
+    }
+
+    /// Returns a reclaimer that unloads idle resources from level high, those first that are
+    /// cheapest to load again for their size: `bytes x idle time / load time`.
+    #[must_use]
+    pub fn reclaimer(&self, budget: Budget) -> Arc<dyn Reclaim> {
+        Arc::new(IdleResources { resources: self.clone(), budget })
+    }
+}
+
+impl Default for Resources {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl fmt::Debug for Resources {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let names: Vec<_> = self.all().iter().map(|resource| resource.name().to_owned()).collect();
+        f.debug_list().entries(names).finish()
+    }
+}
+
+/// A registry that is not kept alive.
+struct WeakResources {
+    list: Weak<Mutex<Vec<Arc<dyn Resource>>>>,
+    birth: Birth,
+}
+
+impl Pool for WeakResources {
+    fn idle(&self) -> Vec<Idle> {
+        let Some(list) = self.list.upgrade() else { return Vec::new() };
+        let all = Resources { list, birth: self.birth }.all();
+        all.iter().filter_map(|resource| resource.idle()).collect()
+    }
+}
+
+/// Returns the score of a resource: the larger, the sooner it is unloaded.
+pub(super) fn score(bytes: ByteSize, idle: Duration, load: Duration) -> f64 {
+    bytes.as_f64() * idle.as_secs_f64() / load.max(Duration::from_millis(1)).as_secs_f64()
+}
+
+/// Unloads idle resources until enough is recovered.
+#[derive(Debug)]
+struct IdleResources {
+    resources: Resources,
+    budget: Budget,
+}
+
+impl IdleResources {
+    /// Returns the bytes that it holds: the measured ones, or the declared cost if that is more.
+    fn bytes(&self, stats: &ResourceStats) -> ByteSize {
+        self.part_of(stats.cost).max(self.part_of(stats.measured.unwrap_or_default()))
+    }
+
+    const fn part_of(&self, cost: Cost) -> ByteSize {
+        match self.budget {
+            Budget::Host => cost.host,
+            Budget::Device => cost.device,
+        }
+    }
+
+    /// Returns the bytes that an unload released: the measured ones, or else the reservation.
+    fn given_back(&self, before: &ResourceStats, after: &ResourceStats) -> ByteSize {
+        let total = |stats: &ResourceStats| self.part_of(stats.recovered_total);
+        let measured = total(after).saturating_sub(total(before));
+        if measured.is_zero() { self.bytes(before) } else { measured }
+    }
+
+    /// Returns the score: the larger, the sooner it is unloaded.
+    fn score(&self, stats: &ResourceStats, now: Moment) -> f64 {
+        let idle = now - stats.last_used.unwrap_or(Moment::ORIGIN);
+        score(self.bytes(stats), idle, stats.load_time)
+    }
+}
+
+impl Reclaim for IdleResources {
+    fn name(&self) -> &str {
+        "idle-resources"
+    }
+
+    fn relieves(&self) -> Budget {
+        self.budget
+    }
+
+    fn cost_rank(&self) -> u8 {
+        100
+    }
+
+    fn starts_at(&self) -> Level {
+        Level::High
+    }
+
+    fn reclaim(&self, ask: Ask) -> Recovered {
+        let mut idle: Vec<_> = self
+            .resources
+            .all()
+            .into_iter()
+            .map(|resource| (resource.stats(), resource))
+            .filter(|(stats, _)| stats.loaded && stats.guards == 0)
+            .filter(|(stats, _)| !self.bytes(stats).is_zero())
+            .collect();
+        idle.sort_by(|(one, _), (other, _)| {
+            self.score(other, ask.now).total_cmp(&self.score(one, ask.now))
+        });
+        let mut recovered = ByteSize::ZERO;
+        for (stats, resource) in idle {
+            if recovered >= ask.bytes {
+                break;
+            }
+            if resource.unload(UnloadReason::Pressure) {
+                recovered = recovered.saturating_add(self.given_back(&stats, &resource.stats()));
+            }
+        }
+        Recovered::of(recovered)
+    }
+}

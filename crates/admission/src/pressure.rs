@@ -1,0 +1,454 @@
+//! Pressure levels: how close memory use is to the limit, with hysteresis.
+//!
+//! Pure arithmetic over time, usage and limit. It reads no clock and no file, and acts on nothing.
+//!
+//! A level is entered as soon as its `up` threshold is reached. Fast growth raises the level by one
+//! more: growth that would reach the limit within [`TICKS_TO_FULL`] samples of a busy service. A
+//! level is left one step at a time, after usage has stayed below its `down` threshold for the
+//! dwell time.
+//!
+//! Invariants: `level >= the highest level whose up threshold <= usage / limit`;
+//! `falls <= elapsed / dwell + 1` and `rises <= falls + 3`, so that level changes are bounded for
+//! any usage.
+
+use std::fmt;
+use std::time::Duration;
+
+use thiserror::Error;
+
+use lowtide_core::bytes::ByteSize;
+use lowtide_core::clock::Moment;
+
+/// Growth that fills the limit within this many samples raises the level by one.
+pub const TICKS_TO_FULL: f64 = 5.0;
+
+/// A longer step than this is a step of an idle service, and the next ones will be shorter, so
+/// growth is not extrapolated over five idle steps. Twice the step of an active service.
+const STEP_MAX: Duration = Duration::from_millis(20);
+
+/// The weight of the newest growth in its average. A guess: two samples make three quarters of it.
+const GROWTH_WEIGHT: f64 = 0.5;
+
+/// A pressure level: how close memory use is to the limit.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[repr(u8)]
+pub enum Level {
+    /// Far from the limit.
+    #[default]
+    None = 0,
+    /// Heap and arenas are purged.
+    Elevated = 1,
+    /// Idle resources are unloaded; requests of low priority are rejected.
+    High = 2,
+    /// Requests of normal priority are rejected as well.
+    Critical = 3,
+}
+
+impl Level {
+    /// All levels, from the lowest.
+    pub const ALL: [Self; 4] = [Self::None, Self::Elevated, Self::High, Self::Critical];
+
+    /// Returns the number for metrics: 0 none, 1 elevated, 2 high, 3 critical.
+    #[must_use]
+    pub const fn as_u8(self) -> u8 {
+        self as u8
+    }
+
+    /// Returns the level of a number. Numbers above 3 are critical.
+    #[must_use]
+    pub const fn from_u8(figure: u8) -> Self {
+        match figure {
+            0 => Self::None,
+            1 => Self::Elevated,
+            2 => Self::High,
+            _ => Self::Critical,
+        }
+    }
+
+    /// Returns the name in lower case.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::None => "none",
+            Self::Elevated => "elevated",
+            Self::High => "high",
+            Self::Critical => "critical",
+        }
+    }
+
+    const fn one_up(self) -> Self {
+        Self::from_u8(self.as_u8() + 1)
+    }
+
+    const fn one_down(self) -> Self {
+        Self::from_u8(self.as_u8().saturating_sub(1))
+    }
+}
+
+impl fmt::Display for Level {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.name())
+    }
+}
+
+/// The thresholds of one level, as fractions of the limit.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Band {
+    /// The level is entered at or above this fraction.
+    pub up: f64,
+    /// The level may be left below this fraction.
+    pub down: f64,
+}
+
+/// The thresholds of all levels and the dwell time.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Thresholds {
+    bands: [Band; 3],
+    dwell: Duration,
+}
+
+/// Invalid thresholds.
+#[derive(Clone, Debug, Error, PartialEq)]
+#[non_exhaustive]
+pub enum ThresholdsError {
+    /// A threshold is not a fraction of the limit.
+    #[error("{mark} threshold of level {level} is {value}: expected above 0 and at most 1")]
+    OutOfRange {
+        /// The level.
+        level: Level,
+        /// `up` or `down`.
+        mark: &'static str,
+        /// The value given.
+        value: f64,
+    },
+    /// The lower threshold of a level is not below its upper one.
+    #[error(
+        "level {level} is entered at {up} and left at {down}: expected to leave below the entry"
+    )]
+    Inverted {
+        /// The level.
+        level: Level,
+        /// Its upper threshold.
+        up: f64,
+        /// Its lower threshold.
+        down: f64,
+    },
+    /// The thresholds of a level are not above those of the level below it.
+    #[error("thresholds of level {level} are not above those of the level below")]
+    Unordered {
+        /// The level.
+        level: Level,
+    },
+}
+
+impl Thresholds {
+    /// Creates thresholds from the bands of elevated, high and critical, and from the dwell time:
+    /// how long usage must stay below a `down` threshold before the level is left. With a dwell
+    /// time of zero a level can be left at each sample.
+    ///
+    /// # Errors
+    /// [`ThresholdsError`] if `0 < down < up <= 1` does not hold for a level, or if the thresholds
+    /// do not rise from level to level.
+    pub fn new(bands: [Band; 3], dwell: Duration) -> Result<Self, ThresholdsError> {
+        let mut before = Band { up: 0.0, down: 0.0 };
+        for (level, band) in Level::ALL.into_iter().skip(1).zip(bands) {
+            for (mark, value) in [("up", band.up), ("down", band.down)] {
+                if !(value > 0.0 && value <= 1.0) {
+                    return Err(ThresholdsError::OutOfRange { level, mark, value });
+                }
+            }
+            if band.down >= band.up {
+                return Err(ThresholdsError::Inverted { level, up: band.up, down: band.down });
+            }
+            if band.up <= before.up || band.down <= before.down {
+                return Err(ThresholdsError::Unordered { level });
+            }
+            before = band;
+        }
+        Ok(Self { bands, dwell })
+    }
+
+    /// Returns the thresholds of a level; `None` for [`Level::None`], which has none.
+    #[must_use]
+    pub fn band(&self, level: Level) -> Option<Band> {
+        self.bands.get(usize::from(level.as_u8()).checked_sub(1)?).copied()
+    }
+
+    /// Returns the time that usage must stay below a threshold before the level is left.
+    #[must_use]
+    pub const fn dwell(&self) -> Duration {
+        self.dwell
+    }
+
+    /// Returns the highest level whose upper threshold is reached.
+    fn reached(&self, ratio: f64) -> Level {
+        let of = |level: &Level| self.band(*level).is_some_and(|band| ratio >= band.up);
+        Level::ALL.into_iter().rev().find(of).unwrap_or(Level::None)
+    }
+}
+
+impl Default for Thresholds {
+    /// .75/.70, .85/.78, .93/.85 and 250 ms: determined in an overload experiment (a 256 MiB memory
+    /// cgroup at up to eight times the load that fits), together with a ceiling of .80.
+    fn default() -> Self {
+        let bands = [(0.75, 0.70), (0.85, 0.78), (0.93, 0.85)];
+        Self { bands: bands.map(|(up, down)| Band { up, down }), dwell: Duration::from_millis(250) }
+    }
+}
+
+/// The current level and the state that determines the next one. Updated by one owner.
+#[derive(Clone, Debug)]
+pub struct Pressure {
+    thresholds: Thresholds,
+    level: Level,
+    /// The time since which usage is below the lower threshold of the current level.
+    below_since: Option<Moment>,
+    last: Option<(Moment, ByteSize)>,
+    /// The average growth in bytes per second; negative if memory shrinks.
+    growth: f64,
+    /// The number of times that each level was entered.
+    entered: [u64; 4],
+}
+
+impl Pressure {
+    /// Creates a state at [`Level::None`].
+    #[must_use]
+    pub const fn new(thresholds: Thresholds) -> Self {
+        Self {
+            thresholds,
+            level: Level::None,
+            below_since: None,
+            last: None,
+            growth: 0.0,
+            entered: [0; 4],
+        }
+    }
+
+    /// Returns the current level.
+    #[must_use]
+    pub const fn level(&self) -> Level {
+        self.level
+    }
+
+    /// Returns how often a level was entered, from above or below.
+    #[must_use]
+    pub fn entered_total(&self, level: Level) -> u64 {
+        self.entered.get(usize::from(level.as_u8())).copied().unwrap_or(0)
+    }
+
+    /// Returns the average growth in bytes per second; negative if memory shrinks.
+    #[must_use]
+    pub const fn growth(&self) -> f64 {
+        self.growth
+    }
+
+    /// Updates the state with a sample and returns the level. A limit of [`ByteSize::MAX`] means no
+    /// limit; a limit of zero is always exceeded.
+    pub fn update(&mut self, now: Moment, usage: ByteSize, limit: ByteSize) -> Level {
+        let step = self.measure_growth(now, usage);
+        let ratio = ratio(usage, limit);
+        let reached = self.thresholds.reached(ratio);
+        let raised = self.fills_soon(usage, limit, step);
+        let target = if raised { reached.one_up() } else { reached };
+        if target > self.level {
+            self.enter(target);
+        } else if target == self.level || !self.is_below(ratio) {
+            self.below_since = None;
+        } else {
+            let since = *self.below_since.get_or_insert(now);
+            if now - since >= self.thresholds.dwell {
+                self.enter(self.level.one_down());
+                self.below_since = Some(now);
+            }
+        }
+        debug_assert!(self.level >= reached, "left a level whose threshold is reached");
+        self.level
+    }
+
+    fn enter(&mut self, level: Level) {
+        self.level = level;
+        self.below_since = None;
+        if let Some(count) = self.entered.get_mut(usize::from(level.as_u8())) {
+            *count += 1;
+        }
+    }
+
+    /// `true` if usage is below the lower threshold of the current level.
+    fn is_below(&self, ratio: f64) -> bool {
+        self.thresholds.band(self.level).is_some_and(|band| ratio < band.down)
+    }
+
+    /// Updates the average growth and returns the time since the last sample.
+    fn measure_growth(&mut self, now: Moment, usage: ByteSize) -> Duration {
+        let Some((then, before)) = self.last.replace((now, usage)) else { return Duration::ZERO };
+        let step = now - then;
+        if !step.is_zero() {
+            let newest = (usage.as_f64() - before.as_f64()) / step.as_secs_f64();
+            self.growth += GROWTH_WEIGHT * (newest - self.growth);
+        }
+        step
+    }
+
+    /// `true` if the limit is reached within [`TICKS_TO_FULL`] steps at the current growth.
+    fn fills_soon(&self, usage: ByteSize, limit: ByteSize, step: Duration) -> bool {
+        let grown = self.growth * step.min(STEP_MAX).as_secs_f64() * TICKS_TO_FULL;
+        limit != ByteSize::MAX && grown > 0.0 && usage.as_f64() + grown >= limit.as_f64()
+    }
+}
+
+/// Returns usage as a fraction of the limit.
+fn ratio(usage: ByteSize, limit: ByteSize) -> f64 {
+    if limit == ByteSize::MAX {
+        0.0
+    } else if limit.is_zero() {
+        f64::INFINITY
+    } else {
+        usage.as_f64() / limit.as_f64()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LIMIT: ByteSize = ByteSize::mib(1000);
+    const TICK: Duration = Duration::from_millis(10);
+
+    fn at(millis: u64) -> Moment {
+        Moment::after_origin(Duration::from_millis(millis))
+    }
+
+    fn part(percent: u64) -> ByteSize {
+        ByteSize::mib(10 * percent)
+    }
+
+    /// Holds usage for so long that growth is forgotten.
+    fn settle(pressure: &mut Pressure, from: u64, percent: u64, millis: u64) -> Level {
+        let mut level = pressure.level();
+        for step in 0..millis / 10 {
+            level = pressure.update(at(from + step * 10), part(percent), LIMIT);
+        }
+        level
+    }
+
+    #[test]
+    fn levels_rise_at_once_and_fall_one_step_after_the_dwell_time() {
+        let mut pressure = Pressure::new(Thresholds::default());
+        assert_eq!(pressure.update(at(0), part(95), LIMIT), Level::Critical);
+        let mut seen = vec![(0, Level::Critical)];
+        for tick in 1..200 {
+            let level = pressure.update(at(tick * 10), part(10), LIMIT);
+            if seen.last().map(|(_, last)| *last) != Some(level) {
+                seen.push((tick * 10, level));
+            }
+        }
+        let expected =
+            [(0, Level::Critical), (260, Level::High), (510, Level::Elevated), (760, Level::None)];
+        assert_eq!(seen, expected);
+    }
+
+    #[test]
+    fn between_the_marks_nothing_moves() {
+        let mut pressure = Pressure::new(Thresholds::default());
+        assert_eq!(settle(&mut pressure, 0, 72, 1000), Level::None);
+        assert_eq!(settle(&mut pressure, 1000, 75, 1000), Level::Elevated);
+        assert_eq!(settle(&mut pressure, 2000, 72, 5000), Level::Elevated);
+        assert_eq!(settle(&mut pressure, 7000, 69, 240), Level::Elevated);
+        // A moment above the lower mark starts the dwell time again.
+        assert_eq!(settle(&mut pressure, 7240, 71, 10), Level::Elevated);
+        assert_eq!(settle(&mut pressure, 7250, 69, 250), Level::Elevated);
+        assert_eq!(settle(&mut pressure, 7500, 69, 20), Level::None);
+    }
+
+    #[test]
+    fn fast_growth_raises_one_level_before_the_mark() {
+        let mut pressure = Pressure::new(Thresholds::default());
+        let mut first = None;
+        for tick in 0..20 {
+            let percent = 20 + tick * 8;
+            let level = pressure.update(at(tick * 10), part(percent.min(100)), LIMIT);
+            if level > Level::None && first.is_none() {
+                first = Some(percent);
+            }
+        }
+        let first = first.expect("raised");
+        assert!(first < 75, "raised only at {first} %");
+        assert!(first >= 100 - 8 * 5, "raised at {first} % already");
+    }
+
+    /// The bug: the growth of one idle step of 250 ms was drawn out over five more, so that the
+    /// first burst after a quiet time was pressure at a tenth of the limit.
+    #[test]
+    fn a_burst_after_an_idle_step_was_pressure_far_from_the_limit() {
+        let mut pressure = Pressure::new(Thresholds::default());
+        pressure.update(at(0), part(2), LIMIT);
+        assert_eq!(pressure.update(at(250), part(42), LIMIT), Level::None);
+        for step in 1..=10 {
+            let level = pressure.update(at(250 + 10 * step), part(42), LIMIT);
+            assert_eq!(level, Level::None, "the burst stays where it is");
+        }
+    }
+
+    #[test]
+    fn no_limit_is_no_pressure_and_a_limit_of_zero_is_critical() {
+        let mut pressure = Pressure::new(Thresholds::default());
+        assert_eq!(pressure.update(at(0), ByteSize::gib(900), ByteSize::MAX), Level::None);
+        assert_eq!(pressure.update(at(10), ByteSize::MAX, ByteSize::MAX), Level::None);
+        assert_eq!(pressure.update(at(20), ByteSize::ZERO, ByteSize::ZERO), Level::Critical);
+        assert_eq!(pressure.update(at(30), ByteSize::MAX, ByteSize::new(1)), Level::Critical);
+    }
+
+    #[test]
+    fn flips_are_bounded_however_usage_moves() {
+        let mut state = 0x2545_F491_4F6C_DD1D_u64;
+        println!("seed {state:#x}");
+        let mut pressure = Pressure::new(Thresholds::default());
+        let (mut rises, mut falls, mut last) = (0_u64, 0_u64, Level::None);
+        let ticks = 20_000;
+        for tick in 0..ticks {
+            state ^= state << 13;
+            state ^= state >> 7;
+            state ^= state << 17;
+            let level = pressure.update(at(tick * 10), part(state % 101), LIMIT);
+            rises += u64::from(level > last);
+            falls += u64::from(level < last);
+            assert!(level >= Thresholds::default().reached(ratio(part(state % 101), LIMIT)));
+            last = level;
+        }
+        let dwells = ticks * 10 / 250;
+        assert!(falls <= dwells + 1, "{falls} falls in {dwells} dwell times");
+        assert!(rises <= falls + 3, "{rises} rises after {falls} falls");
+        let entered: u64 = Level::ALL.into_iter().map(|level| pressure.entered_total(level)).sum();
+        assert_eq!(entered, rises + falls);
+    }
+
+    #[test]
+    fn marks_that_make_no_sense_are_refused() {
+        let band = |up, down| Band { up, down };
+        let good = [band(0.5, 0.4), band(0.6, 0.5), band(0.7, 0.6)];
+        assert!(Thresholds::new(good, TICK).is_ok());
+        let with = |at: usize, bad| {
+            let mut bands = good;
+            bands[at] = bad;
+            Thresholds::new(bands, TICK).expect_err("refused")
+        };
+        assert!(matches!(with(0, band(f64::NAN, 0.4)), ThresholdsError::OutOfRange { .. }));
+        assert!(matches!(with(2, band(1.1, 0.6)), ThresholdsError::OutOfRange { .. }));
+        assert!(matches!(with(0, band(0.5, 0.0)), ThresholdsError::OutOfRange { .. }));
+        assert!(matches!(with(1, band(0.6, 0.6)), ThresholdsError::Inverted { .. }));
+        assert!(matches!(with(1, band(0.5, 0.45)), ThresholdsError::Unordered { .. }));
+        let text = with(1, band(0.6, 0.6)).to_string();
+        assert!(text.contains("high") && text.contains("0.6"), "{text}");
+    }
+
+    #[test]
+    fn levels_print_lower_case_and_count_from_zero() {
+        for (figure, level) in Level::ALL.into_iter().enumerate() {
+            assert_eq!(usize::from(level.as_u8()), figure);
+            assert_eq!(Level::from_u8(level.as_u8()), level);
+            assert_eq!(level.to_string(), level.name());
+        }
+        assert!(Level::Critical > Level::High);
+        assert_eq!(format!("{:>9}", Level::High), "     high");
+    }
+}

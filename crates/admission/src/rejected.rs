@@ -1,0 +1,169 @@
+//! The reasons for a rejection, and the time after which to retry.
+//!
+//! Invariant: only a request that may fit later has a retry time.
+
+use std::time::Duration;
+
+use thiserror::Error;
+
+use lowtide_core::bytes::ByteSize;
+
+use super::ledger::Budget;
+use super::pressure::Level;
+
+/// The reason why a request was not admitted.
+#[derive(Clone, Debug, Error, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Rejected {
+    /// The cost can never fit. Answer a request with 413; for a resource it is a configuration
+    /// error.
+    #[error("cannot reserve {asked} of {budget} memory: exceeds the ceiling of {ceiling}")]
+    TooLarge {
+        /// The budget that the cost exceeds.
+        budget: Budget,
+        /// The bytes requested.
+        asked: ByteSize,
+        /// The most bytes that may be held in total.
+        ceiling: ByteSize,
+    },
+    /// The cost does not fit now. Answer with 503.
+    #[error(
+        "cannot reserve {asked} of {budget} memory now: {reserved} of {allowance} are reserved; \
+         retry in {} s", retry_after.as_secs()
+    )]
+    Full {
+        /// The budget that has no room.
+        budget: Budget,
+        /// The bytes requested.
+        asked: ByteSize,
+        /// The bytes reserved, with resources by their full size.
+        reserved: ByteSize,
+        /// The bytes that may be reserved in total by a request of this size. Less than for larger
+        /// ones while headroom is reserved for those
+        /// ([`Ledger::reserved_headroom`](super::Ledger::reserved_headroom)).
+        allowance: ByteSize,
+        /// The time after which to retry: whole seconds, spread so that clients do not return
+        /// together. It estimates when the missing bytes become free, because requests end, idle
+        /// resources are unloaded, or their minimum residency ends.
+        retry_after: Duration,
+    },
+    /// The pressure level rejects this priority. Answer with 503.
+    #[error("memory pressure is {level}; retry in {} s", retry_after.as_secs())]
+    Pressure {
+        /// The level.
+        level: Level,
+        /// The time after which to retry, as for [`Rejected::Full`].
+        retry_after: Duration,
+    },
+    /// Memory that no request owns leaves no room for requests, and a purge did not help. Answer
+    /// with 503. Other instances may have room; on this one an operator has to act.
+    #[error(
+        "host memory is exhausted: {unowned} owned by no request, ceiling {ceiling}; retry in {} s",
+        retry_after.as_secs()
+    )]
+    Exhausted {
+        /// The bytes that no request owns: loaded resources and unreserved memory.
+        unowned: ByteSize,
+        /// The most bytes that may be held in total.
+        ceiling: ByteSize,
+        /// The time after which to retry, as for [`Rejected::Full`]: 30 s to 60 s.
+        retry_after: Duration,
+    },
+    /// The memory need of the route is not measured yet, and as many of its requests run as are
+    /// allowed until then. Answer with 503. Only requests that are large compared to the allowance
+    /// are rejected for this reason, and none after one second.
+    #[error(
+        "memory need of this route is not measured yet: {running} running; retry in {} s",
+        retry_after.as_secs()
+    )]
+    SlowStart {
+        /// The number of running requests of the route.
+        running: u32,
+        /// The time after which to retry.
+        retry_after: Duration,
+    },
+    /// Admission has been closed. Answer with 503.
+    #[error("the service is shutting down")]
+    ShuttingDown,
+}
+
+impl Rejected {
+    /// Returns the reason under which the rejection is counted.
+    #[must_use]
+    pub const fn reason(&self) -> RejectReason {
+        match self {
+            Self::TooLarge { .. } => RejectReason::TooLarge,
+            Self::Full { .. } => RejectReason::Full,
+            Self::Pressure { .. } => RejectReason::Pressure,
+            Self::Exhausted { .. } => RejectReason::Exhausted,
+            Self::ShuttingDown => RejectReason::ShuttingDown,
+            Self::SlowStart { .. } => RejectReason::SlowStart,
+        }
+    }
+
+    /// Returns the budget and bytes that did not fit, if they may fit later.
+    pub(crate) const fn shortage(&self) -> Option<(Budget, ByteSize)> {
+        match self {
+            Self::Full { budget, asked, .. } => Some((*budget, *asked)),
+            Self::TooLarge { .. }
+            | Self::Pressure { .. }
+            | Self::Exhausted { .. }
+            | Self::SlowStart { .. }
+            | Self::ShuttingDown => None,
+        }
+    }
+
+    /// Returns the time after which to retry, or `None` if a retry cannot succeed.
+    #[must_use]
+    pub const fn retry_after(&self) -> Option<Duration> {
+        match self {
+            Self::Full { retry_after, .. }
+            | Self::Pressure { retry_after, .. }
+            | Self::Exhausted { retry_after, .. }
+            | Self::SlowStart { retry_after, .. } => Some(*retry_after),
+            Self::TooLarge { .. } | Self::ShuttingDown => None,
+        }
+    }
+}
+
+/// The reason of a rejection, for counting.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum RejectReason {
+    /// The cost can never fit.
+    TooLarge,
+    /// The cost did not fit at that time.
+    Full,
+    /// The pressure level rejected the priority.
+    Pressure,
+    /// Admission was closed.
+    ShuttingDown,
+    /// Memory that no request owned left no room for requests.
+    Exhausted,
+    /// The memory need of the route was not measured yet.
+    SlowStart,
+}
+
+impl RejectReason {
+    /// All reasons.
+    pub const ALL: [Self; 6] = [
+        Self::TooLarge,
+        Self::Full,
+        Self::Pressure,
+        Self::ShuttingDown,
+        Self::Exhausted,
+        Self::SlowStart,
+    ];
+
+    /// Returns the label in metrics.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::TooLarge => "too_large",
+            Self::Full => "full",
+            Self::Pressure => "pressure",
+            Self::ShuttingDown => "shutting_down",
+            Self::Exhausted => "exhausted",
+            Self::SlowStart => "slow_start",
+        }
+    }
+}

@@ -1,0 +1,386 @@
+//! Counts of admitted and rejected requests, by size and reason, in one stripe per thread.
+//!
+//! A counter that all threads write costs each of them a transfer of its cache line for each
+//! request. So each thread counts in its own stripe: no other thread writes there, and adding is a
+//! load and a store. Threads beyond the owned stripes share some, with atomic additions. The module
+//! only manages who may write where.
+//!
+//! Invariants: the counters of an owned stripe are written by the one thread that holds its place.
+//! A sum that is read is never more than what happened, and exact when no thread counts.
+
+use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
+
+use lowtide_core::bytes::ByteSize;
+
+use super::ledger::Budget;
+use super::rejected::RejectReason;
+use super::size_class::SizeClass;
+
+/// Stripes that are owned by one thread each. Up to as many concurrent threads pay least. A guess.
+const OWNED: usize = 16;
+/// Stripes that further threads share.
+const SHARED: usize = 8;
+/// All stripes.
+pub(super) const STRIPES: usize = OWNED + SHARED;
+
+const _: () = assert!(OWNED <= u32::BITS as usize, "the places are bits of a word");
+
+/// The owned places in use, one bit each, for all admissions of this process.
+static TAKEN: AtomicU32 = AtomicU32::new(0);
+/// The shared place of the next thread.
+static NEXT: AtomicUsize = AtomicUsize::new(0);
+
+thread_local! {
+    static HELD: Holding = Holding::take();
+}
+
+/// The place where a thread counts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Place {
+    pub(super) stripe: usize,
+    owned: bool,
+}
+
+impl Place {
+    /// Returns the place of the calling thread; a shared one if the thread is about to end.
+    #[inline]
+    pub(super) fn here() -> Self {
+        HELD.try_with(|held| held.0).unwrap_or(Self { stripe: OWNED, owned: false })
+    }
+
+    /// Adds to a counter of this thread's stripe.
+    #[inline]
+    fn add(self, counter: &AtomicU64, amount: u64) {
+        if self.owned {
+            let sum = counter.load(Ordering::Relaxed).wrapping_add(amount);
+            // Release: what is counted has happened. Costs nothing on x86.
+            counter.store(sum, Ordering::Release);
+        } else {
+            counter.fetch_add(amount, Ordering::Release);
+        }
+    }
+}
+
+/// A place held until the thread ends.
+struct Holding(Place);
+
+impl Holding {
+    fn take() -> Self {
+        let mut taken = TAKEN.load(Ordering::Relaxed);
+        // Ends: a failed exchange means that another thread took or returned a place.
+        loop {
+            let stripe = taken.trailing_ones() as usize;
+            if stripe >= OWNED {
+                let shared = NEXT.fetch_add(1, Ordering::Relaxed) % SHARED;
+                return Self(Place { stripe: OWNED + shared, owned: false });
+            }
+            // Acquire: makes the previous holder's writes to its stripes visible.
+            let more = taken | 1 << stripe;
+            match TAKEN.compare_exchange_weak(taken, more, Ordering::Acquire, Ordering::Relaxed) {
+                Ok(_) => return Self(Place { stripe, owned: true }),
+                Err(now) => taken = now,
+            }
+        }
+    }
+}
+
+impl Drop for Holding {
+    fn drop(&mut self) {
+        if self.0.owned {
+            TAKEN.fetch_and(!(1 << self.0.stripe), Ordering::Release);
+        }
+    }
+}
+
+/// Requests of one class in one budget.
+#[derive(Debug, Default)]
+struct ClassTally {
+    admitted: AtomicU64,
+    admitted_bytes: AtomicU64,
+    rejected: AtomicU64,
+    shed_bytes: AtomicU64,
+}
+
+/// One stripe.
+#[derive(Debug, Default)]
+#[repr(align(128))]
+pub(super) struct Tally {
+    classes: [[ClassTally; SizeClass::COUNT]; 2],
+    exempt: AtomicU64,
+    /// Requests whose permits were dropped on this thread, wherever they were admitted.
+    finished: AtomicU64,
+    rejected: [AtomicU64; RejectReason::ALL.len()],
+    /// Bytes reserved by requests outside a class, by budget: exempt requests and growth.
+    beside: [AtomicU64; 2],
+    stood: AtomicU64,
+    unloaded: AtomicU64,
+}
+
+impl Tally {
+    /// Resets the counters. Called while no thread counts.
+    pub(super) fn begin(&self) {
+        for class in self.classes.iter().flatten() {
+            let ClassTally { admitted, admitted_bytes, rejected, shed_bytes } = class;
+            for counter in [admitted, admitted_bytes, rejected, shed_bytes] {
+                counter.store(0, Ordering::Relaxed);
+            }
+        }
+        let single = [&self.exempt, &self.finished, &self.stood, &self.unloaded];
+        for counter in single.into_iter().chain(&self.rejected).chain(&self.beside) {
+            counter.store(0, Ordering::Relaxed);
+        }
+    }
+
+    /// Counts an admitted request with these bytes.
+    #[inline]
+    pub(super) fn admit(&self, place: Place, host: ByteSize, device: ByteSize) {
+        self.count(Budget::Host, host, |class| {
+            place.add(&class.admitted, 1);
+            place.add(&class.admitted_bytes, host.get());
+        });
+        if !device.is_zero() {
+            self.count(Budget::Device, device, |class| {
+                place.add(&class.admitted, 1);
+                place.add(&class.admitted_bytes, device.get());
+            });
+        }
+    }
+
+    /// Counts an admitted exempt request with these bytes. It is in no class.
+    pub(super) fn admit_exempt(&self, place: Place, host: ByteSize, device: ByteSize) {
+        place.add(&self.exempt, 1);
+        for (beside, bytes) in self.beside.iter().zip([host, device]) {
+            place.add(beside, bytes.get());
+        }
+    }
+
+    /// Counts a request that ended.
+    #[inline]
+    pub(super) fn finish(&self, place: Place) {
+        place.add(&self.finished, 1);
+    }
+
+    /// Counts a resource that was reserved.
+    pub(super) fn stand(&self, place: Place) {
+        place.add(&self.stood, 1);
+    }
+
+    /// Counts a resource that was released.
+    pub(super) fn unload(&self, place: Place) {
+        place.add(&self.unloaded, 1);
+    }
+
+    /// Counts a rejected request, by class if it did not fit this budget.
+    #[cold]
+    pub(super) fn rejected(
+        &self,
+        place: Place,
+        reason: RejectReason,
+        full: Option<(Budget, ByteSize)>,
+    ) {
+        if let Some(counter) = self.rejected.get(reason as usize) {
+            place.add(counter, 1);
+        }
+        if let Some((budget, bytes)) = full {
+            self.count(budget, bytes, |class| {
+                place.add(&class.rejected, 1);
+                place.add(&class.shed_bytes, bytes.get());
+            });
+        }
+    }
+
+    /// Counts the growth of a request by these host bytes.
+    pub(super) fn grow(&self, place: Place, bytes: ByteSize) {
+        if let Some(beside) = self.beside.first() {
+            place.add(beside, bytes.get());
+        }
+    }
+
+    /// Returns a number that differs from one rejected request to the next.
+    pub(super) fn spread(&self, place: Place) -> u64 {
+        let sheds: u64 = self.rejected.iter().map(|count| count.load(Ordering::Relaxed)).sum();
+        (sheds.wrapping_mul(STRIPES as u64) + place.stripe as u64)
+            .wrapping_mul(0x9E37_79B9_7F4A_7C15)
+            >> 32
+    }
+
+    #[inline]
+    fn count(&self, budget: Budget, bytes: ByteSize, add: impl Fn(&ClassTally)) {
+        let classes = self.classes.get(budget as usize);
+        if let Some(class) = classes.and_then(|list| list.get(SizeClass::of(bytes).place())) {
+            add(class);
+        }
+    }
+}
+
+/// Counts of one size class since start.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ClassStats {
+    /// The size class.
+    pub class: SizeClass,
+    /// Requests admitted. Exempt requests are in no class.
+    pub admitted_total: u64,
+    /// Bytes of the admitted requests, as estimated at admission.
+    pub admitted_bytes_total: u64,
+    /// Requests rejected because they did not fit. Requests rejected for another reason are in no
+    /// class.
+    pub rejected_total: u64,
+    /// Bytes of the rejected requests.
+    pub rejected_bytes_total: u64,
+}
+
+/// The sum of all stripes.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Counts {
+    /// Requests admitted, including exempt ones.
+    pub(super) admitted: u64,
+    pub(super) finished: u64,
+    pub(super) rejected: [u64; RejectReason::ALL.len()],
+    stood: u64,
+    unloaded: u64,
+}
+
+impl Counts {
+    /// Adds the ended requests of a stripe. The ends of all stripes are added before the starts.
+    pub(super) fn add_ended(&mut self, tally: &Tally) {
+        // Acquire: a reader that sees an end sees the start, and everything released before the
+        // end.
+        self.finished += tally.finished.load(Ordering::Acquire);
+        self.unloaded += tally.unloaded.load(Ordering::Acquire);
+    }
+
+    /// Adds the started requests of a stripe.
+    pub(super) fn add(&mut self, tally: &Tally) {
+        if let Some(host) = tally.classes.first() {
+            let each = host.iter().map(|class| class.admitted.load(Ordering::Relaxed));
+            self.admitted += each.sum::<u64>();
+        }
+        self.admitted += tally.exempt.load(Ordering::Relaxed);
+        self.stood += tally.stood.load(Ordering::Relaxed);
+        for (sum, counter) in self.rejected.iter_mut().zip(&tally.rejected) {
+            *sum += counter.load(Ordering::Relaxed);
+        }
+    }
+
+    /// Returns the number of permits that have not been dropped, of requests and resources.
+    pub(super) const fn held(&self) -> u64 {
+        let requests = self.admitted.saturating_sub(self.finished);
+        requests.saturating_add(self.stood.saturating_sub(self.unloaded))
+    }
+}
+
+/// Counts of one budget's requests, by class, since start.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct BudgetCounts {
+    pub(super) classes: [ClassStats; SizeClass::COUNT],
+    /// Bytes reserved by requests outside their classes: exempt requests and growth.
+    pub(super) beside: u64,
+}
+
+impl Default for BudgetCounts {
+    fn default() -> Self {
+        let classes = SizeClass::all().map(|class| ClassStats { class, ..ClassStats::default() });
+        Self { classes, beside: 0 }
+    }
+}
+
+impl BudgetCounts {
+    /// Returns the smallest request of the smallest class in which one was admitted or did not fit.
+    pub(super) fn smallest(&self) -> ByteSize {
+        let asked = |class: &&ClassStats| class.admitted_total + class.rejected_total > 0;
+        self.classes.iter().find(asked).map_or(ByteSize::new(1), |class| class.class.least())
+    }
+
+    /// Adds a stripe.
+    pub(super) fn add(&mut self, tally: &Tally, budget: Budget) {
+        let Some(classes) = tally.classes.get(budget as usize) else { return };
+        let add = |sum: &mut u64, counter: &AtomicU64| {
+            *sum = sum.wrapping_add(counter.load(Ordering::Relaxed));
+        };
+        for (sum, class) in self.classes.iter_mut().zip(classes) {
+            add(&mut sum.admitted_total, &class.admitted);
+            add(&mut sum.admitted_bytes_total, &class.admitted_bytes);
+            add(&mut sum.rejected_total, &class.rejected);
+            add(&mut sum.rejected_bytes_total, &class.shed_bytes);
+        }
+        if let Some(beside) = tally.beside.get(budget as usize) {
+            add(&mut self.beside, beside);
+        }
+    }
+}
+
+#[cfg(all(test, not(lowtide_loom)))]
+mod tests {
+    use std::sync::Barrier;
+
+    use super::*;
+
+    #[test]
+    fn a_place_has_one_holder_at_a_time_and_goes_back_with_its_thread() {
+        let here = Place::here();
+        assert_eq!(here, Place::here(), "a thread keeps its place");
+        // More threads at once than there are places of either kind.
+        let threads = 2 * STRIPES;
+        for _ in 0..3 {
+            let all = Barrier::new(threads);
+            let mut places: Vec<Place> = std::thread::scope(|scope| {
+                let threads: Vec<_> = (0..threads)
+                    .map(|_| {
+                        scope.spawn(|| {
+                            let place = Place::here();
+                            all.wait();
+                            place
+                        })
+                    })
+                    .collect();
+                threads.into_iter().map(|thread| thread.join().expect("no panic")).collect()
+            });
+            places.push(here);
+            assert!(places.iter().all(|place| place.stripe < STRIPES));
+            assert!(places.iter().all(|place| place.owned == (place.stripe < OWNED)));
+            let mut owned: Vec<_> = places.iter().filter(|place| place.owned).collect();
+            owned.sort_by_key(|place| place.stripe);
+            assert!(owned.windows(2).all(|pair| pair[0] != pair[1]), "{owned:?}");
+            assert!(places.iter().any(|place| !place.owned), "there are too few for all");
+        }
+    }
+
+    #[test]
+    fn no_count_is_lost_whoever_counts() {
+        const EACH: u64 = 20_000;
+        let tallies: [Tally; STRIPES] = std::array::from_fn(|_| Tally::default());
+        let threads = 2 * STRIPES as u64;
+        std::thread::scope(|scope| {
+            for _ in 0..threads {
+                scope.spawn(|| {
+                    let place = Place::here();
+                    let tally = &tallies[place.stripe];
+                    for at in 0..EACH {
+                        tally.admit(place, ByteSize::mib(1), ByteSize::new(at % 2));
+                        let full = Some((Budget::Host, ByteSize::mib(8)));
+                        tally.rejected(place, RejectReason::Full, full);
+                        tally.grow(place, ByteSize::new(3));
+                        tally.rejected(place, RejectReason::TooLarge, None);
+                        tally.finish(place);
+                    }
+                });
+            }
+        });
+        let (mut counts, mut host) = (Counts::default(), BudgetCounts::default());
+        let mut device = BudgetCounts::default();
+        for tally in &tallies {
+            counts.add_ended(tally);
+            counts.add(tally);
+            host.add(tally, Budget::Host);
+            device.add(tally, Budget::Device);
+        }
+        let all = EACH * threads;
+        assert_eq!((counts.admitted, counts.finished, counts.held()), (all, all, 0));
+        assert_eq!(counts.rejected, [all, all, 0, 0, 0, 0]);
+        assert_eq!(host.beside, 3 * all);
+        let class = |bytes| host.classes[SizeClass::of(bytes).place()];
+        assert_eq!(class(ByteSize::mib(1)).admitted_bytes_total, all << 20);
+        assert_eq!(class(ByteSize::mib(8)).rejected_bytes_total, all << 23);
+        assert_eq!(device.classes[0].admitted_total, all / 2, "no bytes are of no class there");
+    }
+}

@@ -1,0 +1,21 @@
+//! Foundations of the lowtide crates: byte sizes, injected time, decay times, fork detection, log
+//! events that cannot fail the caller, and synchronisation from std or loom.
+//!
+//! The other packages re-export [`ByteSize`], [`clock`] and [`decay`], so applications need no
+//! dependency on this one. [`fork`], [`sync`] and [`log!`] are for the lowtide packages only and
+//! may change in any release.
+
+// First, so that its macro is known to all below.
+#[macro_use]
+mod log;
+
+pub mod bytes;
+pub mod clock;
+pub mod decay;
+pub mod fork;
+pub mod sync;
+
+pub use bytes::ByteSize;
+
+/// An error of any kind, as `Box<dyn Error>` that can cross threads.
+pub type BoxError = Box<dyn std::error::Error + Send + Sync>;

@@ -1,0 +1,175 @@
+//! A device's retained primary context, made current for each call.
+//!
+//! A thread may have no context (the worker, a thread that drops a buffer) or another device's
+//! context; users of cudarc share the device's primary context with this crate. A thread may also
+//! respect the graph captures of other threads (`CUstreamCaptureMode`, global by default), so an
+//! unsafe call during a capture would fail and invalidate it, no matter which stream captures. Each
+//! call therefore makes the context current and relaxes the thread's mode, then restores both, even
+//! if the thread had no context or a panic unwinds. No code of the program runs in between: log
+//! subscribers see an error after the restore.
+//!
+//! A relaxed mode protects every capture from every call here except one: waiting for the whole
+//! context invalidates captures in any mode
+//! ([`Driver::synchronize`](crate::Driver)).
+//!
+//! Invariants: `retains = releases` after the drop, in the process that opened it; a call leaves
+//! the thread's context and mode unchanged.
+
+use std::marker::PhantomData;
+
+use super::abi::CAPTURE_RELAXED;
+use super::calls::{Answer, Calls};
+use lowtide_core::bytes::ByteSize;
+use lowtide_core::fork::Birth;
+
+/// A retained primary context.
+#[derive(Debug)]
+pub(super) struct Context {
+    calls: Calls,
+    device: i32,
+    handle: usize,
+    birth: Birth,
+}
+
+/// Restores the calling thread's context and capture mode when it is dropped.
+struct Entered<'a> {
+    calls: &'a Calls,
+    /// The context to restore, 0 for none; `None` if it is the same.
+    context: Option<usize>,
+    /// The mode to restore; `None` if it is the same.
+    mode: Option<u32>,
+    /// Both are the thread's, so that this must end there.
+    _here: PhantomData<*const ()>,
+}
+
+impl<'a> Entered<'a> {
+    /// Makes a context current on this thread, and relaxes the thread's capture mode.
+    fn new(calls: &'a Calls, context: usize) -> Answer<Self> {
+        let mut entered = Self::bare(calls);
+        let before = calls.context_current()?;
+        if before != context {
+            calls.context_set(context)?;
+            entered.context = Some(before);
+        }
+        entered.relax()?;
+        Ok(entered)
+    }
+
+    /// Relaxes the thread's capture mode alone: for calls that need no context.
+    fn relaxed(calls: &'a Calls) -> Answer<Self> {
+        let mut entered = Self::bare(calls);
+        entered.relax()?;
+        Ok(entered)
+    }
+
+    const fn bare(calls: &'a Calls) -> Self {
+        Self { calls, context: None, mode: None, _here: PhantomData }
+    }
+
+    fn relax(&mut self) -> Answer {
+        let before = self.calls.exchange_capture_mode(CAPTURE_RELAXED)?;
+        self.mode = Some(before).filter(|&mode| mode != CAPTURE_RELAXED);
+        Ok(())
+    }
+}
+
+impl Drop for Entered<'_> {
+    fn drop(&mut self) {
+        if let Some(mode) = self.mode {
+            let _ = self.calls.exchange_capture_mode(mode);
+        }
+        if let Some(context) = self.context {
+            // If that fails the context is gone, and its owner finds out.
+            let _ = self.calls.context_set(context);
+        }
+    }
+}
+
+impl Context {
+    /// Retains the primary context of a device. The first in a process makes it, which takes long.
+    pub(super) fn retain(calls: Calls, device: i32) -> Answer<Self> {
+        let entered = Entered::relaxed(&calls)?;
+        let handle = calls.context_retain(device)?;
+        drop(entered);
+        Ok(Self { calls, device, handle, birth: Birth::now() })
+    }
+
+    /// For calls that need no context.
+    pub(super) const fn calls(&self) -> &Calls {
+        &self.calls
+    }
+
+    /// Returns the number of calls made.
+    pub(super) fn calls_made(&self) -> u64 {
+        self.calls.made()
+    }
+
+    /// Its number.
+    pub(super) const fn number(&self) -> u64 {
+        self.handle as u64
+    }
+
+    /// Returns `true` if this is still the process that opened it.
+    pub(super) fn is_here(&self) -> bool {
+        self.birth.is_here()
+    }
+
+    /// Makes calls in this context with the thread's capture mode relaxed, whatever the thread had.
+    /// `act` runs no code of the program.
+    pub(super) fn call<T>(&self, act: impl FnOnce(&Calls) -> Answer<T>) -> Answer<T> {
+        let entered = Entered::new(&self.calls, self.handle)?;
+        let outcome = act(&self.calls);
+        drop(entered);
+        self.calls.log_not_undone();
+        outcome
+    }
+}
+
+impl Drop for Context {
+    /// Releases it: one call. In a forked child does nothing.
+    fn drop(&mut self) {
+        if self.birth.is_here() {
+            let _relaxed = Entered::relaxed(&self.calls);
+            let _ = self.calls.context_release(self.device);
+        }
+    }
+}
+
+/// A context and a private stream in it, for copies that are waited for and for stream-ordered
+/// work.
+#[derive(Debug)]
+pub(super) struct Seat {
+    pub(super) context: Context,
+    pub(super) own: usize,
+    /// Bytes in use on the device when the context was created.
+    pub(super) floor: Option<ByteSize>,
+}
+
+impl Seat {
+    /// Retains the context of a device and makes the stream; holds nothing where either fails.
+    pub(super) fn take(calls: Calls, device: i32) -> Answer<Self> {
+        let context = Context::retain(calls, device)?;
+        let own = context.call(Calls::stream_create)?;
+        // If the query fails the value is unknown, and the trial of the memory reports the cause.
+        let info = context.call(Calls::memory_info).ok();
+        let floor = info.map(|(free, total)| total.saturating_sub(free));
+        Ok(Self { context, own, floor })
+    }
+
+    /// As [`Context::call`].
+    pub(super) fn call<T>(&self, act: impl FnOnce(&Calls) -> Answer<T>) -> Answer<T> {
+        self.context.call(act)
+    }
+}
+
+impl Drop for Seat {
+    /// In a forked child does nothing.
+    fn drop(&mut self) {
+        if self.context.is_here() {
+            let _ = self.call(|calls| {
+                calls.destroy_spare_events();
+                calls.stream_destroy(self.own)
+            });
+        }
+    }
+}

@@ -1,0 +1,405 @@
+//! A CUDA device as a [`Driver`]: its memory backend, streams, events, host stores and copies.
+//!
+//! Each call makes the device's primary context current, makes the calls of CUDA, and restores the
+//! previous context. Copies that are waited for use a private stream of the driver. Nothing uses
+//! the null stream, which would synchronize with the work of other streams.
+//!
+//! Invariant: no call is made before `cuInit` has succeeded, nor in a forked child.
+
+use std::fmt;
+use std::ptr::NonNull;
+
+use super::abi::INVALID_VALUE;
+use super::calls::{Answer, Calls, Locked};
+use super::context::Seat;
+use super::device::CudaDevice;
+use super::error::Skipped;
+use super::memory::Memory;
+use super::stores::Stores;
+use crate::host::HostDriver;
+use crate::sealed::{self, Key};
+use crate::{
+    Backend, Capabilities, DeviceAddress, DeviceMemory, Driver, DriverError, EventHandle,
+    HOST_GRANULARITY, HostMemory, HostStore, Owner, StoreSpan, StreamHandle,
+};
+use lowtide_core::bytes::ByteSize;
+
+/// An open CUDA device.
+///
+/// ```no_run
+/// use std::sync::Arc;
+/// use lowtide_gpu_driver::clock::SystemClock;
+/// use lowtide::cudarc::driver::CudaContext;
+/// use lowtide_gpu_driver::cuda::{CudaDriver, CudaOptions};
+/// use lowtide::device::{ArenaConfig, DeviceArena, Region};
+///
+/// let driver = Arc::new(CudaDriver::open(CudaOptions::default())?); // before any call of cudarc
+/// let clock = Arc::new(SystemClock::new());
+/// let arena = DeviceArena::open(driver, clock, ArenaConfig::new("embedder"))?;
+/// let stream = CudaContext::new(0)?.new_stream()?; // the same context
+/// let lane = arena.cuda_lane(&stream)?;
+///
+/// let mut weights = lane.alloc::<f32>(1024, Region::Stable)?;
+/// let lease = lane.enter()?; // while it is held, the arena is awake and nothing moves
+/// stream.memcpy_htod(&[1.0; 1024], &mut weights.cuda_mut(&lease)?)?;
+/// let sums = stream.clone_dtoh(weights.cuda(&lease)?)?; // wherever a `&CudaSlice` goes
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub struct CudaDriver {
+    pub(super) seat: Seat,
+    pub(super) device: CudaDevice,
+    pub(super) memory: Memory,
+    pub(super) skipped: Vec<Skipped>,
+    pub(super) stores: Stores,
+    pub(super) driver_version: u32,
+}
+
+impl CudaDriver {
+    /// Returns the device.
+    #[must_use]
+    pub const fn device(&self) -> &CudaDevice {
+        &self.device
+    }
+
+    /// Returns the newest CUDA version that the driver supports: 1000 x major + 10 x minor.
+    #[must_use]
+    pub const fn driver_version(&self) -> u32 {
+        self.driver_version
+    }
+
+    /// Returns the backends that were tried and did not work, with their causes, in the order of
+    /// preference. Empty if a backend was requested explicitly.
+    #[must_use]
+    pub fn skipped(&self) -> &[Skipped] {
+        &self.skipped
+    }
+
+    /// Returns `true` if the memory is managed, which
+    /// [`MemoryKind::Managed`](super::MemoryKind::Managed) requests.
+    #[must_use]
+    pub fn is_managed(&self) -> bool {
+        self.memory.is_managed()
+    }
+
+    /// Returns `true` if the memory comes from the device's default pool, because the device
+    /// refused a private pool.
+    ///
+    /// No limit applies to the default pool, and [`Driver::trim`] also releases memory that other
+    /// users of the pool freed. While the driver is open, that pool keeps all memory that is freed.
+    #[must_use]
+    pub fn shares_pool(&self) -> bool {
+        self.memory.is_shared()
+    }
+
+    /// Returns the number of CUDA calls made through this driver.
+    #[must_use]
+    pub fn calls_made(&self) -> u64 {
+        self.seat.context.calls_made()
+    }
+
+    fn call<T>(&self, act: impl FnOnce(&Calls) -> Answer<T>) -> Answer<T> {
+        self.seat.call(act)
+    }
+}
+
+impl Drop for CudaDriver {
+    /// In a forked child does nothing.
+    fn drop(&mut self) {
+        if self.seat.context.is_here() {
+            let _ = self.memory.close(&self.seat);
+        }
+    }
+}
+
+impl sealed::Sealed for CudaDriver {}
+
+impl Driver for CudaDriver {
+    fn backend(&self) -> Backend {
+        self.memory.backend()
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        let is_virtual = matches!(self.memory, Memory::Virtual(_));
+        Capabilities {
+            virtual_memory: is_virtual,
+            host_access: false,
+            host_backed: false,
+            unified: self.device.integrated,
+            same_address_wake: is_virtual,
+            remap: self.memory.can_remap(),
+            asynchronous: true,
+            page_locked: true,
+            granularity: self.memory.unit(),
+        }
+    }
+
+    fn context(&self) -> Option<u64> {
+        Some(self.seat.context.number())
+    }
+
+    fn ordinal(&self) -> Option<u32> {
+        Some(self.device.ordinal)
+    }
+
+    fn reserve(&self, size: ByteSize) -> Answer<DeviceAddress> {
+        let space = self.memory.space()?;
+        self.call(|calls| space.reserve(calls, size))
+    }
+
+    fn unreserve(&self, at: DeviceAddress, size: ByteSize, _: Key) -> Answer {
+        let space = self.memory.space()?;
+        self.call(|calls| space.unreserve(calls, at, size))
+    }
+
+    fn commit(&self, at: DeviceAddress, size: ByteSize, _: Key) -> Answer {
+        let space = self.memory.space()?;
+        self.call(|calls| space.commit(calls, at, size))
+    }
+
+    fn decommit(&self, at: DeviceAddress, size: ByteSize, _: Key) -> Answer {
+        let space = self.memory.space()?;
+        self.call(|calls| space.decommit(calls, at, size))
+    }
+
+    fn remap(&self, from: DeviceAddress, to: DeviceAddress, size: ByteSize, _: Key) -> Answer {
+        let space = self.memory.space()?;
+        self.call(|calls| space.remap(calls, from, to, size))
+    }
+
+    fn segment_create(&self, size: ByteSize) -> Answer<DeviceAddress> {
+        let segments = self.memory.segments()?;
+        self.call(|calls| segments.create(calls, size, self.seat.own))
+    }
+
+    fn segment_destroy(&self, at: DeviceAddress, size: ByteSize, _: Key) -> Answer {
+        let segments = self.memory.segments()?;
+        self.call(|calls| segments.destroy(calls, (at, size), self.seat.own))
+    }
+
+    fn trim(&self) -> Answer {
+        match &self.memory {
+            Memory::Virtual(_) => Ok(()),
+            Memory::Segments(segments) => self.call(|calls| segments.trim(calls, self.seat.own)),
+        }
+    }
+
+    fn copy(&self, from: DeviceAddress, to: DeviceAddress, size: ByteSize, _: Key) -> Answer {
+        let bytes = apart(from, to, size)?;
+        self.call(|calls| {
+            calls.copy_on_device(from.get(), to.get(), bytes, self.seat.own)?;
+            calls.stream_synchronize(self.seat.own)
+        })
+    }
+
+    fn device_memory(&self) -> Answer<Option<DeviceMemory>> {
+        if self.device.integrated {
+            return Ok(None);
+        }
+        self.call(Calls::memory_info).map(|(free, total)| Some(DeviceMemory { total, free }))
+    }
+
+    fn context_overhead(&self) -> Option<ByteSize> {
+        self.seat.floor
+    }
+
+    fn rollback_failures_total(&self) -> u64 {
+        self.memory.stuck()
+    }
+
+    fn owner_of(&self, at: DeviceAddress, size: ByteSize) -> Answer<Owner> {
+        let last = at.get().saturating_add(size.get().saturating_sub(1));
+        let found = self.call(|calls| Ok((calls.owner_of(at.get())?, calls.owner_of(last)?)));
+        let (first, last) = match found {
+            Ok(found) => found,
+            Err(DriverError::Unsupported { .. }) => return Ok(Owner::Unknown),
+            Err(error) if error.code() == Some(i64::from(INVALID_VALUE)) => {
+                return Ok(Owner::Elsewhere("memory that CUDA does not know, or that ends early"));
+            }
+            Err(error) => return Err(error),
+        };
+        let ordinal = i32::try_from(self.device.ordinal).unwrap_or(-1);
+        // Mapped and pooled memory is of a device, and of no single context.
+        let is_ours = |context: usize| context == 0 || context as u64 == self.seat.context.number();
+        let ends = [first, last];
+        // Page-locked memory has a device, too: that of the context which locked it.
+        if ends.iter().any(|of| of.is_host) {
+            return Ok(Owner::Elsewhere("host memory"));
+        }
+        if ends.iter().any(|of| of.ordinal != ordinal) {
+            return Ok(Owner::Elsewhere("memory of another device"));
+        }
+        if ends.iter().any(|of| !is_ours(of.context)) {
+            return Ok(Owner::Elsewhere("memory of another context"));
+        }
+        Ok(Owner::Here)
+    }
+
+    fn host_alloc(&self, size: ByteSize, memory: HostMemory) -> Answer<NonNull<u8>> {
+        if memory == HostMemory::Pageable {
+            return HostDriver::new().host_alloc(size, memory);
+        }
+        check_host_size(size)?;
+        let locked = self.call(|calls| calls.host_alloc(size))?;
+        let none = DriverError::OutOfMemory { call: "cuMemHostAlloc", requested: size };
+        NonNull::new(locked.start()).ok_or(none)
+    }
+
+    fn host_free(&self, at: NonNull<u8>, size: ByteSize, memory: HostMemory, key: Key) -> Answer {
+        if memory == HostMemory::Pageable {
+            return HostDriver::new().host_free(at, size, memory, key);
+        }
+        self.call(|calls| calls.host_free(&Locked::of(at, size)))
+    }
+
+    fn stream_create(&self) -> Answer<StreamHandle> {
+        self.call(Calls::stream_create).map(|stream| StreamHandle::new(stream as u64))
+    }
+
+    fn stream_destroy(&self, stream: StreamHandle, _: Key) -> Answer {
+        let stream = number(stream.get())?;
+        self.call(|calls| calls.stream_destroy(stream))
+    }
+
+    fn stream_wait_event(&self, stream: StreamHandle, event: EventHandle, _: Key) -> Answer {
+        let (stream, event) = (number(stream.get())?, number(event.get())?);
+        self.call(|calls| calls.stream_wait_event(stream, event))
+    }
+
+    fn stream_synchronize(&self, stream: StreamHandle, _: Key) -> Answer {
+        let stream = number(stream.get())?;
+        self.call(|calls| calls.stream_synchronize(stream))
+    }
+
+    fn is_capturing(&self, stream: StreamHandle, _: Key) -> Answer<bool> {
+        let stream = number(stream.get())?;
+        self.call(|calls| calls.stream_is_capturing(stream))
+    }
+
+    fn event_create(&self) -> Answer<EventHandle> {
+        self.call(Calls::event_create).map(|event| EventHandle::new(event as u64))
+    }
+
+    fn event_destroy(&self, event: EventHandle, _: Key) -> Answer {
+        let event = number(event.get())?;
+        self.call(|calls| calls.event_destroy(event))
+    }
+
+    fn event_record(&self, event: EventHandle, stream: StreamHandle, _: Key) -> Answer {
+        let (event, stream) = (number(event.get())?, number(stream.get())?);
+        self.call(|calls| calls.event_record(event, stream))
+    }
+
+    fn event_query(&self, event: EventHandle, _: Key) -> Answer<bool> {
+        let event = number(event.get())?;
+        self.call(|calls| calls.event_query(event))
+    }
+
+    fn event_synchronize(&self, event: EventHandle, _: Key) -> Answer {
+        let event = number(event.get())?;
+        self.call(|calls| calls.event_synchronize(event))
+    }
+
+    fn synchronize(&self) -> Answer {
+        self.call(Calls::context_synchronize)
+    }
+
+    fn copy_async(
+        &self,
+        from: DeviceAddress,
+        to: DeviceAddress,
+        size: ByteSize,
+        stream: StreamHandle,
+        _: Key,
+    ) -> Answer {
+        let (bytes, stream) = (apart(from, to, size)?, number(stream.get())?);
+        self.call(|calls| calls.copy_on_device(from.get(), to.get(), bytes, stream))
+    }
+
+    fn host_store_create(&self, size: ByteSize) -> Answer<HostStore> {
+        check_host_size(size)?;
+        self.call(|calls| self.stores.create(calls, size))
+    }
+
+    fn host_store_destroy(&self, store: HostStore, _: Key) -> Answer {
+        self.call(|calls| self.stores.destroy(calls, store))
+    }
+
+    fn offload(
+        &self,
+        from: DeviceAddress,
+        into: StoreSpan,
+        stream: StreamHandle,
+        _: Key,
+    ) -> Answer {
+        let stream = number(stream.get())?;
+        self.call(|calls| {
+            self.stores.with(into, |part| calls.copy_to_host(from.get(), part, stream))
+        })
+    }
+
+    fn restore(&self, from: StoreSpan, to: DeviceAddress, stream: StreamHandle, _: Key) -> Answer {
+        let stream = number(stream.get())?;
+        self.call(|calls| {
+            self.stores.with(from, |part| calls.copy_to_device(part, to.get(), stream))
+        })
+    }
+
+    fn copy_from_host(
+        &self,
+        from: NonNull<u8>,
+        to: DeviceAddress,
+        size: ByteSize,
+        stream: StreamHandle,
+        _: Key,
+    ) -> Answer {
+        let (from, stream) = (Locked::of(from, size), number(stream.get())?);
+        self.call(|calls| calls.copy_to_device((&from, from.whole()), to.get(), stream))
+    }
+
+    fn copy_to_host(
+        &self,
+        from: DeviceAddress,
+        to: NonNull<u8>,
+        size: ByteSize,
+        stream: StreamHandle,
+        _: Key,
+    ) -> Answer {
+        let (to, stream) = (Locked::of(to, size), number(stream.get())?);
+        self.call(|calls| calls.copy_to_host(from.get(), (&to, to.whole()), stream))
+    }
+}
+
+impl fmt::Debug for CudaDriver {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("CudaDriver")
+            .field("device", &self.device)
+            .field("backend", &self.backend())
+            .field("managed", &self.is_managed())
+            .field("shares_pool", &self.shares_pool())
+            .field("skipped", &self.skipped)
+            .field("granularity", &self.memory.unit())
+            .field("calls_made", &self.calls_made())
+            .finish_non_exhaustive()
+    }
+}
+
+/// Returns the number of a stream or an event. The null stream and its aliases are rejected.
+fn number(handle: u64) -> Answer<usize> {
+    let number = usize::try_from(handle).ok().filter(|&handle| handle > 2);
+    number.ok_or(DriverError::Unsupported { what: "the null stream, or an invalid handle" })
+}
+
+/// Returns the number of bytes to copy if the two parts do not overlap.
+fn apart(from: DeviceAddress, to: DeviceAddress, size: ByteSize) -> Answer<usize> {
+    let overlap = from.get().abs_diff(to.get()) < size.get();
+    let bytes = size.as_usize().filter(|_| !overlap);
+    bytes.ok_or(DriverError::Overlap { from, to, size })
+}
+
+fn check_host_size(size: ByteSize) -> Answer {
+    if size.is_zero() || !size.get().is_multiple_of(HOST_GRANULARITY.get()) {
+        let (at, granularity) = (DeviceAddress::new(0), HOST_GRANULARITY);
+        return Err(DriverError::Misaligned { at, size, granularity });
+    }
+    Ok(())
+}

@@ -1,0 +1,120 @@
+//! Errors of opening a CUDA device.
+//!
+//! Invariant: each error names the request and the available choices.
+
+use thiserror::Error;
+
+use super::probe::Probe;
+use crate::{Backend, DeviceUuid, DriverError};
+use lowtide_core::bytes::ByteSize;
+
+/// An error of opening a CUDA device.
+#[derive(Clone, Debug, Error, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum CudaError {
+    /// There is no driver, or no device is visible to this process.
+    #[error("{0}")]
+    Unavailable(Probe),
+    /// No device has this ordinal.
+    #[error(
+        "no CUDA device {ordinal}: expected a number below {count}, the number of visible \
+        devices"
+    )]
+    NoSuchDevice {
+        /// The requested ordinal.
+        ordinal: u32,
+        /// The number of devices.
+        count: u32,
+    },
+    /// No device has this UUID.
+    #[error("no CUDA device {uuid}: visible devices are {}", names(.known))]
+    NoSuchUuid {
+        /// The requested UUID.
+        uuid: DeviceUuid,
+        /// The UUIDs of the visible devices.
+        known: Vec<DeviceUuid>,
+    },
+    /// The requested backend does not work on this device.
+    #[error("backend {backend} does not work on CUDA device {device}: {cause}")]
+    NoSuchBackend {
+        /// The requested backend.
+        backend: Backend,
+        /// The device's ordinal.
+        device: u32,
+        /// The cause.
+        cause: BackendFailure,
+    },
+    /// No backend works on this device.
+    #[error("cannot allocate on CUDA device {device}: {}", causes(.skipped))]
+    NoBackend {
+        /// The device's ordinal.
+        device: u32,
+        /// The backends that were tried, in order.
+        skipped: Vec<Skipped>,
+    },
+    /// The requested handle size is invalid.
+    #[error("invalid handle size {requested}: expected a power of two of at least {granularity}")]
+    HandleSize {
+        /// The requested size.
+        requested: ByteSize,
+        /// The smallest size that the device supports.
+        granularity: ByteSize,
+    },
+    /// The pool limit is smaller than one allocation unit.
+    #[error("invalid pool limit {requested}: expected at least {unit}, the allocation unit")]
+    PoolLimit {
+        /// The requested limit.
+        requested: ByteSize,
+        /// The smallest unit that the pool allocates.
+        unit: ByteSize,
+    },
+    /// A driver call failed.
+    #[error(transparent)]
+    Driver(#[from] DriverError),
+}
+
+/// A backend that was not used, and the cause.
+#[derive(Clone, Debug, Error, PartialEq, Eq)]
+#[error("{backend}: {cause}")]
+#[non_exhaustive]
+pub struct Skipped {
+    /// The backend.
+    pub backend: Backend,
+    /// The cause.
+    #[source]
+    pub cause: BackendFailure,
+}
+
+/// The cause why a backend does not work.
+#[derive(Clone, Debug, Error, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum BackendFailure {
+    /// The driver library lacks this function.
+    #[error("the CUDA driver lacks the function {0}")]
+    NoFunction(&'static str),
+    /// The device does not support the backend.
+    #[error("the device does not support it")]
+    NotOffered,
+    /// The memory did not hold the data written to it.
+    #[error("the memory did not hold the data written to it")]
+    Contents,
+    /// The backend is not a CUDA backend.
+    #[error("not a CUDA backend: expected cuda_virtual_memory, cuda_pool or cuda_plain")]
+    NotCuda,
+    /// Managed memory is available with the plain backend only.
+    #[error("managed memory needs the backend cuda_plain")]
+    NotManaged,
+    /// A call of the trial failed.
+    #[error(transparent)]
+    Driver(#[from] DriverError),
+}
+
+fn names(known: &[DeviceUuid]) -> String {
+    let names: Vec<_> = known.iter().map(ToString::to_string).collect();
+    names.join(", ")
+}
+
+fn causes(skipped: &[Skipped]) -> String {
+    let causes: Vec<_> = skipped.iter().map(ToString::to_string).collect();
+    causes.join("; ")
+}

@@ -1,0 +1,109 @@
+//! FENCE: the calls of CUDA's virtual memory, one function each: address space, memory and
+//! mappings.
+//!
+//! The rules of [`Calls`](super::calls::Calls) apply. Addresses and handles are numbers that the
+//! driver looks up: a wrong one is an error. The arena, which holds the driver's key, proves that
+//! nothing on the device uses unmapped memory; otherwise the device would report an illegal
+//! address, and no memory of this process would be touched.
+//!
+//! Invariant: none of its own; each call is the driver's.
+#![expect(unsafe_code, reason = "calling C functions by pointer")]
+
+use super::abi::{Access, AllocationProperties, GRANULARITY_MINIMUM};
+use super::calls::{Answer, Calls};
+use super::table::{Retain, Virtual};
+use lowtide_core::bytes::ByteSize;
+
+/// The calls of virtual memory, on one device.
+#[derive(Clone, Copy)]
+pub(super) struct Mapping {
+    calls: Virtual,
+    retain: Option<Retain>,
+    device: i32,
+}
+
+impl Mapping {
+    pub(super) const fn new(calls: Virtual, retain: Option<Retain>, device: i32) -> Self {
+        Self { calls, retain, device }
+    }
+
+    /// Returns `true` if the handle behind an address can be queried.
+    pub(super) const fn can_retain(&self) -> bool {
+        self.retain.is_some()
+    }
+
+    /// The smallest unit of memory that is mapped.
+    pub(super) fn granularity(&self, count: &Calls) -> Answer<ByteSize> {
+        let (mut unit, of) = (0, AllocationProperties::on(self.device));
+        // SAFETY: it reads one structure of that shape and writes one size.
+        let code =
+            unsafe { (self.calls.granularity)(&raw mut unit, &raw const of, GRANULARITY_MINIMUM) };
+        count.done("cuMemGetAllocationGranularity", code, ByteSize::ZERO)?;
+        Ok(ByteSize::of(unit))
+    }
+
+    /// Address space that begins at a multiple of `align`.
+    pub(super) fn reserve(&self, count: &Calls, bytes: usize, align: usize) -> Answer<u64> {
+        let mut at = 0;
+        // SAFETY: it writes one address; no wish for one, no flags.
+        let code = unsafe { (self.calls.reserve)(&raw mut at, bytes, align, 0, 0) };
+        count.done("cuMemAddressReserve", code, ByteSize::of(bytes))?;
+        Ok(at)
+    }
+
+    pub(super) fn unreserve(&self, count: &Calls, at: u64, bytes: usize) -> Answer {
+        // SAFETY: numbers only, as the head says.
+        let code = unsafe { (self.calls.unreserve)(at, bytes) };
+        count.done("cuMemAddressFree", code, ByteSize::ZERO)
+    }
+
+    /// New memory of the device, behind no address; its handle.
+    pub(super) fn create(&self, count: &Calls, bytes: usize) -> Answer<u64> {
+        let (mut handle, of) = (0, AllocationProperties::on(self.device));
+        // SAFETY: it reads one structure of that shape and writes one handle.
+        let code = unsafe { (self.calls.create)(&raw mut handle, bytes, &raw const of, 0) };
+        count.done("cuMemCreate", code, ByteSize::of(bytes))?;
+        Ok(handle)
+    }
+
+    /// Gives a handle up; its memory goes with its last mapping.
+    pub(super) fn release(&self, count: &Calls, handle: u64) -> Answer {
+        // SAFETY: numbers only, as the head says.
+        let code = unsafe { (self.calls.release)(handle) };
+        count.done("cuMemRelease", code, ByteSize::ZERO)
+    }
+
+    /// Maps a whole handle to a bare range of its size; access is not enabled yet.
+    pub(super) fn map(&self, count: &Calls, at: u64, bytes: usize, handle: u64) -> Answer {
+        // SAFETY: numbers only, as the head says; the offset "must be zero".
+        let code = unsafe { (self.calls.map)(at, bytes, 0, handle, 0) };
+        count.done("cuMemMap", code, ByteSize::of(bytes))
+    }
+
+    /// Unmaps a range of whole mappings.
+    pub(super) fn unmap(&self, count: &Calls, at: u64, bytes: usize) -> Answer {
+        // SAFETY: numbers only, as the head says.
+        let code = unsafe { (self.calls.unmap)(at, bytes) };
+        count.done("cuMemUnmap", code, ByteSize::of(bytes))
+    }
+
+    /// Lets the device read and write a range of whole mappings.
+    pub(super) fn set_access(&self, count: &Calls, at: u64, bytes: usize) -> Answer {
+        let access = Access::by(self.device);
+        // SAFETY: it reads one structure of that shape, as the last argument says.
+        let code = unsafe { (self.calls.set_access)(at, bytes, &raw const access, 1) };
+        count.done("cuMemSetAccess", code, ByteSize::of(bytes))
+    }
+
+    /// The handle of the mapping at an address, to be released once more.
+    pub(super) fn handle_of(&self, count: &Calls, at: u64) -> Answer<u64> {
+        let (mut handle, call) = (0, "cuMemRetainAllocationHandle");
+        let Some(retain) = self.retain else {
+            return Err(crate::DriverError::Unsupported { what: call });
+        };
+        // SAFETY: it writes one handle; the address is looked up and not followed.
+        let code = unsafe { (retain.handle_of)(&raw mut handle, at) };
+        count.done(call, code, ByteSize::ZERO)?;
+        Ok(handle)
+    }
+}

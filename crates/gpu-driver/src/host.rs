@@ -1,0 +1,390 @@
+//! The host driver: private anonymous memory of this process, used like device memory.
+//!
+//! It is a supported backend, not a test double: it provides the same arenas, limits and decay on
+//! machines without a GPU. Work completes at once. It keeps no metadata, since the kernel does.
+//! Transparent huge pages follow the system's setting.
+//!
+//! It does not support remapping: `mremap` onto a fixed address removes the target's mapping before
+//! it can fail, and another mapping could then take a hole in a reservation. Releasing pages and
+//! allocating them again costs about as little.
+//!
+//! Host memory is mapped separately and page-locked with mlock. It is not marked `MADV_DONTFORK`:
+//! no device of this driver reads its physical pages, so a copy on write after a fork does no harm,
+//! while a hole in the child would crash any code there that still holds a slice. This memory is
+//! private: the child has a copy, which is not locked, since locks are not inherited (mlock(2)).
+//! CUDA's host memory is shared with the child instead.
+//!
+//! Invariant: `accessible = committed`; a bare granule is `PROT_NONE` and has no page behind it.
+#![expect(unsafe_code, reason = "address space comes from mmap, mprotect and madvise")]
+
+use std::io;
+use std::ptr::{self, NonNull};
+
+use super::sealed::{self, Key};
+use super::{
+    Backend, Capabilities, DeviceAddress, DeviceMemory, Driver, DriverError, HOST_GRANULARITY,
+    HostMemory, StreamHandle,
+};
+use lowtide_core::bytes::ByteSize;
+
+/// The granule. 2 MiB: a huge page of `x86_64` and of aarch64 with 4 KiB pages, what data-centre
+/// GPUs map, and a multiple of every page size in use (4, 16, 64 KiB).
+const GRANULARITY: ByteSize = ByteSize::mib(2);
+
+/// A driver for memory in this process's own address space.
+#[derive(Debug, Default)]
+#[non_exhaustive]
+pub struct HostDriver {}
+
+impl HostDriver {
+    /// Creates a driver. All host drivers share the process's address space.
+    #[must_use]
+    pub const fn new() -> Self {
+        Self {}
+    }
+}
+
+impl sealed::Sealed for HostDriver {}
+
+impl Driver for HostDriver {
+    fn backend(&self) -> Backend {
+        Backend::Host
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        Capabilities {
+            virtual_memory: true,
+            host_access: true,
+            host_backed: true,
+            unified: false,
+            same_address_wake: true,
+            remap: false,
+            asynchronous: false,
+            page_locked: true,
+            granularity: GRANULARITY,
+        }
+    }
+
+    fn reserve(&self, size: ByteSize) -> Result<DeviceAddress, DriverError> {
+        let size_wanted = Range::of(DeviceAddress::new(0), size)?.length;
+        let refused = || DriverError::OutOfMemory { call: "mmap", requested: size };
+        // mmap aligns to pages only: map one granule more and unmap the excess.
+        let slack = length_of(GRANULARITY)?;
+        let length = size_wanted.checked_add(slack).ok_or_else(refused)?;
+        let start = map_bare(ptr::null_mut(), length, 0)?;
+        let address = start.expose_provenance();
+        let head = address.next_multiple_of(slack) - address;
+        let base = start.wrapping_byte_add(head);
+        // Both trims are inside the mapping just made and outside the returned range; if one fails,
+        // only address space is lost.
+        let _ = unmap(start, head);
+        let _ = unmap(base.wrapping_byte_add(size_wanted), slack - head);
+        Ok(DeviceAddress::new(base.addr() as u64))
+    }
+
+    fn unreserve(&self, at: DeviceAddress, size: ByteSize, _: Key) -> Result<(), DriverError> {
+        let range = Range::of(at, size)?;
+        unmap(range.start, range.length)
+    }
+
+    fn commit(&self, at: DeviceAddress, size: ByteSize, _: Key) -> Result<(), DriverError> {
+        Range::of(at, size)?.protect(libc::PROT_READ | libc::PROT_WRITE)
+    }
+
+    fn decommit(&self, at: DeviceAddress, size: ByteSize, _: Key) -> Result<(), DriverError> {
+        let range = Range::of(at, size)?;
+        range.discard()?;
+        range.protect(libc::PROT_NONE)
+    }
+
+    fn copy(
+        &self,
+        from: DeviceAddress,
+        to: DeviceAddress,
+        size: ByteSize,
+        _: Key,
+    ) -> Result<(), DriverError> {
+        let refused = || DriverError::Overlap { from, to, size };
+        let length = length_of(size)?;
+        if from.get().abs_diff(to.get()) < size.get() {
+            return Err(refused());
+        }
+        let from = self.host_pointer(from).ok_or_else(refused)?.as_ptr();
+        let to = self.host_pointer(to).ok_or_else(refused)?.as_ptr();
+        // SAFETY: both parts are committed and not in use meanwhile (contract of `Driver::copy`;
+        // only an arena has the key). They do not overlap: checked above. Bytes have no alignment,
+        // and every one of them is initialised (contract of `host_pointer`).
+        unsafe { ptr::copy_nonoverlapping(from, to, length) };
+        Ok(())
+    }
+
+    fn copy_from_host(
+        &self,
+        from: NonNull<u8>,
+        to: DeviceAddress,
+        size: ByteSize,
+        _: StreamHandle,
+        _: Key,
+    ) -> Result<(), DriverError> {
+        let refused = || DriverError::OutOfMemory { call: "memcpy", requested: size };
+        let to = self.host_pointer(to).ok_or_else(refused)?.as_ptr();
+        // SAFETY: both parts exist and are not written to meanwhile (contract of
+        // `Driver::copy_from_host`; only a lane has the key). Memory of a pool and memory of an
+        // arena never overlap. Bytes have no alignment, and every one of them is initialised.
+        unsafe { ptr::copy_nonoverlapping(from.as_ptr(), to, length_of(size)?) };
+        Ok(())
+    }
+
+    fn copy_to_host(
+        &self,
+        from: DeviceAddress,
+        to: NonNull<u8>,
+        size: ByteSize,
+        _: StreamHandle,
+        _: Key,
+    ) -> Result<(), DriverError> {
+        let refused = || DriverError::OutOfMemory { call: "memcpy", requested: size };
+        let from = self.host_pointer(from).ok_or_else(refused)?.as_ptr();
+        // SAFETY: as in `copy_from_host`, the other way round.
+        unsafe { ptr::copy_nonoverlapping(from, to.as_ptr(), length_of(size)?) };
+        Ok(())
+    }
+
+    fn device_memory(&self) -> Result<Option<DeviceMemory>, DriverError> {
+        Ok(None)
+    }
+
+    fn host_alloc(&self, size: ByteSize, memory: HostMemory) -> Result<NonNull<u8>, DriverError> {
+        let length = host_length(DeviceAddress::new(0), size)?;
+        let access = libc::PROT_READ | libc::PROT_WRITE;
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+        // SAFETY: without MAP_FIXED the kernel picks a range that nothing occupies. No file is
+        // involved: descriptor -1 and offset 0 as mmap(2) asks of MAP_ANONYMOUS.
+        let start = unsafe { libc::mmap(ptr::null_mut(), length, access, flags, -1, 0) };
+        if start == libc::MAP_FAILED {
+            return Err(last_error("mmap", length));
+        }
+        if memory == HostMemory::PageLocked {
+            // Not MAP_LOCKED: mmap does not fail if it cannot lock ("Notes" of mmap(2)). SAFETY:
+            // the whole of the mapping just made; locking changes no contents.
+            let result = unsafe { libc::mlock(start, length) };
+            if result != 0 {
+                let error = lock_error(size);
+                let _ = unmap(start, length);
+                return Err(error);
+            }
+        }
+        // No mapping of the kernel's choice begins at address 0.
+        NonNull::new(start.cast()).ok_or(DriverError::OutOfMemory { call: "mmap", requested: size })
+    }
+
+    fn host_free(
+        &self,
+        at: NonNull<u8>,
+        size: ByteSize,
+        _: HostMemory,
+        _: Key,
+    ) -> Result<(), DriverError> {
+        let address = DeviceAddress::new(at.addr().get() as u64);
+        // The pages are unlocked with it: "Memory locks are ... automatically removed if the
+        // address range is unmapped" (mlock(2)).
+        unmap(at.as_ptr().cast(), host_length(address, size)?)
+    }
+
+    fn host_pointer(&self, at: DeviceAddress) -> Option<NonNull<u8>> {
+        // `reserve` exposed the provenance of the mapping in which `at` lies.
+        let address = usize::try_from(at.get()).ok()?;
+        NonNull::new(ptr::with_exposed_provenance_mut(address))
+    }
+}
+
+/// Whole granules of this process's address space.
+#[derive(Clone, Copy)]
+struct Range {
+    start: *mut libc::c_void,
+    length: usize,
+}
+
+impl Range {
+    fn of(at: DeviceAddress, size: ByteSize) -> Result<Self, DriverError> {
+        let whole = at.is_multiple_of(GRANULARITY)
+            && size.get().is_multiple_of(GRANULARITY.get())
+            && !size.is_zero();
+        if !whole {
+            return Err(DriverError::Misaligned { at, size, granularity: GRANULARITY });
+        }
+        let address = length_of(ByteSize::new(at.get()))?;
+        let start = ptr::with_exposed_provenance_mut(address);
+        Ok(Self { start, length: length_of(size)? })
+    }
+
+    fn protect(self, access: libc::c_int) -> Result<(), DriverError> {
+        // SAFETY: the range consists of whole pages of a mapping that `reserve` made and that is
+        // ours until `unreserve` (contract of `Driver`). Removing access harms no reference:
+        // `decommit` is called only when every use is complete; enabling access is always safe.
+        let result = unsafe { libc::mprotect(self.start, self.length, access) };
+        self.outcome("mprotect", result)
+    }
+
+    /// Gives the pages back, so that they read as zero when they are next accessible.
+    #[cfg(target_os = "linux")]
+    fn discard(self) -> Result<(), DriverError> {
+        // SAFETY: whole pages of a private anonymous mapping of ours that nothing uses any more
+        // (contract of `decommit`). "Subsequent accesses of pages in the range will succeed, but
+        // will result in ... zero-fill-on-demand pages" (madvise(2), MADV_DONTNEED).
+        let result = unsafe { libc::madvise(self.start, self.length, libc::MADV_DONTNEED) };
+        self.outcome("madvise", result)
+    }
+
+    /// Gives the pages back by a new mapping over the old one: `MADV_DONTNEED` of other systems
+    /// keeps the contents.
+    #[cfg(not(target_os = "linux"))]
+    fn discard(self) -> Result<(), DriverError> {
+        map_bare(self.start, self.length, libc::MAP_FIXED).map(drop)
+    }
+
+    fn outcome(self, call: &'static str, result: libc::c_int) -> Result<(), DriverError> {
+        if result == 0 { Ok(()) } else { Err(last_error(call, self.length)) }
+    }
+}
+
+/// Maps address space with nothing behind it. With `MAP_FIXED` in `flags` the range at `at` is a
+/// reservation of ours that nothing uses.
+fn map_bare(
+    at: *mut libc::c_void,
+    length: usize,
+    flags: libc::c_int,
+) -> Result<*mut libc::c_void, DriverError> {
+    let flags = flags | libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
+    // SAFETY: without MAP_FIXED the kernel picks a range that nothing occupies; with it, the range
+    // is whole granules of a reservation of ours (the caller's word), so that no other mapping is
+    // replaced. No file is involved: descriptor -1 and offset 0 as mmap(2) asks of MAP_ANONYMOUS.
+    let start = unsafe { libc::mmap(at, length, libc::PROT_NONE, flags, -1, 0) };
+    if start == libc::MAP_FAILED { Err(last_error("mmap", length)) } else { Ok(start) }
+}
+
+/// The length of host memory, of which a driver gives whole parts only.
+fn host_length(at: DeviceAddress, size: ByteSize) -> Result<usize, DriverError> {
+    if size.is_zero() || !size.get().is_multiple_of(HOST_GRANULARITY.get()) {
+        return Err(DriverError::Misaligned { at, size, granularity: HOST_GRANULARITY });
+    }
+    length_of(size)
+}
+
+/// Converts a failure of mlock. If a limit is set, it is reported as the cause: on a fresh mapping
+/// ENOMEM means the limit, or (rarely) too many mappings; EAGAIN means that memory has run out
+/// (mlock(2)).
+fn lock_error(size: ByteSize) -> DriverError {
+    let error = io::Error::last_os_error();
+    let code = error.raw_os_error().unwrap_or_default();
+    let mut limit = libc::rlimit { rlim_cur: libc::RLIM_INFINITY, rlim_max: 0 };
+    // SAFETY: `limit` is a valid place for the result.
+    let known = unsafe { libc::getrlimit(libc::RLIMIT_MEMLOCK, &raw mut limit) } == 0;
+    if (code == libc::ENOMEM || code == libc::EPERM)
+        && known
+        && limit.rlim_cur != libc::RLIM_INFINITY
+    {
+        return DriverError::LockLimit { requested: size, limit: ByteSize::new(limit.rlim_cur) };
+    }
+    if code == libc::ENOMEM || code == libc::EAGAIN {
+        return DriverError::OutOfMemory { call: "mlock", requested: size };
+    }
+    DriverError::Refused { call: "mlock", code: i64::from(code), message: error.to_string() }
+}
+
+/// Unmaps a range of a mapping of ours; no length is no work.
+fn unmap(start: *mut libc::c_void, length: usize) -> Result<(), DriverError> {
+    if length == 0 {
+        return Ok(());
+    }
+    // SAFETY: the range lies in a mapping that `reserve` or `host_alloc` made, and its caller gives
+    // it up: nothing refers into it (contracts of `unreserve` and `host_free`; `reserve` and
+    // `host_alloc` have handed out nothing yet).
+    let result = unsafe { libc::munmap(start, length) };
+    if result == 0 { Ok(()) } else { Err(last_error("munmap", length)) }
+}
+
+fn length_of(size: ByteSize) -> Result<usize, DriverError> {
+    size.as_usize().ok_or(DriverError::OutOfMemory { call: "mmap", requested: size })
+}
+
+fn last_error(call: &'static str, length: usize) -> DriverError {
+    let error = io::Error::last_os_error();
+    let code = error.raw_os_error().unwrap_or_default();
+    if code == libc::ENOMEM {
+        return DriverError::OutOfMemory { call, requested: ByteSize::of(length) };
+    }
+    DriverError::Refused { call, code: i64::from(code), message: error.to_string() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const GRANULE: usize = 2 << 20;
+
+    #[test]
+    fn a_committed_granule_holds_what_is_written_and_comes_back_as_zero() {
+        let driver = HostDriver::new();
+        let size = ByteSize::mib(8);
+        let base = driver.reserve(size).expect("address space");
+        assert!(base.is_multiple_of(GRANULARITY));
+        let at = base.checked_add(GRANULARITY).expect("inside");
+        for round in 0..2_u8 {
+            driver.commit(at, GRANULARITY, Key::new()).expect("memory");
+            let bytes = driver.host_pointer(at).expect("host access").as_ptr();
+            // SAFETY: the granule at `at` is committed, ours, and initialised by the kernel.
+            let granule = unsafe { std::slice::from_raw_parts_mut(bytes, GRANULE) };
+            assert!(granule.iter().all(|&byte| byte == 0), "round {round}");
+            granule.fill(0xA5);
+            driver.decommit(at, GRANULARITY, Key::new()).expect("decommit");
+        }
+        driver.unreserve(base, size, Key::new()).expect("unreserve");
+    }
+
+    #[test]
+    fn host_memory_is_zero_writable_and_given_back_whole() {
+        let driver = HostDriver::new();
+        let size = HOST_GRANULARITY;
+        for memory in [HostMemory::Pageable, HostMemory::PageLocked] {
+            let at = match driver.host_alloc(size, memory) {
+                Ok(at) => at,
+                Err(error @ DriverError::LockLimit { .. }) => {
+                    println!("skipped: {error}");
+                    continue;
+                }
+                Err(error) => panic!("{error}"),
+            };
+            // SAFETY: `size` bytes at `at` are ours and initialised (contract of `host_alloc`).
+            let bytes = unsafe { std::slice::from_raw_parts_mut(at.as_ptr(), 64 << 10) };
+            assert!(bytes.iter().all(|&byte| byte == 0));
+            bytes.fill(0xA5);
+            driver.host_free(at, size, memory, Key::new()).expect("freed");
+        }
+        for size in [ByteSize::ZERO, ByteSize::new(1), ByteSize::kib(4), ByteSize::MAX] {
+            let refused = driver.host_alloc(size, HostMemory::Pageable);
+            assert!(matches!(refused, Err(DriverError::Misaligned { .. })), "{size}: {refused:?}");
+        }
+        let refused = driver.host_alloc(ByteSize::new(1 << 62), HostMemory::Pageable);
+        assert!(matches!(refused, Err(DriverError::OutOfMemory { .. })), "{refused:?}");
+    }
+
+    #[test]
+    fn ranges_of_other_than_whole_granules_are_refused() {
+        let driver = HostDriver::new();
+        for size in [ByteSize::ZERO, ByteSize::new(1), ByteSize::kib(4)] {
+            let refused = driver.reserve(size);
+            assert!(matches!(refused, Err(DriverError::Misaligned { .. })), "{size}: {refused:?}");
+        }
+        let odd = DeviceAddress::new(4096);
+        let refused = driver.commit(odd, GRANULARITY, Key::new());
+        assert!(matches!(refused, Err(DriverError::Misaligned { .. })), "{refused:?}");
+    }
+
+    #[test]
+    fn more_address_space_than_there_is_is_a_typed_error() {
+        let size = ByteSize::new(1 << 62);
+        let refused = HostDriver::new().reserve(size);
+        assert!(matches!(refused, Err(DriverError::OutOfMemory { .. })), "{refused:?}");
+    }
+}

@@ -1,0 +1,289 @@
+//! Plans which blocks to move where, so that granules become free or free space contiguous.
+//!
+//! Pure: blocks in, moves out. It calls no driver, takes no lock and reads no contents; the
+//! executor checks that a block still exists before its move. Each move is possible once those
+//! before it are done.
+//!
+//! * `Granules`: clears a granule by moving its blocks into holes of other active granules, those
+//!   first that free most for the bytes moved.
+//! * `Segments`: the same for whole segments.
+//! * `Contiguous`: clears a window into holes elsewhere, or slides blocks together, whichever moves
+//!   fewer bytes.
+//!
+//! Fixed blocks never move. Small and large blocks stay among their kind, towards the [`End`] that
+//! they were placed from. The plan is good, not optimal: that is a packing problem.
+//!
+//! Invariants: `bytes = sum of move sizes <= budget`; no fewer granules are idle after the moves
+//! than before (`Granules`, `Segments`), and the largest free span is no smaller (`Contiguous`); if
+//! neither would grow, the plan is empty or a part of one that a larger budget completes.
+
+use super::contiguous;
+use super::granules;
+use super::sketch::{Block, Sketch};
+use super::whole;
+use crate::index::{ALIGN, End, Span};
+
+/// The restriction of a block's moves.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Hold {
+    /// It may move, to a multiple of `align` bytes, and belongs to this end of the region.
+    Moves { end: End, align: u64 },
+    /// It stays.
+    Stays,
+    /// It stays, and nothing passes it; at most one.
+    Wall,
+}
+
+impl Hold {
+    /// Returns `true` if a block of this kind may be next to one of the other kind without mixing
+    /// small and large ones.
+    fn is_kin(self, other: Self) -> bool {
+        match (self, other) {
+            (Self::Moves { end, .. }, Self::Moves { end: other, .. }) => end == other,
+            (Self::Stays | Self::Wall, _) | (_, Self::Stays | Self::Wall) => true,
+        }
+    }
+}
+
+/// A block, or a free span.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Part {
+    pub(crate) span: Span,
+    /// `None`: it is free.
+    pub(crate) hold: Option<Hold>,
+}
+
+/// The target of a plan.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Target<'a> {
+    /// As many granules as possible that no block touches.
+    Granules,
+    /// As many bytes as possible of these segments, which are in the order of offsets with walls
+    /// between them, that no block touches a segment of.
+    Segments(&'a [Span]),
+    /// A free span of this size, or the largest possible.
+    Contiguous(u64),
+}
+
+/// One block's move. The places may overlap; then they adjoin once the gap between is added.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Move {
+    pub(crate) from: u64,
+    pub(crate) to: u64,
+    pub(crate) size: u64,
+}
+
+impl Move {
+    /// By how much the block moves.
+    pub(crate) const fn distance(self) -> u64 {
+        self.from.abs_diff(self.to)
+    }
+
+    /// Returns `true` if it takes more than [`PIECES_MAX`] copies.
+    pub(crate) const fn is_tedious(self) -> bool {
+        self.distance().saturating_mul(PIECES_MAX) < self.size
+    }
+
+    /// Returns `true` if the old and the new place overlap.
+    pub(crate) const fn overlaps(self) -> bool {
+        self.distance() < self.size
+    }
+
+    pub(crate) const fn source(self) -> Span {
+        Span { offset: self.from, size: self.size }
+    }
+
+    pub(crate) const fn destination(self) -> Span {
+        Span { offset: self.to, size: self.size }
+    }
+
+    /// Returns the span that must be free for it: the new place, less the block's own part of it.
+    pub(crate) const fn room(self) -> Span {
+        if !self.overlaps() {
+            self.destination()
+        } else if self.to < self.from {
+            Span { offset: self.to, size: self.from - self.to }
+        } else {
+            Span { offset: self.from + self.size, size: self.to - self.from }
+        }
+    }
+
+    /// Returns copies that overlap neither themselves nor bytes still to be copied: one if the
+    /// places are disjoint, else pieces of at most the distance, the foremost first.
+    pub(crate) fn pieces(self) -> impl Iterator<Item = Self> {
+        let longest = if self.overlaps() { self.distance() } else { self.size };
+        let mut done = 0;
+        std::iter::from_fn(move || {
+            let size = longest.min(self.size - done);
+            done += size;
+            let skip = if self.to < self.from { done - size } else { self.size - done };
+            (size > 0).then_some(Self { from: self.from + skip, to: self.to + skip, size })
+        })
+    }
+}
+
+/// Moves, and their sum.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Plan {
+    pub(crate) moves: Vec<Move>,
+    /// Bytes that are moved; a slide counts once.
+    pub(crate) bytes: u64,
+    /// Granules that a block touches, or whose segment one touches, before and after.
+    pub(crate) active: [u64; 2],
+    /// The largest free span, before and after.
+    pub(crate) largest: [u64; 2],
+}
+
+/// Plans for a region: its parts in address order, tiling it.
+///
+/// O(n log n) for each pass over n blocks; another pass follows only if the last one gained
+/// something.
+pub(crate) fn plan(parts: &[Part], granule: u64, target: Target<'_>, budget: u64) -> Plan {
+    plan_in(PASSES_MAX, parts, granule, target, budget)
+}
+
+/// Returns a lower bound of what a plan without a budget would gain: a plan of a few passes.
+pub(crate) fn outlook(parts: &[Part], granule: u64, target: Target<'_>) -> Plan {
+    plan_in(OUTLOOK_PASSES, parts, granule, target, u64::MAX)
+}
+
+fn plan_in(passes: usize, parts: &[Part], granule: u64, target: Target<'_>, budget: u64) -> Plan {
+    debug_assert!(granule.is_power_of_two());
+    let sketch = Sketch::new(parts, granule);
+    let mut draft = Draft { sketch, moves: Vec::new(), bytes: 0, budget, passes };
+    let before = (draft.sketch.active(), draft.largest());
+    let mut whole = None;
+    match target {
+        Target::Granules => granules::plan(&mut draft),
+        Target::Segments(segments) => whole = Some(whole::plan(&mut draft, segments)),
+        Target::Contiguous(size) => contiguous::plan(&mut draft, size),
+    }
+    let after = (draft.sketch.active(), draft.largest());
+    let active = whole.map_or([before.0, after.0], |bytes| bytes.map(|of| of / granule));
+    debug_assert!(draft.bytes <= budget, "a plan keeps its budget");
+    Plan { bytes: draft.bytes, moves: draft.moves, active, largest: [before.1, after.1] }
+}
+
+/// A plan as it grows.
+#[derive(Clone, Debug)]
+pub(super) struct Draft {
+    pub(super) sketch: Sketch,
+    pub(super) moves: Vec<Move>,
+    pub(super) bytes: u64,
+    pub(super) budget: u64,
+    pub(super) passes: usize,
+}
+
+/// Passes over all blocks at most. A guess.
+const PASSES_MAX: usize = 64;
+
+/// Passes if only the gain is of interest. A guess: the first gains most of it.
+const OUTLOOK_PASSES: usize = 1;
+
+/// Copies for one block at most. A slide by a tiny part of the block takes a driver call for each
+/// such part, and gains no more than that. A guess: a thousand calls of a few microseconds each.
+pub(super) const PIECES_MAX: u64 = 1024;
+
+/// The number of free spans examined for one block, the smallest that fit first.
+const LOOKS: usize = 16;
+
+impl Draft {
+    /// Returns the rest of the budget.
+    pub(super) const fn left(&self) -> u64 {
+        self.budget - self.bytes
+    }
+
+    pub(super) fn largest(&self) -> u64 {
+        self.sketch.largest().map_or(0, |span| span.size)
+    }
+
+    /// Returns `true` if a block may move and this budget can ever pay for it.
+    pub(super) const fn is_movable(&self, block: Block) -> bool {
+        matches!(block.hold, Hold::Moves { .. }) && block.span.size <= self.budget
+    }
+
+    /// Moves a block on the sketch and writes the move down.
+    pub(super) fn relocate(&mut self, block: Block, to: u64) {
+        let Span { offset: from, size } = block.span;
+        self.sketch.lift(block);
+        self.sketch.put(Block { span: Span { offset: to, size }, ..block });
+        self.moves.push(Move { from, to, size });
+        self.bytes += size;
+    }
+
+    /// Takes the moves after the first `count` back.
+    pub(super) fn undo(&mut self, count: usize) {
+        while self.moves.len() > count {
+            let Some(Move { from, to, size }) = self.moves.pop() else { break };
+            let moved = self.sketch.after(to);
+            debug_assert!(moved.is_some_and(|block| block.span.offset == to));
+            if let Some(block) = moved {
+                self.sketch.lift(block);
+                self.sketch.put(Block { span: Span { offset: from, size }, ..block });
+            }
+            self.bytes -= size;
+        }
+    }
+
+    /// Returns the best place for a block outside of `cleared` and of `spared`, and the granules
+    /// that it makes active there: the fewest of these, then disjoint from its place, then in the
+    /// smallest free span, then nearest to its end. Examines [`LOOKS`] free spans and the largest.
+    pub(super) fn place(
+        &mut self,
+        block: Block,
+        cleared: Span,
+        spared: Option<Span>,
+    ) -> Option<(u64, u64)> {
+        let Hold::Moves { end, align } = block.hold else { return None };
+        self.sketch.lift(block);
+        let size = block.span.size;
+        let within_reach = || self.sketch.at_least(size, block.span.offset);
+        let spans = within_reach().take(LOOKS).chain(within_reach().next_back());
+        let mut best: Option<[u64; 4]> = None;
+        for span in spans {
+            for at in places(span, cleared, size, align.max(ALIGN)) {
+                let to = Span { offset: at, size };
+                let spares = spared.is_none_or(|s| to.end() <= s.offset || s.end() <= to.offset);
+                let made = Move { from: block.span.offset, to: at, size };
+                if made.is_tedious() || !spares || !self.is_among_kin(to, block.hold) {
+                    continue;
+                }
+                let overlaps = u64::from(made.overlaps());
+                let far = if end == End::Low { at } else { u64::MAX - at };
+                let rank = [self.sketch.alone(to), overlaps, span.size, far];
+                best = Some(best.map_or(rank, |best| best.min(rank)));
+            }
+        }
+        self.sketch.put(block);
+        best.map(|[active, _, _, far]| (if end == End::Low { far } else { u64::MAX - far }, active))
+    }
+
+    /// Returns `true` if the nearest block, on one side or the other, is of the same kind.
+    fn is_among_kin(&self, place: Span, hold: Hold) -> bool {
+        let below = self.sketch.before(place.offset);
+        let below = below.map(|block| (place.offset - block.span.end(), block.hold));
+        let above = self.sketch.after(place.end());
+        let above = above.map(|block| (block.span.offset - place.end(), block.hold));
+        let nearest = below.into_iter().chain(above).map(|(gap, _)| gap).min();
+        let mut sides = below.into_iter().chain(above);
+        nearest.is_none() || sides.any(|(gap, side)| Some(gap) == nearest && side.is_kin(hold))
+    }
+}
+
+/// Returns the places at the ends of a free span, and next to the range to clear, if that cuts it.
+pub(super) fn places(
+    free: Span,
+    cleared: Span,
+    size: u64,
+    align: u64,
+) -> impl Iterator<Item = u64> {
+    let cut = cleared.offset.clamp(free.offset, free.end());
+    let rest = cleared.end().clamp(free.offset, free.end());
+    let sides = [(free.offset, cut), (rest, free.end())];
+    sides.into_iter().flat_map(move |(first, end)| {
+        let low = first.checked_next_multiple_of(align);
+        let high = end.checked_sub(size).map(|high| high / align * align);
+        let fits = move |&at: &u64| at >= first && at.checked_add(size).is_some_and(|e| e <= end);
+        low.into_iter().chain(high).filter(fits)
+    })
+}

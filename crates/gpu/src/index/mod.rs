@@ -1,0 +1,484 @@
+//! The block index: tracks which bytes of a range of offsets are free, with bounded search.
+//!
+//! Pure arithmetic over 64-bit offsets: no pointer, no driver, no lock, no clock. Block records are
+//! stored separately from the memory that they describe, so that the memory may be absent. It uses
+//! two-level segregated fit (Masmano, Ripoll, Crespo, Real, "TLSF", ECRTS 2004): free blocks are in
+//! bins by size, and two bitmaps find the next non-empty bin. Plain TLSF rounds the request up and
+//! so skips its own bin; this index examines a few blocks of it first.
+//!
+//! Arenas are built on it. It also serves any fixed range that must not be written while it is
+//! managed: a buffer on another device, a file, a range of numbers.
+//!
+//! ```
+//! use lowtide_gpu::index::{BlockIndex, End, Request, StaleBlock};
+//!
+//! let mut pool = BlockIndex::new(64 << 20); // offsets from 0 to 64 MiB, all free
+//! let request = Request { size: 1000, align: 256, end: End::Low };
+//! let (id, span) = pool.take(request, |_| 0).ok_or("full")?;
+//! assert_eq!((span.offset, span.size), (0, 1024)); // rounded up to 256 bytes
+//! assert_eq!(pool.resize(id, 4096), Ok(Some(pool.span_of(id).map_err(|_| "stale")?)));
+//! assert_eq!(pool.release(id).map(|span| span.size), Ok(4096));
+//! assert_eq!(pool.release(id), Err(StaleBlock)); // ids are not reused
+//! # Ok::<(), &str>(())
+//! ```
+//!
+//! Invariants: the blocks in address order tile `[0, span)`; no two free blocks touch;
+//! `live + free = span`; every free block is in the bin of its size and in no other; no two live
+//! blocks ever had the same id.
+
+mod bins;
+mod change;
+mod find;
+mod records;
+
+use std::hint::select_unpredictable;
+use std::num::NonZeroU64;
+
+use bins::{Bin, Bins};
+use records::{FREE, LIVE, NONE, Record, Records};
+
+/// The unit of offsets and sizes in bytes. 256 is the alignment of `cuMemAlloc`.
+pub const ALIGN: u64 = 256;
+
+/// The number of blocks of its bin that a block is compared with to be filed by address. 3: each
+/// step reads one more record, and without any there are three times the failures at 90 % load;
+/// from 4 on a tenth fewer at most (`docs/BENCHMARKS_APPENDIX.md`, measured by `benches/index`).
+const STEPS_TO_FILE: u32 = 3;
+
+/// A contiguous span of offsets, in bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Span {
+    /// The first offset.
+    pub offset: u64,
+    /// The length.
+    pub size: u64,
+}
+
+impl Span {
+    /// Returns the first offset after it.
+    #[must_use]
+    pub const fn end(self) -> u64 {
+        self.offset + self.size
+    }
+}
+
+/// An end of the range of offsets.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum End {
+    /// Offset 0.
+    Low,
+    /// The highest offset.
+    High,
+}
+
+/// A request for a block.
+#[derive(Clone, Copy, Debug)]
+pub struct Request {
+    /// The size in bytes; rounded up to a multiple of [`ALIGN`], 0 counts as 1.
+    pub size: u64,
+    /// The alignment of the block's offset: a power of two.
+    pub align: u64,
+    /// The end to allocate from: the block is cut from this end of its free block, and of equally
+    /// good places the nearest to this end of the range is used. Placing small blocks at one end
+    /// and large ones at the other separates them without fixed shares.
+    pub end: End,
+}
+
+/// The id of a live block; an index never reuses one. Another index may have a different block with
+/// the same id.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct BlockId {
+    /// The record's index; below 2^31.
+    slot: u32,
+    /// Non-zero, so that an `Option` of an id is no larger than an id.
+    generation: NonZeroU64,
+}
+
+impl BlockId {
+    /// The same name with a bit of the caller's own in it; not one for the index.
+    pub(crate) const fn marked(self, mark: bool) -> Self {
+        Self { slot: self.slot & !MARK | if mark { MARK } else { 0 }, ..self }
+    }
+
+    /// The bit of the caller's own.
+    pub(crate) const fn mark(self) -> bool {
+        self.slot & MARK != 0
+    }
+}
+
+/// The bit that no number of a record has.
+const MARK: u32 = 1 << 31;
+
+/// Before the generation of the first block.
+const ANCESTOR: NonZeroU64 = NonZeroU64::MIN.saturating_add(LIVE);
+
+/// The block is not live: it was released before.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("block is not live: already released")]
+pub struct StaleBlock;
+
+/// The reason two blocks cannot be exchanged.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum ExchangeError {
+    /// One of them is not live.
+    #[error(transparent)]
+    Stale(#[from] StaleBlock),
+    /// Their sizes differ and they are not neighbours.
+    #[error("cannot exchange {left:?} and {right:?}: expected equal sizes or neighbours")]
+    Unlike {
+        /// The span of the first block.
+        left: Span,
+        /// The span of the second block.
+        right: Span,
+    },
+}
+
+/// The blocks of one range of offsets.
+///
+/// Metadata: 32 bytes per block, live or free, of any size (48 right after the table grew), and 8
+/// KiB per index. The table grows by half when it is full, and is then copied: 32 bytes per block,
+/// once. If no call may take that long, allocate the table up front ([`BlockIndex::with_room`]).
+#[derive(Debug)]
+pub struct BlockIndex {
+    span: u64,
+    live: u64,
+    records: Records,
+    bins: Bins,
+    generation: NonZeroU64,
+}
+
+impl BlockIndex {
+    /// Creates an index with one free block over `[0, span)`.
+    ///
+    /// # Panics
+    /// If `span` is not a multiple of [`ALIGN`].
+    #[must_use]
+    pub fn new(span: u64) -> Self {
+        Self::with_room(span, 0)
+    }
+
+    /// Creates an index with room for this many blocks, live and free, before its table grows.
+    ///
+    /// # Panics
+    /// If `span` is not a multiple of [`ALIGN`], and as `Vec::with_capacity`.
+    #[must_use]
+    pub fn with_room(span: u64, blocks: usize) -> Self {
+        assert!(span.is_multiple_of(ALIGN), "{span} is not a multiple of {ALIGN}");
+        let (records, bins) = (Records::new(blocks), Bins::new());
+        let mut index = Self { span, live: 0, records, bins, generation: ANCESTOR };
+        if span > 0 {
+            let all = Span { offset: 0, size: span };
+            let slot = index.records.insert(all, FREE, NONE, NONE);
+            index.file(slot, all);
+        }
+        index
+    }
+
+    /// Makes a block live, or returns `None` if no examined free block can hold it. Never fails if
+    /// one of at least `17/16 x (size + align)` is free.
+    ///
+    /// `cost` returns the cost of a place beyond the bookkeeping, 0 for none. The cheapest examined
+    /// place is used; of equal ones the smallest bin, then the nearest to the request's end, as far
+    /// as the bin's order shows. `cost` is called at most 40 times, and not again after a cost of
+    /// 0; the rest is O(1).
+    ///
+    /// If memory is committed by the granule, a good cost is the number of granules that the place
+    /// would be the first to touch: only its first and its last can already be touched.
+    ///
+    /// # Panics
+    /// If the alignment is not a power of two.
+    pub fn take(
+        &mut self,
+        request: Request,
+        cost: impl Fn(Span) -> u64,
+    ) -> Option<(BlockId, Span)> {
+        let wanted = self.rounded(request)?;
+        let place = self.find(wanted, &cost)?;
+        Some(self.settle_at(place, wanted))
+    }
+
+    /// Like [`BlockIndex::take`], but examines every free block that is large enough, at both of
+    /// its ends: `None` only if none holds it, and no place at an end of these blocks is cheaper.
+    /// O(free blocks), with two calls of `cost` each: for use when memory is short.
+    ///
+    /// # Panics
+    /// If the alignment is not a power of two.
+    pub fn take_cheapest(
+        &mut self,
+        request: Request,
+        cost: impl Fn(Span) -> u64,
+    ) -> Option<(BlockId, Span)> {
+        let wanted = self.rounded(request)?;
+        let place = self.find_cheapest(wanted, &cost)?;
+        Some(self.settle_at(place, wanted))
+    }
+
+    /// Returns the cost of [`BlockIndex::take_cheapest`].
+    pub(crate) fn cheapest(&self, request: Request, cost: impl Fn(Span) -> u64) -> Option<u64> {
+        Some(self.find_cheapest(self.rounded(request)?, &cost)?.cost)
+    }
+
+    /// Returns the request in whole units, if there is room for one more block.
+    #[inline]
+    fn rounded(&self, request: Request) -> Option<Request> {
+        assert!(
+            request.align.is_power_of_two(),
+            "alignment {} is not a power of two",
+            request.align
+        );
+        let size = request.size.max(1).checked_next_multiple_of(ALIGN)?;
+        let wanted = Request { size, align: request.align.max(ALIGN), ..request };
+        self.records.have_room().then_some(wanted)
+    }
+
+    #[inline]
+    fn settle_at(&mut self, place: find::Place, wanted: Request) -> (BlockId, Span) {
+        let span = Span { offset: place.start, size: wanted.size };
+        debug_assert!(span.offset.is_multiple_of(wanted.align));
+        (self.carve(place.slot, place.bin, span), span)
+    }
+
+    /// Frees a live block, joins it with its free neighbours and returns the block's span. O(1).
+    ///
+    /// # Errors
+    /// [`StaleBlock`] if the block is not live.
+    pub fn release(&mut self, id: BlockId) -> Result<Span, StaleBlock> {
+        let Record { offset, size, prev, next, .. } = *self.live_record(id)?;
+        let span = Span { offset, size };
+        self.live -= size;
+        let (before, after) = (self.records[prev], self.records[next]);
+        match (before.is_free(), after.is_free()) {
+            (false, false) => self.file(id.slot, span),
+            (true, false) => {
+                self.records.remove(id.slot);
+                let size = before.size + span.size;
+                self.reshape(prev, Bin::of(before.size), Span { size, ..before.span() });
+            }
+            (false, true) => {
+                self.records.remove(id.slot);
+                let size = span.size + after.size;
+                self.reshape(next, Bin::of(after.size), Span { offset: span.offset, size });
+            }
+            (true, true) => {
+                self.unfile(next);
+                self.records.remove(next);
+                self.records.remove(id.slot);
+                let size = before.size + span.size + after.size;
+                self.reshape(prev, Bin::of(before.size), Span { size, ..before.span() });
+            }
+        }
+        Ok(span)
+    }
+
+    /// Returns the span of a live block. O(1).
+    ///
+    /// # Errors
+    /// [`StaleBlock`] if the block is not live.
+    pub fn span_of(&self, id: BlockId) -> Result<Span, StaleBlock> {
+        self.live_record(id).map(Record::span)
+    }
+
+    /// Returns the bytes of all live blocks.
+    #[must_use]
+    pub const fn live(&self) -> u64 {
+        self.live
+    }
+
+    /// Returns the bytes that the index manages.
+    #[must_use]
+    pub const fn span(&self) -> u64 {
+        self.span
+    }
+
+    /// Returns the bytes of the index's tables. They grow with the largest number of blocks, free
+    /// and live, so far.
+    #[must_use]
+    pub const fn metadata(&self) -> usize {
+        self.records.metadata() + self.bins.metadata()
+    }
+
+    /// Returns the largest result of `measure` over free blocks. `measure` must not exceed the
+    /// block's size: bins that cannot beat the best result are skipped. In the worst case every
+    /// free block is measured.
+    pub fn largest(&self, measure: impl Fn(Span) -> u64) -> u64 {
+        let mut best = 0;
+        let mut bin = self.bins.last();
+        while let Some(at) = bin {
+            if at.size_max() <= best {
+                break;
+            }
+            for slot in self.filed(at) {
+                best = best.max(measure(self.records[slot].span()));
+            }
+            bin = self.bins.below(at);
+        }
+        best
+    }
+
+    /// Returns every block in address order, with the id of each that is live.
+    pub fn blocks(&self) -> impl Iterator<Item = (Span, Option<BlockId>)> {
+        let mut at = NONE;
+        std::iter::from_fn(move || {
+            let slot = self.records[at].next;
+            at = slot;
+            let record = self.records[slot];
+            let generation = NonZeroU64::new(record.generation()).filter(|_| !record.is_free());
+            let name = generation.map(|generation| BlockId { slot, generation });
+            (slot != NONE).then(|| (record.span(), name))
+        })
+    }
+
+    /// Returns every live block in storage order, which is faster than [`BlockIndex::blocks`].
+    pub fn live_blocks_unordered(&self) -> impl Iterator<Item = Span> {
+        self.records.live()
+    }
+
+    /// Checks the invariants by walking everything; for tests.
+    ///
+    /// # Panics
+    /// If an invariant is violated.
+    #[doc(hidden)]
+    pub fn validate(&self) {
+        let (mut end, mut live, mut free_blocks, mut after_free) = (0, 0, 0, false);
+        let mut at = NONE;
+        for (span, name) in self.blocks() {
+            assert_eq!(span.offset, end, "blocks tile the range");
+            assert!(span.size > 0 && span.size.is_multiple_of(ALIGN));
+            assert!(name.is_some() || !after_free, "two free blocks touch at {end}");
+            let slot = self.records[at].next;
+            assert_eq!(self.records[slot].prev, at, "the list reads the same backwards");
+            at = slot;
+            end = span.end();
+            live += if name.is_some() { span.size } else { 0 };
+            free_blocks += usize::from(name.is_none());
+            after_free = name.is_none();
+        }
+        assert_eq!(self.records[NONE].prev, at);
+        assert_eq!((end, live), (self.span, self.live));
+        let mut filed = 0;
+        let mut bin = self.bins.last();
+        while let Some(at) = bin {
+            for slot in self.filed(at) {
+                let record = &self.records[slot];
+                assert!(slot != NONE && record.is_free());
+                assert_eq!(Bin::of(record.size), at, "{} is in a wrong bin", record.size);
+                filed += 1;
+            }
+            bin = self.bins.below(at);
+        }
+        assert_eq!(filed, free_blocks, "every free block is filed once");
+    }
+
+    fn live_record(&self, id: BlockId) -> Result<&Record, StaleBlock> {
+        match self.records.find(id.slot) {
+            Some(record) if record.generation() == id.generation.get() => Ok(record),
+            _ => Err(StaleBlock),
+        }
+    }
+
+    /// Makes a span of a free block of that bin live, under a new id; the rest on each side stays
+    /// free.
+    #[inline(always)]
+    fn carve(&mut self, slot: u32, bin: Bin, span: Span) -> BlockId {
+        self.generation = self.generation.saturating_add(1);
+        self.live += span.size;
+        let generation = self.generation;
+        let Record { offset, size, prev, next, .. } = self.records[slot];
+        let (front, back) = (span.offset - offset, offset + size - span.end());
+        if front == 0 && back == 0 {
+            self.unfile_from(bin, slot);
+            self.records[slot].set_generation(generation.get());
+            return BlockId { slot, generation };
+        }
+        // The rest keeps the record, so that it need not leave its bin if that is still right.
+        let rest = Span { offset: span.end(), size: back };
+        if front == 0 {
+            self.reshape(slot, bin, rest);
+            let slot = self.records.insert(span, generation.get(), prev, slot);
+            return BlockId { slot, generation };
+        }
+        self.reshape(slot, bin, Span { offset, size: front });
+        let cut = self.records.insert(span, generation.get(), slot, next);
+        if back > 0 {
+            let after = self.records.insert(rest, FREE, cut, next);
+            self.file(after, rest);
+        }
+        BlockId { slot: cut, generation }
+    }
+
+    /// Changes the ends of a free block that is in bin `was`, within the span of it and its
+    /// neighbours, and moves it to another bin if needed.
+    fn reshape(&mut self, slot: u32, was: Bin, span: Span) {
+        let is = Bin::of(span.size);
+        if was == is {
+            // Free blocks lie to each other as they did: its place in the bin is right.
+            let record = &mut self.records[slot];
+            (record.offset, record.size) = (span.offset, span.size);
+        } else {
+            self.unfile_from(was, slot);
+            self.file_in(is, slot, span);
+        }
+    }
+
+    /// Puts a block into the bin of its size, as a free one of this span.
+    fn file(&mut self, slot: u32, span: Span) {
+        self.file_in(Bin::of(span.size), slot, span);
+    }
+
+    /// The same for a known bin. It goes before blocks of higher addresses, within the search
+    /// bound.
+    #[inline]
+    fn file_in(&mut self, bin: Bin, slot: u32, span: Span) {
+        let mut table = self.records.table();
+        let (mut before, mut after) = (NONE, self.bins.head(bin));
+        for _ in 0..STEPS_TO_FILE {
+            let other = &table[after];
+            // The sentinel's offset is above all. Chosen and not branched upon, here a branch is
+            // taken as often as not; once it is not, the later steps choose the same again.
+            let passes = other.offset < span.offset;
+            before = select_unpredictable(passes, after, before);
+            after = select_unpredictable(passes, other.bin_next, after);
+        }
+        table[after].bin_prev = slot; // no block's if it is the last
+        let record = &mut table[slot];
+        (record.offset, record.size) = (span.offset, span.size);
+        (record.bin_prev, record.bin_next) = (before, after);
+        self.lead(bin, before, slot);
+    }
+
+    /// Takes a free block out of its bin.
+    fn unfile(&mut self, slot: u32) {
+        self.unfile_from(Bin::of(self.records[slot].size), slot);
+    }
+
+    /// Takes a free block out of the bin in which it is.
+    #[inline(always)]
+    fn unfile_from(&mut self, bin: Bin, slot: u32) {
+        let mut table = self.records.table();
+        let Record { bin_prev, bin_next, .. } = table[slot];
+        table[bin_next].bin_prev = bin_prev; // no block's if it was the last
+        self.lead(bin, bin_prev, bin_next);
+    }
+
+    /// Links a block of the bin, or its head if there is none, to the next one. Selected without a
+    /// branch, as in [`BlockIndex::file_in`].
+    #[inline(always)]
+    fn lead(&mut self, bin: Bin, from: u32, to: u32) {
+        let first = from == NONE;
+        self.bins.set_head(bin, select_unpredictable(first, to, self.bins.head(bin)));
+        let link = &mut self.records[from].bin_next;
+        // The sentinel's link stays: it marks it as not free.
+        *link = select_unpredictable(first, *link, to);
+    }
+
+    /// The blocks of a bin, from its head.
+    fn filed(&self, bin: Bin) -> impl Iterator<Item = u32> {
+        let mut at = self.bins.head(bin);
+        std::iter::from_fn(move || {
+            let slot = at;
+            at = self.records[slot].bin_next;
+            (slot != NONE).then_some(slot)
+        })
+    }
+}

@@ -1,0 +1,173 @@
+//! Device memory: drivers, and arenas that allocate from them. Independent of services and
+//! policies.
+//!
+//! A [`DeviceArena`] reserves address space, commits memory behind blocks by the granule, and
+//! releases granules that no block has used for some time. When to release, and under which
+//! pressure, is decided elsewhere.
+//!
+//! Without a `Memory` nothing is released in the background: the owner calls
+//! [`DeviceArena::decay`], again at the time that it returns.
+//!
+//! ```
+//! use std::sync::Arc;
+//! use lowtide_gpu::ByteSize;
+//! use lowtide_gpu::clock::{Clock, ManualClock};
+//! use lowtide_gpu::{ArenaConfig, DeviceArena, HostDriver, Region};
+//!
+//! let clock = Arc::new(ManualClock::new()); // a service takes a `SystemClock`
+//! let config = ArenaConfig { limit: ByteSize::mib(64), ..ArenaConfig::new("embedder") };
+//! let arena = DeviceArena::open(Arc::new(HostDriver::new()), clock.clone(), config)?;
+//!
+//! let mut buffer = arena.alloc::<f32>(1 << 20, Region::Dynamic)?;
+//! let lease = arena.enter()?; // slices need a lease
+//! buffer.slice_mut(&lease)?.fill(1.0);
+//! drop((buffer, lease));
+//! assert!(arena.glance().idle >= ByteSize::mib(4)); // free, and still committed
+//!
+//! // The owner's loop; here it ends when no memory is idle.
+//! while !arena.glance().idle.is_zero() {
+//!     let due = arena.decay(clock.now())?.next;
+//!     clock.advance(due - clock.now());
+//! }
+//! assert!(arena.glance().committed.is_zero());
+//! # Ok::<(), lowtide_gpu::DeviceError>(())
+//! ```
+//!
+//! A service runs the loop in a thread. It also checks periodically while no memory is idle
+//! ([`Moment::NEVER`](lowtide_core::clock::Moment::NEVER)), because it gets no notification when memory
+//! becomes idle:
+//!
+//! ```
+//! use std::sync::Arc;
+//! use std::thread;
+//! use std::time::Duration;
+//! use lowtide_gpu::clock::{Bell, Clock, SystemClock, Wake};
+//! use lowtide_gpu::{ArenaConfig, DeviceArena, DeviceError, HostDriver};
+//!
+//! let (clock, stop) = (Arc::new(SystemClock::new()), Bell::new());
+//! let driver = Arc::new(HostDriver::new());
+//! let arena = DeviceArena::open(driver, clock.clone(), ArenaConfig::new("embedder"))?;
+//! let decay = {
+//!     let (arena, stop) = (arena.clone(), stop.clone());
+//!     thread::spawn(move || -> Result<(), DeviceError> {
+//!         loop {
+//!             let now = clock.now();
+//!             let due = arena.decay(now)?.next.min(now + Duration::from_millis(250));
+//!             if clock.wait_until(&stop, due) == Wake::Rung {
+//!                 return Ok(());
+//!             }
+//!         }
+//!     })
+//! };
+//! // ... the service ...
+//! stop.ring();
+//! decay.join().expect("no panic")?;
+//! # Ok::<(), DeviceError>(())
+//! ```
+//!
+//! Further functions:
+//!
+//! - streams: [`DeviceArena::lane`]
+//! - sleep, and wake at the same addresses: [`DeviceArena::sleep`]
+//! - blocks by address: [`DeviceArena::alloc_raw`]
+//! - buffers whose address foreign code keeps: [`Buffer::export`]; memory that it allocated:
+//!   [`DeviceArena::import`]
+//! - compaction: [`DeviceArena::compact`]
+//! - callbacks when memory is short: [`DeviceArena::on_shortage`]
+//! - recordings that can be replayed: [`record`]
+//! - a map of the blocks: [`DeviceArena::map`]
+//! - host memory for copies: [`PinnedPool`]
+//! - offsets for buffers of known lifetimes: [`plan`]
+//! - the [block index](index), usable by itself
+//!
+//! With the feature `cuda`, `driver::cuda` has arenas in CUDA memory and buffers as cudarc slices.
+//! Events are logged through `tracing`; `docs/OPERATING.md` lists them.
+//!
+//! Invariant: `active + idle = committed <= reserved`, for every arena at every instant.
+
+mod aging;
+mod arena;
+mod books;
+mod brief;
+mod buffer;
+mod commit;
+mod compact;
+mod config;
+mod error;
+mod front;
+mod granules;
+mod ground;
+mod growth;
+mod history;
+pub mod index;
+mod interop;
+mod kept;
+mod lane;
+mod lease;
+mod map;
+mod obtain;
+mod occupancy;
+mod pending;
+mod pieces;
+mod pinned;
+mod planted;
+mod proof;
+mod ranges;
+mod raw;
+mod reclaim;
+pub mod record;
+mod refusal;
+mod region;
+mod remap;
+mod reserve;
+mod segment;
+mod served;
+mod shared;
+mod shortage;
+mod sleep;
+mod snapshot;
+mod streams;
+mod totals;
+#[cfg(feature = "cuda")]
+mod view;
+pub mod visualize;
+
+pub use lowtide_core::{ByteSize, clock, decay};
+pub use lowtide_gpu_driver as driver;
+pub use lowtide_planner as plan;
+
+pub use arena::DeviceArena;
+pub use buffer::Buffer;
+pub use compact::{BlockPin, CompactError, CompactOptions, CompactReport, Goal, Moved, StopReason};
+pub use config::{ArenaConfig, Growth};
+pub use driver::host::HostDriver;
+pub use error::{Bound, DeviceError};
+pub use interop::{ExportError, Exported, ImportError, Imported};
+pub use lane::Lane;
+pub use lease::Lease;
+pub use occupancy::{ArenaOccupancy, OccupancyCell, RegionOccupancy};
+#[cfg(feature = "cuda")]
+pub use pinned::PinnedView;
+pub use pinned::{
+    PinnedBuffer, PinnedConfig, PinnedCopy, PinnedCopyError, PinnedFailures, PinnedGlance,
+    PinnedKind, PinnedPool, PinnedSnapshot,
+};
+#[cfg(feature = "simulation")]
+#[doc(hidden)]
+pub use planted::Planted;
+pub use raw::RawBlock;
+pub use reclaim::DecayReport;
+pub use region::Region;
+pub use served::{Planned, PlannedMemory};
+pub use shortage::{Shortage, ShortageCallback, ShortageInfo};
+pub use sleep::{
+    ArenaState, Contents, EnterFuture, HostBudget, SleepConfig, SleepOptions, SleepReport,
+    WakeReport,
+};
+pub use snapshot::{AllocFailures, ArenaGlance, ArenaSnapshot, RegionSnapshot};
+pub use visualize::ArenaMap;
+
+#[cfg(all(test, lowtide_loom))]
+mod models;
+#[cfg(all(test, not(lowtide_loom)))]
+mod tests;

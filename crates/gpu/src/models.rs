@@ -1,0 +1,276 @@
+//! The arena under loom: every interleaving of a few calls, up to the bound on preemptions.
+//!
+//! The driver here is a model that keeps a bit for each granule, and for streams their queued
+//! and completed work (`work`). It takes the accounting's lock in every call: if its caller held
+//! that lock, loom would see the deadlock. It refuses nothing, and no stream captures.
+//!
+//! Invariant of each model: the driver's contract is kept, the accounting is right when the threads
+//! have ended, and after a purge nothing is committed.
+
+mod fronts;
+mod granules;
+mod lanes;
+mod moves;
+mod shortage;
+mod sleep;
+mod work;
+
+use std::sync::{Arc, OnceLock, Weak};
+
+use super::driver::sealed::{self, Key};
+use super::driver::{
+    Backend, Capabilities, DeviceAddress, DeviceMemory, Driver, DriverError, EventHandle,
+    StreamHandle,
+};
+use super::shared::Shared;
+use super::*;
+use lowtide_core::bytes::ByteSize;
+use lowtide_core::clock::ManualClock;
+use lowtide_core::sync::{Mutex, lock};
+use work::Work;
+
+const GRANULE: u64 = 512;
+const GRANULES: usize = 4;
+/// The start of the first reservation; the second follows.
+const BASE: u64 = 1 << 20;
+
+#[derive(Default)]
+struct Model {
+    remap: bool,
+    same_address_wake: bool,
+    reserved: Mutex<u64>,
+    committed: Mutex<[bool; 2 * GRANULES]>,
+    work: Mutex<Work>,
+    /// Work goes on after its call.
+    asynchronous: bool,
+    arena: OnceLock<Weak<Shared>>,
+}
+
+impl std::fmt::Debug for Model {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Model")
+    }
+}
+
+impl Model {
+    /// The caller holds no lock of the arena.
+    fn unlocked(&self) {
+        if let Some(arena) = self.arena.get().and_then(Weak::upgrade) {
+            drop(lock(&arena.books));
+        }
+    }
+
+    /// There is memory behind a range of whole granules.
+    fn assert_there(&self, at: DeviceAddress, size: ByteSize) {
+        let [first, count] = granules(at, size);
+        let there = lock(&self.committed)[first..first + count].iter().all(|&there| there);
+        assert!(there, "no memory at granule {first}");
+    }
+
+    fn set(&self, at: DeviceAddress, size: ByteSize, to: bool) {
+        self.unlocked();
+        let [first, count] = granules(at, size);
+        let mut committed = lock(&self.committed);
+        for granule in &mut committed[first..first + count] {
+            assert_ne!(*granule, to, "granule {first} is {to} already");
+            *granule = to;
+        }
+    }
+}
+
+/// The first granule of a range, and how many it covers.
+fn granules(at: DeviceAddress, size: ByteSize) -> [usize; 2] {
+    [at.get() - BASE, size.get()].map(|bytes| usize::try_from(bytes / GRANULE).expect("small"))
+}
+
+impl sealed::Sealed for Model {}
+
+impl Driver for Model {
+    fn backend(&self) -> Backend {
+        Backend::Host
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        Capabilities {
+            virtual_memory: true,
+            host_access: false,
+            host_backed: false,
+            unified: false,
+            page_locked: false,
+            same_address_wake: self.same_address_wake,
+            remap: self.remap,
+            asynchronous: self.asynchronous,
+            granularity: ByteSize::new(GRANULE),
+        }
+    }
+
+    fn reserve(&self, size: ByteSize) -> Result<DeviceAddress, DriverError> {
+        let mut reserved = lock(&self.reserved);
+        let at = BASE + *reserved;
+        *reserved += size.get();
+        Ok(DeviceAddress::new(at))
+    }
+
+    fn unreserve(&self, _: DeviceAddress, _: ByteSize, _: Key) -> Result<(), DriverError> {
+        Ok(())
+    }
+
+    fn commit(&self, at: DeviceAddress, size: ByteSize, _: Key) -> Result<(), DriverError> {
+        self.set(at, size, true);
+        Ok(())
+    }
+
+    fn decommit(&self, at: DeviceAddress, size: ByteSize, _: Key) -> Result<(), DriverError> {
+        lock(&self.work).assert_done(at, size);
+        self.set(at, size, false);
+        Ok(())
+    }
+
+    fn remap(
+        &self,
+        from: DeviceAddress,
+        to: DeviceAddress,
+        size: ByteSize,
+        _: Key,
+    ) -> Result<(), DriverError> {
+        self.set(from, size, false);
+        self.set(to, size, true);
+        Ok(())
+    }
+
+    fn copy(
+        &self,
+        from: DeviceAddress,
+        to: DeviceAddress,
+        size: ByteSize,
+        _: Key,
+    ) -> Result<(), DriverError> {
+        let work = lock(&self.work);
+        work.assert_done(from, size);
+        work.assert_done(to, size);
+        drop(work);
+        self.assert_there(from, size);
+        self.assert_there(to, size);
+        if let Some(arena) = self.arena.get().and_then(Weak::upgrade) {
+            assert_eq!(lock(&arena.books).leases, 0, "a block moves under a lease");
+        }
+        Ok(())
+    }
+
+    fn device_memory(&self) -> Result<Option<DeviceMemory>, DriverError> {
+        Ok(None)
+    }
+
+    fn stream_wait_event(
+        &self,
+        stream: StreamHandle,
+        event: EventHandle,
+        _: Key,
+    ) -> Result<(), DriverError> {
+        self.unlocked();
+        lock(&self.work).wait(stream, event);
+        Ok(())
+    }
+
+    fn is_capturing(&self, stream: StreamHandle, _: Key) -> Result<bool, DriverError> {
+        lock(&self.work).assert_there(stream);
+        Ok(false)
+    }
+
+    fn event_create(&self) -> Result<EventHandle, DriverError> {
+        Ok(lock(&self.work).event())
+    }
+
+    fn event_destroy(&self, _: EventHandle, _: Key) -> Result<(), DriverError> {
+        Ok(())
+    }
+
+    fn event_record(
+        &self,
+        event: EventHandle,
+        stream: StreamHandle,
+        _: Key,
+    ) -> Result<(), DriverError> {
+        self.unlocked();
+        lock(&self.work).record(event, stream);
+        Ok(())
+    }
+
+    fn event_query(&self, event: EventHandle, _: Key) -> Result<bool, DriverError> {
+        self.unlocked();
+        Ok(lock(&self.work).is_done(event))
+    }
+
+    fn event_synchronize(&self, event: EventHandle, _: Key) -> Result<(), DriverError> {
+        self.unlocked();
+        lock(&self.work).finish_event(event);
+        Ok(())
+    }
+
+    fn synchronize(&self) -> Result<(), DriverError> {
+        self.unlocked();
+        lock(&self.work).finish_all();
+        Ok(())
+    }
+}
+
+fn open(limit_granules: u64) -> (DeviceArena, Arc<Model>) {
+    open_on(limit_granules, Model::default())
+}
+
+/// An arena whose driver's work goes on after its calls.
+fn open_beside_streams(limit_granules: u64) -> (DeviceArena, Arc<Model>) {
+    open_on(limit_granules, Model { asynchronous: true, ..Model::default() })
+}
+
+fn open_on(limit_granules: u64, driver: Model) -> (DeviceArena, Arc<Model>) {
+    let driver = Arc::new(driver);
+    let config = ArenaConfig {
+        limit: ByteSize::new(limit_granules * GRANULE),
+        reserve: ByteSize::new(GRANULES as u64 * GRANULE),
+        ..ArenaConfig::new("model")
+    };
+    let clock = Arc::new(ManualClock::new());
+    let arena = DeviceArena::open(driver.clone(), clock, config).expect("opens");
+    let known = driver.arena.set(Arc::downgrade(arena.shared_arc()));
+    assert!(known.is_ok(), "opened once");
+    (arena, driver)
+}
+
+/// Allocates this much and frees it; whether there was room.
+fn pass(arena: &DeviceArena, bytes: usize) -> bool {
+    match arena.alloc::<u8>(bytes, Region::Dynamic) {
+        Ok(buffer) => {
+            assert_eq!(buffer.len(), bytes);
+            true
+        }
+        Err(DeviceError::OutOfMemory { .. } | DeviceError::OutOfAddresses { .. }) => false,
+        Err(error) => panic!("{error}"),
+    }
+}
+
+fn end(arena: &DeviceArena, driver: &Model) {
+    arena.validate();
+    arena.purge().expect("marks the ends of what was freed");
+    lock(&driver.work).finish_all();
+    arena.purge().expect("gives back");
+    arena.validate();
+    assert!(arena.snapshot().committed.is_zero());
+    assert!(lock(&driver.committed).iter().all(|committed| !committed));
+}
+
+/// Runs both at once on an arena, and looks at it afterwards.
+fn both(
+    arena: DeviceArena,
+    driver: &Model,
+    one: impl FnOnce(&DeviceArena) + 'static,
+    other: impl FnOnce(&DeviceArena),
+) {
+    let thread = loom::thread::spawn({
+        let arena = arena.clone();
+        move || one(&arena)
+    });
+    other(&arena);
+    thread.join().expect("no panic");
+    end(&arena, driver);
+}

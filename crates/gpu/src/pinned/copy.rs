@@ -1,0 +1,325 @@
+//! Asynchronous copies between a pinned buffer and a buffer of an arena, on a lane.
+//!
+//! Called by users. A copy takes the pinned buffer by value and records its own event after it, so
+//! nothing depends on cudarc's event tracking. [`PinnedCopy::wait`] returns the buffer after the
+//! host has observed the event. If the copy is dropped instead, the block waits in the pool for the
+//! event (`settle`).
+//!
+//! Invariant: from the moment in which a copy may be queued, the buffer is [`DeviceUse::Until`] an
+//! event that was recorded after it, or [`DeviceUse::Unproven`]; it is [`DeviceUse::None`] again
+//! only after the host has observed the end.
+//!
+//! It does not detect a capture that another thread begins and ends on the stream while the copy is
+//! being queued: a stream in capture must not be used by another thread.
+
+use std::fmt;
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+use bytemuck::Pod;
+use thiserror::Error;
+
+use super::{DeviceUse, PinnedBuffer};
+use crate::buffer::Buffer;
+use crate::driver::sealed::Key;
+use crate::driver::{DeviceAddress, Driver, DriverError, EventHandle, StreamHandle};
+use crate::error::DeviceError;
+use crate::lane::Lane;
+use crate::proof::is_captures;
+use lowtide_core::bytes::ByteSize;
+use lowtide_core::fork::Birth;
+
+/// A copy on a lane, which owns its pinned buffer until the copy is complete.
+///
+/// [`PinnedCopy::wait`] returns the buffer. A drop does not wait: the memory is free for other
+/// buffers of the pool once the copy is complete. If that cannot be observed, the memory is
+/// quarantined: it is neither reused nor freed, and counts as
+/// [`PinnedSnapshot::quarantined`](super::PinnedSnapshot::quarantined).
+#[must_use = "`wait` returns the buffer after the copy is complete"]
+pub struct PinnedCopy<T: Pod> {
+    buffer: PinnedBuffer<T>,
+}
+
+/// A copy that was not started, with the buffer.
+#[derive(Debug, Error)]
+#[error("{error}")]
+#[expect(clippy::exhaustive_structs, reason = "a buffer and why")]
+pub struct PinnedCopyError<T: Pod> {
+    /// The buffer; quarantined if a copy of it may be queued.
+    pub buffer: Box<PinnedBuffer<T>>,
+    /// The reason.
+    pub error: DeviceError,
+}
+
+impl<T: Pod> From<PinnedCopyError<T>> for DeviceError {
+    /// The error; the buffer is freed.
+    fn from(refused: PinnedCopyError<T>) -> Self {
+        refused.error
+    }
+}
+
+/// An event that was recorded after a copy.
+pub(super) struct CopyEvent {
+    driver: Arc<dyn Driver>,
+    event: EventHandle,
+    birth: Birth,
+}
+
+impl CopyEvent {
+    fn new(driver: &Arc<dyn Driver>) -> Result<Self, DriverError> {
+        let event = driver.event_create()?;
+        Ok(Self { driver: Arc::clone(driver), event, birth: Birth::now() })
+    }
+
+    fn record(&self, stream: StreamHandle) -> Result<(), DriverError> {
+        self.driver.event_record(self.event, stream, Key::new())
+    }
+
+    /// Returns `true` if the copy is complete. Does not block.
+    pub(super) fn is_complete(&self) -> Result<bool, DriverError> {
+        self.driver.event_query(self.event, Key::new())
+    }
+
+    /// Waits until the copy is complete.
+    pub(super) fn wait(&self) -> Result<(), DriverError> {
+        self.driver.event_synchronize(self.event, Key::new())
+    }
+}
+
+impl Drop for CopyEvent {
+    /// Destroys the event, which waits for nothing. In a forked child does nothing.
+    fn drop(&mut self) {
+        if self.birth.is_here() {
+            let _ = self.driver.event_destroy(self.event, Key::new());
+        }
+    }
+}
+
+impl fmt::Debug for CopyEvent {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("CopyEvent").field("event", &self.event).finish_non_exhaustive()
+    }
+}
+
+/// The destination of a copy.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum To {
+    Device,
+    Host,
+}
+
+impl Lane {
+    /// Queues a copy of a pinned buffer to the first elements of `to` on this lane's stream, and
+    /// returns immediately. The copy owns the pinned buffer until it is complete.
+    ///
+    /// It runs after earlier work of this stream. It ignores what cudarc recorded about views of
+    /// `to` on other streams. If the pinned memory is pageable, or the driver's calls are
+    /// synchronous, it waits for the copy.
+    ///
+    /// ```
+    /// # use std::sync::Arc;
+    /// # use lowtide_gpu::clock::SystemClock;
+    /// use lowtide_gpu::{ArenaConfig, DeviceArena, HostDriver, Region};
+    /// use lowtide_gpu::{PinnedConfig, PinnedKind, PinnedPool};
+    /// use lowtide_gpu::driver::StreamHandle;
+    ///
+    /// # let (driver, clock) = (Arc::new(HostDriver::new()), Arc::new(SystemClock::new()));
+    /// # let arena = DeviceArena::open(driver.clone(), clock, ArenaConfig::new("embedder"))?;
+    /// let config = PinnedConfig { kind: PinnedKind::Pageable, ..PinnedConfig::new("staging") };
+    /// let pool = PinnedPool::open(driver, config)?;
+    /// // SAFETY: the host driver has no streams, so any number will do.
+    /// let lane = unsafe { arena.lane(StreamHandle::new(1))? };
+    /// let mut tokens = lane.alloc::<u32>(3, Region::Dynamic)?;
+    ///
+    /// let copy = lane.copy_to_device(pool.alloc_from(&[1, 2, 3])?, &mut tokens)?;
+    /// let staging = copy.wait()?;
+    /// let back = lane.copy_to_host(&mut tokens, staging)?;
+    /// assert_eq!(back.wait()?.to_vec()?, [1, 2, 3]);
+    /// # Ok::<(), lowtide_gpu::DeviceError>(())
+    /// ```
+    ///
+    /// While the copy is queued, the buffer cannot be written, dropped or reused:
+    /// ```compile_fail,E0382
+    /// use lowtide_gpu::{Buffer, Lane, PinnedBuffer};
+    ///
+    /// fn overwrite(lane: &Lane, mut from: PinnedBuffer<u8>, to: &mut Buffer<u8>) {
+    ///     let copy = lane.copy_to_device(from, to);
+    ///     from.fill(2);
+    /// }
+    /// ```
+    /// ```compile_fail,E0382
+    /// use lowtide_gpu::{Buffer, Lane, PinnedBuffer};
+    ///
+    /// fn free(lane: &Lane, from: PinnedBuffer<u8>, to: &mut Buffer<u8>) {
+    ///     let copy = lane.copy_to_device(from, to);
+    ///     drop(from);
+    /// }
+    /// ```
+    ///
+    /// # Errors
+    /// With the buffer: [`DeviceError::Capturing`] while the stream captures a graph, since the
+    /// copy would be repeated at each launch; [`DeviceError::ForeignLane`],
+    /// [`DeviceError::Quarantined`], [`DeviceError::Forked`], [`DeviceError::Driver`]; otherwise
+    /// the errors of [`Lane::enter`]. After [`DeviceError::Driver`] the buffer is quarantined if a
+    /// copy may be queued.
+    ///
+    /// # Panics
+    /// If `to` has fewer elements than the pinned buffer.
+    pub fn copy_to_device<T: Pod>(
+        &self,
+        from: PinnedBuffer<T>,
+        to: &mut Buffer<T>,
+    ) -> Result<PinnedCopy<T>, PinnedCopyError<T>> {
+        self.copy_pinned(from, to, To::Device)
+    }
+
+    /// Queues a copy of the first elements of `from` on this lane's stream, filling the pinned
+    /// buffer, and returns immediately. Like [`Lane::copy_to_device`].
+    ///
+    /// The elements cannot be read before the copy is complete:
+    /// ```compile_fail,E0382
+    /// use lowtide_gpu::{Buffer, Lane, PinnedBuffer};
+    ///
+    /// fn read(lane: &Lane, from: &mut Buffer<u8>, to: PinnedBuffer<u8>) {
+    ///     let copy = lane.copy_to_host(from, to);
+    ///     to.to_vec();
+    /// }
+    /// ```
+    ///
+    /// # Errors
+    /// The errors of [`Lane::copy_to_device`].
+    ///
+    /// # Panics
+    /// If `from` has fewer elements than the pinned buffer.
+    pub fn copy_to_host<T: Pod>(
+        &self,
+        from: &mut Buffer<T>,
+        to: PinnedBuffer<T>,
+    ) -> Result<PinnedCopy<T>, PinnedCopyError<T>> {
+        self.copy_pinned(to, from, To::Host)
+    }
+
+    fn copy_pinned<T: Pod>(
+        &self,
+        mut host: PinnedBuffer<T>,
+        device: &mut Buffer<T>,
+        to: To,
+    ) -> Result<PinnedCopy<T>, PinnedCopyError<T>> {
+        assert_room(&host, device);
+        match self.queue_copy(&mut host, device, to) {
+            Ok(()) => Ok(PinnedCopy { buffer: host }),
+            Err(error) => Err(PinnedCopyError { buffer: Box::new(host), error }),
+        }
+    }
+
+    /// Queues the copy and an event after it, and notes that event with the buffer.
+    fn queue_copy<T: Pod>(
+        &self,
+        host: &mut PinnedBuffer<T>,
+        device: &mut Buffer<T>,
+        to: To,
+    ) -> Result<(), DeviceError> {
+        host.check()?;
+        device.record_use(self)?;
+        let lease = self.enter()?;
+        let (Some(_), Some(at)) = (host.block, device.address(&lease)?) else { return Ok(()) };
+        let (start, size) = (host.start.cast::<u8>(), host.bytes());
+        let shared = self.arena().shared();
+        let (driver, stream) = (&shared.driver, self.stream());
+        if !shared.capabilities.asynchronous {
+            return Ok(start_copy(&**driver, (start, at), size, to, stream)?);
+        }
+        if driver.is_capturing(stream, Key::new())? {
+            return Err(DeviceError::Capturing { arena: shared.name.clone() });
+        }
+        let event = CopyEvent::new(driver)?;
+        host.device_use = DeviceUse::Unproven;
+        let queued = start_copy(&**driver, (start, at), size, to, stream);
+        let recorded = queued.is_ok() && event.record(stream).is_ok();
+        // A capture that began meanwhile took the copy and the event: asking the event would spoil
+        // it, and the copy may be replayed at any time.
+        if driver.is_capturing(stream, Key::new())? {
+            return Err(DeviceError::Capturing { arena: shared.name.clone() });
+        }
+        if recorded {
+            host.device_use = DeviceUse::Until(event);
+            return Ok(());
+        }
+        // The copy may be queued, with no event after it.
+        driver.stream_synchronize(stream, Key::new())?;
+        host.device_use = DeviceUse::None;
+        Ok(queued?)
+    }
+}
+
+/// # Panics
+/// If the device buffer has fewer elements than the pinned one.
+fn assert_room<T: Pod>(host: &PinnedBuffer<T>, device: &Buffer<T>) {
+    let (wanted, there) = (host.len(), device.len());
+    assert!(wanted <= there, "cannot copy {wanted} elements: the device buffer has {there}");
+}
+
+fn start_copy(
+    driver: &dyn Driver,
+    (host, device): (NonNull<u8>, DeviceAddress),
+    size: ByteSize,
+    to: To,
+    stream: StreamHandle,
+) -> Result<(), DriverError> {
+    match to {
+        To::Device => driver.copy_from_host(host, device, size, stream, Key::new()),
+        To::Host => driver.copy_to_host(device, host, size, stream, Key::new()),
+    }
+}
+
+impl<T: Pod> PinnedCopy<T> {
+    /// Returns `true` if the copy is complete. Does not block.
+    ///
+    /// # Errors
+    /// [`DeviceError::Driver`], [`DeviceError::Forked`].
+    pub fn is_complete(&self) -> Result<bool, DeviceError> {
+        self.buffer.pool.check_here()?;
+        match &self.buffer.device_use {
+            DeviceUse::Until(event) => Ok(event.is_complete()?),
+            DeviceUse::None | DeviceUse::Unproven => Ok(true),
+        }
+    }
+
+    /// Waits until the copy is complete, and returns the buffer.
+    ///
+    /// # Errors
+    /// [`DeviceError::Driver`]: the buffer is quarantined; but if the wait was refused because a
+    /// stream captures a graph, it is freed once the copy is complete. [`DeviceError::Forked`].
+    pub fn wait(self) -> Result<PinnedBuffer<T>, DeviceError> {
+        let mut buffer = self.buffer;
+        buffer.pool.check_here()?;
+        if let DeviceUse::Until(event) = &buffer.device_use {
+            if let Err(error) = event.wait() {
+                if !is_captures(&error) {
+                    buffer.device_use = DeviceUse::Unproven;
+                }
+                return Err(error.into());
+            }
+            buffer.device_use = DeviceUse::None;
+        }
+        Ok(buffer)
+    }
+
+    /// Returns the number of elements.
+    #[must_use]
+    pub const fn len(&self) -> usize {
+        self.buffer.len()
+    }
+
+    /// Returns `true` if there are no elements.
+    #[must_use]
+    pub const fn is_empty(&self) -> bool {
+        self.buffer.is_empty()
+    }
+}
+
+impl<T: Pod> fmt::Debug for PinnedCopy<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("PinnedCopy").field("buffer", &self.buffer).finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,73 @@
+//! Requests that failed, and segments that arrived while a log subscriber panicked.
+
+use super::*;
+use crate::index::{End, Request};
+
+/// The bug: if several threads requested more than any host has, a sum of sizes overflowed.
+#[test]
+fn what_others_asked_for_in_vain_made_a_sum_that_wrapped() {
+    let (pool, driver) = open(ByteSize::MAX);
+    let mut books = lock(&pool.shared().books);
+    let need = 1 << 62;
+    let request = Request { size: need, align: 256, end: End::Low };
+    let slots = [(); 3].map(|()| books.begin_arrive(need, request).expect("a slot"));
+    assert_eq!(books.room(need), Room::None);
+    books.limit = need;
+    assert_eq!(books.room(need), Room::None);
+    for slot in slots {
+        assert!(books.end_arrive(slot, None, request).is_none());
+    }
+    assert_eq!(books.room(need), Room::For(need));
+    drop(books);
+    check(&pool, &driver);
+}
+
+/// The bug: the peak of committed memory counted refused requests.
+#[test]
+fn a_request_that_was_refused_made_the_peak() {
+    let (pool, driver) = open(ByteSize::MAX);
+    pool.alloc::<u8>(1 << 62).expect_err("no host has it");
+    assert_eq!(pool.snapshot().committed_peak, ByteSize::ZERO);
+    drop(mib(&pool, 6));
+    assert_eq!(pool.snapshot().committed_peak, ByteSize::mib(6));
+    check(&pool, &driver);
+}
+
+/// The bug: if a log subscriber panicked, a segment was arriving, or leaving, forever, and its
+/// memory was lost.
+#[test]
+fn a_listener_that_panicked_lost_a_segment() {
+    let (pool, driver) =
+        open_with(PinnedConfig { kind: PinnedKind::Pageable, ..config(ByteSize::MAX) });
+    let listened = |act: &dyn Fn()| tracing::subscriber::with_default(Panics, act);
+    listened(&|| drop(bytes(&pool, GRANULE).expect("room")));
+    assert_eq!(pool.snapshot().arriving, ByteSize::ZERO);
+    listened(&|| assert_eq!(pool.purge(), Ok(ByteSize::mib(1))));
+    assert_eq!(pool.snapshot().committed, ByteSize::ZERO);
+    check(&pool, &driver);
+}
+
+/// Listens to the log, and cannot bear it.
+struct Panics;
+
+impl tracing::Subscriber for Panics {
+    fn enabled(&self, _: &tracing::Metadata<'_>) -> bool {
+        true
+    }
+
+    fn new_span(&self, _: &tracing::span::Attributes<'_>) -> tracing::span::Id {
+        tracing::span::Id::from_u64(1)
+    }
+
+    fn record(&self, _: &tracing::span::Id, _: &tracing::span::Record<'_>) {}
+
+    fn record_follows_from(&self, _: &tracing::span::Id, _: &tracing::span::Id) {}
+
+    fn event(&self, event: &tracing::Event<'_>) {
+        panic!("a trial: {:?}", event.metadata().name());
+    }
+
+    fn enter(&self, _: &tracing::span::Id) {}
+
+    fn exit(&self, _: &tracing::span::Id) {}
+}

@@ -1,0 +1,230 @@
+//! The lines that a recorder has written and not yet passed on, the numbers, and the hash so far.
+//!
+//! It has its own lock, which is taken under the lock of the arena's state; only the arena's clock
+//! is called while it is held. The lines are passed on to the sink elsewhere.
+//!
+//! Invariants: lines are complete; the hash is that of the lines written; after the end nothing is
+//! written.
+
+use std::fmt::Write as _;
+use std::time::Duration;
+
+use super::error::RecordError;
+use super::hash::OperationHash;
+use super::numbers::Numbers;
+use super::operation::{Closing, Ended, Entry, Header, Operation};
+use super::text::LINE_MAX;
+use lowtide_core::bytes::ByteSize;
+use lowtide_core::clock::{Clock, Moment};
+
+/// The most bytes that wait for the sink. Reached only if the sink uses the arena itself, since a
+/// thread that finds [`WAIT_FROM`] waits for the sink.
+pub(super) const WAITING_MAX: usize = 1 << 20;
+
+/// Bytes that wait from which on they are passed on. A guess: one write for a thousand operations.
+pub(super) const DUE_FROM: usize = 64 << 10;
+
+/// Bytes that wait from which on threads wait for a sink that is slow. A guess.
+pub(super) const WAIT_FROM: usize = 256 << 10;
+
+/// Bytes kept for the last line of a recording of bounded length.
+const LAST_LINE: usize = 160;
+
+/// The progress of a recording.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum State {
+    /// No arena is open yet.
+    Fresh,
+    On,
+    Over,
+}
+
+/// The waiting lines, and the known state.
+#[derive(Debug)]
+pub(super) struct Lines {
+    state: State,
+    /// The arena's name, once it is open.
+    arena: Option<String>,
+    /// The text that waits for the sink.
+    waiting: String,
+    /// `true` if only the hash is computed and no text is kept.
+    is_bare: bool,
+    /// The size limit of the recording.
+    most: usize,
+    written: usize,
+    pub(super) hash: OperationHash,
+    pub(super) operations: u64,
+    numbers: Numbers,
+    started: Moment,
+    last: Duration,
+    /// The time at which memory became idle in the current operation, so that a replay sees the
+    /// same.
+    seen: Option<Moment>,
+    /// The thread of the first operation, and `true` if there were others.
+    thread: Option<usize>,
+    many_threads: bool,
+    pub(super) error: Option<RecordError>,
+    /// `true` once the error was reported.
+    is_said: bool,
+}
+
+impl Lines {
+    pub(super) const fn new(is_bare: bool, most: usize) -> Self {
+        Self {
+            state: State::Fresh,
+            arena: None,
+            waiting: String::new(),
+            is_bare,
+            most,
+            written: 0,
+            hash: OperationHash::EMPTY,
+            operations: 0,
+            numbers: Numbers::new(),
+            started: Moment::ORIGIN,
+            last: Duration::ZERO,
+            seen: None,
+            thread: None,
+            many_threads: false,
+            error: None,
+            is_said: false,
+        }
+    }
+
+    /// Begins the recording.
+    ///
+    /// # Errors
+    /// The name of the arena for which it was begun before.
+    pub(super) fn open(&mut self, header: &Header) -> Result<(), String> {
+        if let Some(arena) = &self.arena {
+            return Err(arena.clone());
+        }
+        self.arena = Some(header.name.clone());
+        self.state = State::On;
+        self.started = Moment::after_origin(header.started);
+        if self.put(|text| write!(text, "{header}")) {
+            self.hash.open(header);
+        }
+        Ok(())
+    }
+
+    pub(super) const fn arena(&self) -> Option<&String> {
+        self.arena.as_ref()
+    }
+
+    /// Reads the clock for the operation that is under way.
+    pub(super) fn see(&mut self, now: Moment) {
+        self.seen = Some(now);
+    }
+
+    /// The time since the recording began.
+    pub(super) fn since(&self, now: Moment) -> Duration {
+        now - self.started
+    }
+
+    /// Records an operation, if there is one.
+    pub(super) fn book(
+        &mut self,
+        clock: &dyn Clock,
+        thread: usize,
+        make: impl FnOnce(&mut Numbers) -> Option<Operation>,
+    ) {
+        if self.state != State::On {
+            return;
+        }
+        let Some(operation) = make(&mut self.numbers) else { return };
+        let seen = self.seen.take();
+        self.many_threads |= *self.thread.get_or_insert(thread) != thread;
+        let now = seen.unwrap_or_else(|| clock.now());
+        self.last = self.last.max(now - self.started);
+        let entry = Entry { line: 0, at: self.last, operation };
+        if self.put(|text| writeln!(text, "{entry}")) {
+            self.hash.add(&entry.operation);
+            self.operations += 1;
+        }
+    }
+
+    /// Ends the recording with its last line.
+    pub(super) fn end(&mut self, ended: Ended) {
+        if self.state != State::On {
+            return;
+        }
+        let closing = Closing {
+            at: self.last,
+            operations: self.operations,
+            one_thread: !self.many_threads,
+            ended,
+            hash: self.hash,
+        };
+        self.over();
+        if !self.is_bare {
+            // Writing to a string cannot fail; room was kept for it.
+            let _ = writeln!(self.waiting, "{closing}");
+        }
+    }
+
+    /// Ends the recording here.
+    pub(super) fn stop(&mut self, error: RecordError) {
+        self.over();
+        self.waiting = String::new();
+        self.error.get_or_insert(error);
+    }
+
+    fn over(&mut self) {
+        self.state = State::Over;
+        self.numbers = Numbers::new();
+    }
+
+    /// Writes lines if there is room for them; returns `true` if there was.
+    fn put(&mut self, write: impl FnOnce(&mut String) -> std::fmt::Result) -> bool {
+        if self.is_bare {
+            return true;
+        }
+        let before = self.waiting.len();
+        // Writing to a string cannot fail.
+        let _ = write(&mut self.waiting);
+        let length = self.waiting.len() - before;
+        debug_assert!(length <= LINE_MAX, "the line is longer than a reader accepts");
+        if length > self.most.saturating_sub(self.written).saturating_sub(LAST_LINE) {
+            self.waiting.truncate(before);
+            let most = ByteSize::of(self.most);
+            self.error.get_or_insert(RecordError::Full { most });
+            if self.written > 0 {
+                self.end(Ended::Full);
+            } else {
+                self.over();
+            }
+            return false;
+        }
+        self.written += length;
+        if self.waiting.len() > WAITING_MAX {
+            let (waiting, most) = (self.waiting.len(), WAITING_MAX);
+            let [waiting, most] = [waiting, most].map(ByteSize::of);
+            self.stop(RecordError::Overrun { waiting, most });
+            return false;
+        }
+        true
+    }
+
+    /// Takes what waits, and leaves `spare`, which is empty, in its place.
+    pub(super) const fn take(&mut self, spare: String) -> String {
+        std::mem::replace(&mut self.waiting, spare)
+    }
+
+    /// Returns the number of waiting bytes; at least the threshold if no more will come.
+    pub(super) fn waiting(&self) -> usize {
+        let is_last = self.is_over() && (self.error.is_some() && !self.is_said);
+        if is_last { self.waiting.len().max(DUE_FROM) } else { self.waiting.len() }
+    }
+
+    /// Returns the reason of the stop, once.
+    pub(super) fn unsaid(&mut self) -> Option<RecordError> {
+        let error = self.error.clone().filter(|_| !self.is_said);
+        self.is_said |= error.is_some();
+        error
+    }
+
+    /// Returns `true` if nothing more will be written.
+    pub(super) fn is_over(&self) -> bool {
+        self.state == State::Over
+    }
+}

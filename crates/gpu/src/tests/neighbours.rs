@@ -1,0 +1,106 @@
+//! Blocks whose neighbours have a place and no memory yet: the search, and the waits.
+//!
+//! The neighbours are put into the accounting by hand, as calls in progress would leave them, so
+//! that each case is certain.
+//!
+//! Invariant: an error has no room by its own figures, whatever its neighbours wait for.
+
+use super::*;
+use crate::driver::Driver as _;
+use crate::driver::sealed::Key;
+use crate::pending::Claim;
+use crate::region::{Placed, Search, Wanted};
+
+const DYNAMIC: Region = Region::Dynamic;
+const ALIGN: ByteSize = ByteSize::new(256);
+
+/// An arena of so many granules of addresses a region, with one live granule, and room under its
+/// limit for one more.
+fn nearly_full(granules: u64) -> (DeviceArena, Arc<TrialDriver>, Buffer<u8>) {
+    let driver = Arc::new(TrialDriver::new());
+    let reserve = ByteSize::new(granules * GRANULE.get());
+    let config = ArenaConfig { reserve, ..config(ByteSize::mib(4)) };
+    let arena = DeviceArena::open(driver.clone(), Arc::new(ManualClock::new()), config);
+    let arena = arena.expect("open");
+    let live = bytes(&arena, GRANULE, Region::Stable).expect("room");
+    (arena, driver, live)
+}
+
+/// A block that has a place, and waits for its memory.
+fn place(arena: &DeviceArena, size: ByteSize) -> Placed {
+    let wanted = Wanted::new(size, ALIGN).expect("not empty");
+    let placed = lock(&arena.shared().books).place(DYNAMIC, wanted, Search::Usual, None);
+    placed.expect("room").0
+}
+
+/// Its call has failed.
+fn withdraw(arena: &DeviceArena, placed: Placed) {
+    let shared = arena.shared();
+    lock(&shared.books).withdraw(DYNAMIC, placed, Claim::default(), &*shared.clock);
+    shared.settled.notify_all();
+}
+
+/// Two that wait, with so much between them.
+fn apart(arena: &DeviceArena, gap: u64) -> [Placed; 2] {
+    let [before, gone, after] = [3, gap, 5].map(|mib| place(arena, ByteSize::mib(mib)));
+    withdraw(arena, gone);
+    [before, after]
+}
+
+/// At both ends of the free span it would share a granule with a neighbour, and so need one more
+/// than there is.
+#[test]
+fn a_block_beside_one_that_waits_for_its_memory_is_placed_where_a_granule_begins() {
+    let (arena, driver, live) = nearly_full(6);
+    let neighbours = apart(&arena, 4);
+    let block = bytes(&arena, GRANULE, DYNAMIC).expect("one granule has room");
+    let at = block.address(&block.enter().expect("a lease")).expect("ours").expect("not empty");
+    assert_eq!(at.offset_from(neighbours[0].at), Some(ByteSize::mib(4)));
+    assert_eq!(arena.snapshot().committed, ByteSize::mib(4));
+    neighbours.into_iter().for_each(|placed| withdraw(&arena, placed));
+    drop((block, live));
+    arena.validate();
+    driver.assert_no_faults();
+}
+
+#[test]
+fn a_block_that_fits_at_no_granules_start_is_short_of_memory_and_not_of_addresses() {
+    let (arena, driver, live) = nearly_full(5);
+    let neighbours = apart(&arena, 2);
+    // No call is under way, so that nothing is waited for.
+    let refused = bytes(&arena, GRANULE, DYNAMIC).expect_err("it needs two granules there");
+    assert!(matches!(refused, DeviceError::OutOfMemory { .. }), "{refused}");
+    neighbours.into_iter().for_each(|placed| withdraw(&arena, placed));
+    drop((bytes(&arena, GRANULE, DYNAMIC).expect("they are gone"), live));
+    arena.validate();
+    driver.assert_no_faults();
+}
+
+#[test]
+fn a_block_that_fits_at_no_granules_start_waits_for_the_calls_of_its_neighbours() {
+    let (arena, driver, live) = nearly_full(5);
+    let neighbours = apart(&arena, 2);
+    // A call is under way: idle memory leaves.
+    drop(bytes(&arena, GRANULE, Region::Stable).expect("room"));
+    let leaving = lock(&arena.shared().books).begin_leave(1, 1, None);
+    assert_eq!(leaving.len(), 1);
+    let (asked, short) = std::sync::mpsc::channel();
+    let callback = arena.on_shortage(move |_| asked.send(()).is_err());
+    let waiting = {
+        let arena = arena.clone();
+        thread::spawn(move || bytes(&arena, GRANULE, DYNAMIC))
+    };
+    short.recv().expect("it has asked for memory");
+    for _ in 0..10_000 {
+        assert!(!waiting.is_finished(), "it is refused though by its figures there is room");
+        thread::yield_now();
+    }
+    neighbours.into_iter().for_each(|placed| withdraw(&arena, placed));
+    driver.decommit(leaving[0].at, leaving[0].size, Key::new()).expect("committed");
+    lock(&arena.shared().books).end_leave(leaving[0], true);
+    arena.shared().settled.notify_all();
+    let block = waiting.join().expect("no panic").expect("there is room");
+    drop((block, callback, live));
+    arena.validate();
+    driver.assert_no_faults();
+}

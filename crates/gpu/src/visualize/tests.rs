@@ -1,0 +1,470 @@
+//! Tests of maps and of the pictures made of them: by hand-made maps, and by maps of an arena.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::*;
+use crate::{ArenaConfig, Buffer, DeviceArena, Region};
+use lowtide_core::clock::{Clock, ManualClock};
+use lowtide_cuda_sim::trial::TrialDriver;
+
+const MIB: u64 = 1 << 20;
+
+/// A segment of 64 GiB: granules of 2 MiB at these offsets in MiB, and blocks in bytes.
+fn segment(granules: &[(u64, u64, GranuleState)], blocks: &[(u64, u64, BlockState)]) -> SegmentMap {
+    let run = |&(offset, size, state): &(u64, u64, GranuleState)| GranuleRun {
+        offset: ByteSize::mib(offset),
+        size: ByteSize::mib(size),
+        state,
+    };
+    let block = |&(offset, size, state): &(u64, u64, BlockState)| BlockSpan {
+        offset: ByteSize::new(offset),
+        size: ByteSize::new(size),
+        requested: ByteSize::new(size - 56),
+        state,
+    };
+    SegmentMap {
+        region: "dynamic".to_owned(),
+        base: 1 << 40,
+        size: ByteSize::gib(64),
+        granules: granules.iter().map(run).collect(),
+        blocks: blocks.iter().map(block).collect(),
+    }
+}
+
+fn map(name: &str, segments: Vec<SegmentMap>) -> ArenaMap {
+    let granularity = ByteSize::mib(2);
+    let since_epoch = Duration::from_secs(1_700_000_000);
+    ArenaMap { granularity, segments, since_epoch, ..ArenaMap::empty(name.to_owned()) }
+}
+
+fn sample() -> ArenaMap {
+    use BlockState::{Live, Pending};
+    use GranuleState::{Active, Idle};
+    let granules = [(0, 6, Active), (6, 4, Idle), (40_000, 4, Active)];
+    let blocks = [
+        (0, MIB, Live),
+        (MIB + 256, 3 * MIB, Pending),
+        (5 * MIB, 256, Live),
+        (40_001 * MIB, 512, Live),
+    ];
+    map("embedder", vec![segment(&granules, &blocks)])
+}
+
+/// An arena that keeps its last events, with its clock.
+fn arena(history: usize, limit: ByteSize) -> (DeviceArena, ManualClock) {
+    let clock = ManualClock::new();
+    let reserve = ByteSize::gib(1);
+    let config = ArenaConfig { history, limit, reserve, ..ArenaConfig::new("trial") };
+    let driver = Arc::new(TrialDriver::new());
+    let arena = DeviceArena::open(driver, Arc::new(clock.clone()), config);
+    (arena.expect("open"), clock)
+}
+
+fn bytes(arena: &DeviceArena, size: u64) -> Buffer<u8> {
+    arena.alloc(usize::try_from(size).expect("a length"), Region::Dynamic).expect("room")
+}
+
+#[test]
+fn a_map_and_a_snapshot_of_one_arena_agree() {
+    let (arena, clock) = arena(0, ByteSize::MAX);
+    let mut buffers: Vec<_> = (1..200).map(|nth| bytes(&arena, nth * 7919 * 3)).collect();
+    for nth in (0..buffers.len()).rev().filter(|nth| nth % 3 == 0) {
+        buffers.swap_remove(nth);
+    }
+    let weights = arena.alloc::<u64>(100_000, Region::Stable).expect("room");
+    clock.advance(Duration::from_secs(4));
+    arena.decay(clock.now()).expect("decay");
+    let (map, snapshot) = (arena.map(), arena.snapshot());
+    map.validate();
+    for (segment, region) in map.segments.iter().zip(&snapshot.regions) {
+        assert_eq!(segment.region, region.region.name());
+        assert_eq!(segment.taken(BlockState::Live), region.live);
+        assert_eq!(segment.backed(GranuleState::Active), region.active);
+        assert_eq!(segment.backed(GranuleState::Idle), region.idle);
+        assert_eq!(segment.size, region.reserved);
+    }
+    assert_eq!(map.segments[1].blocks.len(), buffers.len());
+    assert_eq!((map.taken, map.granularity), (clock.now(), ByteSize::mib(2)));
+    assert!(map.events.is_empty(), "not asked for");
+    drop(weights);
+}
+
+#[test]
+fn a_block_whose_memory_is_on_its_way_is_free_and_its_granules_are_active() {
+    let driver = Arc::new(TrialDriver::new());
+    let clock = Arc::new(ManualClock::new());
+    let config = ArenaConfig { history: 10, ..ArenaConfig::new("trial") };
+    let arena = DeviceArena::open(driver.clone(), clock, config).expect("open");
+    let kept = bytes(&arena, 3 * MIB);
+    driver.hold();
+    std::thread::scope(|scope| {
+        let other = scope.spawn(|| bytes(&arena, 6 * MIB));
+        driver.wait_until_held(1);
+        let (map, snapshot) = (arena.map(), arena.snapshot());
+        driver.let_go();
+        map.validate();
+        let segment = &map.segments[1];
+        assert_eq!((segment.blocks.len(), map.events.len()), (1, 2));
+        assert_eq!(segment.backed(GranuleState::Active), snapshot.active);
+        assert_eq!(segment.backed(GranuleState::Idle), ByteSize::ZERO);
+        other.join().expect("room");
+    });
+    drop(kept);
+}
+
+#[test]
+fn events_lead_from_nothing_to_what_the_map_shows() {
+    let (arena, clock) = arena(1000, ByteSize::mib(16));
+    let kept = bytes(&arena, 100);
+    clock.advance(Duration::from_secs(1));
+    drop(bytes(&arena, 4 * MIB));
+    assert!(arena.alloc::<u8>(20 << 20, Region::Dynamic).is_err());
+    arena.purge().expect("purge");
+    let map = arena.map();
+    map.validate();
+    let acts: Vec<_> = map.events.iter().map(|event| (event.act, event.size)).collect();
+    let headroom = ByteSize::mib(16).saturating_sub(arena_committed(&map.events[..5]));
+    assert_eq!(
+        acts[..6],
+        [
+            (Act::Commit, ByteSize::mib(2)),
+            (Act::Alloc, ByteSize::new(100)),
+            (Act::Commit, ByteSize::mib(4)),
+            (Act::Alloc, ByteSize::mib(4)),
+            (Act::Free, ByteSize::mib(4)),
+            (Act::OutOfMemory { headroom }, ByteSize::mib(20)),
+        ]
+    );
+    assert_eq!(arena_committed(&map.events), ByteSize::mib(2));
+    assert_eq!(
+        map.events[1].address,
+        map.segments[1].base + map.segments[1].blocks[0].offset.get()
+    );
+    assert_eq!(map.events[2].at - map.events[1].at, Duration::from_secs(1));
+    drop(kept);
+}
+
+#[test]
+fn events_tell_of_blocks_resized_and_of_every_block_though_fronts_are_asked_for() {
+    let (arena, _) = arena(1000, ByteSize::MAX);
+    arena.set_thread_cache(ByteSize::mib(64));
+    (0..50).for_each(|_| drop(bytes(&arena, 1000)));
+    let mut buffer = bytes(&arena, 1000);
+    buffer.resize(100_000).expect("moved");
+    buffer.resize(5_000).expect("where it stands");
+    let map = arena.map();
+    map.validate();
+    let count = |act| map.events.iter().filter(|event| event.act == act).count();
+    assert_eq!((count(Act::Alloc), count(Act::Free)), (53, 52));
+    let last = map.events.last().expect("some");
+    assert_eq!((last.act, last.size), (Act::Alloc, ByteSize::new(5_000)));
+    let block = map.segments[1].blocks[0];
+    assert_eq!(last.address, map.segments[1].base + block.offset.get());
+    drop(buffer);
+}
+
+/// The committed memory after these events.
+fn arena_committed(events: &[Event]) -> ByteSize {
+    let sum = |act| events.iter().filter(|event| event.act == act).map(|event| event.size).sum();
+    let (committed, given): (ByteSize, ByteSize) = (sum(Act::Commit), sum(Act::Decommit));
+    committed.checked_sub(given).expect("given back after it was committed")
+}
+
+/// Every start tag with its attributes; fails if the text is not well formed.
+fn elements(svg: &str) -> Vec<&str> {
+    let mut open = Vec::new();
+    let mut found = Vec::new();
+    let mut rest = svg;
+    while let Some(start) = rest.find('<') {
+        let outside = &rest[..start];
+        assert!(!outside.contains('>'), "a bare `>` in {outside:?}");
+        for (at, _) in outside.match_indices('&') {
+            let entity = outside[at + 1..].split(';').next().expect("some");
+            assert!(["amp", "lt", "gt", "quot", "#39"].contains(&entity), "&{entity}");
+        }
+        let end = start + rest[start..].find('>').expect("a tag ends");
+        let tag = &rest[start + 1..end];
+        assert!(!tag.contains('<'), "{tag}");
+        let name = tag.trim_start_matches('/').split([' ', '/']).next().expect("some");
+        if tag.starts_with('/') {
+            assert_eq!(open.pop(), Some(name), "{tag}");
+        } else {
+            assert_eq!(tag.matches('"').count() % 2, 0, "{tag}");
+            found.push(tag);
+            if !tag.ends_with('/') {
+                open.push(name);
+            }
+        }
+        rest = &rest[end + 1..];
+    }
+    assert!(open.is_empty() && rest.trim().is_empty(), "{open:?} {rest:?}");
+    found
+}
+
+#[test]
+fn the_picture_shows_every_kind_of_span_and_a_legend() {
+    let map = sample();
+    map.validate();
+    let svg = map.to_svg();
+    let elements = elements(&svg);
+    for class in ["live", "pending", "hole", "idle", "active", "resting", "bare"] {
+        let drawn = elements.iter().filter(|tag| tag.contains(&format!("class=\"{class}\"")));
+        let least = if class == "bare" { 4 } else { 2 };
+        assert!(drawn.count() >= least, "{class}: in the legend and in a row\n{svg}");
+    }
+    for text in
+        ["embedder", "live block", "14.0 MiB committed of 64.0 GiB", "end -24.9 GiB", "bare"]
+    {
+        assert!(svg.contains(text), "{text}\n{svg}");
+    }
+    assert!(
+        svg.contains("<title>live: 1.0 MiB, requested 1023.9 KiB, at +0B (0x10000000000)</title>")
+    );
+}
+
+#[test]
+fn a_picture_of_nothing_is_a_picture() {
+    elements(&map("", Vec::new()).to_svg());
+    let svg = map("bare", vec![segment(&[], &[])]).to_svg();
+    elements(&svg);
+    assert!(svg.contains("64.0 GiB bare"), "{svg}");
+}
+
+#[test]
+fn names_from_outside_are_escaped_and_cut() {
+    let svg = map("<a href=\"x\">&\u{1}\u{ffff}'</a>", Vec::new()).to_svg();
+    elements(&svg);
+    assert!(svg.contains("&lt;a href=&quot;x&quot;&gt;&amp;\u{fffd}\u{fffd}&#39;&lt;/a&gt;"));
+    let svg = map(&"é".repeat(1000), Vec::new()).to_svg();
+    assert!(svg.contains(&format!("{}…<", "é".repeat(48))) && svg.len() < 4096);
+}
+
+#[test]
+fn the_size_of_a_picture_is_bounded_whatever_the_map() {
+    let mut segments = Vec::new();
+    for shift in [8, 12, 16, 21, 25, 8, 8, 8, 8, 8, 8] {
+        let step = 1_u64 << shift;
+        let (mut blocks, mut granules) = (Vec::new(), Vec::new());
+        for nth in 0..20_000 {
+            let state = if nth % 3 == 0 { BlockState::Pending } else { BlockState::Live };
+            blocks.push((nth * 3 * step, step + nth % 2 * step, state));
+            if nth % 7 != 0 && nth < 2_000 {
+                let state = if nth % 2 == 0 { GranuleState::Idle } else { GranuleState::Active };
+                granules.push((nth * 6, 2 + nth % 2 * 2, state));
+            }
+        }
+        segments.push(segment(&granules, &blocks));
+    }
+    // Such blocks have no memory behind them; a picture draws its input.
+    let svg = map("crowded", segments).to_svg();
+    let drawn = elements(&svg).len();
+    assert!(svg.len() < 4 << 20, "{} bytes", svg.len());
+    assert!(drawn < 40_000, "{drawn} elements");
+    assert!(svg.contains("3 more segments are not shown"));
+}
+
+#[test]
+fn what_lies_far_apart_is_drawn_on_a_scale_that_shows_both() {
+    let granules = [(0, 2, GranuleState::Idle), (65_534, 2, GranuleState::Idle)];
+    let svg = map("far", vec![segment(&granules, &[])]).to_svg();
+    assert!(svg.contains("A row shows 16.0 MiB of addresses"), "two rows of the least size\n{svg}");
+    let everywhere: Vec<_> = (0..64).map(|nth| (nth * 1024, 2, GranuleState::Idle)).collect();
+    let svg = map("everywhere", vec![segment(&everywhere, &[])]).to_svg();
+    assert!(svg.contains("A row shows 4.0 GiB of addresses"), "{svg}");
+}
+
+#[cfg(feature = "memory-viz")]
+mod memory_viz {
+    use std::collections::BTreeMap;
+
+    use serde_pickle::{DeOptions, HashableValue, Value};
+
+    use super::*;
+
+    /// What `MemoryViz.js` reads, of what a pickle of protocol 3 has, with the length of what
+    /// follows: bytes, or one to four bytes that say how many.
+    const READ: [(u8, Argument); 14] = [
+        (0x80, Argument::Bytes(1)), // PROTO
+        (b'K', Argument::Bytes(1)), // BININT1
+        (b'M', Argument::Bytes(2)), // BININT2
+        (b'J', Argument::Bytes(4)), // BININT
+        (0x8a, Argument::Short),    // LONG1
+        (b'X', Argument::Long),     // BINUNICODE
+        (b'}', Argument::Bytes(0)), // EMPTY_DICT
+        (b']', Argument::Bytes(0)), // EMPTY_LIST
+        (b'(', Argument::Bytes(0)), // MARK
+        (b'u', Argument::Bytes(0)), // SETITEMS
+        (b'e', Argument::Bytes(0)), // APPENDS
+        (b't', Argument::Bytes(0)), // TUPLE
+        (0x86, Argument::Bytes(0)), // TUPLE2
+        (0x88, Argument::Bytes(0)), // NEWTRUE
+    ];
+
+    enum Argument {
+        Bytes(usize),
+        Short,
+        Long,
+    }
+
+    /// Walks a pickle, and fails at opcodes that the viewers do not read.
+    fn walk(pickle: &[u8]) {
+        let mut at = 0;
+        loop {
+            let opcode = pickle[at];
+            at += 1;
+            if opcode == b'.' {
+                break;
+            }
+            let known = READ.iter().find(|(known, _)| *known == opcode);
+            let (_, argument) = known.unwrap_or_else(|| panic!("{opcode:#x} at {at} is not read"));
+            at += match argument {
+                Argument::Bytes(count) => *count,
+                Argument::Short => {
+                    let count = usize::from(pickle[at]);
+                    assert!(count <= 8, "an integer of {count} bytes");
+                    1 + count
+                }
+                Argument::Long => {
+                    let count: [u8; 4] = pickle[at..at + 4].try_into().expect("four bytes");
+                    4 + u32::from_le_bytes(count) as usize
+                }
+            };
+        }
+        assert_eq!(at, pickle.len(), "nothing follows");
+    }
+
+    fn pickled(map: &ArenaMap) -> Value {
+        let mut pickle = Vec::new();
+        map.write_memory_viz(&mut pickle).expect("written");
+        walk(&pickle);
+        serde_pickle::value_from_slice(&pickle, DeOptions::new()).expect("read back")
+    }
+
+    fn field<'a>(value: &'a Value, name: &str) -> &'a Value {
+        let Value::Dict(fields) = value else { panic!("{value} is no dictionary") };
+        let fields: &BTreeMap<HashableValue, Value> = fields;
+        fields.get(&HashableValue::String(name.to_owned())).unwrap_or_else(|| panic!("no {name}"))
+    }
+
+    fn number(value: &Value, name: &str) -> u64 {
+        match field(value, name) {
+            Value::I64(number) => u64::try_from(*number).expect("not negative"),
+            other => panic!("{name} is {other}"),
+        }
+    }
+
+    fn text<'a>(value: &'a Value, name: &str) -> &'a str {
+        match field(value, name) {
+            Value::String(text) => text,
+            other => panic!("{name} is {other}"),
+        }
+    }
+
+    fn list(value: &Value) -> &[Value] {
+        let Value::List(items) = value else { panic!("{value} is no list") };
+        items
+    }
+
+    #[test]
+    fn a_snapshot_has_a_segment_for_each_stretch_and_blocks_that_tile_it() {
+        let snapshot = pickled(&sample());
+        let segments = list(field(&snapshot, "segments"));
+        let sizes: Vec<_> = segments.iter().map(|s| number(s, "total_size")).collect();
+        assert_eq!(sizes, [10 * MIB, 4 * MIB]);
+        let mut states = Vec::new();
+        for segment in segments {
+            let mut at = number(segment, "address");
+            for block in list(field(segment, "blocks")) {
+                assert_eq!(number(block, "address"), at);
+                at += number(block, "size");
+                states.push((text(block, "state"), number(block, "size")));
+            }
+            assert_eq!(at, number(segment, "address") + number(segment, "total_size"));
+            assert_eq!(number(segment, "device"), 0);
+        }
+        assert_eq!(
+            states,
+            [
+                ("active_allocated", MIB),
+                ("inactive", 256),
+                ("active_pending_free", 3 * MIB),
+                ("inactive", MIB - 256),
+                ("active_allocated", 256),
+                ("inactive", 5 * MIB - 256),
+                ("inactive", MIB),
+                ("active_allocated", 512),
+                ("inactive", 3 * MIB - 512),
+            ]
+        );
+        assert_eq!(number(&segments[0], "allocated_size"), MIB + 256);
+        assert_eq!(number(&segments[0], "active_size"), 4 * MIB + 256);
+        assert_eq!(number(&segments[0], "requested_size"), MIB + 256 - 2 * 56);
+    }
+
+    #[test]
+    fn the_events_of_a_snapshot_undone_from_its_end_leave_nothing() {
+        let (arena, clock) = arena(10_000, ByteSize::mib(64));
+        let mut buffers = Vec::new();
+        for nth in 0..500_u64 {
+            clock.advance(Duration::from_millis(100));
+            buffers.push(bytes(&arena, (nth * 7919) % 300_000 + 1));
+            if nth % 5 > 1 {
+                buffers.remove(usize::try_from(nth * 31).expect("small") % buffers.len());
+            }
+            arena.decay(clock.now()).expect("decay");
+        }
+        let snapshot = pickled(&arena.map());
+        // As the viewer does: the final state, then every event undone.
+        let mut blocks = BTreeMap::new();
+        let mut backed = 0;
+        for segment in list(field(&snapshot, "segments")) {
+            backed += number(segment, "total_size");
+            for block in list(field(segment, "blocks")) {
+                if text(block, "state") == "active_allocated" {
+                    blocks.insert(number(block, "address"), ());
+                }
+            }
+        }
+        let traces = list(field(&snapshot, "device_traces"));
+        assert_eq!(traces.len(), 1);
+        for event in list(&traces[0]).iter().rev() {
+            let (address, size) = (number(event, "addr"), number(event, "size"));
+            match text(event, "action") {
+                "alloc" => assert!(blocks.remove(&address).is_some(), "{address:#x}"),
+                "free_requested" => assert!(blocks.contains_key(&address)),
+                "free_completed" => assert!(blocks.insert(address, ()).is_none()),
+                "segment_map" => backed -= size,
+                "segment_unmap" => backed += size,
+                other => panic!("{other}"),
+            }
+        }
+        assert!(blocks.is_empty() && backed == 0, "{backed} {blocks:?}");
+    }
+
+    #[test]
+    fn numbers_stay_below_what_the_viewers_read_and_time_is_the_wall_clocks() {
+        let mut map = sample();
+        map.device = 2;
+        map.taken = Moment::after_origin(Duration::from_secs(10));
+        let act = Act::OutOfMemory { headroom: ByteSize::MAX };
+        let at = Moment::after_origin(Duration::from_secs(7));
+        map.events.push(Event { at, act, address: u64::MAX, size: ByteSize::MAX });
+        let snapshot = pickled(&map);
+        let traces = list(field(&snapshot, "device_traces"));
+        assert_eq!(traces.len(), 3, "the device's own is the third");
+        let event = &list(&traces[2])[0];
+        for name in ["addr", "size", "device_free"] {
+            assert_eq!(number(event, name), i64::MAX.cast_unsigned(), "{name}");
+        }
+        assert_eq!(number(event, "time_us"), 1_699_999_997_000_000);
+        pickled(&super::map("nothing", Vec::new()));
+    }
+
+    #[test]
+    fn an_error_of_the_writer_comes_back() {
+        let mut room = [0_u8; 64];
+        let error = sample().write_memory_viz(&mut room[..]).expect_err("no room");
+        assert_eq!(error.kind(), std::io::ErrorKind::WriteZero);
+    }
+}

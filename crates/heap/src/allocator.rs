@@ -1,0 +1,148 @@
+//! `Heap`, jemalloc as Rust's global allocator, and the checks of which code uses it.
+//!
+//! It adds nothing per call: jemalloc already counts what each thread allocates, so a counting
+//! wrapper would only add cost. It neither purges nor configures.
+//!
+//! Invariant: a block that `Heap` returns is jemalloc's own, with jemalloc's own layout rules.
+#![expect(
+    unsafe_code,
+    reason = "GlobalAlloc is an unsafe trait; C's malloc is asked who serves it"
+)]
+
+use std::alloc::{GlobalAlloc, Layout};
+use std::ffi::{CStr, c_char};
+use std::hint::black_box;
+use std::sync::OnceLock;
+
+use tikv_jemallocator::Jemalloc;
+
+use super::mallctl::THREAD_ALLOCATED;
+
+/// jemalloc, for `#[global_allocator]`.
+///
+/// Forwards to [`tikv_jemallocator::Jemalloc`]; every call costs what that one costs.
+///
+/// ```
+/// #[global_allocator]
+/// static HEAP: lowtide_heap::Heap = lowtide_heap::Heap;
+///
+/// assert!(lowtide_heap::is_global());
+/// ```
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Heap;
+
+// SAFETY: every method forwards unchanged to `Jemalloc`, whose own implementation keeps the
+// contract of `GlobalAlloc`; no state is added and nothing here can unwind.
+unsafe impl GlobalAlloc for Heap {
+    #[inline]
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        // SAFETY: the caller's promise (a layout of non-zero size) is the one required here.
+        unsafe { Jemalloc.alloc(layout) }
+    }
+
+    #[inline]
+    unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
+        // SAFETY: the caller's promise (a layout of non-zero size) is the one required here.
+        unsafe { Jemalloc.alloc_zeroed(layout) }
+    }
+
+    #[inline]
+    unsafe fn realloc(&self, block: *mut u8, layout: Layout, size: usize) -> *mut u8 {
+        // SAFETY: the caller promises that `block` came from this allocator, which means from
+        // `Jemalloc`, with this layout, and that the new size is valid and not zero.
+        unsafe { Jemalloc.realloc(block, layout, size) }
+    }
+
+    #[inline]
+    unsafe fn dealloc(&self, block: *mut u8, layout: Layout) {
+        // SAFETY: the caller promises that `block` came from this allocator, which means from
+        // `Jemalloc`, with this layout, and is freed once.
+        unsafe { Jemalloc.dealloc(block, layout) }
+    }
+}
+
+/// Size of the block that tests which allocator serves an allocation.
+const TRIAL_BYTES: usize = 1024;
+
+/// Returns `true` if Rust's allocations reach jemalloc, through [`Heap`] or another wrapper.
+///
+/// The first call allocates one small block and checks that jemalloc counted it for this thread;
+/// later calls cost one load.
+#[must_use]
+pub fn is_global() -> bool {
+    static ANSWER: OnceLock<bool> = OnceLock::new();
+    *ANSWER
+        .get_or_init(|| reaches_jemalloc(|| drop(black_box(Vec::<u8>::with_capacity(TRIAL_BYTES)))))
+}
+
+/// Returns `true` if C's `malloc` reaches this jemalloc, as it does with feature `interpose`: C and
+/// C++ libraries in the process are then measured and purged with the heap.
+///
+/// The first call allocates one small block; later calls cost one load.
+#[must_use]
+pub fn serves_c() -> bool {
+    static ANSWER: OnceLock<bool> = OnceLock::new();
+    *ANSWER.get_or_init(|| {
+        reaches_jemalloc(|| {
+            // SAFETY: `malloc` may be called with any size; the result may be null.
+            let block = black_box(unsafe { libc::malloc(TRIAL_BYTES) });
+            // SAFETY: `block` came from `malloc` just now, or is null, which `free` accepts.
+            unsafe { libc::free(block) };
+        })
+    })
+}
+
+/// Returns `true` if an allocation by `allocate` shows in jemalloc's count for this thread.
+fn reaches_jemalloc(allocate: impl FnOnce()) -> bool {
+    let Ok(before) = THREAD_ALLOCATED.read() else { return false };
+    allocate();
+    THREAD_ALLOCATED.read().is_ok_and(|after| after.wrapping_sub(before) >= TRIAL_BYTES as u64)
+}
+
+/// A configuration string in the form that jemalloc looks for: the symbol is a `char *`.
+#[doc(hidden)]
+#[derive(Debug)]
+#[repr(transparent)]
+pub struct ConfSymbol(*const c_char);
+
+impl ConfSymbol {
+    /// Creates a symbol that points to `conf`.
+    #[must_use]
+    pub const fn new(conf: &'static CStr) -> Self {
+        Self(conf.as_ptr())
+    }
+}
+
+// SAFETY: the pointer is only ever made from a `&'static CStr`, whose bytes are shared and never
+// written; jemalloc reads them once (`const char *malloc_conf`).
+unsafe impl Sync for ConfSymbol {}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn blocks_keep_their_bytes_through_growth_and_come_zeroed_when_asked() {
+        let layout = Layout::from_size_align(100, 64).unwrap();
+        // SAFETY: the layout has a size.
+        let block = unsafe { Heap.alloc_zeroed(layout) };
+        assert!(!block.is_null() && block.addr().is_multiple_of(64));
+        // SAFETY: 100 zeroed bytes.
+        let bytes = unsafe { std::slice::from_raw_parts_mut(block, 100) };
+        assert!(bytes.iter().all(|&byte| byte == 0));
+        bytes.fill(7);
+        // SAFETY: `block` is `Heap`'s, with this layout, and not used again.
+        let block = unsafe { Heap.realloc(block, layout, 10_000) };
+        assert!(!block.is_null());
+        // SAFETY: the first 100 bytes have been copied.
+        assert!(unsafe { std::slice::from_raw_parts(block, 100) }.iter().all(|&byte| byte == 7));
+        let layout = Layout::from_size_align(10_000, 64).unwrap();
+        // SAFETY: `block` is `Heap`'s, with this layout, and not used again.
+        unsafe { Heap.dealloc(block, layout) };
+    }
+
+    #[test]
+    fn what_does_not_allocate_does_not_reach_jemalloc() {
+        assert!(!reaches_jemalloc(|| ()));
+    }
+}

@@ -1,0 +1,459 @@
+//! Dedicated arenas: host memory of a model in its own jemalloc arena, all of which is released
+//! when the model is dropped, independent of other allocations.
+//!
+//! A scope places memory there: it binds the calling thread while a closure runs, and empties the
+//! thread's cache before and after it. Otherwise blocks of the arena would be handed out after the
+//! scope, and earlier blocks within it. An arena is destroyed only if nothing can point into it: no
+//! thread is in a scope, and it has no active page (cached blocks count as active). Otherwise, and
+//! when it is only dropped, it is purged and kept for reuse. The only allocation here is the list
+//! of all arenas: allocating in a scope would pin the arena.
+//!
+//! Invariant: `destroyed => active pages = 0 and no scope`; an index is in one `HostArena`, or kept
+//! for reuse, or one of jemalloc's own.
+#![expect(unsafe_code, reason = "destroying an arena takes its memory from whoever points there")]
+
+use std::cell::RefCell;
+use std::ffi::CStr;
+use std::fmt;
+use std::mem::ManuallyDrop;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use thiserror::Error;
+
+use lowtide_core::bytes::ByteSize;
+use lowtide_core::decay::DecayTime;
+use lowtide_core::fork::{self, Birth};
+
+use super::conf::decay_to_ms;
+use super::error::{Act, HostError};
+use super::mallctl::{self as ctl, ARENA_LIMIT};
+use super::purge::flush_thread_cache;
+use super::stats::refresh;
+
+/// The maximum length of an arena's name in bytes: jemalloc's 32 minus the NUL.
+pub const ARENA_NAME_MAX: usize = 31;
+
+/// A jemalloc arena for one purpose, such as a model.
+///
+/// Dropping it purges it and keeps it for reuse. If many arenas come and go, that is better than
+/// retiring each: jemalloc's metadata grows by about 10 KiB with every arena that is created and
+/// destroyed.
+///
+/// ```
+/// use lowtide_heap::HostArena;
+///
+/// #[global_allocator]
+/// static HEAP: lowtide_heap::Heap = lowtide_heap::Heap;
+///
+/// let arena = HostArena::new("reranker")?;
+/// let model = arena.scope(|| vec![1_u8; 64 << 20])?; // all its allocations are in the arena
+/// assert!(arena.stats()?.active.get() >= 64 << 20);
+/// let refused = arena.retire().expect_err("the model is still there");
+/// drop(model);
+/// refused.arena.retire()?; // releases all its memory
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Debug)]
+pub struct HostArena {
+    index: u32,
+    name: ArenaName,
+    birth: Birth,
+}
+
+/// Memory of an arena at the last refresh of jemalloc's statistics.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct HostArenaStats {
+    /// Bytes of blocks that the application holds, after rounding, without thread caches.
+    pub live: ByteSize,
+    /// Bytes of pages with at least one live or cached block.
+    pub active: ByteSize,
+    /// Bytes of unused pages that are still backed by memory.
+    pub dirty: ByteSize,
+    /// Bytes of unused pages that the kernel reclaims under pressure.
+    pub muzzy: ByteSize,
+}
+
+impl HostArenaStats {
+    /// Returns the backed bytes beyond live ones: `active + dirty + muzzy - live`.
+    #[must_use]
+    pub const fn retained(&self) -> ByteSize {
+        let backed = self.active.saturating_add(self.dirty).saturating_add(self.muzzy);
+        backed.saturating_sub(self.live)
+    }
+}
+
+/// The reason an arena could not be created.
+#[derive(Clone, Debug, Error, PartialEq)]
+#[non_exhaustive]
+pub enum HostArenaError {
+    /// The name is empty, too long, or contains a NUL.
+    #[error("invalid arena name {name:?}: expected 1 to {ARENA_NAME_MAX} bytes without a NUL")]
+    Name {
+        /// The name.
+        name: String,
+    },
+    /// Another arena has the name.
+    #[error("arena name {name:?} is already in use: expected a unique name")]
+    Taken {
+        /// The name.
+        name: String,
+    },
+    /// All arena indices are in use.
+    #[error("no arena index is free: expected fewer than {ARENA_LIMIT} arenas")]
+    Exhausted,
+    /// A call to jemalloc failed.
+    #[error(transparent)]
+    Host(#[from] HostError),
+}
+
+/// An arena that was not retired because something may point into it.
+#[derive(Debug, Error)]
+#[error("cannot retire arena {:?}: {cause}", .arena.name())]
+#[expect(clippy::exhaustive_structs, reason = "an arena and the cause")]
+pub struct RetireRefused {
+    /// The arena, purged.
+    pub arena: HostArena,
+    /// The reason.
+    pub cause: StillHeld,
+}
+
+/// The reason an arena cannot be retired.
+#[derive(Clone, Debug, Error, PartialEq)]
+#[non_exhaustive]
+pub enum StillHeld {
+    /// Bytes of pages with blocks that are live or in thread caches.
+    #[error("{0} of its pages have live or thread-cached blocks: expected none")]
+    Active(ByteSize),
+    /// A thread could not leave it at the end of a scope.
+    #[error("a thread is bound to it and could not leave: expected that thread to end first")]
+    Bound,
+    /// A call to jemalloc failed.
+    #[error(transparent)]
+    Host(HostError),
+}
+
+/// A name, in place: nothing is allocated for it.
+#[derive(Clone, Copy, PartialEq, Eq)]
+struct ArenaName([u8; ARENA_NAME_MAX + 1]);
+
+impl ArenaName {
+    const NONE: Self = Self([0; ARENA_NAME_MAX + 1]);
+
+    fn new(name: &str) -> Option<Self> {
+        let mut bytes = [0; ARENA_NAME_MAX + 1];
+        let text = bytes.get_mut(..name.len()).filter(|text| text.len() <= ARENA_NAME_MAX)?;
+        text.copy_from_slice(name.as_bytes());
+        (!name.is_empty() && !name.contains('\0')).then_some(Self(bytes))
+    }
+
+    fn c_str(&self) -> &CStr {
+        CStr::from_bytes_until_nul(&self.0).unwrap_or_default()
+    }
+
+    fn text(&self) -> &str {
+        self.c_str().to_str().unwrap_or_default()
+    }
+}
+
+impl fmt::Debug for ArenaName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Debug::fmt(self.text(), f)
+    }
+}
+
+/// The state of an index.
+#[derive(Clone, Copy)]
+struct Slot {
+    name: ArenaName,
+    /// Purged, and kept for reuse.
+    is_kept: bool,
+    /// A thread may be bound to it for ever.
+    is_bound: bool,
+}
+
+impl Slot {
+    const NONE: Self = Self { name: ArenaName::NONE, is_kept: false, is_bound: false };
+}
+
+/// All indices, of which those from `known` on were never ours.
+pub(super) struct Slots {
+    slots: [Slot; ARENA_LIMIT as usize],
+    known: usize,
+}
+
+/// Zeros until an arena is made, and so without memory behind it.
+static SLOTS: Mutex<Slots> =
+    Mutex::new(Slots { slots: [Slot::NONE; ARENA_LIMIT as usize], known: 0 });
+
+impl Slots {
+    fn known(&mut self) -> &mut [Slot] {
+        self.slots.get_mut(..self.known).unwrap_or_default()
+    }
+
+    /// Records a new index, or one that was kept.
+    fn put(&mut self, index: u32, slot: Slot) {
+        if let Some(at) = self.slots.get_mut(index as usize) {
+            *at = slot;
+            self.known = self.known.max(index as usize + 1);
+        }
+    }
+
+    /// An index that was kept, taken: the one in which least stayed, because statistics show that
+    /// as the next owner's.
+    fn take_kept(&mut self) -> Option<u32> {
+        let kept = (0..).zip(self.known().iter());
+        let mut kept = kept.filter(|(_, slot)| slot.is_kept && !slot.is_bound).peekable();
+        // Its remaining pages may be free by now.
+        let _ = kept.peek().map(|_| refresh());
+        let pages = |index| ctl::STATS_ARENA_ACTIVE_PAGES.read_of(index).unwrap_or(usize::MAX);
+        kept.map(|(index, _)| index).min_by_key(|&index| pages(index))
+    }
+}
+
+/// Keeps arenas from being destroyed while it is held. Iterating over all of them needs it:
+/// jemalloc 5.3.1 looks them up under its own lock, and works on them without it.
+///
+/// A fork waits for the holder, as it does for jemalloc's own locks: otherwise it would stay held
+/// in the child, by a thread that does not exist there.
+pub(super) fn keep() -> MutexGuard<'static, Slots> {
+    static HEEDS_FORKS: AtomicBool = AtomicBool::new(false);
+    if !HEEDS_FORKS.swap(true, Ordering::Relaxed) {
+        // Handlers that run before a fork run in reverse order of registration. Jemalloc's are
+        // registered by its first call, so that this lock is taken before its own, as everywhere.
+        let _ = ctl::ARENAS_PAGE.read();
+        fork::around(before_fork, after_fork);
+    }
+    SLOTS.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+thread_local! {
+    /// The guard of `keep`, held by a thread that forks.
+    static OVER_FORK: RefCell<Option<ManuallyDrop<MutexGuard<'static, Slots>>>> =
+        const { RefCell::new(None) };
+}
+
+extern "C" fn before_fork() {
+    let kept = ManuallyDrop::new(SLOTS.lock().unwrap_or_else(PoisonError::into_inner));
+    OVER_FORK.with(|held| held.replace(Some(kept)));
+}
+
+/// In the parent, and in the child, whose one thread is the one that forked.
+extern "C" fn after_fork() {
+    OVER_FORK.with(RefCell::take).map(ManuallyDrop::into_inner);
+}
+
+impl HostArena {
+    /// Creates an arena with this name, which statistics show, or reuses a kept one. Creating one
+    /// costs about 70 us.
+    ///
+    /// # Errors
+    /// [`HostArenaError`] if the name is invalid or taken, no index is free, or jemalloc refuses.
+    pub fn new(name: &str) -> Result<Self, HostArenaError> {
+        let text =
+            ArenaName::new(name).ok_or_else(|| HostArenaError::Name { name: name.into() })?;
+        let mut slots = keep();
+        if slots.known().iter().any(|slot| slot.name == text) {
+            return Err(HostArenaError::Taken { name: name.into() });
+        }
+        let index = match slots.take_kept() {
+            Some(index) => index,
+            None => ctl::ARENAS_CREATE.read().map_err(|error| match error {
+                // If all are in use jemalloc answers EAGAIN, and nothing else makes it fail.
+                HostError::Mallctl { act: Act::Read, .. } => HostArenaError::Exhausted,
+                error => error.into(),
+            })?,
+        };
+        let arena = Self { index, name: text, birth: Birth::now() };
+        slots.put(index, Slot { name: text, ..Slot::NONE });
+        // Iterations over all of them find figures of each.
+        let refreshed = refresh();
+        drop(slots);
+        // From here on the drop of `arena` gives the index back.
+        refreshed?;
+        ctl::ARENA_NAME.write_in(index, text.c_str())?;
+        // The last owner of a kept one may have set another time, and failed to reset it.
+        ctl::ARENA_DIRTY_DECAY.write_in(index, ctl::ARENAS_DIRTY_DECAY.read()?)?;
+        Ok(arena)
+    }
+
+    /// Returns its name.
+    #[must_use]
+    pub fn name(&self) -> &str {
+        self.name.text()
+    }
+
+    /// Runs a closure whose allocations on this thread are made in the arena. Threads that it
+    /// starts allocate elsewhere. Scopes nest, and a panic ends one as a return does.
+    ///
+    /// Use it for memory that stays, such as a model while it is loaded. It costs about 4 us, and
+    /// without background threads jemalloc purges the arena when its last thread leaves. An
+    /// allocation that outlives the arena's purpose, such as a static initialised in the scope,
+    /// keeps the arena from being retired. So do blocks of the arena that a thread freed into its
+    /// cache and allocated again: free them in a scope as well, which leaves the cache empty. On an
+    /// async runtime, use it in blocking tasks; it cannot be held over an `.await`.
+    ///
+    /// # Errors
+    /// [`HostError`] if the thread cannot be bound; the closure has not run.
+    /// [`HostError::ArenasByCpu`] if jemalloc runs with `percpu_arena`.
+    pub fn scope<T>(&self, act: impl FnOnce() -> T) -> Result<T, HostError> {
+        self.check_birth()?;
+        if let Some(found) = ctl::OPT_PERCPU_ARENA.read()?.filter(|mode| *mode != "disabled") {
+            return Err(HostError::ArenasByCpu { found });
+        }
+        flush_thread_cache()?;
+        let before = ctl::THREAD_ARENA.exchange(self.index)?;
+        let _bound = Bound { before, index: self.index };
+        Ok(act())
+    }
+
+    /// Returns its current memory. Refreshes jemalloc's statistics once, like
+    /// [`HeapProbe::snapshot`](super::HeapProbe::snapshot).
+    ///
+    /// # Errors
+    /// [`HostError`] if jemalloc refuses a control.
+    pub fn stats(&self) -> Result<HostArenaStats, HostError> {
+        self.check_birth()?;
+        refresh()?;
+        stats_of(self.index)
+    }
+
+    /// Returns all dedicated arenas of this process with their names; arenas kept for reuse have an
+    /// empty name. Refreshes jemalloc's statistics once; allocates the list.
+    ///
+    /// # Errors
+    /// [`HostError`] if jemalloc refuses a control.
+    pub fn all() -> Result<Vec<(String, HostArenaStats)>, HostError> {
+        refresh()?;
+        Self::all_as_refreshed()
+    }
+
+    /// The same as of the last refresh.
+    #[doc(hidden)]
+    pub fn all_as_refreshed() -> Result<Vec<(String, HostArenaStats)>, HostError> {
+        let mut slots = keep();
+        let ours = |slot: &Slot| slot.is_kept || slot.name != ArenaName::NONE;
+        let indices = (0..).zip(slots.known().iter()).filter(|(_, slot)| ours(slot));
+        indices.map(|(index, slot)| Ok((slot.name.text().to_owned(), stats_of(index)?))).collect()
+    }
+
+    /// Releases its unused pages now. Costs about 0.1 ms per MiB.
+    ///
+    /// # Errors
+    /// [`HostError`] if jemalloc refuses.
+    pub fn purge(&self) -> Result<(), HostError> {
+        self.check_birth()?;
+        flush_thread_cache()?;
+        // SAFETY: a purge releases pages without blocks, and no other.
+        unsafe { ctl::ARENA_PURGE.perform_in(self.index) }
+    }
+
+    /// Sets how long its unused pages stay backed. Default: the decay time of the rest of the heap.
+    /// Dropping the arena, starting a `Memory` or [`apply`](super::apply) to all arenas resets it.
+    ///
+    /// # Errors
+    /// [`HostError`] if jemalloc refuses.
+    pub fn set_decay(&self, time: DecayTime) -> Result<(), HostError> {
+        self.check_birth()?;
+        ctl::ARENA_DIRTY_DECAY.write_in(self.index, decay_to_ms(time))
+    }
+
+    /// Destroys it and releases all its memory, if nothing points into it any more. Blocks that
+    /// other threads freed may be in their caches: flush those first
+    /// ([`flush_thread_cache`](super::flush_thread_cache)), or let the threads end.
+    ///
+    /// # Errors
+    /// [`RetireRefused`] with the arena, purged.
+    pub fn retire(mut self) -> Result<(), RetireRefused> {
+        match self.destroy() {
+            Ok(()) => {
+                let _gone = ManuallyDrop::new(self); // a plain value: its index is jemalloc's again
+                Ok(())
+            }
+            Err(cause) => Err(RetireRefused { arena: self, cause }),
+        }
+    }
+
+    fn destroy(&mut self) -> Result<(), StillHeld> {
+        self.check_birth().map_err(StillHeld::Host)?;
+        self.purge().map_err(StillHeld::Host)?;
+        let mut slots = keep();
+        let is_bound = slots.slots.get(self.index as usize).is_none_or(|slot| slot.is_bound);
+        if is_bound {
+            return Err(StillHeld::Bound);
+        }
+        refresh().map_err(StillHeld::Host)?;
+        let page = ctl::ARENAS_PAGE.read().map_err(StillHeld::Host)?;
+        let active = ctl::STATS_ARENA_ACTIVE_PAGES.read_of(self.index).map_err(StillHeld::Host)?;
+        if active > 0 {
+            return Err(StillHeld::Active(ByteSize::of(active.saturating_mul(page))));
+        }
+        // SAFETY: it has no active page, so there is no block in it, not even in a thread's cache.
+        // None comes: blocks are allocated in it by bound threads, which are scopes, or through the
+        // arena as allocator; each borrows it, and it is borrowed mutably here; a scope that could
+        // not be left is recorded as `is_bound`.
+        unsafe { ctl::ARENA_DESTROY.perform_in(self.index) }.map_err(StillHeld::Host)?;
+        slots.put(self.index, Slot::NONE);
+        Ok(())
+    }
+
+    /// jemalloc's index of it.
+    #[cfg(feature = "allocator-api2")]
+    pub(super) const fn index(&self) -> u32 {
+        self.index
+    }
+
+    fn check_birth(&self) -> Result<(), HostError> {
+        if self.birth.is_here() { Ok(()) } else { Err(HostError::Forked) }
+    }
+}
+
+/// Returns an arena's figures at the last refresh.
+fn stats_of(index: u32) -> Result<HostArenaStats, HostError> {
+    let page = ctl::ARENAS_PAGE.read()?;
+    let pages = |count: usize| ByteSize::of(count.saturating_mul(page));
+    let (small, large) =
+        (ctl::STATS_ARENA_SMALL.read_of(index)?, ctl::STATS_ARENA_LARGE.read_of(index)?);
+    let cached = ctl::STATS_ARENA_CACHED.read_of(index)?;
+    Ok(HostArenaStats {
+        live: ByteSize::of(small.saturating_add(large).saturating_sub(cached)),
+        active: pages(ctl::STATS_ARENA_ACTIVE_PAGES.read_of(index)?),
+        dirty: pages(ctl::STATS_ARENA_DIRTY_PAGES.read_of(index)?),
+        muzzy: pages(ctl::STATS_ARENA_MUZZY_PAGES.read_of(index)?),
+    })
+}
+
+impl Drop for HostArena {
+    /// Keeps it, purged, for another. In a forked child does nothing.
+    fn drop(&mut self) {
+        if self.birth.is_here() {
+            // Unused pages decay if the purge is refused, and other pages once they are free.
+            let _ = ctl::ARENAS_DIRTY_DECAY
+                .read()
+                .and_then(|time| ctl::ARENA_DIRTY_DECAY.write_in(self.index, time));
+            let _ = self.purge();
+            let mut slots = keep();
+            let is_bound = slots.slots.get(self.index as usize).is_none_or(|slot| slot.is_bound);
+            slots.put(self.index, Slot { name: ArenaName::NONE, is_kept: true, is_bound });
+        }
+    }
+}
+
+/// A thread in a scope; there it stays, on the thread that made it.
+struct Bound {
+    before: u32,
+    index: u32,
+}
+
+impl Drop for Bound {
+    fn drop(&mut self) {
+        // An empty cache has nothing of the arena to hand out after this.
+        let flushed = flush_thread_cache().is_ok();
+        if !flushed || ctl::THREAD_ARENA.write(self.before).is_err() {
+            let mut slots = keep();
+            if let Some(slot) = slots.slots.get_mut(self.index as usize) {
+                slot.is_bound = true;
+            }
+        }
+    }
+}

@@ -1,0 +1,72 @@
+//! The process heap: jemalloc as global allocator, and glibc's heap. Independent of devices.
+//!
+//! This module provides mechanisms: it measures ([`HeapProbe`]), releases memory
+//! ([`purge`](fn@purge)) and changes settings ([`apply`]) when called. It owns no thread and reads
+//! no environment; policy is elsewhere.
+//!
+//! ```
+//! use lowtide_heap::{self as host, HeapProbe};
+//!
+//! #[global_allocator]
+//! static HEAP: host::Heap = host::Heap;
+//!
+//! let applied = host::apply(&host::HeapProfile::Balanced.settings())?;
+//! for difference in &applied.differences {
+//!     println!("not applied: {difference}");
+//! }
+//! let probe = HeapProbe::new()?;
+//! drop(vec![1_u8; 8 << 20]);
+//! println!("retained: {}", probe.snapshot()?.retained());
+//! println!("released: {}", host::purge_now()?.released());
+//! # Ok::<(), host::HostError>(())
+//! ```
+//!
+//! Invariant: `live <= active <= mapped`, `retained = resident - live` (see [`HeapSnapshot`]).
+
+mod allocator;
+#[cfg(feature = "allocator-api2")]
+mod api2;
+mod arenas;
+mod asked;
+mod binding;
+mod cause;
+mod classes;
+mod compare;
+mod conf;
+mod effective;
+mod error;
+mod knobs;
+mod libc_heap;
+mod mallctl;
+#[doc(hidden)]
+pub mod meter;
+mod profile;
+mod purge;
+mod recall;
+mod stats;
+
+pub use lowtide_core::{ByteSize, clock, decay};
+
+pub use allocator::{Heap, is_global, serves_c};
+pub use arenas::{
+    ARENA_NAME_MAX, HostArena, HostArenaError, HostArenaStats, RetireRefused, StillHeld,
+};
+pub use asked::HeapConf;
+pub use binding::ArenaBinding;
+pub use cause::{Cause, ConfSource, Difference};
+pub use classes::{SizeClass, ThreadTotals, thread_totals};
+pub use conf::{Applied, HeapSettings, apply, background_threads_supported};
+pub use effective::{ArenaDecay, EffectiveConf, effective};
+pub use error::{Act, HostError, Refusal, Unsupported};
+pub use libc_heap::{LibcHeap, libc_heap};
+pub use profile::HeapProfile;
+pub use purge::{Outcome, Part, PurgeReport, decay_tick, flush_thread_cache, purge, purge_now};
+pub use recall::{flush_tcache_if_requested, on_thread_park, request_tcache_flush};
+pub use stats::{HeapGlance, HeapProbe, HeapSnapshot};
+
+/// Used by the expansion of [`heap_profile!`](crate::heap_profile); don't use it directly.
+#[doc(hidden)]
+pub use allocator::ConfSymbol;
+/// Used by the expansion of [`heap_profile!`](crate::heap_profile); don't use it directly.
+#[doc(hidden)]
+pub use knobs::ConfText;

@@ -1,0 +1,230 @@
+//! The three named heap profiles, and the macro that puts one into a binary.
+//!
+//! jemalloc fixes its arena count, block layout and thread-cache size before `main`, from a string
+//! under a symbol of the binary. The macro exports that symbol. A library must not: two of them do
+//! not link. [`HeapSettings`] has the settings that can change later. The settings that may
+//! override a profile, and their checks, are in `knobs`.
+//!
+//! Left out on purpose: a dirty decay of 0 (5 to 8 times the CPU), `hpa` (twice the memory at
+//! rest), and block groups of one page (`slab_sizes`): jemalloc keeps 128 bytes of metadata for
+//! each group at the peak, so a burst of small blocks leaves more behind than it saves.
+//!
+//! Invariant: the decay times in `conf` are those in `settings`.
+
+use std::ffi::CStr;
+use std::fmt;
+use std::time::Duration;
+
+use lowtide_core::decay::DecayTime;
+
+use super::conf::HeapSettings;
+
+/// A named set of heap settings.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum HeapProfile {
+    /// The least memory at rest: 2 arenas, no huge pages.
+    LowMemory,
+    /// Memory is released one second after the traffic ends: 4 arenas. In the benchmark it costs 20
+    /// to 34 % more CPU than jemalloc's defaults over a burst of 5 s, and no measurable amount over
+    /// 20 s of traffic.
+    Balanced,
+    /// Memory is released ten seconds after the traffic ends; jemalloc's own arena count.
+    Throughput,
+}
+
+impl HeapProfile {
+    /// All profiles.
+    pub const ALL: [Self; 3] = [Self::LowMemory, Self::Balanced, Self::Throughput];
+
+    /// Returns the name, as in [`heap_profile!`](crate::heap_profile).
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::LowMemory => "low_memory",
+            Self::Balanced => "balanced",
+            Self::Throughput => "throughput",
+        }
+    }
+
+    /// Returns the string for jemalloc's configuration symbol.
+    ///
+    /// 4 arenas and 2 background threads are guesses; the other values are measured.
+    #[must_use]
+    pub const fn conf(self) -> &'static CStr {
+        match self {
+            Self::LowMemory => {
+                c"background_thread:true,max_background_threads:1,narenas:2,\
+                  dirty_decay_ms:1000,muzzy_decay_ms:0,thp:never,metadata_thp:disabled,\
+                  cache_oblivious:false"
+            }
+            Self::Balanced => {
+                c"background_thread:true,max_background_threads:2,narenas:4,\
+                  dirty_decay_ms:1000,muzzy_decay_ms:0,cache_oblivious:false"
+            }
+            Self::Throughput => c"background_thread:true,dirty_decay_ms:10000,muzzy_decay_ms:0",
+        }
+    }
+
+    /// Returns the settings that can be applied while the process runs.
+    #[must_use]
+    pub const fn settings(self) -> HeapSettings {
+        let (dirty_ms, threads) = match self {
+            Self::LowMemory => (1_000, Some(1)),
+            Self::Balanced => (1_000, Some(2)),
+            Self::Throughput => (10_000, None),
+        };
+        HeapSettings {
+            dirty_decay: DecayTime::Within(Duration::from_millis(dirty_ms)),
+            muzzy_decay: DecayTime::AtOnce,
+            background_threads: true,
+            max_background_threads: threads,
+        }
+    }
+}
+
+impl fmt::Display for HeapProfile {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.name())
+    }
+}
+
+/// Configures jemalloc's settings that are fixed before `main`: `low_memory`, `balanced` or
+/// `throughput`, and custom settings on top.
+///
+/// Use it once, in the binary (a second one does not link), together with the global allocator. It
+/// exports the profile's string (see [`HeapProfile::conf`](crate::HeapProfile::conf)) as
+/// `_rjem_malloc_conf` and as `malloc_conf`, because jemalloc reads the second if it serves C code
+/// as well (feature `interpose`, which any dependency may enable). The environment variable
+/// `_RJEM_MALLOC_CONF`, or `MALLOC_CONF` in that case, overrides it.
+/// [`effective`](crate::effective) returns the settings in effect.
+///
+/// ```
+/// #[global_allocator]
+/// static HEAP: lowtide_heap::Heap = lowtide_heap::Heap;
+/// lowtide_heap::heap_profile!(low_memory, narenas: 3, dirty_decay_ms: 2_000);
+///
+/// assert_eq!(lowtide_heap::effective().unwrap().arenas_at_start, 3);
+/// ```
+///
+/// # Settings
+///
+/// Each by jemalloc's name, at most once, with a literal value; docs/TUNING.md lists their costs.
+///
+/// | setting | value |
+/// |---|---|
+/// | `background_thread` | `true`, `false` |
+/// | `max_background_threads` | 1 to 64; later sources can only lower it |
+/// | `narenas` | 1 to 4094 |
+/// | `tcache_max` | bytes, 8 to 32768 |
+/// | `dirty_decay_ms` | ms, 1 to 3600000 |
+/// | `muzzy_decay_ms` | ms, 0 to 3600000 |
+/// | `thp` | `default`, `always`, `never` |
+/// | `metadata_thp` | `disabled`, `auto`, `always` |
+/// | `slab_sizes` | `default`, `one_page` |
+/// | `cache_oblivious` | `true`, `false` |
+///
+/// Other settings and values do not compile, and the message names the expected ones:
+/// ```compile_fail
+/// lowtide_heap::heap_profile!(lowmemory);
+/// ```
+/// ```compile_fail
+/// lowtide_heap::heap_profile!(balanced, dirty_decay_ms: 0); // 5 to 8 times the CPU
+/// ```
+/// ```compile_fail
+/// lowtide_heap::heap_profile!(balanced, hpa: true); // twice the memory at rest
+/// ```
+/// ```compile_fail
+/// lowtide_heap::heap_profile!(balanced, narenas: 5000); // 1 to 4094
+/// ```
+/// ```compile_fail
+/// lowtide_heap::heap_profile!(balanced, arenas: 8); // jemalloc calls it narenas
+/// ```
+///
+/// # If unsafe code is forbidden
+///
+/// It compiles under `#![forbid(unsafe_code)]` too: the compiler does not report that lint inside
+/// macros of other crates, and the exported static is the only unsafe code of the expansion. For
+/// stricter rules, docs/TUNING.md has three other ways: allocator and macro in a separate crate,
+/// which the binary names (`use that_crate as _;`); the environment variable `_RJEM_MALLOC_CONF`;
+/// and `JEMALLOC_SYS_WITH_MALLOC_CONF` in the `[env]` of `.cargo/config.toml`, which is built into
+/// jemalloc.
+#[macro_export]
+macro_rules! heap_profile {
+    (low_memory $($own:tt)*) => {
+        $crate::__heap_profile_export!(LowMemory $($own)*);
+    };
+    (balanced $($own:tt)*) => {
+        $crate::__heap_profile_export!(Balanced $($own)*);
+    };
+    (throughput $($own:tt)*) => {
+        $crate::__heap_profile_export!(Throughput $($own)*);
+    };
+    ($($other:tt)*) => {
+        ::core::compile_error!(
+            "heap_profile! expects one of the names low_memory, balanced, throughput"
+        );
+    };
+}
+
+/// The expansion of [`heap_profile!`](crate::heap_profile); don't use it directly.
+#[doc(hidden)]
+#[macro_export]
+macro_rules! __heap_profile_export {
+    ($profile:ident $(, $name:ident : $value:tt)* $(,)?) => {
+        const _: () = {
+            const TEXT: &$crate::ConfText = &$crate::ConfText::of(
+                $crate::HeapProfile::$profile,
+                &[$((::core::stringify!($name), ::core::stringify!($value))),*],
+            );
+            #[used]
+            #[unsafe(export_name = "_rjem_malloc_conf")]
+            static PREFIXED: $crate::ConfSymbol =
+                $crate::ConfSymbol::new(TEXT.as_c_str());
+            #[used]
+            #[unsafe(export_name = "malloc_conf")]
+            static PLAIN: $crate::ConfSymbol =
+                $crate::ConfSymbol::new(TEXT.as_c_str());
+        };
+    };
+    ($profile:ident $($other:tt)*) => {
+        ::core::compile_error!(
+            "heap_profile! takes settings after the name, each as `setting: value` with a literal \
+             value, separated by commas, such as heap_profile!(balanced, narenas: 8)"
+        );
+    };
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The last one is a bug: after a burst of which nothing survived, low-memory kept half as much
+    /// again as balanced.
+    #[test]
+    fn no_profile_asks_for_what_costs_more_than_it_gives() {
+        for profile in HeapProfile::ALL {
+            let conf = profile.conf().to_str().unwrap();
+            let settings: Vec<_> = conf.split(',').map(|s| s.split_once(':').unwrap()).collect();
+            assert!(!settings.iter().any(|(key, _)| *key == "hpa"), "{conf}");
+            assert!(!settings.contains(&("dirty_decay_ms", "0")), "{conf}");
+            assert!(!settings.iter().any(|(key, _)| *key == "slab_sizes"), "{conf}");
+            assert!(settings.contains(&("background_thread", "true")), "{conf}");
+            assert!(!conf.contains(char::is_whitespace), "{conf}");
+        }
+    }
+
+    #[test]
+    fn conf_and_settings_say_the_same() {
+        for profile in HeapProfile::ALL {
+            let conf = profile.conf().to_str().unwrap();
+            let settings = profile.settings();
+            let DecayTime::Within(dirty) = settings.dirty_decay else { panic!("{profile}") };
+            assert!(conf.contains(&format!("dirty_decay_ms:{}", dirty.as_millis())), "{conf}");
+            assert_eq!(settings.muzzy_decay, DecayTime::AtOnce);
+            assert!(conf.contains("muzzy_decay_ms:0"), "{conf}");
+            let threads = settings.max_background_threads;
+            let threads = threads.map(|count| format!("max_background_threads:{count}"));
+            assert!(threads.is_none_or(|text| conf.contains(&text)), "{conf}");
+        }
+    }
+}

@@ -1,0 +1,217 @@
+//! The heap's statistics, in this crate's terms.
+//!
+//! It only measures. A snapshot refreshes jemalloc's statistics (one *epoch*) and reads them; a
+//! glance reads the cheap ones. Neither allocates.
+//!
+//! Invariants: `live <= active <= mapped`; `dirty + muzzy <= resident` if the pages were touched
+//! and muzzy pages are few; `retained = resident - live`.
+
+use lowtide_core::bytes::ByteSize;
+use lowtide_core::fork::Birth;
+
+use super::error::HostError;
+use super::mallctl as ctl;
+
+/// The heap at one instant.
+///
+/// All amounts are of jemalloc's heap alone, without stacks, file mappings and the C library's
+/// heap.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct HeapSnapshot {
+    /// Bytes of blocks that the application holds, after rounding: jemalloc's `stats.allocated`
+    /// less thread caches.
+    pub live: ByteSize,
+    /// Bytes of pages with at least one live or cached block.
+    pub active: ByteSize,
+    /// Bytes of unused pages that are still backed by memory.
+    pub dirty: ByteSize,
+    /// Bytes of unused pages released lazily: the kernel reclaims them under pressure.
+    pub muzzy: ByteSize,
+    /// Bytes of jemalloc's metadata.
+    pub metadata: ByteSize,
+    /// Bytes of physical pages: active, dirty and metadata. May include pages that were never
+    /// touched; does not include muzzy pages.
+    pub resident: ByteSize,
+    /// Bytes of address space in use by blocks and metadata, backed or not.
+    pub mapped: ByteSize,
+    /// Bytes of address space kept without memory behind it (jemalloc calls this "retained").
+    pub unbacked: ByteSize,
+    /// Bytes of blocks that threads have freed and cached; the application does not hold them.
+    pub thread_caches: ByteSize,
+    /// The number of arena indices that exist, initialised or not.
+    pub arenas: u32,
+    /// The number of jemalloc's background threads that run now.
+    pub background_threads: u32,
+}
+
+impl HeapSnapshot {
+    /// Returns the unneeded memory: `resident - live`. [`purgeable`](Self::purgeable) and the
+    /// thread caches can be released; the rest is partly filled pages and metadata.
+    #[must_use]
+    pub const fn retained(&self) -> ByteSize {
+        self.resident.saturating_sub(self.live)
+    }
+
+    /// Returns the bytes that a purge releases immediately: `dirty + muzzy`.
+    #[must_use]
+    pub const fn purgeable(&self) -> ByteSize {
+        self.dirty.saturating_add(self.muzzy)
+    }
+}
+
+/// Figures of the heap that need no refresh of statistics.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct HeapGlance {
+    /// Active pages now, in bytes, summed without stopping other threads: arenas change meanwhile.
+    pub active: ByteSize,
+    /// Dirty pages at the last epoch, in bytes.
+    pub dirty: ByteSize,
+    /// Muzzy pages at the last epoch, in bytes.
+    pub muzzy: ByteSize,
+}
+
+/// A reader of the heap's statistics.
+#[derive(Clone, Copy, Debug)]
+pub struct HeapProbe {
+    birth: Birth,
+    page: ByteSize,
+}
+
+/// A reading is begun again when another reader refreshed the statistics half-way, at most so
+/// often.
+const READINGS_MAX: usize = 4;
+
+impl HeapProbe {
+    /// Creates a probe of this process's heap. Looks up every control once, so that later calls
+    /// only read.
+    ///
+    /// # Errors
+    /// [`HostError::NoStatistics`] if jemalloc was built without them; [`HostError::Mallctl`] if it
+    /// refuses a control.
+    pub fn new() -> Result<Self, HostError> {
+        if !ctl::CONFIG_STATS.read()? {
+            return Err(HostError::NoStatistics);
+        }
+        let page = ByteSize::of(ctl::ARENAS_PAGE.read()?);
+        let probe = Self { birth: Birth::now(), page };
+        probe.glance()?;
+        probe.snapshot()?;
+        Ok(probe)
+    }
+
+    /// Returns the heap's current statistics. Does not allocate.
+    ///
+    /// Costs one refresh of jemalloc's statistics, which locks every arena in turn (about 10 us
+    /// with one thread, 0.1 ms with 64 threads on 8 arenas, 1.6 ms on 128), and 13 reads of about
+    /// 30 ns. All amounts are of one epoch unless another reader keeps refreshing in between.
+    ///
+    /// # Errors
+    /// [`HostError::Forked`] in a child of the process that created the probe;
+    /// [`HostError::Mallctl`] if jemalloc refuses a control.
+    pub fn snapshot(&self) -> Result<HeapSnapshot, HostError> {
+        self.check_birth()?;
+        let mut snapshot = HeapSnapshot::default();
+        for _ in 0..READINGS_MAX {
+            let epoch = refresh()?;
+            snapshot = self.read()?;
+            if ctl::EPOCH.read()? == epoch {
+                break;
+            }
+        }
+        Ok(snapshot)
+    }
+
+    /// Returns the figures that need no refresh. Does not allocate; about 0.1 us with few threads.
+    ///
+    /// # Errors
+    /// The errors of [`snapshot`](Self::snapshot).
+    pub fn glance(&self) -> Result<HeapGlance, HostError> {
+        self.check_birth()?;
+        Ok(HeapGlance {
+            active: ByteSize::of(ctl::APPROXIMATE_ACTIVE.read()?),
+            dirty: self.pages(ctl::STATS_DIRTY_PAGES.read()?),
+            muzzy: self.pages(ctl::STATS_MUZZY_PAGES.read()?),
+        })
+    }
+
+    /// The statistics of the last epoch.
+    fn read(&self) -> Result<HeapSnapshot, HostError> {
+        let thread_caches = ByteSize::of(ctl::STATS_THREAD_CACHES.read()?);
+        Ok(HeapSnapshot {
+            live: ByteSize::of(ctl::STATS_ALLOCATED.read()?).saturating_sub(thread_caches),
+            active: ByteSize::of(ctl::STATS_ACTIVE.read()?),
+            dirty: self.pages(ctl::STATS_DIRTY_PAGES.read()?),
+            muzzy: self.pages(ctl::STATS_MUZZY_PAGES.read()?),
+            metadata: ByteSize::of(ctl::STATS_METADATA.read()?),
+            resident: ByteSize::of(ctl::STATS_RESIDENT.read()?),
+            mapped: ByteSize::of(ctl::STATS_MAPPED.read()?),
+            unbacked: ByteSize::of(ctl::STATS_UNBACKED.read()?),
+            thread_caches,
+            arenas: ctl::ARENAS_COUNT.read()?,
+            background_threads: u32::try_from(ctl::STATS_THREADS.read()?).unwrap_or(u32::MAX),
+        })
+    }
+
+    fn pages(&self, count: usize) -> ByteSize {
+        self.page.checked_mul(count as u64).unwrap_or(ByteSize::MAX)
+    }
+
+    pub(super) fn check_birth(&self) -> Result<(), HostError> {
+        if self.birth.is_here() { Ok(()) } else { Err(HostError::Forked) }
+    }
+}
+
+/// Refreshes the statistics and returns the number of the epoch that began.
+pub(super) fn refresh() -> Result<u64, HostError> {
+    ctl::EPOCH.exchange(1)
+}
+
+/// Pages of the heap that have memory behind them, after a refresh.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Backed {
+    /// As jemalloc counts them.
+    pub(super) resident: ByteSize,
+    /// Those which it leaves out of that figure though the kernel has not taken them yet.
+    pub(super) muzzy: ByteSize,
+}
+
+impl Backed {
+    pub(super) fn read() -> Result<Self, HostError> {
+        refresh()?;
+        let page = ByteSize::of(ctl::ARENAS_PAGE.read()?);
+        let muzzy = page.checked_mul(ctl::STATS_MUZZY_PAGES.read()? as u64);
+        let resident = ByteSize::of(ctl::STATS_RESIDENT.read()?);
+        Ok(Self { resident, muzzy: muzzy.unwrap_or(ByteSize::MAX) })
+    }
+
+    /// Both together.
+    pub(super) const fn bytes(self) -> ByteSize {
+        self.resident.saturating_add(self.muzzy)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn retained_and_purgeable_are_what_the_glossary_says() {
+        let snapshot = HeapSnapshot {
+            live: ByteSize::mib(66),
+            resident: ByteSize::mib(126),
+            dirty: ByteSize::mib(20),
+            muzzy: ByteSize::mib(3),
+            ..HeapSnapshot::default()
+        };
+        assert_eq!(snapshot.retained(), ByteSize::mib(60));
+        assert_eq!(snapshot.purgeable(), ByteSize::mib(23));
+        let more_live = HeapSnapshot { live: ByteSize::mib(127), ..snapshot };
+        assert_eq!(more_live.retained(), ByteSize::ZERO);
+    }
+
+    #[test]
+    fn a_probe_can_be_shared_between_threads() {
+        fn shared<T: Send + Sync>(_: &T) {}
+        shared(&HeapProbe::new().unwrap());
+    }
+}

@@ -1,0 +1,354 @@
+//! Problems as text: the CSV files of MiniMalloc and of idealloc.
+//!
+//! The first line names the columns in any order: `id` (`buffer`, `buffer_id`), `lower` (`begin`,
+//! `start`), `upper` or `end`, `size`, and optionally `alignment`, `offset`, `gaps` and `hint`.
+//! `upper` is the first step at which a buffer is not live, `end` the last at which it is. Gaps are
+//! separated by spaces: `3-5` needs no memory at steps 3 and 4, `3-5@0:16` only the first 16 bytes.
+//! Hints are ignored. An empty line ends the file. Quoting is not supported.
+//!
+//! Invariant: a written problem reads as the same problem, except for shared memory and roles.
+
+use std::io::{self, BufRead, BufReader, Read, Write};
+use std::ops::Range;
+
+use thiserror::Error;
+
+use super::error::PlanError;
+use super::planned::Plan;
+use super::problem::{Demand, Gap, Problem, Role, Window};
+use lowtide_core::bytes::ByteSize;
+
+/// The longest line that is read: room for some ten thousand gaps.
+const LINE_MAX: u64 = 1 << 20;
+
+/// The meaning of the end of a lifetime in a file.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Ends {
+    /// As the column is named: `upper` is one past the last step, `end` is the last step.
+    #[default]
+    AsNamed,
+    /// The last step at which a buffer is live, for any column name.
+    Inclusive,
+    /// The first step at which a buffer is not live, for any column name.
+    HalfOpen,
+}
+
+/// The error of an invalid line.
+#[derive(Clone, Debug, Error, PartialEq, Eq)]
+#[error("line {line}: {fault}")]
+pub struct CsvError {
+    /// The line number, from 1.
+    pub line: u64,
+    /// The error in the line.
+    pub fault: CsvFault,
+}
+
+/// An error in a line.
+#[derive(Clone, Debug, Error, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum CsvFault {
+    /// The line cannot be read.
+    #[error("cannot be read: {0}")]
+    Read(io::ErrorKind),
+    /// The line is longer than 1 MiB.
+    #[error("longer than {limit} bytes")]
+    TooLong {
+        /// The limit in bytes.
+        limit: u64,
+    },
+    /// A required column is missing.
+    #[error("missing column {column}")]
+    NoColumn {
+        /// Its name.
+        column: &'static str,
+    },
+    /// A column appears twice.
+    #[error("duplicate column {column}")]
+    ColumnTwice {
+        /// Its name.
+        column: String,
+    },
+    /// A column has an unknown name.
+    #[error("unknown column {column:?}: expected id, lower, upper, size, alignment, offset, gaps")]
+    UnknownColumn {
+        /// Its name.
+        column: String,
+    },
+    /// The number of values differs from the number of columns.
+    #[error("found {found} values: expected {expected}")]
+    Values {
+        /// The number of values on the line.
+        found: usize,
+        /// The number of columns.
+        expected: usize,
+    },
+    /// A value is not a valid number for its column.
+    #[error("invalid {column} {found:?}: expected {expected}")]
+    Value {
+        /// Its column.
+        column: &'static str,
+        /// The text found.
+        found: String,
+        /// A description of valid values.
+        expected: &'static str,
+    },
+    /// There is a line after the empty line that ends the file.
+    #[error("unexpected line after the empty line that ends the file")]
+    AfterEnd,
+    /// The buffer is invalid.
+    #[error(transparent)]
+    Buffer(#[from] PlanError),
+}
+
+impl CsvFault {
+    const fn at(self, line: u64) -> CsvError {
+        CsvError { line, fault: self }
+    }
+}
+
+/// An error of writing a problem.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum CsvWriteError {
+    /// The file cannot be written.
+    #[error("cannot write the file: {0}")]
+    Write(#[from] io::Error),
+    /// The format cannot express a property of a buffer.
+    #[error(
+        "{name}: the format does not support names with a comma, shared memory, or several \
+        segments"
+    )]
+    Inexpressible {
+        /// The buffer.
+        name: String,
+    },
+}
+
+/// Columns, in the order in which they are written.
+const COLUMNS: [&str; 8] = ["id", "lower", "upper", "size", "alignment", "offset", "hint", "gaps"];
+const ID: usize = 0;
+const LOWER: usize = 1;
+const UPPER: usize = 2;
+const SIZE: usize = 3;
+const ALIGNMENT: usize = 4;
+const OFFSET: usize = 5;
+const HINT: usize = 6;
+const GAPS: usize = 7;
+
+impl Problem {
+    /// Reads a problem from a file or another reader, with buffering.
+    ///
+    /// # Errors
+    /// [`CsvError`] for the first invalid line.
+    ///
+    /// ```
+    /// use lowtide_planner::{Ends, Problem};
+    /// let text = "id,lower,upper,size,gaps\nb1,0,9,4,3-5\nb2,3,5,4,\n";
+    /// let problem = Problem::read_csv(text.as_bytes(), Ends::AsNamed)?;
+    /// assert_eq!(problem.lower_bound()?.get(), 4);
+    /// let wrong = Problem::read_csv("id,lower,upper,size\nb1,9,0,4\n".as_bytes(), Ends::AsNamed);
+    /// assert!(wrong.unwrap_err().to_string().starts_with("line 2: b1: live from 9"));
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn read_csv(from: impl Read, ends: Ends) -> Result<Self, CsvError> {
+        let mut lines = Lines { from: BufReader::new(from), text: Vec::new(), number: 0 };
+        let header = lines.next()?.unwrap_or_default();
+        let columns = Columns::of(header, ends).map_err(|fault| fault.at(1))?;
+        let mut problem = Self::new();
+        let mut has_ended = false;
+        loop {
+            let number = lines.number + 1;
+            let Some(line) = lines.next()? else { return Ok(problem) };
+            if line.is_empty() {
+                has_ended = true;
+                continue;
+            }
+            let demand = if has_ended { Err(CsvFault::AfterEnd) } else { columns.demand(line) };
+            let added = demand.and_then(|demand| Ok(problem.add(demand)?));
+            added.map_err(|fault| fault.at(number))?;
+        }
+    }
+
+    /// Writes the problem, with the offsets of a plan, or the fixed offsets if there is none.
+    /// Inputs and outputs are written with their extended lifetimes; external buffers are omitted.
+    ///
+    /// # Errors
+    /// [`CsvWriteError`] if the file cannot be written, or a buffer shares memory of another.
+    pub fn write_csv(
+        &self,
+        mut to: impl Write,
+        ends: Ends,
+        plan: Option<&Plan>,
+    ) -> Result<(), CsvWriteError> {
+        let is_inclusive = ends == Ends::Inclusive;
+        let has_segments = plan.is_some_and(|plan| plan.segments().len() > 1);
+        let own = || self.demands().iter().filter(|demand| demand.role != Role::External);
+        let aligned = own().any(|demand| demand.align > 1);
+        let placed = plan.is_some() || own().any(|demand| demand.offset.is_some());
+        let gaps = own().any(|demand| !demand.gaps.is_empty());
+        write!(to, "id,lower,{},size", if is_inclusive { "end" } else { "upper" })?;
+        for (column, is_there) in [("alignment", aligned), ("offset", placed), ("gaps", gaps)] {
+            write!(
+                to,
+                "{}{}",
+                if is_there { "," } else { "" },
+                if is_there { column } else { "" }
+            )?;
+        }
+        writeln!(to)?;
+        let span = self.span();
+        for (id, demand) in self.ids().zip(self.demands()) {
+            if demand.role == Role::External {
+                continue;
+            }
+            let Range { start, end } = self.held(demand, &span);
+            let end = if is_inclusive { end.checked_sub(1) } else { Some(end) };
+            let is_plain = !demand.name.contains([',', '\n', '\r']);
+            let Some(end) =
+                end.filter(|_| is_plain && !has_segments && self.unions.over(id.0).is_none())
+            else {
+                return Err(CsvWriteError::Inexpressible { name: demand.name.clone() });
+            };
+            write!(to, "{},{start},{end},{}", demand.name, demand.size.get())?;
+            if aligned {
+                write!(to, ",{}", demand.align)?;
+            }
+            if placed {
+                let offset = plan.map(|plan| plan.offset(id)).or(demand.offset);
+                write!(to, ",{}", offset.map_or_else(String::new, |offset| offset.to_string()))?;
+            }
+            if gaps {
+                write!(to, ",{}", written(&demand.gaps))?;
+            }
+            writeln!(to)?;
+        }
+        Ok(to.flush()?)
+    }
+}
+
+fn written(gaps: &[Gap]) -> String {
+    let one = |gap: &Gap| {
+        let window = gap.window.map_or_else(String::new, |window| format!("@{window}"));
+        format!("{}-{}{window}", gap.span.start, gap.span.end)
+    };
+    gaps.iter().map(one).collect::<Vec<_>>().join(" ")
+}
+
+/// The index of each column.
+struct Columns {
+    at: [Option<usize>; COLUMNS.len()],
+    count: usize,
+    is_inclusive: bool,
+}
+
+impl Columns {
+    fn of(header: &str, ends: Ends) -> Result<Self, CsvFault> {
+        let mut columns = Self { at: [None; COLUMNS.len()], count: 0, is_inclusive: false };
+        for name in header.split(',').map(str::trim) {
+            let which = match name {
+                "id" | "buffer" | "buffer_id" => ID,
+                "lower" | "begin" | "start" => LOWER,
+                "upper" => UPPER,
+                "end" => {
+                    columns.is_inclusive = true;
+                    UPPER
+                }
+                "size" => SIZE,
+                "alignment" => ALIGNMENT,
+                "offset" => OFFSET,
+                "hint" => HINT,
+                "gaps" => GAPS,
+                _ => return Err(CsvFault::UnknownColumn { column: name.into() }),
+            };
+            if columns.at[which].replace(columns.count).is_some() {
+                return Err(CsvFault::ColumnTwice { column: name.into() });
+            }
+            columns.count += 1;
+        }
+        let missing = [ID, LOWER, UPPER, SIZE].into_iter().find(|at| columns.at[*at].is_none());
+        if let Some(at) = missing {
+            return Err(CsvFault::NoColumn { column: COLUMNS[at] });
+        }
+        match ends {
+            Ends::AsNamed => {}
+            Ends::Inclusive => columns.is_inclusive = true,
+            Ends::HalfOpen => columns.is_inclusive = false,
+        }
+        Ok(columns)
+    }
+
+    fn demand(&self, line: &str) -> Result<Demand, CsvFault> {
+        let values: Vec<&str> = line.split(',').map(str::trim).collect();
+        if values.len() != self.count {
+            return Err(CsvFault::Values { found: values.len(), expected: self.count });
+        }
+        let value = |column: usize| self.at[column].map_or("", |at| values[at]);
+        let step = |column| number::<i64>(value(column), column, "a whole number below 2^63");
+        let bytes = |column| number::<u64>(value(column), column, "a number of bytes below 2^64");
+        let bytes_or_none =
+            |column| if value(column).is_empty() { Ok(None) } else { bytes(column).map(Some) };
+        let mut end = step(UPPER)?;
+        if self.is_inclusive {
+            let expected = "a last step below 2^63 - 1";
+            end = end.checked_add(1).ok_or_else(|| wrong(UPPER, value(UPPER), expected))?;
+        }
+        let gaps = value(GAPS).split_ascii_whitespace().map(gap).collect::<Result<_, _>>()?;
+        let demand = Demand::new(value(ID), ByteSize::new(bytes(SIZE)?), step(LOWER)?..end);
+        let align = bytes_or_none(ALIGNMENT)?.unwrap_or(1);
+        Ok(Demand { align, gaps, offset: bytes_or_none(OFFSET)?, ..demand })
+    }
+}
+
+fn number<T: std::str::FromStr>(
+    found: &str,
+    column: usize,
+    expected: &'static str,
+) -> Result<T, CsvFault> {
+    found.parse().map_err(|_| wrong(column, found, expected))
+}
+
+fn wrong(column: usize, found: &str, expected: &'static str) -> CsvFault {
+    CsvFault::Value { column: COLUMNS[column], found: found.into(), expected }
+}
+
+/// `3-5` or `3-5@0:16`; steps may be negative.
+fn gap(text: &str) -> Result<Gap, CsvFault> {
+    let wrong = || wrong(GAPS, text, "gaps such as 3-5 or 3-5@0:16");
+    let (steps, window) = match text.split_once('@') {
+        Some((steps, window)) => (steps, Some(window)),
+        None => (text, None),
+    };
+    let dash = steps.char_indices().skip(1).find(|(_, mark)| *mark == '-').map(|(at, _)| at);
+    let (first, end) = steps.split_at(dash.ok_or_else(wrong)?);
+    let step = |text: &str| text.parse::<i64>().map_err(|_| wrong());
+    let span = step(first)?..step(&end[1..])?;
+    let window = window.map(|window| {
+        let (low, high) = window.split_once(':').ok_or_else(wrong)?;
+        let bytes = |text: &str| text.parse::<u64>().map_err(|_| wrong());
+        Ok::<_, CsvFault>(Window { low: bytes(low)?, high: bytes(high)? })
+    });
+    Ok(Gap { span, window: window.transpose()? })
+}
+
+/// Lines without their ends, one at a time.
+struct Lines<R> {
+    from: BufReader<R>,
+    text: Vec<u8>,
+    number: u64,
+}
+
+impl<R: Read> Lines<R> {
+    fn next(&mut self) -> Result<Option<&str>, CsvError> {
+        self.number += 1;
+        self.text.clear();
+        let fault = |fault: CsvFault| fault.at(self.number);
+        let read = self.from.by_ref().take(LINE_MAX + 1).read_until(b'\n', &mut self.text);
+        let length = read.map_err(|error| fault(CsvFault::Read(error.kind())))?;
+        if length as u64 > LINE_MAX {
+            return Err(fault(CsvFault::TooLong { limit: LINE_MAX }));
+        }
+        let not_text = |_| fault(CsvFault::Read(io::ErrorKind::InvalidData));
+        let text = std::str::from_utf8(&self.text).map_err(not_text)?;
+        Ok((length > 0).then(|| text.trim()))
+    }
+}

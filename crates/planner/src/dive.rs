@@ -1,0 +1,328 @@
+//! Greedy dives from the bottom to the top, for parts that are too large to search.
+//!
+//! Items are placed in the order of their offsets, as in the exact search, without backtracking.
+//! Among the lowest items, the next is the one whose sections have the most left to place;
+//! near-ties are decided by a bonus, which is random for all but the first dives. Many dives find
+//! solutions that a single one misses.
+//!
+//! Items of the same sections differ only in size and bonus. They form one class, and only the
+//! first of a class is considered. A heap holds the classes by keys that may be stale: since
+//! offsets only rise and totals only fall, the first key that is still correct is the minimum.
+//!
+//! Only for parts without walls, whose items each need one window at their start, with no fixed
+//! item.
+//!
+//! Invariant: no key in the heap is larger than its current value.
+
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
+use std::collections::binary_heap::PeekMut;
+
+use super::chance::Chance;
+use super::part::{Item, Part};
+use super::totals::Totals;
+
+/// The bits of a key for the size left to place, at most 31.
+const COARSE: u32 = 31;
+
+/// Keys that are looked at between two questions whether to stop: some 0.1 ms.
+const KEYS_PER_STOP: u32 = 512;
+
+/// The sort key of a class: the lowest offset of its first item; the size left to place in its
+/// sections, largest first; the class's number.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+struct Key(u128);
+
+impl Key {
+    fn new(offset: u64, rest: u32, class: u32) -> Self {
+        Self(u128::from(offset) << 64 | u128::from(rest) << 32 | u128::from(class))
+    }
+
+    #[expect(clippy::cast_possible_truncation, reason = "the parts of a key")]
+    const fn parts(self) -> (u64, u32, u32) {
+        ((self.0 >> 64) as u64, (self.0 >> 32) as u32, self.0 as u32)
+    }
+}
+
+/// Items of the same sections, as a range of the order.
+#[derive(Clone, Copy, Debug)]
+struct Class {
+    next: u32,
+    end: u32,
+}
+
+/// The rule for choosing among items with about the same size left to place.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Bonus {
+    /// The largest.
+    None,
+    /// The item's whole size.
+    Size,
+    /// Up to this fraction of the item's size, drawn at random.
+    Drawn(u64),
+}
+
+/// A part on its way to the top.
+#[derive(Debug)]
+pub(super) struct Dive<'a> {
+    part: &'a Part,
+    /// Items by class; within a class in placement order.
+    order: Vec<u32>,
+    /// The start of each class's items.
+    starts: Vec<u32>,
+    classes: Vec<Class>,
+    bonus: Vec<u64>,
+    /// The shift that scales the size left to place into the key.
+    shift: u32,
+    heap: BinaryHeap<Reverse<Key>>,
+    /// The size to place in each section: the total, and the rest.
+    all: Totals,
+    left: Totals,
+    /// The first free offset of each section.
+    tops: Totals,
+    offsets: Vec<u64>,
+    chance: Chance,
+    placed: u64,
+}
+
+impl<'a> Dive<'a> {
+    /// Returns `true` if the part suits a dive.
+    pub(super) fn suits(part: &Part) -> bool {
+        let plain = !part.is_sliding && part.pieces.len() == part.items.len();
+        plain && part.walls.is_none() && part.items.iter().all(|item| item.fixed.is_none())
+    }
+
+    pub(super) fn new(part: &'a Part) -> Self {
+        debug_assert!(Self::suits(part), "gaps, windows or fixed offsets");
+        let spans = part.items.iter().map(|item| (item.from, item.to, item.height));
+        let all = Totals::of(part.sections, spans);
+        let (order, starts) = classes(part);
+        Self {
+            part,
+            order,
+            starts,
+            classes: Vec::new(),
+            bonus: vec![0; part.items.len()],
+            shift: (2 * part.bound).checked_ilog2().unwrap_or(0).saturating_sub(COARSE),
+            heap: BinaryHeap::new(),
+            left: Totals::new(part.sections),
+            tops: Totals::new(part.sections),
+            all,
+            offsets: vec![0; part.items.len()],
+            chance: Chance::new(0x2545_F491_4F6C_DD1D),
+            placed: 0,
+        }
+    }
+
+    /// The offsets of the last run, by the items' numbers.
+    pub(super) fn offsets(&self) -> &[u64] {
+        &self.offsets
+    }
+
+    pub(super) const fn part(&self) -> &'a Part {
+        self.part
+    }
+
+    /// Returns the number of items that the last run placed.
+    pub(super) const fn placed(&self) -> u64 {
+        self.placed
+    }
+
+    /// Places all items, unless the peak is certain to reach `enough`; returns the peak. After
+    /// `stop` it places the rest quickly, by the current keys.
+    pub(super) fn run(
+        &mut self,
+        bonus: Bonus,
+        enough: u64,
+        stop: &mut dyn FnMut() -> bool,
+    ) -> Option<u64> {
+        self.start(bonus);
+        let (mut peak, mut looked_at, mut in_haste) = (0, 0_u32, false);
+        // The topmost of a section may lack what its height is rounded up by.
+        let enough_of_heights = enough.saturating_add(self.part.grain - 1);
+        while let Some(mut top) = self.heap.peek_mut() {
+            looked_at = looked_at.wrapping_add(1);
+            in_haste = in_haste || looked_at.is_multiple_of(KEYS_PER_STOP) && stop();
+            let (known_offset, known_rest, number_of_class) = top.0.parts();
+            let class = &mut self.classes[number_of_class as usize];
+            let number = self.order[class.next as usize] as usize;
+            let item = &self.part.items[number];
+            let offset = aligned(self.tops.most(item.from, item.to), item);
+            if offset != known_offset && !in_haste {
+                top.0 = Key::new(offset, known_rest, number_of_class);
+                continue;
+            }
+            let left = self.left.most(item.from, item.to);
+            let rest = rest(left + self.bonus[number], self.shift);
+            if rest != known_rest && !in_haste {
+                top.0 = Key::new(offset, rest, number_of_class);
+                continue;
+            }
+            let least = if in_haste { 0 } else { offset + left };
+            if least >= enough_of_heights || offset + item.size >= enough {
+                return None;
+            }
+            self.offsets[number] = offset;
+            self.placed += 1;
+            peak = peak.max(offset + item.size);
+            self.tops.set(item.from, item.to, offset + item.height);
+            self.left.remove(item.from, item.to, item.height);
+            class.next += 1;
+            if class.next < class.end {
+                let next = self.order[class.next as usize] as usize;
+                let rest = self::rest(left - item.height + self.bonus[next], self.shift);
+                top.0 = Key::new(offset + item.height, rest, number_of_class);
+            } else {
+                PeekMut::pop(top);
+            }
+        }
+        Some(peak)
+    }
+
+    fn start(&mut self, bonus: Bonus) {
+        let items = &self.part.items;
+        self.placed = 0;
+        for (own, item) in self.bonus.iter_mut().zip(items) {
+            *own = match bonus {
+                Bonus::None => 0,
+                Bonus::Size => item.size,
+                Bonus::Drawn(part) => {
+                    let drawn = u128::from(self.chance.below(1 << 16));
+                    u64::try_from((u128::from(item.size / part) * drawn) >> 16).unwrap_or(0)
+                }
+            };
+        }
+        self.left.copy(&self.all);
+        self.tops.clear();
+        self.classes.clear();
+        let mut keys = std::mem::take(&mut self.heap).into_vec();
+        keys.clear();
+        let ends = self.starts[1..].iter();
+        for ((&next, &end), class) in self.starts.iter().zip(ends).zip(0_u32..) {
+            let members = &mut self.order[next as usize..end as usize];
+            members.sort_unstable_by_key(|member| {
+                let (bonus, size) = (self.bonus[*member as usize], items[*member as usize].size);
+                (Reverse((bonus, size)), *member)
+            });
+            self.classes.push(Class { next, end });
+            let first = members[0] as usize;
+            let item = &items[first];
+            let rest = rest(self.all.most(item.from, item.to) + self.bonus[first], self.shift);
+            keys.push(Reverse(Key::new(0, rest, class)));
+        }
+        self.heap = BinaryHeap::from(keys);
+    }
+}
+
+/// Items by class, the class with the largest item times its sections first, and where each class
+/// begins and the last one ends.
+fn classes(part: &Part) -> (Vec<u32>, Vec<u32>) {
+    let count = u32::try_from(part.items.len()).unwrap_or(u32::MAX);
+    let class = |item: u32| {
+        let own = &part.items[item as usize];
+        (own.from, own.to, own.align)
+    };
+    let mut order: Vec<u32> = (0..count).collect();
+    order.sort_unstable_by_key(|item| (class(*item), *item));
+    let mut classes = Vec::new();
+    let mut rest = order.as_slice();
+    while let Some(first) = rest.first() {
+        let end = rest.partition_point(|item| class(*item) <= class(*first));
+        let (members, others) = rest.split_at(end);
+        classes.push(members);
+        rest = others;
+    }
+    classes.sort_by_cached_key(|members| {
+        let area = |item: &u32| {
+            let own = &part.items[*item as usize];
+            own.size.saturating_mul(u64::from(own.to - own.from))
+        };
+        Reverse(members.iter().map(area).max())
+    });
+    let mut starts = vec![0];
+    for members in &classes {
+        starts.push(starts[starts.len() - 1] + u32::try_from(members.len()).unwrap_or(u32::MAX));
+    }
+    (classes.concat(), starts)
+}
+
+const fn aligned(offset: u64, item: &Item) -> u64 {
+    if item.align > 1 { offset.next_multiple_of(item.align) } else { offset }
+}
+
+/// The more is left the smaller.
+fn rest(left: u64, shift: u32) -> u32 {
+    u32::MAX - u32::try_from(left >> shift).unwrap_or(u32::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::part::Parts;
+    use super::super::problem::{Demand, Problem};
+    use super::super::shape::Shapes;
+    use super::super::walls::Walls;
+    use super::*;
+    use lowtide_core::bytes::ByteSize;
+
+    /// One part: a buffer is live all the time.
+    fn problem(seed: u64) -> Problem {
+        let mut chance = Chance::new(seed);
+        let mut problem = Problem::new();
+        let mut add = |size: u64, align: u64, live: std::ops::Range<i64>| {
+            let demand = Demand { align, ..Demand::new("some", ByteSize::new(size), live) };
+            problem.add(demand).expect("a plain buffer");
+        };
+        add(8, 1, 0..50);
+        for _ in 0..120 {
+            let first = chance.below(49).cast_signed();
+            let end = first + 1 + chance.below(12).cast_signed();
+            add(1 + chance.below(40), 1 << chance.below(4), first..end.min(50));
+        }
+        problem
+    }
+
+    /// The peak of a dive, in bytes, verified.
+    fn peak(
+        problem: &Problem,
+        bonus: Bonus,
+        enough: u64,
+        stop: &mut dyn FnMut() -> bool,
+    ) -> Option<u64> {
+        let shapes = Shapes::of(problem).expect("nothing is shared");
+        let parts = Parts::of(&shapes, &Walls::default());
+        assert_eq!((parts.list.len(), parts.unit), (1, 1));
+        let mut dive = Dive::new(&parts.list[0]);
+        let peak = dive.run(bonus, enough, stop)?;
+        let mut offsets = vec![0; problem.demands().len()];
+        for (item, offset) in parts.list[0].items.iter().zip(dive.offsets()) {
+            offsets[shapes.list[item.shape as usize].root.index()] = *offset;
+        }
+        let verified = problem.verify(&offsets).expect("nothing overlaps, all is aligned");
+        assert_eq!(verified.get(), peak);
+        Some(peak)
+    }
+
+    #[test]
+    fn nothing_that_dives_place_overlaps_and_none_is_left_out_in_haste() {
+        for seed in 1..40 {
+            let problem = problem(seed);
+            for bonus in [Bonus::None, Bonus::Size, Bonus::Drawn(1), Bonus::Drawn(64)] {
+                for hurries in [false, true] {
+                    let found = peak(&problem, bonus, u64::MAX, &mut || hurries);
+                    assert!(found.is_some(), "seed {seed}, {bonus:?}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_dive_gives_up_only_where_it_would_not_come_below_enough() {
+        for seed in 1..40 {
+            let problem = problem(seed);
+            let whole = peak(&problem, Bonus::None, u64::MAX, &mut || false).expect("no limit");
+            let above = peak(&problem, Bonus::None, whole + 1, &mut || false);
+            assert_eq!(above, Some(whole), "seed {seed}");
+            assert_eq!(peak(&problem, Bonus::None, whole, &mut || false), None, "seed {seed}");
+        }
+    }
+}

@@ -1,0 +1,295 @@
+//! Problems built from graphs: nodes in execution order, each with its operands.
+//!
+//! A node's result is live from its own step to that of the last node that reads it; if it is read
+//! only through a view, only that part is. If a node may overwrite an operand and is its last
+//! reader, the result takes that operand's place. Forward, backward and optimizer steps of a
+//! training run are one graph, and so one plan. This module computes nothing and does not reorder
+//! nodes.
+//!
+//! Invariant: step `n` is that of the `n`th node; a value that exists before the first node is an
+//! input.
+
+use super::error::PlanError;
+use super::kinds::Kind;
+use super::problem::{BufferId, Demand, Problem, Role};
+use lowtide_core::bytes::ByteSize;
+
+/// A value of a [`Graph`]: an input, a node's result, or a view.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct ValueId(usize);
+
+impl ValueId {
+    /// Returns the number of the value, in the order of addition, from 0.
+    #[must_use]
+    pub const fn index(self) -> usize {
+        self.0
+    }
+}
+
+/// A graph whose nodes are added in execution order.
+///
+/// # Panics
+/// Its methods panic if a [`ValueId`] comes from another graph and is out of range for this one.
+///
+/// ```
+/// use lowtide_planner::ByteSize;
+/// use lowtide_planner::clock::SystemClock;
+/// use lowtide_planner::{Graph, Planner};
+///
+/// let mut graph = Graph::new();
+/// let x = graph.input("x", ByteSize::kib(16));
+/// let sum = graph.node("sum", ByteSize::kib(16), &[x, x], true);
+/// let half = graph.view("half", sum, ByteSize::kib(8).get(), ByteSize::kib(8));
+/// let y = graph.node("y", ByteSize::kib(8), &[half], true);
+/// graph.keep(y);
+/// let (problem, buffers) = graph.problem(1)?;
+/// let plan = Planner::new(&SystemClock::new()).plan(&problem)?;
+/// assert_eq!(plan.peak(), ByteSize::kib(16)); // all of it in the place of `x`
+/// assert_eq!(plan.offset(buffers[y.index()]), plan.offset(buffers[x.index()]));
+/// # Ok::<(), lowtide_planner::PlanError>(())
+/// ```
+#[derive(Clone, Debug, Default)]
+pub struct Graph {
+    values: Vec<Value>,
+    /// The number of steps so far.
+    steps: i64,
+}
+
+/// The source of a value.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Origin {
+    Input,
+    External,
+    Node,
+    /// A part of another value, from this byte on.
+    View(usize, u64),
+}
+
+#[derive(Clone, Debug)]
+struct Value {
+    name: String,
+    size: ByteSize,
+    origin: Origin,
+    operands: Vec<usize>,
+    overwrites: bool,
+    is_kept: bool,
+    kind: u32,
+    first: i64,
+    /// One past the last step that reads it or makes a view of it.
+    end: i64,
+    /// The value that holds its bytes (itself unless it is a view), and the offset in it.
+    content: (usize, u64),
+    /// For the value that holds the bytes: one past the last step that reads any of it or makes a
+    /// view of it, and `true` if any of it is kept.
+    content_end: i64,
+    is_content_kept: bool,
+}
+
+impl Graph {
+    /// Creates an empty graph.
+    #[must_use]
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Adds a value that exists before the first step, in memory of the plan.
+    pub fn input(&mut self, name: impl Into<String>, size: ByteSize) -> ValueId {
+        self.add(name.into(), size, Origin::Input, &[], false)
+    }
+
+    /// Adds a value in external memory, which the caller owns.
+    pub fn external(&mut self, name: impl Into<String>, size: ByteSize) -> ValueId {
+        self.add(name.into(), size, Origin::External, &[], false)
+    }
+
+    /// Adds the next node, which reads its operands and writes its result.
+    ///
+    /// If `overwrites` is set, the result may replace an operand, or the value of which that
+    /// operand is a view from its first byte: the first operand that has no later reader and is not
+    /// also read under another name. The node must then read each byte before it overwrites it, for
+    /// any operand: if an operand's elements are in a different order, don't set `overwrites`.
+    pub fn node(
+        &mut self,
+        name: impl Into<String>,
+        size: ByteSize,
+        operands: &[ValueId],
+        overwrites: bool,
+    ) -> ValueId {
+        self.steps += 1;
+        self.add(name.into(), size, Origin::Node, operands, overwrites)
+    }
+
+    /// Adds a view: a part of a value, from the byte `at` on. It takes no step.
+    pub fn view(
+        &mut self,
+        name: impl Into<String>,
+        of: ValueId,
+        at: u64,
+        size: ByteSize,
+    ) -> ValueId {
+        self.add(name.into(), size, Origin::View(of.0, at), &[], false)
+    }
+
+    /// Marks a value as read after the last step, so its memory is not reused. If it is a view,
+    /// only its part is kept.
+    pub fn keep(&mut self, value: ValueId) {
+        self.values[value.0].is_kept = true;
+        let content = self.values[value.0].content.0;
+        self.values[content].is_content_kept = true;
+    }
+
+    /// Sets the kind of memory of a value. The default is 0, or for a view the kind of its base
+    /// value. Each kind has a problem of its own, with the same steps.
+    pub fn set_kind(&mut self, value: ValueId, kind: u32) {
+        self.values[value.0].kind = kind;
+    }
+
+    fn add(
+        &mut self,
+        name: String,
+        size: ByteSize,
+        origin: Origin,
+        operands: &[ValueId],
+        overwrites: bool,
+    ) -> ValueId {
+        // An input is there at step 0, before the first node's step 1.
+        let is_there = matches!(origin, Origin::Input | Origin::External);
+        let first = if is_there { 0 } else { self.steps };
+        let operands: Vec<usize> = operands.iter().map(|operand| operand.0).collect();
+        let end = self.steps + 1;
+        let (own, mut content) = (self.values.len(), (self.values.len(), 0));
+        // The base value is live until the view is made; from then on the view is, if it has a
+        // reader.
+        let is_view = if let Origin::View(of, from) = origin {
+            let (root, at) = self.values[of].content;
+            content = (root, at.saturating_add(from));
+            self.values[of].end = self.values[of].end.max(end);
+            self.values[root].content_end = self.values[root].content_end.max(end);
+            true
+        } else {
+            false
+        };
+        for operand in &operands {
+            let below = &mut self.values[*operand];
+            below.end = below.end.max(end);
+            let root = below.content.0;
+            self.values[root].content_end = self.values[root].content_end.max(end);
+        }
+        self.values.push(Value {
+            name,
+            size,
+            origin,
+            operands,
+            overwrites,
+            is_kept: false,
+            kind: 0,
+            first,
+            end: if is_view { first } else { first + 1 },
+            content,
+            content_end: first + 1,
+            is_content_kept: false,
+        });
+        ValueId(own)
+    }
+
+    /// Returns the problem of the first kind of memory, and each value's buffer, indexed by
+    /// [`ValueId::index`]. Every offset will be a multiple of `align`.
+    ///
+    /// # Errors
+    /// [`PlanError`] if a view extends beyond its value, sizes are too large, or `align` is 0.
+    pub fn problem(&self, align: u64) -> Result<(Problem, Vec<BufferId>), PlanError> {
+        self.problem_of(0, align)
+    }
+
+    /// Like [`Graph::problem`], for another kind of memory; values of other kinds are external to
+    /// it.
+    ///
+    /// # Errors
+    /// As for [`Graph::problem`].
+    pub fn problem_of(&self, kind: u32, align: u64) -> Result<(Problem, Vec<BufferId>), PlanError> {
+        let mut problem = Problem::new();
+        let mut ids = Vec::with_capacity(self.values.len());
+        for (at, value) in self.values.iter().enumerate() {
+            let role = match value.origin {
+                _ if self.kind_of(at) != kind => Role::External,
+                Origin::External => Role::External,
+                Origin::Input if value.is_kept => Role::Through,
+                Origin::Input => Role::Input,
+                _ if value.is_kept => Role::Output,
+                _ => Role::Inner,
+            };
+            let is_view = matches!(value.origin, Origin::View(..));
+            let align = if is_view { 1 } else { align };
+            let live = value.first..value.end;
+            let demand = Demand::new(value.name.clone(), value.size, live);
+            ids.push(problem.add(Demand { align, role, ..demand })?);
+        }
+        for (at, value) in self.values.iter().enumerate() {
+            if let Origin::View(of, from) = value.origin {
+                problem.view(ids[at], ids[of], from)?;
+            }
+        }
+        let mut taken = vec![false; self.values.len()];
+        for at in 0..self.values.len() {
+            let found = self.replaced(at, &taken).filter(|_| self.kind_of(at) == kind);
+            if let Some(below) = found {
+                taken[below] = true;
+                problem.reuse(ids[at], ids[below])?;
+            }
+        }
+        Ok((problem, ids))
+    }
+
+    /// Returns the problems of several kinds of memory, the first for kind 0, each with its name
+    /// and its maximum segment size. A value has the same number in all of them.
+    ///
+    /// # Errors
+    /// As for [`Graph::problem`].
+    pub fn kinds(
+        &self,
+        align: u64,
+        named: &[(&str, Option<ByteSize>)],
+    ) -> Result<(Vec<Kind>, Vec<BufferId>), PlanError> {
+        let (mut kinds, mut ids) = (Vec::with_capacity(named.len()), Vec::new());
+        for (number, (name, segment_limit)) in (0..).zip(named) {
+            let (problem, own) = self.problem_of(number, align)?;
+            let (name, segment_limit) = (String::from(*name), *segment_limit);
+            kinds.push(Kind { name, problem, segment_limit });
+            ids = own;
+        }
+        let others = |at: &usize| self.kind_of(*at) as usize >= named.len();
+        if let Some(at) = (0..self.values.len()).find(others) {
+            let (name, number) = (self.values[at].name.clone(), self.kind_of(at));
+            return Err(PlanError::NoKind { name, number, count: named.len() });
+        }
+        Ok((kinds, ids))
+    }
+
+    /// Returns the kind of memory of a value; for a view that of its base value.
+    #[must_use]
+    pub fn kind(&self, value: ValueId) -> u32 {
+        self.kind_of(value.0)
+    }
+
+    fn kind_of(&self, at: usize) -> u32 {
+        self.values[self.values[at].content.0].kind
+    }
+
+    /// In whose place a node's result is written.
+    fn replaced(&self, node: usize, taken: &[bool]) -> Option<usize> {
+        let own = &self.values[node];
+        let may = |operand: &usize| {
+            let (content, from) = self.values[*operand].content;
+            let below = &self.values[content];
+            let is_single =
+                |other: &usize| other == operand || self.values[*other].content.0 != content;
+            let has_memory = matches!(below.origin, Origin::Input | Origin::Node);
+            let is_last = below.content_end == own.first + 1 && !below.is_content_kept;
+            let fits = from == 0 && own.size <= self.values[*operand].size;
+            let is_free = has_memory && is_last && !taken[content] && own.kind == below.kind;
+            (is_free && fits && own.operands.iter().all(is_single)).then_some(content)
+        };
+        let overwriting = Some(own).filter(|own| own.overwrites);
+        overwriting.and_then(|own| own.operands.iter().find_map(may))
+    }
+}

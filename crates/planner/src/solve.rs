@@ -1,0 +1,440 @@
+//! The planner: rules first, then probes downward from the best plan, within a budget.
+//!
+//! Every part gets a plan by rules. Then the highest part is probed until a proof shows that it
+//! cannot be lower, or the budget ends: lowering any other part improves nothing. Its only clock is
+//! the one passed in, which is read between orders and every few nodes; without a time limit the
+//! same problem and budget produce the same plan.
+//!
+//! Invariant: the plan is no worse than that of any rule that ran, and is verified.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::time::Duration;
+
+use super::dive::{Bonus, Dive};
+use super::error::PlanError;
+use super::order::{self, Heuristic, Traits};
+use super::part::{Part, Parts};
+use super::place::Placer;
+use super::planned::{Place, Plan};
+use super::probe::Probe;
+use super::problem::{BufferId, Problem};
+use super::search::{HEIGHT_MAX, ITEMS_MAX};
+use super::shape::{Shapes, gcd};
+use super::walls::Walls;
+use lowtide_core::bytes::ByteSize;
+use lowtide_core::clock::{Clock, Moment};
+
+/// The most items of a part that is searched exactly. Searches are deep, and keep a list of
+/// remaining items for each level: 16 MiB for this many.
+pub(super) const EXACT_MAX: usize = 2_000;
+
+/// The random bonus of dives: up to this fraction of an item's size.
+const DRAWN: Bonus = Bonus::Drawn(64);
+
+/// The dives that come before all but the first rule.
+const DIVES: [Bonus; 8] = {
+    let mut dives = [DRAWN; 8];
+    dives[0] = Bonus::Size;
+    dives[1] = Bonus::None;
+    dives
+};
+
+/// The limits of a planner.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Budget {
+    /// The time limit, by the planner's clock. One rule always runs to its end.
+    pub time: Duration,
+    /// The limit of nodes of the exact search and items placed by dives; each takes 5 to 50 us.
+    pub nodes: u64,
+}
+
+impl Default for Budget {
+    /// A second, and as many nodes as that gives.
+    fn default() -> Self {
+        Self { time: Duration::from_secs(1), nodes: u64::MAX }
+    }
+}
+
+/// Creates plans.
+///
+/// ```
+/// use lowtide_planner::ByteSize;
+/// use lowtide_planner::clock::SystemClock;
+/// use lowtide_planner::{Demand, Planner, Problem};
+///
+/// let mut problem = Problem::new();
+/// for (size, live) in [(4, 0..3), (8, 1..2), (4, 2..5), (8, 3..5)] {
+///     problem.add(Demand::new("layer", ByteSize::kib(size), live))?;
+/// }
+/// let plan = Planner::new(&SystemClock::new()).plan(&problem)?;
+/// assert_eq!(plan.peak(), ByteSize::kib(12));
+/// assert!(plan.is_optimal());
+/// # Ok::<(), lowtide_planner::PlanError>(())
+/// ```
+pub struct Planner<'a> {
+    pub(super) clock: &'a dyn Clock,
+    pub(super) budget: Budget,
+    enough: ByteSize,
+    pub(super) segment_limit: Option<ByteSize>,
+    on_better: Box<dyn FnMut(ByteSize) + 'a>,
+}
+
+impl fmt::Debug for Planner<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (budget, enough) = (self.budget, self.enough);
+        write!(f, "Planner {{ budget: {budget:?}, enough: {enough:?} }}")
+    }
+}
+
+impl<'a> Planner<'a> {
+    /// Creates a planner that uses this clock, with a time limit of one second.
+    #[must_use]
+    pub fn new(clock: &'a dyn Clock) -> Self {
+        let on_better = Box::new(|_| ());
+        let (budget, enough, segment_limit) = (Budget::default(), ByteSize::ZERO, None);
+        Self { clock, budget, enough, segment_limit, on_better }
+    }
+
+    /// Sets the budget of each plan.
+    #[must_use]
+    pub fn budget(self, budget: Budget) -> Self {
+        Self { budget, ..self }
+    }
+
+    /// Sets a sufficient peak: a plan that needs no more is not improved further.
+    #[must_use]
+    pub fn enough(self, enough: ByteSize) -> Self {
+        Self { enough, ..self }
+    }
+
+    /// Sets a maximum segment size; plans then use several segments instead of one.
+    ///
+    /// A larger buffer gets a segment of its own size, which other buffers use while it is not
+    /// live. There is no plan if the limit is zero, an offset is fixed, or the least common
+    /// multiple of all alignments is larger than 256 MiB: [`PlanError::NoSegment`].
+    #[must_use]
+    pub fn segments_of(self, limit: ByteSize) -> Self {
+        Self { segment_limit: Some(limit), ..self }
+    }
+
+    /// Sets a callback that receives the peak of each better plan as it is found.
+    #[must_use]
+    pub fn on_better(self, on_better: impl FnMut(ByteSize) + 'a) -> Self {
+        Self { on_better: Box::new(on_better), ..self }
+    }
+
+    /// Plans a problem, as well as the budget allows.
+    ///
+    /// # Errors
+    /// [`PlanError`] if buffers cannot share memory as requested, or fixed offsets overlap.
+    pub fn plan(&mut self, problem: &Problem) -> Result<Plan, PlanError> {
+        let deadline = self.clock.now() + self.budget.time;
+        let mut shapes = Shapes::of(problem)?;
+        problem.verify_fixed(&shapes)?;
+        let walls = match self.segment_limit {
+            Some(limit) => Walls::of(problem, &mut shapes, limit)?,
+            None => Walls::default(),
+        };
+        let parts = Parts::of(&shapes, &walls);
+        let mut solver = Solver {
+            clock: self.clock,
+            deadline,
+            unit: parts.unit,
+            enough: self.enough.get() / parts.unit,
+            nodes: self.budget.nodes,
+            spent: 0,
+            best: u64::MAX,
+            on_better: &mut *self.on_better,
+        };
+        let (tracks, bound) = solver.solve(&parts, &shapes);
+        let nodes = solver.spent;
+        let offsets = tracks.iter().map(Track::offsets);
+        let plan = assembled(problem, &shapes, &parts, &walls, offsets)?;
+        // A proof about the range with walls says nothing about the sum of the segments.
+        let bound = if walls.is_none() { bound * parts.unit } else { 0 };
+        Ok(Plan { bound: plan.bound.max(ByteSize::new(bound)).min(plan.peak), nodes, ..plan })
+    }
+}
+
+impl Problem {
+    /// Plans with one rule alone: the result of another project's planner for this problem.
+    ///
+    /// # Errors
+    /// As for [`Planner::plan`].
+    pub fn plan_by(&self, rule: Heuristic) -> Result<Plan, PlanError> {
+        let shapes = Shapes::of(self)?;
+        self.verify_fixed(&shapes)?;
+        let walls = Walls::default();
+        let parts = Parts::of(&shapes, &walls);
+        let (rule, fit) = rule.rule();
+        let by_rule = |part: &Part| {
+            let mut placer = Placer::new(part);
+            let order = order::order(&Traits::of(part, &shapes), rule);
+            placer.run(&order, fit, rule.is_online(), u64::MAX, &mut || false);
+            placer.offsets().to_vec()
+        };
+        assembled(self, &shapes, &parts, &walls, parts.list.iter().map(by_rule))
+    }
+}
+
+/// Combines the offsets of all parts into a verified plan; its bound is the most memory live at
+/// once.
+fn assembled<O: AsRef<[u64]>>(
+    problem: &Problem,
+    shapes: &Shapes,
+    parts: &Parts,
+    walls: &Walls,
+    offsets: impl Iterator<Item = O>,
+) -> Result<Plan, PlanError> {
+    let mut roots = vec![0; shapes.list.len()];
+    for (part, offsets) in parts.list.iter().zip(offsets) {
+        for (item, offset) in part.items.iter().zip(offsets.as_ref()) {
+            roots[item.shape as usize] = offset * parts.unit;
+        }
+    }
+    // Segments by their start, with the end of their contents.
+    let mut segments: BTreeMap<u64, u64> = BTreeMap::new();
+    for (at, offset) in roots.iter().enumerate().filter(|(at, _)| shapes.size(*at) > 0) {
+        let end = segments.entry(walls.start(*offset)).or_insert(0);
+        *end = (*end).max(offset + shapes.size(at));
+    }
+    let starts: Vec<u64> = segments.keys().copied().collect();
+    let flat = spread(problem, shapes, &roots);
+    // By the segment of the shared memory: a view of no bytes may lie at the end of that.
+    let place = |id: BufferId| {
+        if problem.is_external(id) {
+            return Place { segment: Place::ELSEWHERE, offset: 0 };
+        }
+        let start = walls.start(flat[problem.unions.root(id.0).0 as usize]);
+        // A buffer that needs no memory may lie beyond all of them.
+        let segment = starts.partition_point(|other| *other < start).min(starts.len().max(1) - 1);
+        let offset = flat[id.index()].saturating_sub(start);
+        Place { segment: u32::try_from(segment).unwrap_or(u32::MAX), offset }
+    };
+    let places: Box<[Place]> = problem.ids().map(place).collect();
+    let sizes = segments.iter().map(|(start, end)| ByteSize::new(end - start));
+    let segments: Box<[ByteSize]> = sizes.collect();
+    let peak = segments.iter().copied().sum();
+    // Walls raise the bound of the range, and say nothing about the sum of segments; what
+    // alignments cost in one segment they need not cost in several.
+    let is_flat = walls.is_none();
+    let live = if is_flat { parts.bound() * parts.unit } else { shapes.live_most() };
+    let bound = ByteSize::new(live).min(peak);
+    let align = problem.demands().iter().fold(1_u64, |all, demand| {
+        let common = (all / gcd(all, demand.align)).checked_mul(demand.align);
+        common.unwrap_or(u64::MAX)
+    });
+    let sizes = problem.demands().iter().map(|demand| demand.size).collect();
+    let fingerprint = problem.fingerprint();
+    let plan = Plan { places, segments, peak, bound, nodes: 0, align, fingerprint, sizes };
+    plan.verify(problem).map_err(|fault| PlanError::Refuted(Box::new(fault)))?;
+    Ok(plan)
+}
+
+/// The offsets of all buffers, by those of the shapes that they are in.
+fn spread(problem: &Problem, shapes: &Shapes, roots: &[u64]) -> Vec<u64> {
+    let mut offsets = vec![0; problem.demands().len()];
+    for (id, demand) in problem.ids().zip(problem.demands()) {
+        offsets[id.index()] = demand.offset.unwrap_or(0);
+    }
+    for (shape, offset) in shapes.list.iter().zip(roots) {
+        offsets[shape.root.index()] = shape.fixed.unwrap_or(*offset);
+    }
+    for id in problem.ids().filter(|id| problem.unions.over(id.0).is_some()) {
+        let (root, at) = problem.unions.root(id.0);
+        offsets[id.index()] = offsets[root as usize] + at;
+    }
+    offsets
+}
+
+/// The progress of one part.
+enum Track<'a> {
+    /// By rules only.
+    Ruled {
+        peak: u64,
+        bound: u64,
+        offsets: Vec<u64>,
+    },
+    Probed(Box<Probe<'a>>),
+    Dived(Box<Dives<'a>>),
+}
+
+/// Dives through a part that is too large to search, and the best plan so far.
+struct Dives<'a> {
+    dive: Dive<'a>,
+    best: Best,
+}
+
+impl Track<'_> {
+    fn peak(&self) -> u64 {
+        match self {
+            Self::Ruled { peak, .. } => *peak,
+            Self::Probed(probe) => probe.peak,
+            Self::Dived(dives) => dives.best.peak,
+        }
+    }
+
+    fn bound(&self) -> u64 {
+        match self {
+            Self::Ruled { bound, .. } => *bound,
+            Self::Probed(probe) => probe.proved(),
+            Self::Dived(dives) => dives.dive.part().bound,
+        }
+    }
+
+    fn offsets(&self) -> &[u64] {
+        match self {
+            Self::Ruled { offsets, .. } => offsets,
+            Self::Probed(probe) => &probe.offsets,
+            Self::Dived(dives) => &dives.best.offsets,
+        }
+    }
+}
+
+/// The best plan of a part so far.
+struct Best {
+    peak: u64,
+    offsets: Vec<u64>,
+}
+
+impl Best {
+    fn take(&mut self, peak: u64, offsets: &[u64]) {
+        self.peak = peak;
+        self.offsets.clear();
+        self.offsets.extend_from_slice(offsets);
+    }
+}
+
+/// One problem that is being solved.
+struct Solver<'a> {
+    clock: &'a dyn Clock,
+    deadline: Moment,
+    unit: u64,
+    enough: u64,
+    nodes: u64,
+    spent: u64,
+    best: u64,
+    on_better: &'a mut dyn FnMut(ByteSize),
+}
+
+impl Solver<'_> {
+    /// A track for each part, and what no plan is below.
+    fn solve<'p>(&mut self, parts: &'p Parts, shapes: &Shapes) -> (Vec<Track<'p>>, u64) {
+        let bound = parts.bound();
+        let goal = bound.max(self.enough);
+        let mut tracks = Vec::with_capacity(parts.list.len());
+        for part in &parts.list {
+            let track = self.track(part, shapes, goal);
+            tracks.push(track);
+        }
+        self.report(&tracks);
+        self.by_steps(&mut tracks, goal);
+        let proved = tracks.iter().map(Track::bound).max().unwrap_or(0);
+        (tracks, bound.max(proved))
+    }
+
+    /// A part's plan by rules: the first rule always, the others where time allows.
+    fn track<'p>(&mut self, part: &'p Part, shapes: &Shapes, goal: u64) -> Track<'p> {
+        let traits = Traits::of(part, shapes);
+        let mut best = Best { peak: u64::MAX, offsets: Vec::new() };
+        let is_small = part.items.len() <= EXACT_MAX.min(ITEMS_MAX);
+        self.try_rules(part, &traits, goal, &order::FIRST, &mut best);
+        // Dives are better than all other rules, and faster for many items.
+        let mut dive = Dive::suits(part).then(|| Dive::new(part));
+        for bonus in DIVES {
+            if let Some(dive) = &mut dive {
+                self.try_dive(dive, bonus, goal, &mut best);
+            }
+        }
+        self.try_rules(part, &traits, goal, &order::ONLINE, &mut best);
+        self.try_rules(part, &traits, goal, &order::OFFLINE, &mut best);
+        if let Some(dive) = dive.filter(|_| !is_small) {
+            return Track::Dived(Box::new(Dives { dive, best }));
+        }
+        // The search is better than more rules, if it can be used.
+        if !is_small || part.is_sliding {
+            let classes: Vec<_> = order::classes().collect();
+            self.try_rules(part, &traits, goal, &classes, &mut best);
+        }
+        let Best { peak, offsets } = best;
+        if is_small && peak > goal && peak < HEIGHT_MAX {
+            Track::Probed(Box::new(Probe::new(part, &traits, peak, offsets)))
+        } else {
+            Track::Ruled { peak, bound: part.bound, offsets }
+        }
+    }
+
+    fn try_rules(
+        &self,
+        part: &Part,
+        traits: &[Traits],
+        goal: u64,
+        rules: &[order::Ruled],
+        best: &mut Best,
+    ) {
+        let mut placer = Placer::new(part);
+        for &(rule, fit) in rules {
+            let is_first = best.offsets.is_empty();
+            if best.peak <= goal || !is_first && self.is_over() {
+                return;
+            }
+            let order = order::order(traits, rule);
+            let mut stop = || !is_first && self.is_over();
+            if let Some(peak) = placer.run(&order, fit, rule.is_online(), best.peak, &mut stop) {
+                best.take(peak, placer.offsets());
+            }
+        }
+    }
+
+    fn try_dive(&mut self, dive: &mut Dive<'_>, bonus: Bonus, goal: u64, best: &mut Best) {
+        if best.peak <= goal || self.is_over() {
+            return;
+        }
+        let found = dive.run(bonus, best.peak, &mut || self.is_over());
+        self.spent += dive.placed();
+        if let Some(peak) = found {
+            best.take(peak, dive.offsets());
+        }
+    }
+
+    fn is_over(&self) -> bool {
+        self.clock.now() >= self.deadline
+    }
+
+    /// Lowers the highest part, until it cannot be lower or the budget ends.
+    fn by_steps(&mut self, tracks: &mut [Track<'_>], goal: u64) {
+        while !self.is_over() && self.nodes > self.spent {
+            let Some(highest) = (0..tracks.len()).max_by_key(|at| tracks[*at].peak()) else {
+                return;
+            };
+            match &mut tracks[highest] {
+                Track::Probed(probe) if probe.peak > goal && probe.low < probe.peak => {
+                    self.probe(probe, goal);
+                }
+                Track::Dived(dives) if dives.best.peak > goal => {
+                    self.try_dive(&mut dives.dive, DRAWN, goal, &mut dives.best);
+                }
+                _ => return,
+            }
+            self.report(tracks);
+        }
+    }
+
+    fn probe(&mut self, probe: &mut Probe<'_>, goal: u64) {
+        let (clock, deadline) = (self.clock, self.deadline);
+        let before = probe.nodes;
+        let is_enough = self.enough >= probe.low;
+        let nodes = self.nodes - self.spent;
+        probe.step(goal, is_enough, nodes, &mut || clock.now() >= deadline);
+        self.spent += probe.nodes - before;
+    }
+
+    fn report(&mut self, tracks: &[Track<'_>]) {
+        let peak = tracks.iter().map(Track::peak).max().unwrap_or(0);
+        if peak < self.best {
+            self.best = peak;
+            (self.on_better)(ByteSize::new(peak * self.unit));
+        }
+    }
+}

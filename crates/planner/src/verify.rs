@@ -1,0 +1,123 @@
+//! Verification of offsets: no overlap, alignments, fixed and shared places.
+//!
+//! One sweep over time with an ordered map of live shapes. It shares no code with the solver, and
+//! accepts plans from any source.
+//!
+//! Invariant: offsets pass exactly if no byte is needed by two shapes at one step, every offset is
+//! a multiple of its buffer's alignment, and every fixed or shared buffer is at its required place.
+
+use std::collections::BTreeMap;
+
+use super::error::{PlanError, PlanFault};
+use super::problem::Problem;
+use super::shape::Shapes;
+use lowtide_core::bytes::ByteSize;
+
+impl Problem {
+    /// Checks offsets, one for each buffer in order, and returns the number of bytes that they need
+    /// in all. Offsets of external buffers are ignored. O(n log n).
+    ///
+    /// # Errors
+    /// [`PlanFault`] for the first fault in the order of steps.
+    pub fn verify(&self, offsets: &[u64]) -> Result<ByteSize, PlanFault> {
+        let (found, expected) = (offsets.len(), self.demands().len());
+        if found != expected {
+            return Err(PlanFault::Count { found, expected });
+        }
+        let shapes = Shapes::of(self)?;
+        for id in self.ids().filter(|id| !self.is_external(*id)) {
+            self.verify_one(id.0, offsets)?;
+        }
+        self.verify_apart(&shapes, offsets)?;
+        let ends = (0..shapes.list.len()).flat_map(|at| {
+            let offset = offsets[shapes.list[at].root.index()];
+            shapes.needs(at).iter().map(move |need| offset + need.window.high)
+        });
+        Ok(ByteSize::new(ends.max().unwrap_or(0)))
+    }
+
+    /// One buffer by itself.
+    fn verify_one(&self, id: u32, offsets: &[u64]) -> Result<(), PlanFault> {
+        let (demand, offset) = (&self.demands()[id as usize], offsets[id as usize]);
+        let name = || demand.name.clone();
+        if offset % demand.align != 0 {
+            return Err(PlanFault::Misaligned { name: name(), offset, align: demand.align });
+        }
+        if let Some(fixed) = demand.offset.filter(|fixed| *fixed != offset) {
+            return Err(PlanFault::Moved { name: name(), offset, fixed });
+        }
+        let (root, at) = self.unions.root(id);
+        let over_offset = offsets[root as usize];
+        if over_offset.checked_add(at) != Some(offset) {
+            let over = self.demands()[root as usize].name.clone();
+            return Err(PlanFault::Apart { name: name(), offset, over, over_offset });
+        }
+        if offset.checked_add(demand.size.get()).is_none() {
+            return Err(PlanFault::BeyondPeak { name: name(), end: u64::MAX, peak: u64::MAX });
+        }
+        Ok(())
+    }
+
+    /// That no two shapes overlap.
+    fn verify_apart(&self, shapes: &Shapes, offsets: &[u64]) -> Result<(), PlanFault> {
+        let root = |at: usize| shapes.list[at].root.index();
+        let Some(Clash { first, second, step }) = clash(shapes, |at| Some(offsets[root(at)]))
+        else {
+            return Ok(());
+        };
+        Err(PlanFault::Overlap {
+            name: self.demands()[root(second)].name.clone(),
+            offset: offsets[root(second)],
+            other: self.demands()[root(first)].name.clone(),
+            other_offset: offsets[root(first)],
+            step,
+        })
+    }
+
+    /// That no two fixed offsets contradict each other.
+    pub(super) fn verify_fixed(&self, shapes: &Shapes) -> Result<(), PlanError> {
+        let Some(Clash { first, second, step }) = clash(shapes, |at| shapes.list[at].fixed) else {
+            return Ok(());
+        };
+        let name = |at: usize| self.demands()[shapes.list[at].root.index()].name.clone();
+        let offset = shapes.list[second].fixed.unwrap_or(0);
+        Err(PlanError::FixedOverlap { name: name(second), offset, other: name(first), step })
+    }
+}
+
+/// Two shapes that overlap, the one that was there first, and the first step at which they do.
+struct Clash {
+    first: usize,
+    second: usize,
+    step: i64,
+}
+
+/// The first overlap of shapes that have an offset.
+fn clash(shapes: &Shapes, offset: impl Fn(usize) -> Option<u64>) -> Option<Clash> {
+    // Step, whether something begins there (ends come first), which shape, from where to where.
+    let mut events = Vec::new();
+    for at in 0..shapes.list.len() {
+        let Some(offset) = offset(at) else { continue };
+        for need in shapes.needs(at) {
+            // `verify_one` has seen that the ends fit.
+            let (low, high) = (offset + need.window.low, offset + need.window.high);
+            events.push((need.first, true, at, low, high));
+            events.push((need.end, false, at, low, high));
+        }
+    }
+    events.sort_unstable();
+    let mut there: BTreeMap<u64, (u64, usize)> = BTreeMap::new();
+    for (step, begins, second, low, high) in events {
+        if !begins {
+            there.remove(&low);
+            continue;
+        }
+        // Those that are there do not overlap: the last one below `high` reaches highest.
+        let below = there.range(..high).next_back();
+        if let Some((_, &(_, first))) = below.filter(|(_, (end, _))| *end > low) {
+            return Some(Clash { first, second, step });
+        }
+        there.insert(low, (high, second));
+    }
+    None
+}

@@ -1,0 +1,426 @@
+//! The simulation as a [`Driver`], and the same calls without a key, for tests.
+//!
+//! This layer decides nothing: each call takes the lock and calls the model. A call of the trait
+//! relaxes the capture mode of its thread, as a real driver does; a direct call does not.
+//!
+//! Invariant: otherwise a call of the trait and the method of the same name are identical.
+
+use std::ptr::NonNull;
+
+use super::SimDriver;
+use super::call::Call;
+use super::graph::Relaxed;
+use super::memory::Range;
+use super::raw::Found;
+use lowtide_core::bytes::ByteSize;
+use lowtide_gpu_driver::sealed::{self, Key};
+use lowtide_gpu_driver::{
+    Backend, Capabilities, DeviceAddress, DeviceMemory, Driver, DriverError, EventHandle,
+    HostMemory, HostStore, Owner, StoreSpan, StreamHandle,
+};
+
+type Answer<T = ()> = Result<T, DriverError>;
+
+/// The calls for which the trait asks a key.
+impl SimDriver {
+    /// Like [`Driver::unreserve`].
+    ///
+    /// # Errors
+    /// As for [`Driver::unreserve`].
+    pub fn unreserve(&self, at: DeviceAddress, size: ByteSize) -> Answer {
+        let mut model = self.model();
+        let range = model.whole(at, size)?;
+        model.unreserve(range)
+    }
+
+    /// Like [`Driver::commit`].
+    ///
+    /// # Errors
+    /// As for [`Driver::commit`].
+    pub fn commit(&self, at: DeviceAddress, size: ByteSize) -> Answer {
+        let mut model = self.model();
+        let range = model.whole(at, size)?;
+        model.commit(range)
+    }
+
+    /// Like [`Driver::decommit`].
+    ///
+    /// # Errors
+    /// As for [`Driver::decommit`].
+    pub fn decommit(&self, at: DeviceAddress, size: ByteSize) -> Answer {
+        let mut model = self.model();
+        let range = model.whole(at, size)?;
+        model.decommit(range)
+    }
+
+    /// Like [`Driver::remap`].
+    ///
+    /// # Errors
+    /// As for [`Driver::remap`].
+    pub fn remap(&self, from: DeviceAddress, to: DeviceAddress, size: ByteSize) -> Answer {
+        let mut model = self.model();
+        let ranges = (model.whole(from, size)?, model.whole(to, size)?);
+        model.remap(ranges.0, ranges.1)
+    }
+
+    /// Like [`Driver::segment_destroy`].
+    ///
+    /// # Errors
+    /// As for [`Driver::segment_destroy`].
+    pub fn segment_destroy(&self, at: DeviceAddress, size: ByteSize) -> Answer {
+        let mut model = self.model();
+        let range = model.whole(at, size)?;
+        model.segment_destroy(range)
+    }
+
+    /// Like [`Driver::copy`].
+    ///
+    /// # Errors
+    /// As for [`Driver::copy`].
+    pub fn copy(&self, from: DeviceAddress, to: DeviceAddress, size: ByteSize) -> Answer {
+        self.model().copy(apart(from, to, size)?, to)
+    }
+
+    /// Like [`Driver::stream_destroy`].
+    ///
+    /// # Errors
+    /// As for [`Driver::stream_destroy`].
+    pub fn stream_destroy(&self, stream: StreamHandle) -> Answer {
+        self.model().stream_destroy(stream.get())
+    }
+
+    /// Like [`Driver::stream_wait_event`].
+    ///
+    /// # Errors
+    /// As for [`Driver::stream_wait_event`].
+    pub fn stream_wait_event(&self, stream: StreamHandle, event: EventHandle) -> Answer {
+        self.model().stream_wait_event(stream.get(), event.get())
+    }
+
+    /// Like [`Driver::stream_synchronize`].
+    ///
+    /// # Errors
+    /// As for [`Driver::stream_synchronize`].
+    pub fn stream_synchronize(&self, stream: StreamHandle) -> Answer {
+        self.model().stream_synchronize(stream.get())
+    }
+
+    /// Like [`Driver::is_capturing`].
+    ///
+    /// # Errors
+    /// As for [`Driver::is_capturing`].
+    pub fn is_capturing(&self, stream: StreamHandle) -> Answer<bool> {
+        self.model().is_capturing(stream.get())
+    }
+
+    /// Like [`Driver::event_destroy`].
+    ///
+    /// # Errors
+    /// As for [`Driver::event_destroy`].
+    pub fn event_destroy(&self, event: EventHandle) -> Answer {
+        self.model().event_destroy(event.get())
+    }
+
+    /// Like [`Driver::event_record`].
+    ///
+    /// # Errors
+    /// As for [`Driver::event_record`].
+    pub fn event_record(&self, event: EventHandle, stream: StreamHandle) -> Answer {
+        self.model().event_record(event.get(), stream.get())
+    }
+
+    /// Like [`Driver::event_query`].
+    ///
+    /// # Errors
+    /// As for [`Driver::event_query`].
+    pub fn event_query(&self, event: EventHandle) -> Answer<bool> {
+        self.model().event_query(event.get())
+    }
+
+    /// Like [`Driver::event_synchronize`].
+    ///
+    /// # Errors
+    /// As for [`Driver::event_synchronize`].
+    pub fn event_synchronize(&self, event: EventHandle) -> Answer {
+        self.model().event_synchronize(event.get())
+    }
+
+    /// Like [`Driver::copy_async`].
+    ///
+    /// # Errors
+    /// As for [`Driver::copy_async`].
+    pub fn copy_async(
+        &self,
+        from: DeviceAddress,
+        to: DeviceAddress,
+        size: ByteSize,
+        stream: StreamHandle,
+    ) -> Answer {
+        let work = super::work::Work::Copy(apart(from, to, size)?, to.get());
+        self.model().start(Call::CopyAsync, stream.get(), work)
+    }
+
+    /// Like [`Driver::host_store_destroy`].
+    ///
+    /// # Errors
+    /// As for [`Driver::host_store_destroy`].
+    pub fn host_store_destroy(&self, store: HostStore) -> Answer {
+        self.model().store_destroy(store.get())
+    }
+
+    /// Like [`Driver::offload`].
+    ///
+    /// # Errors
+    /// As for [`Driver::offload`].
+    pub fn offload(&self, from: DeviceAddress, into: StoreSpan, stream: StreamHandle) -> Answer {
+        self.model().transfer(Call::Offload, stream.get(), from.get(), into)
+    }
+
+    /// Like [`Driver::restore`].
+    ///
+    /// # Errors
+    /// As for [`Driver::restore`].
+    pub fn restore(&self, from: StoreSpan, to: DeviceAddress, stream: StreamHandle) -> Answer {
+        self.model().transfer(Call::Restore, stream.get(), to.get(), from)
+    }
+}
+
+impl SimDriver {
+    /// Runs the acts that wait for a call, and relaxes this thread's capture mode for the call.
+    fn enter(&self, call: Call) -> Relaxed {
+        self.hooks.before(call);
+        Relaxed::enter()
+    }
+
+    fn is_pool(&self) -> bool {
+        self.model().options.pool
+    }
+}
+
+/// The source of a copy between parts that do not overlap.
+fn apart(from: DeviceAddress, to: DeviceAddress, size: ByteSize) -> Answer<Range> {
+    if from.get().abs_diff(to.get()) < size.get() {
+        return Err(DriverError::Overlap { from, to, size });
+    }
+    Ok(Range { at: from.get(), size: size.get() })
+}
+
+impl sealed::Sealed for SimDriver {}
+
+impl Driver for SimDriver {
+    /// The backend that the options select.
+    fn backend(&self) -> Backend {
+        let model = self.model();
+        match (model.options.virtual_memory, model.options.pool) {
+            (true, _) => Backend::CudaVirtualMemory,
+            (false, true) => Backend::CudaPool,
+            (false, false) => Backend::CudaPlain,
+        }
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        self.capabilities
+    }
+
+    fn reserve(&self, size: ByteSize) -> Answer<DeviceAddress> {
+        let _relaxed = self.enter(Call::AddressReserve);
+        self.model().reserve(size)
+    }
+
+    fn unreserve(&self, at: DeviceAddress, size: ByteSize, _: Key) -> Answer {
+        let _relaxed = self.enter(Call::AddressFree);
+        Self::unreserve(self, at, size)
+    }
+
+    fn commit(&self, at: DeviceAddress, size: ByteSize, _: Key) -> Answer {
+        let _relaxed = self.enter(Call::Create);
+        Self::commit(self, at, size)
+    }
+
+    fn decommit(&self, at: DeviceAddress, size: ByteSize, _: Key) -> Answer {
+        let _relaxed = self.enter(Call::Unmap);
+        Self::decommit(self, at, size)
+    }
+
+    fn remap(&self, from: DeviceAddress, to: DeviceAddress, size: ByteSize, _: Key) -> Answer {
+        let _relaxed = self.enter(Call::Map);
+        Self::remap(self, from, to, size)
+    }
+
+    fn segment_create(&self, size: ByteSize) -> Answer<DeviceAddress> {
+        let _relaxed = self.enter(if self.is_pool() { Call::AllocAsync } else { Call::Alloc });
+        self.model().segment_create(size)
+    }
+
+    fn segment_destroy(&self, at: DeviceAddress, size: ByteSize, _: Key) -> Answer {
+        let _relaxed = self.enter(if self.is_pool() { Call::FreeAsync } else { Call::Free });
+        Self::segment_destroy(self, at, size)
+    }
+
+    fn trim(&self) -> Answer {
+        let _relaxed = self.enter(Call::PoolTrim);
+        self.model().trim_segments()
+    }
+
+    fn copy(&self, from: DeviceAddress, to: DeviceAddress, size: ByteSize, _: Key) -> Answer {
+        let _relaxed = self.enter(Call::Copy);
+        Self::copy(self, from, to, size)
+    }
+
+    fn device_memory(&self) -> Answer<Option<DeviceMemory>> {
+        if self.capabilities.unified {
+            return Ok(None);
+        }
+        let _relaxed = self.enter(Call::GetInfo);
+        let mut model = self.model();
+        model.enter(Call::GetInfo, ByteSize::ZERO)?;
+        Ok(Some(DeviceMemory { total: model.options.capacity, free: model.headroom() }))
+    }
+
+    /// The value of the options: no other process uses the device when its context is created.
+    fn context_overhead(&self) -> Option<ByteSize> {
+        Some(self.floor)
+    }
+
+    fn owner_of(&self, at: DeviceAddress, size: ByteSize) -> Answer<Owner> {
+        let last = at.get().saturating_add(size.get().saturating_sub(1));
+        let found = [at.get(), last].map(|at| self.raw().find(at));
+        Ok(match found {
+            [Some(Found::Allocation(one, _)), Some(Found::Allocation(two, _))] if one != two => {
+                Owner::Elsewhere("memory beyond the end of its allocation")
+            }
+            [None, _] | [_, None] => Owner::Elsewhere("memory that is not on the device"),
+            [Some(Found::Host(..)), _] | [_, Some(Found::Host(..))] => {
+                Owner::Elsewhere("host memory")
+            }
+            _ => Owner::Here,
+        })
+    }
+
+    fn host_alloc(&self, size: ByteSize, memory: HostMemory) -> Answer<NonNull<u8>> {
+        let _relaxed = self.enter(Call::HostAlloc);
+        self.model().host_alloc(size, memory)
+    }
+
+    fn host_free(&self, at: NonNull<u8>, size: ByteSize, memory: HostMemory, key: Key) -> Answer {
+        let _relaxed = self.enter(Call::HostFree);
+        self.model().host_free(at, size, memory, key)
+    }
+
+    fn stream_create(&self) -> Answer<StreamHandle> {
+        let _relaxed = self.enter(Call::StreamCreate);
+        self.model().stream_create()
+    }
+
+    fn stream_destroy(&self, stream: StreamHandle, _: Key) -> Answer {
+        let _relaxed = self.enter(Call::StreamDestroy);
+        Self::stream_destroy(self, stream)
+    }
+
+    fn stream_wait_event(&self, stream: StreamHandle, event: EventHandle, _: Key) -> Answer {
+        let _relaxed = self.enter(Call::StreamWaitEvent);
+        Self::stream_wait_event(self, stream, event)
+    }
+
+    fn stream_synchronize(&self, stream: StreamHandle, _: Key) -> Answer {
+        let _relaxed = self.enter(Call::StreamSynchronize);
+        Self::stream_synchronize(self, stream)
+    }
+
+    fn is_capturing(&self, stream: StreamHandle, _: Key) -> Answer<bool> {
+        let _relaxed = self.enter(Call::StreamIsCapturing);
+        Self::is_capturing(self, stream)
+    }
+
+    fn event_create(&self) -> Answer<EventHandle> {
+        let _relaxed = self.enter(Call::EventCreate);
+        self.model().event_create().map(EventHandle::new)
+    }
+
+    fn event_destroy(&self, event: EventHandle, _: Key) -> Answer {
+        let _relaxed = self.enter(Call::EventDestroy);
+        Self::event_destroy(self, event)
+    }
+
+    fn event_record(&self, event: EventHandle, stream: StreamHandle, _: Key) -> Answer {
+        let _relaxed = self.enter(Call::EventRecord);
+        Self::event_record(self, event, stream)
+    }
+
+    fn event_query(&self, event: EventHandle, _: Key) -> Answer<bool> {
+        let _relaxed = self.enter(Call::EventQuery);
+        Self::event_query(self, event)
+    }
+
+    fn event_synchronize(&self, event: EventHandle, _: Key) -> Answer {
+        let _relaxed = self.enter(Call::EventSynchronize);
+        Self::event_synchronize(self, event)
+    }
+
+    fn synchronize(&self) -> Answer {
+        let _relaxed = self.enter(Call::Synchronize);
+        self.model().synchronize()
+    }
+
+    fn copy_async(
+        &self,
+        from: DeviceAddress,
+        to: DeviceAddress,
+        size: ByteSize,
+        stream: StreamHandle,
+        _: Key,
+    ) -> Answer {
+        let _relaxed = self.enter(Call::CopyAsync);
+        Self::copy_async(self, from, to, size, stream)
+    }
+
+    fn host_store_create(&self, size: ByteSize) -> Answer<HostStore> {
+        let _relaxed = self.enter(Call::HostAlloc);
+        self.model().store_create(size)
+    }
+
+    fn host_store_destroy(&self, store: HostStore, _: Key) -> Answer {
+        let _relaxed = self.enter(Call::HostFree);
+        Self::host_store_destroy(self, store)
+    }
+
+    fn offload(
+        &self,
+        from: DeviceAddress,
+        into: StoreSpan,
+        stream: StreamHandle,
+        _: Key,
+    ) -> Answer {
+        let _relaxed = self.enter(Call::Offload);
+        Self::offload(self, from, into, stream)
+    }
+
+    fn restore(&self, from: StoreSpan, to: DeviceAddress, stream: StreamHandle, _: Key) -> Answer {
+        let _relaxed = self.enter(Call::Restore);
+        Self::restore(self, from, to, stream)
+    }
+
+    fn copy_from_host(
+        &self,
+        from: NonNull<u8>,
+        to: DeviceAddress,
+        size: ByteSize,
+        stream: StreamHandle,
+        _: Key,
+    ) -> Answer {
+        self.hooks.before(Call::Restore);
+        self.copy_with_host(Call::Restore, (to, from), size, stream)
+    }
+
+    fn copy_to_host(
+        &self,
+        from: DeviceAddress,
+        to: NonNull<u8>,
+        size: ByteSize,
+        stream: StreamHandle,
+        _: Key,
+    ) -> Answer {
+        self.hooks.before(Call::Offload);
+        self.copy_with_host(Call::Offload, (from, to), size, stream)
+    }
+}

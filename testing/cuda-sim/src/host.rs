@@ -1,0 +1,206 @@
+//! Host memory: blocks for pinned pools, and stores for offloading.
+//!
+//! Blocks for pools are real memory from the host driver and are never locked; the limits here are
+//! the model's. Stores hold only the bytes written, so an arena of many GiB can be offloaded.
+//!
+//! Copies from and to host memory follow the manual: page-locked memory is read and written when
+//! the copy is done, and a copy with other memory is synchronous.
+//!
+//! Invariant: locked blocks and stores together are within the lock limit that applied when the
+//! last of them was created.
+#![expect(unsafe_code, reason = "copies read and write host memory by its address")]
+
+use std::ptr::{self, NonNull};
+use std::sync::{Arc, Weak};
+
+use super::SimDriver;
+use super::call::Call;
+use super::fault::{Fault, HandleKind, SimError, WorkKind};
+use super::memory::Range;
+use super::model::Model;
+use super::raw::Place;
+use super::sparse::Sparse;
+use super::task::HostBytes;
+use lowtide_core::bytes::ByteSize;
+use lowtide_gpu_driver::host::HostDriver;
+use lowtide_gpu_driver::sealed::Key;
+use lowtide_gpu_driver::{
+    DeviceAddress, Driver as _, DriverError, HOST_GRANULARITY, HostMemory, HostStore, StreamHandle,
+};
+
+impl Model {
+    /// Begins an allocation of host memory: fails if the limit is reached.
+    fn enter_host(&mut self, size: ByteSize, memory: HostMemory) -> Result<(), DriverError> {
+        self.enter_host_as(Call::HostAlloc, size, memory)
+    }
+
+    /// As [`Model::enter_host`], for any call that takes host memory.
+    pub(super) fn enter_host_as(
+        &mut self,
+        call: Call,
+        size: ByteSize,
+        memory: HostMemory,
+    ) -> Result<(), DriverError> {
+        self.enter(call, size)?;
+        self.charge(call, 0, size);
+        if memory == HostMemory::PageLocked {
+            if !self.options.page_locked {
+                return Err(self.fail(call, SimError::NotSupported, size));
+            }
+            let locked = self.host_bytes(Some(memory)).saturating_add(size);
+            if locked > self.lock_limit {
+                return Err(DriverError::LockLimit { requested: size, limit: self.lock_limit });
+            }
+        }
+        if self.host_bytes(None).saturating_add(size) > self.host_limit {
+            return Err(self.fail(call, SimError::OutOfMemory, size));
+        }
+        Ok(())
+    }
+
+    pub(super) fn host_alloc(
+        &mut self,
+        size: ByteSize,
+        memory: HostMemory,
+    ) -> Result<NonNull<u8>, DriverError> {
+        self.enter_host(size, memory)?;
+        let at = HostDriver::new().host_alloc(size, HostMemory::Pageable)?;
+        self.host_blocks.insert(at.addr().get(), (size, memory));
+        Ok(at)
+    }
+
+    pub(super) fn host_free(
+        &mut self,
+        at: NonNull<u8>,
+        size: ByteSize,
+        memory: HostMemory,
+        key: Key,
+    ) -> Result<(), DriverError> {
+        let call = Call::HostFree;
+        self.enter(call, ByteSize::ZERO)?;
+        self.charge(call, 0, size);
+        let address = at.addr().get();
+        if self.host_blocks.get(&address) != Some(&(size, memory)) {
+            return Err(self.stale(call, HandleKind::HostMemory, address as u64));
+        }
+        let range = Range { at: address as u64, size: size.get() };
+        if let Some(copy) = self.host_copies.iter().find(|copy| copy.is_queued_in(range)) {
+            let (at, stream) = (DeviceAddress::new(range.at), copy.stream);
+            let work = WorkKind::HostCopy;
+            self.faults.add(Fault::HostGoneBeforeDone { at, stream, work });
+            self.run_all();
+        }
+        HostDriver::new().host_free(at, size, HostMemory::Pageable, key)?;
+        self.host_blocks.remove(&address);
+        Ok(())
+    }
+
+    /// Returns `true` if the memory is part of a page-locked block.
+    fn is_locked(&self, part: Range) -> bool {
+        let blocks = self.host_blocks.iter();
+        blocks
+            .filter(|(_, (_, memory))| *memory == HostMemory::PageLocked)
+            .any(|(&at, (size, _))| Range { at: at as u64, size: size.get() }.holds(part))
+    }
+
+    pub(super) fn store_create(&mut self, size: ByteSize) -> Result<HostStore, DriverError> {
+        if size.is_zero() || !size.get().is_multiple_of(HOST_GRANULARITY.get()) {
+            let at = DeviceAddress::new(0);
+            return Err(DriverError::Misaligned { at, size, granularity: HOST_GRANULARITY });
+        }
+        self.enter_host(size, self.store_memory())?;
+        if size.as_usize().is_none() {
+            return Err(self.fail(Call::HostAlloc, SimError::OutOfMemory, size));
+        }
+        Ok(HostStore::new(self.stores.insert(Sparse::new(size))))
+    }
+}
+
+impl SimDriver {
+    /// Queues a copy with host memory at one end, and waits for it if that is not page-locked.
+    pub(super) fn copy_with_host(
+        &self,
+        call: Call,
+        (device, host): (DeviceAddress, NonNull<u8>),
+        size: ByteSize,
+        stream: StreamHandle,
+    ) -> Result<(), DriverError> {
+        let of_code = |code| DriverError::of_cuda(call.name(), code, size);
+        let part = Arc::new(HostPart::of(host, size));
+        let range = Range { at: host.addr().get() as u64, size: size.get() };
+        let copy = HostCopy { part: Arc::downgrade(&part), range, stream };
+        let (device, host) = (Place::Device(device.get()), Place::Host(part, 0));
+        let (to, from) = if call == Call::Restore { (device, host) } else { (host, device) };
+        self.raw().copy_async(to, from, size.get(), stream.get()).map_err(of_code)?;
+        let mut model = self.model();
+        model.host_copies.retain(|copy| copy.part.strong_count() > 0);
+        model.host_copies.push(copy);
+        if model.is_locked(range) {
+            return Ok(());
+        }
+        // A wait that is refused would leave the copy queued, and the memory is the caller's again.
+        let waited = model.stream_synchronize(stream.get());
+        waited.inspect_err(|_| model.run_all())
+    }
+}
+
+/// A copy with host memory at one end.
+#[derive(Debug)]
+pub(super) struct HostCopy {
+    /// Alive until the copy is done.
+    part: Weak<HostPart>,
+    range: Range,
+    stream: StreamHandle,
+}
+
+impl HostCopy {
+    /// Returns `true` if the copy is not done and reads or writes some of the range.
+    fn is_queued_in(&self, range: Range) -> bool {
+        self.part.strong_count() > 0 && self.range.overlaps(range)
+    }
+}
+
+/// A part of host memory by its address, which its owner keeps until all copies are complete.
+#[derive(Debug)]
+struct HostPart {
+    /// Its provenance is exposed: it crosses threads as a number.
+    at: usize,
+    size: u64,
+}
+
+impl HostPart {
+    fn of(at: NonNull<u8>, size: ByteSize) -> Self {
+        Self { at: at.as_ptr().expose_provenance(), size: size.get() }
+    }
+
+    /// A pointer to `length` bytes from `offset` on.
+    ///
+    /// # Panics
+    /// If they are not inside.
+    fn part(&self, offset: u64, length: usize) -> *mut u8 {
+        let end = offset.checked_add(length as u64);
+        assert!(end.is_some_and(|end| end <= self.size), "{offset}+{length} of {}", self.size);
+        let offset = usize::try_from(offset).unwrap_or(usize::MAX);
+        ptr::with_exposed_provenance_mut::<u8>(self.at).wrapping_add(offset)
+    }
+}
+
+impl HostBytes for HostPart {
+    fn size(&self) -> u64 {
+        self.size
+    }
+
+    fn read(&self, offset: u64, into: &mut [u8]) {
+        let from = self.part(offset, into.len()).cast_const();
+        // SAFETY: the bytes lie inside the part (checked above), whose owner keeps it
+        // (`Driver::copy_from_host`, `Driver::host_free`). `into` is a buffer of the model's. If a
+        // thread writes meanwhile, that is the race that a device would have, too.
+        unsafe { ptr::copy_nonoverlapping(from, into.as_mut_ptr(), into.len()) };
+    }
+
+    fn write(&self, offset: u64, from: &[u8]) {
+        let into = self.part(offset, from.len());
+        // SAFETY: as in `read`.
+        unsafe { ptr::copy_nonoverlapping(from.as_ptr(), into, from.len()) };
+    }
+}

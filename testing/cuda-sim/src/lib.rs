@@ -1,0 +1,197 @@
+//! The simulation: a model of the CUDA driver, for tests only.
+//!
+//! It is an adversary that keeps CUDA's contract to the letter and promises nothing beyond it. Work
+//! is queued and done late, an unmap does not wait, and unspecified contents are scrambled. A
+//! program that works only by luck on a real device fails here every time: with [`Order::Lazy`] no
+//! work is done until a call waits for it, so a forgotten wait always shows.
+//!
+//! No setting selects it in production: it needs the feature `simulation`, and its memory is a
+//! model. The host cannot access that memory; kernels of the simulation write and check it
+//! ([`SimDriver::fill`], [`SimDriver::check`]).
+//!
+//! It does not model graphs of more than one stream, peer access, IPC, or real speed. Work takes no
+//! time, except copies. If the manual leaves a behaviour open, the stricter reading applies. Below
+//! the driver, [`raw`] has the single calls of cuda.h.
+//!
+//! ```
+//! use lowtide_core::ByteSize;
+//! use lowtide_gpu_driver::Driver as _;
+//! use lowtide_cuda_sim::{Outcome, Pattern, SimDriver, SimOptions};
+//!
+//! let sim = SimDriver::new(SimOptions::default());
+//! let size = ByteSize::mib(2);
+//! let at = sim.reserve(size)?;
+//! sim.commit(at, size)?;
+//! let (writer, reader) = (sim.stream_create()?, sim.stream_create()?);
+//! sim.fill(writer, at, size, Pattern::new(7))?;
+//! let written = sim.event_create()?;
+//! sim.event_record(written, writer)?;
+//! sim.stream_wait_event(reader, written)?; // without this the check finds something else
+//! let found = sim.check(reader, at, size, Pattern::new(7))?;
+//! sim.stream_synchronize(reader)?;
+//! assert_eq!(sim.outcome(found), Outcome::Held);
+//! sim.decommit(at, size)?;
+//! sim.assert_no_faults();
+//! # Ok::<(), lowtide_gpu_driver::DriverError>(())
+//! ```
+//!
+//! Files, from the ground up: `sparse` (bytes), `slots` (numbers), `call` (calls and costs),
+//! `options`, `memory` (address space, handles), `work` (kinds of work), `queue` (dependencies),
+//! `fault` (breaches, planned failures), `model` (the rules), then the calls by part: `mapping`,
+//! `streams`, `graph`, `host`, `task`, `pools`, `segments`; `kernels`, `control` and `hooks` for
+//! tests, `contract` for the arena, `raw` for a library with CUDA's names.
+//!
+//! Invariant: the same options and the same calls, in one thread, produce the same log.
+
+mod call;
+mod contract;
+mod control;
+mod fault;
+mod graph;
+mod hooks;
+mod host;
+mod kernels;
+mod mapping;
+mod memory;
+mod model;
+mod options;
+mod pools;
+mod queue;
+pub mod raw;
+mod segments;
+mod slots;
+mod sparse;
+mod streams;
+mod task;
+#[cfg(not(lowtide_loom))]
+pub mod trial;
+mod work;
+
+use std::fmt;
+
+pub use call::{Call, Cost, DriverCosts};
+pub use control::Leaks;
+pub use fault::{Fault, HandleKind, SimError, WorkKind};
+pub use graph::{CaptureMode, GraphHandle};
+pub use model::LogEntry;
+pub use options::{Handles, Order, SimOptions};
+pub use work::{Outcome, Pattern, Ticket};
+
+use hooks::Hooks;
+use lowtide_core::bytes::ByteSize;
+use lowtide_core::clock::ManualClock;
+use lowtide_core::sync::{Mutex, MutexGuard, lock};
+use lowtide_gpu_driver::Capabilities;
+use model::Model;
+
+/// A simulated CUDA device with a virtual memory driver. For tests only.
+///
+/// One lock guards the whole device, so calls of several threads run one after the other; the log
+/// is the same again only if the threads' calls come in the same order.
+///
+/// Calls that need a key in [`Driver`](lowtide_gpu_driver::Driver) are available on the type itself without one:
+/// no reference points into the memory of the model, so no slice can be invalidated. Host memory of
+/// `host_alloc` is the exception, and needs the key.
+pub struct SimDriver {
+    model: Mutex<Model>,
+    hooks: Hooks,
+    capabilities: Capabilities,
+    clock: ManualClock,
+    /// The context's own memory.
+    floor: ByteSize,
+}
+
+impl SimDriver {
+    /// Creates a device with no reservations and no queued work.
+    ///
+    /// # Panics
+    /// If the options are invalid; see the fields of [`SimOptions`].
+    #[must_use]
+    pub fn new(options: SimOptions) -> Self {
+        let capabilities = Capabilities {
+            virtual_memory: options.virtual_memory,
+            host_access: false,
+            host_backed: false,
+            unified: options.unified,
+            same_address_wake: options.virtual_memory,
+            remap: options.virtual_memory && options.remap,
+            asynchronous: true,
+            page_locked: options.page_locked,
+            granularity: options.unit(),
+        };
+        let clock = options.clock.clone();
+        let floor = options.context_overhead.min(options.capacity);
+        Self {
+            model: Mutex::new(Model::new(options)),
+            hooks: Hooks::default(),
+            capabilities,
+            clock,
+            floor,
+        }
+    }
+
+    fn model(&self) -> MutexGuard<'_, Model> {
+        lock(&self.model)
+    }
+}
+
+impl fmt::Debug for SimDriver {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let model = self.model();
+        f.debug_struct("SimDriver")
+            .field("order", &model.options.order)
+            .field("committed", &model.memory.committed())
+            .field("unfinished", &model.queues.unfinished())
+            .field("faults", &model.faults.total)
+            .field("lost", &model.lost)
+            .finish_non_exhaustive()
+    }
+}
+
+#[cfg(all(test, not(lowtide_loom)))]
+mod tests {
+    use lowtide_gpu_driver::sealed::Key;
+    use lowtide_gpu_driver::{DeviceAddress, Driver, DriverError, HostMemory, StoreSpan};
+
+    use super::*;
+
+    /// The crate asks by the trait, tests by the type: both must be the same call.
+    #[test]
+    fn the_calls_with_a_key_are_those_without() {
+        let sim = SimDriver::new(SimOptions::default());
+        let (driver, key): (&dyn Driver, _) = (&sim, Key::new);
+        let size = ByteSize::mib(4);
+        let round = || -> Result<(), DriverError> {
+            let at = driver.reserve(size)?;
+            driver.commit(at, size, key())?;
+            let (stream, event) = (driver.stream_create()?, driver.event_create()?);
+            let store = driver.host_store_create(size)?;
+            let part = ByteSize::mib(2);
+            let span = StoreSpan { store, offset: part, size: part };
+            let second = DeviceAddress::new(at.get() + part.get());
+            driver.copy(at, second, part, key())?;
+            driver.copy_async(at, second, part, stream, key())?;
+            driver.offload(at, span, stream, key())?;
+            driver.restore(span, second, stream, key())?;
+            driver.event_record(event, stream, key())?;
+            driver.stream_wait_event(stream, event, key())?;
+            assert!(!driver.event_query(event, key())? && !driver.is_capturing(stream, key())?);
+            driver.event_synchronize(event, key())?;
+            driver.stream_synchronize(stream, key())?;
+            driver.synchronize()?;
+            driver.host_store_destroy(store, key())?;
+            driver.event_destroy(event, key())?;
+            driver.stream_destroy(stream, key())?;
+            driver.decommit(second, part, key())?;
+            driver.remap(at, second, part, key())?;
+            driver.decommit(second, part, key())?;
+            driver.unreserve(at, size, key())?;
+            let host = driver.host_alloc(size, HostMemory::PageLocked)?;
+            driver.host_free(host, size, HostMemory::PageLocked, key())
+        };
+        assert_eq!(round(), Ok(()));
+        assert!(sim.leaks().is_empty(), "{:?}", sim.leaks());
+        assert_eq!(Call::ALL.iter().filter(|call| sim.calls(**call) > 0).count(), 24);
+        sim.assert_no_faults();
+    }
+}

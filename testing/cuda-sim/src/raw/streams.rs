@@ -1,0 +1,156 @@
+//! Streams, events, waits and captures, call by call.
+//!
+//! The legacy default stream and blocking streams wait for each other's work; a stream created as
+//! non-blocking is not ordered with any other.
+//!
+//! Invariant: as in [`super`]; after a successful wait all work before it is visible.
+
+use super::super::call::Call;
+use super::super::fault::{HandleKind, SimError};
+use super::super::graph::CaptureMode;
+use super::super::model::{Marked, UNSUPPORTED};
+use super::{Answer, Raw, code};
+use lowtide_core::bytes::ByteSize;
+
+#[expect(clippy::missing_errors_doc, reason = "each answers with the codes of cuda.h")]
+impl Raw<'_> {
+    /// Returns the legacy default stream; 906 while a stream that is ordered with it is capturing.
+    pub fn legacy_stream(&self) -> Answer<u64> {
+        self.model().legacy_stream(Call::Launch).map_err(code)
+    }
+
+    /// Returns the default stream of the calling thread; ordered with the legacy one.
+    #[must_use]
+    pub fn thread_stream(&self) -> u64 {
+        let mut model = self.model();
+        let stream = model.implicit_stream();
+        model.blocking.insert(stream);
+        stream
+    }
+
+    /// `cuStreamCreate`; a blocking one is ordered with the legacy default stream.
+    pub fn stream_create(&self, blocking: bool) -> Answer<u64> {
+        let mut model = self.model();
+        let stream = model.stream_create().map_err(code)?.get();
+        if blocking {
+            model.blocking.insert(stream);
+        }
+        Ok(stream)
+    }
+
+    /// `cuStreamDestroy`: returns at once; its work still runs.
+    pub fn stream_destroy(&self, stream: u64) -> Answer {
+        self.model().stream_destroy(stream).map_err(code)
+    }
+
+    /// `cuStreamSynchronize`.
+    pub fn stream_synchronize(&self, stream: u64) -> Answer {
+        let mut model = self.model();
+        model.stream_synchronize(stream).map_err(code)?;
+        model.pools_settle();
+        Ok(())
+    }
+
+    /// `cuStreamQuery`: `true` if its work is done.
+    pub fn stream_query(&self, stream: u64) -> Answer<bool> {
+        let mut model = self.model();
+        let call = Call::StreamQuery;
+        model.enter(call, ByteSize::ZERO).map_err(code)?;
+        model.live_stream(call, stream).map_err(code)?;
+        model.forbid_of_stream(call, stream, UNSUPPORTED).map_err(code)?;
+        let end = model.queues.end(stream);
+        let done = model.queues.is_done(end);
+        if done {
+            model.observe(end);
+        }
+        Ok(done)
+    }
+
+    /// `cuStreamWaitEvent`.
+    pub fn stream_wait_event(&self, stream: u64, event: u64) -> Answer {
+        self.model().stream_wait_event(stream, event).map_err(code)
+    }
+
+    /// `cuStreamIsCapturing`: 0, 1, or 2 if the capture is invalidated.
+    pub fn stream_capture_status(&self, stream: u64) -> Answer<u32> {
+        let mut model = self.model();
+        model.is_capturing(stream).map_err(code)?;
+        Ok(model.captures.get(&stream).map_or(0, |capture| 1 + u32::from(capture.spoiled)))
+    }
+
+    /// `cuCtxSynchronize`.
+    pub fn synchronize(&self) -> Answer {
+        let mut model = self.model();
+        model.synchronize().map_err(code)?;
+        model.pools_settle();
+        Ok(())
+    }
+
+    /// `cuEventCreate`.
+    pub fn event_create(&self) -> Answer<u64> {
+        self.model().event_create().map_err(code)
+    }
+
+    /// `cuEventDestroy`.
+    pub fn event_destroy(&self, event: u64) -> Answer {
+        self.model().event_destroy(event).map_err(code)
+    }
+
+    /// `cuEventRecord`.
+    pub fn event_record(&self, event: u64, stream: u64) -> Answer {
+        self.model().event_record(event, stream).map_err(code)
+    }
+
+    /// `cuEventQuery`: `true` if the work that it marks is done.
+    pub fn event_query(&self, event: u64) -> Answer<bool> {
+        self.model().event_query(event).map_err(code)
+    }
+
+    /// `cuEventSynchronize`.
+    pub fn event_synchronize(&self, event: u64) -> Answer {
+        let mut model = self.model();
+        model.event_synchronize(event).map_err(code)?;
+        model.pools_settle();
+        Ok(())
+    }
+
+    /// Returns `true` if the event was ever recorded, which a time query requires.
+    pub fn event_is_recorded(&self, event: u64) -> Answer<bool> {
+        let mut model = self.model();
+        let marked = model.marked(Call::EventQuery, event).map_err(code)?;
+        Ok(marked != Marked::Nothing)
+    }
+
+    /// `cuStreamBeginCapture`.
+    pub fn begin_capture(&self, stream: u64, mode: CaptureMode) -> Answer {
+        self.model().begin_capture(stream, mode).map_err(code)
+    }
+
+    /// `cuStreamEndCapture`: returns the graph.
+    pub fn end_capture(&self, stream: u64) -> Answer<u64> {
+        self.model().end_capture(stream).map(|graph| graph.0).map_err(code)
+    }
+
+    /// `cuGraphInstantiate`: a second graph with the same work.
+    pub fn graph_instantiate(&self, graph: u64) -> Answer<u64> {
+        let mut model = self.model();
+        let call = Call::GraphInstantiate;
+        model.enter(call, ByteSize::ZERO).map_err(code)?;
+        let Some(work) = model.graphs.get(graph).cloned() else {
+            let _ = model.stale(call, HandleKind::Graph, graph);
+            return Err(code(model.fail(call, SimError::InvalidValue, ByteSize::ZERO)));
+        };
+        work.iter().for_each(|work| model.use_task(work));
+        Ok(model.graphs.insert(work))
+    }
+
+    /// `cuGraphLaunch`.
+    pub fn graph_launch(&self, graph: u64, stream: u64) -> Answer {
+        self.model().graph_launch(graph, stream).map_err(code)
+    }
+
+    /// `cuGraphDestroy` and `cuGraphExecDestroy`.
+    pub fn graph_destroy(&self, graph: u64) -> Answer {
+        self.model().graph_destroy(graph).map_err(code)
+    }
+}

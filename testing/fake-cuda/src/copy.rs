@@ -1,0 +1,168 @@
+//! Copies and settings of bytes.
+//!
+//! As cuda.h has it ("API synchronization behavior"): page-locked memory is read and written when
+//! the copy is done, however much later; pageable memory on its way to the device is copied at the
+//! call; a copy into pageable memory is waited for. The calls without a stream run on the legacy
+//! default stream; those within the device, and settings, are waited for by nobody.
+//!
+//! Invariant: memory of the caller's that is not known to the device is not touched after the call.
+#![expect(unsafe_code, reason = "exports functions under C names: the attribute alone")]
+
+use lowtide_cuda_sim::raw::Place;
+
+use crate::call::{Answer, INVALID_VALUE};
+use crate::ffi::{Untyped, export};
+use crate::host::{Memory, Staged};
+use crate::memory::host_at;
+use crate::state::{Seat, of_address, stream};
+
+/// The legacy default stream.
+const LEGACY: u64 = 0;
+
+/// Whether the device reaches this memory by itself: its own, or host memory known to it.
+fn place(seat: &Seat, at: u64, size: u64) -> Option<Place> {
+    let raw = seat.sim.raw();
+    let reached = raw.is_inside(at) || raw.host_find(at, size).is_some();
+    // Page-locked memory is portable: what another device knows is written through that one.
+    let elsewhere = || {
+        let (other, _, base) = host_at(at)?;
+        let (_, _, bytes) = other.sim.raw().host_find(at, size)?;
+        Some(Place::Host(bytes, at - base))
+    };
+    if reached { Some(Place::Device(at)) } else { elsewhere() }
+}
+
+fn capturing(seat: &Seat, stream: u64) -> Answer<bool> {
+    Ok(seat.sim.raw().stream_capture_status(stream)? != 0)
+}
+
+fn to_device(to: u64, from: Untyped, size: usize, queue: u64, wait: bool) -> Answer {
+    let (seat, stream) = stream(queue)?;
+    if size == 0 {
+        return Ok(());
+    }
+    if from.address() == 0 {
+        return Err(INVALID_VALUE);
+    }
+    let bytes = size as u64;
+    let known = place(&seat, from.address(), bytes);
+    let is_known = known.is_some();
+    if wait && !is_known {
+        // "a stream sync is performed before the copy is initiated"
+        seat.sim.raw().stream_synchronize(stream)?;
+    }
+    let source = known.unwrap_or_else(|| Place::Host(Staged::copy(from, size), 0));
+    seat.sim.raw().copy_async(Place::Device(to), source, bytes, stream)?;
+    if wait && is_known { seat.sim.raw().stream_synchronize(stream) } else { Ok(()) }
+}
+
+fn from_device(to: Untyped, from: u64, size: usize, queue: u64, wait: bool) -> Answer {
+    let (seat, stream) = stream(queue)?;
+    if size == 0 {
+        return Ok(());
+    }
+    if to.address() == 0 {
+        return Err(INVALID_VALUE);
+    }
+    let bytes = size as u64;
+    let known = place(&seat, to.address(), bytes);
+    let wait = wait || known.is_none();
+    let raw = seat.sim.raw();
+    if known.is_none() && capturing(&seat, stream)? {
+        // Would be written at each launch, whatever is there by then: the wait spoils the capture.
+        return raw.stream_synchronize(stream);
+    }
+    let target = known.unwrap_or_else(|| Place::Host(Memory::of_caller(to, size), 0));
+    raw.copy_async(target, Place::Device(from), bytes, stream)?;
+    if wait {
+        // A refused wait would leave the copy queued, and the memory is the caller's again.
+        raw.stream_synchronize(stream).inspect_err(|_| seat.sim.run_all())
+    } else {
+        Ok(())
+    }
+}
+
+fn within(to: u64, from: u64, size: usize, queue: u64) -> Answer {
+    let (seat, stream) = stream(queue)?;
+    let across = |at| of_address(at).is_some_and(|owner| owner.device != seat.device);
+    if across(to) || across(from) {
+        return Err(crate::call::NOT_SUPPORTED);
+    }
+    let raw = seat.sim.raw();
+    raw.copy_async(Place::Device(to), Place::Device(from), size as u64, stream)
+}
+
+/// A copy whose ends say themselves what they are.
+fn any(to: u64, from: u64, size: usize, queue: u64, wait: bool) -> Answer {
+    let pointer = |at| Untyped::of(std::ptr::with_exposed_provenance_mut(at));
+    let of_device = |at| of_address(at).is_some();
+    let host = |at: u64| usize::try_from(at).map(pointer).map_err(|_| INVALID_VALUE);
+    match (of_device(to), of_device(from)) {
+        (true, true) => within(to, from, size, queue),
+        (true, false) => to_device(to, host(from)?, size, queue, wait),
+        (false, true) => from_device(host(to)?, from, size, queue, wait),
+        (false, false) => Err(INVALID_VALUE),
+    }
+}
+
+fn set(at: u64, pattern: &[u8], count: usize, queue: u64) -> Answer {
+    let (seat, stream) = stream(queue)?;
+    if !at.is_multiple_of(pattern.len() as u64) {
+        return Err(INVALID_VALUE);
+    }
+    seat.sim.raw().set_async(at, pattern, count as u64, stream)
+}
+
+export! {
+    fn cuMemcpyHtoDAsync_v2(to: u64, from: Untyped, size: usize, stream: u64) {
+        to_device(to, from, size, stream, false)
+    }
+
+    fn cuMemcpyHtoD_v2(to: u64, from: Untyped, size: usize) {
+        to_device(to, from, size, LEGACY, true)
+    }
+
+    fn cuMemcpyDtoHAsync_v2(to: Untyped, from: u64, size: usize, stream: u64) {
+        from_device(to, from, size, stream, false)
+    }
+
+    fn cuMemcpyDtoH_v2(to: Untyped, from: u64, size: usize) {
+        from_device(to, from, size, LEGACY, true)
+    }
+
+    fn cuMemcpyDtoDAsync_v2(to: u64, from: u64, size: usize, stream: u64) {
+        within(to, from, size, stream)
+    }
+
+    fn cuMemcpyDtoD_v2(to: u64, from: u64, size: usize) {
+        within(to, from, size, LEGACY)
+    }
+
+    fn cuMemcpyAsync(to: u64, from: u64, size: usize, stream: u64) {
+        any(to, from, size, stream, false)
+    }
+
+    fn cuMemcpy(to: u64, from: u64, size: usize) {
+        any(to, from, size, LEGACY, true)
+    }
+
+    fn cuMemsetD8Async(at: u64, value: u8, count: usize, stream: u64) {
+        set(at, &[value], count, stream)
+    }
+
+    fn cuMemsetD8_v2(at: u64, value: u8, count: usize) {
+        set(at, &[value], count, LEGACY)
+    }
+
+    fn cuMemsetD16Async(at: u64, value: u16, count: usize, stream: u64) {
+        set(at, &value.to_le_bytes(), count, stream)
+    }
+
+    fn cuMemsetD32Async(at: u64, value: u32, count: usize, stream: u64) {
+        set(at, &value.to_le_bytes(), count, stream)
+    }
+
+    fn cuMemsetD32_v2(at: u64, value: u32, count: usize) {
+        set(at, &value.to_le_bytes(), count, LEGACY)
+    }
+}

@@ -1,0 +1,134 @@
+//! Modules and their kernels, by name.
+//!
+//! What is in a module does not matter, but that it looks like PTX; each has all kernels of
+//! [`KERNELS`].
+//!
+//! Invariant: a function's number is its module's and its place in the table.
+#![expect(unsafe_code, reason = "exports functions under C names: the attribute alone")]
+
+use std::ffi::{c_int, c_uint};
+
+use lowtide_cuda_sim::raw::{KERNELS, Kernel};
+
+use crate::call::{Answer, INVALID_HANDLE, INVALID_PTX, INVALID_VALUE, NOT_FOUND, NOT_SUPPORTED};
+use crate::ffi::{Arguments, Out, Text, Untyped, export};
+use crate::handle::Kind;
+use crate::state::{Seat, current, state, stream};
+
+/// What every PTX text says.
+const PTX: &str = ".version";
+
+/// Numbers of functions: the module's times this, and the place in the table.
+const MODULE_STEP: u64 = 1 << 8;
+
+fn load(to: Out<u64>, text: &str) -> Answer {
+    let seat = current()?;
+    if !text.contains(PTX) {
+        return Err(INVALID_PTX);
+    }
+    let mut state = state();
+    state.modules_loaded += 1;
+    let number = state.modules_loaded;
+    state.devices[seat.device].modules.insert(number, ());
+    to.put(seat.handle(Kind::Module, number))
+}
+
+fn module(bits: u64) -> Answer<(Seat, u64)> {
+    let mut state = state();
+    let (seat, number) = state.find(bits, Kind::Module, INVALID_HANDLE)?;
+    let loaded = state.devices[seat.device].modules.contains_key(&number);
+    if loaded { Ok((seat, number)) } else { Err(INVALID_HANDLE) }
+}
+
+fn function(bits: u64) -> Answer<(Seat, &'static Kernel)> {
+    let mut state = state();
+    let (seat, number) = state.find(bits, Kind::Function, INVALID_HANDLE)?;
+    let loaded = state.devices[seat.device].modules.contains_key(&(number / MODULE_STEP));
+    let place = usize::try_from(number % MODULE_STEP).unwrap_or(usize::MAX);
+    let kernel = KERNELS.get(place).filter(|_| loaded).ok_or(INVALID_HANDLE)?;
+    Ok((seat, kernel))
+}
+
+fn launch(bits: u64, grid: [c_uint; 6], queue: u64, arguments: Arguments) -> Answer {
+    let (seat, kernel) = function(bits)?;
+    let (other, stream) = stream(queue)?;
+    if other.device != seat.device {
+        return Err(INVALID_HANDLE);
+    }
+    let block = grid[3..].iter().map(|size| u64::from(*size)).product::<u64>();
+    if grid.contains(&0) || block > 1_024 {
+        return Err(INVALID_VALUE);
+    }
+    if arguments.is_absent() && !kernel.sizes.is_empty() {
+        return Err(INVALID_VALUE);
+    }
+    let sizes = kernel.sizes.iter().enumerate();
+    let values: Answer<Vec<u64>> = sizes.map(|(at, size)| arguments.get(at, *size)).collect();
+    seat.sim.raw().launch(kernel, &values?, stream)
+}
+
+export! {
+    fn cuModuleLoadData(to: Out<u64>, image: Text) {
+        load(to, &image.get()?)
+    }
+
+    fn cuModuleLoadDataEx(
+        to: Out<u64>,
+        image: Text,
+        _count: c_uint,
+        _options: Untyped,
+        _values: Untyped,
+    ) {
+        load(to, &image.get()?)
+    }
+
+    fn cuModuleUnload(bits: u64) {
+        let (seat, number) = module(bits)?;
+        state().devices[seat.device].modules.remove(&number);
+        Ok(())
+    }
+
+    fn cuModuleGetFunction(to: Out<u64>, bits: u64, name: Text) {
+        let (seat, number) = module(bits)?;
+        let name = name.get()?;
+        let place = KERNELS.iter().position(|kernel| kernel.name == name).ok_or(NOT_FOUND)?;
+        to.put(seat.handle(Kind::Function, number * MODULE_STEP + place as u64))
+    }
+
+    fn cuModuleGetGlobal_v2(_at: Out<u64>, _size: Out<usize>, bits: u64, _name: Text) {
+        module(bits)?;
+        Err(NOT_FOUND)
+    }
+
+    fn cuFuncGetAttribute(value: Out<c_int>, which: c_int, bits: u64) {
+        function(bits)?;
+        value.put(if which == 0 { 1_024 } else { 0 })
+    }
+
+    fn cuFuncSetAttribute(bits: u64, _which: c_int, _value: c_int) {
+        function(bits).map(drop)
+    }
+
+    fn cuFuncSetCacheConfig(bits: u64, _config: c_uint) {
+        function(bits).map(drop)
+    }
+
+    fn cuLaunchKernel(
+        bits: u64,
+        grid_x: c_uint,
+        grid_y: c_uint,
+        grid_z: c_uint,
+        block_x: c_uint,
+        block_y: c_uint,
+        block_z: c_uint,
+        _shared: c_uint,
+        stream: u64,
+        arguments: Arguments,
+        extra: Untyped,
+    ) {
+        if extra.address() != 0 {
+            return Err(NOT_SUPPORTED);
+        }
+        launch(bits, [grid_x, grid_y, grid_z, block_x, block_y, block_z], stream, arguments)
+    }
+}
