@@ -61,6 +61,11 @@ fn main() -> ExitCode {
         return ExitCode::SUCCESS;
     }
     let cli = Cli::parse();
+    // Cargo starts a bench in the folder of its package; paths are those of the repository.
+    if let Err(error) = std::env::set_current_dir(root()) {
+        eprintln!("dashboards: cannot enter {}: {error}", root().display());
+        return ExitCode::from(2);
+    }
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build();
     let outcome = runtime.map_err(BoxError::from).and_then(|runtime| runtime.block_on(run(&cli)));
     match outcome {
@@ -74,7 +79,7 @@ fn main() -> ExitCode {
 
 /// The folder of the repository.
 fn root() -> &'static Path {
-    Path::new(env!("CARGO_MANIFEST_DIR"))
+    Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/.."))
 }
 
 async fn run(cli: &Cli) -> Result<Report, BoxError> {

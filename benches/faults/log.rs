@@ -53,7 +53,7 @@ pub(crate) fn run() -> Result<(), BoxError> {
 fn proxy() -> Result<PathBuf, BoxError> {
     let profile = if cfg!(debug_assertions) { "dev" } else { "release" };
     let status = Command::new(env!("CARGO"))
-        .current_dir(env!("CARGO_MANIFEST_DIR"))
+        .current_dir(concat!(env!("CARGO_MANIFEST_DIR"), "/.."))
         .args(["build", "--locked", "--quiet", "--example", "proxy", "--profile", profile])
         .status()?;
     if !status.success() {

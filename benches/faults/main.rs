@@ -14,7 +14,7 @@ mod cgroup;
 mod dropped;
 mod health;
 mod log;
-#[cfg(all(target_os = "linux", feature = "cuda"))]
+#[cfg(target_os = "linux")]
 mod pinned;
 mod readme;
 #[path = "../../tests/support/mod.rs"]
@@ -39,7 +39,7 @@ const PARTS: &[(&str, Part)] = &[
     ("dropped", dropped::run),
     ("health", health::run),
     ("log", log::run),
-    #[cfg(all(target_os = "linux", feature = "cuda"))]
+    #[cfg(target_os = "linux")]
     ("pinned", pinned::run),
     ("readme", readme::run),
     ("swap", swap::run),

@@ -49,7 +49,7 @@ pub(crate) const INSTANCES: &[Instance] = &[
 
 impl Instance {
     pub(crate) fn problem(&self) -> Problem {
-        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/planning");
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/data/planning");
         let file = File::open(folder.join(self.file)).expect("an instance of the project");
         let read = if self.file.ends_with(".gz") {
             Problem::read_csv(GzDecoder::new(file), Ends::AsNamed)

@@ -53,7 +53,7 @@ fn main() -> ExitCode {
     let Cli { mut files, pictures, .. } = Cli::parse();
     let own = files.is_empty();
     if own {
-        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("benches/traces");
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("traces");
         files = OWN.iter().map(|name| folder.join(format!("{name}.trace.gz"))).collect();
     }
     let traces = match open(&files) {

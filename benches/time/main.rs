@@ -82,7 +82,7 @@ fn measure(cli: Cli, figures: &mut Figures) -> Result<(), BoxError> {
     let seeds = &SEEDS[..SEEDS.len().min(few)];
     let mut traces = Vec::new();
     for name in TRACES.iter().take(few) {
-        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("benches/traces");
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("traces");
         traces.push(Trace::open(&folder.join(format!("{name}.trace.gz")))?);
     }
     pauses::measure(&traces, seeds, figures)?;
