@@ -21,20 +21,20 @@ use crate::host::{self, ArenaBinding};
 use crate::sync::{Mutex, lock};
 
 use super::admin_tasks::AdminTasks;
-use super::arenas::Arenas;
-use super::device::DeviceWatch;
-use super::driver::open_driver;
+use super::devices::arenas::Arenas;
+use super::devices::driver::open_driver;
+use super::devices::published::Gone;
+use super::devices::scopes::Scopes;
+use super::devices::shrink::ShrinksAsked;
+use super::devices::watch::DeviceWatch;
 use super::error::{Diagnostic, StartError};
 use super::events::Events;
 use super::hands::{Hook, IdleGranules, MaintenanceExecutor};
 use super::heap::settle_heap;
 use super::history::MetricsHistory;
 use super::own_arena::Loads;
-use super::published::Gone;
-use super::scopes::Scopes;
 use super::sensor::{Counted, LibcIdle, MemorySensor};
 use super::shared::{Purges, Shared};
-use super::shrink::ShrinksAsked;
 use super::{Claim, Ends, Memory, Running, Started, THREADS, Threads, threads};
 
 /// The stack size of the two threads. Both call little and touch a few KiB of it.
@@ -292,7 +292,7 @@ impl Builder {
             admin_tasks: AdminTasks::default(),
             loads: Loads::default(),
             #[cfg(feature = "cuda")]
-            governors: super::governors::Governors::default(),
+            governors: super::devices::governors::Governors::default(),
         });
         evict_when_short(&shared);
         diagnostics.into_iter().for_each(|diagnostic| shared.add_diagnostic(diagnostic));

@@ -13,26 +13,18 @@
 //! [`Memory::shutdown`]; dropping it never blocks.
 
 mod admin_tasks;
-mod arenas;
 mod builder;
-mod device;
-mod driver;
+mod devices;
 mod error;
 mod events;
 mod found;
-#[cfg(feature = "cuda")]
-mod governors;
 mod hands;
 mod heap;
 mod history;
 mod own_arena;
-mod published;
 mod resources;
-mod scopes;
 mod sensor;
 mod shared;
-mod shrink;
-mod sleep;
 mod snapshot;
 mod threads;
 
@@ -53,12 +45,14 @@ use crate::sync::{Mutex, lock};
 
 pub use admin_tasks::{AdminCommand, AdminError, AdminTask, AdminTaskState};
 pub use builder::Builder;
+pub use devices::scopes::{
+    ArenaReport, ArenaUse, Replaced, ScopeError, Slot, SlotKind, SlotSnapshot,
+};
+pub use devices::shrink::{Run, ShrinkError, ShrinkFailure, ShrinkOutcome, Shrunk, ShrunkTarget};
 pub use error::{Diagnostic, MemoryError, Severity, StartError};
 pub use events::Event;
 pub use history::HistorySample;
-pub use scopes::{ArenaReport, ArenaUse, Replaced, ScopeError, Slot, SlotKind, SlotSnapshot};
 pub use shared::Purged;
-pub use shrink::{Run, ShrinkError, ShrinkFailure, ShrinkOutcome, Shrunk, ShrunkTarget};
 pub use snapshot::{BudgetSnapshot, DeviceSnapshot, MemorySnapshot};
 pub use threads::on_thread_start;
 

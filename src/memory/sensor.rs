@@ -23,7 +23,7 @@ use crate::control::{Glance, Sample, Sensor, Signal, Signals};
 use crate::device::driver::Driver;
 use crate::host::{self, HeapProbe, HeapSnapshot};
 
-use super::arenas::Arenas;
+use super::devices::arenas::Arenas;
 
 /// The share of a core for refreshing jemalloc's statistics: one in this number.
 const EPOCH_SHARE: u32 = 333;

@@ -25,15 +25,15 @@ use crate::metrics::record;
 use crate::sync::{Mutex, lock};
 
 use super::admin_tasks::AdminTasks;
-use super::arenas::Arenas;
-use super::device::DeviceWatch;
+use super::devices::arenas::Arenas;
+use super::devices::published::Gone;
+use super::devices::scopes::Scopes;
+use super::devices::shrink::ShrinksAsked;
+use super::devices::watch::DeviceWatch;
 use super::error::{Diagnostic, MemoryError, Severity};
 use super::events::Events;
 use super::history::MetricsHistory;
 use super::own_arena::Loads;
-use super::published::Gone;
-use super::scopes::Scopes;
-use super::shrink::ShrinksAsked;
 use super::snapshot::{BudgetSnapshot, Holders, MemorySnapshot};
 use super::{Claim, resource_stats};
 
@@ -65,7 +65,7 @@ pub(super) struct Shared {
     pub(super) admin_tasks: AdminTasks,
     pub(super) loads: Loads,
     #[cfg(feature = "cuda")]
-    pub(super) governors: super::governors::Governors,
+    pub(super) governors: super::devices::governors::Governors,
 }
 
 /// Counts of purges, for metrics.

@@ -16,12 +16,12 @@ use crate::clock::Moment;
 use crate::control::{Admission, Cost, Permit, Rejected};
 use crate::device::{ArenaConfig, ArenaState, DeviceArena, HostBudget};
 
-use super::error::Diagnostic;
-use super::shared::Shared;
+use crate::memory::error::Diagnostic;
+use crate::memory::shared::Shared;
 
 /// The host's ledger, for contents of sleeping arenas. It holds only the accounts, so that an arena
 /// may outlive its `Memory`.
-pub(super) struct HostRoom {
+pub(in crate::memory) struct HostRoom {
     admission: Admission,
 }
 
@@ -51,7 +51,7 @@ impl fmt::Debug for HostRoom {
 
 impl Shared {
     /// The default configuration of an arena.
-    pub(super) fn arena_config(&self, name: impl Into<String>) -> ArenaConfig {
+    pub(in crate::memory) fn arena_config(&self, name: impl Into<String>) -> ArenaConfig {
         ArenaConfig {
             decay: self.config.device_decay.value,
             sleep: self.config.device_sleep(),
@@ -60,12 +60,12 @@ impl Shared {
     }
 
     /// Makes an arena reserve host memory for its contents while it sleeps.
-    pub(super) fn book_contents_of(&self, arena: &DeviceArena) {
+    pub(in crate::memory) fn book_contents_of(&self, arena: &DeviceArena) {
         arena.set_host_budget(Arc::new(HostRoom { admission: self.admission.clone() }));
     }
 
     /// Puts the arena to sleep that has been due longest. Returns `true` if more are due.
-    pub(super) fn sleep_next(&self, now: Moment) -> bool {
+    pub(in crate::memory) fn sleep_next(&self, now: Moment) -> bool {
         // During a shutdown, arenas are not put to sleep.
         if self.admission.is_closed() || self.queue.is_closed() {
             return false;
@@ -92,7 +92,7 @@ impl Shared {
 
     /// Releases the host memory of sleeping arenas that have no block left: nothing wakes them, and
     /// the worker has ended.
-    pub(super) fn end_empty_sleeps(&self) {
+    pub(in crate::memory) fn end_empty_sleeps(&self) {
         for arena in self.arenas() {
             if arena.state() == ArenaState::Asleep && arena.glance().live.is_zero() {
                 self.purged(&arena);

@@ -23,9 +23,9 @@ use crate::control::Job;
 use crate::device::{DeviceArena, DeviceError};
 use crate::host::{HostError, Outcome};
 
-use super::error::Diagnostic;
-use super::shared::Shared;
-use super::{Memory, MemoryError};
+use crate::memory::error::Diagnostic;
+use crate::memory::shared::Shared;
+use crate::memory::{Memory, MemoryError};
 
 /// The existing targets.
 const TARGETS: [Target; 2] =
@@ -224,7 +224,7 @@ impl fmt::Debug for Run {
 
 /// The targets that the worker has to shrink: one bit for each.
 #[derive(Debug, Default)]
-pub(super) struct ShrinksAsked(AtomicU8);
+pub(in crate::memory) struct ShrinksAsked(AtomicU8);
 
 impl ShrinksAsked {
     fn ask(&self, targets: impl Iterator<Item = Target>) {
@@ -246,7 +246,7 @@ impl Shared {
     }
 
     /// Shrinks the targets of dropped runs.
-    pub(super) fn shrink_asked(&self) {
+    pub(in crate::memory) fn shrink_asked(&self) {
         for shrunk in self.shrink(self.shrinks.take()).targets {
             if let ShrinkOutcome::Failed { cause, .. } = shrunk.outcome {
                 self.add_diagnostic(Diagnostic::warning("device", cause.to_string()));

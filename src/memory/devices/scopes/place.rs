@@ -15,7 +15,7 @@ use crate::decay::DecayTime;
 use crate::device::driver::Backend;
 use crate::device::{DeviceArena, PinnedPool};
 use crate::fork::Birth;
-use crate::memory::arenas::{ArenaId, Arenas};
+use crate::memory::devices::arenas::{ArenaId, Arenas};
 use crate::memory::shared::Shared;
 use crate::sync::{Mutex, lock};
 

@@ -18,11 +18,11 @@ const NAMES_MAX: usize = 64;
 
 /// The counts of dropped arenas, by name.
 #[derive(Debug, Default)]
-pub(super) struct Gone(Mutex<BTreeMap<String, ArenaSnapshot>>);
+pub(in crate::memory) struct Gone(Mutex<BTreeMap<String, ArenaSnapshot>>);
 
 impl Gone {
     /// Keeps the counts of an arena, unless there are too many names.
-    pub(super) fn add(&self, mut last: ArenaSnapshot) {
+    pub(in crate::memory) fn add(&self, mut last: ArenaSnapshot) {
         const NONE: ByteSize = ByteSize::ZERO;
         (last.live, last.requested, last.active, last.idle) = (NONE, NONE, NONE, NONE);
         (last.committed, last.reserved, last.holes) = (NONE, NONE, NONE);
@@ -40,7 +40,7 @@ impl Gone {
     }
 
     /// Returns one snapshot for each name of serving, draining and dropped arenas.
-    pub(super) fn published(
+    pub(in crate::memory) fn published(
         &self,
         serving: &[ArenaSnapshot],
         draining: &[ArenaSnapshot],

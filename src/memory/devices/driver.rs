@@ -9,10 +9,10 @@ use crate::config::{Config, DeviceBackend, DeviceChoice};
 use crate::device::driver::Driver;
 use crate::device::driver::host::HostDriver;
 
-use super::error::{Diagnostic, Severity, StartError};
+use crate::memory::error::{Diagnostic, Severity, StartError};
 
 /// Opens the configured driver, unless one is given.
-pub(super) fn open_driver(
+pub(in crate::memory) fn open_driver(
     config: &Config,
     given: Option<Arc<dyn Driver>>,
     diagnostics: &mut Vec<Diagnostic>,

@@ -16,13 +16,13 @@ use crate::device::driver::{Driver, DriverError};
 use crate::sync::atomic::{AtomicU64, Ordering};
 use crate::sync::{Mutex, lock};
 
-use super::error::Diagnostic;
-use super::shared::Shared;
-use super::snapshot::DeviceSnapshot;
+use crate::memory::error::Diagnostic;
+use crate::memory::shared::Shared;
+use crate::memory::snapshot::DeviceSnapshot;
 
 /// The state of the device.
 #[derive(Debug)]
-pub(super) struct DeviceWatch {
+pub(in crate::memory) struct DeviceWatch {
     state: Mutex<State>,
     /// Bytes released because device memory was low.
     given_back: AtomicU64,
@@ -39,13 +39,13 @@ struct State {
 
 impl DeviceWatch {
     /// Creates it with a watermark at this share of the device's memory.
-    pub(super) fn new(part: f64) -> Self {
+    pub(in crate::memory) fn new(part: f64) -> Self {
         let state = State { watermark: Watermark::new(part), last: None, is_lost: false };
         Self { state: Mutex::new(state), given_back: AtomicU64::new(0) }
     }
 
     /// Returns the figures of the last sample; `None` if the driver reported nothing.
-    pub(super) fn snapshot(&self, driver: &dyn Driver) -> Option<DeviceSnapshot> {
+    pub(in crate::memory) fn snapshot(&self, driver: &dyn Driver) -> Option<DeviceSnapshot> {
         let (last, is_short) = {
             let state = lock(&self.state);
             (state.last?, state.watermark.is_short())
@@ -65,14 +65,14 @@ impl DeviceWatch {
     }
 
     /// Returns the bytes released because device memory was low, since the start.
-    pub(super) fn watermark_released_total(&self) -> u64 {
+    pub(in crate::memory) fn watermark_released_total(&self) -> u64 {
         self.given_back.load(Ordering::Relaxed)
     }
 }
 
 impl Shared {
     /// Samples the device's memory, and releases idle memory if little is free.
-    pub(super) fn sample_device(&self, now: Moment) {
+    pub(in crate::memory) fn sample_device(&self, now: Moment) {
         let Some(driver) = &self.driver else { return };
         if lock(&self.device.state).is_lost {
             return;
@@ -149,7 +149,7 @@ impl Shared {
         self.add_diagnostic_once(start, Diagnostic::warning("device", format!("{start}{error}")));
     }
 
-    pub(super) fn device_committed(&self) -> ByteSize {
+    pub(in crate::memory) fn device_committed(&self) -> ByteSize {
         self.arenas().iter().map(|arena| arena.glance().committed).sum()
     }
 

@@ -30,9 +30,9 @@ use crate::config::arena::{ArenaOptions, ArenaResolution, Conflict};
 use crate::device::{ArenaSnapshot, PinnedConfig, PinnedKind, PinnedPool, PinnedSnapshot};
 use crate::sync::{Mutex, lock};
 
-use super::error::Diagnostic;
-use super::shared::Shared;
-use super::{Memory, MemoryError};
+use crate::memory::error::Diagnostic;
+use crate::memory::shared::Shared;
+use crate::memory::{Memory, MemoryError};
 
 pub use error::ScopeError;
 pub use handle::ArenaUse;
@@ -137,7 +137,7 @@ pub struct SlotSnapshot {
 
 /// The slots of a `Memory`.
 #[derive(Debug, Default)]
-pub(super) struct Scopes(Mutex<BTreeMap<Slot, Arc<Place>>>);
+pub(in crate::memory) struct Scopes(Mutex<BTreeMap<Slot, Arc<Place>>>);
 
 impl Memory {
     /// Opens a slot's arena for all sessions, with ONNX Runtime's defaults for unset options. The
@@ -305,7 +305,7 @@ impl Shared {
 
     /// Drops the arenas that have drained, with their address space and at most the last granules.
     /// For the worker, and for replacements.
-    pub(super) fn sweep(&self) {
+    pub(in crate::memory) fn sweep(&self) {
         if self.check_here().is_err() {
             return;
         }
@@ -338,7 +338,7 @@ impl Shared {
     }
 
     /// Returns the pools of all slots, and whether each drains; none in a forked child.
-    pub(super) fn pools(&self) -> Vec<(PinnedPool, bool)> {
+    pub(in crate::memory) fn pools(&self) -> Vec<(PinnedPool, bool)> {
         if self.check_here().is_err() {
             return Vec::new();
         }
@@ -346,7 +346,7 @@ impl Shared {
     }
 
     /// Releases the memory of pools above their watermarks, and all idle memory of draining pools.
-    pub(super) fn maintain_pools(&self) {
+    pub(in crate::memory) fn maintain_pools(&self) {
         for (pool, drains) in self.pools() {
             let given = if drains { pool.purge() } else { pool.maintain() };
             if let Err(error) = given {

@@ -7,14 +7,14 @@
 
 use std::sync::{Arc, Weak};
 
-use super::error::{Diagnostic, MemoryError};
-use super::shared::Shared;
-use super::{Memory, Moment};
 use crate::device::driver::cuda::PoolGovernor;
+use crate::memory::error::{Diagnostic, MemoryError};
+use crate::memory::shared::Shared;
+use crate::memory::{Memory, Moment};
 use crate::sync::{Mutex, lock};
 
 /// The registered governors, of which some may have been dropped.
-pub(super) type Governors = Mutex<Vec<Weak<PoolGovernor>>>;
+pub(in crate::memory) type Governors = Mutex<Vec<Weak<PoolGovernor>>>;
 
 impl Memory {
     /// Calls [`PoolGovernor::decay`] of the governor on the worker, once in each metrics interval,
@@ -42,7 +42,7 @@ impl Memory {
 
 impl Shared {
     /// Releases the memory of governed pools that was unused for the decay time.
-    pub(super) fn decay_governors(&self, now: Moment) {
+    pub(in crate::memory) fn decay_governors(&self, now: Moment) {
         if self.check_here().is_err() {
             return;
         }
