@@ -157,7 +157,7 @@ fn options() -> Vec<Row> {
             ("the worker has seen that, within a second.", values![]),
             (
                 "count among the {} that a `Memory` may have",
-                values![constant("src/memory/arenas.rs", "ARENAS_MAX").count()],
+                values![constant("src/memory/devices/arenas.rs", "ARENAS_MAX").count()],
             ),
         ],
     )
