@@ -14,7 +14,7 @@ use axum::body::Body;
 use bytes::{Buf, BufMut, Bytes};
 use http::uri::PathAndQuery;
 use lowtide::control::{Cost, Rejected};
-use lowtide::service::{ContentLength, Grpc, MemoryLayer, SharedPermit};
+use lowtide::service::{ContentLength, MemoryLayer, SharedPermit};
 use lowtide::{BoxError, ByteSize, Memory};
 use tonic::codec::{Codec, DecodeBuf, Decoder, EncodeBuf, Encoder};
 use tonic::server::{Grpc as Server, UnaryService};
@@ -79,7 +79,7 @@ impl UnaryService<Bytes> for Allocate {
 async fn main() -> Result<(), BoxError> {
     let memory = Memory::builder().memory_limit(ByteSize::gib(1)).start()?;
     let estimate = ContentLength::new(ByteSize::kib(64)).least(ByteSize::kib(64));
-    let layer = MemoryLayer::new(memory.admission().clone(), estimate).with_rejection(Grpc);
+    let layer = MemoryLayer::new(memory.admission().clone(), estimate);
     let listener = tokio::net::TcpListener::bind(("127.0.0.1", 0)).await?;
     let endpoint = Endpoint::from_shared(format!("http://{}", listener.local_addr()?))?;
     // With a generated service it is `.layer(layer).add_service(AllocateServer::new(Allocate))`.

@@ -9,13 +9,12 @@ use std::task::{Context, Poll};
 use std::time::Duration;
 
 use bytes::{Buf, BufMut, Bytes};
-use http::request::Parts;
 use http::uri::PathAndQuery;
 use http_body_util::BodyExt;
 use lowtide::ByteSize;
 use lowtide::control::ledger::{Correction, Measured};
 use lowtide::control::{Admission, Budget, Cost, Level, Rejected};
-use lowtide::service::{Constant, Grpc, MemoryLayer, Reject, SharedPermit};
+use lowtide::service::{Constant, MemoryLayer, SharedPermit};
 use tokio::net::TcpListener;
 use tonic::body::Body;
 use tonic::codec::{Codec, DecodeBuf, Decoder, EncodeBuf, Encoder};
@@ -115,7 +114,7 @@ fn admission() -> Admission {
 }
 
 fn layer(admission: &Admission) -> MemoryLayer<Constant> {
-    MemoryLayer::new(admission.clone(), Constant::new(Cost::host(COST))).with_rejection(Grpc)
+    MemoryLayer::new(admission.clone(), Constant::new(Cost::host(COST)))
 }
 
 /// A server with the layer around all of it, or around one service by its name.
@@ -195,7 +194,7 @@ async fn a_grpc_client_reads_that_memory_is_short_and_when_to_come_again() {
 async fn what_can_never_fit_is_not_to_be_tried_again() {
     let admission = admission();
     let most = Constant::new(Cost::host(ByteSize::MAX));
-    let layer = MemoryLayer::new(admission, most).with_rejection(Grpc);
+    let layer = MemoryLayer::new(admission, most);
     let listener = TcpListener::bind(("127.0.0.1", 0)).await.expect("a port");
     let address = listener.local_addr().expect("bound");
     let server = Server::builder().layer(layer).add_service(Echo);
@@ -241,32 +240,6 @@ async fn health_checks_of_grpc_were_shed_under_overload() {
         let first = tokio::time::timeout(PATIENCE, stream.into_inner().message()).await;
         let first = first.expect("it hangs").expect("no error").expect("the present state");
         assert_eq!(first.status, 1, "{state}: serving");
-    }
-}
-
-fn head(content_type: Option<&str>) -> Parts {
-    let request = http::Request::post("/");
-    let request = match content_type {
-        Some(kind) => request.header("content-type", kind),
-        None => request,
-    };
-    request.body(()).expect("a valid head").into_parts().0
-}
-
-#[test]
-fn grpc_is_answered_as_it_asked_and_all_else_as_problem_json() {
-    let full = Rejected::ShuttingDown;
-    for (asked, answered, status) in [
-        (Some("application/grpc"), "application/grpc", 200),
-        (Some("application/grpc+proto"), "application/grpc+proto", 200),
-        (Some("application/json"), "application/problem+json", 503),
-        (None, "application/problem+json", 503),
-    ] {
-        let answer = Grpc.reject(&full, &head(asked));
-        assert_eq!(answer.headers()["content-type"], answered);
-        assert_eq!(answer.status().as_u16(), status, "{asked:?}");
-        assert_eq!(answer.headers().contains_key("grpc-status"), status == 200);
-        assert_eq!(answer.body().is_empty(), status == 200, "trailers only");
     }
 }
 

@@ -7,7 +7,7 @@
 use std::net::SocketAddr;
 
 use lowtide::control::{Admission, Cost, Level};
-use lowtide::service::{Constant, Grpc, MemoryLayer};
+use lowtide::service::{Constant, MemoryLayer};
 use lowtide::{BoxError, ByteSize};
 use tokio::net::TcpListener;
 use tonic::transport::server::TcpIncoming;
@@ -36,7 +36,7 @@ async fn measure() -> Result<(), BoxError> {
     let (reporter, health) = tonic_health::server::health_reporter();
     reporter.set_service_status("", tonic_health::ServingStatus::Serving).await;
     let layer = MemoryLayer::new(admission.clone(), Constant::new(Cost::host(COST)));
-    let server = Server::builder().layer(layer.with_rejection(Grpc)).add_service(health);
+    let server = Server::builder().layer(layer).add_service(health);
     tokio::spawn(server.serve_with_incoming(TcpIncoming::from(listener)));
     let loaders: Vec<_> = (0..LOADERS).map(|_| tokio::spawn(load(admission.clone()))).collect();
 

@@ -148,6 +148,20 @@ impl Builder {
         self
     }
 
+    /// Installs a Prometheus recorder for this process, with the buckets of lowtide's histograms,
+    /// and does its upkeep on the worker. `Endpoints` then answers `/metrics`, and
+    /// [`metrics::prometheus::render`](crate::metrics::prometheus::render) returns the text. The
+    /// recorder stays installed when this `Memory` ends, and serves the next one.
+    ///
+    /// # Errors
+    /// [`StartError::Recorder`] if another recorder is installed. To use one of your own, set
+    /// [`Builder::after_publish`] and `Endpoints::with_metrics`.
+    #[cfg(feature = "prometheus")]
+    pub fn prometheus(self) -> Result<Self, StartError> {
+        crate::metrics::prometheus::install()?;
+        Ok(self)
+    }
+
     /// Sets a hook that the worker calls after it published metrics, every five seconds at most:
     /// for the upkeep that an exporter needs.
     #[must_use]

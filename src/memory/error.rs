@@ -48,6 +48,15 @@ pub enum StartError {
         /// The cause.
         cause: String,
     },
+    /// The Prometheus recorder could not be installed.
+    #[error(
+        "cannot install the Prometheus recorder: {error}; expected no other recorder, or \
+         Endpoints::with_metrics and Builder::after_publish for one of your own"
+    )]
+    Recorder {
+        /// The exporter's error.
+        error: String,
+    },
     /// A thread could not be started.
     #[error("cannot start thread {name}: {error}")]
     Thread {

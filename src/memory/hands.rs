@@ -152,6 +152,10 @@ impl MaintenanceActions for MaintenanceExecutor {
         record::diagnostics(snapshot.diagnostics.iter().filter(is_warning).count());
         record::ticks(self.shared.state.ticks_total(), self.shared.state.take_lateness());
         record::sampler(snapshot.since_epoch, self.shared.clock.now() - start);
+        #[cfg(feature = "prometheus")]
+        if upkeep {
+            crate::metrics::prometheus::run_upkeep();
+        }
         if upkeep && let Some(hook) = &mut self.hook {
             hook();
         }

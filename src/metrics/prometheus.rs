@@ -29,12 +29,52 @@
 
 pub use metrics_exporter_prometheus::{BuildError, PrometheusBuilder, PrometheusHandle};
 
+use std::sync::{Mutex, OnceLock, PoisonError};
+
 use metrics_exporter_prometheus::Matcher;
+
+use crate::memory::StartError;
 
 use super::names::{Kind, SECONDS_BUCKETS, TABLE};
 
 /// The content type of the text that [`PrometheusHandle::render`] returns.
 pub const CONTENT_TYPE: &str = "text/plain; version=0.0.4; charset=utf-8";
+
+/// The handle of the recorder that [`install`] installed.
+static INSTALLED: OnceLock<PrometheusHandle> = OnceLock::new();
+
+/// Installs a Prometheus recorder for this process, once; further calls do nothing.
+///
+/// # Errors
+/// [`StartError::Recorder`] if the application has installed another recorder.
+pub(crate) fn install() -> Result<(), StartError> {
+    // Under a lock, so that two threads do not both install one.
+    static INSTALLING: Mutex<()> = Mutex::new(());
+    let _guard = INSTALLING.lock().unwrap_or_else(PoisonError::into_inner);
+    if INSTALLED.get().is_none() {
+        let installed =
+            configure(PrometheusBuilder::new()).and_then(|builder| builder.install_recorder());
+        let handle =
+            installed.map_err(|error| StartError::Recorder { error: error.to_string() })?;
+        let _ = INSTALLED.set(handle);
+    }
+    Ok(())
+}
+
+/// Returns the metrics in the Prometheus text format; `None` without
+/// [`Builder::prometheus`](crate::memory::Builder::prometheus).
+#[must_use]
+pub fn render() -> Option<String> {
+    INSTALLED.get().map(PrometheusHandle::render)
+}
+
+/// Moves the samples of histograms into their buckets, which would otherwise grow until the next
+/// scrape.
+pub(crate) fn run_upkeep() {
+    if let Some(handle) = INSTALLED.get() {
+        handle.run_upkeep();
+    }
+}
 
 /// Adds the buckets of this crate's histograms to the builder.
 ///

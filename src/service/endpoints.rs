@@ -75,7 +75,7 @@ impl Endpoints {
     pub fn new(memory: Option<Memory>) -> Self {
         Self {
             memory,
-            metrics: None,
+            metrics: installed_metrics(),
             admin: None,
             hosts: Vec::new(),
             is_ending: AtomicBool::new(false),
@@ -124,6 +124,11 @@ impl Endpoints {
     pub fn with_hosts(mut self, hosts: impl IntoIterator<Item: Into<String>>) -> Self {
         self.hosts.extend(hosts.into_iter().map(Into::into));
         self
+    }
+
+    #[cfg(feature = "axum")]
+    pub(super) const fn has_admin(&self) -> bool {
+        self.admin.is_some()
     }
 
     /// Makes `/readyz` answer 503 from now on, while the service still serves. Call it between a
@@ -267,6 +272,15 @@ impl Endpoints {
         answer.headers_mut().insert(VARY, HeaderValue::from_static("Accept"));
         answer
     }
+}
+
+/// A function that renders the metrics of the recorder that `Builder::prometheus` installed.
+fn installed_metrics() -> Option<Box<dyn Fn() -> String + Send + Sync>> {
+    #[cfg(feature = "prometheus")]
+    if crate::metrics::prometheus::render().is_some() {
+        return Some(Box::new(|| crate::metrics::prometheus::render().unwrap_or_default()));
+    }
+    None
 }
 
 impl fmt::Debug for Endpoints {

@@ -140,6 +140,13 @@ pub struct ContentLength {
     priority: Priority,
 }
 
+impl Default for ContentLength {
+    /// Twice the length of the body, at least 16 KiB; 2 MiB if no length is declared.
+    fn default() -> Self {
+        Self::new(ByteSize::mib(2)).factor(2.0).least(ByteSize::kib(16))
+    }
+}
+
 impl ContentLength {
     /// Creates an estimator by the body's length, with this amount if it is not declared.
     #[must_use]

@@ -29,6 +29,7 @@ use pin_project_lite::pin_project;
 use tower_layer::Layer;
 use tower_service::Service;
 
+use crate::Memory;
 use crate::bytes::ByteSize;
 use crate::clock::{Clock, SystemClock};
 use crate::control::{Admission, Budget, Cost, Priority, Rejected, SizeClass};
@@ -37,11 +38,11 @@ use crate::sync::{Mutex, lock};
 
 use super::body::ResponseBody;
 use super::drain::Drain;
-use super::estimate::{Estimate, Estimated};
+use super::estimate::{ContentLength, Estimate, Estimated};
 use super::exempt::ExemptPaths;
 use super::learned::{Lesson, Routes};
 use super::permit::{SharedPermit, Terms};
-use super::rejection::{ProblemJson, Reject};
+use super::rejection::{Reject, negotiated};
 use super::slow_start::{LASTS, Running};
 
 /// Returns `true` for exempt requests.
@@ -91,8 +92,8 @@ impl Measures {
 }
 
 impl<E: Estimate> MemoryLayer<E> {
-    /// Creates a layer over this admission. It rejects with [`ProblemJson`] and exempts only health
-    /// checks ([`HEALTH_PATHS`](super::HEALTH_PATHS)). Route other endpoints that must answer under
+    /// Creates a layer over this admission. It exempts only health checks
+    /// ([`HEALTH_PATHS`](super::HEALTH_PATHS)). Route other endpoints that must answer under
     /// pressure, such as metrics, outside the layer, or exempt them.
     pub fn new(admission: Admission, estimate: E) -> Self {
         Self {
@@ -100,10 +101,29 @@ impl<E: Estimate> MemoryLayer<E> {
             estimate: Arc::new(estimate),
             exempt: None,
             exempt_paths: ExemptPaths::of_health(),
-            reject: Arc::new(ProblemJson),
+            reject: Arc::new(negotiated),
             measures: Arc::new(Measures::new(Routes::compared())),
             starts_slowly: true,
             clock: Arc::new(SystemClock::new()),
+        }
+    }
+
+    /// Replaces the estimate.
+    #[must_use]
+    pub fn with_estimate<F: Estimate>(self, estimate: F) -> MemoryLayer<F> {
+        let Self {
+            admission, exempt, exempt_paths, reject, measures, starts_slowly, clock, ..
+        } = self;
+        let estimate = Arc::new(estimate);
+        MemoryLayer {
+            admission,
+            estimate,
+            exempt,
+            exempt_paths,
+            reject,
+            measures,
+            starts_slowly,
+            clock,
         }
     }
 
@@ -125,7 +145,9 @@ impl<E: Estimate> MemoryLayer<E> {
         self
     }
 
-    /// Sets the answer to rejected requests: [`Grpc`](super::Grpc), or a closure.
+    /// Sets the answer to rejected requests. By default gRPC clients get `RESOURCE_EXHAUSTED` with
+    /// `grpc-retry-pushback-ms` (-1: a retry cannot succeed), or `UNAVAILABLE` during shutdown, and
+    /// all others [`rejection`](super::rejection()).
     #[must_use]
     pub fn with_rejection(mut self, reject: impl Reject) -> Self {
         self.reject = Arc::new(reject);
@@ -216,6 +238,16 @@ impl<E> Clone for MemoryLayer<E> {
 impl<E> fmt::Debug for MemoryLayer<E> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("MemoryLayer").finish_non_exhaustive()
+    }
+}
+
+impl Memory {
+    /// Returns a layer that admits requests by the length of their body, with the default of
+    /// [`ContentLength`]; [`MemoryLayer::with_estimate`] changes that. It keeps this `Memory`
+    /// running.
+    #[must_use]
+    pub fn layer(&self) -> MemoryLayer<ContentLength> {
+        MemoryLayer::new(self.admission().clone(), ContentLength::default())
     }
 }
 

@@ -9,6 +9,8 @@
 
 mod admin;
 mod asked;
+#[cfg(feature = "axum")]
+mod axum;
 mod body;
 mod drain;
 mod endpoints;
@@ -31,4 +33,4 @@ pub use exempt::{EXEMPT_BODY_MAX, HEALTH_PATHS};
 pub use layer::{MemoryLayer, MemoryService, ResponseFuture};
 pub use learned::{Learned, Lesson, ROUTES_MAX};
 pub use permit::SharedPermit;
-pub use rejection::{Grpc, ProblemJson, Reject, rejection, unavailable};
+pub use rejection::{Reject, rejection, unavailable};

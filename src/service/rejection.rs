@@ -47,33 +47,20 @@ where
     }
 }
 
-/// Answers with [`rejection`].
-#[derive(Clone, Copy, Debug, Default)]
-pub struct ProblemJson;
-
-impl Reject for ProblemJson {
-    fn reject(&self, rejected: &Rejected, _: &Parts) -> Response<String> {
-        rejection(rejected)
-    }
-}
-
-/// Answers gRPC requests with a gRPC status, and other requests with [`rejection`], so that a
-/// server of both needs one layer.
+/// Returns the answer to a rejected request with this head, in the client's protocol. It is the
+/// default of a layer.
 ///
 /// A gRPC client reads a gRPC status instead of an HTTP status: `RESOURCE_EXHAUSTED` in a
 /// trailers-only response with `grpc-retry-pushback-ms`, which is the time until a retry, or -1 if
 /// a retry cannot succeed. A service that is shutting down answers `UNAVAILABLE` without it, so
 /// that the client tries another instance.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct Grpc;
-
-impl Reject for Grpc {
-    fn reject(&self, rejected: &Rejected, head: &Parts) -> Response<String> {
-        let kind = head.headers.get(CONTENT_TYPE);
-        match kind.filter(|kind| kind.as_bytes().starts_with(b"application/grpc")) {
-            Some(kind) => trailers_only(rejected, kind.clone()),
-            None => rejection(rejected),
-        }
+///
+/// Other clients get [`rejection`].
+pub(super) fn negotiated(rejected: &Rejected, head: &Parts) -> Response<String> {
+    let kind = head.headers.get(CONTENT_TYPE);
+    match kind.filter(|kind| kind.as_bytes().starts_with(b"application/grpc")) {
+        Some(kind) => trailers_only(rejected, kind.clone()),
+        None => rejection(rejected),
     }
 }
 
@@ -184,4 +171,35 @@ pub(super) fn problem(
         headers.insert(RETRY_AFTER, HeaderValue::from(seconds));
     }
     response
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn head(content_type: Option<&str>) -> Parts {
+        let request = http::Request::post("/");
+        let request = match content_type {
+            Some(kind) => request.header("content-type", kind),
+            None => request,
+        };
+        request.body(()).expect("a valid head").into_parts().0
+    }
+
+    #[test]
+    fn grpc_is_answered_as_it_asked_and_all_else_as_problem_json() {
+        let full = Rejected::ShuttingDown;
+        for (asked, answered, status) in [
+            (Some("application/grpc"), "application/grpc", 200),
+            (Some("application/grpc+proto"), "application/grpc+proto", 200),
+            (Some("application/json"), "application/problem+json", 503),
+            (None, "application/problem+json", 503),
+        ] {
+            let answer = negotiated(&full, &head(asked));
+            assert_eq!(answer.headers()["content-type"], answered);
+            assert_eq!(answer.status().as_u16(), status, "{asked:?}");
+            assert_eq!(answer.headers().contains_key("grpc-status"), status == 200);
+            assert_eq!(answer.body().is_empty(), status == 200, "trailers only");
+        }
+    }
 }
