@@ -5,6 +5,7 @@
 
 use std::fmt;
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use std::thread;
 use std::time::Duration;
 
@@ -409,6 +410,7 @@ fn launch(
     };
     let (stop, bell) = (Arc::clone(&threads.stop), Arc::clone(&threads.bell));
     let running = Arc::new(Running {
+        is_ending: AtomicBool::new(false),
         threads,
         queue: Arc::clone(&shared.queue),
         claim: Arc::clone(&shared.claim),

@@ -23,6 +23,8 @@ mod heap;
 mod history;
 mod own_arena;
 mod resources;
+#[cfg(feature = "tokio")]
+mod runtime;
 mod sensor;
 mod shared;
 mod snapshot;
@@ -126,6 +128,8 @@ struct Running {
     threads: Threads,
     queue: Arc<JobQueue>,
     claim: Arc<Claim>,
+    /// `true` once the service is about to end, for its readiness.
+    is_ending: AtomicBool,
     /// Does not keep the manager running.
     admission: Admission,
 }
@@ -325,6 +329,19 @@ impl Memory {
         self.0.shared.clock.now()
     }
 
+    /// Makes `/readyz` answer 503 from now on, while the service still serves. Call it between a
+    /// signal to shut down and the close of the listener, so that load balancers choose another
+    /// instance. Admission is not changed.
+    pub fn set_ending(&self) {
+        self.0.running.is_ending.store(true, Ordering::Relaxed);
+    }
+
+    /// Returns `true` after [`Memory::set_ending`].
+    #[cfg(feature = "service")]
+    pub(crate) fn is_ending(&self) -> bool {
+        self.0.running.is_ending.load(Ordering::Relaxed)
+    }
+
     /// Shuts the manager down: admits nothing more, waits until resources are unused, unloads them,
     /// and joins the threads. Blocks until the deadline at most, plus one second if a job is
     /// running. Do not call it on a thread of an async runtime. A second call has nothing left to
@@ -515,7 +532,17 @@ impl Shutdown {
     pub fn is_clean(&self) -> bool {
         *self == Self::default()
     }
+
+    /// Returns the report as an error if something is outstanding.
+    ///
+    /// # Errors
+    /// The report itself.
+    pub fn into_result(self) -> Result<(), Self> {
+        if self.is_clean() { Ok(()) } else { Err(self) }
+    }
 }
+
+impl std::error::Error for Shutdown {}
 
 impl fmt::Display for Shutdown {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

@@ -131,9 +131,7 @@ impl Endpoints {
         self.admin.is_some()
     }
 
-    /// Makes `/readyz` answer 503 from now on, while the service still serves. Call it between a
-    /// signal to shut down and the close of the listener, so that load balancers choose another
-    /// instance. Admission is not changed.
+    /// Makes `/readyz` answer 503 from now on, like [`Memory::set_ending`], also without a `Memory`.
     pub fn set_ending(&self) {
         self.is_ending.store(true, Ordering::Relaxed);
     }
@@ -198,7 +196,8 @@ impl Endpoints {
     }
 
     fn ready(&self) -> Response<String> {
-        let is_ending = self.is_ending.load(Ordering::Relaxed);
+        let is_ending = self.is_ending.load(Ordering::Relaxed)
+            || self.memory.as_ref().is_some_and(Memory::is_ending);
         let status = |ready| if ready { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
         let Some(memory) = &self.memory else {
             let body = json!({ "ready": !is_ending, "managed": false, "ending": is_ending });

@@ -1,0 +1,107 @@
+//! What a service on tokio needs: an orderly end, and loaders that are async.
+//!
+//! It starts no runtime and no task. It installs handlers for signals only in
+//! [`Memory::terminated`].
+//!
+//! Invariant: nothing here blocks a thread of the runtime.
+
+use std::future::{Future, poll_fn};
+use std::io;
+use std::task::Poll;
+use std::time::Duration;
+
+use tokio::runtime::Handle;
+use tokio::signal::unix::{SignalKind, signal};
+
+use crate::BoxError;
+use crate::control::ManagedBuilder;
+
+use super::{Memory, Shutdown};
+
+impl Memory {
+    /// Returns a future that completes when the process is asked to end, by SIGTERM or SIGINT. From
+    /// then on `/readyz` answers 503, so that load balancers choose another instance. Pass it to the
+    /// server's graceful shutdown, then call [`Memory::shutdown_async`].
+    ///
+    /// The signals are handled from this call on, and never end the process by themselves any more.
+    ///
+    /// ```no_run
+    /// # async fn serve(app: axum::Router) -> Result<(), lowtide::BoxError> {
+    /// use std::time::Duration;
+    ///
+    /// let memory = lowtide::Memory::start()?;
+    /// let listener = tokio::net::TcpListener::bind("127.0.0.1:8080").await?;
+    /// axum::serve(listener, app).with_graceful_shutdown(memory.terminated()?).await?;
+    /// memory.shutdown_async(Duration::from_secs(5)).await.into_result()?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    /// The operating system's error if a handler cannot be installed.
+    ///
+    /// # Panics
+    /// Panics outside a tokio runtime with I/O enabled.
+    pub fn terminated(&self) -> io::Result<impl Future<Output = ()> + Send + use<>> {
+        let (mut term, mut int) =
+            (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
+        let memory = self.downgrade();
+        Ok(async move {
+            poll_fn(|cx| {
+                let asked = term.poll_recv(cx).is_ready() | int.poll_recv(cx).is_ready();
+                if asked { Poll::Ready(()) } else { Poll::Pending }
+            })
+            .await;
+            if let Some(memory) = memory.upgrade() {
+                memory.set_ending();
+            }
+        })
+    }
+
+    /// Like [`Memory::shutdown`], without blocking the runtime: it runs on a blocking thread of
+    /// tokio.
+    ///
+    /// # Panics
+    /// Panics outside a tokio runtime.
+    pub async fn shutdown_async(&self, deadline: Duration) -> Shutdown {
+        let memory = self.clone();
+        let ended = tokio::task::spawn_blocking(move || memory.shutdown(deadline)).await;
+        // The task is not cancelled, and `shutdown` does not panic.
+        ended.unwrap_or_default()
+    }
+
+    /// Like [`Memory::managed`], with an async loader. It runs on the thread that loads, inside the
+    /// runtime in which this was called, so it can use sockets, timers and tasks of that runtime.
+    /// Memory of tasks that it spawns is not attributed to the resource.
+    ///
+    /// [`ManagedBuilder::load_timeout`] bounds the load. A future that is still pending then stays
+    /// on its thread until it completes; to cancel it, use `tokio::time::timeout` inside.
+    ///
+    /// ```
+    /// # #[tokio::main(flavor = "current_thread")]
+    /// # async fn main() -> Result<(), lowtide::BoxError> {
+    /// use lowtide::{ByteSize, Memory};
+    ///
+    /// let memory = Memory::start()?;
+    /// let words = memory.managed_async("words", || async {
+    ///     Ok(tokio::fs::read_to_string("Cargo.toml").await?)
+    /// });
+    /// let cost = memory.cost(ByteSize::mib(1), ByteSize::ZERO);
+    /// let words = memory.register(words.cost(cost))?;
+    /// assert!(words.acquire().await?.contains("lowtide"));
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Panics
+    /// Panics outside a tokio runtime.
+    pub fn managed_async<T, L, F>(&self, name: &str, load: L) -> ManagedBuilder<T>
+    where
+        T: Send + Sync + 'static,
+        L: Fn() -> F + Send + Sync + 'static,
+        F: Future<Output = Result<T, BoxError>>,
+    {
+        let runtime = Handle::current();
+        self.managed(name, move || runtime.block_on(load()))
+    }
+}
