@@ -9,17 +9,12 @@
 #![expect(clippy::print_stdout, reason = "what a client sees is the product")]
 
 use std::net::SocketAddr;
-use std::sync::Arc;
 use std::time::Duration;
 
-use axum::http::StatusCode;
-use axum::{Router, body::Body, extract::Request, routing::post};
-use lowtide::metrics::prometheus::{self, PrometheusBuilder};
-use lowtide::service::{ContentLength, Endpoints, MemoryLayer};
+use axum::{Router, routing::post};
 use lowtide::{BoxError, ByteSize, Memory};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpStream};
-use tokio::signal::unix::{SignalKind, signal};
 
 #[global_allocator]
 static HEAP: lowtide::host::Heap = lowtide::host::Heap;
@@ -28,23 +23,22 @@ lowtide::heap_profile!(balanced); // what jemalloc reads before `main`
 #[tokio::main]
 async fn main() -> Result<(), BoxError> {
     let serve = std::env::args().any(|argument| argument == "--serve");
-    let recorder = prometheus::configure(PrometheusBuilder::new())?.install_recorder()?;
-    let upkeep = recorder.clone();
     let memory = Memory::builder()
         .memory_limit(ByteSize::gib(1)) // or the cgroup's, where that is lower
-        .with_environment()? // LOWTIDE_* variables win over what is said here
-        .after_publish(move || upkeep.run_upkeep())
+        .prometheus()?
         .start()?;
-    let endpoints = Endpoints::new(Some(memory.clone())).with_metrics(move || recorder.render());
-    let routes = routes(&memory, endpoints);
+    let routes = Router::new()
+        .route("/shout", post(|text: String| async move { text.to_uppercase() }))
+        .layer(memory.layer()) // 503 where a request does not fit
+        .merge(memory.routes()); // outside the layer: they answer under overload
 
     let listener = TcpListener::bind(("127.0.0.1", if serve { 8080 } else { 0 })).await?;
     let address = listener.local_addr()?;
     println!("listening on http://{address}");
-    let (mut term, mut int) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
     let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
+    let terminated = memory.terminated()?;
     let end = async move {
-        tokio::select! { _ = term.recv() => {} _ = int.recv() => {} _ = stopped => {} }
+        tokio::select! { () = terminated => {} _ = stopped => {} }
     };
     let server = axum::serve(listener, routes).with_graceful_shutdown(end);
     let server = tokio::spawn(server.into_future());
@@ -56,24 +50,8 @@ async fn main() -> Result<(), BoxError> {
         server.await??;
         asked?;
     }
-    // Unloads, and joins the threads. It blocks, so not on a thread of the runtime.
-    let end = tokio::task::spawn_blocking(move || memory.shutdown(Duration::from_secs(5))).await?;
-    println!("shut down: {end}");
-    if end.is_clean() { Ok(()) } else { Err("memory is still outstanding".into()) }
-}
-
-fn routes(memory: &Memory, endpoints: Endpoints) -> Router {
-    // The need of a request: its body and the result, 2 MiB if its length is unknown.
-    let estimate = ContentLength::new(ByteSize::mib(2)).factor(2.0).least(ByteSize::kib(16));
-    let state = Arc::new(endpoints);
-    let answer = |request: Request| async move {
-        let found = state.answer_request(&request).ok_or(StatusCode::NOT_FOUND);
-        found.map(|text| text.map(Body::from))
-    };
-    Router::new()
-        .route("/shout", post(|text: String| async move { text.to_uppercase() }))
-        .layer(MemoryLayer::new(memory.admission().clone(), estimate)) // 503 where it does not fit
-        .fallback(answer) // after the layer, so outside admission: it answers under overload
+    // Unloads resources, and joins the threads.
+    Ok(memory.shutdown_async(Duration::from_secs(5)).await.into_result()?)
 }
 
 /// Sends the client's requests, and checks the responses.

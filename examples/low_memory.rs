@@ -35,7 +35,6 @@ fn main() -> Result<(), BoxError> {
     let memory = Memory::builder()
         .profile(Profile::LowMemory)
         .memory_limit(base.saturating_add(ROOM))
-        .with_environment()?
         .start()?;
     memory.diagnostics().iter().for_each(|note| println!("diagnostic: {note}"));
     let limit = memory.snapshot().signal.limit.bytes;

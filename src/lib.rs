@@ -33,7 +33,7 @@
 //! use lowtide::{ByteSize, Memory};
 //!
 //! // `LOWTIDE_MEMORY_LIMIT` replaces this limit, and a lower limit of the cgroup lowers it.
-//! let memory = Memory::builder().memory_limit(ByteSize::gib(1)).with_environment()?.start()?;
+//! let memory = Memory::builder().memory_limit(ByteSize::gib(1)).start()?;
 //! println!("level {}; {:?}", memory.level(), memory.diagnostics());
 //! let permit = memory.admission().try_admit(Cost::host(ByteSize::mib(3)))?;
 //! drop(permit); // releases the 3 MiB

@@ -196,7 +196,7 @@ async fn ask(
 #[tokio::main]
 async fn serve(entrance: PathBuf) -> Result<(), BoxError> {
     std::fs::write(entrance, std::process::id().to_string())?;
-    let memory = Memory::builder().with_environment()?.start()?;
+    let memory = Memory::builder().start()?;
     let estimate = ContentLength::new(ByteSize::mib(2)).factor(2.0).least(ByteSize::kib(16));
     let parse = |Json(value): Json<Value>| async move {
         sleep(WORK).await;

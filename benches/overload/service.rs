@@ -173,7 +173,7 @@ fn admitted(
 
 fn memory(settings: &Settings, upkeep: prometheus::PrometheusHandle) -> Result<Memory, BoxError> {
     // So that a setting can be tried by its variable.
-    let mut builder = Memory::builder().with_environment()?;
+    let mut builder = Memory::builder();
     builder = builder.after_publish(move || upkeep.run_upkeep());
     if settings.decay_off {
         builder = builder.heap_decay(DecayTime::Never);

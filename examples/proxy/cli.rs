@@ -201,7 +201,6 @@ async fn run(cli: Cli) -> Result<(), BoxError> {
     let upkeep = recorder.clone();
     let workers = Handle::current();
     let memory = Memory::builder()
-        .with_environment()?
         .after_publish(move || upkeep.run_upkeep())
         .after_tcache_flush_request(move || wake(&workers))
         .start()?;

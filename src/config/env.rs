@@ -181,13 +181,6 @@ pub fn read() -> Result<Settings, ConfigError> {
     settings(std::env::vars_os())
 }
 
-/// The variables of this crate that are set, by name.
-#[expect(clippy::disallowed_methods, reason = "this is the one reader of the environment")]
-pub(crate) fn names() -> Vec<&'static str> {
-    let is_set = |name: &&str| std::env::var_os(name).is_some_and(|value| !value.is_empty());
-    VARIABLES.iter().map(|variable| variable.name).filter(is_set).collect()
-}
-
 /// Returns a variable of another program, such as jemalloc. Invalid UTF-8 is replaced.
 #[expect(clippy::disallowed_methods, reason = "this is the one reader of the environment")]
 pub(crate) fn of_others(name: &str) -> Option<String> {

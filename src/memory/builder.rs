@@ -49,10 +49,7 @@ const STACK: ByteSize = ByteSize::kib(256);
 #[derive(Default)]
 pub struct Builder {
     code: Settings,
-    /// The settings of the environment; `None` if it is not read.
-    environment: Option<Settings>,
-    /// The settings in jemalloc's variable that this build does not read.
-    unread: Option<String>,
+    ignores_environment: bool,
     clock: Option<Arc<dyn Clock>>,
     hook: Option<Hook>,
     recall_hook: Option<Hook>,
@@ -129,17 +126,12 @@ impl Builder {
         metrics_interval: Duration;
     }
 
-    /// Reads the `LOWTIDE_*` variables, which override settings made in code. Without this call the
-    /// environment is not read and the variables have no effect ([`Memory::start`] calls it). A
-    /// variable with an empty value counts as unset.
-    ///
-    /// # Errors
-    /// [`StartError::Config`] with every unknown variable and every invalid value.
-    pub fn with_environment(mut self) -> Result<Self, StartError> {
-        self.environment = Some(env::read()?);
-        let found = host::effective().ok();
-        self.unread = found.and_then(|found| env::of_others(found.unread_variable()));
-        Ok(self)
+    /// Ignores the `LOWTIDE_*` variables of the environment, which otherwise override settings made
+    /// in code. For tests and tools with fixed settings.
+    #[must_use]
+    pub const fn without_environment(mut self) -> Self {
+        self.ignores_environment = true;
+        self
     }
 
     /// Sets the clock. Default: the machine's clock.
@@ -214,7 +206,7 @@ impl Builder {
     ///
     /// let handle = Some(ByteSize::mib(16));
     /// let driver = CudaDriver::open(CudaOptions { handle, ..CudaOptions::default() })?;
-    /// let memory = Memory::builder().with_environment()?.driver(Arc::new(driver)).start()?;
+    /// let memory = Memory::builder().driver(Arc::new(driver)).start()?;
     /// # }
     /// # Ok::<(), lowtide::BoxError>(())
     /// ```
@@ -232,27 +224,28 @@ impl Builder {
         self
     }
 
-    /// Starts the memory manager. Takes a few milliseconds at most. Reads the environment only
-    /// after [`Builder::with_environment`].
+    /// Starts the memory manager. Takes a few milliseconds at most. Reads the `LOWTIDE_*` variables
+    /// of the environment, which override settings made in code; a variable with an empty value
+    /// counts as unset.
     ///
     /// # Errors
-    /// [`StartError`] if a `Memory` is already running, settings are invalid, the memory limit is
-    /// below the memory in use, `cuda` is configured without a usable device, or a thread cannot be
-    /// started.
+    /// [`StartError`] if a variable is unknown or invalid, a `Memory` is already running, settings
+    /// are invalid, the memory limit is below the memory in use, `cuda` is configured without a
+    /// usable device, or a thread cannot be started.
     pub fn start(self) -> Result<Memory, StartError> {
-        let unread = Settings::default();
-        let environment = self.environment.as_ref().unwrap_or(&unread);
-        let config = Config::resolve(&self.code, environment)?;
+        let environment = if self.ignores_environment { Settings::default() } else { env::read()? };
+        let config = Config::resolve(&self.code, &environment)?;
         let claim = Claim::take().ok_or(StartError::AlreadyStarted)?;
         self.start_claimed(config, claim)
     }
 
     /// Releases the claim if the start fails.
     fn start_claimed(self, config: Config, claim: Arc<Claim>) -> Result<Memory, StartError> {
-        let mut diagnostics = unread_variables(self.environment.is_some());
+        let mut diagnostics = Vec::new();
+        let unread = if self.ignores_environment { None } else { unread_by_jemalloc() };
         let driver = open_driver(&config, self.driver, &mut diagnostics)?;
         let signals = open_signals(&config, self.signals, &mut diagnostics);
-        let heap = settle_heap(&config, &signals, self.unread, &mut diagnostics);
+        let heap = settle_heap(&config, &signals, unread, &mut diagnostics);
         let clock = self.clock.unwrap_or_else(|| Arc::new(SystemClock::new()));
         check_limit(&config, &signals, &*clock, &mut diagnostics)?;
         let (signals, arenas) = (Arc::new(signals), Arenas::default());
@@ -341,17 +334,10 @@ fn settle_budgets(
     counted
 }
 
-/// A warning if variables are set and not read.
-fn unread_variables(are_read: bool) -> Vec<Diagnostic> {
-    let names = if are_read { Vec::new() } else { env::names() };
-    let text = format!(
-        "{} set but not read: call Builder::with_environment before Builder::start, or unset",
-        names.join(", ")
-    );
-    Some(Diagnostic::warning("configuration", text))
-        .filter(|_| !names.is_empty())
-        .into_iter()
-        .collect()
+/// Returns the settings in jemalloc's variable that this build does not read.
+fn unread_by_jemalloc() -> Option<String> {
+    let found = host::effective().ok();
+    found.and_then(|found| env::of_others(found.unread_variable()))
 }
 
 /// Opens the signals with the configured limit, and adds a diagnostic if some are missing.
@@ -591,7 +577,7 @@ impl fmt::Debug for Builder {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Builder")
             .field("code", &self.code)
-            .field("environment", &self.environment)
+            .field("ignores_environment", &self.ignores_environment)
             .finish_non_exhaustive()
     }
 }

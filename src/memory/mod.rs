@@ -180,23 +180,19 @@ impl Memory {
         Self(Arc::new(Inner { shared, running, admission }))
     }
 
-    /// Returns a builder with default settings. It does not read the environment; use
-    /// [`Builder::with_environment`] or [`Memory::start`] for that.
+    /// Returns a builder with default settings.
     #[must_use]
     pub fn builder() -> Builder {
         Builder::default()
     }
 
     /// Starts a `Memory` with default settings and the `LOWTIDE_*` variables of the environment.
-    /// Short for `Memory::builder().with_environment()?.start()`.
-    ///
-    /// [`Builder::start`] alone does **not** read the environment, so `LOWTIDE_MEMORY_LIMIT` and
-    /// the other variables have no effect on it.
+    /// Short for `Memory::builder().start()`.
     ///
     /// # Errors
-    /// The same as for [`Builder::with_environment`] and [`Builder::start`].
+    /// The same as for [`Builder::start`].
     pub fn start() -> Result<Self, StartError> {
-        Self::builder().with_environment()?.start()
+        Self::builder().start()
     }
 
     /// Returns a handle that does not keep the manager running, for loaders, clean-ups and hooks.

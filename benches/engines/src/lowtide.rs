@@ -112,7 +112,7 @@ fn registered(
 fn main() -> Result<ExitCode, BoxError> {
     let arguments = Arguments::read()?;
     let environment = arguments.environment()?;
-    let memory = Memory::builder().with_environment()?.device(DeviceChoice::Host).start()?;
+    let memory = Memory::builder().device(DeviceChoice::Host).start()?;
     let model = registered(&memory, environment, &arguments)?;
     let mut service = Lowtide { memory, model };
     let held = engines::run(&arguments, &mut service)?;
