@@ -236,13 +236,18 @@ impl Builder {
         let environment = if self.ignores_environment { Settings::default() } else { env::read()? };
         let config = Config::resolve(&self.code, &environment)?;
         let claim = Claim::take().ok_or(StartError::AlreadyStarted)?;
-        self.start_claimed(config, claim)
+        let unread = (!self.ignores_environment).then(unread_by_jemalloc).flatten();
+        self.start_claimed(config, claim, unread)
     }
 
     /// Releases the claim if the start fails.
-    fn start_claimed(self, config: Config, claim: Arc<Claim>) -> Result<Memory, StartError> {
+    fn start_claimed(
+        self,
+        config: Config,
+        claim: Arc<Claim>,
+        unread: Option<String>,
+    ) -> Result<Memory, StartError> {
         let mut diagnostics = Vec::new();
-        let unread = if self.ignores_environment { None } else { unread_by_jemalloc() };
         let driver = open_driver(&config, self.driver, &mut diagnostics)?;
         let signals = open_signals(&config, self.signals, &mut diagnostics);
         let heap = settle_heap(&config, &signals, unread, &mut diagnostics);
