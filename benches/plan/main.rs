@@ -9,12 +9,12 @@
 #![expect(clippy::print_stdout, reason = "a program that shows something")]
 #![expect(clippy::disallowed_methods, reason = "it measures real time")]
 
-#[path = "../../tests/device_plan/brute.rs"]
+#[path = "../../tests/planner/brute.rs"]
 mod brute;
 mod instance;
-#[path = "../../tests/device_plan/peers.rs"]
+#[path = "../../tests/planner/peers.rs"]
 mod peers;
-#[path = "../../tests/device_plan/random.rs"]
+#[path = "../../tests/planner/random.rs"]
 #[allow(dead_code, reason = "the tests use more of it")]
 mod random;
 mod table;

@@ -5,8 +5,8 @@
 //!
 //! Invariant: a trace succeeds in the pool that is found, and fails in one smaller by a step.
 
-use crate::peers::{Bfc, CuArena, Extend, Offset, Peer};
-use crate::trace::{Event, Trace};
+use super::peers::{Bfc, CuArena, Extend, Offset, Peer};
+use super::trace::{Event, Trace};
 
 /// Pools are told apart down to this many bytes: 64 KiB, under 0.04 % of any of our traces.
 const STEP: u64 = 64 << 10;

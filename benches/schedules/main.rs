@@ -1,4 +1,4 @@
-//! Random schedules of an arena beside streams, many: what `tests/device_schedules` runs a few of.
+//! Random schedules of an arena beside streams, many: what `tests/gpu/schedules` runs a few of.
 //!
 //! It measures nothing but how many ran. Two threads run schedules, a seed each; a schedule that
 //! fails is shown with its seed, order and workers, and can be run again alone.
@@ -6,7 +6,7 @@
 //! Exit codes: 0 all held; 1 one failed.
 #![expect(clippy::print_stdout, clippy::print_stderr, reason = "a program that shows something")]
 
-#[path = "../../tests/device_schedules/harness/mod.rs"]
+#[path = "../../tests/gpu/schedules/harness/mod.rs"]
 #[allow(dead_code, reason = "the tests use more of it")]
 mod harness;
 

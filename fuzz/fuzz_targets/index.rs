@@ -7,7 +7,7 @@
 //! Invariant: none is broken, whatever the bytes.
 #![no_main]
 
-#[path = "../../tests/device_index/model.rs"]
+#[path = "../../tests/gpu/index/model.rs"]
 #[allow(dead_code, reason = "the tests use more of it")]
 mod model;
 

@@ -1,0 +1,20 @@
+//! The device arena through its public interface: over host memory, over the simulation of the
+//! driver, and against models of its peers.
+//!
+//! Tests that read figures of the whole process, or fork, run in a child process each.
+
+mod arena;
+mod compact;
+mod index;
+mod interop;
+mod ladder;
+mod peers;
+mod pinned_process;
+mod planned;
+mod process;
+mod record;
+mod replay_peers;
+mod schedules;
+mod segments;
+mod sleep;
+mod streams;
