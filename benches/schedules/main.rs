@@ -6,6 +6,9 @@
 //! Exit codes: 0 all held; 1 one failed.
 #![expect(clippy::print_stdout, clippy::print_stderr, reason = "a program that shows something")]
 
+#[path = "../index/chance.rs"]
+#[allow(dead_code, reason = "others use more of it")]
+mod chance;
 #[path = "../../tests/gpu/schedules/harness/mod.rs"]
 #[allow(dead_code, reason = "the tests use more of it")]
 mod harness;

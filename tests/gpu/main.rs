@@ -1,9 +1,11 @@
 //! The device arena through its public interface: over host memory, over the simulation of the
 //! driver, and against models of its peers.
 //!
-//! Tests that read figures of the whole process, or fork, run in a child process each.
+//! Tests that read figures of the whole process run in a child process each (`rusty_fork_test`).
 
 mod arena;
+#[path = "../../benches/index/chance.rs"]
+mod chance;
 mod compact;
 mod index;
 mod interop;

@@ -2,6 +2,9 @@
 //!
 //! Invariant: what is written into a planned buffer while it is live is there until its end.
 
+#[path = "../planner/counting.rs"]
+#[allow(dead_code, reason = "the planner's tests use more of it")]
+mod counting;
 #[path = "../planner/plans.rs"]
 mod plans;
 
@@ -17,7 +20,8 @@ use lowtide::device::{
 };
 use lowtide_cuda_sim::{Call, DriverCosts, Handles, Outcome, Pattern, SimDriver, SimOptions};
 
-use plans::{instance, planned, planned_for};
+use counting::allocations;
+use plans::{instance, overlapping, planned, planned_for};
 
 fn arena(limit: ByteSize) -> DeviceArena {
     let config = ArenaConfig { limit, ..ArenaConfig::new("planned") };
@@ -355,4 +359,35 @@ fn slices_that_overlap_are_not_given() {
     let id = problem.ids().next().expect("one");
     let twice = [(id, ByteSize::new(2)), (id, ByteSize::new(1))];
     drop(memory.slices_mut(&lease, twice));
+}
+
+#[test]
+fn what_a_plan_is_asked_while_it_is_run_allocates_nothing() {
+    let (small, large) = (overlapping(50, 5), overlapping(60, 9));
+    let plans = [planned(&small, 100, 0), planned(&large, 100, 0)];
+    let driver = Arc::new(HostDriver::new());
+    let clock = Arc::new(ManualClock::new());
+    let arena = DeviceArena::open(driver, clock, ArenaConfig::new("planned")).expect("an arena");
+    let mut memory = arena.reserve_plan(&plans[1], Region::Dynamic).expect("room for it");
+    let mut cache = PlanCache::new();
+    let planner_clock = ManualClock::new();
+    let mut planner = Planner::new(&planner_clock);
+    cache.plan(0, &small, &mut planner).expect("it has plans");
+    let lease = arena.enter().expect("an open arena");
+    memory.refit(&plans[0]).expect("it is reserved");
+    let made = allocations(|| {
+        for (plan, problem) in plans.iter().zip([&small, &large]) {
+            plan.serves(problem).expect("its own problem");
+            let planned = memory.enter(&lease).expect("an open arena");
+            let sum: u64 = small
+                .ids()
+                .map(|id| planned.address(id).expect("ours").get() ^ plan.offset(id))
+                .sum();
+            std::hint::black_box(sum);
+        }
+        memory.refit(&plans[1]).expect("it is reserved");
+        cache.plan(0, &small, &mut planner).expect("it is there");
+    });
+    assert_eq!(made, 0);
+    assert!(allocations(|| drop(planned(&small, 1, 0))) > 0, "the count does not count");
 }

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use lowtide::ByteSize;
 use lowtide::clock::ManualClock;
-use lowtide::device::plan::{Budget, Ends, Plan, Planner, Problem};
+use lowtide::device::plan::{Budget, Demand, Ends, Plan, Planner, Problem};
 
 /// A plan within so many nodes, which stops at a peak of `enough`.
 pub(crate) fn planned(problem: &Problem, nodes: u64, enough: u64) -> Plan {
@@ -48,4 +48,15 @@ pub(crate) fn instance(name: &str) -> Problem {
         _ => unreachable!("no such instance"),
     };
     Problem::read_csv(text.as_bytes(), Ends::AsNamed).expect("a file of its field")
+}
+
+/// Buffers of which some `width` are live at once.
+pub(crate) fn overlapping(count: i64, width: i64) -> Problem {
+    let mut problem = Problem::new();
+    for at in 0..count {
+        let size = ByteSize::new(1 + (at.unsigned_abs() * 7919) % 1_000);
+        let end = at + 1 + (at * 31) % (2 * width);
+        problem.add(Demand::new("b", size, at..end)).expect("it can be posed");
+    }
+    problem
 }

@@ -4,8 +4,6 @@
 //!
 //! Nothing here reads time. Seeds are printed.
 
-#[path = "../../../benches/index/chance.rs"]
-mod chance;
 mod model;
 
 use std::collections::BTreeMap;
@@ -285,9 +283,9 @@ fn a_table_with_room_does_not_grow_before_it_is_full() {
 fn a_pool_at_nine_tenths_fails_at_most_a_hundred_times() {
     const LIVE: usize = 11_600;
     for seed in [42, 7, 1234] {
-        let mut chance = chance::Chance::new(seed);
+        let mut chance = crate::chance::Chance::new(seed);
         let mut index = BlockIndex::new(64 << 30);
-        let take = |index: &mut BlockIndex, chance: &mut chance::Chance| {
+        let take = |index: &mut BlockIndex, chance: &mut crate::chance::Chance| {
             let request = Request { size: chance.size(), align: 1, end: End::Low };
             index.take(request, PLAIN).map(|(id, _)| id)
         };

@@ -1,11 +1,7 @@
 //! Random programs, with every book checked after each step.
 
-#[path = "../../../benches/index/chance.rs"]
-#[allow(dead_code, reason = "others use more of it")]
-mod chance;
-
 use super::*;
-use chance::Chance;
+use crate::chance::Chance;
 
 const SEEDS: u64 = 40;
 const STEPS: usize = 300;

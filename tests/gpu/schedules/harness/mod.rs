@@ -14,9 +14,6 @@
 
 mod acts;
 mod budget;
-#[path = "../../../../benches/index/chance.rs"]
-#[allow(dead_code, reason = "others use more of it")]
-mod chance;
 mod meddle;
 mod world;
 
@@ -32,7 +29,7 @@ use lowtide::clock::{Clock as _, SystemClock};
 use lowtide::device::{ArenaState, Contents, DeviceArena, Region, SleepConfig, SleepOptions};
 use lowtide_cuda_sim::{Leaks, Order, SimDriver};
 
-use chance::Chance;
+use crate::chance::Chance;
 use world::World;
 
 /// Acts of each worker.

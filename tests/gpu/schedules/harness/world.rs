@@ -18,8 +18,8 @@ use lowtide::device::{
 use lowtide_cuda_sim::{DriverCosts, GraphHandle, Handles, Pattern, SimDriver, SimOptions, Ticket};
 
 use super::budget::{Account, Budget};
-use super::chance::Chance;
 use super::{Memory, Schedule, acts, meddle};
+use crate::chance::Chance;
 
 /// What came of an act: nothing, or what must not be.
 pub(super) type Act = Result<(), String>;

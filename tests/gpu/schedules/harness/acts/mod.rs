@@ -12,8 +12,8 @@ mod memory;
 mod sleep;
 mod work;
 
-use super::chance::Chance;
 use super::world::{Act, Worker, World};
+use crate::chance::Chance;
 
 pub(super) use graphs::end_graph;
 
