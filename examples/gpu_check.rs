@@ -22,13 +22,13 @@ use clap::Parser;
 use lowtide::device::driver::cuda::{CudaError, CudaOptions, probe};
 use lowtide::device::driver::{Backend, Driver};
 
-#[path = "../tests/driver_contract/cases.rs"]
+#[path = "../tests/simulation/contract/cases.rs"]
 mod cases;
 #[path = "gpu_check/cli.rs"]
 mod cli;
 #[path = "gpu_check/cuarena.rs"]
 mod cuarena;
-#[path = "../tests/driver_contract/cuda.rs"]
+#[path = "../tests/simulation/contract/cuda.rs"]
 mod cuda;
 #[path = "gpu_check/decay.rs"]
 mod decay;

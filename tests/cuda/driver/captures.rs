@@ -1,0 +1,173 @@
+//! Captures of graphs by others, on streams that are no lanes, and what the driver layer does
+//! beside them.
+//!
+//! Invariant: a capture that is begun outside is spoiled by no call but a wait for the context.
+#![expect(unsafe_code, reason = "the raw call that exchanges a thread's capture mode")]
+
+use std::sync::Arc;
+use std::thread;
+use std::time::Duration;
+
+use cudarc::driver::sys::{self, CUgraphInstantiate_flags, CUstreamCaptureMode};
+use cudarc::driver::{CudaContext, CudaStream};
+use lowtide::ByteSize;
+use lowtide::clock::Moment;
+use lowtide::decay::DecayTime;
+use lowtide::device::driver::cuda::{CudaDriver, GovernorOptions, PoolGovernor};
+use lowtide::device::driver::{Driver as _, DriverError, HostMemory};
+use lowtide::device::{Region, SleepOptions};
+use lowtide_fake_driver::{Fake, Options};
+
+use super::open::WAYS;
+use super::support::{Bed, LAZY, UNIT, end, life, start};
+
+const GLOBAL: CUstreamCaptureMode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL;
+const LOCAL: CUstreamCaptureMode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
+const RELAXED: CUstreamCaptureMode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
+
+/// Sets this thread's mode; the one before.
+fn exchange(mode: CUstreamCaptureMode) -> CUstreamCaptureMode {
+    let mut mode = mode;
+    // SAFETY: a pointer to a local that holds a mode.
+    let code = unsafe { sys::cuThreadExchangeStreamCaptureMode(&raw mut mode) };
+    assert_eq!(code, sys::CUresult::CUDA_SUCCESS);
+    mode
+}
+
+/// The mode of this thread.
+fn mode() -> CUstreamCaptureMode {
+    let mode = exchange(GLOBAL);
+    exchange(mode);
+    mode
+}
+
+/// When all that is idle has been so for its decay time.
+fn late() -> Moment {
+    Moment::ORIGIN + Duration::from_secs(60)
+}
+
+/// A stream that no arena knows.
+fn foreign(context: &Arc<CudaContext>) -> Arc<CudaStream> {
+    context.new_stream().expect("a stream")
+}
+
+/// Ends a capture; whether it was sound.
+fn is_sound(stream: &Arc<CudaStream>) -> bool {
+    let flags = CUgraphInstantiate_flags::CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH;
+    // An empty graph is no graph to cudarc; a spoiled one is an error.
+    stream.end_capture(flags).is_ok()
+}
+
+#[test]
+fn a_decay_of_any_thread_spoils_no_capture_of_a_stream_that_is_no_lane() {
+    for own_thread in [true, false] {
+        let (fake, bed, arena, lane) = start();
+        let stream = foreign(&bed.context);
+        for _ in 0..4 {
+            drop(lane.alloc::<u8>(2 * UNIT, Region::Dynamic).expect("room"));
+            drop(arena.alloc::<u8>(UNIT, Region::Dynamic).expect("room"));
+            stream.begin_capture(GLOBAL).expect("begun");
+            let decay = || arena.decay(late()).map(drop);
+            let looked = if own_thread {
+                decay()
+            } else {
+                thread::scope(|scope| scope.spawn(decay).join().expect("no panic"))
+            };
+            assert_eq!(looked, Ok(()));
+            fake.run(0, u64::MAX);
+            assert!(is_sound(&stream), "own thread: {own_thread}");
+            arena.decay(late()).expect("looked");
+        }
+        arena.purge().expect("waits, and no stream captures");
+        assert_eq!(arena.snapshot().pending, ByteSize::ZERO);
+        drop(stream);
+        end((fake, bed, arena, lane));
+    }
+}
+
+#[test]
+fn no_rung_spoils_a_capture_when_it_takes_memory_and_gives_it_back() {
+    for (options, _) in WAYS {
+        let fake = Fake::start(LAZY);
+        let bed = Bed::over(CudaDriver::open(options).expect("a device"));
+        let arena = bed.arena();
+        let lane = arena.cuda_lane(&bed.one).expect("a lane");
+        let stream = foreign(&bed.context);
+        stream.begin_capture(GLOBAL).expect("begun");
+        let kept = lane.alloc::<u8>(2 * UNIT, Region::Stable).expect("room");
+        drop(lane.alloc::<u8>(3 * UNIT, Region::Dynamic).expect("room"));
+        lane.end_run().expect("marked");
+        arena.decay(late()).expect("looked");
+        fake.run(0, u64::MAX);
+        arena.decay(late()).expect("looked");
+        arena.purge().expect("all is proved by events");
+        let _ = bed.driver.headroom().expect("answered");
+        let size = lowtide::device::driver::HOST_GRANULARITY;
+        let locked = bed.driver.host_alloc(size, HostMemory::PageLocked);
+        locked.expect("room"); // left to the fake, which is reset by the next test
+        if arena.capabilities().same_address_wake {
+            let drain = Duration::ZERO;
+            arena.sleep(SleepOptions { drain, ..SleepOptions::default() }).expect("asleep");
+            arena.wake().expect("awake");
+        }
+        assert!(is_sound(&stream), "{options:?}");
+        drop((kept, lane, stream));
+        arena.close().expect("closed");
+    }
+}
+
+#[test]
+fn a_device_opens_beside_a_capture_and_does_not_spoil_it() {
+    let fake = Fake::start(LAZY);
+    let bed = Bed::new();
+    let stream = foreign(&bed.context);
+    stream.begin_capture(GLOBAL).expect("begun");
+    for (options, _) in WAYS {
+        drop(CudaDriver::open(options).expect("a device"));
+    }
+    assert!(is_sound(&stream));
+    drop((stream, bed));
+    fake.assert_clean();
+}
+
+#[test]
+fn a_thread_keeps_its_capture_mode_through_all_calls_and_those_that_fail() {
+    for before in [GLOBAL, LOCAL, RELAXED] {
+        let fake = Fake::start(LAZY);
+        let bed = Bed::new();
+        exchange(before);
+        assert_eq!(life(&bed, &mut || assert_eq!(mode(), before)).0, Vec::<String>::new());
+        fake.fail(c"cuMemGetInfo_v2", 1, 999);
+        assert!(matches!(bed.driver.headroom(), Err(DriverError::Refused { code: 999, .. })));
+        assert_eq!(mode(), before);
+        drop(bed);
+        assert_eq!(mode(), before);
+        exchange(GLOBAL);
+        fake.assert_clean();
+    }
+}
+
+/// The worker of a `Memory` is such a thread.
+#[test]
+fn a_governor_spoils_no_capture_in_the_background() {
+    let fake = Fake::start(Options { devices: 1, ..LAZY });
+    let options = GovernorOptions { decay: DecayTime::AtOnce, ..GovernorOptions::default() };
+    let governor = PoolGovernor::open(options).expect("a governor");
+    let context = CudaContext::new(0).expect("a context");
+    let (stream, capturing) = (foreign(&context), foreign(&context));
+    drop(stream.clone_htod(&[1_u8; 1 << 16]).expect("memory"));
+    let reserved = || governor.report(ByteSize::ZERO).expect("answered").reserved;
+    capturing.begin_capture(GLOBAL).expect("begun");
+    let background = lowtide::sync::background();
+    assert_eq!(governor.decay(Moment::ORIGIN), Ok(ByteSize::ZERO), "no wait has shown its end");
+    drop(background);
+    assert!(is_sound(&capturing));
+    assert!(!reserved().is_zero());
+    stream.synchronize().expect("done");
+    let background = lowtide::sync::background();
+    governor.decay(Moment::ORIGIN).expect("looked");
+    drop(background);
+    assert!(reserved().is_zero(), "what a wait of the program has shown goes back");
+    drop((stream, capturing, context, governor));
+    fake.assert_clean();
+}
