@@ -1,8 +1,8 @@
 //! Without `Heap` as global allocator everything still works, and says so.
-#![cfg(feature = "heap")]
 
 use lowtide::clock::SystemClock;
 use lowtide::host::{self, HeapProbe, HeapProfile, Outcome, Unsupported};
+use test_fork::test;
 
 /// With C's `malloc` served by jemalloc, Rust's default allocator is jemalloc as well.
 const INTERPOSED: bool = cfg!(feature = "interpose");
@@ -12,7 +12,7 @@ fn a_heap_that_nobody_uses_is_told_and_harmless() {
     assert_eq!(host::is_global(), INTERPOSED);
     let found = host::effective().unwrap();
     assert_eq!((found.is_global, found.serves_c), (INTERPOSED, INTERPOSED));
-    assert_eq!(found.conf_of_binary, None);
+    assert_eq!(found.conf_of_binary, HeapProfile::Throughput.conf().to_str().ok());
 
     let probe = HeapProbe::new().unwrap();
     let snapshot = probe.snapshot().unwrap();

@@ -2,17 +2,12 @@
 //! and each difference from what the binary asks names its cause.
 //!
 //! The tests run this program again with other variables; the test that then runs says on its
-//! standard output what it found.
-#![cfg(all(feature = "heap", target_os = "linux"))]
-
-use std::process::Command;
+//! standard output what it found. The binary asks for `balanced`.
+#![cfg(target_os = "linux")]
 
 use lowtide::host::{self, Difference, HeapProfile};
 
-#[global_allocator]
-static HEAP: host::Heap = host::Heap;
-
-lowtide::heap_profile!(balanced);
+use crate::start::{BALANCED, again};
 
 const READ: &str = if cfg!(feature = "interpose") { "MALLOC_CONF" } else { "_RJEM_MALLOC_CONF" };
 
@@ -22,17 +17,19 @@ const GIVEN: [&str; 2] = ["transparent_hugepage", "LG_PAGE"];
 /// What this program's other tests run it again for.
 #[test]
 fn what_took_effect_in_this_process_is_said() {
-    let found = host::effective().unwrap();
-    let list = |what: &str, differences: Vec<Difference>| {
-        differences.iter().for_each(|difference| println!("\n{what}: {difference}"));
-    };
-    println!("\neffective: {found}");
-    list("from binary", found.differences_from(found.requested_by_binary().unwrap()));
-    list("from low-memory", found.differences_from(HeapProfile::LowMemory));
-    list("ignored", found.ignored());
-    // The heap serves whatever was configured.
-    let blocks: Vec<Vec<u8>> = (0..256).map(|at| vec![7; at * 64]).collect();
-    assert!(blocks.iter().flatten().all(|byte| *byte == 7));
+    BALANCED.run(|| {
+        let found = host::effective().unwrap();
+        let list = |what: &str, differences: Vec<Difference>| {
+            differences.iter().for_each(|difference| println!("\n{what}: {difference}"));
+        };
+        println!("\neffective: {found}");
+        list("from binary", found.differences_from(found.requested_by_binary().unwrap()));
+        list("from low-memory", found.differences_from(HeapProfile::LowMemory));
+        list("ignored", found.ignored());
+        // The heap serves whatever was configured.
+        let blocks: Vec<Vec<u8>> = (0..256).map(|at| vec![7; at * 64]).collect();
+        assert!(blocks.iter().flatten().all(|byte| *byte == 7));
+    });
 }
 
 /// What the test above says in a process with this value of jemalloc's variable, and on standard
@@ -41,10 +38,9 @@ struct Said(String, String);
 
 impl Said {
     fn with(value: &str) -> Self {
-        let own = std::env::current_exe().expect("this program");
-        let output = Command::new(own)
-            .args(["--exact", "what_took_effect_in_this_process_is_said", "--nocapture"])
+        let output = again("profile_sources::what_took_effect_in_this_process_is_said")
             .env_clear()
+            .envs([BALANCED.variable()])
             .env(READ, value)
             .output()
             .expect("runs");
@@ -98,14 +94,16 @@ fn background_threads_are_off_where_the_variable_says_so() {
 
 #[test]
 fn the_string_of_low_memory_makes_low_memory_of_a_balanced_binary() {
-    let found = host::effective().unwrap();
-    let text = found.variable_for(&HeapProfile::LowMemory.into());
-    assert_eq!(Some(&*text), HeapProfile::LowMemory.conf().to_str().ok());
-    let said = Said::with(&text);
-    assert_eq!((said.about("from low-memory"), said.about("ignored")), (vec![], vec![]));
-    let causes = said.about("from binary");
-    let by = format!(": set by the variable {READ}");
-    assert!(causes.len() == 3 && causes.iter().all(|line| line.ends_with(&by)), "{causes:?}");
+    BALANCED.run(|| {
+        let found = host::effective().unwrap();
+        let text = found.variable_for(&HeapProfile::LowMemory.into());
+        assert_eq!(Some(&*text), HeapProfile::LowMemory.conf().to_str().ok());
+        let said = Said::with(&text);
+        assert_eq!((said.about("from low-memory"), said.about("ignored")), (vec![], vec![]));
+        let causes = said.about("from binary");
+        let by = format!(": set by the variable {READ}");
+        assert!(causes.len() == 3 && causes.iter().all(|line| line.ends_with(&by)), "{causes:?}");
+    });
 }
 
 #[test]

@@ -1,11 +1,8 @@
 //! Caches of threads that cooperate: real threads that park, and what is left in their caches.
-//!
-//! One heap for all tests, so they take turns.
 #![cfg(feature = "heap")]
 
 use std::panic::resume_unwind;
 use std::sync::mpsc::{self, Receiver, Sender};
-use std::sync::{Mutex, PoisonError};
 use std::thread;
 use std::time::Duration;
 
@@ -13,9 +10,7 @@ use lowtide::ByteSize;
 use lowtide::clock::{Bell, Clock, SystemClock};
 use lowtide::decay::DecayTime;
 use lowtide::host::{self, HeapProbe, HeapSettings};
-
-#[global_allocator]
-static HEAP: host::Heap = host::Heap;
+use test_fork::test;
 
 const THREADS: usize = 8;
 const PATIENCE: Duration = Duration::from_secs(20);
@@ -23,10 +18,8 @@ const PATIENCE: Duration = Duration::from_secs(20);
 const FULL: ByteSize = ByteSize::kib(200);
 const EMPTY: ByteSize = ByteSize::kib(32);
 
-/// Nothing happens by itself, on a thread that is gone, cache and all, before the next test.
+/// Nothing happens by itself; the test has a thread of its own.
 fn alone(test: impl FnOnce() + Send) {
-    static TURN: Mutex<()> = Mutex::new(());
-    let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
     let still = HeapSettings {
         dirty_decay: DecayTime::Never,
         muzzy_decay: DecayTime::AtOnce,

@@ -7,27 +7,24 @@ use std::ffi::CStr;
 use std::hint::black_box;
 use std::os::unix::process::ExitStatusExt as _;
 use std::process::Command;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::{env, ptr};
 
 use lowtide::decay::DecayTime;
-use lowtide::host::{self, Heap, HostArena, HostArenaError, HostError, StillHeld};
+use lowtide::host::{self, HostArena, HostArenaError, HostError, StillHeld};
+use test_fork::test;
 
-#[global_allocator]
-static HEAP: Heap = Heap;
+use crate::start::{again, assert_passed};
 
 /// Says to a child what it is to do.
 const TASK: &str = "LOWTIDE_TEST_TASK";
 
-/// One at a time: indices are the process's.
-static TURN: Mutex<()> = Mutex::new(());
-
 fn child(test: &str, task: &str) -> Command {
-    let mut command = Command::new(env::current_exe().expect("a path"));
-    command.args(["--exact", test, "--nocapture", "--test-threads=1"]).env(TASK, task);
+    let mut command = again(&format!("arenas_edges::{test}"));
+    command.env(TASK, task);
     command
 }
 
@@ -94,7 +91,6 @@ fn where_a_naive_destroy_faults_retirement_refuses() {
     let status = naive.expect("it runs").status;
     assert_eq!(status.signal(), Some(libc::SIGSEGV), "{status}");
 
-    let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
     let arena = HostArena::new("careful").expect("an arena");
     let blocks = arena.scope(|| (0..100).map(|_| Box::new([1_u8; 1000])).collect::<Vec<_>>());
     let (ask, asked) = channel();
@@ -198,7 +194,6 @@ fn merges(one: &[Step], two: &[Step]) -> Vec<Vec<(usize, Step)>> {
 
 #[test]
 fn in_every_order_of_frees_flushes_and_exits_it_is_retired_when_nothing_is_held_and_never_before() {
-    let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
     let ways = [
         &[Step::Free, Step::Flush, Step::Exit][..],
         &[Step::Flush, Step::Free, Step::Exit],
@@ -241,7 +236,6 @@ fn in_every_order_of_frees_flushes_and_exits_it_is_retired_when_nothing_is_held_
 
 #[test]
 fn a_scope_that_does_not_end_keeps_its_arena() {
-    let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
     let arena = Arc::new(HostArena::new("endless").expect("an arena"));
     let is_there = || HostArena::all().expect("statistics").iter().any(|(of, _)| of == "endless");
     let (end, is_ended) = channel::<()>();
@@ -265,12 +259,6 @@ fn a_scope_that_does_not_end_keeps_its_arena() {
 
 #[test]
 fn when_arenas_run_out_that_is_an_error_and_the_heap_goes_on() {
-    if !is_task("exhaust") {
-        let test = "when_arenas_run_out_that_is_an_error_and_the_heap_goes_on";
-        let status = child(test, "exhaust").status().expect("it runs");
-        assert!(status.success(), "{status}");
-        return;
-    }
     let arenas = ["one", "two"].map(|name| HostArena::new(name).expect("an arena"));
     let mut others = 0;
     while try_read_u32(c"arenas.create").is_ok() {
@@ -297,8 +285,8 @@ fn where_arenas_go_with_cpus_no_thread_is_bound_and_buffers_are_had_all_the_same
     if !is_task("by cpu") {
         let test = "where_arenas_go_with_cpus_no_thread_is_bound_and_buffers_are_had_all_the_same";
         let mut command = child(test, "by cpu");
-        let status = command.env("_RJEM_MALLOC_CONF", "percpu_arena:percpu").status();
-        assert!(status.expect("it runs").success());
+        let output = command.env("_RJEM_MALLOC_CONF", "percpu_arena:percpu").output();
+        assert_passed(&output.expect("it runs"));
         return;
     }
     let found = host::effective().expect("statistics").percpu_arena;
@@ -320,7 +308,6 @@ fn where_arenas_go_with_cpus_no_thread_is_bound_and_buffers_are_had_all_the_same
 /// Bug: what was kept had the decay time that its last owner gave it, and so had its next owner.
 #[test]
 fn one_that_was_kept_decays_as_the_heap_does() {
-    let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
     let never = || {
         let apart = host::effective().expect("statistics").arenas_apart;
         apart.iter().filter(|arena| arena.dirty == DecayTime::Never).count()
@@ -339,7 +326,6 @@ fn one_that_was_kept_decays_as_the_heap_does() {
 /// kept held nothing.
 #[test]
 fn of_those_that_were_kept_the_emptiest_is_taken_first() {
-    let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
     let arenas = ["one", "two", "three"].map(|name| HostArena::new(name).expect("an arena"));
     let within = |arena: &HostArena| arena.scope(|| black_box(vec![1_u8; 1 << 20]));
     let [first, second, third] = arenas.each_ref().map(|arena| within(arena).expect("a scope"));
@@ -355,12 +341,6 @@ fn of_those_that_were_kept_the_emptiest_is_taken_first() {
 /// that was not there, and waited for ever.
 #[test]
 fn a_child_of_a_fork_never_waits_for_a_thread_that_was_among_the_arenas() {
-    if !is_task("fork") {
-        let test = "a_child_of_a_fork_never_waits_for_a_thread_that_was_among_the_arenas";
-        let status = child(test, "fork").status().expect("it runs");
-        assert!(status.success(), "{status}");
-        return;
-    }
     let (ends, turns) = (AtomicBool::new(false), AtomicU64::new(0));
     thread::scope(|scope| {
         scope.spawn(|| {
@@ -402,7 +382,6 @@ fn a_child_of_a_fork_never_waits_for_a_thread_that_was_among_the_arenas() {
 /// any, and all of them read 0 in metrics.
 #[test]
 fn arenas_are_listed_while_others_are_made() {
-    let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
     let lasting = HostArena::new("lasting").expect("an arena");
     let ends = AtomicBool::new(false);
     thread::scope(|scope| {

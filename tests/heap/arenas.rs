@@ -14,10 +14,8 @@ use std::thread;
 
 use allocator_api2::alloc::Allocator as _;
 use lowtide::ByteSize;
-use lowtide::host::{self, ARENA_NAME_MAX, Heap, HostArena, HostArenaError, HostError, StillHeld};
-
-#[global_allocator]
-static HEAP: Heap = Heap;
+use lowtide::host::{self, ARENA_NAME_MAX, HostArena, HostArenaError, HostError, StillHeld};
+use test_fork::test;
 
 /// A model in small: large blocks, small ones, and a map of strings.
 fn model() -> (Vec<Vec<u8>>, BTreeMap<u32, String>) {

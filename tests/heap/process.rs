@@ -1,12 +1,11 @@
 //! The process heap with `Heap` as global allocator: what is measured, set and given back.
 //!
-//! One heap for all tests, so they take turns; figures allow for what the test harness itself
-//! allocates.
+//! Figures allow for what the test harness itself allocates.
 #![cfg(feature = "heap")]
 #![expect(unsafe_code, reason = "jemalloc and malloc are asked directly, past what is tested")]
 
 use std::panic::resume_unwind;
-use std::sync::{Arc, Mutex, PoisonError, mpsc};
+use std::sync::{Arc, Mutex, mpsc};
 use std::thread;
 use std::time::Duration;
 
@@ -16,10 +15,8 @@ use lowtide::decay::DecayTime;
 use lowtide::host::{
     self, Cause, HeapProbe, HeapProfile, HeapSettings, HostError, LibcHeap, Outcome, Unsupported,
 };
+use test_fork::test;
 use tikv_jemalloc_ctl::{raw, thread as jemalloc_thread};
-
-#[global_allocator]
-static HEAP: host::Heap = host::Heap;
 
 const SLOP: ByteSize = ByteSize::mib(1);
 const INTERPOSED: bool = cfg!(feature = "interpose");
@@ -32,11 +29,8 @@ const STILL: HeapSettings = HeapSettings {
     max_background_threads: None,
 };
 
-/// Runs one test at a time, with a heap that does nothing by itself, on a thread of its own that
-/// is gone, cache and all, before the next one begins.
+/// Runs a test with a heap that does nothing by itself, on a thread of its own.
 fn alone(test: impl FnOnce() + Send) {
-    static TURN: Mutex<()> = Mutex::new(());
-    let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
     let applied = host::apply(&STILL).expect("jemalloc takes settings");
     assert_eq!(applied.differences, []);
     let ended = thread::scope(|scope| scope.spawn(test).join());

@@ -1,11 +1,8 @@
 //! A profile takes effect without `Heap`: the binary's symbol is what counts.
-#![cfg(feature = "heap")]
-#![forbid(unsafe_code)]
 
 use lowtide::decay::DecayTime;
 use lowtide::host::{self, Cause, HeapProfile};
-
-lowtide::heap_profile!(throughput);
+use test_fork::test;
 
 #[test]
 fn what_the_profile_asks_for_is_in_effect() {

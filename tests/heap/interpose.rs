@@ -14,9 +14,7 @@ use std::process::Command;
 
 use lowtide::ByteSize;
 use lowtide::host::{self, HeapProbe};
-
-#[global_allocator]
-static HEAP: host::Heap = host::Heap;
+use test_fork::test;
 
 const INTERPOSED: bool = cfg!(feature = "interpose");
 

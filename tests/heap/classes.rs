@@ -4,10 +4,8 @@
 use std::hint::black_box;
 
 use lowtide::ByteSize;
-use lowtide::host::{self, Heap, HeapProbe, SizeClass, thread_totals};
-
-#[global_allocator]
-static HEAP: Heap = Heap;
+use lowtide::host::{self, HeapProbe, SizeClass, thread_totals};
+use test_fork::test;
 
 fn classes(probe: &HeapProbe) -> Vec<SizeClass> {
     let mut all = Vec::with_capacity(64);

@@ -5,15 +5,13 @@
 #![cfg(feature = "heap")]
 #![expect(unsafe_code, reason = "jemalloc is asked directly, past what is tested")]
 
-use std::process::Command;
 use std::sync::mpsc;
 use std::thread;
 
 use lowtide::host::{self, ArenaBinding};
 use tikv_jemalloc_ctl::raw;
 
-#[global_allocator]
-static HEAP: host::Heap = host::Heap;
+use crate::start::again;
 
 const THREADS: usize = 64;
 /// Says in a child which part it plays, and with that that it is one.
@@ -21,9 +19,7 @@ const PART: &str = "HOST_BINDING_PART";
 
 /// Runs the other test of this name in a process where jemalloc starts with this configuration.
 fn child(part: &str, conf: &str) {
-    let own = std::env::current_exe().expect("this program");
-    let output = Command::new(own)
-        .args(["--exact", "what_a_child_does", "--nocapture"])
+    let output = again("binding::what_a_child_does")
         .env(PART, part)
         .env("_RJEM_MALLOC_CONF", conf)
         .env("MALLOC_CONF", conf)

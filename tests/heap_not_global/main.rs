@@ -1,0 +1,10 @@
+//! jemalloc without `Heap` as global allocator.
+//!
+//! It has no profile but by the macro, which needs no unsafe code where it stands.
+#![cfg(feature = "heap")]
+#![forbid(unsafe_code)]
+
+mod not_global;
+mod profile_throughput;
+
+lowtide::heap_profile!(throughput);
