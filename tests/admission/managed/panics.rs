@@ -14,7 +14,7 @@ use lowtide::control::{
     Trigger,
 };
 
-use crate::support::{Gate, until};
+use super::support::{Gate, until};
 
 /// What a panic throws, and panics again when it is dropped.
 struct Bomb;

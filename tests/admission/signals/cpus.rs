@@ -2,7 +2,7 @@
 
 use lowtide::control::{Cpus, Signals};
 
-use crate::tree::{Tree, V1_MOUNTS, V2_MOUNT};
+use super::tree::{Tree, V1_MOUNTS, V2_MOUNT};
 
 /// A process that may run on `allowed` CPUs, in a cgroup of both versions' paths.
 fn tree_of_cpus(allowed: &str, cgroup: &str, mounts: &str) -> Tree {

@@ -59,14 +59,14 @@ fn a_limit_on_the_parent_is_found_followed_and_kept_when_the_cgroup_goes() {
         }
     };
     let this = std::env::current_exe().expect("this program");
-    let test = "a_limit_on_the_parent_is_found_followed_and_kept_when_the_cgroup_goes";
+    let test = "real_cgroup::a_limit_on_the_parent_is_found_followed_and_kept_when_the_cgroup_goes";
     let output = Command::new(this)
         .args(["--exact", test, "--nocapture"])
         .env(LEAF, &groups.leaf)
         .output()
         .expect("runs");
     let [text, errors] = [&output.stdout, &output.stderr].map(|of| String::from_utf8_lossy(of));
-    assert!(output.status.success(), "{text}{errors}");
+    assert!(output.status.success() && text.contains("running 1 test"), "{text}{errors}");
     println!("{text}");
 }
 

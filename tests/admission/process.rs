@@ -1,8 +1,6 @@
 //! What needs a process of its own: allocations counted on the hot paths, and a forked child.
-#![expect(unsafe_code, reason = "an allocator that counts, and fork")]
+#![expect(unsafe_code, reason = "fork and waitpid are C calls")]
 
-use std::alloc::{GlobalAlloc, Layout, System};
-use std::cell::Cell;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Barrier};
 use std::time::Duration;
@@ -13,36 +11,9 @@ use lowtide::control::{
     AcquireError, Admission, Budget, Cost, Ladder, Limit, Maintenance, Managed, Resource,
     Resources, Sample, Sensor, Settings, Signals, UnloadError, UnloadReason,
 };
+use test_fork::test;
 
-thread_local! {
-    static ALLOCATIONS: Cell<u64> = const { Cell::new(0) };
-}
-
-struct Counting;
-
-// SAFETY: every call is handed on to the system's allocator unchanged; counting touches only a
-// thread-local integer without a destructor, which does not allocate.
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        ALLOCATIONS.set(ALLOCATIONS.get() + 1);
-        // SAFETY: the caller's promise about `layout` is handed on.
-        unsafe { System.alloc(layout) }
-    }
-
-    unsafe fn dealloc(&self, block: *mut u8, layout: Layout) {
-        // SAFETY: `block` came from `alloc` above, so from the system, with this layout.
-        unsafe { System.dealloc(block, layout) }
-    }
-}
-
-#[global_allocator]
-static COUNTING: Counting = Counting;
-
-fn allocations(act: impl FnOnce()) -> u64 {
-    let before = ALLOCATIONS.get();
-    act();
-    ALLOCATIONS.get() - before
-}
+use crate::counting::allocations;
 
 /// The signals of this machine with pressure added, so that each decision is taken.
 struct Machine {

@@ -16,8 +16,8 @@ use lowtide::control::{
 };
 use lowtide::sync::lock;
 
-use crate::SECOND;
-use crate::support::{Gate, PATIENCE, block_on, until};
+use super::SECOND;
+use super::support::{Gate, PATIENCE, block_on, until};
 
 /// A budget, its resources, and an admission that evicts them.
 struct Rig {

@@ -1,0 +1,12 @@
+//! Admission: the control loop, managed resources, and the signals that they go by.
+//!
+//! Tests that fork run in a process each, by `test_fork`.
+
+mod control_loop;
+mod counting;
+mod managed;
+mod process;
+mod real_cgroup;
+mod settings;
+mod signals;
+mod simulated;
