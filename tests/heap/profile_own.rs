@@ -13,8 +13,9 @@ fn what_is_asked_on_top_of_a_profile_is_in_effect_and_known() {
     OWN.run(|| {
         let found = host::effective().unwrap();
         println!("{found}");
-        let text = "background_thread:false,max_background_threads:2,narenas:8,dirty_decay_ms:2000,\
-                    muzzy_decay_ms:0,cache_oblivious:false,tcache_max:8192,thp:never";
+        let text = "background_thread:false,max_background_threads:2,narenas:8,\
+                    dirty_decay_ms:2000,muzzy_decay_ms:0,cache_oblivious:false,tcache_max:8192,\
+                    thp:never";
         assert_eq!(found.conf_of_binary, Some(text));
         assert_eq!(found.arenas_at_start, 8);
         assert_eq!(found.thread_cache_max, ByteSize::kib(8));
@@ -28,8 +29,8 @@ fn what_is_asked_on_top_of_a_profile_is_in_effect_and_known() {
         assert_eq!(own.len(), 5, "{own:?}");
         assert!(own.contains(&("narenas", "8")), "{own:?}");
         let mut differences = found.differences_from(&asked);
-        // While background threads are off, jemalloc lets its arena for very large blocks keep nothing;
-        // no profile decides the page size of the build.
+        // While background threads are off, jemalloc lets its arena for very large blocks keep
+        // nothing; no profile decides the page size of the build.
         differences
             .retain(|it| !matches!(it.cause, Cause::LargeBlocks { .. } | Cause::PageOfBuild));
         assert_eq!(differences, []);

@@ -68,10 +68,11 @@ static READ: AtomicPtr<c_char> = AtomicPtr::new(ptr::null_mut());
 static UNREAD: AtomicPtr<c_char> = AtomicPtr::new(ptr::null_mut());
 
 /// Runs before constructors without a priority, of which jemalloc's is one.
+///
+/// The section lists functions that need no arguments; this one touches nothing that another
+/// constructor sets up.
 #[cfg(target_os = "linux")]
 #[used]
-// SAFETY: the section lists functions that are called without arguments that they need; this one
-// touches nothing that another constructor sets up.
 #[unsafe(link_section = ".init_array.00001")]
 static CHOOSE: extern "C" fn() = choose;
 
@@ -134,6 +135,7 @@ pub(crate) fn again(test: &str) -> Command {
 }
 
 /// Panics unless a test that was run [`again`] is there and passes; prints what it printed.
+#[expect(clippy::print_stdout, clippy::print_stderr, reason = "the output of that test")]
 pub(crate) fn assert_passed(output: &Output) {
     let [text, errors] = [&output.stdout, &output.stderr].map(|of| String::from_utf8_lossy(of));
     print!("{text}");
