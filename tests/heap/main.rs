@@ -15,8 +15,12 @@ mod profile_own;
 mod profile_sources;
 mod profile_symbol;
 mod profile_wrong_name;
+#[path = "../support/start.rs"]
 mod start;
 mod threads;
 
 #[global_allocator]
 static HEAP: lowtide::host::Heap = lowtide::host::Heap;
+
+/// None, but where a test starts otherwise.
+const EXPORTED: start::Start = start::NONE;

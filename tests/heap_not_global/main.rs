@@ -4,7 +4,10 @@
 #![cfg(feature = "heap")]
 #![forbid(unsafe_code)]
 
+mod memory;
 mod not_global;
 mod profile_throughput;
+#[path = "../support/mod.rs"]
+mod support;
 
 lowtide::heap_profile!(throughput);

@@ -1,14 +1,11 @@
-//! What the tests of a running `Memory` share: turns, waiting with an end, names of threads, a
-//! file tree that says how full the cgroup is.
-//!
-//! A process has one `Memory`, so the tests of one program take turns.
+//! What the tests of a running `Memory` share: waiting with an end, names of threads, a file tree
+//! that says how full the cgroup is.
 #![allow(dead_code, reason = "each test program takes its part of this")]
 
 use std::fs::{self, File};
 use std::io::Write as _;
 use std::path::Path;
 use std::process::{Command, Output};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
@@ -22,13 +19,8 @@ use tempfile::TempDir;
 pub(crate) const PATIENCE: Duration = Duration::from_secs(20);
 const MIB: u64 = 1 << 20;
 
-/// The right to start a `Memory` in this process.
-pub(crate) fn turn() -> MutexGuard<'static, ()> {
-    static TURN: Mutex<()> = Mutex::new(());
-    TURN.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// Runs a test of this program again, in a process with these variables alone; what it printed.
+/// Runs a test of this program, named in full, again in a process with these variables alone.
+/// Returns what it printed.
 pub(crate) fn run_again(test: &str, variables: &[(&str, &str)]) -> Output {
     let own = std::env::current_exe().expect("this program");
     let output = Command::new(own)
@@ -38,7 +30,8 @@ pub(crate) fn run_again(test: &str, variables: &[(&str, &str)]) -> Output {
         .output()
         .expect("runs");
     let [text, errors] = [&output.stdout, &output.stderr].map(|of| String::from_utf8_lossy(of));
-    assert!(output.status.success(), "{text}{errors}");
+    let ran = output.status.success() && text.contains("running 1 test");
+    assert!(ran, "{test}: {text}{errors}");
     output
 }
 

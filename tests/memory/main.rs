@@ -1,0 +1,70 @@
+//! `Memory`, its service, and the programs that embed it.
+//!
+//! A process has one `Memory`, so a test that starts one runs in a process of its own, by
+//! `test_fork`; those of the proxy take turns in this one.
+#![cfg(all(feature = "service", feature = "prometheus", target_os = "linux"))]
+
+// The proxy, and the arithmetic of the bench `overload`, which name each other from the root.
+#[path = "../../examples/proxy/app.rs"]
+#[allow(dead_code, reason = "other programs that start it read more of it")]
+mod app;
+#[path = "../../examples/proxy/cli.rs"]
+mod cli;
+#[path = "../../examples/proxy/embed.rs"]
+mod embed;
+#[path = "../../benches/overload/figures.rs"]
+#[allow(dead_code, reason = "the bench uses more of it")]
+mod figures;
+#[path = "../../examples/proxy/forward.rs"]
+mod forward;
+#[path = "../../benches/overload/mix.rs"]
+#[allow(dead_code, reason = "the bench uses more of it")]
+mod mix;
+#[path = "../../examples/proxy/model.rs"]
+mod model;
+#[path = "../../benches/overload/oracle.rs"]
+#[allow(dead_code, reason = "the bench uses more of it")]
+mod oracle;
+#[path = "../../benches/overload/policy.rs"]
+#[allow(dead_code, reason = "the bench uses more of it")]
+mod policy;
+#[path = "../../benches/overload/schedule.rs"]
+#[allow(dead_code, reason = "the bench uses more of it")]
+mod schedule;
+#[path = "../../examples/proxy/upstream.rs"]
+mod upstream;
+
+mod examples;
+mod exporter;
+mod memory_arenas;
+mod memory_device;
+mod memory_heap;
+mod memory_kernel;
+mod memory_life;
+mod memory_loop;
+mod memory_metrics;
+mod memory_own_arena;
+mod memory_process;
+mod memory_profile;
+mod memory_races;
+mod memory_shrink;
+mod memory_sleep;
+mod overload_model;
+mod proxy;
+mod service_admin;
+mod service_connection;
+mod service_endpoints;
+mod service_estimates;
+mod service_layer;
+mod service_measured;
+mod service_page;
+#[path = "../support/start.rs"]
+mod start;
+#[path = "../support/mod.rs"]
+mod support;
+
+#[global_allocator]
+static HEAP: lowtide::host::Heap = lowtide::host::Heap;
+
+/// As `heap_profile!(balanced)` in a service, but where a test starts otherwise.
+const EXPORTED: start::Start = start::BALANCED;

@@ -1,0 +1,257 @@
+//! The process heap under a running `Memory`, in a process of its own: decay without jemalloc's
+//! threads, caches of a runtime's parked workers, growth of what C code's heap keeps.
+#![cfg(feature = "memory")]
+#![expect(unsafe_code, reason = "C's malloc is called, as a library's code would")]
+
+use std::time::Duration;
+
+use lowtide::config::{DeviceChoice, Profile};
+use lowtide::control::{Resource as _, Signals};
+use lowtide::decay::DecayTime;
+use lowtide::device::{DeviceArena, Region};
+use lowtide::host::{self, HeapProbe};
+use lowtide::memory::{Builder, MemorySnapshot};
+use lowtide::{ByteSize, Memory};
+use test_fork::test;
+
+use crate::support::until;
+
+const SOON: Duration = Duration::from_secs(5);
+
+/// By the machine's clock; nothing is purged but under pressure or when somebody asks.
+fn builder() -> Builder {
+    Memory::builder()
+        .device(DeviceChoice::Host)
+        .profile(Profile::Throughput)
+        .memory_limit(ByteSize::gib(64))
+        .metrics_interval(Duration::from_secs(3600))
+}
+
+fn heap(memory: &Memory) -> host::HeapSnapshot {
+    memory.snapshot().heap.expect("jemalloc tells")
+}
+
+/// Makes dirty pages on the calling thread.
+fn dirty(mib: usize) {
+    let blocks: Vec<_> = (0..mib).map(|_| vec![7_u8; 1 << 20]).collect();
+    assert_eq!(std::hint::black_box(&blocks).len(), mib);
+    drop(blocks);
+}
+
+#[test]
+fn without_threads_of_jemallocs_its_dirty_pages_decay_all_the_same() {
+    let never = builder().background_threads(0).heap_decay(DecayTime::Never);
+    let memory = never.start().expect("starts");
+    dirty(64);
+    assert!(heap(&memory).dirty >= ByteSize::mib(48));
+    assert!(memory.shutdown(SOON).is_clean());
+
+    // They stayed. From here on nobody allocates enough to have jemalloc look by itself.
+    let decays = builder().background_threads(0).heap_decay(DecayTime::from_millis(200));
+    let memory = decays.start().expect("starts");
+    assert_eq!(heap(&memory).background_threads, 0);
+    dirty(64);
+    assert!(heap(&memory).dirty >= ByteSize::mib(16), "{:?}", heap(&memory));
+    let probe = HeapProbe::new().expect("jemalloc tells");
+    until("dirty pages decay", || {
+        probe.snapshot().expect("jemalloc tells").dirty < ByteSize::mib(4)
+    });
+    assert!(memory.shutdown(SOON).is_clean());
+}
+
+#[test]
+fn workers_of_a_runtime_that_are_parked_give_up_their_caches_when_the_worker_purges() {
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(2)
+        .on_thread_start(lowtide::memory::on_thread_start)
+        .on_thread_park(host::on_thread_park)
+        .build()
+        .expect("a runtime");
+    let handle = runtime.handle().clone();
+    let wake = move || {
+        for _ in 0..handle.metrics().num_workers() {
+            handle.spawn(async {});
+        }
+    };
+    let memory = builder()
+        .background_threads(0)
+        .heap_decay(DecayTime::Never)
+        .after_tcache_flush_request(wake);
+    let memory = memory.start().expect("starts");
+    memory.purge().expect("not forked");
+    let before = heap(&memory).thread_caches;
+    for _ in 0..4 {
+        let task = async {
+            let sizes = [1_usize, 2, 4, 8, 16, 28].map(|kib| kib << 10);
+            drop(std::hint::black_box(sizes.map(|size| vec![vec![7_u8; size]; 10])));
+        };
+        runtime.block_on(async { tokio::spawn(task).await }).expect("no panic");
+    }
+    let full = heap(&memory).thread_caches;
+    assert!(full.saturating_sub(before) >= ByteSize::kib(200), "{before} {full}");
+    until("the workers' caches are empty", || {
+        memory.request_purge();
+        heap(&memory).thread_caches.saturating_sub(before) <= ByteSize::kib(100)
+    });
+    assert!(memory.shutdown(SOON).is_clean());
+    drop(runtime);
+}
+
+/// Bytes that C code had and freed, with a block at the end that keeps glibc from giving them back.
+fn fill_and_free_the_c_heap(mib: usize) -> *mut libc::c_void {
+    const SIZE: usize = 64 << 10;
+    let block = || {
+        // SAFETY: any size may be asked for; what comes back is checked, and written within.
+        let block = unsafe { libc::malloc(SIZE) };
+        assert!(!block.is_null());
+        // SAFETY: the block has that size.
+        unsafe { libc::memset(block, 7, SIZE) };
+        block
+    };
+    let blocks: Vec<_> = (0..mib * 16).map(|_| block()).collect();
+    let last = block();
+    for block in blocks {
+        // SAFETY: from `malloc`, and freed once.
+        unsafe { libc::free(block) };
+    }
+    last
+}
+
+/// Bug: idle purges looked at the pages of jemalloc alone, so that an idle service kept what its C
+/// libraries had freed. 48 MiB are less than what counts as growth.
+#[test]
+fn an_idle_service_gives_back_what_the_heap_of_c_code_keeps() {
+    if cfg!(feature = "interpose") || host::libc_heap().is_err() {
+        println!("skipped: C code has no heap of its own here, or none that can be trimmed");
+        return;
+    }
+    let memory = builder().profile(Profile::Balanced).purge_interval(Some(Duration::MAX));
+    let memory = memory.start().expect("starts");
+    let signals = Signals::open();
+    let anonymous = || signals.sample().anonymous.expect("the kernel tells");
+    let request = memory.admission().try_admit(lowtide::control::Cost::ZERO).expect("admitted");
+    memory.purge().expect("not forked");
+    let before = anonymous();
+    let last = fill_and_free_the_c_heap(48);
+    let grown = anonymous().saturating_sub(before);
+    assert!(grown >= ByteSize::mib(40), "{grown}");
+    drop(request);
+    until("what is idle there goes back", || {
+        anonymous().saturating_sub(before) <= ByteSize::mib(8)
+    });
+    // SAFETY: from `malloc`, and freed once.
+    unsafe { libc::free(last) };
+    assert!(memory.shutdown(SOON).is_clean());
+}
+
+/// A block of C code.
+struct OfC(*mut libc::c_void);
+
+// SAFETY: the block is nobody else's, and may be freed on any thread.
+unsafe impl Send for OfC {}
+// SAFETY: nothing reads or writes it.
+unsafe impl Sync for OfC {}
+
+impl OfC {
+    fn new(bytes: usize) -> Self {
+        // SAFETY: any size may be asked for; what comes back is checked, and written within.
+        let block = unsafe { libc::malloc(bytes) };
+        assert!(!block.is_null());
+        // SAFETY: the block has that size.
+        unsafe { libc::memset(block, 7, bytes) };
+        Self(block)
+    }
+}
+
+impl Drop for OfC {
+    fn drop(&mut self) {
+        // SAFETY: from `malloc`, and freed once.
+        unsafe { libc::free(self.0) };
+    }
+}
+
+/// Bug: a session of an engine written in C++ was measured as 0 bytes, and nothing said so.
+#[test]
+fn a_resource_of_c_code_is_measured_by_the_growth_around_its_load() {
+    if cfg!(feature = "interpose") {
+        println!("skipped: jemalloc serves C code");
+        return;
+    }
+    let memory = builder().start().expect("starts");
+    let load = || {
+        drop(OfC::new(20 << 20)); // as a file that is read and parsed
+        Ok(OfC::new(40 << 20))
+    };
+    let model = memory.register(memory.managed("of C", load)).expect("registered");
+    let request = memory.admission().try_admit(lowtide::control::Cost::ZERO).expect("admitted");
+    drop(model.acquire_blocking().expect("loads"));
+    drop(request);
+    let found = model.stats().measured.expect("measured").host;
+    assert!(found >= ByteSize::mib(38) && found <= ByteSize::mib(46), "{found}");
+    let said = |part: &str| memory.diagnostics().iter().any(|note| note.to_string().contains(part));
+    assert!(said("of C") && said("interpose") && said("growth"), "{:?}", memory.diagnostics());
+    assert!(model.unload_now(SOON).expect("nobody holds it"));
+    assert!(model.stats().recovered_total.host >= ByteSize::mib(38));
+
+    // Beside another request nobody can tell whose memory it is.
+    let other = memory.admission().try_admit(lowtide::control::Cost::ZERO).expect("admitted");
+    let request = memory.admission().try_admit(lowtide::control::Cost::ZERO).expect("admitted");
+    let model = memory.register(memory.managed("beside", load)).expect("registered");
+    drop(model.acquire_blocking().expect("loads"));
+    drop((request, other));
+    let found = model.stats().measured.unwrap_or_default().host;
+    assert!(found <= ByteSize::mib(4), "{found}");
+    assert!(said("\"beside\"") && said("not measured"), "{:?}", memory.diagnostics());
+    assert!(memory.shutdown(SOON).is_clean());
+}
+
+/// Bug: a model in an arena of host memory was measured a second time as memory of C code, and did
+/// not fit any more when it was loaded again.
+#[test]
+fn memory_in_a_device_arena_is_not_measured_again_as_growth() {
+    let memory = builder().start().expect("starts");
+    let arena = memory.open_arena("weights").expect("opened");
+    let load = |arena: &DeviceArena| {
+        let mut weights = arena.alloc::<u8>(32 << 20, Region::Stable)?;
+        let lease = arena.enter()?;
+        weights.slice_mut(&lease)?.fill(1);
+        drop(lease);
+        Ok(weights)
+    };
+    let model = memory.register(memory.managed_in(&arena, "weights", load)).expect("registered");
+    drop(model.acquire_blocking().expect("loads"));
+    let found = model.stats().measured.expect("measured").host;
+    assert!(found >= ByteSize::mib(32) && found <= ByteSize::mib(38), "{found}");
+    let is_said =
+        memory.diagnostics().iter().any(|note| note.to_string().contains("of C or C++ code"));
+    assert!(!is_said, "{:?}", memory.diagnostics());
+    assert!(memory.shutdown(SOON).is_clean());
+}
+
+/// Services whose load never pauses, and whose C libraries free and keep, grew until they were
+/// killed: a trim when the service is idle never came.
+#[test]
+fn a_busy_service_gives_back_what_the_heap_of_c_code_keeps() {
+    if cfg!(feature = "interpose") || host::libc_heap().is_err() {
+        println!("skipped: C code has no heap of its own here, or none that can be trimmed");
+        return;
+    }
+    let memory = builder().profile(Profile::Balanced).purge_interval(Some(Duration::MAX));
+    let memory = memory.start().expect("starts");
+    let busy = memory.admission().try_admit(lowtide::control::Cost::ZERO).expect("admitted");
+    let signals = Signals::open();
+    let anonymous = || signals.sample().anonymous.expect("the kernel tells");
+    let before = anonymous();
+    let last = fill_and_free_the_c_heap(160);
+    let grown = anonymous().saturating_sub(before);
+    assert!(grown >= ByteSize::mib(128), "{grown}");
+    until("what is idle there goes back", || {
+        anonymous().saturating_sub(before) <= ByteSize::mib(64)
+    });
+    // SAFETY: from `malloc`, and freed once.
+    unsafe { libc::free(last) };
+    drop(busy);
+    let snapshot: MemorySnapshot = memory.snapshot();
+    assert_eq!(snapshot.cpus, signals.cpus());
+    assert!(memory.shutdown(SOON).is_clean());
+}

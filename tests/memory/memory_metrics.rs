@@ -1,0 +1,294 @@
+//! A live scrape against the table of metrics, both ways, and a recorder that comes late.
+//!
+//! One test installs a recorder, which stays in its process; the other has one of its own.
+#![cfg(all(feature = "memory", feature = "prometheus", target_os = "linux"))]
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use lowtide::clock::{Clock, ManualClock};
+use lowtide::config::DeviceChoice;
+use lowtide::control::ledger::{Correction, Measured};
+use lowtide::control::{Admission, Budget, Cost, Priority, Resource, UnloadReason};
+use lowtide::decay::DecayTime;
+use lowtide::device::Region;
+use lowtide::host::HostArena;
+use lowtide::metrics::names::{Kind, Metric, TABLE};
+use lowtide::metrics::prometheus::{PrometheusBuilder, configure};
+use lowtide::metrics::record;
+use lowtide::{ByteSize, Memory};
+use test_fork::test;
+
+use crate::support::{Tree, advance_until};
+
+const SOON: Duration = Duration::from_secs(5);
+const TICK: Duration = Duration::from_millis(250);
+
+/// A text in Prometheus' format, taken apart.
+#[derive(Debug, Default)]
+struct Scrape {
+    /// By name.
+    help: BTreeMap<String, String>,
+    /// By name.
+    kind: BTreeMap<String, String>,
+    /// Name, labels and value.
+    series: Vec<(String, BTreeMap<String, String>, f64)>,
+}
+
+impl Scrape {
+    fn parse(text: &str) -> Self {
+        let mut scrape = Self::default();
+        for line in text.lines().filter(|line| !line.is_empty()) {
+            if let Some(help) = line.strip_prefix("# HELP ") {
+                let (name, help) = help.split_once(' ').expect("a name and a text");
+                let before = scrape.help.insert(name.to_owned(), help.to_owned());
+                assert_eq!(before, None, "{name} is described twice");
+            } else if let Some(kind) = line.strip_prefix("# TYPE ") {
+                let (name, kind) = kind.split_once(' ').expect("a name and a type");
+                scrape.kind.insert(name.to_owned(), kind.to_owned());
+            } else {
+                assert!(!line.starts_with('#'), "{line}");
+                let (series, value) = line.rsplit_once(' ').expect("a series and a value");
+                let (name, labels) = series.split_once('{').unwrap_or((series, "}"));
+                let labels =
+                    labels.trim_end_matches('}').split(',').filter(|pair| !pair.is_empty());
+                let labels =
+                    labels.map(|pair| pair.split_once('=').expect("a label and its value"));
+                let labels =
+                    labels.map(|(label, value)| (label.into(), value.trim_matches('"').into()));
+                let value = value.parse().expect("a number");
+                scrape.series.push((name.to_owned(), labels.collect(), value));
+            }
+        }
+        scrape
+    }
+
+    /// Whether there is a series of the metric, or of a part of a histogram.
+    fn has(&self, metric: &Metric) -> bool {
+        self.series.iter().any(|(name, ..)| stem(name, metric).is_some())
+    }
+}
+
+/// The metric's name where the series belongs to it.
+fn stem(series: &str, metric: &Metric) -> Option<&'static str> {
+    let rest = series.strip_prefix(metric.name)?;
+    let parts: &[&str] =
+        if metric.kind == Kind::Histogram { &["_bucket", "_sum", "_count"] } else { &[""] };
+    parts.contains(&rest).then_some(metric.name)
+}
+
+/// Each published series stands in the table, with its labels.
+fn every_series_stands_in_the_table(scrape: &Scrape) {
+    for (name, labels, _) in &scrape.series {
+        let metric = TABLE.iter().find(|metric| stem(name, metric).is_some());
+        let metric = metric.unwrap_or_else(|| panic!("{name} is not in the table"));
+        let mut expected: BTreeSet<_> = metric.labels.iter().copied().collect();
+        if name.ends_with("_bucket") {
+            expected.insert("le");
+        }
+        let found: BTreeSet<_> = labels.keys().map(String::as_str).collect();
+        assert_eq!(found, expected, "labels of {name}");
+    }
+}
+
+/// What a device says of itself, and host memory does not: `memory_device` looks for these.
+const OF_A_DEVICE: [&str; 5] = [
+    "lowtide_device_total_bytes",
+    "lowtide_device_free_bytes",
+    "lowtide_device_context_overhead_bytes",
+    "lowtide_device_unmanaged_bytes",
+    "lowtide_device_watermark_released_bytes_total",
+];
+
+/// Each metric of the table is published, with type and help.
+fn every_metric_of_the_table_is_published(scrape: &Scrape) {
+    for metric in TABLE {
+        let name = metric.name;
+        if OF_A_DEVICE.contains(&name) {
+            assert!(!scrape.has(metric), "{name} on the host");
+            continue;
+        }
+        assert!(scrape.has(metric), "{name} is not published");
+        assert_eq!(scrape.kind.get(name).map(String::as_str), Some(metric.kind.name()), "{name}");
+        assert_eq!(scrape.help.get(name).map(String::as_str), Some(metric.help), "{name}");
+    }
+    let published = TABLE.len() - OF_A_DEVICE.len();
+    assert_eq!(scrape.kind.len(), published, "a type without a metric");
+}
+
+/// Brings every metric about: an arena with a limit that refuses, a resource that was loaded,
+/// failed and was unloaded, requests admitted and shed, purges.
+fn live(memory: &Memory) {
+    let arena = memory.open_arena("weights").expect("opens");
+    let buffer = arena.alloc::<u8>(1 << 20, Region::Stable).expect("room");
+    assert!(arena.alloc::<u8>(64 << 20, Region::Stable).is_err(), "above its limit");
+    let model = memory.register(memory.managed("model", || Ok(1))).expect("registered");
+    drop(model.acquire_blocking().expect("loads"));
+    assert_eq!(model.unload_now(SOON).ok(), Some(true));
+    let broken = memory.managed("broken", || Err::<(), _>(lowtide::BoxError::from("planted")));
+    let broken = memory.register(broken).expect("registered");
+    assert!(broken.acquire_blocking().is_err());
+    assert_eq!(model.stats().unloads.total(UnloadReason::Manual), 1);
+
+    let admit = |cost| memory.admission().try_admit(Cost::host(cost)).map(drop);
+    assert!(admit(ByteSize::mib(1)).is_ok());
+    assert!(admit(ByteSize::gib(1)).is_err(), "larger than the limit");
+    assert!(admit(ByteSize::mib(70)).is_err(), "more than is left");
+    let exempt = memory.admission().try_admit_with(Cost::host(ByteSize::mib(1)), Priority::Exempt);
+    drop(exempt.expect("always"));
+    memory.purge().expect("not forked");
+    drop(buffer);
+}
+
+/// Something idle, so that physical and required differ.
+fn leave_idle(memory: &Memory) {
+    let arena = memory.open_arena("scratch").expect("opens");
+    drop(arena.alloc::<u8>(1 << 20, Region::Dynamic).expect("room"));
+}
+
+#[test]
+fn the_scrape_and_the_table_say_the_same_once_there_is_a_recorder() {
+    let (clock, tree) = (Arc::new(ManualClock::new()), Tree::new(ByteSize::mib(100)));
+    let publications = Arc::new(AtomicU64::new(0));
+    let count = Arc::clone(&publications);
+    let hook = move || {
+        count.fetch_add(1, Ordering::SeqCst);
+    };
+    let hooks = || publications.load(Ordering::SeqCst);
+    let memory = Memory::builder()
+        .clock(Arc::clone(&clock) as Arc<dyn Clock>)
+        .signals(tree.open())
+        .device(DeviceChoice::Host)
+        .device_limit(ByteSize::mib(4))
+        .device_decay(DecayTime::Never)
+        .after_publish(hook)
+        .start()
+        .expect("starts");
+    live(&memory);
+    // Those of resources are there while these are loaded.
+    let _arena = HostArena::new("kept").expect("an arena of the heap");
+    advance_until(&clock, TICK, "it goes on without a recorder", || hooks() >= 3);
+
+    let builder = configure(PrometheusBuilder::new()).expect("buckets");
+    let recorder = builder.install_recorder().expect("the first of this process");
+    assert_eq!(recorder.render(), "", "nothing was kept for it");
+    memory.purge().expect("not forked");
+    leave_idle(&memory);
+    // The recorder may have come in the middle of the first; descriptions follow within seconds.
+    advance_until(&clock, TICK, "published twice, and described", || {
+        let text = recorder.render();
+        let twice = text.lines().any(|line| {
+            let count = line.strip_prefix("lowtide_sampler_duration_seconds_count ");
+            count.is_some_and(|count| count.parse::<u64>().is_ok_and(|count| count >= 2))
+        });
+        twice && text.contains("# HELP lowtide_build_info")
+    });
+    let closed = memory.open_arena("closed").expect("opens");
+    let info = |value| {
+        let line = format!(
+            "lowtide_device_arena_info{{device=\"0\",arena=\"closed\",backend=\"host\"}} {value}"
+        );
+        recorder.render().contains(&line)
+    };
+    advance_until(&clock, TICK, "the open arena is published", || info(1));
+    closed.close().expect("nothing is live");
+    drop(closed);
+    advance_until(&clock, TICK, "it is published as gone", || info(0));
+    assert!(memory.shutdown(SOON).is_clean());
+    let scrape = Scrape::parse(&recorder.render());
+    every_series_stands_in_the_table(&scrape);
+    every_metric_of_the_table_is_published(&scrape);
+    figures(&scrape);
+    assert!(hooks() >= 3);
+}
+
+#[test]
+fn a_resource_is_published_as_booked_with_all_its_bytes() {
+    let admission = Admission::new();
+    let measured = Measured { ceiling: ByteSize::mib(100), ..Measured::default() };
+    let ledger = admission.ledger(Budget::Host);
+    ledger.correct(&mut Correction::new(), measured);
+    let model = admission.try_reserve_resource(Cost::host(ByteSize::mib(64))).expect("fits");
+    let permit = admission.try_admit(Cost::host(ByteSize::mib(1))).expect("fits");
+    let recorder = PrometheusBuilder::new().build_recorder();
+    metrics::with_local_recorder(&recorder, || record::ledger(ledger, Budget::Host));
+    let scrape = Scrape::parse(&recorder.handle().render());
+    let one = |name: &str| scrape.series.iter().find(|(found, ..)| found == name).map(|s| s.2);
+    assert_eq!(one("lowtide_admission_reserved_bytes"), Some(ByteSize::mib(65).as_f64()));
+    let left = one("lowtide_admission_allowance_bytes").map(|all| all - ByteSize::mib(65).as_f64());
+    let left = left.expect("a limit is known");
+    let fits = ByteSize::mib(17);
+    assert!((left - fits.as_f64()).abs() < 2.0, "{left}: (100 MiB / K) less 32 MiB less 1 MiB");
+    drop((model, permit));
+}
+
+/// Figures of which the test knows what they must be, among them totals from before the recorder.
+fn figures(scrape: &Scrape) {
+    let mib = |count: u64| ByteSize::mib(count).as_f64();
+    for (name, label, expected) in [
+        ("lowtide_pressure_physical_bytes", None, mib(10)),
+        ("lowtide_pressure_charged_bytes", None, mib(10)),
+        ("lowtide_process_resident_bytes", None, mib(10)),
+        ("lowtide_pressure_limit_bytes", None, mib(100)),
+        ("lowtide_pressure_level", None, 0.0),
+        ("lowtide_admission_admitted_total", None, 2.0),
+        ("lowtide_admission_rejected_total", Some(("reason", "too_large")), 1.0),
+        ("lowtide_admission_rejected_total", Some(("reason", "full")), 1.0),
+        ("lowtide_admission_reserved_bytes", Some(("budget", "host")), 0.0),
+        ("lowtide_admission_requests_total", Some(("outcome", "rejected")), 1.0),
+        ("lowtide_admission_reserved_headroom_bytes", Some(("budget", "host")), 0.0),
+        ("lowtide_device_limit_bytes", Some(("arena", "weights")), mib(4)),
+        ("lowtide_device_live_bytes", Some(("arena", "weights")), 0.0),
+        ("lowtide_device_live_peak_bytes", Some(("arena", "weights")), mib(1)),
+        ("lowtide_device_alloc_failures_total", Some(("reason", "limit")), 1.0),
+        ("lowtide_device_alloc_failures_total", Some(("reason", "device")), 0.0),
+        ("lowtide_device_state", Some(("arena", "weights")), 0.0),
+        ("lowtide_device_arena_info", Some(("backend", "host")), 1.0),
+        ("lowtide_device_arena_info", Some(("arena", "weights")), 1.0),
+        ("lowtide_device_released_bytes_total", Some(("cause", "shrink")), 0.0),
+        ("lowtide_pressure_limit_info", Some(("source", "cgroup")), 1.0),
+        ("lowtide_pressure_limit_info", Some(("source", "override")), 0.0),
+        ("lowtide_pressure_limit_stale", None, 0.0),
+        ("lowtide_admission_ceiling_bytes", Some(("budget", "host")), mib(80)),
+        ("lowtide_admission_permits", None, 0.0),
+        ("lowtide_resource_waiting", Some(("resource", "model")), 0.0),
+        ("lowtide_resource_cost_bytes", Some(("resource", "model")), 0.0),
+        ("lowtide_resource_unload_panics_total", Some(("resource", "model")), 0.0),
+        ("lowtide_heap_purges_total", Some(("trigger", "manual")), 2.0),
+        ("lowtide_heap_purge_duration_seconds_count", Some(("heap", "jemalloc")), 1.0),
+        ("lowtide_heap_purge_duration_seconds_count", Some(("heap", "libc")), 1.0),
+        ("lowtide_resource_unloads_total", Some(("reason", "manual")), 1.0),
+        ("lowtide_resource_loaded", Some(("resource", "broken")), 0.0),
+        ("lowtide_build_info", Some(("profile", "balanced")), 1.0),
+        ("lowtide_build_info", Some(("version", env!("CARGO_PKG_VERSION"))), 1.0),
+    ] {
+        let found: Vec<_> = scrape
+            .series
+            .iter()
+            .filter(|(series, labels, _)| {
+                let labelled =
+                    |(label, value): (&str, &str)| labels.get(label).is_some_and(|v| v == value);
+                series == name && label.is_none_or(labelled)
+            })
+            .map(|(.., value)| *value)
+            .collect();
+        let largest = found.iter().copied().fold(f64::NAN, f64::max);
+        assert!((largest - expected).abs() < 0.5, "{name} {label:?}: {found:?}, not {expected}");
+    }
+    let one = |name: &str| {
+        let series = scrape.series.iter().find(|(found, ..)| found == name);
+        series.map_or(f64::NAN, |(.., value)| *value)
+    };
+    let [physical, purgeable, required] = ["physical", "purgeable", "required"]
+        .map(|figure| one(&format!("lowtide_pressure_{figure}_bytes")));
+    assert!(purgeable >= mib(1) && (physical - purgeable - required).abs() < 0.5, "{required}");
+    let loads = scrape.series.iter().filter(|(name, labels, value)| {
+        name == "lowtide_resource_loads_total"
+            && labels.get("outcome").is_some_and(|outcome| outcome == "failed")
+            && labels.get("resource").is_some_and(|resource| resource == "broken")
+            && *value > 0.5
+    });
+    assert_eq!(loads.count(), 1, "the failed load is counted under its resource");
+}

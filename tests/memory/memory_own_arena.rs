@@ -1,0 +1,200 @@
+//! Resources have heap arenas of their own: what was loaded goes back whole, whatever the
+//! neighbours keep.
+
+use std::collections::BTreeMap;
+use std::panic;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
+
+use lowtide::ByteSize;
+use lowtide::clock::{Clock as _, SystemClock};
+use lowtide::control::{Backoff, Budget, Cost, Resource as _};
+use lowtide::decay::DecayTime;
+use lowtide::device::{DeviceArena, Region};
+use lowtide::host::{HostArena, HostArenaStats};
+use lowtide::memory::Memory;
+use lowtide::metrics::prometheus::{self, PrometheusBuilder};
+use lowtide_cuda_sim::{SimDriver, SimOptions};
+use test_fork::test;
+
+const MIB: u64 = 1 << 20;
+const SOON: Duration = Duration::from_secs(10);
+
+/// Some MiB in blocks of many sizes.
+type Model = (Vec<Vec<u8>>, BTreeMap<u32, String>);
+
+fn model() -> Model {
+    let tensors = (0..8).map(|nth| vec![1_u8; 1 << (14 + nth)]).collect();
+    let words = (0..20_000).map(|nth| (nth, format!("word {nth}"))).collect();
+    (tensors, words)
+}
+
+fn arena(name: &str) -> Option<HostArenaStats> {
+    let all = HostArena::all().expect("statistics");
+    all.into_iter().find_map(|(of, stats)| (of == name).then_some(stats))
+}
+
+#[test]
+fn what_a_loader_allocates_is_in_an_arena_of_the_resources_name_and_goes_with_it() {
+    let memory = Memory::builder().start().expect("starts");
+    let words = memory.register(memory.managed("words", || Ok(model()))).expect("registered");
+    for _ in 0..3 {
+        assert_eq!(arena("words"), None, "not loaded");
+        let held = words.acquire_blocking().expect("loads");
+        let (tensors, words_of) = &*held;
+        let bytes: usize = tensors.iter().map(Vec::len).sum();
+        assert_eq!(words_of.len(), 20_000);
+        let beside = vec![1_u8; 3 << 20];
+        let found = arena("words").expect("an arena");
+        assert!(found.live.get() > bytes as u64, "{found:?}");
+        assert!(
+            found.live.get() < bytes as u64 + 3 * MIB,
+            "what is beside is elsewhere: {found:?}"
+        );
+        drop((held, beside));
+        assert!(words.unload_now(SOON).expect("free"));
+    }
+    let kept = HostArena::all().expect("statistics");
+    assert_eq!(kept.len(), 1, "one, for the next: {kept:?}");
+    let (name, stats) = &kept[0];
+    assert_eq!((name.as_str(), stats.live, stats.active), ("", ByteSize::ZERO, ByteSize::ZERO));
+    assert!(memory.shutdown(SOON).is_clean());
+}
+
+#[test]
+fn a_resources_arena_is_in_the_metrics_and_reads_zero_once_it_is_unloaded() {
+    let builder = prometheus::configure(PrometheusBuilder::new()).expect("buckets");
+    let recorder = builder.install_recorder().expect("the only one");
+    let memory = Memory::builder().start().expect("starts");
+    let seen = memory.register(memory.managed("seen", || Ok(model()))).expect("registered");
+    let shows = |what: &dyn Fn(f64) -> bool| {
+        let clock = SystemClock::new();
+        let end = clock.now() + SOON;
+        let line = "lowtide_heap_arena_live_bytes{heap_arena=\"seen\"} ";
+        let shown = || {
+            let text = recorder.render();
+            let value = text.lines().find_map(|found| found.strip_prefix(line)).map(str::parse);
+            value.is_some_and(|value| what(value.expect("a number")))
+        };
+        // Published each second, by a thread of the memory's own.
+        while !shown() {
+            assert!(clock.now() < end, "{}", recorder.render());
+            std::thread::yield_now();
+        }
+    };
+    let held = seen.acquire_blocking().expect("loads");
+    let named = memory.snapshot().heap_arenas;
+    assert_eq!(named.iter().map(|(name, _)| name.as_str()).collect::<Vec<_>>(), ["seen"]);
+    shows(&|bytes| bytes > 4e6);
+    let text = recorder.render();
+    let other = text.lines().find_map(|line| line.strip_prefix("lowtide_process_other_bytes "));
+    let other: f64 = other.expect("published").parse().expect("a number");
+    assert!(other > 1e6, "the program's own pages at least: {other}");
+    drop(held);
+    assert!(seen.unload_now(SOON).expect("free"));
+    assert_eq!(memory.snapshot().heap_arenas, []);
+    shows(&|bytes| bytes.to_bits() == 0);
+    assert!(memory.shutdown(SOON).is_clean());
+}
+
+#[test]
+fn a_resource_that_holds_more_than_it_said_is_booked_by_what_it_holds() {
+    let memory = Memory::builder().memory_limit(ByteSize::gib(4)).start().expect("starts");
+    let said = Cost::host(ByteSize::mib(1));
+    let heavy = memory.register(memory.managed("heavy", || Ok(model())).cost(said));
+    let heavy = heavy.expect("registered");
+    let stood = || memory.admission().ledger(Budget::Host).resource_reservations();
+    assert_eq!(heavy.stats().cost, said);
+    let held = heavy.acquire_blocking().expect("loads");
+    let measured = heavy.stats().measured.expect("it has an arena").host;
+    assert!(measured > ByteSize::mib(4), "{measured}");
+    assert_eq!(stood(), measured, "and so booked");
+    drop(held);
+    assert!(heavy.unload_now(SOON).expect("free"));
+    assert_eq!(stood(), ByteSize::ZERO);
+    let stats = heavy.stats();
+    assert_eq!(stats.recovered_total.host, measured, "all of it went");
+    assert_eq!(stats.cost, Cost::host(measured), "the next load books what this one held");
+    assert!(memory.shutdown(SOON).is_clean());
+}
+
+/// Where the arena lies in the host's memory, its bytes are the host's.
+#[test]
+fn what_a_resource_holds_in_its_device_arena_is_found_booked_and_given_back() {
+    let sim = || Arc::new(SimDriver::new(SimOptions::default()));
+    for (name, budget) in [("on the host", Budget::Host), ("apart", Budget::Device)] {
+        let builder =
+            Memory::builder().memory_limit(ByteSize::gib(4)).device_decay(DecayTime::Never);
+        let builder = if budget == Budget::Host { builder } else { builder.driver(sim()) };
+        let memory = builder.start().expect("starts");
+        let arena = memory.open_arena("weights").expect("opens");
+        let load = |arena: &DeviceArena| Ok(arena.alloc::<u8>(9 << 20, Region::Stable)?);
+        let said = memory.cost(ByteSize::ZERO, ByteSize::mib(1));
+        let weights = memory.register(memory.managed_in(&arena, name, load).cost(said));
+        let weights = weights.expect("registered");
+        let part = |cost: Cost| if budget == Budget::Host { cost.host } else { cost.device };
+        let stood = || memory.admission().ledger(budget).resource_reservations();
+        drop(weights.acquire_blocking().expect("loads"));
+        let measured = part(weights.stats().measured.expect("it has arenas"));
+        assert!(measured >= ByteSize::mib(9) && measured < ByteSize::mib(14), "{measured}");
+        assert_eq!(stood(), measured, "{name}");
+        assert!(weights.unload_now(SOON).expect("free"));
+        assert_eq!((stood(), arena.snapshot().committed), (ByteSize::ZERO, ByteSize::ZERO));
+        let stats = weights.stats();
+        assert!(part(stats.recovered_total) >= ByteSize::mib(9), "{stats:?}");
+        assert_eq!(part(stats.cost), measured, "the next load books what this one held");
+        assert!(memory.shutdown(SOON).is_clean());
+    }
+}
+
+#[test]
+fn a_load_that_fails_or_panics_leaves_the_arena_to_the_next() {
+    let memory = Memory::builder().start().expect("starts");
+    let turns = AtomicU32::new(0);
+    let load = move || match turns.fetch_add(1, Ordering::Relaxed) {
+        0 => Err(lowtide::BoxError::from("not yet")),
+        1 => panic!("never"),
+        _ => Ok(model()),
+    };
+    let backoff = Backoff { first: Duration::ZERO, max: Duration::ZERO };
+    let resource = memory.managed("moody", load).backoff(backoff);
+    let resource = memory.register(resource).expect("registered");
+    let before = panic::take_hook();
+    panic::set_hook(Box::new(|_| {}));
+    assert!(resource.acquire_blocking().is_err());
+    assert!(resource.acquire_blocking().is_err());
+    panic::set_hook(before);
+    let held = resource.acquire_blocking().expect("loads");
+    assert!(arena("moody").is_some());
+    drop(held);
+    assert!(resource.unload_now(SOON).expect("free"));
+    assert_eq!(arena("moody"), None);
+    assert!(memory.shutdown(SOON).is_clean());
+}
+
+#[test]
+fn names_that_are_taken_or_long_and_a_wish_for_the_shared_heap_refuse_no_load() {
+    let memory = Memory::builder().start().expect("starts");
+    let long = "a name of more than thirty-one bytes, and \u{e4} at an odd place";
+    let first = memory.register(memory.managed(long, || Ok(model()))).expect("registered");
+    let held = first.acquire_blocking().expect("loads");
+    assert!(arena("a name of more than thirty-one ").is_some(), "{:?}", HostArena::all());
+
+    // The same 31 bytes: the shared heap, and a note that says so.
+    let second = format!("{long}, another");
+    let second = memory.register(memory.managed(&second, || Ok(model()))).expect("registered");
+    let other = second.acquire_blocking().expect("loads");
+    let diagnostics = memory.diagnostics();
+    let said = diagnostics.iter().find(|note| note.text.contains("shared heap")).expect("a note");
+    assert!(said.text.contains("already in use"), "{}", said.text);
+    drop((held, other));
+    assert!(first.unload_now(SOON).expect("free") && second.unload_now(SOON).expect("free"));
+
+    let shared = memory.managed("shared", || Ok(model())).load_scope(None);
+    let shared = memory.register(shared).expect("registered");
+    let held = shared.acquire_blocking().expect("loads");
+    assert_eq!(arena("shared"), None);
+    drop(held);
+    assert!(memory.shutdown(SOON).is_clean());
+}

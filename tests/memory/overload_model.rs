@@ -1,0 +1,108 @@
+//! The arithmetic of the bench `overload`: what fits, when requests come, and the model that finds
+//! the best fixed settings.
+//!
+//! It starts no service and makes no cgroup: that is the bench's. Invariant: none of its own.
+
+use std::collections::BTreeSet;
+use std::time::Duration;
+
+use lowtide::ByteSize;
+
+use crate::mix::{BASE, CEILING, HOLD, Mix, taken};
+use crate::oracle::{STEP, Setting};
+use crate::policy::Policy;
+use crate::schedule::{Offer, Phase};
+
+const LIMIT: ByteSize = ByteSize::mib(256);
+
+fn setting(mix: Mix, load: f64, estimate: f64) -> Setting {
+    Setting { mix, limit: LIMIT, rate: load * mix.fits(LIMIT), estimate, seed: 7 }
+}
+
+fn percent(policy: Option<Policy>) -> u32 {
+    match policy {
+        Some(Policy::Static(Some(percent))) => percent,
+        other => panic!("{other:?} is no static budget"),
+    }
+}
+
+/// The part of the time for which what all requests take is above the ceiling.
+fn above_ceiling(mix: Mix, load: f64) -> f64 {
+    let lasts = Duration::from_secs(2000);
+    let room = LIMIT.scaled(CEILING).saturating_sub(BASE);
+    let mut steps = Vec::new();
+    for arrival in Offer::steady(mix, load * mix.fits(LIMIT), lasts, 3).arrivals() {
+        steps.push((arrival.at, true, taken(arrival.size)));
+        steps.push((arrival.at + arrival.hold, false, taken(arrival.size)));
+    }
+    steps.sort();
+    let (mut sum, mut since, mut above) = (ByteSize::ZERO, Duration::ZERO, Duration::ZERO);
+    for (at, comes, bytes) in steps {
+        if sum > room {
+            above += at - since;
+        }
+        since = at;
+        sum = if comes { sum.saturating_add(bytes) } else { sum.saturating_sub(bytes) };
+    }
+    above.as_secs_f64() / lasts.as_secs_f64()
+}
+
+#[test]
+fn what_fits_is_some_35_heavy_requests_a_second_and_hardly_ever_too_much() {
+    let rate = Mix::Heavy.fits(LIMIT);
+    assert!((30.0..40.0).contains(&rate), "{rate}");
+    for mix in Mix::ALL {
+        let (fits, twice) = (above_ceiling(mix, 1.0), above_ceiling(mix, 2.0));
+        assert!(fits < 0.01, "{}: above for {fits} of the time at 1x", mix.name());
+        assert!(twice > 0.05, "{}: above for {twice} of the time at 2x", mix.name());
+    }
+}
+
+#[test]
+fn the_same_offer_gives_the_same_requests_at_the_rates_of_its_phases() {
+    let phases = vec![Phase { rate: 200.0, millis: 20_000 }, Phase { rate: 20.0, millis: 20_000 }];
+    let offer = Offer { mix: Mix::Small, phases, seed: 11 };
+    let (one, other) = (offer.arrivals(), offer.arrivals());
+    assert_eq!(format!("{one:?}"), format!("{other:?}"));
+    assert!(one.windows(2).all(|pair| pair[0].at <= pair[1].at));
+    assert!(one.iter().all(|arrival| (HOLD[0]..=HOLD[1]).contains(&arrival.hold)));
+    let high = one.iter().filter(|arrival| arrival.at < Duration::from_secs(20)).count();
+    // Poisson: 4000 and 400, five deviations at most.
+    assert!((3684..=4316).contains(&high), "{high}");
+    assert!((300..=500).contains(&(one.len() - high)), "{}", one.len() - high);
+    let classes: BTreeSet<usize> = one.iter().map(|arrival| arrival.class).collect();
+    assert_eq!(classes.len(), crate::mix::CLASSES.len());
+}
+
+#[test]
+fn the_best_budget_stays_below_the_limit_less_the_base_and_follows_the_estimate() {
+    let exact = percent(setting(Mix::Heavy, 4.0, 1.0).best_static());
+    // 244 of 256 MiB are 95 %: the highest step below is the best.
+    assert_eq!(exact, 94);
+    let half = percent(setting(Mix::Heavy, 4.0, 0.5).best_static());
+    assert!(half <= exact / 2 + 2 * STEP, "{half} for estimates of half the truth");
+    let double = percent(setting(Mix::Heavy, 4.0, 2.0).best_static());
+    assert_eq!(double, 100, "twice the truth is safe at any part of the limit");
+}
+
+#[test]
+fn the_best_concurrency_limit_is_lower_for_larger_bodies() {
+    let most = |mix| match setting(mix, 4.0, 1.0).best_concurrency() {
+        Some(Policy::Concurrency(most)) => most,
+        other => panic!("{other:?}"),
+    };
+    let [heavy, small, large] = [Mix::Heavy, Mix::Small, Mix::Large].map(most);
+    assert!(large < heavy && heavy < small, "{large}, {heavy}, {small}");
+}
+
+#[test]
+fn policies_are_named_as_they_are_read() {
+    for name in ["none", "conc48", "rss250", "rss10", "fresh", "static", "static80", "lowtide"] {
+        let policy: Policy = name.parse().expect("a name of ours");
+        assert_eq!(policy.to_string(), name);
+    }
+    for name in ["", "conc", "static0", "static101", "Lowtide"] {
+        let refused = name.parse::<Policy>().expect_err("no policy");
+        assert!(refused.starts_with(name) && refused.contains("expected"), "{refused}");
+    }
+}

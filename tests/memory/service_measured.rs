@@ -1,0 +1,348 @@
+//! Requests that are measured: what they hold is booked between polls, the next of their kind books
+//! as much at once, and few large ones run until that is known.
+#![cfg(all(feature = "service", target_os = "linux"))]
+
+use std::convert::Infallible;
+use std::future::{Future, poll_fn};
+use std::hint::black_box;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::task::{Context, Poll, Waker};
+use std::time::Duration;
+
+use bytes::Bytes;
+use http::{Request, Response, StatusCode};
+use http_body_util::Full;
+use lowtide::clock::{Clock, ManualClock};
+use lowtide::config::DeviceChoice;
+use lowtide::control::{Admission, Budget, Cost, RejectReason};
+use lowtide::service::{MemoryLayer, SharedPermit};
+use lowtide::{ByteSize, Memory};
+use test_fork::test;
+use tower::util::BoxCloneSyncService;
+use tower::{Layer, Service, service_fn};
+
+use crate::support::Tree;
+
+const MIB: usize = 1 << 20;
+const SMALL: ByteSize = ByteSize::kib(16);
+/// Four of these run while their route is not known, and nine fit.
+const LARGE: ByteSize = ByteSize::kib(10_752);
+
+type Asked = Request<Full<Bytes>>;
+type Answer = Response<Full<Bytes>>;
+type Handler = BoxCloneSyncService<Asked, Answer, Infallible>;
+type Ask = Box<dyn FnMut(&str, ByteSize) -> Call>;
+type Call = Pin<Box<dyn Future<Output = StatusCode>>>;
+
+/// A service with a limit of 256 MiB, whose clock stands still.
+struct Bed {
+    memory: Memory,
+    clock: Arc<ManualClock>,
+    service: Ask,
+    _tree: Tree,
+}
+
+impl Bed {
+    /// The estimate of a request is in its header.
+    fn new(handler: Handler) -> Self {
+        Self::starting(true, handler)
+    }
+
+    fn starting(slowly: bool, handler: Handler) -> Self {
+        let (clock, tree) = (Arc::new(ManualClock::new()), Tree::new(ByteSize::mib(256)));
+        let of_all: Arc<dyn Clock> = clock.clone();
+        let builder = Memory::builder().clock(of_all.clone()).signals(tree.open());
+        let memory = builder.device(DeviceChoice::None).start().expect("starts");
+        let service = service(memory.admission(), of_all, handler, slowly);
+        Self { memory, clock, service, _tree: tree }
+    }
+
+    /// A request that was polled once.
+    fn call(&mut self, path: &str, estimate: ByteSize) -> Result<Call, StatusCode> {
+        let mut call = (self.service)(path, estimate);
+        match poll(&mut call) {
+            Poll::Pending => Ok(call),
+            Poll::Ready(status) => Err(status),
+        }
+    }
+
+    fn reserved(&self) -> ByteSize {
+        self.memory.admission().ledger(Budget::Host).reserved()
+    }
+
+    /// Calls until it is refused, at most 50 times: those that run.
+    fn fill(&mut self, path: &str, estimate: ByteSize) -> Vec<Call> {
+        (0..50).map_while(|_| self.call(path, estimate).ok()).collect()
+    }
+}
+
+fn service(
+    admission: &Admission,
+    clock: Arc<dyn Clock>,
+    handler: Handler,
+    starts_slowly: bool,
+) -> Ask {
+    let estimate = |head: &http::request::Parts| {
+        let bytes = head.headers["x-estimate"].to_str().expect("text").parse().expect("bytes");
+        Cost::host(ByteSize::new(bytes))
+    };
+    let layer = MemoryLayer::new(admission.clone(), estimate).clock(clock);
+    let layer = if starts_slowly { layer } else { layer.without_slow_start() };
+    let mut service = layer.layer(handler);
+    Box::new(move |path, estimate| {
+        let request = Request::post(path).header("x-estimate", estimate.get());
+        let call = service.call(request.body(Full::default()).expect("a valid head"));
+        Box::pin(async { call.await.expect("no error").status() })
+    })
+}
+
+fn poll(call: &mut Call) -> Poll<StatusCode> {
+    call.as_mut().poll(&mut Context::from_waker(Waker::noop()))
+}
+
+fn handler<F>(answer: impl Fn(Asked) -> F + Clone + Send + Sync + 'static) -> Handler
+where
+    F: Future<Output = ()> + Send + 'static,
+{
+    BoxCloneSyncService::new(service_fn(move |request| {
+        let answer = answer(request);
+        async move {
+            answer.await;
+            Ok(Answer::default())
+        }
+    }))
+}
+
+/// Waits for one more poll.
+async fn wait_once() {
+    let mut waited = false;
+    poll_fn(|_| if std::mem::replace(&mut waited, true) { Poll::Ready(()) } else { Poll::Pending })
+        .await;
+}
+
+fn block(mib: usize) -> Vec<u8> {
+    black_box(Vec::with_capacity(mib * MIB))
+}
+
+fn about(reserved: ByteSize, mib: u64) -> bool {
+    reserved.get().abs_diff(ByteSize::mib(mib).get()) < ByteSize::kib(512).get()
+}
+
+/// The bug: requests that needed several times their estimate were admitted together before any of
+/// them was known, and the kernel killed the service.
+#[test]
+fn large_requests_of_an_unknown_route_ran_all_at_once() {
+    let mut bed = Bed::new(handler(|_| wait_once()));
+    let first = bed.call("/a/1", LARGE).expect("the first");
+    drop(bed.call("/b", LARGE).expect("another route"));
+    drop(first);
+    for _ in 0..2 {
+        let running = bed.fill("/a/1", LARGE);
+        assert_eq!(running.len(), 4);
+        let shed = bed.memory.admission().stats().rejected_total(RejectReason::SlowStart);
+        assert_eq!(shed, 1, "then there is no room for twice the estimate");
+        assert_eq!(bed.fill("/a/1", SMALL).len(), 50, "small requests are not held up");
+        for mut call in running {
+            assert_eq!(poll(&mut call), Poll::Ready(StatusCode::OK));
+        }
+    }
+    assert_eq!(bed.fill("/a/1", LARGE).len(), 9, "as many as fit");
+    assert!(bed.memory.shutdown(Duration::ZERO).is_clean());
+}
+
+#[test]
+fn requests_that_last_long_are_not_held_up_for_more_than_a_second() {
+    let mut bed = Bed::new(handler(|_| std::future::pending()));
+    let mut running = bed.fill("/", LARGE);
+    assert_eq!(running.len(), 4);
+    bed.clock.advance(Duration::from_secs(1));
+    running.extend(bed.fill("/", LARGE));
+    assert_eq!(running.len(), 4);
+    let stats = bed.memory.admission().stats();
+    assert_eq!(
+        (stats.rejected_total(RejectReason::SlowStart), stats.rejected_total(RejectReason::Full)),
+        (1, 1)
+    );
+}
+
+/// The bug: what a request held beyond its estimate was booked by nobody, and others were admitted
+/// in its place.
+#[test]
+fn what_a_request_holds_is_booked_between_its_polls_and_keeps_others_out() {
+    let mut bed = Bed::new(handler(|_| async {
+        let held = block(60);
+        wait_once().await;
+        drop(held);
+        let less = block(20);
+        wait_once().await;
+        drop(black_box(less));
+    }));
+    let mut call = bed.call("/", LARGE).expect("admitted");
+    assert!(about(bed.reserved(), 60), "{}", bed.reserved());
+    assert_eq!(bed.call("/other", ByteSize::mib(48)).err(), Some(StatusCode::SERVICE_UNAVAILABLE));
+    assert!(poll(&mut call).is_pending());
+    assert!(about(bed.reserved(), 60), "it does not shrink by itself: {}", bed.reserved());
+    assert_eq!(poll(&mut call), Poll::Ready(StatusCode::OK));
+    drop(call);
+    assert_eq!(bed.reserved(), ByteSize::ZERO);
+}
+
+/// The bug: a value that was parsed and dropped within one poll was not seen.
+#[test]
+fn the_next_request_of_a_route_books_what_the_last_one_held_within_one_poll() {
+    let mut bed = Bed::new(handler(|request| async move {
+        if request.uri().path().starts_with("/parse") {
+            let held = block(30);
+            drop(black_box(held));
+        } else {
+            wait_once().await;
+        }
+    }));
+    assert_eq!(bed.call("/parse", LARGE).err(), Some(StatusCode::OK));
+    drop(bed.call("/wait", LARGE).expect("admitted"));
+    let admitted = |bed: &Bed| {
+        let classes = bed.memory.admission().classes(Budget::Host);
+        ByteSize::new(classes.iter().map(|class| class.admitted_bytes_total).sum())
+    };
+    let before = admitted(&bed);
+    assert_eq!(before.get(), 4 * LARGE.get(), "both at twice their estimates");
+    assert_eq!(bed.call("/parse", LARGE).err(), Some(StatusCode::OK));
+    let third = admitted(&bed).saturating_sub(before);
+    assert!(about(third, 30), "{third}");
+}
+
+/// The bug, had it been: a route whose first request was a giant books more than fits, is never
+/// admitted again, and so never learns better.
+#[test]
+fn a_route_that_has_shown_a_giant_is_still_admitted() {
+    let giant = Arc::new(AtomicBool::new(true));
+    let is_giant = Arc::clone(&giant);
+    let mut bed = Bed::new(handler(move |_| {
+        let mib = if is_giant.swap(false, Ordering::SeqCst) { 240 } else { 1 };
+        async move { drop(black_box(block(mib))) }
+    }));
+    for nth in 0..100 {
+        assert_eq!(bed.call("/", LARGE).err(), Some(StatusCode::OK), "{nth}");
+    }
+}
+
+#[test]
+fn frees_of_what_others_allocated_lend_no_room() {
+    let foreign = Arc::new(std::sync::Mutex::new(Vec::new()));
+    let own = Arc::clone(&foreign);
+    let mut bed = Bed::new(handler(move |_| {
+        let own = Arc::clone(&own);
+        async move {
+            own.lock().expect("no panic").clear();
+            wait_once().await;
+            let held = block(30);
+            wait_once().await;
+            drop(black_box(held));
+        }
+    }));
+    *foreign.lock().expect("no panic") = vec![block(30), block(30)];
+    let mut call = bed.call("/", LARGE).expect("admitted");
+    assert_eq!(bed.reserved().get(), 2 * LARGE.get());
+    assert!(poll(&mut call).is_pending());
+    assert!(about(bed.reserved(), 30), "{}", bed.reserved());
+}
+
+/// The bug: memory that other work freed before a request counted as the peak of the request.
+#[test]
+fn what_was_freed_before_a_request_is_not_its_peak() {
+    let mut bed = Bed::new(handler(|_| async {
+        for _ in 0..1000 {
+            drop(black_box(Vec::<u8>::with_capacity(64 << 10)));
+        }
+        wait_once().await;
+    }));
+    let foreign = [block(30), block(30)];
+    drop(bed.call("/reset", LARGE).expect("admitted"));
+    drop(black_box(foreign));
+    let mut call = bed.call("/churn", LARGE).expect("admitted");
+    assert_eq!(poll(&mut call), Poll::Ready(StatusCode::OK));
+    drop(call);
+    let _held = bed.call("/churn", LARGE).expect("admitted");
+    assert_eq!(bed.reserved().get(), 2 * LARGE.get());
+}
+
+#[test]
+fn estimates_that_are_bounds_start_no_route_slowly() {
+    let mut bed = Bed::starting(false, handler(|_| wait_once()));
+    for path in ["/a/1", "/b/1"] {
+        assert_eq!(bed.fill(path, LARGE).len(), 9, "as many as fit");
+    }
+    assert_eq!(bed.memory.admission().stats().rejected_total(RejectReason::SlowStart), 0);
+}
+
+/// The bug: requests that were refused without a look at their body ended the slow start.
+#[test]
+fn failed_answers_end_no_slow_start() {
+    let mut bed = Bed::new(BoxCloneSyncService::new(service_fn(|request: Asked| async move {
+        let mut answer = Answer::default();
+        if request.uri().path() == "/a/refused" {
+            *answer.status_mut() = StatusCode::UNAUTHORIZED;
+        } else {
+            wait_once().await;
+        }
+        Ok(answer)
+    })));
+    for _ in 0..20 {
+        assert_eq!(bed.call("/a/refused", LARGE).err(), Some(StatusCode::UNAUTHORIZED));
+    }
+    assert_eq!(bed.fill("/a/1", LARGE).len(), 4);
+}
+
+#[test]
+fn work_on_other_threads_nested_work_and_panics_are_attributed_once() {
+    let kept: Arc<std::sync::Mutex<Vec<Vec<u8>>>> = Arc::default();
+    let keeps = Arc::clone(&kept);
+    let step = Arc::new(AtomicUsize::new(0));
+    let mut bed = Bed::new(handler(move |request| {
+        let permit = request.extensions().get::<SharedPermit>().expect("put there").clone();
+        let (keeps, step) = (Arc::clone(&keeps), step.fetch_add(1, Ordering::SeqCst));
+        async move {
+            let keep = move || keeps.lock().expect("no panic").push(block(30));
+            match step {
+                0 => std::thread::spawn(move || permit.measure(keep)).join().expect("no panic"),
+                1 => permit.measure(|| permit.measure(keep)),
+                2 => {
+                    let work = std::panic::AssertUnwindSafe(|| permit.measure(|| panic!("bug")));
+                    let _ = std::panic::catch_unwind(work).map_err(|_| keep());
+                }
+                _ => std::thread::spawn(keep).join().expect("no panic"),
+            }
+            wait_once().await;
+        }
+    }));
+    for (step, mib) in [("thread", 30), ("nested", 30), ("panic", 30)] {
+        let call = bed.call(&format!("/{step}"), LARGE).expect("admitted");
+        assert!(about(bed.reserved(), mib), "{step}: {}", bed.reserved());
+        drop(call);
+    }
+    let call = bed.call("/unseen", LARGE).expect("admitted");
+    assert_eq!(bed.reserved().get(), 2 * LARGE.get(), "a thread of its own is not followed");
+    drop(call);
+    assert_eq!(kept.lock().expect("no panic").len(), 4);
+}
+
+#[test]
+fn without_a_memory_estimates_are_taken_at_their_word() {
+    let admission = Admission::with_limit(ByteSize::mib(100));
+    let clock: Arc<dyn Clock> = Arc::new(ManualClock::new());
+    let mut service = service(
+        &admission,
+        clock,
+        handler(|_| async {
+            let held = block(60);
+            wait_once().await;
+            drop(black_box(held));
+        }),
+        true,
+    );
+    let mut calls: Vec<_> = (0..9).map(|_| service("/", LARGE)).collect();
+    assert!(calls.iter_mut().all(|call| poll(call).is_pending()), "all that fit run at once");
+    assert_eq!(admission.ledger(Budget::Host).reserved().get(), 9 * LARGE.get());
+}
