@@ -5,18 +5,17 @@
 //!
 //! Invariant: `docs/METRICS.md = HEAD + names::markdown()`.
 
-use lowtide::metrics::names::{self, TABLE};
 use serde_json::Value;
 
-use crate::rules::{RUNBOOK, Rules, items, yaml};
+use super::rules::{RUNBOOK, Rules, items, yaml};
+use crate::text::names::{self, TABLE};
 
 /// The text above the table.
 const HEAD: &str = "\
 # Metrics
 
-This table lists every metric that lowtide publishes. It is generated from `src/metrics/names.rs`,
-and the test `tests/dashboards` compares the two. A `Memory` publishes the metrics once a second by
-default, through the [`metrics`](https://docs.rs/metrics) facade, to the recorder that the
+This table lists every metric that lowtide publishes. It is generated from `src/metrics/names.rs`:
+`cargo xtask text --write`. A `Memory` publishes the metrics once a second by default, through the [`metrics`](https://docs.rs/metrics) facade, to the recorder that the
 application installed. Counters start at 0 with the process. A histogram has the series `_bucket`,
 `_sum` and `_count`. Prometheus adds the labels `job` and `instance`.
 [OPERATING.md](OPERATING.md) explains what to do if a value is too high.

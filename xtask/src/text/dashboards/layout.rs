@@ -10,7 +10,7 @@ use std::collections::BTreeSet;
 
 use serde_json::Value;
 
-use crate::promql::{self, Known, Place};
+use super::promql::{self, Known, Place};
 
 /// The data source of every panel and query.
 const SOURCE: &str = "${datasource}";

@@ -8,88 +8,117 @@
 
 mod documents;
 mod layout;
-#[path = "../../benches/dashboards/named.rs"]
+#[path = "../../../../benches/dashboards/named.rs"]
 #[allow(dead_code, reason = "the bench reads more of it")]
 mod named;
+#[cfg(test)]
 mod planted;
 mod promql;
 mod rules;
 
 use std::collections::BTreeSet;
-use std::path::Path;
 
-use lowtide::metrics::names::TABLE;
 use serde_json::Value;
 
-use promql::Known;
-use rules::Rules;
+use self::promql::Known;
+use self::rules::Rules;
+use super::names::TABLE;
+use crate::tree::{Faults, Tree};
 
-/// A file of the repository.
-fn read(name: &str) -> String {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join(name);
-    std::fs::read_to_string(&path).unwrap_or_else(|error| panic!("{name}: {error}"))
+/// The shipped files that are compared.
+struct Shipped<'a> {
+    tree: &'a Tree,
+    faults: &'a Faults,
+    dashboards: Vec<Value>,
 }
 
 /// The dashboards that are shipped, in the order of their links.
 const DASHBOARDS: [&str; 5] = ["overview", "heap", "device", "pressure_and_admission", "resources"];
 
-fn dashboard(name: &str) -> Value {
-    serde_json::from_str(&read(&format!("dashboards/{name}.json"))).expect("JSON")
-}
+impl<'a> Shipped<'a> {
+    fn read(tree: &'a Tree, faults: &'a Faults) -> Self {
+        let dashboard = |name| {
+            let name = format!("dashboards/{name}.json");
+            serde_json::from_str(tree.text(&name, faults)).unwrap_or_else(|error| {
+                faults.say(format!("{name}: {error}"));
+                Value::Null
+            })
+        };
+        Self { tree, faults, dashboards: DASHBOARDS.map(dashboard).into() }
+    }
 
-fn dashboards() -> Vec<Value> {
-    DASHBOARDS.into_iter().map(dashboard).collect()
-}
+    fn text(&self, name: &str) -> &'a str {
+        self.tree.text(name, self.faults)
+    }
 
-fn none(faults: &[String]) {
-    assert!(faults.is_empty(), "{} faults:\n{}", faults.len(), faults.join("\n"));
-}
+    /// The metrics that panels show.
+    fn metrics(&self) -> BTreeSet<String> {
+        let known = Known::table();
+        self.dashboards.iter().flat_map(|one| layout::check(one, &known).metrics).collect()
+    }
 
-#[test]
-fn the_dashboards_keep_the_rules_of_the_linter_and_name_what_exists() {
-    for name in DASHBOARDS {
-        let mut faults = layout::check(&dashboard(name), &Known::table()).faults;
-        faults.iter_mut().for_each(|fault| *fault = format!("{name}: {fault}"));
-        none(&faults);
+    fn panels(&self) -> Vec<&Value> {
+        self.dashboards.iter().filter_map(|one| one["panels"].as_array()).flatten().collect()
+    }
+
+    fn rules(&self) -> Rules {
+        Rules::read(self.text("dashboards/lowtide.rules.yml"))
+    }
+
+    /// The library's files but its tests: their names and texts.
+    fn sources(&self) -> Vec<(String, String)> {
+        let library = self.tree.library().into_iter();
+        let sources = library.filter(|source| !source.name.contains("test"));
+        sources.map(|source| (source.name.clone(), source.text.clone())).collect()
     }
 }
 
-#[test]
-fn every_shipped_dashboard_is_checked_and_has_an_address_of_its_own() {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("dashboards");
-    let mut files: Vec<_> = std::fs::read_dir(folder)
-        .expect("a folder")
-        .filter_map(|entry| entry.ok()?.file_name().into_string().ok())
-        .filter_map(|name| Some(name.strip_suffix(".json")?.to_owned()))
-        .collect();
-    files.sort();
-    let mut expected = DASHBOARDS.map(str::to_owned).to_vec();
-    expected.sort();
-    assert_eq!(files, expected);
-    let uids: BTreeSet<_> = dashboards().iter().map(|one| one["uid"].to_string()).collect();
-    assert_eq!(uids.len(), DASHBOARDS.len(), "{uids:?}");
+/// Checks dashboards, rules, and the documents about them.
+pub(super) fn check(tree: &Tree, faults: &Faults) {
+    let shipped = Shipped::read(tree, faults);
+    check_dashboards(&shipped);
+    check_excused(&shipped);
+    let rules = shipped.rules();
+    let in_rules = |what| format!("dashboards/lowtide.rules.yml: {what}");
+    faults.extend(rules.check().faults.into_iter().map(in_rules));
+    let tests = "dashboards/tests/lowtide.rules.test.yml";
+    let untested = rules.untested(shipped.text(tests));
+    faults.extend(untested.into_iter().map(|what| format!("{tests}: {what}")));
+    faults.extend(missing(&shipped.metrics()));
+    let list = shipped.text("docs/METRICS.md");
+    faults.expect(list == documents::metrics(), || {
+        "docs/METRICS.md is not what the table says: run cargo xtask text --write".to_owned()
+    });
+    let runbook = shipped.text(rules::RUNBOOK);
+    faults.extend(documents::runbook(runbook, &rules, &shipped.dashboards));
+    faults.extend(documents::events(&shipped.sources(), runbook));
+    faults.extend(documents::configuration(
+        shipped.text("dashboards/prometheus.yml"),
+        shipped.text("dashboards/provisioning/datasources/prometheus.yml"),
+        shipped.text("dashboards/provisioning/dashboards/lowtide.yml"),
+    ));
 }
 
-/// The metrics that panels show.
-fn shown() -> BTreeSet<String> {
-    let known = Known::table();
-    dashboards().iter().flat_map(|one| layout::check(one, &known).metrics).collect()
+/// Writes the documents that are generated, and returns their names.
+pub(super) fn write(root: &std::path::Path) -> std::io::Result<&'static str> {
+    std::fs::write(root.join("docs/METRICS.md"), documents::metrics())?;
+    Ok("docs/METRICS.md")
 }
 
-#[test]
-fn rules_and_alerts_are_complete_and_name_what_exists() {
-    none(&Rules::read(&read("dashboards/lowtide.rules.yml")).check().faults);
-}
-
-#[test]
-fn every_alert_is_tested_firing_and_silent() {
-    let rules = Rules::read(&read("dashboards/lowtide.rules.yml"));
-    none(&rules.untested(&read("dashboards/tests/lowtide.rules.test.yml")));
-}
-
-#[test]
-fn every_metric_is_shown() {
-    none(&missing(&shown()));
+/// The dashboards keep the rules of the linter, and each has an address of its own.
+fn check_dashboards(shipped: &Shipped<'_>) {
+    for (name, dashboard) in DASHBOARDS.iter().zip(&shipped.dashboards) {
+        let faults = layout::check(dashboard, &Known::table()).faults;
+        let at = |fault| format!("dashboards/{name}.json: {fault}");
+        shipped.faults.extend(faults.into_iter().map(at));
+    }
+    for file in &shipped.tree.files {
+        let name = file.name.strip_prefix("dashboards/").and_then(|n| n.strip_suffix(".json"));
+        let is_known = name.is_none_or(|name| name.contains('/') || DASHBOARDS.contains(&name));
+        shipped.faults.expect(is_known, || format!("{}: not in the list of dashboards", file.name));
+    }
+    let uids: BTreeSet<_> = shipped.dashboards.iter().map(|one| one["uid"].to_string()).collect();
+    shipped.faults.expect(uids.len() == DASHBOARDS.len(), || format!("equal uids: {uids:?}"));
 }
 
 /// The metrics of the table that are not among these.
@@ -102,12 +131,8 @@ fn missing(shown: &BTreeSet<String>) -> Vec<String> {
 }
 
 /// What may be empty on a machine without a GPU exists, and is not most of what is shown.
-#[test]
-fn what_is_excused_from_live_data_is_a_query_of_a_panel() {
-    let boards = dashboards();
-    let panels: Vec<_> =
-        boards.iter().filter_map(|one| one["panels"].as_array()).flatten().collect();
-    let mut faults = Vec::new();
+fn check_excused(shipped: &Shipped<'_>) {
+    let panels = shipped.panels();
     for named in named::PANELS {
         let has = |letter: char| {
             let letter = letter.to_string();
@@ -116,72 +141,18 @@ fn what_is_excused_from_live_data_is_a_query_of_a_panel() {
                 targets.is_some_and(|them| them.iter().any(|one| one["refId"] == letter.as_str()))
             })
         };
-        if named.letters.is_empty() || !named.letters.chars().all(has) {
-            faults.push(format!("{} {}: no such query", named.title, named.letters));
-        }
+        let exists = !named.letters.is_empty() && named.letters.chars().all(has);
+        let what = || format!("benches/dashboards/named.rs: {}: no such query", named.title);
+        shipped.faults.expect(exists, what);
     }
     for (name, _) in named::METRICS {
-        if TABLE.iter().all(|metric| metric.name != *name) {
-            faults.push(format!("{name}: no such metric"));
-        }
+        let exists = TABLE.iter().any(|metric| metric.name == *name);
+        let what = || format!("benches/dashboards/named.rs: {name}: no such metric");
+        shipped.faults.expect(exists, what);
     }
-    none(&faults);
     let queries: usize =
         panels.iter().filter_map(|one| one["targets"].as_array()).map(Vec::len).sum();
     let excused: usize = named::PANELS.iter().map(|named| named.letters.len()).sum();
-    assert!(excused * 3 < queries, "{excused} of {queries}");
-}
-
-#[test]
-fn the_list_of_metrics_is_the_table() {
-    let expected = documents::metrics();
-    if read("docs/METRICS.md") != expected {
-        let copy = Path::new(env!("CARGO_TARGET_TMPDIR")).join("METRICS.md");
-        std::fs::write(&copy, expected).expect("written");
-        let copy = copy.display();
-        panic!("docs/METRICS.md is not what the table says: cp {copy} docs/METRICS.md");
-    }
-}
-
-#[test]
-fn every_alert_has_its_section_in_the_runbook() {
-    let rules = Rules::read(&read("dashboards/lowtide.rules.yml"));
-    none(&documents::runbook(&read("docs/OPERATING.md"), &rules, &dashboards()));
-}
-
-/// The library's files, but for its tests.
-fn sources() -> Vec<(String, String)> {
-    let mut folders = vec!["src".to_owned()];
-    let mut sources = Vec::new();
-    while let Some(folder) = folders.pop() {
-        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join(&folder);
-        for entry in std::fs::read_dir(path).expect("a folder") {
-            let entry = entry.expect("an entry");
-            let name = format!("{folder}/{}", entry.file_name().to_string_lossy());
-            if name.contains("test") {
-                continue;
-            } else if entry.file_type().expect("a type").is_dir() {
-                folders.push(name);
-            } else if name.ends_with(".rs") {
-                let text = read(&name);
-                sources.push((name, text));
-            }
-        }
-    }
-    sources.sort();
-    sources
-}
-
-#[test]
-fn every_event_is_listed_and_every_listed_one_exists() {
-    none(&documents::events(&sources(), &read("docs/OPERATING.md")));
-}
-
-#[test]
-fn the_configuration_files_agree_with_each_other() {
-    none(&documents::configuration(
-        &read("dashboards/prometheus.yml"),
-        &read("dashboards/provisioning/datasources/prometheus.yml"),
-        &read("dashboards/provisioning/dashboards/lowtide.yml"),
-    ));
+    let what = || format!("{excused} of {queries} queries may be empty: expected under a third");
+    shipped.faults.expect(excused * 3 < queries, what);
 }

@@ -9,9 +9,31 @@ use std::collections::BTreeSet;
 
 use serde_json::{Value, json};
 
-use crate::promql::{self, Known, Place};
-use crate::rules::Rules;
-use crate::{dashboard, dashboards, documents, layout, missing, read, shown, sources};
+use super::promql::{self, Known, Place};
+use super::rules::Rules;
+use super::{DASHBOARDS, Shipped, documents, layout, missing};
+use crate::tree::{self, Faults, Tree};
+
+/// Calls with what is shipped.
+fn with<T>(ask: impl FnOnce(&Shipped<'_>) -> T) -> T {
+    let (tree, faults) = (Tree::read(&tree::root()).expect("the repository"), Faults::default());
+    let answer = ask(&Shipped::read(&tree, &faults));
+    assert_eq!(faults.sorted(), [""; 0]);
+    answer
+}
+
+fn read(name: &str) -> String {
+    with(|shipped| shipped.text(name).to_owned())
+}
+
+fn dashboards() -> Vec<Value> {
+    with(|shipped| shipped.dashboards.clone())
+}
+
+fn dashboard(name: &str) -> Value {
+    let at = DASHBOARDS.iter().position(|other| *other == name).expect("a dashboard");
+    dashboards().remove(at)
+}
 
 /// Expects that one of the faults says this.
 #[track_caller]
@@ -21,7 +43,7 @@ fn finds(expected: &str, faults: &[String]) {
 
 /// The faults of the dashboard with a value put at a pointer, where there must be one already.
 #[track_caller]
-fn with(pointer: &str, value: Value) -> Vec<String> {
+fn changed(pointer: &str, value: Value) -> Vec<String> {
     let mut dashboard = dashboard("overview");
     *dashboard.pointer_mut(pointer).expect("a value to change") = value;
     layout::check(&dashboard, &Known::table()).faults
@@ -56,7 +78,7 @@ fn faults_of_the_dashboards_head_and_variables_are_found() {
         ("/annotations/list/3/expr", json!("lowtide_diagnostics"), "expected what is above 0"),
         ("/annotations/list/3/textFormat", json!("{{arena}}"), "have no label arena"),
     ] {
-        finds(expected, &with(pointer, value));
+        finds(expected, &changed(pointer, value));
     }
     let mut dashboard = dashboard("overview");
     dashboard["__inputs"] = json!([]);
@@ -85,7 +107,7 @@ fn faults_of_panels_are_found() {
         ("/panels/7/gridPos/x", json!(17), "of 24 columns"),
         ("/panels/1/gridPos/y", json!(500), "in another order"),
     ] {
-        finds(expected, &with(pointer, value));
+        finds(expected, &changed(pointer, value));
     }
 }
 
@@ -160,16 +182,17 @@ fn an_alert_without_a_firing_or_a_silent_test_is_found() {
 
 #[test]
 fn a_metric_that_nothing_shows_is_found() {
-    let mut shown = shown();
+    let mut shown = with(|shipped| shipped.metrics());
     assert!(shown.remove("lowtide_device_leases"));
     finds("lowtide_device_leases: on no panel", &missing(&shown));
-    assert_eq!(missing(&BTreeSet::new()).len(), lowtide::metrics::names::TABLE.len());
+    assert_eq!(missing(&BTreeSet::new()).len(), crate::text::names::TABLE.len());
 }
 
 #[test]
 fn faults_of_the_documents_are_found() {
     let rules = Rules::read(&read("dashboards/lowtide.rules.yml"));
     let text = read("docs/OPERATING.md");
+    let sources = with(|shipped| shipped.sources());
     for (from, to, expected) in [
         ("### LowtideRequestsShed", "### Requests", "LowtideRequestsShed: expected one section"),
         ("### LowtideRequestsShed", "### LowtideOther", "LowtideOther: a section for an alert"),
@@ -185,7 +208,7 @@ fn faults_of_the_documents_are_found() {
         ("| `memory purged` |", "| `purged twice` |", "\"purged twice\": no such event"),
     ] {
         assert!(text.contains(from), "{from:?} is not in the runbook any more");
-        finds(expected, &documents::events(&sources(), &text.replace(from, to)));
+        finds(expected, &documents::events(&sources, &text.replace(from, to)));
     }
     let prometheus = read("dashboards/prometheus.yml");
     let source = read("dashboards/provisioning/datasources/prometheus.yml");

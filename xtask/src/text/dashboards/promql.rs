@@ -9,12 +9,13 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use lowtide::metrics::names::{Kind, TABLE};
 use promql_parser::label::{MatchOp, Matchers};
 use promql_parser::parser::{
     self, AggregateExpr, BinaryExpr, Call, Expr, LabelModifier, VectorMatchCardinality,
     VectorSelector,
 };
+
+use crate::text::names::{Kind, TABLE};
 
 /// Labels that Prometheus gives each series it scrapes.
 const TARGET: [&str; 2] = ["job", "instance"];

@@ -8,8 +8,8 @@ use std::collections::BTreeSet;
 
 use yaml_rust2::{Yaml, YamlLoader};
 
-use crate::layout::placeholders;
-use crate::promql::{self, Known, Labels, Place};
+use super::layout::placeholders;
+use super::promql::{self, Known, Labels, Place};
 
 /// Where the runbook is.
 pub(crate) const RUNBOOK: &str = "docs/OPERATING.md";
@@ -31,11 +31,11 @@ pub(crate) struct Findings {
     pub(crate) faults: Vec<String>,
 }
 
-/// The one document of a YAML file.
+/// The first document of a YAML file. One that cannot be read is a fault of its own, and empty
+/// here.
 pub(crate) fn yaml(text: &str) -> Yaml {
-    let mut documents = YamlLoader::load_from_str(text).expect("YAML");
-    assert_eq!(documents.len(), 1, "one document");
-    documents.remove(0)
+    let documents = YamlLoader::load_from_str(text).unwrap_or_default();
+    documents.into_iter().next().unwrap_or(Yaml::BadValue)
 }
 
 /// What a list holds; nothing where it is no list.

@@ -1,19 +1,17 @@
 //! The files that are deployed: Dockerfile, Compose, Kubernetes, systemd, Prometheus.
 //!
-//! Held against each other and against what the proxy needs; the tools that read them for real are
-//! called by `.ci/run` where there are any.
+//! Compared with each other and with what the proxy needs; `cargo xtask ci --job deployment` calls
+//! the tools that read them for real, where there are any.
 //!
 //! Invariant: whoever stops the proxy waits longer than its drain, its grace and the 5 s of the
 //! memory's end.
 
-use std::path::Path;
-
 use yaml_rust2::{Yaml, YamlLoader};
 
-use super::{GUIDE, text};
+use super::{Deploying, GUIDE};
 
 /// Those that set variables of the crate.
-pub(crate) const ALL: [&str; 4] =
+pub(super) const ALL: [&str; 4] =
     ["Dockerfile", "compose.yaml", "deploy/kubernetes.yaml", "deploy/lowtide-proxy.service"];
 
 /// How long the end of the memory takes at most, after the grace.
@@ -21,223 +19,321 @@ const END_S: u64 = 5;
 /// How long `docker stop` waits before it kills.
 const DOCKER_STOP_S: u64 = 10;
 const PORT: &str = "8080";
-/// Where operators are answered, and nobody else.
+/// Where operators, and only they, are answered.
 const OPERATORS: &str = "8081";
 const USER: i64 = 10_001;
 
-fn yaml(file: &str) -> Vec<Yaml> {
-    YamlLoader::load_from_str(&text(file)).unwrap_or_else(|error| panic!("{file}: {error}"))
-}
-
-fn seconds(time: &str) -> u64 {
-    humantime::parse_duration(time).unwrap_or_else(|error| panic!("{time}: {error}")).as_secs()
+/// Checks all of them.
+pub(super) fn check(all: &Deploying<'_>) {
+    all.check_dockerfile();
+    all.check_context();
+    all.check_services();
+    all.check_watching();
+    all.check_pod();
+    all.check_pod_ports();
+    all.check_unit();
+    all.check_ports();
 }
 
 /// The value after `NAME=` in a text.
 fn set<'a>(text: &'a str, name: &str) -> &'a str {
-    let after = text.split_once(&format!("{name}=")).unwrap_or_else(|| panic!("no {name}")).1;
+    let after = text.split_once(&format!("{name}=")).map_or("", |(_, after)| after);
     after.split([' ', '\n']).next().unwrap_or_default()
-}
-
-/// How long the end of the image's proxy takes at most.
-fn image_end_s() -> u64 {
-    let image = text("Dockerfile");
-    seconds(set(&image, "PROXY_DRAIN")) + seconds(set(&image, "PROXY_GRACE")) + END_S
 }
 
 fn strings(of: &Yaml) -> Vec<&str> {
     of.as_vec().map(|all| all.iter().filter_map(Yaml::as_str).collect()).unwrap_or_default()
 }
 
-fn is_there(path: &str) -> bool {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join(path).exists()
+fn text_of(of: &Yaml) -> &str {
+    of.as_str().unwrap_or_default()
 }
 
-#[test]
-fn the_image_is_the_binary_and_its_libraries_without_root_or_shell() {
-    let image = text("Dockerfile");
-    let stages: Vec<_> = image.lines().filter(|line| line.starts_with("FROM ")).collect();
-    assert_eq!(stages.last(), Some(&"FROM scratch"), "{stages:?}");
-    assert!(image.contains(&format!("\nUSER {USER}:{USER}\n")), "a numeric user");
-    for wanted in [
-        "\nENTRYPOINT [\"/usr/local/bin/proxy\"]\n",
-        "CMD [\"/usr/local/bin/proxy\", \"healthcheck\"]\n",
-        "\nSTOPSIGNAL SIGTERM\n",
-        "MALLOC_ARENA_MAX=2\n",
-        "NVIDIA_VISIBLE_DEVICES=all ",
-        "NVIDIA_DRIVER_CAPABILITIES=compute,utility\n",
-    ] {
-        assert!(image.contains(wanted), "no {wanted:?}");
+impl Deploying<'_> {
+    /// Adds a fault of a file if the condition does not hold.
+    fn holds(&self, file: &str, holds: bool, what: &str) {
+        self.expect(holds, || format!("{file}: {what}"));
     }
-    // What Docker 20.10 does not know, or would fetch.
-    for newer in ["# syntax", "<<", "--link", "--start-interval"] {
-        assert!(!image.contains(newer), "{newer} is for newer engines");
-    }
-    assert!(image_end_s() < DOCKER_STOP_S);
-    assert!(image.contains(&format!("EXPOSE {PORT} {OPERATORS}\n")));
-    assert_eq!(set(&image, "PROXY_OPERATORS"), format!("0.0.0.0:{OPERATORS}"));
-    assert_eq!(set(&image, "PROXY_LISTEN"), format!("0.0.0.0:{PORT}"));
-}
 
-#[test]
-fn what_the_image_is_built_of_goes_to_the_daemon() {
-    let goes = text(".dockerignore");
-    for needed in ["Cargo.toml", "Cargo.lock", "src", "examples", "deploy/image-root", "LICENSE-*"]
-    {
-        assert!(goes.lines().any(|line| line == format!("!{needed}")), "{needed} stays behind");
+    /// Adds a fault of a file if the values differ.
+    fn same<T: PartialEq + std::fmt::Debug>(&self, file: &str, what: &str, is: T, expected: T) {
+        self.expect(is == expected, || format!("{file}: {what}: {is:?}: expected {expected:?}"));
     }
-    let passwd = format!("lowtide:x:{USER}:{USER}:");
-    assert!(text("deploy/image-root").contains(&passwd), "the user has a name");
-}
 
-#[test]
-fn each_service_of_the_compose_file_has_few_rights_a_limit_and_files_that_exist() {
-    let compose = &yaml("compose.yaml")[0];
-    let volumes = compose["volumes"].as_hash().expect("named volumes");
-    let services = compose["services"].as_hash().expect("services");
-    let names: Vec<_> = services.keys().filter_map(Yaml::as_str).collect();
-    assert_eq!(names, ["proxy", "prometheus", "alertmanager", "grafana"]);
-    for (name, service) in services {
-        assert_eq!(service["read_only"].as_bool(), Some(true), "{name:?}");
-        assert_eq!(strings(&service["cap_drop"]), ["ALL"], "{name:?}");
-        assert_eq!(strings(&service["security_opt"]), ["no-new-privileges:true"], "{name:?}");
-        assert!(service["mem_limit"].as_str().is_some(), "{name:?} has no limit");
-        for port in strings(&service["ports"]) {
-            assert!(port.starts_with("127.0.0.1:"), "{name:?}: {port} is open to the network");
+    /// The documents of a file; one that cannot be read is a fault of its own.
+    fn yaml(&self, file: &str) -> Vec<Yaml> {
+        let documents = YamlLoader::load_from_str(self.text(file)).unwrap_or_default();
+        self.holds(file, !documents.is_empty(), "no document");
+        if documents.is_empty() { vec![Yaml::BadValue] } else { documents }
+    }
+
+    fn seconds(&self, file: &str, time: &str) -> u64 {
+        humantime::parse_duration(time).map_or_else(
+            |error| {
+                self.holds(file, false, &format!("{time:?}: {error}"));
+                0
+            },
+            |time| time.as_secs(),
+        )
+    }
+
+    /// How long the end of the image's proxy takes at most.
+    fn image_end_s(&self) -> u64 {
+        let image = self.text("Dockerfile");
+        let [drain, grace] = ["PROXY_DRAIN", "PROXY_GRACE"].map(|name| set(image, name));
+        self.seconds("Dockerfile", drain) + self.seconds("Dockerfile", grace) + END_S
+    }
+
+    /// The image is the binary and its libraries, without root or shell.
+    fn check_dockerfile(&self) {
+        let (file, image) = ("Dockerfile", self.text("Dockerfile"));
+        let stages: Vec<_> = image.lines().filter(|line| line.starts_with("FROM ")).collect();
+        self.same(file, "the last stage", stages.last().copied(), Some("FROM scratch"));
+        for wanted in [
+            &*format!("\nUSER {USER}:{USER}\n"),
+            "\nENTRYPOINT [\"/usr/local/bin/proxy\"]\n",
+            "CMD [\"/usr/local/bin/proxy\", \"healthcheck\"]\n",
+            "\nSTOPSIGNAL SIGTERM\n",
+            "MALLOC_ARENA_MAX=2\n",
+            "NVIDIA_VISIBLE_DEVICES=all ",
+            "NVIDIA_DRIVER_CAPABILITIES=compute,utility\n",
+            &*format!("EXPOSE {PORT} {OPERATORS}\n"),
+        ] {
+            self.holds(file, image.contains(wanted), &format!("no {wanted:?}"));
         }
-        for volume in strings(&service["volumes"]) {
-            let parts: Vec<_> = volume.split(':').collect();
-            if let Some(path) = parts[0].strip_prefix("./") {
-                assert!(is_there(path), "{name:?} mounts {path}");
-                assert_eq!(parts.get(2), Some(&"ro"), "{name:?}: {volume}");
-            } else {
-                assert!(volumes.contains_key(&Yaml::String(parts[0].into())), "{volume}");
+        // What Docker 20.10 does not know, or would fetch.
+        for newer in ["# syntax", "<<", "--link", "--start-interval"] {
+            self.holds(file, !image.contains(newer), &format!("{newer} is for newer engines"));
+        }
+        let end = self.image_end_s();
+        let what = format!("it ends within {end} s: expected less than {DOCKER_STOP_S} s");
+        self.holds(file, end < DOCKER_STOP_S, &what);
+        for (name, port) in [("PROXY_OPERATORS", OPERATORS), ("PROXY_LISTEN", PORT)] {
+            self.same(file, name, set(image, name), &*format!("0.0.0.0:{port}"));
+        }
+    }
+
+    /// What the image is built of goes to the daemon.
+    fn check_context(&self) {
+        let goes = self.text(".dockerignore");
+        for needed in
+            ["Cargo.toml", "Cargo.lock", "src", "examples", "deploy/image-root", "LICENSE-*"]
+        {
+            let is_sent = goes.lines().any(|line| line == format!("!{needed}"));
+            self.holds(".dockerignore", is_sent, &format!("{needed} is left out"));
+        }
+        let passwd = format!("lowtide:x:{USER}:{USER}:");
+        let has_name = self.text("deploy/image-root").contains(&passwd);
+        self.holds("deploy/image-root", has_name, &format!("no {passwd}"));
+    }
+
+    /// Each service of the Compose file has few rights, a limit, and files that exist.
+    fn check_services(&self) {
+        let file = "compose.yaml";
+        let compose = &self.yaml(file)[0];
+        let Some(services) = compose["services"].as_hash() else {
+            return self.holds(file, false, "no services");
+        };
+        let names: Vec<_> = services.keys().filter_map(Yaml::as_str).collect();
+        let expected = ["proxy", "prometheus", "alertmanager", "grafana"];
+        self.same(file, "services", names.as_slice(), &expected);
+        for (name, service) in services {
+            let name = text_of(name);
+            self.same(file, name, service["read_only"].as_bool(), Some(true));
+            self.same(file, name, strings(&service["cap_drop"]), vec!["ALL"]);
+            let options = vec!["no-new-privileges:true"];
+            self.same(file, name, strings(&service["security_opt"]), options);
+            let has_limit = service["mem_limit"].as_str().is_some();
+            self.holds(file, has_limit, &format!("{name} has no mem_limit"));
+            for port in strings(&service["ports"]) {
+                let is_local = port.starts_with("127.0.0.1:");
+                self.holds(file, is_local, &format!("{name}: {port} is open to the network"));
+            }
+            for volume in strings(&service["volumes"]) {
+                let parts: Vec<_> = volume.split(':').collect();
+                if let Some(path) = parts[0].strip_prefix("./") {
+                    let exists = self.tree.has(path);
+                    self.holds(file, exists, &format!("{name} mounts {path}: no such file"));
+                    self.same(file, volume, parts.get(2), Some(&"ro"));
+                } else {
+                    let volumes = compose["volumes"].as_hash();
+                    let key = Yaml::String(parts[0].into());
+                    let is_known = volumes.is_some_and(|all| all.contains_key(&key));
+                    self.holds(file, is_known, &format!("{name}: {volume}: no such volume"));
+                }
             }
         }
+        let proxy = &compose["services"]["proxy"];
+        self.same(file, "swap of the proxy", &proxy["memswap_limit"], &proxy["mem_limit"]);
+        let profile = proxy["environment"]["LOWTIDE_PROFILE"].as_str();
+        self.same(file, "LOWTIDE_PROFILE", profile, Some("low-memory"));
+        let patience = self.seconds(file, text_of(&proxy["stop_grace_period"]));
+        let end = self.image_end_s();
+        let what = format!("stop_grace_period {patience} s: expected more than {end} s");
+        self.holds(file, end < patience, &what);
     }
-    let proxy = &compose["services"]["proxy"];
-    assert_eq!(proxy["mem_limit"], proxy["memswap_limit"], "no swap");
-    assert_eq!(proxy["environment"]["LOWTIDE_PROFILE"].as_str(), Some("low-memory"));
-    let patience = seconds(proxy["stop_grace_period"].as_str().expect("a time"));
-    assert!(image_end_s() < patience);
-}
 
-#[test]
-fn what_watches_the_proxy_in_the_compose_file_finds_it() {
-    let (compose, prometheus) = (&yaml("compose.yaml")[0], &yaml("deploy/prometheus.yml")[0]);
-    let targets = &prometheus["scrape_configs"][0]["static_configs"][0]["targets"];
-    assert_eq!(strings(targets), [format!("proxy:{OPERATORS}")]);
-    let hosts = compose["services"]["proxy"]["environment"]["PROXY_HOSTS"].as_str();
-    assert_eq!(hosts, Some("proxy"), "the name by which it is scraped, or the answer is 403");
-    let alerts = &prometheus["alerting"]["alertmanagers"][0]["static_configs"][0]["targets"];
-    assert_eq!(strings(alerts), ["alertmanager:9093"]);
-    let mounted = strings(&compose["services"]["prometheus"]["volumes"]).join("\n");
-    for rules in strings(&prometheus["rule_files"]) {
-        assert!(mounted.contains(&format!(":/etc/prometheus/{rules}:ro")), "{rules}");
+    /// What watches the proxy in the Compose file finds it.
+    fn check_watching(&self) {
+        let file = "deploy/prometheus.yml";
+        let (compose, prometheus) = (&self.yaml("compose.yaml")[0], &self.yaml(file)[0]);
+        let targets = &prometheus["scrape_configs"][0]["static_configs"][0]["targets"];
+        let proxy = format!("proxy:{OPERATORS}");
+        self.same(file, "targets", strings(targets), vec![&*proxy]);
+        // The name by which it is scraped; the answer to any other is 403.
+        let hosts = compose["services"]["proxy"]["environment"]["PROXY_HOSTS"].as_str();
+        self.same("compose.yaml", "PROXY_HOSTS", hosts, Some("proxy"));
+        let alerts = &prometheus["alerting"]["alertmanagers"][0]["static_configs"][0]["targets"];
+        self.same(file, "alertmanagers", strings(alerts), vec!["alertmanager:9093"]);
+        let mounted = strings(&compose["services"]["prometheus"]["volumes"]).join("\n");
+        for rules in strings(&prometheus["rule_files"]) {
+            let is_mounted = mounted.contains(&format!(":/etc/prometheus/{rules}:ro"));
+            self.holds("compose.yaml", is_mounted, &format!("{rules} is not mounted"));
+        }
+        let file = "dashboards/provisioning/datasources/prometheus.yml";
+        let source = &self.yaml(file)[0]["datasources"][0];
+        self.same(file, "url", source["url"].as_str(), Some("http://prometheus:9090"));
+        // Rates are made of it.
+        let interval = &prometheus["global"]["scrape_interval"];
+        self.same(file, "timeInterval", &source["jsonData"]["timeInterval"], interval);
+        let file = "dashboards/provisioning/dashboards/lowtide.yml";
+        let boards = &self.yaml(file)[0]["providers"][0];
+        let folder = text_of(&boards["options"]["path"]);
+        let grafana = strings(&compose["services"]["grafana"]["volumes"]).join("\n");
+        let is_mounted = grafana.contains(&format!("./dashboards:{folder}:ro"));
+        self.holds("compose.yaml", is_mounted, &format!("dashboards are not at {folder:?}"));
+        let file = "deploy/alertmanager.yml";
+        let alerts = &self.yaml(file)[0];
+        self.same(file, "receiver", &alerts["route"]["receiver"], &alerts["receivers"][0]["name"]);
     }
-    let source = &yaml("dashboards/provisioning/datasources/prometheus.yml")[0]["datasources"][0];
-    assert_eq!(source["url"].as_str(), Some("http://prometheus:9090"));
-    let interval = &prometheus["global"]["scrape_interval"];
-    assert_eq!(&source["jsonData"]["timeInterval"], interval, "of which rates are made");
-    let boards = &yaml("dashboards/provisioning/dashboards/lowtide.yml")[0]["providers"][0];
-    let folder = boards["options"]["path"].as_str().expect("a path");
-    let grafana = strings(&compose["services"]["grafana"]["volumes"]).join("\n");
-    assert!(grafana.contains(&format!("./dashboards:{folder}:ro")), "{grafana}");
-    let alertmanager = &yaml("deploy/alertmanager.yml")[0];
-    assert_eq!(alertmanager["route"]["receiver"], alertmanager["receivers"][0]["name"]);
-}
 
-#[test]
-fn the_pod_has_one_limit_few_rights_and_time_to_end() {
-    let documents = yaml("deploy/kubernetes.yaml");
-    let kinds: Vec<_> = documents.iter().filter_map(|document| document["kind"].as_str()).collect();
-    assert_eq!(kinds, ["Deployment", "Service", "PodMonitor"]);
-    let pod = &documents[0]["spec"]["template"]["spec"];
-    let labels = &documents[0]["spec"]["template"]["metadata"]["labels"];
-    assert_eq!(pod["enableServiceLinks"].as_bool(), Some(false), "LOWTIDE_* stays clean");
-    assert_eq!(pod["automountServiceAccountToken"].as_bool(), Some(false));
-    assert_eq!(pod["securityContext"]["runAsNonRoot"].as_bool(), Some(true));
-    assert_eq!(pod["securityContext"]["runAsUser"].as_i64(), Some(USER), "as in the image");
-    let proxy = &pod["containers"][0];
-    let image = proxy["image"].as_str().unwrap_or_default();
-    let tag = image.split_once('/').and_then(|(_, name)| name.split_once(':'));
-    let version = env!("CARGO_PKG_VERSION");
-    assert_eq!(tag, Some(("lowtide-proxy", version)), "the bug: {image} is docker.io's latest");
-    assert!(text("docs/DEPLOYING.md").contains(&format!("docker push {image}\n")));
-    let resources = &proxy["resources"];
-    assert_eq!(resources["requests"]["memory"], resources["limits"]["memory"]);
-    assert!(resources["requests"]["cpu"].as_str().is_some());
-    let rights = &proxy["securityContext"];
-    assert_eq!(rights["readOnlyRootFilesystem"].as_bool(), Some(true));
-    assert_eq!(rights["allowPrivilegeEscalation"].as_bool(), Some(false));
-    assert_eq!(strings(&rights["capabilities"]["drop"]), ["ALL"]);
-    assert_eq!(proxy["ports"][0]["containerPort"].as_i64(), PORT.parse().ok());
-    let operators = &proxy["ports"][1];
-    assert_eq!(operators["containerPort"].as_i64(), OPERATORS.parse().ok());
-    for probe in ["startupProbe", "livenessProbe", "readinessProbe"] {
-        let asks = &proxy[probe]["httpGet"];
-        assert_eq!(asks["path"].as_str(), Some("/healthz"), "{probe}: it never fails for pressure");
-        assert_eq!(asks["port"], operators["name"], "{probe}: clients do not keep it waiting");
+    /// The pod has one limit, few rights, and time to end.
+    fn check_pod(&self) {
+        let file = "deploy/kubernetes.yaml";
+        let documents = self.yaml(file);
+        let kinds: Vec<_> = documents.iter().filter_map(|one| one["kind"].as_str()).collect();
+        self.same(file, "kinds", kinds, vec!["Deployment", "Service", "PodMonitor"]);
+        let pod = &documents[0]["spec"]["template"]["spec"];
+        // Or it would set `LOWTIDE_*` for a service of that name.
+        for name in ["enableServiceLinks", "automountServiceAccountToken"] {
+            self.same(file, name, pod[name].as_bool(), Some(false));
+        }
+        let context = &pod["securityContext"];
+        self.same(file, "runAsNonRoot", context["runAsNonRoot"].as_bool(), Some(true));
+        self.same(file, "runAsUser, as in the image", context["runAsUser"].as_i64(), Some(USER));
+        let proxy = &pod["containers"][0];
+        // Bug: an image without a registry was docker.io's latest.
+        let image = text_of(&proxy["image"]);
+        let tag = image.split_once('/').and_then(|(_, name)| name.split_once(':'));
+        let version = self.code.within("Cargo.toml", "\nversion = \"", "\"");
+        self.same(file, "image", tag, Some(("lowtide-proxy", &version)));
+        let is_pushed = self.text(GUIDE).contains(&format!("docker push {image}\n"));
+        self.holds(GUIDE, is_pushed, &format!("no docker push {image}"));
+        let resources = &proxy["resources"];
+        let limits = &resources["limits"]["memory"];
+        self.same(file, "memory requested", &resources["requests"]["memory"], limits);
+        let has_cpu = resources["requests"]["cpu"].as_str().is_some();
+        self.holds(file, has_cpu, "no CPU is requested");
+        let rights = &proxy["securityContext"];
+        let is_fixed = rights["readOnlyRootFilesystem"].as_bool();
+        self.same(file, "readOnlyRootFilesystem", is_fixed, Some(true));
+        let may_rise = rights["allowPrivilegeEscalation"].as_bool();
+        self.same(file, "allowPrivilegeEscalation", may_rise, Some(false));
+        self.same(file, "drop", strings(&rights["capabilities"]["drop"]), vec!["ALL"]);
+        let env = |name| {
+            let all = proxy["env"].as_vec()?.iter();
+            all.into_iter().find(|one| one["name"].as_str() == Some(name))?["value"].as_str()
+        };
+        self.same(file, "LOWTIDE_PROFILE", env("LOWTIDE_PROFILE"), Some("low-memory"));
+        let [drain, grace] = ["PROXY_DRAIN", "PROXY_GRACE"]
+            .map(|name| self.seconds(file, env(name).unwrap_or_default()));
+        // The image has no shell to sleep in.
+        let before = proxy["lifecycle"]["preStop"]["sleep"]["seconds"].as_i64();
+        self.holds(file, before.is_some(), "no sleep in preStop");
+        let end = before.unwrap_or_default().unsigned_abs() + drain + grace + END_S;
+        let patience = pod["terminationGracePeriodSeconds"].as_i64().unwrap_or_default();
+        let what = format!("terminationGracePeriodSeconds {patience}: expected more than {end}");
+        self.holds(file, end < patience.unsigned_abs(), &what);
     }
-    let env = |name| {
-        let all = proxy["env"].as_vec()?.iter();
-        all.into_iter().find(|one| one["name"].as_str() == Some(name))?["value"].as_str()
-    };
-    assert_eq!(env("LOWTIDE_PROFILE"), Some("low-memory"));
-    let [drain, grace] =
-        ["PROXY_DRAIN", "PROXY_GRACE"].map(|name| seconds(env(name).expect("set")));
-    let before = proxy["lifecycle"]["preStop"]["sleep"]["seconds"].as_i64().expect("no shell");
-    let patience = pod["terminationGracePeriodSeconds"].as_i64().expect("set");
-    assert!(before.unsigned_abs() + drain + grace + END_S < patience.unsigned_abs());
-    let chosen = &documents[2]["spec"];
-    assert_eq!(&chosen["selector"]["matchLabels"], labels);
-    assert_eq!(&documents[1]["spec"]["selector"], labels);
-    let scraped = &chosen["podMetricsEndpoints"][0];
-    assert_eq!(
-        (&scraped["port"], scraped["path"].as_str()),
-        (&operators["name"], Some("/metrics"))
-    );
-    let published = documents[1]["spec"]["ports"].as_vec().expect("ports");
-    assert_eq!(published.len(), 1, "the bug: the service published /memory, /metrics and verbs");
-    assert_eq!(published[0]["targetPort"], proxy["ports"][0]["name"]);
-}
 
-#[test]
-fn the_unit_limits_memory_gives_no_rights_and_waits_for_the_end() {
-    let unit = text("deploy/lowtide-proxy.service");
-    for line in [
-        "ExecStart=/usr/local/bin/proxy",
-        "Environment=LOWTIDE_PROFILE=low-memory",
-        "Environment=MALLOC_ARENA_MAX=2",
-        "MemoryMax=256M",
-        "MemorySwapMax=0",
-        "TasksMax=512",
-        "DynamicUser=yes",
-        "NoNewPrivileges=yes",
-        "CapabilityBoundingSet=",
-        "ProtectSystem=strict",
-        "SystemCallFilter=@system-service",
-    ] {
-        assert!(unit.lines().any(|other| other == line), "no {line}");
+    /// Clients reach one port of the pod, and operators another.
+    fn check_pod_ports(&self) {
+        let file = "deploy/kubernetes.yaml";
+        let documents = self.yaml(file);
+        let [deployment, service, monitor] = documents.as_slice() else { return };
+        let template = &deployment["spec"]["template"];
+        let labels = &template["metadata"]["labels"];
+        let proxy = &template["spec"]["containers"][0];
+        let (clients, operators) = (&proxy["ports"][0], &proxy["ports"][1]);
+        for (port, expected) in [(clients, PORT), (operators, OPERATORS)] {
+            let is = port["containerPort"].as_i64();
+            self.same(file, "containerPort", is, expected.parse().ok());
+        }
+        // A probe never fails for pressure, and clients do not keep it waiting.
+        for probe in ["startupProbe", "livenessProbe", "readinessProbe"] {
+            let asks = &proxy[probe]["httpGet"];
+            self.same(file, probe, asks["path"].as_str(), Some("/healthz"));
+            self.same(file, probe, &asks["port"], &operators["name"]);
+        }
+        let chosen = &monitor["spec"];
+        self.same(file, "labels of the monitor", &chosen["selector"]["matchLabels"], labels);
+        self.same(file, "labels of the service", &service["spec"]["selector"], labels);
+        let scraped = &chosen["podMetricsEndpoints"][0];
+        self.same(file, "the scraped port", &scraped["port"], &operators["name"]);
+        self.same(file, "the scraped path", scraped["path"].as_str(), Some("/metrics"));
+        // Bug: the service published /memory, /metrics and verbs.
+        let published = service["spec"]["ports"].as_vec().map_or(0, Vec::len);
+        self.same(file, "published ports", published, 1);
+        let target = &service["spec"]["ports"][0]["targetPort"];
+        self.same(file, "the published port", target, &clients["name"]);
     }
-    assert_eq!(set(&unit, "PROXY_OPERATORS"), format!("127.0.0.1:{OPERATORS}"));
-    assert!(!unit.contains("\nMemoryHigh="), "the crate would take it for the limit");
-    assert!(!unit.contains("\nProcSubset="), "/proc/meminfo is read");
-    let patience: u64 = set(&unit, "TimeoutStopSec").parse().expect("seconds");
-    let [drain, grace] = ["PROXY_DRAIN", "PROXY_GRACE"].map(|name| seconds(set(&unit, name)));
-    assert!(drain + grace + END_S < patience);
-}
 
-/// The bug: `/memory` was shown at the clients' port, which forwards it to the upstream.
-#[test]
-fn memory_was_shown_at_a_port_that_does_not_answer_it() {
-    for page in ["docs/OPERATING.md", GUIDE, "README.md", "src/service/page/page.html"] {
-        for (number, line) in text(page).lines().enumerate() {
-            for path in ["/memory", "/metrics", "/readyz", "/healthz"] {
-                let wrong = format!(":{PORT}{path}");
-                assert!(!line.contains(&wrong), "{page}:{}: {line}", number + 1);
+    /// The unit limits memory, gives no rights, and waits for the end.
+    fn check_unit(&self) {
+        let file = "deploy/lowtide-proxy.service";
+        let unit = self.text(file);
+        for line in [
+            "ExecStart=/usr/local/bin/proxy",
+            "Environment=LOWTIDE_PROFILE=low-memory",
+            "Environment=MALLOC_ARENA_MAX=2",
+            "MemoryMax=256M",
+            "MemorySwapMax=0",
+            "TasksMax=512",
+            "DynamicUser=yes",
+            "NoNewPrivileges=yes",
+            "CapabilityBoundingSet=",
+            "ProtectSystem=strict",
+            "SystemCallFilter=@system-service",
+        ] {
+            self.holds(file, unit.lines().any(|other| other == line), &format!("no {line}"));
+        }
+        let operators = set(unit, "PROXY_OPERATORS");
+        self.same(file, "PROXY_OPERATORS", operators, &*format!("127.0.0.1:{OPERATORS}"));
+        // The crate would take MemoryHigh for the limit, and it reads /proc/meminfo.
+        for line in ["\nMemoryHigh=", "\nProcSubset="] {
+            self.holds(file, !unit.contains(line), &format!("{line:?} is set"));
+        }
+        let patience = set(unit, "TimeoutStopSec").parse().unwrap_or(0);
+        let [drain, grace] =
+            ["PROXY_DRAIN", "PROXY_GRACE"].map(|name| self.seconds(file, set(unit, name)));
+        let end = drain + grace + END_S;
+        let what = format!("TimeoutStopSec {patience}: expected more than {end}");
+        self.holds(file, end < patience, &what);
+    }
+
+    /// Bug: `/memory` was shown at the clients' port, which forwards it to the upstream.
+    fn check_ports(&self) {
+        let pages = ["docs/OPERATING.md", GUIDE, "README.md", "src/service/page/page.html"];
+        for page in pages {
+            for (number, line) in self.text(page).lines().enumerate() {
+                for path in ["/memory", "/metrics", "/readyz", "/healthz"] {
+                    let is_wrong = line.contains(&format!(":{PORT}{path}"));
+                    self.expect(!is_wrong, || format!("{page}:{}: {line}", number + 1));
+                }
             }
         }
+        let command = format!("curl -s localhost:{OPERATORS}/memory\n");
+        let has_it = self.text("docs/OPERATING.md").contains(&command);
+        self.holds("docs/OPERATING.md", has_it, &format!("no {command:?}"));
     }
-    assert!(text("docs/OPERATING.md").contains(&format!("curl -s localhost:{OPERATORS}/memory\n")));
 }

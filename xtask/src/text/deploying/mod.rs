@@ -4,33 +4,35 @@
 //! It reads text; that the image builds and runs is for `.ci/docker` and `.ci/image` to try.
 //!
 //! Invariant: a default, a name or a limit that stands in two places is the same in both.
-#![cfg(feature = "memory")]
+
+mod files;
 
 use std::collections::BTreeSet;
-use std::fs;
-use std::path::Path;
-use std::time::Duration;
 
-use lowtide::config::env::VARIABLES;
-use lowtide::config::{Config, Profile, Settings};
-use lowtide::decay::DecayTime;
-use lowtide::host::HeapProfile;
-
-#[path = "deploying/files.rs"]
-mod files;
+use super::code::{Code, Found};
+use super::variables;
+use crate::tree::{Faults, Tree};
 
 const GUIDE: &str = "docs/DEPLOYING.md";
 
-fn text(name: &str) -> String {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join(name);
-    fs::read_to_string(&path).unwrap_or_else(|error| panic!("{name}: {error}"))
+/// What is compared.
+struct Deploying<'a> {
+    tree: &'a Tree,
+    code: &'a Code<'a>,
+    faults: &'a Faults,
 }
 
-/// The cells of the table row that begins with this variable.
-fn row(name: &str) -> Option<Vec<String>> {
-    let guide = text(GUIDE);
-    let found = guide.lines().find(|line| line.starts_with(&format!("| `{name}` |")))?;
-    Some(found.trim_matches('|').split('|').map(|cell| cell.trim().to_owned()).collect())
+/// Checks the guide and the files.
+pub(super) fn check<'a>(tree: &'a Tree, code: &'a Code<'a>, faults: &'a Faults) {
+    let all = Deploying { tree, code, faults };
+    all.check_rows();
+    all.check_defaults();
+    all.check_proxy();
+    all.check_cost();
+    all.check_variables();
+    all.check_image();
+    all.check_onnxruntime();
+    files::check(&all);
 }
 
 /// Every name in a text that starts so.
@@ -40,63 +42,6 @@ fn names(text: &str, start: &str) -> BTreeSet<String> {
         .filter(|word| word.starts_with(start) && word.len() > start.len())
         .map(str::to_owned)
         .collect()
-}
-
-#[test]
-fn every_variable_of_the_crate_has_its_row() {
-    for variable in VARIABLES {
-        assert!(row(variable.name).is_some(), "{} has no row in {GUIDE}", variable.name);
-    }
-}
-
-#[test]
-fn the_defaults_in_the_rows_are_those_of_the_profiles() {
-    for (at, profile) in Profile::ALL.into_iter().enumerate() {
-        let code = Settings { profile: Some(profile), ..Settings::default() };
-        let config = Config::resolve(&code, &Settings::default()).expect("a profile is valid");
-        let decay = |time| match time {
-            DecayTime::Within(time) => short(time),
-            other => panic!("{other:?}: no profile has that"),
-        };
-        for (name, default) in [
-            ("LOWTIDE_CEILING", format!("{:.2}", config.ceiling.value)),
-            ("LOWTIDE_CORRECTION_FACTOR", config.correction_factor.value.to_string()),
-            ("LOWTIDE_DEVICE", config.device.value.to_string()),
-            ("LOWTIDE_DEVICE_WATERMARK", format!("{:.2}", config.device_watermark.value)),
-            ("LOWTIDE_DEVICE_BACKEND", config.device_backend.value.to_string()),
-            ("LOWTIDE_DEVICE_DECAY", decay(config.device_decay.value)),
-            ("LOWTIDE_DEVICE_SLEEP_AFTER", or_never(config.device_sleep_after.value)),
-            ("LOWTIDE_DEVICE_MIN_AWAKE", short(config.device_min_awake.value)),
-            ("LOWTIDE_DEVICE_SLEEP_STABLE", config.device_sleep_stable.value.to_string()),
-            ("LOWTIDE_DEVICE_SLEEP_DYNAMIC", config.device_sleep_dynamic.value.to_string()),
-            ("LOWTIDE_HEAP_DECAY", decay(config.heap_decay.value)),
-            ("LOWTIDE_BACKGROUND_THREADS", config.background_threads.value.to_string()),
-            ("LOWTIDE_PURGE_INTERVAL", or_never(config.purge_interval.value)),
-            ("LOWTIDE_IDLE_UNLOAD", short(config.idle_unload.value)),
-            ("LOWTIDE_METRICS_INTERVAL", short(config.metrics_interval.value)),
-        ] {
-            let cells = row(name).unwrap_or_default();
-            assert_eq!(cells.get(2 + at), Some(&default), "{name}, {profile}: {cells:?}");
-        }
-    }
-}
-
-fn or_never(time: Option<Duration>) -> String {
-    time.map_or_else(|| "never".to_owned(), short)
-}
-
-fn short(time: Duration) -> String {
-    humantime::format_duration(time).to_string()
-}
-
-/// The proxy's source, all of it.
-fn proxy() -> String {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("examples/proxy");
-    let parts = fs::read_dir(folder).expect("the proxy's modules").map(|entry| {
-        let name = entry.expect("an entry").file_name();
-        text(&format!("examples/proxy/{}", name.to_string_lossy()))
-    });
-    parts.chain([text("examples/proxy.rs")]).collect()
 }
 
 /// What stands in the source up to a mark.
@@ -116,83 +61,177 @@ fn options(source: &str) -> Vec<(String, Option<String>)> {
     .collect()
 }
 
-#[test]
-fn every_variable_of_the_proxy_has_its_row_with_its_default_and_the_images_value() {
-    let image = text("Dockerfile");
-    let own = options(&proxy());
-    assert!(own.len() >= 6, "the proxy's variables are not found any more: {own:?}");
-    assert!(own.iter().any(|(_, default)| default.as_deref() == Some("64m")), "{own:?}");
-    for (name, default) in own {
-        let cells = row(&name).unwrap_or_else(|| panic!("{name} has no row in {GUIDE}"));
-        if let Some(default) = default {
-            assert_eq!(cells[1], format!("`{default}`"), "the default of {name}");
-        } else {
-            assert!(!cells[1].contains('`'), "{name} has no default of its own: {cells:?}");
+impl<'a> Deploying<'a> {
+    fn text(&self, name: &str) -> &'a str {
+        self.tree.text(name, self.faults)
+    }
+
+    fn expect(&self, holds: bool, what: impl FnOnce() -> String) {
+        self.faults.expect(holds, what);
+    }
+
+    /// The cells of the guide's row that begins with this variable; a missing row is a fault.
+    fn row(&self, name: &str) -> Vec<&'a str> {
+        let guide = self.text(GUIDE);
+        let found = guide.lines().find(|line| line.starts_with(&format!("| `{name}` |")));
+        self.expect(found.is_some(), || format!("{GUIDE}: {name} has no row"));
+        let row = found.unwrap_or_default().trim_matches('|');
+        row.split('|').map(str::trim).collect()
+    }
+
+    /// Every variable of the crate has its row.
+    fn check_rows(&self) {
+        for name in variables(self.code) {
+            self.row(&name);
         }
-        let set = image.split_once(&format!("{name}="));
-        let set = set.map(|(_, value)| value.split([' ', '\n']).next().unwrap_or_default());
-        assert_eq!(cells[2], set.map_or_else(String::new, |value| format!("`{value}`")), "{name}");
     }
-}
 
-/// What the guide and the load of `.ci` say that a request to `/words` books.
-#[test]
-fn what_a_text_is_booked_with_is_the_same_in_code_guide_and_load() {
-    let source = proxy();
-    for (what, code) in [
-        ("a factor of 10", "const WORDS_FACTOR: u64 = 10;"),
-        ("256 KiB besides", "saturating_mul(WORDS_FACTOR).saturating_add(256 << 10)"),
-        ("128 KiB to forward it", "const BUFFER_MAX: usize = 32 << 10;"),
-        ("four of these", "ByteSize::of(4 * forward::BUFFER_MAX)"),
-    ] {
-        assert!(source.contains(code), "the proxy's code has no longer {what}: {code}");
+    /// The defaults in the rows are those of the profiles.
+    fn check_defaults(&self) {
+        let ratio = |found: Found<'_>| format!("{:.2}", found.number());
+        let plain = |found: Found<'_>| found.number().to_string();
+        let time = |found: Found<'_>| {
+            if found.is_nothing() {
+                return "never".to_owned();
+            }
+            humantime::format_duration(found.time()).to_string()
+        };
+        let name = |found: Found<'_>| self.code.name_of(&found.value);
+        let rows: [(&str, &dyn Fn(Found<'_>) -> String); 15] = [
+            ("CEILING", &ratio),
+            ("CORRECTION_FACTOR", &plain),
+            ("DEVICE", &name),
+            ("DEVICE_WATERMARK", &ratio),
+            ("DEVICE_BACKEND", &name),
+            ("DEVICE_DECAY", &time),
+            ("DEVICE_SLEEP_AFTER", &time),
+            ("DEVICE_MIN_AWAKE", &time),
+            ("DEVICE_SLEEP_STABLE", &name),
+            ("DEVICE_SLEEP_DYNAMIC", &name),
+            ("HEAP_DECAY", &time),
+            ("BACKGROUND_THREADS", &plain),
+            ("PURGE_INTERVAL", &time),
+            ("IDLE_UNLOAD", &time),
+            ("METRICS_INTERVAL", &time),
+        ];
+        for (at, profile) in ["LowMemory", "Balanced", "Throughput"].into_iter().enumerate() {
+            for (setting, written) in rows {
+                let default = written(self.code.setting(profile, &setting.to_lowercase()));
+                let cells = self.row(&format!("LOWTIDE_{setting}"));
+                self.expect(cells.get(2 + at) == Some(&&*default), || {
+                    format!("{GUIDE}: LOWTIDE_{setting}, {profile}: {cells:?}: expected {default}")
+                });
+            }
+        }
     }
-    assert!(text(GUIDE).contains("`/words`: 10 bytes for each byte of body and 256 KiB;"));
-    assert!(text(GUIDE).contains("forwarded: 128 KiB"));
-    assert!(text(".ci/overload.sh").contains("COST_KIB=$((BODY_KIB * 10 + 256 + 128))"));
-}
 
-#[test]
-fn what_is_set_for_operators_are_variables_that_exist() {
-    let known: BTreeSet<_> = VARIABLES.iter().map(|variable| variable.name.to_owned()).collect();
-    for file in files::ALL {
-        let text = text(file);
-        // What is said of them, in comments, may name a part: `LOWTIDE_*`.
-        let code: String = text.lines().filter(|line| !line.trim().starts_with('#')).collect();
-        let set = names(&code, "LOWTIDE_");
-        assert!(!set.is_empty(), "{file} sets none");
-        assert!(set.is_subset(&known), "{file}: {:?}", set.difference(&known));
+    /// The proxy's source, all of it.
+    fn proxy(&self) -> String {
+        let is_its = |name: &str| {
+            name == "examples/proxy.rs"
+                || name.strip_prefix("examples/proxy/").is_some_and(|rest| !rest.contains('/'))
+        };
+        let files = self.tree.files.iter().filter(|file| is_its(&file.name));
+        files.map(|file| file.text.as_str()).collect()
     }
-}
 
-/// The profile's string stands in the image by hand: an image cannot ask the crate for it.
-#[test]
-fn the_image_starts_jemalloc_with_the_low_memory_profile_to_the_letter() {
-    let conf = HeapProfile::LowMemory.conf().to_str().expect("ASCII");
-    let image = text("Dockerfile");
-    assert!(image.contains("LOWTIDE_PROFILE=low-memory"), "the run-time half of the profile");
-    let unit = "deploy/lowtide-proxy.service";
-    for (file, text) in [("Dockerfile", image), (GUIDE, text(GUIDE)), (unit, text(unit))] {
-        let set: Vec<_> = text
-            .split("_RJEM_MALLOC_CONF=")
-            .skip(1)
-            .map(|after| after.split(['`', ' ', '\n', '"']).next().unwrap_or_default())
-            .filter(|value| !value.is_empty()) // how to take it back
-            .collect();
-        assert!(!set.is_empty(), "{file} sets it nowhere");
-        assert!(set.iter().all(|found| *found == conf), "{file}: {set:?}, expected {conf}");
+    /// Every variable of the proxy has its row with its default and the image's value.
+    fn check_proxy(&self) {
+        let image = self.text("Dockerfile");
+        let own = options(&self.proxy());
+        let is_read =
+            own.len() >= 6 && own.iter().any(|(_, value)| value.as_deref() == Some("64m"));
+        self.expect(is_read, || format!("the proxy's variables are not found: {own:?}"));
+        for (name, default) in own {
+            let cells = self.row(&name);
+            let shown = cells.get(1).copied().unwrap_or_default();
+            let is_right = match &default {
+                Some(default) => shown == format!("`{default}`"),
+                None => !shown.contains('`'),
+            };
+            self.expect(is_right, || format!("{GUIDE}: {name}: {shown}: expected {default:?}"));
+            let set = image.split_once(&format!("{name}="));
+            let set = set.map(|(_, value)| value.split([' ', '\n']).next().unwrap_or_default());
+            let expected = set.map_or_else(String::new, |value| format!("`{value}`"));
+            let of_image = cells.get(2).copied().unwrap_or_default();
+            self.expect(of_image == expected, || {
+                format!("{GUIDE}: {name} of the image: {of_image}: expected {expected}")
+            });
+        }
     }
-}
 
-/// The table of the guide is that of the function's documentation, which a test beside the function
-/// compares with the code for C++ code under either heap.
-#[test]
-fn the_settings_of_onnx_runtime_in_the_guide_are_the_profiles() {
-    let (guide, source) = (text(GUIDE), text("src/config/onnxruntime.rs"));
-    let rows = source.lines().filter_map(|line| line.trim().strip_prefix("/// | `"));
-    let rows: Vec<_> = rows.map(|row| format!("| `{row}").replace("| session ", "| ")).collect();
-    assert_eq!(rows.len(), Profile::LowMemory.onnxruntime(7).len(), "each key has a row");
-    for row in rows {
-        assert!(guide.contains(&row), "{GUIDE} has no row {row}");
+    /// What a request to `/words` reserves is the same in the code, the guide and the load of
+    /// `.ci`.
+    fn check_cost(&self) {
+        let source = self.proxy();
+        for (what, code) in [
+            ("a factor of 10", "const WORDS_FACTOR: u64 = 10;"),
+            ("256 KiB besides", "saturating_mul(WORDS_FACTOR).saturating_add(256 << 10)"),
+            ("128 KiB to forward it", "const BUFFER_MAX: usize = 32 << 10;"),
+            ("four of these", "ByteSize::of(4 * forward::BUFFER_MAX)"),
+        ] {
+            let has = source.contains(code);
+            self.expect(has, || format!("examples/proxy no longer has {what}: {code}"));
+        }
+        for (file, part) in [
+            (GUIDE, "`/words`: 10 bytes for each byte of body and 256 KiB;"),
+            (GUIDE, "forwarded: 128 KiB"),
+            (".ci/overload.sh", "COST_KIB=$((BODY_KIB * 10 + 256 + 128))"),
+        ] {
+            self.expect(self.text(file).contains(part), || format!("{file}: expected {part:?}"));
+        }
+    }
+
+    /// What is set for operators are variables that exist.
+    fn check_variables(&self) {
+        let known: BTreeSet<_> = variables(self.code).into_iter().collect();
+        for file in files::ALL {
+            // A comment may name a part: `LOWTIDE_*`.
+            let lines = self.text(file).lines().filter(|line| !line.trim().starts_with('#'));
+            let set = names(&lines.collect::<String>(), "LOWTIDE_");
+            self.expect(!set.is_empty(), || format!("{file} sets no variable"));
+            for name in set.difference(&known) {
+                self.faults.say(format!("{file}: {name}: no such variable"));
+            }
+        }
+    }
+
+    /// The image starts jemalloc with the low-memory profile to the letter: the string stands in
+    /// the image by hand, since an image cannot ask the crate for it.
+    fn check_image(&self) {
+        let conf = self.code.of("HeapProfile", "LowMemory", "conf").text();
+        let image = self.text("Dockerfile");
+        let has_profile = image.contains("LOWTIDE_PROFILE=low-memory");
+        self.expect(has_profile, || "Dockerfile: no LOWTIDE_PROFILE=low-memory".to_owned());
+        for file in ["Dockerfile", GUIDE, "deploy/lowtide-proxy.service"] {
+            let set: Vec<_> = self
+                .text(file)
+                .split("_RJEM_MALLOC_CONF=")
+                .skip(1)
+                .map(|after| after.split(['`', ' ', '\n', '"']).next().unwrap_or_default())
+                .filter(|value| !value.is_empty()) // how to reset it
+                .collect();
+            self.expect(!set.is_empty(), || format!("{file} does not set _RJEM_MALLOC_CONF"));
+            for found in set.iter().filter(|found| **found != conf) {
+                self.faults.say(format!("{file}: {found}: expected {conf}"));
+            }
+        }
+    }
+
+    /// The table of the guide is that of the function's documentation, which a test beside the
+    /// function compares with the code, key by key.
+    fn check_onnxruntime(&self) {
+        let mark = "pub fn onnxruntime(";
+        let sources = self.tree.library();
+        let source = sources.iter().find(|source| source.text.contains(mark));
+        self.expect(source.is_some(), || format!("{mark}: no such function"));
+        let lines = source.map_or("", |source| &source.text).lines();
+        let rows = lines.filter_map(|line| line.trim().strip_prefix("/// | `"));
+        let rows: Vec<_> =
+            rows.map(|row| format!("| `{row}").replace("| session ", "| ")).collect();
+        self.expect(!rows.is_empty(), || format!("{mark}: no table in its documentation"));
+        for row in rows {
+            self.expect(self.text(GUIDE).contains(&row), || format!("{GUIDE}: no row {row}"));
+        }
     }
 }

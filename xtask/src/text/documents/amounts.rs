@@ -1,19 +1,20 @@
 //! The amounts of a page, and whether each lies in a sentence that is held against the code.
 //!
-//! An amount is a number with a unit behind it. A sentence is found by its own words: whoever
-//! changes a constant is told which sentences speak of it, and whoever writes a new number is asked
-//! where it comes from.
+//! An amount is a number with a unit behind it. A sentence is found by its own words: a changed
+//! constant is a fault for each sentence that gives it, and so is a number that no row has.
 //!
 //! Invariant: `amounts = amounts in rows + amounts in figures`, on each page.
 
 use std::ops::Range;
 
-use crate::rows::{self, Row};
-use crate::{flat, none, pages, text};
+use super::flat;
+use super::rows::{self, Row};
+use crate::text::code::Code;
+use crate::tree::{Faults, Source};
 
 /// Pages on which each amount is looked at. The others are measurements for the most part; of them
 /// it is the defaults.
-pub(crate) const PAGES: &[&str] = &[
+pub(super) const PAGES: &[&str] = &[
     "docs/OPERATING.md",
     "docs/DEPLOYING.md",
     "docs/ARENA_OPTIONS.md",
@@ -85,65 +86,100 @@ fn around(text: &str, at: &Range<usize>) -> String {
     text[from..to].to_owned()
 }
 
-/// What is wrong with one page: sentences that it has not, amounts that nobody speaks for.
-fn faults(page: &str, text: &str, rows: &[Row], figures: &[(&str, &str, &str)]) -> Vec<String> {
-    let text = flat(text);
-    let mut faults = Vec::new();
+/// The line of a position in a flat text.
+fn line_of(text: &str, flat: &str, at: usize) -> usize {
+    let words = flat.get(..at).map_or(0, |before| before.matches(' ').count());
+    let mut seen = 0;
+    for (number, line) in text.lines().enumerate() {
+        seen += line.split_whitespace().count();
+        if seen > words {
+            return number + 1;
+        }
+    }
+    1
+}
+
+/// The line that has the most of a row's own words.
+fn nearest(text: &str, flat: &str, says: &str) -> usize {
+    let parts = says.split("{}").map(str::trim).filter(|part| !part.is_empty());
+    let found = parts.filter_map(|part| Some((part.len(), flat.find(part)?))).max();
+    found.map_or(1, |(_, at)| line_of(text, flat, at))
+}
+
+/// Checks one page: sentences that it lacks, amounts that no row has.
+fn check_page(
+    page: &str,
+    text: &str,
+    rows: &[Row],
+    figures: &[(&str, &str, &str)],
+    faults: &Faults,
+) {
+    let flat = flat(text);
     let mut held = Vec::new();
     for row in rows.iter().filter(|row| row.page == page) {
-        let sentence = row.sentence();
-        let found = spans(&text, &sentence);
-        if found.is_empty() {
-            faults.push(format!("{page} does not say, as the code does: {sentence}"));
-        }
+        let sentence = row.sentence(faults);
+        let found = spans(&flat, &sentence);
+        faults.expect(!found.is_empty(), || {
+            let line = nearest(text, &flat, row.says);
+            format!("{page}:{line}: does not say, as the code does: {sentence}")
+        });
         held.extend(found);
     }
     for (_, figure, _) in figures.iter().filter(|(of, ..)| *of == page) {
-        let found = spans(&text, figure);
-        if found.is_empty() {
-            faults.push(format!("{page} has this figure no more: {figure}"));
-        }
+        let found = spans(&flat, figure);
+        faults.expect(!found.is_empty(), || format!("{page}: no longer has this figure: {figure}"));
         held.extend(found);
     }
-    let shown = text.split(RUN).next().unwrap_or_default();
+    let shown = flat.split(RUN).next().unwrap_or_default();
     let mut looked_at = if PAGES.contains(&page) { amounts(shown) } else { Vec::new() };
     if !NOT_LOOKED_AT.contains(&page) {
         looked_at.extend(defaults(shown));
     }
     for at in looked_at {
-        if !held.iter().any(|span| span.start <= at.start && at.end <= span.end) {
-            let around = around(&text, &at);
-            faults.push(format!("{page}: no row says where this comes from: ...{around}..."));
-        }
+        let is_held = held.iter().any(|span| span.start <= at.start && at.end <= span.end);
+        faults.expect(is_held, || {
+            let line = line_of(text, &flat, at.start);
+            let around = around(&flat, &at);
+            format!("{page}:{line}: no row says where this comes from: ...{around}...")
+        });
     }
-    faults
 }
 
-#[test]
-fn every_amount_and_every_default_in_prose_is_the_codes() {
-    let (rows, mut all) = (rows::all(), Vec::new());
-    let pages = pages();
+/// Checks that every amount and every default in prose is the code's.
+pub(super) fn check(pages: &[&Source], code: &Code<'_>, faults: &Faults) {
+    let rows = rows::all(code);
     for page in rows.iter().map(|row| row.page).chain(rows::FIGURES.iter().map(|one| one.0)) {
-        assert!(pages.iter().any(|known| known == page), "{page}: no such page");
+        let is_known = pages.iter().any(|known| known.name == page);
+        faults.expect(is_known, || format!("{page}: no such page"));
     }
-    for page in &pages {
-        all.extend(faults(page, &text(page), &rows, rows::FIGURES));
+    for page in pages {
+        check_page(&page.name, &page.text, &rows, rows::FIGURES, faults);
     }
-    none(&all);
 }
 
 #[test]
 fn a_changed_constant_a_changed_sentence_and_a_new_number_are_faults() {
     let page = "docs/OPERATING.md";
     let row = |value: &str| Row { page, says: "kept for {}", values: vec![value.to_owned()] };
-    let count = |text: &str, value: &str| faults(page, text, &[row(value)], &[]).len();
+    let found = |text: &str, rows: &[Row], figures: &[_]| {
+        let faults = Faults::default();
+        check_page(page, text, rows, figures, &faults);
+        faults.sorted()
+    };
+    let count = |text: &str, value: &str| found(text, &[row(value)], &[]).len();
     assert_eq!(count("It is kept\nfor 5 s.", "5 s"), 0);
-    assert_eq!(count("It is kept for 5 s.", "6 s"), 2, "not said, and nobody speaks for 5 s");
+    assert_eq!(count("It is kept for 5 s.", "6 s"), 2, "not said, and no row has 5 s");
     assert_eq!(count("It is kept for 5 s, for 7 ms.", "5 s"), 1);
     assert_eq!(count("It is kept for 5 s, or (10 %) more.", "5 s"), 1);
     assert_eq!(count("It is kept for 5 s, by default.", "5 s"), 1);
     assert_eq!(count("It is kept for 5 s.\n## Test runs\n7 ms", "5 s"), 0);
     let figures = [(page, "takes 7 ms", "measured"), (page, "gone", "measured")];
     let text = "It is kept for 5 s, takes 7 ms.";
-    assert_eq!(faults(page, text, &[row("5 s")], &figures).len(), 1, "one that is gone");
+    assert_eq!(found(text, &[row("5 s")], &figures).len(), 1, "one that is gone");
+    let faults = found("One.\nIt is kept\nfor 5 s.", &[row("6 s")], &[]);
+    assert!(
+        faults.iter().all(|fault| fault.starts_with("docs/OPERATING.md:2: ")
+            || fault.starts_with("docs/OPERATING.md:3: ")),
+        "{faults:?}"
+    );
 }

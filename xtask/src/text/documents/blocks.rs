@@ -1,17 +1,18 @@
 //! What the pages show: fences, commands, files, variables, metrics, links.
 //!
 //! Rust is compiled by `cargo test --doc`, for the pages that `src/lib.rs` includes; here it is
-//! seen that those are all. Of the rest, what names something of this repository has to name what
-//! is there. What a shell would do with a command is not tried.
+//! seen that those are all. A name of something in this repository has to exist. What a shell
+//! would do with a command is not tried.
 //!
 //! Invariant: fences of Rust = fences that are compiled.
 
 use std::collections::BTreeSet;
 
-use lowtide::config::env::VARIABLES;
-use lowtide::metrics::names::TABLE;
-
-use crate::{none, pages, root, text};
+use crate::text::code::{Code, Found};
+use crate::text::names::TABLE;
+use crate::text::tidy::orphans::joined;
+use crate::text::variables;
+use crate::tree::{Faults, Source, Tree};
 
 /// The languages of fences. None of them leaves Rust uncompiled.
 const LANGUAGES: &[&str] = &["rust", "rust,no_run", "sh", "toml", "text"];
@@ -19,10 +20,37 @@ const LANGUAGES: &[&str] = &["rust", "rust,no_run", "sh", "toml", "text"];
 /// What Kubernetes sets for a service called `lowtide`; the page says that they are left alone.
 const OF_KUBERNETES: &[&str] = &["LOWTIDE_SERVICE_HOST", "LOWTIDE_PORT", "LOWTIDE_PORT_8080_TCP"];
 
+/// What is compared.
+struct Blocks<'a> {
+    tree: &'a Tree,
+    pages: &'a [&'a Source],
+    faults: &'a Faults,
+}
+
+/// Checks what the pages show.
+pub(super) fn check(tree: &Tree, pages: &[&Source], code: &Code<'_>, faults: &Faults) {
+    let blocks = Blocks { tree, pages, faults };
+    blocks.check_fences();
+    blocks.check_readme();
+    blocks.check_features();
+    blocks.check_commands();
+    blocks.check_files();
+    blocks.check_names(code);
+    blocks.check_links();
+    blocks.check_tables();
+    blocks.check_routes(code);
+}
+
+/// The line of a part of a text.
+fn line(text: &str, part: &str) -> usize {
+    let at = (part.as_ptr() as usize).saturating_sub(text.as_ptr() as usize);
+    text.get(..at).map_or(1, |before| before.matches('\n').count() + 1)
+}
+
 /// A fenced block: its language and its lines.
-fn fences(page: &str) -> Vec<(String, String)> {
+fn fences(page: &Source, faults: &Faults) -> Vec<(String, String)> {
     let (mut found, mut open): (Vec<(String, String)>, bool) = (Vec::new(), false);
-    for line in text(page).lines() {
+    for line in page.text.lines() {
         if let Some(language) = line.trim_start().strip_prefix("```") {
             open = !open;
             if open {
@@ -33,28 +61,8 @@ fn fences(page: &str) -> Vec<(String, String)> {
             block.push('\n');
         }
     }
-    assert!(!open, "{page}: a fence is not closed");
+    faults.expect(!open, || format!("{}: a fence is not closed", page.name));
     found
-}
-
-#[test]
-fn every_fence_of_rust_is_compiled_with_the_documentation() {
-    let library = text("src/lib.rs");
-    let mut faults = Vec::new();
-    for page in pages() {
-        let fences = fences(&page);
-        for (language, _) in &fences {
-            if !LANGUAGES.contains(&language.as_str()) {
-                faults.push(format!("{page}: a fence of {language:?}: expected {LANGUAGES:?}"));
-            }
-        }
-        let is_compiled = library.contains(&format!("include_str!(\"../{page}\")"));
-        let has_rust = fences.iter().any(|(language, _)| language.starts_with("rust"));
-        if has_rust != is_compiled {
-            faults.push(format!("{page} has Rust: {has_rust}; src/lib.rs includes: {is_compiled}"));
-        }
-    }
-    none(&faults);
 }
 
 /// The value of `key` on a line of TOML, and the words of its list of features.
@@ -67,66 +75,13 @@ fn dependency(line: &str) -> Option<(String, String, Vec<String>)> {
     Some((name.to_owned(), version, features.map(str::to_owned).collect()))
 }
 
-#[test]
-fn the_dependencies_that_the_readme_shows_are_those_it_is_compiled_with() {
-    let manifest = text("Cargo.toml");
-    let ours: Vec<_> = manifest.lines().filter_map(dependency).collect();
-    let fence = fences("README.md").into_iter().find(|(language, _)| language == "toml");
-    let shown: Vec<_> = fence.expect("a manifest").1.lines().filter_map(dependency).collect();
-    assert!(shown.iter().any(|(name, ..)| name == "tokio"), "{shown:?}");
-    for (name, version, features) in shown {
-        if name == "lowtide" {
-            assert!(env!("CARGO_PKG_VERSION").starts_with(&version), "{version}");
-            for feature in features {
-                assert!(features_of(&manifest).contains(&feature), "lowtide has no {feature}");
-            }
-            continue;
-        }
-        let same = |other: &&(String, String, Vec<String>)| {
-            other.0 == name && (other.1 == version || other.1.starts_with(&format!("{version}.")))
-        };
-        let ours: Vec<_> = ours.iter().filter(same).collect();
-        assert!(!ours.is_empty(), "{name} {version} is not what the sample is compiled with");
-        for feature in features {
-            let has = ours.iter().any(|(_, _, known)| known.contains(&feature));
-            assert!(has, "{name} has {feature} in the README alone");
-        }
-    }
-}
-
 /// The names under `[features]`, without `default`.
 fn features_of(manifest: &str) -> Vec<String> {
-    let section = manifest.split("[features]").nth(1).expect("features");
+    let section = manifest.split("[features]").nth(1).unwrap_or_default();
     let section = section.split("\n[").next().unwrap_or_default();
     let lines = section.lines().filter(|line| !line.starts_with('#'));
     let names = lines.filter_map(|line| Some(line.split_once(" = ")?.0.to_owned()));
     names.filter(|name| name != "default").collect()
-}
-
-#[test]
-fn the_table_of_features_is_the_manifests() {
-    let manifest = text("Cargo.toml");
-    // What `memory` needs is there by default as well.
-    let by_default = |name: &str| {
-        let list = |of: &str| {
-            let line = manifest.lines().find(|line| line.starts_with(&format!("{of} = [")));
-            line.unwrap_or_default().to_owned()
-        };
-        [list("default"), list("memory")].iter().any(|list| list.contains(&format!("\"{name}\"")))
-    };
-    let library = text("src/lib.rs");
-    let rows: Vec<_> = library
-        .lines()
-        .filter_map(|line| line.strip_prefix("//! | `")?.split_once("` | "))
-        .filter_map(|(name, rest)| Some((name, rest.split_once(" | ")?.0)))
-        .filter(|(_, default)| ["yes", "no"].contains(default))
-        .collect();
-    let known = features_of(&manifest);
-    let shown: BTreeSet<_> = rows.iter().map(|(name, _)| (*name).to_owned()).collect();
-    assert_eq!(shown, known.into_iter().collect());
-    for (name, default) in rows {
-        assert_eq!(default == "yes", by_default(name), "{name}");
-    }
 }
 
 /// The words after a flag, wherever it stands.
@@ -137,104 +92,10 @@ fn after<'a>(page: &'a str, flag: &'a str) -> impl Iterator<Item = &'a str> {
     })
 }
 
-#[test]
-fn commands_name_targets_and_features_that_exist() {
-    let manifest = text("Cargo.toml");
-    let features = features_of(&manifest);
-    let is_there = |path: String| root().join(path).exists();
-    let (mut faults, mut count) = (Vec::new(), 0);
-    for page in pages() {
-        let text = text(&page);
-        for (flag, folder) in [("--bench ", "benches"), ("--example ", "examples")] {
-            for name in after(&text, flag) {
-                count += 1;
-                if !["rs", "/main.rs"].iter().any(|end| {
-                    let dot = if *end == "rs" { "." } else { "" };
-                    is_there(format!("{folder}/{name}{dot}{end}"))
-                }) {
-                    faults.push(format!("{page}: {flag}{name}: no such file in {folder}"));
-                }
-            }
-        }
-        for name in after(&text, "--test ") {
-            if !is_there(format!("tests/{name}.rs")) && !is_there(format!("tests/{name}/main.rs")) {
-                faults.push(format!("{page}: --test {name}: no such file in tests"));
-            }
-        }
-        for list in after(&text, "--features ") {
-            for feature in list.split(',').filter(|name| !features.iter().any(|f| f == name)) {
-                faults.push(format!("{page}: --features {feature}: no such feature"));
-            }
-        }
-    }
-    assert!(count > 10, "the commands are not found any more: {count}");
-    none(&faults);
-}
-
-#[test]
-fn files_that_pages_name_are_there() {
-    const FOLDERS: &[&str] =
-        &["src/", "tests/", "examples/", "benches/", "dashboards/", "deploy/", "docs/", ".ci/"];
-    let mut faults = Vec::new();
-    for page in pages() {
-        let text = text(&page);
-        let is_part = |c: char| c.is_ascii_alphanumeric() || "_-./*<>{}".contains(c);
-        for word in text.split(|c: char| !is_part(c)) {
-            let word = word.trim_end_matches(['.', '/']);
-            let is_ours = FOLDERS.iter().any(|folder| word.starts_with(folder));
-            // A package has no scripts; patterns are nobody's name.
-            let left_out = word.starts_with(".ci/") && !root().join(".ci/run").exists();
-            if !is_ours || left_out || word.contains(['*', '<', '{']) {
-                continue;
-            }
-            if !root().join(word).exists() && !root().join(format!("{word}.rs")).exists() {
-                faults.push(format!("{page}: {word}: no such file"));
-            }
-        }
-    }
-    none(&faults);
-}
-
 /// Words of these letters that begin so.
 fn words<'a>(text: &'a str, start: &'a str, letters: fn(&char) -> bool) -> Vec<&'a str> {
     let all = text.split(move |c: char| !letters(&c));
     all.filter(|word| word.starts_with(start) && word.len() > start.len()).collect()
-}
-
-#[test]
-fn variables_and_metrics_that_pages_name_exist() {
-    let capital = |c: &char| c.is_ascii_uppercase() || c.is_ascii_digit() || *c == '_';
-    let small = |c: &char| c.is_ascii_lowercase() || c.is_ascii_digit() || *c == '_';
-    let proxy = text("examples/proxy/cli.rs");
-    let rules = text("dashboards/lowtide.rules.yml");
-    let manifest = text("Cargo.toml").replace('-', "_");
-    let mut faults = Vec::new();
-    for page in pages() {
-        let text = text(&page);
-        for name in words(&text, "LOWTIDE_", capital) {
-            let known = VARIABLES.iter().any(|variable| variable.name == name)
-                || (page == "docs/DEPLOYING.md" && OF_KUBERNETES.contains(&name));
-            if !known && !name.ends_with('_') {
-                faults.push(format!("{page}: {name}: no such variable"));
-            }
-        }
-        for name in words(&text, "PROXY_", capital) {
-            if !name.ends_with('_') && !proxy.contains(&format!("\"{name}\"")) {
-                faults.push(format!("{page}: {name}: no such variable of the proxy"));
-            }
-        }
-        for name in words(&text, "lowtide_", small) {
-            let series = ["_bucket", "_sum", "_count"];
-            let metric = series.iter().find_map(|end| name.strip_suffix(end)).unwrap_or(name);
-            let known = TABLE.iter().any(|one| one.name == name || one.name == metric)
-                || rules.contains(&format!(":{name}:"))
-                || manifest.contains(name);
-            if !known && !name.ends_with('_') {
-                faults.push(format!("{page}: {name}: no such metric"));
-            }
-        }
-    }
-    none(&faults);
 }
 
 /// What a heading is called in a link: small letters, hyphens for spaces, no other marks.
@@ -243,87 +104,345 @@ fn anchor(heading: &str) -> String {
     kept.map(|c| if c == ' ' { '-' } else { c.to_ascii_lowercase() }).collect()
 }
 
-#[test]
-fn links_lead_to_files_and_headings_that_are_there() {
-    let mut faults = Vec::new();
-    let mut count = 0;
-    for page in pages() {
-        let text = text(&page);
-        for target in text.split("](").skip(1).filter_map(|rest| rest.split(')').next()) {
-            if target.contains("://") {
+impl<'a> Blocks<'a> {
+    fn fault(&self, page: &Source, part: &str, what: &str) {
+        self.faults.add(page, line(&page.text, part), what);
+    }
+
+    fn manifest(&self) -> &'a str {
+        self.tree.text("Cargo.toml", self.faults)
+    }
+
+    /// Every fence of Rust is compiled with the documentation.
+    fn check_fences(&self) {
+        let library = self.tree.text("src/lib.rs", self.faults);
+        for page in self.pages {
+            let (fences, name) = (fences(page, self.faults), &page.name);
+            for (language, _) in &fences {
+                self.faults.expect(LANGUAGES.contains(&language.as_str()), || {
+                    format!("{name}: a fence of {language:?}: expected {LANGUAGES:?}")
+                });
+            }
+            let is_compiled = library.contains(&format!("include_str!(\"../{name}\")"));
+            let has_rust = fences.iter().any(|(language, _)| language.starts_with("rust"));
+            self.faults.expect(has_rust == is_compiled, || {
+                format!("{name} has Rust: {has_rust}; src/lib.rs includes: {is_compiled}")
+            });
+        }
+    }
+
+    /// The dependencies that the README shows are those it is compiled with.
+    fn check_readme(&self) {
+        let manifest = self.manifest();
+        let ours: Vec<_> = manifest.lines().filter_map(dependency).collect();
+        let Some(page) = self.pages.iter().find(|page| page.name == "README.md") else { return };
+        let fences = fences(page, self.faults);
+        let fence = fences.into_iter().find(|(language, _)| language == "toml");
+        let shown: Vec<_> =
+            fence.iter().flat_map(|(_, text)| text.lines()).filter_map(dependency).collect();
+        let has_tokio = shown.iter().any(|(name, ..)| name == "tokio");
+        self.faults.expect(has_tokio, || format!("README.md shows no dependencies: {shown:?}"));
+        let version = manifest.split("\nversion = \"").nth(1).unwrap_or_default();
+        for (name, shown, features) in shown {
+            if name == "lowtide" {
+                let is_ours = version.starts_with(&shown);
+                self.faults.expect(is_ours, || format!("README.md: lowtide {shown}: no such one"));
+                for feature in features {
+                    let exists = features_of(manifest).contains(&feature);
+                    let what = || format!("README.md: lowtide has no feature {feature}");
+                    self.faults.expect(exists, what);
+                }
                 continue;
             }
-            count += 1;
-            let (file, heading) = target.split_once('#').unwrap_or((target, ""));
-            let folder = page.rsplit_once('/').map_or("", |(folder, _)| folder);
-            let path = if file.is_empty() { page.clone() } else { format!("{folder}/{file}") };
-            let path = path.trim_start_matches('/');
-            if !root().join(path).exists() {
-                faults.push(format!("{page}: {target}: no such file"));
-            } else if !heading.is_empty()
-                && !crate::text(path).lines().any(|line| {
+            let same = |other: &&(String, String, Vec<String>)| {
+                other.0 == name && (other.1 == shown || other.1.starts_with(&format!("{shown}.")))
+            };
+            let ours: Vec<_> = ours.iter().filter(same).collect();
+            self.faults.expect(!ours.is_empty(), || {
+                format!("README.md: {name} {shown} is not what the sample is compiled with")
+            });
+            for feature in features {
+                let has = ours.iter().any(|(_, _, known)| known.contains(&feature));
+                self.faults.expect(has, || format!("README.md: {name} has {feature} there alone"));
+            }
+        }
+    }
+
+    /// The table of features is the manifest's.
+    fn check_features(&self) {
+        let manifest = self.manifest();
+        // What `memory` needs is there by default as well.
+        let by_default = |name: &str| {
+            let list = |of: &str| {
+                let line = manifest.lines().find(|line| line.starts_with(&format!("{of} = [")));
+                line.unwrap_or_default().to_owned()
+            };
+            let quoted = format!("\"{name}\"");
+            [list("default"), list("memory")].iter().any(|list| list.contains(&quoted))
+        };
+        let library = self.tree.text("src/lib.rs", self.faults);
+        let rows: Vec<_> = library
+            .lines()
+            .filter_map(|line| line.strip_prefix("//! | `")?.split_once("` | "))
+            .filter_map(|(name, rest)| Some((name, rest.split_once(" | ")?.0)))
+            .filter(|(_, default)| ["yes", "no"].contains(default))
+            .collect();
+        let known: BTreeSet<_> = features_of(manifest).into_iter().collect();
+        let shown: BTreeSet<_> = rows.iter().map(|(name, _)| (*name).to_owned()).collect();
+        for name in shown.symmetric_difference(&known) {
+            self.faults.say(format!("src/lib.rs: the table and Cargo.toml differ: {name}"));
+        }
+        for (name, default) in rows {
+            let holds = (default == "yes") == by_default(name);
+            self.faults.expect(holds, || format!("src/lib.rs: {name}: by default: {default}"));
+        }
+    }
+
+    /// Commands name targets and features that exist.
+    fn check_commands(&self) {
+        let own = features_of(self.manifest());
+        let manifests = self.tree.files.iter().filter(|file| file.name.ends_with("Cargo.toml"));
+        let every: BTreeSet<_> = manifests.flat_map(|file| features_of(&file.text)).collect();
+        let packages = self.tree.packages();
+        let folders: Vec<_> = packages.iter().map(|package| package.folder.as_str()).collect();
+        let is_there = |folder: &str, name: &str| {
+            folders.iter().any(|package| {
+                let path = format!("{package}{folder}/{name}");
+                [format!("{path}.rs"), format!("{path}/main.rs")]
+                    .iter()
+                    .any(|path| self.tree.file(path).is_some())
+            })
+        };
+        let mut count = 0;
+        let flags = [("--bench ", "benches"), ("--example ", "examples"), ("--test ", "tests")];
+        for page in self.pages {
+            for (flag, folder) in flags {
+                for name in after(&page.text, flag) {
+                    count += 1;
+                    if !is_there(folder, name) {
+                        self.fault(page, name, &format!("{flag}{name}: no such file in {folder}"));
+                    }
+                }
+            }
+            for list in after(&page.text, "--features ") {
+                let command = page.line(line(&page.text, list));
+                let of_package = [" -p ", "--package ", "--manifest-path "]
+                    .iter()
+                    .any(|flag| command.contains(flag));
+                for feature in list.split(',') {
+                    let is_own = own.iter().any(|known| known == feature);
+                    if !is_own && !(of_package && every.contains(feature)) {
+                        self.fault(page, list, &format!("--features {feature}: no such feature"));
+                    }
+                }
+            }
+        }
+        self.faults.expect(count > 10, || format!("{count} commands on pages: expected more"));
+    }
+
+    /// Files that pages name are there.
+    fn check_files(&self) {
+        const FOLDERS: &[&str] = &[
+            "src/",
+            "crates/",
+            "tests/",
+            "testing/",
+            "examples/",
+            "benches/",
+            "dashboards/",
+            "deploy/",
+            "docs/",
+            "xtask/",
+            ".ci/",
+            ".github/",
+        ];
+        for page in self.pages {
+            let is_part = |c: char| c.is_ascii_alphanumeric() || "_-./*<>{}".contains(c);
+            for word in page.text.split(|c: char| !is_part(c)) {
+                let path = word.trim_end_matches(['.', '/']);
+                let is_ours = FOLDERS.iter().any(|folder| path.starts_with(folder));
+                // A pattern names no file.
+                if is_ours
+                    && !path.contains(['*', '<', '{'])
+                    && !self.tree.has(path)
+                    && !self.tree.has(&format!("{path}.rs"))
+                {
+                    self.fault(page, word, &format!("{path}: no such file"));
+                }
+            }
+        }
+    }
+
+    /// Variables and metrics that pages name exist.
+    fn check_names(&self, code: &Code<'_>) {
+        let capital = |c: &char| c.is_ascii_uppercase() || c.is_ascii_digit() || *c == '_';
+        let small = |c: &char| c.is_ascii_lowercase() || c.is_ascii_digit() || *c == '_';
+        let proxy = self.tree.text("examples/proxy/cli.rs", self.faults);
+        let rules = self.tree.text("dashboards/lowtide.rules.yml", self.faults);
+        let manifest = self.manifest().replace('-', "_");
+        let crates: Vec<_> =
+            self.tree.packages().into_iter().map(|package| package.crate_name).collect();
+        let variables = variables(code);
+        for page in self.pages {
+            for name in words(&page.text, "LOWTIDE_", capital) {
+                let known = variables.iter().any(|variable| variable == name)
+                    || (page.name == "docs/DEPLOYING.md" && OF_KUBERNETES.contains(&name));
+                if !known && !name.ends_with('_') {
+                    self.fault(page, name, &format!("{name}: no such variable"));
+                }
+            }
+            for name in words(&page.text, "PROXY_", capital) {
+                if !name.ends_with('_') && !proxy.contains(&format!("\"{name}\"")) {
+                    self.fault(page, name, &format!("{name}: no such variable of the proxy"));
+                }
+            }
+            for name in words(&page.text, "lowtide_", small) {
+                let series = ["_bucket", "_sum", "_count"];
+                let metric = series.iter().find_map(|end| name.strip_suffix(end)).unwrap_or(name);
+                let known = TABLE.iter().any(|one| one.name == name || one.name == metric)
+                    || rules.contains(&format!(":{name}:"))
+                    || manifest.contains(name)
+                    || crates.iter().any(|known| known == name);
+                if !known && !name.ends_with('_') {
+                    self.fault(page, name, &format!("{name}: no such metric"));
+                }
+            }
+        }
+    }
+
+    /// Links lead to files and headings that are there.
+    fn check_links(&self) {
+        let mut count = 0;
+        for page in self.pages {
+            for target in page.text.split("](").skip(1).filter_map(|rest| rest.split(')').next()) {
+                if target.contains("://") {
+                    continue;
+                }
+                count += 1;
+                let (file, heading) = target.split_once('#').unwrap_or((target, ""));
+                let folder = page.name.rsplit_once('/').map_or("", |(folder, _)| folder);
+                let path =
+                    if file.is_empty() { page.name.clone() } else { format!("{folder}/{file}") };
+                let path = joined("", &path);
+                let text = self.tree.file(&path).map_or("", |source| &source.text);
+                let is_heading = |line: &str| {
                     line.starts_with('#') && anchor(line.trim_start_matches('#').trim()) == heading
-                })
-            {
-                faults.push(format!("{page}: {target}: no such heading"));
+                };
+                if !self.tree.has(&path) {
+                    self.fault(page, target, &format!("{target}: no such file"));
+                } else if !heading.is_empty() && !text.lines().any(is_heading) {
+                    self.fault(page, target, &format!("{target}: no such heading"));
+                }
+            }
+        }
+        self.faults.expect(count > 50, || format!("{count} links on pages: expected more"));
+    }
+
+    /// Modules and short names of metrics exist in the tables of a page that leaves folders and
+    /// prefixes out, to keep its tables readable.
+    fn check_tables(&self) {
+        const PAGE: &str = "docs/LIFE_OF_AN_ALLOCATION.md";
+        const PREFIXES: &[&str] =
+            &["lowtide_heap", "lowtide_device_", "lowtide_pressure_", "lowtide_admission_"];
+        let library = self.tree.library();
+        let Some(page) = self.pages.iter().find(|page| page.name == PAGE) else { return };
+        let mut count = 0;
+        let rows = page.text.lines().filter(|line| line.starts_with("| ") && line.contains('`'));
+        for row in rows {
+            let cells: Vec<_> = row.trim_matches('|').split('|').collect();
+            let quoted = |cell: usize| cells.get(cell).copied().unwrap_or_default().split('`');
+            for module in quoted(1).skip(1).step_by(2) {
+                count += 1;
+                // A part's package may stand before its module: `heap/purge`.
+                let path = module.trim_end_matches('/');
+                let paths = [
+                    Some(format!("/{path}")),
+                    path.split_once('/')
+                        .map(|(package, rest)| format!("crates/{package}/src/{rest}")),
+                ];
+                let exists = library.iter().any(|source| {
+                    let name = format!("/{}", source.name);
+                    paths.iter().flatten().any(|path| {
+                        let is_file = name.ends_with(&format!("{path}.rs"));
+                        is_file || name.contains(&format!("{path}/"))
+                    })
+                });
+                if !exists {
+                    self.fault(page, row, &format!("{module}: no such part"));
+                }
+            }
+            for name in quoted(3).skip(1).step_by(2).filter(|name| !name.contains(':')) {
+                count += 1;
+                let is_known = |prefix: &&str| {
+                    let long = format!("{prefix}{name}");
+                    TABLE.iter().any(|one| one.name == name || one.name == long)
+                };
+                if !PREFIXES.iter().any(is_known) && !name.starts_with("lowtide_process") {
+                    self.fault(page, row, &format!("{name}: no such metric"));
+                }
+            }
+        }
+        self.faults.expect(count > 40, || format!("{PAGE}: {count} names: expected more"));
+    }
+
+    /// Routes that pages name are answered.
+    fn check_routes(&self, code: &Code<'_>) {
+        let verbs: Vec<_> = code.constant("ADMIN_PATHS").list().iter().map(Found::text).collect();
+        for page in self.pages {
+            let is_part = |c: char| c.is_ascii_alphabetic() || c == '/';
+            for word in page.text.split(|c: char| !is_part(c)) {
+                let is_verb = word.strip_prefix("/memory/").is_some_and(|verb| !verb.is_empty());
+                if is_verb && !verbs.iter().any(|verb| verb == word) {
+                    self.fault(page, word, &format!("{word}: no such verb"));
+                }
             }
         }
     }
-    assert!(count > 50, "links are not found any more: {count}");
-    none(&faults);
 }
 
-/// The page that follows an allocation leaves prefixes and folders out, for its tables to be read.
-#[test]
-fn modules_and_short_names_of_metrics_in_tables_exist() {
-    const PAGE: &str = "docs/LIFE_OF_AN_ALLOCATION.md";
-    const FOLDERS: &[&str] = &["", "device/", "control/", "service/", "host/", "memory/"];
-    const PREFIXES: &[&str] =
-        &["lowtide_heap", "lowtide_device_", "lowtide_pressure_", "lowtide_admission_"];
-    let (mut faults, mut count) = (Vec::new(), 0);
-    let text = text(PAGE);
-    for row in text.lines().filter(|line| line.starts_with("| ") && line.contains('`')) {
-        let cells: Vec<_> = row.trim_matches('|').split('|').collect();
-        let quoted = |cell: usize| cells.get(cell).copied().unwrap_or_default().split('`').skip(1);
-        for module in quoted(1).step_by(2) {
-            count += 1;
-            let is_there = |folder: &&str| {
-                let path = root().join(format!("src/{folder}{module}"));
-                path.exists() || path.with_extension("rs").exists()
-            };
-            if !FOLDERS.iter().any(is_there) {
-                faults.push(format!("{PAGE}: {module}: no such part"));
-            }
-        }
-        for name in quoted(3).step_by(2).filter(|name| !name.contains(':')) {
-            count += 1;
-            let known = |prefix: &&str| {
-                TABLE.iter().any(|one| one.name == name || one.name == format!("{prefix}{name}"))
-            };
-            let known = PREFIXES.iter().any(known);
-            if !known && !name.starts_with("lowtide_process") {
-                faults.push(format!("{PAGE}: {name}: no such metric"));
-            }
-        }
-    }
-    assert!(count > 40, "the tables are not found any more: {count}");
-    none(&faults);
-}
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::tree;
 
-#[cfg(feature = "service")]
-#[test]
-fn routes_that_pages_name_are_answered() {
-    use lowtide::service::Endpoints;
-    let mut faults = Vec::new();
-    for page in pages() {
-        let text = text(&page);
-        let is_part = |c: char| c.is_ascii_alphabetic() || c == '/';
-        for word in text.split(|c: char| !is_part(c)) {
-            let verb = word.strip_prefix("/memory/").is_some_and(|verb| !verb.is_empty());
-            if verb && !Endpoints::ADMIN_PATHS.contains(&word) {
-                faults.push(format!("{page}: {word}: no such verb"));
-            }
-        }
+    /// The faults of a page with this text, in the repository as it is.
+    fn faults_of(text: &str) -> Vec<String> {
+        let (tree, faults) = (Tree::read(&tree::root()).expect("a repository"), Faults::default());
+        let page = Source { name: "docs/NEW.md".to_owned(), text: text.to_owned() };
+        let (pages, code) = ([&page], Code::new(&tree, &faults));
+        let blocks = Blocks { tree: &tree, pages: &pages, faults: &faults };
+        blocks.check_fences();
+        blocks.check_commands();
+        blocks.check_files();
+        blocks.check_names(&code);
+        blocks.check_links();
+        blocks.check_routes(&code);
+        let is_count = |fault: &String| fault.ends_with("expected more");
+        faults.sorted().into_iter().filter(|fault| !is_count(fault)).collect()
     }
-    none(&faults);
+
+    #[test]
+    fn each_name_of_something_that_is_not_there_is_a_fault_with_its_line() {
+        for (text, expected) in [
+            ("```rust\n1\n```", "docs/NEW.md has Rust: true"),
+            ("```python\n1\n```", "a fence of \"python\""),
+            ("```sh\n1", "a fence is not closed"),
+            ("\ncargo bench --bench gone", "docs/NEW.md:2: --bench gone: no such file in benches"),
+            ("cargo test --test gone", "--test gone: no such file"),
+            ("cargo test --features heap,gone", "--features gone: no such feature"),
+            ("see `src/gone.rs`", "src/gone.rs: no such file"),
+            ("LOWTIDE_GONE", "LOWTIDE_GONE: no such variable"),
+            ("PROXY_GONE", "PROXY_GONE: no such variable of the proxy"),
+            ("lowtide_gone_bytes", "lowtide_gone_bytes: no such metric"),
+            ("[a](GONE.md)", "GONE.md: no such file"),
+            ("[a](STYLE.md#gone)", "STYLE.md#gone: no such heading"),
+            ("/memory/gone", "/memory/gone: no such verb"),
+        ] {
+            let faults = faults_of(text);
+            assert!(faults.len() == 1 && faults[0].contains(expected), "{text:?}: {faults:?}");
+        }
+        let clean = "`src/lib.rs` LOWTIDE_PROFILE lowtide_heap_live_bytes [a](STYLE.md#tests) \
+                     /memory/purge cargo test --features heap";
+        assert_eq!(faults_of(clean), [""; 0]);
+    }
 }

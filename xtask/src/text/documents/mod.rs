@@ -2,56 +2,39 @@
 //! default and bound in prose is the constant's.
 //!
 //! `blocks` has the fences, commands, names and links; `amounts` finds the numbers of a page, and
-//! `rows` says for each of them where it comes from, with `code` reading that out of the source.
-//! Whether a sentence is true beside its numbers is for its readers.
+//! `rows` says for each of them where it comes from. Whether a sentence is true beside its numbers
+//! is for its readers.
 //!
 //! Invariant: on the pages of [`amounts::PAGES`] each amount with a unit, and on every page each
 //! default, lies in a sentence of a row, or in one that is named as no constant's.
-#![cfg(feature = "memory")]
 
+mod alert;
 mod amounts;
 mod blocks;
-mod code;
 mod rows;
 
-use std::fs;
-use std::path::{Path, PathBuf};
+use super::code::Code;
+use crate::tree::{Faults, Source, Tree};
 
-pub(crate) fn root() -> &'static Path {
-    Path::new(env!("CARGO_MANIFEST_DIR"))
+/// Checks all pages.
+pub(super) fn check(tree: &Tree, code: &Code<'_>, faults: &Faults) {
+    let pages = pages(tree);
+    faults.expect(pages.len() >= 10, || format!("{} pages: expected more", pages.len()));
+    amounts::check(&pages, code, faults);
+    blocks::check(tree, &pages, code, faults);
 }
 
-pub(crate) fn text(name: &str) -> String {
-    fs::read_to_string(root().join(name)).unwrap_or_else(|error| panic!("{name}: {error}"))
-}
-
-/// The pages that users and operators read, by their paths.
-pub(crate) fn pages() -> Vec<String> {
-    let inside = |folder: &str| {
-        let entries = fs::read_dir(root().join(folder)).expect("a folder");
-        let names = entries.map(|entry| entry.expect("an entry").path());
-        names.filter(|path| path.extension().is_some_and(|end| end == "md")).collect::<Vec<_>>()
+/// The pages that users, operators and contributors read.
+fn pages(tree: &Tree) -> Vec<&Source> {
+    let is_page = |source: &&Source| {
+        let in_docs = source.is_under("docs") && source.name.matches('/').count() == 1;
+        let is_page = in_docs && source.name.ends_with(".md");
+        is_page || ["README.md", "CONTRIBUTING.md"].contains(&&*source.name)
     };
-    let mut found = inside("docs");
-    found.push(PathBuf::from("README.md"));
-    // A package has no page for contributors.
-    found.extend(root().join("CONTRIBUTING.md").exists().then(|| "CONTRIBUTING.md".into()));
-    let name = |path: PathBuf| {
-        let path = path.strip_prefix(root()).map(Path::to_owned).unwrap_or(path);
-        path.to_str().expect("a name in UTF-8").to_owned()
-    };
-    let mut names: Vec<_> = found.into_iter().map(name).collect();
-    names.sort();
-    assert!(names.len() >= 10, "the pages are not found any more: {names:?}");
-    names
+    tree.files.iter().filter(is_page).collect()
 }
 
 /// A page with one space where it has any white space, so that sentences are found across lines.
-pub(crate) fn flat(text: &str) -> String {
+pub(super) fn flat(text: &str) -> String {
     text.split_whitespace().collect::<Vec<_>>().join(" ")
-}
-
-/// Fails with all of them.
-pub(crate) fn none(faults: &[String]) {
-    assert!(faults.is_empty(), "{} faults:\n{}", faults.len(), faults.join("\n"));
 }

@@ -6,20 +6,21 @@
 //!
 //! Invariant: each name stands only in the file that wraps it.
 
-use crate::imports::{Path, paths};
-use crate::tokens::{Kind, Token, reads, tokens};
-use crate::{Faults, Source};
+use super::imports::{Path, paths};
+use super::tokens::{Kind, Token, code, reads, tokens};
+use crate::tree::{Faults, Source};
 
 /// The only reader of the environment.
 const ENVIRONMENT: &str = "src/config/env.rs";
-/// The only reader of the machine's clock.
-const CLOCK: &str = "src/clock.rs";
+/// The only reader of the machine's clock, in the package on the lowest layer.
+const CLOCK: [&str; 2] = ["src/clock.rs", "crates/core/src/clock.rs"];
 /// The only one that calls a subscriber.
-const LOG: &str = "src/log.rs";
+const LOG: [&str; 2] = ["src/log.rs", "crates/core/src/log.rs"];
 
-pub(crate) fn check(source: &Source, faults: &mut Faults) {
+/// Checks a file; `is_library` if users get it.
+pub(crate) fn check(source: &Source, is_library: bool, faults: &Faults) {
     let all = tokens(&source.text);
-    let code = source.code();
+    let code = code(&all);
     let paths = paths(&code);
     for at in 0..code.len() {
         if let Some(what) = unfinished(&code, at) {
@@ -32,23 +33,26 @@ pub(crate) fn check(source: &Source, faults: &mut Faults) {
             faults.add(source, comment.line, "an example that is not run");
         }
     }
-    if source.is_under("src") || source.is_under("tests") {
+    let is_test = source.is_under("tests") || source.name.contains("/tests/");
+    if is_library || is_test {
         for path in paths.iter().filter(|p| p.segments.ends_with(&["thread", "sleep"])) {
             faults.add(source, path.line, "thread::sleep: wait on a Clock or for a condition");
         }
     }
-    if source.is_under("src") {
+    if is_library {
         library(source, &code, &paths, faults);
         events(source, &code, faults);
     }
 }
 
 /// What holds for the library alone.
-fn library(source: &Source, code: &[Token<'_>], paths: &[Path<'_>], faults: &mut Faults) {
+fn library(source: &Source, code: &[Token<'_>], paths: &[Path<'_>], faults: &Faults) {
     for token in code {
         let name = token.name().unwrap_or_default();
         let what = match name {
-            "Instant" | "SystemTime" if source.name != CLOCK => "time is read through a Clock",
+            "Instant" | "SystemTime" if !CLOCK.contains(&&*source.name) => {
+                "time is read through a Clock"
+            }
             "getenv" | "secure_getenv" => "the environment is read in config::env only",
             "tokio" => "the library names no async runtime",
             _ if name.ends_with("HashMap") || name.ends_with("HashSet") => {
@@ -70,11 +74,11 @@ fn library(source: &Source, code: &[Token<'_>], paths: &[Path<'_>], faults: &mut
     }
 }
 
-fn events(source: &Source, code: &[Token<'_>], faults: &mut Faults) {
+fn events(source: &Source, code: &[Token<'_>], faults: &Faults) {
     const LEVELS: [&str; 6] = ["trace", "debug", "info", "warn", "error", "event"];
     for (at, token) in code.iter().enumerate() {
         let is_event = LEVELS.iter().any(|level| reads(code, at, &["tracing", "::", level, "!"]));
-        if is_event && source.name != LOG {
+        if is_event && !LOG.contains(&&*source.name) {
             faults.add(source, token.line, "tracing: a subscriber may panic: write `log!`");
         }
     }
@@ -96,7 +100,7 @@ fn unfinished(code: &[Token<'_>], at: usize) -> Option<&'static str> {
 const MACHINE: &[&[&str]] = &[&["/wo", "rk/"], &["/ro", "ot/"], &["/ho", "me/"]];
 
 /// Checks any text for absolute paths of the machine on which it was made.
-pub(crate) fn machine_paths(source: &Source, faults: &mut Faults) {
+pub(crate) fn machine_paths(source: &Source, faults: &Faults) {
     for folder in MACHINE.iter().map(|pieces| pieces.concat()) {
         for (at, _) in source.text.match_indices(&folder) {
             let before = source.text[..at].chars().next_back();

@@ -2,33 +2,59 @@
 //!
 //! A path is found in every spelling (`crate::`, `super::super::`, `$crate::`, the crate's own
 //! name, braces within braces), and followed through re-exports, so that a part is not reached by
-//! another name. It does not see names that a foreign macro makes up.
+//! another name. Each package is looked at by itself: Cargo keeps the direction between packages.
+//! It does not see names that a foreign macro makes up.
 //!
 //! Invariant: for each path from a part to a part, `floor(named) < floor(naming)` or both are one.
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use crate::tokens::{Token, reads};
-use crate::{Faults, Source};
+use super::tokens::{Token, reads};
+use crate::tree::{Faults, Package, Source};
 
-/// The parts of the crate from the ground up. A part may import itself and what stands on floors
-/// before its own. Parts on one floor do not know each other.
-const FLOORS: &[&[&str]] = &[
-    &["bytes", "clock", "fork", "sync"],
-    &["decay", "log"], // a formula over sizes and moments; events, which fail nothing
-    &["host", "device", "control"],
-    &["metrics"],
-    &["config"],
-    &["memory"],
-    &["service"],
-];
+/// What holds within one package.
+struct Layers {
+    /// The package's folder, as in [`Package::folder`].
+    folder: &'static str,
+    /// The parts from the ground up. A part may import itself and what stands on floors before its
+    /// own. Parts on one floor do not know each other. Empty if no order is stated.
+    floors: &'static [&'static [&'static str]],
+    /// Modules within a part, and what they must not name: a module, or another package.
+    walls: &'static [(&'static str, &'static str)],
+}
 
-/// Modules within a part, and what they must not name.
-const WALLS: &[(&str, &str)] = &[
-    ("device::index", "device::driver"),
-    ("device::index", "device::arena"),
-    ("device::driver", "device::arena"),
-    ("control::pressure", "control::signal"),
+/// Packages that are not listed have neither. In the root, parts that have become packages keep
+/// their floor, for re-exports under their names.
+const LAYERS: &[Layers] = &[
+    Layers {
+        folder: "",
+        floors: &[
+            &["bytes", "clock", "fork", "sync"],
+            &["decay", "log"], // a formula over sizes and moments; events, which fail nothing
+            &["host", "device", "control"],
+            &["metrics"],
+            &["config"],
+            &["memory"],
+            &["service"],
+        ],
+        walls: &[
+            ("device::index", "device::driver"),
+            ("device::index", "device::arena"),
+            ("device::driver", "device::arena"),
+            ("control::pressure", "control::signal"),
+        ],
+    },
+    Layers {
+        folder: "crates/core/",
+        floors: &[&["bytes", "clock", "fork", "sync"], &["decay", "log"]],
+        walls: &[],
+    },
+    Layers {
+        folder: "crates/gpu/",
+        floors: &[],
+        walls: &[("index", "lowtide_gpu_driver"), ("index", "arena")],
+    },
+    Layers { folder: "crates/admission/", floors: &[], walls: &[("pressure", "signal")] },
 ];
 
 /// Longest chain of re-exports that is followed.
@@ -141,9 +167,9 @@ fn tree<'a>(
     at
 }
 
-/// The module that a source under `src` is.
-fn module_of(name: &str) -> Vec<String> {
-    let inner = name.trim_start_matches("src/").trim_end_matches(".rs");
+/// The module that a source under the `src` of its package is.
+fn module_of(inside: &str) -> Vec<String> {
+    let inner = inside.trim_end_matches(".rs");
     let mut module: Vec<_> = inner.split('/').map(str::to_owned).collect();
     let last = module.last().map_or("", String::as_str);
     if last == "mod" || inner == "lib" {
@@ -152,71 +178,94 @@ fn module_of(name: &str) -> Vec<String> {
     module
 }
 
-/// Checks floors and walls of all sources under `src`.
-pub(crate) fn check(sources: &[&Source], faults: &mut Faults) {
-    let crate_map = Map::new(sources);
+/// Checks floors and walls of each published package.
+pub(crate) fn check(packages: &[Package], library: &[&Source], faults: &Faults) {
+    const NONE: Layers = Layers { folder: "", floors: &[], walls: &[] };
+    for package in packages.iter().filter(|package| package.is_published) {
+        let layers = LAYERS.iter().find(|layers| layers.folder == package.folder);
+        let folder = format!("{}src/", package.folder);
+        let inside = |source: &&Source| source.name.starts_with(&folder);
+        let sources: Vec<_> = library.iter().copied().filter(inside).collect();
+        check_package(package, packages, &sources, layers.unwrap_or(&NONE), faults);
+    }
+}
+
+fn check_package(
+    package: &Package,
+    packages: &[Package],
+    sources: &[&Source],
+    layers: &Layers,
+    faults: &Faults,
+) {
+    let map = Map::new(package, packages, sources);
     for source in sources {
-        let module = module_of(&source.name);
+        let module = map.module_of(source);
         let Some(part) = module.first() else {
             continue; // lib.rs stands above all floors
         };
-        if floor(part).is_none() {
-            faults.add(source, 1, &format!("{part} has no floor: add it to FLOORS"));
+        if !layers.floors.is_empty() && layers.floor(part).is_none() {
+            faults.add(source, 1, &format!("{part} has no floor: add it to LAYERS"));
             continue;
         }
         for path in &paths(&source.code()) {
-            for target in crate_map.chain(&module, path) {
-                if let Some(what) = floors(part, path, &target) {
+            for target in map.chain(&module, path) {
+                if let Some(what) = layers.climbs(part, path, &target) {
                     faults.add(source, path.line, &what);
                 }
-                if let Some(what) = walls(&within(&module, path), path, &target) {
+                if let Some(what) = layers.breaks(&within(&module, path), path, &target) {
                     faults.add(source, path.line, &what);
                 }
             }
         }
     }
-    for (source, line, target) in crate_map.wide {
+    for (source, line, target) in map.wide {
         faults.add(source, line, &format!("re-exports all of {target}: name what is meant"));
     }
 }
 
-fn floors(part: &str, path: &Path<'_>, target: &[String]) -> Option<String> {
-    let Some(wanted) = target.first() else {
-        let what = "imports the whole crate: name the part that is meant";
-        return path.name.map(|_| what.to_owned());
-    };
-    match (floor(part), floor(wanted)) {
-        _ if part == wanted => None,
-        (Some(here), Some(there)) if there >= here => {
-            Some(format!("{part} must not import {wanted}: wrong direction"))
+impl Layers {
+    /// Whether a path leads from its part to one that is not below.
+    fn climbs(&self, part: &str, path: &Path<'_>, target: &[String]) -> Option<String> {
+        let Some(wanted) = target.first() else {
+            let what = "imports the whole crate: name the part that is meant";
+            return path.name.filter(|_| !self.floors.is_empty()).map(|_| what.to_owned());
+        };
+        match (self.floor(part), self.floor(wanted)) {
+            _ if part == wanted => None,
+            (Some(here), Some(there)) if there >= here => {
+                Some(format!("{part} must not import {wanted}: wrong direction"))
+            }
+            _ => None, // downward, or an item of the crate root
         }
-        _ => None, // downward, or an item of the crate root
     }
-}
 
-fn walls(module: &[String], path: &Path<'_>, target: &[String]) -> Option<String> {
-    for (walled, forbidden) in WALLS {
-        let (walled, parts) = (split(walled), split(forbidden));
-        if !module.starts_with(&walled) {
-            continue;
+    /// Whether a path leads through a wall.
+    fn breaks(&self, module: &[String], path: &Path<'_>, target: &[String]) -> Option<String> {
+        for (walled, forbidden) in self.walls {
+            let (walled, parts) = (split(walled), split(forbidden));
+            if !module.starts_with(&walled) {
+                continue;
+            }
+            if target.starts_with(&parts) {
+                return Some(format!("{} must not import {forbidden}", walled.join("::")));
+            }
+            if path.name.is_some() && parts.starts_with(target) && !target.is_empty() {
+                let all = target.join("::");
+                return Some(format!(
+                    "imports all of {all}, and so {forbidden}: name what is meant"
+                ));
+            }
         }
-        if target.starts_with(&parts) {
-            return Some(format!("{} must not import {forbidden}", walled.join("::")));
-        }
-        if path.name.is_some() && parts.starts_with(target) && !target.is_empty() {
-            let all = target.join("::");
-            return Some(format!("imports all of {all}, and so {forbidden}: name what is meant"));
-        }
+        None
     }
-    None
+
+    fn floor(&self, part: &str) -> Option<usize> {
+        self.floors.iter().position(|parts| parts.contains(&part))
+    }
 }
 
 fn split(path: &str) -> Vec<String> {
     path.split("::").map(str::to_owned).collect()
-}
-
-fn floor(part: &str) -> Option<usize> {
-    FLOORS.iter().position(|parts| parts.contains(&part))
 }
 
 fn within(module: &[String], path: &Path<'_>) -> Vec<String> {
@@ -225,6 +274,12 @@ fn within(module: &[String], path: &Path<'_>) -> Vec<String> {
 
 /// What is known by which path within the crate.
 struct Map<'a> {
+    /// The folder of the package's sources.
+    folder: String,
+    /// The name of the crate.
+    own: &'a str,
+    /// The other crates of the workspace.
+    others: Vec<&'a str>,
     modules: BTreeSet<Vec<String>>,
     /// The path of each `use` and what it stands for.
     names: BTreeMap<Vec<String>, Vec<String>>,
@@ -233,9 +288,17 @@ struct Map<'a> {
 }
 
 impl<'a> Map<'a> {
-    fn new(sources: &[&'a Source]) -> Self {
-        let mut map = Self { modules: BTreeSet::new(), names: BTreeMap::new(), wide: Vec::new() };
-        let read: Vec<_> = sources.iter().map(|s| (*s, module_of(&s.name), s.code())).collect();
+    fn new(package: &'a Package, packages: &'a [Package], sources: &[&'a Source]) -> Self {
+        let others = packages.iter().filter(|other| *other != package);
+        let mut map = Self {
+            folder: format!("{}src/", package.folder),
+            own: &package.crate_name,
+            others: others.map(|other| other.crate_name.as_str()).collect(),
+            modules: BTreeSet::new(),
+            names: BTreeMap::new(),
+            wide: Vec::new(),
+        };
+        let read: Vec<_> = sources.iter().map(|s| (*s, map.module_of(s), s.code())).collect();
         for (_, module, code) in &read {
             map.modules.insert(module.clone());
             for path in &paths(code) {
@@ -261,12 +324,19 @@ impl<'a> Map<'a> {
         map
     }
 
-    /// The path from the crate's root, or `None` where it leads out of the crate.
+    fn module_of(&self, source: &Source) -> Vec<String> {
+        module_of(source.name.strip_prefix(&self.folder).unwrap_or(&source.name))
+    }
+
+    /// The path from the crate's root, or from the name of another crate of the workspace; `None`
+    /// for other crates.
     fn absolute(&self, module: &[String], path: &Path<'_>) -> Option<Vec<String>> {
         let here = within(module, path);
         let (first, rest) = path.segments.split_first()?;
         let mut target = match *first {
-            "crate" | "lowtide" => Vec::new(),
+            "crate" => Vec::new(),
+            own if own == self.own => Vec::new(),
+            other if self.others.contains(&other) => vec![other.to_owned()],
             "self" => here,
             "super" => here.split_last().map_or_else(Vec::new, |(_, outer)| outer.to_vec()),
             child => {

@@ -8,10 +8,10 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use crate::tokens::{Token, after_group, reads};
-use crate::{Faults, Source};
+use super::tokens::{Token, after_group, reads};
+use crate::tree::{Faults, Source};
 
-pub(crate) fn check(tree: &[Source], faults: &mut Faults) {
+pub(crate) fn check(tree: &[Source], faults: &Faults) {
     let files: BTreeMap<_, _> =
         tree.iter().filter(|s| s.is_rust()).map(|s| (s.name.as_str(), s)).collect();
     let mut reached = BTreeSet::new();
@@ -110,7 +110,7 @@ fn path_values<'a>(attribute: &[Token<'a>]) -> Vec<&'a str> {
 }
 
 /// `path` as seen from `folder`, without `.` and `..`.
-fn joined(folder: &str, path: &str) -> String {
+pub(crate) fn joined(folder: &str, path: &str) -> String {
     let mut parts: Vec<&str> = Vec::new();
     for part in folder.split('/').chain(path.split('/')) {
         match part {

@@ -7,11 +7,24 @@
 //!
 //! Invariant: rules = rules with a planted fault.
 
-use crate::{Source, check};
+use std::collections::BTreeMap;
 
-fn tree(files: &[(&str, &str)]) -> Vec<Source> {
-    let source = |&(name, text): &(&str, &str)| Source { name: name.into(), text: text.into() };
-    files.iter().map(source).collect()
+use crate::tree::{Faults, Source, Tree};
+
+/// A repository of these files, whose root is the package `lowtide`.
+fn tree(files: &[(&str, &str)]) -> Tree {
+    let mut texts: BTreeMap<&str, String> =
+        files.iter().map(|&(name, text)| (name, text.to_owned())).collect();
+    let manifest = texts.entry("Cargo.toml").or_default();
+    *manifest = format!("[package]\nname = \"lowtide\"\n\n{manifest}");
+    let source = |(name, text): (&str, String)| Source { name: name.to_owned(), text };
+    Tree { files: texts.into_iter().map(source).collect(), binaries: Vec::new() }
+}
+
+fn check(tree: &Tree) -> Vec<String> {
+    let faults = Faults::default();
+    super::check(tree, &faults);
+    faults.sorted()
 }
 
 /// The faults of one file of the library, headed and declared.
@@ -121,6 +134,37 @@ fn an_import_through_another_name_is_found() {
         let files = [("src/lib.rs", &*root), ("src/host.rs", &import), ("src/memory.rs", "//! M.")];
         let faults = check(&tree(&files));
         assert!(faults.len() == 1 && faults[0].contains(expected), "{export}: {faults:#?}");
+    }
+}
+
+#[test]
+fn each_package_is_looked_at_by_itself() {
+    let core = "[package]\nname = \"lowtide-core\"";
+    let gpu = "[package]\nname = \"lowtide-gpu\"";
+    let driver = "[package]\nname = \"lowtide-gpu-driver\"";
+    let files = |index: &'static str, bytes: &'static str| {
+        check(&tree(&[
+            ("crates/core/Cargo.toml", core),
+            ("crates/core/src/lib.rs", "//! L.\nmod bytes;\nmod decay;"),
+            ("crates/core/src/bytes.rs", bytes),
+            ("crates/core/src/decay.rs", "//! D.\nuse crate::bytes::ByteSize;"),
+            ("crates/gpu/Cargo.toml", gpu),
+            ("crates/gpu/src/lib.rs", "//! L.\nmod index;\npub use lowtide_gpu_driver::Driver;"),
+            ("crates/gpu/src/index.rs", index),
+            ("crates/gpu-driver/Cargo.toml", driver),
+            ("crates/gpu-driver/src/lib.rs", "//! L."),
+        ]))
+    };
+    assert_eq!(files("//! I.\nuse lowtide_core::ByteSize;", "//! B."), [""; 0]);
+    for (expected, index, bytes) in [
+        ("crates/gpu/src/index.rs:2: index must not", "//! I.\nuse lowtide_gpu_driver as d;", ""),
+        ("crates/gpu/src/index.rs:2: index must not", "//! I.\nuse crate::Driver;", ""),
+        ("bytes must not import decay", "//! I.", "use crate::decay::Decay;"),
+        ("bytes must not import decay", "//! I.", "use lowtide_core::decay::Decay;"),
+        ("Instant: time is read", "//! I.", "use std::time::Instant;"),
+    ] {
+        let faults = files(index, format!("//! B.\n{bytes}").leak());
+        assert!(faults.len() == 1 && faults[0].contains(expected), "{expected}: {faults:#?}");
     }
 }
 

@@ -2,11 +2,11 @@
 //!
 //! The length of functions is clippy's (`too_many_lines`), the rest of the layout rustfmt's.
 
-use crate::{Faults, Source};
+use crate::tree::{Faults, Source};
 
 const COLUMNS_MAX: usize = 100;
 
-pub(crate) fn check(source: &Source, faults: &mut Faults) {
+pub(crate) fn check(source: &Source, faults: &Faults) {
     if !source.text.starts_with("//!") {
         faults.add(source, 1, "a file begins with `//!`: what it is, in one sentence");
     }

@@ -1,77 +1,79 @@
 //! The page on deployment: limits, times and formulas, and what the example proxy goes by.
 //!
-//! The tables of variables and of ONNX Runtime's settings are `tests/deploying`'s.
+//! The tables of variables and of ONNX Runtime's settings are for `deploying` to check.
 //!
 //! Invariant: what a formula gives is worked out here, not copied.
 
-use lowtide::ByteSize;
-use lowtide::config::{Config, Profile};
-use lowtide::host::HeapProfile;
-
-use super::{Row, config, jemalloc, k, loop_settings, rows as of_page, seconds, values};
-use crate::code::{Amount, between, constant, size, spoken, time, word, written};
-use crate::text;
+use super::super::alert::duration;
+use super::{Row, expect, jemalloc, k, of_loop, of_profile, rows as of_page, seconds, values};
+use crate::text::code::Code;
+use crate::text::words::{size, spoken, time, word};
 
 const PAGE: &str = "docs/DEPLOYING.md";
 const POD: &str = "deploy/kubernetes.yaml";
-const UPSTREAM: &str = "examples/proxy/upstream.rs";
 
 /// The example of the page: 64 MiB of weights, 10 MiB of other memory, a body of 8 MiB.
 const WEIGHTS: f64 = 64.0;
 const OTHER: f64 = 10.0;
 const BODY: f64 = 8.0;
 
-pub(super) fn rows() -> Vec<Row> {
-    [limits(), formulas(), proxy(), times()].into_iter().flatten().collect()
+pub(super) fn rows(code: &Code<'_>) -> Vec<Row> {
+    [limits, formulas, proxy, times].into_iter().flat_map(|rows| rows(code)).collect()
 }
 
-fn limits() -> Vec<Row> {
-    let low = config(Profile::LowMemory);
-    let unit = between("deploy/lowtide-proxy.service", "\nMemoryMax=", "M\n");
-    let compose = text("compose.yaml");
-    let limit = compose.split("mem_limit: ").nth(1).and_then(|rest| rest.split('\n').next());
-    let limit: ByteSize = limit.expect("the proxy is first").parse().expect("an amount");
-    let cpus = compose.split("cpus: ").nth(1).and_then(|rest| rest.split('\n').next());
-    let cpus: f64 = cpus.expect("the proxy is first").parse().expect("a number");
-    let pod = between(POD, "limits: { memory: ", "Mi }");
-    let docker: ByteSize = "512m".parse().expect("an amount");
+/// Mebibytes, as Docker and `ByteSize` read `512m`; the tests of `ByteSize` have that very text.
+fn mebibytes(code: &Code<'_>, text: &str) -> String {
+    let count = text.strip_suffix('m').and_then(|count| count.parse::<u64>().ok());
+    code.faults.expect(count.is_some(), || format!("{text:?}: expected a size such as 512m"));
+    count.and_then(|count| size(count << 20)).unwrap_or_default()
+}
+
+fn limits(code: &Code<'_>) -> Vec<Row> {
+    let low = |method| of_profile(code, "LowMemory", method);
+    let unit = code.within("deploy/lowtide-proxy.service", "\nMemoryMax=", "M\n");
+    // The proxy is the first service.
+    let proxy = code.within("compose.yaml", "\n  proxy:\n", "\n  prometheus:\n");
+    let of_proxy = |name: &str| {
+        let value = proxy.split(name).nth(1).and_then(|rest| rest.split('\n').next());
+        code.faults.expect(value.is_some(), || format!("compose.yaml: the proxy has no {name}"));
+        value.unwrap_or_default().to_owned()
+    };
+    let limit = mebibytes(code, &of_proxy("mem_limit: "));
+    let cpus = of_proxy("cpus: ").parse().map_or_else(|_| String::new(), word);
+    let pod = code.within(POD, "limits: { memory: ", "Mi }");
+    let default = code.setting("Balanced", "profile").value;
     of_page(
         PAGE,
         [
             ("The unit sets a limit of {} MiB (systemd's `M` is MiB)", values![unit]),
             (
                 "`_RJEM_MALLOC_CONF` | {} arenas, no huge pages",
-                values![jemalloc(HeapProfile::LowMemory, "narenas")],
+                values![jemalloc(code, "LowMemory", "narenas")],
             ),
             (
                 "{} background thread; purge after {} without traffic |",
-                values![low.background_threads.value.to_string(), seconds(low.purge_when_idle_for)],
+                values![low("background_threads").count(), seconds(&low("purge_when_idle_for"))],
             ),
-            ("model that was idle for {} is unloaded", values![spoken(low.idle_unload.value)]),
-            (
-                "starts the proxy under {}, {} CPU and the low-memory profile",
-                values![size(limit.get()), word(cpus)],
-            ),
+            ("model that was idle for {} is unloaded", values![spoken(low("idle_unload").time())]),
+            ("starts the proxy under {}, {} CPU and the low-memory profile", values![limit, cpus]),
             ("| memory requested = limit, {} MiB |", values![pod]),
-            (
-                "such as `512m` means {}, as Docker reads it",
-                values![format!("{} MiB", docker.get() >> 20)],
-            ),
-            ("sets the columns on the right; unset: `{}` |", values![Profile::default().name()]),
+            ("such as `512m` means {}, as Docker reads it", values![mebibytes(code, "512m")]),
+            ("sets the columns on the right; unset: `{}` |", values![code.name_of(&default)]),
         ],
     )
 }
 
-fn formulas() -> Vec<Row> {
-    let (start, least, most) = (k("K_START"), k("K_MIN"), k("K_MAX"));
-    let factor = constant(UPSTREAM, "WORDS_FACTOR").number();
-    let (measured, unmeasured) = (k("MEASURED_PART"), k("UNMEASURED"));
-    let waits = loop_settings().idle_tick.mul_f64(unmeasured);
-    let ceiling = format!("{:.2}", Config::CEILING);
+fn formulas(code: &Code<'_>) -> Vec<Row> {
+    let (start, least, most) = (k(code, "K_START"), k(code, "K_MIN"), k(code, "K_MAX"));
+    let factor = code.constant("WORDS_FACTOR").number();
+    let (measured, unmeasured) = (k(code, "MEASURED_PART"), k(code, "UNMEASURED"));
+    let waits = of_loop(code, "idle_tick").time().mul_f64(unmeasured);
+    let share = code.constant("Config::CEILING").number();
+    let ceiling = format!("{share:.2}");
     let one = BODY * factor;
     let held = OTHER + WEIGHTS;
-    let all = (held + start * one) / Config::CEILING;
-    let alone = Config::CEILING * (1.0 - start / measured);
+    let all = (held + start * one) / share;
+    let alone = share * (1.0 - start / measured);
     of_page(
         PAGE,
         [
@@ -117,13 +119,12 @@ fn formulas() -> Vec<Row> {
     )
 }
 
-fn proxy() -> Vec<Row> {
-    let embed = "examples/proxy/embed.rs";
-    let serve = "examples/proxy/serve.rs";
-    let more = written(UPSTREAM, "saturating_mul(WORDS_FACTOR).saturating_add(", ")");
-    let buffer = constant("examples/proxy/forward.rs", "BUFFER_MAX").number();
-    let words = between(UPSTREAM, "    (1024 + text_bytes / ", ")\n");
-    assert_eq!(words, "4, 1024 + text_bytes / 24", "what the page says of too many words");
+fn proxy(code: &Code<'_>) -> Vec<Row> {
+    let of = |name: &str| code.constant(&format!("proxy::{name}"));
+    let more = code.written("saturating_mul(WORDS_FACTOR).saturating_add(", ")");
+    let buffers = size(4 * of("BUFFER_MAX").whole()).unwrap_or_default();
+    let words = code.between("    (1024 + text_bytes / ", ")\n");
+    expect(code, words == "4, 1024 + text_bytes / 24", "docs/DEPLOYING.md: too many words");
     of_page(
         PAGE,
         [
@@ -131,11 +132,11 @@ fn proxy() -> Vec<Row> {
                 "| `/words`: {} bytes for each byte of body and {}; `/embed`: {} and {}; \
                  forwarded: {} |",
                 values![
-                    constant(UPSTREAM, "WORDS_FACTOR").count(),
+                    of("WORDS_FACTOR").count(),
                     more.size(),
-                    constant(embed, "BODY_FACTOR").count(),
-                    constant(embed, "REST").size(),
-                    Amount::Number(4.0 * buffer).size()
+                    of("embed::BODY_FACTOR").count(),
+                    of("embed::REST").size(),
+                    buffers
                 ],
             ),
             (
@@ -144,40 +145,32 @@ fn proxy() -> Vec<Row> {
             ),
             (
                 "| size of the model's weights, {} or more |",
-                values![between(
-                    "examples/proxy/cli.rs",
-                    "weights of {size}: expected ",
-                    " or more"
-                )],
+                values![code.between("weights of {size}: expected ", " or more")],
             ),
-            (
-                "must also come at {}/s on average",
-                values![constant("examples/proxy/patience.rs", "RATE_MIN").size()],
-            ),
+            ("must also come at {}/s on average", values![of("RATE_MIN").size()]),
             (
                 "at most (`ulimit -n` - {}) / {}, as each may take {} descriptors",
                 values![
-                    constant(serve, "DESCRIPTORS_SPARE").count(),
-                    constant(serve, "DESCRIPTORS").count(),
-                    constant(serve, "DESCRIPTORS").count()
+                    of("DESCRIPTORS_SPARE").count(),
+                    of("DESCRIPTORS").count(),
+                    of("DESCRIPTORS").count()
                 ],
             ),
-            ("with {} connections of its own;", values![constant(serve, "OPERATORS").count()]),
+            ("with {} connections of its own;", values![of("OPERATORS").count()]),
         ],
     )
 }
 
-fn times() -> Vec<Row> {
-    let end = written("examples/proxy/cli.rs", "memory.shutdown(", ")).await");
-    let Amount::Time(end) = end else { panic!("{end:?} is no time") };
-    let asks = between("Dockerfile", "HEALTHCHECK --interval=", " ");
-    let asks = humantime::parse_duration(&asks).expect("a time");
-    let sleeps = between(POD, "preStop: { sleep: { seconds: ", " }");
-    let patience = between(POD, "terminationGracePeriodSeconds: ", "\n");
+fn times(code: &Code<'_>) -> Vec<Row> {
+    let end =
+        code.parsed(&code.within("examples/proxy/cli.rs", "memory.shutdown(", ")).await")).time();
+    let asks = duration(code, &code.within("Dockerfile", "HEALTHCHECK --interval=", " "));
+    let sleeps = code.within(POD, "preStop: { sleep: { seconds: ", " }");
+    let patience = code.within(POD, "terminationGracePeriodSeconds: ", "\n");
     let [drain, grace] = ["PROXY_DRAIN", "PROXY_GRACE"]
-        .map(|name| between(POD, &format!("{{ name: {name}, value: "), "s }"));
+        .map(|name| code.within(POD, &format!("{{ name: {name}, value: "), "s }"));
     let [image_drain, image_grace] =
-        ["PROXY_DRAIN=", "PROXY_GRACE="].map(|name| between("Dockerfile", name, " "));
+        ["PROXY_DRAIN=", "PROXY_GRACE="].map(|name| code.within("Dockerfile", name, " "));
     of_page(
         PAGE,
         [

@@ -10,12 +10,9 @@ mod life;
 mod operating;
 mod rest;
 
-use std::time::Duration;
-
-use lowtide::config::{Config, Profile, Settings};
-use lowtide::control;
-
-use crate::code::constant;
+use crate::text::code::{Code, Found};
+use crate::text::words;
+use crate::tree::Faults;
 
 /// One sentence.
 #[derive(Debug)]
@@ -28,18 +25,15 @@ pub(crate) struct Row {
 }
 
 impl Row {
-    /// As the page has to have it.
-    pub(crate) fn sentence(&self) -> String {
-        let mut parts = self.says.split("{}");
-        let mut text = parts.next().unwrap_or_default().to_owned();
+    /// Returns the sentence as the page has to have it.
+    pub(crate) fn sentence(&self, faults: &Faults) -> String {
+        let gaps = self.says.matches("{}").count();
+        let count = self.values.len();
+        faults.expect(gaps == count, || format!("{:?}: {count} values for {gaps}", self.says));
         let mut values = self.values.iter();
-        for part in parts {
-            let value = values.next();
-            text += value.unwrap_or_else(|| panic!("{:?} has more gaps than values", self.says));
-            text += part;
-        }
-        assert!(values.next().is_none(), "{:?} has more values than gaps", self.says);
-        text
+        let mut parts = self.says.split("{}");
+        let first = parts.next().unwrap_or_default().to_owned();
+        parts.fold(first, |text, part| text + values.next().map_or("", |value| value) + part)
     }
 }
 
@@ -54,57 +48,71 @@ macro_rules! values {
 }
 use values;
 
-pub(crate) fn all() -> Vec<Row> {
-    [operating::rows(), operating::alerts(), deploying::rows(), rest::rows(), life::rows()]
-        .into_iter()
-        .flatten()
-        .collect()
+pub(crate) fn all(code: &Code<'_>) -> Vec<Row> {
+    let rows = [operating::rows, operating::alerts, deploying::rows, rest::rows, life::rows];
+    rows.into_iter().flat_map(|rows| rows(code)).collect()
 }
 
-/// What the crate makes of a profile.
-fn config(profile: Profile) -> Config {
-    let code = Settings { profile: Some(profile), ..Settings::default() };
-    Config::resolve(&code, &Settings::default()).expect("a profile is valid")
+/// One of the correction factor's constants.
+fn k(code: &Code<'_>, name: &str) -> f64 {
+    code.constant(name).number()
 }
 
-/// What the control loop goes by, where no profile says otherwise.
-fn loop_settings() -> control::Settings {
-    control::Settings::default()
-}
-
-/// One of the multiplier's constants.
-fn k(name: &str) -> f64 {
-    constant("src/control/correction.rs", name).number()
+/// A default of the control loop that no profile changes.
+fn of_loop<'a>(code: &Code<'a>, name: &str) -> Found<'a> {
+    code.default_with("active_tick").field(name)
 }
 
 /// `10 to 250 ms`.
-fn ticks() -> String {
-    let control::Settings { active_tick, idle_tick, .. } = loop_settings();
-    format!("{} to {} ms", active_tick.as_millis(), idle_tick.as_millis())
+fn ticks(code: &Code<'_>) -> String {
+    let [active, idle] = ["active_tick", "idle_tick"].map(|name| of_loop(code, name).time());
+    format!("{} to {} ms", active.as_millis(), idle.as_millis())
 }
 
-/// What stands for a setting of jemalloc in a profile's string, or jemalloc's own value.
-fn jemalloc(profile: lowtide::host::HeapProfile, name: &str) -> String {
-    let conf = profile.conf().to_str().expect("ASCII");
+/// The upper and lower threshold of a pressure level.
+fn band(code: &Code<'_>, level: &str) -> [f64; 2] {
+    let at = ["Elevated", "High", "Critical"].iter().position(|name| *name == level);
+    let bands = code.default_with("dwell").field("bands").list();
+    let band = at.and_then(|at| bands.get(at));
+    code.faults.expect(band.is_some(), || format!("{level} has no thresholds"));
+    ["up", "down"].map(|side| band.map_or(0.0, |band| band.field(side).number()))
+}
+
+/// The string of a heap profile.
+fn conf(code: &Code<'_>, profile: &str) -> String {
+    code.of("HeapProfile", profile, "conf").text()
+}
+
+/// A setting of jemalloc in a profile's string, or jemalloc's own value.
+fn jemalloc(code: &Code<'_>, profile: &str, name: &str) -> String {
+    let conf = conf(code, profile);
     let mut pairs = conf.split(',').filter_map(|pair| pair.split_once(':'));
-    let own = || {
-        let file = "src/host/knobs.rs";
-        let knob = crate::code::between(file, &format!("name: \"{name}\",\n"), "},\n");
-        let value = knob.split_once("default: Some(\"").map(|(_, rest)| rest.split('"').next());
-        value.flatten().unwrap_or_else(|| panic!("{name} has no value in {file}")).to_owned()
-    };
-    pairs.find(|(other, _)| *other == name).map_or_else(own, |(_, value)| value.to_owned())
+    if let Some((_, value)) = pairs.find(|(other, _)| *other == name) {
+        return value.to_owned();
+    }
+    let knobs = code.constant("KNOBS").list();
+    let own = knobs.iter().find(|knob| knob.field("name").text() == name);
+    code.faults.expect(own.is_some(), || format!("jemalloc's {name} is in no table"));
+    own.map_or_else(String::new, |knob| knob.field("default").text())
 }
 
-/// With a capital.
-fn first_of_a_sentence(text: &str) -> String {
-    let mut letters = text.chars();
-    let first = letters.next().map(|letter| letter.to_ascii_uppercase());
-    first.into_iter().chain(letters).collect()
+/// A method of a profile.
+fn of_profile<'a>(code: &Code<'a>, profile: &str, method: &str) -> Found<'a> {
+    code.of("Profile", profile, method)
 }
 
-fn seconds(time: Option<Duration>) -> String {
-    crate::code::time(time.expect("not never"))
+fn seconds(found: &Found<'_>) -> String {
+    words::time(found.time())
+}
+
+/// Adds a fault if the words of a page, which name no number, do not hold.
+fn expect(code: &Code<'_>, holds: bool, what: &str) {
+    code.faults.expect(holds, || format!("{what}: the code says otherwise"));
+}
+
+/// Whether two numbers are the same but for rounding.
+fn same(one: f64, other: f64) -> bool {
+    (one - other).abs() < 1e-6
 }
 
 /// Numbers that no constant of the crate holds: page, words, whose they are.

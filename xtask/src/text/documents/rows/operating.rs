@@ -2,51 +2,46 @@
 //!
 //! Invariant: one row for each sentence with a number of ours.
 
-use lowtide::ByteSize;
-use lowtide::clock::Moment;
-use lowtide::config::{Config, Profile};
-use lowtide::control::{DeviceSample, Level, Thresholds, Watermark};
-use lowtide::device::SleepConfig;
-use lowtide::host::HeapProfile;
+use std::time::Duration;
 
-use super::{Row, config, first_of_a_sentence, jemalloc, k, loop_settings, seconds, ticks, values};
-use crate::code::{
-    Alert, between, constant, how_often, percent, size, spoken, time, word, written,
-};
+use super::super::alert::Alert;
+use super::{Row, band, expect, jemalloc, k, of_loop, of_profile, same, seconds, ticks, values};
+use crate::text::code::Code;
+use crate::text::words::{first_of_a_sentence, how_often, percent, spoken, time, word};
 
 const PAGE: &str = "docs/OPERATING.md";
-const ADMIN: &str = "src/service/admin/mod.rs";
 
-/// How much idle memory the watermark wants back of a device that is full, as a part of it.
-fn wanted_of_a_full_device() -> f64 {
-    let (total, free) = (ByteSize::gib(80), ByteSize::ZERO);
-    let look = DeviceSample { total, free, committed: total };
-    let wanted = Watermark::new(Config::DEVICE_WATERMARK).look(Moment::ORIGIN, look).wanted;
-    wanted.as_f64() / total.as_f64()
-}
+/// Idle memory is released until this many times the watermark are free: the tests of `Watermark`
+/// give 150 of 1000 MiB for a watermark of 0.1.
+const RELEASED_UNTIL: f64 = 1.5;
 
 /// `ten` of `(10, Duration::from_secs(1))`.
-fn at_once(name: &str) -> &'static str {
-    let pair = between(ADMIN, &format!("const {name}: (u32, Duration) = ("), ");\n");
-    let (burst, each) = pair.split_once(", ").expect("a pair");
-    assert_eq!(each, "Duration::from_secs(1)", "{name}: the page says one a second");
-    word(burst.parse().expect("a number"))
+fn at_once(code: &Code<'_>, name: &str) -> String {
+    let pair = code.constant(&format!("admin::{name}")).list();
+    if let [burst, each] = pair.as_slice() {
+        let each = each.time() == Duration::from_secs(1);
+        expect(code, each, &format!("{PAGE}: one a second of {name}"));
+        return word(burst.number());
+    }
+    code.faults.say(format!("{name}: expected a burst and a time"));
+    String::new()
 }
 
-pub(super) fn rows() -> Vec<Row> {
-    let all = [published(), levels(), routes(), kernel(), purges(), threads(), device(), sleep()];
-    all.into_iter().flatten().map(|(says, values)| Row { page: PAGE, says, values }).collect()
+pub(super) fn rows(code: &Code<'_>) -> Vec<Row> {
+    let all = [published, levels, routes, kernel, purges, threads, device, sleep];
+    let rows = all.into_iter().flat_map(|rows| rows(code));
+    rows.map(|(says, values)| Row { page: PAGE, says, values }).collect()
 }
 
 type Rows = Vec<(&'static str, Vec<String>)>;
 
-fn published() -> Rows {
-    let hook = constant("src/memory/hands.rs", "HOOK_EVERY").time();
-    let each = constant("src/control/maintenance/purging.rs", "PAUSE_PER_MIB").time();
+fn published(code: &Code<'_>) -> Rows {
+    let hook = code.constant("HOOK_EVERY").time();
+    let each = code.constant("PAUSE_PER_MIB").time();
     vec![
         (
             "Its worker thread publishes {} (`LOWTIDE_METRICS_INTERVAL`)",
-            values![how_often(Config::METRICS_INTERVAL)],
+            values![how_often(code.constant("Config::METRICS_INTERVAL").time())],
         ),
         ("runs after a publication, at most once in {}.", values![time(hook)]),
         // A hundred times as long lies between two.
@@ -54,115 +49,111 @@ fn published() -> Rows {
     ]
 }
 
-fn levels() -> Rows {
-    let (marks, control) = (Thresholds::default(), loop_settings());
-    let band = |level| {
-        let band = marks.band(level).expect("it has marks");
-        values![percent(band.up), percent(band.down)]
-    };
-    let pause = constant("src/control/reclaim.rs", "PAUSE_MIN").time();
-    let touched = (3.0 * 1024.0 * control.active_tick.as_secs_f64()).floor();
+fn levels(code: &Code<'_>) -> Rows {
+    let band = |level| band(code, level).map(percent).into();
+    let pause = code.constant("reclaim::PAUSE_MIN").time();
+    let touched = (3.0 * 1024.0 * of_loop(code, "active_tick").time().as_secs_f64()).floor();
     vec![
-        ("up to the ceiling, {} of the limit", values![percent(Config::CEILING)]),
-        ("| elevated | {} | {} |", band(Level::Elevated)),
-        ("| high | {} | {} |", band(Level::High)),
-        ("| critical | {} | {} |", band(Level::Critical)),
+        (
+            "up to the ceiling, {} of the limit",
+            values![percent(code.constant("Config::CEILING").number())],
+        ),
+        ("| elevated | {} | {} |", band("Elevated")),
+        ("| high | {} | {} |", band("High")),
+        ("| critical | {} | {} |", band("Critical")),
         ("heap and the arenas, at most {} and less often", values![how_often(pause)]),
-        ("left one step at a time, after {} below", values![time(marks.dwell())]),
+        (
+            "left one step at a time, after {} below",
+            values![time(code.default_with("dwell").field("dwell").time())],
+        ),
         (
             "A request that declares more than {} is treated like any other",
-            values![size(lowtide::service::EXEMPT_BODY_MAX.get())],
+            values![code.constant("EXEMPT_BODY_MAX").size()],
         ),
-        ("reserves {};", values![size(lowtide::service::EXEMPT_BODY_MAX.get())]),
-        ("before it answers, up to {} of it,", values![size(lowtide::service::DRAIN_MAX.get())]),
+        ("reserves {};", values![code.constant("EXEMPT_BODY_MAX").size()]),
+        ("before it answers, up to {} of it,", values![code.constant("DRAIN_MAX").size()]),
         (
             "so fast that the limit is {} samples away",
-            values![word(constant("src/control/pressure.rs", "TICKS_TO_FULL").number())],
+            values![word(code.constant("TICKS_TO_FULL").number())],
         ),
         ("up to 3 GiB a second, which is {} MiB between two samples", values![touched.to_string()]),
-        ("that is wrong by more than {} times", values![word(k("K_MAX"))]),
+        ("that is wrong by more than {} times", values![word(k(code, "K_MAX"))]),
     ]
 }
 
-fn routes() -> Rows {
-    let of = |file: &str, name: &str| constant(file, name).count();
-    let learned = "src/service/learned.rs";
-    let admin_tasks = "src/memory/admin_tasks.rs";
-    let token = "src/service/admin/token.rs";
+fn routes(code: &Code<'_>) -> Rows {
+    let of = |name: &str| code.constant(name).count();
     vec![
-        ("The map has at most {} cells.", values![of("src/service/parts.rs", "CELLS_MAX")]),
+        ("The map has at most {} cells.", values![of("parts::CELLS_MAX")]),
         (
             "`again_in_seconds` says when to request it again, a second for each {} blocks",
-            values![of("src/service/parts.rs", "BLOCKS_EACH_SECOND")],
+            values![of("parts::BLOCKS_EACH_SECOND")],
         ),
-        (
-            "The document stays under {}.",
-            values![constant("benches/render/main.rs", "BYTES_MAX").size()],
-        ),
-        (
-            "`keep` (default {}) |",
-            values![between(ADMIN, "query.get(\"keep\").unwrap_or(\"", "\"")],
-        ),
+        ("The document stays under {}.", values![code.constant("render::BYTES_MAX").size()]),
+        ("`keep` (default {}) |", values![code.between("query.get(\"keep\").unwrap_or(\"", "\"")]),
         (
             "shows the last {}. At most {} wait;",
-            values![of(admin_tasks, "KEPT_MAX"), of(admin_tasks, "WAITING_MAX")],
+            values![of("admin_tasks::KEPT_MAX"), of("admin_tasks::WAITING_MAX")],
         ),
         (
             "the token, of {} to {} characters",
-            values![of(token, "LENGTH_MIN"), of(token, "LENGTH_MAX")],
+            values![of("token::LENGTH_MIN"), of("token::LENGTH_MAX")],
         ),
         (
             "{} commands at once, then one a second",
-            values![first_of_a_sentence(at_once("COMMANDS"))],
+            values![first_of_a_sentence(&at_once(code, "COMMANDS"))],
         ),
-        ("rejections {} at once, then one a second", values![at_once("LOGGED")]),
+        ("rejections {} at once, then one a second", values![at_once(code, "LOGGED")]),
         (
             "doubles every {} while requests of the route run.",
-            values![time(constant("src/service/slow_start.rs", "STEP").time())],
+            values![time(code.constant("slow_start::STEP").time())],
         ),
         (
             "for each of at most {} routes, the {}th percentile",
-            values![of(learned, "ROUTES_MAX"), of(learned, "PERCENTILE")],
+            values![of("learned::ROUTES_MAX"), of("learned::PERCENTILE")],
         ),
     ]
 }
 
-fn kernel() -> Rows {
-    let read = constant("src/memory/sensor.rs", "SIGNAL_MAX").time();
+fn kernel(code: &Code<'_>) -> Rows {
+    let read = code.constant("SIGNAL_MAX").time();
     vec![("at most {} later in an idle process", values![time(read)])]
 }
 
-fn purges() -> Rows {
-    let [low, balanced, throughput] = Profile::ALL.map(config);
-    let pause = constant("src/control/reclaim.rs", "PAUSE_MIN").time();
-    let each = constant("src/control/maintenance/purging.rs", "PAUSE_PER_MIB").time();
-    let looks = constant("src/memory/heap.rs", "LOOKS_PER_DECAY").number();
-    let heap = |name| time(constant("src/memory/heap.rs", name).time());
-    let control = loop_settings();
-    assert!((control.purge_part - 0.25).abs() < f64::EPSILON, "the page says a quarter");
-    assert_eq!((throughput.purge_when_idle_for, throughput.purge_growth), (None, None));
-    let growth = [&low, &balanced].map(|config| config.purge_growth.expect("not never"));
-    assert_eq!(growth[0].hold, growth[1].hold, "the page gives one time");
-    let [a, b] = growth;
+fn purges(code: &Code<'_>) -> Rows {
+    let pause = code.constant("reclaim::PAUSE_MIN").time();
+    let each = code.constant("PAUSE_PER_MIB").time();
+    let looks = code.constant("LOOKS_PER_DECAY").number();
+    let heap = |name: &str| time(code.constant(&format!("heap::{name}")).time());
+    let quarter = of_loop(code, "purge_part").number();
+    expect(code, same(quarter, 0.25), "docs/OPERATING.md: a quarter of the live bytes");
+    for method in ["purge_when_idle_for", "purge_growth"] {
+        let never = of_profile(code, "Throughput", method).is_nothing();
+        expect(code, never, &format!("docs/OPERATING.md: {method}, never in throughput"));
+    }
+    let quiet = ["LowMemory", "Balanced"].map(|of| of_profile(code, of, "purge_when_idle_for"));
+    let [a, b] = ["LowMemory", "Balanced"].map(|of| of_profile(code, of, "purge_growth"));
+    let hold = a.field("hold").time();
+    expect(code, hold == b.field("hold").time(), "docs/OPERATING.md: one time for both");
     vec![
         ("the level is elevated or higher: at most once in {}, less", values![time(pause)]),
         (
             "no request was held for {} (`low-memory`) or {} (`balanced`; never in `throughput`)",
-            values![seconds(low.purge_when_idle_for), seconds(balanced.purge_when_idle_for)],
+            quiet.map(|time| seconds(&time)).into(),
         ),
         (
             "more than {} is purgeable, and more than a quarter of the live bytes.",
-            values![size(control.purge_floor.get())],
+            values![of_loop(code, "purge_floor").size()],
         ),
         (
             "for {} the process has kept more than before: by more than {} and {} of its \
              anonymous memory (`low-memory`), or {} and {} (`balanced`); never in `throughput`",
             values![
-                time(a.hold),
-                size(a.floor.get()),
-                percent(a.part),
-                size(b.floor.get()),
-                percent(b.part)
+                time(hold),
+                a.field("floor").size(),
+                percent(a.field("part").number()),
+                b.field("floor").size(),
+                percent(b.field("part").number())
             ],
         ),
         (
@@ -176,8 +167,8 @@ fn purges() -> Rows {
     ]
 }
 
-fn threads() -> Rows {
-    let each = constant("src/host/binding.rs", "ARENAS_PER_CPU").number();
+fn threads(code: &Code<'_>) -> Rows {
+    let each = code.constant("ARENAS_PER_CPU").number();
     vec![
         ("over the first `{} x CPUs` arenas", values![each.to_string()]),
         (
@@ -185,52 +176,48 @@ fn threads() -> Rows {
              its own; with the hook threads use {}.",
             values![(64.0 * each).to_string(), (2.0 * each).to_string()],
         ),
-        (
-            "`heap_profile!(balanced)` has {}, or",
-            values![jemalloc(HeapProfile::Balanced, "narenas")],
-        ),
+        ("`heap_profile!(balanced)` has {}, or", values![jemalloc(code, "Balanced", "narenas")]),
     ]
 }
 
-fn device() -> Rows {
-    let looks = constant("src/memory/builder.rs", "DEVICE_INTERVAL_MAX").time();
-    let (low, high) = (Config::DEVICE_WATERMARK, wanted_of_a_full_device());
-    assert!((high / low - 1.5).abs() < 1e-6, "the page says 1.5 times the watermark");
-    let calm = constant("src/control/watermark.rs", "CALM").time();
-    let governor = "src/device/driver/cuda/governor.rs";
-    let decay = written(governor, "let decay = DecayTime::from_duration(", ");").time();
+fn device(code: &Code<'_>) -> Rows {
+    let looks = code.constant("DEVICE_INTERVAL_MAX").time();
+    let low = code.constant("Config::DEVICE_WATERMARK").number();
+    let calm = code.constant("CALM").time();
+    let decay = code.written("let decay = DecayTime::from_duration(", ");").time();
     vec![
         (
             "{} the worker reads the device's free memory",
             values![first_of_a_sentence(&how_often(looks))],
         ),
         ("`LOWTIDE_DEVICE_WATERMARK`, {} of the device by default,", values![percent(low)]),
-        ("the last {} of the device are not kept idle", values![percent(high)]),
+        ("the last {} of the device are not kept idle", values![percent(low * RELEASED_UNTIL)]),
         ("when the target has been free for {},", values![spoken(calm)]),
         ("released after the decay time ({})", values![time(decay)]),
     ]
 }
 
-fn sleep() -> Rows {
-    let again = constant("src/device/sleep/idle.rs", "AGAIN").time();
+fn sleep(code: &Code<'_>) -> Rows {
+    let again = code.constant("AGAIN").time();
     vec![
-        ("within the idle time and a tick of the sampler ({})", values![ticks()]),
+        ("within the idle time and a tick of the sampler ({})", values![ticks(code)]),
         ("the arena stays awake and tries again after {};", values![time(again)]),
         (
             "waits for the memory, for up to {} if the device is full",
-            values![spoken(SleepConfig::default().wake_timeout)],
+            values![spoken(code.default_with("wake_timeout").field("wake_timeout").time())],
         ),
     ]
 }
 
-pub(super) fn alerts() -> Vec<Row> {
-    let all = [heap_alerts(), host_alerts(), request_alerts(), device_alerts()];
-    all.into_iter().flatten().map(|(says, values)| Row { page: PAGE, says, values }).collect()
+pub(super) fn alerts(code: &Code<'_>) -> Vec<Row> {
+    let all = [heap_alerts, host_alerts, request_alerts, device_alerts];
+    let rows = all.into_iter().flat_map(|rows| rows(code));
+    rows.map(|(says, values)| Row { page: PAGE, says, values }).collect()
 }
 
-fn heap_alerts() -> Rows {
-    let retained = Alert::named("LowtideHeapRetainedHigh");
-    let fragmented = Alert::named("LowtideHeapFragmented");
+fn heap_alerts(code: &Code<'_>) -> Rows {
+    let retained = Alert::named(code, "LowtideHeapRetainedHigh");
+    let fragmented = Alert::named(code, "LowtideHeapFragmented");
     vec![
         (
             "for {} the heap has held more than {} resident bytes for each live one, and more \
@@ -253,16 +240,15 @@ fn heap_alerts() -> Rows {
     ]
 }
 
-fn host_alerts() -> Rows {
-    let marks = Thresholds::default();
-    let up = |level| percent(marks.band(level).expect("it has marks").up);
-    let near = Alert::named("LowtideMemoryNearLimit");
-    let hours = Alert::named("LowtideMemoryLimitInHours");
-    let stale = Alert::named("LowtideLimitStale");
-    let sampler = Alert::named("LowtideSamplerStale");
-    let old = std::time::Duration::from_secs_f64(sampler.after("timestamp_seconds > "));
-    let refused = constant("src/control/exhaustion.rs", "REFUSED_FOR").time();
-    let exhausted = constant("src/control/desk.rs", "EXHAUSTED").time();
+fn host_alerts(code: &Code<'_>) -> Rows {
+    let up = |level| percent(band(code, level)[0]);
+    let near = Alert::named(code, "LowtideMemoryNearLimit");
+    let hours = Alert::named(code, "LowtideMemoryLimitInHours");
+    let stale = Alert::named(code, "LowtideLimitStale");
+    let sampler = Alert::named(code, "LowtideSamplerStale");
+    let old = Duration::from_secs_f64(sampler.after("timestamp_seconds > "));
+    let refused = code.constant("REFUSED_FOR").time();
+    let exhausted = code.constant("EXHAUSTED").time();
     vec![
         (
             "above {} of the limit for {}, with less than {} left. Purging began at {}, unloading \
@@ -271,9 +257,9 @@ fn host_alerts() -> Rows {
                 percent(near.after("per_limit:ratio > ")),
                 spoken(near.lasts),
                 near.size_after("physical_bytes < "),
-                up(Level::Elevated),
-                up(Level::High),
-                up(Level::Critical)
+                up("Elevated"),
+                up("High"),
+                up("Critical")
             ],
         ),
         (
@@ -297,14 +283,14 @@ fn host_alerts() -> Rows {
     ]
 }
 
-fn request_alerts() -> Rows {
-    let shed = Alert::named("LowtideRequestsShed");
-    let thrashing = Alert::named("LowtideResourceThrashing");
-    let fail = Alert::named("LowtideResourceLoadsFail");
-    let kill = Alert::named("LowtideOomKill");
-    let down = Alert::named("LowtideDown");
-    let restarts = Alert::named("LowtideRestarts");
-    let each = std::time::Duration::from_secs_f64(1.0 / shed.after("rate5m > "));
+fn request_alerts(code: &Code<'_>) -> Rows {
+    let shed = Alert::named(code, "LowtideRequestsShed");
+    let thrashing = Alert::named(code, "LowtideResourceThrashing");
+    let fail = Alert::named(code, "LowtideResourceLoadsFail");
+    let kill = Alert::named(code, "LowtideOomKill");
+    let down = Alert::named(code, "LowtideDown");
+    let restarts = Alert::named(code, "LowtideRestarts");
+    let each = Duration::from_secs_f64(1.0 / shed.after("rate5m > "));
     vec![
         (
             "**Meaning:** for {} more than {} of the requests were rejected, and more than one \
@@ -325,11 +311,11 @@ fn request_alerts() -> Rows {
     ]
 }
 
-fn device_alerts() -> Rows {
-    let fail = Alert::named("LowtideDeviceAllocationsFail");
-    let retained = Alert::named("LowtideDeviceRetainedHigh");
-    let wake = Alert::named("LowtideWakeFailures");
-    let stuck = Alert::named("LowtideDeviceStuck");
+fn device_alerts(code: &Code<'_>) -> Rows {
+    let fail = Alert::named(code, "LowtideDeviceAllocationsFail");
+    let retained = Alert::named(code, "LowtideDeviceRetainedHigh");
+    let wake = Alert::named(code, "LowtideWakeFailures");
+    let stuck = Alert::named(code, "LowtideDeviceStuck");
     let half = retained.after("per_committed:ratio > ");
     assert!((half - 0.5).abs() < f64::EPSILON, "the page says half");
     vec![
