@@ -3,6 +3,10 @@
 //!
 //! Each command is a module. A command prints what it finds, and ends with status 1 if it failed.
 
+mod ci;
+mod packages;
+mod quick;
+mod run;
 mod text;
 mod tree;
 
@@ -26,11 +30,24 @@ enum Command {
         #[arg(long)]
         write: bool,
     },
+    /// Checks what changed: format, texts, clippy and tests. Under a minute after most edits.
+    Quick {
+        /// The branch that this one left.
+        #[arg(long, default_value = "main")]
+        base: String,
+    },
+    /// Runs the jobs of the continuous integration, and reports every failure at the end.
+    Ci(ci::Arguments),
+    /// Runs the long jobs in full: hours.
+    Soak(ci::Arguments),
 }
 
 fn main() -> ExitCode {
     let result = match Arguments::parse().command {
         Command::Text { write } => text::run(write),
+        Command::Quick { base } => quick::run(&base),
+        Command::Ci(arguments) => ci::ci(&arguments),
+        Command::Soak(arguments) => ci::soak(&arguments),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,

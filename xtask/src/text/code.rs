@@ -345,7 +345,8 @@ impl Reader<'_> {
     }
 }
 
-fn is_test(attributes: &[Attribute]) -> bool {
+/// Whether something is built for tests alone.
+pub(crate) fn is_test(attributes: &[Attribute]) -> bool {
     attributes.iter().any(|attribute| match &attribute.meta {
         Meta::List(list) if list.path.is_ident("cfg") => {
             let tokens = list.tokens.to_string();

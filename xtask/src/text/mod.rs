@@ -20,6 +20,7 @@ pub(crate) mod words;
 use yaml_rust2::YamlLoader;
 
 use self::code::Code;
+use crate::ci;
 use crate::tree::{self, Faults, Tree};
 
 /// Runs all checks, and prints the faults.
@@ -43,17 +44,17 @@ fn check(tree: &Tree) -> Vec<String> {
     let code = Code::new(tree, &faults);
     let library = tree.library().len();
     faults.expect(library > 10, || format!("{library} files of the library: expected more"));
-    for file in &tree.files {
-        if file.name.ends_with(".yml") || file.name.ends_with(".yaml") {
-            if let Err(error) = YamlLoader::load_from_str(&file.text) {
-                faults.say(format!("{}: {error}", file.name));
-            }
+    let is_yaml = |name: &str| name.ends_with(".yml") || name.ends_with(".yaml");
+    for file in tree.files.iter().filter(|file| is_yaml(&file.name)) {
+        if let Err(error) = YamlLoader::load_from_str(&file.text) {
+            faults.say(format!("{}: {error}", file.name));
         }
     }
     tidy::check(tree, &faults);
     documents::check(tree, &code, &faults);
     dashboards::check(tree, &faults);
     deploying::check(tree, &code, &faults);
+    ci::check_workflow(tree, &faults);
     faults.sorted()
 }
 

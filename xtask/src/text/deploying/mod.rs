@@ -13,6 +13,9 @@ use super::code::{Code, Found};
 use super::variables;
 use crate::tree::{Faults, Tree};
 
+/// How a default is written in the guide.
+type Written<'a> = &'a dyn Fn(Found<'_>) -> String;
+
 const GUIDE: &str = "docs/DEPLOYING.md";
 
 /// What is compared.
@@ -97,7 +100,7 @@ impl<'a> Deploying<'a> {
             humantime::format_duration(found.time()).to_string()
         };
         let name = |found: Found<'_>| self.code.name_of(&found.value);
-        let rows: [(&str, &dyn Fn(Found<'_>) -> String); 15] = [
+        let rows: [(&str, Written<'_>); 15] = [
             ("CEILING", &ratio),
             ("CORRECTION_FACTOR", &plain),
             ("DEVICE", &name),

@@ -231,7 +231,8 @@ impl<'a> Blocks<'a> {
                     .any(|flag| command.contains(flag));
                 for feature in list.split(',') {
                     let is_own = own.iter().any(|known| known == feature);
-                    if !is_own && !(of_package && every.contains(feature)) {
+                    let exists = is_own || (of_package && every.contains(feature));
+                    if !exists {
                         self.fault(page, list, &format!("--features {feature}: no such feature"));
                     }
                 }

@@ -1,0 +1,202 @@
+//! Jobs that build, lint and test the packages.
+
+use std::fs;
+use std::path::PathBuf;
+
+use super::{Length, Outcome, skip};
+use crate::packages::{Package, packages};
+use crate::run::{Run, cargo, has};
+use crate::text;
+use crate::tree::{self, Tree};
+
+pub(super) fn fmt(_: Length) -> Outcome {
+    Ok(cargo("fmt --all --check").run()?)
+}
+
+pub(super) fn text(_: Length) -> Outcome {
+    text::run(false)?;
+    Ok(cargo("test --locked --package xtask").run()?)
+}
+
+pub(super) fn clippy(_: Length) -> Outcome {
+    Ok(cargo("clippy --locked --workspace --all-targets -- -D warnings").run()?)
+}
+
+fn published() -> Result<Vec<Package>, String> {
+    let all = packages()?.into_iter();
+    Ok(all.filter(|package| package.is_published).collect())
+}
+
+fn target() -> PathBuf {
+    let named = std::env::var_os("CARGO_TARGET_DIR").map(PathBuf::from);
+    tree::root().join(named.unwrap_or_else(|| "target".into()))
+}
+
+/// The jemalloc of the tests, if they have been built. It stands in for one that takes two minutes
+/// of configure and make, where nothing is linked with it or it would be built in the same way.
+fn jemalloc_of_tests() -> Option<PathBuf> {
+    let builds = fs::read_dir(target().join("debug/build")).ok()?;
+    builds.filter_map(Result::ok).map(|entry| entry.path()).find_map(|folder| {
+        let name = folder.file_name()?.to_string_lossy().into_owned();
+        let said = fs::read(folder.join("output"))
+            .ok()
+            .filter(|_| name.starts_with("tikv-jemalloc-sys-"))?;
+        let said = String::from_utf8_lossy(&said).into_owned();
+        let is_plain = said.contains("--with-jemalloc-prefix=_rjem_");
+        let library = folder.join("out/lib/libjemalloc.a");
+        (is_plain && !said.contains("--enable-prof") && library.exists()).then_some(library)
+    })
+}
+
+fn with_jemalloc(run: Run) -> Run {
+    match jemalloc_of_tests() {
+        Some(library) => run.env("JEMALLOC_OVERRIDE", library),
+        None => run,
+    }
+}
+
+/// Each library alone: development dependencies would switch features on.
+pub(super) fn features(_: Length) -> Outcome {
+    let mut failed = Vec::new();
+    for package in published()? {
+        let lint = |features: &str| {
+            let words = format!("clippy --locked --lib -p {} {features}", package.name);
+            let lint = cargo(&words).words("-- -D warnings");
+            // They have a jemalloc of their own each, which a lint never links.
+            let has_own = features.ends_with("interpose") || features.ends_with("profiling");
+            if has_own { with_jemalloc(lint).run() } else { lint.run() }
+        };
+        let alone = package.features.iter();
+        let alone = alone.map(|name| format!("--no-default-features --features {name}"));
+        let mut all = vec!["--no-default-features".to_owned()];
+        all.extend(alone);
+        all.extend((!package.features.is_empty()).then(|| "--all-features".to_owned()));
+        failed.extend(all.iter().filter_map(|features| lint(features).err()));
+    }
+    if failed.is_empty() { Ok(()) } else { Err(failed.join("; ").into()) }
+}
+
+/// The oldest Rust that the manifest states still builds the libraries.
+pub(super) fn oldest(_: Length) -> Outcome {
+    let all = published()?;
+    let oldest = all.first().map_or("", |package| &package.rust_version);
+    let install = format!("toolchain install {oldest} --profile minimal");
+    if !has("rustup") || !Run::new("rustup").words(&install).succeeds() {
+        return skip(format!("Rust {oldest} cannot be installed"));
+    }
+    let check = |words: &str| {
+        let check = Run::new("cargo").words(&format!("+{oldest} check --locked --lib {words}"));
+        // The toolchain that runs this command is not the one that is meant.
+        let check = check.without_env("RUSTC").without_env("RUSTUP_TOOLCHAIN");
+        with_jemalloc(check).env("CARGO_TARGET_DIR", "target/oldest").run()
+    };
+    check("-p lowtide --features service,prometheus,cuda")?;
+    let names = all.iter().map(|package| format!("-p {}", package.name));
+    Ok(check(&names.collect::<Vec<_>>().join(" "))?)
+}
+
+pub(super) fn doc(_: Length) -> Outcome {
+    let doc = |words: &str| {
+        let doc = cargo(&format!("doc --locked --no-deps {words}"));
+        doc.env("RUSTDOCFLAGS", "-D warnings").run()
+    };
+    doc("-p lowtide --features service,prometheus")?;
+    for package in published()? {
+        let features = package.documented.join(",");
+        doc(&format!("-p {} --features={features}", package.name))?;
+    }
+    Ok(())
+}
+
+/// The command that the README names.
+pub(super) fn test(_: Length) -> Outcome {
+    let root = tree::root();
+    let readme = fs::read_to_string(root.join("README.md")).map_err(|error| error.to_string())?;
+    let is_command = |line: &str| line.trim().trim_start_matches("$ ") == "cargo test";
+    if !readme.lines().any(is_command) {
+        return Err("README.md does not say: cargo test".into());
+    }
+    Ok(cargo("test").run()?)
+}
+
+/// A test target: its package and name.
+struct Target {
+    package: String,
+    name: String,
+}
+
+/// Returns the test target with this file, or whose sources contain this text.
+fn target_of(is_it: impl Fn(&str, &str) -> bool, what: &str) -> Result<Target, String> {
+    let tree = Tree::read(&tree::root())?;
+    let mut found = Vec::new();
+    for package in packages()? {
+        let tests = format!("{}tests/", package.folder);
+        for file in tree.files.iter().filter(|file| file.is_rust()) {
+            let Some(inside) = file.name.strip_prefix(&tests) else { continue };
+            let name = inside.split('/').next().unwrap_or_default().trim_end_matches(".rs");
+            if is_it(name, &file.text) {
+                found.push(Target { package: package.name.clone(), name: name.to_owned() });
+            }
+        }
+    }
+    found.into_iter().next().ok_or_else(|| format!("no test target with {what}"))
+}
+
+/// What differs where jemalloc serves C code too. All features, because clippy has built that
+/// jemalloc already.
+pub(super) fn interposed(_: Length) -> Outcome {
+    let run = cargo("test --locked --all-features -p lowtide --test heap --test heap_not_global");
+    let tests = "-- interpose not_global profile_sources profile_symbol profile_wrong_name";
+    Ok(run.words(tests).run()?)
+}
+
+/// What an arena keeps over each way to CUDA memory, in the order that finds most, with each access
+/// to memory looked at.
+pub(super) fn memcheck(_: Length) -> Outcome {
+    const TEST: &str = "cuda_keeps_it_when_work_is_done_as_late_as_may_be";
+    if !has("valgrind") {
+        return skip("no valgrind");
+    }
+    let mark = format!("fn {TEST}(");
+    let target = target_of(|_, text| text.contains(&mark), TEST)?;
+    let words = format!("test --locked -p {} --test {} --no-run", target.package, target.name);
+    let built = cargo(&words).words("--message-format json").output()?;
+    let program = executables(&built).pop().ok_or("the driver contract has no program")?;
+    let valgrind = Run::new("valgrind").words(
+        "--quiet --error-exitcode=9 --leak-check=full --show-leak-kinds=definite \
+         --errors-for-leak-kinds=definite",
+    );
+    let output = valgrind.arg(program).words(&format!("--test-threads=1 {TEST}")).output()?;
+    print!("{output}");
+    if output.contains("running 0 tests") { Err("no test ran".into()) } else { Ok(()) }
+}
+
+/// The programs in Cargo's messages.
+pub(crate) fn executables(messages: &str) -> Vec<String> {
+    let message = |line: &str| serde_json::from_str::<serde_json::Value>(line).ok();
+    let program = |message: serde_json::Value| Some(message["executable"].as_str()?.to_owned());
+    messages.lines().filter_map(message).filter_map(program).collect()
+}
+
+/// Every interleaving of what must hold without a lock, up to three preemptions a thread. Optimised
+/// a little: loom's threads have small stacks.
+pub(super) fn models(_: Length) -> Outcome {
+    let tree = Tree::read(&tree::root())?;
+    let all = published()?;
+    let has_models = |package: &&Package| {
+        let folder = format!("{}src/", package.folder);
+        let files = tree.files.iter().filter(|file| file.name.starts_with(&folder));
+        files.into_iter().any(|file| file.text.contains("#[cfg(all(test, lowtide_loom))]"))
+    };
+    let of: Vec<_> = all.iter().filter(has_models).map(|one| format!("-p {}", one.name)).collect();
+    if of.is_empty() {
+        return Err("no package has a model".into());
+    }
+    let mut test = with_jemalloc(cargo("test --locked --lib").words(&of.join(" ")));
+    for package in &all {
+        let name = &package.name;
+        test = test.arg("--config").arg(format!("profile.dev.package.{name}.opt-level=1"));
+    }
+    let test = test.env("RUSTFLAGS", "--cfg lowtide_loom").env("LOOM_MAX_PREEMPTIONS", "3");
+    Ok(test.env("CARGO_TARGET_DIR", "target/loom").arg("models").run()?)
+}

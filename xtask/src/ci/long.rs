@@ -1,0 +1,70 @@
+//! Jobs that take long: `ci` runs a sample, `soak` the full length.
+
+use super::{Length, Outcome, skip};
+use crate::run::{Run, cargo};
+
+fn bench(name: &str, words: &str) -> Run {
+    cargo(&format!("bench --locked --bench {name} -- {words}"))
+}
+
+/// Twenty thousand random schedules over the simulation.
+pub(super) fn schedules(length: Length) -> Outcome {
+    let count = if length == Length::Full { 20_000 } else { 4_000 };
+    let ran = bench("schedules", &format!("--count {count}")).run();
+    Ok(ran.map_err(|error| format!("{error}: the seed is printed above"))?)
+}
+
+/// Scenarios by seed, and some days.
+pub(super) fn controller(length: Length) -> Outcome {
+    let words = match length {
+        Length::Full => "--seeds 3000 --days 30 --compare 3",
+        Length::Sample => "--seeds 100 --days 1 --compare 0",
+    };
+    let ran = bench("controller", words).run();
+    Ok(ran.map_err(|error| format!("{error}: the seed is printed above"))?)
+}
+
+/// Without the peers that are C and C++. A package of its own, which no other job reaches.
+pub(super) fn retention(length: Length) -> Outcome {
+    let manifest = "--manifest-path benches/retention/Cargo.toml";
+    cargo("fmt --check").words(manifest).run()?;
+    let in_target = |run: Run| run.env("CARGO_TARGET_DIR", "target");
+    let lint = cargo("clippy --locked --no-default-features --all-targets").words(manifest);
+    in_target(lint.words("-- -D warnings")).run()?;
+    let run = cargo("bench --locked --no-default-features").words(manifest);
+    let run = match length {
+        Length::Full => run,
+        Length::Sample => run.words("--profile dev -- --smoke"),
+    };
+    Ok(in_target(run).run()?)
+}
+
+/// lowtide survives where a service without admission dies.
+pub(super) fn overload(length: Length) -> Outcome {
+    let ci = bench("overload", "--ci").status()?;
+    let status = match (ci, length) {
+        (0, Length::Full) => bench("overload", "--survive 20").status()?,
+        (status, _) => status,
+    };
+    match status {
+        0 => Ok(()),
+        2 => skip("no memory cgroup can be made here"),
+        status => Err(format!("the overload bench: status {status}").into()),
+    }
+}
+
+/// Each fault that a review found, reproduced.
+pub(super) fn faults(_: Length) -> Outcome {
+    Ok(bench("faults", "").run()?)
+}
+
+/// What a real ONNX Runtime keeps; in full, also without lowtide and with other allocators.
+pub(super) fn engines(length: Length) -> Outcome {
+    let manifest = "--manifest-path benches/engines/Cargo.toml";
+    cargo("fmt --check").words(manifest).run()?;
+    let lint = cargo("clippy --locked --all-targets").words(manifest).words("-- -D warnings");
+    lint.env("CARGO_TARGET_DIR", "target").run()?;
+    let script = Run::new(".ci/engines");
+    let script = if length == Length::Full { script.arg("--peers") } else { script };
+    Ok(script.run()?)
+}

@@ -1,0 +1,290 @@
+//! `cargo xtask ci` and `cargo xtask soak`: the jobs of the continuous integration.
+//!
+//! A job is a function that runs commands. All jobs run, one after the other, and every failure is
+//! reported at the end. Long jobs run a sample in `ci` and their full length in `soak`. With
+//! `CI=true` a job that cannot run on this machine has failed; elsewhere it is skipped.
+//!
+//! `.ci/run` installs the tools that the jobs need and calls `cargo xtask ci`.
+//!
+//! Invariant: a job passes, is skipped with a reason, or fails with a reason; none is left out.
+
+mod build;
+mod long;
+mod system;
+
+pub(crate) use build::executables;
+
+use std::collections::BTreeSet;
+use std::time::Instant;
+use std::{env, fmt};
+
+use crate::run::{children_cpu_seconds, set_for_commands};
+use crate::tree::{Faults, Tree};
+
+/// Why a job did not pass.
+#[derive(Debug)]
+enum Stop {
+    /// It cannot run on this machine.
+    Skipped(String),
+    Failed(String),
+}
+
+impl From<String> for Stop {
+    fn from(why: String) -> Self {
+        Self::Failed(why)
+    }
+}
+
+impl From<&str> for Stop {
+    fn from(why: &str) -> Self {
+        Self::Failed(why.to_owned())
+    }
+}
+
+impl fmt::Display for Stop {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Skipped(why) => write!(f, "skipped: {why}"),
+            Self::Failed(why) => write!(f, "failed: {why}"),
+        }
+    }
+}
+
+type Outcome = Result<(), Stop>;
+
+fn skip(why: impl Into<String>) -> Outcome {
+    Err(Stop::Skipped(why.into()))
+}
+
+/// How long a job runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Length {
+    Sample,
+    Full,
+}
+
+/// One job.
+struct Job {
+    name: &'static str,
+    about: &'static str,
+    /// Tools that `.ci/run` installs for it.
+    tools: &'static [&'static str],
+    /// Whether its full length is more than what `ci` runs.
+    soaks: bool,
+    run: fn(Length) -> Outcome,
+}
+
+/// The jobs in their order: the quick ones first.
+const JOBS: &[Job] = &[
+    job("fmt", "formatting", &["components"], build::fmt),
+    job("text", "source, documents, dashboards and deployment files as text", &[], build::text),
+    job("clippy", "clippy over all targets", &["components"], build::clippy),
+    job(
+        "features",
+        "clippy over each library with each feature alone",
+        COMPONENTS,
+        build::features,
+    ),
+    job("oldest-rust", "the libraries with the oldest Rust that is claimed", &[], build::oldest),
+    job("doc", "the documentation", &[], build::doc),
+    job("test", "cargo test", &[], build::test),
+    job("interposed", "the tests with jemalloc serving C code too", &[], build::interposed),
+    job("limits", "memory limits under cgroups of a real kernel", &[], system::limits),
+    job("memcheck", "the driver contract under valgrind", &["valgrind"], build::memcheck),
+    job("models", "every interleaving of the lock-free parts, by loom", &[], build::models),
+    long("schedules", "random schedules of an arena beside streams", &[], long::schedules),
+    long("controller", "the controller in virtual time", &[], long::controller),
+    long("retention", "the bench of what allocators keep", &["components"], long::retention),
+    long("overload", "overload in a real memory cgroup", &[], long::overload),
+    long("faults", "faults that were found and fixed", &[], long::faults),
+    long("engines", "a real ONNX Runtime", &["components", "python"], long::engines),
+    job("rules", "the Prometheus rules, by promtool", &["promtool"], system::rules),
+    job("deployment", "unit, Compose file and Prometheus configuration", TOOLS, system::deployment),
+    job("dashboards", "dashboards against a real Prometheus", LIVE, system::dashboards),
+    job("page", "the page in a real browser", &["browser"], system::page),
+    job("demo", "the demonstration and the comparison", &[], system::demo),
+    job("image", "the image's root file system under a limit", &["curl"], system::image),
+];
+
+const COMPONENTS: &[&str] = &["components"];
+const TOOLS: &[&str] = &["promtool"];
+const LIVE: &[&str] = &["promtool", "python"];
+
+/// By request alone: it needs a Docker daemon and a base image, and takes some ten minutes.
+const DOCKER: Job = job("docker", "the image, by Docker", &[], system::docker);
+
+const fn job(
+    name: &'static str,
+    about: &'static str,
+    tools: &'static [&'static str],
+    run: fn(Length) -> Outcome,
+) -> Job {
+    Job { name, about, tools, soaks: false, run }
+}
+
+const fn long(
+    name: &'static str,
+    about: &'static str,
+    tools: &'static [&'static str],
+    run: fn(Length) -> Outcome,
+) -> Job {
+    Job { name, about, tools, soaks: true, run }
+}
+
+/// The arguments of both commands.
+#[derive(clap::Args)]
+pub(crate) struct Arguments {
+    /// Runs this job alone; may be repeated.
+    #[arg(long, value_name = "NAME")]
+    job: Vec<String>,
+    /// Lists the jobs and runs none.
+    #[arg(long)]
+    list: bool,
+    /// Lists the tools that the jobs need and runs none.
+    #[arg(long)]
+    tools: bool,
+}
+
+/// Checks that the workflow has every job.
+pub(crate) fn check_workflow(tree: &Tree, faults: &Faults) {
+    const FILE: &str = ".github/workflows/ci.yml";
+    let text = tree.text(FILE, faults);
+    let lines = text.lines().filter_map(|line| line.strip_prefix("          - "));
+    let shown: Vec<_> = lines.collect();
+    let jobs: Vec<_> = JOBS.iter().map(|job| job.name).collect();
+    faults.expect(shown == jobs, || format!("{FILE}: jobs {shown:?}: expected {jobs:?}"));
+}
+
+/// Runs the jobs with a sample of the long ones.
+pub(crate) fn ci(arguments: &Arguments) -> Result<(), String> {
+    all(arguments, Length::Sample)
+}
+
+/// Runs the long jobs in full.
+pub(crate) fn soak(arguments: &Arguments) -> Result<(), String> {
+    all(arguments, Length::Full)
+}
+
+fn is_set(name: &str) -> bool {
+    env::var(name).is_ok_and(|value| value == "true")
+}
+
+fn chosen(names: &[String], length: Length) -> Result<Vec<&'static Job>, String> {
+    let offered = || {
+        let of_length = |job: &&Job| length == Length::Sample || job.soaks;
+        JOBS.iter().filter(of_length).chain((length == Length::Sample).then_some(&DOCKER))
+    };
+    if names.is_empty() {
+        let wants_docker = is_set("WITH_DOCKER");
+        return Ok(offered().filter(|job| job.name != DOCKER.name || wants_docker).collect());
+    }
+    let find = |name: &String| {
+        offered().find(|job| job.name == name).ok_or_else(|| {
+            let names: Vec<_> = offered().map(|job| job.name).collect();
+            format!("unknown job {name:?}: expected one of {}", names.join(", "))
+        })
+    };
+    names.iter().map(find).collect()
+}
+
+fn all(arguments: &Arguments, length: Length) -> Result<(), String> {
+    let jobs = chosen(&arguments.job, length)?;
+    if arguments.tools {
+        let tools: BTreeSet<_> = jobs.iter().flat_map(|job| job.tools).collect();
+        for tool in tools {
+            println!("{tool}");
+        }
+        return Ok(());
+    }
+    if arguments.list {
+        for job in jobs {
+            println!("{:<12} {}", job.name, job.about);
+        }
+        return Ok(());
+    }
+    set_environment();
+    run_all(&jobs, length, is_set("CI"))
+}
+
+/// Sets what holds for every command of every job.
+fn set_environment() {
+    for (name, value) in [
+        ("CARGO_TERM_COLOR", "never"),
+        ("CARGO_INCREMENTAL", "0"),
+        // Lines in backtraces, and no more for debuggers: test programs are linked sooner.
+        ("CARGO_PROFILE_DEV_DEBUG", "line-tables-only"),
+        ("CARGO_PROFILE_RELEASE_DEBUG", "line-tables-only"),
+    ] {
+        set_for_commands(name, value);
+    }
+}
+
+fn run_all(jobs: &[&Job], length: Length, is_ci: bool) -> Result<(), String> {
+    let begin = Instant::now();
+    let (mut report, mut failed) = (Vec::new(), Vec::new());
+    for job in jobs {
+        println!("\n== {}: {} ({} s)", job.name, job.about, begin.elapsed().as_secs());
+        let (from, cpu) = (Instant::now(), children_cpu_seconds()?);
+        let mut outcome = (job.run)(length);
+        if let (true, Err(Stop::Skipped(why))) = (is_ci, &outcome) {
+            outcome = Err(Stop::Failed(why.clone()));
+        }
+        let what = outcome.as_ref().map_or_else(ToString::to_string, |()| "passed".to_owned());
+        println!("{}: {what}", job.name);
+        let (wall, cpu) = (from.elapsed().as_secs(), children_cpu_seconds()? - cpu);
+        report.push(format!("{:<12} {wall:>5} s {cpu:>6.0} CPU s  {what}", job.name));
+        if matches!(outcome, Err(Stop::Failed(_))) {
+            failed.push(job.name);
+        }
+    }
+    println!("\n== report ({} s)\n{}", begin.elapsed().as_secs(), report.join("\n"));
+    if failed.is_empty() {
+        println!("\n== all checks passed ({} s)", begin.elapsed().as_secs());
+        return Ok(());
+    }
+    Err(format!("{} of {} jobs: {}", failed.len(), jobs.len(), failed.join(", ")))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn passes(_: Length) -> Outcome {
+        Ok(())
+    }
+
+    fn fails(_: Length) -> Outcome {
+        Err("it broke".into())
+    }
+
+    fn skips(_: Length) -> Outcome {
+        skip("no such tool")
+    }
+
+    #[test]
+    fn every_failure_is_reported_and_a_skip_fails_in_ci() {
+        let jobs = [
+            job("first", "", &[], fails),
+            job("second", "", &[], skips),
+            job("third", "", &[], passes),
+            job("fourth", "", &[], fails),
+        ];
+        let jobs: Vec<_> = jobs.iter().collect();
+        let at_home = run_all(&jobs, Length::Sample, false).expect_err("two failures");
+        assert_eq!(at_home, "2 of 4 jobs: first, fourth");
+        let in_ci = run_all(&jobs, Length::Sample, true).expect_err("three failures");
+        assert_eq!(in_ci, "3 of 4 jobs: first, second, fourth");
+        assert!(run_all(&jobs[1..3], Length::Sample, false).is_ok());
+    }
+
+    #[test]
+    fn jobs_are_chosen_by_name_and_soak_has_the_long_ones() {
+        let names = |length| chosen(&[], length).expect("jobs").len();
+        assert!(names(Length::Sample) > names(Length::Full));
+        let one = chosen(&["fmt".to_owned()], Length::Sample).expect("a job");
+        assert_eq!(one.iter().map(|job| job.name).collect::<Vec<_>>(), ["fmt"]);
+        assert!(chosen(&["docker".to_owned()], Length::Sample).is_ok());
+        let unknown = chosen(&["gone".to_owned()], Length::Sample).err().unwrap_or_default();
+        assert!(unknown.starts_with("unknown job \"gone\": expected one of fmt, "), "{unknown}");
+    }
+}

@@ -1,0 +1,117 @@
+//! Jobs that need a whole system: a kernel, a browser, Prometheus, mounts, Docker.
+
+use std::{env, fs};
+
+use super::{Length, Outcome, skip};
+use crate::run::{FOLDER, Run, cargo, has};
+use crate::tree::{self, Tree};
+
+/// Boots a kernel in a small virtual machine.
+pub(super) fn limits(_: Length) -> Outcome {
+    Ok(Run::new(".ci/limits/run").run()?)
+}
+
+/// The rules and their tests, by promtool.
+pub(super) fn rules(_: Length) -> Outcome {
+    if !has("promtool") {
+        return skip("no promtool");
+    }
+    let tree = Tree::read(&tree::root())?;
+    let files = |folder: &str, end: &str| {
+        let is_one = |name: &&str| {
+            let inside = name.strip_prefix(folder).is_some_and(|rest| !rest.contains('/'));
+            inside && name.ends_with(end)
+        };
+        let names = tree.files.iter().map(|file| file.name.as_str());
+        names.filter(is_one).collect::<Vec<_>>().join(" ")
+    };
+    let rules = files("dashboards/", ".rules.yml");
+    Run::new("promtool").words("check rules").words(&rules).run()?;
+    let tests = files("dashboards/tests/", ".yml");
+    Ok(Run::new("promtool").words("test rules").words(&tests).run()?)
+}
+
+/// The unit as systemd reads it, the Compose file, and the configuration of Prometheus.
+pub(super) fn deployment(_: Length) -> Outcome {
+    let root = tree::root();
+    let folder = root.join(FOLDER).join("deploy");
+    let copy = |from: &str, name: &str, change: fn(String) -> String| {
+        fs::create_dir_all(&folder)
+            .and_then(|()| fs::read_to_string(root.join(from)))
+            .and_then(|text| fs::write(folder.join(name), change(text)))
+            .map_err(|error| format!("{from}: {error}"))
+    };
+    if has("systemd-analyze") {
+        // The program is not installed here.
+        copy("deploy/lowtide-proxy.service", "lowtide-proxy.service", |text| {
+            let line = |line: &str| match line.strip_prefix("ExecStart=") {
+                Some(_) => "ExecStart=/bin/true\n".to_owned(),
+                None => format!("{line}\n"),
+            };
+            text.lines().map(line).collect()
+        })?;
+        let unit = folder.join("lowtide-proxy.service");
+        Run::new("systemd-analyze").arg("verify").arg(&unit).run()?;
+        let rated = Run::new("systemd-analyze")
+            .words("security --offline=yes --no-pager --threshold=20")
+            .arg(&unit);
+        println!("{}", rated.output()?.lines().next_back().unwrap_or_default());
+    } else {
+        println!("skipped: no systemd-analyze");
+    }
+    if has("docker-compose") {
+        Run::new("docker-compose").words("-f compose.yaml config -q").run()?;
+    } else {
+        println!("skipped: no docker-compose");
+    }
+    if !has("promtool") {
+        return skip("no promtool");
+    }
+    copy("deploy/prometheus.yml", "prometheus.yml", |text| text)?;
+    copy("dashboards/lowtide.rules.yml", "lowtide.rules.yml", |text| text)?;
+    let config = folder.join("prometheus.yml");
+    Ok(Run::new("promtool").words("check config").arg(config).run()?)
+}
+
+/// Every query of the dashboards, asked of a Prometheus that scrapes the proxy under load.
+pub(super) fn dashboards(_: Length) -> Outcome {
+    Ok(Run::new(".ci/dashboards/run").run()?)
+}
+
+/// The page at /memory of the proxy under load: errors, rules of WCAG, keys, widths.
+pub(super) fn page(_: Length) -> Outcome {
+    if !has("chromium") || !has("npm") {
+        return skip("no chromium or no npm");
+    }
+    let install = "ci --prefix .ci/page --no-audit --no-fund --loglevel=error";
+    if let Err(error) = Run::new("npm").words(install).run() {
+        return skip(error);
+    }
+    cargo("build --locked --example proxy").run()?;
+    let check = Run::new("node").words(".ci/page/check.mjs target/debug/examples/proxy chromium");
+    Ok(check.run()?)
+}
+
+/// Each exits with 1 if a bound does not hold.
+pub(super) fn demo(_: Length) -> Outcome {
+    cargo("run --locked --release --example tide").run()?;
+    Ok(cargo("run --locked --release --example comparison").run()?)
+}
+
+/// The image's root, without Docker, read-only and under a limit that four times the load would
+/// break.
+pub(super) fn image(_: Length) -> Outcome {
+    match Run::new(".ci/image").status()? {
+        0 => Ok(()),
+        2 => skip("no cgroups or mounts can be made here"),
+        status => Err(format!(".ci/image: status {status}").into()),
+    }
+}
+
+/// The image itself, under limits.
+pub(super) fn docker(_: Length) -> Outcome {
+    if env::var_os("DOCKER_HOST").is_none() && !has("docker") {
+        return skip("no docker");
+    }
+    Ok(Run::new(".ci/docker").run()?)
+}
