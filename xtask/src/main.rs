@@ -4,6 +4,7 @@
 //! Each command is a module. A command prints what it finds, and ends with status 1 if it failed.
 
 mod ci;
+mod figures;
 mod packages;
 mod quick;
 mod run;
@@ -40,6 +41,8 @@ enum Command {
     Ci(ci::Arguments),
     /// Runs the long jobs in full: hours.
     Soak(ci::Arguments),
+    /// Measures a subject, and prints lines `figure NAME VALUE UNIT`.
+    Figures(figures::Arguments),
 }
 
 fn main() -> ExitCode {
@@ -48,6 +51,7 @@ fn main() -> ExitCode {
         Command::Quick { base } => quick::run(&base),
         Command::Ci(arguments) => ci::ci(&arguments),
         Command::Soak(arguments) => ci::soak(&arguments),
+        Command::Figures(arguments) => figures::run(&arguments),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,

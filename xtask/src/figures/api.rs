@@ -1,0 +1,140 @@
+//! Figures of what a user has to learn: public types, documented items, and names with two
+//! meanings.
+
+use std::collections::BTreeMap;
+use std::fs;
+
+use syn::visit::{self, Visit};
+use syn::{ItemEnum, ItemMod, ItemStruct, ItemTrait, ItemType, ItemUnion};
+
+use super::{Figure, figure};
+use crate::run::cargo;
+use crate::text;
+use crate::tree::{self, Tree};
+
+/// Headings of rustdoc's page of all items that are lists of types.
+const TYPES: [&str; 5] = ["structs", "enums", "unions", "traits", "types"];
+
+/// Counts what rustdoc lists for the façade with its default features.
+pub(super) fn measure_public() -> Result<Vec<Figure>, String> {
+    let folder = tree::root().join("target/figures");
+    let doc = cargo("doc --no-deps --lib -p lowtide");
+    doc.arg("--target-dir").arg(&folder).run()?;
+    let page = folder.join("doc/lowtide/all.html");
+    let page = fs::read_to_string(&page).map_err(|e| format!("{}: {e}", page.display()))?;
+    let items = items(&page);
+    if items.is_empty() {
+        return Err("rustdoc's page lists nothing".to_owned());
+    }
+    let types = items.iter().filter(|(kind, _)| TYPES.contains(&kind.as_str())).count();
+    let outside = items.iter().filter(|(_, path)| !path.starts_with("device::")).count();
+    let count = |count: usize| u32::try_from(count).unwrap_or(u32::MAX).into();
+    Ok(vec![
+        figure("public_types", count(types), "types", Some(120.0)),
+        figure("documented_items", count(outside), "items", Some(150.0)),
+    ])
+}
+
+/// The kind and path of each item on rustdoc's page.
+fn items(page: &str) -> Vec<(String, String)> {
+    let mut found = Vec::new();
+    for section in page.split("<h3 id=\"").skip(1) {
+        let (kind, rest) = section.split_once('"').unwrap_or_default();
+        for item in rest.split("<li>").skip(1) {
+            let path = item.split("</a>").next().and_then(|link| link.rsplit('>').next());
+            found.extend(path.map(|path| (kind.to_owned(), path.to_owned())));
+        }
+    }
+    found
+}
+
+/// Counts the names that two types of one package have.
+pub(super) fn measure_shared() -> Result<Vec<Figure>, String> {
+    let tree = Tree::read(&tree::root())?;
+    let mut count = 0_u32;
+    for package in tree.packages().iter().filter(|package| package.is_published) {
+        let folder = format!("{}src/", package.folder);
+        let mut types = Types::default();
+        for file in tree.library().into_iter().filter(|file| file.name.starts_with(&folder)) {
+            let is_test = file.name.split('/').any(|part| part.starts_with("test"));
+            if is_test {
+                continue;
+            }
+            let parsed = syn::parse_file(&file.text);
+            let parsed = parsed.map_err(|error| format!("{}: {error}", file.name))?;
+            types.file.clone_from(&file.name);
+            types.visit_file(&parsed);
+        }
+        for (name, files) in types.files.iter().filter(|(_, files)| files.len() > 1) {
+            println!("  {name}: {}", files.join(", "));
+            count += 1;
+        }
+    }
+    Ok(vec![figure("shared_type_names", count.into(), "names", Some(30.0))])
+}
+
+/// The files that define a type of each name.
+#[derive(Default)]
+struct Types {
+    file: String,
+    files: BTreeMap<String, Vec<String>>,
+}
+
+impl Types {
+    fn add(&mut self, name: &proc_macro2::Ident) {
+        self.files.entry(name.to_string()).or_default().push(self.file.clone());
+    }
+}
+
+impl<'ast> Visit<'ast> for Types {
+    fn visit_item_mod(&mut self, item: &'ast ItemMod) {
+        if !text::code::is_test(&item.attrs) {
+            visit::visit_item_mod(self, item);
+        }
+    }
+
+    fn visit_item_struct(&mut self, item: &'ast ItemStruct) {
+        self.add(&item.ident);
+    }
+
+    fn visit_item_enum(&mut self, item: &'ast ItemEnum) {
+        self.add(&item.ident);
+    }
+
+    fn visit_item_union(&mut self, item: &'ast ItemUnion) {
+        self.add(&item.ident);
+    }
+
+    fn visit_item_trait(&mut self, item: &'ast ItemTrait) {
+        self.add(&item.ident);
+    }
+
+    fn visit_item_type(&mut self, item: &'ast ItemType) {
+        self.add(&item.ident);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn items_are_read_from_rustdocs_page() {
+        let page = "<h3 id=\"structs\">Structs</h3><ul class=\"all-items\"><li><a href=\"a.html\">\
+                    device::Arena</a></li><li><a href=\"b.html\">Memory</a></li></ul>\
+                    <h3 id=\"functions\">Functions</h3><ul><li><a href=\"c.html\">f</a></li></ul>";
+        let found = items(page);
+        let found: Vec<_> = found.iter().map(|(kind, path)| (&**kind, &**path)).collect();
+        let expected = [("structs", "device::Arena"), ("structs", "Memory"), ("functions", "f")];
+        assert_eq!(found, expected);
+    }
+
+    #[test]
+    fn types_of_one_name_are_counted_but_not_those_of_tests() {
+        let mut types = Types::default();
+        let text = "struct A; mod x { enum A {} struct B; } #[cfg(test)] mod tests { struct B; }";
+        types.visit_file(&syn::parse_file(text).expect("Rust"));
+        assert_eq!(types.files["A"].len(), 2);
+        assert_eq!(types.files["B"].len(), 1);
+    }
+}

@@ -1,0 +1,122 @@
+//! `cargo xtask figures NAME`: measures a subject and prints lines `figure NAME VALUE UNIT`.
+//!
+//! A figure with a goal prints whether it holds. The command ends with status 1 if a goal does not
+//! hold, and measures the rest first.
+//!
+//! Invariant: each figure is printed by one function.
+
+mod api;
+mod clone;
+mod footprint;
+
+use crate::run::{Run, cargo};
+
+/// A measured value.
+struct Figure {
+    name: &'static str,
+    value: f64,
+    unit: &'static str,
+    /// The highest value that is accepted.
+    goal: Option<f64>,
+}
+
+fn figure(name: &'static str, value: f64, unit: &'static str, goal: Option<f64>) -> Figure {
+    Figure { name, value, unit, goal }
+}
+
+/// A function that measures one or more figures of a subject.
+struct Measure {
+    /// What it prints.
+    names: &'static [&'static str],
+    run: fn() -> Result<Vec<Figure>, String>,
+}
+
+/// The figures of the workspace.
+const WORKSPACE: &[Measure] = &[
+    Measure { names: &["public_types", "documented_items"], run: api::measure_public },
+    Measure { names: &["shared_type_names"], run: api::measure_shared },
+    Measure { names: &["demo_cpu_minutes"], run: clone::measure_demo },
+    Measure {
+        names: &["test_cpu_minutes", "test_build_cpu_minutes", "test_binaries"],
+        run: clone::measure_tests,
+    },
+    Measure { names: &["quick_cpu_seconds"], run: clone::measure_quick },
+    Measure { names: &["heap_build_cpu_seconds"], run: footprint::measure_heap },
+    Measure { names: &["service_build_cpu_seconds"], run: footprint::measure_service },
+];
+
+/// The arguments of the command.
+#[derive(clap::Args)]
+pub(crate) struct Arguments {
+    /// The subject.
+    #[arg(required_unless_present = "list")]
+    subject: Option<String>,
+    /// Measures this figure of the workspace alone; may be repeated.
+    #[arg(long, value_name = "FIGURE")]
+    only: Vec<String>,
+    /// Lists the subjects.
+    #[arg(long)]
+    list: bool,
+}
+
+/// The subjects.
+const SUBJECTS: &[(&str, &str)] = &[
+    ("workspace", "what it costs to build, test and learn the workspace: some 15 minutes"),
+    ("faults", "faults that were found and fixed: what goes wrong now, with a real ONNX Runtime"),
+    ("envoy", "thresholds on the heap, in Envoy, and lowtide: quick and slow bodies"),
+];
+
+/// Measures a subject.
+pub(crate) fn run(arguments: &Arguments) -> Result<(), String> {
+    let subject = arguments.subject.as_deref().unwrap_or_default();
+    if arguments.list {
+        SUBJECTS.iter().for_each(|(name, about)| println!("{name:<12} {about}"));
+        return Ok(());
+    }
+    match subject {
+        "workspace" => workspace(&arguments.only),
+        "faults" => {
+            let faults = cargo("bench --locked --bench faults").run();
+            let engines = Run::new(".ci/engines").run();
+            faults.and(engines)
+        }
+        "envoy" => Run::new(".ci/envoy").run(),
+        other => {
+            let names: Vec<_> = SUBJECTS.iter().map(|(name, _)| *name).collect();
+            Err(format!("unknown subject {other:?}: expected one of {}", names.join(", ")))
+        }
+    }
+}
+
+fn workspace(only: &[String]) -> Result<(), String> {
+    let all: Vec<_> = WORKSPACE.iter().flat_map(|measure| measure.names).copied().collect();
+    if let Some(unknown) = only.iter().find(|name| !all.contains(&name.as_str())) {
+        return Err(format!("unknown figure {unknown:?}: expected one of {}", all.join(", ")));
+    }
+    let mut failed = Vec::new();
+    for measure in WORKSPACE {
+        let is_chosen = |name: &&str| only.is_empty() || only.iter().any(|one| one == name);
+        if !measure.names.iter().any(is_chosen) {
+            continue;
+        }
+        match (measure.run)() {
+            Ok(figures) => figures.iter().filter(|one| !print(one)).for_each(|one| {
+                failed.push(format!("{} is above its goal", one.name));
+            }),
+            Err(error) => failed.push(format!("{}: {error}", measure.names.join(", "))),
+        }
+    }
+    if failed.is_empty() { Ok(()) } else { Err(failed.join("; ")) }
+}
+
+/// Prints a figure, and returns whether its goal holds.
+fn print(figure: &Figure) -> bool {
+    let Figure { name, value, unit, goal } = figure;
+    let digits = usize::from(value.fract() != 0.0);
+    println!("figure workspace.{name} {value:.digits$} {unit}");
+    let holds = goal.is_none_or(|goal| *value <= goal);
+    if let Some(goal) = goal {
+        println!("  goal: at most {goal}: {}", if holds { "held" } else { "missed" });
+    }
+    holds
+}
