@@ -1,7 +1,7 @@
 //! The device arena through its public interface: over host memory, over the simulation of the
 //! driver, and against models of its peers.
 //!
-//! Tests that read figures of the whole process run in a child process each (`rusty_fork_test`).
+//! Tests that read figures of the whole process run in a child process each (`test_fork`).
 
 mod arena;
 #[path = "../../benches/index/chance.rs"]

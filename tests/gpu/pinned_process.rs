@@ -12,7 +12,6 @@ use lowtide::device::driver::{DriverError, HostMemory};
 use lowtide::device::{
     DeviceError, HostDriver, PinnedBuffer, PinnedConfig, PinnedKind, PinnedPool,
 };
-use rusty_fork::rusty_fork_test;
 
 /// One segment of 64 KiB, which most systems let a process lock.
 const SIZE: ByteSize = ByteSize::kib(64);
@@ -121,41 +120,39 @@ fn with_an_inherited_pool(pool: &PinnedPool, mut buffer: PinnedBuffer<u8>) -> i3
     ])
 }
 
-rusty_fork_test! {
-    #[test]
-    fn locked_memory_is_locked_within_the_limit_given_back_and_not_a_childs() {
-        let before = status("VmLck");
-        let kind = PinnedKind::PageLocked;
-        let (pool, locked) = match bytes(&open(kind), SIZE) {
-            Ok(_) => (open(kind), SIZE),
-            Err(error @ DeviceError::Driver(DriverError::LockLimit { .. })) => {
-                println!("skipped for page-locked memory: {error}");
-                (open(PinnedKind::Pageable), ByteSize::ZERO)
-            }
-            Err(error) => panic!("{error}"),
-        };
-        assert_eq!(status("VmLck"), before, "the pool that was tried is gone, and its memory");
-        let mut buffer = bytes(&pool, SIZE).expect("room");
-        buffer.fill(3).expect("no copy");
-        assert_eq!(status("VmLck"), before.saturating_add(locked));
-
-        let child = forked(|| with_an_inherited_pool(&pool, buffer));
-        assert_eq!(child, 0, "the act with this number was not refused");
-        // The closure, and the buffer in it, ended here as well: the child's was a copy.
-        assert_eq!(pool.snapshot().live, ByteSize::ZERO);
-        let mut buffer = bytes(&pool, SIZE).expect("room");
-        let contents = vec![3; buffer.len()];
-        assert_eq!(buffer.to_vec(), Ok(contents), "the child wrote to it");
-        buffer.fill(5).expect("no copy");
-        drop(buffer);
-        assert_eq!(pool.purge(), Ok(SIZE));
-        assert_eq!(status("VmLck"), before);
-        pool.validate();
-
-        if locked.is_zero() {
-            return;
+#[test_fork::test]
+fn locked_memory_is_locked_within_the_limit_given_back_and_not_a_childs() {
+    let before = status("VmLck");
+    let kind = PinnedKind::PageLocked;
+    let (pool, locked) = match bytes(&open(kind), SIZE) {
+        Ok(_) => (open(kind), SIZE),
+        Err(error @ DeviceError::Driver(DriverError::LockLimit { .. })) => {
+            println!("skipped for page-locked memory: {error}");
+            (open(PinnedKind::Pageable), ByteSize::ZERO)
         }
-        let child = forked(under_a_limit);
-        assert_eq!(child, 0, "the check with this number does not hold under the limit");
+        Err(error) => panic!("{error}"),
+    };
+    assert_eq!(status("VmLck"), before, "the pool that was tried is gone, and its memory");
+    let mut buffer = bytes(&pool, SIZE).expect("room");
+    buffer.fill(3).expect("no copy");
+    assert_eq!(status("VmLck"), before.saturating_add(locked));
+
+    let child = forked(|| with_an_inherited_pool(&pool, buffer));
+    assert_eq!(child, 0, "the act with this number was not refused");
+    // The closure, and the buffer in it, ended here as well: the child's was a copy.
+    assert_eq!(pool.snapshot().live, ByteSize::ZERO);
+    let mut buffer = bytes(&pool, SIZE).expect("room");
+    let contents = vec![3; buffer.len()];
+    assert_eq!(buffer.to_vec(), Ok(contents), "the child wrote to it");
+    buffer.fill(5).expect("no copy");
+    drop(buffer);
+    assert_eq!(pool.purge(), Ok(SIZE));
+    assert_eq!(status("VmLck"), before);
+    pool.validate();
+
+    if locked.is_zero() {
+        return;
     }
+    let child = forked(under_a_limit);
+    assert_eq!(child, 0, "the check with this number does not hold under the limit");
 }

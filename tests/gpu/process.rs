@@ -14,7 +14,6 @@ use lowtide::device::driver::host::HostDriver;
 use lowtide::device::driver::{DeviceAddress, StreamHandle};
 use lowtide::device::record::{Log, OperationHash, RecordError, Recorder};
 use lowtide::device::{ArenaConfig, DeviceArena, DeviceError, Region, SleepOptions};
-use rusty_fork::rusty_fork_test;
 
 /// Calls of the release function, in this process.
 static RELEASED: AtomicU64 = AtomicU64::new(0);
@@ -30,83 +29,80 @@ fn resident_anonymous() -> ByteSize {
     ByteSize::kib(kib)
 }
 
-rusty_fork_test! {
-    #[test]
-    fn given_back_is_given_back_to_the_kernel_and_a_forked_child_is_refused() {
-        let mut file = tempfile::tempfile().expect("a file");
-        let recorder = Recorder::new(file.try_clone().expect("a file"));
-        let recorded = Some(recorder.clone());
-        let config = ArenaConfig { recorder: recorded, ..ArenaConfig::new("process") };
-        let (driver, clock) = (Arc::new(HostDriver::new()), Arc::new(ManualClock::new()));
-        let arena = DeviceArena::open(driver, clock, config).expect("open");
-        let size = ByteSize::mib(64);
-        let before = resident_anonymous();
-        let lease = arena.enter().expect("awake");
-        let mut buffer = arena.alloc::<u8>(64 << 20, Region::Dynamic).expect("room");
-        buffer.slice_mut(&lease).expect("own lease").fill(1);
-        let full = resident_anonymous();
-        let slack = ByteSize::mib(4);
-        assert!(full >= before.saturating_add(size).saturating_sub(slack), "{before} -> {full}");
-        drop(buffer);
-        arena.purge().expect("purge");
-        let after = resident_anonymous();
-        assert!(after <= before.saturating_add(slack), "{before} -> {full} -> {after}");
+#[test_fork::test]
+fn given_back_is_given_back_to_the_kernel_and_a_forked_child_is_refused() {
+    let mut file = tempfile::tempfile().expect("a file");
+    let recorder = Recorder::new(file.try_clone().expect("a file"));
+    let recorded = Some(recorder.clone());
+    let config = ArenaConfig { recorder: recorded, ..ArenaConfig::new("process") };
+    let (driver, clock) = (Arc::new(HostDriver::new()), Arc::new(ManualClock::new()));
+    let arena = DeviceArena::open(driver, clock, config).expect("open");
+    let size = ByteSize::mib(64);
+    let before = resident_anonymous();
+    let lease = arena.enter().expect("awake");
+    let mut buffer = arena.alloc::<u8>(64 << 20, Region::Dynamic).expect("room");
+    buffer.slice_mut(&lease).expect("own lease").fill(1);
+    let full = resident_anonymous();
+    let slack = ByteSize::mib(4);
+    assert!(full >= before.saturating_add(size).saturating_sub(slack), "{before} -> {full}");
+    drop(buffer);
+    arena.purge().expect("purge");
+    let after = resident_anonymous();
+    assert!(after <= before.saturating_add(slack), "{before} -> {full} -> {after}");
 
-        let mut buffer = arena.alloc_from(&[3_u8; 100], Region::Stable).expect("room");
-        // SAFETY: the host driver has no streams.
-        let lane = unsafe { arena.lane(StreamHandle::new(1)) }.expect("a lane");
-        let mut guard = Some(arena.on_shortage(|_| false));
-        let mut exported =
-            Some(arena.alloc::<u8>(256, Region::Dynamic).expect("room").export().expect("awake"));
-        let mut theirs = [5_u8; 64];
-        let place = DeviceAddress::new(theirs.as_mut_ptr().expose_provenance() as u64);
-        // SAFETY: bytes of this test's, which it uses no more until they are released.
-        let imported = unsafe { arena.import::<u8>(place, 32, |_, _| released()) };
-        let mut imported = Some(imported.expect("theirs"));
-        // SAFETY: the child does nothing but ask the arena, whose answer in a child takes no lock
-        // and no memory, drop without effect, and end; the callback's box is memory of its own.
-        let child = unsafe { libc::fork() };
-        if child == 0 {
-            drop(guard.take()); // forgets nothing of the parent's, and takes no lock
-            drop(arena.on_shortage(|_| true));
-            drop((exported.take(), imported.take()));
-            // SAFETY: it is refused.
-            let again =
-                unsafe { arena.import::<u8>(DeviceAddress::new(4096), 1, |_, _| released()) };
-            if !matches!(again, Err(DeviceError::Forked)) || RELEASED.load(Ordering::SeqCst) != 0 {
-                // SAFETY: as below.
-                unsafe { libc::_exit(98) };
-            }
-            let code = match buffer.record_use(&lane) {
-                Err(DeviceError::Forked) => child_code(&arena, &buffer, &lease, &recorder),
-                _ => 99,
-            };
-            // SAFETY: ends the child at once, without running the parent's exit handlers.
-            unsafe { libc::_exit(code) };
+    let mut buffer = arena.alloc_from(&[3_u8; 100], Region::Stable).expect("room");
+    // SAFETY: the host driver has no streams.
+    let lane = unsafe { arena.lane(StreamHandle::new(1)) }.expect("a lane");
+    let mut guard = Some(arena.on_shortage(|_| false));
+    let mut exported =
+        Some(arena.alloc::<u8>(256, Region::Dynamic).expect("room").export().expect("awake"));
+    let mut theirs = [5_u8; 64];
+    let place = DeviceAddress::new(theirs.as_mut_ptr().expose_provenance() as u64);
+    // SAFETY: bytes of this test's, which it uses no more until they are released.
+    let imported = unsafe { arena.import::<u8>(place, 32, |_, _| released()) };
+    let mut imported = Some(imported.expect("theirs"));
+    // SAFETY: the child does nothing but ask the arena, whose answer in a child takes no lock
+    // and no memory, drop without effect, and end; the callback's box is memory of its own.
+    let child = unsafe { libc::fork() };
+    if child == 0 {
+        drop(guard.take()); // forgets nothing of the parent's, and takes no lock
+        drop(arena.on_shortage(|_| true));
+        drop((exported.take(), imported.take()));
+        // SAFETY: it is refused.
+        let again = unsafe { arena.import::<u8>(DeviceAddress::new(4096), 1, |_, _| released()) };
+        if !matches!(again, Err(DeviceError::Forked)) || RELEASED.load(Ordering::SeqCst) != 0 {
+            // SAFETY: as below.
+            unsafe { libc::_exit(98) };
         }
-        assert!(child > 0, "fork failed");
-        let mut status = 0;
-        // SAFETY: `status` is a valid place for an int, and `child` is our own child.
-        let waited = unsafe { libc::waitpid(child, &raw mut status, 0) };
-        assert_eq!(waited, child);
-        assert!(libc::WIFEXITED(status), "status {status:#x}");
-        assert_eq!(libc::WEXITSTATUS(status), 0, "the act with this number was not refused");
-        assert_eq!(buffer.slice(&lease), Ok(&[3_u8; 100][..]));
-        // The parent's callback is there still.
-        arena.set_limit(ByteSize::ZERO);
-        arena.alloc::<u8>(8 << 20, Region::Dynamic).expect_err("no room");
-        assert_eq!(arena.snapshot().shortage_callbacks_total, 1);
-        assert_eq!(arena.snapshot().exported_count, 1);
-        drop((buffer, lane, lease, guard, exported, imported));
-        assert_eq!(RELEASED.load(Ordering::SeqCst), 0);
-        arena.decay(lowtide::clock::Moment::ORIGIN).expect("looked");
-        assert_eq!((RELEASED.load(Ordering::SeqCst), theirs[0]), (1, 5));
-        arena.validate();
-        drop(arena);
-        file.rewind().expect("a file");
-        let log = Log::read(file).expect("the child wrote nothing");
-        assert_eq!(log.closing().map(|closing| closing.hash), Some(recorder.hash()));
+        let code = match buffer.record_use(&lane) {
+            Err(DeviceError::Forked) => child_code(&arena, &buffer, &lease, &recorder),
+            _ => 99,
+        };
+        // SAFETY: ends the child at once, without running the parent's exit handlers.
+        unsafe { libc::_exit(code) };
     }
+    assert!(child > 0, "fork failed");
+    let mut status = 0;
+    // SAFETY: `status` is a valid place for an int, and `child` is our own child.
+    let waited = unsafe { libc::waitpid(child, &raw mut status, 0) };
+    assert_eq!(waited, child);
+    assert!(libc::WIFEXITED(status), "status {status:#x}");
+    assert_eq!(libc::WEXITSTATUS(status), 0, "the act with this number was not refused");
+    assert_eq!(buffer.slice(&lease), Ok(&[3_u8; 100][..]));
+    // The parent's callback is there still.
+    arena.set_limit(ByteSize::ZERO);
+    arena.alloc::<u8>(8 << 20, Region::Dynamic).expect_err("no room");
+    assert_eq!(arena.snapshot().shortage_callbacks_total, 1);
+    assert_eq!(arena.snapshot().exported_count, 1);
+    drop((buffer, lane, lease, guard, exported, imported));
+    assert_eq!(RELEASED.load(Ordering::SeqCst), 0);
+    arena.decay(lowtide::clock::Moment::ORIGIN).expect("looked");
+    assert_eq!((RELEASED.load(Ordering::SeqCst), theirs[0]), (1, 5));
+    arena.validate();
+    drop(arena);
+    file.rewind().expect("a file");
+    let log = Log::read(file).expect("the child wrote nothing");
+    assert_eq!(log.closing().map(|closing| closing.hash), Some(recorder.hash()));
 }
 
 /// 0 where every act is refused, else the number of the first that was not.

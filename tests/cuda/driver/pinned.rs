@@ -11,7 +11,6 @@ use cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCaptureMode};
 use lowtide::ByteSize;
 use lowtide::device::{Buffer, DeviceError, Lane, PinnedBuffer, PinnedConfig, PinnedPool, Region};
 use lowtide_fake_driver::{Fake, Guard, Options};
-use rusty_fork::rusty_fork_test;
 
 use super::pinned_schedule::{self, Done};
 use super::support::{Bed, check, end, start, write};
@@ -329,30 +328,28 @@ fn a_view_is_of_one_stream() {
     let _ = bed.two.memcpy_htod(&from.cuda(&lane).expect("a view"), &mut view);
 }
 
-rusty_fork_test! {
-    /// Page-locked memory of CUDA is shared with a forked child: what it wrote was the parent's.
-    #[test]
-    fn a_forked_child_writes_nothing_to_page_locked_memory_of_its_parent() {
-        let (fake, bed, arena, lane) = start();
-        let pool = pool(&bed);
-        let mut buffer = filled(&pool, 1);
-        // SAFETY: the child compares two results and ends with `_exit`.
-        let child = unsafe { libc::fork() };
-        if child == 0 {
-            let refused = matches!(buffer.fill(2), Err(DeviceError::Forked))
-                && matches!(buffer.to_vec(), Err(DeviceError::Forked));
-            // SAFETY: ends the child at once, without running the parent's exit handlers.
-            unsafe { libc::_exit(i32::from(!refused)) };
-        }
-        assert!(child > 0, "fork failed");
-        let mut status = 0;
-        // SAFETY: `status` is a valid place for an int, and `child` is our own child.
-        let waited = unsafe { libc::waitpid(child, &raw mut status, 0) };
-        assert_eq!((waited, status), (child, 0));
-        holds(&buffer, 1);
-        drop((buffer, pool));
-        end((fake, bed, arena, lane));
+/// Page-locked memory of CUDA is shared with a forked child: what it wrote was the parent's.
+#[test_fork::test]
+fn a_forked_child_writes_nothing_to_page_locked_memory_of_its_parent() {
+    let (fake, bed, arena, lane) = start();
+    let pool = pool(&bed);
+    let mut buffer = filled(&pool, 1);
+    // SAFETY: the child compares two results and ends with `_exit`.
+    let child = unsafe { libc::fork() };
+    if child == 0 {
+        let refused = matches!(buffer.fill(2), Err(DeviceError::Forked))
+            && matches!(buffer.to_vec(), Err(DeviceError::Forked));
+        // SAFETY: ends the child at once, without running the parent's exit handlers.
+        unsafe { libc::_exit(i32::from(!refused)) };
     }
+    assert!(child > 0, "fork failed");
+    let mut status = 0;
+    // SAFETY: `status` is a valid place for an int, and `child` is our own child.
+    let waited = unsafe { libc::waitpid(child, &raw mut status, 0) };
+    assert_eq!((waited, status), (child, 0));
+    holds(&buffer, 1);
+    drop((buffer, pool));
+    end((fake, bed, arena, lane));
 }
 
 /// A few of the hundred thousand that the bench `faults` runs.

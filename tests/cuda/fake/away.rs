@@ -1,26 +1,34 @@
 //! The fake is found by who loaded it by its path, and by nobody else.
 //!
-//! Each test looks from a child process, which starts without the library and with an environment
-//! of its own. Nothing before the call of `rusty_fork::fork` may load the library: the child passes
-//! there as well.
+//! Each test runs again in a child process, which has an environment of its own and no library
+//! but what it loads.
 
-use std::fs::File;
-use std::io::{Read as _, Seek as _};
+use std::process::Command;
 
 use lowtide::device::driver::cuda::{Probe, probe};
 use lowtide_fake_driver::{Fake, Options};
-use rusty_fork::{ChildWrapper, fork, rusty_fork_id, rusty_fork_test_name};
 
-/// What a child that succeeded printed after this.
+/// Set in a child.
+const CHILD: &str = "FAKE_CUDA_CHILD";
+
+#[expect(clippy::disallowed_methods, reason = "how this process is told that it is a child")]
+fn is_child() -> bool {
+    std::env::var_os(CHILD).is_some()
+}
+
+/// Runs a test of this file again, in a child that `set` prepares; the line that it printed after
+/// `child saw: `.
 #[track_caller]
-fn said(after: &str, child: &mut ChildWrapper, output: &mut File) -> String {
-    let status = child.wait().expect("it ends");
-    let mut text = String::new();
-    output.rewind().expect("a file");
-    output.read_to_string(&mut text).expect("text");
-    assert!(status.success(), "{status}: {text}");
-    let (_, found) = text.split_once(after).expect("it said what it saw");
-    found.lines().next().unwrap_or_default().to_owned()
+fn child_of(test: &str, set: impl FnOnce(&mut Command)) -> String {
+    let (_, module) = module_path!().split_once("::").expect("a module of the program");
+    let mut command = Command::new(std::env::current_exe().expect("this program"));
+    command.args(["--exact", &format!("{module}::{test}"), "--nocapture"]).env(CHILD, "1");
+    set(&mut command);
+    let child = command.output().expect("runs");
+    assert!(child.status.success(), "{child:?}");
+    let said = String::from_utf8_lossy(&child.stdout);
+    let (_, saw) = said.split_once("child saw: ").expect("it said what it saw");
+    saw.lines().next().unwrap_or_default().to_owned()
 }
 
 /// Loads the library, and prints the names of the devices that the driver shows.
@@ -37,58 +45,47 @@ fn say_devices() {
 
 #[test]
 fn a_program_that_did_not_load_it_never_finds_it() {
+    if is_child() {
+        println!("child saw: {}", probe());
+        return;
+    }
+    let fake = Fake::start(Options { driver_version: 98_760, ..Options::default() });
+    assert_eq!(probe(), Probe::Devices { count: 2, driver_version: 98_760 });
     // The child has the loader's paths that Cargo gave this test.
-    let check = |child: &mut ChildWrapper, output: &mut File| {
-        let fake = Fake::start(Options { driver_version: 98_760, ..Options::default() });
-        assert_eq!(probe(), Probe::Devices { count: 2, driver_version: 98_760 });
-        let found = said("child found: ", child, output);
-        assert!(!found.contains("98.76") && !found.contains("12.8"), "{found}");
-        assert!(fake.calls(c"cuInit") > 0);
-    };
-    let name = rusty_fork_test_name!(a_program_that_did_not_load_it_never_finds_it);
-    let look = || println!("child found: {}", probe());
-    fork(name, rusty_fork_id!(), |_| (), check, look).expect("it starts");
+    let found = child_of("a_program_that_did_not_load_it_never_finds_it", |_| {});
+    assert!(!found.contains("98.76") && !found.contains("12.8"), "{found}");
+    assert!(fake.calls(c"cuInit") > 0);
 }
 
 #[test]
 fn it_is_found_under_both_names_also_where_another_library_has_one() {
-    let mut kept = None;
-    let found = fork(
-        rusty_fork_test_name!(it_is_found_under_both_names_also_where_another_library_has_one),
-        rusty_fork_id!(),
-        |command| {
-            let folder = tempfile::tempdir().expect("a folder");
-            // A library with the name that is no driver: found by a search, it would be in the way.
-            let maps = std::fs::read_to_string("/proc/self/maps").expect("readable");
-            let mut paths = maps.lines().filter_map(|line| line.split_whitespace().nth(5));
-            let libc = paths.find(|path| path.contains("/libc.so")).expect("glibc");
-            std::os::unix::fs::symlink(libc, folder.path().join("libcuda.so")).expect("linked");
-            command.env("LD_LIBRARY_PATH", folder.path()).env_remove("CUDA_VISIBLE_DEVICES");
-            kept = Some(folder);
-        },
-        |child, output| said("child saw: ", child, output),
-        say_devices,
-    );
-    let found = found.expect("it starts");
+    if is_child() {
+        return say_devices();
+    }
+    let folder = tempfile::tempdir().expect("a folder");
+    // A library with the name that is no driver: found by a search, it would be in the way.
+    let maps = std::fs::read_to_string("/proc/self/maps").expect("readable");
+    let mut paths = maps.lines().filter_map(|line| line.split_whitespace().nth(5));
+    let libc = paths.find(|path| path.contains("/libc.so")).expect("glibc");
+    std::os::unix::fs::symlink(libc, folder.path().join("libcuda.so")).expect("linked");
+    let test = "it_is_found_under_both_names_also_where_another_library_has_one";
+    let found = child_of(test, |command| {
+        command.env("LD_LIBRARY_PATH", folder.path()).env_remove("CUDA_VISIBLE_DEVICES");
+    });
     assert!(found.starts_with("lowtide simulated device 0"), "{found}");
 }
 
 #[test]
 fn the_variable_of_visible_devices_is_respected_when_the_driver_starts() {
+    if is_child() {
+        return say_devices();
+    }
     // By a child each, because the driver reads it once.
+    let test = "the_variable_of_visible_devices_is_respected_when_the_driver_starts";
     let count = |visible: &str| {
-        fork(
-            rusty_fork_test_name!(
-                the_variable_of_visible_devices_is_respected_when_the_driver_starts
-            ),
-            rusty_fork_id!(),
-            |command| {
-                command.env("CUDA_VISIBLE_DEVICES", visible);
-            },
-            |child, output| said("child saw: ", child, output),
-            say_devices,
-        )
-        .expect("it starts")
+        child_of(test, |command| {
+            command.env("CUDA_VISIBLE_DEVICES", visible);
+        })
     };
     let first = "lowtide simulated device 0";
     let second = "lowtide simulated device 1";
