@@ -94,7 +94,7 @@ fn loads(memory: &Memory) -> u64 {
 }
 
 fn committed(memory: &Memory) -> ByteSize {
-    memory.snapshot().arenas.iter().map(|arena| arena.committed).sum()
+    memory.snapshot().devices.arenas.iter().map(|arena| arena.committed).sum()
 }
 
 fn show(memory: &Memory, when: &str) {

@@ -49,9 +49,9 @@
 //!
 //! # Device memory
 //!
-//! An arena allocates buffers, which are read through a lease. Freed memory that stays unused for
-//! the decay time ([`Builder::device_decay`](memory::Builder::device_decay)) is released. An arena
-//! that goes to sleep releases its memory; waking restores the contents at the same addresses. On a
+//! With the feature `device`, an arena allocates buffers, which are read through a lease. Freed
+//! memory that stays unused for the decay time (`Builder::device_decay`) is released. An arena that
+//! goes to sleep releases its memory; waking restores the contents at the same addresses. On a
 //! GPU (feature `cuda`) buffers can be borrowed as cudarc slices; here they are in host memory.
 //!
 //! ```
@@ -105,47 +105,40 @@
 //!
 //! # Features
 //!
-//! Features only add. Without `memory` the parts can be used separately, but no control loop drives
-//! them: the application calls decay, purge and publication itself, and an `Admission` has a fixed
-//! limit.
+//! Features only add, and none is on by default: [`Memory`] with heap, admission and metrics needs
+//! none. A part alone is a package of its own: `lowtide-heap`, `lowtide-admission`,
+//! `lowtide-planner`.
 //!
-//! | feature | default | contents |
-//! |---|---|---|
-//! | `memory` | yes | [`Memory`], [`config`]: joins the four parts below |
-//! | `heap` | yes | [`host`]: jemalloc as global allocator; settings, statistics, purge |
-//! | `device` | yes | [`device`]: arenas, compaction, pinned memory, plans; the host driver |
-//! | `control` | yes | [`control`]: signals, pressure, admission, resources |
-//! | `metrics` | yes | [`metrics`]: names, publication through the `metrics` facade |
-//! | `service` | no | `service`: a tower layer and HTTP endpoints |
-//! | `prometheus` | no | `metrics::prometheus`: set-up of metrics-exporter-prometheus |
-//! | `cuda` | no | arenas in CUDA memory, without a toolkit; **not run on a GPU yet** |
-//! | `interpose` | no | C and C++ libraries use jemalloc too; for engines in C++ |
-//! | `api2` | no | `host::HostArena` as an `allocator-api2` allocator |
-//! | `profiling` | no | jemalloc's heap profiler |
-//! | `memory-viz` | no | `device::ArenaMap` as a snapshot for PyTorch's `memory_viz` |
-//! | `simulation` | no | `device::driver::sim`: a model of the CUDA driver, for tests only |
+//! | feature | contents |
+//! |---|---|
+//! | `service` | `service`: a tower layer and HTTP endpoints |
+//! | `axum` | `Memory::routes`: the endpoints as routes of axum; with `service` |
+//! | `tokio` | `Memory::terminated`, `managed_async`: an orderly end by signals, async loaders |
+//! | `prometheus` | `metrics::prometheus`: set-up of metrics-exporter-prometheus |
+//! | `device` | `device`: arenas, compaction, pinned memory, plans; the host driver |
+//! | `cuda` | arenas in CUDA memory, without a toolkit; **not run on a GPU yet**; with `device` |
+//! | `memory-viz` | `device::ArenaMap` as a snapshot for PyTorch's `memory_viz`; with `device` |
+//! | `interpose` | C and C++ libraries use jemalloc too; for engines in C++ |
+//! | `allocator-api2` | `host::HostArena` as an `allocator-api2` allocator |
+//! | `profiling` | jemalloc's heap profiler |
+//! | `simulation` | faults that tests inject into arenas; with `device` |
 //!
 //! Linux with glibc is supported in full; Windows is a compile error.
 
-#[cfg_attr(any(feature = "device", feature = "control"), macro_use(log))]
+#[macro_use(log)]
 extern crate lowtide_core;
 
 pub use lowtide_core::{BoxError, bytes, clock, decay};
 #[doc(hidden)]
 pub use lowtide_core::{fork, sync};
 
-#[cfg(feature = "control")]
 pub use lowtide_admission as control;
 #[cfg(feature = "device")]
 pub use lowtide_gpu as device;
-#[cfg(feature = "heap")]
 pub use lowtide_heap::{self as host, heap_profile};
 
-#[cfg(feature = "memory")]
 pub mod config;
-#[cfg(feature = "memory")]
 pub mod memory;
-#[cfg(feature = "metrics")]
 pub mod metrics;
 #[cfg(feature = "service")]
 pub mod service;
@@ -153,7 +146,6 @@ pub mod service;
 pub use bytes::ByteSize;
 #[cfg(feature = "cuda")]
 pub use cudarc;
-#[cfg(feature = "memory")]
 pub use memory::Memory;
 
 #[cfg(windows)]

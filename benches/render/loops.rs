@@ -204,7 +204,7 @@ fn written(memory: &Memory) -> Result<(f64, f64), BoxError> {
     let snapshot = memory.snapshot();
     let write = || {
         snapshot.heap.iter().for_each(record::heap);
-        snapshot.arenas.iter().for_each(record::arena);
+        snapshot.devices.arenas.iter().for_each(record::devices::arena);
         for budget in [Budget::Host, Budget::Device] {
             record::ledger(memory.admission().ledger(budget), budget);
         }

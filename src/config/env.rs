@@ -10,14 +10,17 @@
 use std::ffi::OsString;
 use std::time::Duration;
 
-use super::settings::{ConfigError, DeviceBackend, DeviceChoice, Fault, Settings};
+use super::device::variables as device;
+use super::settings::{ConfigError, Fault, Settings};
 use crate::bytes::ByteSize;
 use crate::control::ledger::{K_MAX, K_MIN};
 use crate::decay::DecayTime;
-use crate::device::Contents;
 
 /// The prefix of the variables' names.
 pub const PREFIX: &str = "LOWTIDE_";
+
+/// The first variable of device arenas, and the beginning of the others.
+const DEVICE: &str = "LOWTIDE_DEVICE";
 
 /// Parses a text into the settings, or returns the description of the accepted values.
 type Put = fn(&mut Settings, &str) -> Result<(), String>;
@@ -93,52 +96,52 @@ pub const VARIABLES: &[Variable] = &[
         name: "LOWTIDE_DEVICE",
         help: "auto, cuda, cuda:1 (a number), cuda:GPU-... or cuda:MIG-... (a UUID), host or none: \
                where device arenas allocate",
-        put: |settings, text| put(&mut settings.device, text.parse::<DeviceChoice>()),
+        put: device::choice,
     },
     Variable {
         name: "LOWTIDE_DEVICE_BACKEND",
         help: "auto, virtual-memory, pool, plain or managed: how CUDA memory is allocated",
-        put: |settings, text| put(&mut settings.device_backend, text.parse::<DeviceBackend>()),
+        put: device::backend,
     },
     Variable {
         name: "LOWTIDE_DEVICE_LIMIT",
         help: "limit of device memory for an arena, e.g. 8g; unset: no limit",
-        put: |settings, text| put(&mut settings.device_limit, positive(text)),
+        put: device::limit,
     },
     Variable {
         name: "LOWTIDE_DEVICE_WATERMARK",
         help: "share of the device's memory to keep free for its other users: 0.05, 5%, or 0 for \
                none",
-        put: |settings, text| put(&mut settings.device_watermark, share(text)),
+        put: device::watermark,
     },
     Variable {
         name: "LOWTIDE_DEVICE_DECAY",
         help: "time after which idle device memory is released: a time such as 5s, 0 or never",
-        put: |settings, text| put(&mut settings.device_decay, decay_time(text)),
+        put: device::decay,
     },
     Variable {
         name: "LOWTIDE_DEVICE_SLEEP_AFTER",
         help: "time without a lease after which a device arena goes to sleep: a time such as 10m, \
                or never",
-        put: |settings, text| put(&mut settings.device_sleep_after, time_or_never(text)),
+        put: device::sleep_after,
     },
     Variable {
         name: "LOWTIDE_DEVICE_MIN_AWAKE",
         help: "minimum time that a device arena stays awake after it was opened or woken: a time \
                such as 1m, or 0",
-        put: |settings, text| put(&mut settings.device_min_awake, time_or_none(text)),
+        put: device::min_awake,
     },
     Variable {
         name: "LOWTIDE_DEVICE_SLEEP_STABLE",
         help: "keep (in host memory), discard or stay (in device memory): contents of stable \
                regions in a sleep",
-        put: |settings, text| put(&mut settings.device_sleep_stable, text.parse::<Contents>()),
+        put: device::sleep_stable,
     },
     Variable {
         name: "LOWTIDE_DEVICE_SLEEP_DYNAMIC",
         help: "keep (in host memory), discard or stay (in device memory): contents of dynamic \
                regions in a sleep",
-        put: |settings, text| put(&mut settings.device_sleep_dynamic, text.parse::<Contents>()),
+        put: device::sleep_dynamic,
     },
     Variable {
         name: "LOWTIDE_HEAP_DECAY",
@@ -179,6 +182,15 @@ pub const VARIABLES: &[Variable] = &[
 #[expect(clippy::disallowed_methods, reason = "this is the one reader of the environment")]
 pub fn read() -> Result<Settings, ConfigError> {
     settings(std::env::vars_os())
+}
+
+/// Returns the variables of device arenas that are set, which a build without the feature `device`
+/// does not have.
+#[expect(clippy::disallowed_methods, reason = "this is the one reader of the environment")]
+pub(crate) fn of_devices() -> Vec<&'static str> {
+    let is_set = |name: &&str| std::env::var_os(name).is_some_and(|value| !value.is_empty());
+    let names = VARIABLES.iter().map(|variable| variable.name);
+    names.filter(|name| name.starts_with(DEVICE)).filter(is_set).collect()
 }
 
 /// Returns a variable of another program, such as jemalloc. Invalid UTF-8 is replaced.
@@ -242,12 +254,15 @@ fn is_service_link(name: &str) -> bool {
         || name.match_indices("_PORT_").any(|(at, sep)| tail_of_port(&name[at + sep.len()..]))
 }
 
-fn put<T, E: ToString>(place: &mut Option<T>, value: Result<T, E>) -> Result<(), String> {
+pub(super) fn put<T, E: ToString>(
+    place: &mut Option<T>,
+    value: Result<T, E>,
+) -> Result<(), String> {
     *place = Some(value.map_err(|expected| expected.to_string())?);
     Ok(())
 }
 
-fn positive(text: &str) -> Result<ByteSize, String> {
+pub(super) fn positive(text: &str) -> Result<ByteSize, String> {
     match text.parse::<ByteSize>() {
         Ok(ByteSize::ZERO) => Err("an amount of memory above zero".to_owned()),
         Ok(size) => Ok(size),
@@ -265,13 +280,8 @@ fn correction_factor(text: &str) -> Result<f64, &'static str> {
     valid.ok_or("a number in [1, 5]")
 }
 
-fn share(text: &str) -> Result<f64, &'static str> {
-    let valid = part(text).filter(|share| (0.0..1.0).contains(share));
-    valid.ok_or("a number in [0, 1), or a percentage below 100%")
-}
-
 /// Parses a number or a percentage.
-fn part(text: &str) -> Option<f64> {
+pub(super) fn part(text: &str) -> Option<f64> {
     match text.strip_suffix('%') {
         Some(percent) => percent.trim_end().parse::<f64>().ok().map(|percent| percent / 100.0),
         None => text.parse().ok(),
@@ -282,7 +292,7 @@ fn whole(text: &str) -> Result<u32, &'static str> {
     text.parse().map_err(|_| "a whole number from 0 to 4294967295")
 }
 
-fn decay_time(text: &str) -> Result<DecayTime, String> {
+pub(super) fn decay_time(text: &str) -> Result<DecayTime, String> {
     match text {
         "never" => Ok(DecayTime::Never),
         "0" => Ok(DecayTime::AtOnce),
@@ -292,7 +302,7 @@ fn decay_time(text: &str) -> Result<DecayTime, String> {
     }
 }
 
-fn time_or_never(text: &str) -> Result<Option<Duration>, String> {
+pub(super) fn time_or_never(text: &str) -> Result<Option<Duration>, String> {
     if text == "never" {
         return Ok(None);
     }
@@ -306,24 +316,19 @@ fn time(text: &str) -> Result<Duration, String> {
     duration(text).filter(|time| !time.is_zero()).ok_or_else(|| expected_time(" above zero"))
 }
 
-/// Parses a time that may be zero.
-fn time_or_none(text: &str) -> Result<Duration, String> {
-    let time = if text == "0" { Some(Duration::ZERO) } else { duration(text) };
-    time.ok_or_else(|| expected_time(", or 0"))
-}
-
-fn expected_time(more: &str) -> String {
+pub(super) fn expected_time(more: &str) -> String {
     format!("a duration such as 500ms, 30s or 5m{more}")
 }
 
-fn duration(text: &str) -> Option<Duration> {
+pub(super) fn duration(text: &str) -> Option<Duration> {
     humantime::parse_duration(text).ok()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::Profile;
+    use crate::config::{DeviceBackend, DeviceChoice, DeviceSettings, Profile};
+    use crate::device::Contents;
 
     fn given(pairs: &[(&str, &str)]) -> Result<Settings, ConfigError> {
         settings(pairs.iter().map(|(name, value)| (name.into(), value.into())))
@@ -357,15 +362,17 @@ mod tests {
             memory_limit: Some(ByteSize::mib(512)),
             ceiling: Some(0.75),
             correction_factor: Some(1.5),
-            device: Some(DeviceChoice::Host),
-            device_backend: Some(DeviceBackend::Pool),
-            device_limit: Some(ByteSize::gib(1)),
-            device_watermark: Some(0.1),
-            device_decay: Some(DecayTime::Never),
-            device_sleep_after: Some(Some(Duration::from_secs(600))),
-            device_min_awake: Some(Duration::from_secs(60)),
-            device_sleep_stable: Some(Contents::Stay),
-            device_sleep_dynamic: Some(Contents::Discard),
+            device: DeviceSettings {
+                choice: Some(DeviceChoice::Host),
+                backend: Some(DeviceBackend::Pool),
+                limit: Some(ByteSize::gib(1)),
+                watermark: Some(0.1),
+                decay: Some(DecayTime::Never),
+                sleep_after: Some(Some(Duration::from_secs(600))),
+                min_awake: Some(Duration::from_secs(60)),
+                sleep_stable: Some(Contents::Stay),
+                sleep_dynamic: Some(Contents::Discard),
+            },
             heap_decay: Some(DecayTime::from_millis(500)),
             background_threads: Some(3),
             purge_interval: Some(None),
@@ -400,7 +407,7 @@ mod tests {
         }
         for (text, share) in [("0", Some(0.0)), ("5%", Some(0.05)), ("0.5", Some(0.5))] {
             let found = given(&[("LOWTIDE_DEVICE_WATERMARK", text)]);
-            assert_eq!(found.map(|settings| settings.device_watermark), Ok(share), "{text}");
+            assert_eq!(found.map(|settings| settings.device.watermark), Ok(share), "{text}");
         }
         for text in ["1", "100%", "-1%", "4g"] {
             assert!(given(&[("LOWTIDE_DEVICE_WATERMARK", text)]).is_err(), "{text}");
@@ -412,10 +419,10 @@ mod tests {
     #[test]
     fn an_arena_may_never_sleep_and_stay_awake_for_no_time_but_not_sleep_after_none() {
         let never = given(&[("LOWTIDE_DEVICE_SLEEP_AFTER", "never")]);
-        assert_eq!(never.map(|settings| settings.device_sleep_after), Ok(Some(None)));
+        assert_eq!(never.map(|settings| settings.device.sleep_after), Ok(Some(None)));
         for text in ["0", "0s"] {
             let none = given(&[("LOWTIDE_DEVICE_MIN_AWAKE", text)]);
-            let none = none.map(|settings| settings.device_min_awake);
+            let none = none.map(|settings| settings.device.min_awake);
             assert_eq!(none, Ok(Some(Duration::ZERO)), "{text}");
         }
         for (name, value, expected) in [

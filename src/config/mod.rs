@@ -4,18 +4,26 @@
 //! and each may be unset. [`Config`] holds a value for every setting, with its [`Source`].
 //! [`mod@env`] is the only reader of environment variables in the crate.
 //!
+//! Settings of device arenas, and ONNX Runtime's arena options, exist only with the feature
+//! `device`. Without it their variables are known, and without effect.
+//!
 //! This module starts nothing and applies nothing.
 //!
 //! Invariant: for every setting, `effective = environment, else code, else profile or default`.
 
+#[cfg(feature = "device")]
 pub mod arena;
+#[cfg_attr(not(feature = "device"), path = "no_device.rs")]
+mod device;
 pub mod env;
 mod onnxruntime;
 mod profile;
 mod resolve;
 mod settings;
 
+#[cfg(feature = "device")]
+pub use device::{DeviceBackend, DeviceChoice, DeviceConfig, DeviceSettings};
 pub use onnxruntime::{OrtPlace, OrtSetting};
 pub use profile::Profile;
 pub use resolve::{Config, Resolved, Source};
-pub use settings::{ConfigError, DeviceBackend, DeviceChoice, Fault, Settings};
+pub use settings::{ConfigError, Fault, Settings};

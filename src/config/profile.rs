@@ -61,16 +61,6 @@ impl Profile {
         }
     }
 
-    /// The time for which a device arena keeps unused granules: a shorter pause costs no driver
-    /// call. An estimate, not measured on a GPU.
-    pub(super) const fn device_decay(self) -> DecayTime {
-        match self {
-            Self::LowMemory => DecayTime::from_millis(1_000),
-            Self::Balanced => DecayTime::from_millis(5_000),
-            Self::Throughput => DecayTime::from_millis(30_000),
-        }
-    }
-
     /// The maximum number of jemalloc's background threads. An estimate: two suffice for the
     /// default arenas.
     pub(super) const fn background_threads(self) -> u32 {

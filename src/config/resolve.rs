@@ -6,12 +6,11 @@ use std::fmt;
 use std::time::Duration;
 
 use super::profile::Profile;
-use super::settings::{ConfigError, DeviceBackend, DeviceChoice, Fault, Settings};
+use super::settings::{ConfigError, Fault, Settings};
 use crate::bytes::ByteSize;
 use crate::control::PurgeGrowth;
 use crate::control::ledger::{K_MAX, K_MIN, K_START};
 use crate::decay::DecayTime;
-use crate::device::{Contents, SleepConfig, SleepOptions};
 
 /// The source of a value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -57,25 +56,9 @@ pub struct Config {
     pub ceiling: Resolved<f64>,
     /// Bytes that a request is assumed to need per estimated byte, until that is measured.
     pub correction_factor: Resolved<f64>,
-    /// The device on which arenas allocate.
-    pub device: Resolved<DeviceChoice>,
-    /// The way in which CUDA memory is allocated.
-    pub device_backend: Resolved<DeviceBackend>,
-    /// The limit of each device arena; [`ByteSize::MAX`] for none.
-    pub device_limit: Resolved<ByteSize>,
-    /// The share of the device's memory to keep free. If less is free, idle memory is released
-    /// before its decay time. 0 for none.
-    pub device_watermark: Resolved<f64>,
-    /// The time after which idle device memory is released.
-    pub device_decay: Resolved<DecayTime>,
-    /// The time without a lease after which a device arena goes to sleep; `None` for never.
-    pub device_sleep_after: Resolved<Option<Duration>>,
-    /// The minimum time that a device arena stays awake after it was opened or woken.
-    pub device_min_awake: Resolved<Duration>,
-    /// The treatment of the stable region's contents when an idle arena goes to sleep.
-    pub device_sleep_stable: Resolved<Contents>,
-    /// The treatment of the dynamic region's contents when an idle arena goes to sleep.
-    pub device_sleep_dynamic: Resolved<Contents>,
+    /// The values in force for device arenas.
+    #[cfg(feature = "device")]
+    pub device: super::DeviceConfig,
     /// The time for which jemalloc keeps dirty pages.
     pub heap_decay: Resolved<DecayTime>,
     /// The maximum number of jemalloc's background threads.
@@ -98,11 +81,6 @@ impl Config {
     /// The default share of the limit up to which requests are admitted: the highest value at which
     /// no overload run of the prototype was killed.
     pub const CEILING: f64 = 0.80;
-    /// The default share of the device's memory to keep free. An estimate: 4 GiB of 80 GiB, which
-    /// another process needs for its context and the workspace of its first request. For a service
-    /// that is alone on its device the cost is that at most 7.5 % of the device never hold idle
-    /// memory.
-    pub const DEVICE_WATERMARK: f64 = 0.05;
     /// The default time between publications of metrics.
     pub const METRICS_INTERVAL: Duration = Duration::from_secs(1);
 
@@ -131,39 +109,8 @@ impl Config {
                 code.correction_factor,
                 K_START,
             ),
-            device: pick_or(environment.device, code.device, DeviceChoice::Auto),
-            device_backend: pick_or(
-                environment.device_backend,
-                code.device_backend,
-                DeviceBackend::Auto,
-            ),
-            device_limit: pick_or(environment.device_limit, code.device_limit, ByteSize::MAX),
-            device_watermark: pick_or(
-                environment.device_watermark,
-                code.device_watermark,
-                Self::DEVICE_WATERMARK,
-            ),
-            device_decay: pick(environment.device_decay, code.device_decay, base.device_decay()),
-            device_sleep_after: pick_or(
-                environment.device_sleep_after,
-                code.device_sleep_after,
-                None,
-            ),
-            device_min_awake: pick_or(
-                environment.device_min_awake,
-                code.device_min_awake,
-                Duration::ZERO,
-            ),
-            device_sleep_stable: pick_or(
-                environment.device_sleep_stable,
-                code.device_sleep_stable,
-                Contents::default(),
-            ),
-            device_sleep_dynamic: pick_or(
-                environment.device_sleep_dynamic,
-                code.device_sleep_dynamic,
-                Contents::default(),
-            ),
+            #[cfg(feature = "device")]
+            device: super::DeviceConfig::resolve(&code.device, &environment.device, base),
             heap_decay: pick(environment.heap_decay, code.heap_decay, base.heap_decay()),
             background_threads: pick(
                 environment.background_threads,
@@ -183,33 +130,15 @@ impl Config {
     }
 }
 
-impl Config {
-    /// Returns the sleep configuration of device arenas.
-    #[must_use]
-    pub fn device_sleep(&self) -> SleepConfig {
-        let options = SleepOptions {
-            stable: self.device_sleep_stable.value,
-            dynamic: self.device_sleep_dynamic.value,
-            ..SleepOptions::default()
-        };
-        SleepConfig {
-            idle_after: self.device_sleep_after.value,
-            min_awake: self.device_min_awake.value,
-            options,
-            ..SleepConfig::default()
-        }
-    }
-}
-
 /// Resolves a setting that profiles define.
-fn pick<T>(environment: Option<T>, code: Option<T>, profile: T) -> Resolved<T> {
+pub(super) fn pick<T>(environment: Option<T>, code: Option<T>, profile: T) -> Resolved<T> {
     let said = environment.is_some() || code.is_some();
     let picked = pick_or(environment, code, profile);
     if said { picked } else { Resolved { source: Source::Profile, ..picked } }
 }
 
 /// Resolves a setting that no profile defines.
-fn pick_or<T>(environment: Option<T>, code: Option<T>, default: T) -> Resolved<T> {
+pub(super) fn pick_or<T>(environment: Option<T>, code: Option<T>, default: T) -> Resolved<T> {
     match (environment, code) {
         (Some(value), _) => Resolved { value, source: Source::Environment },
         (None, Some(value)) => Resolved { value, source: Source::Code },
@@ -234,37 +163,27 @@ fn check(settings: &Settings) -> Result<(), ConfigError> {
         let holds = (K_MIN..=K_MAX).contains(&correction_factor);
         demand(holds, "correction_factor", correction_factor.to_string(), "a number in [1, 5]");
     }
-    if let Some(part) = settings.device_watermark {
-        demand(
-            (0.0..1.0).contains(&part),
-            "device_watermark",
-            part.to_string(),
-            "a number in [0, 1)",
-        );
-    }
-    for (name, size) in
-        [("memory_limit", settings.memory_limit), ("device_limit", settings.device_limit)]
-    {
-        if let Some(size) = size {
-            demand(!size.is_zero(), name, size.exact(), "an amount of memory above zero");
-        }
+    if let Some(size) = settings.memory_limit {
+        demand(!size.is_zero(), "memory_limit", size.exact(), "an amount of memory above zero");
     }
     for (name, time) in [
         ("idle_unload", settings.idle_unload),
         ("metrics_interval", settings.metrics_interval),
         ("purge_interval", settings.purge_interval.flatten()),
-        ("device_sleep_after", settings.device_sleep_after.flatten()),
     ] {
         if let Some(time) = time {
             demand(!time.is_zero(), name, format!("{time:?}"), "a time above zero");
         }
     }
+    #[cfg(feature = "device")]
+    settings.device.check(&mut demand);
     if faults.is_empty() { Ok(()) } else { Err(ConfigError { faults }) }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::config::DeviceSettings;
 
     #[test]
     fn environment_wins_over_code_and_code_over_the_profile() {
@@ -284,7 +203,7 @@ mod tests {
         let nobody = Config::resolve(&Settings::default(), &Settings::default()).expect("valid");
         let sources = [nobody.profile.source, nobody.ceiling.source, nobody.memory_limit.source];
         assert_eq!(sources, [Source::Default; 3], "no profile sets them");
-        let sources = [nobody.device.source, nobody.device_limit.source];
+        let sources = [nobody.device.choice.source, nobody.device.limit.source];
         assert_eq!(sources, [Source::Default; 2], "nor these");
         assert_eq!(nobody.metrics_interval.source, Source::Default);
         assert_eq!(
@@ -298,35 +217,17 @@ mod tests {
         let code = Settings {
             ceiling: Some(f64::NAN),
             correction_factor: Some(0.9),
-            device_watermark: Some(1.0),
             memory_limit: Some(ByteSize::ZERO),
             idle_unload: Some(Duration::ZERO),
-            device_sleep_after: Some(Some(Duration::ZERO)),
+            device: DeviceSettings {
+                watermark: Some(1.0),
+                sleep_after: Some(Some(Duration::ZERO)),
+                ..DeviceSettings::default()
+            },
             ..Settings::default()
         };
         let error = Config::resolve(&code, &Settings::default()).expect_err("six faults");
         assert_eq!(error.faults.len(), 6, "{error}");
-    }
-
-    #[test]
-    fn no_profile_puts_arenas_to_sleep_and_what_is_written_is_how_they_do() {
-        for profile in Profile::ALL {
-            let code = Settings { profile: Some(profile), ..Settings::default() };
-            let config = Config::resolve(&code, &Settings::default()).expect("valid");
-            assert_eq!(config.device_sleep(), SleepConfig::default(), "{profile}");
-        }
-        let code = Settings {
-            device_sleep_after: Some(Some(Duration::from_secs(60))),
-            device_sleep_dynamic: Some(Contents::Discard),
-            ..Settings::default()
-        };
-        let min_awake = Some(Duration::from_secs(5));
-        let environment = Settings { device_min_awake: min_awake, ..Settings::default() };
-        let sleep = Config::resolve(&code, &environment).expect("valid").device_sleep();
-        assert_eq!(sleep.idle_after, Some(Duration::from_secs(60)));
-        assert_eq!(Some(sleep.min_awake), min_awake);
-        assert_eq!(sleep.options.stable, Contents::Keep);
-        assert_eq!(sleep.options.dynamic, Contents::Discard);
     }
 
     #[test]

@@ -1,7 +1,6 @@
 //! Settings as given in code or in the environment: each may be unset, each value is valid.
 
 use std::fmt;
-use std::str::FromStr;
 use std::time::Duration;
 
 use thiserror::Error;
@@ -9,8 +8,6 @@ use thiserror::Error;
 use super::profile::Profile;
 use crate::bytes::ByteSize;
 use crate::decay::DecayTime;
-use crate::device::Contents;
-use crate::device::driver::DeviceUuid;
 
 /// Settings from code or from the environment. `None` leaves a setting to the profile or default.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -24,25 +21,9 @@ pub struct Settings {
     /// Bytes that a request is assumed to need per estimated byte, until that is measured; from 1
     /// to 5.
     pub correction_factor: Option<f64>,
-    /// The device on which arenas allocate.
-    pub device: Option<DeviceChoice>,
-    /// The way in which CUDA memory is allocated.
-    pub device_backend: Option<DeviceBackend>,
-    /// The limit of device memory for each arena. Unset: no limit.
-    pub device_limit: Option<ByteSize>,
-    /// The share of the device's memory to keep free for its other users, in [0, 1); 0 for none.
-    pub device_watermark: Option<f64>,
-    /// The time after which idle device memory is released.
-    pub device_decay: Option<DecayTime>,
-    /// The time without a lease after which a device arena goes to sleep; `Some(None)` for never.
-    /// Must not be zero.
-    pub device_sleep_after: Option<Option<Duration>>,
-    /// The minimum time that a device arena stays awake after it was opened or woken.
-    pub device_min_awake: Option<Duration>,
-    /// The treatment of the stable region's contents when an idle arena goes to sleep.
-    pub device_sleep_stable: Option<Contents>,
-    /// The treatment of the dynamic region's contents when an idle arena goes to sleep.
-    pub device_sleep_dynamic: Option<Contents>,
+    /// The settings of device arenas.
+    #[cfg(feature = "device")]
+    pub device: super::DeviceSettings,
     /// The time for which jemalloc keeps dirty pages.
     pub heap_decay: Option<DecayTime>,
     /// The maximum number of jemalloc's background threads; 0 for none.
@@ -55,103 +36,6 @@ pub struct Settings {
     pub idle_unload: Option<Duration>,
     /// The time between publications of metrics. Must not be zero.
     pub metrics_interval: Option<Duration>,
-}
-
-/// The device on which arenas allocate.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum DeviceChoice {
-    /// The best backend that works, or the host driver, with a diagnostic, if none does.
-    #[default]
-    Auto,
-    /// The first CUDA device that is visible to this process. Start-up fails if there is none.
-    Cuda,
-    /// The CUDA device with this number, among those visible to this process, or an error.
-    CudaOrdinal(u32),
-    /// The CUDA device or MIG instance with this UUID, or an error.
-    CudaUuid(DeviceUuid),
-    /// The host driver: host memory behind the same arena API.
-    Host,
-    /// No device arenas. Opening one is an error.
-    None,
-}
-
-impl fmt::Display for DeviceChoice {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Auto => f.write_str("auto"),
-            Self::Cuda => f.write_str("cuda"),
-            Self::CudaOrdinal(ordinal) => write!(f, "cuda:{ordinal}"),
-            Self::CudaUuid(uuid) => write!(f, "cuda:{uuid}"),
-            Self::Host => f.write_str("host"),
-            Self::None => f.write_str("none"),
-        }
-    }
-}
-
-impl FromStr for DeviceChoice {
-    type Err = &'static str;
-
-    fn from_str(text: &str) -> Result<Self, Self::Err> {
-        let expected = "auto, cuda, cuda:1 (a number), cuda:GPU-... or cuda:MIG-... (a UUID), host \
-                        or none";
-        Ok(match text {
-            "auto" => Self::Auto,
-            "cuda" => Self::Cuda,
-            "host" => Self::Host,
-            "none" => Self::None,
-            _ => {
-                let named = text.strip_prefix("cuda:").ok_or(expected)?;
-                let is_number = named.bytes().all(|digit| digit.is_ascii_digit());
-                match named.parse() {
-                    Ok(ordinal) if is_number => Self::CudaOrdinal(ordinal),
-                    _ => Self::CudaUuid(named.parse().map_err(|_| expected)?),
-                }
-            }
-        })
-    }
-}
-
-/// The way in which CUDA memory is allocated.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum DeviceBackend {
-    /// The first that works of virtual memory, a private pool, and plain allocations.
-    #[default]
-    Auto,
-    /// CUDA virtual memory management (`cuMemCreate`, `cuMemMap`).
-    VirtualMemory,
-    /// A private stream-ordered memory pool.
-    Pool,
-    /// Plain allocations (`cuMemAlloc`).
-    Plain,
-    /// Managed memory, which the driver migrates between device and host.
-    Managed,
-}
-
-impl DeviceBackend {
-    const ALL: [(Self, &'static str); 5] = [
-        (Self::Auto, "auto"),
-        (Self::VirtualMemory, "virtual-memory"),
-        (Self::Pool, "pool"),
-        (Self::Plain, "plain"),
-        (Self::Managed, "managed"),
-    ];
-}
-
-impl fmt::Display for DeviceBackend {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let name = Self::ALL.iter().find(|(backend, _)| backend == self);
-        f.write_str(name.map_or("", |(_, name)| name))
-    }
-}
-
-impl FromStr for DeviceBackend {
-    type Err = &'static str;
-
-    fn from_str(text: &str) -> Result<Self, Self::Err> {
-        let named = Self::ALL.into_iter().find(|(_, name)| *name == text);
-        let backend = named.map(|(backend, _)| backend);
-        backend.ok_or("auto, virtual-memory, pool, plain or managed")
-    }
 }
 
 /// All settings that are invalid.
@@ -237,34 +121,6 @@ fn edits(one: &str, other: &str) -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn a_device_is_named_by_number_or_uuid_and_written_as_it_is_read() {
-        let uuid = "GPU-00112233-4455-6677-8899-aabbccddeeff";
-        let read = |text: &str| text.parse::<DeviceChoice>();
-        assert_eq!(read("cuda:1"), Ok(DeviceChoice::CudaOrdinal(1)));
-        assert_eq!(read("cuda:007"), Ok(DeviceChoice::CudaOrdinal(7)));
-        let named = uuid.parse().map(DeviceChoice::CudaUuid);
-        assert_eq!(read(&format!("cuda:{uuid}")).ok(), named.ok());
-        assert_eq!(
-            read(&format!("cuda:{}", uuid.replace("GPU", "MIG"))),
-            read(&format!("cuda:{uuid}"))
-        );
-        let all = ["auto", "cuda", "cuda:0", "cuda:4294967295", "host", "none"];
-        for text in all.into_iter().chain([&*format!("cuda:{uuid}")]) {
-            assert_eq!(read(text).expect(text).to_string(), text);
-        }
-        let wrong =
-            ["", "gpu", "cuda:", "cuda:+1", "cuda:-1", "cuda:4294967296", "cuda: 1", "host:0"];
-        for text in wrong.into_iter().chain(["CUDA", "cuda:GPU-", "cuda:GPU-0011", uuid]) {
-            let expected = read(text).expect_err(text);
-            assert!(expected.contains("cuda:1 (a number)"), "{text}: {expected}");
-        }
-        for (backend, name) in DeviceBackend::ALL {
-            assert_eq!((name.parse(), backend.to_string()), (Ok(backend), name.to_owned()));
-        }
-        assert!("cuda_pool".parse::<DeviceBackend>().is_err());
-    }
 
     #[test]
     fn edits_are_counted() {

@@ -15,9 +15,9 @@ use thiserror::Error;
 
 use crate::bytes::ByteSize;
 use crate::control::{Job, Resource, ResourceStats, Trigger, UnloadReason};
-use crate::device::{DeviceArena, SleepOptions};
 use crate::sync::{Mutex, caught, lock};
 
+use super::devices::COMMANDS;
 use super::shared::Shared;
 use super::{Memory, MemoryError};
 
@@ -54,7 +54,7 @@ pub enum AdminCommand {
         /// The resource.
         resource: String,
     },
-    /// Draw an SVG picture of an arena ([`ArenaMap::to_svg`](crate::device::ArenaMap::to_svg)).
+    /// Draw an SVG picture of an arena (`ArenaMap::to_svg`).
     Snapshot {
         /// The arena.
         arena: String,
@@ -63,7 +63,7 @@ pub enum AdminCommand {
 
 impl AdminCommand {
     /// The names of all commands.
-    pub const NAMES: [&str; 6] = ["purge", "trim", "sleep", "wake", "unload", "snapshot"];
+    pub const NAMES: &[&str] = COMMANDS;
 
     /// Returns the name of the command.
     #[must_use]
@@ -281,7 +281,7 @@ impl Memory {
         match &command {
             AdminCommand::Purge => {}
             AdminCommand::Unload { resource } => drop(shared.resource_named(resource)?),
-            on_arena => drop(shared.arena_named(on_arena.subject())?),
+            on_arena => shared.check_arena(on_arena.subject())?,
         }
         let id = shared.admin_tasks.add(command, shared.clock.since_epoch())?;
         shared.queue.push_one(Job::AdminTask);
@@ -314,14 +314,6 @@ impl Memory {
 }
 
 impl Shared {
-    fn arena_named(&self, name: &str) -> Result<DeviceArena, AdminError> {
-        let (serving, _) = self.arenas.parted();
-        serving.iter().find(|arena| arena.name() == name).cloned().ok_or_else(|| {
-            let known = serving.iter().map(|arena| arena.name().to_owned()).collect();
-            AdminError::UnknownArena { name: name.to_owned(), known }
-        })
-    }
-
     fn resource_named(&self, name: &str) -> Result<Arc<dyn Resource>, AdminError> {
         let all = self.resources.all();
         all.iter().find(|resource| resource.name() == name).cloned().ok_or_else(|| {
@@ -364,33 +356,10 @@ impl Shared {
         purge: impl FnOnce() -> ByteSize,
         picture: &mut Option<Arc<str>>,
     ) -> Result<String, String> {
-        let arena = || self.arena_named(command.subject()).map_err(|error| error.to_string());
-        let said = |error: crate::device::DeviceError| error.to_string();
         match command {
             AdminCommand::Purge => Ok(format!("{} released", purge())),
-            AdminCommand::Trim { keep, .. } => {
-                let released = arena()?.trim(*keep).map_err(said)?;
-                Ok(format!("{released} released"))
-            }
-            AdminCommand::Sleep { .. } => {
-                // No waiting for leases: the worker has other work.
-                let drain = Duration::ZERO;
-                let options = SleepOptions { drain, ..self.config.device_sleep().options };
-                let slept = arena()?.sleep(options).map_err(said)?;
-                Ok(format!("{} released, {} offloaded", slept.released, slept.offloaded))
-            }
-            AdminCommand::Wake { .. } => {
-                // No waiting for memory: only this worker would release it.
-                let woken = arena()?.wake_at_once().map_err(said)?;
-                Ok(format!("{} committed, {} restored", woken.committed, woken.restored))
-            }
             AdminCommand::Unload { resource } => self.unload_named(resource),
-            AdminCommand::Snapshot { .. } => {
-                let svg = arena()?.map().to_svg();
-                let size = ByteSize::of(svg.len());
-                *picture = Some(svg.into());
-                Ok(format!("picture of {size}"))
-            }
+            on_arena => self.run_on_arena(on_arena, picture),
         }
     }
 

@@ -11,30 +11,24 @@ use std::time::Duration;
 
 use crate::bytes::ByteSize;
 use crate::clock::{Bell, Clock, Moment, SystemClock};
-use crate::config::{Config, DeviceBackend, DeviceChoice, Profile, Settings, env};
+use crate::config::{Config, Profile, Settings, env};
 use crate::control::{
     self, Admission, Budget, Ladder, LimitSource, Maintenance, Resources, Signal, SignalError,
     Signals, Trigger, Worker, run_control, run_worker,
 };
-use crate::device::driver::Driver;
 use crate::fork::Birth;
 use crate::host::{self, ArenaBinding};
 use crate::sync::{Mutex, lock};
 
 use super::admin_tasks::AdminTasks;
-use super::devices::arenas::Arenas;
-use super::devices::driver::open_driver;
-use super::devices::published::Gone;
-use super::devices::scopes::Scopes;
-use super::devices::shrink::ShrinksAsked;
-use super::devices::watch::DeviceWatch;
+use super::devices::{self, Devices, GivenDriver};
 use super::error::{Diagnostic, StartError};
 use super::events::Events;
-use super::hands::{Hook, IdleGranules, MaintenanceExecutor};
+use super::hands::{Hook, MaintenanceExecutor};
 use super::heap::settle_heap;
 use super::history::MetricsHistory;
 use super::own_arena::Loads;
-use super::sensor::{Counted, LibcIdle, MemorySensor};
+use super::sensor::{LibcIdle, MemorySensor};
 use super::shared::{Purges, Shared};
 use super::{Claim, Ends, Memory, Running, Started, THREADS, Threads, threads};
 
@@ -48,14 +42,14 @@ const STACK: ByteSize = ByteSize::kib(256);
 /// [`Profile`].
 #[derive(Default)]
 pub struct Builder {
-    code: Settings,
+    pub(super) code: Settings,
     ignores_environment: bool,
     clock: Option<Arc<dyn Clock>>,
     hook: Option<Hook>,
     recall_hook: Option<Hook>,
     stack: Option<ByteSize>,
     signals: Option<Signals>,
-    driver: Option<Arc<dyn Driver>>,
+    pub(super) driver: GivenDriver,
 }
 
 macro_rules! setting {
@@ -83,33 +77,6 @@ impl Builder {
         /// 1 if estimates are known to be exact; then nothing that fits is rejected in the first
         /// seconds.
         correction_factor: f64;
-        /// Sets the device on which arenas allocate. Default: the best that works.
-        device: DeviceChoice;
-        /// Sets the way in which CUDA memory is allocated. Default: the first that works.
-        device_backend: DeviceBackend;
-        /// Sets the limit of device memory for each arena. Default: none.
-        device_limit: ByteSize;
-        /// Sets the share of the device's memory, in [0, 1), to keep free for its other users.
-        /// Default: 0.05; 0 for none. If less is free, idle memory of our arenas is released before
-        /// its decay time, until one and a half times this share is free. Live memory is never
-        /// released.
-        device_watermark: f64;
-        /// Sets the time after which idle device memory is released. Default: 1 s, 5 s or 30 s, by
-        /// profile.
-        device_decay: crate::decay::DecayTime;
-        /// Sets the time without a lease after which a device arena goes to sleep, `None` for
-        /// never. Default: never. See [`DeviceArena::sleep`](crate::device::DeviceArena::sleep) for
-        /// the requirements on the arena's users.
-        device_sleep_after: Option<Duration>;
-        /// Sets the minimum time that a device arena stays awake after it was opened or woken.
-        /// Default: 0.
-        device_min_awake: Duration;
-        /// Sets the treatment of the stable region's contents when an idle arena goes to sleep.
-        /// Default: keep.
-        device_sleep_stable: crate::device::Contents;
-        /// Sets the treatment of the dynamic region's contents when an idle arena goes to sleep.
-        /// Default: keep.
-        device_sleep_dynamic: crate::device::Contents;
         /// Sets the time for which jemalloc keeps dirty pages. Default: 1 s, 1 s or 10 s, by
         /// profile.
         heap_decay: crate::decay::DecayTime;
@@ -194,28 +161,6 @@ impl Builder {
         self
     }
 
-    /// Sets a driver for device arenas that the caller has opened, for example with options that
-    /// have no setting, or a driver for tests. The configured device, also from the environment, is
-    /// ignored then.
-    ///
-    /// ```no_run
-    /// # #[cfg(feature = "cuda")] {
-    /// use std::sync::Arc;
-    /// use lowtide::device::driver::cuda::{CudaDriver, CudaOptions};
-    /// use lowtide::{ByteSize, Memory};
-    ///
-    /// let handle = Some(ByteSize::mib(16));
-    /// let driver = CudaDriver::open(CudaOptions { handle, ..CudaOptions::default() })?;
-    /// let memory = Memory::builder().driver(Arc::new(driver)).start()?;
-    /// # }
-    /// # Ok::<(), lowtide::BoxError>(())
-    /// ```
-    #[must_use]
-    pub fn driver(mut self, driver: Arc<dyn Driver>) -> Self {
-        self.driver = Some(driver);
-        self
-    }
-
     /// Sets the stack size of the threads, for tests.
     #[doc(hidden)]
     #[must_use]
@@ -247,23 +192,23 @@ impl Builder {
         claim: Arc<Claim>,
         unread: Option<String>,
     ) -> Result<Memory, StartError> {
+        let names = if self.ignores_environment { Vec::new() } else { env::of_devices() };
         let mut diagnostics = Vec::new();
-        let driver = open_driver(&config, self.driver, &mut diagnostics)?;
+        diagnostics.extend(variables_of_devices(&names, HAS_DEVICES));
+        let devices = Devices::open(&config, self.driver, &mut diagnostics)?;
         let signals = open_signals(&config, self.signals, &mut diagnostics);
         let heap = settle_heap(&config, &signals, unread, &mut diagnostics);
         let clock = self.clock.unwrap_or_else(|| Arc::new(SystemClock::new()));
         check_limit(&config, &signals, &*clock, &mut diagnostics)?;
-        let (signals, arenas) = (Arc::new(signals), Arenas::default());
+        let signals = Arc::new(signals);
         let (admission, resources) = (Admission::new(), Resources::new());
-        let counted = settle_budgets(driver.as_deref(), &admission, &mut diagnostics);
-        let is_host = counted != Counted::OnDevice;
+        devices.settle_budgets(&admission, &mut diagnostics);
+        let is_host = !devices.has_own_memory();
         let sensor = MemorySensor {
             clock: Arc::clone(&clock),
             signals: Arc::clone(&signals),
             heap: heap.probe,
-            arenas: arenas.clone(),
-            counted,
-            device_limit: config.device_limit.value,
+            arenas: devices.sensor(&config),
             last: None,
             refresh_at: Moment::ORIGIN,
             read: None,
@@ -281,7 +226,6 @@ impl Builder {
             ladder,
         )?;
         let shared = Arc::new(Shared {
-            device: DeviceWatch::new(config.device_watermark.value),
             config,
             clock,
             birth: Birth::now(),
@@ -289,23 +233,17 @@ impl Builder {
             resources,
             state: maintenance.state(),
             queue: maintenance.queue(),
-            driver,
+            devices,
             heap: heap.probe,
             signals,
             bound_arenas: threads::arena_binding().map(ArenaBinding::arenas),
             diagnostics: Mutex::new(Vec::new()),
             purges: Purges::default(),
             claim,
-            arenas,
-            scopes: Scopes::default(),
-            gone: Gone::default(),
-            shrinks: ShrinksAsked::default(),
             events: Events::default(),
             history: MetricsHistory::default(),
             admin_tasks: AdminTasks::default(),
             loads: Loads::default(),
-            #[cfg(feature = "cuda")]
-            governors: super::devices::governors::Governors::default(),
         });
         evict_when_short(&shared);
         diagnostics.into_iter().for_each(|diagnostic| shared.add_diagnostic(diagnostic));
@@ -321,22 +259,19 @@ impl Builder {
     }
 }
 
-/// Finds the budget of arena memory, and makes admission use one budget if that is the host's.
-fn settle_budgets(
-    driver: Option<&dyn Driver>,
-    admission: &Admission,
-    diagnostics: &mut Vec<Diagnostic>,
-) -> Counted {
-    let counted = Counted::of(driver);
-    if counted != Counted::OnDevice {
-        admission.unify();
-    }
-    if counted == Counted::BesideKernel {
-        let text = "the device has no memory of its own: memory committed by arenas counts against \
-                    the host's memory limit, and there is no device budget";
-        diagnostics.push(Diagnostic::info("device", text.to_owned()));
-    }
-    counted
+/// Whether this build has device arenas.
+const HAS_DEVICES: bool = cfg!(feature = "device");
+
+/// Returns a warning that names the variables of device arenas that are set, in a build that has
+/// none.
+fn variables_of_devices(names: &[&str], has_devices: bool) -> Option<Diagnostic> {
+    let text = format!(
+        "{} set but without effect: this build of lowtide has no feature `device`; build with the \
+         feature, or unset",
+        names.join(", ")
+    );
+    let is_fault = !has_devices && !names.is_empty();
+    is_fault.then(|| Diagnostic::warning("configuration", text))
 }
 
 /// Returns the settings in jemalloc's variable that this build does not read.
@@ -544,13 +479,9 @@ fn ladder(
     is_host: bool,
 ) -> Ladder {
     let relieves = if is_host { Budget::Host } else { Budget::Device };
-    let granules = IdleGranules { shared: Arc::clone(joined), relieves };
-    let steps: Vec<Arc<dyn control::Reclaim>> = vec![
-        Arc::new(granules),
-        resources.reclaimer(Budget::Host),
-        resources.reclaimer(Budget::Device),
-    ];
-    // Three steps are fewer than the limit.
+    let of_resources = [Budget::Host, Budget::Device].map(|budget| resources.reclaimer(budget));
+    let steps = devices::idle_memory(joined, relieves).into_iter().chain(of_resources).collect();
+    // At most three steps, fewer than the limit.
     Ladder::new(steps).unwrap_or_default()
 }
 
@@ -567,7 +498,7 @@ fn report(memory: &Memory, background_threads: u32) {
         target: "lowtide",
         profile = %config.profile.value,
         limit,
-        device = %config.device.value,
+        device = devices::choice(config).map(tracing::field::display),
         heap_decay = ?config.heap_decay.value,
         background_threads,
         cpus = cpus.whole(),
@@ -584,5 +515,22 @@ impl fmt::Debug for Builder {
             .field("code", &self.code)
             .field("ignores_environment", &self.ignores_environment)
             .finish_non_exhaustive()
+    }
+}
+
+#[cfg(all(test, not(lowtide_loom)))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn variables_of_device_arenas_are_named_in_a_build_without_them() {
+        let names = ["LOWTIDE_DEVICE", "LOWTIDE_DEVICE_LIMIT"];
+        let text = variables_of_devices(&names, false).map(|diagnostic| diagnostic.to_string());
+        let expected = "configuration: LOWTIDE_DEVICE, LOWTIDE_DEVICE_LIMIT set but without \
+                        effect: this build of lowtide has no feature `device`; build with the \
+                        feature, or unset";
+        assert_eq!(text.as_deref(), Some(expected));
+        assert_eq!(variables_of_devices(&names, true), None, "they have an effect");
+        assert_eq!(variables_of_devices(&[], false), None);
     }
 }

@@ -5,9 +5,8 @@ use std::fmt;
 use thiserror::Error;
 
 use crate::bytes::ByteSize;
-use crate::config::{ConfigError, DeviceChoice, Source};
+use crate::config::{ConfigError, Source};
 use crate::control::{AddError, Budget, SettingsError};
-use crate::device::DeviceError;
 
 /// The reason that a [`Memory`](super::Memory) did not start. Nothing is left running.
 ///
@@ -41,10 +40,11 @@ pub enum StartError {
         least: ByteSize,
     },
     /// A CUDA device was requested and cannot be opened.
+    #[cfg(feature = "device")]
     #[error("cannot open the device {device}: {cause}")]
     NoCuda {
         /// The requested device.
-        device: DeviceChoice,
+        device: crate::config::DeviceChoice,
         /// The cause.
         cause: String,
     },
@@ -98,32 +98,10 @@ fn meant(limit: ByteSize, least: ByteSize) -> String {
 #[derive(Clone, Debug, Error, PartialEq)]
 #[non_exhaustive]
 pub enum MemoryError {
-    /// The configured device is `none`.
-    #[error("cannot open arena {arena:?}: the configured device is none")]
-    NoDevice {
-        /// The arena's name.
-        arena: String,
-    },
-    /// The driver failed to open the arena.
-    #[error("cannot open arena {arena:?}: {error}")]
-    Arena {
-        /// The arena's name.
-        arena: String,
-        /// The cause.
-        error: DeviceError,
-    },
-    /// The name is in use; the arenas could not be distinguished in metrics.
-    #[error("arena {arena:?} is already open: expected another name")]
-    DuplicateArena {
-        /// The name.
-        arena: String,
-    },
-    /// The maximum number of arenas is open.
-    #[error("too many arenas: at most {max} can be open")]
-    TooManyArenas {
-        /// The maximum.
-        max: usize,
-    },
+    /// An arena could not be opened.
+    #[cfg(feature = "device")]
+    #[error(transparent)]
+    Arena(#[from] super::devices::ArenaError),
     /// The resource could not be registered: too many resources, or a name that is in use.
     #[error(transparent)]
     Resource(#[from] AddError),

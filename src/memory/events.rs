@@ -13,7 +13,6 @@ use std::fmt::Write as _;
 use std::time::Duration;
 
 use crate::control::{Level, RejectReason, ResourceStats, UnloadReason};
-use crate::device::ArenaSnapshot;
 use crate::sync::{Mutex, lock};
 
 use super::snapshot::MemorySnapshot;
@@ -102,17 +101,13 @@ impl Watch {
 
 impl Seen {
     fn of(snapshot: &MemorySnapshot) -> Self {
-        let arena = |arena: &ArenaSnapshot| {
-            let counts = [arena.sleeps_total, arena.wakes_total, arena.wake_failures_total];
-            (arena.name.clone(), counts)
-        };
         let resource = |stats: &ResourceStats| {
             let loads = [stats.loads_ok_total, stats.loads_failed_total];
             (stats.name.to_string(), (loads, UnloadReason::ALL.map(|why| stats.unloads.total(why))))
         };
         Self {
             levels: [snapshot.host.level, snapshot.device.level],
-            arenas: snapshot.arenas.iter().map(arena).collect(),
+            arenas: snapshot.devices.sleeps(),
             resources: snapshot.resources.iter().map(resource).collect(),
             shed: RejectReason::ALL.map(|why| snapshot.admission.rejected_total(why)),
             kills: snapshot.oom_kills.unwrap_or(0),

@@ -7,17 +7,16 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::clock::Moment;
-use crate::control::{Ask, Budget, MaintenanceActions, Reclaim, Recovered, Trigger};
-use crate::device::driver::Backend;
+use crate::control::{MaintenanceActions, Recovered, Trigger};
 use crate::host::{self, HostArenaStats};
 use crate::metrics::record;
-use crate::sync::{Mutex, lock};
 
+use super::devices::Series;
 use super::error::{Diagnostic, Severity};
 use super::events::Watch;
 use super::history::HistorySample;
 use super::shared::Shared;
-use super::snapshot::{DeviceSnapshot, MemorySnapshot};
+use super::snapshot::MemorySnapshot;
 
 /// The minimum time between calls of the application's hook, and between descriptions of the
 /// metrics to the recorder, which may be installed late; a description costs a sixth of a
@@ -26,8 +25,6 @@ const HOOK_EVERY: Duration = Duration::from_secs(5);
 
 /// The maximum number of named heap arenas with metrics series.
 const HEAP_ARENAS_MAX: usize = 64;
-/// The maximum number of device arenas and backends with metrics series.
-const RUNGS_MAX: usize = 64;
 
 /// A hook of the application, called on the worker after metrics were published, or after a flush
 /// of thread caches was requested.
@@ -41,10 +38,7 @@ pub(super) struct MaintenanceExecutor {
     recall_hook: Option<Hook>,
     /// The names of dedicated heap arenas that were published.
     heap_arenas: Vec<String>,
-    /// The device arenas that were published, and the backend of each.
-    backends: Vec<(String, Backend)>,
-    /// `true` if the device's memory was published the last time.
-    knows_device: bool,
+    devices: Series,
     /// The OOM kills in the own cgroup that have been logged.
     kills_logged: u64,
     /// The state at the last publication.
@@ -63,17 +57,7 @@ impl MaintenanceActions for MaintenanceExecutor {
     }
 
     fn decay_device(&mut self, now: Moment) {
-        for arena in self.shared.arenas() {
-            if arena.next_decay() > now {
-                continue;
-            }
-            if let Err(error) = arena.decay(now) {
-                let text = format!("arena {}: {error}", arena.name());
-                self.shared.add_diagnostic(Diagnostic::warning("device", text));
-            }
-        }
-        self.shared.shrink_asked();
-        self.shared.sweep();
+        self.shared.decay_devices(now);
     }
 
     fn decay_heap(&mut self) {
@@ -108,10 +92,7 @@ impl MaintenanceActions for MaintenanceExecutor {
             self.hook_at = now + HOOK_EVERY;
             record::describe();
         }
-        self.shared.maintain_pools();
-        #[cfg(feature = "cuda")]
-        self.shared.decay_governors(now);
-        self.shared.sweep();
+        self.shared.maintain_devices(now);
         let start = self.shared.clock.now();
         let snapshot = self.shared.snapshot();
         self.watch.see(&snapshot, &self.shared.events);
@@ -130,14 +111,10 @@ impl MaintenanceActions for MaintenanceExecutor {
         for (heap, bytes) in self.shared.purges.bytes() {
             record::purged(heap, bytes);
         }
-        for arena in &self.shared.gone.published(&snapshot.arenas, &snapshot.draining) {
-            record::arena(arena);
-        }
-        self.publish_rungs(&snapshot);
-        self.publish_device(snapshot.rollback_failures_total, snapshot.device_memory.as_ref());
+        self.devices.publish(&self.shared, &snapshot);
         record::pressure(&snapshot.signal, &self.shared.state);
         self.publish_kernel(&snapshot);
-        for budget in [Budget::Host, Budget::Device] {
+        for &budget in record::BUDGETS {
             record::ledger(self.shared.admission.ledger(budget), budget);
             record::classes(budget, &self.shared.admission.classes(budget));
         }
@@ -172,8 +149,7 @@ impl MaintenanceExecutor {
             hook_at: Moment::ORIGIN,
             recall_hook: recall,
             heap_arenas: Vec::new(),
-            backends: Vec::new(),
-            knows_device: false,
+            devices: Series::default(),
             kills_logged: 0,
             watch: Watch::default(),
             exhausted: false,
@@ -195,24 +171,6 @@ impl MaintenanceExecutor {
         let is_gone = |name: &&String| !arenas.iter().any(|(other, _)| other == *name);
         for name in self.heap_arenas.iter().filter(is_gone) {
             record::heap_arena(name, &HostArenaStats::default());
-        }
-    }
-
-    /// Publishes the backend of each device arena. A published pair stays, with value 0 after the
-    /// arena is closed; beyond [`RUNGS_MAX`] pairs, new ones are not published.
-    fn publish_rungs(&mut self, snapshot: &MemorySnapshot) {
-        let open = || snapshot.arenas.iter().chain(&snapshot.draining);
-        for arena in open() {
-            let is_known = |(name, backend): &(String, Backend)| {
-                *name == arena.name && *backend == arena.backend
-            };
-            if self.backends.len() < RUNGS_MAX && !self.backends.iter().any(is_known) {
-                self.backends.push((arena.name.clone(), arena.backend));
-            }
-        }
-        for (name, backend) in &self.backends {
-            let is_open = open().any(|arena| arena.name == *name && arena.backend == *backend);
-            record::arena_info(name, *backend, is_open);
         }
     }
 
@@ -252,46 +210,5 @@ impl MaintenanceExecutor {
             );
             self.shared.add_diagnostic_once(start, Diagnostic::warning("signals", text));
         }
-    }
-
-    fn publish_device(&mut self, rollback_failures_total: u64, device: Option<&DeviceSnapshot>) {
-        let figures = device.map(|device| record::Device {
-            total: device.total,
-            free: device.free,
-            context_overhead: device.context_overhead,
-            unmanaged: device.unmanaged,
-            watermark_released_total: device.watermark_released_total,
-        });
-        record::device(rollback_failures_total, figures);
-        if self.knows_device && device.is_none() {
-            record::device_unknown();
-        }
-        self.knows_device = device.is_some();
-    }
-}
-
-/// Releases the idle memory of arenas: a reclaim step.
-pub(super) struct IdleGranules {
-    /// Set once the parts are connected.
-    pub(super) shared: Arc<Mutex<Option<Arc<Shared>>>>,
-    pub(super) relieves: Budget,
-}
-
-impl Reclaim for IdleGranules {
-    fn name(&self) -> &'static str {
-        "idle device memory"
-    }
-
-    fn relieves(&self) -> Budget {
-        self.relieves
-    }
-
-    fn cost_rank(&self) -> u8 {
-        0
-    }
-
-    fn reclaim(&self, _ask: Ask) -> Recovered {
-        let shared = lock(&self.shared).clone();
-        shared.map_or(Recovered::NOTHING, |shared| shared.purge_arenas())
     }
 }

@@ -8,7 +8,6 @@ use std::collections::VecDeque;
 use std::time::Duration;
 
 use crate::bytes::ByteSize;
-use crate::device::ArenaSnapshot;
 use crate::sync::{Mutex, lock};
 
 use super::snapshot::MemorySnapshot;
@@ -29,23 +28,25 @@ pub struct HistorySample {
     /// The bytes that the heap retains.
     pub heap_retained: ByteSize,
     /// The live bytes of all device arenas that have memory, without sleeping ones.
+    #[cfg(feature = "device")]
     pub device_live: ByteSize,
     /// The bytes that these arenas retain.
+    #[cfg(feature = "device")]
     pub device_retained: ByteSize,
 }
 
 impl HistorySample {
     pub(super) fn of(snapshot: &MemorySnapshot) -> Self {
-        let arenas = || snapshot.arenas.iter().chain(&snapshot.draining);
         let heap = snapshot.heap.as_ref();
-        Self {
+        let mut sample = Self {
             at: snapshot.since_epoch,
             physical: snapshot.physical,
             heap_live: heap.map_or(ByteSize::ZERO, |heap| heap.live),
             heap_retained: heap.map_or(ByteSize::ZERO, |heap| heap.retained()),
-            device_live: arenas().map(|arena| arena.live.saturating_sub(arena.asleep)).sum(),
-            device_retained: arenas().map(ArenaSnapshot::retained).sum(),
-        }
+            ..Self::default()
+        };
+        snapshot.devices.add_to(&mut sample);
+        sample
     }
 }
 

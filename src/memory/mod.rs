@@ -14,6 +14,7 @@
 
 mod admin_tasks;
 mod builder;
+#[cfg_attr(not(feature = "device"), path = "no_devices.rs")]
 mod devices;
 mod error;
 mod events;
@@ -41,21 +42,21 @@ use crate::clock::{Bell, Clock, Moment};
 use crate::config::Config;
 use crate::control::{Admission, Budget, Cost, Job, JobQueue, Resource, Trigger};
 use crate::control::{Level, ResourceStats};
-use crate::device::{ArenaConfig, ArenaOccupancy, DeviceArena};
 use crate::fork::Birth;
 use crate::sync::{Mutex, lock};
 
 pub use admin_tasks::{AdminCommand, AdminError, AdminTask, AdminTaskState};
 pub use builder::Builder;
-pub use devices::scopes::{
-    ArenaReport, ArenaUse, Replaced, ScopeError, Slot, SlotKind, SlotSnapshot,
+#[cfg(feature = "device")]
+pub use devices::{
+    ArenaError, ArenaReport, ArenaUse, DeviceSnapshot, DevicesSnapshot, Replaced, Run, ScopeError,
+    ShrinkError, ShrinkFailure, ShrinkOutcome, Shrunk, ShrunkTarget, Slot, SlotKind, SlotSnapshot,
 };
-pub use devices::shrink::{Run, ShrinkError, ShrinkFailure, ShrinkOutcome, Shrunk, ShrunkTarget};
 pub use error::{Diagnostic, MemoryError, Severity, StartError};
 pub use events::Event;
 pub use history::HistorySample;
 pub use shared::Purged;
-pub use snapshot::{BudgetSnapshot, DeviceSnapshot, MemorySnapshot};
+pub use snapshot::{BudgetSnapshot, MemorySnapshot};
 pub use threads::on_thread_start;
 
 use shared::Shared;
@@ -239,27 +240,6 @@ impl Memory {
         self.admission().by_budget(Cost::host(host).and_device(device))
     }
 
-    /// Opens a device arena with the configured driver, limit, decay time and sleep settings. The
-    /// manager samples, decays and publishes the arena, and puts it to sleep if configured, until
-    /// this `Memory` ends or the arena is closed with [`DeviceArena::close`], which makes its name
-    /// available again. Dropping all handles does not close the arena.
-    ///
-    /// All other settings are those of [`ArenaConfig::new`]; change them with
-    /// [`DeviceArena::set_limit`], [`DeviceArena::set_decay`] and
-    /// [`DeviceArena::set_thread_cache`]. For growth in steps, use [`Memory::share_arena`]. An
-    /// arena that is opened after [`Memory::shutdown`] is not managed.
-    ///
-    /// # Errors
-    /// [`MemoryError::NoDevice`] if the configured device is `none`, [`MemoryError::Arena`] if the
-    /// driver fails, [`MemoryError::TooManyArenas`], [`MemoryError::DuplicateArena`],
-    /// [`MemoryError::Forked`].
-    pub fn open_arena(&self, name: &str) -> Result<DeviceArena, MemoryError> {
-        let shared = &self.0.shared;
-        let config =
-            ArenaConfig { limit: shared.config.device_limit.value, ..shared.arena_config(name) };
-        shared.open_arena(config)
-    }
-
     /// Purges the heap and the arenas now, on this thread. Takes about 0.1 ms for each MiB
     /// released. Do not call it on a thread of an async runtime; see [`Memory::request_purge`].
     /// Does not call [`Builder::after_tcache_flush_request`]; only the worker does.
@@ -303,28 +283,6 @@ impl Memory {
         if shared.birth.is_here() { shared.history.all() } else { Vec::new() }
     }
 
-    /// Returns the layout of each arena by name: serving arenas first, then draining ones. The
-    /// layouts have at most `cells_max` cells in total, but at least 4 for each arena. Costs
-    /// [`DeviceArena::occupancy`] for each.
-    #[must_use]
-    pub fn occupancy(&self, cells_max: usize) -> Vec<(String, ArenaOccupancy)> {
-        let arenas = self.0.shared.arenas();
-        let each = cells_max / (2 * arenas.len()).max(1);
-        arenas.iter().map(|arena| (arena.name().to_owned(), arena.occupancy(each))).collect()
-    }
-
-    /// Returns the names of the arenas in that order.
-    #[cfg(feature = "service")]
-    pub(crate) fn arena_names(&self) -> Vec<String> {
-        self.0.shared.arenas().iter().map(|arena| arena.name().to_owned()).collect()
-    }
-
-    /// Returns the time on the manager's clock.
-    #[cfg(feature = "service")]
-    pub(crate) fn now(&self) -> Moment {
-        self.0.shared.clock.now()
-    }
-
     /// Makes `/readyz` answer 503 from now on, while the service still serves. Call it between a
     /// signal to shut down and the close of the listener, so that load balancers choose another
     /// instance. Admission is not changed.
@@ -364,9 +322,8 @@ impl Memory {
         }
         self.0.running.threads.end();
         self.0.running.threads.join(&*shared.clock, end, &mut report);
-        shared.end_empty_sleeps();
+        shared.end_devices(&mut report);
         report.requests = shared.admission.stats().held();
-        report.device_live = shared.arenas().iter().map(|arena| arena.glance().live).sum();
         report
     }
 }
@@ -513,6 +470,7 @@ pub struct Shutdown {
     /// The resources that were in use until the deadline, each with the reason.
     pub resources: Vec<String>,
     /// The bytes of device memory in buffers that are still held.
+    #[cfg(feature = "device")]
     pub device_live: ByteSize,
     /// The threads that panicked.
     pub panicked: Vec<String>,
@@ -549,7 +507,7 @@ impl fmt::Display for Shutdown {
             return f.write_str("nothing outstanding");
         }
         let plural = if self.requests == 1 { "" } else { "s" };
-        write!(f, "{} request{plural}, {} of device memory live", self.requests, self.device_live)?;
+        write!(f, "{} request{plural}{}", self.requests, self.devices())?;
         for resource in &self.resources {
             write!(f, "; {resource}")?;
         }

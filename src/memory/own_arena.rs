@@ -19,9 +19,9 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use crate::bytes::ByteSize;
 use crate::control::{Cost, LimitSource, LoadError, LoadScope, Trigger};
-use crate::device::DeviceArena;
 use crate::host::{self, ARENA_NAME_MAX, HostArena, HostArenaStats};
 
+use super::devices::ResourceArena;
 use super::error::Diagnostic;
 use super::shared::Shared;
 
@@ -34,7 +34,7 @@ pub(super) struct OwnArena {
     /// The growth of the process around the last load, if it was measured.
     grown: Mutex<Option<ByteSize>>,
     /// An arena that contains only the resource's memory.
-    device: Option<DeviceArena>,
+    device: ResourceArena,
     /// Weak, because the registry holds the resource.
     shared: Weak<Shared>,
 }
@@ -44,7 +44,7 @@ impl OwnArena {
     pub(super) fn of(
         name: &str,
         shared: &Arc<Shared>,
-        device: Option<DeviceArena>,
+        device: ResourceArena,
     ) -> Arc<dyn LoadScope> {
         let end = (0..=ARENA_NAME_MAX.min(name.len())).rev().find(|at| name.is_char_boundary(*at));
         let name = name.get(..end.unwrap_or_default()).unwrap_or_default().to_owned();
@@ -201,9 +201,7 @@ fn held(shared: &Shared) -> i64 {
     let is_cgroup = matches!(signal.limit.source, LimitSource::Cgroup | LimitSource::High);
     let charged = signal.charged.filter(|_| is_cgroup);
     let held = charged.or(signal.anonymous).unwrap_or_default();
-    let is_host = shared.driver.as_ref().is_some_and(|driver| driver.capabilities().host_backed);
-    let arenas = if is_host { shared.arenas() } else { Vec::new() };
-    let in_arenas: ByteSize = arenas.iter().map(|arena| arena.glance().committed).sum();
+    let in_arenas = shared.committed_in_process();
     held.get().cast_signed().saturating_sub(in_arenas.get().cast_signed())
 }
 
@@ -224,22 +222,17 @@ impl LoadScope for OwnArena {
     }
 
     fn unload(&self, unload: &mut dyn FnMut()) -> Option<Cost> {
-        let committed = |arena: &DeviceArena| arena.snapshot().committed;
-        let before = self.device.as_ref().map(committed);
+        let before = self.device.committed();
         let host = self.unload_from_heap(unload).max(self.take_grown());
         unload(); // where it has not run
-        let device = self.device.as_ref().zip(before).map(|(arena, before)| {
-            // If the driver fails, idle memory decays later.
-            let _ = arena.purge();
-            before.saturating_sub(committed(arena))
-        });
+        let device = before.map(|before| self.device.purge_from(before));
         self.cost(host, device)
     }
 
     fn held(&self) -> Option<Cost> {
         let grown = *self.grown.lock().unwrap_or_else(PoisonError::into_inner);
         let host = self.arena_active().max(grown);
-        self.cost(host, self.device.as_ref().map(|arena| arena.snapshot().active))
+        self.cost(host, self.device.active())
     }
 }
 
@@ -287,8 +280,7 @@ impl OwnArena {
     fn cost(&self, host: Option<ByteSize>, device: Option<ByteSize>) -> Option<Cost> {
         host.or(device)?;
         let (host, device) = (host.unwrap_or_default(), device.unwrap_or_default());
-        let arena = self.device.as_ref();
-        Some(if arena.is_some_and(|arena| arena.capabilities().counts_as_host()) {
+        Some(if self.device.counts_as_host() {
             Cost::host(host).and_host(device)
         } else {
             Cost::host(host).and_device(device)

@@ -11,8 +11,8 @@ use std::sync::Arc;
 
 use crate::BoxError;
 use crate::control::{Managed, ManagedBuilder, Resource as _};
-use crate::device::DeviceArena;
 
+use super::devices::ResourceArena;
 use super::own_arena::OwnArena;
 use super::{Memory, MemoryError};
 
@@ -22,7 +22,7 @@ impl Memory {
     ///
     /// The loader and the clean-up must not hold this `Memory`: the registry holds the loader, so
     /// both would keep each other and the threads alive until [`Memory::shutdown`] is called. Let
-    /// them hold a [`DeviceArena`] or a [`WeakMemory`](super::WeakMemory) instead.
+    /// them hold a [`WeakMemory`](super::WeakMemory), or a device arena, instead.
     ///
     /// If [`Heap`](crate::host::Heap) is the global allocator, allocations of the loader on its own
     /// thread go to a [`HostArena`](crate::host::HostArena) with the resource's name, and all of
@@ -49,46 +49,13 @@ impl Memory {
         name: &str,
         load: impl Fn() -> Result<T, BoxError> + Send + Sync + 'static,
     ) -> ManagedBuilder<T> {
-        self.enclosed(name, None, load)
+        self.enclosed(name, ResourceArena::default(), load)
     }
 
-    /// Returns a builder for a resource whose device memory is in this arena, which contains
-    /// nothing else. If the arena's memory after a load exceeds the declared
-    /// [`cost`](ManagedBuilder::cost), the measured amount is reserved from then on. Memory freed
-    /// by the clean-up is released to the driver immediately. Memory that a request allocates in
-    /// the arena may stay until the arena decays.
-    ///
-    /// ```
-    /// use lowtide::control::Resource as _;
-    /// use lowtide::device::Region;
-    /// use lowtide::{ByteSize, Memory};
-    ///
-    /// let memory = Memory::builder().start()?;
-    /// let arena = memory.open_arena("embedder")?;
-    /// let weights = memory.managed_in(&arena, "weights", |arena| {
-    ///     Ok(arena.alloc_from(&vec![1.0_f32; 1 << 20], Region::Stable)?)
-    /// });
-    /// let weights = memory.register(weights.cost(memory.cost(ByteSize::ZERO, ByteSize::mib(1))))?;
-    /// drop(weights.acquire_blocking()?);
-    /// let stats = weights.stats();
-    /// let found = stats.cost.host.saturating_add(stats.cost.device);
-    /// assert!(found >= ByteSize::mib(4)); // not 1 MiB: the next load reserves the measured amount
-    /// # Ok::<(), lowtide::BoxError>(())
-    /// ```
-    pub fn managed_in<T: Send + Sync + 'static>(
-        &self,
-        arena: &DeviceArena,
-        name: &str,
-        load: impl Fn(&DeviceArena) -> Result<T, BoxError> + Send + Sync + 'static,
-    ) -> ManagedBuilder<T> {
-        let of_load = arena.clone();
-        self.enclosed(name, Some(arena.clone()), move || load(&of_load))
-    }
-
-    fn enclosed<T: Send + Sync + 'static>(
+    pub(super) fn enclosed<T: Send + Sync + 'static>(
         &self,
         name: &str,
-        device: Option<DeviceArena>,
+        device: ResourceArena,
         load: impl Fn() -> Result<T, BoxError> + Send + Sync + 'static,
     ) -> ManagedBuilder<T> {
         let shared = &self.0.shared;

@@ -1,4 +1,4 @@
-//! The sensor, which combines kernel signals, heap and arenas into one sample.
+//! The sensor, which combines kernel signals, heap and device arenas into one sample.
 //!
 //! Runs on the control thread: no allocation, no driver call, some ten to thirty microseconds.
 //! jemalloc's statistics are refreshed only as often as their measured cost allows (0.3 % of a
@@ -6,10 +6,6 @@
 //! large one, and never while nothing changes. Between two refreshes the purgeable bytes are
 //! derived from figures that cost next to nothing, because a fresh physical size less a stale
 //! purgeable size is wrong by all memory freed or released since then.
-//!
-//! The kernel counts memory committed by an integrated GPU neither in the resident set nor against
-//! the cgroup (reported for a GB10: weights of 77 GiB, a resident set of 1.8 GiB), although it is
-//! the machine's memory. It is added here, and nowhere else.
 //!
 //! Invariant: `purgeable = dirty + muzzy + idle of arenas in the host's budget`; between two
 //! refreshes the heap's part is at most that of the last refresh plus the decrease of active pages.
@@ -20,10 +16,9 @@ use std::time::Duration;
 use crate::bytes::ByteSize;
 use crate::clock::{Clock, Moment};
 use crate::control::{Glance, Sample, Sensor, Signal, Signals};
-use crate::device::driver::Driver;
 use crate::host::{self, HeapProbe, HeapSnapshot};
 
-use super::devices::arenas::Arenas;
+use super::devices::ArenasSensor;
 
 /// The share of a core for refreshing jemalloc's statistics: one in this number.
 const EPOCH_SHARE: u32 = 333;
@@ -35,35 +30,11 @@ const SIGNAL_MAX: Duration = Duration::from_millis(750);
 /// The minimum time between counts of the C library's free blocks, which lock each of its arenas.
 const LIBC_MIN: Duration = Duration::from_secs(1);
 
-/// The budget in which the memory of arenas counts.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Counted {
-    /// The host's budget; the kernel's figures contain it.
-    ByKernel,
-    /// The host's budget; it is added to the kernel's figures.
-    BesideKernel,
-    /// The device's budget.
-    OnDevice,
-}
-
-impl Counted {
-    pub(super) fn of(driver: Option<&dyn Driver>) -> Self {
-        match driver.map(Driver::capabilities) {
-            Some(can) if can.unified => Self::BesideKernel,
-            Some(can) if !can.host_backed => Self::OnDevice,
-            _ => Self::ByKernel,
-        }
-    }
-}
-
 pub(super) struct MemorySensor {
     pub(super) clock: Arc<dyn Clock>,
     pub(super) signals: Arc<Signals>,
     pub(super) heap: Option<HeapProbe>,
-    pub(super) arenas: Arenas,
-    /// The budget in which the memory of arenas counts.
-    pub(super) counted: Counted,
-    pub(super) device_limit: ByteSize,
+    pub(super) arenas: ArenasSensor,
     /// The last refresh, and the earliest time of the next one.
     pub(super) last: Option<Refresh>,
     pub(super) refresh_at: Moment,
@@ -168,28 +139,7 @@ impl Sensor for MemorySensor {
             // By the current active pages: stale ones would show a burst as growth.
             sample.untracked_anonymous = sample.anonymous.saturating_sub(heap.active);
         }
-        let (mut committed, mut idle) = (ByteSize::ZERO, ByteSize::ZERO);
-        self.arenas.each(|arena| {
-            let glance = arena.glance();
-            committed = committed.saturating_add(glance.committed);
-            idle = idle.saturating_add(glance.idle);
-            sample.device_decay_due = sample.device_decay_due.min(arena.next_decay());
-            sample.device_sleep_due = sample.device_sleep_due.min(arena.next_sleep());
-        });
-        if self.counted == Counted::OnDevice {
-            sample.device_sleep_takes_host = true;
-            sample.device_committed = committed;
-            sample.device_idle = idle;
-            sample.device_limit = (self.device_limit != ByteSize::MAX).then_some(self.device_limit);
-            return sample;
-        }
-        sample.purgeable = sample.purgeable.saturating_add(idle);
-        sample.decaying = idle;
-        if self.counted == Counted::ByKernel {
-            sample.untracked_anonymous = sample.untracked_anonymous.saturating_sub(committed);
-        } else {
-            sample.physical = sample.physical.saturating_add(committed);
-        }
+        self.arenas.add_to(&mut sample);
         sample
     }
 

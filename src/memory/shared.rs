@@ -14,22 +14,15 @@ use crate::bytes::ByteSize;
 use crate::clock::Clock;
 use crate::config::Config;
 use crate::control::{
-    Admission, Budget, Cost, JobQueue, PressureState, Recovered, ResourceStats, Resources, Signals,
-    Trigger,
+    Admission, Budget, Cost, JobQueue, PressureState, ResourceStats, Resources, Signals, Trigger,
 };
-use crate::device::driver::Driver;
-use crate::device::{ArenaConfig, DeviceArena};
 use crate::fork::Birth;
 use crate::host::{self, HeapProbe, HostArena, HostArenaStats, HostError, PurgeReport};
 use crate::metrics::record;
 use crate::sync::{Mutex, lock};
 
 use super::admin_tasks::AdminTasks;
-use super::devices::arenas::Arenas;
-use super::devices::published::Gone;
-use super::devices::scopes::Scopes;
-use super::devices::shrink::ShrinksAsked;
-use super::devices::watch::DeviceWatch;
+use super::devices::{self, Devices};
 use super::error::{Diagnostic, MemoryError, Severity};
 use super::events::Events;
 use super::history::MetricsHistory;
@@ -48,24 +41,17 @@ pub(super) struct Shared {
     pub(super) resources: Resources,
     pub(super) state: Arc<PressureState>,
     pub(super) queue: Arc<JobQueue>,
-    pub(super) driver: Option<Arc<dyn Driver>>,
+    pub(super) devices: Devices,
     pub(super) heap: Option<HeapProbe>,
     pub(super) signals: Arc<Signals>,
     pub(super) bound_arenas: Option<u32>,
     pub(super) diagnostics: Mutex<Vec<Diagnostic>>,
     pub(super) purges: Purges,
     pub(super) claim: Arc<Claim>,
-    pub(super) arenas: Arenas,
-    pub(super) scopes: Scopes,
-    pub(super) gone: Gone,
-    pub(super) shrinks: ShrinksAsked,
-    pub(super) device: DeviceWatch,
     pub(super) events: Events,
     pub(super) history: MetricsHistory,
     pub(super) admin_tasks: AdminTasks,
     pub(super) loads: Loads,
-    #[cfg(feature = "cuda")]
-    pub(super) governors: super::devices::governors::Governors,
 }
 
 /// Counts of purges, for metrics.
@@ -96,7 +82,11 @@ pub struct Purged {
     /// The result for the heap: jemalloc's and the C library's, each with bytes and time.
     pub heap: Result<PurgeReport, HostError>,
     /// The bytes released by device arenas, including host memory kept for their next sleep.
+    #[cfg(feature = "device")]
     pub device: ByteSize,
+    /// Zero, in a build without device arenas.
+    #[cfg(not(feature = "device"))]
+    device: ByteSize,
     /// The duration of the purge.
     pub took: Duration,
 }
@@ -146,41 +136,13 @@ impl Shared {
         }
     }
 
-    /// Returns the arenas; none in a forked child, as for [`Shared::diagnostics`].
-    pub(super) fn arenas(&self) -> Vec<DeviceArena> {
-        if self.birth.is_here() { self.arenas.all() } else { Vec::new() }
-    }
-
-    pub(super) fn open_arena(&self, config: ArenaConfig) -> Result<DeviceArena, MemoryError> {
-        self.check_here()?;
-        self.sweep(); // so that what was closed, or has drained, takes no place
-        self.arenas.admit(&config.name, None)?;
-        let arena = self.open_apart(config)?;
-        // Checked again: another thread may have opened one in the meantime.
-        self.arenas.add(&arena, None)?;
-        Ok(arena)
-    }
-
-    /// Opens an arena that is not in the list.
-    pub(super) fn open_apart(&self, config: ArenaConfig) -> Result<DeviceArena, MemoryError> {
-        let name = config.name.clone();
-        let Some(driver) = &self.driver else {
-            return Err(MemoryError::NoDevice { arena: name });
-        };
-        let arena = DeviceArena::open(Arc::clone(driver), Arc::clone(&self.clock), config)
-            .map_err(|error| MemoryError::Arena { arena: name, error })?;
-        self.book_contents_of(&arena);
-        Ok(arena)
-    }
-
     /// Purges the heap on this thread, and the arenas unless the trigger leaves them to their
     /// decay. Counts the purge.
     pub(super) fn purge(&self, trigger: Trigger) -> Purged {
         let start = self.clock.now();
         let heap = self.purge_heap();
-        let arenas = if trigger.leaves_decaying() { Vec::new() } else { self.arenas() };
-        let of = |arena: &DeviceArena| self.purged(arena).saturating_add(arena.release_stores());
-        let device = arenas.iter().map(of).sum();
+        let decays = trigger.leaves_decaying();
+        let device = if decays { ByteSize::ZERO } else { self.purge_devices() };
         let took = self.clock.now() - start;
         self.purges.by_trigger[trigger as usize].fetch_add(1, Ordering::Relaxed);
         let purged = Purged { heap, device, took };
@@ -213,32 +175,15 @@ impl Shared {
         heap
     }
 
-    /// Purges an arena and returns the released bytes. An error becomes a diagnostic.
-    pub(super) fn purged(&self, arena: &DeviceArena) -> ByteSize {
-        arena.purge().unwrap_or_else(|error| {
-            self.add_diagnostic(Diagnostic::warning(
-                "device",
-                format!("arena {}: purge failed: {error}", arena.name()),
-            ));
-            ByteSize::ZERO
-        })
-    }
-
-    /// Releases the idle memory of all arenas, as a reclaim step.
-    pub(super) fn purge_arenas(&self) -> Recovered {
-        Recovered::of(self.arenas().iter().map(|arena| self.purged(arena)).sum())
-    }
-
     /// Rejects a resource whose cost is above a ceiling that cannot rise while this `Memory` runs.
     /// The limit of a cgroup can.
     pub(super) fn check_fits(&self, resource: &ResourceStats) -> Result<(), MemoryError> {
         let given = self.config.memory_limit.value.unwrap_or(ByteSize::MAX);
         let host = self.signals.machine().map_or(given, |machine| given.min(machine));
         let Cost { host: on_host, device } = self.admission.by_budget(resource.cost);
-        for (budget, cost, limit) in [
-            (Budget::Host, on_host, host),
-            (Budget::Device, device, self.config.device_limit.value),
-        ] {
+        for (budget, cost, limit) in
+            [(Budget::Host, on_host, host), (Budget::Device, device, devices::limit(&self.config))]
+        {
             let ceiling = match limit {
                 ByteSize::MAX => limit,
                 _ => limit.scaled(self.config.ceiling.value),
@@ -327,21 +272,13 @@ impl Shared {
             }
         };
         let signal = self.signals.sample();
-        let capabilities = self.driver.as_ref().map(|driver| driver.capabilities());
-        let unified = capabilities.is_some_and(|can| can.unified);
-        let beside = if unified && here { self.device_committed() } else { ByteSize::ZERO };
-        let driver = self.driver.as_deref().filter(|_| here);
-        let (arenas, draining) = if here { self.arenas.parted() } else { Default::default() };
         let heap = self.heap.as_ref().and_then(|heap| heap.snapshot().ok());
         let heap_arenas = if here && heap.is_some() { heap_arenas() } else { Vec::new() };
         MemorySnapshot {
             profile: self.config.profile.value,
             heap,
             heap_arenas,
-            arenas: arenas.iter().map(DeviceArena::snapshot).collect(),
-            draining: draining.iter().map(DeviceArena::snapshot).collect(),
-            device_memory: driver.and_then(|driver| self.device.snapshot(driver)),
-            rollback_failures_total: driver.map_or(0, Driver::rollback_failures_total),
+            devices: self.devices_snapshot(),
             signal,
             cpus: self.signals.cpus(),
             bound_arenas: self.bound_arenas,
@@ -349,8 +286,8 @@ impl Shared {
             events: self.signals.events(),
             psi: self.signals.psi(),
             cgroup: self.signals.cgroup().map(Path::to_owned),
-            physical: signal.physical.saturating_add(beside),
-            unified: capabilities.is_some_and(|can| can.counts_as_host()),
+            physical: signal.physical.saturating_add(self.committed_beside_kernel()),
+            unified: self.devices.is_unified(),
             purgeable: self.state.purgeable(),
             exhausted: self.state.is_exhausted(),
             host: budget(Budget::Host),

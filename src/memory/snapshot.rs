@@ -10,10 +10,9 @@ use crate::config::Profile;
 use crate::control::{
     AdmissionStats, ClassStats, Cpus, Level, MemoryEvents, Psi, ResourceStats, Signal, SizeClass,
 };
-use crate::device::ArenaSnapshot;
-use crate::device::driver::Backend;
 use crate::host::{HeapSnapshot, HostArenaStats};
 
+use super::devices::DevicesSnapshot;
 use super::error::Diagnostic;
 
 /// The figures of a [`Memory`](super::Memory) at one instant.
@@ -26,16 +25,12 @@ pub struct MemorySnapshot {
     pub heap: Option<HeapSnapshot>,
     /// The named dedicated arenas of the heap, including those of resources.
     pub heap_arenas: Vec<(String, HostArenaStats)>,
-    /// The device arenas of this `Memory` that serve.
-    pub arenas: Vec<ArenaSnapshot>,
-    /// Arenas that were replaced, or left by their last user, and still have live blocks.
-    pub draining: Vec<ArenaSnapshot>,
-    /// The whole device as last sampled by the worker, about a second ago; `None` if device memory
-    /// is host memory, or the device reports nothing.
-    pub device_memory: Option<DeviceSnapshot>,
-    /// The number of failed driver calls that should have undone an earlier call
-    /// ([`rollback_failures_total`](crate::device::driver::Driver::rollback_failures_total)).
-    pub rollback_failures_total: u64,
+    /// The device arenas, and the memory of the device.
+    #[cfg(feature = "device")]
+    pub devices: DevicesSnapshot,
+    /// Nothing, in a build without device arenas.
+    #[cfg(not(feature = "device"))]
+    pub(super) devices: DevicesSnapshot,
     /// The kernel's signals, read now.
     pub signal: Signal,
     /// The CPUs that this process can keep busy, as of the start.
@@ -97,13 +92,12 @@ impl MemorySnapshot {
     pub(super) fn holders(&self) -> Holders {
         let heap = self.heap.as_ref();
         let of_heap = |bytes: fn(&HeapSnapshot) -> ByteSize| heap.map_or(ByteSize::ZERO, bytes);
-        let on_host = |arena: &&ArenaSnapshot| arena.backend == Backend::Host;
-        let arenas = || self.arenas.iter().chain(&self.draining).filter(on_host);
+        let arenas = self.devices.on_host();
         let loaded = || self.resources.iter().filter(|resource| resource.loaded);
         let held = |resource: &ResourceStats| {
             resource.measured.unwrap_or_default().host.max(resource.cost.host)
         };
-        let committed: ByteSize = arenas().map(|arena| arena.committed).sum();
+        let committed: ByteSize = arenas.iter().map(|(_, committed)| *committed).sum();
         let tracked = of_heap(|heap| heap.resident).saturating_add(committed);
         let (heap_live, heap_retained) =
             (of_heap(|heap| heap.live), of_heap(HeapSnapshot::retained));
@@ -113,7 +107,9 @@ impl MemorySnapshot {
             ("retained heap".to_owned(), heap_retained),
             ("untracked memory".to_owned(), untracked),
         ];
-        largest.extend(arenas().map(|arena| (format!("arena {:?}", arena.name), arena.committed)));
+        largest.extend(
+            arenas.into_iter().map(|(name, committed)| (format!("arena {name:?}"), committed)),
+        );
         largest.extend(loaded().map(|of| (format!("resource {:?}", of.name), held(of))));
         largest.sort_by_key(|(_, bytes)| std::cmp::Reverse(*bytes));
         largest.truncate(HOLDERS_MAX);
@@ -161,32 +157,6 @@ impl fmt::Display for Holders {
         }
         Ok(())
     }
-}
-
-/// The memory of a device, with all its users.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct DeviceSnapshot {
-    /// The total memory.
-    pub total: ByteSize,
-    /// The free memory.
-    pub free: ByteSize,
-    /// The memory in use right after our context was created and before our first commit. It is an
-    /// upper bound of the context's size, because it includes memory that other processes and other
-    /// code of this process used at that moment. `None` if unknown.
-    pub context_overhead: Option<ByteSize>,
-    /// The memory that is neither free, nor committed by our arenas, nor in the context overhead;
-    /// at least
-    /// 0. It is used by other processes and by other code of this process: allocations made
-    ///    directly through `cudarc`, by ONNX Runtime or by candle, and growth of the context. It is
-    ///    too small if a process that was counted in the context overhead has exited. `None` if the
-    ///    context overhead is unknown.
-    pub unmanaged: Option<ByteSize>,
-    /// `true` if less than the watermark is free, or was and has not recovered enough. Idle memory
-    /// of our arenas is then released before its decay time.
-    pub is_short: bool,
-    /// The bytes released because of that, since the start.
-    pub watermark_released_total: u64,
 }
 
 /// The figures of one budget.

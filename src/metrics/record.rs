@@ -4,13 +4,29 @@
 //! without one. A recorder may allocate, so these functions are never called from an allocator or
 //! from the control thread.
 
+#[cfg(feature = "device")]
+pub mod devices;
+
 use std::time::Duration;
 
-#[cfg(any(feature = "heap", feature = "device", feature = "control"))]
 use metrics::SharedString;
 use metrics::{counter, describe_counter, describe_gauge, describe_histogram, gauge, histogram};
 
 use super::names::{self as name, Kind, TABLE};
+use crate::bytes::ByteSize;
+use crate::control::{Budget, Cost};
+
+/// The budgets with metrics: the device's exists only in a build with device arenas.
+pub const BUDGETS: &[Budget] =
+    if cfg!(feature = "device") { &[Budget::Host, Budget::Device] } else { &[Budget::Host] };
+
+/// Returns the part of a cost in one budget.
+pub(crate) const fn part(cost: Cost, budget: Budget) -> ByteSize {
+    match budget {
+        Budget::Host => cost.host,
+        Budget::Device => cost.device,
+    }
+}
 
 /// Describes type, unit and help of every metric to the recorder. Called again every few seconds,
 /// because a recorder may be installed at any time.
@@ -30,7 +46,7 @@ pub fn build_info(profile: &'static str) {
         name::BUILD_INFO.name,
         "version" => env!("CARGO_PKG_VERSION"),
         "profile" => profile,
-        "allocator" => if cfg!(feature = "heap") { "jemalloc" } else { "system" }
+        "allocator" => "jemalloc"
     )
     .set(1.0);
 }
@@ -42,13 +58,11 @@ pub fn sampler(since_epoch: Duration, took: Duration) {
 }
 
 /// Shares a label's value between many series, which copies it once.
-#[cfg(any(feature = "heap", feature = "device", feature = "control"))]
 fn shared(value: &str) -> SharedString {
     SharedString::from_shared(std::sync::Arc::from(value))
 }
 
 /// Converts a count for a gauge.
-#[cfg(feature = "control")]
 fn count(count: u64) -> f64 {
     f64::from(u32::try_from(count).unwrap_or(u32::MAX))
 }
@@ -59,14 +73,12 @@ pub fn diagnostics(diagnostics: usize) {
 }
 
 /// Publishes the control loop's own figures.
-#[cfg(feature = "control")]
 pub fn ticks(total: u64, lateness: Duration) {
     counter!(name::SAMPLER_TICKS.name).absolute(total);
     gauge!(name::SAMPLER_LATENESS.name).set(lateness.as_secs_f64());
 }
 
 /// Publishes the process heap.
-#[cfg(feature = "heap")]
 pub fn heap(heap: &crate::host::HeapSnapshot) {
     for (metric, bytes) in [
         (name::HEAP_LIVE, heap.live),
@@ -87,7 +99,6 @@ pub fn heap(heap: &crate::host::HeapSnapshot) {
 }
 
 /// Publishes a dedicated heap arena; zeros after it is dropped.
-#[cfg(feature = "heap")]
 pub fn heap_arena(name: &str, arena: &crate::host::HostArenaStats) {
     let name_of = shared(name);
     let label = || name_of.clone();
@@ -99,8 +110,7 @@ pub fn heap_arena(name: &str, arena: &crate::host::HostArenaStats) {
 }
 
 /// Publishes the resident bytes that are not jemalloc's.
-#[cfg(feature = "heap")]
-pub fn process_other(bytes: crate::bytes::ByteSize) {
+pub fn process_other(bytes: ByteSize) {
     gauge!(name::PROCESS_OTHER.name).set(bytes.as_f64());
 }
 
@@ -119,143 +129,9 @@ pub fn purge_duration(heap: &'static str, took: Duration) {
     histogram!(name::HEAP_PURGE_SECONDS.name, "heap" => heap).record(took.as_secs_f64());
 }
 
-/// Publishes a device arena.
-#[cfg(feature = "device")]
-pub fn arena(arena: &crate::device::ArenaSnapshot) {
-    use crate::bytes::ByteSize;
-    // One device so far: the host's memory, or the first of its kind.
-    let labels = [("device", SharedString::const_str("0")), ("arena", shared(&arena.name))];
-    let limit = (arena.limit != ByteSize::MAX).then_some((name::DEVICE_LIMIT, arena.limit));
-    let sizes = [
-        (name::DEVICE_LIVE, arena.live),
-        (name::DEVICE_ASLEEP, arena.asleep),
-        (name::DEVICE_OFFLOADED, arena.offloaded),
-        (name::DEVICE_REQUESTED, arena.requested),
-        (name::DEVICE_ACTIVE, arena.active),
-        (name::DEVICE_IDLE, arena.idle),
-        (name::DEVICE_COMMITTED, arena.committed),
-        (name::DEVICE_RETAINED, arena.retained()),
-        (name::DEVICE_RESERVED, arena.reserved),
-        (name::DEVICE_HOLES, arena.holes),
-        (name::DEVICE_LARGEST_FREE, arena.largest_free),
-        (name::DEVICE_LIVE_PEAK, arena.live_peak),
-        (name::DEVICE_COMMITTED_PEAK, arena.committed_peak),
-        (name::DEVICE_PENDING, arena.pending),
-        (name::DEVICE_CACHED, arena.cached),
-        (name::DEVICE_METADATA, arena.metadata),
-        (name::DEVICE_EXPORTED, arena.exported),
-        (name::DEVICE_IMPORTED, arena.imported),
-    ];
-    for (metric, bytes) in sizes.into_iter().chain(limit) {
-        gauge!(metric.name, &labels).set(bytes.as_f64());
-    }
-    gauge!(name::DEVICE_LEASES.name, &labels).set(f64::from(arena.leases));
-    gauge!(name::DEVICE_STATE.name, &labels).set(f64::from(arena.state as u8));
-    arena_totals(arena, &labels);
-    let with = |label, value: &'static str| {
-        let [device, arena] = labels.clone();
-        [device, arena, (label, SharedString::const_str(value))]
-    };
-    for (cause, total) in
-        [("trim", arena.trimmed_bytes_total), ("shrink", arena.shrunk_bytes_total)]
-    {
-        counter!(name::DEVICE_RELEASED.name, &with("cause", cause)).absolute(total);
-    }
-    for (reason, total) in arena.alloc_failures_total.by_reason() {
-        counter!(name::DEVICE_ALLOC_FAILURES.name, &with("reason", reason)).absolute(total);
-    }
-}
-
-#[cfg(feature = "device")]
-fn arena_totals(arena: &crate::device::ArenaSnapshot, labels: &[(&'static str, SharedString); 2]) {
-    gauge!(name::DEVICE_LOCK_WAIT.name, labels).set(arena.lock_wait_total.as_secs_f64());
-    for (metric, total) in [
-        (name::DEVICE_SLEEPS, arena.sleeps_total),
-        (name::DEVICE_WAKES, arena.wakes_total),
-        (name::DEVICE_WAKE_FAILURES, arena.wake_failures_total),
-        (name::DEVICE_ALLOCS, arena.allocs_total),
-        (name::DEVICE_FREES, arena.frees_total),
-        (name::DEVICE_COMMITS, arena.commits_total),
-        (name::DEVICE_DECOMMITS, arena.decommits_total),
-        (name::DEVICE_COMMITTED_TOTAL, arena.committed_bytes_total),
-        (name::DEVICE_DECOMMITTED_TOTAL, arena.decommitted_bytes_total),
-        (name::DEVICE_REMAPS, arena.remaps_total),
-        (name::DEVICE_REMAPPED, arena.remapped_bytes_total),
-        (name::DEVICE_MOVES, arena.moves_total),
-        (name::DEVICE_MOVED, arena.moved_bytes_total),
-        (name::DEVICE_SHORTAGE_CALLBACKS, arena.shortage_callbacks_total),
-        (name::DEVICE_SHORTAGE_PANICS, arena.shortage_panics_total),
-        (name::DEVICE_LOCK_CONTENDED, arena.lock_contended_total),
-        (name::DEVICE_RELEASE_PANICS, arena.release_panics_total),
-        (name::DEVICE_PARKED_ERRORS, arena.parked_errors_total),
-    ] {
-        counter!(metric.name, labels).absolute(total);
-    }
-}
-
-/// Publishes the backend of an arena, and whether the arena is open.
-#[cfg(feature = "device")]
-pub fn arena_info(arena: &str, backend: crate::device::driver::Backend, is_open: bool) {
-    let labels = [("device", "0"), ("arena", arena), ("backend", backend.name())]
-        .map(|(label, value)| (label, value.to_owned()));
-    gauge!(name::DEVICE_ARENA_INFO.name, &labels).set(f64::from(u8::from(is_open)));
-}
-
-/// The memory of a device, with all its users.
-#[cfg(feature = "device")]
-#[derive(Clone, Copy, Debug)]
-#[expect(clippy::exhaustive_structs, reason = "the published figures")]
-pub struct Device {
-    /// The total memory.
-    pub total: crate::bytes::ByteSize,
-    /// The free memory.
-    pub free: crate::bytes::ByteSize,
-    /// The memory in use when the context was created.
-    pub context_overhead: Option<crate::bytes::ByteSize>,
-    /// The memory in use that is neither ours nor in the context overhead.
-    pub unmanaged: Option<crate::bytes::ByteSize>,
-    /// Bytes released because little memory was free.
-    pub watermark_released_total: u64,
-}
-
-/// Publishes the device: failed rollbacks, and its memory if known.
-#[cfg(feature = "device")]
-pub fn device(rollback_failures_total: u64, device: Option<Device>) {
-    // One device so far, as in `arena`.
-    counter!(name::DEVICE_ROLLBACK_FAILURES.name, "device" => "0")
-        .absolute(rollback_failures_total);
-    let Some(device) = device else { return };
-    for (metric, bytes) in [
-        (name::DEVICE_TOTAL, Some(device.total)),
-        (name::DEVICE_FREE, Some(device.free)),
-        (name::DEVICE_CONTEXT_OVERHEAD, device.context_overhead),
-        (name::DEVICE_UNMANAGED, device.unmanaged),
-    ] {
-        if let Some(bytes) = bytes {
-            gauge!(metric.name, "device" => "0").set(bytes.as_f64());
-        }
-    }
-    counter!(name::DEVICE_WATERMARK_RELEASED.name, "device" => "0")
-        .absolute(device.watermark_released_total);
-}
-
-/// Publishes NaN after the device no longer reports its memory, so that no old value stays.
-#[cfg(feature = "device")]
-pub fn device_unknown() {
-    for metric in [
-        name::DEVICE_TOTAL,
-        name::DEVICE_FREE,
-        name::DEVICE_CONTEXT_OVERHEAD,
-        name::DEVICE_UNMANAGED,
-    ] {
-        gauge!(metric.name, "device" => "0").set(f64::NAN);
-    }
-}
-
 /// Publishes the host's pressure.
-#[cfg(feature = "control")]
 pub fn pressure(signal: &crate::control::Signal, state: &crate::control::PressureState) {
-    use crate::control::{Budget, Level, LimitSource};
+    use crate::control::{Level, LimitSource};
     gauge!(name::PRESSURE_EXHAUSTED.name).set(f64::from(u8::from(state.is_exhausted())));
     gauge!(name::PRESSURE_LEVEL.name).set(f64::from(state.level(Budget::Host).as_u8()));
     if signal.limit.is_known() {
@@ -283,14 +159,12 @@ pub fn pressure(signal: &crate::control::Signal, state: &crate::control::Pressur
 }
 
 /// Publishes the processes of the cgroup killed by the kernel.
-#[cfg(feature = "control")]
 pub fn oom_kills(total: u64) {
     counter!(name::PRESSURE_OOM_KILLS.name).absolute(total);
 }
 
 /// Publishes the kernel's counts of the own cgroup (`own`), or of those above it (`above`), since
 /// the start.
-#[cfg(feature = "control")]
 pub fn events(group: &'static str, counts: crate::control::EventCounts) {
     for (event, total) in counts.by_name() {
         if let Some(total) = total {
@@ -301,7 +175,6 @@ pub fn events(group: &'static str, counts: crate::control::EventCounts) {
 }
 
 /// Publishes the time that the own cgroup stalls for memory.
-#[cfg(feature = "control")]
 pub fn psi(psi: crate::control::Psi) {
     for (kind, stall) in psi.by_name() {
         gauge!(name::PRESSURE_STALL.name, "kind" => kind).set(stall.avg10);
@@ -311,9 +184,7 @@ pub fn psi(psi: crate::control::Psi) {
 }
 
 /// Publishes one budget's ledger.
-#[cfg(feature = "control")]
-pub fn ledger(ledger: &crate::control::Ledger, budget: crate::control::Budget) {
-    use crate::bytes::ByteSize;
+pub fn ledger(ledger: &crate::control::Ledger, budget: Budget) {
     let label = budget.name();
     gauge!(name::ADMISSION_RESERVED.name, "budget" => label).set(ledger.reserved_bytes().as_f64());
     // Without a limit there is no allowance to show.
@@ -329,8 +200,7 @@ pub fn ledger(ledger: &crate::control::Ledger, budget: crate::control::Budget) {
 }
 
 /// Publishes one budget's requests by size; classes without requests are omitted.
-#[cfg(feature = "control")]
-pub fn classes(budget: crate::control::Budget, classes: &[crate::control::ClassStats]) {
+pub fn classes(budget: Budget, classes: &[crate::control::ClassStats]) {
     for class in classes {
         if class.admitted_total == 0 && class.rejected_total == 0 {
             continue;
@@ -351,7 +221,6 @@ pub fn classes(budget: crate::control::Budget, classes: &[crate::control::ClassS
 }
 
 /// Publishes the admitted and rejected requests.
-#[cfg(feature = "control")]
 pub fn admission(stats: &crate::control::AdmissionStats) {
     counter!(name::ADMISSION_ADMITTED.name).absolute(stats.admitted_total);
     gauge!(name::ADMISSION_HELD.name).set(count(stats.held()));
@@ -362,9 +231,8 @@ pub fn admission(stats: &crate::control::AdmissionStats) {
 }
 
 /// Publishes a resource; `last_used` since the Unix epoch.
-#[cfg(feature = "control")]
 pub fn resource(stats: &crate::control::ResourceStats, last_used: Option<Duration>) {
-    use crate::control::{Budget, UnloadReason};
+    use crate::control::UnloadReason;
     let resource = shared(&stats.name);
     let label = || resource.clone();
     for (metric, value) in [
@@ -377,9 +245,9 @@ pub fn resource(stats: &crate::control::ResourceStats, last_used: Option<Duratio
     ] {
         gauge!(metric.name, "resource" => label()).set(value);
     }
-    for (budget, cost) in [(Budget::Host, stats.cost.host), (Budget::Device, stats.cost.device)] {
+    for &budget in BUDGETS {
         gauge!(name::RESOURCE_COST.name, "resource" => label(), "budget" => budget.name())
-            .set(cost.as_f64());
+            .set(part(stats.cost, budget).as_f64());
     }
     if let Some(last_used) = last_used {
         let at = last_used.as_secs_f64();
@@ -397,16 +265,15 @@ pub fn resource(stats: &crate::control::ResourceStats, last_used: Option<Duratio
         counter!(name::RESOURCE_UNLOADS.name, "resource" => label(), "reason" => reason.name())
             .absolute(stats.unloads.total(reason));
     }
-    if let Some(measured) = stats.measured {
-        for (budget, bytes) in [("host", measured.host), ("device", measured.device)] {
-            gauge!(name::RESOURCE_MEASURED.name, "resource" => label(), "budget" => budget)
-                .set(bytes.as_f64());
+    for &budget in BUDGETS {
+        if let Some(measured) = stats.measured {
+            let bytes = part(measured, budget).as_f64();
+            gauge!(name::RESOURCE_MEASURED.name, "resource" => label(), "budget" => budget.name())
+                .set(bytes);
         }
-    }
-    let recovered = stats.recovered_total;
-    for (budget, bytes) in [("host", recovered.host), ("device", recovered.device)] {
-        counter!(name::RESOURCE_RECOVERED.name, "resource" => label(), "budget" => budget)
-            .absolute(bytes.get());
+        let recovered = part(stats.recovered_total, budget).get();
+        counter!(name::RESOURCE_RECOVERED.name, "resource" => label(), "budget" => budget.name())
+            .absolute(recovered);
     }
     counter!(name::RESOURCE_UNLOAD_PANICS.name, "resource" => label())
         .absolute(stats.unload_panics_total);

@@ -17,15 +17,16 @@ use serde_json::{Value, json};
 
 use crate::bytes::ByteSize;
 use crate::control::{Cost, EventCounts, Level, RejectReason, ResourceStats, Stall, UnloadReason};
-use crate::device::ArenaSnapshot;
 use crate::host::HostArenaStats;
 use crate::memory::{BudgetSnapshot, Memory, MemorySnapshot};
+use crate::metrics::record::{BUDGETS, part};
 use crate::sync::atomic::{AtomicBool, Ordering};
 
 use super::admin::{Admin, host_refusal};
 use super::asked::{Format, Query, QueryError};
+use super::devices::{self, Maps};
 use super::page;
-use super::parts::{Maps, Part, seconds};
+use super::parts::{Part, seconds};
 use super::rejection::problem;
 
 const TEXT: &str = "text/plain; charset=utf-8";
@@ -60,15 +61,7 @@ impl Endpoints {
     pub const PATHS: [&str; 4] = ["/healthz", "/readyz", "/memory", "/metrics"];
 
     /// The additional paths with [`Endpoints::with_admin`].
-    pub const ADMIN_PATHS: [&str; 7] = [
-        "/memory/purge",
-        "/memory/trim",
-        "/memory/sleep",
-        "/memory/wake",
-        "/memory/unload",
-        "/memory/snapshot",
-        "/memory/picture",
-    ];
+    pub const ADMIN_PATHS: &[&str] = devices::ADMIN_PATHS;
 
     /// Creates the endpoints of this memory. With `None` they report that memory is not managed.
     #[must_use]
@@ -217,21 +210,16 @@ impl Endpoints {
             };
             (resource.name.to_string(), json!(state))
         });
-        let device =
-            snapshot.arenas.iter().map(|arena| (arena.name.clone(), json!(arena.backend.name())));
-        let arenas =
-            snapshot.arenas.iter().map(|arena| (arena.name.clone(), json!(arena.state.name())));
-        let body = json!({
+        let mut body = json!({
             "ready": ready,
             "managed": true,
             "ending": ending,
             "level": level.name(),
             "exhausted": snapshot.exhausted,
             "resources": resources.collect::<serde_json::Map<_, _>>(),
-            "device": device.collect::<serde_json::Map<_, _>>(),
-            "arenas": arenas.collect::<serde_json::Map<_, _>>(),
             "diagnostics": diagnostics(&snapshot),
         });
+        devices::add_states(&snapshot, &mut body);
         answer(status(ready), JSON, pretty(&body))
     }
 
@@ -290,7 +278,7 @@ impl fmt::Debug for Endpoints {
 
 /// Returns every figure as JSON; amounts are in bytes, and null means no limit.
 fn document(snapshot: &MemorySnapshot) -> Value {
-    json!({
+    let mut document = json!({
         "managed": true,
         "profile": snapshot.profile.name(),
         "at_seconds": seconds(snapshot.since_epoch),
@@ -330,21 +318,6 @@ fn document(snapshot: &MemorySnapshot) -> Value {
             "thread_cache_bytes": heap.thread_caches.get(),
             "arenas": snapshot.heap_arenas.iter().map(heap_arena).collect::<Vec<_>>(),
         })),
-        "device": {
-            "unified": snapshot.unified,
-            "budget": budget(&snapshot.device),
-            "memory": snapshot.device_memory.as_ref().map(|device| json!({
-                "total_bytes": device.total.get(),
-                "free_bytes": device.free.get(),
-                "context_overhead_bytes": device.context_overhead.map(ByteSize::get),
-                "unmanaged_bytes": device.unmanaged.map(ByteSize::get),
-                "short": device.is_short,
-                "watermark_released_bytes": device.watermark_released_total,
-            })),
-            "rollback_failures": snapshot.rollback_failures_total,
-            "arenas": snapshot.arenas.iter().map(arena).collect::<Vec<_>>(),
-            "draining": snapshot.draining.iter().map(arena).collect::<Vec<_>>(),
-        },
         "requests": {
             "admitted": snapshot.admission.admitted_total,
             "held": snapshot.admission.held(),
@@ -359,7 +332,9 @@ fn document(snapshot: &MemorySnapshot) -> Value {
             .map(|stats| resource(stats, snapshot))
             .collect::<Vec<_>>(),
         "diagnostics": diagnostics(snapshot),
-    })
+    });
+    devices::add_figures(snapshot, &mut document);
+    document
 }
 
 /// Returns counts under the kernel's names; null if not reported.
@@ -379,49 +354,7 @@ fn heap_arena((name, arena): &(String, HostArenaStats)) -> Value {
     })
 }
 
-fn arena(arena: &ArenaSnapshot) -> Value {
-    json!({
-        "name": arena.name,
-        "backend": arena.backend.name(),
-        "state": arena.state.name(),
-        "live_bytes": arena.live.get(),
-        "asleep_bytes": arena.asleep.get(),
-        "offloaded_bytes": arena.offloaded.get(),
-        "live_peak_bytes": arena.live_peak.get(),
-        "cached_bytes": arena.cached.get(),
-        "requested_bytes": arena.requested.get(),
-        "active_bytes": arena.active.get(),
-        "idle_bytes": arena.idle.get(),
-        "committed_bytes": arena.committed.get(),
-        "committed_peak_bytes": arena.committed_peak.get(),
-        "retained_bytes": arena.retained().get(),
-        "hole_bytes": arena.holes.get(),
-        "largest_free_bytes": arena.largest_free.get(),
-        "reserved_bytes": arena.reserved.get(),
-        "metadata_bytes": arena.metadata.get(),
-        "limit_bytes": limit(arena.limit),
-        "exported_bytes": arena.exported.get(),
-        "imported_bytes": arena.imported.get(),
-        "leases": arena.leases,
-        "sleeps": arena.sleeps_total,
-        "wakes": arena.wakes_total,
-        "wake_failures": arena.wake_failures_total,
-        "allocs": arena.allocs_total,
-        "thread_cache_allocs": arena.thread_cache_allocs_total,
-        "failures": arena
-            .alloc_failures_total
-            .by_reason()
-            .map(|(reason, total)| (reason.to_owned(), json!(total)))
-            .into_iter()
-            .collect::<serde_json::Map<_, _>>(),
-        "trimmed_bytes": arena.trimmed_bytes_total,
-        "shrunk_bytes": arena.shrunk_bytes_total,
-        "lock_contended": arena.lock_contended_total,
-        "lock_wait_seconds": arena.lock_wait_total.as_secs_f64(),
-    })
-}
-
-fn budget(budget: &BudgetSnapshot) -> Value {
+pub(super) fn budget(budget: &BudgetSnapshot) -> Value {
     json!({
         "level": budget.level.name(),
         "reserved_bytes": budget.reserved.get(),
@@ -470,7 +403,10 @@ fn resource(stats: &ResourceStats, snapshot: &MemorySnapshot) -> Value {
 }
 
 fn cost(of: Cost) -> Value {
-    json!({ "host": of.host.get(), "device": of.device.get() })
+    BUDGETS
+        .iter()
+        .map(|&budget| (budget.name().to_owned(), json!(part(of, budget).get())))
+        .collect()
 }
 
 fn diagnostics(snapshot: &MemorySnapshot) -> Vec<String> {
@@ -478,7 +414,7 @@ fn diagnostics(snapshot: &MemorySnapshot) -> Vec<String> {
 }
 
 /// [`ByteSize::MAX`] means no limit.
-fn limit(size: ByteSize) -> Option<u64> {
+pub(super) fn limit(size: ByteSize) -> Option<u64> {
     (size != ByteSize::MAX).then_some(size.get())
 }
 

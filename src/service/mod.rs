@@ -12,6 +12,8 @@ mod asked;
 #[cfg(feature = "axum")]
 mod axum;
 mod body;
+#[cfg_attr(not(feature = "device"), path = "no_devices.rs")]
+mod devices;
 mod drain;
 mod endpoints;
 mod estimate;

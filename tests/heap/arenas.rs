@@ -2,7 +2,7 @@
 //! destroyed while anything could point into it.
 //!
 //! Invariant: a test ends with its arenas retired, but where it says that one is kept.
-#![cfg(all(target_os = "linux", feature = "heap"))]
+#![cfg(target_os = "linux")]
 #![expect(unsafe_code, reason = "a child is forked, and memory is asked for as allocators do")]
 
 use std::alloc::Layout;

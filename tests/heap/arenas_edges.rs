@@ -1,6 +1,6 @@
 //! The edges of dedicated arenas: what the naive design does there, all orders in which blocks get
 //! out of threads, and what happens when arenas run out. What ends a process runs in a child.
-#![cfg(all(target_os = "linux", feature = "heap"))]
+#![cfg(target_os = "linux")]
 #![expect(unsafe_code, reason = "the naive design is what this crate's is compared with")]
 
 use std::ffi::CStr;

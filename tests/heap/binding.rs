@@ -2,7 +2,6 @@
 //!
 //! The number of arenas is fixed before `main`: each test starts this program again with another
 //! one.
-#![cfg(feature = "heap")]
 #![expect(unsafe_code, reason = "jemalloc is asked directly, past what is tested")]
 
 use std::sync::mpsc;

@@ -1,5 +1,5 @@
 //! Statistics by size class and by thread, in a process where nobody else allocates meanwhile.
-#![cfg(all(target_os = "linux", feature = "heap"))]
+#![cfg(target_os = "linux")]
 
 use std::hint::black_box;
 

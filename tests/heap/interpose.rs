@@ -3,7 +3,7 @@
 //!
 //! A C library is compiled and loaded, as a service loads an inference runtime. One process, one
 //! test: the figures are of the whole process.
-#![cfg(all(feature = "heap", target_os = "linux", target_env = "gnu"))]
+#![cfg(all(target_os = "linux", target_env = "gnu"))]
 #![expect(unsafe_code, reason = "a library is loaded, and its functions are called")]
 
 use std::ffi::{CStr, CString, c_void};

@@ -2,7 +2,6 @@
 //!
 //! A process has one heap. Tests that measure or set it run in a process each, by `test_fork`;
 //! tests of what a program exports to jemalloc start this program again, see `start`.
-#![cfg(feature = "heap")]
 
 mod arenas;
 mod arenas_edges;

@@ -1,7 +1,6 @@
 //! The process heap with `Heap` as global allocator: what is measured, set and given back.
 //!
 //! Figures allow for what the test harness itself allocates.
-#![cfg(feature = "heap")]
 #![expect(unsafe_code, reason = "jemalloc and malloc are asked directly, past what is tested")]
 
 use std::panic::resume_unwind;

@@ -1,5 +1,4 @@
 //! Caches of threads that cooperate: real threads that park, and what is left in their caches.
-#![cfg(feature = "heap")]
 
 use std::panic::resume_unwind;
 use std::sync::mpsc::{self, Receiver, Sender};

@@ -1,7 +1,6 @@
 //! jemalloc without `Heap` as global allocator.
 //!
 //! It has no profile but by the macro, which needs no unsafe code where it stands.
-#![cfg(feature = "heap")]
 #![forbid(unsafe_code)]
 
 mod memory;

@@ -5,7 +5,7 @@
 //! each: `cargo test` has built them already, and a change to one is never missed.
 //!
 //! Invariant: an example of this list ends by itself with 0, and is shorter than 120 lines.
-#![cfg(all(feature = "memory", target_os = "linux"))]
+#![cfg(target_os = "linux")]
 
 use std::fs;
 use std::path::Path;

@@ -4,7 +4,7 @@
 //! installed: each test has a recorder of its own, for its own thread.
 //!
 //! Invariant: every histogram of the table is one in the text, with all of its buckets.
-#![cfg(all(feature = "memory", feature = "prometheus", target_os = "linux"))]
+#![cfg(all(feature = "prometheus", target_os = "linux"))]
 
 use std::net::{Ipv4Addr, SocketAddr, TcpListener};
 use std::sync::Arc;

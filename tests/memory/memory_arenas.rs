@@ -1,6 +1,6 @@
 //! Arenas configured as ONNX Runtime's: shared, used by sessions, replaced at run time. Each of its
 //! rules and faults that concerns configuration is a claim here.
-#![cfg(all(feature = "memory", target_os = "linux"))]
+#![cfg(target_os = "linux")]
 
 use std::sync::Barrier;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -13,7 +13,7 @@ use lowtide::config::arena::{
 };
 use lowtide::decay::DecayTime;
 use lowtide::device::{Buffer, DeviceError, Region};
-use lowtide::memory::{ArenaUse, MemoryError, ScopeError, Slot, SlotSnapshot};
+use lowtide::memory::{ArenaError, ArenaUse, MemoryError, ScopeError, Slot, SlotSnapshot};
 use lowtide::{ByteSize, Memory};
 use test_fork::test;
 
@@ -82,7 +82,7 @@ fn without_options_a_shared_arena_has_onnx_runtimes_defaults() {
         assert_eq!(effective.value, effective.key.default_value());
         assert_eq!(effective.source, ArenaSource::Default);
     }
-    assert_eq!(memory.snapshot().arenas[0].name, NAME);
+    assert_eq!(memory.snapshot().devices.arenas[0].name, NAME);
     assert!(memory.shutdown(SOON).is_clean());
 }
 
@@ -249,7 +249,7 @@ fn a_replaced_arena_keeps_its_blocks_and_goes_with_the_last() {
     let mut old = [mib(&session, 8).expect("room"), mib(&session, 8).expect("room")];
     drop(mib(&session, 8).expect("room")); // idle from now on
     old[0].slice_mut(&old[0].enter().expect("awake")).expect("host").fill(7);
-    let idle = memory.snapshot().arenas[0].idle;
+    let idle = memory.snapshot().devices.arenas[0].idle;
     let replaced = memory.replace_arena(&slot(), &limit(32)).expect("replaced");
     assert_eq!(replaced.draining, Some(ByteSize::mib(16)));
     assert!(!idle.is_zero());
@@ -260,7 +260,7 @@ fn a_replaced_arena_keeps_its_blocks_and_goes_with_the_last() {
     let [draining] = &found.draining[..] else { panic!("{:?}", found.draining) };
     assert_eq!((draining.live, draining.idle), (ByteSize::mib(16), ByteSize::ZERO));
     let snapshot = memory.snapshot();
-    assert_eq!((snapshot.arenas.len(), snapshot.draining.len()), (1, 1));
+    assert_eq!((snapshot.devices.arenas.len(), snapshot.devices.draining.len()), (1, 1));
     // Still readable and writable, through leases of its own.
     let lease = old[0].enter().expect("awake");
     assert!(old[0].slice(&lease).expect("host").iter().all(|byte| *byte == 7));
@@ -270,11 +270,11 @@ fn a_replaced_arena_keeps_its_blocks_and_goes_with_the_last() {
     let [first, second] = old;
     drop(first);
     until("a freed part goes back", || {
-        memory.snapshot().draining.iter().all(|arena| arena.committed < ByteSize::mib(16))
+        memory.snapshot().devices.draining.iter().all(|arena| arena.committed < ByteSize::mib(16))
     });
-    assert_eq!(memory.snapshot().draining.len(), 1, "one block is left");
+    assert_eq!(memory.snapshot().devices.draining.len(), 1, "one block is left");
     drop(second);
-    until("the old arena goes", || memory.snapshot().draining.is_empty());
+    until("the old arena goes", || memory.snapshot().devices.draining.is_empty());
     assert!(figures(&memory, &slot()).draining.is_empty());
     drop((new, session));
     assert!(memory.shutdown(SOON).is_clean());
@@ -305,7 +305,7 @@ fn a_replacement_that_fails_changes_nothing() {
     let others: Vec<_> = (0..63).map(|nth| memory.open_arena(&format!("other {nth}"))).collect();
     assert!(others.iter().all(Result::is_ok));
     let full = memory.replace_arena(&slot(), &limit(4)).expect_err("every place is taken");
-    assert_eq!(full, MemoryError::TooManyArenas { max: 64 }.into());
+    assert_eq!(full, ArenaError::TooMany { max: 64 }.into());
     assert_eq!(limit_of(&memory), (ByteSize::mib(8), ArenaSource::Shared));
     let found = figures(&memory, &slot());
     assert_eq!((found.users, found.draining.len()), (1, 0));
@@ -324,16 +324,19 @@ fn a_slot_that_cannot_be_is_a_typed_error() {
     assert_eq!(refused(&elsewhere), ScopeError::UnknownDevice { slot: elsewhere.clone() });
     // A slot's arena and one that was opened by name would be one in metrics.
     let opened = memory.open_arena(NAME).expect("free");
-    let duplicate = MemoryError::DuplicateArena { arena: NAME.to_owned() };
+    let duplicate = ArenaError::Duplicate { arena: NAME.to_owned() };
     assert_eq!(refused(&slot()), duplicate.clone().into());
     drop(opened);
     memory.share_arena(&Slot::device("other", 0), &none).expect("shared");
-    assert!(matches!(memory.open_arena("other"), Err(MemoryError::DuplicateArena { .. })));
+    assert!(matches!(
+        memory.open_arena("other"),
+        Err(MemoryError::Arena(ArenaError::Duplicate { .. }))
+    ));
     assert!(memory.shutdown(SOON).is_clean());
     drop(memory);
     let memory = Memory::builder().device(DeviceChoice::None).start().expect("starts");
     let refused = memory.share_arena(&slot(), &none).expect_err("no device");
-    assert_eq!(refused, MemoryError::NoDevice { arena: NAME.to_owned() }.into());
+    assert_eq!(refused, ArenaError::NoDevice { arena: NAME.to_owned() }.into());
     assert!(memory.shutdown(SOON).is_clean());
 }
 
@@ -359,7 +362,7 @@ fn the_steps_of_the_options_are_those_of_the_arena_and_the_cap_bounds_requests_t
         ("arena.max_mem", "33554432"),
     ]);
     let session = memory.use_arena(&slot(), &steps).expect("opened");
-    let committed = || memory.snapshot().arenas[0].committed;
+    let committed = || memory.snapshot().devices.arenas[0].committed;
     let first = mib(&session, 1).expect("room");
     assert_eq!(committed(), ByteSize::mib(4), "the first step");
     // ONNX Runtime would take 16 MiB for it, and drops the cap in its stream-aware arena.
@@ -396,9 +399,9 @@ fn first_sessions_at_the_same_time_get_one_arena() {
         assert_eq!(uses.iter().filter(|one| one.opened()).count(), 1);
         assert_eq!(uses.iter().filter(|one| one.conflicts().len() == 1).count(), 3);
         assert_eq!(figures(&memory, &slot()).users, 4);
-        assert_eq!(memory.snapshot().arenas.len(), 1);
+        assert_eq!(memory.snapshot().devices.arenas.len(), 1);
         drop(uses);
-        assert!(memory.snapshot().arenas.is_empty());
+        assert!(memory.snapshot().devices.arenas.is_empty());
     }
     assert!(memory.shutdown(SOON).is_clean());
 }
@@ -450,11 +453,11 @@ fn replacements_under_load_lose_nothing_and_later_allocations_are_in_the_new_are
         }
         stop.store(true, Ordering::Relaxed);
     });
-    until("every old arena goes", || memory.snapshot().draining.is_empty());
+    until("every old arena goes", || memory.snapshot().devices.draining.is_empty());
     let found = figures(&memory, &slot());
     assert_eq!((found.users, found.draining.len()), (0, 0));
     assert_eq!(found.arena.expect("shared").live, ByteSize::ZERO);
-    assert_eq!(memory.snapshot().arenas.len(), 1);
+    assert_eq!(memory.snapshot().devices.arenas.len(), 1);
     assert!(memory.shutdown(PATIENCE).is_clean());
 }
 
@@ -467,9 +470,9 @@ fn replacements_at_the_same_time_each_take_effect() {
         assert!(done.iter().all(Result::is_ok), "{done:?}");
         let firsts = done.iter().flatten().filter(|replaced| replaced.draining.is_none());
         assert_eq!(firsts.count(), 1, "one of them found no arena");
-        assert_eq!(memory.snapshot().arenas.len(), 1);
+        assert_eq!(memory.snapshot().devices.arenas.len(), 1);
         memory.unshare_arena(&slot()).expect("was shared");
     }
-    until("the old arenas go", || memory.snapshot().draining.is_empty());
+    until("the old arenas go", || memory.snapshot().devices.draining.is_empty());
     assert!(memory.shutdown(SOON).is_clean());
 }

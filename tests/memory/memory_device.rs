@@ -1,11 +1,6 @@
 //! The device as a whole under a `Memory`, in virtual time over a simulated device: neighbours take
 //! its memory, idle memory of ours makes room, and the figures say who holds what.
-#![cfg(all(
-    feature = "memory",
-    feature = "prometheus",
-    feature = "simulation",
-    target_os = "linux"
-))]
+#![cfg(all(feature = "prometheus", feature = "simulation", target_os = "linux"))]
 #![expect(unsafe_code, reason = "a lane is of a stream that the caller vouches for")]
 
 use std::sync::{Arc, Mutex};
@@ -86,7 +81,7 @@ impl Bed {
 }
 
 fn device(memory: &Memory) -> DeviceSnapshot {
-    memory.snapshot().device_memory.expect("the device says what it has")
+    memory.snapshot().devices.memory.expect("the device says what it has")
 }
 
 /// What a neighbour that takes memory makes go, and what it does not.
@@ -108,7 +103,7 @@ fn idle_memory_makes_room_for_a_neighbour_and_live_memory_stays() {
     // 1000 - 100 - 350 - 490 = 60 are free.
     bed.sim.set_neighbours(ByteSize::mib(490));
     advance_until(&bed.clock, TICK, "idle memory goes back", || {
-        memory.snapshot().device_memory.is_some_and(|device| device.watermark_released_total > 0)
+        memory.snapshot().devices.memory.is_some_and(|device| device.watermark_released_total > 0)
     });
     let short = device(&memory);
     assert!(
@@ -122,7 +117,7 @@ fn idle_memory_makes_room_for_a_neighbour_and_live_memory_stays() {
     bed.sim.set_neighbours(ByteSize::mib(790));
     let all_idle = ByteSize::mib(250).get();
     advance_until(&bed.clock, TICK, "all idle memory is gone", || {
-        memory.snapshot().device_memory.is_some_and(|it| it.watermark_released_total == all_idle)
+        memory.snapshot().devices.memory.is_some_and(|it| it.watermark_released_total == all_idle)
     });
     assert_eq!(committed(), [ByteSize::mib(100), ByteSize::ZERO]);
     bed.look();
@@ -149,7 +144,7 @@ fn bursts_beside_a_neighbour_that_stays_are_one_shortage_and_looked_at_once_a_se
     bed.sim.set_neighbours(ByteSize::mib(650));
     drop(arena.alloc::<u8>(200 * MIB, DYNAMIC).expect("room"));
     // Until it was looked at once, nothing is known.
-    let is_short = || memory.snapshot().device_memory.is_some_and(|device| device.is_short);
+    let is_short = || memory.snapshot().devices.memory.is_some_and(|device| device.is_short);
     advance_until(&bed.clock, TICK, "the device is short", is_short);
     let (from, calls) = (bed.clock.now(), bed.sim.calls(Call::GetInfo));
     for _ in 0..20 {
@@ -227,12 +222,12 @@ fn the_device_is_asked_by_the_worker_and_no_more_once_its_context_is_lost() {
 
     bed.sim.fail_always(Call::GetInfo, Some(SimError::Unknown));
     advance_until(&bed.clock, TICK, "nothing is known", || {
-        memory.snapshot().device_memory.is_none()
+        memory.snapshot().devices.memory.is_none()
     });
     bed.look();
     bed.sim.forget_failures();
     advance_until(&bed.clock, TICK, "it answers again", || {
-        memory.snapshot().device_memory.is_some()
+        memory.snapshot().devices.memory.is_some()
     });
     let diagnostics = || {
         let of_device = |one: &&lowtide::memory::Diagnostic| {
@@ -244,7 +239,7 @@ fn the_device_is_asked_by_the_worker_and_no_more_once_its_context_is_lost() {
 
     bed.sim.lose_context();
     bed.looks(1);
-    until("it is known to be lost", || memory.snapshot().device_memory.is_none());
+    until("it is known to be lost", || memory.snapshot().devices.memory.is_none());
     let asked = bed.sim.calls(Call::GetInfo);
     for _ in 0..40 {
         bed.clock.advance(TICK);
@@ -263,7 +258,7 @@ fn where_arenas_lie_in_host_memory_there_is_no_device_to_look_at() {
     for _ in 0..8 {
         bed.clock.advance(SECOND);
     }
-    assert_eq!(memory.snapshot().device_memory, None);
+    assert_eq!(memory.snapshot().devices.memory, None);
     assert!(memory.shutdown(SOON).is_clean());
 }
 
@@ -373,7 +368,7 @@ fn what_an_integrated_gpu_commits_counts_once_against_the_hosts_limit() {
     drop(lane.alloc::<u8>(200 * MIB, DYNAMIC).expect("room"));
     let snapshot = memory.snapshot();
     assert_eq!(snapshot.physical, ByteSize::mib(310));
-    assert_eq!((snapshot.device_memory, snapshot.device.reserved), (None, ByteSize::ZERO));
+    assert_eq!((snapshot.devices.memory, snapshot.device.reserved), (None, ByteSize::ZERO));
     // Idle memory of the arena relieves the host: it is purgeable, and goes at level elevated.
     advance_until(&bed.clock, TICK, "it is sampled", || {
         memory.snapshot().purgeable >= ByteSize::mib(200)

@@ -1,6 +1,5 @@
 //! The process heap under a running `Memory`, in a process of its own: decay without jemalloc's
 //! threads, caches of a runtime's parked workers, growth of what C code's heap keeps.
-#![cfg(feature = "memory")]
 #![expect(unsafe_code, reason = "C's malloc is called, as a library's code would")]
 
 use std::time::Duration;

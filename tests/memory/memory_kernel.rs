@@ -1,6 +1,6 @@
 //! What a `Memory` makes of what the kernel counts, and of a limit that is changed under it. One
 //! test, since it installs the process's subscriber.
-#![cfg(all(feature = "memory", target_os = "linux"))]
+#![cfg(target_os = "linux")]
 
 use std::sync::{Arc, Mutex};
 use std::time::Duration;

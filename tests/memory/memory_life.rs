@@ -1,5 +1,5 @@
 //! A `Memory` starts once, ends whole, and starts again: threads, claims, notes, reports.
-#![cfg(all(feature = "memory", target_os = "linux"))]
+#![cfg(target_os = "linux")]
 
 use std::sync::{Arc, Mutex, OnceLock, mpsc};
 use std::thread;
@@ -11,7 +11,7 @@ use lowtide::control::{
     AcquireError, AddError, Budget, Cost, RejectReason, Rejected, Resource, Signals,
 };
 use lowtide::device::Region;
-use lowtide::memory::{Builder, Diagnostic, MemoryError, Severity, StartError};
+use lowtide::memory::{ArenaError, Builder, Diagnostic, MemoryError, Severity, StartError};
 use lowtide::{ByteSize, Memory};
 use test_fork::test;
 use tracing_subscriber::layer::SubscriberExt as _;
@@ -321,12 +321,12 @@ fn arenas_are_named_once_and_none_is_opened_where_there_is_no_device() {
     let arena = memory.open_arena("one").expect("opens");
     assert_eq!(arena.limit(), ByteSize::mib(3));
     let twice = memory.open_arena("one").map(drop);
-    assert_eq!(twice, Err(MemoryError::DuplicateArena { arena: "one".to_owned() }));
+    assert_eq!(twice, Err(ArenaError::Duplicate { arena: "one".to_owned() }.into()));
     assert!(memory.shutdown(SOON).is_clean());
 
     let memory = Memory::builder().device(DeviceChoice::None).start().expect("starts");
     let refused = memory.open_arena("one").map(drop);
-    assert_eq!(refused, Err(MemoryError::NoDevice { arena: "one".to_owned() }));
+    assert_eq!(refused, Err(ArenaError::NoDevice { arena: "one".to_owned() }.into()));
     assert!(memory.shutdown(SOON).is_clean());
 }
 
@@ -340,16 +340,16 @@ fn a_closed_arena_gives_up_its_name_and_its_place() {
         arena.close().expect_err("a block is live");
         assert!(!arena.is_closed());
         let twice = memory.open_arena("one").map(drop);
-        assert_eq!(twice, Err(MemoryError::DuplicateArena { arena: "one".to_owned() }));
+        assert_eq!(twice, Err(ArenaError::Duplicate { arena: "one".to_owned() }.into()));
         drop(block);
         arena.close().expect("nothing is live");
         assert!(arena.is_closed());
     }
     let last = memory.open_arena("one").expect("opens");
-    assert_eq!(memory.snapshot().arenas.len(), 1);
+    assert_eq!(memory.snapshot().devices.arenas.len(), 1);
     drop(last); // its last handle, and no end: buffers may be there
     let twice = memory.open_arena("one").map(drop);
-    assert_eq!(twice, Err(MemoryError::DuplicateArena { arena: "one".to_owned() }));
+    assert_eq!(twice, Err(ArenaError::Duplicate { arena: "one".to_owned() }.into()));
     assert!(memory.shutdown(SOON).is_clean());
 }
 
@@ -564,7 +564,7 @@ fn two_resources_of_one_name_were_registered() {
 fn automatic_device_memory_in_host_memory_is_said() {
     NONE.run(|| {
         let memory = Memory::builder().start().expect("starts");
-        assert_eq!(memory.config().device.source, Source::Default);
+        assert_eq!(memory.config().device.choice.source, Source::Default);
         let arena = memory.open_arena("one").expect("opens");
         assert_eq!(arena.backend().name(), "host");
         let diagnostics = about(&memory, "device");

@@ -1,7 +1,7 @@
 //! What a `Memory` does by itself, end to end, in virtual time: idle resources go, arenas decay,
 //! pressure rises and falls, purges give pages back. The kernel's figures are read from a file
 //! tree; heap and arenas are real.
-#![cfg(all(feature = "memory", target_os = "linux"))]
+#![cfg(target_os = "linux")]
 
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, mpsc};
@@ -421,7 +421,7 @@ fn a_snapshot_adds_up_and_a_loaded_resource_is_booked_with_all_its_bytes() {
     let heap = snapshot.heap.expect("jemalloc tells");
     assert_eq!(heap.retained(), heap.resident.saturating_sub(heap.live));
     assert!(heap.live <= heap.active && heap.active <= heap.mapped, "{heap:?}");
-    let [arena_now] = &snapshot.arenas[..] else { panic!("one arena") };
+    let [arena_now] = &snapshot.devices.arenas[..] else { panic!("one arena") };
     assert_eq!(arena_now.live, MODEL);
     assert_eq!(arena_now.retained(), arena_now.committed.saturating_sub(arena_now.live));
     assert_eq!(arena_now.committed, arena_now.active.saturating_add(arena_now.idle));

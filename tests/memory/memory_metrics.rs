@@ -1,7 +1,7 @@
 //! A live scrape against the table of metrics, both ways, and a recorder that comes late.
 //!
 //! One test installs a recorder, which stays in its process; the other has one of its own.
-#![cfg(all(feature = "memory", feature = "prometheus", target_os = "linux"))]
+#![cfg(all(feature = "prometheus", target_os = "linux"))]
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;

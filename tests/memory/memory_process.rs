@@ -2,7 +2,7 @@
 //!
 //! The tests run this program again with other variables; the test that then runs says on its
 //! standard output what `Memory` made of them.
-#![cfg(all(feature = "memory", target_os = "linux"))]
+#![cfg(target_os = "linux")]
 #![expect(unsafe_code, reason = "fork and waitpid are C calls")]
 
 use std::process::Command;
@@ -74,7 +74,9 @@ fn check_child(
         matches!(arena.alloc::<u8>(1, Region::Dynamic), Err(DeviceError::Forked)),
         matches!(model.acquire_blocking(), Err(AcquireError::Forked { .. })),
         matches!(unloaded, Err(UnloadError::Forked { .. })),
-        snapshot.heap.is_none() && snapshot.arenas.is_empty() && snapshot.resources.is_empty(),
+        snapshot.heap.is_none()
+            && snapshot.devices.arenas.is_empty()
+            && snapshot.resources.is_empty(),
         memory.diagnostics().is_empty(),
         session.alloc::<u8>(1, Region::Dynamic).err() == Some(DeviceError::Forked),
         memory.use_arena(&slot, &none).err() == Some(forked.clone()),
@@ -128,7 +130,7 @@ fn a_fork_leaves_the_parent_as_it_was() {
     assert_eq!(forked(move || i32::from(!child.0.shutdown(SOON).forked)), 0);
 
     let snapshot = memory.snapshot();
-    assert_eq!((snapshot.resources[0].guards, snapshot.arenas.len()), (1, 1));
+    assert_eq!((snapshot.resources[0].guards, snapshot.devices.arenas.len()), (1, 1));
     let lease = arena.enter().expect("awake");
     assert_eq!(buffer.slice(&lease), Ok(&[3_u8; 4096][..]));
     assert!(memory.purge().is_ok());
@@ -200,14 +202,6 @@ fn describe(memory: &Memory) -> String {
         ceiling,
         correction_factor,
         device,
-        device_backend,
-        device_limit,
-        device_watermark,
-        device_decay,
-        device_sleep_after,
-        device_min_awake,
-        device_sleep_stable,
-        device_sleep_dynamic,
         heap_decay,
         background_threads,
         purge_interval,
@@ -231,16 +225,16 @@ fn describe(memory: &Memory) -> String {
         format!("ceiling={} ({})", ceiling.value, ceiling.source),
         format!("multiplier={} ({})", correction_factor.value, correction_factor.source),
         format!("K={}", memory.snapshot().host.correction_factor),
-        format!("device={} ({})", device.value, device.source),
-        format!("device_rung={} ({})", device_backend.value, device_backend.source),
-        format!("device_limit={} ({})", device_limit.value.exact(), device_limit.source),
+        format!("device={} ({})", device.choice.value, device.choice.source),
+        format!("device_rung={} ({})", device.backend.value, device.backend.source),
+        format!("device_limit={} ({})", device.limit.value.exact(), device.limit.source),
         format!("arena={arena}"),
-        format!("watermark={} ({})", device_watermark.value, device_watermark.source),
-        format!("device_decay={:?} ({})", device_decay.value, device_decay.source),
-        format!("sleep_after={:?} ({})", device_sleep_after.value, device_sleep_after.source),
-        format!("residency={:?} ({})", device_min_awake.value, device_min_awake.source),
-        format!("stable={} ({})", device_sleep_stable.value, device_sleep_stable.source),
-        format!("dynamic={} ({})", device_sleep_dynamic.value, device_sleep_dynamic.source),
+        format!("watermark={} ({})", device.watermark.value, device.watermark.source),
+        format!("device_decay={:?} ({})", device.decay.value, device.decay.source),
+        format!("sleep_after={:?} ({})", device.sleep_after.value, device.sleep_after.source),
+        format!("residency={:?} ({})", device.min_awake.value, device.min_awake.source),
+        format!("stable={} ({})", device.sleep_stable.value, device.sleep_stable.source),
+        format!("dynamic={} ({})", device.sleep_dynamic.value, device.sleep_dynamic.source),
         format!("sleeps={sleeps}"),
         format!("heap_decay={:?} ({})", heap_decay.value, heap_decay.source),
         format!("jemalloc={decay} ms, at most {threads} threads, on: {runs}"),

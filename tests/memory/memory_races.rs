@@ -1,5 +1,5 @@
 //! What several threads, or callbacks, do to one `Memory` at a time, each after a bug of that kind.
-#![cfg(all(feature = "memory", target_os = "linux"))]
+#![cfg(target_os = "linux")]
 
 use std::sync::{Arc, OnceLock, mpsc};
 use std::time::Duration;

@@ -1,5 +1,5 @@
 //! Shrinks by ONNX Runtime's selector, now and at the end of a run.
-#![cfg(all(feature = "memory", target_os = "linux"))]
+#![cfg(target_os = "linux")]
 
 use std::time::Duration;
 
@@ -110,7 +110,7 @@ fn a_shrink_reaches_arenas_that_drain() {
     drop(session.alloc::<u8>(8 << 20, Region::Dynamic).expect("room"));
     let shrunk = memory.shrink("gpu:0").expect("here");
     assert!(shrunk.released() >= ByteSize::mib(8).saturating_sub(GRANULE), "{shrunk:?}");
-    let draining = &memory.snapshot().draining[0];
+    let draining = &memory.snapshot().devices.draining[0];
     assert_eq!((draining.live, draining.idle), (ByteSize::mib(2), ByteSize::ZERO));
     drop((held, session));
     assert!(memory.shutdown(SOON).is_clean());

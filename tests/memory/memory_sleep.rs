@@ -3,7 +3,7 @@
 //! but what a user would.
 //!
 //! Memory is used on lanes: the worker falls asleep only where events prove that all work is done.
-#![cfg(all(feature = "memory", feature = "simulation", target_os = "linux"))]
+#![cfg(all(feature = "simulation", target_os = "linux"))]
 #![expect(unsafe_code, reason = "a lane is of a stream that the caller vouches for")]
 
 use std::sync::Arc;
@@ -116,7 +116,7 @@ fn falls_asleep(arena: &DeviceArena) {
 
 fn figures(memory: &Memory, name: &str) -> ArenaSnapshot {
     let snapshot = memory.snapshot();
-    let mut all = snapshot.arenas.into_iter().chain(snapshot.draining);
+    let mut all = snapshot.devices.arenas.into_iter().chain(snapshot.devices.draining);
     all.find(|arena| arena.name == name).expect("an arena of this name")
 }
 
@@ -356,7 +356,7 @@ fn a_replaced_arena_sleeps_too_and_goes_with_its_last_block() {
     let session = memory.use_arena(&slot, &none).expect("opened");
     let old = session.alloc::<u8>(8 * MIB, Region::Stable).expect("room");
     memory.replace_arena(&slot, &none).expect("replaced");
-    let draining = || memory.snapshot().draining;
+    let draining = || memory.snapshot().devices.draining;
     bed.clock.advance(IDLE + TICK);
     until("it falls asleep", || {
         draining().first().is_some_and(|arena| arena.state == ArenaState::Asleep)

@@ -362,7 +362,7 @@ fn the_memory_document_holds_every_figure_in_bytes_and_null_for_no_limit() {
     assert_eq!(told["heap"]["retained_bytes"].as_u64(), retained);
 
     let device = &told["device"]["arenas"][0];
-    let now = &snapshot.arenas[0];
+    let now = &snapshot.devices.arenas[0];
     assert_eq!((&device["name"], &device["backend"]), (&json!("weights"), &json!("host")));
     for (key, size) in [
         ("live_bytes", ByteSize::mib(1)),

@@ -10,18 +10,18 @@ use std::sync::Arc;
 use crate::device::DeviceArena;
 use crate::sync::{Mutex, lock};
 
-use crate::memory::error::MemoryError;
+use super::error::ArenaError;
 
 /// The maximum number of arenas, including draining ones; the sampler visits each.
 const ARENAS_MAX: usize = 64;
 
 /// The number of an arena in the list; never reused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(in crate::memory) struct ArenaId(u64);
+pub(super) struct ArenaId(u64);
 
 /// The list, shared with the sensor.
 #[derive(Clone, Debug, Default)]
-pub(in crate::memory) struct Arenas(Arc<Mutex<List>>);
+pub(super) struct Arenas(Arc<Mutex<List>>);
 
 #[derive(Debug, Default)]
 struct List {
@@ -39,17 +39,17 @@ struct Entry {
 
 impl Arenas {
     /// Visits all arenas under the lock, without copying the list. For short calls.
-    pub(in crate::memory) fn each(&self, mut see: impl FnMut(&DeviceArena)) {
+    pub(super) fn each(&self, mut see: impl FnMut(&DeviceArena)) {
         lock(&self.0).entries.iter().for_each(|entry| see(&entry.arena));
     }
 
     /// Returns all arenas.
-    pub(in crate::memory) fn all(&self) -> Vec<DeviceArena> {
+    pub(super) fn all(&self) -> Vec<DeviceArena> {
         lock(&self.0).entries.iter().map(|entry| entry.arena.clone()).collect()
     }
 
     /// Returns the serving arenas and the draining ones.
-    pub(in crate::memory) fn parted(&self) -> (Vec<DeviceArena>, Vec<DeviceArena>) {
+    pub(super) fn parted(&self) -> (Vec<DeviceArena>, Vec<DeviceArena>) {
         let list = lock(&self.0);
         let of = |drains| {
             let those = list.entries.iter().filter(move |entry| entry.drains == drains);
@@ -61,12 +61,8 @@ impl Arenas {
     /// Checks that an arena of this name can be added in the place of `replaced`.
     ///
     /// # Errors
-    /// [`MemoryError::TooManyArenas`], [`MemoryError::DuplicateArena`].
-    pub(in crate::memory) fn admit(
-        &self,
-        name: &str,
-        replaced: Option<ArenaId>,
-    ) -> Result<(), MemoryError> {
+    /// [`ArenaError::TooMany`], [`ArenaError::Duplicate`].
+    pub(super) fn admit(&self, name: &str, replaced: Option<ArenaId>) -> Result<(), ArenaError> {
         lock(&self.0).admit(name, replaced)
     }
 
@@ -74,11 +70,11 @@ impl Arenas {
     ///
     /// # Errors
     /// The same as for [`Arenas::admit`].
-    pub(in crate::memory) fn add(
+    pub(super) fn add(
         &self,
         arena: &DeviceArena,
         replaced: Option<ArenaId>,
-    ) -> Result<ArenaId, MemoryError> {
+    ) -> Result<ArenaId, ArenaError> {
         let mut list = lock(&self.0);
         list.admit(arena.name(), replaced)?;
         list.given += 1;
@@ -89,12 +85,12 @@ impl Arenas {
     }
 
     /// Marks an arena as draining, which makes its name available.
-    pub(in crate::memory) fn drain(&self, id: ArenaId) {
+    pub(super) fn drain(&self, id: ArenaId) {
         lock(&self.0).drain(Some(id));
     }
 
     /// Removes an arena. The caller drops it, with no lock held.
-    pub(in crate::memory) fn remove(&self, id: ArenaId) -> Option<DeviceArena> {
+    pub(super) fn remove(&self, id: ArenaId) -> Option<DeviceArena> {
         let mut list = lock(&self.0);
         let at = list.entries.iter().position(|entry| entry.id == id)?;
         Some(list.entries.remove(at).arena)
@@ -102,7 +98,7 @@ impl Arenas {
 
     /// Removes the closed arenas that have no memory left, which frees their names and places. The
     /// caller drops them, with no lock held.
-    pub(in crate::memory) fn take_closed(&self) -> Vec<DeviceArena> {
+    pub(super) fn take_closed(&self) -> Vec<DeviceArena> {
         // A close that finds live blocks is undone, and a close that fails in the driver leaves
         // memory.
         let is_over = |entry: &Entry| {
@@ -117,13 +113,13 @@ impl Arenas {
 }
 
 impl List {
-    fn admit(&self, name: &str, replaced: Option<ArenaId>) -> Result<(), MemoryError> {
+    fn admit(&self, name: &str, replaced: Option<ArenaId>) -> Result<(), ArenaError> {
         if self.entries.len() >= ARENAS_MAX {
-            return Err(MemoryError::TooManyArenas { max: ARENAS_MAX });
+            return Err(ArenaError::TooMany { max: ARENAS_MAX });
         }
         let mut others = self.entries.iter().filter(|entry| Some(entry.id) != replaced);
         if others.any(|entry| !entry.drains && entry.arena.name() == name) {
-            return Err(MemoryError::DuplicateArena { arena: name.to_owned() });
+            return Err(ArenaError::Duplicate { arena: name.to_owned() });
         }
         Ok(())
     }

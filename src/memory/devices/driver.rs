@@ -12,7 +12,7 @@ use crate::device::driver::host::HostDriver;
 use crate::memory::error::{Diagnostic, Severity, StartError};
 
 /// Opens the configured driver, unless one is given.
-pub(in crate::memory) fn open_driver(
+pub(super) fn open_driver(
     config: &Config,
     given: Option<Arc<dyn Driver>>,
     diagnostics: &mut Vec<Diagnostic>,
@@ -20,12 +20,12 @@ pub(in crate::memory) fn open_driver(
     if given.is_some() {
         return Ok(given);
     }
-    let (choice, backend) = (config.device.value, config.device_backend.value);
+    let (choice, backend) = (config.device.choice.value, config.device.backend.value);
     if matches!(choice, DeviceChoice::Host | DeviceChoice::None) && backend != DeviceBackend::Auto {
         let text = format!(
             "LOWTIDE_DEVICE_BACKEND={backend} ({}) has no effect with LOWTIDE_DEVICE={choice} \
              ({}): expected a CUDA device",
-            config.device_backend.source, config.device.source
+            config.device.backend.source, config.device.choice.source
         );
         diagnostics.push(Diagnostic::warning("device", text));
     }

@@ -14,7 +14,7 @@ use crate::memory::{Memory, Moment};
 use crate::sync::{Mutex, lock};
 
 /// The registered governors, of which some may have been dropped.
-pub(in crate::memory) type Governors = Mutex<Vec<Weak<PoolGovernor>>>;
+pub(super) type Governors = Mutex<Vec<Weak<PoolGovernor>>>;
 
 impl Memory {
     /// Calls [`PoolGovernor::decay`] of the governor on the worker, once in each metrics interval,
@@ -33,7 +33,7 @@ impl Memory {
         let shared = &self.0.shared;
         shared.check_here()?;
         let new = Arc::downgrade(governor);
-        let mut governors = lock(&shared.governors);
+        let mut governors = lock(&shared.devices.governors);
         governors.retain(|one| one.strong_count() > 0 && !one.ptr_eq(&new));
         governors.push(new);
         Ok(())
@@ -42,11 +42,11 @@ impl Memory {
 
 impl Shared {
     /// Releases the memory of governed pools that was unused for the decay time.
-    pub(in crate::memory) fn decay_governors(&self, now: Moment) {
+    pub(super) fn decay_governors(&self, now: Moment) {
         if self.check_here().is_err() {
             return;
         }
-        let all = lock(&self.governors).clone();
+        let all = lock(&self.devices.governors).clone();
         for governor in all.iter().filter_map(Weak::upgrade) {
             if let Err(error) = governor.decay(now) {
                 let text = format!("pool governor of {}: {error}", governor.device());

@@ -210,7 +210,7 @@ impl Drop for Run {
         let Some(targets) = self.shrink.take() else { return };
         let shared = &self.memory.0.shared;
         if shared.check_here().is_ok() {
-            shared.shrinks.ask(targets.iter());
+            shared.devices.shrinks.ask(targets.iter());
             shared.queue.push_one(Job::DecayDevice);
         }
     }
@@ -247,7 +247,7 @@ impl Shared {
 
     /// Shrinks the targets of dropped runs.
     pub(in crate::memory) fn shrink_asked(&self) {
-        for shrunk in self.shrink(self.shrinks.take()).targets {
+        for shrunk in self.shrink(self.devices.shrinks.take()).targets {
             if let ShrinkOutcome::Failed { cause, .. } = shrunk.outcome {
                 self.add_diagnostic(Diagnostic::warning("device", cause.to_string()));
             }
@@ -311,7 +311,7 @@ impl Shared {
     }
 
     fn shrink_arenas(&self) -> ShrinkOutcome {
-        if self.driver.is_none() {
+        if self.devices.driver.is_none() {
             let reason = "the configured device is none".to_owned();
             return ShrinkOutcome::Unsupported { reason };
         }

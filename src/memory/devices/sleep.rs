@@ -53,8 +53,8 @@ impl Shared {
     /// The default configuration of an arena.
     pub(in crate::memory) fn arena_config(&self, name: impl Into<String>) -> ArenaConfig {
         ArenaConfig {
-            decay: self.config.device_decay.value,
-            sleep: self.config.device_sleep(),
+            decay: self.config.device.decay.value,
+            sleep: self.config.device.sleep(),
             ..ArenaConfig::new(name)
         }
     }

@@ -16,13 +16,13 @@ use crate::device::driver::{Driver, DriverError};
 use crate::sync::atomic::{AtomicU64, Ordering};
 use crate::sync::{Mutex, lock};
 
+use super::snapshot::DeviceSnapshot;
 use crate::memory::error::Diagnostic;
 use crate::memory::shared::Shared;
-use crate::memory::snapshot::DeviceSnapshot;
 
 /// The state of the device.
 #[derive(Debug)]
-pub(in crate::memory) struct DeviceWatch {
+pub(super) struct DeviceWatch {
     state: Mutex<State>,
     /// Bytes released because device memory was low.
     given_back: AtomicU64,
@@ -39,13 +39,13 @@ struct State {
 
 impl DeviceWatch {
     /// Creates it with a watermark at this share of the device's memory.
-    pub(in crate::memory) fn new(part: f64) -> Self {
+    pub(super) fn new(part: f64) -> Self {
         let state = State { watermark: Watermark::new(part), last: None, is_lost: false };
         Self { state: Mutex::new(state), given_back: AtomicU64::new(0) }
     }
 
     /// Returns the figures of the last sample; `None` if the driver reported nothing.
-    pub(in crate::memory) fn snapshot(&self, driver: &dyn Driver) -> Option<DeviceSnapshot> {
+    pub(super) fn snapshot(&self, driver: &dyn Driver) -> Option<DeviceSnapshot> {
         let (last, is_short) = {
             let state = lock(&self.state);
             (state.last?, state.watermark.is_short())
@@ -65,7 +65,7 @@ impl DeviceWatch {
     }
 
     /// Returns the bytes released because device memory was low, since the start.
-    pub(in crate::memory) fn watermark_released_total(&self) -> u64 {
+    pub(super) fn watermark_released_total(&self) -> u64 {
         self.given_back.load(Ordering::Relaxed)
     }
 }
@@ -73,8 +73,8 @@ impl DeviceWatch {
 impl Shared {
     /// Samples the device's memory, and releases idle memory if little is free.
     pub(in crate::memory) fn sample_device(&self, now: Moment) {
-        let Some(driver) = &self.driver else { return };
-        if lock(&self.device.state).is_lost {
+        let Some(driver) = &self.devices.driver else { return };
+        if lock(&self.devices.watch.state).is_lost {
             return;
         }
         // Memory that is committed or released during the query counts as ours, not as unmanaged.
@@ -87,14 +87,14 @@ impl Shared {
         let committed = before.max(self.device_committed());
         let look = DeviceSample { total: memory.total, free: memory.free, committed };
         let (verdict, low) = {
-            let mut state = lock(&self.device.state);
+            let mut state = lock(&self.devices.watch.state);
             state.last = Some(look);
             (state.watermark.look(now, look), state.watermark.low(look.total))
         };
         let (free, idle) = (look.free, self.device_idle());
         if !verdict.wanted.is_zero() {
             let given = self.give_idle_back(verdict.wanted);
-            self.device.given_back.fetch_add(given.get(), Ordering::Relaxed);
+            self.devices.watch.given_back.fetch_add(given.get(), Ordering::Relaxed);
         }
         match verdict.trend {
             Trend::Same => {}
@@ -141,7 +141,7 @@ impl Shared {
     /// context is lost.
     fn device_is_silent(&self, error: &DriverError) {
         let is_lost = error.is_context_lost();
-        let mut state = lock(&self.device.state);
+        let mut state = lock(&self.devices.watch.state);
         (state.last, state.is_lost) = (None, is_lost);
         state.watermark.forget();
         drop(state);
@@ -149,7 +149,7 @@ impl Shared {
         self.add_diagnostic_once(start, Diagnostic::warning("device", format!("{start}{error}")));
     }
 
-    pub(in crate::memory) fn device_committed(&self) -> ByteSize {
+    pub(super) fn device_committed(&self) -> ByteSize {
         self.arenas().iter().map(|arena| arena.glance().committed).sum()
     }
 

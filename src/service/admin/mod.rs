@@ -26,7 +26,7 @@ use crate::memory::{AdminCommand, AdminError, Memory};
 use crate::sync::{Mutex, lock};
 
 use super::asked::{Query, QueryError};
-use super::endpoints::{JSON, answer, pretty};
+use super::endpoints::{Endpoints, JSON, answer, pretty};
 use super::rejection::problem;
 
 pub use guard::Peer;
@@ -119,10 +119,12 @@ impl Admin {
     ) -> Option<Response<String>> {
         let path = request.uri().path();
         let command = path.strip_prefix("/memory/")?;
-        let command = AdminCommand::NAMES.into_iter().find(|name| *name == command);
+        let command = AdminCommand::NAMES.iter().copied().find(|name| *name == command);
         let (method, allowed) = match command {
             Some(_) => (Method::POST, "POST"),
-            None if path == PICTURE => (Method::GET, "GET"),
+            None if path == PICTURE && Endpoints::ADMIN_PATHS.contains(&PICTURE) => {
+                (Method::GET, "GET")
+            }
             None => return None,
         };
         if *request.method() != method {

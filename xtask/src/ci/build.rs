@@ -70,6 +70,10 @@ pub(super) fn features(_: Length) -> Outcome {
         let alone = alone.map(|name| format!("--no-default-features --features {name}"));
         let mut all = vec!["--no-default-features".to_owned()];
         all.extend(alone);
+        if package.name == "lowtide" {
+            // A web service without device arenas.
+            all.push("--features axum,prometheus,service,tokio".to_owned());
+        }
         all.extend((!package.features.is_empty()).then(|| "--all-features".to_owned()));
         failed.extend(all.iter().filter_map(|features| lint(features).err()));
     }

@@ -129,8 +129,15 @@ impl<'a> Code<'a> {
 
     /// Returns the value of a setting that neither the program nor the environment sets.
     pub(crate) fn setting(&self, profile: &str, name: &str) -> Found<'a> {
-        let what = format!("Config::{name}");
-        let item = self.item("Config::resolve", |item| matches!(item.kind, Kind::Function(_)));
+        // The settings of device arenas are a group of their own.
+        let (owner, name) = match name.strip_prefix("device") {
+            Some("") => ("DeviceConfig", "choice"),
+            Some(of_device) => ("DeviceConfig", of_device.trim_start_matches('_')),
+            None => ("Config", name),
+        };
+        let what = format!("{owner}::{name}");
+        let resolve = format!("{owner}::resolve");
+        let item = self.item(&resolve, |item| matches!(item.kind, Kind::Function(_)));
         let place = item.as_ref().map_or_else(|_| what.clone(), |item| place_of(item, &what));
         let value = item.and_then(|item| {
             let Kind::Function(block) = &item.kind else { return Err("no function".to_owned()) };

@@ -3,7 +3,7 @@
 use thiserror::Error;
 
 use crate::config::arena::ArenaOptionsError;
-use crate::memory::MemoryError;
+use crate::memory::{ArenaError, MemoryError};
 
 use super::Slot;
 
@@ -15,6 +15,9 @@ pub enum ScopeError {
     #[error(transparent)]
     Options(#[from] ArenaOptionsError),
     /// The arena could not be opened.
+    #[error(transparent)]
+    Arena(#[from] ArenaError),
+    /// This `Memory` cannot do it now, for example in a forked child.
     #[error(transparent)]
     Memory(#[from] MemoryError),
     /// A slot without a name.

@@ -32,7 +32,7 @@ use crate::sync::{Mutex, lock};
 
 use crate::memory::error::Diagnostic;
 use crate::memory::shared::Shared;
-use crate::memory::{Memory, MemoryError};
+use crate::memory::{ArenaError, Memory};
 
 pub use error::ScopeError;
 pub use handle::ArenaUse;
@@ -189,7 +189,7 @@ impl Memory {
     pub fn unshare_arena(&self, slot: &Slot) -> Result<(), ScopeError> {
         let shared = &self.0.shared;
         shared.check_here()?;
-        let place = lock(&shared.scopes.0).get(slot).cloned();
+        let place = lock(&shared.devices.scopes.0).get(slot).cloned();
         match place {
             Some(place) if place.unshare() => Ok(()),
             _ => Err(ScopeError::NotShared { slot: slot.clone() }),
@@ -254,7 +254,7 @@ impl Memory {
     pub fn arena_options(&self, slot: &Slot) -> Option<Arc<ArenaResolution>> {
         let shared = &self.0.shared;
         shared.check_here().ok()?;
-        let place = lock(&shared.scopes.0).get(slot).cloned();
+        let place = lock(&shared.devices.scopes.0).get(slot).cloned();
         place?.resolution()
     }
 
@@ -280,10 +280,10 @@ impl Shared {
         if slot.device > 0 {
             return Err(ScopeError::UnknownDevice { slot: slot.clone() });
         }
-        if self.driver.is_none() {
-            return Err(MemoryError::NoDevice { arena: slot.to_string() }.into());
+        if self.devices.driver.is_none() {
+            return Err(ArenaError::NoDevice { arena: slot.to_string() }.into());
         }
-        let mut places = lock(&self.scopes.0);
+        let mut places = lock(&self.devices.scopes.0);
         if let Some(place) = places.get(slot) {
             return Ok(Arc::clone(place));
         }
@@ -300,7 +300,7 @@ impl Shared {
     }
 
     fn places(&self) -> Vec<Arc<Place>> {
-        lock(&self.scopes.0).values().cloned().collect()
+        lock(&self.devices.scopes.0).values().cloned().collect()
     }
 
     /// Drops the arenas that have drained, with their address space and at most the last granules.
@@ -314,27 +314,27 @@ impl Shared {
             let name = match drained {
                 Opened::Device(arena) => {
                     let _ = self.purged(&arena);
-                    self.gone.add(arena.snapshot());
+                    self.devices.gone.add(arena.snapshot());
                     arena.name().to_owned()
                 }
                 Opened::Pinned(pool) => pool.name().to_owned(), // goes here, its segments with it
             };
             log!(debug, target: "lowtide", arena = name, "replaced arena drained");
         }
-        for closed in self.arenas.take_closed() {
-            self.gone.add(closed.snapshot());
+        for closed in self.devices.arenas.take_closed() {
+            self.devices.gone.add(closed.snapshot());
         }
     }
 
     /// Opens a pool for copies to and from the device.
-    fn open_pool(&self, name: String, limit: ByteSize) -> Result<PinnedPool, MemoryError> {
-        let Some(driver) = &self.driver else {
-            return Err(MemoryError::NoDevice { arena: name });
+    fn open_pool(&self, name: String, limit: ByteSize) -> Result<PinnedPool, ArenaError> {
+        let Some(driver) = &self.devices.driver else {
+            return Err(ArenaError::NoDevice { arena: name });
         };
         let kind = PinnedKind::PageLockedOrPageable;
         let config = PinnedConfig { limit, kind, ..PinnedConfig::new(name.clone()) };
         PinnedPool::open(Arc::clone(driver), config)
-            .map_err(|error| MemoryError::Arena { arena: name, error })
+            .map_err(|error| ArenaError::Driver { arena: name, error })
     }
 
     /// Returns the pools of all slots, and whether each drains; none in a forked child.

@@ -117,11 +117,13 @@ pub(super) struct Done {
 impl Place {
     pub(super) fn new(slot: Slot, shared: &Shared) -> Self {
         let device_limit = match slot.kind {
-            SlotKind::Device => shared.config.device_limit.value,
+            SlotKind::Device => shared.config.device.limit.value,
             SlotKind::Pinned => ByteSize::MAX,
         };
-        let backend = shared.driver.as_ref().map_or(Backend::Host, |driver| driver.backend());
-        let (birth, arenas, state) = (shared.birth, shared.arenas.clone(), Mutex::default());
+        let backend =
+            shared.devices.driver.as_ref().map_or(Backend::Host, |driver| driver.backend());
+        let (birth, arenas, state) =
+            (shared.birth, shared.devices.arenas.clone(), Mutex::default());
         Self { slot, birth, device_limit, backend, arenas, state }
     }
 

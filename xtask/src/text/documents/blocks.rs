@@ -181,33 +181,20 @@ impl<'a> Blocks<'a> {
         }
     }
 
-    /// The table of features is the manifest's.
+    /// The table of features is the manifest's, and none is on by default.
     fn check_features(&self) {
         let manifest = self.manifest();
-        // What `memory` needs is there by default as well.
-        let by_default = |name: &str| {
-            let list = |of: &str| {
-                let line = manifest.lines().find(|line| line.starts_with(&format!("{of} = [")));
-                line.unwrap_or_default().to_owned()
-            };
-            let quoted = format!("\"{name}\"");
-            [list("default"), list("memory")].iter().any(|list| list.contains(&quoted))
-        };
+        let is_bare = manifest.lines().any(|line| line == "default = []");
+        self.faults.expect(is_bare, || "Cargo.toml: a feature is on by default".to_owned());
         let library = self.tree.text("src/lib.rs", self.faults);
-        let rows: Vec<_> = library
+        let shown: BTreeSet<_> = library
             .lines()
             .filter_map(|line| line.strip_prefix("//! | `")?.split_once("` | "))
-            .filter_map(|(name, rest)| Some((name, rest.split_once(" | ")?.0)))
-            .filter(|(_, default)| ["yes", "no"].contains(default))
+            .map(|(name, _)| name.to_owned())
             .collect();
         let known: BTreeSet<_> = features_of(manifest).into_iter().collect();
-        let shown: BTreeSet<_> = rows.iter().map(|(name, _)| (*name).to_owned()).collect();
         for name in shown.symmetric_difference(&known) {
             self.faults.say(format!("src/lib.rs: the table and Cargo.toml differ: {name}"));
-        }
-        for (name, default) in rows {
-            let holds = (default == "yes") == by_default(name);
-            self.faults.expect(holds, || format!("src/lib.rs: {name}: by default: {default}"));
         }
     }
 
@@ -401,7 +388,8 @@ impl<'a> Blocks<'a> {
 
     /// Routes that pages name are answered.
     fn check_routes(&self, code: &Code<'_>) {
-        let verbs: Vec<_> = code.constant("ADMIN_PATHS").list().iter().map(Found::text).collect();
+        let paths = code.constant("devices::ADMIN_PATHS");
+        let verbs: Vec<_> = paths.list().iter().map(Found::text).collect();
         for page in self.pages {
             let is_part = |c: char| c.is_ascii_alphabetic() || c == '/';
             for word in page.text.split(|c: char| !is_part(c)) {

@@ -42,7 +42,7 @@ pub(super) fn rows(code: &Code<'_>) -> Vec<Row> {
             ),
             (
                 "if other processes leave less than {} of the device",
-                values![percent(code.constant("Config::DEVICE_WATERMARK").number())],
+                values![percent(code.constant("DeviceConfig::WATERMARK").number())],
             ),
             (
                 "Meanwhile, every {}, the loop compares",

@@ -84,10 +84,10 @@ fn levels(code: &Code<'_>) -> Rows {
 fn routes(code: &Code<'_>) -> Rows {
     let of = |name: &str| code.constant(name).count();
     vec![
-        ("The map has at most {} cells.", values![of("parts::CELLS_MAX")]),
+        ("The map has at most {} cells.", values![of("devices::CELLS_MAX")]),
         (
             "`again_in_seconds` says when to request it again, a second for each {} blocks",
-            values![of("parts::BLOCKS_EACH_SECOND")],
+            values![of("devices::BLOCKS_EACH_SECOND")],
         ),
         ("The document stays under {}.", values![code.constant("render::BYTES_MAX").size()]),
         ("`keep` (default {}) |", values![code.between("query.get(\"keep\").unwrap_or(\"", "\"")]),
@@ -182,7 +182,7 @@ fn threads(code: &Code<'_>) -> Rows {
 
 fn device(code: &Code<'_>) -> Rows {
     let looks = code.constant("DEVICE_INTERVAL_MAX").time();
-    let low = code.constant("Config::DEVICE_WATERMARK").number();
+    let low = code.constant("DeviceConfig::WATERMARK").number();
     let calm = code.constant("CALM").time();
     let decay = code.written("let decay = DecayTime::from_duration(", ");").time();
     vec![

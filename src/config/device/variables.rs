@@ -1,0 +1,40 @@
+//! The parsers of the `LOWTIDE_DEVICE*` variables, for the table in `env`.
+
+use std::time::Duration;
+
+use crate::config::Settings;
+use crate::config::env::{decay_time, duration, expected_time, part, positive, put, time_or_never};
+
+macro_rules! variables {
+    ($($setting:ident: $parse:expr;)*) => {
+        $(pub(in crate::config) fn $setting(
+            settings: &mut Settings,
+            text: &str,
+        ) -> Result<(), String> {
+            put(&mut settings.device.$setting, $parse(text))
+        })*
+    };
+}
+
+variables! {
+    choice: str::parse;
+    backend: str::parse;
+    limit: positive;
+    watermark: share;
+    decay: decay_time;
+    sleep_after: time_or_never;
+    min_awake: time_or_none;
+    sleep_stable: str::parse;
+    sleep_dynamic: str::parse;
+}
+
+fn share(text: &str) -> Result<f64, &'static str> {
+    let valid = part(text).filter(|share| (0.0..1.0).contains(share));
+    valid.ok_or("a number in [0, 1), or a percentage below 100%")
+}
+
+/// Parses a time that may be zero.
+fn time_or_none(text: &str) -> Result<Duration, String> {
+    let time = if text == "0" { Some(Duration::ZERO) } else { duration(text) };
+    time.ok_or_else(|| expected_time(", or 0"))
+}

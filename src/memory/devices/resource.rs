@@ -1,0 +1,68 @@
+//! The device arena of a resource, which contains nothing else: it is measured, and purged when the
+//! resource is unloaded.
+
+use crate::BoxError;
+use crate::bytes::ByteSize;
+use crate::control::ManagedBuilder;
+use crate::device::DeviceArena;
+use crate::memory::Memory;
+
+impl Memory {
+    /// Returns a builder for a resource whose device memory is in this arena, which contains
+    /// nothing else. If the arena's memory after a load exceeds the declared
+    /// [`cost`](ManagedBuilder::cost), the measured amount is reserved from then on. Memory freed
+    /// by the clean-up is released to the driver immediately. Memory that a request allocates in
+    /// the arena may stay until the arena decays.
+    ///
+    /// ```
+    /// use lowtide::control::Resource as _;
+    /// use lowtide::device::Region;
+    /// use lowtide::{ByteSize, Memory};
+    ///
+    /// let memory = Memory::builder().start()?;
+    /// let arena = memory.open_arena("embedder")?;
+    /// let weights = memory.managed_in(&arena, "weights", |arena| {
+    ///     Ok(arena.alloc_from(&vec![1.0_f32; 1 << 20], Region::Stable)?)
+    /// });
+    /// let weights = memory.register(weights.cost(memory.cost(ByteSize::ZERO, ByteSize::mib(1))))?;
+    /// drop(weights.acquire_blocking()?);
+    /// let stats = weights.stats();
+    /// let found = stats.cost.host.saturating_add(stats.cost.device);
+    /// assert!(found >= ByteSize::mib(4)); // not 1 MiB: the next load reserves the measured amount
+    /// # Ok::<(), lowtide::BoxError>(())
+    /// ```
+    pub fn managed_in<T: Send + Sync + 'static>(
+        &self,
+        arena: &DeviceArena,
+        name: &str,
+        load: impl Fn(&DeviceArena) -> Result<T, BoxError> + Send + Sync + 'static,
+    ) -> ManagedBuilder<T> {
+        let of_load = arena.clone();
+        self.enclosed(name, ResourceArena(Some(arena.clone())), move || load(&of_load))
+    }
+}
+
+/// The device arena of a resource, if it has one.
+#[derive(Default)]
+pub(in crate::memory) struct ResourceArena(Option<DeviceArena>);
+
+impl ResourceArena {
+    pub(in crate::memory) fn committed(&self) -> Option<ByteSize> {
+        self.0.as_ref().map(|arena| arena.snapshot().committed)
+    }
+
+    pub(in crate::memory) fn active(&self) -> Option<ByteSize> {
+        self.0.as_ref().map(|arena| arena.snapshot().active)
+    }
+
+    /// Releases the idle memory. Returns the decrease of the committed bytes from `before`.
+    pub(in crate::memory) fn purge_from(&self, before: ByteSize) -> ByteSize {
+        // If the driver fails, idle memory decays later.
+        let _ = self.0.as_ref().map(DeviceArena::purge);
+        before.saturating_sub(self.committed().unwrap_or_default())
+    }
+
+    pub(in crate::memory) fn counts_as_host(&self) -> bool {
+        self.0.as_ref().is_some_and(|arena| arena.capabilities().counts_as_host())
+    }
+}

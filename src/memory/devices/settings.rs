@@ -1,0 +1,77 @@
+//! The settings of device arenas that a program makes.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::bytes::ByteSize;
+use crate::config::{DeviceBackend, DeviceChoice};
+use crate::decay::DecayTime;
+use crate::device::Contents;
+use crate::device::driver::Driver;
+use crate::memory::Builder;
+
+macro_rules! setting {
+    ($($(#[$doc:meta])* $name:ident => $field:ident: $kind:ty;)*) => {
+        $($(#[$doc])*
+        #[must_use]
+        pub fn $name(mut self, value: $kind) -> Self {
+            self.code.device.$field = Some(value);
+            self
+        })*
+    };
+}
+
+/// Device arenas.
+impl Builder {
+    setting! {
+        /// Sets the device on which arenas allocate. Default: the best that works.
+        device => choice: DeviceChoice;
+        /// Sets the way in which CUDA memory is allocated. Default: the first that works.
+        device_backend => backend: DeviceBackend;
+        /// Sets the limit of device memory for each arena. Default: none.
+        device_limit => limit: ByteSize;
+        /// Sets the share of the device's memory, in [0, 1), to keep free for its other users.
+        /// Default: 0.05; 0 for none. If less is free, idle memory of our arenas is released before
+        /// its decay time, until one and a half times this share is free. Live memory is never
+        /// released.
+        device_watermark => watermark: f64;
+        /// Sets the time after which idle device memory is released. Default: 1 s, 5 s or 30 s, by
+        /// profile.
+        device_decay => decay: DecayTime;
+        /// Sets the time without a lease after which a device arena goes to sleep, `None` for
+        /// never. Default: never. See [`DeviceArena::sleep`](crate::device::DeviceArena::sleep) for
+        /// the requirements on the arena's users.
+        device_sleep_after => sleep_after: Option<Duration>;
+        /// Sets the minimum time that a device arena stays awake after it was opened or woken.
+        /// Default: 0.
+        device_min_awake => min_awake: Duration;
+        /// Sets the treatment of the stable region's contents when an idle arena goes to sleep.
+        /// Default: keep.
+        device_sleep_stable => sleep_stable: Contents;
+        /// Sets the treatment of the dynamic region's contents when an idle arena goes to sleep.
+        /// Default: keep.
+        device_sleep_dynamic => sleep_dynamic: Contents;
+    }
+
+    /// Sets a driver for device arenas that the caller has opened, for example with options that
+    /// have no setting, or a driver for tests. The configured device, also from the environment, is
+    /// ignored then.
+    ///
+    /// ```no_run
+    /// # #[cfg(feature = "cuda")] {
+    /// use std::sync::Arc;
+    /// use lowtide::device::driver::cuda::{CudaDriver, CudaOptions};
+    /// use lowtide::{ByteSize, Memory};
+    ///
+    /// let handle = Some(ByteSize::mib(16));
+    /// let driver = CudaDriver::open(CudaOptions { handle, ..CudaOptions::default() })?;
+    /// let memory = Memory::builder().driver(Arc::new(driver)).start()?;
+    /// # }
+    /// # Ok::<(), lowtide::BoxError>(())
+    /// ```
+    #[must_use]
+    pub fn driver(mut self, driver: Arc<dyn Driver>) -> Self {
+        self.driver = Some(driver);
+        self
+    }
+}

@@ -1,0 +1,216 @@
+//! The parts of the endpoints about device arenas: states, figures, history, maps, commands.
+//!
+//! Without the feature `device` the same items in `no_devices.rs` add nothing.
+//!
+//! Invariant: the cells of all maps are at most [`CELLS_MAX`], but four for each arena.
+
+use std::time::Duration;
+
+use serde_json::{Value, json};
+
+use crate::bytes::ByteSize;
+use crate::clock::Moment;
+use crate::device::{ArenaOccupancy, ArenaSnapshot, OccupancyCell, RegionOccupancy};
+use crate::memory::{HistorySample, Memory, MemorySnapshot};
+use crate::sync::{Mutex, lock};
+
+use super::endpoints::{budget, limit};
+
+/// The paths of the admin commands.
+pub(super) const ADMIN_PATHS: &[&str] = &[
+    "/memory/purge",
+    "/memory/trim",
+    "/memory/sleep",
+    "/memory/wake",
+    "/memory/unload",
+    "/memory/snapshot",
+    "/memory/picture",
+];
+
+/// The maximum number of cells of all arenas: as many as a wide screen shows; each is at most some
+/// 60 bytes.
+const CELLS_MAX: usize = 2048;
+
+/// The maximum number of blocks that maps may walk each second. A walk holds the arena's lock, for
+/// 11 ns per block (measured by `benches/render`): at most a thousandth or two of each second,
+/// since a map is kept for half of the time after which clients should request another.
+const BLOCKS_EACH_SECOND: u64 = 100_000;
+
+/// Adds backend and state of each arena to the answer of `/readyz`.
+pub(super) fn add_states(snapshot: &MemorySnapshot, body: &mut Value) {
+    let each = |of: fn(&ArenaSnapshot) -> &'static str| -> Value {
+        let arenas = snapshot.devices.arenas.iter();
+        arenas.map(|arena| (arena.name.clone(), json!(of(arena)))).collect()
+    };
+    body["device"] = each(|arena| arena.backend.name());
+    body["arenas"] = each(|arena| arena.state.name());
+}
+
+/// Adds the figures of arenas and device to those of `/memory`.
+pub(super) fn add_figures(snapshot: &MemorySnapshot, document: &mut Value) {
+    let devices = &snapshot.devices;
+    document["device"] = json!({
+        "unified": snapshot.unified,
+        "budget": budget(&snapshot.device),
+        "memory": devices.memory.as_ref().map(|device| json!({
+            "total_bytes": device.total.get(),
+            "free_bytes": device.free.get(),
+            "context_overhead_bytes": device.context_overhead.map(ByteSize::get),
+            "unmanaged_bytes": device.unmanaged.map(ByteSize::get),
+            "short": device.is_short,
+            "watermark_released_bytes": device.watermark_released_total,
+        })),
+        "rollback_failures": devices.rollback_failures_total,
+        "arenas": devices.arenas.iter().map(arena).collect::<Vec<_>>(),
+        "draining": devices.draining.iter().map(arena).collect::<Vec<_>>(),
+    });
+}
+
+fn arena(arena: &ArenaSnapshot) -> Value {
+    json!({
+        "name": arena.name,
+        "backend": arena.backend.name(),
+        "state": arena.state.name(),
+        "live_bytes": arena.live.get(),
+        "asleep_bytes": arena.asleep.get(),
+        "offloaded_bytes": arena.offloaded.get(),
+        "live_peak_bytes": arena.live_peak.get(),
+        "cached_bytes": arena.cached.get(),
+        "requested_bytes": arena.requested.get(),
+        "active_bytes": arena.active.get(),
+        "idle_bytes": arena.idle.get(),
+        "committed_bytes": arena.committed.get(),
+        "committed_peak_bytes": arena.committed_peak.get(),
+        "retained_bytes": arena.retained().get(),
+        "hole_bytes": arena.holes.get(),
+        "largest_free_bytes": arena.largest_free.get(),
+        "reserved_bytes": arena.reserved.get(),
+        "metadata_bytes": arena.metadata.get(),
+        "limit_bytes": limit(arena.limit),
+        "exported_bytes": arena.exported.get(),
+        "imported_bytes": arena.imported.get(),
+        "leases": arena.leases,
+        "sleeps": arena.sleeps_total,
+        "wakes": arena.wakes_total,
+        "wake_failures": arena.wake_failures_total,
+        "allocs": arena.allocs_total,
+        "thread_cache_allocs": arena.thread_cache_allocs_total,
+        "failures": arena
+            .alloc_failures_total
+            .by_reason()
+            .map(|(reason, total)| (reason.to_owned(), json!(total)))
+            .into_iter()
+            .collect::<serde_json::Map<_, _>>(),
+        "trimmed_bytes": arena.trimmed_bytes_total,
+        "shrunk_bytes": arena.shrunk_bytes_total,
+        "lock_contended": arena.lock_contended_total,
+        "lock_wait_seconds": arena.lock_wait_total.as_secs_f64(),
+    })
+}
+
+/// Adds the columns of arenas to the history.
+pub(super) fn add_history(points: &[HistorySample], columns: &mut Value) {
+    let bytes = |of: fn(&HistorySample) -> ByteSize| -> Value {
+        points.iter().map(|point| of(point).get()).collect()
+    };
+    columns["device_live_bytes"] = bytes(|point| point.device_live);
+    columns["device_retained_bytes"] = bytes(|point| point.device_retained);
+}
+
+/// The last maps. Requests in between get the same maps, so the number of clients does not increase
+/// the time under the arenas' locks.
+#[derive(Debug, Default)]
+pub(super) struct Maps(Mutex<Option<Kept>>);
+
+/// Maps of arenas of these names, and the end of their validity.
+#[derive(Debug)]
+struct Kept {
+    names: Vec<String>,
+    until: Moment,
+    maps: Value,
+}
+
+impl Maps {
+    /// Returns the maps of all arenas.
+    pub(super) fn of(&self, memory: &Memory) -> Option<Value> {
+        let (now, names) = (memory.now(), memory.arena_names());
+        let mut kept = lock(&self.0);
+        if let Some(kept) = kept.as_ref().filter(|kept| now < kept.until && kept.names == names) {
+            return Some(kept.maps.clone());
+        }
+        let occupancy = memory.occupancy(CELLS_MAX);
+        let maps: Value = occupancy.iter().map(map).collect();
+        let most = occupancy.iter().map(|(_, occupancy)| again(blocks(occupancy))).max();
+        // A client that waits as advised gets new maps.
+        let until = now + Duration::from_secs(most.unwrap_or(1)).mul_f64(0.5);
+        *kept = Some(Kept { names, until, maps: maps.clone() });
+        Some(maps)
+    }
+}
+
+fn blocks(occupancy: &ArenaOccupancy) -> u64 {
+    occupancy.regions.iter().map(|region| region.blocks).sum()
+}
+
+fn map((name, occupancy): &(String, ArenaOccupancy)) -> Value {
+    json!({
+        "arena": name,
+        "again_in_seconds": again(blocks(occupancy)),
+        "granule_bytes": occupancy.granularity.get(),
+        "regions": occupancy.regions.iter().map(region).collect::<Vec<_>>(),
+    })
+}
+
+/// Returns the seconds after which a client should request another map of an arena with this number
+/// of blocks.
+const fn again(blocks: u64) -> u64 {
+    let seconds = blocks.div_ceil(BLOCKS_EACH_SECOND);
+    if seconds == 0 { 1 } else { seconds }
+}
+
+/// Returns runs of equal cells: the first, the count, and the live, pending, active and idle bytes
+/// of each.
+fn region(region: &RegionOccupancy) -> Value {
+    let mut runs: Vec<(u64, OccupancyCell)> = Vec::new();
+    for &cell in &region.occupancy {
+        match runs.last_mut() {
+            Some((count, last)) if continues(last, *count, &cell) => *count += 1,
+            _ => runs.push((1, cell)),
+        }
+    }
+    let run = |(count, cell): &(u64, OccupancyCell)| {
+        let bytes = [cell.live, cell.pending, cell.active, cell.idle].map(ByteSize::get);
+        json!([cell.nth, count, bytes[0], bytes[1], bytes[2], bytes[3]])
+    };
+    json!({
+        "region": region.region,
+        "blocks": region.blocks,
+        "cell_bytes": region.cell.get(),
+        "cells": runs.iter().map(run).collect::<Vec<_>>(),
+    })
+}
+
+/// Returns `true` if a cell follows a run and equals its cells.
+fn continues(run: &OccupancyCell, count: u64, cell: &OccupancyCell) -> bool {
+    let parts = |cell: &OccupancyCell| [cell.live, cell.pending, cell.active, cell.idle];
+    cell.nth == run.nth + count && parts(cell) == parts(run)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_map_of_an_arena_with_many_blocks_is_asked_for_less_often() {
+        for (blocks, seconds) in [
+            (0, 1),
+            (1, 1),
+            (100_000, 1),
+            (100_001, 2),
+            (1_000_000, 10),
+            (u64::MAX, u64::MAX / 100_000 + 1),
+        ] {
+            assert_eq!(again(blocks), seconds, "{blocks} blocks");
+        }
+    }
+}
