@@ -16,8 +16,8 @@ use lowtide::host::{ConfText, HeapProfile};
 
 use crate::EXPORTED;
 
-/// Names the start that a process is asked for.
-const VARIABLE: &CStr = c"LOWTIDE_TEST_START";
+/// Names the start that a process is asked for; none of the variables that `Memory` knows.
+const VARIABLE: &CStr = c"TEST_START";
 
 /// What a program with these settings exports.
 pub(crate) struct Start {

@@ -90,6 +90,15 @@ fn cases() -> Vec<Case> {
     ]
 }
 
+/// Ends a watch when it is dropped, also in a panic: a runtime waits for its blocking tasks.
+struct Ends(Arc<AtomicBool>);
+
+impl Drop for Ends {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
 /// The largest heap while this is done, above that at the start.
 async fn peak_of<T>(work: impl Future<Output = T>) -> (ByteSize, T) {
     let probe = HeapProbe::new().expect("jemalloc");
@@ -105,8 +114,9 @@ async fn peak_of<T>(work: impl Future<Output = T>) -> (ByteSize, T) {
             peak
         })
     };
+    let ends = Ends(done);
     let output = work.await;
-    done.store(true, Ordering::Relaxed);
+    drop(ends);
     (watch.await.expect("no panic").saturating_sub(start), output)
 }
 
