@@ -88,6 +88,8 @@ pub enum Backend {
     CudaPlain,
     /// Private anonymous memory of this process.
     Host,
+    /// A driver from outside this workspace.
+    Custom,
 }
 
 impl Backend {
@@ -99,6 +101,7 @@ impl Backend {
             Self::CudaPool => "cuda_pool",
             Self::CudaPlain => "cuda_plain",
             Self::Host => "host",
+            Self::Custom => "custom",
         }
     }
 }
@@ -115,9 +118,13 @@ mod tests {
 
     #[test]
     fn rungs_have_names_that_fit_a_metric_label() {
-        for backend in
-            [Backend::CudaVirtualMemory, Backend::CudaPool, Backend::CudaPlain, Backend::Host]
-        {
+        for backend in [
+            Backend::CudaVirtualMemory,
+            Backend::CudaPool,
+            Backend::CudaPlain,
+            Backend::Host,
+            Backend::Custom,
+        ] {
             let name = backend.to_string();
             assert!(name.chars().all(|c| c.is_ascii_lowercase() || c == '_'), "{name}");
         }

@@ -197,7 +197,7 @@ fn offered(
             let source = Source::Plain(Pieces::new(plain, managed));
             Ok(Way::Plain(Segments::new(source, unit)))
         }
-        Backend::Host => Err(Refusal::Backend(BackendFailure::NotCuda)),
+        Backend::Host | Backend::Custom => Err(Refusal::Backend(BackendFailure::NotCuda)),
     }
 }
 

@@ -245,9 +245,14 @@ pub(super) fn header(line: u64, text: &str, version: u64) -> Read<Header> {
         return words.unexpected("open", word);
     }
     let backend = words.value("backend=")?;
-    let backends =
-        [Backend::Host, Backend::CudaVirtualMemory, Backend::CudaPool, Backend::CudaPlain];
-    let expected = "host, cuda_virtual_memory, cuda_pool or cuda_plain";
+    let backends = [
+        Backend::Host,
+        Backend::CudaVirtualMemory,
+        Backend::CudaPool,
+        Backend::CudaPlain,
+        Backend::Custom,
+    ];
+    let expected = "host, cuda_virtual_memory, cuda_pool, cuda_plain or custom";
     let backend = words.one_of(expected, backend, &backends, Backend::name)?;
     let asynchronous = words.yes("asynchronous=")?;
     let started = words.time("clock=")?;
