@@ -10,6 +10,7 @@ mod compact;
 mod index;
 mod interop;
 mod ladder;
+mod own_driver;
 mod peers;
 mod pinned_process;
 mod planned;

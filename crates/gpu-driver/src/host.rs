@@ -20,7 +20,6 @@
 use std::io;
 use std::ptr::{self, NonNull};
 
-use super::sealed::{self, Key};
 use super::{
     Backend, Capabilities, DeviceAddress, DeviceMemory, Driver, DriverError, HOST_GRANULARITY,
     HostMemory, StreamHandle,
@@ -44,9 +43,9 @@ impl HostDriver {
     }
 }
 
-impl sealed::Sealed for HostDriver {}
-
-impl Driver for HostDriver {
+// SAFETY: `mmap` returns fresh ranges, a granule is accessible from `commit` to `decommit`, the
+// kernel keeps its contents and fills it with zeros first, and all work is done in its call.
+unsafe impl Driver for HostDriver {
     fn backend(&self) -> Backend {
         Backend::Host
     }
@@ -71,38 +70,44 @@ impl Driver for HostDriver {
         // mmap aligns to pages only: map one granule more and unmap the excess.
         let slack = length_of(GRANULARITY)?;
         let length = size_wanted.checked_add(slack).ok_or_else(refused)?;
-        let start = map_bare(ptr::null_mut(), length, 0)?;
+        // SAFETY: without MAP_FIXED no mapping is replaced.
+        let start = unsafe { map_bare(ptr::null_mut(), length, 0) }?;
         let address = start.expose_provenance();
         let head = address.next_multiple_of(slack) - address;
         let base = start.wrapping_byte_add(head);
-        // Both trims are inside the mapping just made and outside the returned range; if one fails,
-        // only address space is lost.
-        let _ = unmap(start, head);
-        let _ = unmap(base.wrapping_byte_add(size_wanted), slack - head);
+        // If a trim fails, only address space is lost.
+        // SAFETY: inside the mapping just made and outside the returned range: nothing uses it.
+        let _ = unsafe { unmap(start, head) };
+        // SAFETY: as for the head.
+        let _ = unsafe { unmap(base.wrapping_byte_add(size_wanted), slack - head) };
         Ok(DeviceAddress::new(base.addr() as u64))
     }
 
-    fn unreserve(&self, at: DeviceAddress, size: ByteSize, _: Key) -> Result<(), DriverError> {
+    unsafe fn unreserve(&self, at: DeviceAddress, size: ByteSize) -> Result<(), DriverError> {
         let range = Range::of(at, size)?;
-        unmap(range.start, range.length)
+        // SAFETY: a whole reservation that nothing uses any more (contract of `unreserve`).
+        unsafe { unmap(range.start, range.length) }
     }
 
-    fn commit(&self, at: DeviceAddress, size: ByteSize, _: Key) -> Result<(), DriverError> {
-        Range::of(at, size)?.protect(libc::PROT_READ | libc::PROT_WRITE)
-    }
-
-    fn decommit(&self, at: DeviceAddress, size: ByteSize, _: Key) -> Result<(), DriverError> {
+    unsafe fn commit(&self, at: DeviceAddress, size: ByteSize) -> Result<(), DriverError> {
         let range = Range::of(at, size)?;
-        range.discard()?;
-        range.protect(libc::PROT_NONE)
+        // SAFETY: a part of a reservation (contract of `commit`); access is only added.
+        unsafe { range.protect(libc::PROT_READ | libc::PROT_WRITE) }
     }
 
-    fn copy(
+    unsafe fn decommit(&self, at: DeviceAddress, size: ByteSize) -> Result<(), DriverError> {
+        let range = Range::of(at, size)?;
+        // SAFETY: a part of a reservation of which every use is complete (contract of `decommit`).
+        unsafe { range.discard() }?;
+        // SAFETY: as above.
+        unsafe { range.protect(libc::PROT_NONE) }
+    }
+
+    unsafe fn copy(
         &self,
         from: DeviceAddress,
         to: DeviceAddress,
         size: ByteSize,
-        _: Key,
     ) -> Result<(), DriverError> {
         let refused = || DriverError::Overlap { from, to, size };
         let length = length_of(size)?;
@@ -111,42 +116,43 @@ impl Driver for HostDriver {
         }
         let from = self.host_pointer(from).ok_or_else(refused)?.as_ptr();
         let to = self.host_pointer(to).ok_or_else(refused)?.as_ptr();
-        // SAFETY: both parts are committed and not in use meanwhile (contract of `Driver::copy`;
-        // only an arena has the key). They do not overlap: checked above. Bytes have no alignment,
-        // and every one of them is initialised (contract of `host_pointer`).
+        // SAFETY: both parts are committed, and nothing writes to `from` or uses `to` meanwhile
+        // (contract of `copy`). They do not overlap: checked above. Bytes have no alignment, and
+        // every one of them is initialised (contract of `host_pointer`).
         unsafe { ptr::copy_nonoverlapping(from, to, length) };
         Ok(())
     }
 
-    fn copy_from_host(
+    unsafe fn copy_from_host(
         &self,
         from: NonNull<u8>,
         to: DeviceAddress,
         size: ByteSize,
         _: StreamHandle,
-        _: Key,
     ) -> Result<(), DriverError> {
         let refused = || DriverError::OutOfMemory { call: "memcpy", requested: size };
         let to = self.host_pointer(to).ok_or_else(refused)?.as_ptr();
-        // SAFETY: both parts exist and are not written to meanwhile (contract of
-        // `Driver::copy_from_host`; only a lane has the key). Memory of a pool and memory of an
-        // arena never overlap. Bytes have no alignment, and every one of them is initialised.
-        unsafe { ptr::copy_nonoverlapping(from.as_ptr(), to, length_of(size)?) };
+        let length = length_of(size)?;
+        // SAFETY: `from` is valid for reads and not written to, `to` is committed and not used
+        // otherwise (contract of `copy_from_host`), so that they do not overlap. Bytes have no
+        // alignment, and every one of them is initialised.
+        unsafe { ptr::copy_nonoverlapping(from.as_ptr(), to, length) };
         Ok(())
     }
 
-    fn copy_to_host(
+    unsafe fn copy_to_host(
         &self,
         from: DeviceAddress,
         to: NonNull<u8>,
         size: ByteSize,
         _: StreamHandle,
-        _: Key,
     ) -> Result<(), DriverError> {
         let refused = || DriverError::OutOfMemory { call: "memcpy", requested: size };
         let from = self.host_pointer(from).ok_or_else(refused)?.as_ptr();
-        // SAFETY: as in `copy_from_host`, the other way round.
-        unsafe { ptr::copy_nonoverlapping(from, to.as_ptr(), length_of(size)?) };
+        let length = length_of(size)?;
+        // SAFETY: `to` is valid for writes and not used otherwise, `from` is committed and not
+        // written to (contract of `copy_to_host`); otherwise as in `copy_from_host`.
+        unsafe { ptr::copy_nonoverlapping(from, to.as_ptr(), length) };
         Ok(())
     }
 
@@ -170,7 +176,8 @@ impl Driver for HostDriver {
             let result = unsafe { libc::mlock(start, length) };
             if result != 0 {
                 let error = lock_error(size);
-                let _ = unmap(start, length);
+                // SAFETY: the whole of the mapping just made, which is not handed out.
+                let _ = unsafe { unmap(start, length) };
                 return Err(error);
             }
         }
@@ -178,17 +185,19 @@ impl Driver for HostDriver {
         NonNull::new(start.cast()).ok_or(DriverError::OutOfMemory { call: "mmap", requested: size })
     }
 
-    fn host_free(
+    unsafe fn host_free(
         &self,
         at: NonNull<u8>,
         size: ByteSize,
         _: HostMemory,
-        _: Key,
     ) -> Result<(), DriverError> {
         let address = DeviceAddress::new(at.addr().get() as u64);
         // The pages are unlocked with it: "Memory locks are ... automatically removed if the
         // address range is unmapped" (mlock(2)).
-        unmap(at.as_ptr().cast(), host_length(address, size)?)
+        let length = host_length(address, size)?;
+        // SAFETY: a whole allocation of `host_alloc` that nothing uses any more (contract of
+        // `host_free`).
+        unsafe { unmap(at.as_ptr().cast(), length) }
     }
 
     fn host_pointer(&self, at: DeviceAddress) -> Option<NonNull<u8>> {
@@ -218,19 +227,23 @@ impl Range {
         Ok(Self { start, length: length_of(size)? })
     }
 
-    fn protect(self, access: libc::c_int) -> Result<(), DriverError> {
-        // SAFETY: the range consists of whole pages of a mapping that `reserve` made and that is
-        // ours until `unreserve` (contract of `Driver`). Removing access harms no reference:
-        // `decommit` is called only when every use is complete; enabling access is always safe.
+    /// # Safety
+    /// The range lies in one reservation. If access is taken away, every use of it is complete.
+    unsafe fn protect(self, access: libc::c_int) -> Result<(), DriverError> {
+        // SAFETY: whole pages of a mapping that `reserve` made and that is ours until `unreserve`;
+        // no reference loses its access (contract of this function).
         let result = unsafe { libc::mprotect(self.start, self.length, access) };
         self.outcome("mprotect", result)
     }
 
     /// Gives the pages back, so that they read as zero when they are next accessible.
+    ///
+    /// # Safety
+    /// The range lies in one reservation, and every use of it is complete.
     #[cfg(target_os = "linux")]
-    fn discard(self) -> Result<(), DriverError> {
+    unsafe fn discard(self) -> Result<(), DriverError> {
         // SAFETY: whole pages of a private anonymous mapping of ours that nothing uses any more
-        // (contract of `decommit`). "Subsequent accesses of pages in the range will succeed, but
+        // (contract of this function). "Subsequent accesses of pages in the range will succeed, but
         // will result in ... zero-fill-on-demand pages" (madvise(2), MADV_DONTNEED).
         let result = unsafe { libc::madvise(self.start, self.length, libc::MADV_DONTNEED) };
         self.outcome("madvise", result)
@@ -238,9 +251,13 @@ impl Range {
 
     /// Gives the pages back by a new mapping over the old one: `MADV_DONTNEED` of other systems
     /// keeps the contents.
+    ///
+    /// # Safety
+    /// The range lies in one reservation, and every use of it is complete.
     #[cfg(not(target_os = "linux"))]
-    fn discard(self) -> Result<(), DriverError> {
-        map_bare(self.start, self.length, libc::MAP_FIXED).map(drop)
+    unsafe fn discard(self) -> Result<(), DriverError> {
+        // SAFETY: whole granules of a reservation that nothing uses (contract of this function).
+        unsafe { map_bare(self.start, self.length, libc::MAP_FIXED) }.map(drop)
     }
 
     fn outcome(self, call: &'static str, result: libc::c_int) -> Result<(), DriverError> {
@@ -248,16 +265,18 @@ impl Range {
     }
 }
 
-/// Maps address space with nothing behind it. With `MAP_FIXED` in `flags` the range at `at` is a
-/// reservation of ours that nothing uses.
-fn map_bare(
+/// Maps address space with nothing behind it.
+///
+/// # Safety
+/// With `MAP_FIXED` in `flags`, the range at `at` is part of a reservation, and nothing uses it.
+unsafe fn map_bare(
     at: *mut libc::c_void,
     length: usize,
     flags: libc::c_int,
 ) -> Result<*mut libc::c_void, DriverError> {
     let flags = flags | libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
     // SAFETY: without MAP_FIXED the kernel picks a range that nothing occupies; with it, the range
-    // is whole granules of a reservation of ours (the caller's word), so that no other mapping is
+    // is whole granules of a reservation of ours (contract of this function), so that no other mapping is
     // replaced. No file is involved: descriptor -1 and offset 0 as mmap(2) asks of MAP_ANONYMOUS.
     let start = unsafe { libc::mmap(at, length, libc::PROT_NONE, flags, -1, 0) };
     if start == libc::MAP_FAILED { Err(last_error("mmap", length)) } else { Ok(start) }
@@ -293,13 +312,14 @@ fn lock_error(size: ByteSize) -> DriverError {
 }
 
 /// Unmaps a range of a mapping of ours; no length is no work.
-fn unmap(start: *mut libc::c_void, length: usize) -> Result<(), DriverError> {
+///
+/// # Safety
+/// The range lies in a mapping that `reserve` or `host_alloc` made, and nothing uses it any more.
+unsafe fn unmap(start: *mut libc::c_void, length: usize) -> Result<(), DriverError> {
     if length == 0 {
         return Ok(());
     }
-    // SAFETY: the range lies in a mapping that `reserve` or `host_alloc` made, and its caller gives
-    // it up: nothing refers into it (contracts of `unreserve` and `host_free`; `reserve` and
-    // `host_alloc` have handed out nothing yet).
+    // SAFETY: a range of a mapping of ours that nothing refers into (contract of this function).
     let result = unsafe { libc::munmap(start, length) };
     if result == 0 { Ok(()) } else { Err(last_error("munmap", length)) }
 }
@@ -331,15 +351,18 @@ mod tests {
         assert!(base.is_multiple_of(GRANULARITY));
         let at = base.checked_add(GRANULARITY).expect("inside");
         for round in 0..2_u8 {
-            driver.commit(at, GRANULARITY, Key::new()).expect("memory");
+            // SAFETY: a bare granule of the reservation.
+            unsafe { driver.commit(at, GRANULARITY) }.expect("memory");
             let bytes = driver.host_pointer(at).expect("host access").as_ptr();
             // SAFETY: the granule at `at` is committed, ours, and initialised by the kernel.
             let granule = unsafe { std::slice::from_raw_parts_mut(bytes, GRANULE) };
             assert!(granule.iter().all(|&byte| byte == 0), "round {round}");
             granule.fill(0xA5);
-            driver.decommit(at, GRANULARITY, Key::new()).expect("decommit");
+            // SAFETY: committed above; the slice is not used again.
+            unsafe { driver.decommit(at, GRANULARITY) }.expect("decommit");
         }
-        driver.unreserve(base, size, Key::new()).expect("unreserve");
+        // SAFETY: the whole reservation, of which the only committed granule is bare again.
+        unsafe { driver.unreserve(base, size) }.expect("unreserve");
     }
 
     #[test]
@@ -359,7 +382,8 @@ mod tests {
             let bytes = unsafe { std::slice::from_raw_parts_mut(at.as_ptr(), 64 << 10) };
             assert!(bytes.iter().all(|&byte| byte == 0));
             bytes.fill(0xA5);
-            driver.host_free(at, size, memory, Key::new()).expect("freed");
+            // SAFETY: the whole allocation; the slice is not used again.
+            unsafe { driver.host_free(at, size, memory) }.expect("freed");
         }
         for size in [ByteSize::ZERO, ByteSize::new(1), ByteSize::kib(4), ByteSize::MAX] {
             let refused = driver.host_alloc(size, HostMemory::Pageable);
@@ -377,7 +401,8 @@ mod tests {
             assert!(matches!(refused, Err(DriverError::Misaligned { .. })), "{size}: {refused:?}");
         }
         let odd = DeviceAddress::new(4096);
-        let refused = driver.commit(odd, GRANULARITY, Key::new());
+        // SAFETY: an address between granules is refused before any call of the system.
+        let refused = unsafe { driver.commit(odd, GRANULARITY) };
         assert!(matches!(refused, Err(DriverError::Misaligned { .. })), "{refused:?}");
     }
 

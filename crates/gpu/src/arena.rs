@@ -8,6 +8,7 @@
 //!
 //! Invariants: those of [`ArenaSnapshot`](super::ArenaSnapshot); no driver call under the lock; the
 //! arena lives as long as one of its handles, buffers or leases.
+#![expect(unsafe_code, reason = "addresses are given back if the arena does not open")]
 
 use lowtide_core::log;
 use std::fmt;
@@ -103,7 +104,10 @@ impl DeviceArena {
             let reserved = grounds.each_ref().map(|ground| ByteSize::new(ground.extent()));
             let header = Header::of(&config, &*driver, &*clock, reserved);
             if let Err(taken) = recorder.open(&header) {
-                grounds.iter().for_each(|ground| reserve::give_up(&*driver, ground));
+                for ground in &grounds {
+                    // SAFETY: reserved above from this driver, and nothing of it is handed out.
+                    unsafe { reserve::give_up(&*driver, ground) };
+                }
                 return Err(taken);
             }
         }
@@ -275,7 +279,7 @@ impl DeviceArena {
     ///
     /// ```
     /// # use std::sync::Arc;
-    /// # use lowtide::{ByteSize, clock::SystemClock};
+    /// # use lowtide_gpu::{ByteSize, clock::SystemClock};
     /// # use lowtide_gpu::{ArenaConfig, DeviceArena, DeviceError, HostDriver, Region};
     /// # let clock = Arc::new(SystemClock::new());
     /// # let arena = DeviceArena::open(Arc::new(HostDriver::new()), clock, ArenaConfig::new("a"))?;

@@ -10,13 +10,13 @@
 //! Invariants: `backed + being committed <= limit` at every commit; the limit fails an allocation
 //! only if `active` plus the block's granules exceed it; after an error the block is free again,
 //! and memory committed for it is idle.
+#![expect(unsafe_code, reason = "memory is committed, and contents are copied")]
 
 use std::mem::ManuallyDrop;
 
 use super::books::Books;
 use super::compact::step::check_whole;
 use super::driver::DriverError;
-use super::driver::sealed::Key;
 use super::error::DeviceError;
 use super::index::Span;
 use super::obtain::Sought;
@@ -282,7 +282,10 @@ impl Shared {
         let size = ByteSize::new(old.requested.min(wanted.requested));
         // Uses of the old block by streams come before the copy.
         let complete = self.complete_all();
-        let copy = || self.driver.copy(old.at, new.at, size, Key::new());
+        // SAFETY: two live blocks, at least this large, which are committed and do not overlap. The
+        // caller owns the old one and holds a lease, so that neither moves or loses its memory;
+        // only this thread knows the new one, and earlier work on both is complete.
+        let copy = || unsafe { self.driver.copy(old.at, new.at, size) };
         let copied = complete.and_then(|()| copy());
         let mut books = self.books();
         if copied.is_ok() {
@@ -454,7 +457,9 @@ impl Shared {
         let mut outcome = Ok(());
         let mut done = 0;
         for &(at, size) in &places {
-            outcome = self.driver.commit(at, size, Key::new());
+            // SAFETY: bare granules of the region's reservation, which the caller marked as
+            // committing under the lock: no other call is in progress for them until `end_commit`.
+            outcome = unsafe { self.driver.commit(at, size) };
             if outcome.is_err() {
                 break;
             }

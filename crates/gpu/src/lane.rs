@@ -15,9 +15,9 @@ use bytemuck::Pod;
 use super::arena::DeviceArena;
 use super::buffer::Buffer;
 use super::driver::StreamHandle;
-use super::driver::sealed::Key;
 use super::error::DeviceError;
 use super::front::Home;
+use super::handles::{LiveStream, OwnedStream};
 use super::lease::Lease;
 use super::record::Operation;
 use super::region::Region;
@@ -43,7 +43,6 @@ use super::streams::StreamKey;
 /// On a driver with synchronous calls a lane is equivalent to the arena.
 ///
 /// ```
-/// # #[cfg(feature = "simulation")] {
 /// use std::sync::Arc;
 ///
 /// use lowtide_gpu::ByteSize;
@@ -81,8 +80,7 @@ use super::streams::StreamKey;
 /// }
 /// # sim.run_all();
 /// # sim.assert_no_faults();
-/// # }
-/// # Ok::<(), lowtide::BoxError>(())
+/// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[derive(Clone)]
 pub struct Lane {
@@ -121,30 +119,28 @@ pub(super) enum Keeps {
 pub(super) struct OwnStream {
     shared: Arc<Shared>,
     handle: StreamHandle,
+    /// `None` on a driver without streams.
+    _stream: Option<OwnedStream>,
 }
 
 impl OwnStream {
+    /// # Panics
+    /// If the stream is of another arena.
+    fn assert_of(&self, arena: &DeviceArena) {
+        assert!(Arc::ptr_eq(arena.shared(), &self.shared), "a stream of another arena");
+    }
+
     /// A new stream; a number and no more, on a driver that has none.
     ///
     /// # Errors
     /// As the driver.
     pub(super) fn new(arena: &DeviceArena, number: u64) -> Result<Arc<Self>, DeviceError> {
         let shared = Arc::clone(arena.shared());
-        let handle = if shared.capabilities.asynchronous {
-            shared.driver.stream_create()?
-        } else {
-            StreamHandle::new(number)
-        };
-        Ok(Arc::new(Self { shared, handle }))
-    }
-}
-
-impl Drop for OwnStream {
-    /// In a forked child does nothing.
-    fn drop(&mut self) {
-        if self.shared.capabilities.asynchronous && self.shared.check_here().is_ok() {
-            let _ = self.shared.driver.stream_destroy(self.handle, Key::new());
-        }
+        let has_streams = shared.capabilities.asynchronous;
+        let stream = has_streams.then(|| OwnedStream::new(&shared.driver)).transpose()?;
+        let handle =
+            stream.as_ref().map_or_else(|| StreamHandle::new(number), |own| own.live().handle());
+        Ok(Arc::new(Self { shared, handle, _stream: stream }))
     }
 }
 
@@ -159,6 +155,13 @@ impl Known {
 
     pub(super) const fn number(&self) -> u64 {
         self.number
+    }
+
+    /// Returns the lane's stream, for calls of an asynchronous driver.
+    pub(super) fn live(&self) -> LiveStream<'_> {
+        // SAFETY: the stream is of the arena's driver and exists until the lane is dropped, with
+        // which this ends: contract of `DeviceArena::lane_with`.
+        unsafe { LiveStream::new(&*self.shared.driver, self.stream) }
     }
 
     /// Returns the stream, if it is one of cudarc's.
@@ -184,12 +187,8 @@ impl DeviceArena {
     /// # Errors
     /// [`DeviceError::Closed`], [`DeviceError::Forked`].
     pub unsafe fn lane(&self, stream: StreamHandle) -> Result<Lane, DeviceError> {
-        self.lane_of(stream)
-    }
-
-    /// The same, for a stream that another object keeps alive.
-    pub(super) fn lane_of(&self, stream: StreamHandle) -> Result<Lane, DeviceError> {
-        self.lane_with(stream, Keeps::Others)
+        // SAFETY: the contract of this function.
+        unsafe { self.lane_with(stream, Keeps::Others) }
     }
 
     /// The lane of a stream that it keeps.
@@ -197,15 +196,20 @@ impl DeviceArena {
     /// # Errors
     /// As [`DeviceArena::lane`].
     pub(super) fn lane_on(&self, own: &Arc<OwnStream>) -> Result<Lane, DeviceError> {
-        debug_assert!(Arc::ptr_eq(self.shared(), &own.shared), "a stream of another arena");
-        self.lane_with(own.handle, Keeps::Own { _stream: Arc::clone(own) })
+        own.assert_of(self);
+        // SAFETY: the lane keeps the stream, which the driver of this arena created: asserted
+        // above.
+        unsafe { self.lane_with(own.handle, Keeps::Own { _stream: Arc::clone(own) }) }
     }
 
     /// Returns the lane of a stream that the given value keeps alive.
     ///
+    /// # Safety
+    /// As for [`DeviceArena::lane`]; the given value may be what keeps the stream until then.
+    ///
     /// # Errors
     /// The errors of [`DeviceArena::lane`].
-    pub(super) fn lane_with(
+    pub(super) unsafe fn lane_with(
         &self,
         stream: StreamHandle,
         keeps: Keeps,

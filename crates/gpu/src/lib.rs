@@ -98,6 +98,7 @@ mod front;
 mod granules;
 mod ground;
 mod growth;
+mod handles;
 mod history;
 pub mod index;
 mod interop;

@@ -6,6 +6,7 @@
 //!
 //! Invariant of each model: the driver's contract is kept, the accounting is right when the threads
 //! have ended, and after a purge nothing is committed.
+#![expect(unsafe_code, reason = "the model is a driver, and its lanes are of any number")]
 
 mod fronts;
 mod granules;
@@ -17,7 +18,6 @@ mod work;
 
 use std::sync::{Arc, OnceLock, Weak};
 
-use super::driver::sealed::{self, Key};
 use super::driver::{
     Backend, Capabilities, DeviceAddress, DeviceMemory, Driver, DriverError, EventHandle,
     StreamHandle,
@@ -83,9 +83,8 @@ fn granules(at: DeviceAddress, size: ByteSize) -> [usize; 2] {
     [at.get() - BASE, size.get()].map(|bytes| usize::try_from(bytes / GRANULE).expect("small"))
 }
 
-impl sealed::Sealed for Model {}
-
-impl Driver for Model {
+// SAFETY: the memory is a bit for each granule, with no pointer to it.
+unsafe impl Driver for Model {
     fn backend(&self) -> Backend {
         Backend::Host
     }
@@ -111,39 +110,37 @@ impl Driver for Model {
         Ok(DeviceAddress::new(at))
     }
 
-    fn unreserve(&self, _: DeviceAddress, _: ByteSize, _: Key) -> Result<(), DriverError> {
+    unsafe fn unreserve(&self, _: DeviceAddress, _: ByteSize) -> Result<(), DriverError> {
         Ok(())
     }
 
-    fn commit(&self, at: DeviceAddress, size: ByteSize, _: Key) -> Result<(), DriverError> {
+    unsafe fn commit(&self, at: DeviceAddress, size: ByteSize) -> Result<(), DriverError> {
         self.set(at, size, true);
         Ok(())
     }
 
-    fn decommit(&self, at: DeviceAddress, size: ByteSize, _: Key) -> Result<(), DriverError> {
+    unsafe fn decommit(&self, at: DeviceAddress, size: ByteSize) -> Result<(), DriverError> {
         lock(&self.work).assert_done(at, size);
         self.set(at, size, false);
         Ok(())
     }
 
-    fn remap(
+    unsafe fn remap(
         &self,
         from: DeviceAddress,
         to: DeviceAddress,
         size: ByteSize,
-        _: Key,
     ) -> Result<(), DriverError> {
         self.set(from, size, false);
         self.set(to, size, true);
         Ok(())
     }
 
-    fn copy(
+    unsafe fn copy(
         &self,
         from: DeviceAddress,
         to: DeviceAddress,
         size: ByteSize,
-        _: Key,
     ) -> Result<(), DriverError> {
         let work = lock(&self.work);
         work.assert_done(from, size);
@@ -161,18 +158,17 @@ impl Driver for Model {
         Ok(None)
     }
 
-    fn stream_wait_event(
+    unsafe fn stream_wait_event(
         &self,
         stream: StreamHandle,
         event: EventHandle,
-        _: Key,
     ) -> Result<(), DriverError> {
         self.unlocked();
         lock(&self.work).wait(stream, event);
         Ok(())
     }
 
-    fn is_capturing(&self, stream: StreamHandle, _: Key) -> Result<bool, DriverError> {
+    unsafe fn is_capturing(&self, stream: StreamHandle) -> Result<bool, DriverError> {
         lock(&self.work).assert_there(stream);
         Ok(false)
     }
@@ -181,27 +177,26 @@ impl Driver for Model {
         Ok(lock(&self.work).event())
     }
 
-    fn event_destroy(&self, _: EventHandle, _: Key) -> Result<(), DriverError> {
+    unsafe fn event_destroy(&self, _: EventHandle) -> Result<(), DriverError> {
         Ok(())
     }
 
-    fn event_record(
+    unsafe fn event_record(
         &self,
         event: EventHandle,
         stream: StreamHandle,
-        _: Key,
     ) -> Result<(), DriverError> {
         self.unlocked();
         lock(&self.work).record(event, stream);
         Ok(())
     }
 
-    fn event_query(&self, event: EventHandle, _: Key) -> Result<bool, DriverError> {
+    unsafe fn event_query(&self, event: EventHandle) -> Result<bool, DriverError> {
         self.unlocked();
         Ok(lock(&self.work).is_done(event))
     }
 
-    fn event_synchronize(&self, event: EventHandle, _: Key) -> Result<(), DriverError> {
+    unsafe fn event_synchronize(&self, event: EventHandle) -> Result<(), DriverError> {
         self.unlocked();
         lock(&self.work).finish_event(event);
         Ok(())

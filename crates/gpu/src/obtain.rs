@@ -8,11 +8,11 @@
 //!
 //! Invariants: those of `commit`, with the whole new segment as the block's need: the limit fails
 //! an allocation only if `active` plus that segment exceed it.
+#![expect(unsafe_code, reason = "memory is taken away")]
 
 use super::aging::Ages;
 use super::books::Books;
 use super::commit::{ATTEMPTS_BESIDE, Room, Shortage};
-use super::driver::sealed::Key;
 use super::driver::{DeviceAddress, DriverError};
 use super::ground::Ground;
 use super::index::{End, Span};
@@ -151,11 +151,22 @@ impl Shared {
     }
 
     /// Takes the memory behind a marked run away: of a segment that came whole, all of it.
-    pub(super) fn take_away(&self, at: DeviceAddress, size: ByteSize) -> Result<(), DriverError> {
+    ///
+    /// # Safety
+    /// This thread has marked the run as leaving, and has not recorded the end of that: no other
+    /// call is in progress for it, and no block is placed there. It has memory, and every use of
+    /// that is complete.
+    pub(super) unsafe fn take_away(
+        &self,
+        at: DeviceAddress,
+        size: ByteSize,
+    ) -> Result<(), DriverError> {
         if self.is_whole() {
-            self.driver.segment_destroy(at, size, Key::new())
+            // SAFETY: the contract of this function; a marked run of pieces is a whole segment.
+            unsafe { self.driver.segment_destroy(at, size) }
         } else {
-            self.driver.decommit(at, size, Key::new())
+            // SAFETY: the contract of this function; a run lies in the region's one reservation.
+            unsafe { self.driver.decommit(at, size) }
         }
     }
 }

@@ -39,10 +39,10 @@ use std::sync::Arc;
 use bytemuck::Pod;
 
 use self::books::Placed;
-use self::copy::CopyEvent;
 use self::pool::Shared;
 use super::driver::{HOST_ALIGNMENT, HostMemory};
 use super::error::DeviceError;
+use super::handles::Event;
 use lowtide_core::bytes::ByteSize;
 
 pub use self::config::{PinnedConfig, PinnedKind};
@@ -124,7 +124,7 @@ impl Range {
 /// compiles:
 /// ```compile_fail,E0608
 /// use std::sync::Arc;
-/// use lowtide::cudarc::driver::{CudaSlice, CudaStream};
+/// use cudarc::driver::{CudaSlice, CudaStream};
 /// use lowtide_gpu::PinnedBuffer;
 ///
 /// fn overwrite(stream: &Arc<CudaStream>, from: &mut PinnedBuffer<u8>, to: &mut CudaSlice<u8>) {
@@ -134,7 +134,7 @@ impl Range {
 /// ```
 /// ```compile_fail,E0608
 /// use std::sync::Arc;
-/// use lowtide::cudarc::driver::{CudaSlice, CudaStream};
+/// use cudarc::driver::{CudaSlice, CudaStream};
 /// use lowtide_gpu::PinnedBuffer;
 ///
 /// fn read(stream: &Arc<CudaStream>, from: &CudaSlice<u8>, to: &mut PinnedBuffer<u8>) {
@@ -157,7 +157,7 @@ enum DeviceUse {
     /// No: the host has observed that every copy is complete.
     None,
     /// Until this event is complete.
-    Until(CopyEvent),
+    Until(Event),
     /// Perhaps: a copy was queued, and its end cannot be observed.
     Unproven,
 }

@@ -17,18 +17,19 @@
 //!
 //! Invariants: a use counts as complete only after the host has seen it; neither a decay nor
 //! background work waits for the context.
+#![expect(unsafe_code, reason = "handles of lanes' streams are used")]
 
 use std::sync::Arc;
 
 use super::books::Books;
-use super::driver::sealed::Key;
-use super::driver::{DriverError, StreamHandle};
+use super::driver::DriverError;
 use super::error::DeviceError;
+use super::handles::{Event, LiveStream};
 use super::pending::Uses;
 use super::planted::Planted;
 use super::region::Region;
 use super::shared::Shared;
-use super::streams::{Event, StreamKey, Use, Wait};
+use super::streams::{StreamKey, Use, Wait};
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::Clock;
 use lowtide_core::sync::{is_background, wait};
@@ -103,14 +104,17 @@ impl Shared {
         of: Use,
         taker: Option<StreamKey>,
     ) -> Result<(), DriverError> {
-        // The taker has a lane of its stream, so that the handle stays good.
         let handle = taker.and_then(|taker| Some((taker, self.books().streams.handle(taker)?)));
         if let Some((taker, handle)) = handle {
-            if self.driver.is_capturing(handle, Key::new())? {
+            // SAFETY: the caller allocates for a lane of this stream, and holds the lane until this
+            // returns: the stream exists until the lane is dropped (contract of
+            // `DeviceArena::lane`), and it is of this arena's driver.
+            let stream = unsafe { LiveStream::new(&*self.driver, handle) };
+            if stream.is_capturing()? {
                 return Err(captures("cuStreamWaitEvent"));
             }
             if !self.planted(Planted::NoEventWait) {
-                self.driver.stream_wait_event(handle, event.0, Key::new())?;
+                stream.wait_for(event)?;
             }
             self.books().streams.ordered(taker, of.stream, of.epoch);
             return Ok(());
@@ -118,7 +122,7 @@ impl Shared {
         if self.is_any_capturing()? {
             return Err(captures("cuEventSynchronize"));
         }
-        self.driver.event_synchronize(event.0, Key::new())?;
+        event.wait()?;
         self.books().settle(of.stream, of.epoch, &*self.clock);
         Ok(())
     }
@@ -152,10 +156,13 @@ impl Shared {
     fn on_stream<T>(
         &self,
         stream: StreamKey,
-        call: impl FnOnce(StreamHandle) -> Result<T, DriverError>,
+        call: impl FnOnce(LiveStream<'_>) -> Result<T, DriverError>,
     ) -> Option<Result<T, DriverError>> {
         let handle = self.books().streams.export(stream)?;
-        let answer = call(handle);
+        // SAFETY: a handle that the accounting has is that of a stream with a lane, which exists.
+        // The drop of the last lane waits in `end_stream` until the call is recorded as returned
+        // below, and the stream exists until that drop returns (contract of `DeviceArena::lane`).
+        let answer = call(unsafe { LiveStream::new(&*self.driver, handle) });
         if self.books().streams.returned(stream) {
             self.settled.notify_all();
         }
@@ -166,9 +173,7 @@ impl Shared {
     pub(super) fn is_any_capturing(&self) -> Result<bool, DriverError> {
         let alive = self.books().streams.alive();
         for stream in alive {
-            let asked = self.on_stream(stream, |handle| {
-                self.driver.is_capturing(handle, Key::new()) // not for an ended one
-            });
+            let asked = self.on_stream(stream, |live| live.is_capturing()); // not for an ended one
             if asked.transpose()? == Some(true) {
                 return Ok(true);
             }
@@ -185,15 +190,15 @@ impl Shared {
             Ok(event) => event,
             Err(error) => return Some(Err(error)),
         };
-        let recorded = self.on_stream(stream, |handle| {
+        let recorded = self.on_stream(stream, |live| {
             let checks = !self.planted(Planted::CapturedEvent);
-            if checks && self.driver.is_capturing(handle, Key::new())? {
+            if checks && live.is_capturing()? {
                 return Err(captures("cuEventRecord"));
             }
             let locked = self.planted(Planted::LockAcrossCall).then(|| self.books());
-            self.driver.event_record(event.0, handle, Key::new())?;
+            event.record(live)?;
             drop(locked);
-            if checks && self.driver.is_capturing(handle, Key::new())? {
+            if checks && live.is_capturing()? {
                 return Err(captures("cuEventRecord"));
             }
             Ok(())
@@ -273,7 +278,7 @@ impl Shared {
     }
 
     fn is_complete(&self, event: &Event) -> Result<bool, DriverError> {
-        Ok(self.planted(Planted::EarlyUnmap) || self.driver.event_query(event.0, Key::new())?)
+        Ok(self.planted(Planted::EarlyUnmap) || event.is_complete()?)
     }
 
     /// Returns an event to record: one that no thread waits for any more, else a new one. If many
@@ -292,9 +297,9 @@ impl Shared {
                 return Ok(event);
             }
         }
-        let event = self.driver.event_create()?;
+        let event = Event::new(&self.driver)?;
         self.books().streams.note_made();
-        Ok(Arc::new(Event(event)))
+        Ok(Arc::new(event))
     }
 
     /// Waits until every recorded use is complete: of freed memory, of the streams of lanes, and of
@@ -346,7 +351,7 @@ impl Shared {
                 return Ok(());
             }
             for (of, event) in waiting {
-                self.driver.event_synchronize(event.0, Key::new())?;
+                event.wait()?;
                 drop(event);
                 self.books().settle(of.stream, of.epoch, &*self.clock);
             }

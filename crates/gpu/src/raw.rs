@@ -66,7 +66,7 @@ impl DeviceArena {
     ///
     /// ```
     /// # use std::sync::Arc;
-    /// # use lowtide::{ByteSize, clock::SystemClock};
+    /// # use lowtide_gpu::{ByteSize, clock::SystemClock};
     /// use lowtide_gpu::{ArenaConfig, DeviceArena, DeviceError, HostDriver, Region};
     /// # let clock = Arc::new(SystemClock::new());
     /// # let arena = DeviceArena::open(Arc::new(HostDriver::new()), clock, ArenaConfig::new("a"))?;

@@ -12,11 +12,11 @@
 //! and falls back to release and commit.
 //!
 //! Invariant: the sum of backed granules is the same before, during and after.
+#![expect(unsafe_code, reason = "memory is taken away and put elsewhere")]
 
 use super::aging::Ages;
 use super::books::{Books, Leaving};
 use super::driver::DeviceAddress;
-use super::driver::sealed::Key;
 use super::index::Span;
 use super::reclaim::CALLS_MAX;
 use super::region::Region;
@@ -63,7 +63,11 @@ impl Shared {
         drop(books);
         let (mut done, mut failed) = (0, false);
         for pair in &pairs {
-            let moved = self.driver.remap(pair.from.at, pair.at, pair.from.size, Key::new());
+            // SAFETY: `begin_remap` marked both runs under the lock, of the same size and each in one
+            // reservation, until `end_remap`: no other call is in progress for them. The source is
+            // idle: no block touches it and every use is complete, nor is a copy of a sleep in
+            // progress, with which none is marked. The target is bare.
+            let moved = unsafe { self.driver.remap(pair.from.at, pair.at, pair.from.size) };
             if let Err(error) = moved {
                 log!(debug, arena = self.name, %error, "remap failed");
                 failed = true;

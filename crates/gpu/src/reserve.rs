@@ -5,8 +5,8 @@
 //!
 //! Invariant: the returned ranges are reserved, and no others stay so, unless the driver refuses to
 //! release address space.
+#![expect(unsafe_code, reason = "memory and addresses are given back to the driver")]
 
-use super::driver::sealed::Key;
 use super::driver::{DeviceAddress, Driver, DriverError};
 use super::ground::Ground;
 use super::pieces::Pieces;
@@ -35,30 +35,40 @@ pub(super) fn grounds(
     match reserve_region(driver, granule, wanted) {
         Ok(dynamic) => Ok([stable, Ground::Reserved(dynamic)]),
         Err(error) => {
-            give_up(driver, &stable);
+            // SAFETY: reserved above from this driver, and nothing of it is handed out.
+            unsafe { give_up(driver, &stable) };
             Err(error)
         }
     }
 }
 
-/// Releases a region's memory and addresses to the driver; no thread uses it. If the driver
-/// refuses, addresses stay reserved, or a segment stays.
-pub(super) fn give_up(driver: &dyn Driver, ground: &Ground) {
+/// Releases a region's memory and addresses to the driver. If the driver refuses, addresses stay
+/// reserved, or a segment stays.
+///
+/// # Safety
+/// The ground is of this driver, and is not used afterwards, nor by another thread meanwhile. No
+/// block is live in it, and all work with its memory is complete.
+pub(super) unsafe fn give_up(driver: &dyn Driver, ground: &Ground) {
     match ground {
         Ground::Reserved(segment) => {
             let bare = segment.backed_runs().into_iter().all(|run| {
                 let (at, size) = segment.place_of(run);
-                driver.decommit(at, size, Key::new()).is_ok()
+                // SAFETY: backed granules of the reservation, which no call is in progress for and
+                // nothing uses (contract of this function).
+                unsafe { driver.decommit(at, size) }.is_ok()
             });
             if bare {
                 let size = ByteSize::new(segment.reserved());
-                let _ = driver.unreserve(segment.base(), size, Key::new());
+                // SAFETY: the whole reservation, in which nothing is committed any more.
+                let _ = unsafe { driver.unreserve(segment.base(), size) };
             }
         }
         Ground::Pieces(pieces) => {
             let gone = pieces.there().filter(|piece| {
                 let size = ByteSize::new(piece.span.size);
-                driver.segment_destroy(piece.at, size, Key::new()).is_ok()
+                // SAFETY: a whole segment that is there, and that nothing uses (contract of this
+                // function).
+                unsafe { driver.segment_destroy(piece.at, size) }.is_ok()
             });
             if gone.count() > 0 {
                 let _ = driver.trim();
@@ -91,8 +101,12 @@ fn reserve_region(
     let (base, size) = reserve_or_halve(driver, granularity, whole)?;
     let part = ByteSize::new(size.get() / 8).next_multiple_of(granularity);
     let part = part.unwrap_or(granularity).max(granularity);
-    // If it cannot be released it is kept.
-    if size == whole || size <= part || driver.unreserve(base, size, Key::new()).is_err() {
+    if size == whole || size <= part {
+        return Ok(Segment::new(base, size, granularity));
+    }
+    // SAFETY: the whole reservation just made: nothing is committed in it, and nobody knows it.
+    if unsafe { driver.unreserve(base, size) }.is_err() {
+        // If it cannot be released it is kept.
         return Ok(Segment::new(base, size, granularity));
     }
     let (base, size) = reserve_or_halve(driver, granularity, part)?;

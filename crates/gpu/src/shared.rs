@@ -6,6 +6,7 @@
 //!
 //! Invariants: no driver call under a lock; locks are taken in the order sweep, thread cache,
 //! accounting; the arena's memory lives as long as a handle, a buffer or a lease of it.
+#![expect(unsafe_code, reason = "the end of the arena gives its memory up")]
 
 use lowtide_core::log;
 use std::fmt;
@@ -14,7 +15,6 @@ use std::ptr;
 use std::sync::{Arc, OnceLock, Weak};
 
 use super::books::Books;
-use super::driver::sealed::Key;
 use super::driver::{Capabilities, Driver};
 use super::error::DeviceError;
 use super::front::{Home, Swept};
@@ -443,7 +443,7 @@ impl Drop for Shared {
         let _ = self.ask_events(); // asks, and waits for nothing
         self.end_adopted();
         self.end_sleep();
-        let books = lock(&self.books);
+        let mut books = lock(&self.books);
         // The use of raw blocks is unknown.
         let is_raw_used = books.asynchronous && !books.raw.is_empty() && !books.sleep.is_quiet();
         let is_used = books.pending() > 0 || books.sleep.may_be_copied() || is_raw_used;
@@ -451,15 +451,16 @@ impl Drop for Shared {
             let bytes = ByteSize::new(books.backed());
             log!(warn, arena = self.name, %bytes, "arena dropped in use, memory leaked");
         }
-        for event in books.streams.events() {
-            let _ = self.driver.event_destroy(event, Key::new());
-        }
+        books.streams.clear_events();
         if is_used {
             self.end_recording(books);
             return; // the device may still work on it
         }
         for region in Region::ALL {
-            reserve::give_up(&*self.driver, &books.region(region).segment);
+            // SAFETY: the arena's own ground. This is the end of the last handle, buffer and lease,
+            // so that no block is live and no other thread is here; nothing pending, no copy of a
+            // sleep and no raw block is in use: that returned above.
+            unsafe { reserve::give_up(&*self.driver, &books.region(region).segment) };
         }
         self.end_recording(books);
     }

@@ -1,5 +1,5 @@
 //! The streams that an arena knows: which of their work is known to be complete, and which stream
-//! waits for which. Pure accounting: no driver, no lock.
+//! waits for which. Pure accounting: no driver call but the end of an event, no lock.
 //!
 //! Frees are counted in epochs. A use belongs to the epoch that was open when the block was freed.
 //! An event recorded after an epoch was closed is complete only when every use of that epoch and
@@ -12,7 +12,8 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use super::driver::{EventHandle, StreamHandle};
+use super::driver::StreamHandle;
+use super::handles::Event;
 
 /// The number of a stream in its arena; never given twice.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -36,10 +37,6 @@ pub(super) struct Use {
     pub(super) stream: StreamKey,
     pub(super) epoch: u64,
 }
-
-/// An event of the driver. Shared by its waiters; reused when there are none.
-#[derive(Debug)]
-pub(super) struct Event(pub(super) EventHandle);
 
 /// The way to wait for a stream's uses.
 #[derive(Clone, Debug)]
@@ -69,6 +66,7 @@ struct Stream {
     done: u64,
     /// The epoch of its last use.
     used: u64,
+    /// Shared by their waiters; reused when there are none.
     events: BTreeMap<u64, Arc<Event>>,
     /// Up to which epochs of other streams this one's next work comes after.
     after: BTreeMap<StreamKey, u64>,
@@ -339,10 +337,10 @@ impl Streams {
         self.spare.push(event);
     }
 
-    /// All events, for the end of the arena.
-    pub(super) fn events(&self) -> Vec<EventHandle> {
-        let recorded = self.known.values().flat_map(|stream| stream.events.values());
-        recorded.chain(&self.spare).map(|event| event.0).collect()
+    /// Gives up all events, at the end of the arena.
+    pub(super) fn clear_events(&mut self) {
+        self.known.values_mut().for_each(|stream| stream.events.clear());
+        self.spare.clear();
     }
 
     /// Returns `true` if there are uses whose end an event proves, or will once it is recorded.
@@ -381,6 +379,13 @@ impl Streams {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::driver::Driver;
+    use lowtide_cuda_sim::{SimDriver, SimOptions};
+
+    fn event() -> Arc<Event> {
+        let driver: Arc<dyn Driver> = Arc::new(SimDriver::new(SimOptions::default()));
+        Arc::new(Event::new(&driver).expect("an event"))
+    }
 
     #[test]
     fn one_event_serves_all_epochs_before_it_and_is_used_again() {
@@ -391,7 +396,7 @@ mod tests {
         assert!(matches!(streams.how(first, Some(a)), Wait::Nothing), "its own order");
         let Wait::Record(epoch) = streams.how(first, Some(b)) else { panic!("no event") };
         assert_eq!((streams.handle(a), epoch), (Some(one), first.epoch));
-        let event = Arc::new(Event(EventHandle::new(7)));
+        let event = event();
         streams.recorded(a, epoch, event);
         assert!(matches!(streams.how(first, Some(b)), Wait::For(_, 1)));
         streams.ordered(b, a, epoch);
@@ -430,13 +435,13 @@ mod tests {
         // Two wait for it at once: neither finds an event.
         let waits = [streams.how(of, None), streams.how(of, None)];
         let [Wait::Record(first), Wait::Record(second)] = waits else { panic!("an event") };
-        streams.recorded(key, first, Arc::new(Event(EventHandle::new(7))));
-        streams.recorded(key, second, Arc::new(Event(EventHandle::new(8))));
+        streams.recorded(key, first, event());
+        streams.recorded(key, second, event());
         assert!(streams.leave(key));
         streams.retire(key);
         streams.complete(key, of.epoch);
         streams.forget(key, false);
-        assert_eq!((streams.count(), streams.events().len()), (0, 2));
+        assert_eq!((streams.count(), streams.spare.len()), (0, 2));
     }
 
     #[test]

@@ -85,6 +85,26 @@ impl DeviceArena {
 
     /// Returns the lane of a cudarc stream. The lane and its buffers keep the stream alive.
     ///
+    /// ```no_run
+    /// use std::sync::Arc;
+    /// use cudarc::driver::CudaContext;
+    /// use lowtide_gpu::clock::SystemClock;
+    /// use lowtide_gpu::driver::cuda::{CudaDriver, CudaOptions};
+    /// use lowtide_gpu::{ArenaConfig, DeviceArena, Region};
+    ///
+    /// let driver = Arc::new(CudaDriver::open(CudaOptions::default())?); // before cudarc's calls
+    /// let clock = Arc::new(SystemClock::new());
+    /// let arena = DeviceArena::open(driver, clock, ArenaConfig::new("embedder"))?;
+    /// let stream = CudaContext::new(0)?.new_stream()?; // the same context
+    /// let lane = arena.cuda_lane(&stream)?;
+    ///
+    /// let mut weights = lane.alloc::<f32>(1024, Region::Stable)?;
+    /// let lease = lane.enter()?; // while it is held, the arena is awake and nothing moves
+    /// stream.memcpy_htod(&[1.0; 1024], &mut weights.cuda_mut(&lease)?)?;
+    /// let sums = stream.clone_dtoh(weights.cuda(&lease)?)?; // wherever a `&CudaSlice` goes
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    ///
     /// # Errors
     /// [`DeviceError::ForeignStream`] for a stream of another context, for the null stream, and on
     /// other drivers than CUDA; [`DeviceError::Closed`], [`DeviceError::Forked`].
@@ -104,7 +124,8 @@ impl DeviceArena {
         if handle <= 2 {
             return Err(foreign("the null stream synchronizes with other streams"));
         }
-        self.lane_with(StreamHandle::new(handle), Keeps::Cuda(Arc::clone(stream)))
+        // SAFETY: a stream of the driver's context, checked above, which the lane keeps.
+        unsafe { self.lane_with(StreamHandle::new(handle), Keeps::Cuda(Arc::clone(stream))) }
     }
 
     /// Returns the number of CUDA errors that freed buffers left with cudarc. Each is removed from
@@ -132,7 +153,7 @@ impl<T: Pod> Buffer<T> {
     /// The slice is only borrowed: its owner would free the arena's memory on drop.
     ///
     /// ```compile_fail,E0507
-    /// use lowtide::cudarc::driver::CudaSlice;
+    /// use cudarc::driver::CudaSlice;
     /// use lowtide_gpu::{Buffer, Lease};
     ///
     /// fn steal(buffer: &Buffer<f32>, lease: &Lease) -> CudaSlice<f32> {

@@ -1,9 +1,13 @@
-//! The simulation as a [`Driver`], and the same calls without a key, for tests.
+//! The simulation as a [`Driver`], and its unsafe calls as safe methods, for tests.
 //!
 //! This layer decides nothing: each call takes the lock and calls the model. A call of the trait
 //! relaxes the capture mode of its thread, as a real driver does; a direct call does not.
 //!
+//! The methods are safe because the model looks up every address and handle: a wrong one is an
+//! error, or a fault on record. Only host memory is real: its calls have no safe method.
+//!
 //! Invariant: otherwise a call of the trait and the method of the same name are identical.
+#![expect(unsafe_code, reason = "the calls of the trait that take memory away are unsafe")]
 
 use std::ptr::NonNull;
 
@@ -13,7 +17,6 @@ use super::graph::Relaxed;
 use super::memory::Range;
 use super::raw::Found;
 use lowtide_core::bytes::ByteSize;
-use lowtide_gpu_driver::sealed::{self, Key};
 use lowtide_gpu_driver::{
     Backend, Capabilities, DeviceAddress, DeviceMemory, Driver, DriverError, EventHandle,
     HostMemory, HostStore, Owner, StoreSpan, StreamHandle,
@@ -21,7 +24,7 @@ use lowtide_gpu_driver::{
 
 type Answer<T = ()> = Result<T, DriverError>;
 
-/// The calls for which the trait asks a key.
+/// The calls that are unsafe in the trait.
 impl SimDriver {
     /// Like [`Driver::unreserve`].
     ///
@@ -205,9 +208,9 @@ fn apart(from: DeviceAddress, to: DeviceAddress, size: ByteSize) -> Answer<Range
     Ok(Range { at: from.get(), size: size.get() })
 }
 
-impl sealed::Sealed for SimDriver {}
-
-impl Driver for SimDriver {
+// SAFETY: device memory is numbers of the model, with no host pointer to it, and its work is done
+// when the model says so. Host memory is the host driver's.
+unsafe impl Driver for SimDriver {
     /// The backend that the options select.
     fn backend(&self) -> Backend {
         let model = self.model();
@@ -227,22 +230,22 @@ impl Driver for SimDriver {
         self.model().reserve(size)
     }
 
-    fn unreserve(&self, at: DeviceAddress, size: ByteSize, _: Key) -> Answer {
+    unsafe fn unreserve(&self, at: DeviceAddress, size: ByteSize) -> Answer {
         let _relaxed = self.enter(Call::AddressFree);
         Self::unreserve(self, at, size)
     }
 
-    fn commit(&self, at: DeviceAddress, size: ByteSize, _: Key) -> Answer {
+    unsafe fn commit(&self, at: DeviceAddress, size: ByteSize) -> Answer {
         let _relaxed = self.enter(Call::Create);
         Self::commit(self, at, size)
     }
 
-    fn decommit(&self, at: DeviceAddress, size: ByteSize, _: Key) -> Answer {
+    unsafe fn decommit(&self, at: DeviceAddress, size: ByteSize) -> Answer {
         let _relaxed = self.enter(Call::Unmap);
         Self::decommit(self, at, size)
     }
 
-    fn remap(&self, from: DeviceAddress, to: DeviceAddress, size: ByteSize, _: Key) -> Answer {
+    unsafe fn remap(&self, from: DeviceAddress, to: DeviceAddress, size: ByteSize) -> Answer {
         let _relaxed = self.enter(Call::Map);
         Self::remap(self, from, to, size)
     }
@@ -252,7 +255,7 @@ impl Driver for SimDriver {
         self.model().segment_create(size)
     }
 
-    fn segment_destroy(&self, at: DeviceAddress, size: ByteSize, _: Key) -> Answer {
+    unsafe fn segment_destroy(&self, at: DeviceAddress, size: ByteSize) -> Answer {
         let _relaxed = self.enter(if self.is_pool() { Call::FreeAsync } else { Call::Free });
         Self::segment_destroy(self, at, size)
     }
@@ -262,7 +265,7 @@ impl Driver for SimDriver {
         self.model().trim_segments()
     }
 
-    fn copy(&self, from: DeviceAddress, to: DeviceAddress, size: ByteSize, _: Key) -> Answer {
+    unsafe fn copy(&self, from: DeviceAddress, to: DeviceAddress, size: ByteSize) -> Answer {
         let _relaxed = self.enter(Call::Copy);
         Self::copy(self, from, to, size)
     }
@@ -302,9 +305,11 @@ impl Driver for SimDriver {
         self.model().host_alloc(size, memory)
     }
 
-    fn host_free(&self, at: NonNull<u8>, size: ByteSize, memory: HostMemory, key: Key) -> Answer {
+    unsafe fn host_free(&self, at: NonNull<u8>, size: ByteSize, memory: HostMemory) -> Answer {
         let _relaxed = self.enter(Call::HostFree);
-        self.model().host_free(at, size, memory, key)
+        // SAFETY: an allocation of this driver of which every use is complete (contract of this
+        // call).
+        unsafe { self.model().host_free(at, size, memory) }
     }
 
     fn stream_create(&self) -> Answer<StreamHandle> {
@@ -312,22 +317,22 @@ impl Driver for SimDriver {
         self.model().stream_create()
     }
 
-    fn stream_destroy(&self, stream: StreamHandle, _: Key) -> Answer {
+    unsafe fn stream_destroy(&self, stream: StreamHandle) -> Answer {
         let _relaxed = self.enter(Call::StreamDestroy);
         Self::stream_destroy(self, stream)
     }
 
-    fn stream_wait_event(&self, stream: StreamHandle, event: EventHandle, _: Key) -> Answer {
+    unsafe fn stream_wait_event(&self, stream: StreamHandle, event: EventHandle) -> Answer {
         let _relaxed = self.enter(Call::StreamWaitEvent);
         Self::stream_wait_event(self, stream, event)
     }
 
-    fn stream_synchronize(&self, stream: StreamHandle, _: Key) -> Answer {
+    unsafe fn stream_synchronize(&self, stream: StreamHandle) -> Answer {
         let _relaxed = self.enter(Call::StreamSynchronize);
         Self::stream_synchronize(self, stream)
     }
 
-    fn is_capturing(&self, stream: StreamHandle, _: Key) -> Answer<bool> {
+    unsafe fn is_capturing(&self, stream: StreamHandle) -> Answer<bool> {
         let _relaxed = self.enter(Call::StreamIsCapturing);
         Self::is_capturing(self, stream)
     }
@@ -337,22 +342,22 @@ impl Driver for SimDriver {
         self.model().event_create().map(EventHandle::new)
     }
 
-    fn event_destroy(&self, event: EventHandle, _: Key) -> Answer {
+    unsafe fn event_destroy(&self, event: EventHandle) -> Answer {
         let _relaxed = self.enter(Call::EventDestroy);
         Self::event_destroy(self, event)
     }
 
-    fn event_record(&self, event: EventHandle, stream: StreamHandle, _: Key) -> Answer {
+    unsafe fn event_record(&self, event: EventHandle, stream: StreamHandle) -> Answer {
         let _relaxed = self.enter(Call::EventRecord);
         Self::event_record(self, event, stream)
     }
 
-    fn event_query(&self, event: EventHandle, _: Key) -> Answer<bool> {
+    unsafe fn event_query(&self, event: EventHandle) -> Answer<bool> {
         let _relaxed = self.enter(Call::EventQuery);
         Self::event_query(self, event)
     }
 
-    fn event_synchronize(&self, event: EventHandle, _: Key) -> Answer {
+    unsafe fn event_synchronize(&self, event: EventHandle) -> Answer {
         let _relaxed = self.enter(Call::EventSynchronize);
         Self::event_synchronize(self, event)
     }
@@ -362,13 +367,12 @@ impl Driver for SimDriver {
         self.model().synchronize()
     }
 
-    fn copy_async(
+    unsafe fn copy_async(
         &self,
         from: DeviceAddress,
         to: DeviceAddress,
         size: ByteSize,
         stream: StreamHandle,
-        _: Key,
     ) -> Answer {
         let _relaxed = self.enter(Call::CopyAsync);
         Self::copy_async(self, from, to, size, stream)
@@ -379,48 +383,44 @@ impl Driver for SimDriver {
         self.model().store_create(size)
     }
 
-    fn host_store_destroy(&self, store: HostStore, _: Key) -> Answer {
+    unsafe fn host_store_destroy(&self, store: HostStore) -> Answer {
         let _relaxed = self.enter(Call::HostFree);
         Self::host_store_destroy(self, store)
     }
 
-    fn offload(
-        &self,
-        from: DeviceAddress,
-        into: StoreSpan,
-        stream: StreamHandle,
-        _: Key,
-    ) -> Answer {
+    unsafe fn offload(&self, from: DeviceAddress, into: StoreSpan, stream: StreamHandle) -> Answer {
         let _relaxed = self.enter(Call::Offload);
         Self::offload(self, from, into, stream)
     }
 
-    fn restore(&self, from: StoreSpan, to: DeviceAddress, stream: StreamHandle, _: Key) -> Answer {
+    unsafe fn restore(&self, from: StoreSpan, to: DeviceAddress, stream: StreamHandle) -> Answer {
         let _relaxed = self.enter(Call::Restore);
         Self::restore(self, from, to, stream)
     }
 
-    fn copy_from_host(
+    unsafe fn copy_from_host(
         &self,
         from: NonNull<u8>,
         to: DeviceAddress,
         size: ByteSize,
         stream: StreamHandle,
-        _: Key,
     ) -> Answer {
         self.hooks.before(Call::Restore);
-        self.copy_with_host(Call::Restore, (to, from), size, stream)
+        // SAFETY: the host memory is there and not written to until the copy is complete (contract
+        // of this call).
+        unsafe { self.copy_with_host(Call::Restore, (to, from), size, stream) }
     }
 
-    fn copy_to_host(
+    unsafe fn copy_to_host(
         &self,
         from: DeviceAddress,
         to: NonNull<u8>,
         size: ByteSize,
         stream: StreamHandle,
-        _: Key,
     ) -> Answer {
         self.hooks.before(Call::Offload);
-        self.copy_with_host(Call::Offload, (from, to), size, stream)
+        // SAFETY: the host memory is there and not used until the copy is complete (contract of
+        // this call).
+        unsafe { self.copy_with_host(Call::Offload, (from, to), size, stream) }
     }
 }

@@ -23,7 +23,6 @@ use super::sparse::Sparse;
 use super::task::HostBytes;
 use lowtide_core::bytes::ByteSize;
 use lowtide_gpu_driver::host::HostDriver;
-use lowtide_gpu_driver::sealed::Key;
 use lowtide_gpu_driver::{
     DeviceAddress, Driver as _, DriverError, HOST_GRANULARITY, HostMemory, HostStore, StreamHandle,
 };
@@ -69,12 +68,13 @@ impl Model {
         Ok(at)
     }
 
-    pub(super) fn host_free(
+    /// # Safety
+    /// Every use of the memory is complete, except copies that the model knows.
+    pub(super) unsafe fn host_free(
         &mut self,
         at: NonNull<u8>,
         size: ByteSize,
         memory: HostMemory,
-        key: Key,
     ) -> Result<(), DriverError> {
         let call = Call::HostFree;
         self.enter(call, ByteSize::ZERO)?;
@@ -90,7 +90,9 @@ impl Model {
             self.faults.add(Fault::HostGoneBeforeDone { at, stream, work });
             self.run_all();
         }
-        HostDriver::new().host_free(at, size, HostMemory::Pageable, key)?;
+        // SAFETY: an allocation of the host driver: looked up above. Its copies are run, and it has
+        // no other uses (contract of this function).
+        unsafe { HostDriver::new().host_free(at, size, HostMemory::Pageable) }?;
         self.host_blocks.remove(&address);
         Ok(())
     }
@@ -118,7 +120,11 @@ impl Model {
 
 impl SimDriver {
     /// Queues a copy with host memory at one end, and waits for it if that is not page-locked.
-    pub(super) fn copy_with_host(
+    ///
+    /// # Safety
+    /// Until the copy is complete, `size` bytes of host memory are there, and nothing else writes to
+    /// them, nor reads them if the copy writes them.
+    pub(super) unsafe fn copy_with_host(
         &self,
         call: Call,
         (device, host): (DeviceAddress, NonNull<u8>),

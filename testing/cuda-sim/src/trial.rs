@@ -6,6 +6,7 @@
 //! page: memory that it calls page-locked counts against its own limit.
 //!
 //! Invariant: `faults` is empty as long as the arena above keeps the contract.
+#![expect(unsafe_code, reason = "the calls of the trait that take memory away are unsafe")]
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ptr::NonNull;
@@ -16,7 +17,6 @@ use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::{Clock as _, SystemClock};
 use lowtide_core::sync::{Condvar, Mutex, lock, wait};
 use lowtide_gpu_driver::host::HostDriver;
-use lowtide_gpu_driver::sealed::{self, Key};
 use lowtide_gpu_driver::{
     Backend, Capabilities, DeviceAddress, DeviceMemory, Driver, DriverError, HostMemory,
 };
@@ -223,9 +223,9 @@ fn granules(at: DeviceAddress, size: ByteSize) -> impl Iterator<Item = u64> + Cl
     (at.get()..at.get() + size.get()).step_by(2 << 20)
 }
 
-impl sealed::Sealed for TrialDriver {}
-
-impl Driver for TrialDriver {
+// SAFETY: all memory is the host driver's, which keeps the promises; a call that fails here makes
+// none there, except that a failed `remap` is not followed by another use of the range.
+unsafe impl Driver for TrialDriver {
     fn backend(&self) -> Backend {
         Backend::Host
     }
@@ -241,7 +241,7 @@ impl Driver for TrialDriver {
         Ok(at)
     }
 
-    fn unreserve(&self, at: DeviceAddress, size: ByteSize, key: Key) -> Result<(), DriverError> {
+    unsafe fn unreserve(&self, at: DeviceAddress, size: ByteSize) -> Result<(), DriverError> {
         self.call("unreserve", size)?;
         let mut seen = lock(&self.seen);
         let whole = seen.reserved.remove(&at.get()) == Some(size.get());
@@ -250,10 +250,11 @@ impl Driver for TrialDriver {
             seen.faults.push(format!("unreserve of {size} at {at}, whole {whole}"));
         }
         drop(seen);
-        self.host.unreserve(at, size, key)
+        // SAFETY: the contract of this call, whose reservations are the host driver's.
+        unsafe { self.host.unreserve(at, size) }
     }
 
-    fn commit(&self, at: DeviceAddress, size: ByteSize, key: Key) -> Result<(), DriverError> {
+    unsafe fn commit(&self, at: DeviceAddress, size: ByteSize) -> Result<(), DriverError> {
         self.wait_while_held();
         self.call("commit", size)?;
         let mut seen = lock(&self.seen);
@@ -271,14 +272,16 @@ impl Driver for TrialDriver {
         }
         seen.committed_peak = seen.committed_peak.max(seen.committed.len());
         drop(seen);
-        self.host.commit(at, size, key)
+        // SAFETY: the contract of this call, whose reservations are the host driver's.
+        unsafe { self.host.commit(at, size) }
     }
 
-    fn decommit(&self, at: DeviceAddress, size: ByteSize, key: Key) -> Result<(), DriverError> {
+    unsafe fn decommit(&self, at: DeviceAddress, size: ByteSize) -> Result<(), DriverError> {
         self.wait_while_held();
         self.call("decommit", size)?;
         // The memory is released before the metadata changes, so that a premature commit is seen.
-        self.host.decommit(at, size, key)?;
+        // SAFETY: the contract of this call, whose reservations are the host driver's.
+        unsafe { self.host.decommit(at, size) }?;
         let mut seen = lock(&self.seen);
         for granule in granules(at, size) {
             if !seen.committed.remove(&granule) {
@@ -289,12 +292,11 @@ impl Driver for TrialDriver {
     }
 
     /// Supported if the capability is set: a decommit and a commit, with no other call in between.
-    fn remap(
+    unsafe fn remap(
         &self,
         from: DeviceAddress,
         to: DeviceAddress,
         size: ByteSize,
-        key: Key,
     ) -> Result<(), DriverError> {
         self.wait_while_held();
         self.call("remap", size)?;
@@ -312,16 +314,17 @@ impl Driver for TrialDriver {
         }
         seen.remapped += granules(from, size).count();
         drop(seen);
-        self.host.commit(to, size, key)?;
-        self.host.decommit(from, size, Key::new())
+        // SAFETY: `to` is bare and in a reservation of the host driver's (contract of this call).
+        unsafe { self.host.commit(to, size) }?;
+        // SAFETY: `from` is committed, and every use of it complete (contract of this call).
+        unsafe { self.host.decommit(from, size) }
     }
 
-    fn copy(
+    unsafe fn copy(
         &self,
         from: DeviceAddress,
         to: DeviceAddress,
         size: ByteSize,
-        key: Key,
     ) -> Result<(), DriverError> {
         self.wait_while_held();
         self.call("copy", size)?;
@@ -337,7 +340,8 @@ impl Driver for TrialDriver {
             }
         }
         drop(seen);
-        self.host.copy(from, to, size, key)
+        // SAFETY: the contract of this call, whose memory is the host driver's.
+        unsafe { self.host.copy(from, to, size) }
     }
 
     fn device_memory(&self) -> Result<Option<DeviceMemory>, DriverError> {
@@ -366,12 +370,11 @@ impl Driver for TrialDriver {
         Ok(at)
     }
 
-    fn host_free(
+    unsafe fn host_free(
         &self,
         at: NonNull<u8>,
         size: ByteSize,
         memory: HostMemory,
-        key: Key,
     ) -> Result<(), DriverError> {
         self.wait_while_held();
         self.call("host_free", size)?;
@@ -381,7 +384,8 @@ impl Driver for TrialDriver {
             return Ok(());
         }
         drop(seen);
-        self.host.host_free(at, size, HostMemory::Pageable, key)
+        // SAFETY: the contract of this call; every allocation is a pageable one of the host driver.
+        unsafe { self.host.host_free(at, size, HostMemory::Pageable) }
     }
 
     fn host_pointer(&self, at: DeviceAddress) -> Option<NonNull<u8>> {

@@ -5,6 +5,7 @@
 //! the null stream, which would synchronize with the work of other streams.
 //!
 //! Invariant: no call is made before `cuInit` has succeeded, nor in a forked child.
+#![expect(unsafe_code, reason = "the calls of the trait that take memory away are unsafe")]
 
 use std::fmt;
 use std::ptr::NonNull;
@@ -17,7 +18,6 @@ use super::error::Skipped;
 use super::memory::Memory;
 use super::stores::Stores;
 use crate::host::HostDriver;
-use crate::sealed::{self, Key};
 use crate::{
     Backend, Capabilities, DeviceAddress, DeviceMemory, Driver, DriverError, EventHandle,
     HOST_GRANULARITY, HostMemory, HostStore, Owner, StoreSpan, StreamHandle,
@@ -27,23 +27,12 @@ use lowtide_core::bytes::ByteSize;
 /// An open CUDA device.
 ///
 /// ```no_run
-/// use std::sync::Arc;
-/// use lowtide_gpu_driver::clock::SystemClock;
-/// use lowtide::cudarc::driver::CudaContext;
+/// use lowtide_gpu_driver::Driver as _;
 /// use lowtide_gpu_driver::cuda::{CudaDriver, CudaOptions};
-/// use lowtide::device::{ArenaConfig, DeviceArena, Region};
 ///
-/// let driver = Arc::new(CudaDriver::open(CudaOptions::default())?); // before any call of cudarc
-/// let clock = Arc::new(SystemClock::new());
-/// let arena = DeviceArena::open(driver, clock, ArenaConfig::new("embedder"))?;
-/// let stream = CudaContext::new(0)?.new_stream()?; // the same context
-/// let lane = arena.cuda_lane(&stream)?;
-///
-/// let mut weights = lane.alloc::<f32>(1024, Region::Stable)?;
-/// let lease = lane.enter()?; // while it is held, the arena is awake and nothing moves
-/// stream.memcpy_htod(&[1.0; 1024], &mut weights.cuda_mut(&lease)?)?;
-/// let sums = stream.clone_dtoh(weights.cuda(&lease)?)?; // wherever a `&CudaSlice` goes
-/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// let driver = CudaDriver::open(CudaOptions::default())?; // before any call of cudarc
+/// println!("{:?} by {}", driver.device(), driver.backend());
+/// # Ok::<(), lowtide_gpu_driver::cuda::CudaError>(())
 /// ```
 pub struct CudaDriver {
     pub(super) seat: Seat,
@@ -111,9 +100,10 @@ impl Drop for CudaDriver {
     }
 }
 
-impl sealed::Sealed for CudaDriver {}
-
-impl Driver for CudaDriver {
+// SAFETY: the promises are those of the CUDA driver (cuda.h), for addresses and handles that it
+// returned: `calls` and `mapping` name them at each call. `number` refuses the null stream, and
+// `apart` parts that overlap.
+unsafe impl Driver for CudaDriver {
     fn backend(&self) -> Backend {
         self.memory.backend()
     }
@@ -146,22 +136,22 @@ impl Driver for CudaDriver {
         self.call(|calls| space.reserve(calls, size))
     }
 
-    fn unreserve(&self, at: DeviceAddress, size: ByteSize, _: Key) -> Answer {
+    unsafe fn unreserve(&self, at: DeviceAddress, size: ByteSize) -> Answer {
         let space = self.memory.space()?;
         self.call(|calls| space.unreserve(calls, at, size))
     }
 
-    fn commit(&self, at: DeviceAddress, size: ByteSize, _: Key) -> Answer {
+    unsafe fn commit(&self, at: DeviceAddress, size: ByteSize) -> Answer {
         let space = self.memory.space()?;
         self.call(|calls| space.commit(calls, at, size))
     }
 
-    fn decommit(&self, at: DeviceAddress, size: ByteSize, _: Key) -> Answer {
+    unsafe fn decommit(&self, at: DeviceAddress, size: ByteSize) -> Answer {
         let space = self.memory.space()?;
         self.call(|calls| space.decommit(calls, at, size))
     }
 
-    fn remap(&self, from: DeviceAddress, to: DeviceAddress, size: ByteSize, _: Key) -> Answer {
+    unsafe fn remap(&self, from: DeviceAddress, to: DeviceAddress, size: ByteSize) -> Answer {
         let space = self.memory.space()?;
         self.call(|calls| space.remap(calls, from, to, size))
     }
@@ -171,7 +161,7 @@ impl Driver for CudaDriver {
         self.call(|calls| segments.create(calls, size, self.seat.own))
     }
 
-    fn segment_destroy(&self, at: DeviceAddress, size: ByteSize, _: Key) -> Answer {
+    unsafe fn segment_destroy(&self, at: DeviceAddress, size: ByteSize) -> Answer {
         let segments = self.memory.segments()?;
         self.call(|calls| segments.destroy(calls, (at, size), self.seat.own))
     }
@@ -183,7 +173,7 @@ impl Driver for CudaDriver {
         }
     }
 
-    fn copy(&self, from: DeviceAddress, to: DeviceAddress, size: ByteSize, _: Key) -> Answer {
+    unsafe fn copy(&self, from: DeviceAddress, to: DeviceAddress, size: ByteSize) -> Answer {
         let bytes = apart(from, to, size)?;
         self.call(|calls| {
             calls.copy_on_device(from.get(), to.get(), bytes, self.seat.own)?;
@@ -244,9 +234,10 @@ impl Driver for CudaDriver {
         NonNull::new(locked.start()).ok_or(none)
     }
 
-    fn host_free(&self, at: NonNull<u8>, size: ByteSize, memory: HostMemory, key: Key) -> Answer {
+    unsafe fn host_free(&self, at: NonNull<u8>, size: ByteSize, memory: HostMemory) -> Answer {
         if memory == HostMemory::Pageable {
-            return HostDriver::new().host_free(at, size, memory, key);
+            // SAFETY: `host_alloc` had it of the host driver; otherwise the contract of this call.
+            return unsafe { HostDriver::new().host_free(at, size, memory) };
         }
         self.call(|calls| calls.host_free(&Locked::of(at, size)))
     }
@@ -255,22 +246,22 @@ impl Driver for CudaDriver {
         self.call(Calls::stream_create).map(|stream| StreamHandle::new(stream as u64))
     }
 
-    fn stream_destroy(&self, stream: StreamHandle, _: Key) -> Answer {
+    unsafe fn stream_destroy(&self, stream: StreamHandle) -> Answer {
         let stream = number(stream.get())?;
         self.call(|calls| calls.stream_destroy(stream))
     }
 
-    fn stream_wait_event(&self, stream: StreamHandle, event: EventHandle, _: Key) -> Answer {
+    unsafe fn stream_wait_event(&self, stream: StreamHandle, event: EventHandle) -> Answer {
         let (stream, event) = (number(stream.get())?, number(event.get())?);
         self.call(|calls| calls.stream_wait_event(stream, event))
     }
 
-    fn stream_synchronize(&self, stream: StreamHandle, _: Key) -> Answer {
+    unsafe fn stream_synchronize(&self, stream: StreamHandle) -> Answer {
         let stream = number(stream.get())?;
         self.call(|calls| calls.stream_synchronize(stream))
     }
 
-    fn is_capturing(&self, stream: StreamHandle, _: Key) -> Answer<bool> {
+    unsafe fn is_capturing(&self, stream: StreamHandle) -> Answer<bool> {
         let stream = number(stream.get())?;
         self.call(|calls| calls.stream_is_capturing(stream))
     }
@@ -279,22 +270,22 @@ impl Driver for CudaDriver {
         self.call(Calls::event_create).map(|event| EventHandle::new(event as u64))
     }
 
-    fn event_destroy(&self, event: EventHandle, _: Key) -> Answer {
+    unsafe fn event_destroy(&self, event: EventHandle) -> Answer {
         let event = number(event.get())?;
         self.call(|calls| calls.event_destroy(event))
     }
 
-    fn event_record(&self, event: EventHandle, stream: StreamHandle, _: Key) -> Answer {
+    unsafe fn event_record(&self, event: EventHandle, stream: StreamHandle) -> Answer {
         let (event, stream) = (number(event.get())?, number(stream.get())?);
         self.call(|calls| calls.event_record(event, stream))
     }
 
-    fn event_query(&self, event: EventHandle, _: Key) -> Answer<bool> {
+    unsafe fn event_query(&self, event: EventHandle) -> Answer<bool> {
         let event = number(event.get())?;
         self.call(|calls| calls.event_query(event))
     }
 
-    fn event_synchronize(&self, event: EventHandle, _: Key) -> Answer {
+    unsafe fn event_synchronize(&self, event: EventHandle) -> Answer {
         let event = number(event.get())?;
         self.call(|calls| calls.event_synchronize(event))
     }
@@ -303,13 +294,12 @@ impl Driver for CudaDriver {
         self.call(Calls::context_synchronize)
     }
 
-    fn copy_async(
+    unsafe fn copy_async(
         &self,
         from: DeviceAddress,
         to: DeviceAddress,
         size: ByteSize,
         stream: StreamHandle,
-        _: Key,
     ) -> Answer {
         let (bytes, stream) = (apart(from, to, size)?, number(stream.get())?);
         self.call(|calls| calls.copy_on_device(from.get(), to.get(), bytes, stream))
@@ -320,49 +310,41 @@ impl Driver for CudaDriver {
         self.call(|calls| self.stores.create(calls, size))
     }
 
-    fn host_store_destroy(&self, store: HostStore, _: Key) -> Answer {
+    unsafe fn host_store_destroy(&self, store: HostStore) -> Answer {
         self.call(|calls| self.stores.destroy(calls, store))
     }
 
-    fn offload(
-        &self,
-        from: DeviceAddress,
-        into: StoreSpan,
-        stream: StreamHandle,
-        _: Key,
-    ) -> Answer {
+    unsafe fn offload(&self, from: DeviceAddress, into: StoreSpan, stream: StreamHandle) -> Answer {
         let stream = number(stream.get())?;
         self.call(|calls| {
             self.stores.with(into, |part| calls.copy_to_host(from.get(), part, stream))
         })
     }
 
-    fn restore(&self, from: StoreSpan, to: DeviceAddress, stream: StreamHandle, _: Key) -> Answer {
+    unsafe fn restore(&self, from: StoreSpan, to: DeviceAddress, stream: StreamHandle) -> Answer {
         let stream = number(stream.get())?;
         self.call(|calls| {
             self.stores.with(from, |part| calls.copy_to_device(part, to.get(), stream))
         })
     }
 
-    fn copy_from_host(
+    unsafe fn copy_from_host(
         &self,
         from: NonNull<u8>,
         to: DeviceAddress,
         size: ByteSize,
         stream: StreamHandle,
-        _: Key,
     ) -> Answer {
         let (from, stream) = (Locked::of(from, size), number(stream.get())?);
         self.call(|calls| calls.copy_to_device((&from, from.whole()), to.get(), stream))
     }
 
-    fn copy_to_host(
+    unsafe fn copy_to_host(
         &self,
         from: DeviceAddress,
         to: NonNull<u8>,
         size: ByteSize,
         stream: StreamHandle,
-        _: Key,
     ) -> Answer {
         let (to, stream) = (Locked::of(to, size), number(stream.get())?);
         self.call(|calls| calls.copy_to_host(from.get(), (&to, to.whole()), stream))

@@ -150,8 +150,8 @@ impl GovernorReport {
 ///
 /// let limit = Some(ByteSize::gib(40));
 /// let governor = Arc::new(PoolGovernor::open(GovernorOptions { limit, ..Default::default() })?);
-/// let memory = lowtide::Memory::start()?;
-/// memory.govern(&governor)?; // its worker calls `decay` from now on
+/// // From now on `PoolGovernor::decay` is to be called; `Memory::govern` of the crate `lowtide`
+/// // does that in the background.
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 ///
@@ -296,18 +296,14 @@ impl PoolGovernor {
     /// Returns the memory inside and outside the pool.
     ///
     /// `arenas` is the number of bytes that arenas hold on this device
-    /// ([`ArenaGlance::committed`](crate::device::ArenaGlance::committed)); they do not count as
-    /// unmanaged.
+    /// (`ArenaGlance::committed`); they do not count as unmanaged.
     ///
     /// ```no_run
-    /// # fn read(governor: &lowtide_gpu_driver::cuda::PoolGovernor)
-    /// # -> Result<(), lowtide::BoxError> {
-    /// # #[cfg(feature = "memory")] {
-    /// # let memory = lowtide::Memory::start()?;
-    /// let arenas = memory.snapshot().arenas.iter().map(|arena| arena.committed).sum();
+    /// # use lowtide_gpu_driver::{ByteSize, DriverError, cuda::PoolGovernor};
+    /// # fn read(governor: &PoolGovernor, committed: &[ByteSize]) -> Result<(), DriverError> {
+    /// let arenas = committed.iter().copied().sum();
     /// let report = governor.report(arenas)?;
     /// println!("{} in use, {} kept, {} unmanaged", report.used, report.held(), report.unmanaged);
-    /// # }
     /// # Ok(())
     /// # }
     /// ```

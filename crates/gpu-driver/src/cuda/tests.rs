@@ -4,6 +4,7 @@
 //! and the state after a failure.
 //!
 //! Invariant: a test ends with no recorded fault and no leak.
+#![expect(unsafe_code, reason = "segments are released and copied here")]
 
 use lowtide_fake_driver::{Fake, Guard, Options};
 
@@ -11,7 +12,6 @@ use super::calls::Calls;
 use super::pool::Pool;
 use super::pooling::Pooling;
 use super::{CudaDriver, CudaOptions, MemoryKind};
-use crate::sealed::Key;
 use crate::{Backend, DeviceAddress, Driver as _, DriverError};
 use lowtide_core::bytes::ByteSize;
 
@@ -49,7 +49,8 @@ fn units(count: u64) -> ByteSize {
 }
 
 fn end(driver: &CudaDriver, (at, size): (DeviceAddress, ByteSize)) {
-    driver.segment_destroy(at, size, Key::new()).expect("released");
+    // SAFETY: a whole segment of the driver, and no work of it is queued.
+    unsafe { driver.segment_destroy(at, size) }.expect("released");
 }
 
 #[test]
@@ -65,7 +66,9 @@ fn segments_begin_at_multiples_of_the_unit_whatever_the_driver_gives() {
             .collect();
         for (at, size) in &all {
             assert!(at.is_multiple_of(UNIT), "{options:?}: {size} at {at}");
-            driver.copy(*at, last_byte(*at, *size), ByteSize::new(1), Key::new()).expect("there");
+            let last = last_byte(*at, *size);
+            // SAFETY: the first and the last byte of a segment, which nothing else uses.
+            unsafe { driver.copy(*at, last, ByteSize::new(1)) }.expect("there");
         }
         all.sort();
         for pair in all.windows(2) {
@@ -115,13 +118,19 @@ fn each_rung_says_what_it_cannot_do() {
         assert!(!(can.virtual_memory || can.same_address_wake || can.remap || can.host_backed));
         assert!(can.asynchronous && can.page_locked);
         assert_eq!((can.granularity, driver.is_managed()), (UNIT, options == MANAGED));
-        let (at, size, key) = (DeviceAddress::new(UNIT.get()), UNIT, Key::new);
+        let (at, size) = (DeviceAddress::new(UNIT.get()), UNIT);
+        macro_rules! answer {
+            ($call:expr) => {{
+                // SAFETY: a driver of segments has no address space: it makes no call of CUDA.
+                unsafe { $call }
+            }};
+        }
         for answer in [
             driver.reserve(size).map(drop),
-            driver.unreserve(at, size, key()),
-            driver.commit(at, size, key()),
-            driver.decommit(at, size, key()),
-            driver.remap(at, at, size, key()),
+            answer!(driver.unreserve(at, size)),
+            answer!(driver.commit(at, size)),
+            answer!(driver.decommit(at, size)),
+            answer!(driver.remap(at, at, size)),
         ] {
             assert!(matches!(answer, Err(DriverError::Unsupported { .. })), "{answer:?}");
         }
@@ -230,7 +239,8 @@ fn a_segment_that_could_not_be_given_back_is_given_back_later() {
         let driver = CudaDriver::open(options).expect("a device");
         let at = driver.segment_create(units(3)).expect("memory");
         fake.fail(name, 1, 999);
-        driver.segment_destroy(at, units(3), Key::new()).expect_err("refused");
+        // SAFETY: a whole segment of the driver, and no work of it is queued.
+        unsafe { driver.segment_destroy(at, units(3)) }.expect_err("refused");
         end(&driver, (at, units(3)));
         drop(driver);
         fake.assert_clean();

@@ -8,11 +8,11 @@
 //! fails too are the contents lost, and every further use of the block is an error.
 //!
 //! Invariant: a block is whole at its recorded place, or known to be lost.
+#![expect(unsafe_code, reason = "contents are copied to another place")]
 
 use super::CompactOptions;
 use super::plan::{Hold, Move};
 use crate::books::Books;
-use crate::driver::sealed::Key;
 use crate::driver::{DeviceAddress, DriverError};
 use crate::error::DeviceError;
 use crate::pending::Claim;
@@ -96,7 +96,10 @@ impl Shared {
         let waits = !self.planted(Planted::MoveBeforeDone);
         let complete = if waits { self.complete_all() } else { Ok(()) };
         let complete = complete.map_err(|error| Failed { error, is_lost: false });
-        let outcome = complete.and_then(|()| self.copy_pieces([from, to], made));
+        // SAFETY: `back` committed the new place, which `take_room` holds for this move; the block is
+        // live, so that its granules stay. `moving` keeps leases from being granted, and so slices
+        // and new work from the block; work that was started is complete.
+        let outcome = complete.and_then(|()| unsafe { self.copy_pieces([from, to], made) });
         let mut books = lock(&self.books);
         let freed = books.moving.take().and_then(|moving| moving.freed);
         let mut idle = 0;
@@ -126,7 +129,10 @@ impl Shared {
     }
 
     /// Copies a block piece by piece; undoes the copies if one fails.
-    fn copy_pieces(&self, ends: [DeviceAddress; 2], made: Move) -> Result<(), Failed> {
+    ///
+    /// # Safety
+    /// Both places of the move are committed and held for it, and nothing uses them meanwhile.
+    unsafe fn copy_pieces(&self, ends: [DeviceAddress; 2], made: Move) -> Result<(), Failed> {
         // Overlapping places are one range of addresses; others are separate.
         let address = |offset: u64| {
             let [(start, at), other] = [(made.from, ends[0]), (made.to, ends[1])];
@@ -139,7 +145,9 @@ impl Shared {
         };
         let copy = |piece: Move| {
             let size = ByteSize::new(piece.size);
-            self.driver.copy(address(piece.from), address(piece.to), size, Key::new())
+            // SAFETY: parts of the two places, which nothing else uses (contract of this function).
+            // The ends of one piece do not overlap: `pieces` cuts a slide so.
+            unsafe { self.driver.copy(address(piece.from), address(piece.to), size) }
         };
         let mut done = Vec::new();
         for piece in made.pieces() {

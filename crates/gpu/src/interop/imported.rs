@@ -163,12 +163,12 @@ impl Lane {
     /// ```no_run
     /// # #[cfg(feature = "cuda")] {
     /// use std::sync::Arc;
-    /// use lowtide::cudarc::driver::{CudaStream, DevicePtr as _};
+    /// use cudarc::driver::{CudaStream, DevicePtr as _};
     /// use lowtide_gpu::driver::DeviceAddress;
     /// use lowtide_gpu::{Imported, DeviceArena};
     ///
     /// fn import(arena: &DeviceArena, stream: &Arc<CudaStream>)
-    /// -> Result<Imported<f32>, lowtide::BoxError> {
+    /// -> Result<Imported<f32>, Box<dyn std::error::Error>> {
     ///     let slice = stream.clone_htod(&[1.0_f32; 1000])?; // cudarc's own memory
     ///     let (at, len) = (DeviceAddress::new(slice.device_ptr(stream).0), slice.len());
     /// // SAFETY: the slice exists, used by no other code, until the release drops it.

@@ -10,11 +10,11 @@
 
 use super::Range;
 use super::config::segment_for;
-use super::copy::CopyEvent;
 use super::segment::{Segment, with_slack};
 use super::snapshot::PinnedFailures;
 use crate::driver::HostMemory;
 use crate::error::{Bound, DeviceError};
+use crate::handles::Event;
 use crate::index::{BlockId, Request, Span};
 use lowtide_core::bytes::ByteSize;
 
@@ -36,7 +36,7 @@ pub(super) struct Placed {
 #[derive(Debug)]
 pub(super) struct Waiting {
     pub(super) placed: Placed,
-    pub(super) event: CopyEvent,
+    pub(super) event: Event,
 }
 
 /// Blocks that were freed and are not free: how many, and their bytes.

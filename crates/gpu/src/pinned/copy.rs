@@ -11,23 +11,22 @@
 //!
 //! It does not detect a capture that another thread begins and ends on the stream while the copy is
 //! being queued: a stream in capture must not be used by another thread.
+#![expect(unsafe_code, reason = "drivers copy by address")]
 
 use std::fmt;
 use std::ptr::NonNull;
-use std::sync::Arc;
 
 use bytemuck::Pod;
 use thiserror::Error;
 
 use super::{DeviceUse, PinnedBuffer};
 use crate::buffer::Buffer;
-use crate::driver::sealed::Key;
-use crate::driver::{DeviceAddress, Driver, DriverError, EventHandle, StreamHandle};
+use crate::driver::{DeviceAddress, Driver, DriverError, StreamHandle};
 use crate::error::DeviceError;
+use crate::handles::Event;
 use crate::lane::Lane;
 use crate::proof::is_captures;
 use lowtide_core::bytes::ByteSize;
-use lowtide_core::fork::Birth;
 
 /// A copy on a lane, which owns its pinned buffer until the copy is complete.
 ///
@@ -55,49 +54,6 @@ impl<T: Pod> From<PinnedCopyError<T>> for DeviceError {
     /// The error; the buffer is freed.
     fn from(refused: PinnedCopyError<T>) -> Self {
         refused.error
-    }
-}
-
-/// An event that was recorded after a copy.
-pub(super) struct CopyEvent {
-    driver: Arc<dyn Driver>,
-    event: EventHandle,
-    birth: Birth,
-}
-
-impl CopyEvent {
-    fn new(driver: &Arc<dyn Driver>) -> Result<Self, DriverError> {
-        let event = driver.event_create()?;
-        Ok(Self { driver: Arc::clone(driver), event, birth: Birth::now() })
-    }
-
-    fn record(&self, stream: StreamHandle) -> Result<(), DriverError> {
-        self.driver.event_record(self.event, stream, Key::new())
-    }
-
-    /// Returns `true` if the copy is complete. Does not block.
-    pub(super) fn is_complete(&self) -> Result<bool, DriverError> {
-        self.driver.event_query(self.event, Key::new())
-    }
-
-    /// Waits until the copy is complete.
-    pub(super) fn wait(&self) -> Result<(), DriverError> {
-        self.driver.event_synchronize(self.event, Key::new())
-    }
-}
-
-impl Drop for CopyEvent {
-    /// Destroys the event, which waits for nothing. In a forked child does nothing.
-    fn drop(&mut self) {
-        if self.birth.is_here() {
-            let _ = self.driver.event_destroy(self.event, Key::new());
-        }
-    }
-}
-
-impl fmt::Debug for CopyEvent {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("CopyEvent").field("event", &self.event).finish_non_exhaustive()
     }
 }
 
@@ -225,20 +181,27 @@ impl Lane {
         let (Some(_), Some(at)) = (host.block, device.address(&lease)?) else { return Ok(()) };
         let (start, size) = (host.start.cast::<u8>(), host.bytes());
         let shared = self.arena().shared();
-        let (driver, stream) = (&shared.driver, self.stream());
+        let (driver, stream) = (&shared.driver, self.known().live());
+        // SAFETY: `host` owns its block, and `device` is borrowed and committed: a lease is held. On
+        // an asynchronous driver both stay until the copy is complete: `device_use` keeps the block
+        // of `host` until the host has seen that, and gives no access to it; the use of `device` by
+        // this lane's stream is recorded with the buffer and the lease, so that its memory leaves
+        // and moves only after that work. Sizes: the caller asserted that the copy has room. The
+        // two never overlap: memory of a pool is no memory of an arena.
+        let start_copy = || unsafe { start_copy(&**driver, (start, at), size, to, self.stream()) };
         if !shared.capabilities.asynchronous {
-            return Ok(start_copy(&**driver, (start, at), size, to, stream)?);
+            return Ok(start_copy()?);
         }
-        if driver.is_capturing(stream, Key::new())? {
+        if stream.is_capturing()? {
             return Err(DeviceError::Capturing { arena: shared.name.clone() });
         }
-        let event = CopyEvent::new(driver)?;
+        let event = Event::new(driver)?;
         host.device_use = DeviceUse::Unproven;
-        let queued = start_copy(&**driver, (start, at), size, to, stream);
+        let queued = start_copy();
         let recorded = queued.is_ok() && event.record(stream).is_ok();
         // A capture that began meanwhile took the copy and the event: asking the event would spoil
         // it, and the copy may be replayed at any time.
-        if driver.is_capturing(stream, Key::new())? {
+        if stream.is_capturing()? {
             return Err(DeviceError::Capturing { arena: shared.name.clone() });
         }
         if recorded {
@@ -246,7 +209,7 @@ impl Lane {
             return Ok(());
         }
         // The copy may be queued, with no event after it.
-        driver.stream_synchronize(stream, Key::new())?;
+        stream.synchronize()?;
         host.device_use = DeviceUse::None;
         Ok(queued?)
     }
@@ -259,7 +222,11 @@ fn assert_room<T: Pod>(host: &PinnedBuffer<T>, device: &Buffer<T>) {
     assert!(wanted <= there, "cannot copy {wanted} elements: the device buffer has {there}");
 }
 
-fn start_copy(
+/// Queues a copy; on a synchronous driver, copies.
+///
+/// # Safety
+/// As for [`Driver::copy_from_host`] or [`Driver::copy_to_host`].
+unsafe fn start_copy(
     driver: &dyn Driver,
     (host, device): (NonNull<u8>, DeviceAddress),
     size: ByteSize,
@@ -267,8 +234,10 @@ fn start_copy(
     stream: StreamHandle,
 ) -> Result<(), DriverError> {
     match to {
-        To::Device => driver.copy_from_host(host, device, size, stream, Key::new()),
-        To::Host => driver.copy_to_host(device, host, size, stream, Key::new()),
+        // SAFETY: the contract of this function.
+        To::Device => unsafe { driver.copy_from_host(host, device, size, stream) },
+        // SAFETY: the contract of this function.
+        To::Host => unsafe { driver.copy_to_host(device, host, size, stream) },
     }
 }
 

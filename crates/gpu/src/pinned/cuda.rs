@@ -18,7 +18,6 @@ use bytemuck::Pod;
 use cudarc::driver::{CudaStream, HostSlice, SyncOnDrop};
 
 use super::{DeviceUse, PinnedBuffer};
-use crate::driver::sealed::Key;
 use crate::error::DeviceError;
 use crate::lane::Lane;
 use lowtide_core::sync::atomic::{AtomicBool, Ordering};
@@ -77,8 +76,7 @@ impl<T: Pod> PinnedView<'_, T> {
     fn export(&self, stream: &CudaStream) -> usize {
         let is_ours = stream.cu_stream().addr() as u64 == self.lane.stream().get();
         assert!(is_ours, "copy on another stream than the view's lane");
-        let driver = &self.lane.arena().shared().driver;
-        if !matches!(driver.is_capturing(self.lane.stream(), Key::new()), Ok(false)) {
+        if !matches!(self.lane.known().live().is_capturing(), Ok(false)) {
             return 0;
         }
         self.exported.store(true, Ordering::Relaxed);
@@ -116,11 +114,10 @@ impl<T: Pod> Drop for PinnedView<'_, T> {
             return;
         }
         if self.exported.load(Ordering::Relaxed) {
-            let (shared, stream) = (self.lane.arena().shared(), self.lane.stream());
-            let driver = &shared.driver;
+            let (shared, stream) = (self.lane.arena().shared(), self.lane.known().live());
             // A stream that captures cannot be waited for, and an attempt would spoil the capture.
-            let waited = match driver.is_capturing(stream, Key::new()) {
-                Ok(false) => driver.stream_synchronize(stream, Key::new()).map_err(Into::into),
+            let waited = match stream.is_capturing() {
+                Ok(false) => stream.synchronize().map_err(Into::into),
                 Ok(true) => Err(DeviceError::Capturing { arena: shared.name.clone() }),
                 Err(error) => Err(error.into()),
             };

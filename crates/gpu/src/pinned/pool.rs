@@ -16,7 +16,6 @@ use super::books::{Books, Placed};
 use super::config::{PinnedConfig, PinnedKind};
 use super::snapshot::{Label, PinnedGlance, PinnedSnapshot};
 use super::{PinnedBuffer, Range};
-use crate::driver::sealed::Key;
 use crate::driver::{Backend, Driver, HOST_ALIGNMENT};
 use crate::error::DeviceError;
 use crate::index::{End, Request};
@@ -277,10 +276,16 @@ impl Shared {
         PinnedSnapshot::of(&self.label, Some(&books)).validate();
     }
 
-    /// Gives a piece back. Nothing refers into it any more.
-    pub(super) fn give(&self, range: Range) -> Result<(), DeviceError> {
+    /// Gives a piece back.
+    ///
+    /// # Safety
+    /// The range is a whole piece that this pool obtained and has not given back. No block of it is
+    /// live, pending or quarantined, and none is placed in it any more.
+    pub(super) unsafe fn give(&self, range: Range) -> Result<(), DeviceError> {
         let Range { start, size, memory } = range;
-        Ok(self.driver.host_free(start, size, memory, Key::new())?)
+        // SAFETY: a whole allocation of this driver, of which every use is complete: a block is
+        // free only if the host has observed the end of each copy of it (contract of this function).
+        Ok(unsafe { self.driver.host_free(start, size, memory) }?)
     }
 }
 
@@ -293,7 +298,9 @@ impl Drop for Shared {
         if self.check_here().is_ok() {
             let books = self.settle_all(lock(&self.books));
             for range in books.ranges() {
-                let _ = self.give(range);
+                // SAFETY: nobody has the pool, so that no block is live and none is placed. Pieces
+                // with pending or quarantined blocks are not among these ranges.
+                let _ = unsafe { self.give(range) };
             }
         }
     }

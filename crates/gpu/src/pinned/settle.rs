@@ -9,9 +9,9 @@
 //! Invariant: `taken = live + pending + quarantined` in every segment.
 
 use super::books::{Books, Placed, Waiting};
-use super::copy::CopyEvent;
 use super::pool::Shared;
 use crate::driver::DriverError;
+use crate::handles::Event;
 use crate::proof::is_captures;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::log;
@@ -19,7 +19,7 @@ use lowtide_core::sync::{MutexGuard, lock};
 
 impl Shared {
     /// Frees a block once a copy is complete. In a forked child does nothing.
-    pub(super) fn release_after(&self, placed: Placed, event: CopyEvent) {
+    pub(super) fn release_after(&self, placed: Placed, event: Event) {
         if self.check_here().is_ok() {
             lock(&self.books).release_after(Waiting { placed, event });
         }
@@ -40,7 +40,7 @@ impl Shared {
         &'a self,
         books: MutexGuard<'a, Books>,
     ) -> (MutexGuard<'a, Books>, bool) {
-        self.settle_by(books, CopyEvent::is_complete)
+        self.settle_by(books, Event::is_complete)
     }
 
     /// The same, after a wait for each copy.
@@ -51,7 +51,7 @@ impl Shared {
     fn settle_by<'a>(
         &'a self,
         mut books: MutexGuard<'a, Books>,
-        is_complete: impl Fn(&CopyEvent) -> Result<bool, DriverError>,
+        is_complete: impl Fn(&Event) -> Result<bool, DriverError>,
     ) -> (MutexGuard<'a, Books>, bool) {
         let waiting = std::mem::take(&mut books.waiting);
         if waiting.is_empty() {

@@ -9,6 +9,7 @@
 //! Invariants: every granule that was committed is marked until its call's result is recorded; when
 //! the arena is asleep, memory still committed was to stay, or was refused by the driver and is in
 //! the copies.
+#![expect(unsafe_code, reason = "the memory of live blocks is taken away")]
 
 use super::contents::{self, Contents, Part};
 use super::phase::Phase;
@@ -16,7 +17,6 @@ use super::stores::Saved;
 use super::{ArenaState, SleepOptions, SleepReport};
 use crate::books::Books;
 use crate::driver::DriverError;
-use crate::driver::sealed::Key;
 use crate::error::DeviceError;
 use crate::planted::Planted;
 use crate::region::Region;
@@ -171,7 +171,10 @@ impl Shared {
     /// Lets the memory of all parts leave, in their order.
     fn give_away(&self, parts: &[Part]) -> Result<(), Failed> {
         for (nth, part) in parts.iter().enumerate() {
-            let left = self.take_away(part.at, part.size);
+            // SAFETY: `begin_fall` marked the part under the lock. No lease is held and none is
+            // granted, every recorded use is complete and no memory pending (`complete_used`), and
+            // the copies out of it were waited for (`save`).
+            let left = unsafe { self.take_away(part.at, part.size) };
             left.map_err(|error| Failed { nth, error })?;
         }
         if self.is_whole() && self.driver.trim().is_err() {
@@ -221,7 +224,9 @@ impl Shared {
         }
         let mut back = 0;
         let returned = gone.iter().try_for_each(|part| {
-            self.driver.commit(part.at, part.size, Key::new())?;
+            // SAFETY: a part that has left, and that this thread has marked still: bare granules of
+            // a reservation, with no other call in progress.
+            unsafe { self.driver.commit(part.at, part.size) }?;
             back += 1;
             Ok(())
         });
@@ -243,7 +248,12 @@ impl Shared {
         let is_done = self.copies_are_done();
         let leave = |(at, part): (usize, &Part)| {
             let is_gone = at < nth && at >= back;
-            is_gone || (is_done && self.driver.decommit(part.at, part.size, Key::new()).is_ok())
+            if is_gone || !is_done {
+                return is_gone;
+            }
+            // SAFETY: a part with memory, as it never left or came back, and that this thread has
+            // marked still. Nothing used it since but the copies back, and those are complete.
+            unsafe { self.driver.decommit(part.at, part.size) }.is_ok()
         };
         let left: Vec<_> = parts.iter().enumerate().map(leave).collect();
         self.lie_down(options, parts, &left, saved, Some(&error));

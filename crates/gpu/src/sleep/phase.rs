@@ -17,8 +17,9 @@ use super::ArenaState;
 use super::stores::{Between, Saved, is_booking};
 use super::{HostBudget, SleepConfig};
 use crate::books::Books;
-use crate::driver::{HostStore, StreamHandle};
+use crate::driver::HostStore;
 use crate::error::DeviceError;
+use crate::handles::OwnedStream;
 use crate::shared::Shared;
 use crate::shortage::is_within;
 use crate::streams::StreamKey;
@@ -61,7 +62,7 @@ pub(crate) struct Sleep {
     pub(super) wakers: BTreeMap<u64, Waker>,
     pub(super) waits: u64,
     /// The stream of the copies, once there was one.
-    pub(super) stream: Option<StreamHandle>,
+    pub(super) stream: Option<Arc<OwnedStream>>,
     pub(super) budget: Option<Arc<dyn HostBudget>>,
     /// The contents of sleeping blocks.
     pub(super) saved: Option<Saved>,

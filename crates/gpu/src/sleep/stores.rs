@@ -6,6 +6,7 @@
 //! Invariants: saved contents are reserved with the host budget while their store exists; a store
 //! is released only after the host has seen every copy from and to it complete, and overwritten
 //! only after those copies, on the same stream.
+#![expect(unsafe_code, reason = "drivers copy by address, and do not check stores")]
 
 use lowtide_core::log;
 use std::any::Any;
@@ -15,12 +16,10 @@ use std::sync::Arc;
 use super::HostBudget;
 use super::contents::{Contents, Part};
 use crate::books::Books;
-use crate::driver::sealed::Key;
-use crate::driver::{
-    DeviceAddress, DriverError, HOST_GRANULARITY, HostStore, StoreSpan, StreamHandle,
-};
+use crate::driver::{DeviceAddress, DriverError, HOST_GRANULARITY, HostStore, StoreSpan};
 use crate::error::DeviceError;
 use crate::ground::Ground;
+use crate::handles::OwnedStream;
 use crate::proof::{captures, is_captures};
 use crate::region::Region;
 use crate::segment::Run;
@@ -245,9 +244,13 @@ impl Shared {
         let stream = self.copy_stream()?;
         let places = saved.places(&self.books());
         for (at, span) in places {
-            self.driver.offload(at, span, stream, Key::new())?;
+            // SAFETY: the part is committed and marked as leaving, which happens only after the
+            // copies were waited for; no lease is held, so that nothing writes to it. The store was
+            // laid out for these parts, is in `saved` until the copies are complete, and is not
+            // copied to or from otherwise. The stream is the arena's.
+            unsafe { self.driver.offload(at, span, stream.live().handle()) }?;
         }
-        self.wait_for_own(stream)
+        self.wait_for_own(&stream)
     }
 
     /// Copies the saved contents of these places back, and waits; returns the bytes copied.
@@ -265,9 +268,13 @@ impl Shared {
         // Frees continue, but from here on no idle memory leaves: current places stay valid.
         let places = places(&self.books());
         for &(at, span) in &places {
-            self.driver.restore(span, at, stream, Key::new())?;
+            // SAFETY: a place that a block touches, which is committed and whose memory does not
+            // leave while copies are queued; no lease is held until they are complete, so that
+            // nothing else uses it. The store is in `saved`, filled by copies of this stream, and
+            // destroyed only when the copies are known to be complete. The stream is the arena's.
+            unsafe { self.driver.restore(span, at, stream.live().handle()) }?;
         }
-        self.wait_for_own(stream)?;
+        self.wait_for_own(&stream)?;
         Ok(places.iter().map(|(_, span)| span.size).sum())
     }
 
@@ -277,17 +284,17 @@ impl Shared {
     /// The driver's: they may still be in progress.
     pub(super) fn complete_copies(&self) -> Result<(), DriverError> {
         let books = self.books();
-        let stream = books.sleep.stream.filter(|_| books.sleep.may_be_copied());
+        let stream = books.sleep.stream.clone().filter(|_| books.sleep.may_be_copied());
         drop(books);
-        stream.map_or(Ok(()), |stream| self.wait_for_copies(stream))
+        stream.map_or(Ok(()), |stream| self.wait_for_copies(&stream))
     }
 
     /// Returns `true` if no copy is in progress, as the host has seen.
     pub(super) fn copies_are_done(&self) -> bool {
         let books = self.books();
-        let stream = books.sleep.stream.filter(|_| books.sleep.may_be_copied());
+        let stream = books.sleep.stream.clone().filter(|_| books.sleep.may_be_copied());
         drop(books);
-        stream.is_none_or(|stream| self.wait_for_own(stream).is_ok())
+        stream.is_none_or(|stream| self.wait_for_own(&stream).is_ok())
     }
 
     /// Sets if stores are kept between sleeps; releases the kept ones.
@@ -328,10 +335,12 @@ impl Shared {
             return;
         }
         let is_copying = books.sleep.may_be_copied() && !stores.is_empty();
-        let stream = books.sleep.stream.filter(|_| is_copying);
+        let stream = books.sleep.stream.clone().filter(|_| is_copying);
         drop(books);
-        let is_done = stream.is_none_or(|stream| self.wait_for_copies(stream).is_ok());
-        let destroy = |store| self.driver.host_store_destroy(store, Key::new()).is_ok();
+        let is_done = stream.is_none_or(|stream| self.wait_for_copies(&stream).is_ok());
+        // SAFETY: a store that was given up: only this call knows it, and copies from and to it are
+        // on the stream of the copies, which was waited for if any may be in progress.
+        let destroy = |store| unsafe { self.driver.host_store_destroy(store) }.is_ok();
         let left = stores.into_iter().filter(|&(store, _)| !(is_done && destroy(store)));
         let left: Vec<_> = left.collect();
         let bytes: ByteSize = left.iter().map(|(_, size)| *size).sum();
@@ -349,14 +358,14 @@ impl Shared {
 
     /// Waits for the copies that are queued now. While a thread queues more, only that thread knows
     /// when they are complete.
-    fn wait_for_copies(&self, stream: StreamHandle) -> Result<(), DriverError> {
+    fn wait_for_copies(&self, stream: &OwnedStream) -> Result<(), DriverError> {
         let books = self.books();
         let copying = (!books.sleep.is_queueing).then_some(books.sleep.copying);
         drop(books);
         if self.is_any_capturing()? {
             return Err(captures("cuStreamSynchronize"));
         }
-        self.driver.stream_synchronize(stream, Key::new())?;
+        stream.live().synchronize()?;
         if let Some(copying) = copying {
             let copied = &mut self.books().sleep.copied;
             *copied = copying.max(*copied);
@@ -366,12 +375,12 @@ impl Shared {
 
     /// Waits for the copies of this thread, which is putting the arena to sleep or waking it and
     /// has queued all. Not if a stream has begun to capture a graph meanwhile.
-    fn wait_for_own(&self, stream: StreamHandle) -> Result<(), DriverError> {
+    fn wait_for_own(&self, stream: &OwnedStream) -> Result<(), DriverError> {
         self.books().sleep.is_queueing = false;
         if self.is_any_capturing()? {
             return Err(captures("cuStreamSynchronize"));
         }
-        self.driver.stream_synchronize(stream, Key::new())?;
+        stream.live().synchronize()?;
         let mut books = self.books();
         books.sleep.copied = books.sleep.copying;
         Ok(())
@@ -387,25 +396,26 @@ impl Shared {
         &'a self,
         books: MutexGuard<'a, Books>,
     ) -> (MutexGuard<'a, Books>, Result<bool, DriverError>) {
-        let Some(stream) = books.sleep.stream.filter(|_| !books.sleep.is_queueing) else {
+        let idle = books.sleep.stream.clone().filter(|_| !books.sleep.is_queueing);
+        let Some(stream) = idle else {
             return (books, Ok(false));
         };
         drop(books);
-        let waited = self.wait_for_copies(stream);
+        let waited = self.wait_for_copies(&stream);
         let books = self.books();
         let is_over = !books.sleep.may_be_copied();
         (books, waited.map(|()| is_over))
     }
 
     /// The stream of the copies, of which some are under way from here on.
-    fn copy_stream(&self) -> Result<StreamHandle, DriverError> {
-        let known = self.books().sleep.stream;
+    fn copy_stream(&self) -> Result<Arc<OwnedStream>, DriverError> {
+        let known = self.books().sleep.stream.clone();
         let stream = match known {
             Some(stream) => stream,
-            None => self.driver.stream_create()?,
+            None => Arc::new(OwnedStream::new(&self.driver)?),
         };
         let mut books = self.books();
-        books.sleep.stream = Some(stream);
+        books.sleep.stream = Some(Arc::clone(&stream));
         books.sleep.copying += 1;
         books.sleep.is_queueing = true;
         Ok(stream)
@@ -430,9 +440,7 @@ impl Shared {
         let left = (books.sleep.budget.take(), std::mem::take(&mut books.sleep.booked));
         drop(books);
         let _ = theirs(|| drop(left)); // nothing unwinds out of a drop
-        if let Some(stream) = stream {
-            let _ = self.driver.stream_destroy(stream, Key::new());
-        }
+        drop(stream);
     }
 }
 

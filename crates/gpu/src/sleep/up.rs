@@ -7,6 +7,7 @@
 //!
 //! Invariants: while the arena is not awake, all kept contents are in the copies; nothing is copied
 //! to an address without a block.
+#![expect(unsafe_code, reason = "memory comes back, and leaves again if not all does")]
 
 use lowtide_core::log;
 use std::cell::RefCell;
@@ -16,7 +17,6 @@ use super::phase::{Phase, Sleep};
 use super::stores::{Place, is_booking};
 use super::{ArenaState, WakeReport};
 use crate::books::Books;
-use crate::driver::sealed::Key;
 use crate::driver::{DeviceAddress, DriverError};
 use crate::error::DeviceError;
 use crate::refusal::{Cause, Refusal};
@@ -171,7 +171,9 @@ impl Shared {
             let cause = if over > 0 {
                 Cause::Limit { over }
             } else {
-                match self.driver.commit(to.at, to.size, Key::new()) {
+                // SAFETY: bare granules of a reservation that `begin_rise` marked as committing, and
+                // that is ended when the wake is: no other call is in progress for them.
+                match unsafe { self.driver.commit(to.at, to.size) } {
                     Ok(()) => {
                         returning.back += 1;
                         return Ok(());
@@ -236,7 +238,9 @@ impl Shared {
         // Copies in progress keep their memory here: the next wake fills it again.
         let is_done = self.copies_are_done();
         let stays = |(nth, to): (usize, &Return)| {
-            let decommit = || self.driver.decommit(to.at, to.size, Key::new()).is_err();
+            // SAFETY: committed by this wake, which has it marked still: no lease was granted, so
+            // that nothing used it but the copies, and those are complete if this is called.
+            let decommit = || unsafe { self.driver.decommit(to.at, to.size) }.is_err();
             nth < back && (!is_done || decommit())
         };
         let stay: Vec<_> = returns.iter().enumerate().map(stays).collect();
