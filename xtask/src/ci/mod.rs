@@ -221,7 +221,7 @@ fn set_environment() {
 
 fn run_all(jobs: &[&Job], length: Length, is_ci: bool) -> Result<(), String> {
     let begin = Instant::now();
-    let (mut report, mut failed) = (Vec::new(), Vec::new());
+    let (mut report, mut failed, mut skipped) = (Vec::new(), Vec::new(), 0);
     for job in jobs {
         println!("\n== {}: {} ({} s)", job.name, job.about, begin.elapsed().as_secs());
         let (from, cpu) = (Instant::now(), children_cpu_seconds()?);
@@ -233,13 +233,16 @@ fn run_all(jobs: &[&Job], length: Length, is_ci: bool) -> Result<(), String> {
         println!("{}: {what}", job.name);
         let (wall, cpu) = (from.elapsed().as_secs(), children_cpu_seconds()? - cpu);
         report.push(format!("{:<12} {wall:>5} s {cpu:>6.0} CPU s  {what}", job.name));
-        if matches!(outcome, Err(Stop::Failed(_))) {
-            failed.push(job.name);
+        match outcome {
+            Ok(()) => {}
+            Err(Stop::Skipped(_)) => skipped += 1,
+            Err(Stop::Failed(_)) => failed.push(job.name),
         }
     }
     println!("\n== report ({} s)\n{}", begin.elapsed().as_secs(), report.join("\n"));
     if failed.is_empty() {
-        println!("\n== all checks passed ({} s)", begin.elapsed().as_secs());
+        let skipped = if skipped == 0 { String::new() } else { format!(", {skipped} skipped") };
+        println!("\n== all checks passed{skipped} ({} s)", begin.elapsed().as_secs());
         return Ok(());
     }
     Err(format!("{} of {} jobs: {}", failed.len(), jobs.len(), failed.join(", ")))

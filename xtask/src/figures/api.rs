@@ -56,16 +56,12 @@ pub(super) fn measure_shared() -> Result<Vec<Figure>, String> {
         let folder = format!("{}src/", package.folder);
         let mut types = Types::default();
         for file in tree.library().into_iter().filter(|file| file.name.starts_with(&folder)) {
-            let is_test = file.name.split('/').any(|part| part.starts_with("test"));
-            if is_test {
-                continue;
-            }
             let parsed = syn::parse_file(&file.text);
             let parsed = parsed.map_err(|error| format!("{}: {error}", file.name))?;
             types.file.clone_from(&file.name);
             types.visit_file(&parsed);
         }
-        for (name, files) in types.files.iter().filter(|(_, files)| files.len() > 1) {
+        for (name, files) in types.shared() {
             println!("  {name}: {}", files.join(", "));
             count += 1;
         }
@@ -78,19 +74,43 @@ pub(super) fn measure_shared() -> Result<Vec<Figure>, String> {
 struct Types {
     file: String,
     files: BTreeMap<String, Vec<String>>,
+    /// The paths of modules that are built for tests alone, without `.rs`.
+    tests: Vec<String>,
 }
 
 impl Types {
     fn add(&mut self, name: &proc_macro2::Ident) {
         self.files.entry(name.to_string()).or_default().push(self.file.clone());
     }
+
+    /// The names that more than one type has, tests aside.
+    fn shared(&self) -> Vec<(&str, Vec<&str>)> {
+        let is_test = |file: &str| {
+            let of = |module: &String| {
+                let rest = file.strip_prefix(module.as_str());
+                rest.is_some_and(|rest| rest == ".rs" || rest.starts_with('/'))
+            };
+            self.tests.iter().any(of)
+        };
+        let files = self.files.iter().map(|(name, files)| {
+            let files = files.iter().map(String::as_str).filter(|file| !is_test(file));
+            (name.as_str(), files.collect::<Vec<_>>())
+        });
+        files.filter(|(_, files)| files.len() > 1).collect()
+    }
 }
 
 impl<'ast> Visit<'ast> for Types {
     fn visit_item_mod(&mut self, item: &'ast ItemMod) {
         if !text::code::is_test(&item.attrs) {
-            visit::visit_item_mod(self, item);
+            return visit::visit_item_mod(self, item);
         }
+        let (folder, file) = self.file.rsplit_once('/').unwrap_or_default();
+        let inside = match file {
+            "lib.rs" | "mod.rs" => folder.to_owned(),
+            file => format!("{folder}/{}", file.trim_end_matches(".rs")),
+        };
+        self.tests.push(format!("{inside}/{}", item.ident));
     }
 
     fn visit_item_struct(&mut self, item: &'ast ItemStruct) {
@@ -132,9 +152,15 @@ mod tests {
     #[test]
     fn types_of_one_name_are_counted_but_not_those_of_tests() {
         let mut types = Types::default();
-        let text = "struct A; mod x { enum A {} struct B; } #[cfg(test)] mod tests { struct B; }";
-        types.visit_file(&syn::parse_file(text).expect("Rust"));
-        assert_eq!(types.files["A"].len(), 2);
-        assert_eq!(types.files["B"].len(), 1);
+        for (file, text) in [
+            ("src/lib.rs", "struct A; mod x { enum A {} struct B; } #[cfg(test)] mod y;"),
+            ("src/z.rs", "#[cfg(test)] mod tests { struct B; } struct C; struct D;"),
+            ("src/y.rs", "struct C;"),
+            ("src/y/more.rs", "struct D;"),
+        ] {
+            file.clone_into(&mut types.file);
+            types.visit_file(&syn::parse_file(text).expect("Rust"));
+        }
+        assert_eq!(types.shared(), [("A", vec!["src/lib.rs"; 2])]);
     }
 }

@@ -11,6 +11,7 @@ use std::collections::BTreeMap;
 use std::rc::Rc;
 use std::time::Duration;
 
+use proc_macro2::{TokenStream, TokenTree};
 use syn::visit::{self, Visit};
 use syn::{
     Attribute, BinOp, Block, Expr, ExprCall, ExprMatch, ExprMethodCall, ExprPath, ExprStruct,
@@ -352,14 +353,23 @@ impl Reader<'_> {
     }
 }
 
+/// Whether a condition names `test`, other than in `not(...)`.
+fn requires_test(condition: TokenStream) -> bool {
+    let mut negated = false;
+    condition.into_iter().any(|token| match token {
+        TokenTree::Ident(name) => {
+            negated = name == "not";
+            name == "test"
+        }
+        TokenTree::Group(group) => !std::mem::take(&mut negated) && requires_test(group.stream()),
+        _ => false,
+    })
+}
+
 /// Whether something is built for tests alone.
 pub(crate) fn is_test(attributes: &[Attribute]) -> bool {
     attributes.iter().any(|attribute| match &attribute.meta {
-        Meta::List(list) if list.path.is_ident("cfg") => {
-            let tokens = list.tokens.to_string();
-            tokens.split(|c: char| !c.is_alphanumeric()).any(|word| word == "test")
-                && !tokens.contains("not")
-        }
+        Meta::List(list) if list.path.is_ident("cfg") => requires_test(list.tokens.clone()),
         Meta::Path(path) => path.is_ident("test"),
         _ => false,
     })
@@ -855,6 +865,21 @@ mod tests {
             assert_eq!(code.name_of(&auto), "auto");
         });
         assert_eq!(faults, [""; 0]);
+    }
+
+    #[test]
+    fn a_condition_on_test_is_told_from_its_negation() {
+        for (text, expected) in [
+            ("#[cfg(test)]", true),
+            ("#[cfg(all(test, not(lowtide_loom)))]", true),
+            ("#[cfg(not(test))]", false),
+            ("#[cfg(any(not(test), unix))]", false),
+            ("#[test]", true),
+            ("#[cfg(feature = \"test\")]", false),
+        ] {
+            let item: ItemFn = syn::parse_str(&format!("{text} fn f() {{}}")).expect("Rust");
+            assert_eq!(is_test(&item.attrs), expected, "{text}");
+        }
     }
 
     #[test]
