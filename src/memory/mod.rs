@@ -303,7 +303,7 @@ impl Memory {
     /// ended; if called on one of them (from a hook), it waits only for the other.
     ///
     /// It closes no arena, and idle memory is not released any more. On a device, call
-    /// [`DeviceArena::close`] afterwards, when the last buffer is dropped: it waits for the device,
+    /// `DeviceArena::close` afterwards, when the last buffer is dropped: it waits for the device,
     /// releases all memory and calls the release functions of imported memory. Dropping the last
     /// handle cannot do this while device work may be running.
     #[must_use = "the report lists outstanding work"]

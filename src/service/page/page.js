@@ -82,14 +82,17 @@
 
   // The last minutes: live at the bottom, retained above it.
   const history = [];
-  const COLUMNS = ["physical", "heap_live", "heap_retained", "device_live", "device_retained"];
+  const COLUMNS = ["physical", "heap_live", "heap_retained"];
+  const COLUMNS_OF_DEVICE = ["device_live", "device_retained"];
+  // A build without device arenas reports no device.
+  const sumOf = (device, of) => [...device.arenas, ...device.draining].reduce((all, arena) => all + of(arena), 0);
   const remember = (told) => {
-    const sum = (of) => [...told.device.arenas, ...told.device.draining].reduce((all, a) => all + of(a), 0);
+    const columns = told.device ? [...COLUMNS, ...COLUMNS_OF_DEVICE] : COLUMNS;
     if (told.history) {
       history.length = 0;
       told.history.at_seconds.forEach((at, nth) => {
         const point = { at };
-        for (const name of COLUMNS) point[name] = told.history[`${name}_bytes`][nth];
+        for (const name of columns) point[name] = told.history[`${name}_bytes`][nth];
         history.push(point);
       });
     }
@@ -98,8 +101,10 @@
       physical: told.host.physical_bytes,
       heap_live: told.heap ? told.heap.live_bytes : 0,
       heap_retained: told.heap ? told.heap.retained_bytes : 0,
-      device_live: sum((a) => Math.max(0, a.live_bytes - a.asleep_bytes)),
-      device_retained: sum((a) => a.retained_bytes),
+      ...(told.device ? {
+        device_live: sumOf(told.device, (a) => Math.max(0, a.live_bytes - a.asleep_bytes)),
+        device_retained: sumOf(told.device, (a) => a.retained_bytes),
+      } : {}),
     });
     while (history.length > 2 * SPAN_S || (history.length && history[0].at < told.at_seconds - SPAN_S)) history.shift();
   };
@@ -266,18 +271,19 @@
   const tiles = (told) => {
     const { host, heap, device, requests } = told;
     const shed = Object.values(requests.rejected).reduce((all, count) => all + count, 0);
-    const sum = (of) => [...device.arenas, ...device.draining].reduce((all, arena) => all + of(arena), 0);
+    const level = device ? device.budget.level : "none";
     const list = [
-      ["Pressure", host.budget.level, device.budget.level === "none" ? "" : `device: ${device.budget.level}`],
+      ["Pressure", host.budget.level, level === "none" ? "" : `device: ${level}`],
       ["Physical", size(host.physical_bytes), host.limit_bytes === null ? "no limit"
         : `of ${size(host.limit_bytes)} (${host.limit_source})`],
       ["Purgeable", size(host.purgeable_bytes), "released by a purge"],
       ["Heap, live", heap ? size(heap.live_bytes) : "unknown", heap ? `${size(heap.retained_bytes)} retained` : ""],
-      ["Device, live", size(sum((a) => a.live_bytes - a.asleep_bytes)), `${size(sum((a) => a.retained_bytes))} retained`],
+      ...(device ? [["Device, live", size(sumOf(device, (a) => a.live_bytes - a.asleep_bytes)),
+        `${size(sumOf(device, (a) => a.retained_bytes))} retained`]] : []),
       ["Requests", `${requests.held} held`, `${requests.admitted} admitted, ${shed} rejected`],
     ];
     if (host.oom_kills) list.push(["OOM kills", host.oom_kills, "processes killed by the kernel"]);
-    if (device.memory) list.push(["Device, free", size(device.memory.free_bytes), `of ${size(device.memory.total_bytes)}`]);
+    if (device && device.memory) list.push(["Device, free", size(device.memory.free_bytes), `of ${size(device.memory.total_bytes)}`]);
     keep($("now"), list, ([name]) => name, ([name]) =>
       make("div", {}, make("dt", {}, name), make("dd", {}, make("span"), make("span", { class: "more" }))),
     (tile, [name, value, more]) => {
@@ -289,7 +295,7 @@
   };
 
   const ledgers = (told) => {
-    const rows = ["host", "device"].map((name) => ({ name, ...told[name].budget }));
+    const rows = ["host", "device"].filter((name) => told[name]).map((name) => ({ name, ...told[name].budget }));
     table($("ledgers"), "Reservations and limits of each budget", [
       ["Budget", (row) => row.name],
       ["Pressure", (row, cell) => { cell.className = `level-${row.level}`; return row.level; }],
@@ -307,11 +313,13 @@
     ], rows, (row) => row.name, "");
   };
 
+  const costOf = (bytes) => bytes.device === undefined ? size(bytes.host)
+    : `${size(bytes.host)} host, ${size(bytes.device)} device`;
   const resources = (told) => table($("resources"), "Resources, and the time until they are unloaded if unused", [
     ["Resource", (row) => row.name],
     ["State", (row) => row.loaded ? "loaded" : row.loading ? `loading, ${row.waiting} waiting` : "unloaded"],
     ["In use by", (row) => row.guards, "number"],
-    ["Reserved when loaded", (row) => `${size(row.cost_bytes.host)} host, ${size(row.cost_bytes.device)} device`, "number"],
+    ["Reserved when loaded", (row) => costOf(row.cost_bytes), "number"],
     ["Unloads in", (row) => row.unload_in_seconds === null
       ? row.loaded ? (row.guards ? "in use" : "never") : "–" : lasting(row.unload_in_seconds), "number"],
     ["Loads", (row) => row.loads, "number"],
@@ -391,7 +399,8 @@
     if (!place.firstChild) {
       const token = make("p", { class: "row" }, make("label", { for: "token" }, "Token"),
         make("input", { id: "token", type: "password", autocomplete: "off", spellcheck: "false" }));
-      const purge = make("button", { type: "button" }, "Purge heap and arenas");
+      const purge = make("button", { type: "button" },
+        told.device ? "Purge heap and arenas" : "Purge heap");
       purge.addEventListener("click", () => ask("purge", null, "", purge));
       place.append(token, make("p", { id: "did", class: "none" }, "No command sent from this page."),
         make("div", { class: "row" }, purge));
@@ -447,9 +456,10 @@
     admin_tasks(told);
     tiles(told);
     chart($("heap"), "heap");
-    chart($("device"), "device");
+    for (const id of ["device", "arenas"]) $(id).closest("section").hidden = !told.device;
+    if (told.device) chart($("device"), "device");
     ledgers(told);
-    arenas(told);
+    if (told.device) arenas(told);
     resources(told);
     events(told);
     diagnostics(told);

@@ -185,7 +185,8 @@ impl Memory {
     /// Ends the sharing. The arena drains when its last user has left, which may be immediately.
     ///
     /// # Errors
-    /// [`ScopeError::NotShared`] if the slot has no shared arena; [`MemoryError::Forked`].
+    /// [`ScopeError::NotShared`] if the slot has no shared arena;
+    /// [`MemoryError::Forked`](crate::memory::MemoryError::Forked).
     pub fn unshare_arena(&self, slot: &Slot) -> Result<(), ScopeError> {
         let shared = &self.0.shared;
         shared.check_here()?;
