@@ -29,24 +29,23 @@ fn build_seconds(name: &str, dependencies: &str, main: &str) -> Result<f64, Stri
     cpu_seconds(|| as_newcomer(cargo("build --release"), folder.path()).run())
 }
 
-fn on_lowtide(features: &str) -> String {
-    let root = tree::root();
-    format!(
-        "lowtide = {{ path = \"{}\", default-features = false, features = [{features}] }}\n",
-        root.display()
-    )
+/// A dependency on a package of this workspace.
+fn on(package: &str, folder: &str, features: &str) -> String {
+    let path = tree::root().join(folder);
+    format!("{package} = {{ path = \"{}\", features = [{features}] }}\n", path.display())
 }
 
 const JEMALLOC: &str = "tikv-jemallocator = \"0.7\"\n";
 const PLAIN: &str = "#[global_allocator]\nstatic HEAP: tikv_jemallocator::Jemalloc = \
                      tikv_jemallocator::Jemalloc;\nfn main() {}\n";
-const MANAGED: &str = "#[global_allocator]\nstatic HEAP: lowtide::host::Heap = \
-                       lowtide::host::Heap;\nfn main() {}\n";
+const MANAGED: &str = "#[global_allocator]\nstatic HEAP: lowtide_heap::Heap = \
+                       lowtide_heap::Heap;\nfn main() {}\n";
+const SERVICE: &str = "use lowtide as _;\nfn main() {}\n";
 
-/// The feature `heap` over plain jemalloc.
+/// The package of the heap over plain jemalloc.
 pub(super) fn measure_heap() -> Result<Vec<Figure>, String> {
     let plain = build_seconds("plain", JEMALLOC, PLAIN)?;
-    let managed = build_seconds("managed", &on_lowtide("\"heap\""), MANAGED)?;
+    let managed = build_seconds("managed", &on("lowtide-heap", "crates/heap", ""), MANAGED)?;
     println!("  {plain:.0} s with plain jemalloc, {managed:.0} s with lowtide");
     Ok(vec![figure("heap_build_cpu_seconds", managed - plain, "seconds", Some(15.0))])
 }
@@ -58,8 +57,8 @@ pub(super) fn measure_service() -> Result<Vec<Figure>, String> {
                 metrics-exporter-prometheus = { version = \"0.18\", default-features = false }\n\
                 tokio = { version = \"1\", features = [\"macros\", \"rt-multi-thread\"] }\n";
     let plain = build_seconds("plain-service", &format!("{JEMALLOC}{rest}"), PLAIN)?;
-    let lowtide = on_lowtide("\"service\", \"prometheus\"");
-    let managed = build_seconds("managed-service", &format!("{lowtide}{rest}"), MANAGED)?;
+    let lowtide = on("lowtide", "", "\"service\", \"prometheus\"");
+    let managed = build_seconds("managed-service", &format!("{lowtide}{rest}"), SERVICE)?;
     println!("  {plain:.0} s with axum, jemalloc and Prometheus, {managed:.0} s with lowtide too");
     Ok(vec![figure("service_build_cpu_seconds", managed - plain, "seconds", Some(50.0))])
 }
