@@ -1,7 +1,7 @@
 //! Handles of driver objects (streams, events, host stores), and the values of driver queries.
 //!
-//! A handle is a number and owns nothing. An invented handle does no harm by itself: every call that
-//! takes one is unsafe, and so is passing a stream to an arena (`DeviceArena::lane`).
+//! A handle is a number and owns nothing. An invented handle does no harm by itself: every call
+//! that takes one is unsafe, and so is passing a stream to an arena (`DeviceArena::lane`).
 //!
 //! Invariant: a driver never reuses a number while the object with that number exists.
 

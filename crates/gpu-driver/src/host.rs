@@ -276,8 +276,9 @@ unsafe fn map_bare(
 ) -> Result<*mut libc::c_void, DriverError> {
     let flags = flags | libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
     // SAFETY: without MAP_FIXED the kernel picks a range that nothing occupies; with it, the range
-    // is whole granules of a reservation of ours (contract of this function), so that no other mapping is
-    // replaced. No file is involved: descriptor -1 and offset 0 as mmap(2) asks of MAP_ANONYMOUS.
+    // is whole granules of a reservation of ours (contract of this function), so that no other
+    // mapping is replaced. No file is involved: descriptor -1 and offset 0 as mmap(2) asks of
+    // MAP_ANONYMOUS.
     let start = unsafe { libc::mmap(at, length, libc::PROT_NONE, flags, -1, 0) };
     if start == libc::MAP_FAILED { Err(last_error("mmap", length)) } else { Ok(start) }
 }

@@ -121,8 +121,9 @@ pub unsafe trait Driver: fmt::Debug + Send + Sync {
     /// Releases a whole reservation, in which nothing is committed.
     ///
     /// # Safety
-    /// The range is exactly one reservation of this driver that is not released yet. Nothing in it is
-    /// committed, and no other call for it is in progress. Nothing uses its addresses afterwards.
+    /// The range is exactly one reservation of this driver that is not released yet. Nothing in it
+    /// is committed, and no other call for it is in progress. Nothing uses its addresses
+    /// afterwards.
     ///
     /// # Errors
     /// Any [`DriverError`]; the range then stays reserved.
@@ -131,8 +132,8 @@ pub unsafe trait Driver: fmt::Debug + Send + Sync {
     /// Commits memory to a bare part of a reservation. Its contents are unspecified (host: zero).
     ///
     /// # Safety
-    /// The range lies in one reservation of this driver and is bare: none of it is committed. No other
-    /// call for any of it is in progress.
+    /// The range lies in one reservation of this driver and is bare: none of it is committed. No
+    /// other call for any of it is in progress.
     ///
     /// # Errors
     /// [`DriverError::OutOfMemory`] if the device has no memory left; the range then stays bare.
@@ -142,9 +143,9 @@ pub unsafe trait Driver: fmt::Debug + Send + Sync {
     /// a portion of one.
     ///
     /// # Safety
-    /// The range lies in one reservation of this driver and is committed. No other call for any of it
-    /// is in progress. Every use of it is complete: no work of the device accesses it, and no pointer
-    /// or reference into it is used again before it is committed anew.
+    /// The range lies in one reservation of this driver and is committed. No other call for any of
+    /// it is in progress. Every use of it is complete: no work of the device accesses it, and no
+    /// pointer or reference into it is used again before it is committed anew.
     ///
     /// # Errors
     /// Any [`DriverError`]; the range then stays committed and its contents are lost.
@@ -153,8 +154,9 @@ pub unsafe trait Driver: fmt::Debug + Send + Sync {
     /// Moves the memory of a committed part to a bare part of the same or another reservation of
     /// this driver. `from` is bare afterwards.
     ///
-    /// The memory is never released in between, so no other process can take it. The contents of `to` are unspecified
-    /// (`cuMemMap` of the same handles, `cuMemSetAccess`, then `cuMemUnmap` of the old place).
+    /// The memory is never released in between, so no other process can take it. The contents of
+    /// `to` are unspecified (`cuMemMap` of the same handles, `cuMemSetAccess`, then `cuMemUnmap` of
+    /// the old place).
     ///
     /// # Safety
     /// For `from` as for [`Driver::decommit`], for `to` as for [`Driver::commit`].
@@ -216,7 +218,8 @@ pub unsafe trait Driver: fmt::Debug + Send + Sync {
     ///
     /// # Safety
     /// Both parts are committed or segments of this driver, and stay so during the call. Until it
-    /// returns, no work and no thread writes to `from`, or accesses `to`; no reference into `to` exists.
+    /// returns, no work and no thread writes to `from`, or accesses `to`; no reference into `to`
+    /// exists.
     ///
     /// # Errors
     /// Any [`DriverError`]; the contents of `to` are unspecified then.
@@ -288,8 +291,9 @@ pub unsafe trait Driver: fmt::Debug + Send + Sync {
     /// Releases a whole allocation of [`Driver::host_alloc`].
     ///
     /// # Safety
-    /// The range is exactly one allocation of [`Driver::host_alloc`] of this driver, with the same size
-    /// and kind, that is not released yet. Every use of it is complete, as for [`Driver::decommit`].
+    /// The range is exactly one allocation of [`Driver::host_alloc`] of this driver, with the same
+    /// size and kind, that is not released yet. Every use of it is complete, as for
+    /// [`Driver::decommit`].
     ///
     /// # Errors
     /// Any [`DriverError`]; the memory then stays as it was.
@@ -339,8 +343,8 @@ pub unsafe trait Driver: fmt::Debug + Send + Sync {
     /// nothing. Does not block the host (`cuStreamWaitEvent`).
     ///
     /// # Safety
-    /// Stream and event belong to this driver or to its context. Neither is destroyed before the call
-    /// returns. The stream does not capture a graph, unless the event is of the same capture.
+    /// Stream and event belong to this driver or to its context. Neither is destroyed before the
+    /// call returns. The stream does not capture a graph, unless the event is of the same capture.
     ///
     /// # Errors
     /// Any [`DriverError`]; the stream does not wait then.
@@ -406,8 +410,8 @@ pub unsafe trait Driver: fmt::Debug + Send + Sync {
     /// (`cuEventRecord`).
     ///
     /// # Safety
-    /// Event and stream belong to this driver or to its context, and neither is destroyed before the
-    /// call returns.
+    /// Event and stream belong to this driver or to its context, and neither is destroyed before
+    /// the call returns.
     ///
     /// # Errors
     /// Any [`DriverError`]; the mark is unspecified then.
@@ -459,9 +463,9 @@ pub unsafe trait Driver: fmt::Debug + Send + Sync {
     /// allowed. Both parts stay committed until the copy is done (`cuMemcpyDtoDAsync`).
     ///
     /// # Safety
-    /// Until the copy is complete, both parts stay committed or segments of this driver, nothing writes
-    /// to `from`, and nothing accesses `to`, except work that is ordered after the copy. The stream is
-    /// as for [`Driver::stream_synchronize`].
+    /// Until the copy is complete, both parts stay committed or segments of this driver, nothing
+    /// writes to `from`, and nothing accesses `to`, except work that is ordered after the copy. The
+    /// stream is as for [`Driver::stream_synchronize`].
     ///
     /// # Errors
     /// [`DriverError::Overlap`], or any other [`DriverError`]; nothing is queued then.
@@ -504,8 +508,8 @@ pub unsafe trait Driver: fmt::Debug + Send + Sync {
     ///
     /// # Safety
     /// Until the copy is complete, `from` stays committed and unchanged, and the part of the store
-    /// exists and nothing else accesses it, except copies that are ordered after this one. The stream
-    /// is as for [`Driver::stream_synchronize`].
+    /// exists and nothing else accesses it, except copies that are ordered after this one. The
+    /// stream is as for [`Driver::stream_synchronize`].
     ///
     /// # Errors
     /// Any [`DriverError`]; nothing is queued then.
@@ -524,8 +528,8 @@ pub unsafe trait Driver: fmt::Debug + Send + Sync {
     ///
     /// # Safety
     /// Until the copy is complete, the part of the store exists and stays unchanged, and `to` stays
-    /// committed and nothing else accesses it, except work that is ordered after the copy; no reference
-    /// into it exists. The stream is as for [`Driver::stream_synchronize`].
+    /// committed and nothing else accesses it, except work that is ordered after the copy; no
+    /// reference into it exists. The stream is as for [`Driver::stream_synchronize`].
     ///
     /// # Errors
     /// Any [`DriverError`]; nothing is queued then.
@@ -545,8 +549,8 @@ pub unsafe trait Driver: fmt::Debug + Send + Sync {
     /// # Safety
     /// Until the copy is complete, `size` bytes at `from` are valid for reads and nothing writes to
     /// them; as many at `to` stay committed or a segment of this driver, and nothing else accesses
-    /// them, except work that is ordered after the copy. On a driver with streams, the stream is as for
-    /// [`Driver::stream_synchronize`].
+    /// them, except work that is ordered after the copy. On a driver with streams, the stream is as
+    /// for [`Driver::stream_synchronize`].
     ///
     /// # Errors
     /// Any [`DriverError`]. The copy may be queued nevertheless.
@@ -565,10 +569,10 @@ pub unsafe trait Driver: fmt::Debug + Send + Sync {
     /// (`cuMemcpyDtoHAsync`). Otherwise like [`Driver::copy_from_host`].
     ///
     /// # Safety
-    /// Until the copy is complete, `size` bytes at `to` are valid for writes and nothing else accesses
-    /// them; as many at `from` stay committed or a segment of this driver, and nothing writes to them,
-    /// except work that is ordered after the copy. On a driver with streams, the stream is as for
-    /// [`Driver::stream_synchronize`].
+    /// Until the copy is complete, `size` bytes at `to` are valid for writes and nothing else
+    /// accesses them; as many at `from` stay committed or a segment of this driver, and nothing
+    /// writes to them, except work that is ordered after the copy. On a driver with streams, the
+    /// stream is as for [`Driver::stream_synchronize`].
     ///
     /// # Errors
     /// As for [`Driver::copy_from_host`].

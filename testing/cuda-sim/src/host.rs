@@ -122,8 +122,8 @@ impl SimDriver {
     /// Queues a copy with host memory at one end, and waits for it if that is not page-locked.
     ///
     /// # Safety
-    /// Until the copy is complete, `size` bytes of host memory are there, and nothing else writes to
-    /// them, nor reads them if the copy writes them.
+    /// Until the copy is complete, `size` bytes of host memory are there, and nothing else writes
+    /// to them, nor reads them if the copy writes them.
     pub(super) unsafe fn copy_with_host(
         &self,
         call: Call,

@@ -5,8 +5,8 @@
 //! program that works only by luck on a real device fails here every time: with [`Order::Lazy`] no
 //! work is done until a call waits for it, so a forgotten wait always shows.
 //!
-//! No setting selects it in production: it needs the feature `simulation`, and its memory is a
-//! model. The host cannot access that memory; kernels of the simulation write and check it
+//! No setting selects it in production: this package is not published, and its memory is a model.
+//! The host cannot access that memory; kernels of the simulation write and check it
 //! ([`SimDriver::fill`], [`SimDriver::check`]).
 //!
 //! It does not model graphs of more than one stream, peer access, IPC, or real speed. Work takes no
@@ -89,9 +89,9 @@ use model::Model;
 /// One lock guards the whole device, so calls of several threads run one after the other; the log
 /// is the same again only if the threads' calls come in the same order.
 ///
-/// Calls that need a key in [`Driver`](lowtide_gpu_driver::Driver) are available on the type itself without one:
-/// no reference points into the memory of the model, so no slice can be invalidated. Host memory of
-/// `host_alloc` is the exception, and needs the key.
+/// Calls that are unsafe in [`Driver`](lowtide_gpu_driver::Driver) are safe methods of the type
+/// itself: no reference points into the memory of the model, so no slice can be invalidated. Host
+/// memory of `host_alloc` is the exception.
 pub struct SimDriver {
     model: Mutex<Model>,
     hooks: Hooks,
