@@ -121,7 +121,6 @@
 //! | `interpose` | C and C++ libraries use jemalloc too; for engines in C++ |
 //! | `allocator-api2` | `host::HostArena` as an `allocator-api2` allocator |
 //! | `profiling` | jemalloc's heap profiler |
-//! | `simulation` | faults that tests inject into arenas; with `device` |
 //!
 //! Linux with glibc is supported in full; Windows is a compile error.
 

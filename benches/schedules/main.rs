@@ -18,7 +18,6 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 
 use clap::Parser;
-use lowtide::device::Planted;
 
 use crate::harness::Schedule;
 
@@ -37,9 +36,6 @@ struct Cli {
     /// Only this seed.
     #[arg(long)]
     seed: Option<u64>,
-    /// A fault that is planted into each arena, by its name in the source: it is to be found.
-    #[arg(long)]
-    plant: Option<String>,
     /// How many run beside each other.
     #[arg(long, default_value_t = 2)]
     threads: usize,
@@ -68,17 +64,10 @@ fn main() -> ExitCode {
     }
     let cli = Cli::parse();
     let (from, count) = cli.seed.map_or((cli.from, cli.count), |seed| (seed, 1));
-    let named =
-        |name: &String| Planted::ALL.into_iter().find(|fault| format!("{fault:?}") == *name);
-    let plant = cli.plant.as_ref().and_then(named);
-    if plant.is_none() && cli.plant.is_some() {
-        eprintln!("schedules: faults are {:?}", Planted::ALL);
-        return ExitCode::FAILURE;
-    }
     let totals = Totals::default();
     thread::scope(|scope| {
         for _ in 0..cli.threads.max(1) {
-            scope.spawn(|| run(&totals, from, count, plant));
+            scope.spawn(|| run(&totals, from, count));
         }
     });
     let figure = |name: &str, of: &AtomicU64, unit: &str| {
@@ -95,18 +84,14 @@ fn main() -> ExitCode {
 }
 
 /// Runs schedules until all have been taken.
-fn run(totals: &Totals, from: u64, count: u64, plant: Option<Planted>) {
+fn run(totals: &Totals, from: u64, count: u64) {
     loop {
         let nth = totals.next.fetch_add(1, Ordering::Relaxed);
         if nth >= count {
             return;
         }
         let add = |to: &AtomicU64, more: u64| to.fetch_add(more, Ordering::Relaxed);
-        let outcome = Schedule::of(from + nth).run_on(move |arena| {
-            if let Some(fault) = plant {
-                arena.plant(fault);
-            }
-        });
+        let outcome = Schedule::of(from + nth).run();
         add(&totals.run, 1);
         match outcome {
             Ok(done) => {

@@ -33,7 +33,7 @@ fn source(name: &str) -> String {
 
 fn run(name: &str, arguments: &[&str]) -> (Option<i32>, String) {
     // In a package the crate is not its own development dependency: the features are named.
-    let features = "allocator-api2,axum,cuda,memory-viz,prometheus,service,simulation,tokio";
+    let features = "allocator-api2,axum,cuda,memory-viz,prometheus,service,tokio";
     // One that does not end fails with status 124.
     let output = Command::new("timeout")
         .args(["600", env!("CARGO")])

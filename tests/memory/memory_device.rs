@@ -1,6 +1,6 @@
 //! The device as a whole under a `Memory`, in virtual time over a simulated device: neighbours take
 //! its memory, idle memory of ours makes room, and the figures say who holds what.
-#![cfg(all(feature = "prometheus", feature = "simulation", target_os = "linux"))]
+#![cfg(all(feature = "device", feature = "prometheus", target_os = "linux"))]
 #![expect(unsafe_code, reason = "a lane is of a stream that the caller vouches for")]
 
 use std::sync::{Arc, Mutex};

@@ -3,7 +3,7 @@
 //! but what a user would.
 //!
 //! Memory is used on lanes: the worker falls asleep only where events prove that all work is done.
-#![cfg(all(feature = "simulation", target_os = "linux"))]
+#![cfg(all(feature = "device", target_os = "linux"))]
 #![expect(unsafe_code, reason = "a lane is of a stream that the caller vouches for")]
 
 use std::sync::Arc;

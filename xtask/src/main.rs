@@ -5,6 +5,7 @@
 
 mod ci;
 mod figures;
+mod mutants;
 mod packages;
 mod quick;
 mod run;
@@ -41,6 +42,8 @@ enum Command {
     Ci(ci::Arguments),
     /// Runs the long jobs in full: hours.
     Soak(ci::Arguments),
+    /// Puts faults into copies of the arena's source, each of which a test must find.
+    Mutants(mutants::Arguments),
     /// Measures a subject, and prints lines `figure NAME VALUE UNIT`.
     Figures(figures::Arguments),
 }
@@ -51,6 +54,7 @@ fn main() -> ExitCode {
         Command::Quick { base } => quick::run(&base),
         Command::Ci(arguments) => ci::ci(&arguments),
         Command::Soak(arguments) => ci::soak(&arguments),
+        Command::Mutants(arguments) => mutants::run(&arguments),
         Command::Figures(arguments) => figures::run(&arguments),
     };
     match result {

@@ -26,7 +26,6 @@ use super::index::ALIGN;
 use super::kept;
 use super::lane::Known;
 use super::lease::Lease;
-use super::planted::Plants;
 use super::record::hooks::Origin;
 use super::record::{Header, Operation};
 use super::region::{Region, RegionBooks, Wanted};
@@ -131,7 +130,6 @@ impl DeviceArena {
             sleep: config.sleep,
             birth: Birth::now(),
             recorder: config.recorder,
-            plants: Plants::default(),
             #[cfg(feature = "cuda")]
             parked: AtomicU64::new(0),
             name: config.name,

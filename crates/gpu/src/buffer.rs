@@ -26,7 +26,6 @@ use super::front::{Owned, Place};
 use super::lane::Known;
 use super::lane::Lane;
 use super::lease::Lease;
-use super::planted::Planted;
 use super::record::Operation;
 use super::region::{Placed, Region, Wanted};
 use super::shared::Shared;
@@ -226,9 +225,6 @@ impl<T: Pod> Buffer<T> {
                 buffer_of: self.shared().name.clone(),
                 lane_of: lane.arena().name().to_owned(),
             });
-        }
-        if self.shared().planted(Planted::ForgottenUse) {
-            return Ok(());
         }
         // Of a buffer of no lane all work is waited for already.
         let lanes = &self.owned.lanes;

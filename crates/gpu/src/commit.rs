@@ -20,8 +20,6 @@ use super::driver::DriverError;
 use super::error::DeviceError;
 use super::index::Span;
 use super::obtain::Sought;
-use super::pending::Claim;
-use super::planted::Planted;
 use super::record::hooks::{Origin, Refused};
 use super::refusal::{Cause, Refusal};
 use super::region::{Placed, Region, Search, Wanted};
@@ -180,11 +178,8 @@ impl Shared {
         let sought = Sought { region, wanted, search, taker };
         let (books, (placed, claim)) = self.find_place(books, sought)?;
         let (mut books, mut outcome) = self.back_still(books, region, placed);
-        let is_done = claim.uses.is_empty() || self.planted(Planted::CrossStreamReuse);
-        if outcome.is_ok() && !is_done {
-            if !self.planted(Planted::MovesWhatArrives) {
-                books.region_mut(region).pins.pin(placed.id);
-            }
+        if outcome.is_ok() && !claim.uses.is_empty() {
+            books.region_mut(region).pins.pin(placed.id);
             drop(books);
             outcome = self
                 .come_after(taker, &claim.uses)
@@ -199,9 +194,6 @@ impl Shared {
                 books.record(&*self.clock, Act::Alloc, placed);
                 books.tell_alloc(&*self.clock, region, wanted, placed);
                 self.fronts.note_live(books.live(), books.limit.get());
-            }
-            Err(_) if self.planted(Planted::LostClaim) => {
-                books.withdraw(region, placed, Claim::default(), &*self.clock);
             }
             Err(_) => books.withdraw(region, placed, claim, &*self.clock),
         }

@@ -34,8 +34,8 @@
 //! ```
 //!
 //! A service runs the loop in a thread. It also checks periodically while no memory is idle
-//! ([`Moment::NEVER`](lowtide_core::clock::Moment::NEVER)), because it gets no notification when memory
-//! becomes idle:
+//! ([`Moment::NEVER`](lowtide_core::clock::Moment::NEVER)), because it gets no notification when
+//! memory becomes idle:
 //!
 //! ```
 //! use std::sync::Arc;
@@ -111,7 +111,6 @@ mod occupancy;
 mod pending;
 mod pieces;
 mod pinned;
-mod planted;
 mod proof;
 mod ranges;
 mod raw;
@@ -153,9 +152,6 @@ pub use pinned::{
     PinnedBuffer, PinnedConfig, PinnedCopy, PinnedCopyError, PinnedFailures, PinnedGlance,
     PinnedKind, PinnedPool, PinnedSnapshot,
 };
-#[cfg(feature = "simulation")]
-#[doc(hidden)]
-pub use planted::Planted;
 pub use raw::RawBlock;
 pub use reclaim::DecayReport;
 pub use region::Region;

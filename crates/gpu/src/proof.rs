@@ -26,7 +26,6 @@ use super::driver::DriverError;
 use super::error::DeviceError;
 use super::handles::{Event, LiveStream};
 use super::pending::Uses;
-use super::planted::Planted;
 use super::region::Region;
 use super::shared::Shared;
 use super::streams::{StreamKey, Use, Wait};
@@ -113,9 +112,7 @@ impl Shared {
             if stream.is_capturing()? {
                 return Err(captures("cuStreamWaitEvent"));
             }
-            if !self.planted(Planted::NoEventWait) {
-                stream.wait_for(event)?;
-            }
+            stream.wait_for(event)?;
             self.books().streams.ordered(taker, of.stream, of.epoch);
             return Ok(());
         }
@@ -140,12 +137,9 @@ impl Shared {
     /// Forgets a stream of which the last lane is gone; no call is made with its handle any more
     /// when this returns.
     pub(super) fn end_stream(&self, stream: StreamKey) {
-        if self.planted(Planted::StaleOwner) {
-            return;
-        }
         let mut books = self.books();
         books.streams.retire(stream);
-        while books.streams.is_lent(stream) && !self.planted(Planted::StaleCall) {
+        while books.streams.is_lent(stream) {
             books = wait(&self.settled, books);
         }
         books.forget_stream(stream);
@@ -191,14 +185,11 @@ impl Shared {
             Err(error) => return Some(Err(error)),
         };
         let recorded = self.on_stream(stream, |live| {
-            let checks = !self.planted(Planted::CapturedEvent);
-            if checks && live.is_capturing()? {
+            if live.is_capturing()? {
                 return Err(captures("cuEventRecord"));
             }
-            let locked = self.planted(Planted::LockAcrossCall).then(|| self.books());
             event.record(live)?;
-            drop(locked);
-            if checks && live.is_capturing()? {
+            if live.is_capturing()? {
                 return Err(captures("cuEventRecord"));
             }
             Ok(())
@@ -247,7 +238,7 @@ impl Shared {
         let streams = self.books().streams.with_events();
         for stream in streams {
             let events = self.books().streams.events_of(stream);
-            let done = self.count_complete(&events)?;
+            let done = Self::count_complete(&events)?;
             // The last of them proves its epoch and all before.
             let proved = done.checked_sub(1).map(|last| events[last].0);
             drop(events);
@@ -260,12 +251,12 @@ impl Shared {
 
     /// Returns the number of a stream's complete events. Events complete in order, so the last
     /// complete one counts them.
-    fn count_complete(&self, events: &[(u64, Arc<Event>)]) -> Result<usize, DriverError> {
+    fn count_complete(events: &[(u64, Arc<Event>)]) -> Result<usize, DriverError> {
         // Known to be complete; may be; queried next: the first, the last, then the middle.
         let (mut done, mut most, mut next) = (0, events.len(), 0);
         while done < most {
             debug_assert!((done..most).contains(&next), "{next} in {done}..{most}");
-            if self.is_complete(&events[next].1)? {
+            if events[next].1.is_complete()? {
                 let is_first = next == 0;
                 done = next + 1;
                 next = if is_first { most - 1 } else { usize::midpoint(done, most) };
@@ -275,10 +266,6 @@ impl Shared {
             }
         }
         Ok(done)
-    }
-
-    fn is_complete(&self, event: &Event) -> Result<bool, DriverError> {
-        Ok(self.planted(Planted::EarlyUnmap) || event.is_complete()?)
     }
 
     /// Returns an event to record: one that no thread waits for any more, else a new one. If many

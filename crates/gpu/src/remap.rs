@@ -63,9 +63,9 @@ impl Shared {
         drop(books);
         let (mut done, mut failed) = (0, false);
         for pair in &pairs {
-            // SAFETY: `begin_remap` marked both runs under the lock, of the same size and each in one
-            // reservation, until `end_remap`: no other call is in progress for them. The source is
-            // idle: no block touches it and every use is complete, nor is a copy of a sleep in
+            // SAFETY: `begin_remap` marked both runs under the lock, of the same size and each in
+            // one reservation, until `end_remap`: no other call is in progress for them. The source
+            // is idle: no block touches it and every use is complete, nor is a copy of a sleep in
             // progress, with which none is marked. The target is bare.
             let moved = unsafe { self.driver.remap(pair.from.at, pair.at, pair.from.size) };
             if let Err(error) = moved {

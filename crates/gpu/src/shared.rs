@@ -20,7 +20,6 @@ use super::error::DeviceError;
 use super::front::{Home, Swept};
 use super::kept::Tally;
 use super::lane::Known;
-use super::planted::Plants;
 use super::record::Recorder;
 use super::record::operation::After;
 use super::region::{Placed, Region};
@@ -60,7 +59,6 @@ pub(super) struct Shared {
     pub(super) birth: Birth,
     /// The recorder of the accounting, for other users of its results.
     pub(super) recorder: Option<Recorder>,
-    pub(super) plants: Plants,
     /// Errors of CUDA that a freed buffer's view left with cudarc.
     #[cfg(feature = "cuda")]
     pub(super) parked: AtomicU64,

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex};
 use lowtide::ByteSize;
 use lowtide::clock::ManualClock;
 use lowtide::device::driver::{DeviceAddress, Driver as _, StreamHandle};
-use lowtide::device::{ArenaConfig, DeviceArena, Lane, Planted};
+use lowtide::device::{ArenaConfig, DeviceArena, Lane};
 use lowtide_cuda_sim::{SimDriver, SimOptions};
 
 pub(crate) const MIB: usize = 1 << 20;
@@ -19,15 +19,12 @@ pub(crate) struct Bed {
 }
 
 impl Bed {
-    pub(crate) fn new(fault: Option<Planted>) -> Self {
+    pub(crate) fn new() -> Self {
         let sim = Arc::new(SimDriver::new(SimOptions::default()));
         let clock = sim.clock();
         let config = ArenaConfig { limit: ByteSize::mib(16), ..ArenaConfig::new("border") };
         let arena = DeviceArena::open(sim.clone(), Arc::new(clock.clone()), config);
         let arena = arena.expect("opens");
-        if let Some(fault) = fault {
-            arena.plant(fault);
-        }
         let foreign = sim.stream_create().expect("a stream");
         Self { arena, sim, clock, foreign }
     }

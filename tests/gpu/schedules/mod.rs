@@ -5,8 +5,8 @@
 //!
 //! Invariant: the harness's.
 
+mod calls;
 mod harness;
-mod planted;
 
 use harness::{Done, Memory, Schedule};
 

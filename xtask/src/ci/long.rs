@@ -1,6 +1,7 @@
 //! Jobs that take long: `ci` runs a sample, `soak` the full length.
 
 use super::{Length, Outcome, skip};
+use crate::mutants;
 use crate::run::{Run, cargo};
 
 fn bench(name: &str, words: &str) -> Run {
@@ -12,6 +13,11 @@ pub(super) fn schedules(length: Length) -> Outcome {
     let count = if length == Length::Full { 20_000 } else { 4_000 };
     let ran = bench("schedules", &format!("--count {count}")).run();
     Ok(ran.map_err(|error| format!("{error}: the seed is printed above"))?)
+}
+
+/// Faults in the arena's source, each of which a test must find.
+pub(super) fn mutants(length: Length) -> Outcome {
+    Ok(mutants::run_some(length == Length::Full)?)
 }
 
 /// Scenarios by seed, and some days.

@@ -93,6 +93,7 @@ const JOBS: &[Job] = &[
     job("memcheck", "the driver contract under valgrind", &["valgrind"], build::memcheck),
     job("models", "every interleaving of the lock-free parts, by loom", &[], build::models),
     long("schedules", "random schedules of an arena beside streams", &[], long::schedules),
+    long("mutants", "faults in the arena's source, which tests must find", &[], long::mutants),
     long("controller", "the controller in virtual time", &[], long::controller),
     long("retention", "the bench of what allocators keep", &["components"], long::retention),
     long("overload", "overload in a real memory cgroup", &[], long::overload),

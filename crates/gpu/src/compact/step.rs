@@ -16,7 +16,6 @@ use crate::books::Books;
 use crate::driver::{DeviceAddress, DriverError};
 use crate::error::DeviceError;
 use crate::pending::Claim;
-use crate::planted::Planted;
 use crate::ranges::BlockName;
 use crate::region::{Placed, Region};
 use crate::shared::Shared;
@@ -93,12 +92,10 @@ impl Shared {
             [made.from, made.to].map(|offset| segment.address_of(ByteSize::new(offset)));
         drop(books);
         // No lease is held, so no work on the block starts; work already started is waited for.
-        let waits = !self.planted(Planted::MoveBeforeDone);
-        let complete = if waits { self.complete_all() } else { Ok(()) };
-        let complete = complete.map_err(|error| Failed { error, is_lost: false });
-        // SAFETY: `back` committed the new place, which `take_room` holds for this move; the block is
-        // live, so that its granules stay. `moving` keeps leases from being granted, and so slices
-        // and new work from the block; work that was started is complete.
+        let complete = self.complete_all().map_err(|error| Failed { error, is_lost: false });
+        // SAFETY: `back` committed the new place, which `take_room` holds for this move; the block
+        // is live, so that its granules stay. `moving` keeps leases from being granted, and so
+        // slices and new work from the block; work that was started is complete.
         let outcome = complete.and_then(|()| unsafe { self.copy_pieces([from, to], made) });
         let mut books = lock(&self.books);
         let freed = books.moving.take().and_then(|moving| moving.freed);

@@ -17,7 +17,6 @@ use crate::compact::BlockPin;
 use crate::driver::DeviceAddress;
 use crate::error::DeviceError;
 use crate::lease::Lease;
-use crate::planted::Planted;
 use crate::shared::Shared;
 use crate::streams::StreamKey;
 use lowtide_core::bytes::ByteSize;
@@ -114,9 +113,7 @@ impl<T: Pod> Buffer<T> {
         let at = self.address(&lease)?.ok_or(DeviceError::ZeroSize)?;
         let pin = self.pin()?;
         let shared = Arc::clone(self.shared());
-        if !shared.planted(Planted::ForgottenLoan) {
-            self.note_foreign();
-        }
+        self.note_foreign();
         let bytes = self.block_bytes();
         shared.books().outstanding.exported.begin(bytes);
         Ok((Loan { shared, bytes }, pin, at))
@@ -183,11 +180,10 @@ impl Drop for Loan {
         if self.shared.check_here().is_err() {
             return;
         }
-        let forgets = self.shared.planted(Planted::ForgottenLoan);
         let mut books = self.shared.books();
         books.outstanding.exported.end(self.bytes);
         books.sleep.note_unused(self.shared.clock.now());
-        if books.asynchronous && !forgets {
+        if books.asynchronous {
             books.sleep.note_used(StreamKey::CONTEXT);
         }
     }

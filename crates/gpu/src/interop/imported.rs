@@ -30,8 +30,6 @@ use crate::driver::{DeviceAddress, Owner};
 use crate::error::DeviceError;
 use crate::lane::{Known, Lane};
 use crate::lease::Lease;
-use crate::pending::Uses;
-use crate::planted::Planted;
 use crate::region::Region;
 use crate::shared::Shared;
 use lowtide_core::bytes::ByteSize;
@@ -282,9 +280,8 @@ impl<T: Pod> Drop for Imported<T> {
         if self.shared.check_here().is_err() {
             return;
         }
-        let forgets = self.shared.planted(Planted::ReleaseBeforeDone);
         let mut books = self.shared.books();
-        let after = if forgets { Uses::NONE } else { books.uses(&[]) };
+        let after = books.uses(&[]);
         books.outstanding.imported.let_go(self.at.get(), after);
     }
 }

@@ -182,12 +182,12 @@ impl Lane {
         let (start, size) = (host.start.cast::<u8>(), host.bytes());
         let shared = self.arena().shared();
         let (driver, stream) = (&shared.driver, self.known().live());
-        // SAFETY: `host` owns its block, and `device` is borrowed and committed: a lease is held. On
-        // an asynchronous driver both stay until the copy is complete: `device_use` keeps the block
-        // of `host` until the host has seen that, and gives no access to it; the use of `device` by
-        // this lane's stream is recorded with the buffer and the lease, so that its memory leaves
-        // and moves only after that work. Sizes: the caller asserted that the copy has room. The
-        // two never overlap: memory of a pool is no memory of an arena.
+        // SAFETY: `host` owns its block, and `device` is borrowed and committed: a lease is held.
+        // On an asynchronous driver both stay until the copy is complete: `device_use` keeps the
+        // block of `host` until the host has seen that, and gives no access to it; the use of
+        // `device` by this lane's stream is recorded with the buffer and the lease, so that its
+        // memory leaves and moves only after that work. Sizes: the caller asserted that the copy
+        // has room. The two never overlap: memory of a pool is no memory of an arena.
         let start_copy = || unsafe { start_copy(&**driver, (start, at), size, to, self.stream()) };
         if !shared.capabilities.asynchronous {
             return Ok(start_copy()?);

@@ -284,7 +284,8 @@ impl Shared {
     pub(super) unsafe fn give(&self, range: Range) -> Result<(), DeviceError> {
         let Range { start, size, memory } = range;
         // SAFETY: a whole allocation of this driver, of which every use is complete: a block is
-        // free only if the host has observed the end of each copy of it (contract of this function).
+        // free only if the host has observed the end of each copy of it (contract of this
+        // function).
         Ok(unsafe { self.driver.host_free(start, size, memory) }?)
     }
 }

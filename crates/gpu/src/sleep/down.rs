@@ -18,7 +18,6 @@ use super::{ArenaState, SleepOptions, SleepReport};
 use crate::books::Books;
 use crate::driver::DriverError;
 use crate::error::DeviceError;
-use crate::planted::Planted;
 use crate::region::Region;
 use crate::segment::Run;
 use crate::shared::Shared;
@@ -153,10 +152,8 @@ impl Shared {
                 books = wait(&self.settled, books);
             }
             drop(books);
-            if !self.planted(Planted::SleepBeforeDone) {
-                self.complete_used()?;
-                self.complete_copies()?;
-            }
+            self.complete_used()?;
+            self.complete_copies()?;
             let mut books = self.books();
             // The uses of memory freed meanwhile are waited for as well.
             if !books.is_busy() && books.pending() == 0 {

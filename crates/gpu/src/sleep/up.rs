@@ -171,8 +171,8 @@ impl Shared {
             let cause = if over > 0 {
                 Cause::Limit { over }
             } else {
-                // SAFETY: bare granules of a reservation that `begin_rise` marked as committing, and
-                // that is ended when the wake is: no other call is in progress for them.
+                // SAFETY: bare granules of a reservation that `begin_rise` marked as committing,
+                // and that is ended when the wake is: no other call is in progress for them.
                 match unsafe { self.driver.commit(to.at, to.size) } {
                     Ok(()) => {
                         returning.back += 1;

@@ -26,7 +26,7 @@ use std::time::Duration;
 
 use lowtide::ByteSize;
 use lowtide::clock::{Clock as _, SystemClock};
-use lowtide::device::{ArenaState, Contents, DeviceArena, Region, SleepConfig, SleepOptions};
+use lowtide::device::{ArenaState, Contents, Region, SleepConfig, SleepOptions};
 use lowtide_cuda_sim::{Leaks, Order, SimDriver};
 
 use crate::chance::Chance;
@@ -190,18 +190,10 @@ impl Schedule {
 
     /// Runs it in a thread of its own.
     pub(crate) fn run(self) -> Result<Done, Failure> {
-        self.run_on(|_| {})
-    }
-
-    /// Runs it on an arena to which something was done before.
-    pub(crate) fn run_on(
-        self,
-        prepare: impl FnOnce(&DeviceArena) + Send + 'static,
-    ) -> Result<Done, Failure> {
         let (tell, told) = mpsc::channel();
         let failed = |(what, unsafe_unmaps)| Failure { schedule: self, what, unsafe_unmaps };
         let spawned = thread::Builder::new().name(format!("seed {}", self.seed)).spawn(move || {
-            let run = catch_unwind(AssertUnwindSafe(|| self.play(prepare)));
+            let run = catch_unwind(AssertUnwindSafe(|| self.play()));
             // Nobody listens any more where it took too long.
             let _ = tell.send(run.unwrap_or_else(|thrown| Err((said(&*thrown), 0))));
         });
@@ -213,9 +205,8 @@ impl Schedule {
     }
 
     /// Plays it to its end; with a failure, the unsafe unmaps that the simulation saw.
-    fn play(self, prepare: impl FnOnce(&DeviceArena)) -> Result<Done, (String, u64)> {
+    fn play(self) -> Result<Done, (String, u64)> {
         let world = World::open(self).map_err(|error| (error, 0))?;
-        prepare(&world.arena);
         if self.turns {
             let mut chance = Chance::new(!self.seed);
             for _ in 0..ACTS * self.workers {

@@ -1,0 +1,333 @@
+//! `cargo xtask mutants`: faults that are put into the arena's source, each of which a test must
+//! find.
+//!
+//! A search that finds nothing says little by itself; one that finds each of these, and nothing
+//! without them, says that such a fault is not there. A mutant replaces one text of the source. It
+//! is put into a copy of the repository under `target/mutants`, and one build folder serves all
+//! mutants, so that each rebuilds the arena and the test program only.
+//!
+//! Invariant: the tests pass without a mutant, and a mutant is found only if the program with it
+//! builds, and its test fails.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use crate::ci::executables;
+use crate::run::{Run, cargo};
+use crate::tree::{self, Tree};
+
+/// The folder of the sources that are changed.
+const SOURCES: &str = "crates/gpu/src";
+
+/// Random schedules: a few hundred, the first failure ends them.
+const SCHEDULES: &str = "schedules::random_schedules_keep_every_byte_and_leave_nothing_behind";
+
+/// A fault.
+#[derive(Debug)]
+struct Mutant {
+    name: &'static str,
+    /// What is wrong with it.
+    about: &'static str,
+    /// A text that is in one file of [`SOURCES`], once.
+    text: &'static str,
+    /// What takes its place.
+    replacement: &'static str,
+    /// A test of `tests/gpu` that must fail.
+    test: &'static str,
+    /// Whether `cargo xtask ci` tries it too.
+    is_sample: bool,
+}
+
+const MUTANTS: &[Mutant] = &[
+    Mutant {
+        name: "no-event-wait",
+        about: "a stream that reuses another stream's memory does not wait for it",
+        text: "            stream.wait_for(event)?;\n",
+        replacement: "            let _ = event;\n",
+        test: SCHEDULES,
+        is_sample: false,
+    },
+    Mutant {
+        name: "cross-stream-reuse",
+        about: "pending memory is reused as if its uses were complete",
+        text: "if outcome.is_ok() && !claim.uses.is_empty() {",
+        replacement: "if false {",
+        test: SCHEDULES,
+        is_sample: true,
+    },
+    Mutant {
+        name: "early-unmap",
+        about: "an event counts as complete without a query",
+        text: "if events[next].1.is_complete()? {",
+        replacement: "if true {",
+        test: SCHEDULES,
+        is_sample: false,
+    },
+    Mutant {
+        name: "stale-owner",
+        about: "a stream stays known after its last lane is dropped",
+        text: "books.streams.retire(stream);",
+        replacement: "if stream != StreamKey::CONTEXT {\n            return;\n        }",
+        test: SCHEDULES,
+        is_sample: false,
+    },
+    Mutant {
+        name: "stale-call",
+        about: "the end of a stream does not wait for calls that use its handle",
+        text: "while books.streams.is_lent(stream) {",
+        replacement: "while false {",
+        test: "schedules::calls::no_call_is_made_with_the_handle_of_a_stream_that_is_gone",
+        is_sample: false,
+    },
+    Mutant {
+        name: "forgotten-use",
+        about: "a use on another lane is not recorded",
+        text: "            self.add_lane(lane);\n        }\n        Ok(())",
+        replacement: "        }\n        Ok(())",
+        test: SCHEDULES,
+        is_sample: false,
+    },
+    Mutant {
+        name: "move-before-done",
+        about: "a compaction copies before the work on the block is complete",
+        text: "self.complete_all().map_err(|error| Failed { error, is_lost: false });",
+        replacement: "Ok(());",
+        test: SCHEDULES,
+        is_sample: false,
+    },
+    Mutant {
+        name: "lost-claim",
+        about: "a failed allocation frees its space as if nothing had been pending there",
+        text: "Err(_) => books.withdraw(region, placed, claim, &*self.clock),",
+        replacement: "Err(_) => books.withdraw(region, placed, Default::default(), &*self.clock),",
+        test: SCHEDULES,
+        is_sample: false,
+    },
+    Mutant {
+        name: "moves-what-arrives",
+        about: "a block that waits for the work of others may be moved meanwhile",
+        text: "            books.region_mut(region).pins.pin(placed.id);\n            drop(books);",
+        replacement: "            drop(books);",
+        test: "schedules::calls::a_block_that_has_not_arrived_is_not_moved",
+        is_sample: false,
+    },
+    Mutant {
+        name: "captured-event",
+        about: "an event is recorded while its stream captures a graph",
+        text: CHECKED_RECORD,
+        replacement: "            event.record(live)?;\n",
+        test: SCHEDULES,
+        is_sample: false,
+    },
+    Mutant {
+        name: "lock-across-call",
+        about: "a driver call is made with the arena's lock held",
+        text: "            event.record(live)?;\n",
+        replacement: "            let _locked = self.books();\n            event.record(live)?;\n",
+        test: "schedules::calls::no_call_is_made_with_the_lock_held",
+        is_sample: true,
+    },
+    Mutant {
+        name: "sleep-before-done",
+        about: "the arena falls asleep without waiting for work under leases",
+        text: "            self.complete_used()?;\n            self.complete_copies()?;\n",
+        replacement: "",
+        test: SCHEDULES,
+        is_sample: false,
+    },
+    Mutant {
+        name: "forgotten-loan",
+        about: "an export is not recorded as a use by any stream",
+        text: "        self.note_foreign();\n        let bytes",
+        replacement: "        let bytes",
+        test: "interop::exported::\
+               lent_memory_is_another_blocks_only_after_all_work_of_the_context",
+        is_sample: false,
+    },
+    Mutant {
+        name: "release-before-done",
+        about: "imported memory is released without a wait",
+        text: "let after = books.uses(&[]);",
+        replacement: "let after = crate::pending::Uses::NONE;",
+        test: "interop::imported::\
+               adopted_memory_is_released_only_after_all_work_of_the_context",
+        is_sample: true,
+    },
+];
+
+const CHECKED_RECORD: &str = r#"            if live.is_capturing()? {
+                return Err(captures("cuEventRecord"));
+            }
+            event.record(live)?;
+            if live.is_capturing()? {
+                return Err(captures("cuEventRecord"));
+            }
+"#;
+
+/// The mutants to try.
+#[derive(Debug, clap::Args)]
+pub(crate) struct Arguments {
+    /// Names of mutants; all, if there is none.
+    #[arg(value_name = "NAME")]
+    names: Vec<String>,
+    /// Lists the mutants and tries none.
+    #[arg(long)]
+    list: bool,
+}
+
+/// Tries the mutants of these names.
+pub(crate) fn run(arguments: &Arguments) -> Result<(), String> {
+    if arguments.list {
+        for Mutant { name, about, .. } in MUTANTS {
+            println!("{name:<20} {about}");
+        }
+        return Ok(());
+    }
+    let named = |name: &String| {
+        let found = MUTANTS.iter().find(|mutant| mutant.name == name);
+        found.ok_or_else(|| format!("unknown mutant {name:?}: see --list"))
+    };
+    let mutants: Vec<_> = match arguments.names.as_slice() {
+        [] => MUTANTS.iter().collect(),
+        names => names.iter().map(named).collect::<Result<_, _>>()?,
+    };
+    try_all(&mutants)
+}
+
+/// Tries all of them, or a sample.
+pub(crate) fn run_some(is_full: bool) -> Result<(), String> {
+    let mutants: Vec<_> = MUTANTS.iter().filter(|one| is_full || one.is_sample).collect();
+    try_all(&mutants)
+}
+
+fn try_all(mutants: &[&Mutant]) -> Result<(), String> {
+    let tree = Tree::read(&tree::root())?;
+    let places = mutants.iter().map(|mutant| Ok((*mutant, place_of(mutant, &tree)?)));
+    let places = places.collect::<Result<Vec<_>, String>>()?;
+    let copy = Copy::new(&tree)?;
+    let tests: Vec<_> = mutants.iter().map(|mutant| mutant.test).collect();
+    if copy.build()?.status(&tests)? != 0 {
+        return Err("the tests fail without a mutant".to_owned());
+    }
+    let mut missed = Vec::new();
+    for (mutant, (file, text)) in places {
+        println!("\n-- {}: {}", mutant.name, mutant.about);
+        copy.write(&file, &text)?;
+        let tried = copy.build().and_then(|program| program.status(&[mutant.test]));
+        copy.write(&file, &tree.file(&file).map_or_else(String::new, |one| one.text.clone()))?;
+        match tried {
+            Ok(0) => missed.push(format!("{}: {} passes", mutant.name, mutant.test)),
+            Ok(status) => println!("found: status {status}"),
+            Err(error) => missed.push(format!("{}: {error}", mutant.name)),
+        }
+    }
+    println!("figure mutants.tried {} mutants", mutants.len());
+    println!("figure mutants.missed {} mutants", missed.len());
+    if missed.is_empty() { Ok(()) } else { Err(missed.join("\n")) }
+}
+
+/// Returns the file that a mutant changes, and the changed text.
+fn place_of(mutant: &Mutant, tree: &Tree) -> Result<(String, String), String> {
+    let sources = tree.files.iter().filter(|file| file.is_under(SOURCES));
+    let counts = sources.map(|file| (file, file.text.matches(mutant.text).count()));
+    let found: Vec<_> = counts.filter(|(_, count)| *count > 0).collect();
+    match found.as_slice() {
+        [(file, 1)] => Ok((file.name.clone(), file.text.replace(mutant.text, mutant.replacement))),
+        found => {
+            let names: Vec<_> =
+                found.iter().map(|(file, count)| format!("{} ({count})", file.name)).collect();
+            let (name, text) = (mutant.name, mutant.text);
+            Err(format!("{name}: its text is to occur once, and is in {names:?}: {text}"))
+        }
+    }
+}
+
+/// A copy of the repository, which keeps its build between runs.
+struct Copy {
+    root: PathBuf,
+    build: PathBuf,
+}
+
+impl Copy {
+    /// Brings the copy up to date. Files that are the same stay as they are, and so does what was
+    /// built of them.
+    fn new(tree: &Tree) -> Result<Self, String> {
+        let folder = tree::root().join("target/mutants");
+        let copy = Self { root: folder.join("source"), build: folder.join("build") };
+        fs::create_dir_all(&copy.root).map_err(|error| error.to_string())?;
+        let before = Tree::read(&copy.root)?;
+        let is_gone =
+            |name: &str| tree.file(name).is_none() && !tree.binaries.iter().any(|it| it == name);
+        let names = before.files.iter().map(|file| &file.name).chain(&before.binaries);
+        for name in names.filter(|name| is_gone(name)) {
+            fs::remove_file(copy.root.join(name)).map_err(|error| format!("{name}: {error}"))?;
+        }
+        for file in &tree.files {
+            if before.file(&file.name).is_none_or(|old| old.text != file.text) {
+                copy.write(&file.name, &file.text)?;
+            }
+        }
+        for name in &tree.binaries {
+            let (from, to) = (tree::root().join(name), copy.root.join(name));
+            make_folder_of(&to)?;
+            fs::copy(&from, &to).map_err(|error| format!("{name}: {error}"))?;
+        }
+        Ok(copy)
+    }
+
+    fn write(&self, name: &str, text: &str) -> Result<(), String> {
+        let path = self.root.join(name);
+        make_folder_of(&path)?;
+        fs::write(&path, text).map_err(|error| format!("{name}: {error}"))
+    }
+
+    /// Builds the test program of the arena.
+    fn build(&self) -> Result<Program<'_>, String> {
+        let build = cargo("test --locked -p lowtide --test gpu --no-run --message-format json");
+        let build = build.folder(&self.root).env("CARGO_TARGET_DIR", &self.build);
+        let built = build.output()?;
+        let path = executables(&built).pop().ok_or("the tests of the arena have no program")?;
+        Ok(Program { path, copy: self })
+    }
+}
+
+fn make_folder_of(path: &Path) -> Result<(), String> {
+    let folder = path.parent().unwrap_or(path);
+    fs::create_dir_all(folder).map_err(|error| format!("{}: {error}", folder.display()))
+}
+
+/// The test program of a copy.
+struct Program<'a> {
+    path: String,
+    copy: &'a Copy,
+}
+
+impl Program<'_> {
+    /// Runs these tests, and returns the status: 0 if all pass.
+    fn status(&self, tests: &[&str]) -> Result<i32, String> {
+        let run = Run::new(&self.path).folder(&self.copy.root).words("--exact");
+        tests.iter().fold(run, |run, test| run.arg(test)).status()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_mutant_finds_its_text_once() {
+        let tree = Tree::read(&tree::root()).expect("read");
+        let faults: Vec<_> = MUTANTS.iter().filter_map(|one| place_of(one, &tree).err()).collect();
+        assert!(faults.is_empty(), "{}", faults.join("\n"));
+    }
+
+    #[test]
+    fn every_mutant_names_a_test_that_there_is() {
+        let tree = Tree::read(&tree::root()).expect("read");
+        for Mutant { name, test, .. } in MUTANTS {
+            let function = format!("fn {}(", test.rsplit("::").next().unwrap_or_default());
+            let mut tests = tree.files.iter().filter(|file| file.is_under("tests/gpu"));
+            assert!(tests.any(|file| file.text.contains(&function)), "{name}: no test {test}");
+        }
+    }
+}
