@@ -3,9 +3,12 @@
 //! Values are validated as they are read. An unknown `LOWTIDE_*` variable is an error, because a
 //! misspelt limit must not be ignored silently. The variables that Kubernetes injects for a service
 //! named `lowtide` are recognized by their shape and skipped. A known variable with an empty value
-//! counts as unset, as Compose and Helm produce it from a template with a missing value.
+//! counts as unset, as Compose and Helm produce it from a template with a missing value. In a build
+//! without the feature `device`, the variables of arenas are not validated and set nothing; the
+//! start of a `Memory` names them in a diagnostic.
 //!
-//! Invariant: every variable sets exactly one setting, is empty, is a service link, or is a fault.
+//! Invariant: every other variable sets exactly one setting, is empty, is a service link, or is a
+//! fault.
 
 use std::ffi::OsString;
 use std::time::Duration;
@@ -35,7 +38,8 @@ pub struct Variable {
     put: Put,
 }
 
-/// Every variable that this crate reads. An empty value counts as unset.
+/// Every variable that this crate reads. An empty value counts as unset. Those that begin with
+/// `LOWTIDE_DEVICE` need the feature `device`.
 ///
 /// * `LOWTIDE_PROFILE`: low-memory, balanced or throughput: the defaults of the other settings
 /// * `LOWTIDE_MEMORY_LIMIT`: limit of host memory, e.g. 512m (binary units, as in Docker) or

@@ -1,8 +1,8 @@
 //! Admin tasks: commands of an operator that the worker executes.
 //!
-//! There are six commands: purge, trim, sleep, wake, unload, snapshot. A command is queued without
-//! waiting for it, and its outcome is kept in a short list. Authorization is the caller's
-//! responsibility.
+//! The commands are purge and unload, and for device arenas trim, sleep, wake and snapshot
+//! (`devices::commands`). A command is queued without waiting for it, and its outcome is kept in a
+//! short list. Authorization is the caller's responsibility.
 //!
 //! Invariants: at most [`WAITING_MAX`] tasks wait, and at most `KEPT_MAX` are kept; a task that was
 //! started ends, also by a panic; only the last picture is kept.
@@ -62,7 +62,8 @@ pub enum AdminCommand {
 }
 
 impl AdminCommand {
-    /// The names of all commands.
+    /// The names of all commands of this build: without the feature `device`, `purge` and `unload`.
+    /// Commands on an arena find none then.
     pub const NAMES: &[&str] = COMMANDS;
 
     /// Returns the name of the command.

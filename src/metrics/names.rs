@@ -56,7 +56,8 @@ macro_rules! table {
                 help: $help,
             };
         )*
-        /// All metrics of the crate.
+        /// All metrics of the crate. Those that begin with `lowtide_device` are published only with
+        /// the feature `device`.
         pub const TABLE: &[Metric] = &[$($id),*];
     };
 }

@@ -1,5 +1,6 @@
 //! Admin commands over HTTP: `POST /memory/purge`, `trim`, `sleep`, `wake`, `unload`, `snapshot`,
-//! and `GET /memory/picture`, the picture drawn by a snapshot.
+//! and `GET /memory/picture`, the picture drawn by a snapshot. In a build without the feature
+//! `device` only `purge` and `unload`.
 //!
 //! Off unless [`Endpoints::with_admin`](super::Endpoints::with_admin) is called. This module checks
 //! authorization and rate; the worker executes the command ([`Memory::run_admin`]). It never reads
