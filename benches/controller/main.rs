@@ -73,7 +73,7 @@ fn figure(name: &str, value: f64, unit: &str) {
 /// One seed, in full.
 fn one(seed: u64) -> ExitCode {
     let scenario = Scenario::of(seed);
-    let seen = claims::run(&scenario, lowtide::control::Settings::default(), None);
+    let seen = claims::run(&scenario, lowtide_admission::Settings::default(), None);
     for look in seen.looks.iter().step_by(10) {
         println!(
             "{:>6.2} s  K {:.3}  booked {:>6.1}  allowance {:>7.1}\

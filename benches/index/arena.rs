@@ -12,10 +12,10 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Barrier, Mutex, PoisonError};
 use std::time::Instant;
 
-use lowtide::ByteSize;
-use lowtide::clock::ManualClock;
-use lowtide::decay::DecayTime;
-use lowtide::device::{ArenaConfig, Buffer, DeviceArena, HostDriver, Region};
+use lowtide_gpu::ByteSize;
+use lowtide_gpu::clock::ManualClock;
+use lowtide_gpu::decay::DecayTime;
+use lowtide_gpu::{ArenaConfig, Buffer, DeviceArena, HostDriver, Region};
 
 use crate::median;
 use crate::peers::Peer;

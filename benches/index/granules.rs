@@ -5,7 +5,7 @@
 //!
 //! Invariant: `live <= active <= limit`.
 
-use lowtide::device::index::{BlockId, BlockIndex, End, Request, Span};
+use lowtide_gpu::index::{BlockId, BlockIndex, End, Request, Span};
 
 use crate::peers::Peer;
 use crate::work::{GIB, LOAD90_LIVE, LOAD90_STEPS, MIB, Mix, POOL};

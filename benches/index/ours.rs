@@ -2,7 +2,7 @@
 //!
 //! Invariant: `taken = span`.
 
-use lowtide::device::index::{BlockId, BlockIndex, End, Request};
+use lowtide_gpu::index::{BlockId, BlockIndex, End, Request};
 
 use crate::peers::Peer;
 

@@ -7,7 +7,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use flate2::read::GzDecoder;
-use lowtide::device::plan::{Ends, Problem};
+use lowtide_planner::{Ends, Problem};
 
 /// What the instances of MiniMalloc's challenging set fit in.
 pub(crate) const CAPACITY: u64 = 1_048_576;
@@ -49,7 +49,8 @@ pub(crate) const INSTANCES: &[Instance] = &[
 
 impl Instance {
     pub(crate) fn problem(&self) -> Problem {
-        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/data/planning");
+        let folder =
+            Path::new(env!("CARGO_MANIFEST_DIR")).join("../crates/planner/tests/data/planning");
         let file = File::open(folder.join(self.file)).expect("an instance of the project");
         let read = if self.file.ends_with(".gz") {
             Problem::read_csv(GzDecoder::new(file), Ends::AsNamed)

@@ -9,12 +9,12 @@
 #![expect(clippy::print_stdout, reason = "a program that shows something")]
 #![expect(clippy::disallowed_methods, reason = "it measures real time")]
 
-#[path = "../../tests/planner/brute.rs"]
+#[path = "../../crates/planner/tests/planner/brute.rs"]
 mod brute;
 mod instance;
-#[path = "../../tests/planner/peers.rs"]
+#[path = "../../crates/planner/tests/planner/peers.rs"]
 mod peers;
-#[path = "../../tests/planner/random.rs"]
+#[path = "../../crates/planner/tests/planner/random.rs"]
 #[allow(dead_code, reason = "the tests use more of it")]
 mod random;
 mod table;
@@ -23,9 +23,9 @@ use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use clap::Parser;
-use lowtide::ByteSize;
-use lowtide::clock::SystemClock;
-use lowtide::device::plan::{Budget, Demand, Heuristic, Plan, Planner, Problem};
+use lowtide_planner::ByteSize;
+use lowtide_planner::clock::SystemClock;
+use lowtide_planner::{Budget, Demand, Heuristic, Plan, Planner, Problem};
 
 use crate::instance::{CAPACITY, INSTANCES, Instance, LARGEST};
 use crate::random::{Gaps, Kind};

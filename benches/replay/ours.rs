@@ -13,10 +13,10 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use lowtide::clock::{Clock, ManualClock};
-use lowtide::decay::DecayTime;
-use lowtide::device::{ArenaConfig, Buffer, DeviceArena, DeviceError, HostDriver, Region};
 use lowtide::{BoxError, ByteSize};
+use lowtide_gpu::clock::{Clock, ManualClock};
+use lowtide_gpu::decay::DecayTime;
+use lowtide_gpu::{ArenaConfig, Buffer, DeviceArena, DeviceError, HostDriver, Region};
 
 use crate::rivals::smallest;
 use crate::trace::{Event, Trace};

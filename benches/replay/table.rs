@@ -5,7 +5,7 @@
 //!
 //! Invariant: every number in a table that is ours stands once more as `figure NAME VALUE UNIT`.
 
-use lowtide::ByteSize;
+use lowtide_gpu::ByteSize;
 
 use crate::ours::Ours;
 use crate::rivals::{self, Need};

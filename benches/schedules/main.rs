@@ -9,7 +9,7 @@
 #[path = "../index/chance.rs"]
 #[allow(dead_code, reason = "others use more of it")]
 mod chance;
-#[path = "../../tests/gpu/schedules/harness/mod.rs"]
+#[path = "../../crates/gpu/tests/gpu/schedules/harness/mod.rs"]
 #[allow(dead_code, reason = "the tests use more of it")]
 mod harness;
 

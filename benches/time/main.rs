@@ -34,7 +34,7 @@ use std::path::Path;
 use std::process::ExitCode;
 
 use clap::Parser;
-use lowtide::BoxError;
+use lowtide_gpu::BoxError;
 
 use crate::table::Figures;
 use crate::trace::Trace;

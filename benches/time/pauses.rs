@@ -1,9 +1,9 @@
 //! Traces with pauses: what is retained over time, and the driver calls that the pauses cause.
 
-use lowtide::BoxError;
-use lowtide::ByteSize;
-use lowtide::decay::DecayTime;
-use lowtide::device::ArenaConfig;
+use lowtide_gpu::ArenaConfig;
+use lowtide_gpu::BoxError;
+use lowtide_gpu::ByteSize;
+use lowtide_gpu::decay::DecayTime;
 
 use crate::player::{Long, Outcome, Short, play};
 use crate::rivals;

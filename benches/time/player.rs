@@ -10,10 +10,10 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use lowtide::ByteSize;
-use lowtide::clock::{Clock, ManualClock, Moment};
-use lowtide::decay::DecayTime;
-use lowtide::device::{ArenaConfig, Buffer, DeviceArena, DeviceError, HostDriver, Region};
+use lowtide_gpu::ByteSize;
+use lowtide_gpu::clock::{Clock, ManualClock, Moment};
+use lowtide_gpu::decay::DecayTime;
+use lowtide_gpu::{ArenaConfig, Buffer, DeviceArena, DeviceError, HostDriver, Region};
 
 use crate::schedule::{Burst, EVENT_APART};
 use crate::trace::{Event, Trace};

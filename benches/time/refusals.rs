@@ -11,10 +11,10 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use lowtide::clock::{Clock, SystemClock};
-use lowtide::device::{ArenaConfig, Bound, Buffer, DeviceArena, DeviceError, Growth, Region};
 use lowtide::{BoxError, ByteSize};
 use lowtide_cuda_sim::{DriverCosts, Handles, SimDriver, SimOptions};
+use lowtide_gpu::clock::{Clock, SystemClock};
+use lowtide_gpu::{ArenaConfig, Bound, Buffer, DeviceArena, DeviceError, Growth, Region};
 
 use crate::chance::Chance;
 use crate::table::Figures;

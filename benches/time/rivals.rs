@@ -24,7 +24,7 @@ pub(crate) fn play(trace: &Trace, bursts: &[Burst], extend: Extend, shrink: bool
     let mut arena = Bfc::new(extend, NO_LIMIT);
     let mut blocks = vec![None; trace.blocks];
     let (mut retained, mut segments) = (0.0, 0);
-    let kept = |arena: &Bfc| lowtide::ByteSize::new(arena.taken() - arena.live()).as_f64();
+    let kept = |arena: &Bfc| lowtide_gpu::ByteSize::new(arena.taken() - arena.live()).as_f64();
     for burst in bursts {
         for &event in &trace.events[burst.events.clone()] {
             match event {

@@ -5,11 +5,11 @@
 
 use std::sync::Arc;
 
-use lowtide::clock::ManualClock;
-use lowtide::device::{
+use lowtide::{BoxError, ByteSize};
+use lowtide_gpu::clock::ManualClock;
+use lowtide_gpu::{
     ArenaConfig, Buffer, CompactOptions, DeviceArena, DeviceError, HostDriver, Region,
 };
-use lowtide::{BoxError, ByteSize};
 
 use crate::chance::Chance;
 use crate::table::Figures;

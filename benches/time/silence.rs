@@ -7,11 +7,11 @@ use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
-use lowtide::clock::{Clock, ManualClock};
 use lowtide::config::{DeviceChoice, Profile};
-use lowtide::decay::DecayTime;
-use lowtide::device::{DeviceArena, DeviceError, Region};
 use lowtide::{BoxError, Memory};
+use lowtide_gpu::clock::{Clock, ManualClock};
+use lowtide_gpu::decay::DecayTime;
+use lowtide_gpu::{DeviceArena, DeviceError, Region};
 
 use crate::table::Figures;
 

@@ -11,9 +11,9 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use lowtide::device::{ArenaConfig, DeviceArena, Region, SleepOptions};
 use lowtide::{BoxError, ByteSize};
 use lowtide_cuda_sim::{DriverCosts, SimDriver, SimOptions};
+use lowtide_gpu::{ArenaConfig, DeviceArena, Region, SleepOptions};
 
 use crate::chance::Chance;
 use crate::table::Figures;

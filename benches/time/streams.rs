@@ -12,10 +12,10 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use lowtide::device::driver::Driver as _;
-use lowtide::device::{ArenaConfig, DeviceArena, Lane, Region};
 use lowtide::{BoxError, ByteSize};
 use lowtide_cuda_sim::{DriverCosts, Pattern, SimDriver, SimOptions};
+use lowtide_gpu::driver::Driver as _;
+use lowtide_gpu::{ArenaConfig, DeviceArena, Lane, Region};
 
 use crate::table::Figures;
 

@@ -6,7 +6,7 @@
 //!
 //! Invariant: both see the same arrivals.
 
-use lowtide::control::Settings;
+use lowtide_admission::Settings;
 
 use super::claims::run;
 use super::load::{Load, Mix};

@@ -5,8 +5,8 @@
 use std::fmt;
 use std::time::Duration;
 
-use lowtide::clock::Moment;
-use lowtide::control::{Level, RejectReason, Settings};
+use lowtide_admission::clock::Moment;
+use lowtide_admission::{Level, RejectReason, Settings};
 
 use super::scenario::{Kind, Scenario};
 use super::seen::Seen;

@@ -7,8 +7,8 @@
 
 use std::time::Duration;
 
-use lowtide::clock::Moment;
-use lowtide::control::Settings;
+use lowtide_admission::Settings;
+use lowtide_admission::clock::Moment;
 
 use super::best;
 use super::load::{Load, MIXES};

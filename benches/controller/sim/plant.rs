@@ -10,9 +10,9 @@
 //! where
 //! `physical > limit`, since nothing but page cache can be reclaimed.
 
-use lowtide::ByteSize;
-use lowtide::clock::Moment;
-use lowtide::control::{Limit, Sample};
+use lowtide_admission::ByteSize;
+use lowtide_admission::clock::Moment;
+use lowtide_admission::{Limit, Sample};
 
 use super::chance::Chance;
 

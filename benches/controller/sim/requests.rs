@@ -8,9 +8,9 @@
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use lowtide::clock::Moment;
-use lowtide::control::{Budget, Cost, Permit, Use};
-use lowtide::sync::lock;
+use lowtide_admission::clock::Moment;
+use lowtide_admission::{Budget, Cost, Permit, Use};
+use lowtide_core::sync::lock;
 
 use super::events::Event;
 use super::plant::bytes;
@@ -172,7 +172,7 @@ impl World {
         let Some(managed) = self.managed() else { return };
         {
             let state = &mut *lock(&self.state);
-            let stats = lowtide::control::Resource::stats(managed);
+            let stats = lowtide_admission::Resource::stats(managed);
             // The worker may be taking it apart, on this very thread.
             if stats.loading || self.working.load(Ordering::Relaxed) {
                 state.events.post(state.now + ASK_EVERY, Event::Ask { seat, serial });

@@ -6,9 +6,9 @@
 
 use std::time::Duration;
 
-use lowtide::ByteSize;
-use lowtide::clock::Moment;
-use lowtide::control::{Level, RejectReason, Trigger};
+use lowtide_admission::ByteSize;
+use lowtide_admission::clock::Moment;
+use lowtide_admission::{Level, RejectReason, Trigger};
 
 use super::plant::{MIB, Plant};
 

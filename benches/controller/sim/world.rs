@@ -12,13 +12,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, Weak};
 use std::time::Duration;
 
-use lowtide::ByteSize;
-use lowtide::clock::{ManualClock, Moment};
-use lowtide::control::{
+use lowtide_admission::ByteSize;
+use lowtide_admission::clock::{ManualClock, Moment};
+use lowtide_admission::{
     Admission, Budget, Cost, Ladder, Level, Maintenance, MaintenanceActions, Managed, Recovered,
     Resources, Sample, Sensor, Settings, Trigger, Worker,
 };
-use lowtide::sync::lock;
+use lowtide_core::sync::lock;
 
 use super::chance::Chance;
 use super::events::{Event, Events};

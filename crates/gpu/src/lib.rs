@@ -132,7 +132,7 @@ mod totals;
 mod view;
 pub mod visualize;
 
-pub use lowtide_core::{ByteSize, clock, decay};
+pub use lowtide_core::{BoxError, ByteSize, clock, decay};
 pub use lowtide_gpu_driver as driver;
 pub use lowtide_planner as plan;
 

@@ -1,0 +1,566 @@
+//! The control loop in virtual time: a fluid service under load, and each decision by itself.
+
+use std::collections::VecDeque;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+use std::thread;
+use std::time::Duration;
+
+use lowtide_admission::ByteSize;
+use lowtide_admission::clock::{Bell, Clock, ManualClock, Moment};
+use lowtide_admission::{
+    Admission, Budget, Cost, Job, Ladder, Level, Limit, Maintenance, MaintenanceActions, Managed,
+    Permit, Recovered, RejectReason, Resource, Resources, Sample, Sensor, Settings, Trigger,
+};
+use lowtide_core::sync::lock;
+
+const PATIENCE: Duration = Duration::from_secs(20);
+const MILLI: Duration = Duration::from_millis(1);
+const KIB: u64 = 1 << 10;
+const MIB: u64 = 1 << 20;
+const SEED: u64 = 0x9E37_79B9_7F4A_7C15;
+
+/// What a service holds: reused pages come from the dirty ones first, as in jemalloc.
+#[derive(Clone, Debug, Default)]
+struct Memory {
+    sample: Sample,
+    purges: Vec<(Moment, Trigger)>,
+    published: u64,
+    decayed: u64,
+    /// The decays were background work.
+    in_background: bool,
+    /// A purge gives this part back.
+    purge_works: bool,
+    panics: bool,
+}
+
+impl Memory {
+    fn allocate(&mut self, bytes: u64) {
+        let size = ByteSize::new(bytes);
+        let reused = size.min(self.sample.purgeable);
+        self.sample.purgeable = self.sample.purgeable.saturating_sub(reused);
+        let fresh = size.saturating_sub(reused);
+        self.sample.physical = self.sample.physical.saturating_add(fresh);
+        self.sample.heap_live = self.sample.heap_live.saturating_add(size);
+    }
+
+    fn free(&mut self, bytes: u64) {
+        let size = ByteSize::new(bytes);
+        self.sample.heap_live = self.sample.heap_live.checked_sub(size).expect("was live");
+        self.sample.purgeable = self.sample.purgeable.saturating_add(size);
+    }
+}
+
+#[derive(Clone, Default)]
+struct Shared(Arc<Mutex<Memory>>);
+
+impl Shared {
+    fn with<R>(&self, change: impl FnOnce(&mut Memory) -> R) -> R {
+        change(&mut lock(&self.0))
+    }
+}
+
+struct FakeSensor(Shared);
+
+impl Sensor for FakeSensor {
+    fn sample(&mut self, _: Moment) -> Sample {
+        self.0.with(|memory| {
+            assert!(!memory.panics, "a sensor panics");
+            memory.sample
+        })
+    }
+}
+
+struct FakeHands(Shared, Arc<ManualClock>);
+
+impl MaintenanceActions for FakeHands {
+    fn purge(&mut self, trigger: Trigger) -> Recovered {
+        let now = self.1.now();
+        self.0.with(|memory| {
+            memory.purges.push((now, trigger));
+            if !memory.purge_works {
+                return Recovered::NOTHING;
+            }
+            let given = std::mem::take(&mut memory.sample.purgeable);
+            memory.sample.physical = memory.sample.physical.saturating_sub(given);
+            Recovered::of(given)
+        })
+    }
+
+    fn decay_device(&mut self, _: Moment) {
+        self.0.with(|memory| {
+            memory.decayed += 1;
+            memory.in_background = lowtide_core::sync::is_background();
+            memory.sample.device_decay_due = Moment::NEVER;
+        });
+    }
+
+    fn publish(&mut self, _: Moment) {
+        self.0.with(|memory| memory.published += 1);
+    }
+}
+
+/// Loop and worker, driven by hand.
+struct Rig {
+    clock: Arc<ManualClock>,
+    memory: Shared,
+    admission: Admission,
+    resources: Resources,
+    maintenance: Maintenance,
+    worker: lowtide_admission::Worker,
+    next: Moment,
+    /// Every job posted.
+    posted: Vec<(Moment, Job)>,
+}
+
+impl Rig {
+    fn new(settings: Settings, limit: ByteSize, base: ByteSize) -> Self {
+        let memory = Shared::default();
+        memory.with(|memory| {
+            memory.purge_works = true;
+            memory.sample.limit = Limit::given(limit);
+            memory.sample.physical = base;
+            memory.sample.heap_live = base;
+        });
+        let (admission, resources) = (Admission::new(), Resources::new());
+        let ladder = Ladder::new(vec![resources.reclaimer(Budget::Host)]).expect("one rung");
+        let sensor = Box::new(FakeSensor(memory.clone()));
+        let clock = Arc::new(ManualClock::new());
+        let maintenance =
+            Maintenance::new(settings, sensor, admission.clone(), resources.clone(), ladder)
+                .expect("settings");
+        let worker = maintenance.worker(Box::new(FakeHands(memory.clone(), Arc::clone(&clock))));
+        Self {
+            clock,
+            memory,
+            admission,
+            resources,
+            maintenance,
+            worker,
+            next: Moment::ORIGIN,
+            posted: Vec::new(),
+        }
+    }
+
+    /// One millisecond: ticks where one is due, then the worker does one job.
+    fn step(&mut self) {
+        let now = self.clock.now();
+        if now >= self.next {
+            let tick = self.maintenance.tick(now);
+            assert!(tick.next > now);
+            self.next = tick.next;
+            self.posted.extend(tick.jobs.map(|job| (now, job)));
+            self.maintenance.queue().push(tick.jobs);
+        }
+        if let Some(job) = self.maintenance.queue().pop() {
+            self.worker.run(job, &*self.clock);
+        }
+        self.clock.advance(MILLI);
+    }
+
+    fn run(&mut self, time: Duration) {
+        let end = self.clock.now() + time;
+        while self.clock.now() < end {
+            self.step();
+        }
+    }
+
+    fn triggers(&self) -> Vec<Trigger> {
+        self.memory.with(|memory| memory.purges.iter().map(|(_, trigger)| *trigger).collect())
+    }
+}
+
+struct Request {
+    ends: Moment,
+    holds: u64,
+    _permit: Permit,
+}
+
+struct Outcome {
+    admitted: u64,
+    last_shed: Option<Moment>,
+    peak: u64,
+    flips: u64,
+}
+
+/// Offers load: requests of 64 KiB (70 %), 1 MiB (25 %) and 8 MiB (5 %), held for 200 ms, whose
+/// estimates are `estimate` times the truth.
+fn offer(
+    rig: &mut Rig,
+    running: &mut VecDeque<Request>,
+    rate: f64,
+    time: Duration,
+    estimate: f64,
+) -> Outcome {
+    let mut state = SEED;
+    let end = rig.clock.now() + time;
+    let mut outcome = Outcome { admitted: 0, last_shed: None, peak: 0, flips: 0 };
+    let (mut owed, mut level) = (0.0, Level::None);
+    while rig.clock.now() < end {
+        let now = rig.clock.now();
+        while running.front().is_some_and(|request| request.ends <= now) {
+            let request = running.pop_front().expect("there");
+            rig.memory.with(|memory| memory.free(request.holds));
+        }
+        owed += rate / 1000.0;
+        while owed >= 1.0 {
+            owed -= 1.0;
+            state ^= state << 13;
+            state ^= state >> 7;
+            state ^= state << 17;
+            let holds = match state % 100 {
+                0..70 => 64 * KIB,
+                70..95 => MIB,
+                _ => 8 * MIB,
+            } * 2;
+            match rig.admission.try_admit(Cost::host(ByteSize::new(holds).scaled(estimate))) {
+                Ok(permit) => {
+                    rig.memory.with(|memory| memory.allocate(holds));
+                    outcome.admitted += 1;
+                    let ends = now + Duration::from_millis(200);
+                    running.push_back(Request { ends, holds, _permit: permit });
+                }
+                Err(_) => outcome.last_shed = Some(now),
+            }
+        }
+        rig.step();
+        let physical = rig.memory.with(|memory| memory.sample.physical);
+        outcome.peak = outcome.peak.max(physical.get());
+        let found = rig.maintenance.state().level(Budget::Host);
+        outcome.flips += u64::from(found != level);
+        level = found;
+    }
+    outcome
+}
+
+#[test]
+fn overload_with_wrong_estimates_never_passes_the_limit_and_leaves_no_latch() {
+    let limit = ByteSize::mib(256);
+    println!("seed {SEED:#x}");
+    // Nothing decays by itself: what is freed stays until we purge.
+    for estimate in [0.5, 0.7, 1.0, 2.0] {
+        let mut rig = Rig::new(Settings::default(), limit, ByteSize::mib(20));
+        rig.run(Duration::from_millis(300));
+        let mut running = VecDeque::new();
+        let load = offer(&mut rig, &mut running, 1400.0, Duration::from_secs(5), estimate);
+        assert!(load.peak <= limit.get(), "x{estimate}: killed at {} MiB", load.peak / MIB);
+        assert!(load.last_shed.is_some(), "x{estimate}: it was no overload");
+        assert!(load.flips <= 20, "x{estimate}: {} flips in 5 s", load.flips);
+        let fell = rig.clock.now();
+        let calm = offer(&mut rig, &mut running, 100.0, Duration::from_secs(5), estimate);
+        let shed_for = calm.last_shed.map_or(Duration::ZERO, |at| at - fell);
+        println!(
+            "x{estimate}: peak {} MiB, {} admitted, {} flips, shed for {shed_for:?} after",
+            load.peak / MIB,
+            load.admitted,
+            load.flips
+        );
+        assert!(shed_for <= Duration::from_millis(250), "x{estimate}: {shed_for:?}");
+        assert!(calm.admitted >= 480, "x{estimate}: {} admitted", calm.admitted);
+    }
+}
+
+#[test]
+fn unpurged_memory_at_the_limit_does_not_shed_once_load_has_fallen() {
+    let limit = ByteSize::mib(256);
+    let mut rig = Rig::new(Settings::default(), limit, ByteSize::mib(20));
+    rig.run(Duration::from_millis(50));
+    // All live for a long time: purges are useless and back off to 10 s.
+    rig.memory.with(|memory| memory.allocate(222 * MIB));
+    rig.run(Duration::from_secs(60));
+    assert_eq!(rig.admission.level(), Level::Critical);
+    assert!(rig.triggers().len() < 20, "{} useless purges in a minute", rig.triggers().len());
+    assert!(rig.admission.try_admit(Cost::host(ByteSize::new(1))).is_err());
+    // Now it is freed, and nothing but a purge gives it back.
+    rig.memory.with(|memory| memory.free(222 * MIB));
+    let fell = rig.clock.now();
+    let admits = |rig: &Rig| rig.admission.try_admit(Cost::host(ByteSize::new(MIB))).is_ok();
+    while !admits(&rig) {
+        rig.step();
+        let shed_for = rig.clock.now() - fell;
+        assert!(shed_for <= Duration::from_millis(270), "sheds on: {shed_for:?}");
+    }
+    rig.run(Duration::from_secs(2));
+    assert_eq!(rig.admission.level(), Level::None);
+}
+
+#[test]
+fn memory_is_purged_when_the_service_is_idle_and_not_for_little() {
+    let mut rig = Rig::new(Settings::default(), ByteSize::gib(1), ByteSize::mib(100));
+    rig.memory.with(|memory| {
+        memory.allocate(60 * MIB);
+        memory.free(24 * MIB);
+    });
+    rig.run(Duration::from_secs(10));
+    assert_eq!(rig.triggers(), [], "24 MiB are less than a quarter of what is live");
+    let permit = rig.admission.try_admit(Cost::ZERO).expect("admitted");
+    rig.memory.with(|memory| memory.free(36 * MIB));
+    rig.run(Duration::from_secs(5));
+    assert_eq!(rig.triggers(), [], "a request is held");
+    drop(permit);
+    let released = rig.clock.now();
+    rig.run(Duration::from_secs(10));
+    assert_eq!(rig.triggers(), [Trigger::Idle]);
+    let at = rig.memory.with(|memory| memory.purges[0].0);
+    let wait = at - released;
+    assert!(wait >= Duration::from_millis(1000) - 250 * MILLI && wait <= 1510 * MILLI, "{wait:?}");
+}
+
+/// The bug: idle memory of arenas was purged after the quiet time whatever their decay time was, so
+/// that each pause of a second or two cost driver calls.
+#[test]
+fn what_leaves_by_itself_was_purged_in_each_pause() {
+    let mut rig = Rig::new(Settings::default(), ByteSize::gib(1), ByteSize::mib(100));
+    rig.memory.with(|memory| {
+        memory.allocate(60 * MIB);
+        memory.free(50 * MIB);
+        memory.sample.decaying = ByteSize::mib(40);
+    });
+    rig.run(Duration::from_secs(40));
+    assert_eq!(rig.triggers(), [], "10 MiB of the heap are not worth it");
+    rig.memory.with(|memory| memory.sample.decaying = ByteSize::ZERO);
+    rig.run(Duration::from_secs(2));
+    assert_eq!(rig.triggers(), [Trigger::Idle]);
+}
+
+#[test]
+fn a_busy_service_is_purged_periodically() {
+    let mut rig = Rig::new(Settings::default(), ByteSize::gib(1), ByteSize::mib(10));
+    let _permit = rig.admission.try_admit(Cost::ZERO).expect("admitted");
+    rig.memory.with(|memory| {
+        memory.allocate(100 * MIB);
+        memory.free(100 * MIB);
+    });
+    rig.run(Duration::from_secs(29));
+    assert_eq!(rig.triggers(), []);
+    rig.run(Duration::from_secs(2));
+    assert_eq!(rig.triggers(), [Trigger::Periodic]);
+}
+
+#[test]
+fn a_resource_is_unloaded_within_a_tick_of_its_time_and_the_heap_is_purged_after_it() {
+    let mut rig = Rig::new(Settings::default(), ByteSize::gib(1), ByteSize::mib(10));
+    let managed = Managed::builder("model", || Ok(()))
+        .idle(Duration::from_secs(5))
+        .cost(Cost::host(ByteSize::mib(300)))
+        .build(rig.clock.clone(), Some(rig.admission.clone()));
+    assert_eq!(rig.resources.add(Arc::new(managed.clone())), Ok(()));
+    rig.run(Duration::from_millis(7));
+    drop(managed.acquire_blocking().expect("fits"));
+    rig.run(Duration::from_millis(4999));
+    assert!(managed.stats().loaded);
+    rig.run(Duration::from_millis(12));
+    assert!(!managed.stats().loaded);
+    assert_eq!(rig.triggers(), [Trigger::Unload]);
+    let unloads = rig.posted.iter().filter(|(_, job)| *job == Job::UnloadIdle).count();
+    assert_eq!(unloads, 1, "asked for once");
+}
+
+#[test]
+fn an_idle_resource_is_unloaded_under_pressure_after_a_purge_was_tried() {
+    let mut rig = Rig::new(Settings::default(), ByteSize::mib(1000), ByteSize::mib(300));
+    let managed = Managed::builder("model", || Ok(()))
+        .cost(Cost::host(ByteSize::mib(600)))
+        .build(rig.clock.clone(), None);
+    drop(managed.acquire_blocking().expect("loads"));
+    assert_eq!(rig.resources.add(Arc::new(managed.clone())), Ok(()));
+    rig.run(Duration::from_millis(300));
+    rig.memory.with(|memory| memory.allocate(580 * MIB));
+    rig.run(Duration::from_millis(300));
+    assert!(!managed.stats().loaded, "level {}", rig.admission.level());
+    assert_eq!(managed.stats().unloads.total(lowtide_admission::UnloadReason::Pressure), 1);
+    assert_eq!(rig.triggers()[..2], [Trigger::Pressure, Trigger::Unload]);
+}
+
+#[test]
+fn the_loop_is_slow_when_nothing_goes_on_and_fast_when_something_does() {
+    let settings = Settings { publish_interval: None, ..Settings::default() };
+    let mut rig = Rig::new(settings, ByteSize::gib(1), ByteSize::mib(10));
+    let step = |rig: &mut Rig| {
+        let now = rig.clock.now();
+        let tick = rig.maintenance.tick(now);
+        rig.clock.advance(tick.next - now);
+        tick.next - now
+    };
+    let _first = step(&mut rig);
+    assert_eq!(step(&mut rig), 250 * MILLI);
+    let permit = rig.admission.try_admit(Cost::host(ByteSize::new(1))).expect("admitted");
+    assert_eq!(step(&mut rig), 10 * MILLI);
+    drop(permit);
+    // A loaded model is no traffic.
+    let resource_reservations =
+        rig.admission.try_reserve_resource(Cost::host(ByteSize::mib(100))).expect("fits");
+    assert_eq!(step(&mut rig), 250 * MILLI);
+    drop(resource_reservations);
+    rig.memory.with(|memory| memory.allocate(20 * MIB));
+    assert_eq!(step(&mut rig), 10 * MILLI, "it grows");
+    assert_eq!(step(&mut rig), 250 * MILLI);
+    rig.memory.with(|memory| memory.allocate(600 * MIB));
+    let _grows = step(&mut rig);
+    assert_eq!(step(&mut rig), 10 * MILLI, "more than half is required");
+}
+
+/// The bug: while no limit could be read everything was admitted, whatever the limit had been.
+#[test]
+fn a_limit_that_cannot_be_read_for_a_moment_admitted_everybody() {
+    let settings = Settings { publish_interval: None, ..Settings::default() };
+    let mut rig = Rig::new(settings, ByteSize::gib(1), ByteSize::mib(10));
+    rig.run(Duration::from_millis(300));
+    let before = rig.admission.ledger(Budget::Host).allowance();
+    rig.memory.with(|memory| memory.sample.limit = Limit::UNKNOWN);
+    rig.run(Duration::from_secs(2));
+    assert_eq!(rig.admission.ledger(Budget::Host).allowance(), before);
+    assert!(rig.admission.try_admit(Cost::host(ByteSize::gib(2))).is_err());
+    rig.memory.with(|memory| memory.sample.limit = Limit::given(ByteSize::mib(512)));
+    rig.run(Duration::from_secs(1));
+    assert!(rig.admission.ledger(Budget::Host).allowance() < before);
+}
+
+#[test]
+fn steps_are_shortened_at_random_and_never_drawn_out() {
+    let settings = Settings { publish_interval: None, jitter: 0.1, ..Settings::default() };
+    let mut rig = Rig::new(settings, ByteSize::gib(1), ByteSize::mib(10));
+    let mut steps = Vec::new();
+    for _ in 0..200 {
+        let now = rig.clock.now();
+        let tick = rig.maintenance.tick(now);
+        rig.clock.advance(tick.next - now);
+        steps.push(tick.next - now);
+    }
+    steps.sort_unstable();
+    let (least, most) = (steps[0], steps[199]);
+    assert!(least >= 225 * MILLI && most <= 250 * MILLI, "{least:?} to {most:?}");
+    // Of 200 draws none in the first or the last fifth: one in 10^19.
+    assert!(least < 230 * MILLI && most > 245 * MILLI, "{least:?} to {most:?}");
+}
+
+#[test]
+fn device_decay_and_publication_come_when_they_are_due() {
+    let mut rig = Rig::new(Settings::default(), ByteSize::gib(1), ByteSize::mib(10));
+    let due = Moment::ORIGIN + Duration::from_millis(333);
+    rig.memory.with(|memory| memory.sample.device_decay_due = due);
+    rig.run(Duration::from_secs(10));
+    assert_eq!(rig.memory.with(|memory| memory.decayed), 1);
+    let at = rig.posted.iter().find(|(_, job)| *job == Job::DecayDevice).expect("posted").0;
+    assert_eq!(at, due);
+    assert_eq!(rig.memory.with(|memory| memory.published), 10);
+}
+
+#[test]
+fn without_a_limit_everything_is_admitted_and_with_a_device_limit_the_device_is_booked() {
+    let mut rig = Rig::new(Settings::default(), ByteSize::gib(1), ByteSize::ZERO);
+    rig.memory.with(|memory| {
+        memory.sample.limit = Limit::UNKNOWN;
+        memory.sample.physical = ByteSize::gib(500);
+        memory.sample.device_limit = Some(ByteSize::gib(10));
+        memory.sample.device_committed = ByteSize::gib(4);
+        memory.sample.device_idle = ByteSize::gib(2);
+    });
+    rig.run(Duration::from_millis(600));
+    assert_eq!(rig.admission.level(), Level::None);
+    let _huge = rig.admission.try_admit(Cost::host(ByteSize::gib(9000))).expect("no limit known");
+    // (.80 x 10 GiB - 2 GiB) / 2 = 3 GiB; 1 GiB is held.
+    let _held = rig.admission.try_admit(Cost::device(ByteSize::gib(1))).expect("fits");
+    assert!(rig.admission.try_admit(Cost::device(ByteSize::mib(2047))).is_ok());
+    let error = rig.admission.try_admit(Cost::device(ByteSize::mib(2049))).expect_err("full");
+    assert_eq!(error.reason(), RejectReason::Full);
+    assert_eq!(rig.triggers(), []);
+}
+
+/// Background work never waits for a whole device, which would spoil captures of graphs.
+#[test]
+fn what_the_worker_does_is_background_work() {
+    let mut rig = Rig::new(Settings::default(), ByteSize::gib(1), ByteSize::mib(10));
+    rig.worker.run(Job::DecayDevice, &*rig.clock);
+    assert!(rig.memory.with(|memory| memory.in_background && memory.decayed == 1));
+    assert!(!lowtide_core::sync::is_background(), "the mark ends with the job");
+}
+
+#[test]
+fn the_threads_run_until_they_are_told_to_stop_and_outlive_panics() {
+    let rig = Rig::new(Settings::default(), ByteSize::gib(1), ByteSize::mib(10));
+    let Rig { clock, memory, mut maintenance, mut worker, .. } = rig;
+    memory.with(|memory| memory.panics = true);
+    let (bell, stop, queue) = (Bell::new(), AtomicBool::new(false), maintenance.queue());
+    thread::scope(|scope| {
+        let control = scope.spawn(|| {
+            lowtide_admission::run_control(&mut maintenance, &*clock, &bell, &stop);
+        });
+        let worker = scope.spawn(|| lowtide_admission::run_worker(&mut worker, &*clock));
+        assert!(clock.wait_for_waiters(2, PATIENCE));
+        memory.with(|memory| {
+            assert_eq!(memory.published, 0);
+            memory.panics = false;
+        });
+        clock.advance(Duration::from_secs(1));
+        let real = lowtide_admission::clock::SystemClock::new();
+        while memory.with(|memory| memory.published) == 0 {
+            assert!(real.now() < Moment::ORIGIN + PATIENCE, "never published");
+            thread::yield_now();
+        }
+        stop.store(true, Ordering::Release);
+        bell.ring();
+        queue.close();
+        control.join().expect("no panic");
+        worker.join().expect("no panic");
+    });
+}
+
+#[test]
+fn memory_that_no_request_owns_exhausts_the_service_and_its_release_ends_that() {
+    const SECOND: Duration = Duration::from_secs(1);
+    let mut rig = Rig::new(Settings::default(), ByteSize::mib(256), ByteSize::mib(20));
+    rig.run(SECOND);
+    let request = |rig: &Rig| rig.admission.try_admit(Cost::host(ByteSize::kib(200))).map(drop);
+    request(&rig).expect("fits");
+    let state = rig.maintenance.state();
+    // Requests are rejected for 4 s, each 100 ms, by a burst that ends.
+    let hold =
+        |rig: &Rig, mib| rig.memory.with(|memory| memory.sample.physical = ByteSize::mib(mib));
+    for (held, seconds) in [(210, 4), (20, 1), (210, 4)] {
+        hold(&rig, held);
+        for _ in 0..10 * seconds {
+            rig.run(100 * MILLI);
+            assert_eq!(request(&rig).is_err(), held == 210);
+            assert!(!state.is_exhausted(), "{held} MiB for {seconds} s");
+        }
+    }
+    let purges = rig.triggers().len();
+    assert!(purges > 0, "a purge has to show that it makes no room");
+    for _ in 0..20 {
+        rig.run(100 * MILLI);
+        let _ = request(&rig);
+    }
+    assert!(state.is_exhausted());
+    let rejected = request(&rig).expect_err("no room");
+    assert_eq!(rejected.reason(), RejectReason::Exhausted, "{rejected}");
+    assert!(rejected.retry_after() >= Some(30 * SECOND), "{rejected}");
+    // Without requests as well, and through any level.
+    hold(&rig, 250);
+    rig.run(60 * SECOND);
+    assert_eq!(rig.admission.level(), Level::Critical);
+    let rejected = request(&rig).expect_err("no room");
+    assert_eq!(rejected.reason(), RejectReason::Exhausted, "{rejected}");
+    hold(&rig, 20);
+    rig.run(2 * SECOND);
+    assert!(!state.is_exhausted());
+    request(&rig).expect("fits");
+    let reports = rig.posted.iter().filter(|(_, job)| *job == Job::ReportExhaustion).count();
+    assert_eq!(reports, 2, "its beginning and its end");
+}
+
+#[test]
+fn requests_that_hold_all_memory_do_not_exhaust_the_service() {
+    let mut rig = Rig::new(Settings::default(), ByteSize::mib(256), ByteSize::mib(20));
+    rig.run(Duration::from_secs(1));
+    // Four times what they said, for a minute.
+    let large = rig.admission.try_admit(Cost::host(ByteSize::mib(46))).expect("fits");
+    rig.memory.with(|memory| memory.allocate(184 * MIB));
+    for _ in 0..600 {
+        rig.run(100 * MILLI);
+        let small = rig.admission.try_admit(Cost::host(ByteSize::kib(200)));
+        assert!(small.is_err_and(|rejected| rejected.reason() != RejectReason::Exhausted));
+    }
+    assert!(!rig.maintenance.state().is_exhausted());
+    drop(large);
+}

@@ -1,0 +1,129 @@
+//! Panics of what is not ours, in the worst places: each was a resource that hung for ever.
+
+use std::future::Future as _;
+use std::panic::panic_any;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::task::{Context, Wake, Waker};
+use std::time::Duration;
+
+use lowtide_admission::clock::ManualClock;
+use lowtide_admission::{AcquireError, Backoff, Job, Ladder, LoadError, Managed, Resource as _};
+use lowtide_admission::{
+    Admission, Maintenance, MaintenanceActions, Recovered, Resources, Sample, Sensor, Settings,
+    Trigger,
+};
+
+use super::support::{Gate, until};
+
+/// What a panic throws, and panics again when it is dropped.
+struct Bomb;
+
+impl Drop for Bomb {
+    fn drop(&mut self) {
+        panic!("the payload panics");
+    }
+}
+
+/// The bug: the drop of what the panic threw unwound past the end of the load, so that the
+/// resource stayed "loading".
+#[test]
+fn a_loader_that_threw_what_panics_when_dropped_was_loading_for_ever() {
+    let managed = Managed::<u8>::builder("model", || panic_any(Bomb))
+        .backoff(Backoff { first: Duration::ZERO, max: Duration::ZERO })
+        .build(Arc::new(ManualClock::new()), None);
+    for failures in 1..=2 {
+        let error = managed.acquire_blocking().expect_err("panics");
+        let AcquireError::Load { error: LoadError::Panicked { message }, .. } = error else {
+            panic!("{error:?}");
+        };
+        assert_eq!(message, "no message");
+        let stats = managed.stats();
+        assert_eq!((stats.loading, stats.waiting), (false, 0));
+        assert_eq!(stats.loads_failed_total, failures);
+    }
+}
+
+/// The bug: the same in a clean-up left it "unloading".
+#[test]
+fn a_clean_up_that_threw_what_panics_when_dropped_was_unloading_for_ever() {
+    let managed = Managed::builder("model", || Ok(1_u8))
+        .unload(|_| panic_any(Bomb))
+        .build(Arc::new(ManualClock::new()), None);
+    for unloads in 1..=2 {
+        assert_eq!(*managed.acquire_blocking().expect("loads"), 1);
+        assert!(managed.unload_now(Duration::ZERO).expect("idle"));
+        let stats = managed.stats();
+        assert_eq!((stats.unloads.sum(), stats.unload_panics_total), (unloads, unloads));
+    }
+    drop(managed.acquire_blocking().expect("loads"));
+    drop(managed); // Its last way out panics as well, and is caught.
+}
+
+struct BadWaker;
+
+impl Wake for BadWaker {
+    fn wake(self: Arc<Self>) {
+        panic!("a waker panics");
+    }
+}
+
+#[derive(Default)]
+struct GoodWaker(AtomicU64);
+
+impl Wake for GoodWaker {
+    fn wake(self: Arc<Self>) {
+        self.0.fetch_add(1, Ordering::SeqCst);
+    }
+}
+
+/// The bug: the wakers after the one that panicked were dropped unused.
+#[test]
+fn a_waker_that_panics_cost_those_behind_it_their_wake_up() {
+    let gate = Arc::new(Gate::default());
+    let managed = {
+        let gate = Arc::clone(&gate);
+        Managed::builder("model", move || {
+            gate.pass();
+            Ok(1_u8)
+        })
+        .build(Arc::new(ManualClock::new()), None)
+    };
+    let (mut bad, mut good) = (Box::pin(managed.acquire()), Box::pin(managed.acquire()));
+    let waker = Waker::from(Arc::new(BadWaker));
+    assert!(bad.as_mut().poll(&mut Context::from_waker(&waker)).is_pending());
+    let woken = Arc::new(GoodWaker::default());
+    let waker = Waker::from(Arc::clone(&woken));
+    assert!(good.as_mut().poll(&mut Context::from_waker(&waker)).is_pending());
+    gate.open();
+    until("it is woken", || woken.0.load(Ordering::SeqCst) == 1);
+    let mut cx = Context::from_waker(Waker::noop());
+    assert!(good.as_mut().poll(&mut cx).is_ready() && bad.as_mut().poll(&mut cx).is_ready());
+}
+
+/// The bug: the worker's thread ended by it.
+#[test]
+fn a_job_that_threw_what_panics_when_dropped_ended_the_worker() {
+    struct BadHands;
+    impl MaintenanceActions for BadHands {
+        fn purge(&mut self, _: Trigger) -> Recovered {
+            panic_any(Bomb)
+        }
+
+        fn decay_device(&mut self, _: lowtide_admission::clock::Moment) {}
+    }
+    struct Still;
+    impl Sensor for Still {
+        fn sample(&mut self, _: lowtide_admission::clock::Moment) -> Sample {
+            Sample::default()
+        }
+    }
+    let (settings, ladder) = (Settings::default(), Ladder::default());
+    let (admission, resources) = (Admission::new(), Resources::new());
+    let maintenance = Maintenance::new(settings, Box::new(Still), admission, resources, ladder);
+    let mut worker = maintenance.expect("settings").worker(Box::new(BadHands));
+    for panics in 1..=2 {
+        worker.run(Job::Purge { trigger: Trigger::Manual }, &ManualClock::new());
+        assert_eq!(worker.panics_total(), panics);
+    }
+}

@@ -1,0 +1,112 @@
+//! The whole controller in virtual time: some of the scenarios that `benches/controller`
+//! runs by thousands, short days, and single cases that name what they hold.
+//!
+//! Invariant: the simulator's claims.
+
+#[path = "../../../../benches/controller/sim/mod.rs"]
+#[allow(dead_code, reason = "the bench uses more of it")]
+mod sim;
+
+use std::time::Duration;
+
+use lowtide_admission::{Settings, Thresholds};
+
+use sim::claims::{self, judge, run};
+use sim::load::{Load, MIXES};
+use sim::scenario::{Kind, Late, Scenario};
+use sim::{best, days};
+
+/// Seeds: some ten seconds without optimisation.
+const SEEDS: u64 = 100;
+
+#[test]
+fn no_seed_is_killed_latches_oscillates_or_leaves_anything_behind() {
+    for seed in 0..SEEDS {
+        if let Err(failure) = judge(&Scenario::of(seed)) {
+            panic!("{failure}");
+        }
+    }
+}
+
+/// Days of two hours each: the same hours, shorter.
+#[test]
+fn days_of_traffic_leave_no_trace() {
+    let month = days::run(7, 4, 7200.0);
+    println!("seed 7: {} ticks, {:.0} jobs an hour", month.seen.ticks, month.jobs_per_hour);
+    assert!(month.faults.is_empty(), "{:#?}", month.faults);
+    assert!(month.seen.shed_mib() > 0.0, "no day had overload");
+}
+
+/// Four times what fits, and from the eighth second on a quarter of it.
+fn falls(seed: u64) -> Scenario {
+    let mut scenario = best::steady(seed, MIXES[1], 1.0, 4.0);
+    scenario.load = Load::Step { from: 4.0, to: 0.25, at: 8.0 };
+    scenario.lasts = 12.0;
+    scenario
+}
+
+#[test]
+fn sheds_end_within_a_quarter_of_a_second_with_decay_off_and_the_page_cache_at_the_limit() {
+    for (decay, files) in [(Some(1.0), 0.0), (None, 0.0), (Some(1.0), 0.99), (None, 1.0)] {
+        for seed in 0..10 {
+            let mut scenario = falls(seed);
+            scenario.build.decay = decay;
+            scenario.build.files = files;
+            let seen = run(&scenario, Settings::default(), None);
+            let faults = claims::faults(&scenario, &seen);
+            assert!(faults.is_empty(), "seed {seed}, decay {decay:?}: {faults:?}");
+            let last = seen.last_shed.expect("it was overload");
+            assert!(last <= 8.25, "seed {seed}, decay {decay:?}, files {files}: shed at {last:.3}");
+        }
+    }
+}
+
+#[test]
+fn page_cache_alone_sheds_nothing() {
+    for seed in 0..10 {
+        let mut scenario = best::steady(seed, MIXES[0], 1.0, 0.3);
+        scenario.build.files = 0.99;
+        let seen = run(&scenario, Settings::default(), None);
+        assert_eq!(seen.shed_mib(), 0.0, "seed {seed}");
+        assert_eq!(seen.levels, [], "seed {seed}");
+    }
+}
+
+#[test]
+fn k_finds_the_truth_within_seconds_however_late_the_loop_ticks() {
+    let millis = Duration::from_millis;
+    for late in [Late::Sometimes(0.0), Late::Always(millis(10), millis(250))] {
+        for (one, other) in [(0.5, 1.0), (1.0, 2.0), (2.0, 0.5)] {
+            for seed in 0..3 {
+                let mut scenario = best::steady(seed, MIXES[0], one, 4.0);
+                scenario.kind = Kind::Change;
+                scenario.truth.change = Some((8.0, other));
+                scenario.sampler.late = late;
+                let seen = run(&scenario, Settings::default(), None);
+                let settles = claims::settles(&scenario, &seen);
+                assert!(settles <= 10.0, "{one} to {other}, {late:?}, seed {seed}: {settles:.1} s");
+                assert_eq!(seen.killed, None, "{one} to {other}, {late:?}, seed {seed}");
+            }
+        }
+    }
+}
+
+/// What the simulator is for: a controller without one of its parts does not pass it.
+#[test]
+fn a_loop_without_dwell_time_or_with_marks_beyond_the_limit_is_found() {
+    let bands = |up: [f64; 3], down: [f64; 3]| {
+        let band = |at: usize| lowtide_admission::Band { up: up[at], down: down[at] };
+        [band(0), band(1), band(2)]
+    };
+    let flips = Thresholds::new(bands([0.75, 0.85, 0.93], [0.749, 0.849, 0.929]), Duration::ZERO);
+    let blind = Thresholds::new(bands([0.98, 0.99, 1.0], [0.97, 0.98, 0.99]), Duration::ZERO);
+    for (what, thresholds) in [("flips", flips), ("blind", blind)] {
+        let thresholds = thresholds.expect("in order");
+        let settings = Settings { thresholds, ceiling: 0.95, ..Settings::default() };
+        let found = (0..60).map(Scenario::of).any(|scenario| {
+            let seen = run(&scenario, settings, None);
+            !claims::faults(&scenario, &seen).is_empty()
+        });
+        assert!(found, "{what}");
+    }
+}

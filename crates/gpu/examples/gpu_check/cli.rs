@@ -1,0 +1,132 @@
+//! The command line: the parts to run, their sizes, and the output of figures.
+//!
+//! The default sizes are those of the goals, for a device with 80 GiB or more; on a smaller device
+//! a part uses less and prints that. It measures nothing.
+//!
+//! Invariant: without arguments every part runs, at the size of its goal.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::{Parser, ValueEnum};
+use lowtide_gpu::ByteSize;
+
+/// A part of the check.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Part {
+    /// The contract that an arena keeps over every driver, case by case, on each backend.
+    Contract,
+    /// An allocation and its free, alone and next to cudarc's.
+    Pair,
+    /// The same from many threads.
+    Lanes,
+    /// The loops of cuArena's own benchmark.
+    Cuarena,
+    /// A burst, and the release of its memory.
+    Decay,
+    /// Sleep and wake with contents kept.
+    SleepKeep,
+    /// Sleep and wake with contents discarded.
+    SleepDiscard,
+    /// Random sizes at two thirds of the memory.
+    Fragmentation,
+    /// Memory remapped to other addresses, against a copy.
+    Remap,
+    /// Live blocks compacted, against a copy.
+    Compact,
+    /// cudarc's own allocations from a governed pool.
+    Governor,
+}
+
+/// Checks lowtide's guarantees on this machine's GPU, and measures their costs.
+#[derive(Clone, Debug, Parser)]
+#[command(args_override_self = true)]
+pub(crate) struct Args {
+    /// Runs these parts only, with commas between them.
+    #[arg(long, value_enum, value_delimiter = ',')]
+    pub(crate) only: Vec<Part>,
+    /// The device's ordinal, as the driver counts.
+    #[arg(long, default_value_t = 0)]
+    pub(crate) device: u32,
+    /// The unit in which memory is allocated; default: the device's granularity.
+    #[arg(long)]
+    pub(crate) handle: Option<ByteSize>,
+    /// Writes everything to this file as well, as JSON.
+    #[arg(long)]
+    pub(crate) json: Option<PathBuf>,
+    /// The number of measurements per median.
+    #[arg(long, default_value_t = 5, value_parser = at_least_one)]
+    pub(crate) repetitions: usize,
+    /// The seed of random sizes.
+    #[arg(long, default_value_t = 42)]
+    pub(crate) seed: u64,
+    /// The size of an allocation in the pairs.
+    #[arg(long, default_value = "1MiB")]
+    pub(crate) pair_size: ByteSize,
+    /// Pairs that are timed together.
+    #[arg(long, default_value_t = 1_000, value_parser = at_least_one)]
+    pub(crate) pairs: usize,
+    /// The number of timed batches of pairs.
+    #[arg(long, default_value_t = 200, value_parser = at_least_one)]
+    pub(crate) batches: usize,
+    /// Threads, each with a lane and a stream of its own.
+    #[arg(long, default_value_t = 16, value_parser = at_least_one)]
+    pub(crate) threads: usize,
+    /// Rounds of each loop of cuArena's benchmark.
+    #[arg(long, default_value_t = 5_000, value_parser = at_least_one)]
+    pub(crate) cuarena_rounds: usize,
+    /// Divisor of the sizes in those loops, for devices with less memory.
+    #[arg(long, default_value_t = 1, value_parser = at_least_one)]
+    pub(crate) cuarena_part: usize,
+    /// The size of the burst in the decay part.
+    #[arg(long, default_value = "60GiB")]
+    pub(crate) decay_size: ByteSize,
+    /// The time after which idle memory is released.
+    #[arg(long, default_value = "5s", value_parser = humantime::parse_duration)]
+    pub(crate) decay_time: Duration,
+    /// The time to wait for memory to be released.
+    #[arg(long, default_value = "10s", value_parser = humantime::parse_duration)]
+    pub(crate) decay_within: Duration,
+    /// The amount of memory put to sleep; at most half of the available host memory.
+    #[arg(long, default_value = "40GiB")]
+    pub(crate) sleep_size: ByteSize,
+    /// The size of each block in the sleep and decay parts.
+    #[arg(long, default_value = "256MiB")]
+    pub(crate) block: ByteSize,
+    /// The number of sleeps and wakes; the goal is 100.
+    #[arg(long, default_value_t = 10, value_parser = at_least_one)]
+    pub(crate) cycles: usize,
+    /// The limit of the fragmentation part; default: as much as fits.
+    #[arg(long)]
+    pub(crate) fragmentation_size: Option<ByteSize>,
+    /// Allocations of the fragmentation.
+    #[arg(long, default_value_t = 20_000)]
+    pub(crate) fragmentation_steps: usize,
+    /// The amount of memory remapped; twice as much is needed.
+    #[arg(long, default_value = "10GiB")]
+    pub(crate) remap_size: ByteSize,
+    /// The size of the holes from which memory is remapped.
+    #[arg(long, default_value = "64MiB")]
+    pub(crate) remap_block: ByteSize,
+    /// The amount live before every second block is freed and the rest is compacted.
+    #[arg(long, default_value = "8GiB")]
+    pub(crate) compact_size: ByteSize,
+    /// The size of each block in the compaction part.
+    #[arg(long, default_value = "32MiB")]
+    pub(crate) compact_block: ByteSize,
+}
+
+impl Args {
+    /// Returns `true` if a part should run.
+    pub(crate) fn wants(&self, part: Part) -> bool {
+        self.only.is_empty() || self.only.contains(&part)
+    }
+}
+
+fn at_least_one(text: &str) -> Result<usize, String> {
+    match text.parse() {
+        Ok(0) => Err("0: expected 1 or more".to_owned()),
+        Ok(count) => Ok(count),
+        Err(error) => Err(format!("{error}: {text}")),
+    }
+}

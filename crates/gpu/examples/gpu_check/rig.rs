@@ -1,0 +1,248 @@
+//! Shared by the parts: the device, its memory, arenas, blocks with a pattern in them, time.
+//!
+//! Copies are cudarc's, unmodified; time is the crate's clock. It decides nothing.
+//!
+//! Invariant: `words(n, at, seed)` always returns the same value.
+#![expect(unsafe_code, reason = "cudarc's own allocation, whose contents are never read")]
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use cudarc::driver::{CudaContext, CudaSlice, CudaStream};
+use lowtide_gpu::ByteSize;
+use lowtide_gpu::clock::{Clock, SystemClock};
+use lowtide_gpu::decay::DecayTime;
+use lowtide_gpu::driver::Driver;
+use lowtide_gpu::driver::cuda::{CudaDriver, CudaOptions, DeviceChoice};
+use lowtide_gpu::{ArenaConfig, Buffer, DeviceArena, Lane, Region};
+
+use super::cases::{Fault, Outcome};
+use super::cli::Args;
+
+/// The share of the device's headroom that a part takes at most.
+const SHARE: f64 = 0.85;
+
+/// Words that are looked at, at each of a few places of a block.
+const SAMPLE: usize = 512;
+
+/// The device and the command line.
+pub(crate) struct Rig<'a> {
+    pub(crate) args: &'a Args,
+    pub(crate) driver: Arc<CudaDriver>,
+    pub(crate) context: Arc<CudaContext>,
+    pub(crate) clock: Arc<SystemClock>,
+}
+
+impl<'a> Rig<'a> {
+    pub(crate) fn open(args: &'a Args) -> Result<Self, Fault> {
+        let driver = Arc::new(CudaDriver::open(options(args))?);
+        let context = CudaContext::new(usize::try_from(args.device)?)?;
+        Ok(Self { args, driver, context, clock: Arc::new(SystemClock::new()) })
+    }
+
+    /// Returns the free and the total bytes of the device.
+    pub(crate) fn memory(&self) -> Result<(ByteSize, ByteSize), Fault> {
+        let (headroom, total) = self.context.mem_get_info()?;
+        Ok((ByteSize::of(headroom), ByteSize::of(total)))
+    }
+
+    pub(crate) fn headroom(&self) -> Result<ByteSize, Fault> {
+        Ok(self.memory()?.0)
+    }
+
+    /// So much, or what fits of it into the headroom with some to spare; whole blocks.
+    pub(crate) fn fitting(&self, wanted: ByteSize, block: ByteSize) -> Result<ByteSize, Fault> {
+        let most = self.headroom()?.scaled(SHARE);
+        whole_blocks(wanted.min(most), block)
+    }
+
+    /// Opens an arena that releases only memory that was idle for this long.
+    pub(crate) fn arena(
+        &self,
+        name: &str,
+        limit: ByteSize,
+        decay: DecayTime,
+    ) -> Result<DeviceArena, Fault> {
+        let config = ArenaConfig { limit, decay, ..ArenaConfig::new(name) };
+        let clock: Arc<dyn Clock> = self.clock.clone();
+        Ok(DeviceArena::open(self.driver.clone(), clock, config)?)
+    }
+
+    /// A lane of a stream of its own.
+    pub(crate) fn lane(&self, arena: &DeviceArena) -> Result<Lane, Fault> {
+        Ok(arena.cuda_lane(&self.context.new_stream()?)?)
+    }
+
+    /// Measures the duration of an operation.
+    pub(crate) fn timed<T, E>(
+        &self,
+        act: impl FnOnce() -> Result<T, E>,
+    ) -> Result<(Duration, T), Fault>
+    where
+        Fault: From<E>,
+    {
+        let start = self.clock.now();
+        let done = act()?;
+        Ok((self.clock.now() - start, done))
+    }
+
+    /// Waits until freed memory is idle: all work of the device is done, and the arena has seen it.
+    pub(crate) fn settle(&self, arena: &DeviceArena) -> Outcome {
+        for _ in 0..2 {
+            self.driver.synchronize()?;
+            arena.decay(self.clock.now())?;
+        }
+        Ok(())
+    }
+}
+
+pub(crate) fn options(args: &Args) -> CudaOptions {
+    let (device, handle) = (DeviceChoice::Ordinal(args.device), args.handle);
+    CudaOptions { device, handle, ..CudaOptions::default() }
+}
+
+/// So many bytes rounded down to whole blocks, at least two of them.
+pub(crate) fn whole_blocks(size: ByteSize, block: ByteSize) -> Result<ByteSize, Fault> {
+    let count = size.get().checked_div(block.get()).unwrap_or(0);
+    if count < 2 {
+        return Err(format!("{size} is too little: two blocks of {block} are needed").into());
+    }
+    Ok(ByteSize::new(count * block.get()))
+}
+
+/// Blocks of a lane, so many bytes together.
+pub(crate) fn blocks(
+    lane: &Lane,
+    size: ByteSize,
+    block: ByteSize,
+) -> Result<Vec<Buffer<u64>>, Fault> {
+    let (count, words) = (size.get() / block.get(), words_of(block)?);
+    (0..count).map(|_| Ok(lane.alloc(words, Region::Dynamic)?)).collect()
+}
+
+/// Words of eight bytes in so many bytes.
+pub(crate) fn words_of(size: ByteSize) -> Result<usize, Fault> {
+    let bytes = size.as_usize().ok_or("the size exceeds this machine's address range")?;
+    if bytes < 8 { Err(format!("{size}: expected at least 8 B").into()) } else { Ok(bytes / 8) }
+}
+
+/// The stream of a lane.
+pub(crate) fn stream(lane: &Lane) -> Result<&Arc<CudaStream>, Fault> {
+    lane.cuda_stream().ok_or_else(|| "the lane is not one of cudarc".into())
+}
+
+/// The word that belongs at a place of a block.
+fn word(block: usize, at: usize, seed: u64) -> u64 {
+    let mixed = (at as u64).wrapping_add(seed).wrapping_mul(0x9E37_79B9_7F4A_7C15);
+    mixed ^ (mixed >> 29) ^ (block as u64).wrapping_mul(0xBF58_476D_1CE4_E5B9)
+}
+
+/// Writes the pattern of each block into it.
+pub(crate) fn fill(
+    lane: &Lane,
+    blocks: &mut [Buffer<u64>],
+    staging: &mut [u64],
+    seed: u64,
+) -> Outcome {
+    for (number, block) in blocks.iter_mut().enumerate() {
+        for (at, to) in staging.iter_mut().enumerate() {
+            *to = word(number, at, seed);
+        }
+        let lease = lane.enter()?;
+        stream(lane)?.memcpy_htod(&*staging, &mut block.cuda_mut(&lease)?)?;
+        stream(lane)?.synchronize()?;
+    }
+    Ok(())
+}
+
+/// Returns the number of bytes of a block that differ from those written, at a few places that vary
+/// by round.
+pub(crate) fn changed_samples(
+    lane: &Lane,
+    (number, block): (usize, &Buffer<u64>),
+    round: usize,
+    seed: u64,
+) -> Result<u64, Fault> {
+    let span = SAMPLE.min(block.len());
+    let room = block.len() - span;
+    let middle = (round.wrapping_mul(7_919) + number * 104_729) % (room + 1);
+    let mut changed = 0;
+    for start in [0, middle, room] {
+        let lease = lane.enter()?;
+        let slice = block.cuda(&lease)?;
+        let found = stream(lane)?.clone_dtoh(&slice.slice(start..start + span))?;
+        stream(lane)?.synchronize()?;
+        changed += different(&found, (number, start), seed);
+    }
+    Ok(changed)
+}
+
+/// The same of all bytes of it.
+pub(crate) fn changed(
+    lane: &Lane,
+    (number, block): (usize, &Buffer<u64>),
+    staging: &mut [u64],
+    seed: u64,
+) -> Result<u64, Fault> {
+    staging.fill(0);
+    let lease = lane.enter()?;
+    stream(lane)?.memcpy_dtoh(block.cuda(&lease)?, staging)?;
+    stream(lane)?.synchronize()?;
+    Ok(different(staging, (number, 0), seed))
+}
+
+fn different(found: &[u64], (number, start): (usize, usize), seed: u64) -> u64 {
+    let bytes = found.iter().zip(start..).map(|(&found, at)| {
+        let differs = (found ^ word(number, at, seed)).to_ne_bytes();
+        differs.iter().filter(|&&byte| byte != 0).count() as u64
+    });
+    bytes.sum()
+}
+
+/// Device memory from cudarc, freed on drop, without an arena.
+pub(crate) fn plain(stream: &Arc<CudaStream>, len: usize) -> Result<CudaSlice<u8>, Fault> {
+    // SAFETY: the uninitialised contents are never read.
+    Ok(unsafe { stream.alloc(len) }?)
+}
+
+/// Measures a copy within the device, from one block into another.
+pub(crate) fn copied(
+    rig: &Rig<'_>,
+    lane: &Lane,
+    from: &Buffer<u64>,
+    to: &mut Buffer<u64>,
+) -> Result<Duration, Fault> {
+    let (lease, stream) = (lane.enter()?, stream(lane)?);
+    let (from, mut to) = (from.cuda(&lease)?, to.cuda_mut(&lease)?);
+    stream.synchronize()?;
+    let copy = || stream.memcpy_dtod(from, &mut to).and_then(|()| stream.synchronize());
+    Ok(rig.timed(copy)?.0)
+}
+
+/// Returns the median; NaN if there are no values.
+pub(crate) fn median(values: &[f64]) -> f64 {
+    quantile(values, 50)
+}
+
+/// Returns the value below or at which this percentage of the values lies; NaN if there are none.
+pub(crate) fn quantile(values: &[f64], hundredths: usize) -> f64 {
+    per_mille(values, 10 * hundredths)
+}
+
+/// The same of thousandths.
+pub(crate) fn per_mille(values: &[f64], thousandths: usize) -> f64 {
+    let mut sorted = values.to_vec();
+    sorted.sort_by(f64::total_cmp);
+    let at = (sorted.len() * thousandths / 1_000).min(sorted.len().saturating_sub(1));
+    sorted.get(at).copied().unwrap_or(f64::NAN)
+}
+
+#[expect(clippy::cast_precision_loss, reason = "counts stay far below 2^53")]
+pub(crate) fn float(count: u64) -> f64 {
+    count as f64
+}
+
+/// Bytes a second.
+pub(crate) fn rate(bytes: ByteSize, took: Duration) -> f64 {
+    bytes.as_f64() / took.as_secs_f64()
+}

@@ -1,0 +1,149 @@
+//! What the kernel says about the host driver's memory, and what a forked child may do.
+//!
+//! It reads figures of the whole process, so it runs in a child process of its own.
+#![expect(unsafe_code, reason = "fork and waitpid are C calls")]
+#![cfg(target_os = "linux")]
+
+use std::io::Seek as _;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use lowtide_gpu::ByteSize;
+use lowtide_gpu::clock::ManualClock;
+use lowtide_gpu::driver::host::HostDriver;
+use lowtide_gpu::driver::{DeviceAddress, StreamHandle};
+use lowtide_gpu::record::{Log, OperationHash, RecordError, Recorder};
+use lowtide_gpu::{ArenaConfig, DeviceArena, DeviceError, Region, SleepOptions};
+
+/// Calls of the release function, in this process.
+static RELEASED: AtomicU64 = AtomicU64::new(0);
+
+fn released() {
+    RELEASED.fetch_add(1, Ordering::SeqCst);
+}
+
+fn resident_anonymous() -> ByteSize {
+    let status = std::fs::read_to_string("/proc/self/status").expect("proc");
+    let line = status.lines().find_map(|line| line.strip_prefix("RssAnon:")).expect("RssAnon");
+    let kib = line.trim().trim_end_matches(" kB").parse().expect("a number");
+    ByteSize::kib(kib)
+}
+
+#[test_fork::test]
+fn given_back_is_given_back_to_the_kernel_and_a_forked_child_is_refused() {
+    let mut file = tempfile::tempfile().expect("a file");
+    let recorder = Recorder::new(file.try_clone().expect("a file"));
+    let recorded = Some(recorder.clone());
+    let config = ArenaConfig { recorder: recorded, ..ArenaConfig::new("process") };
+    let (driver, clock) = (Arc::new(HostDriver::new()), Arc::new(ManualClock::new()));
+    let arena = DeviceArena::open(driver, clock, config).expect("open");
+    let size = ByteSize::mib(64);
+    let before = resident_anonymous();
+    let lease = arena.enter().expect("awake");
+    let mut buffer = arena.alloc::<u8>(64 << 20, Region::Dynamic).expect("room");
+    buffer.slice_mut(&lease).expect("own lease").fill(1);
+    let full = resident_anonymous();
+    let slack = ByteSize::mib(4);
+    assert!(full >= before.saturating_add(size).saturating_sub(slack), "{before} -> {full}");
+    drop(buffer);
+    arena.purge().expect("purge");
+    let after = resident_anonymous();
+    assert!(after <= before.saturating_add(slack), "{before} -> {full} -> {after}");
+
+    let mut buffer = arena.alloc_from(&[3_u8; 100], Region::Stable).expect("room");
+    // SAFETY: the host driver has no streams.
+    let lane = unsafe { arena.lane(StreamHandle::new(1)) }.expect("a lane");
+    let mut guard = Some(arena.on_shortage(|_| false));
+    let mut exported =
+        Some(arena.alloc::<u8>(256, Region::Dynamic).expect("room").export().expect("awake"));
+    let mut theirs = [5_u8; 64];
+    let place = DeviceAddress::new(theirs.as_mut_ptr().expose_provenance() as u64);
+    // SAFETY: bytes of this test's, which it uses no more until they are released.
+    let imported = unsafe { arena.import::<u8>(place, 32, |_, _| released()) };
+    let mut imported = Some(imported.expect("theirs"));
+    // SAFETY: the child does nothing but ask the arena, whose answer in a child takes no lock
+    // and no memory, drop without effect, and end; the callback's box is memory of its own.
+    let child = unsafe { libc::fork() };
+    if child == 0 {
+        drop(guard.take()); // forgets nothing of the parent's, and takes no lock
+        drop(arena.on_shortage(|_| true));
+        drop((exported.take(), imported.take()));
+        // SAFETY: it is refused.
+        let again = unsafe { arena.import::<u8>(DeviceAddress::new(4096), 1, |_, _| released()) };
+        if !matches!(again, Err(DeviceError::Forked)) || RELEASED.load(Ordering::SeqCst) != 0 {
+            // SAFETY: as below.
+            unsafe { libc::_exit(98) };
+        }
+        assert!(child > 0, "fork failed");
+        let mut status = 0;
+        // SAFETY: `status` is a valid place for an int, and `child` is our own child.
+        let waited = unsafe { libc::waitpid(child, &raw mut status, 0) };
+        assert_eq!(waited, child);
+        assert!(libc::WIFEXITED(status), "status {status:#x}");
+        assert_eq!(libc::WEXITSTATUS(status), 0, "the act with this number was not refused");
+        assert_eq!(buffer.slice(&lease), Ok(&[3_u8; 100][..]));
+        // The parent's callback is there still.
+        arena.set_limit(ByteSize::ZERO);
+        arena.alloc::<u8>(8 << 20, Region::Dynamic).expect_err("no room");
+        assert_eq!(arena.snapshot().shortage_callbacks_total, 1);
+        assert_eq!(arena.snapshot().exported_count, 1);
+        drop((buffer, lane, lease, guard, exported, imported));
+        assert_eq!(RELEASED.load(Ordering::SeqCst), 0);
+        arena.decay(lowtide_gpu::clock::Moment::ORIGIN).expect("looked");
+        assert_eq!((RELEASED.load(Ordering::SeqCst), theirs[0]), (1, 5));
+        arena.validate();
+        drop(arena);
+        file.rewind().expect("a file");
+        let log = Log::read(file).expect("the child wrote nothing");
+        assert_eq!(log.closing().map(|closing| closing.hash), Some(recorder.hash()));
+    }
+    assert!(child > 0, "fork failed");
+    let mut status = 0;
+    // SAFETY: `status` is a valid place for an int, and `child` is our own child.
+    let waited = unsafe { libc::waitpid(child, &raw mut status, 0) };
+    assert_eq!(waited, child);
+    assert!(libc::WIFEXITED(status), "status {status:#x}");
+    assert_eq!(libc::WEXITSTATUS(status), 0, "the act with this number was not refused");
+    assert_eq!(buffer.slice(&lease), Ok(&[3_u8; 100][..]));
+    // The parent's callback is there still.
+    arena.set_limit(ByteSize::ZERO);
+    arena.alloc::<u8>(8 << 20, Region::Dynamic).expect_err("no room");
+    assert_eq!(arena.snapshot().shortage_callbacks_total, 1);
+    assert_eq!(arena.snapshot().exported_count, 1);
+    drop((buffer, lane, lease, guard, exported, imported));
+    assert_eq!(RELEASED.load(Ordering::SeqCst), 0);
+    arena.decay(lowtide::clock::Moment::ORIGIN).expect("looked");
+    assert_eq!((RELEASED.load(Ordering::SeqCst), theirs[0]), (1, 5));
+    arena.validate();
+    drop(arena);
+    file.rewind().expect("a file");
+    let log = Log::read(file).expect("the child wrote nothing");
+    assert_eq!(log.closing().map(|closing| closing.hash), Some(recorder.hash()));
+}
+
+/// 0 where every act is refused, else the number of the first that was not.
+fn child_code(
+    arena: &DeviceArena,
+    buffer: &lowtide_gpu::Buffer<u8>,
+    lease: &lowtide_gpu::Lease,
+    recorder: &Recorder,
+) -> i32 {
+    let refused = [
+        matches!(arena.alloc::<u8>(1, Region::Dynamic), Err(DeviceError::Forked)),
+        matches!(arena.enter(), Err(DeviceError::Forked)),
+        matches!(arena.purge(), Err(DeviceError::Forked)),
+        matches!(arena.decay(lowtide_gpu::clock::Moment::ORIGIN), Err(DeviceError::Forked)),
+        matches!(buffer.slice(lease), Err(DeviceError::Forked)),
+        matches!(arena.sleep(SleepOptions::default()), Err(DeviceError::Forked)),
+        matches!(arena.wake(), Err(DeviceError::Forked)),
+        matches!(arena.sleep_if_idle(lowtide_gpu::clock::Moment::ORIGIN), Err(DeviceError::Forked)),
+        !buffer.take_discarded(),
+        arena.next_sleep() == lowtide_gpu::clock::Moment::NEVER,
+        recorder.finish() == Err(RecordError::Forked),
+        recorder.flush() == Err(RecordError::Forked),
+        recorder.hash() == OperationHash::EMPTY && recorder.operations() == 0,
+        arena.limit().is_zero() && arena.next_decay() == lowtide_gpu::clock::Moment::NEVER,
+    ];
+    let first = refused.iter().position(|&refused| !refused);
+    first.map_or(0, |nth| i32::try_from(nth + 1).unwrap_or(i32::MAX))
+}

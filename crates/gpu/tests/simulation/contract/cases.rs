@@ -1,0 +1,469 @@
+//! What an arena keeps over every driver, case by case: contents, order of streams, what is given
+//! back, sleep and wake, refusals.
+//!
+//! A case is told of a device and knows none: it asks the driver what it can do, and leaves out
+//! what it cannot. It measures nothing. It panics at nothing, so that a program can say which held.
+//!
+//! Invariant: after a case that held, the arena that it made is closed and has nothing committed.
+
+macro_rules! ensure {
+    ($held:expr, $($said:tt)+) => {
+        if !$held {
+            return Err(format!($($said)+).into());
+        }
+    };
+}
+
+#[path = "bed.rs"]
+mod bed;
+
+use std::error::Error;
+use std::sync::Arc;
+use std::thread;
+use std::time::Duration;
+
+use lowtide_gpu::ByteSize;
+use lowtide_gpu::clock::Clock;
+use lowtide_gpu::driver::Driver;
+use lowtide_gpu::{
+    ArenaState, Buffer, CompactOptions, Contents, DeviceArena, DeviceError, Lane, Lease,
+    PinnedConfig, PinnedKind, PinnedPool, Region, SleepOptions,
+};
+
+use bed::Bed;
+
+/// A device with work that writes and reads.
+pub(crate) trait Device: Sync {
+    fn driver(&self) -> Arc<dyn Driver>;
+
+    /// A lane of a new stream, which the device keeps.
+    fn lane(&self, arena: &DeviceArena) -> Result<Lane, Fault>;
+
+    /// Queues work of the lane's stream that writes a value to every byte.
+    fn write(&self, lane: &Lane, to: &mut Buffer<u8>, lease: &Lease, value: u8) -> Outcome;
+
+    /// Whether every byte has the value, once the work of the lane's stream that asks is done.
+    fn holds(&self, lane: &Lane, of: &Buffer<u8>, lease: &Lease, value: u8) -> Result<bool, Fault>;
+
+    /// Whether memory that is committed is taken of the device before anybody touches it.
+    fn takes_at_once(&self) -> bool {
+        true
+    }
+}
+
+pub(crate) type Fault = Box<dyn Error + Send + Sync>;
+pub(crate) type Outcome = Result<(), Fault>;
+
+/// A case: its name and what it does.
+pub(crate) type Case = (&'static str, fn(&dyn Device) -> Outcome);
+
+pub(crate) const CASES: &[Case] = &[
+    ("buffers hold what was written to them", contents),
+    ("a lane takes again what it freed, after its own work", same_lane),
+    ("another lane takes what one freed, after its work", other_lane),
+    ("work on a lane that was named is waited for", recorded_use),
+    ("a stream for every request costs no more memory than one", fresh_streams),
+    ("idle memory goes back when it is purged", purged),
+    ("idle memory goes back when its time is over, and not before", decayed),
+    ("contents that are kept are there after a sleep, at their addresses", sleep_keeps),
+    ("contents that are discarded leave their addresses", sleep_discards),
+    ("a lease keeps the arena awake, and entering wakes it", leases),
+    ("under the limit nothing is refused, beyond it everything, typed", limits),
+    ("idle memory serves another region", other_region),
+    ("a compaction keeps contents and frees granules", compacts),
+    ("a resize keeps what was there", resizes),
+    ("blocks by address", raw_blocks),
+    ("threads beside each other", threads),
+    ("sizes that can never fit are refused", absurd_sizes),
+    ("a lent buffer stays where it is, awake, and keeps its contents", exported),
+    ("a pinned buffer is copied to the device and back", pinned_copies),
+    ("what the device says of its memory adds up", device_memory),
+    ("closing waits for live blocks to be freed", closes),
+];
+
+fn contents(device: &dyn Device) -> Outcome {
+    let bed = Bed::new(device)?;
+    let unit = bed.unit;
+    let sizes = [1, 255, 256, 257, unit / 8, unit / 2 + 1, unit, unit + 3, 2 * unit + unit / 2];
+    let buffers = sizes.iter().zip(1..).map(|(&size, value)| {
+        let region = if size % 2 == 0 { Region::Stable } else { Region::Dynamic };
+        Ok((bed.written(size, region, value)?, value))
+    });
+    let buffers: Result<Vec<_>, Fault> = buffers.collect();
+    for (buffer, value) in &buffers? {
+        bed.check(buffer, *value)?;
+    }
+    bed.end()
+}
+
+fn same_lane(device: &dyn Device) -> Outcome {
+    let bed = Bed::new(device)?;
+    let before = bed.arena.snapshot().committed;
+    for value in 0..20 {
+        let buffer = bed.written(bed.unit / 2, Region::Dynamic, value)?;
+        bed.check(&buffer, value)?;
+        drop(bed.written(bed.unit / 2, Region::Dynamic, 200)?);
+        bed.check(&buffer, value)?;
+    }
+    let grown = bed.arena.snapshot().committed.get() - before.get();
+    ensure!(grown <= 2 * bed.unit as u64, "it grew by {grown} bytes");
+    bed.end()
+}
+
+fn other_lane(device: &dyn Device) -> Outcome {
+    let bed = Bed::with(device, Some(2))?;
+    let (second, size) = (device.lane(&bed.arena)?, bed.unit + bed.unit / 2);
+    for value in 0..10 {
+        // More than half of the limit: the second lane gets what the first one has just freed.
+        drop(bed.written(size, Region::Dynamic, 100 + value)?);
+        let taken = bed.written_on(&second, size, Region::Dynamic, value)?;
+        let lease = second.enter()?;
+        ensure!(device.holds(&second, &taken, &lease, value)?, "the first lane wrote to it later");
+    }
+    drop(second);
+    bed.end()
+}
+
+fn recorded_use(device: &dyn Device) -> Outcome {
+    let bed = Bed::with(device, Some(2))?;
+    let (second, size) = (device.lane(&bed.arena)?, bed.unit + bed.unit / 2);
+    for value in 0..10 {
+        let mut shared = bed.lane.alloc::<u8>(size, Region::Dynamic)?;
+        shared.record_use(&second)?;
+        let lease = second.enter()?;
+        device.write(&second, &mut shared, &lease, 100)?;
+        drop((lease, shared));
+        let taken = bed.written(size, Region::Dynamic, value)?;
+        bed.check(&taken, value)?;
+    }
+    drop(second);
+    bed.end()
+}
+
+fn fresh_streams(device: &dyn Device) -> Outcome {
+    let bed = Bed::new(device)?;
+    let mut after_two = ByteSize::ZERO;
+    for request in 0..12_u8 {
+        let lane = device.lane(&bed.arena)?;
+        drop(bed.written_on(&lane, 4 * bed.unit, Region::Dynamic, request)?);
+        lane.end_run()?;
+        drop(lane);
+        if request == 1 {
+            after_two = bed.arena.snapshot().committed;
+        }
+    }
+    let committed = bed.arena.snapshot().committed;
+    ensure!(committed <= after_two, "{after_two} after two requests, {committed} after twelve");
+    bed.end()
+}
+
+fn purged(device: &dyn Device) -> Outcome {
+    let bed = Bed::new(device)?;
+    let kept = bed.written(bed.unit / 2, Region::Stable, 7)?;
+    drop(bed.written(16 * bed.unit, Region::Dynamic, 8)?);
+    let before = bed.arena.snapshot().committed;
+    bed.settle()?;
+    let released = bed.arena.purge()?;
+    let after = bed.arena.snapshot().committed;
+    ensure!(released >= ByteSize::of(15 * bed.unit), "{released} were given back");
+    ensure!(after.get() + released.get() == before.get(), "{before}, then {after}");
+    bed.check(&kept, 7)?;
+    drop(kept);
+    bed.end()
+}
+
+fn decayed(device: &dyn Device) -> Outcome {
+    let bed = Bed::new(device)?;
+    drop(bed.written(8 * bed.unit, Region::Dynamic, 1)?);
+    bed.settle()?;
+    bed.arena.decay(bed.clock.now())?;
+    let held = bed.arena.snapshot().committed;
+    bed.clock.advance(Duration::from_secs(5));
+    bed.arena.decay(bed.clock.now())?;
+    let after_half = bed.arena.snapshot().committed;
+    ensure!(held == after_half, "{held}, and {after_half} after half of the time");
+    for _ in 0..4 {
+        bed.clock.advance(Duration::from_secs(10));
+        bed.arena.decay(bed.clock.now())?;
+    }
+    let left = bed.arena.snapshot().committed;
+    ensure!(left.is_zero(), "{left} are left after four times its time");
+    bed.end()
+}
+
+fn sleep_keeps(device: &dyn Device) -> Outcome {
+    let bed = Bed::new(device)?;
+    let regions = [Region::Stable, Region::Dynamic];
+    let buffers = (0..6_u8).map(|nth| {
+        let size = bed.unit / 4 + usize::from(nth) * bed.unit / 2;
+        bed.written(size, regions[usize::from(nth % 2)], nth + 1)
+    });
+    let buffers: Vec<_> = buffers.collect::<Result<_, Fault>>()?;
+    let addresses: Vec<_> = buffers.iter().map(|it| bed.address(it)).collect::<Result<_, _>>()?;
+    if !bed.arena.capabilities().same_address_wake {
+        let refused = bed.arena.sleep(keeps());
+        ensure!(matches!(refused, Err(DeviceError::Unsupported { .. })), "{refused:?}");
+        drop(buffers);
+        return bed.end();
+    }
+    for _ in 0..3 {
+        bed.arena.sleep(keeps())?;
+        ensure!(bed.arena.state() == ArenaState::Asleep, "it is {:?}", bed.arena.state());
+        let committed = bed.arena.snapshot().committed;
+        // On the host there is nowhere to keep contents but where they are.
+        let stays = bed.arena.capabilities().host_backed;
+        ensure!(stays || committed.is_zero(), "asleep with {committed} committed");
+        for (buffer, value) in buffers.iter().zip(1..) {
+            bed.check(buffer, value)?;
+        }
+    }
+    let after: Vec<_> = buffers.iter().map(|it| bed.address(it)).collect::<Result<_, _>>()?;
+    ensure!(addresses == after, "other addresses: {addresses:x?}, then {after:x?}");
+    drop(buffers);
+    bed.end()
+}
+
+fn keeps() -> SleepOptions {
+    let drain = Duration::ZERO;
+    SleepOptions { drain, stable: Contents::Keep, dynamic: Contents::Keep }
+}
+
+fn sleep_discards(device: &dyn Device) -> Outcome {
+    let bed = Bed::new(device)?;
+    if !bed.arena.capabilities().same_address_wake {
+        return bed.end();
+    }
+    let mut lost = bed.written(3 * bed.unit / 2, Region::Dynamic, 1)?;
+    let kept = bed.written(bed.unit / 2, Region::Stable, 2)?;
+    let at = bed.address(&lost)?;
+    bed.arena.sleep(SleepOptions { dynamic: Contents::Discard, ..keeps() })?;
+    ensure!(bed.address(&lost)? == at, "it has another address");
+    ensure!(lost.take_discarded() && !kept.take_discarded(), "what was discarded is not said");
+    bed.check(&kept, 2)?;
+    let lease = bed.lane.enter()?;
+    device.write(&bed.lane, &mut lost, &lease, 3)?;
+    drop(lease);
+    bed.check(&lost, 3)?;
+    drop((lost, kept));
+    bed.end()
+}
+
+fn leases(device: &dyn Device) -> Outcome {
+    let bed = Bed::new(device)?;
+    let buffer = bed.written(bed.unit / 2, Region::Stable, 1)?;
+    let lease = bed.arena.enter()?;
+    if !bed.arena.capabilities().same_address_wake {
+        drop((lease, buffer));
+        return bed.end();
+    }
+    let refused = bed.arena.sleep(keeps());
+    ensure!(matches!(refused, Err(DeviceError::Leased { leases: 1, .. })), "{refused:?}");
+    drop(lease);
+    bed.arena.sleep(keeps())?;
+    let twice = bed.arena.sleep(keeps());
+    ensure!(matches!(twice, Err(DeviceError::State { .. })), "{twice:?}");
+    drop(bed.arena.enter()?);
+    ensure!(bed.arena.state() == ArenaState::Awake, "it is {:?}", bed.arena.state());
+    bed.check(&buffer, 1)?;
+    drop(buffer);
+    bed.end()
+}
+
+fn limits(device: &dyn Device) -> Outcome {
+    let bed = Bed::with(device, Some(32))?;
+    let held: Vec<_> = (0..15)
+        .map(|value| bed.written(2 * bed.unit, Region::Dynamic, value))
+        .collect::<Result<_, Fault>>()?;
+    let refused = bed.lane.alloc::<u8>(8 * bed.unit, Region::Dynamic);
+    let refused = refused.err().ok_or("8 granules were given where 2 are left")?;
+    ensure!(refused.is_out_of_memory(), "{refused}");
+    for (buffer, value) in held.iter().zip(0..) {
+        bed.check(buffer, value)?;
+    }
+    drop(held);
+    let all = bed.written(30 * bed.unit, Region::Dynamic, 99)?;
+    bed.check(&all, 99)?;
+    drop(all);
+    bed.end()
+}
+
+fn other_region(device: &dyn Device) -> Outcome {
+    let bed = Bed::with(device, Some(16))?;
+    for value in 0..6 {
+        let region = if value % 2 == 0 { Region::Stable } else { Region::Dynamic };
+        let buffer = bed.written(12 * bed.unit, region, value)?;
+        bed.check(&buffer, value)?;
+    }
+    bed.end()
+}
+
+fn compacts(device: &dyn Device) -> Outcome {
+    let bed = Bed::new(device)?;
+    let mut blocks = (0..96_u8)
+        .map(|value| Ok((bed.written(bed.unit / 8, Region::Dynamic, value)?, value)))
+        .collect::<Result<Vec<_>, Fault>>()?;
+    blocks.retain(|(_, value)| value % 3 == 0);
+    bed.settle()?;
+    bed.arena.purge()?;
+    let before = bed.arena.snapshot().committed;
+    bed.arena.compact(CompactOptions::new(Region::Dynamic), |_| {})?;
+    bed.settle()?;
+    bed.arena.purge()?;
+    let after = bed.arena.snapshot().committed;
+    ensure!(after < before, "{before} before, {after} after");
+    for (block, value) in &blocks {
+        bed.check(block, *value)?;
+    }
+    drop(blocks);
+    bed.end()
+}
+
+fn resizes(device: &dyn Device) -> Outcome {
+    let bed = Bed::new(device)?;
+    let mut buffer = bed.written(bed.unit / 2, Region::Dynamic, 5)?;
+    let beside = bed.written(bed.unit / 2, Region::Dynamic, 6)?;
+    buffer.resize(3 * bed.unit)?;
+    buffer.resize(bed.unit / 2)?;
+    bed.check(&buffer, 5)?;
+    bed.check(&beside, 6)?;
+    let refused = buffer.resize(usize::MAX);
+    ensure!(refused.is_err(), "a buffer of all memory there could be");
+    bed.check(&buffer, 5)?;
+    drop((buffer, beside));
+    bed.end()
+}
+
+fn raw_blocks(device: &dyn Device) -> Outcome {
+    let bed = Bed::new(device)?;
+    let align = ByteSize::kib(4);
+    let block = bed.arena.alloc_raw(ByteSize::of(3 * bed.unit / 2), align, Region::Stable)?;
+    ensure!(block.at.is_multiple_of(align), "{} is not aligned", block.at);
+    bed.arena.free(block.at)?;
+    let twice = bed.arena.free(block.at);
+    ensure!(matches!(twice, Err(DeviceError::NotLive { .. })), "{twice:?}");
+    bed.end()
+}
+
+fn exported(device: &dyn Device) -> Outcome {
+    let bed = Bed::new(device)?;
+    let buffer = bed.written(bed.unit / 2, Region::Stable, 3)?;
+    let at = bed.address(&buffer)?;
+    let exported = buffer.export()?;
+    ensure!(exported.address().get() == at, "lent at {}, and is at {at:#x}", exported.address());
+    let slept = bed.arena.sleep(keeps());
+    let can_sleep = bed.arena.capabilities().same_address_wake;
+    let refused = match slept {
+        Err(DeviceError::Exported { count: 1, .. }) => can_sleep,
+        Err(DeviceError::Unsupported { .. }) => !can_sleep,
+        _ => false,
+    };
+    ensure!(refused, "{slept:?}");
+    bed.check(exported.buffer(), 3)?;
+    let buffer = exported.end();
+    if can_sleep {
+        bed.arena.sleep(keeps())?;
+    }
+    bed.check(&buffer, 3)?;
+    drop(buffer);
+    bed.end()
+}
+
+fn pinned_copies(device: &dyn Device) -> Outcome {
+    let bed = Bed::new(device)?;
+    for kind in [PinnedKind::PageLockedOrPageable, PinnedKind::Pageable] {
+        let config = PinnedConfig { kind, ..PinnedConfig::new("contract") };
+        let pool = PinnedPool::open(device.driver(), config)?;
+        for (value, len) in (1..).zip([1, 255, 4_096, 100_000]) {
+            let mut buffer = bed.lane.alloc::<u8>(len, Region::Dynamic)?;
+            let sent = bed.lane.copy_to_device(pool.alloc_from(&vec![value; len])?, &mut buffer);
+            let sent = sent.map_err(DeviceError::from)?;
+            let back = bed.lane.copy_to_host(&mut buffer, pool.alloc(len)?);
+            let back = back.map_err(DeviceError::from)?.wait()?;
+            ensure!(back.to_vec()? == vec![value; len], "{len} bytes came back changed");
+            // The same memory, written by the device after the copy.
+            let lease = bed.lane.enter()?;
+            device.write(&bed.lane, &mut buffer, &lease, 200)?;
+            drop(lease);
+            let mut again = sent.wait()?;
+            ensure!(again.to_vec()? == vec![value; len], "{len} bytes were changed by a copy");
+            again.fill(100)?;
+            bed.check(&buffer, 200)?;
+            drop(bed.lane.copy_to_device(again, &mut buffer).map_err(DeviceError::from)?);
+            // Perhaps in the memory of the copy that was dropped.
+            let other = pool.alloc_from(&vec![50; len])?;
+            let last = bed.lane.copy_to_host(&mut buffer, other).map_err(DeviceError::from)?;
+            ensure!(last.wait()?.to_vec()? == vec![100; len], "a dropped copy was changed");
+        }
+        pool.close().map_err(|(_, error)| error)?;
+    }
+    bed.end()
+}
+
+fn device_memory(device: &dyn Device) -> Outcome {
+    let bed = Bed::new(device)?;
+    let kept = bed.written(4 * bed.unit, Region::Stable, 1)?;
+    let floor = device.driver().context_overhead().unwrap_or(ByteSize::ZERO);
+    if let Some(memory) = device.driver().device_memory()? {
+        ensure!(memory.free <= memory.total && floor <= memory.total, "{memory:?}, {floor}");
+        let least = bed.arena.glance().committed;
+        let is_there = memory.taken() >= least || !device.takes_at_once();
+        ensure!(is_there, "{} of the device taken by {least}", memory.taken());
+    }
+    drop(kept);
+    bed.end()
+}
+
+fn threads(device: &dyn Device) -> Outcome {
+    let bed = Bed::new(device)?;
+    let work = |thread: u8| -> Outcome {
+        let lane = device.lane(&bed.arena)?;
+        for turn in 0..24_usize {
+            let size = (turn + 1) * bed.unit / 10;
+            let value = thread * 32 + u8::try_from(turn)?;
+            let buffer = bed.written_on(&lane, size, Region::Dynamic, value)?;
+            let lease = lane.enter()?;
+            ensure!(device.holds(&lane, &buffer, &lease, value)?, "another thread wrote to it");
+            drop(lease);
+            if turn % 5 == 0 {
+                // Freed in a thread that never used the device.
+                thread::scope(|scope| scope.spawn(move || drop(buffer)).join())
+                    .map_err(|_| "the drop panicked")?;
+            }
+        }
+        Ok(())
+    };
+    let work = &work;
+    thread::scope(|scope| -> Outcome {
+        let all: Vec<_> = (0..4).map(|thread| scope.spawn(move || work(thread))).collect();
+        for thread in all {
+            thread.join().map_err(|_| "a thread panicked")??;
+        }
+        Ok(())
+    })?;
+    bed.end()
+}
+
+fn absurd_sizes(device: &dyn Device) -> Outcome {
+    let bed = Bed::new(device)?;
+    for len in [usize::MAX, usize::MAX / 2, 1 << 62, 1 << 50] {
+        let refused = bed.lane.alloc::<u64>(len, Region::Dynamic);
+        ensure!(matches!(refused, Err(DeviceError::TooLarge { .. })), "{len}: {refused:?}");
+    }
+    let empty = bed.lane.alloc::<u8>(0, Region::Dynamic)?;
+    ensure!(empty.is_empty() && bed.arena.snapshot().live.is_zero(), "an empty buffer has bytes");
+    drop(empty);
+    bed.end()
+}
+
+fn closes(device: &dyn Device) -> Outcome {
+    let bed = Bed::new(device)?;
+    let buffer = bed.written(bed.unit / 2, Region::Stable, 1)?;
+    let refused = bed.arena.close();
+    ensure!(matches!(refused, Err(DeviceError::LiveBlocks { count: 1, .. })), "{refused:?}");
+    drop(buffer);
+    let arena = bed.arena.clone();
+    bed.end()?;
+    let closed = arena.alloc::<u8>(1, Region::Stable);
+    ensure!(matches!(closed, Err(DeviceError::Closed { .. })), "{closed:?}");
+    Ok(())
+}

@@ -1,0 +1,331 @@
+//! Address space and physical memory: reserve, commit, decommit, limits, copies, host memory.
+
+use std::sync::Arc;
+
+use lowtide_cuda_sim::{
+    Call, Fault, Handles, Order, Outcome, Pattern, SimDriver, SimOptions, WorkKind,
+};
+use lowtide_gpu::ByteSize;
+use lowtide_gpu::driver::{DeviceAddress, Driver as _, DriverError, HostMemory, StoreSpan};
+use lowtide_gpu::{DeviceError, PinnedConfig, PinnedPool};
+
+use super::{GRANULE, code, committed, device, on};
+
+const PATTERN: Pattern = Pattern::new(42);
+
+#[test]
+fn only_whole_granules_are_reserved_and_committed() {
+    let sim = device(Order::Lazy);
+    for size in [ByteSize::ZERO, ByteSize::new(1), ByteSize::kib(64), ByteSize::mib(3)] {
+        let refused = sim.reserve(size);
+        assert!(matches!(refused, Err(DriverError::Misaligned { .. })), "{size}: {refused:?}");
+    }
+    let at = sim.reserve(GRANULE).expect("addresses");
+    assert!(at.is_multiple_of(GRANULE));
+    let odd = sim.commit(on(at, 4096), GRANULE);
+    assert!(matches!(odd, Err(DriverError::Misaligned { .. })), "{odd:?}");
+    assert_eq!(sim.calls(Call::Create), 0);
+    sim.assert_no_faults();
+}
+
+#[test]
+fn address_space_runs_out_and_is_given_again() {
+    let options = SimOptions { address_space: ByteSize::gib(32), ..SimOptions::default() };
+    let sim = SimDriver::new(options);
+    let half = ByteSize::gib(16);
+    let first = sim.reserve(half).expect("half");
+    let requested = ByteSize::gib(32);
+    let call = "cuMemAddressReserve";
+    assert_eq!(sim.reserve(requested), Err(DriverError::OutOfMemory { call, requested }));
+    let second = sim.reserve(half).expect("the other half");
+    assert!(sim.reserve(GRANULE).is_err());
+    sim.unreserve(first, half).expect("whole and bare");
+    assert_eq!(sim.reserve(GRANULE), Ok(first), "the lowest address is given again at once");
+    sim.unreserve(second, half).expect("whole and bare");
+    assert_eq!(sim.leaks().reserved, GRANULE);
+    sim.assert_no_faults();
+}
+
+#[test]
+fn a_commit_makes_a_handle_for_each_granule_and_sets_access_once() {
+    let sim = device(Order::Lazy);
+    committed(&sim, 8);
+    let calls = [Call::Create, Call::Map, Call::Release, Call::SetAccess, Call::Unmap];
+    assert_eq!(calls.map(|call| sim.calls(call)), [8, 8, 8, 1, 0]);
+    assert_eq!((sim.leaks().handles, sim.leaks().committed), (8, ByteSize::mib(16)));
+}
+
+#[test]
+fn any_run_of_whole_handles_is_taken_away_by_one_call() {
+    let sim = device(Order::Lazy);
+    let at = committed(&sim, 8);
+    sim.decommit(on(at, 3 * GRANULE.get()), ByteSize::mib(4)).expect("whole handles");
+    sim.commit(on(at, 4 * GRANULE.get()), GRANULE).expect("bare now");
+    sim.decommit(at, ByteSize::mib(6)).expect("whole handles");
+    assert_eq!((sim.calls(Call::Unmap), sim.leaks().handles), (2, 4));
+    sim.assert_no_faults();
+    sim.validate();
+}
+
+#[test]
+fn mapping_twice_unmapping_the_bare_and_a_part_of_a_handle_are_refused_and_on_record() {
+    let options = SimOptions { handles: Handles::PerCommit, ..SimOptions::default() };
+    let sim = SimDriver::new(options);
+    let size = ByteSize::mib(8);
+    let at = committed(&sim, 4);
+    assert_eq!(sim.leaks().handles, 1);
+    assert_eq!(code(sim.commit(on(at, GRANULE.get()), GRANULE)), Some(1));
+    assert_eq!(code(sim.decommit(at, GRANULE)), Some(1));
+    assert_eq!(code(sim.unreserve(at, size)), Some(1));
+    assert_eq!(code(sim.unreserve(at, GRANULE)), Some(1));
+    let outside = on(at, size.get());
+    assert_eq!(code(sim.commit(outside, GRANULE)), Some(1));
+    sim.decommit(at, size).expect("whole");
+    assert_eq!(code(sim.decommit(at, size)), Some(1));
+    let twice = on(at, GRANULE.get());
+    assert_eq!(
+        sim.faults(),
+        [
+            Fault::DoubleMap { at: twice, size: GRANULE },
+            Fault::UnmapPart { at, size: GRANULE, handle_at: at, handle_size: size },
+            Fault::UnreserveMapped { at, size },
+            Fault::NotReserved { call: Call::AddressFree, at, size: GRANULE },
+            Fault::NotReserved { call: Call::Map, at: outside, size: GRANULE },
+            Fault::UnmapBare { at, size, bare: at },
+        ]
+    );
+    sim.unreserve(at, size).expect("bare and whole");
+    assert!(sim.leaks().is_empty(), "{:?}", sim.leaks());
+}
+
+#[test]
+fn a_commit_beyond_the_device_fails_whole_and_neighbours_count() {
+    let options = SimOptions {
+        capacity: ByteSize::mib(64),
+        context_overhead: ByteSize::mib(16),
+        ..SimOptions::default()
+    };
+    let sim = SimDriver::new(options);
+    assert_eq!(sim.headroom(), Ok(Some(ByteSize::mib(48))));
+    sim.set_neighbours(ByteSize::mib(40));
+    let at = sim.reserve(ByteSize::mib(64)).expect("addresses");
+    let requested = ByteSize::mib(10);
+    let refused = DriverError::OutOfMemory { call: "cuMemCreate", requested };
+    assert_eq!(sim.commit(at, requested), Err(refused));
+    assert_eq!(sim.leaks().handles, 0);
+    assert_eq!(sim.headroom(), Ok(Some(ByteSize::mib(8))));
+    sim.commit(at, ByteSize::mib(8)).expect("just fits");
+    assert_eq!(sim.headroom(), Ok(Some(ByteSize::ZERO)));
+    sim.set_neighbours(ByteSize::gib(1)); // they take more than there is
+    assert_eq!(sim.headroom(), Ok(Some(ByteSize::ZERO)));
+    sim.set_neighbours(ByteSize::ZERO);
+    sim.set_capacity(ByteSize::mib(128));
+    assert_eq!(sim.headroom(), Ok(Some(ByteSize::mib(104))));
+    sim.assert_no_faults();
+}
+
+#[test]
+fn contents_are_kept_while_committed_and_unspecified_after() {
+    let sim = device(Order::Lazy);
+    let stream = sim.stream_create().expect("stream");
+    let at = committed(&sim, 2);
+    let (odd, size) = (on(at, 4097), ByteSize::new(GRANULE.get() + 13));
+    sim.fill(stream, odd, size, PATTERN).expect("queued");
+    let held = sim.check(stream, odd, size, PATTERN).expect("queued");
+    sim.stream_synchronize(stream).expect("done");
+    assert_eq!(sim.outcome(held), Outcome::Held);
+    sim.decommit(at, ByteSize::mib(4)).expect("nothing refers to it");
+    sim.commit(at, ByteSize::mib(4)).expect("memory");
+    let gone = sim.check(stream, odd, size, PATTERN).expect("queued");
+    sim.stream_synchronize(stream).expect("done");
+    assert!(matches!(sim.outcome(gone), Outcome::Differs { .. }));
+    assert_eq!(sim.differences(), 1);
+}
+
+#[test]
+fn a_decommit_waits_for_nothing_and_the_work_that_comes_later_loses_the_context() {
+    let sim = device(Order::Lazy);
+    let stream = sim.stream_create().expect("stream");
+    let at = committed(&sim, 1);
+    let part = ByteSize::kib(1);
+    sim.fill(stream, at, part, PATTERN).expect("queued");
+    sim.decommit(at, GRANULE).expect("an unmap succeeds all the same");
+    assert_eq!((sim.unfinished(), sim.unsafe_unmaps()), (1, 1));
+    let lost = DriverError::IllegalAddress { call: "cuStreamSynchronize" };
+    assert_eq!(sim.stream_synchronize(stream), Err(lost));
+    let work = WorkKind::Fill;
+    assert_eq!(
+        sim.faults(),
+        [
+            Fault::UnmapBeforeDone { at, size: GRANULE, stream, work },
+            Fault::IllegalAddress { stream: Some(stream), work, at, size: part, bare: at },
+        ]
+    );
+    assert_eq!(sim.lost(), Some(700));
+}
+
+#[test]
+fn a_decommit_beside_work_that_refers_to_other_memory_is_no_fault() {
+    let sim = device(Order::Lazy);
+    let stream = sim.stream_create().expect("stream");
+    let at = committed(&sim, 3);
+    sim.fill(stream, on(at, GRANULE.get()), GRANULE, PATTERN).expect("queued");
+    sim.decommit(at, GRANULE).expect("before it");
+    sim.decommit(on(at, 2 * GRANULE.get()), GRANULE).expect("behind it");
+    sim.synchronize().expect("done");
+    sim.assert_no_faults();
+}
+
+#[test]
+fn work_on_reserved_memory_that_is_bare_or_on_none_loses_the_context() {
+    for bare in [0, 2] {
+        let sim = device(Order::Synchronous);
+        let stream = sim.stream_create().expect("stream");
+        let at = committed(&sim, 1);
+        let wrong = if bare == 0 { DeviceAddress::new(64) } else { on(at, bare << 20) };
+        let launched = sim.add(stream, wrong, ByteSize::new(1), 1);
+        assert_eq!(launched, Err(DriverError::IllegalAddress { call: "cuLaunchKernel" }));
+        assert_eq!(sim.faults_total(), 1);
+    }
+}
+
+#[test]
+fn a_copy_waits_for_itself_and_for_no_stream() {
+    let sim = device(Order::Lazy);
+    let stream = sim.stream_create().expect("stream");
+    let at = committed(&sim, 2);
+    let (to, size) = (on(at, GRANULE.get() + 1), ByteSize::kib(300));
+    sim.fill(stream, at, size, PATTERN).expect("queued");
+    sim.copy(at, to, size).expect("copied, too early");
+    sim.synchronize().expect("done");
+    let early = sim.check(stream, to, size, PATTERN).expect("queued");
+    sim.synchronize().expect("done");
+    assert!(matches!(sim.outcome(early), Outcome::Differs { .. }));
+    sim.copy(at, to, size).expect("copied");
+    let late = sim.check(stream, to, size, PATTERN).expect("queued");
+    sim.synchronize().expect("done");
+    assert_eq!(sim.outcome(late), Outcome::Held);
+    let overlap = Err(DriverError::Overlap { from: at, to: on(at, 9), size });
+    assert_eq!(sim.copy(at, on(at, 9), size), overlap);
+    assert_eq!(sim.copy_async(at, on(at, 9), size, stream), overlap);
+    let illegal = sim.copy(at, on(at, 2 * GRANULE.get()), size);
+    assert_eq!(illegal, Err(DriverError::IllegalAddress { call: "cuMemcpyDtoD" }));
+}
+
+#[test]
+fn contents_go_to_a_store_and_come_back_to_the_same_addresses() {
+    let sim = device(Order::Lazy);
+    let stream = sim.stream_create().expect("stream");
+    let (at, size) = (committed(&sim, 2), ByteSize::mib(4));
+    let store = sim.host_store_create(size).expect("host memory");
+    let span = StoreSpan { store, offset: ByteSize::ZERO, size };
+    let written = ByteSize::new(GRANULE.get() + 5);
+    sim.fill(stream, on(at, 3), written, PATTERN).expect("queued");
+    sim.offload(at, span, stream).expect("queued");
+    sim.stream_synchronize(stream).expect("done");
+    sim.decommit(at, size).expect("done with");
+    sim.commit(at, size).expect("memory");
+    sim.restore(span, at, stream).expect("queued");
+    let held = sim.check(stream, on(at, 3), written, PATTERN).expect("queued");
+    sim.stream_synchronize(stream).expect("done");
+    assert_eq!(sim.outcome(held), Outcome::Held);
+    sim.host_store_destroy(store).expect("done with");
+    sim.assert_no_faults();
+    let gone = StoreSpan { offset: size, ..span };
+    assert_eq!(code(sim.offload(at, gone, stream)), Some(400));
+}
+
+#[test]
+fn a_range_beyond_a_store_is_refused_and_a_store_is_not_given_back_before_its_copies() {
+    let sim = device(Order::Lazy);
+    let stream = sim.stream_create().expect("stream");
+    let (at, size) = (committed(&sim, 1), ByteSize::kib(64));
+    let store = sim.host_store_create(size).expect("host memory");
+    for offset in [ByteSize::new(1), size, ByteSize::MAX] {
+        let span = StoreSpan { store, offset, size };
+        assert_eq!(code(sim.restore(span, at, stream)), Some(1), "{offset}");
+    }
+    sim.offload(at, StoreSpan { store, offset: ByteSize::ZERO, size }, stream).expect("queued");
+    sim.host_store_destroy(store).expect("it waits for nothing");
+    assert_eq!(code(sim.synchronize()), Some(700));
+    let work = WorkKind::Offload;
+    let faults = sim.faults();
+    assert_eq!(
+        faults[3..],
+        [
+            Fault::StoreGoneBeforeDone { store, stream, work },
+            Fault::IllegalStore { stream: Some(stream), work, store },
+        ]
+    );
+}
+
+#[test]
+fn host_memory_has_a_limit_and_page_locking_one_of_its_own() {
+    let sim = device(Order::Lazy);
+    let size = ByteSize::kib(64);
+    sim.set_host_limit(ByteSize::kib(192));
+    sim.set_lock_limit(ByteSize::kib(128));
+    let store = sim.host_store_create(size).expect("stores are locked");
+    let locked = sim.host_alloc(size, HostMemory::PageLocked);
+    locked.expect("within the limit");
+    let limit = ByteSize::kib(128);
+    let refused = Err(DriverError::LockLimit { requested: size, limit });
+    assert_eq!(sim.host_alloc(size, HostMemory::PageLocked), refused);
+    assert_eq!(sim.host_store_create(size).map(drop), refused.map(drop));
+    sim.host_alloc(size, HostMemory::Pageable).expect("within the host's");
+    let requested = size;
+    let full = DriverError::OutOfMemory { call: "cuMemHostAlloc", requested };
+    assert_eq!(sim.host_alloc(size, HostMemory::Pageable), Err(full));
+    assert_eq!((sim.leaks().host_blocks, sim.leaks().host_stores), (2, 1));
+    sim.host_store_destroy(store).expect("nothing refers to it");
+    for size in [ByteSize::ZERO, ByteSize::new(1)] {
+        let refused = sim.host_store_create(size);
+        assert!(matches!(refused, Err(DriverError::Misaligned { .. })), "{refused:?}");
+    }
+}
+
+#[test]
+fn what_the_device_does_not_offer_is_a_typed_error() {
+    let options = SimOptions { virtual_memory: false, page_locked: false, ..SimOptions::default() };
+    let sim = SimDriver::new(options);
+    let can = sim.capabilities();
+    assert!(!can.virtual_memory && !can.same_address_wake && !can.page_locked);
+    assert!(!can.host_access && !can.host_backed && can.asynchronous);
+    let what = "cuMemAddressReserve";
+    assert_eq!(sim.reserve(GRANULE), Err(DriverError::Unsupported { what }));
+    let what = "cuMemHostAlloc";
+    let refused = sim.host_alloc(ByteSize::kib(64), HostMemory::PageLocked);
+    assert_eq!(refused, Err(DriverError::Unsupported { what }));
+    let store = sim.host_store_create(ByteSize::kib(64)).expect("pageable, then");
+    sim.host_store_destroy(store).expect("nothing refers to it");
+    sim.host_alloc(ByteSize::kib(64), HostMemory::Pageable).expect("pageable is there");
+    assert_eq!(sim.host_pointer(DeviceAddress::new(1 << 36)), None);
+}
+
+#[test]
+fn neighbouring_reservations_are_not_one_range() {
+    let sim = device(Order::Lazy);
+    let (first, second) = (committed(&sim, 2), committed(&sim, 2));
+    assert_eq!(second, on(first, ByteSize::mib(4).get()));
+    let (across, size) = (on(first, GRANULE.get()), ByteSize::mib(4));
+    assert_eq!(code(sim.decommit(across, size)), Some(1));
+    sim.decommit(across, GRANULE).expect("in the first");
+    sim.decommit(second, GRANULE).expect("in the second");
+    assert_eq!(code(sim.commit(across, size)), Some(1));
+    let refused = |call| Fault::NotReserved { call, at: across, size };
+    assert_eq!(sim.faults(), [refused(Call::Unmap), refused(Call::Map)]);
+    assert_eq!(sim.leaks().handles, 2);
+}
+
+#[test]
+fn a_pinned_pool_lives_on_the_simulation_and_meets_its_failures() {
+    let sim = Arc::new(device(Order::Lazy));
+    let pool = PinnedPool::open(sim.clone(), PinnedConfig::new("test")).expect("a driver");
+    let buffer = pool.alloc_from(&[7_u8; 1000]).expect("host memory");
+    assert_eq!((buffer.to_vec(), sim.leaks().host_blocks), (Ok(vec![7; 1000]), 1));
+    sim.lose_context();
+    let refused = pool.alloc::<u8>(1 << 30).map(|buffer| buffer.len());
+    let Err(DeviceError::Driver(error)) = refused else { panic!("{refused:?}") };
+    assert!(error.is_context_lost(), "{error}");
+    assert_eq!(buffer.to_vec(), Ok(vec![7; 1000]), "host memory outlives the context");
+}

@@ -1,0 +1,225 @@
+//! What is wrong: plans, problems and files, each with an error that names what it is about.
+//!
+//! Invariant: nothing that is wrong panics.
+
+use std::time::Duration;
+
+use lowtide_planner::ByteSize;
+use lowtide_planner::clock::ManualClock;
+use lowtide_planner::{
+    Budget, CsvFault, Demand, Ends, Gap, PlanError, PlanFault, Planner, Problem, Role, Window,
+};
+
+use super::plans::planned;
+
+fn two() -> Problem {
+    let mut problem = Problem::new();
+    let demand = |name: &str, live| Demand::new(name, ByteSize::new(8), live);
+    problem.add(Demand { align: 4, ..demand("a", 0..3) }).expect("it can be posed");
+    problem.add(demand("b", 2..5)).expect("it can be posed");
+    problem
+}
+
+#[test]
+fn plans_from_elsewhere_are_verified() {
+    let problem = two();
+    assert_eq!(problem.verify(&[0, 8]), Ok(ByteSize::new(16)));
+    assert_eq!(problem.verify(&[100, 0]), Ok(ByteSize::new(108)));
+    let text = |offsets: &[u64]| problem.verify(offsets).expect_err("a fault").to_string();
+    assert_eq!(text(&[0, 7]), "b at 7 and a at 0 overlap at step 2");
+    assert_eq!(text(&[2, 16]), "a at 2: expected a multiple of 4");
+    assert_eq!(text(&[0]), "found 1 offsets: expected 2, one for each buffer");
+    assert!(matches!(problem.verify(&[0, u64::MAX]), Err(PlanFault::BeyondPeak { .. })));
+}
+
+#[test]
+fn a_plan_does_not_pass_for_another_problem() {
+    let plan = planned(&two(), 10, 0);
+    let mut longer = Problem::new();
+    for demand in two().demands() {
+        longer.add(Demand { live: 0..9, ..demand.clone() }).expect("it can be posed");
+    }
+    plan.verify(&longer).expect("they were live at once before");
+    let mut larger = Problem::new();
+    for demand in two().demands() {
+        let size = ByteSize::new(12);
+        larger.add(Demand { size, ..demand.clone() }).expect("it can be posed");
+    }
+    assert!(plan.verify(&larger).is_err());
+}
+
+#[test]
+fn shared_memory_that_is_apart_and_fixed_offsets_that_moved_are_found() {
+    let mut problem = two();
+    let ids: Vec<_> = problem.ids().collect();
+    let view = problem.add(Demand::new("view", ByteSize::new(2), 1..4)).expect("it can be posed");
+    problem.view(view, ids[0], 4).expect("it lies within");
+    let fixed = Demand { offset: Some(64), ..Demand::new("fixed", ByteSize::new(8), 0..9) };
+    problem.add(fixed).expect("it can be posed");
+    problem.verify(&[0, 8, 4, 64]).expect("as it must be");
+    let text = |offsets: &[u64]| problem.verify(offsets).expect_err("a fault").to_string();
+    let apart = "view at 5: expected to share the memory of a at 0";
+    assert_eq!(text(&[0, 8, 5, 64]), apart);
+    assert_eq!(text(&[0, 8, 4, 65]), "fixed at 65: expected its fixed offset 64");
+}
+
+#[test]
+fn what_cannot_be_posed_is_refused_by_name() {
+    let mut problem = two();
+    let mut refused = |demand: Demand| problem.add(demand).expect_err("it is wrong").to_string();
+    let plain = |live| Demand::new("c", ByteSize::new(8), live);
+    let inverted = Demand { live: std::ops::Range { start: 5, end: 4 }, ..plain(0..9) };
+    let expected = "c: live from 5 until 4: expected an end at or after the start";
+    assert_eq!(refused(inverted), expected);
+    assert_eq!(
+        refused(Demand { align: 0, ..plain(0..9) }),
+        "c: invalid alignment 0: expected 1 or more"
+    );
+    let gap = |span, window| Demand { gaps: vec![Gap { span, window }], ..plain(2..9) };
+    let expected = "c: gap from 1 until 3: expected a gap within 2 to 9";
+    assert_eq!(refused(gap(1..3, None)), expected);
+    let window = Some(Window { low: 4, high: 9 });
+    assert_eq!(refused(gap(3..4, window)), "c: window 4:9: expected a window within its 8 bytes");
+    let fixed = Demand { align: 4, offset: Some(6), ..plain(0..9) };
+    assert_eq!(refused(fixed), "c: fixed offset 6: expected a multiple of 4");
+    let huge = Demand { size: ByteSize::new(u64::MAX >> 2), ..plain(0..9) };
+    assert!(refused(huge).contains("exceeds the total size limit: expected at most"));
+    let far = Demand { offset: Some(u64::MAX), ..plain(0..9) };
+    assert!(refused(far).contains("exceeds the total size limit: expected at most"));
+}
+
+#[test]
+fn sharing_that_cannot_be_is_refused_by_name() {
+    let mut problem = two();
+    let ids: Vec<_> = problem.ids().collect();
+    let small = problem.add(Demand::new("small", ByteSize::new(4), 2..9)).expect("posed");
+    let text = |found: Result<(), PlanError>| found.expect_err("it is wrong").to_string();
+    assert_eq!(
+        text(problem.view(small, ids[0], 5)),
+        "small: 4 bytes at offset 5 do not fit a, which has 8 bytes"
+    );
+    assert_eq!(
+        text(problem.reuse(ids[0], small)),
+        "a: 8 bytes at offset 0 do not fit small, which has 4 bytes"
+    );
+    problem.reuse(small, ids[0]).expect("it is smaller");
+    let twice = "small: cannot share memory of b: expected a buffer that shares no memory yet";
+    assert_eq!(text(problem.reuse(small, ids[1])), twice);
+    let external = Demand { role: Role::External, ..Demand::new("w", ByteSize::new(8), 0..9) };
+    let external = problem.add(external).expect("posed");
+    let held = "b: cannot overwrite w, which is external memory";
+    assert_eq!(text(problem.reuse(ids[1], external)), held);
+    let mut ring = two();
+    ring.view(ids[0], ids[1], 0).expect("they are as large");
+    assert!(matches!(ring.view(ids[1], ids[0], 0), Err(PlanError::SharedTwice { .. })));
+    assert!(matches!(two().view(small, ids[0], 0), Err(PlanError::Unknown { number: 2, .. })));
+}
+
+#[test]
+fn fixed_offsets_that_contradict_each_other_are_refused_by_name() {
+    let mut problem = Problem::new();
+    for (name, offset, live) in [("a", 0, 0..4), ("b", 4, 3..6)] {
+        let demand = Demand::new(name, ByteSize::new(8), live);
+        problem.add(Demand { offset: Some(offset), ..demand }).expect("it can be posed");
+    }
+    let found = Planner::new(&ManualClock::new()).plan(&problem).expect_err("they overlap");
+    assert_eq!(found.to_string(), "b: fixed offset 4 overlaps a, which is also live at step 3");
+}
+
+#[test]
+fn a_wrong_file_is_refused_with_the_line() {
+    let cases: [(&str, u64, &str); 13] = [
+        ("", 1, "unknown column \"\": expected id, lower, upper, size, alignment, offset, gaps"),
+        ("id,lower,upper\n", 1, "missing column size"),
+        ("id,lower,upper,end,size\n", 1, "duplicate column end"),
+        ("id,lower,upper,size\na,0,1\n", 2, "found 3 values: expected 4"),
+        ("id,lower,upper,size\na,0,1,4\nb,0,1,4,5\n", 3, "found 5 values: expected 4"),
+        (
+            "id,lower,upper,size\na,x,1,4\n",
+            2,
+            "invalid lower \"x\": expected a whole number below 2^63",
+        ),
+        (
+            "id,lower,upper,size\na,0,1,-4\n",
+            2,
+            "invalid size \"-4\": expected a number of bytes below 2^64",
+        ),
+        (
+            "id,lower,end,size\na,0,9223372036854775807,4\n",
+            2,
+            "invalid upper \"9223372036854775807\": expected a last step below 2^63 - 1",
+        ),
+        (
+            "id,lower,upper,size\na,5,1,4\n",
+            2,
+            "a: live from 5 until 1: expected an end at or after the start",
+        ),
+        (
+            "id,lower,upper,size,gaps\na,0,9,4,3\n",
+            2,
+            "invalid gaps \"3\": expected gaps such as 3-5 or 3-5@0:16",
+        ),
+        (
+            "id,lower,upper,size,gaps\na,0,9,4,3-5@0\n",
+            2,
+            "invalid gaps \"3-5@0\": expected gaps such as 3-5 or 3-5@0:16",
+        ),
+        (
+            "id,lower,upper,size,gaps\na,0,9,4,-\n",
+            2,
+            "invalid gaps \"-\": expected gaps such as 3-5 or 3-5@0:16",
+        ),
+        (
+            "id,lower,upper,size\na,0,1,4\n\nb,0,1,4\n",
+            4,
+            "unexpected line after the empty line that ends the file",
+        ),
+    ];
+    for (text, line, fault) in cases {
+        let found = Problem::read_csv(text.as_bytes(), Ends::AsNamed).expect_err(text);
+        assert_eq!((found.line, found.fault.to_string().as_str()), (line, fault), "{text:?}");
+    }
+    let huge = "id,lower,upper,size\na,0,1,18446744073709551615\n";
+    let found = Problem::read_csv(huge.as_bytes(), Ends::AsNamed).expect_err("too large");
+    assert!(matches!(found.fault, CsvFault::Buffer(PlanError::TooLarge { .. })));
+    let long = format!("id,lower,upper,size\n{},0,1,4\n", "x".repeat(2 << 20));
+    let found = Problem::read_csv(long.as_bytes(), Ends::AsNamed).expect_err("too long");
+    assert_eq!((found.line, found.fault), (2, CsvFault::TooLong { limit: 1 << 20 }));
+    let found = Problem::read_csv(&[0xFF, 0xFE, 0][..], Ends::AsNamed).expect_err("no text");
+    assert_eq!(found.line, 1);
+}
+
+#[test]
+fn what_a_file_cannot_say_is_not_written() {
+    let mut problem = two();
+    let ids: Vec<_> = problem.ids().collect();
+    problem.view(ids[1], ids[0], 0).expect("they are as large");
+    let found = problem.write_csv(Vec::new(), Ends::HalfOpen, None).expect_err("it shares");
+    assert!(found.to_string().starts_with("b: "));
+}
+
+#[test]
+fn extreme_steps_and_sizes_do_not_overflow() {
+    let mut problem = Problem::new();
+    let large = ByteSize::new(1 << 60);
+    for (name, live) in [("a", i64::MIN..i64::MAX), ("b", i64::MIN..0), ("c", 0..i64::MAX)] {
+        problem.add(Demand::new(name, large, live)).expect("it can be posed");
+    }
+    let budget = Budget { time: Duration::from_secs(1), nodes: 1_000 };
+    let clock = ManualClock::new();
+    let plan = Planner::new(&clock).budget(budget).plan(&problem).expect("it has plans");
+    assert_eq!((plan.peak().get(), plan.is_optimal()), (1 << 61, true));
+}
+
+#[test]
+fn a_million_buffers_have_a_plan_even_without_time() {
+    let mut problem = Problem::new();
+    for at in 0..1_000_000_i64 {
+        let size = ByteSize::new(1 + at.unsigned_abs() % 7);
+        problem.add(Demand::new("b", size, at..at + 5)).expect("it can be posed");
+    }
+    let budget = Budget { time: Duration::ZERO, nodes: u64::MAX };
+    let clock = ManualClock::new();
+    let plan = Planner::new(&clock).budget(budget).plan(&problem).expect("it has plans");
+    assert!(plan.peak() <= plan.bound().checked_mul(2).expect("small"), "{}", plan.peak());
+}

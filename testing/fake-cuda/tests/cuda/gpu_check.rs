@@ -1,0 +1,188 @@
+//! The program that checks a GPU, in this process over the fake driver: its logic, and that it
+//! tells what went wrong.
+//!
+//! Sizes are tiny, and the figures mean nothing but where they count: what came back, what changed,
+//! what failed.
+//!
+//! Invariant: a test ends with no fault on record and nothing left.
+
+#[allow(dead_code, reason = "its start is not called here")]
+#[path = "../../../../crates/gpu/examples/gpu_check.rs"]
+mod program;
+
+use std::collections::BTreeMap;
+
+use clap::Parser;
+use lowtide_fake_driver::{Fake, Options};
+use program::report::{GOALS, Report};
+use program::{Args, check};
+
+/// A granule of 64 KiB and work that is done at once, so that there are few bytes to move.
+const SMALL: Options = Options {
+    order: 2,
+    flags: 0,
+    seed: 0,
+    capacity: 1 << 30,
+    granularity: 64 << 10,
+    address_space: 0,
+    context_overhead: 16 << 20,
+    devices: 1,
+    driver_version: 12_080,
+};
+
+/// Sizes that the fake, which moves byte by byte, has done in seconds. Of the burst four blocks of
+/// a pair's size may stay, in the lane's front.
+const TINY: &[&str] = &[
+    "gpu_check",
+    "--handle=64KiB",
+    "--repetitions=2",
+    "--pair-size=64KiB",
+    "--pairs=20",
+    "--batches=4",
+    "--cuarena-rounds=6",
+    "--cuarena-part=1024",
+    "--decay-size=16MiB",
+    "--decay-time=100ms",
+    "--sleep-size=1MiB",
+    "--block=256KiB",
+    "--cycles=3",
+    "--fragmentation-size=8MiB",
+    "--fragmentation-steps=500",
+    "--remap-size=1MiB",
+    "--remap-block=128KiB",
+    "--compact-size=1MiB",
+    "--compact-block=128KiB",
+];
+
+/// Cases of the contract, each of which runs on three rungs.
+const CASES: usize = 21;
+
+fn args(more: &[&str]) -> Args {
+    Args::try_parse_from(TINY.iter().chain(more)).expect("a command line")
+}
+
+/// The exit code, what was written, and the figures.
+fn run(more: &[&str]) -> (u8, String, BTreeMap<String, f64>) {
+    let mut out = Vec::new();
+    let mut report = Report::new(&mut out);
+    let code = check(&args(more), &mut report);
+    let figures = report.figures.iter().map(|(name, (value, _))| (name.clone(), *value)).collect();
+    let text = String::from_utf8(out).expect("text");
+    (code, text, figures)
+}
+
+#[test]
+fn all_parts_run_and_what_is_counted_is_right() {
+    let fake = Fake::start(SMALL);
+    let (code, text, figures) = run(&[]);
+    assert_eq!(code, 0, "{text}");
+    assert_eq!(text.matches("case held: ").count(), 3 * CASES);
+    counted(&figures);
+    assert!(figures["gpu.decay.returned_ratio"] >= 0.95);
+    let unmeasured = |name: &&str| !figures.contains_key(*name);
+    let unmeasured: Vec<_> = GOALS.iter().map(|(name, _)| *name).filter(unmeasured).collect();
+    // Between two of its samples the fake may have given all back.
+    assert!(unmeasured.iter().all(|name| *name == "gpu.decay.p99_ratio"), "{unmeasured:?}");
+    fake.validate(0);
+    fake.assert_clean();
+}
+
+/// But for the decay: nothing that was freed ever ends where work is done when it is waited for.
+#[test]
+fn work_that_is_done_as_late_as_may_be_changes_no_count() {
+    let fake = Fake::start(Options { order: 0, ..SMALL });
+    let parts = "--only=contract,pair,lanes,cuarena,sleep-keep,sleep-discard,fragmentation,remap,\
+                 compact,governor";
+    let (code, text, figures) = run(&[parts]);
+    assert_eq!(code, 0, "{text}");
+    counted(&figures);
+    fake.validate(0);
+    fake.assert_clean();
+}
+
+fn counted(figures: &BTreeMap<String, f64>) {
+    for (name, value) in [
+        ("gpu.pair.driver_calls", 0.0),
+        ("gpu.sleep_keep.freed_ratio", 1.0),
+        ("gpu.sleep_keep.cycles", 3.0),
+        ("gpu.sleep_keep.bytes_changed", 0.0),
+        ("gpu.fragmentation.failures", 0.0),
+        ("gpu.compact.bytes_changed", 0.0),
+        ("gpu.governor.idle_held_bytes", 0.0),
+        ("gpu.governor.busy_held_bytes", 64.0 * 1024.0),
+        ("gpu.memory.context_overhead_bytes", 16.0 * 1024.0 * 1024.0),
+    ] {
+        assert_eq!(figures.get(name), Some(&value), "{name}");
+    }
+    assert!(figures["gpu.fragmentation.one_remap_bytes"] > 0.0);
+}
+
+#[test]
+fn parts_are_chosen_and_everything_is_in_the_file() {
+    let fake = Fake::start(SMALL);
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = folder.path().join("figures.json");
+    let file = format!("--json={}", path.display());
+    let (code, text, figures) = run(&["--only=pair,contract", &file]);
+    assert_eq!(code, 0, "{text}");
+    assert!(figures.contains_key("gpu.pair.median_ns"));
+    assert!(!figures.contains_key("gpu.compact.copy_rate_ratio"));
+    let found = std::fs::read_to_string(path).expect("a file");
+    let found: serde_json::Value = serde_json::from_str(&found).expect("JSON");
+    assert_eq!(found["device"]["device"], "lowtide simulated device 0");
+    assert_eq!(found["figures"]["gpu.pair.driver_calls"]["value"], 0.0);
+    assert_eq!(found["cases"].as_array().map(Vec::len), Some(3 * CASES));
+    assert_eq!(found["goals"].as_array().map(Vec::len), Some(GOALS.len()));
+    assert_eq!(found["goals"][1]["holds"], true);
+    fake.assert_clean();
+}
+
+#[test]
+fn a_part_that_fails_says_why_and_the_others_run() {
+    let fake = Fake::start(SMALL);
+    let (code, text, figures) = run(&["--only=sleep-keep,pair", "--block=600MiB"]);
+    assert_eq!(code, 2, "{text}");
+    assert!(text.contains("part FAILED: sleep-keep: "), "{text}");
+    assert!(figures.contains_key("gpu.pair.median_ns"));
+    fake.assert_clean();
+}
+
+#[test]
+fn a_case_that_does_not_hold_is_named() {
+    let fake = Fake::start(SMALL);
+    // The copies of the second case's contents fail, and nothing else does.
+    fake.fail(c"cuMemcpyHtoDAsync_v2", 12, 999);
+    let (code, text, _) = run(&["--only=contract"]);
+    assert_eq!(code, 1, "{text}");
+    assert_eq!(text.matches("case FAILED: ").count(), 1, "{text}");
+    assert!(text.contains(&format!("failed cases: 1 of {}", 3 * CASES)), "{text}");
+}
+
+#[test]
+fn rungs_that_a_device_does_not_offer_are_said_and_passed_over() {
+    let fake = Fake::start(Options { flags: Options::NO_POOLS, ..SMALL });
+    let (code, text, _) = run(&["--only=contract"]);
+    assert_eq!(code, 0, "{text}");
+    assert_eq!(text.matches("case held: ").count(), 2 * CASES);
+    assert!(
+        text.contains("contract not run: backend cuda_pool does not work on CUDA device 0"),
+        "{text}"
+    );
+    fake.assert_clean();
+}
+
+#[test]
+fn a_device_that_is_not_there_is_a_part_that_could_not_run() {
+    let fake = Fake::start(SMALL);
+    let (code, text, _) = run(&["--device=7"]);
+    assert_eq!(code, 2, "{text}");
+    assert!(text.contains("part FAILED: device: "), "{text}");
+    fake.assert_clean();
+}
+
+#[test]
+fn numbers_that_make_no_sense_are_refused() {
+    for wrong in ["--cycles=0", "--threads=0", "--threads=many", "--block=big", "--only=all"] {
+        assert!(Args::try_parse_from(["gpu_check", wrong]).is_err(), "{wrong}");
+    }
+}
