@@ -12,7 +12,7 @@ use std::process::{Command, Output};
 use std::sync::atomic::{AtomicPtr, Ordering};
 use std::{env, ptr};
 
-use lowtide::host::{ConfText, HeapProfile};
+use lowtide_heap::{ConfText, HeapProfile};
 
 use crate::EXPORTED;
 

@@ -135,13 +135,15 @@ fn one_that_cannot_be_retired_is_kept_for_the_next() {
 
 #[test]
 fn two_hundred_models_come_and_go_and_leave_no_arena_behind() {
-    let before = lowtide_heap::HeapProbe::new().expect("a probe").snapshot().expect("statistics").arenas;
+    let before =
+        lowtide_heap::HeapProbe::new().expect("a probe").snapshot().expect("statistics").arenas;
     for _ in 0..200 {
         let arena = HostArena::new("cycles").expect("an arena");
         drop(arena.scope(model).expect("bound"));
         arena.retire().expect("nothing points into it");
     }
-    let after = lowtide_heap::HeapProbe::new().expect("a probe").snapshot().expect("statistics").arenas;
+    let after =
+        lowtide_heap::HeapProbe::new().expect("a probe").snapshot().expect("statistics").arenas;
     // Other tests have a few at the same time.
     assert!(after <= before + 16, "{before} arenas before, {after} after");
 }

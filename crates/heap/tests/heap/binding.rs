@@ -7,7 +7,7 @@
 use std::sync::mpsc;
 use std::thread;
 
-use lowtide_heap::{ArenaBinding};
+use lowtide_heap::ArenaBinding;
 use tikv_jemalloc_ctl::raw;
 
 use crate::start::again;

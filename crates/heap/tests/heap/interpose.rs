@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use lowtide_heap::ByteSize;
-use lowtide_heap::{HeapProbe};
+use lowtide_heap::HeapProbe;
 use test_fork::test;
 
 const INTERPOSED: bool = cfg!(feature = "interpose");

@@ -106,7 +106,9 @@ fn a_thread_that_parks_after_a_purge_gives_its_cache_up_and_one_that_was_not_ask
         let full = cached();
         assert!(full.saturating_sub(base) >= all(FULL), "{base} {full}");
         // Nobody has asked since the threads were made, but for what tests before this one did.
-        crew.all_do(|| assert!(!lowtide_heap::flush_tcache_if_requested().unwrap_or(true) || fill_again()));
+        crew.all_do(|| {
+            assert!(!lowtide_heap::flush_tcache_if_requested().unwrap_or(true) || fill_again())
+        });
         let full = cached();
         crew.all_do(|| assert_eq!(lowtide_heap::flush_tcache_if_requested(), Ok(false)));
         crew.all_do(lowtide_heap::on_thread_park);

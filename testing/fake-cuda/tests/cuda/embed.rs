@@ -9,10 +9,10 @@ use std::sync::Arc;
 
 use lowtide::ByteSize;
 use lowtide::clock::SystemClock;
-use lowtide::device::driver::Driver;
-use lowtide::device::driver::cuda::{CudaDriver, CudaOptions};
-use lowtide::device::{ArenaConfig, DeviceArena, HostDriver, SleepOptions};
 use lowtide_fake_driver::{Fake, Options};
+use lowtide_gpu::driver::Driver;
+use lowtide_gpu::driver::cuda::{CudaDriver, CudaOptions};
+use lowtide_gpu::{ArenaConfig, DeviceArena, HostDriver, SleepOptions};
 use model::{Model, ModelError};
 
 const TABLE: ByteSize = ByteSize::mib(1);

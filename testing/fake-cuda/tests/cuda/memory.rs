@@ -10,12 +10,12 @@ use cudarc::driver::CudaContext;
 use lowtide::config::{DeviceBackend, DeviceChoice};
 use lowtide::control::{Budget, Cost};
 use lowtide::decay::DecayTime;
-use lowtide::device::driver::Backend;
-use lowtide::device::driver::cuda::{CudaDriver, CudaOptions, GovernorOptions, PoolGovernor};
-use lowtide::device::{Region, SleepOptions};
 use lowtide::memory::StartError;
 use lowtide::{ByteSize, Memory};
 use lowtide_fake_driver::{Fake, Options};
+use lowtide_gpu::driver::Backend;
+use lowtide_gpu::driver::cuda::{CudaDriver, CudaOptions, GovernorOptions, PoolGovernor};
+use lowtide_gpu::{Region, SleepOptions};
 
 use support::Tree;
 

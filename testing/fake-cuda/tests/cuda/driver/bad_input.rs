@@ -3,9 +3,9 @@
 //! Invariant: each is a typed error, after which all goes on.
 
 use lowtide::ByteSize;
-use lowtide::device::driver::{Driver as _, DriverError, HostMemory};
-use lowtide::device::{DeviceError, Region};
 use lowtide_fake_driver::Fake;
+use lowtide_gpu::driver::{Driver as _, DriverError, HostMemory};
+use lowtide_gpu::{DeviceError, Region};
 
 use super::support::{Bed, Errors, LAZY, UNIT, check, life, write};
 

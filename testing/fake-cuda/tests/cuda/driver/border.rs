@@ -11,8 +11,8 @@ use std::time::Duration;
 
 use cudarc::driver::{CudaContext, CudaSlice, CudaStream, result};
 use lowtide::ByteSize;
-use lowtide::device::driver::{DeviceAddress, Driver as _, Owner};
-use lowtide::device::{DeviceError, ImportError, Imported, Region, SleepOptions};
+use lowtide_gpu::driver::{DeviceAddress, Driver as _, Owner};
+use lowtide_gpu::{DeviceError, ImportError, Imported, Region, SleepOptions};
 use lowtide_fake_driver::Fake;
 
 use super::support::{Bed, LAZY, UNIT, check, end, start, write};
@@ -153,7 +153,7 @@ fn memory_of_another_device_or_of_none_is_not_adopted() {
 
 #[test]
 fn a_driver_that_cannot_say_whose_memory_it_is_is_believed() {
-    use lowtide::device::driver::cuda::{CudaDriver, CudaOptions};
+    use lowtide_gpu::driver::cuda::{CudaDriver, CudaOptions};
     let fake = Fake::start(LAZY);
     let has = |name: &str| name != "cuPointerGetAttribute";
     let driver = CudaDriver::open_with(CudaOptions::default(), &has).expect("a device");

@@ -13,10 +13,10 @@ use cudarc::driver::{CudaContext, CudaStream};
 use lowtide::ByteSize;
 use lowtide::clock::Moment;
 use lowtide::decay::DecayTime;
-use lowtide::device::driver::cuda::{CudaDriver, GovernorOptions, PoolGovernor};
-use lowtide::device::driver::{Driver as _, DriverError, HostMemory};
-use lowtide::device::{Region, SleepOptions};
 use lowtide_fake_driver::{Fake, Options};
+use lowtide_gpu::driver::cuda::{CudaDriver, GovernorOptions, PoolGovernor};
+use lowtide_gpu::driver::{Driver as _, DriverError, HostMemory};
+use lowtide_gpu::{Region, SleepOptions};
 
 use super::open::WAYS;
 use super::support::{Bed, LAZY, UNIT, end, life, start};
@@ -102,7 +102,7 @@ fn no_rung_spoils_a_capture_when_it_takes_memory_and_gives_it_back() {
         arena.decay(late()).expect("looked");
         arena.purge().expect("all is proved by events");
         let _ = bed.driver.headroom().expect("answered");
-        let size = lowtide::device::driver::HOST_GRANULARITY;
+        let size = lowtide_gpu::driver::HOST_GRANULARITY;
         let locked = bed.driver.host_alloc(size, HostMemory::PageLocked);
         locked.expect("room"); // left to the fake, which is reset by the next test
         if arena.capabilities().same_address_wake {

@@ -7,9 +7,9 @@ use std::thread;
 
 use cudarc::driver::CudaContext;
 use cudarc::driver::result::ctx::get_current;
-use lowtide::device::Region;
-use lowtide::device::driver::Driver as _;
 use lowtide_fake_driver::Fake;
+use lowtide_gpu::Region;
+use lowtide_gpu::driver::Driver as _;
 
 use super::support::{Bed, LAZY, UNIT, check, life, write};
 

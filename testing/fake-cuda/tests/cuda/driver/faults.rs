@@ -5,10 +5,10 @@
 use std::ffi::CStr;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-use lowtide::device::driver::cuda::{CudaDriver, CudaOptions};
-use lowtide::device::driver::{Backend, Driver as _};
-use lowtide::device::{DeviceError, Region};
 use lowtide_fake_driver::{Fake, Guard, Options};
+use lowtide_gpu::driver::cuda::{CudaDriver, CudaOptions};
+use lowtide_gpu::driver::{Backend, Driver as _};
+use lowtide_gpu::{DeviceError, Region};
 
 use super::open::{BASE, NEWER, PLAIN, POOLS, VIRTUAL, WAYS};
 use super::support::{Bed, LAZY, UNIT, life, read, write};

@@ -14,13 +14,13 @@ use cudarc::driver::{CudaContext, CudaSlice, CudaStream, DriverError as CudarcEr
 use lowtide::ByteSize;
 use lowtide::clock::Moment;
 use lowtide::decay::DecayTime;
-use lowtide::device::driver::cuda::{
+use lowtide_fake_driver::{Fake, Guard, Options};
+use lowtide_gpu::driver::cuda::{
     BackendFailure, CudaDriver, CudaError, CudaOptions, DeviceChoice, GovernorError,
     GovernorOptions, PoolGovernor,
 };
-use lowtide::device::driver::{Backend, Driver as _, DriverError};
-use lowtide::device::{ArenaConfig, DeviceArena, Region};
-use lowtide_fake_driver::{Fake, Guard, Options};
+use lowtide_gpu::driver::{Backend, Driver as _, DriverError};
+use lowtide_gpu::{ArenaConfig, DeviceArena, Region};
 use tracing_subscriber::Layer;
 use tracing_subscriber::layer::{Context, SubscriberExt as _};
 

@@ -6,13 +6,13 @@ use std::ffi::CStr;
 use std::time::Duration;
 
 use lowtide::ByteSize;
-use lowtide::device::driver::cuda::{
+use lowtide_fake_driver::{Fake, Guard, Options};
+use lowtide_gpu::driver::cuda::{
     BackendFailure, CudaDriver, CudaError, CudaOptions, DeviceChoice, DeviceUuid, MemoryKind,
     Probe, Skipped,
 };
-use lowtide::device::driver::{Backend, Driver as _, DriverError};
-use lowtide::device::{Region, SleepOptions};
-use lowtide_fake_driver::{Fake, Guard, Options};
+use lowtide_gpu::driver::{Backend, Driver as _, DriverError};
+use lowtide_gpu::{Region, SleepOptions};
 
 use super::support::{Bed, LAZY, life};
 
@@ -419,7 +419,7 @@ fn a_stub_library_does_not_end_the_search() {
     assert_eq!(fake.calls(c"cuInit"), 2);
     drop(driver);
     fake.fail(c"cuInit", 1, 34);
-    let found = lowtide::device::driver::cuda::probe();
+    let found = lowtide_gpu::driver::cuda::probe();
     assert!(matches!(found, Probe::Devices { count: 2, .. }), "{found}");
     // Nothing but stubs.
     for nth in 1..=2 {

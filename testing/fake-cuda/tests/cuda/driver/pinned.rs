@@ -9,8 +9,8 @@ use std::sync::Arc;
 
 use cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCaptureMode};
 use lowtide::ByteSize;
-use lowtide::device::{Buffer, DeviceError, Lane, PinnedBuffer, PinnedConfig, PinnedPool, Region};
 use lowtide_fake_driver::{Fake, Guard, Options};
+use lowtide_gpu::{Buffer, DeviceError, Lane, PinnedBuffer, PinnedConfig, PinnedPool, Region};
 
 use super::pinned_schedule::{self, Done};
 use super::support::{Bed, check, end, start, write};
@@ -37,7 +37,7 @@ fn holds(buffer: &PinnedBuffer<u8>, byte: u8) {
 }
 
 /// Ends a test that let memory be quarantined, which is on record as locked.
-fn end_with_locked((fake, bed, arena, lane): (Guard, Bed, lowtide::device::DeviceArena, Lane)) {
+fn end_with_locked((fake, bed, arena, lane): (Guard, Bed, lowtide_gpu::DeviceArena, Lane)) {
     drop(lane);
     arena.close().expect("closed");
     drop((arena, bed));

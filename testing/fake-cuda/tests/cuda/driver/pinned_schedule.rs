@@ -17,12 +17,12 @@ use cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCaptureMode};
 use cudarc::driver::{CudaContext, CudaGraph, CudaStream};
 use lowtide::ByteSize;
 use lowtide::clock::ManualClock;
-use lowtide::device::driver::cuda::{CudaDriver, CudaOptions};
-use lowtide::device::{
+use lowtide_fake_driver::{Guard, Options};
+use lowtide_gpu::driver::cuda::{CudaDriver, CudaOptions};
+use lowtide_gpu::{
     ArenaConfig, Buffer, DeviceArena, DeviceError, Lane, Lease, PinnedBuffer, PinnedConfig,
     PinnedCopy, PinnedPool, Region,
 };
-use lowtide_fake_driver::{Guard, Options};
 
 /// Bytes of every device buffer, and the most of a pinned one.
 const LEN: usize = 4 << 10;

@@ -10,12 +10,12 @@ use std::time::Duration;
 use cudarc::driver::{CudaContext, CudaStream};
 use lowtide::ByteSize;
 use lowtide::clock::{Clock, ManualClock};
-use lowtide::device::driver::Driver as _;
-use lowtide::device::driver::cuda::{CudaDriver, CudaOptions};
-use lowtide::device::{
+use lowtide_fake_driver::{Fake, Guard, Options};
+use lowtide_gpu::driver::Driver as _;
+use lowtide_gpu::driver::cuda::{CudaDriver, CudaOptions};
+use lowtide_gpu::{
     ArenaConfig, Buffer, CompactOptions, DeviceArena, Lane, Region, SleepConfig, SleepOptions,
 };
-use lowtide_fake_driver::{Fake, Guard, Options};
 
 /// A granule, and as many bytes.
 pub(crate) const UNIT: usize = 64 << 10;
@@ -64,7 +64,7 @@ impl Bed {
         }
     }
 
-    fn open(&self) -> Result<DeviceArena, lowtide::device::DeviceError> {
+    fn open(&self) -> Result<DeviceArena, lowtide_gpu::DeviceError> {
         let clock = Arc::clone(&self.clock) as Arc<dyn Clock>;
         DeviceArena::open(self.driver.clone(), clock, Self::config())
     }

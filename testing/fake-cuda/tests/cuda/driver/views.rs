@@ -10,7 +10,7 @@ use std::time::Duration;
 use cudarc::driver::{CudaContext, CudaStream, DevicePtr as _, LaunchConfig, PushKernelArg as _};
 use cudarc::nvrtc::Ptx;
 use lowtide::clock::ManualClock;
-use lowtide::device::{
+use lowtide_gpu::{
     ArenaState, Buffer, CompactOptions, DeviceArena, DeviceError, HostDriver, Lane, Lease, Region,
     SleepOptions,
 };

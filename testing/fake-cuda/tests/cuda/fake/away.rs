@@ -5,8 +5,8 @@
 
 use std::process::Command;
 
-use lowtide::device::driver::cuda::{Probe, probe};
 use lowtide_fake_driver::{Fake, Options};
+use lowtide_gpu::driver::cuda::{Probe, probe};
 
 /// Set in a child.
 const CHILD: &str = "FAKE_CUDA_CHILD";

@@ -3,8 +3,8 @@
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use cudarc::driver::CudaContext;
-use lowtide::device::driver::cuda::{Probe, probe};
 use lowtide_fake_driver::{Fake, Options};
+use lowtide_gpu::driver::cuda::{Probe, probe};
 
 use super::raw;
 
