@@ -1,4 +1,4 @@
-//! Random schedules of an arena beside streams, many: what `tests/gpu/schedules` runs a few of.
+//! Random schedules of an arena beside streams, many: what `crates/gpu/tests/gpu/schedules` runs a few of.
 //!
 //! It measures nothing but how many ran. Two threads run schedules, a seed each; a schedule that
 //! fails is shown with its seed, order and workers, and can be run again alone.

@@ -118,7 +118,8 @@ impl Builder {
     /// [`Builder::after_publish`] and `Endpoints::with_metrics`.
     #[cfg(feature = "prometheus")]
     pub fn prometheus(self) -> Result<Self, StartError> {
-        crate::metrics::prometheus::install()?;
+        let installed = crate::metrics::prometheus::install();
+        installed.map_err(|error| StartError::Recorder { error: error.to_string() })?;
         Ok(self)
     }
 

@@ -20,8 +20,8 @@ use super::{Memory, Shutdown};
 
 impl Memory {
     /// Returns a future that completes when the process is asked to end, by SIGTERM or SIGINT. From
-    /// then on `/readyz` answers 503, so that load balancers choose another instance. Pass it to the
-    /// server's graceful shutdown, then call [`Memory::shutdown_async`].
+    /// then on `/readyz` answers 503, so that load balancers choose another instance. Pass it to
+    /// the server's graceful shutdown, then call [`Memory::shutdown_async`].
     ///
     /// The signals are handled from this call on, and never end the process by themselves any more.
     ///

@@ -33,8 +33,6 @@ use std::sync::{Mutex, OnceLock, PoisonError};
 
 use metrics_exporter_prometheus::Matcher;
 
-use crate::memory::StartError;
-
 use super::names::{Kind, SECONDS_BUCKETS, TABLE};
 
 /// The content type of the text that [`PrometheusHandle::render`] returns.
@@ -46,17 +44,13 @@ static INSTALLED: OnceLock<PrometheusHandle> = OnceLock::new();
 /// Installs a Prometheus recorder for this process, once; further calls do nothing.
 ///
 /// # Errors
-/// [`StartError::Recorder`] if the application has installed another recorder.
-pub(crate) fn install() -> Result<(), StartError> {
+/// The exporter's error, if the application has installed another recorder.
+pub(crate) fn install() -> Result<(), BuildError> {
     // Under a lock, so that two threads do not both install one.
     static INSTALLING: Mutex<()> = Mutex::new(());
     let _guard = INSTALLING.lock().unwrap_or_else(PoisonError::into_inner);
     if INSTALLED.get().is_none() {
-        let installed =
-            configure(PrometheusBuilder::new()).and_then(|builder| builder.install_recorder());
-        let handle =
-            installed.map_err(|error| StartError::Recorder { error: error.to_string() })?;
-        let _ = INSTALLED.set(handle);
+        let _ = INSTALLED.set(configure(PrometheusBuilder::new())?.install_recorder()?);
     }
     Ok(())
 }

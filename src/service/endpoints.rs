@@ -124,7 +124,8 @@ impl Endpoints {
         self.admin.is_some()
     }
 
-    /// Makes `/readyz` answer 503 from now on, like [`Memory::set_ending`], also without a `Memory`.
+    /// Makes `/readyz` answer 503 from now on, like [`Memory::set_ending`]; also without a
+    /// `Memory`.
     pub fn set_ending(&self) {
         self.is_ending.store(true, Ordering::Relaxed);
     }

@@ -75,7 +75,7 @@ fn a_file_is_planned_beside_the_plans_of_others_and_drawn() {
     let folder = tempfile::tempdir().expect("a folder");
     let file = |name: &str| folder.path().join(name).display().to_string();
     let (svg, wrong) = (file("plan.svg"), file("wrong.csv"));
-    let data = "tests/data/planning/input.12.csv";
+    let data = "crates/planner/tests/data/planning/input.12.csv";
     let (code, text) = run("plan", &[data, "--budget", "1s", "--svg", &svg]);
     assert_eq!(code, Some(0), "{text}");
     for part in ["live at once", "ggml", "tflite", "proved", "figure plan.input.12.proven 1"] {

@@ -32,7 +32,7 @@ struct Mutant {
     text: &'static str,
     /// What takes its place.
     replacement: &'static str,
-    /// A test of `tests/gpu` that must fail.
+    /// A test of `crates/gpu/tests/gpu` that must fail.
     test: &'static str,
     /// Whether `cargo xtask ci` tries it too.
     is_sample: bool,
@@ -283,7 +283,7 @@ impl Copy {
 
     /// Builds the test program of the arena.
     fn build(&self) -> Result<Program<'_>, String> {
-        let build = cargo("test --locked -p lowtide --test gpu --no-run --message-format json");
+        let build = cargo("test --locked -p lowtide-gpu --test gpu --no-run --message-format json");
         let build = build.folder(&self.root).env("CARGO_TARGET_DIR", &self.build);
         let built = build.output()?;
         let path = executables(&built).pop().ok_or("the tests of the arena have no program")?;

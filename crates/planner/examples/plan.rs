@@ -2,7 +2,7 @@
 //!
 //! `cargo run --release --example plan -- FILE.csv [--capacity N] [--segment-bytes N]
 //! [--budget 10s] [--svg OUT]`. The file has the format of MiniMalloc or idealloc, as in
-//! `tests/data/planning`; the format has no views and no roles, for which there is `Graph`. With
+//! `crates/planner/tests/data/planning`; the format has no views and no roles, for which there is `Graph`. With
 //! `--inclusive`, upper ends are the last steps for any column name. The drawing has time across
 //! and addresses up, with segments stacked.
 //!

@@ -37,7 +37,7 @@ enum Trait {
 }
 
 /// The orders of a round: by the first trait, then by the second. Each of them was the only one to
-/// solve one of the instances of `tests/data/planning` at few nodes.
+/// solve one of the instances of `crates/planner/tests/data/planning` at few nodes.
 const ORDERS: [(Trait, Trait); 16] = [
     (Trait::Total, Trait::Area),
     (Trait::Width, Trait::Total),

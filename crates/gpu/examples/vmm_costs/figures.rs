@@ -40,7 +40,7 @@ impl Figures {
     /// medians at the smallest and the largest handle measured idle; a value that was not measured
     /// is 0, with a comment.
     pub(crate) fn print_rust(&self) {
-        println!("\n/// Measured by `examples/vmm_costs` on {},", self.device);
+        println!("\n/// Measured by `crates/gpu/examples/vmm_costs` on {},", self.device);
         println!("/// driver {}.", crate::version_text(self.version));
         println!("pub const MEASURED: DriverCosts = DriverCosts {{");
         for call in Call::EVERY.into_iter().filter(|&call| call != Call::PlainFree) {

@@ -7,7 +7,7 @@ use lowtide_cuda_sim::{SimDriver, SimOptions};
 use lowtide_gpu::ByteSize;
 use lowtide_gpu::clock::ManualClock;
 use lowtide_gpu::driver::{DeviceAddress, Driver as _, StreamHandle};
-use lowtide_gpu::{ArenaConfig, DeviceArena, Lane, Planted};
+use lowtide_gpu::{ArenaConfig, DeviceArena, Lane};
 
 pub(crate) const MIB: usize = 1 << 20;
 

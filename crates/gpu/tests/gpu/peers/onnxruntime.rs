@@ -5,7 +5,7 @@
 //! `src/device/tests/peers.rs`; the selector "cpu:0;gpu:0" and the option of a run belong to the
 //! configuration with its keys. The tests of streams (`TwoStreamAllocation`, those of who owns a
 //! block and of securing one) need a driver whose work goes on after its calls, and stand in
-//! `tests/gpu/streams/onnxruntime.rs`.
+//! `crates/gpu/tests/gpu/streams/onnxruntime.rs`.
 //!
 //! Invariant: where a figure of theirs means the same here, it is the same number.
 

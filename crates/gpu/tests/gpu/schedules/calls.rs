@@ -11,10 +11,10 @@ use std::sync::{Arc, mpsc};
 use std::thread;
 use std::time::Duration;
 
-use lowtide::ByteSize;
-use lowtide::device::driver::Driver as _;
-use lowtide::device::{ArenaConfig, CompactOptions, DeviceArena, Lane, Region};
 use lowtide_cuda_sim::{Call, SimDriver, SimOptions};
+use lowtide_gpu::ByteSize;
+use lowtide_gpu::driver::Driver as _;
+use lowtide_gpu::{ArenaConfig, CompactOptions, DeviceArena, Lane, Region};
 
 const DYNAMIC: Region = Region::Dynamic;
 const MIB: usize = 1 << 20;

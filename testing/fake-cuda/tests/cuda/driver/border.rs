@@ -11,9 +11,9 @@ use std::time::Duration;
 
 use cudarc::driver::{CudaContext, CudaSlice, CudaStream, result};
 use lowtide::ByteSize;
+use lowtide_fake_driver::Fake;
 use lowtide_gpu::driver::{DeviceAddress, Driver as _, Owner};
 use lowtide_gpu::{DeviceError, ImportError, Imported, Region, SleepOptions};
-use lowtide_fake_driver::Fake;
 
 use super::support::{Bed, LAZY, UNIT, check, end, start, write};
 

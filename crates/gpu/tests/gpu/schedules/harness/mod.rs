@@ -27,7 +27,7 @@ use std::time::Duration;
 use lowtide_cuda_sim::{Leaks, Order, SimDriver};
 use lowtide_gpu::ByteSize;
 use lowtide_gpu::clock::{Clock as _, SystemClock};
-use lowtide_gpu::{ArenaState, Contents, DeviceArena, Region, SleepConfig, SleepOptions};
+use lowtide_gpu::{ArenaState, Contents, Region, SleepConfig, SleepOptions};
 
 use crate::chance::Chance;
 use world::World;
