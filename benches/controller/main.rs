@@ -1,4 +1,5 @@
-//! The controller in virtual time, many seeds: what `crates/admission/tests/admission/simulated.rs` runs a few of.
+//! The controller in virtual time, with many seeds; `crates/admission/tests/admission/simulated.rs`
+//! runs a few.
 //!
 //! Scenarios, each from a seed; a month of days; and goodput beside the best fixed budget. A run
 //! that fails is shown with its seed and can be run again alone.

@@ -1,5 +1,6 @@
 //! Safe code raced with copies from and to page-locked memory. Random schedules of such code run
-//! over the fake of CUDA's library with unmodified cudarc: `testing/fake-cuda/tests/cuda/driver/pinned_schedule.rs`.
+//! over the fake libcuda with unmodified cudarc:
+//! `testing/fake-cuda/tests/cuda/driver/pinned_schedule.rs`.
 
 #[path = "../../testing/fake-cuda/tests/cuda/driver/pinned_schedule.rs"]
 #[allow(dead_code, reason = "the tests use more of it")]

@@ -1,4 +1,4 @@
-//! Random schedules of an arena beside streams, many: what `crates/gpu/tests/gpu/schedules` runs a few of.
+//! Many random schedules of an arena with streams; `crates/gpu/tests/gpu/schedules` runs a few.
 //!
 //! It measures nothing but how many ran. Two threads run schedules, a seed each; a schedule that
 //! fails is shown with its seed, order and workers, and can be run again alone.

@@ -2,9 +2,9 @@
 //!
 //! `cargo run --release --example plan -- FILE.csv [--capacity N] [--segment-bytes N]
 //! [--budget 10s] [--svg OUT]`. The file has the format of MiniMalloc or idealloc, as in
-//! `crates/planner/tests/data/planning`; the format has no views and no roles, for which there is `Graph`. With
-//! `--inclusive`, upper ends are the last steps for any column name. The drawing has time across
-//! and addresses up, with segments stacked.
+//! `crates/planner/tests/data/planning`; it has no views and no roles, for which there is `Graph`.
+//! With `--inclusive`, upper ends are the last steps for any column name. The drawing has time
+//! across and addresses up, with segments stacked.
 //!
 //! Exit code 0: there is a plan, within the capacity if one was given; 1: it needs more; 2: the
 //! file could not be read or planned.
