@@ -431,7 +431,7 @@ mod tests {
             ("```sh\n1", "a fence is not closed"),
             ("\ncargo bench --bench gone", "docs/NEW.md:2: --bench gone: no such file in benches"),
             ("cargo test --test gone", "--test gone: no such file"),
-            ("cargo test --features heap,gone", "--features gone: no such feature"),
+            ("cargo test --features service,gone", "--features gone: no such feature"),
             ("see `src/gone.rs`", "src/gone.rs: no such file"),
             ("LOWTIDE_GONE", "LOWTIDE_GONE: no such variable"),
             ("PROXY_GONE", "PROXY_GONE: no such variable of the proxy"),
@@ -444,7 +444,7 @@ mod tests {
             assert!(faults.len() == 1 && faults[0].contains(expected), "{text:?}: {faults:?}");
         }
         let clean = "`src/lib.rs` LOWTIDE_PROFILE lowtide_heap_live_bytes [a](STYLE.md#tests) \
-                     /memory/purge cargo test --features heap";
+                     /memory/purge cargo test --features service";
         assert_eq!(faults_of(clean), [""; 0]);
     }
 }
