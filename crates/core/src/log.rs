@@ -2,8 +2,8 @@
 //!
 //! A subscriber is the application's code and may panic: `tracing-subscriber` does when neither its
 //! writer nor standard error accepts a line (a full disk, a closed pipe). All events go through
-//! [`log!`](crate::log!); a check of the sources finds one that does not. Code updates its own state
-//! before it logs, because a subscriber may also block.
+//! [`log!`](crate::log!); a check of the sources finds one that does not. Code updates its own
+//! state before it logs, because a subscriber may also block.
 //!
 //! Invariant: nothing unwinds out of `log!`.
 

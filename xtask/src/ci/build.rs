@@ -150,7 +150,8 @@ fn target_of(is_it: impl Fn(&str, &str) -> bool, what: &str) -> Result<Target, S
 /// jemalloc already.
 pub(super) fn interposed(_: Length) -> Outcome {
     let run = cargo("test --locked --all-features -p lowtide -p lowtide-heap");
-    let tests = "--test heap --test heap_not_global -- interpose not_global profile_sources profile_symbol profile_wrong_name";
+    let tests = "--test heap --test heap_not_global -- \
+                 interpose not_global profile_sources profile_symbol profile_wrong_name";
     Ok(run.words(tests).run()?)
 }
 
