@@ -16,9 +16,7 @@ use lowtide::{BoxError, ByteSize, Memory};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpStream};
 
-#[global_allocator]
-static HEAP: lowtide::host::Heap = lowtide::host::Heap;
-lowtide::heap_profile!(balanced); // what jemalloc reads before `main`
+lowtide::global_allocator!(balanced); // what jemalloc reads before `main`
 
 #[tokio::main]
 async fn main() -> Result<(), BoxError> {

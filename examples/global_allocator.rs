@@ -14,11 +14,9 @@ use std::time::Duration;
 use lowtide::host::{self, HeapProbe, HeapSnapshot};
 use lowtide::{BoxError, ByteSize};
 
-#[global_allocator]
-static HEAP: host::Heap = host::Heap;
 // The settings that jemalloc reads before `main`: decay times, arenas, page classes. One setting is
 // overridden.
-lowtide::heap_profile!(balanced, narenas: 2);
+lowtide::global_allocator!(balanced, narenas: 2);
 
 /// The amount allocated: many small blocks, as in a parsed document.
 const TAKEN: ByteSize = ByteSize::mib(64);

@@ -14,10 +14,8 @@ use lowtide::config::Profile;
 use lowtide::control::{Cost, Signals};
 use lowtide::{BoxError, ByteSize, Memory};
 
-#[global_allocator]
-static HEAP: lowtide::host::Heap = lowtide::host::Heap;
 // The settings that jemalloc reads before `main`; `Profile::LowMemory` below changes the rest.
-lowtide::heap_profile!(low_memory);
+lowtide::global_allocator!(low_memory);
 
 const ROOM: ByteSize = ByteSize::mib(64);
 const REQUEST: ByteSize = ByteSize::mib(2);

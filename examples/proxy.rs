@@ -23,10 +23,7 @@ mod upstream;
 use std::io::Write as _;
 use std::process::ExitCode;
 
-#[global_allocator]
-static HEAP: lowtide::host::Heap = lowtide::host::Heap;
-
-lowtide::heap_profile!(balanced);
+lowtide::global_allocator!(balanced);
 
 fn main() -> ExitCode {
     match cli::main(std::env::args_os()) {

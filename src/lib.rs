@@ -10,9 +10,7 @@
 //! second after traffic falls.
 //!
 //! ```
-//! #[global_allocator]
-//! static HEAP: lowtide::host::Heap = lowtide::host::Heap;
-//! lowtide::heap_profile!(balanced); // jemalloc reads these settings before `main`
+//! lowtide::global_allocator!(balanced); // jemalloc reads these settings before `main`
 //!
 //! fn main() -> Result<(), lowtide::host::HostError> {
 //!     let live = lowtide::host::HeapProbe::new()?.snapshot()?.live;
@@ -134,7 +132,7 @@ pub use lowtide_core::{fork, sync};
 pub use lowtide_admission as control;
 #[cfg(feature = "device")]
 pub use lowtide_gpu as device;
-pub use lowtide_heap::{self as host, heap_profile};
+pub use lowtide_heap::{self as host, global_allocator, jemalloc_conf};
 
 pub mod config;
 pub mod memory;

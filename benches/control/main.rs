@@ -23,10 +23,7 @@ use lowtide::BoxError;
 
 use crate::table::Figures;
 
-#[global_allocator]
-static HEAP: lowtide::host::Heap = lowtide::host::Heap;
-
-lowtide::heap_profile!(balanced);
+lowtide::global_allocator!(balanced);
 
 /// The parts of the bench, in the order in which they run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]

@@ -25,10 +25,7 @@ use std::process::{Command, ExitCode};
 
 use lowtide::BoxError;
 
-#[global_allocator]
-static HEAP: lowtide::host::Heap = lowtide::host::Heap;
-
-lowtide::heap_profile!(balanced);
+lowtide::global_allocator!(balanced);
 
 /// Stages a fault, prints its `figure NAME VALUE UNIT` lines, and fails if a goal does not hold.
 type Part = fn() -> Result<(), BoxError>;

@@ -23,10 +23,7 @@ use crate::child::{Idler, Kind};
 use crate::look::Look;
 use crate::report::Standing;
 
-#[global_allocator]
-static HEAP: lowtide::host::Heap = lowtide::host::Heap;
-
-lowtide::heap_profile!(balanced);
+lowtide::global_allocator!(balanced);
 
 /// Processes of each kind that stand idle.
 const OF_EACH: usize = 3;

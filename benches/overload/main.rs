@@ -58,10 +58,7 @@ use crate::mix::Mix;
 use crate::policy::Policy;
 use crate::runner::Runner;
 
-#[global_allocator]
-static HEAP: lowtide::host::Heap = lowtide::host::Heap;
-
-lowtide::heap_profile!(balanced);
+lowtide::global_allocator!(balanced);
 
 #[derive(Clone, Debug, Parser)]
 #[command(about = "A service in a small memory cgroup, under more load than it can hold")]

@@ -1,7 +1,7 @@
 //! Profiles: named sets of defaults.
 //!
 //! A profile is data. Its values that jemalloc reads at start-up (arena count, page classes) are
-//! exported by `heap_profile!`; the values here can change at run time.
+//! exported by `global_allocator!`; the values here can change at run time.
 
 use std::fmt;
 use std::str::FromStr;

@@ -54,8 +54,8 @@ pub(super) fn at_start_otherwise(config: &Config, found: &EffectiveConf) -> Vec<
     match asked.filter(|_| !fixed.is_empty()) {
         Some(asked) => diagnostics.push(in_part(config, found, &asked, &fixed)),
         None if !is_configured(found) => diagnostics.push(format!(
-            "this binary has no heap profile, so jemalloc uses its defaults for settings that are \
-             fixed before `main`; add `lowtide::heap_profile!({});` to the binary, or start the \
+            "this binary exports no settings, so jemalloc uses its defaults for those that are fixed \
+             before `main`; make `lowtide::global_allocator!({});` its allocator, or start the \
              process with {}={}",
             profile(config),
             found.variable(),
@@ -110,7 +110,9 @@ fn in_part(
     });
     let or_add = match found.conf_of_binary {
         Some(_) => String::new(),
-        None => format!("add `lowtide::heap_profile!({});` to the binary, or ", profile(config)),
+        None => {
+            format!("make `lowtide::global_allocator!({});` its allocator, or ", profile(config))
+        }
     };
     format!(
         "profile {} is only partly in force; fixed at start: {}; {or_add}start the process \

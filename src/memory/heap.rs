@@ -62,8 +62,7 @@ pub(super) fn settle_heap(
     if !host::is_global() {
         diagnostic(
             "jemalloc is not the global allocator, so Rust's allocations are neither measured nor \
-             purged: add `#[global_allocator] static HEAP: lowtide::host::Heap = \
-             lowtide::host::Heap;` to the binary"
+             purged: add `lowtide::global_allocator!(balanced);` to the binary"
                 .to_owned(),
         );
     }

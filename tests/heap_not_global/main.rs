@@ -9,4 +9,4 @@ mod profile_throughput;
 #[path = "../support/mod.rs"]
 mod support;
 
-lowtide::heap_profile!(throughput);
+lowtide_heap::jemalloc_conf!(throughput);

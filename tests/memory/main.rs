@@ -66,5 +66,5 @@ mod support;
 #[global_allocator]
 static HEAP: lowtide::host::Heap = lowtide::host::Heap;
 
-/// As `heap_profile!(balanced)` in a service, but where a test starts otherwise.
+/// As `global_allocator!(balanced)` in a service, but where a test starts otherwise.
 const EXPORTED: start::Start = start::BALANCED;

@@ -434,13 +434,13 @@ fn without_proc_one_warning_says_that_no_request_is_rejected_for_memory() {
 
 /// The bug: a program without the macro ran with jemalloc's defaults, and nothing told.
 #[test]
-fn a_forgotten_heap_profile_is_noted_with_the_line_to_add() {
+fn forgotten_settings_of_jemalloc_are_noted_with_the_line_to_add() {
     NONE.run(|| {
         let memory = quiet().start().expect("starts");
         let diagnostics = about(&memory, "heap");
-        let said = diagnostics
-            .iter()
-            .filter(|note| note.contains("add `lowtide::heap_profile!(balanced);`"));
+        let said = diagnostics.iter().filter(|note| {
+            note.contains("make `lowtide::global_allocator!(balanced);` its allocator")
+        });
         assert_eq!(said.count(), 1, "{diagnostics:?}");
         assert!(memory.shutdown(SOON).is_clean());
     });
@@ -570,7 +570,7 @@ fn automatic_device_memory_in_host_memory_is_said() {
         let diagnostics = about(&memory, "device");
         assert!(diagnostics.iter().any(|note| note.contains("host memory")), "{diagnostics:?}");
         let [heap] = &about(&memory, "heap")[..] else { panic!("{:?}", memory.diagnostics()) };
-        assert!(heap.contains("heap_profile!"), "else the heap is as it was asked for: {heap}");
+        assert!(heap.contains("global_allocator!"), "else the heap is as it was asked for: {heap}");
         let cost = memory.cost(ByteSize::mib(1), ByteSize::mib(2));
         assert_eq!(cost, Cost::host(ByteSize::mib(3)), "device memory is host memory here");
         assert!(memory.shutdown(SOON).is_clean());

@@ -27,7 +27,7 @@ pub(crate) struct Start {
     unread: Option<&'static CStr>,
 }
 
-/// As `heap_profile!` with settings of one's own exports it.
+/// As `global_allocator!` with settings of one's own exports it.
 const OWN_TEXT: &ConfText = &ConfText::of(
     HeapProfile::Balanced,
     &[
@@ -41,15 +41,15 @@ const OWN_TEXT: &ConfText = &ConfText::of(
 
 /// No configuration.
 pub(crate) const NONE: Start = Start { name: c"none", read: None, unread: None };
-/// `heap_profile!(balanced)`.
+/// `global_allocator!(balanced)`.
 pub(crate) const BALANCED: Start = Start::of_profile(c"balanced", HeapProfile::Balanced.conf());
-/// `heap_profile!(low_memory)`.
+/// `global_allocator!(low_memory)`.
 pub(crate) const LOW_MEMORY: Start =
     Start::of_profile(c"low_memory", HeapProfile::LowMemory.conf());
-/// `heap_profile!(throughput)`.
+/// `global_allocator!(throughput)`.
 pub(crate) const THROUGHPUT: Start =
     Start::of_profile(c"throughput", HeapProfile::Throughput.conf());
-/// `heap_profile!(balanced, narenas: 8, ...)`.
+/// `global_allocator!(balanced, narenas: 8, ...)`.
 pub(crate) const OWN: Start = Start::of_profile(c"own", OWN_TEXT.as_c_str());
 /// A symbol by hand, under the right name.
 pub(crate) const BY_HAND: Start =

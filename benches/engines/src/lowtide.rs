@@ -17,9 +17,7 @@ use ort::ep::CPU;
 use ort::session::Session;
 use ort::session::builder::SessionBuilder;
 
-#[global_allocator]
-static HEAP: lowtide::host::Heap = lowtide::host::Heap;
-lowtide::heap_profile!(balanced);
+lowtide::global_allocator!(balanced);
 
 /// After the look at idle memory.
 const IDLE_UNLOAD: Duration = Duration::from_secs(4);

@@ -50,7 +50,7 @@ pub enum ConfSource {
     /// The string set when jemalloc was built (`JEMALLOC_SYS_WITH_MALLOC_CONF`).
     Build,
     /// The symbol of this name in the binary, as exported by
-    /// [`heap_profile!`](crate::heap_profile).
+    /// [`global_allocator!`](crate::global_allocator).
     Binary(&'static str),
     /// The name that this symbolic link refers to.
     Symlink(&'static str),
@@ -149,7 +149,7 @@ impl fmt::Display for Cause {
             Self::NoSymbol(name) => write!(
                 f,
                 "set in no source that jemalloc reads: the binary has no symbol {name} \
-                 (lowtide_heap::heap_profile! exports it)"
+                 (lowtide_heap::global_allocator! exports it)"
             ),
             Self::NotAsked => f.write_str("set in no source that jemalloc reads"),
             Self::NotRead { written, read } => {

@@ -38,7 +38,7 @@ impl EffectiveConf {
         self
     }
 
-    /// Returns the configuration of [`heap_profile!`](crate::heap_profile) in the binary, if it has
+    /// Returns the configuration of [`global_allocator!`](crate::global_allocator) in the binary, if it has
     /// one.
     #[must_use]
     pub fn requested_by_binary(&self) -> Option<HeapConf> {
@@ -73,7 +73,7 @@ impl EffectiveConf {
 
     /// Returns the settings in effect that differ from a profile or a custom configuration;
     /// settings that it does not name are expected to have jemalloc's default. Empty if the process
-    /// was started with it: by [`heap_profile!`](crate::heap_profile) in the binary, or by
+    /// was started with it: by [`global_allocator!`](crate::global_allocator) in the binary, or by
     /// [`variable`](Self::variable) with the string of [`variable_for`](Self::variable_for).
     ///
     /// It also expects pages no larger than the kernel's, and every arena at the decay times of the

@@ -1,6 +1,6 @@
 //! jemalloc's settings that this crate supports: one table, and their string format.
 //!
-//! Pure: no calls to jemalloc. The table serves the macro [`heap_profile!`](crate::heap_profile),
+//! Pure: no calls to jemalloc. The table serves the macro [`jemalloc_conf!`](crate::jemalloc_conf),
 //! which checks and writes a string at compile time, and the comparison of requested and effective
 //! settings.
 //!
@@ -48,35 +48,35 @@ pub(super) const KNOBS: [Knob; 10] = [
         takes: BOOL,
         default: Some("false"),
         moves: true,
-        expected: "heap_profile!: background_thread takes true or false",
+        expected: "background_thread takes true or false",
     },
     Knob {
         name: "max_background_threads",
         takes: Takes::Number(1, 64),
         default: None, // A later string can lower it and never raise it.
         moves: true,
-        expected: "heap_profile!: max_background_threads takes a whole number from 1 to 64",
+        expected: "max_background_threads takes a whole number from 1 to 64",
     },
     Knob {
         name: "narenas",
         takes: Takes::Number(1, 4094),
         default: Some("default"),
         moves: false,
-        expected: "heap_profile!: narenas takes a whole number from 1 to 4094",
+        expected: "narenas takes a whole number from 1 to 4094",
     },
     Knob {
         name: "tcache_max",
         takes: Takes::Number(8, 32_768),
         default: Some("32768"),
         moves: false,
-        expected: "heap_profile!: tcache_max takes a whole number of bytes from 8 to 32768",
+        expected: "tcache_max takes a whole number of bytes from 8 to 32768",
     },
     Knob {
         name: "dirty_decay_ms",
         takes: Takes::Number(1, 3_600_000),
         default: Some("10000"),
         moves: true,
-        expected: "heap_profile!: dirty_decay_ms takes a whole number of ms from 1 to 3600000 (0 \
+        expected: "dirty_decay_ms takes a whole number of ms from 1 to 3600000 (0 \
                    would cost 5 to 8 times the CPU)",
     },
     Knob {
@@ -84,46 +84,46 @@ pub(super) const KNOBS: [Knob; 10] = [
         takes: Takes::Number(0, 3_600_000),
         default: Some("0"),
         moves: true,
-        expected: "heap_profile!: muzzy_decay_ms takes a whole number of ms from 0 to 3600000",
+        expected: "muzzy_decay_ms takes a whole number of ms from 0 to 3600000",
     },
     Knob {
         name: "thp",
         takes: Takes::Word(&[("default", "default"), ("always", "always"), ("never", "never")]),
         default: Some("default"),
         moves: false,
-        expected: "heap_profile!: thp takes default, always or never",
+        expected: "thp takes default, always or never",
     },
     Knob {
         name: "metadata_thp",
         takes: Takes::Word(&[("disabled", "disabled"), ("auto", "auto"), ("always", "always")]),
         default: Some("disabled"),
         moves: false,
-        expected: "heap_profile!: metadata_thp takes disabled, auto or always",
+        expected: "metadata_thp takes disabled, auto or always",
     },
     Knob {
         name: "slab_sizes",
         takes: Takes::Word(&[("default", "default"), ("one_page", ONE_PAGE)]),
         default: Some("default"),
         moves: false,
-        expected: "heap_profile!: slab_sizes takes default or one_page",
+        expected: "slab_sizes takes default or one_page",
     },
     Knob {
         name: "cache_oblivious",
         takes: BOOL,
         default: Some("true"),
         moves: false,
-        expected: "heap_profile!: cache_oblivious takes true or false",
+        expected: "cache_oblivious takes true or false",
     },
 ];
 
-const UNKNOWN: &str = "heap_profile!: expected a setting of background_thread, \
+const UNKNOWN: &str = "expected a setting of background_thread, \
                        max_background_threads, narenas, tcache_max, dirty_decay_ms, \
                        muzzy_decay_ms, thp, metadata_thp, slab_sizes, \
                        cache_oblivious";
-const HPA: &str = "heap_profile!: hpa is not offered: it keeps twice the memory at rest; expected \
+const HPA: &str = "hpa is not offered: it keeps twice the memory at rest; expected \
                    another setting, such as narenas";
-const TWICE: &str = "heap_profile!: duplicate setting; expected each at most once";
-const TOO_LONG: &str = "heap_profile!: the settings together are too long";
+const TWICE: &str = "duplicate setting; expected each at most once";
+const TOO_LONG: &str = "the settings together are too long";
 
 /// The setting of this name.
 pub(super) const fn knob(name: &str) -> Option<&'static Knob> {

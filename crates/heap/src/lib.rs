@@ -64,9 +64,9 @@ pub use purge::{Outcome, Part, PurgeReport, decay_tick, flush_thread_cache, purg
 pub use recall::{flush_tcache_if_requested, on_thread_park, request_tcache_flush};
 pub use stats::{HeapGlance, HeapProbe, HeapSnapshot};
 
-/// Used by the expansion of [`heap_profile!`](crate::heap_profile); don't use it directly.
+/// Used by the expansion of [`global_allocator!`](crate::global_allocator); don't use it directly.
 #[doc(hidden)]
 pub use allocator::ConfSymbol;
-/// Used by the expansion of [`heap_profile!`](crate::heap_profile); don't use it directly.
+/// Used by the expansion of [`global_allocator!`](crate::global_allocator); don't use it directly.
 #[doc(hidden)]
 pub use knobs::ConfText;

@@ -36,7 +36,7 @@ impl HeapProfile {
     /// All profiles.
     pub const ALL: [Self; 3] = [Self::LowMemory, Self::Balanced, Self::Throughput];
 
-    /// Returns the name, as in [`heap_profile!`](crate::heap_profile).
+    /// Returns the name, as in [`global_allocator!`](crate::global_allocator).
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -88,20 +88,18 @@ impl fmt::Display for HeapProfile {
     }
 }
 
-/// Configures jemalloc's settings that are fixed before `main`: `low_memory`, `balanced` or
-/// `throughput`, and custom settings on top.
+/// Makes jemalloc the global allocator, with settings that are fixed before `main`: `low_memory`,
+/// `balanced` or `throughput`, and custom settings on top.
 ///
-/// Use it once, in the binary (a second one does not link), together with the global allocator. It
-/// exports the profile's string (see [`HeapProfile::conf`](crate::HeapProfile::conf)) as
+/// Use it once, in the binary (a second one does not compile or link). For an allocator of your own
+/// that wraps [`Heap`](crate::Heap), use [`jemalloc_conf!`](crate::jemalloc_conf). The macro exports the profile's string (see [`HeapProfile::conf`](crate::HeapProfile::conf)) as
 /// `_rjem_malloc_conf` and as `malloc_conf`, because jemalloc reads the second if it serves C code
 /// as well (feature `interpose`, which any dependency may enable). The environment variable
 /// `_RJEM_MALLOC_CONF`, or `MALLOC_CONF` in that case, overrides it.
 /// [`effective`](crate::effective) returns the settings in effect.
 ///
 /// ```
-/// #[global_allocator]
-/// static HEAP: lowtide_heap::Heap = lowtide_heap::Heap;
-/// lowtide_heap::heap_profile!(low_memory, narenas: 3, dirty_decay_ms: 2_000);
+/// lowtide_heap::global_allocator!(low_memory, narenas: 3, dirty_decay_ms: 2_000);
 ///
 /// assert_eq!(lowtide_heap::effective().unwrap().arenas_at_start, 3);
 /// ```
@@ -125,19 +123,19 @@ impl fmt::Display for HeapProfile {
 ///
 /// Other settings and values do not compile, and the message names the expected ones:
 /// ```compile_fail
-/// lowtide_heap::heap_profile!(lowmemory);
+/// lowtide_heap::global_allocator!(lowmemory);
 /// ```
 /// ```compile_fail
-/// lowtide_heap::heap_profile!(balanced, dirty_decay_ms: 0); // 5 to 8 times the CPU
+/// lowtide_heap::global_allocator!(balanced, dirty_decay_ms: 0); // 5 to 8 times the CPU
 /// ```
 /// ```compile_fail
-/// lowtide_heap::heap_profile!(balanced, hpa: true); // twice the memory at rest
+/// lowtide_heap::global_allocator!(balanced, hpa: true); // twice the memory at rest
 /// ```
 /// ```compile_fail
-/// lowtide_heap::heap_profile!(balanced, narenas: 5000); // 1 to 4094
+/// lowtide_heap::global_allocator!(balanced, narenas: 5000); // 1 to 4094
 /// ```
 /// ```compile_fail
-/// lowtide_heap::heap_profile!(balanced, arenas: 8); // jemalloc calls it narenas
+/// lowtide_heap::global_allocator!(balanced, arenas: 8); // jemalloc calls it narenas
 /// ```
 ///
 /// # If unsafe code is forbidden
@@ -149,27 +147,44 @@ impl fmt::Display for HeapProfile {
 /// and `JEMALLOC_SYS_WITH_MALLOC_CONF` in the `[env]` of `.cargo/config.toml`, which is built into
 /// jemalloc.
 #[macro_export]
-macro_rules! heap_profile {
-    (low_memory $($own:tt)*) => {
-        $crate::__heap_profile_export!(LowMemory $($own)*);
-    };
-    (balanced $($own:tt)*) => {
-        $crate::__heap_profile_export!(Balanced $($own)*);
-    };
-    (throughput $($own:tt)*) => {
-        $crate::__heap_profile_export!(Throughput $($own)*);
-    };
-    ($($other:tt)*) => {
-        ::core::compile_error!(
-            "heap_profile! expects one of the names low_memory, balanced, throughput"
-        );
+macro_rules! global_allocator {
+    ($($profile:tt)*) => {
+        #[global_allocator]
+        static LOWTIDE_HEAP: $crate::Heap = $crate::Heap;
+        $crate::jemalloc_conf!($($profile)*);
     };
 }
 
-/// The expansion of [`heap_profile!`](crate::heap_profile); don't use it directly.
+/// Exports the settings of [`global_allocator!`](crate::global_allocator) without the allocator:
+/// for a global allocator of your own that wraps [`Heap`](crate::Heap).
+///
+/// ```
+/// use lowtide_heap::Heap;
+///
+/// #[global_allocator]
+/// static ALLOCATOR: Heap = Heap; // or one that counts, and calls it
+/// lowtide_heap::jemalloc_conf!(balanced, narenas: 2);
+/// ```
+#[macro_export]
+macro_rules! jemalloc_conf {
+    (low_memory $($own:tt)*) => {
+        $crate::__export_conf!(LowMemory $($own)*);
+    };
+    (balanced $($own:tt)*) => {
+        $crate::__export_conf!(Balanced $($own)*);
+    };
+    (throughput $($own:tt)*) => {
+        $crate::__export_conf!(Throughput $($own)*);
+    };
+    ($($other:tt)*) => {
+        ::core::compile_error!("expected one of the names low_memory, balanced, throughput");
+    };
+}
+
+/// The expansion of [`jemalloc_conf!`](crate::jemalloc_conf); don't use it directly.
 #[doc(hidden)]
 #[macro_export]
-macro_rules! __heap_profile_export {
+macro_rules! __export_conf {
     ($profile:ident $(, $name:ident : $value:tt)* $(,)?) => {
         const _: () = {
             const TEXT: &$crate::ConfText = &$crate::ConfText::of(
@@ -188,8 +203,8 @@ macro_rules! __heap_profile_export {
     };
     ($profile:ident $($other:tt)*) => {
         ::core::compile_error!(
-            "heap_profile! takes settings after the name, each as `setting: value` with a literal \
-             value, separated by commas, such as heap_profile!(balanced, narenas: 8)"
+            "expected settings after the name, each as `setting: value` with a literal value, \
+             separated by commas, such as global_allocator!(balanced, narenas: 8)"
         );
     };
 }

@@ -176,7 +176,10 @@ fn threads(code: &Code<'_>) -> Rows {
              its own; with the hook threads use {}.",
             values![(64.0 * each).to_string(), (2.0 * each).to_string()],
         ),
-        ("`heap_profile!(balanced)` has {}, or", values![jemalloc(code, "Balanced", "narenas")]),
+        (
+            "`global_allocator!(balanced)` has {}, or",
+            values![jemalloc(code, "Balanced", "narenas")],
+        ),
     ]
 }
 
