@@ -33,7 +33,7 @@ use lowtide::{BoxError, ByteSize};
 use crate::service::Setup;
 
 #[global_allocator]
-static HEAP: lowtide::host::Heap = lowtide::host::Heap;
+static HEAP: lowtide::heap::Heap = lowtide::heap::Heap;
 
 /// The memory limit of the service.
 const LIMIT: ByteSize = ByteSize::mib(256);

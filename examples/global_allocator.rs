@@ -11,7 +11,7 @@
 
 use std::time::Duration;
 
-use lowtide::host::{self, HeapProbe, HeapSnapshot};
+use lowtide::heap::{self, HeapProbe, HeapSnapshot};
 use lowtide::{BoxError, ByteSize};
 
 // The settings that jemalloc reads before `main`: decay times, arenas, page classes. One setting is
@@ -28,12 +28,12 @@ const PURGES_MAX: u32 = 100;
 const PAUSE: Duration = Duration::from_millis(20);
 
 fn main() -> Result<(), BoxError> {
-    if !host::is_global() {
+    if !heap::is_global() {
         return Err("another allocator serves this program".into());
     }
     // Settings that could not be applied, with their causes, such as a variable that overrides
     // them.
-    for difference in host::apply(&host::HeapProfile::Balanced.settings())?.differences {
+    for difference in heap::apply(&heap::HeapProfile::Balanced.settings())?.differences {
         println!("setting not applied: {difference}");
     }
     let probe = HeapProbe::new()?;
@@ -52,7 +52,7 @@ fn main() -> Result<(), BoxError> {
     let mut released = ByteSize::ZERO;
     let mut after = probe.snapshot()?;
     for _ in 0..PURGES_MAX {
-        released = released.saturating_add(host::purge_now()?.released());
+        released = released.saturating_add(heap::purge_now()?.released());
         after = probe.snapshot()?;
         if after.resident.saturating_sub(before.resident) <= LEFT_MAX {
             break;

@@ -9,9 +9,9 @@
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
+use lowtide::admission::{Cost, Signals};
 use lowtide::clock::{Bell, Clock as _, SystemClock};
 use lowtide::config::Profile;
-use lowtide::control::{Cost, Signals};
 use lowtide::{BoxError, ByteSize, Memory};
 
 // The settings that jemalloc reads before `main`; `Profile::LowMemory` below changes the rest.

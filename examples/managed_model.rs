@@ -9,13 +9,13 @@
 
 use std::time::Duration;
 
+use lowtide::admission::Managed;
 use lowtide::config::DeviceChoice;
-use lowtide::control::Managed;
 use lowtide::device::{Buffer, DeviceArena, Region};
 use lowtide::{BoxError, ByteSize, Memory};
 
 #[global_allocator]
-static HEAP: lowtide::host::Heap = lowtide::host::Heap;
+static HEAP: lowtide::heap::Heap = lowtide::heap::Heap;
 
 type Model = Managed<Buffer<f32>>;
 

@@ -15,7 +15,7 @@ use std::process::ExitCode;
 
 use clap::Parser;
 use lowtide::ByteSize;
-use lowtide::control::{EventCounts, Psi, Signals};
+use lowtide::admission::{EventCounts, Psi, Signals};
 
 /// Prints the memory limit that lowtide finds on this system.
 #[derive(Parser)]

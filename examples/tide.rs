@@ -47,7 +47,7 @@ use crate::picture::{Picture, Scene};
 use crate::run::{Glimpse, Kind, Outcome, Plan};
 
 #[global_allocator]
-static HEAP: lowtide::host::Heap = lowtide::host::Heap;
+static HEAP: lowtide::heap::Heap = lowtide::heap::Heap;
 
 #[derive(Clone, Debug, Parser)]
 #[command(about = "Watch a service's memory rise under load and go back down")]

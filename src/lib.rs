@@ -12,9 +12,9 @@
 //! ```
 //! lowtide::global_allocator!(balanced); // jemalloc reads these settings before `main`
 //!
-//! fn main() -> Result<(), lowtide::host::HostError> {
-//!     let live = lowtide::host::HeapProbe::new()?.snapshot()?.live;
-//!     println!("{live} live; {}", lowtide::host::effective()?); // the settings in force
+//! fn main() -> Result<(), lowtide::heap::HostError> {
+//!     let live = lowtide::heap::HeapProbe::new()?.snapshot()?.live;
+//!     println!("{live} live; {}", lowtide::heap::effective()?); // the settings in force
 //!     Ok(())
 //! }
 //! ```
@@ -26,7 +26,7 @@
 //! If they do not fit, it is rejected: 503 with `Retry-After`, or 413 if they can never fit.
 //!
 //! ```
-//! use lowtide::control::Cost;
+//! use lowtide::admission::Cost;
 //! use lowtide::service::{ContentLength, MemoryLayer};
 //! use lowtide::{ByteSize, Memory};
 //!
@@ -117,7 +117,7 @@
 //! | `cuda` | arenas in CUDA memory, without a toolkit; **not run on a GPU yet**; with `device` |
 //! | `memory-viz` | `device::ArenaMap` as a snapshot for PyTorch's `memory_viz`; with `device` |
 //! | `interpose` | C and C++ libraries use jemalloc too; for engines in C++ |
-//! | `allocator-api2` | `host::HostArena` as an `allocator-api2` allocator |
+//! | `allocator-api2` | `heap::HostArena` as an `allocator-api2` allocator |
 //! | `profiling` | jemalloc's heap profiler |
 //!
 //! Linux with glibc is supported in full; Windows is a compile error.
@@ -129,12 +129,13 @@ pub use lowtide_core::{BoxError, bytes, clock, decay};
 #[doc(hidden)]
 pub use lowtide_core::{fork, sync};
 
-pub use lowtide_admission as control;
 #[cfg(feature = "device")]
 pub use lowtide_gpu as device;
-pub use lowtide_heap::{self as host, global_allocator, jemalloc_conf};
+pub use lowtide_heap::{global_allocator, jemalloc_conf};
 
+pub mod admission;
 pub mod config;
+pub mod heap;
 pub mod memory;
 pub mod metrics;
 #[cfg(feature = "service")]

@@ -8,9 +8,9 @@ use std::sync::Barrier;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
-use lowtide::control::{Admission, Budget, Cost, Signals};
-use lowtide::host::thread_totals;
 use lowtide::{BoxError, ByteSize};
+use lowtide_admission::{Admission, Budget, Cost, Signals};
+use lowtide_heap::thread_totals;
 use tokio::sync::Semaphore;
 
 use crate::table::Figures;

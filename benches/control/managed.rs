@@ -9,8 +9,8 @@ use std::sync::Barrier;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
-use lowtide::control::{Cost, Managed};
 use lowtide::{BoxError, ByteSize, Memory};
+use lowtide_admission::{Cost, Managed};
 
 use crate::table::Figures;
 

@@ -8,10 +8,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use lowtide::clock::{Bell, Clock as _, SystemClock};
-use lowtide::control::{Cost, Signals};
 use lowtide::device::Region;
-use lowtide::host::{HeapProbe, thread_totals};
 use lowtide::{BoxError, ByteSize, Memory};
+use lowtide_admission::{Cost, Signals};
+use lowtide_heap::{HeapProbe, thread_totals};
 
 use crate::look::Look;
 use crate::table::Figures;

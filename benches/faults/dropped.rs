@@ -13,10 +13,11 @@ use std::time::Duration;
 use bytes::Bytes;
 use http::{Request, Response};
 use http_body_util::Empty;
+use lowtide::admission::Cost;
 use lowtide::clock::{Bell, Clock, SystemClock};
 use lowtide::config::DeviceChoice;
 use lowtide::service::{Constant, MemoryLayer, MemoryService};
-use lowtide::{BoxError, ByteSize, Memory, control::Cost};
+use lowtide::{BoxError, ByteSize, Memory};
 use tower::{Layer, Service, util::BoxCloneService};
 
 use crate::support::Tree;

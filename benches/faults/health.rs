@@ -6,9 +6,9 @@
 
 use std::net::SocketAddr;
 
-use lowtide::control::{Admission, Cost, Level};
 use lowtide::service::{Constant, MemoryLayer};
 use lowtide::{BoxError, ByteSize};
+use lowtide_admission::{Admission, Cost, Level};
 use tokio::net::TcpListener;
 use tonic::transport::server::TcpIncoming;
 use tonic::transport::{Channel, Endpoint, Server};

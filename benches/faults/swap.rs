@@ -4,9 +4,9 @@
 use std::time::Duration;
 
 use lowtide::clock::{Bell, Clock as _, SystemClock};
-use lowtide::control::{Cost, Managed, Resource as _, UnloadReason};
 use lowtide::memory::Memory;
 use lowtide::{BoxError, ByteSize};
+use lowtide_admission::{Cost, Managed, Resource as _, UnloadReason};
 
 const LIMIT: ByteSize = ByteSize::mib(128);
 const MODEL: ByteSize = ByteSize::mib(60);

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use lowtide::Memory;
-use lowtide::control::Budget;
+use lowtide_admission::Budget;
 
 use crate::measures::MIB;
 

@@ -17,12 +17,12 @@ use std::time::{Duration, Instant};
 
 use lowtide::clock::{Bell, Clock, Moment, SystemClock, Wake};
 use lowtide::config::DeviceChoice;
-use lowtide::control::{Budget, Cost, Signals};
 use lowtide::device::Region;
-use lowtide::host::{purge_now, thread_totals};
 use lowtide::metrics::prometheus::PrometheusBuilder;
 use lowtide::metrics::record;
 use lowtide::{BoxError, ByteSize, Memory};
+use lowtide_admission::{Budget, Cost, Signals};
+use lowtide_heap::{purge_now, thread_totals};
 
 /// Turns of each kind that are measured.
 const TICKS: usize = 2001;

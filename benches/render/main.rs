@@ -23,7 +23,7 @@ use lowtide::service::Endpoints;
 use lowtide::{BoxError, Memory};
 
 #[global_allocator]
-static HEAP: lowtide::host::Heap = lowtide::host::Heap;
+static HEAP: lowtide_heap::Heap = lowtide_heap::Heap;
 
 const SEED: u64 = 42;
 const MEMORY: &str = "/memory?format=json&with=map,history,events,admin_tasks";

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use axum::extract::DefaultBodyLimit;
 use axum::{Json, Router, routing::post};
-use lowtide::host::HeapProfile;
+use lowtide::heap::HeapProfile;
 use lowtide::service::{ContentLength, MemoryLayer};
 use lowtide::{BoxError, ByteSize, Memory};
 use serde_json::Value;
@@ -79,7 +79,7 @@ pub(crate) fn serve(setup: Setup) -> Result<(), BoxError> {
         Setup::Lowtide => {
             runtime
                 .on_thread_start(lowtide::memory::on_thread_start)
-                .on_thread_park(lowtide::host::on_thread_park);
+                .on_thread_park(lowtide::heap::on_thread_park);
             let memory = Memory::builder().memory_limit(LIMIT).start()?;
             let estimate =
                 ContentLength::new(ByteSize::mib(2)).factor(FACTOR).least(ByteSize::kib(16));

@@ -23,7 +23,7 @@ use axum::http::{StatusCode, Uri};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{any, get, post};
 use lowtide::ByteSize;
-use lowtide::control::{Cost, Managed};
+use lowtide::admission::{Cost, Managed};
 use lowtide::device::{ArenaConfig, DeviceArena};
 use lowtide::service::{Admin, AdminToken, Endpoints, MemoryLayer, Peer};
 use lowtide::{BoxError, Memory};

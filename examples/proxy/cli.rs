@@ -146,7 +146,7 @@ pub(crate) fn main(arguments: impl Iterator<Item = OsString>) -> Result<(), BoxE
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .enable_all()
         .on_thread_start(lowtide::memory::on_thread_start)
-        .on_thread_park(lowtide::host::on_thread_park)
+        .on_thread_park(lowtide::heap::on_thread_park)
         .build()?;
     match cli.command {
         None => runtime.block_on(run(cli)),

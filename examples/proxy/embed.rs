@@ -13,7 +13,7 @@ use axum::http::{HeaderMap, HeaderValue, StatusCode};
 use axum::response::{IntoResponse, Response};
 use http_body_util::BodyExt as _;
 use lowtide::ByteSize;
-use lowtide::control::{AcquireError, Managed};
+use lowtide::admission::{AcquireError, Managed};
 use lowtide::service::SharedPermit;
 use serde::{Deserialize, Serialize};
 use serde_json::error::Category;

@@ -7,7 +7,7 @@
 //! Invariant: `first` and `last` are either both present or both absent, and `first` is not after
 //! `last`.
 
-use lowtide::control::RejectReason;
+use lowtide::admission::RejectReason;
 use lowtide::{ByteSize, Memory};
 use serde::{Deserialize, Serialize};
 

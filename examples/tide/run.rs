@@ -7,8 +7,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use lowtide::control::{Resource as _, Signal, Signals};
-use lowtide::host::HeapProbe;
+use lowtide::admission::{Resource as _, Signal, Signals};
+use lowtide::heap::HeapProbe;
 use lowtide::{BoxError, ByteSize, Memory};
 use serde::{Deserialize, Serialize};
 

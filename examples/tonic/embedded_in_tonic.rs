@@ -13,7 +13,7 @@ use std::time::Duration;
 use axum::body::Body;
 use bytes::{Buf, BufMut, Bytes};
 use http::uri::PathAndQuery;
-use lowtide::control::{Cost, Rejected};
+use lowtide::admission::{Cost, Rejected};
 use lowtide::service::{ContentLength, MemoryLayer, SharedPermit};
 use lowtide::{BoxError, ByteSize, Memory};
 use tonic::codec::{Codec, DecodeBuf, Decoder, EncodeBuf, Encoder};

@@ -16,8 +16,8 @@ use std::time::Duration;
 use super::device::variables as device;
 use super::settings::{ConfigError, Fault, Settings};
 use crate::bytes::ByteSize;
-use crate::control::ledger::{K_MAX, K_MIN};
 use crate::decay::DecayTime;
+use lowtide_admission::ledger::{K_MAX, K_MIN};
 
 /// The prefix of the variables' names.
 pub const PREFIX: &str = "LOWTIDE_";

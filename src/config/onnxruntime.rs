@@ -10,7 +10,7 @@
 use std::borrow::Cow;
 
 use super::profile::Profile;
-use crate::host;
+use lowtide_heap as heap;
 
 /// The kind of interface that accepts a setting in ONNX Runtime.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -39,7 +39,7 @@ pub struct OrtSetting {
 impl Profile {
     /// Returns the settings to apply to each ONNX Runtime session in this process. All other
     /// settings keep ONNX Runtime's defaults. `cpus` is the CPU quota in whole CPUs
-    /// ([`Cpus::whole`](crate::control::Cpus::whole)); 0 counts as 1.
+    /// ([`Cpus::whole`](crate::admission::Cpus::whole)); 0 counts as 1.
     ///
     /// | key | where | low-memory | balanced | throughput |
     /// |---|---|---|---|---|
@@ -52,7 +52,7 @@ impl Profile {
     ///
     /// Without its CPU arena, ONNX Runtime frees to the heap that serves C++ code; without the
     /// memory pattern, it plans no block for a whole run. The effect depends on the heap, so
-    /// `balanced` decides by [`host::serves_c`]. jemalloc, with feature `interpose`, keeps such
+    /// `balanced` decides by [`heap::serves_c`]. jemalloc, with feature `interpose`, keeps such
     /// blocks for a second and returns them to the system when idle. glibc maps and unmaps each
     /// large block, which costs many page faults and a larger peak than with the arena. Under glibc
     /// `balanced` therefore leaves the arena on, and it keeps its memory between bursts;
@@ -83,7 +83,7 @@ impl Profile {
     /// ```
     #[must_use]
     pub fn onnxruntime(self, cpus: u32) -> Vec<OrtSetting> {
-        self.settings(cpus, host::serves_c())
+        self.settings(cpus, heap::serves_c())
     }
 
     /// The same, if jemalloc serves C++ code or if it does not.

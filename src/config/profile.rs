@@ -8,8 +8,8 @@ use std::str::FromStr;
 use std::time::Duration;
 
 use crate::bytes::ByteSize;
-use crate::control::PurgeGrowth;
 use crate::decay::DecayTime;
+use lowtide_admission::PurgeGrowth;
 
 /// A named set of defaults.
 ///

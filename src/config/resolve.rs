@@ -8,9 +8,9 @@ use std::time::Duration;
 use super::profile::Profile;
 use super::settings::{ConfigError, Fault, Settings};
 use crate::bytes::ByteSize;
-use crate::control::PurgeGrowth;
-use crate::control::ledger::{K_MAX, K_MIN, K_START};
 use crate::decay::DecayTime;
+use lowtide_admission::PurgeGrowth;
+use lowtide_admission::ledger::{K_MAX, K_MIN, K_START};
 
 /// The source of a value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -14,8 +14,8 @@ use std::time::Duration;
 use thiserror::Error;
 
 use crate::bytes::ByteSize;
-use crate::control::{Job, Resource, ResourceStats, Trigger, UnloadReason};
 use crate::sync::{Mutex, caught, lock};
+use lowtide_admission::{Job, Resource, ResourceStats, Trigger, UnloadReason};
 
 use super::devices::COMMANDS;
 use super::shared::Shared;

@@ -12,13 +12,13 @@ use std::time::Duration;
 use crate::bytes::ByteSize;
 use crate::clock::{Bell, Clock, Moment, SystemClock};
 use crate::config::{Config, Profile, Settings, env};
-use crate::control::{
-    self, Admission, Budget, Ladder, LimitSource, Maintenance, Resources, Signal, SignalError,
-    Signals, Trigger, Worker, run_control, run_worker,
-};
 use crate::fork::Birth;
-use crate::host::{self, ArenaBinding};
 use crate::sync::{Mutex, lock};
+use lowtide_admission::{
+    self as admission, Admission, Budget, Ladder, LimitSource, Maintenance, Resources, Signal,
+    SignalError, Signals, Trigger, Worker, run_control, run_worker,
+};
+use lowtide_heap::{self as heap, ArenaBinding};
 
 use super::admin_tasks::AdminTasks;
 use super::devices::{self, Devices, GivenDriver};
@@ -132,7 +132,7 @@ impl Builder {
     }
 
     /// Sets a hook that the worker calls before it purges the heap, after it has requested a flush
-    /// of the caches of cooperating threads ([`host::request_tcache_flush`]). Use it to wake parked
+    /// of the caches of cooperating threads ([`heap::request_tcache_flush`]). Use it to wake parked
     /// threads, which cannot flush while parked. It must not wait for them.
     ///
     /// ```
@@ -218,7 +218,7 @@ impl Builder {
         let joined = Arc::default();
         let ladder = ladder(&joined, &resources, is_host);
         let settings = settings(&config, is_host);
-        let settings = control::Settings { heap_decay_interval: heap.decay_interval, ..settings };
+        let settings = admission::Settings { heap_decay_interval: heap.decay_interval, ..settings };
         let mut maintenance = Maintenance::new(
             settings,
             Box::new(sensor),
@@ -277,7 +277,7 @@ fn variables_of_devices(names: &[&str], has_devices: bool) -> Option<Diagnostic>
 
 /// Returns the settings in jemalloc's variable that this build does not read.
 fn unread_by_jemalloc() -> Option<String> {
-    let found = host::effective().ok();
+    let found = heap::effective().ok();
     found.and_then(|found| env::of_others(found.unread_variable()))
 }
 
@@ -424,7 +424,7 @@ fn check_limit(
         return Ok(());
     }
     // Memory freed during start-up may be released first; an error changes no figure.
-    let _ = host::purge(clock);
+    let _ = heap::purge(clock);
     let signal = signals.sample();
     if !is_full(&signal) {
         return Ok(());
@@ -457,10 +457,10 @@ const DEVICE_INTERVAL_MAX: Duration = Duration::from_secs(1);
 /// started together are out of step after some ten ticks.
 const JITTER: f64 = 0.1;
 
-fn settings(config: &Config, is_host: bool) -> control::Settings {
+fn settings(config: &Config, is_host: bool) -> admission::Settings {
     let published = config.metrics_interval.value;
-    let defaults = control::Settings::default();
-    control::Settings {
+    let defaults = admission::Settings::default();
+    admission::Settings {
         ceiling: config.ceiling.value,
         correction_factor: config.correction_factor.value,
         quiet: config.purge_when_idle_for.unwrap_or(Duration::MAX),
@@ -492,7 +492,7 @@ fn report(memory: &Memory, background_threads: u32) {
     let limit = memory.0.shared.state.limit();
     let limit = if limit == ByteSize::MAX { "none".to_owned() } else { limit.to_string() };
     let cpus = memory.0.shared.signals.cpus();
-    let at_start = host::effective();
+    let at_start = heap::effective();
     let at_start = at_start.map_or_else(|error| error.to_string(), |conf| conf.to_string());
     log!(
         info,

@@ -6,7 +6,7 @@ use thiserror::Error;
 
 use crate::bytes::ByteSize;
 use crate::config::{ConfigError, Source};
-use crate::control::{AddError, Budget, SettingsError};
+use lowtide_admission::{AddError, Budget, SettingsError};
 
 /// The reason that a [`Memory`](super::Memory) did not start. Nothing is left running.
 ///

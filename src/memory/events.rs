@@ -12,8 +12,8 @@ use std::collections::{BTreeMap, VecDeque};
 use std::fmt::Write as _;
 use std::time::Duration;
 
-use crate::control::{Level, RejectReason, ResourceStats, UnloadReason};
 use crate::sync::{Mutex, lock};
+use lowtide_admission::{Level, RejectReason, ResourceStats, UnloadReason};
 
 use super::snapshot::MemorySnapshot;
 

@@ -6,7 +6,7 @@
 
 use crate::bytes::ByteSize;
 use crate::config::{Config, Profile, Source};
-use crate::host::{
+use lowtide_heap::{
     Applied, Cause, ConfSource, Difference, EffectiveConf, HeapConf, HeapProfile, HeapSettings,
 };
 

@@ -7,9 +7,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::clock::Moment;
-use crate::control::{MaintenanceActions, Recovered, Trigger};
-use crate::host::{self, HostArenaStats};
 use crate::metrics::record;
+use lowtide_admission::{MaintenanceActions, Recovered, Trigger};
+use lowtide_heap::{self as heap, HostArenaStats};
 
 use super::devices::Series;
 use super::error::{Diagnostic, Severity};
@@ -50,7 +50,7 @@ pub(super) struct MaintenanceExecutor {
 impl MaintenanceActions for MaintenanceExecutor {
     fn purge(&mut self, trigger: Trigger) -> Recovered {
         if let Some(hook) = &mut self.recall_hook {
-            host::request_tcache_flush();
+            heap::request_tcache_flush();
             hook();
         }
         Recovered::of(self.shared.purge(trigger).released())
@@ -61,7 +61,7 @@ impl MaintenanceActions for MaintenanceExecutor {
     }
 
     fn decay_heap(&mut self) {
-        if let Err(error) = host::decay_tick() {
+        if let Err(error) = heap::decay_tick() {
             self.shared.add_diagnostic(Diagnostic::warning("heap", error.to_string()));
         }
     }

@@ -7,9 +7,9 @@
 use std::time::Duration;
 
 use crate::config::{Config, Resolved, Source};
-use crate::control::{Cpus, LimitSource, Signals};
 use crate::decay::DecayTime;
-use crate::host::{self, HeapProbe, HeapSettings};
+use lowtide_admission::{Cpus, LimitSource, Signals};
+use lowtide_heap::{self as heap, HeapProbe, HeapSettings};
 
 use super::error::Diagnostic;
 use super::found::{at_start_otherwise, keeps_addresses, moved};
@@ -59,7 +59,7 @@ pub(super) fn settle_heap(
     diagnostics: &mut Vec<Diagnostic>,
 ) -> SettledHeap {
     let mut diagnostic = |text| diagnostics.push(Diagnostic::warning("heap", text));
-    if !host::is_global() {
+    if !heap::is_global() {
         diagnostic(
             "jemalloc is not the global allocator, so Rust's allocations are neither measured nor \
              purged: add `lowtide::global_allocator!(balanced);` to the binary"
@@ -76,8 +76,8 @@ pub(super) fn settle_heap(
         max_background_threads: (threads > 0).then_some(threads),
     };
     let mut background_threads = 0;
-    let at_start = host::effective().ok().filter(|found| found.is_global);
-    match host::apply(&settings) {
+    let at_start = heap::effective().ok().filter(|found| found.is_global);
+    match heap::apply(&settings) {
         Ok(applied) => {
             if applied.background_threads {
                 background_threads = applied.max_background_threads;

@@ -40,10 +40,10 @@ use std::time::Duration;
 use crate::bytes::ByteSize;
 use crate::clock::{Bell, Clock, Moment};
 use crate::config::Config;
-use crate::control::{Admission, Budget, Cost, Job, JobQueue, Resource, Trigger};
-use crate::control::{Level, ResourceStats};
 use crate::fork::Birth;
 use crate::sync::{Mutex, lock};
+use lowtide_admission::{Admission, Budget, Cost, Job, JobQueue, Resource, Trigger};
+use lowtide_admission::{Level, ResourceStats};
 
 pub use admin_tasks::{AdminCommand, AdminError, AdminTask, AdminTaskState};
 pub use builder::Builder;
@@ -75,7 +75,7 @@ const NOWHERE: u64 = u64::MAX;
 ///
 /// ```
 /// use lowtide::{ByteSize, Memory};
-/// use lowtide::control::Cost;
+/// use lowtide::admission::Cost;
 ///
 /// let memory = Memory::builder().memory_limit(ByteSize::gib(1)).start()?;
 /// let permit = memory.admission().try_admit(Cost::host(ByteSize::mib(3)))?;
@@ -522,6 +522,6 @@ impl fmt::Display for Shutdown {
 }
 
 /// Returns the stats of every registered resource.
-fn resource_stats(resources: &crate::control::Resources) -> Vec<ResourceStats> {
+fn resource_stats(resources: &lowtide_admission::Resources) -> Vec<ResourceStats> {
     resources.all().iter().map(|resource: &Arc<dyn Resource>| resource.stats()).collect()
 }

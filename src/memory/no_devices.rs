@@ -7,8 +7,8 @@ use std::sync::Arc;
 use crate::bytes::ByteSize;
 use crate::clock::Moment;
 use crate::config::Config;
-use crate::control::{Admission, Budget, Reclaim, Sample};
 use crate::sync::Mutex;
+use lowtide_admission::{Admission, Budget, Reclaim, Sample};
 
 use super::Shutdown;
 use super::admin_tasks::{AdminCommand, AdminError};

@@ -18,8 +18,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use crate::bytes::ByteSize;
-use crate::control::{Cost, LimitSource, LoadError, LoadScope, Trigger};
-use crate::host::{self, ARENA_NAME_MAX, HostArena, HostArenaStats};
+use lowtide_admission::{Cost, LimitSource, LoadError, LoadScope, Trigger};
+use lowtide_heap::{self as heap, ARENA_NAME_MAX, HostArena, HostArenaStats};
 
 use super::devices::ResourceArena;
 use super::error::Diagnostic;
@@ -58,7 +58,7 @@ impl OwnArena {
 
     /// Creates a heap arena of this name.
     fn arena(&self) -> Option<HostArena> {
-        if !host::is_global() {
+        if !heap::is_global() {
             return None;
         }
         HostArena::new(&self.name).map_err(|error| self.report_shared_heap(&error)).ok()
@@ -207,7 +207,7 @@ fn held(shared: &Shared) -> i64 {
 
 impl LoadScope for OwnArena {
     fn load(&self, load: &mut dyn FnMut() -> bool) -> Result<(), LoadError> {
-        let shared = self.shared.upgrade().filter(|_| !host::serves_c());
+        let shared = self.shared.upgrade().filter(|_| !heap::serves_c());
         let Some(shared) = shared else {
             self.load_within(load);
             return Ok(());

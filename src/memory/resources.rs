@@ -10,7 +10,7 @@
 use std::sync::Arc;
 
 use crate::BoxError;
-use crate::control::{Managed, ManagedBuilder, Resource as _};
+use lowtide_admission::{Managed, ManagedBuilder, Resource as _};
 
 use super::devices::ResourceArena;
 use super::own_arena::OwnArena;
@@ -24,8 +24,8 @@ impl Memory {
     /// both would keep each other and the threads alive until [`Memory::shutdown`] is called. Let
     /// them hold a [`WeakMemory`](super::WeakMemory), or a device arena, instead.
     ///
-    /// If [`Heap`](crate::host::Heap) is the global allocator, allocations of the loader on its own
-    /// thread go to a [`HostArena`](crate::host::HostArena) with the resource's name, and all of
+    /// If [`Heap`](crate::heap::Heap) is the global allocator, allocations of the loader on its own
+    /// thread go to a [`HostArena`](crate::heap::HostArena) with the resource's name, and all of
     /// its memory is released after the clean-up. An allocation that outlives the resource, such as
     /// a shared cache, keeps that arena. To use no such arena, set [`ManagedBuilder::load_scope`]
     /// to `None`.
@@ -69,8 +69,8 @@ impl Memory {
     ///
     /// A cost above the ceiling of a cgroup's limit is only a diagnostic, because that limit may be
     /// raised. Until then each acquire fails with
-    /// [`AcquireError::Rejected`](crate::control::AcquireError::Rejected) and
-    /// [`Rejected::TooLarge`](crate::control::Rejected::TooLarge), which has no retry time.
+    /// [`AcquireError::Rejected`](crate::admission::AcquireError::Rejected) and
+    /// [`Rejected::TooLarge`](crate::admission::Rejected::TooLarge), which has no retry time.
     ///
     /// # Errors
     /// [`MemoryError::ResourceTooLarge`] if the cost is above the ceiling of the configured limit

@@ -14,7 +14,7 @@ use tokio::runtime::Handle;
 use tokio::signal::unix::{SignalKind, signal};
 
 use crate::BoxError;
-use crate::control::ManagedBuilder;
+use lowtide_admission::ManagedBuilder;
 
 use super::{Memory, Shutdown};
 

@@ -15,8 +15,8 @@ use std::time::Duration;
 
 use crate::bytes::ByteSize;
 use crate::clock::{Clock, Moment};
-use crate::control::{Glance, Sample, Sensor, Signal, Signals};
-use crate::host::{self, HeapProbe, HeapSnapshot};
+use lowtide_admission::{Glance, Sample, Sensor, Signal, Signals};
+use lowtide_heap::{self as heap, HeapProbe, HeapSnapshot};
 
 use super::devices::ArenasSensor;
 
@@ -147,7 +147,7 @@ impl Sensor for MemorySensor {
         if now >= self.libc.next {
             let start = self.clock.now();
             // Unknown without glibc 2.33: then only growth triggers a purge of such memory.
-            self.libc.bytes = host::libc_heap().map_or(ByteSize::ZERO, |heap| heap.idle);
+            self.libc.bytes = heap::libc_heap().map_or(ByteSize::ZERO, |heap| heap.idle);
             let cost = self.clock.now() - start;
             self.libc.next = now + (cost * EPOCH_SHARE).max(LIBC_MIN);
         }

@@ -13,13 +13,13 @@ use std::time::Duration;
 use crate::bytes::ByteSize;
 use crate::clock::Clock;
 use crate::config::Config;
-use crate::control::{
-    Admission, Budget, Cost, JobQueue, PressureState, ResourceStats, Resources, Signals, Trigger,
-};
 use crate::fork::Birth;
-use crate::host::{self, HeapProbe, HostArena, HostArenaStats, HostError, PurgeReport};
 use crate::metrics::record;
 use crate::sync::{Mutex, lock};
+use lowtide_admission::{
+    Admission, Budget, Cost, JobQueue, PressureState, ResourceStats, Resources, Signals, Trigger,
+};
+use lowtide_heap::{self as heap, HeapProbe, HostArena, HostArenaStats, HostError, PurgeReport};
 
 use super::admin_tasks::AdminTasks;
 use super::devices::{self, Devices};
@@ -163,7 +163,7 @@ impl Shared {
 
     /// Purges the heap and counts the bytes. An error also becomes a diagnostic.
     pub(super) fn purge_heap(&self) -> Result<PurgeReport, HostError> {
-        let heap = host::purge(&*self.clock);
+        let heap = heap::purge(&*self.clock);
         match &heap {
             Ok(report) => {
                 self.purges.add(report);

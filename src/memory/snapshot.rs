@@ -7,10 +7,10 @@ use std::time::Duration;
 use crate::bytes::ByteSize;
 use crate::clock::Moment;
 use crate::config::Profile;
-use crate::control::{
+use lowtide_admission::{
     AdmissionStats, ClassStats, Cpus, Level, MemoryEvents, Psi, ResourceStats, Signal, SizeClass,
 };
-use crate::host::{HeapSnapshot, HostArenaStats};
+use lowtide_heap::{HeapSnapshot, HostArenaStats};
 
 use super::devices::DevicesSnapshot;
 use super::error::Diagnostic;
@@ -56,7 +56,7 @@ pub struct MemorySnapshot {
     /// The part of `physical` that a purge releases, as of the last sample.
     pub purgeable: ByteSize,
     /// `true` while memory outside requests leaves no room for requests
-    /// ([`PressureState::is_exhausted`](crate::control::PressureState::is_exhausted)).
+    /// ([`PressureState::is_exhausted`](crate::admission::PressureState::is_exhausted)).
     pub exhausted: bool,
     /// The host's budget.
     pub host: BudgetSnapshot,

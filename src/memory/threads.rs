@@ -7,8 +7,8 @@
 
 use std::sync::OnceLock;
 
-use crate::control::Signals;
-use crate::host::ArenaBinding;
+use lowtide_admission::Signals;
+use lowtide_heap::ArenaBinding;
 
 /// Binds the calling thread to a heap arena. For tokio's `on_thread_start` and similar hooks.
 ///
@@ -21,7 +21,7 @@ use crate::host::ArenaBinding;
 /// ```
 /// let runtime = tokio::runtime::Builder::new_multi_thread()
 ///     .on_thread_start(lowtide::memory::on_thread_start)
-///     .on_thread_park(lowtide::host::on_thread_park)
+///     .on_thread_park(lowtide::heap::on_thread_park)
 ///     .build()?;
 /// # drop(runtime);
 /// # Ok::<(), std::io::Error>(())

@@ -14,7 +14,7 @@ use metrics::{counter, describe_counter, describe_gauge, describe_histogram, gau
 
 use super::names::{self as name, Kind, TABLE};
 use crate::bytes::ByteSize;
-use crate::control::{Budget, Cost};
+use lowtide_admission::{Budget, Cost};
 
 /// The budgets with metrics: the device's exists only in a build with device arenas.
 pub const BUDGETS: &[Budget] =
@@ -79,7 +79,7 @@ pub fn ticks(total: u64, lateness: Duration) {
 }
 
 /// Publishes the process heap.
-pub fn heap(heap: &crate::host::HeapSnapshot) {
+pub fn heap(heap: &lowtide_heap::HeapSnapshot) {
     for (metric, bytes) in [
         (name::HEAP_LIVE, heap.live),
         (name::HEAP_ACTIVE, heap.active),
@@ -99,7 +99,7 @@ pub fn heap(heap: &crate::host::HeapSnapshot) {
 }
 
 /// Publishes a dedicated heap arena; zeros after it is dropped.
-pub fn heap_arena(name: &str, arena: &crate::host::HostArenaStats) {
+pub fn heap_arena(name: &str, arena: &lowtide_heap::HostArenaStats) {
     let name_of = shared(name);
     let label = || name_of.clone();
     gauge!(name::HEAP_ARENA_LIVE.name, "heap_arena" => label()).set(arena.live.as_f64());
@@ -130,8 +130,8 @@ pub fn purge_duration(heap: &'static str, took: Duration) {
 }
 
 /// Publishes the host's pressure.
-pub fn pressure(signal: &crate::control::Signal, state: &crate::control::PressureState) {
-    use crate::control::{Level, LimitSource};
+pub fn pressure(signal: &lowtide_admission::Signal, state: &lowtide_admission::PressureState) {
+    use lowtide_admission::{Level, LimitSource};
     gauge!(name::PRESSURE_EXHAUSTED.name).set(f64::from(u8::from(state.is_exhausted())));
     gauge!(name::PRESSURE_LEVEL.name).set(f64::from(state.level(Budget::Host).as_u8()));
     if signal.limit.is_known() {
@@ -165,7 +165,7 @@ pub fn oom_kills(total: u64) {
 
 /// Publishes the kernel's counts of the own cgroup (`own`), or of those above it (`above`), since
 /// the start.
-pub fn events(group: &'static str, counts: crate::control::EventCounts) {
+pub fn events(group: &'static str, counts: lowtide_admission::EventCounts) {
     for (event, total) in counts.by_name() {
         if let Some(total) = total {
             counter!(name::PRESSURE_EVENTS.name, "group" => group, "event" => event)
@@ -175,7 +175,7 @@ pub fn events(group: &'static str, counts: crate::control::EventCounts) {
 }
 
 /// Publishes the time that the own cgroup stalls for memory.
-pub fn psi(psi: crate::control::Psi) {
+pub fn psi(psi: lowtide_admission::Psi) {
     for (kind, stall) in psi.by_name() {
         gauge!(name::PRESSURE_STALL.name, "kind" => kind).set(stall.avg10);
         let total = stall.total.as_secs_f64();
@@ -184,7 +184,7 @@ pub fn psi(psi: crate::control::Psi) {
 }
 
 /// Publishes one budget's ledger.
-pub fn ledger(ledger: &crate::control::Ledger, budget: Budget) {
+pub fn ledger(ledger: &lowtide_admission::Ledger, budget: Budget) {
     let label = budget.name();
     gauge!(name::ADMISSION_RESERVED.name, "budget" => label).set(ledger.reserved_bytes().as_f64());
     // Without a limit there is no allowance to show.
@@ -200,7 +200,7 @@ pub fn ledger(ledger: &crate::control::Ledger, budget: Budget) {
 }
 
 /// Publishes one budget's requests by size; classes without requests are omitted.
-pub fn classes(budget: Budget, classes: &[crate::control::ClassStats]) {
+pub fn classes(budget: Budget, classes: &[lowtide_admission::ClassStats]) {
     for class in classes {
         if class.admitted_total == 0 && class.rejected_total == 0 {
             continue;
@@ -221,18 +221,18 @@ pub fn classes(budget: Budget, classes: &[crate::control::ClassStats]) {
 }
 
 /// Publishes the admitted and rejected requests.
-pub fn admission(stats: &crate::control::AdmissionStats) {
+pub fn admission(stats: &lowtide_admission::AdmissionStats) {
     counter!(name::ADMISSION_ADMITTED.name).absolute(stats.admitted_total);
     gauge!(name::ADMISSION_HELD.name).set(count(stats.held()));
-    for reason in crate::control::RejectReason::ALL {
+    for reason in lowtide_admission::RejectReason::ALL {
         let total = stats.rejected_total(reason);
         counter!(name::ADMISSION_REJECTED.name, "reason" => reason.name()).absolute(total);
     }
 }
 
 /// Publishes a resource; `last_used` since the Unix epoch.
-pub fn resource(stats: &crate::control::ResourceStats, last_used: Option<Duration>) {
-    use crate::control::UnloadReason;
+pub fn resource(stats: &lowtide_admission::ResourceStats, last_used: Option<Duration>) {
+    use lowtide_admission::UnloadReason;
     let resource = shared(&stats.name);
     let label = || resource.clone();
     for (metric, value) in [

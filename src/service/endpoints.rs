@@ -16,11 +16,13 @@ use http::{HeaderValue, Request, Response, StatusCode};
 use serde_json::{Value, json};
 
 use crate::bytes::ByteSize;
-use crate::control::{Cost, EventCounts, Level, RejectReason, ResourceStats, Stall, UnloadReason};
-use crate::host::HostArenaStats;
 use crate::memory::{BudgetSnapshot, Memory, MemorySnapshot};
 use crate::metrics::record::{BUDGETS, part};
 use crate::sync::atomic::{AtomicBool, Ordering};
+use lowtide_admission::{
+    Cost, EventCounts, Level, RejectReason, ResourceStats, Stall, UnloadReason,
+};
+use lowtide_heap::HostArenaStats;
 
 use super::admin::{Admin, host_refusal};
 use super::asked::{Format, Query, QueryError};

@@ -11,7 +11,7 @@ use http::request::Parts;
 use http::{HeaderName, Method, Version};
 
 use crate::bytes::ByteSize;
-use crate::control::{Cost, Priority};
+use lowtide_admission::{Cost, Priority};
 
 use super::learned::Lesson;
 
@@ -22,7 +22,7 @@ use super::learned::Lesson;
 /// ```
 /// use http::request::Parts;
 /// use lowtide::ByteSize;
-/// use lowtide::control::{Admission, Cost, Priority};
+/// use lowtide::admission::{Admission, Cost, Priority};
 /// use lowtide::service::MemoryLayer;
 ///
 /// let flat = |_: &Parts| Cost::host(ByteSize::mib(1));
@@ -72,7 +72,7 @@ where
 ///
 /// ```
 /// use lowtide::ByteSize;
-/// use lowtide::control::{Cost, Priority};
+/// use lowtide::admission::{Cost, Priority};
 /// use lowtide::service::{Constant, Estimate};
 ///
 /// let cost = Cost::host(ByteSize::mib(1)).and_device(ByteSize::mib(64));

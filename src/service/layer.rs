@@ -32,9 +32,9 @@ use tower_service::Service;
 use crate::Memory;
 use crate::bytes::ByteSize;
 use crate::clock::{Clock, SystemClock};
-use crate::control::{Admission, Budget, Cost, Priority, Rejected, SizeClass};
-use crate::host::meter;
 use crate::sync::{Mutex, lock};
+use lowtide_admission::{Admission, Budget, Cost, Priority, Rejected, SizeClass};
+use lowtide_heap::meter;
 
 use super::body::ResponseBody;
 use super::drain::Drain;
@@ -180,7 +180,7 @@ impl<E: Estimate> MemoryLayer<E> {
     ///
     /// ```
     /// use lowtide::ByteSize;
-    /// use lowtide::control::Admission;
+    /// use lowtide::admission::Admission;
     /// use lowtide::service::{ContentLength, Endpoints, MemoryLayer};
     ///
     /// let admission = Admission::with_limit(ByteSize::gib(1));

@@ -22,9 +22,9 @@ use http::request::Parts;
 
 use crate::bytes::ByteSize;
 use crate::clock::Moment;
-use crate::control::{Cost, Priority};
 use crate::sync::atomic::{AtomicU64, Ordering};
 use crate::sync::{Mutex, lock};
+use lowtide_admission::{Cost, Priority};
 
 use super::estimate::{Estimate, Estimated};
 use super::slow_start::{Running, SlowStart};
@@ -56,7 +56,7 @@ const BUCKETS: usize = (64 - 2) * PARTS;
 /// ```
 /// use http::request::Parts;
 /// use lowtide::ByteSize;
-/// use lowtide::control::Admission;
+/// use lowtide::admission::Admission;
 /// use lowtide::service::{Learned, MemoryLayer};
 ///
 /// // By method and first path segment: a bounded set, since clients choose paths.
@@ -74,7 +74,7 @@ const BUCKETS: usize = (64 - 2) * PARTS;
 ///
 /// ```
 /// # use lowtide::ByteSize;
-/// # use lowtide::control::Rejected;
+/// # use lowtide::admission::Rejected;
 /// # use lowtide::service::SharedPermit;
 /// fn decoded(permit: &SharedPermit, image: &[u8]) -> Result<(), Rejected> {
 ///     permit.hold(ByteSize::of(image.len())) // reserves more if this exceeds the reservation

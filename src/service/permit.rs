@@ -15,10 +15,10 @@
 use std::sync::Arc;
 
 use crate::bytes::ByteSize;
-use crate::control::{Permit, Rejected};
 use crate::sync::{Mutex, MutexGuard, lock};
+use lowtide_admission::{Permit, Rejected};
 
-use crate::host::meter::{self, Moved};
+use lowtide_heap::meter::{self, Moved};
 
 use super::exempt::ExemptShare;
 use super::learned::{Lesson, Slot};

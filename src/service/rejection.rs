@@ -7,7 +7,7 @@ use http::header::{CONTENT_TYPE, RETRY_AFTER};
 use http::request::Parts;
 use http::{HeaderValue, Response, StatusCode};
 
-use crate::control::{AcquireError, Rejected};
+use lowtide_admission::{AcquireError, Rejected};
 
 /// `RESOURCE_EXHAUSTED` and `UNAVAILABLE` of gRPC.
 const RESOURCE_EXHAUSTED: u16 = 8;
@@ -21,7 +21,7 @@ const MIN_WAIT: Duration = Duration::from_secs(1);
 /// use http::request::Parts;
 /// use http::{Response, StatusCode};
 /// use lowtide::ByteSize;
-/// use lowtide::control::{Admission, Rejected};
+/// use lowtide::admission::{Admission, Rejected};
 /// use lowtide::service::{ContentLength, MemoryLayer};
 ///
 /// let plain = |rejected: &Rejected, _: &Parts| {
@@ -129,7 +129,7 @@ pub fn rejection(rejected: &Rejected) -> Response<String> {
 /// use std::sync::Arc;
 /// use lowtide::ByteSize;
 /// use lowtide::clock::SystemClock;
-/// use lowtide::control::{Admission, Cost, Managed};
+/// use lowtide::admission::{Admission, Cost, Managed};
 /// use lowtide::service::unavailable;
 ///
 /// let door = Admission::with_limit(ByteSize::mib(100));

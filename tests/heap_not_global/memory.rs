@@ -6,14 +6,14 @@ use std::time::Duration;
 
 use lowtide::clock::{Clock, ManualClock};
 use lowtide::config::DeviceChoice;
-use lowtide::control::{Admission, Cost, Managed};
 use lowtide::decay::DecayTime;
 use lowtide::device::driver::host::HostDriver;
 use lowtide::device::{ArenaConfig, DeviceArena, Region};
-use lowtide::host::{self, HeapProbe, Outcome, Unsupported};
 use lowtide::metrics::prometheus::{PrometheusBuilder, PrometheusHandle};
 use lowtide::service::Endpoints;
 use lowtide::{ByteSize, Memory};
+use lowtide_admission::{Admission, Cost, Managed};
+use lowtide_heap::{self as heap, HeapProbe, Outcome, Unsupported};
 use test_fork::test;
 
 use crate::support::{threads, until, until_no_threads};
@@ -55,7 +55,7 @@ fn never_started_heap_arenas_and_resources_work_and_nothing_is_timed_or_publishe
     assert_eq!(decayed.released, idle, "but who asks gets it");
 
     assert!(HeapProbe::new().expect("jemalloc is linked").snapshot().is_ok());
-    assert!(host::purge(&*clock).is_ok());
+    assert!(heap::purge(&*clock).is_ok());
     assert_eq!(threads(), Vec::<String>::new());
     assert_eq!(recorder().render(), published, "nothing is published");
     let answer = Endpoints::new(None).answer("/memory").expect("answers");

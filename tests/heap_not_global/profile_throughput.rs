@@ -1,12 +1,12 @@
 //! A profile takes effect without `Heap`: the binary's symbol is what counts.
 
 use lowtide::decay::DecayTime;
-use lowtide::host::{self, Cause, HeapProfile};
+use lowtide_heap::{self as heap, Cause, HeapProfile};
 use test_fork::test;
 
 #[test]
 fn what_the_profile_asks_for_is_in_effect() {
-    let found = host::effective().unwrap();
+    let found = heap::effective().unwrap();
     assert_eq!(found.conf_of_binary, HeapProfile::Throughput.conf().to_str().ok());
     assert_eq!(found.dirty_decay, DecayTime::from_millis(10_000));
     assert_eq!(found.muzzy_decay, DecayTime::AtOnce);

@@ -15,10 +15,10 @@ use hyper_util::client::legacy::Client;
 use hyper_util::rt::TokioExecutor;
 use lowtide::clock::{Clock, ManualClock};
 use lowtide::config::DeviceChoice;
-use lowtide::host::HeapProbe;
 use lowtide::metrics::names::{Kind, SECONDS_BUCKETS, TABLE};
 use lowtide::metrics::prometheus::{PrometheusBuilder, configure};
 use lowtide::{ByteSize, Memory};
+use lowtide_heap::HeapProbe;
 
 use crate::support::{Tree, advance_until};
 

@@ -64,7 +64,7 @@ mod start;
 mod support;
 
 #[global_allocator]
-static HEAP: lowtide::host::Heap = lowtide::host::Heap;
+static HEAP: lowtide_heap::Heap = lowtide_heap::Heap;
 
 /// As `global_allocator!(balanced)` in a service, but where a test starts otherwise.
 const EXPORTED: start::Start = start::BALANCED;

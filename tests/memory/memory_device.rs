@@ -9,13 +9,13 @@ use std::time::Duration;
 
 use lowtide::clock::{Clock, ManualClock};
 use lowtide::config::DeviceChoice;
-use lowtide::control::{Budget, Cost, Level};
 use lowtide::decay::DecayTime;
 use lowtide::device::driver::Driver as _;
 use lowtide::device::{DeviceArena, Lane, Region, SleepOptions};
 use lowtide::memory::{Builder, DeviceSnapshot};
 use lowtide::metrics::prometheus::{PrometheusBuilder, configure};
 use lowtide::{ByteSize, Memory};
+use lowtide_admission::{Budget, Cost, Level};
 use lowtide_cuda_sim::{Call, DriverCosts, Order, SimDriver, SimError, SimOptions};
 use test_fork::test;
 

@@ -5,12 +5,12 @@
 use std::time::Duration;
 
 use lowtide::config::{DeviceChoice, Profile};
-use lowtide::control::{Resource as _, Signals};
 use lowtide::decay::DecayTime;
 use lowtide::device::{DeviceArena, Region};
-use lowtide::host::{self, HeapProbe};
 use lowtide::memory::{Builder, MemorySnapshot};
 use lowtide::{ByteSize, Memory};
+use lowtide_admission::{Resource as _, Signals};
+use lowtide_heap::{self as heap, HeapProbe};
 use test_fork::test;
 
 use crate::support::until;
@@ -26,7 +26,7 @@ fn builder() -> Builder {
         .metrics_interval(Duration::from_secs(3600))
 }
 
-fn heap(memory: &Memory) -> host::HeapSnapshot {
+fn heap(memory: &Memory) -> heap::HeapSnapshot {
     memory.snapshot().heap.expect("jemalloc tells")
 }
 
@@ -63,7 +63,7 @@ fn workers_of_a_runtime_that_are_parked_give_up_their_caches_when_the_worker_pur
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(2)
         .on_thread_start(lowtide::memory::on_thread_start)
-        .on_thread_park(host::on_thread_park)
+        .on_thread_park(heap::on_thread_park)
         .build()
         .expect("a runtime");
     let handle = runtime.handle().clone();
@@ -120,7 +120,7 @@ fn fill_and_free_the_c_heap(mib: usize) -> *mut libc::c_void {
 /// libraries had freed. 48 MiB are less than what counts as growth.
 #[test]
 fn an_idle_service_gives_back_what_the_heap_of_c_code_keeps() {
-    if cfg!(feature = "interpose") || host::libc_heap().is_err() {
+    if cfg!(feature = "interpose") || heap::libc_heap().is_err() {
         println!("skipped: C code has no heap of its own here, or none that can be trimmed");
         return;
     }
@@ -128,7 +128,7 @@ fn an_idle_service_gives_back_what_the_heap_of_c_code_keeps() {
     let memory = memory.start().expect("starts");
     let signals = Signals::open();
     let anonymous = || signals.sample().anonymous.expect("the kernel tells");
-    let request = memory.admission().try_admit(lowtide::control::Cost::ZERO).expect("admitted");
+    let request = memory.admission().try_admit(lowtide_admission::Cost::ZERO).expect("admitted");
     memory.purge().expect("not forked");
     let before = anonymous();
     let last = fill_and_free_the_c_heap(48);
@@ -182,7 +182,7 @@ fn a_resource_of_c_code_is_measured_by_the_growth_around_its_load() {
         Ok(OfC::new(40 << 20))
     };
     let model = memory.register(memory.managed("of C", load)).expect("registered");
-    let request = memory.admission().try_admit(lowtide::control::Cost::ZERO).expect("admitted");
+    let request = memory.admission().try_admit(lowtide_admission::Cost::ZERO).expect("admitted");
     drop(model.acquire_blocking().expect("loads"));
     drop(request);
     let found = model.stats().measured.expect("measured").host;
@@ -193,8 +193,8 @@ fn a_resource_of_c_code_is_measured_by_the_growth_around_its_load() {
     assert!(model.stats().recovered_total.host >= ByteSize::mib(38));
 
     // Beside another request nobody can tell whose memory it is.
-    let other = memory.admission().try_admit(lowtide::control::Cost::ZERO).expect("admitted");
-    let request = memory.admission().try_admit(lowtide::control::Cost::ZERO).expect("admitted");
+    let other = memory.admission().try_admit(lowtide_admission::Cost::ZERO).expect("admitted");
+    let request = memory.admission().try_admit(lowtide_admission::Cost::ZERO).expect("admitted");
     let model = memory.register(memory.managed("beside", load)).expect("registered");
     drop(model.acquire_blocking().expect("loads"));
     drop((request, other));
@@ -231,13 +231,13 @@ fn memory_in_a_device_arena_is_not_measured_again_as_growth() {
 /// killed: a trim when the service is idle never came.
 #[test]
 fn a_busy_service_gives_back_what_the_heap_of_c_code_keeps() {
-    if cfg!(feature = "interpose") || host::libc_heap().is_err() {
+    if cfg!(feature = "interpose") || heap::libc_heap().is_err() {
         println!("skipped: C code has no heap of its own here, or none that can be trimmed");
         return;
     }
     let memory = builder().profile(Profile::Balanced).purge_interval(Some(Duration::MAX));
     let memory = memory.start().expect("starts");
-    let busy = memory.admission().try_admit(lowtide::control::Cost::ZERO).expect("admitted");
+    let busy = memory.admission().try_admit(lowtide_admission::Cost::ZERO).expect("admitted");
     let signals = Signals::open();
     let anonymous = || signals.sample().anonymous.expect("the kernel tells");
     let before = anonymous();

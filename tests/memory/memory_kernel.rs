@@ -7,9 +7,9 @@ use std::time::Duration;
 
 use lowtide::clock::{Clock, ManualClock};
 use lowtide::config::{DeviceChoice, Profile};
-use lowtide::control::{Cost, Level};
 use lowtide::decay::DecayTime;
 use lowtide::{ByteSize, Memory};
+use lowtide_admission::{Cost, Level};
 use test_fork::test;
 use tracing::field::{Field, Visit};
 use tracing_subscriber::layer::{Context, Layer, SubscriberExt as _};

@@ -7,12 +7,12 @@ use std::time::Duration;
 
 use lowtide::clock::{Clock, ManualClock, SystemClock};
 use lowtide::config::{DeviceChoice, Source};
-use lowtide::control::{
-    AcquireError, AddError, Budget, Cost, RejectReason, Rejected, Resource, Signals,
-};
 use lowtide::device::Region;
 use lowtide::memory::{ArenaError, Builder, Diagnostic, MemoryError, Severity, StartError};
 use lowtide::{ByteSize, Memory};
+use lowtide_admission::{
+    AcquireError, AddError, Budget, Cost, RejectReason, Rejected, Resource, Signals,
+};
 use test_fork::test;
 use tracing_subscriber::layer::SubscriberExt as _;
 
@@ -38,7 +38,7 @@ fn a_second_start_is_a_typed_error_until_the_first_has_ended() {
     let memory = quiet().start().expect("starts");
     let second = quiet().start();
     assert!(matches!(second, Err(StartError::AlreadyStarted)), "{second:?}");
-    assert_eq!(memory.level(), lowtide::control::Level::None, "the first is untouched");
+    assert_eq!(memory.level(), lowtide_admission::Level::None, "the first is untouched");
     assert!(memory.shutdown(SOON).is_clean());
     // The handle of the first may outlive the second.
     let third = quiet().start().expect("starts again");
@@ -583,7 +583,7 @@ fn a_start_takes_its_first_sample_before_it_returns() {
     tree.hold(95);
     let clock: Arc<dyn Clock> = Arc::new(SystemClock::new());
     let memory = quiet().clock(clock).signals(tree.open()).start().expect("starts");
-    assert_eq!(memory.level(), lowtide::control::Level::Critical);
+    assert_eq!(memory.level(), lowtide_admission::Level::Critical);
     let first = memory.admission().try_admit(Cost::host(ByteSize::kib(1))).map(drop);
     assert!(matches!(first, Err(Rejected::Pressure { .. })), "{first:?}");
     assert!(memory.shutdown(SOON).is_clean());

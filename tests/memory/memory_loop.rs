@@ -9,15 +9,15 @@ use std::time::Duration;
 
 use lowtide::clock::{Clock, ManualClock};
 use lowtide::config::{DeviceChoice, Profile};
-use lowtide::control::{
-    Budget, Cost, Level, Managed, Priority, RejectReason, Rejected, Resource, UnloadReason,
-};
 use lowtide::decay::DecayTime;
 use lowtide::device::{Buffer, DeviceArena, Region};
-use lowtide::host::Outcome;
 use lowtide::memory::Builder;
 use lowtide::sync::lock;
 use lowtide::{ByteSize, Memory};
+use lowtide_admission::{
+    Budget, Cost, Level, Managed, Priority, RejectReason, Rejected, Resource, UnloadReason,
+};
+use lowtide_heap::Outcome;
 use test_fork::test;
 
 use crate::support::{PATIENCE, Tree, advance_until, until};

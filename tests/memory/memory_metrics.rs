@@ -10,15 +10,15 @@ use std::time::Duration;
 
 use lowtide::clock::{Clock, ManualClock};
 use lowtide::config::DeviceChoice;
-use lowtide::control::ledger::{Correction, Measured};
-use lowtide::control::{Admission, Budget, Cost, Priority, Resource, UnloadReason};
 use lowtide::decay::DecayTime;
 use lowtide::device::Region;
-use lowtide::host::HostArena;
 use lowtide::metrics::names::{Kind, Metric, TABLE};
 use lowtide::metrics::prometheus::{PrometheusBuilder, configure};
 use lowtide::metrics::record;
 use lowtide::{ByteSize, Memory};
+use lowtide_admission::ledger::{Correction, Measured};
+use lowtide_admission::{Admission, Budget, Cost, Priority, Resource, UnloadReason};
+use lowtide_heap::HostArena;
 use test_fork::test;
 
 use crate::support::{Tree, advance_until};

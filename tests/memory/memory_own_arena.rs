@@ -9,13 +9,13 @@ use std::time::Duration;
 
 use lowtide::ByteSize;
 use lowtide::clock::{Clock as _, SystemClock};
-use lowtide::control::{Backoff, Budget, Cost, Resource as _};
 use lowtide::decay::DecayTime;
 use lowtide::device::{DeviceArena, Region};
-use lowtide::host::{HostArena, HostArenaStats};
 use lowtide::memory::Memory;
 use lowtide::metrics::prometheus::{self, PrometheusBuilder};
+use lowtide_admission::{Backoff, Budget, Cost, Resource as _};
 use lowtide_cuda_sim::{SimDriver, SimOptions};
+use lowtide_heap::{HostArena, HostArenaStats};
 use test_fork::test;
 
 const MIB: u64 = 1 << 20;

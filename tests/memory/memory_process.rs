@@ -12,13 +12,13 @@ use std::time::Duration;
 use lowtide::clock::{ManualClock, Moment};
 use lowtide::config::arena::{ArenaOptions, RunOptions};
 use lowtide::config::{Config, DeviceChoice, Profile, env};
-use lowtide::control::{AcquireError, Cost, LimitSource, Managed, UnloadError};
 use lowtide::device::{DeviceArena, DeviceError, Region};
 use lowtide::memory::{
     AdminCommand, AdminTask, AdminTaskState, ArenaUse, Builder, MemoryError, ScopeError,
     ShrinkError, Slot, StartError,
 };
 use lowtide::{ByteSize, Memory};
+use lowtide_admission::{AcquireError, Cost, LimitSource, Managed, UnloadError};
 use test_fork::test;
 use tikv_jemalloc_ctl::{background_thread, max_background_threads, raw};
 

@@ -8,7 +8,7 @@
 use std::time::Duration;
 
 use lowtide::Memory;
-use lowtide::host::HeapProfile;
+use lowtide_heap::HeapProfile;
 use test_fork::test;
 
 use crate::support::run_again;
@@ -104,7 +104,7 @@ fn what_the_variable_says_and_we_move_is_noted() {
     let moved = format!("dirty_decay_ms was 0 (set by the variable {READ}) and is now 1000: ");
     assert!(diagnostics.iter().any(|note| note.starts_with(&moved)), "{diagnostics:?}");
     let threads = "background_thread was false (";
-    let supported = lowtide::host::background_threads_supported();
+    let supported = lowtide_heap::background_threads_supported();
     assert!(
         !supported || diagnostics.iter().any(|note| note.starts_with(threads)),
         "{diagnostics:?}"

@@ -6,9 +6,9 @@ use std::time::Duration;
 
 use lowtide::clock::ManualClock;
 use lowtide::config::DeviceChoice;
-use lowtide::control::{Cost, Level, Managed, Priority, Rejected};
 use lowtide::memory::{Builder, StartError};
 use lowtide::{ByteSize, Memory};
+use lowtide_admission::{Cost, Level, Managed, Priority, Rejected};
 use test_fork::test;
 
 use crate::support::{

@@ -12,7 +12,6 @@ use std::time::Duration;
 use lowtide::clock::{Clock, ManualClock, Moment};
 use lowtide::config::DeviceChoice;
 use lowtide::config::arena::ArenaOptions;
-use lowtide::control::{Budget, Cost, Level, Priority};
 use lowtide::decay::DecayTime;
 use lowtide::device::driver::{Driver as _, StreamHandle};
 use lowtide::device::{
@@ -21,6 +20,7 @@ use lowtide::device::{
 };
 use lowtide::memory::{AdminCommand, AdminTaskState, Builder, Slot};
 use lowtide::{ByteSize, Memory};
+use lowtide_admission::{Budget, Cost, Level, Priority};
 use lowtide_cuda_sim::{Call, DriverCosts, Outcome, Pattern, SimDriver, SimError, SimOptions};
 use test_fork::test;
 

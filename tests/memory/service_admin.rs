@@ -8,11 +8,11 @@ use std::time::Duration;
 use http::{Method, Request, Response, StatusCode};
 use lowtide::clock::{Clock, ManualClock};
 use lowtide::config::DeviceChoice;
-use lowtide::control::Resource as _;
 use lowtide::device::{ArenaState, Region};
 use lowtide::memory::{AdminTask, AdminTaskState};
 use lowtide::service::{Admin, AdminToken, Endpoints, Peer};
 use lowtide::{ByteSize, Memory};
+use lowtide_admission::Resource as _;
 use serde_json::Value;
 use test_fork::test;
 

@@ -13,10 +13,10 @@ use http::{Request, Response, StatusCode};
 use http_body_util::Empty;
 use lowtide::clock::{Clock, ManualClock};
 use lowtide::config::DeviceChoice;
-use lowtide::control::{Cost, UnloadReason};
 use lowtide::device::{Contents, Region, SleepOptions};
 use lowtide::service::{Endpoints, MemoryLayer};
 use lowtide::{ByteSize, Memory};
+use lowtide_admission::{Cost, UnloadReason};
 use serde_json::{Value, json};
 
 use crate::support::{Tree, advance_until, until_both_threads, until_no_threads};

@@ -13,11 +13,11 @@ use http::{HeaderName, HeaderValue, Request, Response, StatusCode, Version};
 use http_body::{Body, Frame, SizeHint};
 use http_body_util::{Empty, Full};
 use lowtide::ByteSize;
-use lowtide::control::{Admission, Budget, Cost, Level, Priority};
 use lowtide::service::{
     Constant, ContentLength, EXEMPT_BODY_MAX, Endpoints, Estimate, Estimated, FromHeader, Learned,
     MemoryLayer, ROUTES_MAX, SharedPermit,
 };
+use lowtide_admission::{Admission, Budget, Cost, Level, Priority};
 use tower::{Layer, Service, service_fn};
 use tower_test::mock;
 

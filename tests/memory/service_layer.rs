@@ -17,9 +17,9 @@ use http::{Request, Response, StatusCode};
 use http_body::{Body, Frame, SizeHint};
 use http_body_util::{BodyExt, Empty, Full, StreamBody};
 use lowtide::ByteSize;
-use lowtide::control::ledger::{Correction, Measured};
-use lowtide::control::{Admission, Budget, Cost, Level, Priority, RejectReason, Rejected};
 use lowtide::service::{DRAIN_MAX, Estimate, MemoryLayer, SharedPermit, rejection};
+use lowtide_admission::ledger::{Correction, Measured};
+use lowtide_admission::{Admission, Budget, Cost, Level, Priority, RejectReason, Rejected};
 use tower::{Layer, Service, ServiceExt, service_fn};
 
 const COST: ByteSize = ByteSize::mib(10);

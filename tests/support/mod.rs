@@ -9,8 +9,8 @@ use std::process::{Command, Output};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
+use lowtide::admission::Signals;
 use lowtide::clock::{Bell, Clock, ManualClock, SystemClock};
-use lowtide::control::Signals;
 use lowtide::memory::Shutdown;
 use lowtide::{ByteSize, Memory};
 use tempfile::TempDir;

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use engines::{Arguments, BoxError, Service};
 use lowtide::config::{DeviceChoice, OrtPlace, Profile};
-use lowtide::control::{Cost, Managed, Resource as _};
+use lowtide::admission::{Cost, Managed, Resource as _};
 use lowtide::{ByteSize, Memory};
 use ort::environment::Environment;
 use ort::ep::CPU;

@@ -8,7 +8,7 @@
 
 use std::time::{Duration, Instant};
 
-use lowtide::host::HeapProfile;
+use lowtide::heap::HeapProfile;
 use retention::{BoxError, mib};
 
 use crate::contestants::{self, Contestant};

@@ -2,7 +2,7 @@
 //!
 //! Invariant: a name is the one in the figures.
 
-use lowtide::host::HeapProfile;
+use lowtide::heap::HeapProfile;
 use retention::BoxError;
 
 /// An allocator with its settings.

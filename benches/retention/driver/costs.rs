@@ -5,7 +5,7 @@
 
 use std::process::Command;
 
-use lowtide::host::HeapProfile;
+use lowtide::heap::HeapProfile;
 use retention::{BoxError, count};
 
 use crate::contestants::{self, CONF, COSTS, Contestant};

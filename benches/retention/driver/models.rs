@@ -2,7 +2,7 @@
 //!
 //! Invariant: each way has the same model and the same neighbours.
 
-use lowtide::host::HeapProfile;
+use lowtide::heap::HeapProfile;
 use retention::BoxError;
 
 use crate::contestants::{self, Contestant, GLIBC};

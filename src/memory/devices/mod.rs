@@ -33,8 +33,8 @@ use std::sync::Arc;
 use crate::bytes::ByteSize;
 use crate::clock::Moment;
 use crate::config::Config;
-use crate::control::Admission;
 use crate::device::driver::Driver;
+use lowtide_admission::Admission;
 
 use super::error::{Diagnostic, StartError};
 use super::shared::Shared;

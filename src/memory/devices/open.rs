@@ -3,11 +3,11 @@
 use std::sync::Arc;
 
 use crate::bytes::ByteSize;
-use crate::control::Recovered;
 use crate::device::{ArenaConfig, ArenaOccupancy, DeviceArena};
 use crate::memory::Memory;
 use crate::memory::error::{Diagnostic, MemoryError};
 use crate::memory::shared::Shared;
+use lowtide_admission::Recovered;
 
 use super::error::ArenaError;
 

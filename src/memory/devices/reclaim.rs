@@ -2,9 +2,9 @@
 
 use std::sync::Arc;
 
-use crate::control::{Ask, Budget, Reclaim, Recovered};
 use crate::memory::shared::Shared;
 use crate::sync::{Mutex, lock};
+use lowtide_admission::{Ask, Budget, Reclaim, Recovered};
 
 /// Returns the step, for the budget in which arenas count. `joined` is set once the parts are
 /// connected.

@@ -3,9 +3,9 @@
 
 use crate::BoxError;
 use crate::bytes::ByteSize;
-use crate::control::ManagedBuilder;
 use crate::device::DeviceArena;
 use crate::memory::Memory;
+use lowtide_admission::ManagedBuilder;
 
 impl Memory {
     /// Returns a builder for a resource whose device memory is in this arena, which contains
@@ -15,7 +15,7 @@ impl Memory {
     /// the arena may stay until the arena decays.
     ///
     /// ```
-    /// use lowtide::control::Resource as _;
+    /// use lowtide::admission::Resource as _;
     /// use lowtide::device::Region;
     /// use lowtide::{ByteSize, Memory};
     ///

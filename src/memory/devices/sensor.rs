@@ -7,8 +7,8 @@
 //! the machine's memory. It is added here, and nowhere else.
 
 use crate::bytes::ByteSize;
-use crate::control::Sample;
 use crate::device::driver::Driver;
+use lowtide_admission::Sample;
 
 use super::arenas::Arenas;
 

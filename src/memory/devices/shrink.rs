@@ -19,9 +19,9 @@ use thiserror::Error;
 
 use crate::bytes::ByteSize;
 use crate::config::arena::{RunOptions, SelectorError, Target, TargetKind, Targets};
-use crate::control::Job;
 use crate::device::{DeviceArena, DeviceError};
-use crate::host::{HostError, Outcome};
+use lowtide_admission::Job;
+use lowtide_heap::{HostError, Outcome};
 
 use crate::memory::error::Diagnostic;
 use crate::memory::shared::Shared;

@@ -13,8 +13,8 @@ use std::sync::Arc;
 
 use crate::bytes::ByteSize;
 use crate::clock::Moment;
-use crate::control::{Admission, Cost, Permit, Rejected};
 use crate::device::{ArenaConfig, ArenaState, DeviceArena, HostBudget};
+use lowtide_admission::{Admission, Cost, Permit, Rejected};
 
 use crate::memory::error::Diagnostic;
 use crate::memory::shared::Shared;

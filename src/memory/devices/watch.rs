@@ -11,10 +11,10 @@
 
 use crate::bytes::ByteSize;
 use crate::clock::Moment;
-use crate::control::watermark::{DeviceSample, Trend, Watermark};
 use crate::device::driver::{Driver, DriverError};
 use crate::sync::atomic::{AtomicU64, Ordering};
 use crate::sync::{Mutex, lock};
+use lowtide_admission::watermark::{DeviceSample, Trend, Watermark};
 
 use super::snapshot::DeviceSnapshot;
 use crate::memory::error::Diagnostic;

@@ -2,8 +2,8 @@
 
 use std::time::Duration;
 
-use lowtide::control::Resource as _;
 use lowtide::{ByteSize, Memory};
+use lowtide_admission::Resource as _;
 
 use super::support::{Managed, ask, embed, post, stage};
 use super::wire::{Message, until};

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use lowtide::ByteSize;
-use lowtide::host::HeapProbe;
+use lowtide_heap::HeapProbe;
 
 use super::support::{Managed, alone, ask, embed, post};
 use crate::app::{FORWARD_COST, Options};

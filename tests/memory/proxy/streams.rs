@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use lowtide::ByteSize;
-use lowtide::host::HeapProbe;
+use lowtide_heap::HeapProbe;
 use tokio::io::AsyncReadExt as _;
 
 use super::support::{Managed, alone, ask, plain};

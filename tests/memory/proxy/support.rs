@@ -9,9 +9,9 @@ use std::time::Duration;
 
 use axum::http::Uri;
 use lowtide::clock::ManualClock;
-use lowtide::control::{Budget, Cost, Permit};
 use lowtide::memory::{Builder, StartError};
 use lowtide::{ByteSize, Memory};
+use lowtide_admission::{Budget, Cost, Permit};
 use tokio::sync::{Mutex, MutexGuard};
 
 use super::wire::{Message, PATIENCE, Upstream, Wire, until, within};

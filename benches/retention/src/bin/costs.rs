@@ -15,7 +15,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
 use clap::{Parser, ValueEnum};
-use lowtide::host::{self, HeapProbe};
+use lowtide::heap::{self, HeapProbe};
 use retention::child::say;
 use retention::{BoxError, count, mib};
 use tikv_jemallocator::Jemalloc;
@@ -32,18 +32,18 @@ unsafe impl GlobalAlloc for Counted {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
         // SAFETY: the caller's promise is the one asked for here.
-        unsafe { host::Heap.alloc(layout) }
+        unsafe { heap::Heap.alloc(layout) }
     }
 
     unsafe fn dealloc(&self, block: *mut u8, layout: Layout) {
         // SAFETY: the caller's promise is the one asked for here.
-        unsafe { host::Heap.dealloc(block, layout) }
+        unsafe { heap::Heap.dealloc(block, layout) }
     }
 
     unsafe fn realloc(&self, block: *mut u8, layout: Layout, size: usize) -> *mut u8 {
         ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
         // SAFETY: the caller's promise is the one asked for here.
-        unsafe { host::Heap.realloc(block, layout, size) }
+        unsafe { heap::Heap.realloc(block, layout, size) }
     }
 }
 
@@ -89,7 +89,7 @@ const PURGED_MIB: usize = 256;
 
 fn main() -> Result<(), BoxError> {
     match Act::parse() {
-        Act::Pair { of: Of::Heap, times } => pairs(&host::Heap, times),
+        Act::Pair { of: Of::Heap, times } => pairs(&heap::Heap, times),
         Act::Pair { of: Of::Plain, times } => pairs(&Jemalloc, times),
         Act::Pair { of: Of::Nothing, times } => pairs(&Nothing, times),
         Act::Scrape => return scrape(),
@@ -144,7 +144,7 @@ fn purge() -> Result<(), BoxError> {
     for _ in 0..PURGES {
         let blocks: Vec<_> = (0..PURGED_MIB).map(|_| vec![1_u8; 1 << 20]).collect();
         drop(black_box(blocks));
-        let report = host::purge_now()?.jemalloc;
+        let report = heap::purge_now()?.jemalloc;
         let released = mib(report.released().get());
         if released < 1.0 {
             return Err(format!("a purge gave back {released} MiB: expected 256").into());

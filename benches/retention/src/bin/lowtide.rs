@@ -10,15 +10,15 @@ use std::time::Duration;
 
 use clap::Parser as _;
 use lowtide::config::Profile;
-use lowtide::control::Cost;
-use lowtide::host::{self, HostArena};
+use lowtide::admission::Cost;
+use lowtide::heap::{self, HostArena};
 use lowtide::{ByteSize, Memory};
 use retention::child::{Cli, run};
 use retention::workload::model::{Place, Shared};
 use retention::{Allocator, BoxError};
 
 #[global_allocator]
-static HEAP: host::Heap = host::Heap;
+static HEAP: heap::Heap = heap::Heap;
 
 struct Lowtide(Memory);
 
@@ -28,7 +28,7 @@ impl Allocator for Lowtide {
     }
 
     fn rest(&self) {
-        let _ = host::flush_thread_cache();
+        let _ = heap::flush_thread_cache();
     }
 }
 
@@ -42,7 +42,7 @@ impl Place for Purged {
     }
 
     fn leave(&mut self) -> Result<(), BoxError> {
-        host::purge_now()?;
+        heap::purge_now()?;
         Ok(())
     }
 }
@@ -77,7 +77,7 @@ impl Place for OwnArena {
     }
 
     fn arenas(&self) -> u64 {
-        let snapshot = host::HeapProbe::new().and_then(|probe| probe.snapshot());
+        let snapshot = heap::HeapProbe::new().and_then(|probe| probe.snapshot());
         snapshot.map_or(0, |heap| u64::from(heap.arenas))
     }
 }
@@ -93,7 +93,7 @@ fn main() -> Result<(), BoxError> {
             std::thread::spawn(|| {
                 loop {
                     std::thread::sleep(Duration::from_secs(1));
-                    let _ = host::purge_now();
+                    let _ = heap::purge_now();
                 }
             });
             run(act, &lowtide, &mut Shared)

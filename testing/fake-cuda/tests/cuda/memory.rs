@@ -7,8 +7,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use cudarc::driver::CudaContext;
+use lowtide::admission::{Budget, Cost};
 use lowtide::config::{DeviceBackend, DeviceChoice};
-use lowtide::control::{Budget, Cost};
 use lowtide::decay::DecayTime;
 use lowtide::memory::StartError;
 use lowtide::{ByteSize, Memory};

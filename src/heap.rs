@@ -1,0 +1,12 @@
+//! The process heap: jemalloc's statistics, settings and purges, and dedicated arenas, from
+//! `lowtide-heap`.
+//!
+//! [`global_allocator!`](crate::global_allocator) makes jemalloc the allocator of a binary. A
+//! [`Memory`](crate::Memory) applies the settings, purges and publishes by itself.
+
+pub use lowtide_heap::{
+    Applied, ArenaBinding, ArenaDecay, Cause, ConfSource, Difference, EffectiveConf, Heap,
+    HeapGlance, HeapProbe, HeapProfile, HeapSettings, HeapSnapshot, HostArena, HostArenaError,
+    HostArenaStats, HostError, LibcHeap, Outcome, Part, PurgeReport, Unsupported, apply, effective,
+    is_global, libc_heap, on_thread_park, purge, purge_now, request_tcache_flush, serves_c,
+};
