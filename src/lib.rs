@@ -154,11 +154,6 @@ compile_error!("lowtide supports Linux (full) and macOS (heap and host driver); 
 #[doc = include_str!("../README.md")]
 struct Readme;
 
-/// The code of the first page for users, compiled.
-#[cfg(doctest)]
-#[doc = include_str!("../docs/GETTING_STARTED.md")]
-struct GettingStartedPage;
-
 /// The code of the page on arena options, compiled.
 #[cfg(doctest)]
 #[doc = include_str!("../docs/ARENA_OPTIONS.md")]

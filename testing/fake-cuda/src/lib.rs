@@ -42,3 +42,9 @@ mod virtual_memory;
 pub use control::{Numbers, Options};
 pub use library::{Fake, Guard};
 pub use lowtide_cuda_sim::raw::KERNELS;
+
+/// The code of the first page for users, compiled: here, because one block needs `cuda`, which the
+/// tests of `lowtide` do without.
+#[cfg(doctest)]
+#[doc = include_str!("../../../docs/GETTING_STARTED.md")]
+struct GettingStartedPage;
