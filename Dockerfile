@@ -10,7 +10,7 @@ RUN --mount=type=cache,target=/usr/local/cargo/registry \
     --mount=type=cache,target=/build/target \
     find . -path ./target -prune -o -type f -exec touch {} + \
     && CARGO_PROFILE_RELEASE_DEBUG=0 CARGO_PROFILE_RELEASE_STRIP=symbols \
-    cargo build --release --locked --example proxy \
+    cargo build --release --locked --example proxy --features cuda \
     && deploy/image-root target/release/examples/proxy /image
 
 # Only the binary, the C library and its loader, and an unprivileged user.

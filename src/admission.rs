@@ -1,4 +1,5 @@
-//! Admission of requests by bytes, pressure levels, and managed resources, from `lowtide-admission`.
+//! Admission of requests by bytes, pressure levels and managed resources, from the package
+//! `lowtide-admission`.
 //!
 //! [`Memory::admission`](crate::Memory::admission) returns the [`Admission`] of a running `Memory`.
 //! The loops that measure and decide are in that package; a `Memory` runs them.

@@ -10,15 +10,18 @@
 //! access the arena's memory, the device computes. Invariant: the embedding of a text depends only
 //! on the text, the seed and the shape, except for the rounding of sums.
 
-#[path = "model_cuda.rs"]
+#[cfg_attr(feature = "cuda", path = "model_cuda.rs")]
+#[cfg_attr(not(feature = "cuda"), path = "model_no_cuda.rs")]
 mod cuda;
 
 use cuda::Cuda;
-pub(crate) use cuda::ModelError;
 use lowtide::ByteSize;
 use lowtide::clock::SystemClock;
+#[cfg(feature = "cuda")]
+use lowtide::cudarc::driver::DriverError;
 use lowtide::device::plan::{BufferId, Graph, Plan, PlanError, Planner};
 use lowtide::device::{Buffer, DeviceArena, DeviceError, Lease, Region};
+use thiserror::Error;
 
 /// Numbers in an embedding.
 pub(crate) const WIDTH: usize = 256;
@@ -27,6 +30,35 @@ pub(crate) const WIDTH: usize = 256;
 pub(crate) const NGRAMS_MAX: usize = 8192;
 
 const ROW_BYTES: u64 = (WIDTH * size_of::<f32>()) as u64;
+
+/// An error of the model.
+#[derive(Debug, Error)]
+pub(crate) enum ModelError {
+    /// An error of the arena.
+    #[error(transparent)]
+    Arena(#[from] DeviceError),
+    /// An error of the planner of activations.
+    #[error(transparent)]
+    Plan(#[from] PlanError),
+    /// An error of cudarc, or of the driver under it.
+    #[cfg(feature = "cuda")]
+    #[error("CUDA: {0}")]
+    Cuda(#[from] DriverError),
+    /// The host cannot access the arena's memory, and this build computes on the host only.
+    #[cfg(not(feature = "cuda"))]
+    #[error("arena {arena:?} is in device memory: expected a build with the feature `cuda`")]
+    NoCuda {
+        /// The arena.
+        arena: String,
+    },
+}
+
+impl ModelError {
+    /// Returns `true` if memory ran out, so that a later attempt may succeed.
+    pub(crate) const fn is_out_of_memory(&self) -> bool {
+        matches!(self, Self::Arena(error) if error.is_out_of_memory())
+    }
+}
 
 /// Weights in device memory.
 #[derive(Debug)]

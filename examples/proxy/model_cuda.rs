@@ -10,14 +10,13 @@
 use std::fmt;
 use std::sync::Arc;
 
-use cudarc::driver::{
+use lowtide::cudarc::driver::{
     CudaContext, CudaFunction, CudaStream, CudaViewMut, LaunchConfig, PushKernelArg as _,
 };
-use cudarc::nvrtc::Ptx;
-use lowtide::device::{Buffer, DeviceArena, DeviceError, Lane, Lease, Region};
-use thiserror::Error;
+use lowtide::cudarc::nvrtc::Ptx;
+use lowtide::device::{Buffer, DeviceArena, Lane, Lease, Region};
 
-use super::WIDTH;
+use super::{ModelError, WIDTH};
 
 /// Both kernels; 1024 is the bytes of a row.
 const KERNELS: &str = include_str!("embed.ptx");
@@ -28,27 +27,6 @@ const _: () = assert!(THREADS as usize == WIDTH);
 
 /// Weights that go over at once, so that the host holds no more of them.
 const PART: usize = 256 * WIDTH;
-
-/// An error of the device's computation.
-#[derive(Debug, Error)]
-pub(crate) enum ModelError {
-    /// An error of the arena.
-    #[error(transparent)]
-    Arena(#[from] DeviceError),
-    /// An error of the planner of activations.
-    #[error(transparent)]
-    Plan(#[from] lowtide::device::plan::PlanError),
-    /// An error of cudarc, or of the driver under it.
-    #[error("CUDA: {0}")]
-    Cuda(#[from] cudarc::driver::DriverError),
-}
-
-impl ModelError {
-    /// Returns `true` if memory ran out, so that a later attempt may succeed.
-    pub(crate) const fn is_out_of_memory(&self) -> bool {
-        matches!(self, Self::Arena(error) if error.is_out_of_memory())
-    }
-}
 
 /// A stream of the device and the kernels.
 #[derive(Clone)]

@@ -54,9 +54,9 @@ pub(super) fn at_start_otherwise(config: &Config, found: &EffectiveConf) -> Vec<
     match asked.filter(|_| !fixed.is_empty()) {
         Some(asked) => diagnostics.push(in_part(config, found, &asked, &fixed)),
         None if !is_configured(found) => diagnostics.push(format!(
-            "this binary exports no settings, so jemalloc uses its defaults for those that are fixed \
-             before `main`; make `lowtide::global_allocator!({});` its allocator, or start the \
-             process with {}={}",
+            "this binary exports no settings, so jemalloc uses its defaults for those that are \
+             fixed before `main`; make `lowtide::global_allocator!({});` its allocator, or start \
+             the process with {}={}",
             profile(config),
             found.variable(),
             found.variable_for(&found.requested_by(profile(config))),

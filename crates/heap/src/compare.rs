@@ -38,8 +38,8 @@ impl EffectiveConf {
         self
     }
 
-    /// Returns the configuration of [`global_allocator!`](crate::global_allocator) in the binary, if it has
-    /// one.
+    /// Returns the configuration of [`global_allocator!`](crate::global_allocator) in the binary,
+    /// if it has one.
     #[must_use]
     pub fn requested_by_binary(&self) -> Option<HeapConf> {
         self.conf_of_binary.map(HeapConf::new)

@@ -28,8 +28,8 @@ pub struct EffectiveConf {
     pub is_global: bool,
     /// `true` if C's allocations reach it.
     pub serves_c: bool,
-    /// The configuration string in the binary (as of `global_allocator!`), if jemalloc found one. Later
-    /// sources may have overridden parts of it: `conf_of_symlink`, `conf_of_variable` and
+    /// The configuration string in the binary (as of `global_allocator!`), if jemalloc found one.
+    /// Later sources may have overridden parts of it: `conf_of_symlink`, `conf_of_variable` and
     /// `conf_of_harder`.
     pub conf_of_binary: Option<&'static str>,
     /// The string set when jemalloc was built; read before the binary's.

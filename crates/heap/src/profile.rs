@@ -92,7 +92,9 @@ impl fmt::Display for HeapProfile {
 /// `balanced` or `throughput`, and custom settings on top.
 ///
 /// Use it once, in the binary (a second one does not compile or link). For an allocator of your own
-/// that wraps [`Heap`](crate::Heap), use [`jemalloc_conf!`](crate::jemalloc_conf). The macro exports the profile's string (see [`HeapProfile::conf`](crate::HeapProfile::conf)) as
+/// that wraps [`Heap`](crate::Heap), use [`jemalloc_conf!`](crate::jemalloc_conf).
+///
+/// The macro exports the profile's string (see [`HeapProfile::conf`](crate::HeapProfile::conf)) as
 /// `_rjem_malloc_conf` and as `malloc_conf`, because jemalloc reads the second if it serves C code
 /// as well (feature `interpose`, which any dependency may enable). The environment variable
 /// `_RJEM_MALLOC_CONF`, or `MALLOC_CONF` in that case, overrides it.

@@ -29,20 +29,13 @@ const LAYERS: &[Layers] = &[
     Layers {
         folder: "",
         floors: &[
-            &["bytes", "clock", "fork", "sync"],
-            &["decay", "log"], // a formula over sizes and moments; events, which fail nothing
-            &["host", "device", "control"],
+            &["admission", "heap"], // what the packages below offer to users
             &["metrics"],
             &["config"],
             &["memory"],
             &["service"],
         ],
-        walls: &[
-            ("device::index", "device::driver"),
-            ("device::index", "device::arena"),
-            ("device::driver", "device::arena"),
-            ("control::pressure", "control::signal"),
-        ],
+        walls: &[],
     },
     Layers {
         folder: "crates/core/",
