@@ -7,7 +7,7 @@
 //! Invariant: none is broken, whatever the bytes.
 #![no_main]
 
-#[path = "../../tests/gpu/index/model.rs"]
+#[path = "../../crates/gpu/tests/gpu/index/model.rs"]
 #[allow(dead_code, reason = "the tests use more of it")]
 mod model;
 
