@@ -2,9 +2,9 @@
 //!
 //! Planned memory is reserved once and then served without a search, by looking up offsets. A
 //! [`Problem`] is a set of buffers with sizes, alignments and lifetimes, some of which share
-//! memory; a [`Planner`] computes a [`Plan`] for it within a budget. This module allocates no
+//! memory; a [`Planner`] computes a [`Plan`] for it within a budget. This crate allocates no
 //! device memory and runs nothing: an arena holds and serves the plan
-//! ([`DeviceArena::reserve_plan`](super::DeviceArena::reserve_plan)).
+//! (`lowtide_gpu::DeviceArena::reserve_plan`).
 //!
 //! Steps: the problem is split in time and reduced (`part`). Dives (`dive`) and a portfolio of
 //! rules (`order`, `place`) produce a first plan; if the budget lets all rules run, it is no worse

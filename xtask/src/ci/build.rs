@@ -104,12 +104,13 @@ pub(super) fn doc(_: Length) -> Outcome {
         let doc = cargo(&format!("doc --locked --no-deps {words}"));
         doc.env("RUSTDOCFLAGS", "-D warnings").run()
     };
-    doc("-p lowtide --features service,prometheus")?;
+    let mut failed = Vec::new();
+    failed.extend(doc("-p lowtide --features service,prometheus").err());
     for package in published()? {
         let features = package.documented.join(",");
-        doc(&format!("-p {} --features={features}", package.name))?;
+        failed.extend(doc(&format!("-p {} --features={features}", package.name)).err());
     }
-    Ok(())
+    if failed.is_empty() { Ok(()) } else { Err(failed.join("; ").into()) }
 }
 
 /// The command that the README names.

@@ -129,7 +129,7 @@ impl<T: Send + Sync + 'static> ManagedBuilder<T> {
     /// load starts and acquiring fails at once.
     ///
     /// The timeout is detected by a call of [`Resource::unload_if_due`]. The worker of a
-    /// [`Memory`](crate::Memory) makes this call for registered resources.
+    /// `lowtide::Memory` makes this call for registered resources.
     #[must_use]
     pub fn load_timeout(mut self, timeout: Duration) -> Self {
         self.parts.load_timeout = (!timeout.is_zero()).then_some(timeout);
