@@ -25,7 +25,7 @@ use super::devices::{self, Devices, GivenDriver};
 use super::error::{Diagnostic, StartError};
 use super::events::Events;
 use super::hands::{Hook, MaintenanceExecutor};
-use super::heap::settle_heap;
+use super::heap::{SettledHeap, settle_heap};
 use super::history::MetricsHistory;
 use super::own_arena::Loads;
 use super::sensor::{LibcIdle, MemorySensor};
@@ -34,6 +34,9 @@ use super::{Claim, Ends, Memory, Running, Started, THREADS, Threads, threads};
 
 /// The stack size of the two threads. Both call little and touch a few KiB of it.
 const STACK: ByteSize = ByteSize::kib(256);
+
+/// The limit of a detached `Memory` that sets none.
+const DETACHED_LIMIT: ByteSize = ByteSize::gib(1);
 
 /// A builder for a [`Memory`].
 ///
@@ -44,6 +47,7 @@ const STACK: ByteSize = ByteSize::kib(256);
 pub struct Builder {
     pub(super) code: Settings,
     ignores_environment: bool,
+    is_detached: bool,
     clock: Option<Arc<dyn Clock>>,
     hook: Option<Hook>,
     recall_hook: Option<Hook>,
@@ -98,6 +102,38 @@ impl Builder {
     #[must_use]
     pub const fn without_environment(mut self) -> Self {
         self.ignores_environment = true;
+        self
+    }
+
+    /// Detaches this `Memory` from the process, for tests of a service: any number can run in one
+    /// process, next to each other and to one that is attached, each with its own limit and clock.
+    ///
+    /// It measures no memory of the process, so a request is admitted if the reservations fit below
+    /// [`Builder::memory_limit`] (default: 1 GiB) times [`Builder::ceiling`], with a correction
+    /// factor of 1 unless set. It reads no environment, changes no setting of jemalloc, and
+    /// publishes no metrics. Layers, resources and endpoints work as usual.
+    ///
+    /// ```
+    /// use std::sync::Arc;
+    /// use lowtide::admission::Cost;
+    /// use lowtide::clock::ManualClock;
+    /// use lowtide::{ByteSize, Memory};
+    ///
+    /// let limit = ByteSize::mib(100);
+    /// let clock = Arc::new(ManualClock::new()); // time stands still unless the test advances it
+    /// let memory = || Memory::builder().detached().memory_limit(limit).clock(clock.clone());
+    /// let (one, other) = (memory().start()?, memory().start()?);
+    /// let held = one.admission().try_admit(Cost::host(ByteSize::mib(60)))?; // of 80 MiB
+    /// assert!(one.admission().try_admit(Cost::host(ByteSize::mib(30))).is_err());
+    /// assert!(other.admission().try_admit(Cost::host(ByteSize::mib(30))).is_ok());
+    /// # drop(held);
+    /// # Ok::<(), lowtide::BoxError>(())
+    /// ```
+    #[must_use]
+    pub fn detached(mut self) -> Self {
+        (self.is_detached, self.ignores_environment) = (true, true);
+        self.code.memory_limit.get_or_insert(DETACHED_LIMIT);
+        self.code.correction_factor.get_or_insert(1.0);
         self
     }
 
@@ -181,7 +217,7 @@ impl Builder {
     pub fn start(self) -> Result<Memory, StartError> {
         let environment = if self.ignores_environment { Settings::default() } else { env::read()? };
         let config = Config::resolve(&self.code, &environment)?;
-        let claim = Claim::take().ok_or(StartError::AlreadyStarted)?;
+        let claim = if self.is_detached { Claim::of_none() } else { Claim::take()? };
         let unread = (!self.ignores_environment).then(unread_by_jemalloc).flatten();
         self.start_claimed(config, claim, unread)
     }
@@ -197,8 +233,13 @@ impl Builder {
         let mut diagnostics = Vec::new();
         diagnostics.extend(variables_of_devices(&names, HAS_DEVICES));
         let devices = Devices::open(&config, self.driver, &mut diagnostics)?;
-        let signals = open_signals(&config, self.signals, &mut diagnostics);
-        let heap = settle_heap(&config, &signals, unread, &mut diagnostics);
+        let (signals, heap) = if self.is_detached {
+            (settle_limit(&config, Signals::none(), &mut diagnostics), SettledHeap::default())
+        } else {
+            let signals = open_signals(&config, self.signals, &mut diagnostics);
+            let heap = settle_heap(&config, &signals, unread, &mut diagnostics);
+            (signals, heap)
+        };
         let clock = self.clock.unwrap_or_else(|| Arc::new(SystemClock::new()));
         check_limit(&config, &signals, &*clock, &mut diagnostics)?;
         let signals = Arc::new(signals);

@@ -90,13 +90,18 @@ impl MaintenanceActions for MaintenanceExecutor {
         let upkeep = now >= self.hook_at;
         if upkeep {
             self.hook_at = now + HOOK_EVERY;
-            record::describe();
         }
         self.shared.maintain_devices(now);
         let start = self.shared.clock.now();
         let snapshot = self.shared.snapshot();
         self.watch.see(&snapshot, &self.shared.events);
         self.shared.history.add(HistorySample::of(&snapshot));
+        if !self.shared.claim.is_attached {
+            return; // its figures would mix with those of the process
+        }
+        if upkeep {
+            record::describe();
+        }
         record::build_info(snapshot.profile.name());
         if let Some(heap) = &snapshot.heap {
             record::heap(heap);

@@ -14,7 +14,8 @@ use lowtide_heap::{self as heap, HeapProbe, HeapSettings};
 use super::error::Diagnostic;
 use super::found::{at_start_otherwise, keeps_addresses, moved};
 
-/// The heap after the start.
+/// The heap after the start. Without values for a detached `Memory`, which leaves it as it is.
+#[derive(Default)]
 pub(super) struct SettledHeap {
     /// `None` if jemalloc's statistics cannot be read.
     pub(super) probe: Option<HeapProbe>,

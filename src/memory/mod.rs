@@ -173,6 +173,8 @@ struct Claim {
     /// The number of threads that have not ended.
     threads: AtomicUsize,
     birth: Birth,
+    /// `false` for a detached `Memory`.
+    is_attached: bool,
 }
 
 impl Memory {
@@ -194,6 +196,23 @@ impl Memory {
     /// The same as for [`Builder::start`].
     pub fn start() -> Result<Self, StartError> {
         Self::builder().start()
+    }
+
+    /// Returns the `Memory` that an earlier call of this function started, if it still runs, or
+    /// starts one with default settings: for tests that share one. It ends with its last handle.
+    ///
+    /// # Errors
+    /// The same as for [`Builder::start`].
+    pub fn shared() -> Result<Self, StartError> {
+        static SHARED: Mutex<Option<WeakMemory>> = Mutex::new(None);
+        let mut shared = lock(&SHARED);
+        let running = shared.as_ref().and_then(WeakMemory::upgrade);
+        if let Some(memory) = running.filter(|memory| !memory.admission().is_closed()) {
+            return Ok(memory);
+        }
+        let memory = Self::start()?;
+        *shared = Some(memory.downgrade());
+        Ok(memory)
     }
 
     /// Returns a handle that does not keep the manager running, for loaders, clean-ups and hooks.
@@ -417,13 +436,23 @@ impl Drop for Ends {
 
 impl Claim {
     /// Takes the claim; `None` if another `Memory` holds it.
-    fn take() -> Option<Arc<Self>> {
+    ///
+    /// # Errors
+    /// [`StartError::AlreadyStarted`].
+    fn take() -> Result<Arc<Self>, StartError> {
         let birth = Birth::now();
         let here = birth.generation();
         let claim = |by| (by != here).then_some(here);
-        STARTED.fetch_update(Ordering::AcqRel, Ordering::Acquire, claim).ok()?;
+        let taken = STARTED.fetch_update(Ordering::AcqRel, Ordering::Acquire, claim);
+        taken.map_err(|_| StartError::AlreadyStarted)?;
         let (held, threads) = (AtomicBool::new(true), AtomicUsize::new(THREADS));
-        Some(Arc::new(Self { held, threads, birth }))
+        Ok(Arc::new(Self { held, threads, birth, is_attached: true }))
+    }
+
+    /// Returns what stands for the claim of a detached `Memory`, which needs none.
+    fn of_none() -> Arc<Self> {
+        let (held, threads) = (AtomicBool::new(false), AtomicUsize::new(THREADS));
+        Arc::new(Self { held, threads, birth: Birth::now(), is_attached: false })
     }
 
     /// Allows the next `Memory` to start, once. Does nothing in a forked child, which has its own

@@ -37,6 +37,7 @@ mod upstream;
 mod examples;
 mod exporter;
 mod memory_arenas;
+mod memory_detached;
 mod memory_device;
 mod memory_heap;
 mod memory_kernel;

@@ -283,6 +283,12 @@ impl Signals {
         Self { status, pressure, page: page.unwrap_or(signals.page), space, cpus, ..signals }
     }
 
+    /// Creates signals that read nothing: only the limit set by [`Signals::with_limit`] is known.
+    #[must_use]
+    pub fn none() -> Self {
+        Self::of_parts(None, None, None, Vec::new())
+    }
+
     fn of_parts(
         statm: Option<KeptFile>,
         machine: Option<ByteSize>,
