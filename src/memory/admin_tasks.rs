@@ -192,10 +192,10 @@ impl AdminTaskState {
 
 /// The list of tasks.
 #[derive(Debug, Default)]
-pub(super) struct AdminTasks(Mutex<List>);
+pub(super) struct AdminTasks(Mutex<TaskList>);
 
 #[derive(Debug, Default)]
-struct List {
+struct TaskList {
     given: u64,
     kept: VecDeque<AdminTask>,
     /// The last picture, and the number of its task.

@@ -43,7 +43,7 @@ use super::exempt::ExemptPaths;
 use super::learned::{Lesson, Routes};
 use super::permit::{SharedPermit, Terms};
 use super::rejection::{Reject, negotiated};
-use super::slow_start::{LASTS, Running};
+use super::slow_start::{LASTS, TooManyRunning};
 
 /// Returns `true` for exempt requests.
 type Exempt = Arc<dyn Fn(&Parts) -> bool + Send + Sync>;
@@ -277,7 +277,7 @@ impl<E: Estimate> MemoryLayer<E> {
             // A request that is too large, or too late, is rejected for that reason.
             if self.starts_slowly && estimate <= ceiling && !self.admission.is_closed() {
                 slot = lesson.enter(estimate, room, || self.clock.now()).map_err(|running| {
-                    let Running(running) = running;
+                    let TooManyRunning(running) = running;
                     let rejected = Rejected::SlowStart { running, retry_after: LASTS };
                     self.admission.reject(rejected)
                 })?;

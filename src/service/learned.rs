@@ -27,7 +27,7 @@ use crate::sync::{Mutex, lock};
 use lowtide_admission::{Cost, Priority};
 
 use super::estimate::{Estimate, Estimated};
-use super::slow_start::{Running, SlowStart};
+use super::slow_start::{SlowStart, TooManyRunning};
 
 /// The maximum number of routes that are recorded separately; later ones share one estimate.
 pub const ROUTES_MAX: usize = 256;
@@ -179,31 +179,31 @@ impl Lesson {
         cost: ByteSize,
         room: ByteSize,
         now: impl FnOnce() -> Moment,
-    ) -> Result<Option<Slot>, Running> {
+    ) -> Result<Option<Trial>, TooManyRunning> {
         let Some(first) = SlowStart::first(cost, room) else { return Ok(None) };
         let mut slow_start = lock(&self.route.slow_start);
         if slow_start.is_over() {
             return Ok(None);
         }
         slow_start.enter(first, now())?;
-        Ok(Some(Slot { route: Arc::clone(&self.route), answered: false }))
+        Ok(Some(Trial { route: Arc::clone(&self.route), answered: false }))
     }
 }
 
 /// A large request of a route with unknown need; dropping it ends it.
-pub(super) struct Slot {
+pub(super) struct Trial {
     route: Arc<Route>,
     /// `true` if its handler answered.
     pub(super) answered: bool,
 }
 
-impl Drop for Slot {
+impl Drop for Trial {
     fn drop(&mut self) {
         lock(&self.route.slow_start).leave(self.answered);
     }
 }
 
-impl fmt::Debug for Slot {
+impl fmt::Debug for Trial {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Slot").field("answered", &self.answered).finish_non_exhaustive()
     }
@@ -282,14 +282,14 @@ impl<K, F> fmt::Debug for Learned<K, F> {
 pub(super) struct Route {
     estimate: AtomicU64,
     guess: ByteSize,
-    seen: Mutex<Seen>,
+    seen: Mutex<FadingHistogram>,
     slow_start: Mutex<SlowStart>,
 }
 
 impl Route {
     fn new(guess: ByteSize) -> Self {
         let estimate = AtomicU64::new(guess.get());
-        let (seen, slow_start) = (Mutex::new(Seen::new()), Mutex::default());
+        let (seen, slow_start) = (Mutex::new(FadingHistogram::new()), Mutex::default());
         Self { estimate, guess, seen, slow_start }
     }
 
@@ -311,7 +311,7 @@ impl Route {
 }
 
 /// A histogram in which old requests fade.
-struct Seen {
+struct FadingHistogram {
     counts: Box<[u16; BUCKETS]>,
     /// The sum of the counts.
     count: u32,
@@ -321,7 +321,7 @@ struct Seen {
     lessons: u32,
 }
 
-impl Seen {
+impl FadingHistogram {
     fn new() -> Self {
         Self { counts: Box::new([0; BUCKETS]), count: 0, largest: ByteSize::ZERO, lessons: 0 }
     }

@@ -21,7 +21,7 @@ use lowtide_admission::{Permit, Rejected};
 use lowtide_heap::meter::{self, Moved};
 
 use super::exempt::ExemptShare;
-use super::learned::{Lesson, Slot};
+use super::learned::{Lesson, Trial};
 
 /// The permit of a request, found in the request's extensions. A handler uses it to reserve more
 /// while a body of unknown length arrives.
@@ -40,10 +40,10 @@ use super::learned::{Lesson, Slot};
 /// # assert!(take(&Request::new(()), b"ebb").is_ok());
 /// ```
 #[derive(Clone, Debug)]
-pub struct SharedPermit(Arc<Shared>);
+pub struct SharedPermit(Arc<PermitInner>);
 
 #[derive(Debug)]
-struct Shared {
+struct PermitInner {
     /// `true` if its allocations are measured.
     is_measured: bool,
     held: Mutex<Held>,
@@ -57,7 +57,7 @@ pub(super) struct Terms {
     /// The share of a request that is exempt by its path.
     pub(super) share: Option<ExemptShare>,
     /// The slot of a large request whose route is not known yet.
-    pub(super) slot: Option<Slot>,
+    pub(super) slot: Option<Trial>,
     /// The declared length of its body, if it is measured.
     pub(super) measured: Option<u64>,
 }
@@ -104,7 +104,7 @@ impl SharedPermit {
         let announced = terms.measured.unwrap_or(0);
         let meter = Meter { announced, ..Meter::default() };
         let held = Held { permit, peak: None, meter, answer: None, terms };
-        Self(Arc::new(Shared { is_measured, held: Mutex::new(held) }))
+        Self(Arc::new(PermitInner { is_measured, held: Mutex::new(held) }))
     }
 
     /// Runs work of this request on the calling thread, and reserves the memory that it leaves

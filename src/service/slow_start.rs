@@ -42,7 +42,7 @@ pub(super) struct SlowStart {
 
 /// Too many requests run already.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Running(pub(super) u32);
+pub(super) struct TooManyRunning(pub(super) u32);
 
 impl SlowStart {
     /// Returns the number of requests of this cost that may run at first in this room; `None` if
@@ -61,13 +61,13 @@ impl SlowStart {
 
     /// Lets one more request run if it is among the `first`, or if others were answered.
     /// [`SlowStart::leave`] ends it.
-    pub(super) fn enter(&mut self, first: u32, now: Moment) -> Result<(), Running> {
+    pub(super) fn enter(&mut self, first: u32, now: Moment) -> Result<(), TooManyRunning> {
         let since = *self.since.get_or_insert(now);
         let steps = (now - since).as_millis() / STEP.as_millis();
         let steps = u32::try_from(steps).unwrap_or(STEPS).min(STEPS);
         let limit = first.saturating_mul((1 + self.answered).max(1 << steps));
         if !self.is_over() && steps < STEPS && self.running >= limit {
-            return Err(Running(self.running));
+            return Err(TooManyRunning(self.running));
         }
         self.running += 1;
         Ok(())
@@ -99,7 +99,7 @@ mod tests {
         let now = Moment::ORIGIN;
         for generation in [1, 2, 4] {
             assert_eq!(fill(&mut route, now), generation);
-            assert_eq!(route.enter(1, now), Err(Running(generation)));
+            assert_eq!(route.enter(1, now), Err(TooManyRunning(generation)));
             assert_eq!(route.enter(2, now), Ok(()), "one that needs half as much");
             route.leave(false);
             (0..generation).for_each(|_| route.leave(true));

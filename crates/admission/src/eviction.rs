@@ -342,13 +342,14 @@ impl Eviction {
     }
 
     /// Unloads the claimed resources on separate threads.
-    fn start(self) -> io::Result<Arc<Unloads>> {
+    fn start(self) -> io::Result<Arc<UnloadsInProgress>> {
         let Self { claims: Claims { list, .. }, owed } = self;
         let (count, after) = (list.len(), Arc::clone(&owed.evictor));
         let freed = Vec::with_capacity(count);
         let state =
             UnloadsState { claims: list, unloading: count, freed, owed: Some(owed), made: None };
-        let unloads = Arc::new(Unloads { after, state: Mutex::new(state), bell: Bell::new() });
+        let unloads =
+            Arc::new(UnloadsInProgress { after, state: Mutex::new(state), bell: Bell::new() });
         if count == 0 {
             unloads.finish();
         }
@@ -371,7 +372,7 @@ impl Eviction {
 }
 
 /// Unloads in progress.
-struct Unloads {
+struct UnloadsInProgress {
     after: Arc<Evictor>,
     state: Mutex<UnloadsState>,
     bell: Arc<Bell>,
@@ -389,7 +390,7 @@ struct UnloadsState {
     made: Option<Permit>,
 }
 
-impl Unloads {
+impl UnloadsInProgress {
     /// Unloads the resources that no other thread has taken.
     fn work(&self) {
         // Ends: each iteration takes one of the claims.

@@ -140,12 +140,12 @@ impl Pace {
     }
 }
 
-struct Step {
+struct ReclaimStep {
     reclaimer: Arc<dyn Reclaim>,
     pace: Pace,
 }
 
-impl fmt::Debug for Step {
+impl fmt::Debug for ReclaimStep {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Step")
             .field("name", &self.reclaimer.name())
@@ -169,7 +169,7 @@ pub enum LadderError {
 /// Reclaimers in the order of their cost. Cheap to clone; all clones share one state.
 #[derive(Clone, Debug, Default)]
 pub struct Ladder {
-    steps: Arc<[Step]>,
+    steps: Arc<[ReclaimStep]>,
 }
 
 impl Ladder {
@@ -186,7 +186,7 @@ impl Ladder {
             return Err(LadderError::TooManySteps { count });
         }
         reclaimers.sort_by_key(|reclaimer| reclaimer.cost_rank());
-        let step = |reclaimer| Step { reclaimer, pace: Pace::new() };
+        let step = |reclaimer| ReclaimStep { reclaimer, pace: Pace::new() };
         Ok(Self { steps: reclaimers.into_iter().map(step).collect() })
     }
 
@@ -212,7 +212,7 @@ impl Ladder {
     /// `None` while a cheaper one runs. Changes nothing; costs one check of each step.
     #[must_use]
     pub fn due(&self, budget: Budget, level: Level, now: Moment) -> Option<usize> {
-        let asked = |step: &Step| {
+        let asked = |step: &ReclaimStep| {
             step.reclaimer.relieves() == budget
                 && level >= step.reclaimer.starts_at().max(Level::Elevated)
         };

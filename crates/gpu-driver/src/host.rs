@@ -65,7 +65,7 @@ unsafe impl Driver for HostDriver {
     }
 
     fn reserve(&self, size: ByteSize) -> Result<DeviceAddress, DriverError> {
-        let size_wanted = Range::of(DeviceAddress::new(0), size)?.length;
+        let size_wanted = AddressRange::of(DeviceAddress::new(0), size)?.length;
         let refused = || DriverError::OutOfMemory { call: "mmap", requested: size };
         // mmap aligns to pages only: map one granule more and unmap the excess.
         let slack = length_of(GRANULARITY)?;
@@ -84,19 +84,19 @@ unsafe impl Driver for HostDriver {
     }
 
     unsafe fn unreserve(&self, at: DeviceAddress, size: ByteSize) -> Result<(), DriverError> {
-        let range = Range::of(at, size)?;
+        let range = AddressRange::of(at, size)?;
         // SAFETY: a whole reservation that nothing uses any more (contract of `unreserve`).
         unsafe { unmap(range.start, range.length) }
     }
 
     unsafe fn commit(&self, at: DeviceAddress, size: ByteSize) -> Result<(), DriverError> {
-        let range = Range::of(at, size)?;
+        let range = AddressRange::of(at, size)?;
         // SAFETY: a part of a reservation (contract of `commit`); access is only added.
         unsafe { range.protect(libc::PROT_READ | libc::PROT_WRITE) }
     }
 
     unsafe fn decommit(&self, at: DeviceAddress, size: ByteSize) -> Result<(), DriverError> {
-        let range = Range::of(at, size)?;
+        let range = AddressRange::of(at, size)?;
         // SAFETY: a part of a reservation of which every use is complete (contract of `decommit`).
         unsafe { range.discard() }?;
         // SAFETY: as above.
@@ -209,12 +209,12 @@ unsafe impl Driver for HostDriver {
 
 /// Whole granules of this process's address space.
 #[derive(Clone, Copy)]
-struct Range {
+struct AddressRange {
     start: *mut libc::c_void,
     length: usize,
 }
 
-impl Range {
+impl AddressRange {
     fn of(at: DeviceAddress, size: ByteSize) -> Result<Self, DriverError> {
         let whole = at.is_multiple_of(GRANULARITY)
             && size.get().is_multiple_of(GRANULARITY.get())

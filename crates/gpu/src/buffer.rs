@@ -21,7 +21,7 @@ use bytemuck::Pod;
 use super::compact::BlockPin;
 use super::driver::DeviceAddress;
 use super::error::DeviceError;
-use super::front::{Owned, Place};
+use super::front::{BlockPlace, Owned};
 #[cfg(feature = "cuda")]
 use super::lane::Known;
 use super::lane::Lane;
@@ -183,7 +183,7 @@ impl<T: Pod> Buffer<T> {
         if let (None, Some(old)) = (block, self.owned.block) {
             shared.release(region, old);
         }
-        (self.owned.block, self.owned.place, self.len) = (block, Place::of(block), len);
+        (self.owned.block, self.owned.place, self.len) = (block, BlockPlace::of(block), len);
         Ok(())
     }
 
@@ -325,7 +325,7 @@ impl<T: Pod> Buffer<T> {
     }
 }
 
-impl Place {
+impl BlockPlace {
     /// Returns the block's address, for a holder of a lease: nothing moves while it is held, and it
     /// was entered under the lock that counted the last move. So all concurrent callers read the
     /// same count and store the same address, and a thread that reads that count from `moves` reads

@@ -50,7 +50,7 @@ fn on_shortage<T>(
 
 /// The bound that a commit would exceed.
 #[derive(Clone, Copy)]
-pub(super) enum Shortage {
+pub(super) enum ExceededBound {
     /// The arena's limit: so many bytes are wanted.
     Limit(u64),
     /// The device has no more: so many granules are wanted.
@@ -341,7 +341,7 @@ impl Shared {
             if wanting == 0 {
                 return (books, Ok(()));
             }
-            let mut shortage = Shortage::Limit(books.bytes_of(wanting));
+            let mut shortage = ExceededBound::Limit(books.bytes_of(wanting));
             if books.over_limit(books.bytes_of(wanting)) == 0 {
                 let runs = books.begin_commit(region, span, grow);
                 let outcome;
@@ -354,7 +354,7 @@ impl Shared {
                         continue;
                     }
                     Err(DriverError::OutOfMemory { .. }) if attempts > 0 => {
-                        Shortage::Device(books.region(region).segment.wanting(span))
+                        ExceededBound::Device(books.region(region).segment.wanting(span))
                     }
                     Err(DriverError::OutOfMemory { .. }) => {
                         return (books, Err(Refusal::of(Cause::Device, span.size)));
@@ -381,7 +381,7 @@ impl Shared {
         &'a self,
         mut books: MutexGuard<'a, Books>,
         (region, span): (Region, Span),
-        shortage: Shortage,
+        shortage: ExceededBound,
         remaps: &mut bool,
     ) -> (MutexGuard<'a, Books>, Result<Room, DriverError>) {
         let granules = match books.assess(shortage) {
@@ -409,7 +409,7 @@ impl Shared {
     pub(super) fn room_of_idle<'a>(
         &'a self,
         books: MutexGuard<'a, Books>,
-        shortage: Shortage,
+        shortage: ExceededBound,
     ) -> (MutexGuard<'a, Books>, Result<Room, DriverError>) {
         match books.assess(shortage) {
             Ok(granules) => self.give_room(books, granules),
@@ -470,10 +470,10 @@ impl Shared {
 impl Books {
     /// Returns how many idle granules must leave because of a shortage, or the cause of the error
     /// if all of them are too few.
-    fn assess(&self, shortage: Shortage) -> Result<u64, Cause> {
+    fn assess(&self, shortage: ExceededBound) -> Result<u64, Cause> {
         let idle = self.granules_for(self.idle());
         match shortage {
-            Shortage::Limit(bytes) => {
+            ExceededBound::Limit(bytes) => {
                 let granules = self.granules_for(self.over_limit(bytes));
                 if idle >= granules {
                     return Ok(granules);
@@ -481,8 +481,8 @@ impl Books {
                 let active = self.active().saturating_add(bytes);
                 Err(Cause::Limit { over: active.saturating_sub(self.limit.get()) })
             }
-            Shortage::Device(_) if idle == 0 && !self.untrimmed => Err(Cause::Device),
-            Shortage::Device(granules) => Ok(granules),
+            ExceededBound::Device(_) if idle == 0 && !self.untrimmed => Err(Cause::Device),
+            ExceededBound::Device(granules) => Ok(granules),
         }
     }
 }

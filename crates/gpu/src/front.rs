@@ -56,7 +56,7 @@ pub(super) struct Owned {
     /// `None` if a buffer's elements have no bytes; never `None` in a cache.
     pub(super) block: Option<Placed>,
     /// The last known place of the block.
-    pub(super) place: Place,
+    pub(super) place: BlockPlace,
     /// The lanes that use the block, first the one that allocated it. Empty in a cache.
     pub(super) lanes: Vec<Arc<Known>>,
     /// Its address was out with code that uses streams of its own.
@@ -65,12 +65,12 @@ pub(super) struct Owned {
 
 /// The place of a block at a count of moves of its region.
 #[derive(Debug)]
-pub(super) struct Place {
+pub(super) struct BlockPlace {
     pub(super) at: AtomicU64,
     pub(super) moves: AtomicU64,
 }
 
-impl Place {
+impl BlockPlace {
     pub(super) fn of(block: Option<Placed>) -> Self {
         let (at, moves) = block.map_or((0, 0), |block| (block.at.get(), block.moves));
         Self { at: AtomicU64::new(at), moves: AtomicU64::new(moves) }
@@ -83,7 +83,7 @@ impl Owned {
             home,
             region,
             block,
-            place: Place::of(block),
+            place: BlockPlace::of(block),
             lanes: Vec::new(),
             foreign: false,
         })

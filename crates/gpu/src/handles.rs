@@ -1,7 +1,7 @@
 //! FENCE: streams and events of a driver, as values whose handles are good.
 //!
-//! A driver does not check handles. Whoever has an [`Event`] owns one that exists; whoever has a
-//! [`LiveStream`] knows that the stream exists for as long as that lives. Only the constructors of
+//! A driver does not check handles. An owner of a [`DriverEvent`] owns one that exists; a
+//! [`LiveStream`] proves that the stream exists for as long as that lives. Only the constructors of
 //! [`LiveStream`] need a proof; the calls then are safe, because their one precondition is that the
 //! handles are good. Called by the accounting's proofs (`proof`), the copies of a sleep and the
 //! pinned pool. It makes no decisions.
@@ -17,13 +17,13 @@ use super::driver::{Driver, DriverError, EventHandle, StreamHandle};
 use lowtide_core::fork::Birth;
 
 /// An event of a driver, destroyed when this is dropped.
-pub(super) struct Event {
+pub(super) struct DriverEvent {
     driver: Arc<dyn Driver>,
     handle: EventHandle,
     birth: Birth,
 }
 
-impl Event {
+impl DriverEvent {
     /// Creates an event that marks nothing.
     ///
     /// # Errors
@@ -68,7 +68,7 @@ impl Event {
     }
 }
 
-impl Drop for Event {
+impl Drop for DriverEvent {
     /// Destroys the event, which waits for nothing. In a forked child does nothing.
     fn drop(&mut self) {
         if self.birth.is_here() {
@@ -78,7 +78,7 @@ impl Drop for Event {
     }
 }
 
-impl fmt::Debug for Event {
+impl fmt::Debug for DriverEvent {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Event").field("handle", &self.handle).finish_non_exhaustive()
     }
@@ -124,7 +124,7 @@ impl<'a> LiveStream<'a> {
     ///
     /// # Errors
     /// The driver's: the stream does not wait.
-    pub(super) fn wait_for(self, event: &Event) -> Result<(), DriverError> {
+    pub(super) fn wait_for(self, event: &DriverEvent) -> Result<(), DriverError> {
         event.assert_of(self);
         // SAFETY: the stream exists while this lives, and `event` owns its event; both are of this
         // driver: asserted above.

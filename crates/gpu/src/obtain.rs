@@ -12,7 +12,7 @@
 
 use super::aging::Ages;
 use super::books::Books;
-use super::commit::{ATTEMPTS_BESIDE, Room, Shortage};
+use super::commit::{ATTEMPTS_BESIDE, ExceededBound, Room};
 use super::driver::{DeviceAddress, DriverError};
 use super::ground::Ground;
 use super::index::{End, Span};
@@ -38,7 +38,7 @@ pub(super) struct Sought {
 }
 
 /// The lock of the accounting, and a block that has a place.
-pub(super) type Found<'a> = (MutexGuard<'a, Books>, (Placed, Claim));
+pub(super) type FoundBlock<'a> = (MutexGuard<'a, Books>, (Placed, Claim));
 
 impl Shared {
     /// Finds a place for a block; allocates a segment for it if there is none and the driver
@@ -50,7 +50,7 @@ impl Shared {
         &'a self,
         mut books: MutexGuard<'a, Books>,
         sought: Sought,
-    ) -> Result<Found<'a>, Refusal> {
+    ) -> Result<FoundBlock<'a>, Refusal> {
         let Sought { region, wanted, search, taker } = sought;
         match books.place(region, wanted, search, taker) {
             Ok(found) => Ok((books, found)),
@@ -68,14 +68,14 @@ impl Shared {
         mut books: MutexGuard<'a, Books>,
         mut no_place: Refusal,
         sought: Sought,
-    ) -> Result<Found<'a>, Refusal> {
+    ) -> Result<FoundBlock<'a>, Refusal> {
         let Sought { region, wanted, search, taker } = sought;
         let mut attempts = ATTEMPTS_BESIDE + books.granules_for(books.idle());
         let mut grow = books.steps.grow();
         let granules = books.granules_for(wanted.size);
         let needed = books.bytes_of(granules);
         loop {
-            let mut shortage = Shortage::Limit(needed);
+            let mut shortage = ExceededBound::Limit(needed);
             if books.over_limit(needed) == 0 {
                 let Some(span) = books.begin_segment(sought, needed, grow) else {
                     return Err(no_place);
@@ -91,7 +91,7 @@ impl Shared {
                         continue;
                     }
                     Err(DriverError::OutOfMemory { .. }) if attempts > 0 => {
-                        Shortage::Device(granules)
+                        ExceededBound::Device(granules)
                     }
                     Err(DriverError::OutOfMemory { .. }) => {
                         return Err(Refusal::of(Cause::Device, wanted.size).told(&books));

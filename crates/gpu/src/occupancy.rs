@@ -93,7 +93,7 @@ impl DeviceArena {
 
 fn region_cells(books: &Books, region: Region, cells_max: usize) -> RegionOccupancy {
     let books_of = books.region(region);
-    let strip = || Strip::new(cells_max.max(2));
+    let strip = || CellSums::new(cells_max.max(2));
     let (mut backed, mut active) = (strip(), strip());
     let granule = books.bytes_of(1);
     for (run, state) in books_of.segment.stretches().into_iter().flat_map(|it| it.backed) {
@@ -132,7 +132,7 @@ fn region_cells(books: &Books, region: Region, cells_max: usize) -> RegionOccupa
 
 /// Adds spans, in any order, to the cells with memory, and returns the number of spans. `None` if
 /// one lies in another cell.
-fn spread(spans: impl Iterator<Item = Span>, backed: &Strip) -> Option<(Strip, u64)> {
+fn spread(spans: impl Iterator<Item = Span>, backed: &CellSums) -> Option<(CellSums, u64)> {
     let shift = backed.size.trailing_zeros(); // a power of two
     let mut sums: Vec<_> = backed.sums.iter().map(|(nth, _)| (*nth, 0)).collect();
     // Runs of cells: the first, the one after the last, and the place of the first.
@@ -159,12 +159,12 @@ fn spread(spans: impl Iterator<Item = Span>, backed: &Strip) -> Option<(Strip, u
             at = end;
         }
     }
-    Some((Strip { size: backed.size, most: backed.most, sums }, count))
+    Some((CellSums { size: backed.size, most: backed.most, sums }, count))
 }
 
 /// Cells with all four sums (live, pending, active, backed), of the smallest size of which there
 /// are few enough.
-fn joined(mut strips: [Strip; 4], cells_max: usize) -> (u64, Vec<OccupancyCell>) {
+fn joined(mut strips: [CellSums; 4], cells_max: usize) -> (u64, Vec<OccupancyCell>) {
     let mut size = strips.iter().map(|strip| strip.size).max().unwrap_or(CELL_MIN);
     // Ends: with each turn cells are twice as large, and one holds everything at last.
     loop {
@@ -192,14 +192,14 @@ fn joined(mut strips: [Strip; 4], cells_max: usize) -> (u64, Vec<OccupancyCell>)
 }
 
 /// The bytes of spans that come in address order, by cell; cells without any are left out.
-struct Strip {
+struct CellSums {
     size: u64,
     most: usize,
     /// The cell's index and its bytes.
     sums: Vec<(u64, u64)>,
 }
 
-impl Strip {
+impl CellSums {
     const fn new(most: usize) -> Self {
         Self { size: CELL_MIN, most, sums: Vec::new() }
     }

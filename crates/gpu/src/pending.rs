@@ -56,7 +56,7 @@ impl Uses {
 }
 
 #[derive(Debug)]
-struct Entry {
+struct PendingSpan {
     size: u64,
     uses: Uses,
 }
@@ -83,7 +83,7 @@ pub(super) struct Taken {
 /// The pending spans of one region.
 #[derive(Debug, Default)]
 pub(super) struct Pending {
-    entries: BTreeMap<u64, Entry>,
+    entries: BTreeMap<u64, PendingSpan>,
     /// Every use of every entry, with the entry's offset.
     by_use: BTreeSet<(Use, u64)>,
     bytes: u64,
@@ -98,7 +98,7 @@ impl Pending {
     /// Returns the approximate bytes of this metadata.
     pub(super) fn metadata(&self) -> usize {
         let uses = self.by_use.len() * (size_of::<Use>() + size_of::<(Use, u64)>());
-        self.entries.len() * size_of::<(u64, Entry)>() + uses
+        self.entries.len() * size_of::<(u64, PendingSpan)>() + uses
     }
 
     /// Records a freed span.
@@ -106,7 +106,7 @@ impl Pending {
         debug_assert!(!uses.is_empty() && self.is_clear(span), "freed once, and used");
         self.by_use.extend(uses.iter().map(|of| (of, span.offset)));
         self.bytes += span.size;
-        self.entries.insert(span.offset, Entry { size: span.size, uses });
+        self.entries.insert(span.offset, PendingSpan { size: span.size, uses });
     }
 
     /// Returns `true` if nothing in a span is pending.
@@ -194,14 +194,16 @@ impl Pending {
     }
 
     /// The entries that overlap a span, from the last.
-    fn over(&self, span: Span) -> impl Iterator<Item = (Span, &Entry)> {
+    fn over(&self, span: Span) -> impl Iterator<Item = (Span, &PendingSpan)> {
         let before = self.entries.range(..span.end()).rev();
         let spans = before.map(|(&offset, entry)| (Span { offset, size: entry.size }, entry));
         spans.take_while(move |(of, _)| of.end() > span.offset)
     }
 
     fn remove(&mut self, offset: u64) -> Uses {
-        let Some(Entry { size, uses }) = self.entries.remove(&offset) else { return Uses::NONE };
+        let Some(PendingSpan { size, uses }) = self.entries.remove(&offset) else {
+            return Uses::NONE;
+        };
         self.bytes -= size;
         for of in uses.iter() {
             self.by_use.remove(&(of, offset));

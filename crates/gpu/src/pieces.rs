@@ -23,7 +23,7 @@ use lowtide_core::bytes::ByteSize;
 
 /// A wall or a piece; it begins at its key in the table.
 #[derive(Debug)]
-struct Entry {
+struct PieceEntry {
     size: u64,
     /// The block id that holds its offsets in the index; `None` if blocks use them.
     hold: Option<BlockName>,
@@ -33,7 +33,7 @@ struct Entry {
 #[derive(Debug)]
 struct Piece {
     at: DeviceAddress,
-    state: State,
+    state: PieceState,
     /// Spans in it that are live, pending or arriving.
     touched: u64,
     /// Its last use, if nothing touches it.
@@ -41,7 +41,7 @@ struct Piece {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum State {
+enum PieceState {
     /// Requested from the driver.
     Committing,
     Committed,
@@ -51,11 +51,11 @@ enum State {
 
 impl Piece {
     fn is_idle(&self) -> bool {
-        self.state == State::Committed && self.touched == 0
+        self.state == PieceState::Committed && self.touched == 0
     }
 
     const fn is_active(&self) -> bool {
-        matches!(self.state, State::Committing) || self.touched > 0
+        matches!(self.state, PieceState::Committing) || self.touched > 0
     }
 }
 
@@ -67,7 +67,7 @@ pub(super) struct Pieces {
     extent: u64,
     /// The largest block that there may ever be.
     largest: u64,
-    entries: BTreeMap<u64, Entry>,
+    entries: BTreeMap<u64, PieceEntry>,
     /// Bytes of offsets that the index takes for live, and no block has.
     held: u64,
     backed: u64,
@@ -144,7 +144,7 @@ impl Pieces {
 
     /// Returns the approximate bytes of this metadata: a tree's nodes are mostly two thirds full.
     pub(super) fn metadata(&self) -> usize {
-        self.entries.len() * size_of::<(u64, Entry)>() * 3 / 2
+        self.entries.len() * size_of::<(u64, PieceEntry)>() * 3 / 2
     }
 
     /// Finds offsets for a piece at an end of the region, the outermost that fit, and marks it as
@@ -174,7 +174,7 @@ impl Pieces {
         self.put_wall(index, Span { offset: span.end(), size: wall.end() - span.end() });
         let piece = Piece {
             at: DeviceAddress::new(0),
-            state: State::Committing,
+            state: PieceState::Committing,
             touched: 0,
             stamp: Stamp::default(),
         };
@@ -188,8 +188,8 @@ impl Pieces {
     /// thread has been notified.
     pub(super) fn end(&mut self, index: &mut Ranges, offset: u64, at: Option<DeviceAddress>) {
         let Some((size, piece)) = self.piece_mut(offset) else { return };
-        debug_assert_eq!(piece.state, State::Committing, "it was asked for");
-        piece.state = State::Committed;
+        debug_assert_eq!(piece.state, PieceState::Committing, "it was asked for");
+        piece.state = PieceState::Committed;
         piece.at = at.unwrap_or(piece.at);
         self.committing -= size;
         self.active -= size;
@@ -228,7 +228,7 @@ impl Pieces {
         };
         let hold = index.take_at(span);
         debug_assert!(hold.is_some(), "nothing touches it, so all of it is free");
-        piece.state = State::Leaving;
+        piece.state = PieceState::Leaving;
         entry.hold = hold;
         self.held += span.size;
         self.leaving += span.size;
@@ -238,8 +238,8 @@ impl Pieces {
     /// Records the result: if it stays, its span is free again.
     pub(super) fn end_leave(&mut self, index: &mut Ranges, offset: u64, done: bool) {
         let Some((size, piece)) = self.piece_mut(offset) else { return };
-        debug_assert_eq!(piece.state, State::Leaving, "it was on its way");
-        piece.state = State::Committed;
+        debug_assert_eq!(piece.state, PieceState::Leaving, "it was on its way");
+        piece.state = PieceState::Committed;
         self.leaving -= size;
         if done {
             self.drop_piece(index, offset);
@@ -278,7 +278,7 @@ impl Pieces {
     pub(super) fn is_committed(&self, span: Span) -> bool {
         let found = self.find(span.offset);
         found.is_some_and(|(whole, piece)| {
-            piece.state == State::Committed && span.end() <= whole.end()
+            piece.state == PieceState::Committed && span.end() <= whole.end()
         })
     }
 
@@ -301,7 +301,7 @@ impl Pieces {
     pub(super) fn offset_of(&self, at: DeviceAddress) -> Option<u64> {
         self.pieces().find_map(|(span, piece)| {
             let into = at.offset_from(piece.at)?.get();
-            (piece.state == State::Committed && into < span.size).then(|| span.offset + into)
+            (piece.state == PieceState::Committed && into < span.size).then(|| span.offset + into)
         })
     }
 
@@ -323,10 +323,10 @@ impl Pieces {
 
     /// Every piece that is there, in the order of offsets.
     pub(super) fn there(&self) -> impl Iterator<Item = PieceView> {
-        let there = self.pieces().filter(|(_, piece)| piece.state != State::Committing);
+        let there = self.pieces().filter(|(_, piece)| piece.state != PieceState::Committing);
         there.map(|(span, piece)| {
             let (at, is_active) = (piece.at, piece.is_active());
-            PieceView { span, at, is_active, is_leaving: piece.state == State::Leaving }
+            PieceView { span, at, is_active, is_leaving: piece.state == PieceState::Leaving }
         })
     }
 
@@ -392,7 +392,7 @@ impl Pieces {
         let hold = index.take_at(span);
         debug_assert!(hold.is_some(), "{span:?} is free");
         self.held += span.size;
-        self.entries.insert(span.offset, Entry { size: span.size, hold, piece });
+        self.entries.insert(span.offset, PieceEntry { size: span.size, hold, piece });
     }
 
     /// Lets the blocks have the offsets of an entry.
@@ -417,7 +417,7 @@ impl Pieces {
         self.backed -= size;
         let mut wall = Span { offset, size };
         let bounds = index.bounds(index.end_at(offset));
-        let is_wall = |entry: &Entry| entry.piece.is_none();
+        let is_wall = |entry: &PieceEntry| entry.piece.is_none();
         let below = self.entries.range(bounds.offset..offset).next_back();
         if let Some(start) = below.filter(|(_, it)| is_wall(it)).map(|(&start, _)| start) {
             wall.size += self.remove(index, start);
@@ -441,7 +441,7 @@ impl Pieces {
                 panic!("{span:?} is in no piece");
             };
             assert!(span.end() <= whole.end(), "{span:?} crosses the border of {whole:?}");
-            assert_eq!(piece.state, State::Committed, "{span:?} has its memory");
+            assert_eq!(piece.state, PieceState::Committed, "{span:?} has its memory");
             *touched.entry(whole.offset).or_default() += 1;
         }
         let (mut held, mut sums, mut last) = (0, [0; 4], None::<(u64, bool)>);
@@ -464,12 +464,12 @@ impl Pieces {
                 continue;
             };
             assert_eq!(piece.touched, touched.remove(&offset).unwrap_or(0), "{span:?}");
-            assert_eq!(entry.hold.is_none(), piece.state == State::Committed, "{span:?}");
+            assert_eq!(entry.hold.is_none(), piece.state == PieceState::Committed, "{span:?}");
             let counts = [
                 true,
                 piece.is_active(),
-                piece.state == State::Committing,
-                piece.state == State::Leaving,
+                piece.state == PieceState::Committing,
+                piece.state == PieceState::Leaving,
             ];
             for (sum, counts) in sums.iter_mut().zip(counts) {
                 *sum += entry.size * u64::from(counts);

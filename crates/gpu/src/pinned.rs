@@ -38,11 +38,11 @@ use std::sync::Arc;
 
 use bytemuck::Pod;
 
-use self::books::Placed;
-use self::pool::Shared;
+use self::books::PinnedBlock;
+use self::pool::PoolShared;
 use super::driver::{HOST_ALIGNMENT, HostMemory};
 use super::error::DeviceError;
-use super::handles::Event;
+use super::handles::DriverEvent;
 use lowtide_core::bytes::ByteSize;
 
 pub use self::config::{PinnedConfig, PinnedKind};
@@ -143,9 +143,9 @@ impl Range {
 /// }
 /// ```
 pub struct PinnedBuffer<T: Pod> {
-    pool: Arc<Shared>,
+    pool: Arc<PoolShared>,
     /// `None` if the elements have no bytes.
-    block: Option<Placed>,
+    block: Option<PinnedBlock>,
     start: NonNull<T>,
     len: usize,
     device_use: DeviceUse,
@@ -157,7 +157,7 @@ enum DeviceUse {
     /// No: the host has observed that every copy is complete.
     None,
     /// Until this event is complete.
-    Until(Event),
+    Until(DriverEvent),
     /// Perhaps: a copy was queued, and its end cannot be observed.
     Unproven,
 }
@@ -171,7 +171,7 @@ unsafe impl<T: Pod + Sync> Sync for PinnedBuffer<T> {}
 
 const _: fn() = || {
     fn crosses_threads<T: Send + Sync>() {}
-    crosses_threads::<Shared>();
+    crosses_threads::<PoolShared>();
     crosses_threads::<DeviceUse>();
 };
 
@@ -180,14 +180,14 @@ impl<T: Pod> PinnedBuffer<T> {
     ///
     /// # Panics
     /// If the block is too small, or not aligned.
-    fn new(pool: Arc<Shared>, block: Option<Placed>, len: usize) -> Self {
+    fn new(pool: Arc<PoolShared>, block: Option<PinnedBlock>, len: usize) -> Self {
         let start = block.map_or(NonNull::dangling(), |block| Self::start_of(&block, len));
         assert!(block.is_some() || size_of::<T>() == 0 || len == 0, "elements without a block");
         Self { pool, block, start, len, device_use: DeviceUse::None }
     }
 
     /// Returns the start of `len` elements in the block.
-    fn start_of(block: &Placed, len: usize) -> NonNull<T> {
+    fn start_of(block: &PinnedBlock, len: usize) -> NonNull<T> {
         let bytes = size_of::<T>().checked_mul(len).map(ByteSize::of);
         let fits = bytes.is_some_and(|bytes| bytes.get() <= block.span.size);
         assert!(fits && block.span.end() <= block.range.size.get(), "the block is too small");

@@ -24,7 +24,7 @@ use std::sync::Arc;
 use super::books::Books;
 use super::driver::DriverError;
 use super::error::DeviceError;
-use super::handles::{Event, LiveStream};
+use super::handles::{DriverEvent, LiveStream};
 use super::pending::Uses;
 use super::region::Region;
 use super::shared::Shared;
@@ -78,7 +78,7 @@ impl Shared {
         &self,
         of: Use,
         taker: Option<StreamKey>,
-    ) -> Result<Option<(Arc<Event>, u64)>, DriverError> {
+    ) -> Result<Option<(Arc<DriverEvent>, u64)>, DriverError> {
         loop {
             let wait = self.books().streams.how(of, taker);
             match wait {
@@ -99,7 +99,7 @@ impl Shared {
     /// Lets a taker's stream, or this thread, wait for an event that was recorded after a use.
     fn wait_for(
         &self,
-        event: &Event,
+        event: &DriverEvent,
         of: Use,
         taker: Option<StreamKey>,
     ) -> Result<(), DriverError> {
@@ -179,7 +179,11 @@ impl Shared {
     /// captures a graph: the event would become part of that, never complete, and querying it would
     /// invalidate the capture. Another thread may begin one at any time, so this is checked again
     /// after the record, and an event that may have been captured is ignored.
-    fn record(&self, stream: StreamKey, epoch: u64) -> Option<Result<Arc<Event>, DriverError>> {
+    fn record(
+        &self,
+        stream: StreamKey,
+        epoch: u64,
+    ) -> Option<Result<Arc<DriverEvent>, DriverError>> {
         let event = match self.event_to_record() {
             Ok(event) => event,
             Err(error) => return Some(Err(error)),
@@ -251,7 +255,7 @@ impl Shared {
 
     /// Returns the number of a stream's complete events. Events complete in order, so the last
     /// complete one counts them.
-    fn count_complete(events: &[(u64, Arc<Event>)]) -> Result<usize, DriverError> {
+    fn count_complete(events: &[(u64, Arc<DriverEvent>)]) -> Result<usize, DriverError> {
         // Known to be complete; may be; queried next: the first, the last, then the middle.
         let (mut done, mut most, mut next) = (0, events.len(), 0);
         while done < most {
@@ -272,7 +276,7 @@ impl Shared {
     /// are recorded those are queried first, so that there are at most about twice as many as
     /// epochs in progress, even if no thread checks for idle memory. The next check reports its
     /// failure.
-    fn event_to_record(&self) -> Result<Arc<Event>, DriverError> {
+    fn event_to_record(&self) -> Result<Arc<DriverEvent>, DriverError> {
         if let Some(event) = self.books().streams.spare() {
             return Ok(event);
         }
@@ -284,7 +288,7 @@ impl Shared {
                 return Ok(event);
             }
         }
-        let event = Event::new(&self.driver)?;
+        let event = DriverEvent::new(&self.driver)?;
         self.books().streams.note_made();
         Ok(Arc::new(event))
     }

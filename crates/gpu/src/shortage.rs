@@ -61,13 +61,13 @@ pub struct Shortage<'a> {
 type Callback = Box<dyn Fn(&Shortage<'_>) -> bool + Send + Sync>;
 
 /// A callback, for as long as it is registered or runs.
-struct Entry {
+struct Registration {
     number: u64,
     /// Taken out when it is dropped.
     callback: Option<Callback>,
 }
 
-impl Drop for Entry {
+impl Drop for Registration {
     /// A callback's captures are foreign code; no panic leaves a drop.
     fn drop(&mut self) {
         let callback = self.callback.take();
@@ -77,15 +77,15 @@ impl Drop for Entry {
 
 /// The callbacks of an arena, and the turn to call them.
 pub(super) struct Callbacks {
-    state: Mutex<State>,
+    state: Mutex<CallbacksState>,
     ended: Condvar,
     birth: Birth,
 }
 
 #[derive(Default)]
-struct State {
+struct CallbacksState {
     /// In the order of their numbers.
-    entries: Vec<Arc<Entry>>,
+    entries: Vec<Arc<Registration>>,
     /// The number of the last one.
     numbered: u64,
     /// A run is under way.
@@ -174,12 +174,12 @@ pub(super) fn is_within() -> bool {
 
 impl Callbacks {
     pub(super) fn new() -> Self {
-        let state = Mutex::new(State::default());
+        let state = Mutex::new(CallbacksState::default());
         Self { state, ended: Condvar::new(), birth: Birth::now() }
     }
 
     fn register(&self, callback: Callback) -> u64 {
-        let entry = |number| Arc::new(Entry { number, callback: Some(callback) });
+        let entry = |number| Arc::new(Registration { number, callback: Some(callback) });
         if !self.birth.is_here() {
             drop(entry(0));
             return 0;
@@ -204,7 +204,7 @@ impl Callbacks {
 
     /// Takes the turn to call callbacks, if there are any; also returns `true` if another run was
     /// waited for. `None` within a callback while the turn is taken.
-    fn turn(&self) -> Option<(Turn<'_>, bool)> {
+    fn turn(&self) -> Option<(CallbackTurn<'_>, bool)> {
         let mut state = lock(&self.state);
         let within = is_within();
         let mut waited = false;
@@ -212,7 +212,10 @@ impl Callbacks {
             if !state.running {
                 state.running = true;
                 WITHIN.with(|of| of.set(true));
-                return Some((Turn { callbacks: self, last: state.numbered, within }, waited));
+                return Some((
+                    CallbackTurn { callbacks: self, last: state.numbered, within },
+                    waited,
+                ));
             }
             if within {
                 return None;
@@ -224,7 +227,7 @@ impl Callbacks {
     }
 
     /// The first callback after a number, up to another.
-    fn next(&self, after: u64, last: u64) -> Option<Arc<Entry>> {
+    fn next(&self, after: u64, last: u64) -> Option<Arc<Registration>> {
         let state = lock(&self.state);
         let nth = state.entries.partition_point(|entry| entry.number <= after);
         state.entries.get(nth).filter(|entry| entry.number <= last).map(Arc::clone)
@@ -232,7 +235,7 @@ impl Callbacks {
 }
 
 /// The turn to call the callbacks.
-struct Turn<'a> {
+struct CallbackTurn<'a> {
     callbacks: &'a Callbacks,
     /// The last callback that was registered when it began.
     last: u64,
@@ -242,17 +245,17 @@ struct Turn<'a> {
 
 /// The result of a run.
 #[derive(Clone, Copy, Debug, Default)]
-struct Asked {
+struct RunResult {
     calls: u64,
     panics: u64,
     /// `true` if a callback released memory, or may have.
     gave: bool,
 }
 
-impl Turn<'_> {
+impl CallbackTurn<'_> {
     /// Calls all of them.
-    fn ask(&self, shortage: &Shortage<'_>) -> Asked {
-        let mut asked = Asked::default();
+    fn ask(&self, shortage: &Shortage<'_>) -> RunResult {
+        let mut asked = RunResult::default();
         let mut after = 0;
         while let Some(entry) = self.callbacks.next(after, self.last) {
             after = entry.number;
@@ -275,7 +278,7 @@ impl Turn<'_> {
     }
 }
 
-impl Drop for Turn<'_> {
+impl Drop for CallbackTurn<'_> {
     fn drop(&mut self) {
         WITHIN.with(|of| of.set(self.within));
         if self.callbacks.birth.is_here() {

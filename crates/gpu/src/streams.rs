@@ -13,7 +13,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use super::driver::StreamHandle;
-use super::handles::Event;
+use super::handles::DriverEvent;
 
 /// The number of a stream in its arena; never given twice.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -44,7 +44,7 @@ pub(super) enum Wait {
     /// They are complete, or come before the asking stream's next work already.
     Nothing,
     /// For this event, of that epoch.
-    For(Arc<Event>, u64),
+    For(Arc<DriverEvent>, u64),
     /// For an event that is to be recorded on the use's stream; it will be of that epoch, which is
     /// closed now.
     Record(u64),
@@ -67,7 +67,7 @@ struct Stream {
     /// The epoch of its last use.
     used: u64,
     /// Shared by their waiters; reused when there are none.
-    events: BTreeMap<u64, Arc<Event>>,
+    events: BTreeMap<u64, Arc<DriverEvent>>,
     /// Up to which epochs of other streams this one's next work comes after.
     after: BTreeMap<StreamKey, u64>,
 }
@@ -94,7 +94,7 @@ pub(super) struct Streams {
     by_handle: BTreeMap<StreamHandle, StreamKey>,
     last: StreamKey,
     /// Unused events.
-    spare: Vec<Arc<Event>>,
+    spare: Vec<Arc<DriverEvent>>,
     /// The number of events, spare ones included.
     made: usize,
     /// With this many non-spare events, they are queried before another is created.
@@ -245,7 +245,7 @@ impl Streams {
     }
 
     /// Records an event that was recorded after its epoch was closed.
-    pub(super) fn recorded(&mut self, key: StreamKey, epoch: u64, event: Arc<Event>) {
+    pub(super) fn recorded(&mut self, key: StreamKey, epoch: u64, event: Arc<DriverEvent>) {
         match self.known.get_mut(&key) {
             Some(stream) if stream.done < epoch => {
                 stream.events.insert(epoch, event);
@@ -281,7 +281,7 @@ impl Streams {
     }
 
     /// The events that are recorded and not known to be complete: the first of each stream.
-    pub(super) fn waiting(&self) -> Vec<(Use, Arc<Event>)> {
+    pub(super) fn waiting(&self) -> Vec<(Use, Arc<DriverEvent>)> {
         let first = |(&stream, of): (&StreamKey, &Stream)| {
             let (&epoch, event) = of.events.first_key_value()?;
             Some((Use { stream, epoch }, Arc::clone(event)))
@@ -296,7 +296,7 @@ impl Streams {
     }
 
     /// Those of one stream, in order of epochs.
-    pub(super) fn events_of(&self, stream: StreamKey) -> Vec<(u64, Arc<Event>)> {
+    pub(super) fn events_of(&self, stream: StreamKey) -> Vec<(u64, Arc<DriverEvent>)> {
         let events = self.known.get(&stream).into_iter().flat_map(|of| &of.events);
         events.map(|(&epoch, event)| (epoch, Arc::clone(event))).collect()
     }
@@ -327,13 +327,13 @@ impl Streams {
     }
 
     /// Returns an event without waiters, to be recorded again.
-    pub(super) fn spare(&mut self) -> Option<Arc<Event>> {
+    pub(super) fn spare(&mut self) -> Option<Arc<DriverEvent>> {
         let at = self.spare.iter().position(|event| Arc::strong_count(event) == 1)?;
         Some(self.spare.swap_remove(at))
     }
 
     /// Gives up an event that was not recorded.
-    pub(super) fn put_back(&mut self, event: Arc<Event>) {
+    pub(super) fn put_back(&mut self, event: Arc<DriverEvent>) {
         self.spare.push(event);
     }
 
@@ -382,9 +382,9 @@ mod tests {
     use crate::driver::Driver;
     use lowtide_cuda_sim::{SimDriver, SimOptions};
 
-    fn event() -> Arc<Event> {
+    fn event() -> Arc<DriverEvent> {
         let driver: Arc<dyn Driver> = Arc::new(SimDriver::new(SimOptions::default()));
-        Arc::new(Event::new(&driver).expect("an event"))
+        Arc::new(DriverEvent::new(&driver).expect("an event"))
     }
 
     #[test]

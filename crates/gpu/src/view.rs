@@ -43,13 +43,13 @@ pub(super) struct View<T> {
 
 #[derive(Debug)]
 struct Slot<T> {
-    kept: Option<Box<Kept<T>>>,
+    kept: Option<Box<KeptSlice<T>>>,
     /// `true` if the stream could not wait for the events that others recorded on a dropped slice.
     loose: bool,
 }
 
 #[derive(Debug)]
-struct Kept<T> {
+struct KeptSlice<T> {
     slice: ManuallyDrop<CudaSlice<T>>,
     at: u64,
 }
@@ -60,7 +60,7 @@ impl<T> Default for View<T> {
     }
 }
 
-impl<T> Kept<T> {
+impl<T> KeptSlice<T> {
     /// Discards the slice without freeing its memory: its stream waits for the events recorded on
     /// it. Returns an error if cudarc parked one meanwhile.
     fn let_go(mut self) -> Result<(), DriverError> {
@@ -240,7 +240,7 @@ impl<T: Pod> View<T> {
         place: (u64, usize),
     ) -> Result<*const CudaSlice<T>, DeviceError> {
         let mut slot = lock(&self.slot);
-        let is_there = |kept: &Kept<T>| (kept.at, kept.slice.len()) == place;
+        let is_there = |kept: &KeptSlice<T>| (kept.at, kept.slice.len()) == place;
         if !slot.kept.as_deref().is_some_and(is_there) {
             // There is no reference to a replaced slice: it would be under a lease, and nothing
             // moves, nor is resized, while one is held.
@@ -274,7 +274,7 @@ fn make<T: Pod>(
     shared: &Shared,
     lane: Option<&Known>,
     (at, len): (u64, usize),
-) -> Result<Kept<T>, DeviceError> {
+) -> Result<KeptSlice<T>, DeviceError> {
     let stream = lane.and_then(Known::cuda).ok_or_else(|| no_stream(shared))?;
     let made = keeping_current(stream, || {
         // SAFETY: the block is live, or the memory imported and not released; it has room for the
@@ -283,11 +283,11 @@ fn make<T: Pod>(
         unsafe { stream.upgrade_device_ptr::<T>(at, len) }
     });
     let slice = made.map_err(|message| DeviceError::View { message })?;
-    Ok(Kept { slice: ManuallyDrop::new(slice), at })
+    Ok(KeptSlice { slice: ManuallyDrop::new(slice), at })
 }
 
 /// Lets a slice go; whether its stream comes after all that cudarc ordered.
-fn forget<T>(shared: &Shared, kept: Option<Box<Kept<T>>>) -> bool {
+fn forget<T>(shared: &Shared, kept: Option<Box<KeptSlice<T>>>) -> bool {
     let Some(kept) = kept else { return true };
     if shared.check_here().is_err() {
         let _ = ManuallyDrop::new(kept); // its context is the parent's

@@ -16,12 +16,12 @@ const BARE: &str = "arena.";
 
 /// The place in which options are set.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Place {
+enum OptionScope {
     Process,
     Session,
 }
 
-impl Place {
+impl OptionScope {
     /// Returns the text in front of the key, which ends in `arena.`.
     fn prefix(self, name: &str) -> String {
         match self {
@@ -59,7 +59,7 @@ impl ArenaOptions {
         name: &str,
         entries: impl IntoIterator<Item = (K, V)>,
     ) -> Result<Self, ArenaOptionsError> {
-        scoped(Place::Process, name, entries)
+        scoped(OptionScope::Process, name, entries)
     }
 
     /// Reads the options of a session: `ep.<name>.arena.*`, with the name in lower case.
@@ -71,12 +71,12 @@ impl ArenaOptions {
         name: &str,
         entries: impl IntoIterator<Item = (K, V)>,
     ) -> Result<Self, ArenaOptionsError> {
-        scoped(Place::Session, name, entries)
+        scoped(OptionScope::Session, name, entries)
     }
 }
 
 fn scoped<K: AsRef<str>, V: AsRef<str>>(
-    place: Place,
+    place: OptionScope,
     name: &str,
     entries: impl IntoIterator<Item = (K, V)>,
 ) -> Result<ArenaOptions, ArenaOptionsError> {
@@ -94,7 +94,7 @@ fn scoped<K: AsRef<str>, V: AsRef<str>>(
         {
             let (key, expected) = (key.to_owned(), format!("{prefix}{tail}"));
             reader.faults.push(OptionFault::WrongScope { key, expected });
-        } else if place == Place::Session && key == SHRINK_OPTION {
+        } else if place == OptionScope::Session && key == SHRINK_OPTION {
             reader.faults.push(OptionFault::RunOption);
         }
     }

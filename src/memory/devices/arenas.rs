@@ -21,10 +21,10 @@ pub(super) struct ArenaId(u64);
 
 /// The list, shared with the sensor.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Arenas(Arc<Mutex<List>>);
+pub(super) struct Arenas(Arc<Mutex<ArenaList>>);
 
 #[derive(Debug, Default)]
-struct List {
+struct ArenaList {
     /// The last number assigned.
     given: u64,
     entries: Vec<Entry>,
@@ -112,7 +112,7 @@ impl Arenas {
     }
 }
 
-impl List {
+impl ArenaList {
     fn admit(&self, name: &str, replaced: Option<ArenaId>) -> Result<(), ArenaError> {
         if self.entries.len() >= ARENAS_MAX {
             return Err(ArenaError::TooMany { max: ARENAS_MAX });

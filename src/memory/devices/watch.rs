@@ -23,13 +23,13 @@ use crate::memory::shared::Shared;
 /// The state of the device.
 #[derive(Debug)]
 pub(super) struct DeviceWatch {
-    state: Mutex<State>,
+    state: Mutex<WatchState>,
     /// Bytes released because device memory was low.
     given_back: AtomicU64,
 }
 
 #[derive(Debug)]
-struct State {
+struct WatchState {
     watermark: Watermark,
     /// The last sample.
     last: Option<DeviceSample>,
@@ -40,7 +40,7 @@ struct State {
 impl DeviceWatch {
     /// Creates it with a watermark at this share of the device's memory.
     pub(super) fn new(part: f64) -> Self {
-        let state = State { watermark: Watermark::new(part), last: None, is_lost: false };
+        let state = WatchState { watermark: Watermark::new(part), last: None, is_lost: false };
         Self { state: Mutex::new(state), given_back: AtomicU64::new(0) }
     }
 

@@ -170,7 +170,7 @@ impl Cgroup {
     fn open(
         names: &'static Names,
         root: &Path,
-        place: &Place,
+        place: &CgroupPath,
         diagnostics: &mut Vec<SignalError>,
     ) -> Option<Self> {
         let mut levels = Vec::new();
@@ -385,7 +385,7 @@ fn path_where(lines: &[u8], wanted: impl Fn(&[u8]) -> bool) -> Option<&[u8]> {
 
 /// The location of a cgroup in the file tree.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Place {
+pub(super) struct CgroupPath {
     mount: PathBuf,
     root: PathBuf,
     below: PathBuf,
@@ -393,7 +393,7 @@ pub(super) struct Place {
     outside: bool,
 }
 
-impl Place {
+impl CgroupPath {
     /// Returns the cgroup's folder and those of its ancestors up to the mount, in a file tree at
     /// `root`.
     pub(super) fn folders(&self, root: &Path) -> Vec<PathBuf> {
@@ -412,7 +412,7 @@ impl Place {
 
 /// Locates `path` under the mounts of its hierarchy: that of a version 1 controller, or that of
 /// version 2.
-pub(super) fn place(mounts: &[u8], path: &[u8], controller: Option<&[u8]>) -> Option<Place> {
+pub(super) fn place(mounts: &[u8], path: &[u8], controller: Option<&[u8]>) -> Option<CgroupPath> {
     let path = Path::new(OsStr::from_bytes(path));
     let mut fallback = None;
     let mut lines = mounts.split(|&byte| byte == b'\n');
@@ -428,10 +428,10 @@ pub(super) fn place(mounts: &[u8], path: &[u8], controller: Option<&[u8]>) -> Op
             .filter(|below| below.components().all(|part| matches!(part, Component::Normal(_))));
         match below {
             Some(below) => {
-                return Some(Place { mount, root, below: below.to_owned(), outside: false });
+                return Some(CgroupPath { mount, root, below: below.to_owned(), outside: false });
             }
             None if fallback.is_none() => {
-                fallback = Some(Place { mount, root, below: PathBuf::new(), outside: true });
+                fallback = Some(CgroupPath { mount, root, below: PathBuf::new(), outside: true });
             }
             None => {}
         }

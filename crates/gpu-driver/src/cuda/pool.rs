@@ -22,11 +22,11 @@ const KEEP_ALL: u64 = u64::MAX;
 pub(super) struct Pool {
     pub(super) pooling: Pooling,
     pub(super) number: usize,
-    owner: Owner,
+    owner: PoolOwner,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Owner {
+enum PoolOwner {
     /// A private pool.
     Us,
     /// The device's default pool, and its previous threshold.
@@ -44,7 +44,7 @@ impl Pool {
             let _ = pooling.destroy(calls, number);
             return Err(error);
         }
-        Ok(Self { pooling, number, owner: Owner::Us })
+        Ok(Self { pooling, number, owner: PoolOwner::Us })
     }
 
     /// The pool that the device came with.
@@ -52,12 +52,12 @@ impl Pool {
         let number = pooling.of_device(calls)?;
         let threshold = pooling.bytes(calls, number, POOL_THRESHOLD)?;
         pooling.set_bytes(calls, number, (POOL_THRESHOLD, KEEP_ALL))?;
-        Ok(Self { pooling, number, owner: Owner::Device { threshold } })
+        Ok(Self { pooling, number, owner: PoolOwner::Device { threshold } })
     }
 
     /// Returns `true` for the device's default pool, which other code uses as well.
     pub(super) fn is_shared(&self) -> bool {
-        self.owner != Owner::Us
+        self.owner != PoolOwner::Us
     }
 
     /// Memory that is there when this returns.
@@ -82,8 +82,8 @@ impl Pool {
     /// Destroys a private pool, or restores the threshold of the device's default pool.
     pub(super) fn close(&self, calls: &Calls, stream: usize) -> Answer {
         let threshold = match self.owner {
-            Owner::Us => return self.pooling.destroy(calls, self.number),
-            Owner::Device { threshold } => threshold,
+            PoolOwner::Us => return self.pooling.destroy(calls, self.number),
+            PoolOwner::Device { threshold } => threshold,
         };
         if self.pooling.bytes(calls, self.number, POOL_THRESHOLD)? != KEEP_ALL {
             return Ok(()); // other code has changed it

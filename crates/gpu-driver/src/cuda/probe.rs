@@ -119,7 +119,7 @@ pub fn probe() -> Probe {
 
 fn look(names: &'static [&'static str]) -> Probe {
     let found = search(names, |_, library| {
-        let asked = Calls::resolve(library).map(|calls| calls.ask());
+        let asked = ProbeFunctions::resolve(library).map(|calls| calls.ask());
         let probe = asked.unwrap_or_else(|symbol| Probe::NoSymbol { symbol });
         if probe.is_no_driver() { Look::Passed(probe) } else { Look::Found(probe) }
     });
@@ -132,14 +132,14 @@ type ReadInt = unsafe extern "C" fn(*mut c_int) -> u32;
 type ErrorName = unsafe extern "C" fn(u32, *mut *const c_char) -> u32;
 
 /// The four functions that a probe needs. Fields hold functions of a library that stays open.
-struct Calls {
+struct ProbeFunctions {
     init: Init,
     driver_version: ReadInt,
     device_count: ReadInt,
     error_name: Option<ErrorName>,
 }
 
-impl Calls {
+impl ProbeFunctions {
     /// The functions by name, or the name of the first that is missing.
     fn resolve(library: Library) -> Result<Self, &'static str> {
         let init = library.symbol(c"cuInit");
@@ -262,8 +262,8 @@ mod tests {
         1
     }
 
-    fn calls(init: Init, driver_version: ReadInt, device_count: ReadInt) -> Calls {
-        Calls { init, driver_version, device_count, error_name: Some(names_only_34) }
+    fn calls(init: Init, driver_version: ReadInt, device_count: ReadInt) -> ProbeFunctions {
+        ProbeFunctions { init, driver_version, device_count, error_name: Some(names_only_34) }
     }
 
     #[test]

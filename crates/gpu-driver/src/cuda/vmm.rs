@@ -25,13 +25,13 @@ pub(super) struct VirtualMemory {
 
 /// A range of whole handles.
 #[derive(Clone, Copy, Debug)]
-struct Range {
+struct HandleRange {
     at: u64,
     bytes: usize,
     unit: usize,
 }
 
-impl Range {
+impl HandleRange {
     /// The same, with the first so many bytes only.
     const fn first(self, bytes: usize) -> Self {
         Self { bytes, ..self }
@@ -152,7 +152,7 @@ impl VirtualMemory {
     }
 
     /// A range of whole handles, none of them beyond the last address.
-    fn whole(&self, at: DeviceAddress, size: ByteSize) -> Answer<Range> {
+    fn whole(&self, at: DeviceAddress, size: ByteSize) -> Answer<HandleRange> {
         let bytes = size.as_usize().filter(|_| {
             let ends = at.get().checked_add(size.get()).is_some();
             ends && !size.is_zero()
@@ -162,7 +162,7 @@ impl VirtualMemory {
         let misaligned = DriverError::Misaligned { at, size, granularity: self.unit };
         let unit = self.unit.as_usize();
         let (bytes, unit) = bytes.zip(unit).ok_or(misaligned)?;
-        Ok(Range { at: at.get(), bytes, unit })
+        Ok(HandleRange { at: at.get(), bytes, unit })
     }
 }
 

@@ -27,7 +27,7 @@ struct Window {
 }
 
 /// Neighbouring gaps to join, and the blocks between them.
-struct Run {
+struct GapRun {
     blocks: Vec<Block>,
     bytes: u64,
     /// `true` if all of the blocks may slide down, and up, without too many copies.
@@ -160,7 +160,7 @@ fn free_bytes(section: &[Part]) -> u64 {
 }
 
 /// Neighbouring gaps of at least so many bytes with the fewest bytes between them. O(parts).
-fn cheapest_run(draft: &Draft, parts: &[Part], size: u64) -> Option<Run> {
+fn cheapest_run(draft: &Draft, parts: &[Part], size: u64) -> Option<GapRun> {
     let mut best: Option<(u64, &[Part], [bool; 2])> = None;
     for section in sections(draft, parts) {
         // The parts `[first, last]` of the section, from a gap to a gap.
@@ -194,7 +194,7 @@ fn cheapest_run(draft: &Draft, parts: &[Part], size: u64) -> Option<Run> {
     }
     let (bytes, run, ways) = best?;
     let blocks = run.iter().filter_map(|part| Some(Block { span: part.span, hold: part.hold? }));
-    Some(Run { blocks: blocks.collect(), bytes, ways })
+    Some(GapRun { blocks: blocks.collect(), bytes, ways })
 }
 
 /// The largest block of a stretch of which both ends move on: each is taken in and let go once.
@@ -228,7 +228,7 @@ fn ways(ends: [Part; 2], largest: u64) -> [bool; 2] {
 }
 
 /// Slides the blocks of a run away from one point, to both sides.
-fn slide(draft: &mut Draft, run: &Run) {
+fn slide(draft: &mut Draft, run: &GapRun) {
     let (down, up) = run.blocks.split_at(match run.ways {
         [true, true] => parting(&run.blocks),
         [true, false] => run.blocks.len(),

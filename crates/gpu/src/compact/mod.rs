@@ -292,7 +292,7 @@ impl DeviceArena {
     }
 }
 
-type Layout = (Vec<Part>, BTreeMap<u64, BlockName>, Option<Vec<Span>>);
+type RegionLayout = (Vec<Part>, BTreeMap<u64, BlockName>, Option<Vec<Span>>);
 
 impl Shared {
     fn compact(
@@ -344,7 +344,7 @@ impl Shared {
 
     /// Returns the parts of a region for the plan, the ids of its blocks by offset, and its
     /// segments, on drivers that allocate segments.
-    fn layout_of(&self, options: CompactOptions) -> Layout {
+    fn layout_of(&self, options: CompactOptions) -> RegionLayout {
         let books = lock(&self.books);
         let parts = books.parts(options);
         let segments = books.region(options.region).segment.segments();

@@ -14,7 +14,7 @@ use crate::sleep::contents::Contents;
 
 /// A block that is not like the others.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Entry {
+struct PinEntry {
     /// The number of pins.
     pins: u32,
     /// The alignment of its offset.
@@ -27,7 +27,7 @@ struct Entry {
     is_discarded: bool,
 }
 
-impl Entry {
+impl PinEntry {
     const NONE: Self =
         Self { pins: 0, align: ALIGN, is_lost: false, contents: None, is_discarded: false };
 }
@@ -35,7 +35,7 @@ impl Entry {
 /// The blocks of a region that are not like the others.
 #[derive(Debug, Default)]
 pub(crate) struct Pins {
-    entries: BTreeMap<BlockName, Entry>,
+    entries: BTreeMap<BlockName, PinEntry>,
 }
 
 impl Pins {
@@ -97,7 +97,7 @@ impl Pins {
 
     /// Returns the hold of a block that belongs to this end.
     pub(crate) fn hold(&self, id: BlockName, end: End) -> Hold {
-        let entry = self.entries.get(&id).copied().unwrap_or(Entry::NONE);
+        let entry = self.entries.get(&id).copied().unwrap_or(PinEntry::NONE);
         if entry.pins > 0 || entry.is_lost {
             return Hold::Stays;
         }
@@ -109,13 +109,13 @@ impl Pins {
     /// # Panics
     /// If it is violated.
     pub(crate) fn validate(&self, is_live: impl Fn(BlockName) -> bool) {
-        assert!(self.entries.iter().all(|(&id, &entry)| is_live(id) && entry != Entry::NONE));
+        assert!(self.entries.iter().all(|(&id, &entry)| is_live(id) && entry != PinEntry::NONE));
     }
 
-    fn change(&mut self, id: BlockName, act: impl FnOnce(&mut Entry)) {
-        let entry = self.entries.entry(id).or_insert(Entry::NONE);
+    fn change(&mut self, id: BlockName, act: impl FnOnce(&mut PinEntry)) {
+        let entry = self.entries.entry(id).or_insert(PinEntry::NONE);
         act(entry);
-        if *entry == Entry::NONE {
+        if *entry == PinEntry::NONE {
             self.entries.remove(&id);
         }
     }

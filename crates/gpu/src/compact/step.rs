@@ -52,7 +52,7 @@ pub(super) enum Step {
 }
 
 /// A copy that failed, and whether it could not be undone.
-struct Failed {
+struct FailedCopy {
     error: DriverError,
     is_lost: bool,
 }
@@ -92,7 +92,7 @@ impl Shared {
             [made.from, made.to].map(|offset| segment.address_of(ByteSize::new(offset)));
         drop(books);
         // No lease is held, so no work on the block starts; work already started is waited for.
-        let complete = self.complete_all().map_err(|error| Failed { error, is_lost: false });
+        let complete = self.complete_all().map_err(|error| FailedCopy { error, is_lost: false });
         // SAFETY: `back` committed the new place, which `take_room` holds for this move; the block
         // is live, so that its granules stay. `moving` keeps leases from being granted, and so
         // slices and new work from the block; work that was started is complete.
@@ -118,7 +118,7 @@ impl Shared {
         drop(books);
         match outcome {
             Ok(()) => Ok(Step::Moved { from, to, is_freed: freed.is_some(), idle, active }),
-            Err(Failed { is_lost: true, .. }) if freed.is_none() => {
+            Err(FailedCopy { is_lost: true, .. }) if freed.is_none() => {
                 Err(DeviceError::ContentsLost { region, size: ByteSize::new(made.size) })
             }
             Err(failed) => Err(failed.error.into()),
@@ -129,7 +129,7 @@ impl Shared {
     ///
     /// # Safety
     /// Both places of the move are committed and held for it, and nothing uses them meanwhile.
-    unsafe fn copy_pieces(&self, ends: [DeviceAddress; 2], made: Move) -> Result<(), Failed> {
+    unsafe fn copy_pieces(&self, ends: [DeviceAddress; 2], made: Move) -> Result<(), FailedCopy> {
         // Overlapping places are one range of addresses; others are separate.
         let address = |offset: u64| {
             let [(start, at), other] = [(made.from, ends[0]), (made.to, ends[1])];
@@ -152,7 +152,7 @@ impl Shared {
                 let undone = done.into_iter().rev().try_for_each(|Move { from, to, size }| {
                     copy(Move { from: to, to: from, size })
                 });
-                return Err(Failed { error, is_lost: undone.is_err() });
+                return Err(FailedCopy { error, is_lost: undone.is_err() });
             }
             done.push(piece);
         }

@@ -21,7 +21,7 @@ const BINS_LOOKED: u32 = 4;
 
 /// A place for a request, in one free block.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Place {
+pub(super) struct FreePlace {
     pub(super) slot: u32,
     pub(super) bin: Bin,
     pub(super) start: u64,
@@ -31,9 +31,9 @@ pub(super) struct Place {
 impl BlockIndex {
     /// The best place for a request whose size is a multiple of [`ALIGN`], and whose alignment is
     /// no less.
-    pub(super) fn find(&self, wanted: Request, cost: &impl Fn(Span) -> u64) -> Option<Place> {
+    pub(super) fn find(&self, wanted: Request, cost: &impl Fn(Span) -> u64) -> Option<FreePlace> {
         let mut bin = self.bins.at_or_above(Bin::of(wanted.size))?;
-        let mut best = Place { slot: NONE, bin, start: 0, cost: u64::MAX };
+        let mut best = FreePlace { slot: NONE, bin, start: 0, cost: u64::MAX };
         for looked in 1..=BINS_LOOKED + 1 {
             self.look(bin, wanted, cost, &mut best);
             if best.cost == 0 || (looked >= BINS_LOOKED && best.slot != NONE) {
@@ -58,8 +58,8 @@ impl BlockIndex {
         &self,
         wanted: Request,
         cost: &impl Fn(Span) -> u64,
-    ) -> Option<Place> {
-        let mut best: Option<Place> = None;
+    ) -> Option<FreePlace> {
+        let mut best: Option<FreePlace> = None;
         let mut next = self.bins.at_or_above(Bin::of(wanted.size));
         while let Some(bin) = next {
             for slot in self.filed(bin) {
@@ -68,7 +68,7 @@ impl BlockIndex {
                 for start in starts.into_iter().flatten() {
                     let cost = cost(Span { offset: start, size: wanted.size });
                     if best.is_none_or(|best| cost < best.cost) {
-                        best = Some(Place { slot, bin, start, cost });
+                        best = Some(FreePlace { slot, bin, start, cost });
                     }
                     if cost == 0 {
                         return best;
@@ -82,7 +82,7 @@ impl BlockIndex {
 
     /// Looks at the first blocks of a bin for a place that is better than the best so far. What
     /// costs the same in an earlier bin is a better fit.
-    fn look(&self, bin: Bin, wanted: Request, cost: &impl Fn(Span) -> u64, best: &mut Place) {
+    fn look(&self, bin: Bin, wanted: Request, cost: &impl Fn(Span) -> u64, best: &mut FreePlace) {
         let mut slot = self.bins.head(bin);
         for _ in 0..LOOKS_PER_BIN {
             if slot == NONE {
@@ -92,7 +92,7 @@ impl BlockIndex {
             if let Some(start) = fit(record.span(), wanted) {
                 let cost = cost(Span { offset: start, size: wanted.size });
                 if cost < best.cost || best.slot == NONE {
-                    *best = Place { slot, bin, start, cost };
+                    *best = FreePlace { slot, bin, start, cost };
                     if cost == 0 && wanted.end == End::Low {
                         return; // a bin begins with its lowest, as far as filing looked
                     }

@@ -233,7 +233,7 @@ impl BlockIndex {
     }
 
     #[inline]
-    fn settle_at(&mut self, place: find::Place, wanted: Request) -> (BlockId, Span) {
+    fn settle_at(&mut self, place: find::FreePlace, wanted: Request) -> (BlockId, Span) {
         let span = Span { offset: place.start, size: wanted.size };
         debug_assert!(span.offset.is_multiple_of(wanted.align));
         (self.carve(place.slot, place.bin, span), span)

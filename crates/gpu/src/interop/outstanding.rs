@@ -62,14 +62,14 @@ impl Exports {
 }
 
 /// An imported range.
-struct Entry {
+struct ImportedRange {
     size: u64,
     release: Release,
     /// The uses that must complete before its release, once it is dropped.
     after: Option<Uses>,
 }
 
-impl fmt::Debug for Entry {
+impl fmt::Debug for ImportedRange {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Entry")
             .field("size", &self.size)
@@ -88,7 +88,7 @@ pub(super) struct Due {
 /// Imported memory that is not released yet.
 #[derive(Debug, Default)]
 pub(crate) struct Imports {
-    entries: BTreeMap<u64, Entry>,
+    entries: BTreeMap<u64, ImportedRange>,
     bytes: u64,
     waiting: u64,
     /// Release functions that were called, and how many of those panicked.
@@ -115,7 +115,7 @@ impl Imports {
     /// Returns the approximate bytes of this metadata.
     pub(crate) fn metadata(&self) -> usize {
         // A tree's nodes are at least half full, and mostly two thirds.
-        self.entries.len() * size_of::<(u64, Entry)>() * 3 / 2
+        self.entries.len() * size_of::<(u64, ImportedRange)>() * 3 / 2
     }
 
     /// Returns `true` if a range, which does not wrap, overlaps one of these.
@@ -128,7 +128,7 @@ impl Imports {
     pub(super) fn import(&mut self, at: u64, size: u64, release: Release) {
         debug_assert!(!self.overlaps(at, size), "imported once");
         self.bytes += size;
-        self.entries.insert(at, Entry { size, release, after: None });
+        self.entries.insert(at, ImportedRange { size, release, after: None });
     }
 
     /// Records that a range is no longer held.
@@ -143,7 +143,8 @@ impl Imports {
 
     /// Takes a range out whose uses are all done.
     pub(super) fn take(&mut self, is_done: impl Fn(Use) -> bool) -> Option<Due> {
-        let is_due = |entry: &Entry| entry.after.as_ref().is_some_and(|of| of.iter().all(&is_done));
+        let is_due =
+            |entry: &ImportedRange| entry.after.as_ref().is_some_and(|of| of.iter().all(&is_done));
         let (&at, _) = self.entries.iter().find(|(_, entry)| is_due(entry))?;
         self.remove(at)
     }
@@ -155,7 +156,7 @@ impl Imports {
     }
 
     fn remove(&mut self, at: u64) -> Option<Due> {
-        let Entry { size, release, after } = self.entries.remove(&at)?;
+        let ImportedRange { size, release, after } = self.entries.remove(&at)?;
         self.bytes -= size;
         self.waiting -= u64::from(after.is_some());
         Some(Due { at: DeviceAddress::new(at), size: ByteSize::new(size), release })

@@ -10,11 +10,11 @@
 
 use super::Range;
 use super::config::segment_for;
-use super::segment::{Segment, with_slack};
+use super::segment::{PinnedSegment, with_slack};
 use super::snapshot::PinnedFailures;
 use crate::driver::HostMemory;
 use crate::error::{Bound, DeviceError};
-use crate::handles::Event;
+use crate::handles::DriverEvent;
 use crate::index::{BlockId, Request, Span};
 use lowtide_core::bytes::ByteSize;
 
@@ -23,7 +23,7 @@ pub(super) const SEGMENTS_MAX: usize = 4096;
 
 /// A live block: its segment and its id.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Placed {
+pub(super) struct PinnedBlock {
     pub(super) slot: usize,
     pub(super) id: BlockId,
     pub(super) span: Span,
@@ -35,31 +35,31 @@ pub(super) struct Placed {
 /// A block that was freed, and is used by a copy until an event is complete.
 #[derive(Debug)]
 pub(super) struct Waiting {
-    pub(super) placed: Placed,
-    pub(super) event: Event,
+    pub(super) placed: PinnedBlock,
+    pub(super) event: DriverEvent,
 }
 
 /// Blocks that were freed and are not free: how many, and their bytes.
 #[derive(Clone, Copy, Debug, Default)]
-struct Kept {
+struct PendingCounts {
     blocks: u64,
     bytes: u64,
 }
 
-impl Kept {
-    const fn add(&mut self, placed: &Placed) {
+impl PendingCounts {
+    const fn add(&mut self, placed: &PinnedBlock) {
         self.blocks += 1;
         self.bytes += placed.span.size;
     }
 
-    const fn remove(&mut self, placed: &Placed) {
+    const fn remove(&mut self, placed: &PinnedBlock) {
         self.blocks -= 1;
         self.bytes -= placed.span.size;
     }
 }
 
 #[derive(Debug)]
-enum Slot {
+enum SegmentSlot {
     Vacant,
     Arriving {
         size: u64,
@@ -67,8 +67,8 @@ enum Slot {
         spare: u64,
         ticket: Ticket,
     },
-    Ready(Segment),
-    Leaving(Segment),
+    Ready(PinnedSegment),
+    Leaving(PinnedSegment),
 }
 
 /// The name of one arrival; never given twice.
@@ -77,7 +77,7 @@ pub(super) struct Ticket(u64);
 
 /// The way to make room for a block that no segment holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Room {
+pub(super) enum PinnedRoom {
     /// A segment of this size may be obtained.
     For(u64),
     /// This many idle bytes must be released first.
@@ -89,7 +89,7 @@ pub(super) enum Room {
 }
 
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Totals {
+pub(super) struct PinnedTotals {
     pub(super) allocs: u64,
     pub(super) frees: u64,
     pub(super) failures: PinnedFailures,
@@ -118,25 +118,25 @@ pub(super) struct Counted {
     pub(super) largest_free: u64,
     pub(super) metadata: u64,
     pub(super) segments: u64,
-    pub(super) totals: Totals,
+    pub(super) totals: PinnedTotals,
 }
 
 #[derive(Debug)]
-pub(super) struct Books {
+pub(super) struct PinnedBooks {
     pub(super) limit: u64,
     pub(super) closed: bool,
-    pub(super) totals: Totals,
+    pub(super) totals: PinnedTotals,
     /// Pending blocks, except those whose events are being queried.
     pub(super) waiting: Vec<Waiting>,
     /// Freed, and used by a copy that is not known to be complete.
-    pending: Kept,
+    pending: PendingCounts,
     /// Freed, and never to be used again.
-    quarantined: Kept,
+    quarantined: PendingCounts,
     segment: u64,
     /// The kind of memory requested from the driver first.
     first: HostMemory,
-    slots: Vec<Slot>,
-    /// The value of [`Segment::room`] for each slot, 0 if not ready: contiguous, because each
+    slots: Vec<SegmentSlot>,
+    /// The value of [`PinnedSegment::room`] for each slot, 0 if not ready: contiguous, because each
     /// allocation searches them.
     rooms: Vec<u64>,
     requested: u64,
@@ -147,15 +147,15 @@ pub(super) struct Books {
     tickets: u64,
 }
 
-impl Books {
+impl PinnedBooks {
     pub(super) fn new(limit: u64, segment: u64, first: HostMemory) -> Self {
         Self {
             limit,
             closed: false,
-            totals: Totals::default(),
+            totals: PinnedTotals::default(),
             waiting: Vec::new(),
-            pending: Kept::default(),
-            quarantined: Kept::default(),
+            pending: PendingCounts::default(),
+            quarantined: PendingCounts::default(),
             segment,
             first,
             slots: Vec::new(),
@@ -172,7 +172,7 @@ impl Books {
     /// Places a block in a ready segment: of the preferred kind first, active before idle, then the
     /// lowest active one or the smallest idle one. So the other segments become empty, and can be
     /// released.
-    pub(super) fn place(&mut self, request: Request) -> Option<Placed> {
+    pub(super) fn place(&mut self, request: Request) -> Option<PinnedBlock> {
         // A segment that refuses has no such room from then on: as many turns as segments at most.
         for _ in 0..=self.slots.len() {
             let slot = self.best_for(request)?;
@@ -204,8 +204,8 @@ impl Books {
         best.map(|(.., slot)| slot)
     }
 
-    fn place_in(&mut self, slot: usize, request: Request) -> Option<Placed> {
-        let Some(Slot::Ready(segment)) = self.slots.get_mut(slot) else { return None };
+    fn place_in(&mut self, slot: usize, request: Request) -> Option<PinnedBlock> {
+        let Some(SegmentSlot::Ready(segment)) = self.slots.get_mut(slot) else { return None };
         let taken = segment.take(request);
         let range = segment.range;
         self.rooms[slot] = segment.room();
@@ -214,11 +214,11 @@ impl Books {
         self.requested += request.size;
         self.live += span.size;
         self.live_peak = self.live_peak.max(self.live);
-        Some(Placed { slot, id, span, requested: request.size, range })
+        Some(PinnedBlock { slot, id, span, requested: request.size, range })
     }
 
     /// Makes a live block free.
-    pub(super) fn release(&mut self, placed: &Placed) {
+    pub(super) fn release(&mut self, placed: &PinnedBlock) {
         self.count_free(placed);
         self.make_free(placed);
     }
@@ -231,32 +231,32 @@ impl Books {
     }
 
     /// Makes a live block quarantined.
-    pub(super) fn quarantine(&mut self, placed: &Placed) {
+    pub(super) fn quarantine(&mut self, placed: &PinnedBlock) {
         self.count_free(placed);
         self.quarantined.add(placed);
     }
 
     /// Makes a pending block free.
-    pub(super) fn settle(&mut self, placed: &Placed) {
+    pub(super) fn settle(&mut self, placed: &PinnedBlock) {
         self.pending.remove(placed);
         self.make_free(placed);
     }
 
     /// Makes a pending block quarantined.
-    pub(super) const fn give_up(&mut self, placed: &Placed) {
+    pub(super) const fn give_up(&mut self, placed: &PinnedBlock) {
         self.pending.remove(placed);
         self.quarantined.add(placed);
     }
 
     /// Counts that the caller has freed a block.
-    const fn count_free(&mut self, placed: &Placed) {
+    const fn count_free(&mut self, placed: &PinnedBlock) {
         self.totals.frees += 1;
         self.requested -= placed.requested;
         self.live -= placed.span.size;
     }
 
-    fn make_free(&mut self, placed: &Placed) {
-        let Some(Slot::Ready(segment)) = self.slots.get_mut(placed.slot) else {
+    fn make_free(&mut self, placed: &PinnedBlock) {
+        let Some(SegmentSlot::Ready(segment)) = self.slots.get_mut(placed.slot) else {
             debug_assert!(false, "a segment with a block is ready");
             return;
         };
@@ -266,8 +266,8 @@ impl Books {
     }
 
     /// Resizes a block in place; returns `true` if it fits. The rest of a smaller size is free.
-    pub(super) fn resize(&mut self, placed: &mut Placed, requested: u64) -> bool {
-        let Some(Slot::Ready(segment)) = self.slots.get_mut(placed.slot) else {
+    pub(super) fn resize(&mut self, placed: &mut PinnedBlock, requested: u64) -> bool {
+        let Some(SegmentSlot::Ready(segment)) = self.slots.get_mut(placed.slot) else {
             debug_assert!(false, "a segment with a live block is ready");
             return false;
         };
@@ -284,7 +284,7 @@ impl Books {
     pub(super) fn expect(&mut self, request: Request) -> Option<Ticket> {
         let wanted = request.size.checked_add(request.align)?;
         self.slots.iter_mut().find_map(|slot| match slot {
-            Slot::Arriving { spare, ticket, .. } if *spare >= wanted => {
+            SegmentSlot::Arriving { spare, ticket, .. } if *spare >= wanted => {
                 *spare -= wanted;
                 Some(*ticket)
             }
@@ -293,28 +293,28 @@ impl Books {
     }
 
     pub(super) fn is_arriving(&self, wanted: Ticket) -> bool {
-        let is = |slot: &Slot| matches!(slot, Slot::Arriving { ticket, .. } if *ticket == wanted);
+        let is = |slot: &SegmentSlot| matches!(slot, SegmentSlot::Arriving { ticket, .. } if *ticket == wanted);
         self.slots.iter().any(is)
     }
 
     /// Returns the way to make room for a block of `need` bytes, whole granules.
-    pub(super) fn room(&self, need: u64) -> Room {
+    pub(super) fn room(&self, need: u64) -> PinnedRoom {
         let headroom = self.limit.saturating_sub(self.committed);
         if need <= headroom {
-            return Room::For(segment_for(need, self.segment, self.limit, headroom));
+            return PinnedRoom::For(segment_for(need, self.segment, self.limit, headroom));
         }
         if need > self.limit {
-            return Room::None;
+            return PinnedRoom::None;
         }
         // The missing bytes, and the excess over a lowered limit. Requests in progress by others
         // may fail and be of any size: a sum with them may overflow.
         let short = (need - headroom) + self.committed.saturating_sub(self.limit);
         if self.idle() >= short {
-            Room::After(short)
+            PinnedRoom::After(short)
         } else if self.leaving() > 0 && self.idle() + self.leaving() >= short {
-            Room::Coming
+            PinnedRoom::Coming
         } else {
-            Room::None
+            PinnedRoom::None
         }
     }
 
@@ -324,11 +324,11 @@ impl Books {
         size: u64,
         request: Request,
     ) -> Result<usize, DeviceError> {
-        let vacant = self.slots.iter().position(|slot| matches!(slot, Slot::Vacant));
+        let vacant = self.slots.iter().position(|slot| matches!(slot, SegmentSlot::Vacant));
         let slot = match vacant {
             Some(slot) => slot,
             None if self.slots.len() < SEGMENTS_MAX => {
-                self.slots.push(Slot::Vacant);
+                self.slots.push(SegmentSlot::Vacant);
                 self.rooms.push(0);
                 self.slots.len() - 1
             }
@@ -339,7 +339,7 @@ impl Books {
         };
         self.tickets += 1;
         let spare = size.saturating_sub(request.size);
-        self.slots[slot] = Slot::Arriving { size, spare, ticket: Ticket(self.tickets) };
+        self.slots[slot] = SegmentSlot::Arriving { size, spare, ticket: Ticket(self.tickets) };
         self.committed += size;
         Ok(slot)
     }
@@ -351,20 +351,20 @@ impl Books {
         slot: usize,
         range: Option<Range>,
         request: Request,
-    ) -> Option<Placed> {
-        let Some(&Slot::Arriving { size, .. }) = self.slots.get(slot) else {
+    ) -> Option<PinnedBlock> {
+        let Some(&SegmentSlot::Arriving { size, .. }) = self.slots.get(slot) else {
             debug_assert!(false, "an arrival ends once");
             return None;
         };
         self.committed -= size;
         let Some(range) = range else {
-            self.slots[slot] = Slot::Vacant;
+            self.slots[slot] = SegmentSlot::Vacant;
             return None;
         };
         self.committed += range.size().get();
         self.totals.segments_obtained += 1;
         self.totals.obtained_bytes += range.size().get();
-        self.slots[slot] = Slot::Ready(Segment::new(range));
+        self.slots[slot] = SegmentSlot::Ready(PinnedSegment::new(range));
         // A failed request does not count.
         self.committed_peak = self.committed_peak.max(self.committed - self.arriving());
         self.place_in(slot, request)
@@ -376,17 +376,19 @@ impl Books {
         let mut kept = 0;
         let mut leaving = Vec::new();
         for (number, slot) in self.slots.iter_mut().enumerate() {
-            if !matches!(slot, Slot::Ready(segment) if segment.is_idle()) {
+            if !matches!(slot, SegmentSlot::Ready(segment) if segment.is_idle()) {
                 continue;
             }
-            let Slot::Ready(segment) = std::mem::replace(slot, Slot::Vacant) else { continue };
+            let SegmentSlot::Ready(segment) = std::mem::replace(slot, SegmentSlot::Vacant) else {
+                continue;
+            };
             if kept + segment.size() <= keep {
                 kept += segment.size();
-                *slot = Slot::Ready(segment);
+                *slot = SegmentSlot::Ready(segment);
             } else {
                 leaving.push((number, segment.range));
                 self.rooms[number] = 0;
-                *slot = Slot::Leaving(segment);
+                *slot = SegmentSlot::Leaving(segment);
             }
         }
         leaving
@@ -394,8 +396,8 @@ impl Books {
 
     /// Records that a marked segment is freed, or that the driver kept it.
     pub(super) fn end_leave(&mut self, slot: usize, gone: bool) {
-        let taken = std::mem::replace(&mut self.slots[slot], Slot::Vacant);
-        let Slot::Leaving(segment) = taken else {
+        let taken = std::mem::replace(&mut self.slots[slot], SegmentSlot::Vacant);
+        let SegmentSlot::Leaving(segment) = taken else {
             debug_assert!(false, "only a marked segment leaves");
             self.slots[slot] = taken;
             return;
@@ -406,22 +408,22 @@ impl Books {
             self.totals.given_back_bytes += segment.size();
         } else {
             self.rooms[slot] = segment.room();
-            self.slots[slot] = Slot::Ready(segment);
+            self.slots[slot] = SegmentSlot::Ready(segment);
         }
     }
 
-    fn ready(&self, slot: usize) -> Option<&Segment> {
+    fn ready(&self, slot: usize) -> Option<&PinnedSegment> {
         match self.slots.get(slot) {
-            Some(Slot::Ready(segment)) => Some(segment),
+            Some(SegmentSlot::Ready(segment)) => Some(segment),
             _ => None,
         }
     }
 
     /// The segments in which blocks may be placed.
-    fn segments(&self) -> impl Iterator<Item = (usize, &Segment)> {
+    fn segments(&self) -> impl Iterator<Item = (usize, &PinnedSegment)> {
         let numbered = self.slots.iter().enumerate();
         numbered.filter_map(|(number, slot)| match slot {
-            Slot::Ready(segment) => Some((number, segment)),
+            SegmentSlot::Ready(segment) => Some((number, segment)),
             _ => None,
         })
     }
@@ -435,7 +437,7 @@ impl Books {
     /// Bytes of the segments that are leaving.
     pub(super) fn leaving(&self) -> u64 {
         let leaving = self.slots.iter().filter_map(|slot| match slot {
-            Slot::Leaving(segment) => Some(segment.size()),
+            SegmentSlot::Leaving(segment) => Some(segment.size()),
             _ => None,
         });
         leaving.sum()
@@ -444,7 +446,7 @@ impl Books {
     /// Returns the bytes of segments being allocated, which may fail.
     fn arriving(&self) -> u64 {
         let arriving = self.slots.iter().filter_map(|slot| match slot {
-            Slot::Arriving { size, .. } => Some(*size),
+            SegmentSlot::Arriving { size, .. } => Some(*size),
             _ => None,
         });
         arriving.sum()
@@ -452,7 +454,8 @@ impl Books {
 
     /// Blocks that are live, and those whose memory is on its way.
     pub(super) fn blocks(&self) -> u64 {
-        let arriving = self.slots.iter().filter(|slot| matches!(slot, Slot::Arriving { .. }));
+        let arriving =
+            self.slots.iter().filter(|slot| matches!(slot, SegmentSlot::Arriving { .. }));
         self.totals.allocs - self.totals.frees + arriving.count() as u64
     }
 
@@ -530,12 +533,14 @@ impl Books {
         }
         for slot in &self.slots {
             match slot {
-                Slot::Vacant => continue,
-                Slot::Arriving { size, .. } => counted.arriving += size,
-                Slot::Ready(segment) | Slot::Leaving(segment) => match segment.range.memory() {
-                    HostMemory::PageLocked => counted.page_locked += segment.size(),
-                    HostMemory::Pageable => counted.pageable += segment.size(),
-                },
+                SegmentSlot::Vacant => continue,
+                SegmentSlot::Arriving { size, .. } => counted.arriving += size,
+                SegmentSlot::Ready(segment) | SegmentSlot::Leaving(segment) => {
+                    match segment.range.memory() {
+                        HostMemory::PageLocked => counted.page_locked += segment.size(),
+                        HostMemory::Pageable => counted.pageable += segment.size(),
+                    }
+                }
             }
             counted.segments += 1;
         }
@@ -550,19 +555,19 @@ impl Books {
         let (mut committed, mut taken, mut blocks) = (0, 0, 0);
         assert_eq!(self.rooms.len(), self.slots.len());
         for (slot, room) in self.slots.iter().zip(&self.rooms) {
-            let ready = if let Slot::Ready(segment) = slot { segment.room() } else { 0 };
+            let ready = if let SegmentSlot::Ready(segment) = slot { segment.room() } else { 0 };
             assert_eq!(*room, ready, "room");
             match slot {
-                Slot::Vacant => {}
-                Slot::Arriving { size, spare, .. } => {
+                SegmentSlot::Vacant => {}
+                SegmentSlot::Arriving { size, spare, .. } => {
                     assert!(spare < size, "{spare} of {size}");
                     committed += size;
                 }
-                Slot::Ready(segment) | Slot::Leaving(segment) => {
+                SegmentSlot::Ready(segment) | SegmentSlot::Leaving(segment) => {
                     segment.index.validate();
                     committed += segment.size();
                     taken += segment.index.live();
-                    let is_leaving = matches!(slot, Slot::Leaving(_));
+                    let is_leaving = matches!(slot, SegmentSlot::Leaving(_));
                     assert!(!is_leaving || segment.is_idle(), "a block is live in what leaves");
                     let all = segment.index.blocks();
                     blocks += all.filter(|(_, name)| name.is_some()).count() as u64;

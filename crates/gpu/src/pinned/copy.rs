@@ -23,7 +23,7 @@ use super::{DeviceUse, PinnedBuffer};
 use crate::buffer::Buffer;
 use crate::driver::{DeviceAddress, Driver, DriverError, StreamHandle};
 use crate::error::DeviceError;
-use crate::handles::Event;
+use crate::handles::DriverEvent;
 use crate::lane::Lane;
 use crate::proof::is_captures;
 use lowtide_core::bytes::ByteSize;
@@ -195,7 +195,7 @@ impl Lane {
         if stream.is_capturing()? {
             return Err(DeviceError::Capturing { arena: shared.name.clone() });
         }
-        let event = Event::new(driver)?;
+        let event = DriverEvent::new(driver)?;
         host.device_use = DeviceUse::Unproven;
         let queued = start_copy();
         let recorded = queued.is_ok() && event.record(stream).is_ok();

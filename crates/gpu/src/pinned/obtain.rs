@@ -8,9 +8,9 @@
 //! unchanged, except for released idle segments.
 
 use super::Range;
-use super::books::{Books, Placed, Room, SEGMENTS_MAX, Ticket};
+use super::books::{PinnedBlock, PinnedBooks, PinnedRoom, SEGMENTS_MAX, Ticket};
 use super::config::{PinnedKind, rounded};
-use super::pool::Shared;
+use super::pool::PoolShared;
 use crate::driver::{DriverError, HostMemory};
 use crate::error::{Bound, DeviceError};
 use crate::index::Request;
@@ -21,12 +21,12 @@ use lowtide_core::sync::{MutexGuard, lock, wait};
 /// Attempts that an allocation makes: each gives a segment back or loses one to another thread.
 const ATTEMPTS: usize = SEGMENTS_MAX + 16;
 
-impl Shared {
+impl PoolShared {
     /// A block, in memory that is there.
     ///
     /// # Errors
     /// `OutOfMemory`, `TooManySegments`, `TooLarge`, `Closed` or `Driver`.
-    pub(super) fn obtain(&self, request: Request) -> Result<Placed, DeviceError> {
+    pub(super) fn obtain(&self, request: Request) -> Result<PinnedBlock, DeviceError> {
         let mut books = lock(&self.books);
         let Some(need) = rounded(request.size) else {
             books.totals.failures.limit += 1;
@@ -49,7 +49,7 @@ impl Shared {
                 continue;
             }
             match books.room(need) {
-                Room::For(size) => {
+                PinnedRoom::For(size) => {
                     let outcome;
                     (books, outcome) = self.add_segment(books, size, need, request);
                     match outcome {
@@ -69,7 +69,7 @@ impl Shared {
                         Err(error) => return failed(&mut books, request, error),
                     }
                 }
-                Room::After(bytes) => {
+                PinnedRoom::After(bytes) => {
                     let keep = books.idle().saturating_sub(bytes);
                     let given;
                     (books, given) = self.give_back(books, keep);
@@ -77,8 +77,8 @@ impl Shared {
                         return failed(&mut books, request, error);
                     }
                 }
-                Room::Coming => books = wait(&self.settled, books),
-                Room::None => break,
+                PinnedRoom::Coming => books = wait(&self.settled, books),
+                PinnedRoom::None => break,
             }
         }
         books.totals.failures.limit += 1;
@@ -88,9 +88,9 @@ impl Shared {
     /// Waits until an arrival has come to its end. Ends with the driver call under way.
     fn wait_for<'a>(
         &'a self,
-        mut books: MutexGuard<'a, Books>,
+        mut books: MutexGuard<'a, PinnedBooks>,
         ticket: Ticket,
-    ) -> MutexGuard<'a, Books> {
+    ) -> MutexGuard<'a, PinnedBooks> {
         while books.is_arriving(ticket) {
             books = wait(&self.settled, books);
         }
@@ -100,11 +100,11 @@ impl Shared {
     /// Obtains a segment of `size` bytes, or a smaller one that holds `need`, with the block in it.
     fn add_segment<'a>(
         &'a self,
-        mut books: MutexGuard<'a, Books>,
+        mut books: MutexGuard<'a, PinnedBooks>,
         size: u64,
         need: u64,
         request: Request,
-    ) -> (MutexGuard<'a, Books>, Result<Option<Placed>, DeviceError>) {
+    ) -> (MutexGuard<'a, PinnedBooks>, Result<Option<PinnedBlock>, DeviceError>) {
         let slot = match books.begin_arrive(size, request) {
             Ok(slot) => slot,
             Err(error) => return (books, Err(error)),
@@ -167,7 +167,11 @@ const fn is_shortage(error: &DeviceError) -> bool {
 }
 
 /// The end of an allocation on which the driver failed, or for which it has no memory.
-fn failed(books: &mut Books, request: Request, error: DeviceError) -> Result<Placed, DeviceError> {
+fn failed(
+    books: &mut PinnedBooks,
+    request: Request,
+    error: DeviceError,
+) -> Result<PinnedBlock, DeviceError> {
     let failures = &mut books.totals.failures;
     match error {
         DeviceError::TooManySegments { .. } => failures.segments += 1,

@@ -12,7 +12,7 @@ use std::sync::Arc;
 
 use bytemuck::Pod;
 
-use super::books::{Books, Placed};
+use super::books::{PinnedBlock, PinnedBooks};
 use super::config::{PinnedConfig, PinnedKind};
 use super::snapshot::{Label, PinnedGlance, PinnedSnapshot};
 use super::{PinnedBuffer, Range};
@@ -52,12 +52,12 @@ const BYTES_MAX: ByteSize = ByteSize::new(1 << 62);
 /// # Ok::<(), lowtide_gpu::DeviceError>(())
 /// ```
 #[derive(Clone, Debug)]
-pub struct PinnedPool(Arc<Shared>);
+pub struct PinnedPool(Arc<PoolShared>);
 
 /// The state shared by the handles and buffers of one pool.
-pub(super) struct Shared {
+pub(super) struct PoolShared {
     pub(super) driver: Arc<dyn Driver>,
-    pub(super) books: Mutex<Books>,
+    pub(super) books: Mutex<PinnedBooks>,
     /// Notified whenever a driver call's result has been recorded.
     pub(super) settled: Condvar,
     pub(super) label: Label,
@@ -77,7 +77,7 @@ impl PinnedPool {
             return Err(DeviceError::Unsupported { what: "page-locked memory", backend });
         }
         let first = config.kind.first();
-        let books = Books::new(config.limit.get(), config.segment_size(), first);
+        let books = PinnedBooks::new(config.limit.get(), config.segment_size(), first);
         let label = Label {
             name: config.name,
             backend,
@@ -88,7 +88,7 @@ impl PinnedPool {
         let PinnedConfig { limit, .. } = config;
         let (pool, kind) = (&label.name, label.kind.name());
         log!(info, pool, %backend, kind, %limit, "pinned pool opened");
-        Ok(Self(Arc::new(Shared {
+        Ok(Self(Arc::new(PoolShared {
             driver,
             books: Mutex::new(books),
             settled: Condvar::new(),
@@ -213,12 +213,12 @@ impl PinnedPool {
         self.0.validate();
     }
 
-    pub(super) fn shared(&self) -> &Shared {
+    pub(super) fn shared(&self) -> &PoolShared {
         &self.0
     }
 }
 
-impl Shared {
+impl PoolShared {
     /// Fails in a forked child, in which the lock may be held by a thread that does not exist
     /// there.
     pub(super) fn check_here(&self) -> Result<(), DeviceError> {
@@ -259,12 +259,12 @@ impl Shared {
     }
 
     /// Resizes a block in place; returns `true` if it fits.
-    pub(super) fn resize_in_place(&self, placed: &mut Placed, bytes: u64) -> bool {
+    pub(super) fn resize_in_place(&self, placed: &mut PinnedBlock, bytes: u64) -> bool {
         lock(&self.books).resize(placed, bytes)
     }
 
     /// Frees a block: bookkeeping only. In a forked child does nothing.
-    pub(super) fn release(&self, placed: Placed) {
+    pub(super) fn release(&self, placed: PinnedBlock) {
         if self.check_here().is_ok() {
             lock(&self.books).release(&placed);
         }
@@ -290,7 +290,7 @@ impl Shared {
     }
 }
 
-impl Drop for Shared {
+impl Drop for PoolShared {
     /// Frees everything: no block is held, and no thread waits for the lock. Waits for copies of
     /// freed buffers, as the driver may do to free page-locked memory. Memory that the driver
     /// refuses to free, and quarantined memory, stays with the process. Does nothing in a forked
@@ -307,7 +307,7 @@ impl Drop for Shared {
     }
 }
 
-impl fmt::Debug for Shared {
+impl fmt::Debug for PoolShared {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Shared")
             .field("label", &self.label)

@@ -13,8 +13,8 @@
 //! [`PinnedBuffer::free`]: super::PinnedBuffer::free
 #![expect(unsafe_code, reason = "memory is given back to the driver")]
 
-use super::books::Books;
-use super::pool::{PinnedPool, Shared};
+use super::books::PinnedBooks;
+use super::pool::{PinnedPool, PoolShared};
 use crate::error::DeviceError;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::log;
@@ -22,14 +22,14 @@ use lowtide_core::sync::{MutexGuard, lock, wait};
 
 /// The result of a release.
 #[derive(Debug)]
-pub(super) struct GivenBack {
+pub(super) struct PinnedRelease {
     /// Bytes released.
     pub(super) bytes: ByteSize,
     /// The driver's error, if a call failed; that segment and the later ones stay.
     pub(super) error: Option<DeviceError>,
 }
 
-impl GivenBack {
+impl PinnedRelease {
     fn outcome(self) -> Result<ByteSize, DeviceError> {
         self.error.map_or(Ok(self.bytes), Err)
     }
@@ -79,7 +79,7 @@ impl PinnedPool {
     }
 }
 
-impl Shared {
+impl PoolShared {
     pub(super) fn maintain(&self) -> Result<ByteSize, DeviceError> {
         self.check_here()?;
         let (books, _) = self.settle(lock(&self.books));
@@ -95,11 +95,11 @@ impl Shared {
     /// around the calls: at most one for each segment.
     pub(super) fn give_back<'a>(
         &'a self,
-        mut books: MutexGuard<'a, Books>,
+        mut books: MutexGuard<'a, PinnedBooks>,
         keep: u64,
-    ) -> (MutexGuard<'a, Books>, GivenBack) {
+    ) -> (MutexGuard<'a, PinnedBooks>, PinnedRelease) {
         let leaving = books.begin_leave(keep);
-        let mut given = GivenBack { bytes: ByteSize::ZERO, error: None };
+        let mut given = PinnedRelease { bytes: ByteSize::ZERO, error: None };
         if leaving.is_empty() {
             return (books, given);
         }

@@ -10,14 +10,14 @@ use crate::index::{ALIGN, BlockId, BlockIndex, Request, Span, StaleBlock};
 
 /// One piece of host memory.
 #[derive(Debug)]
-pub(super) struct Segment {
+pub(super) struct PinnedSegment {
     pub(super) range: Range,
     pub(super) index: BlockIndex,
     /// No block of this size was available here since the last release.
     refused_from: u64,
 }
 
-impl Segment {
+impl PinnedSegment {
     pub(super) fn new(range: Range) -> Self {
         let index = BlockIndex::new(range.size().get());
         Self { range, index, refused_from: u64::MAX }

@@ -8,18 +8,18 @@
 //!
 //! Invariant: `taken = live + pending + quarantined` in every segment.
 
-use super::books::{Books, Placed, Waiting};
-use super::pool::Shared;
+use super::books::{PinnedBlock, PinnedBooks, Waiting};
+use super::pool::PoolShared;
 use crate::driver::DriverError;
-use crate::handles::Event;
+use crate::handles::DriverEvent;
 use crate::proof::is_captures;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::log;
 use lowtide_core::sync::{MutexGuard, lock};
 
-impl Shared {
+impl PoolShared {
     /// Frees a block once a copy is complete. In a forked child does nothing.
-    pub(super) fn release_after(&self, placed: Placed, event: Event) {
+    pub(super) fn release_after(&self, placed: PinnedBlock, event: DriverEvent) {
         if self.check_here().is_ok() {
             lock(&self.books).release_after(Waiting { placed, event });
         }
@@ -27,7 +27,7 @@ impl Shared {
 
     /// Frees a block that a device may use for ever: it is not reused. In a forked child does
     /// nothing.
-    pub(super) fn quarantine(&self, placed: Placed) {
+    pub(super) fn quarantine(&self, placed: PinnedBlock) {
         if self.check_here().is_ok() {
             lock(&self.books).quarantine(&placed);
             self.warn_of(&placed, None);
@@ -38,21 +38,24 @@ impl Shared {
     /// there were some. The lock is given up meanwhile.
     pub(super) fn settle<'a>(
         &'a self,
-        books: MutexGuard<'a, Books>,
-    ) -> (MutexGuard<'a, Books>, bool) {
-        self.settle_by(books, Event::is_complete)
+        books: MutexGuard<'a, PinnedBooks>,
+    ) -> (MutexGuard<'a, PinnedBooks>, bool) {
+        self.settle_by(books, DriverEvent::is_complete)
     }
 
     /// The same, after a wait for each copy.
-    pub(super) fn settle_all<'a>(&'a self, books: MutexGuard<'a, Books>) -> MutexGuard<'a, Books> {
+    pub(super) fn settle_all<'a>(
+        &'a self,
+        books: MutexGuard<'a, PinnedBooks>,
+    ) -> MutexGuard<'a, PinnedBooks> {
         self.settle_by(books, |event| event.wait().map(|()| true)).0
     }
 
     fn settle_by<'a>(
         &'a self,
-        mut books: MutexGuard<'a, Books>,
-        is_complete: impl Fn(&Event) -> Result<bool, DriverError>,
-    ) -> (MutexGuard<'a, Books>, bool) {
+        mut books: MutexGuard<'a, PinnedBooks>,
+        is_complete: impl Fn(&DriverEvent) -> Result<bool, DriverError>,
+    ) -> (MutexGuard<'a, PinnedBooks>, bool) {
         let waiting = std::mem::take(&mut books.waiting);
         if waiting.is_empty() {
             return (books, false);
@@ -81,7 +84,7 @@ impl Shared {
         (lock(&self.books), any)
     }
 
-    fn warn_of(&self, placed: &Placed, error: Option<&DriverError>) {
+    fn warn_of(&self, placed: &PinnedBlock, error: Option<&DriverError>) {
         let (pool, bytes) = (self.name(), ByteSize::new(placed.span.size));
         let error = error.map(tracing::field::display);
         log!(warn, pool, %bytes, error, "pinned block quarantined");

@@ -7,7 +7,7 @@
 //! Invariants: `requested <= live`; `live + pending + quarantined + holes = active`;
 //! `active + idle = committed`; `page_locked + pageable + arriving = committed`.
 
-use super::books::{Books, Counted};
+use super::books::{Counted, PinnedBooks};
 use super::config::PinnedKind;
 use crate::driver::Backend;
 use lowtide_core::bytes::ByteSize;
@@ -143,8 +143,8 @@ pub(super) struct Label {
 
 impl PinnedSnapshot {
     /// Creates the figures from the accounting; all zero without it (in a forked child).
-    pub(super) fn of(label: &Label, books: Option<&Books>) -> Self {
-        let counted = books.map(Books::counted).unwrap_or_default();
+    pub(super) fn of(label: &Label, books: Option<&PinnedBooks>) -> Self {
+        let counted = books.map(PinnedBooks::counted).unwrap_or_default();
         let Counted { requested, live, live_peak, idle, committed, committed_peak, .. } = counted;
         let Counted { pending, quarantined, .. } = counted;
         let active = committed - idle;

@@ -5,7 +5,7 @@
 
 use std::sync::Arc;
 
-use super::books::Room;
+use super::books::PinnedRoom;
 use super::*;
 use crate::Bound;
 use crate::driver::{Driver as _, DriverError};
@@ -415,11 +415,11 @@ fn under_the_limit_there_is_room_once_a_leaving_segment_is_gone() {
     drop(mib(&pool, 6));
     let mut books = lock(&pool.shared().books);
     let need = ByteSize::mib(5).get();
-    assert_eq!(books.room(need), Room::After(ByteSize::mib(3).get()));
+    assert_eq!(books.room(need), PinnedRoom::After(ByteSize::mib(3).get()));
     let leaving = books.begin_leave(0);
-    assert_eq!(books.room(need), Room::Coming);
-    assert_eq!(books.room(ByteSize::mib(2).get()), Room::For(ByteSize::mib(2).get()));
-    assert_eq!(books.room(ByteSize::mib(9).get()), Room::None);
+    assert_eq!(books.room(need), PinnedRoom::Coming);
+    assert_eq!(books.room(ByteSize::mib(2).get()), PinnedRoom::For(ByteSize::mib(2).get()));
+    assert_eq!(books.room(ByteSize::mib(9).get()), PinnedRoom::None);
     leaving.iter().for_each(|(slot, _)| books.end_leave(*slot, false));
     drop(books);
     check(&pool, &driver);

@@ -27,13 +27,13 @@ pub(super) struct Check {
     layout: Option<Layout>,
     last: Duration,
     /// Each block that was allocated.
-    blocks: BTreeMap<u64, Block>,
+    blocks: BTreeMap<u64, CheckedBlock>,
     last_block: u64,
     lanes: BTreeSet<u64>,
     last_lane: u64,
 }
 
-struct Block {
+struct CheckedBlock {
     is_raw: bool,
     pins: u64,
     /// The line in which it was freed.
@@ -141,7 +141,7 @@ impl Check {
         }
         let is_raw = asked.kind == BlockKind::Raw;
         self.last_block = id;
-        self.blocks.insert(id, Block { is_raw, pins: 0, freed: None });
+        self.blocks.insert(id, CheckedBlock { is_raw, pins: 0, freed: None });
         Ok(())
     }
 
@@ -164,9 +164,9 @@ impl Check {
         self.layout.map_or(BYTES_MAX, |layout| layout.reserved[region.number()].get())
     }
 
-    fn live(&mut self, id: u64) -> Result<&mut Block, LogFault> {
+    fn live(&mut self, id: u64) -> Result<&mut CheckedBlock, LogFault> {
         match self.blocks.get_mut(&id) {
-            Some(Block { freed: Some(freed), .. }) => {
+            Some(CheckedBlock { freed: Some(freed), .. }) => {
                 Err(LogFault::FreedTwice { id, freed: *freed })
             }
             Some(block) => Ok(block),

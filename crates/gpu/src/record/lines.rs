@@ -32,7 +32,7 @@ const LAST_LINE: usize = 160;
 
 /// The progress of a recording.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum State {
+enum RecordingState {
     /// No arena is open yet.
     Fresh,
     On,
@@ -41,8 +41,8 @@ enum State {
 
 /// The waiting lines, and the known state.
 #[derive(Debug)]
-pub(super) struct Lines {
-    state: State,
+pub(super) struct WaitingLines {
+    state: RecordingState,
     /// The arena's name, once it is open.
     arena: Option<String>,
     /// The text that waits for the sink.
@@ -68,10 +68,10 @@ pub(super) struct Lines {
     is_said: bool,
 }
 
-impl Lines {
+impl WaitingLines {
     pub(super) const fn new(is_bare: bool, most: usize) -> Self {
         Self {
-            state: State::Fresh,
+            state: RecordingState::Fresh,
             arena: None,
             waiting: String::new(),
             is_bare,
@@ -99,7 +99,7 @@ impl Lines {
             return Err(arena.clone());
         }
         self.arena = Some(header.name.clone());
-        self.state = State::On;
+        self.state = RecordingState::On;
         self.started = Moment::after_origin(header.started);
         if self.put(|text| write!(text, "{header}")) {
             self.hash.open(header);
@@ -128,7 +128,7 @@ impl Lines {
         thread: usize,
         make: impl FnOnce(&mut Numbers) -> Option<Operation>,
     ) {
-        if self.state != State::On {
+        if self.state != RecordingState::On {
             return;
         }
         let Some(operation) = make(&mut self.numbers) else { return };
@@ -145,7 +145,7 @@ impl Lines {
 
     /// Ends the recording with its last line.
     pub(super) fn end(&mut self, ended: Ended) {
-        if self.state != State::On {
+        if self.state != RecordingState::On {
             return;
         }
         let closing = Closing {
@@ -170,7 +170,7 @@ impl Lines {
     }
 
     fn over(&mut self) {
-        self.state = State::Over;
+        self.state = RecordingState::Over;
         self.numbers = Numbers::new();
     }
 
@@ -225,6 +225,6 @@ impl Lines {
 
     /// Returns `true` if nothing more will be written.
     pub(super) fn is_over(&self) -> bool {
-        self.state == State::Over
+        self.state == RecordingState::Over
     }
 }

@@ -15,22 +15,22 @@ use crate::region::Region;
 /// The numbers of one recording.
 #[derive(Debug)]
 pub(crate) struct Numbers {
-    blocks: BTreeMap<(usize, BlockName), Known>,
+    blocks: BTreeMap<(usize, BlockName), NumberedBlock>,
     last_block: u64,
-    streams: BTreeMap<StreamHandle, Stream>,
+    streams: BTreeMap<StreamHandle, NumberedStream>,
     last_lane: u64,
     last_stream: u64,
 }
 
 #[derive(Clone, Copy, Debug)]
-struct Known {
+struct NumberedBlock {
     number: u64,
     /// `true` for a raw block.
     is_raw: bool,
 }
 
 #[derive(Debug)]
-struct Stream {
+struct NumberedStream {
     number: u64,
     lanes: u64,
 }
@@ -49,7 +49,7 @@ impl Numbers {
     /// The number of a block that was handed out.
     pub(crate) fn give(&mut self, region: Region, id: BlockName, is_raw: bool) -> u64 {
         self.last_block += 1;
-        let known = Known { number: self.last_block, is_raw };
+        let known = NumberedBlock { number: self.last_block, is_raw };
         self.blocks.insert((region.number(), id), known);
         known.number
     }
@@ -81,7 +81,7 @@ impl Numbers {
         self.last_lane += 1;
         let stream = self.streams.entry(handle).or_insert_with(|| {
             self.last_stream += 1;
-            Stream { number: self.last_stream, lanes: 0 }
+            NumberedStream { number: self.last_stream, lanes: 0 }
         });
         stream.lanes += 1;
         (self.last_lane, stream.number)

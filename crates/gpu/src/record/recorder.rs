@@ -15,7 +15,7 @@ use std::sync::Arc;
 
 use super::error::RecordError;
 use super::hash::OperationHash;
-use super::lines::{DUE_FROM, Lines, WAIT_FROM};
+use super::lines::{DUE_FROM, WAIT_FROM, WaitingLines};
 use super::numbers::Numbers;
 use super::operation::{Ended, Header, Operation};
 use crate::error::DeviceError;
@@ -66,7 +66,7 @@ pub struct Recorder {
 }
 
 struct Inner {
-    lines: Mutex<Lines>,
+    lines: Mutex<WaitingLines>,
     /// The number of waiting bytes: a copy, readable without the lock.
     waiting: AtomicUsize,
     sink: Mutex<Sink>,
@@ -103,7 +103,7 @@ impl Recorder {
     }
 
     fn with(to: Option<Box<dyn Write + Send>>, most: usize) -> Self {
-        let lines = Mutex::new(Lines::new(to.is_none(), most));
+        let lines = Mutex::new(WaitingLines::new(to.is_none(), most));
         let sink = Mutex::new(Sink { to, spare: String::new() });
         let (waiting, writer) = (AtomicUsize::new(0), AtomicUsize::new(0));
         Self { inner: Arc::new(Inner { lines, waiting, sink, writer, birth: Birth::now() }) }
@@ -167,7 +167,7 @@ impl Recorder {
     }
 
     /// Returns the lines; `None` in a forked child, where another thread may have held the lock.
-    fn lines(&self) -> Option<MutexGuard<'_, Lines>> {
+    fn lines(&self) -> Option<MutexGuard<'_, WaitingLines>> {
         self.inner.birth.is_here().then(|| lock(&self.inner.lines))
     }
 

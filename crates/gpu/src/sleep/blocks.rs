@@ -6,7 +6,7 @@
 
 use std::ops::Range;
 
-use super::contents::{self, Contents, Part};
+use super::contents::{self, Contents, OutgoingRun};
 use crate::books::Books;
 use crate::ranges::BlockName;
 use crate::region::{Region, RegionBooks};
@@ -35,9 +35,10 @@ impl RegionBooks {
 
 impl Books {
     /// Notes the blocks whose contents are lost with these parts.
-    pub(super) fn note_discarded(&mut self, parts: &[Part]) {
+    pub(super) fn note_discarded(&mut self, parts: &[OutgoingRun]) {
         for region in Region::ALL {
-            let lost = |part: &&Part| part.region == region && part.contents == Contents::Discard;
+            let lost =
+                |part: &&OutgoingRun| part.region == region && part.contents == Contents::Discard;
             let mut runs: Vec<_> = parts.iter().filter(lost).map(|part| part.run.range()).collect();
             if runs.is_empty() {
                 continue;

@@ -63,7 +63,7 @@ impl FromStr for Contents {
 
 /// Adjoining granules on their way out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Part {
+pub(super) struct OutgoingRun {
     pub(super) region: Region,
     pub(super) run: Run,
     pub(super) at: DeviceAddress,

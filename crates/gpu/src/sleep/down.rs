@@ -11,7 +11,7 @@
 //! the copies.
 #![expect(unsafe_code, reason = "the memory of live blocks is taken away")]
 
-use super::contents::{self, Contents, Part};
+use super::contents::{self, Contents, OutgoingRun};
 use super::phase::Phase;
 use super::stores::Saved;
 use super::{ArenaState, SleepOptions, SleepReport};
@@ -32,7 +32,7 @@ use lowtide_core::sync::{caught, wait};
 const ROUNDS_MAX: usize = 16;
 
 /// The progress of releasing parts: earlier ones are released.
-struct Failed {
+struct FailedRelease {
     nth: usize,
     error: DriverError,
 }
@@ -145,7 +145,7 @@ impl Shared {
 
     /// Waits for calls in progress when the last lease was dropped, and for all uses of memory;
     /// then marks the memory to release.
-    fn begin_fall(&self, options: SleepOptions) -> Result<Vec<Part>, DeviceError> {
+    fn begin_fall(&self, options: SleepOptions) -> Result<Vec<OutgoingRun>, DeviceError> {
         for _ in 0..ROUNDS_MAX {
             let mut books = self.books();
             while books.is_busy() {
@@ -166,13 +166,13 @@ impl Shared {
     }
 
     /// Lets the memory of all parts leave, in their order.
-    fn give_away(&self, parts: &[Part]) -> Result<(), Failed> {
+    fn give_away(&self, parts: &[OutgoingRun]) -> Result<(), FailedRelease> {
         for (nth, part) in parts.iter().enumerate() {
             // SAFETY: `begin_fall` marked the part under the lock. No lease is held and none is
             // granted, every recorded use is complete and no memory pending (`complete_used`), and
             // the copies out of it were waited for (`save`).
             let left = unsafe { self.take_away(part.at, part.size) };
-            left.map_err(|error| Failed { nth, error })?;
+            left.map_err(|error| FailedRelease { nth, error })?;
         }
         if self.is_whole() && self.driver.trim().is_err() {
             self.books().untrimmed = true; // for the next decay
@@ -184,7 +184,7 @@ impl Shared {
     fn stay_up(
         &self,
         options: SleepOptions,
-        parts: &[Part],
+        parts: &[OutgoingRun],
         saved: Option<Saved>,
         error: DeviceError,
     ) -> DeviceError {
@@ -203,11 +203,11 @@ impl Shared {
     fn turn_back(
         &self,
         options: SleepOptions,
-        parts: &[Part],
-        failed: Failed,
+        parts: &[OutgoingRun],
+        failed: FailedRelease,
         saved: Option<Saved>,
     ) -> DeviceError {
-        let Failed { nth, error } = failed;
+        let FailedRelease { nth, error } = failed;
         let error = DeviceError::from(error);
         let gone = &parts[..nth];
         if self.is_whole() {
@@ -243,7 +243,7 @@ impl Shared {
         }
         // Copies that are under way keep their memory here.
         let is_done = self.copies_are_done();
-        let leave = |(at, part): (usize, &Part)| {
+        let leave = |(at, part): (usize, &OutgoingRun)| {
             let is_gone = at < nth && at >= back;
             if is_gone || !is_done {
                 return is_gone;
@@ -261,7 +261,7 @@ impl Shared {
     fn lie_down(
         &self,
         options: SleepOptions,
-        parts: &[Part],
+        parts: &[OutgoingRun],
         left: &[bool],
         saved: Option<Saved>,
         error: Option<&DeviceError>,
@@ -315,7 +315,7 @@ impl Shared {
 impl Books {
     /// Marks all memory as leaving except that which stays: memory without kept contents last,
     /// since only that is lost if a later part is not released.
-    fn begin_fall(&mut self, options: SleepOptions, is_host: bool) -> Vec<Part> {
+    fn begin_fall(&mut self, options: SleepOptions, is_host: bool) -> Vec<OutgoingRun> {
         let mut parts = Vec::new();
         let granules_max = usize::try_from(self.run_max()).unwrap_or(usize::MAX);
         for region in Region::ALL {
@@ -339,7 +339,7 @@ impl Books {
             for (run, contents) in runs {
                 let (at, size) = books.segment.place_of(run);
                 books.begin_part(run);
-                parts.push(Part { region, run, at, size, contents });
+                parts.push(OutgoingRun { region, run, at, size, contents });
             }
         }
         parts.sort_by_key(|part| part.contents != Contents::Keep);
@@ -347,7 +347,7 @@ impl Books {
     }
 
     /// Records the release of a part, or its failure.
-    fn end_part(&mut self, part: &Part, is_gone: bool) {
+    fn end_part(&mut self, part: &OutgoingRun, is_gone: bool) {
         self.region_mut(part.region).end_leave(part.run, is_gone);
         if is_gone {
             self.totals.decommits += 1;

@@ -14,7 +14,7 @@ use std::cell::Cell;
 use std::sync::Arc;
 
 use super::HostBudget;
-use super::contents::{Contents, Part};
+use super::contents::{Contents, OutgoingRun};
 use crate::books::Books;
 use crate::driver::{DeviceAddress, DriverError, HOST_GRANULARITY, HostStore, StoreSpan};
 use crate::error::DeviceError;
@@ -105,10 +105,10 @@ fn theirs<T>(act: impl FnOnce() -> T) -> Result<T, String> {
 }
 
 /// One copy: the device address and the span of a store.
-pub(super) type Place = (DeviceAddress, StoreSpan);
+pub(super) type StoredCopy = (DeviceAddress, StoreSpan);
 
 /// Lays granules out over stores; returns the sizes of these.
-pub(super) fn lay_out(parts: &[Part], granularity: ByteSize) -> (Vec<Copy>, Vec<ByteSize>) {
+pub(super) fn lay_out(parts: &[OutgoingRun], granularity: ByteSize) -> (Vec<Copy>, Vec<ByteSize>) {
     let store_granules = (STORE_MAX.get() / granularity.get()).max(1);
     let bytes = |granules: u64| ByteSize::new(granules * granularity.get());
     let (mut copies, mut sizes) = (Vec::new(), Vec::new());
@@ -139,7 +139,7 @@ pub(super) fn lay_out(parts: &[Part], granularity: ByteSize) -> (Vec<Copy>, Vec<
 
 impl Saved {
     /// Returns the current and saved place of the granules of a copy, or some of them.
-    fn place(&self, copy: &Copy, run: Run, segment: &Ground) -> Place {
+    fn place(&self, copy: &Copy, run: Run, segment: &Ground) -> StoredCopy {
         let (at, size) = segment.place_of(run);
         let (from, _) = segment.place_of(copy.run);
         let into = at.offset_from(from).unwrap_or_default();
@@ -153,13 +153,13 @@ impl Saved {
     }
 
     /// Every copy of all that was saved.
-    pub(super) fn places(&self, books: &Books) -> Vec<Place> {
+    pub(super) fn places(&self, books: &Books) -> Vec<StoredCopy> {
         let place = |copy: &Copy| self.place(copy, copy.run, &books.region(copy.region).segment);
         self.copies.iter().map(place).collect()
     }
 
     /// Returns the copies of memory that blocks still touch.
-    pub(super) fn wanted_places(&self, books: &Books) -> Vec<Place> {
+    pub(super) fn wanted_places(&self, books: &Books) -> Vec<StoredCopy> {
         let wanted = |copy: &Copy| {
             let segment = &books.region(copy.region).segment;
             let runs = segment.touched_runs(copy.run).into_iter();
@@ -176,7 +176,7 @@ impl Shared {
     /// # Errors
     /// `HostBudget`, `Capturing`, or the driver's. No memory was released, and nothing stays
     /// reserved except for stores that the driver does not free.
-    pub(super) fn save(&self, parts: &[Part]) -> Result<Option<Saved>, DeviceError> {
+    pub(super) fn save(&self, parts: &[OutgoingRun]) -> Result<Option<Saved>, DeviceError> {
         let (copies, sizes) = lay_out(parts, self.granule);
         if copies.is_empty() {
             return Ok(None);
@@ -259,7 +259,7 @@ impl Shared {
     /// The driver's; copies may still be in progress.
     pub(super) fn copy_back(
         &self,
-        places: impl Fn(&Books) -> Vec<Place>,
+        places: impl Fn(&Books) -> Vec<StoredCopy>,
     ) -> Result<ByteSize, DriverError> {
         if places(&self.books()).is_empty() {
             return Ok(ByteSize::ZERO);
@@ -448,9 +448,9 @@ impl Shared {
 mod tests {
     use super::*;
 
-    fn part(range: std::ops::Range<usize>, contents: Contents) -> Part {
+    fn part(range: std::ops::Range<usize>, contents: Contents) -> OutgoingRun {
         let (at, size) = (DeviceAddress::new(0), ByteSize::ZERO);
-        Part { region: Region::Dynamic, run: Run::of(&range), at, size, contents }
+        OutgoingRun { region: Region::Dynamic, run: Run::of(&range), at, size, contents }
     }
 
     #[test]

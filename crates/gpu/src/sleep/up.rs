@@ -14,7 +14,7 @@ use std::cell::RefCell;
 use std::time::Duration;
 
 use super::phase::{Phase, Sleep};
-use super::stores::{Place, is_booking};
+use super::stores::{StoredCopy, is_booking};
 use super::{ArenaState, WakeReport};
 use crate::books::Books;
 use crate::driver::{DeviceAddress, DriverError};
@@ -311,7 +311,7 @@ impl Books {
     }
 
     /// Returns the saved contents that blocks still touch, and their places.
-    fn wanted_places(&self) -> Vec<Place> {
+    fn wanted_places(&self) -> Vec<StoredCopy> {
         self.sleep.saved.as_ref().map(|saved| saved.wanted_places(self)).unwrap_or_default()
     }
 

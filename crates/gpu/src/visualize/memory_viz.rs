@@ -20,12 +20,12 @@ use lowtide_core::bytes::ByteSize;
 
 #[derive(Serialize)]
 struct Snapshot<'a> {
-    segments: Vec<Segment<'a>>,
-    device_traces: Vec<Vec<Entry<'a>>>,
+    segments: Vec<VizSegment<'a>>,
+    device_traces: Vec<Vec<TraceEntry<'a>>>,
 }
 
 #[derive(Serialize)]
-struct Segment<'a> {
+struct VizSegment<'a> {
     device: u32,
     address: i64,
     total_size: i64,
@@ -37,11 +37,11 @@ struct Segment<'a> {
     segment_pool_id: (u32, u32),
     is_expandable: bool,
     frames: Vec<Frame<'a>>,
-    blocks: Vec<Block<'a>>,
+    blocks: Vec<VizBlock<'a>>,
 }
 
 #[derive(Serialize)]
-struct Block<'a> {
+struct VizBlock<'a> {
     address: i64,
     size: i64,
     requested_size: i64,
@@ -50,7 +50,7 @@ struct Block<'a> {
 }
 
 #[derive(Serialize)]
-struct Entry<'a> {
+struct TraceEntry<'a> {
     action: &'static str,
     addr: i64,
     size: i64,
@@ -72,7 +72,7 @@ struct Frame<'a> {
 pub(super) fn write(map: &ArenaMap, mut to: impl Write) -> io::Result<()> {
     let segments = map.segments.iter().flat_map(|segment| segments(map, segment)).collect();
     // The viewers find a device's events by its number: the lists before it are empty.
-    let mut device_traces: Vec<Vec<Entry<'_>>> = Vec::new();
+    let mut device_traces: Vec<Vec<TraceEntry<'_>>> = Vec::new();
     device_traces.resize_with(usize::try_from(map.device).unwrap_or(0), Vec::new);
     device_traces.push(map.events.iter().flat_map(|event| entries(map, event)).collect());
     let snapshot = Snapshot { segments, device_traces };
@@ -83,7 +83,10 @@ pub(super) fn write(map: &ArenaMap, mut to: impl Write) -> io::Result<()> {
 }
 
 /// A segment for each stretch of committed memory.
-fn segments<'a>(map: &'a ArenaMap, segment: &'a SegmentMap) -> impl Iterator<Item = Segment<'a>> {
+fn segments<'a>(
+    map: &'a ArenaMap,
+    segment: &'a SegmentMap,
+) -> impl Iterator<Item = VizSegment<'a>> {
     let frame = Frame { filename: &map.name, line: 0, name: &segment.region };
     let mut blocks = segment.blocks.as_slice();
     segment.stretches().into_iter().map(move |(start, end)| {
@@ -94,7 +97,7 @@ fn segments<'a>(map: &'a ArenaMap, segment: &'a SegmentMap) -> impl Iterator<Ite
             let counted = here.iter().filter(|block| pending || block.state == BlockState::Live);
             limited(counted.map(size).sum::<ByteSize>().get())
         };
-        Segment {
+        VizSegment {
             device: map.device,
             address: address(segment, start),
             total_size: limited(end - start),
@@ -117,10 +120,10 @@ fn tiles<'a>(
     blocks: &[BlockSpan],
     (start, end): (u64, u64),
     frame: Frame<'a>,
-) -> Vec<Block<'a>> {
+) -> Vec<VizBlock<'a>> {
     let mut tiles = Vec::new();
     let mut at = start;
-    let free = |at: u64, size: u64| Block {
+    let free = |at: u64, size: u64| VizBlock {
         address: address(segment, at),
         size: limited(size),
         requested_size: 0,
@@ -133,7 +136,7 @@ fn tiles<'a>(
             tiles.push(free(at, block_start - at));
         }
         at = block_end;
-        tiles.push(Block {
+        tiles.push(VizBlock {
             address: address(segment, block_start),
             size: limited(block.size.get()),
             requested_size: limited(block.requested.get()),
@@ -151,7 +154,7 @@ fn tiles<'a>(
 }
 
 /// Returns an event's entries: one, or two for a free.
-fn entries<'a>(map: &'a ArenaMap, event: &Event) -> impl Iterator<Item = Entry<'a>> {
+fn entries<'a>(map: &'a ArenaMap, event: &Event) -> impl Iterator<Item = TraceEntry<'a>> {
     let actions: &[&'static str] = match event.act {
         Act::Alloc => &["alloc"],
         Act::Free => &["free_requested", "free_completed"],
@@ -166,7 +169,7 @@ fn entries<'a>(map: &'a ArenaMap, event: &Event) -> impl Iterator<Item = Entry<'
     let time_us = micros(map.since_epoch.saturating_sub(map.taken - event.at));
     let (addr, size) = (limited(event.address), limited(event.size.get()));
     let region = region_at(map, event.address);
-    actions.iter().map(move |&action| Entry {
+    actions.iter().map(move |&action| TraceEntry {
         action,
         addr,
         size,

@@ -11,13 +11,13 @@ fn what_others_asked_for_in_vain_made_a_sum_that_wrapped() {
     let need = 1 << 62;
     let request = Request { size: need, align: 256, end: End::Low };
     let slots = [(); 3].map(|()| books.begin_arrive(need, request).expect("a slot"));
-    assert_eq!(books.room(need), Room::None);
+    assert_eq!(books.room(need), PinnedRoom::None);
     books.limit = need;
-    assert_eq!(books.room(need), Room::None);
+    assert_eq!(books.room(need), PinnedRoom::None);
     for slot in slots {
         assert!(books.end_arrive(slot, None, request).is_none());
     }
-    assert_eq!(books.room(need), Room::For(need));
+    assert_eq!(books.room(need), PinnedRoom::For(need));
     drop(books);
     check(&pool, &driver);
 }
