@@ -6,11 +6,10 @@
 //! Invariant: `parse(print_exact(size)) = size` for every size, where `print_exact` is
 //! [`ByteSize::exact`].
 
+use std::error::Error;
 use std::fmt;
 use std::iter::Sum;
 use std::str::FromStr;
-
-use thiserror::Error;
 
 const KIB: u64 = 1 << 10;
 const MIB: u64 = 1 << 20;
@@ -207,17 +206,15 @@ impl Sum for ByteSize {
 }
 
 /// A text that cannot be parsed as an amount of memory.
-#[derive(Clone, Debug, Error, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ParseByteSizeError {
     /// The text has no digits at the start.
-    #[error("{text:?} is not an amount of memory: expected {}", self.expected())]
     NoNumber {
         /// The text.
         text: String,
     },
     /// The unit is unknown, or decimal and therefore ambiguous.
-    #[error("{text:?} is not an amount of memory: expected {}", self.expected())]
     Unit {
         /// The text.
         text: String,
@@ -225,7 +222,6 @@ pub enum ParseByteSizeError {
         unit: String,
     },
     /// The amount does not fit 64 bits, or has a fraction of a byte.
-    #[error("{text:?} is not an amount of memory: expected {}", self.expected())]
     Range {
         /// The text.
         text: String,
@@ -246,6 +242,15 @@ impl ParseByteSizeError {
         }
     }
 }
+
+impl fmt::Display for ParseByteSizeError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (Self::NoNumber { text } | Self::Unit { text, .. } | Self::Range { text }) = self;
+        write!(f, "{text:?} is not an amount of memory: expected {}", self.expected())
+    }
+}
+
+impl Error for ParseByteSizeError {}
 
 impl FromStr for ByteSize {
     type Err = ParseByteSizeError;

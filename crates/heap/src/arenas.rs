@@ -13,13 +13,12 @@
 #![expect(unsafe_code, reason = "destroying an arena takes its memory from whoever points there")]
 
 use std::cell::RefCell;
+use std::error::Error;
 use std::ffi::CStr;
 use std::fmt;
 use std::mem::ManuallyDrop;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
-
-use thiserror::Error;
 
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::decay::DecayTime;
@@ -84,32 +83,60 @@ impl HostArenaStats {
 }
 
 /// The reason an arena could not be created.
-#[derive(Clone, Debug, Error, PartialEq)]
+#[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub enum HostArenaError {
     /// The name is empty, too long, or contains a NUL.
-    #[error("invalid arena name {name:?}: expected 1 to {ARENA_NAME_MAX} bytes without a NUL")]
     Name {
         /// The name.
         name: String,
     },
     /// Another arena has the name.
-    #[error("arena name {name:?} is already in use: expected a unique name")]
     Taken {
         /// The name.
         name: String,
     },
     /// All arena indices are in use.
-    #[error("no arena index is free: expected fewer than {ARENA_LIMIT} arenas")]
     Exhausted,
     /// A call to jemalloc failed.
-    #[error(transparent)]
-    Host(#[from] HostError),
+    Host(HostError),
+}
+
+impl fmt::Display for HostArenaError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Name { name } => write!(
+                f,
+                "invalid arena name {name:?}: expected 1 to {ARENA_NAME_MAX} bytes without a NUL"
+            ),
+            Self::Taken { name } => {
+                write!(f, "arena name {name:?} is already in use: expected a unique name")
+            }
+            Self::Exhausted => {
+                write!(f, "no arena index is free: expected fewer than {ARENA_LIMIT} arenas")
+            }
+            Self::Host(error) => error.fmt(f),
+        }
+    }
+}
+
+impl Error for HostArenaError {
+    fn source(&self) -> Option<&(dyn Error + 'static)> {
+        match self {
+            Self::Host(error) => error.source(),
+            Self::Name { .. } | Self::Taken { .. } | Self::Exhausted => None,
+        }
+    }
+}
+
+impl From<HostError> for HostArenaError {
+    fn from(error: HostError) -> Self {
+        Self::Host(error)
+    }
 }
 
 /// An arena that was not retired because something may point into it.
-#[derive(Debug, Error)]
-#[error("cannot retire arena {:?}: {cause}", .arena.name())]
+#[derive(Debug)]
 #[expect(clippy::exhaustive_structs, reason = "an arena and the cause")]
 pub struct RetireRefused {
     /// The arena, purged.
@@ -118,19 +145,47 @@ pub struct RetireRefused {
     pub cause: StillHeld,
 }
 
+impl fmt::Display for RetireRefused {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "cannot retire arena {:?}: {}", self.arena.name(), self.cause)
+    }
+}
+
+impl Error for RetireRefused {}
+
 /// The reason an arena cannot be retired.
-#[derive(Clone, Debug, Error, PartialEq)]
+#[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub enum StillHeld {
     /// Bytes of pages with blocks that are live or in thread caches.
-    #[error("{0} of its pages have live or thread-cached blocks: expected none")]
     Active(ByteSize),
     /// A thread could not leave it at the end of a scope.
-    #[error("a thread is bound to it and could not leave: expected that thread to end first")]
     Bound,
     /// A call to jemalloc failed.
-    #[error(transparent)]
     Host(HostError),
+}
+
+impl fmt::Display for StillHeld {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Active(size) => {
+                write!(f, "{size} of its pages have live or thread-cached blocks: expected none")
+            }
+            Self::Bound => f.write_str(
+                "a thread is bound to it and could not leave: expected that thread to end first",
+            ),
+            Self::Host(error) => error.fmt(f),
+        }
+    }
+}
+
+impl Error for StillHeld {
+    fn source(&self) -> Option<&(dyn Error + 'static)> {
+        match self {
+            Self::Host(error) => error.source(),
+            Self::Active(_) | Self::Bound => None,
+        }
+    }
 }
 
 /// A name, in place: nothing is allocated for it.

@@ -5,18 +5,16 @@
 //!
 //! Invariant: every error names the control and the operation.
 
+use std::error::Error;
 use std::fmt;
-
-use thiserror::Error;
 
 use super::mallctl::ARENA_LIMIT;
 
 /// A failed operation on the process heap.
-#[derive(Clone, Debug, Error, PartialEq)]
+#[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub enum HostError {
     /// jemalloc refused a control call.
-    #[error("jemalloc refused to {act} its control {name:?}: {refusal}")]
     Mallctl {
         /// The control's name, as in jemalloc's manual.
         name: &'static str,
@@ -26,26 +24,40 @@ pub enum HostError {
         refusal: Refusal,
     },
     /// jemalloc was built without statistics.
-    #[error(
-        "jemalloc has no statistics: expected config.stats = true, found false \
-         (a library named by JEMALLOC_OVERRIDE must be built with statistics)"
-    )]
     NoStatistics,
     /// jemalloc has an arena per CPU, and cannot return a thread that was bound to another arena.
-    #[error(
-        "a thread could not leave the arena again: expected opt.percpu_arena = disabled, found \
-         {found}"
-    )]
     ArenasByCpu {
         /// The value of `percpu_arena`.
         found: &'static str,
     },
     /// The object was created before a fork and is used in the child.
-    #[error(
-        "the heap object was created before a fork and is used in the child: expected a new one"
-    )]
     Forked,
 }
+
+impl fmt::Display for HostError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Mallctl { name, act, refusal } => {
+                write!(f, "jemalloc refused to {act} its control {name:?}: {refusal}")
+            }
+            Self::NoStatistics => f.write_str(
+                "jemalloc has no statistics: expected config.stats = true, found false \
+                 (a library named by JEMALLOC_OVERRIDE must be built with statistics)",
+            ),
+            Self::ArenasByCpu { found } => write!(
+                f,
+                "a thread could not leave the arena again: expected opt.percpu_arena = disabled, \
+                 found {found}"
+            ),
+            Self::Forked => f.write_str(
+                "the heap object was created before a fork and is used in the child: expected a \
+                 new one",
+            ),
+        }
+    }
+}
+
+impl Error for HostError {}
 
 /// An operation on a control.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -125,22 +137,33 @@ impl fmt::Debug for Refusal {
 }
 
 /// The reason this process does not support an operation on a heap.
-#[derive(Clone, Copy, Debug, Error, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Unsupported {
     /// The operating system is not Linux.
-    #[error("not Linux")]
     NotLinux,
     /// The C library is not glibc.
-    #[error("the C library is not glibc")]
     NotGlibc,
     /// This glibc has no such function, or the process cannot look it up.
-    #[error("this glibc has no function {0:?}: expected glibc 2.33 or later")]
     SymbolMissing(&'static str),
     /// Rust's allocations do not reach jemalloc, so it has nothing to release.
-    #[error("jemalloc is not the global allocator")]
     NoJemalloc,
 }
+
+impl fmt::Display for Unsupported {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::NotLinux => f.write_str("not Linux"),
+            Self::NotGlibc => f.write_str("the C library is not glibc"),
+            Self::SymbolMissing(name) => {
+                write!(f, "this glibc has no function {name:?}: expected glibc 2.33 or later")
+            }
+            Self::NoJemalloc => f.write_str("jemalloc is not the global allocator"),
+        }
+    }
+}
+
+impl Error for Unsupported {}
 
 #[cfg(test)]
 mod tests {
