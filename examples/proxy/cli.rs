@@ -22,8 +22,10 @@ use lowtide::service::AdminToken;
 use lowtide::{BoxError, ByteSize, Memory};
 use tokio::runtime::Handle;
 use tokio::signal::unix::{SignalKind, signal};
-use tracing::Level;
-use tracing_subscriber::EnvFilter;
+use tracing::level_filters::LevelFilter;
+use tracing_subscriber::filter::{ParseError, Targets};
+use tracing_subscriber::layer::SubscriberExt as _;
+use tracing_subscriber::util::SubscriberInitExt as _;
 
 use crate::app;
 use crate::app::serve::Limits;
@@ -162,20 +164,32 @@ pub(crate) fn main(arguments: impl Iterator<Item = OsString>) -> Result<(), BoxE
 fn log() {
     #[expect(clippy::disallowed_methods, reason = "no setting: what all programs go by")]
     let no_color = std::env::var_os("NO_COLOR");
-    // Not `from_env_lossy`, which reports an invalid variable with `eprintln!`.
-    let asked = EnvFilter::builder().with_default_directive(Level::INFO.into()).from_env();
-    let (filter, wrong) = match asked {
+    #[expect(clippy::disallowed_methods, reason = "no setting: what all programs go by")]
+    let asked = std::env::var_os("RUST_LOG").unwrap_or_default();
+    let (filter, wrong) = match log_filter(&asked.to_string_lossy()) {
         Ok(filter) => (filter, None),
-        Err(error) => (EnvFilter::default().add_directive(Level::INFO.into()), Some(error)),
+        Err(error) => (Targets::new().with_default(LevelFilter::INFO), Some(error)),
     };
     tracing_subscriber::fmt()
         .with_ansi(is_coloured(std::io::stdout().is_terminal(), no_color.as_deref()))
         .log_internal_errors(false)
-        .with_env_filter(filter)
+        .with_max_level(LevelFilter::TRACE)
+        .finish()
+        .with(filter)
         .init();
     if let Some(error) = wrong {
         tracing::warn!(%error, "RUST_LOG ignored");
     }
+}
+
+/// Returns the filter of a `RUST_LOG`: a level, and levels of single targets (`info,lowtide=debug`).
+/// Empty means `info`.
+pub(crate) fn log_filter(text: &str) -> Result<Targets, ParseError> {
+    let parts: Vec<_> = text.split(',').map(str::trim).filter(|part| !part.is_empty()).collect();
+    if parts.is_empty() {
+        return Ok(Targets::new().with_default(LevelFilter::INFO));
+    }
+    parts.join(",").parse()
 }
 
 /// Returns `true` if the log has colour codes: on a terminal, unless `NO_COLOR` is set.

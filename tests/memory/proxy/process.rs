@@ -354,6 +354,29 @@ async fn a_switch_took_only_two_words_and_off_was_a_conflict() {
     std::fs::remove_file(&token).expect("it is there");
 }
 
+#[test]
+fn the_log_variable_takes_a_level_and_levels_of_single_targets() {
+    use tracing::Level;
+    let of = |text: &str| crate::cli::log_filter(text).map_err(|_| "a wrong level");
+    for (text, ours, others) in [
+        ("", Level::INFO, Level::INFO),
+        ("debug", Level::DEBUG, Level::DEBUG),
+        ("info,lowtide=trace,", Level::TRACE, Level::INFO),
+        ("lowtide=warn, error", Level::WARN, Level::ERROR),
+    ] {
+        let filter = of(text).expect(text);
+        for (target, level) in [("lowtide", ours), ("hyper", others)] {
+            let is_on = |level: &Level| filter.would_enable(target, level);
+            let on: Vec<_> = [Level::ERROR, Level::WARN, Level::INFO, Level::DEBUG, Level::TRACE]
+                .into_iter()
+                .filter(is_on)
+                .collect();
+            assert_eq!(on.last(), Some(&level), "{text:?} for {target}");
+        }
+    }
+    assert_eq!(of("lowtide=loud").err(), Some("a wrong level"));
+}
+
 /// The bug: on a terminal the log had colour codes whatever `NO_COLOR` said.
 #[test]
 fn a_terminal_had_colours_whatever_was_asked() {
