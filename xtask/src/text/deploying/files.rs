@@ -116,9 +116,14 @@ impl Deploying<'_> {
     /// What the image is built of goes to the daemon.
     fn check_context(&self) {
         let goes = self.text(".dockerignore");
-        for needed in
-            ["Cargo.toml", "Cargo.lock", "src", "examples", "deploy/image-root", "LICENSE-*"]
-        {
+        let needed = ["Cargo.toml", "Cargo.lock", "src", "deploy/image-root", "LICENSE-*"];
+        let manifest = self.text("Cargo.toml").lines();
+        // Cargo builds nothing of a workspace that lacks a member.
+        let members = manifest.filter_map(|line| line.strip_prefix("members = ["));
+        let members: Vec<_> = members.flat_map(|list| list.split('"').skip(1).step_by(2)).collect();
+        self.holds("Cargo.toml", !members.is_empty(), "no members");
+        let folders = members.iter().filter_map(|member| member.split('/').next());
+        for needed in folders.chain(needed) {
             let is_sent = goes.lines().any(|line| line == format!("!{needed}"));
             self.holds(".dockerignore", is_sent, &format!("{needed} is left out"));
         }
