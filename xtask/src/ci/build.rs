@@ -113,6 +113,16 @@ pub(super) fn doc(_: Length) -> Outcome {
     if failed.is_empty() { Ok(()) } else { Err(failed.join("; ").into()) }
 }
 
+/// The fuzz target, in a workspace of its own that no other job reaches.
+pub(super) fn fuzz(_: Length) -> Outcome {
+    let manifest = "--manifest-path fuzz/Cargo.toml";
+    cargo("fmt --check").words(manifest).run()?;
+    let lint = cargo("clippy --locked").words(manifest).words("-- -D warnings");
+    // It needs no libFuzzer, which its package compiles with a C++ compiler if none is named.
+    let lint = lint.env("CUSTOM_LIBFUZZER_PATH", "target/none.a").env("RUSTFLAGS", "--cfg fuzzing");
+    Ok(lint.env("CARGO_TARGET_DIR", "target/fuzz").run()?)
+}
+
 /// The command that the README names.
 pub(super) fn test(_: Length) -> Outcome {
     let root = tree::root();

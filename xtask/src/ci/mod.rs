@@ -87,6 +87,7 @@ const JOBS: &[Job] = &[
     ),
     job("oldest-rust", "the libraries with the oldest Rust that is claimed", &[], build::oldest),
     job("doc", "the documentation", &[], build::doc),
+    job("fuzz", "the fuzz target still builds", COMPONENTS, build::fuzz),
     job("test", "cargo test", &[], build::test),
     job("interposed", "the tests with jemalloc serving C code too", &[], build::interposed),
     job("limits", "memory limits under cgroups of a real kernel", &[], system::limits),
