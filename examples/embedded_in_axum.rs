@@ -49,7 +49,9 @@ async fn main() -> Result<(), BoxError> {
         asked?;
     }
     // Unloads resources, and joins the threads.
-    Ok(memory.shutdown_async(Duration::from_secs(5)).await.into_result()?)
+    let end = memory.shutdown_async(Duration::from_secs(5)).await;
+    println!("shut down: {end}");
+    Ok(end.into_result()?)
 }
 
 /// Sends the client's requests, and checks the responses.

@@ -6,8 +6,8 @@
 //!
 //! # Heap
 //!
-//! jemalloc as the global allocator. On their own, these two lines return unused memory about a
-//! second after traffic falls.
+//! jemalloc as the global allocator. On its own, this line returns unused memory about a second
+//! after traffic falls.
 //!
 //! ```
 //! lowtide::global_allocator!(balanced); // jemalloc reads these settings before `main`
@@ -27,7 +27,6 @@
 //!
 //! ```
 //! use lowtide::admission::Cost;
-//! use lowtide::service::{ContentLength, MemoryLayer};
 //! use lowtide::{ByteSize, Memory};
 //!
 //! // `LOWTIDE_MEMORY_LIMIT` replaces this limit, and a lower limit of the cgroup lowers it.
@@ -36,10 +35,9 @@
 //! let permit = memory.admission().try_admit(Cost::host(ByteSize::mib(3)))?;
 //! drop(permit); // releases the 3 MiB
 //!
-//! let estimate = ContentLength::new(ByteSize::mib(2)).factor(2.0);
 //! let app: axum::Router = axum::Router::new()
 //!     .route("/length", axum::routing::post(|body: String| async move { body.len().to_string() }))
-//!     .layer(MemoryLayer::new(memory.admission().clone(), estimate)); // works with tonic too
+//!     .layer(memory.layer()); // reserves twice the body; works with tonic too
 //! # drop(app);
 //! println!("{}", memory.shutdown(std::time::Duration::from_secs(5))); // what is still held
 //! # Ok::<(), lowtide::BoxError>(())
@@ -85,19 +83,18 @@
 //!
 //! # Metrics
 //!
-//! The application installs the recorder, and passes requests for `/metrics`, `/healthz`, `/readyz`
-//! and `/memory` to `Endpoints`.
+//! With the feature `prometheus`, [`Builder::prometheus`](memory::Builder::prometheus) installs a
+//! recorder. `Memory::routes` (feature `axum`) or `service::Endpoints` answer `/metrics`,
+//! `/healthz`, `/readyz` and `/memory`.
 //!
 //! ```
 //! use lowtide::Memory;
-//! use lowtide::metrics::prometheus::{self, PrometheusBuilder};
 //! use lowtide::service::Endpoints;
 //!
-//! let recorder = prometheus::configure(PrometheusBuilder::new())?.install_recorder()?;
-//! let upkeep = recorder.clone();
-//! let memory = Memory::builder().after_publish(move || upkeep.run_upkeep()).start()?;
-//! let endpoints = Endpoints::new(Some(memory)).with_metrics(move || recorder.render());
+//! let memory = Memory::builder().prometheus()?.start()?;
+//! let endpoints = Endpoints::new(Some(memory));
 //! assert_eq!(endpoints.answer("/healthz").map(|answer| answer.status().as_u16()), Some(200));
+//! assert!(endpoints.answer("/metrics").is_some());
 //! # Ok::<(), lowtide::BoxError>(())
 //! ```
 //!
@@ -112,7 +109,7 @@
 //! | `service` | `service`: a tower layer and HTTP endpoints |
 //! | `axum` | `Memory::routes`: the endpoints as routes of axum; with `service` |
 //! | `tokio` | `Memory::terminated`, `managed_async`: an orderly end by signals, async loaders |
-//! | `prometheus` | `metrics::prometheus`: set-up of metrics-exporter-prometheus |
+//! | `prometheus` | `Builder::prometheus`: metrics in the Prometheus text format |
 //! | `device` | `device`: arenas, compaction, pinned memory, plans; the host driver |
 //! | `cuda` | arenas in CUDA memory, without a toolkit; **not run on a GPU yet**; with `device` |
 //! | `memory-viz` | `device::ArenaMap` as a snapshot for PyTorch's `memory_viz`; with `device` |

@@ -14,7 +14,7 @@ use axum::body::Body;
 use bytes::{Buf, BufMut, Bytes};
 use http::uri::PathAndQuery;
 use lowtide::admission::{Cost, Rejected};
-use lowtide::service::{ContentLength, MemoryLayer, SharedPermit};
+use lowtide::service::{Constant, SharedPermit};
 use lowtide::{BoxError, ByteSize, Memory};
 use tonic::codec::{Codec, DecodeBuf, Decoder, EncodeBuf, Encoder};
 use tonic::server::{Grpc as Server, UnaryService};
@@ -77,9 +77,8 @@ impl UnaryService<Bytes> for Allocate {
 
 #[tokio::main]
 async fn main() -> Result<(), BoxError> {
-    let memory = Memory::builder().memory_limit(ByteSize::gib(1)).start()?;
-    let estimate = ContentLength::new(ByteSize::kib(64)).least(ByteSize::kib(64));
-    let layer = MemoryLayer::new(memory.admission().clone(), estimate);
+    let memory = Memory::builder().memory_limit(ByteSize::gib(1)).prometheus()?.start()?;
+    let layer = memory.layer().with_estimate(Constant::new(Cost::host(ByteSize::kib(64))));
     let listener = tokio::net::TcpListener::bind(("127.0.0.1", 0)).await?;
     let endpoint = Endpoint::from_shared(format!("http://{}", listener.local_addr()?))?;
     // With a generated service it is `.layer(layer).add_service(AllocateServer::new(Allocate))`.
@@ -88,7 +87,8 @@ async fn main() -> Result<(), BoxError> {
     });
     let routes = Routes::from(axum::Router::new().route_service(TAKE, take));
     let server = transport::Server::builder().layer(layer).add_routes(routes);
-    tokio::spawn(server.serve_with_incoming(TcpIncoming::from(listener)));
+    let end = memory.terminated()?;
+    tokio::spawn(server.serve_with_incoming_shutdown(TcpIncoming::from(listener), end));
     let mut client = client::Grpc::new(endpoint.connect().await?);
 
     call(&mut client, "1", Code::Ok).await?;
@@ -99,8 +99,7 @@ async fn main() -> Result<(), BoxError> {
     call(&mut client, "1", Code::ResourceExhausted).await?;
     drop(held); // it ends
     call(&mut client, "1", Code::Ok).await?;
-    let end = tokio::task::spawn_blocking(move || memory.shutdown(Duration::from_secs(5))).await?;
-    if end.is_clean() { Ok(()) } else { Err(end.to_string().into()) }
+    Ok(memory.shutdown_async(Duration::from_secs(5)).await.into_result()?)
 }
 
 type Client = client::Grpc<Channel>;
