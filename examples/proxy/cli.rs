@@ -182,8 +182,8 @@ fn log() {
     }
 }
 
-/// Returns the filter of a `RUST_LOG`: a level, and levels of single targets (`info,lowtide=debug`).
-/// Empty means `info`.
+/// Returns the filter of a `RUST_LOG`: a level, and levels of single targets, such as
+/// `info,lowtide=debug`. Empty means `info`.
 pub(crate) fn log_filter(text: &str) -> Result<Targets, ParseError> {
     let parts: Vec<_> = text.split(',').map(str::trim).filter(|part| !part.is_empty()).collect();
     if parts.is_empty() {

@@ -293,8 +293,10 @@ impl PinnedBooks {
     }
 
     pub(super) fn is_arriving(&self, wanted: Ticket) -> bool {
-        let is = |slot: &SegmentSlot| matches!(slot, SegmentSlot::Arriving { ticket, .. } if *ticket == wanted);
-        self.slots.iter().any(is)
+        self.slots.iter().any(|slot| match slot {
+            SegmentSlot::Arriving { ticket, .. } => *ticket == wanted,
+            _ => false,
+        })
     }
 
     /// Returns the way to make room for a block of `need` bytes, whole granules.
