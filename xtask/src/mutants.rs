@@ -90,7 +90,7 @@ const MUTANTS: &[Mutant] = &[
     Mutant {
         name: "move-before-done",
         about: "a compaction copies before the work on the block is complete",
-        text: "self.complete_all().map_err(|error| Failed { error, is_lost: false });",
+        text: "self.complete_all().map_err(|error| FailedCopy { error, is_lost: false });",
         replacement: "Ok(());",
         test: SCHEDULES,
         is_sample: false,

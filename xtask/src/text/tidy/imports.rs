@@ -13,19 +13,19 @@ use super::tokens::{Token, reads};
 use crate::tree::{Faults, Package, Source};
 
 /// What holds within one package.
-struct Layers {
+pub(super) struct Layers {
     /// The package's folder, as in [`Package::folder`].
-    folder: &'static str,
+    pub(super) folder: &'static str,
     /// The parts from the ground up. A part may import itself and what stands on floors before its
     /// own. Parts on one floor do not know each other. Empty if no order is stated.
-    floors: &'static [&'static [&'static str]],
+    pub(super) floors: &'static [&'static [&'static str]],
     /// Modules within a part, and what they must not name: a module, or another package.
-    walls: &'static [(&'static str, &'static str)],
+    pub(super) walls: &'static [(&'static str, &'static str)],
 }
 
 /// Packages that are not listed have neither. In the root, parts that have become packages keep
 /// their floor, for re-exports under their names.
-const LAYERS: &[Layers] = &[
+pub(super) const LAYERS: &[Layers] = &[
     Layers {
         folder: "",
         floors: &[
@@ -172,10 +172,10 @@ fn module_of(inside: &str) -> Vec<String> {
 }
 
 /// Checks floors and walls of each published package.
-pub(crate) fn check(packages: &[Package], library: &[&Source], faults: &Faults) {
+pub(super) fn check(packages: &[Package], library: &[&Source], all: &[Layers], faults: &Faults) {
     const NONE: Layers = Layers { folder: "", floors: &[], walls: &[] };
     for package in packages.iter().filter(|package| package.is_published) {
-        let layers = LAYERS.iter().find(|layers| layers.folder == package.folder);
+        let layers = all.iter().find(|layers| layers.folder == package.folder);
         let folder = format!("{}src/", package.folder);
         let inside = |source: &&Source| source.name.starts_with(&folder);
         let sources: Vec<_> = library.iter().copied().filter(inside).collect();

@@ -19,9 +19,14 @@ use crate::tree::{Faults, Tree};
 
 /// Checks a tree.
 pub(crate) fn check(tree: &Tree, faults: &Faults) {
+    check_with(tree, imports::LAYERS, faults);
+}
+
+/// Checks a tree with these directions of imports.
+fn check_with(tree: &Tree, layers: &[imports::Layers], faults: &Faults) {
     let library = tree.library();
     let names: BTreeSet<_> = library.iter().map(|source| source.name.as_str()).collect();
-    imports::check(&tree.packages(), &library, faults);
+    imports::check(&tree.packages(), &library, layers, faults);
     orphans::check(&tree.files, faults);
     for source in tree.files.iter().filter(|source| source.is_rust()) {
         shape::check(source, faults);

@@ -9,7 +9,40 @@
 
 use std::collections::BTreeMap;
 
+use super::imports::Layers;
 use crate::tree::{Faults, Source, Tree};
+
+/// The directions in these trees, which are not those of the repository.
+const LAYERS: &[Layers] = &[
+    Layers {
+        folder: "",
+        floors: &[
+            &["bytes", "clock", "fork", "sync"],
+            &["decay", "log"],
+            &["host", "device", "control"],
+            &["metrics"],
+            &["config"],
+            &["memory"],
+            &["service"],
+        ],
+        walls: &[
+            ("device::index", "device::driver"),
+            ("device::index", "device::arena"),
+            ("device::driver", "device::arena"),
+            ("control::pressure", "control::signal"),
+        ],
+    },
+    Layers {
+        folder: "crates/core/",
+        floors: &[&["bytes", "clock", "fork", "sync"], &["decay", "log"]],
+        walls: &[],
+    },
+    Layers {
+        folder: "crates/gpu/",
+        floors: &[],
+        walls: &[("index", "lowtide_gpu_driver"), ("index", "arena")],
+    },
+];
 
 /// A repository of these files, whose root is the package `lowtide`.
 fn tree(files: &[(&str, &str)]) -> Tree {
@@ -23,7 +56,7 @@ fn tree(files: &[(&str, &str)]) -> Tree {
 
 fn check(tree: &Tree) -> Vec<String> {
     let faults = Faults::default();
-    super::check(tree, &faults);
+    super::check_with(tree, LAYERS, &faults);
     faults.sorted()
 }
 
