@@ -13,22 +13,35 @@ use std::process::Command;
 
 const LINES_MAX: usize = 120;
 
-/// Each example, and what of its output a person would look for.
+/// Each example by its file, and what of its output a person would look for.
 const EXAMPLES: &[(&str, &[&str])] = &[
-    ("global_allocator", &["64 MiB in blocks of 1 KiB", "the purge released"]),
+    ("examples/global_allocator.rs", &["64 MiB in blocks of 1 KiB", "the purge released"]),
     (
-        "embedded_in_axum",
+        "examples/embedded_in_axum.rs",
         &["THE TIDE GOES OUT", "exceeds the ceiling", "shut down: nothing outstanding"],
     ),
-    ("embedded_in_tonic", &["1 MiB served", "ResourceExhausted", "are held elsewhere"]),
-    ("device_buffers", &["refused: ", "sleep released 16.0 MiB", "awake, refilled"]),
-    ("managed_model", &["refused: ", "loads 2", "shut down: nothing outstanding"]),
-    ("low_memory", &["served", "rejected", "afterwards: ", "enable_cpu_mem_arena = false"]),
+    (
+        "examples/tonic/embedded_in_tonic.rs",
+        &["1 MiB served", "ResourceExhausted", "are held elsewhere"],
+    ),
+    (
+        "crates/gpu/examples/device_buffers.rs",
+        &["refused: ", "sleep released 16.0 MiB", "awake, refilled"],
+    ),
+    ("examples/managed_model.rs", &["refused: ", "loads 2", "shut down: nothing outstanding"]),
+    (
+        "examples/low_memory.rs",
+        &["served", "rejected", "afterwards: ", "enable_cpu_mem_arena = false"],
+    ),
 ];
 
-fn source(name: &str) -> String {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("examples/{name}.rs"));
+fn read(file: &str) -> String {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join(file);
     fs::read_to_string(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
+}
+
+fn name_of(file: &str) -> &str {
+    file.rsplit('/').next().unwrap_or(file).trim_end_matches(".rs")
 }
 
 fn run(name: &str, arguments: &[&str]) -> (Option<i32>, String) {
@@ -49,8 +62,8 @@ fn run(name: &str, arguments: &[&str]) -> (Option<i32>, String) {
 
 #[test]
 fn each_example_is_short_and_says_what_it_is() {
-    for (name, _) in EXAMPLES {
-        let text = source(name);
+    for (file, _) in EXAMPLES {
+        let (name, text) = (name_of(file), read(file));
         let lines = text.lines().count();
         assert!(lines < LINES_MAX, "{name} has {lines} lines");
         let run = format!("//! `cargo run --example {name}`");
@@ -60,7 +73,8 @@ fn each_example_is_short_and_says_what_it_is() {
 
 #[test]
 fn each_example_ends_by_itself_and_shows_what_it_says() {
-    for (name, expected) in EXAMPLES {
+    for (file, expected) in EXAMPLES {
+        let name = name_of(file);
         let (code, text) = run(name, &[]);
         assert_eq!(code, Some(0), "{name}:\n{text}");
         for part in *expected {
@@ -99,8 +113,8 @@ fn a_file_is_planned_beside_the_plans_of_others_and_drawn() {
 #[test]
 fn getting_started_names_each_example() {
     const PAGE: &str = "docs/GETTING_STARTED.md";
-    let page = fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join(PAGE)).expect(PAGE);
-    for (name, _) in EXAMPLES {
-        assert!(page.contains(&format!("examples/{name}.rs")), "{PAGE} does not name {name}");
+    let page = read(PAGE);
+    for (file, _) in EXAMPLES {
+        assert!(page.contains(&format!("(../{file})")), "{PAGE} does not name {file}");
     }
 }
