@@ -39,14 +39,14 @@ pub fn request_tcache_flush() {
 /// load without a request, otherwise as much as [`flush_thread_cache`].
 ///
 /// ```
-/// use lowtide::host;
+/// use lowtide_heap as heap;
 ///
 /// // In a worker's loop:
 /// let next_piece_of_work: Option<u32> = None;
 /// if next_piece_of_work.is_none() {
-///     host::flush_tcache_if_requested()?; // ... and wait
+///     heap::flush_tcache_if_requested()?; // ... and wait
 /// }
-/// # Ok::<(), host::HostError>(())
+/// # Ok::<(), heap::HostError>(())
 /// ```
 ///
 /// # Errors
