@@ -83,7 +83,7 @@
 //!
 //! # Metrics
 //!
-//! With the feature `prometheus`, [`Builder::prometheus`](memory::Builder::prometheus) installs a
+//! With the feature `prometheus`, `Builder::prometheus` installs a
 //! recorder. `Memory::routes` (feature `axum`) or `service::Endpoints` answer `/metrics`,
 //! `/healthz`, `/readyz` and `/memory`.
 //!

@@ -8,7 +8,7 @@ use std::process::{Child, Command, Stdio};
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
-use lowtide::metrics::prometheus;
+use lowtide::memory::Builder;
 use lowtide::{BoxError, Memory};
 
 /// How long a child may take to say something.
@@ -59,16 +59,14 @@ impl Kind {
 
 /// Is such a process until standard input ends, or with `start_only` until it has started.
 pub(crate) fn be(kind: Kind, start_only: bool) -> Result<(), BoxError> {
-    let recorder =
-        prometheus::configure(prometheus::PrometheusBuilder::new())?.install_recorder()?;
+    let managed = Memory::builder().prometheus()?; // each kind has a recorder
     let builder = match kind {
         Kind::Bare => None,
-        Kind::Managed => Some(Memory::builder()),
-        Kind::NoThreads => Some(Memory::builder().background_threads(0)),
+        Kind::Managed => Some(managed),
+        Kind::NoThreads => Some(managed.background_threads(0)),
     };
     let before = Instant::now();
-    let memory =
-        builder.map(|builder| builder.after_publish(move || recorder.run_upkeep()).start());
+    let memory = builder.map(Builder::start);
     let took = before.elapsed();
     let memory = memory.transpose()?;
     let held = match &memory {

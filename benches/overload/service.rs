@@ -17,6 +17,7 @@ use axum::routing::get;
 use axum::{Json, Router};
 use lowtide::decay::DecayTime;
 use lowtide::device::DeviceArena;
+use lowtide::memory::Builder;
 use lowtide::metrics::prometheus;
 use lowtide::service::MemoryLayer;
 use lowtide::{BoxError, ByteSize, Memory};
@@ -90,10 +91,10 @@ pub(crate) fn serve(settings: &str) -> Result<(), BoxError> {
 /// The text service behind the policy, and the proxy before it.
 async fn start(settings: &Settings) -> Result<(app::Running, std::net::SocketAddr), BoxError> {
     let policy: Policy = settings.policy.parse()?;
-    let recorder =
-        prometheus::configure(prometheus::PrometheusBuilder::new())?.install_recorder()?;
+    let builder = Memory::builder().prometheus()?; // each policy is measured by its metrics
+    let render = || prometheus::render().unwrap_or_default();
     let memory = match policy {
-        Policy::Lowtide => Some(memory(settings, recorder.clone())?),
+        Policy::Lowtide => Some(memory(settings, builder)?),
         _ => None,
     };
     let arena = match (&memory, settings.device_bytes) {
@@ -107,10 +108,9 @@ async fn start(settings: &Settings) -> Result<(app::Running, std::net::SocketAdd
     let routes = admitted(routes, policy, settings, memory.as_ref())?;
     let watching = watch.clone();
     let routes = routes.layer(from_fn(move |request, next| watching.clone().run(request, next)));
-    let (told, texts) = (memory.clone(), recorder.clone());
+    let told = memory.clone();
     let report = move || {
-        let mut report =
-            reported(&watch, &unplaced, told.as_ref(), arena.as_ref(), &texts.render());
+        let mut report = reported(&watch, &unplaced, told.as_ref(), arena.as_ref(), &render());
         if let Some(books) = &books {
             (report.k, report.booked_mib) = books.told();
         }
@@ -132,7 +132,7 @@ async fn start(settings: &Settings) -> Result<(app::Running, std::net::SocketAdd
         ..app::Options::default()
     };
     options.limits.connections = settings.connections;
-    Ok((app::start(options, memory, move || recorder.render()).await?, back))
+    Ok((app::start(options, memory, render).await?, back))
 }
 
 fn admitted(
@@ -171,10 +171,7 @@ fn admitted(
     })
 }
 
-fn memory(settings: &Settings, upkeep: prometheus::PrometheusHandle) -> Result<Memory, BoxError> {
-    // So that a setting can be tried by its variable.
-    let mut builder = Memory::builder();
-    builder = builder.after_publish(move || upkeep.run_upkeep());
+fn memory(settings: &Settings, mut builder: Builder) -> Result<Memory, BoxError> {
     if settings.decay_off {
         builder = builder.heap_decay(DecayTime::Never);
     }

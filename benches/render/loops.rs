@@ -18,11 +18,11 @@ use std::time::{Duration, Instant};
 use lowtide::clock::{Bell, Clock, Moment, SystemClock, Wake};
 use lowtide::config::DeviceChoice;
 use lowtide::device::Region;
-use lowtide::metrics::prometheus::PrometheusBuilder;
 use lowtide::metrics::record;
 use lowtide::{BoxError, ByteSize, Memory};
 use lowtide_admission::{Budget, Cost, Signals};
 use lowtide_heap::{purge_now, thread_totals};
+use metrics_exporter_prometheus::PrometheusBuilder;
 
 /// Turns of each kind that are measured.
 const TICKS: usize = 2001;

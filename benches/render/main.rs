@@ -18,9 +18,9 @@ use std::time::{Duration, Instant};
 use http::Request;
 use lowtide::config::DeviceChoice;
 use lowtide::device::{Buffer, DeviceArena, Region};
-use lowtide::metrics::prometheus;
 use lowtide::service::Endpoints;
 use lowtide::{BoxError, Memory};
+use metrics_exporter_prometheus::{Matcher, PrometheusBuilder};
 
 #[global_allocator]
 static HEAP: lowtide_heap::Heap = lowtide_heap::Heap;
@@ -46,7 +46,10 @@ fn main() -> ExitCode {
 }
 
 fn run() -> Result<bool, BoxError> {
-    let recorder = prometheus::configure(prometheus::PrometheusBuilder::new())?;
+    let mut recorder = PrometheusBuilder::new();
+    for (name, buckets) in lowtide::metrics::histograms() {
+        recorder = recorder.set_buckets_for_metric(Matcher::Full(name.to_owned()), buckets)?;
+    }
     let recorder = recorder.install_recorder()?;
     let held = loops::measure()?;
     let memory = Memory::builder().device(DeviceChoice::Host).start()?;

@@ -210,12 +210,9 @@ async fn run(cli: Cli) -> Result<(), BoxError> {
         None if cli.admin => app::Hears::Loopback,
         None => app::Hears::Nobody,
     };
-    let recorder =
-        prometheus::configure(prometheus::PrometheusBuilder::new())?.install_recorder()?;
-    let upkeep = recorder.clone();
     let workers = Handle::current();
     let memory = Memory::builder()
-        .after_publish(move || upkeep.run_upkeep())
+        .prometheus()?
         .after_tcache_flush_request(move || wake(&workers))
         .start()?;
     let options = app::Options {
@@ -237,7 +234,8 @@ async fn run(cli: Cli) -> Result<(), BoxError> {
     // Installed before it listens: a client that sees it listening may send a signal.
     let mut terminate = signal(SignalKind::terminate())?;
     let mut interrupt = signal(SignalKind::interrupt())?;
-    let running = app::start(options, Some(memory.clone()), move || recorder.render()).await?;
+    let render = || prometheus::render().unwrap_or_default();
+    let running = app::start(options, Some(memory.clone()), render).await?;
     let mut signalled = async || {
         tokio::select! {
             _ = terminate.recv() => {}

@@ -2,7 +2,7 @@
 //!
 //! [`Settings`] holds the values that were set in code or in the environment: each is validated,
 //! and each may be unset. [`Config`] holds a value for every setting, with its [`Source`].
-//! [`mod@env`] is the only reader of environment variables in the crate.
+//! `env` is the only reader of environment variables in the crate.
 //!
 //! Settings of device arenas, and ONNX Runtime's arena options, exist only with the feature
 //! `device`. Without it their variables are known, and without effect.
@@ -15,6 +15,7 @@
 pub mod arena;
 #[cfg_attr(not(feature = "device"), path = "no_device.rs")]
 mod device;
+#[doc(hidden)]
 pub mod env;
 mod onnxruntime;
 mod profile;

@@ -56,7 +56,7 @@ pub struct MemorySnapshot {
     /// The part of `physical` that a purge releases, as of the last sample.
     pub purgeable: ByteSize,
     /// `true` while memory outside requests leaves no room for requests
-    /// ([`PressureState::is_exhausted`](crate::admission::PressureState::is_exhausted)).
+    /// (`lowtide_pressure_exhausted`).
     pub exhausted: bool,
     /// The host's budget.
     pub host: BudgetSnapshot,

@@ -1,41 +1,26 @@
-//! Configuration for serving the metrics with metrics-exporter-prometheus.
+//! Serves the metrics in the Prometheus text format.
 //!
-//! It sets buckets and installs nothing. The application installs the recorder, renders it, and
-//! calls its upkeep every few seconds, for example in `Memory::builder().after_publish(..)`.
-//! Otherwise histogram samples accumulate until the next scrape. If the exporter listens itself
-//! (its feature `http-listener`, `build` or `install`), its own task renders and runs the upkeep.
+//! [`Builder::prometheus`](crate::memory::Builder::prometheus) installs a recorder, and the worker
+//! of a [`Memory`](crate::Memory) does its upkeep. An application with a recorder of its own does
+//! not need this module; see [`histograms`](super::histograms).
 //!
 //! Invariant: every histogram of the table has buckets, so that none is exported as a summary.
 //!
-//! With the features `service` and `prometheus`:
-//!
 //! ```
-//! # #[cfg(feature = "service")] {
 //! use lowtide::Memory;
-//! use lowtide::metrics::prometheus::{PrometheusBuilder, configure};
-//! use lowtide::service::Endpoints;
+//! use lowtide::metrics::prometheus;
 //!
-//! let recorder = configure(PrometheusBuilder::new())?.install_recorder()?;
-//! let upkeep = recorder.clone();
-//! let memory = Memory::builder()
-//!     .after_publish(move || upkeep.run_upkeep()) // or histograms grow until they are scraped
-//!     .start()?;
-//! let endpoints = Endpoints::new(Some(memory)).with_metrics(move || recorder.render());
-//! let answer = endpoints.answer("/metrics"); // the application routes it
-//! assert!(answer.is_some());
-//! # }
+//! let memory = Memory::builder().prometheus()?.start()?;
+//! assert!(prometheus::render().is_some()); // `Endpoints` answers `/metrics` with it
+//! # drop(memory);
 //! # Ok::<(), lowtide::BoxError>(())
 //! ```
 
-pub use metrics_exporter_prometheus::{BuildError, PrometheusBuilder, PrometheusHandle};
-
 use std::sync::{Mutex, OnceLock, PoisonError};
 
-use metrics_exporter_prometheus::Matcher;
+use metrics_exporter_prometheus::{BuildError, Matcher, PrometheusBuilder, PrometheusHandle};
 
-use super::names::{Kind, SECONDS_BUCKETS, TABLE};
-
-/// The content type of the text that [`PrometheusHandle::render`] returns.
+/// The content type of the text that [`render`] returns.
 pub const CONTENT_TYPE: &str = "text/plain; version=0.0.4; charset=utf-8";
 
 /// The handle of the recorder that [`install`] installed.
@@ -50,7 +35,11 @@ pub(crate) fn install() -> Result<(), BuildError> {
     static INSTALLING: Mutex<()> = Mutex::new(());
     let _guard = INSTALLING.lock().unwrap_or_else(PoisonError::into_inner);
     if INSTALLED.get().is_none() {
-        let _ = INSTALLED.set(configure(PrometheusBuilder::new())?.install_recorder()?);
+        let mut builder = PrometheusBuilder::new();
+        for (name, buckets) in super::histograms() {
+            builder = builder.set_buckets_for_metric(Matcher::Full(name.to_owned()), buckets)?;
+        }
+        let _ = INSTALLED.set(builder.install_recorder()?);
     }
     Ok(())
 }
@@ -68,17 +57,4 @@ pub(crate) fn run_upkeep() {
     if let Some(handle) = INSTALLED.get() {
         handle.run_upkeep();
     }
-}
-
-/// Adds the buckets of this crate's histograms to the builder.
-///
-/// # Errors
-/// The same as for [`PrometheusBuilder::set_buckets_for_metric`], which does not fail for these
-/// buckets.
-pub fn configure(mut builder: PrometheusBuilder) -> Result<PrometheusBuilder, BuildError> {
-    for metric in TABLE.iter().filter(|metric| metric.kind == Kind::Histogram) {
-        let whole = Matcher::Full(metric.name.to_owned());
-        builder = builder.set_buckets_for_metric(whole, SECONDS_BUCKETS)?;
-    }
-    Ok(builder)
 }

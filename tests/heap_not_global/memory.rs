@@ -9,11 +9,11 @@ use lowtide::config::DeviceChoice;
 use lowtide::decay::DecayTime;
 use lowtide::device::driver::host::HostDriver;
 use lowtide::device::{ArenaConfig, DeviceArena, Region};
-use lowtide::metrics::prometheus::{PrometheusBuilder, PrometheusHandle};
 use lowtide::service::Endpoints;
 use lowtide::{ByteSize, Memory};
 use lowtide_admission::{Admission, Cost, Managed};
 use lowtide_heap::{self as heap, HeapProbe, Outcome, Unsupported};
+use metrics_exporter_prometheus::{PrometheusBuilder, PrometheusHandle};
 use test_fork::test;
 
 use crate::support::{threads, until, until_no_threads};

@@ -16,10 +16,10 @@ use hyper_util::rt::TokioExecutor;
 use lowtide::clock::{Clock, ManualClock};
 use lowtide::config::DeviceChoice;
 use lowtide::metrics::names::{Kind, SECONDS_BUCKETS, TABLE};
-use lowtide::metrics::prometheus::{PrometheusBuilder, configure};
 use lowtide::{ByteSize, Memory};
 use lowtide_heap::HeapProbe;
 
+use crate::recorder;
 use crate::support::{Tree, advance_until};
 
 /// An observation in every histogram of the table.
@@ -53,7 +53,7 @@ fn every_histogram_has_its_buckets(text: &str) {
 
 #[test]
 fn every_histogram_has_its_buckets_in_a_text_that_is_rendered() {
-    let recorder = configure(PrometheusBuilder::new()).expect("buckets").build_recorder();
+    let recorder = recorder::builder().build_recorder();
     metrics::with_local_recorder(&recorder, observe_all);
     every_histogram_has_its_buckets(&recorder.handle().render());
 }
@@ -64,7 +64,7 @@ async fn every_histogram_has_its_buckets_on_the_exporters_own_listener() {
     let free = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("a port");
     let address: SocketAddr = free.local_addr().expect("its address");
     drop(free);
-    let builder = configure(PrometheusBuilder::new()).expect("buckets");
+    let builder = recorder::builder();
     let (recorder, exporter) = builder.with_http_listener(address).build().expect("listens");
     let exporter = tokio::spawn(exporter);
     metrics::with_local_recorder(&recorder, observe_all);
@@ -82,7 +82,7 @@ const PILE: u32 = 400_000;
 
 #[test]
 fn samples_pile_up_until_the_workers_hook_runs_the_upkeep() {
-    let recorder = configure(PrometheusBuilder::new()).expect("buckets").build_recorder();
+    let recorder = recorder::builder().build_recorder();
     let (clock, tree) = (Arc::new(ManualClock::new()), Tree::new(ByteSize::mib(512)));
     let upkeep = recorder.handle();
     let memory = Memory::builder()

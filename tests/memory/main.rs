@@ -52,6 +52,8 @@ mod memory_shrink;
 mod memory_sleep;
 mod overload_model;
 mod proxy;
+#[path = "../support/recorder.rs"]
+mod recorder;
 mod service_admin;
 mod service_connection;
 mod service_endpoints;

@@ -13,12 +13,12 @@ use lowtide::decay::DecayTime;
 use lowtide::device::driver::Driver as _;
 use lowtide::device::{DeviceArena, Lane, Region, SleepOptions};
 use lowtide::memory::{Builder, DeviceSnapshot};
-use lowtide::metrics::prometheus::{PrometheusBuilder, configure};
 use lowtide::{ByteSize, Memory};
 use lowtide_admission::{Budget, Cost, Level};
 use lowtide_cuda_sim::{Call, DriverCosts, Order, SimDriver, SimError, SimOptions};
 use test_fork::test;
 
+use crate::recorder;
 use crate::support::{Tree, advance_until, until};
 
 const SOON: Duration = Duration::from_secs(5);
@@ -265,7 +265,7 @@ fn where_arenas_lie_in_host_memory_there_is_no_device_to_look_at() {
 /// The device's series, which `memory_metrics` cannot see on the host.
 #[test]
 fn the_devices_figures_are_published_and_are_no_numbers_once_nothing_is_known() {
-    let recorder = configure(PrometheusBuilder::new()).expect("buckets").install_recorder();
+    let recorder = recorder::builder().install_recorder();
     let recorder = recorder.expect("the only one of this process");
     let value = |name: &str| {
         let text = recorder.render();

@@ -13,14 +13,15 @@ use lowtide::config::DeviceChoice;
 use lowtide::decay::DecayTime;
 use lowtide::device::Region;
 use lowtide::metrics::names::{Kind, Metric, TABLE};
-use lowtide::metrics::prometheus::{PrometheusBuilder, configure};
 use lowtide::metrics::record;
 use lowtide::{ByteSize, Memory};
 use lowtide_admission::ledger::{Correction, Measured};
 use lowtide_admission::{Admission, Budget, Cost, Priority, Resource, UnloadReason};
 use lowtide_heap::HostArena;
+use metrics_exporter_prometheus::PrometheusBuilder;
 use test_fork::test;
 
+use crate::recorder;
 use crate::support::{Tree, advance_until};
 
 const SOON: Duration = Duration::from_secs(5);
@@ -171,7 +172,7 @@ fn the_scrape_and_the_table_say_the_same_once_there_is_a_recorder() {
     let _arena = HostArena::new("kept").expect("an arena of the heap");
     advance_until(&clock, TICK, "it goes on without a recorder", || hooks() >= 3);
 
-    let builder = configure(PrometheusBuilder::new()).expect("buckets");
+    let builder = recorder::builder();
     let recorder = builder.install_recorder().expect("the first of this process");
     assert_eq!(recorder.render(), "", "nothing was kept for it");
     memory.purge().expect("not forked");

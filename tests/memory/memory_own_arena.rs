@@ -12,7 +12,6 @@ use lowtide::clock::{Clock as _, SystemClock};
 use lowtide::decay::DecayTime;
 use lowtide::device::{DeviceArena, Region};
 use lowtide::memory::Memory;
-use lowtide::metrics::prometheus::{self, PrometheusBuilder};
 use lowtide_admission::{Backoff, Budget, Cost, Resource as _};
 use lowtide_cuda_sim::{SimDriver, SimOptions};
 use lowtide_heap::{HostArena, HostArenaStats};
@@ -64,7 +63,7 @@ fn what_a_loader_allocates_is_in_an_arena_of_the_resources_name_and_goes_with_it
 
 #[test]
 fn a_resources_arena_is_in_the_metrics_and_reads_zero_once_it_is_unloaded() {
-    let builder = prometheus::configure(PrometheusBuilder::new()).expect("buckets");
+    let builder = crate::recorder::builder();
     let recorder = builder.install_recorder().expect("the only one");
     let memory = Memory::builder().start().expect("starts");
     let seen = memory.register(memory.managed("seen", || Ok(model()))).expect("registered");
