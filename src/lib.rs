@@ -118,6 +118,7 @@
 //! | `profiling` | jemalloc's heap profiler |
 //!
 //! Linux with glibc is supported in full; Windows is a compile error.
+#![cfg_attr(docsrs, feature(doc_cfg))]
 
 #[macro_use(log)]
 extern crate lowtide_core;

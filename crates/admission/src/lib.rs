@@ -30,6 +30,7 @@
 //! for [`Memory`](https://docs.rs/lowtide/latest/lowtide/memory/struct.Memory.html).
 //!
 //! Invariant: `reserved + requested <= allowance` at every admission that is not exempt.
+#![cfg_attr(docsrs, feature(doc_cfg))]
 
 pub mod admission;
 mod correction;
@@ -74,3 +75,8 @@ pub use signal::{
 pub use size_class::SizeClass;
 pub use tally::ClassStats;
 pub use watermark::{Decision, DeviceSample, Trend, Watermark};
+
+/// The README's code, compiled.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

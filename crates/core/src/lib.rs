@@ -4,6 +4,7 @@
 //! The other packages re-export [`ByteSize`], [`clock`] and [`decay`], so applications need no
 //! dependency on this one. [`fork`], [`sync`] and [`log!`] are for the lowtide packages only and
 //! may change in any release.
+#![cfg_attr(docsrs, feature(doc_cfg))]
 
 // First, so that its macro is known to all below.
 #[macro_use]
@@ -19,3 +20,8 @@ pub use bytes::ByteSize;
 
 /// An error of any kind, as `Box<dyn Error>` that can cross threads.
 pub type BoxError = Box<dyn std::error::Error + Send + Sync>;
+
+/// The README's code, compiled.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

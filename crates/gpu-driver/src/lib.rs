@@ -6,6 +6,7 @@
 //!
 //! Invariant: `committed ranges <= reserved ranges`; a byte is accessible iff its granule is
 //! committed.
+#![cfg_attr(docsrs, feature(doc_cfg))]
 
 mod address;
 mod capabilities;
@@ -641,3 +642,8 @@ mod tests {
         }
     }
 }
+
+/// The README's code, compiled.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

@@ -84,6 +84,7 @@
 //! Events are logged through `tracing`; `docs/OPERATING.md` lists them.
 //!
 //! Invariant: `active + idle = committed <= reserved`, for every arena at every instant.
+#![cfg_attr(docsrs, feature(doc_cfg))]
 
 mod aging;
 mod arena;
@@ -168,3 +169,8 @@ pub use visualize::ArenaMap;
 mod models;
 #[cfg(all(test, not(lowtide_loom)))]
 mod tests;
+
+/// The README's code, compiled.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

@@ -22,6 +22,7 @@
 //! ```
 //!
 //! Invariant: `live <= active <= mapped`, `retained = resident - live` (see [`HeapSnapshot`]).
+#![cfg_attr(docsrs, feature(doc_cfg))]
 
 mod allocator;
 #[cfg(feature = "allocator-api2")]
@@ -70,3 +71,8 @@ pub use allocator::ConfSymbol;
 /// Used by the expansion of [`global_allocator!`](crate::global_allocator); don't use it directly.
 #[doc(hidden)]
 pub use knobs::ConfText;
+
+/// The README's code, compiled.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

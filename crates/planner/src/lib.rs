@@ -34,6 +34,7 @@
 //!
 //! Invariants: every returned plan is verified; without a time limit (a `Budget::time` of
 //! `Duration::MAX`) the same problem and the same budget of nodes produce the same plan.
+#![cfg_attr(docsrs, feature(doc_cfg))]
 
 mod bump;
 mod chance;
@@ -70,3 +71,8 @@ pub use planned::{Place, Plan};
 pub use problem::{BufferId, Demand, Gap, Problem, Role, Window};
 pub use reuse::{Fingerprint, PlanCache, Unserved};
 pub use solve::{Budget, Planner};
+
+/// The README's code, compiled.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;
