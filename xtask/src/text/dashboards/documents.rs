@@ -20,6 +20,10 @@ application installed. Counters start at 0 with the process. A histogram has the
 `_sum` and `_count`. Prometheus adds the labels `job` and `instance`.
 [OPERATING.md](OPERATING.md) explains what to do if a value is too high.
 
+Names, types and labels of metrics are part of the API: they change only with a new major version,
+and before 1.0 only with a new minor version. The changelog names each change; new metrics and new
+values of a label may come with any version.
+
 Label values that the table does not list:
 
 - `arena` and `resource`: the names that the application chose.
