@@ -18,6 +18,7 @@ pub(crate) struct Package {
     pub(crate) features: Vec<String>,
     /// The features that docs.rs builds with.
     pub(crate) documented: Vec<String>,
+    pub(crate) version: String,
     pub(crate) rust_version: String,
     /// The packages of the workspace that it depends on, for its tests too.
     pub(crate) dependencies: Vec<String>,
@@ -43,6 +44,7 @@ pub(crate) fn packages() -> Result<Vec<Package>, String> {
             is_published: package["publish"].as_array().is_none_or(|to| !to.is_empty()),
             features: features.map(|(name, _)| name.clone()).filter(|n| n != "default").collect(),
             documented: list(on_docs_rs).iter().map(text).collect(),
+            version: text(&package["version"]),
             rust_version: text(&package["rust_version"]),
             dependencies: list(&package["dependencies"])
                 .iter()
@@ -82,6 +84,7 @@ mod tests {
             is_published: true,
             features: Vec::new(),
             documented: Vec::new(),
+            version: String::new(),
             rust_version: String::new(),
             dependencies: on.iter().map(ToString::to_string).collect(),
         };

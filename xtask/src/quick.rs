@@ -142,6 +142,7 @@ mod tests {
             is_published: true,
             features: Vec::new(),
             documented: Vec::new(),
+            version: String::new(),
             rust_version: String::new(),
             dependencies: on.iter().map(ToString::to_string).collect(),
         }

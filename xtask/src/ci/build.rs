@@ -22,12 +22,12 @@ pub(super) fn clippy(_: Length) -> Outcome {
     Ok(cargo("clippy --locked --workspace --all-targets -- -D warnings").run()?)
 }
 
-fn published() -> Result<Vec<Package>, String> {
+pub(super) fn published() -> Result<Vec<Package>, String> {
     let all = packages()?.into_iter();
     Ok(all.filter(|package| package.is_published).collect())
 }
 
-fn target() -> PathBuf {
+pub(super) fn target() -> PathBuf {
     let named = std::env::var_os("CARGO_TARGET_DIR").map(PathBuf::from);
     tree::root().join(named.unwrap_or_else(|| "target".into()))
 }
@@ -48,7 +48,7 @@ fn jemalloc_of_tests() -> Option<PathBuf> {
     })
 }
 
-fn with_jemalloc(run: Run) -> Run {
+pub(super) fn with_jemalloc(run: Run) -> Run {
     match jemalloc_of_tests() {
         Some(library) => run.env("JEMALLOC_OVERRIDE", library),
         None => run,
@@ -97,6 +97,20 @@ pub(super) fn oldest(_: Length) -> Outcome {
     check("-p lowtide --features service,prometheus,cuda")?;
     let names = all.iter().map(|package| format!("-p {}", package.name));
     Ok(check(&names.collect::<Vec<_>>().join(" "))?)
+}
+
+/// The unit tests with another C library, as far as the documents claim that it works.
+pub(super) fn musl(_: Length) -> Outcome {
+    const TARGET: &str = "x86_64-unknown-linux-musl";
+    if !cfg!(target_arch = "x86_64") || !has("musl-gcc") {
+        return skip("no musl-gcc, or not on x86_64");
+    }
+    if !has("rustup") || !Run::new("rustup").words("target add").arg(TARGET).succeeds() {
+        return skip(format!("no Rust for {TARGET}"));
+    }
+    let words = format!("test --locked --lib --target {TARGET}");
+    let parts = "-p lowtide -p lowtide-admission -p lowtide-core -p lowtide-heap";
+    Ok(cargo(&words).words(parts).env("CARGO_TARGET_DIR", "target/musl").run()?)
 }
 
 pub(super) fn doc(_: Length) -> Outcome {

@@ -10,6 +10,7 @@
 
 mod build;
 mod long;
+mod package;
 mod system;
 
 pub(crate) use build::executables;
@@ -86,6 +87,8 @@ const JOBS: &[Job] = &[
         build::features,
     ),
     job("oldest-rust", "the libraries with the oldest Rust that is claimed", &[], build::oldest),
+    job("package", "what is packed, built and tested from the packed files", &[], package::package),
+    job("musl", "the unit tests over musl", &["musl"], build::musl),
     job("doc", "the documentation", &[], build::doc),
     job("fuzz", "the fuzz target still builds", COMPONENTS, build::fuzz),
     job("test", "cargo test", &[], build::test),
