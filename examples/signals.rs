@@ -54,8 +54,9 @@ fn line(signals: &Signals) -> String {
     let count =
         |count: Option<u64>| count.map_or_else(|| "-".to_owned(), |count| count.to_string());
     let events = signals.events().unwrap_or_default();
-    let counts =
-        |EventCounts { high, max, oom, oom_kill }| [high, max, oom, oom_kill].map(count).join(",");
+    let counts = |EventCounts { high, max, oom, oom_kill, .. }| {
+        [high, max, oom, oom_kill].map(count).join(",")
+    };
     let psi = signals.psi();
     let total = |psi: Psi| psi.some.total.as_micros().to_string();
     format!(

@@ -14,6 +14,7 @@ use lowtide_admission::ledger::{K_MAX, K_MIN, K_START};
 
 /// The source of a value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Source {
     /// A `LOWTIDE_*` variable.
     Environment,
@@ -47,6 +48,7 @@ pub struct Resolved<T> {
 
 /// The value in force for every setting.
 #[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
 pub struct Config {
     /// The profile, which gives the defaults of other settings.
     pub profile: Resolved<Profile>,

@@ -42,6 +42,7 @@ pub struct Settings {
 ///
 /// Its `Debug` output is its message, so a `main` that returns this error prints a readable text.
 #[derive(Clone, Error, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct ConfigError {
     /// The faults, in order of the settings' names. Never empty.
     pub faults: Vec<Fault>,

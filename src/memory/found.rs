@@ -26,7 +26,7 @@ pub(super) fn moved(
         .differences_from(HeapConf::from(settings))
         .iter()
         .filter(|it| !it.is_fixed_at_start() && said(&it.cause) && untold(it.setting))
-        .map(|Difference { setting, asked, found, cause }| {
+        .map(|Difference { setting, asked, found, cause, .. }| {
             format!(
                 "{setting} was {found} ({cause}) and is now {asked}: set it with \
                  LOWTIDE_HEAP_DECAY, LOWTIDE_BACKGROUND_THREADS or the profile"
@@ -105,7 +105,7 @@ fn in_part(
     fixed: &[Difference],
 ) -> String {
     let list = fixed.iter().map(|difference| {
-        let Difference { setting, asked, found, cause } = difference;
+        let Difference { setting, asked, found, cause, .. } = difference;
         format!("{setting} is {found} instead of {asked} ({cause})")
     });
     let or_add = match found.conf_of_binary {

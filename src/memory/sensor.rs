@@ -161,7 +161,8 @@ mod tests {
 
     /// 100 MiB physical: 60 MiB active, 30 MiB purgeable.
     fn refresh() -> Refresh {
-        let heap = HeapSnapshot { dirty: ByteSize::mib(30), ..HeapSnapshot::default() };
+        let mut heap = HeapSnapshot::default();
+        heap.dirty = ByteSize::mib(30);
         Refresh { heap, active: ByteSize::mib(60), physical: ByteSize::mib(100) }
     }
 

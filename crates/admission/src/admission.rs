@@ -93,6 +93,7 @@ impl From<Cost> for (Cost, Priority) {
 
 /// Counts of admitted and rejected requests.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct AdmissionStats {
     /// Requests admitted since start.
     pub admitted_total: u64,

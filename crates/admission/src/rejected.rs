@@ -128,6 +128,7 @@ impl Rejected {
 
 /// The reason of a rejection, for counting.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[non_exhaustive]
 pub enum RejectReason {
     /// The cost can never fit.
     TooLarge,

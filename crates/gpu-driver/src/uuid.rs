@@ -65,6 +65,7 @@ impl FromStr for DeviceUuid {
 /// The error of parsing a [`DeviceUuid`].
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 #[error("invalid device UUID {text:?}: expected GPU- or MIG- and 32 hexadecimal digits")]
+#[non_exhaustive]
 pub struct UuidError {
     /// The text that was parsed.
     pub text: String,

@@ -35,6 +35,7 @@ const LOOK_AGAIN: Duration = Duration::from_millis(100);
 
 /// The result of [`DeviceArena::decay`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct DecayReport {
     /// Bytes released to the driver.
     pub released: ByteSize,

@@ -134,6 +134,7 @@ pub struct ArenaSnapshot {
 
 /// The figures of an arena for frequent sampling.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct ArenaGlance {
     /// Bytes of blocks held by callers, after rounding.
     pub live: ByteSize,

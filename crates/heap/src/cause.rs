@@ -12,6 +12,7 @@ use super::error::HostError;
 
 /// A setting that differs from the requested value.
 #[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
 pub struct Difference {
     /// jemalloc's name of the setting; `malloc_conf` for a whole configuration text, `page` for the
     /// page size.

@@ -47,6 +47,7 @@ impl SizeClass {
 
 /// Bytes that the calling thread has allocated and freed since it started.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct ThreadTotals {
     /// Bytes of blocks that it allocated, after rounding.
     pub allocated: u64,

@@ -40,6 +40,7 @@ pub struct HeapSettings {
 
 /// The settings in effect after [`apply`], read back.
 #[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
 pub struct Applied {
     /// The number of arenas that have these decay times.
     pub arenas_set: u32,

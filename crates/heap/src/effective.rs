@@ -21,6 +21,7 @@ use super::{allocator, arenas, compare, conf};
 /// jemalloc's configuration as it took effect at start. Displayed in one line.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[expect(clippy::struct_excessive_bools, reason = "each is jemalloc's own switch")]
+#[non_exhaustive]
 pub struct EffectiveConf {
     /// jemalloc's version.
     pub version: &'static str,
@@ -92,6 +93,7 @@ pub struct EffectiveConf {
 
 /// The decay times of one arena.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct ArenaDecay {
     /// The arena's index.
     pub arena: u32,

@@ -13,6 +13,7 @@ use lowtide_core::bytes::ByteSize;
 ///
 /// With feature `interpose` C code uses jemalloc, and this is nearly zero.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct LibcHeap {
     /// Address space obtained from the kernel: arenas, and blocks with their own mapping. Memory
     /// that a trim released from the middle of an arena still counts here.

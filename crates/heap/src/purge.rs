@@ -39,6 +39,7 @@ impl Outcome {
 
 /// The result and duration of purging one heap.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Part {
     /// The result.
     pub outcome: Outcome,
@@ -59,6 +60,7 @@ impl Part {
 
 /// The memory that a purge released, by heap.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct PurgeReport {
     /// jemalloc: the decrease of the memory behind its pages (resident and muzzy), from one refresh
     /// before and one after. Allocations of other threads in between are subtracted.

@@ -17,6 +17,7 @@ use super::mallctl as ctl;
 /// All amounts are of jemalloc's heap alone, without stacks, file mappings and the C library's
 /// heap.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct HeapSnapshot {
     /// Bytes of blocks that the application holds, after rounding: jemalloc's `stats.allocated`
     /// less thread caches.
@@ -61,6 +62,7 @@ impl HeapSnapshot {
 
 /// Figures of the heap that need no refresh of statistics.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct HeapGlance {
     /// Active pages now, in bytes, summed without stopping other threads: arenas change meanwhile.
     pub active: ByteSize,

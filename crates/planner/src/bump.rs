@@ -13,6 +13,7 @@ use lowtide_core::bytes::ByteSize;
 /// The error of a request that does not fit the rest of a block.
 #[derive(Clone, Copy, Debug, Error, PartialEq, Eq)]
 #[error("no room for {requested}: {left} of {capacity} are left")]
+#[non_exhaustive]
 pub struct BumpFull {
     /// The requested size.
     pub requested: ByteSize,

@@ -36,6 +36,7 @@ pub enum Ends {
 /// The error of an invalid line.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 #[error("line {line}: {fault}")]
+#[non_exhaustive]
 pub struct CsvError {
     /// The line number, from 1.
     pub line: u64,

@@ -13,6 +13,7 @@ use super::selector::SHRINK_OPTION;
 
 /// Arena options that are invalid.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct ArenaOptionsError {
     /// The faults, in the order of the options. Never empty.
     pub faults: Vec<OptionFault>,

@@ -17,6 +17,7 @@ const INT64_MAX: u64 = i64::MAX as u64;
 
 /// An arena option.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[non_exhaustive]
 pub enum ArenaKey {
     /// `arena.extend_strategy`: the growth strategy.
     ExtendStrategy,

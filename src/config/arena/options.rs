@@ -24,6 +24,7 @@ const CUARENA_LIMIT: &str = "cuArena limit";
 
 /// A value and its spelling.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Written {
     /// The value.
     pub value: ArenaValue,

@@ -18,6 +18,7 @@ use crate::device::{ArenaConfig, Growth};
 
 /// The source of a value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[non_exhaustive]
 pub enum ArenaSource {
     /// ONNX Runtime's default.
     Default,
@@ -45,6 +46,7 @@ impl fmt::Display for ArenaSource {
 
 /// A value in force.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Effective {
     /// The option.
     pub key: ArenaKey,
@@ -99,6 +101,7 @@ impl fmt::Display for Reason {
 
 /// An option that was set and is not in force.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Conflict {
     /// The option.
     pub key: ArenaKey,

@@ -20,6 +20,7 @@ pub const SHRINK_OPTION: &str = "memory.enable_memory_arena_shrinkage";
 
 /// A kind of memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[non_exhaustive]
 pub enum TargetKind {
     /// `cpu`: host memory, which is the process heap and pinned pools.
     Cpu,

@@ -62,6 +62,7 @@ impl DeviceSettings {
 
 /// The value in force for every setting of device arenas.
 #[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
 pub struct DeviceConfig {
     /// The device on which arenas allocate.
     pub choice: Resolved<DeviceChoice>,
@@ -199,6 +200,7 @@ impl FromStr for DeviceChoice {
 
 /// The way in which CUDA memory is allocated.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum DeviceBackend {
     /// The first that works of virtual memory, a private pool, and plain allocations.
     #[default]

@@ -55,6 +55,7 @@ fn known() -> String {
 
 /// The result of a shrink, by target.
 #[derive(Clone, Debug, Default, PartialEq)]
+#[non_exhaustive]
 pub struct Shrunk {
     /// One result for each target, in the order of the selector.
     pub targets: Vec<ShrunkTarget>,

@@ -23,6 +23,7 @@ use super::error::{AddError, UnloadError};
 
 /// The reason why a resource was unloaded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[non_exhaustive]
 pub enum UnloadReason {
     /// The resource was not used for its idle time.
     Idle,
@@ -82,6 +83,7 @@ impl Unloads {
 
 /// The state and counters of a resource at one instant.
 #[derive(Clone, Debug)]
+#[non_exhaustive]
 pub struct ResourceStats {
     /// The name.
     pub name: Arc<str>,

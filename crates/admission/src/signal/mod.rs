@@ -40,6 +40,7 @@ pub use psi::{Psi, Stall};
 
 /// The source of a limit.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum LimitSource {
     /// The hard limit of a cgroup (`memory.max`, `memory.limit_in_bytes`).
     Cgroup,

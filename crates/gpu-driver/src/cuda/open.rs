@@ -27,6 +27,7 @@ pub enum DeviceChoice {
 
 /// The kind of memory that the plain backend allocates.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum MemoryKind {
     /// Memory of the device.
     #[default]

@@ -83,6 +83,7 @@ pub struct PinnedSnapshot {
 
 /// The figures of a pool for frequent sampling.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct PinnedGlance {
     /// Bytes of blocks held by callers, after rounding.
     pub live: ByteSize,

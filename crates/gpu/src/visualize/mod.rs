@@ -67,6 +67,7 @@ pub struct GranuleRun {
 
 /// The state of a granule with memory behind it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum GranuleState {
     /// A live or pending block touches it.
     Active,
@@ -90,6 +91,7 @@ pub struct BlockSpan {
 
 /// The state of a block that is not free.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum BlockState {
     /// Held by a caller.
     Live,
