@@ -108,9 +108,12 @@ pub(super) fn musl(_: Length) -> Outcome {
     if !has("rustup") || !Run::new("rustup").words("target add").arg(TARGET).succeeds() {
         return skip(format!("no Rust for {TARGET}"));
     }
-    let words = format!("test --locked --lib --target {TARGET}");
-    let parts = "-p lowtide -p lowtide-admission -p lowtide-core -p lowtide-heap";
-    Ok(cargo(&words).words(parts).env("CARGO_TARGET_DIR", "target/musl").run()?)
+    let over_musl = |words: &str| {
+        let run = cargo(&format!("{words} --locked --lib --target {TARGET}"));
+        run.env("CARGO_TARGET_DIR", "target/musl").run()
+    };
+    over_musl("test -p lowtide-admission -p lowtide-core -p lowtide-heap")?;
+    Ok(over_musl("check -p lowtide --features service,prometheus,tokio")?)
 }
 
 pub(super) fn doc(_: Length) -> Outcome {
