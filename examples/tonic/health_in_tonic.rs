@@ -1,7 +1,8 @@
-//! The smallest gRPC service with lowtide: admission, endpoints, metrics and an orderly shutdown.
+//! The smallest gRPC server with lowtide: admission, endpoints, metrics and an orderly shutdown.
 //!
 //! `cargo run --example health_in_tonic` serves gRPC's health checks on port 8080, and the
-//! endpoints for operators on port 8081, until SIGTERM or Ctrl-C.
+//! endpoints for operators on port 8081, until SIGTERM or Ctrl-C. Health checks are exempt from
+//! admission; services that are added next to them are not.
 #![forbid(unsafe_code)]
 
 use lowtide::{BoxError, Memory};
