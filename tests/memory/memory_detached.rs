@@ -3,8 +3,9 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use lowtide::admission::Cost;
+use lowtide::admission::{AcquireError, Cost, LoadError};
 use lowtide::clock::ManualClock;
+use lowtide::device::DeviceError;
 use lowtide::memory::{Diagnostic, Severity};
 use lowtide::{ByteSize, Memory};
 
@@ -59,4 +60,18 @@ fn one_is_shared_while_it_runs_and_the_next_call_starts_another() {
     let next = Memory::shared().expect("the first has ended");
     assert!(!next.admission().is_closed() && same.admission().is_closed());
     assert!(next.shutdown(SOON).is_clean());
+}
+
+/// What `?` makes of an arena's error in a loader is still that error, with its numbers.
+#[test]
+fn a_device_error_in_a_loader_keeps_its_numbers() {
+    let load = || Err::<(), _>(DeviceError::Forked.into());
+    let memory = Memory::builder().detached().start().expect("it needs nothing");
+    let model = memory.register(memory.managed("model", load)).expect("registered");
+    let Err(AcquireError::Load { error: LoadError::Failed { source }, .. }) =
+        model.acquire_blocking()
+    else {
+        panic!("it fails")
+    };
+    assert_eq!(source.downcast_ref::<DeviceError>(), Some(&DeviceError::Forked));
 }
