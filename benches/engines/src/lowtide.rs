@@ -9,8 +9,8 @@ use std::thread::sleep;
 use std::time::Duration;
 
 use engines::{Arguments, BoxError, Service};
-use lowtide::config::{DeviceChoice, OrtPlace, Profile};
 use lowtide::admission::{Cost, Managed, Resource as _};
+use lowtide::config::{DeviceChoice, OrtPlace, Profile};
 use lowtide::{ByteSize, Memory};
 use ort::environment::Environment;
 use ort::ep::CPU;

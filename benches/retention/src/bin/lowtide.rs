@@ -9,8 +9,8 @@ use std::any::Any;
 use std::time::Duration;
 
 use clap::Parser as _;
-use lowtide::config::Profile;
 use lowtide::admission::Cost;
+use lowtide::config::Profile;
 use lowtide::heap::{self, HostArena};
 use lowtide::{ByteSize, Memory};
 use retention::child::{Cli, run};
