@@ -124,8 +124,7 @@
 extern crate lowtide_core;
 
 pub use lowtide_core::{BoxError, bytes, clock, decay};
-#[doc(hidden)]
-pub use lowtide_core::{fork, sync};
+use lowtide_core::{fork, sync};
 
 #[cfg(feature = "device")]
 pub use lowtide_gpu as device;

@@ -245,13 +245,13 @@ fn a_hook_that_panics_costs_its_run_and_nothing_else() {
     let hook = {
         let runs = Arc::clone(&runs);
         move || {
-            *lowtide::sync::lock(&runs) += 1;
+            *lowtide_core::sync::lock(&runs) += 1;
             panic!("planted");
         }
     };
     let memory = quiet().clock(clock.clone()).after_publish(hook).start().expect("starts");
     crate::support::advance_until(&clock, Duration::from_secs(1), "it runs again", || {
-        *lowtide::sync::lock(&runs) >= 2
+        *lowtide_core::sync::lock(&runs) >= 2
     });
     let report = memory.shutdown(SOON);
     assert!(report.is_clean(), "the thread lives on: {report}");

@@ -12,11 +12,11 @@ use lowtide::config::{DeviceChoice, Profile};
 use lowtide::decay::DecayTime;
 use lowtide::device::{Buffer, DeviceArena, Region};
 use lowtide::memory::Builder;
-use lowtide::sync::lock;
 use lowtide::{ByteSize, Memory};
 use lowtide_admission::{
     Budget, Cost, Level, Managed, Priority, RejectReason, Rejected, Resource, UnloadReason,
 };
+use lowtide_core::sync::lock;
 use lowtide_heap::Outcome;
 use test_fork::test;
 

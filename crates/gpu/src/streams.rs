@@ -376,7 +376,7 @@ impl Streams {
     }
 }
 
-#[cfg(test)]
+#[cfg(all(test, not(lowtide_loom)))]
 mod tests {
     use super::*;
     use crate::driver::Driver;

@@ -158,13 +158,13 @@ fn a_governor_spoils_no_capture_in_the_background() {
     drop(stream.clone_htod(&[1_u8; 1 << 16]).expect("memory"));
     let reserved = || governor.report(ByteSize::ZERO).expect("answered").reserved;
     capturing.begin_capture(GLOBAL).expect("begun");
-    let background = lowtide::sync::background();
+    let background = lowtide_core::sync::background();
     assert_eq!(governor.decay(Moment::ORIGIN), Ok(ByteSize::ZERO), "no wait has shown its end");
     drop(background);
     assert!(is_sound(&capturing));
     assert!(!reserved().is_zero());
     stream.synchronize().expect("done");
-    let background = lowtide::sync::background();
+    let background = lowtide_core::sync::background();
     governor.decay(Moment::ORIGIN).expect("looked");
     drop(background);
     assert!(reserved().is_zero(), "what a wait of the program has shown goes back");
