@@ -45,13 +45,11 @@ fn name_of(file: &str) -> &str {
 }
 
 fn run(name: &str, arguments: &[&str]) -> (Option<i32>, String) {
-    // In a package the crate is not its own development dependency: the features are named.
-    let features = "allocator-api2,axum,cuda,memory-viz,prometheus,service,tokio";
     // One that does not end fails with status 124.
     let output = Command::new("timeout")
         .args(["600", env!("CARGO")])
         .current_dir(env!("CARGO_MANIFEST_DIR"))
-        .args(["run", "--quiet", "--locked", "--features", features, "--example", name, "--"])
+        .args(["run", "--quiet", "--locked", "--example", name, "--"])
         .args(arguments)
         .env_remove("LOWTIDE_PROFILE") // whatever this process was started with
         .output()

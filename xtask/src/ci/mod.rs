@@ -91,7 +91,7 @@ const JOBS: &[Job] = &[
     job("musl", "the unit tests over musl", &["musl"], build::musl),
     job("doc", "the documentation", &[], build::doc),
     job("fuzz", "the fuzz target still builds", COMPONENTS, build::fuzz),
-    job("test", "cargo test", &[], build::test),
+    long("test", "cargo test", &[], build::test),
     job("interposed", "the tests with jemalloc serving C code too", &[], build::interposed),
     job("limits", "memory limits under cgroups of a real kernel", &[], system::limits),
     job("memcheck", "the driver contract under valgrind", &["valgrind"], build::memcheck),
@@ -213,13 +213,7 @@ fn all(arguments: &Arguments, length: Length) -> Result<(), String> {
 
 /// Sets what holds for every command of every job.
 fn set_environment() {
-    for (name, value) in [
-        ("CARGO_TERM_COLOR", "never"),
-        ("CARGO_INCREMENTAL", "0"),
-        // Lines in backtraces, and no more for debuggers: test programs are linked sooner.
-        ("CARGO_PROFILE_DEV_DEBUG", "line-tables-only"),
-        ("CARGO_PROFILE_RELEASE_DEBUG", "line-tables-only"),
-    ] {
+    for (name, value) in [("CARGO_TERM_COLOR", "never"), ("CARGO_INCREMENTAL", "0")] {
         set_for_commands(name, value);
     }
 }
