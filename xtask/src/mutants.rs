@@ -206,18 +206,18 @@ fn try_all(mutants: &[&Mutant]) -> Result<(), String> {
     let places = places.collect::<Result<Vec<_>, String>>()?;
     let copy = Copy::new(&tree)?;
     let tests: Vec<_> = mutants.iter().map(|mutant| mutant.test).collect();
-    if copy.build()?.status(&tests)? != 0 {
-        return Err("the tests fail without a mutant".to_owned());
+    if let Some(written) = copy.build()?.failure(&tests)? {
+        return Err(format!("the tests fail without a mutant:\n{written}"));
     }
     let mut missed = Vec::new();
     for (mutant, (file, text)) in places {
         println!("\n-- {}: {}", mutant.name, mutant.about);
         copy.write(&file, &text)?;
-        let tried = copy.build().and_then(|program| program.status(&[mutant.test]));
+        let tried = copy.build().and_then(|program| program.failure(&[mutant.test]));
         copy.write(&file, &tree.file(&file).map_or_else(String::new, |one| one.text.clone()))?;
         match tried {
-            Ok(0) => missed.push(format!("{}: {} passes", mutant.name, mutant.test)),
-            Ok(status) => println!("found: status {status}"),
+            Ok(None) => missed.push(format!("{}: {} passes", mutant.name, mutant.test)),
+            Ok(Some(_)) => println!("found by {}", mutant.test),
             Err(error) => missed.push(format!("{}: {error}", mutant.name)),
         }
     }
@@ -284,6 +284,8 @@ impl Copy {
     /// Builds the test program of the arena.
     fn build(&self) -> Result<Program<'_>, String> {
         let build = cargo("test --locked -p lowtide-gpu --test gpu --no-run --message-format json");
+        // All cases of the random tests: a sample finds less.
+        let build = build.env("RUSTFLAGS", "--cfg lowtide_soak");
         let build = build.folder(&self.root).env("CARGO_TARGET_DIR", &self.build);
         let built = build.output()?;
         let path = executables(&built).pop().ok_or("the tests of the arena have no program")?;
@@ -303,10 +305,10 @@ struct Program<'a> {
 }
 
 impl Program<'_> {
-    /// Runs these tests, and returns the status: 0 if all pass.
-    fn status(&self, tests: &[&str]) -> Result<i32, String> {
+    /// Runs these tests, and returns what they wrote if one fails.
+    fn failure(&self, tests: &[&str]) -> Result<Option<String>, String> {
         let run = Run::new(&self.path).folder(&self.copy.root).words("--exact");
-        tests.iter().fold(run, |run, test| run.arg(test)).status()
+        tests.iter().fold(run, |run, test| run.arg(test)).failure()
     }
 }
 

@@ -120,6 +120,19 @@ impl Run {
         Ok(String::from_utf8_lossy(&output.stdout).into_owned())
     }
 
+    /// Runs the command and returns `None` if it succeeds, or all that it wrote.
+    ///
+    /// For a program that is expected to fail: who reads the report of a job looks for the words
+    /// of a failure.
+    pub(crate) fn failure(mut self) -> Result<Option<String>, String> {
+        let line = self.line();
+        println!("$ {line}");
+        let output = self.command.output().map_err(|error| format!("{line}: {error}"))?;
+        let written = [output.stdout, output.stderr].concat();
+        let failed = !output.status.success();
+        Ok(failed.then(|| String::from_utf8_lossy(&written).into_owned()))
+    }
+
     /// Returns `true` if the command succeeds; prints nothing.
     pub(crate) fn succeeds(mut self) -> bool {
         let quiet = self.command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
