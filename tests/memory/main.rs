@@ -44,6 +44,7 @@ mod memory_kernel;
 mod memory_life;
 mod memory_loop;
 mod memory_metrics;
+mod memory_not_global;
 mod memory_own_arena;
 mod memory_process;
 mod memory_profile;
@@ -67,7 +68,7 @@ mod start;
 mod support;
 
 #[global_allocator]
-static HEAP: lowtide_heap::Heap = lowtide_heap::Heap;
+static HEAP: start::Allocator = start::Allocator;
 
 /// As `global_allocator!(balanced)` in a service, but where a test starts otherwise.
 const EXPORTED: start::Start = start::BALANCED;

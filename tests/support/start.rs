@@ -1,18 +1,21 @@
-//! The configuration that this program exports to jemalloc, chosen when the process starts.
+//! The global allocator of this program and the configuration that it exports to jemalloc, chosen
+//! when the process starts.
 //!
-//! A program exports one string, under a fixed symbol that jemalloc reads before `main`. Here a
-//! constructor that runs before jemalloc's sets the symbols as a variable asks, so that one program
-//! tests all strings. Without the variable the program exports what its root names `EXPORTED`.
-#![expect(unsafe_code, reason = "symbols by hand, and a constructor that sets them")]
+//! A program has one global allocator and exports one string, under a fixed symbol that jemalloc
+//! reads before `main`. Here a constructor that runs before jemalloc's sets both as a variable
+//! asks, so that one program tests all of them. Without the variable the allocator is `Heap`, and
+//! the program exports what its root names `EXPORTED`.
+#![expect(unsafe_code, reason = "an allocator, symbols by hand, a constructor that sets them")]
 #![allow(dead_code, reason = "each test program takes its part of this")]
 
+use std::alloc::{GlobalAlloc, Layout, System};
 use std::any::type_name;
 use std::ffi::{CStr, c_char};
 use std::process::{Command, Output};
-use std::sync::atomic::{AtomicPtr, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicPtr, Ordering};
 use std::{env, ptr};
 
-use lowtide_heap::{ConfText, HeapProfile};
+use lowtide_heap::{ConfText, Heap, HeapProfile};
 
 use crate::EXPORTED;
 
@@ -25,6 +28,8 @@ pub(crate) struct Start {
     /// The text under the symbol that jemalloc reads, and under the one that it does not.
     read: Option<&'static CStr>,
     unread: Option<&'static CStr>,
+    /// Whether `Heap` is the global allocator, or the default one.
+    is_global: bool,
 }
 
 /// As `global_allocator!` with settings of one's own exports it.
@@ -40,7 +45,7 @@ const OWN_TEXT: &ConfText = &ConfText::of(
 );
 
 /// No configuration.
-pub(crate) const NONE: Start = Start { name: c"none", read: None, unread: None };
+pub(crate) const NONE: Start = Start { name: c"none", read: None, unread: None, is_global: true };
 /// `global_allocator!(balanced)`.
 pub(crate) const BALANCED: Start = Start::of_profile(c"balanced", HeapProfile::Balanced.conf());
 /// `global_allocator!(low_memory)`.
@@ -52,17 +57,69 @@ pub(crate) const THROUGHPUT: Start =
 /// `global_allocator!(balanced, narenas: 8, ...)`.
 pub(crate) const OWN: Start = Start::of_profile(c"own", OWN_TEXT.as_c_str());
 /// A symbol by hand, under the right name.
-pub(crate) const BY_HAND: Start =
-    Start { name: c"by_hand", read: Some(TEXT_BY_HAND), unread: None };
+pub(crate) const BY_HAND: Start = Start { name: c"by_hand", read: Some(TEXT_BY_HAND), ..NONE };
 /// A symbol by hand, under the name that this build of jemalloc does not read.
 pub(crate) const WRONG_NAME: Start =
-    Start { name: c"wrong_name", read: None, unread: Some(c"narenas:3") };
+    Start { name: c"wrong_name", unread: Some(c"narenas:3"), ..NONE };
+/// `jemalloc_conf!(throughput)`: the settings without the allocator.
+pub(crate) const NOT_GLOBAL: Start =
+    Start { is_global: false, ..Start::of_profile(c"not_global", HeapProfile::Throughput.conf()) };
 
 /// The text of [`BY_HAND`].
 pub(crate) const TEXT_BY_HAND: &CStr =
     c"narenas:3,background_thread:true,dirty_decay_ms:1000,cache_oblivious:false";
 
-static STARTS: [Start; 7] = [NONE, BALANCED, LOW_MEMORY, THROUGHPUT, OWN, BY_HAND, WRONG_NAME];
+static STARTS: [Start; 8] =
+    [NONE, BALANCED, LOW_MEMORY, THROUGHPUT, OWN, BY_HAND, WRONG_NAME, NOT_GLOBAL];
+
+/// The global allocator.
+pub(crate) struct Allocator;
+
+static IS_HEAP: AtomicBool = AtomicBool::new(true);
+
+// SAFETY: both are allocators, and a block goes back to the one that it came from: the choice is
+// made before the first allocation and stays.
+unsafe impl GlobalAlloc for Allocator {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        if IS_HEAP.load(Ordering::Relaxed) {
+            // SAFETY: as promised to this function.
+            unsafe { Heap.alloc(layout) }
+        } else {
+            // SAFETY: as promised to this function.
+            unsafe { System.alloc(layout) }
+        }
+    }
+
+    unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
+        if IS_HEAP.load(Ordering::Relaxed) {
+            // SAFETY: as promised to this function.
+            unsafe { Heap.alloc_zeroed(layout) }
+        } else {
+            // SAFETY: as promised to this function.
+            unsafe { System.alloc_zeroed(layout) }
+        }
+    }
+
+    unsafe fn realloc(&self, block: *mut u8, layout: Layout, size: usize) -> *mut u8 {
+        if IS_HEAP.load(Ordering::Relaxed) {
+            // SAFETY: as promised to this function.
+            unsafe { Heap.realloc(block, layout, size) }
+        } else {
+            // SAFETY: as promised to this function.
+            unsafe { System.realloc(block, layout, size) }
+        }
+    }
+
+    unsafe fn dealloc(&self, block: *mut u8, layout: Layout) {
+        if IS_HEAP.load(Ordering::Relaxed) {
+            // SAFETY: as promised to this function.
+            unsafe { Heap.dealloc(block, layout) }
+        } else {
+            // SAFETY: as promised to this function.
+            unsafe { System.dealloc(block, layout) }
+        }
+    }
+}
 
 /// As C has it: a pointer to the string, or null.
 #[used]
@@ -103,13 +160,14 @@ extern "C" fn choose() {
     for start in STARTS.iter().filter(|start| start.name == asked) {
         READ.store(symbol(start.read), Ordering::Relaxed);
         UNREAD.store(symbol(start.unread), Ordering::Relaxed);
+        IS_HEAP.store(start.is_global, Ordering::Relaxed);
     }
 }
 
 impl Start {
     /// The macro exports its text under both names.
     const fn of_profile(name: &'static CStr, text: &'static CStr) -> Self {
-        Self { name, read: Some(text), unread: Some(text) }
+        Self { name, read: Some(text), unread: Some(text), is_global: true }
     }
 
     /// The variable that asks for it, with its value.

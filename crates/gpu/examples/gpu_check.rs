@@ -22,13 +22,13 @@ use clap::Parser;
 use lowtide_gpu::driver::cuda::{CudaError, CudaOptions, probe};
 use lowtide_gpu::driver::{Backend, Driver};
 
-#[path = "../tests/simulation/contract/cases.rs"]
+#[path = "../tests/gpu/contract/cases.rs"]
 mod cases;
 #[path = "gpu_check/cli.rs"]
 mod cli;
 #[path = "gpu_check/cuarena.rs"]
 mod cuarena;
-#[path = "../tests/simulation/contract/cuda.rs"]
+#[path = "../tests/gpu/contract/cuda.rs"]
 mod cuda;
 #[path = "gpu_check/decay.rs"]
 mod decay;

@@ -43,7 +43,7 @@ fn jemalloc_of_tests() -> Option<PathBuf> {
             .filter(|_| name.starts_with("tikv-jemalloc-sys-"))?;
         let said = String::from_utf8_lossy(&said).into_owned();
         let is_plain = said.contains("--with-jemalloc-prefix=_rjem_");
-        let library = folder.join("out/lib/libjemalloc.a");
+        let library = folder.join("out/lib/libjemalloc_pic.a");
         (is_plain && !said.contains("--enable-prof") && library.exists()).then_some(library)
     })
 }
@@ -140,15 +140,22 @@ pub(super) fn fuzz(_: Length) -> Outcome {
     Ok(lint.env("CARGO_TARGET_DIR", "target/fuzz").run()?)
 }
 
-/// The command that the README names.
-pub(super) fn test(_: Length) -> Outcome {
+/// The command that the README names; in full, with all cases of the random tests.
+pub(super) fn test(length: Length) -> Outcome {
     let root = tree::root();
     let readme = fs::read_to_string(root.join("README.md")).map_err(|error| error.to_string())?;
     let is_command = |line: &str| line.trim().trim_start_matches("$ ") == "cargo test";
     if !readme.lines().any(is_command) {
         return Err("README.md does not say: cargo test".into());
     }
-    Ok(cargo("test").run()?)
+    let test = match length {
+        Length::Sample => cargo("test"),
+        Length::Full => {
+            let test = cargo("test --locked").env("RUSTFLAGS", "--cfg lowtide_soak");
+            test.env("CARGO_TARGET_DIR", "target/soak")
+        }
+    };
+    Ok(test.run()?)
 }
 
 /// A test target: its package and name.
@@ -178,7 +185,7 @@ fn target_of(is_it: impl Fn(&str, &str) -> bool, what: &str) -> Result<Target, S
 /// jemalloc already.
 pub(super) fn interposed(_: Length) -> Outcome {
     let run = cargo("test --locked --all-features -p lowtide -p lowtide-heap");
-    let tests = "--test heap --test heap_not_global -- \
+    let tests = "--test heap --test memory -- \
                  interpose not_global profile_sources profile_symbol profile_wrong_name";
     Ok(run.words(tests).run()?)
 }

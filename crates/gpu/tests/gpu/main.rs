@@ -1,5 +1,5 @@
 //! The device arena through its public interface: over host memory, over the simulation of the
-//! driver, and against models of its peers.
+//! driver, and against models of its peers; and the simulation itself.
 //!
 //! Tests that read figures of the whole process run in a child process each (`test_fork`).
 
@@ -7,6 +7,7 @@ mod arena;
 #[path = "../../../../benches/index/chance.rs"]
 mod chance;
 mod compact;
+mod contract;
 mod index;
 mod interop;
 mod ladder;
@@ -19,5 +20,6 @@ mod record;
 mod replay_peers;
 mod schedules;
 mod segments;
+mod simulation;
 mod sleep;
 mod streams;

@@ -1,4 +1,4 @@
-//! The process heap with `Heap` as global allocator.
+//! The process heap, with `Heap` as global allocator but where a test starts otherwise.
 //!
 //! A process has one heap. Tests that measure or set it run in a process each, by `test_fork`;
 //! tests of what a program exports to jemalloc start this program again, see `start`.
@@ -8,18 +8,20 @@ mod arenas_edges;
 mod binding;
 mod classes;
 mod interpose;
+mod not_global;
 mod process;
 mod profile;
 mod profile_own;
 mod profile_sources;
 mod profile_symbol;
+mod profile_throughput;
 mod profile_wrong_name;
 #[path = "../../../../tests/support/start.rs"]
 mod start;
 mod threads;
 
 #[global_allocator]
-static HEAP: lowtide_heap::Heap = lowtide_heap::Heap;
+static HEAP: start::Allocator = start::Allocator;
 
 /// None, but where a test starts otherwise.
 const EXPORTED: start::Start = start::NONE;

@@ -1,17 +1,19 @@
 //! Random schedules of an arena beside streams, over the simulation.
 //!
-//! A few hundred here, where the arena checks all of its books after each reclaim; twenty thousand
-//! and more with `cargo bench --bench schedules`, which also runs a single seed.
+//! Some here, where the arena checks all of its books after each reclaim; twenty thousand and more
+//! with `cargo bench --bench schedules`, which also runs a single seed.
 //!
 //! Invariant: the harness's.
 
 mod calls;
 mod harness;
 
+use lowtide_cuda_sim::sample;
+
 use harness::{Done, Memory, Schedule};
 
 /// Schedules: a few seconds without optimisation.
-const SEEDS: u64 = 300;
+const SEEDS: u64 = sample(300);
 
 #[test]
 fn random_schedules_keep_every_byte_and_leave_nothing_behind() {

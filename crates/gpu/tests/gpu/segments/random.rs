@@ -3,7 +3,7 @@
 use super::*;
 use crate::chance::Chance;
 
-const SEEDS: u64 = 40;
+const SEEDS: u64 = lowtide_cuda_sim::sample(40);
 const STEPS: usize = 300;
 const LIMIT: u64 = 96;
 

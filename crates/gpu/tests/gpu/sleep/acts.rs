@@ -254,7 +254,7 @@ fn no_act_of_another_before_any_call_of_a_sleep_or_a_wake_breaks_it() {
 
 #[test]
 fn nor_does_an_act_together_with_a_fault() {
-    for seed in 0..200_u64 {
+    for seed in 0..lowtide_cuda_sim::sample(200) {
         let mut chance = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
         let mut draw = |bound: usize| {
             chance ^= chance << 13;

@@ -184,7 +184,7 @@ fn an_idle_arena_gives_all_back_though_its_streams_say_nothing() {
 fn a_fresh_stream_for_every_request_needs_no_more_than_two_requests() {
     let (arena, sim) = open(Order::Lazy, ByteSize::gib(8));
     let mut after_two = ByteSize::ZERO;
-    for request in 0..1_000 {
+    for request in 0..lowtide_cuda_sim::sample(1_000) {
         let stream = sim.stream_create().expect("a stream");
         let lane = lane_of(&arena, stream);
         let buffer = lane.alloc::<u8>(1 << 30, DYNAMIC).expect("room");

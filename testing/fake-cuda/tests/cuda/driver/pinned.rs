@@ -357,7 +357,7 @@ fn a_forked_child_writes_nothing_to_page_locked_memory_of_its_parent() {
 fn random_schedules_of_copies_never_race() {
     let fake = Fake::start(Options::default());
     let mut all = Done::default();
-    for seed in 0..600 {
+    for seed in 0..lowtide_cuda_sim::sample(600) {
         let bed = pinned_schedule::Bed::new(&fake, u32::from(seed % 2 == 1), seed);
         match bed.run(seed) {
             Ok(done) => all.add(done),

@@ -1,0 +1,36 @@
+//! Without `Heap` as global allocator everything still works, and says so.
+
+use lowtide_core::clock::SystemClock;
+use lowtide_heap::{self as heap, HeapProbe, HeapProfile, Outcome, Unsupported};
+
+use crate::start::NOT_GLOBAL;
+
+/// With C's `malloc` served by jemalloc, Rust's default allocator is jemalloc as well.
+const INTERPOSED: bool = cfg!(feature = "interpose");
+
+#[test]
+fn a_heap_that_nobody_uses_is_told_and_harmless() {
+    NOT_GLOBAL.run(|| {
+        assert_eq!(heap::is_global(), INTERPOSED);
+        let found = heap::effective().unwrap();
+        assert_eq!((found.is_global, found.serves_c), (INTERPOSED, INTERPOSED));
+        assert_eq!(found.conf_of_binary, HeapProfile::Throughput.conf().to_str().ok());
+
+        let probe = HeapProbe::new().unwrap();
+        let snapshot = probe.snapshot().unwrap();
+        assert!(snapshot.live <= snapshot.active && snapshot.active <= snapshot.mapped);
+        assert!(probe.glance().is_ok());
+
+        let applied = heap::apply(&HeapProfile::Balanced.settings()).unwrap();
+        assert_eq!(applied.background_threads, heap::background_threads_supported());
+        heap::decay_tick().unwrap();
+        heap::flush_thread_cache().unwrap();
+
+        let clock = SystemClock::new();
+        heap::purge(&clock).unwrap();
+        let outcome = heap::purge(&clock).unwrap().jemalloc.outcome;
+        if !INTERPOSED {
+            assert_eq!(outcome, Outcome::Unsupported(Unsupported::NoJemalloc));
+        }
+    });
+}
