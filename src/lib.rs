@@ -110,6 +110,7 @@
 //! | `axum` | `Memory::routes`: the endpoints as routes of axum; with `service` |
 //! | `tokio` | `Memory::terminated`, `managed_async`: an orderly end by signals, async loaders |
 //! | `prometheus` | `Builder::prometheus`: metrics in the Prometheus text format |
+//! | `serde` | snapshots, history and events implement `serde::Serialize`; part of `service` |
 //! | `device` | `device`: arenas, compaction, pinned memory, plans; the host driver |
 //! | `cuda` | arenas in CUDA memory, without a toolkit; **not run on a GPU yet**; with `device` |
 //! | `memory-viz` | `device::ArenaMap` as a snapshot for PyTorch's `memory_viz`; with `device` |

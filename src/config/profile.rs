@@ -26,6 +26,7 @@ use lowtide_admission::PurgeGrowth;
 /// The ceiling (0.80 of the limit) and the metrics interval (1 s) are the same under every profile
 /// ([`Config`](super::Config)).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize), serde(rename_all = "kebab-case"))]
 #[non_exhaustive]
 pub enum Profile {
     /// The smallest idle footprint: short decay, early unload. Costs some CPU after each burst.

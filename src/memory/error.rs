@@ -129,6 +129,7 @@ pub enum MemoryError {
 
 /// The severity of a [`Diagnostic`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize), serde(rename_all = "snake_case"))]
 #[non_exhaustive]
 pub enum Severity {
     /// A fact about this system that needs no action, such as that there is no GPU. Logged at info.
@@ -139,6 +140,7 @@ pub enum Severity {
 
 /// A setting that could not be applied, or a feature that this system lacks. Logged once.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize))]
 #[non_exhaustive]
 pub struct Diagnostic {
     /// The severity.

@@ -24,6 +24,7 @@ const TEXT_MAX: usize = 400;
 
 /// An event.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize))]
 #[non_exhaustive]
 pub struct Event {
     /// The time of its last occurrence, since the Unix epoch.

@@ -17,6 +17,7 @@ const POINTS_MAX: usize = 300;
 
 /// A few figures at one instant.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize))]
 #[non_exhaustive]
 pub struct HistorySample {
     /// The time, since the Unix epoch.

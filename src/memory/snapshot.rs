@@ -16,7 +16,12 @@ use super::devices::DevicesSnapshot;
 use super::error::Diagnostic;
 
 /// The figures of a [`Memory`](super::Memory) at one instant.
+///
+/// With the feature `serde` it implements `serde::Serialize`: sizes in bytes, a duration as `secs`
+/// and `nanos`, states and reasons under their names in metrics. It fails only if the path of the
+/// cgroup is not UTF-8.
 #[derive(Clone, Debug)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize))]
 #[non_exhaustive]
 pub struct MemorySnapshot {
     /// The profile in force.
@@ -30,6 +35,7 @@ pub struct MemorySnapshot {
     pub devices: DevicesSnapshot,
     /// Nothing, in a build without device arenas.
     #[cfg(not(feature = "device"))]
+    #[cfg_attr(feature = "serde", serde(skip))]
     pub(super) devices: DevicesSnapshot,
     /// The kernel's signals, read now.
     pub signal: Signal,
@@ -161,6 +167,7 @@ impl fmt::Display for Holders {
 
 /// The figures of one budget.
 #[derive(Clone, Copy, Debug, PartialEq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize))]
 #[non_exhaustive]
 pub struct BudgetSnapshot {
     /// The bytes of admitted requests and loaded resources, as estimated.

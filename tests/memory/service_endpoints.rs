@@ -57,6 +57,28 @@ where
     }
 }
 
+#[test]
+fn a_snapshot_is_serialised_with_sizes_in_bytes_and_the_names_of_metrics() {
+    let clock = Arc::new(ManualClock::new());
+    let tree = Tree::new(ByteSize::gib(1));
+    let memory = start(&clock, &tree);
+    let arena = memory.open_arena("weights").expect("opens");
+    let buffer = arena.alloc::<u8>(1 << 20, Region::Stable).expect("room");
+    let permit = memory.admission().try_admit(Cost::host(ByteSize::mib(3))).expect("fits");
+    let snapshot = serde_json::to_value(memory.snapshot()).expect("no path is odd");
+    assert_eq!(snapshot["profile"], "balanced");
+    assert_eq!(snapshot["host"]["reserved"], 3 << 20);
+    assert_eq!(snapshot["host"]["level"], "none");
+    assert_eq!(snapshot["host"]["classes"][8]["class"], "4MiB");
+    assert_eq!(snapshot["admission"]["admitted_total"], 1);
+    assert_eq!(snapshot["signal"]["limit"], json!({ "bytes": 1 << 30, "source": "cgroup" }));
+    let arena = &snapshot["devices"]["arenas"][0];
+    assert_eq!((&arena["name"], &arena["live"]), (&json!("weights"), &json!(1 << 20)));
+    assert_eq!((&arena["backend"], &arena["state"]), (&json!("host"), &json!("awake")));
+    drop((buffer, permit));
+    assert!(memory.shutdown(SOON).is_clean());
+}
+
 /// The bug: a function that returned a router dropped the only handle of the `Memory`, and the
 /// layer in that router shed nothing whatever the service held.
 #[test]

@@ -25,6 +25,7 @@ use super::tally::{BudgetCounts, ClassStats};
 
 /// The peak bytes that a request or resource will hold, by budget.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize))]
 pub struct Cost {
     /// Bytes of host memory.
     pub host: ByteSize,
@@ -93,6 +94,7 @@ impl From<Cost> for (Cost, Priority) {
 
 /// Counts of admitted and rejected requests.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize))]
 #[non_exhaustive]
 pub struct AdmissionStats {
     /// Requests admitted since start.

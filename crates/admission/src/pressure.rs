@@ -31,6 +31,7 @@ const GROWTH_WEIGHT: f64 = 0.5;
 
 /// A pressure level: how close memory use is to the limit.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize), serde(rename_all = "snake_case"))]
 #[repr(u8)]
 pub enum Level {
     /// Far from the limit.

@@ -32,6 +32,13 @@ const NAMES: [&str; SizeClass::COUNT] = [
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct SizeClass(u8);
 
+#[cfg(feature = "serde")]
+impl serde::Serialize for SizeClass {
+    fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.serialize_str(self.name())
+    }
+}
+
 impl SizeClass {
     /// The number of classes.
     pub const COUNT: usize = Self::LAST as usize + 1;

@@ -215,6 +215,7 @@ impl Tally {
 
 /// Counts of one size class since start.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize))]
 #[non_exhaustive]
 pub struct ClassStats {
     /// The size class.

@@ -26,6 +26,7 @@ const TIB: u64 = 1 << 40;
 /// assert!("512MB".parse::<ByteSize>().is_err());
 /// ```
 #[derive(Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize), serde(transparent))]
 pub struct ByteSize(u64);
 
 impl ByteSize {

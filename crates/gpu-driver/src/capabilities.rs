@@ -79,6 +79,7 @@ impl Capabilities {
 
 /// The way in which a driver allocates device memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize), serde(rename_all = "snake_case"))]
 pub enum Backend {
     /// CUDA's virtual memory calls: reserve, create, map.
     CudaVirtualMemory,

@@ -38,6 +38,7 @@ use lowtide_core::bytes::ByteSize;
 /// # Ok::<(), lowtide_gpu::DeviceError>(())
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize), serde(rename_all = "snake_case"))]
 pub enum Region {
     /// Long-lived data: weights, tables.
     Stable,

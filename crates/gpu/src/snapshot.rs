@@ -16,6 +16,7 @@ use lowtide_core::bytes::ByteSize;
 
 /// The figures of an arena.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize))]
 #[non_exhaustive]
 pub struct ArenaSnapshot {
     /// The arena's name.
@@ -238,6 +239,7 @@ impl ArenaSnapshot {
 
 /// The figures of a region, with the meanings of [`ArenaSnapshot`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize))]
 #[non_exhaustive]
 pub struct RegionSnapshot {
     /// The region.
@@ -306,6 +308,7 @@ impl RegionSnapshot {
 
 /// The number of failed allocations, by reason.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize))]
 #[non_exhaustive]
 pub struct AllocFailures {
     /// The arena's limit was reached.

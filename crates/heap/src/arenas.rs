@@ -62,6 +62,7 @@ pub struct HostArena {
 
 /// Memory of an arena at the last refresh of jemalloc's statistics.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize))]
 #[non_exhaustive]
 pub struct HostArenaStats {
     /// Bytes of blocks that the application holds, after rounding, without thread caches.

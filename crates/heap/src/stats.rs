@@ -17,6 +17,7 @@ use super::mallctl as ctl;
 /// All amounts are of jemalloc's heap alone, without stacks, file mappings and the C library's
 /// heap.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize))]
 #[non_exhaustive]
 pub struct HeapSnapshot {
     /// Bytes of blocks that the application holds, after rounding: jemalloc's `stats.allocated`

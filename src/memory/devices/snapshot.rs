@@ -10,6 +10,7 @@ use crate::memory::shared::Shared;
 
 /// The device arenas of a [`Memory`](crate::Memory), and its device, at one instant.
 #[derive(Clone, Debug)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize))]
 #[non_exhaustive]
 pub struct DevicesSnapshot {
     /// The device arenas of this `Memory` that serve.
@@ -69,6 +70,7 @@ impl DevicesSnapshot {
 
 /// The memory of a device, with all its users.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize))]
 #[non_exhaustive]
 pub struct DeviceSnapshot {
     /// The total memory.

@@ -57,6 +57,7 @@ impl UnloadReason {
 
 /// The number of unloads of a resource, by reason.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize), serde(transparent))]
 pub struct Unloads {
     counts: [u64; UnloadReason::ALL.len()],
 }
@@ -83,6 +84,7 @@ impl Unloads {
 
 /// The state and counters of a resource at one instant.
 #[derive(Clone, Debug)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize))]
 #[non_exhaustive]
 pub struct ResourceStats {
     /// The name.

@@ -17,6 +17,7 @@ const CPU: &[u8] = b"cpu";
 
 /// The CPUs of this process.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize))]
 pub struct Cpus {
     /// The number of CPUs that it may run on; `None` if it cannot be read.
     pub allowed: Option<u32>,

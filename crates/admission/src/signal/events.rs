@@ -15,6 +15,7 @@ use super::file::{KeptFile, keyed, number};
 /// Counts of events since [`Signals`](super::Signals) was opened; `None` for a count that is not
 /// available.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize))]
 #[non_exhaustive]
 pub struct EventCounts {
     /// Times that a process was throttled and made to reclaim because usage exceeded `memory.high`.
@@ -57,6 +58,7 @@ impl EventCounts {
 
 /// Events of this process's memory cgroup since [`Signals`](super::Signals) was opened.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize))]
 #[non_exhaustive]
 pub struct MemoryEvents {
     /// In the process's own cgroup and those below it.

@@ -40,6 +40,7 @@ pub use psi::{Psi, Stall};
 
 /// The source of a limit.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize), serde(rename_all = "snake_case"))]
 #[non_exhaustive]
 pub enum LimitSource {
     /// The hard limit of a cgroup (`memory.max`, `memory.limit_in_bytes`).
@@ -97,6 +98,7 @@ impl LimitSource {
 
 /// The memory limit and its source.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize))]
 pub struct Limit {
     /// The largest allowed [`Signal::physical`]; [`ByteSize::MAX`] if unknown.
     pub bytes: ByteSize,
@@ -129,6 +131,7 @@ impl Default for Limit {
 
 /// One sample.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize))]
 pub struct Signal {
     /// The process's resident set.
     pub rss: Option<ByteSize>,

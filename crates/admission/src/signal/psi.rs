@@ -17,6 +17,7 @@ use super::file::{KeptFile, number, read_whole};
 
 /// Time lost waiting for memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize))]
 #[non_exhaustive]
 pub struct Stall {
     /// The fraction of the last ten seconds, 0 to 1, in steps of 0.0001.
@@ -27,6 +28,7 @@ pub struct Stall {
 
 /// Pressure stall information (PSI) of the own cgroup.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize))]
 #[non_exhaustive]
 pub struct Psi {
     /// Time in which at least one task waited for memory.

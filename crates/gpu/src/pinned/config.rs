@@ -32,6 +32,7 @@ const SEGMENT_PART: u64 = 4;
 
 /// The kind of memory of a pool.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize), serde(rename_all = "snake_case"))]
 #[non_exhaustive]
 pub enum PinnedKind {
     /// Page-locked; the allocation fails if locking fails.

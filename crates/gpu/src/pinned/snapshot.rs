@@ -14,6 +14,7 @@ use lowtide_core::bytes::ByteSize;
 
 /// The figures of a pinned pool.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize))]
 #[non_exhaustive]
 pub struct PinnedSnapshot {
     /// The pool's name.
@@ -95,6 +96,7 @@ pub struct PinnedGlance {
 
 /// The number of failed allocations, by reason.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize))]
 #[non_exhaustive]
 pub struct PinnedFailures {
     /// The pool's limit was reached.

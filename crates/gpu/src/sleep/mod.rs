@@ -38,6 +38,7 @@ pub use waiting::EnterFuture;
 
 /// The sleep state of an arena.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize), serde(rename_all = "snake_case"))]
 #[non_exhaustive]
 pub enum ArenaState {
     /// The memory can be used.
