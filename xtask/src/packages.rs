@@ -22,6 +22,8 @@ pub(crate) struct Package {
     pub(crate) rust_version: String,
     /// The packages of the workspace that it depends on, for its tests too.
     pub(crate) dependencies: Vec<String>,
+    /// Those of them without which its library cannot be built.
+    pub(crate) needs: Vec<String>,
 }
 
 /// Returns all of them.
@@ -37,6 +39,9 @@ pub(crate) fn packages() -> Result<Vec<Package>, String> {
         let folder = manifest.trim_end_matches("Cargo.toml");
         let folder = folder.strip_prefix(&*root.to_string_lossy()).unwrap_or(folder);
         let features = package["features"].as_object().into_iter().flatten();
+        let dependencies = list(&package["dependencies"]);
+        let inside = || dependencies.iter().filter(|dependency| dependency["path"].is_string());
+        let name = |dependency: &Value| text(&dependency["name"]);
         let on_docs_rs = &package["metadata"]["docs"]["rs"]["features"];
         Package {
             name: text(&package["name"]),
@@ -46,11 +51,8 @@ pub(crate) fn packages() -> Result<Vec<Package>, String> {
             documented: list(on_docs_rs).iter().map(text).collect(),
             version: text(&package["version"]),
             rust_version: text(&package["rust_version"]),
-            dependencies: list(&package["dependencies"])
-                .iter()
-                .filter(|dependency| dependency["path"].is_string())
-                .map(|dependency| text(&dependency["name"]))
-                .collect(),
+            dependencies: inside().map(name).collect(),
+            needs: inside().filter(|one| one["kind"].is_null()).map(name).collect(),
         }
     };
     let all: Vec<_> = list(&metadata["packages"]).iter().map(package).collect();
@@ -87,6 +89,7 @@ mod tests {
             version: String::new(),
             rust_version: String::new(),
             dependencies: on.iter().map(ToString::to_string).collect(),
+            needs: Vec::new(),
         };
         let all = [
             package("core", &[]),

@@ -145,6 +145,7 @@ mod tests {
             version: String::new(),
             rust_version: String::new(),
             dependencies: on.iter().map(ToString::to_string).collect(),
+            needs: Vec::new(),
         }
     }
 

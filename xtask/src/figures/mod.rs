@@ -35,6 +35,8 @@ struct Measure {
 const WORKSPACE: &[Measure] = &[
     Measure { names: &["public_types", "documented_items"], run: api::measure_public },
     Measure { names: &["shared_type_names"], run: api::measure_shared },
+    Measure { names: &["axum_lines", "tonic_lines", "model_lines"], run: api::measure_lines },
+    Measure { names: &["arrows", "arrows_up"], run: api::measure_arrows },
     Measure { names: &["demo_cpu_minutes"], run: clone::measure_demo },
     Measure {
         names: &["test_cpu_minutes", "test_build_cpu_minutes", "test_binaries"],
