@@ -210,7 +210,8 @@ impl<'a> Blocks<'a> {
         let is_there = |folder: &str, name: &str| {
             folders.iter().any(|package| {
                 let path = format!("{package}{folder}/{name}");
-                [format!("{path}.rs"), format!("{path}/main.rs")]
+                // The last: in a package of examples.
+                [format!("{path}.rs"), format!("{path}/main.rs"), format!("{package}{name}.rs")]
                     .iter()
                     .any(|path| self.tree.file(path).is_some())
             })

@@ -7,30 +7,23 @@
 #![expect(clippy::print_stdout, clippy::print_stderr, reason = "a program that shows something")]
 #![expect(clippy::disallowed_methods, reason = "it measures real time")]
 
-#[path = "proxy/app.rs"]
+#[path = "../proxy/app.rs"]
 #[allow(dead_code, reason = "the proxy itself uses more of it")]
 mod app;
-#[path = "tide/cgroup.rs"]
 mod cgroup;
-#[path = "tide/chart.rs"]
 mod chart;
-#[path = "tide/door.rs"]
 mod door;
-#[path = "proxy/embed.rs"]
+#[path = "../proxy/embed.rs"]
 mod embed;
-#[path = "proxy/forward.rs"]
+#[path = "../proxy/forward.rs"]
 mod forward;
-#[path = "tide/load.rs"]
 mod load;
-#[path = "proxy/model.rs"]
+#[path = "../proxy/model.rs"]
 mod model;
-#[path = "tide/picture.rs"]
 mod picture;
-#[path = "tide/report.rs"]
 mod report;
-#[path = "tide/run.rs"]
 mod run;
-#[path = "proxy/upstream.rs"]
+#[path = "../proxy/upstream.rs"]
 mod upstream;
 
 use std::io::{BufRead as _, BufReader};
@@ -94,7 +87,7 @@ impl Cli {
         if !self.input.is_empty() {
             return self.input.clone();
         }
-        let home = PathBuf::from(env!("CARGO_MANIFEST_DIR"));
+        let home = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../..");
         ["README.md", "docs", "src", "examples"].map(|part| home.join(part)).into()
     }
 }
