@@ -9,7 +9,7 @@
 //! jemalloc as the global allocator. On its own, this line returns unused memory about a second
 //! after traffic falls.
 //!
-//! ```
+//! ```rust,standalone_crate
 //! lowtide::global_allocator!(balanced); // jemalloc reads these settings before `main`
 //!
 //! fn main() -> Result<(), lowtide::heap::HostError> {

@@ -14,8 +14,17 @@ use crate::text::tidy::orphans::joined;
 use crate::text::variables;
 use crate::tree::{Faults, Source, Tree};
 
-/// The languages of fences. None of them leaves Rust uncompiled.
-const LANGUAGES: &[&str] = &["rust", "rust,no_run", "sh", "toml", "text"];
+/// The languages of fences. None of them leaves Rust uncompiled. A block with a global allocator is
+/// a crate of its own: with two of them rustdoc would compile each block of every page alone.
+const LANGUAGES: &[&str] = &[
+    "rust",
+    "rust,no_run",
+    "rust,standalone_crate",
+    "rust,no_run,standalone_crate",
+    "sh",
+    "toml",
+    "text",
+];
 
 /// What Kubernetes sets for a service called `lowtide`; the page says that they are left alone.
 const OF_KUBERNETES: &[&str] = &["LOWTIDE_SERVICE_HOST", "LOWTIDE_PORT", "LOWTIDE_PORT_8080_TCP"];
