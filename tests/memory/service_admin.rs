@@ -5,6 +5,8 @@ use std::net::SocketAddr;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use axum::body::Body;
+use axum::extract::ConnectInfo;
 use http::{Method, Request, Response, StatusCode};
 use lowtide::clock::{Clock, ManualClock};
 use lowtide::config::DeviceChoice;
@@ -15,6 +17,7 @@ use lowtide::{ByteSize, Memory};
 use lowtide_admission::Resource as _;
 use serde_json::Value;
 use test_fork::test;
+use tower::ServiceExt as _;
 
 use crate::support::{Tree, until};
 
@@ -117,6 +120,31 @@ impl Asked {
         }
         endpoints.answer_request(&request.body(()).expect("a request"))
     }
+}
+
+/// As routes of axum: the address of the client is what axum puts into the request.
+#[test]
+fn routes_hear_who_comes_from_this_machine_by_the_address_that_axum_adds() {
+    let Service { memory, clock, endpoints, _tree } = Service::start(None);
+    drop(endpoints);
+    let admin = Admin::loopback(clock as Arc<dyn Clock>);
+    let routes = Endpoints::new(Some(memory.clone())).with_admin(admin).into_routes::<()>();
+    let runtime = tokio::runtime::Builder::new_current_thread().build().expect("a runtime");
+    let status = |from: Option<&str>| {
+        let asked = Request::post("/memory/purge").header("host", "localhost:8080");
+        let mut asked = asked.header("lowtide-admin", "1").body(Body::empty()).expect("a request");
+        if let Some(from) = from {
+            let from: SocketAddr = from.parse().expect("an address");
+            asked.extensions_mut().insert(ConnectInfo(from));
+        }
+        let answer = runtime.block_on(routes.clone().oneshot(asked));
+        answer.expect("a router never fails").status()
+    };
+    assert_eq!(status(None), StatusCode::FORBIDDEN, "an unknown client");
+    assert_eq!(status(Some("192.0.2.7:50000")), StatusCode::FORBIDDEN, "another machine");
+    assert!(memory.admin_tasks().is_empty());
+    assert_eq!(status(Some(HERE)), StatusCode::ACCEPTED);
+    assert_eq!(memory.admin_tasks().len(), 1);
 }
 
 #[test]

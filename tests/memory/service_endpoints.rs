@@ -194,6 +194,31 @@ fn a_service_that_is_about_to_end_is_not_ready_and_still_well() {
     assert_eq!(get(&endpoints, "/healthz").status(), StatusCode::OK);
 }
 
+#[test]
+fn a_signal_completes_terminated_and_ends_readiness_but_not_the_process() {
+    let clock = Arc::new(ManualClock::new());
+    let tree = Tree::new(ByteSize::gib(1));
+    let memory = start(&clock, &tree);
+    let endpoints = Endpoints::new(Some(memory.clone()));
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_io().build();
+    runtime.expect("a runtime").block_on(async {
+        let (first, second) = (memory.terminated(), memory.terminated());
+        let (first, second) = (first.expect("handlers"), second.expect("the same again"));
+        let own = std::process::id().to_string();
+        let sent = std::process::Command::new("kill").args(["-TERM", &own]).status();
+        assert!(sent.expect("a kill").success());
+        first.await;
+        second.await;
+        let ending = get_json(&endpoints, "/readyz");
+        assert_eq!(
+            (ending.0, &ending.1["ending"]),
+            (StatusCode::SERVICE_UNAVAILABLE, &json!(true))
+        );
+        assert_eq!(get(&endpoints, "/healthz").status(), StatusCode::OK);
+        assert!(memory.shutdown_async(SOON).await.is_clean());
+    });
+}
+
 /// The bug: memory that no request owned left no room for any, every one was told to come again in
 /// 1 s, and the probes stayed green.
 #[test]
