@@ -4,12 +4,12 @@
 FROM rust:1.95-bookworm AS build
 WORKDIR /build
 COPY . .
-# Debug information and symbol names are stripped. The files are touched because Cargo compares file
+# Symbol names are stripped. The files are touched because Cargo compares file
 # times: the cached target folder may contain a newer build of other sources.
 RUN --mount=type=cache,target=/usr/local/cargo/registry \
     --mount=type=cache,target=/build/target \
     find . -path ./target -prune -o -type f -exec touch {} + \
-    && CARGO_PROFILE_RELEASE_DEBUG=0 CARGO_PROFILE_RELEASE_STRIP=symbols \
+    && CARGO_PROFILE_RELEASE_STRIP=symbols \
     cargo build --release --locked --example proxy --features cuda \
     && deploy/image-root target/release/examples/proxy /image
 
