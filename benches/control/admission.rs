@@ -1,4 +1,4 @@
-//! What it costs to admit a request and to end it, alone and beside another thread; beside it a
+//! The cost of admitting a request and ending it, alone and with another thread; for comparison a
 //! semaphore's permits by the byte, two atomic additions, and a look at a file of the kernel.
 //!
 //! Invariant: every turn books and gives back, so that the account is as before.

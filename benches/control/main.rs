@@ -28,18 +28,18 @@ lowtide::global_allocator!(balanced);
 /// The parts of the bench, in the order in which they run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 enum Part {
-    /// What admitting a request and ending it costs.
+    /// The cost of admitting a request and ending it.
     Admission,
     /// Resources that load on demand.
     Managed,
-    /// What the control loop takes.
+    /// The cost of the control loop.
     Sampler,
 }
 
 #[derive(Clone, Debug, Parser)]
 #[command(about = "What admission, sampling and managed resources cost")]
 struct Cli {
-    /// How often each is measured.
+    /// The number of measurements of each.
     #[arg(long, default_value_t = 9)]
     rounds: usize,
     /// These parts alone.

@@ -15,9 +15,9 @@ use lowtide_admission::{Cost, Managed};
 use crate::table::Figures;
 
 const TURNS: u32 = 1_000_000;
-/// Who wants a cold resource at the same moment.
+/// The number of callers that want a cold resource at the same moment.
 const CROWD: usize = 1000;
-/// How long a load, and an unload, takes where that matters.
+/// The time of a load, and of an unload, in the cases in which it matters.
 const LONG: Duration = Duration::from_millis(500);
 const IDLE: Duration = Duration::from_secs(1);
 /// The longest tick of the control loop.

@@ -1,4 +1,4 @@
-//! What the control loop takes: its thread's time on a processor while a request is held, so that
+//! The cost of the control loop: its thread's time on a processor while a request is held, so that
 //! it ticks each 10 ms, in a process of 2 GiB with thousands of mappings; and one reading.
 //!
 //! Invariant: nothing but the loop runs in the process while its thread is watched.
@@ -94,7 +94,7 @@ fn nanos_of(name: &str) -> Result<u64, BoxError> {
     Ok(thread.ok_or_else(|| format!("no thread {name}"))?.nanos)
 }
 
-/// What a thread takes that is woken each 10 ms and does nothing: no sampler can take less.
+/// Measures a thread that is woken each 10 ms and does nothing: no sampler can take less.
 fn floor(figures: &mut Figures) -> Result<(), BoxError> {
     let (clock, bell, stop) = (SystemClock::new(), Bell::new(), AtomicBool::new(false));
     std::thread::scope(|scope| {

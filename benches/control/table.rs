@@ -22,7 +22,7 @@ const GOALS: &[(&str, f64)] = &[
     ("sampler.allocated_bytes", 0.0),
 ];
 
-/// What was measured.
+/// The measured values.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Figures(Vec<(&'static str, &'static str, Vec<f64>)>);
 

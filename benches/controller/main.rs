@@ -26,7 +26,7 @@ const SHOWN: usize = 40;
 #[derive(Clone, Debug, Parser)]
 #[command(about = "The whole controller in virtual time")]
 struct Cli {
-    /// How many scenarios.
+    /// The number of scenarios.
     #[arg(long, default_value_t = 3000)]
     seeds: u64,
     /// The first seed.
@@ -35,7 +35,7 @@ struct Cli {
     /// Only this seed, with what it learned each half second.
     #[arg(long)]
     seed: Option<u64>,
-    /// How many days of traffic.
+    /// The number of days of traffic.
     #[arg(long, default_value_t = 30)]
     days: u32,
     /// Seeds of each comparison with a fixed budget; 0 for none.

@@ -1,4 +1,4 @@
-//! What is shipped: the queries of the dashboards, and the rules.
+//! The shipped files: the queries of the dashboards, and the rules.
 //!
 //! It reads; `judge` asks. Invariant: a query that Grafana would send is in the list, its variables
 //! replaced by what they stand for when all is chosen.

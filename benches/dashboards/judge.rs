@@ -1,4 +1,4 @@
-//! What is asked of the live data, and what came of it.
+//! Queries of the live data, and verdicts on their results.
 //!
 //! Invariant: a fault is either in the list of what is named, with a reason, or counted.
 
@@ -19,7 +19,7 @@ pub(crate) fn now() -> Result<u64, BoxError> {
     Ok(SystemTime::now().duration_since(UNIX_EPOCH)?.as_secs())
 }
 
-/// What was found.
+/// The results.
 #[derive(Debug, Default)]
 pub(crate) struct Report {
     figures: Vec<(&'static str, usize)>,
@@ -52,7 +52,7 @@ impl Report {
     }
 }
 
-/// What the series of a query did.
+/// The behaviour of a query's series.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Found {
     Nothing,
@@ -177,7 +177,7 @@ pub(crate) async fn rules(
     Ok(())
 }
 
-/// What panels and rules name is scraped, and what is scraped is named by one.
+/// Checks that metrics in panels and rules are scraped, and that scraped ones are in one of them.
 pub(crate) fn names(panels: &[Panel], rules: &[Rule], text: &str, report: &mut Report) {
     let panels = panels.iter().flat_map(|panel| &panel.queries).map(|query| query.expr.as_str());
     let rules = rules.iter().map(|rule| rule.expr.as_str());

@@ -25,7 +25,7 @@ pub(crate) struct Phase {
     text_bytes: usize,
     /// Clients that ask for embeddings.
     embedders: usize,
-    /// Whether a text comes that no budget is large enough for.
+    /// `true` if a text comes that no budget is large enough for.
     giant: bool,
 }
 

@@ -1,4 +1,4 @@
-//! What may be empty or constant on a machine without a GPU, each with its reason.
+//! Series that may be empty or constant on a machine without a GPU, each with its reason.
 //!
 //! Invariant: what is not named here has series that change.
 
@@ -8,7 +8,7 @@ pub(crate) struct Named {
     pub(crate) title: &'static str,
     /// The letters of its queries.
     pub(crate) letters: &'static str,
-    /// Whether they may have no series at all; else they may have none that changes.
+    /// `true` if they may have no series at all; otherwise they may have none that changes.
     pub(crate) may_be_empty: bool,
     pub(crate) why: &'static str,
 }

@@ -20,7 +20,7 @@ use lowtide::BoxError;
 use serde_json::Value;
 use tokio::time::sleep;
 
-/// How long a process may take until it answers.
+/// The longest time that a process may take until it answers.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 /// The settings of the proxies: small and impatient, so that within a minute all happens that
@@ -146,7 +146,7 @@ impl Proxy {
         ended.map_or(Ok(()), |status| Err(format!("the proxy ended: {status}").into()))
     }
 
-    /// What it shows to Prometheus.
+    /// Returns its metrics as Prometheus scrapes them.
     pub(crate) async fn metrics(&self) -> Result<String, BoxError> {
         get(&format!("http://{}/metrics", self.address)).await
     }
@@ -209,7 +209,7 @@ impl Prometheus {
         self.api(&path).await
     }
 
-    /// What stands under `data` in an answer of its interface.
+    /// Returns the value of `data` in an answer of its interface.
     pub(crate) async fn api(&self, path: &str) -> Result<Value, BoxError> {
         let text = get(&format!("{}/api/v1/{path}", self.url())).await?;
         let mut answer: Value = serde_json::from_str(&text)?;

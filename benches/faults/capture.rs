@@ -16,7 +16,7 @@ use lowtide::device::{ArenaConfig, DeviceArena, Region};
 use lowtide::{BoxError, ByteSize};
 use lowtide_fake_driver::{Fake, Options};
 
-/// How many captures are begun.
+/// The number of captures that are begun.
 const CAPTURES: u64 = 1_000;
 
 /// The time between two decays.

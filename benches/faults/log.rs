@@ -17,12 +17,12 @@ use serde_json::Value;
 
 /// Requests to a proxy with either kind of output.
 const REQUESTS: usize = 200;
-/// How long a connection, an answer or an admin task is waited for.
+/// The longest time to wait for a connection, an answer or an admin task.
 const PATIENCE: Duration = Duration::from_secs(20);
 /// The pause between two looks for one of these.
 const PAUSE: Duration = Duration::from_millis(20);
 
-/// How the outputs of a proxy fail.
+/// The failures of a proxy's outputs.
 #[derive(Clone, Copy, Debug)]
 enum Sink {
     Full,
@@ -127,8 +127,8 @@ impl Proxy {
         Err(format!("{} accepts no connection", self.at).into())
     }
 
-    /// Whether a request is answered: of four two are forwarded, one is a verb and one loads the
-    /// model.
+    /// Returns `true` if a request is answered: of four two are forwarded, one is a verb and one
+    /// loads the model.
     fn answers(&self, nth: usize) -> bool {
         let verb = "POST /memory/purge HTTP/1.1\r\nlowtide-admin: 1\r\ncontent-length: 0";
         let embed = "POST /embed HTTP/1.1\r\ncontent-length: 18";

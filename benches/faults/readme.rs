@@ -31,7 +31,7 @@ const LIMIT: ByteSize = ByteSize::mib(256);
 const RUNS: u32 = 20;
 /// Of the body that a client makes large on purpose.
 const HOSTILE_RUNS: u32 = 3;
-/// How long the clients send.
+/// The time for which the clients send.
 const LOAD: Duration = Duration::from_secs(5);
 const BIG_CLIENTS: usize = 12;
 const SMALL_CLIENTS: usize = 20;
@@ -39,9 +39,9 @@ const BIG: usize = 5 << 20;
 const SMALL: usize = 2 << 10;
 /// Between two requests of a small client, and before one that was refused is sent again.
 const PAUSE: Duration = Duration::from_millis(50);
-/// How long the handler waits with the value in its hands.
+/// The time for which the handler waits with the value in its hands.
 const WORK: Duration = Duration::from_millis(50);
-/// What this part is called. The process that serves has the entrance of its cgroup as its second
+/// The name of this part. The process that serves has the entrance of its cgroup as its second
 /// argument.
 const PART: &str = "readme";
 

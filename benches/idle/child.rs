@@ -11,10 +11,10 @@ use std::time::{Duration, Instant};
 use lowtide::memory::Builder;
 use lowtide::{BoxError, Memory};
 
-/// How long a child may take to say something.
+/// The longest time that a child may take to print a line.
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// What stands idle.
+/// The kinds of processes that stand idle.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, clap::ValueEnum)]
 pub(crate) enum Kind {
     /// A recorder of metrics, and no `Memory`.
@@ -115,7 +115,7 @@ impl Drop for Idler {
     }
 }
 
-/// How long `Memory::start` takes in a process of its own, in milliseconds.
+/// Returns the time that `Memory::start` takes in a process of its own, in milliseconds.
 pub(crate) fn start_millis(kind: Kind) -> Result<f64, BoxError> {
     let mut child = command(kind)?.arg("--start").spawn()?;
     let said = said(&mut child);

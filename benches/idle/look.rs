@@ -9,7 +9,7 @@ use std::path::Path;
 
 use lowtide::{BoxError, ByteSize};
 
-/// What was seen.
+/// The figures of a process at one time.
 #[derive(Clone, Debug)]
 pub(crate) struct Look {
     /// By thread id: its name, its nanoseconds on a CPU, and how often it was put there.
@@ -27,7 +27,7 @@ pub(crate) struct Thread {
     pub(crate) name: String,
     /// Nanoseconds on a CPU.
     pub(crate) nanos: u64,
-    /// How often it was put on one.
+    /// The number of times that it was put on one.
     pub(crate) turns: u64,
 }
 

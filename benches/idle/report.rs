@@ -1,4 +1,4 @@
-//! What idling costs, against its goals.
+//! The cost of idling, against its goals.
 //!
 //! Each figure is the median over the processes of a kind, or the difference of two medians.
 //! Invariant: the CPU time of a process is the sum over its threads.
@@ -14,10 +14,10 @@ const THREADS: f64 = 2.0;
 const RESIDENT_MAX_MIB: f64 = 2.0;
 const START_MAX_MS: f64 = 10.0;
 
-/// How our threads' names begin.
+/// The prefix of our threads' names.
 const OURS: &str = "lowtide-";
 
-/// What a process cost while it was watched.
+/// The cost of a process while it was watched.
 #[derive(Clone, Debug)]
 pub(crate) struct Standing {
     kind: Kind,
@@ -28,7 +28,7 @@ pub(crate) struct Standing {
 }
 
 impl Standing {
-    /// What lies between two looks; memory as of the second.
+    /// Returns the differences between two looks; memory as of the second.
     pub(crate) fn between(kind: Kind, before: &Look, after: Look, seconds: f64) -> Self {
         let mut threads: BTreeMap<String, (u64, f64, f64)> = BTreeMap::new();
         for (id, thread) in after.threads {

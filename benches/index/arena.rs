@@ -100,7 +100,7 @@ fn pairs(figures: &mut Figures) {
     figures.add("arena.random_mix.p999_ns".to_owned(), work::permille(&nanos, 999) as f64, "ns");
 }
 
-/// What a thread does in a round: each buffer in turn is given up for a new one of its size.
+/// Runs a thread's round: each buffer in turn is given up for a new one of its size.
 fn turns(arena: &DeviceArena) {
     let alloc = |size: usize| arena.alloc::<u8>(size, Region::Dynamic).ok();
     let mut held: Vec<_> = HOT.iter().map(|&size| alloc(size)).collect();
@@ -128,7 +128,7 @@ fn own_loop() {
     }
 }
 
-/// What is compared.
+/// The cases that are compared.
 #[derive(Clone, Copy)]
 enum Kind {
     /// Both threads on one arena.

@@ -15,7 +15,7 @@ use crate::work::{MIX_LIVE, Mix, POOL, SEEDS};
 /// Steps of the shorter run.
 const STEPS: usize = 50_000;
 
-/// Who is counted.
+/// The allocators that are counted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub(crate) enum Counted {
     Ours,

@@ -15,7 +15,7 @@ const ADDRESSES: u64 = 512 * GIB;
 /// Below this a block is small. Half a granule.
 const SMALL_BELOW: u64 = MIB;
 
-/// Where small blocks go.
+/// The places of small blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Layout {
     /// Among the others.
@@ -144,7 +144,7 @@ impl Peer for Virtual {
     }
 }
 
-/// What the mix at 90 % came to.
+/// The result of the mix at 90 %.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Outcome {
     pub(crate) failures: u64,

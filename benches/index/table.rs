@@ -23,7 +23,7 @@ const GOALS: &[(&str, f64)] = &[
     ("arena.virtual.load90.active_per_live.worst", 1.03),
 ];
 
-/// What was measured.
+/// The measured values.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Figures(Vec<(String, f64, &'static str)>);
 

@@ -11,7 +11,7 @@ use std::ptr::NonNull;
 
 use crate::peers::Peer;
 
-/// What sizes are divided by.
+/// The divisor of sizes.
 const SCALE: u64 = 256;
 
 /// The crate's allocator over a pool of host memory.

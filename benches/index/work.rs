@@ -1,4 +1,4 @@
-//! What is done to every peer, and how it is timed.
+//! The work that every peer does, and its timing.
 //!
 //! The mix picks a slot by chance, frees the block in it or puts one of chance size there. What
 //! chance costs is never timed; what the clock itself costs is measured and taken off.
@@ -25,7 +25,7 @@ pub(crate) const LOAD90_LIVE: usize = 11_600;
 /// Operations at 90 %: about half of them allocate.
 pub(crate) const LOAD90_STEPS: usize = 300_000;
 
-/// What is to be done in a step of the mix.
+/// The work in a step of the mix.
 pub(crate) enum Todo<H> {
     Alloc(u64),
     Free(H),
@@ -111,7 +111,7 @@ pub(crate) fn act<P: Peer>(peer: &mut P, todo: Todo<P::Handle>) -> Option<P::Han
     }
 }
 
-/// What reading the clock twice costs at the least, mostly.
+/// Returns the lower quartile of the times that two reads of the clock take.
 fn clock_nanos() -> u64 {
     let mut each: Vec<u128> = (0..2001).map(|_| Instant::now().elapsed().as_nanos()).collect();
     each.sort_unstable();

@@ -1,4 +1,4 @@
-//! How lowtide's ledger stood while it was full: what tells why it served no more.
+//! The state of lowtide's ledger while it was full, which tells why it served no more.
 //!
 //! A thread of the service reads three atomics each 10 ms; it changes nothing. Invariant: the two
 //! lists are as long as each other.
@@ -15,7 +15,7 @@ use crate::measures::MIB;
 const KEPT: usize = 30_000;
 const EVERY: Duration = Duration::from_millis(10);
 
-/// What was seen.
+/// The records: correction factors, and reserved MiB.
 #[derive(Clone, Debug)]
 pub(crate) struct Books(Arc<Mutex<(Vec<f64>, Vec<f64>)>>);
 

@@ -20,24 +20,24 @@ use crate::load::{Order, Tally};
 use crate::schedule::{Offer, millis};
 use crate::service::{Report, Settings};
 
-/// How long the service may take to listen.
+/// The longest time that the service may take to listen.
 const START_PATIENCE: Duration = Duration::from_secs(10);
-/// How long a killed process may take to be gone, and its cgroup to be empty.
+/// The longest time that a killed process may take to be gone, and its cgroup to be empty.
 const END_PATIENCE: Duration = Duration::from_secs(5);
-/// How long the service may take to say what it saw.
+/// The longest time that the service may take to return its report.
 const ASK_PATIENCE: Duration = Duration::from_secs(2);
-/// How often the cgroup is looked at.
+/// The time between two looks at the cgroup.
 const LOOK_EVERY: Duration = Duration::from_millis(5);
 
 /// Signal 9, by which the kernel kills for memory.
 const SIGKILL: i32 = 9;
 
-/// What came of a cell.
+/// The outcome of a cell.
 #[derive(Clone, Debug)]
 pub(crate) struct Outcome {
-    /// How the service ended before it was told to, where it did.
+    /// The service's exit, if it ended too early.
     pub(crate) death: Option<String>,
-    /// How many processes of the cgroup the kernel killed for memory.
+    /// The number of processes of the cgroup that the kernel killed for memory.
     pub(crate) oom_kills: u64,
     /// Highest working set of the cgroup that was seen, and what it was made of.
     pub(crate) peak: ByteSize,
@@ -47,13 +47,13 @@ pub(crate) struct Outcome {
     pub(crate) base: ByteSize,
     /// The part of the processors' time that was used while load was offered.
     pub(crate) busy: f64,
-    /// What came back.
+    /// The outcomes of the requests.
     pub(crate) tally: Tally,
-    /// What the service saw; nothing where it died.
+    /// The report of the service; empty if it died.
     pub(crate) report: Report,
 }
 
-/// Whether a cgroup with a limit can be made here.
+/// Checks that a cgroup with a limit can be made here.
 pub(crate) fn check() -> Result<(), String> {
     let group = Group::make(&name("check"), Some(ByteSize::mib(64).get()))?;
     let charge = charge::working_set(&group.folder);
@@ -129,7 +129,7 @@ impl Bed {
     }
 }
 
-/// What is seen from beside while load is offered.
+/// The values that are watched from outside while load is offered.
 struct Looks {
     over: AtomicBool,
     peak: AtomicU64,
@@ -231,7 +231,7 @@ impl Process {
         Ok((front.parse()?, back.parse()?))
     }
 
-    /// How it ended, where it has.
+    /// Returns its exit status if it has ended.
     fn ended(&mut self) -> Option<ExitStatus> {
         self.0.try_wait().ok().flatten()
     }
@@ -266,7 +266,7 @@ fn remove(folder: &Path) {
     }
 }
 
-/// What the service says it saw.
+/// Asks the service for its report.
 fn ask(back: SocketAddr) -> Result<Report, BoxError> {
     let mut stream = TcpStream::connect_timeout(&back, ASK_PATIENCE)?;
     stream.set_read_timeout(Some(ASK_PATIENCE))?;

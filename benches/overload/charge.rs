@@ -1,4 +1,5 @@
-//! What a memory cgroup is charged with, whom the kernel killed in it, and how busy the machine is.
+//! The charge of a memory cgroup, the processes that the kernel killed in it, and the machine's
+//! load.
 //!
 //! Reads version 1 and version 2 by what files there are. Page cache is no part of the working set,
 //! as lowtide itself counts. Invariant:
@@ -46,7 +47,7 @@ pub(crate) fn parts(folder: &Path) -> String {
     parts.join(", ")
 }
 
-/// How many processes of the cgroup the kernel has killed for memory.
+/// Returns the number of processes of the cgroup that the kernel has killed for memory.
 pub(crate) fn oom_kills(folder: &Path) -> Option<u64> {
     let text = ["memory.events", "memory.oom_control"]
         .iter()

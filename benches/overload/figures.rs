@@ -4,7 +4,7 @@
 
 use std::collections::BTreeMap;
 
-/// What was found, by name.
+/// The results by name.
 #[derive(Debug, Default)]
 pub(crate) struct Figures(BTreeMap<String, (Vec<f64>, &'static str)>);
 

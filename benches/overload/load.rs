@@ -41,18 +41,18 @@ const PIECE: usize = 64 << 10;
 
 type Body = UnsyncBoxBody<Bytes, Infallible>;
 
-/// What the load process is told.
+/// The orders of the load process.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct Order {
     /// The service.
     pub(crate) to: SocketAddr,
-    /// What it is offered.
+    /// The load that it is offered.
     pub(crate) offer: Offer,
     /// For how many milliseconds each body is sent, piece by piece; 0: as fast as it goes.
     pub(crate) body_millis: u64,
 }
 
-/// What a request came to.
+/// The outcome of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum Fate {
     /// Answered 2xx.
@@ -70,11 +70,11 @@ pub(crate) struct Seen {
     pub(crate) class: usize,
     /// Bytes of its body.
     pub(crate) bytes: u64,
-    /// What it came to.
+    /// The outcome of the request.
     pub(crate) fate: Fate,
     /// When it was to be sent, since the start.
     pub(crate) at: f64,
-    /// How late the sending began.
+    /// The delay of the sending.
     pub(crate) late: f64,
     /// From that time to the end of the answer.
     pub(crate) took: f64,
@@ -82,7 +82,7 @@ pub(crate) struct Seen {
     pub(crate) hold: f64,
 }
 
-/// What came back.
+/// The outcomes of the requests.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub(crate) struct Tally {
     /// Every request.

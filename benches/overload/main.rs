@@ -74,19 +74,19 @@ struct Cli {
     /// Which sizes of bodies.
     #[arg(long, value_delimiter = ',')]
     mix: Vec<Mix>,
-    /// What estimates are multiplied by, to make them wrong.
+    /// The factor by which estimates are multiplied, to make them wrong.
     #[arg(long, value_delimiter = ',')]
     estimate: Vec<f64>,
     /// Of arrivals, sizes and holds, the same for each policy; of what `--survive` draws.
     #[arg(long, default_value_t = 7)]
     seed: u64,
-    /// How long requests are offered: 8 s, in the grid 20 s, of drawn runs 30 s.
+    /// The time for which requests are offered: 8 s, in the grid 20 s, of drawn runs 30 s.
     #[arg(long, value_parser = humantime::parse_duration)]
     lasts: Option<Duration>,
     /// The limit of the service's memory cgroup.
     #[arg(long, default_value = "256m")]
     limit: ByteSize,
-    /// How long each body takes to send; it holds what has arrived for as much longer.
+    /// The time that each body takes to send; it holds what has arrived for as much longer.
     #[arg(long, default_value = "0s", value_parser = humantime::parse_duration)]
     body: Duration,
     /// Open connections of the proxy at most; more wait to be accepted.

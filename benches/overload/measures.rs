@@ -1,4 +1,4 @@
-//! What a cell comes to in numbers.
+//! The figures of a cell.
 //!
 //! Goodput is that of the steady part: answers that ended after the longest hold had passed once
 //! and before the load ended, over that time. What was shed, and how the classes shared, is of all
@@ -50,7 +50,7 @@ pub(crate) struct Measures {
     pub(crate) peak_mib: f64,
     /// Changes of level a second.
     pub(crate) level_changes: f64,
-    /// How late the sending began.
+    /// The delay of the sending, 99th percentile in milliseconds.
     pub(crate) late_p99_ms: f64,
     /// The part of the processors' time that was used.
     pub(crate) busy: f64,
@@ -111,7 +111,7 @@ impl Measures {
         }
     }
 
-    /// Why the cell says nothing about time, where it does not.
+    /// Returns the reason why the cell's times are void, if they are.
     pub(crate) fn void(&self) -> Option<String> {
         if self.late_p99_ms > LATE_MAX_MS {
             return Some(format!("the load was {:.1} ms late", self.late_p99_ms));

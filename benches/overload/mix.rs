@@ -21,8 +21,8 @@ pub(crate) const CLASSES: [&str; 3] = ["small", "medium", "large"];
 const COPIES: u64 = 2;
 /// A request holds its memory for a time between these two, all of them as likely.
 pub(crate) const HOLD: [Duration; 2] = [Duration::from_millis(1500), Duration::from_millis(2500)];
-/// What the service holds beside its requests: 2 MiB before the first, and the buffers of idle
-/// connections. Room enough, by a guess.
+/// The memory that the service holds besides its requests: 2 MiB before the first, and the buffers
+/// of idle connections. Room enough, by a guess.
 pub(crate) const BASE: ByteSize = ByteSize::mib(12);
 /// The part of the limit up to which is filled: lowtide's default.
 pub(crate) const CEILING: f64 = 0.80;
@@ -94,12 +94,12 @@ impl Mix {
     }
 }
 
-/// What a body takes in the text service while it is held: collected, and copied.
+/// Returns the memory that a body takes in the text service while held: collected, and copied.
 pub(crate) fn held(size: ByteSize) -> ByteSize {
     ByteSize::new(size.get() * COPIES)
 }
 
-/// What a request takes in all, with its two connections.
+/// Returns the memory that a request takes in all, with its two connections.
 pub(crate) fn taken(size: ByteSize) -> ByteSize {
     held(size).saturating_add(FORWARD_COST)
 }

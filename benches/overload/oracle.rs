@@ -20,7 +20,7 @@ use crate::schedule::Offer;
 
 /// Seeds that a setting has to survive, beginning with the cell's own.
 const SEEDS: u64 = 10;
-/// How long each lasts.
+/// The length of each trial.
 const LASTS: Duration = Duration::from_secs(30);
 /// Static budgets are tried in steps of this, in percent of the limit.
 pub(crate) const STEP: u32 = 2;
@@ -34,7 +34,7 @@ pub(crate) struct Setting {
     pub(crate) limit: ByteSize,
     /// Requests a second.
     pub(crate) rate: f64,
-    /// What estimates are multiplied by.
+    /// The factor by which estimates are multiplied.
     pub(crate) estimate: f64,
     /// As of the cell.
     pub(crate) seed: u64,

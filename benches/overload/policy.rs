@@ -1,4 +1,4 @@
-//! What admits a request: the policies, by name.
+//! The policies that admit requests, by name.
 //!
 //! Values only; `gates` and `service` make them work.
 
@@ -8,7 +8,7 @@ use std::str::FromStr;
 /// The limits on requests under way that are tried.
 pub(crate) const CONCURRENCY: [u32; 7] = [16, 32, 48, 64, 96, 128, 256];
 
-/// What admits a request.
+/// A policy that admits requests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Policy {
     /// Nothing: every request is served.

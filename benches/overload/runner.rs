@@ -26,34 +26,34 @@ const COMPARED: f64 = 4.0;
 /// A cell to be run.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Plan {
-    /// What admits requests.
+    /// The policy that admits requests.
     pub(crate) policy: Policy,
     /// Times what fits.
     pub(crate) load: f64,
     /// Which sizes.
     pub(crate) mix: Mix,
-    /// What estimates are multiplied by.
+    /// The factor by which estimates are multiplied.
     pub(crate) estimate: f64,
 }
 
-/// What is common to all cells.
+/// The settings and results that all cells share.
 #[derive(Debug)]
 pub(crate) struct Runner {
     /// The limit of the service's cgroup.
     pub(crate) limit: ByteSize,
-    /// How long requests are offered.
+    /// The time for which requests are offered.
     pub(crate) lasts: Duration,
     /// Of arrivals, sizes and holds.
     pub(crate) seed: u64,
     /// Open connections of the proxy at most.
     pub(crate) connections: usize,
-    /// How long each body takes to send; zero: as fast as it goes.
+    /// The time that each body takes to send; zero: as fast as it goes.
     pub(crate) body: Duration,
-    /// Whether a request holds its body once, and not twice.
+    /// `true` if a request holds its body once, and not twice.
     pub(crate) one_copy: bool,
     /// The program of the policy `envoy80`.
     pub(crate) envoy: Option<PathBuf>,
-    /// What was found.
+    /// The results.
     pub(crate) figures: Figures,
     /// MiB before the first request, of each cell.
     pub(crate) bases: Vec<f64>,
@@ -82,7 +82,7 @@ impl Runner {
         Ok((measures, outcome))
     }
 
-    /// How the service is to be, in a cell of its own kind.
+    /// Returns the settings of the service in a cell of its own kind.
     pub(crate) fn settings(&self, policy: Policy, estimate: f64) -> Settings {
         Settings {
             policy: policy.to_string(),

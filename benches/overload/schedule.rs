@@ -16,11 +16,11 @@ use crate::model::Chance;
 pub(crate) struct Phase {
     /// Requests a second.
     pub(crate) rate: f64,
-    /// How long.
+    /// The length in milliseconds.
     pub(crate) millis: u64,
 }
 
-/// What is to be offered: phases one after another.
+/// The load to offer: phases one after another.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct Offer {
     /// Which sizes.
@@ -50,7 +50,7 @@ impl Offer {
         Self { mix, phases: vec![Phase { rate, millis: millis(lasts) }], seed }
     }
 
-    /// How long all of it lasts.
+    /// Returns the length of all phases together.
     pub(crate) fn lasts(&self) -> Duration {
         Duration::from_millis(self.phases.iter().map(|phase| phase.millis).sum())
     }

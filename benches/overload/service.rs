@@ -34,28 +34,28 @@ use crate::policy::Policy;
 use crate::watch::Watch;
 use crate::{envoy, gates, mix};
 
-/// How the service is to be.
+/// The settings of the service.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct Settings {
     /// The name of what admits.
     pub(crate) policy: String,
-    /// What an estimate from the body's length is multiplied by, to make it wrong.
+    /// The factor by which estimates from the body's length are multiplied, to make them wrong.
     pub(crate) estimate: f64,
     /// The limit of the cgroup.
     pub(crate) limit_bytes: u64,
     /// Open connections of the proxy at most.
     pub(crate) connections: usize,
-    /// Where the second copy lies in the memory of a simulated device with this limit.
+    /// The limit of the simulated device that holds the second copy; `None` if it lies on the host.
     pub(crate) device_bytes: Option<u64>,
-    /// Whether a request holds its body once, and not twice.
+    /// `true` if a request holds its body once, and not twice.
     pub(crate) one_copy: bool,
     /// The program of the policy `envoy80`.
     pub(crate) envoy: Option<PathBuf>,
-    /// Whether jemalloc never gives a page back by itself.
+    /// `true` if jemalloc never returns a page by itself.
     pub(crate) decay_off: bool,
 }
 
-/// What the service saw.
+/// The figures of the service.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub(crate) struct Report {
     /// Milliseconds of each refusal at the text service: whole, and without waits for its body.
@@ -64,8 +64,8 @@ pub(crate) struct Report {
     pub(crate) level_changes: u64,
     /// Requests turned away, by reason.
     pub(crate) shed: Vec<(String, u64)>,
-    /// What estimates were multiplied by while the ledger was at least half full, in the ledger
-    /// that binds.
+    /// The factors by which estimates were multiplied while the ledger was at least half full, in
+    /// the ledger that binds.
     pub(crate) k: Vec<f64>,
     /// MiB that were booked then.
     pub(crate) booked_mib: Vec<f64>,

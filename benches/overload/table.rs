@@ -75,7 +75,7 @@ pub(crate) fn line(
     text
 }
 
-/// What stands below the table.
+/// Returns the text below the table.
 pub(crate) fn legend(bases: &[f64]) -> String {
     let base = bases.iter().copied().fold(0.0, f64::max);
     let lines = [

@@ -1,4 +1,4 @@
-//! What a refusal costs, measured in the service: from the head of a request, parsed, to its
+//! The cost of a refusal, measured in the service: from the head of a request, parsed, to its
 //! response, handed over to the server.
 //!
 //! It stands outside whatever admits, so that all policies are measured alike, and it reads away

@@ -26,7 +26,7 @@ const LEFT_OVER_MAX: u64 = 128 * MIB;
 /// Segments double up to this size by themselves.
 const POWER_OF_TWO_MAX: u64 = 1024 * MIB;
 
-/// How the arena grows.
+/// The growth of the arena.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Extend {
     /// By doubling (`kNextPowerOfTwo`, its default).

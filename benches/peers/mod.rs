@@ -16,7 +16,7 @@ pub(crate) use offset::Offset;
 
 /// A block allocator over offsets.
 pub(crate) trait Peer {
-    /// What a live block is given back by.
+    /// A handle by which a live block is freed.
     type Handle;
 
     /// A block of at least so many bytes, or `None` where it finds no room. `bytes > 0`.

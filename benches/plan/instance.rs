@@ -9,7 +9,7 @@ use std::time::Duration;
 use flate2::read::GzDecoder;
 use lowtide_planner::{Ends, Problem};
 
-/// What the instances of MiniMalloc's challenging set fit in.
+/// The capacity of the instances of MiniMalloc's challenging set.
 pub(crate) const CAPACITY: u64 = 1_048_576;
 
 /// The one with the most buffers.

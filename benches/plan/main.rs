@@ -46,7 +46,7 @@ const RULE_BUFFERS: u64 = 454;
 #[derive(Clone, Debug, Parser)]
 #[command(about = "What the lifetime planner makes of the instances of its field")]
 struct Cli {
-    /// How often each instance is solved.
+    /// The number of times that each instance is solved.
     #[arg(long, default_value_t = 5)]
     rounds: usize,
     /// Random problems that are compared with brute force.
@@ -184,7 +184,7 @@ fn per(one: ByteSize, other: ByteSize) -> f64 {
     one.as_f64() / other.as_f64()
 }
 
-/// What one lookup of an offset costs, in a random order of buffers.
+/// Measures one lookup of an offset, in a random order of buffers.
 fn lookups(figures: &mut Figures) {
     let problem = INSTANCES[0].problem();
     let plan = solve(&problem, Duration::from_millis(10), 0);
@@ -206,7 +206,7 @@ fn lookups(figures: &mut Figures) {
     figures.add("plan.lookup_ns".into(), each, "ns");
 }
 
-/// What a plan by GGML's rule costs, all that a plan takes included.
+/// Measures a plan by GGML's rule, everything that a plan takes included.
 fn one_rule(figures: &mut Figures, rounds: usize) {
     let mut random = random::Random::new(9);
     let mut problem = Problem::new();
@@ -225,7 +225,7 @@ fn one_rule(figures: &mut Figures, rounds: usize) {
     figures.add("plan.one_rule_us".into(), each, "us");
 }
 
-/// What this process has resident, or has had at most.
+/// Returns the resident memory of this process, or its peak for `VmHWM`, in MiB.
 fn resident_mib(which: &str) -> f64 {
     let status = procfs::process::Process::myself().and_then(|process| process.status());
     let status = status.ok();

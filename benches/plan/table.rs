@@ -30,7 +30,7 @@ const PROVEN: [&str; 8] = ["A", "B", "C", "E", "F", "I", "resnet50", "G_1"];
 /// Seconds that an instance of the set may take to fit its capacity.
 const SECONDS: f64 = 0.5;
 
-/// What was measured.
+/// The measured values.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Figures(Vec<(String, f64)>);
 

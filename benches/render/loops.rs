@@ -1,4 +1,4 @@
-//! What the two threads of a `Memory` take: the control thread for a tick, the worker for a
+//! The costs of the two threads of a `Memory`: the control thread for a tick, the worker for a
 //! publication; and of that, writing the series.
 //!
 //! Both wait on the clock that the `Memory` was given, and do one turn of their work between two
@@ -29,8 +29,8 @@ const TICKS: usize = 2001;
 const WOKEN: usize = 301;
 const PUBLICATIONS: usize = 501;
 const TIMED: usize = 1001;
-/// What is taken between two ticks: more than the kernel's counters may be behind. And how often
-/// all of it is given back, so that what is taken next is new to the kernel as well.
+/// The memory that is taken between two ticks: more than the kernel's counters may be behind. All
+/// of it is released at [`HELD_MAX`] pieces, so that the next is new to the kernel as well.
 const TOUCHED: usize = 1 << 20;
 const HELD_MAX: usize = 64;
 const PUBLISHED_EACH: Duration = Duration::from_millis(10);
@@ -47,7 +47,7 @@ thread_local! {
     static BEGUN: Cell<Option<(Instant, u64)>> = const { Cell::new(None) };
 }
 
-/// What was written down of one thread.
+/// The records of one thread.
 #[derive(Debug, Default)]
 struct Turns {
     took: Vec<Duration>,
@@ -64,7 +64,7 @@ struct Watch {
     /// Memory that moves between two ticks.
     held: Mutex<Vec<Vec<u8>>>,
     moves: AtomicBool,
-    /// Whether the control thread goes on without a wait.
+    /// `true` if the control thread goes on without a wait.
     hurries: AtomicBool,
 }
 
@@ -197,9 +197,9 @@ pub(crate) fn measure() -> Result<bool, BoxError> {
     Ok(held)
 }
 
-/// What it takes to write a hundred series to the recorder, in us: those of a heap, an arena, both
-/// budgets and admission, as the worker writes them, one time after the other. And the least that
-/// the recorder takes for as many: one name, without a label, found at once.
+/// Returns the time to write a hundred series to the recorder, in us: those of a heap, an arena,
+/// both budgets and admission, as the worker writes them, one time after the other. And the least
+/// that the recorder takes for as many: one name, without a label, found at once.
 fn written(memory: &Memory) -> Result<(f64, f64), BoxError> {
     let snapshot = memory.snapshot();
     let write = || {

@@ -28,7 +28,7 @@ static HEAP: lowtide_heap::Heap = lowtide_heap::Heap;
 const SEED: u64 = 42;
 const MEMORY: &str = "/memory?format=json&with=map,history,events,admin_tasks";
 
-/// How many blocks, the suffix of its figures, answers that are timed, and the goals in ms.
+/// The number of blocks, the suffix of its figures, answers that are timed, and the goals in ms.
 const CASES: [(usize, &str, usize, [f64; 2]); 2] =
     [(1_000, "1k", 201, [1.0, 5.0]), (1_000_000, "1m", 31, [50.0, 50.0])];
 /// Bytes of a document at most.

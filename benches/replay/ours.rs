@@ -21,15 +21,15 @@ use lowtide_gpu::{ArenaConfig, Buffer, DeviceArena, DeviceError, HostDriver, Reg
 use crate::rivals::smallest;
 use crate::trace::{Event, Trace};
 
-/// How often a replay is timed.
+/// The number of times that a replay is timed.
 const TIMED: usize = 5;
 
 /// Events that a picture's arena keeps.
 const HISTORY: usize = 20_000;
-/// How far apart events are on a picture's time line: traces have no times.
+/// The distance of events on a picture's time line: traces have no times.
 const EVENT_APART: Duration = Duration::from_micros(10);
 
-/// What a replay came to.
+/// The result of a replay.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Replay {
     /// The most that was committed at once.

@@ -14,7 +14,7 @@ const STEP: u64 = 64 << 10;
 /// Segments of an arena without a limit.
 const NO_LIMIT: u64 = 1 << 62;
 
-/// What one peer needs for a trace.
+/// The memory that one peer needs for a trace.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Need {
     pub(crate) peer: &'static str,
@@ -24,8 +24,8 @@ pub(crate) struct Need {
     pub(crate) kept: Option<u64>,
 }
 
-/// What the peers themselves were measured to take for the project's own traces, for each byte
-/// that is live at most, in the order of [`needs`].
+/// The bytes that the peers themselves were measured to take for the project's own traces, for each
+/// byte that is live at most, in the order of [`needs`].
 const MEASURED: [(&str, [f64; 4]); 5] = [
     ("bert-embed", [1.132, 1.167, 1.651, 1.421]),
     ("gpt2-generate", [1.001, 1.033, 2.524, 1.000]),

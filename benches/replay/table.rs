@@ -1,4 +1,4 @@
-//! What the traces came to: tables for people, a line for each figure, and whether goals held.
+//! The results of the traces: tables for people, a line for each figure, and the goals that held.
 //!
 //! A ratio is the most that was taken from the device over the most that was live, and live counts
 //! what was asked for, before any rounding.

@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 use flate2::read::MultiGzDecoder;
 use thiserror::Error;
 
-/// How a file that gzip wrote begins.
+/// The first bytes of a file that gzip wrote.
 const GZIP: [u8; 2] = [0x1f, 0x8b];
 /// The most events of one trace.
 const EVENTS_MAX: usize = 1 << 26;
@@ -25,7 +25,7 @@ const BLOCK_MAX: u64 = 1 << 48;
 /// The longest line that an error quotes, in characters.
 const QUOTE_MAX: usize = 40;
 
-/// What happens to a block; blocks are numbered from 0 in the order of their allocation.
+/// An event of a block; blocks are numbered from 0 in the order of their allocation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Event {
     Alloc { block: usize, bytes: u64 },
@@ -38,7 +38,7 @@ pub(crate) struct Trace {
     /// Its file's name without `.gz` and one more extension, blanks as dashes.
     pub(crate) name: String,
     pub(crate) events: Vec<Event>,
-    /// How many blocks are allocated in it.
+    /// The number of blocks that are allocated in it.
     pub(crate) blocks: usize,
     /// The most that is live at once: the sum of what was asked for.
     pub(crate) live_peak: u64,
@@ -49,7 +49,7 @@ pub(crate) struct Trace {
     pub(crate) marks: Vec<usize>,
 }
 
-/// Why a file is no trace.
+/// The reason why a file is no trace.
 #[derive(Debug, Error)]
 pub(crate) enum TraceError {
     #[error("{path}: {error}", path = path.display())]
@@ -108,7 +108,7 @@ fn name_of(path: &Path) -> String {
     name.split_whitespace().collect::<Vec<_>>().join("-")
 }
 
-/// What is wrong with a text.
+/// A fault in a text.
 #[derive(Debug)]
 enum Fault {
     Read(std::io::Error),

@@ -27,7 +27,7 @@ const SHOWN: u64 = 5;
 #[derive(Clone, Debug, Parser)]
 #[command(about = "Random schedules of an arena beside streams, over the simulation")]
 struct Cli {
-    /// How many schedules.
+    /// The number of schedules.
     #[arg(long, default_value_t = 20_000)]
     count: u64,
     /// The first seed.
@@ -36,7 +36,7 @@ struct Cli {
     /// Only this seed.
     #[arg(long)]
     seed: Option<u64>,
-    /// How many run beside each other.
+    /// The number of schedules that run at a time.
     #[arg(long, default_value_t = 2)]
     threads: usize,
     /// Cargo says this when benches are asked for.

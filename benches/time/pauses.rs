@@ -16,7 +16,7 @@ const CALLS_OUT: u64 = 2;
 /// And for one that comes: create, map, set access.
 const CALLS_IN: u64 = 3;
 
-/// What is summed over traces and seeds.
+/// Sums over traces and seeds.
 #[derive(Clone, Copy, Debug, Default)]
 struct Sums {
     worst: f64,

@@ -18,7 +18,7 @@ use lowtide_gpu::{ArenaConfig, Buffer, DeviceArena, DeviceError, HostDriver, Reg
 use crate::schedule::{Burst, EVENT_APART};
 use crate::trace::{Event, Trace};
 
-/// What a whole schedule came to.
+/// The result of a whole schedule.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Outcome {
     pub(crate) retained_byte_seconds: f64,

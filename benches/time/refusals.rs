@@ -106,7 +106,7 @@ fn is_false(arena: &DeviceArena, region: Region, error: &DeviceError) -> Result<
     Ok(active.saturating_add(needed) <= limit || largest >= requested)
 }
 
-/// What refusals cost in an arena of many blocks: the first, with a plan of what a compaction would
+/// Measures refusals in an arena of many blocks: the first, with a plan of what a compaction would
 /// gain, and one of a crowd.
 fn cost(figures: &mut Figures) -> Result<(), BoxError> {
     let arena = open(Growth::SameAsRequested, ByteSize::gib(4), device(true), SystemClock::new())?;

@@ -10,7 +10,7 @@ use crate::trace::{Event, Trace};
 /// Segments of an arena without a limit.
 const NO_LIMIT: u64 = 1 << 62;
 
-/// Who is played.
+/// The allocators that are played.
 pub(crate) const ALL: [(&str, Extend, bool); 4] = [
     ("bfc-model-next-power-of-two", Extend::NextPowerOfTwo, false),
     ("bfc-model-next-power-of-two-shrunk", Extend::NextPowerOfTwo, true),

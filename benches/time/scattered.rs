@@ -19,7 +19,7 @@ const BLOCKS: usize = 10_000;
 const KEPT: usize = BLOCKS / 10;
 /// The size of small blocks.
 const SMALL: usize = 64 << 10;
-/// What one call to compact may move.
+/// The bytes that one call to compact may move.
 const BUDGET: ByteSize = ByteSize::mib(64);
 /// Calls to compact at most.
 const CALLS_MAX: usize = 1_000;

@@ -19,7 +19,7 @@ pub(crate) const EVENT_APART: Duration = Duration::from_micros(10);
 const GAPS: usize = 60;
 /// The shortest and the longest gap, in seconds.
 const GAP: (f64, f64) = (0.1, 600.0);
-/// How often a whole trace is repeated, and its gaps.
+/// The number of times that a whole trace is repeated, and its gaps.
 const REPEATS: usize = 4;
 const REPEATS_GAP: (f64, f64) = (0.1, 8.0);
 

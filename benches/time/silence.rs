@@ -18,7 +18,7 @@ use crate::table::Figures;
 const TICK: Duration = Duration::from_millis(50);
 /// The worker may have been told to act and not yet have begun: so long it gets to begin.
 const BREATH: Duration = Duration::from_micros(500);
-/// How long, in real time, the threads may take to come back to the clock.
+/// The longest real time that the threads may take to come back to the clock.
 const PATIENCE: Duration = Duration::from_secs(10);
 /// Decay times after which it is given up.
 const PATIENCE_DECAYS: u32 = 20;

@@ -23,7 +23,7 @@ const BLOCKS: usize = 10_000;
 /// Bytes of all together.
 const TOTAL: usize = 10 << 30;
 
-/// What a cycle came to.
+/// The result of a cycle.
 struct Cycle {
     calls: u64,
     handles: usize,

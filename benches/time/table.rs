@@ -21,7 +21,7 @@ const GOALS: &[(&str, f64)] = &[
 /// The least that a figure may be.
 const LEAST: (&str, f64) = ("simulation.events_per_second", 1e6);
 
-/// What was measured.
+/// The measured values.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Figures(Vec<(String, f64, &'static str)>);
 

@@ -1,4 +1,4 @@
-//! What stands for the CUDA device in a build without the feature `cuda`: none opens.
+//! A stub for the CUDA device in a build without the feature `cuda`: none opens.
 
 use std::convert::Infallible;
 

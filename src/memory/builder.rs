@@ -301,7 +301,7 @@ impl Builder {
     }
 }
 
-/// Whether this build has device arenas.
+/// `true` if this build has device arenas.
 const HAS_DEVICES: bool = cfg!(feature = "device");
 
 /// Returns a warning that names the variables of device arenas that are set, in a build that has

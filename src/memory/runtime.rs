@@ -1,4 +1,4 @@
-//! What a service on tokio needs: an orderly end, and loaders that are async.
+//! Support for services on tokio: an orderly shutdown, and loaders that are async.
 //!
 //! It starts no runtime and no task. It installs handlers for signals only in
 //! [`Memory::terminated`].

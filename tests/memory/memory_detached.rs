@@ -62,7 +62,7 @@ fn one_is_shared_while_it_runs_and_the_next_call_starts_another() {
     assert!(next.shutdown(SOON).is_clean());
 }
 
-/// What `?` makes of an arena's error in a loader is still that error, with its numbers.
+/// An arena's error that `?` converts in a loader is still that error, with its numbers.
 #[test]
 fn a_device_error_in_a_loader_keeps_its_numbers() {
     let load = || Err::<(), _>(DeviceError::Forked.into());

@@ -84,7 +84,7 @@ fn device(memory: &Memory) -> DeviceSnapshot {
     memory.snapshot().devices.memory.expect("the device says what it has")
 }
 
-/// What a neighbour that takes memory makes go, and what it does not.
+/// A neighbour that takes memory makes idle memory go, and no live memory.
 #[test]
 fn idle_memory_makes_room_for_a_neighbour_and_live_memory_stays() {
     let bed = Bed::new();

@@ -1,4 +1,4 @@
-//! What a `Memory` makes of what the kernel counts, and of a limit that is changed under it. One
+//! The reactions of a `Memory` to the kernel's figures, and to a limit that is changed under it. One
 //! test, since it installs the process's subscriber.
 #![cfg(target_os = "linux")]
 

@@ -594,7 +594,7 @@ fn a_start_takes_its_first_sample_before_it_returns() {
 struct Log(Arc<Mutex<Vec<(tracing::Level, String)>>>);
 
 impl Log {
-    /// What `work` logs on this thread.
+    /// Returns the lines that `work` logs on this thread.
     fn of(work: impl FnOnce()) -> Vec<(tracing::Level, String)> {
         let log = Self::default();
         let subscriber = tracing_subscriber::registry().with(log.clone());

@@ -1,6 +1,6 @@
-//! What a `Memory` does by itself, end to end, in virtual time: idle resources go, arenas decay,
-//! pressure rises and falls, purges give pages back. The kernel's figures are read from a file
-//! tree; heap and arenas are real.
+//! The background work of a `Memory`, end to end, in virtual time: idle resources go, arenas decay,
+//! pressure rises and falls, purges return pages. The kernel's figures are read from a file tree;
+//! heap and arenas are real.
 #![cfg(target_os = "linux")]
 
 use std::sync::atomic::{AtomicU32, Ordering};

@@ -66,7 +66,7 @@ impl Scrape {
         scrape
     }
 
-    /// Whether there is a series of the metric, or of a part of a histogram.
+    /// Returns `true` if there is a series of the metric, or of a part of a histogram.
     fn has(&self, metric: &Metric) -> bool {
         self.series.iter().any(|(name, ..)| stem(name, metric).is_some())
     }
@@ -94,7 +94,7 @@ fn every_series_stands_in_the_table(scrape: &Scrape) {
     }
 }
 
-/// What a device says of itself, and host memory does not: `memory_device` looks for these.
+/// Metrics that a device has, and host memory does not: `memory_device` looks for these.
 const OF_A_DEVICE: [&str; 5] = [
     "lowtide_device_total_bytes",
     "lowtide_device_free_bytes",

@@ -1,4 +1,4 @@
-//! What works without: a `Memory` that was never started, and jemalloc not the global allocator.
+//! Parts that work without a started `Memory`, and without jemalloc as the global allocator.
 
 use std::sync::Arc;
 use std::time::Duration;

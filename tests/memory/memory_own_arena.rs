@@ -118,7 +118,7 @@ fn a_resource_that_holds_more_than_it_said_is_booked_by_what_it_holds() {
     assert!(memory.shutdown(SOON).is_clean());
 }
 
-/// Where the arena lies in the host's memory, its bytes are the host's.
+/// If the arena lies in the host's memory, its bytes are the host's.
 #[test]
 fn what_a_resource_holds_in_its_device_arena_is_found_booked_and_given_back() {
     let sim = || Arc::new(SimDriver::new(SimOptions::default()));

@@ -1,4 +1,4 @@
-//! What needs a process of its own: a forked child, and an environment with our variables in it.
+//! Tests that need a process of their own: a forked child, and an environment with our variables.
 //!
 //! The tests run this program again with other variables; the test that then runs says on its
 //! standard output what `Memory` made of them.
@@ -161,7 +161,8 @@ fn a_forked_child_may_start_a_memory_of_its_own_though_the_parents_runs() {
     assert!(memory.shutdown(SOON).is_clean());
 }
 
-/// What this program's other tests run it again for: says what came of the environment.
+/// The test for which this program's other tests run it again: prints the effect of the
+/// environment.
 #[test]
 fn memory_starts_as_the_environment_of_this_process_says() {
     println!("\n{}", outcome(Memory::builder()));
@@ -186,7 +187,7 @@ fn outcome(builder: Builder) -> String {
     }
 }
 
-/// Whether an arena falls asleep by itself, once it has memory.
+/// Returns "in its time" if an arena falls asleep by itself, once it has memory, or "never".
 fn sleeps(arena: &DeviceArena) -> String {
     let blocks = Region::ALL.map(|region| arena.alloc::<u8>(2 << 20, region).map(drop));
     assert!(blocks.iter().all(Result::is_ok), "{blocks:?}");

@@ -1,5 +1,5 @@
-//! What `Memory` says at its start about the heap's configuration: a profile that is asked for at
-//! run time in a binary that carries another one, and what the process was started with.
+//! The notes of `Memory` about the heap's configuration at its start: a profile that is asked for
+//! at run time in a binary that carries another one, and the settings of the process.
 //!
 //! The tests run this program again with other variables; the test that then runs says on its
 //! standard output which notes about the heap there are.
@@ -20,7 +20,7 @@ const UNREAD: &str = if INTERPOSED { "_RJEM_MALLOC_CONF" } else { "MALLOC_CONF" 
 /// In the causes of what the kernel does about huge pages, and of the build's page size.
 const GIVEN: [&str; 2] = ["transparent_hugepage", "LG_PAGE"];
 
-/// What this program's other tests run it again for.
+/// The test for which this program's other tests run it again.
 #[test]
 fn the_notes_about_the_heap_are_said() {
     let memory = match Memory::start() {

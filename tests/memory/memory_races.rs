@@ -1,4 +1,4 @@
-//! What several threads, or callbacks, do to one `Memory` at a time, each after a bug of that kind.
+//! Acts of several threads, or callbacks, on one `Memory` at a time, each after a bug of that kind.
 #![cfg(target_os = "linux")]
 
 use std::sync::{Arc, OnceLock, mpsc};

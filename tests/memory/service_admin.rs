@@ -55,7 +55,7 @@ impl Service {
         (status, serde_json::from_str(response.body()).unwrap_or(Value::Null))
     }
 
-    /// What came of the last admin task, once it has ended.
+    /// Returns the last admin task, once it has ended.
     fn outcome(&self) -> AdminTask {
         let last = || self.memory.admin_tasks().pop().expect("an admin task");
         let is_over = |state: &AdminTaskState| !state.outcome().is_empty();

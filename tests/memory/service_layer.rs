@@ -25,7 +25,7 @@ use tower::{Layer, Service, ServiceExt, service_fn};
 const COST: ByteSize = ByteSize::mib(10);
 const CEILING: ByteSize = ByteSize::mib(100);
 
-/// What the handler of a test answers with.
+/// The body of a test handler's answer.
 type Body200 = Full<Bytes>;
 type Asked = Request<Empty<Bytes>>;
 
@@ -62,7 +62,7 @@ fn now<F: Future>(future: F) -> F::Output {
     }
 }
 
-/// Whether a frame came at once.
+/// Returns `true` if a frame came at once.
 fn next_frame<B: Body + Unpin>(body: &mut B) -> bool {
     let frame = Pin::new(body).poll_frame(&mut Context::from_waker(Waker::noop()));
     matches!(frame, Poll::Ready(Some(Ok(_))))
@@ -324,7 +324,7 @@ fn a_permit_that_a_handler_keeps_for_work_behind_the_answer_keeps_its_bytes() {
 struct Upload {
     frame: Bytes,
     left: u64,
-    /// Whether its length is known from the head.
+    /// `true` if its length is known from the head.
     announced: bool,
     read: Arc<AtomicU64>,
 }

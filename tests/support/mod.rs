@@ -1,4 +1,4 @@
-//! What the tests of a running `Memory` share: waiting with an end, names of threads, a file tree
+//! Fixtures for the tests of a running `Memory`: waiting with an end, names of threads, a file tree
 //! that says how full the cgroup is.
 #![allow(dead_code, reason = "each test program takes its part of this")]
 
@@ -15,7 +15,7 @@ use lowtide::memory::Shutdown;
 use lowtide::{ByteSize, Memory};
 use tempfile::TempDir;
 
-/// How long a test waits for what must come; a busy machine needs a part of it.
+/// The longest time that a test waits for an event; a busy machine needs a part of it.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(20);
 const MIB: u64 = 1 << 20;
 

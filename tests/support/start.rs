@@ -22,13 +22,13 @@ use crate::EXPORTED;
 /// Names the start that a process is asked for; none of the variables that `Memory` knows.
 const VARIABLE: &CStr = c"TEST_START";
 
-/// What a program with these settings exports.
+/// The symbols that a program with these settings exports.
 pub(crate) struct Start {
     name: &'static CStr,
     /// The text under the symbol that jemalloc reads, and under the one that it does not.
     read: Option<&'static CStr>,
     unread: Option<&'static CStr>,
-    /// Whether `Heap` is the global allocator, or the default one.
+    /// `true` if `Heap` is the global allocator, `false` if it is the default one.
     is_global: bool,
 }
 
@@ -176,7 +176,7 @@ impl Start {
         (variable, name)
     }
 
-    /// Whether this process started so.
+    /// Returns `true` if this process started so.
     #[expect(clippy::disallowed_methods, reason = "how this process is told what it is to do")]
     fn is_this(&self) -> bool {
         let (variable, name) = self.variable();

@@ -26,15 +26,15 @@ const SCHEDULES: &str = "schedules::random_schedules_keep_every_byte_and_leave_n
 #[derive(Debug)]
 struct Mutant {
     name: &'static str,
-    /// What is wrong with it.
+    /// A description of the fault.
     about: &'static str,
     /// A text that is in one file of [`SOURCES`], once.
     text: &'static str,
-    /// What takes its place.
+    /// The text that replaces it.
     replacement: &'static str,
     /// A test of `crates/gpu/tests/gpu` that must fail.
     test: &'static str,
-    /// Whether `cargo xtask ci` tries it too.
+    /// `true` if `cargo xtask ci` tries it too.
     is_sample: bool,
 }
 

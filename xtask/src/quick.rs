@@ -41,7 +41,7 @@ fn changed_files(base: &str) -> Result<Vec<String>, String> {
     Ok(names.lines().map(str::to_owned).collect())
 }
 
-/// What changed in a package.
+/// The changes in a package.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Changes {
     /// Its library or manifest.

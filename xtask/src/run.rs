@@ -10,10 +10,10 @@ use std::{env, fs};
 
 use crate::tree;
 
-/// Where tools are unpacked and reports are kept.
+/// The folder in which tools are unpacked and reports are kept.
 pub(crate) const FOLDER: &str = "target/ci";
 
-/// What is set for every command.
+/// The environment variables that are set for every command.
 static FOR_COMMANDS: Mutex<Vec<(&str, &str)>> = Mutex::new(Vec::new());
 
 /// Sets a variable of every command from now on.

@@ -22,7 +22,7 @@ const LASTS: f64 = 20.0;
 const STEP: f64 = 0.02;
 const STEPS: u32 = 150;
 
-/// What came of one mix and one truth.
+/// The result of one mix and one truth.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Compared {
     /// MiB a second, by estimates.
@@ -30,7 +30,7 @@ pub(crate) struct Compared {
     pub(crate) best: f64,
     /// The best budget, as a part of the limit.
     pub(crate) budget: f64,
-    /// What each class got of its proportional share with us, and with the best budget.
+    /// The part of its proportional share that each class got with us, and with the best budget.
     pub(crate) shares: [f64; 3],
     pub(crate) best_shares: [f64; 3],
     /// The worst of ours.

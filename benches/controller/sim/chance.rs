@@ -39,7 +39,7 @@ impl Chance {
         self.between(low.ln(), high.ln()).exp()
     }
 
-    /// Whether something of this probability happens.
+    /// Returns `true` with this probability.
     pub(crate) fn happens(&mut self, part: f64) -> bool {
         self.unit() < part
     }

@@ -1,4 +1,4 @@
-//! What must hold of a run: each claim that does not is a line.
+//! Claims that a run must meet: each claim that does not hold is a line.
 //!
 //! Invariant: every kind of scenario is asked for the first claims, and for those of its kind.
 
@@ -53,7 +53,7 @@ pub(crate) fn run(scenario: &Scenario, settings: Settings, budget: Option<f64>) 
     world.finish()
 }
 
-/// What does not hold.
+/// Returns the claims that do not hold.
 pub(crate) fn faults(scenario: &Scenario, seen: &Seen) -> Vec<String> {
     let mut faults = Vec::new();
     let mut claim = |holds: bool, what: &dyn Fn() -> String| {
@@ -111,7 +111,8 @@ fn steady(scenario: &Scenario, seen: &Seen, claim: &mut dyn FnMut(bool, &dyn Fn(
     claim(changes <= 1.0, &|| format!("{changes:.2} changes of level a second"));
 }
 
-/// How long after the change of truth K still was further than a quarter from where it stays.
+/// Returns the seconds from the change of truth to the last look at which K was further than a
+/// quarter from its final value.
 pub(crate) fn settles(scenario: &Scenario, seen: &Seen) -> f64 {
     let Some((change, _)) = scenario.truth.change else { return 0.0 };
     let late = |from: f64| {
@@ -125,8 +126,8 @@ pub(crate) fn settles(scenario: &Scenario, seen: &Seen) -> f64 {
 }
 
 impl Scenario {
-    /// Whether what was learned may cost a request that would have fitted: where a moment taught
-    /// another truth, or others beside us hold what is booked.
+    /// Returns `true` if the learned factor may reject a request that would have fitted: if a
+    /// moment taught another truth, or if others hold what is booked.
     fn may_waste(&self) -> bool {
         self.kind == Kind::Change || self.resource.is_some() || self.sampler.blind.is_some()
     }

@@ -22,7 +22,7 @@ const NIGHT: usize = 3;
 /// Jobs of the worker an hour at most: one publication a second, and some for the busy hours.
 const JOBS_PER_HOUR: f64 = 4600.0;
 
-/// What came of a month.
+/// The result of a month.
 #[derive(Clone, Debug)]
 pub(crate) struct Month {
     pub(crate) days: u32,
@@ -112,7 +112,7 @@ fn per_hour(jobs: u64, hours: f64) -> f64 {
 }
 
 impl Scenario {
-    /// How often what is learned is looked at.
+    /// Returns the time between two looks at the learned factor.
     pub(super) fn look_every(&self) -> Duration {
         match self.load {
             Load::Days { day, .. } => Duration::from_secs_f64(day / f64::from(LOOKS)),

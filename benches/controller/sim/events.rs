@@ -1,4 +1,4 @@
-//! What happens when: a queue in virtual time.
+//! The events of a run in their order: a queue in virtual time.
 //!
 //! Invariant: events come in the order of their moments, those of one moment as they were posted.
 
@@ -26,7 +26,7 @@ pub(crate) enum Event {
     Ask { seat: usize, serial: u64 },
     /// The neighbour, and the limit, move.
     Around,
-    /// What is watched is looked at.
+    /// The watched values are read.
     Look,
 }
 

@@ -1,4 +1,4 @@
-//! What is offered: how many requests at each time, and of which sizes.
+//! The offered load: the number of requests at each time, and their sizes.
 //!
 //! A load is a function of time in parts of what fits. It admits nothing, and waits for nothing: an
 //! open loop.

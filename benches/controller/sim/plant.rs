@@ -19,16 +19,16 @@ use super::chance::Chance;
 /// Bytes of a MiB.
 pub(crate) const MIB: f64 = 1_048_576.0;
 
-/// What kind of process it is.
+/// The properties of the process.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Build {
     /// The cgroup's limit at the start.
     pub(crate) limit: f64,
-    /// What the process holds without requests.
+    /// The memory that the process holds without requests.
     pub(crate) base: f64,
     /// The time constant by which dirty pages go, in seconds; `None` for never.
     pub(crate) decay: Option<f64>,
-    /// What threads keep of freed bytes, at most.
+    /// The most freed bytes that threads keep.
     pub(crate) caches: f64,
     /// The part of freed bytes that leaves holes.
     pub(crate) holes: f64,
@@ -86,13 +86,13 @@ impl Plant {
         self.build.base + self.live + self.cached + self.holes + self.dirty + self.neighbour
     }
 
-    /// What the cgroup charges, with the page cache.
+    /// Returns the charge of the cgroup, with the page cache.
     pub(crate) fn usage(&self) -> f64 {
         let files = (self.build.files * self.limit).min(self.limit - self.physical());
         self.physical() + files.max(0.0)
     }
 
-    /// What no purge returns.
+    /// Returns the memory that no purge returns.
     pub(crate) fn required(&self) -> f64 {
         self.physical() - self.dirty
     }
@@ -180,7 +180,7 @@ impl Plant {
         accepts
     }
 
-    /// What a sensor reads; without a limit where that cannot be had.
+    /// Returns a sensor's reading, without a limit if that cannot be read.
     pub(crate) fn sample(&mut self, now: Moment, knows_limit: bool) -> Sample {
         self.decay(now);
         let limit = if knows_limit { Limit::given(bytes(self.limit)) } else { Limit::UNKNOWN };

@@ -20,7 +20,7 @@ use super::world::{Weight, World};
 /// A body of this much or more arrives in several parts.
 const PARTS_FROM: f64 = 0.25;
 const PARTS: u32 = 8;
-/// Who waits for the resource asks again after this.
+/// The time after which a request that waits for the resource asks again.
 const ASK_EVERY: Duration = Duration::from_millis(10);
 
 /// One request.
@@ -47,7 +47,7 @@ pub(super) struct Requests {
 }
 
 impl Requests {
-    /// What all of them need, by what they say or by what is true.
+    /// Returns the need of all of them, by their estimates or by the truth.
     pub(super) const fn claimed(&self) -> f64 {
         self.claimed
     }

@@ -1,4 +1,4 @@
-//! What a seed means: a process, a load, wrong estimates, a late sampler, and what must hold.
+//! The scenario of a seed: a process, a load, wrong estimates, a late sampler, and its claims.
 //!
 //! A scenario is plain values; nothing runs here.
 //!
@@ -15,7 +15,7 @@ pub(crate) const CEILING: f64 = 0.80;
 /// MiB of the managed resource.
 pub(crate) const RESOURCE: f64 = 60.0;
 
-/// What a run is about.
+/// The subject of a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Kind {
     /// Steady overload.
@@ -49,7 +49,7 @@ impl Kind {
     }
 }
 
-/// What estimates are worth: a request holds `estimate x factor`, more or less.
+/// The error of estimates: a request holds `estimate x factor`, more or less.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Truth {
     pub(crate) factor: f64,
@@ -69,7 +69,7 @@ impl Truth {
     }
 }
 
-/// How much later than it asked for the loop ticks.
+/// The delay of the loop's ticks after the times that it asked for.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Late {
     /// Up to this always, evenly.
@@ -78,7 +78,7 @@ pub(crate) enum Late {
     Sometimes(f64),
 }
 
-/// What the loop reads and when.
+/// The properties of the loop's readings.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Sampler {
     pub(crate) late: Late,
@@ -93,7 +93,7 @@ pub(crate) struct Sampler {
 pub(crate) struct Neighbour {
     /// The most that it holds, as a part of the limit.
     pub(crate) part: f64,
-    /// How long it takes to grow to that; then it leaves, and so on.
+    /// The time that it takes to grow to that; then it leaves, and so on.
     pub(crate) within: f64,
 }
 
@@ -115,7 +115,7 @@ pub(crate) struct Scenario {
     /// A body that turns out larger than it said books more, and is given up where that fails.
     pub(crate) grows: bool,
     pub(crate) sampler: Sampler,
-    /// How late the worker begins at most.
+    /// The longest delay of the worker's start.
     pub(crate) worker_late: Duration,
     pub(crate) neighbour: Option<Neighbour>,
     /// The limit is another part of the first one from a second on.
@@ -170,7 +170,7 @@ impl Scenario {
         scenario
     }
 
-    /// What is special to its kind.
+    /// Sets the properties of its kind.
     fn make(&mut self, chance: &mut Chance, high: f64) {
         match self.kind {
             Kind::Overload => {}
@@ -243,7 +243,7 @@ impl Sampler {
         Self { late, stale: chance.happens(0.3), blind: None }
     }
 
-    /// How late this tick is.
+    /// Returns the delay of this tick.
     pub(crate) fn lateness(&self, chance: &mut Chance) -> Duration {
         let millis = Duration::from_millis;
         match self.late {

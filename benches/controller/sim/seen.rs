@@ -1,4 +1,4 @@
-//! What is seen of a run, for its claims and figures.
+//! The observations of a run, for its claims and figures.
 //!
 //! It judges nothing.
 //!
@@ -43,14 +43,14 @@ impl Learned {
     }
 }
 
-/// What is left when the load has been over for ten seconds.
+/// The state when the load has been over for ten seconds.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct End {
     pub(crate) reserved: ByteSize,
     pub(crate) standing: ByteSize,
     pub(crate) held: u64,
     pub(crate) panics: u64,
-    /// Whether a fiftieth of the limit is admitted.
+    /// `true` if a fiftieth of the limit is admitted.
     pub(crate) admits: bool,
     pub(crate) level: Level,
     pub(crate) live: f64,
@@ -100,7 +100,7 @@ pub(crate) struct Seen {
     purge_ended: Option<Moment>,
     /// Purges of the loop that began sooner than 100 ms after the one before.
     pub(crate) hasty: u64,
-    /// Whether the page cache ever was beyond the limit: the plant is wrong.
+    /// `true` if the page cache ever was beyond the limit: the plant is wrong.
     pub(crate) beyond: bool,
     pub(crate) peak: f64,
     pub(crate) killed: Option<f64>,
@@ -191,7 +191,7 @@ impl Seen {
         self.served.iter().map(|class| class.mib).sum()
     }
 
-    /// What each class got of its proportional share of the bytes served.
+    /// Returns the part of its proportional share of the bytes served that each class got.
     pub(crate) fn shares(&self) -> [f64; 3] {
         let (offered, served) = (self.offered_mib(), self.served_mib());
         let part = |of: f64, whole: f64| if whole > 0.0 { of / whole } else { 0.0 };

@@ -32,16 +32,16 @@ const PURGE_STEP: Duration = Duration::from_millis(2);
 const PURGE_STEP_MIB: f64 = 20.0;
 /// A load takes ten such steps.
 const LOAD_STEP: Duration = Duration::from_millis(30);
-/// How often the neighbour and the limit move.
+/// The time between two moves of the neighbour and the limit.
 const AROUND_EVERY: Duration = Duration::from_millis(50);
 /// For how long the limit cannot be read in a blind moment.
 const BLIND: Duration = Duration::from_millis(100);
 
-/// What a managed resource is made of here.
+/// The value of a managed resource.
 #[derive(Debug)]
 pub(crate) struct Weight;
 
-/// What changes as the world goes on.
+/// The state that changes as the world goes on.
 pub(super) struct State {
     pub(super) now: Moment,
     pub(super) chance: Chance,
@@ -61,7 +61,8 @@ pub(crate) struct World {
     pub(super) scenario: Scenario,
     pub(super) clock: Arc<ManualClock>,
     pub(super) admission: Admission,
-    /// Who admits requests: a fixed budget in place of the controller, where one is compared.
+    /// The door that admits requests: a fixed budget in place of the controller, if one is
+    /// compared.
     pub(super) door: Admission,
     pub(super) resources: Resources,
     pub(super) state: Mutex<State>,
@@ -247,7 +248,7 @@ impl World {
         state.events.post(state.now + every, Event::Look);
     }
 
-    /// What came of it, and what is left at the end.
+    /// Returns the observations, and the state at the end.
     pub(crate) fn finish(&self) -> Seen {
         let ledger = self.admission.ledger(Budget::Host);
         let held = self.admission.stats().held();
@@ -338,7 +339,8 @@ impl State {
         }
     }
 
-    /// What requests and resources need by what they say or by what is true, whichever is more.
+    /// Returns the need of requests and resources, by their estimates or by the truth, whichever is
+    /// more.
     pub(super) fn claimed(&self, standing: ByteSize) -> f64 {
         let standing = standing.as_f64() / super::plant::MIB;
         self.plant.base() + self.plant.neighbour() + self.requests.claimed() + standing

@@ -15,7 +15,7 @@ use crate::contestants::{self, Contestant};
 use crate::figures::Figures;
 use crate::process::{Running, field};
 
-/// How large the burst is, and how long it is watched.
+/// The size of the burst, and the time for which it is watched.
 #[derive(Clone, Debug)]
 pub(crate) struct Plan {
     /// The prefix of the figures.
@@ -54,7 +54,7 @@ pub(crate) struct Course {
     pub(crate) points: Vec<(f64, f64)>,
 }
 
-/// What a run found.
+/// The results of a run.
 #[derive(Clone, Debug)]
 struct Found {
     cpu_us: f64,

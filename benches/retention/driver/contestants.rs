@@ -1,4 +1,4 @@
-//! Who is measured: the program of each allocator, what it is told, and in which environment.
+//! The allocators that are measured: the program of each, its arguments, and its environment.
 //!
 //! Invariant: a name is the one in the figures.
 
@@ -12,7 +12,7 @@ pub(crate) struct Contestant {
     pub(crate) name: String,
     /// Its program.
     pub(crate) program: &'static str,
-    /// How that runs.
+    /// The variant that it runs.
     pub(crate) way: String,
     /// A variable of its environment.
     pub(crate) variable: Option<(&'static str, String)>,

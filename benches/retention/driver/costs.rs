@@ -1,4 +1,4 @@
-//! What single acts cost: instructions of a pair, a scrape, a purge.
+//! The costs of single acts: instructions of a pair, a scrape, a purge.
 //!
 //! Instructions are counted by callgrind: of a loop three times as long less one, less the same of
 //! an empty loop. Invariant: what starting the process takes is in no figure.

@@ -4,7 +4,7 @@
 
 use std::collections::BTreeMap;
 
-/// What was found, by name.
+/// The results by name.
 #[derive(Debug, Default)]
 pub(crate) struct Figures(BTreeMap<String, (Vec<f64>, &'static str)>);
 
@@ -40,7 +40,7 @@ impl Figures {
         Some(median(values))
     }
 
-    /// What was found round by round.
+    /// Returns the results of each round.
     pub(crate) fn each(&self, name: &str) -> &[f64] {
         self.0.get(name).map_or(&[], |(values, _)| values)
     }

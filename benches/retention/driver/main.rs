@@ -28,7 +28,7 @@ use crate::figures::Figures;
 /// The parts of the bench, in the order in which they run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 enum Part {
-    /// What single acts cost.
+    /// The costs of single acts.
     Costs,
     /// Loading and unloading a model.
     Unload,
@@ -47,7 +47,7 @@ enum Part {
 #[derive(Clone, Debug, Parser)]
 #[command(about = "What allocators keep after a burst, and what giving it back costs")]
 struct Cli {
-    /// How often each is run.
+    /// The number of runs of each.
     #[arg(long, default_value_t = 3)]
     rounds: usize,
     /// Besides, so many pairs of balanced and jemalloc's default, for the processor time alone.

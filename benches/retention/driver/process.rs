@@ -12,7 +12,7 @@ use retention::statm::Process;
 
 use crate::Contestant;
 
-/// How long one may take to say something.
+/// The longest time that a process may take to print a line.
 const PATIENCE: Duration = Duration::from_secs(300);
 
 /// A process that runs.
@@ -20,7 +20,7 @@ pub(crate) struct Running {
     child: Child,
     input: Option<ChildStdin>,
     lines: Receiver<String>,
-    /// What the kernel says of it.
+    /// The kernel's figures for it.
     pub(crate) process: Process,
 }
 
@@ -55,7 +55,7 @@ impl Running {
         Ok(running)
     }
 
-    /// What it says next, which begins with this word; the rest of the line.
+    /// Reads its next line, which begins with this word, and returns the rest of the line.
     pub(crate) fn expect(&self, word: &str) -> Result<String, BoxError> {
         self.expect_within(word, PATIENCE)?.ok_or_else(|| format!("no {word:?} in time").into())
     }

@@ -1,4 +1,4 @@
-//! What a process under measurement is told, and what it tells the driver.
+//! The orders that a process under measurement receives, and its reports to the driver.
 //!
 //! One line when the traffic begins, one with figures when it ends; then it waits until its
 //! standard input ends, so that none outlives the driver. Invariant: between its two lines it says
@@ -12,15 +12,15 @@ use crate::workload::burst::{self, Kind, Size};
 use crate::workload::{http, model};
 use crate::{Allocator, BoxError, count};
 
-/// How such a process is called.
+/// The command line of such a process.
 #[derive(Clone, Debug, Parser)]
 pub struct Cli {
-    /// What it does.
+    /// The act that it runs.
     #[command(subcommand)]
     pub act: Act,
 }
 
-/// What such a process does.
+/// The acts of such a process.
 #[derive(Clone, Debug, Subcommand)]
 pub enum Act {
     /// A burst of requests, then rest.
@@ -31,7 +31,7 @@ pub enum Act {
         operations: usize,
         /// Requests that a thread holds in quiet times.
         held: usize,
-        /// How it runs, where an allocator has several ways.
+        /// The variant of the allocator, if it has several.
         #[arg(default_value = "")]
         way: String,
     },
@@ -43,13 +43,13 @@ pub enum Act {
         operations: usize,
         /// Documents that a thread holds in quiet times.
         held: usize,
-        /// How it runs, where an allocator has several ways.
+        /// The variant of the allocator, if it has several.
         #[arg(default_value = "")]
         way: String,
     },
     /// Answers HTTP requests until its standard input ends.
     Http {
-        /// How it runs.
+        /// The variant of the run.
         #[arg(default_value = "")]
         way: String,
     },
@@ -57,22 +57,22 @@ pub enum Act {
     Unload {
         /// The size of the model in MiB.
         mib: u64,
-        /// How it goes.
+        /// The variant of the run.
         way: String,
     },
     /// The same many times.
     Cycles {
         /// The size of the model in MiB.
         mib: u64,
-        /// How often.
+        /// The number of repetitions.
         times: usize,
-        /// How it goes.
+        /// The variant of the run.
         way: String,
     },
 }
 
 impl Act {
-    /// How it goes, where there are several ways.
+    /// Returns the variant of the run; empty if there is one alone.
     #[must_use]
     pub fn way(&self) -> &str {
         match self {

@@ -62,7 +62,7 @@ fn step(nanos: u64) -> usize {
     at.min(STEPS * POWERS - 1)
 }
 
-/// Where a step begins, in nanoseconds.
+/// Returns the start of a step in nanoseconds.
 fn start(at: usize) -> f64 {
     let (power, within) = (at / STEPS, at % STEPS);
     let nanos = if power == 0 { within } else { (STEPS + within) << (power - 1) };

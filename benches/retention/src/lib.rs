@@ -1,4 +1,4 @@
-//! What a process under measurement does: the workloads, and what is said to the driver about them.
+//! The work of a process under measurement: the workloads, and its reports to the driver.
 //!
 //! One library under one small program for each allocator, so that no call pays for a choice
 //! between them, and none carries another's heap along. It knows no allocator: what one does to
@@ -15,10 +15,10 @@ pub mod workload;
 
 use std::any::Any;
 
-/// What goes wrong is told and ends the process.
+/// An error, which is printed and ends the process.
 pub type BoxError = Box<dyn std::error::Error + Send + Sync>;
 
-/// What an allocator's user does besides allocating.
+/// The calls that an allocator's user makes besides allocating.
 pub trait Allocator: Sync {
     /// Called before the traffic; what it returns is dropped when the traffic ends.
     fn begin(&self) -> Box<dyn Any> {
@@ -32,7 +32,7 @@ pub trait Allocator: Sync {
     fn settle(&self) {}
 }
 
-/// How many, of a count that is far below 2^52.
+/// Converts a count to `f64`; without loss, because counts are far below 2^52.
 #[must_use]
 #[expect(clippy::cast_precision_loss, reason = "counts of a run of seconds")]
 pub fn count(number: u64) -> f64 {

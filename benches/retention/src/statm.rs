@@ -1,4 +1,4 @@
-//! What the kernel says of a process: resident memory, processor time, threads, descriptors.
+//! The kernel's figures for a process: resident memory, processor time, threads, descriptors.
 //!
 //! It reads `/proc` and changes nothing; what it reads of another process costs that one nothing.
 //! Invariant: resident bytes are `statm`'s, all kinds of pages.

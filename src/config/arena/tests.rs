@@ -21,7 +21,7 @@ fn bytes(bytes: u64) -> ArenaValue {
     ArenaValue::Bytes(ByteSize::new(bytes))
 }
 
-/// How ONNX Runtime writes a value.
+/// Returns a value as ONNX Runtime writes it.
 fn text(value: ArenaValue) -> String {
     match value {
         ArenaValue::Strategy(strategy) => {

@@ -1,4 +1,5 @@
-//! What every exported call passes: counted, told to fail, kept from panicking across the boundary.
+//! The path of every exported call: counted, failed on request, kept from panicking across the
+//! boundary.
 //!
 //! Invariant: each call is counted once, whatever it answers.
 
@@ -7,7 +8,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use crate::state::state;
 
-/// What a call answers: a result of cuda.h other than success is the error.
+/// The answer of a call: a result of cuda.h other than success is the error.
 pub(crate) type Answer<T = ()> = Result<T, u32>;
 
 pub(crate) const INVALID_VALUE: u32 = 1;
@@ -26,7 +27,7 @@ pub(crate) const NOT_SUPPORTED: u32 = 801;
 pub(crate) const UNKNOWN: u32 = 999;
 
 thread_local! {
-    /// Whether this thread runs a function of the host for the device.
+    /// `true` while this thread runs a function of the host for the device.
     static IN_CALLBACK: Cell<bool> = const { Cell::new(false) };
 }
 

@@ -1,4 +1,4 @@
-//! What tests tell the library, and ask it: `fake_*`.
+//! The calls with which tests configure and query the library: `fake_*`.
 //!
 //! None of it is a call of the driver: nothing is counted, nothing needs a context, and it works
 //! after a context is lost.
@@ -16,27 +16,27 @@ use crate::call::{Answer, INVALID_VALUE};
 use crate::ffi::{In, Out, Text, put_text};
 use crate::state::{reset, seats, state};
 
-/// What the devices are, from a reset on.
+/// The settings of the devices, from a reset on.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Options {
     /// The order of work: 0 lazy, 1 random, 2 synchronous.
     pub order: u32,
-    /// What is missing: the constants of this type, added.
+    /// The missing features: the constants of this type, added.
     pub flags: u32,
-    /// Where the chance of the random order begins.
+    /// The seed of the random order.
     pub seed: u64,
     /// The memory of each device in bytes; 0 is the simulation's own, 80 GiB.
     pub capacity: u64,
     /// The granularity in bytes; 0 is 2 MiB.
     pub granularity: u64,
-    /// How much address space a device has, in bytes; 0 is 8 TiB, which is also the most.
+    /// The address space of a device in bytes; 0 is 8 TiB, which is also the most.
     pub address_space: u64,
-    /// What a context takes of a device, in bytes.
+    /// The memory that a context takes from a device, in bytes.
     pub context_overhead: u64,
-    /// How many devices there are, 1 to 3.
+    /// The number of devices, 1 to 3.
     pub devices: u32,
-    /// What `cuDriverGetVersion` answers.
+    /// The answer of `cuDriverGetVersion`.
     pub driver_version: c_int,
 }
 
@@ -72,7 +72,7 @@ impl Default for Options {
 /// [`Numbers`] as they cross the boundary.
 pub(crate) type Row = [u64; ROW];
 
-/// How many numbers that are.
+/// The number of these figures.
 pub(crate) const ROW: usize = 14;
 
 /// The names of the numbers, for a text of what is left.
@@ -132,8 +132,8 @@ pub(crate) const fn numbers(row: &Row) -> (Numbers, u64) {
     (numbers, row[13])
 }
 
-/// What has not been given back, in words. Memory that a pool keeps is its own, and no leak; nor is
-/// work that nobody waited for.
+/// Returns the objects that have not been released, in words. Memory that a pool keeps is its own,
+/// and no leak; nor is work that was never waited for.
 pub(crate) fn left(numbers: &Numbers) -> Option<String> {
     left_of(numbers, 0)
 }

@@ -19,7 +19,7 @@ use crate::state::{Seat, of_address, stream};
 /// The legacy default stream.
 const LEGACY: u64 = 0;
 
-/// Whether the device reaches this memory by itself: its own, or host memory known to it.
+/// Returns the memory's place if the device reaches it: its own, or host memory known to a device.
 fn place(seat: &Seat, at: u64, size: u64) -> Option<Place> {
     let raw = seat.sim.raw();
     let reached = raw.is_inside(at) || raw.host_find(at, size).is_some();

@@ -17,7 +17,7 @@ use crate::state::{State, bury, current, state};
 /// The variable that says which devices a process sees.
 const VISIBLE: &str = "CUDA_VISIBLE_DEVICES";
 
-/// What each device is called.
+/// The name of each device.
 const NAME: &str = "lowtide simulated device";
 
 /// The UUID of a device.

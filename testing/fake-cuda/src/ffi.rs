@@ -11,7 +11,7 @@ use std::ffi::{CStr, c_char, c_void};
 
 use crate::call::{Answer, INVALID_VALUE};
 
-/// Where a call puts an answer.
+/// A pointer through which a call returns an answer.
 #[repr(transparent)]
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Out<T>(*mut T);
@@ -42,7 +42,7 @@ impl<T> Out<T> {
     }
 }
 
-/// What a call is given by reference.
+/// An argument that a call receives by reference.
 #[repr(transparent)]
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct In<T>(*const T);

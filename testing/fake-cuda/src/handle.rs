@@ -5,7 +5,7 @@
 //!
 //! Invariant: `Handle::decode(it.encode()) == Some(it)`, and no handle is 0, 1 or 2.
 
-/// What a handle names.
+/// The kinds of objects that a handle names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Kind {
     Context,
@@ -35,7 +35,7 @@ const NUMBER_BITS: u32 = 52;
 const LIFE_BITS: u32 = 6;
 const KIND_BITS: u32 = 4;
 
-/// How many lives of contexts are told apart.
+/// The number of lives of contexts that handles distinguish.
 pub(crate) const LIVES: u64 = 1 << LIFE_BITS;
 
 /// A handle, taken apart.

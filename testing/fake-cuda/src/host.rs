@@ -21,11 +21,11 @@ pub(crate) struct Memory {
     /// Its address, with provenance exposed: it goes from thread to thread as a number.
     at: usize,
     size: usize,
-    /// Whether it is mapped by us, and ours to unmap.
+    /// `true` if it is mapped by us, and ours to unmap.
     own: bool,
 }
 
-/// What memory of our own is mapped in.
+/// The unit in which memory of our own is mapped, in bytes.
 const PAGE: usize = 4 << 10;
 
 impl Memory {

@@ -58,7 +58,7 @@ pub struct Guard {
 static FAKE: OnceLock<Result<Fake, String>> = OnceLock::new();
 static ONE: Mutex<()> = Mutex::new(());
 
-/// Where a library lies: in the folder of the running test, or the one named `deps` in it.
+/// Returns the path of a library: in the folder of the running test, or the one named `deps` in it.
 ///
 /// # Errors
 /// Where it is in neither.
@@ -173,22 +173,22 @@ impl Guard {
         unsafe { (self.fake.forget_failures)() };
     }
 
-    /// How many calls of this name were made, failed ones included.
+    /// Returns the number of calls of this name, failed ones included.
     #[must_use]
     pub fn calls(&self, name: &CStr) -> u64 {
         // SAFETY: a C string that outlives the call.
         unsafe { (self.fake.calls)(name.as_ptr()) }
     }
 
-    /// How many calls were made in all.
+    /// Returns the number of all calls.
     #[must_use]
     pub fn calls_total(&self) -> u64 {
         // SAFETY: null asks for the sum.
         unsafe { (self.fake.calls)(std::ptr::null()) }
     }
 
-    /// How many waits of the host would have kept a core busy on a device: for a stream, for the
-    /// context, and for events that do not block.
+    /// Returns the number of waits of the host that would have kept a core busy on a device: for a
+    /// stream, for the context, and for events that do not block.
     #[must_use]
     pub fn spins(&self) -> u64 {
         // SAFETY: no precondition.
@@ -203,13 +203,13 @@ impl Guard {
         numbers(&row)
     }
 
-    /// What a device holds; devices are counted without regard to which are visible.
+    /// Returns the figures of a device; devices are counted whether they are visible or not.
     #[must_use]
     pub fn numbers(&self, device: u32) -> Numbers {
         self.row(device).0
     }
 
-    /// How often its primary context is retained.
+    /// Returns the number of times that its primary context is retained.
     #[must_use]
     pub fn retains(&self, device: u32) -> u64 {
         self.row(device).1
@@ -221,8 +221,8 @@ impl Guard {
         Fake::text(self.fake.faults)
     }
 
-    /// What has not been given back, a line for each device and each context destroyed with
-    /// something in it.
+    /// Returns the objects that have not been released, a line for each device and each context
+    /// destroyed with something in it.
     #[must_use]
     pub fn leaks(&self) -> String {
         Fake::text(self.fake.leaks)

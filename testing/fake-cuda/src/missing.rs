@@ -1,4 +1,4 @@
-//! What is not there, and says so (801): cudarc panics where a function is not there at all.
+//! Functions that are not supported and return 801: cudarc panics if a function does not exist.
 //!
 //! Invariant: none of it has an effect.
 #![expect(unsafe_code, reason = "exports functions under C names: the attribute alone")]

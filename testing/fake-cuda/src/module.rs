@@ -15,7 +15,7 @@ use crate::ffi::{Arguments, Out, Text, Untyped, export};
 use crate::handle::Kind;
 use crate::state::{Seat, current, state, stream};
 
-/// What every PTX text says.
+/// A word that every PTX text contains.
 const PTX: &str = ".version";
 
 /// Numbers of functions: the module's times this, and the place in the table.

@@ -26,7 +26,7 @@ struct Properties {
     rest: [u8; 56],
 }
 
-/// Whether there are pools at all.
+/// Returns an error if there are no pools.
 fn offered() -> Answer {
     let state = state();
     state.started()?;

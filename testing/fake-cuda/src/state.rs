@@ -21,10 +21,10 @@ use crate::call::{
 use crate::control::Options;
 use crate::handle::{Handle, Kind, LIVES};
 
-/// How much address space lies between the devices of a process.
+/// The address space between the devices of a process, in bytes.
 const APART: u64 = 1 << 44;
 
-/// How many entries the record keeps; the rest are dropped.
+/// The number of entries that the record keeps; the rest are dropped.
 const RECORD_MAX: usize = 1_000;
 
 /// A device, with what its context holds beside the simulation.
@@ -43,7 +43,7 @@ pub(crate) struct Device {
 #[derive(Debug)]
 struct Plan {
     name: String,
-    /// How many such calls still pass.
+    /// The number of such calls that still pass.
     left: u64,
     code: u32,
 }
@@ -61,7 +61,7 @@ pub(crate) struct State {
     plans: Vec<Plan>,
     record: Vec<String>,
     left: Vec<String>,
-    /// How often it was reset: a thread's current context is of one of these times.
+    /// The number of resets: a thread's current context belongs to one of these eras.
     era: u64,
 }
 
@@ -205,7 +205,7 @@ impl State {
         &self.record
     }
 
-    /// What contexts were destroyed with.
+    /// Returns the objects with which contexts were destroyed.
     pub(crate) fn left(&self) -> &[String] {
         &self.left
     }

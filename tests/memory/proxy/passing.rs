@@ -1,5 +1,5 @@
-//! What passes through: targets, methods, statuses and headers, against an upstream whose answers
-//! are written here. Bodies are in `streams`, broken framing in `lies`.
+//! Parts of a message that pass through: targets, methods, statuses and headers, against an
+//! upstream whose answers are written here. Bodies are in `streams`, broken framing in `lies`.
 
 use super::support::{ask, get, plain, to};
 use super::wire::{Upstream, Wire, within};

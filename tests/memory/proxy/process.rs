@@ -19,7 +19,7 @@ use super::wire::{Upstream, Wire, until, within};
 
 const ARGUMENTS: &str = "PROXY_TEST_ARGUMENTS";
 const BETWEEN: char = '\u{1f}';
-/// How standard output and standard error of the program fail: `full` or `closed`.
+/// The failure of the program's standard output and standard error: `full` or `closed`.
 const SINK: &str = "PROXY_TEST_SINK";
 
 #[test]
@@ -125,7 +125,7 @@ impl Program {
         self.at.expect("it listens")
     }
 
-    /// What it logged after it listened; it has ended.
+    /// Returns the log after the line that it listens; the process has ended.
     fn rest_of_log(&mut self) -> String {
         let mut log = String::new();
         self.child.stdout.take().expect("piped").read_to_string(&mut log).expect("text");

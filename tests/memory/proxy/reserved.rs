@@ -1,4 +1,4 @@
-//! What a request books is what it takes: the live heap is watched through the worst bodies.
+//! A request reserves the memory that it takes: the live heap is watched through the worst bodies.
 //!
 //! Other tests would be seen as well, so it runs in a process of its own: this binary again. The
 //! watch looks as often as it can and may miss a short peak; no more is claimed than what it saw.

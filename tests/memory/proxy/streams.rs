@@ -16,7 +16,7 @@ use crate::app::Options;
 
 const LARGE: usize = 64 << 20;
 const PIECE: &[u8] = &[b'.'; 64 << 10];
-/// What the heap may grow by while 64 MiB pass: buffers of a few connections, here and there.
+/// The growth of the heap that is allowed while 64 MiB pass: buffers of a few connections.
 const GROWTH_MAX: ByteSize = ByteSize::mib(8);
 
 /// Follows the live bytes of the heap.
@@ -45,7 +45,7 @@ impl Heap {
     }
 }
 
-/// How a body is framed: the header, then each piece's beginning and end, and the body's end.
+/// The framings of a body: the header, then each piece's beginning and end, and the body's end.
 const FRAMINGS: [(&str, &str, &str, &str); 2] = [
     ("content-length: 67108864", "", "", ""),
     ("transfer-encoding: chunked", "10000\r\n", "\r\n", "0\r\n\r\n"),

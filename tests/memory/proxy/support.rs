@@ -23,8 +23,8 @@ pub(crate) const WEIGHTS: ByteSize = ByteSize::mib(2);
 /// Held by each test that runs a managed proxy.
 static STAGE: Mutex<()> = Mutex::const_new(());
 
-/// Whether this process runs this test alone, so that the heap is its own. If not, starts such a
-/// process and fails as it does.
+/// Returns `true` if this process runs this test alone, so that the heap is its own. If not, starts
+/// such a process and fails as it does.
 #[expect(clippy::disallowed_methods, reason = "how this process knows that it is alone")]
 pub(crate) fn alone(test: &str) -> bool {
     const ALONE: &str = "PROXY_TEST_ALONE";
@@ -110,7 +110,7 @@ impl Managed {
         self.running.as_ref().expect("not ended yet")
     }
 
-    /// What requests have booked; none where they are all done.
+    /// Returns the bytes that requests have reserved; zero if all of them are done.
     pub(crate) fn reserved(&self) -> ByteSize {
         self.memory.admission().ledger(Budget::Host).reserved()
     }

@@ -10,7 +10,7 @@ use axum::http::Uri;
 use tokio::io::{AsyncBufReadExt as _, AsyncReadExt as _, AsyncWriteExt as _, BufReader};
 use tokio::net::{TcpListener, TcpStream};
 
-/// How long anything is waited for: far beyond what it takes on a busy machine.
+/// The longest time to wait for an event: far beyond what it takes on a busy machine.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(20);
 
 /// Waits for this, and fails the test when it does not come.
@@ -41,7 +41,7 @@ pub(crate) struct Message {
     pub(crate) headers: Vec<(String, String)>,
     pub(crate) body: Vec<u8>,
     pub(crate) trailers: Vec<(String, String)>,
-    /// Whether the body ended as its framing says.
+    /// `true` if the body ended as its framing says.
     pub(crate) whole: bool,
 }
 
@@ -130,7 +130,7 @@ impl Wire {
         message
     }
 
-    /// Whether nothing more comes: the other end closed, in order or not.
+    /// Returns `true` if nothing more comes: the other end closed, in order or not.
     pub(crate) async fn is_closed(&mut self) -> bool {
         let mut rest = Vec::new();
         let read = within("the other end closes", self.0.read_to_end(&mut rest)).await;

@@ -181,7 +181,7 @@ fn target_of(is_it: impl Fn(&str, &str) -> bool, what: &str) -> Result<Target, S
     found.into_iter().next().ok_or_else(|| format!("no test target with {what}"))
 }
 
-/// What differs where jemalloc serves C code too. All features, because clippy has built that
+/// Tests the differences if jemalloc serves C code too. All features, because clippy has built that
 /// jemalloc already.
 pub(super) fn interposed(_: Length) -> Outcome {
     let run = cargo("test --locked --all-features -p lowtide -p lowtide-heap");
@@ -190,8 +190,8 @@ pub(super) fn interposed(_: Length) -> Outcome {
     Ok(run.words(tests).run()?)
 }
 
-/// What an arena keeps over each way to CUDA memory, in the order that finds most, with each access
-/// to memory looked at.
+/// Runs an arena's contract over each backend for CUDA memory, in the order that finds most, and
+/// checks each access to memory.
 pub(super) fn memcheck(_: Length) -> Outcome {
     const TEST: &str = "cuda_keeps_it_when_work_is_done_as_late_as_may_be";
     if !has("valgrind") {

@@ -64,7 +64,8 @@ pub(super) fn faults(_: Length) -> Outcome {
     Ok(bench("faults", "").run()?)
 }
 
-/// What a real ONNX Runtime keeps; in full, also without lowtide and with other allocators.
+/// Tests the memory that a real ONNX Runtime keeps; in full, also without lowtide and with other
+/// allocators.
 pub(super) fn engines(length: Length) -> Outcome {
     let manifest = "--manifest-path benches/engines/Cargo.toml";
     cargo("fmt --check").words(manifest).run()?;

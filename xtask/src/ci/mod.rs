@@ -22,7 +22,7 @@ use std::{env, fmt};
 use crate::run::{children_cpu_seconds, set_for_commands};
 use crate::tree::{Faults, Tree};
 
-/// Why a job did not pass.
+/// The reason why a job did not pass.
 #[derive(Debug)]
 enum Stop {
     /// It cannot run on this machine.
@@ -57,7 +57,7 @@ fn skip(why: impl Into<String>) -> Outcome {
     Err(Stop::Skipped(why.into()))
 }
 
-/// How long a job runs.
+/// The length of a job's run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Length {
     Sample,
@@ -70,7 +70,7 @@ struct Job {
     about: &'static str,
     /// Tools that `.ci/run` installs for it.
     tools: &'static [&'static str],
-    /// Whether its full length is more than what `ci` runs.
+    /// `true` if its full length is more than `ci` runs.
     soaks: bool,
     run: fn(Length) -> Outcome,
 }

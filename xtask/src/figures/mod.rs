@@ -26,7 +26,7 @@ fn figure(name: &'static str, value: f64, unit: &'static str, goal: Option<f64>)
 
 /// A function that measures one or more figures of a subject.
 struct Measure {
-    /// What it prints.
+    /// The names of the figures that it prints.
     names: &'static [&'static str],
     run: fn() -> Result<Vec<Figure>, String>,
 }

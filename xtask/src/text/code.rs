@@ -302,7 +302,7 @@ fn defined(text: &str) -> impl Iterator<Item = &str> {
     })
 }
 
-/// Where values are looked up: all code but tests.
+/// Returns `true` for files in which values are looked up: all code but tests.
 fn is_searched(name: &str) -> bool {
     let is_code = ["src/", "crates/", "examples/", "benches/"].iter().any(|f| name.starts_with(f));
     let is_test = name.split('/').any(|part| part.starts_with("test") || part == "planted.rs");
@@ -353,7 +353,7 @@ impl Reader<'_> {
     }
 }
 
-/// Whether a condition names `test`, other than in `not(...)`.
+/// Returns `true` if a condition names `test`, other than in `not(...)`.
 fn requires_test(condition: TokenStream) -> bool {
     let mut negated = false;
     condition.into_iter().any(|token| match token {
@@ -366,7 +366,7 @@ fn requires_test(condition: TokenStream) -> bool {
     })
 }
 
-/// Whether something is built for tests alone.
+/// Returns `true` if the item is built for tests alone.
 pub(crate) fn is_test(attributes: &[Attribute]) -> bool {
     attributes.iter().any(|attribute| match &attribute.meta {
         Meta::List(list) if list.path.is_ident("cfg") => requires_test(list.tokens.clone()),
@@ -721,7 +721,7 @@ fn bind(pattern: &Pat, value: Value, scope: &mut Scope) -> Result<(), String> {
     Ok(())
 }
 
-/// Whether a pattern names the variant; what it binds is left out.
+/// Returns `true` if a pattern names the variant; its bindings are ignored.
 fn fits(pattern: &Pat, value: &Value, scope: &Scope) -> Result<bool, String> {
     match pattern {
         Pat::Wild(_) => Ok(true),

@@ -1,4 +1,4 @@
-//! How the pages write numbers, sizes and times.
+//! Formats of numbers, sizes and times on the pages.
 //!
 //! Invariant: the same value is written in one way only.
 

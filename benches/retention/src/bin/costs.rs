@@ -1,4 +1,4 @@
-//! What single acts of the heap cost, in a process of its own: a pair, a scrape, a purge.
+//! The costs of single acts of the heap, in a process of its own: a pair, a scrape, a purge.
 //!
 //! Its global allocator is lowtide's, with a count of allocations around it. A pair is called on
 //! the allocators themselves, past that count.
@@ -65,7 +65,7 @@ enum Act {
     Pair {
         /// Of whom.
         of: Of,
-        /// How many.
+        /// The number of pairs.
         times: u64,
     },
     /// A snapshot of the statistics with 64 threads.
@@ -84,7 +84,7 @@ enum Of {
 const THREADS: usize = 64;
 const SCRAPES: usize = 301;
 const PURGES: usize = 11;
-/// What each purge finds, in blocks of 1 MiB.
+/// The amount that each purge finds, in blocks of 1 MiB.
 const PURGED_MIB: usize = 256;
 
 fn main() -> Result<(), BoxError> {

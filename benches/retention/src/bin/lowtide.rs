@@ -52,7 +52,7 @@ impl Place for Purged {
 #[derive(Default)]
 struct OwnArena {
     arena: Option<HostArena>,
-    /// Whether it is retired with its model in place of that.
+    /// `true` if it is retired with its model instead.
     retires: bool,
 }
 

@@ -10,7 +10,7 @@ use retention::{Allocator, BoxError};
 #[global_allocator]
 static HEAP: MiMalloc = MiMalloc;
 
-/// Whether threads collect.
+/// The variant of the run: `collects` is `true` if threads collect.
 struct Way {
     collects: bool,
 }

@@ -21,7 +21,7 @@ use crate::chance::Chance;
 use crate::histogram::Histogram;
 use crate::{Allocator, BoxError};
 
-/// How large a burst is.
+/// The size of a burst.
 #[derive(Clone, Copy, Debug)]
 pub struct Size {
     /// Threads.
@@ -30,11 +30,11 @@ pub struct Size {
     pub operations: usize,
     /// Requests that a thread holds in quiet times; ten times as many in the burst.
     pub held: usize,
-    /// What a request is.
+    /// The kind of its requests.
     pub kind: Kind,
 }
 
-/// What a request is, and whether some are left.
+/// The kinds of requests, which also determine if some are left.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
     /// Short and long blocks. As many as in quiet times are left.
@@ -43,14 +43,14 @@ pub enum Kind {
     Document,
 }
 
-/// What came of it.
+/// The result of a burst.
 #[derive(Clone, Debug)]
 pub struct Outcome {
     /// Operations that were timed.
     pub operations: usize,
     /// Bytes asked for that are still held.
     pub live: u64,
-    /// How long operations took.
+    /// The latencies of operations.
     pub latency: Histogram,
 }
 
@@ -59,7 +59,7 @@ const STRINGS: usize = 2_048;
 const PAGE: usize = 4096;
 const WAVES: usize = 2;
 
-/// What a request holds.
+/// The blocks that a request holds.
 struct Request<const SHORT: usize, const LONG: usize> {
     short: [Vec<u8>; SHORT],
     long: [Vec<u8>; LONG],

@@ -21,7 +21,7 @@ use tokio::sync::Notify;
 use crate::child::{say, wait_for_end};
 use crate::{Allocator, BoxError};
 
-/// How long a request waits for others, as for a model or a database.
+/// The time for which a request waits for others, as for a model or a database.
 const HELD: Duration = Duration::from_millis(5);
 const WORKERS: usize = 2;
 

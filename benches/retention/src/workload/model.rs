@@ -19,7 +19,7 @@ use crate::child::slope;
 use crate::statm::Process;
 use crate::{Allocator, BoxError, count};
 
-/// Where a model's memory lies.
+/// A place for a model's memory.
 pub trait Place {
     /// Runs a part of its life there.
     ///
@@ -67,7 +67,7 @@ pub struct Unloaded {
     pub again: u64,
 }
 
-/// What many cycles left.
+/// The growth over many cycles.
 #[derive(Clone, Copy, Debug)]
 pub struct Cycled {
     /// Resident bytes more with each cycle.
@@ -94,7 +94,7 @@ const SETTLE: Duration = Duration::from_millis(2_500);
 /// Blocks that a neighbour holds, and strings of 16 to 512 bytes.
 const HELD: usize = 400;
 const HELD_STRINGS: usize = 10_000;
-/// What it does before it is looked at: its slack has come to rest then.
+/// The operations that it does before it is looked at: its slack has come to rest then.
 const WARM: usize = 10_000;
 /// One of so many trades is for any of its blocks, the others for as small a part of them: most
 /// blocks come and go, and some that come beside the model stay for long, as those of caches do.

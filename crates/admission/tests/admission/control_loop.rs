@@ -20,7 +20,7 @@ const KIB: u64 = 1 << 10;
 const MIB: u64 = 1 << 20;
 const SEED: u64 = 0x9E37_79B9_7F4A_7C15;
 
-/// What a service holds: reused pages come from the dirty ones first, as in jemalloc.
+/// The memory of a service: reused pages come from the dirty ones first, as in jemalloc.
 #[derive(Clone, Debug, Default)]
 struct Memory {
     sample: Sample,

@@ -28,7 +28,7 @@ unsafe impl GlobalAlloc for Counting {
 #[global_allocator]
 static COUNTING: Counting = Counting;
 
-/// How often the calling thread allocates meanwhile.
+/// Returns the number of allocations that the calling thread makes during `act`.
 pub(crate) fn allocations(act: impl FnOnce()) -> u64 {
     let before = ALLOCATIONS.get();
     act();

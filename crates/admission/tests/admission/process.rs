@@ -1,4 +1,5 @@
-//! What needs a process of its own: allocations counted on the hot paths, and a forked child.
+//! Tests that need a process of their own: allocations counted on the hot paths, and a forked
+//! child.
 #![expect(unsafe_code, reason = "fork and waitpid are C calls")]
 
 use std::sync::atomic::{AtomicBool, Ordering};

@@ -91,7 +91,7 @@ fn k_finds_the_truth_within_seconds_however_late_the_loop_ticks() {
     }
 }
 
-/// What the simulator is for: a controller without one of its parts does not pass it.
+/// The purpose of the simulator: a controller without one of its parts does not pass it.
 #[test]
 fn a_loop_without_dwell_time_or_with_marks_beyond_the_limit_is_found() {
     let bands = |up: [f64; 3], down: [f64; 3]| {

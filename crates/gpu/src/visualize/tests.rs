@@ -282,8 +282,8 @@ mod memory_viz {
 
     use super::*;
 
-    /// What `MemoryViz.js` reads, of what a pickle of protocol 3 has, with the length of what
-    /// follows: bytes, or one to four bytes that say how many.
+    /// The opcodes of pickle protocol 3 that `MemoryViz.js` reads, each with the length of its
+    /// argument: a number of bytes, or one to four bytes that hold that number.
     const READ: [(u8, Argument); 14] = [
         (0x80, Argument::Bytes(1)), // PROTO
         (b'K', Argument::Bytes(1)), // BININT1

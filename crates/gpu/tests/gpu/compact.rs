@@ -69,8 +69,8 @@ fn a_cache_that_fragmented_its_pool_takes_a_large_entry_after_a_compaction() {
     arena.validate();
 }
 
-/// What users of kvcached report: instances share pages, and one that is idle keeps nearly
-/// every page with the few blocks that it has: 8.9 GiB where 2.2 were nominal.
+/// Users of kvcached report that instances share pages, and that an idle one keeps nearly every
+/// page with the few blocks that it has: 8.9 GiB for a nominal 2.2 GiB.
 #[test]
 fn an_idle_owners_scattered_blocks_keep_their_granules_until_they_are_moved_together() {
     let config = ArenaConfig::new("shared");

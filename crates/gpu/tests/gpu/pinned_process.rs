@@ -1,4 +1,4 @@
-//! What the kernel says about a pinned pool's memory: locked, limited, given back, forked.
+//! The kernel's figures for a pinned pool's memory: locked, limited, returned, forked.
 //!
 //! It reads figures of the whole process, so it runs in a child process of its own.
 //! Where this process may lock nothing at all, it says so and goes on with pageable memory.
@@ -13,7 +13,7 @@ use lowtide_gpu::{DeviceError, HostDriver, PinnedBuffer, PinnedConfig, PinnedKin
 
 /// One segment of 64 KiB, which most systems let a process lock.
 const SIZE: ByteSize = ByteSize::kib(64);
-/// What the child may lock.
+/// The amount of memory that the child may lock.
 const LIMIT: ByteSize = ByteSize::kib(128);
 
 fn open(kind: PinnedKind) -> PinnedPool {

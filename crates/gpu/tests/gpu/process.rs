@@ -1,4 +1,4 @@
-//! What the kernel says about the host driver's memory, and what a forked child may do.
+//! The kernel's figures for the host driver's memory, and the calls that a forked child may make.
 //!
 //! It reads figures of the whole process, so it runs in a child process of its own.
 #![expect(unsafe_code, reason = "fork and waitpid are C calls")]

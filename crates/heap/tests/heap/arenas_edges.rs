@@ -112,7 +112,7 @@ fn where_a_naive_destroy_faults_retirement_refuses() {
     refused.arena.retire().expect("the cache went with the thread");
 }
 
-/// What a thread does with the block that it has.
+/// An act of a thread on its block.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Step {
     Free,
@@ -120,7 +120,7 @@ enum Step {
     Exit,
 }
 
-/// Where a block is.
+/// The places that a block may be in.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Place {
     Live,

@@ -54,7 +54,7 @@ fn arenas_of_threads(start: impl Fn() -> u32 + Sync) -> (Vec<u32>, usize) {
     })
 }
 
-/// How many of the first 256 arenas have active pages for a block of that size.
+/// Returns the number of the first 256 arenas that have active pages for a block of that size.
 fn filled() -> usize {
     // SAFETY: `epoch` is a `uint64_t`, and writing any number refreshes the statistics.
     unsafe { raw::write(b"epoch\0", 1_u64) }.expect("a refresh");

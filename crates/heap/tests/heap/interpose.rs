@@ -1,5 +1,5 @@
-//! What C code in the process allocates: with feature `interpose` it lies in our heap and shows in
-//! its statistics; without, it lies in glibc's, and comes back through the trim of a purge.
+//! Allocations of C code in the process: with feature `interpose` they lie in our heap and show in
+//! its statistics; without, they lie in glibc's, and return through the trim of a purge.
 //!
 //! A C library is compiled and loaded, as a service loads an inference runtime. One process, one
 //! test: the figures are of the whole process.
@@ -97,7 +97,7 @@ impl Library {
     }
 }
 
-/// What is live in jemalloc, and in glibc.
+/// Returns the live bytes in jemalloc, and in glibc.
 fn live(probe: &HeapProbe) -> (ByteSize, ByteSize) {
     let jemalloc = probe.snapshot().expect("statistics").live;
     (jemalloc, lowtide_heap::libc_heap().map_or(ByteSize::ZERO, |heap| heap.live))

@@ -14,7 +14,7 @@ const READ: &str = if cfg!(feature = "interpose") { "MALLOC_CONF" } else { "_RJE
 /// In the causes of what the kernel does about huge pages, and of the build's page size.
 const GIVEN: [&str; 2] = ["transparent_hugepage", "LG_PAGE"];
 
-/// What this program's other tests run it again for.
+/// The test for which this program's other tests run it again.
 #[test]
 fn what_took_effect_in_this_process_is_said() {
     BALANCED.run(|| {
@@ -32,8 +32,8 @@ fn what_took_effect_in_this_process_is_said() {
     });
 }
 
-/// What the test above says in a process with this value of jemalloc's variable, and on standard
-/// error.
+/// The output of the test above in a process with this value of jemalloc's variable, and its
+/// standard error.
 struct Said(String, String);
 
 impl Said {

@@ -13,7 +13,7 @@ use test_fork::test;
 
 const THREADS: usize = 8;
 const PATIENCE: Duration = Duration::from_secs(20);
-/// What one thread leaves in its cache at least by `fill`, and at most once it is empty.
+/// The least that one thread leaves in its cache by `fill`, and the most once it is empty.
 const FULL: ByteSize = ByteSize::kib(200);
 const EMPTY: ByteSize = ByteSize::kib(32);
 

@@ -82,7 +82,7 @@ fn held(demand: &Demand, span: Range<i64>) -> Range<i64> {
     }
 }
 
-/// What of a buffer is needed at a step.
+/// Returns the part of a buffer that is needed at a step.
 fn needed(demand: &Demand, step: i64) -> Option<(u64, u64)> {
     let gap = demand.gaps.iter().find(|gap| gap.span.contains(&step));
     let window = match gap.map(|gap| gap.window) {

@@ -43,7 +43,7 @@ unsafe impl GlobalAlloc for Counting {
 #[global_allocator]
 static COUNTING: Counting = Counting;
 
-/// How many allocations it makes.
+/// Returns the number of allocations that `act` makes.
 pub(crate) fn allocations(act: impl FnOnce()) -> u64 {
     let before = COUNT.get();
     act();

@@ -187,7 +187,7 @@ fn a_plan_that_serves_a_problem_is_sound_for_it() {
     assert!(served > 100 && larger > 20, "{served} served, {larger} larger");
 }
 
-/// What one may get wrong about a problem, sizes being equal.
+/// Errors that a caller may make about a problem without changing its sizes.
 #[test]
 fn a_plan_serves_nothing_of_another_shape() {
     let mut problem = Problem::new();

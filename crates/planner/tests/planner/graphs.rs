@@ -26,7 +26,7 @@ struct Value {
     id: ValueId,
     size: u64,
     kind: usize,
-    /// What it has its bytes of.
+    /// The index of the value in whose memory it lies.
     root: usize,
     /// The operands of a node.
     reads: Option<Vec<usize>>,

@@ -1,4 +1,4 @@
-//! What goes wrong in GGML's allocator, or did, each as a test that it does not here.
+//! Failures that GGML's allocator has or had, each with a test that this one does not have it.
 //!
 //! Invariant: none of them ends the process, and none is passed over in silence.
 

@@ -218,7 +218,7 @@ fn a_plan_is_written_with_its_offsets_and_those_are_kept() {
     assert_eq!(planned(&fixed, 0, 0).places(), plan.places());
 }
 
-/// What the real ggml-alloc.c needs for segments of 256 KiB.
+/// The bytes that the real ggml-alloc.c needs for segments of 256 KiB.
 const GGML_SEGMENTS: [(&str, u64); 8] = [
     ("A", 2_484_224),
     ("B", 2_668_544),

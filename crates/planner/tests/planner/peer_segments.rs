@@ -1,5 +1,5 @@
-//! What GGML's graph allocator would make of a problem in segments of a largest size, written from
-//! its source as the online allocator that it is.
+//! A model of GGML's graph allocator with segments of a largest size, written from its source as
+//! the online allocator that it is.
 //!
 //! As `peers`, for one buffer type whose buffers have a largest size.
 //!

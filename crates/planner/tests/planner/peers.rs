@@ -1,5 +1,5 @@
-//! What two allocators in use elsewhere would make of a problem: GGML's graph allocator and ONNX
-//! Runtime's memory pattern, written from their sources as the online allocators that they are.
+//! Models of two allocators in use elsewhere, GGML's graph allocator and ONNX Runtime's memory
+//! pattern, written from their sources as the online allocators that they are.
 //!
 //! Buffers are allocated at their first steps and freed at their ends, frees first. They know no
 //! gaps, windows and fixed offsets.

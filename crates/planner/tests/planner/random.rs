@@ -5,7 +5,7 @@
 use lowtide_planner::ByteSize;
 use lowtide_planner::{Demand, Gap, Problem, Role, Window};
 
-/// What may be in a problem beside sizes and lifetimes.
+/// The features that a problem may have in addition to sizes and lifetimes.
 #[expect(clippy::struct_excessive_bools, reason = "each may be there without the others")]
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Kind {
@@ -23,7 +23,7 @@ pub(crate) struct Share {
     pub(crate) child: usize,
     pub(crate) over: usize,
     pub(crate) at: u64,
-    /// Whether it overwrites it, where a view reads it.
+    /// `true` if it overwrites the bytes of the other buffer, `false` if it is a view.
     pub(crate) replaces: bool,
 }
 

@@ -1,4 +1,4 @@
-//! What is wrong: plans, problems and files, each with an error that names what it is about.
+//! Invalid plans, problems and files, each with an error that names the cause.
 //!
 //! Invariant: nothing that is wrong panics.
 

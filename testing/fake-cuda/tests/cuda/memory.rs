@@ -170,7 +170,8 @@ fn the_host_is_taken_where_it_is_asked_for() {
     fake.assert_clean();
 }
 
-/// What cudarc allocates, unmodified, and frees goes back, and a governor that ends is forgotten.
+/// Memory that an unmodified cudarc allocates and frees is returned, and a governor that ends is
+/// forgotten.
 #[test]
 fn a_memory_gives_back_what_a_governed_pool_keeps() {
     let fake = Fake::start(Options { devices: 1, ..Options::default() });

@@ -46,7 +46,7 @@ which an arena commits memory.
 /// The levels of events.
 const LEVELS: &[&str] = &["error", "warn", "info", "debug", "trace"];
 
-/// What `docs/METRICS.md` is to hold.
+/// Returns the contents that `docs/METRICS.md` should have.
 pub(crate) fn metrics() -> String {
     format!("{HEAD}{}", names::markdown())
 }
@@ -118,7 +118,7 @@ pub(crate) fn events(sources: &[(String, String)], text: &str) -> Vec<String> {
     faults
 }
 
-/// What stands between single stars, its lines joined; in code a star is no such thing.
+/// Returns the texts between single stars, their lines joined; stars in code are ignored.
 fn italics(text: &str) -> Vec<String> {
     let prose: String = text.split("```").step_by(2).collect();
     let lines = prose.replace("**", "").replace("\n* ", "\n");
@@ -126,7 +126,7 @@ fn italics(text: &str) -> Vec<String> {
     parts.map(|part| part.split_whitespace().collect::<Vec<_>>().join(" ")).collect()
 }
 
-/// Where the example configuration of Prometheus and Grafana does not fit together.
+/// Returns the inconsistencies in the example configuration of Prometheus and Grafana.
 pub(crate) fn configuration(prometheus: &str, source: &str, provider: &str) -> Vec<String> {
     let mut faults = Vec::new();
     let mut expect = |holds: bool, what: &str| {

@@ -21,12 +21,12 @@ const TYPES: [&str; 4] = ["timeseries", "stat", "state-timeline", "table"];
 /// Units that panels may have; amounts are binary, as everywhere.
 const UNITS: [&str; 9] =
     ["bytes", "binBps", "percentunit", "s", "short", "none", "cpm", "ops", "reqps"];
-/// What every dashboard marks in the time of its panels.
+/// The events that every dashboard marks in the time of its panels.
 const ANNOTATIONS: [&str; 4] = ["sleep", "wake", "unload", "rejection"];
 /// By which the dashboards find each other.
 const TAG: &str = "lowtide";
 
-/// What was found in a dashboard.
+/// The findings in a dashboard.
 #[derive(Debug, Default)]
 pub(crate) struct Findings {
     pub(crate) metrics: BTreeSet<String>,
@@ -118,7 +118,7 @@ fn variables(dashboard: &Value, found: &mut Findings) {
     }
 }
 
-/// What happened is marked: from counters, so that it is marked whoever looks, and when.
+/// Checks that events are marked from counters, so that every viewer sees them at any time.
 fn annotations(dashboard: &Value, known: &Known, found: &mut Findings) {
     let list = dashboard.pointer("/annotations/list").and_then(Value::as_array);
     let list = list.map_or(&[][..], Vec::as_slice);

@@ -130,7 +130,8 @@ fn missing(shown: &BTreeSet<String>) -> Vec<String> {
         .collect()
 }
 
-/// What may be empty on a machine without a GPU exists, and is not most of what is shown.
+/// Checks that the queries and metrics that may be empty on a machine without a GPU exist, and
+/// that under a third of the queries may be.
 fn check_excused(shipped: &Shipped<'_>) {
     let panels = shipped.panels();
     for named in named::PANELS {

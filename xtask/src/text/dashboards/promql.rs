@@ -27,11 +27,11 @@ const RATE_INTERVAL: &str = "4m17s";
 /// Labels of the series of an expression; `None` for a number.
 pub(crate) type Labels = Option<BTreeSet<String>>;
 
-/// What a name stands for.
+/// The series that a name stands for.
 #[derive(Clone, Debug)]
 struct Series {
     labels: BTreeSet<String>,
-    /// Whether it only rises, so that `rate` and `increase` belong around it.
+    /// `true` if it only rises, so that `rate` and `increase` belong around it.
     rises: bool,
     /// The metric of the table, or the rule's own name.
     metric: String,
@@ -73,7 +73,7 @@ impl Known {
     }
 }
 
-/// What holds for an expression because of the place where it stands.
+/// The rules that apply to an expression because of its place.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Place {
     /// A panel: each selector matches the variables, each range is Grafana's.
@@ -82,7 +82,7 @@ pub(crate) enum Place {
     Rule,
 }
 
-/// What was found in an expression.
+/// The findings in an expression.
 #[derive(Debug, Default)]
 pub(crate) struct Findings {
     pub(crate) labels: Labels,

@@ -11,11 +11,11 @@ use yaml_rust2::{Yaml, YamlLoader};
 use super::layout::placeholders;
 use super::promql::{self, Known, Labels, Place};
 
-/// Where the runbook is.
+/// The path of the runbook.
 pub(crate) const RUNBOOK: &str = "docs/OPERATING.md";
 /// Words that an alert may be graded by.
 const SEVERITIES: [&str; 2] = ["warning", "critical"];
-/// What every name of an alert begins with, because all services share one list.
+/// The prefix of every alert's name, because all services share one list.
 const PREFIX: &str = "Lowtide";
 
 /// The rules of a file.
@@ -24,7 +24,7 @@ pub(crate) struct Rules {
     rules: Vec<Yaml>,
 }
 
-/// What was found in them.
+/// The findings in the rules.
 #[derive(Debug, Default)]
 pub(crate) struct Findings {
     pub(crate) metrics: BTreeSet<String>,
@@ -38,7 +38,7 @@ pub(crate) fn yaml(text: &str) -> Yaml {
     documents.into_iter().next().unwrap_or(Yaml::BadValue)
 }
 
-/// What a list holds; nothing where it is no list.
+/// Returns the items of a list, or nothing if the value is no list.
 pub(crate) fn items(value: &Yaml) -> &[Yaml] {
     value.as_vec().map_or(&[], Vec::as_slice)
 }

@@ -14,12 +14,12 @@ use super::{Deploying, GUIDE};
 pub(super) const ALL: [&str; 4] =
     ["Dockerfile", "compose.yaml", "deploy/kubernetes.yaml", "deploy/lowtide-proxy.service"];
 
-/// How long the end of the memory takes at most, after the grace.
+/// The longest time that the shutdown of the memory takes after the grace, in seconds.
 const END_S: u64 = 5;
-/// How long `docker stop` waits before it kills.
+/// The time that `docker stop` waits before it kills, in seconds.
 const DOCKER_STOP_S: u64 = 10;
 const PORT: &str = "8080";
-/// Where operators, and only they, are answered.
+/// The port of the operators' routes, which are served on no other.
 const OPERATORS: &str = "8081";
 const USER: i64 = 10_001;
 
@@ -77,7 +77,7 @@ impl Deploying<'_> {
         )
     }
 
-    /// How long the end of the image's proxy takes at most.
+    /// Returns the longest time that the end of the image's proxy takes, in seconds.
     fn image_end_s(&self) -> u64 {
         let image = self.text("Dockerfile");
         let [drain, grace] = ["PROXY_DRAIN", "PROXY_GRACE"].map(|name| set(image, name));
@@ -113,7 +113,7 @@ impl Deploying<'_> {
         }
     }
 
-    /// What the image is built of goes to the daemon.
+    /// Checks that the sources of the image are sent to the daemon.
     fn check_context(&self) {
         let goes = self.text(".dockerignore");
         let needed = ["Cargo.toml", "Cargo.lock", "src", "deploy/image-root", "LICENSE-*"];
@@ -178,7 +178,7 @@ impl Deploying<'_> {
         self.holds(file, end < patience, &what);
     }
 
-    /// What watches the proxy in the Compose file finds it.
+    /// Checks that Prometheus in the Compose file finds the proxy.
     fn check_watching(&self) {
         let file = "deploy/prometheus.yml";
         let (compose, prometheus) = (&self.yaml("compose.yaml")[0], &self.yaml(file)[0]);

@@ -1,5 +1,5 @@
-//! What is written for operators agrees with the code: variables, their defaults, the image, and
-//! the files for Compose, Kubernetes and systemd (`files`).
+//! Checks that the files for operators agree with the code: variables, their defaults, the image,
+//! and the files for Compose, Kubernetes and systemd (`files`).
 //!
 //! It reads text; that the image builds and runs is for `.ci/docker` and `.ci/image` to try.
 //!
@@ -13,12 +13,12 @@ use super::code::{Code, Found};
 use super::variables;
 use crate::tree::{Faults, Tree};
 
-/// How a default is written in the guide.
+/// A function that returns a default as the guide writes it.
 type Written<'a> = &'a dyn Fn(Found<'_>) -> String;
 
 const GUIDE: &str = "docs/DEPLOYING.md";
 
-/// What is compared.
+/// The inputs of the comparison.
 struct Deploying<'a> {
     tree: &'a Tree,
     code: &'a Code<'a>,
@@ -47,7 +47,7 @@ fn names(text: &str, start: &str) -> BTreeSet<String> {
         .collect()
 }
 
-/// What stands in the source up to a mark.
+/// Returns the source up to a mark.
 fn until<'a>(text: &'a str, mark: &str) -> &'a str {
     text.split_once(mark).map_or(text, |(before, _)| before)
 }
@@ -163,7 +163,7 @@ impl<'a> Deploying<'a> {
         }
     }
 
-    /// What a request to `/words` reserves is the same in the code, the guide and the load of
+    /// Checks that a request to `/words` reserves the same in the code, the guide and the load of
     /// `.ci`.
     fn check_cost(&self) {
         let source = self.proxy();
@@ -185,7 +185,7 @@ impl<'a> Deploying<'a> {
         }
     }
 
-    /// What is set for operators are variables that exist.
+    /// Checks that the variables that are set for operators exist.
     fn check_variables(&self) {
         let known: BTreeSet<_> = variables(self.code).into_iter().collect();
         for file in files::ALL {

@@ -36,7 +36,7 @@ const RUN: &str = "## Test runs";
 
 const UNITS: &[&str] = &["us", "ms", "s", "min", "h", "%", "KiB", "MiB", "GiB", "KB", "MB", "GB"];
 
-/// Where each amount of a flat text stands.
+/// Returns the ranges of the amounts in a flat text.
 fn amounts(text: &str) -> Vec<Range<usize>> {
     let mut found = Vec::new();
     let mut at = 0;
@@ -58,8 +58,8 @@ fn amounts(text: &str) -> Vec<Range<usize>> {
     found
 }
 
-/// Where the word stands in a text, but where it is jemalloc's, a name in code, or the head of a
-/// table whose rows others test.
+/// Returns the ranges of the word `default` in a text, except if it is jemalloc's, a name in code,
+/// or the head of a table whose rows others test.
 fn defaults(text: &str) -> Vec<Range<usize>> {
     const OTHERS: &[&str] =
         &["jemalloc's default", "jemalloc's `default", "::default", "| default"];

@@ -1,4 +1,4 @@
-//! What the pages show: fences, commands, files, variables, metrics, links.
+//! Checks the contents of the pages: fences, commands, files, variables, metrics, links.
 //!
 //! Rust is compiled by `cargo test --doc`, for the pages that `src/lib.rs` includes; here it is
 //! seen that those are all. A name of something in this repository has to exist. What a shell
@@ -26,10 +26,11 @@ const LANGUAGES: &[&str] = &[
     "text",
 ];
 
-/// What Kubernetes sets for a service called `lowtide`; the page says that they are left alone.
+/// Variables that Kubernetes sets for a service called `lowtide`; the page says that they are left
+/// alone.
 const OF_KUBERNETES: &[&str] = &["LOWTIDE_SERVICE_HOST", "LOWTIDE_PORT", "LOWTIDE_PORT_8080_TCP"];
 
-/// What is compared.
+/// The inputs of the comparison.
 struct Blocks<'a> {
     tree: &'a Tree,
     pages: &'a [&'a Source],
@@ -124,7 +125,7 @@ fn words<'a>(text: &'a str, start: &'a str, letters: fn(&char) -> bool) -> Vec<&
     all.filter(|word| word.starts_with(start) && word.len() > start.len()).collect()
 }
 
-/// What a heading is called in a link: small letters, hyphens for spaces, no other marks.
+/// Returns the name of a heading in a link: small letters, hyphens for spaces, no other marks.
 fn anchor(heading: &str) -> String {
     let kept = heading.chars().filter(|&c| c.is_alphanumeric() || matches!(c, ' ' | '-' | '_'));
     kept.map(|c| if c == ' ' { '-' } else { c.to_ascii_lowercase() }).collect()

@@ -1,4 +1,4 @@
-//! What must not be named: hash tables, the environment, the machine's clock, sleeping, an async
+//! Names that are banned: hash tables, the environment, the machine's clock, sleeping, an async
 //! runtime, ignored tests, unfinished code, and paths of a build machine.
 //!
 //! Clippy bans some of these by type; here they are banned by name, in every build and feature,
@@ -47,7 +47,7 @@ pub(crate) fn check(source: &Source, is_library: bool, faults: &Faults) {
     }
 }
 
-/// What holds for the library alone.
+/// Checks the rules that apply to the library alone.
 fn library(source: &Source, code: &[Token<'_>], paths: &[Path<'_>], faults: &Faults) {
     for token in code {
         let name = token.name().unwrap_or_default();

@@ -12,7 +12,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use super::tokens::{Token, reads};
 use crate::tree::{Faults, Package, Source};
 
-/// What holds within one package.
+/// The rules within one package.
 pub(super) struct Layers {
     /// The package's folder, as in [`Package::folder`].
     pub(super) folder: &'static str,
@@ -60,7 +60,7 @@ pub(crate) struct Path<'a> {
     pub(crate) line: usize,
     /// The name under which a `use` makes it known, `*` for all that is in it; `None` elsewhere.
     name: Option<&'a str>,
-    /// Whether the `use` has a visibility of its own.
+    /// `true` if the `use` has a visibility of its own.
     public: bool,
     /// The inline modules around it.
     inner: Vec<&'a str>,
@@ -217,7 +217,7 @@ fn check_package(
 }
 
 impl Layers {
-    /// Whether a path leads from its part to one that is not below.
+    /// Returns the fault if a path leads from its part to one that is not below.
     fn climbs(&self, part: &str, path: &Path<'_>, target: &[String]) -> Option<String> {
         let Some(wanted) = target.first() else {
             let what = "imports the whole crate: name the part that is meant";
@@ -232,7 +232,7 @@ impl Layers {
         }
     }
 
-    /// Whether a path leads through a wall.
+    /// Returns the fault if a path leads through a wall.
     fn breaks(&self, module: &[String], path: &Path<'_>, target: &[String]) -> Option<String> {
         for (walled, forbidden) in self.walls {
             let (walled, parts) = (split(walled), split(forbidden));
@@ -265,7 +265,7 @@ fn within(module: &[String], path: &Path<'_>) -> Vec<String> {
     module.iter().cloned().chain(path.inner.iter().map(|&name| name.to_owned())).collect()
 }
 
-/// What is known by which path within the crate.
+/// The paths within the crate, and the items that they name.
 struct Map<'a> {
     /// The folder of the package's sources.
     folder: String,
@@ -352,7 +352,7 @@ impl<'a> Map<'a> {
         Some(target)
     }
 
-    /// What the path names, and what that stands for, and so on.
+    /// Returns the path's target, the target of that, and so on.
     fn chain(&self, module: &[String], path: &Path<'_>) -> Vec<Vec<String>> {
         let mut chain: Vec<_> = self.absolute(module, path).into_iter().collect();
         while let Some(last) = chain.last().filter(|_| chain.len() < STEPS_MAX) {

@@ -53,7 +53,7 @@ fn roots(tree: &[Source]) -> Vec<String> {
     found
 }
 
-/// Whether Cargo finds a target at this path of a package without being told.
+/// Returns `true` if Cargo finds a target at this path of a package without being told.
 fn is_target(path: &[&str]) -> bool {
     match path {
         ["build.rs"] | ["src", "lib.rs" | "main.rs"] => true,

@@ -394,7 +394,7 @@ fn a_path_of_a_build_machine_is_found_in_any_text() {
     }
 }
 
-/// What may be said in the head of an example or bench to print and to read the wall clock.
+/// The head of an example or bench may say that it prints and reads the wall clock.
 #[test]
 fn an_opening_with_a_reason_is_no_fault() {
     let opening = "#![expect(clippy::print_stdout, clippy::disallowed_methods, reason = \"r\")]";

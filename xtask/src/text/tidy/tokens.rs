@@ -5,7 +5,7 @@
 //!
 //! Invariant: the tokens in order, with the white space between them, are the text.
 
-/// What a token is.
+/// The kinds of tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Kind {
     /// An identifier or keyword, `r#` included.
@@ -31,7 +31,7 @@ pub(crate) struct Token<'a> {
 }
 
 impl<'a> Token<'a> {
-    /// Whether this is the given name or mark; never true for text and comments.
+    /// Returns `true` if this is the given name or mark; never for text and comments.
     pub(crate) fn is(&self, text: &str) -> bool {
         matches!(self.kind, Kind::Name | Kind::Mark) && self.text == text
     }
@@ -42,7 +42,7 @@ impl<'a> Token<'a> {
         (self.kind == Kind::Name).then_some(bare)
     }
 
-    /// What stands between the quotes of a string, escapes as written.
+    /// Returns the text between the quotes of a string, escapes as written.
     pub(crate) fn content(&self) -> Option<&'a str> {
         let inside = self.text.trim_start_matches(['b', 'c', 'r']).trim_matches('#');
         let inside = inside.strip_prefix('"')?.strip_suffix('"')?;
@@ -74,7 +74,7 @@ pub(crate) fn code<'a>(all: &[Token<'a>]) -> Vec<Token<'a>> {
     all.iter().filter(|token| token.kind != Kind::Comment).copied().collect()
 }
 
-/// Whether the tokens from `at` on read as `pattern`, one word or mark each.
+/// Returns `true` if the tokens from `at` on read as `pattern`, one word or mark each.
 pub(crate) fn reads(code: &[Token<'_>], at: usize, pattern: &[&str]) -> bool {
     code.len() >= at + pattern.len() && pattern.iter().zip(&code[at..]).all(|(p, t)| t.is(p))
 }

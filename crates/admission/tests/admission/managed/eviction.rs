@@ -24,7 +24,7 @@ struct Rig {
     clock: Arc<ManualClock>,
     admission: Admission,
     resources: Resources,
-    /// How often the heap was purged after unloads.
+    /// The number of purges of the heap after unloads.
     purges: Arc<AtomicU64>,
 }
 

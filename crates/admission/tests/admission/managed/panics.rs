@@ -16,7 +16,7 @@ use lowtide_admission::{
 
 use super::support::{Gate, until};
 
-/// What a panic throws, and panics again when it is dropped.
+/// The payload of a panic, which panics again when it is dropped.
 struct Bomb;
 
 impl Drop for Bomb {

@@ -1,4 +1,4 @@
-//! What the tests of managed resources share: a door for loaders, a model that counts its copies.
+//! Fixtures for the tests of managed resources: a door for loaders, a model that counts its copies.
 
 use std::future::Future;
 use std::pin::pin;

@@ -16,8 +16,8 @@ const MACHINE: u64 = 492_847_104;
 const POD: &str = "kubepods.slice/kubepods-burstable.slice/kubepods-burstable-pod0f3e2a1c.slice/\
     cri-containerd-6c1d0a2b.scope";
 
-/// What is to be found in a case. The amounts were taken from its files with a calculator, as the
-/// formulas in `control::signal` have it.
+/// The expected values of a case. The amounts were taken from its files with a calculator, by the
+/// formulas in `control::signal`.
 struct Expected {
     case: &'static str,
     cgroup: Option<&'static str>,
@@ -77,7 +77,7 @@ fn the_cgroup_its_limit_and_what_counts_against_it_are_found_in_every_case() {
     }
 }
 
-/// Where the own memory cgroup is, by `procfs` and a rule as short as it can be.
+/// Returns the path of the own memory cgroup, by `procfs` and a rule as short as it can be.
 fn by_procfs(root: &Path) -> Option<PathBuf> {
     let own = root.join("proc/self");
     let groups = ProcessCGroups::from_file(own.join("cgroup")).expect("parsed").0;
@@ -173,7 +173,7 @@ impl Copy {
     }
 }
 
-/// What may become of a file.
+/// Returns the broken versions of a file.
 fn wrecks(text: &[u8], large: bool) -> Vec<Vec<u8>> {
     let cut = |parts: usize| text[..text.len() * parts / 4].to_vec();
     let mut wrecks: Vec<_> = (0..4).map(cut).collect();

@@ -1,4 +1,4 @@
-//! How many CPUs the process can keep busy: what it may run on, and quotas of cgroups.
+//! The number of CPUs that the process can keep busy: its affinity, and quotas of cgroups.
 
 use lowtide_admission::{Cpus, Signals};
 

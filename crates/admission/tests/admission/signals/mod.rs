@@ -19,7 +19,7 @@ fn limit(mib: u64, source: LimitSource) -> Limit {
     Limit { bytes: ByteSize::mib(mib), source }
 }
 
-/// What [`GROUP`] shows of itself under a hard limit of this much.
+/// The values that [`GROUP`] reports under a hard limit of `mib` MiB.
 fn sampled(mib: u64) -> Signal {
     Signal {
         rss: Some(ByteSize::mib(40)),

@@ -16,7 +16,7 @@ pub(crate) const V2_MOUNT: &str =
     "41 31 0:38 / /sys/fs/cgroup rw,nosuid shared:4 - cgroup2 cgroup2 rw,nsdelegate\n";
 pub(crate) const PSI: &str = "some avg10=2.50 avg60=0.00 avg300=0.00 total=7000\n\
     full avg10=0.25 avg60=0.00 avg300=0.00 total=3000\n";
-/// What version 1 alone has to say of PSI.
+/// The error for PSI on version 1 alone.
 pub(crate) const NO_PSI: SignalError = SignalError::NoPsi { path: None };
 
 /// A file tree with a process of 40 MiB (10 MiB of them files) on a machine of 32 GiB.

@@ -1,4 +1,4 @@
-//! What a case of the contract works on: an arena of its own, a lane, and a clock that stands.
+//! The fixture of a case of the contract: an arena of its own, a lane, and a clock that stands.
 //!
 //! Invariant: as in [`super`].
 

@@ -1,5 +1,5 @@
-//! What an arena keeps over every driver, case by case: contents, order of streams, what is given
-//! back, sleep and wake, refusals.
+//! The contract of an arena over every driver, case by case: contents, order of streams, release of
+//! memory, sleep and wake, refusals.
 //!
 //! A case is told of a device and knows none: it asks the driver what it can do, and leaves out
 //! what it cannot. It measures nothing. It panics at nothing, so that a program can say which held.
@@ -42,10 +42,11 @@ pub(crate) trait Device: Sync {
     /// Queues work of the lane's stream that writes a value to every byte.
     fn write(&self, lane: &Lane, to: &mut Buffer<u8>, lease: &Lease, value: u8) -> Outcome;
 
-    /// Whether every byte has the value, once the work of the lane's stream that asks is done.
+    /// Returns `true` if every byte has the value, once the work of the lane's stream that asks is
+    /// done.
     fn holds(&self, lane: &Lane, of: &Buffer<u8>, lease: &Lease, value: u8) -> Result<bool, Fault>;
 
-    /// Whether memory that is committed is taken of the device before anybody touches it.
+    /// Returns `true` if committed memory is taken from the device before its first use.
     fn takes_at_once(&self) -> bool {
         true
     }

@@ -81,7 +81,7 @@ fn cuda_keeps_it_when_work_is_done_in_random_order() {
     }
 }
 
-/// Where a pool of our own is refused.
+/// The driver refuses to create a pool of our own.
 #[test]
 fn cuda_keeps_it_with_the_devices_own_pool() {
     let flags = Options::NO_VIRTUAL_MEMORY | Options::NO_POOL_CREATE;

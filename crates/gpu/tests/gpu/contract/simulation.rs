@@ -65,8 +65,8 @@ impl Device for Simulation {
     }
 }
 
-/// What is written and checked: all of a small buffer, both ends of a large one, which is as good
-/// and less work.
+/// Returns the parts that are written and checked: all of a small buffer, both ends of a large one,
+/// which is as good and less work.
 fn parts(buffer: &Buffer<u8>, lease: &Lease) -> Result<Vec<(DeviceAddress, ByteSize)>, Fault> {
     const PART: ByteSize = ByteSize::kib(16);
     let at = buffer.address(lease)?.ok_or("no address")?;

@@ -36,7 +36,7 @@ pub(crate) struct Pair {
     /// By offset: size and name.
     live: BTreeMap<u64, (u64, BlockId)>,
     stale: Vec<BlockId>,
-    /// Whether so little is free that every free block is looked at.
+    /// `true` if so little is free that every free block is looked at.
     small: bool,
 }
 
@@ -57,7 +57,7 @@ impl Pair {
         self.index.blocks().map(|(span, name)| (span.size, name.is_some())).collect()
     }
 
-    /// What is free, in address order.
+    /// Returns the free spans in address order.
     pub(crate) fn free(&self) -> Vec<Span> {
         let mut free = Vec::new();
         let mut end = 0;

@@ -42,7 +42,7 @@ impl Bed {
     }
 }
 
-/// What release functions were called with.
+/// The arguments with which release functions were called.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Released(Arc<Mutex<Vec<(DeviceAddress, ByteSize)>>>);
 

@@ -107,7 +107,7 @@ fn a_panic_is_counted_and_stops_neither_the_others_nor_the_allocation() {
     arena.validate();
 }
 
-/// What a callback holds may panic when it is dropped.
+/// A value in a callback that panics when it is dropped.
 struct Bomb;
 
 impl Drop for Bomb {

@@ -1,5 +1,5 @@
-//! What an arena does when memory is short: the rungs of its ladder, one after the other, and what
-//! it says when none of them helped.
+//! The behaviour of an arena when memory is short: the rungs of its ladder, one after the other,
+//! and its error if none of them helped.
 //!
 //! Over the host driver, and over the simulation, where calls are counted and neighbours come.
 

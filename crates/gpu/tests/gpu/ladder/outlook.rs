@@ -1,4 +1,4 @@
-//! What a refusal says of what a compaction would gain, and how it reads.
+//! The gain of a compaction as a refusal reports it, and the text of that report.
 
 use lowtide_gpu::ByteSize;
 use lowtide_gpu::driver::Driver as _;
@@ -169,7 +169,7 @@ fn the_longest_free_span_is_that_of_both_regions() {
     }
 }
 
-/// What was freed and may still be worked on is no hole, and nothing moves there.
+/// Freed memory that may still be in use is no hole, and nothing moves there.
 #[test]
 fn what_is_pending_is_neither_a_hole_nor_recoverable() {
     let sim = device(|_| {});

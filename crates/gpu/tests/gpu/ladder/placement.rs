@@ -1,6 +1,6 @@
-//! What scattered live blocks keep committed: an idle instance of a cache server pinned 8.9 GiB for
-//! 2.2 GiB of live blocks, because one block in four was left of each 2 MiB page
-//! (kvcached issue 359).
+//! Memory that scattered live blocks keep committed: an idle instance of a cache server pinned 8.9
+//! GiB for 2.2 GiB of live blocks, because one block in four was left of each 2 MiB page (kvcached
+//! issue 359).
 //!
 //! The same pattern here, a sixteenth of the size: several owners fill the cache by turns, then all
 //! but one go. The ratio is a count of bytes and does not depend on the machine.
@@ -14,7 +14,7 @@ const BLOCK: usize = 64 << 10;
 /// One owner's blocks: 141 MiB, a sixteenth of 2.2 GiB.
 const OWNED: usize = 2_250;
 const OWNERS: usize = 4;
-/// What one call to compact may move.
+/// The bytes that one call to compact may move.
 const BUDGET: ByteSize = ByteSize::mib(16);
 
 fn committed_per_live(arena: &DeviceArena) -> f64 {

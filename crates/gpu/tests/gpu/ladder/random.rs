@@ -21,7 +21,7 @@ use super::{Chance, config, device};
 
 const ALIGN: u64 = 256;
 
-/// What a program has under way.
+/// The state of a random program.
 struct Program {
     arena: DeviceArena,
     /// None over the host driver.
@@ -114,7 +114,7 @@ impl Program {
         }
     }
 
-    /// Whether a refusal was right. Of a resize only what every refusal keeps is known.
+    /// Asserts that a refusal was right. For a resize it checks only the rules of every refusal.
     fn judge(&mut self, error: &DeviceError, block: Option<(Region, u64)>) {
         self.refused += 1;
         let granule = self.granule;

@@ -19,7 +19,7 @@ pub(crate) fn lane_of(arena: &DeviceArena, stream: StreamHandle) -> Lane {
     unsafe { arena.lane(stream) }.expect("a lane")
 }
 
-/// What is written of a buffer: its beginning.
+/// The bytes of a buffer that are written, from its beginning on.
 const PART: ByteSize = ByteSize::kib(64);
 
 /// Writes a buffer, and has it checked when that is asked.

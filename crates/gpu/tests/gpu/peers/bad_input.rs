@@ -1,5 +1,5 @@
-//! What no caller can do: sizes, lengths, alignments and addresses that make no sense, and limits
-//! that allow nothing.
+//! Invalid input: sizes, lengths, alignments and addresses that make no sense, and limits that
+//! allow nothing.
 //!
 //! Invariant: each is a typed error with the numbers that explain it; nothing is lost, and the
 //! arena works on.

@@ -144,7 +144,7 @@ fn a_buffer_could_not_grow_while_a_front_held_the_memory() {
     assert_usable(&arena);
 }
 
-/// What one thread does between two quiet points; `held` is its sum of live bytes.
+/// The work of one thread between two quiet points; `held` is its sum of live bytes.
 struct Hammer {
     arena: DeviceArena,
     chance: Chance,

@@ -31,7 +31,7 @@ mod resizing;
 const GRANULE: ByteSize = ByteSize::mib(2);
 const SECOND: Duration = Duration::from_secs(1);
 
-/// What each test opens unless it says otherwise: 64 MiB of memory, 1 GiB of addresses a region.
+/// The default configuration of the tests: 64 MiB of memory, 1 GiB of addresses a region.
 fn config() -> ArenaConfig {
     ArenaConfig {
         limit: ByteSize::mib(64),
@@ -56,7 +56,7 @@ fn raw(arena: &DeviceArena, size: ByteSize, region: Region) -> Result<RawBlock, 
     arena.alloc_raw(size, ByteSize::new(256), region)
 }
 
-/// What may be allocated still, as `gpu_available` says it.
+/// Returns the bytes that may still be allocated, as `gpu_available` reports them.
 fn headroom(snapshot: &ArenaSnapshot) -> ByteSize {
     snapshot.limit.saturating_sub(snapshot.live)
 }

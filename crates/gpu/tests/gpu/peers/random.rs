@@ -198,7 +198,7 @@ impl Model {
         assert_eq!((after.live, after.committed), (before.live, before.committed));
     }
 
-    /// Whether there really was no room: after a refusal idle memory is gone, or not enough.
+    /// Asserts that there was no room: after a refusal idle memory is gone, or not enough.
     fn explain(&mut self, error: &DeviceError, given: ByteSize) {
         self.refused += 1;
         let snapshot = self.arena.snapshot();

@@ -292,7 +292,7 @@ fn a_refusal_says_why() {
     replays_alike(&kept.text(), host);
 }
 
-/// Where the driver fails, the recording says so, and the block keeps its number.
+/// If the driver fails, the recording contains the failure, and the block keeps its number.
 #[test]
 fn what_the_driver_failed_at_is_recorded_and_compared_with_a_replay_that_succeeds() {
     let sim = simulation(Order::Synchronous);

@@ -106,7 +106,7 @@ impl HostBudget for Full {
     }
 }
 
-/// Why each sleep failed, and where the arena was then.
+/// Returns the cause of each failed sleep, and the state of the arena at that time.
 fn failures(log: &Log) -> Vec<(Sleepless, ArenaState)> {
     let failed = |operation: &Operation| match operation {
         Operation::Sleep { outcome: Fallen::Failed { why, state }, .. } => Some((*why, *state)),

@@ -12,7 +12,7 @@ use lowtide_gpu::{ArenaConfig, Buffer, CompactOptions, DeviceArena, Region};
 use super::program::Random;
 use super::{MIB, config, host, open, simulation};
 
-/// What one thread does.
+/// Runs the work of one thread.
 fn work(arena: &DeviceArena, seed: u64) {
     let mut random = Random::new(seed);
     let mut buffers: Vec<Buffer<u8>> = Vec::new();

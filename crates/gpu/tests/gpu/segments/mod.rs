@@ -79,7 +79,8 @@ impl Bed {
         [snapshot.committed, snapshot.active, snapshot.live].map(|of| of.get() >> 20)
     }
 
-    /// What is on the device for it: in segments, and with what a pool keeps; in MiB.
+    /// Returns the arena's memory on the device in MiB: in segments, and with the memory that a
+    /// pool keeps.
     fn on_device(&self) -> [u64; 2] {
         self.sim.segment_bytes().map(|of| of.get() >> 20)
     }
@@ -178,7 +179,7 @@ fn a_purge_makes_one_trim_and_a_decay_gives_all_back_when_its_time_is_over() {
     bed.end();
 }
 
-/// What a pool keeps is not the arena's any more, and nobody else's either.
+/// Memory that a pool keeps belongs to no arena.
 #[test]
 fn a_trim_that_failed_is_made_up_for() {
     let bed = Bed::open(true, |_| {});

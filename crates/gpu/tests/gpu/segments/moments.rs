@@ -1,4 +1,4 @@
-//! What others do in the midst of the call that obtains a segment, or gives one back.
+//! Acts of others during the call that obtains or releases a segment.
 #![expect(unsafe_code, reason = "memory of others is adopted, which nobody touches")]
 
 use std::sync::Mutex;

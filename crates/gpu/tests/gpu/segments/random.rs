@@ -7,7 +7,7 @@ const SEEDS: u64 = lowtide_cuda_sim::sample(40);
 const STEPS: usize = 300;
 const LIMIT: u64 = 96;
 
-/// What may be refused, and only then: the rule of the limit by the error's own figures.
+/// Asserts that an error is one that is allowed: the rule of the limit by the error's own figures.
 fn judge<T>(outcome: Result<T, DeviceError>, fails: bool) -> Option<T> {
     let error = match outcome {
         Ok(got) => return Some(got),

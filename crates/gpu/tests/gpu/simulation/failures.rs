@@ -12,7 +12,7 @@ use lowtide_gpu::driver::{Driver as _, DriverError, StoreSpan};
 use super::{GRANULE, code, committed, device};
 
 const SIZE: ByteSize = ByteSize::mib(8);
-/// What is touched of it where that does not matter.
+/// The part of it that is touched if the amount does not matter.
 const PART: ByteSize = ByteSize::kib(64);
 
 #[test]

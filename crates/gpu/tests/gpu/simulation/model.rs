@@ -17,7 +17,7 @@ const MEMORY: u64 = 24;
 
 #[derive(Default)]
 struct Naive {
-    /// Where each reservation begins, and how many granules it has.
+    /// The start of each reservation, and its number of granules.
     reserved: BTreeMap<u64, u64>,
     committed: BTreeSet<u64>,
 }

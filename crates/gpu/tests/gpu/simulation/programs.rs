@@ -10,11 +10,11 @@ use lowtide_gpu::driver::{Driver as _, DriverError};
 
 use super::{GRANULE, committed, on};
 
-/// How the program is run.
+/// The settings of a run of the program.
 struct Run {
     sim: SimDriver,
     seed: u64,
-    /// Whether the program has its bug.
+    /// `true` if the program has its bug.
     wrong: bool,
 }
 
@@ -34,7 +34,7 @@ impl Run {
         Pattern::new(self.seed << 16 | round)
     }
 
-    /// Whether something was wrong, as far as the simulation saw.
+    /// Returns `true` if the simulation found a fault.
     fn is_caught(&self) -> bool {
         self.sim.validate();
         self.sim.faults_total() > 0 || self.sim.differences() > 0
@@ -117,7 +117,7 @@ type Program = fn(&Run) -> Result<(), DriverError>;
 const PROGRAMS: [(&str, Program); 3] =
     [("a missing wait", hand_over), ("use after free", reuse), ("early unmap", give_back)];
 
-/// How many of so many seeds catch the wrong program.
+/// Returns the number of seeds that catch the wrong program.
 fn caught(program: Program, seeds: u64, order: impl Fn(u64) -> Order) -> u64 {
     let caught = |seed: &u64| {
         let run = Run::new(order(*seed), *seed, true);

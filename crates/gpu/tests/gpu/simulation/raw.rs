@@ -54,7 +54,7 @@ fn kernel(name: &str) -> &'static Kernel {
     KERNELS.iter().find(|kernel| kernel.name == name).expect("in the table")
 }
 
-/// Where the host memory of these tests is said to lie.
+/// The address of the host memory in these tests.
 const HOST: u64 = 0x1000;
 
 /// A round through all single calls; the first error ends it.

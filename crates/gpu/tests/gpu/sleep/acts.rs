@@ -36,7 +36,7 @@ const CALLS: [Call; 13] = [
     Call::Synchronize,
 ];
 
-/// What another does.
+/// An act of another thread.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Act {
     FreeKept,
@@ -78,7 +78,7 @@ const ACTS: [Act; 17] = [
     Act::Close,
 ];
 
-/// What the other may reach.
+/// The objects that the other thread may use.
 struct Theirs {
     arena: DeviceArena,
     sim: Arc<SimDriver>,

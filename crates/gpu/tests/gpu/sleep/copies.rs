@@ -49,8 +49,8 @@ fn in_time<T: Send + 'static>(act: impl FnOnce() -> T + Send + 'static) -> T {
     told.recv_timeout(Duration::from_secs(20)).expect("it waits for ever")
 }
 
-/// Who waited for the copies found nothing idle any more and nothing on its way, and waited for
-/// ever: seed 38426 of the schedules.
+/// A thread that waited for the copies found nothing idle any more and nothing on its way, and
+/// waited forever: seed 38426 of the schedules.
 #[test]
 fn memory_that_another_gives_back_while_copies_are_waited_for_is_not_waited_for() {
     let bed = Bed::with(Order::Lazy, |config| config.limit = ByteSize::mib(4));
@@ -66,8 +66,8 @@ fn memory_that_another_gives_back_while_copies_are_waited_for_is_not_waited_for(
     bed.end();
 }
 
-/// Who had a place and no memory yet left it to who put the arena to sleep to wait for the copies,
-/// and that one waited for who had a place.
+/// A thread that had a place and no memory yet left it to the thread that put the arena to sleep to
+/// wait for the copies, and that one waited for the thread that had a place.
 #[test]
 fn a_sleep_that_waits_for_an_allocation_is_not_waited_for_by_it() {
     let bed = Bed::with(Order::Lazy, |_| {});

@@ -46,7 +46,7 @@ impl Scene {
         Self { bed, kept, cache, stays }
     }
 
-    /// What must hold between calls, and where the arena is.
+    /// Asserts the invariants that hold between calls, and returns the state of the arena.
     fn state(&self) -> ArenaState {
         self.bed.arena.validate();
         let (state, snapshot) = (self.bed.arena.state(), self.bed.arena.snapshot());
@@ -234,7 +234,7 @@ fn memory_that_a_copy_may_work_on_stays_until_that_is_known_to_be_done() {
     }
 }
 
-/// What is to be discarded leaves last: while something else may still fail, nothing is lost.
+/// Contents to discard leave last: while another step may still fail, nothing is lost.
 #[test]
 fn nothing_is_discarded_where_what_is_kept_does_not_leave() {
     let options = SleepOptions { stable: Contents::Discard, dynamic: Contents::Keep, ..OPTIONS };

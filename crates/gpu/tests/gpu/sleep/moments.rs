@@ -1,4 +1,4 @@
-//! What others do at the worst moment of a sleep or a wake, and what that once broke.
+//! Acts of others at the worst moment of a sleep or a wake, and the bugs that these once caused.
 
 use std::any::Any;
 use std::future::Future as _;

@@ -1,4 +1,4 @@
-//! What a small change to sleep or wake would break without a sound: each test stands for one line.
+//! Tests for small changes to sleep or wake that would go unnoticed: each test stands for one line.
 //!
 //! Invariant: as the others'; what is written under a lease is read again.
 
@@ -35,7 +35,7 @@ fn what_is_left_of_a_run_comes_from_its_own_place_in_the_store() {
     bed.end();
 }
 
-/// What is freed after a wake has uses again.
+/// A block that is freed after a wake has uses again.
 #[test]
 fn what_is_freed_after_a_wake_waits_for_its_work() {
     let bed = Bed::new(Order::Lazy);
@@ -52,7 +52,7 @@ fn what_is_freed_after_a_wake_waits_for_its_work() {
     bed.end();
 }
 
-/// What is freed on the way down has none: all were waited for before.
+/// A block that is freed during the sleep has none: the arena has waited for all of them.
 #[test]
 fn what_is_freed_while_contents_are_copied_out_waits_for_nothing() {
     let bed = Bed::new(Order::Lazy);
@@ -131,7 +131,7 @@ fn a_wake_asks_for_memory_and_who_is_asked_does_not_wait_for_it() {
     bed.end();
 }
 
-/// Who waits for the wake of another thread is told how it failed.
+/// A thread that waits for the wake of another thread receives its error.
 #[test]
 fn a_wake_beside_one_that_fails_fails_as_well() {
     let bed = Bed::new(Order::Lazy);
@@ -172,7 +172,7 @@ fn the_idle_time_begins_anew_with_a_wake() {
     bed.end();
 }
 
-/// Who asks when to look again is not told to come at once, and ever again, while blocks are live.
+/// A caller of `next_decay` is not asked to return at once, again and again, while blocks are live.
 #[test]
 fn a_sleeper_is_looked_at_only_when_no_block_is_left_to_wake_for() {
     let bed = Bed::new(Order::Lazy);

@@ -94,8 +94,8 @@ impl Bed {
     }
 }
 
-/// Where a mark is: in the whole buffer, or at both ends of a large one, which is as good and less
-/// work.
+/// Returns the parts of a buffer that hold a mark: the whole buffer, or both ends of a large one,
+/// which is as good and less work.
 fn parts(buffer: &Buffer<u8>, lease: &Lease) -> Vec<(DeviceAddress, ByteSize)> {
     const PART: ByteSize = ByteSize::kib(32);
     let (at, size) = (at(buffer, lease), buffer.bytes());

@@ -1,4 +1,4 @@
-//! How many events an arena has: as many as there is work under way, not as there were runs.
+//! The number of events of an arena: it grows with the work under way, not with the number of runs.
 //!
 //! Invariant: events are counted at the simulation, so that none is forgotten.
 

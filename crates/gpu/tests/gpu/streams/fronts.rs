@@ -1,4 +1,4 @@
-//! What a lane's front keeps: the lane's own at once, and anybody else's only in order.
+//! Blocks in a lane's front: reused at once by the lane itself, and by others only in order.
 
 use std::sync::Barrier;
 use std::thread;

@@ -49,7 +49,7 @@ fn lane_of(arena: &DeviceArena, stream: StreamHandle) -> Lane {
     unsafe { arena.lane(stream) }.expect("a lane")
 }
 
-/// Where a buffer is.
+/// Returns the address of a buffer.
 fn at(buffer: &Buffer<u8>) -> DeviceAddress {
     let lease = buffer.enter().expect("a lease");
     buffer.address(&lease).expect("ours").expect("not empty")

@@ -45,7 +45,8 @@ fn frees(context: &Arc<CudaContext>) -> impl FnOnce(DeviceAddress, ByteSize) + S
     }
 }
 
-/// What was lent to a stream of others, and is freed while that is at work.
+/// Lends a buffer to a stream of others, frees it while that is at work, and returns `true` if the
+/// next buffer holds its own bytes.
 fn next_after_a_loan() -> bool {
     let (fake, bed, arena, lane) = start();
     let exported =

@@ -24,7 +24,7 @@ const STEP: usize = if cfg!(lowtide_soak) { 1 } else { 7 };
 /// no other numbers, so it is for calls that only we make.
 const NEW: u32 = 4242;
 
-/// Whether cudarc makes calls of this name, beside ours.
+/// Returns `true` if cudarc makes calls of this name too.
 fn is_cudarcs(name: &CStr) -> bool {
     let name = name.to_str().expect("plain");
     let [streams, copies] = ["cuStream", "cuMemcpyDtoH"].map(|it| name.starts_with(it));
@@ -39,10 +39,10 @@ fn names() -> impl Iterator<Item = &'static CStr> {
     BASE.iter().chain(VIRTUAL).chain(NEWER).chain(POOLS).chain(PLAIN).copied()
 }
 
-/// What a failure of this call may leave behind, by the names that the fake gives them; all else is
-/// given back. A call that gives something back and fails leaves it. The calls that make a
-/// context current and relax the capture mode come before each of these, so that one that fails is
-/// one of those that fails.
+/// Returns the objects that a failure of this call may leave behind, by the names that the fake
+/// gives them; everything else is released. A call that releases something and fails leaves it. The
+/// calls that make a context current and relax the capture mode come before each of these, so that
+/// one that fails is one of those that fails.
 fn may_leave(name: &CStr) -> &'static [&'static str] {
     match name.to_str().expect("plain") {
         "cuCtxGetCurrent" | "cuCtxSetCurrent" | "cuThreadExchangeStreamCaptureMode" => {
@@ -81,7 +81,7 @@ fn each(counts: &[(&'static CStr, u64)]) -> impl Iterator<Item = (&'static CStr,
     counts.iter().flat_map(|&(name, count)| (1..=count.min(4)).map(move |nth| (name, nth)))
 }
 
-/// How often each function is called by something.
+/// Returns the number of calls of each function that `act` calls.
 fn counted(fake: &Guard, act: impl FnOnce()) -> Vec<(&'static CStr, u64)> {
     let before: Vec<_> = names().map(|name| fake.calls(name)).collect();
     act();

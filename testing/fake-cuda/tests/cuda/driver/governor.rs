@@ -355,7 +355,7 @@ fn a_limit_that_leaves_no_room_is_refused_by_name() {
     fake.assert_clean();
 }
 
-/// What a governor calls, from its open to its end.
+/// The calls of a governor, from its open to its end.
 const CALLS: [&CStr; 17] = [
     c"cuCtxGetCurrent",
     c"cuCtxSetCurrent",

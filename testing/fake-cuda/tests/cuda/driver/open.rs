@@ -287,7 +287,7 @@ fn a_rung_that_fails_its_trial_gives_way_to_the_next() {
     fake.assert_clean();
 }
 
-/// Where the context is lost no other rung helps, and none is tried.
+/// If the context is lost, no other rung helps, and none is tried.
 #[test]
 fn a_context_that_is_lost_in_a_trial_ends_the_climb() {
     let fake = Fake::start(LAZY);

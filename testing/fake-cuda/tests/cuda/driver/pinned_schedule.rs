@@ -27,7 +27,7 @@ use lowtide_gpu::{
 /// Bytes of every device buffer, and the most of a pinned one.
 const LEN: usize = 4 << 10;
 
-/// What the model knows by itself: all bytes of a part are the same.
+/// The unit of the model in bytes: all bytes of a part are the same.
 const PART: usize = 256;
 
 /// Acts of one schedule.
@@ -46,7 +46,7 @@ const FAILING: [&std::ffi::CStr; 9] = [
     c"cuMemcpyDtoHAsync_v2",
 ];
 
-/// What a schedule came to.
+/// The figures of a schedule.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Done {
     pub(crate) copies: u64,
@@ -220,7 +220,7 @@ impl<'a> Bed<'a> {
     }
 }
 
-/// How the library calls host memory that was freed under a queued copy.
+/// The library's name for host memory that was freed under a queued copy.
 const GONE: &str = "HostGoneBeforeDone";
 
 struct Run<'a> {
@@ -231,7 +231,7 @@ struct Run<'a> {
     hosts: Vec<Host>,
     queued: Vec<Queued>,
     value: u8,
-    /// Whether the question if a stream captures may fail: cudarc then copies nothing.
+    /// `true` if the query for a stream that captures may fail: cudarc then copies nothing.
     unasked: bool,
     done: Done,
     found: Vec<String>,

@@ -113,7 +113,7 @@ pub(crate) fn write(
     Ok(())
 }
 
-/// What is in the bytes, in the order of a stream, by a view.
+/// Returns the contents of a buffer, in the order of a stream, by a view.
 pub(crate) fn read(
     stream: &Arc<CudaStream>,
     buffer: &Buffer<u8>,
@@ -124,7 +124,7 @@ pub(crate) fn read(
     Ok(bytes)
 }
 
-/// Whether every byte has the value, as a stream sees it.
+/// Asserts that every byte has the value, as a stream sees it.
 #[track_caller]
 pub(crate) fn check(stream: &Arc<CudaStream>, buffer: &Buffer<u8>, value: u8) {
     let bytes = read(stream, buffer).expect("read");

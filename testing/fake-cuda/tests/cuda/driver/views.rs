@@ -21,7 +21,7 @@ fn alloc(lane: &Lane, size: usize) -> Buffer<u8> {
     lane.alloc(size, Region::Dynamic).expect("room")
 }
 
-/// Where a view begins.
+/// Returns the address at which a view begins.
 fn place(stream: &Arc<CudaStream>, buffer: &Buffer<u8>, lease: &Lease) -> u64 {
     buffer.cuda(lease).expect("a view").device_ptr(stream).0
 }

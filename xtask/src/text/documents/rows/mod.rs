@@ -20,7 +20,7 @@ pub(crate) struct Row {
     pub(crate) page: &'static str,
     /// Its words.
     pub(crate) says: &'static str,
-    /// What stands in its gaps.
+    /// The values in its gaps.
     pub(crate) values: Vec<String>,
 }
 
@@ -110,7 +110,7 @@ fn expect(code: &Code<'_>, holds: bool, what: &str) {
     code.faults.expect(holds, || format!("{what}: the code says otherwise"));
 }
 
-/// Whether two numbers are the same but for rounding.
+/// Returns `true` if two numbers are the same except for rounding.
 fn same(one: f64, other: f64) -> bool {
     (one - other).abs() < 1e-6
 }

@@ -12,7 +12,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use lowtide_gpu::ByteSize;
 use lowtide_gpu::HostBudget;
 
-/// What a budget knows.
+/// The state of a budget.
 #[derive(Debug)]
 pub(super) struct Account {
     room: ByteSize,
@@ -22,7 +22,7 @@ pub(super) struct Account {
     booked: Mutex<Booked>,
 }
 
-/// What is booked, and what was ever.
+/// The current booking, and totals since the start.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Booked {
     pub(super) bytes: ByteSize,
@@ -56,7 +56,7 @@ impl Account {
         self.change(|booked| *booked)
     }
 
-    /// What is wrong with the books of an arena that has given everything back.
+    /// Returns the error in the account of an arena that has returned everything, if any.
     pub(super) fn fault(&self) -> Option<String> {
         let booked = self.booked();
         let is_even = booked.bytes.is_zero() && booked.settled.is_zero() && booked.wrong == 0;

@@ -1,4 +1,4 @@
-//! What others do in the midst of a worker's driver call, and calls that fail.
+//! Acts of other workers during a worker's driver call, and calls that fail.
 //!
 //! An act of another worker runs just before a driver call of the arena, in the thread that makes
 //! it: a thread that comes at the worst moment, and the same in every run of the seed. Only such

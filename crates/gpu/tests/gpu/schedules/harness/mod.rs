@@ -37,10 +37,10 @@ const ACTS: usize = 200;
 
 /// After so long a schedule is taken for one that never ends. It takes milliseconds.
 const DEADLINE: Duration = Duration::from_secs(120);
-/// How long a thread of the arena may take to let go of it.
+/// The longest time that a thread of the arena may take to drop its handle.
 const LET_GO: Duration = Duration::from_secs(10);
 
-/// How the arena ends.
+/// The ways in which the arena ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum End {
     /// It is closed.
@@ -51,7 +51,7 @@ enum End {
     Working,
 }
 
-/// What memory the device has to offer.
+/// The kinds of memory that the device offers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Memory {
     /// Addresses apart from memory.
@@ -90,7 +90,7 @@ pub(crate) struct Schedule {
     host: Option<(u16, u8)>,
 }
 
-/// What went wrong, and in which run.
+/// A fault, and the run in which it occurred.
 #[derive(Debug)]
 pub(crate) struct Failure {
     pub(crate) schedule: Schedule,
@@ -98,7 +98,7 @@ pub(crate) struct Failure {
     pub(crate) unsafe_unmaps: u64,
 }
 
-/// What a run did.
+/// The figures of a run.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Done {
     pub(crate) acts: u64,
@@ -163,12 +163,12 @@ impl Schedule {
         Self { memory, ..self }
     }
 
-    /// Whether a sleep may discard what is in a region.
+    /// Returns `true` if a sleep may discard the contents of a region.
     fn discards(&self, region: Region) -> bool {
         self.discards[usize::from(region == Region::Dynamic)]
     }
 
-    /// Whether host memory stays between sleeps.
+    /// Returns `true` if host memory is kept between sleeps.
     pub(crate) fn keeps_stores(&self) -> bool {
         self.seed.is_multiple_of(3)
     }
@@ -317,7 +317,7 @@ fn alone(mut world: Arc<World>) -> Result<World, String> {
     }
 }
 
-/// What is wrong, where it stays so for longer than a thread of the arena may take.
+/// Returns the fault if it lasts longer than a thread of the arena may take.
 fn soon(wrong: impl Fn() -> Option<String>) -> Option<String> {
     let clock = SystemClock::new();
     let deadline = clock.now() + LET_GO;
@@ -330,7 +330,7 @@ fn soon(wrong: impl Fn() -> Option<String>) -> Option<String> {
     }
 }
 
-/// What was left behind, but for memory.
+/// Returns the leaks other than memory.
 fn without_memory(leaks: Leaks) -> Leaks {
     let (none, zero) = (0, ByteSize::ZERO);
     let segments = none;
@@ -341,7 +341,7 @@ fn pick<'a, T>(chance: &mut Chance, from: &'a [T]) -> &'a T {
     &from[chance.below(from.len())]
 }
 
-/// What a panic said.
+/// Returns the message of a panic.
 fn said(thrown: &(dyn std::any::Any + Send)) -> String {
     let text = thrown.downcast_ref::<&str>().map(|text| (*text).to_owned());
     let text = text.or_else(|| thrown.downcast_ref::<String>().cloned());

@@ -1,4 +1,4 @@
-//! What the workers of a schedule share, and what each of them holds.
+//! State that the workers of a schedule share, and objects that each of them holds.
 //!
 //! A stream is destroyed when nobody has a lane of it, or a buffer of that lane, any more: what
 //! holds a lane holds the stream's life beside it, and drops it last.
@@ -21,7 +21,7 @@ use super::budget::{Account, Budget};
 use super::{Memory, Schedule, acts, meddle};
 use crate::chance::Chance;
 
-/// What came of an act: nothing, or what must not be.
+/// The outcome of an act: nothing, or the fault.
 pub(super) type Act = Result<(), String>;
 
 /// Tries of a call that was told to fail.
@@ -48,7 +48,7 @@ pub(super) struct World {
     pub(super) capturing: AtomicUsize,
     pub(super) acts: AtomicU64,
     pub(super) over: AtomicBool,
-    /// Where host memory is booked, if anywhere.
+    /// The account on which host memory is booked, if any.
     pub(super) host: Option<Arc<Account>>,
 }
 
@@ -78,13 +78,13 @@ pub(super) struct Held {
     pub(super) is_lost: Cell<bool>,
     /// Another stream reads it, and nobody waits for that but the arena.
     pub(super) is_shared: bool,
-    /// Where its work is.
+    /// The lane of its work.
     pub(super) home: Track,
-    /// What else it is used on.
+    /// The other lanes on which it is used.
     pub(super) also: Vec<Track>,
 }
 
-/// What goes with a buffer.
+/// The parts of a [`Held`] other than its buffer.
 pub(super) struct Rest {
     pin: Option<BlockPin>,
     pub(super) mark: u64,
@@ -118,7 +118,7 @@ impl Rest {
 }
 
 impl Away {
-    /// Whether its contents were discarded before it was lent.
+    /// Returns `true` if its contents were discarded before it was lent.
     pub(super) fn is_lost(&self) -> Result<bool, String> {
         if self.exported.buffer().take_discarded() {
             if self.rest.keeps {
@@ -250,8 +250,8 @@ impl World {
         Ok(Track { lane, life: Arc::clone(&first.life) })
     }
 
-    /// What an act of the arena may answer: that there is no memory, what was planned to fail, and
-    /// while a stream captures that nothing can be waited for.
+    /// Accepts the errors that an act of the arena may return: no memory, planned failures, and,
+    /// while a stream captures, an error because the arena cannot wait.
     pub(super) fn allowed(&self, error: DeviceError) -> Act {
         let captures = self.capturing.load(Ordering::Relaxed) > 0;
         let fine = match &error {
@@ -314,7 +314,8 @@ impl World {
         self.take(track.lane.enter())
     }
 
-    /// Whether the contents of a buffer were discarded. A lease is held: nothing sleeps meanwhile.
+    /// Returns `true` if the contents of a buffer were discarded. A lease is held: nothing sleeps
+    /// meanwhile.
     pub(super) fn is_lost(&self, held: &Held) -> Result<bool, String> {
         if held.buffer.take_discarded() {
             if held.keeps {
@@ -325,7 +326,7 @@ impl World {
         Ok(held.is_lost.get())
     }
 
-    /// Where a buffer is; `None` where its contents were lost.
+    /// Returns the address of a buffer, or `None` if its contents were lost.
     pub(super) fn place(
         &self,
         held: &Held,

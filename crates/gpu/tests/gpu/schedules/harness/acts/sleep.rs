@@ -18,7 +18,7 @@ use lowtide_gpu::{ArenaState, Contents, DeviceError, Region, SleepOptions, Sleep
 
 use super::super::world::{Act, Worker, World};
 
-/// How often the end of another thread is looked for.
+/// The largest number of times that the end of another thread is looked for.
 const LOOKS_MAX: usize = 1000;
 
 pub(super) fn sleep(world: &World, worker: &mut Worker) -> Act {
