@@ -14,7 +14,7 @@ use lowtide::decay::DecayTime;
 use lowtide::device::driver::cuda::{CudaDriver, CudaOptions};
 use lowtide::device::{ArenaConfig, DeviceArena, Region};
 use lowtide::{BoxError, ByteSize};
-use lowtide_fake_driver::{Fake, Options};
+use lowtide_fake_cuda::{Fake, Options};
 
 /// The number of captures that are begun.
 const CAPTURES: u64 = 1_000;

@@ -7,7 +7,7 @@
 mod pinned_schedule;
 
 use lowtide::BoxError;
-use lowtide_fake_driver::{Fake, Options};
+use lowtide_fake_cuda::{Fake, Options};
 
 use self::pinned_schedule::{Bed, Done};
 

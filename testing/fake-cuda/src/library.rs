@@ -15,7 +15,7 @@ use crate::control::{Numbers, Options, Row, numbers};
 
 /// The files that Cargo builds, beside the tests that depend on them: the driver, and its second
 /// name.
-const FILES: [&str; 2] = ["liblowtide_fake_driver.so", "liblowtide_fake_alias.so"];
+const FILES: [&str; 2] = ["liblowtide_fake_cuda.so", "liblowtide_fake_alias.so"];
 
 type Reset = unsafe extern "C" fn(*const Options) -> u32;
 type Fail = unsafe extern "C" fn(*const c_char, u64, u32) -> u32;

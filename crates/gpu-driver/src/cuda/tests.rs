@@ -6,7 +6,7 @@
 //! Invariant: a test ends with no recorded fault and no leak.
 #![expect(unsafe_code, reason = "segments are released and copied here")]
 
-use lowtide_fake_driver::{Fake, Guard, Options};
+use lowtide_fake_cuda::{Fake, Guard, Options};
 
 use super::calls::Calls;
 use super::pool::Pool;

@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use lowtide::ByteSize;
 use lowtide::clock::SystemClock;
-use lowtide_fake_driver::{Fake, Options};
+use lowtide_fake_cuda::{Fake, Options};
 use lowtide_gpu::driver::Driver;
 use lowtide_gpu::driver::cuda::{CudaDriver, CudaOptions};
 use lowtide_gpu::{ArenaConfig, DeviceArena, HostDriver, SleepOptions};

@@ -13,7 +13,7 @@ mod program;
 use std::collections::BTreeMap;
 
 use clap::Parser;
-use lowtide_fake_driver::{Fake, Options};
+use lowtide_fake_cuda::{Fake, Options};
 use program::report::{GOALS, Report};
 use program::{Args, check};
 

@@ -12,7 +12,7 @@ use lowtide::config::{DeviceBackend, DeviceChoice};
 use lowtide::decay::DecayTime;
 use lowtide::memory::StartError;
 use lowtide::{ByteSize, Memory};
-use lowtide_fake_driver::{Fake, Options};
+use lowtide_fake_cuda::{Fake, Options};
 use lowtide_gpu::driver::Backend;
 use lowtide_gpu::driver::cuda::{CudaDriver, CudaOptions, GovernorOptions, PoolGovernor};
 use lowtide_gpu::{Region, SleepOptions};

@@ -6,7 +6,7 @@
 //! Invariant: a test ends with no fault on record and nothing left.
 
 use lowtide_cuda_sim::sample;
-use lowtide_fake_driver::{Fake, Options};
+use lowtide_fake_cuda::{Fake, Options};
 use lowtide_gpu::ByteSize;
 use lowtide_gpu::driver::Backend;
 use lowtide_gpu::driver::cuda::{CudaOptions, MemoryKind};

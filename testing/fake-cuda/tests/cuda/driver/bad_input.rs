@@ -3,7 +3,7 @@
 //! Invariant: each is a typed error, after which all goes on.
 
 use lowtide::ByteSize;
-use lowtide_fake_driver::Fake;
+use lowtide_fake_cuda::Fake;
 use lowtide_gpu::driver::{Driver as _, DriverError, HostMemory};
 use lowtide_gpu::{DeviceError, Region};
 

@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use cudarc::driver::{CudaContext, CudaSlice, CudaStream, result};
 use lowtide::ByteSize;
-use lowtide_fake_driver::Fake;
+use lowtide_fake_cuda::Fake;
 use lowtide_gpu::driver::{DeviceAddress, Driver as _, Owner};
 use lowtide_gpu::{DeviceError, ImportError, Imported, Region, SleepOptions};
 

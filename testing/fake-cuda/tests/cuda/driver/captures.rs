@@ -13,7 +13,7 @@ use cudarc::driver::{CudaContext, CudaStream};
 use lowtide::ByteSize;
 use lowtide::clock::Moment;
 use lowtide::decay::DecayTime;
-use lowtide_fake_driver::{Fake, Options};
+use lowtide_fake_cuda::{Fake, Options};
 use lowtide_gpu::driver::cuda::{CudaDriver, GovernorOptions, PoolGovernor};
 use lowtide_gpu::driver::{Driver as _, DriverError, HostMemory};
 use lowtide_gpu::{Region, SleepOptions};

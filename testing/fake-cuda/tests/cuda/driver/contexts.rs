@@ -7,7 +7,7 @@ use std::thread;
 
 use cudarc::driver::CudaContext;
 use cudarc::driver::result::ctx::get_current;
-use lowtide_fake_driver::Fake;
+use lowtide_fake_cuda::Fake;
 use lowtide_gpu::Region;
 use lowtide_gpu::driver::Driver as _;
 

@@ -5,7 +5,7 @@
 use std::ffi::CStr;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-use lowtide_fake_driver::{Fake, Guard, Options};
+use lowtide_fake_cuda::{Fake, Guard, Options};
 use lowtide_gpu::driver::cuda::{CudaDriver, CudaOptions};
 use lowtide_gpu::driver::{Backend, Driver as _};
 use lowtide_gpu::{DeviceError, Region};

@@ -14,7 +14,7 @@ use cudarc::driver::{CudaContext, CudaSlice, CudaStream, DriverError as CudarcEr
 use lowtide::ByteSize;
 use lowtide::clock::Moment;
 use lowtide::decay::DecayTime;
-use lowtide_fake_driver::{Fake, Guard, Options};
+use lowtide_fake_cuda::{Fake, Guard, Options};
 use lowtide_gpu::driver::cuda::{
     BackendFailure, CudaDriver, CudaError, CudaOptions, DeviceChoice, GovernorError,
     GovernorOptions, PoolGovernor,

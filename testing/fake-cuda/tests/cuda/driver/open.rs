@@ -6,7 +6,7 @@ use std::ffi::CStr;
 use std::time::Duration;
 
 use lowtide::ByteSize;
-use lowtide_fake_driver::{Fake, Guard, Options};
+use lowtide_fake_cuda::{Fake, Guard, Options};
 use lowtide_gpu::driver::cuda::{
     BackendFailure, CudaDriver, CudaError, CudaOptions, DeviceChoice, DeviceUuid, MemoryKind,
     Probe, Skipped,

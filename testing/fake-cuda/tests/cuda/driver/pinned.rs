@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCaptureMode};
 use lowtide::ByteSize;
-use lowtide_fake_driver::{Fake, Guard, Options};
+use lowtide_fake_cuda::{Fake, Guard, Options};
 use lowtide_gpu::{Buffer, DeviceError, Lane, PinnedBuffer, PinnedConfig, PinnedPool, Region};
 
 use super::pinned_schedule::{self, Done};

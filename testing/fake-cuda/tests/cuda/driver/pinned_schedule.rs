@@ -17,7 +17,7 @@ use cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCaptureMode};
 use cudarc::driver::{CudaContext, CudaGraph, CudaStream};
 use lowtide::ByteSize;
 use lowtide::clock::ManualClock;
-use lowtide_fake_driver::{Guard, Options};
+use lowtide_fake_cuda::{Guard, Options};
 use lowtide_gpu::driver::cuda::{CudaDriver, CudaOptions};
 use lowtide_gpu::{
     ArenaConfig, Buffer, DeviceArena, DeviceError, Lane, Lease, PinnedBuffer, PinnedConfig,

@@ -10,7 +10,7 @@ use std::time::Duration;
 use cudarc::driver::{CudaContext, CudaStream};
 use lowtide::ByteSize;
 use lowtide::clock::{Clock, ManualClock};
-use lowtide_fake_driver::{Fake, Guard, Options};
+use lowtide_fake_cuda::{Fake, Guard, Options};
 use lowtide_gpu::driver::Driver as _;
 use lowtide_gpu::driver::cuda::{CudaDriver, CudaOptions};
 use lowtide_gpu::{

@@ -5,7 +5,7 @@
 
 use std::process::Command;
 
-use lowtide_fake_driver::{Fake, Options};
+use lowtide_fake_cuda::{Fake, Options};
 use lowtide_gpu::driver::cuda::{Probe, probe};
 
 /// Set in a child.

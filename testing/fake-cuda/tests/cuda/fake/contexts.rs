@@ -1,6 +1,6 @@
 //! Contexts: current on a thread, retained and released, destroyed, lost.
 
-use lowtide_fake_driver::{Fake, Options};
+use lowtide_fake_cuda::{Fake, Options};
 
 use super::raw;
 

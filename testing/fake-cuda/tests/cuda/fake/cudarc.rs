@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use cudarc::driver::CudaContext;
-use lowtide_fake_driver::{Fake, Options};
+use lowtide_fake_cuda::{Fake, Options};
 use lowtide_gpu::driver::cuda::{Probe, probe};
 
 use super::raw;

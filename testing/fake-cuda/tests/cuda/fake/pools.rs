@@ -1,6 +1,6 @@
 //! Stream-ordered memory: threshold, trim, limits, the device's current pool under cudarc.
 
-use lowtide_fake_driver::{Fake, Options};
+use lowtide_fake_cuda::{Fake, Options};
 
 use super::raw;
 

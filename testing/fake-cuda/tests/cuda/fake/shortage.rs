@@ -1,7 +1,7 @@
 //! Memory that runs out, calls that are told to fail, and devices that offer less.
 
 use cudarc::driver::sys::CUdevice_attribute as Attribute;
-use lowtide_fake_driver::{Fake, Options};
+use lowtide_fake_cuda::{Fake, Options};
 
 use super::raw;
 

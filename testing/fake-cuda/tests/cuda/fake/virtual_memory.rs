@@ -1,6 +1,6 @@
 //! Virtual memory by raw calls: the rules of reserve, create, map, access, unmap and release.
 
-use lowtide_fake_driver::{Fake, Options};
+use lowtide_fake_cuda::{Fake, Options};
 
 use super::raw;
 
