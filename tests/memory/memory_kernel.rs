@@ -1,5 +1,5 @@
-//! The reactions of a `Memory` to the kernel's figures, and to a limit that is changed under it. One
-//! test, since it installs the process's subscriber.
+//! The reactions of a `Memory` to the kernel's figures, and to a limit that is changed under it.
+//! One test, since it installs the process's subscriber.
 #![cfg(target_os = "linux")]
 
 use std::sync::{Arc, Mutex};
