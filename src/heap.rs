@@ -8,6 +8,6 @@ pub use lowtide_heap::{
     Applied, ArenaBinding, ArenaDecay, Cause, ConfSource, Difference, EffectiveConf, Heap,
     HeapGlance, HeapProbe, HeapProfile, HeapSettings, HeapSnapshot, HostArena, HostArenaError,
     HostArenaStats, HostError, LibcHeap, Outcome, Part, PurgeReport, Unsupported, apply, effective,
-    flush_tcache_if_requested, is_global, libc_heap, on_thread_park, purge, purge_now,
-    request_tcache_flush, serves_c,
+    flush_tcache_if_requested, flush_thread_cache, is_global, libc_heap, on_thread_park, purge,
+    purge_now, request_tcache_flush, serves_c,
 };
