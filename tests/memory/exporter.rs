@@ -8,6 +8,7 @@
 
 use std::net::{Ipv4Addr, SocketAddr, TcpListener};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use http_body_util::{BodyExt as _, Empty};
@@ -85,13 +86,23 @@ fn samples_pile_up_until_the_workers_hook_runs_the_upkeep() {
     let recorder = recorder::builder().build_recorder();
     let (clock, tree) = (Arc::new(ManualClock::new()), Tree::new(ByteSize::mib(512)));
     let upkeep = recorder.handle();
+    let upkeeps = Arc::new(AtomicU32::new(0));
+    let counted = Arc::clone(&upkeeps);
     let memory = Memory::builder()
         .clock(Arc::clone(&clock) as Arc<dyn Clock>)
         .signals(tree.open())
         .device(DeviceChoice::Host)
-        .after_publish(move || upkeep.run_upkeep())
+        .after_publish(move || {
+            upkeep.run_upkeep();
+            counted.fetch_add(1, Ordering::Relaxed);
+        })
         .start()
         .expect("starts");
+    // The bug of this test: the exporter lost a sample that was recorded during the first upkeep.
+    // None runs from here on until the clock moves.
+    advance_until(&clock, Duration::from_millis(250), "the first upkeep", || {
+        upkeeps.load(Ordering::Relaxed) > 0
+    });
     let probe = HeapProbe::new().expect("jemalloc");
     let live = || probe.snapshot().expect("statistics").live;
     let before = live();
