@@ -4,8 +4,8 @@
 FROM rust:1.95-bookworm AS build
 WORKDIR /build
 COPY . .
-# Symbol names are stripped. The files are touched because Cargo compares file
-# times: the cached target folder may contain a newer build of other sources.
+# Symbol names are stripped. The files are touched because Cargo compares file times: the cached
+# target folder may contain a newer build of other sources.
 RUN --mount=type=cache,target=/usr/local/cargo/registry \
     --mount=type=cache,target=/build/target \
     find . -path ./target -prune -o -type f -exec touch {} + \

@@ -98,8 +98,8 @@ fn samples_pile_up_until_the_workers_hook_runs_the_upkeep() {
         })
         .start()
         .expect("starts");
-    // The bug of this test: the exporter lost a sample that was recorded during the first upkeep.
-    // None runs from here on until the clock moves.
+    // The exporter once lost a sample that was recorded during the first upkeep. After it, none
+    // runs until the clock moves.
     advance_until(&clock, Duration::from_millis(250), "the first upkeep", || {
         upkeeps.load(Ordering::Relaxed) > 0
     });

@@ -122,8 +122,8 @@ impl Run {
 
     /// Runs the command and returns `None` if it succeeds, or all that it wrote.
     ///
-    /// For a program that is expected to fail: who reads the report of a job looks for the words
-    /// of a failure.
+    /// For a program that is expected to fail: in the output of a job, its words would be taken for
+    /// a failure of the job.
     pub(crate) fn failure(mut self) -> Result<Option<String>, String> {
         let line = self.line();
         println!("$ {line}");

@@ -7,7 +7,7 @@ use std::fs;
 use syn::visit::{self, Visit};
 use syn::{ItemEnum, ItemMod, ItemStruct, ItemTrait, ItemType, ItemUnion};
 
-use super::{Figure, figure};
+use super::{Figure, count, figure};
 use crate::packages::packages;
 use crate::run::cargo;
 use crate::text;
@@ -29,7 +29,6 @@ pub(super) fn measure_public() -> Result<Vec<Figure>, String> {
     }
     let types = items.iter().filter(|(kind, _)| TYPES.contains(&kind.as_str())).count();
     let outside = items.iter().filter(|(_, path)| !path.starts_with("device::")).count();
-    let count = |count: usize| u32::try_from(count).unwrap_or(u32::MAX).into();
     Ok(vec![
         figure("public_types", count(types), "types", Some(120.0)),
         figure("documented_items", count(outside), "items", Some(150.0)),
@@ -63,7 +62,6 @@ pub(super) fn measure_lines() -> Result<Vec<Figure>, String> {
         let starts = ["use ", "fn ", "async fn ", "}"];
         !starts.iter().any(|start| line.trim_start().starts_with(start))
     };
-    let count = |lines: usize| u32::try_from(lines).unwrap_or(u32::MAX).into();
     let (axum, tonic) = (lines(block(&axum)).count(), lines(&tonic).count());
     let model = lines(block(model)).filter(is_statement).count();
     if axum.min(tonic).min(model) == 0 {
@@ -99,7 +97,6 @@ pub(super) fn measure_arrows() -> Result<Vec<Figure>, String> {
     let is_published = |name: &String| all.iter().any(|one| &one.name == name && one.is_published);
     let arrows = all.iter().filter(|one| one.is_published).flat_map(|one| &one.needs);
     let up = arrows.clone().filter(|name| !is_published(name)).count();
-    let count = |count: usize| u32::try_from(count).unwrap_or(u32::MAX).into();
     Ok(vec![
         figure("arrows", count(arrows.count()), "arrows", Some(26.0)),
         figure("arrows_up", count(up), "arrows", Some(0.0)),

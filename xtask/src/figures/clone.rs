@@ -6,7 +6,7 @@
 use std::path::{Path, PathBuf};
 use std::{env, fs, process};
 
-use super::{Figure, figure};
+use super::{Figure, count, figure};
 use crate::ci::executables;
 use crate::run::{Run, cargo, children_cpu_seconds};
 use crate::tree::{self, Tree};
@@ -65,13 +65,13 @@ pub(super) fn measure_demo() -> Result<Vec<Figure>, String> {
 
 pub(super) fn measure_tests() -> Result<Vec<Figure>, String> {
     let folder = clone("tests")?;
-    let mut binaries = 0_u32;
+    let mut binaries = 0;
     let build = || {
         let build = cargo("test --no-run --message-format json");
         let programs = executables(&as_newcomer(build, folder.path()).output()?);
         // Examples are built beside the tests, and are none.
         let is_test = |program: &&String| program.contains("/debug/deps/");
-        binaries = programs.iter().filter(is_test).count().try_into().unwrap_or(u32::MAX);
+        binaries = programs.iter().filter(is_test).count();
         Ok(())
     };
     let build = cpu_seconds(build)? / 60.0;
@@ -79,7 +79,7 @@ pub(super) fn measure_tests() -> Result<Vec<Figure>, String> {
     Ok(vec![
         figure("test_cpu_minutes", build + run, "minutes", Some(8.0)),
         figure("test_build_cpu_minutes", build, "minutes", None),
-        figure("test_binaries", binaries.into(), "programs", Some(15.0)),
+        figure("test_binaries", count(binaries), "programs", Some(15.0)),
     ])
 }
 

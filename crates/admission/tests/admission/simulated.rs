@@ -16,8 +16,14 @@ use sim::load::{Load, MIXES};
 use sim::scenario::{Kind, Late, Scenario};
 use sim::{best, days};
 
-/// Seeds: some seconds without optimisation; `benches/controller` has more.
-const SEEDS: u64 = 25;
+/// The number of random scenarios: some seconds without optimisation. `benches/controller` runs
+/// more.
+const SEEDS: u64 = sample(100);
+
+/// Returns the number of cases of these that run: a quarter, or all in `cargo xtask soak`.
+const fn sample(all: u64) -> u64 {
+    if cfg!(lowtide_soak) { all } else { all.div_ceil(4) }
+}
 
 #[test]
 fn no_seed_is_killed_latches_oscillates_or_leaves_anything_behind() {
@@ -28,10 +34,11 @@ fn no_seed_is_killed_latches_oscillates_or_leaves_anything_behind() {
     }
 }
 
-/// Days of half an hour each: the same hours, shorter.
+/// Days of half an hour each, or of two hours in `cargo xtask soak`: the same hours, shorter.
 #[test]
 fn days_of_traffic_leave_no_trace() {
-    let month = days::run(7, 3, 1800.0);
+    let (count, seconds) = if cfg!(lowtide_soak) { (4, 7200.0) } else { (3, 1800.0) };
+    let month = days::run(7, count, seconds);
     println!("seed 7: {} ticks, {:.0} jobs an hour", month.seen.ticks, month.jobs_per_hour);
     assert!(month.faults.is_empty(), "{:#?}", month.faults);
     assert!(month.seen.shed_mib() > 0.0, "no day had overload");
@@ -48,7 +55,7 @@ fn falls(seed: u64) -> Scenario {
 #[test]
 fn sheds_end_within_a_quarter_of_a_second_with_decay_off_and_the_page_cache_at_the_limit() {
     for (decay, files) in [(Some(1.0), 0.0), (None, 0.0), (Some(1.0), 0.99), (None, 1.0)] {
-        for seed in 0..3 {
+        for seed in 0..sample(10) {
             let mut scenario = falls(seed);
             scenario.build.decay = decay;
             scenario.build.files = files;
@@ -77,7 +84,7 @@ fn k_finds_the_truth_within_seconds_however_late_the_loop_ticks() {
     let millis = Duration::from_millis;
     for late in [Late::Sometimes(0.0), Late::Always(millis(10), millis(250))] {
         for (one, other) in [(0.5, 1.0), (1.0, 2.0), (2.0, 0.5)] {
-            for seed in 0..2 {
+            for seed in 0..sample(5) {
                 let mut scenario = best::steady(seed, MIXES[0], one, 4.0);
                 scenario.kind = Kind::Change;
                 scenario.truth.change = Some((8.0, other));

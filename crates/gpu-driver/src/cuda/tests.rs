@@ -95,8 +95,8 @@ fn a_pool_keeps_what_is_freed_until_a_trim_and_plain_memory_goes_at_once() {
         let driver = CudaDriver::open(options).expect("a device");
         let before = taken(&fake);
         let at = driver.segment_create(units(4)).expect("memory");
-        // Host memory, which the fake takes for managed memory, begins at any page: a unit more
-        // where that is no multiple of one. The test failed once in thirty runs, where it was one.
+        // The fake's managed memory is host memory, which may begin at any page. A unit more is
+        // taken for it, unless it happens to begin at a multiple of a unit.
         let most = units(if options == MANAGED { 5 } else { 4 });
         let more = taken(&fake) - before;
         assert!((units(4).get()..=most.get()).contains(&more), "{options:?}: {more}");

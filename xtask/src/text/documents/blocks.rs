@@ -15,7 +15,7 @@ use crate::text::variables;
 use crate::tree::{Faults, Source, Tree};
 
 /// The languages of fences. None of them leaves Rust uncompiled. A block with a global allocator is
-/// a crate of its own: with two of them rustdoc would compile each block of every page alone.
+/// a crate of its own. rustdoc cannot merge two of them, and would compile every block separately.
 const LANGUAGES: &[&str] = &[
     "rust",
     "rust,no_run",
