@@ -18,7 +18,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use crate::bytes::ByteSize;
-use lowtide_admission::{Cost, LimitSource, LoadError, LoadScope, Trigger};
+use lowtide_admission::{Budget, Cost, LimitSource, LoadError, LoadScope, Trigger};
 use lowtide_heap::{self as heap, ARENA_NAME_MAX, HostArena, HostArenaStats};
 
 use super::devices::ResourceArena;
@@ -205,10 +205,24 @@ fn held(shared: &Shared) -> i64 {
     held.get().cast_signed().saturating_sub(in_arenas.get().cast_signed())
 }
 
+/// Purges the heap if the loads that have a reservation would not fit beside the memory that it
+/// retains. Admission counts that memory as free, but pages of the shared heap never become those
+/// of a resource, and the control loop may sleep for longer than a load takes.
+fn purge_for_load(shared: &Shared) {
+    let host = shared.admission.ledger(Budget::Host);
+    let held = shared.signals.sample().physical;
+    if !host.loading().is_zero() && held.saturating_add(host.loading()) > host.ceiling() {
+        let _ = shared.purge(Trigger::Pressure);
+    }
+}
+
 impl LoadScope for OwnArena {
     fn load(&self, load: &mut dyn FnMut() -> bool) -> Result<(), LoadError> {
-        let shared = self.shared.upgrade().filter(|_| !heap::serves_c());
-        let Some(shared) = shared else {
+        let shared = self.shared.upgrade();
+        if let Some(shared) = &shared {
+            purge_for_load(shared);
+        }
+        let Some(shared) = shared.filter(|_| !heap::serves_c()) else {
             self.load_within(load);
             return Ok(());
         };

@@ -289,6 +289,28 @@ fn a_purge_gives_dirty_pages_and_idle_granules_back_and_says_how_much() {
     assert!(memory.shutdown(SOON).is_clean());
 }
 
+/// Bug: the proxy's model of 64 MiB was loaded beside 60 MiB of dirty pages, which admission had
+/// counted as free, and the kernel killed it at its limit of 128 MiB in 3 of 50 runs.
+#[test]
+fn dirty_pages_go_before_a_load_that_does_not_fit_beside_them() {
+    let (clock, tree) = (Arc::new(ManualClock::new()), Tree::new(ByteSize::mib(200)));
+    tree.hold(110);
+    let memory = still(&clock, &tree).correction_factor(1.0).start().expect("starts");
+    dirty(64);
+    let measured = || memory.snapshot().host.allowance > ByteSize::mib(90);
+    advance_until(&clock, TICK, "dirty pages count as free", measured);
+    let purged_for_load_of = |name, mib| {
+        let cost = Cost::host(ByteSize::mib(mib));
+        let loaded = memory.register(memory.managed(name, || Ok(())).cost(cost));
+        dirty(64);
+        drop(loaded.expect("registered").acquire_blocking().expect("fits"));
+        memory.events().iter().any(|event| (event.kind, &*event.about) == ("purge", "pressure"))
+    };
+    assert!(!purged_for_load_of("small", 1), "without need");
+    assert!(purged_for_load_of("large", 89));
+    assert!(memory.shutdown(SOON).is_clean());
+}
+
 #[test]
 fn a_purge_that_is_requested_is_done_by_the_worker() {
     let (clock, tree) = (Arc::new(ManualClock::new()), Tree::new(ByteSize::mib(512)));

@@ -457,6 +457,13 @@ impl Ledger {
         ByteSize::new(self.resource_reservations.load(Ordering::Relaxed))
     }
 
+    /// Returns the bytes that resources have reserved and not loaded yet.
+    #[doc(hidden)]
+    pub fn loading(&self) -> ByteSize {
+        let settled = ByteSize::new(self.settled.load(Ordering::Relaxed));
+        self.resource_reservations().saturating_sub(settled)
+    }
+
     /// Returns the reserved bytes of requests and resources, without the correction factor:
     /// `requests + resource_reservations`.
     #[must_use]
