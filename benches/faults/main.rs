@@ -2,7 +2,8 @@
 //! wrong.
 //!
 //! `cargo bench --bench faults` runs every part, each in a process of its own, since a process has
-//! one heap and one `Memory`. `cargo bench --bench faults -- NAME` runs one part.
+//! one heap and one `Memory`. `cargo bench --bench faults -- NAME` runs one part. With `--ci`, the
+//! part that takes minutes runs less often.
 //!
 //! Exit codes: 0 if every goal holds, 1 if one does not.
 #![expect(clippy::print_stdout, clippy::print_stderr, reason = "a program that prints figures")]
@@ -42,6 +43,8 @@ const PARTS: &[(&str, Part)] = &[
     ("swap", swap::run),
 ];
 
+const SAMPLE: &str = "--ci";
+
 fn main() -> ExitCode {
     // Cargo passes `--bench`.
     let name = std::env::args().skip(1).find(|argument| !argument.starts_with('-'));
@@ -66,13 +69,20 @@ fn run_one(name: &str) -> Result<(), BoxError> {
     run()
 }
 
+/// Returns `true` if a sample is enough.
+fn is_sample() -> bool {
+    std::env::args().any(|argument| argument == SAMPLE)
+}
+
 /// Runs every part, also after one that failed.
 fn run_all() -> Result<(), BoxError> {
     let program = std::env::current_exe()?;
     let mut failed = Vec::new();
     for (name, _) in PARTS {
         println!("{name}:");
-        if !Command::new(&program).arg(name).status()?.success() {
+        let mut part = Command::new(&program);
+        part.arg(name).args(is_sample().then_some(SAMPLE));
+        if !part.status()?.success() {
             failed.push(*name);
         }
     }

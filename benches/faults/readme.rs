@@ -26,11 +26,14 @@ use serde_json::{Value, json};
 use tokio::time::{Instant, sleep, timeout_at};
 
 use crate::cgroup::Group;
+use crate::is_sample;
 
 const LIMIT: ByteSize = ByteSize::mib(256);
 const RUNS: u32 = 20;
 /// Of the body that a client makes large on purpose.
 const HOSTILE_RUNS: u32 = 3;
+/// The same with `--ci`.
+const SAMPLE_RUNS: (u32, u32) = (5, 1);
 /// The time for which the clients send.
 const LOAD: Duration = Duration::from_secs(5);
 const BIG_CLIENTS: usize = 12;
@@ -55,19 +58,20 @@ pub(crate) fn run() -> Result<(), BoxError> {
         return Ok(());
     }
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
-    let ordinary = stage(&runtime, RUNS, &ordinary(BIG))?;
-    println!("figure faults.readme.runs {RUNS} runs");
+    let (runs, hostile_runs) = if is_sample() { SAMPLE_RUNS } else { (RUNS, HOSTILE_RUNS) };
+    let ordinary = stage(&runtime, runs, &ordinary(BIG))?;
+    println!("figure faults.readme.runs {runs} runs");
     println!("figure faults.readme.kills {} runs", ordinary.kills);
     println!("figure faults.readme.big_served {} requests/run", median(ordinary.big));
     println!("figure faults.readme.small_served {} requests/run", median(ordinary.small));
     println!("figure faults.readme.small_refused {} requests/run", median(ordinary.small_refused));
     let ones = format!("[{}1]", "1,".repeat(BIG / 2 - 1));
-    let hostile = stage(&runtime, HOSTILE_RUNS, &ones.into())?;
-    println!("figure faults.readme.hostile_runs {HOSTILE_RUNS} runs");
+    let hostile = stage(&runtime, hostile_runs, &ones.into())?;
+    println!("figure faults.readme.hostile_runs {hostile_runs} runs");
     println!("figure faults.readme.hostile_kills {} runs", hostile.kills);
     match ordinary.kills {
         0 => Ok(()),
-        kills => Err(format!("{kills} of {RUNS} runs were killed").into()),
+        kills => Err(format!("{kills} of {runs} runs were killed").into()),
     }
 }
 

@@ -10,7 +10,7 @@ fn bench(name: &str, words: &str) -> Run {
 
 /// Twenty thousand random schedules over the simulation.
 pub(super) fn schedules(length: Length) -> Outcome {
-    let count = if length == Length::Full { 20_000 } else { 4_000 };
+    let count = if length == Length::Full { 20_000 } else { 1_500 };
     let ran = bench("schedules", &format!("--count {count}")).run();
     Ok(ran.map_err(|error| format!("{error}: the seed is printed above"))?)
 }
@@ -60,8 +60,9 @@ pub(super) fn overload(length: Length) -> Outcome {
 }
 
 /// Each fault that a review found, reproduced.
-pub(super) fn faults(_: Length) -> Outcome {
-    Ok(bench("faults", "").run()?)
+pub(super) fn faults(length: Length) -> Outcome {
+    let words = if length == Length::Full { "" } else { "--ci" };
+    Ok(bench("faults", words).run()?)
 }
 
 /// Tests the memory that a real ONNX Runtime keeps; in full, also without lowtide and with other

@@ -23,6 +23,15 @@ const NEEDS_SIMULATION: &str = "cuda";
 /// No package has more files than this: sources, and what a user needs.
 const FILES_MAX: usize = 200;
 
+/// The profile of the tests, so that their dependencies serve here too.
+const PROFILE: &str = "\
+[profile.dev]
+debug = \"line-tables-only\"
+
+[profile.dev.package.\"*\"]
+debug = false
+";
+
 pub(super) fn package(_: Length) -> Outcome {
     let all = published()?;
     let words = all.iter().map(|package| format!("-p {}", package.name)).collect::<Vec<_>>();
@@ -34,7 +43,10 @@ pub(super) fn package(_: Length) -> Outcome {
     for package in &all {
         let features = package.documented.iter().filter(|name| *name != NEEDS_SIMULATION);
         let features = features.map(String::as_str).collect::<Vec<_>>().join(",");
-        let run = |words: String| with_jemalloc(cargo(&words).folder(&folder)).run().err();
+        let run = |words: String| {
+            let run = with_jemalloc(cargo(&words).folder(&folder));
+            run.env("CARGO_TARGET_DIR", target()).run().err()
+        };
         let name = &package.name;
         failed.extend(run(format!("build --lib -p {name}")));
         let needs_simulation = NEED_SIMULATION.contains(&name.as_str());
@@ -75,7 +87,8 @@ fn unpack(all: &[Package]) -> Result<PathBuf, String> {
     let members = list(&|one| format!("    \"{}-{}\",\n", one.name, one.version));
     let patches = list(&|one| format!("{0} = {{ path = \"{0}-{1}\" }}\n", one.name, one.version));
     let manifest = format!(
-        "[workspace]\nresolver = \"3\"\nmembers = [\n{members}]\n\n[patch.crates-io]\n{patches}"
+        "[workspace]\nresolver = \"3\"\nmembers = [\n{members}]\n\n{PROFILE}\n\
+         [patch.crates-io]\n{patches}"
     );
     fs::write(folder.join("Cargo.toml"), manifest).map_err(wrong)?;
     // The versions that are tested.
