@@ -10,7 +10,7 @@ fn bench(name: &str, words: &str) -> Run {
 
 /// Twenty thousand random schedules over the simulation.
 pub(super) fn schedules(length: Length) -> Outcome {
-    let count = if length == Length::Full { 20_000 } else { 1_500 };
+    let count = if length == Length::Full { 20_000 } else { 4_000 };
     let ran = bench("schedules", &format!("--count {count}")).run();
     Ok(ran.map_err(|error| format!("{error}: the seed is printed above"))?)
 }
