@@ -17,13 +17,13 @@ is_at_most() { [ "$1" -le "$2" ]; }
 
 ready() { curl -sf --max-time 2 -o /dev/null "http://127.0.0.1:$PORT/readyz"; }
 
-# embed: one request to the model; its status. The answer is in $scratch/embedded.
+# embed: one request to the model; its status. embed_answer shows its body.
 embed() {
-    curl -sS --max-time 60 -o "$scratch/embedded" -w '%{http_code}' -H 'Content-Type: application/json' \
+    curl -sS --max-time 60 -o "$scratch/embed" -w '%{http_code}' -H 'Content-Type: application/json' \
         -d '{"texts": ["the sea goes out"]}' "http://127.0.0.1:$PORT/embed"
 }
 
-embedded() { head -c 400 "$scratch/embedded" 2>/dev/null || true; }
+embed_answer() { head -c 400 "$scratch/embed" 2>/dev/null || true; }
 
 model_is_gone() { is_at_most "$(figure committed_bytes)" 0; }
 
@@ -57,7 +57,7 @@ survives() {
     await "it is ready" ready
     [ "$(figure limit_bytes host)" = $((limit << 20)) ] || fail "the limit is not seen"
     echo "at rest: physical $(figure physical_bytes)"
-    [ "$(embed)" = 200 ] || fail "the model does not load: $(embedded)"
+    [ "$(embed)" = 200 ] || fail "the model does not load: $(embed_answer)"
     echo "with the model: physical $(figure physical_bytes)"
     overload "$limit" "$2" &
     load=$!
@@ -68,7 +68,7 @@ survives() {
         case "$status" in
         200) embedded=$((embedded + 1)) ;;
         503) refused=$((refused + 1)) ;;
-        *) fail "/embed under overload: status $status: $(embedded)" ;;
+        *) fail "/embed under overload: status $status: $(embed_answer)" ;;
         esac
         sleep 0.2
     done
@@ -93,6 +93,6 @@ survives() {
     PATIENCE_S=$3 await "the idle model goes" model_is_gone
     await "memory falls back" fell_to $((24 << 20))
     printf 'figure low_memory.%s.physical_unloaded %s bytes\n' "$limit" "$(figure physical_bytes)"
-    [ "$(embed)" = 200 ] || fail "the model does not load again: $(embedded)"
+    [ "$(embed)" = 200 ] || fail "the model does not load again: $(embed_answer)"
     is_at_most 2 "$(figure loads)" || fail "the model was not loaded twice"
 }

@@ -43,6 +43,7 @@ const PARTS: &[(&str, Part)] = &[
     ("swap", swap::run),
 ];
 
+/// The argument that asks for a sample.
 const SAMPLE: &str = "--ci";
 
 fn main() -> ExitCode {
@@ -69,7 +70,7 @@ fn run_one(name: &str) -> Result<(), BoxError> {
     run()
 }
 
-/// Returns `true` if a sample is enough.
+/// Returns `true` if [`SAMPLE`] is among the arguments.
 fn is_sample() -> bool {
     std::env::args().any(|argument| argument == SAMPLE)
 }

@@ -32,7 +32,7 @@ const LIMIT: ByteSize = ByteSize::mib(256);
 const RUNS: u32 = 20;
 /// Of the body that a client makes large on purpose.
 const HOSTILE_RUNS: u32 = 3;
-/// The same with `--ci`.
+/// Both numbers with `--ci`.
 const SAMPLE_RUNS: (u32, u32) = (5, 1);
 /// The time for which the clients send.
 const LOAD: Duration = Duration::from_secs(5);

@@ -19,6 +19,7 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use crate::bytes::ByteSize;
 use lowtide_admission::{Budget, Cost, LimitSource, LoadError, LoadScope, Trigger};
+use lowtide_core::sync::background;
 use lowtide_heap::{self as heap, ARENA_NAME_MAX, HostArena, HostArenaStats};
 
 use super::devices::ResourceArena;
@@ -205,13 +206,15 @@ fn held(shared: &Shared) -> i64 {
     held.get().cast_signed().saturating_sub(in_arenas.get().cast_signed())
 }
 
-/// Purges the heap if the loads that have a reservation would not fit beside the memory that it
-/// retains. Admission counts that memory as free, but pages of the shared heap never become those
-/// of a resource, and the control loop may sleep for longer than a load takes.
-fn purge_for_load(shared: &Shared) {
+/// Purges if the reserved loads do not fit together with memory that a purge would release.
+/// Admission counts that memory as free, but a resource does not reuse pages of the shared heap,
+/// and the control loop may sleep for longer than a load takes.
+fn purge_before_load(shared: &Shared) {
     let host = shared.admission.ledger(Budget::Host);
-    let held = shared.signals.sample().physical;
-    if !host.loading().is_zero() && held.saturating_add(host.loading()) > host.ceiling() {
+    let (physical, loading) = (shared.signals.sample().physical, host.loading());
+    if !loading.is_zero() && physical.saturating_add(loading) > host.ceiling() {
+        // As on the worker: a purge of arenas must not wait for the device.
+        let _background = background();
         let _ = shared.purge(Trigger::Pressure);
     }
 }
@@ -220,7 +223,7 @@ impl LoadScope for OwnArena {
     fn load(&self, load: &mut dyn FnMut() -> bool) -> Result<(), LoadError> {
         let shared = self.shared.upgrade();
         if let Some(shared) = &shared {
-            purge_for_load(shared);
+            purge_before_load(shared);
         }
         let Some(shared) = shared.filter(|_| !heap::serves_c()) else {
             self.load_within(load);

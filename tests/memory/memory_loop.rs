@@ -290,7 +290,7 @@ fn a_purge_gives_dirty_pages_and_idle_granules_back_and_says_how_much() {
 }
 
 /// Bug: the proxy's model of 64 MiB was loaded beside 60 MiB of dirty pages, which admission had
-/// counted as free, and the kernel killed it at its limit of 128 MiB in 3 of 50 runs.
+/// counted as free, and the kernel killed it at its limit of 128 MiB in 2 of 47 runs.
 #[test]
 fn dirty_pages_go_before_a_load_that_does_not_fit_beside_them() {
     let (clock, tree) = (Arc::new(ManualClock::new()), Tree::new(ByteSize::mib(200)));

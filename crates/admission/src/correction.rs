@@ -7,9 +7,9 @@
 //! would stay forever. Therefore a request that is nearly alone counts once if nothing has been
 //! measured for a while: it is the measurement. Its estimate is trusted, once.
 //!
-//! Invariants: with `requests = reserved - units`, `required = physical - purgeable` and `pending`
+//! Invariants: with `requests = reserved - units`, `required = physical - purgeable` and `loading`
 //! the bytes of resources not yet loaded,
-//! `other = max(base + resource_reservations, required - K x requests + pending)`,
+//! `other = max(base + resource_reservations, required - K x requests + loading)`,
 //! `allowance = (ceiling - other) / K + units` and `alone = ceiling - other - K x ceiling / 32`, or
 //! 0 while `K` is being measured; `K = max(1.05 x peak, (1 - .005 x min(8 x measured, 1)) x K)`
 //! clamped to 1 to 5, with `peak` the largest measurement of the last three generations of
@@ -231,9 +231,9 @@ impl Correction {
             self.most = ByteSize::MAX;
             return ByteSize::MAX;
         }
-        let pending = books.resource_reservations.saturating_sub(books.settled);
+        let loading = books.resource_reservations.saturating_sub(books.settled);
         let other_than = |requests: ByteSize| {
-            let unbooked = required.saturating_sub(requests).saturating_add(pending);
+            let unbooked = required.saturating_sub(requests).saturating_add(loading);
             unbooked.max(self.base.saturating_add(books.resource_reservations))
         };
         let other = other_than(books.requests.scaled(self.correction_factor));

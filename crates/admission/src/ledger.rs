@@ -457,7 +457,7 @@ impl Ledger {
         ByteSize::new(self.resource_reservations.load(Ordering::Relaxed))
     }
 
-    /// Returns the bytes that resources have reserved and not loaded yet.
+    /// Returns the bytes reserved by resources that are not loaded yet.
     #[doc(hidden)]
     pub fn loading(&self) -> ByteSize {
         let settled = ByteSize::new(self.settled.load(Ordering::Relaxed));

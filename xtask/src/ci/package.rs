@@ -23,7 +23,7 @@ const NEEDS_SIMULATION: &str = "cuda";
 /// No package has more files than this: sources, and what a user needs.
 const FILES_MAX: usize = 200;
 
-/// The profile of the tests, so that their dependencies serve here too.
+/// The development profile of the root manifest, so that dependencies built for the tests are used.
 const PROFILE: &str = "\
 [profile.dev]
 debug = \"line-tables-only\"
@@ -73,7 +73,7 @@ fn unpack(all: &[Package]) -> Result<PathBuf, String> {
     for package in all {
         let packed = format!("{}-{}.crate", package.name, package.version);
         let packed = target().join("package").join(packed);
-        // Packed files are all of one old time, by which Cargo would think them unchanged.
+        // All packed files carry the same old time, so Cargo would use an earlier build of them.
         let unpack = Run::new("tar").words("--extract --touch --gzip --file").arg(&packed);
         unpack.arg("--directory").arg(&folder).run()?;
         let inside = folder.join(format!("{}-{}", package.name, package.version));

@@ -16,7 +16,7 @@ use lowtide_core::clock::{Bell, Clock, Moment};
 /// The reason for a purge of the heap, used as a label in metrics.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Trigger {
-    /// Memory is short.
+    /// Memory is short, or a load does not fit together with memory that a purge releases.
     Pressure,
     /// A caller or an operator requested it.
     Manual,
