@@ -148,11 +148,11 @@ impl fmt::Debug for SimDriver {
     }
 }
 
-/// Returns how many of so many random cases a test runs: a fifth, or all of them in
+/// Returns how many of so many random cases a test runs: a tenth, or all of them in
 /// `cargo xtask soak`, which sets `lowtide_soak`.
 #[must_use]
 pub const fn sample(all: u64) -> u64 {
-    if cfg!(lowtide_soak) { all } else { all.div_ceil(5) }
+    if cfg!(lowtide_soak) { all } else { all.div_ceil(10) }
 }
 
 #[cfg(all(test, not(lowtide_loom)))]

@@ -2,6 +2,8 @@
 //!
 //! Invariant: a plan that breaks one of its promises fails here.
 
+use lowtide_cuda_sim::sample;
+
 use super::plan::{Hold, Move, Part, Plan, Target, plan};
 use crate::index::{ALIGN, End, Span};
 
@@ -193,8 +195,9 @@ fn every(
 
 #[test]
 fn every_small_region_is_planned_right_for_every_target_and_budget() {
+    const CELLS: u64 = if cfg!(lowtide_soak) { 6 } else { 5 };
     let mut plans = 0_u64;
-    every(6, &mut Vec::new(), &mut |parts| {
+    every(CELLS, &mut Vec::new(), &mut |parts| {
         for budget in [0, 1, 2, 3, u64::MAX] {
             let sizes = [2, 3, 4, u64::MAX];
             let spans = sizes.map(|cells| Target::Contiguous(cells.saturating_mul(ALIGN)));
@@ -205,12 +208,12 @@ fn every_small_region_is_planned_right_for_every_target_and_budget() {
             }
         }
     });
-    assert!(plans > 100_000, "{plans}");
+    assert!(plans > 20_000, "{plans}");
 }
 
 #[test]
 fn random_regions_keep_their_contents_and_get_no_worse() {
-    for seed in 1..=600_u64 {
+    for seed in 1..=sample(1200) {
         println!("seed {seed}");
         let mut chance = Chance(seed.wrapping_mul(0x9E37_79B9_7F4A_7C15));
         let parts = 1 + chance.below(60);
@@ -230,7 +233,7 @@ fn random_regions_keep_their_contents_and_get_no_worse() {
 
 #[test]
 fn many_small_calls_reach_what_one_large_call_does() {
-    for seed in 1..=300_u64 {
+    for seed in 1..=sample(600) {
         println!("seed {seed}");
         let mut chance = Chance(seed.wrapping_mul(0x9E37_79B9_7F4A_7C15));
         let region = random(&mut chance, 40, 12, 0, 16);
@@ -255,7 +258,7 @@ fn many_small_calls_reach_what_one_large_call_does() {
 #[test]
 fn many_small_calls_free_as_many_granules_as_one_large_call() {
     let (mut whole_active, mut parts_active, mut before) = (0, 0, 0);
-    for seed in 1..=200_u64 {
+    for seed in 1..=sample(400) {
         println!("seed {seed}");
         let mut chance = Chance(seed.wrapping_mul(0x9E37_79B9_7F4A_7C15));
         let region = random(&mut chance, 120, 10, 5, 16);

@@ -47,11 +47,7 @@ fn play(problem: &Problem, plan: &Plan, arena: &DeviceArena) {
             memory.slice_mut(&lease, id, size).expect("host memory").fill(mark);
         } else {
             let bytes = memory.slice(&lease, id, size).expect("host memory");
-            assert!(
-                bytes.iter().all(|byte| *byte == mark),
-                "buffer {} was overwritten",
-                id.index()
-            );
+            assert!(bytes == vec![mark; bytes.len()], "buffer {} was overwritten", id.index());
         }
     }
 }

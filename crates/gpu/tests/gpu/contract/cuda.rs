@@ -48,7 +48,7 @@ impl Device for Cuda {
         let stream = lane.cuda_stream().ok_or("not a lane of cudarc's")?;
         let bytes = stream.clone_dtoh(of.cuda(lease)?)?;
         stream.synchronize()?;
-        Ok(bytes.iter().all(|&byte| byte == value))
+        Ok(bytes == vec![value; bytes.len()])
     }
 
     fn takes_at_once(&self) -> bool {

@@ -32,7 +32,8 @@ impl Device for Host {
     }
 
     fn holds(&self, _: &Lane, of: &Buffer<u8>, lease: &Lease, value: u8) -> Result<bool, Fault> {
-        Ok(of.slice(lease)?.iter().all(|&byte| byte == value))
+        let bytes = of.slice(lease)?;
+        Ok(bytes == vec![value; bytes.len()])
     }
 }
 

@@ -8,6 +8,7 @@ mod model;
 
 use std::collections::BTreeMap;
 
+use lowtide_cuda_sim::sample;
 use lowtide_gpu::index::{ALIGN, BlockIndex, End, ExchangeError, Request, Span, StaleBlock};
 use model::{Act, Pair};
 use proptest::prelude::*;
@@ -73,7 +74,7 @@ fn every_short_history_of_a_small_range_agrees_with_the_model() {
 
 #[test]
 fn every_act_in_every_layout_of_a_small_range_agrees_with_the_model() {
-    const SPAN: u64 = 6;
+    const SPAN: u64 = if cfg!(lowtide_soak) { 6 } else { 5 };
     let mut found: BTreeMap<Vec<(u64, bool)>, Vec<Act>> = BTreeMap::new();
     let mut open = vec![Vec::new()];
     while let Some(history) = open.pop() {
@@ -144,7 +145,7 @@ fn random_histories_agree_with_the_model_and_fail_only_when_nothing_much_larger_
         let mut pair = Pair::new(SPAN, false);
         // By kind of act: done, refused.
         let mut outcomes = [[0; 2]; 5];
-        for _ in 0..4_000 {
+        for _ in 0..sample(20_000) {
             let act = chance.act(SPAN);
             let done = pair.play(act);
             let kind = match act {

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use lowtide_cuda_sim::{Call, Handles};
+use lowtide_cuda_sim::{Call, Handles, sample};
 use lowtide_gpu::ByteSize;
 use lowtide_gpu::clock::ManualClock;
 use lowtide_gpu::{ArenaConfig, DeviceArena, DeviceError, HostDriver};
@@ -53,7 +53,7 @@ fn granule_mib(granule: ByteSize) -> u64 {
 #[test]
 fn a_granule_is_committed_and_given_back_whole_or_not_at_all() {
     let granule = ByteSize::mib(8);
-    for seed in 0..20 {
+    for seed in 0..sample(60) {
         println!("seed {seed}");
         let sim = device(|options| options.remap = seed % 2 == 0);
         let arena = on_device(&sim, of(Some(granule), ByteSize::mib(100)));

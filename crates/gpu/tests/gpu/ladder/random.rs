@@ -261,7 +261,7 @@ fn one_thread_is_refused_only_where_the_block_would_fit_nowhere() {
 #[test]
 fn one_thread_with_a_front_is_refused_only_where_the_block_would_fit_nowhere() {
     let mut refused = 0;
-    for seed in 0..12 {
+    for seed in 0..sample(60) {
         println!("seed {seed}");
         let limit = ByteSize::mib(64);
         let config = ArenaConfig { growth: growth(seed), ..config(limit) };
@@ -286,7 +286,7 @@ fn one_thread_with_a_front_is_refused_only_where_the_block_would_fit_nowhere() {
         refused += program.refused;
     }
     println!("{refused} refused");
-    assert!(refused > 200, "too tame: {refused}");
+    assert!(refused > 100, "too tame: {refused}");
 }
 
 #[test]

@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Barrier};
 use std::thread::{self, JoinHandle};
 
+use lowtide_cuda_sim::sample;
 use lowtide_gpu::ByteSize;
 use lowtide_gpu::clock::{Clock, ManualClock};
 use lowtide_gpu::decay::DecayTime;
@@ -96,7 +97,7 @@ fn counters_never_fell_but_for_a_decay() {
     let meanwhile =
         Meanwhile::new().and(decaying(&arena, &clock)).and(churn(&arena)).and(churn(&arena));
     let mut before = arena.snapshot();
-    for _ in 0..40_000 {
+    for _ in 0..sample(100_000) {
         let now = arena.snapshot();
         now.validate();
         assert!(now.allocs_total >= before.allocs_total, "{now:?}");

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::thread;
 
-use lowtide_cuda_sim::{Call, Order};
+use lowtide_cuda_sim::{Call, Order, sample};
 use lowtide_gpu::ByteSize;
 use lowtide_gpu::clock::{Clock as _, ManualClock};
 use lowtide_gpu::record::Operation;
@@ -42,7 +42,7 @@ fn work(arena: &DeviceArena, seed: u64) {
 
 #[test]
 fn a_recording_of_several_threads_is_sound_and_replayed_twice_alike() {
-    for seed in 0..6 {
+    for seed in 0..sample(20) {
         println!("seed {seed}");
         let config = ArenaConfig { limit: ByteSize::mib(96), ..config() };
         let (arena, _, kept) = open(host(), config);
