@@ -108,10 +108,7 @@ pub(super) fn musl(_: Length) -> Outcome {
     if !has("rustup") || !Run::new("rustup").words("target add").arg(TARGET).succeeds() {
         return skip(format!("no Rust for {TARGET}"));
     }
-    let over_musl = |words: &str| {
-        let run = cargo(&format!("{words} --locked --lib --target {TARGET}"));
-        run.env("CARGO_TARGET_DIR", "target/musl").run()
-    };
+    let over_musl = |words: &str| cargo(&format!("{words} --locked --lib --target {TARGET}")).run();
     over_musl("test -p lowtide-admission -p lowtide-core -p lowtide-heap")?;
     Ok(over_musl("check -p lowtide --features service,prometheus,tokio")?)
 }
@@ -219,9 +216,10 @@ pub(crate) fn executables(messages: &str) -> Vec<String> {
     messages.lines().filter_map(message).filter_map(program).collect()
 }
 
-/// Every interleaving of what must hold without a lock, up to three preemptions a thread. Optimised
-/// a little: loom's threads have small stacks.
-pub(super) fn models(_: Length) -> Outcome {
+/// Every interleaving of what must hold without a lock, with up to two preemptions, in full with up
+/// to three. Optimised a little: loom's threads have small stacks.
+pub(super) fn models(length: Length) -> Outcome {
+    let preemptions = if length == Length::Full { "3" } else { "2" };
     let tree = Tree::read(&tree::root())?;
     let all = published()?;
     let has_models = |package: &&Package| {
@@ -238,6 +236,6 @@ pub(super) fn models(_: Length) -> Outcome {
         let name = &package.name;
         test = test.arg("--config").arg(format!("profile.dev.package.{name}.opt-level=1"));
     }
-    let test = test.env("RUSTFLAGS", "--cfg lowtide_loom").env("LOOM_MAX_PREEMPTIONS", "3");
+    let test = test.env("RUSTFLAGS", "--cfg lowtide_loom").env("LOOM_MAX_PREEMPTIONS", preemptions);
     Ok(test.env("CARGO_TARGET_DIR", "target/loom").arg("models").run()?)
 }

@@ -95,7 +95,7 @@ const JOBS: &[Job] = &[
     job("interposed", "the tests with jemalloc serving C code too", &[], build::interposed),
     job("limits", "memory limits under cgroups of a real kernel", &[], system::limits),
     job("memcheck", "the driver contract under valgrind", &["valgrind"], build::memcheck),
-    job("models", "every interleaving of the lock-free parts, by loom", &[], build::models),
+    long("models", "every interleaving of the lock-free parts, by loom", &[], build::models),
     long("schedules", "random schedules of an arena beside streams", &[], long::schedules),
     long("mutants", "faults in the arena's source, which tests must find", &[], long::mutants),
     long("controller", "the controller in virtual time", &[], long::controller),
