@@ -81,7 +81,7 @@ pub struct Config {
 
 impl Config {
     /// The default share of the limit up to which requests are admitted: the highest value at which
-    /// no overload run of the prototype was killed.
+    /// no run of the overload bench was killed.
     pub const CEILING: f64 = 0.80;
     /// The default time between publications of metrics.
     pub const METRICS_INTERVAL: Duration = Duration::from_secs(1);

@@ -87,8 +87,9 @@ impl Builder {
         /// Sets the maximum number of jemalloc's background threads, 0 for none. Default: 1, 2 or
         /// 4, by profile.
         background_threads: u32;
-        /// Sets the time between heap purges of a busy service, `None` to purge only under
-        /// pressure. Default: 10 s, 30 s or never, by profile.
+        /// Sets the time between heap purges of a busy service. With `None` neither time nor growth
+        /// starts a purge; pressure, idleness, loads and unloads still do. Default: 10 s, 30 s or
+        /// `None`, by profile.
         purge_interval: Option<Duration>;
         /// Sets the idle time after which resources without their own setting are unloaded;
         /// [`Duration::MAX`](Duration::MAX) for never. Default: 60 s, 300 s or 900 s, by profile.
@@ -159,8 +160,8 @@ impl Builder {
         Ok(self)
     }
 
-    /// Sets a hook that the worker calls after it published metrics, every five seconds at most:
-    /// for the upkeep that an exporter needs.
+    /// Sets a hook that the worker calls after it published metrics, at most once in five seconds.
+    /// An exporter's upkeep belongs here.
     #[must_use]
     pub fn after_publish(mut self, hook: impl FnMut() + Send + 'static) -> Self {
         self.hook = Some(Box::new(hook));

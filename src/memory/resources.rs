@@ -1,8 +1,8 @@
 //! Resources, which are loaded on first use and unloaded when idle, connected with heap, ledger and
 //! worker.
 //!
-//! `control` defines the life cycle of a resource; here it gets its idle time, its own arenas, and
-//! the worker that unloads it.
+//! `lowtide_admission::managed` defines the life cycle of a resource; here it gets its idle time,
+//! its own arenas, and the worker that unloads it.
 //!
 //! Invariant: a registered resource is unloaded by the worker, and its memory is reserved in the
 //! ledgers.

@@ -1,7 +1,7 @@
 //! A request's permit, which the response body and handlers share.
 //!
 //! If the admission belongs to a running `Memory`, allocations and frees of the request on the
-//! threads that poll it are measured (`host/meter`), and the permit grows accordingly between
+//! threads that poll it are measured (`heap::meter`), and the permit grows accordingly between
 //! polls. That never fails, since the memory is already in use; it counts against the allowance, so
 //! other requests may be rejected.
 //!

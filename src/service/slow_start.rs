@@ -1,13 +1,13 @@
 //! Limits the concurrent requests of a route while their need is unknown.
 //!
 //! At first as many run as fit if each needs [`EXPANSION`] times its reservation, but at least one.
-//! Each answered request adds one, so the number doubles in each generation. It also doubles with
-//! each [`STEP`] in which some ran without a break, so that a route with long requests does not
-//! wait for their end. Pure: the layer passes the time and the room, and keeps one instance for
+//! Each request that succeeds adds one, so the number doubles in each generation. It also doubles
+//! with each [`STEP`] in which some ran without a break, so that a route with long requests does
+//! not wait for their end. Pure: the layer passes the time and the room, and keeps one instance for
 //! each route under a lock.
 //!
 //! Invariants: while it is active, `running <= limit` at each entry; it ends after [`ANSWERED`]
-//! requests, and pauses after [`STEPS`] steps, one second, for as long as requests run.
+//! successes, and pauses after [`STEPS`] steps, one second, for as long as requests run.
 
 use std::time::Duration;
 
@@ -20,7 +20,7 @@ use crate::clock::Moment;
 const EXPANSION: u64 = 2;
 /// A route of which this many requests may run at first is not limited.
 const MANY: u32 = 64;
-/// The number of answered requests after which the need of a route is known.
+/// The number of successful requests after which the need of a route is known.
 const ANSWERED: u32 = 8;
 /// The time in which the limit doubles.
 const STEP: Duration = Duration::from_millis(125);

@@ -7,14 +7,16 @@
 //! would stay forever. Therefore a request that is nearly alone counts once if nothing has been
 //! measured for a while: it is the measurement. Its estimate is trusted, once.
 //!
-//! Invariants: with `requests = reserved - units`, `required = physical - purgeable` and `loading`
-//! the bytes of resources not yet loaded,
-//! `other = max(base + resource_reservations, required - K x requests + loading)`,
-//! `allowance = (ceiling - other) / K + units` and `alone = ceiling - other - K x ceiling / 32`, or
-//! 0 while `K` is being measured; `K = max(1.05 x peak, (1 - .005 x min(8 x measured, 1)) x K)`
-//! clamped to 1 to 5, with `peak` the largest measurement of the last three generations of
-//! requests, and .005 for each 10 ms: bytes that are reserved and not used yet do not show that
-//! they will stay unused. Without measurements `K` slowly returns to its starting value.
+//! Invariants, with `requests = reserved - units`, `required = physical - purgeable` and `loading`
+//! the bytes of resources not yet loaded:
+//!
+//! - `other = max(base + resource_reservations, required - K x requests + loading)`
+//! - `allowance = (ceiling - other) / K + units`
+//! - `alone = ceiling - other - K x ceiling / 32`, or 0 while `K` is being measured
+//! - `K = max(1.05 x peak, (1 - .005 x min(8 x measured, 1)) x K)`, clamped to 1 to 5. `peak` is
+//!   the largest measurement of the last three generations of requests. The .005 are for each
+//!   10 ms: `K` falls slowly, because reserved bytes that are not used yet may still be used.
+//! - Without measurements `K` slowly returns to its starting value.
 
 use std::time::Duration;
 

@@ -29,7 +29,8 @@
 //! threads of your own with [`run_control`] and [`run_worker`]. `src/memory/builder.rs` does this
 //! for [`Memory`](https://docs.rs/lowtide/latest/lowtide/memory/struct.Memory.html).
 //!
-//! Invariant: `reserved + requested <= allowance` at every admission that is not exempt.
+//! Invariant: `reserved + requested <= allowance` at every admission that is not exempt. A request
+//! that is nearly alone counts once while nothing is measured: it is the measurement.
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
 pub mod admission;

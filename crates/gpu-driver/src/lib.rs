@@ -1,8 +1,8 @@
 //! Drivers: the source of address space and of the physical memory mapped to it.
 //!
 //! A driver allocates and releases memory and implements no policy. It knows nothing of arenas,
-//! blocks, limits or time, and is called without holding any lock of this crate. Every call is all
-//! or nothing: after an error the range is unchanged.
+//! blocks, limits or time, and its callers hold no lock of an arena. Every call is all or nothing:
+//! after an error the range is unchanged.
 //!
 //! Invariant: `committed ranges <= reserved ranges`; a byte is accessible iff its granule is
 //! committed.

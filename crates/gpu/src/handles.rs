@@ -1,4 +1,4 @@
-//! FENCE: streams and events of a driver, as values whose handles are good.
+//! Streams and events of a driver, as values whose handles are good.
 //!
 //! A driver does not check handles. An owner of a [`DriverEvent`] owns one that exists; a
 //! [`LiveStream`] proves that the stream exists for as long as that lives. Only the constructors of

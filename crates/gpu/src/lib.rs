@@ -80,7 +80,8 @@
 //! - offsets for buffers of known lifetimes: [`plan`]
 //! - the [block index](index), usable by itself
 //!
-//! With the feature `cuda`, `driver::cuda` has arenas in CUDA memory and buffers as cudarc slices.
+//! With the feature `cuda`, `driver::cuda` has the driver for CUDA memory, and `Buffer::cuda`
+//! borrows a buffer as a cudarc slice.
 //! Events are logged through `tracing`; `docs/OPERATING.md` lists them.
 //!
 //! Invariant: `active + idle = committed <= reserved`, for every arena at every instant.

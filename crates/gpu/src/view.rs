@@ -1,4 +1,4 @@
-//! FENCE: buffers and imported memory as cudarc sees them: a borrowed `CudaSlice`, or a
+//! Buffers and imported memory as cudarc sees them: a borrowed `CudaSlice`, or a
 //! `CudaViewMut`, under a lease.
 //!
 //! cudarc orders the streams that use a slice by two events that the slice keeps. So a buffer keeps

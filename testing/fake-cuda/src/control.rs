@@ -1,9 +1,9 @@
 //! The calls with which tests configure and query the library: `fake_*`.
 //!
-//! None of it is a call of the driver: nothing is counted, nothing needs a context, and it works
-//! after a context is lost.
+//! They are no calls of the driver: they are not counted, need no context, and work after a context
+//! is lost.
 //!
-//! Invariant: only a reset, a poison and `fake_run` change what is queued.
+//! Invariant: only a reset, a poison and `fake_run` change the queued work.
 #![expect(unsafe_code, reason = "exports functions under C names: the attribute alone")]
 
 use std::ffi::{c_char, c_int};

@@ -1,11 +1,11 @@
-//! Copies and settings of bytes.
+//! Copies and fills.
 //!
-//! As cuda.h has it ("API synchronization behavior"): page-locked memory is read and written when
-//! the copy is done, however much later; pageable memory on its way to the device is copied at the
-//! call; a copy into pageable memory is waited for. The calls without a stream run on the legacy
-//! default stream; those within the device, and settings, are waited for by nobody.
+//! They follow cuda.h ("API synchronization behavior"). Page-locked memory is accessed when the
+//! copy runs, however much later. Pageable memory is read at the call, and a copy into pageable
+//! memory completes before the call returns. Calls without a stream run on the legacy default
+//! stream; those within the device, and fills, return at once.
 //!
-//! Invariant: memory of the caller's that is not known to the device is not touched after the call.
+//! Invariant: host memory that is not known to the device is not accessed after the call.
 #![expect(unsafe_code, reason = "exports functions under C names: the attribute alone")]
 
 use lowtide_cuda_sim::raw::Place;

@@ -1,8 +1,8 @@
-//! Events: made, ended, recorded, asked, waited for.
+//! Events: create, destroy, record, query, wait.
 //!
-//! Time is not modelled: the time between two events that are done is 0.
+//! Time is not modelled: the time between two completed events is 0.
 //!
-//! Invariant: an event that was never recorded is done, and has no time.
+//! Invariant: an event that was never recorded is complete, and has no time.
 #![expect(unsafe_code, reason = "exports functions under C names: the attribute alone")]
 
 use std::ffi::c_uint;

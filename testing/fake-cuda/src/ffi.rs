@@ -1,8 +1,8 @@
-//! FENCE: pointers that cross the boundary, each read or written here and nowhere else.
+//! Pointers that cross the boundary. They are read and written in this file only.
 //!
-//! The types stand in the signatures of exported functions, where a C caller has a pointer. Only
-//! such a caller makes one, and cuda.h is what it promised: a pointer is null, or valid for what
-//! the function says that it reads or writes, for as long as the call lasts.
+//! The types appear in the signatures of exported functions, where a C caller passes a pointer. As
+//! cuda.h demands, such a pointer is null, or valid during the call for the reads and writes of the
+//! function.
 //!
 //! Invariant: a null pointer is an error (1) and is never followed.
 #![expect(unsafe_code, reason = "follows pointers of C callers")]

@@ -1,8 +1,8 @@
-//! Captures of one stream into a graph, and its launches.
+//! Captures of one stream into a graph, and launches of graphs.
 //!
-//! A capture has the mode with which it began, a thread the mode that it set last.
+//! A capture has the mode with which it began; a thread has the mode that it set last.
 //!
-//! Invariant: a graph and what was instantiated of it live apart.
+//! Invariant: a graph and its instances have separate lifetimes.
 #![expect(unsafe_code, reason = "exports functions under C names: the attribute alone")]
 
 use std::ffi::{c_int, c_uint, c_ulonglong};

@@ -1,7 +1,7 @@
-//! Numbers that cross the boundary as handles: which device, which life of its context, what kind.
+//! Handles: numbers that name the device, the lifetime of its context, the kind and the object.
 //!
-//! A stream given as an event, a handle of another device, and one of a context that was destroyed
-//! are told apart from good ones, whatever number they have.
+//! A handle of the wrong kind, of another device or of a destroyed context is recognized, whatever
+//! its number.
 //!
 //! Invariant: `Handle::decode(it.encode()) == Some(it)`, and no handle is 0, 1 or 2.
 

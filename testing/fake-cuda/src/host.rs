@@ -1,9 +1,10 @@
-//! FENCE: host memory by its address: mapped by us, registered by others, or of one call.
+//! Host memory by address: mapped by the library, registered by the program, or used during one
+//! call.
 //!
-//! The model asks it to read and to write; that the memory is there is proved here. Memory of our
-//! own is kept for as long as anything can ask. Memory of others is their promise: registered
-//! memory stays until it is unregistered, which waits for all work; memory of one call stays until
-//! that call returns, which waits for the copy, or is copied at once.
+//! The model asks it to read and write; this file proves that the memory exists. Memory that the
+//! library mapped is kept while anything can access it. Registered memory stays until it is
+//! unregistered, which waits for all work. Memory of one call stays until that call returns, and
+//! the call waits for the copy or copies at once.
 //!
 //! Invariant: `offset + length <= size` for each read and write.
 #![expect(unsafe_code, reason = "reads and writes memory of C callers by its address")]

@@ -1,24 +1,23 @@
-//! The simulation of the CUDA driver as a library with CUDA's own names, for tests only.
+//! A simulation of the CUDA driver as a library with CUDA's own names, for tests only.
 //!
-//! Tables of function pointers and unmodified cudarc run against it without a GPU. It is two
-//! things: a shared library (`cu*` as in cuda.h, `fake_*` to steer it), and [`Fake`], which loads
-//! that library by its path and offers the steering as safe calls. A process has one library with
-//! one state; [`Fake::start`] hands it out to one test at a time.
+//! Tables of function pointers and unmodified cudarc run against it without a GPU. It has two
+//! parts: a shared library (`cu*` as in cuda.h, and `fake_*` to configure it), and [`Fake`], which
+//! loads that library by its path and offers `fake_*` as safe calls. A process has one library with
+//! one state; [`Fake::start`] gives it to one test at a time.
 //!
-//! It proves logic, never speed, and never what a real driver does where the manual is silent.
-//! Kernels are those of [`KERNELS`], by name; PTX is looked at no further than to see that it is
-//! some. What is not there: peers, IPC, textures, contexts other than the primary ones, graphs
-//! other than captured ones, time.
+//! It proves logic, never speed, and nothing about what the manual leaves open. Kernels are those
+//! of [`KERNELS`], by name; PTX is recognized and not run. Not modelled: peers, IPC, textures,
+//! contexts other than primary ones, graphs other than captured ones, time.
 //!
-//! Files: `ffi` and `host` (all that is unsafe about the boundary), `handle` (numbers that cross
-//! it), `call` (what every call passes), `state` (devices, contexts, threads), then the calls by
-//! part: `devices`, `memory`, `virtual_memory`, `pool`, `copy`, `stream`, `event`, `module`,
-//! `graph`, `control`; `library` is the Rust half.
+//! Files: `ffi` and `host` (everything unsafe at the boundary), `handle` (numbers that cross it),
+//! `call` (the common path of calls), `state` (devices, contexts, threads), then the calls by
+//! subject: `devices`, `memory`, `virtual_memory`, `pool`, `copy`, `stream`, `event`, `module`,
+//! `graph`, `control`. `library` is the Rust part.
 //!
 //! It depends on no package that links jemalloc: `dlopen` cannot load jemalloc, whose thread-local
-//! memory is of the kind that only a program's start provides.
+//! memory must exist when the program starts.
 //!
-//! Invariant: no panic crosses the boundary; a call that panicked answers 999 and is on record.
+//! Invariant: no panic crosses the boundary; a call that panicked returns 999 and is recorded.
 
 mod call;
 mod control;

@@ -1,10 +1,10 @@
-//! FENCE: the shared library from Rust: loaded by its path, steered by safe calls.
+//! The shared library from Rust: loads it by its path, and configures it through safe calls.
 //!
-//! [`Fake::start`] loads the library that was built beside the running test, and its alias, so
-//! that whatever looks for `libcuda.so.1` or `libcuda.so` in this process afterwards finds it, and
-//! hands it out to one test at a time, new each time. Call it before anything looks for CUDA.
+//! [`Fake::start`] loads the library that was built next to the running test, and its alias. Later
+//! lookups of `libcuda.so.1` or `libcuda.so` in this process find it, so call it before anything
+//! looks for CUDA. One test at a time has the library, each time reset.
 //!
-//! Invariant: a [`Guard`] is there once at most, and the library behind it is reset.
+//! Invariant: at most one [`Guard`] exists, and the library behind it was reset.
 #![expect(unsafe_code, reason = "opening a library and calling C functions by pointer")]
 
 use std::ffi::{CStr, CString, c_char, c_void};

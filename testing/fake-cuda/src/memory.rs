@@ -1,8 +1,8 @@
-//! Plain and managed memory, page-locked host memory, and what lies behind an address.
+//! Plain and managed memory, page-locked host memory, and lookups by address.
 //!
-//! Managed memory is host memory, reached by both; its address is a pointer here.
+//! Managed memory is host memory that the device can access too; its address is a pointer here.
 //!
-//! Invariant: real host memory is unmapped only after the model let go of it.
+//! Invariant: host memory is unmapped only after the model released it.
 #![expect(unsafe_code, reason = "exports functions under C names: the attribute alone")]
 
 use std::ffi::{c_int, c_uint};

@@ -1,9 +1,9 @@
 //! Modules and their kernels, by name.
 //!
-//! What is in a module does not matter, but that it looks like PTX; each has all kernels of
+//! A module's text must look like PTX and is ignored otherwise. Each module has all kernels of
 //! [`KERNELS`].
 //!
-//! Invariant: a function's number is its module's and its place in the table.
+//! Invariant: a function's number consists of its module's and its index in the table.
 #![expect(unsafe_code, reason = "exports functions under C names: the attribute alone")]
 
 use std::ffi::{c_int, c_uint};

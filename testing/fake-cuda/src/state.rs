@@ -1,10 +1,10 @@
-//! The one state of the library: devices, the lives of their contexts, threads, what was told.
+//! The only state of the library: devices, lifetimes of their contexts, threads, settings of tests.
 //!
-//! Its lock is held for a moment only, and never across a call of the simulation: a function of
-//! the host, which runs inside one, comes back to this state. Contexts are the primary ones; a
-//! thread's current one is its own and does not outlive a reset.
+//! Its lock is never held across a call of the simulation, because a host function runs inside such
+//! a call and uses this state. Only primary contexts exist. A thread has its own current context,
+//! which a reset ends.
 //!
-//! Invariant: a device has a context iff `retains > 0`; its simulation is new for each life.
+//! Invariant: a device has a context iff `retains > 0`; each lifetime has a new simulation.
 
 use std::cell::Cell;
 use std::collections::BTreeMap;

@@ -1,6 +1,6 @@
-//! Streams: made, ended, waited for, asked, and functions of the host in their order.
+//! Streams: create, destroy, synchronize, query, and host functions in their order.
 //!
-//! Invariant: a stream that was created with flag 1 (non-blocking) is ordered with nothing.
+//! Invariant: a stream with flag 1 (non-blocking) is ordered with no other.
 #![expect(unsafe_code, reason = "exports functions under C names: the attribute alone")]
 
 use std::ffi::{c_int, c_uint, c_ulonglong};

@@ -1,9 +1,9 @@
 //! Virtual memory management: addresses, handles, mappings, access.
 //!
-//! None of it needs a current context, as cuda.h lists no such error; the device follows from the
+//! No call needs a current context, because cuda.h lists no such error. The device follows from the
 //! properties, the handle or the address.
 //!
-//! Invariant: a handle names its device; it is mapped in that device's addresses only.
+//! Invariant: a handle names its device, and is mapped only in addresses of that device.
 #![expect(unsafe_code, reason = "exports functions under C names: the attribute alone")]
 
 use std::ffi::{c_int, c_uint, c_ulonglong};

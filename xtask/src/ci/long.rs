@@ -59,7 +59,7 @@ pub(super) fn overload(length: Length) -> Outcome {
     }
 }
 
-/// Each fault that a review found, reproduced.
+/// Reproduces each known fault.
 pub(super) fn faults(length: Length) -> Outcome {
     let words = if length == Length::Full { "" } else { "--ci" };
     Ok(bench("faults", words).run()?)

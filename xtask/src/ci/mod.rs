@@ -96,12 +96,12 @@ const JOBS: &[Job] = &[
     job("limits", "memory limits under cgroups of a real kernel", &[], system::limits),
     job("memcheck", "the driver contract under valgrind", &["valgrind"], build::memcheck),
     long("models", "every interleaving of the lock-free parts, by loom", &[], build::models),
-    long("schedules", "random schedules of an arena beside streams", &[], long::schedules),
+    long("schedules", "random schedules of an arena and streams", &[], long::schedules),
     long("mutants", "faults in the arena's source, which tests must find", &[], long::mutants),
     long("controller", "the controller in virtual time", &[], long::controller),
-    long("retention", "the bench of what allocators keep", &["components"], long::retention),
+    long("retention", "the memory that allocators retain", &["components"], long::retention),
     long("overload", "overload in a real memory cgroup", &[], long::overload),
-    long("faults", "faults that were found and fixed", &[], long::faults),
+    long("faults", "known faults, reproduced", &[], long::faults),
     long("engines", "a real ONNX Runtime", &["components", "python"], long::engines),
     job("rules", "the Prometheus rules, by promtool", &["promtool"], system::rules),
     job("deployment", "unit, Compose file and Prometheus configuration", TOOLS, system::deployment),
@@ -115,7 +115,7 @@ const COMPONENTS: &[&str] = &["components"];
 const TOOLS: &[&str] = &["promtool"];
 const LIVE: &[&str] = &["promtool", "python"];
 
-/// By request alone: it needs a Docker daemon and a base image, and takes some ten minutes.
+/// By request alone: it needs a Docker daemon and a base image, and takes 12 to 21 minutes.
 const DOCKER: Job = job("docker", "the image, by Docker", &[], system::docker);
 
 const fn job(

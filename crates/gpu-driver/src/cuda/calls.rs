@@ -1,4 +1,4 @@
-//! FENCE: calls of the CUDA driver, one function each, with typed errors.
+//! Calls of the CUDA driver, one function each, with typed errors.
 //!
 //! This layer makes no decisions and keeps only counts. Each call works in the thread's current
 //! context, which the caller sets ([`Context`](super::context::Context)). The calls for virtual
@@ -9,7 +9,7 @@
 //! call them. Out pointers point to locals, or to buffers whose length is passed with them. A
 //! device address is a number: a wrong one is a device error and touches no memory of this process.
 //! Every stream or event was created by a call here and not yet destroyed, or the caller of
-//! `DeviceArena::lane` vouched for it: the caller holds the driver's key, which only the arena has.
+//! `DeviceArena::lane` vouched for it: the driver's calls for both are `unsafe`.
 //!
 //! Invariant: `made` counts every call once.
 #![expect(unsafe_code, reason = "calling C functions by pointer")]

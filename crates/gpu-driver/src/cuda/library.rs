@@ -1,4 +1,4 @@
-//! FENCE: opens the CUDA driver library and finds its functions, with the loader alone.
+//! Opens the CUDA driver library and finds its functions, with the loader alone.
 //!
 //! It calls none of them. cudarc panics if the library or a function is missing, so this module
 //! looks for both first, under the same names and in the same order as cudarc. It finds the same

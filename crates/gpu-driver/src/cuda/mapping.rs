@@ -1,10 +1,9 @@
-//! FENCE: the calls of CUDA's virtual memory, one function each: address space, memory and
-//! mappings.
+//! The calls of CUDA's virtual memory, one function each: address space, memory and mappings.
 //!
 //! The rules of [`Calls`](super::calls::Calls) apply. Addresses and handles are numbers that the
-//! driver looks up: a wrong one is an error. The arena, which holds the driver's key, proves that
-//! nothing on the device uses unmapped memory; otherwise the device would report an illegal
-//! address, and no memory of this process would be touched.
+//! driver looks up: a wrong one is an error. The calls that unmap are `unsafe` in the driver: their
+//! caller proves that nothing on the device uses the memory. Otherwise the device would report an
+//! illegal address, and no memory of this process would be touched.
 //!
 //! Invariant: none of its own; each call is the driver's.
 #![expect(unsafe_code, reason = "calling C functions by pointer")]

@@ -1,4 +1,4 @@
-//! FENCE: detects a CUDA driver with the loader alone, and describes the result in one sentence.
+//! Detects a CUDA driver with the loader alone, and describes the result in one sentence.
 //!
 //! It creates no context and allocates nothing on a device; the driver itself reads the environment
 //! (`CUDA_VISIBLE_DEVICES`). Result codes stay integers, so that a code newer than this file is a

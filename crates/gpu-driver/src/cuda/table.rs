@@ -1,4 +1,4 @@
-//! FENCE: the table of CUDA driver functions, all resolved before any is called.
+//! The table of CUDA driver functions, all resolved before any is called.
 //!
 //! The table holds pointers and makes no call; the requirements of each function are stated at its
 //! call. Functions come in groups. Without the first group there is no CUDA driver; without another

@@ -1,4 +1,4 @@
-//! FENCE: memory allocated by foreign code, used under the arena's leases and released by a
+//! Memory allocated by foreign code, used under the arena's leases and released by a
 //! function of that code.
 //!
 //! The arena does not commit, move or offload it; it provides leases, views, and the knowledge of

@@ -1,6 +1,6 @@
 //! Bugs of other projects' arenas with failing or slow drivers, over the watched driver.
 //!
-//! The other tests of peers' bugs are in `tests/device_peers`.
+//! The other tests of peers' bugs are in `tests/gpu/peers`.
 //!
 //! Invariant: the driver's contract is kept, and nothing stays reserved, whatever fails.
 

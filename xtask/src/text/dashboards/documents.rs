@@ -1,7 +1,7 @@
-//! The documents beside the rules: the lists of metrics and events, the runbook, the example
+//! Checks the documents about metrics: the lists of metrics and events, the runbook, the example
 //! configuration.
 //!
-//! It holds names against names; whether the sentences are true is for their readers.
+//! It compares names only; it cannot tell whether a sentence is true.
 //!
 //! Invariant: `docs/METRICS.md = HEAD + names::markdown()`.
 

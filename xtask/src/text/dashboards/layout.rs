@@ -1,4 +1,4 @@
-//! The dashboards: the rules of Grafana's own dashboard linter, and those of this house.
+//! The dashboards: the rules of Grafana's own dashboard linter, and those of this project.
 //!
 //! It reads the classic JSON model. It does not know all options of all panels: a misspelt option
 //! that no rule here names passes.

@@ -1,9 +1,9 @@
-//! The checks themselves put to the test: planted faults that must be found.
+//! Tests of the checks: each changes one thing in a shipped file, and expects one kind of fault.
 //!
-//! Each case changes one thing in a shipped file and expects one kind of fault; that the shipped
-//! files pass is tested beside. A case whose change does not apply any more fails.
+//! Another test expects that the unchanged files pass. A case fails if its change no longer
+//! applies.
 //!
-//! Invariant: check = check with a planted fault.
+//! Invariant: each check has a case.
 
 use std::collections::BTreeSet;
 

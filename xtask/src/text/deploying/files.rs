@@ -1,10 +1,10 @@
-//! The files that are deployed: Dockerfile, Compose, Kubernetes, systemd, Prometheus.
+//! Checks the deployment files: Dockerfile, Compose, Kubernetes, systemd, Prometheus.
 //!
-//! Compared with each other and with what the proxy needs; `cargo xtask ci --job deployment` calls
-//! the tools that read them for real, where there are any.
+//! They are compared with each other and with the needs of the proxy. `cargo xtask ci --job
+//! deployment` also runs the tools that read these files.
 //!
-//! Invariant: whoever stops the proxy waits longer than its drain, its grace and the 5 s of the
-//! memory's end.
+//! Invariant: each file lets the proxy run longer after a stop than drain, grace period and the 5 s
+//! of the memory's shutdown together.
 
 use yaml_rust2::{Yaml, YamlLoader};
 

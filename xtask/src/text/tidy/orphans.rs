@@ -1,8 +1,8 @@
-//! Files that no target reaches: written, read by people, compiled by nobody.
+//! Finds Rust files that no target compiles.
 //!
-//! Starts from what Cargo builds (library, programs, examples, tests, benches, build scripts, and
-//! every `path` in a manifest) and follows `mod name;`, `#[path]` and `include!`. Comments declare
-//! nothing, and two orphans that declare each other are still orphans.
+//! It starts with the files that Cargo builds (libraries, programs, examples, tests, benches, build
+//! scripts, and every `path` in a manifest) and follows `mod name;`, `#[path]` and `include!`. Two
+//! orphans that declare each other are still orphans.
 //!
 //! Invariant: `.rs` files = files reached.
 

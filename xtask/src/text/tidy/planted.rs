@@ -1,11 +1,10 @@
-//! The rules themselves put to the test: planted faults that must be found, and clean texts that
+//! Tests of the rules: small trees with one fault each, which must be found, and clean texts, which
 //! must pass.
 //!
-//! Each case is a small tree. A case that finds another fault than the one expected, or one more,
-//! fails as well, so that a fault cannot hide behind another. It does not cover what the tree
-//! itself covers: that the real sources pass.
+//! A case fails if another fault is found too, so one fault cannot hide behind another. The sources
+//! of the repository are checked by the command itself.
 //!
-//! Invariant: rules = rules with a planted fault.
+//! Invariant: each rule has a case.
 
 use std::collections::BTreeMap;
 

@@ -1,7 +1,7 @@
-//! FENCE: cudarc's functions without a safe face, as safe calls with codes, for these tests.
+//! cudarc's functions without a safe interface, as safe calls that return codes, for these tests.
 //!
-//! Behind them is the simulation: a wrong address or handle is an answer there, never undefined.
-//! Host memory is handed in as slices, and what outlives a call is said at it.
+//! The simulation is behind them: a wrong address or handle is an error there, never undefined
+//! behaviour. Host memory is passed as slices; each function states what must outlive the call.
 //!
 //! Invariant: `Err(code) => code != 0`.
 #![expect(unsafe_code, reason = "calls C functions of a driver that is simulated")]

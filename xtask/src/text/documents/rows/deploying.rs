@@ -1,8 +1,8 @@
-//! The page on deployment: limits, times and formulas, and what the example proxy goes by.
+//! Sentences of the page on deployment: limits, times, formulas, and the example proxy.
 //!
-//! The tables of variables and of ONNX Runtime's settings are for `deploying` to check.
+//! `deploying` checks the tables of variables and of ONNX Runtime's settings.
 //!
-//! Invariant: what a formula gives is worked out here, not copied.
+//! Invariant: the result of a formula is computed here, not copied.
 
 use super::super::alert::duration;
 use super::{Row, expect, jemalloc, k, of_loop, of_profile, rows as of_page, seconds, values};

@@ -1,4 +1,4 @@
-//! The page that follows an allocation: what each step goes by.
+//! Sentences of the page that follows an allocation.
 //!
 //! Invariant: as in `rows`.
 
@@ -45,8 +45,11 @@ pub(super) fn rows(code: &Code<'_>) -> Vec<Row> {
                 values![percent(code.constant("DeviceConfig::WATERMARK").number())],
             ),
             (
-                "Meanwhile, every {}, the loop compares",
-                values![time(of_loop(code, "active_tick").time())],
+                "Meanwhile, every {} under load and up to every {} without, the loop compares",
+                values![
+                    time(of_loop(code, "active_tick").time()),
+                    time(of_loop(code, "idle_tick").time())
+                ],
             ),
             (
                 "The correction factor, {} at first and then {} to {}, is the measured",

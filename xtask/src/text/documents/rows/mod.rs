@@ -1,7 +1,8 @@
-//! Which sentence of which page says what of the code, and which numbers are no constant's.
+//! Connects sentences of the documents with values in the code, and lists numbers that no constant
+//! has.
 //!
-//! A row has the words of a sentence with `{}` for each value. `operating`, `deploying` and `rest`
-//! have them by page.
+//! A row has the words of a sentence with `{}` for each value. The files are one for each page;
+//! `rest` has the small pages.
 //!
 //! Invariant: a row's values come from the code, never from the page.
 
@@ -130,8 +131,8 @@ pub(crate) const FIGURES: &[(&str, &str, &str)] = &[
     ),
     ("docs/DEPLOYING.md", "(the default from 23.0 on)", "Docker's"),
     ("docs/DEPLOYING.md", "user and licences (10.7 MiB):", "measured"),
-    ("docs/DEPLOYING.md", "took 8 % more CPU than jemalloc's defaults over 5 s", "measured"),
-    ("docs/DEPLOYING.md", "(`balanced`: 2 %)", "measured"),
+    ("docs/DEPLOYING.md", "In two runs of 5 s", "measured"),
+    ("docs/DEPLOYING.md", "took 33 and 47 % more CPU", "measured"),
     ("docs/DEPLOYING.md", "| 2 to 10 MiB, and `PROXY_WEIGHTS` once loaded |", "measured"),
     ("docs/DEPLOYING.md", "seccomp's default", "the runtime's"),
     ("docs/DEPLOYING.md", "runtime is every container's default,", "the runtime's"),

@@ -1,6 +1,6 @@
-//! The page for operators: what the loop, the worker, the arenas and the alerts go by.
+//! Sentences of the page for operators, about the loop, the worker, the arenas and the alerts.
 //!
-//! Invariant: one row for each sentence with a number of ours.
+//! Invariant: each sentence with a number of this crate has one row.
 
 use std::time::Duration;
 
@@ -43,7 +43,7 @@ fn published(code: &Code<'_>) -> Rows {
             "Its worker thread publishes {} (`LOWTIDE_METRICS_INTERVAL`)",
             values![how_often(code.constant("Config::METRICS_INTERVAL").time())],
         ),
-        ("runs after a publication, at most once in {}.", values![time(hook)]),
+        ("runs it after a publication, at most once in {}.", values![time(hook)]),
         // A hundred times as long lies between two.
         ("| a purge: about {} per MiB |", values![time(each / 100)]),
     ]
@@ -157,7 +157,7 @@ fn purges(code: &Code<'_>) -> Rows {
             ],
         ),
         (
-            "at least {} for each MiB kept, so that they take {} of a core at most",
+            "at least {} for each MiB kept, so they take at most {} of a core",
             values![time(each), percent(0.0001 / each.as_secs_f64())],
         ),
         (

@@ -1,4 +1,4 @@
-//! The other pages: the README, tuning, arena options, recordings, words, how it is built.
+//! Sentences of the other pages: README, tuning, arena options, recordings, glossary, architecture.
 //!
 //! Invariant: as in `rows`.
 
