@@ -37,7 +37,7 @@ fn no_seed_is_killed_latches_oscillates_or_leaves_anything_behind() {
 /// Days of half an hour each, or of two hours in `cargo xtask soak`: the same hours, shorter.
 #[test]
 fn days_of_traffic_leave_no_trace() {
-    let (count, seconds) = if cfg!(lowtide_soak) { (4, 7200.0) } else { (3, 1800.0) };
+    let (count, seconds) = if cfg!(lowtide_soak) { (4, 7200.0) } else { (2, 1800.0) };
     let month = days::run(7, count, seconds);
     println!("seed 7: {} ticks, {:.0} jobs an hour", month.seen.ticks, month.jobs_per_hour);
     assert!(month.faults.is_empty(), "{:#?}", month.faults);

@@ -28,8 +28,8 @@ use lowtide_planner::{
 use plans::{instance, planned, planned_for};
 use random::{Gaps, Kind};
 
-/// Random problems of each kind.
-const SMALL: u64 = 300;
+/// Random problems of each kind; more of them in `cargo xtask soak`.
+const SMALL: u64 = if cfg!(lowtide_soak) { 300 } else { 60 };
 
 const EVERYTHING: Kind =
     Kind { aligned: true, gaps: Gaps::Windows, fixed: true, roles: true, shared: true };
