@@ -1,4 +1,4 @@
-//! Figures of faults that were found and fixed. Each part stages one fault and counts what goes
+//! Figures of known faults. Each part stages one fault and counts what goes
 //! wrong.
 //!
 //! `cargo bench --bench faults` runs every part, each in a process of its own, since a process has

@@ -180,8 +180,8 @@ pub struct BudgetSnapshot {
     pub correction_factor: f64,
     /// The pressure on the budget.
     pub level: Level,
-    /// The bytes that each request must find free, even a smaller one, while larger requests do not
-    /// get their share; otherwise zero.
+    /// The bytes that each request of low or normal priority must find free, even a smaller one,
+    /// while larger requests do not get their share; otherwise zero.
     pub reserved_headroom: ByteSize,
     /// The requests by size class.
     pub classes: [ClassStats; SizeClass::COUNT],

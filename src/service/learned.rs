@@ -186,26 +186,26 @@ impl Lesson {
             return Ok(None);
         }
         slow_start.enter(first, now())?;
-        Ok(Some(Trial { route: Arc::clone(&self.route), answered: false }))
+        Ok(Some(Trial { route: Arc::clone(&self.route), succeeded: false }))
     }
 }
 
 /// A large request of a route with unknown need; dropping it ends it.
 pub(super) struct Trial {
     route: Arc<Route>,
-    /// `true` if its handler answered.
-    pub(super) answered: bool,
+    /// `true` if its handler succeeded.
+    pub(super) succeeded: bool,
 }
 
 impl Drop for Trial {
     fn drop(&mut self) {
-        lock(&self.route.slow_start).leave(self.answered);
+        lock(&self.route.slow_start).leave(self.succeeded);
     }
 }
 
 impl fmt::Debug for Trial {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Slot").field("answered", &self.answered).finish_non_exhaustive()
+        f.debug_struct("Trial").field("succeeded", &self.succeeded).finish_non_exhaustive()
     }
 }
 

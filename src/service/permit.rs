@@ -147,7 +147,7 @@ impl SharedPermit {
         held.answer = Some(success);
         // A failure does not show the need of the route.
         if let Some(slot) = &mut held.terms.slot {
-            slot.answered = success;
+            slot.succeeded = success;
         }
     }
 

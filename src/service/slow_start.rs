@@ -6,7 +6,7 @@
 //! not wait for their end. Pure: the layer passes the time and the room, and keeps one instance for
 //! each route under a lock.
 //!
-//! Invariants: while it is active, `running <= limit` at each entry; it ends after [`ANSWERED`]
+//! Invariants: while it is active, `running <= limit` at each entry; it ends after [`SUCCESSES`]
 //! successes, and pauses after [`STEPS`] steps, one second, for as long as requests run.
 
 use std::time::Duration;
@@ -21,12 +21,12 @@ const EXPANSION: u64 = 2;
 /// A route of which this many requests may run at first is not limited.
 const MANY: u32 = 64;
 /// The number of successful requests after which the need of a route is known.
-const ANSWERED: u32 = 8;
+const SUCCESSES: u32 = 8;
 /// The time in which the limit doubles.
 const STEP: Duration = Duration::from_millis(125);
-/// The number of steps after which the limit is removed.
+/// The number of steps after which the limit is lifted.
 const STEPS: u32 = 8;
-/// The time after which the limit is removed in any case.
+/// The time after which the limit is lifted in any case.
 pub(super) const LASTS: Duration = Duration::from_secs(1);
 
 const _: () = assert!(STEP.as_millis() * STEPS as u128 == LASTS.as_millis(), "both say when");
@@ -35,7 +35,7 @@ const _: () = assert!(STEP.as_millis() * STEPS as u128 == LASTS.as_millis(), "bo
 #[derive(Debug, Default)]
 pub(super) struct SlowStart {
     running: u32,
-    answered: u32,
+    succeeded: u32,
     /// The time since when some have run without a break.
     since: Option<Moment>,
 }
@@ -56,16 +56,16 @@ impl SlowStart {
 
     /// Returns `true` if the need is known.
     pub(super) const fn is_over(&self) -> bool {
-        self.answered >= ANSWERED
+        self.succeeded >= SUCCESSES
     }
 
-    /// Lets one more request run if it is among the `first`, or if others were answered.
+    /// Lets one more request run if it is among the `first`, or if others succeeded.
     /// [`SlowStart::leave`] ends it.
     pub(super) fn enter(&mut self, first: u32, now: Moment) -> Result<(), TooManyRunning> {
         let since = *self.since.get_or_insert(now);
         let steps = (now - since).as_millis() / STEP.as_millis();
         let steps = u32::try_from(steps).unwrap_or(STEPS).min(STEPS);
-        let limit = first.saturating_mul((1 + self.answered).max(1 << steps));
+        let limit = first.saturating_mul((1 + self.succeeded).max(1 << steps));
         if !self.is_over() && steps < STEPS && self.running >= limit {
             return Err(TooManyRunning(self.running));
         }
@@ -74,9 +74,9 @@ impl SlowStart {
     }
 
     /// Ends a request that entered.
-    pub(super) fn leave(&mut self, answered: bool) {
+    pub(super) fn leave(&mut self, succeeded: bool) {
         self.running = self.running.saturating_sub(1);
-        self.answered = self.answered.saturating_add(u32::from(answered));
+        self.succeeded = self.succeeded.saturating_add(u32::from(succeeded));
         if self.running == 0 {
             self.since = None;
         }

@@ -14,8 +14,8 @@
 //! - `allowance = (ceiling - other) / K + units`
 //! - `alone = ceiling - other - K x ceiling / 32`, or 0 while `K` is being measured
 //! - `K = max(1.05 x peak, (1 - .005 x min(8 x measured, 1)) x K)`, clamped to 1 to 5. `peak` is
-//!   the largest measurement of the last three generations of requests. The .005 are for each
-//!   10 ms: `K` falls slowly, because reserved bytes that are not used yet may still be used.
+//!   the largest measurement of the last three generations of requests. `K` falls by at most .5 %
+//!   each 10 ms, because reserved bytes that are not used yet may still be used.
 //! - Without measurements `K` slowly returns to its starting value.
 
 use std::time::Duration;

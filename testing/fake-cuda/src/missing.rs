@@ -1,6 +1,6 @@
 //! Functions that are not supported and return 801: cudarc panics if a function does not exist.
 //!
-//! Invariant: none of it has an effect.
+//! Invariant: no call has an effect.
 #![expect(unsafe_code, reason = "exports functions under C names: the attribute alone")]
 
 use crate::call::NOT_SUPPORTED;

@@ -1,8 +1,8 @@
 //! The allocation calls of pools, plain memory and managed memory, one function each.
 //!
 //! The rules of [`Calls`](super::calls::Calls) apply. Addresses and pools are numbers that the
-//! driver looks up: a wrong one is an error. The calls that free
-//! are `unsafe` in the driver: their caller proves that nothing on the device uses the memory.
+//! driver looks up: a wrong one is an error. The calls that free are `unsafe` in the driver: their
+//! caller proves that nothing on the device uses the memory.
 //!
 //! Invariant: none of its own; each call is the driver's.
 #![expect(unsafe_code, reason = "calling C functions by pointer")]

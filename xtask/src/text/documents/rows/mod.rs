@@ -133,6 +133,7 @@ pub(crate) const FIGURES: &[(&str, &str, &str)] = &[
     ("docs/DEPLOYING.md", "user and licences (10.7 MiB):", "measured"),
     ("docs/DEPLOYING.md", "In two runs of 5 s", "measured"),
     ("docs/DEPLOYING.md", "took 33 and 47 % more CPU", "measured"),
+    ("docs/DEPLOYING.md", "and `balanced` 20 and 34 %", "measured"),
     ("docs/DEPLOYING.md", "| 2 to 10 MiB, and `PROXY_WEIGHTS` once loaded |", "measured"),
     ("docs/DEPLOYING.md", "seccomp's default", "the runtime's"),
     ("docs/DEPLOYING.md", "runtime is every container's default,", "the runtime's"),
