@@ -110,6 +110,8 @@ pub struct Ledger {
     ceiling: AtomicU64,
     /// The bytes that a nearly lone request may reserve. Written by the control loop only.
     alone: AtomicU64,
+    /// The resource reservations that `alone` accounts for. Written by the control loop only.
+    alone_resources: AtomicU64,
     /// The resource bytes that must be released before `alone` grows with them; [`u64::MAX`] while
     /// no request counts as alone. Written by the control loop only.
     alone_debt: AtomicU64,
@@ -139,6 +141,7 @@ impl Ledger {
             allowance: AtomicU64::new(u64::MAX),
             ceiling: AtomicU64::new(u64::MAX),
             alone: AtomicU64::new(0),
+            alone_resources: AtomicU64::new(0),
             alone_debt: AtomicU64::new(u64::MAX),
             correction_factor: AtomicU64::new(K_START.to_bits()),
             reserved_headroom: AtomicU64::new(0),
@@ -172,12 +175,13 @@ impl Ledger {
         }
     }
 
-    fn figures(&self) -> [&AtomicU64; 12] {
+    fn figures(&self) -> [&AtomicU64; 13] {
         let Self {
             reserved,
             allowance,
             ceiling,
             alone,
+            alone_resources,
             alone_debt,
             correction_factor,
             reserved_headroom,
@@ -190,6 +194,7 @@ impl Ledger {
             allowance,
             ceiling,
             alone,
+            alone_resources,
             alone_debt,
             correction_factor,
             reserved_headroom,
@@ -224,12 +229,20 @@ impl Ledger {
 
     #[inline]
     fn book_request(&self, bytes: ByteSize, left: u64) -> Result<(), Shortfall> {
-        let alone = self.alone.load(Ordering::Relaxed);
-        let few = few(self.ceiling()).get();
         self.book_where(bytes, left, |reserved| {
-            bytes.get() <= alone
-                && reserved.saturating_sub(self.units.load(Ordering::Relaxed)) <= few
+            // Before `alone`, which needs the resources of these units.
+            let requests = reserved.saturating_sub(self.units.load(Ordering::Acquire));
+            requests <= few(self.ceiling()).get() && bytes.get() <= self.alone()
         })
+    }
+
+    /// Returns the bytes that a nearly lone request may reserve: what the control loop computed,
+    /// less resources reserved since.
+    fn alone(&self) -> u64 {
+        // In this order: a value that is newer than its resources counts some twice, at worst.
+        let counted = self.alone_resources.load(Ordering::Acquire);
+        let since = self.resource_reservations.load(Ordering::Relaxed).saturating_sub(counted);
+        self.alone.load(Ordering::Relaxed).saturating_sub(since)
     }
 
     /// Reserves bytes if they fit the allowance and leave `left` of it free, or if `harmless`
@@ -312,7 +325,7 @@ impl Ledger {
         // After the reservation: a correction in between counts the units as a request's, which
         // takes the same room.
         self.resource_reservations.fetch_add(bytes.get(), Ordering::Relaxed);
-        self.units.fetch_add(units, Ordering::Relaxed);
+        self.units.fetch_add(units, Ordering::Release);
         Ok(Standing { bytes, units, settled: false })
     }
 
@@ -322,7 +335,7 @@ impl Ledger {
         let units = self.book_exempt(ByteSize::new(units_of(more, self.correction_factor()))).get();
         // As for a new reservation.
         self.resource_reservations.fetch_add(more.get(), Ordering::Relaxed);
-        self.units.fetch_add(units, Ordering::Relaxed);
+        self.units.fetch_add(units, Ordering::Release);
         if standing.settled {
             self.settled.fetch_add(more.get(), Ordering::Relaxed);
         }
@@ -345,7 +358,7 @@ impl Ledger {
         }
         let reserved = self.reserved.load(Ordering::Relaxed);
         let reserved_headroom = self.reserved_headroom.load(Ordering::Relaxed).max(bytes.get());
-        let alone = self.alone.load(Ordering::Relaxed).saturating_add(freed.get());
+        let alone = self.alone().saturating_add(freed.get());
         let alone = alone.saturating_sub(self.alone_debt.load(Ordering::Relaxed));
         let (requests, few) = (self.requests(), few(self.ceiling()));
         reserved
@@ -395,7 +408,8 @@ impl Ledger {
         // Differences, which may be negative: additions wrap.
         let added = reserved.units.wrapping_sub(units).wrapping_sub(reserved.reserved);
         let units = reserved.units.wrapping_sub(units);
-        let add = |counter: &AtomicU64, amount| counter.fetch_add(amount, Ordering::Relaxed);
+        let add = |counter: &AtomicU64, amount| counter.fetch_add(amount, Ordering::Release);
+        add(&self.resource_reservations, bytes.get().wrapping_sub(held));
         // In this order, so that `requests` is never less than what requests have reserved.
         if units.cast_signed() < 0 {
             add(&self.units, units);
@@ -404,7 +418,6 @@ impl Ledger {
             add(&self.reserved, added);
             add(&self.units, units);
         }
-        add(&self.resource_reservations, bytes.get().wrapping_sub(held));
         self.settled.fetch_sub(settled, Ordering::Relaxed);
         Standing { bytes, units: reserved.units, settled: false }
     }
@@ -557,6 +570,7 @@ impl Ledger {
         self.ceiling.store(measured.ceiling.get(), Ordering::Relaxed);
         self.allowance.store(allowance.get(), Ordering::Relaxed);
         self.alone.store(correction.alone.get(), Ordering::Relaxed);
+        self.alone_resources.store(books.resource_reservations.get(), Ordering::Release);
         self.alone_debt.store(correction.alone_debt.get(), Ordering::Relaxed);
     }
 }
@@ -720,6 +734,24 @@ mod tests {
         ledger.release_standing(model);
         ledger.correct(&mut correction, sample(850, 0));
         assert!(ledger.try_book(ByteSize::mib(1)).is_err(), "over the ceiling nothing fits");
+    }
+
+    /// A request was admitted past the ceiling, and past the limit, if a resource was reserved
+    /// after the last tick: the room for a lone request did not account for it yet.
+    #[test]
+    fn a_resource_reserved_since_the_last_tick_counts_for_a_lone_request() {
+        let ledger = Ledger::new();
+        let mut correction = Correction::new();
+        ledger.correct(&mut correction, sample(100, 0));
+        let mut model = ledger.try_book_standing(ByteSize::mib(300)).expect("fits");
+        assert!(ledger.try_book(ByteSize::mib(401)).is_err(), "the resource counts at once");
+        assert!(!ledger.fits(ByteSize::mib(401), ByteSize::ZERO));
+        ledger.try_book(ByteSize::mib(340)).expect("alone beside the resource");
+        ledger.release(ByteSize::mib(340));
+        ledger.raise(&mut model, ByteSize::mib(400));
+        assert!(ledger.try_book(ByteSize::mib(340)).is_err(), "what it grew by counts too");
+        ledger.release_standing(model);
+        ledger.try_book(ByteSize::mib(600)).expect("the tick counted no resource");
     }
 
     #[test]
