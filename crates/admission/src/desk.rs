@@ -27,6 +27,8 @@ use super::tally::{BudgetCounts, Counts, Place, STRIPES, Tally};
 const EXHAUSTED: Duration = Duration::from_secs(30);
 /// The longest retry time, unless it is known when there will be room.
 const RETRY_MAX: Duration = Duration::from_secs(60);
+/// The longest known time after which a request is told to retry.
+const KNOWN_MAX: Duration = Duration::from_secs(24 * 3600);
 
 /// Desks whose admissions are gone.
 static LEFT: Mutex<Vec<&'static Desk>> = Mutex::new(Vec::new());
@@ -451,7 +453,7 @@ impl Desk {
     /// between requests, so that clients do not return at once.
     fn retry_after(&self, wait: Option<Duration>, spread: u64) -> Duration {
         let seconds = match wait {
-            Some(wait) => wait.as_secs() + u64::from(wait.subsec_nanos() > 0),
+            Some(wait) => whole_seconds(wait),
             None => 1 + u64::from(self.level.load(Ordering::Relaxed)),
         };
         let seconds = seconds.clamp(1, RETRY_MAX.as_secs() / 2);
@@ -459,10 +461,15 @@ impl Desk {
     }
 }
 
-/// Returns a known time in whole seconds, plus up to a tenth and one second.
+/// Returns a known time, at most [`KNOWN_MAX`], in whole seconds, plus up to a tenth and one
+/// second.
 fn known(time: Duration, spread: u64) -> Duration {
-    let seconds = time.as_secs() + u64::from(time.subsec_nanos() > 0);
+    let seconds = whole_seconds(time.min(KNOWN_MAX));
     Duration::from_secs(seconds + spread % (seconds / 10 + 2))
+}
+
+fn whole_seconds(time: Duration) -> u64 {
+    time.as_secs().saturating_add(u64::from(time.subsec_nanos() > 0))
 }
 
 /// Reserves for a request and returns the bytes reserved, which must be released later. Without a

@@ -40,6 +40,8 @@ use super::resource::{ResourceStats, UnloadReason, Unloads};
 
 /// Threads of one resource that may hang in its loader: the first, and that of one more attempt.
 const HUNG_LOADS_MAX: usize = 2;
+/// The least time for which a shutdown waits for a clean-up that it began.
+const CLEAN_UP_MIN: Duration = Duration::from_secs(1);
 
 enum Phase<T> {
     Empty,
@@ -206,13 +208,17 @@ impl<T: Send + Sync + 'static> Cell<T> {
         let seen = state.loads_failed;
         let step = cell.step(&mut state, seen)?;
         drop(state);
-        match step {
-            Step::Load(number) => Self::load_elsewhere(cell, number, None),
-            Step::Short(number, cost) => {
-                Self::load_elsewhere(cell, number, cell.make_room(number, cost)?);
-            }
-            Step::Have(_) | Step::Wait => {}
-        }
+        Self::begin(cell, step)
+    }
+
+    /// Starts the thread of a load, after making room for it if needed.
+    pub(super) fn begin(cell: &Arc<Self>, step: Step<T>) -> Result<(), AcquireError> {
+        let (number, eviction) = match step {
+            Step::Load(number) => (number, None),
+            Step::Short(number, cost) => (number, cell.make_room(number, cost)?),
+            Step::Have(_) | Step::Wait => return Ok(()),
+        };
+        Self::load_elsewhere(cell, number, eviction);
         Ok(())
     }
 
@@ -278,7 +284,10 @@ impl<T: Send + Sync + 'static> Cell<T> {
         let number = state.loads_begun;
         // The loader and its timeout start when there is room.
         let deadline = if is_short { Moment::NEVER } else { self.load_deadline() };
-        state.phase = Phase::Loading(Loading { number, thread: None, deadline, permit });
+        let loading = Phase::Loading(Loading { number, thread: None, deadline, permit });
+        let before = mem::replace(&mut state.phase, loading);
+        // The error of a loader may panic when it is dropped. The caller has a load to begin.
+        let _ = caught(|| drop(before));
         Ok(if is_short { Step::Short(number, cost) } else { Step::Load(number) })
     }
 
@@ -293,7 +302,7 @@ impl<T: Send + Sync + 'static> Cell<T> {
         Cost { host: asks(host, learned.host), device: asks(device, learned.device) }
     }
 
-    pub(super) fn load_elsewhere(cell: &Arc<Self>, number: u64, eviction: Option<Eviction>) {
+    fn load_elsewhere(cell: &Arc<Self>, number: u64, eviction: Option<Eviction>) {
         let loading = Arc::clone(cell);
         let thread = thread::Builder::new().name("lowtide-load".to_owned());
         if let Err(error) = thread.spawn(move || loading.load(number, eviction)) {
@@ -316,7 +325,8 @@ impl<T: Send + Sync + 'static> Cell<T> {
             return;
         }
         let start = self.clock.now();
-        let loaded = caught(|| self.parts.load(|| self.has_returned(number)));
+        let returned = |loaded| self.loader_returned(number, loaded);
+        let loaded = caught(|| self.parts.load(returned));
         let loaded = loaded.unwrap_or_else(|message| Err(LoadError::Panicked { message }));
         self.end_load(number, loaded, self.clock.now() - start);
     }
@@ -331,6 +341,20 @@ impl<T: Send + Sync + 'static> Cell<T> {
         let Some(loading) = state.loading(number) else { return false };
         loading.deadline = Moment::NEVER;
         true
+    }
+
+    /// Passes on what the loader returned, or cleans it up if the load was given up.
+    fn loader_returned(&self, number: u64, loaded: Result<T, LoadError>) -> Result<T, LoadError> {
+        if self.has_returned(number) {
+            return loaded;
+        }
+        if let Ok(value) = loaded
+            && caught(|| self.parts.clean_up(value)).is_err()
+        {
+            lock(&self.state).unload_panics += 1;
+        }
+        // No caller sees this error: the waiters got theirs when the load timed out.
+        Err(LoadError::new("the load timed out"))
     }
 
     /// Ends the load of this number; one that was given up before ends as a hung loader.
@@ -468,42 +492,66 @@ impl<T: Send + Sync + 'static> Cell<T> {
         true
     }
 
-    /// Unloads the resource once it has no guards.
+    /// Unloads the resource once it has no guards: on this thread, or for a shutdown on a thread of
+    /// its own, of which it waits for [`CLEAN_UP_MIN`] at least.
     pub(super) fn unload_within(
-        &self,
+        cell: &Arc<Self>,
         reason: UnloadReason,
         patience: Duration,
     ) -> Result<bool, UnloadError> {
-        self.check_unload_here()?;
-        let deadline = self.clock.now() + patience;
+        cell.check_unload_here()?;
+        let mut deadline = cell.clock.now() + patience;
         let bell = Bell::new();
-        lock(&self.state).drainers.push(Arc::clone(&bell));
+        lock(&cell.state).drainers.push(Arc::clone(&bell));
         // Ends at the deadline at the latest: each iteration waits until then, or for a change.
         let found = loop {
-            if self.unload_if(reason, None) {
+            if reason == UnloadReason::Shutdown {
+                if Self::unload_elsewhere(cell) {
+                    deadline = deadline.max(cell.clock.now() + CLEAN_UP_MIN);
+                }
+            } else if cell.unload_if(reason, None) {
                 break Ok(true);
             }
-            self.check_unload_here()?;
-            let now = self.clock.now();
+            cell.check_unload_here()?;
+            let now = cell.clock.now();
             {
-                let state = lock(&self.state);
+                let state = lock(&cell.state);
                 if matches!(state.phase, Phase::Empty | Phase::Failed { .. }) {
                     break Ok(false);
                 }
                 if now >= deadline {
-                    break Err(UnloadError::Busy {
-                        name: Arc::clone(&self.parts.name),
-                        guards: state.guards,
-                        waiting: state.waiting,
-                        waited: patience,
+                    let name = Arc::clone(&cell.parts.name);
+                    let (guards, waiting) = (state.guards, state.waiting);
+                    break Err(match state.phase {
+                        Phase::Unloading => UnloadError::CleaningUp { name },
+                        _ => UnloadError::Busy { name, guards, waiting, waited: patience },
                     });
                 }
             }
-            self.clock.wait_until(&bell, deadline);
+            cell.clock.wait_until(&bell, deadline);
         };
-        self.check_unload_here()?;
-        lock(&self.state).drainers.retain(|other| !Arc::ptr_eq(other, &bell));
+        cell.check_unload_here()?;
+        lock(&cell.state).drainers.retain(|other| !Arc::ptr_eq(other, &bell));
         found
+    }
+
+    /// Unloads the resource for a shutdown, on a thread of its own, if it has no guards. Returns
+    /// `true` if it does.
+    fn unload_elsewhere(cell: &Arc<Self>) -> bool {
+        let Some(loaded) = lock(&cell.state).unguarded() else { return false };
+        let loaded = Arc::new(Mutex::new(Some(loaded)));
+        let (unloading, taken) = (Arc::clone(cell), Arc::clone(&loaded));
+        let take_apart = |cell: &Self, loaded: &Mutex<Option<Loaded<T>>>| {
+            let loaded = lock(loaded).take();
+            if let Some(loaded) = loaded {
+                cell.take_apart(loaded, UnloadReason::Shutdown);
+            }
+        };
+        let thread = thread::Builder::new().name("lowtide-unload".to_owned());
+        if thread.spawn(move || take_apart(&unloading, &taken)).is_err() {
+            take_apart(cell, &loaded);
+        }
+        true
     }
 
     /// Cleans up outside the lock, releases the reservation, then allows new loads.

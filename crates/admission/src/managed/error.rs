@@ -171,6 +171,12 @@ pub enum UnloadError {
         /// The time waited.
         waited: Duration,
     },
+    /// The clean-up of its value was still running when the wait ended. It continues.
+    #[error("the clean-up of {name} is still running")]
+    CleaningUp {
+        /// The name of the resource.
+        name: Arc<str>,
+    },
     /// Called in a forked child: the resource belongs to the parent process.
     #[error("{name} belongs to the parent process: forked children cannot use it")]
     Forked {

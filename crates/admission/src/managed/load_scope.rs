@@ -8,7 +8,6 @@
 use std::cell::Cell;
 
 use crate::admission::Cost;
-use lowtide_core::sync::caught;
 
 use super::error::LoadError;
 use super::parts::Parts;
@@ -68,13 +67,16 @@ pub(super) fn is_unloading() -> bool {
 }
 
 impl<T> Parts<T> {
-    /// Loads on this thread. After the loader has returned, checks if its value is still wanted,
-    /// and cleans it up otherwise.
-    pub(super) fn load(&self, is_wanted: impl Fn() -> bool) -> Result<T, LoadError> {
+    /// Loads on this thread. `returned` gets what the loader returned, inside the load scope, and
+    /// passes it on or cleans it up.
+    pub(super) fn load(
+        &self,
+        returned: impl Fn(Result<T, LoadError>) -> Result<T, LoadError>,
+    ) -> Result<T, LoadError> {
         let mut loaded = None;
         let mut load = || {
             if loaded.is_none() {
-                loaded = Some(self.load_if(&is_wanted));
+                loaded = Some(returned((self.loader)().map_err(LoadError::new)));
             }
             matches!(loaded, Some(Ok(_)))
         };
@@ -87,15 +89,10 @@ impl<T> Parts<T> {
         loaded.unwrap_or_else(|| Err(LoadError::new("the load scope did not run the loader")))
     }
 
-    fn load_if(&self, is_wanted: impl Fn() -> bool) -> Result<T, LoadError> {
-        let loaded = (self.loader)().map_err(LoadError::new);
-        if is_wanted() {
-            return loaded;
-        }
-        // No caller sees this error: the waiters got theirs when the load timed out.
+    /// Cleans up a value that is not wanted any more, on this thread.
+    pub(super) fn clean_up(&self, value: T) {
         let _inside = Unloading::begin();
-        let _ = caught(|| loaded.map(|value| (self.unload)(value)));
-        Err(LoadError::new("the load timed out"))
+        (self.unload)(value);
     }
 
     /// Cleans up a value on this thread. Returns the bytes released, if measured.

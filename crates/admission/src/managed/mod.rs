@@ -269,9 +269,10 @@ impl<T: Send + Sync + 'static> Managed<T> {
     /// resource stays loaded.
     ///
     /// # Errors
-    /// [`UnloadError::Busy`] if the resource is still in use or loading when `wait` is over.
+    /// [`UnloadError::Busy`] if the resource is still in use or loading when `wait` is over, and
+    /// [`UnloadError::CleaningUp`] if another thread is still unloading it.
     pub fn unload_now(&self, wait: Duration) -> Result<bool, UnloadError> {
-        self.cell.unload_within(UnloadReason::Manual, wait)
+        Cell::unload_within(&self.cell, UnloadReason::Manual, wait)
     }
 
     /// Wraps a value whose guard is already counted.
@@ -311,7 +312,7 @@ impl<T: Send + Sync + 'static> Resource for Managed<T> {
 
     fn close(&self, wait: Duration) -> Result<(), UnloadError> {
         self.cell.close();
-        self.cell.unload_within(UnloadReason::Shutdown, wait).map(|_| ())
+        Cell::unload_within(&self.cell, UnloadReason::Shutdown, wait).map(|_| ())
     }
 
     fn stats(&self) -> ResourceStats {

@@ -173,7 +173,8 @@ pub trait Resource: Send + Sync {
     /// Closes the resource permanently and waits until it is unloaded.
     ///
     /// # Errors
-    /// [`UnloadError::Busy`] if the resource is still in use when `wait` is over.
+    /// [`UnloadError::Busy`] if the resource is still in use when `wait` is over, and
+    /// [`UnloadError::CleaningUp`] if its clean-up is still running then, and took a second.
     fn close(&self, wait: Duration) -> Result<(), UnloadError>;
 
     /// Returns the state and counters; in a forked child only the name and cost.

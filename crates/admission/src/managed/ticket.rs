@@ -10,7 +10,6 @@
 use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 
-use crate::eviction::Eviction;
 use lowtide_core::sync::{caught, lock};
 
 use super::cell::{Cell, State, Step};
@@ -38,49 +37,33 @@ impl<T: Send + Sync + 'static> Ticket<T> {
         if let Err(error) = cell.check_may_wait() {
             return Poll::Ready(Err(error));
         }
+        // Cloning may panic, which must not lose a load that began.
+        let mut waker = Some(cx.waker().clone());
         let mut state = lock(&cell.state);
         let seen = self.waits.map_or(state.loads_failed, |(_, seen)| seen);
-        let step = match cell.step(&mut state, seen) {
-            Ok(Step::Have(value)) => Some(Ok((Arc::clone(&cell), value))),
-            Err(error) => Some(Err(error)),
-            Ok(Step::Wait) => None,
-            Ok(Step::Load(number)) => {
+        let step = cell.step(&mut state, seen);
+        let found = match step {
+            Ok(Step::Have(value)) => Ok((Arc::clone(&cell), value)),
+            Err(error) => Err(error),
+            Ok(step) => {
+                // Before the lock is released: a load that begins now may be given up at once.
+                let replaced = self.wait_for_change(&mut state, seen, waker.take());
                 drop(state);
-                return self.load(&cell, number, None, (seen, cx));
-            }
-            Ok(Step::Short(number, cost)) => {
-                drop(state);
-                match cell.make_room(number, cost) {
-                    Ok(eviction) => return self.load(&cell, number, eviction, (seen, cx)),
+                let _ = caught(|| drop(replaced));
+                match Cell::begin(&cell, step) {
+                    Ok(()) => return Poll::Pending,
                     Err(error) => {
                         state = lock(&cell.state);
-                        Some(Err(error))
+                        Err(error)
                     }
                 }
             }
         };
-        let (replaced, poll) = match step {
-            Some(found) => (self.leave(&mut state), Poll::Ready(found)),
-            None => (self.wait_for_change(&mut state, seen, cx), Poll::Pending),
-        };
+        let replaced = self.leave(&mut state);
         drop(state);
         // A panic in it must not lose the guard that is already counted.
-        let _ = caught(|| drop(replaced));
-        poll
-    }
-
-    /// Waits for a load that a separate thread begins.
-    fn load<R>(
-        &mut self,
-        cell: &Arc<Cell<T>>,
-        number: u64,
-        eviction: Option<Eviction>,
-        (seen, cx): (u64, &Context<'_>),
-    ) -> Poll<R> {
-        let replaced = self.wait_for_change(&mut lock(&cell.state), seen, cx);
-        let _ = caught(|| drop(replaced));
-        Cell::load_elsewhere(cell, number, eviction);
-        Poll::Pending
+        let _ = caught(|| drop((replaced, waker)));
+        Poll::Ready(found)
     }
 
     /// Leaves the task's waker and returns the previous one, to be dropped outside the lock.
@@ -88,14 +71,14 @@ impl<T: Send + Sync + 'static> Ticket<T> {
         &mut self,
         state: &mut State<T>,
         seen: u64,
-        cx: &Context<'_>,
+        waker: Option<Waker>,
     ) -> Option<Waker> {
         let (key, _) = *self.waits.get_or_insert_with(|| {
             state.waiting += 1;
             state.tickets += 1;
             (state.tickets, seen)
         });
-        state.wakers.insert(key, cx.waker().clone())
+        state.wakers.insert(key, waker?)
     }
 
     fn leave(&mut self, state: &mut State<T>) -> Option<Waker> {

@@ -244,6 +244,21 @@ fn minimum_residency_is_kept_and_told_to_those_who_wait_for_it() {
     assert_eq!(evictions(&first), 1);
 }
 
+/// The bug: a request that was rejected for it panicked, or was told to wait for the age of the
+/// universe.
+#[test]
+fn a_minimum_residency_without_end_is_no_overflow_for_those_who_wait() {
+    let rig = Rig::with_limit(100);
+    let first = rig.add(builder("first", 60).min_residency(Duration::MAX));
+    drop(first.acquire_blocking().expect("fits"));
+    for _ in 0..3 {
+        let wait = rig.admission.try_admit(mib(45)).expect_err("full").retry_after();
+        assert!(wait.is_some_and(|wait| wait <= 48 * 3600 * SECOND), "{wait:?}");
+        rig.clock.advance(SECOND);
+    }
+    assert_eq!(evictions(&first), 0);
+}
+
 #[test]
 fn many_rejected_requests_unload_one_model_and_not_all() {
     let rig = Rig::with_limit(90);

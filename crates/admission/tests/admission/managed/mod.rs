@@ -2,13 +2,13 @@
 
 use std::future::Future;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Barrier, Mutex};
-use std::task::{Context, Waker};
+use std::sync::{Arc, Barrier, Mutex, mpsc};
+use std::task::{Context, Wake, Waker};
 use std::thread;
 use std::time::Duration;
 
 use lowtide_admission::ByteSize;
-use lowtide_admission::clock::{Clock, ManualClock, Moment};
+use lowtide_admission::clock::{Bell, Clock, ManualClock, Moment};
 use lowtide_admission::ledger::{Correction, Measured};
 use lowtide_admission::{
     AcquireError, Admission, Backoff, Budget, Cost, LoadError, Managed, Rejected, Resource,
@@ -570,6 +570,117 @@ fn a_load_that_hangs_fails_at_its_timeout_and_releases_its_reservation() {
     assert_eq!(managed.unload_now(Duration::ZERO), Ok(false), "nothing is loaded");
     hangs.gates[0].open();
     until("the late value is taken apart", || hangs.taken_apart() == [0]);
+}
+
+/// A clock of which each look is a second later.
+#[derive(Debug, Default)]
+struct Hasty(AtomicU64);
+
+impl Clock for Hasty {
+    fn now(&self) -> Moment {
+        Moment::ORIGIN + SECOND * u32::try_from(self.0.fetch_add(1, Ordering::SeqCst)).expect("few")
+    }
+
+    fn since_epoch(&self) -> Duration {
+        Duration::ZERO
+    }
+
+    fn wait_until(&self, _: &Arc<Bell>, _: Moment) -> lowtide_admission::clock::Wake {
+        lowtide_admission::clock::Wake::Deadline
+    }
+}
+
+/// The bug: a load that was given up before its first waiter had left its waker was waited for for
+/// ever.
+#[test]
+fn a_load_that_is_given_up_at_once_wakes_the_one_who_began_it() {
+    let clock = Arc::new(Hasty::default());
+    let managed = Managed::builder("model", || Ok(()))
+        .backoff(Backoff { first: Duration::ZERO, max: Duration::ZERO })
+        .load_timeout(Duration::from_nanos(1))
+        .build(clock.clone(), None);
+    let (wake, woken) = mpsc::channel();
+    let waker = Waker::from(Arc::new(Tell(wake)));
+    let done = AtomicBool::new(false);
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            while !done.load(Ordering::SeqCst) {
+                managed.unload_if_due(clock.now());
+            }
+        });
+        let wait = || {
+            let mut acquire = Box::pin(managed.acquire());
+            let mut polls = 0;
+            while acquire.as_mut().poll(&mut Context::from_waker(&waker)).is_pending() {
+                woken.recv_timeout(PATIENCE).ok()?;
+                polls += 1;
+            }
+            drop(acquire);
+            managed.unload_now(PATIENCE).ok()?;
+            Some(polls)
+        };
+        let mut waits = 0;
+        let is_woken = loop {
+            match wait() {
+                None => break false,
+                Some(_) if waits == 5_000 => break true,
+                Some(polls) => waits += polls.min(1),
+            }
+        };
+        done.store(true, Ordering::SeqCst);
+        assert!(is_woken, "after {waits} waits");
+    });
+}
+
+/// A waker that tells a channel.
+struct Tell(mpsc::Sender<()>);
+
+impl Wake for Tell {
+    fn wake(self: Arc<Self>) {
+        let _ = self.0.send(());
+    }
+}
+
+/// The bug: a shutdown waited for a clean-up however long it took.
+#[test]
+fn closing_does_not_wait_for_a_slow_clean_up_longer_than_it_may() {
+    let (clock, gate) = (ManualClock::new(), Arc::new(Gate::default()));
+    let managed = {
+        let gate = Arc::clone(&gate);
+        Managed::builder("model", || Ok(()))
+            .unload(move |()| gate.pass())
+            .build(Arc::new(clock.clone()), None)
+    };
+    drop(managed.acquire_blocking().expect("loads"));
+    thread::scope(|scope| {
+        let closing = scope.spawn(|| managed.close(SECOND * 10));
+        assert!(clock.wait_for_waiters(1, PATIENCE));
+        clock.advance(SECOND * 10);
+        let error = closing.join().expect("no panic").expect_err("it takes longer");
+        assert!(matches!(error, UnloadError::CleaningUp { .. }), "{error}");
+    });
+    gate.open();
+    until("it is unloaded", || managed.stats().unloads.total(UnloadReason::Shutdown) == 1);
+}
+
+/// The bug: it was not counted.
+#[test]
+fn a_clean_up_of_a_late_value_that_panics_is_counted() {
+    let (clock, gate) = (ManualClock::new(), Arc::new(Gate::default()));
+    let managed = {
+        let gate = Arc::clone(&gate);
+        Managed::builder("model", move || {
+            gate.pass();
+            Ok(0_u64)
+        })
+        .load_timeout(SECOND)
+        .unload(|_| panic!("a clean-up panics"))
+        .build(Arc::new(clock.clone()), None)
+    };
+    managed.warm().expect("begins");
+    pass_the_timeout(&clock, &managed);
+    gate.open();
+    until("it is counted", || managed.stats().unload_panics_total == 1);
 }
 
 #[test]

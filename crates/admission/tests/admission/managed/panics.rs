@@ -1,10 +1,15 @@
 //! Panics of what is not ours, in the worst places: each was a resource that hung for ever.
+#![expect(unsafe_code, reason = "a waker with bad functions")]
 
+use std::error::Error;
+use std::fmt;
 use std::future::Future as _;
-use std::panic::panic_any;
+use std::mem::ManuallyDrop;
+use std::panic::{AssertUnwindSafe, catch_unwind, panic_any};
+use std::ptr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::task::{Context, Wake, Waker};
+use std::task::{Context, RawWaker, RawWakerVTable, Wake, Waker};
 use std::time::Duration;
 
 use lowtide_admission::clock::ManualClock;
@@ -58,6 +63,58 @@ fn a_clean_up_that_threw_what_panics_when_dropped_was_unloading_for_ever() {
     }
     drop(managed.acquire_blocking().expect("loads"));
     drop(managed); // Its last way out panics as well, and is caught.
+}
+
+/// An error that panics when it is dropped.
+#[derive(Debug)]
+struct BadError;
+
+impl fmt::Display for BadError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a loader's error")
+    }
+}
+
+impl Error for BadError {}
+
+impl Drop for BadError {
+    fn drop(&mut self) {
+        panic!("an error panics");
+    }
+}
+
+/// The bug: the next load dropped it after it had begun, and stayed "loading" without a loader.
+#[test]
+fn an_error_that_panics_when_dropped_was_loading_for_ever() {
+    let clock = ManualClock::new();
+    let managed = Managed::builder("model", || Err::<u8, _>(BadError.into()))
+        .backoff(Backoff { first: Duration::ZERO, max: Duration::ZERO })
+        .build(Arc::new(clock), None);
+    for failures in 1..=3 {
+        let error = managed.acquire_blocking().map(drop).expect_err("it fails");
+        let dropped = catch_unwind(AssertUnwindSafe(|| drop(error)));
+        assert!(dropped.is_ok(), "the resource keeps it too");
+        let stats = managed.stats();
+        assert_eq!((stats.loading, stats.loads_failed_total), (false, failures));
+    }
+    let _ = ManuallyDrop::new(managed); // it would drop the last error
+}
+
+/// A waker that cannot be cloned.
+const UNCLONEABLE: RawWakerVTable =
+    RawWakerVTable::new(|_| panic!("a waker panics"), |_| {}, |_| {}, |_| {});
+
+/// The bug: the load had begun, and no thread loaded.
+#[test]
+fn a_waker_that_panics_when_cloned_was_loading_for_ever() {
+    let managed = Managed::builder("model", || Ok(1_u8)).build(Arc::new(ManualClock::new()), None);
+    // SAFETY: its functions use no data.
+    let waker = unsafe { Waker::from_raw(RawWaker::new(ptr::null(), &UNCLONEABLE)) };
+    let mut acquire = Box::pin(managed.acquire());
+    let poll = || acquire.as_mut().poll(&mut Context::from_waker(&waker)).is_ready();
+    assert!(catch_unwind(AssertUnwindSafe(poll)).is_err());
+    assert!(!managed.stats().loading);
+    assert_eq!(*managed.acquire_blocking().expect("it loads"), 1);
 }
 
 struct BadWaker;
