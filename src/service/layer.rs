@@ -270,12 +270,15 @@ impl<E: Estimate> MemoryLayer<E> {
         let is_measured = self.admission.is_managed() && meter::is_measured();
         let mut slot = None;
         if is_measured && priority != Priority::Exempt {
-            let lesson = lesson.get_or_insert_with(|| self.measures.lesson(head, cost.host));
+            lesson.get_or_insert_with(|| self.measures.lesson(head, cost.host));
+        }
+        if let Some(lesson) = &lesson {
             let room = self.admission.ledger(Budget::Host).request_room();
             let estimate = cost.host;
             cost.host = lesson.claim(estimate, ByteSize::new(room.get() / 2));
+            let starts_slowly = is_measured && self.starts_slowly;
             // A request that is too large, or too late, is rejected for that reason.
-            if self.starts_slowly && estimate <= ceiling && !self.admission.is_closed() {
+            if starts_slowly && estimate <= ceiling && !self.admission.is_closed() {
                 slot = lesson.enter(estimate, room, || self.clock.now()).map_err(|running| {
                     let TooManyRunning(running) = running;
                     let rejected = Rejected::SlowStart { running, retry_after: LASTS };

@@ -200,9 +200,11 @@ impl SharedPermit {
 
 impl Held {
     fn grow(&mut self, bytes: ByteSize) -> Result<(), Rejected> {
+        let before = self.permit.cost().host;
         self.permit.grow(bytes)?;
         if let Some(share) = &mut self.terms.share {
-            share.grow(bytes);
+            // An exempt permit grows by what 64 bits hold.
+            share.grow(self.permit.cost().host.saturating_sub(before));
         }
         Ok(())
     }

@@ -14,6 +14,8 @@ const RESOURCE_EXHAUSTED: u16 = 8;
 const UNAVAILABLE: u16 = 14;
 /// The minimum Retry-After, also used during shutdown, when another instance answers.
 const MIN_WAIT: Duration = Duration::from_secs(1);
+/// The longest wait that is announced: a day.
+const RETRY_MAX: Duration = Duration::from_secs(24 * 3600);
 
 /// Creates the answer to a rejected request. Implemented for closures.
 ///
@@ -167,7 +169,8 @@ pub(super) fn problem(
     let headers = response.headers_mut();
     headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/problem+json"));
     if status == StatusCode::SERVICE_UNAVAILABLE && !retry_after.is_zero() {
-        let seconds = retry_after.as_secs() + u64::from(retry_after.subsec_nanos() > 0);
+        let time = retry_after.min(RETRY_MAX);
+        let seconds = time.as_secs() + u64::from(time.subsec_nanos() > 0);
         headers.insert(RETRY_AFTER, HeaderValue::from(seconds));
     }
     response
@@ -184,6 +187,13 @@ mod tests {
             None => request,
         };
         request.body(()).expect("a valid head").into_parts().0
+    }
+
+    /// The bug: a wait without end was an overflow, which is a panic with debug assertions.
+    #[test]
+    fn a_wait_without_end_is_announced_as_a_day() {
+        let answer = problem(StatusCode::SERVICE_UNAVAILABLE, "", "", "", Duration::MAX);
+        assert_eq!(answer.headers()[RETRY_AFTER], "86400");
     }
 
     #[test]

@@ -193,6 +193,25 @@ fn a_route_learns_what_its_requests_said_to_hold_and_others_do_not() {
     assert_eq!(of("/wish").get(), CEILING.get() + 1);
 }
 
+/// The bug: without measured requests the route was refused from then on, so that nothing could
+/// teach it that its requests are small.
+#[test]
+fn one_request_that_wished_for_too_much_closed_its_route_for_ever() {
+    let admission = Admission::with_limit(CEILING);
+    let mut service = serve(&admission, Learned::new(ByteSize::mib(4), by_path));
+    let mut status = |held: u64| {
+        let request = Request::get("/").header("held", held);
+        now(service.call(asked(request))).expect("no error").status()
+    };
+    for _ in 0..10 {
+        assert_eq!(status(1 << 20), StatusCode::OK);
+    }
+    status(u64::MAX);
+    for _ in 0..30 {
+        assert_eq!(status(1 << 20), StatusCode::OK);
+    }
+}
+
 #[test]
 fn a_permit_that_grew_teaches_and_one_that_only_shrank_does_not() {
     let admission = Admission::with_limit(CEILING);
@@ -331,6 +350,27 @@ fn bodies_sent_to_an_exempt_path_take_no_more_than_a_sixteenth_of_the_ceiling() 
     held.pop();
     assert!(call(None).is_some(), "what has ended holds nothing");
     drop(held);
+    assert_eq!(reserved(&admission), ByteSize::ZERO);
+}
+
+/// The bug: the share grew by what was asked for, and fell by what 64 bits hold.
+#[test]
+fn an_exempt_request_that_grew_without_end_kept_its_share_for_ever() {
+    let admission = Admission::with_limit(ByteSize::new(16 * EXEMPT_BODY_MAX.get()));
+    let handler = |request: Request<Announced>| {
+        let permit = request.extensions().get::<SharedPermit>().expect("put there");
+        permit.grow(ByteSize::MAX).expect("an exempt permit always grows");
+        ready(Ok::<_, Infallible>(Answer::default()))
+    };
+    let estimate = Constant::new(Cost::host(ByteSize::MAX)); // never fits
+    let mut service = MemoryLayer::new(admission.clone(), estimate)
+        .exempt_paths(["/verb"])
+        .layer(service_fn(handler));
+    for _ in 0..3 {
+        let request = Request::post("/verb").version(Version::HTTP_2).body(Announced(None));
+        let answer = now(service.call(request.expect("a valid head"))).expect("no error");
+        assert_eq!(answer.status(), StatusCode::OK);
+    }
     assert_eq!(reserved(&admission), ByteSize::ZERO);
 }
 
