@@ -207,7 +207,9 @@ impl Memory {
         static SHARED: Mutex<Option<WeakMemory>> = Mutex::new(None);
         let mut shared = lock(&SHARED);
         let running = shared.as_ref().and_then(WeakMemory::upgrade);
-        if let Some(memory) = running.filter(|memory| !memory.admission().is_closed()) {
+        let runs =
+            |memory: &Self| memory.0.shared.birth.is_here() && !memory.admission().is_closed();
+        if let Some(memory) = running.filter(runs) {
             return Ok(memory);
         }
         let memory = Self::start()?;
@@ -317,9 +319,10 @@ impl Memory {
 
     /// Shuts the manager down: admits nothing more, waits until resources are unused, unloads them,
     /// and joins the threads. Blocks until the deadline at most, plus one second if a job is
-    /// running. Do not call it on a thread of an async runtime. A second call has nothing left to
-    /// do; a concurrent call waits as well. The next `Memory` can start when both threads have
-    /// ended; if called on one of them (from a hook), it waits only for the other.
+    /// running, and one second for each clean-up that is. Do not call it on a thread of an async
+    /// runtime. A second call has nothing left to do; a concurrent call waits as well. The next
+    /// `Memory` can start when both threads have ended; if called on one of them (from a hook), it
+    /// waits only for the other.
     ///
     /// It closes no arena, and idle memory is not released any more. On a device, call
     /// `DeviceArena::close` afterwards, when the last buffer is dropped: it waits for the device,

@@ -49,6 +49,21 @@ fn forked(act: impl FnOnce() -> i32) -> i32 {
     libc::WEXITSTATUS(status)
 }
 
+/// The bug: the child got the parent's for ever.
+#[test]
+fn a_forked_child_shares_a_memory_of_its_own() {
+    let parents = Memory::shared().expect("starts");
+    let code = forked(|| {
+        let childs = Memory::shared().expect("starts in the child");
+        first_broken(&[
+            childs.purge().is_ok(),
+            Memory::shared().is_ok_and(|one| one.purge().is_ok()),
+        ])
+    });
+    assert_eq!(code, 0, "the first that does not hold");
+    assert!(parents.shutdown(SOON).is_clean());
+}
+
 /// The number of the first that does not hold, counted from 1; 0 where all do.
 fn first_broken(checks: &[bool]) -> i32 {
     let broken = checks.iter().position(|holds| !holds);
