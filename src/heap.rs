@@ -5,9 +5,10 @@
 //! [`Memory`](crate::Memory) applies the settings, purges and publishes by itself.
 
 pub use lowtide_heap::{
-    Applied, ArenaBinding, ArenaDecay, Cause, ConfSource, Difference, EffectiveConf, Heap,
-    HeapGlance, HeapProbe, HeapProfile, HeapSettings, HeapSnapshot, HostArena, HostArenaError,
-    HostArenaStats, HostError, LibcHeap, Outcome, Part, PurgeReport, Unsupported, apply, effective,
-    flush_tcache_if_requested, flush_thread_cache, is_global, libc_heap, on_thread_park, purge,
-    purge_now, request_tcache_flush, serves_c,
+    Account, AccountMemory, AccountOwner, Applied, ArenaBinding, ArenaDecay, Cause, ConfSource,
+    Difference, EffectiveConf, Heap, HeapGlance, HeapProbe, HeapProfile, HeapSettings,
+    HeapSnapshot, HostArena, HostArenaError, HostArenaStats, HostError, LibcHeap, Outcome, Part,
+    PurgeReport, Unsupported, apply, effective, flush_tcache_if_requested, flush_thread_cache,
+    is_global, is_measured, libc_heap, on_thread_park, purge, purge_now, request_tcache_flush,
+    serves_c, unmeasured,
 };

@@ -16,7 +16,7 @@ use http_body_util::Empty;
 use lowtide::admission::Cost;
 use lowtide::clock::{Bell, Clock, SystemClock};
 use lowtide::config::DeviceChoice;
-use lowtide::service::{Constant, MemoryLayer, MemoryService};
+use lowtide::service::{Constant, MemoryLayer, MemoryService, RequestBody};
 use lowtide::{BoxError, ByteSize, Memory};
 use tower::{Layer, Service, util::BoxCloneService};
 
@@ -32,7 +32,7 @@ const REQUESTS: u64 = 40;
 /// Ten ticks of the control loop.
 const SETTLE: Duration = Duration::from_millis(100);
 
-type Asked = Request<Empty<Bytes>>;
+type Asked = Request<RequestBody<Empty<Bytes>>>;
 type Inner = BoxCloneService<Asked, Response<Empty<Bytes>>, Infallible>;
 
 pub(crate) fn run() -> Result<(), BoxError> {

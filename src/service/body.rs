@@ -1,15 +1,159 @@
-//! The response body, which holds the request's permit, or the text of a rejection.
+//! The bodies of requests and responses that pass the layer.
 //!
-//! Invariant: the permit lives as long as the body.
+//! The connection allocates the frames of a request body, and hyper reads several of them into one
+//! buffer. So the request is charged for the length of a frame from when it is handed over until it
+//! is dropped, and not for the buffer. Small frames are copied, and so are those of a handler that
+//! keeps them: a request keeps few buffers, and `Bytes::try_into_mut` succeeds on a copy.
+//!
+//! The response body holds the request's permit, and so do its large frames until they are sent.
+//!
+//! Invariants: the permit lives as long as the response body and its large frames; a frame keeps
+//! neither the permit of its request nor the memory of its account.
 
 use std::pin::Pin;
 use std::task::{Context, Poll};
 
 use bytes::Bytes;
 use http_body::{Body, Frame, SizeHint};
+use lowtide_heap::unmeasured;
 use pin_project_lite::pin_project;
 
-use super::permit::SharedPermit;
+use crate::bytes::ByteSize;
+
+use super::permit::{SharedPermit, WeakPermit};
+use super::scoped::Scoped;
+
+/// A request's frame of at most so many bytes is copied. It would keep the whole buffer of which it
+/// is a part, and following it costs an allocation too. The default of HTTP/2, and more than most
+/// bodies of HTTP/1.
+const COPIED_MAX: ByteSize = ByteSize::kib(16);
+/// All frames are copied while a request holds so many bytes in buffers of the connection: it keeps
+/// them, and the buffers would be up to half as large again. More than hyper reads at a time.
+const LENT_MAX: ByteSize = ByteSize::kib(512);
+/// A response's frame of fewer bytes counts for the connection from when it is handed over. An
+/// estimate: to follow it until it is sent costs an allocation.
+const FOLLOWED_MIN: ByteSize = ByteSize::kib(16);
+
+pin_project! {
+    /// The body of a request that passed the layer.
+    #[derive(Debug)]
+    pub struct RequestBody<Q> {
+        // `None` only while it is dropped.
+        #[pin]
+        body: Option<Q>,
+        // `None` if nothing is measured: the body is empty, or no request is.
+        permit: Option<SharedPermit>,
+    }
+
+    impl<Q> PinnedDrop for RequestBody<Q> {
+        fn drop(this: Pin<&mut Self>) {
+            let mut this = this.project();
+            if this.permit.is_some() {
+                unmeasured(|| this.body.set(None));
+            }
+        }
+    }
+}
+
+impl<Q: Body> RequestBody<Q> {
+    pub(super) fn new(body: Q, permit: &SharedPermit) -> Self {
+        let is_measured = permit.is_measured() && !body.is_end_stream();
+        Self { permit: is_measured.then(|| permit.clone()), body: Some(body) }
+    }
+}
+
+impl<Q: Body<Data = Bytes>> Body for RequestBody<Q> {
+    type Data = Bytes;
+    type Error = Q::Error;
+
+    fn poll_frame(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, Q::Error>>> {
+        let this = self.project();
+        let Some(body) = this.body.as_pin_mut() else { return Poll::Ready(None) };
+        let Some(permit) = this.permit else { return body.poll_frame(cx) };
+        // The length of the frame stands for what the layers below allocate.
+        let polled = unmeasured(|| body.poll_frame(cx));
+        let receive = |data| RequestFrame::receive(data, permit);
+        polled.map(|frame| frame.map(|frame| frame.map(|frame| frame.map_data(receive))))
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.body.as_ref().is_none_or(Body::is_end_stream)
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.body.as_ref().map_or_else(SizeHint::default, Body::size_hint)
+    }
+}
+
+/// A frame of a request body in a buffer of the connection.
+struct RequestFrame {
+    data: Bytes,
+    permit: WeakPermit,
+}
+
+impl RequestFrame {
+    /// Charges the request for the frame.
+    fn receive(data: Bytes, permit: &SharedPermit) -> Bytes {
+        let length = ByteSize::of(data.len());
+        if length <= COPIED_MAX || !permit.borrow(length, LENT_MAX) {
+            let copy = permit.measure(|| Bytes::copy_from_slice(&data));
+            unmeasured(|| drop(data));
+            return copy;
+        }
+        // It frees its owner where it is dropped, so the owner counts too.
+        permit.measure(|| Bytes::from_owner(Self { data, permit: permit.downgrade() }))
+    }
+}
+
+impl AsRef<[u8]> for RequestFrame {
+    fn as_ref(&self) -> &[u8] {
+        &self.data
+    }
+}
+
+impl Drop for RequestFrame {
+    fn drop(&mut self) {
+        let data = std::mem::take(&mut self.data);
+        self.permit.give_back(ByteSize::of(data.len()));
+        unmeasured(|| drop(data));
+    }
+}
+
+/// A large frame of a response, which holds the request's permit until it is sent.
+struct ResponseFrame {
+    data: Bytes,
+    permit: SharedPermit,
+}
+
+impl ResponseFrame {
+    /// Hands a frame to the connection.
+    fn send(data: Bytes, permit: &SharedPermit) -> Bytes {
+        let length = ByteSize::of(data.len());
+        if length >= FOLLOWED_MIN {
+            return Bytes::from_owner(Self { data, permit: permit.clone() });
+        }
+        if data.is_unique() {
+            permit.release(length);
+        }
+        data
+    }
+}
+
+impl AsRef<[u8]> for ResponseFrame {
+    fn as_ref(&self) -> &[u8] {
+        &self.data
+    }
+}
+
+impl Drop for ResponseFrame {
+    fn drop(&mut self) {
+        let data = std::mem::take(&mut self.data);
+        self.permit.measure(|| drop(data));
+    }
+}
 
 pin_project! {
     /// The body of a response that passed the layer.
@@ -24,20 +168,20 @@ pin_project! {
     #[project = KindProject]
     #[derive(Debug)]
     enum Kind<R> {
-        Held { #[pin] body: R, permit: SharedPermit },
-        Refused { text: Option<Bytes> },
+        Admitted { #[pin] body: Scoped<R> },
+        Rejected { text: Option<Bytes> },
     }
 }
 
 impl<R> ResponseBody<R> {
-    pub(super) const fn held(body: R, permit: SharedPermit) -> Self {
-        Self { kind: Kind::Held { body, permit } }
+    pub(super) const fn admitted(body: R, permit: SharedPermit) -> Self {
+        Self { kind: Kind::Admitted { body: Scoped::new(body, Some(permit)) } }
     }
 
     /// An empty text ends the body immediately, so that HTTP/2 sends only the head.
-    pub(super) fn refused(text: String) -> Self {
+    pub(super) fn rejected(text: String) -> Self {
         let text = Some(text.into()).filter(|text: &Bytes| !text.is_empty());
-        Self { kind: Kind::Refused { text } }
+        Self { kind: Kind::Rejected { text } }
     }
 }
 
@@ -50,14 +194,19 @@ impl<R: Body<Data = Bytes>> Body for ResponseBody<R> {
         cx: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, R::Error>>> {
         match self.project().kind.project() {
-            KindProject::Held { body, permit } => permit.measure_until_handed(
-                || body.poll_frame(cx),
-                |polled| match polled {
-                    Poll::Ready(Some(Ok(frame))) => frame.data_ref().map_or(0, Bytes::len),
-                    _ => 0,
-                },
-            ),
-            KindProject::Refused { text } => {
+            KindProject::Admitted { mut body } => {
+                if body.get().is_none() {
+                    return Poll::Ready(None);
+                }
+                let poll = |body: Pin<&mut R>| body.poll_frame(cx);
+                let polled = body.as_mut().poll_with(poll, |body, _| body.is_end_stream());
+                let Some(permit) = body.permit().filter(|permit| permit.is_measured()) else {
+                    return polled;
+                };
+                let send = |data| ResponseFrame::send(data, permit);
+                polled.map(|frame| frame.map(|frame| frame.map(|frame| frame.map_data(send))))
+            }
+            KindProject::Rejected { text } => {
                 Poll::Ready(text.take().map(|text| Ok(Frame::data(text))))
             }
         }
@@ -65,15 +214,17 @@ impl<R: Body<Data = Bytes>> Body for ResponseBody<R> {
 
     fn is_end_stream(&self) -> bool {
         match &self.kind {
-            Kind::Held { body, .. } => body.is_end_stream(),
-            Kind::Refused { text } => text.is_none(),
+            Kind::Admitted { body } => body.get().is_none_or(Body::is_end_stream),
+            Kind::Rejected { text } => text.is_none(),
         }
     }
 
     fn size_hint(&self) -> SizeHint {
         match &self.kind {
-            Kind::Held { body, .. } => body.size_hint(),
-            Kind::Refused { text } => {
+            Kind::Admitted { body } => {
+                body.get().map_or_else(|| SizeHint::with_exact(0), Body::size_hint)
+            }
+            Kind::Rejected { text } => {
                 SizeHint::with_exact(text.as_ref().map_or(0, Bytes::len) as u64)
             }
         }

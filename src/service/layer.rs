@@ -34,15 +34,16 @@ use crate::bytes::ByteSize;
 use crate::clock::{Clock, SystemClock};
 use crate::sync::{Mutex, lock};
 use lowtide_admission::{Admission, Budget, Cost, Priority, Rejected, SizeClass};
-use lowtide_heap::meter;
+use lowtide_heap::is_measured;
 
-use super::body::ResponseBody;
+use super::body::{RequestBody, ResponseBody};
 use super::drain::Drain;
 use super::estimate::{ContentLength, Estimate, Estimated};
 use super::exempt::ExemptPaths;
 use super::learned::{Lesson, Routes};
 use super::permit::{SharedPermit, Terms};
 use super::rejection::{Reject, negotiated};
+use super::scoped::Scoped;
 use super::slow_start::{LASTS, TooManyRunning};
 
 /// Returns `true` for exempt requests.
@@ -267,7 +268,7 @@ impl<E: Estimate> MemoryLayer<E> {
             }
         };
         let Estimated { mut cost, priority, mut lesson } = estimated;
-        let is_measured = self.admission.is_managed() && meter::is_measured();
+        let is_measured = self.admission.is_managed() && is_measured();
         let mut slot = None;
         if is_measured && priority != Priority::Exempt {
             lesson.get_or_insert_with(|| self.measures.lesson(head, cost.host));
@@ -287,8 +288,7 @@ impl<E: Estimate> MemoryLayer<E> {
             }
         }
         let permit = self.admission.try_admit_with(cost, priority)?;
-        let measured = is_measured.then(|| body.size_hint().lower());
-        Ok(SharedPermit::new(permit, Terms { lesson, share, slot, measured }))
+        Ok(SharedPermit::new(permit, Terms { lesson, share, slot, is_measured }))
     }
 }
 
@@ -315,9 +315,9 @@ impl<S: Clone, E> Clone for MemoryService<S, E> {
 
 impl<S, E, Q, R> Service<Request<Q>> for MemoryService<S, E>
 where
-    S: Service<Request<Q>, Response = Response<R>>,
+    S: Service<Request<RequestBody<Q>>, Response = Response<R>>,
     E: Estimate,
-    Q: Body,
+    Q: Body<Data = Bytes>,
     R: Body<Data = Bytes>,
 {
     type Response = Response<ResponseBody<R>>;
@@ -333,9 +333,10 @@ where
         let state = match self.layer.admit(&head, &body) {
             Ok(permit) => {
                 head.extensions.insert(permit.clone());
+                let body = RequestBody::new(body, &permit);
                 let inner = &mut self.inner;
                 let future = permit.measure(|| inner.call(Request::from_parts(head, body)));
-                State::Admitted { future, permit: Some(permit) }
+                State::Admitted { future: permit.scope(future) }
             }
             Err(rejected) => {
                 let path = head.uri.path();
@@ -361,7 +362,7 @@ pin_project! {
     #[project = StateProject]
     #[derive(Debug)]
     enum State<F, Q> {
-        Admitted { #[pin] future: F, permit: Option<SharedPermit> },
+        Admitted { #[pin] future: Scoped<F> },
         Rejected { #[pin] rest: Drain<Q>, response: Option<Response<String>> },
     }
 }
@@ -375,25 +376,21 @@ where
 
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         match self.project().state.project() {
-            StateProject::Admitted { future, permit } => {
-                let answered = ready!(match permit.as_ref() {
-                    Some(permit) => permit.measure(|| future.poll(cx)),
-                    None => future.poll(cx),
-                });
-                let permit = permit.take();
-                if let (Some(permit), Ok(response)) = (&permit, &answered) {
+            StateProject::Admitted { mut future } => {
+                let answered = ready!(future.as_mut().poll(cx));
+                let Some(permit) = future.permit() else { unreachable!("admitted with a permit") };
+                if let Ok(response) = &answered {
                     let status = response.status();
                     permit.answered(status.is_success() || status.is_redirection());
                 }
-                Poll::Ready(answered.map(|response| match permit {
-                    Some(permit) => response.map(|body| ResponseBody::held(body, permit)),
-                    None => unreachable!("polled after completion"),
+                Poll::Ready(answered.map(|response| {
+                    response.map(|body| ResponseBody::admitted(body, permit.clone()))
                 }))
             }
             StateProject::Rejected { rest, response } => {
                 ready!(rest.poll(cx));
                 match response.take() {
-                    Some(response) => Poll::Ready(Ok(response.map(ResponseBody::refused))),
+                    Some(response) => Poll::Ready(Ok(response.map(ResponseBody::rejected))),
                     None => unreachable!("polled after completion"),
                 }
             }

@@ -24,10 +24,11 @@ mod page;
 mod parts;
 mod permit;
 mod rejection;
+mod scoped;
 mod slow_start;
 
 pub use admin::{Admin, AdminToken, Peer, TokenError};
-pub use body::ResponseBody;
+pub use body::{RequestBody, ResponseBody};
 pub use drain::DRAIN_MAX;
 pub use endpoints::Endpoints;
 pub use estimate::{Constant, ContentLength, Estimate, Estimated, FromHeader};
@@ -36,3 +37,4 @@ pub use layer::{MemoryLayer, MemoryService, ResponseFuture};
 pub use learned::{Learned, Lesson, ROUTES_MAX};
 pub use permit::SharedPermit;
 pub use rejection::{Reject, rejection, unavailable};
+pub use scoped::{Scoped, scope, scope_blocking};

@@ -1,30 +1,34 @@
-//! A request's permit, which the response body and handlers share.
+//! A request's permit, which the response body and handlers share, and its measured memory.
 //!
-//! If the admission belongs to a running `Memory`, allocations and frees of the request on the
-//! threads that poll it are measured (`heap::meter`), and the permit grows accordingly between
-//! polls. That never fails, since the memory is already in use; it counts against the allowance, so
-//! other requests may be rejected.
+//! If the admission belongs to a running `Memory`, each request has an account (`heap::account`):
+//! the layer runs the handler's future and the response body for it, and charges it for the frames
+//! of the request body (`body`). Handlers do the same for work that they move elsewhere. When the
+//! request holds more than its reservation, the permit grows. That never fails, since the memory is
+//! already in use; it counts against the allowance, so other requests may be rejected.
 //!
-//! Not measured: allocations of spawned tasks and C code, and a body without a declared length,
-//! whose frames the connection allocates and the handler frees. A declared body counts as held once
-//! the request has allocated as much.
+//! Not measured: tasks and threads without a scope, and C code that does not allocate through
+//! jemalloc.
 //!
-//! Invariants: the reservation is released when the last handle is dropped; `peak` never falls;
-//! measured bytes are never negative, so that no request adds room for another.
+//! Invariants: the reservation is released when the last handle is dropped; the reservation covers
+//! the live bytes after each piece of work; `peak` never falls.
 
-use std::sync::Arc;
+use std::fmt;
+use std::future::Future;
+use std::sync::{Arc, Weak};
 
 use crate::bytes::ByteSize;
+use crate::sync::atomic::{AtomicU64, Ordering};
 use crate::sync::{Mutex, MutexGuard, lock};
 use lowtide_admission::{Permit, Rejected};
-
-use lowtide_heap::meter::{self, Moved};
+use lowtide_heap::{Account, AccountMemory, AccountOwner};
 
 use super::exempt::ExemptShare;
 use super::learned::{Lesson, Trial};
+use super::scoped::Scoped;
 
-/// The permit of a request, found in the request's extensions. A handler uses it to reserve more
-/// while a body of unknown length arrives.
+/// The permit of a request, found in the request's extensions, or with [`SharedPermit::current`].
+/// Shows the memory that the request holds, attributes work on other threads to it, and reserves
+/// memory in advance.
 ///
 /// ```
 /// use http::{Request, Response};
@@ -39,13 +43,22 @@ use super::learned::{Lesson, Trial};
 /// }
 /// # assert!(take(&Request::new(()), b"ebb").is_ok());
 /// ```
-#[derive(Clone, Debug)]
-pub struct SharedPermit(Arc<PermitInner>);
+#[derive(Clone)]
+pub struct SharedPermit(Arc<Account<Admitted>>);
 
+/// A permit that does not keep the reservation.
+#[derive(Clone, Debug)]
+pub(super) struct WeakPermit(Weak<Account<Admitted>>);
+
+/// An admitted request.
 #[derive(Debug)]
-struct PermitInner {
-    /// `true` if its allocations are measured.
+struct Admitted {
+    /// `true` if its memory is measured.
     is_measured: bool,
+    /// The reserved bytes, so that most polls need no lock.
+    covered: AtomicU64,
+    /// The bytes of frames in buffers of the connection.
+    lent: AtomicU64,
     held: Mutex<Held>,
 }
 
@@ -58,41 +71,15 @@ pub(super) struct Terms {
     pub(super) share: Option<ExemptShare>,
     /// The slot of a large request whose route is not known yet.
     pub(super) slot: Option<Trial>,
-    /// The declared length of its body, if it is measured.
-    pub(super) measured: Option<u64>,
-}
-
-/// The measured memory of a request.
-#[derive(Debug, Default)]
-struct Meter {
-    /// The declared length of its body.
-    announced: u64,
-    /// All bytes that it has allocated.
-    allocated: u64,
-    live: u64,
-    peak: u64,
-}
-
-impl Meter {
-    /// Adds the allocations of a piece of work. Returns the bytes held now.
-    fn add(&mut self, moved: Moved) -> ByteSize {
-        self.allocated = self.allocated.saturating_add(moved.allocated);
-        // Frames of the body are allocated by the connection and freed by the handler.
-        let body = self.announced.min(self.allocated);
-        let high = self.live.saturating_add(moved.peak);
-        self.live = self.live.saturating_add(moved.allocated).saturating_sub(moved.freed);
-        self.peak = self.peak.max(high.max(self.live).saturating_add(body));
-        ByteSize::new(self.live.saturating_add(body))
-    }
+    /// `true` if its memory is measured.
+    pub(super) is_measured: bool,
 }
 
 #[derive(Debug)]
 struct Held {
     permit: Permit,
-    /// The largest amount that the request is known to have held or requested, without the initial
-    /// reservation.
-    peak: Option<ByteSize>,
-    meter: Meter,
+    /// The largest amount that the handler reported or requested, without the initial reservation.
+    reported: Option<ByteSize>,
     /// Set if its handler answered: `true` for success.
     answer: Option<bool>,
     terms: Terms,
@@ -100,17 +87,32 @@ struct Held {
 
 impl SharedPermit {
     pub(super) fn new(permit: Permit, terms: Terms) -> Self {
-        let is_measured = terms.measured.is_some();
-        let announced = terms.measured.unwrap_or(0);
-        let meter = Meter { announced, ..Meter::default() };
-        let held = Held { permit, peak: None, meter, answer: None, terms };
-        Self(Arc::new(PermitInner { is_measured, held: Mutex::new(held) }))
+        let is_measured = terms.is_measured;
+        let covered = AtomicU64::new(permit.cost().host.get());
+        let held = Held { permit, reported: None, answer: None, terms };
+        let (lent, held) = (AtomicU64::new(0), Mutex::new(held));
+        Self(Arc::new(Account::new(Admitted { is_measured, covered, lent, held })))
+    }
+
+    /// Returns the permit of the request for which this thread runs: in its handler, in its
+    /// response body, and in [`SharedPermit::scope`] and [`SharedPermit::measure`]. `None`
+    /// elsewhere, and if requests are not measured.
+    #[must_use]
+    pub fn current() -> Option<Self> {
+        Account::current().map(Self)
+    }
+
+    /// Returns the memory that is measured for this request; `None` if requests are not measured,
+    /// because the admission belongs to no `Memory`, jemalloc is not the global allocator, or the
+    /// system is not Linux. Costs three loads.
+    #[must_use]
+    pub fn memory(&self) -> Option<AccountMemory> {
+        self.is_measured().then(|| self.0.memory())
     }
 
     /// Runs work of this request on the calling thread, and reserves the memory that it leaves
     /// allocated. For work that a handler moves to other threads; the layer does the same for the
-    /// handler's future and for the response body. If requests are not measured, because the
-    /// admission belongs to no `Memory` or jemalloc is not the global allocator, it only runs the
+    /// handler's future and for the response body. If requests are not measured, it only runs the
     /// work.
     ///
     /// ```
@@ -118,27 +120,78 @@ impl SharedPermit {
     /// tokio::task::spawn_blocking(move || permit.measure(|| text.to_uppercase()));
     /// # }
     /// ```
+    #[inline]
     pub fn measure<R>(&self, work: impl FnOnce() -> R) -> R {
-        self.measure_until_handed(work, |_| 0)
-    }
-
-    /// The same, if `handed` bytes of the result belong to another owner from now on.
-    pub(super) fn measure_until_handed<R>(
-        &self,
-        work: impl FnOnce() -> R,
-        handed: impl FnOnce(&R) -> usize,
-    ) -> R {
-        if !self.0.is_measured {
+        if !self.is_measured() {
             return work();
         }
-        let (result, moved) = meter::measure(work);
-        if let Some(mut moved) = moved {
-            moved.freed = moved.freed.saturating_add(handed(&result) as u64);
-            if moved != Moved::default() {
-                self.held().attribute(moved);
-            }
+        let _cover = Cover(self);
+        self.0.run(work)
+    }
+
+    /// Attributes the memory of a future to this request, wherever it is polled and dropped. The
+    /// reservation lasts at least as long as the future.
+    ///
+    /// ```
+    /// # async fn work(permit: lowtide::service::SharedPermit) {
+    /// let parts = tokio::spawn(permit.scope(async { vec![0_u8; 1 << 20] }));
+    /// # }
+    /// ```
+    pub fn scope<F: Future>(&self, future: F) -> Scoped<F> {
+        Scoped::new(future, Some(self.clone()))
+    }
+
+    /// Adds memory to this request that others allocated, for example a result of another task.
+    /// Without it, the request would hold fewer bytes than it frees in the end.
+    pub fn adopt(&self, bytes: ByteSize) {
+        if self.is_measured() {
+            self.0.adopt(bytes);
+            self.cover();
         }
-        result
+    }
+
+    /// Subtracts memory from this request that others hold from now on, for example a cache. The
+    /// reservation is unchanged: see [`SharedPermit::shrink`].
+    pub fn release(&self, bytes: ByteSize) {
+        if self.is_measured() {
+            self.0.release(bytes);
+        }
+    }
+
+    /// Returns `true` if the memory of this request is measured.
+    pub(super) fn is_measured(&self) -> bool {
+        self.0.owner().is_measured
+    }
+
+    /// Adds a frame in a buffer of the connection, unless there are more than `most` bytes of them
+    /// then. [`WeakPermit::give_back`] subtracts it.
+    pub(super) fn borrow(&self, bytes: ByteSize, most: ByteSize) -> bool {
+        let lent = &self.0.owner().lent;
+        if lent.load(Ordering::Relaxed).saturating_add(bytes.get()) > most.get() {
+            return false;
+        }
+        lent.fetch_add(bytes.get(), Ordering::Relaxed);
+        self.adopt(bytes);
+        true
+    }
+
+    /// Returns a handle that does not keep the reservation.
+    pub(super) fn downgrade(&self) -> WeakPermit {
+        WeakPermit(Arc::downgrade(&self.0))
+    }
+
+    /// Reserves what the request holds beyond its reservation.
+    #[inline]
+    fn cover(&self) {
+        let live = self.0.memory().live;
+        if live.get() > self.0.owner().covered.load(Ordering::Relaxed) {
+            self.raise(live);
+        }
+    }
+
+    #[cold]
+    fn raise(&self, live: ByteSize) {
+        self.change(|held| held.raise(live));
     }
 
     /// Records that its handler answered.
@@ -152,7 +205,15 @@ impl SharedPermit {
     }
 
     fn held(&self) -> MutexGuard<'_, Held> {
-        lock(&self.0.held)
+        lock(&self.0.owner().held)
+    }
+
+    /// Changes the reservation.
+    fn change<R>(&self, change: impl FnOnce(&mut Held) -> R) -> R {
+        let mut held = self.held();
+        let result = change(&mut held);
+        self.0.owner().covered.store(held.permit.cost().host.get(), Ordering::Relaxed);
+        result
     }
 
     /// Reserves more memory.
@@ -160,11 +221,12 @@ impl SharedPermit {
     /// # Errors
     /// [`Rejected`] if it does not fit. The earlier reservation is unchanged.
     pub fn grow(&self, bytes: ByteSize) -> Result<(), Rejected> {
-        let mut held = self.held();
-        // The request, whether or not it fits: the estimate did not suffice.
-        let wanted = held.permit.cost().host.saturating_add(bytes);
-        held.peak = held.peak.max(Some(wanted));
-        held.grow(bytes)
+        self.change(|held| {
+            // The request, whether or not it fits: the estimate did not suffice.
+            let wanted = held.permit.cost().host.saturating_add(bytes);
+            held.reported = held.reported.max(Some(wanted));
+            held.grow(bytes)
+        })
     }
 
     /// Reports the total host memory that the request holds now. Reserves the difference if that
@@ -174,15 +236,16 @@ impl SharedPermit {
     /// # Errors
     /// [`Rejected`] if it does not fit. The earlier reservation is unchanged.
     pub fn hold(&self, bytes: ByteSize) -> Result<(), Rejected> {
-        let mut held = self.held();
-        held.peak = held.peak.max(Some(bytes));
-        let more = bytes.saturating_sub(held.permit.cost().host);
-        if more.is_zero() { Ok(()) } else { held.grow(more) }
+        self.change(|held| {
+            held.reported = held.reported.max(Some(bytes));
+            let more = bytes.saturating_sub(held.permit.cost().host);
+            if more.is_zero() { Ok(()) } else { held.grow(more) }
+        })
     }
 
     /// Releases a part of the reservation.
     pub fn shrink(&self, bytes: ByteSize) {
-        self.held().permit.shrink(bytes);
+        self.change(|held| held.permit.shrink(bytes));
     }
 
     /// Returns the reserved host memory.
@@ -194,7 +257,36 @@ impl SharedPermit {
     /// Returns the largest amount that was reported, or reserved by growing; `None` without either.
     #[must_use]
     pub fn peak(&self) -> Option<ByteSize> {
-        self.held().peak
+        self.held().reported
+    }
+}
+
+/// Reserves what work left allocated, also if it panicked.
+struct Cover<'a>(&'a SharedPermit);
+
+impl Drop for Cover<'_> {
+    #[inline]
+    fn drop(&mut self) {
+        self.0.cover();
+    }
+}
+
+impl fmt::Debug for SharedPermit {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("SharedPermit")
+            .field("reserved", &self.reserved())
+            .field("memory", &self.memory())
+            .finish_non_exhaustive()
+    }
+}
+
+impl WeakPermit {
+    /// Subtracts a borrowed frame from the request, unless it has ended.
+    pub(super) fn give_back(&self, bytes: ByteSize) {
+        if let Some(account) = self.0.upgrade() {
+            account.owner().lent.fetch_sub(bytes.get(), Ordering::Relaxed);
+            account.release(bytes);
+        }
     }
 }
 
@@ -209,27 +301,28 @@ impl Held {
         Ok(())
     }
 
-    fn attribute(&mut self, moved: Moved) {
-        let held = self.meter.add(moved);
-        let more = self.permit.raise(held);
+    /// Reserves bytes that are in use.
+    fn raise(&mut self, live: ByteSize) {
+        let more = self.permit.raise(live);
         if let Some(share) = &mut self.terms.share {
             share.grow(more);
         }
     }
 }
 
-impl Drop for Held {
-    fn drop(&mut self) {
-        let Some(lesson) = self.terms.lesson.take() else { return };
-        let measured = self.terms.measured.map(|_| ByteSize::new(self.meter.peak));
-        if self.answer == Some(true)
-            && let Some(peak) = self.peak.max(measured)
+impl AccountOwner for Admitted {
+    fn ended(&mut self, memory: AccountMemory) {
+        let mut held = lock(&self.held);
+        let Some(lesson) = held.terms.lesson.take() else { return };
+        let measured = self.is_measured.then_some(memory.peak);
+        if held.answer == Some(true)
+            && let Some(peak) = held.reported.max(measured)
         {
             return lesson.learn(peak);
         }
         // The request was cancelled or failed: the memory that it held is no evidence of its full
         // need.
-        if let Some(peak) = self.peak {
+        if let Some(peak) = held.reported {
             lesson.learn(peak);
         }
         if let Some(measured) = measured {

@@ -55,6 +55,7 @@ mod overload_model;
 mod proxy;
 #[path = "../support/recorder.rs"]
 mod recorder;
+mod service_accounts;
 mod service_admin;
 mod service_connection;
 mod service_endpoints;

@@ -13,7 +13,7 @@ use hyper::{Request, Response};
 use hyper_util::rt::TokioIo;
 use hyper_util::service::TowerToHyperService;
 use lowtide::ByteSize;
-use lowtide::service::{Estimate, MemoryLayer};
+use lowtide::service::{Estimate, MemoryLayer, RequestBody};
 use lowtide_admission::ledger::{Correction, Measured};
 use lowtide_admission::{Admission, Budget, Cost};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -41,7 +41,7 @@ async fn serve(admission: &Admission, gate: &Arc<Semaphore>) -> SocketAddr {
     let listener = TcpListener::bind(("127.0.0.1", 0)).await.expect("a port");
     let address = listener.local_addr().expect("bound");
     let (admission, gate) = (admission.clone(), Arc::clone(gate));
-    let handler = move |request: Request<Incoming>| {
+    let handler = move |request: Request<RequestBody<Incoming>>| {
         let gate = Arc::clone(&gate);
         async move {
             let _turn = gate.acquire().await.expect("never closed");

@@ -15,7 +15,7 @@ use http_body_util::{Empty, Full};
 use lowtide::ByteSize;
 use lowtide::service::{
     Constant, ContentLength, EXEMPT_BODY_MAX, Endpoints, Estimate, Estimated, FromHeader, Learned,
-    MemoryLayer, ROUTES_MAX, SharedPermit,
+    MemoryLayer, ROUTES_MAX, RequestBody, SharedPermit,
 };
 use lowtide_admission::{Admission, Budget, Cost, Level, Priority};
 use tower::{Layer, Service, service_fn};
@@ -24,6 +24,7 @@ use tower_test::mock;
 const CEILING: ByteSize = ByteSize::mib(100);
 
 type Asked = Request<Empty<Bytes>>;
+type Received = Request<RequestBody<Empty<Bytes>>>;
 type Answer = Response<Full<Bytes>>;
 
 fn head(request: Builder) -> Parts {
@@ -122,7 +123,7 @@ fn estimates_of_nothing_and_of_everything_book_nothing_or_are_refused_as_never_f
     let admission = Admission::with_limit(CEILING);
     let answer = |bytes: ByteSize| {
         let constant = Constant::new(Cost::host(bytes));
-        let handler = |_: Asked| ready(Ok::<_, Infallible>(Answer::default()));
+        let handler = |_: Received| ready(Ok::<_, Infallible>(Answer::default()));
         let mut service = MemoryLayer::new(admission.clone(), constant).layer(service_fn(handler));
         let response = now(service.call(asked(Request::get("/")))).expect("no error");
         (response.status(), reserved(&admission))
@@ -151,7 +152,7 @@ fn serve<E: Estimate>(
     admission: &Admission,
     estimate: E,
 ) -> impl Service<Asked, Response = Response<impl Sized>, Error = Infallible> {
-    let handler = |request: Asked| {
+    let handler = |request: Received| {
         let held = request.headers().get("held").and_then(|held| held.to_str().ok()?.parse().ok());
         let permit = request.extensions().get::<SharedPermit>().expect("put there");
         let fits = held.map(|held| permit.hold(ByteSize::new(held)));
@@ -218,7 +219,7 @@ fn a_permit_that_grew_teaches_and_one_that_only_shrank_does_not() {
     for (grows, learned) in [(true, 10), (false, 4)] {
         let estimate = Shared(Arc::new(Learned::new(ByteSize::mib(4), |_: &Parts| ())));
         let asking = Shared(Arc::clone(&estimate.0));
-        let handler = move |request: Asked| {
+        let handler = move |request: Received| {
             let permit = request.extensions().get::<SharedPermit>().expect("put there");
             if grows {
                 permit.grow(ByteSize::mib(6)).expect("fits");
@@ -271,7 +272,7 @@ fn paths_that_taught_nothing_give_up_their_places() {
 fn exempt_paths_are_answered_while_all_else_is_shed_and_nothing_like_them_is() {
     let admission = Admission::with_limit(CEILING);
     let most = Constant::new(Cost::host(CEILING));
-    let handler = |_: Asked| ready(Ok::<_, Infallible>(Answer::default()));
+    let handler = |_: Received| ready(Ok::<_, Infallible>(Answer::default()));
     let layer = MemoryLayer::new(admission.clone(), most).exempt_paths(Endpoints::PATHS);
     let mut service = layer.layer(service_fn(handler));
     let _held = admission.try_admit(Cost::host(CEILING)).expect("fits");
@@ -329,7 +330,7 @@ impl Body for Announced {
 fn bodies_sent_to_an_exempt_path_take_no_more_than_a_sixteenth_of_the_ceiling() {
     let most = 20 * EXEMPT_BODY_MAX.get();
     let admission = Admission::with_limit(ByteSize::new(16 * most));
-    let endless = |_: Request<Announced>| pending::<Result<Answer, Infallible>>();
+    let endless = |_: Request<RequestBody<Announced>>| pending::<Result<Answer, Infallible>>();
     let estimate = Constant::new(Cost::host(ByteSize::MAX)); // never fits
     let mut service = MemoryLayer::new(admission.clone(), estimate)
         .exempt_paths(["/verb"])
@@ -357,7 +358,7 @@ fn bodies_sent_to_an_exempt_path_take_no_more_than_a_sixteenth_of_the_ceiling() 
 #[test]
 fn an_exempt_request_that_grew_without_end_kept_its_share_for_ever() {
     let admission = Admission::with_limit(ByteSize::new(16 * EXEMPT_BODY_MAX.get()));
-    let handler = |request: Request<Announced>| {
+    let handler = |request: Request<RequestBody<Announced>>| {
         let permit = request.extensions().get::<SharedPermit>().expect("put there");
         permit.grow(ByteSize::MAX).expect("an exempt permit always grows");
         ready(Ok::<_, Infallible>(Answer::default()))
@@ -379,7 +380,7 @@ fn calls_to_oneself_pass_by_a_secret_and_by_nothing_less() {
     const SECRET: &str = "8f14e45f-ceea-467f-a0e6-b1e5d2f3a901";
     let admission = Admission::with_limit(CEILING);
     let name = HeaderName::from_static("x-own-call");
-    let handler = |request: Asked| {
+    let handler = |request: Received| {
         let permit = request.extensions().get::<SharedPermit>().expect("put there");
         assert!(permit.grow(ByteSize::gib(1)).is_ok(), "it grows beyond the ceiling");
         ready(Ok::<_, Infallible>(Answer::default()))
@@ -419,7 +420,7 @@ fn a_secret_that_everybody_guesses_is_refused() {
 #[test]
 fn being_ready_takes_no_permit_however_long_it_waits() {
     let admission = Admission::with_limit(CEILING);
-    let (inner, mut handle) = mock::pair::<Asked, Answer>();
+    let (inner, mut handle) = mock::pair::<Received, Answer>();
     let mut service =
         MemoryLayer::new(admission.clone(), Constant::new(Cost::host(CEILING))).layer(inner);
     let mut context = Context::from_waker(Waker::noop());

@@ -17,7 +17,7 @@ use http::{Request, Response, StatusCode};
 use http_body::{Body, Frame, SizeHint};
 use http_body_util::{BodyExt, Empty, Full, StreamBody};
 use lowtide::ByteSize;
-use lowtide::service::{DRAIN_MAX, Estimate, MemoryLayer, SharedPermit, rejection};
+use lowtide::service::{DRAIN_MAX, Estimate, MemoryLayer, RequestBody, SharedPermit, rejection};
 use lowtide_admission::ledger::{Correction, Measured};
 use lowtide_admission::{Admission, Budget, Cost, Level, Priority, RejectReason, Rejected};
 use tower::{Layer, Service, ServiceExt, service_fn};
@@ -28,6 +28,7 @@ const CEILING: ByteSize = ByteSize::mib(100);
 /// The body of a test handler's answer.
 type Body200 = Full<Bytes>;
 type Asked = Request<Empty<Bytes>>;
+type Received = Request<RequestBody<Empty<Bytes>>>;
 
 /// A door with a ceiling of 100 MiB, 50 MiB of which may be booked.
 fn admission() -> Admission {
@@ -71,7 +72,7 @@ fn next_frame<B: Body + Unpin>(body: &mut B) -> bool {
 #[test]
 fn an_admitted_request_holds_its_bytes_until_its_response_body_is_gone() {
     let admission = admission();
-    let mut service = layer(&admission).layer(service_fn(|_: Asked| {
+    let mut service = layer(&admission).layer(service_fn(|_: Received| {
         ready(Ok::<_, Infallible>(Response::new(Body200::from("hello"))))
     }));
     let future = service.call(asked());
@@ -105,7 +106,7 @@ fn a_closure_gives_a_cost_alone_or_with_its_priority() {
 fn a_response_that_is_dropped_half_way_gives_its_bytes_back() {
     let admission = admission();
     let mut stuck = layer(&admission)
-        .layer(service_fn(|_: Asked| pending::<Result<Response<Body200>, Infallible>>()));
+        .layer(service_fn(|_: Received| pending::<Result<Response<Body200>, Infallible>>()));
     let mut future = Box::pin(stuck.call(asked()));
     assert!(poll(future.as_mut()).is_pending());
     assert_eq!(reserved(&admission), COST);
@@ -116,7 +117,7 @@ fn a_response_that_is_dropped_half_way_gives_its_bytes_back() {
     drop(future);
     assert_eq!(reserved(&admission), ByteSize::ZERO, "a future that was never polled");
 
-    let endless = |_: Asked| {
+    let endless = |_: Received| {
         let frames = futures_util::stream::repeat_with(|| {
             Ok::<_, Infallible>(Frame::data(Bytes::from("x")))
         });
@@ -134,12 +135,12 @@ fn a_response_that_is_dropped_half_way_gives_its_bytes_back() {
 fn an_error_and_a_panic_of_the_inner_service_give_the_bytes_back() {
     let admission = admission();
     let mut failing = layer(&admission)
-        .layer(service_fn(|_: Asked| ready(Err::<Response<Body200>, _>("the inner error"))));
+        .layer(service_fn(|_: Received| ready(Err::<Response<Body200>, _>("the inner error"))));
     let failed = now(failing.call(asked())).map(drop);
     assert_eq!(failed, Err("the inner error"), "its type is kept");
     assert_eq!(reserved(&admission), ByteSize::ZERO);
 
-    let mut panics = layer(&admission).layer(service_fn(|_: Asked| async {
+    let mut panics = layer(&admission).layer(service_fn(|_: Received| async {
         if true {
             panic!("planted");
         }
@@ -151,7 +152,7 @@ fn an_error_and_a_panic_of_the_inner_service_give_the_bytes_back() {
     assert!(caught.is_err());
     assert_eq!(reserved(&admission), ByteSize::ZERO, "a panic in the future");
 
-    let mut panics = layer(&admission).layer(service_fn(|_: Asked| {
+    let mut panics = layer(&admission).layer(service_fn(|_: Received| {
         if true {
             panic!("planted");
         }
@@ -169,7 +170,7 @@ struct Counting {
     called: Arc<AtomicU64>,
 }
 
-impl Service<Asked> for Counting {
+impl Service<Received> for Counting {
     type Response = Response<Body200>;
     type Error = Infallible;
     type Future = std::future::Ready<Result<Self::Response, Infallible>>;
@@ -179,7 +180,7 @@ impl Service<Asked> for Counting {
         Poll::Ready(Ok(()))
     }
 
-    fn call(&mut self, _: Asked) -> Self::Future {
+    fn call(&mut self, _: Received) -> Self::Future {
         self.called.fetch_add(1, Ordering::SeqCst);
         ready(Ok(Response::new(Body200::default())))
     }
@@ -283,7 +284,7 @@ fn pressure_and_the_end_of_the_service_are_503s_of_their_own_reasons() {
 fn a_handler_books_more_and_gives_back_through_the_shared_permit() {
     let admission = admission();
     let door = admission.clone();
-    let handler = move |request: Asked| {
+    let handler = move |request: Received| {
         let permit = request.extensions().get::<SharedPermit>().expect("put there").clone();
         assert_eq!(permit.grow(ByteSize::mib(20)), Ok(()));
         assert_eq!(reserved(&door), ByteSize::mib(30));
@@ -310,7 +311,7 @@ fn a_permit_that_a_handler_keeps_for_work_behind_the_answer_keeps_its_bytes() {
     let admission = admission();
     let kept = Arc::new(std::sync::Mutex::new(None));
     let place = Arc::clone(&kept);
-    let handler = move |request: Asked| {
+    let handler = move |request: Received| {
         *place.lock().unwrap() = request.extensions().get::<SharedPermit>().cloned();
         ready(Ok::<_, Infallible>(Response::new(Body200::default())))
     };
@@ -359,7 +360,9 @@ fn read_of_refused(head: http::request::Builder, mib: u64, announced: bool) -> u
     let frame = vec![0; 1 << 20].into();
     let upload = Upload { frame, left: mib, announced, read: Arc::clone(&read) };
     let request = head.body(upload).expect("a valid head");
-    let never = service_fn(|_: Request<Upload>| pending::<Result<Response<Body200>, Infallible>>());
+    let never = service_fn(|_: Request<RequestBody<Upload>>| {
+        pending::<Result<Response<Body200>, Infallible>>()
+    });
     let mut service = layer(&admission).layer(never);
     let response = now(service.call(request)).expect("no error");
     let read = read.load(Ordering::SeqCst);
@@ -411,7 +414,9 @@ impl Body for Broken {
 fn a_refused_upload_that_breaks_off_is_answered_and_one_that_pauses_is_waited_for() {
     let admission = admission();
     admission.close();
-    let never = service_fn(|_: Request<Broken>| pending::<Result<Response<Body200>, Infallible>>());
+    let never = service_fn(|_: Request<RequestBody<Broken>>| {
+        pending::<Result<Response<Body200>, Infallible>>()
+    });
     let mut service = layer(&admission).layer(never);
     let mut answer = pin!(service.call(Request::new(Broken { polls: 0 })));
     assert!(poll(answer.as_mut()).is_pending());

@@ -24,6 +24,7 @@
 //! Invariant: `live <= active <= mapped`, `retained = resident - live` (see [`HeapSnapshot`]).
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
+mod account;
 mod allocator;
 #[cfg(feature = "allocator-api2")]
 mod api2;
@@ -39,8 +40,6 @@ mod error;
 mod knobs;
 mod libc_heap;
 mod mallctl;
-#[doc(hidden)]
-pub mod meter;
 mod profile;
 mod purge;
 mod recall;
@@ -48,6 +47,7 @@ mod stats;
 
 pub use lowtide_core::{ByteSize, clock, decay};
 
+pub use account::{Account, AccountMemory, AccountOwner, is_measured, unmeasured};
 pub use allocator::{Heap, is_global, serves_c};
 pub use arenas::{
     ARENA_NAME_MAX, HostArena, HostArenaError, HostArenaStats, RetireRefused, StillHeld,

@@ -3,6 +3,7 @@
 //! A process has one heap. Tests that measure or set it run in a process each, by `test_fork`;
 //! tests of what a program exports to jemalloc start this program again, see `start`.
 
+mod accounts;
 mod arenas;
 mod arenas_edges;
 mod binding;

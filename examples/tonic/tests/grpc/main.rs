@@ -10,9 +10,9 @@ use std::time::Duration;
 use bytes::{Buf, BufMut, Bytes};
 use http::uri::PathAndQuery;
 use http_body_util::BodyExt;
-use lowtide::ByteSize;
 use lowtide::admission::{Admission, Budget, Cost, Level, Rejected};
 use lowtide::service::{Constant, MemoryLayer, SharedPermit};
+use lowtide::{BoxError, ByteSize};
 use lowtide_admission::ledger::{Correction, Measured};
 use tokio::net::TcpListener;
 use tonic::body::Body;
@@ -91,7 +91,11 @@ impl UnaryService<Bytes> for Echo {
     }
 }
 
-impl Service<http::Request<Body>> for Echo {
+impl<B> Service<http::Request<B>> for Echo
+where
+    B: http_body::Body<Data = Bytes> + Send + 'static,
+    B::Error: Into<BoxError> + Send,
+{
     type Response = http::Response<Body>;
     type Error = Infallible;
     type Future = BoxFuture<Self::Response, Infallible>;
@@ -100,7 +104,7 @@ impl Service<http::Request<Body>> for Echo {
         Poll::Ready(Ok(()))
     }
 
-    fn call(&mut self, request: http::Request<Body>) -> Self::Future {
+    fn call(&mut self, request: http::Request<B>) -> Self::Future {
         Box::pin(async move { Ok(tonic::server::Grpc::new(Raw).unary(Self, request).await) })
     }
 }

@@ -73,6 +73,13 @@ fn levels(code: &Code<'_>) -> Rows {
         ("reserves {};", values![code.constant("EXEMPT_BODY_MAX").size()]),
         ("before it answers, up to {} of it,", values![code.constant("DRAIN_MAX").size()]),
         (
+            "A frame of the response of {} or more counts until it is sent",
+            values![code.constant("FOLLOWED_MIN").size()],
+        ),
+        ("within one poll, to {};", values![code.constant("account::PEAK_MIN").size()]),
+        ("may keep up to {} of frames", values![code.constant("LENT_MAX").size()]),
+        ("those of up to {} are copied", values![code.constant("COPIED_MAX").size()]),
+        (
             "so fast that the limit is {} samples away",
             values![word(code.constant("TICKS_TO_FULL").number())],
         ),

@@ -1,0 +1,398 @@
+//! Accounts: the bytes that a piece of work, such as a request, holds.
+//!
+//! jemalloc adds the size of each block to a counter of the thread that allocates or frees it. The
+//! difference between two reads belongs to the account for which the thread worked in between. The
+//! tower layer keeps an account for each request, and runs each poll for it (`service/permit`).
+//!
+//! Work is a closure, so each start has its end on the same thread, also after a panic. On systems
+//! other than Linux nothing is measured. Work on other threads counts if it is run for the account
+//! there. Memory that changes hands without a call of the allocator is adopted and released.
+//!
+//! Invariants: each byte that a thread allocates or frees counts for the innermost account for
+//! which it runs, or for none; `peak >= live`; an account that frees the blocks of others does not
+//! fall below 0, so that it cannot hide bytes that it allocates later.
+#![expect(unsafe_code, reason = "jemalloc's counters are read through pointers")]
+
+use std::any::TypeId;
+use std::cell::Cell;
+use std::fmt;
+use std::ptr::{self, NonNull};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+
+use lowtide_core::bytes::ByteSize;
+
+use super::mallctl as ctl;
+
+/// A peak of fewer bytes is not read: the allocated bytes are an upper bound. A power of two.
+const PEAK_MIN: u64 = ByteSize::kib(64).get();
+
+/// The bytes that a piece of work holds, and the caller's data about that work.
+///
+/// ```
+/// use std::sync::Arc;
+///
+/// use lowtide_heap::{self as host, Account, AccountMemory, AccountOwner, ByteSize};
+///
+/// #[global_allocator]
+/// static HEAP: host::Heap = host::Heap;
+///
+/// struct Import;
+///
+/// impl AccountOwner for Import {
+///     fn ended(&mut self, memory: AccountMemory) {
+///         println!("an import needed {}", memory.peak);
+///     }
+/// }
+///
+/// let account = Arc::new(Account::new(Import));
+/// let kept = account.run(|| vec![1_u8; 1 << 20]);
+/// # #[cfg(target_os = "linux")]
+/// assert_eq!(account.memory().live, ByteSize::mib(1));
+/// account.run(|| drop(kept));
+/// assert_eq!(account.memory().live, ByteSize::ZERO);
+/// ```
+#[repr(C)] // `head` comes first, so that a pointer to it is one to the account
+pub struct Account<T: AccountOwner> {
+    head: Head,
+    owner: T,
+}
+
+/// The part of an account that does not depend on its owner.
+struct Head {
+    live: AtomicU64,
+    peak: AtomicU64,
+    allocated: AtomicU64,
+    /// The type of the owner.
+    owner: TypeId,
+}
+
+/// The caller's data in an account.
+pub trait AccountOwner: Send + Sync + 'static {
+    /// Called once, when the last handle of the account is dropped. `live` are the bytes that
+    /// outlive it. Does nothing by default.
+    fn ended(&mut self, memory: AccountMemory) {
+        let _ = memory;
+    }
+}
+
+/// The bytes of an account: blocks of jemalloc, after rounding, and adopted bytes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct AccountMemory {
+    /// The bytes that are allocated and not freed. Work that runs now counts when it ends.
+    pub live: ByteSize,
+    /// The largest number of live bytes, to about 64 KiB. If several threads run work for the
+    /// account at the same time, up to the sum of their separate peaks too low.
+    pub peak: ByteSize,
+    /// All bytes that were ever allocated or adopted.
+    pub allocated: ByteSize,
+}
+
+impl<T: AccountOwner> Account<T> {
+    /// Creates an account without bytes.
+    pub fn new(owner: T) -> Self {
+        let head = Head {
+            live: AtomicU64::new(0),
+            peak: AtomicU64::new(0),
+            allocated: AtomicU64::new(0),
+            owner: TypeId::of::<T>(),
+        };
+        Self { head, owner }
+    }
+
+    /// Runs the work. The bytes that it allocates and frees on this thread count for this account,
+    /// and not for one that surrounds it. If nothing is measured here ([`is_measured`]), it only
+    /// runs the work.
+    ///
+    /// Costs some 60 instructions, 60 more if bytes were allocated or freed, and 400 more if those
+    /// were over 64 KiB.
+    #[inline]
+    pub fn run<R>(self: &Arc<Self>, work: impl FnOnce() -> R) -> R {
+        // Of the whole account, as `current` makes an `Arc` of it.
+        run_for(NonNull::new(Arc::as_ptr(self).cast_mut().cast()), work)
+    }
+
+    /// Returns the account for which this thread runs, if its owner has this type.
+    #[must_use]
+    pub fn current() -> Option<Arc<Self>> {
+        let head = ACCOUNT.get()?;
+        // SAFETY: the pointer is valid until the call of `run` that set it returns, which is on
+        // this thread and below us on the stack.
+        let is_same = unsafe { head.as_ref() }.owner == TypeId::of::<T>();
+        let account: *mut Self = is_same.then(|| head.as_ptr().cast())?;
+        // SAFETY: `run` takes a reference to an `Arc`, which holds the account until it returns,
+        // and it made the pointer with `Arc::as_ptr`. The owner is a `T`, so the account is an
+        // `Account<T>`.
+        unsafe { Arc::increment_strong_count(account) };
+        // SAFETY: the same; the count that was added is that of this `Arc`.
+        Some(unsafe { Arc::from_raw(account) })
+    }
+
+    /// Returns the bytes of the account.
+    #[inline]
+    pub fn memory(&self) -> AccountMemory {
+        let Head { live, peak, allocated, .. } = &self.head;
+        let read = |of: &AtomicU64| ByteSize::new(of.load(Relaxed));
+        AccountMemory { live: read(live), peak: read(peak), allocated: read(allocated) }
+    }
+
+    /// Returns the caller's data.
+    pub const fn owner(&self) -> &T {
+        &self.owner
+    }
+
+    /// Adds bytes that others allocated and the account holds from now on.
+    pub fn adopt(&self, bytes: ByteSize) {
+        self.head.settle_if_current();
+        self.head.charge(Moved { allocated: bytes.get(), freed: 0, peak: bytes.get() });
+    }
+
+    /// Subtracts bytes that others hold from now on, at most all.
+    pub fn release(&self, bytes: ByteSize) {
+        self.head.settle_if_current();
+        self.head.charge(Moved { allocated: 0, freed: bytes.get(), peak: 0 });
+    }
+}
+
+impl<T: AccountOwner> Drop for Account<T> {
+    fn drop(&mut self) {
+        let memory = self.memory();
+        self.owner.ended(memory);
+    }
+}
+
+impl<T: AccountOwner + fmt::Debug> fmt::Debug for Account<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (memory, owner) = (self.memory(), &self.owner);
+        f.debug_struct("Account").field("memory", &memory).field("owner", owner).finish()
+    }
+}
+
+impl Head {
+    /// Counts the bytes until now if the thread runs for this account, so that the order of events
+    /// is kept and the peak is exact.
+    fn settle_if_current(&self) {
+        let current = ACCOUNT.get();
+        if current.is_some_and(|head| ptr::eq(head.as_ptr(), self))
+            && let Some(counters) = Counters::here()
+        {
+            switch(counters.read(), current);
+        }
+    }
+
+    /// Adds what moved since the last time.
+    #[inline]
+    fn charge(&self, moved: Moved) {
+        let Moved { allocated, freed, peak } = moved;
+        if allocated > 0 {
+            self.allocated.fetch_add(allocated, Relaxed);
+        }
+        let mut live = self.live.load(Relaxed);
+        loop {
+            let after = live.saturating_add(allocated).saturating_sub(freed);
+            match self.live.compare_exchange_weak(live, after, Relaxed, Relaxed) {
+                Ok(_) => {
+                    let high = after.max(live.saturating_add(peak));
+                    // Most polls are below the peak: a load only.
+                    if high > self.peak.load(Relaxed) {
+                        self.peak.fetch_max(high, Relaxed);
+                    }
+                    return;
+                }
+                Err(other) => live = other,
+            }
+        }
+    }
+}
+
+/// Returns `true` if work is measured on this thread: [`Heap`](super::Heap) is the global
+/// allocator, and the system is Linux. Takes a few nanoseconds.
+pub fn is_measured() -> bool {
+    Counters::here().is_some()
+}
+
+/// Runs the work so that the bytes that it allocates and frees count for no account.
+pub fn unmeasured<R>(work: impl FnOnce() -> R) -> R {
+    run_for(None, work)
+}
+
+/// Runs the work for this account, or for none.
+#[inline]
+fn run_for<R>(account: Option<NonNull<Head>>, work: impl FnOnce() -> R) -> R {
+    let _entered = Entered::new(account);
+    work()
+}
+
+/// Ends work for an account when dropped, also on unwinding.
+struct Entered {
+    outer: Option<NonNull<Head>>,
+    counters: Counters,
+}
+
+impl Entered {
+    /// Begins work; `None` if nothing is measured, or if the thread runs for this account already.
+    #[inline]
+    fn new(account: Option<NonNull<Head>>) -> Option<Self> {
+        let outer = ACCOUNT.get();
+        if outer == account {
+            return None;
+        }
+        let counters = Counters::here()?;
+        switch(counters.read(), account);
+        Some(Self { outer, counters })
+    }
+}
+
+impl Drop for Entered {
+    #[inline]
+    fn drop(&mut self) {
+        switch(self.counters.read(), self.outer);
+    }
+}
+
+/// The bytes that moved between two reads.
+struct Moved {
+    /// Bytes of blocks that were allocated, after rounding.
+    allocated: u64,
+    /// Bytes of blocks that were freed, also of those that other work allocated.
+    freed: u64,
+    /// The most by which `allocated - freed` rose.
+    peak: u64,
+}
+
+/// The counters at one instant.
+#[derive(Clone, Copy, PartialEq, Eq)]
+struct Totals {
+    allocated: u64,
+    freed: u64,
+}
+
+impl Totals {
+    const ZERO: Self = Self { allocated: 0, freed: 0 };
+
+    /// Bytes that the thread allocated and did not free; the counters wrap, and so does this.
+    const fn net(self) -> i64 {
+        self.allocated.wrapping_sub(self.freed).cast_signed()
+    }
+}
+
+/// The addresses of a thread's counters in jemalloc.
+#[derive(Clone, Copy)]
+struct Counters {
+    allocated: NonNull<u64>,
+    freed: NonNull<u64>,
+}
+
+/// The counters of a thread.
+#[derive(Clone, Copy)]
+enum Found {
+    Yes(Counters),
+    /// The thread's blocks are not jemalloc's.
+    No,
+    NotLookedFor,
+}
+
+thread_local! {
+    static COUNTERS: Cell<Found> = const { Cell::new(Found::NotLookedFor) };
+    /// The account for which the thread runs. It outlives the call of `run_for` that set it, which
+    /// resets it before it returns.
+    static ACCOUNT: Cell<Option<NonNull<Head>>> = const { Cell::new(None) };
+    /// The start of the bytes that are not charged yet.
+    static SINCE: Cell<Totals> = const { Cell::new(Totals::ZERO) };
+    /// When the thread's peak was reset.
+    static PEAK_RESET: Cell<Totals> = const { Cell::new(Totals::ZERO) };
+}
+
+/// Charges the current account with the bytes until now, and continues with another one.
+#[inline]
+fn switch(now: Totals, to: Option<NonNull<Head>>) {
+    if let Some(account) = ACCOUNT.replace(to)
+        && SINCE.get() != now
+    {
+        settle(account, now);
+    }
+    if to.is_some() {
+        SINCE.set(now);
+        let last = PEAK_RESET.get();
+        let allocated = now.allocated.wrapping_sub(last.allocated);
+        let freed = now.freed.wrapping_sub(last.freed);
+        if (allocated | freed) >= PEAK_MIN {
+            reset_peak(now);
+        }
+    }
+}
+
+#[inline(never)]
+fn settle(account: NonNull<Head>, now: Totals) {
+    let since = SINCE.get();
+    let moved = Moved {
+        allocated: now.allocated.wrapping_sub(since.allocated),
+        freed: now.freed.wrapping_sub(since.freed),
+        peak: rise(since, now),
+    };
+    // SAFETY: it outlives the call of `run_for` that set it, which has not returned.
+    unsafe { account.as_ref() }.charge(moved);
+}
+
+/// Returns by how much the thread's net bytes rose at most between the two, above the first.
+fn rise(since: Totals, now: Totals) -> u64 {
+    let allocated = now.allocated.wrapping_sub(since.allocated);
+    if allocated < PEAK_MIN {
+        return allocated;
+    }
+    let Ok(peak) = ctl::THREAD_PEAK.read() else { return allocated };
+    let above_reset = i64::try_from(peak).unwrap_or(i64::MAX);
+    let high = PEAK_RESET.get().net().saturating_add(above_reset);
+    let end = now.net().wrapping_sub(since.net()).max(0);
+    let rise = high.saturating_sub(since.net()).max(end);
+    u64::try_from(rise).unwrap_or(0).min(allocated)
+}
+
+#[cold]
+fn reset_peak(now: Totals) {
+    if ctl::THREAD_PEAK_RESET.perform().is_ok() {
+        PEAK_RESET.set(now);
+    }
+}
+
+impl Counters {
+    /// Returns those of the calling thread.
+    #[inline]
+    fn here() -> Option<Self> {
+        match COUNTERS.get() {
+            Found::Yes(counters) => Some(counters),
+            Found::NotLookedFor => Self::look(),
+            Found::No => None,
+        }
+    }
+
+    #[cold]
+    fn look() -> Option<Self> {
+        let found = Self::find();
+        COUNTERS.set(found.map_or(Found::No, Found::Yes));
+        found
+    }
+
+    fn find() -> Option<Self> {
+        // Elsewhere jemalloc may free them before a thread's last destructor has run.
+        if !cfg!(target_os = "linux") || !super::is_global() {
+            return None;
+        }
+        let allocated = ctl::THREAD_ALLOCATED_AT.counter().ok()??;
+        let freed = ctl::THREAD_DEALLOCATED_AT.counter().ok()??;
+        Some(Self { allocated, freed })
+    }
+
+    #[inline]
+    fn read(self) -> Totals {
+        // SAFETY: it points to an aligned `u64` in jemalloc's thread-local storage, which on Linux
+        // lives as long as the thread. It was found on this thread: a `Counters` is in its
+        // thread-local storage or in a local variable, and is not `Send`. Only this thread writes
+        // there, in calls of the allocator, of which the compiler may assume that they write
+        // nothing else: hence volatile.
+        let allocated = unsafe { self.allocated.as_ptr().read_volatile() };
+        // SAFETY: the same.
+        let freed = unsafe { self.freed.as_ptr().read_volatile() };
+        Totals { allocated, freed }
+    }
+}

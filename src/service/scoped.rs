@@ -1,0 +1,107 @@
+//! Futures and bodies that are polled, and dropped, for the account of a request.
+//!
+//! Invariant: the wrapped value is dropped before its permit, and in its scope.
+
+use std::future::Future;
+use std::pin::Pin;
+use std::task::{Context, Poll};
+
+use pin_project_lite::pin_project;
+
+use super::permit::SharedPermit;
+
+pin_project! {
+    /// A future whose memory is attributed to a request.
+    #[derive(Debug)]
+    #[must_use = "futures do nothing unless polled"]
+    pub struct Scoped<F> {
+        // `None` once it has completed.
+        #[pin]
+        inner: Option<F>,
+        permit: Option<SharedPermit>,
+    }
+
+    impl<F> PinnedDrop for Scoped<F> {
+        fn drop(this: Pin<&mut Self>) {
+            let mut this = this.project();
+            if let (Some(permit), true) = (this.permit, this.inner.is_some()) {
+                permit.measure(|| this.inner.set(None));
+            }
+        }
+    }
+}
+
+impl<T> Scoped<T> {
+    pub(super) const fn new(inner: T, permit: Option<SharedPermit>) -> Self {
+        Self { inner: Some(inner), permit }
+    }
+
+    pub(super) const fn get(&self) -> Option<&T> {
+        self.inner.as_ref()
+    }
+
+    pub(super) const fn permit(&self) -> Option<&SharedPermit> {
+        self.permit.as_ref()
+    }
+
+    /// Polls the wrapped value in its scope, and drops it there if it is done.
+    #[inline]
+    pub(super) fn poll_with<R>(
+        self: Pin<&mut Self>,
+        poll: impl FnOnce(Pin<&mut T>) -> R,
+        is_done: impl FnOnce(&T, &R) -> bool,
+    ) -> R {
+        let this = self.project();
+        let (mut inner, permit) = (this.inner, this.permit);
+        let work = || {
+            let Some(mut now) = inner.as_mut().as_pin_mut() else { unreachable!("it is done") };
+            let result = poll(now.as_mut());
+            if is_done(&now, &result) {
+                inner.set(None);
+            }
+            result
+        };
+        match permit {
+            Some(permit) => permit.measure(work),
+            None => work(),
+        }
+    }
+}
+
+impl<F: Future> Future for Scoped<F> {
+    type Output = F::Output;
+
+    #[inline]
+    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<F::Output> {
+        self.poll_with(|inner| inner.poll(cx), |_, polled| polled.is_ready())
+    }
+}
+
+/// Attributes the memory of a future to the request for which this thread runs, if there is one:
+/// for tasks that a handler spawns. Like [`SharedPermit::scope`] of [`SharedPermit::current`].
+///
+/// ```
+/// # async fn handler() {
+/// let part = tokio::spawn(lowtide::service::scope(async { vec![0_u8; 1 << 20] }));
+/// # }
+/// ```
+pub fn scope<F: Future>(future: F) -> Scoped<F> {
+    Scoped::new(future, SharedPermit::current())
+}
+
+/// Attributes the memory of a closure to the request for which this thread runs, if there is one:
+/// for work that a handler moves to another thread.
+///
+/// ```
+/// # async fn handler(text: String) {
+/// let work = lowtide::service::scope_blocking(move || text.to_uppercase());
+/// let upper = tokio::task::spawn_blocking(work).await;
+/// # }
+/// ```
+pub fn scope_blocking<R>(work: impl FnOnce() -> R) -> impl FnOnce() -> R {
+    let permit = SharedPermit::current();
+    move || match permit {
+        Some(permit) => permit.measure(work),
+        None => work(),
+    }
+}
