@@ -70,6 +70,7 @@ pub(crate) struct Arguments {
 const SUBJECTS: &[(&str, &str)] = &[
     ("workspace", "what it costs to build, test and learn the workspace: some 20 minutes"),
     ("faults", "faults that were found and fixed: what goes wrong now, with a real ONNX Runtime"),
+    ("measured", "what is attributed to requests, beside what they hold, and what that costs"),
     ("envoy", "thresholds on the heap, in Envoy, and lowtide: quick and slow bodies"),
 ];
 
@@ -87,6 +88,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), String> {
             let engines = Run::new(".ci/engines").run();
             faults.and(engines)
         }
+        "measured" => cargo("bench --locked --bench requests").run(),
         "envoy" => Run::new(".ci/envoy").run(),
         other => {
             let names: Vec<_> = SUBJECTS.iter().map(|(name, _)| *name).collect();

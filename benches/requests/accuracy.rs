@@ -1,0 +1,229 @@
+//! What is attributed to requests, beside what they hold.
+//!
+//! The truth of live bytes is jemalloc's statistics while all requests of a case wait, less the
+//! same while requests wait that send the same body to a handler which drops it: so connections do
+//! not count. The truth of a peak is known by construction.
+//!
+//! A peak may be 2 % or 512 KiB off: hyper reads up to some 400 KiB into one buffer.
+
+use std::io;
+use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use lowtide::admission::Cost;
+use lowtide::config::DeviceChoice;
+use lowtide::service::{Constant, MemoryLayer};
+use lowtide::{BoxError, ByteSize, Memory};
+use lowtide_heap::{Account, AccountOwner, HeapProbe};
+use tokio::net::TcpListener;
+
+use crate::cases::{CASES, Case, MIB, Peak};
+use crate::client::{self, Order, Protocol};
+use crate::handlers::{self, Stage};
+
+/// Requests at once.
+const AT_ONCE: [usize; 2] = [1, 32];
+/// The accepted error of live bytes and of peaks.
+const ERROR_MAX: f64 = 0.02;
+/// The accepted error of a peak, and the least bytes with which an error is compared.
+const PEAK_ERROR_MAX: f64 = 512.0 * 1024.0;
+/// A case whose requests do not arrive fails after this.
+const PATIENCE: Duration = Duration::from_secs(120);
+/// Two looks at the statistics that find the same.
+const LOOK: Duration = Duration::from_millis(25);
+
+/// The memory of one request of a case.
+#[derive(Clone, Copy, Debug, Default)]
+struct Seen {
+    /// By jemalloc's statistics.
+    held: f64,
+    attributed: f64,
+    lowest_peak: f64,
+    highest_peak: f64,
+    /// Attributed when all have ended.
+    left: f64,
+}
+
+struct NoOwner;
+
+impl AccountOwner for NoOwner {}
+
+/// The largest errors.
+#[derive(Default)]
+struct Errors {
+    /// Of live bytes and of peaks, as parts of the truth.
+    live: f64,
+    peak: f64,
+    /// The most bytes that a peak is too low.
+    under: f64,
+}
+
+/// Measures all cases, prints them, and returns whether the goals held.
+#[tokio::main(worker_threads = 2)]
+pub(crate) async fn measure(only: Option<&str>) -> Result<bool, BoxError> {
+    let memory = Memory::builder().memory_limit(ByteSize::gib(20)).device(DeviceChoice::None);
+    let memory = memory.start()?;
+    let mut errors = Errors::default();
+    println!("MiB a request: live by jemalloc's statistics and attributed; peak and attributed");
+    for case in CASES.iter().filter(|case| only.is_none_or(|only| case.name.contains(only))) {
+        for protocol in [Protocol::Http1, Protocol::Http2] {
+            for at_once in AT_ONCE {
+                let base = seen(&memory, &case.baseline(), protocol, at_once).await?;
+                let mut seen = seen(&memory, case, protocol, at_once).await?;
+                seen.held -= base.held + case.handed as f64;
+                let peak = peak_of(case).map(|peak| peak.max(seen.held));
+                println!(
+                    "{:<38} {protocol:?} {at_once:>2} at once: {}",
+                    case.name,
+                    seen.line(peak)
+                );
+                if case.is_attributed {
+                    errors.add(&seen, peak);
+                }
+            }
+        }
+    }
+    let Errors { live, peak, under } = errors;
+    println!("figure measured.live_error_percent {:.2} percent", 100.0 * live);
+    println!("figure measured.peak_error_percent {:.2} percent", 100.0 * peak);
+    println!("figure measured.peak_under_kib {:.0} KiB", under / 1024.0);
+    Ok(live <= ERROR_MAX && peak <= ERROR_MAX)
+}
+
+impl Errors {
+    fn add(&mut self, seen: &Seen, peak: Option<f64>) {
+        self.live = self.live.max(error(seen.attributed, seen.held).abs());
+        let Some(truth) = peak else { return };
+        for found in [seen.lowest_peak, seen.highest_peak] {
+            self.under = self.under.max(truth - found);
+            if (found - truth).abs() > PEAK_ERROR_MAX {
+                self.peak = self.peak.max(error(found, truth).abs());
+            }
+        }
+    }
+}
+
+impl Seen {
+    /// Returns a line of the table, in MiB.
+    fn line(&self, peak: Option<f64>) -> String {
+        let [held, attributed, lowest, highest, left] =
+            [self.held, self.attributed, self.lowest_peak, self.highest_peak, self.left]
+                .map(|bytes| bytes / MIB as f64);
+        let peak = peak.map_or_else(|| "-".to_owned(), |peak| format!("{:.2}", peak / MIB as f64));
+        format!(
+            "{held:6.2} {attributed:6.2}   {peak:>6} {lowest:6.2} to {highest:6.2}   \
+             at its end {left:5.2}"
+        )
+    }
+}
+
+/// Returns the error as a part of the truth.
+fn error(found: f64, truth: f64) -> f64 {
+    (found - truth) / truth.max(MIB as f64)
+}
+
+/// Returns the peak of a request by construction; `None` if that is unknown.
+fn peak_of(case: &Case) -> Option<f64> {
+    Some(match case.peak {
+        Peak::Bytes(bytes) => bytes as f64,
+        Peak::Unknown => return None,
+        Peak::Parsed => {
+            let text = client::body(case.upload);
+            let parse = || serde_json::from_slice::<serde_json::Value>(&text);
+            let account = Arc::new(Account::new(NoOwner));
+            drop(account.run(parse));
+            text.len() as f64 + account.memory().peak.get() as f64
+        }
+    })
+}
+
+/// Runs a case. The buffers of connections depend on chance: the median of some runs.
+async fn seen(
+    memory: &Memory,
+    case: &Case,
+    protocol: Protocol,
+    at_once: usize,
+) -> Result<Seen, BoxError> {
+    let mut runs = Vec::new();
+    for _ in 0..if at_once == 1 { 5 } else { 3 } {
+        runs.push(run(memory, case, protocol, at_once).await?);
+    }
+    let middle = runs.len() / 2;
+    Ok(*runs.select_nth_unstable_by(middle, |one, other| one.held.total_cmp(&other.held)).1)
+}
+
+async fn run(
+    memory: &Memory,
+    case: &Case,
+    protocol: Protocol,
+    at_once: usize,
+) -> Result<Seen, BoxError> {
+    let layer = MemoryLayer::new(memory.admission().clone(), Constant::new(Cost::ZERO));
+    let stage = Stage::new();
+    let service = handlers::routes(stage.clone()).layer(layer.without_slow_start());
+    let listener = TcpListener::bind("127.0.0.1:0").await?;
+    let server = listener.local_addr()?;
+    let serving = tokio::spawn(async { axum::serve(listener, service).await });
+    let before = settled().await?;
+    let order = Order {
+        server,
+        path: case.path.to_owned(),
+        protocol,
+        requests: at_once,
+        upload: case.upload,
+        reads_late: case.reads_late,
+    };
+    let mut clients = start(&order)?;
+    let start = Instant::now();
+    while stage.waiting() < at_once {
+        if start.elapsed() > PATIENCE {
+            return Err(format!("{}: {} of {at_once} arrived", case.name, stage.waiting()).into());
+        }
+        tokio::time::sleep(LOOK).await;
+    }
+    let held = (settled().await? - before) / at_once as f64;
+    let permits = stage.permits();
+    let attributed = || {
+        let all = permits.iter().filter_map(|permit| permit.memory());
+        all.map(|memory| memory.live.get() as f64).sum::<f64>() / at_once as f64
+    };
+    let now = attributed();
+    stage.open();
+    drop(clients.stdin.take());
+    let status = tokio::task::spawn_blocking(move || clients.wait()).await??;
+    if !status.success() {
+        return Err(format!("{}: the clients ended with {status}", case.name).into());
+    }
+    settled().await?;
+    let peaks = permits.iter().filter_map(|permit| permit.memory());
+    let peaks: Vec<_> = peaks.map(|memory| memory.peak.get() as f64).collect();
+    serving.abort();
+    Ok(Seen {
+        held,
+        attributed: now,
+        lowest_peak: peaks.iter().copied().fold(f64::INFINITY, f64::min),
+        highest_peak: peaks.iter().copied().fold(0.0, f64::max),
+        left: attributed(),
+    })
+}
+
+fn start(order: &Order) -> io::Result<Child> {
+    let mut command = Command::new(std::env::current_exe()?);
+    command.arg("--client").arg(serde_json::to_string(order)?).stdin(Stdio::piped()).spawn()
+}
+
+/// Returns the live bytes of the process when they do not change any more.
+async fn settled() -> Result<f64, BoxError> {
+    let probe = HeapProbe::new()?;
+    let mut last = f64::NAN;
+    for _ in 0..200 {
+        tokio::time::sleep(LOOK).await;
+        let now = probe.snapshot()?.live.get() as f64;
+        if (now - last).abs() < 16.0 * 1024.0 {
+            return Ok(now);
+        }
+        last = now;
+    }
+    Err("the live bytes of the process do not settle".into())
+}

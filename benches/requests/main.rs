@@ -1,0 +1,79 @@
+//! Requests: what the layer attributes to each, beside what they hold, and what that costs.
+//!
+//! This process serves; the clients are a child, so that their memory does not count. In each case
+//! some requests wait at the point where they hold most, and jemalloc's statistics show what they
+//! hold together. Instructions are counted by callgrind, in processes of their own.
+//!
+//! Exit codes: 0 every goal held; 1 one was missed, or something could not be measured.
+#![expect(clippy::print_stdout, clippy::print_stderr, reason = "a program that shows something")]
+#![expect(clippy::disallowed_methods, reason = "it measures real time")]
+#![expect(clippy::cast_precision_loss, reason = "figures of a bench are far below 2^52")]
+
+mod accuracy;
+mod cases;
+mod client;
+mod count;
+mod handlers;
+
+use std::process::ExitCode;
+
+use clap::Parser;
+use lowtide::BoxError;
+
+use crate::count::Counted;
+
+lowtide::global_allocator!(balanced);
+
+#[derive(Debug, Parser)]
+#[command(about = "What the layer attributes to requests, and what that costs")]
+struct Cli {
+    /// Only cases whose name contains this.
+    #[arg(long)]
+    only: Option<String>,
+    /// Only instructions.
+    #[arg(long)]
+    count: bool,
+    /// Be the process whose instructions are counted.
+    #[arg(long, hide = true, requires = "steps")]
+    be: Option<Counted>,
+    #[arg(long, hide = true)]
+    steps: Option<usize>,
+    /// Be the clients.
+    #[arg(long, hide = true)]
+    client: Option<String>,
+    /// Cargo says this when benches are asked for.
+    #[arg(long, hide = true)]
+    bench: bool,
+}
+
+fn main() -> ExitCode {
+    // Cargo's tests start benches too, without that word and with arguments of their own.
+    let words = ["--bench", "--be", "--client"];
+    if !std::env::args().any(|argument| words.contains(&argument.as_str())) {
+        println!(
+            "requests: a bench of two minutes, not a test: run `cargo bench --bench requests`"
+        );
+        return ExitCode::SUCCESS;
+    }
+    match run(&Cli::parse()) {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::FAILURE,
+        Err(error) => {
+            eprintln!("requests: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// Returns whether every goal held.
+fn run(cli: &Cli) -> Result<bool, BoxError> {
+    if let (Some(counted), Some(steps)) = (cli.be, cli.steps) {
+        return count::be(counted, steps).map(|()| true);
+    }
+    if let Some(order) = &cli.client {
+        return client::be(serde_json::from_str(order)?).map(|()| true);
+    }
+    let costs = count::measure()?;
+    let fits = cli.count || accuracy::measure(cli.only.as_deref())?;
+    Ok(costs && fits)
+}
