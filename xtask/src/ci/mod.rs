@@ -1,8 +1,10 @@
 //! `cargo xtask ci` and `cargo xtask soak`: the jobs of the continuous integration.
 //!
 //! A job is a function that runs commands. All jobs run, one after the other, and every failure is
-//! reported at the end. Long jobs run a sample in `ci` and their full length in `soak`. With
-//! `CI=true` a job that cannot run on this machine has failed; elsewhere it is skipped.
+//! reported at the end. Jobs that use one core or wait run two at a time, each in a process of its
+//! own, whose output is printed when it ends. Long jobs run a sample in `ci` and their full length
+//! in `soak`. With `CI=true` a job that cannot run on this machine has failed; elsewhere it is
+//! skipped.
 //!
 //! `.ci/run` installs the tools that the jobs need and calls `cargo xtask ci`.
 //!
@@ -16,8 +18,12 @@ mod system;
 pub(crate) use build::executables;
 
 use std::collections::BTreeSet;
+use std::fs::{self, File};
+use std::process::Command;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
-use std::{env, fmt};
+use std::{env, fmt, thread};
 
 use crate::run::{children_cpu_seconds, set_for_commands};
 use crate::tree::{Faults, Tree};
@@ -72,6 +78,8 @@ struct Job {
     tools: &'static [&'static str],
     /// `true` if its full length is more than `ci` runs.
     soaks: bool,
+    /// `true` if it leaves a core to another job, and measures nothing that this changes.
+    shares: bool,
     run: fn(Length) -> Outcome,
 }
 
@@ -97,17 +105,17 @@ const JOBS: &[Job] = &[
     job("memcheck", "the driver contract under valgrind", &["valgrind"], build::memcheck),
     long("models", "every interleaving of the lock-free parts, by loom", &[], build::models),
     long("schedules", "random schedules of an arena and streams", &[], long::schedules),
-    long("mutants", "faults in the arena's source, which tests must find", &[], long::mutants),
+    shared(long("mutants", "faults in the arena's source that tests find", &[], long::mutants)),
+    shared(long("retention", "the memory that allocators retain", COMPONENTS, long::retention)),
+    shared(long("engines", "a real ONNX Runtime", &["components", "python"], long::engines)),
+    shared(job("demo", "the demonstration and the comparison", &[], system::demo)),
+    shared(long("faults", "known faults, reproduced", &[], long::faults)),
+    shared(job("dashboards", "dashboards with a real Prometheus", LIVE, system::dashboards)),
+    shared(job("page", "the page in a real browser", &["browser"], system::page)),
     long("controller", "the controller in virtual time", &[], long::controller),
-    long("retention", "the memory that allocators retain", &["components"], long::retention),
     long("overload", "overload in a real memory cgroup", &[], long::overload),
-    long("faults", "known faults, reproduced", &[], long::faults),
-    long("engines", "a real ONNX Runtime", &["components", "python"], long::engines),
     job("rules", "the Prometheus rules, by promtool", &["promtool"], system::rules),
     job("deployment", "unit, Compose file and Prometheus configuration", TOOLS, system::deployment),
-    job("dashboards", "dashboards against a real Prometheus", LIVE, system::dashboards),
-    job("page", "the page in a real browser", &["browser"], system::page),
-    job("demo", "the demonstration and the comparison", &[], system::demo),
     job("image", "the image's root file system under a limit", &["curl"], system::image),
 ];
 
@@ -124,7 +132,7 @@ const fn job(
     tools: &'static [&'static str],
     run: fn(Length) -> Outcome,
 ) -> Job {
-    Job { name, about, tools, soaks: false, run }
+    Job { name, about, tools, soaks: false, shares: false, run }
 }
 
 const fn long(
@@ -133,7 +141,12 @@ const fn long(
     tools: &'static [&'static str],
     run: fn(Length) -> Outcome,
 ) -> Job {
-    Job { name, about, tools, soaks: true, run }
+    Job { name, about, tools, soaks: true, shares: false, run }
+}
+
+const fn shared(mut job: Job) -> Job {
+    job.shares = true;
+    job
 }
 
 /// The arguments of both commands.
@@ -218,33 +231,96 @@ fn set_environment() {
     }
 }
 
+/// What came of a job.
+struct Report {
+    name: &'static str,
+    line: String,
+    outcome: Outcome,
+}
+
 fn run_all(jobs: &[&Job], length: Length, is_ci: bool) -> Result<(), String> {
     let begin = Instant::now();
-    let (mut report, mut failed, mut skipped) = (Vec::new(), Vec::new(), 0);
-    for job in jobs {
-        println!("\n== {}: {} ({} s)", job.name, job.about, begin.elapsed().as_secs());
-        let (from, cpu) = (Instant::now(), children_cpu_seconds()?);
-        let mut outcome = (job.run)(length);
-        if let (true, Err(Stop::Skipped(why))) = (is_ci, &outcome) {
-            outcome = Err(Stop::Failed(why.clone()));
-        }
-        let what = outcome.as_ref().map_or_else(ToString::to_string, |()| "passed".to_owned());
-        println!("{}: {what}", job.name);
-        let (wall, cpu) = (from.elapsed().as_secs(), children_cpu_seconds()? - cpu);
-        report.push(format!("{:<12} {wall:>5} s {cpu:>6.0} CPU s  {what}", job.name));
-        match outcome {
-            Ok(()) => {}
-            Err(Stop::Skipped(_)) => skipped += 1,
-            Err(Stop::Failed(_)) => failed.push(job.name),
+    let mut reports = Vec::new();
+    for group in jobs.chunk_by(|one, other| one.shares && other.shares) {
+        match group {
+            [job] => {
+                println!("\n== {}: {} ({} s)", job.name, job.about, begin.elapsed().as_secs());
+                reports.push(run_here(job, length, is_ci)?);
+            }
+            group => reports.extend(run_pairwise(group, length, begin)?),
         }
     }
-    println!("\n== report ({} s)\n{}", begin.elapsed().as_secs(), report.join("\n"));
+    let lines: Vec<_> = reports.iter().map(|report| report.line.as_str()).collect();
+    println!("\n== report ({} s)\n{}", begin.elapsed().as_secs(), lines.join("\n"));
+    let skipped = reports.iter().filter(|one| matches!(one.outcome, Err(Stop::Skipped(_)))).count();
+    let failed = reports.iter().filter(|one| matches!(one.outcome, Err(Stop::Failed(_))));
+    let failed: Vec<_> = failed.map(|report| report.name).collect();
     if failed.is_empty() {
         let skipped = if skipped == 0 { String::new() } else { format!(", {skipped} skipped") };
         println!("\n== all checks passed{skipped} ({} s)", begin.elapsed().as_secs());
         return Ok(());
     }
     Err(format!("{} of {} jobs: {}", failed.len(), jobs.len(), failed.join(", ")))
+}
+
+fn run_here(job: &Job, length: Length, is_ci: bool) -> Result<Report, String> {
+    let (from, cpu) = (Instant::now(), children_cpu_seconds()?);
+    let mut outcome = (job.run)(length);
+    if let (true, Err(Stop::Skipped(why))) = (is_ci, &outcome) {
+        outcome = Err(Stop::Failed(why.clone()));
+    }
+    let what = outcome.as_ref().map_or_else(ToString::to_string, |()| "passed".to_owned());
+    println!("{}: {what}", job.name);
+    let (wall, cpu) = (from.elapsed().as_secs(), children_cpu_seconds()? - cpu);
+    let line = format!("{:<12} {wall:>5} s {cpu:>6.0} CPU s  {what}", job.name);
+    Ok(Report { name: job.name, line, outcome })
+}
+
+/// Runs jobs two at a time, in their order.
+fn run_pairwise(jobs: &[&Job], length: Length, begin: Instant) -> Result<Vec<Report>, String> {
+    let (next, reports) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
+    let work = || {
+        while let Some(job) = jobs.get(next.fetch_add(1, Ordering::Relaxed)) {
+            let from = begin.elapsed().as_secs();
+            let ran = run_apart(job, length);
+            let mut reports = reports.lock().map_err(|_| "a job panicked")?;
+            let (output, report) = ran?;
+            println!("\n== {}: {} (from {from} s)\n{output}", job.name, job.about);
+            reports.push(report);
+        }
+        Ok::<(), String>(())
+    };
+    thread::scope(|scope| {
+        let other = scope.spawn(work);
+        let mine = work();
+        mine.and(other.join().map_err(|_| "a job panicked".to_owned())?)
+    })?;
+    reports.into_inner().map_err(|_| "a job panicked".to_owned())
+}
+
+/// Runs a job in a process of its own. Returns the output, and the report that is in it.
+fn run_apart(job: &Job, length: Length) -> Result<(String, Report), String> {
+    let wrong = |error: std::io::Error| format!("{}: {error}", job.name);
+    let command = if length == Length::Sample { "ci" } else { "soak" };
+    let path = build::target().join(format!("job-{}.log", job.name));
+    let log = File::create(&path).map_err(wrong)?;
+    let mut run = Command::new(env::current_exe().map_err(wrong)?);
+    run.args([command, "--job", job.name]);
+    run.stdout(log.try_clone().map_err(wrong)?).stderr(log);
+    let status = run.status().map_err(wrong)?;
+    let output = String::from_utf8_lossy(&fs::read(&path).map_err(wrong)?).into_owned();
+    let is_report = |line: &&str| line.starts_with(job.name) && line.contains(" CPU s  ");
+    let line = output.lines().rfind(is_report).map_or_else(
+        || format!("{:<12} ended with {status} and without a report", job.name),
+        str::to_owned,
+    );
+    let why = line.split_once(" CPU s  ").map_or(line.as_str(), |(_, what)| what).to_owned();
+    let outcome = match why.strip_prefix("skipped: ") {
+        Some(why) => skip(why),
+        None if status.success() => Ok(()),
+        None => Err(why.into()),
+    };
+    Ok((output, Report { name: job.name, line, outcome }))
 }
 
 #[cfg(test)]
