@@ -7,15 +7,20 @@
 //! would stay forever. Therefore a request that is nearly alone counts once if nothing has been
 //! measured for a while: it is the measurement. Its estimate is trusted, once.
 //!
-//! Invariants, with `requests = reserved - units`, `required = physical - purgeable` and `loading`
-//! the bytes of resources not yet loaded:
+//! Requests are measured or not. What measured ones hold is known, and `K` is what the process
+//! holds for each byte of it: fragmentation, connections, and memory without an owner. The others
+//! are taken to hold what they have reserved, and `K` corrects their estimates too.
 //!
-//! - `other = max(base + resource_reservations, required - K x requests + loading)`
+//! Invariants, with `held = reserved - units - unheld`, `required = physical - purgeable` and
+//! `loading` the bytes of resources not yet loaded:
+//!
+//! - `other = max(base + resource_reservations, required - K x held + loading)`
 //! - `allowance = (ceiling - other) / K + units`
 //! - `alone = ceiling - other - K x ceiling / 32`, or 0 while `K` is being measured
 //! - `K = max(1.05 x peak, (1 - .005 x min(8 x measured, 1)) x K)`, clamped to 1 to 5. `peak` is
 //!   the largest measurement of the last three generations of requests. `K` falls by at most .5 %
-//!   each 10 ms, because reserved bytes that are not used yet may still be used.
+//!   each 10 ms if requests are not measured, because reserved bytes that are not used yet may
+//!   still be used.
 //! - Without measurements `K` slowly returns to its starting value.
 
 use std::time::Duration;
@@ -145,6 +150,28 @@ impl Peaks {
     }
 }
 
+/// Averages over the last second of what is held, and of what measured requests hold of it. Memory
+/// that is freed is held a little longer, so the ratio of two samples would be too high whenever
+/// many requests end.
+#[derive(Clone, Copy, Debug, Default)]
+struct Overhead {
+    held: f64,
+    requests: f64,
+}
+
+impl Overhead {
+    fn add(&mut self, held: f64, requests: f64, turnover: Turnover) {
+        let weight = turnover.time.max(K_DECAY_TIME).as_secs_f64().min(1.0);
+        let weight = if self.requests > 0.0 { weight } else { 1.0 };
+        self.held += weight * (held - self.held);
+        self.requests += weight * (requests - self.requests);
+    }
+
+    fn ratio(self) -> f64 {
+        self.held / self.requests
+    }
+}
+
 /// The reservations of a ledger at one instant.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Books {
@@ -156,6 +183,16 @@ pub struct Books {
     pub resource_reservations: ByteSize,
     /// The part of `resource_reservations` that is loaded.
     pub settled: ByteSize,
+    /// The part of `requests` that they do not hold, as far as they are measured.
+    pub unheld: ByteSize,
+}
+
+impl Books {
+    /// Returns the bytes of requests that are part of what is held: measured ones count what they
+    /// hold, and others all that they reserved.
+    fn held(self) -> ByteSize {
+        self.requests.saturating_sub(self.unheld)
+    }
 }
 
 /// The learned state of one budget. Pure, owned by the control loop.
@@ -179,6 +216,7 @@ pub struct Correction {
     /// The most that one request could reserve if all others had ended.
     pub(super) most: ByteSize,
     peaks: Peaks,
+    overhead: Overhead,
 }
 
 impl Correction {
@@ -204,6 +242,7 @@ impl Correction {
             unowned: ByteSize::ZERO,
             most: ByteSize::MAX,
             peaks: Peaks::new(),
+            overhead: Overhead { held: 0.0, requests: 0.0 },
         }
     }
 
@@ -238,8 +277,8 @@ impl Correction {
             let unbooked = required.saturating_sub(requests).saturating_add(loading);
             unbooked.max(self.base.saturating_add(books.resource_reservations))
         };
-        let other = other_than(books.requests.scaled(self.correction_factor));
-        self.unowned = other_than(books.requests.scaled(K_MAX));
+        let other = other_than(books.held().scaled(self.correction_factor));
+        self.unowned = other_than(books.held().scaled(K_MAX));
         let room = measured.ceiling.saturating_sub(other);
         let beside = few(measured.ceiling).scaled(self.correction_factor);
         let lone = measured.ceiling.saturating_sub(self.unowned);
@@ -258,7 +297,7 @@ impl Correction {
         let quiet = books.requests <= few(ceiling);
         let held = required.saturating_sub(books.settled);
         let held = if quiet {
-            held.saturating_sub(books.requests.scaled(self.correction_factor))
+            held.saturating_sub(books.held().scaled(self.correction_factor))
         } else {
             held
         };
@@ -272,21 +311,34 @@ impl Correction {
             self.correction_factor += K_FORGETTING * (self.start - self.correction_factor);
             return;
         }
+        let requests = books.held();
+        if requests < few(sample.ceiling) {
+            // Measured requests that hold little yet: no evidence.
+            return;
+        }
         if self.unmeasured >= UNMEASURED {
             // The last measurement is too old.
-            self.peaks = Peaks::new();
+            (self.peaks, self.overhead) = (Peaks::new(), Overhead::default());
         }
         self.unmeasured = 0;
         // The bytes of all resources are subtracted, loaded or not, so that a load does not look
         // like a wrong estimate.
         let held = required.saturating_sub(self.base).saturating_sub(books.resource_reservations);
-        let measured = held.as_f64() / books.requests.as_f64();
-        let evident = books.requests.get() >= sample.ceiling.get() / EVIDENT_PART;
+        let measured = held.as_f64() / requests.as_f64();
+        let evident = requests.get() >= sample.ceiling.get() / EVIDENT_PART;
         if evident {
             self.peaks.add(measured, sample.turnover);
         }
         let rising = evident && self.peaks.is_rising(measured);
         let peak = K_MARGIN * self.peaks.largest().max(measured);
+        if !books.unheld.is_zero() {
+            // What measured requests hold is known, however much of their bodies has arrived.
+            if evident {
+                self.overhead.add(held.as_f64(), requests.as_f64(), sample.turnover);
+                self.correction_factor = (K_MARGIN * self.overhead.ratio()).clamp(K_MIN, K_MAX);
+            }
+            return;
+        }
         let decay = if rising || !evident { 0.0 } else { sample.turnover.decay() };
         let decayed = self.correction_factor * (1.0 - decay * (K_EVIDENCE * measured).min(1.0));
         // With few reserved bytes, memory held in addition counts once, as part of `other`.
@@ -385,6 +437,31 @@ pub(super) mod tests {
             "{}",
             correction.correction_factor()
         );
+    }
+
+    /// What measured requests hold is known, so that a body which is still arriving is no evidence,
+    /// and the factor need not fall slowly.
+    #[test]
+    fn measured_requests_teach_by_what_they_hold_and_at_once() {
+        let books = |unheld| Books { unheld: ByteSize::mib(unheld), ..requests(600) };
+        let mut correction = Correction::new();
+        for _ in 0..500 {
+            let allowance = correction.update(books(599), sample(1, 0));
+            assert!((correction.correction_factor() - K_START).abs() < 1e-9);
+            assert_eq!(allowance.get() >> 20, 400, "as if all of them came");
+        }
+        let allowance = correction.update(books(400), sample(220, 0));
+        let expected = K_MARGIN * 1.1;
+        assert!((correction.correction_factor() - expected).abs() < 1e-9);
+        assert_eq!(allowance.get() >> 20, 692, "800 MiB / 1.155, and nothing else is held");
+        // More is held than they hold: it counts at once, and as their overhead if it stays.
+        let allowance = correction.update(books(400), sample(300, 0));
+        assert!((correction.correction_factor() - K_MARGIN * 1.104).abs() < 1e-9);
+        assert_eq!(allowance.get() >> 20, 631, "(800 - 300 + 200 x 1.1592) MiB / 1.1592");
+        for _ in 0..1000 {
+            let _ = correction.update(books(400), sample(300, 0));
+        }
+        assert!((correction.correction_factor() - K_MARGIN * 1.5).abs() < 1e-3);
     }
 
     /// The bug: the factor learned in a burst stayed until the next large request.

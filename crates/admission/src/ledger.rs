@@ -130,6 +130,8 @@ pub struct Ledger {
     resource_reservations: AtomicU64,
     /// The part of `resource_reservations` that is loaded, and so part of what is measured.
     settled: AtomicU64,
+    /// The part of the requests' reservations that they do not hold, as far as they are measured.
+    unheld: AtomicU64,
 }
 
 impl Ledger {
@@ -150,6 +152,7 @@ impl Ledger {
             units: AtomicU64::new(0),
             resource_reservations: AtomicU64::new(0),
             settled: AtomicU64::new(0),
+            unheld: AtomicU64::new(0),
         }
     }
 
@@ -175,7 +178,7 @@ impl Ledger {
         }
     }
 
-    fn figures(&self) -> [&AtomicU64; 13] {
+    fn figures(&self) -> [&AtomicU64; 14] {
         let Self {
             reserved,
             allowance,
@@ -188,7 +191,7 @@ impl Ledger {
             drain,
             ..
         } = self;
-        let Self { pause_ms, units, resource_reservations, settled, .. } = self;
+        let Self { pause_ms, units, resource_reservations, settled, unheld, .. } = self;
         [
             reserved,
             allowance,
@@ -203,6 +206,7 @@ impl Ledger {
             units,
             resource_reservations,
             settled,
+            unheld,
         ]
     }
 
@@ -451,6 +455,20 @@ impl Ledger {
         self.release(ByteSize::new(standing.units));
     }
 
+    /// Returns the bytes that measured requests have reserved and do not hold.
+    pub(crate) fn unheld(&self) -> ByteSize {
+        ByteSize::new(self.unheld.load(Ordering::Relaxed))
+    }
+
+    /// Replaces the bytes that a request has reserved and does not hold.
+    pub(crate) fn change_unheld(&self, before: ByteSize, after: ByteSize) {
+        // A difference, which may be negative: additions wrap.
+        let more = after.get().wrapping_sub(before.get());
+        if more != 0 {
+            self.unheld.fetch_add(more, Ordering::Relaxed);
+        }
+    }
+
     /// Returns all reserved bytes, with resources counted by their units.
     #[must_use]
     pub fn reserved(&self) -> ByteSize {
@@ -564,6 +582,7 @@ impl Ledger {
             units: ByteSize::new(self.units.load(Ordering::Relaxed)),
             resource_reservations: self.resource_reservations(),
             settled: ByteSize::new(self.settled.load(Ordering::Relaxed)),
+            unheld: self.unheld(),
         };
         let allowance = correction.update(books, measured);
         self.correction_factor.store(correction.correction_factor.to_bits(), Ordering::Relaxed);

@@ -3,7 +3,8 @@
 //! A permit can move between threads and be dropped on any of them. It decides nothing: growth is
 //! reserved as at admission ([`Admission`](super::Admission)).
 //!
-//! Invariant: the cost that a permit reports is reserved until the permit is dropped.
+//! Invariants: the cost that a permit reports is reserved until the permit is dropped; the ledger's
+//! `unheld` is the sum of `reserved - held` of the requests that are measured.
 
 use lowtide_core::bytes::ByteSize;
 
@@ -27,15 +28,18 @@ pub struct Permit {
     held: Held,
     /// The permit grows beyond the allowance, as it was reserved.
     exempt: bool,
+    /// The host memory that the request holds, if it is measured.
+    measured: Option<ByteSize>,
 }
 
 impl Permit {
     pub(super) const fn request(desk: &'static Desk, cost: Cost, exempt: bool) -> Self {
-        Self { desk, held: Held::Request(cost), exempt }
+        Self { desk, held: Held::Request(cost), exempt, measured: None }
     }
 
     pub(super) fn standing(desk: &'static Desk, host: Standing, device: Standing) -> Self {
-        Self { desk, held: Held::Standing(Some(Box::new((host, device)))), exempt: false }
+        let held = Held::Standing(Some(Box::new((host, device))));
+        Self { desk, held, exempt: false, measured: None }
     }
 
     /// Returns the admission state that holds the reservation.
@@ -71,13 +75,17 @@ impl Permit {
     /// grow: the error is [`Rejected::TooLarge`] with its own cost as the ceiling.
     pub fn grow(&mut self, bytes: ByteSize) -> Result<(), Rejected> {
         let held = self.cost().host;
-        let Held::Request(cost) = &mut self.held else {
+        let Held::Request(_) = &self.held else {
             let asked = held.saturating_add(bytes);
             let rejected = Rejected::TooLarge { budget: Budget::Host, asked, ceiling: held };
             return Err(self.desk.reject(rejected));
         };
         let reserved = self.desk.grow(held, bytes, self.exempt)?;
-        cost.host = cost.host.saturating_add(reserved);
+        let unheld = self.unheld();
+        if let Held::Request(cost) = &mut self.held {
+            cost.host = cost.host.saturating_add(reserved);
+        }
+        self.desk.host.change_unheld(unheld, self.unheld());
         Ok(())
     }
 
@@ -85,24 +93,42 @@ impl Permit {
     /// bytes are in use. Returns the bytes added. Does nothing on a resource's permit.
     #[doc(hidden)]
     pub fn raise(&mut self, held: ByteSize) -> ByteSize {
+        let before = self.unheld();
         let Held::Request(cost) = &mut self.held else { return ByteSize::ZERO };
         let more = held.saturating_sub(cost.host);
-        if more.is_zero() {
-            return more;
+        let more = if more.is_zero() { more } else { self.desk.raise(more) };
+        cost.host = cost.host.saturating_add(more);
+        self.desk.host.change_unheld(before, self.unheld());
+        more
+    }
+
+    /// Reports the host memory that the request holds now, as measured. From the first report on,
+    /// the correction factor is learned from what the request holds, and not from what it has
+    /// reserved. Does nothing on a resource's permit.
+    #[doc(hidden)]
+    pub fn report(&mut self, held: ByteSize) {
+        let before = self.unheld();
+        if let Held::Request(_) = &self.held {
+            self.measured = Some(held);
         }
-        let reserved = self.desk.raise(more);
-        cost.host = cost.host.saturating_add(reserved);
-        reserved
+        self.desk.host.change_unheld(before, self.unheld());
     }
 
     /// Releases part of the host memory early, at most what the permit holds. Does nothing on a
     /// resource's permit.
     pub fn shrink(&mut self, bytes: ByteSize) {
+        let before = self.unheld();
         if let Held::Request(cost) = &mut self.held {
             let part = bytes.min(cost.host);
             cost.host = cost.host.saturating_sub(part);
             self.desk.host.release(part);
         }
+        self.desk.host.change_unheld(before, self.unheld());
+    }
+
+    /// Returns the reserved host memory that the request does not hold; zero if it is not measured.
+    fn unheld(&self) -> ByteSize {
+        self.measured.map_or(ByteSize::ZERO, |held| self.cost().host.saturating_sub(held))
     }
 
     /// Marks the resource of the permit as loaded, so that its memory is part of what is measured.
@@ -126,6 +152,7 @@ impl Permit {
 
 impl Drop for Permit {
     fn drop(&mut self) {
+        self.desk.host.change_unheld(self.unheld(), ByteSize::ZERO);
         match &mut self.held {
             Held::Request(cost) => self.desk.finish(*cost),
             Held::Standing(held) => {
@@ -135,5 +162,55 @@ impl Drop for Permit {
                 }
             }
         }
+    }
+}
+
+#[cfg(all(test, not(lowtide_loom)))]
+mod tests {
+    use crate::admission::{Admission, Cost, Priority};
+    use crate::ledger::Budget;
+    use lowtide_core::bytes::ByteSize;
+
+    /// The ledger adds differences: any order of acts must leave nothing behind.
+    #[test]
+    fn what_measured_requests_do_not_hold_is_the_sum_over_them_and_ends_with_them() {
+        let admission = Admission::with_limit(ByteSize::gib(1));
+        let ledger = admission.ledger(Budget::Host);
+        let mut permits = Vec::new();
+        let seed = 7_u64;
+        println!("seed {seed}");
+        let mut state = seed;
+        let mut draw = |below: u64| {
+            state ^= state << 13;
+            state ^= state >> 7;
+            state ^= state << 17;
+            state % below
+        };
+        for _ in 0..10_000 {
+            let size = ByteSize::kib(draw(4096));
+            match draw(6) {
+                0 | 1 => {
+                    let priority = if draw(2) == 0 { Priority::Exempt } else { Priority::Normal };
+                    permits.extend(admission.try_admit_with(Cost::host(size), priority));
+                }
+                2 if !permits.is_empty() => {
+                    let at = usize::try_from(draw(permits.len() as u64)).expect("small");
+                    drop(permits.swap_remove(at));
+                }
+                act => {
+                    let Some(permit) = permits.last_mut() else { continue };
+                    match act {
+                        3 if draw(2) == 0 => permit.report(size),
+                        3 => drop(permit.raise(size)),
+                        4 => drop(permit.grow(size)),
+                        _ => permit.shrink(size),
+                    }
+                }
+            }
+            let sum: u64 = permits.iter().map(|permit| permit.unheld().get()).sum();
+            assert_eq!(ledger.unheld(), ByteSize::new(sum));
+        }
+        drop(permits);
+        assert_eq!((ledger.unheld(), ledger.reserved()), (ByteSize::ZERO, ByteSize::ZERO));
     }
 }
