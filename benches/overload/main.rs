@@ -74,7 +74,7 @@ struct Cli {
     /// Which sizes of bodies.
     #[arg(long, value_delimiter = ',')]
     mix: Vec<Mix>,
-    /// The factor by which estimates are multiplied, to make them wrong.
+    /// The factor by which estimates are multiplied, to make them wrong; 0 gives none.
     #[arg(long, value_delimiter = ',')]
     estimate: Vec<f64>,
     /// Of arrivals, sizes and holds, the same for each policy; of what `--survive` draws.

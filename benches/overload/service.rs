@@ -39,7 +39,8 @@ use crate::{envoy, gates, mix};
 pub(crate) struct Settings {
     /// The name of what admits.
     pub(crate) policy: String,
-    /// The factor by which estimates from the body's length are multiplied, to make them wrong.
+    /// The factor by which estimates from the body's length are multiplied, to make them wrong; 0
+    /// if the service gives none.
     pub(crate) estimate: f64,
     /// The limit of the cgroup.
     pub(crate) limit_bytes: u64,
@@ -166,7 +167,11 @@ fn admitted(
         }
         Policy::Lowtide => {
             let memory = memory.ok_or("lowtide without its memory")?;
-            routes.layer(MemoryLayer::new(memory.admission().clone(), held))
+            if wrong > 0.0 {
+                routes.layer(MemoryLayer::new(memory.admission().clone(), held))
+            } else {
+                routes.layer(memory.layer())
+            }
         }
     })
 }

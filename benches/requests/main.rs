@@ -14,6 +14,7 @@ mod cases;
 mod client;
 mod count;
 mod handlers;
+mod learned;
 
 use std::process::ExitCode;
 
@@ -73,7 +74,8 @@ fn run(cli: &Cli) -> Result<bool, BoxError> {
     if let Some(order) = &cli.client {
         return client::be(serde_json::from_str(order)?).map(|()| true);
     }
+    let learns = learned::measure();
     let costs = count::measure()?;
     let fits = cli.count || accuracy::measure(cli.only.as_deref())?;
-    Ok(costs && fits)
+    Ok(learns && costs && fits)
 }

@@ -2,8 +2,9 @@
 //!
 //! The connection allocates the frames of a request body, and hyper reads several of them into one
 //! buffer. So the request is charged for the length of a frame from when it is handed over until it
-//! is dropped, and not for the buffer. Small frames are copied, and so are those of a handler that
-//! keeps them: a request keeps few buffers, and `Bytes::try_into_mut` succeeds on a copy.
+//! is dropped, wherever that is, and not for the buffer. A handler that keeps frames gets copies,
+//! so that it keeps few buffers. The first small frames that it reads itself are plain copies, on
+//! which `Bytes::try_into_mut` succeeds; they count until they are dropped in a scope.
 //!
 //! The response body holds the request's permit, and so do its large frames until they are sent.
 //!
@@ -23,10 +24,13 @@ use crate::bytes::ByteSize;
 use super::permit::{SharedPermit, WeakPermit};
 use super::scoped::Scoped;
 
-/// A request's frame of at most so many bytes is copied. It would keep the whole buffer of which it
-/// is a part, and following it costs an allocation too. The default of HTTP/2, and more than most
-/// bodies of HTTP/1.
+/// A request's frame of at most so many bytes is a plain copy. It would keep the whole buffer of
+/// which it is a part, and following it costs an allocation too. The default of HTTP/2, and more
+/// than most bodies of HTTP/1.
 const COPIED_MAX: ByteSize = ByteSize::kib(16);
+/// The most bytes of plain copies for one request. More than that, a handler that passes frames on
+/// to other tasks would be charged for too many that are gone.
+const PLAIN_MAX: ByteSize = ByteSize::mib(1);
 /// All frames are copied while a request holds so many bytes in buffers of the connection: it keeps
 /// them, and the buffers would be up to half as large again. More than hyper reads at a time.
 const LENT_MAX: ByteSize = ByteSize::kib(512);
@@ -43,13 +47,18 @@ pin_project! {
         body: Option<Q>,
         // `None` if nothing is measured: the body is empty, or no request is.
         permit: Option<SharedPermit>,
+        is_arriving: bool,
     }
 
     impl<Q> PinnedDrop for RequestBody<Q> {
         fn drop(this: Pin<&mut Self>) {
             let mut this = this.project();
-            if this.permit.is_some() {
+            if let Some(permit) = this.permit {
                 unmeasured(|| this.body.set(None));
+                // A handler that does not read it does not wait for it either.
+                if *this.is_arriving {
+                    permit.arrived();
+                }
             }
         }
     }
@@ -57,8 +66,12 @@ pin_project! {
 
 impl<Q: Body> RequestBody<Q> {
     pub(super) fn new(body: Q, permit: &SharedPermit) -> Self {
-        let is_measured = permit.is_measured() && !body.is_end_stream();
-        Self { permit: is_measured.then(|| permit.clone()), body: Some(body) }
+        let is_arriving = !body.is_end_stream();
+        if !is_arriving {
+            permit.arrived();
+        }
+        let is_measured = permit.is_measured() && is_arriving;
+        Self { permit: is_measured.then(|| permit.clone()), body: Some(body), is_arriving }
     }
 }
 
@@ -71,10 +84,15 @@ impl<Q: Body<Data = Bytes>> Body for RequestBody<Q> {
         cx: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, Q::Error>>> {
         let this = self.project();
-        let Some(body) = this.body.as_pin_mut() else { return Poll::Ready(None) };
+        let Some(mut body) = this.body.as_pin_mut() else { return Poll::Ready(None) };
         let Some(permit) = this.permit else { return body.poll_frame(cx) };
         // The length of the frame stands for what the layers below allocate.
-        let polled = unmeasured(|| body.poll_frame(cx));
+        let polled = unmeasured(|| body.as_mut().poll_frame(cx));
+        let has_ended = matches!(polled, Poll::Ready(None | Some(Err(_)))) || body.is_end_stream();
+        if *this.is_arriving && has_ended {
+            *this.is_arriving = false;
+            permit.arrived();
+        }
         let receive = |data| RequestFrame::receive(data, permit);
         polled.map(|frame| frame.map(|frame| frame.map(|frame| frame.map_data(receive))))
     }
@@ -88,23 +106,28 @@ impl<Q: Body<Data = Bytes>> Body for RequestBody<Q> {
     }
 }
 
-/// A frame of a request body in a buffer of the connection.
+/// A frame of a request body, which counts until it is dropped.
 struct RequestFrame {
     data: Bytes,
     permit: WeakPermit,
+    /// `true` if it is in a buffer of the connection.
+    is_lent: bool,
 }
 
 impl RequestFrame {
     /// Charges the request for the frame.
     fn receive(data: Bytes, permit: &SharedPermit) -> Bytes {
         let length = ByteSize::of(data.len());
-        if length <= COPIED_MAX || !permit.borrow(length, LENT_MAX) {
-            let copy = permit.measure(|| Bytes::copy_from_slice(&data));
+        if length <= COPIED_MAX && permit.is_current() && permit.copy_plainly(length, PLAIN_MAX) {
+            let copy = Bytes::copy_from_slice(&data);
             unmeasured(|| drop(data));
             return copy;
         }
-        // It frees its owner where it is dropped, so the owner counts too.
-        permit.measure(|| Bytes::from_owner(Self { data, permit: permit.downgrade() }))
+        let is_lent = permit.lend(length, LENT_MAX);
+        let copied = |data: Bytes| if is_lent { data } else { Bytes::copy_from_slice(&data) };
+        let data = unmeasured(|| copied(data));
+        permit.adopt(length);
+        unmeasured(|| Bytes::from_owner(Self { data, permit: permit.downgrade(), is_lent }))
     }
 }
 
@@ -117,7 +140,9 @@ impl AsRef<[u8]> for RequestFrame {
 impl Drop for RequestFrame {
     fn drop(&mut self) {
         let data = std::mem::take(&mut self.data);
-        self.permit.give_back(ByteSize::of(data.len()));
+        // `Bytes` frees its block of this owner next, which counts if that is in a scope.
+        let block = size_of::<Self>() + 2 * size_of::<usize>();
+        self.permit.give_back(ByteSize::of(data.len()), self.is_lent, ByteSize::of(block));
         unmeasured(|| drop(data));
     }
 }
@@ -126,6 +151,8 @@ impl Drop for RequestFrame {
 struct ResponseFrame {
     data: Bytes,
     permit: SharedPermit,
+    /// `true` if the request allocated it, as far as is known: nothing else refers to it.
+    is_own: bool,
 }
 
 impl ResponseFrame {
@@ -133,7 +160,8 @@ impl ResponseFrame {
     fn send(data: Bytes, permit: &SharedPermit) -> Bytes {
         let length = ByteSize::of(data.len());
         if length >= FOLLOWED_MIN {
-            return Bytes::from_owner(Self { data, permit: permit.clone() });
+            let is_own = data.is_unique();
+            return Bytes::from_owner(Self { data, permit: permit.clone(), is_own });
         }
         if data.is_unique() {
             permit.release(length);
@@ -151,7 +179,9 @@ impl AsRef<[u8]> for ResponseFrame {
 impl Drop for ResponseFrame {
     fn drop(&mut self) {
         let data = std::mem::take(&mut self.data);
-        self.permit.measure(|| drop(data));
+        if self.is_own {
+            self.permit.measure(|| drop(data));
+        }
     }
 }
 

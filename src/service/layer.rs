@@ -23,7 +23,7 @@ use std::task::{Context, Poll, ready};
 use bytes::Bytes;
 use http::header::CONTENT_TYPE;
 use http::request::Parts;
-use http::{HeaderName, HeaderValue, Request, Response};
+use http::{HeaderName, HeaderValue, Request, Response, Version};
 use http_body::Body;
 use pin_project_lite::pin_project;
 use tower_layer::Layer;
@@ -78,18 +78,31 @@ impl Measures {
         Self { routes: Mutex::new(routes), hasher: RandomState::new() }
     }
 
-    /// Returns the record of requests like this one: with its method, its gRPC method or else its
-    /// first path segment, and its size.
-    fn lesson(&self, head: &Parts, estimate: ByteSize) -> Lesson {
-        let path = head.uri.path();
-        let kind = head.headers.get(CONTENT_TYPE);
-        let route = match kind {
-            Some(kind) if kind.as_bytes().starts_with(b"application/grpc") => path,
-            _ => path.split('/').nth(1).unwrap_or_default(),
-        };
-        let key = self.hasher.hash_one((&head.method, route, SizeClass::of(estimate)));
-        Lesson::compared(lock(&self.routes).of(key), estimate)
+    /// Returns the record of requests like this one: with its method, route and size.
+    fn lesson(&self, head: &Parts, estimate: ByteSize, is_minimum: bool) -> Lesson {
+        let family = self.hasher.hash_one((&head.method, route(head)));
+        let key = family.wrapping_add(SizeClass::of(estimate).bound().get());
+        let route = lock(&self.routes).of(key, Some(family));
+        Lesson::compared(route, estimate, is_minimum)
     }
+}
+
+/// Returns the name of a request's route: the pattern that axum matched, the gRPC method, or else
+/// the first segment of the path.
+fn route(head: &Parts) -> &str {
+    #[cfg(feature = "axum")]
+    if let Some(path) = head.extensions.get::<axum::extract::MatchedPath>() {
+        return path.as_str();
+    }
+    let path = head.uri.path();
+    // gRPC needs HTTP/2.
+    let kind = if head.version == Version::HTTP_2 { head.headers.get(CONTENT_TYPE) } else { None };
+    if kind.is_some_and(|kind| kind.as_bytes().starts_with(b"application/grpc")) {
+        return path;
+    }
+    let path = path.strip_prefix('/').unwrap_or(path);
+    let end = path.bytes().position(|byte| byte == b'/').unwrap_or(path.len());
+    path.get(..end).unwrap_or(path)
 }
 
 impl<E: Estimate> MemoryLayer<E> {
@@ -128,9 +141,11 @@ impl<E: Estimate> MemoryLayer<E> {
         }
     }
 
-    /// Treats estimates as upper bounds: requests of a route that is not measured yet reserve their
-    /// estimate, and as many run as fit. For handlers that reject requests which need more.
-    /// Otherwise requests of an unknown route can together hold several times their reservations.
+    /// Trusts estimates: requests of a route that is not measured yet reserve their estimate, and
+    /// as many run as fit; later ones reserve at least their estimate, also if less was measured.
+    /// For handlers that reject requests which need more, and for memory that is not measured: of
+    /// tasks without a scope, or of C code. Otherwise an estimate is a hint, which the layer uses
+    /// until it has measured eight requests of the route.
     #[must_use]
     pub fn without_slow_start(mut self) -> Self {
         self.measures = Arc::new(Measures::new(Routes::bounded()));
@@ -271,7 +286,8 @@ impl<E: Estimate> MemoryLayer<E> {
         let is_measured = self.admission.is_managed() && is_measured();
         let mut slot = None;
         if is_measured && priority != Priority::Exempt {
-            lesson.get_or_insert_with(|| self.measures.lesson(head, cost.host));
+            let is_minimum = !self.starts_slowly;
+            lesson.get_or_insert_with(|| self.measures.lesson(head, cost.host, is_minimum));
         }
         if let Some(lesson) = &lesson {
             let room = self.admission.ledger(Budget::Host).request_room();
@@ -280,7 +296,7 @@ impl<E: Estimate> MemoryLayer<E> {
             let starts_slowly = is_measured && self.starts_slowly;
             // A request that is too large, or too late, is rejected for that reason.
             if starts_slowly && estimate <= ceiling && !self.admission.is_closed() {
-                slot = lesson.enter(estimate, room, || self.clock.now()).map_err(|running| {
+                slot = lesson.enter(estimate, cost.host, room, &self.clock).map_err(|running| {
                     let TooManyRunning(running) = running;
                     let rejected = Rejected::SlowStart { running, retry_after: LASTS };
                     self.admission.reject(rejected)
@@ -288,7 +304,9 @@ impl<E: Estimate> MemoryLayer<E> {
             }
         }
         let permit = self.admission.try_admit_with(cost, priority)?;
-        Ok(SharedPermit::new(permit, Terms { lesson, share, slot, is_measured }))
+        // A trusted estimate may cover memory that is not measured, and stays.
+        let reports = is_measured && self.starts_slowly;
+        Ok(SharedPermit::new(permit, Terms { lesson, share, slot, is_measured, reports }))
     }
 }
 

@@ -3,16 +3,17 @@
 //!
 //! Both learn from [`SharedPermit`](super::SharedPermit): from handlers that report the memory they
 //! hold (`hold`), from permits that had to grow, and from the layer's measurements. For each route
-//! there is a histogram over eighths of powers of two, in which old requests fade: all counts are
-//! halved after each `WINDOW` requests. The estimate is its 95th percentile, which nineteen of
+//! there is a histogram over sixteenths of powers of two, in which old requests fade: all counts
+//! are halved after each `WINDOW` requests. The estimate is its 95th percentile, which nineteen of
 //! twenty requests do not exceed; the ledger's correction factor covers the others.
 //!
-//! [`Learned`] learns bytes. The layer learns, in addition to every other estimator, the bytes held
-//! for each estimated byte, and reserves by that if it is more: lengths vary within a route, and
-//! the memory for a byte of them varies little.
+//! [`Learned`] learns bytes. The layer learns, behind every other estimator, the bytes held for
+//! each estimated byte, by method, route and size: lengths vary within a route, and the memory for
+//! a byte of them varies little. Requests of a size that is not known yet reserve by what was
+//! learned last of their route.
 //!
-//! Invariant: `estimate >= 95 % of the histogram's requests`, and at most an eighth more than the
-//! largest of those; memory is at most [`ROUTES_MAX`] + 1 routes of about one KiB.
+//! Invariant: `estimate >= 95 % of the histogram's requests`, and at most a sixteenth more than the
+//! largest of those; memory is at most [`ROUTES_MAX`] + 1 routes of about two KiB.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -21,20 +22,21 @@ use std::sync::Arc;
 use http::request::Parts;
 
 use crate::bytes::ByteSize;
-use crate::clock::Moment;
-use crate::sync::atomic::{AtomicU64, Ordering};
+use crate::clock::Clock;
+use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use crate::sync::{Mutex, lock};
 use lowtide_admission::{Cost, Priority};
 
 use super::estimate::{Estimate, Estimated};
-use super::slow_start::{SlowStart, TooManyRunning};
+use super::slow_start::{EXPANSION, EXPANSION_UNKNOWN, SlowStart, TooManyRunning};
 
 /// The maximum number of routes that are recorded separately; later ones share one estimate.
 pub const ROUTES_MAX: usize = 256;
-/// The number of requests after which earlier ones count half. An estimate: minutes of a busy
-/// route.
-const WINDOW: u32 = 512;
-/// The number of requests until which the initial guess is also a lower bound of the estimate.
+/// The number of requests after which earlier ones count half. An estimate: few enough to follow a
+/// change, and enough for a percentile.
+const WINDOW: u32 = 128;
+/// The number of requests until which the initial guess is also a lower bound of the estimate, and
+/// the caller's estimate one of a reservation.
 const LESSONS_MIN: u32 = 8;
 /// The percentage of requests for which the estimate suffices.
 const PERCENTILE: u32 = 95;
@@ -46,9 +48,10 @@ const UNKNOWN: ByteSize = ByteSize::kib(2);
 /// memory does not grow with its length.
 const COMPARED_MIN: ByteSize = ByteSize::kib(16);
 /// The number of buckets for each power of two.
-const PARTS: usize = 8;
-/// 0 to 7 have a bucket each, followed by eight for each power of two.
-const BUCKETS: usize = (64 - 2) * PARTS;
+const PARTS: usize = 16;
+const PARTS_POWER: usize = PARTS.ilog2() as usize;
+/// The smallest amounts have a bucket each, followed by as many for each power of two.
+const BUCKETS: usize = (64 - PARTS_POWER + 1) * PARTS;
 
 /// Estimates requests by what earlier requests of their route held. Costs a look-up under a lock,
 /// and a load.
@@ -92,12 +95,15 @@ pub(super) struct Routes<K> {
     guess: ByteSize,
     known: BTreeMap<K, Arc<Route>>,
     rest: Arc<Route>,
+    /// The last estimate of routes that differ in the size of requests alone; 0 without one.
+    families: BTreeMap<u64, Arc<AtomicU64>>,
 }
 
 impl<K: Ord> Routes<K> {
     /// Creates an empty set; each route starts with a guess.
     fn new(guess: ByteSize) -> Self {
-        Self { guess, known: BTreeMap::new(), rest: Arc::new(Route::new(guess)) }
+        let (known, families) = (BTreeMap::new(), BTreeMap::new());
+        Self { guess, known, rest: Arc::new(Route::new(guess)), families }
     }
 
     /// Creates an empty set, in which each route learns the bytes held for an estimated byte.
@@ -110,7 +116,8 @@ impl<K: Ord> Routes<K> {
         Self::new(ONE)
     }
 
-    pub(super) fn of(&mut self, key: K) -> Arc<Route> {
+    /// Returns the record of a key. A new one starts with what its family has learned.
+    pub(super) fn of(&mut self, key: K, family: Option<u64>) -> Arc<Route> {
         if let Some(route) = self.known.get(&key) {
             return Arc::clone(route);
         }
@@ -122,9 +129,17 @@ impl<K: Ord> Routes<K> {
         if self.known.len() >= ROUTES_MAX {
             return Arc::clone(&self.rest);
         }
-        let route = Arc::new(Route::new(self.guess));
+        let family = family.map(|key| self.family(key)).unwrap_or_default();
+        let route = Arc::new(Route { family, ..Route::new(self.guess) });
         self.known.insert(key, Arc::clone(&route));
         route
+    }
+
+    fn family(&mut self, key: u64) -> Arc<AtomicU64> {
+        if self.families.len() >= ROUTES_MAX {
+            self.families.retain(|_, family| Arc::strong_count(family) > 1);
+        }
+        Arc::clone(self.families.entry(key).or_default())
     }
 }
 
@@ -134,12 +149,14 @@ pub struct Lesson {
     route: Arc<Route>,
     /// The estimate for comparison; `None` if bytes are learned.
     compared: Option<ByteSize>,
+    /// `true` if no reservation may be below the estimate.
+    is_minimum: bool,
 }
 
 impl Lesson {
     /// Creates one for a request with this estimate, in routes that compare.
-    pub(super) fn compared(route: Arc<Route>, estimate: ByteSize) -> Self {
-        Self { route, compared: Some(estimate.max(COMPARED_MIN)) }
+    pub(super) fn compared(route: Arc<Route>, estimate: ByteSize, is_minimum: bool) -> Self {
+        Self { route, compared: Some(estimate.max(COMPARED_MIN)), is_minimum }
     }
 
     /// Records the memory that a request held at its peak. Takes the route's own lock for about a
@@ -165,36 +182,48 @@ impl Lesson {
     /// admitted any more, and its estimate would stay.
     pub(super) fn claim(&self, estimate: ByteSize, most: ByteSize) -> ByteSize {
         let route = &self.route;
-        match self.compared {
-            None => estimate.min(most.max(route.guess)),
-            Some(_) if route.estimate() <= ONE => estimate,
-            Some(compared) => estimate.max(times(compared, route.estimate(), ONE).min(most)),
-        }
+        let Some(compared) = self.compared else { return estimate.min(most.max(route.guess)) };
+        let learned = times(compared, route.estimate(), ONE).min(most);
+        if route.is_known() && !self.is_minimum { learned } else { estimate.max(learned) }
     }
 
     /// Admits a request of the route if its need is known or few requests run. Reads the time only
     /// if needed.
     pub(super) fn enter(
         &self,
-        cost: ByteSize,
+        estimate: ByteSize,
+        claim: ByteSize,
         room: ByteSize,
-        now: impl FnOnce() -> Moment,
+        clock: &Arc<dyn Clock>,
     ) -> Result<Option<Trial>, TooManyRunning> {
-        let Some(first) = SlowStart::first(cost, room) else { return Ok(None) };
+        let (cost, expansion) = match self.route.is_known() {
+            true => (claim, EXPANSION),
+            false => (estimate, EXPANSION_UNKNOWN),
+        };
+        let Some(first) = SlowStart::first(cost, expansion, room) else { return Ok(None) };
         let mut slow_start = lock(&self.route.slow_start);
         if slow_start.is_over() {
             return Ok(None);
         }
-        slow_start.enter(first, now())?;
-        Ok(Some(Trial { route: Arc::clone(&self.route), succeeded: false }))
+        slow_start.enter(first, clock.now())?;
+        let (route, clock) = (Arc::clone(&self.route), Arc::clone(clock));
+        Ok(Some(Trial { route, clock, succeeded: false }))
     }
 }
 
 /// A large request of a route with unknown need; dropping it ends it.
 pub(super) struct Trial {
     route: Arc<Route>,
+    clock: Arc<dyn Clock>,
     /// `true` if its handler succeeded.
     pub(super) succeeded: bool,
+}
+
+impl Trial {
+    /// Records that its body has arrived.
+    pub(super) fn arrived(&self) {
+        lock(&self.route.slow_start).arrive(self.clock.now());
+    }
 }
 
 impl Drop for Trial {
@@ -249,7 +278,7 @@ impl<K: Ord, F: Fn(&Parts) -> K> Learned<K, F> {
     fn route(&self, head: &Parts) -> Arc<Route> {
         // Outside the lock: the key function is the caller's, and may be slow or panic.
         let key = (self.key)(head);
-        lock(&self.routes).of(key)
+        lock(&self.routes).of(key, None)
     }
 }
 
@@ -266,7 +295,7 @@ where
     fn estimate_to_learn(&self, head: &Parts) -> Estimated {
         let route = self.route(head);
         let cost = Cost::host(route.estimate()).and_device(self.device);
-        let lesson = Some(Lesson { route, compared: None });
+        let lesson = Some(Lesson { route, compared: None, is_minimum: false });
         Estimated { cost, priority: self.priority, lesson }
     }
 }
@@ -280,21 +309,47 @@ impl<K, F> fmt::Debug for Learned<K, F> {
 
 /// The record of one route.
 pub(super) struct Route {
-    estimate: AtomicU64,
+    /// What suffices for [`PERCENTILE`] of the requests so far; 0 without any.
+    learned: AtomicU64,
     guess: ByteSize,
+    /// Set once the guess is given up.
+    is_known: AtomicBool,
     seen: Mutex<FadingHistogram>,
     slow_start: Mutex<SlowStart>,
+    /// What was learned last of requests of any size; 0 if nothing.
+    family: Arc<AtomicU64>,
 }
 
 impl Route {
     fn new(guess: ByteSize) -> Self {
-        let estimate = AtomicU64::new(guess.get());
-        let (seen, slow_start) = (Mutex::new(FadingHistogram::new()), Mutex::default());
-        Self { estimate, guess, seen, slow_start }
+        Self {
+            learned: AtomicU64::new(0),
+            guess,
+            is_known: AtomicBool::new(false),
+            seen: Mutex::new(FadingHistogram::new()),
+            slow_start: Mutex::default(),
+            family: Arc::default(),
+        }
     }
 
+    /// Returns the need of a request.
     fn estimate(&self) -> ByteSize {
-        ByteSize::new(self.estimate.load(Ordering::Relaxed))
+        let learned = ByteSize::new(self.learned.load(Ordering::Relaxed));
+        match self.is_known.load(Ordering::Relaxed) {
+            true => learned,
+            false => learned.max(self.of_family().unwrap_or(self.guess)),
+        }
+    }
+
+    /// Returns what was learned of requests of other sizes.
+    fn of_family(&self) -> Option<ByteSize> {
+        let learned = self.family.load(Ordering::Relaxed);
+        (learned > 0).then_some(ByteSize::new(learned))
+    }
+
+    /// Returns `true` if the estimate is not a guess.
+    fn is_known(&self) -> bool {
+        self.is_known.load(Ordering::Relaxed) || self.of_family().is_some()
     }
 
     fn has_learned(&self) -> bool {
@@ -304,9 +359,12 @@ impl Route {
     fn learn(&self, held: ByteSize) {
         let mut seen = lock(&self.seen);
         seen.add(held);
-        let enough = seen.high();
-        let estimate = if seen.lessons < LESSONS_MIN { enough.max(self.guess) } else { enough };
-        self.estimate.store(estimate.get(), Ordering::Relaxed);
+        let learned = seen.high().get();
+        self.learned.store(learned, Ordering::Relaxed);
+        if seen.lessons >= LESSONS_MIN {
+            self.is_known.store(true, Ordering::Relaxed);
+            self.family.store(learned, Ordering::Relaxed);
+        }
     }
 }
 
@@ -356,11 +414,11 @@ impl FadingHistogram {
 /// Returns the bucket of an amount.
 fn bucket(amount: u64) -> usize {
     let power = amount.checked_ilog2().unwrap_or(0) as usize;
-    if power < 3 {
+    if power < PARTS_POWER {
         return usize::try_from(amount).unwrap_or(0);
     }
-    let part = usize::try_from(amount >> (power - 3)).unwrap_or(0) % PARTS;
-    (power - 2) * PARTS + part
+    let part = usize::try_from(amount >> (power - PARTS_POWER)).unwrap_or(0) % PARTS;
+    (power - PARTS_POWER + 1) * PARTS + part
 }
 
 /// Returns the largest amount of a bucket.
@@ -382,14 +440,14 @@ mod tests {
     }
 
     #[test]
-    fn every_amount_lies_in_one_bucket_that_is_an_eighth_wide() {
+    fn every_amount_lies_in_one_bucket_that_is_a_sixteenth_wide() {
         let mut above = None;
         for at in 0..BUCKETS {
             let most = most_of(at);
             assert_eq!(bucket(most), at, "{most}");
             if let Some(first) = above {
                 assert_eq!(bucket(first), at, "{first}");
-                assert!(most - first <= first / 8, "{first} to {most}");
+                assert!(most - first <= first / 16, "{first} to {most}");
             }
             above = most.checked_add(1);
         }
@@ -416,7 +474,7 @@ mod tests {
         learn(&route, (0..5_000).map(giant));
         let estimate = route.estimate();
         assert!(estimate >= ByteSize::mib(19), "{estimate}");
-        assert!(estimate <= ByteSize::new((20 << 20) * 9 / 8), "{estimate}");
+        assert!(estimate <= ByteSize::new((20 << 20) * 17 / 16), "{estimate}");
     }
 
     #[test]

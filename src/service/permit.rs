@@ -46,6 +46,10 @@ use super::scoped::Scoped;
 #[derive(Clone)]
 pub struct SharedPermit(Arc<Account<Admitted>>);
 
+/// Changes of fewer live bytes are not reported to the ledger. An estimate: less than the memory of
+/// a connection.
+const REPORTED_MIN: ByteSize = ByteSize::kib(64);
+
 /// A permit that does not keep the reservation.
 #[derive(Clone, Debug)]
 pub(super) struct WeakPermit(Weak<Account<Admitted>>);
@@ -55,10 +59,15 @@ pub(super) struct WeakPermit(Weak<Account<Admitted>>);
 struct Admitted {
     /// `true` if its memory is measured.
     is_measured: bool,
-    /// The reserved bytes, so that most polls need no lock.
+    /// `true` if others wait until its body has arrived.
+    is_trial: bool,
+    /// The reserved bytes, and the live bytes as reported last, so that most polls need no lock.
     covered: AtomicU64,
+    reported: AtomicU64,
     /// The bytes of frames in buffers of the connection.
     lent: AtomicU64,
+    /// The bytes of frames that were ever copied plainly.
+    copied: AtomicU64,
     held: Mutex<Held>,
 }
 
@@ -73,6 +82,8 @@ pub(super) struct Terms {
     pub(super) slot: Option<Trial>,
     /// `true` if its memory is measured.
     pub(super) is_measured: bool,
+    /// `true` if that is all that it is taken to hold: its estimate covers nothing else.
+    pub(super) reports: bool,
 }
 
 #[derive(Debug)]
@@ -86,12 +97,22 @@ struct Held {
 }
 
 impl SharedPermit {
-    pub(super) fn new(permit: Permit, terms: Terms) -> Self {
+    pub(super) fn new(mut permit: Permit, terms: Terms) -> Self {
         let is_measured = terms.is_measured;
+        if terms.reports {
+            permit.report(ByteSize::ZERO);
+        }
         let covered = AtomicU64::new(permit.cost().host.get());
         let held = Held { permit, reported: None, answer: None, terms };
-        let (lent, held) = (AtomicU64::new(0), Mutex::new(held));
-        Self(Arc::new(Account::new(Admitted { is_measured, covered, lent, held })))
+        Self(Arc::new(Account::new(Admitted {
+            is_measured,
+            is_trial: held.terms.slot.is_some(),
+            covered,
+            reported: AtomicU64::new(0),
+            lent: AtomicU64::new(0),
+            copied: AtomicU64::new(0),
+            held: Mutex::new(held),
+        })))
     }
 
     /// Returns the permit of the request for which this thread runs: in its handler, in its
@@ -155,6 +176,7 @@ impl SharedPermit {
     pub fn release(&self, bytes: ByteSize) {
         if self.is_measured() {
             self.0.release(bytes);
+            self.cover();
         }
     }
 
@@ -163,16 +185,19 @@ impl SharedPermit {
         self.0.owner().is_measured
     }
 
-    /// Adds a frame in a buffer of the connection, unless there are more than `most` bytes of them
-    /// then. [`WeakPermit::give_back`] subtracts it.
-    pub(super) fn borrow(&self, bytes: ByteSize, most: ByteSize) -> bool {
-        let lent = &self.0.owner().lent;
-        if lent.load(Ordering::Relaxed).saturating_add(bytes.get()) > most.get() {
-            return false;
-        }
-        lent.fetch_add(bytes.get(), Ordering::Relaxed);
-        self.adopt(bytes);
-        true
+    /// Returns `true` if this thread runs for this request.
+    pub(super) fn is_current(&self) -> bool {
+        Account::current().is_some_and(|account| Arc::ptr_eq(&account, &self.0))
+    }
+
+    /// Adds to the frames in buffers of the connection, unless there are more than `most` then.
+    pub(super) fn lend(&self, bytes: ByteSize, most: ByteSize) -> bool {
+        add_up_to(&self.0.owner().lent, bytes, most)
+    }
+
+    /// Adds to the frames that were plainly copied, unless there are more than `most` then.
+    pub(super) fn copy_plainly(&self, bytes: ByteSize, most: ByteSize) -> bool {
+        add_up_to(&self.0.owner().copied, bytes, most)
     }
 
     /// Returns a handle that does not keep the reservation.
@@ -180,18 +205,31 @@ impl SharedPermit {
         WeakPermit(Arc::downgrade(&self.0))
     }
 
-    /// Reserves what the request holds beyond its reservation.
+    /// Reserves what the request holds beyond its reservation, and reports what it holds if that
+    /// has changed much.
     #[inline]
     fn cover(&self) {
-        let live = self.0.memory().live;
-        if live.get() > self.0.owner().covered.load(Ordering::Relaxed) {
-            self.raise(live);
+        let (live, admitted) = (self.0.memory().live, self.0.owner());
+        let covered = admitted.covered.load(Ordering::Relaxed);
+        let reported = admitted.reported.load(Ordering::Relaxed);
+        if live.get() > covered || live.get().abs_diff(reported) >= REPORTED_MIN.get() {
+            self.report(live);
         }
     }
 
     #[cold]
-    fn raise(&self, live: ByteSize) {
-        self.change(|held| held.raise(live));
+    fn report(&self, live: ByteSize) {
+        self.change(|held| held.hold(live));
+        self.0.owner().reported.store(live.get(), Ordering::Relaxed);
+    }
+
+    /// Records that the body of the request has arrived.
+    pub(super) fn arrived(&self) {
+        if self.0.owner().is_trial
+            && let Some(slot) = &self.held().terms.slot
+        {
+            slot.arrived();
+        }
     }
 
     /// Records that its handler answered.
@@ -281,13 +319,25 @@ impl fmt::Debug for SharedPermit {
 }
 
 impl WeakPermit {
-    /// Subtracts a borrowed frame from the request, unless it has ended.
-    pub(super) fn give_back(&self, bytes: ByteSize) {
-        if let Some(account) = self.0.upgrade() {
-            account.owner().lent.fetch_sub(bytes.get(), Ordering::Relaxed);
-            account.release(bytes);
+    /// Subtracts a frame from the request, unless that has ended. `uncounted` bytes that were not
+    /// charged will be freed on this thread.
+    pub(super) fn give_back(&self, bytes: ByteSize, is_lent: bool, uncounted: ByteSize) {
+        let Some(permit) = self.0.upgrade().map(SharedPermit) else { return };
+        if is_lent {
+            permit.0.owner().lent.fetch_sub(bytes.get(), Ordering::Relaxed);
         }
+        let counts = if permit.is_current() { uncounted } else { ByteSize::ZERO };
+        permit.release(bytes.saturating_sub(counts));
     }
+}
+
+/// Adds to a counter, unless it would exceed `most`.
+fn add_up_to(counter: &AtomicU64, bytes: ByteSize, most: ByteSize) -> bool {
+    let fits = counter.load(Ordering::Relaxed).saturating_add(bytes.get()) <= most.get();
+    if fits {
+        counter.fetch_add(bytes.get(), Ordering::Relaxed);
+    }
+    fits
 }
 
 impl Held {
@@ -301,9 +351,12 @@ impl Held {
         Ok(())
     }
 
-    /// Reserves bytes that are in use.
-    fn raise(&mut self, live: ByteSize) {
+    /// Reports bytes that are in use.
+    fn hold(&mut self, live: ByteSize) {
         let more = self.permit.raise(live);
+        if self.terms.reports {
+            self.permit.report(live);
+        }
         if let Some(share) = &mut self.terms.share {
             share.grow(more);
         }

@@ -1,23 +1,29 @@
 //! Limits the concurrent requests of a route while their need is unknown.
 //!
-//! At first as many run as fit if each needs [`EXPANSION`] times its reservation, but at least one.
-//! Each request that succeeds adds one, so the number doubles in each generation. It also doubles
+//! At first as many run as fit if each needs [`EXPANSION_UNKNOWN`] times its estimate, but at least
+//! one. Each request that succeeds adds one, so the number doubles in each generation. It doubles
 //! with each [`STEP`] in which some ran without a break, so that a route with long requests does
-//! not wait for their end. Pure: the layer passes the time and the room, and keeps one instance for
-//! each route under a lock.
+//! not wait for their end. Time counts from when the body of one has arrived: while it arrives, a
+//! request holds less than it will. If none arrives, a step takes [`ARRIVING`] times as long, so
+//! that a client that sends nothing does not hold up a route.
+//!
+//! Pure: the layer passes the time and the room, and keeps one instance for each route under a
+//! lock.
 //!
 //! Invariants: while it is active, `running <= limit` at each entry; it ends after [`SUCCESSES`]
-//! successes, and pauses after [`STEPS`] steps, one second, for as long as requests run.
+//! successes, and pauses after [`STEPS`] steps for as long as requests run.
 
 use std::time::Duration;
 
 use crate::bytes::ByteSize;
 use crate::clock::Moment;
 
-/// The multiple of its reservation that a request of an unknown route may need, in addition to the
-/// ledger's correction factor. An estimate: ordinary JSON that is reserved at twice its length
-/// needs 2.2 times as much.
-const EXPANSION: u64 = 2;
+/// The multiple of its estimate that a request of an unknown route may need, in addition to the
+/// ledger's correction factor: JSON of small values needs up to 89 times its length, and the
+/// default estimate is twice the length.
+pub(super) const EXPANSION_UNKNOWN: u64 = 64;
+/// The multiple of its reservation if requests of another size are known. An estimate.
+pub(super) const EXPANSION: u64 = 2;
 /// A route of which this many requests may run at first is not limited.
 const MANY: u32 = 64;
 /// The number of successful requests after which the need of a route is known.
@@ -26,8 +32,10 @@ const SUCCESSES: u32 = 8;
 const STEP: Duration = Duration::from_millis(125);
 /// The number of steps after which the limit is lifted.
 const STEPS: u32 = 8;
-/// The time after which the limit is lifted in any case.
+/// The time after which the limit is lifted in any case, once a body has arrived.
 pub(super) const LASTS: Duration = Duration::from_secs(1);
+/// How many times longer a step takes while no body has arrived: 64 s until the limit is lifted.
+const ARRIVING: u32 = 64;
 
 const _: () = assert!(STEP.as_millis() * STEPS as u128 == LASTS.as_millis(), "both say when");
 
@@ -38,6 +46,8 @@ pub(super) struct SlowStart {
     succeeded: u32,
     /// The time since when some have run without a break.
     since: Option<Moment>,
+    /// The time since when some have run whose body has arrived.
+    arrived: Option<Moment>,
 }
 
 /// Too many requests run already.
@@ -47,8 +57,8 @@ pub(super) struct TooManyRunning(pub(super) u32);
 impl SlowStart {
     /// Returns the number of requests of this cost that may run at first in this room; `None` if
     /// that is many.
-    pub(super) fn first(cost: ByteSize, room: ByteSize) -> Option<u32> {
-        let each = cost.get().saturating_mul(EXPANSION);
+    pub(super) fn first(cost: ByteSize, expansion: u64, room: ByteSize) -> Option<u32> {
+        let each = cost.get().saturating_mul(expansion);
         let fit = room.get().checked_div(each)?;
         let first = u32::try_from(fit).unwrap_or(MANY).max(1);
         (first < MANY).then_some(first)
@@ -63,8 +73,8 @@ impl SlowStart {
     /// [`SlowStart::leave`] ends it.
     pub(super) fn enter(&mut self, first: u32, now: Moment) -> Result<(), TooManyRunning> {
         let since = *self.since.get_or_insert(now);
-        let steps = (now - since).as_millis() / STEP.as_millis();
-        let steps = u32::try_from(steps).unwrap_or(STEPS).min(STEPS);
+        let steps = self.arrived.map_or(0, |at| steps(now, at, STEP));
+        let steps = steps.max(self::steps(now, since, STEP * ARRIVING));
         let limit = first.saturating_mul((1 + self.succeeded).max(1 << steps));
         if !self.is_over() && steps < STEPS && self.running >= limit {
             return Err(TooManyRunning(self.running));
@@ -73,14 +83,25 @@ impl SlowStart {
         Ok(())
     }
 
+    /// Records that the body of one has arrived.
+    pub(super) fn arrive(&mut self, now: Moment) {
+        self.arrived.get_or_insert(now);
+    }
+
     /// Ends a request that entered.
     pub(super) fn leave(&mut self, succeeded: bool) {
         self.running = self.running.saturating_sub(1);
         self.succeeded = self.succeeded.saturating_add(u32::from(succeeded));
         if self.running == 0 {
-            self.since = None;
+            (self.since, self.arrived) = (None, None);
         }
     }
+}
+
+/// Returns the number of steps since then, at most [`STEPS`].
+fn steps(now: Moment, since: Moment, step: Duration) -> u32 {
+    let steps = (now - since).as_millis() / step.as_millis();
+    u32::try_from(steps).unwrap_or(STEPS).min(STEPS)
 }
 
 #[cfg(all(test, not(lowtide_loom)))]
@@ -113,22 +134,41 @@ mod tests {
 
     #[test]
     fn as_many_run_at_first_as_fit_with_twice_what_they_book() {
-        let first = |cost, room| SlowStart::first(ByteSize::mib(cost), ByteSize::mib(room));
+        let first =
+            |cost, room| SlowStart::first(ByteSize::mib(cost), EXPANSION, ByteSize::mib(room));
         assert_eq!([first(10, 19), first(10, 39), first(10, 40)], [Some(1), Some(1), Some(2)]);
         assert_eq!([first(10, 0), first(1, 127), first(1, 128)], [Some(1), Some(63), None]);
-        assert_eq!(SlowStart::first(ByteSize::ZERO, ByteSize::ZERO), None, "no bytes always fit");
-        assert_eq!(SlowStart::first(ByteSize::MAX, ByteSize::MAX), Some(1));
+        assert_eq!(
+            SlowStart::first(ByteSize::ZERO, EXPANSION_UNKNOWN, ByteSize::ZERO),
+            None,
+            "no bytes always fit"
+        );
+        assert_eq!(SlowStart::first(ByteSize::MAX, EXPANSION_UNKNOWN, ByteSize::MAX), Some(1));
     }
 
     #[test]
     fn requests_that_last_long_hold_nothing_up_for_more_than_a_second() {
         let mut route = SlowStart::default();
         let mut running = 0;
+        route.arrive(Moment::ORIGIN);
         for step in 0..STEPS {
             running += fill(&mut route, Moment::ORIGIN + STEP * step);
             assert_eq!(running, 1 << step);
         }
         assert_eq!(fill(&mut route, Moment::ORIGIN + LASTS), 1000);
+    }
+
+    /// Requests whose bodies took seconds to arrive were all admitted after one second, when they
+    /// held little, and the kernel killed the service.
+    #[test]
+    fn bodies_that_still_arrive_lift_no_limit_for_a_minute() {
+        let mut route = SlowStart::default();
+        for second in 0..8 {
+            let now = Moment::ORIGIN + LASTS * second;
+            assert_eq!(fill(&mut route, now), u32::from(second == 0), "{second}");
+        }
+        assert_eq!(fill(&mut route, Moment::ORIGIN + STEP * ARRIVING), 1);
+        assert_eq!(fill(&mut route, Moment::ORIGIN + LASTS * ARRIVING), 1000);
     }
 
     #[test]

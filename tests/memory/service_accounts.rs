@@ -13,6 +13,7 @@ use http::{HeaderMap, HeaderValue, Request, Response};
 use http_body::{Body, Frame, SizeHint};
 use lowtide::clock::ManualClock;
 use lowtide::config::DeviceChoice;
+use lowtide::heap::unmeasured;
 use lowtide::service::{MemoryLayer, RequestBody, SharedPermit, scope, scope_blocking};
 use lowtide::{ByteSize, Memory};
 use lowtide_admission::{Budget, Cost};
@@ -227,6 +228,39 @@ fn lengths_ends_and_trailers_of_bodies_pass() {
     assert!(now(Box::pin(next(&mut body))).expect("a frame").is_trailers());
     assert!(body.is_end_stream());
     assert!(now(Box::pin(next(&mut body))).is_none(), "and again");
+}
+
+/// Frames that a proxy passes on are dropped by the connection to its upstream: copies without an
+/// owner counted until the request had ended.
+#[test]
+fn frames_that_another_task_reads_and_drops_count_no_longer_than_they_live() {
+    let bed = Bed::new();
+    let mut buffer = BytesMut::new();
+    let frames = (0..2000).map(|_| Frame::data(shared(8 * KIB, &mut buffer))).collect();
+    drop(now(bed.call(frames, async |request: Received| {
+        let mut body = request.into_body();
+        let elsewhere = || while now(Box::pin(next(&mut body))).is_some() {};
+        std::thread::scope(|scope| scope.spawn(elsewhere).join()).expect("no panic");
+        let peak = SharedPermit::current().and_then(|permit| permit.memory()).map(|m| m.peak);
+        assert!(peak.expect("measured") < ByteSize::kib(64), "{peak:?}");
+        empty().await
+    })));
+}
+
+/// Likewise if the handler reads them and sends them to another task, but for the first of them.
+#[test]
+fn small_frames_that_a_handler_sends_elsewhere_count_up_to_a_bound() {
+    let bed = Bed::new();
+    let mut buffer = BytesMut::new();
+    let frames = (0..2000).map(|_| Frame::data(shared(8 * KIB, &mut buffer))).collect();
+    drop(now(bed.call(frames, async |request: Received| {
+        let mut body = request.into_body();
+        while let Some(frame) = next(&mut body).await {
+            unmeasured(|| drop(frame));
+        }
+        assert_live(MIB);
+        empty().await
+    })));
 }
 
 /// A slow client held 20 MiB that nothing counted: hyper takes the frame and drops the body.

@@ -77,8 +77,11 @@ fn levels(code: &Code<'_>) -> Rows {
             values![code.constant("FOLLOWED_MIN").size()],
         ),
         ("within one poll, to {};", values![code.constant("account::PEAK_MIN").size()]),
-        ("may keep up to {} of frames", values![code.constant("LENT_MAX").size()]),
-        ("those of up to {} are copied", values![code.constant("COPIED_MAX").size()]),
+        (
+            "frames of up to {} that the handler reads and others free, up to {} too much",
+            values![code.constant("COPIED_MAX").size(), code.constant("PLAIN_MAX").size()],
+        ),
+        ("which are larger, up to {}.", values![code.constant("LENT_MAX").size()]),
         (
             "so fast that the limit is {} samples away",
             values![word(code.constant("TICKS_TO_FULL").number())],
@@ -112,9 +115,15 @@ fn routes(code: &Code<'_>) -> Rows {
         ),
         ("rejections {} at once, then one a second", values![at_once(code, "LOGGED")]),
         (
-            "doubles every {} while requests of the route run.",
+            "it doubles every {} while requests of the route run,",
             values![time(code.constant("slow_start::STEP").time())],
         ),
+        (
+            "would fit if each needed {} times its estimate",
+            values![of("slow_start::EXPANSION_UNKNOWN")],
+        ),
+        ("that takes {} times as long", values![of("slow_start::ARRIVING")]),
+        ("after each {}, all earlier ones count half", values![of("learned::WINDOW")]),
         (
             "for each of at most {} routes, the {}th percentile",
             values![of("learned::ROUTES_MAX"), of("learned::PERCENTILE")],
