@@ -274,8 +274,8 @@ table! {
         "Sum of reserved bytes up to which requests are admitted now, computed from the ceiling, \
          the memory that no request owns and the correction factor; absent without a limit.";
     ADMISSION_CORRECTION_FACTOR: Gauge "lowtide_admission_correction_factor_ratio" Count ["budget"]
-        "Measured memory per reserved byte of requests, 1 to 5, initially 2 or \
-         LOWTIDE_CORRECTION_FACTOR; absent without a limit.";
+        "Measured memory per byte that requests hold, or have reserved if they are not measured, \
+         1 to 5, initially 2 or LOWTIDE_CORRECTION_FACTOR; absent without a limit.";
     ADMISSION_ADMITTED: Counter "lowtide_admission_admitted_total" Count []
         "Requests admitted.";
     ADMISSION_HELD: Gauge "lowtide_admission_permits" Count []

@@ -78,8 +78,8 @@ fn formulas(code: &Code<'_>) -> Vec<Row> {
         PAGE,
         [
             (
-                "| the measured need of a reserved byte; `LOWTIDE_CORRECTION_FACTOR`, {}, until \
-                 measured, then {} to {} |",
+                "| the memory per byte that requests hold, as measured; \
+                 `LOWTIDE_CORRECTION_FACTOR`, {}, until measured, then {} to {} |",
                 values![start.to_string(), least.to_string(), most.to_string()],
             ),
             ("| ceiling | `LOWTIDE_CEILING` | {} |", values![ceiling.clone()]),

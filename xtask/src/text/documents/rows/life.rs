@@ -52,7 +52,7 @@ pub(super) fn rows(code: &Code<'_>) -> Vec<Row> {
                 ],
             ),
             (
-                "The correction factor, {} at first and then {} to {}, is the measured",
+                "The correction factor, {} at first and then {} to {}, is the memory",
                 values![
                     k(code, "K_START").to_string(),
                     k(code, "K_MIN").to_string(),
