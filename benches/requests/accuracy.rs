@@ -6,6 +6,8 @@
 //!
 //! A peak may be 2 % or 512 KiB off: hyper reads up to some 400 KiB into one buffer.
 
+use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
 use std::io;
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
@@ -64,14 +66,21 @@ struct Errors {
 pub(crate) async fn measure(only: Option<&str>) -> Result<bool, BoxError> {
     let memory = Memory::builder().memory_limit(ByteSize::gib(20)).device(DeviceChoice::None);
     let memory = memory.start()?;
-    let mut errors = Errors::default();
+    let (mut errors, mut bases) = (Errors::default(), BTreeMap::new());
     println!("MiB a request: live by jemalloc's statistics and attributed; peak and attributed");
     for case in CASES.iter().filter(|case| only.is_none_or(|only| case.name.contains(only))) {
         for protocol in [Protocol::Http1, Protocol::Http2] {
             for at_once in AT_ONCE {
-                let base = seen(&memory, &case.baseline(), protocol, at_once).await?;
+                let kind = (format!("{:?}", case.upload), protocol, at_once);
+                let base = match bases.entry(kind) {
+                    Entry::Occupied(entry) => *entry.get(),
+                    Entry::Vacant(entry) => {
+                        let base = seen(&memory, &case.baseline(), protocol, at_once).await?;
+                        *entry.insert(base.held)
+                    }
+                };
                 let mut seen = seen(&memory, case, protocol, at_once).await?;
-                seen.held -= base.held + case.handed as f64;
+                seen.held -= base + case.handed as f64;
                 let peak = peak_of(case).map(|peak| peak.max(seen.held));
                 println!(
                     "{:<38} {protocol:?} {at_once:>2} at once: {}",

@@ -114,6 +114,7 @@ impl Case {
     /// The case without memory of the handler: it reads the body and drops it, if there is one.
     pub(crate) const fn baseline(mut self) -> Self {
         self.path = if self.upload.bytes() > 0 { "drain" } else { "hello" };
+        self.reads_late = false;
         self
     }
 }

@@ -23,7 +23,7 @@ use crate::cases::Upload;
 const PIECE: usize = 64 << 10;
 
 /// The protocol of a connection.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub(crate) enum Protocol {
     Http1,
     Http2,
