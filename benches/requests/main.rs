@@ -11,6 +11,9 @@
 
 mod accuracy;
 mod cases;
+#[path = "../index/chance.rs"]
+#[allow(dead_code, reason = "another bench draws sizes too")]
+mod chance;
 mod client;
 mod count;
 mod handlers;

@@ -1,8 +1,8 @@
 //! Estimates the memory of a request from its head: the trait, and ready-made estimators.
 //!
-//! An estimate may be wrong: the ledger multiplies all of them by the measured correction factor.
-//! Uneven errors are the costly ones, because small requests then pay for large ones; so estimate
-//! by the properties that determine the size of a request. No estimator here reads a body.
+//! An estimate may be wrong: the layer reserves what it has measured of earlier requests of the
+//! same route and of a similar estimate. So estimate by the properties that determine the size of a
+//! request. No estimator here reads a body.
 //!
 //! Invariant: an estimate never wraps: a value too large for 64 bits is [`ByteSize::MAX`].
 

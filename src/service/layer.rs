@@ -415,3 +415,23 @@ where
         }
     }
 }
+
+#[cfg(all(test, not(lowtide_loom)))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_route_is_the_grpc_method_or_the_first_segment_of_the_path() {
+        let name = |path: &str, version, kind: &str| {
+            let request = Request::post(path).version(version).header(CONTENT_TYPE, kind);
+            let (head, ()) = request.body(()).expect("a valid head").into_parts();
+            route(&head).to_owned()
+        };
+        let (one, two) = (Version::HTTP_11, Version::HTTP_2);
+        assert_eq!(name("/a.B/C", two, "application/grpc+proto"), "/a.B/C");
+        assert_eq!(name("/a.B/C", two, "application/json"), "a.B");
+        assert_eq!(name("/a/b/c", one, "application/grpc"), "a", "gRPC needs HTTP/2");
+        assert_eq!(name("/upload?x=/y", one, "text/plain"), "upload");
+        assert_eq!(name("/", one, "text/plain"), "");
+    }
+}

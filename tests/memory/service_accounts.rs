@@ -58,6 +58,12 @@ fn shared(length: usize, buffer: &mut BytesMut) -> Bytes {
     buffer.split_to(length).freeze()
 }
 
+/// 16 MiB of small frames.
+fn small_frames() -> Vec<Frame<Bytes>> {
+    let mut buffer = BytesMut::new();
+    (0..2000).map(|_| Frame::data(shared(8 * KIB, &mut buffer))).collect()
+}
+
 type Received = Request<RequestBody<Frames>>;
 
 /// A layer behind a limit of 256 MiB.
@@ -235,9 +241,7 @@ fn lengths_ends_and_trailers_of_bodies_pass() {
 #[test]
 fn frames_that_another_task_reads_and_drops_count_no_longer_than_they_live() {
     let bed = Bed::new();
-    let mut buffer = BytesMut::new();
-    let frames = (0..2000).map(|_| Frame::data(shared(8 * KIB, &mut buffer))).collect();
-    drop(now(bed.call(frames, async |request: Received| {
+    drop(now(bed.call(small_frames(), async |request: Received| {
         let mut body = request.into_body();
         let elsewhere = || while now(Box::pin(next(&mut body))).is_some() {};
         std::thread::scope(|scope| scope.spawn(elsewhere).join()).expect("no panic");
@@ -251,9 +255,7 @@ fn frames_that_another_task_reads_and_drops_count_no_longer_than_they_live() {
 #[test]
 fn small_frames_that_a_handler_sends_elsewhere_count_up_to_a_bound() {
     let bed = Bed::new();
-    let mut buffer = BytesMut::new();
-    let frames = (0..2000).map(|_| Frame::data(shared(8 * KIB, &mut buffer))).collect();
-    drop(now(bed.call(frames, async |request: Received| {
+    drop(now(bed.call(small_frames(), async |request: Received| {
         let mut body = request.into_body();
         while let Some(frame) = next(&mut body).await {
             unmeasured(|| drop(frame));

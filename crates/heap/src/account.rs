@@ -27,6 +27,8 @@ use super::mallctl as ctl;
 /// A peak of fewer bytes is not read: the allocated bytes are an upper bound. A power of two.
 const PEAK_MIN: u64 = ByteSize::kib(64).get();
 
+const _: () = assert!(PEAK_MIN.is_power_of_two(), "two amounts are compared by their bits");
+
 /// The bytes that a piece of work holds, and the caller's data about that work.
 ///
 /// ```
