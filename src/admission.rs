@@ -5,9 +5,9 @@
 //! The loops that measure and decide are in that package; a `Memory` runs them.
 
 pub use lowtide_admission::{
-    Acquire, AcquireError, AddError, Admission, AdmissionStats, Backoff, Budget, ClassStats, Cost,
-    Cpus, EventCounts, Ledger, Level, Limit, LimitSource, LoadError, LoadScope, Managed,
-    ManagedBuilder, MemoryEvents, Permit, Priority, Psi, RejectReason, Rejected, Resource,
+    Acquire, AcquireError, AddError, Admission, AdmissionStats, Backoff, Budget, CeilingParts,
+    ClassStats, Cost, Cpus, EventCounts, Ledger, Level, Limit, LimitSource, LoadError, LoadScope,
+    Managed, ManagedBuilder, MemoryEvents, Permit, Priority, Psi, RejectReason, Rejected, Resource,
     ResourceStats, SettingsError, Signal, Signals, SizeClass, Stall, UnloadError, UnloadReason,
     Unloads, Use,
 };

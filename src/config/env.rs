@@ -45,7 +45,7 @@ pub struct Variable {
 /// * `LOWTIDE_MEMORY_LIMIT`: limit of host memory, e.g. 512m (binary units, as in Docker) or
 ///   1.5GiB; unset: the limit of the cgroup or the machine
 /// * `LOWTIDE_CEILING`: share of the limit up to which requests are admitted: 0.8 or 80%; above 0,
-///   at most 1
+///   at most 1; unset: 0.8, rising to 0.93 while measured growth allows it
 /// * `LOWTIDE_CORRECTION_FACTOR`: memory that a request is assumed to need per estimated byte until
 ///   that is measured: 1 if estimates are exact, at most 5
 /// * `LOWTIDE_DEVICE`: auto, cuda, cuda:1 (a number), cuda:GPU-... or cuda:MIG-... (a UUID), host
@@ -87,7 +87,7 @@ pub const VARIABLES: &[Variable] = &[
     Variable {
         name: "LOWTIDE_CEILING",
         help: "share of the limit up to which requests are admitted: 0.8 or 80%; above 0, at most \
-               1",
+               1; unset: 0.8, rising to 0.93 while measured growth allows it",
         put: |settings, text| put(&mut settings.ceiling, ratio(text)),
     },
     Variable {

@@ -54,7 +54,7 @@ pub struct Config {
     pub profile: Resolved<Profile>,
     /// The explicit limit of host memory; `None` for the limit of the cgroup or the machine.
     pub memory_limit: Resolved<Option<ByteSize>>,
-    /// The share of the limit up to which requests are admitted.
+    /// The share of the limit up to which requests are admitted; the default one can rise.
     pub ceiling: Resolved<f64>,
     /// Bytes that a request is assumed to need per estimated byte, until that is measured.
     pub correction_factor: Resolved<f64>,
@@ -80,8 +80,8 @@ pub struct Config {
 }
 
 impl Config {
-    /// The default share of the limit up to which requests are admitted: the highest value at which
-    /// no run of the overload bench was killed.
+    /// The default share of the limit up to which requests are admitted at first: the highest value
+    /// at which no run of the overload bench was killed.
     pub const CEILING: f64 = 0.80;
     /// The default time between publications of metrics.
     pub const METRICS_INTERVAL: Duration = Duration::from_secs(1);

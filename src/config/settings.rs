@@ -16,7 +16,8 @@ pub struct Settings {
     pub profile: Option<Profile>,
     /// The limit of host memory. Unset: the cgroup's limit, or the machine's memory.
     pub memory_limit: Option<ByteSize>,
-    /// The share of the limit up to which requests are admitted, in (0, 1].
+    /// The share of the limit up to which requests are admitted, in (0, 1]. Unset: .80, which rises
+    /// to at most .93 while the measured growth allows it.
     pub ceiling: Option<f64>,
     /// Bytes that a request is assumed to need per estimated byte, until that is measured; from 1
     /// to 5.

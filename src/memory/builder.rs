@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use crate::bytes::ByteSize;
 use crate::clock::{Bell, Clock, Moment, SystemClock};
-use crate::config::{Config, Profile, Settings, env};
+use crate::config::{Config, Profile, Settings, Source, env};
 use crate::fork::Birth;
 use crate::sync::{Mutex, lock};
 use lowtide_admission::{
@@ -74,7 +74,9 @@ impl Builder {
         /// Sets the limit of host memory. Default: the cgroup's limit, or the machine's memory. A
         /// configured limit can lower that, but not raise it.
         memory_limit: ByteSize;
-        /// Sets the share of the limit up to which requests are admitted, in (0, 1]. Default: 0.80.
+        /// Sets the share of the limit up to which requests are admitted, in (0, 1]. By default it
+        /// starts at 0.80 and rises to at most 0.93 while the measured growth allows it; a share
+        /// that is set stays.
         ceiling: f64;
         /// Sets the bytes that a request is assumed to need per estimated byte until that is
         /// measured, in [1, 5]. Default: 2, which is safe for estimates of half the true size. Set
@@ -504,6 +506,10 @@ fn settings(config: &Config, is_host: bool) -> admission::Settings {
     let defaults = admission::Settings::default();
     admission::Settings {
         ceiling: config.ceiling.value,
+        ceiling_max: match config.ceiling.source {
+            Source::Default => defaults.ceiling_max,
+            _ => config.ceiling.value,
+        },
         correction_factor: config.correction_factor.value,
         quiet: config.purge_when_idle_for.unwrap_or(Duration::MAX),
         purge_interval: config.purge_interval.value,

@@ -265,6 +265,8 @@ impl Shared {
                 reserved: ledger.reserved_bytes(),
                 allowance: ledger.allowance_bytes(),
                 ceiling: ledger.ceiling(),
+                ceiling_parts: (budget == Budget::Host && ledger.ceiling() != ByteSize::MAX)
+                    .then(|| self.state.ceiling_parts()),
                 correction_factor: ledger.correction_factor(),
                 level: self.state.level(budget),
                 reserved_headroom: ledger.reserved_headroom(),

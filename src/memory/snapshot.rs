@@ -8,7 +8,8 @@ use crate::bytes::ByteSize;
 use crate::clock::Moment;
 use crate::config::Profile;
 use lowtide_admission::{
-    AdmissionStats, ClassStats, Cpus, Level, MemoryEvents, Psi, ResourceStats, Signal, SizeClass,
+    AdmissionStats, CeilingParts, ClassStats, Cpus, Level, MemoryEvents, Psi, ResourceStats,
+    Signal, SizeClass,
 };
 use lowtide_heap::{HeapSnapshot, HostArenaStats};
 
@@ -176,6 +177,9 @@ pub struct BudgetSnapshot {
     pub allowance: ByteSize,
     /// The limit up to which admission fills memory; [`ByteSize::MAX`] without a limit.
     pub ceiling: ByteSize,
+    /// What determines the ceiling; `None` for a device, whose ceiling is fixed, and without a
+    /// limit.
+    pub ceiling_parts: Option<CeilingParts>,
     /// The measured need per byte reserved by a request.
     pub correction_factor: f64,
     /// The pressure on the budget.

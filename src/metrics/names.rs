@@ -268,8 +268,13 @@ table! {
     ADMISSION_RESERVED: Gauge "lowtide_admission_reserved_bytes" Bytes ["budget"]
         "Bytes reserved by admitted requests and loaded resources, as estimated.";
     ADMISSION_CEILING: Gauge "lowtide_admission_ceiling_bytes" Bytes ["budget"]
-        "Bytes that requests, resources and other memory may fill together: the memory limit times \
-         LOWTIDE_CEILING; absent without a limit.";
+        "Bytes that requests, resources and other memory may fill together: LOWTIDE_CEILING times \
+         the memory limit; without that setting it rises from .80 to at most .93 of it; absent \
+         without a limit.";
+    ADMISSION_CEILING_PART: Gauge "lowtide_admission_ceiling_part_bytes" Bytes ["part"]
+        "What determines the host's ceiling (start, earned, reserve_fixed, reserve_unlearned, \
+         reserve_growth): the earned part, but at most the limit less the largest reserve, and at \
+         least the start; absent without a limit.";
     ADMISSION_ALLOWANCE: Gauge "lowtide_admission_allowance_bytes" Bytes ["budget"]
         "Sum of reserved bytes up to which requests are admitted now, computed from the ceiling, \
          the memory that no request owns and the correction factor; absent without a limit.";

@@ -152,6 +152,11 @@ pub fn pressure(signal: &lowtide_admission::Signal, state: &lowtide_admission::P
     if let Some(charged) = signal.charged {
         gauge!(name::PRESSURE_CHARGED.name).set(charged.as_f64());
     }
+    if state.limit() != ByteSize::MAX {
+        for (part, bytes) in state.ceiling_parts().by_name() {
+            gauge!(name::ADMISSION_CEILING_PART.name, "part" => part).set(bytes.as_f64());
+        }
+    }
     for level in Level::ALL {
         let total = state.entered_total(level);
         counter!(name::PRESSURE_TRANSITIONS.name, "to" => level.name()).absolute(total);

@@ -363,6 +363,10 @@ pub(super) fn budget(budget: &BudgetSnapshot) -> Value {
         "reserved_bytes": budget.reserved.get(),
         "allowance_bytes": limit(budget.allowance),
         "ceiling_bytes": limit(budget.ceiling),
+        "ceiling_parts": budget.ceiling_parts.map(|parts| {
+            let bytes = |(name, bytes): (_, ByteSize)| (format!("{name}_bytes"), bytes.get());
+            parts.by_name().map(bytes).into_iter().collect::<Value>()
+        }),
         "correction_factor": budget.correction_factor,
         "reserved_headroom_bytes": budget.reserved_headroom.get(),
         "size_classes": budget

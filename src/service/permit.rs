@@ -102,6 +102,9 @@ impl SharedPermit {
         if terms.reports {
             permit.report(ByteSize::ZERO);
         }
+        if terms.slot.is_some() {
+            permit.mark_unlearned();
+        }
         let covered = AtomicU64::new(permit.cost().host.get());
         let held = Held { permit, reported: None, answer: None, terms };
         Self(Arc::new(Account::new(Admitted {

@@ -213,6 +213,8 @@ pub struct Correction {
     pub(super) alone_debt: ByteSize,
     /// The memory that no request owns, even if each needs [`K_MAX`] times its reservation.
     pub(super) unowned: ByteSize,
+    /// The memory beyond the base and all reservations.
+    pub(super) uncovered: ByteSize,
     /// The most that one request could reserve if all others had ended.
     pub(super) most: ByteSize,
     peaks: Peaks,
@@ -240,6 +242,7 @@ impl Correction {
             alone: ByteSize::ZERO,
             alone_debt: ByteSize::MAX,
             unowned: ByteSize::ZERO,
+            uncovered: ByteSize::ZERO,
             most: ByteSize::MAX,
             peaks: Peaks::new(),
             overhead: Overhead { held: 0.0, requests: 0.0 },
@@ -268,6 +271,9 @@ impl Correction {
             "K is {}",
             self.correction_factor
         );
+        let covered = self.base.saturating_add(books.resource_reservations);
+        let covered = covered.saturating_add(books.requests.scaled(self.correction_factor));
+        self.uncovered = required.saturating_sub(covered);
         if measured.ceiling == ByteSize::MAX {
             self.most = ByteSize::MAX;
             return ByteSize::MAX;

@@ -132,6 +132,8 @@ pub struct Ledger {
     settled: AtomicU64,
     /// The part of the requests' reservations that they do not hold, as far as they are measured.
     unheld: AtomicU64,
+    /// The part of the requests' reservations whose need was not known when they were admitted.
+    unlearned: AtomicU64,
 }
 
 impl Ledger {
@@ -153,6 +155,7 @@ impl Ledger {
             resource_reservations: AtomicU64::new(0),
             settled: AtomicU64::new(0),
             unheld: AtomicU64::new(0),
+            unlearned: AtomicU64::new(0),
         }
     }
 
@@ -178,7 +181,7 @@ impl Ledger {
         }
     }
 
-    fn figures(&self) -> [&AtomicU64; 14] {
+    fn figures(&self) -> [&AtomicU64; 15] {
         let Self {
             reserved,
             allowance,
@@ -191,7 +194,7 @@ impl Ledger {
             drain,
             ..
         } = self;
-        let Self { pause_ms, units, resource_reservations, settled, unheld, .. } = self;
+        let Self { pause_ms, units, resource_reservations, settled, unheld, unlearned, .. } = self;
         [
             reserved,
             allowance,
@@ -207,6 +210,7 @@ impl Ledger {
             resource_reservations,
             settled,
             unheld,
+            unlearned,
         ]
     }
 
@@ -467,6 +471,19 @@ impl Ledger {
         if more != 0 {
             self.unheld.fetch_add(more, Ordering::Relaxed);
         }
+    }
+
+    /// Returns the bytes reserved by requests whose need was not known.
+    pub(crate) fn unlearned(&self) -> ByteSize {
+        ByteSize::new(self.unlearned.load(Ordering::Relaxed))
+    }
+
+    pub(crate) fn add_unlearned(&self, bytes: ByteSize) {
+        self.unlearned.fetch_add(bytes.get(), Ordering::Relaxed);
+    }
+
+    pub(crate) fn remove_unlearned(&self, bytes: ByteSize) {
+        self.unlearned.fetch_sub(bytes.get(), Ordering::Relaxed);
     }
 
     /// Returns all reserved bytes, with resources counted by their units.

@@ -34,6 +34,7 @@
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
 pub mod admission;
+mod ceiling;
 mod correction;
 mod desk;
 mod eviction;
@@ -54,6 +55,7 @@ pub mod watermark;
 pub use lowtide_core::{BoxError, ByteSize, clock};
 
 pub use admission::{Admission, AdmissionStats, Cost, Priority};
+pub use ceiling::CeilingParts;
 #[doc(hidden)]
 pub use eviction::Idle;
 pub use ledger::{Books, Budget, Correction, Ledger, Measured, Shortfall, Turnover};

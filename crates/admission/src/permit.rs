@@ -30,16 +30,18 @@ pub struct Permit {
     exempt: bool,
     /// The host memory that the request holds, if it is measured.
     measured: Option<ByteSize>,
+    /// The host memory that it had reserved when its need was declared unknown.
+    unlearned: ByteSize,
 }
 
 impl Permit {
     pub(super) const fn request(desk: &'static Desk, cost: Cost, exempt: bool) -> Self {
-        Self { desk, held: Held::Request(cost), exempt, measured: None }
+        Self { desk, held: Held::Request(cost), exempt, measured: None, unlearned: ByteSize::ZERO }
     }
 
     pub(super) fn standing(desk: &'static Desk, host: Standing, device: Standing) -> Self {
         let held = Held::Standing(Some(Box::new((host, device))));
-        Self { desk, held, exempt: false, measured: None }
+        Self { desk, held, exempt: false, measured: None, unlearned: ByteSize::ZERO }
     }
 
     /// Returns the admission state that holds the reservation.
@@ -114,6 +116,14 @@ impl Permit {
         self.desk.host.change_unheld(before, self.unheld());
     }
 
+    /// Declares that the need of the request is not known: its reservation says little. The ceiling
+    /// leaves as much room again until the permit is dropped. Called once at most.
+    #[doc(hidden)]
+    pub fn mark_unlearned(&mut self) {
+        self.unlearned = self.cost().host;
+        self.desk.host.add_unlearned(self.unlearned);
+    }
+
     /// Releases part of the host memory early, at most what the permit holds. Does nothing on a
     /// resource's permit.
     pub fn shrink(&mut self, bytes: ByteSize) {
@@ -153,6 +163,9 @@ impl Permit {
 impl Drop for Permit {
     fn drop(&mut self) {
         self.desk.host.change_unheld(self.unheld(), ByteSize::ZERO);
+        if !self.unlearned.is_zero() {
+            self.desk.host.remove_unlearned(self.unlearned);
+        }
         match &mut self.held {
             Held::Request(cost) => self.desk.finish(*cost),
             Held::Standing(held) => {

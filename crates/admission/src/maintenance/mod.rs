@@ -27,6 +27,7 @@ use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::Moment;
 
 use super::admission::Admission;
+use super::ceiling::{Ceiling, CeilingParts, CeilingSample};
 use super::exhaustion::{Exhaustion, Room};
 use super::ledger::{Budget, Measured, Turnover};
 use super::managed::Resources;
@@ -151,9 +152,12 @@ pub struct Maintenance {
     purge: Arc<Pace>,
     host: Account,
     device: Account,
+    ceiling: Ceiling,
     last: Option<Sample>,
     /// The time of the last tick, and the requests that had ended by then.
     ticked: (Moment, u64),
+    /// The time for which the next tick is planned.
+    planned: Moment,
     /// The requests admitted by the last tick, and the time since which none has arrived or been
     /// held.
     admitted: u64,
@@ -202,8 +206,10 @@ impl Maintenance {
             purge: Arc::default(),
             host: account(Budget::Host),
             device: account(Budget::Device),
+            ceiling: Ceiling::new(settings.ceiling, settings.ceiling_max),
             last: None,
             ticked: (Moment::ORIGIN, 0),
+            planned: Moment::NEVER,
             admitted: 0,
             quiet_since: None,
             purged_at: Moment::ORIGIN,
@@ -290,6 +296,7 @@ impl Maintenance {
         // earliest.
         let next = due.max(now + self.settings.active_tick).min(now + step);
         self.last = Some(sample);
+        self.planned = next;
         debug_assert!(next > now, "the next tick is not in the future");
         Tick { next, jobs }
     }
@@ -343,15 +350,20 @@ impl Maintenance {
         let turnover = self.turnover(now);
         let limit = if sample.limit.is_known() { sample.limit.bytes } else { ByteSize::MAX };
         let device_limit = sample.device_limit.unwrap_or(ByteSize::MAX);
+        let _ = self.host.pressure.update(now, sample.physical, limit);
+        let _ = self.device.pressure.update(now, sample.device_committed, device_limit);
+        let ceiling = self.host_ceiling(sample, limit, turnover, now);
+        let device_ceiling = match device_limit {
+            ByteSize::MAX => ByteSize::MAX,
+            limit => limit.scaled(self.settings.ceiling),
+        };
+        let (committed, idle) = (sample.device_committed, sample.device_idle);
         let budgets = [
-            (&mut self.host, sample.physical, sample.purgeable, limit),
-            (&mut self.device, sample.device_committed, sample.device_idle, device_limit),
+            (&mut self.host, sample.physical, sample.purgeable, limit, ceiling),
+            (&mut self.device, committed, idle, device_limit, device_ceiling),
         ];
         let mark = self.settings.thresholds.band(Level::Elevated).map_or(1.0, |band| band.down);
-        let wanted = budgets.map(|(account, physical, purgeable, limit)| {
-            let _ = account.pressure.update(now, physical, limit);
-            let ceiling =
-                if limit == ByteSize::MAX { limit } else { limit.scaled(self.settings.ceiling) };
+        let wanted = budgets.map(|(account, physical, purgeable, limit, ceiling)| {
             let measured = Measured { physical, purgeable, ceiling, turnover };
             account.correct(&self.admission, measured);
             if limit == ByteSize::MAX {
@@ -369,6 +381,32 @@ impl Maintenance {
         for (account, wanted) in [&self.host, &self.device].into_iter().zip(wanted) {
             self.state.set_level(account.budget, account.pressure.level(), wanted);
         }
+    }
+
+    /// Returns the host's ceiling, and publishes its parts.
+    fn host_ceiling(
+        &mut self,
+        sample: &Sample,
+        limit: ByteSize,
+        turnover: Turnover,
+        now: Moment,
+    ) -> ByteSize {
+        if limit == ByteSize::MAX {
+            self.state.set_ceiling_parts(CeilingParts::default());
+            return limit;
+        }
+        let (ceiling, parts) = self.ceiling.update(CeilingSample {
+            limit,
+            required: sample.required(),
+            uncovered: self.host.correction.uncovered,
+            unlearned: self.admission.ledger(Budget::Host).unlearned(),
+            level: self.host.pressure.level(),
+            turnover,
+            tick: self.settings.active_tick,
+            late: now - self.planned,
+        });
+        self.state.set_ceiling_parts(parts);
+        ceiling
     }
 
     /// Returns the progress of requests since the last tick.

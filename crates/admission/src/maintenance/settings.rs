@@ -23,6 +23,9 @@ pub struct Settings {
     /// The fraction of the limit that admission fills, in (0, 1]. Default: .80, determined together
     /// with the thresholds.
     pub ceiling: f64,
+    /// The largest fraction to which the host's ceiling rises with evidence, in (0, 1]; it does not
+    /// rise if this is at most `ceiling`. Default: .93, where memory is critical.
+    pub ceiling_max: f64,
     /// The initial correction factor: the assumed ratio of real need to estimate until it is
     /// measured, in [1, 5]. Default: 2.
     pub correction_factor: f64,
@@ -63,6 +66,7 @@ impl Default for Settings {
         Self {
             thresholds: Thresholds::default(),
             ceiling: 0.80,
+            ceiling_max: 0.93,
             correction_factor: K_START,
             active_tick: Duration::from_millis(10),
             idle_tick: Duration::from_millis(250),
@@ -122,8 +126,12 @@ pub enum SettingsError {
 
 impl Settings {
     pub(super) fn check(&self) -> Result<(), SettingsError> {
-        let parts =
-            [("ceiling", self.ceiling), ("purge_part", self.purge_part), ("share", self.share)];
+        let parts = [
+            ("ceiling", self.ceiling),
+            ("ceiling_max", self.ceiling_max),
+            ("purge_part", self.purge_part),
+            ("share", self.share),
+        ];
         for (name, value) in parts {
             if !(value > 0.0 && value <= 1.0) {
                 return Err(SettingsError::Part { name, value });

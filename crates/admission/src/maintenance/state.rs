@@ -8,6 +8,7 @@
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 use std::time::Duration;
 
+use crate::ceiling::CeilingParts;
 use crate::ledger::Budget;
 use crate::pressure::{Level, Pressure};
 use lowtide_core::bytes::ByteSize;
@@ -26,6 +27,8 @@ pub struct PressureState {
     wanted: [AtomicU64; 2],
     levels: [AtomicU8; 2],
     entered: [AtomicU64; 4],
+    /// In the order of [`CeilingParts::by_name`].
+    ceiling_parts: [AtomicU64; CeilingParts::COUNT],
     sampled_at: AtomicU64,
     ticks: AtomicU64,
     late: AtomicU64,
@@ -84,6 +87,20 @@ impl PressureState {
     pub fn entered_total(&self, level: Level) -> u64 {
         let entered = self.entered.get(usize::from(level.as_u8()));
         entered.map_or(0, |entered| entered.load(Ordering::Relaxed))
+    }
+
+    /// Returns the parts of the host's ceiling; zeros without a limit.
+    #[must_use]
+    pub fn ceiling_parts(&self) -> CeilingParts {
+        let [start, earned, fixed, unlearned, growth] =
+            self.ceiling_parts.each_ref().map(|part| ByteSize::new(part.load(Ordering::Relaxed)));
+        CeilingParts { start, earned, fixed, unlearned, growth }
+    }
+
+    pub(super) fn set_ceiling_parts(&self, parts: CeilingParts) {
+        for (place, (_, bytes)) in self.ceiling_parts.iter().zip(parts.by_name()) {
+            place.store(bytes.get(), Ordering::Relaxed);
+        }
     }
 
     /// Returns the time of the last sample.

@@ -70,6 +70,7 @@ fn formulas(code: &Code<'_>) -> Vec<Row> {
     let waits = of_loop(code, "idle_tick").time().mul_f64(unmeasured);
     let share = code.constant("Config::CEILING").number();
     let ceiling = format!("{share:.2}");
+    let ceiling_max = format!("{:.2}", of_loop(code, "ceiling_max").number());
     let one = BODY * factor;
     let held = OTHER + WEIGHTS;
     let all = (held + start * one) / share;
@@ -82,7 +83,11 @@ fn formulas(code: &Code<'_>) -> Vec<Row> {
                  `LOWTIDE_CORRECTION_FACTOR`, {}, until measured, then {} to {} |",
                 values![start.to_string(), least.to_string(), most.to_string()],
             ),
-            ("| ceiling | `LOWTIDE_CEILING` | {} |", values![ceiling.clone()]),
+            (
+                "| ceiling | `LOWTIDE_CEILING`; unset, it starts at {} and \
+                 [rises](OPERATING.md#pressure-levels-and-rejections) to at most {} | {} |",
+                values![ceiling.clone(), ceiling_max, ceiling.clone()],
+            ),
             (
                 "limit >= (other + {} x largest cost) / {} For",
                 values![start.to_string(), ceiling.clone()],

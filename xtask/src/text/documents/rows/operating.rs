@@ -56,7 +56,28 @@ fn levels(code: &Code<'_>) -> Rows {
     vec![
         (
             "up to the ceiling, {} of the limit",
+            values![format!(
+                "{:.0} to {}",
+                100.0 * code.constant("Config::CEILING").number(),
+                percent(of_loop(code, "ceiling_max").number())
+            )],
+        ),
+        (
+            "It starts at {} of the limit, where no run of the overload bench was killed,",
             values![percent(code.constant("Config::CEILING").number())],
+        ),
+        (
+            "It rises by at most {} of the limit with each generation of requests",
+            values![percent(code.constant("ceiling::STEP").number())],
+        ),
+        ("needed at least {} of it", values![percent(code.constant("ceiling::USED").number())]),
+        (
+            "the largest of {} of the limit, {} in a limit above {},",
+            values![
+                percent(1.0 - of_loop(code, "ceiling_max").number()),
+                code.constant("ceiling::RESERVE_MIN").size(),
+                "80 MiB",
+            ],
         ),
         ("| elevated | {} | {} |", band("Elevated")),
         ("| high | {} | {} |", band("High")),

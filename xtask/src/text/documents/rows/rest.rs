@@ -52,7 +52,7 @@ fn started(code: &Code<'_>) -> Vec<Row> {
         [
             ("Once {} requests of a route have succeeded,", values![word(eight)]),
             ("{} until it is measured, then between {} and {}.", correction_factor(code)),
-            ("Requests are admitted up to {} of the limit.", values![ceiling]),
+            ("Requests are admitted up to {} of the limit at first.", values![ceiling]),
             ("It is unloaded after {} without use", values![spoken(idle)]),
         ],
     )
