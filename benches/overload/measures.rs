@@ -21,6 +21,9 @@ const LATE_MAX_MS: f64 = 5.0;
 /// A cell is void where more of the processors' time was used, by whomever.
 const BUSY_MAX: f64 = 0.80;
 
+/// A route and size is learned after so many requests.
+const LEARNED: usize = 30;
+
 /// The numbers of one cell.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Measures {
@@ -28,12 +31,16 @@ pub(crate) struct Measures {
     pub(crate) served: f64,
     /// As said.
     pub(crate) goodput_mib: f64,
+    /// The same of the second half of the time: once everything is learned.
+    pub(crate) learned_goodput_mib: f64,
     /// The part of the offered bytes that was shed, and that failed.
     pub(crate) shed_bytes: f64,
     /// As said.
     pub(crate) failed_bytes: f64,
     /// Requests of each class that were shed.
     pub(crate) sheds: [u64; CLASSES.len()],
+    /// The same after the first [`LEARNED`] requests of each class.
+    pub(crate) learned_sheds: [u64; CLASSES.len()],
     /// Of each class: its part of the served bytes over its part of the offered ones.
     pub(crate) shares: [f64; CLASSES.len()],
     /// Latency of what was served beyond the hold that it asked for.
@@ -77,12 +84,15 @@ impl Measures {
         let shed = total(|sum| sum.shed);
         let share = |sum: Sums| part(part(sum.served, served), part(sum.offered, offered));
         let (from, to) = steady(offer.lasts());
-        let in_time = |one: &&Seen| {
-            let end = one.at + one.took;
-            one.fate == Fate::Served && (from..=to).contains(&end)
+        let since = |one: &&Seen, from: f64| {
+            one.fate == Fate::Served && (from..=to).contains(&(one.at + one.took))
         };
+        let in_time = |one: &&Seen| since(one, from);
         let seconds = (to - from) / 1e3;
-        let goodput: u64 = seen.iter().filter(in_time).map(|one| one.bytes).sum();
+        let goodput_since = |from: f64| {
+            let bytes = seen.iter().filter(|one| since(one, from)).map(|one| one.bytes).sum();
+            1e3 * count(bytes) / MIB / (to - from)
+        };
         let p99 = |fate: Fate, of: fn(&Seen) -> f64| p99(seen, |one| one.fate == fate, of);
         let refusals = |at: usize| {
             let all = outcome.report.refusals.iter();
@@ -90,10 +100,12 @@ impl Measures {
         };
         Self {
             served: count(seen.iter().filter(in_time).count() as u64) / seconds,
-            goodput_mib: count(goodput) / MIB / seconds,
+            goodput_mib: goodput_since(from),
+            learned_goodput_mib: goodput_since(from.max(to / 2.0)),
             shed_bytes: part(shed, offered),
             failed_bytes: part(offered - served - shed, offered),
             sheds: sums.map(|sum| sum.sheds),
+            learned_sheds: std::array::from_fn(|class| learned_sheds(seen, class)),
             shares: sums.map(share),
             p99_ms: p99(Fate::Served, |one| one.took - one.hold),
             p99s_ms: std::array::from_fn(|class| {
@@ -127,6 +139,8 @@ impl Measures {
         add("oom_kills", count(self.oom_kills), "kills");
         add("shed_bytes_ratio", self.shed_bytes, "ratio");
         add("sheds_small", count(self.sheds[0]), "requests");
+        add("learned_sheds", count(self.learned_sheds.iter().sum()), "requests");
+        add("learned_sheds_small", count(self.learned_sheds[0]), "requests");
         add("peak_mib", self.peak_mib, "MiB");
         add("void", f64::from(u8::from(self.void().is_some())), "cells");
         for (class, share) in CLASSES.iter().zip(self.shares) {
@@ -136,6 +150,7 @@ impl Measures {
             add(&format!("p99_ms.{class}"), late, "ms");
         }
         add("goodput_mib_s", self.goodput_mib, "MiB/s");
+        add("learned_goodput_mib_s", self.learned_goodput_mib, "MiB/s");
         add("p99_ms", self.p99_ms, "ms");
         add("shed_p99_ms", self.shed_p99_ms, "ms");
         add("shed_whole_p99_ms", self.shed_whole_p99_ms, "ms");
@@ -168,6 +183,13 @@ fn sums(offer: &Offer, seen: &[Seen]) -> [Sums; CLASSES.len()] {
         }
     }
     sums
+}
+
+/// Returns the requests of a class that were shed after its first ones.
+fn learned_sheds(seen: &[Seen], class: usize) -> u64 {
+    let mut all: Vec<&Seen> = seen.iter().filter(|one| one.class == class).collect();
+    all.sort_by(|one, other| one.at.total_cmp(&other.at));
+    all.iter().skip(LEARNED).filter(|one| one.fate == Fate::Shed).count() as u64
 }
 
 fn p99(seen: &[Seen], which: impl Fn(&Seen) -> bool, of: impl Fn(&Seen) -> f64) -> f64 {
