@@ -19,7 +19,7 @@ use crate::measures::{MIB, Measures};
 use crate::mix::Mix;
 use crate::policy::Policy;
 use crate::runner::{Plan, Runner};
-use crate::schedule::{Offer, Phase, millis};
+use crate::schedule::{Offer, Phase, Sending, millis};
 use crate::service::Settings;
 
 const BEFORE: Duration = Duration::from_secs(5);
@@ -88,7 +88,12 @@ fn falling(runner: &Runner, phases: &[(f64, Duration)]) -> Offer {
     let fits = Mix::Heavy.fits(runner.limit);
     let phases =
         phases.iter().map(|(load, lasts)| Phase { rate: load * fits, millis: millis(*lasts) });
-    Offer { mix: Mix::Heavy, phases: phases.collect(), seed: runner.seed }
+    Offer {
+        mix: Mix::Heavy,
+        phases: phases.collect(),
+        seed: runner.seed,
+        sending: Sending::default(),
+    }
 }
 
 /// The time from the fall, which is the begin of the last phase, to the last request that came

@@ -17,7 +17,7 @@ use lowtide::{BoxError, ByteSize};
 use crate::cgroup::Group;
 use crate::charge::{self, Ticks};
 use crate::load::{Order, Tally};
-use crate::schedule::{Offer, millis};
+use crate::schedule::Offer;
 use crate::service::{Report, Settings};
 
 /// The longest time that the service may take to listen.
@@ -86,17 +86,8 @@ impl Bed {
     }
 
     /// Puts the offered load on it, and ends it.
-    pub(crate) fn offer(self, offer: Offer) -> Result<Outcome, BoxError> {
-        self.offer_slowly(offer, Duration::ZERO)
-    }
-
-    /// The same with bodies that take so long to send.
-    pub(crate) fn offer_slowly(
-        mut self,
-        offer: Offer,
-        body: Duration,
-    ) -> Result<Outcome, BoxError> {
-        let order = Order { to: self.front, offer, body_millis: millis(body) };
+    pub(crate) fn offer(mut self, offer: Offer) -> Result<Outcome, BoxError> {
+        let order = Order { to: self.front, offer };
         let lasts = order.offer.lasts();
         let mut load = generate(&order)?;
         let output = load.0.stdout.take().ok_or("no pipe from the load process")?;

@@ -19,6 +19,8 @@ use lowtide::device::{DeviceArena, Region};
 
 /// The header that says for how many milliseconds.
 pub(crate) const HOLD_HEADER: &str = "x-hold-millis";
+/// The header that says how many further copies of the body it holds.
+pub(crate) const COPIES_HEADER: &str = "x-copies";
 
 /// Requests that were admitted and for which the arena had no room.
 pub(crate) type Unplaced = Arc<AtomicU64>;
@@ -40,17 +42,24 @@ async fn hold(
 ) -> (StatusCode, &'static str) {
     let asked = header(&request, HOLD_HEADER).map(Duration::from_millis);
     let length = header(&request, "content-length").and_then(|length| usize::try_from(length).ok());
-    let (Some(asked), Some(length)) = (asked, length) else {
-        return (StatusCode::BAD_REQUEST, "a hold and a length are needed\n");
+    let copies = header(&request, COPIES_HEADER).unwrap_or(0);
+    let Some(asked) = asked else {
+        return (StatusCode::BAD_REQUEST, "a hold is needed\n");
     };
     let Some(text) = collected(request.into_body(), length).await else {
         return (StatusCode::BAD_REQUEST, "the body ended early\n");
     };
     let (mut copy, mut block) = (Vec::new(), None);
+    let mut more = Vec::new();
+    for _ in 0..copies {
+        more.push(text.clone());
+        // As a parser that grows its result over many polls.
+        tokio::task::yield_now().await;
+    }
     match &arena {
         None if is_copied => copy = text.clone(),
         None => {}
-        Some(arena) => match arena.alloc::<u8>(length, Region::Dynamic) {
+        Some(arena) => match arena.alloc::<u8>(text.len(), Region::Dynamic) {
             Ok(buffer) => block = Some(buffer),
             Err(_) => {
                 unplaced.fetch_add(1, Ordering::Relaxed);
@@ -61,18 +70,18 @@ async fn hold(
     tokio::time::sleep(asked).await;
     // Read after the wait, so that both are held until here.
     let whole = block.is_some() || !is_copied || copy == text;
-    drop((text, copy, block));
+    drop((text, copy, block, more));
     if whole { (StatusCode::OK, "held\n") } else { (StatusCode::BAD_REQUEST, "not the same\n") }
 }
 
-async fn collected(mut body: Body, length: usize) -> Option<Vec<u8>> {
-    let mut text = Vec::with_capacity(length);
+async fn collected(mut body: Body, length: Option<usize>) -> Option<Vec<u8>> {
+    let mut text = Vec::with_capacity(length.unwrap_or(0));
     while let Some(frame) = body.frame().await {
         if let Ok(data) = frame.ok()?.into_data() {
             text.extend_from_slice(&data);
         }
     }
-    (text.len() == length).then_some(text)
+    length.is_none_or(|length| text.len() == length).then_some(text)
 }
 
 fn header(request: &Request, name: &str) -> Option<u64> {

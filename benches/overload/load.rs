@@ -27,9 +27,9 @@ use hyper_util::rt::TokioExecutor;
 use lowtide::BoxError;
 use serde::{Deserialize, Serialize};
 
-use crate::hold::HOLD_HEADER;
+use crate::hold::{COPIES_HEADER, HOLD_HEADER};
 use crate::mix::HOLD;
-use crate::schedule::{Arrival, Offer, millis};
+use crate::schedule::{Arrival, GIANT, Offer, millis};
 
 /// After the longest hold, answers are waited for this long.
 const DRAIN: Duration = Duration::from_millis(1500);
@@ -48,8 +48,6 @@ pub(crate) struct Order {
     pub(crate) to: SocketAddr,
     /// The load that it is offered.
     pub(crate) offer: Offer,
-    /// For how many milliseconds each body is sent, piece by piece; 0: as fast as it goes.
-    pub(crate) body_millis: u64,
 }
 
 /// The outcome of a request.
@@ -96,6 +94,7 @@ struct Shared {
     client: Client<HttpConnector, Body>,
     piece: Bytes,
     body: Duration,
+    is_chunked: bool,
     tally: Mutex<Tally>,
     under_way: AtomicUsize,
     stopped: Arc<AtomicBool>,
@@ -117,7 +116,8 @@ pub(crate) fn generate(order: &str) -> Result<(), BoxError> {
         to: order.to,
         client: Client::builder(TokioExecutor::new()).build_http(),
         piece: Bytes::from(vec![b'x'; PIECE]),
-        body: Duration::from_millis(order.body_millis),
+        body: Duration::from_millis(order.offer.sending.body_millis),
+        is_chunked: order.offer.sending.is_chunked,
         tally: Mutex::default(),
         under_way: AtomicUsize::new(0),
         stopped,
@@ -209,11 +209,17 @@ impl Shared {
             }
             piece
         });
-        let request = Request::builder()
+        let mut request = Request::builder()
             .method(Method::POST)
             .uri(format!("http://{}/hold", self.to))
-            .header(CONTENT_LENGTH, length)
-            .header(HOLD_HEADER, millis(arrival.hold))
+            .header(HOLD_HEADER, millis(arrival.hold));
+        if !self.is_chunked {
+            request = request.header(CONTENT_LENGTH, length);
+        }
+        if arrival.is_giant {
+            request = request.header(COPIES_HEADER, GIANT);
+        }
+        let request = request
             .body(StreamBody::new(paced).boxed_unsync())
             .map_err(|error| error.to_string())?;
         let answer = self.client.request(request).await.map_err(|error| error.to_string())?;

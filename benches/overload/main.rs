@@ -57,6 +57,7 @@ use crate::figures::Figures;
 use crate::mix::Mix;
 use crate::policy::Policy;
 use crate::runner::Runner;
+use crate::schedule::Sending;
 
 lowtide::global_allocator!(balanced);
 
@@ -89,6 +90,14 @@ struct Cli {
     /// The time that each body takes to send; it holds what has arrived for as much longer.
     #[arg(long, default_value = "0s", value_parser = humantime::parse_duration)]
     body: Duration,
+
+    /// Bodies do not announce their length.
+    #[arg(long)]
+    chunked: bool,
+
+    /// One small request in a hundred needs a hundred times its body.
+    #[arg(long)]
+    giants: bool,
     /// Open connections of the proxy at most; more wait to be accepted.
     #[arg(long, default_value_t = 1024)]
     connections: usize,
@@ -176,7 +185,11 @@ fn all(cli: &Cli) -> Result<bool, BoxError> {
         lasts: cli.lasts.unwrap_or_else(|| Duration::from_secs(usual)),
         seed: cli.seed,
         connections: cli.connections,
-        body: cli.body,
+        sending: Sending {
+            body_millis: schedule::millis(cli.body),
+            is_chunked: cli.chunked,
+            has_giants: cli.giants,
+        },
         one_copy: cli.one_copy,
         envoy: cli.envoy.clone(),
         figures: Figures::default(),

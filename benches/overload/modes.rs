@@ -12,11 +12,17 @@ use crate::mix::Mix;
 use crate::model::Chance;
 use crate::policy::{CONCURRENCY, Policy};
 use crate::runner::{Plan, Runner};
+use crate::schedule::Sending;
 
 const LOADS: [f64; 5] = [0.5, 1.0, 2.0, 4.0, 8.0];
 const ESTIMATES: [f64; 3] = [0.5, 1.0, 2.0];
 /// Loads of the runs that are drawn, and of those with wrong estimates in the grid.
 const HIGH: [f64; 3] = [2.0, 4.0, 8.0];
+
+/// Estimates of the runs that are drawn; 0 gives none.
+const DRAWN: [f64; 6] = [0.0, 0.0, 0.25, 0.5, 1.0, 4.0];
+/// Times in which their bodies are sent, in milliseconds.
+const BODIES: [u64; 3] = [0, 1000, 3000];
 
 /// A table of three to four minutes.
 pub(crate) fn short(runner: &mut Runner) -> Result<bool, BoxError> {
@@ -100,18 +106,25 @@ pub(crate) fn grid(runner: &mut Runner) -> Result<bool, BoxError> {
 pub(crate) fn survive(runner: &mut Runner, runs: u32) -> Result<bool, BoxError> {
     let (seed, mut chance) = (runner.seed, Chance(runner.seed));
     let mut draw = |count: usize| usize::try_from(chance.bits() >> 33).unwrap_or(0) % count;
+    let sending = runner.sending;
     let mut kills = 0;
     for run in 0..runs {
         let plan = Plan {
             policy: Policy::Lowtide,
             load: HIGH[draw(HIGH.len())],
             mix: Mix::ALL[draw(Mix::ALL.len())],
-            estimate: ESTIMATES[draw(ESTIMATES.len())],
+            estimate: DRAWN[draw(DRAWN.len())],
         };
         runner.seed = seed + u64::from(run);
+        runner.sending = Sending {
+            body_millis: BODIES[draw(BODIES.len())],
+            is_chunked: draw(4) == 0,
+            has_giants: draw(4) == 0,
+        };
+        println!("seed {}: {:?}", runner.seed, runner.sending);
         kills += runner.run(plan)?.1.oom_kills;
     }
-    runner.seed = seed;
+    (runner.seed, runner.sending) = (seed, sending);
     println!("{runs} runs drawn by seed {seed}: {kills} OOM kills");
     runner.figures.add("overload.survive.runs", f64::from(runs), "runs");
     runner.figures.add("overload.survive.oom_kills", count(kills), "kills");

@@ -13,7 +13,7 @@ use crate::measures::Measures;
 use crate::mix::Mix;
 use crate::oracle::{STEP, Setting};
 use crate::policy::{CONCURRENCY, Policy};
-use crate::schedule::Offer;
+use crate::schedule::{Offer, Sending};
 use crate::service::Settings;
 use crate::table;
 
@@ -47,8 +47,8 @@ pub(crate) struct Runner {
     pub(crate) seed: u64,
     /// Open connections of the proxy at most.
     pub(crate) connections: usize,
-    /// The time that each body takes to send; zero: as fast as it goes.
-    pub(crate) body: Duration,
+    /// How requests are sent.
+    pub(crate) sending: Sending,
     /// `true` if a request holds its body once, and not twice.
     pub(crate) one_copy: bool,
     /// The program of the policy `envoy80`.
@@ -72,8 +72,9 @@ impl Runner {
     fn attempt(&mut self, plan: Plan) -> Result<(Measures, Outcome), BoxError> {
         let Plan { policy, load, mix, estimate } = plan;
         let settings = self.settings(policy, estimate);
-        let offer = Offer::steady(mix, load * mix.fits(self.limit), self.lasts, self.seed);
-        let outcome = Bed::start(&settings)?.offer_slowly(offer.clone(), self.body)?;
+        let mut offer = Offer::steady(mix, load * mix.fits(self.limit), self.lasts, self.seed);
+        offer.sending = self.sending;
+        let outcome = Bed::start(&settings)?.offer(offer.clone())?;
         let measures = Measures::of(&offer, &outcome);
         self.say(&policy.to_string(), plan, &measures, &outcome);
         if policy == Policy::Lowtide && (outcome.death.is_some() || outcome.oom_kills > 0) {

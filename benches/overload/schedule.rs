@@ -20,6 +20,22 @@ pub(crate) struct Phase {
     pub(crate) millis: u64,
 }
 
+/// How the requests are sent, and what they need.
+#[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
+pub(crate) struct Sending {
+    /// For how many milliseconds each body is sent, piece by piece; 0: as fast as it goes.
+    pub(crate) body_millis: u64,
+    /// `true` if bodies do not announce their length.
+    pub(crate) is_chunked: bool,
+    /// `true` if one small request in [`GIANT_EVERY`] needs [`GIANT`] times its body.
+    pub(crate) has_giants: bool,
+}
+
+/// One small request in so many is a giant.
+const GIANT_EVERY: u64 = 100;
+/// The number of times that a giant holds its body.
+pub(crate) const GIANT: u32 = 100;
+
 /// The load to offer: phases one after another.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct Offer {
@@ -29,6 +45,7 @@ pub(crate) struct Offer {
     pub(crate) phases: Vec<Phase>,
     /// Of arrivals, sizes and holds.
     pub(crate) seed: u64,
+    pub(crate) sending: Sending,
 }
 
 /// A request to come.
@@ -42,12 +59,15 @@ pub(crate) struct Arrival {
     pub(crate) size: ByteSize,
     /// For which it is to hold its memory.
     pub(crate) hold: Duration,
+    /// As said.
+    pub(crate) is_giant: bool,
 }
 
 impl Offer {
     /// Load of one rate.
     pub(crate) fn steady(mix: Mix, rate: f64, lasts: Duration, seed: u64) -> Self {
-        Self { mix, phases: vec![Phase { rate, millis: millis(lasts) }], seed }
+        let phases = vec![Phase { rate, millis: millis(lasts) }];
+        Self { mix, phases, seed, sending: Sending::default() }
     }
 
     /// Returns the length of all phases together.
@@ -71,7 +91,11 @@ impl Offer {
                 let class = class_of(chance.bits() % 100);
                 let hold = HOLD[0] + (HOLD[1] - HOLD[0]).mul_f64(unit(chance.bits()));
                 let size = self.mix.sizes()[class];
-                all.push(Arrival { at: Duration::from_secs_f64(at), class, size, hold });
+                // Drawn last, so that an offer without giants has the same requests.
+                let is_small = self.sending.has_giants && class == 0;
+                let is_giant = is_small && chance.bits() % GIANT_EVERY == 0;
+                let at = Duration::from_secs_f64(at);
+                all.push(Arrival { at, class, size, hold, is_giant });
             }
             begin = end;
         }
