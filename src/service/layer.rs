@@ -23,7 +23,7 @@ use std::task::{Context, Poll, ready};
 use bytes::Bytes;
 use http::header::CONTENT_TYPE;
 use http::request::Parts;
-use http::{HeaderName, HeaderValue, Request, Response, Version};
+use http::{HeaderName, HeaderValue, Method, Request, Response, Version};
 use http_body::Body;
 use pin_project_lite::pin_project;
 use tower_layer::Layer;
@@ -41,7 +41,7 @@ use super::drain::Drain;
 use super::estimate::{ContentLength, Estimate, Estimated};
 use super::exempt::ExemptPaths;
 use super::learned::{Lesson, Routes};
-use super::permit::{SharedPermit, Terms};
+use super::permit::{RouteLabel, SharedPermit, Terms};
 use super::rejection::{Reject, negotiated};
 use super::scoped::Scoped;
 use super::slow_start::{LASTS, TooManyRunning};
@@ -84,9 +84,9 @@ impl Measures {
         Self { routes: Mutex::new(routes), hasher: RandomState::new() }
     }
 
-    /// Returns the record of requests like this one: with its method, route and size.
-    fn lesson(&self, head: &Parts, estimate: ByteSize, is_minimum: bool) -> Lesson {
-        let family = self.hasher.hash_one((&head.method, route(head)));
+    /// Returns the record of requests with this method, route and size.
+    fn lesson(&self, method: &Method, route: &str, estimate: ByteSize, is_minimum: bool) -> Lesson {
+        let family = self.hasher.hash_one((method, route));
         let key = family.wrapping_add(SizeClass::of(estimate).bound().get());
         let route = lock(&self.routes).of(key, Some(family));
         Lesson::compared(route, estimate, is_minimum)
@@ -276,9 +276,12 @@ impl<E: Estimate> MemoryLayer<E> {
         let Estimated { mut cost, priority, mut lesson } = estimated;
         let is_measured = settings.admission.is_managed() && is_measured();
         let mut slot = None;
+        let (method, route) = (&head.method, route(head));
         if is_measured && priority != Priority::Exempt {
             let is_minimum = !settings.starts_slowly;
-            lesson.get_or_insert_with(|| settings.measures.lesson(head, cost.host, is_minimum));
+            lesson.get_or_insert_with(|| {
+                settings.measures.lesson(method, route, cost.host, is_minimum)
+            });
         }
         if let Some(lesson) = &lesson {
             let room = settings.admission.ledger(Budget::Host).request_room();
@@ -299,7 +302,9 @@ impl<E: Estimate> MemoryLayer<E> {
         let permit = settings.admission.try_admit_with(cost, priority)?;
         // A trusted estimate may cover memory that is not measured, and stays.
         let reports = is_measured && settings.starts_slowly;
-        Ok(SharedPermit::new(permit, Terms { lesson, share, slot, is_measured, reports }))
+        let (method, route) = (method.clone(), RouteLabel::new(route));
+        let terms = Terms { method, route, lesson, share, slot, is_measured, reports };
+        Ok(SharedPermit::new(permit, terms))
     }
 }
 

@@ -39,6 +39,7 @@ mod desk;
 mod eviction;
 mod exhaustion;
 mod fairness;
+mod large;
 pub mod ledger;
 pub mod maintenance;
 pub mod managed;
@@ -56,6 +57,9 @@ pub use lowtide_core::{BoxError, ByteSize, clock};
 pub use admission::{Admission, AdmissionStats, Cost, Priority};
 #[doc(hidden)]
 pub use eviction::Idle;
+pub use large::RequestMemory;
+#[doc(hidden)]
+pub use large::{LARGE_MIN, LargeRequest};
 pub use ledger::{Books, Budget, Correction, Ledger, Measured, Shortfall, Turnover};
 pub use maintenance::{
     Job, JobQueue, Jobs, Maintenance, MaintenanceActions, PressureState, PurgeGrowth, Sample,
