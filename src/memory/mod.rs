@@ -43,7 +43,7 @@ use crate::config::Config;
 use crate::fork::Birth;
 use crate::sync::{Mutex, lock};
 use lowtide_admission::{Admission, Budget, Cost, Job, JobQueue, Resource, Trigger};
-use lowtide_admission::{Level, ResourceStats};
+use lowtide_admission::{Level, RequestMemory, ResourceStats};
 
 pub use admin_tasks::{AdminCommand, AdminError, AdminTask, AdminTaskState};
 pub use builder::Builder;
@@ -138,6 +138,9 @@ struct Running {
 /// The minimum time that a shutdown waits for its threads, regardless of its deadline: idle threads
 /// end immediately, and a purge of 10 GiB takes this long.
 const JOIN_MIN: Duration = Duration::from_secs(1);
+
+/// The maximum number of requests that are listed.
+const LARGEST_MAX: usize = 16;
 
 /// The number of threads of a `Memory`.
 const THREADS: usize = 2;
@@ -294,6 +297,18 @@ impl Memory {
     pub fn events(&self) -> Vec<Event> {
         let shared = &self.0.shared;
         if shared.birth.is_here() { shared.events.all() } else { Vec::new() }
+    }
+
+    /// Returns the running requests that hold most memory, the largest first: at most 16, each with
+    /// at least 256 KiB. Only requests that passed a layer and are measured are listed
+    /// (`SharedPermit::memory`). Empty in a forked child.
+    #[must_use]
+    pub fn largest_requests(&self) -> Vec<RequestMemory> {
+        let shared = &self.0.shared;
+        if !shared.birth.is_here() {
+            return Vec::new();
+        }
+        shared.admission.largest(LARGEST_MAX, shared.clock.now())
     }
 
     /// Returns a few figures at each of the last publications, oldest first: at most 300. Empty in

@@ -288,6 +288,9 @@ table! {
     ADMISSION_REJECTED: Counter "lowtide_admission_rejected_total" Count ["reason"]
         "Requests rejected, by reason (too_large, full, pressure, shutting_down, exhausted, \
          slow_start).";
+    ADMISSION_OUTLIVED: Counter "lowtide_admission_outlived_bytes_total" Bytes []
+        "Bytes that measured requests still held when they ended: in caches, in tasks that go on, \
+         or leaked. Includes headers of responses, which the server frees soon after.";
     ADMISSION_REQUESTS: Counter "lowtide_admission_requests_total" Count
         ["budget", "size_class", "outcome"]
         "Requests by outcome (admitted, or rejected because they did not fit) and by size class \

@@ -228,6 +228,7 @@ pub fn classes(budget: Budget, classes: &[lowtide_admission::ClassStats]) {
 /// Publishes the admitted and rejected requests.
 pub fn admission(stats: &lowtide_admission::AdmissionStats) {
     counter!(name::ADMISSION_ADMITTED.name).absolute(stats.admitted_total);
+    counter!(name::ADMISSION_OUTLIVED.name).absolute(stats.outlived_bytes_total);
     gauge!(name::ADMISSION_HELD.name).set(count(stats.held()));
     for reason in lowtide_admission::RejectReason::ALL {
         let total = stats.rejected_total(reason);

@@ -137,8 +137,8 @@ impl Endpoints {
     /// In addition to [`Endpoints::answer`]: a request for `/memory` or `/metrics` to an unknown
     /// host is 403 ([`Endpoints::with_hosts`]). `/memory` answers with the live page if the
     /// `Accept` header prefers HTML (`?format=json` and `?format=html` override the header).
-    /// `?with=` adds parts to the JSON: `map`, `history`, `events`, `admin_tasks`, separated by
-    /// commas. An invalid query is 400.
+    /// `?with=` adds parts to the JSON: `map`, `history`, `events`, `admin_tasks`,
+    /// `largest_requests`, separated by commas. An invalid query is 400.
     ///
     /// ```
     /// use http::Request;
@@ -324,6 +324,7 @@ fn document(snapshot: &MemorySnapshot) -> Value {
         "requests": {
             "admitted": snapshot.admission.admitted_total,
             "held": snapshot.admission.held(),
+            "outlived_bytes": snapshot.admission.outlived_bytes_total,
             "rejected": RejectReason::ALL
                 .map(|why| (why.name().to_owned(), json!(snapshot.admission.rejected_total(why))))
                 .into_iter()

@@ -23,7 +23,7 @@ use std::task::{Context, Poll, ready};
 use bytes::Bytes;
 use http::header::CONTENT_TYPE;
 use http::request::Parts;
-use http::{HeaderName, HeaderValue, Request, Response, Version};
+use http::{HeaderName, HeaderValue, Method, Request, Response, Version};
 use http_body::Body;
 use pin_project_lite::pin_project;
 use tower_layer::Layer;
@@ -41,7 +41,7 @@ use super::drain::Drain;
 use super::estimate::{ContentLength, Estimate, Estimated};
 use super::exempt::ExemptPaths;
 use super::learned::{Lesson, Routes};
-use super::permit::{SharedPermit, Terms};
+use super::permit::{RouteLabel, SharedPermit, Terms};
 use super::rejection::{Reject, negotiated};
 use super::scoped::Scoped;
 use super::slow_start::{LASTS, TooManyRunning};
@@ -56,8 +56,14 @@ type Exempt = Arc<dyn Fn(&Parts) -> bool + Send + Sync>;
 /// `axum::serve` has none, and a declared body that never arrives holds its reservation forever. A
 /// rejection also waits for the body, up to [`DRAIN_MAX`](super::DRAIN_MAX) bytes of it on HTTP/1.
 pub struct MemoryLayer<E> {
-    admission: Admission,
     estimate: Arc<E>,
+    settings: Arc<LayerSettings>,
+}
+
+/// The settings of a layer besides its estimate, which its clones and requests share.
+#[derive(Clone)]
+struct LayerSettings {
+    admission: Admission,
     exempt: Option<Exempt>,
     exempt_paths: ExemptPaths,
     reject: Arc<dyn Reject>,
@@ -78,9 +84,9 @@ impl Measures {
         Self { routes: Mutex::new(routes), hasher: RandomState::new() }
     }
 
-    /// Returns the record of requests like this one: with its method, route and size.
-    fn lesson(&self, head: &Parts, estimate: ByteSize, is_minimum: bool) -> Lesson {
-        let family = self.hasher.hash_one((&head.method, route(head)));
+    /// Returns the record of requests with this method, route and size.
+    fn lesson(&self, method: &Method, route: &str, estimate: ByteSize, is_minimum: bool) -> Lesson {
+        let family = self.hasher.hash_one((method, route));
         let key = family.wrapping_add(SizeClass::of(estimate).bound().get());
         let route = lock(&self.routes).of(key, Some(family));
         Lesson::compared(route, estimate, is_minimum)
@@ -110,35 +116,26 @@ impl<E: Estimate> MemoryLayer<E> {
     /// ([`HEALTH_PATHS`](super::HEALTH_PATHS)). Route other endpoints that must answer under
     /// pressure, such as metrics, outside the layer, or exempt them.
     pub fn new(admission: Admission, estimate: E) -> Self {
-        Self {
+        let settings = LayerSettings {
             admission,
-            estimate: Arc::new(estimate),
             exempt: None,
             exempt_paths: ExemptPaths::of_health(),
             reject: Arc::new(negotiated),
             measures: Arc::new(Measures::new(Routes::compared())),
             starts_slowly: true,
             clock: Arc::new(SystemClock::new()),
-        }
+        };
+        Self { estimate: Arc::new(estimate), settings: Arc::new(settings) }
+    }
+
+    fn settings(&mut self) -> &mut LayerSettings {
+        Arc::make_mut(&mut self.settings)
     }
 
     /// Replaces the estimate.
     #[must_use]
     pub fn with_estimate<F: Estimate>(self, estimate: F) -> MemoryLayer<F> {
-        let Self {
-            admission, exempt, exempt_paths, reject, measures, starts_slowly, clock, ..
-        } = self;
-        let estimate = Arc::new(estimate);
-        MemoryLayer {
-            admission,
-            estimate,
-            exempt,
-            exempt_paths,
-            reject,
-            measures,
-            starts_slowly,
-            clock,
-        }
+        MemoryLayer { estimate: Arc::new(estimate), settings: self.settings }
     }
 
     /// Trusts estimates: requests of a route that is not measured yet reserve their estimate, and
@@ -148,8 +145,9 @@ impl<E: Estimate> MemoryLayer<E> {
     /// until it has measured eight requests of the route.
     #[must_use]
     pub fn without_slow_start(mut self) -> Self {
-        self.measures = Arc::new(Measures::new(Routes::bounded()));
-        self.starts_slowly = false;
+        let settings = self.settings();
+        settings.measures = Arc::new(Measures::new(Routes::bounded()));
+        settings.starts_slowly = false;
         self
     }
 
@@ -157,7 +155,7 @@ impl<E: Estimate> MemoryLayer<E> {
     #[doc(hidden)]
     #[must_use]
     pub fn clock(mut self, clock: Arc<dyn Clock>) -> Self {
-        self.clock = clock;
+        self.settings().clock = clock;
         self
     }
 
@@ -166,7 +164,7 @@ impl<E: Estimate> MemoryLayer<E> {
     /// all others [`rejection`](super::rejection()).
     #[must_use]
     pub fn with_rejection(mut self, reject: impl Reject) -> Self {
-        self.reject = Arc::new(reject);
+        self.settings().reject = Arc::new(reject);
         self
     }
 
@@ -179,7 +177,8 @@ impl<E: Estimate> MemoryLayer<E> {
     /// [`MemoryLayer::exempt_header`].
     #[must_use]
     pub fn exempt(mut self, is_exempt: impl Fn(&Parts) -> bool + Send + Sync + 'static) -> Self {
-        self.exempt = Some(match self.exempt.take() {
+        let settings = self.settings();
+        settings.exempt = Some(match settings.exempt.take() {
             Some(before) => Arc::new(move |head: &Parts| before(head) || is_exempt(head)),
             None => Arc::new(is_exempt),
         });
@@ -205,7 +204,7 @@ impl<E: Estimate> MemoryLayer<E> {
     /// ```
     #[must_use]
     pub fn exempt_paths<P: Into<String>>(mut self, paths: impl IntoIterator<Item = P>) -> Self {
-        self.exempt_paths.add(paths);
+        self.settings().exempt_paths.add(paths);
         self
     }
 
@@ -238,16 +237,7 @@ fn alike(one: &[u8], other: &[u8]) -> bool {
 
 impl<E> Clone for MemoryLayer<E> {
     fn clone(&self) -> Self {
-        Self {
-            admission: self.admission.clone(),
-            estimate: Arc::clone(&self.estimate),
-            exempt: self.exempt.clone(),
-            exempt_paths: self.exempt_paths.clone(),
-            reject: Arc::clone(&self.reject),
-            measures: Arc::clone(&self.measures),
-            starts_slowly: self.starts_slowly,
-            clock: Arc::clone(&self.clock),
-        }
+        Self { estimate: Arc::clone(&self.estimate), settings: Arc::clone(&self.settings) }
     }
 }
 
@@ -270,43 +260,51 @@ impl Memory {
 impl<E: Estimate> MemoryLayer<E> {
     /// Reserves the estimate of the request.
     fn admit(&self, head: &Parts, body: &impl Body) -> Result<SharedPermit, Rejected> {
+        let settings = &*self.settings;
         let exempt = |cost| Estimated { cost, priority: Priority::Exempt, lesson: None };
-        let ceiling = self.admission.ledger(Budget::Host).ceiling();
+        let ceiling = settings.admission.ledger(Budget::Host).ceiling();
         let mut share = None;
-        let estimated = if self.exempt.as_ref().is_some_and(|is_exempt| is_exempt(head)) {
+        let estimated = if settings.exempt.as_ref().is_some_and(|is_exempt| is_exempt(head)) {
             exempt(Cost::ZERO)
         } else {
-            share = self.exempt_paths.share(head, body, ceiling);
+            share = settings.exempt_paths.share(head, body, ceiling);
             match &share {
                 Some(share) => exempt(Cost::host(share.bytes())),
                 None => self.estimate.estimate_to_learn(head),
             }
         };
         let Estimated { mut cost, priority, mut lesson } = estimated;
-        let is_measured = self.admission.is_managed() && is_measured();
+        let is_measured = settings.admission.is_managed() && is_measured();
         let mut slot = None;
+        let (method, route) = (&head.method, route(head));
         if is_measured && priority != Priority::Exempt {
-            let is_minimum = !self.starts_slowly;
-            lesson.get_or_insert_with(|| self.measures.lesson(head, cost.host, is_minimum));
+            let is_minimum = !settings.starts_slowly;
+            lesson.get_or_insert_with(|| {
+                settings.measures.lesson(method, route, cost.host, is_minimum)
+            });
         }
         if let Some(lesson) = &lesson {
-            let room = self.admission.ledger(Budget::Host).request_room();
+            let room = settings.admission.ledger(Budget::Host).request_room();
             let estimate = cost.host;
             cost.host = lesson.claim(estimate, ByteSize::new(room.get() / 2));
-            let starts_slowly = is_measured && self.starts_slowly;
+            let starts_slowly = is_measured && settings.starts_slowly;
             // A request that is too large, or too late, is rejected for that reason.
-            if starts_slowly && estimate <= ceiling && !self.admission.is_closed() {
-                slot = lesson.enter(estimate, cost.host, room, &self.clock).map_err(|running| {
-                    let TooManyRunning(running) = running;
-                    let rejected = Rejected::SlowStart { running, retry_after: LASTS };
-                    self.admission.reject(rejected)
-                })?;
+            if starts_slowly && estimate <= ceiling && !settings.admission.is_closed() {
+                slot = lesson.enter(estimate, cost.host, room, &settings.clock).map_err(
+                    |running| {
+                        let TooManyRunning(running) = running;
+                        let rejected = Rejected::SlowStart { running, retry_after: LASTS };
+                        settings.admission.reject(rejected)
+                    },
+                )?;
             }
         }
-        let permit = self.admission.try_admit_with(cost, priority)?;
+        let permit = settings.admission.try_admit_with(cost, priority)?;
         // A trusted estimate may cover memory that is not measured, and stays.
-        let reports = is_measured && self.starts_slowly;
-        Ok(SharedPermit::new(permit, Terms { lesson, share, slot, is_measured, reports }))
+        let reports = is_measured && settings.starts_slowly;
+        let (method, route) = (method.clone(), RouteLabel::new(route));
+        let terms = Terms { method, route, lesson, share, slot, is_measured, reports };
+        Ok(SharedPermit::new(permit, terms))
     }
 }
 
@@ -359,7 +357,7 @@ where
             Err(rejected) => {
                 let path = head.uri.path();
                 log!(debug, target: "lowtide", %rejected, path, "request rejected");
-                let response = self.layer.reject.reject(&rejected, &head);
+                let response = self.layer.settings.reject.reject(&rejected, &head);
                 State::Rejected { rest: Drain::new(&head, body), response: Some(response) }
             }
         };

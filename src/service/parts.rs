@@ -1,4 +1,5 @@
-//! The optional parts of `/memory`: maps of arenas, history, events, admin tasks.
+//! The optional parts of `/memory`: maps of arenas, history, events, admin tasks, the largest
+//! requests.
 //!
 //! Each part is bounded. The figures themselves are in `endpoints`, the maps in `devices`.
 
@@ -8,6 +9,7 @@ use serde_json::{Map, Value, json};
 
 use crate::bytes::ByteSize;
 use crate::memory::{AdminTask, Event, HistorySample, Memory};
+use lowtide_admission::RequestMemory;
 
 use super::asked::QueryError;
 use super::devices::{self, Maps};
@@ -19,10 +21,12 @@ pub(super) enum Part {
     MetricsHistory,
     Events,
     AdminTasks,
+    LargestRequests,
 }
 
 impl Part {
-    const ALL: [Self; 4] = [Self::Map, Self::MetricsHistory, Self::Events, Self::AdminTasks];
+    const ALL: [Self; 5] =
+        [Self::Map, Self::MetricsHistory, Self::Events, Self::AdminTasks, Self::LargestRequests];
 
     const fn name(self) -> &'static str {
         match self {
@@ -30,6 +34,7 @@ impl Part {
             Self::MetricsHistory => "history",
             Self::Events => "events",
             Self::AdminTasks => "admin_tasks",
+            Self::LargestRequests => "largest_requests",
         }
     }
 
@@ -74,6 +79,7 @@ impl Part {
                 let list: Value = memory.admin_tasks().iter().map(admin_task).collect();
                 json!({ "needs_token": needs_token, "list": list })
             }),
+            Self::LargestRequests => memory.largest_requests().iter().map(request).collect(),
         };
         to.insert(self.name().to_owned(), value);
     }
@@ -101,6 +107,17 @@ fn event(event: &Event) -> Value {
         "about": event.about,
         "text": event.text,
         "times": event.times,
+    })
+}
+
+fn request(request: &RequestMemory) -> Value {
+    json!({
+        "method": request.method,
+        "route": request.route,
+        "live_bytes": request.live.get(),
+        "peak_bytes": request.peak.get(),
+        "claim_bytes": request.claim.get(),
+        "age_seconds": seconds(request.age),
     })
 }
 

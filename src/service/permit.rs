@@ -16,11 +16,14 @@ use std::fmt;
 use std::future::Future;
 use std::sync::{Arc, Weak};
 
+use http::Method;
+
 use crate::bytes::ByteSize;
-use crate::sync::atomic::{AtomicU64, Ordering};
+use crate::clock::Moment;
+use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use crate::sync::{Mutex, MutexGuard, lock};
-use lowtide_admission::{Permit, Rejected};
-use lowtide_heap::{Account, AccountMemory, AccountOwner};
+use lowtide_admission::{LARGE_MIN, LargeRequest, Permit, Rejected, RequestMemory};
+use lowtide_heap::{Account, AccountMemory, AccountOwner, unmeasured};
 
 use super::exempt::ExemptShare;
 use super::learned::{Lesson, Trial};
@@ -61,6 +64,13 @@ struct Admitted {
     is_measured: bool,
     /// `true` if others wait until its body has arrived.
     is_trial: bool,
+    method: Method,
+    route: RouteLabel,
+    /// The bytes that it reserved when it was admitted.
+    claim: ByteSize,
+    admitted_at: Moment,
+    /// Set once it is registered as large.
+    is_registered: AtomicBool,
     /// The reserved bytes, and the live bytes as reported last, so that most polls need no lock.
     covered: AtomicU64,
     reported: AtomicU64,
@@ -72,8 +82,10 @@ struct Admitted {
 }
 
 /// The layer's data of an admitted request.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct Terms {
+    pub(super) method: Method,
+    pub(super) route: RouteLabel,
     /// The recipient of the measured memory.
     pub(super) lesson: Option<Lesson>,
     /// The share of a request that is exempt by its path.
@@ -105,12 +117,19 @@ impl SharedPermit {
         if terms.slot.is_some() {
             permit.mark_unlearned();
         }
-        let covered = AtomicU64::new(permit.cost().host.get());
+        let claim = permit.cost().host;
+        let admitted_at = permit.last_tick();
+        let (method, route) = (terms.method.clone(), terms.route);
         let held = Held { permit, reported: None, answer: None, terms };
         Self(Arc::new(Account::new(Admitted {
             is_measured,
             is_trial: held.terms.slot.is_some(),
-            covered,
+            method,
+            route,
+            claim,
+            admitted_at,
+            is_registered: AtomicBool::new(false),
+            covered: AtomicU64::new(claim.get()),
             reported: AtomicU64::new(0),
             lent: AtomicU64::new(0),
             copied: AtomicU64::new(0),
@@ -223,7 +242,12 @@ impl SharedPermit {
     #[cold]
     fn report(&self, live: ByteSize) {
         self.change(|held| held.hold(live));
-        self.0.owner().reported.store(live.get(), Ordering::Relaxed);
+        let admitted = self.0.owner();
+        admitted.reported.store(live.get(), Ordering::Relaxed);
+        if live >= LARGE_MIN && !admitted.is_registered.swap(true, Ordering::Relaxed) {
+            let register = || self.held().permit.register(Arc::new(self.downgrade()), live);
+            unmeasured(register);
+        }
     }
 
     /// Records that the body of the request has arrived.
@@ -334,6 +358,57 @@ impl WeakPermit {
     }
 }
 
+impl LargeRequest for WeakPermit {
+    fn live(&self) -> Option<ByteSize> {
+        Some(self.0.upgrade()?.memory().live)
+    }
+
+    fn describe(&self, now: Moment) -> Option<RequestMemory> {
+        let account = self.0.upgrade()?;
+        let (AccountMemory { live, peak, .. }, admitted) = (account.memory(), account.owner());
+        let (method, route) = (admitted.method.to_string(), admitted.route.to_string());
+        let age = now - admitted.admitted_at;
+        Some(RequestMemory { method, route, live, peak, claim: admitted.claim, age })
+    }
+}
+
+/// The name of a route, shortened, so that each request can have a copy.
+#[derive(Clone, Copy)]
+pub(super) struct RouteLabel {
+    text: [u8; ROUTE_MAX],
+    length: u8,
+}
+
+/// The maximum length of a route's name, in bytes.
+const ROUTE_MAX: usize = 64;
+
+impl RouteLabel {
+    pub(super) fn new(route: &str) -> Self {
+        let mut length = route.len().min(ROUTE_MAX);
+        while !route.is_char_boundary(length) {
+            length -= 1;
+        }
+        let mut text = [0; ROUTE_MAX];
+        if let (Some(to), Some(from)) = (text.get_mut(..length), route.as_bytes().get(..length)) {
+            to.copy_from_slice(from);
+        }
+        Self { text, length: u8::try_from(length).unwrap_or_default() }
+    }
+}
+
+impl fmt::Display for RouteLabel {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let text = self.text.get(..self.length.into()).unwrap_or_default();
+        f.write_str(std::str::from_utf8(text).unwrap_or_default())
+    }
+}
+
+impl fmt::Debug for RouteLabel {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Debug::fmt(&self.to_string(), f)
+    }
+}
+
 /// Adds to a counter, unless it would exceed `most`.
 fn add_up_to(counter: &AtomicU64, bytes: ByteSize, most: ByteSize) -> bool {
     let fits = counter.load(Ordering::Relaxed).saturating_add(bytes.get()) <= most.get();
@@ -369,6 +444,9 @@ impl Held {
 impl AccountOwner for Admitted {
     fn ended(&mut self, memory: AccountMemory) {
         let mut held = lock(&self.held);
+        if !memory.live.is_zero() {
+            held.permit.outlive(memory.live);
+        }
         let Some(lesson) = held.terms.lesson.take() else { return };
         let measured = self.is_measured.then_some(memory.peak);
         if held.answer == Some(true)

@@ -11,7 +11,7 @@ use lowtide::ByteSize;
 use crate::mix::{BASE, CEILING, HOLD, Mix, taken};
 use crate::oracle::{STEP, Setting};
 use crate::policy::Policy;
-use crate::schedule::{Offer, Phase};
+use crate::schedule::{Offer, Phase, Sending};
 
 const LIMIT: ByteSize = ByteSize::mib(256);
 
@@ -61,7 +61,7 @@ fn what_fits_is_some_35_heavy_requests_a_second_and_hardly_ever_too_much() {
 #[test]
 fn the_same_offer_gives_the_same_requests_at_the_rates_of_its_phases() {
     let phases = vec![Phase { rate: 200.0, millis: 20_000 }, Phase { rate: 20.0, millis: 20_000 }];
-    let offer = Offer { mix: Mix::Small, phases, seed: 11 };
+    let offer = Offer { mix: Mix::Small, phases, seed: 11, sending: Sending::default() };
     let (one, other) = (offer.arrivals(), offer.arrivals());
     assert_eq!(format!("{one:?}"), format!("{other:?}"));
     assert!(one.windows(2).all(|pair| pair[0].at <= pair[1].at));

@@ -97,7 +97,9 @@ impl Bed {
         let flat = |_: &http::request::Parts| Cost::host(ByteSize::kib(16));
         let layer = MemoryLayer::new(self.memory.admission().clone(), flat);
         let mut service = layer.layer(service_fn(handler));
-        let call = service.call(Request::new(Frames { frames, ..Frames::default() }));
+        let body = Frames { frames, ..Frames::default() };
+        let request = Request::get("/upload/1").body(body).expect("a valid head");
+        let call = service.call(request);
         Box::pin(async { call.await.expect("infallible") })
     }
 }
@@ -344,6 +346,54 @@ fn memory_that_changes_hands_is_adopted_and_released() {
         assert_live(0);
         empty().await
     })));
+}
+
+#[test]
+fn the_largest_requests_are_named_with_what_they_hold_until_they_end() {
+    let bed = Bed::new();
+    let mut calls: Vec<_> = [3, 0, 5]
+        .map(|mib| {
+            bed.call(Vec::new(), move |_: Received| async move {
+                let less = black_box(vec![7_u8; 2 * mib * MIB]);
+                drop(less);
+                let held = black_box(vec![7_u8; mib * MIB]);
+                wait_once().await;
+                drop(held);
+                empty().await
+            })
+        })
+        .into();
+    assert!(calls.iter_mut().all(|call| poll(call).is_pending()));
+    let largest = bed.memory.largest_requests();
+    let mib = |bytes: ByteSize| bytes.get() / ByteSize::mib(1).get();
+    let figures: Vec<_> = largest.iter().map(|of| (mib(of.live), mib(of.peak))).collect();
+    assert_eq!(figures, [(5, 10), (3, 6)], "a small request is not listed");
+    for of in &largest {
+        assert_eq!((&*of.method, &*of.route, of.claim), ("GET", "upload", ByteSize::kib(32)));
+    }
+    drop(now(calls.pop().expect("the largest")));
+    let largest = bed.memory.largest_requests();
+    assert_eq!(largest.iter().map(|of| mib(of.live)).collect::<Vec<_>>(), [3]);
+    drop(calls);
+    assert_eq!(bed.memory.largest_requests(), []);
+}
+
+#[test]
+fn bytes_that_outlive_their_request_are_counted() {
+    let bed = Bed::new();
+    let outlived = || bed.memory.admission().stats().outlived_bytes_total;
+    let cache = Mutex::new(Vec::new());
+    drop(now(bed.call(Vec::new(), async |_: Received| {
+        drop(black_box(vec![7_u8; MIB]));
+        empty().await
+    })));
+    assert_eq!(outlived(), 0, "it freed all");
+    drop(now(bed.call(Vec::new(), async |_: Received| {
+        cache.lock().expect("no panic").push(black_box(vec![7_u8; 3 * MIB]));
+        empty().await
+    })));
+    // The head of the request, which others allocated, was freed.
+    assert!(outlived().abs_diff(3 * MIB as u64) < 4 * KIB as u64, "{}", outlived());
 }
 
 #[test]

@@ -17,6 +17,8 @@ use crate::support::{Tree, advance_until};
 
 const SOON: Duration = Duration::from_secs(5);
 const SECOND: Duration = Duration::from_secs(1);
+const ANY_PART: &str =
+    r#"with="everything": expected map, history, events, admin_tasks, largest_requests"#;
 const ALL: &str = "/memory?format=json&with=map,history,events,admin_tasks";
 const BROWSER: &str = "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8";
 
@@ -69,7 +71,7 @@ fn a_query_that_means_nothing_is_refused_by_name() {
     let endpoints = Endpoints::new(None);
     for (query, about) in [
         ("format=xml", r#"format="xml": expected json or html"#),
-        ("with=map,everything", r#"with="everything": expected map, history, events, admin_tasks"#),
+        ("with=map,everything", ANY_PART),
         ("with=map,history,map", r#""map" is given twice"#),
         ("wth=map", r#"unknown query parameter "wth": expected format or with"#),
         ("format=json&format=html", r#""format" is given twice"#),
@@ -127,7 +129,7 @@ fn the_figures_are_told_alone_unless_parts_are_asked_for() {
     let memory = start(&clock, &tree);
     let endpoints = Endpoints::new(Some(memory.clone()));
     let alone = told(&endpoints, "/memory");
-    for part in ["map", "history", "events", "admin_tasks"] {
+    for part in ["map", "history", "events", "admin_tasks", "largest_requests"] {
         assert!(alone.get(part).is_none(), "{part}");
         let with = told(&endpoints, &format!("/memory?with={part}"));
         assert!(with.get(part).is_some(), "{part}");

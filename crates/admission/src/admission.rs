@@ -13,9 +13,11 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use lowtide_core::bytes::ByteSize;
+use lowtide_core::clock::Moment;
 
 use super::desk::{Desk, Stood};
 use super::eviction::Evictor;
+use super::large::{LargeRequests, RequestMemory};
 use super::ledger::{Budget, Ledger};
 use super::permit::Permit;
 use super::pressure::Level;
@@ -103,6 +105,9 @@ pub struct AdmissionStats {
     pub finished_total: u64,
     /// Requests rejected since start, in the order of [`RejectReason::ALL`].
     pub rejected: [u64; RejectReason::ALL.len()],
+    /// Bytes that measured requests held when they ended, since start: in caches, in tasks that go
+    /// on, or leaked. Includes headers of responses, which the server frees soon after.
+    pub outlived_bytes_total: u64,
 }
 
 impl AdmissionStats {
@@ -297,6 +302,19 @@ impl Admission {
         self.desk.unowned.store(unowned.get(), Ordering::Relaxed);
     }
 
+    /// Returns the `most` running requests that hold most memory, the largest first, among those
+    /// that hold at least 256 KiB and are measured. Allocates, and takes a lock for some
+    /// microseconds.
+    #[doc(hidden)]
+    pub fn largest(&self, most: usize, now: Moment) -> Vec<RequestMemory> {
+        self.desk.large.largest(most, now)
+    }
+
+    /// Returns the registry of large requests.
+    pub(super) const fn large(&self) -> &LargeRequests {
+        &self.desk.large
+    }
+
     /// Returns the account of a budget.
     #[must_use]
     pub fn ledger(&self, budget: Budget) -> &Ledger {
@@ -312,6 +330,7 @@ impl Admission {
             admitted_total: counts.admitted,
             finished_total: counts.finished,
             rejected: counts.rejected,
+            outlived_bytes_total: counts.outlived,
         }
     }
 

@@ -17,6 +17,7 @@ use lowtide_core::bytes::ByteSize;
 
 use super::admission::{Cost, Priority};
 use super::eviction::{Eviction, Evictor, Hint};
+use super::large::LargeRequests;
 use super::ledger::{Budget, Ledger, Reservation, Shortfall, Standing};
 use super::permit::Permit;
 use super::pressure::Level;
@@ -44,6 +45,7 @@ pub(super) struct Desk {
     pub(super) unowned: AtomicU64,
     /// `true` if device memory is host memory: device bytes are reserved in the host's ledger.
     pub(super) unified: AtomicBool,
+    pub(super) large: LargeRequests,
     tallies: [Tally; STRIPES],
     /// Makes room for requests and loads that do not fit. Read only on a rejection.
     evictor: RwLock<Option<Arc<Evictor>>>,
@@ -68,6 +70,7 @@ impl Desk {
         desk.unowned.store(0, Ordering::Relaxed);
         desk.set_evictor(None);
         desk.unified.store(false, Ordering::Relaxed);
+        desk.large.begin();
         for tally in &desk.tallies {
             tally.begin();
         }
@@ -294,6 +297,12 @@ impl Desk {
         let reserved = self.host.book_exempt(bytes);
         self.tally(place).grow(place, reserved);
         reserved
+    }
+
+    /// Counts bytes that outlived their request.
+    pub(super) fn outlive(&self, bytes: ByteSize) {
+        let place = Place::here();
+        self.tally(place).outlive(place, bytes);
     }
 
     /// Counts a request rejected for a reason other than lack of room.

@@ -40,6 +40,7 @@ mod desk;
 mod eviction;
 mod exhaustion;
 mod fairness;
+mod large;
 pub mod ledger;
 pub mod maintenance;
 pub mod managed;
@@ -58,6 +59,9 @@ pub use admission::{Admission, AdmissionStats, Cost, Priority};
 pub use ceiling::CeilingParts;
 #[doc(hidden)]
 pub use eviction::Idle;
+pub use large::RequestMemory;
+#[doc(hidden)]
+pub use large::{LARGE_MIN, LargeRequest};
 pub use ledger::{Books, Budget, Correction, Ledger, Measured, Shortfall, Turnover};
 pub use maintenance::{
     Job, JobQueue, Jobs, Maintenance, MaintenanceActions, PressureState, PurgeGrowth, Sample,

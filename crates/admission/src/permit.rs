@@ -6,10 +6,14 @@
 //! Invariants: the cost that a permit reports is reserved until the permit is dropped; the ledger's
 //! `unheld` is the sum of `reserved - held` of the requests that are measured.
 
+use std::sync::Arc;
+
 use lowtide_core::bytes::ByteSize;
+use lowtide_core::clock::Moment;
 
 use super::admission::Cost;
 use super::desk::Desk;
+use super::large::LargeRequest;
 use super::ledger::{Budget, Standing};
 use super::rejected::Rejected;
 
@@ -122,6 +126,26 @@ impl Permit {
     pub fn mark_unlearned(&mut self) {
         self.unlearned = self.cost().host;
         self.desk.host.add_unlearned(self.unlearned);
+    }
+
+    /// Adds the request to those that hold much memory.
+    #[doc(hidden)]
+    pub fn register(&self, request: Arc<dyn LargeRequest>, live: ByteSize) {
+        self.desk.large.add(request, live);
+    }
+
+    /// Returns the time of the control loop's last tick, by its clock: the time of now, without
+    /// reading a clock.
+    #[doc(hidden)]
+    #[inline]
+    pub fn last_tick(&self) -> Moment {
+        self.desk.large.now()
+    }
+
+    /// Counts bytes that outlive the request.
+    #[doc(hidden)]
+    pub fn outlive(&self, bytes: ByteSize) {
+        self.desk.outlive(bytes);
     }
 
     /// Releases part of the host memory early, at most what the permit holds. Does nothing on a

@@ -112,6 +112,8 @@ pub(super) struct Tally {
     rejected: [AtomicU64; RejectReason::ALL.len()],
     /// Bytes reserved by requests outside a class, by budget: exempt requests and growth.
     beside: [AtomicU64; 2],
+    /// Bytes that outlived their requests.
+    outlived: AtomicU64,
     stood: AtomicU64,
     unloaded: AtomicU64,
 }
@@ -125,7 +127,7 @@ impl Tally {
                 counter.store(0, Ordering::Relaxed);
             }
         }
-        let single = [&self.exempt, &self.finished, &self.stood, &self.unloaded];
+        let single = [&self.exempt, &self.finished, &self.outlived, &self.stood, &self.unloaded];
         for counter in single.into_iter().chain(&self.rejected).chain(&self.beside) {
             counter.store(0, Ordering::Relaxed);
         }
@@ -196,6 +198,11 @@ impl Tally {
         }
     }
 
+    /// Counts bytes that outlived their request.
+    pub(super) fn outlive(&self, place: Place, bytes: ByteSize) {
+        place.add(&self.outlived, bytes.get());
+    }
+
     /// Returns a number that differs from one rejected request to the next.
     pub(super) fn spread(&self, place: Place) -> u64 {
         let sheds: u64 = self.rejected.iter().map(|count| count.load(Ordering::Relaxed)).sum();
@@ -238,6 +245,7 @@ pub(super) struct Counts {
     pub(super) admitted: u64,
     pub(super) finished: u64,
     pub(super) rejected: [u64; RejectReason::ALL.len()],
+    pub(super) outlived: u64,
     stood: u64,
     unloaded: u64,
 }
@@ -258,6 +266,7 @@ impl Counts {
             self.admitted += each.sum::<u64>();
         }
         self.admitted += tally.exempt.load(Ordering::Relaxed);
+        self.outlived = self.outlived.wrapping_add(tally.outlived.load(Ordering::Relaxed));
         self.stood += tally.stood.load(Ordering::Relaxed);
         for (sum, counter) in self.rejected.iter_mut().zip(&tally.rejected) {
             *sum += counter.load(Ordering::Relaxed);

@@ -121,6 +121,11 @@ fn routes(code: &Code<'_>) -> Rows {
             values![of("devices::BLOCKS_EACH_SECOND")],
         ),
         ("The document stays under {}.", values![code.constant("render::BYTES_MAX").size()]),
+        ("lists the {} running requests that hold most memory", values![of("memory::LARGEST_MAX")]),
+        (
+            "listed once it is [measured](#measured-requests) to hold {}",
+            values![code.constant("large::LARGE_MIN").size()],
+        ),
         ("`keep` (default {}) |", values![code.between("query.get(\"keep\").unwrap_or(\"", "\"")]),
         (
             "shows the last {}. At most {} wait;",
