@@ -30,9 +30,7 @@ use crate::is_sample;
 
 const LIMIT: ByteSize = ByteSize::mib(256);
 const RUNS: u32 = 20;
-/// Of the body that a client makes large on purpose.
-const HOSTILE_RUNS: u32 = 3;
-/// Both numbers with `--ci`.
+/// The numbers with `--ci`: of ordinary bodies, and of each kind that is made large on purpose.
 const SAMPLE_RUNS: (u32, u32) = (5, 1);
 /// The time for which the clients send.
 const LOAD: Duration = Duration::from_secs(5);
@@ -40,6 +38,8 @@ const BIG_CLIENTS: usize = 12;
 const SMALL_CLIENTS: usize = 20;
 const BIG: usize = 5 << 20;
 const SMALL: usize = 2 << 10;
+/// The length of a body of small objects, which need 89 times that: less than the limit.
+const OBJECTS: usize = 1 << 20;
 /// Between two requests of a small client, and before one that was refused is sent again.
 const PAUSE: Duration = Duration::from_millis(50);
 /// The time for which the handler waits with the value in its hands.
@@ -58,7 +58,7 @@ pub(crate) fn run() -> Result<(), BoxError> {
         return Ok(());
     }
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
-    let (runs, hostile_runs) = if is_sample() { SAMPLE_RUNS } else { (RUNS, HOSTILE_RUNS) };
+    let (runs, hostile_runs) = if is_sample() { SAMPLE_RUNS } else { (RUNS, RUNS) };
     let ordinary = stage(&runtime, runs, &ordinary(BIG))?;
     println!("figure faults.readme.runs {runs} runs");
     println!("figure faults.readme.kills {} runs", ordinary.kills);
@@ -69,9 +69,17 @@ pub(crate) fn run() -> Result<(), BoxError> {
     let hostile = stage(&runtime, hostile_runs, &ones.into())?;
     println!("figure faults.readme.hostile_runs {hostile_runs} runs");
     println!("figure faults.readme.hostile_kills {} runs", hostile.kills);
-    match ordinary.kills {
-        0 => Ok(()),
-        kills => Err(format!("{kills} of {runs} runs were killed").into()),
+    println!("figure faults.readme.hostile_small_served {} requests/run", median(hostile.small));
+    let object = r#"{"a":1},"#;
+    let objects = format!("[{}0]", object.repeat(OBJECTS / object.len()));
+    let objects = stage(&runtime, hostile_runs, &objects.into())?;
+    println!("figure faults.readme.objects_runs {hostile_runs} runs");
+    println!("figure faults.readme.objects_kills {} runs", objects.kills);
+    println!("figure faults.readme.objects_small_served {} requests/run", median(objects.small));
+    let kills = [ordinary.kills, hostile.kills, objects.kills];
+    match kills {
+        [0, 0, 0] => Ok(()),
+        kills => Err(format!("killed, of each kind of body: {kills:?} runs").into()),
     }
 }
 

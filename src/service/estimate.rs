@@ -15,6 +15,9 @@ use lowtide_admission::{Cost, Priority};
 
 use super::learned::Lesson;
 
+/// The assumed memory of a request whose body has no declared length.
+pub(super) const UNDECLARED: ByteSize = ByteSize::mib(2);
+
 /// Estimates the memory of a request from its head. Implemented for closures that return a
 /// [`Cost`], or a [`Cost`] and a [`Priority`]. Ready-made estimators are [`ContentLength`],
 /// [`FromHeader`], [`Constant`] and [`Learned`](super::Learned).
@@ -143,7 +146,7 @@ pub struct ContentLength {
 impl Default for ContentLength {
     /// Twice the length of the body, at least 16 KiB; 2 MiB if no length is declared.
     fn default() -> Self {
-        Self::new(ByteSize::mib(2)).factor(2.0).least(ByteSize::kib(16))
+        Self::new(UNDECLARED).factor(2.0).least(ByteSize::kib(16))
     }
 }
 

@@ -12,10 +12,8 @@
 //! Invariant: every admitted request reserves its estimate exactly once, and releases its
 //! reservation when its response body, and every handle taken by a handler, are dropped.
 
-use std::collections::hash_map::RandomState;
 use std::fmt;
 use std::future::Future;
-use std::hash::BuildHasher;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
@@ -23,24 +21,22 @@ use std::task::{Context, Poll, ready};
 use bytes::Bytes;
 use http::header::CONTENT_TYPE;
 use http::request::Parts;
-use http::{HeaderName, HeaderValue, Method, Request, Response, Version};
+use http::{HeaderName, HeaderValue, Request, Response, Version};
 use http_body::Body;
 use pin_project_lite::pin_project;
 use tower_layer::Layer;
 use tower_service::Service;
 
 use crate::Memory;
-use crate::bytes::ByteSize;
 use crate::clock::{Clock, SystemClock};
-use crate::sync::{Mutex, lock};
-use lowtide_admission::{Admission, Budget, Cost, Priority, Rejected, SizeClass};
+use lowtide_admission::{Admission, Budget, Cost, Priority, Rejected};
 use lowtide_heap::is_measured;
 
 use super::body::{RequestBody, ResponseBody};
 use super::drain::Drain;
-use super::estimate::{ContentLength, Estimate, Estimated};
+use super::estimate::{ContentLength, Estimate, Estimated, UNDECLARED};
 use super::exempt::ExemptPaths;
-use super::learned::{Lesson, Routes};
+use super::need::{Kind, Needs};
 use super::permit::{RouteLabel, SharedPermit, Terms};
 use super::rejection::{Reject, negotiated};
 use super::scoped::Scoped;
@@ -67,30 +63,9 @@ struct LayerSettings {
     exempt: Option<Exempt>,
     exempt_paths: ExemptPaths,
     reject: Arc<dyn Reject>,
-    measures: Arc<Measures>,
+    needs: Arc<Needs>,
     starts_slowly: bool,
     clock: Arc<dyn Clock>,
-}
-
-/// The measurements of the routes behind a layer.
-struct Measures {
-    routes: Mutex<Routes<u64>>,
-    /// Clients choose the paths, and so the keys.
-    hasher: RandomState,
-}
-
-impl Measures {
-    fn new(routes: Routes<u64>) -> Self {
-        Self { routes: Mutex::new(routes), hasher: RandomState::new() }
-    }
-
-    /// Returns the record of requests with this method, route and size.
-    fn lesson(&self, method: &Method, route: &str, estimate: ByteSize, is_minimum: bool) -> Lesson {
-        let family = self.hasher.hash_one((method, route));
-        let key = family.wrapping_add(SizeClass::of(estimate).bound().get());
-        let route = lock(&self.routes).of(key, Some(family));
-        Lesson::compared(route, estimate, is_minimum)
-    }
 }
 
 /// Returns the name of a request's route: the pattern that axum matched, the gRPC method, or else
@@ -121,7 +96,7 @@ impl<E: Estimate> MemoryLayer<E> {
             exempt: None,
             exempt_paths: ExemptPaths::of_health(),
             reject: Arc::new(negotiated),
-            measures: Arc::new(Measures::new(Routes::compared())),
+            needs: Arc::default(),
             starts_slowly: true,
             clock: Arc::new(SystemClock::new()),
         };
@@ -146,7 +121,6 @@ impl<E: Estimate> MemoryLayer<E> {
     #[must_use]
     pub fn without_slow_start(mut self) -> Self {
         let settings = self.settings();
-        settings.measures = Arc::new(Measures::new(Routes::bounded()));
         settings.starts_slowly = false;
         self
     }
@@ -279,24 +253,27 @@ impl<E: Estimate> MemoryLayer<E> {
         let (method, route) = (&head.method, route(head));
         if is_measured && priority != Priority::Exempt {
             let is_minimum = !settings.starts_slowly;
-            lesson.get_or_insert_with(|| {
-                settings.measures.lesson(method, route, cost.host, is_minimum)
-            });
+            if lesson.is_none() {
+                let is_declared = body.is_end_stream() || body.size_hint().exact().is_some();
+                if !is_declared && !is_minimum {
+                    cost.host = cost.host.max(UNDECLARED);
+                }
+                let kind = Kind { method, route, is_declared };
+                lesson = Some(settings.needs.of(kind, cost.host, is_minimum).into());
+            }
         }
         if let Some(lesson) = &lesson {
             let room = settings.admission.ledger(Budget::Host).request_room();
             let estimate = cost.host;
-            cost.host = lesson.claim(estimate, ByteSize::new(room.get() / 2));
+            cost.host = lesson.claim(estimate, room);
             let starts_slowly = is_measured && settings.starts_slowly;
             // A request that is too large, or too late, is rejected for that reason.
             if starts_slowly && estimate <= ceiling && !settings.admission.is_closed() {
-                slot = lesson.enter(estimate, cost.host, room, &settings.clock).map_err(
-                    |running| {
-                        let TooManyRunning(running) = running;
-                        let rejected = Rejected::SlowStart { running, retry_after: LASTS };
-                        settings.admission.reject(rejected)
-                    },
-                )?;
+                slot = lesson.enter(cost.host, room, &settings.clock).map_err(|running| {
+                    let TooManyRunning(running) = running;
+                    let rejected = Rejected::SlowStart { running, retry_after: LASTS };
+                    settings.admission.reject(rejected)
+                })?;
             }
         }
         let permit = settings.admission.try_admit_with(cost, priority)?;

@@ -1,16 +1,11 @@
-//! Records the memory that requests of each route held, for the learning estimator and for the
-//! layer.
+//! Records the memory that requests of each route held, and estimates later ones by it.
 //!
-//! Both learn from [`SharedPermit`](super::SharedPermit): from handlers that report the memory they
-//! hold (`hold`), from permits that had to grow, and from the layer's measurements. For each route
-//! there is a histogram over sixteenths of powers of two, in which old requests fade: all counts
-//! are halved after each `WINDOW` requests. The estimate is its 95th percentile, which nineteen of
-//! twenty requests do not exceed; the ledger's correction factor covers the others.
-//!
-//! [`Learned`] learns bytes. The layer learns, behind every other estimator, the bytes held for
-//! each estimated byte, by method, route and size: lengths vary within a route, and the memory for
-//! a byte of them varies little. Requests of a size that is not known yet reserve by what was
-//! learned last of their route.
+//! The records learn from [`SharedPermit`](super::SharedPermit): from handlers that report the
+//! memory they hold (`hold`), from permits that had to grow, and from the layer's measurements.
+//! [`Learned`] keeps a histogram for each route over sixteenths of powers of two, in which old
+//! requests fade: all counts are halved after each `WINDOW` requests. The estimate is its 95th
+//! percentile, which nineteen of twenty requests do not exceed; the ledger's correction factor
+//! covers the others. Behind every other estimator the layer keeps a `need` for each route.
 //!
 //! Invariant: `estimate >= 95 % of the histogram's requests`, and at most a sixteenth more than the
 //! largest of those; memory is at most [`ROUTES_MAX`] + 1 routes of about two KiB.
@@ -28,25 +23,19 @@ use crate::sync::{Mutex, lock};
 use lowtide_admission::{Cost, Priority};
 
 use super::estimate::{Estimate, Estimated};
-use super::slow_start::{EXPANSION, EXPANSION_UNKNOWN, SlowStart, TooManyRunning};
+use super::need::Compared;
+use super::slow_start::{EXPANSION, EXPANSION_UNKNOWN, TooManyRunning};
+use super::trial::{Trial, Trials};
 
 /// The maximum number of routes that are recorded separately; later ones share one estimate.
 pub const ROUTES_MAX: usize = 256;
 /// The number of requests after which earlier ones count half. An estimate: few enough to follow a
 /// change, and enough for a percentile.
 const WINDOW: u32 = 128;
-/// The number of requests until which the initial guess is also a lower bound of the estimate, and
-/// the caller's estimate one of a reservation.
-const LESSONS_MIN: u32 = 8;
+/// The number of requests until which the initial guess is also a lower bound of the estimate.
+const LESSONS_MIN: u32 = super::need::LESSONS_MIN;
 /// The percentage of requests for which the estimate suffices.
 const PERCENTILE: u32 = 95;
-/// One byte held for each estimated byte, as an amount.
-const ONE: ByteSize = ByteSize::kib(1);
-/// The assumed need of an estimated byte in an unknown route. An estimate.
-const UNKNOWN: ByteSize = ByteSize::kib(2);
-/// The minimum estimate for comparisons with the memory held: the constant part of a request's
-/// memory does not grow with its length.
-const COMPARED_MIN: ByteSize = ByteSize::kib(16);
 /// The number of buckets for each power of two.
 const PARTS: usize = 16;
 const PARTS_POWER: usize = PARTS.ilog2() as usize;
@@ -87,37 +76,30 @@ pub struct Learned<K, F> {
     key: F,
     device: ByteSize,
     priority: Priority,
-    routes: Mutex<Routes<K>>,
+    guess: ByteSize,
+    routes: Mutex<Routes<K, Route>>,
+}
+
+/// What is recorded of the requests of a route.
+pub(super) trait Record {
+    /// Returns `true` if there is anything.
+    fn has_learned(&self) -> bool;
 }
 
 /// At most [`ROUTES_MAX`] routes, and one for all others.
-pub(super) struct Routes<K> {
-    guess: ByteSize,
-    known: BTreeMap<K, Arc<Route>>,
-    rest: Arc<Route>,
-    /// The last estimate of routes that differ in the size of requests alone; 0 without one.
-    families: BTreeMap<u64, Arc<AtomicU64>>,
+pub(super) struct Routes<K, R> {
+    known: BTreeMap<K, Arc<R>>,
+    rest: Arc<R>,
 }
 
-impl<K: Ord> Routes<K> {
-    /// Creates an empty set; each route starts with a guess.
-    fn new(guess: ByteSize) -> Self {
-        let (known, families) = (BTreeMap::new(), BTreeMap::new());
-        Self { guess, known, rest: Arc::new(Route::new(guess)), families }
+impl<K: Ord, R: Record> Routes<K, R> {
+    /// Creates an empty set, with the record of the routes that exceed its bound.
+    pub(super) fn new(rest: R) -> Self {
+        Self { known: BTreeMap::new(), rest: Arc::new(rest) }
     }
 
-    /// Creates an empty set, in which each route learns the bytes held for an estimated byte.
-    pub(super) fn compared() -> Self {
-        Self::new(UNKNOWN)
-    }
-
-    /// The same, if estimates are upper bounds.
-    pub(super) fn bounded() -> Self {
-        Self::new(ONE)
-    }
-
-    /// Returns the record of a key. A new one starts with what its family has learned.
-    pub(super) fn of(&mut self, key: K, family: Option<u64>) -> Arc<Route> {
+    /// Returns the record of a key.
+    pub(super) fn of(&mut self, key: K, create: impl FnOnce() -> R) -> Arc<R> {
         if let Some(route) = self.known.get(&key) {
             return Arc::clone(route);
         }
@@ -129,128 +111,78 @@ impl<K: Ord> Routes<K> {
         if self.known.len() >= ROUTES_MAX {
             return Arc::clone(&self.rest);
         }
-        let family = family.map(|key| self.family(key)).unwrap_or_default();
-        let route = Arc::new(Route { family, ..Route::new(self.guess) });
+        let route = Arc::new(create());
         self.known.insert(key, Arc::clone(&route));
         route
-    }
-
-    fn family(&mut self, key: u64) -> Arc<AtomicU64> {
-        if self.families.len() >= ROUTES_MAX {
-            self.families.retain(|_, family| Arc::strong_count(family) > 1);
-        }
-        Arc::clone(self.families.entry(key).or_default())
     }
 }
 
 /// The recipient of a request's measured memory: the record of its route.
 #[derive(Clone)]
-pub struct Lesson {
-    route: Arc<Route>,
-    /// The estimate for comparison; `None` if bytes are learned.
-    compared: Option<ByteSize>,
-    /// `true` if no reservation may be below the estimate.
-    is_minimum: bool,
+pub struct Lesson(Of);
+
+#[derive(Clone)]
+enum Of {
+    /// A route of [`Learned`], which learns bytes.
+    Bytes(Arc<Route>),
+    Estimate(Compared),
+}
+
+impl From<Compared> for Lesson {
+    fn from(compared: Compared) -> Self {
+        Self(Of::Estimate(compared))
+    }
 }
 
 impl Lesson {
-    /// Creates one for a request with this estimate, in routes that compare.
-    pub(super) fn compared(route: Arc<Route>, estimate: ByteSize, is_minimum: bool) -> Self {
-        Self { route, compared: Some(estimate.max(COMPARED_MIN)), is_minimum }
-    }
-
     /// Records the memory that a request held at its peak. Takes the route's own lock for about a
     /// microsecond.
     pub fn learn(&self, held: ByteSize) {
-        self.route.learn(self.amount(held));
+        match &self.0 {
+            Of::Bytes(route) => route.learn(held),
+            Of::Estimate(compared) => compared.learn(held),
+        }
     }
 
     /// Records a request that did not complete, which is no evidence of a small need.
     pub(super) fn learn_at_least(&self, held: ByteSize) {
-        let amount = self.amount(held);
-        if amount > self.route.estimate() {
-            self.route.learn(amount);
+        match &self.0 {
+            Of::Bytes(route) if held > route.estimate() => route.learn(held),
+            Of::Bytes(_) => {}
+            Of::Estimate(compared) => compared.learn_at_least(held),
         }
     }
 
-    fn amount(&self, held: ByteSize) -> ByteSize {
-        self.compared.map_or(held, |estimate| times(held, ONE, estimate))
-    }
-
-    /// Returns the reservation for a request with this estimate: the measured need of its route,
-    /// but at most `most` for that alone. Otherwise a route with one huge request would not be
+    /// Returns the reservation for a request with this estimate in this room. A measured need
+    /// reserves at most half of the room. Otherwise a route with one huge request would not be
     /// admitted any more, and its estimate would stay.
-    pub(super) fn claim(&self, estimate: ByteSize, most: ByteSize) -> ByteSize {
-        let route = &self.route;
-        let Some(compared) = self.compared else { return estimate.min(most.max(route.guess)) };
-        let learned = times(compared, route.estimate(), ONE).min(most);
-        if route.is_known() && !self.is_minimum { learned } else { estimate.max(learned) }
+    pub(super) fn claim(&self, estimate: ByteSize, room: ByteSize) -> ByteSize {
+        match &self.0 {
+            Of::Bytes(route) => estimate.min(ByteSize::new(room.get() / 2).max(route.guess)),
+            Of::Estimate(compared) => compared.claim(room),
+        }
     }
 
-    /// Admits a request of the route if its need is known or few requests run. Reads the time only
-    /// if needed.
+    /// Admits a request of the route if its need is known or few requests run.
     pub(super) fn enter(
         &self,
-        estimate: ByteSize,
         claim: ByteSize,
         room: ByteSize,
         clock: &Arc<dyn Clock>,
     ) -> Result<Option<Trial>, TooManyRunning> {
-        let (cost, expansion) = match self.route.is_known() {
-            true => (claim, EXPANSION),
-            false => (estimate, EXPANSION_UNKNOWN),
-        };
-        let Some(first) = SlowStart::first(cost, expansion, room) else { return Ok(None) };
-        let mut slow_start = lock(&self.route.slow_start);
-        if slow_start.is_over() {
-            return Ok(None);
+        match &self.0 {
+            Of::Bytes(route) => {
+                let expansion = if route.is_known() { EXPANSION } else { EXPANSION_UNKNOWN };
+                route.trials.enter(claim, expansion, room, clock)
+            }
+            Of::Estimate(compared) => compared.enter(claim, room, clock),
         }
-        slow_start.enter(first, clock.now())?;
-        let (route, clock) = (Arc::clone(&self.route), Arc::clone(clock));
-        Ok(Some(Trial { route, clock, succeeded: false }))
     }
-}
-
-/// A large request of a route with unknown need; dropping it ends it.
-pub(super) struct Trial {
-    route: Arc<Route>,
-    clock: Arc<dyn Clock>,
-    /// `true` if its handler succeeded.
-    pub(super) succeeded: bool,
-}
-
-impl Trial {
-    /// Records that its body has arrived.
-    pub(super) fn arrived(&self) {
-        lock(&self.route.slow_start).arrive(self.clock.now());
-    }
-}
-
-impl Drop for Trial {
-    fn drop(&mut self) {
-        lock(&self.route.slow_start).leave(self.succeeded);
-    }
-}
-
-impl fmt::Debug for Trial {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Trial").field("succeeded", &self.succeeded).finish_non_exhaustive()
-    }
-}
-
-/// Returns `amount x factor / divisor`, rounded up; the divisor is not 0.
-fn times(amount: ByteSize, factor: ByteSize, divisor: ByteSize) -> ByteSize {
-    let product = u128::from(amount.get()) * u128::from(factor.get());
-    let quotient = product.div_ceil(u128::from(divisor.get().max(1)));
-    u64::try_from(quotient).map_or(ByteSize::MAX, ByteSize::new)
 }
 
 impl fmt::Debug for Lesson {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Lesson")
-            .field("estimate", &self.route.estimate())
-            .field("compared", &self.compared)
-            .finish()
+        f.debug_struct("Lesson").finish_non_exhaustive()
     }
 }
 
@@ -258,7 +190,7 @@ impl<K: Ord, F: Fn(&Parts) -> K> Learned<K, F> {
     /// Creates an estimator by the route that `key` returns, with an initial guess.
     pub fn new(guess: ByteSize, key: F) -> Self {
         let (device, priority) = (ByteSize::ZERO, Priority::Normal);
-        Self { key, device, priority, routes: Mutex::new(Routes::new(guess)) }
+        Self { key, device, priority, guess, routes: Mutex::new(Routes::new(Route::new(guess))) }
     }
 
     /// Adds a fixed amount of device memory, which is not learned.
@@ -278,7 +210,7 @@ impl<K: Ord, F: Fn(&Parts) -> K> Learned<K, F> {
     fn route(&self, head: &Parts) -> Arc<Route> {
         // Outside the lock: the key function is the caller's, and may be slow or panic.
         let key = (self.key)(head);
-        lock(&self.routes).of(key, None)
+        lock(&self.routes).of(key, || Route::new(self.guess))
     }
 }
 
@@ -295,7 +227,7 @@ where
     fn estimate_to_learn(&self, head: &Parts) -> Estimated {
         let route = self.route(head);
         let cost = Cost::host(route.estimate()).and_device(self.device);
-        let lesson = Some(Lesson { route, compared: None, is_minimum: false });
+        let lesson = Some(Lesson(Of::Bytes(route)));
         Estimated { cost, priority: self.priority, lesson }
     }
 }
@@ -308,16 +240,14 @@ impl<K, F> fmt::Debug for Learned<K, F> {
 }
 
 /// The record of one route.
-pub(super) struct Route {
+struct Route {
     /// What suffices for [`PERCENTILE`] of the requests so far; 0 without any.
     learned: AtomicU64,
     guess: ByteSize,
     /// Set once the guess is given up.
     is_known: AtomicBool,
     seen: Mutex<FadingHistogram>,
-    slow_start: Mutex<SlowStart>,
-    /// What was learned last of requests of any size; 0 if nothing.
-    family: Arc<AtomicU64>,
+    trials: Trials,
 }
 
 impl Route {
@@ -327,33 +257,19 @@ impl Route {
             guess,
             is_known: AtomicBool::new(false),
             seen: Mutex::new(FadingHistogram::new()),
-            slow_start: Mutex::default(),
-            family: Arc::default(),
+            trials: Trials::new(LESSONS_MIN),
         }
     }
 
     /// Returns the need of a request.
     fn estimate(&self) -> ByteSize {
         let learned = ByteSize::new(self.learned.load(Ordering::Relaxed));
-        match self.is_known.load(Ordering::Relaxed) {
-            true => learned,
-            false => learned.max(self.of_family().unwrap_or(self.guess)),
-        }
-    }
-
-    /// Returns what was learned of requests of other sizes.
-    fn of_family(&self) -> Option<ByteSize> {
-        let learned = self.family.load(Ordering::Relaxed);
-        (learned > 0).then_some(ByteSize::new(learned))
+        if self.is_known() { learned } else { learned.max(self.guess) }
     }
 
     /// Returns `true` if the estimate is not a guess.
     fn is_known(&self) -> bool {
-        self.is_known.load(Ordering::Relaxed) || self.of_family().is_some()
-    }
-
-    fn has_learned(&self) -> bool {
-        lock(&self.seen).lessons > 0
+        self.is_known.load(Ordering::Relaxed)
     }
 
     fn learn(&self, held: ByteSize) {
@@ -363,8 +279,13 @@ impl Route {
         self.learned.store(learned, Ordering::Relaxed);
         if seen.lessons >= LESSONS_MIN {
             self.is_known.store(true, Ordering::Relaxed);
-            self.family.store(learned, Ordering::Relaxed);
         }
+    }
+}
+
+impl Record for Route {
+    fn has_learned(&self) -> bool {
+        lock(&self.seen).lessons > 0
     }
 }
 

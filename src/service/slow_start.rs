@@ -10,8 +10,8 @@
 //! Pure: the layer passes the time and the room, and keeps one instance for each route under a
 //! lock.
 //!
-//! Invariants: while it is active, `running <= limit` at each entry; it ends after [`SUCCESSES`]
-//! successes, and pauses after [`STEPS`] steps for as long as requests run.
+//! Invariants: while it is active, `running <= limit` at each entry; it ends after a given number
+//! of successes, and pauses after [`STEPS`] steps for as long as requests run.
 
 use std::time::Duration;
 
@@ -26,8 +26,6 @@ pub(super) const EXPANSION_UNKNOWN: u64 = 64;
 pub(super) const EXPANSION: u64 = 2;
 /// A route of which this many requests may run at first is not limited.
 const MANY: u32 = 64;
-/// The number of successful requests after which the need of a route is known.
-const SUCCESSES: u32 = 8;
 /// The time in which the limit doubles.
 const STEP: Duration = Duration::from_millis(125);
 /// The number of steps after which the limit is lifted.
@@ -40,10 +38,12 @@ const ARRIVING: u32 = 64;
 const _: () = assert!(STEP.as_millis() * STEPS as u128 == LASTS.as_millis(), "both say when");
 
 /// The requests of one route.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct SlowStart {
     running: u32,
     succeeded: u32,
+    /// The number of successes after which the need is known.
+    successes: u32,
     /// The time since when some have run without a break.
     since: Option<Moment>,
     /// The time since when some have run whose body has arrived.
@@ -55,6 +55,11 @@ pub(super) struct SlowStart {
 pub(super) struct TooManyRunning(pub(super) u32);
 
 impl SlowStart {
+    /// Creates one that ends after so many successes.
+    pub(super) const fn new(successes: u32) -> Self {
+        Self { running: 0, succeeded: 0, successes, since: None, arrived: None }
+    }
+
     /// Returns the number of requests of this cost that may run at first in this room; `None` if
     /// that is many.
     pub(super) fn first(cost: ByteSize, expansion: u64, room: ByteSize) -> Option<u32> {
@@ -66,7 +71,7 @@ impl SlowStart {
 
     /// Returns `true` if the need is known.
     pub(super) const fn is_over(&self) -> bool {
-        self.succeeded >= SUCCESSES
+        self.succeeded >= self.successes
     }
 
     /// Lets one more request run if it is among the `first`, or if others succeeded.
@@ -116,7 +121,7 @@ mod tests {
 
     #[test]
     fn twice_as_many_run_in_each_generation_until_the_need_is_known() {
-        let mut route = SlowStart::default();
+        let mut route = SlowStart::new(8);
         let now = Moment::ORIGIN;
         for generation in [1, 2, 4] {
             assert_eq!(fill(&mut route, now), generation);
@@ -148,7 +153,7 @@ mod tests {
 
     #[test]
     fn requests_that_last_long_hold_nothing_up_for_more_than_a_second() {
-        let mut route = SlowStart::default();
+        let mut route = SlowStart::new(8);
         let mut running = 0;
         route.arrive(Moment::ORIGIN);
         for step in 0..STEPS {
@@ -162,7 +167,7 @@ mod tests {
     /// held little, and the kernel killed the service.
     #[test]
     fn bodies_that_still_arrive_lift_no_limit_for_a_minute() {
-        let mut route = SlowStart::default();
+        let mut route = SlowStart::new(8);
         for second in 0..8 {
             let now = Moment::ORIGIN + LASTS * second;
             assert_eq!(fill(&mut route, now), u32::from(second == 0), "{second}");
@@ -173,7 +178,7 @@ mod tests {
 
     #[test]
     fn requests_that_ended_without_an_answer_teach_nothing_and_latch_nothing() {
-        let mut route = SlowStart::default();
+        let mut route = SlowStart::new(8);
         for round in 0..100 {
             let now = Moment::ORIGIN + LASTS * round;
             assert_eq!(fill(&mut route, now), 1, "{round}");

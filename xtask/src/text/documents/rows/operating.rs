@@ -149,7 +149,18 @@ fn routes(code: &Code<'_>) -> Rows {
             values![of("slow_start::EXPANSION_UNKNOWN")],
         ),
         ("that takes {} times as long", values![of("slow_start::ARRIVING")]),
-        ("after each {}, all earlier ones count half", values![of("learned::WINDOW")]),
+        ("are of about the last {} requests", values![of("need::WINDOW")]),
+        (
+            "is {} standard deviations above its mean",
+            values![code.constant("need::DEVIATIONS").number().to_string()],
+        ),
+        (
+            "to need {} or more until {} of them are measured",
+            values![
+                code.constant("estimate::UNDECLARED").size(),
+                code.constant("LESSONS_UNDECLARED").number().to_string()
+            ],
+        ),
         (
             "for each of at most {} routes, the {}th percentile",
             values![of("learned::ROUTES_MAX"), of("learned::PERCENTILE")],

@@ -1,0 +1,357 @@
+//! The need of a route: the bytes that its requests held for each estimated byte, and how much
+//! that varies.
+//!
+//! The layer compares, by method, route and size, since lengths vary within a route, and the memory
+//! for a byte of them varies little. Requests of a size that is not known yet start from what was
+//! learned last of their route. A body of undeclared length says nothing of its size; such requests
+//! are a kind of their own, of which the layer measures more before it relies on them.
+//!
+//! A request reserves the mean, and a margin that lets as many as fit together hold more than they
+//! reserved only as rarely as a normal distribution is [`DEVIATIONS`] from its mean. The margin is
+//! that of their sum, so a route in which a few requests need a hundred times more reserves little
+//! for each while many fit, and much if few fit.
+//!
+//! Invariant: `claim <= most`; a mean is that of about the last [`WINDOW`] requests.
+
+use std::collections::BTreeMap;
+use std::collections::hash_map::RandomState;
+use std::hash::BuildHasher;
+use std::sync::Arc;
+
+use http::Method;
+
+use crate::bytes::ByteSize;
+use crate::clock::Clock;
+use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use crate::sync::{Mutex, lock};
+
+use lowtide_admission::SizeClass;
+
+use super::learned::{ROUTES_MAX, Record, Routes};
+use super::slow_start::{EXPANSION, EXPANSION_UNKNOWN, TooManyRunning};
+use super::trial::{Trial, Trials};
+
+/// The number of requests in an average. An estimate: few enough to follow a change, and enough for
+/// a deviation.
+const WINDOW: u32 = 128;
+/// The number of requests until which the caller's estimate is also a lower bound of a reservation.
+pub(super) const LESSONS_MIN: u32 = 8;
+/// The same for bodies of undeclared length: enough to have seen one in twenty that is large.
+pub(super) const LESSONS_UNDECLARED: u32 = 64;
+/// The margin of a sum, in standard deviations: one in 700.
+const DEVIATIONS: f64 = 3.0;
+/// The assumed need of an estimated byte in an unknown route. An estimate.
+const UNKNOWN: f64 = 2.0;
+/// The minimum estimate for comparisons with the memory held: the constant part of a request's
+/// memory does not grow with its length.
+const COMPARED_MIN: ByteSize = ByteSize::kib(16);
+
+/// Requests that are compared with each other, besides their size.
+#[derive(Clone, Copy)]
+pub(super) struct Kind<'a> {
+    pub(super) method: &'a Method,
+    pub(super) route: &'a str,
+    /// `true` if the length of the body is known.
+    pub(super) is_declared: bool,
+}
+
+/// The needs of the routes behind a layer.
+#[derive(Default)]
+pub(super) struct Needs {
+    known: Mutex<Known>,
+    /// Clients choose the paths, and so the keys.
+    hasher: RandomState,
+}
+
+struct Known {
+    routes: Routes<u64, Need>,
+    /// What was learned last of routes that differ in the size of requests alone.
+    families: BTreeMap<u64, Arc<AtomicU64>>,
+}
+
+impl Default for Known {
+    fn default() -> Self {
+        let rest = Need::new(Arc::default(), LESSONS_UNDECLARED);
+        Self { routes: Routes::new(rest), families: BTreeMap::new() }
+    }
+}
+
+impl Known {
+    fn family(families: &mut BTreeMap<u64, Arc<AtomicU64>>, key: u64) -> Arc<AtomicU64> {
+        if families.len() >= ROUTES_MAX {
+            families.retain(|_, family| Arc::strong_count(family) > 1);
+        }
+        Arc::clone(families.entry(key).or_default())
+    }
+}
+
+impl Needs {
+    /// Returns the need of requests of this kind with this estimate.
+    pub(super) fn of(&self, kind: Kind<'_>, estimate: ByteSize, is_minimum: bool) -> Compared {
+        let Kind { method, route, is_declared } = kind;
+        let family = self.hasher.hash_one((method, route, is_declared));
+        let key = family.wrapping_add(SizeClass::of(estimate).bound().get());
+        let Known { routes, families } = &mut *lock(&self.known);
+        let need = routes.of(key, || {
+            let lessons = if is_declared { LESSONS_MIN } else { LESSONS_UNDECLARED };
+            Need::new(Known::family(families, family), lessons)
+        });
+        Compared { need, estimate, compared: estimate.max(COMPARED_MIN), is_minimum }
+    }
+}
+
+/// The record of the requests of one kind.
+pub(super) struct Need {
+    /// The mean and the deviation, as bits of two `f32`; 0 before the first request.
+    seen: AtomicU64,
+    /// The last one that was known of requests of any size of the route; 0 if none was.
+    family: Arc<AtomicU64>,
+    /// Set once the caller's estimate is given up.
+    is_known: AtomicBool,
+    average: Mutex<Average>,
+    trials: Trials,
+    lessons_min: u32,
+}
+
+/// The average of the last requests.
+#[derive(Clone, Copy, Default)]
+struct Average {
+    lessons: u32,
+    mean: f64,
+    variance: f64,
+}
+
+impl Average {
+    fn add(&mut self, value: f64) {
+        self.lessons = (self.lessons + 1).min(WINDOW);
+        let weight = 1.0 / f64::from(self.lessons);
+        let above = value - self.mean;
+        self.mean += weight * above;
+        self.variance = (1.0 - weight) * (weight * above).mul_add(above, self.variance);
+    }
+}
+
+/// Bytes held for each estimated byte.
+#[derive(Clone, Copy, Debug, PartialEq)]
+struct Ratio {
+    mean: f64,
+    deviation: f64,
+}
+
+impl Ratio {
+    #[expect(clippy::cast_possible_truncation, reason = "seven digits are enough")]
+    fn pack(self) -> u64 {
+        let bits = |value: f64| u64::from((value as f32).to_bits());
+        // Not 0, which stands for nothing.
+        bits(self.mean.max(f64::from(f32::MIN_POSITIVE))) << 32 | bits(self.deviation)
+    }
+
+    #[expect(clippy::cast_possible_truncation, reason = "either half")]
+    fn unpack(packed: u64) -> Option<Self> {
+        let value = |bits: u64| f64::from(f32::from_bits(bits as u32));
+        (packed != 0).then(|| Self { mean: value(packed >> 32), deviation: value(packed) })
+    }
+
+    /// Returns the reservation of one of the requests with this estimate that fit together.
+    fn claim(self, estimate: ByteSize, room: ByteSize) -> ByteSize {
+        let mean = estimate.as_f64() * self.mean;
+        let fit = (room.as_f64() / mean.max(1.0)).max(1.0);
+        estimate.scaled(DEVIATIONS.mul_add(self.deviation / fit.sqrt(), self.mean))
+    }
+}
+
+impl Need {
+    pub(super) fn new(family: Arc<AtomicU64>, lessons_min: u32) -> Self {
+        Self {
+            seen: AtomicU64::new(0),
+            family,
+            is_known: AtomicBool::new(false),
+            average: Mutex::default(),
+            trials: Trials::new(lessons_min),
+            lessons_min,
+        }
+    }
+
+    /// Returns `true` if these requests are known, or those of other sizes.
+    fn is_known(&self) -> bool {
+        self.is_known.load(Ordering::Acquire) || self.family.load(Ordering::Relaxed) != 0
+    }
+
+    fn learn(&self, ratio: f64) {
+        let mut average = lock(&self.average);
+        average.add(ratio);
+        let Average { lessons, mean, variance } = *average;
+        let seen = Ratio { mean, deviation: variance.max(0.0).sqrt() }.pack();
+        self.seen.store(seen, Ordering::Relaxed);
+        if lessons >= self.lessons_min {
+            self.family.store(seen, Ordering::Relaxed);
+            self.is_known.store(true, Ordering::Release);
+        }
+    }
+}
+
+impl Record for Need {
+    fn has_learned(&self) -> bool {
+        lock(&self.average).lessons > 0
+    }
+}
+
+/// The need of a request with an estimate, and the recipient of its measured memory.
+#[derive(Clone)]
+pub(super) struct Compared {
+    need: Arc<Need>,
+    /// The caller's estimate, and the one with which the held memory is compared.
+    estimate: ByteSize,
+    compared: ByteSize,
+    /// `true` if no reservation may be below the estimate.
+    is_minimum: bool,
+}
+
+impl Compared {
+    /// Records the memory that a request held at its peak.
+    pub(super) fn learn(&self, held: ByteSize) {
+        self.need.learn(held.as_f64() / self.compared.as_f64());
+    }
+
+    /// Records a request that did not complete, which is no evidence of a small need.
+    pub(super) fn learn_at_least(&self, held: ByteSize) {
+        if held > self.claim(ByteSize::MAX) {
+            self.learn(held);
+        }
+    }
+
+    /// Returns the reservation for the request in this room: the measured need of its route, but at
+    /// most half of the room for that alone. Otherwise a route with one huge request would not be
+    /// admitted any more, and its need would stay.
+    pub(super) fn claim(&self, room: ByteSize) -> ByteSize {
+        let most = ByteSize::new(room.get() / 2);
+        let of = |ratio: Ratio| ratio.claim(self.compared, room).min(most);
+        let Need { seen, family, is_known, .. } = &*self.need;
+        let ratio = |of: &AtomicU64| Ratio::unpack(of.load(Ordering::Relaxed));
+        let mut claim = ratio(seen).map_or(ByteSize::ZERO, of);
+        if !is_known.load(Ordering::Acquire) {
+            // The first requests prove no small need, but a large one.
+            let unknown = if self.is_minimum { 0.0 } else { UNKNOWN };
+            let unknown = || of(Ratio { mean: unknown, deviation: 0.0 }).max(self.estimate);
+            claim = claim.max(ratio(family).map_or_else(unknown, of));
+        }
+        if self.is_minimum { claim.max(self.estimate) } else { claim }
+    }
+
+    /// Admits the request if the need of its route is known or few requests run.
+    pub(super) fn enter(
+        &self,
+        claim: ByteSize,
+        room: ByteSize,
+        clock: &Arc<dyn Clock>,
+    ) -> Result<Option<Trial>, TooManyRunning> {
+        let (cost, expansion) = match self.need.is_known() {
+            true => (claim, EXPANSION),
+            false => (self.estimate, EXPANSION_UNKNOWN),
+        };
+        self.need.trials.enter(cost, expansion, room, clock)
+    }
+}
+
+#[cfg(all(test, not(lowtide_loom)))]
+mod tests {
+    use super::*;
+
+    const MIB: ByteSize = ByteSize::mib(1);
+    const ROOM: ByteSize = ByteSize::mib(200);
+
+    fn of(needs: &Needs, estimate: ByteSize, is_declared: bool) -> Compared {
+        needs.of(Kind { method: &Method::POST, route: "upload", is_declared }, estimate, false)
+    }
+
+    /// One of each hundred requests needs a hundred times more.
+    fn rare(nth: u64) -> u64 {
+        if nth % 100 == 99 { 100 } else { 1 }
+    }
+
+    #[test]
+    fn requests_that_are_alike_reserve_what_they_held_once_eight_have_ended() {
+        let needs = Needs::default();
+        let request = of(&needs, MIB, true);
+        for nth in 0..LESSONS_MIN {
+            assert_eq!(request.claim(ROOM), ByteSize::mib(2), "{nth}: little is known");
+            request.learn(ByteSize::kib(512));
+        }
+        assert_eq!(request.claim(ROOM), ByteSize::kib(512));
+        let needs = Needs::default();
+        let request = of(&needs, MIB, true);
+        for nth in 0..LESSONS_MIN {
+            request.learn(ByteSize::mib(5));
+            assert_eq!(request.claim(ROOM), ByteSize::mib(5), "{nth}: a large need");
+        }
+        assert_eq!(request.claim(ByteSize::MAX), ByteSize::mib(5));
+        assert_eq!(request.claim(ByteSize::mib(8)), ByteSize::mib(4), "half of the room");
+        let other = of(&needs, ByteSize::mib(100), true);
+        assert_eq!(other.claim(ByteSize::gib(8)), ByteSize::mib(500), "another size of the route");
+    }
+
+    #[test]
+    fn a_body_of_undeclared_length_is_known_after_64_requests() {
+        let needs = Needs::default();
+        for _ in 0..LESSONS_UNDECLARED {
+            let request = of(&needs, MIB, false);
+            assert_eq!(request.claim(ROOM), ByteSize::mib(2));
+            request.learn(ByteSize::kib(64));
+        }
+        assert_eq!(of(&needs, MIB, false).claim(ROOM), ByteSize::kib(64));
+        assert_eq!(of(&needs, MIB, true).claim(ROOM), ByteSize::mib(2), "a kind of its own");
+    }
+
+    #[test]
+    fn as_many_as_fit_together_hold_no_more_than_they_reserve_if_few_need_much() {
+        let needs = Needs::default();
+        let request = of(&needs, MIB, true);
+        (0..3_000).for_each(|nth| request.learn(ByteSize::mib(rare(nth))));
+        let claim = request.claim(ROOM);
+        let fit = ROOM.get() / claim.get();
+        let sum = |from: u64| (from..from + fit).map(rare).sum::<u64>();
+        let more = (0..100).filter(|&from| sum(from) > 200).count();
+        assert_eq!(more, 0, "{claim}: {fit} fit");
+        assert!(fit >= 20, "{claim}: {fit} fit");
+        let many = request.claim(ByteSize::gib(100));
+        assert!(many < claim, "{many} of {claim}: the more fit, the smaller is the margin");
+    }
+
+    #[test]
+    fn a_change_is_followed_up_and_down() {
+        let needs = Needs::default();
+        let request = of(&needs, MIB, true);
+        for held in [1, 40, 3] {
+            (0..8 * WINDOW).for_each(|_| request.learn(ByteSize::mib(held)));
+            let claim = request.claim(ROOM).as_f64() / ByteSize::mib(held).as_f64();
+            assert!((0.95..1.1).contains(&claim), "{claim}");
+        }
+    }
+
+    #[test]
+    fn what_was_cancelled_teaches_only_that_more_is_needed() {
+        let needs = Needs::default();
+        let request = of(&needs, MIB, true);
+        (0..100).for_each(|_| request.learn(ByteSize::mib(4)));
+        (0..100).for_each(|_| request.learn_at_least(ByteSize::kib(1)));
+        assert_eq!(request.claim(ROOM), ByteSize::mib(4));
+        (0..100).for_each(|_| request.learn_at_least(ByteSize::mib(8)));
+        assert!(request.claim(ROOM) > ByteSize::mib(5), "{}", request.claim(ROOM));
+    }
+
+    #[test]
+    fn a_trusted_estimate_is_a_lower_bound_and_nothing_overflows() {
+        let kind = Kind { method: &Method::POST, route: "", is_declared: true };
+        for estimate in [ByteSize::ZERO, MIB, ByteSize::MAX] {
+            let needs = Needs::default();
+            let trusted = needs.of(kind, estimate, true);
+            assert_eq!(trusted.claim(ROOM), estimate);
+            let hint = needs.of(kind, estimate, false);
+            for held in [ByteSize::ZERO, ByteSize::MAX] {
+                (0..LESSONS_MIN).for_each(|_| hint.learn(held));
+                assert!(hint.claim(ROOM) <= ROOM, "{estimate}, {held}");
+                assert!(trusted.claim(ROOM) >= estimate);
+            }
+        }
+    }
+}

@@ -1,0 +1,68 @@
+//! Large requests of routes whose need is not known: the lock and the clock around `slow_start`.
+//!
+//! Invariant: a request that entered leaves when its `Trial` is dropped.
+
+use std::fmt;
+use std::sync::Arc;
+
+use crate::bytes::ByteSize;
+use crate::clock::Clock;
+use crate::sync::{Mutex, lock};
+
+use super::slow_start::{SlowStart, TooManyRunning};
+
+/// The slow start of a route.
+#[derive(Clone)]
+pub(super) struct Trials(Arc<Mutex<SlowStart>>);
+
+/// A large request of a route with unknown need; dropping it ends it.
+pub(super) struct Trial {
+    trials: Trials,
+    clock: Arc<dyn Clock>,
+    /// `true` if its handler succeeded.
+    pub(super) succeeded: bool,
+}
+
+impl Trials {
+    /// Creates one that ends after so many successes.
+    pub(super) fn new(successes: u32) -> Self {
+        Self(Arc::new(Mutex::new(SlowStart::new(successes))))
+    }
+
+    /// Admits a request of this cost, which may need `expansion` times as much, if the need of the
+    /// route is known or few requests run. Reads the time only if needed.
+    pub(super) fn enter(
+        &self,
+        cost: ByteSize,
+        expansion: u64,
+        room: ByteSize,
+        clock: &Arc<dyn Clock>,
+    ) -> Result<Option<Trial>, TooManyRunning> {
+        let Some(first) = SlowStart::first(cost, expansion, room) else { return Ok(None) };
+        let mut slow_start = lock(&self.0);
+        if slow_start.is_over() {
+            return Ok(None);
+        }
+        slow_start.enter(first, clock.now())?;
+        Ok(Some(Trial { trials: self.clone(), clock: Arc::clone(clock), succeeded: false }))
+    }
+}
+
+impl Trial {
+    /// Records that its body has arrived.
+    pub(super) fn arrived(&self) {
+        lock(&self.trials.0).arrive(self.clock.now());
+    }
+}
+
+impl Drop for Trial {
+    fn drop(&mut self) {
+        lock(&self.trials.0).leave(self.succeeded);
+    }
+}
+
+impl fmt::Debug for Trial {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Trial").field("succeeded", &self.succeeded).finish_non_exhaustive()
+    }
+}
