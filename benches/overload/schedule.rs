@@ -93,7 +93,7 @@ impl Offer {
                 let size = self.mix.sizes()[class];
                 // Drawn last, so that an offer without giants has the same requests.
                 let is_small = self.sending.has_giants && class == 0;
-                let is_giant = is_small && chance.bits() % GIANT_EVERY == 0;
+                let is_giant = is_small && chance.bits().is_multiple_of(GIANT_EVERY);
                 let at = Duration::from_secs_f64(at);
                 all.push(Arrival { at, class, size, hold, is_giant });
             }
