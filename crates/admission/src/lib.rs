@@ -59,7 +59,7 @@ pub use admission::{Admission, AdmissionStats, Cost, Priority};
 pub use eviction::Idle;
 pub use large::RequestMemory;
 #[doc(hidden)]
-pub use large::{LARGE_MIN, LargeRequest};
+pub use large::{GRACE, LARGE_MIN, LargeRequest};
 pub use ledger::{Books, Budget, Correction, Ledger, Measured, Shortfall, Turnover};
 pub use maintenance::{
     Job, JobQueue, Jobs, Maintenance, MaintenanceActions, PressureState, PurgeGrowth, Sample,

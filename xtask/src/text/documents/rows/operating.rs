@@ -128,6 +128,21 @@ fn routes(code: &Code<'_>) -> Rows {
             values![of("slow_start::EXPANSION_UNKNOWN")],
         ),
         ("that takes {} times as long", values![of("slow_start::ARRIVING")]),
+        (
+            "holds more than {} times its claim, and at least {},",
+            values![
+                k(code, "layer::REQUEST_CAP").to_string(),
+                code.constant("permit::CAP_MIN").size()
+            ],
+        ),
+        (
+            "released its memory, or after {}. Requests that are less than {} above",
+            values![
+                time(code.constant("large::GRACE").time()),
+                code.constant("large::LARGE_MIN").size()
+            ],
+        ),
+        ("the layer drops it {} later,", values![time(code.constant("large::GRACE").time())]),
         ("after each {}, all earlier ones count half", values![of("learned::WINDOW")]),
         (
             "for each of at most {} routes, the {}th percentile",
