@@ -23,7 +23,6 @@ use lowtide_heap::{self as heap, ArenaBinding};
 use super::admin_tasks::AdminTasks;
 use super::devices::{self, Devices, GivenDriver};
 use super::error::{Diagnostic, StartError};
-use super::events::Events;
 use super::hands::{Hook, MaintenanceExecutor};
 use super::heap::{SettledHeap, settle_heap};
 use super::history::MetricsHistory;
@@ -285,7 +284,7 @@ impl Builder {
             diagnostics: Mutex::new(Vec::new()),
             purges: Purges::default(),
             claim,
-            events: Events::default(),
+            events: Arc::default(),
             history: MetricsHistory::default(),
             admin_tasks: AdminTasks::default(),
             loads: Loads::default(),
@@ -386,6 +385,7 @@ fn launch(
         queue: Arc::clone(&shared.queue),
         claim: Arc::clone(&shared.claim),
         admission: shared.admission.clone(),
+        events: Arc::clone(&shared.events),
     });
     let (joined, shared, clock) = (shared, Arc::clone(shared), Arc::clone(&shared.clock));
     let ends = || Ends { end: Arc::default(), claim: Arc::clone(&shared.claim) };

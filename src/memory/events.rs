@@ -1,5 +1,5 @@
-//! The last events of a `Memory`, for people: purges, levels, sleeps, loads, rejections, OOM kills,
-//! diagnostics and admin tasks.
+//! The last events of a `Memory`, for people: purges, levels, sleeps, loads, rejections, cancelled
+//! requests, OOM kills, diagnostics and admin tasks.
 //!
 //! The worker finds most of them as differences between two snapshots when it publishes. They are
 //! therefore as old as a publication, and a change that is reverted between two snapshots is not
@@ -29,10 +29,10 @@ const TEXT_MAX: usize = 400;
 pub struct Event {
     /// The time of its last occurrence, since the Unix epoch.
     pub at: Duration,
-    /// The kind: `purge`, `level`, `sleep`, `wake`, `load`, `unload`, `reject`, `kill`,
+    /// The kind: `purge`, `level`, `sleep`, `wake`, `load`, `unload`, `reject`, `cancel`, `kill`,
     /// `diagnostic` or `admin`.
     pub kind: &'static str,
-    /// The subject: an arena, a resource, a budget, a trigger.
+    /// The subject: an arena, a resource, a budget, a trigger, a route.
     pub about: String,
     /// A description of the last occurrence.
     pub text: String,
@@ -186,14 +186,14 @@ mod tests {
             levels: [Level::None; 2],
             arenas: BTreeMap::new(),
             resources: BTreeMap::new(),
-            shed: [0, 7, 0, 0, 0, 0],
+            shed: [0, 7, 0, 0, 0, 0, 0],
             kills: 1,
         };
         let now = Seen {
             levels: [Level::High, Level::None],
             arenas: BTreeMap::from([("a".to_owned(), [1, 1, 0])]),
             resources: BTreeMap::from([("m".to_owned(), ([1, 1], [0, 1, 0, 0, 0]))]),
-            shed: [1, 10, 0, 0, 0, 0],
+            shed: [1, 10, 0, 0, 0, 0, 0],
             kills: 3,
         };
         let mut told = Vec::new();

@@ -59,6 +59,7 @@ pub use shared::Purged;
 pub use snapshot::{BudgetSnapshot, MemorySnapshot};
 pub use threads::on_thread_start;
 
+use events::Events;
 use shared::Shared;
 
 /// The process generation in which a `Memory` runs, or [`NOWHERE`]. A forked child does not inherit
@@ -123,6 +124,16 @@ struct Inner {
     admission: Admission,
 }
 
+/// Adds an event about a running request, if the admission belongs to a `Memory`.
+#[cfg(feature = "service")]
+pub(crate) fn add_request_event(admission: &Admission, at: Duration, route: &str, text: String) {
+    if let Some(running) = admission.kept().and_then(|kept| kept.downcast_ref::<Running>())
+        && running.claim.birth.is_here()
+    {
+        running.events.add(at, "cancel", route, text);
+    }
+}
+
 /// Ends the threads when the last handle is dropped. It holds no arena and no resource, so that
 /// these are not kept alive after a shutdown.
 struct Running {
@@ -133,6 +144,8 @@ struct Running {
     is_ending: AtomicBool,
     /// Does not keep the manager running.
     admission: Admission,
+    #[cfg_attr(not(feature = "service"), expect(dead_code, reason = "for layers"))]
+    events: Arc<Events>,
 }
 
 /// The minimum time that a shutdown waits for its threads, regardless of its deadline: idle threads
@@ -301,7 +314,7 @@ impl Memory {
 
     /// Returns the running requests that hold most memory, the largest first: at most 16, each with
     /// at least 256 KiB. Only requests that passed a layer and are measured are listed
-    /// (`SharedPermit::memory`). Empty in a forked child.
+    /// (`service::SharedPermit::memory`). Empty in a forked child.
     #[must_use]
     pub fn largest_requests(&self) -> Vec<RequestMemory> {
         let shared = &self.0.shared;

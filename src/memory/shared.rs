@@ -48,7 +48,7 @@ pub(super) struct Shared {
     pub(super) diagnostics: Mutex<Vec<Diagnostic>>,
     pub(super) purges: Purges,
     pub(super) claim: Arc<Claim>,
-    pub(super) events: Events,
+    pub(super) events: Arc<Events>,
     pub(super) history: MetricsHistory,
     pub(super) admin_tasks: AdminTasks,
     pub(super) loads: Loads,

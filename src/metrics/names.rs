@@ -287,7 +287,7 @@ table! {
         "Number of permits held now.";
     ADMISSION_REJECTED: Counter "lowtide_admission_rejected_total" Count ["reason"]
         "Requests rejected, by reason (too_large, full, pressure, shutting_down, exhausted, \
-         slow_start).";
+         slow_start, outgrown). An outgrown request was admitted, and cancelled while it ran.";
     ADMISSION_OUTLIVED: Counter "lowtide_admission_outlived_bytes_total" Bytes []
         "Bytes that measured requests still held when they ended: in caches, in tasks that go on, \
          or leaked. Includes headers of responses, which the server frees soon after.";

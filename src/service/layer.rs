@@ -9,6 +9,10 @@
 //! kind reserve as much. Until the first of them have ended, only a few large ones run at once
 //! (`slow_start`).
 //!
+//! A cancelled request (see `permit`) whose handler goes on is ended here: its future is dropped at
+//! the end of a later poll, and the client gets the answer of a rejection. The control loop wakes
+//! it, so there is no timer.
+//!
 //! Invariant: every admitted request reserves its estimate exactly once, and releases its
 //! reservation when its response body, and every handle taken by a handler, are dropped.
 
@@ -28,8 +32,9 @@ use tower_layer::Layer;
 use tower_service::Service;
 
 use crate::Memory;
-use crate::clock::{Clock, SystemClock};
-use lowtide_admission::{Admission, Budget, Cost, Priority, Rejected};
+use crate::clock::{Clock, Moment, SystemClock};
+use crate::memory::add_request_event;
+use lowtide_admission::{Admission, Budget, Cost, GRACE, Priority, Rejected};
 use lowtide_heap::is_measured;
 
 use super::body::{RequestBody, ResponseBody};
@@ -37,7 +42,7 @@ use super::drain::Drain;
 use super::estimate::{ContentLength, Estimate, Estimated, UNDECLARED};
 use super::exempt::ExemptPaths;
 use super::need::{Kind, Needs};
-use super::permit::{RouteLabel, SharedPermit, Terms};
+use super::permit::{Origin, RouteLabel, SharedPermit, Terms};
 use super::rejection::{Reject, negotiated};
 use super::scoped::Scoped;
 use super::slow_start::{LASTS, TooManyRunning};
@@ -65,9 +70,13 @@ struct LayerSettings {
     reject: Arc<dyn Reject>,
     needs: Arc<Needs>,
     starts_slowly: bool,
+    request_cap: f64,
     clock: Arc<dyn Clock>,
 }
 
+/// The default of [`MemoryLayer::with_request_cap`]. An estimate: most routes reserve what most of
+/// their requests hold, and few first requests need that much more than their estimate.
+const REQUEST_CAP: f64 = 8.0;
 /// Returns the name of a request's route: the pattern that axum matched, the gRPC method, or else
 /// the first segment of the path.
 fn route(head: &Parts) -> &str {
@@ -98,6 +107,7 @@ impl<E: Estimate> MemoryLayer<E> {
             reject: Arc::new(negotiated),
             needs: Arc::default(),
             starts_slowly: true,
+            request_cap: REQUEST_CAP,
             clock: Arc::new(SystemClock::new()),
         };
         Self { estimate: Arc::new(estimate), settings: Arc::new(settings) }
@@ -122,6 +132,32 @@ impl<E: Estimate> MemoryLayer<E> {
     pub fn without_slow_start(mut self) -> Self {
         let settings = self.settings();
         settings.starts_slowly = false;
+        self
+    }
+
+    /// Sets the multiple of its claim above which a request is cancelled while memory is short. The
+    /// default is 8. Requests of at most 1 MiB are not cancelled for their cap, and with
+    /// [`f64::INFINITY`] no request is cancelled, at no level.
+    ///
+    /// The claim is what the request reserved when it was admitted, or later with
+    /// [`SharedPermit::grow`]. Memory is short if more is reserved than allowed, so that others are
+    /// rejected, or if the level is elevated or higher. While there is room, a request may hold any
+    /// multiple. At level critical, the request that is furthest above its claim is cancelled
+    /// first, also below the multiple; the next one follows when that has released its memory, or
+    /// after 100 ms.
+    ///
+    /// [`SharedPermit::cancelled`] notifies the handler, and lists what cannot be interrupted. If
+    /// the handler goes on, the layer drops it and answers as for [`Rejected::Outgrown`]. The head
+    /// that [`Reject`] gets then has the method, version and route of the request, and of its
+    /// headers only the content type on HTTP/2. Exempt requests, and those that are not measured,
+    /// are never cancelled.
+    ///
+    /// # Panics
+    /// Panics if the multiple is below 1 or not a number.
+    #[must_use]
+    pub fn with_request_cap(mut self, multiple: f64) -> Self {
+        assert!(multiple >= 1.0, "request cap of {multiple}: expected 1 or more");
+        self.settings().request_cap = multiple;
         self
     }
 
@@ -279,9 +315,52 @@ impl<E: Estimate> MemoryLayer<E> {
         let permit = settings.admission.try_admit_with(cost, priority)?;
         // A trusted estimate may cover memory that is not measured, and stays.
         let reports = is_measured && settings.starts_slowly;
+        let cap = Some(settings.request_cap);
+        let cap = cap.filter(|cap| is_measured && priority != Priority::Exempt && cap.is_finite());
         let (method, route) = (method.clone(), RouteLabel::new(route));
-        let terms = Terms { method, route, lesson, share, slot, is_measured, reports };
-        Ok(SharedPermit::new(permit, terms))
+        // gRPC needs HTTP/2.
+        let is_http2 = head.version == Version::HTTP_2;
+        let content_type = if is_http2 { head.headers.get(CONTENT_TYPE).cloned() } else { None };
+        let origin = Origin { method, version: head.version, route, content_type };
+        let terms = Terms { cap, lesson, share, slot, is_measured, reports };
+        Ok(SharedPermit::new(permit, origin, terms))
+    }
+}
+
+impl LayerSettings {
+    /// Returns the answer to a cancelled request whose handler must end now. It has a later poll,
+    /// and 100 ms unless it grows, to end by itself.
+    #[cold]
+    fn end(
+        &self,
+        permit: &SharedPermit,
+        rejected: &Rejected,
+        cancelled_at: &mut Option<Moment>,
+    ) -> Option<Response<String>> {
+        let now = self.clock.now();
+        let Some(since) = *cancelled_at else {
+            *cancelled_at = Some(now);
+            self.report(permit, rejected);
+            return None;
+        };
+        let is_over = now - since >= GRACE || permit.has_grown_since(rejected);
+        is_over.then(|| self.reject.reject(rejected, &permit.head()))
+    }
+
+    /// Logs that a request was cancelled, and adds an event.
+    #[cold]
+    fn report(&self, permit: &SharedPermit, rejected: &Rejected) {
+        let Rejected::Outgrown { held, claim, most, .. } = rejected else { return };
+        let route = permit.route();
+        log!(warn, target: "lowtide", route, %held, %claim, %most, "request cancelled");
+        let text = format!("{rejected}; claim {claim}");
+        add_request_event(&self.admission, self.clock.since_epoch(), &route, text);
+    }
+}
+
+impl fmt::Debug for LayerSettings {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("LayerSettings").finish_non_exhaustive()
     }
 }
 
@@ -329,7 +408,8 @@ where
                 let body = RequestBody::new(body, &permit);
                 let inner = &mut self.inner;
                 let future = permit.measure(|| inner.call(Request::from_parts(head, body)));
-                State::Admitted { future: permit.scope(future) }
+                let settings = Arc::clone(&self.layer.settings);
+                State::Admitted { future: permit.scope(future), settings, cancelled_at: None }
             }
             Err(rejected) => {
                 let path = head.uri.path();
@@ -355,7 +435,13 @@ pin_project! {
     #[project = StateProject]
     #[derive(Debug)]
     enum State<F, Q> {
-        Admitted { #[pin] future: Scoped<F> },
+        Admitted {
+            #[pin]
+            future: Scoped<F>,
+            settings: Arc<LayerSettings>,
+            // When the layer saw that the request was cancelled.
+            cancelled_at: Option<Moment>,
+        },
         Rejected { #[pin] rest: Drain<Q>, response: Option<Response<String>> },
     }
 }
@@ -369,9 +455,20 @@ where
 
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         match self.project().state.project() {
-            StateProject::Admitted { mut future } => {
-                let answered = ready!(future.as_mut().poll(cx));
+            StateProject::Admitted { mut future, settings, cancelled_at } => {
+                let polled = future.as_mut().poll(cx);
                 let Some(permit) = future.permit() else { unreachable!("admitted with a permit") };
+                let Poll::Ready(answered) = polled else {
+                    let Some(rejected) = permit.waits(cx.waker()) else { return Poll::Pending };
+                    let Some(response) = settings.end(permit, &rejected, cancelled_at) else {
+                        return Poll::Pending;
+                    };
+                    future.end();
+                    return Poll::Ready(Ok(response.map(ResponseBody::rejected)));
+                };
+                if let Some(rejected) = permit.cancellation().filter(|_| cancelled_at.is_none()) {
+                    settings.report(permit, &rejected);
+                }
                 if let Ok(response) = &answered {
                     let status = response.status();
                     permit.answered(status.is_success() || status.is_redirection());

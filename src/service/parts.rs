@@ -118,6 +118,7 @@ fn request(request: &RequestMemory) -> Value {
         "peak_bytes": request.peak.get(),
         "claim_bytes": request.claim.get(),
         "age_seconds": seconds(request.age),
+        "cancelled": request.is_cancelled,
     })
 }
 

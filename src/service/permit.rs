@@ -6,17 +6,24 @@
 //! request holds more than its reservation, the permit grows. That never fails, since the memory is
 //! already in use; it counts against the allowance, so other requests may be rejected.
 //!
+//! A request that outgrows its claim while memory is short is cancelled: its handler is notified,
+//! and the layer drops it if it goes on (`layer`). Nothing can interrupt a single poll, work on
+//! other threads, or a response whose head was returned.
+//!
 //! Not measured: tasks and threads without a scope, and C code that does not allocate through
 //! jemalloc.
 //!
 //! Invariants: the reservation is released when the last handle is dropped; the reservation covers
-//! the live bytes after each piece of work; `peak` never falls.
+//! the live bytes after each piece of work, also of a cancelled request; `peak` never falls.
 
 use std::fmt;
-use std::future::Future;
+use std::future::{Future, poll_fn};
 use std::sync::{Arc, Weak};
+use std::task::{Context, Poll, Waker};
 
-use http::Method;
+use http::header::CONTENT_TYPE;
+use http::request::Parts;
+use http::{HeaderValue, Method, Request, Version};
 
 use crate::bytes::ByteSize;
 use crate::clock::Moment;
@@ -54,6 +61,10 @@ pub struct SharedPermit(Arc<Account<Admitted>>);
 /// a connection.
 const REPORTED_MIN: ByteSize = ByteSize::kib(64);
 
+/// A request that holds at most so much is not cancelled because of its cap. An estimate: ending it
+/// would gain little.
+const CAP_MIN: ByteSize = ByteSize::mib(1);
+
 /// A permit that does not keep the reservation.
 #[derive(Clone, Debug)]
 pub(super) struct WeakPermit(Weak<Account<Admitted>>);
@@ -65,13 +76,17 @@ struct Admitted {
     is_measured: bool,
     /// `true` if others wait until its body has arrived.
     is_trial: bool,
-    method: Method,
-    route: RouteLabel,
-    /// The bytes that it reserved when it was admitted.
-    claim: ByteSize,
+    origin: Origin,
+    /// The multiple of its claim above which it may be cancelled; `None` if nothing cancels it.
+    cap: Option<f64>,
+    /// The bytes that it reserved when it was admitted, or later by growing.
+    claim: AtomicU64,
     admitted_at: Moment,
     /// Set once it is registered as large.
     is_registered: AtomicBool,
+    is_cancelled: AtomicBool,
+    /// `true` once its handler has answered, and the layer cannot end it any more.
+    is_answered: AtomicBool,
     /// The reserved bytes, and the live bytes as reported last, so that most polls need no lock.
     covered: AtomicU64,
     reported: AtomicU64,
@@ -82,11 +97,20 @@ struct Admitted {
     held: Mutex<Held>,
 }
 
+/// The parts of a request's head that name it to operators and select the answer.
+#[derive(Clone, Debug)]
+pub(super) struct Origin {
+    pub(super) method: Method,
+    pub(super) version: Version,
+    pub(super) route: RouteLabel,
+    pub(super) content_type: Option<HeaderValue>,
+}
+
 /// The layer's data of an admitted request.
 #[derive(Debug)]
 pub(super) struct Terms {
-    pub(super) method: Method,
-    pub(super) route: RouteLabel,
+    /// The multiple of its claim above which it may be cancelled; `None` if nothing cancels it.
+    pub(super) cap: Option<f64>,
     /// The recipient of the measured memory.
     pub(super) lesson: Option<Lesson>,
     /// The share of a request that is exempt by its path.
@@ -106,11 +130,19 @@ struct Held {
     reported: Option<ByteSize>,
     /// Set if its handler answered: `true` for success.
     answer: Option<bool>,
+    /// Set once it is cancelled.
+    cancelled: Option<Rejected>,
+    /// The waker of the layer's future, while its handler waits.
+    waker: Option<Waker>,
+    /// The wakers of the futures that wait for a cancellation, each with its number.
+    waiting: Vec<(u64, Waker)>,
+    /// The number of the next one.
+    next: u64,
     terms: Terms,
 }
 
 impl SharedPermit {
-    pub(super) fn new(mut permit: Permit, terms: Terms) -> Self {
+    pub(super) fn new(mut permit: Permit, origin: Origin, terms: Terms) -> Self {
         let is_measured = terms.is_measured;
         if terms.reports {
             permit.report(ByteSize::ZERO);
@@ -120,16 +152,27 @@ impl SharedPermit {
         }
         let claim = permit.cost().host;
         let admitted_at = permit.last_tick();
-        let (method, route) = (terms.method.clone(), terms.route);
-        let held = Held { permit, reported: None, answer: None, terms };
+        let cap = terms.cap;
+        let held = Held {
+            permit,
+            reported: None,
+            answer: None,
+            cancelled: None,
+            waker: None,
+            waiting: Vec::new(),
+            next: 0,
+            terms,
+        };
         Self(Arc::new(Account::new(Admitted {
             is_measured,
             is_trial: held.terms.slot.is_some(),
-            method,
-            route,
-            claim,
+            origin,
+            cap,
+            claim: AtomicU64::new(claim.get()),
             admitted_at,
             is_registered: AtomicBool::new(false),
+            is_cancelled: AtomicBool::new(false),
+            is_answered: AtomicBool::new(false),
             covered: AtomicU64::new(claim.get()),
             reported: AtomicU64::new(0),
             lent: AtomicU64::new(0),
@@ -242,12 +285,21 @@ impl SharedPermit {
 
     #[cold]
     fn report(&self, live: ByteSize) {
-        self.change(|held| held.hold(live));
+        let is_short = self.change(|held| {
+            held.hold(live);
+            held.permit.is_short()
+        });
         let admitted = self.0.owner();
         admitted.reported.store(live.get(), Ordering::Relaxed);
         if live >= LARGE_MIN && !admitted.is_registered.swap(true, Ordering::Relaxed) {
             let register = || self.held().permit.register(Arc::new(self.downgrade()), live);
             unmeasured(register);
+        }
+        if let Some(cap) = admitted.cap.filter(|_| is_short) {
+            let most = admitted.claim().scaled(cap).max(CAP_MIN);
+            if live > most {
+                self.cancel(most);
+            }
         }
     }
 
@@ -260,9 +312,70 @@ impl SharedPermit {
         }
     }
 
+    /// Cancels the request, since it holds more than `most`.
+    #[cold]
+    fn cancel(&self, most: ByteSize) {
+        let admitted = self.0.owner();
+        let mut held = self.held();
+        if held.cancelled.is_some() {
+            return;
+        }
+        let live = self.0.memory().live;
+        held.cancelled = Some(held.permit.outgrown(live, admitted.claim(), most));
+        admitted.is_cancelled.store(true, Ordering::Release);
+        let (waker, waiting) = (held.waker.take(), std::mem::take(&mut held.waiting));
+        drop(held);
+        waker.into_iter().chain(waiting.into_iter().map(|(_, waker)| waker)).for_each(Waker::wake);
+    }
+
+    /// Returns the rejection of a cancelled request.
+    pub(super) fn cancellation(&self) -> Option<Rejected> {
+        let is_cancelled = self.0.owner().is_cancelled.load(Ordering::Acquire);
+        is_cancelled.then(|| self.held().cancelled.clone()).flatten()
+    }
+
+    /// Returns the rejection of a cancelled request whose handler waits; otherwise keeps the waker
+    /// of the layer's future until the request is cancelled.
+    pub(super) fn waits(&self, waker: &Waker) -> Option<Rejected> {
+        self.0.owner().cap?;
+        let mut held = self.held();
+        if !held.waker.as_ref().is_some_and(|kept| kept.will_wake(waker)) {
+            held.waker = Some(waker.clone());
+        }
+        held.cancelled.clone()
+    }
+
+    /// Returns `true` if the request holds a quarter more than when it was cancelled.
+    pub(super) fn has_grown_since(&self, cancelled: &Rejected) -> bool {
+        let Rejected::Outgrown { held, .. } = cancelled else { return false };
+        self.0.memory().live > held.saturating_add(ByteSize::new(held.get() / 4))
+    }
+
+    /// Returns the head of the request for an answer: its method, version and content type, and its
+    /// route as the path.
+    pub(super) fn head(&self) -> Parts {
+        let Origin { method, version, route, content_type } = &self.0.owner().origin;
+        let (mut head, ()) = Request::new(()).into_parts();
+        (head.method, head.version) = (method.clone(), *version);
+        let path = route.to_string();
+        let path = if path.starts_with('/') { path } else { format!("/{path}") };
+        head.uri = path.parse().unwrap_or_default();
+        if let Some(content_type) = content_type {
+            head.headers.insert(CONTENT_TYPE, content_type.clone());
+        }
+        head
+    }
+
+    /// Returns the name of the request's route.
+    pub(super) fn route(&self) -> String {
+        self.0.owner().origin.route.to_string()
+    }
+
     /// Records that its handler answered.
     pub(super) fn answered(&self, success: bool) {
+        self.0.owner().is_answered.store(true, Ordering::Relaxed);
         let mut held = self.held();
+        held.waker = None;
         held.answer = Some(success);
         // A failure does not show the need of the route.
         if let Some(slot) = &mut held.terms.slot {
@@ -282,12 +395,55 @@ impl SharedPermit {
         result
     }
 
+    /// Waits until the request is cancelled, and returns the rejection to answer with: for
+    /// `select!` in a handler and for tasks that it spawned. Never completes if the request is
+    /// exempt or not measured.
+    ///
+    /// A request is cancelled if it holds several times its claim while memory is short
+    /// ([`MemoryLayer::with_request_cap`](super::MemoryLayer::with_request_cap)), or if it is
+    /// furthest above its claim at level critical. Its claim is what it reserved when it was
+    /// admitted, or later with [`SharedPermit::grow`] and [`SharedPermit::hold`].
+    ///
+    /// A handler that goes on is dropped at the end of a later poll, 100 ms after the cancellation,
+    /// or at once if the request grows by another quarter. Its bytes stay reserved until they are
+    /// freed. Three things cannot be interrupted: a single poll (see [`SharedPermit::check`]), work
+    /// on other threads such as `spawn_blocking`, and a response whose head was returned.
+    ///
+    /// ```
+    /// use http::Response;
+    /// use lowtide::service::{SharedPermit, rejection};
+    ///
+    /// async fn handler(permit: SharedPermit) -> Response<String> {
+    ///     tokio::select! {
+    ///         answer = work() => Response::new(answer),
+    ///         rejected = permit.cancelled() => rejection(&rejected),
+    ///     }
+    /// }
+    /// # async fn work() -> String { String::new() }
+    /// ```
+    pub async fn cancelled(&self) -> Rejected {
+        let mut waiting = WaitForCancel { permit: self, id: None };
+        poll_fn(|cx| waiting.poll(cx)).await
+    }
+
+    /// Counts the memory that the calling thread has allocated for the request so far, and returns
+    /// an error if the request is cancelled: for long loops within one poll and for blocking work.
+    /// Costs about as much as a poll; see [`SharedPermit::cancelled`].
+    ///
+    /// # Errors
+    /// [`Rejected::Outgrown`] from when the request is cancelled.
+    pub fn check(&self) -> Result<(), Rejected> {
+        self.release(ByteSize::ZERO);
+        self.cancellation().map_or(Ok(()), Err)
+    }
+
     /// Reserves more memory.
     ///
     /// # Errors
-    /// [`Rejected`] if it does not fit. The earlier reservation is unchanged.
+    /// [`Rejected`] if it does not fit, or if the request is cancelled. The earlier reservation is
+    /// unchanged.
     pub fn grow(&self, bytes: ByteSize) -> Result<(), Rejected> {
-        self.change(|held| {
+        self.grow_with(|held| {
             // The request, whether or not it fits: the estimate did not suffice.
             let wanted = held.permit.cost().host.saturating_add(bytes);
             held.reported = held.reported.max(Some(wanted));
@@ -300,12 +456,32 @@ impl SharedPermit {
     /// [`Learned`](super::Learned) learns. Releases nothing: see [`SharedPermit::shrink`].
     ///
     /// # Errors
-    /// [`Rejected`] if it does not fit. The earlier reservation is unchanged.
+    /// [`Rejected`] if it does not fit, or if the request is cancelled. The earlier reservation is
+    /// unchanged.
     pub fn hold(&self, bytes: ByteSize) -> Result<(), Rejected> {
-        self.change(|held| {
+        self.grow_with(|held| {
             held.reported = held.reported.max(Some(bytes));
             let more = bytes.saturating_sub(held.permit.cost().host);
             if more.is_zero() { Ok(()) } else { held.grow(more) }
+        })
+    }
+
+    /// Grows the reservation on request of the handler, and with it the claim.
+    fn grow_with(
+        &self,
+        grow: impl FnOnce(&mut Held) -> Result<(), Rejected>,
+    ) -> Result<(), Rejected> {
+        self.change(|held| {
+            if let Some(cancelled) = &held.cancelled {
+                return Err(cancelled.clone());
+            }
+            let before = held.permit.cost().host;
+            grow(held)?;
+            let after = held.permit.cost().host;
+            if after > before {
+                self.0.owner().claim.fetch_max(after.get(), Ordering::Relaxed);
+            }
+            Ok(())
         })
     }
 
@@ -324,6 +500,46 @@ impl SharedPermit {
     #[must_use]
     pub fn peak(&self) -> Option<ByteSize> {
         self.held().reported
+    }
+}
+
+impl Admitted {
+    fn claim(&self) -> ByteSize {
+        ByteSize::new(self.claim.load(Ordering::Relaxed))
+    }
+}
+
+/// Waits until a request is cancelled.
+struct WaitForCancel<'a> {
+    permit: &'a SharedPermit,
+    /// The number of its waker.
+    id: Option<u64>,
+}
+
+impl WaitForCancel<'_> {
+    fn poll(&mut self, cx: &Context<'_>) -> Poll<Rejected> {
+        let mut held = self.permit.held();
+        let held = &mut *held;
+        if let Some(cancelled) = &held.cancelled {
+            return Poll::Ready(cancelled.clone());
+        }
+        let id = *self.id.get_or_insert_with(|| {
+            held.next += 1;
+            held.next
+        });
+        match held.waiting.iter_mut().find(|(other, _)| *other == id) {
+            Some((_, waker)) => waker.clone_from(cx.waker()),
+            None => unmeasured(|| held.waiting.push((id, cx.waker().clone()))),
+        }
+        Poll::Pending
+    }
+}
+
+impl Drop for WaitForCancel<'_> {
+    fn drop(&mut self) {
+        if let Some(id) = self.id {
+            self.permit.held().waiting.retain(|(other, _)| *other != id);
+        }
     }
 }
 
@@ -364,12 +580,45 @@ impl LargeRequest for WeakPermit {
         Some(self.0.upgrade()?.memory().live)
     }
 
+    fn excess(&self) -> ByteSize {
+        let Some(account) = self.0.upgrade() else { return ByteSize::ZERO };
+        let admitted = account.owner();
+        if admitted.cap.is_none() || admitted.is_answered.load(Ordering::Relaxed) {
+            return ByteSize::ZERO;
+        }
+        account.memory().live.saturating_sub(admitted.claim())
+    }
+
+    fn is_cancelled(&self) -> bool {
+        self.0.upgrade().is_some_and(|account| account.owner().is_cancelled.load(Ordering::Relaxed))
+    }
+
+    fn cancel(&self) {
+        if let Some(permit) = self.0.upgrade().map(SharedPermit) {
+            permit.cancel(permit.0.owner().claim());
+        }
+    }
+
+    fn wake(&self) {
+        let waker = self.0.upgrade().and_then(|account| lock(&account.owner().held).waker.take());
+        if let Some(waker) = waker {
+            waker.wake();
+        }
+    }
+
     fn describe(&self, now: Moment) -> Option<RequestMemory> {
         let account = self.0.upgrade()?;
         let (AccountMemory { live, peak, .. }, admitted) = (account.memory(), account.owner());
-        let (method, route) = (admitted.method.to_string(), admitted.route.to_string());
-        let age = now - admitted.admitted_at;
-        Some(RequestMemory { method, route, live, peak, claim: admitted.claim, age })
+        let Origin { method, route, .. } = &admitted.origin;
+        Some(RequestMemory {
+            method: method.to_string(),
+            route: route.to_string(),
+            live,
+            peak,
+            claim: admitted.claim(),
+            age: now - admitted.admitted_at,
+            is_cancelled: admitted.is_cancelled.load(Ordering::Relaxed),
+        })
     }
 }
 
@@ -450,13 +699,16 @@ impl AccountOwner for Admitted {
         }
         let Some(lesson) = held.terms.lesson.take() else { return };
         let measured = self.is_measured.then_some(memory.peak);
+        if held.cancelled.is_some() {
+            // It might have needed more.
+            return lesson.learn_at_least(held.reported.max(measured).unwrap_or_default());
+        }
         if held.answer == Some(true)
             && let Some(peak) = held.reported.max(measured)
         {
             return lesson.learn(peak);
         }
-        // The request was cancelled or failed: the memory that it held is no evidence of its full
-        // need.
+        // The request failed, or its client left: what it held is no evidence of its full need.
         if let Some(peak) = held.reported {
             lesson.learn(peak);
         }

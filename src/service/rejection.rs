@@ -103,13 +103,15 @@ fn percent_encoded(text: &str) -> String {
     encoded
 }
 
-/// Returns the answer to a rejected request, as problem+json (RFC 9457): 413 if it can never fit,
-/// otherwise 503 with Retry-After (in whole seconds, at least 1). For a resource that is not
-/// available, see [`unavailable`].
+/// Returns the answer to a rejected request, as problem+json (RFC 9457): 413 if it is so large that
+/// a retry cannot succeed, otherwise 503 with Retry-After (in whole seconds, at least 1). For a
+/// resource that is not available, see [`unavailable`].
 #[must_use]
 pub fn rejection(rejected: &Rejected) -> Response<String> {
     let status = match rejected {
-        Rejected::TooLarge { .. } => StatusCode::PAYLOAD_TOO_LARGE,
+        Rejected::TooLarge { .. } | Rejected::Outgrown { retry_after: None, .. } => {
+            StatusCode::PAYLOAD_TOO_LARGE
+        }
         _ => StatusCode::SERVICE_UNAVAILABLE,
     };
     let retry_after = rejected.retry_after().unwrap_or(MIN_WAIT);

@@ -44,6 +44,15 @@ impl<T> Scoped<T> {
         self.permit.as_ref()
     }
 
+    /// Drops the wrapped value in its scope.
+    pub(super) fn end(self: Pin<&mut Self>) {
+        let mut this = self.project();
+        match this.permit {
+            Some(permit) => permit.measure(|| this.inner.set(None)),
+            None => this.inner.set(None),
+        }
+    }
+
     /// Polls the wrapped value in its scope, and drops it there if it is done.
     #[inline]
     pub(super) fn poll_with<R>(

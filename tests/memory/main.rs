@@ -57,6 +57,7 @@ mod proxy;
 mod recorder;
 mod service_accounts;
 mod service_admin;
+mod service_cap;
 mod service_connection;
 mod service_endpoints;
 mod service_estimates;

@@ -209,6 +209,12 @@ impl Admission {
         self.open.kept.is_some()
     }
 
+    /// Returns the service that this handle keeps alive.
+    #[doc(hidden)]
+    pub fn kept(&self) -> Option<&(dyn Any + Send + Sync)> {
+        self.open.kept.as_ref().map(|(service, _)| &**service)
+    }
+
     /// Admits a request of normal priority.
     ///
     /// # Errors
@@ -397,7 +403,7 @@ mod tests {
         let error = admission.try_reserve_resource(Cost { device: ByteSize::mib(11), ..cost });
         assert!(matches!(error, Err(Rejected::TooLarge { budget: Budget::Device, .. })));
         assert_eq!(reserved(&admission), NOTHING);
-        assert_eq!(admission.stats().rejected, [0, 1, 0, 0, 0, 0], "a resource is no request");
+        assert_eq!(admission.stats().rejected, [0, 1, 0, 0, 0, 0, 0], "a resource is no request");
     }
 
     #[test]
@@ -541,7 +547,7 @@ mod tests {
         permit.shrink(ByteSize::MAX);
         assert_eq!(reserved(&admission), NOTHING);
         drop(permit);
-        assert_eq!((reserved(&admission), admission.stats().rejected), (NOTHING, [0; 6]));
+        assert_eq!((reserved(&admission), admission.stats().rejected), (NOTHING, [0; 7]));
     }
 
     /// The bug: without a limit, one estimate of 64 bits caused all others to be rejected.
@@ -629,7 +635,7 @@ mod tests {
         assert_eq!(count(Budget::Host, small), (0, 0, 0), "what lacks of the device");
         assert_eq!(count(Budget::Device, ByteSize::mib(96)), (0, 0, 1));
         assert_eq!(count(Budget::Device, small), (1, small.get(), 0));
-        assert_eq!(admission.stats().rejected, [1, 2, 0, 0, 0, 0]);
+        assert_eq!(admission.stats().rejected, [1, 2, 0, 0, 0, 0, 0]);
         assert_eq!((admission.stats().admitted_total, admission.stats().held()), (2, 2));
         drop((permit, exempt));
         assert_eq!(admission.stats().held(), 0);

@@ -299,6 +299,22 @@ impl Desk {
         reserved
     }
 
+    /// Returns `true` if the host's ledger has no room for other requests, or memory is under
+    /// pressure.
+    pub(super) fn is_short(&self) -> bool {
+        self.host.reserved() > self.host.allowance() || self.level() > Level::None
+    }
+
+    /// Counts a running request that is cancelled.
+    #[cold]
+    pub(super) fn outgrown(&self, held: ByteSize, claim: ByteSize, most: ByteSize) -> Rejected {
+        let place = Place::here();
+        let may_fit = held.get() <= self.host.ceiling().get() / 2;
+        let retry_after = may_fit.then(|| self.retry_after(None, self.spread(place)));
+        self.large.note_cancelled();
+        self.reject(Rejected::Outgrown { held, claim, most, retry_after })
+    }
+
     /// Counts bytes that outlived their request.
     pub(super) fn outlive(&self, bytes: ByteSize) {
         let place = Place::here();

@@ -1,19 +1,28 @@
-//! The running requests that hold much memory.
+//! The running requests that hold much memory, and which of them is cancelled at level critical.
 //!
 //! The tower layer adds a request when it is measured to hold [`LARGE_MIN`] or more, so that small
 //! requests cost nothing. Operators read the largest ([`Admission::largest`]). The registry keeps
 //! handles that do not keep a request; requests that have ended are removed when another is added,
 //! or when the registry is read.
 //!
-//! Invariant: at most [`LARGE_MAX`] requests are registered. Of more, the largest are.
+//! The layer cancels a request that outgrew its cap. At level critical the control loop cancels the
+//! one that is furthest above its claim, whatever its cap, and the next one only when that has
+//! released its bytes or [`GRACE`] has passed. It also wakes cancelled requests at each tick, so
+//! that the layer needs no timer to end those that do not end by themselves.
+//!
+//! Invariants: at most [`LARGE_MAX`] requests are registered; of more, the largest are. A tick
+//! allocates nothing, and cancels at most one request. No lock is held while a request is cancelled
+//! or woken.
 
 use std::fmt;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::Moment;
+
+use super::pressure::Level;
 
 #[cfg(doc)]
 use super::admission::Admission;
@@ -22,6 +31,10 @@ use super::admission::Admission;
 /// request needs.
 #[doc(hidden)]
 pub const LARGE_MIN: ByteSize = ByteSize::kib(256);
+/// The time that a cancelled request has to end by itself. An estimate: longer than the steps of
+/// most handlers, and short compared to the growth that the kernel kills for.
+#[doc(hidden)]
+pub const GRACE: Duration = Duration::from_millis(100);
 /// The maximum number of registered requests. If each holds [`LARGE_MIN`], they hold 256 MiB.
 const LARGE_MAX: usize = 1024;
 
@@ -30,6 +43,18 @@ const LARGE_MAX: usize = 1024;
 pub trait LargeRequest: Send + Sync {
     /// Returns the bytes that it holds; `None` if it has ended.
     fn live(&self) -> Option<ByteSize>;
+
+    /// Returns the bytes that it holds beyond its claim; zero if it has ended, or cannot be ended.
+    fn excess(&self) -> ByteSize;
+
+    /// Returns `true` if it is cancelled and has not ended.
+    fn is_cancelled(&self) -> bool;
+
+    /// Cancels it because it holds more than its claim at level critical.
+    fn cancel(&self);
+
+    /// Wakes its handler.
+    fn wake(&self);
 
     /// Describes it at a time of the control loop's clock; `None` if it has ended.
     fn describe(&self, now: Moment) -> Option<RequestMemory>;
@@ -48,10 +73,12 @@ pub struct RequestMemory {
     pub live: ByteSize,
     /// The largest number of bytes that it held.
     pub peak: ByteSize,
-    /// The bytes that it reserved when it was admitted.
+    /// The bytes that it reserved when it was admitted, or later by growing.
     pub claim: ByteSize,
     /// The time since it was admitted, to about 250 ms.
     pub age: Duration,
+    /// `true` if it was cancelled because it outgrew its claim.
+    pub is_cancelled: bool,
 }
 
 /// The registry of one admission.
@@ -60,13 +87,23 @@ pub(super) struct LargeRequests {
     requests: Mutex<Vec<Arc<dyn LargeRequest>>>,
     /// The time of the last tick of the control loop, in nanoseconds.
     now: AtomicU64,
+    /// `true` if a registered request may be cancelled and not ended.
+    has_cancelled: AtomicBool,
+    /// The time since when a cancelled request may hold up the next, in nanoseconds. Used by the
+    /// control loop only.
+    since: AtomicU64,
 }
+
+/// No cancelled request holds up the next.
+const FREE: u64 = u64::MAX;
 
 impl LargeRequests {
     /// Starts over.
     pub(super) fn begin(&self) {
         self.requests().clear();
         self.now.store(0, Ordering::Relaxed);
+        self.has_cancelled.store(false, Ordering::Relaxed);
+        self.since.store(FREE, Ordering::Relaxed);
     }
 
     /// Adds a request that holds `live` bytes. If there is no place, it takes that of the smallest,
@@ -109,10 +146,48 @@ impl LargeRequests {
         Moment::after_origin(Duration::from_nanos(self.now.load(Ordering::Relaxed)))
     }
 
-    /// Sets the time. Called by the control loop at each tick.
-    pub(super) fn set_now(&self, now: Moment) {
+    /// Records that a request was cancelled.
+    pub(super) fn note_cancelled(&self) {
+        self.has_cancelled.store(true, Ordering::Release);
+    }
+
+    /// Wakes cancelled requests, and cancels one if the level is critical. Called by the control
+    /// loop at each tick.
+    pub(super) fn tend(&self, level: Level, now: Moment) {
         let nanos = u64::try_from(now.since_origin().as_nanos()).unwrap_or(u64::MAX);
         self.now.store(nanos, Ordering::Relaxed);
+        let had_cancelled = self.has_cancelled.swap(false, Ordering::Acquire);
+        if !had_cancelled && level < Level::Critical {
+            return;
+        }
+        let (mut has_cancelled, mut is_held_up) = (false, false);
+        let mut worst: Option<(ByteSize, Arc<dyn LargeRequest>)> = None;
+        // A request that another thread removes meanwhile hides one from this tick.
+        let each = (0..LARGE_MAX).map_while(|at| self.requests().get(at).map(Arc::clone));
+        for request in each {
+            let excess = request.excess();
+            if request.is_cancelled() {
+                request.wake();
+                has_cancelled = true;
+                is_held_up |= !excess.is_zero();
+            } else if excess >= LARGE_MIN && worst.as_ref().is_none_or(|(most, _)| excess > *most) {
+                worst = Some((excess, request));
+            }
+        }
+        if has_cancelled {
+            self.note_cancelled();
+        }
+        if !is_held_up {
+            self.since.store(FREE, Ordering::Relaxed);
+        } else if self.since.load(Ordering::Relaxed) == FREE {
+            self.since.store(nanos, Ordering::Relaxed);
+        }
+        let since = self.since.load(Ordering::Relaxed);
+        let is_free = since == FREE || Duration::from_nanos(nanos.saturating_sub(since)) >= GRACE;
+        if let Some((_, request)) = worst.filter(|_| level == Level::Critical && is_free) {
+            self.since.store(nanos, Ordering::Relaxed);
+            request.cancel();
+        }
     }
 }
 
@@ -126,13 +201,32 @@ impl fmt::Debug for LargeRequests {
 mod tests {
     use super::*;
 
-    struct Request(AtomicU64);
+    /// A request that holds so much, claimed nothing, and ends only if a test lets it.
+    struct Request(AtomicU64, AtomicBool);
+
+    fn request(live: u64) -> Arc<Request> {
+        Arc::new(Request(live.into(), false.into()))
+    }
 
     impl LargeRequest for Request {
         fn live(&self) -> Option<ByteSize> {
             let live = self.0.load(Ordering::Relaxed);
             (live > 0).then_some(ByteSize::new(live))
         }
+
+        fn excess(&self) -> ByteSize {
+            self.live().unwrap_or_default()
+        }
+
+        fn is_cancelled(&self) -> bool {
+            self.1.load(Ordering::Relaxed) && self.live().is_some()
+        }
+
+        fn cancel(&self) {
+            assert!(!self.1.swap(true, Ordering::Relaxed), "once");
+        }
+
+        fn wake(&self) {}
 
         fn describe(&self, now: Moment) -> Option<RequestMemory> {
             let live = self.live()?;
@@ -143,6 +237,7 @@ mod tests {
                 peak: live,
                 claim: ByteSize::ZERO,
                 age: now - Moment::ORIGIN,
+                is_cancelled: self.is_cancelled(),
             })
         }
     }
@@ -151,7 +246,7 @@ mod tests {
     fn of_more_requests_than_places_the_largest_are_registered() {
         let large = LargeRequests::default();
         let more = LARGE_MAX as u64 + 500;
-        let requests: Vec<_> = (1..=more).map(|live| Arc::new(Request(live.into()))).collect();
+        let requests: Vec<_> = (1..=more).map(request).collect();
         // From both ends, so that small ones arrive late, too.
         for (one, other) in requests.iter().zip(requests.iter().rev()).take(requests.len() / 2) {
             for request in [one, other] {
@@ -167,5 +262,34 @@ mod tests {
         requests.iter().skip(600).for_each(|request| request.0.store(0, Ordering::Relaxed));
         assert_eq!(live(usize::MAX).len(), 100, "ended requests leave");
         assert_eq!(large.requests().len(), 100, "and are no longer kept");
+    }
+
+    #[test]
+    fn at_critical_the_furthest_above_its_claim_goes_first_and_one_at_a_time() {
+        let large = LargeRequests::default();
+        large.begin();
+        let mib = ByteSize::mib(1).get();
+        let requests = [2 * mib, 7 * mib, 5 * mib, 1000].map(request);
+        for request in &requests {
+            large.add(Arc::clone(request) as Arc<dyn LargeRequest>, request.excess());
+        }
+        let cancelled = || requests.each_ref().map(|request| request.1.load(Ordering::Relaxed));
+        let at = |ms| Moment::ORIGIN + Duration::from_millis(ms);
+        large.tend(Level::High, at(0));
+        assert_eq!(cancelled(), [false; 4], "below critical, nothing is cancelled");
+        large.tend(Level::Critical, at(10));
+        assert_eq!(cancelled(), [false, true, false, false]);
+        large.tend(Level::Critical, at(109));
+        assert_eq!(cancelled(), [false, true, false, false], "it has 100 ms");
+        large.tend(Level::Critical, at(110));
+        assert_eq!(cancelled(), [false, true, true, false], "it did not end in time");
+        requests[2].0.store(0, Ordering::Relaxed);
+        large.tend(Level::Critical, at(120));
+        assert_eq!(cancelled(), [false, true, true, false], "the first still holds its bytes");
+        requests[1].0.store(0, Ordering::Relaxed);
+        large.tend(Level::Critical, at(121));
+        assert_eq!(cancelled(), [true, true, true, false], "all before have released theirs");
+        large.tend(Level::Critical, at(1000));
+        assert_eq!(cancelled(), [true, true, true, false], "a small excess relieves nothing");
     }
 }

@@ -61,7 +61,7 @@ pub use ceiling::CeilingParts;
 pub use eviction::Idle;
 pub use large::RequestMemory;
 #[doc(hidden)]
-pub use large::{LARGE_MIN, LargeRequest};
+pub use large::{GRACE, LARGE_MIN, LargeRequest};
 pub use ledger::{Books, Budget, Correction, Ledger, Measured, Shortfall, Turnover};
 pub use maintenance::{
     Job, JobQueue, Jobs, Maintenance, MaintenanceActions, PressureState, PurgeGrowth, Sample,

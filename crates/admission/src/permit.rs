@@ -134,6 +134,19 @@ impl Permit {
         self.desk.large.add(request, live);
     }
 
+    /// Returns `true` if growth of the request takes room from others: more is reserved than
+    /// allowed, or host memory is under pressure.
+    #[doc(hidden)]
+    pub fn is_short(&self) -> bool {
+        self.desk.is_short()
+    }
+
+    /// Counts the request as cancelled, since it holds more than `most`.
+    #[doc(hidden)]
+    pub fn outgrown(&self, held: ByteSize, claim: ByteSize, most: ByteSize) -> Rejected {
+        self.desk.outgrown(held, claim, most)
+    }
+
     /// Returns the time of the control loop's last tick, by its clock: the time of now, without
     /// reading a clock.
     #[doc(hidden)]

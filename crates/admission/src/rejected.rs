@@ -82,6 +82,20 @@ pub enum Rejected {
         /// The time after which to retry.
         retry_after: Duration,
     },
+    /// A running request was cancelled: it holds more memory than it may while memory is short.
+    /// Answer with 503, or with 413 if it alone holds more than half the ceiling, since a retry
+    /// cannot succeed then.
+    #[error("request cancelled: it holds {held}, expected at most {most} while memory is short")]
+    Outgrown {
+        /// The bytes that it held when it was cancelled.
+        held: ByteSize,
+        /// The bytes that it reserved when it was admitted.
+        claim: ByteSize,
+        /// The bytes that it might hold: its cap, or its claim if the level is critical.
+        most: ByteSize,
+        /// The time after which to retry, as for [`Rejected::Full`].
+        retry_after: Option<Duration>,
+    },
     /// Admission has been closed. Answer with 503.
     #[error("the service is shutting down")]
     ShuttingDown,
@@ -98,6 +112,7 @@ impl Rejected {
             Self::Exhausted { .. } => RejectReason::Exhausted,
             Self::ShuttingDown => RejectReason::ShuttingDown,
             Self::SlowStart { .. } => RejectReason::SlowStart,
+            Self::Outgrown { .. } => RejectReason::Outgrown,
         }
     }
 
@@ -109,6 +124,7 @@ impl Rejected {
             | Self::Pressure { .. }
             | Self::Exhausted { .. }
             | Self::SlowStart { .. }
+            | Self::Outgrown { .. }
             | Self::ShuttingDown => None,
         }
     }
@@ -121,6 +137,7 @@ impl Rejected {
             | Self::Pressure { retry_after, .. }
             | Self::Exhausted { retry_after, .. }
             | Self::SlowStart { retry_after, .. } => Some(*retry_after),
+            Self::Outgrown { retry_after, .. } => *retry_after,
             Self::TooLarge { .. } | Self::ShuttingDown => None,
         }
     }
@@ -142,17 +159,20 @@ pub enum RejectReason {
     Exhausted,
     /// The memory need of the route was not measured yet.
     SlowStart,
+    /// The request was cancelled while it ran because it held more than its claim.
+    Outgrown,
 }
 
 impl RejectReason {
     /// All reasons.
-    pub const ALL: [Self; 6] = [
+    pub const ALL: [Self; 7] = [
         Self::TooLarge,
         Self::Full,
         Self::Pressure,
         Self::ShuttingDown,
         Self::Exhausted,
         Self::SlowStart,
+        Self::Outgrown,
     ];
 
     /// Returns the label in metrics.
@@ -165,6 +185,7 @@ impl RejectReason {
             Self::ShuttingDown => "shutting_down",
             Self::Exhausted => "exhausted",
             Self::SlowStart => "slow_start",
+            Self::Outgrown => "outgrown",
         }
     }
 }

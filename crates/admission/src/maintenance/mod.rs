@@ -260,7 +260,7 @@ impl Maintenance {
             sample.limit = last.limit;
         }
         self.account(&sample, now);
-        self.admission.large().set_now(now);
+        self.admission.large().tend(self.host.pressure.level(), now);
         let mut jobs = Jobs::default();
         self.look_for_exhaustion(now, &mut jobs);
         self.decide_purge(&sample, now, &mut jobs);

@@ -162,6 +162,21 @@ fn routes(code: &Code<'_>) -> Rows {
             ],
         ),
         (
+            "holds more than {} times its claim, and at least {},",
+            values![
+                k(code, "layer::REQUEST_CAP").to_string(),
+                code.constant("permit::CAP_MIN").size()
+            ],
+        ),
+        (
+            "released its memory, or after {}. Requests that are less than {} above",
+            values![
+                time(code.constant("large::GRACE").time()),
+                code.constant("large::LARGE_MIN").size()
+            ],
+        ),
+        ("the layer drops it {} later,", values![time(code.constant("large::GRACE").time())]),
+        (
             "for each of at most {} routes, the {}th percentile",
             values![of("learned::ROUTES_MAX"), of("learned::PERCENTILE")],
         ),
