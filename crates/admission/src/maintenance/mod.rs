@@ -117,7 +117,7 @@ impl Sample {
 
 /// The source of samples for the control loop.
 pub trait Sensor: Send {
-    /// Takes a sample. Called on the control thread at each tick: some ten microseconds, no
+    /// Takes a sample. Called on the control thread at each tick: a few microseconds, no
     /// allocation, no driver call.
     fn sample(&mut self, now: Moment) -> Sample;
 

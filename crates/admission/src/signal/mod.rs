@@ -1,9 +1,9 @@
 //! Memory signals of the kernel: the use of this process and its cgroup, and the limit.
 //!
 //! Descriptors are opened once and read with `pread` into buffers on the stack. A sample costs some
-//! 15 us (one read of `statm`, of `memory.stat` and of the usage, and of the limits of each level of
-//! the cgroup) and allocates nothing. [`SignalTracker`] takes most samples with one or two reads. It
-//! decides nothing and does not subtract purgeable memory, which only the heap knows.
+//! 15 us (one read of `statm`, of `memory.stat` and of the usage, and of the limits of each level
+//! of the cgroup) and allocates nothing. [`SignalTracker`] takes most samples with one or two
+//! reads. It decides nothing and does not subtract purgeable memory, which only the heap knows.
 //!
 //! The limit is a minimum over the cgroup's ancestors, less the memory held by other members of
 //! that ancestor, because the kernel kills for their bytes as well. Without a cgroup limit it is

@@ -11,12 +11,12 @@
 //! `physical = physical then + max(usage, anonymous)`; both are at most the tolerance. The last
 //! full reading is at most [`MOVING_MAX`] old, or [`STILL_MAX`] if nothing has changed.
 //!
-//! Growth of this process is in the next sample, and so is growth of other members of the cgroup.
-//! The error: `physical` is too small by at most `min(shrunk, others)`, with `shrunk` the page cache
-//! that was dropped since the last full reading and `others` the growth of other members; below the
-//! limit page cache is dropped when files are deleted. It is too large by at most
-//! `max(cached, released)`, with `cached` the growth of page cache and `released` what other members
-//! released.
+//! Growth of this process is in the next sample. So is growth of the rest of the cgroup, unless it
+//! replaces page cache. The error until the next full reading: `physical` is too small by at most
+//! `min(shrunk, others)`, with `shrunk` the page cache that was dropped and `others` the growth of
+//! the rest of the cgroup; below the limit, page cache is dropped when files are deleted. It is too
+//! large by at most `max(cached, released)`, with `cached` the growth of page cache and `released`
+//! what the rest of the cgroup released.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -239,7 +239,7 @@ mod tests {
         let at = |held: Held| reading.at(held.glance(), Moment::ORIGIN).is_some();
         assert!(at(full), "nothing has moved");
         // The kernel has given a page of cache to another process.
-        assert!(!at(Held { others: 129, cache: 759, own: 129, ..full }));
+        assert!(!at(Held { others: 129, cache: 759, own: 129 }));
         assert!(!at(Held { cache: 759, ..full }));
         let below = Held { cache: 740, ..THEN };
         let reading = below.reading();
