@@ -18,6 +18,7 @@ const GOALS: &[(&str, f64)] = &[
     ("managed.unload_late_ticks", 1.0),
     ("managed.after_unload_over_goal", 1.0),
     ("sampler.cpu_ratio", 0.003),
+    ("sampler.over_floor", 1.5),
     ("sampler.read_us", 25.0),
     ("sampler.allocated_bytes", 0.0),
 ];

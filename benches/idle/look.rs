@@ -39,7 +39,9 @@ impl Look {
         for entry in fs::read_dir(format!("{home}/task"))? {
             let folder = entry?.path();
             let number = folder.file_name().and_then(|name| name.to_str()?.parse().ok());
-            threads.insert(number.ok_or("a thread without a number")?, thread(&folder)?);
+            // One that ended since it was listed has no files.
+            let Ok(thread) = thread(&folder) else { continue };
+            threads.insert(number.ok_or("a thread without a number")?, thread);
         }
         // Read last: it walks the process's pages.
         let pages = fs::read_to_string(format!("{home}/smaps_rollup"))?;

@@ -10,13 +10,13 @@ use std::thread;
 use std::time::Duration;
 
 use crate::bytes::ByteSize;
-use crate::clock::{Bell, Clock, Moment, SystemClock};
+use crate::clock::{Bell, Clock, SystemClock};
 use crate::config::{Config, Profile, Settings, Source, env};
 use crate::fork::Birth;
 use crate::sync::{Mutex, lock};
 use lowtide_admission::{
     self as admission, Admission, Budget, Ladder, LimitSource, Maintenance, Resources, Signal,
-    SignalError, Signals, Trigger, Worker, run_control, run_worker,
+    SignalError, SignalTracker, Signals, Trigger, Worker, run_control, run_worker,
 };
 use lowtide_heap::{self as heap, ArenaBinding};
 
@@ -250,12 +250,10 @@ impl Builder {
         let is_host = !devices.has_own_memory();
         let sensor = MemorySensor {
             clock: Arc::clone(&clock),
-            signals: Arc::clone(&signals),
+            signals: SignalTracker::new(Arc::clone(&signals)),
             heap: heap.probe,
             arenas: devices.sensor(&config),
             last: None,
-            refresh_at: Moment::ORIGIN,
-            read: None,
             libc: LibcIdle::default(),
         };
         let joined = Arc::default();

@@ -1,21 +1,24 @@
 //! The sensor, which combines kernel signals, heap and device arenas into one sample.
 //!
-//! Runs on the control thread: no allocation, no driver call, some ten to thirty microseconds.
-//! jemalloc's statistics are refreshed only as often as their measured cost allows (0.3 % of a
-//! core): about every 20 ms in a busy process with few threads, every quarter of a second in a
-//! large one, and never while nothing changes. Between two refreshes the purgeable bytes are
-//! derived from figures that cost next to nothing, because a fresh physical size less a stale
-//! purgeable size is wrong by all memory freed or released since then.
+//! Runs on the control thread: no allocation, no driver call, some five microseconds. The kernel's
+//! expensive files are read when they can change a decision ([`SignalTracker`]). jemalloc's
+//! statistics are refreshed when memory has moved by more than [`Signal::tolerance`], as often as
+//! their measured cost allows (0.3 % of a core), every quarter of a second if it has moved by less,
+//! and never while nothing changes. Between two refreshes the purgeable bytes are derived from
+//! figures that cost next to nothing, because a fresh physical size less a stale purgeable size is
+//! wrong by all memory freed or released since then.
 //!
 //! Invariant: `purgeable = dirty + muzzy + idle of arenas in the host's budget`; between two
 //! refreshes the heap's part is at most that of the last refresh plus the decrease of active pages.
+//! It is too large by at most what active and physical bytes have both grown by: dirty pages were
+//! reused while other memory grew.
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use crate::bytes::ByteSize;
 use crate::clock::{Clock, Moment};
-use lowtide_admission::{Glance, Sample, Sensor, Signal, Signals};
+use lowtide_admission::{Sample, Sensor, Signal, SignalTracker};
 use lowtide_heap::{self as heap, HeapProbe, HeapSnapshot};
 
 use super::devices::ArenasSensor;
@@ -24,22 +27,16 @@ use super::devices::ArenasSensor;
 const EPOCH_SHARE: u32 = 333;
 /// The maximum time between refreshes, regardless of cost.
 const EPOCH_MAX: Duration = Duration::from_millis(250);
-/// The maximum time between readings of the kernel's signals while nothing of ours changes: two of
-/// three idle ticks then cost two reads.
-const SIGNAL_MAX: Duration = Duration::from_millis(750);
 /// The minimum time between counts of the C library's free blocks, which lock each of its arenas.
 const LIBC_MIN: Duration = Duration::from_secs(1);
 
 pub(super) struct MemorySensor {
     pub(super) clock: Arc<dyn Clock>,
-    pub(super) signals: Arc<Signals>,
+    pub(super) signals: SignalTracker,
     pub(super) heap: Option<HeapProbe>,
     pub(super) arenas: ArenasSensor,
-    /// The last refresh, and the earliest time of the next one.
+    /// The last refresh.
     pub(super) last: Option<Refresh>,
-    pub(super) refresh_at: Moment,
-    /// The last reading of the kernel's signals, and the glance before it.
-    pub(super) read: Option<(Moment, Glance, Signal)>,
     pub(super) libc: LibcIdle,
 }
 
@@ -55,6 +52,9 @@ pub(super) struct LibcIdle {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Refresh {
     heap: HeapSnapshot,
+    at: Moment,
+    /// The earliest time of the next one.
+    next: Moment,
     /// The active pages, as in a glance, to compare with later ones.
     active: ByteSize,
     /// The memory that counted against the limit.
@@ -71,6 +71,17 @@ struct HeapNow {
 }
 
 impl Refresh {
+    /// Returns `true` if another refresh is worth its cost.
+    fn is_over(&self, now: Moment, active: ByteSize, signal: &Signal) -> bool {
+        let moved = (active.get().abs_diff(self.active.get()))
+            .max(signal.physical.get().abs_diff(self.physical.get()));
+        // If nothing has changed, a refresh would find the same, and it is half of the cost of an
+        // idle tick: 70 of 145 us with cold caches, measured by `benches/idle`.
+        now >= self.next
+            && moved > 0
+            && (moved > signal.tolerance().get() || now - self.at >= EPOCH_MAX)
+    }
+
     /// Returns the purgeable bytes now. A page that is no longer active is purgeable until it is
     /// released and no longer physical; a page that became active was purgeable, or is new and
     /// physical.
@@ -87,19 +98,16 @@ impl Refresh {
 
 impl MemorySensor {
     /// Returns the heap at the last refresh, with its active and purgeable bytes now.
-    fn heap(&mut self, now: Moment, physical: ByteSize) -> Option<HeapNow> {
+    fn heap(&mut self, now: Moment, signal: &Signal) -> Option<HeapNow> {
         let probe = self.heap.as_ref()?;
         let active = probe.glance().ok()?.active;
-        // If nothing has changed, a refresh would find the same, and it is half of the cost of an
-        // idle tick: 70 of 145 us with cold caches, measured by `benches/idle`.
-        let stands = |last: &Refresh| last.active == active && last.physical == physical;
-        let stands = self.last.as_ref().is_some_and(stands);
-        if self.last.is_none() || (now >= self.refresh_at && !stands) {
+        let physical = signal.physical;
+        if self.last.as_ref().is_none_or(|last| last.is_over(now, active, signal)) {
             let start = self.clock.now();
-            let refresh = |heap| Refresh { heap, active, physical };
-            self.last = probe.snapshot().ok().map(refresh);
+            let heap = probe.snapshot();
             let cost = self.clock.now() - start;
-            self.refresh_at = now + (cost * EPOCH_SHARE).min(EPOCH_MAX);
+            let next = now + (cost * EPOCH_SHARE).min(EPOCH_MAX);
+            self.last = heap.ok().map(|heap| Refresh { heap, at: now, next, active, physical });
         }
         let last = self.last.as_ref()?;
         let purgeable = last.purgeable_now(active, physical);
@@ -108,26 +116,10 @@ impl MemorySensor {
     }
 }
 
-impl MemorySensor {
-    /// Returns the kernel's signals; the previous ones if a glance finds no change, for at most
-    /// [`SIGNAL_MAX`], because a glance does not show limits and other processes.
-    fn signal(&mut self, now: Moment) -> Signal {
-        let glance = self.signals.glance();
-        match self.read {
-            Some((then, before, signal)) if before == glance && now - then < SIGNAL_MAX => signal,
-            _ => {
-                let signal = self.signals.sample_after(glance);
-                self.read = Some((now, glance, signal));
-                signal
-            }
-        }
-    }
-}
-
 impl Sensor for MemorySensor {
     fn sample(&mut self, now: Moment) -> Sample {
-        let signal = self.signal(now);
-        let heap = self.heap(now, signal.physical);
+        let signal = self.signals.sample(now);
+        let heap = self.heap(now, &signal);
         let mut sample =
             Sample { physical: signal.physical, limit: signal.limit, ..Sample::default() };
         sample.anonymous = signal.anonymous.unwrap_or(ByteSize::ZERO);
@@ -157,13 +149,35 @@ impl Sensor for MemorySensor {
 
 #[cfg(test)]
 mod tests {
+    use lowtide_admission::Limit;
+
     use super::*;
 
     /// 100 MiB physical: 60 MiB active, 30 MiB purgeable.
     fn refresh() -> Refresh {
         let mut heap = HeapSnapshot::default();
         heap.dirty = ByteSize::mib(30);
-        Refresh { heap, active: ByteSize::mib(60), physical: ByteSize::mib(100) }
+        let (at, next) = (Moment::ORIGIN, Moment::ORIGIN + Duration::from_millis(10));
+        Refresh { heap, at, next, active: ByteSize::mib(60), physical: ByteSize::mib(100) }
+    }
+
+    #[test]
+    fn statistics_are_refreshed_when_memory_moved_far_or_long_ago() {
+        // A tolerance of 14 MiB.
+        let limit = Limit::given(ByteSize::mib(1000));
+        for (case, millis, active, physical, is_over) in [
+            ("nothing moved", 10_000, 60, 100, false),
+            ("a little moved", 249, 70, 110, false),
+            ("a little moved, long ago", 250, 70, 110, true),
+            ("much was allocated", 10, 80, 100, true),
+            ("much was freed", 10, 40, 100, true),
+            ("other memory grew", 10, 60, 120, true),
+            ("the last refresh was expensive", 9, 80, 120, false),
+        ] {
+            let now = Moment::after_origin(Duration::from_millis(millis));
+            let signal = Signal { physical: ByteSize::mib(physical), limit, ..Signal::default() };
+            assert_eq!(refresh().is_over(now, ByteSize::mib(active), &signal), is_over, "{case}");
+        }
     }
 
     #[test]

@@ -327,8 +327,9 @@ impl Admission {
         self.desk.ledger(budget)
     }
 
-    /// Returns the counts of admitted and rejected requests. Reads some hundred counters; a
-    /// concurrent request may be in one count and not yet in another.
+    /// Returns the counts of admitted and rejected requests. Reads some thirty counters for
+    /// each thread, of up to 24, that has counted; a concurrent request may be in one count and not
+    /// yet in another.
     #[must_use]
     pub fn stats(&self) -> AdmissionStats {
         let counts = self.desk.counts();

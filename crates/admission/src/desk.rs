@@ -22,7 +22,7 @@ use super::ledger::{Budget, Ledger, Reservation, Shortfall, Standing};
 use super::permit::Permit;
 use super::pressure::Level;
 use super::rejected::Rejected;
-use super::tally::{BudgetCounts, Counts, Place, STRIPES, Tally};
+use super::tally::{BudgetCounts, Counts, Place, STRIPES, Tally, used};
 
 /// The retry time if an operator has to act. A guess.
 const EXHAUSTED: Duration = Duration::from_secs(30);
@@ -339,10 +339,10 @@ impl Desk {
     pub(super) fn counts(&self) -> Counts {
         let mut counts = Counts::default();
         // Ends first: an ended request began before and is counted below.
-        for tally in &self.tallies {
+        for tally in used(&self.tallies) {
             counts.add_ended(tally);
         }
-        for tally in &self.tallies {
+        for tally in used(&self.tallies) {
             counts.add(tally);
         }
         counts
@@ -350,7 +350,7 @@ impl Desk {
 
     pub(super) fn budget_counts(&self, budget: Budget) -> BudgetCounts {
         let mut counts = BudgetCounts::default();
-        for tally in &self.tallies {
+        for tally in used(&self.tallies) {
             counts.add(tally, budget);
         }
         counts
@@ -599,5 +599,26 @@ mod tests {
         let stats = door.stats();
         assert_eq!((stats.admitted_total, stats.finished_total, stats.held()), (64, 64, 0));
         assert_eq!(door.ledger(Budget::Host).reserved(), ByteSize::ZERO);
+    }
+
+    /// Only stripes that have been used are summed.
+    #[test]
+    fn counts_include_those_of_every_thread() {
+        let door = Admission::new();
+        let all = std::sync::Barrier::new(2 * STRIPES);
+        let cost = Cost::host(ByteSize::mib(1));
+        std::thread::scope(|scope| {
+            for _ in 0..2 * STRIPES {
+                scope.spawn(|| {
+                    let permit = door.try_admit(cost).expect("no limit");
+                    all.wait(); // so that each thread has a place at the same time
+                    drop(permit);
+                });
+            }
+        });
+        let (stats, threads) = (door.stats(), 2 * STRIPES as u64);
+        assert_eq!((stats.admitted_total, stats.finished_total), (threads, threads));
+        let class = door.classes(Budget::Host)[crate::SizeClass::of(cost.host).place()];
+        assert_eq!(class.admitted_total, threads);
     }
 }

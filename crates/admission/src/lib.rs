@@ -76,8 +76,8 @@ pub use pressure::{Band, Level, Pressure, Thresholds, ThresholdsError};
 pub use reclaim::{Ask, Ladder, LadderError, Pace, Reclaim, Recovered};
 pub use rejected::{RejectReason, Rejected};
 pub use signal::{
-    Cpus, EventCounts, Glance, Limit, LimitSource, MemoryEvents, Psi, Resident, Signal,
-    SignalError, Signals, Stall,
+    Cpus, EventCounts, Limit, LimitSource, MemoryEvents, Psi, Resident, Signal, SignalError,
+    SignalTracker, Signals, Stall,
 };
 pub use size_class::SizeClass;
 pub use tally::ClassStats;

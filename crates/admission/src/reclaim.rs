@@ -212,9 +212,11 @@ impl Ladder {
     /// `None` while a cheaper one runs. Changes nothing; costs one check of each step.
     #[must_use]
     pub fn due(&self, budget: Budget, level: Level, now: Moment) -> Option<usize> {
+        if level < Level::Elevated {
+            return None;
+        }
         let asked = |step: &ReclaimStep| {
-            step.reclaimer.relieves() == budget
-                && level >= step.reclaimer.starts_at().max(Level::Elevated)
+            step.reclaimer.relieves() == budget && level >= step.reclaimer.starts_at()
         };
         for (at, step) in self.steps.iter().enumerate().filter(|(_, step)| asked(step)) {
             match step.pace.next() {

@@ -29,6 +29,16 @@ const _: () = assert!(OWNED <= u32::BITS as usize, "the places are bits of a wor
 static TAKEN: AtomicU32 = AtomicU32::new(0);
 /// The shared place of the next thread.
 static NEXT: AtomicUsize = AtomicUsize::new(0);
+/// The stripes in which a thread of this process has ever counted are below this.
+static USED: AtomicUsize = AtomicUsize::new(0);
+
+/// Returns the stripes that may contain counts. A process with few threads uses few, and a reader
+/// that went over all of them would fetch some 40 KiB of zeros.
+pub(super) fn used(tallies: &[Tally; STRIPES]) -> &[Tally] {
+    // Relaxed: a stripe is in use before it counts, so a reader that has seen a count, or what
+    // followed from it, sees the stripe.
+    tallies.get(..USED.load(Ordering::Relaxed)).unwrap_or(tallies)
+}
 
 thread_local! {
     static HELD: Holding = Holding::take();
@@ -45,7 +55,13 @@ impl Place {
     /// Returns the place of the calling thread; a shared one if the thread is about to end.
     #[inline]
     pub(super) fn here() -> Self {
-        HELD.try_with(|held| held.0).unwrap_or(Self { stripe: OWNED, owned: false })
+        HELD.try_with(|held| held.0).unwrap_or_else(|_| Self::using(OWNED, false))
+    }
+
+    /// Returns the place of this stripe, which counts as used from now on.
+    fn using(stripe: usize, owned: bool) -> Self {
+        USED.fetch_max(stripe + 1, Ordering::Relaxed);
+        Self { stripe, owned }
     }
 
     /// Adds to a counter of this thread's stripe.
@@ -72,12 +88,12 @@ impl Holding {
             let stripe = taken.trailing_ones() as usize;
             if stripe >= OWNED {
                 let shared = NEXT.fetch_add(1, Ordering::Relaxed) % SHARED;
-                return Self(Place { stripe: OWNED + shared, owned: false });
+                return Self(Place::using(OWNED + shared, false));
             }
             // Acquire: makes the previous holder's writes to its stripes visible.
             let more = taken | 1 << stripe;
             match TAKEN.compare_exchange_weak(taken, more, Ordering::Acquire, Ordering::Relaxed) {
-                Ok(_) => return Self(Place { stripe, owned: true }),
+                Ok(_) => return Self(Place::using(stripe, true)),
                 Err(now) => taken = now,
             }
         }

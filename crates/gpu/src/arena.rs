@@ -32,9 +32,9 @@ use super::region::{Region, RegionBooks, Wanted};
 use super::reserve;
 use super::shared::{Fronts, Shared};
 use super::shortage::Callbacks;
-use super::snapshot::{ArenaGlance, ArenaSnapshot};
+use super::snapshot::{ArenaGlance, ArenaSnapshot, ControlFigures};
 use lowtide_core::bytes::ByteSize;
-use lowtide_core::clock::Clock;
+use lowtide_core::clock::{Clock, Moment};
 use lowtide_core::fork::Birth;
 use lowtide_core::sync::atomic::{AtomicBool, AtomicU64};
 use lowtide_core::sync::{Condvar, Mutex, lock};
@@ -395,6 +395,29 @@ impl DeviceArena {
             return ArenaGlance::default();
         }
         self.shared.glance()
+    }
+
+    /// Returns the figures for a control loop: no allocation, no driver call, and the lock is taken
+    /// once, for a few additions. Nothing in a forked child.
+    #[doc(hidden)]
+    #[must_use]
+    pub fn control_figures(&self) -> ControlFigures {
+        let (none, never) = (ByteSize::ZERO, Moment::NEVER);
+        if self.shared.check_here().is_err() {
+            return ControlFigures {
+                committed: none,
+                idle: none,
+                next_decay: never,
+                next_sleep: never,
+            };
+        }
+        let books = self.shared.books();
+        ControlFigures {
+            committed: ByteSize::new(books.backed()),
+            idle: ByteSize::new(books.idle()),
+            next_decay: self.shared.next_look(&books),
+            next_sleep: self.shared.next_sleep(&books),
+        }
     }
 
     /// Returns the driver's capabilities. Its granularity may be smaller than the arena's granule

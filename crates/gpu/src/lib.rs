@@ -163,6 +163,8 @@ pub use sleep::{
     ArenaState, Contents, EnterFuture, HostBudget, SleepConfig, SleepOptions, SleepReport,
     WakeReport,
 };
+#[doc(hidden)]
+pub use snapshot::ControlFigures;
 pub use snapshot::{AllocFailures, ArenaGlance, ArenaSnapshot, RegionSnapshot};
 pub use visualize::ArenaMap;
 

@@ -237,7 +237,7 @@ fn note_trim(books: &mut Books, bytes: u64) {
 impl Shared {
     /// Returns the time of the next check of idle memory, caches, pending memory, or the host
     /// memory of a sleeping arena without blocks.
-    fn next_look(&self, books: &Books) -> Moment {
+    pub(super) fn next_look(&self, books: &Books) -> Moment {
         let due =
             if self.fronts_hold() { books.due().min(books.aging.front_due()) } else { books.due() };
         // Counted from the last check, not from now: otherwise the time would move with each call.

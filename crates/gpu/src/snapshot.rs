@@ -13,6 +13,7 @@ use super::driver::Backend;
 use super::region::Region;
 use super::sleep::ArenaState;
 use lowtide_core::bytes::ByteSize;
+use lowtide_core::clock::Moment;
 
 /// The figures of an arena.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -143,6 +144,20 @@ pub struct ArenaGlance {
     pub committed: ByteSize,
     /// Bytes of committed granules that no block touches.
     pub idle: ByteSize,
+}
+
+/// The figures of an arena that a control loop needs in each tick.
+#[doc(hidden)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ControlFigures {
+    /// As in [`ArenaGlance`].
+    pub committed: ByteSize,
+    /// As in [`ArenaGlance`].
+    pub idle: ByteSize,
+    /// As [`DeviceArena::next_decay`](crate::DeviceArena::next_decay) returns it.
+    pub next_decay: Moment,
+    /// As [`DeviceArena::next_sleep`](crate::DeviceArena::next_sleep) returns it.
+    pub next_sleep: Moment,
 }
 
 impl ArenaSnapshot {

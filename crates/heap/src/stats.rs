@@ -67,10 +67,6 @@ impl HeapSnapshot {
 pub struct HeapGlance {
     /// Active pages now, in bytes, summed without stopping other threads: arenas change meanwhile.
     pub active: ByteSize,
-    /// Dirty pages at the last epoch, in bytes.
-    pub dirty: ByteSize,
-    /// Muzzy pages at the last epoch, in bytes.
-    pub muzzy: ByteSize,
 }
 
 /// A reader of the heap's statistics.
@@ -130,11 +126,7 @@ impl HeapProbe {
     /// The errors of [`snapshot`](Self::snapshot).
     pub fn glance(&self) -> Result<HeapGlance, HostError> {
         self.check_birth()?;
-        Ok(HeapGlance {
-            active: ByteSize::of(ctl::APPROXIMATE_ACTIVE.read()?),
-            dirty: self.pages(ctl::STATS_DIRTY_PAGES.read()?),
-            muzzy: self.pages(ctl::STATS_MUZZY_PAGES.read()?),
-        })
+        Ok(HeapGlance { active: ByteSize::of(ctl::APPROXIMATE_ACTIVE.read()?) })
     }
 
     /// The statistics of the last epoch.

@@ -49,11 +49,11 @@ impl ArenasSensor {
     pub(in crate::memory) fn add_to(&self, sample: &mut Sample) {
         let (mut committed, mut idle) = (ByteSize::ZERO, ByteSize::ZERO);
         self.arenas.each(|arena| {
-            let glance = arena.glance();
-            committed = committed.saturating_add(glance.committed);
-            idle = idle.saturating_add(glance.idle);
-            sample.device_decay_due = sample.device_decay_due.min(arena.next_decay());
-            sample.device_sleep_due = sample.device_sleep_due.min(arena.next_sleep());
+            let figures = arena.control_figures();
+            committed = committed.saturating_add(figures.committed);
+            idle = idle.saturating_add(figures.idle);
+            sample.device_decay_due = sample.device_decay_due.min(figures.next_decay);
+            sample.device_sleep_due = sample.device_sleep_due.min(figures.next_sleep);
         });
         if self.counted == Counted::OnDevice {
             sample.device_sleep_takes_host = true;

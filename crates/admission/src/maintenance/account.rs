@@ -8,7 +8,7 @@
 use crate::admission::Admission;
 use crate::fairness::{Balance, Fairness, Seen};
 use crate::ledger::{Budget, Correction, Measured};
-use crate::pressure::{Pressure, Thresholds};
+use crate::pressure::{Level, Pressure, Thresholds};
 use lowtide_core::bytes::ByteSize;
 
 /// The level and the learned figures of one budget.
@@ -30,6 +30,22 @@ impl Account {
         Self { budget, pressure, correction, smallest, fairness }
     }
 
+    /// Returns `true` if there is nothing to correct and nothing to share: no limit is known or in
+    /// force, and nothing is held or reserved. The device's budget without a device is so always.
+    pub(super) fn is_unused(
+        &self,
+        admission: &Admission,
+        physical: ByteSize,
+        limit: ByteSize,
+    ) -> bool {
+        let ledger = admission.ledger(self.budget);
+        limit == ByteSize::MAX
+            && physical.is_zero()
+            && ledger.ceiling() == ByteSize::MAX
+            && ledger.reserved().is_zero()
+            && self.pressure.level() == Level::None
+    }
+
     /// Updates the allowance and the headroom reserved within it.
     pub(super) fn correct(&mut self, admission: &Admission, measured: Measured) {
         let since = measured.turnover.time;
@@ -48,5 +64,30 @@ impl Account {
         let measured = Measured { ceiling: ledger.ceiling(), ..Measured::default() };
         ledger.correct(&mut self.correction, measured);
         ledger.balance(Balance::default());
+    }
+}
+
+#[cfg(all(test, not(lowtide_loom)))]
+mod tests {
+    use super::*;
+    use crate::admission::Cost;
+
+    #[test]
+    fn a_budget_is_corrected_while_it_is_limited_held_or_reserved() {
+        let (admission, none) = (Admission::new(), ByteSize::ZERO);
+        let mut account = Account::new(Budget::Device, Thresholds::default(), 2.0);
+        let limit = ByteSize::mib(100);
+        assert!(account.is_unused(&admission, none, ByteSize::MAX));
+        assert!(!account.is_unused(&admission, ByteSize::new(1), ByteSize::MAX));
+        assert!(!account.is_unused(&admission, none, limit));
+        let permit = admission.try_admit(Cost::device(ByteSize::new(1))).expect("no limit");
+        assert!(!account.is_unused(&admission, none, ByteSize::MAX));
+        drop(permit);
+        assert!(account.is_unused(&admission, none, ByteSize::MAX));
+        account.correct(&admission, Measured { ceiling: limit, ..Measured::default() });
+        assert!(!account.is_unused(&admission, none, ByteSize::MAX), "a limit is in force");
+        let unlimited = Measured { ceiling: ByteSize::MAX, ..Measured::default() };
+        account.correct(&admission, unlimited);
+        assert!(account.is_unused(&admission, none, ByteSize::MAX));
     }
 }

@@ -26,7 +26,7 @@ use std::time::Duration;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::Moment;
 
-use super::admission::Admission;
+use super::admission::{Admission, AdmissionStats};
 use super::ceiling::{Ceiling, CeilingParts, CeilingSample};
 use super::exhaustion::{Exhaustion, Room};
 use super::ledger::{Budget, Measured, Turnover};
@@ -118,7 +118,7 @@ impl Sample {
 
 /// The source of samples for the control loop.
 pub trait Sensor: Send {
-    /// Takes a sample. Called on the control thread at each tick: some ten microseconds, no
+    /// Takes a sample. Called on the control thread at each tick: a few microseconds, no
     /// allocation, no driver call.
     fn sample(&mut self, now: Moment) -> Sample;
 
@@ -259,11 +259,13 @@ impl Maintenance {
         if let Some(last) = self.last.filter(|_| !sample.limit.is_known()) {
             sample.limit = last.limit;
         }
-        self.account(&sample, now);
+        // Once: it sums counters of all threads.
+        let stats = self.admission.stats();
+        self.account(&sample, &stats, now);
         self.admission.large().tend(self.host.pressure.level(), now);
         let mut jobs = Jobs::default();
-        self.look_for_exhaustion(now, &mut jobs);
-        self.decide_purge(&sample, now, &mut jobs);
+        self.look_for_exhaustion(&stats, now, &mut jobs);
+        self.decide_purge(&sample, &stats, now, &mut jobs);
         self.climb(now, &mut jobs);
         let resources_due = self.resources.next_due();
         if resources_due <= now {
@@ -325,8 +327,7 @@ impl Maintenance {
     }
 
     /// Updates the exhaustion state.
-    fn look_for_exhaustion(&mut self, now: Moment, jobs: &mut Jobs) {
-        let stats = self.admission.stats();
+    fn look_for_exhaustion(&mut self, stats: &AdmissionStats, now: Moment, jobs: &mut Jobs) {
         let reasons = [RejectReason::Full, RejectReason::Pressure, RejectReason::Exhausted];
         let purge_ended = self.purge.next() != Moment::NEVER;
         self.exhaustion.update(
@@ -347,8 +348,8 @@ impl Maintenance {
     }
 
     /// Updates levels, allowances and reserved headroom.
-    fn account(&mut self, sample: &Sample, now: Moment) {
-        let turnover = self.turnover(now);
+    fn account(&mut self, sample: &Sample, stats: &AdmissionStats, now: Moment) {
+        let turnover = self.turnover(stats, now);
         let limit = if sample.limit.is_known() { sample.limit.bytes } else { ByteSize::MAX };
         let device_limit = sample.device_limit.unwrap_or(ByteSize::MAX);
         let _ = self.host.pressure.update(now, sample.physical, limit);
@@ -365,6 +366,9 @@ impl Maintenance {
         ];
         let mark = self.settings.thresholds.band(Level::Elevated).map_or(1.0, |band| band.down);
         let wanted = budgets.map(|(account, physical, purgeable, limit, ceiling)| {
+            if account.is_unused(&self.admission, physical, limit) {
+                return ByteSize::ZERO;
+            }
             let measured = Measured { physical, purgeable, ceiling, turnover };
             account.correct(&self.admission, measured);
             if limit == ByteSize::MAX {
@@ -411,16 +415,14 @@ impl Maintenance {
     }
 
     /// Returns the progress of requests since the last tick.
-    fn turnover(&mut self, now: Moment) -> Turnover {
-        let stats = self.admission.stats();
+    fn turnover(&mut self, stats: &AdmissionStats, now: Moment) -> Turnover {
         let (then, ended) = std::mem::replace(&mut self.ticked, (now, stats.finished_total));
         let ended = stats.finished_total.saturating_sub(ended);
         Turnover { time: now - then, ended, held: stats.held() }
     }
 
     /// Returns `true` if no request has been held or admitted for the quiet time.
-    fn is_quiet(&mut self, now: Moment) -> bool {
-        let stats = self.admission.stats();
+    fn is_quiet(&mut self, stats: &AdmissionStats, now: Moment) -> bool {
         if stats.held() > 0 || stats.admitted_total != self.admitted {
             self.admitted = stats.admitted_total;
             self.quiet_since = None;

@@ -23,6 +23,7 @@
 
 use std::time::Duration;
 
+use crate::admission::AdmissionStats;
 use crate::pressure::Level;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::Moment;
@@ -110,8 +111,14 @@ impl Growth {
 impl Maintenance {
     /// Decides on a purge and its trigger. All triggers share one rate limit, since a purge
     /// releases everything.
-    pub(super) fn decide_purge(&mut self, sample: &Sample, now: Moment, jobs: &mut Jobs) {
-        let quiet = self.is_quiet(now);
+    pub(super) fn decide_purge(
+        &mut self,
+        sample: &Sample,
+        stats: &AdmissionStats,
+        now: Moment,
+        jobs: &mut Jobs,
+    ) {
+        let quiet = self.is_quiet(stats, now);
         let part = sample.heap_live.scaled(self.settings.purge_part);
         let worth = self.settings.purge_floor.max(part);
         let purgeable = sample.purgeable.saturating_sub(sample.decaying);

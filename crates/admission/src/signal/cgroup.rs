@@ -271,7 +271,7 @@ impl Cgroup {
     /// Returns the usage of the leaf, including page cache.
     pub(super) fn usage(&self) -> Option<ByteSize> {
         let usage = self.levels.first()?.usage.as_ref()?;
-        usage.read(number).flatten().map(ByteSize::new)
+        usage.read_line(number).flatten().map(ByteSize::new)
     }
 
     /// Returns the number of processes of the leaf that were OOM-killed.
@@ -288,7 +288,7 @@ impl Group {
 
     /// Returns the bytes held by all members.
     fn held(&self, stat: Stat) -> Option<u64> {
-        stat.held_of(self.usage.as_ref().and_then(|file| file.read(number)).flatten())
+        stat.held_of(self.usage.as_ref().and_then(|file| file.read_line(number)).flatten())
     }
 
     /// Returns the bytes held by the other members of this ancestor, or the last known value.
@@ -333,7 +333,7 @@ impl LimitFile {
     /// Reads the limit, or returns the last value if the file cannot be read or parsed.
     fn read(&self, is_stale: &mut bool) -> u64 {
         let Some(file) = &self.file else { return u64::MAX };
-        match file.read(limit_of).flatten() {
+        match file.read_line(limit_of).flatten() {
             Some(limit) => {
                 self.last.store(limit, Ordering::Relaxed);
                 limit

@@ -2,7 +2,7 @@
 //!
 //! It knows no file format: parsers get the bytes. A read does not allocate.
 //!
-//! Invariant: a parser sees at most [`TEXT_MAX`] bytes and no truncated last line:
+//! Invariant: a parser sees at most [`TEXT_MAX`] or [`LINE_MAX`] bytes and no truncated last line:
 //! `seen = text up to its last newline`.
 
 use std::fs::File;
@@ -15,6 +15,8 @@ use super::SignalError;
 /// The largest text of a repeated read. `memory.stat` is below 4,096 bytes by the kernel's own
 /// buffer, `/proc/self/status` about 1,500.
 const TEXT_MAX: usize = 8192;
+/// The largest text of one line; `statm` has seven numbers.
+const LINE_MAX: usize = 256;
 /// The largest file that is read at the start; a mountinfo of a busy node has some hundred KiB.
 const START_MAX: u64 = 4 << 20;
 
@@ -39,11 +41,19 @@ impl KeptFile {
     /// Returns the result of `parse` for the current text; `None` if the file cannot be read or is
     /// empty.
     pub(super) fn read<T>(&self, parse: impl FnOnce(&[u8]) -> T) -> Option<T> {
-        let mut buffer = [0; TEXT_MAX];
+        self.read_into(&mut [0; TEXT_MAX]).map(parse)
+    }
+
+    /// Like [`KeptFile::read`] for a text of one line, without a buffer of 8 KiB to clear.
+    pub(super) fn read_line<T>(&self, parse: impl FnOnce(&[u8]) -> T) -> Option<T> {
+        self.read_into(&mut [0; LINE_MAX]).map(parse)
+    }
+
+    fn read_into<'a>(&self, buffer: &'a mut [u8]) -> Option<&'a [u8]> {
         let mut filled = 0;
         // Ends: each iteration reads at least one byte or leaves; interruptions are bounded too.
         let mut interruptions = 0;
-        while filled < TEXT_MAX {
+        while filled < buffer.len() {
             let rest = buffer.get_mut(filled..)?;
             match self.file.read_at(rest, u64::try_from(filled).ok()?) {
                 Ok(0) => break,
@@ -60,9 +70,10 @@ impl KeptFile {
                 break;
             }
         }
+        let is_cut = filled == buffer.len();
         let text = buffer.get(..filled)?;
-        let text = if filled == TEXT_MAX { up_to_last_line(text) } else { text };
-        (!text.is_empty()).then(|| parse(text))
+        let text = if is_cut { up_to_last_line(text) } else { text };
+        (!text.is_empty()).then_some(text)
     }
 }
 

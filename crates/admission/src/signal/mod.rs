@@ -1,9 +1,9 @@
 //! Memory signals of the kernel: the use of this process and its cgroup, and the limit.
 //!
-//! Descriptors are opened once and read with `pread` into buffers on the stack. A sample costs a
-//! few microseconds (one read of `statm`, and of `memory.stat`, usage and limit for each level of
-//! the cgroup that has a limit) and allocates nothing. It decides nothing and does not subtract
-//! purgeable memory, which only the heap knows.
+//! Descriptors are opened once and read with `pread` into buffers on the stack. A sample costs some
+//! 15 us (one read of `statm`, of `memory.stat` and of the usage, and of the limits of each level
+//! of the cgroup) and allocates nothing. [`SignalTracker`] takes most samples with one or two
+//! reads. It decides nothing and does not subtract purgeable memory, which only the heap knows.
 //!
 //! The limit is a minimum over the cgroup's ancestors, less the memory held by other members of
 //! that ancestor, because the kernel kills for their bytes as well. Without a cgroup limit it is
@@ -22,6 +22,7 @@ mod events;
 mod file;
 mod psi;
 mod statm;
+mod tracker;
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -32,11 +33,13 @@ use lowtide_core::bytes::ByteSize;
 
 use cgroup::Cgroup;
 use file::{KeptFile, read_whole};
-use statm::SpaceLimits;
+use statm::{SpaceLimits, Statm};
+use tracker::Counted;
 
 pub use cpu::Cpus;
 pub use events::{EventCounts, MemoryEvents};
 pub use psi::{Psi, Stall};
+pub use tracker::SignalTracker;
 
 /// The source of a limit.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -148,10 +151,11 @@ pub struct Signal {
     pub limit_is_stale: bool,
 }
 
-/// A cheap reading that shows if memory use changed; see [`Signals::glance`].
+/// Two files that change whenever this process or its cgroup may hold another amount of memory. A
+/// limit, or the memory of other members of an ancestor, may change without them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Glance {
-    resident: Option<statm::Statm>,
+struct Glance {
+    resident: Option<Statm>,
     usage: Option<ByteSize>,
 }
 
@@ -341,15 +345,14 @@ impl Signals {
     }
 
     /// Takes a sample. Parts that cannot be read now are `None`; a limit that cannot be read now
-    /// keeps its last value. Takes a few microseconds; allocates nothing.
+    /// keeps its last value. Takes some 15 us; allocates nothing.
     #[must_use]
     pub fn sample(&self) -> Signal {
-        self.sample_after(self.glance())
+        self.read(Glance { resident: self.statm(), usage: self.usage() }).0
     }
 
-    /// Takes a sample after a fresh glance, whose two files are not read again.
-    #[must_use]
-    pub fn sample_after(&self, glance: Glance) -> Signal {
+    /// Reads the files that are not part of a glance.
+    fn read(&self, glance: Glance) -> (Signal, Counted) {
         let rss = glance.resident.map(|resident| resident.rss);
         let anonymous = glance.resident.map(|resident| resident.anon);
         let group = self.cgroup.as_ref().map(|group| group.sample(glance.usage));
@@ -376,21 +379,24 @@ impl Signals {
             }
             _ => rss.unwrap_or(ByteSize::ZERO),
         };
+        let counted = match group.limit {
+            // A limit on addresses changes with each mapping.
+            _ if group.is_stale || self.space != SpaceLimits::default() => Counted::Unknown,
+            Some(limit) if group.held.is_some() => Counted::Cgroup(limit.bytes),
+            Some(_) => Counted::Unknown,
+            None => Counted::Process,
+        };
         let (charged, limit_is_stale) = (group.charged, group.is_stale);
-        Signal { rss, anonymous, physical, limit, charged, limit_is_stale }
+        (Signal { rss, anonymous, physical, limit, charged, limit_is_stale }, counted)
     }
 
-    /// Reads two files that change whenever memory use may have changed, instead of a sample's four
-    /// and more. Equal glances mean that this process and its cgroup hold the same memory; a limit,
-    /// or the memory of other members, may have changed.
-    #[must_use]
-    pub fn glance(&self) -> Glance {
-        let resident =
-            |file: &KeptFile| file.read(|text| statm::resident_of(text, self.page)).flatten();
-        Glance {
-            resident: self.statm.as_ref().and_then(resident),
-            usage: self.cgroup.as_ref().and_then(Cgroup::usage),
-        }
+    fn statm(&self) -> Option<Statm> {
+        self.statm.as_ref()?.read_line(|text| statm::resident_of(text, self.page)).flatten()
+    }
+
+    /// Returns the usage of the cgroup, including page cache.
+    fn usage(&self) -> Option<ByteSize> {
+        self.cgroup.as_ref().and_then(Cgroup::usage)
     }
 
     /// Returns the number of processes of the cgroup that the kernel has OOM-killed since the

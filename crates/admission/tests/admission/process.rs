@@ -10,7 +10,7 @@ use lowtide_admission::ByteSize;
 use lowtide_admission::clock::{Bell, Clock, ManualClock, Moment, Wake};
 use lowtide_admission::{
     AcquireError, Admission, Budget, Cost, Ladder, Limit, Maintenance, Managed, Resource,
-    Resources, Sample, Sensor, Settings, Signals, UnloadError, UnloadReason,
+    Resources, Sample, Sensor, Settings, SignalTracker, Signals, UnloadError, UnloadReason,
 };
 use test_fork::test;
 
@@ -18,14 +18,14 @@ use crate::counting::allocations;
 
 /// The signals of this machine with pressure added, so that each decision is taken.
 struct Machine {
-    signals: Signals,
+    signals: SignalTracker,
     turn: u64,
 }
 
 impl Sensor for Machine {
     fn sample(&mut self, now: Moment) -> Sample {
         self.turn += 1;
-        let signal = self.signals.sample();
+        let signal = self.signals.sample(now);
         Sample {
             physical: signal.physical.saturating_add(ByteSize::mib(self.turn % 100)),
             purgeable: ByteSize::mib(50),
@@ -47,7 +47,8 @@ fn a_sample_a_tick_and_an_admission_allocate_nothing() {
     drop(managed.acquire_blocking().expect("loads"));
     assert_eq!(resources.add(Arc::new(managed.clone())), Ok(()));
     let ladder = Ladder::new(vec![resources.reclaimer(Budget::Host)]).expect("one rung");
-    let sensor = Box::new(Machine { signals: Signals::open(), turn: 0 });
+    let sensor =
+        Box::new(Machine { signals: SignalTracker::new(Arc::new(Signals::open())), turn: 0 });
     let mut maintenance =
         Maintenance::new(Settings::default(), sensor, admission.clone(), resources, ladder)
             .expect("settings");

@@ -89,15 +89,21 @@ impl DeviceArena {
     #[must_use]
     pub fn next_sleep(&self) -> Moment {
         let shared = self.shared();
-        if shared.check_here().is_err() || shared.is_closed() {
+        if shared.check_here().is_err() {
             return Moment::NEVER;
         }
-        let Some(idle_after) = shared.sleep.idle_after else { return Moment::NEVER };
-        shared.sleep_due(&shared.books(), idle_after)
+        shared.next_sleep(&shared.books())
     }
 }
 
 impl Shared {
+    pub(in super::super) fn next_sleep(&self, books: &Books) -> Moment {
+        match self.sleep.idle_after {
+            Some(idle_after) if !self.is_closed() => self.sleep_due(books, idle_after),
+            _ => Moment::NEVER,
+        }
+    }
+
     fn sleep_due(&self, books: &Books, idle_after: Duration) -> Moment {
         let min_awake = self.sleep.min_awake;
         let sleep = &books.sleep;

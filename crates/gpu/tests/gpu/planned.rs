@@ -4,7 +4,7 @@
 
 #[path = "../../../planner/tests/planner/counting.rs"]
 #[allow(dead_code, reason = "the planner's tests use more of it")]
-mod counting;
+pub(crate) mod counting;
 #[path = "../../../planner/tests/planner/plans.rs"]
 mod plans;
 

@@ -120,7 +120,6 @@ fn quantities_keep_their_identities() {
             assert!(found.metadata < found.resident, "{found:?}");
             assert_eq!(found.retained(), found.resident.saturating_sub(found.live));
             let glance = probe.glance().unwrap();
-            assert_eq!((glance.dirty, glance.muzzy), (found.dirty, found.muzzy));
             assert!(difference(glance.active, found.active) <= SLOP, "{glance:?}\n{found:?}");
         }
     });

@@ -212,7 +212,7 @@ fn a_broken_file_raises_no_limit_and_panics_nowhere() {
                     said <= bytes + (1 << 20),
                     "{case}: {name}: {said} after {bytes}, wreck {start:?}"
                 );
-                let _ = (opened.events(), opened.psi(), opened.resident(), opened.glance());
+                let _ = (opened.events(), opened.psi(), opened.resident());
                 let anew = Signals::open_at(copy.root());
                 let _ = (anew.sample(), anew.events(), anew.psi(), anew.cpus());
                 fs::write(file, &text).expect("written");

@@ -3,10 +3,12 @@
 
 use std::fs;
 use std::path::Path;
+use std::sync::Arc;
 use std::time::Duration;
 
 use lowtide_admission::ByteSize;
-use lowtide_admission::{Limit, LimitSource, Signal, SignalError, Signals};
+use lowtide_admission::clock::Moment;
+use lowtide_admission::{Limit, LimitSource, Signal, SignalError, SignalTracker, Signals};
 
 #[cfg(all(target_os = "linux", not(lowtide_loom)))] // `procfs` is not built for models
 mod corpus;
@@ -105,20 +107,70 @@ fn a_soft_ceiling_below_the_hard_limit_is_the_limit() {
     assert_eq!(signals.sample().limit, limit(512, LimitSource::Cgroup));
 }
 
-/// A tick in which memory moved read two files twice.
+fn at(millis: u64) -> Moment {
+    Moment::after_origin(Duration::from_millis(millis))
+}
+
 #[test]
-fn a_sample_after_a_glance_reads_limits_and_not_again_what_the_glance_read() {
+fn a_tracker_sees_growth_at_once_and_limits_within_a_tenth_of_a_second() {
     let tree = Tree::new("0::/app\n", V2_MOUNT);
     tree.v2("app", GROUP);
-    let signals = tree.open();
-    let (sample, glance) = (signals.sample(), signals.glance());
+    let mut tracker = SignalTracker::new(Arc::new(tree.open()));
+    assert_eq!(tracker.sample(at(0)), sampled(512));
+    tree.write("sys/fs/cgroup/app/memory.max", "268435456\n");
+    for mib in 1..=6 {
+        let usage = (300 + mib) * MIB;
+        tree.write("sys/fs/cgroup/app/memory.current", &format!("{usage}\n"));
+        let sample = tracker.sample(at(mib));
+        assert_eq!(sample.physical, ByteSize::mib(100 + mib));
+        assert_eq!(sample.limit, limit(512, LimitSource::Cgroup), "as of the last full reading");
+    }
+    assert_eq!(tracker.sample(at(100)).limit, limit(256, LimitSource::Cgroup));
+    // 7 MiB are more than a sixty-fourth of the 412 MiB that are left.
+    let mut tracker = SignalTracker::new(Arc::new(tree.open()));
+    assert_eq!(tracker.sample(at(0)), Signal { physical: ByteSize::mib(106), ..sampled(256) });
+    tree.v2("app", Group { usage: 313 * MIB, active_file: 63 * MIB, ..GROUP });
+    assert_eq!(tracker.sample(at(1)).physical, ByteSize::mib(100), "it was page cache");
+}
+
+#[test]
+fn a_tracker_without_a_limit_of_a_cgroup_follows_the_resident_set() {
+    let tree = Tree::new("0::/app\n", V2_MOUNT);
+    tree.v2("app", Group { limit: None, ..GROUP });
+    let signals = Arc::new(tree.open());
+    let mut tracker = SignalTracker::new(Arc::clone(&signals));
+    assert_eq!(tracker.sample(at(0)), signals.sample());
     tree.write("proc/self/statm", "20000 12000 2560 5 0 123 0\n");
-    tree.write("sys/fs/cgroup/app/memory.current", "268435456\n");
-    assert_ne!(signals.glance(), glance, "both files have moved");
-    assert_eq!(signals.sample_after(glance), sample);
-    tree.write("sys/fs/cgroup/app/memory.max", "134217728\n");
-    assert_eq!(signals.sample_after(glance).limit, limit(128, LimitSource::Cgroup));
-    assert_ne!(signals.sample(), sample);
+    assert_eq!(tracker.sample(at(10)), signals.sample());
+    tree.write("sys/fs/cgroup/app/memory.max", "268435456\n");
+    assert_eq!(tracker.sample(at(99)).limit.source, LimitSource::Machine);
+    assert_eq!(tracker.sample(at(750)), signals.sample(), "it has a limit now");
+    tree.write("sys/fs/cgroup/app/memory.current", "315621376\n");
+    assert_eq!(tracker.sample(at(760)).physical, ByteSize::mib(101));
+}
+
+#[test]
+fn a_tracker_reads_a_limit_that_is_stale_or_on_addresses_each_time() {
+    let tree = Tree::new("0::/app\n", V2_MOUNT);
+    tree.v2("app", GROUP);
+    let signals = Arc::new(tree.open());
+    tree.write("sys/fs/cgroup/app/memory.max", "garbage\n");
+    let mut tracker = SignalTracker::new(Arc::clone(&signals));
+    assert!(tracker.sample(at(0)).limit_is_stale);
+    tree.v2("app", Group { usage: 301 * MIB, ..GROUP });
+    assert_eq!(tracker.sample(at(1)), signals.sample());
+    tree.write(
+        "proc/self/limits",
+        "Max address space         134217728            unlimited            bytes     \n",
+    );
+    let signals = Arc::new(tree.open());
+    let mut tracker = SignalTracker::new(Arc::clone(&signals));
+    for (millis, resident) in [(0, 10_240), (1, 11_000), (2, 12_000)] {
+        tree.write("proc/self/statm", &format!("20000 {resident} 2560 5 0 123 0\n"));
+        let sample = tracker.sample(at(millis));
+        assert_eq!(sample.limit.source, LimitSource::AddressSpace);
+        assert_eq!(sample, signals.sample());
+    }
 }
 
 #[test]

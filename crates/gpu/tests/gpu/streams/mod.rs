@@ -26,6 +26,8 @@ use lowtide_gpu::{
     ArenaConfig, Buffer, CompactOptions, DeviceArena, DeviceError, Goal, Lane, Region,
 };
 
+use crate::planned::counting::allocations;
+
 const DYNAMIC: Region = Region::Dynamic;
 const GRANULE: ByteSize = ByteSize::mib(2);
 const MIB: usize = 1 << 20;
@@ -96,6 +98,22 @@ fn a_lane_takes_what_it_freed_at_once_and_the_driver_hears_nothing_of_it() {
     assert_eq!((snapshot.allocs_total, snapshot.frees_total), (1_001, 1_001));
     arena.validate();
     assert_sound(&sim, &checks);
+}
+
+/// The bug: the control loop read arenas by a glance, which copied the list of lanes in each tick.
+#[test]
+fn figures_for_the_control_loop_were_allocated_once_an_arena_had_lanes() {
+    let (arena, sim) = open(Order::Lazy, ByteSize::mib(64));
+    let lane = lane(&arena, &sim);
+    drop(lane.alloc::<u8>(4 * MIB, DYNAMIC).expect("room"));
+    let mut figures = None;
+    let made = allocations(|| figures = Some(arena.control_figures()));
+    let (figures, glance) = (figures.expect("read"), arena.glance());
+    assert_eq!(made, 0);
+    assert_eq!((figures.committed, figures.idle), (glance.committed, glance.idle));
+    let due = (arena.next_decay(), arena.next_sleep());
+    assert_eq!((figures.next_decay, figures.next_sleep), due);
+    assert!(figures.committed > ByteSize::ZERO);
 }
 
 #[test]

@@ -184,8 +184,8 @@ fn routes(code: &Code<'_>) -> Rows {
 }
 
 fn kernel(code: &Code<'_>) -> Rows {
-    let read = code.constant("SIGNAL_MAX").time();
-    vec![("at most {} later in an idle process", values![time(read)])]
+    let [moving, still] = ["MOVING_MAX", "STILL_MAX"].map(|name| time(code.constant(name).time()));
+    vec![("at most {} later, or {} in an idle process", values![moving, still])]
 }
 
 fn purges(code: &Code<'_>) -> Rows {
