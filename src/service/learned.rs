@@ -23,8 +23,8 @@ use crate::sync::{Mutex, lock};
 use lowtide_admission::{Cost, Priority};
 
 use super::estimate::{Estimate, Estimated};
-use super::need::Compared;
-use super::slow_start::{EXPANSION, EXPANSION_UNKNOWN, TooManyRunning};
+use super::need::{Compared, most};
+use super::slow_start::TooManyRunning;
 use super::trial::{Trial, Trials};
 
 /// The maximum number of routes that are recorded separately; later ones share one estimate.
@@ -154,12 +154,20 @@ impl Lesson {
     }
 
     /// Returns the reservation for a request with this estimate in this room. A measured need
-    /// reserves at most half of the room. Otherwise a route with one huge request would not be
-    /// admitted any more, and its estimate would stay.
+    /// reserves at most two thirds of the room. Otherwise a route with one huge request would not
+    /// be admitted any more, and its estimate would stay.
     pub(super) fn claim(&self, estimate: ByteSize, room: ByteSize) -> ByteSize {
         match &self.0 {
-            Of::Bytes(route) => estimate.min(ByteSize::new(room.get() / 2).max(route.guess)),
+            Of::Bytes(route) => estimate.min(most(room).max(route.guess)),
             Of::Estimate(compared) => compared.claim(room),
+        }
+    }
+
+    /// Returns the most that one request with this reservation is expected to hold.
+    pub(super) fn expected(&self, claim: ByteSize) -> ByteSize {
+        match &self.0 {
+            Of::Bytes(_) => claim,
+            Of::Estimate(compared) => compared.expected().max(claim),
         }
     }
 
@@ -171,11 +179,8 @@ impl Lesson {
         clock: &Arc<dyn Clock>,
     ) -> Result<Option<Trial>, TooManyRunning> {
         match &self.0 {
-            Of::Bytes(route) => {
-                let expansion = if route.is_known() { EXPANSION } else { EXPANSION_UNKNOWN };
-                route.trials.enter(claim, expansion, room, clock)
-            }
-            Of::Estimate(compared) => compared.enter(claim, room, clock),
+            Of::Bytes(route) => route.trials.enter(claim, room, clock),
+            Of::Estimate(compared) => compared.enter(room, clock),
         }
     }
 }
@@ -264,12 +269,7 @@ impl Route {
     /// Returns the need of a request.
     fn estimate(&self) -> ByteSize {
         let learned = ByteSize::new(self.learned.load(Ordering::Relaxed));
-        if self.is_known() { learned } else { learned.max(self.guess) }
-    }
-
-    /// Returns `true` if the estimate is not a guess.
-    fn is_known(&self) -> bool {
-        self.is_known.load(Ordering::Relaxed)
+        if self.is_known.load(Ordering::Relaxed) { learned } else { learned.max(self.guess) }
     }
 
     fn learn(&self, held: ByteSize) {

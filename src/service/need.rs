@@ -28,7 +28,7 @@ use crate::sync::{Mutex, lock};
 use lowtide_admission::SizeClass;
 
 use super::learned::{ROUTES_MAX, Record, Routes};
-use super::slow_start::{EXPANSION, EXPANSION_UNKNOWN, TooManyRunning};
+use super::slow_start::TooManyRunning;
 use super::trial::{Trial, Trials};
 
 /// The number of requests in an average. An estimate: few enough to follow a change, and enough for
@@ -98,6 +98,12 @@ impl Needs {
         });
         Compared { need, estimate, compared: estimate.max(COMPARED_MIN), is_minimum }
     }
+}
+
+/// Returns the most that a request reserves because of what others held. Two such requests do not
+/// fit together, and small ones fit beside one.
+pub(super) const fn most(room: ByteSize) -> ByteSize {
+    ByteSize::new(room.get() / 3 * 2)
 }
 
 /// The record of the requests of one kind.
@@ -172,11 +178,6 @@ impl Need {
         }
     }
 
-    /// Returns `true` if these requests are known, or those of other sizes.
-    fn is_known(&self) -> bool {
-        self.is_known.load(Ordering::Acquire) || self.family.load(Ordering::Relaxed) != 0
-    }
-
     fn learn(&self, ratio: f64) {
         let mut average = lock(&self.average);
         average.add(ratio);
@@ -220,11 +221,11 @@ impl Compared {
         }
     }
 
-    /// Returns the reservation for the request in this room: the measured need of its route, but at
-    /// most half of the room for that alone. Otherwise a route with one huge request would not be
+    /// Returns the reservation for the request in this room: the measured need of its route, but
+    /// at most two thirds of the room. Otherwise a route with one huge request would not be
     /// admitted any more, and its need would stay.
     pub(super) fn claim(&self, room: ByteSize) -> ByteSize {
-        let most = ByteSize::new(room.get() / 2);
+        let most = most(room);
         let of = |ratio: Ratio| ratio.claim(self.compared, room).min(most);
         let Need { seen, family, is_known, .. } = &*self.need;
         let ratio = |of: &AtomicU64| Ratio::unpack(of.load(Ordering::Relaxed));
@@ -238,18 +239,20 @@ impl Compared {
         if self.is_minimum { claim.max(self.estimate) } else { claim }
     }
 
+    /// Returns the most that one request is expected to hold: a large one of a route in which needs
+    /// vary.
+    pub(super) fn expected(&self) -> ByteSize {
+        let seen = Ratio::unpack(self.need.seen.load(Ordering::Relaxed));
+        seen.map_or(ByteSize::ZERO, |seen| seen.claim(self.compared, ByteSize::ZERO))
+    }
+
     /// Admits the request if the need of its route is known or few requests run.
     pub(super) fn enter(
         &self,
-        claim: ByteSize,
         room: ByteSize,
         clock: &Arc<dyn Clock>,
     ) -> Result<Option<Trial>, TooManyRunning> {
-        let (cost, expansion) = match self.need.is_known() {
-            true => (claim, EXPANSION),
-            false => (self.estimate, EXPANSION_UNKNOWN),
-        };
-        self.need.trials.enter(cost, expansion, room, clock)
+        self.need.trials.enter(self.estimate, room, clock)
     }
 }
 
@@ -285,7 +288,7 @@ mod tests {
             assert_eq!(request.claim(ROOM), ByteSize::mib(5), "{nth}: a large need");
         }
         assert_eq!(request.claim(ByteSize::MAX), ByteSize::mib(5));
-        assert_eq!(request.claim(ByteSize::mib(8)), ByteSize::mib(4), "half of the room");
+        assert_eq!(request.claim(ByteSize::mib(6)), ByteSize::mib(4), "two thirds of the room");
         let other = of(&needs, ByteSize::mib(100), true);
         assert_eq!(other.claim(ByteSize::gib(8)), ByteSize::mib(500), "another size of the route");
     }

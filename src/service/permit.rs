@@ -212,6 +212,7 @@ impl SharedPermit {
         if !self.is_measured() {
             return work();
         }
+        let _trial = self.0.owner().is_trial.then(|| TrialWork::new(self));
         let _cover = Cover(self);
         self.0.run(work)
     }
@@ -539,6 +540,31 @@ impl Drop for WaitForCancel<'_> {
     fn drop(&mut self) {
         if let Some(id) = self.id {
             self.permit.held().waiting.retain(|(other, _)| *other != id);
+        }
+    }
+}
+
+/// Work of a large request whose need is not known; others wait until it ends, also if it panics.
+struct TrialWork<'a> {
+    permit: &'a SharedPermit,
+    before: ByteSize,
+}
+
+impl<'a> TrialWork<'a> {
+    #[cold]
+    fn new(permit: &'a SharedPermit) -> Self {
+        if let Some(slot) = &permit.held().terms.slot {
+            slot.begins_work();
+        }
+        Self { permit, before: permit.0.memory().live }
+    }
+}
+
+impl Drop for TrialWork<'_> {
+    fn drop(&mut self) {
+        let more = self.permit.0.memory().live.saturating_sub(self.before);
+        if let Some(slot) = &self.permit.held().terms.slot {
+            slot.ends_work(more >= REPORTED_MIN);
         }
     }
 }

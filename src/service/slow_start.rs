@@ -1,11 +1,12 @@
 //! Limits the concurrent requests of a route while their need is unknown.
 //!
-//! At first as many run as fit if each needs [`EXPANSION_UNKNOWN`] times its estimate, but at least
+//! At first as many run as fit if each needs [`EXPANSION`] times its estimate, but at least
 //! one. Each request that succeeds adds one, so the number doubles in each generation. It doubles
 //! with each [`STEP`] in which some ran without a break, so that a route with long requests does
-//! not wait for their end. Time counts from when the body of one has arrived: while it arrives, a
-//! request holds less than it will. If none arrives, a step takes [`ARRIVING`] times as long, so
-//! that a client that sends nothing does not hold up a route.
+//! not wait for their end. Time counts from when the body of one has arrived, or from when one grew
+//! after that: while it arrives, a request holds less than it will. It does not count while one
+//! works, since the memory of a poll is seen when that ends. If no body arrives, a step takes
+//! [`ARRIVING`] times as long, so that a client that sends nothing does not hold up a route.
 //!
 //! Pure: the layer passes the time and the room, and keeps one instance for each route under a
 //! lock.
@@ -21,9 +22,7 @@ use crate::clock::Moment;
 /// The multiple of its estimate that a request of an unknown route may need, in addition to the
 /// ledger's correction factor: JSON of small values needs up to 89 times its length, and the
 /// default estimate is twice the length.
-pub(super) const EXPANSION_UNKNOWN: u64 = 64;
-/// The multiple of its reservation if requests of another size are known. An estimate.
-pub(super) const EXPANSION: u64 = 2;
+const EXPANSION: u64 = 64;
 /// A route of which this many requests may run at first is not limited.
 const MANY: u32 = 64;
 /// The time in which the limit doubles.
@@ -41,6 +40,8 @@ const _: () = assert!(STEP.as_millis() * STEPS as u128 == LASTS.as_millis(), "bo
 #[derive(Debug)]
 pub(super) struct SlowStart {
     running: u32,
+    /// The number of polls, and of other pieces of work, that run now.
+    working: u32,
     succeeded: u32,
     /// The number of successes after which the need is known.
     successes: u32,
@@ -57,13 +58,13 @@ pub(super) struct TooManyRunning(pub(super) u32);
 impl SlowStart {
     /// Creates one that ends after so many successes.
     pub(super) const fn new(successes: u32) -> Self {
-        Self { running: 0, succeeded: 0, successes, since: None, arrived: None }
+        Self { running: 0, working: 0, succeeded: 0, successes, since: None, arrived: None }
     }
 
-    /// Returns the number of requests of this cost that may run at first in this room; `None` if
-    /// that is many.
-    pub(super) fn first(cost: ByteSize, expansion: u64, room: ByteSize) -> Option<u32> {
-        let each = cost.get().saturating_mul(expansion);
+    /// Returns the number of requests with this estimate that may run at first in this room; `None`
+    /// if that is many.
+    pub(super) fn first(estimate: ByteSize, room: ByteSize) -> Option<u32> {
+        let each = estimate.get().saturating_mul(EXPANSION);
         let fit = room.get().checked_div(each)?;
         let first = u32::try_from(fit).unwrap_or(MANY).max(1);
         (first < MANY).then_some(first)
@@ -80,6 +81,7 @@ impl SlowStart {
         let since = *self.since.get_or_insert(now);
         let steps = self.arrived.map_or(0, |at| steps(now, at, STEP));
         let steps = steps.max(self::steps(now, since, STEP * ARRIVING));
+        let steps = if self.working > 0 { 0 } else { steps };
         let limit = first.saturating_mul((1 + self.succeeded).max(1 << steps));
         if !self.is_over() && steps < STEPS && self.running >= limit {
             return Err(TooManyRunning(self.running));
@@ -91,6 +93,19 @@ impl SlowStart {
     /// Records that the body of one has arrived.
     pub(super) fn arrive(&mut self, now: Moment) {
         self.arrived.get_or_insert(now);
+    }
+
+    /// Begins work of one.
+    pub(super) fn begin_work(&mut self) {
+        self.working += 1;
+    }
+
+    /// Ends work of one, which `grew` by it.
+    pub(super) fn end_work(&mut self, grew: bool, now: Moment) {
+        self.working = self.working.saturating_sub(1);
+        if grew && let Some(arrived) = &mut self.arrived {
+            *arrived = now;
+        }
     }
 
     /// Ends a request that entered.
@@ -138,17 +153,14 @@ mod tests {
     }
 
     #[test]
-    fn as_many_run_at_first_as_fit_with_twice_what_they_book() {
+    fn as_many_run_at_first_as_fit_if_each_needs_64_times_its_estimate() {
         let first =
-            |cost, room| SlowStart::first(ByteSize::mib(cost), EXPANSION, ByteSize::mib(room));
-        assert_eq!([first(10, 19), first(10, 39), first(10, 40)], [Some(1), Some(1), Some(2)]);
-        assert_eq!([first(10, 0), first(1, 127), first(1, 128)], [Some(1), Some(63), None]);
-        assert_eq!(
-            SlowStart::first(ByteSize::ZERO, EXPANSION_UNKNOWN, ByteSize::ZERO),
-            None,
-            "no bytes always fit"
-        );
-        assert_eq!(SlowStart::first(ByteSize::MAX, EXPANSION_UNKNOWN, ByteSize::MAX), Some(1));
+            |mib: u64, room: u64| SlowStart::first(ByteSize::mib(mib), ByteSize::mib(64 * room));
+        assert_eq!([first(10, 9), first(10, 19), first(10, 20)], [Some(1), Some(1), Some(2)]);
+        assert_eq!([first(10, 0), first(1, 63), first(1, 64)], [Some(1), Some(63), None]);
+        let first = SlowStart::first(ByteSize::ZERO, ByteSize::ZERO);
+        assert_eq!(first, None, "no bytes always fit");
+        assert_eq!(SlowStart::first(ByteSize::MAX, ByteSize::MAX), Some(1));
     }
 
     #[test]
@@ -161,6 +173,23 @@ mod tests {
             assert_eq!(running, 1 << step);
         }
         assert_eq!(fill(&mut route, Moment::ORIGIN + LASTS), 1000);
+    }
+
+    /// The bug: a parser that worked on one body for longer than a step let a second one in, and
+    /// both together needed more than the limit.
+    #[test]
+    fn time_does_not_count_while_one_works_or_grows() {
+        let mut route = SlowStart::new(8);
+        assert_eq!(fill(&mut route, Moment::ORIGIN), 1);
+        route.arrive(Moment::ORIGIN);
+        route.begin_work();
+        let second = Moment::ORIGIN + LASTS;
+        assert_eq!(fill(&mut route, second), 0, "it works");
+        route.end_work(true, second);
+        assert_eq!(fill(&mut route, second), 0, "it has grown");
+        route.begin_work();
+        route.end_work(false, second + STEP);
+        assert_eq!(fill(&mut route, second + STEP), 1);
     }
 
     /// Requests whose bodies took seconds to arrive were all admitted after one second, when they

@@ -29,16 +29,15 @@ impl Trials {
         Self(Arc::new(Mutex::new(SlowStart::new(successes))))
     }
 
-    /// Admits a request of this cost, which may need `expansion` times as much, if the need of the
-    /// route is known or few requests run. Reads the time only if needed.
+    /// Admits a request with this estimate if the need of the route is known or few requests run.
+    /// Reads the time only if needed.
     pub(super) fn enter(
         &self,
-        cost: ByteSize,
-        expansion: u64,
+        estimate: ByteSize,
         room: ByteSize,
         clock: &Arc<dyn Clock>,
     ) -> Result<Option<Trial>, TooManyRunning> {
-        let Some(first) = SlowStart::first(cost, expansion, room) else { return Ok(None) };
+        let Some(first) = SlowStart::first(estimate, room) else { return Ok(None) };
         let mut slow_start = lock(&self.0);
         if slow_start.is_over() {
             return Ok(None);
@@ -52,6 +51,16 @@ impl Trial {
     /// Records that its body has arrived.
     pub(super) fn arrived(&self) {
         lock(&self.trials.0).arrive(self.clock.now());
+    }
+
+    /// Records that it begins a piece of work.
+    pub(super) fn begins_work(&self) {
+        lock(&self.trials.0).begin_work();
+    }
+
+    /// Records that it ends a piece of work.
+    pub(super) fn ends_work(&self, grew: bool) {
+        lock(&self.trials.0).end_work(grew, self.clock.now());
     }
 }
 

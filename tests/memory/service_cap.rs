@@ -203,6 +203,37 @@ fn a_rare_large_request_is_served_while_there_is_room() {
     assert_eq!(bed.cancelled(), 0);
 }
 
+/// A route in which one request in ten needs 40 times more reserves little for each, so a large one
+/// is many times its claim.
+#[test]
+fn a_large_request_of_a_route_in_which_needs_vary_is_no_runaway() {
+    let bed = Bed::new();
+    let layer = bed.layer();
+    let of = |mib| {
+        call(layer.clone(), "/mixed", move |_| async move {
+            wait_once().await;
+            let held = block(mib);
+            wait_once().await;
+            drop(black_box(held));
+            ok()
+        })
+    };
+    for nth in 0..100 {
+        let mut one = of(if nth % 10 == 0 { 40 } else { 1 });
+        assert!(poll(&mut one).is_pending());
+        assert!(poll(&mut one).is_pending());
+        assert_eq!(poll(&mut one), Poll::Ready(StatusCode::OK));
+    }
+    let before = bed.reserved();
+    let mut large = of(100);
+    assert!(poll(&mut large).is_pending());
+    let claim = bed.reserved().saturating_sub(before);
+    assert!(claim < ByteSize::mib(16), "{claim}");
+    let _full = bed.fill();
+    assert!(poll(&mut large).is_pending());
+    assert_eq!(bed.cancelled(), 0);
+}
+
 #[test]
 fn exempt_requests_and_those_without_a_cap_go_on() {
     let bed = Bed::new();

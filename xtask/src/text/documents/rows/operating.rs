@@ -141,13 +141,10 @@ fn routes(code: &Code<'_>) -> Rows {
         ),
         ("rejections {} at once, then one a second", values![at_once(code, "LOGGED")]),
         (
-            "it doubles every {} while requests of the route run,",
+            "it doubles every {} while requests of the route wait and do not grow,",
             values![time(code.constant("slow_start::STEP").time())],
         ),
-        (
-            "would fit if each needed {} times its estimate",
-            values![of("slow_start::EXPANSION_UNKNOWN")],
-        ),
+        ("would fit if each needed {} times its estimate", values![of("slow_start::EXPANSION")]),
         ("that takes {} times as long", values![of("slow_start::ARRIVING")]),
         ("are of about the last {} requests", values![of("need::WINDOW")]),
         (
