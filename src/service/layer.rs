@@ -32,7 +32,6 @@ use tower_layer::Layer;
 use tower_service::Service;
 
 use crate::Memory;
-use crate::bytes::ByteSize;
 use crate::clock::{Clock, Moment, SystemClock};
 use crate::memory::add_request_event;
 use lowtide_admission::{Admission, Budget, Cost, GRACE, Priority, Rejected};
@@ -317,13 +316,8 @@ impl<E: Estimate> MemoryLayer<E> {
         let permit = settings.admission.try_admit_with(cost, priority)?;
         // A trusted estimate may cover memory that is not measured, and stays.
         let reports = is_measured && settings.starts_slowly;
-        let has_cap = is_measured && priority != Priority::Exempt;
-        let cap = has_cap.then(|| {
-            let claim = cost.host.max(ByteSize::new(1));
-            let expected = lesson.as_ref().map_or(claim, |lesson| lesson.expected(claim));
-            settings.request_cap * expected.as_f64() / claim.as_f64()
-        });
-        let cap = cap.filter(|cap| cap.is_finite());
+        let cap = Some(settings.request_cap);
+        let cap = cap.filter(|cap| is_measured && priority != Priority::Exempt && cap.is_finite());
         let (method, route) = (method.clone(), RouteLabel::new(route));
         // gRPC needs HTTP/2.
         let is_http2 = head.version == Version::HTTP_2;

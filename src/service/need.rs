@@ -14,10 +14,10 @@
 //! Invariant: `claim <= most`; a mean is that of about the last [`WINDOW`] requests.
 
 use std::collections::BTreeMap;
-use std::collections::hash_map::RandomState;
 use std::hash::BuildHasher;
 use std::sync::Arc;
 
+use foldhash::quality::RandomState;
 use http::Method;
 
 use crate::bytes::ByteSize;
@@ -133,7 +133,7 @@ impl Average {
         let weight = 1.0 / f64::from(self.lessons);
         let above = value - self.mean;
         self.mean += weight * above;
-        self.variance = (1.0 - weight) * (weight * above).mul_add(above, self.variance);
+        self.variance = (1.0 - weight) * (self.variance + weight * above * above);
     }
 }
 
@@ -162,7 +162,7 @@ impl Ratio {
     fn claim(self, estimate: ByteSize, room: ByteSize) -> ByteSize {
         let mean = estimate.as_f64() * self.mean;
         let fit = (room.as_f64() / mean.max(1.0)).max(1.0);
-        estimate.scaled(DEVIATIONS.mul_add(self.deviation / fit.sqrt(), self.mean))
+        estimate.scaled(self.mean + DEVIATIONS * self.deviation / fit.sqrt())
     }
 }
 

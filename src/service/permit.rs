@@ -77,7 +77,8 @@ struct Admitted {
     /// `true` if others wait until its body has arrived.
     is_trial: bool,
     origin: Origin,
-    /// The multiple of its claim above which it may be cancelled; `None` if nothing cancels it.
+    /// The multiple of what it was expected to hold above which it may be cancelled; `None` if
+    /// nothing cancels it.
     cap: Option<f64>,
     /// The bytes that it reserved when it was admitted, or later by growing.
     claim: AtomicU64,
@@ -109,7 +110,8 @@ pub(super) struct Origin {
 /// The layer's data of an admitted request.
 #[derive(Debug)]
 pub(super) struct Terms {
-    /// The multiple of its claim above which it may be cancelled; `None` if nothing cancels it.
+    /// The multiple of what it was expected to hold above which it may be cancelled; `None` if
+    /// nothing cancels it.
     pub(super) cap: Option<f64>,
     /// The recipient of the measured memory.
     pub(super) lesson: Option<Lesson>,
@@ -297,11 +299,17 @@ impl SharedPermit {
             unmeasured(register);
         }
         if let Some(cap) = admitted.cap.filter(|_| is_short) {
-            let most = admitted.claim().scaled(cap).max(CAP_MIN);
+            let most = self.expected().scaled(cap).max(CAP_MIN);
             if live > most {
                 self.cancel(most);
             }
         }
+    }
+
+    /// Returns the most that the request was expected to hold.
+    fn expected(&self) -> ByteSize {
+        let (held, claim) = (self.held(), self.0.owner().claim());
+        held.terms.lesson.as_ref().map_or(claim, |lesson| lesson.expected(claim))
     }
 
     /// Records that the body of the request has arrived.
