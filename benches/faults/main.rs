@@ -12,12 +12,14 @@ mod capture;
 #[path = "../../examples/tide/cgroup.rs"]
 #[allow(dead_code, reason = "the tide enters its cgroup itself")]
 mod cgroup;
+mod child;
 mod dropped;
 mod health;
 mod log;
 #[cfg(target_os = "linux")]
 mod pinned;
 mod readme;
+mod runaway;
 #[path = "../../tests/support/mod.rs"]
 mod support;
 mod swap;
@@ -40,6 +42,7 @@ const PARTS: &[(&str, Part)] = &[
     #[cfg(target_os = "linux")]
     ("pinned", pinned::run),
     ("readme", readme::run),
+    ("runaway", runaway::run),
     ("swap", swap::run),
 ];
 

@@ -5,10 +5,8 @@
 //! handler keeps the parsed value across a wait, as one does that asks another service. A process
 //! that survives by refusing everything shows in the numbers of requests that were served.
 
-use std::io::{BufRead, BufReader};
 use std::net::SocketAddr;
 use std::path::PathBuf;
-use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -25,10 +23,9 @@ use lowtide::{BoxError, ByteSize, Memory};
 use serde_json::{Value, json};
 use tokio::time::{Instant, sleep, timeout_at};
 
-use crate::cgroup::Group;
+use crate::child::Service;
 use crate::is_sample;
 
-const LIMIT: ByteSize = ByteSize::mib(256);
 const RUNS: u32 = 20;
 /// The numbers with `--ci`: of ordinary bodies, and of each kind that is made large on purpose.
 const SAMPLE_RUNS: (u32, u32) = (5, 1);
@@ -44,16 +41,14 @@ const OBJECTS: usize = 1 << 20;
 const PAUSE: Duration = Duration::from_millis(50);
 /// The time for which the handler waits with the value in its hands.
 const WORK: Duration = Duration::from_millis(50);
-/// The name of this part. The process that serves has the entrance of its cgroup as its second
-/// argument.
+/// The name of this part.
 const PART: &str = "readme";
 
 pub(crate) fn run() -> Result<(), BoxError> {
-    let mut after = std::env::args().skip_while(|argument| argument != PART).skip(1);
-    if let Some(entrance) = after.next().filter(|argument| !argument.starts_with('-')) {
-        return serve(entrance.into());
+    if let Some(entrance) = Service::entrance(PART) {
+        return serve(entrance);
     }
-    if let Err(reason) = Group::make(&name(0), Some(LIMIT.get())) {
+    if let Some(reason) = Service::missing() {
         println!("skipped: {reason}");
         return Ok(());
     }
@@ -81,10 +76,6 @@ pub(crate) fn run() -> Result<(), BoxError> {
         [0, 0, 0] => Ok(()),
         kills => Err(format!("killed, of each kind of body: {kills:?} runs").into()),
     }
-}
-
-fn name(run: u32) -> String {
-    format!("lowtide-readme-{}-{run}", std::process::id())
 }
 
 /// Objects as services exchange them, of about these many bytes.
@@ -125,17 +116,10 @@ fn median(mut of: Vec<u64>) -> u64 {
 /// Runs the service so many times, under clients of this big body and of small ones.
 fn stage(runtime: &tokio::runtime::Runtime, runs: u32, big: &Bytes) -> Result<Outcome, BoxError> {
     let mut outcome = Outcome::default();
-    for run in 1..=runs {
-        let group = Group::make(&name(run), Some(LIMIT.get()))?;
-        let (mut child, address) = start(&group)?;
-        let served = runtime.block_on(load(address, big.clone()));
-        let ended = child.try_wait()?;
-        let killed = ended.is_some();
-        outcome.kills += u32::from(killed);
-        if !killed {
-            child.kill()?;
-            child.wait()?;
-        }
+    for _ in 0..runs {
+        let service = Service::start(PART)?;
+        let served = runtime.block_on(load(service.address, big.clone()));
+        outcome.kills += u32::from(service.end()?);
         for (all, one) in [&mut outcome.big, &mut outcome.small, &mut outcome.small_refused]
             .into_iter()
             .zip(served)
@@ -144,18 +128,6 @@ fn stage(runtime: &tokio::runtime::Runtime, runs: u32, big: &Bytes) -> Result<Ou
         }
     }
     Ok(outcome)
-}
-
-fn start(group: &Group) -> Result<(Child, SocketAddr), BoxError> {
-    let mut child = Command::new(std::env::current_exe()?)
-        .arg(PART)
-        .arg(group.entrance())
-        .stdout(Stdio::piped())
-        .spawn()?;
-    let output = child.stdout.take().ok_or("no output")?;
-    let mut line = String::new();
-    BufReader::new(output).read_line(&mut line)?;
-    Ok((child, line.trim().parse()?))
 }
 
 /// Requests served to big clients and to small ones, and small ones refused.
