@@ -35,6 +35,9 @@ struct Cli {
     /// Only this seed, with what it learned each half second.
     #[arg(long)]
     seed: Option<u64>,
+    /// Requests are not measured: the correction factor alone corrects their estimates.
+    #[arg(long)]
+    unmeasured: bool,
     /// The number of days of traffic.
     #[arg(long, default_value_t = 30)]
     days: u32,
@@ -54,7 +57,7 @@ fn main() -> ExitCode {
     }
     let cli = Cli::parse();
     if let Some(seed) = cli.seed {
-        return one(seed);
+        return one(Scenario { measured: !cli.unmeasured, ..Scenario::of(seed) });
     }
     let mut failed = scenarios(&cli);
     if cli.compare > 0 {
@@ -72,8 +75,7 @@ fn figure(name: &str, value: f64, unit: &str) {
 }
 
 /// One seed, in full.
-fn one(seed: u64) -> ExitCode {
-    let scenario = Scenario::of(seed);
+fn one(scenario: Scenario) -> ExitCode {
     let seen = claims::run(&scenario, lowtide_admission::Settings::default(), None);
     for look in seen.looks.iter().step_by(10) {
         println!(
@@ -95,7 +97,7 @@ fn scenarios(cli: &Cli) -> usize {
     let mut all: Vec<(Scenario, Seen)> = Vec::new();
     let mut slowest = 0.0_f64;
     for seed in cli.from..cli.from + cli.seeds {
-        let scenario = Scenario::of(seed);
+        let scenario = Scenario { measured: !cli.unmeasured, ..Scenario::of(seed) };
         match claims::judge(&scenario) {
             Ok(mut seen) => {
                 if scenario.kind == Kind::Change {

@@ -237,6 +237,7 @@ async fn import(pieces: usize, seen: &Seen) {
 }
 
 /// Records whether the level is critical from when the import runs.
+#[expect(clippy::disallowed_methods, reason = "it looks at the level at real intervals")]
 fn watch(memory: &Memory, seen: &Arc<Seen>) -> std::io::Result<()> {
     let (admission, seen) = (memory.admission().clone(), Arc::clone(seen));
     // Ends with the process.

@@ -18,11 +18,13 @@
 
 use std::fmt;
 use std::future::Future;
+use std::hash::BuildHasher;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 
 use bytes::Bytes;
+use foldhash::quality::RandomState;
 use http::header::CONTENT_TYPE;
 use http::request::Parts;
 use http::{HeaderName, HeaderValue, Request, Response, Version};
@@ -34,6 +36,7 @@ use tower_service::Service;
 use crate::Memory;
 use crate::clock::{Clock, Moment, SystemClock};
 use crate::memory::add_request_event;
+use lowtide_admission::learning::{Kind, LASTS, Needs, TooManyRunning};
 use lowtide_admission::{Admission, Budget, Cost, GRACE, Priority, Rejected};
 use lowtide_heap::is_measured;
 
@@ -41,11 +44,9 @@ use super::body::{RequestBody, ResponseBody};
 use super::drain::Drain;
 use super::estimate::{ContentLength, Estimate, Estimated, UNDECLARED};
 use super::exempt::ExemptPaths;
-use super::need::{Kind, Needs};
 use super::permit::{Origin, RouteLabel, SharedPermit, Terms};
 use super::rejection::{Reject, negotiated};
 use super::scoped::Scoped;
-use super::slow_start::{LASTS, TooManyRunning};
 
 /// Returns `true` for exempt requests.
 type Exempt = Arc<dyn Fn(&Parts) -> bool + Send + Sync>;
@@ -69,6 +70,8 @@ struct LayerSettings {
     exempt_paths: ExemptPaths,
     reject: Arc<dyn Reject>,
     needs: Arc<Needs>,
+    /// Clients choose the paths, and so the keys of `needs`.
+    hasher: RandomState,
     starts_slowly: bool,
     request_cap: f64,
     clock: Arc<dyn Clock>,
@@ -106,6 +109,7 @@ impl<E: Estimate> MemoryLayer<E> {
             exempt_paths: ExemptPaths::of_health(),
             reject: Arc::new(negotiated),
             needs: Arc::default(),
+            hasher: RandomState::default(),
             starts_slowly: true,
             request_cap: REQUEST_CAP,
             clock: Arc::new(SystemClock::new()),
@@ -295,7 +299,7 @@ impl<E: Estimate> MemoryLayer<E> {
                 if !is_declared && !is_minimum {
                     cost.host = cost.host.max(UNDECLARED);
                 }
-                let kind = Kind { method, route, is_declared };
+                let kind = Kind { route: settings.hasher.hash_one((method, route)), is_declared };
                 lesson = Some(settings.needs.of(kind, cost.host, is_minimum).into());
             }
         }

@@ -10,7 +10,6 @@
 //! Invariant: `estimate >= 95 % of the histogram's requests`, and at most a sixteenth more than the
 //! largest of those; memory is at most [`ROUTES_MAX`] + 1 routes of about two KiB.
 
-use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::Arc;
 
@@ -20,20 +19,17 @@ use crate::bytes::ByteSize;
 use crate::clock::Clock;
 use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use crate::sync::{Mutex, lock};
+pub use lowtide_admission::learning::ROUTES_MAX;
+use lowtide_admission::learning::{Compared, Record, Routes, TooManyRunning, Trial, Trials, most};
 use lowtide_admission::{Cost, Priority};
 
 use super::estimate::{Estimate, Estimated};
-use super::need::{Compared, most};
-use super::slow_start::TooManyRunning;
-use super::trial::{Trial, Trials};
 
-/// The maximum number of routes that are recorded separately; later ones share one estimate.
-pub const ROUTES_MAX: usize = 256;
 /// The number of requests after which earlier ones count half. An estimate: few enough to follow a
 /// change, and enough for a percentile.
 const WINDOW: u32 = 128;
 /// The number of requests until which the initial guess is also a lower bound of the estimate.
-const LESSONS_MIN: u32 = super::need::LESSONS_MIN;
+const LESSONS_MIN: u32 = lowtide_admission::learning::LESSONS_MIN;
 /// The percentage of requests for which the estimate suffices.
 const PERCENTILE: u32 = 95;
 /// The number of buckets for each power of two.
@@ -78,43 +74,6 @@ pub struct Learned<K, F> {
     priority: Priority,
     guess: ByteSize,
     routes: Mutex<Routes<K, Route>>,
-}
-
-/// What is recorded of the requests of a route.
-pub(super) trait Record {
-    /// Returns `true` if there is anything.
-    fn has_learned(&self) -> bool;
-}
-
-/// At most [`ROUTES_MAX`] routes, and one for all others.
-pub(super) struct Routes<K, R> {
-    known: BTreeMap<K, Arc<R>>,
-    rest: Arc<R>,
-}
-
-impl<K: Ord, R: Record> Routes<K, R> {
-    /// Creates an empty set, with the record of the routes that exceed its bound.
-    pub(super) fn new(rest: R) -> Self {
-        Self { known: BTreeMap::new(), rest: Arc::new(rest) }
-    }
-
-    /// Returns the record of a key.
-    pub(super) fn of(&mut self, key: K, create: impl FnOnce() -> R) -> Arc<R> {
-        if let Some(route) = self.known.get(&key) {
-            return Arc::clone(route);
-        }
-        if self.known.len() >= ROUTES_MAX {
-            // Clients choose paths: routes without a measurement and without a running request are
-            // removed.
-            self.known.retain(|_, route| Arc::strong_count(route) > 1 || route.has_learned());
-        }
-        if self.known.len() >= ROUTES_MAX {
-            return Arc::clone(&self.rest);
-        }
-        let route = Arc::new(create());
-        self.known.insert(key, Arc::clone(&route));
-        route
-    }
 }
 
 /// The recipient of a request's measured memory: the record of its route.
@@ -239,8 +198,7 @@ where
 
 impl<K, F> fmt::Debug for Learned<K, F> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let routes = lock(&self.routes).known.len();
-        f.debug_struct("Learned").field("routes", &routes).finish_non_exhaustive()
+        f.debug_struct("Learned").field("routes", &lock(&self.routes)).finish_non_exhaustive()
     }
 }
 

@@ -20,14 +20,11 @@ mod estimate;
 mod exempt;
 mod layer;
 mod learned;
-mod need;
 mod page;
 mod parts;
 mod permit;
 mod rejection;
 mod scoped;
-mod slow_start;
-mod trial;
 
 pub use admin::{Admin, AdminToken, Peer, TokenError};
 pub use body::{RequestBody, ResponseBody};

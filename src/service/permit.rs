@@ -29,13 +29,13 @@ use crate::bytes::ByteSize;
 use crate::clock::Moment;
 use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use crate::sync::{Mutex, MutexGuard, lock};
+use lowtide_admission::learning::Trial;
 use lowtide_admission::{LARGE_MIN, LargeRequest, Permit, Rejected, RequestMemory};
 use lowtide_heap::{Account, AccountMemory, AccountOwner, unmeasured};
 
 use super::exempt::ExemptShare;
 use super::learned::Lesson;
 use super::scoped::Scoped;
-use super::trial::Trial;
 
 /// The permit of a request, found in the request's extensions, or with [`SharedPermit::current`].
 /// Shows the memory that the request holds, attributes work on other threads to it, and reserves

@@ -53,6 +53,7 @@ pub(crate) fn steady(seed: u64, mix: Mix, factor: f64, times: f64) -> Scenario {
         arrives: 0.1,
         lingers: Duration::from_millis(2),
         grows: false,
+        measured: false,
         sampler: Sampler { late: Late::Sometimes(0.002), stale: false, blind: None },
         worker_late: Duration::from_millis(2),
         neighbour: None,

@@ -32,7 +32,8 @@ impl fmt::Display for Failure {
             writeln!(f, "  {fault}")?;
         }
         writeln!(f, "  {:?}", self.scenario)?;
-        write!(f, "  again: cargo bench --bench controller -- --seed {seed}")
+        let mode = if self.scenario.measured { "" } else { " --unmeasured" };
+        write!(f, "  again: cargo bench --bench controller -- --seed {seed}{mode}")
     }
 }
 

@@ -45,6 +45,7 @@ pub(crate) fn month(seed: u64, days: u32, day: f64) -> Scenario {
         load: Load::Days { high: 4.0, day },
         lasts: day * f64::from(days),
         resource: Some(0.2),
+        measured: true,
         ..steady
     }
 }

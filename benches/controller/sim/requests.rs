@@ -5,11 +5,14 @@
 //!
 //! Invariant: a request's memory is freed once, at its end or where it is given up.
 
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
+use lowtide_admission::ByteSize;
 use lowtide_admission::clock::Moment;
-use lowtide_admission::{Budget, Cost, Permit, Use};
+use lowtide_admission::learning::{Compared, Kind, LASTS, TooManyRunning, Trial};
+use lowtide_admission::{Budget, Cost, Permit, Rejected, Use};
 use lowtide_core::sync::lock;
 
 use super::events::Event;
@@ -34,7 +37,36 @@ pub(super) struct Request {
     parts_left: u32,
     part_every: Duration,
     permit: Option<Permit>,
+    /// `None` if it is not measured.
+    terms: Option<Terms>,
     guard: Option<Use<Weight>>,
+}
+
+/// What is kept for a measured request, as the tower layer does.
+struct Terms {
+    need: Compared,
+    slot: Option<Trial>,
+}
+
+impl Terms {
+    /// A poll has ended in which it grew.
+    fn grows(&self, has_arrived: bool) {
+        if let Some(slot) = &self.slot {
+            slot.begins_work();
+            slot.ends_work(true);
+            if has_arrived {
+                slot.arrived();
+            }
+        }
+    }
+
+    /// It was served.
+    fn ends(mut self, held: f64) {
+        self.need.learn(bytes(held));
+        if let Some(slot) = &mut self.slot {
+            slot.succeeded = true;
+        }
+    }
 }
 
 /// Those that are under way, each in a seat.
@@ -114,10 +146,10 @@ impl World {
             state.seen.offers(class, said, second, roomy);
             (class, said, truth, wants)
         };
-        let permit = self.door.try_admit(Cost::host(bytes(said)));
+        let admitted = self.admit(bytes(said));
         let state = &mut *lock(&self.state);
-        let permit = match permit {
-            Ok(permit) => permit,
+        let (permit, terms) = match admitted {
+            Ok(admitted) => admitted,
             Err(rejected) => {
                 state.seen.sheds(class, said, second, rejected.reason());
                 return;
@@ -134,6 +166,7 @@ impl World {
             parts_left: parts,
             part_every: lasts.mul_f64(self.scenario.arrives / f64::from(parts)),
             permit: Some(permit),
+            terms,
             guard: None,
         };
         let (seat, serial) = state.requests.sit(request);
@@ -142,6 +175,29 @@ impl World {
         if wants {
             state.events.post(now, Event::Ask { seat, serial });
         }
+    }
+
+    /// Admits a request with this estimate, measured or not.
+    fn admit(&self, estimate: ByteSize) -> Result<(Permit, Option<Terms>), Rejected> {
+        if !self.scenario.measured {
+            return Ok((self.door.try_admit(Cost::host(estimate))?, None));
+        }
+        let need = self.needs.of(Kind { route: 1, is_declared: true }, estimate, false);
+        let ledger = self.door.ledger(Budget::Host);
+        let room = ledger.request_room();
+        let slot = match estimate <= ledger.ceiling() {
+            true => need.enter(room, &(Arc::clone(&self.clock) as _)).map_err(|running| {
+                let TooManyRunning(running) = running;
+                self.door.reject(Rejected::SlowStart { running, retry_after: LASTS })
+            })?,
+            false => None,
+        };
+        let mut permit = self.door.try_admit(Cost::host(need.claim(room)))?;
+        permit.report(ByteSize::ZERO);
+        if slot.is_some() {
+            permit.mark_unlearned();
+        }
+        Ok((permit, Some(Terms { need, slot })))
     }
 
     /// A part of the body arrives.
@@ -160,6 +216,11 @@ impl World {
             return;
         }
         request.held += part;
+        if let Some(terms) = &request.terms {
+            permit.raise(bytes(request.held));
+            permit.report(bytes(request.held));
+            terms.grows(request.parts_left == 0);
+        }
         request.parts_left -= 1;
         if request.parts_left > 0 {
             state.events.post(now + request.part_every, Event::Part { seat, serial });
@@ -208,6 +269,9 @@ impl World {
         let (now, second) = (state.now, state.now.since_origin().as_secs_f64());
         let Some(request) = state.requests.of(seat, serial) else { return };
         request.permit = None;
+        if let Some(terms) = request.terms.take() {
+            terms.ends(request.held);
+        }
         request.guard = None;
         if second <= self.scenario.lasts {
             let (class, said) = (request.class, request.said);

@@ -114,6 +114,8 @@ pub(crate) struct Scenario {
     pub(crate) lingers: Duration,
     /// A body that turns out larger than it said books more, and is given up where that fails.
     pub(crate) grows: bool,
+    /// Requests are measured, and learned from, as behind the tower layer.
+    pub(crate) measured: bool,
     pub(crate) sampler: Sampler,
     /// The longest delay of the worker's start.
     pub(crate) worker_late: Duration,
@@ -160,6 +162,7 @@ impl Scenario {
             arrives: chance.between(0.02, 0.5),
             lingers: chance.pick(&[Duration::ZERO, Duration::from_millis(5)]),
             grows: chance.happens(0.25),
+            measured: true,
             sampler,
             worker_late: chance.pick(&[Duration::ZERO, Duration::from_millis(20)]),
             neighbour: None,

@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use lowtide_admission::ByteSize;
 use lowtide_admission::clock::Moment;
+use lowtide_admission::learning::LESSONS_MIN;
 use lowtide_admission::{Level, RejectReason, Trigger};
 
 use super::plant::{MIB, Plant};
@@ -26,8 +27,8 @@ impl Counts {
     }
 }
 
-/// Of the time after the first seconds, in which estimates count twice because nothing has been
-/// measured.
+/// Of the time after the first seconds, and of each class that is known: until then estimates count
+/// twice, or few requests run, because nothing has been measured.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Learned {
     offered: Counts,
@@ -73,6 +74,8 @@ pub(crate) struct Look {
 /// All of it.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Seen {
+    /// `true` if requests are measured.
+    is_measured: bool,
     pub(crate) offered: [Counts; 3],
     pub(crate) served: [Counts; 3],
     pub(crate) rejected: [Counts; 3],
@@ -115,9 +118,13 @@ const LEARNED: f64 = 6.0;
 const ROOMY: f64 = 0.25;
 
 impl Seen {
+    pub(super) fn new(is_measured: bool) -> Self {
+        Self { is_measured, ..Self::default() }
+    }
+
     pub(super) fn offers(&mut self, class: usize, mib: f64, second: f64, roomy: bool) {
         self.offered[class].add(mib);
-        if second >= LEARNED {
+        if self.knows(class, second) {
             self.learned.offered.add(mib);
         }
         if !roomy {
@@ -130,15 +137,23 @@ impl Seen {
     pub(super) fn sheds(&mut self, class: usize, mib: f64, second: f64, reason: RejectReason) {
         self.rejected[class].add(mib);
         self.reasons[reason as usize] += 1;
-        if second >= LEARNED {
+        if self.knows(class, second) {
             self.learned.rejected.add(mib);
             self.learned.small += u64::from(class == 0);
         }
         self.last_shed = Some(second);
-        if self.roomy_since.is_some_and(|since| second - since > ROOMY) {
+        let may_know = !self.is_measured || self.knows(class, second);
+        if may_know && self.roomy_since.is_some_and(|since| second - since > ROOMY) {
             self.last_wasted = Some(second);
             self.wasted += 1;
         }
+    }
+
+    /// Returns `true` if the first seconds are over, and the need of a class is known if it is
+    /// measured.
+    fn knows(&self, class: usize, second: f64) -> bool {
+        let is_known = self.served[class].requests >= u64::from(LESSONS_MIN);
+        second >= LEARNED && (is_known || !self.is_measured)
     }
 
     pub(super) fn serves(&mut self, class: usize, mib: f64) {

@@ -14,6 +14,7 @@ use std::time::Duration;
 
 use lowtide_admission::ByteSize;
 use lowtide_admission::clock::{ManualClock, Moment};
+use lowtide_admission::learning::Needs;
 use lowtide_admission::{
     Admission, Budget, Cost, Ladder, Level, Maintenance, MaintenanceActions, Managed, Recovered,
     Resources, Sample, Sensor, Settings, Trigger, Worker,
@@ -65,6 +66,7 @@ pub(crate) struct World {
     /// compared.
     pub(super) door: Admission,
     pub(super) resources: Resources,
+    pub(super) needs: Needs,
     pub(super) state: Mutex<State>,
     maintenance: Mutex<Maintenance>,
     worker: Mutex<Worker>,
@@ -76,6 +78,9 @@ impl World {
     /// A world in which nothing has happened. With a budget, that many MiB of estimates are
     /// admitted, whatever the controller says.
     pub(crate) fn new(scenario: Scenario, settings: Settings, budget: Option<f64>) -> Arc<Self> {
+        // A fixed budget takes estimates as they are.
+        let measured = scenario.measured && budget.is_none();
+        let scenario = Scenario { measured, ..scenario };
         let (admission, resources) = (Admission::new(), Resources::new());
         let door =
             budget.map_or_else(|| admission.clone(), |mib| Admission::with_limit(bytes(mib)));
@@ -94,6 +99,7 @@ impl World {
             Self {
                 state: Mutex::new(State::new(&scenario)),
                 scenario,
+                needs: Needs::default(),
                 clock,
                 admission,
                 door,
@@ -331,7 +337,7 @@ impl State {
             events,
             plant: Plant::new(scenario.build),
             requests: Requests::default(),
-            seen: Seen::default(),
+            seen: Seen::new(scenario.measured),
             before: None,
             blind_until: Moment::ORIGIN,
             limits: 0,

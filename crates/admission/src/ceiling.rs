@@ -2,9 +2,10 @@
 //!
 //! The rest of the limit is for growth that no reservation predicted, until the control loop reacts
 //! to it. Nothing is known of that growth at first, so the ceiling starts low. It rises by
-//! [`STEP`] with each generation of requests that used it and did not exceed it, up to what the
-//! measured growth allows. It falls at once: by the excess if more is required than it allows, and
-//! to its start if memory becomes critical.
+//! [`STEP`] with each generation of measured requests that used it and did not exceed it, up to
+//! what the measured growth allows. Requests that are not measured are no evidence: all of them may
+//! outgrow their reservations before the correction factor shows it. It falls at once: by the
+//! excess if more is required than it allows, and to its start if memory becomes critical.
 //!
 //! Pure: the control loop, its owner, passes a sample with each tick.
 //!
@@ -39,6 +40,8 @@ pub(super) struct CeilingSample {
     pub(super) required: ByteSize,
     /// The part of it that no reservation covers.
     pub(super) uncovered: ByteSize,
+    /// `true` if requests are measured.
+    pub(super) is_measured: bool,
     /// The reservations of requests whose need has not been measured.
     pub(super) unlearned: ByteSize,
     pub(super) level: Level,
@@ -158,7 +161,7 @@ impl Ceiling {
             return self.fall_to(ceiling.saturating_sub(excess).as_f64() / limit.as_f64());
         }
         let generation = &mut self.generation;
-        generation.is_evidence |= required >= ceiling.scaled(USED);
+        generation.is_evidence |= sample.is_measured && required >= ceiling.scaled(USED);
         generation.held = generation.held.max(turnover.held);
         generation.ended = generation.ended.saturating_add(turnover.ended);
         if generation.ended >= generation.held.max(1) {
@@ -213,6 +216,7 @@ mod tests {
             limit: LIMIT,
             required: ByteSize::mib(required),
             uncovered: ByteSize::ZERO,
+            is_measured: true,
             unlearned: ByteSize::ZERO,
             level: Level::None,
             turnover: Turnover { time: TICK, ended: 10, held: 100 },
@@ -240,6 +244,9 @@ mod tests {
         assert_eq!(after(&mut ceiling, 1000, tick(500)), 800);
         let idle = Turnover { time: TICK, ended: 0, held: 0 };
         assert_eq!(after(&mut ceiling, 1000, CeilingSample { turnover: idle, ..tick(700) }), 800);
+        let (mut ceiling, is_measured) = (Ceiling::new(0.80, 0.93), false);
+        let unmeasured = CeilingSample { is_measured, ..tick(700) };
+        assert_eq!(after(&mut ceiling, 1000, unmeasured), 800, "their growth is not known");
     }
 
     #[test]

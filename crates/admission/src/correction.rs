@@ -255,6 +255,11 @@ impl Correction {
         self.correction_factor
     }
 
+    /// Returns `true` if it was learned last from what measured requests hold.
+    pub(super) const fn is_measured(&self) -> bool {
+        self.overhead.requests > 0.0
+    }
+
     /// Returns the memory held while nothing is reserved.
     #[must_use]
     pub const fn base(&self) -> ByteSize {
@@ -337,8 +342,9 @@ impl Correction {
         }
         let rising = evident && self.peaks.is_rising(measured);
         let peak = K_MARGIN * self.peaks.largest().max(measured);
-        if !books.unheld.is_zero() {
-            // What measured requests hold is known, however much of their bodies has arrived.
+        if !books.unheld.is_zero() || self.is_measured() {
+            // What measured requests hold is known, however much of their bodies has arrived, also
+            // if that is all that they reserved.
             if evident {
                 self.overhead.add(held.as_f64(), requests.as_f64(), sample.turnover);
                 self.correction_factor = (K_MARGIN * self.overhead.ratio()).clamp(K_MIN, K_MAX);
@@ -468,6 +474,18 @@ pub(super) mod tests {
             let _ = correction.update(books(400), sample(300, 0));
         }
         assert!((correction.correction_factor() - K_MARGIN * 1.5).abs() < 1e-3);
+    }
+
+    /// The bug: while each measured request held all that it had reserved, the largest of the last
+    /// samples counted, and not their average.
+    #[test]
+    fn requests_that_hold_all_they_reserved_were_taken_to_be_unmeasured() {
+        let books = |unheld| Books { unheld: ByteSize::mib(unheld), ..requests(600) };
+        let mut correction = Correction::new();
+        let _ = correction.update(books(200), sample(400, 0));
+        let _ = correction.update(books(0), sample(1200, 0));
+        let factor = correction.correction_factor();
+        assert!(factor < K_MARGIN * 1.1, "{factor}: one sample of 2 counts little");
     }
 
     /// The bug: the factor learned in a burst stayed until the next large request.

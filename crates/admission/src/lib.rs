@@ -41,6 +41,8 @@ mod eviction;
 mod exhaustion;
 mod fairness;
 mod large;
+#[doc(hidden)]
+pub mod learning;
 pub mod ledger;
 pub mod maintenance;
 pub mod managed;

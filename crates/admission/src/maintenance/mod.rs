@@ -404,6 +404,7 @@ impl Maintenance {
             limit,
             required: sample.required(),
             uncovered: self.host.correction.uncovered,
+            is_measured: self.host.correction.is_measured(),
             unlearned: self.admission.ledger(Budget::Host).unlearned(),
             level: self.host.pressure.level(),
             turnover,

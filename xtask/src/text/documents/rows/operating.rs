@@ -175,7 +175,7 @@ fn routes(code: &Code<'_>) -> Rows {
         ("the layer drops it {} later,", values![time(code.constant("large::GRACE").time())]),
         (
             "for each of at most {} routes, the {}th percentile",
-            values![of("learned::ROUTES_MAX"), of("learned::PERCENTILE")],
+            values![of("routes::ROUTES_MAX"), of("learned::PERCENTILE")],
         ),
     ]
 }

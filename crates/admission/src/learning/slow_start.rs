@@ -8,7 +8,7 @@
 //! works, since the memory of a poll is seen when that ends. If no body arrives, a step takes
 //! [`ARRIVING`] times as long, so that a client that sends nothing does not hold up a route.
 //!
-//! Pure: the layer passes the time and the room, and keeps one instance for each route under a
+//! Pure: the caller passes the time and the room, and keeps one instance for each route under a
 //! lock.
 //!
 //! Invariants: while it is active, `running <= limit` at each entry; it ends after a given number
@@ -16,8 +16,8 @@
 
 use std::time::Duration;
 
-use crate::bytes::ByteSize;
-use crate::clock::Moment;
+use lowtide_core::bytes::ByteSize;
+use lowtide_core::clock::Moment;
 
 /// The multiple of its estimate that a request of an unknown route may need, in addition to the
 /// ledger's correction factor: JSON of small values needs up to 89 times its length, and the
@@ -30,7 +30,7 @@ const STEP: Duration = Duration::from_millis(125);
 /// The number of steps after which the limit is lifted.
 const STEPS: u32 = 8;
 /// The time after which the limit is lifted in any case, once a body has arrived.
-pub(super) const LASTS: Duration = Duration::from_secs(1);
+pub const LASTS: Duration = Duration::from_secs(1);
 /// How many times longer a step takes while no body has arrived: 64 s until the limit is lifted.
 const ARRIVING: u32 = 64;
 
@@ -53,7 +53,7 @@ pub(super) struct SlowStart {
 
 /// Too many requests run already.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct TooManyRunning(pub(super) u32);
+pub struct TooManyRunning(pub u32);
 
 impl SlowStart {
     /// Creates one that ends after so many successes.

@@ -1,10 +1,10 @@
 //! The need of a route: the bytes that its requests held for each estimated byte, and how much
 //! that varies.
 //!
-//! The layer compares, by method, route and size, since lengths vary within a route, and the memory
-//! for a byte of them varies little. Requests of a size that is not known yet start from what was
+//! Requests are compared by route and size, since lengths vary within a route, and the memory for a
+//! byte of them varies little. Requests of a size that is not known yet start from what was
 //! learned last of their route. A body of undeclared length says nothing of its size; such requests
-//! are a kind of their own, of which the layer measures more before it relies on them.
+//! are a kind of their own, of which more are measured before they count.
 //!
 //! A request reserves the mean, and a margin that lets as many as fit together hold more than they
 //! reserved only as rarely as a normal distribution is [`DEVIATIONS`] from its mean. The margin is
@@ -14,20 +14,17 @@
 //! Invariant: `claim <= most`; a mean is that of about the last [`WINDOW`] requests.
 
 use std::collections::BTreeMap;
-use std::hash::BuildHasher;
+use std::fmt;
 use std::sync::Arc;
 
-use foldhash::quality::RandomState;
-use http::Method;
+use lowtide_core::bytes::ByteSize;
+use lowtide_core::clock::Clock;
+use lowtide_core::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use lowtide_core::sync::{Mutex, lock};
 
-use crate::bytes::ByteSize;
-use crate::clock::Clock;
-use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use crate::sync::{Mutex, lock};
+use crate::size_class::SizeClass;
 
-use lowtide_admission::SizeClass;
-
-use super::learned::{ROUTES_MAX, Record, Routes};
+use super::routes::{ROUTES_MAX, Record, Routes};
 use super::slow_start::TooManyRunning;
 use super::trial::{Trial, Trials};
 
@@ -35,9 +32,9 @@ use super::trial::{Trial, Trials};
 /// a deviation.
 const WINDOW: u32 = 128;
 /// The number of requests until which the caller's estimate is also a lower bound of a reservation.
-pub(super) const LESSONS_MIN: u32 = 8;
+pub const LESSONS_MIN: u32 = 8;
 /// The same for bodies of undeclared length: enough to have seen one in twenty that is large.
-pub(super) const LESSONS_UNDECLARED: u32 = 64;
+const LESSONS_UNDECLARED: u32 = 64;
 /// The margin of a sum, in standard deviations: one in 700.
 const DEVIATIONS: f64 = 3.0;
 /// The assumed need of an estimated byte in an unknown route. An estimate.
@@ -47,21 +44,17 @@ const UNKNOWN: f64 = 2.0;
 const COMPARED_MIN: ByteSize = ByteSize::kib(16);
 
 /// Requests that are compared with each other, besides their size.
-#[derive(Clone, Copy)]
-pub(super) struct Kind<'a> {
-    pub(super) method: &'a Method,
-    pub(super) route: &'a str,
+#[derive(Clone, Copy, Debug)]
+pub struct Kind {
+    /// The hash of what names the route, of which clients may choose a part.
+    pub route: u64,
     /// `true` if the length of the body is known.
-    pub(super) is_declared: bool,
+    pub is_declared: bool,
 }
 
 /// The needs of the routes behind a layer.
 #[derive(Default)]
-pub(super) struct Needs {
-    known: Mutex<Known>,
-    /// Clients choose the paths, and so the keys.
-    hasher: RandomState,
-}
+pub struct Needs(Mutex<Known>);
 
 struct Known {
     routes: Routes<u64, Need>,
@@ -85,13 +78,19 @@ impl Known {
     }
 }
 
+impl fmt::Debug for Needs {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Needs").field("routes", &lock(&self.0).routes).finish()
+    }
+}
+
 impl Needs {
     /// Returns the need of requests of this kind with this estimate.
-    pub(super) fn of(&self, kind: Kind<'_>, estimate: ByteSize, is_minimum: bool) -> Compared {
-        let Kind { method, route, is_declared } = kind;
-        let family = self.hasher.hash_one((method, route, is_declared));
+    pub fn of(&self, kind: Kind, estimate: ByteSize, is_minimum: bool) -> Compared {
+        let Kind { route, is_declared } = kind;
+        let family = if is_declared { route } else { !route };
         let key = family.wrapping_add(SizeClass::of(estimate).bound().get());
-        let Known { routes, families } = &mut *lock(&self.known);
+        let Known { routes, families } = &mut *lock(&self.0);
         let need = routes.of(key, || {
             let lessons = if is_declared { LESSONS_MIN } else { LESSONS_UNDECLARED };
             Need::new(Known::family(families, family), lessons)
@@ -102,12 +101,12 @@ impl Needs {
 
 /// Returns the most that a request reserves because of what others held. Two such requests do not
 /// fit together, and small ones fit beside one.
-pub(super) const fn most(room: ByteSize) -> ByteSize {
+pub const fn most(room: ByteSize) -> ByteSize {
     ByteSize::new(room.get() / 3 * 2)
 }
 
 /// The record of the requests of one kind.
-pub(super) struct Need {
+struct Need {
     /// The mean and the deviation, as bits of two `f32`; 0 before the first request.
     seen: AtomicU64,
     /// The last one that was known of requests of any size of the route; 0 if none was.
@@ -167,7 +166,7 @@ impl Ratio {
 }
 
 impl Need {
-    pub(super) fn new(family: Arc<AtomicU64>, lessons_min: u32) -> Self {
+    fn new(family: Arc<AtomicU64>, lessons_min: u32) -> Self {
         Self {
             seen: AtomicU64::new(0),
             family,
@@ -199,7 +198,7 @@ impl Record for Need {
 
 /// The need of a request with an estimate, and the recipient of its measured memory.
 #[derive(Clone)]
-pub(super) struct Compared {
+pub struct Compared {
     need: Arc<Need>,
     /// The caller's estimate, and the one with which the held memory is compared.
     estimate: ByteSize,
@@ -208,14 +207,20 @@ pub(super) struct Compared {
     is_minimum: bool,
 }
 
+impl fmt::Debug for Compared {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Compared").field("estimate", &self.estimate).finish_non_exhaustive()
+    }
+}
+
 impl Compared {
     /// Records the memory that a request held at its peak.
-    pub(super) fn learn(&self, held: ByteSize) {
+    pub fn learn(&self, held: ByteSize) {
         self.need.learn(held.as_f64() / self.compared.as_f64());
     }
 
     /// Records a request that did not complete, which is no evidence of a small need.
-    pub(super) fn learn_at_least(&self, held: ByteSize) {
+    pub fn learn_at_least(&self, held: ByteSize) {
         if held > self.claim(ByteSize::MAX) {
             self.learn(held);
         }
@@ -224,7 +229,7 @@ impl Compared {
     /// Returns the reservation for the request in this room: the measured need of its route, but
     /// at most two thirds of the room. Otherwise a route with one huge request would not be
     /// admitted any more, and its need would stay.
-    pub(super) fn claim(&self, room: ByteSize) -> ByteSize {
+    pub fn claim(&self, room: ByteSize) -> ByteSize {
         let most = most(room);
         let of = |ratio: Ratio| ratio.claim(self.compared, room).min(most);
         let Need { seen, family, is_known, .. } = &*self.need;
@@ -241,13 +246,13 @@ impl Compared {
 
     /// Returns the most that one request is expected to hold: a large one of a route in which needs
     /// vary.
-    pub(super) fn expected(&self) -> ByteSize {
+    pub fn expected(&self) -> ByteSize {
         let seen = Ratio::unpack(self.need.seen.load(Ordering::Relaxed));
         seen.map_or(ByteSize::ZERO, |seen| seen.claim(self.compared, ByteSize::ZERO))
     }
 
     /// Admits the request if the need of its route is known or few requests run.
-    pub(super) fn enter(
+    pub fn enter(
         &self,
         room: ByteSize,
         clock: &Arc<dyn Clock>,
@@ -264,7 +269,7 @@ mod tests {
     const ROOM: ByteSize = ByteSize::mib(200);
 
     fn of(needs: &Needs, estimate: ByteSize, is_declared: bool) -> Compared {
-        needs.of(Kind { method: &Method::POST, route: "upload", is_declared }, estimate, false)
+        needs.of(Kind { route: 1, is_declared }, estimate, false)
     }
 
     /// One of each hundred requests needs a hundred times more.
@@ -344,7 +349,7 @@ mod tests {
 
     #[test]
     fn a_trusted_estimate_is_a_lower_bound_and_nothing_overflows() {
-        let kind = Kind { method: &Method::POST, route: "", is_declared: true };
+        let kind = Kind { route: 1, is_declared: true };
         for estimate in [ByteSize::ZERO, MIB, ByteSize::MAX] {
             let needs = Needs::default();
             let trusted = needs.of(kind, estimate, true);

@@ -5,33 +5,33 @@
 use std::fmt;
 use std::sync::Arc;
 
-use crate::bytes::ByteSize;
-use crate::clock::Clock;
-use crate::sync::{Mutex, lock};
+use lowtide_core::bytes::ByteSize;
+use lowtide_core::clock::Clock;
+use lowtide_core::sync::{Mutex, lock};
 
 use super::slow_start::{SlowStart, TooManyRunning};
 
 /// The slow start of a route.
-#[derive(Clone)]
-pub(super) struct Trials(Arc<Mutex<SlowStart>>);
+#[derive(Clone, Debug)]
+pub struct Trials(Arc<Mutex<SlowStart>>);
 
 /// A large request of a route with unknown need; dropping it ends it.
-pub(super) struct Trial {
+pub struct Trial {
     trials: Trials,
     clock: Arc<dyn Clock>,
     /// `true` if its handler succeeded.
-    pub(super) succeeded: bool,
+    pub succeeded: bool,
 }
 
 impl Trials {
     /// Creates one that ends after so many successes.
-    pub(super) fn new(successes: u32) -> Self {
+    pub fn new(successes: u32) -> Self {
         Self(Arc::new(Mutex::new(SlowStart::new(successes))))
     }
 
     /// Admits a request with this estimate if the need of the route is known or few requests run.
     /// Reads the time only if needed.
-    pub(super) fn enter(
+    pub fn enter(
         &self,
         estimate: ByteSize,
         room: ByteSize,
@@ -49,17 +49,17 @@ impl Trials {
 
 impl Trial {
     /// Records that its body has arrived.
-    pub(super) fn arrived(&self) {
+    pub fn arrived(&self) {
         lock(&self.trials.0).arrive(self.clock.now());
     }
 
     /// Records that it begins a piece of work.
-    pub(super) fn begins_work(&self) {
+    pub fn begins_work(&self) {
         lock(&self.trials.0).begin_work();
     }
 
     /// Records that it ends a piece of work.
-    pub(super) fn ends_work(&self, grew: bool) {
+    pub fn ends_work(&self, grew: bool) {
         lock(&self.trials.0).end_work(grew, self.clock.now());
     }
 }

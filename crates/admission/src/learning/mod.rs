@@ -1,0 +1,15 @@
+//! Learns what requests need from what earlier requests of their route held.
+//!
+//! The caller names a route by a number, and measures. [`Needs`] turns measured bytes into
+//! reservations, [`Trials`] limits the requests of a route until its need is known, and [`Routes`]
+//! bounds the number of records. The tower layer of `lowtide` and the simulated controller use it.
+
+mod need;
+mod routes;
+mod slow_start;
+mod trial;
+
+pub use need::{Compared, Kind, LESSONS_MIN, Needs, most};
+pub use routes::{ROUTES_MAX, Record, Routes};
+pub use slow_start::{LASTS, TooManyRunning};
+pub use trial::{Trial, Trials};
