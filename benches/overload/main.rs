@@ -113,6 +113,9 @@ struct Cli {
     /// So many runs of lowtide, drawn by the seed over loads, estimates and mixes.
     #[arg(long, value_name = "RUNS")]
     survive: Option<u32>,
+    /// Sheds where the load fits, and goodput beside the best static budget: 20 minutes.
+    #[arg(long)]
+    measured: bool,
     /// The cases of lowtide's own alone: a fall of the load, and a device that binds.
     #[arg(long)]
     cases: bool,
@@ -177,6 +180,7 @@ fn all(cli: &Cli) -> Result<bool, BoxError> {
     let usual = match (cli.grid, cli.survive, cli.ci) {
         (true, _, _) => 20,
         (_, Some(_), _) => 30,
+        _ if cli.measured => 30,
         (_, _, true) => 10,
         _ => 8,
     };
@@ -214,6 +218,8 @@ fn all(cli: &Cli) -> Result<bool, BoxError> {
         modes::ci(&mut runner)?
     } else if let Some(runs) = cli.survive {
         modes::survive(&mut runner, runs)?
+    } else if cli.measured {
+        modes::measured(&mut runner)?
     } else if cli.cases {
         cases::all(&mut runner).map(|()| true)?
     } else if cli.grid {

@@ -41,6 +41,8 @@ pub(crate) struct Measures {
     pub(crate) sheds: [u64; CLASSES.len()],
     /// The same after the first [`LEARNED`] requests of each class.
     pub(crate) learned_sheds: [u64; CLASSES.len()],
+    /// The number of all requests after those.
+    pub(crate) learned_sent: u64,
     /// Of each class: its part of the served bytes over its part of the offered ones.
     pub(crate) shares: [f64; CLASSES.len()],
     /// Latency of what was served beyond the hold that it asked for.
@@ -105,7 +107,10 @@ impl Measures {
             shed_bytes: part(shed, offered),
             failed_bytes: part(offered - served - shed, offered),
             sheds: sums.map(|sum| sum.sheds),
-            learned_sheds: std::array::from_fn(|class| learned_sheds(seen, class)),
+            learned_sheds: std::array::from_fn(|class| {
+                learned(seen, class).filter(|one| one.fate == Fate::Shed).count() as u64
+            }),
+            learned_sent: (0..CLASSES.len()).map(|class| learned(seen, class).count() as u64).sum(),
             shares: sums.map(share),
             p99_ms: p99(Fate::Served, |one| one.took - one.hold),
             p99s_ms: std::array::from_fn(|class| {
@@ -185,11 +190,11 @@ fn sums(offer: &Offer, seen: &[Seen]) -> [Sums; CLASSES.len()] {
     sums
 }
 
-/// Returns the requests of a class that were shed after its first ones.
-fn learned_sheds(seen: &[Seen], class: usize) -> u64 {
+/// Returns the requests of a class after its first ones.
+fn learned(seen: &[Seen], class: usize) -> impl Iterator<Item = &Seen> {
     let mut all: Vec<&Seen> = seen.iter().filter(|one| one.class == class).collect();
     all.sort_by(|one, other| one.at.total_cmp(&other.at));
-    all.iter().skip(LEARNED).filter(|one| one.fate == Fate::Shed).count() as u64
+    all.into_iter().skip(LEARNED)
 }
 
 fn p99(seen: &[Seen], which: impl Fn(&Seen) -> bool, of: impl Fn(&Seen) -> f64) -> f64 {

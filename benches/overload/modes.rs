@@ -7,7 +7,7 @@ use lowtide::BoxError;
 
 use crate::Cli;
 use crate::cases;
-use crate::figures::count;
+use crate::figures::{count, part};
 use crate::mix::Mix;
 use crate::model::Chance;
 use crate::policy::{CONCURRENCY, Policy};
@@ -23,6 +23,9 @@ const HIGH: [f64; 3] = [2.0, 4.0, 8.0];
 const DRAWN: [f64; 6] = [0.0, 0.0, 0.25, 0.5, 1.0, 4.0];
 /// Times in which their bodies are sent, in milliseconds.
 const BODIES: [u64; 3] = [0, 1000, 3000];
+/// Seeds of the comparison with static budgets, and those budgets in percent of the limit.
+const SEEDS: u64 = 6;
+const STATIC: [u32; 8] = [60, 64, 68, 72, 76, 80, 84, 88];
 
 /// A table of three to four minutes.
 pub(crate) fn short(runner: &mut Runner) -> Result<bool, BoxError> {
@@ -128,6 +131,53 @@ pub(crate) fn survive(runner: &mut Runner, runs: u32) -> Result<bool, BoxError> 
     println!("{runs} runs drawn by seed {seed}: {kills} OOM kills");
     runner.figures.add("overload.survive.runs", f64::from(runs), "runs");
     runner.figures.add("overload.survive.oom_kills", count(kills), "kills");
+    Ok(true)
+}
+
+/// Sheds of lowtide where the load fits, and its goodput beside the best static budget that
+/// survives each seed. Requests have no estimate, or a right one.
+pub(crate) fn measured(runner: &mut Runner) -> Result<bool, BoxError> {
+    let seed = runner.seed;
+    let plan = |policy, load, estimate| Plan { policy, load, mix: Mix::Heavy, estimate };
+    let (mut sheds, mut small, mut sent) = (0, 0, 0);
+    for (estimate, more) in [(0.0, 0), (0.0, 1), (1.0, 0), (1.0, 1)] {
+        runner.seed = seed + more;
+        let (measures, _) = runner.run(plan(Policy::Lowtide, 1.0, estimate))?;
+        sheds += measures.learned_sheds.iter().sum::<u64>();
+        small += measures.learned_sheds[0];
+        sent += measures.learned_sent;
+    }
+    let mut mean = |policy, estimate| -> Result<Option<f64>, BoxError> {
+        let mut sum = 0.0;
+        for more in 0..SEEDS {
+            runner.seed = seed + more;
+            let (measures, outcome) = runner.run(plan(policy, 4.0, estimate))?;
+            if policy != Policy::Lowtide && outcome.death.is_some() {
+                return Ok(None);
+            }
+            sum += measures.learned_goodput_mib;
+        }
+        Ok(Some(sum / count(SEEDS)))
+    };
+    let ours = mean(Policy::Lowtide, 0.0)?.unwrap_or_default();
+    let mut best = None;
+    // Ends: the lower budgets hold less than the limit.
+    for percent in STATIC.into_iter().rev() {
+        if let Some(goodput) = mean(Policy::Static(Some(percent)), 1.0)? {
+            best = Some((percent, goodput));
+            break;
+        }
+    }
+    runner.seed = seed;
+    let (percent, fixed) = best.ok_or("no static budget survives each seed")?;
+    println!("the best static budget that survives each seed: {percent} % of the limit");
+    let figures = &mut runner.figures;
+    figures.add("measured.1x.shed_ratio", part(count(sheds), count(sent)), "ratio");
+    figures.add("measured.1x.sheds_small", count(small), "requests");
+    figures.add("measured.4x.goodput_mib_s", ours, "MiB/s");
+    figures.add("measured.4x.static_goodput_mib_s", fixed, "MiB/s");
+    figures.add("measured.4x.static_percent", f64::from(percent), "%");
+    figures.add("measured.4x.goodput_ratio", part(ours, fixed), "ratio");
     Ok(true)
 }
 

@@ -3,6 +3,7 @@
 //! Invariant: a command that cannot be started, or that fails, is an error with its line.
 
 use std::ffi::OsStr;
+use std::io::{BufRead as _, BufReader};
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::sync::{Mutex, PoisonError};
@@ -118,6 +119,23 @@ impl Run {
             return Err(format!("{line}: {}", output.status));
         }
         Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+    }
+
+    /// Runs the command, shows what it writes to standard output as it comes, and returns it with
+    /// whether the command succeeded.
+    pub(crate) fn shown(mut self) -> Result<(String, bool), String> {
+        let line = self.line();
+        println!("$ {line}");
+        let fault = |error: std::io::Error| format!("{line}: {error}");
+        let mut child = self.command.stdout(Stdio::piped()).spawn().map_err(fault)?;
+        let mut all = String::new();
+        for shown in child.stdout.take().into_iter().flat_map(|out| BufReader::new(out).lines()) {
+            let shown = shown.map_err(fault)?;
+            println!("{shown}");
+            all.push_str(&shown);
+            all.push('\n');
+        }
+        Ok((all, child.wait().map_err(fault)?.success()))
     }
 
     /// Runs the command and returns `None` if it succeeds, or all that it wrote.

@@ -8,6 +8,7 @@
 mod api;
 mod clone;
 mod footprint;
+mod measured;
 
 use crate::run::{Run, cargo};
 
@@ -58,7 +59,7 @@ pub(crate) struct Arguments {
     /// The subject.
     #[arg(required_unless_present = "list")]
     subject: Option<String>,
-    /// Measures this figure of the workspace alone; may be repeated.
+    /// Measures this figure of `workspace` or `measured` alone; may be repeated.
     #[arg(long, value_name = "FIGURE")]
     only: Vec<String>,
     /// Lists the subjects.
@@ -70,7 +71,7 @@ pub(crate) struct Arguments {
 const SUBJECTS: &[(&str, &str)] = &[
     ("workspace", "what it costs to build, test and learn the workspace: some 20 minutes"),
     ("faults", "faults that were found and fixed: what goes wrong now, with a real ONNX Runtime"),
-    ("measured", "what is attributed to requests, beside what they hold, and what that costs"),
+    ("measured", "requests that are measured: errors, costs, overload; over an hour"),
     ("envoy", "thresholds on the heap, in Envoy, and lowtide: quick and slow bodies"),
 ];
 
@@ -88,7 +89,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), String> {
             let engines = Run::new(".ci/engines").run();
             faults.and(engines)
         }
-        "measured" => cargo("bench --locked --bench requests").run(),
+        "measured" => measured::measure(&arguments.only),
         "envoy" => Run::new(".ci/envoy").run(),
         other => {
             let names: Vec<_> = SUBJECTS.iter().map(|(name, _)| *name).collect();
