@@ -22,8 +22,9 @@ use super::redirect;
 
 /// jemalloc, for `#[global_allocator]`.
 ///
-/// Forwards to [`tikv_jemallocator::Jemalloc`], at 3 instructions more per allocation; within
-/// [`HostArena::scope_uncached`](super::HostArena::scope_uncached), to the arena.
+/// Forwards to [`tikv_jemallocator::Jemalloc`], at 3 instructions more per allocation in an
+/// executable; within [`HostArena::scope_uncached`](super::HostArena::scope_uncached), to the
+/// arena.
 ///
 /// ```
 /// #[global_allocator]

@@ -14,7 +14,8 @@ use std::task::{Context, Poll, Waker};
 use std::thread;
 
 use lowtide_heap::{
-    ByteSize, HeapProbe, HostArena, HostArenaStats, HostError, StillHeld, flush_thread_cache,
+    Account, AccountOwner, ByteSize, HeapProbe, HostArena, HostArenaStats, HostError, StillHeld,
+    flush_thread_cache,
 };
 use test_fork::test;
 
@@ -189,6 +190,21 @@ fn a_thread_that_the_closure_starts_allocates_elsewhere() {
     assert!(stats(&arena).live < ByteSize::mib(1), "of the thread's {}", theirs.iter().len());
     drop(theirs);
     arena.retire().expect("what the start of a thread allocated is freed");
+}
+
+struct Owner;
+
+impl AccountOwner for Owner {}
+
+#[test]
+fn an_account_counts_the_bytes_of_a_scope() {
+    let arena = HostArena::new("account").expect("an arena");
+    let account = Arc::new(Account::new(Owner));
+    let kept = account.run(|| arena.scope_uncached(|| vec![1_u8; 1 << 20]).expect("served"));
+    assert_eq!(account.memory().live, ByteSize::mib(1));
+    account.run(|| drop(kept));
+    assert_eq!(account.memory().live, ByteSize::ZERO);
+    arena.retire().expect("nothing points into it");
 }
 
 #[test]
