@@ -74,6 +74,8 @@ const SAMPLE_EVERY: Duration = Duration::from_millis(50);
 const PAIR_OPERATIONS: usize = 240_000;
 /// The look at which processor time is taken.
 const CPU_LOOK: u64 = 2;
+/// The figure of resident over live bytes at rest.
+pub(crate) const APART_AT_REST: &str = "measured.rest.resident_per_live";
 const LATENCY: [&str; 4] = ["p50", "p95", "p99", "p999"];
 
 /// All of them, in turn, so many times; the courses of the last round.
@@ -105,6 +107,7 @@ pub(crate) fn rounds(
     if plan.prefix != "retention" {
         return Ok(courses);
     }
+    rest(figures, plan);
     for who in contestants {
         let figure = |name: &str| format!("retention.{name}.cpu_us");
         let pairs = figures.each(&figure(&who.name)).iter();
@@ -115,6 +118,20 @@ pub(crate) fn rounds(
         }
     }
     Ok(courses)
+}
+
+/// Resident over live bytes at the last look: with lasting requests apart, and beside it without.
+fn rest(figures: &mut Figures, plan: &Plan) {
+    let last = plan.looks.last().copied().unwrap_or_default();
+    let of = |figures: &Figures, name: &str| {
+        let figure = |end: &str| format!("{}.{name}.{end}", plan.prefix);
+        figures.ratio(&figure(&format!("resident_{last}s_mib")), &figure("live_mib"))
+    };
+    let (apart, mixed) = (of(figures, contestants::APART), of(figures, "low_memory"));
+    if let (Some(apart), Some(mixed)) = (apart, mixed) {
+        figures.add(APART_AT_REST, apart, "ratio");
+        figures.add("measured.rest.resident_per_live_mixed", mixed, "ratio");
+    }
 }
 
 fn cpu_ratio(name: &str) -> String {

@@ -53,8 +53,14 @@ pub(crate) fn all() -> Vec<Contestant> {
         of("jemalloc_bg_5000", JEMALLOC, "", conf(bg_5000)),
     ]);
     all.extend(HeapProfile::ALL.map(lowtide));
+    let low_memory = lowtide(HeapProfile::LowMemory);
+    let (name, way) = (APART.to_owned(), format!("{}/apart", low_memory.way));
+    all.push(Contestant { name, way, ..low_memory });
     all
 }
+
+/// low-memory, with the requests that outlive a wave in an arena of their own.
+pub(crate) const APART: &str = "low_memory_apart";
 
 /// Peers that were not built.
 pub(crate) fn missing() -> impl Iterator<Item = &'static str> {

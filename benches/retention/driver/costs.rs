@@ -1,4 +1,4 @@
-//! The costs of single acts: instructions of a pair, a scrape, a purge.
+//! The costs of single acts: instructions of a pair, a scrape, a purge, scopes of an arena.
 //!
 //! Instructions are counted by callgrind: of a loop three times as long less one, less the same of
 //! an empty loop. Invariant: what starting the process takes is in no figure.
@@ -26,6 +26,11 @@ pub(crate) fn measure(figures: &mut Figures, smoke: bool) -> Result<(), BoxError
     figures.add("heap.scrape.allocations", field(&said, "allocations")?, "allocations");
     let said = once(&keeps, "purge")?;
     figures.add("heap.purge.ms_per_mib", field(&said, "ms_per_mib")?, "ms");
+    let said = once(&costs, "scopes")?;
+    for name in ["ordinary", "scope", "uncached"] {
+        figures.add(&format!("heap.entry.{name}_ns"), field(&said, name)?, "ns");
+    }
+    figures.add("heap.scope_uncached.empty_ns", field(&said, "empty")?, "ns");
     if smoke {
         return Ok(());
     }

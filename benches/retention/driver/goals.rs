@@ -46,6 +46,7 @@ fn all(figures: &Figures) -> Vec<(&'static str, f64, Option<f64>)> {
             1.00,
             documents("low_memory", "resident_10s_mib", "balanced"),
         ),
+        ("low_memory, survivors apart: at rest / live", 1.35, of(crate::burst::APART_AT_REST)),
         ("balanced: peak / jemalloc default", 1.05, burst("balanced", "peak_mib", je)),
         ("balanced: p50 / jemalloc default", 1.04, latency("p50")),
         ("balanced: p95 / jemalloc default", 1.02, latency("p95")),

@@ -114,7 +114,13 @@ fn measure(cli: &Cli) -> Result<bool, BoxError> {
     }
     let plan = burst::Plan::of(cli.smoke);
     let contestants = if cli.smoke {
-        contestants::named(&["glibc_trim", "jemalloc_default", "low_memory", "balanced"])
+        contestants::named(&[
+            "glibc_trim",
+            "jemalloc_default",
+            "low_memory",
+            "balanced",
+            contestants::APART,
+        ])
     } else {
         contestants::chosen(&cli.only, &cli.also)?
     };
@@ -128,6 +134,9 @@ fn measure(cli: &Cli) -> Result<bool, BoxError> {
         }
     }
     if wanted(Part::Documents) {
+        // Of documents none is left, so there is nothing to keep apart.
+        let mut contestants = contestants.clone();
+        contestants.retain(|one| one.name != contestants::APART);
         burst::rounds(&mut figures, &burst::Plan::of_documents(cli.smoke), &contestants, rounds)?;
     }
     if cli.pairs > 0 {

@@ -28,6 +28,12 @@ pub trait Allocator: Sync {
     /// Called on each thread that runs out of work.
     fn rest(&self) {}
 
+    /// Called for each request that outlives a wave. It may run `copy`, which makes a copy of the
+    /// request and drops the original; does nothing by default.
+    fn keep(&self, copy: &mut dyn FnMut()) {
+        let _ = copy;
+    }
+
     /// Called once, when all threads have.
     fn settle(&self) {}
 }

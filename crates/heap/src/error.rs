@@ -30,6 +30,9 @@ pub enum HostError {
         /// The value of `percpu_arena`.
         found: &'static str,
     },
+    /// Rust's allocations cannot be redirected into an arena: they do not reach
+    /// [`Heap`](super::Heap), or the system is not Linux.
+    NotRedirected,
     /// The object was created before a fork and is used in the child.
     Forked,
 }
@@ -48,6 +51,10 @@ impl fmt::Display for HostError {
                 f,
                 "a thread could not leave the arena again: expected opt.percpu_arena = disabled, \
                  found {found}"
+            ),
+            Self::NotRedirected => f.write_str(
+                "allocations cannot be redirected into the arena: expected lowtide's `Heap` as \
+                 global allocator, on Linux",
             ),
             Self::Forked => f.write_str(
                 "the heap object was created before a fork and is used in the child: expected a \

@@ -43,6 +43,7 @@ mod mallctl;
 mod profile;
 mod purge;
 mod recall;
+mod redirect;
 mod stats;
 
 pub use lowtide_core::{ByteSize, clock, decay};

@@ -1,4 +1,5 @@
-//! The costs of single acts of the heap, in a process of its own: a pair, a scrape, a purge.
+//! The costs of single acts of the heap, in a process of its own: a pair, a scrape, a purge, scopes
+//! of an arena.
 //!
 //! Its global allocator is lowtide's, with a count of allocations around it. A pair is called on
 //! the allocators themselves, past that count.
@@ -15,7 +16,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
 use clap::{Parser, ValueEnum};
-use lowtide::heap::{self, HeapProbe};
+use lowtide::heap::{self, HeapProbe, HostArena};
 use retention::child::say;
 use retention::{BoxError, count, mib};
 use tikv_jemallocator::Jemalloc;
@@ -72,6 +73,8 @@ enum Act {
     Scrape,
     /// A purge, by how much it gives back.
     Purge,
+    /// Scopes of a dedicated arena, with a full cache of the thread before each.
+    Scopes,
 }
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
@@ -84,6 +87,7 @@ enum Of {
 const THREADS: usize = 64;
 const SCRAPES: usize = 301;
 const PURGES: usize = 11;
+const ENTRIES: usize = 2_001;
 /// The amount that each purge finds, in blocks of 1 MiB.
 const PURGED_MIB: usize = 256;
 
@@ -94,6 +98,7 @@ fn main() -> Result<(), BoxError> {
         Act::Pair { of: Of::Nothing, times } => pairs(&Nothing, times),
         Act::Scrape => return scrape(),
         Act::Purge => return purge(),
+        Act::Scopes => return scopes(),
     }
     Ok(())
 }
@@ -152,6 +157,45 @@ fn purge() -> Result<(), BoxError> {
         each.push(report.took.as_secs_f64() * 1e3 / released);
     }
     say(&format!("purge ms_per_mib={}", median(&mut each)))
+}
+
+/// An empty scope, an entry made in one, and the same past the cache, each after a request.
+fn scopes() -> Result<(), BoxError> {
+    let arena = HostArena::new("lasting")?;
+    let scope = timed(|| arena.scope(black_box(entry)).map(drop))?;
+    let uncached = timed(|| arena.scope_uncached(black_box(entry)).map(drop))?;
+    let ordinary = timed(|| {
+        drop(black_box(entry)());
+        Ok(())
+    })?;
+    let empty =
+        timed(|| (0..100).try_for_each(|_| arena.scope_uncached(|| black_box(()))))? / 100.0;
+    say(&format!("scopes scope={scope} uncached={uncached} ordinary={ordinary} empty={empty}"))
+}
+
+/// What a cache keeps of a request: its table apart, a key and an answer.
+fn entry() -> [Vec<u8>; 4] {
+    [24, 48, 200, 700].map(Vec::with_capacity)
+}
+
+/// Returns the median time in ns of this act and of the blocks of a request after it, less that of
+/// the blocks alone.
+fn timed(mut act: impl FnMut() -> Result<(), heap::HostError>) -> Result<f64, BoxError> {
+    let request = || {
+        let blocks = (0..400_usize).map(|nth| Vec::<u8>::with_capacity(16 + nth % 50 * 20));
+        drop(black_box(blocks.collect::<Vec<_>>()));
+    };
+    let (mut with, mut without) = (Vec::new(), Vec::new());
+    for _ in 0..ENTRIES {
+        let start = Instant::now();
+        act()?;
+        request();
+        with.push(start.elapsed().as_secs_f64() * 1e9);
+        let start = Instant::now();
+        request();
+        without.push(start.elapsed().as_secs_f64() * 1e9);
+    }
+    Ok(median(&mut with) - median(&mut without))
 }
 
 fn median(values: &mut [f64]) -> f64 {

@@ -20,15 +20,25 @@ use retention::{Allocator, BoxError};
 #[global_allocator]
 static HEAP: heap::Heap = heap::Heap;
 
-struct Lowtide(Memory);
+struct Lowtide {
+    memory: Memory,
+    /// The arena of requests that outlive a wave, if they have one.
+    lasting: Option<HostArena>,
+}
 
 impl Allocator for Lowtide {
     fn begin(&self) -> Box<dyn Any> {
-        Box::new(self.0.admission().try_admit(Cost::host(ByteSize::mib(1))))
+        Box::new(self.memory.admission().try_admit(Cost::host(ByteSize::mib(1))))
     }
 
     fn rest(&self) {
         let _ = heap::flush_thread_cache();
+    }
+
+    fn keep(&self, copy: &mut dyn FnMut()) {
+        if let Some(arena) = &self.lasting {
+            arena.scope_uncached(copy).unwrap_or_else(|error| panic!("not kept apart: {error}"));
+        }
     }
 }
 
@@ -86,9 +96,11 @@ fn main() -> Result<(), BoxError> {
     let act = Cli::parse().act;
     let (profile, way) = act.way().split_once('/').unwrap_or((act.way(), ""));
     let profile: Profile = profile.parse()?;
-    let lowtide = Lowtide(Memory::builder().profile(profile).start()?);
+    let memory = Memory::builder().profile(profile).start()?;
+    let lasting = if way == "apart" { Some(HostArena::new("lasting")?) } else { None };
+    let lowtide = Lowtide { memory, lasting };
     match way {
-        "" | "shared" => run(act, &lowtide, &mut Shared),
+        "" | "shared" | "apart" => run(act, &lowtide, &mut Shared),
         "purging" => {
             std::thread::spawn(|| {
                 loop {
@@ -102,7 +114,7 @@ fn main() -> Result<(), BoxError> {
         "own_arena" => run(act, &lowtide, &mut OwnArena::default()),
         "retired_arena" => run(act, &lowtide, &mut OwnArena { retires: true, arena: None }),
         other => Err(format!(
-            "{other:?}: expected shared, purging, shared_purge, own_arena or retired_arena"
+            "{other:?}: expected shared, apart, purging, shared_purge, own_arena or retired_arena"
         )
         .into()),
     }

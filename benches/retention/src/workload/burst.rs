@@ -9,7 +9,11 @@
 //! A burst of documents differs in two ways: a request is 2,048 short strings, as a parsed JSON
 //! document is, and after the second wave none is left.
 //!
+//! An allocator that knows of lifetimes has a request that outlives a wave copied, as a cache
+//! copies what it keeps. The copy has the same bytes in blocks of the same sizes.
+//!
 //! Invariant: operations = threads x 2 waves x 2 phases x those of a phase.
+#![expect(unsafe_code, reason = "a block is copied with the bytes that were not written")]
 #![expect(clippy::disallowed_methods, reason = "it measures real time")]
 
 use std::hint::black_box;
@@ -73,6 +77,13 @@ impl<const SHORT: usize, const LONG: usize> Request<SHORT, LONG> {
         })
     }
 
+    fn copy(&self) -> Box<Self> {
+        Box::new(Self {
+            short: self.short.each_ref().map(copy),
+            long: self.long.each_ref().map(copy),
+        })
+    }
+
     fn bytes(&self) -> u64 {
         let blocks = self.short.iter().chain(&self.long).map(Vec::capacity);
         blocks.chain([size_of::<Self>()]).map(|bytes| bytes as u64).sum()
@@ -86,6 +97,19 @@ pub(crate) fn block(size: usize) -> Vec<u8> {
         *byte = MaybeUninit::new(1);
     }
     black_box(block)
+}
+
+/// Copies all of a block, also bytes that were not written.
+fn copy(block: &Vec<u8>) -> Vec<u8> {
+    let mut copy = Vec::with_capacity(block.capacity());
+    // SAFETY: the block has so many bytes, and they may be uninitialized.
+    let bytes = unsafe {
+        std::slice::from_raw_parts(block.as_ptr().cast::<MaybeUninit<u8>>(), block.capacity())
+    };
+    for (to, from) in copy.spare_capacity_mut().iter_mut().zip(bytes) {
+        *to = *from;
+    }
+    black_box(copy)
 }
 
 /// Plays it and calls `rested` with the outcome while what is left is held still, and every thread
@@ -114,11 +138,11 @@ pub fn play(
                 };
                 match size.kind {
                     Kind::Mixed => {
-                        let held = work::<24, 3>(size, &mut chance, &mut latency);
+                        let held = work::<24, 3>(size, allocator, &mut chance, &mut latency);
                         rest(held.iter().map(|request| request.bytes()).sum(), latency);
                     }
                     Kind::Document => {
-                        drop(work::<STRINGS, 0>(size, &mut chance, &mut latency));
+                        drop(work::<STRINGS, 0>(size, allocator, &mut chance, &mut latency));
                         rest(0, latency);
                     }
                 }
@@ -141,6 +165,7 @@ pub fn play(
 /// The work of one thread; what it holds at its end.
 fn work<const SHORT: usize, const LONG: usize>(
     size: Size,
+    allocator: &dyn Allocator,
     chance: &mut Chance,
     latency: &mut Histogram,
 ) -> Vec<Box<Request<SHORT, LONG>>> {
@@ -153,6 +178,9 @@ fn work<const SHORT: usize, const LONG: usize>(
         operate(&mut held, size.operations, chance, latency);
         while held.len() > size.held {
             held.swap_remove(chance.below(held.len()));
+        }
+        for request in &mut held {
+            allocator.keep(&mut || *request = request.copy());
         }
     }
     held

@@ -6,6 +6,7 @@
 mod accounts;
 mod arenas;
 mod arenas_edges;
+mod arenas_uncached;
 mod binding;
 mod classes;
 mod interpose;

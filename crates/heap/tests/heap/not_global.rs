@@ -4,7 +4,8 @@ use std::sync::Arc;
 
 use lowtide_core::clock::SystemClock;
 use lowtide_heap::{
-    self as heap, Account, AccountOwner, HeapProbe, HeapProfile, Outcome, Unsupported,
+    self as heap, Account, AccountOwner, HeapProbe, HeapProfile, HostArena, HostError, Outcome,
+    Unsupported,
 };
 
 use crate::start::NOT_GLOBAL;
@@ -39,6 +40,12 @@ fn a_heap_that_nobody_uses_is_told_and_harmless() {
         let kept = account.run(|| vec![1_u8; 1 << 20]);
         assert_eq!(account.memory().live.is_zero(), !heap::is_measured(), "the work is done");
         drop(kept);
+
+        // With `interpose` the allocator is jemalloc, and still not `Heap`.
+        let arena = HostArena::new("lasting").unwrap();
+        let refused = arena.scope_uncached(|| unreachable!("refused before")).map(|()| "it ran");
+        assert_eq!(refused, Err(HostError::NotRedirected));
+        arena.retire().unwrap();
 
         let clock = SystemClock::new();
         heap::purge(&clock).unwrap();
