@@ -34,6 +34,11 @@ const BENCHES: &[Bench] = &[
         figures: &[("measured.runaway.ended", None)],
     },
     Bench {
+        arguments: "bench --locked --manifest-path benches/retention/Cargo.toml \
+                    --no-default-features -- --parts burst --only low_memory,low_memory_apart",
+        figures: &[("measured.rest.resident_per_live", None)],
+    },
+    Bench {
         arguments: "bench --locked --bench overload -- --measured",
         figures: &[("measured.1x.shed_ratio", None), ("measured.4x.goodput_ratio", None)],
     },
