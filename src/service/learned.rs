@@ -26,6 +26,7 @@ use super::estimate::{Estimate, Estimated};
 use super::need::{Compared, most};
 use super::slow_start::TooManyRunning;
 use super::trial::{Trial, Trials};
+use super::usage::KeptUsage;
 
 /// The maximum number of routes that are recorded separately; later ones share one estimate.
 pub const ROUTES_MAX: usize = 256;
@@ -163,6 +164,14 @@ impl Lesson {
         }
     }
 
+    /// Returns the place for the record of the route's memory.
+    pub(super) fn usage(&self) -> &KeptUsage {
+        match &self.0 {
+            Of::Bytes(route) => &route.usage,
+            Of::Estimate(compared) => compared.usage(),
+        }
+    }
+
     /// Returns the most that one request with this reservation is expected to hold.
     pub(super) fn expected(&self, claim: ByteSize) -> ByteSize {
         match &self.0 {
@@ -253,6 +262,7 @@ struct Route {
     is_known: AtomicBool,
     seen: Mutex<FadingHistogram>,
     trials: Trials,
+    usage: KeptUsage,
 }
 
 impl Route {
@@ -263,6 +273,7 @@ impl Route {
             is_known: AtomicBool::new(false),
             seen: Mutex::new(FadingHistogram::new()),
             trials: Trials::new(LESSONS_MIN),
+            usage: KeptUsage::of_any_route(),
         }
     }
 

@@ -28,6 +28,7 @@ mod rejection;
 mod scoped;
 mod slow_start;
 mod trial;
+mod usage;
 
 pub use admin::{Admin, AdminToken, Peer, TokenError};
 pub use body::{RequestBody, ResponseBody};
@@ -40,3 +41,4 @@ pub use learned::{Learned, Lesson, ROUTES_MAX};
 pub use permit::SharedPermit;
 pub use rejection::{Reject, rejection, unavailable};
 pub use scoped::{Scoped, scope, scope_blocking};
+pub use usage::Tenant;

@@ -30,6 +30,7 @@ use lowtide_admission::SizeClass;
 use super::learned::{ROUTES_MAX, Record, Routes};
 use super::slow_start::TooManyRunning;
 use super::trial::{Trial, Trials};
+use super::usage::KeptUsage;
 
 /// The number of requests in an average. An estimate: few enough to follow a change, and enough for
 /// a deviation.
@@ -71,7 +72,8 @@ struct Known {
 
 impl Default for Known {
     fn default() -> Self {
-        let rest = Need::new(Arc::default(), LESSONS_UNDECLARED);
+        let mut rest = Need::new(Arc::default(), LESSONS_UNDECLARED);
+        rest.usage = KeptUsage::of_any_route();
         Self { routes: Routes::new(rest), families: BTreeMap::new() }
     }
 }
@@ -117,6 +119,7 @@ pub(super) struct Need {
     average: Mutex<Average>,
     trials: Trials,
     lessons_min: u32,
+    usage: KeptUsage,
 }
 
 /// The average of the last requests.
@@ -175,6 +178,7 @@ impl Need {
             average: Mutex::default(),
             trials: Trials::new(lessons_min),
             lessons_min,
+            usage: KeptUsage::of_one_route(),
         }
     }
 
@@ -237,6 +241,11 @@ impl Compared {
             claim = claim.max(ratio(family).map_or_else(unknown, of));
         }
         if self.is_minimum { claim.max(self.estimate) } else { claim }
+    }
+
+    /// Returns the place for the record of the route's memory.
+    pub(super) fn usage(&self) -> &KeptUsage {
+        &self.need.usage
     }
 
     /// Returns the most that one request is expected to hold: a large one of a route in which needs

@@ -51,6 +51,7 @@ mod rejected;
 pub mod signal;
 mod size_class;
 mod tally;
+mod usage;
 pub mod watermark;
 
 pub use lowtide_core::{BoxError, ByteSize, clock};
@@ -81,6 +82,9 @@ pub use signal::{
 };
 pub use size_class::SizeClass;
 pub use tally::ClassStats;
+pub use usage::{MemoryUsage, RouteUsage, TenantUsage};
+#[doc(hidden)]
+pub use usage::{NAME_MAX, NameSource, Usage, shortened};
 pub use watermark::{Decision, DeviceSample, Trend, Watermark};
 
 /// The README's code, compiled.

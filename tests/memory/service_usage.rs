@@ -1,0 +1,233 @@
+//! The memory of requests by route and by tenant: names that the program and that clients choose.
+
+use std::convert::Infallible;
+use std::future::{pending, poll_fn};
+use std::hint::black_box;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll, Waker};
+
+use axum::Router;
+use axum::body::Body;
+use axum::routing::{any, get};
+use http::{Method, Request, Response, StatusCode};
+use http_body_util::Empty;
+use lowtide::admission::{MemoryUsage, RouteUsage};
+use lowtide::clock::ManualClock;
+use lowtide::config::DeviceChoice;
+use lowtide::service::{ContentLength, Learned, MemoryLayer, Tenant};
+use lowtide::{ByteSize, Memory};
+use test_fork::test;
+use tower::{Layer, Service, service_fn};
+
+use crate::support::Tree;
+
+const KIB: usize = 1 << 10;
+const MIB: usize = 1 << 20;
+/// More than any list of routes or tenants has.
+const LISTED_MAX: usize = 65;
+
+/// A memory with a limit of 1 GiB.
+struct Bed {
+    memory: Memory,
+    layer: MemoryLayer<ContentLength>,
+    _tree: Tree,
+}
+
+impl Bed {
+    fn new() -> Self {
+        let tree = Tree::new(ByteSize::gib(1));
+        let builder = Memory::builder().clock(Arc::new(ManualClock::new())).signals(tree.open());
+        let memory = builder.device(DeviceChoice::None).start().expect("starts");
+        Self { layer: memory.layer(), memory, _tree: tree }
+    }
+
+    fn route(&self, method: &str, route: &str) -> MemoryUsage {
+        let routes = self.memory.usage_by_route();
+        let of = routes.iter().find(|of| of.method == method && of.route == route);
+        of.unwrap_or_else(|| panic!("{method} {route} is not among {routes:?}")).memory
+    }
+
+    fn tenant(&self, name: &str) -> MemoryUsage {
+        let tenants = self.memory.usage_by_tenant();
+        let of = tenants.iter().find(|of| of.tenant == name);
+        of.unwrap_or_else(|| panic!("{name} is not among {tenants:?}")).memory
+    }
+
+    /// Calls a handler without a router, to its end. It answers with the status of the path.
+    fn call(&self, method: &str, path: &str, tenant: Option<&str>) -> StatusCode {
+        let handler = async |request: Request<_>| {
+            drop(black_box(vec![7_u8; 128 * KIB]));
+            let is_bad = request.uri().path().starts_with("/bad");
+            let status = if is_bad { StatusCode::NOT_FOUND } else { StatusCode::OK };
+            let mut answer = Response::new(Empty::new());
+            *answer.status_mut() = status;
+            Ok::<_, Infallible>(answer)
+        };
+        let mut service = self.layer.layer(service_fn(handler));
+        let mut request = Request::builder().method(method).uri(path).body(Empty::new());
+        if let (Some(tenant), Ok(request)) = (tenant, &mut request) {
+            request.extensions_mut().insert(Tenant::new(tenant));
+        }
+        let call = service.call(request.expect("a valid head"));
+        now(Box::pin(call)).expect("infallible").status()
+    }
+}
+
+fn poll<F: Future + ?Sized>(future: &mut Pin<Box<F>>) -> Poll<F::Output> {
+    future.as_mut().poll(&mut Context::from_waker(Waker::noop()))
+}
+
+fn now<F: Future>(mut future: Pin<Box<F>>) -> F::Output {
+    match poll(&mut future) {
+        Poll::Ready(output) => output,
+        Poll::Pending => panic!("it waits"),
+    }
+}
+
+async fn wait_once() {
+    let mut waited = false;
+    poll_fn(|_| if std::mem::replace(&mut waited, true) { Poll::Ready(()) } else { Poll::Pending })
+        .await;
+}
+
+fn request(method: Method, path: &str, tenant: Option<&Tenant>) -> Request<Body> {
+    let mut request = Request::new(Body::empty());
+    *request.method_mut() = method;
+    *request.uri_mut() = path.parse().expect("a path");
+    if let Some(tenant) = tenant {
+        request.extensions_mut().insert(tenant.clone());
+    }
+    request
+}
+
+/// Rounds: a request frees a few bytes of others, such as its head.
+fn mib(bytes: ByteSize) -> u64 {
+    (bytes.get() + ByteSize::kib(512).get()) / ByteSize::mib(1).get()
+}
+
+#[test]
+fn a_pattern_of_axum_has_one_record_for_all_its_paths() {
+    let bed = Bed::new();
+    let user = async || {
+        let held = black_box(vec![7_u8; 3 * MIB]);
+        wait_once().await;
+        drop(held);
+        "ebb"
+    };
+    let mut app = Router::new().route("/users/{id}", get(user)).layer(bed.memory.layer());
+    let acme = Tenant::new("acme");
+    let mut calls = Vec::new();
+    for path in ["/users/7", "/users/8", "/users/%0A"] {
+        let mut call = Box::pin(app.call(request(Method::GET, path, Some(&acme))));
+        assert!(poll(&mut call).is_pending());
+        calls.push(call);
+    }
+    let routes = bed.memory.usage_by_route();
+    assert_eq!(routes.len(), 1, "{routes:?}");
+    let memory = bed.route("GET", "/users/{id}");
+    assert_eq!((mib(memory.live), memory.requests_total, memory.mean_peak()), (9, 0, None));
+    assert_eq!(mib(bed.tenant("acme").live), 9);
+    for of in bed.memory.largest_requests() {
+        assert_eq!((&*of.route, of.tenant.as_deref()), ("/users/{id}", Some("acme")));
+    }
+    for call in calls.drain(..) {
+        drop(now(call));
+    }
+    let memory = bed.route("GET", "/users/{id}");
+    assert_eq!((memory.live, memory.requests_total), (ByteSize::ZERO, 3), "{memory:?}");
+    assert_eq!(mib(memory.live_peak), 9);
+    assert_eq!(memory.mean_peak().map(mib), Some(3));
+    assert_eq!(bed.tenant("acme"), memory, "the same requests");
+    // Paths without a route of the program, and an unknown method of a route, get no name.
+    for (method, path) in [(Method::GET, "/wp-login.php"), (Method::POST, "/users/7")] {
+        drop(now(Box::pin(app.call(request(method, path, None)))));
+    }
+    let method = Method::from_bytes(b"BREW").expect("a method");
+    drop(now(Box::pin(app.call(request(method, "/users/7", None)))));
+    let mut names: Vec<_> =
+        bed.memory.usage_by_route().into_iter().map(|of| (of.method, of.route)).collect();
+    names.sort();
+    let expected = [
+        ("GET", "/users/{id}"),
+        ("POST", "/users/{id}"),
+        ("other", "/users/{id}"),
+        ("other", "other"),
+    ];
+    assert_eq!(names, expected.map(|(method, route)| (method, route.to_owned())));
+}
+
+#[test]
+fn the_mean_claim_shows_what_the_route_has_learned() {
+    let bed = Bed::new();
+    for _ in 0..50 {
+        assert_eq!(bed.call("GET", "/report/1", None), StatusCode::OK);
+    }
+    let report = bed.route("GET", "report");
+    assert_eq!(report.requests_total, 50);
+    let peak = report.mean_peak().expect("requests have ended");
+    assert!((128 * KIB as u64..140 * KIB as u64).contains(&peak.get()), "{peak}");
+    let tenants = bed.memory.usage_by_tenant();
+    assert!(tenants.is_empty(), "none is named: {tenants:?}");
+    let claim = report.mean_claim().expect("requests have ended");
+    assert!(claim > peak.scaled(0.9) && claim < peak.scaled(1.1), "{claim} for {peak}");
+}
+
+#[test]
+fn an_estimator_that_groups_routes_does_not_mix_their_records() {
+    let bed = Bed::new();
+    let all = Learned::new(ByteSize::kib(16), |_: &http::request::Parts| ());
+    let layer = MemoryLayer::new(bed.memory.admission().clone(), all);
+    let handler = async |_| Ok::<_, Infallible>(Response::new(Empty::new()));
+    let mut service = layer.layer(service_fn(handler));
+    for path in ["/a", "/b", "/a", "/c", "/a"] {
+        let request = Request::get(path).body(Empty::new()).expect("a valid head");
+        drop(now(Box::pin(service.call(request))));
+    }
+    let requests = |route| bed.route("GET", route).requests_total;
+    assert_eq!(["a", "b", "c"].map(requests), [3, 1, 1]);
+}
+
+#[test]
+fn a_request_that_fails_or_is_dropped_leaves_no_live_bytes_and_no_name() {
+    let bed = Bed::new();
+    assert_eq!(bed.call("GET", "/bad/1", None), StatusCode::NOT_FOUND);
+    let handler = async |_| {
+        let _held = black_box(vec![7_u8; MIB]);
+        pending::<Result<Response<Empty<_>>, Infallible>>().await
+    };
+    let mut service = bed.memory.layer().layer(service_fn(handler));
+    let request = Request::get("/slow").body(Empty::new()).expect("a valid head");
+    let mut call = Box::pin(service.call(request));
+    assert!(poll(&mut call).is_pending());
+    assert_eq!(mib(bed.route("other", "other").live), 1);
+    drop(call);
+    let other = bed.route("other", "other");
+    assert_eq!((other.live, other.requests_total), (ByteSize::ZERO, 2));
+    assert_eq!(bed.memory.usage_by_route().len(), 1);
+}
+
+#[test]
+fn many_routes_and_tenants_stay_bounded_and_each_request_counts() {
+    let bed = Bed::new();
+    for nth in 0..500 {
+        let path = format!("/{nth}/x");
+        assert_eq!(bed.call("GET", &path, Some(&format!("tenant {nth}"))), StatusCode::OK);
+    }
+    // The layer keeps what it learns of 256 routes at most: these two share what it learns.
+    let app = Router::new().route("/one/{id}", any(async || ()));
+    let mut app = app.route("/two/{id}", any(async || ())).layer(bed.layer.clone());
+    for path in ["/one/1", "/two/1", "/two/2"] {
+        drop(now(Box::pin(app.call(request(Method::GET, path, None)))));
+    }
+    let requests = |route| bed.route("GET", route).requests_total;
+    assert_eq!(["/one/{id}", "/two/{id}"].map(requests), [1, 2], "clients leave them a place");
+    let (routes, tenants) = (bed.memory.usage_by_route(), bed.memory.usage_by_tenant());
+    assert!(routes.len() <= LISTED_MAX, "{}", routes.len());
+    assert_eq!(tenants.len(), 33);
+    let sum = |memory: &mut dyn Iterator<Item = MemoryUsage>| -> u64 {
+        memory.map(|memory| memory.requests_total).sum()
+    };
+    assert_eq!(sum(&mut routes.iter().map(|of: &RouteUsage| of.memory)), 503);
+    assert_eq!(sum(&mut tenants.iter().map(|of| of.memory)), 500);
+}
