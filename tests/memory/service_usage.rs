@@ -1,4 +1,5 @@
-//! The memory of requests by route and by tenant: names that the program and that clients choose.
+//! The memory of requests by route and by tenant: names that the program and that clients choose,
+//! in metrics, JSON and the list of the largest requests.
 
 use std::convert::Infallible;
 use std::future::{pending, poll_fn};
@@ -6,6 +7,7 @@ use std::hint::black_box;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
+use std::time::Duration;
 
 use axum::Router;
 use axum::body::Body;
@@ -13,17 +15,20 @@ use axum::routing::{any, get};
 use http::{Method, Request, Response, StatusCode};
 use http_body_util::Empty;
 use lowtide::admission::{MemoryUsage, RouteUsage};
-use lowtide::clock::ManualClock;
+use lowtide::clock::{Clock, ManualClock};
 use lowtide::config::DeviceChoice;
-use lowtide::service::{ContentLength, Learned, MemoryLayer, Tenant};
+use lowtide::service::{ContentLength, Endpoints, Learned, MemoryLayer, Tenant};
 use lowtide::{ByteSize, Memory};
+use serde_json::Value;
 use test_fork::test;
 use tower::{Layer, Service, service_fn};
 
-use crate::support::Tree;
+use crate::recorder;
+use crate::support::{Tree, advance_until};
 
 const KIB: usize = 1 << 10;
 const MIB: usize = 1 << 20;
+const SECOND: Duration = Duration::from_secs(1);
 /// More than any list of routes or tenants has.
 const LISTED_MAX: usize = 65;
 
@@ -31,15 +36,17 @@ const LISTED_MAX: usize = 65;
 struct Bed {
     memory: Memory,
     layer: MemoryLayer<ContentLength>,
+    clock: Arc<ManualClock>,
     _tree: Tree,
 }
 
 impl Bed {
     fn new() -> Self {
-        let tree = Tree::new(ByteSize::gib(1));
-        let builder = Memory::builder().clock(Arc::new(ManualClock::new())).signals(tree.open());
+        let (clock, tree) = (Arc::new(ManualClock::new()), Tree::new(ByteSize::gib(1)));
+        let of_all: Arc<dyn Clock> = clock.clone();
+        let builder = Memory::builder().clock(of_all).signals(tree.open());
         let memory = builder.device(DeviceChoice::None).start().expect("starts");
-        Self { layer: memory.layer(), memory, _tree: tree }
+        Self { layer: memory.layer(), memory, clock, _tree: tree }
     }
 
     fn route(&self, method: &str, route: &str) -> MemoryUsage {
@@ -52,6 +59,13 @@ impl Bed {
         let tenants = self.memory.usage_by_tenant();
         let of = tenants.iter().find(|of| of.tenant == name);
         of.unwrap_or_else(|| panic!("{name} is not among {tenants:?}")).memory
+    }
+
+    fn json(&self, part: &str) -> Value {
+        let endpoints = Endpoints::new(Some(self.memory.clone()));
+        let request = Request::get(format!("/memory?with={part}")).body(()).expect("a request");
+        let answer = endpoints.answer_request(&request).expect("one of its paths");
+        serde_json::from_str::<Value>(answer.body()).expect("JSON")[part].clone()
     }
 
     /// Calls a handler without a router, to its end. It answers with the status of the path.
@@ -230,4 +244,47 @@ fn many_routes_and_tenants_stay_bounded_and_each_request_counts() {
     };
     assert_eq!(sum(&mut routes.iter().map(|of: &RouteUsage| of.memory)), 503);
     assert_eq!(sum(&mut tenants.iter().map(|of| of.memory)), 500);
+    assert_eq!(bed.json("routes").as_array().map(Vec::len), Some(routes.len()));
+    assert_eq!(bed.json("tenants").as_array().map(Vec::len), Some(tenants.len()));
+}
+
+/// Names that break out of a quoted label, a line, or a document.
+const HOSTILE: [&str; 4] =
+    ["\"} 1\nlowtide_fake 7\n", "\\", "</script><script>alert(1)</script>", "\r\0\u{202e}'&"];
+
+#[test]
+fn hostile_names_stay_text_in_metrics_json_and_page() {
+    let bed = Bed::new();
+    let long = "é\"\n".repeat(MIB / 4);
+    for tenant in HOSTILE.into_iter().chain([&*long]) {
+        assert_eq!(bed.call("GET", "/\"quoted\"", Some(tenant)), StatusCode::OK);
+    }
+    let path = "/a\"'<script>/{id}";
+    let app = Router::new().route(path, get(async || ())).layer(bed.memory.layer());
+    let call = app.clone().call(request(Method::GET, "/a%22'%3Cscript%3E/1", None));
+    drop(now(Box::pin(call)));
+    let builder = recorder::builder();
+    let recorder = builder.install_recorder().expect("the first of this process");
+    advance_until(&bed.clock, SECOND, "published", || recorder.render().contains("tenant_live"));
+    let text = recorder.render();
+    assert!(!text.lines().any(|line| line.starts_with("lowtide_fake")), "{text}");
+    let of_tenants = text.lines().filter(|line| line.contains("tenant_live_bytes{"));
+    assert_eq!(of_tenants.count(), HOSTILE.len() + 1);
+    assert!(text.lines().all(|line| line.len() < 600), "names are short");
+    let tenants = bed.json("tenants");
+    let names: Vec<_> =
+        tenants.as_array().expect("a list").iter().map(|of| &of["tenant"]).collect();
+    for tenant in HOSTILE {
+        assert!(names.contains(&&Value::from(tenant)), "{tenant:?}: {names:?}");
+    }
+    assert!(names.iter().all(|name| name.as_str().is_some_and(|name| name.len() <= 64)));
+    // The page is the same for every request: it fetches names as JSON, and shows them as text.
+    let endpoints = Endpoints::new(Some(bed.memory.clone()));
+    let page = Request::get("/memory?format=html").body(()).expect("a request");
+    let page = endpoints.answer_request(&page).expect("one of its paths");
+    assert!(!page.body().contains("alert(1)"));
+    let script = page.body().split("<script>").nth(1).expect("one script");
+    for unsafe_word in ["innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval("] {
+        assert!(!script.contains(unsafe_word), "{unsafe_word}");
+    }
 }
