@@ -375,6 +375,14 @@ impl fmt::Debug for LayerSettings {
     }
 }
 
+/// Returns `true` if the answer is a success. A gRPC error has status 200: the headers of an answer
+/// without a body name it.
+fn is_success<B>(response: &Response<B>, may_be_grpc: bool) -> bool {
+    let status = response.status();
+    let is_error = may_be_grpc && response.headers().get("grpc-status").is_some_and(|of| of != "0");
+    !is_error && (status.is_success() || status.is_redirection())
+}
+
 impl<S, E> Layer<S> for MemoryLayer<E> {
     type Service = MemoryService<S, E>;
 
@@ -481,8 +489,7 @@ where
                     settings.report(permit, &rejected);
                 }
                 if let Ok(response) = &answered {
-                    let status = response.status();
-                    permit.answered(status.is_success() || status.is_redirection());
+                    permit.answered(is_success(response, permit.may_be_grpc()));
                 }
                 Poll::Ready(answered.map(|response| {
                     response.map(|body| ResponseBody::admitted(body, permit.clone()))

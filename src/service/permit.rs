@@ -382,6 +382,11 @@ impl SharedPermit {
         self.0.owner().origin.route.to_string()
     }
 
+    /// Returns `true` if the request is one of HTTP/2 with a content type.
+    pub(super) fn may_be_grpc(&self) -> bool {
+        self.0.owner().origin.content_type.is_some()
+    }
+
     /// Records that its handler answered.
     pub(super) fn answered(&self, success: bool) {
         self.0.owner().is_answered.store(true, Ordering::Relaxed);

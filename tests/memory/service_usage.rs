@@ -12,7 +12,7 @@ use std::time::Duration;
 use axum::Router;
 use axum::body::Body;
 use axum::routing::{any, get};
-use http::{Method, Request, Response, StatusCode};
+use http::{Method, Request, Response, StatusCode, Version};
 use http_body_util::Empty;
 use lowtide::admission::{MemoryUsage, RouteUsage};
 use lowtide::clock::{Clock, ManualClock};
@@ -246,6 +246,27 @@ fn many_routes_and_tenants_stay_bounded_and_each_request_counts() {
     assert_eq!(sum(&mut tenants.iter().map(|of| of.memory)), 500);
     assert_eq!(bed.json("routes").as_array().map(Vec::len), Some(routes.len()));
     assert_eq!(bed.json("tenants").as_array().map(Vec::len), Some(tenants.len()));
+}
+
+/// tonic answers a method that it does not know with status 200.
+#[test]
+fn a_grpc_method_gets_a_name_when_a_call_succeeds() {
+    let bed = Bed::new();
+    let handler = async |request: Request<_>| {
+        let is_unknown = request.uri().path() != "/tide.Tide/Ebb";
+        let answer = Response::builder().header("grpc-status", if is_unknown { "12" } else { "0" });
+        Ok::<_, Infallible>(answer.body(Empty::new()).expect("a valid head"))
+    };
+    let mut service = bed.layer.layer(service_fn(handler));
+    for path in ["/a.B/C", "/tide.Tide/Ebb", "/a.B/D"] {
+        let request = Request::post(path).version(Version::HTTP_2);
+        let request = request.header("content-type", "application/grpc").body(Empty::new());
+        drop(now(Box::pin(service.call(request.expect("a valid head")))));
+    }
+    let routes = bed.memory.usage_by_route();
+    assert_eq!(routes.len(), 2, "{routes:?}");
+    assert_eq!(bed.route("POST", "/tide.Tide/Ebb").requests_total, 1);
+    assert_eq!(bed.route("other", "other").requests_total, 2);
 }
 
 /// Names that break out of a quoted label, a line, or a document.
