@@ -1,5 +1,5 @@
 //! Figures of measured requests: what is attributed to them, what that costs, and how a service
-//! fares that admits by it. Each is printed by a bench; some are benches' figures under other names.
+//! fares that admits by it. Each is printed by a bench, some under another name.
 
 use crate::run::cargo;
 

@@ -138,7 +138,7 @@ pub struct Tick {
     pub next: Moment,
     /// The jobs to run until then.
     pub jobs: Jobs,
-    /// `true` if memory may fill up soon: then the next tick comes at its time, whatever ticks cost.
+    /// `true` if memory may fill up soon: the next tick comes at its time, whatever ticks cost.
     pub is_urgent: bool,
 }
 

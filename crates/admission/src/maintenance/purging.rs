@@ -434,7 +434,8 @@ mod tests {
     }
 
     /// The bug: unused pages of one thread's arena stayed while requests grew in another's, faster
-    /// than the level rose and than purges may follow each other, and the kernel killed the service.
+    /// than the level rose and than purges may follow each other, and the kernel killed the
+    /// service.
     #[test]
     fn unused_pages_leave_no_room_for_what_is_reserved_and_are_purged_each_tick() {
         let seen = Seen::of(Sample {

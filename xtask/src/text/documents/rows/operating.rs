@@ -28,7 +28,7 @@ fn at_once(code: &Code<'_>, name: &str) -> String {
 }
 
 pub(super) fn rows(code: &Code<'_>) -> Vec<Row> {
-    let all = [published, levels, routes, kernel, purges, threads, device, sleep];
+    let all = [published, levels, routes, usage, kernel, purges, threads, device, sleep];
     let rows = all.into_iter().flat_map(|rows| rows(code));
     rows.map(|(says, values)| Row { page: PAGE, says, values }).collect()
 }
@@ -177,6 +177,23 @@ fn routes(code: &Code<'_>) -> Rows {
             "for each of at most {} routes, the {}th percentile",
             values![of("routes::ROUTES_MAX"), of("learned::PERCENTILE")],
         ),
+    ]
+}
+
+fn usage(code: &Code<'_>) -> Rows {
+    let of = |name: &str| code.constant(name).count();
+    vec![
+        (
+            "once it holds {}, and when that has changed by as much",
+            values![code.constant("permit::REPORTED_MIN").size()],
+        ),
+        ("At most {} routes have figures of their own,", values![of("usage::ROUTES_MAX")]),
+        (
+            "only while fewer than {} routes have them",
+            values![(code.constant("usage::ROUTES_MAX").number() / 2.0).to_string()],
+        ),
+        ("At most {} tenants have figures of their own,", values![of("usage::TENANTS_MAX")]),
+        ("Names are shortened to {} bytes.", values![of("usage::NAME_MAX")]),
     ]
 }
 
