@@ -98,6 +98,13 @@ fn route(head: &Parts) -> &str {
     path.get(..end).unwrap_or(path)
 }
 
+/// Returns `true` if the handler did what was requested. An error of gRPC has status 200.
+fn is_success<R>(response: &Response<R>) -> bool {
+    let status = response.status();
+    let of_grpc = response.headers().get("grpc-status");
+    (status.is_success() || status.is_redirection()) && of_grpc.is_none_or(|status| status == "0")
+}
+
 impl<E: Estimate> MemoryLayer<E> {
     /// Creates a layer over this admission. It exempts only health checks
     /// ([`HEALTH_PATHS`](super::HEALTH_PATHS)). Route other endpoints that must answer under
@@ -475,8 +482,7 @@ where
                     settings.report(permit, &rejected);
                 }
                 if let Ok(response) = &answered {
-                    let status = response.status();
-                    permit.answered(status.is_success() || status.is_redirection());
+                    permit.answered(is_success(response));
                 }
                 Poll::Ready(answered.map(|response| {
                     response.map(|body| ResponseBody::admitted(body, permit.clone()))
