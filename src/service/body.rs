@@ -6,10 +6,12 @@
 //! so that it keeps few buffers. The first small frames that it reads itself are plain copies, on
 //! which `Bytes::try_into_mut` succeeds; they count until they are dropped in a scope.
 //!
-//! The response body holds the request's permit, and so do its large frames until they are sent.
+//! The response body holds the request's permit, and so do its frames until they are sent, except
+//! for the first small ones. The connection drops frames outside any scope, but a followed frame is
+//! dropped in that of its request, so a response without end does not grow.
 //!
-//! Invariants: the permit lives as long as the response body and its large frames; a frame keeps
-//! neither the permit of its request nor the memory of its account.
+//! Invariants: the permit lives as long as the response body and its followed frames; a frame of a
+//! request keeps neither the permit of its request nor the memory of its account.
 
 use std::pin::Pin;
 use std::task::{Context, Poll};
@@ -34,9 +36,12 @@ const PLAIN_MAX: ByteSize = ByteSize::mib(1);
 /// All frames are copied while a request holds so many bytes in buffers of the connection: it keeps
 /// them, and the buffers would be up to half as large again. More than hyper reads at a time.
 const LENT_MAX: ByteSize = ByteSize::kib(512);
-/// A response's frame of fewer bytes counts for the connection from when it is handed over. An
-/// estimate: to follow it until it is sent costs an allocation.
+/// A response's frame of fewer bytes counts for the connection from when it is handed over, if it
+/// is one of the first. An estimate: to follow it until it is sent costs an allocation.
 const FOLLOWED_MIN: ByteSize = ByteSize::kib(16);
+/// The number of such frames of one response. Each may keep a buffer that is larger than itself,
+/// which counts until the request ends. An estimate: more than most responses have.
+const PLAIN_FRAMES: u8 = 16;
 
 pin_project! {
     /// The body of a request that passed the layer.
@@ -115,6 +120,9 @@ struct RequestFrame {
 }
 
 impl RequestFrame {
+    /// The block of `Bytes` for a frame: this owner and a counter, rounded up to a size class.
+    const BLOCK: ByteSize = ByteSize::of(size_of::<Self>() + 2 * size_of::<usize>());
+
     /// Charges the request for the frame.
     fn receive(data: Bytes, permit: &SharedPermit) -> Bytes {
         let length = ByteSize::of(data.len());
@@ -126,7 +134,8 @@ impl RequestFrame {
         let is_lent = permit.lend(length, LENT_MAX);
         let copied = |data: Bytes| if is_lent { data } else { Bytes::copy_from_slice(&data) };
         let data = unmeasured(|| copied(data));
-        permit.adopt(length);
+        // Many tiny frames need more for their blocks than for their bytes.
+        permit.adopt(length.saturating_add(Self::BLOCK));
         unmeasured(|| Bytes::from_owner(Self { data, permit: permit.downgrade(), is_lent }))
     }
 }
@@ -140,29 +149,25 @@ impl AsRef<[u8]> for RequestFrame {
 impl Drop for RequestFrame {
     fn drop(&mut self) {
         let data = std::mem::take(&mut self.data);
-        // `Bytes` frees its block of this owner next, which counts if that is in a scope.
-        let block = size_of::<Self>() + 2 * size_of::<usize>();
-        self.permit.give_back(ByteSize::of(data.len()), self.is_lent, ByteSize::of(block));
+        self.permit.give_back(ByteSize::of(data.len()), self.is_lent, Self::BLOCK);
         unmeasured(|| drop(data));
     }
 }
 
-/// A large frame of a response, which holds the request's permit until it is sent.
+/// A frame of a response, which holds the request's permit until it is sent.
 struct ResponseFrame {
     data: Bytes,
     permit: SharedPermit,
-    /// `true` if the request allocated it, as far as is known: nothing else refers to it.
-    is_own: bool,
 }
 
 impl ResponseFrame {
-    /// Hands a frame to the connection.
-    fn send(data: Bytes, permit: &SharedPermit) -> Bytes {
+    /// Hands a frame to the connection, after so many plain ones.
+    fn send(data: Bytes, permit: &SharedPermit, plain: &mut u8) -> Bytes {
         let length = ByteSize::of(data.len());
-        if length >= FOLLOWED_MIN {
-            let is_own = data.is_unique();
-            return Bytes::from_owner(Self { data, permit: permit.clone(), is_own });
+        if length >= FOLLOWED_MIN || *plain >= PLAIN_FRAMES {
+            return Bytes::from_owner(Self { data, permit: permit.clone() });
         }
+        *plain += 1;
         if data.is_unique() {
             permit.release(length);
         }
@@ -179,9 +184,8 @@ impl AsRef<[u8]> for ResponseFrame {
 impl Drop for ResponseFrame {
     fn drop(&mut self) {
         let data = std::mem::take(&mut self.data);
-        if self.is_own {
-            self.permit.measure(|| drop(data));
-        }
+        // Frees its buffer only if nothing else refers to it, such as a cache.
+        self.permit.measure(|| drop(data));
     }
 }
 
@@ -198,14 +202,15 @@ pin_project! {
     #[project = KindProject]
     #[derive(Debug)]
     enum Kind<R> {
-        Admitted { #[pin] body: Scoped<R> },
+        // With the number of frames that were not followed.
+        Admitted { #[pin] body: Scoped<R>, plain: u8 },
         Rejected { text: Option<Bytes> },
     }
 }
 
 impl<R> ResponseBody<R> {
     pub(super) const fn admitted(body: R, permit: SharedPermit) -> Self {
-        Self { kind: Kind::Admitted { body: Scoped::new(body, Some(permit)) } }
+        Self { kind: Kind::Admitted { body: Scoped::new(body, Some(permit)), plain: 0 } }
     }
 
     /// An empty text ends the body immediately, so that HTTP/2 sends only the head.
@@ -224,7 +229,7 @@ impl<R: Body<Data = Bytes>> Body for ResponseBody<R> {
         cx: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, R::Error>>> {
         match self.project().kind.project() {
-            KindProject::Admitted { mut body } => {
+            KindProject::Admitted { mut body, plain } => {
                 if body.get().is_none() {
                     return Poll::Ready(None);
                 }
@@ -233,7 +238,7 @@ impl<R: Body<Data = Bytes>> Body for ResponseBody<R> {
                 let Some(permit) = body.permit().filter(|permit| permit.is_measured()) else {
                     return polled;
                 };
-                let send = |data| ResponseFrame::send(data, permit);
+                let send = |data| ResponseFrame::send(data, permit, plain);
                 polled.map(|frame| frame.map(|frame| frame.map(|frame| frame.map_data(send))))
             }
             KindProject::Rejected { text } => {
@@ -244,14 +249,14 @@ impl<R: Body<Data = Bytes>> Body for ResponseBody<R> {
 
     fn is_end_stream(&self) -> bool {
         match &self.kind {
-            Kind::Admitted { body } => body.get().is_none_or(Body::is_end_stream),
+            Kind::Admitted { body, .. } => body.get().is_none_or(Body::is_end_stream),
             Kind::Rejected { text } => text.is_none(),
         }
     }
 
     fn size_hint(&self) -> SizeHint {
         match &self.kind {
-            Kind::Admitted { body } => {
+            Kind::Admitted { body, .. } => {
                 body.get().map_or_else(|| SizeHint::with_exact(0), Body::size_hint)
             }
             Kind::Rejected { text } => {

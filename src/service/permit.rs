@@ -612,15 +612,15 @@ impl fmt::Debug for SharedPermit {
 }
 
 impl WeakPermit {
-    /// Subtracts a frame from the request, unless that has ended. `uncounted` bytes that were not
-    /// charged will be freed on this thread.
-    pub(super) fn give_back(&self, bytes: ByteSize, is_lent: bool, uncounted: ByteSize) {
+    /// Subtracts a frame from the request, unless that has ended. Its block will be freed on this
+    /// thread, which counts in a scope.
+    pub(super) fn give_back(&self, bytes: ByteSize, is_lent: bool, block: ByteSize) {
         let Some(permit) = self.0.upgrade().map(SharedPermit) else { return };
         if is_lent {
             permit.0.owner().lent.fetch_sub(bytes.get(), Ordering::Relaxed);
         }
-        let counts = if permit.is_current() { uncounted } else { ByteSize::ZERO };
-        permit.release(bytes.saturating_sub(counts));
+        let block = if permit.is_current() { ByteSize::ZERO } else { block };
+        permit.release(bytes.saturating_add(block));
     }
 }
 

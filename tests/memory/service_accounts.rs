@@ -197,6 +197,27 @@ fn a_handler_that_keeps_frames_keeps_few_buffers_of_the_connection() {
     drop(now(call));
 }
 
+/// The bug: the block of a frame's owner counted when it was freed and not when it was allocated. A
+/// client that sent bytes one by one hid what the handler held.
+#[test]
+fn tiny_frames_hid_what_a_handler_holds() {
+    let bed = Bed::new();
+    let mut buffer = BytesMut::new();
+    let tiny = (0..10_000).map(|_| Frame::data(shared(1, &mut buffer)));
+    let frames = small_frames().into_iter().take(200).chain(tiny).collect();
+    drop(now(bed.call(frames, async |request: Received| {
+        // The small block stands for the head of the request, which others allocated.
+        let held = [4 * MIB, 4 * KIB].map(|size| black_box(Vec::<u8>::with_capacity(size)));
+        let mut body = request.into_body();
+        while let Some(frame) = next(&mut body).await {
+            drop(frame);
+        }
+        assert_live(4 * MIB);
+        drop(held);
+        empty().await
+    })));
+}
+
 #[test]
 fn a_small_frame_may_be_written_to() {
     let bed = Bed::new();
@@ -282,6 +303,62 @@ fn a_large_frame_of_a_response_is_reserved_until_it_is_sent() {
     assert!(bed.reserved() > ByteSize::kib(20 * 1024 - 4), "{}", bed.reserved());
     drop(frame);
     assert_eq!(bed.reserved(), ByteSize::ZERO);
+}
+
+/// A body of 2,000 frames that it makes one by one.
+struct Stream {
+    left: usize,
+    buffer: BytesMut,
+    frame: fn(&mut BytesMut) -> Bytes,
+}
+
+impl Body for Stream {
+    type Data = Bytes;
+    type Error = Infallible;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        _: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
+        let Self { left, buffer, frame } = &mut *self;
+        *left = left.saturating_sub(1);
+        Poll::Ready((*left > 0).then(|| Ok(Frame::data(frame(buffer)))))
+    }
+}
+
+/// The bug: the connection frees a frame outside the request's scope. A frame that shares a buffer,
+/// or is shorter than its buffer, counted until the end, so that a long download reserved its whole
+/// length, and a stream of events without end all memory.
+#[test]
+fn a_stream_that_is_sent_and_freed_grew_for_ever() {
+    let event = |_: &mut BytesMut| {
+        let mut event = Vec::with_capacity(8 * KIB);
+        event.extend(b"data: ebb");
+        Bytes::from(event)
+    };
+    let message = |buffer: &mut BytesMut| shared(4 * KIB, buffer);
+    let file = |buffer: &mut BytesMut| {
+        *buffer = BytesMut::new();
+        shared(64 * KIB, buffer)
+    };
+    let frames: [fn(&mut BytesMut) -> Bytes; 3] = [event, message, file];
+    for (nth, frame) in frames.into_iter().enumerate() {
+        let bed = Bed::new();
+        let response = now(bed.call(Vec::new(), async |_| {
+            Ok(Response::new(Stream { left: 2_000, buffer: BytesMut::new(), frame }))
+        }));
+        let mut body = response.into_body();
+        // As a connection: a few frames wait to be sent.
+        let mut queue = std::collections::VecDeque::new();
+        while let Some(frame) = now(Box::pin(next(&mut body))) {
+            queue.push_back(frame);
+            queue.truncate(4);
+            if queue.len() == 4 {
+                drop(queue.pop_front());
+            }
+        }
+        assert!(bed.reserved() < ByteSize::mib(1), "{nth}: {}", bed.reserved());
+    }
 }
 
 #[test]

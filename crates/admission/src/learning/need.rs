@@ -235,6 +235,8 @@ impl Compared {
     /// admitted any more, and its need would stay.
     pub fn claim(&self, room: ByteSize) -> ByteSize {
         let most = most(room);
+        // What reserves nothing is always admitted.
+        let most = most.max(ByteSize::new(1));
         let of = |ratio: Ratio| ratio.claim(self.compared, room).min(most);
         let Need { seen, family, is_known, .. } = &*self.need;
         let ratio = |of: &AtomicU64| Ratio::unpack(of.load(Ordering::Relaxed));
@@ -305,6 +307,18 @@ mod tests {
         assert_eq!(request.claim(ByteSize::mib(6)), ByteSize::mib(4), "two thirds of the room");
         let other = of(&needs, ByteSize::mib(100), true);
         assert_eq!(other.claim(ByteSize::gib(8)), ByteSize::mib(500), "another size of the route");
+    }
+
+    /// The bug: requests of a known route reserved nothing if there was no room at all, and what
+    /// reserves nothing is always admitted.
+    #[test]
+    fn without_room_a_known_need_was_admitted_for_nothing() {
+        let needs = Needs::default();
+        let request = of(&needs, MIB, true);
+        (0..LESSONS_MIN).for_each(|_| request.learn(MIB));
+        for room in [0, 1] {
+            assert_eq!(request.claim(ByteSize::new(room)), ByteSize::new(1));
+        }
     }
 
     #[test]

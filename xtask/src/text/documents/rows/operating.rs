@@ -94,8 +94,11 @@ fn levels(code: &Code<'_>) -> Rows {
         ("reserves {};", values![code.constant("EXEMPT_BODY_MAX").size()]),
         ("before it answers, up to {} of it,", values![code.constant("DRAIN_MAX").size()]),
         (
-            "A frame of the response of {} or more counts until it is sent",
-            values![code.constant("FOLLOWED_MIN").size()],
+            "counts until it is sent, except the first {} of less than {}",
+            values![
+                code.constant("body::PLAIN_FRAMES").number().to_string(),
+                code.constant("FOLLOWED_MIN").size()
+            ],
         ),
         ("within one poll, to {};", values![code.constant("account::PEAK_MIN").size()]),
         (
