@@ -9,8 +9,7 @@ use std::time::Duration;
 use axum::extract::DefaultBodyLimit;
 use axum::{Json, Router, routing::post};
 use lowtide::heap::HeapProfile;
-use lowtide::service::{ContentLength, MemoryLayer};
-use lowtide::{BoxError, ByteSize, Memory};
+use lowtide::{BoxError, Memory};
 use serde_json::Value;
 use tokio::net::TcpListener;
 use tower::limit::GlobalConcurrencyLimitLayer;
@@ -24,9 +23,6 @@ const CONCURRENCY: usize = 8;
 /// The duration of the handler's call to a database, which it simulates. The parsed value is in
 /// memory until then.
 const CALL: Duration = Duration::from_millis(20);
-/// The memory that a request needs for each byte of its body: the body, a second copy while it is
-/// collected, the parsed value (4.2 bytes for this JSON) and some room.
-const FACTOR: f64 = 8.0;
 
 /// A way to keep the service below its memory limit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
@@ -81,9 +77,7 @@ pub(crate) fn serve(setup: Setup) -> Result<(), BoxError> {
                 .on_thread_start(lowtide::memory::on_thread_start)
                 .on_thread_park(lowtide::heap::on_thread_park);
             let memory = Memory::builder().memory_limit(LIMIT).start()?;
-            let estimate =
-                ContentLength::new(ByteSize::mib(2)).factor(FACTOR).least(ByteSize::kib(16));
-            routes.layer(MemoryLayer::new(memory.admission().clone(), estimate))
+            routes.layer(memory.layer())
         }
     };
     let runtime = runtime.enable_all().build()?;
