@@ -585,7 +585,9 @@ impl<'a> TrialWork<'a> {
 
 impl Drop for TrialWork<'_> {
     fn drop(&mut self) {
-        let more = self.permit.0.memory().live.saturating_sub(self.before);
+        let (live, admitted) = (self.permit.0.memory().live, self.permit.0.owner());
+        // What is reserved leaves its room.
+        let more = live.saturating_sub(self.before.max(admitted.claim()));
         if let Some(slot) = &self.permit.held().terms.slot {
             slot.ends_work(more >= REPORTED_MIN);
         }

@@ -159,6 +159,24 @@ fn large_requests_of_an_unknown_route_ran_all_at_once() {
     assert!(bed.memory.shutdown(Duration::ZERO).is_clean());
 }
 
+/// The bug: each admitted request grew to what it had reserved, and the time of all others began
+/// anew with that, so a route that was called often waited for its first answers.
+#[test]
+fn growth_within_a_claim_holds_up_nobody() {
+    let mut bed = Bed::new(handler(|request| async move {
+        let bytes = request.headers()["x-estimate"].to_str().expect("text").parse();
+        let _held: Vec<u8> = black_box(Vec::with_capacity(bytes.expect("bytes")));
+        std::future::pending().await
+    }));
+    let mut running = bed.fill("/", LARGE);
+    assert_eq!(running.len(), 1);
+    for expected in [2, 4] {
+        bed.clock.advance(Duration::from_millis(125));
+        running.extend(bed.fill("/", LARGE));
+        assert_eq!(running.len(), expected);
+    }
+}
+
 /// The bug: an estimate that was too high rejected requests that would have fit, for ever.
 #[test]
 fn an_estimate_is_a_hint_until_eight_requests_are_measured() {

@@ -45,15 +45,16 @@ pub(super) struct Request {
 /// What is kept for a measured request, as the tower layer does.
 struct Terms {
     need: Compared,
+    claim: ByteSize,
     slot: Option<Trial>,
 }
 
 impl Terms {
     /// A poll has ended in which it grew.
-    fn grows(&self, has_arrived: bool) {
+    fn grows(&self, is_beyond: bool, has_arrived: bool) {
         if let Some(slot) = &self.slot {
             slot.begins_work();
-            slot.ends_work(true);
+            slot.ends_work(is_beyond);
             if has_arrived {
                 slot.arrived();
             }
@@ -192,12 +193,13 @@ impl World {
             })?,
             false => None,
         };
-        let mut permit = self.door.try_admit(Cost::host(need.claim(room)))?;
+        let claim = need.claim(room);
+        let mut permit = self.door.try_admit(Cost::host(claim))?;
         permit.report(ByteSize::ZERO);
         if slot.is_some() {
             permit.mark_unlearned();
         }
-        Ok((permit, Some(Terms { need, slot })))
+        Ok((permit, Some(Terms { need, claim, slot })))
     }
 
     /// A part of the body arrives.
@@ -219,7 +221,7 @@ impl World {
         if let Some(terms) = &request.terms {
             permit.raise(bytes(request.held));
             permit.report(bytes(request.held));
-            terms.grows(request.parts_left == 0);
+            terms.grows(bytes(request.held) > terms.claim, request.parts_left == 0);
         }
         request.parts_left -= 1;
         if request.parts_left > 0 {

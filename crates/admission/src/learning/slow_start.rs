@@ -4,9 +4,10 @@
 //! one. Each request that succeeds adds one, so the number doubles in each generation. It doubles
 //! with each [`STEP`] in which some ran without a break, so that a route with long requests does
 //! not wait for their end. Time counts from when the body of one has arrived, or from when one grew
-//! after that: while it arrives, a request holds less than it will. It does not count while one
-//! works, since the memory of a poll is seen when that ends. If no body arrives, a step takes
-//! [`ARRIVING`] times as long, so that a client that sends nothing does not hold up a route.
+//! beyond its claim after that: while it arrives, a request holds less than it will. It does not
+//! count while one works, since the memory of a poll is seen when that ends. If no body arrives, a
+//! step takes [`ARRIVING`] times as long, so that a client that sends nothing does not hold up a
+//! route.
 //!
 //! Pure: the caller passes the time and the room, and keeps one instance for each route under a
 //! lock.
@@ -100,7 +101,7 @@ impl SlowStart {
         self.working += 1;
     }
 
-    /// Ends work of one, which `grew` by it.
+    /// Ends work of one, which `grew` beyond its claim by it.
     pub(super) fn end_work(&mut self, grew: bool, now: Moment) {
         self.working = self.working.saturating_sub(1);
         if grew && let Some(arrived) = &mut self.arrived {

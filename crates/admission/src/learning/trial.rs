@@ -58,7 +58,7 @@ impl Trial {
         lock(&self.trials.0).begin_work();
     }
 
-    /// Records that it ends a piece of work.
+    /// Records that it ends a piece of work, and whether it grew beyond its claim by that.
     pub fn ends_work(&self, grew: bool) {
         lock(&self.trials.0).end_work(grew, self.clock.now());
     }

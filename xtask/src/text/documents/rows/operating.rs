@@ -144,7 +144,7 @@ fn routes(code: &Code<'_>) -> Rows {
         ),
         ("rejections {} at once, then one a second", values![at_once(code, "LOGGED")]),
         (
-            "it doubles every {} while requests of the route wait and do not grow,",
+            "it doubles every {} while requests of the route wait and do not grow beyond",
             values![time(code.constant("slow_start::STEP").time())],
         ),
         ("would fit if each needed {} times its estimate", values![of("slow_start::EXPANSION")]),
