@@ -7,7 +7,7 @@
 pub use lowtide_admission::{
     Acquire, AcquireError, AddError, Admission, AdmissionStats, Backoff, Budget, CeilingParts,
     ClassStats, Cost, Cpus, EventCounts, Ledger, Level, Limit, LimitSource, LoadError, LoadScope,
-    Managed, ManagedBuilder, MemoryEvents, Permit, Priority, Psi, RejectReason, Rejected,
-    RequestMemory, Resource, ResourceStats, SettingsError, Signal, Signals, SizeClass, Stall,
-    UnloadError, UnloadReason, Unloads, Use,
+    Managed, ManagedBuilder, MemoryEvents, MemoryUsage, Permit, Priority, Psi, RejectReason,
+    Rejected, RequestMemory, Resource, ResourceStats, RouteUsage, SettingsError, Signal, Signals,
+    SizeClass, Stall, TenantUsage, UnloadError, UnloadReason, Unloads, Use,
 };

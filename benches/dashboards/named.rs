@@ -32,6 +32,7 @@ const MOMENT: &str = "activations live briefly, and samples fall between two of 
 const FAST: &str = "a load may be over between two scrapes";
 const MEET: &str = "on few cores threads may never contend for a lock";
 const VIEWED: &str = "an arena used through cudarc sleeps only if the program asks for it";
+const TENANTS: &str = "the proxy names no tenants";
 const SHORTAGE: &str = "an arena is never short here: admission rejects requests before";
 
 /// The panels.
@@ -69,6 +70,7 @@ pub(crate) const PANELS: &[Named] = &[
     empty("OOM kills", "A", CGROUP),
     empty("Limits reached", "A", CGROUP),
     empty("Memory stalls", "AB", CGROUP),
+    empty("Largest tenants", "AB", TENANTS),
     constant("Memory held by resources", "A", "each load of the model holds as much"),
     constant("Loading", "A", FAST),
     constant("Waiting callers", "A", FAST),
@@ -84,6 +86,8 @@ pub(crate) const METRICS: &[(&str, &str)] = &[
     ("lowtide_pressure_events_total", CGROUP),
     ("lowtide_pressure_stall_ratio", CGROUP),
     ("lowtide_pressure_stall_seconds", CGROUP),
+    ("lowtide_admission_tenant_live_bytes", TENANTS),
+    ("lowtide_admission_tenant_live_peak_bytes", TENANTS),
 ];
 
 /// Recording rules that may make no series.

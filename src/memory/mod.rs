@@ -43,7 +43,7 @@ use crate::config::Config;
 use crate::fork::Birth;
 use crate::sync::{Mutex, lock};
 use lowtide_admission::{Admission, Budget, Cost, Job, JobQueue, Resource, Trigger};
-use lowtide_admission::{Level, RequestMemory, ResourceStats};
+use lowtide_admission::{Level, RequestMemory, ResourceStats, RouteUsage, TenantUsage};
 
 pub use admin_tasks::{AdminCommand, AdminError, AdminTask, AdminTaskState};
 pub use builder::Builder;
@@ -322,6 +322,23 @@ impl Memory {
             return Vec::new();
         }
         shared.admission.largest(LARGEST_MAX, shared.clock.now())
+    }
+
+    /// Returns the memory of measured requests by route, the largest first: at most 64 routes, and
+    /// one named `other` for the rest. A route is a method and a pattern that axum matched, a gRPC
+    /// method, or else the first segment of the path. Empty in a forked child.
+    #[must_use]
+    pub fn usage_by_route(&self) -> Vec<RouteUsage> {
+        let shared = &self.0.shared;
+        if shared.birth.is_here() { shared.admission.usage_by_route() } else { Vec::new() }
+    }
+
+    /// Returns the memory of measured requests by tenant (`service::Tenant`), the largest first: at
+    /// most 32 tenants, and one named `other` for the rest. Empty in a forked child.
+    #[must_use]
+    pub fn usage_by_tenant(&self) -> Vec<TenantUsage> {
+        let shared = &self.0.shared;
+        if shared.birth.is_here() { shared.admission.usage_by_tenant() } else { Vec::new() }
     }
 
     /// Returns a few figures at each of the last publications, oldest first: at most 300. Empty in

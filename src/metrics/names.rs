@@ -291,6 +291,26 @@ table! {
     ADMISSION_OUTLIVED: Counter "lowtide_admission_outlived_bytes_total" Bytes []
         "Bytes that measured requests still held when they ended: in caches, in tasks that go on, \
          or leaked. Includes headers of responses, which the server frees soon after.";
+    ADMISSION_ROUTE_LIVE: Gauge "lowtide_admission_route_live_bytes" Bytes ["method", "route"]
+        "Bytes that running requests of the route hold, as measured: each request from 64 KiB on, \
+         and to 64 KiB. Exempt requests are not counted.";
+    ADMISSION_ROUTE_REQUESTS: Counter "lowtide_admission_route_requests_total" Count
+        ["method", "route"]
+        "Measured requests of the route that have ended, also those that failed.";
+    ADMISSION_ROUTE_PEAK: Counter "lowtide_admission_route_peak_bytes_total" Bytes
+        ["method", "route"]
+        "Sum of the largest number of bytes that each ended request of the route held. Divided by \
+         lowtide_admission_route_requests_total, it is the mean need.";
+    ADMISSION_ROUTE_CLAIM: Counter "lowtide_admission_route_claim_bytes_total" Bytes
+        ["method", "route"]
+        "Sum of the bytes that each ended request of the route had reserved. Divided by \
+         lowtide_admission_route_peak_bytes_total, it is the margin of reservations.";
+    ADMISSION_TENANT_LIVE: Gauge "lowtide_admission_tenant_live_bytes" Bytes ["tenant"]
+        "Bytes that running requests of the tenant hold, as measured: each request from 64 KiB on, \
+         and to 64 KiB. Exempt requests are not counted; absent if the service names no tenants.";
+    ADMISSION_TENANT_PEAK: Gauge "lowtide_admission_tenant_live_peak_bytes" Bytes ["tenant"]
+        "Largest number of bytes that running requests of the tenant held together since the \
+         start.";
     ADMISSION_REQUESTS: Counter "lowtide_admission_requests_total" Count
         ["budget", "size_class", "outcome"]
         "Requests by outcome (admitted, or rejected because they did not fit) and by size class \

@@ -236,6 +236,28 @@ pub fn admission(stats: &lowtide_admission::AdmissionStats) {
     }
 }
 
+/// Publishes the memory of the requests of a route.
+pub fn route(usage: &lowtide_admission::RouteUsage) {
+    let (route, memory) = (shared(&usage.route), &usage.memory);
+    let labels = || [("method", SharedString::const_str(usage.method)), ("route", route.clone())];
+    gauge!(name::ADMISSION_ROUTE_LIVE.name, &labels()).set(memory.live.as_f64());
+    for (metric, total) in [
+        (name::ADMISSION_ROUTE_REQUESTS, memory.requests_total),
+        (name::ADMISSION_ROUTE_PEAK, memory.peak_bytes_total),
+        (name::ADMISSION_ROUTE_CLAIM, memory.claim_bytes_total),
+    ] {
+        counter!(metric.name, &labels()).absolute(total);
+    }
+}
+
+/// Publishes the memory of the requests of a tenant.
+pub fn tenant(usage: &lowtide_admission::TenantUsage) {
+    let (tenant, memory) = (shared(&usage.tenant), &usage.memory);
+    let label = || tenant.clone();
+    gauge!(name::ADMISSION_TENANT_LIVE.name, "tenant" => label()).set(memory.live.as_f64());
+    gauge!(name::ADMISSION_TENANT_PEAK.name, "tenant" => label()).set(memory.live_peak.as_f64());
+}
+
 /// Publishes a resource; `last_used` since the Unix epoch.
 pub fn resource(stats: &lowtide_admission::ResourceStats, last_used: Option<Duration>) {
     use lowtide_admission::UnloadReason;

@@ -80,29 +80,24 @@ struct LayerSettings {
 /// The default of [`MemoryLayer::with_request_cap`]. An estimate: most routes reserve what most of
 /// their requests hold, and few first requests need that much more than their estimate.
 const REQUEST_CAP: f64 = 8.0;
+
 /// Returns the name of a request's route: the pattern that axum matched, the gRPC method, or else
-/// the first segment of the path.
-fn route(head: &Parts) -> &str {
+/// the first segment of the path. The flag is set for a pattern, which clients do not choose.
+fn route(head: &Parts) -> (&str, bool) {
     #[cfg(feature = "axum")]
     if let Some(path) = head.extensions.get::<axum::extract::MatchedPath>() {
-        return path.as_str();
+        return (path.as_str(), true);
     }
     let path = head.uri.path();
     // gRPC needs HTTP/2.
     let kind = if head.version == Version::HTTP_2 { head.headers.get(CONTENT_TYPE) } else { None };
     if kind.is_some_and(|kind| kind.as_bytes().starts_with(b"application/grpc")) {
-        return path;
+        return (path, false);
     }
     let path = path.strip_prefix('/').unwrap_or(path);
     let end = path.bytes().position(|byte| byte == b'/').unwrap_or(path.len());
-    path.get(..end).unwrap_or(path)
-}
-
-/// Returns `true` if the handler did what was requested. An error of gRPC has status 200.
-fn is_success<R>(response: &Response<R>) -> bool {
-    let status = response.status();
-    let of_grpc = response.headers().get("grpc-status");
-    (status.is_success() || status.is_redirection()) && of_grpc.is_none_or(|status| status == "0")
+    let first = path.get(..end).unwrap_or(path);
+    (if first.is_empty() { "/" } else { first }, false)
 }
 
 impl<E: Estimate> MemoryLayer<E> {
@@ -298,7 +293,7 @@ impl<E: Estimate> MemoryLayer<E> {
         let Estimated { mut cost, priority, mut lesson } = estimated;
         let is_measured = settings.admission.is_managed() && is_measured();
         let mut slot = None;
-        let (method, route) = (&head.method, route(head));
+        let (method, (route, is_matched)) = (&head.method, route(head));
         if is_measured && priority != Priority::Exempt {
             let is_minimum = !settings.starts_slowly;
             if lesson.is_none() {
@@ -333,7 +328,9 @@ impl<E: Estimate> MemoryLayer<E> {
         // gRPC needs HTTP/2.
         let is_http2 = head.version == Version::HTTP_2;
         let content_type = if is_http2 { head.headers.get(CONTENT_TYPE).cloned() } else { None };
-        let origin = Origin { method, version: head.version, route, content_type };
+        let version = head.version;
+        let tenant = if is_measured { head.extensions.get().cloned() } else { None };
+        let origin = Origin { method, version, route, is_matched, tenant, content_type };
         let terms = Terms { cap, lesson, share, slot, is_measured, reports };
         Ok(SharedPermit::new(permit, origin, terms))
     }
@@ -374,6 +371,14 @@ impl fmt::Debug for LayerSettings {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("LayerSettings").finish_non_exhaustive()
     }
+}
+
+/// Returns `true` if the answer is a success. A gRPC error has status 200: the headers of an answer
+/// without a body name it.
+fn is_success<B>(response: &Response<B>, may_be_grpc: bool) -> bool {
+    let status = response.status();
+    let is_error = may_be_grpc && response.headers().get("grpc-status").is_some_and(|of| of != "0");
+    !is_error && (status.is_success() || status.is_redirection())
 }
 
 impl<S, E> Layer<S> for MemoryLayer<E> {
@@ -482,7 +487,7 @@ where
                     settings.report(permit, &rejected);
                 }
                 if let Ok(response) = &answered {
-                    permit.answered(is_success(response));
+                    permit.answered(is_success(response, permit.may_be_grpc()));
                 }
                 Poll::Ready(answered.map(|response| {
                     response.map(|body| ResponseBody::admitted(body, permit.clone()))
@@ -508,13 +513,15 @@ mod tests {
         let name = |path: &str, version, kind: &str| {
             let request = Request::post(path).version(version).header(CONTENT_TYPE, kind);
             let (head, ()) = request.body(()).expect("a valid head").into_parts();
-            route(&head).to_owned()
+            let (route, is_matched) = route(&head);
+            assert!(!is_matched, "no router matched");
+            route.to_owned()
         };
         let (one, two) = (Version::HTTP_11, Version::HTTP_2);
         assert_eq!(name("/a.B/C", two, "application/grpc+proto"), "/a.B/C");
         assert_eq!(name("/a.B/C", two, "application/json"), "a.B");
         assert_eq!(name("/a/b/c", one, "application/grpc"), "a", "gRPC needs HTTP/2");
         assert_eq!(name("/upload?x=/y", one, "text/plain"), "upload");
-        assert_eq!(name("/", one, "text/plain"), "");
+        assert_eq!(name("/", one, "text/plain"), "/");
     }
 }

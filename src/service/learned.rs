@@ -21,7 +21,7 @@ use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use crate::sync::{Mutex, lock};
 pub use lowtide_admission::learning::ROUTES_MAX;
 use lowtide_admission::learning::{Compared, Record, Routes, TooManyRunning, Trial, Trials, most};
-use lowtide_admission::{Cost, Priority};
+use lowtide_admission::{Cost, KeptUsage, Priority};
 
 use super::estimate::{Estimate, Estimated};
 
@@ -122,6 +122,14 @@ impl Lesson {
         }
     }
 
+    /// Returns the place for the record of the route's memory.
+    pub(super) fn usage(&self) -> &KeptUsage {
+        match &self.0 {
+            Of::Bytes(route) => &route.usage,
+            Of::Estimate(compared) => compared.usage(),
+        }
+    }
+
     /// Returns the most that one request with this reservation is expected to hold.
     pub(super) fn expected(&self, claim: ByteSize) -> ByteSize {
         match &self.0 {
@@ -211,6 +219,7 @@ struct Route {
     is_known: AtomicBool,
     seen: Mutex<FadingHistogram>,
     trials: Trials,
+    usage: KeptUsage,
 }
 
 impl Route {
@@ -221,6 +230,7 @@ impl Route {
             is_known: AtomicBool::new(false),
             seen: Mutex::new(FadingHistogram::new()),
             trials: Trials::new(LESSONS_MIN),
+            usage: KeptUsage::of_any_route(),
         }
     }
 

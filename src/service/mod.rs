@@ -25,6 +25,7 @@ mod parts;
 mod permit;
 mod rejection;
 mod scoped;
+mod usage;
 
 pub use admin::{Admin, AdminToken, Peer, TokenError};
 pub use body::{RequestBody, ResponseBody};
@@ -37,3 +38,4 @@ pub use learned::{Learned, Lesson, ROUTES_MAX};
 pub use permit::SharedPermit;
 pub use rejection::{Reject, rejection, unavailable};
 pub use scoped::{Scoped, scope, scope_blocking};
+pub use usage::Tenant;

@@ -1,5 +1,5 @@
 //! The optional parts of `/memory`: maps of arenas, history, events, admin tasks, the largest
-//! requests.
+//! requests, the memory of routes and tenants.
 //!
 //! Each part is bounded. The figures themselves are in `endpoints`, the maps in `devices`.
 
@@ -9,7 +9,7 @@ use serde_json::{Map, Value, json};
 
 use crate::bytes::ByteSize;
 use crate::memory::{AdminTask, Event, HistorySample, Memory};
-use lowtide_admission::RequestMemory;
+use lowtide_admission::{MemoryUsage, RequestMemory, RouteUsage, TenantUsage};
 
 use super::asked::QueryError;
 use super::devices::{self, Maps};
@@ -22,11 +22,20 @@ pub(super) enum Part {
     Events,
     AdminTasks,
     LargestRequests,
+    Routes,
+    Tenants,
 }
 
 impl Part {
-    const ALL: [Self; 5] =
-        [Self::Map, Self::MetricsHistory, Self::Events, Self::AdminTasks, Self::LargestRequests];
+    const ALL: [Self; 7] = [
+        Self::Map,
+        Self::MetricsHistory,
+        Self::Events,
+        Self::AdminTasks,
+        Self::LargestRequests,
+        Self::Routes,
+        Self::Tenants,
+    ];
 
     const fn name(self) -> &'static str {
         match self {
@@ -35,6 +44,8 @@ impl Part {
             Self::Events => "events",
             Self::AdminTasks => "admin_tasks",
             Self::LargestRequests => "largest_requests",
+            Self::Routes => "routes",
+            Self::Tenants => "tenants",
         }
     }
 
@@ -80,6 +91,8 @@ impl Part {
                 json!({ "needs_token": needs_token, "list": list })
             }),
             Self::LargestRequests => memory.largest_requests().iter().map(request).collect(),
+            Self::Routes => memory.usage_by_route().iter().map(route).collect(),
+            Self::Tenants => memory.usage_by_tenant().iter().map(tenant).collect(),
         };
         to.insert(self.name().to_owned(), value);
     }
@@ -114,12 +127,35 @@ fn request(request: &RequestMemory) -> Value {
     json!({
         "method": request.method,
         "route": request.route,
+        "tenant": request.tenant,
         "live_bytes": request.live.get(),
         "peak_bytes": request.peak.get(),
         "claim_bytes": request.claim.get(),
         "age_seconds": seconds(request.age),
         "cancelled": request.is_cancelled,
     })
+}
+
+fn route(of: &RouteUsage) -> Value {
+    named(json!({ "method": of.method, "route": of.route }), &of.memory)
+}
+
+fn tenant(of: &TenantUsage) -> Value {
+    named(json!({ "tenant": of.tenant }), &of.memory)
+}
+
+/// Adds the memory to a name.
+fn named(mut named: Value, memory: &MemoryUsage) -> Value {
+    for (name, value) in [
+        ("live_bytes", Some(memory.live.get())),
+        ("live_peak_bytes", Some(memory.live_peak.get())),
+        ("requests", Some(memory.requests_total)),
+        ("mean_peak_bytes", memory.mean_peak().map(ByteSize::get)),
+        ("mean_claim_bytes", memory.mean_claim().map(ByteSize::get)),
+    ] {
+        named[name] = value.into();
+    }
+    named
 }
 
 fn admin_task(admin_task: &AdminTask) -> Value {

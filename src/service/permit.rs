@@ -30,12 +30,15 @@ use crate::clock::Moment;
 use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use crate::sync::{Mutex, MutexGuard, lock};
 use lowtide_admission::learning::Trial;
-use lowtide_admission::{LARGE_MIN, LargeRequest, Permit, Rejected, RequestMemory};
+use lowtide_admission::{
+    LARGE_MIN, LargeRequest, NAME_MAX, Permit, Rejected, RequestMemory, shortened,
+};
 use lowtide_heap::{Account, AccountMemory, AccountOwner, unmeasured};
 
 use super::exempt::ExemptShare;
 use super::learned::Lesson;
 use super::scoped::Scoped;
+use super::usage::{self, LiveIn, Tenant};
 
 /// The permit of a request, found in the request's extensions, or with [`SharedPermit::current`].
 /// Shows the memory that the request holds, attributes work on other threads to it, and reserves
@@ -104,6 +107,9 @@ pub(super) struct Origin {
     pub(super) method: Method,
     pub(super) version: Version,
     pub(super) route: RouteLabel,
+    /// `true` if the route is a pattern of the program.
+    pub(super) is_matched: bool,
+    pub(super) tenant: Option<Tenant>,
     pub(super) content_type: Option<HeaderValue>,
 }
 
@@ -140,6 +146,8 @@ struct Held {
     waiting: Vec<(u64, Waker)>,
     /// The number of the next one.
     next: u64,
+    /// The figures to which its live bytes were added, once they were reported.
+    live_in: Option<LiveIn>,
     terms: Terms,
 }
 
@@ -163,6 +171,7 @@ impl SharedPermit {
             waker: None,
             waiting: Vec::new(),
             next: 0,
+            live_in: None,
             terms,
         };
         Self(Arc::new(Account::new(Admitted {
@@ -288,12 +297,13 @@ impl SharedPermit {
 
     #[cold]
     fn report(&self, live: ByteSize) {
+        let admitted = self.0.owner();
         let is_short = self.change(|held| {
             held.hold(live);
+            let before = admitted.reported.swap(live.get(), Ordering::Relaxed);
+            held.change_live(&admitted.origin, ByteSize::new(before), live);
             held.permit.is_short()
         });
-        let admitted = self.0.owner();
-        admitted.reported.store(live.get(), Ordering::Relaxed);
         if live >= LARGE_MIN && !admitted.is_registered.swap(true, Ordering::Relaxed) {
             let register = || self.held().permit.register(Arc::new(self.downgrade()), live);
             unmeasured(register);
@@ -363,7 +373,7 @@ impl SharedPermit {
     /// Returns the head of the request for an answer: its method, version and content type, and its
     /// route as the path.
     pub(super) fn head(&self) -> Parts {
-        let Origin { method, version, route, content_type } = &self.0.owner().origin;
+        let Origin { method, version, route, content_type, .. } = &self.0.owner().origin;
         let (mut head, ()) = Request::new(()).into_parts();
         (head.method, head.version) = (method.clone(), *version);
         let path = route.to_string();
@@ -378,6 +388,11 @@ impl SharedPermit {
     /// Returns the name of the request's route.
     pub(super) fn route(&self) -> String {
         self.0.owner().origin.route.to_string()
+    }
+
+    /// Returns `true` if the request is one of HTTP/2 with a content type.
+    pub(super) fn may_be_grpc(&self) -> bool {
+        self.0.owner().origin.content_type.is_some()
     }
 
     /// Records that its handler answered.
@@ -647,10 +662,11 @@ impl LargeRequest for WeakPermit {
     fn describe(&self, now: Moment) -> Option<RequestMemory> {
         let account = self.0.upgrade()?;
         let (AccountMemory { live, peak, .. }, admitted) = (account.memory(), account.owner());
-        let Origin { method, route, .. } = &admitted.origin;
+        let Origin { method, route, tenant, .. } = &admitted.origin;
         Some(RequestMemory {
             method: method.to_string(),
             route: route.to_string(),
+            tenant: tenant.as_ref().map(|tenant| tenant.name().to_owned()),
             live,
             peak,
             claim: admitted.claim(),
@@ -663,31 +679,28 @@ impl LargeRequest for WeakPermit {
 /// The name of a route, shortened, so that each request can have a copy.
 #[derive(Clone, Copy)]
 pub(super) struct RouteLabel {
-    text: [u8; ROUTE_MAX],
+    text: [u8; NAME_MAX],
     length: u8,
 }
 
-/// The maximum length of a route's name, in bytes.
-const ROUTE_MAX: usize = 64;
-
 impl RouteLabel {
     pub(super) fn new(route: &str) -> Self {
-        let mut length = route.len().min(ROUTE_MAX);
-        while !route.is_char_boundary(length) {
-            length -= 1;
+        let route = shortened(route).as_bytes();
+        let mut text = [0; NAME_MAX];
+        if let Some(to) = text.get_mut(..route.len()) {
+            to.copy_from_slice(route);
         }
-        let mut text = [0; ROUTE_MAX];
-        if let (Some(to), Some(from)) = (text.get_mut(..length), route.as_bytes().get(..length)) {
-            to.copy_from_slice(from);
-        }
-        Self { text, length: u8::try_from(length).unwrap_or_default() }
+        Self { text, length: u8::try_from(route.len()).unwrap_or_default() }
+    }
+
+    pub(super) fn as_bytes(&self) -> &[u8] {
+        self.text.get(..self.length.into()).unwrap_or_default()
     }
 }
 
 impl fmt::Display for RouteLabel {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let text = self.text.get(..self.length.into()).unwrap_or_default();
-        f.write_str(std::str::from_utf8(text).unwrap_or_default())
+        f.write_str(std::str::from_utf8(self.as_bytes()).unwrap_or_default())
     }
 }
 
@@ -717,6 +730,14 @@ impl Held {
         Ok(())
     }
 
+    /// Replaces its live bytes in the figures of its route and tenant.
+    fn change_live(&mut self, origin: &Origin, before: ByteSize, after: ByteSize) {
+        if let Some(lesson) = &self.terms.lesson {
+            let live_in = || LiveIn::new(&self.permit, origin, lesson);
+            self.live_in.get_or_insert_with(live_in).change(before, after);
+        }
+    }
+
     /// Reports bytes that are in use.
     fn hold(&mut self, live: ByteSize) {
         let more = self.permit.raise(live);
@@ -735,7 +756,15 @@ impl AccountOwner for Admitted {
         if !memory.live.is_zero() {
             held.permit.outlive(memory.live);
         }
+        if let Some(live_in) = &held.live_in {
+            live_in.change(ByteSize::new(self.reported.load(Ordering::Relaxed)), ByteSize::ZERO);
+        }
         let Some(lesson) = held.terms.lesson.take() else { return };
+        if self.is_measured {
+            let bytes = (memory.peak, self.claim());
+            let succeeded = held.answer == Some(true);
+            usage::add(&held.permit, &self.origin, &lesson, succeeded, bytes);
+        }
         let measured = self.is_measured.then_some(memory.peak);
         if held.cancelled.is_some() {
             // It might have needed more.

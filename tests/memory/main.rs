@@ -64,6 +64,7 @@ mod service_estimates;
 mod service_layer;
 mod service_measured;
 mod service_page;
+mod service_usage;
 #[path = "../support/start.rs"]
 mod start;
 #[path = "../support/mod.rs"]

@@ -16,7 +16,7 @@ use lowtide::metrics::names::{Kind, Metric, TABLE};
 use lowtide::metrics::record;
 use lowtide::{ByteSize, Memory};
 use lowtide_admission::ledger::{Correction, Measured};
-use lowtide_admission::{Admission, Budget, Cost, Priority, Resource, UnloadReason};
+use lowtide_admission::{Admission, Budget, Cost, NameSource, Priority, Resource, UnloadReason};
 use lowtide_heap::HostArena;
 use metrics_exporter_prometheus::PrometheusBuilder;
 use test_fork::test;
@@ -119,6 +119,8 @@ fn every_metric_of_the_table_is_published(scrape: &Scrape) {
     assert_eq!(scrape.kind.len(), published, "a type without a metric");
 }
 
+const COST: ByteSize = ByteSize::mib(1);
+
 /// Brings every metric about: an arena with a limit that refuses, a resource that was loaded,
 /// failed and was unloaded, requests admitted and shed, purges.
 fn live(memory: &Memory) {
@@ -138,7 +140,10 @@ fn live(memory: &Memory) {
     assert!(admit(ByteSize::gib(1)).is_err(), "larger than the limit");
     assert!(admit(ByteSize::mib(70)).is_err(), "more than is left");
     let exempt = memory.admission().try_admit_with(Cost::host(ByteSize::mib(1)), Priority::Exempt);
-    drop(exempt.expect("always"));
+    let exempt = exempt.expect("always");
+    exempt.usage_of_route("GET", "/users/{id}", NameSource::Program).add(COST, COST);
+    exempt.usage_of_tenant("acme").add(COST, COST);
+    drop(exempt);
     memory.purge().expect("not forked");
     drop(buffer);
 }

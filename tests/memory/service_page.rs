@@ -18,7 +18,9 @@ use crate::support::{Tree, advance_until};
 const SOON: Duration = Duration::from_secs(5);
 const SECOND: Duration = Duration::from_secs(1);
 const ANY_PART: &str =
-    r#"with="everything": expected map, history, events, admin_tasks, largest_requests"#;
+    "expected map, history, events, admin_tasks, largest_requests, routes, tenants";
+const PARTS: [&str; 7] =
+    ["map", "history", "events", "admin_tasks", "largest_requests", "routes", "tenants"];
 const ALL: &str = "/memory?format=json&with=map,history,events,admin_tasks";
 const BROWSER: &str = "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8";
 
@@ -129,7 +131,7 @@ fn the_figures_are_told_alone_unless_parts_are_asked_for() {
     let memory = start(&clock, &tree);
     let endpoints = Endpoints::new(Some(memory.clone()));
     let alone = told(&endpoints, "/memory");
-    for part in ["map", "history", "events", "admin_tasks", "largest_requests"] {
+    for part in PARTS {
         assert!(alone.get(part).is_none(), "{part}");
         let with = told(&endpoints, &format!("/memory?with={part}"));
         assert!(with.get(part).is_some(), "{part}");

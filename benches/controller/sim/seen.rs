@@ -101,7 +101,10 @@ pub(crate) struct Seen {
     pub(crate) purges: [u64; Trigger::ALL.len()],
     pub(crate) purged: f64,
     purge_ended: Option<Moment>,
-    /// Purges of the loop that began sooner than 100 ms after the one before.
+    /// MiB at the last two samples, and when a purge was decided.
+    dirty: [f64; 2],
+    wanted: f64,
+    /// Purges of the loop that began sooner than 100 ms after the one before, for little.
     pub(crate) hasty: u64,
     /// `true` if the page cache ever was beyond the limit: the plant is wrong.
     pub(crate) beyond: bool,
@@ -112,6 +115,8 @@ pub(crate) struct Seen {
 
 /// The shortest pause between two purges that the loop decides on.
 const PACE: Duration = Duration::from_millis(100);
+/// MiB that are worth a purge within it: lowtide's default.
+const WORTH: f64 = 16.0;
 /// From this second on something has been learned: two lives of requests are over.
 const LEARNED: f64 = 6.0;
 /// After so long with room a shed is a wasted one.
@@ -160,10 +165,20 @@ impl Seen {
         self.served[class].add(mib);
     }
 
+    /// The loop sees what is dirty now, or saw at the tick before.
+    pub(super) const fn samples(&mut self, dirty: f64) {
+        self.dirty = [dirty, self.dirty[0]];
+    }
+
+    /// The loop decides on a purge.
+    pub(super) const fn decides(&mut self) {
+        self.wanted = self.dirty[0].max(self.dirty[1]);
+    }
+
     pub(super) fn purge_begins(&mut self, trigger: Trigger, now: Moment, within: bool) {
         let paced = !matches!(trigger, Trigger::Manual | Trigger::Unload);
         let hasty = self.purge_ended.is_some_and(|ended| now - ended < PACE);
-        self.hasty += u64::from(paced && hasty);
+        self.hasty += u64::from(paced && hasty && self.wanted < WORTH);
         self.beyond |= !within;
     }
 

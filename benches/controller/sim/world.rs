@@ -16,8 +16,8 @@ use lowtide_admission::ByteSize;
 use lowtide_admission::clock::{ManualClock, Moment};
 use lowtide_admission::learning::Needs;
 use lowtide_admission::{
-    Admission, Budget, Cost, Ladder, Level, Maintenance, MaintenanceActions, Managed, Recovered,
-    Resources, Sample, Sensor, Settings, Trigger, Worker,
+    Admission, Budget, Cost, Job, Ladder, Level, Maintenance, MaintenanceActions, Managed,
+    Recovered, Resources, Sample, Sensor, Settings, Trigger, Worker,
 };
 use lowtide_core::sync::lock;
 
@@ -197,6 +197,9 @@ impl World {
         let level = self.admission.level();
         let state = &mut *lock(&self.state);
         state.seen.ticks += 1;
+        if tick.jobs.contains(Job::Purge { trigger: Trigger::Pressure }) {
+            state.seen.decides();
+        }
         state.seen.jobs += u64::try_from(tick.jobs.count()).unwrap_or(0);
         if level != state.level {
             state.level = level;
@@ -290,6 +293,7 @@ impl World {
         }
         let knows = now >= state.blind_until;
         let fresh = state.plant.sample(now, knows);
+        state.seen.samples(state.plant.dirty());
         if self.scenario.sampler.stale {
             return state.before.replace(fresh).unwrap_or(fresh);
         }

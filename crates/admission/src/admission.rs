@@ -24,6 +24,7 @@ use super::pressure::Level;
 use super::rejected::{RejectReason, Rejected};
 use super::size_class::SizeClass;
 use super::tally::{BudgetCounts, ClassStats};
+use super::usage::{RouteUsage, TenantUsage};
 
 /// The peak bytes that a request or resource will hold, by budget.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -314,6 +315,21 @@ impl Admission {
     #[doc(hidden)]
     pub fn largest(&self, most: usize, now: Moment) -> Vec<RequestMemory> {
         self.desk.large.largest(most, now)
+    }
+
+    /// Returns the memory of measured requests by route, the largest first: at most 65 routes.
+    /// Allocates, and takes a lock for about a microsecond.
+    #[doc(hidden)]
+    #[must_use]
+    pub fn usage_by_route(&self) -> Vec<RouteUsage> {
+        self.desk.usages.by_route()
+    }
+
+    /// Like [`Admission::usage_by_route`], by tenant: at most 33 tenants.
+    #[doc(hidden)]
+    #[must_use]
+    pub fn usage_by_tenant(&self) -> Vec<TenantUsage> {
+        self.desk.usages.by_tenant()
     }
 
     /// Returns the registry of large requests.

@@ -23,6 +23,7 @@ use super::permit::Permit;
 use super::pressure::Level;
 use super::rejected::Rejected;
 use super::tally::{BudgetCounts, Counts, Place, STRIPES, Tally, used};
+use super::usage::Usages;
 
 /// The retry time if an operator has to act. A guess.
 const EXHAUSTED: Duration = Duration::from_secs(30);
@@ -46,6 +47,7 @@ pub(super) struct Desk {
     /// `true` if device memory is host memory: device bytes are reserved in the host's ledger.
     pub(super) unified: AtomicBool,
     pub(super) large: LargeRequests,
+    pub(super) usages: Usages,
     tallies: [Tally; STRIPES],
     /// Makes room for requests and loads that do not fit. Read only on a rejection.
     evictor: RwLock<Option<Arc<Evictor>>>,
@@ -71,6 +73,7 @@ impl Desk {
         desk.set_evictor(None);
         desk.unified.store(false, Ordering::Relaxed);
         desk.large.begin();
+        desk.usages.begin();
         for tally in &desk.tallies {
             tally.begin();
         }

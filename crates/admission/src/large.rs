@@ -69,6 +69,8 @@ pub struct RequestMemory {
     /// The route, shortened to 64 bytes: the pattern that axum matched, the gRPC method, or else
     /// the first segment of the path.
     pub route: String,
+    /// The tenant, shortened to 64 bytes; `None` if the service names none.
+    pub tenant: Option<String>,
     /// The bytes that it holds.
     pub live: ByteSize,
     /// The largest number of bytes that it held.
@@ -233,6 +235,7 @@ mod tests {
             Some(RequestMemory {
                 method: "POST".to_owned(),
                 route: "upload".to_owned(),
+                tenant: None,
                 live,
                 peak: live,
                 claim: ByteSize::ZERO,

@@ -53,6 +53,7 @@ mod rejected;
 pub mod signal;
 mod size_class;
 mod tally;
+mod usage;
 pub mod watermark;
 
 pub use lowtide_core::{BoxError, ByteSize, clock};
@@ -83,6 +84,9 @@ pub use signal::{
 };
 pub use size_class::SizeClass;
 pub use tally::ClassStats;
+#[doc(hidden)]
+pub use usage::{KeptUsage, NAME_MAX, NameSource, Usage, shortened};
+pub use usage::{MemoryUsage, RouteUsage, TenantUsage};
 pub use watermark::{Decision, DeviceSample, Trend, Watermark};
 
 /// The README's code, compiled.

@@ -16,6 +16,7 @@ use super::desk::Desk;
 use super::large::LargeRequest;
 use super::ledger::{Budget, Standing};
 use super::rejected::Rejected;
+use super::usage::{NameSource, Usage};
 
 #[derive(Debug)]
 enum Held {
@@ -132,6 +133,20 @@ impl Permit {
     #[doc(hidden)]
     pub fn register(&self, request: Arc<dyn LargeRequest>, live: ByteSize) {
         self.desk.large.add(request, live);
+    }
+
+    /// Returns the record of the memory of a route, or that of all routes without one. Takes a
+    /// lock.
+    #[doc(hidden)]
+    pub fn usage_of_route(&self, method: &str, route: &str, source: NameSource) -> Arc<Usage> {
+        self.desk.usages.of_route(method, route, source)
+    }
+
+    /// Returns the record of the memory of a tenant, or that of all tenants without one. Takes a
+    /// lock.
+    #[doc(hidden)]
+    pub fn usage_of_tenant(&self, tenant: &str) -> Arc<Usage> {
+        self.desk.usages.of_tenant(tenant)
     }
 
     /// Returns `true` if growth of the request takes room from others: more is reserved than

@@ -124,6 +124,13 @@ impl Pace {
         may
     }
 
+    /// Begins a run unless one is in progress, without regard to the pause. Returns `true` if it
+    /// began.
+    #[must_use]
+    pub(crate) fn start_without_pause(&self) -> bool {
+        !std::mem::replace(&mut lock(&self.state).running, true)
+    }
+
     /// Resets the pause to [`PAUSE_MIN`], because there is new work to do.
     pub fn forgive(&self) {
         lock(&self.state).pause = PAUSE_MIN;

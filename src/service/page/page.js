@@ -313,6 +313,38 @@
     ], rows, (row) => row.name, "");
   };
 
+  // Names come from clients and operators: they are only ever written as text.
+  const mean = (bytes) => bytes === null ? "–" : size(bytes);
+  const usage = (first) => [
+    ...first,
+    ["Live", (row) => size(row.live_bytes), "number"],
+    ["Highest live", (row) => size(row.live_peak_bytes), "number"],
+    ["Requests ended", (row) => row.requests, "number"],
+    ["Needed, mean", (row) => mean(row.mean_peak_bytes), "number"],
+    ["Reserved, mean", (row) => mean(row.mean_claim_bytes), "number"],
+  ];
+  const ROWS_MAX = 16;
+  const requests = (told) => {
+    table($("largest"), "Running requests that hold most memory, from 256 KiB", [
+      ["Route", (row) => `${row.method} ${row.route}`, "wide"],
+      ["Tenant", (row) => row.tenant === null ? "–" : row.tenant, "wide"],
+      ["Live", (row) => size(row.live_bytes), "number"],
+      ["Peak", (row) => size(row.peak_bytes), "number"],
+      ["Reserved", (row) => size(row.claim_bytes), "number"],
+      ["Age", (row) => lasting(row.age_seconds), "number"],
+      ["State", (row) => row.cancelled ? "cancelled" : "running"],
+    ], told.largest_requests, (row) => `${row.method}/${row.route}/${row.tenant}`,
+    "No running request is measured to hold 256 KiB.");
+    const others = (row) => row.method === "other" && row.route === "other";
+    table($("routes"), "Routes whose requests hold most memory, at most 16", usage([
+      ["Route", (row) => others(row) ? "other routes" : `${row.method} ${row.route}`, "wide"],
+    ]), told.routes.slice(0, ROWS_MAX), (row) => `${row.method}/${row.route}`, "No request has been measured.");
+    $("tenants").hidden = told.tenants.length === 0;
+    table($("tenants"), "Tenants whose requests hold most memory, at most 16", usage([
+      ["Tenant", (row) => row.tenant, "wide"],
+    ]), told.tenants.slice(0, ROWS_MAX), (row) => row.tenant, "");
+  };
+
   const costOf = (bytes) => bytes.device === undefined ? size(bytes.host)
     : `${size(bytes.host)} host, ${size(bytes.device)} device`;
   const resources = (told) => table($("resources"), "Resources, and the time until they are unloaded if unused", [
@@ -459,6 +491,7 @@
     for (const id of ["device", "arenas"]) $(id).closest("section").hidden = !told.device;
     if (told.device) chart($("device"), "device");
     ledgers(told);
+    requests(told);
     if (told.device) arenas(told);
     resources(told);
     events(told);
@@ -476,7 +509,7 @@
     if (asking || document.hidden) return;
     asking = new AbortController();
     const late = setTimeout(() => asking && asking.abort(new Error("no answer within 5 s")), PATIENCE_MS);
-    const parts = ["events", "admin_tasks", ...(gap ? ["history"] : []),
+    const parts = ["events", "admin_tasks", "largest_requests", "routes", "tenants", ...(gap ? ["history"] : []),
       ...(gap || performance.now() >= mapsAt ? ["map"] : [])];
     let next = EVERY_MS;
     try {

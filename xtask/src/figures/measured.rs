@@ -1,5 +1,5 @@
 //! Figures of measured requests: what is attributed to them, what that costs, and how a service
-//! fares that admits by it. Each is printed by a bench; some are benches' figures under other names.
+//! fares that admits by it. Each is printed by a bench, some under another name.
 
 use crate::run::cargo;
 
@@ -32,6 +32,11 @@ const BENCHES: &[Bench] = &[
     Bench {
         arguments: "bench --locked --bench faults -- runaway",
         figures: &[("measured.runaway.ended", None)],
+    },
+    Bench {
+        arguments: "bench --locked --manifest-path benches/retention/Cargo.toml \
+                    --no-default-features -- --parts burst --only low_memory,low_memory_apart",
+        figures: &[("measured.rest.resident_per_live", None)],
     },
     Bench {
         arguments: "bench --locked --bench overload -- --measured",

@@ -23,6 +23,7 @@ use lowtide_core::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use lowtide_core::sync::{Mutex, lock};
 
 use crate::size_class::SizeClass;
+use crate::usage::KeptUsage;
 
 use super::routes::{ROUTES_MAX, Record, Routes};
 use super::slow_start::TooManyRunning;
@@ -64,7 +65,8 @@ struct Known {
 
 impl Default for Known {
     fn default() -> Self {
-        let rest = Need::new(Arc::default(), LESSONS_UNDECLARED);
+        let mut rest = Need::new(Arc::default(), LESSONS_UNDECLARED);
+        rest.usage = KeptUsage::of_any_route();
         Self { routes: Routes::new(rest), families: BTreeMap::new() }
     }
 }
@@ -116,6 +118,7 @@ struct Need {
     average: Mutex<Average>,
     trials: Trials,
     lessons_min: u32,
+    usage: KeptUsage,
 }
 
 /// The average of the last requests.
@@ -174,6 +177,7 @@ impl Need {
             average: Mutex::default(),
             trials: Trials::new(lessons_min),
             lessons_min,
+            usage: KeptUsage::of_one_route(),
         }
     }
 
@@ -244,6 +248,11 @@ impl Compared {
             claim = claim.max(ratio(family).map_or_else(unknown, of));
         }
         if self.is_minimum { claim.max(self.estimate) } else { claim }
+    }
+
+    /// Returns the place for the record of the route's memory.
+    pub fn usage(&self) -> &KeptUsage {
+        &self.need.usage
     }
 
     /// Returns the most that one request is expected to hold: a large one of a route in which needs

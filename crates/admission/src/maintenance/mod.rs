@@ -138,6 +138,8 @@ pub struct Tick {
     pub next: Moment,
     /// The jobs to run until then.
     pub jobs: Jobs,
+    /// `true` if memory may fill up soon: the next tick comes at its time, whatever ticks cost.
+    pub is_urgent: bool,
 }
 
 /// The state of the control loop. Owned by one thread.
@@ -163,6 +165,8 @@ pub struct Maintenance {
     admitted: u64,
     quiet_since: Option<Moment>,
     purged_at: Moment,
+    /// The answer of the function of that name at this tick.
+    may_fill_up: bool,
     /// The smallest purgeable amount since the last purge began.
     purgeable_low: ByteSize,
     /// `true` if a flush of thread caches was requested since the service became quiet.
@@ -213,6 +217,7 @@ impl Maintenance {
             admitted: 0,
             quiet_since: None,
             purged_at: Moment::ORIGIN,
+            may_fill_up: false,
             purgeable_low: ByteSize::MAX,
             recalled: false,
             loads: 0,
@@ -262,6 +267,7 @@ impl Maintenance {
         // Once: it sums counters of all threads.
         let stats = self.admission.stats();
         self.account(&sample, &stats, now);
+        self.may_fill_up = self.may_fill_up(&sample);
         self.admission.large().tend(self.host.pressure.level(), now);
         let mut jobs = Jobs::default();
         self.look_for_exhaustion(&stats, now, &mut jobs);
@@ -301,7 +307,14 @@ impl Maintenance {
         self.last = Some(sample);
         self.planned = next;
         debug_assert!(next > now, "the next tick is not in the future");
-        Tick { next, jobs }
+        Tick { next, jobs, is_urgent: self.may_fill_up }
+    }
+
+    /// Returns `true` if little of the limit is left once requests hold what they have reserved.
+    fn may_fill_up(&self, sample: &Sample) -> bool {
+        let unheld = self.admission.ledger(Budget::Host).unheld();
+        let most = sample.limit.bytes.scaled(self.settings.ceiling_max);
+        sample.limit.is_known() && sample.physical.saturating_add(unheld) > most
     }
 
     /// Shortens a step at random.

@@ -4,6 +4,10 @@
 //! growth: a busy service is never quiet, and without a purge its retained memory would grow until
 //! memory is short. It purges nothing itself.
 //!
+//! Memory that requests have reserved and do not hold yet may come faster than a level rises. If
+//! there is no room for it beside unused pages, these are purged at once, and again after each
+//! tick; each such purge releases more than the floor.
+//!
 //! Growth is detected in [`Sample::untracked_anonymous`], anonymous memory that belongs to no live
 //! page of the heap and no arena. Resident bytes would work for a service that holds the same all
 //! day, but a loaded model makes them grow without anything to purge. Retained bytes are resident
@@ -141,7 +145,9 @@ impl Maintenance {
         }
         let growth = self.settings.purge_growth;
         let grown = growth.is_some_and(|growth| self.growth.is_due(growth, sample, now));
-        let pressed = self.host.pressure.level() >= Level::Elevated;
+        // Freed memory stays with the arena of its thread, and the next request may run on another.
+        let is_urgent = self.may_fill_up && purgeable > worth;
+        let pressed = self.host.pressure.level() >= Level::Elevated || is_urgent;
         let trigger = if pressed || self.exhaustion.wants_purge() {
             Trigger::Pressure
         } else if loaded && much {
@@ -155,7 +161,7 @@ impl Maintenance {
         } else {
             return;
         };
-        if self.purge.start(now) {
+        if self.purge.start(now) || (is_urgent && self.purge.start_without_pause()) {
             self.purged_at = now;
             self.recalled = quiet;
             self.loaded_at = None;
@@ -202,6 +208,7 @@ mod tests {
     use crate::maintenance::{Sensor, Settings};
     use crate::managed::{Managed, Resources};
     use crate::reclaim::{Ladder, Recovered};
+    use crate::signal::Limit;
     use lowtide_core::clock::ManualClock;
     use lowtide_core::sync::{Mutex, lock};
 
@@ -424,6 +431,40 @@ mod tests {
         assert_eq!(purged_within_20s(Some(SETTINGS), 0), [Trigger::Growth]);
         assert_eq!(purged_within_20s(Some(SETTINGS), 300), [Trigger::Growth]);
         assert_eq!(purged_within_20s(None, 300), [], "the interval is 30 s");
+    }
+
+    /// The bug: unused pages of one thread's arena stayed while requests grew in another's, faster
+    /// than the level rose and than purges may follow each other, and the kernel killed the
+    /// service.
+    #[test]
+    fn unused_pages_leave_no_room_for_what_is_reserved_and_are_purged_each_tick() {
+        let seen = Seen::of(Sample {
+            limit: Limit::given(ByteSize::mib(256)),
+            physical: ByteSize::mib(110),
+            purgeable: ByteSize::mib(80),
+            ..Sample::default()
+        });
+        let (mut loops, admission) = loops(&seen, Settings::default(), Resources::new());
+        let mut purges_at = |millis: u64| {
+            let tick = loops.tick(at(millis));
+            let purges = tick.jobs.contains(Job::Purge { trigger: Trigger::Pressure });
+            if purges {
+                // Another thread freed as much meanwhile.
+                loops.purge.finish(ByteSize::ZERO, Recovered::of(ByteSize::mib(80)), at(millis));
+            }
+            (purges, tick.is_urgent)
+        };
+        let mut permit = admission.try_admit(Cost::host(ByteSize::mib(120))).expect("no limit yet");
+        permit.report(ByteSize::ZERO);
+        assert_eq!(purges_at(0), (false, false), "110 + 120 MiB are less than 93 % of 256");
+        let _more = permit.raise(ByteSize::mib(140));
+        assert_eq!(purges_at(10), (true, true));
+        assert_eq!(purges_at(20), (true, true), "again, and not 100 ms later");
+        lock(&seen.0).sample.purgeable = ByteSize::mib(15);
+        assert_eq!(purges_at(30), (false, true), "too little to gain");
+        permit.report(ByteSize::mib(140));
+        lock(&seen.0).sample.purgeable = ByteSize::mib(80);
+        assert_eq!(purges_at(40), (false, false), "they hold it");
     }
 
     #[test]

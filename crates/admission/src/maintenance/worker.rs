@@ -201,6 +201,10 @@ impl<'a> Turns<'a> {
         let next = match ticked {
             Ok(tick) => {
                 self.queue.push(tick.jobs);
+                if tick.is_urgent {
+                    self.due = tick.next;
+                    return self.due;
+                }
                 tick.next
             }
             Err(_) => now + self.maintenance.settings.idle_tick,
@@ -288,6 +292,37 @@ mod tests {
         let maintenance = maintenance.expect("valid");
         let worker = maintenance.worker(Box::new(Does(Arc::clone(&world))));
         (world, maintenance, worker)
+    }
+
+    #[test]
+    fn costly_ticks_come_in_time_while_memory_may_fill_up() {
+        /// Each sample takes 3 ms of the clock.
+        struct Dear(Arc<ManualClock>);
+
+        impl Sensor for Dear {
+            fn sample(&mut self, _: Moment) -> Sample {
+                self.0.advance(3 * MILLI);
+                let limit = Limit::given(ByteSize::mib(100));
+                Sample { limit, physical: ByteSize::mib(60), ..Sample::default() }
+            }
+        }
+
+        let clock = Arc::new(ManualClock::new());
+        let settings = Settings { publish_interval: None, ..Settings::default() };
+        let sensor = Box::new(Dear(Arc::clone(&clock)));
+        let admission = Admission::new();
+        let mut held = admission.try_admit(Cost::host(ByteSize::mib(40))).expect("no limit yet");
+        held.report(ByteSize::ZERO);
+        let (resources, ladder) = (Resources::new(), Ladder::default());
+        let made = Maintenance::new(settings, sensor, admission, resources, ladder);
+        let mut maintenance = made.expect("valid");
+        let mut turns = Turns::new(&mut maintenance, clock.now());
+        for turn in 0..20 {
+            let begun = clock.now();
+            let next = turns.turn(&*clock);
+            assert!(next - begun <= 10 * MILLI, "{turn}");
+            clock.advance(next - clock.now());
+        }
     }
 
     #[test]

@@ -31,11 +31,14 @@ Label values that the table does not list:
   `instance` to tell processes on several devices from each other.
 - `budget`: `host` or `device`.
 - `size_class`: the upper bound of the class, such as `2MiB`, or `larger`.
+- `method` and `route`: the HTTP method, and the pattern of axum, gRPC method or first path segment
+  that [named the route](OPERATING.md#memory-by-route-and-by-tenant). `tenant`: the name that the
+  application gave. `other` stands for all beyond 64 routes and 32 tenants.
 - `version`: the version of the crate. `profile`: `low-memory`, `balanced` or `throughput`.
   `allocator`: `jemalloc`.
 
 The series of each `trigger`, `reason`, `outcome` and `to` exist from the start, with the value 0.
-The series of a size class appear with its first request.
+The series of a size class, a route and a tenant appear with its first request.
 
 *Retained* bytes are physical memory that nothing uses. jemalloc's `stats.retained` is something
 else: it is `lowtide_heap_unbacked_bytes` here. A *granule* is the unit, 2 MiB on most GPUs, in

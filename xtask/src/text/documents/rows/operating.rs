@@ -28,7 +28,7 @@ fn at_once(code: &Code<'_>, name: &str) -> String {
 }
 
 pub(super) fn rows(code: &Code<'_>) -> Vec<Row> {
-    let all = [published, levels, routes, kernel, purges, threads, device, sleep];
+    let all = [published, levels, routes, usage, kernel, purges, threads, device, sleep];
     let rows = all.into_iter().flat_map(|rows| rows(code));
     rows.map(|(says, values)| Row { page: PAGE, says, values }).collect()
 }
@@ -94,8 +94,11 @@ fn levels(code: &Code<'_>) -> Rows {
         ("reserves {};", values![code.constant("EXEMPT_BODY_MAX").size()]),
         ("before it answers, up to {} of it,", values![code.constant("DRAIN_MAX").size()]),
         (
-            "A frame of the response of {} or more counts until it is sent",
-            values![code.constant("FOLLOWED_MIN").size()],
+            "counts until it is sent, except the first {} of less than {}",
+            values![
+                code.constant("body::PLAIN_FRAMES").number().to_string(),
+                code.constant("FOLLOWED_MIN").size()
+            ],
         ),
         ("within one poll, to {};", values![code.constant("account::PEAK_MIN").size()]),
         (
@@ -177,6 +180,23 @@ fn routes(code: &Code<'_>) -> Rows {
             "for each of at most {} routes, the {}th percentile",
             values![of("routes::ROUTES_MAX"), of("learned::PERCENTILE")],
         ),
+    ]
+}
+
+fn usage(code: &Code<'_>) -> Rows {
+    let of = |name: &str| code.constant(name).count();
+    vec![
+        (
+            "once it holds {}, and when that has changed by as much",
+            values![code.constant("permit::REPORTED_MIN").size()],
+        ),
+        ("At most {} routes have figures of their own,", values![of("usage::ROUTES_MAX")]),
+        (
+            "only while fewer than {} routes have them",
+            values![(code.constant("usage::ROUTES_MAX").number() / 2.0).to_string()],
+        ),
+        ("At most {} tenants have figures of their own,", values![of("usage::TENANTS_MAX")]),
+        ("Names are shortened to {} bytes.", values![of("usage::NAME_MAX")]),
     ]
 }
 

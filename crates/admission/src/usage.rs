@@ -1,0 +1,375 @@
+//! The memory of measured requests by route and by tenant, for operators.
+//!
+//! The tower layer adds a request when it ends, with three additions for its route and three for
+//! its tenant. What it holds until then is added when it has changed by 64 KiB, so small requests
+//! cost no more. Metrics and `/memory` read the records ([`Admission::usage_by_route`]).
+//!
+//! Clients choose some names of routes: paths for which no router matched a pattern. Such a name
+//! gets a record once a request with it has succeeded, and only while half of the records are free.
+//! All requests without a record of their own are added to one named `other`.
+//!
+//! Invariants: at most [`ROUTES_MAX`] + 1 routes and [`TENANTS_MAX`] + 1 tenants have a record,
+//! with names of at most [`NAME_MAX`] bytes; a record lasts as long as its admission, so that
+//! totals never fall; `live` is the sum of what the running requests reported.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+
+use lowtide_core::bytes::ByteSize;
+
+#[cfg(doc)]
+use super::admission::Admission;
+
+/// The maximum number of routes with a record of their own. An estimate: more than most services
+/// have, and some hundred series.
+const ROUTES_MAX: usize = 64;
+/// The maximum number of tenants with a record of their own. An estimate.
+const TENANTS_MAX: usize = 32;
+/// The maximum length of a name, in bytes.
+#[doc(hidden)]
+pub const NAME_MAX: usize = 64;
+/// The name of the routes, methods and tenants without a record of their own.
+const OTHER: &str = "other";
+/// The methods that are told apart. Clients may send any other.
+const METHODS: [&str; 9] =
+    ["GET", "POST", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS", "CONNECT", "TRACE"];
+
+/// Returns the first [`NAME_MAX`] bytes of a name, less an incomplete character.
+#[doc(hidden)]
+#[inline]
+pub fn shortened(name: &str) -> &str {
+    let mut length = name.len().min(NAME_MAX);
+    while !name.is_char_boundary(length) {
+        length -= 1;
+    }
+    name.get(..length).unwrap_or_default()
+}
+
+/// The source of a name, which decides whether it may get a record.
+#[doc(hidden)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum NameSource {
+    /// The program.
+    Program,
+    /// A client, whose request succeeded.
+    Client,
+    /// A client, whose request has not succeeded.
+    Unproved,
+}
+
+impl NameSource {
+    /// Returns the number of records below which the name gets one.
+    const fn routes_max(self) -> usize {
+        match self {
+            Self::Program => ROUTES_MAX,
+            Self::Client => ROUTES_MAX / 2,
+            Self::Unproved => 0,
+        }
+    }
+}
+
+/// The memory of measured requests with the same route, or of the same tenant.
+///
+/// What a request holds counts from 64 KiB on, and to 64 KiB. Exempt requests are not counted.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize))]
+pub struct MemoryUsage {
+    /// The bytes that the running requests hold.
+    pub live: ByteSize,
+    /// The largest number of bytes that they held together.
+    pub live_peak: ByteSize,
+    /// The requests that have ended.
+    pub requests_total: u64,
+    /// The sum of the largest numbers of bytes that each of those held.
+    pub peak_bytes_total: u64,
+    /// The sum of the claims of those: the bytes that each reserved.
+    pub claim_bytes_total: u64,
+}
+
+impl MemoryUsage {
+    /// Returns the mean of the peaks of the requests that have ended; `None` without any.
+    #[must_use]
+    pub fn mean_peak(&self) -> Option<ByteSize> {
+        self.peak_bytes_total.checked_div(self.requests_total).map(ByteSize::new)
+    }
+
+    /// Returns the mean of their claims; `None` without any.
+    #[must_use]
+    pub fn mean_claim(&self) -> Option<ByteSize> {
+        self.claim_bytes_total.checked_div(self.requests_total).map(ByteSize::new)
+    }
+}
+
+/// The memory of the requests of a route.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize))]
+pub struct RouteUsage {
+    /// The HTTP method; `other` for one that RFC 9110 and RFC 5789 do not define.
+    pub method: &'static str,
+    /// The route, shortened to 64 bytes; `other` for all without a record of their own.
+    pub route: String,
+    /// The memory.
+    pub memory: MemoryUsage,
+}
+
+/// The memory of the requests of a tenant.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize))]
+pub struct TenantUsage {
+    /// The tenant, shortened to 64 bytes; `other` for all without a record of their own.
+    pub tenant: String,
+    /// The memory.
+    pub memory: MemoryUsage,
+}
+
+/// The record of a route or a tenant.
+#[doc(hidden)]
+#[derive(Debug)]
+pub struct Usage {
+    /// Empty for a tenant.
+    method: &'static str,
+    name: Box<str>,
+    live: AtomicU64,
+    live_peak: AtomicU64,
+    requests: AtomicU64,
+    peaks: AtomicU64,
+    claims: AtomicU64,
+}
+
+impl Usage {
+    fn new(method: &'static str, name: &str) -> Self {
+        let zero = AtomicU64::default;
+        let (live, live_peak, requests) = (zero(), zero(), zero());
+        let (peaks, claims) = (zero(), zero());
+        Self { method, name: name.into(), live, live_peak, requests, peaks, claims }
+    }
+
+    /// Returns `true` if this is the record of this route.
+    #[inline]
+    pub fn is(&self, method: &str, name: &[u8]) -> bool {
+        self.name.as_bytes() == name && self.method == method
+    }
+
+    /// Replaces what a running request holds.
+    pub fn change_live(&self, before: ByteSize, after: ByteSize) {
+        let more = after.get().wrapping_sub(before.get());
+        let live = self.live.fetch_add(more, Ordering::Relaxed).wrapping_add(more);
+        if live > self.live_peak.load(Ordering::Relaxed) {
+            self.live_peak.fetch_max(live, Ordering::Relaxed);
+        }
+    }
+
+    /// Adds a request that has ended.
+    #[inline]
+    pub fn add(&self, peak: ByteSize, claim: ByteSize) {
+        self.requests.fetch_add(1, Ordering::Relaxed);
+        self.peaks.fetch_add(peak.get(), Ordering::Relaxed);
+        self.claims.fetch_add(claim.get(), Ordering::Relaxed);
+    }
+
+    fn read(&self) -> MemoryUsage {
+        let read = |of: &AtomicU64| of.load(Ordering::Relaxed);
+        MemoryUsage {
+            live: ByteSize::new(read(&self.live)),
+            live_peak: ByteSize::new(read(&self.live_peak)),
+            requests_total: read(&self.requests),
+            peak_bytes_total: read(&self.peaks),
+            claim_bytes_total: read(&self.claims),
+        }
+    }
+}
+
+/// The place for the record of a route beside what is learned of it, so that most requests look
+/// nothing up.
+#[doc(hidden)]
+#[derive(Debug)]
+pub struct KeptUsage {
+    usage: OnceLock<Arc<Usage>>,
+    is_of_one_route: bool,
+}
+
+impl KeptUsage {
+    /// Creates a place for the record of requests that all have the same route.
+    #[must_use]
+    pub const fn of_one_route() -> Self {
+        Self { usage: OnceLock::new(), is_of_one_route: true }
+    }
+
+    /// Creates a place for the record of the first route of requests that may have several.
+    #[must_use]
+    pub const fn of_any_route() -> Self {
+        Self { usage: OnceLock::new(), is_of_one_route: false }
+    }
+
+    /// Returns the record if it is of this route.
+    #[inline]
+    pub fn get(&self, method: &str, name: &[u8]) -> Option<&Arc<Usage>> {
+        let is_kept = |usage: &&Arc<Usage>| self.is_of_one_route || usage.is(method, name);
+        self.usage.get().filter(is_kept)
+    }
+
+    /// Keeps the record if it is of this route, and the place is empty.
+    pub fn keep(&self, usage: &Arc<Usage>, method: &str, name: &[u8]) {
+        if usage.is(method, name) {
+            let _ = self.usage.set(Arc::clone(usage));
+        }
+    }
+}
+
+/// The records of one admission.
+#[derive(Debug, Default)]
+pub(super) struct Usages {
+    routes: Table,
+    tenants: Table,
+}
+
+impl Usages {
+    /// Starts over.
+    pub(super) fn begin(&self) {
+        *self.routes.records() = Records::default();
+        *self.tenants.records() = Records::default();
+    }
+
+    /// Returns the record of a route.
+    pub(super) fn of_route(&self, method: &str, name: &str, source: NameSource) -> Arc<Usage> {
+        let known = METHODS.into_iter().find(|known| *known == method).unwrap_or(OTHER);
+        self.routes.of(known, name, source.routes_max())
+    }
+
+    /// Returns the record of a tenant.
+    pub(super) fn of_tenant(&self, name: &str) -> Arc<Usage> {
+        self.tenants.of("", name, TENANTS_MAX)
+    }
+
+    /// Returns the memory of each route, the largest first.
+    pub(super) fn by_route(&self) -> Vec<RouteUsage> {
+        let route = |of: &Usage, memory| {
+            let method = if of.method.is_empty() { OTHER } else { of.method };
+            RouteUsage { method, route: of.name.to_string(), memory }
+        };
+        self.routes.read(route)
+    }
+
+    /// Returns the memory of each tenant, the largest first.
+    pub(super) fn by_tenant(&self) -> Vec<TenantUsage> {
+        self.tenants.read(|of, memory| TenantUsage { tenant: of.name.to_string(), memory })
+    }
+}
+
+#[derive(Debug, Default)]
+struct Table(Mutex<Records>);
+
+#[derive(Debug, Default)]
+struct Records {
+    /// In the order of their names and methods.
+    named: Vec<Arc<Usage>>,
+    other: Option<Arc<Usage>>,
+}
+
+impl Table {
+    fn records(&self) -> MutexGuard<'_, Records> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Returns the record of a name, which is created if fewer than `most` exist.
+    fn of(&self, method: &'static str, name: &str, most: usize) -> Arc<Usage> {
+        let name = shortened(name);
+        let Records { named, other } = &mut *self.records();
+        let found = named.binary_search_by(|of| (&*of.name, of.method).cmp(&(name, method)));
+        // A label without a value would be none.
+        let may_have = !name.is_empty() && name != OTHER;
+        match found {
+            Ok(at) if let Some(of) = named.get(at) => Arc::clone(of),
+            Err(at) if may_have && named.len() < most => {
+                let of = Arc::new(Usage::new(method, name));
+                named.insert(at, Arc::clone(&of));
+                of
+            }
+            _ => Arc::clone(other.get_or_insert_with(|| Arc::new(Usage::new("", OTHER)))),
+        }
+    }
+
+    fn read<T>(&self, show: impl Fn(&Usage, MemoryUsage) -> T) -> Vec<T> {
+        let all: Vec<_> = {
+            let records = self.records();
+            records.named.iter().chain(&records.other).map(Arc::clone).collect()
+        };
+        let mut all: Vec<_> = all.iter().map(|of| (of.read(), of)).collect();
+        let by = |memory: &MemoryUsage| (memory.live, memory.peak_bytes_total);
+        all.sort_by_key(|(memory, _)| std::cmp::Reverse(by(memory)));
+        all.into_iter().map(|(memory, of)| show(of, memory)).collect()
+    }
+}
+
+#[cfg(all(test, not(lowtide_loom)))]
+mod tests {
+    use super::*;
+
+    const MIB: ByteSize = ByteSize::mib(1);
+
+    #[test]
+    fn a_name_keeps_its_record_and_more_names_than_records_share_one() {
+        let usages = Usages::default();
+        for nth in 0..1_000 {
+            let name = format!("/{nth}");
+            usages.of_route("GET", &name, NameSource::Unproved).add(MIB, MIB);
+            assert!(usages.by_route().iter().all(|of| of.route == OTHER), "{name}: not proved");
+        }
+        for nth in 0..1_000 {
+            usages.of_route("GET", &format!("/{nth}"), NameSource::Client).add(MIB, MIB);
+        }
+        assert_eq!(usages.by_route().len(), ROUTES_MAX / 2 + 1, "clients leave room");
+        for nth in 0..1_000 {
+            usages.of_route("GET", &format!("/{nth}/{{id}}"), NameSource::Program).add(MIB, MIB);
+            usages.of_tenant(&format!("tenant {nth}")).add(MIB, MIB);
+        }
+        let (routes, tenants) = (usages.by_route(), usages.by_tenant());
+        assert_eq!((routes.len(), tenants.len()), (ROUTES_MAX + 1, TENANTS_MAX + 1));
+        let all: u64 = routes.iter().map(|of| of.memory.requests_total).sum();
+        assert_eq!(all, 3_000, "each is counted once");
+        assert_eq!((routes[0].method, &*routes[0].route), (OTHER, OTHER), "it has most");
+        let of = usages.of_route("GET", "/7", NameSource::Unproved);
+        assert!(of.is("GET", b"/7"), "it has a record already");
+        usages.begin();
+        assert_eq!((usages.by_route(), usages.by_tenant()), (vec![], vec![]));
+    }
+
+    #[test]
+    fn methods_and_names_are_bounded_whatever_a_client_sends() {
+        let usages = Usages::default();
+        let long = "é".repeat(1 << 19);
+        for method in ["GET", "BREW", "\"\n"] {
+            usages.of_route(method, &long, NameSource::Program).add(MIB, MIB);
+        }
+        let routes = usages.by_route();
+        let methods: Vec<_> = routes.iter().map(|of| of.method).collect();
+        assert_eq!(methods, [OTHER, "GET"], "the larger first");
+        assert!(routes.iter().all(|of| of.route == "é".repeat(NAME_MAX / 2)));
+        for name in ["", OTHER] {
+            let of = usages.of_route("GET", name, NameSource::Program);
+            assert!(of.is("", OTHER.as_bytes()), "{name:?}");
+            assert!(usages.of_tenant(name).is("", OTHER.as_bytes()), "{name:?}");
+        }
+        assert_eq!(shortened(&format!("{}é", "x".repeat(NAME_MAX - 1))).len(), NAME_MAX - 1);
+    }
+
+    #[test]
+    fn live_is_the_sum_of_what_requests_hold_and_peak_its_largest() {
+        let usages = Usages::default();
+        let of = usages.of_tenant("a");
+        of.change_live(ByteSize::ZERO, ByteSize::mib(3));
+        of.change_live(ByteSize::ZERO, ByteSize::mib(4));
+        of.change_live(ByteSize::mib(3), ByteSize::mib(1));
+        let memory = usages.by_tenant()[0].memory;
+        assert_eq!((memory.live, memory.live_peak), (ByteSize::mib(5), ByteSize::mib(7)));
+        assert_eq!((memory.mean_peak(), memory.mean_claim()), (None, None));
+        of.change_live(ByteSize::mib(4), ByteSize::ZERO);
+        of.change_live(MIB, ByteSize::ZERO);
+        of.add(ByteSize::mib(3), MIB);
+        of.add(ByteSize::mib(4), ByteSize::ZERO);
+        let memory = usages.by_tenant()[0].memory;
+        assert_eq!((memory.live, memory.live_peak), (ByteSize::ZERO, ByteSize::mib(7)));
+        assert_eq!(memory.mean_peak(), Some(ByteSize::kib(3_584)));
+        assert_eq!(memory.mean_claim(), Some(ByteSize::kib(512)));
+    }
+}
