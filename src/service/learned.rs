@@ -117,7 +117,8 @@ impl Lesson {
     /// be admitted any more, and its estimate would stay.
     pub(super) fn claim(&self, estimate: ByteSize, room: ByteSize) -> ByteSize {
         match &self.0 {
-            Of::Bytes(route) => estimate.min(most(room).max(route.guess)),
+            // At least a byte: what reserves nothing is always admitted.
+            Of::Bytes(route) => estimate.min(most(room).max(route.guess).max(ByteSize::new(1))),
             Of::Estimate(compared) => compared.claim(room),
         }
     }
@@ -375,6 +376,17 @@ mod tests {
             let most = most_of(bucket(size));
             assert!((size..=most).contains(&route.estimate().get()), "{}", route.estimate());
         }
+    }
+
+    /// The bug: without room and without a guess, two thirds of nothing were reserved, and what
+    /// reserves nothing is always admitted.
+    #[test]
+    fn without_room_a_learned_need_was_admitted_for_nothing() {
+        let route = Arc::new(Route::new(ByteSize::ZERO));
+        learn(&route, [5 << 20]);
+        let (estimate, lesson) = (route.estimate(), Lesson(Of::Bytes(route)));
+        assert_eq!(lesson.claim(estimate, ByteSize::ZERO), ByteSize::new(1));
+        assert_eq!(lesson.claim(ByteSize::ZERO, ByteSize::ZERO), ByteSize::ZERO, "no need");
     }
 
     #[test]

@@ -468,10 +468,14 @@ impl SharedPermit {
     /// unchanged.
     pub fn grow(&self, bytes: ByteSize) -> Result<(), Rejected> {
         self.grow_with(|held| {
-            // The request, whether or not it fits: the estimate did not suffice.
             let wanted = held.permit.cost().host.saturating_add(bytes);
-            held.reported = held.reported.max(Some(wanted));
-            held.grow(bytes)
+            let grown = held.grow(bytes);
+            // Also if it does not fit now: the estimate did not suffice. But what never fits is
+            // no need.
+            if !matches!(grown, Err(Rejected::TooLarge { .. })) {
+                held.reported = held.reported.max(Some(wanted));
+            }
+            grown
         })
     }
 

@@ -268,6 +268,24 @@ fn paths_that_taught_nothing_give_up_their_places() {
     assert_eq!(host(&estimate, Request::get("/large")), ByteSize::mib(7));
 }
 
+/// The bug: a client that had been answered at as many paths as have a place kept all of them for
+/// ever, and no other route was told apart from then on.
+#[test]
+fn paths_that_are_not_used_any_more_kept_their_places() {
+    let estimate = Learned::new(ByteSize::mib(1), by_path);
+    let ask = |path: String| {
+        estimate.estimate_to_learn(&head(Request::get(path))).lesson.expect("it learns")
+    };
+    for nth in 0..ROUTES_MAX {
+        ask(format!("/made-up/{nth}")).learn(ByteSize::kib(1));
+    }
+    for (path, held) in [("/small", ByteSize::kib(16)), ("/large", ByteSize::mib(7))] {
+        (0..20_000).for_each(|_| ask(path.to_owned()).learn(held));
+    }
+    assert_eq!(host(&estimate, Request::get("/small")), ByteSize::kib(16));
+    assert_eq!(host(&estimate, Request::get("/large")), ByteSize::mib(7));
+}
+
 #[test]
 fn exempt_paths_are_answered_while_all_else_is_shed_and_nothing_like_them_is() {
     let admission = Admission::with_limit(CEILING);

@@ -267,6 +267,25 @@ fn a_route_that_has_shown_a_giant_is_still_admitted() {
     }
 }
 
+/// The bug: a handler that reserves what a client declares was refused, and the next thousands of
+/// requests of its route reserved two thirds of the room each.
+#[test]
+fn a_declared_length_that_can_never_fit_taught_its_route_a_need() {
+    let mut bed = Bed::new(handler(|request| async move {
+        let permit = request.extensions().get::<SharedPermit>().expect("put there").clone();
+        if request.uri().path() == "/a/declared" {
+            assert!(permit.grow(ByteSize::MAX).is_err(), "too large");
+        } else {
+            wait_once().await;
+        }
+    }));
+    for _ in 0..8 {
+        assert_eq!(poll(&mut bed.call("/a/1", LARGE).expect("admitted")), StatusCode::OK.into());
+    }
+    assert_eq!(bed.call("/a/declared", LARGE).err(), Some(StatusCode::OK));
+    assert_eq!(bed.fill("/a/1", LARGE).len(), 50, "they hold next to nothing");
+}
+
 #[test]
 fn frees_of_what_others_allocated_lend_no_room() {
     let foreign = Arc::new(std::sync::Mutex::new(Vec::new()));

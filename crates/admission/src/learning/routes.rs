@@ -9,6 +9,10 @@ use std::sync::Arc;
 /// The maximum number of routes that are recorded separately; later ones share one estimate.
 pub const ROUTES_MAX: usize = 256;
 
+/// A route that none of so many requests used makes way for another. An estimate: one in 64 times
+/// as many requests as there are routes keeps its record.
+const UNUSED: u64 = 64 * ROUTES_MAX as u64;
+
 /// What is recorded of the requests of a route.
 pub trait Record {
     /// Returns `true` if there is anything.
@@ -17,31 +21,45 @@ pub trait Record {
 
 /// At most [`ROUTES_MAX`] routes, and one for all others.
 pub struct Routes<K, R> {
-    known: BTreeMap<K, Arc<R>>,
+    known: BTreeMap<K, Known<R>>,
     rest: Arc<R>,
+    /// The number of requests so far.
+    requests: u64,
+}
+
+struct Known<R> {
+    record: Arc<R>,
+    /// The number of its last request.
+    used: u64,
 }
 
 impl<K: Ord, R: Record> Routes<K, R> {
     /// Creates an empty set, with the record of the routes that exceed its bound.
     pub fn new(rest: R) -> Self {
-        Self { known: BTreeMap::new(), rest: Arc::new(rest) }
+        Self { known: BTreeMap::new(), rest: Arc::new(rest), requests: 0 }
     }
 
-    /// Returns the record of a key.
+    /// Returns the record of a key, for a request.
     pub fn of(&mut self, key: K, create: impl FnOnce() -> R) -> Arc<R> {
-        if let Some(route) = self.known.get(&key) {
-            return Arc::clone(route);
+        self.requests += 1;
+        let now = self.requests;
+        if let Some(route) = self.known.get_mut(&key) {
+            route.used = now;
+            return Arc::clone(&route.record);
         }
         if self.known.len() >= ROUTES_MAX {
-            // Clients choose paths: routes without a measurement and without a running request are
-            // removed.
-            self.known.retain(|_, route| Arc::strong_count(route) > 1 || route.has_learned());
+            // Clients choose paths: routes without a running request are removed if they have no
+            // measurement or are not used any more.
+            self.known.retain(|_, Known { record, used }| {
+                let is_of_use = || now - *used < UNUSED && record.has_learned();
+                Arc::strong_count(record) > 1 || is_of_use()
+            });
         }
         if self.known.len() >= ROUTES_MAX {
             return Arc::clone(&self.rest);
         }
         let route = Arc::new(create());
-        self.known.insert(key, Arc::clone(&route));
+        self.known.insert(key, Known { record: Arc::clone(&route), used: now });
         route
     }
 }
