@@ -291,18 +291,20 @@ impl SharedPermit {
         let covered = admitted.covered.load(Ordering::Relaxed);
         let reported = admitted.reported.load(Ordering::Relaxed);
         if live.get() > covered || live.get().abs_diff(reported) >= REPORTED_MIN.get() {
-            self.report(live);
+            self.report();
         }
     }
 
     #[cold]
-    fn report(&self, live: ByteSize) {
+    fn report(&self) {
         let admitted = self.0.owner();
-        let is_short = self.change(|held| {
+        let (live, is_short) = self.change(|held| {
+            // Under the lock, so that no thread replaces what another reported later.
+            let live = self.0.memory().live;
             held.hold(live);
             let before = admitted.reported.swap(live.get(), Ordering::Relaxed);
             held.change_live(&admitted.origin, ByteSize::new(before), live);
-            held.permit.is_short()
+            (live, held.permit.is_short())
         });
         if live >= LARGE_MIN && !admitted.is_registered.swap(true, Ordering::Relaxed) {
             let register = || self.held().permit.register(Arc::new(self.downgrade()), live);

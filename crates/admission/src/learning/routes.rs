@@ -9,8 +9,8 @@ use std::sync::Arc;
 /// The maximum number of routes that are recorded separately; later ones share one estimate.
 pub const ROUTES_MAX: usize = 256;
 
-/// A route that none of so many requests used makes way for another. An estimate: one in 64 times
-/// as many requests as there are routes keeps its record.
+/// A route that none of so many requests used makes way for another. An estimate: 64 for each
+/// route.
 const UNUSED: u64 = 64 * ROUTES_MAX as u64;
 
 /// What is recorded of the requests of a route.

@@ -50,6 +50,8 @@ pub(super) struct SlowStart {
     since: Option<Moment>,
     /// The time since when some have run whose body has arrived.
     arrived: Option<Moment>,
+    /// When the last one left, if it had run for [`LASTS`] and failed.
+    failed: Option<Moment>,
 }
 
 /// Too many requests run already.
@@ -59,7 +61,8 @@ pub struct TooManyRunning(pub u32);
 impl SlowStart {
     /// Creates one that ends after so many successes.
     pub(super) const fn new(successes: u32) -> Self {
-        Self { running: 0, working: 0, succeeded: 0, successes, since: None, arrived: None }
+        let (since, arrived, failed) = (None, None, None);
+        Self { running: 0, working: 0, succeeded: 0, successes, since, arrived, failed }
     }
 
     /// Returns the number of requests with this estimate that may run at first in this room; `None`
@@ -79,6 +82,11 @@ impl SlowStart {
     /// Lets one more request run if it is among the `first`, or if others succeeded.
     /// [`SlowStart::leave`] ends it.
     pub(super) fn enter(&mut self, first: u32, now: Moment) -> Result<(), TooManyRunning> {
+        // A client that comes back at once after each failure is no break.
+        let is_break = self.failed.take().is_some_and(|failed| now - failed >= STEP);
+        if is_break && self.running == 0 {
+            self.since = None;
+        }
         let since = *self.since.get_or_insert(now);
         let steps = self.arrived.map_or(0, |at| steps(now, at, STEP));
         let steps = steps.max(self::steps(now, since, STEP * ARRIVING));
@@ -109,12 +117,14 @@ impl SlowStart {
         }
     }
 
-    /// Ends a request that entered.
-    pub(super) fn leave(&mut self, succeeded: bool) {
+    /// Ends a request that entered at that time.
+    pub(super) fn leave(&mut self, succeeded: bool, entered: Moment, now: Moment) {
         self.running = self.running.saturating_sub(1);
         self.succeeded = self.succeeded.saturating_add(u32::from(succeeded));
         if self.running == 0 {
-            (self.since, self.arrived) = (None, None);
+            self.arrived = None;
+            self.failed = (!succeeded && now - entered >= LASTS).then_some(now);
+            self.since = self.since.filter(|_| self.failed.is_some());
         }
     }
 }
@@ -143,14 +153,44 @@ mod tests {
             assert_eq!(fill(&mut route, now), generation);
             assert_eq!(route.enter(1, now), Err(TooManyRunning(generation)));
             assert_eq!(route.enter(2, now), Ok(()), "one that needs half as much");
-            route.leave(false);
-            (0..generation).for_each(|_| route.leave(true));
+            leave(&mut route, false);
+            (0..generation).for_each(|_| leave(&mut route, true));
         }
         assert!(!route.is_over());
         assert_eq!(fill(&mut route, now), 8);
-        route.leave(true);
+        leave(&mut route, true);
         assert!(route.is_over());
         assert_eq!(fill(&mut route, now), 1000);
+    }
+
+    /// Ends one that has just begun.
+    fn leave(route: &mut SlowStart, succeeded: bool) {
+        route.leave(succeeded, Moment::ORIGIN, Moment::ORIGIN);
+    }
+
+    /// The bug: a client that declared a body, sent none, left after some seconds and came back at
+    /// once kept all others out for ever.
+    #[test]
+    fn one_client_that_sends_nothing_again_and_again_holds_up_a_route_for_a_minute() {
+        let mut route = SlowStart::new(8);
+        let mut now = Moment::ORIGIN;
+        let mut waited = 0;
+        while route.enter(1, now) == Ok(()) && route.enter(1, now).is_err() {
+            let entered = now;
+            now = now + 7 * LASTS;
+            waited += 7;
+            route.leave(false, entered, now);
+            now = now + STEP / 2;
+            assert!(waited < 100, "{waited} s");
+        }
+        assert_eq!(waited, 14, "two may run after eight seconds");
+        let mut route = SlowStart::new(8);
+        for second in 0..20 {
+            let now = Moment::ORIGIN + second * LASTS;
+            assert_eq!(route.enter(1, now), Ok(()));
+            assert_eq!(route.enter(1, now), Err(TooManyRunning(1)), "a break, or a quick failure");
+            route.leave(false, now, now + LASTS / 2);
+        }
     }
 
     #[test]
@@ -212,7 +252,7 @@ mod tests {
         for round in 0..100 {
             let now = Moment::ORIGIN + LASTS * round;
             assert_eq!(fill(&mut route, now), 1, "{round}");
-            route.leave(false);
+            leave(&mut route, false);
         }
         assert!(!route.is_over());
     }

@@ -6,7 +6,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use lowtide_core::bytes::ByteSize;
-use lowtide_core::clock::Clock;
+use lowtide_core::clock::{Clock, Moment};
 use lowtide_core::sync::{Mutex, lock};
 
 use super::slow_start::{SlowStart, TooManyRunning};
@@ -19,6 +19,7 @@ pub struct Trials(Arc<Mutex<SlowStart>>);
 pub struct Trial {
     trials: Trials,
     clock: Arc<dyn Clock>,
+    entered: Moment,
     /// `true` if its handler succeeded.
     pub succeeded: bool,
 }
@@ -42,8 +43,10 @@ impl Trials {
         if slow_start.is_over() {
             return Ok(None);
         }
-        slow_start.enter(first, clock.now())?;
-        Ok(Some(Trial { trials: self.clone(), clock: Arc::clone(clock), succeeded: false }))
+        let entered = clock.now();
+        slow_start.enter(first, entered)?;
+        let (trials, clock) = (self.clone(), Arc::clone(clock));
+        Ok(Some(Trial { trials, clock, entered, succeeded: false }))
     }
 }
 
@@ -66,7 +69,7 @@ impl Trial {
 
 impl Drop for Trial {
     fn drop(&mut self) {
-        lock(&self.trials.0).leave(self.succeeded);
+        lock(&self.trials.0).leave(self.succeeded, self.entered, self.clock.now());
     }
 }
 
