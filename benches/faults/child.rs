@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 
 use lowtide::{BoxError, ByteSize};
+use tokio::runtime::Runtime;
 
 use crate::cgroup::Group;
 
@@ -20,18 +21,25 @@ pub(crate) struct Service {
     _group: Group,
 }
 
+/// Runs the part: as its service if this process is to be that, else as its clients. The service
+/// gets the entrance of its cgroup.
+pub(crate) fn stage(
+    part: &str,
+    serve: fn(PathBuf) -> Result<(), BoxError>,
+    measure: fn(&Runtime) -> Result<(), BoxError>,
+) -> Result<(), BoxError> {
+    let mut after = std::env::args().skip_while(|argument| argument != part).skip(1);
+    if let Some(entrance) = after.next().filter(|argument| !argument.starts_with('-')) {
+        return serve(entrance.into());
+    }
+    if let Err(reason) = Group::make(&name("check"), Some(LIMIT.get())) {
+        println!("skipped: {reason}");
+        return Ok(());
+    }
+    measure(&tokio::runtime::Builder::new_multi_thread().enable_all().build()?)
+}
+
 impl Service {
-    /// Returns the entrance of this process's cgroup if it is to be the service of this part.
-    pub(crate) fn entrance(part: &str) -> Option<PathBuf> {
-        let mut after = std::env::args().skip_while(|argument| argument != part).skip(1);
-        after.next().filter(|argument| !argument.starts_with('-')).map(PathBuf::from)
-    }
-
-    /// Returns why no cgroup can be created here.
-    pub(crate) fn missing() -> Option<String> {
-        Group::make(&name("check"), Some(LIMIT.get())).err()
-    }
-
     /// Starts this program as the service of this part, and waits until it prints its address.
     pub(crate) fn start(part: &str) -> Result<Self, BoxError> {
         let group = Group::make(&name(part), Some(LIMIT.get()))?;

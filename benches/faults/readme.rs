@@ -21,9 +21,10 @@ use hyper_util::rt::TokioExecutor;
 use lowtide::service::{ContentLength, MemoryLayer};
 use lowtide::{BoxError, ByteSize, Memory};
 use serde_json::{Value, json};
+use tokio::runtime::Runtime;
 use tokio::time::{Instant, sleep, timeout_at};
 
-use crate::child::Service;
+use crate::child::{self, Service};
 use crate::is_sample;
 
 const RUNS: u32 = 20;
@@ -45,29 +46,25 @@ const WORK: Duration = Duration::from_millis(50);
 const PART: &str = "readme";
 
 pub(crate) fn run() -> Result<(), BoxError> {
-    if let Some(entrance) = Service::entrance(PART) {
-        return serve(entrance);
-    }
-    if let Some(reason) = Service::missing() {
-        println!("skipped: {reason}");
-        return Ok(());
-    }
-    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
+    child::stage(PART, serve, measure)
+}
+
+fn measure(runtime: &Runtime) -> Result<(), BoxError> {
     let (runs, hostile_runs) = if is_sample() { SAMPLE_RUNS } else { (RUNS, RUNS) };
-    let ordinary = stage(&runtime, runs, &ordinary(BIG))?;
+    let ordinary = stage(runtime, runs, &ordinary(BIG))?;
     println!("figure faults.readme.runs {runs} runs");
     println!("figure faults.readme.kills {} runs", ordinary.kills);
     println!("figure faults.readme.big_served {} requests/run", median(ordinary.big));
     println!("figure faults.readme.small_served {} requests/run", median(ordinary.small));
     println!("figure faults.readme.small_refused {} requests/run", median(ordinary.small_refused));
     let ones = format!("[{}1]", "1,".repeat(BIG / 2 - 1));
-    let hostile = stage(&runtime, hostile_runs, &ones.into())?;
+    let hostile = stage(runtime, hostile_runs, &ones.into())?;
     println!("figure faults.readme.hostile_runs {hostile_runs} runs");
     println!("figure faults.readme.hostile_kills {} runs", hostile.kills);
     println!("figure faults.readme.hostile_small_served {} requests/run", median(hostile.small));
     let object = r#"{"a":1},"#;
     let objects = format!("[{}0]", object.repeat(OBJECTS / object.len()));
-    let objects = stage(&runtime, hostile_runs, &objects.into())?;
+    let objects = stage(runtime, hostile_runs, &objects.into())?;
     println!("figure faults.readme.objects_runs {hostile_runs} runs");
     println!("figure faults.readme.objects_kills {} runs", objects.kills);
     println!("figure faults.readme.objects_small_served {} requests/run", median(objects.small));
@@ -114,7 +111,7 @@ fn median(mut of: Vec<u64>) -> u64 {
 }
 
 /// Runs the service so many times, under clients of this big body and of small ones.
-fn stage(runtime: &tokio::runtime::Runtime, runs: u32, big: &Bytes) -> Result<Outcome, BoxError> {
+fn stage(runtime: &Runtime, runs: u32, big: &Bytes) -> Result<Outcome, BoxError> {
     let mut outcome = Outcome::default();
     for _ in 0..runs {
         let service = Service::start(PART)?;

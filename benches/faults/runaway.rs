@@ -21,9 +21,10 @@ use hyper_util::rt::TokioExecutor;
 use lowtide::{BoxError, Memory};
 use lowtide_admission::{Level, RejectReason};
 use serde::{Deserialize, Serialize};
+use tokio::runtime::Runtime;
 use tokio::time::sleep;
 
-use crate::child::Service;
+use crate::child::{self, Service};
 use crate::is_sample;
 
 const RUNS: u32 = 20;
@@ -49,14 +50,10 @@ const PART: &str = "runaway";
 type Http = Client<HttpConnector, Full<Bytes>>;
 
 pub(crate) fn run() -> Result<(), BoxError> {
-    if let Some(entrance) = Service::entrance(PART) {
-        return serve(entrance);
-    }
-    if let Some(reason) = Service::missing() {
-        println!("skipped: {reason}");
-        return Ok(());
-    }
-    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
+    child::stage(PART, serve, measure)
+}
+
+fn measure(runtime: &Runtime) -> Result<(), BoxError> {
     let runs = if is_sample() { SAMPLE_RUNS } else { RUNS };
     let (mut ended, mut harmed, mut held) = (0, 0, Vec::new());
     let mut refused = Vec::new();

@@ -423,7 +423,8 @@ impl SharedPermit {
 
     /// Waits until the request is cancelled, and returns the rejection to answer with: for
     /// `select!` in a handler and for tasks that it spawned. Never completes if the request is
-    /// exempt or not measured.
+    /// exempt or not measured. A task that waits for nothing else would keep the reservation for
+    /// ever: end it with the work.
     ///
     /// A request is cancelled if it holds several times its claim while memory is short
     /// ([`MemoryLayer::with_request_cap`](super::MemoryLayer::with_request_cap)), or if it is

@@ -294,28 +294,32 @@ mod tests {
         (world, maintenance, worker)
     }
 
+    /// A sample that takes 3 ms of the clock.
+    struct Dear(Arc<ManualClock>, Sample);
+
+    impl Sensor for Dear {
+        fn sample(&mut self, _: Moment) -> Sample {
+            self.0.advance(3 * MILLI);
+            self.1
+        }
+    }
+
+    /// A loop with such samples.
+    fn dear(clock: &Arc<ManualClock>, sample: Sample, admission: Admission) -> Maintenance {
+        let settings = Settings { publish_interval: None, ..Settings::default() };
+        let sensor = Box::new(Dear(Arc::clone(clock), sample));
+        let (resources, ladder) = (Resources::new(), Ladder::default());
+        Maintenance::new(settings, sensor, admission, resources, ladder).expect("valid")
+    }
+
     #[test]
     fn costly_ticks_come_in_time_while_memory_may_fill_up() {
-        /// Each sample takes 3 ms of the clock.
-        struct Dear(Arc<ManualClock>);
-
-        impl Sensor for Dear {
-            fn sample(&mut self, _: Moment) -> Sample {
-                self.0.advance(3 * MILLI);
-                let limit = Limit::given(ByteSize::mib(100));
-                Sample { limit, physical: ByteSize::mib(60), ..Sample::default() }
-            }
-        }
-
-        let clock = Arc::new(ManualClock::new());
-        let settings = Settings { publish_interval: None, ..Settings::default() };
-        let sensor = Box::new(Dear(Arc::clone(&clock)));
-        let admission = Admission::new();
+        let (clock, admission) = (Arc::new(ManualClock::new()), Admission::new());
         let mut held = admission.try_admit(Cost::host(ByteSize::mib(40))).expect("no limit yet");
         held.report(ByteSize::ZERO);
-        let (resources, ladder) = (Resources::new(), Ladder::default());
-        let made = Maintenance::new(settings, sensor, admission, resources, ladder);
-        let mut maintenance = made.expect("valid");
+        let limit = Limit::given(ByteSize::mib(100));
+        let sample = Sample { limit, physical: ByteSize::mib(60), ..Sample::default() };
+        let mut maintenance = dear(&clock, sample, admission);
         let mut turns = Turns::new(&mut maintenance, clock.now());
         for turn in 0..20 {
             let begun = clock.now();
@@ -327,24 +331,9 @@ mod tests {
 
     #[test]
     fn a_tick_that_came_late_is_told_once_and_costly_ones_come_less_often() {
-        /// Each sample takes 3 ms of the clock.
-        struct Dear(Arc<ManualClock>);
-
-        impl Sensor for Dear {
-            fn sample(&mut self, _: Moment) -> Sample {
-                self.0.advance(3 * MILLI);
-                Sample::default()
-            }
-        }
-
-        let clock = Arc::new(ManualClock::new());
-        let settings = Settings { publish_interval: None, ..Settings::default() };
-        let sensor = Box::new(Dear(Arc::clone(&clock)));
-        let admission = Admission::new();
+        let (clock, admission) = (Arc::new(ManualClock::new()), Admission::new());
         let _held = admission.try_admit(Cost::host(ByteSize::mib(1))).expect("no limit");
-        let (resources, ladder) = (Resources::new(), Ladder::default());
-        let made = Maintenance::new(settings, sensor, admission, resources, ladder);
-        let mut maintenance = made.expect("valid");
+        let mut maintenance = dear(&clock, Sample::default(), admission);
         let mut turns = Turns::new(&mut maintenance, clock.now());
         let mut rests = Vec::new();
         for _ in 0..10 {
