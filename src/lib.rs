@@ -37,7 +37,7 @@
 //!
 //! let app: axum::Router = axum::Router::new()
 //!     .route("/length", axum::routing::post(|body: String| async move { body.len().to_string() }))
-//!     .layer(memory.layer()); // reserves twice the body; works with tonic too
+//!     .layer(memory.layer()); // estimates twice the body; works with tonic too
 //! # drop(app);
 //! println!("{}", memory.shutdown(std::time::Duration::from_secs(5))); // what is still held
 //! # Ok::<(), lowtide::BoxError>(())

@@ -40,7 +40,8 @@ use super::learned::Lesson;
 use super::scoped::Scoped;
 use super::usage::{self, LiveIn, Tenant};
 
-/// The permit of a request, found in the request's extensions, or with [`SharedPermit::current`].
+/// The permit of a request, found in the request's extensions (in a handler of axum:
+/// `Extension<SharedPermit>`), or with [`SharedPermit::current`].
 /// Shows the memory that the request holds, attributes work on other threads to it, and reserves
 /// memory in advance.
 ///
@@ -202,7 +203,8 @@ impl SharedPermit {
 
     /// Returns the memory that is measured for this request; `None` if requests are not measured,
     /// because the admission belongs to no `Memory`, jemalloc is not the global allocator, or the
-    /// system is not Linux. Costs three loads.
+    /// system is not Linux. Work that runs now, such as the current poll, counts when it ends; call
+    /// [`SharedPermit::check`] first to include it. Costs three loads.
     #[must_use]
     pub fn memory(&self) -> Option<AccountMemory> {
         self.is_measured().then(|| self.0.memory())
