@@ -147,11 +147,10 @@ impl<E: Estimate> MemoryLayer<E> {
     ///
     /// The claim is what the request reserved when it was admitted, or later with
     /// [`SharedPermit::grow`]; in a route in which needs vary, it is what a large request needs.
-    /// Memory is short if more is reserved than allowed, so that others are rejected, or if the
-    /// level is elevated or higher. While there is room, a request may hold any
-    /// multiple. At level critical, the request that is furthest above its claim is cancelled
-    /// first, also below the multiple; the next one follows when that has released its memory, or
-    /// after 100 ms.
+    /// Memory is short if more is reserved than allowed, so that others are rejected. While there
+    /// is room, a request may hold any multiple. At level critical, the request that is furthest
+    /// above its claim is cancelled first, also below the multiple; the next one follows when that
+    /// has released its memory, or after 100 ms.
     ///
     /// [`SharedPermit::cancelled`] notifies the handler, and lists what cannot be interrupted. If
     /// the handler goes on, the layer drops it and answers as for [`Rejected::Outgrown`]. The head

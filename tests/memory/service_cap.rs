@@ -203,6 +203,18 @@ fn a_rare_large_request_is_served_while_there_is_room() {
     assert_eq!(bed.cancelled(), 0);
 }
 
+/// The bug: unused pages that the next purge would release raised the level, and a request was
+/// cancelled though it fitted.
+#[test]
+fn a_level_alone_cancels_nothing() {
+    let bed = Bed::new();
+    let mut call = bed.call("/large", outgrows(20));
+    assert!(poll(&mut call).is_pending());
+    bed.admission().set_level(Level::High);
+    assert!(poll(&mut call).is_pending());
+    assert_eq!(bed.cancelled(), 0);
+}
+
 /// A route in which one request in ten needs 40 times more reserves little for each, so a large one
 /// is many times its claim.
 #[test]

@@ -302,10 +302,10 @@ impl Desk {
         reserved
     }
 
-    /// Returns `true` if the host's ledger has no room for other requests, or memory is under
-    /// pressure.
+    /// Returns `true` if the host's ledger has no room for other requests. A level would count
+    /// memory that the next purge releases.
     pub(super) fn is_short(&self) -> bool {
-        self.host.reserved() > self.host.allowance() || self.level() > Level::None
+        self.host.reserved() > self.host.allowance()
     }
 
     /// Counts a running request that is cancelled.

@@ -150,7 +150,7 @@ impl Permit {
     }
 
     /// Returns `true` if growth of the request takes room from others: more is reserved than
-    /// allowed, or host memory is under pressure.
+    /// allowed.
     #[doc(hidden)]
     pub fn is_short(&self) -> bool {
         self.desk.is_short()
