@@ -4,14 +4,14 @@
 //! inner error type is unchanged. A rejected request never reaches the inner service; its body is
 //! drained before it is answered (see `drain`).
 //!
-//! If the admission belongs to a running `Memory`, requests are measured (see `permit`). The bytes
-//! held for each estimated byte are recorded by method, route and size, and later requests of that
-//! kind reserve as much. Until the first of them have ended, only a few large ones run at once
-//! (`slow_start`).
+//! If the admission belongs to a running `Memory`, requests are measured (see `permit`). The layer
+//! records the bytes held for each estimated byte by method, route and size, and later requests of
+//! that kind reserve accordingly. Until the first of them have ended, only a few large ones run at
+//! once (`slow_start`).
 //!
 //! A cancelled request (see `permit`) whose handler goes on is ended here: its future is dropped at
 //! the end of a later poll, and the client gets the answer of a rejection. The control loop wakes
-//! it, so there is no timer.
+//! the future, so the layer needs no timer.
 //!
 //! Invariant: every admitted request reserves its estimate exactly once, and releases its
 //! reservation when its response body, and every handle taken by a handler, are dropped.
@@ -77,12 +77,12 @@ struct LayerSettings {
     clock: Arc<dyn Clock>,
 }
 
-/// The default of [`MemoryLayer::with_request_cap`]. An estimate: most routes reserve what most of
-/// their requests hold, and few first requests need that much more than their estimate.
+/// The default of [`MemoryLayer::with_request_cap`]. An estimate: most measured requests hold about
+/// what they reserve, and few requests of a new route need eight times their estimate.
 const REQUEST_CAP: f64 = 8.0;
 
 /// Returns the name of a request's route: the pattern that axum matched, the gRPC method, or else
-/// the first segment of the path. The flag is set for a pattern, which clients do not choose.
+/// the first segment of the path. The flag is `true` for a pattern, which clients cannot choose.
 fn route(head: &Parts) -> (&str, bool) {
     #[cfg(feature = "axum")]
     if let Some(path) = head.extensions.get::<axum::extract::MatchedPath>() {
@@ -129,11 +129,12 @@ impl<E: Estimate> MemoryLayer<E> {
         MemoryLayer { estimate: Arc::new(estimate), settings: self.settings }
     }
 
-    /// Trusts estimates: requests of a route that is not measured yet reserve their estimate, and
-    /// as many run as fit; later ones reserve at least their estimate, also if less was measured.
-    /// For handlers that reject requests which need more, and for memory that is not measured: of
-    /// tasks without a scope, or of C code. Otherwise an estimate is a hint, which the layer uses
-    /// until it has measured eight requests of the route.
+    /// Trusts estimates. Requests of a route that is not measured yet reserve their estimate, and
+    /// as many run as fit. Later requests reserve at least their estimate, even if less was
+    /// measured. Use it if handlers reject requests that need more than their estimate, or if
+    /// estimates cover memory that is not measured, such as that of tasks without a scope or of C
+    /// code. Without this setting an estimate is a hint, which the layer uses until it has measured
+    /// eight requests of the route.
     #[must_use]
     pub fn without_slow_start(mut self) -> Self {
         let settings = self.settings();
@@ -142,21 +143,23 @@ impl<E: Estimate> MemoryLayer<E> {
     }
 
     /// Sets the multiple of its claim above which a request is cancelled while memory is short. The
-    /// default is 8. Requests of at most 1 MiB are not cancelled for their cap, and with
-    /// [`f64::INFINITY`] no request is cancelled, at no level.
+    /// default is 8. A request that holds at most 1 MiB is not cancelled because of the multiple.
+    /// With [`f64::INFINITY`] no request is ever cancelled, not even at level critical.
     ///
     /// The claim is what the request reserved when it was admitted, or later with
-    /// [`SharedPermit::grow`]; in a route in which needs vary, it is what a large request needs.
-    /// Memory is short if more is reserved than allowed, so that others are rejected. While there
-    /// is room, a request may hold any multiple. At level critical, the request that is furthest
-    /// above its claim is cancelled first, also below the multiple; the next one follows when that
-    /// has released its memory, or after 100 ms.
+    /// [`SharedPermit::grow`]. In a route in which needs vary, the multiple is of what a large
+    /// request needs, if that is more. Memory is short if more is reserved than allowed, so that
+    /// other requests are rejected. While there is room, a request may hold any multiple.
     ///
-    /// [`SharedPermit::cancelled`] notifies the handler, and lists what cannot be interrupted. If
-    /// the handler goes on, the layer drops it and answers as for [`Rejected::Outgrown`]. The head
-    /// that [`Reject`] gets then has the method, version and route of the request, and of its
-    /// headers only the content type on HTTP/2. Exempt requests, and those that are not measured,
-    /// are never cancelled.
+    /// At level critical, the request that is furthest above its claim is cancelled, even if it is
+    /// below the multiple. The next one is cancelled when that one has released its memory, or
+    /// after 100 ms.
+    ///
+    /// [`SharedPermit::cancelled`] notifies the handler; its documentation lists what cannot be
+    /// interrupted. If the handler goes on, the layer drops it and answers as for
+    /// [`Rejected::Outgrown`]. The head that [`Reject`] gets then has the method, the version and
+    /// the route of the request. Of its headers, it has the content type on HTTP/2 and no other.
+    /// Exempt requests, and those that are not measured, are never cancelled.
     ///
     /// # Panics
     /// Panics if the multiple is below 1 or not a number.
@@ -309,7 +312,8 @@ impl<E: Estimate> MemoryLayer<E> {
             let estimate = cost.host;
             cost.host = lesson.claim(estimate, room);
             let starts_slowly = is_measured && settings.starts_slowly;
-            // A request that is too large, or too late, is rejected for that reason.
+            // A request that is too large, or that arrives during shutdown, is rejected for that
+            // reason, below.
             if starts_slowly && estimate <= ceiling && !settings.admission.is_closed() {
                 slot = lesson.enter(cost.host, room, &settings.clock).map_err(|running| {
                     let TooManyRunning(running) = running;
@@ -319,7 +323,7 @@ impl<E: Estimate> MemoryLayer<E> {
             }
         }
         let permit = settings.admission.try_admit_with(cost, priority)?;
-        // A trusted estimate may cover memory that is not measured, and stays.
+        // A trusted estimate may cover memory that is not measured, so it is not replaced.
         let reports = is_measured && settings.starts_slowly;
         let cap = Some(settings.request_cap);
         let cap = cap.filter(|cap| is_measured && priority != Priority::Exempt && cap.is_finite());
@@ -336,8 +340,8 @@ impl<E: Estimate> MemoryLayer<E> {
 }
 
 impl LayerSettings {
-    /// Returns the answer to a cancelled request whose handler must end now. It has a later poll,
-    /// and 100 ms unless it grows, to end by itself.
+    /// Returns the answer to a cancelled request whose handler must end now. To end by itself, the
+    /// handler has one more poll, and 100 ms unless the request grows.
     #[cold]
     fn end(
         &self,
@@ -372,8 +376,8 @@ impl fmt::Debug for LayerSettings {
     }
 }
 
-/// Returns `true` if the answer is a success. A gRPC error has status 200: the headers of an answer
-/// without a body name it.
+/// Returns `true` if the answer is a success. A gRPC error has status 200; if it has no body, the
+/// error is in the header `grpc-status`.
 fn is_success<B>(response: &Response<B>, may_be_grpc: bool) -> bool {
     let status = response.status();
     let is_error = may_be_grpc && response.headers().get("grpc-status").is_some_and(|of| of != "0");
@@ -455,7 +459,7 @@ pin_project! {
             #[pin]
             future: Scoped<F>,
             settings: Arc<LayerSettings>,
-            // When the layer saw that the request was cancelled.
+            // The time at which the layer saw that the request was cancelled.
             cancelled_at: Option<Moment>,
         },
         Rejected { #[pin] rest: Drain<Q>, response: Option<Response<String>> },

@@ -1,14 +1,15 @@
-//! Records the memory that requests of each route held, and estimates later ones by it.
+//! Records the memory that requests of each route held, and estimates later requests from it.
 //!
 //! The records learn from [`SharedPermit`](super::SharedPermit): from handlers that report the
 //! memory they hold (`hold`), from permits that had to grow, and from the layer's measurements.
-//! [`Learned`] keeps a histogram for each route over sixteenths of powers of two, in which old
-//! requests fade: all counts are halved after each `WINDOW` requests. The estimate is its 95th
+//! [`Learned`] keeps a histogram for each route, with sixteen buckets for each power of two. Old
+//! requests fade: all counts are halved after each `WINDOW` requests. The estimate is the 95th
 //! percentile, which nineteen of twenty requests do not exceed; the ledger's correction factor
-//! covers the others. Behind every other estimator the layer keeps a `need` for each route.
+//! covers the others. With any other estimator the layer keeps a `need` for each route instead.
 //!
-//! Invariant: `estimate >= 95 % of the histogram's requests`, and at most a sixteenth more than the
-//! largest of those; memory is at most [`ROUTES_MAX`] + 1 routes of about two KiB.
+//! Invariants: 95 % of the histogram's requests held at most `estimate`, which is at most a
+//! sixteenth more than the largest of those held; at most [`ROUTES_MAX`] + 1 routes are kept, of
+//! about 2 KiB each.
 
 use std::fmt;
 use std::sync::Arc;
@@ -38,8 +39,8 @@ const PARTS_POWER: usize = PARTS.ilog2() as usize;
 /// The smallest amounts have a bucket each, followed by as many for each power of two.
 const BUCKETS: usize = (64 - PARTS_POWER + 1) * PARTS;
 
-/// Estimates requests by what earlier requests of their route held. Costs a look-up under a lock,
-/// and a load.
+/// Estimates requests by what earlier requests of their route held. An estimate costs a look-up
+/// under a lock, and an atomic load.
 ///
 /// ```
 /// use http::request::Parts;
@@ -113,11 +114,11 @@ impl Lesson {
     }
 
     /// Returns the reservation for a request with this estimate in this room. A measured need
-    /// reserves at most two thirds of the room. Otherwise a route with one huge request would not
-    /// be admitted any more, and its estimate would stay.
+    /// reserves at most two thirds of the room. Otherwise, after one huge request, no request of
+    /// the route would be admitted, so the need would never be measured again.
     pub(super) fn claim(&self, estimate: ByteSize, room: ByteSize) -> ByteSize {
         match &self.0 {
-            // At least a byte: what reserves nothing is always admitted.
+            // At least a byte, since a request that reserves nothing is always admitted.
             Of::Bytes(route) => estimate.min(most(room).max(route.guess).max(ByteSize::new(1))),
             Of::Estimate(compared) => compared.claim(room),
         }
@@ -160,7 +161,7 @@ impl fmt::Debug for Lesson {
 }
 
 impl<K: Ord, F: Fn(&Parts) -> K> Learned<K, F> {
-    /// Creates an estimator by the route that `key` returns, with an initial guess.
+    /// Creates an estimator with an initial guess. `key` returns the route of a request.
     pub fn new(guess: ByteSize, key: F) -> Self {
         let (device, priority) = (ByteSize::ZERO, Priority::Normal);
         Self { key, device, priority, guess, routes: Mutex::new(Routes::new(Route::new(guess))) }
@@ -213,10 +214,10 @@ impl<K, F> fmt::Debug for Learned<K, F> {
 
 /// The record of one route.
 struct Route {
-    /// What suffices for [`PERCENTILE`] of the requests so far; 0 without any.
+    /// The bytes that suffice for [`PERCENTILE`] % of the requests so far; 0 before the first.
     learned: AtomicU64,
     guess: ByteSize,
-    /// Set once the guess is given up.
+    /// Set once the guess is no longer used.
     is_known: AtomicBool,
     seen: Mutex<FadingHistogram>,
     trials: Trials,
@@ -265,7 +266,7 @@ struct FadingHistogram {
     count: u32,
     /// The largest value so far, so that the estimate of identical requests is exact.
     largest: ByteSize,
-    /// The number of all requests, capped at the number that matters.
+    /// The number of all requests, capped at the number from which it makes no difference.
     lessons: u32,
 }
 
@@ -378,8 +379,8 @@ mod tests {
         }
     }
 
-    /// The bug: without room and without a guess, two thirds of nothing were reserved, and what
-    /// reserves nothing is always admitted.
+    /// The bug: without room and without a guess, two thirds of nothing were reserved, and a
+    /// request that reserves nothing is always admitted.
     #[test]
     fn without_room_a_learned_need_was_admitted_for_nothing() {
         let route = Arc::new(Route::new(ByteSize::ZERO));

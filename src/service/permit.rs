@@ -1,10 +1,10 @@
 //! A request's permit, which the response body and handlers share, and its measured memory.
 //!
 //! If the admission belongs to a running `Memory`, each request has an account (`heap::account`):
-//! the layer runs the handler's future and the response body for it, and charges it for the frames
-//! of the request body (`body`). Handlers do the same for work that they move elsewhere. When the
-//! request holds more than its reservation, the permit grows. That never fails, since the memory is
-//! already in use; it counts against the allowance, so other requests may be rejected.
+//! the layer charges it for what the handler's future and the response body allocate, and for the
+//! frames of the request body (`body`). Handlers charge it for work that they move elsewhere. When
+//! the request holds more than its reservation, the permit grows. That never fails, since the
+//! memory is already in use; it counts against the allowance, so other requests may be rejected.
 //!
 //! A request that outgrows its claim while memory is short is cancelled: its handler is notified,
 //! and the layer drops it if it goes on (`layer`). Nothing can interrupt a single poll, work on
@@ -61,12 +61,12 @@ use super::usage::{self, LiveIn, Tenant};
 #[derive(Clone)]
 pub struct SharedPermit(Arc<Account<Admitted>>);
 
-/// Changes of fewer live bytes are not reported to the ledger. An estimate: less than the memory of
-/// a connection.
+/// Smaller changes of the live bytes are not reported to the ledger. An estimate: less than the
+/// memory of a connection.
 const REPORTED_MIN: ByteSize = ByteSize::kib(64);
 
-/// A request that holds at most so much is not cancelled because of its cap. An estimate: ending it
-/// would gain little.
+/// A request that holds at most this much is not cancelled because of its cap. An estimate:
+/// cancelling it would release little.
 const CAP_MIN: ByteSize = ByteSize::mib(1);
 
 /// A permit that does not keep the reservation.
@@ -78,7 +78,7 @@ pub(super) struct WeakPermit(Weak<Account<Admitted>>);
 struct Admitted {
     /// `true` if its memory is measured.
     is_measured: bool,
-    /// `true` if others wait until its body has arrived.
+    /// `true` if it has a slot of its route's slow start.
     is_trial: bool,
     origin: Origin,
     /// The multiple of what it was expected to hold above which it may be cancelled; `None` if
@@ -128,7 +128,8 @@ pub(super) struct Terms {
     pub(super) slot: Option<Trial>,
     /// `true` if its memory is measured.
     pub(super) is_measured: bool,
-    /// `true` if that is all that it is taken to hold: its estimate covers nothing else.
+    /// `true` if the measured bytes are reported as all that it holds. `false` if its estimate may
+    /// cover memory that is not measured.
     pub(super) reports: bool,
 }
 
@@ -145,7 +146,7 @@ struct Held {
     waker: Option<Waker>,
     /// The wakers of the futures that wait for a cancellation, each with its number.
     waiting: Vec<(u64, Waker)>,
-    /// The number of the next one.
+    /// The number of the next such future.
     next: u64,
     /// The figures to which its live bytes were added, once they were reported.
     live_in: Option<LiveIn>,
@@ -204,16 +205,16 @@ impl SharedPermit {
     /// Returns the memory that is measured for this request; `None` if requests are not measured,
     /// because the admission belongs to no `Memory`, jemalloc is not the global allocator, or the
     /// system is not Linux. Work that runs now, such as the current poll, counts when it ends; call
-    /// [`SharedPermit::check`] first to include it. Costs three loads.
+    /// [`SharedPermit::check`] first to include it. Reads three atomics.
     #[must_use]
     pub fn memory(&self) -> Option<AccountMemory> {
         self.is_measured().then(|| self.0.memory())
     }
 
-    /// Runs work of this request on the calling thread, and reserves the memory that it leaves
-    /// allocated. For work that a handler moves to other threads; the layer does the same for the
-    /// handler's future and for the response body. If requests are not measured, it only runs the
-    /// work.
+    /// Runs work of this request on the calling thread, and reserves the memory that the work
+    /// leaves allocated. Use it for work that a handler moves to other threads; the layer does the
+    /// same for the handler's future and for the response body. If requests are not measured, it
+    /// only runs the work.
     ///
     /// ```
     /// # async fn parse(permit: lowtide::service::SharedPermit, text: String) {
@@ -242,8 +243,8 @@ impl SharedPermit {
         Scoped::new(future, Some(self.clone()))
     }
 
-    /// Adds memory to this request that others allocated, for example a result of another task.
-    /// Without it, the request would hold fewer bytes than it frees in the end.
+    /// Adds memory to this request that others allocated, for example the result of another task.
+    /// Otherwise the request would be charged too little, since freeing the memory subtracts it.
     pub fn adopt(&self, bytes: ByteSize) {
         if self.is_measured() {
             self.0.adopt(bytes);
@@ -252,7 +253,7 @@ impl SharedPermit {
     }
 
     /// Subtracts memory from this request that others hold from now on, for example a cache. The
-    /// reservation is unchanged: see [`SharedPermit::shrink`].
+    /// reservation does not change; use [`SharedPermit::shrink`] for that.
     pub fn release(&self, bytes: ByteSize) {
         if self.is_measured() {
             self.0.release(bytes);
@@ -270,12 +271,12 @@ impl SharedPermit {
         Account::current().is_some_and(|account| Arc::ptr_eq(&account, &self.0))
     }
 
-    /// Adds to the frames in buffers of the connection, unless there are more than `most` then.
+    /// Adds to the frames in buffers of the connection, unless the sum would exceed `most`.
     pub(super) fn lend(&self, bytes: ByteSize, most: ByteSize) -> bool {
         add_up_to(&self.0.owner().lent, bytes, most)
     }
 
-    /// Adds to the frames that were plainly copied, unless there are more than `most` then.
+    /// Adds to the frames that were plainly copied, unless the sum would exceed `most`.
     pub(super) fn copy_plainly(&self, bytes: ByteSize, most: ByteSize) -> bool {
         add_up_to(&self.0.owner().copied, bytes, most)
     }
@@ -301,7 +302,7 @@ impl SharedPermit {
     fn report(&self) {
         let admitted = self.0.owner();
         let (live, is_short) = self.change(|held| {
-            // Under the lock, so that no thread replaces what another reported later.
+            // Read under the lock, so that no thread overwrites a newer report with an older one.
             let live = self.0.memory().live;
             held.hold(live);
             let before = admitted.reported.swap(live.get(), Ordering::Relaxed);
@@ -357,8 +358,8 @@ impl SharedPermit {
         is_cancelled.then(|| self.held().cancelled.clone()).flatten()
     }
 
-    /// Returns the rejection of a cancelled request whose handler waits; otherwise keeps the waker
-    /// of the layer's future until the request is cancelled.
+    /// Keeps the waker of the layer's future while its handler waits. Returns the rejection if the
+    /// request is cancelled already.
     pub(super) fn waits(&self, waker: &Waker) -> Option<Rejected> {
         self.0.owner().cap?;
         let mut held = self.held();
@@ -394,7 +395,7 @@ impl SharedPermit {
         self.0.owner().origin.route.to_string()
     }
 
-    /// Returns `true` if the request is one of HTTP/2 with a content type.
+    /// Returns `true` if the request came over HTTP/2 and has a content type.
     pub(super) fn may_be_grpc(&self) -> bool {
         self.0.owner().origin.content_type.is_some()
     }
@@ -423,18 +424,18 @@ impl SharedPermit {
         result
     }
 
-    /// Waits until the request is cancelled, and returns the rejection to answer with: for
-    /// `select!` in a handler and for tasks that it spawned. Never completes if the request is
-    /// exempt or not measured. A task that waits for nothing else would keep the reservation for
-    /// ever: end it with the work.
+    /// Waits until the request is cancelled, and returns the rejection to answer with. Use it in
+    /// `select!`, in a handler and in tasks that it spawned. Never completes if the request is
+    /// exempt or not measured. A task that waits for nothing else would keep the reservation
+    /// forever: end it with the work.
     ///
     /// A request is cancelled if it holds several times its claim while memory is short
     /// ([`MemoryLayer::with_request_cap`](super::MemoryLayer::with_request_cap)), or if it is
     /// furthest above its claim at level critical. Its claim is what it reserved when it was
     /// admitted, or later with [`SharedPermit::grow`] and [`SharedPermit::hold`].
     ///
-    /// A handler that goes on is dropped at the end of a later poll, 100 ms after the cancellation,
-    /// or at once if the request grows by another quarter. Its bytes stay reserved until they are
+    /// A handler that goes on is dropped at the end of a later poll: 100 ms after the cancellation,
+    /// or earlier if the request grows by another quarter. Its bytes stay reserved until they are
     /// freed. Three things cannot be interrupted: a single poll (see [`SharedPermit::check`]), work
     /// on other threads such as `spawn_blocking`, and a response whose head was returned.
     ///
@@ -456,11 +457,11 @@ impl SharedPermit {
     }
 
     /// Counts the memory that the calling thread has allocated for the request so far, and returns
-    /// an error if the request is cancelled: for long loops within one poll and for blocking work.
-    /// Costs about as much as a poll; see [`SharedPermit::cancelled`].
+    /// an error if the request is cancelled. Use it in long loops within one poll, and in blocking
+    /// work. Costs about as much as measuring a poll; see [`SharedPermit::cancelled`].
     ///
     /// # Errors
-    /// [`Rejected::Outgrown`] from when the request is cancelled.
+    /// [`Rejected::Outgrown`] once the request is cancelled.
     pub fn check(&self) -> Result<(), Rejected> {
         self.release(ByteSize::ZERO);
         self.cancellation().map_or(Ok(()), Err)
@@ -475,8 +476,8 @@ impl SharedPermit {
         self.grow_with(|held| {
             let wanted = held.permit.cost().host.saturating_add(bytes);
             let grown = held.grow(bytes);
-            // Also if it does not fit now: the estimate did not suffice. But what never fits is
-            // no need.
+            // Recorded even if it does not fit now, since the estimate did not suffice. A request
+            // for more than can ever fit shows no need.
             if !matches!(grown, Err(Rejected::TooLarge { .. })) {
                 held.reported = held.reported.max(Some(wanted));
             }
@@ -576,7 +577,8 @@ impl Drop for WaitForCancel<'_> {
     }
 }
 
-/// Work of a large request whose need is not known; others wait until it ends, also if it panics.
+/// Work of a large request whose need is not known. While it runs, time lets no further requests
+/// in. It ends when dropped, also on a panic.
 struct TrialWork<'a> {
     permit: &'a SharedPermit,
     before: ByteSize,
@@ -595,7 +597,7 @@ impl<'a> TrialWork<'a> {
 impl Drop for TrialWork<'_> {
     fn drop(&mut self) {
         let (live, admitted) = (self.permit.0.memory().live, self.permit.0.owner());
-        // What is reserved leaves its room.
+        // Growth within the claim takes no room from other requests.
         let more = live.saturating_sub(self.before.max(admitted.claim()));
         if let Some(slot) = &self.permit.held().terms.slot {
             slot.ends_work(more >= REPORTED_MIN);
@@ -623,8 +625,8 @@ impl fmt::Debug for SharedPermit {
 }
 
 impl WeakPermit {
-    /// Subtracts a frame from the request, unless that has ended. Its block will be freed on this
-    /// thread, which counts in a scope.
+    /// Subtracts a frame from the request, unless the request has ended. If this thread runs for
+    /// the request, freeing the frame's block is measured; otherwise the block is subtracted here.
     pub(super) fn give_back(&self, bytes: ByteSize, is_lent: bool, block: ByteSize) {
         let Some(permit) = self.0.upgrade().map(SharedPermit) else { return };
         if is_lent {
@@ -683,7 +685,7 @@ impl LargeRequest for WeakPermit {
     }
 }
 
-/// The name of a route, shortened, so that each request can have a copy.
+/// The name of a route, shortened to a fixed size, so that each request can have a copy.
 #[derive(Clone, Copy)]
 pub(super) struct RouteLabel {
     text: [u8; NAME_MAX],
@@ -731,7 +733,7 @@ impl Held {
         let before = self.permit.cost().host;
         self.permit.grow(bytes)?;
         if let Some(share) = &mut self.terms.share {
-            // An exempt permit grows by what 64 bits hold.
+            // The growth of an exempt permit saturates at 64 bits.
             share.grow(self.permit.cost().host.saturating_sub(before));
         }
         Ok(())

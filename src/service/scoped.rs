@@ -86,8 +86,9 @@ impl<F: Future> Future for Scoped<F> {
     }
 }
 
-/// Attributes the memory of a future to the request for which this thread runs, if there is one:
-/// for tasks that a handler spawns. Like [`SharedPermit::scope`] of [`SharedPermit::current`].
+/// Attributes the memory of a future to the request for which this thread runs, if there is one.
+/// Use it for tasks that a handler spawns. Equals [`SharedPermit::scope`] of
+/// [`SharedPermit::current`].
 ///
 /// ```
 /// # async fn handler() {
@@ -98,8 +99,8 @@ pub fn scope<F: Future>(future: F) -> Scoped<F> {
     Scoped::new(future, SharedPermit::current())
 }
 
-/// Attributes the memory of a closure to the request for which this thread runs, if there is one:
-/// for work that a handler moves to another thread.
+/// Attributes the memory of a closure to the request for which this thread runs, if there is one.
+/// Use it for work that a handler moves to another thread.
 ///
 /// ```
 /// # async fn handler(text: String) {

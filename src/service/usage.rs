@@ -1,7 +1,8 @@
 //! Adds the memory of a request to the figures of its route and its tenant.
 //!
-//! The permit calls it when a request ends, and when the live bytes that it reports change. The
-//! record of a route is kept with what is learned of the route, so most requests look nothing up.
+//! The permit calls this module when a request ends, and when the live bytes that it reports
+//! change. The record of a route is kept with the learned need of the route, so most requests need
+//! no look-up.
 //!
 //! Invariant: each measured request that is not exempt counts for one route, and for one tenant if
 //! it has one; its live bytes are subtracted from the records to which they were added.
@@ -21,8 +22,8 @@ use super::permit::Origin;
 /// authentication. Large requests are then listed with their tenant, and the memory of each tenant
 /// is published.
 ///
-/// Names are shortened to 64 bytes. The first 32 tenants of a process have figures of their own, so
-/// don't use names that clients choose freely: they could take all places.
+/// Names are shortened to 64 bytes. Only the first 32 tenants of a process have figures of their
+/// own. Don't use names that clients choose freely, since they could use up these 32.
 ///
 /// ```
 /// use http::Request;

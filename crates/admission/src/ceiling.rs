@@ -1,15 +1,15 @@
 //! The ceiling: how much of the limit requests, resources and other memory may fill together.
 //!
 //! The rest of the limit is for growth that no reservation predicted, until the control loop reacts
-//! to it. Nothing is known of that growth at first, so the ceiling starts low. It rises by
-//! [`STEP`] with each generation of measured requests that used it and did not exceed it, up to
-//! what the measured growth allows. Requests that are not measured are no evidence: all of them may
-//! outgrow their reservations before the correction factor shows it. It falls at once: by the
-//! excess if more is required than it allows, and to its start if memory becomes critical.
+//! to it. At first that growth is unknown, so the ceiling starts low. It rises by [`STEP`] with
+//! each generation of measured requests that used it and did not exceed it, up to what the measured
+//! growth allows. Requests that are not measured are no evidence, since all of them may outgrow
+//! their reservations before the correction factor shows it. If more is required than the ceiling
+//! allows, it falls by the excess at once. If memory becomes critical, it falls to its start.
 //!
 //! Pure: the control loop, its owner, passes a sample with each tick.
 //!
-//! Invariants: `ceiling <= limit - reserve`, with
+//! Invariants: `ceiling = max(start, min(earned, limit - reserve))`, with
 //! `reserve = max(fixed, unlearned, growth x (tick + lateness))` and
 //! `fixed = max((1 - most) x limit, min(16 MiB, (1 - start) x limit))`; in a generation the earned
 //! part rises by at most [`STEP`].
@@ -27,8 +27,8 @@ const RESERVE_MIN: ByteSize = ByteSize::mib(16);
 const STEP: f64 = 0.02;
 /// A generation is evidence if this part of the ceiling was required at some time.
 const USED: f64 = 0.75;
-/// The number of ticks in half of the time over which growth and lateness count: the largest value
-/// of 1,000 ticks is one that 99.9 % of them do not exceed.
+/// The largest growth and lateness are kept for this many ticks to twice as many. 1,000, so that
+/// 99.9 % of the ticks stay below the largest value.
 const TICKS: u32 = 1_000;
 
 /// A sample of the host.
@@ -38,7 +38,7 @@ pub(super) struct CeilingSample {
     pub(super) limit: ByteSize,
     /// Physical less purgeable bytes.
     pub(super) required: ByteSize,
-    /// The part of it that no reservation covers.
+    /// The part of the required bytes that no reservation covers.
     pub(super) uncovered: ByteSize,
     /// `true` if requests are measured.
     pub(super) is_measured: bool,
@@ -135,7 +135,7 @@ impl Ceiling {
         let CeilingSample { limit, turnover, .. } = sample;
         let now = (sample.required, sample.uncovered);
         let before = self.last.replace(now).unwrap_or(now);
-        // Both: a request that ends leaves memory uncovered that has not grown.
+        // Both must have grown: when a request ends, its memory becomes uncovered without growth.
         let grown = now.0.saturating_sub(before.0).min(now.1.saturating_sub(before.1)).as_f64();
         let seconds = turnover.time.max(sample.tick).as_secs_f64();
         self.growth.add(if seconds > 0.0 { grown / seconds } else { 0.0 });
@@ -172,14 +172,14 @@ impl Ceiling {
         }
     }
 
-    /// Lowers the earned part, not below its start. No number, in a limit of zero, lowers nothing.
+    /// Lowers the earned part, but not below its start. Ignores NaN, which a limit of 0 yields.
     fn fall_to(&mut self, earned: f64) {
         self.earned = self.earned.min(earned).max(self.start);
         self.generation = Generation::default();
     }
 }
 
-/// The largest value of the last [`TICKS`] to twice as many ticks.
+/// The largest value of the last [`TICKS`] ticks, or of up to twice as many.
 #[derive(Clone, Copy, Debug)]
 struct Largest {
     now: f64,

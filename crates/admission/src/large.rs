@@ -1,18 +1,17 @@
-//! The running requests that hold much memory, and which of them is cancelled at level critical.
+//! Registers the running requests that hold much memory, and cancels some at level critical.
 //!
 //! The tower layer adds a request when it is measured to hold [`LARGE_MIN`] or more, so that small
-//! requests cost nothing. Operators read the largest ([`Admission::largest`]). The registry keeps
-//! handles that do not keep a request; requests that have ended are removed when another is added,
-//! or when the registry is read.
+//! requests cost nothing. Operators read the largest ([`Admission::largest`]). The registry has
+//! weak handles, which keep no request alive. Requests that have ended are removed when another is
+//! added and when the registry is read.
 //!
 //! The layer cancels a request that outgrew its cap. At level critical the control loop cancels the
 //! one that is furthest above its claim, whatever its cap, and the next one only when that has
 //! released its bytes or [`GRACE`] has passed. It also wakes cancelled requests at each tick, so
 //! that the layer needs no timer to end those that do not end by themselves.
 //!
-//! Invariants: at most [`LARGE_MAX`] requests are registered; of more, the largest are. A tick
-//! allocates nothing, and cancels at most one request. No lock is held while a request is cancelled
-//! or woken.
+//! Invariants: at most [`LARGE_MAX`] requests are registered, the largest ones. A tick allocates
+//! nothing, and cancels at most one request. No lock is held while a request is cancelled or woken.
 
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -27,7 +26,7 @@ use super::pressure::Level;
 #[cfg(doc)]
 use super::admission::Admission;
 
-/// A request that holds at least so much is registered. An estimate: well above what a small
+/// A request that holds at least this much is registered. An estimate: well above what a small
 /// request needs.
 #[doc(hidden)]
 pub const LARGE_MIN: ByteSize = ByteSize::kib(256);
@@ -50,13 +49,13 @@ pub trait LargeRequest: Send + Sync {
     /// Returns `true` if it is cancelled and has not ended.
     fn is_cancelled(&self) -> bool;
 
-    /// Cancels it because it holds more than its claim at level critical.
+    /// Cancels it. Called for a request that holds more than its claim at level critical.
     fn cancel(&self);
 
     /// Wakes its handler.
     fn wake(&self);
 
-    /// Describes it at a time of the control loop's clock; `None` if it has ended.
+    /// Describes it at this time, by the control loop's clock; `None` if it has ended.
     fn describe(&self, now: Moment) -> Option<RequestMemory>;
 }
 
@@ -89,14 +88,14 @@ pub(super) struct LargeRequests {
     requests: Mutex<Vec<Arc<dyn LargeRequest>>>,
     /// The time of the last tick of the control loop, in nanoseconds.
     now: AtomicU64,
-    /// `true` if a registered request may be cancelled and not ended.
+    /// `true` if a registered request may have been cancelled and may still run.
     has_cancelled: AtomicBool,
-    /// The time since when a cancelled request may hold up the next, in nanoseconds. Used by the
-    /// control loop only.
+    /// The time since which a cancelled request delays the next cancellation, in nanoseconds, or
+    /// [`FREE`]. Only the control loop uses it.
     since: AtomicU64,
 }
 
-/// No cancelled request holds up the next.
+/// No cancelled request delays the next cancellation.
 const FREE: u64 = u64::MAX;
 
 impl LargeRequests {
@@ -108,8 +107,8 @@ impl LargeRequests {
         self.since.store(FREE, Ordering::Relaxed);
     }
 
-    /// Adds a request that holds `live` bytes. If there is no place, it takes that of the smallest,
-    /// or is not added if it is the smallest itself.
+    /// Adds a request that holds `live` bytes. If the registry is full, the request replaces the
+    /// smallest one, or is not added if it is the smallest itself.
     #[cold]
     pub(super) fn add(&self, request: Arc<dyn LargeRequest>, live: ByteSize) {
         let mut requests = self.requests();
@@ -124,7 +123,7 @@ impl LargeRequests {
         }
     }
 
-    /// Returns the `most` requests that hold most, the largest first.
+    /// Returns the `most` requests that hold the most memory, the largest first.
     pub(super) fn largest(&self, most: usize, now: Moment) -> Vec<RequestMemory> {
         let requests = {
             let mut requests = self.requests();
@@ -164,7 +163,7 @@ impl LargeRequests {
         }
         let (mut has_cancelled, mut is_held_up) = (false, false);
         let mut worst: Option<(ByteSize, Arc<dyn LargeRequest>)> = None;
-        // A request that another thread removes meanwhile hides one from this tick.
+        // If another thread removes a request meanwhile, this tick may miss another one.
         let each = (0..LARGE_MAX).map_while(|at| self.requests().get(at).map(Arc::clone));
         for request in each {
             let excess = request.excess();
@@ -250,7 +249,7 @@ mod tests {
         let large = LargeRequests::default();
         let more = LARGE_MAX as u64 + 500;
         let requests: Vec<_> = (1..=more).map(request).collect();
-        // From both ends, so that small ones arrive late, too.
+        // From both ends, so that small ones arrive late as well.
         for (one, other) in requests.iter().zip(requests.iter().rev()).take(requests.len() / 2) {
             for request in [one, other] {
                 let live = request.live().expect("it runs");

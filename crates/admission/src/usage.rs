@@ -1,12 +1,13 @@
 //! The memory of measured requests by route and by tenant, for operators.
 //!
-//! The tower layer adds a request when it ends, with three additions for its route and three for
-//! its tenant. What it holds until then is added when it has changed by 64 KiB, so small requests
-//! cost no more. Metrics and `/memory` read the records ([`Admission::usage_by_route`]).
+//! The tower layer adds a request when it ends, with three atomic additions for its route and three
+//! for its tenant. While it runs, its live bytes are updated only when they have changed by 64 KiB,
+//! so small requests cost no more. Metrics and `/memory` read the records
+//! ([`Admission::usage_by_route`]).
 //!
 //! Clients choose some names of routes: paths for which no router matched a pattern. Such a name
-//! gets a record once a request with it has succeeded, and only while half of the records are free.
-//! All requests without a record of their own are added to one named `other`.
+//! gets a record only after a request with it has succeeded, and only while less than half of the
+//! records are used. All requests without a record of their own are added to one named `other`.
 //!
 //! Invariants: at most [`ROUTES_MAX`] + 1 routes and [`TENANTS_MAX`] + 1 tenants have a record,
 //! with names of at most [`NAME_MAX`] bytes; a record lasts as long as its admission, so that
@@ -30,7 +31,7 @@ const TENANTS_MAX: usize = 32;
 pub const NAME_MAX: usize = 64;
 /// The name of the routes, methods and tenants without a record of their own.
 const OTHER: &str = "other";
-/// The methods that are told apart. Clients may send any other.
+/// The methods that have names of their own. Clients may send any other.
 const METHODS: [&str; 9] =
     ["GET", "POST", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS", "CONNECT", "TRACE"];
 
@@ -70,7 +71,8 @@ impl NameSource {
 
 /// The memory of measured requests with the same route, or of the same tenant.
 ///
-/// What a request holds counts from 64 KiB on, and to 64 KiB. Exempt requests are not counted.
+/// A running request counts from 64 KiB on, with an accuracy of 64 KiB. Exempt requests are not
+/// counted.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize))]
 pub struct MemoryUsage {
@@ -80,9 +82,9 @@ pub struct MemoryUsage {
     pub live_peak: ByteSize,
     /// The requests that have ended.
     pub requests_total: u64,
-    /// The sum of the largest numbers of bytes that each of those held.
+    /// The sum of the peaks of the ended requests: the largest number of bytes that each held.
     pub peak_bytes_total: u64,
-    /// The sum of the claims of those: the bytes that each reserved.
+    /// The sum of the claims of the ended requests: the bytes that each reserved.
     pub claim_bytes_total: u64,
 }
 
@@ -179,8 +181,8 @@ impl Usage {
     }
 }
 
-/// The place for the record of a route beside what is learned of it, so that most requests look
-/// nothing up.
+/// A cached record of a route. It is kept with the learned need of the route, so that most requests
+/// need no look-up.
 #[doc(hidden)]
 #[derive(Debug)]
 pub struct KeptUsage {
@@ -276,7 +278,7 @@ impl Table {
         let name = shortened(name);
         let Records { named, other } = &mut *self.records();
         let found = named.binary_search_by(|of| (&*of.name, of.method).cmp(&(name, method)));
-        // A label without a value would be none.
+        // In Prometheus, a label with an empty value counts as missing.
         let may_have = !name.is_empty() && name != OTHER;
         match found {
             Ok(at) if let Some(of) = named.get(at) => Arc::clone(of),

@@ -4,13 +4,14 @@
 //! difference between two reads belongs to the account for which the thread worked in between. The
 //! tower layer keeps an account for each request, and runs each poll for it (`service/permit`).
 //!
-//! Work is a closure, so each start has its end on the same thread, also after a panic. On systems
-//! other than Linux nothing is measured. Work on other threads counts if it is run for the account
-//! there. Memory that changes hands without a call of the allocator is adopted and released.
+//! Work is a closure, so it starts and ends on the same thread, even if it panics. Work on other
+//! threads counts if it is run for the account there. If memory passes from one account to another
+//! without a call of the allocator, one releases it and the other adopts it. On systems other than
+//! Linux nothing is measured.
 //!
 //! Invariants: each byte that a thread allocates or frees counts for the innermost account for
-//! which it runs, or for none; `peak >= live`; an account that frees the blocks of others does not
-//! fall below 0, so that it cannot hide bytes that it allocates later.
+//! which it runs, or for none; `peak >= live`; `live` does not fall below 0 if an account frees the
+//! blocks of others, so that later allocations are not hidden.
 #![expect(unsafe_code, reason = "jemalloc's counters are read through pointers")]
 
 use std::any::TypeId;
@@ -24,7 +25,8 @@ use lowtide_core::bytes::ByteSize;
 
 use super::mallctl as ctl;
 
-/// A peak of fewer bytes is not read: the allocated bytes are an upper bound. A power of two.
+/// If a thread allocated fewer bytes than this, its peak is not read, because the allocated bytes
+/// are an upper bound. A power of two.
 const PEAK_MIN: u64 = ByteSize::kib(64).get();
 
 const _: () = assert!(PEAK_MIN.is_power_of_two(), "two amounts are compared by their bits");
@@ -71,8 +73,8 @@ struct Head {
 
 /// The caller's data in an account.
 pub trait AccountOwner: Send + Sync + 'static {
-    /// Called once, when the last handle of the account is dropped. `live` are the bytes that
-    /// outlive it. Does nothing by default.
+    /// Called once, when the last handle of the account is dropped. `memory.live` is the number of
+    /// bytes that outlive the account. Does nothing by default.
     fn ended(&mut self, memory: AccountMemory) {
         let _ = memory;
     }
@@ -81,10 +83,10 @@ pub trait AccountOwner: Send + Sync + 'static {
 /// The bytes of an account: blocks of jemalloc, after rounding, and adopted bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct AccountMemory {
-    /// The bytes that are allocated and not freed. Work that runs now counts when it ends.
+    /// The bytes that are allocated and not freed. Work that still runs is counted when it ends.
     pub live: ByteSize,
     /// The largest number of live bytes, to about 64 KiB. If several threads run work for the
-    /// account at the same time, up to the sum of their separate peaks too low.
+    /// account at the same time, it may be too low by up to the sum of their separate peaks.
     pub peak: ByteSize,
     /// All bytes that were ever allocated or adopted.
     pub allocated: ByteSize,
@@ -106,11 +108,11 @@ impl<T: AccountOwner> Account<T> {
     /// and not for one that surrounds it. If nothing is measured here ([`is_measured`]), it only
     /// runs the work.
     ///
-    /// Costs some 60 instructions, 60 more if bytes were allocated or freed, and 400 more if those
-    /// were over 64 KiB.
+    /// Costs some 60 instructions, 60 more if bytes were allocated or freed, and another 400 if
+    /// more than 64 KiB were.
     #[inline]
     pub fn run<R>(self: &Arc<Self>, work: impl FnOnce() -> R) -> R {
-        // Of the whole account, as `current` makes an `Arc` of it.
+        // A pointer to the whole account, because `current` makes an `Arc` of it.
         run_for(NonNull::new(Arc::as_ptr(self).cast_mut().cast()), work)
     }
 
@@ -149,7 +151,7 @@ impl<T: AccountOwner> Account<T> {
         self.head.charge(Moved { allocated: bytes.get(), freed: 0, peak: bytes.get() });
     }
 
-    /// Subtracts bytes that others hold from now on, at most all.
+    /// Subtracts bytes that others hold from now on. The account does not fall below 0.
     pub fn release(&self, bytes: ByteSize) {
         self.head.settle_if_current();
         self.head.charge(Moved { allocated: 0, freed: bytes.get(), peak: 0 });
@@ -171,8 +173,8 @@ impl<T: AccountOwner + fmt::Debug> fmt::Debug for Account<T> {
 }
 
 impl Head {
-    /// Counts the bytes until now if the thread runs for this account, so that the order of events
-    /// is kept and the peak is exact.
+    /// Counts the bytes until now if the thread runs for this account. So events count in their
+    /// order, and the peak is exact.
     fn settle_if_current(&self) {
         let current = ACCOUNT.get();
         if current.is_some_and(|head| ptr::eq(head.as_ptr(), self))
@@ -195,7 +197,7 @@ impl Head {
             match self.live.compare_exchange_weak(live, after, Relaxed, Relaxed) {
                 Ok(_) => {
                     let high = after.max(live.saturating_add(peak));
-                    // Most polls are below the peak: a load only.
+                    // Most polls stay below the peak and need only a load.
                     if high > self.peak.load(Relaxed) {
                         self.peak.fetch_max(high, Relaxed);
                     }
@@ -256,7 +258,7 @@ impl Drop for Entered {
 struct Moved {
     /// Bytes of blocks that were allocated, after rounding.
     allocated: u64,
-    /// Bytes of blocks that were freed, also of those that other work allocated.
+    /// Bytes of blocks that were freed, including blocks that other work allocated.
     freed: u64,
     /// The most by which `allocated - freed` rose.
     peak: u64,
@@ -272,7 +274,7 @@ struct Totals {
 impl Totals {
     const ZERO: Self = Self { allocated: 0, freed: 0 };
 
-    /// Bytes that the thread allocated and did not free; the counters wrap, and so does this.
+    /// Bytes that the thread allocated and did not free. Wraps, as the counters do.
     const fn net(self) -> i64 {
         self.allocated.wrapping_sub(self.freed).cast_signed()
     }

@@ -1,17 +1,18 @@
-//! Dedicated arenas: host memory of a model in its own jemalloc arena, all of which is released
-//! when the model is dropped, independent of other allocations.
+//! Dedicated jemalloc arenas, for example for the host memory of a model. All memory of the arena
+//! is released when the model is dropped, independent of other allocations.
 //!
-//! A scope places memory there: it binds the calling thread while a closure runs, and empties the
-//! thread's cache before and after it. Otherwise blocks of the arena would be handed out after the
-//! scope, and earlier blocks within it. A scope for small amounts leaves the thread where it is,
-//! and has each allocation made in the arena past the cache (`redirect`). An arena is destroyed
-//! only if nothing can point into it: no thread is in a scope, and it has no active page (cached
-//! blocks count as active). Otherwise, and when it is only dropped, it is purged and kept for
-//! reuse. The only allocation here is the list of all arenas: allocating in a scope would pin the
-//! arena.
+//! A scope allocates in the arena. `scope` binds the calling thread to the arena while a closure
+//! runs, and empties the thread's cache before and after it. Otherwise the cache would serve blocks
+//! of the arena after the scope, and other blocks within it. `scope_uncached`, for small amounts,
+//! does not bind the thread: each allocation is made in the arena past the cache (`redirect`).
 //!
-//! Invariant: `destroyed => active pages = 0 and no scope`; an index is in one `HostArena`, or kept
-//! for reuse, or one of jemalloc's own.
+//! An arena is destroyed only if nothing can point into it: no thread is in a scope, and it has no
+//! active page (cached blocks count as active). Otherwise, and when it is only dropped, it is
+//! purged and kept for reuse. This module allocates only the list of all arenas, since an
+//! allocation of its own in a scope would keep the arena from being destroyed.
+//!
+//! Invariants: `destroyed => active pages = 0 and no scope`; each index is in one `HostArena`, is
+//! kept for reuse, or is one of jemalloc's own.
 #![expect(unsafe_code, reason = "destroying an arena takes its memory from whoever points there")]
 
 use std::cell::RefCell;
@@ -40,9 +41,9 @@ pub const ARENA_NAME_MAX: usize = 31;
 
 /// A jemalloc arena for one purpose, such as a model.
 ///
-/// Dropping it purges it and keeps it for reuse. If many arenas come and go, that is better than
-/// retiring each: jemalloc's metadata grows by about 10 KiB with every arena that is created and
-/// destroyed.
+/// Dropping it purges it and keeps it for reuse. If a program creates many short-lived arenas, drop
+/// them instead of retiring them: jemalloc's metadata grows by about 10 KiB with every arena that
+/// is created and destroyed.
 ///
 /// ```
 /// use lowtide_heap::HostArena;
@@ -195,7 +196,7 @@ impl Error for StillHeld {
     }
 }
 
-/// A name, in place: nothing is allocated for it.
+/// A name, stored inline so that it needs no allocation.
 #[derive(Clone, Copy, PartialEq, Eq)]
 struct ArenaName([u8; ARENA_NAME_MAX + 1]);
 
@@ -230,7 +231,7 @@ struct Slot {
     name: ArenaName,
     /// Purged, and kept for reuse.
     is_kept: bool,
-    /// A thread may be bound to it for ever.
+    /// A thread may stay bound to it forever.
     is_bound: bool,
 }
 
@@ -238,13 +239,13 @@ impl Slot {
     const NONE: Self = Self { name: ArenaName::NONE, is_kept: false, is_bound: false };
 }
 
-/// All indices, of which those from `known` on were never ours.
+/// All indices. Those from `known` on were never used here.
 pub(super) struct Slots {
     slots: [Slot; ARENA_LIMIT as usize],
     known: usize,
 }
 
-/// Zeros until an arena is made, and so without memory behind it.
+/// All zeros until an arena is created, so it takes no physical memory until then.
 static SLOTS: Mutex<Slots> =
     Mutex::new(Slots { slots: [Slot::NONE; ARENA_LIMIT as usize], known: 0 });
 
@@ -261,8 +262,8 @@ impl Slots {
         }
     }
 
-    /// An index that was kept, taken: the one in which least stayed, because statistics show that
-    /// as the next owner's.
+    /// Returns a kept index for reuse: the one with the fewest active pages, because statistics
+    /// attribute these to the next owner.
     fn take_kept(&mut self) -> Option<u32> {
         let kept = (0..).zip(self.known().iter());
         let mut kept = kept.filter(|(_, slot)| slot.is_kept && !slot.is_bound).peekable();
@@ -273,16 +274,17 @@ impl Slots {
     }
 }
 
-/// Keeps arenas from being destroyed while it is held. Iterating over all of them needs it:
-/// jemalloc 5.3.1 looks them up under its own lock, and works on them without it.
+/// Returns a guard that keeps arenas from being destroyed. Iterating over all arenas needs it,
+/// because jemalloc 5.3.1 looks them up under its own lock, but works on them without it.
 ///
-/// A fork waits for the holder, as it does for jemalloc's own locks: otherwise it would stay held
-/// in the child, by a thread that does not exist there.
+/// A fork waits for the holder, as it does for jemalloc's own locks. Otherwise, in the child, the
+/// lock would stay held by a thread that does not exist there.
 pub(super) fn keep() -> MutexGuard<'static, Slots> {
     static HEEDS_FORKS: AtomicBool = AtomicBool::new(false);
     if !HEEDS_FORKS.swap(true, Ordering::Relaxed) {
-        // Handlers that run before a fork run in reverse order of registration. Jemalloc's are
-        // registered by its first call, so that this lock is taken before its own, as everywhere.
+        // Handlers run before a fork in reverse order of registration. This call of jemalloc
+        // registers its handlers first, so that this lock is taken before jemalloc's, as
+        // everywhere.
         let _ = ctl::ARENAS_PAGE.read();
         fork::around(before_fork, after_fork);
     }
@@ -328,10 +330,10 @@ impl HostArena {
         };
         let arena = Self { index, name: text, birth: Birth::now() };
         slots.put(index, Slot { name: text, ..Slot::NONE });
-        // Iterations over all of them find figures of each.
+        // Refresh, so that iterations over all arenas find figures of each.
         let refreshed = refresh();
         drop(slots);
-        // From here on the drop of `arena` gives the index back.
+        // From here on, dropping `arena` returns the index.
         refreshed?;
         ctl::ARENA_NAME.write_in(index, text.c_str())?;
         // The last owner of a kept one may have set another time, and failed to reset it.
@@ -348,14 +350,16 @@ impl HostArena {
     /// Runs a closure whose allocations on this thread are made in the arena. Threads that it
     /// starts allocate elsewhere. Scopes nest, and a panic ends one as a return does.
     ///
-    /// Use it for memory that stays, such as a model while it is loaded; for a few allocations,
-    /// [`scope_uncached`](Self::scope_uncached) costs less. It costs about 4 us, 14 us if the
-    /// thread's cache was in use and fills again, and without background threads jemalloc purges
-    /// the arena when its last thread leaves. An allocation that outlives the arena's purpose, such
-    /// as a static initialised in the scope, keeps the arena from being retired. So do blocks of
-    /// the arena that a thread freed into its cache and allocated again: free them in a scope as
-    /// well, which leaves the cache empty. On an async runtime, use it in blocking tasks; it cannot
-    /// be held over an `.await`.
+    /// Use it for long-lived memory, such as that of a model while it is loaded. For a few
+    /// allocations, [`scope_uncached`](Self::scope_uncached) costs less. A scope costs about 4 us,
+    /// or 14 us if the thread's cache was in use and fills again. Without background threads,
+    /// jemalloc also purges the arena when its last thread leaves.
+    ///
+    /// An allocation that outlives the arena's purpose, such as a static initialised in the scope,
+    /// keeps the arena from being retired. So does a block of the arena that a thread freed into
+    /// its cache and allocated again. To avoid that, free blocks in a scope as well, since it
+    /// leaves the cache empty. On an async runtime, use the scope in blocking tasks; it cannot be
+    /// held over an `.await`.
     ///
     /// # Errors
     /// [`HostError`] if the thread cannot be bound; the closure has not run.
@@ -373,17 +377,18 @@ impl HostArena {
     }
 
     /// Runs a closure whose Rust allocations on this thread are made in the arena, past the
-    /// thread's cache. Scopes of both kinds nest, the innermost counts, and a panic ends one as a
-    /// return does.
+    /// thread's cache. Scopes of both kinds nest; the innermost one applies. A panic ends a scope
+    /// as a return does.
     ///
-    /// Use it for small amounts of memory that stay, such as an entry of a cache or a session, so
-    /// that they share pages with each other and not with the memory of requests, and the pages of
-    /// requests can be released. Entering and leaving flushes nothing and costs less than 10 ns. An
-    /// allocation costs 35 to 100 ns instead of 10, and threads that allocate blocks of the same
-    /// size class wait for each other; a free costs as much as any other. For a model, which makes
-    /// many allocations, use [`scope`](Self::scope).
+    /// Use it for small long-lived values, such as a cache entry or a session. They then share
+    /// pages with each other and not with the memory of requests, so the pages of requests can be
+    /// released. Entering and leaving flushes no cache and costs less than 10 ns. An allocation
+    /// costs 35 to 100 ns instead of 10, and threads that allocate blocks of the same size class
+    /// wait for each other. Freeing costs the same as elsewhere. For a model, which makes many
+    /// allocations, use [`scope`](Self::scope).
     ///
-    /// Allocate only what stays in it. If that is known only later, copy it then:
+    /// Allocate only long-lived memory in it. If you learn only later that a value lasts, copy it
+    /// then:
     ///
     /// ```
     /// use std::collections::HashMap;
@@ -401,8 +406,8 @@ impl HostArena {
     /// ```
     ///
     /// Any thread may free the blocks, inside or outside a scope. They then stay in that thread's
-    /// cache, which hands them out for any allocation; until they are flushed, the arena is not
-    /// retired. A block that grows outside a scope leaves the arena if it has to move. Allocations
+    /// cache, which reuses them for any allocation. The arena cannot be retired until they are
+    /// flushed. A block that grows outside a scope leaves the arena if it has to move. Allocations
     /// of C and C++ code, and those of threads that the closure starts, are made elsewhere.
     ///
     /// # Errors
@@ -420,8 +425,9 @@ impl HostArena {
     /// Runs each poll of a future in a [`scope_uncached`](Self::scope_uncached). What the future
     /// allocates when it is created or dropped is not affected.
     ///
-    /// Use it for a future that allocates only what stays, such as one that opens a session, and
-    /// not for one that serves the requests of a connection, which also allocates their memory.
+    /// Use it for a future that allocates only long-lived memory, such as one that opens a session.
+    /// Do not use it for one that serves the requests of a connection, since that also allocates
+    /// their memory.
     ///
     /// # Errors
     /// Those of `scope_uncached`, at the first poll that fails; the future is not polled again.
@@ -522,7 +528,7 @@ impl HostArena {
         Ok(())
     }
 
-    /// jemalloc's index of it.
+    /// Returns jemalloc's index of the arena.
     #[cfg(feature = "allocator-api2")]
     pub(super) const fn index(&self) -> u32 {
         self.index
@@ -549,10 +555,10 @@ fn stats_of(index: u32) -> Result<HostArenaStats, HostError> {
 }
 
 impl Drop for HostArena {
-    /// Keeps it, purged, for another. In a forked child does nothing.
+    /// Purges the arena and keeps it for reuse. Does nothing in a forked child.
     fn drop(&mut self) {
         if self.birth.is_here() {
-            // Unused pages decay if the purge is refused, and other pages once they are free.
+            // If the purge is refused, unused pages decay. Other pages decay once they are free.
             let _ = ctl::ARENAS_DIRTY_DECAY
                 .read()
                 .and_then(|time| ctl::ARENA_DIRTY_DECAY.write_in(self.index, time));
@@ -586,7 +592,7 @@ impl<F: Future> Future for InArena<F> {
     }
 }
 
-/// A thread in a scope; there it stays, on the thread that made it.
+/// A thread that is bound to an arena. Stays on the thread that created it.
 struct Bound {
     before: u32,
     index: u32,
@@ -594,7 +600,7 @@ struct Bound {
 
 impl Drop for Bound {
     fn drop(&mut self) {
-        // An empty cache has nothing of the arena to hand out after this.
+        // An empty cache cannot serve blocks of the arena afterwards.
         let flushed = flush_thread_cache().is_ok();
         if !flushed || ctl::THREAD_ARENA.write(self.before).is_err() {
             let mut slots = keep();

@@ -2,14 +2,15 @@
 //!
 //! [`Heap`](super::Heap) reads a number of its thread before each allocation: 0, or the flags of
 //! an arena for jemalloc's `mallocx`. `HostArena::scope_uncached` sets it while a closure runs.
-//! Blocks come from the arena itself, so nothing has to be flushed: the cache has no block of the
-//! scope after it, and the scope gets none of the cache. Frees are not redirected; jemalloc finds
-//! the arena of a block by its address.
+//! Blocks come from the arena itself, so no cache has to be flushed: allocations in the scope take
+//! no block from the cache, and put none there. Frees are not redirected; jemalloc finds the arena
+//! of a block by its address.
 //!
 //! Relies on thread-local storage that is reserved when a thread starts, because it is read within
-//! an allocation. Elsewhere than on Linux nothing is redirected.
+//! an allocation. On systems other than Linux nothing is redirected.
 //!
-//! Invariant: the number is 0, or of an arena that is borrowed by a scope on this thread's stack.
+//! Invariant: the number is 0, the mark of a trial, or the flags of an arena that a scope on this
+//! thread's stack borrows.
 #![expect(unsafe_code, reason = "blocks of the global allocator come from here")]
 
 use std::alloc::Layout;
@@ -24,8 +25,8 @@ use tikv_jemalloc_sys::{
 
 /// Allocations are served as usual.
 pub(super) const NONE: c_int = 0;
-/// The next allocation is served as usual and sets the number to [`NONE`]. No flags of jemalloc's
-/// are negative.
+/// The mark of a trial: the next allocation is served as usual and sets the number to [`NONE`].
+/// jemalloc's flags are never negative.
 const TRIAL: c_int = -1;
 /// The size of the block that tests if allocations reach this module.
 const TRIAL_BYTES: usize = 1024;
@@ -46,12 +47,12 @@ pub(super) struct Redirected {
 }
 
 impl Redirected {
-    /// Into this arena, which exists for longer than this value.
+    /// Redirects into this arena, which outlives this value.
     pub(super) fn into_arena(index: u32) -> Self {
         Self::with(MALLOCX_ARENA(index as usize) | MALLOCX_TCACHE_NONE)
     }
 
-    /// Not at all, within a scope that redirects.
+    /// Redirects nothing. For use within a scope that redirects.
     pub(super) fn not() -> Self {
         Self::with(NONE)
     }
@@ -70,8 +71,8 @@ impl Drop for Redirected {
 /// Returns `true` if Rust's allocations can be redirected: they reach [`Heap`](super::Heap), and
 /// this is Linux. The first call allocates one small block; later calls cost one load.
 pub(super) fn is_served() -> bool {
-    /// 0 before the first call, then 1 for no and 2 for yes. No lock, which a fork could leave
-    /// held.
+    /// 0 before the first call, then 1 for no and 2 for yes. An atomic and not a lock, because a
+    /// fork could leave a lock held.
     static ANSWER: AtomicU8 = AtomicU8::new(0);
     let known = ANSWER.load(Ordering::Relaxed);
     if known != 0 {
@@ -85,7 +86,8 @@ pub(super) fn is_served() -> bool {
     is_served
 }
 
-/// Returns the flags of the arena; for the allocation of a trial [`NONE`], which ends the trial.
+/// Returns the flags of the arena. For the allocation of a trial, returns [`NONE`] and ends the
+/// trial.
 fn flags_or_end_of_trial() -> c_int {
     match FLAGS.get() {
         TRIAL => {

@@ -1,8 +1,9 @@
-//! Learns what requests need from what earlier requests of their route held.
+//! Learns the need of requests from the memory that earlier requests of their route held.
 //!
-//! The caller names a route by a number, and measures. [`Needs`] turns measured bytes into
-//! reservations, [`Trials`] limits the requests of a route until its need is known, and [`Routes`]
-//! bounds the number of records. The tower layer of `lowtide` and the simulated controller use it.
+//! The caller identifies a route by a number and measures the requests. [`Needs`] turns measured
+//! bytes into reservations, [`Trials`] limits the requests of a route until its need is known, and
+//! [`Routes`] bounds the number of records. The tower layer of `lowtide` and the simulated
+//! controller use it.
 
 mod need;
 mod routes;

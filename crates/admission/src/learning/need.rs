@@ -1,17 +1,18 @@
 //! The need of a route: the bytes that its requests held for each estimated byte, and how much
 //! that varies.
 //!
-//! Requests are compared by route and size, since lengths vary within a route, and the memory for a
-//! byte of them varies little. Requests of a size that is not known yet start from what was
-//! learned last of their route. A body of undeclared length says nothing of its size; such requests
-//! are a kind of their own, of which more are measured before they count.
+//! Lengths vary within a route, but the memory for each byte varies little. So the need is a ratio,
+//! recorded by route and size. Requests of a size that is not known yet start from the last ratio
+//! of another size of their route. A body of undeclared length does not show its size; such
+//! requests are a kind of their own, of which more are measured before the ratio is used.
 //!
-//! A request reserves the mean, and a margin that lets as many as fit together hold more than they
-//! reserved only as rarely as a normal distribution is [`DEVIATIONS`] from its mean. The margin is
-//! that of their sum, so a route in which a few requests need a hundred times more reserves little
-//! for each while many fit, and much if few fit.
+//! A request reserves the mean and a margin. The margin is [`DEVIATIONS`] standard deviations of
+//! the sum of all requests that fit together, divided by their number. So, in a route in which a
+//! few requests need a hundred times more, each reserves little while many fit, and much if few
+//! fit.
 //!
-//! Invariant: `claim <= most`; a mean is that of about the last [`WINDOW`] requests.
+//! Invariants: a claim from measurements is at most `most`; a mean is that of about the last
+//! [`WINDOW`] requests.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -29,14 +30,15 @@ use super::routes::{ROUTES_MAX, Record, Routes};
 use super::slow_start::TooManyRunning;
 use super::trial::{Trial, Trials};
 
-/// The number of requests in an average. An estimate: few enough to follow a change, and enough for
-/// a deviation.
+/// The number of requests in an average. An estimate: few enough to follow a change, and enough to
+/// measure a deviation.
 const WINDOW: u32 = 128;
-/// The number of requests until which the caller's estimate is also a lower bound of a reservation.
+/// The number of requests after which the caller's estimate is no longer used.
 pub const LESSONS_MIN: u32 = 8;
-/// The same for bodies of undeclared length: enough to have seen one in twenty that is large.
+/// The same for bodies of undeclared length. If one in twenty is large, so many probably include
+/// one.
 const LESSONS_UNDECLARED: u32 = 64;
-/// The margin of a sum, in standard deviations: one in 700.
+/// The margin of a sum, in standard deviations. A normal distribution exceeds it once in 700 times.
 const DEVIATIONS: f64 = 3.0;
 /// The assumed need of an estimated byte in an unknown route. An estimate.
 const UNKNOWN: f64 = 2.0;
@@ -44,10 +46,10 @@ const UNKNOWN: f64 = 2.0;
 /// memory does not grow with its length.
 const COMPARED_MIN: ByteSize = ByteSize::kib(16);
 
-/// Requests that are compared with each other, besides their size.
+/// The requests that share a need, apart from their size.
 #[derive(Clone, Copy, Debug)]
 pub struct Kind {
-    /// The hash of what names the route, of which clients may choose a part.
+    /// The hash of the route's name, a part of which clients may choose.
     pub route: u64,
     /// `true` if the length of the body is known.
     pub is_declared: bool,
@@ -59,7 +61,7 @@ pub struct Needs(Mutex<Known>);
 
 struct Known {
     routes: Routes<u64, Need>,
-    /// What was learned last of routes that differ in the size of requests alone.
+    /// The last known ratio of each route, for requests of any size.
     families: BTreeMap<u64, Arc<AtomicU64>>,
 }
 
@@ -101,8 +103,8 @@ impl Needs {
     }
 }
 
-/// Returns the most that a request reserves because of what others held. Two such requests do not
-/// fit together, and small ones fit beside one.
+/// Returns the most that a request reserves because of what others held. It is so large that two
+/// such requests do not fit together, and so small that small requests fit next to one.
 pub const fn most(room: ByteSize) -> ByteSize {
     ByteSize::new(room.get() / 3 * 2)
 }
@@ -111,9 +113,10 @@ pub const fn most(room: ByteSize) -> ByteSize {
 struct Need {
     /// The mean and the deviation, as bits of two `f32`; 0 before the first request.
     seen: AtomicU64,
-    /// The last one that was known of requests of any size of the route; 0 if none was.
+    /// The last known mean and deviation of the route, for requests of any size; 0 if none is
+    /// known.
     family: Arc<AtomicU64>,
-    /// Set once the caller's estimate is given up.
+    /// Set once the caller's estimate is no longer used.
     is_known: AtomicBool,
     average: Mutex<Average>,
     trials: Trials,
@@ -150,7 +153,7 @@ impl Ratio {
     #[expect(clippy::cast_possible_truncation, reason = "seven digits are enough")]
     fn pack(self) -> u64 {
         let bits = |value: f64| u64::from((value as f32).to_bits());
-        // Not 0, which stands for nothing.
+        // Not 0, which stands for no value.
         bits(self.mean.max(f64::from(f32::MIN_POSITIVE))) << 32 | bits(self.deviation)
     }
 
@@ -160,7 +163,8 @@ impl Ratio {
         (packed != 0).then(|| Self { mean: value(packed >> 32), deviation: value(packed) })
     }
 
-    /// Returns the reservation of one of the requests with this estimate that fit together.
+    /// Returns the reservation of a request with this estimate: the mean, and its share of the
+    /// margin for all such requests that fit together in this room.
     fn claim(self, estimate: ByteSize, room: ByteSize) -> ByteSize {
         let mean = estimate.as_f64() * self.mean;
         let fit = (room.as_f64() / mean.max(1.0)).max(1.0);
@@ -204,7 +208,7 @@ impl Record for Need {
 #[derive(Clone)]
 pub struct Compared {
     need: Arc<Need>,
-    /// The caller's estimate, and the one with which the held memory is compared.
+    /// The caller's estimate, and the value by which the held memory is divided.
     estimate: ByteSize,
     compared: ByteSize,
     /// `true` if no reservation may be below the estimate.
@@ -231,18 +235,18 @@ impl Compared {
     }
 
     /// Returns the reservation for the request in this room: the measured need of its route, but
-    /// at most two thirds of the room. Otherwise a route with one huge request would not be
-    /// admitted any more, and its need would stay.
+    /// at most two thirds of the room. Otherwise, after one huge request, no request of the route
+    /// would be admitted, so the need would never be measured again.
     pub fn claim(&self, room: ByteSize) -> ByteSize {
         let most = most(room);
-        // What reserves nothing is always admitted.
+        // At least a byte, since a request that reserves nothing is always admitted.
         let most = most.max(ByteSize::new(1));
         let of = |ratio: Ratio| ratio.claim(self.compared, room).min(most);
         let Need { seen, family, is_known, .. } = &*self.need;
         let ratio = |of: &AtomicU64| Ratio::unpack(of.load(Ordering::Relaxed));
         let mut claim = ratio(seen).map_or(ByteSize::ZERO, of);
         if !is_known.load(Ordering::Acquire) {
-            // The first requests prove no small need, but a large one.
+            // The first requests may raise the claim, but do not prove a small need.
             let unknown = if self.is_minimum { 0.0 } else { UNKNOWN };
             let unknown = || of(Ratio { mean: unknown, deviation: 0.0 }).max(self.estimate);
             claim = claim.max(ratio(family).map_or_else(unknown, of));
@@ -255,8 +259,8 @@ impl Compared {
         &self.need.usage
     }
 
-    /// Returns the most that one request is expected to hold: a large one of a route in which needs
-    /// vary.
+    /// Returns the most that one request is expected to hold: the mean, and the margin of a request
+    /// that runs alone.
     pub fn expected(&self) -> ByteSize {
         let seen = Ratio::unpack(self.need.seen.load(Ordering::Relaxed));
         seen.map_or(ByteSize::ZERO, |seen| seen.claim(self.compared, ByteSize::ZERO))

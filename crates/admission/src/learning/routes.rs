@@ -9,13 +9,13 @@ use std::sync::Arc;
 /// The maximum number of routes that are recorded separately; later ones share one estimate.
 pub const ROUTES_MAX: usize = 256;
 
-/// A route that none of so many requests used makes way for another. An estimate: 64 for each
-/// route.
+/// A route can be replaced if none of the last requests, this many, used it. An estimate: 64 for
+/// each route.
 const UNUSED: u64 = 64 * ROUTES_MAX as u64;
 
 /// What is recorded of the requests of a route.
 pub trait Record {
-    /// Returns `true` if there is anything.
+    /// Returns `true` if it contains a measurement.
     fn has_learned(&self) -> bool;
 }
 
@@ -34,7 +34,7 @@ struct Known<R> {
 }
 
 impl<K: Ord, R: Record> Routes<K, R> {
-    /// Creates an empty set, with the record of the routes that exceed its bound.
+    /// Creates an empty set. `rest` is the record of all routes beyond its bound.
     pub fn new(rest: R) -> Self {
         Self { known: BTreeMap::new(), rest: Arc::new(rest), requests: 0 }
     }

@@ -1,19 +1,21 @@
 //! Limits the concurrent requests of a route while their need is unknown.
 //!
-//! At first as many run as fit if each needs [`EXPANSION`] times its estimate, but at least
-//! one. Each request that succeeds adds one, so the number doubles in each generation. It doubles
-//! with each [`STEP`] in which some ran without a break, so that a route with long requests does
-//! not wait for their end. Time counts from when the body of one has arrived, or from when one grew
-//! beyond its claim after that: while it arrives, a request holds less than it will. It does not
-//! count while one works, since the memory of a poll is seen when that ends. If no body arrives, a
-//! step takes [`ARRIVING`] times as long, so that a client that sends nothing does not hold up a
-//! route.
+//! At first as many run as fit if each needs [`EXPANSION`] times its estimate, but at least one.
+//! Each success raises the limit by as many again, so the limit at least doubles in each
+//! generation.
+//!
+//! Time raises the limit too, so that a route with long requests does not wait for their end: it
+//! doubles with each [`STEP`] in which requests ran without a break. Time counts from when a body
+//! has arrived, since a request holds less than it will while its body arrives. It starts again
+//! when a request grows beyond its claim. It does not count while a request is polled, since the
+//! memory of a poll is measured when the poll ends. If no body arrives, a step takes [`ARRIVING`]
+//! times as long; so a client that sends nothing cannot block a route forever.
 //!
 //! Pure: the caller passes the time and the room, and keeps one instance for each route under a
 //! lock.
 //!
-//! Invariants: while it is active, `running <= limit` at each entry; it ends after a given number
-//! of successes, and pauses after [`STEPS`] steps for as long as requests run.
+//! Invariants: while it is active, `running <= limit` after each entry; it ends after a given
+//! number of successes, and does not limit requests from [`STEPS`] steps on until none runs.
 
 use std::time::Duration;
 
@@ -24,13 +26,13 @@ use lowtide_core::clock::Moment;
 /// ledger's correction factor: JSON of small values needs up to 89 times its length, and the
 /// default estimate is twice the length.
 const EXPANSION: u64 = 64;
-/// A route of which this many requests may run at first is not limited.
+/// If at least this many requests may run at first, they are not limited.
 const MANY: u32 = 64;
 /// The time in which the limit doubles.
 const STEP: Duration = Duration::from_millis(125);
 /// The number of steps after which the limit is lifted.
 const STEPS: u32 = 8;
-/// The time after which the limit is lifted in any case, once a body has arrived.
+/// The time after which the limit is lifted, counted from when a body has arrived.
 pub const LASTS: Duration = Duration::from_secs(1);
 /// How many times longer a step takes while no body has arrived: 64 s until the limit is lifted.
 const ARRIVING: u32 = 64;
@@ -46,11 +48,11 @@ pub(super) struct SlowStart {
     succeeded: u32,
     /// The number of successes after which the need is known.
     successes: u32,
-    /// The time since when some have run without a break.
+    /// The time since which requests have run without a break.
     since: Option<Moment>,
-    /// The time since when some have run whose body has arrived.
+    /// The time from which steps count: a body arrived, or after that a request grew.
     arrived: Option<Moment>,
-    /// When the last one left, if it had run for [`LASTS`] and failed.
+    /// The time at which the last request left, if it had run for [`LASTS`] and failed.
     failed: Option<Moment>,
 }
 
@@ -66,7 +68,7 @@ impl SlowStart {
     }
 
     /// Returns the number of requests with this estimate that may run at first in this room; `None`
-    /// if that is many.
+    /// if that is [`MANY`] or more.
     pub(super) fn first(estimate: ByteSize, room: ByteSize) -> Option<u32> {
         let each = estimate.get().saturating_mul(EXPANSION);
         let fit = room.get().checked_div(each)?;
@@ -79,10 +81,10 @@ impl SlowStart {
         self.succeeded >= self.successes
     }
 
-    /// Lets one more request run if it is among the `first`, or if others succeeded.
-    /// [`SlowStart::leave`] ends it.
+    /// Lets one more request run if the limit allows it. `first` is the limit at the start.
+    /// [`SlowStart::leave`] ends the request.
     pub(super) fn enter(&mut self, first: u32, now: Moment) -> Result<(), TooManyRunning> {
-        // A client that comes back at once after each failure is no break.
+        // A client that reconnects at once after each failure makes no break.
         let is_break = self.failed.take().is_some_and(|failed| now - failed >= STEP);
         if is_break && self.running == 0 {
             self.since = None;
@@ -99,17 +101,17 @@ impl SlowStart {
         Ok(())
     }
 
-    /// Records that the body of one has arrived.
+    /// Records that the body of a request has arrived.
     pub(super) fn arrive(&mut self, now: Moment) {
         self.arrived.get_or_insert(now);
     }
 
-    /// Begins work of one.
+    /// Begins work of a request.
     pub(super) fn begin_work(&mut self) {
         self.working += 1;
     }
 
-    /// Ends work of one, which `grew` beyond its claim by it.
+    /// Ends work of a request. `grew` is `true` if the request grew beyond its claim by it.
     pub(super) fn end_work(&mut self, grew: bool, now: Moment) {
         self.working = self.working.saturating_sub(1);
         if grew && let Some(arrived) = &mut self.arrived {
@@ -129,7 +131,7 @@ impl SlowStart {
     }
 }
 
-/// Returns the number of steps since then, at most [`STEPS`].
+/// Returns the number of steps from `since` to `now`, at most [`STEPS`].
 fn steps(now: Moment, since: Moment, step: Duration) -> u32 {
     let steps = (now - since).as_millis() / step.as_millis();
     u32::try_from(steps).unwrap_or(STEPS).min(STEPS)
@@ -168,8 +170,8 @@ mod tests {
         route.leave(succeeded, Moment::ORIGIN, Moment::ORIGIN);
     }
 
-    /// The bug: a client that declared a body, sent none, left after some seconds and came back at
-    /// once kept all others out for ever.
+    /// The bug: a client that declared a body, sent none, left after some seconds and reconnected
+    /// at once blocked all others forever.
     #[test]
     fn one_client_that_sends_nothing_again_and_again_holds_up_a_route_for_a_minute() {
         let mut route = SlowStart::new(8);

@@ -1,6 +1,7 @@
-//! Large requests of routes whose need is not known: the lock and the clock around `slow_start`.
+//! Admits large requests of routes whose need is not known: adds a lock and a clock to
+//! `slow_start`.
 //!
-//! Invariant: a request that entered leaves when its `Trial` is dropped.
+//! Invariant: a request that has entered leaves when its `Trial` is dropped.
 
 use std::fmt;
 use std::sync::Arc;
@@ -61,7 +62,7 @@ impl Trial {
         lock(&self.trials.0).begin_work();
     }
 
-    /// Records that it ends a piece of work, and whether it grew beyond its claim by that.
+    /// Records that it ends a piece of work, and if it grew beyond its claim by it.
     pub fn ends_work(&self, grew: bool) {
         lock(&self.trials.0).end_work(grew, self.clock.now());
     }

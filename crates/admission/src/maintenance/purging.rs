@@ -1,24 +1,25 @@
-//! Decides if the heap is purged now, and for which reason.
+//! Decides if the heap is purged now, and for which reason. It purges nothing itself.
 //!
 //! The reasons are pressure, a load that ended, a quiet service, a time that has passed, and
-//! growth: a busy service is never quiet, and without a purge its retained memory would grow until
-//! memory is short. It purges nothing itself.
+//! growth. Growth is for busy services, which are never quiet: without a purge their retained
+//! memory would grow until memory is short.
 //!
-//! Memory that requests have reserved and do not hold yet may come faster than a level rises. If
-//! there is no room for it beside unused pages, these are purged at once, and again after each
-//! tick; each such purge releases more than the floor.
+//! Memory that requests have reserved and do not hold yet may be allocated faster than the level
+//! rises. If the unused pages leave too little room for it, they are purged at once, and again at
+//! each tick, but only if more than the floor can be released.
 //!
 //! Growth is detected in [`Sample::untracked_anonymous`], anonymous memory that belongs to no live
-//! page of the heap and no arena. Resident bytes would work for a service that holds the same all
-//! day, but a loaded model makes them grow without anything to purge. Retained bytes are resident
-//! less live ones of jemalloc: they include the holes in its pages, which no purge releases, and
-//! exclude memory retained by the C library's heap, which a trim does release.
+//! page of the heap and no arena. Resident bytes do not work, because a loaded model makes them
+//! grow without anything to purge. Retained bytes, jemalloc's resident bytes less live ones, do not
+//! work either: they include the holes in its pages, which no purge releases, and exclude memory
+//! retained by the C library's heap, which a trim does release.
 //!
 //! After a load, when the service is quiet and when the interval has passed, a purge must be worth
-//! its cost: unused pages of jemalloc and free blocks of the C library's heap count. The C library
-//! also counts free blocks without memory behind them, such as those that the last purge released,
-//! so they count only up to the growth of [`Sample::untracked_anonymous`] since that purge.
-//! Counting them locks the C library's heap, so it is done only if the answer can decide.
+//! its cost. Unused pages of jemalloc and free blocks of the C library's heap count. The C library
+//! also reports free blocks without memory behind them, such as those that the last purge released,
+//! so free blocks count only up to the growth of [`Sample::untracked_anonymous`] since that purge.
+//! Counting them locks the C library's heap, so they are counted only if they can change the
+//! decision.
 //!
 //! Invariants: a purge for growth starts only if `kept - low > max(floor, part x anonymous at low)`
 //! held at every sample of `hold`, with `low` the smallest value since the last purge began; and
@@ -56,12 +57,12 @@ impl PurgeGrowth {
     }
 }
 
-/// A purge takes about 0.1 ms for each MiB. Purges for growth are a hundred times as long apart, so
-/// that they take a hundredth of a core at most.
+/// The pause between purges for growth, for each MiB. A purge takes about 0.1 ms for each MiB, and
+/// the pause is a hundred times as long, so that purges take at most a hundredth of a core.
 const PAUSE_PER_MIB: Duration = Duration::from_micros(100 * 100);
 
-/// The time after a load in which a purge counts as caused by it: longer than the figures of a
-/// sample may be old.
+/// The time after a load in which a purge counts as caused by the load. It is longer than the
+/// maximum age of a sample's figures.
 const LOAD_WINDOW: Duration = Duration::from_secs(2);
 
 /// The growth of memory that a purge may release.
@@ -71,7 +72,7 @@ pub(super) struct Growth {
     /// time.
     low: ByteSize,
     base: ByteSize,
-    /// The time since which the growth is too large.
+    /// The time since which the growth has been large enough for a purge.
     since: Option<Moment>,
     /// The earliest time of the next purge for growth.
     next: Moment,
@@ -133,19 +134,20 @@ impl Maintenance {
         let asks = loaded || quiet || interval_passed;
         let much =
             purgeable > worth || (asks && self.is_much_with_libc(sample, purgeable, worth, now));
-        // Threads flush their caches at an unknown time, so this is requested once in each quiet
-        // time.
+        // Threads flush their caches at an unknown time, so a flush is requested only once in each
+        // quiet period.
         self.recalled &= quiet;
         let cached = !self.recalled && purgeable.saturating_add(sample.cached) > worth;
         self.purgeable_low = self.purgeable_low.min(sample.purgeable);
         if sample.purgeable.saturating_sub(self.purgeable_low) > worth {
-            // Purges were ineffective while all memory was live. Now load has fallen, and a pause
-            // of 10 s would keep the level up.
+            // Purges were ineffective while all memory was live, so the pause may be 10 s by now.
+            // The load has fallen, and such a pause would keep the level up.
             self.purge.forgive();
         }
         let growth = self.settings.purge_growth;
         let grown = growth.is_some_and(|growth| self.growth.is_due(growth, sample, now));
-        // Freed memory stays with the arena of its thread, and the next request may run on another.
+        // Freed memory stays in the arena of its thread, but the next request may run on a thread
+        // of another arena, which cannot reuse it.
         let is_urgent = self.may_fill_up && purgeable > worth;
         let pressed = self.host.pressure.level() >= Level::Elevated || is_urgent;
         let trigger = if pressed || self.exhaustion.wants_purge() {

@@ -63,20 +63,19 @@ fn levels(code: &Code<'_>) -> Rows {
             )],
         ),
         (
-            "It starts at {} of the limit, where no run of the overload bench was killed,",
+            "The ceiling starts at {} of the limit, where no run of the overload bench was killed,",
             values![percent(code.constant("Config::CEILING").number())],
         ),
         (
-            "It rises by at most {} of the limit with each generation of requests",
+            "it rises by at most {} of the limit with each generation of requests",
             values![percent(code.constant("ceiling::STEP").number())],
         ),
         ("needed at least {} of it", values![percent(code.constant("ceiling::USED").number())]),
         (
-            "the largest of {} of the limit, {} in a limit above {},",
+            "The reserve is the largest of - {} of the limit, or {} if that is more",
             values![
                 percent(1.0 - of_loop(code, "ceiling_max").number()),
                 code.constant("ceiling::RESERVE_MIN").size(),
-                "80 MiB",
             ],
         ),
         ("| elevated | {} | {} |", band("Elevated")),
@@ -151,7 +150,7 @@ fn routes(code: &Code<'_>) -> Rows {
         ("that takes {} times as long", values![of("slow_start::ARRIVING")]),
         ("are of about the last {} requests", values![of("need::WINDOW")]),
         (
-            "is {} standard deviations above its mean",
+            "The margin is {} standard deviations of the sum of all requests",
             values![code.constant("need::DEVIATIONS").number().to_string()],
         ),
         (
@@ -162,7 +161,7 @@ fn routes(code: &Code<'_>) -> Rows {
             ],
         ),
         (
-            "holds more than {} times its claim, and at least {},",
+            "holds more than {} times its claim and more than {}, and memory is short",
             values![
                 k(code, "layer::REQUEST_CAP").to_string(),
                 code.constant("permit::CAP_MIN").size()
@@ -192,7 +191,7 @@ fn usage(code: &Code<'_>) -> Rows {
         ),
         ("At most {} routes have figures of their own,", values![of("usage::ROUTES_MAX")]),
         (
-            "only while fewer than {} routes have them",
+            "and only while fewer than {} routes have them",
             values![(code.constant("usage::ROUTES_MAX").number() / 2.0).to_string()],
         ),
         ("At most {} tenants have figures of their own,", values![of("usage::TENANTS_MAX")]),
@@ -231,8 +230,9 @@ fn purges(code: &Code<'_>) -> Rows {
             values![of_loop(code, "purge_floor").size()],
         ),
         (
-            "for {} the process has kept more than before: by more than {} and {} of its \
-             anonymous memory (`low-memory`), or {} and {} (`balanced`); never in `throughput`",
+            "for {} the process has kept more than at the minimum since the last purge: by more \
+             than {} and {} of its anonymous memory (`low-memory`), or {} and {} (`balanced`); \
+             never in `throughput`",
             values![
                 time(hold),
                 a.field("floor").size(),
