@@ -33,6 +33,7 @@ const FAST: &str = "a load may be over between two scrapes";
 const MEET: &str = "on few cores threads may never contend for a lock";
 const VIEWED: &str = "an arena used through cudarc sleeps only if the program asks for it";
 const TENANTS: &str = "the proxy names no tenants";
+const TRUSTED: &str = "the proxy trusts its estimates, and then the ceiling stays";
 const SHORTAGE: &str = "an arena is never short here: admission rejects requests before";
 
 /// The panels.
@@ -49,6 +50,7 @@ pub(crate) const PANELS: &[Named] = &[
     constant("Pending and cached, by arena", "AB", MOMENT),
     constant("Asleep and offloaded, by arena", "AB", VIEWED),
     constant("Sleeps and wakes", "C", "no process takes the memory of a sleeping arena"),
+    constant("Ceiling", "A", TRUSTED),
     constant("Allocations refused", "A", SHORTAGE),
     constant("Shortages", "AB", SHORTAGE),
     constant("Remaps and moves", "AB", "host memory is not remapped, and nothing compacts"),

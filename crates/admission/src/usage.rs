@@ -280,15 +280,20 @@ impl Table {
         let found = named.binary_search_by(|of| (&*of.name, of.method).cmp(&(name, method)));
         // In Prometheus, a label with an empty value counts as missing.
         let may_have = !name.is_empty() && name != OTHER;
-        match found {
-            Ok(at) if let Some(of) = named.get(at) => Arc::clone(of),
-            Err(at) if may_have && named.len() < most => {
-                let of = Arc::new(Usage::new(method, name));
-                named.insert(at, Arc::clone(&of));
-                of
-            }
-            _ => Arc::clone(other.get_or_insert_with(|| Arc::new(Usage::new("", OTHER)))),
+        if let Ok(at) = found
+            && let Some(of) = named.get(at)
+        {
+            return Arc::clone(of);
         }
+        if let Err(at) = found
+            && may_have
+            && named.len() < most
+        {
+            let of = Arc::new(Usage::new(method, name));
+            named.insert(at, Arc::clone(&of));
+            return of;
+        }
+        Arc::clone(other.get_or_insert_with(|| Arc::new(Usage::new("", OTHER))))
     }
 
     fn read<T>(&self, show: impl Fn(&Usage, MemoryUsage) -> T) -> Vec<T> {
