@@ -41,7 +41,7 @@ pub(crate) const PANELS: &[Named] = &[
     constant("Host memory", "D", LIMIT),
     empty("OOM kills, all instances", "A", CGROUP),
     constant("Reclaimable by purge", "B", "no page is muzzy in the profile balanced"),
-    constant("Heap arenas and background threads", "AB", "the heap keeps what it started with"),
+    constant("Heap arenas and background threads", "B", "the heap keeps what it started with"),
     constant("Builds", "A", INFO),
     constant("Diagnostics", "A", "diagnostics are found at the start"),
     constant("Backend", "A", INFO),
