@@ -198,18 +198,15 @@ impl<'a> Turns<'a> {
         self.state.note_tick(now - self.due);
         // A sensor that panics costs its tick, not the thread: the allowances stay unchanged.
         let ticked = caught(|| self.maintenance.tick(now));
-        let next = match ticked {
+        let (next, is_urgent) = match ticked {
             Ok(tick) => {
                 self.queue.push(tick.jobs);
-                if tick.is_urgent {
-                    self.due = tick.next;
-                    return self.due;
-                }
-                tick.next
+                (tick.next, tick.is_urgent)
             }
-            Err(_) => now + self.maintenance.settings.idle_tick,
+            Err(_) => (now + self.maintenance.settings.idle_tick, false),
         };
-        self.due = self.pacer.next(now, clock.now() - now, next);
+        let paced = self.pacer.next(now, clock.now() - now, next);
+        self.due = if is_urgent { next } else { paced };
         self.due
     }
 }
