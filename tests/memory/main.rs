@@ -52,6 +52,7 @@ mod memory_races;
 mod memory_shrink;
 mod memory_sleep;
 mod overload_model;
+mod polled;
 mod proxy;
 #[path = "../support/recorder.rs"]
 mod recorder;

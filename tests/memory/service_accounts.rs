@@ -6,7 +6,7 @@ use std::future::poll_fn;
 use std::hint::black_box;
 use std::pin::Pin;
 use std::sync::{Arc, Mutex};
-use std::task::{Context, Poll, Waker};
+use std::task::{Context, Poll};
 
 use bytes::{Bytes, BytesMut};
 use http::{HeaderMap, HeaderValue, Request, Response};
@@ -20,6 +20,7 @@ use lowtide_admission::{Budget, Cost};
 use test_fork::test;
 use tower::{Layer, Service, service_fn};
 
+use crate::polled::{now, poll, wait_once};
 use crate::support::Tree;
 
 const KIB: usize = 1 << 10;
@@ -104,29 +105,12 @@ impl Bed {
     }
 }
 
-fn poll<F: Future + ?Sized>(future: &mut Pin<Box<F>>) -> Poll<F::Output> {
-    future.as_mut().poll(&mut Context::from_waker(Waker::noop()))
-}
-
-fn now<F: Future>(mut future: Pin<Box<F>>) -> F::Output {
-    match poll(&mut future) {
-        Poll::Ready(output) => output,
-        Poll::Pending => panic!("it waits"),
-    }
-}
-
 async fn next<B: Body<Data = Bytes> + Unpin>(body: &mut B) -> Option<Frame<Bytes>> {
     poll_fn(|cx| Pin::new(&mut *body).poll_frame(cx)).await?.ok()
 }
 
 async fn data<B: Body<Data = Bytes> + Unpin>(body: &mut B) -> Bytes {
     next(body).await.expect("a frame").into_data().expect("with data")
-}
-
-async fn wait_once() {
-    let mut waited = false;
-    poll_fn(|_| if std::mem::replace(&mut waited, true) { Poll::Ready(()) } else { Poll::Pending })
-        .await;
 }
 
 /// Fails unless so many bytes are live, rounded to a size class, beside a few small blocks.

@@ -2,7 +2,7 @@
 //! go on.
 
 use std::convert::Infallible;
-use std::future::{Future, pending, poll_fn};
+use std::future::{Future, pending};
 use std::hint::black_box;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::pin::{Pin, pin};
@@ -24,6 +24,7 @@ use lowtide::{ByteSize, Memory};
 use test_fork::test;
 use tower::{Layer, Service, service_fn};
 
+use crate::polled::wait_once;
 use crate::support::{Tree, advance_until, until};
 
 const MIB: usize = 1 << 20;
@@ -112,12 +113,6 @@ fn poll(call: &mut Call) -> Poll<StatusCode> {
 
 fn block(mib: usize) -> Vec<u8> {
     black_box(Vec::with_capacity(mib * MIB))
-}
-
-async fn wait_once() {
-    let mut waited = false;
-    poll_fn(|_| if std::mem::replace(&mut waited, true) { Poll::Ready(()) } else { Poll::Pending })
-        .await;
 }
 
 /// A handler that waits once, then holds so much and never ends.

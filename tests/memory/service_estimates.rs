@@ -3,7 +3,7 @@
 
 use std::convert::Infallible;
 use std::future::{Future, pending, ready};
-use std::pin::{Pin, pin};
+use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 
@@ -21,6 +21,8 @@ use lowtide_admission::{Admission, Budget, Cost, Level, Priority};
 use tower::{Layer, Service, service_fn};
 use tower_test::mock;
 
+use crate::polled::now;
+
 const CEILING: ByteSize = ByteSize::mib(100);
 
 type Asked = Request<Empty<Bytes>>;
@@ -37,15 +39,6 @@ fn asked(request: Builder) -> Asked {
 
 fn reserved(admission: &Admission) -> ByteSize {
     admission.ledger(Budget::Host).reserved()
-}
-
-/// A future that is ready at the first poll.
-fn now<F: Future>(future: F) -> F::Output {
-    let mut context = Context::from_waker(Waker::noop());
-    match pin!(future).poll(&mut context) {
-        Poll::Ready(output) => output,
-        Poll::Pending => panic!("pending"),
-    }
 }
 
 fn host(estimate: &impl Estimate, request: Builder) -> ByteSize {

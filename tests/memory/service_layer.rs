@@ -22,6 +22,8 @@ use lowtide_admission::ledger::{Correction, Measured};
 use lowtide_admission::{Admission, Budget, Cost, Level, Priority, RejectReason, Rejected};
 use tower::{Layer, Service, ServiceExt, service_fn};
 
+use crate::polled::now;
+
 const COST: ByteSize = ByteSize::mib(10);
 const CEILING: ByteSize = ByteSize::mib(100);
 
@@ -53,14 +55,6 @@ fn asked() -> Asked {
 /// Polls once.
 fn poll<F: Future>(future: Pin<&mut F>) -> Poll<F::Output> {
     future.poll(&mut Context::from_waker(Waker::noop()))
-}
-
-/// A future that is ready at the first poll.
-fn now<F: Future>(future: F) -> F::Output {
-    match poll(pin!(future)) {
-        Poll::Ready(output) => output,
-        Poll::Pending => panic!("pending"),
-    }
 }
 
 /// Returns `true` if a frame came at once.

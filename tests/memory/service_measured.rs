@@ -3,12 +3,12 @@
 #![cfg(all(feature = "service", target_os = "linux"))]
 
 use std::convert::Infallible;
-use std::future::{Future, poll_fn};
+use std::future::Future;
 use std::hint::black_box;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::task::{Context, Poll, Waker};
+use std::task::Poll;
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -23,6 +23,7 @@ use test_fork::test;
 use tower::util::BoxCloneSyncService;
 use tower::{Layer, Service, service_fn};
 
+use crate::polled::{poll, wait_once};
 use crate::support::Tree;
 
 const MIB: usize = 1 << 20;
@@ -98,10 +99,6 @@ fn service(
     })
 }
 
-fn poll(call: &mut Call) -> Poll<StatusCode> {
-    call.as_mut().poll(&mut Context::from_waker(Waker::noop()))
-}
-
 fn handler<F>(answer: impl Fn(Asked) -> F + Clone + Send + Sync + 'static) -> Handler
 where
     F: Future<Output = ()> + Send + 'static,
@@ -113,13 +110,6 @@ where
             Ok(Answer::default())
         }
     }))
-}
-
-/// Waits for one more poll.
-async fn wait_once() {
-    let mut waited = false;
-    poll_fn(|_| if std::mem::replace(&mut waited, true) { Poll::Ready(()) } else { Poll::Pending })
-        .await;
 }
 
 fn block(mib: usize) -> Vec<u8> {

@@ -2,11 +2,9 @@
 //! in metrics, JSON and the list of the largest requests.
 
 use std::convert::Infallible;
-use std::future::{pending, poll_fn};
+use std::future::pending;
 use std::hint::black_box;
-use std::pin::Pin;
 use std::sync::Arc;
-use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
 use axum::Router;
@@ -23,6 +21,7 @@ use serde_json::Value;
 use test_fork::test;
 use tower::{Layer, Service, service_fn};
 
+use crate::polled::{now, poll, wait_once};
 use crate::recorder;
 use crate::support::{Tree, advance_until};
 
@@ -86,23 +85,6 @@ impl Bed {
         let call = service.call(request.expect("a valid head"));
         now(Box::pin(call)).expect("infallible").status()
     }
-}
-
-fn poll<F: Future + ?Sized>(future: &mut Pin<Box<F>>) -> Poll<F::Output> {
-    future.as_mut().poll(&mut Context::from_waker(Waker::noop()))
-}
-
-fn now<F: Future>(mut future: Pin<Box<F>>) -> F::Output {
-    match poll(&mut future) {
-        Poll::Ready(output) => output,
-        Poll::Pending => panic!("it waits"),
-    }
-}
-
-async fn wait_once() {
-    let mut waited = false;
-    poll_fn(|_| if std::mem::replace(&mut waited, true) { Poll::Ready(()) } else { Poll::Pending })
-        .await;
 }
 
 fn request(method: Method, path: &str, tenant: Option<&Tenant>) -> Request<Body> {
