@@ -11,6 +11,7 @@ use std::any::Any;
 use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::time::Duration;
 
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::Moment;
@@ -106,6 +107,13 @@ pub struct AdmissionStats {
     pub finished_total: u64,
     /// Requests rejected since start, in the order of [`RejectReason::ALL`].
     pub rejected: [u64; RejectReason::ALL.len()],
+    /// Requests that wait for room now. They are not among the admitted or the rejected ones.
+    pub waiting: u64,
+    /// Requests admitted after they had waited, since start.
+    pub waited_total: u64,
+    /// The time that requests have waited, since start, to one tick of the control loop; without
+    /// those that still wait.
+    pub waited_time_total: Duration,
     /// Bytes that measured requests held when they ended, since start: in caches, in tasks that go
     /// on, or leaked. Includes headers of responses, which the server frees soon after.
     pub outlived_bytes_total: u64,
@@ -239,6 +247,17 @@ impl Admission {
         self.desk.admit(cost, priority)
     }
 
+    /// Like [`Admission::try_admit_with`], but a rejection is not counted.
+    #[doc(hidden)]
+    #[inline]
+    pub fn try_admit_uncounted(&self, cost: Cost, priority: Priority) -> Result<Permit, Rejected> {
+        self.desk.try_admit(None, cost, priority)
+    }
+
+    pub(super) const fn desk(&self) -> &'static Desk {
+        self.desk
+    }
+
     /// Reserves the bytes of a resource while it is loaded. They are counted once, without the
     /// correction factor, and not among the requests. Call [`Permit::settle`] when it is loaded.
     ///
@@ -284,6 +303,7 @@ impl Admission {
     /// Closes admission. Later requests get [`Rejected::ShuttingDown`], except exempt ones.
     pub fn close(&self) {
         self.desk.closed.store(true, Ordering::Release);
+        self.desk.queue.end();
     }
 
     /// Returns `true` if admission has been closed.
@@ -332,6 +352,18 @@ impl Admission {
         self.desk.usages.by_tenant()
     }
 
+    /// Ends the wait of requests whose deadline has passed, and wakes those that may fit. The
+    /// control loop does this at each tick, by its clock.
+    #[doc(hidden)]
+    pub fn tend_queue(&self, now: Moment) {
+        self.desk.tend_queue(now);
+    }
+
+    /// Ends all waiting, since no control loop ticks any more.
+    pub(super) fn end_waiting(&self) {
+        self.desk.queue.end();
+    }
+
     /// Returns the registry of large requests.
     pub(super) const fn large(&self) -> &LargeRequests {
         &self.desk.large
@@ -349,7 +381,11 @@ impl Admission {
     #[must_use]
     pub fn stats(&self) -> AdmissionStats {
         let counts = self.desk.counts();
+        let (waited_total, waited_time_total) = self.desk.queue.waited();
         AdmissionStats {
+            waiting: self.desk.queue.len() as u64,
+            waited_total,
+            waited_time_total,
             admitted_total: counts.admitted,
             finished_total: counts.finished,
             rejected: counts.rejected,
@@ -371,8 +407,6 @@ impl Admission {
 
 #[cfg(all(test, not(lowtide_loom)))]
 mod tests {
-    use std::time::Duration;
-
     use super::*;
     use crate::fairness::Balance;
     use crate::ledger::{Correction, Measured};

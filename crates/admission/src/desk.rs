@@ -14,6 +14,7 @@ use std::sync::{Arc, Mutex, RwLock};
 use std::time::Duration;
 
 use lowtide_core::bytes::ByteSize;
+use lowtide_core::clock::Moment;
 
 use super::admission::{Cost, Priority};
 use super::eviction::{Eviction, Evictor, Hint};
@@ -24,6 +25,7 @@ use super::pressure::Level;
 use super::rejected::Rejected;
 use super::tally::{BudgetCounts, Counts, Place, STRIPES, Tally, used};
 use super::usage::Usages;
+use super::waiting::{self, Kept, WaitQueue};
 
 /// The retry time if an operator has to act. A guess.
 const EXHAUSTED: Duration = Duration::from_secs(30);
@@ -31,6 +33,11 @@ const EXHAUSTED: Duration = Duration::from_secs(30);
 const RETRY_MAX: Duration = Duration::from_secs(60);
 /// The longest known time after which a request is told to retry.
 const KNOWN_MAX: Duration = Duration::from_secs(24 * 3600);
+
+/// How many requests that wait for something else than bytes try again after a release, and at a
+/// tick. Estimates: each attempt costs microseconds.
+const WOKEN_OTHERS: usize = 4;
+const WOKEN_OTHERS_TICK: usize = 16;
 
 /// Desks whose admissions are gone.
 static LEFT: Mutex<Vec<&'static Desk>> = Mutex::new(Vec::new());
@@ -48,6 +55,7 @@ pub(super) struct Desk {
     pub(super) unified: AtomicBool,
     pub(super) large: LargeRequests,
     pub(super) usages: Usages,
+    pub(super) queue: WaitQueue,
     tallies: [Tally; STRIPES],
     /// Makes room for requests and loads that do not fit. Read only on a rejection.
     evictor: RwLock<Option<Arc<Evictor>>>,
@@ -74,6 +82,7 @@ impl Desk {
         desk.unified.store(false, Ordering::Relaxed);
         desk.large.begin();
         desk.usages.begin();
+        desk.queue.begin();
         for tally in &desk.tallies {
             tally.begin();
         }
@@ -114,6 +123,16 @@ impl Desk {
 
     /// Admits a request, or counts it as rejected.
     pub(super) fn admit(&'static self, cost: Cost, priority: Priority) -> Result<Permit, Rejected> {
+        self.try_admit(None, cost, priority).inspect_err(|rejected| self.count(rejected))
+    }
+
+    /// Admits a request, which may have a place in the queue. A rejection is not counted.
+    pub(super) fn try_admit(
+        &'static self,
+        waits: Option<&waiting::Place>,
+        cost: Cost,
+        priority: Priority,
+    ) -> Result<Permit, Rejected> {
         let cost = self.by_budget(cost);
         let place = Place::here();
         let tally = self.tally(place);
@@ -125,22 +144,75 @@ impl Desk {
             return Ok(Permit::request(self, Cost { host, device }, exempt));
         }
         if self.sheds(priority) {
-            return Err(self.turn_away(place));
-        }
-        let how = if priority == Priority::High { Ledger::try_book_more } else { Ledger::try_book };
-        let host = match book(&self.host, cost.host, how) {
-            Ok(host) => host,
-            Err(short) => return Err(self.refuse(cost, Budget::Host, short, place)),
-        };
-        let device = match book(&self.device, cost.device, how) {
-            Ok(device) => device,
-            Err(short) => {
-                self.host.release(host);
-                return Err(self.refuse(cost, Budget::Device, short, place));
+            if let Some(waits) = waits {
+                self.queue.lacks_other(waits);
             }
+            return Err(self.away(place));
+        }
+        let is_queued = waits.is_some() || !self.queue.is_empty();
+        // In the queue, its order decides how the room is shared.
+        let takes_all = is_queued || priority == Priority::High;
+        let how = if takes_all { Ledger::try_book_more } else { Ledger::try_book };
+        let both = || {
+            let host = book(&self.host, cost.host, how).map_err(|short| (Budget::Host, short))?;
+            let device = book(&self.device, cost.device, how).map_err(|short| {
+                self.host.release(host);
+                (Budget::Device, short)
+            })?;
+            Ok(Cost { host, device })
         };
-        tally.admit(place, host, device);
-        Ok(Permit::request(self, Cost { host, device }, exempt))
+        let booked = if is_queued {
+            let ceilings = [self.host.ceiling(), self.device.ceiling()];
+            let passed = self.queue.pass(waits, cost, priority, ceilings, both);
+            // One that was woken together with this one may have been blocked by it.
+            if matches!(passed, Ok(_) | Err(Kept::Behind { has_aged: true })) {
+                self.released();
+            }
+            passed
+        } else {
+            both().map_err(|(budget, short)| Kept::Full(budget, short))
+        };
+        match booked {
+            Ok(Cost { host, device }) => {
+                tally.admit(place, host, device);
+                Ok(Permit::request(self, Cost { host, device }, exempt))
+            }
+            Err(Kept::Behind { .. }) => Err(self.comes_later(cost, place)),
+            Err(Kept::Full(budget, short)) => {
+                Err(self.full(budget, short, place, || self.make_room(cost)))
+            }
+        }
+    }
+
+    /// Returns the rejection of a request for which there is room that others wait for.
+    #[cold]
+    fn comes_later(&self, cost: Cost, place: Place) -> Rejected {
+        let (reserved, allowance) = (self.host.reserved(), self.host.allowance());
+        let short = Shortfall { asked: cost.host, reserved, allowance };
+        self.full(Budget::Host, short, place, || Hint::Unknown)
+    }
+
+    /// Counts a rejected request.
+    #[cold]
+    pub(super) fn count(&self, rejected: &Rejected) {
+        let place = Place::here();
+        self.tally(place).rejected(place, rejected.reason(), rejected.shortage());
+    }
+
+    /// Wakes waiting requests that may fit, after a release of bytes.
+    pub(super) fn released(&self) {
+        if !self.queue.is_empty() {
+            self.queue.wake([&self.host, &self.device], WOKEN_OTHERS);
+        }
+    }
+
+    /// Ends the wait of requests whose deadline has passed, and wakes those that may fit. Called at
+    /// each tick of the control loop.
+    pub(super) fn tend_queue(&self, now: Moment) {
+        self.queue.expire(now);
+        if !self.queue.is_empty() {
+            self.queue.wake([&self.host, &self.device], WOKEN_OTHERS_TICK);
+        }
     }
 
     /// Releases the reservation of a request that ends.
@@ -149,6 +221,7 @@ impl Desk {
         self.device.release(cost.device);
         let place = Place::here();
         self.tally(place).finish(place);
+        self.released();
     }
 
     /// Reserves the bytes of a resource.
@@ -208,6 +281,7 @@ impl Desk {
         self.device.release_standing(device);
         let place = Place::here();
         self.tally(place).unload(place);
+        self.released();
     }
 
     /// Sets what makes room for requests and loads that do not fit.
@@ -253,6 +327,7 @@ impl Desk {
     pub(super) fn unreserve(&self, [host, device]: [Reservation; 2]) {
         self.host.unreserve(host);
         self.device.unreserve(device);
+        self.released();
     }
 
     /// Turns released resources and the additional reservation into the permit of a load.
@@ -271,6 +346,7 @@ impl Desk {
         for _ in hosts {
             self.tally(place).unload(place);
         }
+        self.released();
         Permit::standing(self, host, device)
     }
 
@@ -324,10 +400,9 @@ impl Desk {
         self.tally(place).outlive(place, bytes);
     }
 
-    /// Counts a request rejected for a reason other than lack of room.
+    /// Counts a rejected request, and returns the rejection.
     pub(super) fn reject(&self, rejected: Rejected) -> Rejected {
-        let place = Place::here();
-        self.tally(place).rejected(place, rejected.reason(), None);
+        self.count(&rejected);
         rejected
     }
 
@@ -401,26 +476,6 @@ impl Desk {
         let retry_after = self.retry_after(Some(EXHAUSTED), self.spread(place));
         let (unowned, ceiling) = (ByteSize::new(unowned.get()), self.host.ceiling());
         Some(Rejected::Exhausted { unowned, ceiling, retry_after })
-    }
-
-    #[cold]
-    fn turn_away(&self, place: Place) -> Rejected {
-        let rejected = self.away(place);
-        self.tally(place).rejected(place, rejected.reason(), None);
-        rejected
-    }
-
-    #[cold]
-    fn refuse(
-        &'static self,
-        cost: Cost,
-        budget: Budget,
-        short: Shortfall,
-        place: Place,
-    ) -> Rejected {
-        let rejected = self.full(budget, short, place, || self.make_room(cost));
-        self.tally(place).rejected(place, rejected.reason(), rejected.shortage());
-        rejected
     }
 
     /// Unloads idle resources if that makes room for a rejected request.

@@ -318,7 +318,8 @@ impl Ledger {
         if bytes.is_zero() {
             return;
         }
-        let before = self.reserved.fetch_sub(bytes.get(), Ordering::Relaxed);
+        // Ordered before the look at the queue of waiting requests (`waiting`).
+        let before = self.reserved.fetch_sub(bytes.get(), Ordering::SeqCst);
         debug_assert!(before >= bytes.get(), "released {bytes} of {before} reserved bytes");
     }
 
@@ -356,6 +357,15 @@ impl Ledger {
         if !std::mem::replace(&mut standing.settled, true) {
             self.settled.fetch_add(standing.bytes.get(), Ordering::Relaxed);
         }
+    }
+
+    /// Returns the bytes that a request may reserve now.
+    pub(crate) fn room(&self) -> ByteSize {
+        let room = self.allowance().saturating_sub(self.reserved());
+        if self.requests() > few(self.ceiling()) {
+            return room;
+        }
+        room.max(ByteSize::new(self.alone()))
     }
 
     /// Returns `true` if a request of these bytes would fit if resource reservations of `freed`

@@ -50,10 +50,12 @@ mod permit;
 pub mod pressure;
 pub mod reclaim;
 mod rejected;
+mod reserve;
 pub mod signal;
 mod size_class;
 mod tally;
 mod usage;
+mod waiting;
 pub mod watermark;
 
 pub use lowtide_core::{BoxError, ByteSize, clock};
@@ -78,6 +80,9 @@ pub use permit::Permit;
 pub use pressure::{Band, Level, Pressure, Thresholds, ThresholdsError};
 pub use reclaim::{Ask, Ladder, LadderError, Pace, Reclaim, Recovered};
 pub use rejected::{RejectReason, Rejected};
+pub use reserve::Reserve;
+#[doc(hidden)]
+pub use reserve::Waiting;
 pub use signal::{
     Cpus, EventCounts, Limit, LimitSource, MemoryEvents, Psi, Resident, Signal, SignalError,
     SignalTracker, Signals, Stall,

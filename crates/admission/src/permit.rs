@@ -184,6 +184,7 @@ impl Permit {
             let part = bytes.min(cost.host);
             cost.host = cost.host.saturating_sub(part);
             self.desk.host.release(part);
+            self.desk.released();
         }
         self.desk.host.change_unheld(before, self.unheld());
     }

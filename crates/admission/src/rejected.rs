@@ -129,6 +129,13 @@ impl Rejected {
         }
     }
 
+    /// Returns `true` if the request may wait for room.
+    #[doc(hidden)]
+    #[must_use]
+    pub const fn may_wait(&self) -> bool {
+        matches!(self, Self::Full { .. } | Self::Pressure { .. } | Self::SlowStart { .. })
+    }
+
     /// Returns the time after which to retry, or `None` if a retry cannot succeed.
     #[must_use]
     pub const fn retry_after(&self) -> Option<Duration> {

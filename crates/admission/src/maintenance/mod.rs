@@ -269,6 +269,7 @@ impl Maintenance {
         self.account(&sample, &stats, now);
         self.may_fill_up = self.may_fill_up(&sample);
         self.admission.large().tend(self.host.pressure.level(), now);
+        self.admission.tend_queue(now);
         let mut jobs = Jobs::default();
         self.look_for_exhaustion(&stats, now, &mut jobs);
         self.decide_purge(&sample, &stats, now, &mut jobs);
@@ -337,6 +338,7 @@ impl Maintenance {
         }
         self.admission.set_level(Level::None);
         self.admission.set_unowned(ByteSize::ZERO);
+        self.admission.end_waiting();
     }
 
     /// Updates the exhaustion state.
@@ -476,7 +478,8 @@ impl Maintenance {
         let grows = grown > if limit.is_known() { limit.bytes.scaled(0.01) } else { ByteSize::MAX };
         let held = |budget| !self.admission.ledger(budget).requests().is_zero();
         let pressed = self.host.pressure.level().max(self.device.pressure.level()) > Level::None;
-        filled || grows || pressed || held(Budget::Host) || held(Budget::Device)
+        let waits = !self.admission.desk().queue.is_empty();
+        filled || grows || pressed || waits || held(Budget::Host) || held(Budget::Device)
     }
 }
 

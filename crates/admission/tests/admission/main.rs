@@ -10,3 +10,4 @@ mod real_cgroup;
 mod settings;
 mod signals;
 mod simulated;
+mod waiting;

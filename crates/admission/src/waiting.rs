@@ -1,0 +1,528 @@
+//! The queue of requests that wait for room, before their bodies are read.
+//!
+//! [`Desk`](super::desk::Desk) uses it in two places. A request that does not fit enters, and tries
+//! again each time it is woken. Whatever releases bytes, and each tick of the control loop, wakes
+//! the requests that may fit now. A waiting request reserves nothing: it is a head, a waker and a
+//! place. It estimates its need again at each attempt, since the need of its route may have been
+//! learned in the meantime.
+//!
+//! The order is that of start-time fair queueing (Goyal, Vin and Cheng, 1996) within each priority:
+//! a request's tag is the number of bytes that its tenant waits for in front of it, counted from
+//! the tag that was admitted last. Requests of one tenant keep the order of their arrival, and a
+//! tenant with many requests does not delay the first one of another. A later request that fits may
+//! pass an earlier one that does not, up to the bytes that the earlier one waits for; then room is
+//! kept for the earlier one. Requests that come first by their priority or tag also count as
+//! passing. A request that was passed by a whole ledger of bytes comes first from then on.
+//!
+//! Requests that wait for something else than bytes, such as the measurement of their route, hold
+//! up no other request.
+//!
+//! Invariants: at most [`ENTRIES_MAX`] requests wait, and no more than may hold a sixteenth of the
+//! ceiling in their connections; the requests that wait for bytes of a budget are each passed by at
+//! most one ceiling of them. No waker is called with the lock held. Waking allocates nothing.
+//!
+//! It does not reserve, and reads no clock: the control loop's ticks are its time.
+
+use std::cmp::Reverse;
+use std::fmt;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering, fence};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::task::{Context, Poll, Waker};
+use std::time::Duration;
+
+use lowtide_core::bytes::ByteSize;
+use lowtide_core::clock::Moment;
+
+use super::admission::{Cost, Priority};
+use super::ledger::{Budget, Ledger};
+
+/// The maximum number of waiting requests.
+const ENTRIES_MAX: usize = 4096;
+/// The memory that a waiting request is assumed to hold: its head, its task and the read buffer of
+/// its connection. An estimate for hyper over HTTP/1.
+const ENTRY_BYTES: ByteSize = ByteSize::kib(16);
+/// The part of the ceiling that waiting requests may hold.
+const PART: u64 = 16;
+/// The number of wakers that are called after one pass with the lock held.
+const BATCH: usize = 16;
+
+/// The number of ticks after which a request that was woken and does not come holds up no others:
+/// its task may be blocked, or its client gone.
+const MISSED_MAX: u32 = 10;
+
+/// The waiting requests of one admission.
+#[derive(Debug, Default)]
+pub(super) struct WaitQueue {
+    /// The number of waiting requests: read without the lock.
+    len: AtomicUsize,
+    /// Requests that were admitted after waiting, since the start.
+    waited: AtomicU64,
+    /// The time that requests have waited, in nanoseconds.
+    time: AtomicU64,
+    /// `true` if a control loop ticks, without which deadlines would not pass.
+    is_timed: AtomicBool,
+    waiting: Mutex<Entries>,
+}
+
+/// A place in the queue. Dropping it leaves the queue.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct Place(u64);
+
+/// Why an attempt failed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Lack {
+    /// Bytes of this budget.
+    Bytes(Budget),
+    /// Something else than bytes.
+    Other,
+}
+
+/// Why a request was not admitted.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Kept<E> {
+    /// The budget has no room.
+    Full(Budget, E),
+    /// Others come first: `has_aged` if one of them does from now on, and was not woken for that.
+    Behind { has_aged: bool },
+}
+
+/// The state of a waiting request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Turn {
+    /// It may try again.
+    Try,
+    /// Its deadline has passed, or waiting has ended.
+    Over,
+}
+
+/// The terms on which a request waits.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct WaitTerms {
+    pub(super) cost: Cost,
+    pub(super) priority: Priority,
+    /// Requests of one tenant keep their order.
+    pub(super) tenant: u64,
+    /// The longest time to wait; `None` without a deadline.
+    pub(super) within: Option<Duration>,
+}
+
+#[derive(Debug, Default)]
+struct Entries {
+    /// Sorted by [`Entry::order`].
+    list: Vec<Entry>,
+    /// The number of the next request.
+    next: u64,
+    /// The tag of the request that was admitted last.
+    admitted: u64,
+    /// The time of the last tick.
+    now: Moment,
+}
+
+struct Entry {
+    id: u64,
+    terms: WaitTerms,
+    tag: u64,
+    /// The ticks' time at the first tick after it entered.
+    since: Option<Moment>,
+    lack: Option<Lack>,
+    /// The bytes of the budget it lacks that were admitted past it.
+    passed: u64,
+    /// It comes first: a whole ledger of bytes has passed it.
+    has_aged: bool,
+    /// It has been woken and has not tried since.
+    is_woken: bool,
+    /// The ticks since it was woken.
+    missed: u32,
+    attempts: u64,
+    waker: Option<Waker>,
+}
+
+impl fmt::Debug for Entry {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Entry")
+            .field("id", &self.id)
+            .field("terms", &self.terms)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Entry {
+    fn order(&self) -> impl Ord + use<> {
+        // Aged ones in the order of their arrival.
+        let (priority, tag) =
+            if self.has_aged { (None, 0) } else { (Some(self.terms.priority), self.tag) };
+        (!self.has_aged, Reverse(priority), tag, self.id)
+    }
+
+    /// Returns the budget whose bytes it waits for.
+    const fn lacks(&self) -> Option<Budget> {
+        match self.lack {
+            Some(Lack::Bytes(budget)) => Some(budget),
+            Some(Lack::Other) | None => None,
+        }
+    }
+
+    /// Returns the bytes that later requests may still take past it.
+    fn leaves(&self, budget: Budget, ceiling: ByteSize) -> u64 {
+        let most = of(self.terms.cost, budget).min(ceiling.get());
+        most.saturating_sub(self.passed)
+    }
+}
+
+/// Returns the bytes of a cost in this budget.
+const fn of(cost: Cost, budget: Budget) -> u64 {
+    match budget {
+        Budget::Host => cost.host.get(),
+        Budget::Device => cost.device.get(),
+    }
+}
+
+impl WaitQueue {
+    /// Starts over. Requests that still wait find that waiting has ended.
+    pub(super) fn begin(&self) {
+        self.end();
+        self.waited.store(0, Ordering::Relaxed);
+        self.time.store(0, Ordering::Relaxed);
+    }
+
+    /// Ends all waiting, because no control loop ticks any more.
+    pub(super) fn end(&self) {
+        self.is_timed.store(false, Ordering::Relaxed);
+        let ended = {
+            let mut entries = self.entries();
+            self.len.store(0, Ordering::SeqCst);
+            std::mem::take(&mut entries.list)
+        };
+        for waker in ended.into_iter().filter_map(|entry| entry.waker) {
+            waker.wake();
+        }
+    }
+
+    /// Returns the number of waiting requests.
+    pub(super) fn len(&self) -> usize {
+        self.len.load(Ordering::Relaxed)
+    }
+
+    /// Returns the number of requests that were admitted after waiting, and the time that all
+    /// requests that wait no more have waited.
+    pub(super) fn waited(&self) -> (u64, Duration) {
+        let time = Duration::from_nanos(self.time.load(Ordering::Relaxed));
+        (self.waited.load(Ordering::Relaxed), time)
+    }
+
+    /// Counts the time of a request that waits no more.
+    fn count(&self, entry: &Entry, now: Moment) {
+        let time = entry.since.map_or(Duration::ZERO, |since| now - since);
+        let time = u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
+        self.time.fetch_add(time, Ordering::Relaxed);
+    }
+
+    /// Returns `true` if no request waits. After a release of bytes, a request that entered before
+    /// it is seen; one that enters later finds the bytes.
+    pub(super) fn is_empty(&self) -> bool {
+        self.len.load(Ordering::SeqCst) == 0
+    }
+
+    /// Enters the queue. Returns `None` if it is full, or if a deadline could not pass.
+    pub(super) fn enter(&self, terms: WaitTerms, ceiling: ByteSize) -> Option<Place> {
+        if terms.within.is_some() && !self.is_timed.load(Ordering::Relaxed) {
+            return None;
+        }
+        let most = usize::try_from(ceiling.get() / PART / ENTRY_BYTES.get()).unwrap_or(usize::MAX);
+        let mut entries = self.entries();
+        if entries.list.len() >= most.min(ENTRIES_MAX) {
+            return None;
+        }
+        let id = entries.next;
+        entries.next += 1;
+        let ahead = entries.list.iter().filter(|other| other.terms.tenant == terms.tenant);
+        let ahead = ahead.map(|other| other.tag.saturating_add(bytes(other.terms.cost))).max();
+        let tag = ahead.map_or(entries.admitted, |ahead| ahead.max(entries.admitted));
+        let entry = Entry {
+            id,
+            terms,
+            tag,
+            since: None,
+            lack: None,
+            passed: 0,
+            has_aged: false,
+            is_woken: true,
+            missed: 0,
+            attempts: 0,
+            waker: None,
+        };
+        let at = entries.list.partition_point(|other| other.order() < entry.order());
+        entries.list.insert(at, entry);
+        self.len.store(entries.list.len(), Ordering::SeqCst);
+        drop(entries);
+        // The request tries to reserve next: it finds what was released before this, or the
+        // release finds the request (see `is_empty`).
+        fence(Ordering::SeqCst);
+        Some(Place(id))
+    }
+
+    /// Leaves the queue. Returns `true` if the request was in it.
+    pub(super) fn leave(&self, place: &Place) -> bool {
+        let left = {
+            let mut entries = self.entries();
+            let left = entries.at(place).map(|at| entries.list.remove(at));
+            if let Some(entry) = &left {
+                self.count(entry, entries.now);
+            }
+            self.len.store(entries.list.len(), Ordering::SeqCst);
+            left
+        };
+        left.is_some()
+    }
+
+    /// Returns the request's turn, or waits for it.
+    pub(super) fn poll(&self, place: &Place, cx: &Context<'_>) -> Poll<Turn> {
+        let mut entries = self.entries();
+        let Some(entry) = entries.get(place) else { return Poll::Ready(Turn::Over) };
+        if std::mem::take(&mut entry.is_woken) {
+            (entry.missed, entry.waker) = (0, None);
+            return Poll::Ready(Turn::Try);
+        }
+        match &mut entry.waker {
+            Some(waker) => waker.clone_from(cx.waker()),
+            none @ None => *none = Some(cx.waker().clone()),
+        }
+        Poll::Pending
+    }
+
+    /// Reserves with `book` if the order of the queue allows a request of this cost to be admitted
+    /// now; `place` is its own place, or `None` if it does not wait. A request that was admitted
+    /// has left the queue.
+    pub(super) fn pass<T, E>(
+        &self,
+        place: Option<&Place>,
+        cost: Cost,
+        priority: Priority,
+        ceilings: [ByteSize; 2],
+        book: impl FnOnce() -> Result<T, (Budget, E)>,
+    ) -> Result<T, Kept<E>> {
+        let mut entries = self.entries();
+        if let Some(entry) = place.and_then(|place| entries.get(place)) {
+            entry.terms.cost = cost;
+            entry.attempts += 1;
+        }
+        let (at, has_aged) = entries.before(place, cost, priority, ceilings);
+        let ahead = entries.list.get(..at).unwrap_or_default();
+        let is_blocked = ahead.iter().any(|entry| {
+            let leaves = |budget| entry.leaves(budget, ceiling(ceilings, budget));
+            entry.lacks().is_some_and(|budget| of(cost, budget) > leaves(budget))
+        });
+        let lacked = ahead.iter().find_map(Entry::lacks);
+        let booked = if is_blocked { Err(None) } else { book().map_err(Some) };
+        let lack = match &booked {
+            Ok(_) => {
+                if let Some(entry) = entries.admit(place, cost) {
+                    self.count(&entry, entries.now);
+                    self.waited.fetch_add(1, Ordering::Relaxed);
+                }
+                self.len.store(entries.list.len(), Ordering::SeqCst);
+                None
+            }
+            Err(None) => lacked,
+            Err(Some((budget, _))) => Some(*budget),
+        };
+        if let (Some(entry), Some(lack)) = (place.and_then(|place| entries.get(place)), lack) {
+            entry.lack = Some(Lack::Bytes(lack));
+        }
+        booked.map_err(|error| match error {
+            Some((budget, error)) => Kept::Full(budget, error),
+            None => Kept::Behind { has_aged },
+        })
+    }
+
+    /// Records that an attempt failed for another reason than bytes.
+    pub(super) fn lacks_other(&self, place: &Place) {
+        if let Some(entry) = self.entries().get(place) {
+            entry.lack = Some(Lack::Other);
+            entry.attempts += 1;
+        }
+    }
+
+    /// Begins a tick: requests that have waited for too long leave.
+    pub(super) fn expire(&self, now: Moment) {
+        self.is_timed.store(true, Ordering::Relaxed);
+        if self.is_empty() {
+            return;
+        }
+        // Ends: each pass removes at least one request, or is the last.
+        loop {
+            let mut wakers = [const { None }; BATCH];
+            let mut entries = self.entries();
+            entries.now = now;
+            let mut expired = 0;
+            entries.list.retain_mut(|entry| {
+                let since = *entry.since.get_or_insert(now);
+                entry.missed += u32::from(entry.is_woken);
+                if entry.missed >= MISSED_MAX {
+                    entry.lack = None;
+                }
+                let is_over = entry.terms.within.is_some_and(|within| now - since >= within);
+                match wakers.get_mut(expired).filter(|_| is_over) {
+                    Some(place) => {
+                        self.count(entry, now);
+                        *place = entry.waker.take();
+                        expired += 1;
+                        false
+                    }
+                    None => true,
+                }
+            });
+            self.len.store(entries.list.len(), Ordering::SeqCst);
+            drop(entries);
+            wakers.into_iter().flatten().for_each(Waker::wake);
+            if expired < BATCH {
+                return;
+            }
+        }
+    }
+
+    /// Wakes the requests that may fit now, and up to `others` of those that wait for something
+    /// else than bytes.
+    #[cold]
+    pub(super) fn wake(&self, [host, device]: [&Ledger; 2], others: usize) {
+        let ceilings = [host.ceiling(), device.ceiling()];
+        let mut others = others;
+        // Ends: each pass wakes requests that have not been woken, or is the last.
+        loop {
+            let mut wakers = [const { None }; BATCH];
+            let mut woken = 0;
+            let mut entries = self.entries();
+            let mut room = [host.room().get(), device.room().get()];
+            // What those in front leave to those behind.
+            let mut leaves = [u64::MAX; 2];
+            for entry in &mut entries.list {
+                let Some(lack) = entry.lack else { continue };
+                if lack == Lack::Other {
+                    continue;
+                }
+                let cost = [entry.terms.cost.host.get(), entry.terms.cost.device.get()];
+                let fits = |budget: usize| {
+                    let [cost, room, leaves] = [&cost, &room, &leaves].map(|of| of.get(budget));
+                    cost <= room.min(leaves)
+                };
+                if entry.is_woken || (fits(0) && fits(1)) {
+                    for ((room, leaves), cost) in room.iter_mut().zip(&mut leaves).zip(cost) {
+                        (*room, *leaves) = (room.saturating_sub(cost), leaves.saturating_sub(cost));
+                    }
+                    if !entry.is_woken && woken < BATCH {
+                        entry.is_woken = true;
+                        if let Some(place) = wakers.get_mut(woken) {
+                            *place = entry.waker.take();
+                        }
+                        woken += 1;
+                    }
+                } else if let Some(budget) = entry.lacks() {
+                    let left = entry.leaves(budget, ceiling(ceilings, budget));
+                    if let Some(leaves) = leaves.get_mut(budget as usize) {
+                        *leaves = left.min(*leaves);
+                    }
+                }
+                if woken == BATCH {
+                    break;
+                }
+            }
+            while woken < BATCH && others > 0 {
+                let waiting = entries.list.iter_mut();
+                let waiting = waiting.filter(|it| it.lack == Some(Lack::Other) && !it.is_woken);
+                // Each in its turn.
+                let Some(entry) = waiting.min_by_key(|it| it.attempts) else { break };
+                entry.is_woken = true;
+                if let Some(place) = wakers.get_mut(woken) {
+                    *place = entry.waker.take();
+                }
+                woken += 1;
+                others -= 1;
+            }
+            drop(entries);
+            wakers.into_iter().flatten().for_each(Waker::wake);
+            if woken < BATCH {
+                return;
+            }
+        }
+    }
+
+    fn entries(&self) -> MutexGuard<'_, Entries> {
+        self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+fn bytes(cost: Cost) -> u64 {
+    cost.host.saturating_add(cost.device).get()
+}
+
+const fn ceiling([host, device]: [ByteSize; 2], budget: Budget) -> ByteSize {
+    match budget {
+        Budget::Host => host,
+        Budget::Device => device,
+    }
+}
+
+impl Entries {
+    fn at(&self, place: &Place) -> Option<usize> {
+        self.list.iter().position(|entry| entry.id == place.0)
+    }
+
+    fn get(&mut self, place: &Place) -> Option<&mut Entry> {
+        let at = self.at(place)?;
+        self.list.get_mut(at)
+    }
+
+    /// Returns the number of requests that come before this one, which may not be in the queue. If
+    /// it would make a whole ledger of bytes pass one behind it, that one comes first from now on,
+    /// and the flag is `true`.
+    fn before(
+        &mut self,
+        place: Option<&Place>,
+        cost: Cost,
+        priority: Priority,
+        ceilings: [ByteSize; 2],
+    ) -> (usize, bool) {
+        let before = |entries: &Self| match place.and_then(|place| entries.at(place)) {
+            Some(at) => at,
+            // As if it entered now, as the last of its priority.
+            None => entries
+                .list
+                .partition_point(|other| other.has_aged || other.terms.priority >= priority),
+        };
+        let at = before(self);
+        let mut has_aged = false;
+        for entry in self.list.get_mut(at..).unwrap_or_default() {
+            let is_itself = place.is_some_and(|place| place.0 == entry.id);
+            let Some(budget) = entry.lacks().filter(|_| !is_itself && !entry.has_aged) else {
+                continue;
+            };
+            let passing = of(cost, budget);
+            let passed = entry.passed.saturating_add(passing);
+            if passing > 0 && passed > ceiling(ceilings, budget).get() {
+                (entry.has_aged, has_aged) = (true, true);
+            }
+        }
+        if has_aged {
+            self.list.sort_unstable_by_key(Entry::order);
+        }
+        (before(self), has_aged)
+    }
+
+    /// Records that a request was admitted, and removes it if it has a place.
+    fn admit(&mut self, place: Option<&Place>, cost: Cost) -> Option<Entry> {
+        let at = place.and_then(|place| self.at(place));
+        let admitted = at.map(|at| self.list.remove(at));
+        if let Some(entry) = &admitted {
+            self.admitted = self.admitted.max(entry.tag);
+        }
+        for entry in &mut self.list {
+            if let Some(budget) = entry.lacks() {
+                entry.passed = entry.passed.saturating_add(of(cost, budget));
+            }
+        }
+        if self.list.is_empty() {
+            self.admitted = 0;
+        }
+        admitted
+    }
+}
