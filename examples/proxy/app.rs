@@ -63,6 +63,8 @@ pub(crate) struct Options {
     pub(crate) idle_unload: Option<Duration>,
     /// The limits for clients.
     pub(crate) limits: Limits,
+    /// How long a request may wait for room.
+    pub(crate) max_wait: Duration,
     /// Whose verbs are heard.
     pub(crate) hears: Hears,
 }
@@ -102,6 +104,7 @@ impl Default for Options {
             seed: 1,
             idle_unload: None,
             limits: Limits::default(),
+            max_wait: Duration::from_secs(2),
             hears: Hears::default(),
         }
     }
@@ -180,6 +183,8 @@ pub(crate) async fn start(
                 };
                 // A bound: `words` refuses a text that needs more.
                 let layer = MemoryLayer::new(memory.admission().clone(), estimate);
+                // The proxy's request keeps its reservation while this one would wait.
+                let layer = layer.with_max_wait(Duration::ZERO);
                 routes = routes.layer(layer.without_slow_start());
             }
             let listener = TcpListener::bind((std::net::Ipv4Addr::LOCALHOST, 0)).await?;
@@ -204,7 +209,7 @@ pub(crate) async fn start(
     let for_operators = |routes| operators_routes(routes, own, Arc::clone(&endpoints));
     let (phase, phases) = watch::channel(Phase::Serving);
     let mut servers = Vec::new();
-    let mut routes = clients_routes(forward, embedder, memory);
+    let mut routes = clients_routes(forward, embedder, memory, options.max_wait);
     let mut operators = address;
     if let Some((listener, at)) = aside {
         let limits = Limits { connections: OPERATORS, ..options.limits };
@@ -227,7 +232,12 @@ async fn listen(at: SocketAddr) -> Result<(TcpListener, SocketAddr), BoxError> {
 }
 
 /// Builds the routes that pass the memory layer.
-fn clients_routes(forward: Forward, embedder: Embedder, memory: Option<Memory>) -> Router {
+fn clients_routes(
+    forward: Forward,
+    embedder: Embedder,
+    memory: Option<Memory>,
+    max_wait: Duration,
+) -> Router {
     let embed = post(move |request| {
         let embedder = embedder.clone();
         async move { embedder.answer(request).await }
@@ -251,7 +261,8 @@ fn clients_routes(forward: Forward, embedder: Embedder, memory: Option<Memory>) 
             }
         };
         // Bounds: bodies stream through, and the model plans its memory.
-        guarded = guarded.layer(MemoryLayer::new(admission, estimate).without_slow_start());
+        let layer = MemoryLayer::new(admission, estimate).with_max_wait(max_wait);
+        guarded = guarded.layer(layer.without_slow_start());
     }
     guarded
 }

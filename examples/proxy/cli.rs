@@ -84,6 +84,11 @@ struct Cli {
     #[arg(long, env = "PROXY_HEAD_TIMEOUT", value_parser = humantime::parse_duration)]
     #[arg(default_value = "10s")]
     head_timeout: Duration,
+    /// How long a request that does not fit may wait for room before 503; 0s to reject it
+    /// immediately.
+    #[arg(long, env = "PROXY_MAX_WAIT", value_parser = humantime::parse_duration)]
+    #[arg(default_value = "2s")]
+    max_wait: Duration,
     /// Most connections at once; further ones wait. Each uses up to 3 file descriptors: no more are
     /// accepted than (`ulimit -n` - 48) / 3.
     #[arg(long, env = "PROXY_CONNECTIONS", default_value = "512", value_parser = connections)]
@@ -229,6 +234,7 @@ async fn run(cli: Cli) -> Result<(), BoxError> {
             head_timeout: cli.head_timeout,
             connections: cli.connections,
         },
+        max_wait: cli.max_wait,
         hears,
     };
     // Installed before it listens: a client that sees it listening may send a signal.

@@ -13,7 +13,7 @@ use std::time::Duration;
 use axum::body::Body;
 use bytes::{Buf, BufMut, Bytes};
 use http::uri::PathAndQuery;
-use lowtide::admission::{Cost, Rejected};
+use lowtide::admission::{Cost, Priority, Rejected};
 use lowtide::service::{Constant, SharedPermit};
 use lowtide::{BoxError, ByteSize, Memory};
 use tonic::codec::{Codec, DecodeBuf, Decoder, EncodeBuf, Encoder};
@@ -93,8 +93,9 @@ async fn main() -> Result<(), BoxError> {
 
     call(&mut client, "1", Code::Ok).await?;
     call(&mut client, "4096", Code::ResourceExhausted).await?;
-    let all = memory.snapshot().host.allowance;
-    let held = memory.admission().try_admit(Cost::host(all.saturating_sub(ByteSize::kib(32))))?;
+    // As other requests would. A call that does not fit waits for 2 s, by default.
+    let all = Cost::host(ByteSize::gib(1));
+    let held = memory.admission().try_admit_with(all, Priority::Exempt)?;
     println!("{} are held elsewhere", held.cost().host);
     call(&mut client, "1", Code::ResourceExhausted).await?;
     drop(held); // it ends

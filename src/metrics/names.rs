@@ -288,6 +288,14 @@ table! {
     ADMISSION_REJECTED: Counter "lowtide_admission_rejected_total" Count ["reason"]
         "Requests rejected, by reason (too_large, full, pressure, shutting_down, exhausted, \
          slow_start, outgrown). An outgrown request was admitted, and cancelled while it ran.";
+    ADMISSION_WAITING: Gauge "lowtide_admission_waiting" Count []
+        "Requests that wait for room now, before their bodies are read.";
+    ADMISSION_WAITED: Counter "lowtide_admission_waited_total" Count []
+        "Requests admitted after they had waited for room.";
+    ADMISSION_WAIT_TIME: Gauge "lowtide_admission_wait_seconds" Seconds []
+        "Total time that requests have waited for room, whether they were admitted or not; without \
+         those that still wait. A gauge, because counters of the metrics facade are integers; \
+         rate() works all the same.";
     ADMISSION_OUTLIVED: Counter "lowtide_admission_outlived_bytes_total" Bytes []
         "Bytes that measured requests still held when they ended: in caches, in tasks that go on, \
          or leaked. Includes headers of responses, which the server frees soon after.";

@@ -230,6 +230,9 @@ pub fn admission(stats: &lowtide_admission::AdmissionStats) {
     counter!(name::ADMISSION_ADMITTED.name).absolute(stats.admitted_total);
     counter!(name::ADMISSION_OUTLIVED.name).absolute(stats.outlived_bytes_total);
     gauge!(name::ADMISSION_HELD.name).set(count(stats.held()));
+    gauge!(name::ADMISSION_WAITING.name).set(count(stats.waiting));
+    counter!(name::ADMISSION_WAITED.name).absolute(stats.waited_total);
+    gauge!(name::ADMISSION_WAIT_TIME.name).set(stats.waited_time_total.as_secs_f64());
     for reason in lowtide_admission::RejectReason::ALL {
         let total = stats.rejected_total(reason);
         counter!(name::ADMISSION_REJECTED.name, "reason" => reason.name()).absolute(total);

@@ -324,6 +324,8 @@ fn document(snapshot: &MemorySnapshot) -> Value {
         "requests": {
             "admitted": snapshot.admission.admitted_total,
             "held": snapshot.admission.held(),
+            "waiting": snapshot.admission.waiting,
+            "waited": snapshot.admission.waited_total,
             "outlived_bytes": snapshot.admission.outlived_bytes_total,
             "rejected": RejectReason::ALL
                 .map(|why| (why.name().to_owned(), json!(snapshot.admission.rejected_total(why))))

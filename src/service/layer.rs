@@ -22,6 +22,7 @@ use std::hash::BuildHasher;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
+use std::time::Duration;
 
 use bytes::Bytes;
 use foldhash::quality::RandomState;
@@ -37,7 +38,7 @@ use crate::Memory;
 use crate::clock::{Clock, Moment, SystemClock};
 use crate::memory::add_request_event;
 use lowtide_admission::learning::{Kind, LASTS, Needs, TooManyRunning};
-use lowtide_admission::{Admission, Budget, Cost, GRACE, Priority, Rejected};
+use lowtide_admission::{Admission, Budget, Cost, GRACE, Priority, Rejected, Waiting};
 use lowtide_heap::is_measured;
 
 use super::body::{RequestBody, ResponseBody};
@@ -47,6 +48,7 @@ use super::exempt::ExemptPaths;
 use super::permit::{Origin, RouteLabel, SharedPermit, Terms};
 use super::rejection::{Reject, negotiated};
 use super::scoped::Scoped;
+use super::usage::Tenant;
 
 /// Returns `true` for exempt requests.
 type Exempt = Arc<dyn Fn(&Parts) -> bool + Send + Sync>;
@@ -74,12 +76,17 @@ struct LayerSettings {
     hasher: RandomState,
     starts_slowly: bool,
     request_cap: f64,
+    max_wait: Duration,
     clock: Arc<dyn Clock>,
 }
 
 /// The default of [`MemoryLayer::with_request_cap`]. An estimate: most measured requests hold about
 /// what they reserve, and few requests of a new route need eight times their estimate.
 const REQUEST_CAP: f64 = 8.0;
+
+/// The default of [`MemoryLayer::with_max_wait`]. An estimate: longer than bursts that a service
+/// can serve, and shorter than the timeouts of most clients.
+const MAX_WAIT: Duration = Duration::from_secs(2);
 
 /// Returns the name of a request's route: the pattern that axum matched, the gRPC method, or else
 /// the first segment of the path. The flag is `true` for a pattern, which clients cannot choose.
@@ -114,6 +121,7 @@ impl<E: Estimate> MemoryLayer<E> {
             hasher: RandomState::default(),
             starts_slowly: true,
             request_cap: REQUEST_CAP,
+            max_wait: MAX_WAIT,
             clock: Arc::new(SystemClock::new()),
         };
         Self { estimate: Arc::new(estimate), settings: Arc::new(settings) }
@@ -167,6 +175,24 @@ impl<E: Estimate> MemoryLayer<E> {
     pub fn with_request_cap(mut self, multiple: f64) -> Self {
         assert!(multiple >= 1.0, "request cap of {multiple}: expected 1 or more");
         self.settings().request_cap = multiple;
+        self
+    }
+
+    /// Sets how long a request that does not fit may wait for room before it is rejected. The
+    /// default is 2 s. With zero it is rejected immediately.
+    ///
+    /// Its body is not read while it waits, and it reserves nothing. Requests of higher priority
+    /// come first, then those of the tenant that waits for less ([`Tenant`](super::Tenant)), then
+    /// the earlier ones; a request that fits may pass a larger one that does not. The estimate is
+    /// called again at each attempt. At most 4,096 requests wait, and no more than one for each
+    /// 256 KiB of the ceiling; others are rejected immediately.
+    ///
+    /// A client that leaves is noticed at once over HTTP/2. Over HTTP/1 with an unread body it is
+    /// noticed at the deadline, which the control loop checks at each tick, every 10 ms while
+    /// requests wait. Without a running [`Memory`] no request waits.
+    #[must_use]
+    pub fn with_max_wait(mut self, max_wait: Duration) -> Self {
+        self.settings().max_wait = max_wait;
         self
     }
 
@@ -277,8 +303,13 @@ impl Memory {
 }
 
 impl<E: Estimate> MemoryLayer<E> {
-    /// Reserves the estimate of the request.
-    fn admit(&self, head: &Parts, body: &impl Body) -> Result<SharedPermit, Rejected> {
+    /// Reserves the estimate of the request. A rejection is not counted.
+    fn admit(
+        &self,
+        head: &Parts,
+        body: &impl Body,
+        waiting: Option<&Waiting>,
+    ) -> Result<SharedPermit, Refused> {
         let settings = &*self.settings;
         let exempt = |cost| Estimated { cost, priority: Priority::Exempt, lesson: None };
         let ceiling = settings.admission.ledger(Budget::Host).ceiling();
@@ -316,13 +347,20 @@ impl<E: Estimate> MemoryLayer<E> {
             // reason, below.
             if starts_slowly && estimate <= ceiling && !settings.admission.is_closed() {
                 slot = lesson.enter(cost.host, room, &settings.clock).map_err(|running| {
+                    if let Some(waiting) = waiting {
+                        waiting.lacks_other();
+                    }
                     let TooManyRunning(running) = running;
                     let rejected = Rejected::SlowStart { running, retry_after: LASTS };
-                    settings.admission.reject(rejected)
+                    Refused { rejected, cost, priority }
                 })?;
             }
         }
-        let permit = settings.admission.try_admit_with(cost, priority)?;
+        let permit = match waiting {
+            Some(waiting) => waiting.try_admit(cost, priority),
+            None => settings.admission.try_admit_uncounted(cost, priority),
+        };
+        let permit = permit.map_err(|rejected| Refused { rejected, cost, priority })?;
         // A trusted estimate may cover memory that is not measured, so it is not replaced.
         let reports = is_measured && settings.starts_slowly;
         let cap = Some(settings.request_cap);
@@ -337,6 +375,49 @@ impl<E: Estimate> MemoryLayer<E> {
         let terms = Terms { cap, lesson, share, slot, is_measured, reports };
         Ok(SharedPermit::new(permit, origin, terms))
     }
+
+    /// Lets a request wait that was refused, if it may fit later.
+    fn wait(&self, head: &Parts, refused: &Refused) -> Option<Waiting> {
+        let LayerSettings { admission, max_wait, hasher, .. } = &*self.settings;
+        if max_wait.is_zero() || !refused.rejected.may_wait() {
+            return None;
+        }
+        let tenant: Option<&Tenant> = head.extensions.get();
+        let tenant = tenant.map_or(0, |tenant| hasher.hash_one(tenant.name()));
+        admission.wait(refused.cost, refused.priority, tenant, Some(*max_wait))
+    }
+
+    /// Calls the service for an admitted request.
+    fn start<S, Q, R>(
+        &self,
+        inner: &mut S,
+        (mut head, body): (Parts, Q),
+        permit: &SharedPermit,
+    ) -> Scoped<S::Future>
+    where
+        S: Service<Request<RequestBody<Q>>, Response = Response<R>>,
+        Q: Body<Data = Bytes>,
+    {
+        head.extensions.insert(permit.clone());
+        let body = RequestBody::new(body, permit);
+        let future = permit.measure(|| inner.call(Request::from_parts(head, body)));
+        permit.scope(future)
+    }
+
+    /// Counts and logs a rejection, and returns the answer.
+    fn reject(&self, head: &Parts, rejected: Rejected) -> Response<String> {
+        let rejected = self.settings.admission.reject(rejected);
+        let path = head.uri.path();
+        log!(debug, target: "lowtide", %rejected, path, "request rejected");
+        self.settings.reject.reject(&rejected, head)
+    }
+}
+
+/// A request that was not admitted.
+struct Refused {
+    rejected: Rejected,
+    cost: Cost,
+    priority: Priority,
 }
 
 impl LayerSettings {
@@ -407,54 +488,103 @@ impl<S: Clone, E> Clone for MemoryService<S, E> {
 
 impl<S, E, Q, R> Service<Request<Q>> for MemoryService<S, E>
 where
-    S: Service<Request<RequestBody<Q>>, Response = Response<R>>,
+    S: Service<Request<RequestBody<Q>>, Response = Response<R>> + Clone,
     E: Estimate,
     Q: Body<Data = Bytes>,
     R: Body<Data = Bytes>,
 {
     type Response = Response<ResponseBody<R>>;
     type Error = S::Error;
-    type Future = ResponseFuture<S::Future, Q>;
+    type Future = ResponseFuture<S, E, S::Future, Q>;
 
     fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), S::Error>> {
         self.inner.poll_ready(cx)
     }
 
     fn call(&mut self, request: Request<Q>) -> Self::Future {
-        let (mut head, body) = request.into_parts();
-        let state = match self.layer.admit(&head, &body) {
+        let (head, body) = request.into_parts();
+        let state = match self.layer.admit(&head, &body, None) {
             Ok(permit) => {
-                head.extensions.insert(permit.clone());
-                let body = RequestBody::new(body, &permit);
-                let inner = &mut self.inner;
-                let future = permit.measure(|| inner.call(Request::from_parts(head, body)));
+                let future = self.layer.start(&mut self.inner, (head, body), &permit);
                 let settings = Arc::clone(&self.layer.settings);
-                State::Admitted { future: permit.scope(future), settings, cancelled_at: None }
+                State::Admitted { future, settings, cancelled_at: None }
             }
-            Err(rejected) => {
-                let path = head.uri.path();
-                log!(debug, target: "lowtide", %rejected, path, "request rejected");
-                let response = self.layer.settings.reject.reject(&rejected, &head);
-                State::Rejected { rest: Drain::new(&head, body), response: Some(response) }
-            }
+            Err(refused) => match self.layer.wait(&head, &refused) {
+                Some(waiting) => {
+                    // The service that is ready, not its clone, is called later.
+                    let next = self.inner.clone();
+                    let inner = std::mem::replace(&mut self.inner, next);
+                    let layer = self.layer.clone();
+                    let request = Some((head, body));
+                    State::Waiting { waits: Box::new(Waits { waiting, inner, layer, request }) }
+                }
+                None => {
+                    let response = Some(self.layer.reject(&head, refused.rejected));
+                    State::Rejected { rest: Drain::new(&head, body), response }
+                }
+            },
         };
         ResponseFuture { state }
     }
 }
 
+/// A request that waits for room.
+struct Waits<S, E, Q> {
+    waiting: Waiting,
+    /// It is ready.
+    inner: S,
+    layer: MemoryLayer<E>,
+    /// `None` once the request was admitted or rejected.
+    request: Option<(Parts, Q)>,
+}
+
+impl<S, E, Q, R> Waits<S, E, Q>
+where
+    S: Service<Request<RequestBody<Q>>, Response = Response<R>>,
+    E: Estimate,
+    Q: Body<Data = Bytes>,
+{
+    /// Waits until the request is admitted or rejected, and returns its next state.
+    fn poll(&mut self, cx: &Context<'_>) -> Poll<State<S, E, S::Future, Q>> {
+        let Some((head, body)) = self.request.take() else { unreachable!("polled after its end") };
+        // Ends: each iteration needs a wake of the queue.
+        loop {
+            let Poll::Ready(is_turn) = self.waiting.poll_turn(cx) else {
+                self.request = Some((head, body));
+                return Poll::Pending;
+            };
+            let waiting = is_turn.then_some(&self.waiting);
+            match self.layer.admit(&head, &body, waiting) {
+                Ok(permit) => {
+                    let future = self.layer.start(&mut self.inner, (head, body), &permit);
+                    let settings = Arc::clone(&self.layer.settings);
+                    return Poll::Ready(State::Admitted { future, settings, cancelled_at: None });
+                }
+                Err(refused) if is_turn && refused.rejected.may_wait() => {}
+                Err(refused) => {
+                    let response = Some(self.layer.reject(&head, refused.rejected));
+                    let rest = Drain::new(&head, body);
+                    return Poll::Ready(State::Rejected { rest, response });
+                }
+            }
+        }
+    }
+}
+
 pin_project! {
     /// The future of the response.
-    #[derive(Debug)]
-    pub struct ResponseFuture<F, Q> {
+    pub struct ResponseFuture<S, E, F, Q> {
         #[pin]
-        state: State<F, Q>,
+        state: State<S, E, F, Q>,
     }
 }
 
 pin_project! {
     #[project = StateProject]
-    #[derive(Debug)]
-    enum State<F, Q> {
+    enum State<S, E, F, Q> {
+        Waiting {
+            waits: Box<Waits<S, E, Q>>,
+        },
         Admitted {
             #[pin]
             future: Scoped<F>,
@@ -466,15 +596,28 @@ pin_project! {
     }
 }
 
-impl<F, R, Q, X> Future for ResponseFuture<F, Q>
+impl<S, E, F, Q> fmt::Debug for ResponseFuture<S, E, F, Q> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ResponseFuture").finish_non_exhaustive()
+    }
+}
+
+impl<S, E, R, Q> Future for ResponseFuture<S, E, S::Future, Q>
 where
-    F: Future<Output = Result<Response<R>, X>>,
-    Q: Body,
+    S: Service<Request<RequestBody<Q>>, Response = Response<R>>,
+    E: Estimate,
+    Q: Body<Data = Bytes>,
 {
-    type Output = Result<Response<ResponseBody<R>>, X>;
+    type Output = Result<Response<ResponseBody<R>>, S::Error>;
 
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        match self.project().state.project() {
+        let mut state = self.project().state;
+        if let StateProject::Waiting { waits } = state.as_mut().project() {
+            let next = ready!(waits.poll(cx));
+            state.set(next);
+        }
+        match state.project() {
+            StateProject::Waiting { .. } => unreachable!("it waits no more"),
             StateProject::Admitted { mut future, settings, cancelled_at } => {
                 let polled = future.as_mut().poll(cx);
                 let Some(permit) = future.permit() else { unreachable!("admitted with a permit") };

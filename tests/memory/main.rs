@@ -66,6 +66,7 @@ mod service_layer;
 mod service_measured;
 mod service_page;
 mod service_usage;
+mod service_waiting;
 #[path = "../support/start.rs"]
 mod start;
 #[path = "../support/mod.rs"]

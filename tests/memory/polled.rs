@@ -1,7 +1,9 @@
 //! Futures that tests poll themselves, so that each step happens when they say.
 
+use std::cell::RefCell;
 use std::future::poll_fn;
 use std::pin::{Pin, pin};
+use std::rc::Rc;
 use std::task::{Context, Poll, Waker};
 
 /// Polls a future once.
@@ -22,4 +24,10 @@ pub(crate) async fn wait_once() {
     let mut waited = false;
     poll_fn(|_| if std::mem::replace(&mut waited, true) { Poll::Ready(()) } else { Poll::Pending })
         .await;
+}
+
+/// Returns a handler that can be cloned, as the layer needs it.
+pub(crate) fn cloneable<Q, F>(handler: impl FnMut(Q) -> F) -> impl FnMut(Q) -> F + Clone {
+    let handler = Rc::new(RefCell::new(handler));
+    move |request| (*handler.borrow_mut())(request)
 }

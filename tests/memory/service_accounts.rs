@@ -20,7 +20,7 @@ use lowtide_admission::{Budget, Cost};
 use test_fork::test;
 use tower::{Layer, Service, service_fn};
 
-use crate::polled::{now, poll, wait_once};
+use crate::polled::{cloneable, now, poll, wait_once};
 use crate::support::Tree;
 
 const KIB: usize = 1 << 10;
@@ -97,7 +97,7 @@ impl Bed {
     {
         let flat = |_: &http::request::Parts| Cost::host(ByteSize::kib(16));
         let layer = MemoryLayer::new(self.memory.admission().clone(), flat);
-        let mut service = layer.layer(service_fn(handler));
+        let mut service = layer.layer(service_fn(cloneable(handler)));
         let body = Frames { frames, ..Frames::default() };
         let request = Request::get("/upload/1").body(body).expect("a valid head");
         let call = service.call(request);

@@ -24,7 +24,7 @@ use lowtide::{ByteSize, Memory};
 use test_fork::test;
 use tower::{Layer, Service, service_fn};
 
-use crate::polled::wait_once;
+use crate::polled::{cloneable, wait_once};
 use crate::support::{Tree, advance_until, until};
 
 const MIB: usize = 1 << 20;
@@ -61,7 +61,7 @@ impl Bed {
         MemoryLayer::new(self.admission().clone(), flat).clock(clock)
     }
 
-    fn call<F>(&self, path: &str, handler: impl FnMut(Asked) -> F) -> Call
+    fn call<F>(&self, path: &str, handler: impl FnMut(Asked) -> F + 'static) -> Call
     where
         F: Future<Output = Answer> + 'static,
     {
@@ -89,7 +89,11 @@ impl Bed {
     }
 }
 
-fn call<E, F>(layer: MemoryLayer<E>, path: &str, mut handler: impl FnMut(Asked) -> F) -> Call
+fn call<E, F>(
+    layer: MemoryLayer<E>,
+    path: &str,
+    mut handler: impl FnMut(Asked) -> F + 'static,
+) -> Call
 where
     E: lowtide::service::Estimate,
     F: Future<Output = Answer> + 'static,
@@ -99,7 +103,7 @@ where
         async move { Ok::<_, Infallible>(answer.await) }
     };
     let request = Request::post(path).body(Full::default()).expect("a valid head");
-    let call = layer.layer(service_fn(handler)).call(request);
+    let call = layer.layer(service_fn(cloneable(handler))).call(request);
     Box::pin(async { call.await.expect("infallible") })
 }
 
@@ -355,7 +359,7 @@ fn an_ended_request_is_answered_in_the_protocol_of_its_client() {
         let answer = handler(request);
         async move { Ok::<_, Infallible>(answer.await) }
     };
-    let mut grpc = Box::pin(bed.layer().layer(service_fn(handler)).call(request));
+    let mut grpc = Box::pin(bed.layer().layer(service_fn(cloneable(handler))).call(request));
     assert!(poll_with(&mut grpc, Waker::noop()).is_pending());
     let full = bed.fill();
     assert!(poll_with(&mut grpc, Waker::noop()).is_pending());

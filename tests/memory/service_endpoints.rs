@@ -88,7 +88,7 @@ fn a_layer_keeps_its_memory_running_and_ends_it_when_it_is_dropped() {
         let memory = start(&clock, &tree);
         let estimate = |_: &http::request::Parts| Cost::host(ByteSize::mib(1));
         let layer = MemoryLayer::new(memory.admission().clone(), estimate);
-        layer.layer(service_fn(|_| {
+        layer.with_max_wait(Duration::ZERO).layer(service_fn(|_| {
             let empty: Empty<bytes::Bytes> = Empty::new();
             ready(Ok::<_, Infallible>(Response::new(empty)))
         }))

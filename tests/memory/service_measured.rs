@@ -90,6 +90,7 @@ fn service(
         Cost::host(ByteSize::new(bytes))
     };
     let layer = MemoryLayer::new(admission.clone(), estimate).clock(clock);
+    let layer = layer.with_max_wait(Duration::ZERO);
     let layer = if starts_slowly { layer } else { layer.without_slow_start() };
     let mut service = layer.layer(handler);
     Box::new(move |path, estimate| {

@@ -99,7 +99,8 @@ impl Managed {
         assert!(clock.wait_for_waiters(2, PATIENCE), "both threads are idle");
         let chosen = options.weights != Options::default().weights;
         let weights = if chosen { options.weights } else { WEIGHTS };
-        let options = Options { weights, ..options };
+        // No tick comes while the clock stands still, and so no deadline passes.
+        let options = Options { weights, max_wait: Duration::ZERO, ..options };
         let running = app::start(options, Some(memory.clone()), || "metrics 1\n".to_owned())
             .await
             .expect("the proxy starts");

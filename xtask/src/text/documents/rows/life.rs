@@ -22,6 +22,10 @@ pub(super) fn rows(code: &Code<'_>) -> Vec<Row> {
                 "A block of at most {} comes out of the thread's cache",
                 values![cache.unwrap_or_default()],
             ),
+            (
+                "it waits for room, for at most {}, with",
+                values![time(code.constant("layer::MAX_WAIT").time())],
+            ),
             // jemalloc's largest size class that shares pages, on pages of 4 KiB.
             ("or pages of its own above 14 KiB.", values![]),
             (
