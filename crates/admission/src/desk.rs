@@ -14,7 +14,7 @@ use std::sync::{Arc, Mutex, RwLock};
 use std::time::Duration;
 
 use lowtide_core::bytes::ByteSize;
-use lowtide_core::clock::Moment;
+use lowtide_core::clock::{Bell, Moment};
 
 use super::admission::{Cost, Priority};
 use super::eviction::{Eviction, Evictor, Hint};
@@ -24,6 +24,7 @@ use super::permit::Permit;
 use super::pressure::Level;
 use super::rejected::Rejected;
 use super::tally::{BudgetCounts, Counts, Place, STRIPES, Tally, used};
+use super::unused::UnusedPages;
 use super::usage::Usages;
 use super::waiting::{self, Kept, WaitQueue};
 
@@ -56,6 +57,11 @@ pub(super) struct Desk {
     pub(super) large: LargeRequests,
     pub(super) usages: Usages,
     pub(super) queue: WaitQueue,
+    pub(super) unused: UnusedPages,
+    /// Wakes the control loop.
+    bell: RwLock<Option<Arc<Bell>>>,
+    /// `true` if the next tick comes later than requests that wait need it.
+    pub(super) is_slow: AtomicBool,
     tallies: [Tally; STRIPES],
     /// Makes room for requests and loads that do not fit. Read only on a rejection.
     evictor: RwLock<Option<Arc<Evictor>>>,
@@ -83,6 +89,9 @@ impl Desk {
         desk.large.begin();
         desk.usages.begin();
         desk.queue.begin();
+        desk.unused.begin();
+        desk.set_bell(None);
+        desk.is_slow.store(false, Ordering::Relaxed);
         for tally in &desk.tallies {
             tally.begin();
         }
@@ -154,6 +163,9 @@ impl Desk {
         let takes_all = is_queued || priority == Priority::High;
         let how = if takes_all { Ledger::try_book_more } else { Ledger::try_book };
         let both = || {
+            if self.unused.keeps_out(cost.host, self.host.unheld()) {
+                return Err((Budget::Host, self.host.shortfall(cost.host)));
+            }
             let host = book(&self.host, cost.host, how).map_err(|short| (Budget::Host, short))?;
             let device = book(&self.device, cost.device, how).map_err(|short| {
                 self.host.release(host);
@@ -187,9 +199,7 @@ impl Desk {
     /// Returns the rejection of a request for which there is room that others wait for.
     #[cold]
     fn comes_later(&self, cost: Cost, place: Place) -> Rejected {
-        let (reserved, allowance) = (self.host.reserved(), self.host.allowance());
-        let short = Shortfall { asked: cost.host, reserved, allowance };
-        self.full(Budget::Host, short, place, || Hint::Unknown)
+        self.full(Budget::Host, self.host.shortfall(cost.host), place, || Hint::Unknown)
     }
 
     /// Counts a rejected request.
@@ -217,6 +227,8 @@ impl Desk {
 
     /// Releases the reservation of a request that ends.
     pub(super) fn finish(&self, cost: Cost) {
+        // Before its bytes can be reserved.
+        self.unused.free(cost.host);
         self.host.release(cost.host);
         self.device.release(cost.device);
         let place = Place::here();
@@ -290,6 +302,23 @@ impl Desk {
         let before =
             self.evictor.try_write().map(|mut slot| std::mem::replace(&mut *slot, evictor));
         drop(before);
+    }
+
+    /// Sets the bell of the control loop, if one runs.
+    pub(super) fn set_bell(&self, bell: Option<Arc<Bell>>) {
+        // Tried, as above.
+        let before = self.bell.try_write().map(|mut slot| std::mem::replace(&mut *slot, bell));
+        drop(before);
+    }
+
+    /// Lets the control loop tick now if its next tick comes late.
+    pub(super) fn hurry(&self) {
+        if self.is_slow.swap(false, Ordering::Relaxed)
+            && let Ok(bell) = self.bell.try_read()
+            && let Some(bell) = &*bell
+        {
+            bell.ring();
+        }
     }
 
     fn evictor(&self) -> Option<Arc<Evictor>> {

@@ -359,6 +359,11 @@ impl Ledger {
         }
     }
 
+    /// Returns the shortfall of a request that is not admitted for another reason than its bytes.
+    pub(crate) fn shortfall(&self, asked: ByteSize) -> Shortfall {
+        Shortfall { asked, reserved: self.reserved(), allowance: self.allowance() }
+    }
+
     /// Returns the bytes that a request may reserve now.
     pub(crate) fn room(&self) -> ByteSize {
         let room = self.allowance().saturating_sub(self.reserved());

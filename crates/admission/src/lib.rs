@@ -54,6 +54,7 @@ mod reserve;
 pub mod signal;
 mod size_class;
 mod tally;
+mod unused;
 mod usage;
 mod waiting;
 pub mod watermark;

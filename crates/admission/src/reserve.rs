@@ -27,6 +27,7 @@ impl Waiting {
     pub(super) fn enter(desk: &'static Desk, terms: WaitTerms) -> Option<Self> {
         let terms = WaitTerms { cost: desk.by_budget(terms.cost), ..terms };
         let place = desk.queue.enter(terms, desk.host.ceiling())?;
+        desk.hurry();
         Some(Self { desk, place })
     }
 

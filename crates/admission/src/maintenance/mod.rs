@@ -21,6 +21,7 @@ mod worker;
 use std::fmt;
 use std::hash::{BuildHasher as _, RandomState};
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use lowtide_core::bytes::ByteSize;
@@ -36,7 +37,7 @@ use super::reclaim::{Ladder, Pace};
 use super::rejected::RejectReason;
 use super::signal::Limit;
 use account::Account;
-use purging::Growth;
+use purging::{Growth, purgeable_now};
 
 pub use jobs::{Job, JobQueue, Jobs, Trigger};
 pub use purging::PurgeGrowth;
@@ -259,6 +260,7 @@ impl Maintenance {
 
     /// Takes a sample and decides. Allocates nothing.
     pub fn tick(&mut self, now: Moment) -> Tick {
+        let freed = self.admission.desk().unused.freed();
         let mut sample = self.sensor.sample(now);
         // A limit that was known still exists: a failed read must not admit requests.
         if let Some(last) = self.last.filter(|_| !sample.limit.is_known()) {
@@ -269,6 +271,13 @@ impl Maintenance {
         self.account(&sample, &stats, now);
         self.may_fill_up = self.may_fill_up(&sample);
         self.admission.large().tend(self.host.pressure.level(), now);
+        let worth = self.purge_worth(&sample);
+        let unused = &self.admission.desk().unused;
+        unused.publish(
+            freed,
+            [sample.physical, purgeable_now(&sample)],
+            [worth, self.most(&sample)],
+        );
         self.admission.tend_queue(now);
         let mut jobs = Jobs::default();
         self.look_for_exhaustion(&stats, now, &mut jobs);
@@ -305,17 +314,28 @@ impl Maintenance {
         // A job that is already due has been posted: check again after an active tick at the
         // earliest.
         let next = due.max(now + self.settings.active_tick).min(now + step);
+        let is_slow = next - now > self.settings.active_tick;
+        self.admission.desk().is_slow.store(is_slow, Ordering::Relaxed);
         self.last = Some(sample);
         self.planned = next;
         debug_assert!(next > now, "the next tick is not in the future");
         Tick { next, jobs, is_urgent: self.may_fill_up }
     }
 
-    /// Returns `true` if little of the limit is left once requests hold what they have reserved.
+    /// Returns the most memory that the process should use.
+    fn most(&self, sample: &Sample) -> ByteSize {
+        if !sample.limit.is_known() {
+            return ByteSize::MAX;
+        }
+        sample.limit.bytes.scaled(self.settings.ceiling_max)
+    }
+
+    /// Returns `true` if little of the limit is left once requests hold what they have reserved,
+    /// and a large one that waits for that what it needs.
     fn may_fill_up(&self, sample: &Sample) -> bool {
-        let unheld = self.admission.ledger(Budget::Host).unheld();
-        let most = sample.limit.bytes.scaled(self.settings.ceiling_max);
-        sample.limit.is_known() && sample.physical.saturating_add(unheld) > most
+        let desk = self.admission.desk();
+        let unheld = desk.host.unheld().saturating_add(desk.unused.wanted());
+        sample.limit.is_known() && sample.physical.saturating_add(unheld) > self.most(sample)
     }
 
     /// Shortens a step at random.

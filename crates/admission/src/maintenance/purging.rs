@@ -113,6 +113,11 @@ impl Growth {
     }
 }
 
+/// Returns what a purge would release and decay would not.
+pub(super) const fn purgeable_now(sample: &Sample) -> ByteSize {
+    sample.purgeable.saturating_sub(sample.decaying)
+}
+
 impl Maintenance {
     /// Decides on a purge and its trigger. All triggers share one rate limit, since a purge
     /// releases everything.
@@ -124,9 +129,8 @@ impl Maintenance {
         jobs: &mut Jobs,
     ) {
         let quiet = self.is_quiet(stats, now);
-        let part = sample.heap_live.scaled(self.settings.purge_part);
-        let worth = self.settings.purge_floor.max(part);
-        let purgeable = sample.purgeable.saturating_sub(sample.decaying);
+        let worth = self.purge_worth(sample);
+        let purgeable = purgeable_now(sample);
         self.growth.see(sample);
         let loaded = self.has_loaded(now);
         let interval = self.settings.purge_interval;
@@ -171,6 +175,11 @@ impl Maintenance {
             self.growth.purged(sample, now);
             jobs.insert(Job::Purge { trigger });
         }
+    }
+
+    /// Returns the smallest amount for which a purge is worth its cost.
+    pub(super) fn purge_worth(&self, sample: &Sample) -> ByteSize {
+        self.settings.purge_floor.max(sample.heap_live.scaled(self.settings.purge_part))
     }
 
     /// Returns `true` if a resource was loaded within [`LOAD_WINDOW`] and no purge followed.

@@ -161,18 +161,21 @@ pub fn run_worker(worker: &mut Worker, clock: &dyn Clock) {
 }
 
 /// Runs the control loop on this thread: samples, decides and posts jobs until `stop` is set and
-/// `bell` is rung.
+/// `bell` is rung. A request that begins to wait for room rings it too if the next tick is far.
 pub fn run_control(
     maintenance: &mut Maintenance,
     clock: &dyn Clock,
     bell: &Arc<Bell>,
     stop: &AtomicBool,
 ) {
+    let desk = maintenance.admission.desk();
+    desk.set_bell(Some(Arc::clone(bell)));
     let mut turns = Turns::new(maintenance, clock.now());
     // Ends when `stop` is set; each iteration waits until the next sample.
     while !stop.load(Ordering::Acquire) {
         clock.wait_until(bell, turns.turn(clock));
     }
+    desk.set_bell(None);
 }
 
 /// The iterations of the loop.

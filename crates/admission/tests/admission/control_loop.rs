@@ -10,7 +10,8 @@ use lowtide_admission::ByteSize;
 use lowtide_admission::clock::{Bell, Clock, ManualClock, Moment};
 use lowtide_admission::{
     Admission, Budget, Cost, Job, Ladder, Level, Limit, Maintenance, MaintenanceActions, Managed,
-    Permit, Recovered, RejectReason, Resource, Resources, Sample, Sensor, Settings, Trigger,
+    Permit, Priority, Recovered, RejectReason, Resource, Resources, Sample, Sensor, Settings,
+    Trigger,
 };
 use lowtide_core::sync::lock;
 
@@ -337,6 +338,29 @@ fn a_busy_service_is_purged_periodically() {
     assert_eq!(rig.triggers(), [Trigger::Periodic]);
 }
 
+/// The bug: two requests were admitted beside the unused pages of a third that had just ended, and
+/// both grew in other arenas before the purge: the kernel killed the service.
+#[test]
+fn a_large_request_is_not_admitted_in_place_of_pages_that_are_not_purged_yet() {
+    let settings = Settings { correction_factor: 1.0, ..Settings::default() };
+    let mut rig = Rig::new(settings, ByteSize::mib(256), ByteSize::mib(10));
+    let large = Cost::host(ByteSize::mib(90));
+    rig.run(20 * MILLI);
+    // No tick follows for a while: the loop was idle.
+    let first = rig.admission.try_admit(large).expect("fits");
+    rig.memory.with(|memory| memory.allocate(90 * MIB));
+    let mut second = rig.admission.try_admit(large).expect("fits");
+    second.report(ByteSize::ZERO); // it will grow
+    rig.memory.with(|memory| memory.free(90 * MIB));
+    drop(first);
+    let third = rig.admission.try_admit(large).map(drop).expect_err("not purged yet");
+    assert_eq!(third.reason(), RejectReason::Full);
+    assert!(rig.admission.try_admit(Cost::host(ByteSize::mib(1))).is_ok(), "a small one is");
+    rig.run(250 * MILLI);
+    assert_eq!(rig.triggers(), [Trigger::Pressure]);
+    assert!(rig.admission.try_admit(large).is_ok());
+}
+
 #[test]
 fn a_resource_is_unloaded_within_a_tick_of_its_time_and_the_heap_is_purged_after_it() {
     let mut rig = Rig::new(Settings::default(), ByteSize::gib(1), ByteSize::mib(10));
@@ -465,6 +489,32 @@ fn without_a_limit_everything_is_admitted_and_with_a_device_limit_the_device_is_
     let error = rig.admission.try_admit(Cost::device(ByteSize::mib(2049))).expect_err("full");
     assert_eq!(error.reason(), RejectReason::Full);
     assert_eq!(rig.triggers(), []);
+}
+
+/// The bug: a request that began to wait after a quiet time was looked at up to 250 ms later.
+#[test]
+fn a_request_that_begins_to_wait_wakes_an_idle_loop() {
+    let rig = Rig::new(Settings::default(), ByteSize::mib(256), ByteSize::mib(10));
+    let Rig { clock, memory, mut maintenance, admission, .. } = rig;
+    let (bell, stop) = (Bell::new(), AtomicBool::new(false));
+    thread::scope(|scope| {
+        let control = scope.spawn(|| {
+            lowtide_admission::run_control(&mut maintenance, &*clock, &bell, &stop);
+        });
+        assert!(clock.wait_for_waiters(1, PATIENCE), "it waits for its second tick");
+        memory.with(|memory| memory.sample.physical = ByteSize::mib(250));
+        let cost = Cost::host(ByteSize::mib(1));
+        let waiting = admission.wait(cost, Priority::Normal, 0, Some(Duration::from_secs(1)));
+        assert!(waiting.is_some());
+        // Ends: the clock stands still, so only the bell makes it tick.
+        while admission.level() == Level::None {
+            thread::yield_now();
+        }
+        stop.store(true, Ordering::Release);
+        bell.ring();
+        control.join().expect("no panic");
+    });
+    assert_eq!(admission.level(), Level::Critical);
 }
 
 /// Background work never waits for a whole device, which would spoil captures of graphs.
