@@ -7,12 +7,13 @@
 //! not admitted while the process would exceed `most` with those pages, and its attempt requests a
 //! purge at the next tick. It then waits in the queue, or is rejected if it cannot wait.
 //!
-//! The figures are those of the last tick, to which the bytes of large requests that have ended since
-//! are added, both as physical and as purgeable ones: they may have been allocated since, too. A purge may fail to release what was estimated, so no request is kept out for more than
+//! The figures are those of the last tick. The bytes of large requests that have ended since then
+//! are added, both as physical and as purgeable ones: they may have been allocated since, too. A
+//! purge may fail to release what was estimated, so no request is kept out for more than
 //! [`TICKS_MAX`] ticks in a row.
 //!
-//! Invariant: a request is kept out only if `physical + freed + unheld + cost > most`, and if a purge is
-//! worth its cost.
+//! Invariant: a request is kept out only if `physical + freed + unheld + cost > most`, and if a
+//! purge is worth its cost.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
