@@ -125,7 +125,7 @@ struct Entry {
     /// The ticks' time at the first tick after it entered.
     since: Option<Moment>,
     lack: Option<Lack>,
-    /// The bytes of the budget it lacks that were admitted past it.
+    /// The bytes of the budget it lacks that later requests were admitted with.
     passed: u64,
     /// It comes first: a whole ledger of bytes has passed it.
     has_aged: bool,
@@ -160,6 +160,12 @@ impl Entry {
             Some(Lack::Bytes(budget)) => Some(budget),
             Some(Lack::Other) | None => None,
         }
+    }
+
+    /// Returns the budget whose bytes it waits for, if the request with this place, or with none,
+    /// arrived later.
+    fn passed_by(&self, place: Option<&Place>) -> Option<Budget> {
+        self.lacks().filter(|_| place.is_none_or(|place| place.0 > self.id))
     }
 
     /// Returns the bytes that later requests may still take past it.
@@ -492,10 +498,7 @@ impl Entries {
         let at = before(self);
         let mut has_aged = false;
         for entry in self.list.get_mut(at..).unwrap_or_default() {
-            let is_itself = place.is_some_and(|place| place.0 == entry.id);
-            let Some(budget) = entry.lacks().filter(|_| !is_itself && !entry.has_aged) else {
-                continue;
-            };
+            let Some(budget) = entry.passed_by(place).filter(|_| !entry.has_aged) else { continue };
             let passing = of(cost, budget);
             let passed = entry.passed.saturating_add(passing);
             if passing > 0 && passed > ceiling(ceilings, budget).get() {
@@ -516,7 +519,7 @@ impl Entries {
             self.admitted = self.admitted.max(entry.tag);
         }
         for entry in &mut self.list {
-            if let Some(budget) = entry.lacks() {
+            if let Some(budget) = entry.passed_by(place) {
                 entry.passed = entry.passed.saturating_add(of(cost, budget));
             }
         }

@@ -130,6 +130,20 @@ fn a_request_that_does_not_wait_takes_no_room_from_one_that_does() {
     assert!(admission.try_admit(mib(1)).is_ok());
 }
 
+/// The bug: an earlier request that was admitted counted as passing those behind it, and small
+/// requests then waited behind large ones although they fitted.
+#[test]
+fn a_request_whose_turn_came_takes_nothing_from_what_may_pass_those_behind_it() {
+    let admission = timed();
+    let most = admission.try_admit(mib(90)).expect("fits");
+    let mut first = Waits::new(&admission, 60, Priority::Normal, 0);
+    let mut second = Waits::new(&admission, 60, Priority::Normal, 0);
+    drop(most);
+    let _first = first.admitted().expect("its turn");
+    assert!(second.admitted().is_none());
+    assert!(admission.try_admit(mib(40)).is_ok(), "40 of 60 MiB pass the second");
+}
+
 #[test]
 fn priorities_come_in_their_order_until_a_ledger_of_bytes_has_passed() {
     let admission = timed();
