@@ -85,6 +85,19 @@ impl Bed {
         Ok(Self { group, service, front, back, base })
     }
 
+    /// Returns the address of the proxy.
+    pub(crate) const fn front(&self) -> SocketAddr {
+        self.front
+    }
+
+    /// Ends it, and returns the number of processes that the kernel killed.
+    pub(crate) fn finish(mut self) -> Result<u64, BoxError> {
+        let oom_kills = charge::oom_kills(&self.group.folder).unwrap_or_default();
+        self.service.end()?;
+        remove(&self.group.folder);
+        Ok(oom_kills)
+    }
+
     /// Puts the offered load on it, and ends it.
     pub(crate) fn offer(mut self, offer: Offer) -> Result<Outcome, BoxError> {
         let order = Order { to: self.front, offer };

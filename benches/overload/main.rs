@@ -15,6 +15,7 @@
 #[allow(dead_code, reason = "the proxy itself uses more of it")]
 mod app;
 mod books;
+mod burst;
 mod cases;
 mod cell;
 #[path = "../../examples/tide/cgroup.rs"]
@@ -119,6 +120,9 @@ struct Cli {
     /// The cases of lowtide's own alone: a fall of the load, and a device that binds.
     #[arg(long)]
     cases: bool,
+    /// 400 small requests at once, and the same with six at a time.
+    #[arg(long)]
+    burst: bool,
     /// Three short runs of lowtide and one without admission, which has to die: under 90 seconds.
     #[arg(long)]
     ci: bool,
@@ -200,6 +204,11 @@ fn all(cli: &Cli) -> Result<bool, BoxError> {
         bases: Vec::new(),
         lost: Vec::new(),
     };
+    if cli.burst {
+        let held = burst::run(cli.limit.get(), &mut runner.figures)?;
+        print!("{}", runner.figures.text());
+        return Ok(held);
+    }
     println!(
         "the proxy and a service that holds bodies, in a memory cgroup of {}; open-loop load for \
          {} s a cell, seed {}",
