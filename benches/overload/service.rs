@@ -130,6 +130,9 @@ async fn start(settings: &Settings) -> Result<(app::Running, std::net::SocketAdd
     });
     let mut options = app::Options {
         upstream: Some(format!("http://{back}/").parse()?),
+        // Both admit in one ledger. Requests wait in front of the service that holds bodies, and
+        // not for the little that forwarding them takes as well.
+        max_wait: Duration::ZERO,
         ..app::Options::default()
     };
     options.limits.connections = settings.connections;
