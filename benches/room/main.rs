@@ -7,6 +7,7 @@
 //! Exit codes: 0 every goal held; 1 one was missed.
 #![expect(clippy::print_stdout, clippy::print_stderr, reason = "a program that shows something")]
 
+mod evictions;
 mod schedules;
 mod zipf;
 
@@ -32,7 +33,7 @@ enum Part {
     /// Random schedules of requests that wait for room.
     Schedules(Schedules),
     /// Evictions of models under requests by Zipf's law, compared with other policies.
-    Zipf(zipf::Arguments),
+    Zipf(evictions::Arguments),
 }
 
 #[derive(Debug, Args)]
@@ -55,14 +56,14 @@ fn main() -> ExitCode {
         Some(part) => vec![part],
         None => vec![
             Part::Schedules(Schedules { count: 100_000, from: 0 }),
-            Part::Zipf(zipf::Arguments::default()),
+            Part::Zipf(evictions::Arguments::default()),
         ],
     };
     let mut holds = true;
     for part in &parts {
         holds &= match part {
             Part::Schedules(schedules) => run_schedules(schedules),
-            Part::Zipf(arguments) => zipf::measure(arguments),
+            Part::Zipf(arguments) => evictions::measure(arguments),
         };
     }
     if holds { ExitCode::SUCCESS } else { ExitCode::FAILURE }

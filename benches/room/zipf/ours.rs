@@ -19,14 +19,14 @@ use super::work::{MODELS, Work};
 
 /// What must not happen.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct Faults {
+pub(crate) struct Faults {
     /// Requests that were rejected although free and idle bytes were enough for their model.
-    pub(super) refused: u64,
+    pub(crate) refused: u64,
     /// Times that the models that were loaded did not fit the room, or that the ledger was over its
     /// ceiling.
-    pub(super) over_limit: u64,
+    pub(crate) over_limit: u64,
     /// Loads that failed, and requests that were rejected for other reasons.
-    pub(super) other: u64,
+    pub(crate) other: u64,
 }
 
 /// What the loaders and unloaders see.

@@ -18,7 +18,7 @@ const HOLD: f64 = 0.5;
 
 /// The sizes and load times of the models.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Draw {
+pub(crate) enum Draw {
     /// 1 GiB and 4 s each.
     Equal,
     /// 0.5 to 2 GiB; 0.5 s and the time to read them at 256 to 1024 MiB/s.
@@ -29,7 +29,7 @@ pub(super) enum Draw {
 
 /// How the popularity of the models changes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Drift {
+pub(crate) enum Drift {
     Never,
     /// Two models change places after each so many requests.
     Swap(usize),
@@ -39,12 +39,12 @@ pub(super) enum Drift {
 
 /// What is drawn.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Case {
-    pub(super) name: &'static str,
+pub(crate) struct Case {
+    pub(crate) name: &'static str,
     /// The model of rank k is requested in proportion to `1 / k^exponent`.
-    pub(super) exponent: f64,
-    pub(super) draw: Draw,
-    pub(super) drift: Drift,
+    pub(crate) exponent: f64,
+    pub(crate) draw: Draw,
+    pub(crate) drift: Drift,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -61,7 +61,7 @@ pub(super) struct Request {
     pub(super) hold: Duration,
 }
 
-pub(super) struct Work {
+pub(crate) struct Work {
     pub(super) models: [Model; MODELS],
     pub(super) room: ByteSize,
     pub(super) requests: Vec<Request>,
