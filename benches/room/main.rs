@@ -49,7 +49,7 @@ struct Schedules {
 fn main() -> ExitCode {
     // Cargo's tests start benches too, without that word and with arguments of their own.
     if !std::env::args().any(|argument| argument == "--bench") {
-        println!("room: a bench of two minutes: run `cargo bench --bench room`");
+        println!("room: a bench of five minutes: run `cargo bench --bench room`");
         return ExitCode::SUCCESS;
     }
     let parts = match Cli::parse().part {

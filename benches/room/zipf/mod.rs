@@ -33,6 +33,13 @@ pub(crate) struct Hits {
 }
 
 impl Hits {
+    pub(crate) fn min(self, other: Self) -> Self {
+        Self {
+            requests: self.requests.min(other.requests),
+            load_time: self.load_time.min(other.load_time),
+        }
+    }
+
     fn max(self, other: Self) -> Self {
         Self {
             requests: self.requests.max(other.requests),
@@ -56,6 +63,26 @@ pub(crate) struct Compared {
 }
 
 impl Compared {
+    /// Returns the mean hits of each policy, without faults.
+    pub(crate) fn mean(all: &[Self]) -> Self {
+        let mean = |of: fn(&Self) -> Hits| {
+            let sum = |part: fn(Hits) -> f64| all.iter().map(|one| part(of(one))).sum::<f64>();
+            let count = all.len() as f64;
+            Hits {
+                requests: sum(|hits| hits.requests) / count,
+                load_time: sum(|hits| hits.load_time) / count,
+            }
+        };
+        Self {
+            ours: mean(|one| one.ours),
+            faults: Faults::default(),
+            lru: mean(|one| one.lru),
+            lfu: mean(|one| one.lfu),
+            gdsf: mean(|one| one.gdsf),
+            belady: mean(|one| one.belady),
+        }
+    }
+
     /// Returns our hits divided by those of the best of LRU, LFU and GDSF.
     pub(crate) fn ratio(&self) -> Hits {
         let best = self.lru.max(self.lfu).max(self.gdsf);

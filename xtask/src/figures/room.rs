@@ -13,7 +13,9 @@ pub(super) const BENCHES: &[Bench] = &[
             ("room.zipf.refused", None),
             ("room.zipf.over_limit", None),
             ("room.zipf.hit_ratio", None),
+            ("room.zipf.hit_ratio_worst_seed", None),
             ("room.zipf.saved_ratio", None),
+            ("room.zipf.saved_ratio_worst_seed", None),
         ],
     },
 ];

@@ -27,7 +27,7 @@ use lowtide_core::clock::Moment;
 
 /// The number of uses that are remembered. The more, the closer to the best order if popularity
 /// does not change, and the later a change shows. With 10 resources and room for 3, the hit ratios
-/// of 8, 16, 32 and 64 differ by less than 0.03 (the bench `room`).
+/// of 8, 32 and 64 differ by less than 0.01 (the bench `room`).
 const USES_MAX: usize = 32;
 /// An idle time of so many intervals ends a burst.
 const INTERVALS_IDLE: u32 = 4;
