@@ -1,16 +1,9 @@
 //! Figures of measured requests: what is attributed to them, what that costs, and how a service
 //! fares that admits by it. Each is printed by a bench, some under another name.
 
-use crate::run::cargo;
+use super::benches::Bench;
 
-/// A bench, and the figures that it prints under names of its own.
-struct Bench {
-    arguments: &'static str,
-    /// The figures of the subject that it measures, and their names there; the same if `None`.
-    figures: &'static [(&'static str, Option<&'static str>)],
-}
-
-const BENCHES: &[Bench] = &[
+pub(super) const BENCHES: &[Bench] = &[
     Bench {
         arguments: "bench --locked --bench requests",
         figures: &[
@@ -47,32 +40,3 @@ const BENCHES: &[Bench] = &[
         figures: &[("measured.oom_kills", Some("overload.survive.oom_kills"))],
     },
 ];
-
-/// Measures these figures, or all, and prints them.
-pub(super) fn measure(only: &[String]) -> Result<(), String> {
-    let names = || BENCHES.iter().flat_map(|bench| bench.figures).map(|(name, _)| *name);
-    if let Some(unknown) = only.iter().find(|one| names().all(|name| name != one.as_str())) {
-        let names: Vec<_> = names().collect();
-        return Err(format!("unknown figure {unknown:?}: expected one of {}", names.join(", ")));
-    }
-    let mut failed = Vec::new();
-    for Bench { arguments, figures } in BENCHES {
-        let is_chosen = |name: &str| only.is_empty() || only.iter().any(|one| one == name);
-        if !figures.iter().any(|(name, _)| is_chosen(name)) {
-            continue;
-        }
-        let (text, is_held) = cargo(arguments).shown()?;
-        if !is_held {
-            failed.push(format!("{arguments} missed a goal"));
-        }
-        for (name, theirs) in *figures {
-            let begin = format!("figure {} ", theirs.unwrap_or(name));
-            match text.lines().find_map(|line| line.strip_prefix(&*begin)) {
-                Some(value) if theirs.is_some() => println!("figure {name} {value}"),
-                Some(_) => {}
-                None => failed.push(format!("{name} was not printed")),
-            }
-        }
-    }
-    if failed.is_empty() { Ok(()) } else { Err(failed.join("; ")) }
-}

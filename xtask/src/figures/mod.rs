@@ -6,9 +6,11 @@
 //! Invariant: each figure is printed by one function.
 
 mod api;
+mod benches;
 mod clone;
 mod footprint;
 mod measured;
+mod room;
 
 use crate::run::{Run, cargo};
 
@@ -59,7 +61,7 @@ pub(crate) struct Arguments {
     /// The subject.
     #[arg(required_unless_present = "list")]
     subject: Option<String>,
-    /// Measures this figure of `workspace` or `measured` alone; may be repeated.
+    /// Measures this figure of `workspace`, `measured` or `room` alone; may be repeated.
     #[arg(long, value_name = "FIGURE")]
     only: Vec<String>,
     /// Lists the subjects.
@@ -72,6 +74,7 @@ const SUBJECTS: &[(&str, &str)] = &[
     ("workspace", "what it costs to build, test and learn the workspace: some 20 minutes"),
     ("faults", "faults that were found and fixed: what goes wrong now, with a real ONNX Runtime"),
     ("measured", "requests that are measured: errors, costs, overload; over an hour"),
+    ("room", "requests that wait for room, and evictions of models: five minutes"),
     ("envoy", "thresholds on the heap, in Envoy, and lowtide: quick and slow bodies"),
 ];
 
@@ -89,7 +92,8 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), String> {
             let engines = Run::new(".ci/engines").run();
             faults.and(engines)
         }
-        "measured" => measured::measure(&arguments.only),
+        "measured" => benches::measure(measured::BENCHES, &arguments.only),
+        "room" => benches::measure(room::BENCHES, &arguments.only),
         "envoy" => Run::new(".ci/envoy").run(),
         other => {
             let names: Vec<_> = SUBJECTS.iter().map(|(name, _)| *name).collect();

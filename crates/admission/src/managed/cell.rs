@@ -37,6 +37,7 @@ use super::error::{AcquireError, LoadError, UnloadError};
 use super::load_scope::is_unloading;
 use super::parts::Parts;
 use super::resource::{ResourceStats, UnloadReason, Unloads};
+use super::uses::Uses;
 
 /// Threads of one resource that may hang in its loader: the first, and that of one more attempt.
 const HUNG_LOADS_MAX: usize = 2;
@@ -83,6 +84,7 @@ pub(super) struct State<T> {
     closed: bool,
     loaded_at: Moment,
     last_used: Option<Moment>,
+    uses: Uses,
     failures_in_a_row: u32,
     loads_begun: u64,
     /// Loaders that have not returned since their loads were given up.
@@ -136,6 +138,7 @@ impl<T: Send + Sync + 'static> Cell<T> {
             closed: false,
             loaded_at: Moment::ORIGIN,
             last_used: None,
+            uses: Uses::new(),
             failures_in_a_row: 0,
             loads_begun: 0,
             hung: 0,
@@ -233,6 +236,7 @@ impl<T: Send + Sync + 'static> Cell<T> {
         state.guards = state.guards.saturating_sub(1);
         if counts {
             state.last_used = state.last_used.max(Some(now));
+            state.uses.record(now);
         }
         if state.guards == 0 {
             state.ring_drainers();
@@ -602,6 +606,7 @@ impl<T: Send + Sync + 'static> Cell<T> {
         if !self.birth.is_here() {
             return ResourceStats::unknown(Arc::clone(&self.parts.name), self.parts.cost);
         }
+        let now = self.clock.now();
         let state = lock(&self.state);
         ResourceStats {
             name: Arc::clone(&self.parts.name),
@@ -616,6 +621,7 @@ impl<T: Send + Sync + 'static> Cell<T> {
             unloads: state.unloads,
             unload_panics_total: state.unload_panics,
             last_used: state.last_used,
+            use_interval: state.uses.interval(state.loaded_at, now),
             due: Some(self.due(&state)).filter(|due| *due != Moment::NEVER),
             load_time: state.load_time,
             unload_time: state.unload_time,

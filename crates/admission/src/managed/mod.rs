@@ -24,6 +24,7 @@ mod load_scope;
 mod parts;
 mod resource;
 mod ticket;
+mod uses;
 
 use std::fmt;
 use std::future::Future;

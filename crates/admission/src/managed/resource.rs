@@ -20,6 +20,7 @@ use lowtide_core::fork::Birth;
 use lowtide_core::sync::{Mutex, lock};
 
 use super::error::{AddError, UnloadError};
+use super::uses::score;
 
 /// The reason why a resource was unloaded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -112,6 +113,9 @@ pub struct ResourceStats {
     pub unload_panics_total: u64,
     /// The time when the last guard was released; `None` before.
     pub last_used: Option<Moment>,
+    /// The mean time between its last uses up to now, at most 32. At least a quarter of the time
+    /// since the last one. Uses that overlap count each.
+    pub use_interval: Duration,
     /// The time when the resource will be unloaded for idleness unless it is used before; `None`
     /// while it is not loaded, is in use, or has no idle time.
     pub due: Option<Moment>,
@@ -144,6 +148,7 @@ impl ResourceStats {
             unloads: Unloads::default(),
             unload_panics_total: 0,
             last_used: None,
+            use_interval: Duration::ZERO,
             due: None,
             load_time: Duration::ZERO,
             unload_time: Duration::ZERO,
@@ -259,8 +264,11 @@ impl Resources {
     /// A load waits for the room. A request is rejected, with the time that the unloads take, and
     /// finds the room when it retries.
     ///
-    /// Resources are unloaded in one step: as few as make enough room, those that cost least to
-    /// load again first, or none. Candidates are resources that are not in use or waited for, are
+    /// Resources are unloaded in one step: as few as make enough room, or none. Those come first
+    /// that will cost the least time to load again for each byte that they release:
+    /// `uses per second x load time / bytes`. The load time is that of the last load. The uses per
+    /// second are those of the last 32 uses, up to now ([`ResourceStats::use_interval`]), and are
+    /// remembered after an unload. Candidates are resources that are not in use or waited for, are
     /// reserved with this admission, and are past their minimum residency, however short they have
     /// been idle. Their reservations stay until they are unloaded and then pass to the load.
     ///
@@ -278,8 +286,8 @@ impl Resources {
         admission.set_evictor(Evictor::new(Box::new(pool), clock, Box::new(after)));
     }
 
-    /// Returns a reclaimer that unloads idle resources from level high, those first that are
-    /// cheapest to load again for their size: `bytes x idle time / load time`.
+    /// Returns a reclaimer that unloads idle resources from level high, in the order of
+    /// [`Resources::evict_for`].
     #[must_use]
     pub fn reclaimer(&self, budget: Budget) -> Arc<dyn Reclaim> {
         Arc::new(IdleResources { resources: self.clone(), budget })
@@ -313,11 +321,6 @@ impl Pool for WeakResources {
     }
 }
 
-/// Returns the score of a resource: the larger, the sooner it is unloaded.
-pub(super) fn score(bytes: ByteSize, idle: Duration, load: Duration) -> f64 {
-    bytes.as_f64() * idle.as_secs_f64() / load.max(Duration::from_millis(1)).as_secs_f64()
-}
-
 /// Unloads idle resources until enough is recovered.
 #[derive(Debug)]
 struct IdleResources {
@@ -346,9 +349,8 @@ impl IdleResources {
     }
 
     /// Returns the score: the larger, the sooner it is unloaded.
-    fn score(&self, stats: &ResourceStats, now: Moment) -> f64 {
-        let idle = now - stats.last_used.unwrap_or(Moment::ORIGIN);
-        score(self.bytes(stats), idle, stats.load_time)
+    fn score(&self, stats: &ResourceStats) -> f64 {
+        score(self.bytes(stats), stats.use_interval, stats.load_time)
     }
 }
 
@@ -378,9 +380,7 @@ impl Reclaim for IdleResources {
             .filter(|(stats, _)| stats.loaded && stats.guards == 0)
             .filter(|(stats, _)| !self.bytes(stats).is_zero())
             .collect();
-        idle.sort_by(|(one, _), (other, _)| {
-            self.score(other, ask.now).total_cmp(&self.score(one, ask.now))
-        });
+        idle.sort_by(|(one, _), (other, _)| self.score(other).total_cmp(&self.score(one)));
         let mut recovered = ByteSize::ZERO;
         for (stats, resource) in idle {
             if recovered >= ask.bytes {

@@ -17,7 +17,8 @@ use lowtide_core::clock::Moment;
 use lowtide_core::sync::lock;
 
 use super::super::error::{AcquireError, LoadError};
-use super::super::resource::{UnloadReason, score};
+use super::super::resource::UnloadReason;
+use super::super::uses::score;
 use super::{Cell, Loaded, Phase, State};
 
 impl<T: Send + Sync + 'static> Cell<T> {
@@ -93,13 +94,14 @@ impl<T: Send + Sync + 'static> Cell<T> {
         let stays = cell.evictable_from(&state)?;
         let Phase::Ready(Loaded { permit: Some(permit), .. }) = &state.phase else { return None };
         let cost = permit.cost();
-        let used = state.last_used.map_or(state.loaded_at, |at| at.max(state.loaded_at));
+        let bytes = cost.host.saturating_add(cost.device);
+        let interval = state.uses.interval(state.loaded_at, now);
         Some(Idle {
             desk: permit.desk(),
             cost,
             stays_for: stays - now,
             unload_time: state.unload_time,
-            score: score(cost.host.saturating_add(cost.device), now - used, state.load_time),
+            score: score(bytes, interval, state.load_time),
             resource: Arc::clone(cell) as Arc<dyn Claimable>,
         })
     }

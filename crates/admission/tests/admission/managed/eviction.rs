@@ -16,6 +16,11 @@ use lowtide_admission::{
 };
 use lowtide_core::sync::lock;
 
+#[path = "../../../../../benches/room/zipf/mod.rs"]
+#[allow(dead_code, reason = "the bench uses more of it")]
+mod zipf;
+
+use self::zipf::{Case, Draw, Drift};
 use super::SECOND;
 use super::support::{Gate, PATIENCE, block_on, until};
 
@@ -173,6 +178,104 @@ fn no_more_is_unloaded_than_is_needed() {
     let gone = [&small, &large, &medium].map(evictions);
     assert_eq!(gone, [0, 1, 1], "one that is enough by itself");
     assert_eq!(rig.resource_reservations(), ByteSize::mib(100));
+}
+
+/// A model whose load takes so long.
+fn loads_for(rig: &Rig, name: &'static str, mib: u64, seconds: u32) -> Managed<()> {
+    let clock = rig.clock.clone();
+    let load = move || {
+        clock.advance(seconds * SECOND);
+        Ok(())
+    };
+    rig.add(Managed::builder(name, load).cost(self::mib(mib)))
+}
+
+/// Uses it so many times in a row.
+fn use_times(model: &Managed<()>, times: u32) {
+    for _ in 0..times {
+        drop(model.acquire_blocking().expect("fits"));
+    }
+}
+
+#[test]
+fn the_model_that_is_used_less_often_goes_although_it_was_used_last() {
+    let rig = Rig::with_limit(100);
+    let [often, seldom] = ["often", "seldom"].map(|name| loads_for(&rig, name, 40, 1));
+    use_times(&seldom, 1);
+    for _ in 0..20 {
+        use_times(&often, 1);
+        rig.clock.advance(SECOND);
+    }
+    use_times(&seldom, 1);
+    rig.clock.advance(SECOND);
+    use_times(&loads_for(&rig, "new", 40, 1), 1);
+    assert_eq!([&often, &seldom].map(evictions), [0, 1]);
+}
+
+#[test]
+fn the_uses_of_a_model_count_after_it_was_unloaded() {
+    let rig = Rig::with_limit(100);
+    let [often, seldom] = ["often", "seldom"].map(|name| loads_for(&rig, name, 40, 1));
+    for _ in 0..20 {
+        use_times(&often, 1);
+        rig.clock.advance(SECOND);
+    }
+    assert_eq!(often.unload_now(SECOND), Ok(true));
+    for _ in 0..3 {
+        use_times(&seldom, 1);
+        rig.clock.advance(4 * SECOND);
+    }
+    for model in [&often, &seldom] {
+        use_times(model, 1);
+        rig.clock.advance(3 * SECOND);
+    }
+    use_times(&loads_for(&rig, "new", 40, 1), 1);
+    assert_eq!([&often, &seldom].map(evictions), [0, 1], "1 and 4 uses since their loads");
+}
+
+#[test]
+fn the_model_that_loads_faster_goes_first() {
+    let rig = Rig::with_limit(100);
+    let (slow, fast) = (loads_for(&rig, "slow", 40, 30), loads_for(&rig, "fast", 40, 2));
+    use_times(&slow, 1);
+    use_times(&fast, 1);
+    rig.clock.advance(10 * SECOND);
+    use_times(&loads_for(&rig, "new", 40, 1), 1);
+    assert_eq!([&slow, &fast].map(evictions), [0, 1], "12 s and 10 s after their last uses");
+}
+
+#[test]
+fn a_burst_of_uses_does_not_keep_a_model_for_ever() {
+    let rig = Rig::with_limit(100);
+    let [burst, steady] = ["burst", "steady"].map(|name| loads_for(&rig, name, 40, 1));
+    use_times(&burst, 1000);
+    for _ in 0..20 {
+        use_times(&steady, 1);
+        rig.clock.advance(10 * SECOND);
+    }
+    use_times(&loads_for(&rig, "new", 40, 1), 1);
+    assert_eq!([&burst, &steady].map(evictions), [1, 0]);
+}
+
+/// Some of the requests that `benches/room` serves by the hundred thousand.
+#[test]
+fn requests_by_zipfs_law_are_never_refused_for_idle_models_and_hit_as_often_as_with_lfu() {
+    let cases = [
+        ("equal", Draw::Equal, Drift::Never),
+        ("sizes", Draw::Sizes, Drift::Swap(500)),
+        ("independent", Draw::Independent, Drift::Never),
+    ];
+    for (name, draw, drift) in cases {
+        let case = Case { name, exponent: 1.0, draw, drift };
+        for seed in 0..2 {
+            let compared = zipf::compare(&case, seed, 4000);
+            println!("{name}, seed {seed}: {compared:?}");
+            assert_eq!(compared.faults, zipf::Faults::default(), "{name}, seed {seed}");
+            let ratio = compared.ratio();
+            let least = ratio.requests.min(ratio.load_time);
+            assert!(least >= 0.95, "{name}, seed {seed}: {ratio:?} of the best policy");
+        }
+    }
 }
 
 #[test]
