@@ -18,4 +18,12 @@ pub(super) const BENCHES: &[Bench] = &[
             ("room.zipf.saved_ratio_worst_seed", None),
         ],
     },
+    Bench {
+        arguments: "bench --locked --bench overload -- --burst",
+        figures: &[
+            ("room.burst400.served", None),
+            ("room.burst400.over_queue_ratio", None),
+            ("room.burst400.kills", None),
+        ],
+    },
 ];
