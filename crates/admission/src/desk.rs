@@ -164,6 +164,7 @@ impl Desk {
         let how = if takes_all { Ledger::try_book_more } else { Ledger::try_book };
         let both = || {
             if self.unused.keeps_out(cost.host, self.host.unheld()) {
+                self.hurry();
                 return Err((Budget::Host, self.host.shortfall(cost.host)));
             }
             let host = book(&self.host, cost.host, how).map_err(|short| (Budget::Host, short))?;
@@ -226,9 +227,11 @@ impl Desk {
     }
 
     /// Releases the reservation of a request that ends.
-    pub(super) fn finish(&self, cost: Cost) {
-        // Before its bytes can be reserved.
-        self.unused.free(cost.host);
+    pub(super) fn finish(&self, cost: Cost, is_exempt: bool) {
+        // Before its bytes can be reserved. What exempt requests reserve is not bounded by memory.
+        if !is_exempt {
+            self.unused.free(cost.host);
+        }
         self.host.release(cost.host);
         self.device.release(cost.device);
         let place = Place::here();

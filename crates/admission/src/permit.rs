@@ -220,7 +220,7 @@ impl Drop for Permit {
             self.desk.host.remove_unlearned(self.unlearned);
         }
         match &mut self.held {
-            Held::Request(cost) => self.desk.finish(*cost),
+            Held::Request(cost) => self.desk.finish(*cost, self.exempt),
             Held::Standing(held) => {
                 if let Some(both) = held.take() {
                     let (host, device) = *both;

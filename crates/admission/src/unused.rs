@@ -7,10 +7,11 @@
 //! not admitted while the process would exceed `most` with those pages, and its attempt requests a
 //! purge at the next tick. It then waits in the queue, or is rejected if it cannot wait.
 //!
-//! The figures are those of the last tick. The bytes of large requests that have ended since then
-//! are added, both as physical and as purgeable ones: they may have been allocated since, too. A
-//! purge may fail to release what was estimated, so no request is kept out for more than
-//! [`TICKS_MAX`] ticks in a row.
+//! The figures are those of the last tick. The bytes of the largest request that has ended since
+//! then are added, both as physical and as purgeable ones: they may have been allocated since, too.
+//! Not the sum of all, since requests that follow each other use the same pages. A purge may fail
+//! to release what was estimated, so no request is kept out for more than [`TICKS_MAX`] ticks in a
+//! row.
 //!
 //! Invariant: a request is kept out only if `physical + freed + unheld + cost > most`, and if a
 //! purge is worth its cost.
@@ -35,7 +36,7 @@ pub(super) struct UnusedPages {
     worth: AtomicU64,
     /// The most memory that the process may use; [`u64::MAX`] without a limit.
     most: AtomicU64,
-    /// Bytes that large requests have released since the last tick.
+    /// The bytes of the largest request that has ended since the last tick.
     freed: AtomicU64,
     /// The largest request that was kept out since the last tick.
     wanted: AtomicU64,
@@ -69,7 +70,7 @@ impl UnusedPages {
     #[inline]
     pub(super) fn free(&self, bytes: ByteSize) {
         if self.is_large(bytes) {
-            self.freed.fetch_add(bytes.get(), Ordering::Relaxed);
+            self.freed.fetch_max(bytes.get(), Ordering::Relaxed);
         }
     }
 
@@ -106,8 +107,8 @@ impl UnusedPages {
         ByteSize::new(wanted)
     }
 
-    /// Returns the bytes that large requests have released since the last tick. A tick takes its
-    /// sample after this.
+    /// Returns the bytes of the largest request that has ended since the last tick. A tick takes
+    /// its sample after this.
     pub(super) fn freed(&self) -> ByteSize {
         ByteSize::new(self.freed.load(Ordering::Relaxed))
     }
@@ -119,7 +120,8 @@ impl UnusedPages {
         [physical, purgeable]: [ByteSize; 2],
         [worth, most]: [ByteSize; 2],
     ) {
-        self.freed.fetch_sub(freed.get(), Ordering::Relaxed);
+        // Unless a larger one has ended meanwhile.
+        let _ = self.freed.compare_exchange(freed.get(), 0, Ordering::Relaxed, Ordering::Relaxed);
         self.physical.store(physical.get(), Ordering::Relaxed);
         self.purgeable.store(purgeable.get(), Ordering::Relaxed);
         self.worth.store(worth.get(), Ordering::Relaxed);
@@ -166,6 +168,18 @@ mod tests {
         assert!(!pages.keeps_out(mib(94), mib(90)), "a small request frees little");
         pages.free(mib(90));
         assert!(pages.keeps_out(mib(94), mib(90)));
+    }
+
+    /// The bug: the bytes of requests that followed each other added up, and a large one was
+    /// rejected although the process held next to nothing.
+    #[test]
+    fn requests_that_follow_each_other_free_the_same_pages() {
+        let pages = UnusedPages::default();
+        pages.publish(NONE, [mib(10), NONE], [mib(4), mib(238)]);
+        for _ in 0..100 {
+            pages.free(mib(90));
+        }
+        assert!(!pages.keeps_out(mib(94), NONE));
     }
 
     #[test]
