@@ -271,7 +271,7 @@ impl Maintenance {
         self.account(&sample, &stats, now);
         self.may_fill_up = self.may_fill_up(&sample);
         self.admission.large().tend(self.host.pressure.level(), now);
-        let worth = self.purge_worth(&sample);
+        let worth = self.urgent_purge_worth(&sample);
         let unused = &self.admission.desk().unused;
         unused.publish(
             freed,

@@ -6,7 +6,8 @@
 //!
 //! Memory that requests have reserved and do not hold yet may be allocated faster than the level
 //! rises. If the unused pages leave too little room for it, they are purged at once, and again at
-//! each tick, but only if more than the floor can be released.
+//! each tick, but only if more can be released than the floor and than the reserve below the limit
+//! holds.
 //!
 //! Growth is detected in [`Sample::untracked_anonymous`], anonymous memory that belongs to no live
 //! page of the heap and no arena. Resident bytes do not work, because a loaded model makes them
@@ -152,7 +153,7 @@ impl Maintenance {
         let grown = growth.is_some_and(|growth| self.growth.is_due(growth, sample, now));
         // Freed memory stays in the arena of its thread, but the next request may run on a thread
         // of another arena, which cannot reuse it.
-        let is_urgent = self.may_fill_up && purgeable > worth;
+        let is_urgent = self.may_fill_up && purgeable > self.urgent_purge_worth(sample);
         let pressed = self.host.pressure.level() >= Level::Elevated || is_urgent;
         let trigger = if pressed || self.exhaustion.wants_purge() {
             Trigger::Pressure
@@ -180,6 +181,13 @@ impl Maintenance {
     /// Returns the smallest amount for which a purge is worth its cost.
     pub(super) fn purge_worth(&self, sample: &Sample) -> ByteSize {
         self.settings.purge_floor.max(sample.heap_live.scaled(self.settings.purge_part))
+    }
+
+    /// Returns the smallest amount for which a purge is worth its cost while memory may fill up. It
+    /// is not more than the reserve holds, or the process would exceed its limit without a purge.
+    pub(super) fn urgent_purge_worth(&self, sample: &Sample) -> ByteSize {
+        let reserve = sample.limit.bytes.saturating_sub(self.most(sample));
+        self.settings.purge_floor.max(self.purge_worth(sample).min(reserve))
     }
 
     /// Returns `true` if a resource was loaded within [`LOAD_WINDOW`] and no purge followed.

@@ -361,6 +361,26 @@ fn a_large_request_is_not_admitted_in_place_of_pages_that_are_not_purged_yet() {
     assert!(rig.admission.try_admit(large).is_ok());
 }
 
+/// The bug: unused pages of less than a quarter of the live bytes kept no large request out and
+/// were not purged, though the reserve below the limit did not hold them.
+#[test]
+fn a_large_request_is_not_admitted_in_place_of_pages_that_the_reserve_does_not_hold() {
+    let settings = Settings { correction_factor: 1.0, ceiling: 0.93, ..Settings::default() };
+    let mut rig = Rig::new(settings, ByteSize::gib(1), ByteSize::mib(500));
+    rig.memory.with(|memory| {
+        memory.sample.heap_live = ByteSize::mib(500);
+        memory.allocate(120 * MIB);
+        memory.free(120 * MIB);
+    });
+    rig.run(20 * MILLI);
+    let large = Cost::host(ByteSize::mib(420));
+    let rejected = rig.admission.try_admit(large).map(drop).expect_err("500 + 120 + 420 MiB");
+    assert_eq!(rejected.reason(), RejectReason::Full);
+    rig.run(750 * MILLI);
+    assert_eq!(rig.triggers(), [Trigger::Pressure]);
+    rig.admission.try_admit(large).map(drop).expect("the pages are gone");
+}
+
 #[test]
 fn a_resource_is_unloaded_within_a_tick_of_its_time_and_the_heap_is_purged_after_it() {
     let mut rig = Rig::new(Settings::default(), ByteSize::gib(1), ByteSize::mib(10));
