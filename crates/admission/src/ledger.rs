@@ -359,9 +359,11 @@ impl Ledger {
         }
     }
 
-    /// Returns the shortfall of a request that is not admitted for another reason than its bytes.
+    /// Returns the shortfall of a request for which there may be room that is kept for others: none
+    /// of it is allowed.
     pub(crate) fn shortfall(&self, asked: ByteSize) -> Shortfall {
-        Shortfall { asked, reserved: self.reserved(), allowance: self.allowance() }
+        let reserved = self.reserved();
+        Shortfall { asked, reserved, allowance: self.allowance().min(reserved) }
     }
 
     /// Returns the bytes that a request may reserve now.

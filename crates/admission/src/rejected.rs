@@ -40,7 +40,8 @@ pub enum Rejected {
         reserved: ByteSize,
         /// The bytes that may be reserved in total by a request of this size. Less than for larger
         /// ones while headroom is reserved for those
-        /// ([`Ledger::reserved_headroom`](super::Ledger::reserved_headroom)).
+        /// ([`Ledger::reserved_headroom`](super::Ledger::reserved_headroom)), and no more than is
+        /// reserved while the rest is kept for requests that wait, or is not purged yet.
         allowance: ByteSize,
         /// The time after which to retry: whole seconds, spread so that clients do not return
         /// together. It estimates when the missing bytes become free, because requests end, idle
