@@ -9,6 +9,9 @@
 //! that kind reserve accordingly. Until the first of them have ended, only a few large ones run at
 //! once (`slow_start`).
 //!
+//! A request that does not fit waits in the queue of `lowtide-admission`, with its head, its unread
+//! body and the inner service that was ready for it. Each attempt estimates it again.
+//!
 //! A cancelled request (see `permit`) whose handler goes on is ended here: its future is dropped at
 //! the end of a later poll, and the client gets the answer of a rejection. The control loop wakes
 //! the future, so the layer needs no timer.
@@ -190,6 +193,9 @@ impl<E: Estimate> MemoryLayer<E> {
     /// A client that leaves is noticed at once over HTTP/2. Over HTTP/1 with an unread body it is
     /// noticed at the deadline, which the control loop checks at each tick, every 10 ms while
     /// requests wait. Without a running [`Memory`] no request waits.
+    ///
+    /// Use zero for a service that this process calls while it serves another request. The caller
+    /// would keep its reservation, and its connection, while the call waits.
     #[must_use]
     pub fn with_max_wait(mut self, max_wait: Duration) -> Self {
         self.settings().max_wait = max_wait;
@@ -309,7 +315,7 @@ impl<E: Estimate> MemoryLayer<E> {
         head: &Parts,
         body: &impl Body,
         waiting: Option<&Waiting>,
-    ) -> Result<SharedPermit, Refused> {
+    ) -> Result<SharedPermit, NotAdmitted> {
         let settings = &*self.settings;
         let exempt = |cost| Estimated { cost, priority: Priority::Exempt, lesson: None };
         let ceiling = settings.admission.ledger(Budget::Host).ceiling();
@@ -352,7 +358,7 @@ impl<E: Estimate> MemoryLayer<E> {
                     }
                     let TooManyRunning(running) = running;
                     let rejected = Rejected::SlowStart { running, retry_after: LASTS };
-                    Refused { rejected, cost, priority }
+                    NotAdmitted { rejected, cost, priority }
                 })?;
             }
         }
@@ -360,7 +366,7 @@ impl<E: Estimate> MemoryLayer<E> {
             Some(waiting) => waiting.try_admit(cost, priority),
             None => settings.admission.try_admit_uncounted(cost, priority),
         };
-        let permit = permit.map_err(|rejected| Refused { rejected, cost, priority })?;
+        let permit = permit.map_err(|rejected| NotAdmitted { rejected, cost, priority })?;
         // A trusted estimate may cover memory that is not measured, so it is not replaced.
         let reports = is_measured && settings.starts_slowly;
         let cap = Some(settings.request_cap);
@@ -377,7 +383,7 @@ impl<E: Estimate> MemoryLayer<E> {
     }
 
     /// Lets a request wait that was refused, if it may fit later.
-    fn wait(&self, head: &Parts, refused: &Refused) -> Option<Waiting> {
+    fn wait(&self, head: &Parts, refused: &NotAdmitted) -> Option<Waiting> {
         let LayerSettings { admission, max_wait, hasher, .. } = &*self.settings;
         if max_wait.is_zero() || !refused.rejected.may_wait() {
             return None;
@@ -414,7 +420,7 @@ impl<E: Estimate> MemoryLayer<E> {
 }
 
 /// A request that was not admitted.
-struct Refused {
+struct NotAdmitted {
     rejected: Rejected,
     cost: Cost,
     priority: Priority,
@@ -516,7 +522,9 @@ where
                     let inner = std::mem::replace(&mut self.inner, next);
                     let layer = self.layer.clone();
                     let request = Some((head, body));
-                    State::Waiting { waits: Box::new(Waits { waiting, inner, layer, request }) }
+                    State::Waiting {
+                        call: Box::new(WaitingCall { waiting, inner, layer, request }),
+                    }
                 }
                 None => {
                     let response = Some(self.layer.reject(&head, refused.rejected));
@@ -529,7 +537,7 @@ where
 }
 
 /// A request that waits for room.
-struct Waits<S, E, Q> {
+struct WaitingCall<S, E, Q> {
     waiting: Waiting,
     /// It is ready.
     inner: S,
@@ -538,7 +546,7 @@ struct Waits<S, E, Q> {
     request: Option<(Parts, Q)>,
 }
 
-impl<S, E, Q, R> Waits<S, E, Q>
+impl<S, E, Q, R> WaitingCall<S, E, Q>
 where
     S: Service<Request<RequestBody<Q>>, Response = Response<R>>,
     E: Estimate,
@@ -583,7 +591,7 @@ pin_project! {
     #[project = StateProject]
     enum State<S, E, F, Q> {
         Waiting {
-            waits: Box<Waits<S, E, Q>>,
+            call: Box<WaitingCall<S, E, Q>>,
         },
         Admitted {
             #[pin]
@@ -612,8 +620,8 @@ where
 
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         let mut state = self.project().state;
-        if let StateProject::Waiting { waits } = state.as_mut().project() {
-            let next = ready!(waits.poll(cx));
+        if let StateProject::Waiting { call } = state.as_mut().project() {
+            let next = ready!(call.poll(cx));
             state.set(next);
         }
         match state.project() {
