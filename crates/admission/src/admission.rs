@@ -359,11 +359,6 @@ impl Admission {
         self.desk.tend_queue(now);
     }
 
-    /// Ends all waiting, since no control loop ticks any more.
-    pub(super) fn end_waiting(&self) {
-        self.desk.queue.end();
-    }
-
     /// Returns the registry of large requests.
     pub(super) const fn large(&self) -> &LargeRequests {
         &self.desk.large

@@ -26,7 +26,7 @@ use super::rejected::Rejected;
 use super::tally::{BudgetCounts, Counts, Place, STRIPES, Tally, used};
 use super::unused::UnusedPages;
 use super::usage::Usages;
-use super::waiting::{self, Kept, WaitQueue};
+use super::waiting::{PassError, WaitId, WaitQueue};
 
 /// The retry time if an operator has to act. A guess.
 const EXHAUSTED: Duration = Duration::from_secs(30);
@@ -60,7 +60,7 @@ pub(super) struct Desk {
     pub(super) unused: UnusedPages,
     /// Wakes the control loop.
     bell: RwLock<Option<Arc<Bell>>>,
-    /// `true` if the next tick comes later than requests that wait need it.
+    /// `true` if the next tick is further away than while requests wait.
     pub(super) is_slow: AtomicBool,
     tallies: [Tally; STRIPES],
     /// Makes room for requests and loads that do not fit. Read only on a rejection.
@@ -135,10 +135,10 @@ impl Desk {
         self.try_admit(None, cost, priority).inspect_err(|rejected| self.count(rejected))
     }
 
-    /// Admits a request, which may have a place in the queue. A rejection is not counted.
+    /// Admits a request, which may be in the queue. A rejection is not counted.
     pub(super) fn try_admit(
         &'static self,
-        waits: Option<&waiting::Place>,
+        waits: Option<&WaitId>,
         cost: Cost,
         priority: Priority,
     ) -> Result<Permit, Rejected> {
@@ -178,20 +178,20 @@ impl Desk {
             let ceilings = [self.host.ceiling(), self.device.ceiling()];
             let passed = self.queue.pass(waits, cost, priority, ceilings, both);
             // One that was woken together with this one may have been blocked by it.
-            if matches!(passed, Ok(_) | Err(Kept::Behind { has_aged: true })) {
+            if matches!(passed, Ok(_) | Err(PassError::Behind { has_aged: true })) {
                 self.released();
             }
             passed
         } else {
-            both().map_err(|(budget, short)| Kept::Full(budget, short))
+            both().map_err(|(budget, short)| PassError::NoRoom(budget, short))
         };
         match booked {
             Ok(Cost { host, device }) => {
                 tally.admit(place, host, device);
                 Ok(Permit::request(self, Cost { host, device }, exempt))
             }
-            Err(Kept::Behind { .. }) => Err(self.comes_later(cost, place)),
-            Err(Kept::Full(budget, short)) => {
+            Err(PassError::Behind { .. }) => Err(self.comes_later(cost, place)),
+            Err(PassError::NoRoom(budget, short)) => {
                 Err(self.full(budget, short, place, || self.make_room(cost)))
             }
         }
@@ -212,17 +212,20 @@ impl Desk {
 
     /// Wakes waiting requests that may fit, after a release of bytes.
     pub(super) fn released(&self) {
-        if !self.queue.is_empty() {
-            self.queue.wake([&self.host, &self.device], WOKEN_OTHERS);
-        }
+        self.wake_waiting(WOKEN_OTHERS);
     }
 
     /// Ends the wait of requests whose deadline has passed, and wakes those that may fit. Called at
     /// each tick of the control loop.
     pub(super) fn tend_queue(&self, now: Moment) {
         self.queue.expire(now);
+        self.wake_waiting(WOKEN_OTHERS_TICK);
+    }
+
+    #[inline]
+    fn wake_waiting(&self, others: usize) {
         if !self.queue.is_empty() {
-            self.queue.wake([&self.host, &self.device], WOKEN_OTHERS_TICK);
+            self.queue.wake([&self.host, &self.device], others);
         }
     }
 

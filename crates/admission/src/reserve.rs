@@ -1,4 +1,4 @@
-//! Requests that wait for room: a handle to a place in the queue, and the future of a reservation.
+//! Requests that wait for room: a handle to one in the queue, and the future of a reservation.
 //!
 //! The tower layer uses [`Waiting`], since it estimates the need of a request again at each
 //! attempt. Programs use [`Admission::reserve`].
@@ -13,28 +13,28 @@ use super::admission::{Admission, Cost, Priority};
 use super::desk::Desk;
 use super::permit::Permit;
 use super::rejected::Rejected;
-use super::waiting::{Place, Turn, WaitTerms};
+use super::waiting::{WaitId, WaitTerms};
 
 /// A request in the queue. Dropping it leaves the queue.
 #[doc(hidden)]
 #[derive(Debug)]
 pub struct Waiting {
     desk: &'static Desk,
-    place: Place,
+    id: WaitId,
 }
 
 impl Waiting {
     pub(super) fn enter(desk: &'static Desk, terms: WaitTerms) -> Option<Self> {
         let terms = WaitTerms { cost: desk.by_budget(terms.cost), ..terms };
-        let place = desk.queue.enter(terms, desk.host.ceiling())?;
+        let id = desk.queue.enter(terms, desk.host.ceiling())?;
         desk.hurry();
-        Some(Self { desk, place })
+        Some(Self { desk, id })
     }
 
     /// Waits until the request may try again. Returns `false` if this is the last attempt, because
     /// the deadline has passed or waiting has ended.
     pub fn poll_turn(&self, cx: &Context<'_>) -> Poll<bool> {
-        self.desk.queue.poll(&self.place, cx).map(|turn| turn == Turn::Try)
+        self.desk.queue.poll(&self.id, cx)
     }
 
     /// Tries to admit the request. A rejection is not counted.
@@ -42,19 +42,19 @@ impl Waiting {
     /// # Errors
     /// As for [`Admission::try_admit_with`], and [`Rejected::Full`] if others come first.
     pub fn try_admit(&self, cost: Cost, priority: Priority) -> Result<Permit, Rejected> {
-        self.desk.try_admit(Some(&self.place), cost, priority)
+        self.desk.try_admit(Some(&self.id), cost, priority)
     }
 
     /// Records that the attempt failed before admission, for another reason than bytes: the request
     /// delays no others.
     pub fn lacks_other(&self) {
-        self.desk.queue.lacks_other(&self.place);
+        self.desk.queue.lacks_other(&self.id);
     }
 }
 
 impl Drop for Waiting {
     fn drop(&mut self) {
-        if self.desk.queue.leave(&self.place) {
+        if self.desk.queue.leave(&self.id) {
             // It may have held up others.
             self.desk.released();
         }

@@ -191,7 +191,7 @@ mod tests {
         }
         assert!(!pages.keeps_out(mib(94), mib(90)));
         assert_eq!(pages.wanted(), NONE);
-        assert!(pages.keeps_out(mib(94), mib(90)), "the next one counts anew");
+        assert!(pages.keeps_out(mib(94), mib(90)), "the next one counts from the start");
     }
 
     #[test]

@@ -1,10 +1,9 @@
 //! The queue of requests that wait for room, before their bodies are read.
 //!
-//! [`Desk`](super::desk::Desk) uses it in two places. A request that does not fit enters, and tries
-//! again each time it is woken. Whatever releases bytes, and each tick of the control loop, wakes
-//! the requests that may fit now. A waiting request reserves nothing: it is a head, a waker and a
-//! place. It estimates its need again at each attempt, since the need of its route may have been
-//! learned in the meantime.
+//! A request that does not fit enters, and tries again each time it is woken. Whatever releases
+//! bytes, and each tick of the control loop, wakes the requests that may fit now
+//! ([`Desk`](super::desk::Desk) does). A waiting request reserves nothing. The tower layer estimates
+//! its need again at each attempt, since the need of its route may have been learned meanwhile.
 //!
 //! The order is that of start-time fair queueing (Goyal, Vin and Cheng, 1996) within each priority:
 //! a request's tag is the number of bytes that its tenant waits for in front of it, counted from
@@ -19,7 +18,8 @@
 //!
 //! Invariants: at most [`ENTRIES_MAX`] requests wait, and no more than may hold a sixteenth of the
 //! ceiling in their connections; the requests that wait for bytes of a budget are each passed by at
-//! most one ceiling of them. No waker is called with the lock held. Waking allocates nothing.
+//! most one ceiling of them. No waker is called, cloned or dropped with the lock held. Waking
+//! allocates nothing.
 //!
 //! It does not reserve, and reads no clock: the control loop's ticks are its time.
 
@@ -61,12 +61,12 @@ pub(super) struct WaitQueue {
     time: AtomicU64,
     /// `true` if a control loop ticks, without which deadlines would not pass.
     is_timed: AtomicBool,
-    waiting: Mutex<Entries>,
+    waiting: Mutex<WaitList>,
 }
 
-/// A place in the queue. Dropping it leaves the queue.
+/// The number of a waiting request, never used again.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) struct Place(u64);
+pub(super) struct WaitId(u64);
 
 /// Why an attempt failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -77,22 +77,13 @@ pub(super) enum Lack {
     Other,
 }
 
-/// Why a request was not admitted.
+/// Why [`WaitQueue::pass`] admitted no request.
 #[derive(Clone, Copy, Debug)]
-pub(super) enum Kept<E> {
+pub(super) enum PassError<E> {
     /// The budget has no room.
-    Full(Budget, E),
+    NoRoom(Budget, E),
     /// Others come first: `has_aged` if one of them does from now on, and was not woken for that.
     Behind { has_aged: bool },
-}
-
-/// The state of a waiting request.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Turn {
-    /// It may try again.
-    Try,
-    /// Its deadline has passed, or waiting has ended.
-    Over,
 }
 
 /// The terms on which a request waits.
@@ -107,9 +98,9 @@ pub(super) struct WaitTerms {
 }
 
 #[derive(Debug, Default)]
-struct Entries {
-    /// Sorted by [`Entry::order`].
-    list: Vec<Entry>,
+struct WaitList {
+    /// Sorted by [`WaitingRequest::order`].
+    list: Vec<WaitingRequest>,
     /// The number of the next request.
     next: u64,
     /// The tag of the request that was admitted last.
@@ -118,7 +109,7 @@ struct Entries {
     now: Moment,
 }
 
-struct Entry {
+struct WaitingRequest {
     id: u64,
     terms: WaitTerms,
     tag: u64,
@@ -137,16 +128,16 @@ struct Entry {
     waker: Option<Waker>,
 }
 
-impl fmt::Debug for Entry {
+impl fmt::Debug for WaitingRequest {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Entry")
+        f.debug_struct("WaitingRequest")
             .field("id", &self.id)
             .field("terms", &self.terms)
             .finish_non_exhaustive()
     }
 }
 
-impl Entry {
+impl WaitingRequest {
     fn order(&self) -> impl Ord + use<> {
         // Aged ones in the order of their arrival.
         let (priority, tag) =
@@ -162,10 +153,10 @@ impl Entry {
         }
     }
 
-    /// Returns the budget whose bytes it waits for, if the request with this place, or with none,
-    /// arrived later.
-    fn passed_by(&self, place: Option<&Place>) -> Option<Budget> {
-        self.lacks().filter(|_| place.is_none_or(|place| place.0 > self.id))
+    /// Returns the budget whose bytes it waits for, if the request with this number, or without
+    /// one, arrived later.
+    fn passed_by(&self, id: Option<&WaitId>) -> Option<Budget> {
+        self.lacks().filter(|_| id.is_none_or(|id| id.0 > self.id))
     }
 
     /// Returns the bytes that later requests may still take past it.
@@ -217,7 +208,7 @@ impl WaitQueue {
     }
 
     /// Counts the time of a request that waits no more.
-    fn count(&self, entry: &Entry, now: Moment) {
+    fn count(&self, entry: &WaitingRequest, now: Moment) {
         let time = entry.since.map_or(Duration::ZERO, |since| now - since);
         let time = u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
         self.time.fetch_add(time, Ordering::Relaxed);
@@ -230,7 +221,7 @@ impl WaitQueue {
     }
 
     /// Enters the queue. Returns `None` if it is full, or if a deadline could not pass.
-    pub(super) fn enter(&self, terms: WaitTerms, ceiling: ByteSize) -> Option<Place> {
+    pub(super) fn enter(&self, terms: WaitTerms, ceiling: ByteSize) -> Option<WaitId> {
         if terms.within.is_some() && !self.is_timed.load(Ordering::Relaxed) {
             return None;
         }
@@ -244,7 +235,7 @@ impl WaitQueue {
         let ahead = entries.list.iter().filter(|other| other.terms.tenant == terms.tenant);
         let ahead = ahead.map(|other| other.tag.saturating_add(bytes(other.terms.cost))).max();
         let tag = ahead.map_or(entries.admitted, |ahead| ahead.max(entries.admitted));
-        let entry = Entry {
+        let entry = WaitingRequest {
             id,
             terms,
             tag,
@@ -264,65 +255,63 @@ impl WaitQueue {
         // The request tries to reserve next: it finds what was released before this, or the
         // release finds the request (see `is_empty`).
         fence(Ordering::SeqCst);
-        Some(Place(id))
+        Some(WaitId(id))
     }
 
     /// Leaves the queue. Returns `true` if the request was in it.
-    pub(super) fn leave(&self, place: &Place) -> bool {
-        let left = {
-            let mut entries = self.entries();
-            let left = entries.at(place).map(|at| entries.list.remove(at));
-            if let Some(entry) = &left {
-                self.count(entry, entries.now);
-            }
-            self.len.store(entries.list.len(), Ordering::SeqCst);
-            left
-        };
+    pub(super) fn leave(&self, id: &WaitId) -> bool {
+        let left;
+        let mut entries = self.entries();
+        left = entries.at(id).map(|at| entries.list.remove(at));
+        if let Some(entry) = &left {
+            self.count(entry, entries.now);
+        }
+        self.len.store(entries.list.len(), Ordering::SeqCst);
         left.is_some()
     }
 
-    /// Returns the request's turn, or waits for it.
-    pub(super) fn poll(&self, place: &Place, cx: &Context<'_>) -> Poll<Turn> {
+    /// Waits until the request is woken. Returns `true` if it may try again, and `false` if its
+    /// deadline has passed or waiting has ended.
+    pub(super) fn poll(&self, id: &WaitId, cx: &Context<'_>) -> Poll<bool> {
+        // Cloned and dropped without the lock, since both run code of the executor.
+        let mut waker = Some(cx.waker().clone());
         let mut entries = self.entries();
-        let Some(entry) = entries.get(place) else { return Poll::Ready(Turn::Over) };
+        let Some(entry) = entries.get(id) else { return Poll::Ready(false) };
+        std::mem::swap(&mut entry.waker, &mut waker);
         if std::mem::take(&mut entry.is_woken) {
-            (entry.missed, entry.waker) = (0, None);
-            return Poll::Ready(Turn::Try);
-        }
-        match &mut entry.waker {
-            Some(waker) => waker.clone_from(cx.waker()),
-            none @ None => *none = Some(cx.waker().clone()),
+            entry.missed = 0;
+            return Poll::Ready(true);
         }
         Poll::Pending
     }
 
     /// Reserves with `book` if the order of the queue allows a request of this cost to be admitted
-    /// now; `place` is its own place, or `None` if it does not wait. A request that was admitted
+    /// now; `id` is its own, or `None` if it does not wait. A request that was admitted
     /// has left the queue.
     pub(super) fn pass<T, E>(
         &self,
-        place: Option<&Place>,
+        id: Option<&WaitId>,
         cost: Cost,
         priority: Priority,
         ceilings: [ByteSize; 2],
         book: impl FnOnce() -> Result<T, (Budget, E)>,
-    ) -> Result<T, Kept<E>> {
+    ) -> Result<T, PassError<E>> {
         let mut entries = self.entries();
-        if let Some(entry) = place.and_then(|place| entries.get(place)) {
+        if let Some(entry) = id.and_then(|id| entries.get(id)) {
             entry.terms.cost = cost;
             entry.attempts += 1;
         }
-        let (at, has_aged) = entries.before(place, cost, priority, ceilings);
+        let (at, has_aged) = entries.before(id, cost, priority, ceilings);
         let ahead = entries.list.get(..at).unwrap_or_default();
         let is_blocked = ahead.iter().any(|entry| {
             let leaves = |budget| entry.leaves(budget, ceiling(ceilings, budget));
             entry.lacks().is_some_and(|budget| of(cost, budget) > leaves(budget))
         });
-        let lacked = ahead.iter().find_map(Entry::lacks);
+        let lacked = ahead.iter().find_map(WaitingRequest::lacks);
         let booked = if is_blocked { Err(None) } else { book().map_err(Some) };
         let lack = match &booked {
             Ok(_) => {
-                if let Some(entry) = entries.admit(place, cost) {
+                if let Some(entry) = entries.admit(id, cost) {
                     self.count(&entry, entries.now);
                     self.waited.fetch_add(1, Ordering::Relaxed);
                 }
@@ -332,18 +321,18 @@ impl WaitQueue {
             Err(None) => lacked,
             Err(Some((budget, _))) => Some(*budget),
         };
-        if let (Some(entry), Some(lack)) = (place.and_then(|place| entries.get(place)), lack) {
+        if let (Some(entry), Some(lack)) = (id.and_then(|id| entries.get(id)), lack) {
             entry.lack = Some(Lack::Bytes(lack));
         }
         booked.map_err(|error| match error {
-            Some((budget, error)) => Kept::Full(budget, error),
-            None => Kept::Behind { has_aged },
+            Some((budget, error)) => PassError::NoRoom(budget, error),
+            None => PassError::Behind { has_aged },
         })
     }
 
     /// Records that an attempt failed for another reason than bytes.
-    pub(super) fn lacks_other(&self, place: &Place) {
-        if let Some(entry) = self.entries().get(place) {
+    pub(super) fn lacks_other(&self, id: &WaitId) {
+        if let Some(entry) = self.entries().get(id) {
             entry.lack = Some(Lack::Other);
             entry.attempts += 1;
         }
@@ -390,9 +379,8 @@ impl WaitQueue {
     /// Wakes the requests that may fit now, and up to `others` of those that wait for something
     /// else than bytes.
     #[cold]
-    pub(super) fn wake(&self, [host, device]: [&Ledger; 2], others: usize) {
+    pub(super) fn wake(&self, [host, device]: [&Ledger; 2], mut others: usize) {
         let ceilings = [host.ceiling(), device.ceiling()];
-        let mut others = others;
         // Ends: each pass wakes requests that have not been woken, or is the last.
         loop {
             let mut wakers = [const { None }; BATCH];
@@ -402,10 +390,7 @@ impl WaitQueue {
             // What those in front leave to those behind.
             let mut leaves = [u64::MAX; 2];
             for entry in &mut entries.list {
-                let Some(lack) = entry.lack else { continue };
-                if lack == Lack::Other {
-                    continue;
-                }
+                let Some(budget) = entry.lacks() else { continue };
                 let cost = [entry.terms.cost.host.get(), entry.terms.cost.device.get()];
                 let fits = |budget: usize| {
                     let [cost, room, leaves] = [&cost, &room, &leaves].map(|of| of.get(budget));
@@ -422,11 +407,8 @@ impl WaitQueue {
                         }
                         woken += 1;
                     }
-                } else if let Some(budget) = entry.lacks() {
-                    let left = entry.leaves(budget, ceiling(ceilings, budget));
-                    if let Some(leaves) = leaves.get_mut(budget as usize) {
-                        *leaves = left.min(*leaves);
-                    }
+                } else if let Some(leaves) = leaves.get_mut(budget as usize) {
+                    *leaves = entry.leaves(budget, ceiling(ceilings, budget)).min(*leaves);
                 }
                 if woken == BATCH {
                     break;
@@ -452,7 +434,7 @@ impl WaitQueue {
         }
     }
 
-    fn entries(&self) -> MutexGuard<'_, Entries> {
+    fn entries(&self) -> MutexGuard<'_, WaitList> {
         self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -468,13 +450,13 @@ const fn ceiling([host, device]: [ByteSize; 2], budget: Budget) -> ByteSize {
     }
 }
 
-impl Entries {
-    fn at(&self, place: &Place) -> Option<usize> {
-        self.list.iter().position(|entry| entry.id == place.0)
+impl WaitList {
+    fn at(&self, id: &WaitId) -> Option<usize> {
+        self.list.iter().position(|entry| entry.id == id.0)
     }
 
-    fn get(&mut self, place: &Place) -> Option<&mut Entry> {
-        let at = self.at(place)?;
+    fn get(&mut self, id: &WaitId) -> Option<&mut WaitingRequest> {
+        let at = self.at(id)?;
         self.list.get_mut(at)
     }
 
@@ -483,12 +465,12 @@ impl Entries {
     /// and the flag is `true`.
     fn before(
         &mut self,
-        place: Option<&Place>,
+        id: Option<&WaitId>,
         cost: Cost,
         priority: Priority,
         ceilings: [ByteSize; 2],
     ) -> (usize, bool) {
-        let before = |entries: &Self| match place.and_then(|place| entries.at(place)) {
+        let before = |entries: &Self| match id.and_then(|id| entries.at(id)) {
             Some(at) => at,
             // As if it entered now, as the last of its priority.
             None => entries
@@ -498,7 +480,7 @@ impl Entries {
         let at = before(self);
         let mut has_aged = false;
         for entry in self.list.get_mut(at..).unwrap_or_default() {
-            let Some(budget) = entry.passed_by(place).filter(|_| !entry.has_aged) else { continue };
+            let Some(budget) = entry.passed_by(id).filter(|_| !entry.has_aged) else { continue };
             let passing = of(cost, budget);
             let passed = entry.passed.saturating_add(passing);
             if passing > 0 && passed > ceiling(ceilings, budget).get() {
@@ -506,20 +488,20 @@ impl Entries {
             }
         }
         if has_aged {
-            self.list.sort_unstable_by_key(Entry::order);
+            self.list.sort_unstable_by_key(WaitingRequest::order);
         }
         (before(self), has_aged)
     }
 
     /// Records that a request was admitted, and removes it if it has a place.
-    fn admit(&mut self, place: Option<&Place>, cost: Cost) -> Option<Entry> {
-        let at = place.and_then(|place| self.at(place));
+    fn admit(&mut self, id: Option<&WaitId>, cost: Cost) -> Option<WaitingRequest> {
+        let at = id.and_then(|id| self.at(id));
         let admitted = at.map(|at| self.list.remove(at));
         if let Some(entry) = &admitted {
             self.admitted = self.admitted.max(entry.tag);
         }
         for entry in &mut self.list {
-            if let Some(budget) = entry.passed_by(place) {
+            if let Some(budget) = entry.passed_by(id) {
                 entry.passed = entry.passed.saturating_add(of(cost, budget));
             }
         }

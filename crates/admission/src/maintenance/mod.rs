@@ -358,7 +358,7 @@ impl Maintenance {
         }
         self.admission.set_level(Level::None);
         self.admission.set_unowned(ByteSize::ZERO);
-        self.admission.end_waiting();
+        self.admission.desk().queue.end();
     }
 
     /// Updates the exhaustion state.

@@ -5,14 +5,15 @@
 mod schedules;
 
 use std::pin::{Pin, pin};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
 use std::task::{Context, Poll, Wake, Waker};
+use std::thread;
 use std::time::Duration;
 
-use lowtide_admission::clock::Moment;
+use lowtide_admission::clock::{Clock as _, Moment, SystemClock};
 use lowtide_admission::{
-    Admission, ByteSize, Cost, Level, Permit, Priority, RejectReason, Rejected, Waiting,
+    Admission, ByteSize, Cost, Level, Permit, Priority, RejectReason, Rejected, Reserve, Waiting,
 };
 
 /// The number of schedules. `benches/room` runs 100,000.
@@ -124,7 +125,8 @@ fn a_request_that_does_not_wait_takes_no_room_from_one_that_does() {
     let passed = admission.try_admit(mib(10)).expect("20 MiB have passed then");
     drop(passed);
     let full = admission.try_admit(mib(1)).expect_err("the room is kept");
-    assert_eq!(full.reason(), RejectReason::Full);
+    let Rejected::Full { reserved, allowance, .. } = full else { panic!("{full}") };
+    assert_eq!((reserved, allowance), (ByteSize::mib(90), ByteSize::mib(90)), "{full}");
     drop(most);
     assert!(waits.admitted().is_some());
     assert!(admission.try_admit(mib(1)).is_ok());
@@ -175,7 +177,7 @@ fn a_tenant_with_one_request_does_not_wait_for_all_of_another() {
 }
 
 #[test]
-fn a_request_that_waits_for_something_else_holds_up_nobody() {
+fn a_request_that_waits_for_something_else_holds_up_no_other() {
     let admission = timed();
     let most = admission.try_admit(mib(90)).expect("fits");
     let measured = Waits::new(&admission, 20, Priority::Normal, 0);
@@ -301,4 +303,86 @@ fn requests_rejected_by_the_level_are_woken_when_it_falls() {
     admission.set_level(Level::None);
     admission.tend_queue(at(10));
     assert!(waits.admitted().is_some());
+}
+
+/// Wakes a thread that waits for a future.
+struct Unpark(thread::Thread);
+
+impl Wake for Unpark {
+    fn wake(self: Arc<Self>) {
+        self.0.unpark();
+    }
+}
+
+/// Waits for a reservation on this thread. There are no ticks, so a lost wake is found.
+fn block_on(admission: &Admission, cost: Cost) -> Permit {
+    const PATIENCE: Duration = Duration::from_secs(20);
+    let clock = SystemClock::new();
+    let waker = Waker::from(Arc::new(Unpark(thread::current())));
+    let mut reserve = pin!(admission.reserve(cost));
+    loop {
+        match reserve.as_mut().poll(&mut Context::from_waker(&waker)) {
+            Poll::Ready(permit) => return permit.expect("it waits for bytes only"),
+            Poll::Pending => {
+                let begun = clock.now();
+                thread::park_timeout(PATIENCE);
+                assert!(clock.now() - begun < PATIENCE, "a wake was lost: {:?}", admission.stats());
+            }
+        }
+    }
+}
+
+#[test]
+fn no_wake_is_lost_between_threads() {
+    let admission = Admission::with_limit(ByteSize::mib(100));
+    thread::scope(|scope| {
+        for thread in 0..8 {
+            let admission = &admission;
+            scope.spawn(move || {
+                for turn in 0..2_000 {
+                    // From small ones to such that need all of it.
+                    let size = [1, 7, 30, 60, 100][(thread * 7 + turn * 3) % 5];
+                    if turn % 9 == 0 {
+                        // A client that leaves.
+                        let woken = Arc::new(Count::default());
+                        let _ = poll(&mut pin!(admission.reserve(mib(size))), &woken);
+                    }
+                    let permit = block_on(admission, mib(size));
+                    if turn % 16 == 0 {
+                        thread::yield_now();
+                    }
+                    drop(permit);
+                }
+            });
+        }
+    });
+    let stats = admission.stats();
+    println!("{} waited", stats.waited_total);
+    assert_eq!((stats.waiting, stats.held()), (0, 0));
+    assert!(stats.waited_total > 100, "{} waited: too easy", stats.waited_total);
+}
+
+/// The bug: a waker was dropped with the queue's lock held. Its drop may end another request that
+/// waits, which takes the lock.
+#[test]
+fn a_waker_whose_drop_ends_another_wait_is_dropped_without_the_lock() {
+    struct Holds(Mutex<Pin<Box<Reserve>>>);
+    impl Wake for Holds {
+        fn wake(self: Arc<Self>) {
+            let _ = &self.0;
+        }
+    }
+    let admission = Admission::with_limit(ByteSize::mib(100));
+    let all = admission.try_admit(mib(100)).expect("fits");
+    let woken = Arc::new(Count::default());
+    let mut other = Box::pin(admission.reserve(mib(1)));
+    assert!(poll(&mut other.as_mut(), &woken).is_pending());
+    let mut reserve = pin!(admission.reserve(mib(1)));
+    let holds = Waker::from(Arc::new(Holds(Mutex::new(other))));
+    assert!(reserve.as_mut().poll(&mut Context::from_waker(&holds)).is_pending());
+    drop(holds);
+    // This waker replaces the last handle of that one.
+    assert!(poll(&mut reserve, &woken).is_pending());
+    assert_eq!(admission.stats().waiting, 1, "the other has left");
+    drop(all);
 }
