@@ -131,11 +131,13 @@ impl Desk {
     }
 
     /// Admits a request, or counts it as rejected.
+    #[inline]
     pub(super) fn admit(&'static self, cost: Cost, priority: Priority) -> Result<Permit, Rejected> {
-        self.try_admit(None, cost, priority).inspect_err(|rejected| self.count(rejected))
+        self.try_admit(None, cost, priority).map_err(|rejected| self.reject(rejected))
     }
 
     /// Admits a request, which may be in the queue. A rejection is not counted.
+    #[inline]
     pub(super) fn try_admit(
         &'static self,
         waits: Option<&WaitId>,
@@ -153,61 +155,89 @@ impl Desk {
             return Ok(Permit::request(self, Cost { host, device }, exempt));
         }
         if self.sheds(priority) {
-            if let Some(waits) = waits {
-                self.queue.lacks_other(waits);
-            }
-            return Err(self.away(place));
+            return Err(self.shed(waits, place));
         }
-        let is_queued = waits.is_some() || !self.queue.is_empty();
-        // In the queue, its order decides how the room is shared.
-        let takes_all = is_queued || priority == Priority::High;
-        let how = if takes_all { Ledger::try_book_more } else { Ledger::try_book };
-        let both = || {
-            if self.unused.keeps_out(cost.host, self.host.unheld()) {
-                self.hurry();
-                return Err((Budget::Host, self.host.shortfall(cost.host)));
+        let booked = if waits.is_none() && self.queue.is_empty() {
+            let how =
+                if priority == Priority::High { Ledger::try_book_more } else { Ledger::try_book };
+            match self.book(cost, how) {
+                Ok(booked) => booked,
+                Err((budget, short)) => return Err(self.refuse(cost, budget, short, place)),
             }
-            let host = book(&self.host, cost.host, how).map_err(|short| (Budget::Host, short))?;
-            let device = book(&self.device, cost.device, how).map_err(|short| {
-                self.host.release(host);
-                (Budget::Device, short)
-            })?;
-            Ok(Cost { host, device })
-        };
-        let booked = if is_queued {
-            let ceilings = [self.host.ceiling(), self.device.ceiling()];
-            let passed = self.queue.pass(waits, cost, priority, ceilings, both);
-            // One that was woken together with this one may have been blocked by it.
-            if matches!(passed, Ok(_) | Err(PassError::Behind { has_aged: true })) {
-                self.released();
-            }
-            passed
         } else {
-            both().map_err(|(budget, short)| PassError::NoRoom(budget, short))
+            self.book_in_order(waits, cost, priority, place)?
         };
-        match booked {
-            Ok(Cost { host, device }) => {
-                tally.admit(place, host, device);
-                Ok(Permit::request(self, Cost { host, device }, exempt))
-            }
-            Err(PassError::Behind { .. }) => Err(self.comes_later(cost, place)),
-            Err(PassError::NoRoom(budget, short)) => {
-                Err(self.full(budget, short, place, || self.make_room(cost)))
-            }
+        tally.admit(place, booked.host, booked.device);
+        Ok(Permit::request(self, booked, exempt))
+    }
+
+    /// Reserves a cost in every budget, or in none.
+    #[inline]
+    fn book(
+        &self,
+        cost: Cost,
+        how: impl Fn(&Ledger, ByteSize) -> Result<(), Shortfall> + Copy,
+    ) -> Result<Cost, (Budget, Shortfall)> {
+        if self.unused.keeps_out(cost.host, self.host.unheld()) {
+            self.hurry();
+            return Err((Budget::Host, self.host.shortfall(cost.host)));
         }
+        let host = book(&self.host, cost.host, how).map_err(|short| (Budget::Host, short))?;
+        let device = book(&self.device, cost.device, how).map_err(|short| {
+            self.host.release(host);
+            (Budget::Device, short)
+        })?;
+        Ok(Cost { host, device })
+    }
+
+    /// Reserves a cost if the order of the queue allows it. The order decides how the room is
+    /// shared, so no headroom is left.
+    #[cold]
+    fn book_in_order(
+        &'static self,
+        waits: Option<&WaitId>,
+        cost: Cost,
+        priority: Priority,
+        place: Place,
+    ) -> Result<Cost, Rejected> {
+        let ceilings = [self.host.ceiling(), self.device.ceiling()];
+        let book = || self.book(cost, Ledger::try_book_more);
+        let passed = self.queue.pass(waits, cost, priority, ceilings, book);
+        // One that was woken together with this one may have been blocked by it.
+        if matches!(passed, Ok(_) | Err(PassError::Behind { has_aged: true })) {
+            self.released();
+        }
+        passed.map_err(|error| match error {
+            PassError::Behind { .. } => self.comes_later(cost, place),
+            PassError::NoRoom(budget, short) => self.refuse(cost, budget, short, place),
+        })
+    }
+
+    /// Returns the rejection of a request by its priority.
+    #[cold]
+    fn shed(&self, waits: Option<&WaitId>, place: Place) -> Rejected {
+        if let Some(waits) = waits {
+            self.queue.lacks_other(waits);
+        }
+        self.away(place)
+    }
+
+    /// Returns the rejection of a request that does not fit.
+    #[cold]
+    fn refuse(
+        &'static self,
+        cost: Cost,
+        budget: Budget,
+        short: Shortfall,
+        place: Place,
+    ) -> Rejected {
+        self.full(budget, short, place, || self.make_room(cost))
     }
 
     /// Returns the rejection of a request for which there is room that others wait for.
     #[cold]
     fn comes_later(&self, cost: Cost, place: Place) -> Rejected {
         self.full(Budget::Host, self.host.shortfall(cost.host), place, || Hint::Unknown)
-    }
-
-    /// Counts a rejected request.
-    #[cold]
-    pub(super) fn count(&self, rejected: &Rejected) {
-        let place = Place::here();
-        self.tally(place).rejected(place, rejected.reason(), rejected.shortage());
     }
 
     /// Wakes waiting requests that may fit, after a release of bytes.
@@ -436,8 +466,10 @@ impl Desk {
     }
 
     /// Counts a rejected request, and returns the rejection.
+    #[cold]
     pub(super) fn reject(&self, rejected: Rejected) -> Rejected {
-        self.count(&rejected);
+        let place = Place::here();
+        self.tally(place).rejected(place, rejected.reason(), rejected.shortage());
         rejected
     }
 
