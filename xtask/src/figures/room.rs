@@ -26,4 +26,21 @@ pub(super) const BENCHES: &[Bench] = &[
             ("room.burst400.kills", None),
         ],
     },
+    Bench {
+        arguments: "bench --locked --bench control -- --parts admission",
+        figures: &[("room.admission_over_atomics", Some("admission.one_over_atomics"))],
+    },
+    Bench {
+        arguments: "bench --locked --bench overload -- --measured",
+        figures: &[
+            ("room.4x.quick.goodput_ratio", Some("measured.4x.goodput_ratio")),
+            ("room.4x.share.small", Some("overload.lowtide.4x.heavy.estimate_0.share.small")),
+            ("room.4x.share.medium", Some("overload.lowtide.4x.heavy.estimate_0.share.medium")),
+            ("room.4x.share.large", Some("overload.lowtide.4x.heavy.estimate_0.share.large")),
+        ],
+    },
+    Bench {
+        arguments: "bench --locked --bench overload -- --survive 60 --seed 1",
+        figures: &[("room.oom_kills", Some("overload.survive.oom_kills"))],
+    },
 ];
