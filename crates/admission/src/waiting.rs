@@ -2,8 +2,9 @@
 //!
 //! A request that does not fit enters, and tries again each time it is woken. Whatever releases
 //! bytes, and each tick of the control loop, wakes the requests that may fit now
-//! ([`Desk`](super::desk::Desk) does). A waiting request reserves nothing. The tower layer estimates
-//! its need again at each attempt, since the need of its route may have been learned meanwhile.
+//! ([`Desk`](super::desk::Desk) does). A waiting request reserves nothing. The tower layer
+//! estimates its need again at each attempt, since the need of its route may have been learned
+//! meanwhile.
 //!
 //! The order is that of start-time fair queueing (Goyal, Vin and Cheng, 1996) within each priority:
 //! a request's tag is the number of bytes that its tenant waits for in front of it, counted from
