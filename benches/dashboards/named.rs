@@ -30,6 +30,7 @@ const FOREIGN: &str = "the proxy exports and imports no memory";
 const FAULTLESS: &str = "an error that the load does not cause";
 const MOMENT: &str = "activations live briefly, and samples fall between two of them";
 const FAST: &str = "a load may be over between two scrapes";
+const BRIEF: &str = "requests may wait between two scrapes, and for less than a tick";
 const MEET: &str = "on few cores threads may never contend for a lock";
 const VIEWED: &str = "an arena used through cudarc sleeps only if the program asks for it";
 const TENANTS: &str = "the proxy names no tenants";
@@ -73,6 +74,7 @@ pub(crate) const PANELS: &[Named] = &[
     empty("Limits reached", "A", CGROUP),
     empty("Memory stalls", "AB", CGROUP),
     empty("Largest tenants", "AB", TENANTS),
+    constant("Waiting requests", "AB", BRIEF),
     constant("Memory held by resources", "A", "each load of the model holds as much"),
     constant("Loading", "A", FAST),
     constant("Waiting callers", "A", FAST),
