@@ -8,6 +8,6 @@ pub use lowtide_admission::{
     Acquire, AcquireError, AddError, Admission, AdmissionStats, Backoff, Budget, CeilingParts,
     ClassStats, Cost, Cpus, EventCounts, Ledger, Level, Limit, LimitSource, LoadError, LoadScope,
     Managed, ManagedBuilder, MemoryEvents, MemoryUsage, Permit, Priority, Psi, RejectReason,
-    Rejected, RequestMemory, Resource, ResourceStats, RouteUsage, SettingsError, Signal, Signals,
-    SizeClass, Stall, TenantUsage, UnloadError, UnloadReason, Unloads, Use,
+    Rejected, RequestMemory, RequestPhase, Resource, ResourceStats, RouteUsage, SettingsError,
+    Signal, Signals, SizeClass, Stall, TenantUsage, UnloadError, UnloadReason, Unloads, Use,
 };

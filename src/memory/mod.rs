@@ -324,6 +324,18 @@ impl Memory {
         shared.admission.largest(LARGEST_MAX, shared.clock.now())
     }
 
+    /// Returns the running requests that were admitted first, the oldest first: at most 16, each
+    /// with a reservation of at least 64 KiB. Only requests that passed a layer, are measured, and
+    /// have waited for something are listed. Empty in a forked child.
+    #[must_use]
+    pub fn oldest_requests(&self) -> Vec<RequestMemory> {
+        let shared = &self.0.shared;
+        if !shared.birth.is_here() {
+            return Vec::new();
+        }
+        shared.admission.oldest(LARGEST_MAX, shared.clock.now())
+    }
+
     /// Returns the memory of measured requests by route, the largest first: at most 64 routes, and
     /// one named `other` for the rest. A route is a method and a pattern that axum matched, a gRPC
     /// method, or else the first segment of the path. Empty in a forked child.

@@ -233,6 +233,8 @@ pub fn admission(stats: &lowtide_admission::AdmissionStats) {
     gauge!(name::ADMISSION_WAITING.name).set(count(stats.waiting));
     counter!(name::ADMISSION_WAITED.name).absolute(stats.waited_total);
     gauge!(name::ADMISSION_WAIT_TIME.name).set(stats.waited_time_total.as_secs_f64());
+    counter!(name::ADMISSION_SUSPENDED.name).absolute(stats.suspended_total);
+    gauge!(name::ADMISSION_OLDEST.name).set(stats.oldest_permit.as_secs_f64());
     for reason in lowtide_admission::RejectReason::ALL {
         let total = stats.rejected_total(reason);
         counter!(name::ADMISSION_REJECTED.name, "reason" => reason.name()).absolute(total);

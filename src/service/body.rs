@@ -10,14 +10,19 @@
 //! for the first small ones. The connection drops frames outside any scope, but a followed frame is
 //! dropped in that of its request, so a response without end does not grow.
 //!
+//! While the reservation of a request is suspended (`permit`), its body is read only as far as
+//! there is room for what arrives. Its last frame, or its end, is kept here until the request has
+//! reserved its claim again, for which it waits in the queue.
+//!
 //! Invariants: the permit lives as long as the response body and its followed frames; a frame of a
 //! request keeps neither the permit of its request nor the memory of its account.
 
 use std::pin::Pin;
-use std::task::{Context, Poll};
+use std::task::{Context, Poll, ready};
 
 use bytes::Bytes;
 use http_body::{Body, Frame, SizeHint};
+use lowtide_admission::Waiting;
 use lowtide_heap::unmeasured;
 use pin_project_lite::pin_project;
 
@@ -53,6 +58,10 @@ pin_project! {
         // `None` if nothing is measured: the body is empty, or no request is.
         permit: Option<SharedPermit>,
         is_arriving: bool,
+        // The end of the body of a suspended request.
+        last: Option<Last>,
+        // Its place in the queue.
+        waiting: Option<Waiting>,
     }
 
     impl<Q> PinnedDrop for RequestBody<Q> {
@@ -72,12 +81,58 @@ pin_project! {
 impl<Q: Body> RequestBody<Q> {
     pub(super) fn new(body: Q, permit: &SharedPermit) -> Self {
         let is_arriving = !body.is_end_stream();
-        if !is_arriving {
+        if is_arriving {
+            permit.receives();
+        } else {
             permit.arrived();
         }
         let is_measured = permit.is_measured() && is_arriving;
-        Self { permit: is_measured.then(|| permit.clone()), body: Some(body), is_arriving }
+        let permit = is_measured.then(|| permit.clone());
+        Self { body: Some(body), permit, is_arriving, last: None, waiting: None }
     }
+}
+
+/// The end of a body that the handler has not got yet.
+#[derive(Debug)]
+enum Last {
+    Frame(Frame<Bytes>),
+    /// It ends without a further frame.
+    End,
+}
+
+/// Waits until a suspended request may receive more of its body. `is_last` if it needs its whole
+/// claim for that.
+#[cold]
+fn poll_room(
+    permit: &SharedPermit,
+    waiting: &mut Option<Waiting>,
+    is_last: bool,
+    cx: &Context<'_>,
+) -> Poll<()> {
+    if !is_last && waiting.is_none() && permit.may_receive() {
+        return Poll::Ready(());
+    }
+    if waiting.is_none() {
+        *waiting = permit.wait_to_resume();
+    }
+    // Ends: each iteration needs a wake of the queue.
+    loop {
+        let is_turn = match waiting {
+            Some(waiting) => ready!(waiting.poll_turn(cx)),
+            None => false,
+        };
+        match permit.resume(waiting.as_ref().filter(|_| is_turn)) {
+            Ok(()) => break,
+            Err(rejected) if is_turn && rejected.may_wait() => {}
+            Err(rejected) => {
+                permit.refuse(rejected);
+                break;
+            }
+        }
+    }
+    *waiting = None;
+    // The layer ends a request that was refused.
+    if permit.is_suspended() { Poll::Pending } else { Poll::Ready(()) }
 }
 
 impl<Q: Body<Data = Bytes>> Body for RequestBody<Q> {
@@ -91,23 +146,47 @@ impl<Q: Body<Data = Bytes>> Body for RequestBody<Q> {
         let this = self.project();
         let Some(mut body) = this.body.as_pin_mut() else { return Poll::Ready(None) };
         let Some(permit) = this.permit else { return body.poll_frame(cx) };
-        // The length of the frame stands for what the layers below allocate.
-        let polled = unmeasured(|| body.as_mut().poll_frame(cx));
-        let has_ended = matches!(polled, Poll::Ready(None | Some(Err(_)))) || body.is_end_stream();
-        if *this.is_arriving && has_ended {
-            *this.is_arriving = false;
-            permit.arrived();
-        }
+        // Ends: it goes on only with the end of the body, which has room then.
+        let polled = loop {
+            if permit.is_suspended() {
+                let is_last = this.last.is_some();
+                ready!(unmeasured(|| poll_room(permit, this.waiting, is_last, cx)));
+            }
+            // The length of the frame stands for what the layers below allocate.
+            let polled = match this.last.take() {
+                Some(Last::Frame(frame)) => Poll::Ready(Some(Ok(frame))),
+                Some(Last::End) => Poll::Ready(None),
+                None => unmeasured(|| body.as_mut().poll_frame(cx)),
+            };
+            let is_over = matches!(polled, Poll::Ready(None | Some(Err(_))));
+            if !*this.is_arriving || !(is_over || body.is_end_stream()) {
+                break polled;
+            }
+            if permit.arrived() {
+                *this.is_arriving = false;
+                break polled;
+            }
+            *this.last = match polled {
+                Poll::Ready(Some(Ok(frame))) => Some(Last::Frame(frame)),
+                Poll::Ready(None) => Some(Last::End),
+                Poll::Pending | Poll::Ready(Some(Err(_))) => break polled,
+            };
+        };
         let receive = |data| RequestFrame::receive(data, permit);
         polled.map(|frame| frame.map(|frame| frame.map(|frame| frame.map_data(receive))))
     }
 
     fn is_end_stream(&self) -> bool {
-        self.body.as_ref().is_none_or(Body::is_end_stream)
+        self.last.is_none() && self.body.as_ref().is_none_or(Body::is_end_stream)
     }
 
     fn size_hint(&self) -> SizeHint {
-        self.body.as_ref().map_or_else(SizeHint::default, Body::size_hint)
+        let mut hint = self.body.as_ref().map_or_else(SizeHint::default, Body::size_hint);
+        if let Some(Last::Frame(frame)) = &self.last {
+            let kept = frame.data_ref().map_or(0, Bytes::len) as u64;
+            hint = SizeHint::with_exact(hint.lower().saturating_add(kept));
+        }
+        hint
     }
 }
 

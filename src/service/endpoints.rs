@@ -138,7 +138,7 @@ impl Endpoints {
     /// host is 403 ([`Endpoints::with_hosts`]). `/memory` answers with the live page if the
     /// `Accept` header prefers HTML (`?format=json` and `?format=html` override the header).
     /// `?with=` adds parts to the JSON: `map`, `history`, `events`, `admin_tasks`,
-    /// `largest_requests`, `routes`, `tenants`, separated by commas. An invalid query is 400.
+    /// `largest_requests`, `permits` (the oldest requests), `routes`, `tenants`, separated by commas. An invalid query is 400.
     ///
     /// ```
     /// use http::Request;
@@ -326,6 +326,8 @@ fn document(snapshot: &MemorySnapshot) -> Value {
             "held": snapshot.admission.held(),
             "waiting": snapshot.admission.waiting,
             "waited": snapshot.admission.waited_total,
+            "suspended": snapshot.admission.suspended_total,
+            "oldest_permit_seconds": seconds(snapshot.admission.oldest_permit),
             "outlived_bytes": snapshot.admission.outlived_bytes_total,
             "rejected": RejectReason::ALL
                 .map(|why| (why.name().to_owned(), json!(snapshot.admission.rejected_total(why))))

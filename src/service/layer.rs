@@ -48,7 +48,7 @@ use super::body::{RequestBody, ResponseBody};
 use super::drain::Drain;
 use super::estimate::{ContentLength, Estimate, Estimated, UNDECLARED};
 use super::exempt::ExemptPaths;
-use super::permit::{Origin, RouteLabel, SharedPermit, Terms};
+use super::permit::{Origin, Resumes, RouteLabel, SharedPermit, Terms};
 use super::rejection::{Reject, negotiated};
 use super::scoped::Scoped;
 use super::usage::Tenant;
@@ -376,21 +376,31 @@ impl<E: Estimate> MemoryLayer<E> {
         let is_http2 = head.version == Version::HTTP_2;
         let content_type = if is_http2 { head.headers.get(CONTENT_TYPE).cloned() } else { None };
         let version = head.version;
+        let can_resume = is_measured && slot.is_none() && !settings.max_wait.is_zero();
+        let resumes = (can_resume && priority != Priority::Exempt).then(|| Resumes {
+            priority,
+            tenant: self.tenant(head),
+            within: settings.max_wait,
+        });
         let tenant = if is_measured { head.extensions.get().cloned() } else { None };
         let origin = Origin { method, version, route, is_matched, tenant, content_type };
-        let terms = Terms { cap, lesson, share, slot, is_measured, reports };
+        let terms = Terms { cap, lesson, share, slot, is_measured, resumes, reports };
         Ok(SharedPermit::new(permit, origin, terms))
     }
 
     /// Lets a request wait that was refused, if it may fit later.
     fn wait(&self, head: &Parts, refused: &NotAdmitted) -> Option<Waiting> {
-        let LayerSettings { admission, max_wait, hasher, .. } = &*self.settings;
+        let LayerSettings { admission, max_wait, .. } = &*self.settings;
         if max_wait.is_zero() || !refused.rejected.may_wait() {
             return None;
         }
+        admission.wait(refused.cost, refused.priority, self.tenant(head), Some(*max_wait))
+    }
+
+    /// Returns the number under which the requests of a tenant keep their order.
+    fn tenant(&self, head: &Parts) -> u64 {
         let tenant: Option<&Tenant> = head.extensions.get();
-        let tenant = tenant.map_or(0, |tenant| hasher.hash_one(tenant.name()));
-        admission.wait(refused.cost, refused.priority, tenant, Some(*max_wait))
+        tenant.map_or(0, |tenant| self.settings.hasher.hash_one(tenant.name()))
     }
 
     /// Calls the service for an admitted request.
@@ -428,7 +438,8 @@ struct NotAdmitted {
 
 impl LayerSettings {
     /// Returns the answer to a cancelled request whose handler must end now. To end by itself, the
-    /// handler has one more poll, and 100 ms unless the request grows.
+    /// handler of one that has outgrown its claim has one more poll, and 100 ms unless the request
+    /// grows.
     #[cold]
     fn end(
         &self,
@@ -436,6 +447,10 @@ impl LayerSettings {
         rejected: &Rejected,
         cancelled_at: &mut Option<Moment>,
     ) -> Option<Response<String>> {
+        if !matches!(rejected, Rejected::Outgrown { .. }) {
+            self.report(permit, rejected);
+            return Some(self.reject.reject(rejected, &permit.head()));
+        }
         let now = self.clock.now();
         let Some(since) = *cancelled_at else {
             *cancelled_at = Some(now);
@@ -449,8 +464,11 @@ impl LayerSettings {
     /// Logs that a request was cancelled, and adds an event.
     #[cold]
     fn report(&self, permit: &SharedPermit, rejected: &Rejected) {
-        let Rejected::Outgrown { held, claim, most, .. } = rejected else { return };
         let route = permit.route();
+        let Rejected::Outgrown { held, claim, most, .. } = rejected else {
+            log!(debug, target: "lowtide", %rejected, route, "request rejected while it arrived");
+            return;
+        };
         log!(warn, target: "lowtide", route, %held, %claim, %most, "request cancelled");
         let text = format!("{rejected}; claim {claim}");
         add_request_event(&self.admission, self.clock.since_epoch(), &route, text);
@@ -615,6 +633,7 @@ where
     S: Service<Request<RequestBody<Q>>, Response = Response<R>>,
     E: Estimate,
     Q: Body<Data = Bytes>,
+    R: Body,
 {
     type Output = Result<Response<ResponseBody<R>>, S::Error>;
 
@@ -641,7 +660,9 @@ where
                     settings.report(permit, &rejected);
                 }
                 if let Ok(response) = &answered {
-                    permit.answered(is_success(response, permit.may_be_grpc()));
+                    let body = response.body();
+                    let is_whole = !body.is_end_stream() && body.size_hint().exact().is_some();
+                    permit.answered(is_success(response, permit.may_be_grpc()), is_whole);
                 }
                 Poll::Ready(answered.map(|response| {
                     response.map(|body| ResponseBody::admitted(body, permit.clone()))

@@ -1,5 +1,5 @@
 //! The optional parts of `/memory`: maps of arenas, history, events, admin tasks, the largest
-//! requests, the memory of routes and tenants.
+//! and oldest requests, the memory of routes and tenants.
 //!
 //! Each part is bounded. The figures themselves are in `endpoints`, the maps in `devices`.
 
@@ -22,17 +22,19 @@ pub(super) enum Part {
     Events,
     AdminTasks,
     LargestRequests,
+    Permits,
     Routes,
     Tenants,
 }
 
 impl Part {
-    const ALL: [Self; 7] = [
+    const ALL: [Self; 8] = [
         Self::Map,
         Self::MetricsHistory,
         Self::Events,
         Self::AdminTasks,
         Self::LargestRequests,
+        Self::Permits,
         Self::Routes,
         Self::Tenants,
     ];
@@ -44,6 +46,7 @@ impl Part {
             Self::Events => "events",
             Self::AdminTasks => "admin_tasks",
             Self::LargestRequests => "largest_requests",
+            Self::Permits => "permits",
             Self::Routes => "routes",
             Self::Tenants => "tenants",
         }
@@ -91,6 +94,7 @@ impl Part {
                 json!({ "needs_token": needs_token, "list": list })
             }),
             Self::LargestRequests => memory.largest_requests().iter().map(request).collect(),
+            Self::Permits => memory.oldest_requests().iter().map(request).collect(),
             Self::Routes => memory.usage_by_route().iter().map(route).collect(),
             Self::Tenants => memory.usage_by_tenant().iter().map(tenant).collect(),
         };
@@ -128,6 +132,8 @@ fn request(request: &RequestMemory) -> Value {
         "method": request.method,
         "route": request.route,
         "tenant": request.tenant,
+        "phase": request.phase.name(),
+        "reserved_bytes": request.reserved.get(),
         "live_bytes": request.live.get(),
         "peak_bytes": request.peak.get(),
         "claim_bytes": request.claim.get(),

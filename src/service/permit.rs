@@ -10,16 +10,21 @@
 //! and the layer drops it if it goes on (`layer`). Nothing can interrupt a single poll, work on
 //! other threads, or a response whose head was returned.
 //!
+//! While others wait for room, a request that waits for its client has its reservation suspended:
+//! it keeps what it holds, and reserves its claim again before its body is complete (`body`).
+//!
 //! Not measured: tasks and threads without a scope, and C code that does not allocate through
 //! jemalloc.
 //!
 //! Invariants: the reservation is released when the last handle is dropped; the reservation covers
-//! the live bytes after each piece of work, also of a cancelled request; `peak` never falls.
+//! the live bytes after each piece of work, also of a cancelled request; `peak` never falls; the
+//! handler gets the end of a body only while the claim is reserved.
 
 use std::fmt;
 use std::future::{Future, poll_fn};
 use std::sync::{Arc, Weak};
 use std::task::{Context, Poll, Waker};
+use std::time::Duration;
 
 use http::header::CONTENT_TYPE;
 use http::request::Parts;
@@ -27,11 +32,12 @@ use http::{HeaderValue, Method, Request, Version};
 
 use crate::bytes::ByteSize;
 use crate::clock::Moment;
-use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use crate::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 use crate::sync::{Mutex, MutexGuard, lock};
 use lowtide_admission::learning::Trial;
 use lowtide_admission::{
-    LARGE_MIN, LargeRequest, NAME_MAX, Permit, Rejected, RequestMemory, shortened,
+    LARGE_MIN, LargeRequest, NAME_MAX, Permit, Priority, REGISTERED_MIN, Rejected, RequestMemory,
+    RequestPhase, SLOW_AFTER, Waiting, shortened,
 };
 use lowtide_heap::{Account, AccountMemory, AccountOwner, unmeasured};
 
@@ -69,6 +75,10 @@ const REPORTED_MIN: ByteSize = ByteSize::kib(64);
 /// cancelling it would release little.
 const CAP_MIN: ByteSize = ByteSize::mib(1);
 
+/// What a suspended request reserves beyond what it holds, for the part of its body that arrives
+/// next. An estimate: what an HTTP/2 client may send on a stream without permission, by default.
+const WINDOW: ByteSize = ByteSize::kib(64);
+
 /// A permit that does not keep the reservation.
 #[derive(Clone, Debug)]
 pub(super) struct WeakPermit(Weak<Account<Admitted>>);
@@ -87,11 +97,18 @@ struct Admitted {
     /// The bytes that it reserved when it was admitted, or later by growing.
     claim: AtomicU64,
     admitted_at: Moment,
+    /// The last time at which its claim was reserved, in nanoseconds.
+    reserved_at: AtomicU64,
     /// Set once it is registered as large.
     is_registered: AtomicBool,
     is_cancelled: AtomicBool,
     /// `true` once its handler has answered, and the layer cannot end it any more.
     is_answered: AtomicBool,
+    /// How it resumes once it was suspended; `None` if it is never suspended.
+    resumes: Option<Resumes>,
+    /// What it waits for: [`WORKS`], [`RECEIVES`] or [`SENDS`].
+    progress: AtomicU8,
+    is_suspended: AtomicBool,
     /// The reserved bytes, and the live bytes as reported last, so that most polls need no lock.
     covered: AtomicU64,
     reported: AtomicU64,
@@ -114,6 +131,22 @@ pub(super) struct Origin {
     pub(super) content_type: Option<HeaderValue>,
 }
 
+/// Its body has arrived, or its handler does not read it.
+const WORKS: u8 = 0;
+/// Its body has not arrived.
+const RECEIVES: u8 = 1;
+/// Its handler has returned all of its response, which is not sent yet.
+const SENDS: u8 = 2;
+
+/// The terms on which a suspended request waits for room.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Resumes {
+    pub(super) priority: Priority,
+    pub(super) tenant: u64,
+    /// The longest time to wait.
+    pub(super) within: Duration,
+}
+
 /// The layer's data of an admitted request.
 #[derive(Debug)]
 pub(super) struct Terms {
@@ -128,6 +161,8 @@ pub(super) struct Terms {
     pub(super) slot: Option<Trial>,
     /// `true` if its memory is measured.
     pub(super) is_measured: bool,
+    /// How it resumes once it was suspended; `None` if it is never suspended.
+    pub(super) resumes: Option<Resumes>,
     /// `true` if the measured bytes are reported as all that it holds. `false` if its estimate may
     /// cover memory that is not measured.
     pub(super) reports: bool,
@@ -164,7 +199,7 @@ impl SharedPermit {
         }
         let claim = permit.cost().host;
         let admitted_at = permit.last_tick();
-        let cap = terms.cap;
+        let (cap, resumes) = (terms.cap, terms.resumes);
         let held = Held {
             permit,
             reported: None,
@@ -183,9 +218,13 @@ impl SharedPermit {
             cap,
             claim: AtomicU64::new(claim.get()),
             admitted_at,
+            reserved_at: AtomicU64::new(nanos(admitted_at)),
             is_registered: AtomicBool::new(false),
             is_cancelled: AtomicBool::new(false),
             is_answered: AtomicBool::new(false),
+            resumes,
+            progress: AtomicU8::new(WORKS),
+            is_suspended: AtomicBool::new(false),
             covered: AtomicU64::new(claim.get()),
             reported: AtomicU64::new(0),
             lent: AtomicU64::new(0),
@@ -309,9 +348,8 @@ impl SharedPermit {
             held.change_live(&admitted.origin, ByteSize::new(before), live);
             (live, held.permit.is_short())
         });
-        if live >= LARGE_MIN && !admitted.is_registered.swap(true, Ordering::Relaxed) {
-            let register = || self.held().permit.register(Arc::new(self.downgrade()), live);
-            unmeasured(register);
+        if live >= LARGE_MIN {
+            self.register();
         }
         if let Some(cap) = admitted.cap.filter(|_| is_short) {
             let most = self.expected().scaled(cap).max(CAP_MIN);
@@ -321,32 +359,114 @@ impl SharedPermit {
         }
     }
 
+    /// Adds it to the running requests that have reserved much, once.
+    fn register(&self) {
+        if !self.0.owner().is_registered.swap(true, Ordering::Relaxed) {
+            unmeasured(|| self.held().permit.register(Arc::new(self.downgrade())));
+        }
+    }
+
+    /// Returns `true` if it has reserved so much that it is registered when it waits.
+    fn is_large(&self) -> bool {
+        let admitted = self.0.owner();
+        admitted.is_measured && admitted.covered.load(Ordering::Relaxed) >= REGISTERED_MIN.get()
+    }
+
     /// Returns the most that the request was expected to hold.
     fn expected(&self) -> ByteSize {
         let (held, claim) = (self.held(), self.0.owner().claim());
         held.terms.lesson.as_ref().map_or(claim, |lesson| lesson.expected(claim))
     }
 
-    /// Records that the body of the request has arrived.
-    pub(super) fn arrived(&self) {
-        if self.0.owner().is_trial
+    /// Records that the body of the request has not arrived.
+    pub(super) fn receives(&self) {
+        self.0.owner().progress.store(RECEIVES, Ordering::Relaxed);
+    }
+
+    /// Records that the body of the request has arrived, or is not read. Returns `false` if its
+    /// reservation is suspended: then its end must wait.
+    pub(super) fn arrived(&self) -> bool {
+        let admitted = self.0.owner();
+        // One of this and `suspend`, which stores and loads the other way round, sees the other.
+        admitted.progress.store(WORKS, Ordering::SeqCst);
+        if admitted.is_suspended.load(Ordering::SeqCst) {
+            let _held = self.held();
+            if admitted.is_suspended.load(Ordering::Relaxed) {
+                admitted.progress.store(RECEIVES, Ordering::Relaxed);
+                return false;
+            }
+        }
+        if admitted.is_trial
             && let Some(slot) = &self.held().terms.slot
         {
             slot.arrived();
         }
+        true
+    }
+
+    /// Returns `true` if its reservation is suspended.
+    pub(super) fn is_suspended(&self) -> bool {
+        self.0.owner().is_suspended.load(Ordering::Relaxed)
+    }
+
+    /// Reserves a window for what arrives next of a suspended request's body. Returns `false` if
+    /// the request must resume first.
+    pub(super) fn may_receive(&self) -> bool {
+        // Counts what this poll has allocated so far.
+        self.release(ByteSize::ZERO);
+        let wanted = self.0.memory().live.saturating_add(WINDOW);
+        self.change(|held| held.permit.reserve_arriving(wanted))
+    }
+
+    /// Enters the queue to resume. Returns `None` if it is full, and if the request is never
+    /// suspended.
+    pub(super) fn wait_to_resume(&self) -> Option<Waiting> {
+        let Resumes { priority, tenant, within } = self.0.owner().resumes?;
+        let claim = self.0.owner().claim();
+        self.held().permit.wait_to_resume(claim, priority, tenant, within)
+    }
+
+    /// Reserves the claim of a suspended request again.
+    pub(super) fn resume(&self, waiting: Option<&Waiting>) -> Result<(), Rejected> {
+        let admitted = self.0.owner();
+        let Some(Resumes { priority, .. }) = admitted.resumes else { return Ok(()) };
+        self.change(|held| {
+            held.permit.resume(waiting, admitted.claim(), priority)?;
+            admitted.resumed(held.permit.last_tick());
+            Ok(())
+        })
+    }
+
+    /// Ends a suspended request for which there was no room in time. If its handler has answered
+    /// already, it goes on without its claim.
+    #[cold]
+    pub(super) fn refuse(&self, rejected: Rejected) {
+        let admitted = self.0.owner();
+        let is_answered = admitted.is_answered.load(Ordering::Relaxed);
+        if !is_answered {
+            return self.end(|held| held.permit.refuse(rejected));
+        }
+        self.change(|held| {
+            held.permit.set_resumed();
+            admitted.resumed(held.permit.last_tick());
+        });
     }
 
     /// Cancels the request, since it holds more than `most`.
     #[cold]
     fn cancel(&self, most: ByteSize) {
-        let admitted = self.0.owner();
+        let (live, claim) = (self.0.memory().live, self.0.owner().claim());
+        self.end(|held| held.permit.outgrown(live, claim, most));
+    }
+
+    /// Cancels the request for this reason, unless it is cancelled already.
+    fn end(&self, reason: impl FnOnce(&Held) -> Rejected) {
         let mut held = self.held();
         if held.cancelled.is_some() {
             return;
         }
-        let live = self.0.memory().live;
-        held.cancelled = Some(held.permit.outgrown(live, admitted.claim(), most));
-        admitted.is_cancelled.store(true, Ordering::Release);
+        held.cancelled = Some(reason(&held));
+        self.0.owner().is_cancelled.store(true, Ordering::Release);
         let (waker, waiting) = (held.waker.take(), std::mem::take(&mut held.waiting));
         drop(held);
         waker.into_iter().chain(waiting.into_iter().map(|(_, waker)| waker)).for_each(Waker::wake);
@@ -361,7 +481,13 @@ impl SharedPermit {
     /// Keeps the waker of the layer's future while its handler waits. Returns the rejection if the
     /// request is cancelled already.
     pub(super) fn waits(&self, waker: &Waker) -> Option<Rejected> {
-        self.0.owner().cap?;
+        let admitted = self.0.owner();
+        if !admitted.is_registered.load(Ordering::Relaxed) && self.is_large() {
+            self.register();
+        }
+        if admitted.cap.is_none() && admitted.resumes.is_none() {
+            return None;
+        }
         let mut held = self.held();
         if !held.waker.as_ref().is_some_and(|kept| kept.will_wake(waker)) {
             held.waker = Some(waker.clone());
@@ -400,9 +526,14 @@ impl SharedPermit {
         self.0.owner().origin.content_type.is_some()
     }
 
-    /// Records that its handler answered.
-    pub(super) fn answered(&self, success: bool) {
-        self.0.owner().is_answered.store(true, Ordering::Relaxed);
+    /// Records that its handler answered: `is_whole` if the response needs no more memory.
+    pub(super) fn answered(&self, success: bool, is_whole: bool) {
+        let admitted = self.0.owner();
+        admitted.is_answered.store(true, Ordering::Relaxed);
+        if is_whole && self.is_large() && admitted.progress.load(Ordering::Relaxed) == WORKS {
+            admitted.progress.store(SENDS, Ordering::Relaxed);
+            self.register();
+        }
         let mut held = self.held();
         held.waker = None;
         held.answer = Some(success);
@@ -541,6 +672,28 @@ impl Admitted {
     fn claim(&self) -> ByteSize {
         ByteSize::new(self.claim.load(Ordering::Relaxed))
     }
+
+    /// Records that its claim is reserved. Called with its lock held.
+    fn resumed(&self, now: Moment) {
+        self.reserved_at.store(nanos(now), Ordering::Relaxed);
+        self.is_suspended.store(false, Ordering::Relaxed);
+    }
+
+    fn phase(&self) -> RequestPhase {
+        if self.is_answered.load(Ordering::Relaxed) {
+            RequestPhase::Answered
+        } else if self.is_suspended.load(Ordering::Relaxed) {
+            RequestPhase::Suspended
+        } else if self.progress.load(Ordering::Relaxed) == RECEIVES {
+            RequestPhase::Receiving
+        } else {
+            RequestPhase::Working
+        }
+    }
+}
+
+fn nanos(moment: Moment) -> u64 {
+    u64::try_from(moment.since_origin().as_nanos()).unwrap_or(u64::MAX)
 }
 
 /// Waits until a request is cancelled.
@@ -638,8 +791,13 @@ impl WeakPermit {
 }
 
 impl LargeRequest for WeakPermit {
-    fn live(&self) -> Option<ByteSize> {
-        Some(self.0.upgrade()?.memory().live)
+    fn reserved(&self) -> Option<ByteSize> {
+        let covered = self.0.upgrade()?.owner().covered.load(Ordering::Relaxed);
+        Some(ByteSize::new(covered))
+    }
+
+    fn admitted_at(&self) -> Option<Moment> {
+        Some(self.0.upgrade()?.owner().admitted_at)
     }
 
     fn excess(&self) -> ByteSize {
@@ -661,6 +819,37 @@ impl LargeRequest for WeakPermit {
         }
     }
 
+    fn suspend(&self, now: Moment) {
+        let Some(permit) = self.0.upgrade().map(SharedPermit) else { return };
+        let admitted = permit.0.owner();
+        let progress = admitted.progress.load(Ordering::Relaxed);
+        let reserved_at = admitted.reserved_at.load(Ordering::Relaxed);
+        let slow_after = u64::try_from(SLOW_AFTER.as_nanos()).unwrap_or(u64::MAX);
+        let keep = permit.0.memory().live.saturating_add(WINDOW);
+        let reserved = ByteSize::new(admitted.covered.load(Ordering::Relaxed));
+        if admitted.resumes.is_none()
+            || progress == WORKS
+            || admitted.is_suspended.load(Ordering::Relaxed)
+            || nanos(now).saturating_sub(reserved_at) < slow_after
+            || reserved < keep.saturating_add(REGISTERED_MIN)
+        {
+            return;
+        }
+        permit.change(|held| {
+            if progress == SENDS {
+                held.permit.suspend(keep);
+                held.permit.set_resumed();
+                return;
+            }
+            admitted.is_suspended.store(true, Ordering::SeqCst);
+            if admitted.progress.load(Ordering::SeqCst) == RECEIVES {
+                held.permit.suspend(keep);
+            } else {
+                admitted.is_suspended.store(false, Ordering::Relaxed);
+            }
+        });
+    }
+
     fn wake(&self) {
         let waker = self.0.upgrade().and_then(|account| lock(&account.owner().held).waker.take());
         if let Some(waker) = waker {
@@ -676,6 +865,8 @@ impl LargeRequest for WeakPermit {
             method: method.to_string(),
             route: route.to_string(),
             tenant: tenant.as_ref().map(|tenant| tenant.name().to_owned()),
+            phase: admitted.phase(),
+            reserved: ByteSize::new(admitted.covered.load(Ordering::Relaxed)),
             live,
             peak,
             claim: admitted.claim(),

@@ -65,6 +65,7 @@ mod service_estimates;
 mod service_layer;
 mod service_measured;
 mod service_page;
+mod service_slow;
 mod service_usage;
 mod service_waiting;
 #[path = "../support/start.rs"]

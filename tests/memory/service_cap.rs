@@ -368,7 +368,7 @@ fn an_ended_request_is_answered_in_the_protocol_of_its_client() {
     assert_eq!(answer.headers()["content-type"], "application/grpc+proto");
     assert_eq!(answer.headers()["grpc-status"], "8");
     let live: Vec<_> = bed.memory.largest_requests().iter().map(|of| of.live).collect();
-    assert_eq!(live, [ByteSize::ZERO], "its handler is gone as it is answered");
+    assert!(live.is_empty(), "its handler is gone as it is answered: {live:?}");
     drop((grpc, full));
     let layer = bed.layer().with_rejection(move |_: &Rejected, head: &http::request::Parts| {
         seen.lock().expect("no panic").push((head.method.clone(), head.uri.to_string()));

@@ -114,6 +114,12 @@ pub struct AdmissionStats {
     /// The time that requests have waited, since start, to one tick of the control loop; without
     /// those that still wait.
     pub waited_time_total: Duration,
+    /// How often a reservation was suspended, since start: that of a request whose body is slow to
+    /// arrive while others wait for room.
+    pub suspended_total: u64,
+    /// The time since the oldest running request was admitted, to 250 ms: of those that have
+    /// reserved at least 64 KiB, are measured, and have waited for something. Zero without one.
+    pub oldest_permit: Duration,
     /// Bytes that measured requests held when they ended, since start: in caches, in tasks that go
     /// on, or leaked. Includes headers of responses, which the server frees soon after.
     pub outlived_bytes_total: u64,
@@ -337,6 +343,14 @@ impl Admission {
         self.desk.large.largest(most, now)
     }
 
+    /// Returns the `most` running requests that were admitted first, the oldest first, among those
+    /// that have reserved at least 64 KiB, are measured, and have waited for something. Costs as
+    /// much as [`Admission::largest`].
+    #[doc(hidden)]
+    pub fn oldest(&self, most: usize, now: Moment) -> Vec<RequestMemory> {
+        self.desk.large.oldest(most, now)
+    }
+
     /// Returns the memory of measured requests by route, the largest first: at most 65 routes.
     /// Allocates, and takes a lock for about a microsecond.
     #[doc(hidden)]
@@ -381,6 +395,8 @@ impl Admission {
             waiting: self.desk.queue.len() as u64,
             waited_total,
             waited_time_total,
+            suspended_total: self.desk.suspensions.load(Ordering::Relaxed),
+            oldest_permit: self.desk.large.oldest_age(),
             admitted_total: counts.admitted,
             finished_total: counts.finished,
             rejected: counts.rejected,

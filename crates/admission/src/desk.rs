@@ -62,6 +62,8 @@ pub(super) struct Desk {
     bell: RwLock<Option<Arc<Bell>>>,
     /// `true` if the next tick is further away than while requests wait.
     pub(super) is_slow: AtomicBool,
+    /// How often a reservation was suspended, since the start.
+    pub(super) suspensions: AtomicU64,
     tallies: [Tally; STRIPES],
     /// Makes room for requests and loads that do not fit. Read only on a rejection.
     evictor: RwLock<Option<Arc<Evictor>>>,
@@ -92,6 +94,7 @@ impl Desk {
         desk.unused.begin();
         desk.set_bell(None);
         desk.is_slow.store(false, Ordering::Relaxed);
+        desk.suspensions.store(0, Ordering::Relaxed);
         for tally in &desk.tallies {
             tally.begin();
         }
@@ -245,10 +248,14 @@ impl Desk {
         self.wake_waiting(WOKEN_OTHERS);
     }
 
-    /// Ends the wait of requests whose deadline has passed, and wakes those that may fit. Called at
-    /// each tick of the control loop.
+    /// Ends the wait of requests whose deadline has passed, and wakes those that may fit. If there
+    /// is no room for the first one, it suspends the reservations of requests that wait for their
+    /// clients. Called at each tick of the control loop.
     pub(super) fn tend_queue(&self, now: Moment) {
         self.queue.expire(now);
+        if let Some(lacks) = self.queue.lacks_host() {
+            self.large.suspend_while(now, || self.host.room() < lacks);
+        }
         self.wake_waiting(WOKEN_OTHERS_TICK);
     }
 
@@ -432,6 +439,33 @@ impl Desk {
         };
         self.tally(place).grow(place, reserved);
         Ok(reserved)
+    }
+
+    /// Reserves host memory for what arrives of the body of a suspended request. Returns `false`
+    /// if there is no room for it.
+    pub(super) fn book_arriving(&self, bytes: ByteSize) -> bool {
+        let has_room = self.host.has_room_to_arrive()
+            && book(&self.host, bytes, Ledger::try_book_more).is_ok();
+        if has_room {
+            let place = Place::here();
+            self.tally(place).grow(place, bytes);
+        }
+        has_room
+    }
+
+    /// Reserves host memory for a request whose reservation was suspended, in the order of the
+    /// queue. Returns the bytes reserved. A rejection is not counted.
+    pub(super) fn book_again(
+        &'static self,
+        waits: Option<&WaitId>,
+        bytes: ByteSize,
+        priority: Priority,
+    ) -> Result<ByteSize, Rejected> {
+        let place = Place::here();
+        let cost = Cost::host(bytes);
+        let booked = self.book_in_order(waits, cost, priority, place)?;
+        self.tally(place).grow(place, booked.host);
+        Ok(booked.host)
     }
 
     /// Reserves more host memory for a request, even beyond the allowance. Returns the bytes

@@ -1,20 +1,27 @@
-//! Registers the running requests that hold much memory, and cancels some at level critical.
+//! Registers the running requests that have reserved much memory, cancels some at level critical,
+//! and suspends the reservations of those that wait for their clients.
 //!
-//! The tower layer adds a request when it is measured to hold [`LARGE_MIN`] or more, so that small
-//! requests cost nothing. Operators read the largest ([`Admission::largest`]). The registry has
-//! weak handles, which keep no request alive. Requests that have ended are removed when another is
-//! added and when the registry is read.
+//! The tower layer adds a request when it is measured to hold [`LARGE_MIN`] or more, and when it
+//! has reserved [`REGISTERED_MIN`] and its handler waits, so that small and quick requests cost
+//! nothing. Operators read the largest ([`Admission::largest`]) and the oldest
+//! ([`Admission::oldest`]). The registry has weak handles, which keep no request alive. Requests
+//! that have ended are removed when the registry is read, and from time to time when another is
+//! added.
 //!
 //! The layer cancels a request that outgrew its cap. At level critical the control loop cancels the
 //! one that is furthest above its claim, whatever its cap, and the next one only when that has
 //! released its bytes or [`GRACE`] has passed. It also wakes cancelled requests at each tick, so
 //! that the layer needs no timer to end those that do not end by themselves.
 //!
-//! Invariants: at most [`LARGE_MAX`] requests are registered, the largest ones. A tick allocates
-//! nothing, and cancels at most one request. No lock is held while a request is cancelled or woken.
+//! While others wait for room, each request that has waited for its client for [`SLOW_AFTER`] is
+//! suspended: what it has reserved and does not hold is released until its body is there.
+//!
+//! Invariants: at most [`LARGE_MAX`] requests are registered, those with the largest reservations.
+//! A tick allocates nothing, and cancels at most one request. No lock of the registry is held while
+//! a request is cancelled, suspended or woken.
 
 use std::fmt;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -34,14 +41,28 @@ pub const LARGE_MIN: ByteSize = ByteSize::kib(256);
 /// most handlers, and short compared to the growth that the kernel kills for.
 #[doc(hidden)]
 pub const GRACE: Duration = Duration::from_millis(100);
-/// The maximum number of registered requests. If each holds [`LARGE_MIN`], they hold 256 MiB.
-const LARGE_MAX: usize = 1024;
+/// A request that has reserved at least this much is registered when its handler waits. An
+/// estimate: well above the buffers of its connection.
+#[doc(hidden)]
+pub const REGISTERED_MIN: ByteSize = ByteSize::kib(64);
+/// The time after which the reservation of a request that waits for its client may be suspended. An
+/// estimate: longer than a body takes to arrive that its client sends without a pause.
+#[doc(hidden)]
+pub const SLOW_AFTER: Duration = Duration::from_millis(100);
+/// The maximum number of registered requests. If each has reserved [`REGISTERED_MIN`], they have
+/// reserved 256 MiB.
+const LARGE_MAX: usize = 4096;
+/// The minimum number of registered requests at which those that have ended are looked for.
+const SWEPT_MIN: usize = 64;
 
 /// A registered request.
 #[doc(hidden)]
 pub trait LargeRequest: Send + Sync {
-    /// Returns the bytes that it holds; `None` if it has ended.
-    fn live(&self) -> Option<ByteSize>;
+    /// Returns the bytes that it has reserved; `None` if it has ended.
+    fn reserved(&self) -> Option<ByteSize>;
+
+    /// Returns the time at which it was admitted; `None` if it has ended.
+    fn admitted_at(&self) -> Option<Moment>;
 
     /// Returns the bytes that it holds beyond its claim; zero if it has ended, or cannot be ended.
     fn excess(&self) -> ByteSize;
@@ -51,6 +72,10 @@ pub trait LargeRequest: Send + Sync {
 
     /// Cancels it. Called for a request that holds more than its claim at level critical.
     fn cancel(&self);
+
+    /// Releases what it has reserved and does not hold, if it has waited for its client for
+    /// [`SLOW_AFTER`].
+    fn suspend(&self, now: Moment);
 
     /// Wakes its handler.
     fn wake(&self);
@@ -70,6 +95,10 @@ pub struct RequestMemory {
     pub route: String,
     /// The tenant, shortened to 64 bytes; `None` if the service names none.
     pub tenant: Option<String>,
+    /// What it does or waits for.
+    pub phase: RequestPhase,
+    /// The bytes that it has reserved.
+    pub reserved: ByteSize,
     /// The bytes that it holds.
     pub live: ByteSize,
     /// The largest number of bytes that it held.
@@ -82,10 +111,40 @@ pub struct RequestMemory {
     pub is_cancelled: bool,
 }
 
+/// The phase of a running request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize), serde(rename_all = "snake_case"))]
+#[non_exhaustive]
+pub enum RequestPhase {
+    /// It waits for the rest of its body.
+    Receiving,
+    /// Its reservation is suspended: it waits for the rest of its body, and then for room.
+    Suspended,
+    /// Its body has arrived, or it reads none, and its handler works.
+    Working,
+    /// Its handler has answered.
+    Answered,
+}
+
+impl RequestPhase {
+    /// Returns the name as in JSON.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Receiving => "receiving",
+            Self::Suspended => "suspended",
+            Self::Working => "working",
+            Self::Answered => "answered",
+        }
+    }
+}
+
 /// The registry of one admission.
 #[derive(Default)]
 pub(super) struct LargeRequests {
     requests: Mutex<Vec<Arc<dyn LargeRequest>>>,
+    /// The number of requests at which those that have ended are looked for next.
+    sweep_at: AtomicUsize,
     /// The time of the last tick of the control loop, in nanoseconds.
     now: AtomicU64,
     /// `true` if a registered request may have been cancelled and may still run.
@@ -102,39 +161,73 @@ impl LargeRequests {
     /// Starts over.
     pub(super) fn begin(&self) {
         self.requests().clear();
+        self.sweep_at.store(SWEPT_MIN, Ordering::Relaxed);
         self.now.store(0, Ordering::Relaxed);
         self.has_cancelled.store(false, Ordering::Relaxed);
         self.since.store(FREE, Ordering::Relaxed);
     }
 
-    /// Adds a request that holds `live` bytes. If the registry is full, the request replaces the
-    /// smallest one, or is not added if it is the smallest itself.
+    /// Adds a request that has reserved so many bytes. If the registry is full, the request
+    /// replaces the smallest one, or is not added if it is the smallest itself.
     #[cold]
-    pub(super) fn add(&self, request: Arc<dyn LargeRequest>, live: ByteSize) {
+    pub(super) fn add(&self, request: Arc<dyn LargeRequest>, reserved: ByteSize) {
         let mut requests = self.requests();
-        requests.retain(|other| other.live().is_some());
+        if requests.len() >= self.sweep_at.load(Ordering::Relaxed).min(LARGE_MAX) {
+            requests.retain(|other| other.reserved().is_some());
+            self.sweep_at.store((2 * requests.len()).max(SWEPT_MIN), Ordering::Relaxed);
+        }
         if requests.len() < LARGE_MAX {
             return requests.push(request);
         }
-        let held = |other: &Arc<dyn LargeRequest>| other.live().unwrap_or_default();
-        let smallest = requests.iter_mut().min_by_key(|other| held(other));
-        if let Some(smallest) = smallest.filter(|smallest| held(smallest) < live) {
+        let of = |other: &Arc<dyn LargeRequest>| other.reserved().unwrap_or_default();
+        let smallest = requests.iter_mut().min_by_key(|other| of(other));
+        if let Some(smallest) = smallest.filter(|smallest| of(smallest) < reserved) {
             *smallest = request;
         }
     }
 
-    /// Returns the `most` requests that hold the most memory, the largest first.
+    /// Returns the `most` requests that hold the most memory, the largest first, without those that
+    /// hold less than [`LARGE_MIN`].
     pub(super) fn largest(&self, most: usize, now: Moment) -> Vec<RequestMemory> {
-        let requests = {
-            let mut requests = self.requests();
-            requests.retain(|request| request.live().is_some());
-            requests.clone()
-        };
-        let mut largest: Vec<_> =
-            requests.iter().filter_map(|request| request.describe(now)).collect();
+        let mut largest = self.running(now);
+        largest.retain(|request| request.live >= LARGE_MIN);
         largest.sort_by_key(|request| std::cmp::Reverse(request.live));
         largest.truncate(most);
         largest
+    }
+
+    /// Returns the `most` requests that were admitted first, the oldest first.
+    pub(super) fn oldest(&self, most: usize, now: Moment) -> Vec<RequestMemory> {
+        let mut oldest = self.running(now);
+        oldest.sort_by_key(|request| std::cmp::Reverse(request.age));
+        oldest.truncate(most);
+        oldest
+    }
+
+    /// Returns the time since the oldest one was admitted, at the last tick.
+    pub(super) fn oldest_age(&self) -> Duration {
+        let admitted = self.requests().iter().filter_map(|request| request.admitted_at()).min();
+        admitted.map_or(Duration::ZERO, |at| self.now() - at)
+    }
+
+    fn running(&self, now: Moment) -> Vec<RequestMemory> {
+        let requests = {
+            let mut requests = self.requests();
+            requests.retain(|request| request.reserved().is_some());
+            requests.clone()
+        };
+        requests.iter().filter_map(|request| request.describe(now)).collect()
+    }
+
+    /// Suspends requests that wait for their clients, one after the other, while `is_short`.
+    pub(super) fn suspend_while(&self, now: Moment, is_short: impl Fn() -> bool) {
+        self.each().take_while(|_| is_short()).for_each(|request| request.suspend(now));
+    }
+
+    /// Returns each request in turn, without the lock. If another thread removes one meanwhile,
+    /// another one may be missed.
+    fn each(&self) -> impl Iterator<Item = Arc<dyn LargeRequest>> + '_ {
+        (0..LARGE_MAX).map_while(|at| self.requests().get(at).map(Arc::clone))
     }
 
     fn requests(&self) -> MutexGuard<'_, Vec<Arc<dyn LargeRequest>>> {
@@ -163,9 +256,7 @@ impl LargeRequests {
         }
         let (mut has_cancelled, mut is_held_up) = (false, false);
         let mut worst: Option<(ByteSize, Arc<dyn LargeRequest>)> = None;
-        // If another thread removes a request meanwhile, this tick may miss another one.
-        let each = (0..LARGE_MAX).map_while(|at| self.requests().get(at).map(Arc::clone));
-        for request in each {
+        for request in self.each() {
             let excess = request.excess();
             if request.is_cancelled() {
                 request.wake();
@@ -210,28 +301,38 @@ mod tests {
     }
 
     impl LargeRequest for Request {
-        fn live(&self) -> Option<ByteSize> {
+        fn reserved(&self) -> Option<ByteSize> {
             let live = self.0.load(Ordering::Relaxed);
             (live > 0).then_some(ByteSize::new(live))
         }
 
+        fn admitted_at(&self) -> Option<Moment> {
+            self.reserved().map(|_| Moment::ORIGIN)
+        }
+
         fn excess(&self) -> ByteSize {
-            self.live().unwrap_or_default()
+            self.reserved().unwrap_or_default()
         }
 
         fn is_cancelled(&self) -> bool {
-            self.1.load(Ordering::Relaxed) && self.live().is_some()
+            self.1.load(Ordering::Relaxed) && self.reserved().is_some()
         }
 
         fn cancel(&self) {
             assert!(!self.1.swap(true, Ordering::Relaxed), "once");
         }
 
+        fn suspend(&self, _: Moment) {
+            self.0.store(1, Ordering::Relaxed);
+        }
+
         fn wake(&self) {}
 
         fn describe(&self, now: Moment) -> Option<RequestMemory> {
-            let live = self.live()?;
+            let live = self.reserved()?;
             Some(RequestMemory {
+                phase: RequestPhase::Working,
+                reserved: live,
                 method: "POST".to_owned(),
                 route: "upload".to_owned(),
                 tenant: None,
@@ -248,22 +349,49 @@ mod tests {
     fn of_more_requests_than_places_the_largest_are_registered() {
         let large = LargeRequests::default();
         let more = LARGE_MAX as u64 + 500;
-        let requests: Vec<_> = (1..=more).map(request).collect();
+        let least = LARGE_MIN.get();
+        let requests: Vec<_> = (least..least + more).map(request).collect();
         // From both ends, so that small ones arrive late as well.
         for (one, other) in requests.iter().zip(requests.iter().rev()).take(requests.len() / 2) {
             for request in [one, other] {
-                let live = request.live().expect("it runs");
-                large.add(Arc::clone(request) as Arc<dyn LargeRequest>, live);
+                let reserved = request.reserved().expect("it runs");
+                large.add(Arc::clone(request) as Arc<dyn LargeRequest>, reserved);
             }
         }
         let live = |most| -> Vec<u64> {
             large.largest(most, Moment::ORIGIN).iter().map(|of| of.live.get()).collect()
         };
-        assert_eq!(live(usize::MAX), (501..=more).rev().collect::<Vec<_>>());
-        assert_eq!(live(2), [more, more - 1]);
+        let most = least + more;
+        assert_eq!(live(usize::MAX), (least + 500..most).rev().collect::<Vec<_>>());
+        assert_eq!(live(2), [most - 1, most - 2]);
         requests.iter().skip(600).for_each(|request| request.0.store(0, Ordering::Relaxed));
         assert_eq!(live(usize::MAX).len(), 100, "ended requests leave");
         assert_eq!(large.requests().len(), 100, "and are no longer kept");
+    }
+
+    /// The bug: ended requests stayed in the registry, and each kept its account allocated.
+    #[test]
+    fn ended_requests_leave_the_registry_without_readers() {
+        let large = LargeRequests::default();
+        for _ in 0..10 * LARGE_MAX {
+            let ended = request(1 << 20);
+            large.add(Arc::clone(&ended) as Arc<dyn LargeRequest>, ByteSize::mib(1));
+            ended.0.store(0, Ordering::Relaxed);
+        }
+        let kept = large.requests().len();
+        assert!(kept <= SWEPT_MIN, "{kept}");
+    }
+
+    #[test]
+    fn requests_are_suspended_in_turn_until_there_is_room() {
+        let large = LargeRequests::default();
+        let requests = [5, 6, 7, 8].map(request);
+        for request in &requests {
+            large.add(Arc::clone(request) as Arc<dyn LargeRequest>, ByteSize::new(5));
+        }
+        let reserved = || requests.each_ref().map(|request| request.0.load(Ordering::Relaxed));
+        large.suspend_while(Moment::ORIGIN, || reserved().iter().sum::<u64>() > 20);
+        assert_eq!(reserved(), [1, 1, 7, 8]);
     }
 
     #[test]

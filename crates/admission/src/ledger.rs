@@ -98,6 +98,10 @@ pub(crate) struct Reservation {
     reserved: u64,
 }
 
+/// The part of the allowance that suspended requests may reserve. An estimate: a claim of three
+/// quarters still fits beside them, and bodies of a whole second do in most services.
+const SUSPENDED_PART: u64 = 4;
+
 /// The account of one budget. Starts without a limit, until the first correction. Reservations are
 /// made only through [`Admission`](super::admission::Admission), whose permits release exactly what
 /// they reserved.
@@ -134,6 +138,8 @@ pub struct Ledger {
     unheld: AtomicU64,
     /// The part of the requests' reservations whose need was not known when they were admitted.
     unlearned: AtomicU64,
+    /// The part of the requests' reservations that belongs to suspended ones.
+    suspended: AtomicU64,
 }
 
 impl Ledger {
@@ -156,6 +162,7 @@ impl Ledger {
             settled: AtomicU64::new(0),
             unheld: AtomicU64::new(0),
             unlearned: AtomicU64::new(0),
+            suspended: AtomicU64::new(0),
         }
     }
 
@@ -181,7 +188,7 @@ impl Ledger {
         }
     }
 
-    fn figures(&self) -> [&AtomicU64; 15] {
+    fn figures(&self) -> [&AtomicU64; 16] {
         let Self {
             reserved,
             allowance,
@@ -194,7 +201,8 @@ impl Ledger {
             drain,
             ..
         } = self;
-        let Self { pause_ms, units, resource_reservations, settled, unheld, unlearned, .. } = self;
+        let Self { pause_ms, units, resource_reservations, settled, .. } = self;
+        let Self { unheld, unlearned, suspended, .. } = self;
         [
             reserved,
             allowance,
@@ -211,6 +219,7 @@ impl Ledger {
             settled,
             unheld,
             unlearned,
+            suspended,
         ]
     }
 
@@ -501,6 +510,22 @@ impl Ledger {
 
     pub(crate) fn remove_unlearned(&self, bytes: ByteSize) {
         self.unlearned.fetch_sub(bytes.get(), Ordering::Relaxed);
+    }
+
+    /// Returns `true` if suspended requests may reserve more for bodies that arrive: they hold at
+    /// most a quarter of the allowance, so that each can still have its whole claim.
+    pub(crate) fn has_room_to_arrive(&self) -> bool {
+        let suspended = self.suspended.load(Ordering::Relaxed);
+        suspended < self.allowance.load(Ordering::Relaxed) / SUSPENDED_PART
+    }
+
+    /// Replaces the bytes that a suspended request has reserved.
+    pub(crate) fn change_suspended(&self, before: ByteSize, after: ByteSize) {
+        // A difference, which may be negative: additions wrap.
+        let more = after.get().wrapping_sub(before.get());
+        if more != 0 {
+            self.suspended.fetch_add(more, Ordering::Relaxed);
+        }
     }
 
     /// Returns all reserved bytes, with resources counted by their units.

@@ -65,9 +65,9 @@ pub use admission::{Admission, AdmissionStats, Cost, Priority};
 pub use ceiling::CeilingParts;
 #[doc(hidden)]
 pub use eviction::Idle;
-pub use large::RequestMemory;
 #[doc(hidden)]
-pub use large::{GRACE, LARGE_MIN, LargeRequest};
+pub use large::{GRACE, LARGE_MIN, LargeRequest, REGISTERED_MIN, SLOW_AFTER};
+pub use large::{RequestMemory, RequestPhase};
 pub use ledger::{Books, Budget, Correction, Ledger, Measured, Shortfall, Turnover};
 pub use maintenance::{
     Job, JobQueue, Jobs, Maintenance, MaintenanceActions, PressureState, PurgeGrowth, Sample,

@@ -3,20 +3,28 @@
 //! A permit can move between threads and be dropped on any of them. It decides nothing: growth is
 //! reserved as at admission ([`Admission`](super::Admission)).
 //!
+//! The reservation of a request whose body is slow to arrive can be suspended: it then covers what
+//! the request holds and a window, and the rest is reserved again before the body is complete.
+//!
 //! Invariants: the cost that a permit reports is reserved until the permit is dropped; the ledger's
-//! `unheld` is the sum of `reserved - held` of the requests that are measured.
+//! `unheld` is the sum of `reserved - held` of the requests that are measured, and its `suspended`
+//! the sum of what suspended ones have reserved.
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
 
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::Moment;
 
-use super::admission::Cost;
+use super::admission::{Cost, Priority};
 use super::desk::Desk;
 use super::large::LargeRequest;
 use super::ledger::{Budget, Standing};
 use super::rejected::Rejected;
+use super::reserve::Waiting;
 use super::usage::{NameSource, Usage};
+use super::waiting::WaitTerms;
 
 #[derive(Debug)]
 enum Held {
@@ -37,16 +45,21 @@ pub struct Permit {
     measured: Option<ByteSize>,
     /// The host memory that it had reserved when its need was declared unknown.
     unlearned: ByteSize,
+    is_suspended: bool,
 }
 
 impl Permit {
     pub(super) const fn request(desk: &'static Desk, cost: Cost, exempt: bool) -> Self {
-        Self { desk, held: Held::Request(cost), exempt, measured: None, unlearned: ByteSize::ZERO }
+        Self::new(desk, Held::Request(cost), exempt)
     }
 
     pub(super) fn standing(desk: &'static Desk, host: Standing, device: Standing) -> Self {
-        let held = Held::Standing(Some(Box::new((host, device))));
-        Self { desk, held, exempt: false, measured: None, unlearned: ByteSize::ZERO }
+        Self::new(desk, Held::Standing(Some(Box::new((host, device)))), false)
+    }
+
+    const fn new(desk: &'static Desk, held: Held, exempt: bool) -> Self {
+        let unlearned = ByteSize::ZERO;
+        Self { desk, held, exempt, measured: None, unlearned, is_suspended: false }
     }
 
     /// Returns the admission state that holds the reservation.
@@ -88,24 +101,32 @@ impl Permit {
             return Err(self.desk.reject(rejected));
         };
         let reserved = self.desk.grow(held, bytes, self.exempt)?;
-        let unheld = self.unheld();
-        if let Held::Request(cost) = &mut self.held {
-            cost.host = cost.host.saturating_add(reserved);
-        }
-        self.desk.host.change_unheld(unheld, self.unheld());
+        self.change(|cost| cost.host = cost.host.saturating_add(reserved));
         Ok(())
+    }
+
+    /// Changes what a request has reserved, and the sums that depend on it.
+    fn change(&mut self, change: impl FnOnce(&mut Cost)) {
+        let before = (self.unheld(), self.suspended());
+        if let Held::Request(cost) = &mut self.held {
+            change(cost);
+        }
+        self.changed(before);
+    }
+
+    fn changed(&self, (unheld, suspended): (ByteSize, ByteSize)) {
+        self.desk.host.change_unheld(unheld, self.unheld());
+        self.desk.host.change_suspended(suspended, self.suspended());
     }
 
     /// Reserves host memory up to `held` bytes in total, even beyond the allowance, because the
     /// bytes are in use. Returns the bytes added. Does nothing on a resource's permit.
     #[doc(hidden)]
     pub fn raise(&mut self, held: ByteSize) -> ByteSize {
-        let before = self.unheld();
-        let Held::Request(cost) = &mut self.held else { return ByteSize::ZERO };
+        let Held::Request(cost) = &self.held else { return ByteSize::ZERO };
         let more = held.saturating_sub(cost.host);
         let more = if more.is_zero() { more } else { self.desk.raise(more) };
-        cost.host = cost.host.saturating_add(more);
-        self.desk.host.change_unheld(before, self.unheld());
+        self.change(|cost| cost.host = cost.host.saturating_add(more));
         more
     }
 
@@ -129,10 +150,10 @@ impl Permit {
         self.desk.host.add_unlearned(self.unlearned);
     }
 
-    /// Adds the request to those that hold much memory.
+    /// Adds the request to those that have reserved much memory.
     #[doc(hidden)]
-    pub fn register(&self, request: Arc<dyn LargeRequest>, live: ByteSize) {
-        self.desk.large.add(request, live);
+    pub fn register(&self, request: Arc<dyn LargeRequest>) {
+        self.desk.large.add(request, self.cost().host);
     }
 
     /// Returns the record of the memory of a route, or that of all routes without one. Takes a
@@ -162,6 +183,12 @@ impl Permit {
         self.desk.outgrown(held, claim, most)
     }
 
+    /// Counts a running request as rejected.
+    #[doc(hidden)]
+    pub fn refuse(&self, rejected: Rejected) -> Rejected {
+        self.desk.reject(rejected)
+    }
+
     /// Returns the time of the control loop's last tick, by its clock: the time of now, without
     /// reading a clock.
     #[doc(hidden)]
@@ -179,14 +206,93 @@ impl Permit {
     /// Releases part of the host memory early, at most what the permit holds. Does nothing on a
     /// resource's permit.
     pub fn shrink(&mut self, bytes: ByteSize) {
-        let before = self.unheld();
-        if let Held::Request(cost) = &mut self.held {
-            let part = bytes.min(cost.host);
-            cost.host = cost.host.saturating_sub(part);
-            self.desk.host.release(part);
+        if self.release(bytes) {
             self.desk.released();
         }
-        self.desk.host.change_unheld(before, self.unheld());
+    }
+
+    /// Releases part of the host memory without waking those that wait for it. Returns `false` on a
+    /// resource's permit.
+    fn release(&mut self, bytes: ByteSize) -> bool {
+        let Held::Request(cost) = &self.held else { return false };
+        let part = bytes.min(cost.host);
+        self.change(|cost| cost.host = cost.host.saturating_sub(part));
+        self.desk.host.release(part);
+        true
+    }
+
+    /// Suspends the reservation of a request that still receives its body: it reserves no more than
+    /// `keep` from now on. Wakes no request that waits for the rest: the control loop does.
+    #[doc(hidden)]
+    pub fn suspend(&mut self, keep: ByteSize) {
+        self.set_suspended(true);
+        let more = self.cost().host.saturating_sub(keep);
+        self.release(more);
+        self.desk.suspensions.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Reserves host memory up to `bytes` in total for what arrives of the body of a suspended
+    /// request. Returns `false` if there is no room for it, or if all suspended requests together
+    /// have reserved a quarter of the allowance.
+    #[doc(hidden)]
+    pub fn reserve_arriving(&mut self, bytes: ByteSize) -> bool {
+        let more = bytes.saturating_sub(self.cost().host);
+        let has_room = self.desk.book_arriving(more);
+        if has_room {
+            self.change(|cost| cost.host = cost.host.saturating_add(more));
+        }
+        has_room
+    }
+
+    /// Ends the suspension: reserves host memory up to `claim` in total, in the order of the queue.
+    ///
+    /// # Errors
+    /// [`Rejected`], which is not counted; the reservation stays suspended.
+    #[doc(hidden)]
+    pub fn resume(
+        &mut self,
+        waiting: Option<&Waiting>,
+        claim: ByteSize,
+        priority: Priority,
+    ) -> Result<(), Rejected> {
+        let more = claim.saturating_sub(self.cost().host);
+        let more = self.desk.book_again(waiting.map(Waiting::id), more, priority)?;
+        self.change(|cost| cost.host = cost.host.saturating_add(more));
+        self.set_suspended(false);
+        Ok(())
+    }
+
+    /// Ends the suspension without reserving more.
+    #[doc(hidden)]
+    pub fn set_resumed(&mut self) {
+        self.set_suspended(false);
+    }
+
+    /// Enters the queue to resume, before the requests that were not admitted yet. Returns `None`
+    /// as [`Admission::wait`](super::Admission::wait) does.
+    #[doc(hidden)]
+    pub fn wait_to_resume(
+        &self,
+        claim: ByteSize,
+        priority: Priority,
+        tenant: u64,
+        within: Duration,
+    ) -> Option<Waiting> {
+        let cost = Cost::host(claim.saturating_sub(self.cost().host));
+        let within = Some(within);
+        let terms = WaitTerms { cost, priority, tenant, within, is_admitted: true };
+        Waiting::enter(self.desk, terms)
+    }
+
+    fn set_suspended(&mut self, is_suspended: bool) {
+        let before = (self.unheld(), self.suspended());
+        self.is_suspended = is_suspended;
+        self.changed(before);
+    }
+
+    /// Returns the host memory that it has reserved while it is suspended.
+    fn suspended(&self) -> ByteSize {
+        if self.is_suspended { self.cost().host } else { ByteSize::ZERO }
     }
 
     /// Returns the reserved host memory that the request does not hold; zero if it is not measured.
@@ -216,6 +322,9 @@ impl Permit {
 impl Drop for Permit {
     fn drop(&mut self) {
         self.desk.host.change_unheld(self.unheld(), ByteSize::ZERO);
+        if self.is_suspended {
+            self.desk.host.change_suspended(self.suspended(), ByteSize::ZERO);
+        }
         if !self.unlearned.is_zero() {
             self.desk.host.remove_unlearned(self.unlearned);
         }

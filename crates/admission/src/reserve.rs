@@ -31,6 +31,10 @@ impl Waiting {
         Some(Self { desk, id })
     }
 
+    pub(super) const fn id(&self) -> &WaitId {
+        &self.id
+    }
+
     /// Waits until the request may try again. Returns `false` if this is the last attempt, because
     /// the deadline has passed or waiting has ended.
     pub fn poll_turn(&self, cx: &Context<'_>) -> Poll<bool> {
@@ -154,6 +158,7 @@ impl Admission {
         tenant: u64,
         within: Option<Duration>,
     ) -> Option<Waiting> {
-        Waiting::enter(self.desk(), WaitTerms { cost, priority, tenant, within })
+        let is_admitted = false;
+        Waiting::enter(self.desk(), WaitTerms { cost, priority, tenant, within, is_admitted })
     }
 }

@@ -12,7 +12,8 @@
 //! tenant with many requests does not delay the first one of another. A later request that fits may
 //! pass an earlier one that does not, up to the bytes that the earlier one waits for; then room is
 //! kept for the earlier one. Requests that come first by their priority or tag also count as
-//! passing. A request that was passed by a whole ledger of bytes comes first from then on.
+//! passing. A request that was passed by a whole ledger of bytes comes first from then on. So does
+//! one that was admitted before and waits for more.
 //!
 //! Requests that wait for something else than bytes, such as the measurement of their route, hold
 //! up no other request.
@@ -96,6 +97,8 @@ pub(super) struct WaitTerms {
     pub(super) tenant: u64,
     /// The longest time to wait; `None` without a deadline.
     pub(super) within: Option<Duration>,
+    /// The request was admitted, and waits for more. It comes first: its end frees memory.
+    pub(super) is_admitted: bool,
 }
 
 #[derive(Debug, Default)]
@@ -119,7 +122,7 @@ struct WaitingRequest {
     lack: Option<Lack>,
     /// The bytes of the budget it lacks that later requests were admitted with.
     passed: u64,
-    /// It comes first: a whole ledger of bytes has passed it.
+    /// It comes first: a whole ledger of bytes has passed it, or it was admitted before.
     has_aged: bool,
     /// It has been woken and has not tried since.
     is_woken: bool,
@@ -243,7 +246,7 @@ impl WaitQueue {
             since: None,
             lack: None,
             passed: 0,
-            has_aged: false,
+            has_aged: terms.is_admitted,
             is_woken: true,
             missed: 0,
             attempts: 0,
@@ -329,6 +332,16 @@ impl WaitQueue {
             Some((budget, error)) => PassError::NoRoom(budget, error),
             None => PassError::Behind { has_aged },
         })
+    }
+
+    /// Returns the host memory that the first request lacks which waits for some.
+    pub(super) fn lacks_host(&self) -> Option<ByteSize> {
+        if self.is_empty() {
+            return None;
+        }
+        let entries = self.entries();
+        let lacks = |entry: &&WaitingRequest| entry.lacks() == Some(Budget::Host);
+        entries.list.iter().find(lacks).map(|entry| entry.terms.cost.host)
     }
 
     /// Records that an attempt failed for another reason than bytes.

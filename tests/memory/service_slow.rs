@@ -1,0 +1,398 @@
+//! Requests that wait for their clients: their reservations are suspended while others need room.
+#![cfg(all(feature = "service", target_os = "linux"))]
+
+use std::collections::VecDeque;
+use std::future::{Future, pending};
+use std::pin::Pin;
+use std::sync::{Arc, Mutex};
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use bytes::Bytes;
+use http::request::Parts;
+use http::{Request, Response, StatusCode};
+use http_body::{Body, Frame, SizeHint};
+use http_body_util::{BodyExt, Full};
+use lowtide::clock::{Clock, ManualClock};
+use lowtide::config::DeviceChoice;
+use lowtide::service::{MemoryLayer, RequestBody, ResponseBody};
+use lowtide::{ByteSize, Memory};
+use lowtide_admission::{AdmissionStats, Budget, Cost, Permit, RejectReason};
+use test_fork::test;
+use tower::{Layer, Service, service_fn};
+
+use crate::polled::poll;
+use crate::support::{Tree, advance_until};
+
+const CLAIM: ByteSize = ByteSize::mib(24);
+const FRAME: usize = 32 << 10;
+const TICK: Duration = Duration::from_millis(10);
+
+type Answer = Response<ResponseBody<Full<Bytes>>>;
+type Call = Pin<Box<dyn Future<Output = Answer>>>;
+
+#[derive(Debug)]
+struct Broken;
+
+/// A body whose frames arrive when a test says.
+#[derive(Clone, Default)]
+struct Fed(Arc<Mutex<Feed>>);
+
+#[derive(Default)]
+struct Feed {
+    frames: VecDeque<Result<Bytes, Broken>>,
+    has_ended: bool,
+    read: usize,
+}
+
+impl Fed {
+    fn arrives(&self, frames: usize) {
+        let mut feed = self.0.lock().expect("not poisoned");
+        feed.frames.extend((0..frames).map(|_| Ok(Bytes::from(vec![1_u8; FRAME]))));
+    }
+
+    fn breaks(&self) {
+        self.0.lock().expect("not poisoned").frames.push_back(Err(Broken));
+    }
+
+    fn ends(&self) {
+        self.0.lock().expect("not poisoned").has_ended = true;
+    }
+
+    /// Returns the number of frames that were read.
+    fn read(&self) -> usize {
+        self.0.lock().expect("not poisoned").read
+    }
+}
+
+impl Body for Fed {
+    type Data = Bytes;
+    type Error = Broken;
+
+    fn poll_frame(
+        self: Pin<&mut Self>,
+        _: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, Broken>>> {
+        let mut feed = self.0.lock().expect("not poisoned");
+        match feed.frames.pop_front() {
+            Some(frame) => {
+                feed.read += 1;
+                Poll::Ready(Some(frame.map(Frame::data)))
+            }
+            None if feed.has_ended => Poll::Ready(None),
+            None => Poll::Pending,
+        }
+    }
+
+    fn is_end_stream(&self) -> bool {
+        let feed = self.0.lock().expect("not poisoned");
+        feed.has_ended && feed.frames.is_empty()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        SizeHint::default()
+    }
+}
+
+/// A limit of 256 MiB, and a clock that stands still.
+struct Bed {
+    memory: Memory,
+    clock: Arc<ManualClock>,
+    _tree: Tree,
+}
+
+impl Bed {
+    fn new() -> Self {
+        let (clock, tree) = (Arc::new(ManualClock::new()), Tree::new(ByteSize::mib(256)));
+        let builder = Memory::builder().clock(clock.clone()).signals(tree.open());
+        let memory = builder.device(DeviceChoice::None).start().expect("starts");
+        Self { memory, clock, _tree: tree }
+    }
+
+    fn layer(&self) -> MemoryLayer<impl Fn(&Parts) -> Cost + use<>> {
+        let claim = |_: &Parts| Cost::host(CLAIM);
+        MemoryLayer::new(self.memory.admission().clone(), claim).without_slow_start()
+    }
+
+    /// A call of a handler that collects its body, and answers with its length.
+    fn upload(&self, body: &Fed) -> Call {
+        let handler = |request: Request<RequestBody<Fed>>| async {
+            let (status, text) = match request.into_body().collect().await {
+                Ok(body) => (StatusCode::OK, body.to_bytes().len().to_string()),
+                Err(Broken) => (StatusCode::BAD_REQUEST, String::new()),
+            };
+            let response = Response::builder().status(status);
+            response.body(Full::new(Bytes::from(text)))
+        };
+        let request = Request::post("/").body(body.clone()).expect("a valid head");
+        let call = self.layer().layer(service_fn(handler)).call(request);
+        Box::pin(async { call.await.expect("a valid answer") })
+    }
+
+    /// Reserves what is left, except for `spare`.
+    fn fill(&self, spare: ByteSize) -> Permit {
+        let ledger = self.memory.admission().ledger(Budget::Host);
+        let left = ledger.allowance().saturating_sub(ledger.reserved()).saturating_sub(spare);
+        self.memory.admission().try_admit(Cost::host(left)).expect("it fits")
+    }
+
+    fn reserved(&self) -> ByteSize {
+        self.memory.admission().ledger(Budget::Host).requests()
+    }
+
+    fn stats(&self) -> AdmissionStats {
+        self.memory.admission().stats()
+    }
+
+    /// An upload of which a frame has arrived, and which was suspended because another waits.
+    fn suspended(&self, body: &Fed) -> (Call, Permit) {
+        body.arrives(1);
+        let mut slow = self.upload(body);
+        assert!(poll(&mut slow).is_pending());
+        let full = self.fill(ByteSize::ZERO);
+        let mut other = self.upload(&Fed::default());
+        assert!(poll(&mut other).is_pending());
+        let suspended = || self.stats().suspended_total == 1;
+        advance_until(&self.clock, TICK, "a suspension", suspended);
+        drop(other);
+        (slow, full)
+    }
+}
+
+async fn text(answer: Answer) -> String {
+    let body = answer.into_body().collect().await.expect("infallible").to_bytes();
+    String::from_utf8(body.to_vec()).expect("text")
+}
+
+/// The bug: 25 clients that sent just above 16 KiB/s kept 181 MiB reserved and held 8 MiB.
+#[test]
+fn clients_that_send_slowly_leave_their_room_to_others() {
+    let bed = Bed::new();
+    let bodies: Vec<_> = (0..25).map(|_| Fed::default()).collect();
+    let mut slow: Vec<_> = bodies.iter().map(|body| bed.upload(body)).collect();
+    let mut honest = Vec::new();
+    for call in &mut slow {
+        assert!(poll(call).is_pending());
+    }
+    assert!(bed.stats().waiting > 0, "they fill the ledger");
+    let all = || bed.stats().waiting == 0;
+    // Each that is suspended makes room for one that waits.
+    advance_until(&bed.clock, TICK, "room", || {
+        slow.iter_mut().for_each(|call| assert!(poll(call).is_pending()));
+        all()
+    });
+    assert_eq!(bed.stats().held(), 25);
+    for _ in 0..4 {
+        let body = Fed::default();
+        body.arrives(3);
+        body.ends();
+        honest.push(bed.upload(&body));
+    }
+    let mut served = 0;
+    advance_until(&bed.clock, TICK, "the honest ones", || {
+        honest.retain_mut(|call| match poll(call) {
+            Poll::Ready(answer) => {
+                assert_eq!(answer.status(), StatusCode::OK);
+                served += 1;
+                false
+            }
+            Poll::Pending => true,
+        });
+        honest.is_empty()
+    });
+    assert_eq!((served, bed.stats().rejected), (4, [0; 7]));
+    for (body, call) in bodies.iter().zip(&mut slow) {
+        body.arrives(2);
+        body.ends();
+        let Poll::Ready(answer) = poll(call) else { panic!("there is room for all in turn") };
+        assert_eq!(crate::polled::now(text(answer)), (2 * FRAME).to_string());
+    }
+    assert_eq!(bed.reserved(), ByteSize::ZERO);
+}
+
+#[test]
+fn a_slow_body_keeps_its_reservation_while_no_other_waits() {
+    let bed = Bed::new();
+    let body = Fed::default();
+    let mut slow = bed.upload(&body);
+    assert!(poll(&mut slow).is_pending());
+    let begun = bed.clock.now();
+    let long = || bed.clock.now() - begun > 20 * TICK;
+    advance_until(&bed.clock, TICK, "ticks", long);
+    assert_eq!((bed.reserved(), bed.stats().suspended_total), (CLAIM, 0));
+}
+
+#[test]
+fn the_end_of_a_suspended_body_waits_until_its_claim_is_reserved_again() {
+    let bed = Bed::new();
+    let body = Fed::default();
+    let (mut slow, full) = bed.suspended(&body);
+    let kept = bed.reserved().saturating_sub(full.cost().host);
+    assert!(kept <= ByteSize::kib(128), "a frame and a window, not {kept}");
+    body.arrives(1);
+    body.ends();
+    let rest = bed.fill(ByteSize::ZERO);
+    assert!(poll(&mut slow).is_pending(), "the last frame is not handed over");
+    assert_eq!((body.read(), bed.stats().waiting), (2, 1));
+    drop(full);
+    let Poll::Ready(answer) = poll(&mut slow) else { panic!("there is room") };
+    assert_eq!(crate::polled::now(text(answer)), (2 * FRAME).to_string());
+    drop(rest);
+    assert_eq!((bed.reserved(), bed.stats().rejected), (ByteSize::ZERO, [0; 7]));
+}
+
+#[test]
+fn a_suspended_request_comes_before_those_that_were_not_admitted() {
+    let bed = Bed::new();
+    let body = Fed::default();
+    let (mut slow, mut full) = bed.suspended(&body);
+    let rest = bed.fill(ByteSize::ZERO);
+    let mut other = bed.upload(&Fed::default());
+    assert!(poll(&mut other).is_pending());
+    body.ends();
+    assert!(poll(&mut slow).is_pending());
+    assert_eq!(bed.stats().waiting, 2);
+    full.shrink(CLAIM);
+    assert!(poll(&mut other).is_pending());
+    assert_eq!(bed.stats().waiting, 2, "there is room for one");
+    assert!(poll(&mut slow).is_ready(), "it was admitted first");
+    assert!(poll(&mut other).is_pending());
+    assert_eq!(bed.stats().waiting, 0);
+    drop((full, rest));
+}
+
+#[test]
+fn a_suspended_request_without_room_by_its_deadline_is_rejected_and_leaves_nothing() {
+    let bed = Bed::new();
+    let body = Fed::default();
+    let (mut slow, full) = bed.suspended(&body);
+    let rest = bed.fill(ByteSize::ZERO);
+    body.ends();
+    assert!(poll(&mut slow).is_pending());
+    advance_until(&bed.clock, TICK, "its deadline", || bed.stats().waiting == 0);
+    let Poll::Ready(answer) = poll(&mut slow) else { panic!("its time is over") };
+    assert_eq!(answer.status(), StatusCode::SERVICE_UNAVAILABLE);
+    assert!(answer.headers().contains_key("retry-after"));
+    drop((full, rest, slow, answer));
+    let stats = bed.stats();
+    assert_eq!(stats.rejected_total(RejectReason::Full), 1);
+    assert_eq!((stats.held(), stats.outlived_bytes_total), (0, 0));
+    assert_eq!(bed.reserved(), ByteSize::ZERO);
+}
+
+#[test]
+fn a_suspended_body_is_read_only_while_there_is_room_for_what_arrives() {
+    let bed = Bed::new();
+    let body = Fed::default();
+    let (mut slow, full) = bed.suspended(&body);
+    let rest = bed.fill(ByteSize::ZERO);
+    body.arrives(1000);
+    assert!(poll(&mut slow).is_pending());
+    let read = body.read();
+    assert!(read < 5, "{read} frames of {FRAME} bytes without room");
+    drop(rest);
+    drop(full);
+    body.ends();
+    assert!(poll(&mut slow).is_ready(), "there is room");
+    assert_eq!(body.read(), 1001);
+}
+
+#[test]
+fn a_broken_body_ends_a_suspended_request_at_once() {
+    let bed = Bed::new();
+    let body = Fed::default();
+    let (mut slow, full) = bed.suspended(&body);
+    body.breaks();
+    let Poll::Ready(answer) = poll(&mut slow) else { panic!("it needs no room") };
+    assert_eq!(answer.status(), StatusCode::BAD_REQUEST);
+    drop((answer, slow, full));
+    assert_eq!((bed.reserved(), bed.stats().held()), (ByteSize::ZERO, 0));
+}
+
+#[test]
+fn a_client_that_leaves_while_it_is_suspended_leaves_nothing() {
+    let bed = Bed::new();
+    let body = Fed::default();
+    let (mut slow, full) = bed.suspended(&body);
+    body.ends();
+    let rest = bed.fill(ByteSize::ZERO);
+    assert!(poll(&mut slow).is_pending());
+    drop((slow, full, rest));
+    assert_eq!((bed.stats().waiting, bed.stats().held()), (0, 0));
+    assert_eq!(bed.reserved(), ByteSize::ZERO);
+    let mut whole = bed.fill(ByteSize::ZERO);
+    assert!(!whole.reserve_arriving(ByteSize::MAX), "no room");
+    whole.shrink(ByteSize::mib(1));
+    assert!(whole.reserve_arriving(ByteSize::ZERO), "nothing is suspended any more");
+}
+
+/// The bug: 40 clients that read nothing kept 403 permits with all that they had reserved.
+#[test]
+fn an_answered_request_keeps_only_what_it_holds_while_others_wait() {
+    let bed = Bed::new();
+    let layer = bed.layer();
+    let handler = |_: Request<RequestBody<Fed>>| async {
+        Ok::<_, Broken>(Response::new(Full::new(Bytes::from(vec![1_u8; 1 << 20]))))
+    };
+    let request = Request::post("/").body(Fed::default()).expect("a valid head");
+    let mut call = Box::pin(layer.layer(service_fn(handler)).call(request));
+    let Poll::Ready(Ok(answer)) = poll(&mut call) else { panic!("it answers at once") };
+    assert_eq!(bed.reserved(), CLAIM);
+    let full = bed.fill(ByteSize::ZERO);
+    let mut other = bed.upload(&Fed::default());
+    assert!(poll(&mut other).is_pending());
+    let most = ByteSize::kib(1024 + 128);
+    let freed = || bed.reserved().saturating_sub(full.cost().host) <= most;
+    advance_until(&bed.clock, TICK, "room", freed);
+    drop((answer, call, other, full));
+    assert_eq!((bed.reserved(), bed.stats().held()), (ByteSize::ZERO, 0));
+}
+
+#[test]
+fn a_stream_in_both_directions_goes_on_without_its_claim() {
+    let bed = Bed::new();
+    let rest: Arc<Mutex<Option<RequestBody<Fed>>>> = Arc::default();
+    let kept = rest.clone();
+    let handler = move |request: Request<RequestBody<Fed>>| {
+        *kept.lock().expect("not poisoned") = Some(request.into_body());
+        async { Ok::<_, Broken>(Response::new(Full::<Bytes>::default())) }
+    };
+    let feed = Fed::default();
+    let request = Request::post("/").body(feed.clone()).expect("a valid head");
+    let mut call = Box::pin(bed.layer().layer(service_fn(handler)).call(request));
+    let Poll::Ready(Ok(answer)) = poll(&mut call) else { panic!("it answers at once") };
+    // As a handler that waits would be registered.
+    let full = bed.fill(ByteSize::ZERO);
+    let mut other = bed.upload(&Fed::default());
+    assert!(poll(&mut other).is_pending());
+    feed.arrives(1);
+    feed.ends();
+    let mut body = rest.lock().expect("not poisoned").take().expect("it was kept");
+    let mut frame = Box::pin(async { body.frame().await });
+    let got = |frame: &mut _| matches!(poll(frame), Poll::Ready(Some(Ok(_))));
+    advance_until(&bed.clock, TICK, "the last frame", || got(&mut frame));
+    drop((frame, answer, call, other, full));
+    drop(body);
+    assert_eq!(bed.stats().held(), 0);
+}
+
+#[test]
+fn a_request_that_cannot_wait_is_not_suspended() {
+    let bed = Bed::new();
+    let layer = bed.layer().with_max_wait(Duration::ZERO);
+    let handler = |request: Request<RequestBody<Fed>>| async {
+        let body = request.into_body();
+        pending::<()>().await;
+        drop(body);
+        Ok::<_, Broken>(Response::new(Full::<Bytes>::default()))
+    };
+    let request = Request::post("/").body(Fed::default()).expect("a valid head");
+    let mut call = Box::pin(layer.layer(service_fn(handler)).call(request));
+    assert!(poll(&mut call).is_pending());
+    let full = bed.fill(ByteSize::ZERO);
+    let mut other = bed.upload(&Fed::default());
+    assert!(poll(&mut other).is_pending());
+    advance_until(&bed.clock, TICK, "the deadline", || bed.stats().waiting == 0);
+    assert_eq!(bed.stats().suspended_total, 0);
+    drop(full);
+}
