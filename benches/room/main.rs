@@ -71,12 +71,13 @@ fn main() -> ExitCode {
 
 /// Runs schedules and prints their figures. Returns `true` if none failed.
 fn run_schedules(Schedules { count, from }: &Schedules) -> bool {
-    let (mut failed, mut waited, mut rejected) = (0, 0, 0);
+    let (mut failed, mut waited, mut rejected, mut resumed) = (0, 0, 0, 0);
     for seed in *from..from.saturating_add(*count) {
         match schedules::run(seed) {
             Ok(seen) => {
                 waited += seen.waited;
                 rejected += seen.rejected;
+                resumed += seen.resumed;
             }
             Err(fault) => {
                 failed += 1;
@@ -94,5 +95,6 @@ fn run_schedules(Schedules { count, from }: &Schedules) -> bool {
     println!("figure room.schedules.failed {failed} schedules");
     println!("figure room.schedules.waited {waited} requests");
     println!("figure room.schedules.rejected {rejected} requests");
+    println!("figure room.schedules.resumed {resumed} requests");
     failed == 0
 }

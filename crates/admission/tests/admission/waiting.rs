@@ -21,15 +21,19 @@ const SEEDS: u64 = if cfg!(lowtide_soak) { 100_000 } else { 2_000 };
 
 #[test]
 fn no_schedule_exceeds_the_ceiling_deadlocks_or_leaves_a_request_unanswered_or_overtaken() {
-    let (mut waited, mut rejected, mut passed) = (0, 0, 0);
+    let (mut waited, mut rejected, mut passed, mut resumed) = (0, 0, 0, 0);
     for seed in 0..SEEDS {
         let seen = schedules::run(seed).unwrap_or_else(|fault| panic!("seed {seed}: {fault:?}"));
         waited += seen.waited;
         rejected += seen.rejected;
         passed += seen.passed;
+        resumed += seen.resumed;
+        assert!(seen.suspended >= seen.resumed, "seed {seed}");
     }
     println!("{SEEDS} seeds: {waited} waited, {rejected} rejected, {passed} times passed");
+    println!("{resumed} resumed");
     assert!(waited > SEEDS && rejected > SEEDS && passed > SEEDS, "the schedules are too easy");
+    assert!(resumed > SEEDS / 4, "{resumed}: too few bodies are slow");
 }
 
 const fn mib(mib: u64) -> Cost {
