@@ -4,8 +4,8 @@
 //! arrive at once; in the others they arrive in pieces, and the reservations of slow ones are
 //! suspended. A seed draws arrivals, pieces, ends, clients that leave, late polls and ticks. It
 //! checks five claims: never more is reserved than the ceiling; no request holds more than it has
-//! reserved; nothing waits while nothing runs; each request is answered by its deadline; and none is
-//! overtaken by more than a ceiling of bytes.
+//! reserved; nothing waits while nothing runs; each request is answered by its deadline; and none
+//! is overtaken by more than a ceiling of bytes.
 //!
 //! It relies on the queue of `lowtide-admission` and on nothing else: no control loop measures.
 

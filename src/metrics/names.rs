@@ -289,13 +289,13 @@ table! {
         "Requests rejected, by reason (too_large, full, pressure, shutting_down, exhausted, \
          slow_start, outgrown). An outgrown request was admitted, and cancelled while it ran.";
     ADMISSION_WAITING: Gauge "lowtide_admission_waiting" Count []
-        "Requests that wait for room now: before their bodies are read, or, if they were suspended, \
-         before the end of their bodies.";
+        "Requests that wait for room now: before their bodies are read, or, if they were \
+         suspended, before the end of their bodies.";
     ADMISSION_WAITED: Counter "lowtide_admission_waited_total" Count []
         "Requests admitted or resumed after they had waited for room.";
     ADMISSION_SUSPENDED: Counter "lowtide_admission_suspended_total" Count []
-        "Reservations suspended because their requests waited for their clients while others waited \
-         for room.";
+        "Reservations suspended because their requests waited for their clients while others \
+         waited for room.";
     ADMISSION_OLDEST: Gauge "lowtide_admission_oldest_permit_seconds" Seconds []
         "Time since the oldest running request was admitted, among those that are measured, have \
          waited for something, and have reserved 64 KiB or more; 0 without one.";

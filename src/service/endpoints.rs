@@ -138,7 +138,8 @@ impl Endpoints {
     /// host is 403 ([`Endpoints::with_hosts`]). `/memory` answers with the live page if the
     /// `Accept` header prefers HTML (`?format=json` and `?format=html` override the header).
     /// `?with=` adds parts to the JSON: `map`, `history`, `events`, `admin_tasks`,
-    /// `largest_requests`, `permits` (the oldest requests), `routes`, `tenants`, separated by commas. An invalid query is 400.
+    /// `largest_requests`, `permits` (the oldest requests), `routes`, `tenants`, separated by
+    /// commas. An invalid query is 400.
     ///
     /// ```
     /// use http::Request;

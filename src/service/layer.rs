@@ -10,7 +10,8 @@
 //! once (`slow_start`).
 //!
 //! A request that does not fit waits in the queue of `lowtide-admission`, with its head, its unread
-//! body and the inner service that was ready for it. Each attempt estimates it again.
+//! body and the inner service that was ready for it. Each attempt estimates it again. Meanwhile
+//! requests that wait for their clients are suspended (see `permit`).
 //!
 //! A cancelled request (see `permit`) whose handler goes on is ended here: its future is dropped at
 //! the end of a later poll, and the client gets the answer of a rejection. The control loop wakes
@@ -58,10 +59,12 @@ type Exempt = Arc<dyn Fn(&Parts) -> bool + Send + Sync>;
 
 /// A layer that admits requests by the bytes that they will need.
 ///
-/// A reservation lasts until the response has been sent, however long the body takes to arrive. Put
-/// a body timeout around this layer (for example `tower_http::timeout::RequestBodyTimeoutLayer`):
-/// `axum::serve` has none, and a declared body that never arrives holds its reservation forever. A
-/// rejection also waits for the body, up to [`DRAIN_MAX`](super::DRAIN_MAX) bytes of it on HTTP/1.
+/// A reservation lasts until the response has been sent. While other requests wait for room, that
+/// of a request whose body is slow to arrive is suspended
+/// ([`with_max_wait`](Self::with_max_wait)). Still put a body timeout around this layer (for
+/// example `tower_http::timeout::RequestBodyTimeoutLayer`): `axum::serve` has none, and a declared
+/// body that never arrives holds its connection forever. A rejection also waits for the body, up
+/// to [`DRAIN_MAX`](super::DRAIN_MAX) bytes of it on HTTP/1.
 pub struct MemoryLayer<E> {
     estimate: Arc<E>,
     settings: Arc<LayerSettings>,
@@ -193,6 +196,13 @@ impl<E: Estimate> MemoryLayer<E> {
     /// A client that leaves is noticed at once over HTTP/2. Over HTTP/1 with an unread body it is
     /// noticed at the deadline, which the control loop checks at each tick, every 10 ms while
     /// requests wait. Without a running [`Memory`] no request waits.
+    ///
+    /// While requests wait, the reservations of measured requests that have waited for their
+    /// clients for 100 ms are suspended: those whose bodies are arriving, and answers of known
+    /// length that are not sent yet. They keep what they hold and 64 KiB. The end of a suspended
+    /// body reaches the handler only once the whole claim is reserved again, before requests that
+    /// were not admitted yet; after `max_wait` without room the request is rejected. With zero no
+    /// request of this layer is suspended.
     ///
     /// Use zero for a service that this process calls while it serves another request. The caller
     /// would keep its reservation, and its connection, while the call waits.
@@ -466,7 +476,7 @@ impl LayerSettings {
     fn report(&self, permit: &SharedPermit, rejected: &Rejected) {
         let route = permit.route();
         let Rejected::Outgrown { held, claim, most, .. } = rejected else {
-            log!(debug, target: "lowtide", %rejected, route, "request rejected while it arrived");
+            log!(debug, target: "lowtide", %rejected, path = route, "request rejected");
             return;
         };
         log!(warn, target: "lowtide", route, %held, %claim, %most, "request cancelled");

@@ -62,6 +62,18 @@ fn levels(code: &Code<'_>) -> Rows {
         ("for at most {} (`MemoryLayer::with_max_wait`", values![time(wait)]),
         ("At most {} requests wait, and no more than one for each 256 KiB", values![entries]),
         (
+            "those that have waited for their clients for {}:",
+            values![time(code.constant("large::SLOW_AFTER").time())],
+        ),
+        (
+            "keeps what it holds, and {} for what arrives next",
+            values![code.constant("permit::WINDOW").size()],
+        ),
+        (
+            "`/memory?with=permits` lists the {} oldest requests",
+            values![code.constant("memory::LARGEST_MAX").count()],
+        ),
+        (
             "up to the ceiling, {} of the limit",
             values![format!(
                 "{:.0} to {}",
@@ -134,6 +146,10 @@ fn routes(code: &Code<'_>) -> Rows {
         (
             "listed once it is [measured](#measured-requests) to hold {}",
             values![code.constant("large::LARGE_MIN").size()],
+        ),
+        (
+            "`with=permits` lists the {} oldest of those that have reserved {} and",
+            values![of("memory::LARGEST_MAX"), code.constant("large::REGISTERED_MIN").size()],
         ),
         ("`keep` (default {}) |", values![code.between("query.get(\"keep\").unwrap_or(\"", "\"")]),
         (
