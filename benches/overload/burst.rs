@@ -18,7 +18,7 @@ use lowtide::BoxError;
 use crate::cell::Bed;
 use crate::figures::{Figures, count};
 use crate::policy::Policy;
-use crate::service::Settings;
+use crate::service::{Queue, Settings};
 
 /// The requests of a burst.
 const REQUESTS: usize = 400;
@@ -40,6 +40,7 @@ pub(crate) fn run(limit_bytes: u64, figures: &mut Figures) -> Result<bool, BoxEr
         one_copy: false,
         envoy: None,
         decay_off: false,
+        queue: Queue::Proxy,
     };
     let bed = Bed::start(&settings)?;
     let to = bed.front();

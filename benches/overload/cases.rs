@@ -13,18 +13,21 @@ use lowtide::{BoxError, ByteSize};
 
 use crate::cell::{Bed, Outcome};
 use crate::charge;
-use crate::figures::count;
+use crate::figures::{count, part};
 use crate::load::{Fate, Seen};
 use crate::measures::{MIB, Measures};
 use crate::mix::Mix;
 use crate::policy::Policy;
 use crate::runner::{Plan, Runner};
 use crate::schedule::{Offer, Phase, Sending, millis};
-use crate::service::Settings;
+use crate::service::{Queue, Settings};
 
 const BEFORE: Duration = Duration::from_secs(5);
 const HIGH: Duration = Duration::from_secs(6);
 const AFTER: Duration = Duration::from_secs(5);
+/// The load of a burst, and the number of seeds that it is drawn from.
+const BURST: f64 = 1.2;
+const BURST_SEEDS: u64 = 6;
 
 /// The limits of the case with a device: the host's is wide, the device's is not.
 const HOST: ByteSize = ByteSize::gib(1);
@@ -48,6 +51,35 @@ fn decay_off(runner: &mut Runner) -> Result<(), BoxError> {
     let offer = falling(runner, &[(4.0, HIGH), (0.5, AFTER)]);
     let outcome = Bed::start(&settings)?.offer(offer.clone())?;
     fell(runner, "decay_off", &offer, &outcome);
+    Ok(())
+}
+
+/// A burst of [`BURST`] times what fits: the requests that are shed, beside those of the same
+/// service without its queue.
+pub(crate) fn burst(runner: &mut Runner) -> Result<(), BoxError> {
+    let mut sheds = [0; 2];
+    let seed = runner.seed;
+    for more in 0..BURST_SEEDS {
+        runner.seed = seed + more;
+        for (sheds, queue) in sheds.iter_mut().zip([Queue::Service, Queue::None]) {
+            let settings = Settings { queue, ..runner.settings(Policy::Lowtide, 1.0) };
+            let offer = falling(runner, &[(0.5, BEFORE), (BURST, BEFORE), (0.5, AFTER)]);
+            let outcome = Bed::start(&settings)?.offer(offer.clone())?;
+            let measures = Measures::of(&offer, &outcome);
+            let name = if queue == Queue::None { "no queue" } else { "queue" };
+            runner.say(name, plan(BURST), &measures, &outcome);
+            *sheds += measures.sheds.iter().sum::<u64>();
+            if outcome.death.is_some() {
+                runner.lost.push(format!("burst, {name}"));
+            }
+        }
+    }
+    runner.seed = seed;
+    let [queued, without] = sheds.map(count);
+    let figures = &mut runner.figures;
+    figures.add("room.burst.sheds", queued, "requests");
+    figures.add("room.burst.sheds_without_queue", without, "requests");
+    figures.add("room.burst.shed_ratio", part(queued, without), "ratio");
     Ok(())
 }
 

@@ -7,8 +7,9 @@ use lowtide::BoxError;
 
 use crate::Cli;
 use crate::cases;
-use crate::figures::{count, part};
-use crate::mix::Mix;
+use crate::figures::{count, part, quantile};
+use crate::measures::Measures;
+use crate::mix::{CLASSES, Mix};
 use crate::model::Chance;
 use crate::policy::{CONCURRENCY, Policy};
 use crate::runner::{Plan, Runner};
@@ -23,6 +24,8 @@ const HIGH: [f64; 3] = [2.0, 4.0, 8.0];
 const DRAWN: [f64; 6] = [0.0, 0.0, 0.25, 0.5, 1.0, 4.0];
 /// Times in which their bodies are sent, in milliseconds.
 const BODIES: [u64; 3] = [0, 1000, 3000];
+/// The time in which a body is sent slowly, in milliseconds.
+const SLOW: u64 = 1000;
 /// Seeds of the comparison with static budgets, and those budgets in percent of the limit.
 const SEEDS: u64 = 6;
 const STATIC: [u32; 8] = [60, 64, 68, 72, 76, 80, 84, 88];
@@ -135,7 +138,8 @@ pub(crate) fn survive(runner: &mut Runner, runs: u32) -> Result<bool, BoxError> 
 }
 
 /// Sheds of lowtide where the load fits, and its goodput beside the best static budget that
-/// survives each seed. Requests have no estimate, or a right one.
+/// survives each seed with quick and with slow bodies, and beside a threshold on the resident set.
+/// Requests have no estimate, or a right one.
 pub(crate) fn measured(runner: &mut Runner) -> Result<bool, BoxError> {
     let seed = runner.seed;
     let plan = |policy, load, estimate| Plan { policy, load, mix: Mix::Heavy, estimate };
@@ -147,30 +151,47 @@ pub(crate) fn measured(runner: &mut Runner) -> Result<bool, BoxError> {
         small += measures.learned_sheds[0];
         sent += measures.learned_sent;
     }
-    let mut mean = |policy, estimate| -> Result<Option<f64>, BoxError> {
-        let mut sum = 0.0;
+    // The seeds of a policy with bodies of this time, up to the first that it does not survive.
+    let mut seeds = |policy, estimate, body_millis| -> Result<(Vec<Measures>, bool), BoxError> {
+        let mut all = Vec::new();
+        let sending = runner.sending;
+        runner.sending.body_millis = body_millis;
         for more in 0..SEEDS {
             runner.seed = seed + more;
             let (measures, outcome) = runner.run(plan(policy, 4.0, estimate))?;
-            if policy != Policy::Lowtide && outcome.death.is_some() {
-                return Ok(None);
+            if outcome.death.is_some() {
+                break;
             }
-            sum += measures.learned_goodput_mib;
+            all.push(measures);
         }
-        Ok(Some(sum / count(SEEDS)))
+        runner.sending = sending;
+        let survives = all.len() as u64 == SEEDS;
+        Ok((all, survives))
     };
-    let ours = mean(Policy::Lowtide, 0.0)?.unwrap_or_default();
+    let (slow, _) = seeds(Policy::Lowtide, 0.0, SLOW)?;
+    // Last, so that the cell's own figures are those of quick bodies.
+    let (quick, _) = seeds(Policy::Lowtide, 0.0, 0)?;
+    let (rss10, rss10_survives) = seeds(Policy::Rss10, 1.0, 0)?;
     let mut best = None;
     // Ends: the lower budgets hold less than the limit.
     for percent in STATIC.into_iter().rev() {
-        if let Some(goodput) = mean(Policy::Static(Some(percent)), 1.0)? {
-            best = Some((percent, goodput));
+        let fixed = Policy::Static(Some(percent));
+        if let (quick, true) = seeds(fixed, 1.0, 0)?
+            && let (slow, true) = seeds(fixed, 1.0, SLOW)?
+        {
+            best = Some((percent, quick, slow));
             break;
         }
     }
     runner.seed = seed;
-    let (percent, fixed) = best.ok_or("no static budget survives each seed")?;
-    println!("the best static budget that survives each seed: {percent} % of the limit");
+    let (percent, fixed_quick, fixed_slow) = best.ok_or("no static budget survives each seed")?;
+    println!(
+        "the best static budget that survives each seed, with quick and with slow bodies: \
+         {percent} % of the limit; the threshold on the resident set {} each with quick ones",
+        if rss10_survives { "survives" } else { "does not survive" }
+    );
+    let ours = goodput(&quick);
+    let fixed = goodput(&fixed_quick);
     let figures = &mut runner.figures;
     figures.add("measured.1x.shed_ratio", part(count(sheds), count(sent)), "ratio");
     figures.add("measured.1x.sheds_small", count(small), "requests");
@@ -178,7 +199,23 @@ pub(crate) fn measured(runner: &mut Runner) -> Result<bool, BoxError> {
     figures.add("measured.4x.static_goodput_mib_s", fixed, "MiB/s");
     figures.add("measured.4x.static_percent", f64::from(percent), "%");
     figures.add("measured.4x.goodput_ratio", part(ours, fixed), "ratio");
+    let (ours_slow, fixed_slow) = (goodput(&slow), goodput(&fixed_slow));
+    figures.add("measured.4x.slow.goodput_mib_s", ours_slow, "MiB/s");
+    figures.add("measured.4x.slow.static_goodput_mib_s", fixed_slow, "MiB/s");
+    figures.add("measured.4x.slow.goodput_ratio", part(ours_slow, fixed_slow), "ratio");
+    figures.add("measured.4x.rss10_goodput_mib_s", goodput(&rss10), "MiB/s");
+    figures.add("measured.4x.rss10_seeds", count(rss10.len() as u64), "seeds");
+    figures.add("measured.4x.over_rss10_ratio", part(ours, goodput(&rss10)), "ratio");
+    for (class, name) in CLASSES.into_iter().enumerate() {
+        let shares: Vec<_> = quick.iter().map(|measures| measures.shares[class]).collect();
+        figures.add(&format!("measured.4x.share.{name}"), quantile(&shares, 0.5), "ratio");
+    }
     Ok(true)
+}
+
+/// The mean goodput of runs once everything is learned, in MiB/s.
+fn goodput(runs: &[Measures]) -> f64 {
+    part(runs.iter().map(|measures| measures.learned_goodput_mib).sum(), count(runs.len() as u64))
 }
 
 /// Three short runs of lowtide, and one without admission: where that one lives, the load was none.

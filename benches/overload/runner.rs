@@ -14,7 +14,7 @@ use crate::mix::Mix;
 use crate::oracle::{STEP, Setting};
 use crate::policy::{CONCURRENCY, Policy};
 use crate::schedule::{Offer, Sending};
-use crate::service::Settings;
+use crate::service::{Queue, Settings};
 use crate::table;
 
 /// The least static budget that is run for real, in percent of the limit; 60 lived in each run so
@@ -94,6 +94,7 @@ impl Runner {
             one_copy: self.one_copy,
             envoy: self.envoy.clone(),
             decay_off: false,
+            queue: Queue::default(),
         }
     }
 

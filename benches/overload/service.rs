@@ -54,6 +54,20 @@ pub(crate) struct Settings {
     pub(crate) envoy: Option<PathBuf>,
     /// `true` if jemalloc never returns a page by itself.
     pub(crate) decay_off: bool,
+    pub(crate) queue: Queue,
+}
+
+/// Where lowtide's requests wait for room. The proxy and the service admit in one ledger.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) enum Queue {
+    /// In front of the service that holds bodies, and not for the little that forwarding them takes
+    /// as well.
+    #[default]
+    Service,
+    /// In the proxy, for its model.
+    Proxy,
+    /// Nowhere.
+    None,
 }
 
 /// The figures of the service.
@@ -130,11 +144,11 @@ async fn start(settings: &Settings) -> Result<(app::Running, std::net::SocketAdd
     });
     let mut options = app::Options {
         upstream: Some(format!("http://{back}/").parse()?),
-        // Both admit in one ledger. Requests wait in front of the service that holds bodies, and
-        // not for the little that forwarding them takes as well.
-        max_wait: Duration::ZERO,
         ..app::Options::default()
     };
+    if settings.queue != Queue::Proxy {
+        options.max_wait = Duration::ZERO;
+    }
     options.limits.connections = settings.connections;
     Ok((app::start(options, memory, render).await?, back))
 }
@@ -170,7 +184,10 @@ fn admitted(
         }
         Policy::Lowtide => {
             let memory = memory.ok_or("lowtide without its memory")?;
-            if wrong > 0.0 {
+            if settings.queue != Queue::Service {
+                let layer = MemoryLayer::new(memory.admission().clone(), held);
+                routes.layer(layer.with_max_wait(Duration::ZERO))
+            } else if wrong > 0.0 {
                 routes.layer(MemoryLayer::new(memory.admission().clone(), held))
             } else {
                 routes.layer(memory.layer())

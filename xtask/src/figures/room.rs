@@ -24,6 +24,7 @@ pub(super) const BENCHES: &[Bench] = &[
             ("room.burst400.served", None),
             ("room.burst400.over_queue_ratio", None),
             ("room.burst400.kills", None),
+            ("room.burst.shed_ratio", None),
         ],
     },
     Bench {
@@ -34,9 +35,11 @@ pub(super) const BENCHES: &[Bench] = &[
         arguments: "bench --locked --bench overload -- --measured",
         figures: &[
             ("room.4x.quick.goodput_ratio", Some("measured.4x.goodput_ratio")),
-            ("room.4x.share.small", Some("overload.lowtide.4x.heavy.estimate_0.share.small")),
-            ("room.4x.share.medium", Some("overload.lowtide.4x.heavy.estimate_0.share.medium")),
-            ("room.4x.share.large", Some("overload.lowtide.4x.heavy.estimate_0.share.large")),
+            ("room.4x.slow.goodput_ratio", Some("measured.4x.slow.goodput_ratio")),
+            ("room.4x.over_rss10_ratio", Some("measured.4x.over_rss10_ratio")),
+            ("room.4x.share.small", Some("measured.4x.share.small")),
+            ("room.4x.share.medium", Some("measured.4x.share.medium")),
+            ("room.4x.share.large", Some("measured.4x.share.large")),
         ],
     },
     Bench {
