@@ -28,7 +28,8 @@ fn at_once(code: &Code<'_>, name: &str) -> String {
 }
 
 pub(super) fn rows(code: &Code<'_>) -> Vec<Row> {
-    let all = [published, levels, routes, usage, kernel, purges, threads, device, sleep];
+    let all =
+        [published, levels, slow_clients, routes, usage, kernel, purges, threads, device, sleep];
     let rows = all.into_iter().flat_map(|rows| rows(code));
     rows.map(|(says, values)| Row { page: PAGE, says, values }).collect()
 }
@@ -49,18 +50,8 @@ fn published(code: &Code<'_>) -> Rows {
     ]
 }
 
-fn levels(code: &Code<'_>) -> Rows {
-    let band = |level| band(code, level).map(percent).into();
-    let pause = code.constant("reclaim::PAUSE_MIN").time();
-    let touched = (3.0 * 1024.0 * of_loop(code, "active_tick").time().as_secs_f64()).floor();
-    let wait = code.constant("layer::MAX_WAIT").time();
-    let entries = code.constant("waiting::ENTRIES_MAX").count();
-    let each = code.constant("waiting::ENTRY_BYTES").size();
-    let part = code.constant("waiting::PART").count();
-    expect(code, each == "16 KiB" && part == "16", &format!("{PAGE}: a request for each 256 KiB"));
+fn slow_clients(code: &Code<'_>) -> Rows {
     vec![
-        ("for at most {} (`MemoryLayer::with_max_wait`", values![time(wait)]),
-        ("At most {} requests wait, and no more than one for each 256 KiB", values![entries]),
         (
             "those that have waited for their clients for {}:",
             values![time(code.constant("large::SLOW_AFTER").time())],
@@ -73,6 +64,21 @@ fn levels(code: &Code<'_>) -> Rows {
             "`/memory?with=permits` lists the {} oldest requests",
             values![code.constant("memory::LARGEST_MAX").count()],
         ),
+    ]
+}
+
+fn levels(code: &Code<'_>) -> Rows {
+    let band = |level| band(code, level).map(percent).into();
+    let pause = code.constant("reclaim::PAUSE_MIN").time();
+    let touched = (3.0 * 1024.0 * of_loop(code, "active_tick").time().as_secs_f64()).floor();
+    let wait = code.constant("layer::MAX_WAIT").time();
+    let entries = code.constant("waiting::ENTRIES_MAX").count();
+    let each = code.constant("waiting::ENTRY_BYTES").size();
+    let part = code.constant("waiting::PART").count();
+    expect(code, each == "16 KiB" && part == "16", &format!("{PAGE}: a request for each 256 KiB"));
+    vec![
+        ("for at most {} (`MemoryLayer::with_max_wait`", values![time(wait)]),
+        ("At most {} requests wait, and no more than one for each 256 KiB", values![entries]),
         (
             "up to the ceiling, {} of the limit",
             values![format!(
