@@ -71,7 +71,7 @@ pin_project! {
                 unmeasured(|| this.body.set(None));
                 // A handler that does not read it does not wait for it either.
                 if *this.is_arriving {
-                    permit.arrived();
+                    permit.unread();
                 }
             }
         }

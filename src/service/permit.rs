@@ -412,8 +412,6 @@ impl SharedPermit {
     /// Reserves a window for what arrives next of a suspended request's body. Returns `false` if
     /// the request must resume first.
     pub(super) fn may_receive(&self) -> bool {
-        // Counts what this poll has allocated so far.
-        self.release(ByteSize::ZERO);
         let wanted = self.0.memory().live.saturating_add(WINDOW);
         self.change(|held| held.permit.reserve_arriving(wanted))
     }
@@ -441,12 +439,26 @@ impl SharedPermit {
     /// already, it goes on without its claim.
     #[cold]
     pub(super) fn refuse(&self, rejected: Rejected) {
-        let admitted = self.0.owner();
-        let is_answered = admitted.is_answered.load(Ordering::Relaxed);
-        if !is_answered {
-            return self.end(|held| held.permit.refuse(rejected));
+        if self.0.owner().is_answered.load(Ordering::Relaxed) {
+            self.go_on();
+        } else {
+            self.end(|held| held.permit.refuse(rejected));
         }
+    }
+
+    /// Records that the handler reads no more of the body.
+    pub(super) fn unread(&self) {
+        if !self.arrived() {
+            self.go_on();
+        }
+    }
+
+    /// Ends the suspension without its claim: what it holds from now on is reserved as it grows.
+    #[cold]
+    fn go_on(&self) {
+        let admitted = self.0.owner();
         self.change(|held| {
+            admitted.progress.store(WORKS, Ordering::Relaxed);
             held.permit.set_resumed();
             admitted.resumed(held.permit.last_tick());
         });

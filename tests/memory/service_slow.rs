@@ -17,7 +17,7 @@ use lowtide::clock::{Clock, ManualClock};
 use lowtide::config::DeviceChoice;
 use lowtide::service::{MemoryLayer, RequestBody, ResponseBody};
 use lowtide::{ByteSize, Memory};
-use lowtide_admission::{AdmissionStats, Budget, Cost, Permit, RejectReason};
+use lowtide_admission::{AdmissionStats, Budget, Cost, Permit, RejectReason, RequestPhase};
 use test_fork::test;
 use tower::{Layer, Service, service_fn};
 
@@ -306,6 +306,34 @@ fn a_broken_body_ends_a_suspended_request_at_once() {
     let Poll::Ready(answer) = poll(&mut slow) else { panic!("it needs no room") };
     assert_eq!(answer.status(), StatusCode::BAD_REQUEST);
     drop((answer, slow, full));
+    assert_eq!((bed.reserved(), bed.stats().held()), (ByteSize::ZERO, 0));
+}
+
+/// The bug: it stayed among the suspended ones, which may reserve little together.
+#[test]
+fn a_handler_that_does_not_read_on_is_suspended_no_more() {
+    let bed = Bed::new();
+    let kept: Arc<Mutex<Option<RequestBody<Fed>>>> = Arc::default();
+    let slot = kept.clone();
+    let handler = move |request: Request<RequestBody<Fed>>| {
+        *slot.lock().expect("not poisoned") = Some(request.into_body());
+        async {
+            pending::<()>().await;
+            Ok::<_, Broken>(Response::new(Full::<Bytes>::default()))
+        }
+    };
+    let request = Request::post("/").body(Fed::default()).expect("a valid head");
+    let mut call = Box::pin(bed.layer().layer(service_fn(handler)).call(request));
+    assert!(poll(&mut call).is_pending());
+    let full = bed.fill(ByteSize::ZERO);
+    let mut other = bed.upload(&Fed::default());
+    assert!(poll(&mut other).is_pending());
+    advance_until(&bed.clock, TICK, "a suspension", || bed.stats().suspended_total == 1);
+    let phase = || bed.memory.oldest_requests()[0].phase;
+    assert_eq!(phase(), RequestPhase::Suspended);
+    drop(kept.lock().expect("not poisoned").take());
+    assert_eq!(phase(), RequestPhase::Working);
+    drop((call, other, full));
     assert_eq!((bed.reserved(), bed.stats().held()), (ByteSize::ZERO, 0));
 }
 
