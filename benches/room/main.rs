@@ -1,19 +1,29 @@
-//! Room on demand, in virtual time: requests that wait for room, and models that are evicted.
+//! Room on demand: requests that wait for room, models that are evicted, and clients that hold
+//! memory or connections and make no progress.
 //!
 //! `schedules` runs random schedules of requests that wait. `zipf` evicts models under requests by
-//! Zipf's law and compares the hits with those of other policies. Without a part, all run. A
-//! schedule or a case that fails is shown with its seed and can be run again alone.
+//! Zipf's law and compares the hits with those of other policies. Both are in virtual time; without
+//! a part, both run. A schedule or a case that fails is shown with its seed and can be run again
+//! alone. `hostage` and `h2` attack a real service.
 //!
 //! Exit codes: 0 every goal held; 1 one was missed.
 #![expect(clippy::print_stdout, clippy::print_stderr, reason = "a program that shows something")]
 
+#[path = "../../examples/tide/cgroup.rs"]
+#[allow(dead_code, reason = "the tide enters its cgroup itself")]
+mod cgroup;
 mod evictions;
+mod hostage;
 mod schedules;
 mod zipf;
 
+use std::net::SocketAddr;
 use std::process::ExitCode;
 
 use clap::{Args, Parser, Subcommand};
+use lowtide::BoxError;
+
+lowtide::global_allocator!(balanced);
 
 /// Failures that are shown.
 const SHOWN: u64 = 20;
@@ -26,6 +36,12 @@ struct Cli {
     /// Cargo says this when benches are asked for.
     #[arg(long, hide = true, global = true)]
     bench: bool,
+    /// The program has started itself again with more descriptors.
+    #[arg(long, hide = true, global = true)]
+    raised: bool,
+    /// Be the service that is attacked, at this address.
+    #[arg(long, hide = true)]
+    serve: Option<SocketAddr>,
 }
 
 #[derive(Debug, Subcommand)]
@@ -34,6 +50,10 @@ enum Part {
     Schedules(Schedules),
     /// Evictions of models under requests by Zipf's law, compared with other policies.
     Zipf(evictions::Arguments),
+    /// Clients that hold memory or connections of a real service hostage: two minutes.
+    Hostage(hostage::Arguments),
+    /// 10,000 connections of HTTP/2 to a service of 256 MiB.
+    H2,
 }
 
 #[derive(Debug, Args)]
@@ -48,11 +68,26 @@ struct Schedules {
 
 fn main() -> ExitCode {
     // Cargo's tests start benches too, without that word and with arguments of their own.
-    if !std::env::args().any(|argument| argument == "--bench") {
+    if !std::env::args().any(|argument| ["--bench", "--serve"].contains(&argument.as_str())) {
         println!("room: a bench of five minutes: run `cargo bench --bench room`");
         return ExitCode::SUCCESS;
     }
-    let parts = match Cli::parse().part {
+    match run(Cli::parse()) {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::FAILURE,
+        Err(error) => {
+            eprintln!("room: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// Runs what was asked for. Returns `true` if every goal held.
+fn run(cli: Cli) -> Result<bool, BoxError> {
+    if let Some(at) = cli.serve {
+        return hostage::service::serve(at).map(|()| true);
+    }
+    let parts = match cli.part {
         Some(part) => vec![part],
         None => vec![
             Part::Schedules(Schedules { count: 100_000, from: 0 }),
@@ -61,12 +96,17 @@ fn main() -> ExitCode {
     };
     let mut holds = true;
     for part in &parts {
+        if matches!(part, Part::Hostage(_) | Part::H2) && !cli.raised {
+            hostage::with_descriptors()?;
+        }
         holds &= match part {
             Part::Schedules(schedules) => run_schedules(schedules),
             Part::Zipf(arguments) => evictions::measure(arguments),
+            Part::Hostage(arguments) => hostage::measure(arguments)?,
+            Part::H2 => hostage::measure_connections()?,
         };
     }
-    if holds { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+    Ok(holds)
 }
 
 /// Runs schedules and prints their figures. Returns `true` if none failed.

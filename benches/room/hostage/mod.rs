@@ -1,0 +1,165 @@
+//! Attacks that hold memory or connections hostage, and what honest clients get meanwhile.
+//!
+//! A service runs as a child process with a limit of 256 MiB: the proxy of `examples/proxy`, or a
+//! service of HTTP/2 ([`service`]). Honest clients send requests at a rate that it serves, first
+//! alone and then under attack; the ratio of both is the figure. A request that is not answered
+//! within five seconds is not served.
+
+mod attacks;
+mod child;
+mod honest;
+pub(crate) mod service;
+
+use std::net::SocketAddr;
+use std::os::unix::process::CommandExt as _;
+use std::process::Command;
+use std::time::Duration;
+
+use clap::Args;
+use lowtide::{BoxError, ByteSize};
+use tokio::net::TcpListener;
+
+use self::attacks::{Attack, Attackers, Heads};
+use self::child::{Service, free_port};
+use self::honest::{Kind, Tally, drive};
+
+/// The limit of each service.
+const LIMIT: ByteSize = ByteSize::mib(256);
+/// The least part of the goodput alone that honest clients get under attack.
+const RATIO_MIN: f64 = 0.90;
+/// The time for which honest clients are alone.
+const ALONE: Duration = Duration::from_secs(5);
+/// The connections that are offered at once.
+const OFFERED: usize = 10_000;
+
+#[derive(Clone, Debug, Args)]
+pub(crate) struct Arguments {
+    /// Only forms whose name contains this.
+    #[arg(long)]
+    only: Option<String>,
+    /// The time for which each attack lasts.
+    #[arg(long, default_value = "12s", value_parser = humantime::parse_duration)]
+    lasts: Duration,
+}
+
+impl Default for Arguments {
+    fn default() -> Self {
+        Self { only: None, lasts: Duration::from_secs(12) }
+    }
+}
+
+/// The forms of attack by name, with the requests of the honest clients.
+const FORMS: [(&str, Kind); 5] = [
+    ("slow_bodies", Kind::Words),
+    ("silent_bodies", Kind::Http2),
+    ("zero_window", Kind::Http2),
+    ("unread", Kind::Words),
+    ("hung_upstream", Kind::Embed),
+];
+
+/// Runs the forms and prints their figures. Returns `true` if every goal held.
+pub(crate) fn measure(arguments: &Arguments) -> Result<bool, BoxError> {
+    let mut holds = true;
+    let is_chosen = |name: &str| arguments.only.as_ref().is_none_or(|only| name.contains(only));
+    for (name, kind) in FORMS.into_iter().filter(|(name, _)| is_chosen(name)) {
+        let runtime = tokio::runtime::Runtime::new()?;
+        holds &= runtime.block_on(run(name, kind, arguments.lasts))?;
+    }
+    Ok(holds)
+}
+
+async fn run(name: &str, kind: Kind, lasts: Duration) -> Result<bool, BoxError> {
+    // Accepts and never answers.
+    let hung = TcpListener::bind("127.0.0.1:0").await?;
+    let upstream = (name == "hung_upstream").then(|| hung.local_addr()).transpose()?;
+    tokio::spawn(async move {
+        let mut taken = Vec::new();
+        while let Ok((stream, _)) = hung.accept().await {
+            taken.push(stream);
+        }
+    });
+    let is_proxy = matches!(kind, Kind::Words | Kind::Embed);
+    let mut service = if is_proxy { start_proxy(upstream)? } else { start_service()? };
+    let to = service.at;
+    // What is loaded on first use is there.
+    drive(to, kind, Duration::from_secs(1)).await;
+    let alone = drive(to, kind, ALONE).await;
+    let (count, attack) = match name {
+        "slow_bodies" => (25, Attack::SlowBody),
+        "silent_bodies" => (60, Attack::SilentBody),
+        "zero_window" => (40, Attack::ZeroWindow),
+        "unread" => (512, Attack::Unread("GET /bytes/1073741824 HTTP/1.1\r\nhost: h\r\n\r\n")),
+        _ => (512, Attack::Unread("GET / HTTP/1.1\r\nhost: h\r\n\r\n")),
+    };
+    let attackers = Attackers::start(count, to, &attack);
+    let attacked = drive(to, kind, lasts).await;
+    show(name, alone, attacked, &mut service);
+    println!("  {count} attackers opened {} connections", attackers.connections());
+    let ratio = ratio(alone, attacked);
+    println!("figure room.hostage.{name}.honest_ratio {ratio:.4} ratio");
+    Ok(ratio >= RATIO_MIN && !service.has_ended())
+}
+
+/// Offers 10,000 connections and prints the figures. Returns `true` if every goal held.
+pub(crate) fn measure_connections() -> Result<bool, BoxError> {
+    let runtime = tokio::runtime::Runtime::new()?;
+    runtime.block_on(async {
+        let mut service = start_service()?;
+        if !service.is_confined() {
+            println!("no memory cgroup can be made here: the kernel kills nothing");
+        }
+        let (to, kind) = (service.at, Kind::Http2Kept);
+        drive(to, kind, Duration::from_secs(1)).await;
+        let alone = drive(to, kind, ALONE).await;
+        let heads = Heads::start(OFFERED, 256, to);
+        let attacked = drive(to, kind, Duration::from_secs(12)).await;
+        let (opened, refused) = heads.counts();
+        let kills = u32::from(service.has_ended());
+        show("h2", alone, attacked, &mut service);
+        println!("  {opened} of {OFFERED} connections opened");
+        let ratio = ratio(alone, attacked);
+        println!("figure room.h2.kills {kills} kills");
+        println!("figure room.h2.honest_ratio {ratio:.4} ratio");
+        println!("figure room.h2.refused {refused} connections");
+        Ok(kills == 0 && ratio >= RATIO_MIN)
+    })
+}
+
+/// Starts this program again with all the descriptors that it may have. Returns on failure.
+pub(crate) fn with_descriptors() -> Result<(), BoxError> {
+    let run = "ulimit -S -n \"$(ulimit -H -n)\"; exec \"$@\"";
+    let again = std::env::args_os().skip(1).chain(["--raised".into()]);
+    let error = Command::new("/bin/sh")
+        .args(["-c", run, "room"])
+        .arg(std::env::current_exe()?)
+        .args(again)
+        .exec();
+    Err(error.into())
+}
+
+fn start_proxy(upstream: Option<SocketAddr>) -> Result<Service, BoxError> {
+    let at = free_port()?;
+    let mut arguments = vec!["--listen".to_owned(), at.to_string()];
+    if let Some(upstream) = upstream {
+        arguments.extend(["--upstream".to_owned(), format!("http://{upstream}")]);
+    }
+    Service::start(&child::proxy()?, &arguments, at, LIMIT)
+}
+
+fn start_service() -> Result<Service, BoxError> {
+    let at = free_port()?;
+    let arguments = ["--serve".to_owned(), at.to_string()];
+    Service::start(&std::env::current_exe()?, &arguments, at, LIMIT)
+}
+
+fn ratio(alone: Tally, attacked: Tally) -> f64 {
+    attacked.part() / alone.part().max(f64::MIN_POSITIVE)
+}
+
+fn show(name: &str, alone: Tally, attacked: Tally, service: &mut Service) {
+    let ended = if service.has_ended() { ", and was killed" } else { "" };
+    println!(
+        "{name}: {} of {} requests served alone, {} of {} under attack{ended}",
+        alone.served, alone.sent, attacked.served, attacked.sent
+    );
+}
