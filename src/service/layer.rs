@@ -197,12 +197,12 @@ impl<E: Estimate> MemoryLayer<E> {
     /// noticed at the deadline, which the control loop checks at each tick, every 10 ms while
     /// requests wait. Without a running [`Memory`] no request waits.
     ///
-    /// While requests wait, the reservations of measured requests that have waited for their
+    /// While requests do not fit, the reservations of measured requests that have waited for their
     /// clients for 100 ms are suspended: those whose bodies are arriving, and answers of known
     /// length that are not sent yet. They keep what they hold and 64 KiB. The end of a suspended
     /// body reaches the handler only once the whole claim is reserved again, before requests that
-    /// were not admitted yet; after `max_wait` without room the request is rejected. With zero no
-    /// request of this layer is suspended.
+    /// were not admitted yet. After `max_wait` without room, or 2 s if that is zero, the request is
+    /// rejected.
     ///
     /// Use zero for a service that this process calls while it serves another request. The caller
     /// would keep its reservation, and its connection, while the call waits.
@@ -386,12 +386,10 @@ impl<E: Estimate> MemoryLayer<E> {
         let is_http2 = head.version == Version::HTTP_2;
         let content_type = if is_http2 { head.headers.get(CONTENT_TYPE).cloned() } else { None };
         let version = head.version;
-        let can_resume = is_measured && slot.is_none() && !settings.max_wait.is_zero();
-        let resumes = (can_resume && priority != Priority::Exempt).then(|| Resumes {
-            priority,
-            tenant: self.tenant(head),
-            within: settings.max_wait,
-        });
+        let can_resume = is_measured && slot.is_none() && priority != Priority::Exempt;
+        let max_wait = settings.max_wait;
+        let within = if max_wait.is_zero() { MAX_WAIT } else { max_wait };
+        let resumes = can_resume.then(|| Resumes { priority, tenant: self.tenant(head), within });
         let tenant = if is_measured { head.extensions.get().cloned() } else { None };
         let origin = Origin { method, version, route, is_matched, tenant, content_type };
         let terms = Terms { cap, lesson, share, slot, is_measured, resumes, reports };

@@ -15,7 +15,7 @@ use http_body::{Body, Frame, SizeHint};
 use http_body_util::{BodyExt, Full};
 use lowtide::clock::{Clock, ManualClock};
 use lowtide::config::DeviceChoice;
-use lowtide::service::{MemoryLayer, RequestBody, ResponseBody};
+use lowtide::service::{Estimate, MemoryLayer, RequestBody, ResponseBody};
 use lowtide::{ByteSize, Memory};
 use lowtide_admission::{AdmissionStats, Budget, Cost, Permit, RejectReason, RequestPhase};
 use test_fork::test;
@@ -116,6 +116,10 @@ impl Bed {
 
     /// A call of a handler that collects its body, and answers with its length.
     fn upload(&self, body: &Fed) -> Call {
+        self.upload_to(self.layer(), body)
+    }
+
+    fn upload_to<E: Estimate>(&self, layer: MemoryLayer<E>, body: &Fed) -> Call {
         let handler = |request: Request<RequestBody<Fed>>| async {
             let (status, text) = match request.into_body().collect().await {
                 Ok(body) => (StatusCode::OK, body.to_bytes().len().to_string()),
@@ -125,7 +129,7 @@ impl Bed {
             response.body(Full::new(Bytes::from(text)))
         };
         let request = Request::post("/").body(body.clone()).expect("a valid head");
-        let call = self.layer().layer(service_fn(handler)).call(request);
+        let call = layer.layer(service_fn(handler)).call(request);
         Box::pin(async { call.await.expect("a valid answer") })
     }
 
@@ -404,23 +408,30 @@ fn a_stream_in_both_directions_goes_on_without_its_claim() {
     assert_eq!(bed.stats().held(), 0);
 }
 
+/// The bug: the built-in service of the proxy, whose requests do not wait, was filled by slow ones.
 #[test]
-fn a_request_that_cannot_wait_is_not_suspended() {
+fn slow_requests_are_suspended_for_those_that_are_rejected_at_once_too() {
     let bed = Bed::new();
-    let layer = bed.layer().with_max_wait(Duration::ZERO);
-    let handler = |request: Request<RequestBody<Fed>>| async {
-        let body = request.into_body();
-        pending::<()>().await;
-        drop(body);
-        Ok::<_, Broken>(Response::new(Full::<Bytes>::default()))
-    };
-    let request = Request::post("/").body(Fed::default()).expect("a valid head");
-    let mut call = Box::pin(layer.layer(service_fn(handler)).call(request));
-    assert!(poll(&mut call).is_pending());
-    let full = bed.fill(ByteSize::ZERO);
-    let mut other = bed.upload(&Fed::default());
-    assert!(poll(&mut other).is_pending());
-    advance_until(&bed.clock, TICK, "the deadline", || bed.stats().waiting == 0);
-    assert_eq!(bed.stats().suspended_total, 0);
-    drop(full);
+    let body = Fed::default();
+    let mut slow = bed.upload_to(bed.layer().with_max_wait(Duration::ZERO), &body);
+    assert!(poll(&mut slow).is_pending());
+    let mut full = bed.fill(ByteSize::ZERO);
+    let none = bed.layer().with_max_wait(Duration::ZERO);
+    let mut admitted = Vec::new();
+    // The allowance grows with the first measurements.
+    advance_until(&bed.clock, TICK, "a suspension", || {
+        let mut call = bed.upload_to(none.clone(), &Fed::default());
+        match poll(&mut call) {
+            Poll::Ready(answer) => assert_eq!(answer.status(), StatusCode::SERVICE_UNAVAILABLE),
+            Poll::Pending => admitted.push(call),
+        }
+        bed.stats().suspended_total > 0
+    });
+    drop(admitted);
+    body.ends();
+    let rest = bed.fill(ByteSize::ZERO);
+    assert!(poll(&mut slow).is_pending(), "it waits for its claim all the same");
+    full.shrink(CLAIM);
+    assert!(poll(&mut slow).is_ready());
+    drop((full, rest));
 }

@@ -62,6 +62,9 @@ pub(super) struct Desk {
     bell: RwLock<Option<Arc<Bell>>>,
     /// `true` if the next tick is further away than while requests wait.
     pub(super) is_slow: AtomicBool,
+    /// The least host memory that a request asked for which did not fit, since the last tick, or
+    /// [`u64::MAX`].
+    lacked: AtomicU64,
     /// How often a reservation was suspended, since the start.
     pub(super) suspensions: AtomicU64,
     tallies: [Tally; STRIPES],
@@ -94,6 +97,7 @@ impl Desk {
         desk.unused.begin();
         desk.set_bell(None);
         desk.is_slow.store(false, Ordering::Relaxed);
+        desk.lacked.store(u64::MAX, Ordering::Relaxed);
         desk.suspensions.store(0, Ordering::Relaxed);
         for tally in &desk.tallies {
             tally.begin();
@@ -249,11 +253,13 @@ impl Desk {
     }
 
     /// Ends the wait of requests whose deadline has passed, and wakes those that may fit. If there
-    /// is no room for the first one, it suspends the reservations of requests that wait for their
-    /// clients. Called at each tick of the control loop.
+    /// is no room for the first one, or for one that was rejected, it suspends the reservations of
+    /// requests that wait for their clients. Called at each tick of the control loop.
     pub(super) fn tend_queue(&self, now: Moment) {
         self.queue.expire(now);
-        if let Some(lacks) = self.queue.lacks_host() {
+        let lacked = ByteSize::new(self.lacked.swap(u64::MAX, Ordering::Relaxed));
+        let lacks = self.queue.lacks_host().unwrap_or(lacked);
+        if lacks < ByteSize::MAX {
             self.large.suspend_while(now, || self.host.room() < lacks);
         }
         self.wake_waiting(WOKEN_OTHERS_TICK);
@@ -614,6 +620,9 @@ impl Desk {
         let ceiling = ledger.ceiling();
         if asked > ceiling {
             return Rejected::TooLarge { budget, asked, ceiling };
+        }
+        if budget == Budget::Host {
+            self.lacked.fetch_min(asked.get(), Ordering::Relaxed);
         }
         let (wait, spread) = (ledger.wait_for(&short), self.spread(place));
         let hint = make_room();
