@@ -183,8 +183,7 @@ pub(crate) async fn start(
                 };
                 // A bound: `words` refuses a text that needs more.
                 let layer = MemoryLayer::new(memory.admission().clone(), estimate);
-                // The proxy's request keeps its reservation while this one would wait.
-                let layer = layer.with_max_wait(Duration::ZERO);
+                let layer = layer.with_max_wait(options.max_wait);
                 routes = routes.layer(layer.without_slow_start());
             }
             let listener = TcpListener::bind((std::net::Ipv4Addr::LOCALHOST, 0)).await?;
@@ -209,7 +208,11 @@ pub(crate) async fn start(
     let for_operators = |routes| operators_routes(routes, own, Arc::clone(&endpoints));
     let (phase, phases) = watch::channel(Phase::Serving);
     let mut servers = Vec::new();
-    let mut routes = clients_routes(forward, embedder, memory, options.max_wait);
+    // The small upstream admits in the same ledger: requests wait in front of it, and not for the
+    // little that forwarding them takes as well.
+    let forward_wait = if own_upstream.is_some() { Duration::ZERO } else { options.max_wait };
+    let waits = Waits { embed: options.max_wait, forward: forward_wait };
+    let mut routes = clients_routes(forward, embedder, memory, waits);
     let mut operators = address;
     if let Some((listener, at)) = aside {
         let limits = Limits { connections: OPERATORS, ..options.limits };
@@ -231,12 +234,18 @@ async fn listen(at: SocketAddr) -> Result<(TcpListener, SocketAddr), BoxError> {
     Ok((listener, address))
 }
 
+/// The longest times that requests wait for room.
+struct Waits {
+    embed: Duration,
+    forward: Duration,
+}
+
 /// Builds the routes that pass the memory layer.
 fn clients_routes(
     forward: Forward,
     embedder: Embedder,
     memory: Option<Memory>,
-    max_wait: Duration,
+    waits: Waits,
 ) -> Router {
     let embed = post(move |request| {
         let embedder = embedder.clone();
@@ -249,7 +258,8 @@ fn clients_routes(
         let from = request.extensions().get::<ConnectInfo<SocketAddr>>().map(|from| from.0);
         async move { forward.forward(request, from).await }
     };
-    let mut guarded = Router::new().route("/embed", embed).fallback(forward);
+    let (mut embed, mut forward) =
+        (Router::new().route("/embed", embed), Router::new().fallback(forward));
     if let Some(memory) = memory {
         let admission = memory.admission().clone();
         let estimate = move |request: &Parts| {
@@ -261,10 +271,11 @@ fn clients_routes(
             }
         };
         // Bounds: bodies stream through, and the model plans its memory.
-        let layer = MemoryLayer::new(admission, estimate).with_max_wait(max_wait);
-        guarded = guarded.layer(layer.without_slow_start());
+        let layer = MemoryLayer::new(admission, estimate).without_slow_start();
+        embed = embed.layer(layer.clone().with_max_wait(waits.embed));
+        forward = forward.layer(layer.with_max_wait(waits.forward));
     }
-    guarded
+    embed.merge(forward)
 }
 
 /// Adds the routes at these paths, outside the memory layer.

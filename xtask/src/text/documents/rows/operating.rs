@@ -61,6 +61,10 @@ fn slow_clients(code: &Code<'_>) -> Rows {
             values![code.constant("permit::WINDOW").size()],
         ),
         (
+            "after `max_wait` ({} if that is zero)",
+            values![time(code.constant("layer::MAX_WAIT").time())],
+        ),
+        (
             "`/memory?with=permits` lists the {} oldest requests",
             values![code.constant("memory::LARGEST_MAX").count()],
         ),
