@@ -23,9 +23,11 @@ use super::ledger::{Budget, Ledger};
 use super::permit::Permit;
 use super::pressure::Level;
 use super::rejected::{RejectReason, Rejected};
+use super::reserve::Waiting;
 use super::size_class::SizeClass;
 use super::tally::{BudgetCounts, ClassStats};
 use super::usage::{RouteUsage, TenantUsage};
+use super::waiting::WaitTerms;
 
 /// The peak bytes that a request or resource will hold, by budget.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -277,6 +279,18 @@ impl Admission {
     /// if there is none.
     pub(super) fn stand_or_evict(&self, cost: Cost) -> Result<Stood, Rejected> {
         self.desk.stand_or_evict(cost)
+    }
+
+    /// Enters the queue of requests for the room of a load, before those that were not admitted.
+    /// Returns `None` as [`Admission::wait`] does.
+    pub(super) fn wait_for_load(&self, cost: Cost, within: Duration) -> Option<Waiting> {
+        let cost = self.desk.by_budget(cost);
+        // Resources are not multiplied by the correction factor.
+        let host = self.desk.host.in_units(cost.host);
+        let cost = Cost { host, device: self.desk.device.in_units(cost.device) };
+        let (priority, tenant, within) = (Priority::Normal, 0, Some(within));
+        let terms = WaitTerms { cost, priority, tenant, within, is_admitted: true };
+        Waiting::enter(self.desk, terms)
     }
 
     /// Unloads idle resources of this registry to make room for requests and loads that do not fit.

@@ -26,7 +26,7 @@ use super::rejected::Rejected;
 use super::tally::{BudgetCounts, Counts, Place, STRIPES, Tally, used};
 use super::unused::UnusedPages;
 use super::usage::Usages;
-use super::waiting::{PassError, WaitId, WaitQueue};
+use super::waiting::{Lack, PassError, WaitId, WaitQueue};
 
 /// The retry time if an operator has to act. A guess.
 const EXHAUSTED: Duration = Duration::from_secs(30);
@@ -224,7 +224,7 @@ impl Desk {
     #[cold]
     fn shed(&self, waits: Option<&WaitId>, place: Place) -> Rejected {
         if let Some(waits) = waits {
-            self.queue.lacks_other(waits);
+            self.queue.lacks(waits, Lack::Other);
         }
         self.away(place)
     }

@@ -456,6 +456,11 @@ impl Ledger {
         Standing { bytes, units: reserved.units, settled: false }
     }
 
+    /// Returns the bytes that a resource of these bytes takes of the requests' room.
+    pub(crate) fn in_units(&self, bytes: ByteSize) -> ByteSize {
+        ByteSize::new(units_of(bytes, self.correction_factor()))
+    }
+
     /// Returns the units that resource reservations of `freed` bytes release at the current `K`,
     /// rounded as when they were made, so that a resource of the same size fits in their place.
     fn units_without(&self, freed: ByteSize) -> u64 {

@@ -13,7 +13,7 @@ use super::admission::{Admission, Cost, Priority};
 use super::desk::Desk;
 use super::permit::Permit;
 use super::rejected::Rejected;
-use super::waiting::{WaitId, WaitTerms};
+use super::waiting::{Lack, WaitId, WaitTerms};
 
 /// A request in the queue. Dropping it leaves the queue.
 #[doc(hidden)]
@@ -49,10 +49,19 @@ impl Waiting {
         self.desk.try_admit(Some(&self.id), cost, priority)
     }
 
+    /// Records that the attempt failed with this rejection: room is kept for it.
+    pub(super) fn lacks(&self, rejected: &Rejected) {
+        let lack = match rejected {
+            Rejected::Full { budget, .. } => Lack::Bytes(*budget),
+            _ => Lack::Other,
+        };
+        self.desk.queue.lacks(&self.id, lack);
+    }
+
     /// Records that the attempt failed before admission, for another reason than bytes: the request
     /// delays no others.
     pub fn lacks_other(&self) {
-        self.desk.queue.lacks_other(&self.id);
+        self.desk.queue.lacks(&self.id, Lack::Other);
     }
 }
 

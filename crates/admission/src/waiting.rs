@@ -344,10 +344,10 @@ impl WaitQueue {
         entries.list.iter().find(lacks).map(|entry| entry.terms.cost.host)
     }
 
-    /// Records that an attempt failed for another reason than bytes.
-    pub(super) fn lacks_other(&self, id: &WaitId) {
+    /// Records why an attempt failed that was not made by [`WaitQueue::pass`].
+    pub(super) fn lacks(&self, id: &WaitId, lack: Lack) {
         if let Some(entry) = self.entries().get(id) {
-            entry.lack = Some(Lack::Other);
+            entry.lack = Some(lack);
             entry.attempts += 1;
         }
     }

@@ -63,6 +63,8 @@ struct Loading {
     deadline: Moment,
     /// Its reservation.
     permit: Option<Permit>,
+    /// `true` while a future waits for its room in the queue of requests. Nothing of it runs.
+    waits_for_room: bool,
 }
 
 /// The value and its reservation; released in this order.
@@ -81,7 +83,7 @@ pub(super) struct State<T> {
     pub(super) tickets: u64,
     /// Threads that wait to unload it.
     drainers: Vec<Arc<Bell>>,
-    closed: bool,
+    pub(super) closed: bool,
     loaded_at: Moment,
     last_used: Option<Moment>,
     uses: Uses,
@@ -211,14 +213,19 @@ impl<T: Send + Sync + 'static> Cell<T> {
         let seen = state.loads_failed;
         let step = cell.step(&mut state, seen)?;
         drop(state);
-        Self::begin(cell, step)
+        let begun = Self::begin(cell, step);
+        begun.map_err(|(number, _, rejected)| cell.refuse_load(number, rejected))
     }
 
-    /// Starts the thread of a load, after making room for it if needed.
-    pub(super) fn begin(cell: &Arc<Self>, step: Step<T>) -> Result<(), AcquireError> {
+    /// Starts the thread of a load, after making room for it if needed. Returns its number and cost
+    /// with the rejection if there is no room.
+    pub(super) fn begin(cell: &Arc<Self>, step: Step<T>) -> Result<(), (u64, Cost, Rejected)> {
         let (number, eviction) = match step {
             Step::Load(number) => (number, None),
-            Step::Short(number, cost) => (number, cell.make_room(number, cost)?),
+            Step::Short(number, cost) => {
+                let found = cell.find_room(number, cost);
+                (number, found.map_err(|rejected| (number, cost, rejected))?)
+            }
             Step::Have(_) | Step::Wait => return Ok(()),
         };
         Self::load_elsewhere(cell, number, eviction);
@@ -288,7 +295,8 @@ impl<T: Send + Sync + 'static> Cell<T> {
         let number = state.loads_begun;
         // The loader and its timeout start when there is room.
         let deadline = if is_short { Moment::NEVER } else { self.load_deadline() };
-        let loading = Phase::Loading(Loading { number, thread: None, deadline, permit });
+        let (thread, waits_for_room) = (None, false);
+        let loading = Phase::Loading(Loading { number, thread, deadline, permit, waits_for_room });
         let before = mem::replace(&mut state.phase, loading);
         // The error of a loader may panic when it is dropped. The caller has a load to begin.
         let _ = caught(|| drop(before));
@@ -306,7 +314,7 @@ impl<T: Send + Sync + 'static> Cell<T> {
         Cost { host: asks(host, learned.host), device: asks(device, learned.device) }
     }
 
-    fn load_elsewhere(cell: &Arc<Self>, number: u64, eviction: Option<Eviction>) {
+    pub(super) fn load_elsewhere(cell: &Arc<Self>, number: u64, eviction: Option<Eviction>) {
         let loading = Arc::clone(cell);
         let thread = thread::Builder::new().name("lowtide-load".to_owned());
         if let Err(error) = thread.spawn(move || loading.load(number, eviction)) {
@@ -597,6 +605,9 @@ impl<T: Send + Sync + 'static> Cell<T> {
         if self.birth.is_here() {
             let mut state = lock(&self.state);
             state.closed = true;
+            if matches!(&state.phase, Phase::Loading(loading) if loading.waits_for_room) {
+                state.phase = Phase::Empty;
+            }
             self.wake_all(state);
         }
     }

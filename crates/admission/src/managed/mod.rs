@@ -240,6 +240,10 @@ impl<T: Send + Sync + 'static> Managed<T> {
     /// Waits for the resource to be loaded and returns a guard. If no load is running, starts one
     /// on a new thread. Dropping the future stops waiting, not the load. Takes some tens of
     /// nanoseconds if the resource is loaded.
+    ///
+    /// If there is no room for the load, not even by evictions, it waits for room in the queue of
+    /// requests, before those that were not admitted yet: for at most 2 s. It is rejected
+    /// immediately if there is no control loop, and in [`Managed::acquire_blocking`].
     #[must_use = "futures do nothing unless polled"]
     pub fn acquire(&self) -> Acquire<T> {
         Acquire { ticket: Ticket::new(Arc::clone(&self.cell)) }

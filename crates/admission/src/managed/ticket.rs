@@ -2,15 +2,21 @@
 //!
 //! It polls the cell and leaves its task's waker there. The waker is replaced at each poll and
 //! removed when the future is dropped. It does not load: the first waiter starts a thread for that.
+//! If there is no room for the load, the first waiter also waits in the queue of requests, and the
+//! others wait for it.
 //! Wakers are dropped outside the lock, because dropping one may drop a task that holds a guard of
 //! the same cell.
 //!
 //! Invariant: `waits is some <=> it is counted in waiting`; it has at most one waker in the cell.
 
 use std::sync::Arc;
-use std::task::{Context, Poll, Waker};
+use std::task::{Context, Poll, Waker, ready};
 
 use lowtide_core::sync::{caught, lock};
+
+use crate::admission::Cost;
+use crate::rejected::Rejected;
+use crate::reserve::Waiting;
 
 use super::cell::{Cell, State, Step};
 use super::error::AcquireError;
@@ -20,11 +26,20 @@ pub(super) struct Ticket<T: Send + Sync + 'static> {
     cell: Arc<Cell<T>>,
     /// Its key among the wakers, and the number of failures seen when it arrived.
     waits: Option<(u64, u64)>,
+    /// The load that it wants room for.
+    room: Option<Room>,
+}
+
+/// A load that waits in the queue of requests.
+struct Room {
+    number: u64,
+    cost: Cost,
+    waiting: Waiting,
 }
 
 impl<T: Send + Sync + 'static> Ticket<T> {
     pub(super) fn new(cell: Arc<Cell<T>>) -> Self {
-        Self { cell, waits: None }
+        Self { cell, waits: None, room: None }
     }
 
     /// Returns the value of a counted guard and its cell, once there is one.
@@ -39,9 +54,14 @@ impl<T: Send + Sync + 'static> Ticket<T> {
         }
         // Cloning may panic, which must not lose a load that began.
         let mut waker = Some(cx.waker().clone());
+        let room = self.poll_room(cx);
         let mut state = lock(&cell.state);
         let seen = self.waits.map_or(state.loads_failed, |(_, seen)| seen);
-        let step = cell.step(&mut state, seen);
+        let step = match room {
+            Poll::Ready(Err(error)) => Err(error),
+            Poll::Pending if !state.closed => Ok(Step::Wait),
+            Poll::Ready(Ok(())) | Poll::Pending => cell.step(&mut state, seen),
+        };
         let found = match step {
             Ok(Step::Have(value)) => Ok((Arc::clone(&cell), value)),
             Err(error) => Err(error),
@@ -50,8 +70,12 @@ impl<T: Send + Sync + 'static> Ticket<T> {
                 let replaced = self.wait_for_change(&mut state, seen, waker.take());
                 drop(state);
                 let _ = caught(|| drop(replaced));
-                match Cell::begin(&cell, step) {
-                    Ok(()) => return Poll::Pending,
+                let Err((number, cost, rejected)) = Cell::begin(&cell, step) else {
+                    return Poll::Pending;
+                };
+                match self.enter(number, cost, rejected) {
+                    // Its first turn in the queue.
+                    Ok(()) => return self.poll(cx),
                     Err(error) => {
                         state = lock(&cell.state);
                         Err(error)
@@ -61,9 +85,41 @@ impl<T: Send + Sync + 'static> Ticket<T> {
         };
         let replaced = self.leave(&mut state);
         drop(state);
+        self.room = None;
         // A panic in it must not lose the guard that is already counted.
         let _ = caught(|| drop((replaced, waker)));
         Poll::Ready(found)
+    }
+
+    /// Enters the queue of requests for the room of this load.
+    fn enter(&mut self, number: u64, cost: Cost, rejected: Rejected) -> Result<(), AcquireError> {
+        match self.cell.wait_for_room(number, cost, &rejected) {
+            Some(waiting) => {
+                self.room = Some(Room { number, cost, waiting });
+                Ok(())
+            }
+            None => Err(self.cell.refuse_load(number, rejected)),
+        }
+    }
+
+    /// Waits for the room of its load, and starts the load. Is ready if it waits for none.
+    fn poll_room(&mut self, cx: &Context<'_>) -> Poll<Result<(), AcquireError>> {
+        let Some(Room { number, cost, waiting }) = &self.room else { return Poll::Ready(Ok(())) };
+        let (number, cost) = (*number, *cost);
+        // Ends: each iteration needs a wake of the queue.
+        let found = loop {
+            let is_last = !ready!(waiting.poll_turn(cx));
+            match self.cell.find_room(number, cost) {
+                Err(rejected) if !is_last && rejected.may_wait() => waiting.lacks(&rejected),
+                found => break found,
+            }
+        };
+        self.room = None;
+        let eviction = found.map_err(|rejected| self.cell.refuse_load(number, rejected))?;
+        if self.cell.may_load(number) {
+            Cell::load_elsewhere(&self.cell, number, eviction);
+        }
+        Poll::Ready(Ok(()))
     }
 
     /// Leaves the task's waker and returns the previous one, to be dropped outside the lock.
@@ -94,6 +150,10 @@ impl<T: Send + Sync + 'static> Drop for Ticket<T> {
             return;
         }
         let cell = Arc::clone(&self.cell);
+        if let Some(room) = self.room.take() {
+            // Another waiter takes it over.
+            cell.abandon(room.number);
+        }
         let mut state = lock(&cell.state);
         let _left = self.leave(&mut state);
         drop(state);

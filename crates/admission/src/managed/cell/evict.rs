@@ -13,6 +13,8 @@ use crate::admission::Cost;
 use crate::desk::Stood;
 use crate::eviction::{Claimable, Claimed, Eviction, EvictionError, Idle};
 use crate::permit::Permit;
+use crate::rejected::Rejected;
+use crate::reserve::Waiting;
 use lowtide_core::clock::Moment;
 use lowtide_core::sync::lock;
 
@@ -21,29 +23,67 @@ use super::super::resource::UnloadReason;
 use super::super::uses::score;
 use super::{Cell, Loaded, Phase, State};
 
+/// The longest time that a future waits for the room of a load. An estimate, as for requests:
+/// shorter than the timeouts of most clients.
+const LOAD_WAIT: Duration = Duration::from_secs(2);
+
 impl<T: Send + Sync + 'static> Cell<T> {
-    /// Reserves the load of this number, which found no room, or claims resources that make room
-    /// for it.
+    /// Like [`Cell::find_room`], and ends the load without room.
     ///
     /// # Errors
     /// [`AcquireError::Rejected`] if no room can be made; the next caller tries again.
-    pub(in super::super) fn make_room(
+    pub(super) fn make_room(
         &self,
         number: u64,
         cost: Cost,
     ) -> Result<Option<Eviction>, AcquireError> {
+        self.find_room(number, cost).map_err(|rejected| self.refuse_load(number, rejected))
+    }
+
+    /// Reserves the load of this number, which found no room, or claims resources that make room
+    /// for it.
+    pub(in super::super) fn find_room(
+        &self,
+        number: u64,
+        cost: Cost,
+    ) -> Result<Option<Eviction>, Rejected> {
         let Some(door) = &self.admission else { return Ok(None) };
-        match door.stand_or_evict(cost) {
-            Ok(Stood::Booked(permit)) => {
+        match door.stand_or_evict(cost)? {
+            Stood::Booked(permit) => {
                 self.has_room(number, permit);
                 Ok(None)
             }
-            Ok(Stood::Evicting(eviction)) => Ok(Some(eviction)),
-            Err(rejected) => {
-                self.end_refused(number);
-                Err(AcquireError::Rejected { name: Arc::clone(&self.parts.name), rejected })
-            }
+            Stood::Evicting(eviction) => Ok(Some(eviction)),
         }
+    }
+
+    /// Ends the load of this number, for which there is no room. The next caller tries again.
+    pub(in super::super) fn refuse_load(&self, number: u64, rejected: Rejected) -> AcquireError {
+        self.end_refused(number);
+        AcquireError::Rejected { name: Arc::clone(&self.parts.name), rejected }
+    }
+
+    /// Enters the queue of requests for the room of the load of this number, before all that were
+    /// not admitted: most loads are for a request that was. Returns `None` if it is full, or if
+    /// there is no control loop.
+    pub(in super::super) fn wait_for_room(
+        &self,
+        number: u64,
+        cost: Cost,
+        rejected: &Rejected,
+    ) -> Option<Waiting> {
+        let door = self.admission.as_ref().filter(|_| rejected.may_wait())?;
+        let waiting = door.wait_for_load(cost, LOAD_WAIT)?;
+        lock(&self.state).loading(number)?.waits_for_room = true;
+        Some(waiting)
+    }
+
+    /// Records that the load of this number has left the queue. Returns `false` if it was given up
+    /// meanwhile.
+    pub(in super::super) fn may_load(&self, number: u64) -> bool {
+        let mut state = lock(&self.state);
+        let loading = state.loading(number);
+        loading.map(|loading| loading.waits_for_room = false).is_some()
     }
 
     /// Waits for the room of the load of this number; without room, the load ends.
@@ -80,6 +120,16 @@ impl<T: Send + Sync + 'static> Cell<T> {
         if state.loading(number).is_some() {
             state.phase = Phase::Empty;
             state.loads_refused += 1;
+            self.wake_all(state);
+        }
+    }
+
+    /// Ends the load of this number, whose future waited for room and was dropped. Another waiter
+    /// takes it over.
+    pub(in super::super) fn abandon(&self, number: u64) {
+        let mut state = lock(&self.state);
+        if state.loading(number).is_some() {
+            state.phase = Phase::Empty;
             self.wake_all(state);
         }
     }

@@ -61,6 +61,10 @@ fn slow_clients(code: &Code<'_>) -> Rows {
             values![code.constant("permit::WINDOW").size()],
         ),
         (
+            "before those that were not admitted yet: for at most {}.",
+            values![time(code.constant("evict::LOAD_WAIT").time())],
+        ),
+        (
             "after `max_wait` ({} if that is zero)",
             values![time(code.constant("layer::MAX_WAIT").time())],
         ),
