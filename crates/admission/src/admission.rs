@@ -267,10 +267,10 @@ impl Admission {
         self.desk.stand(cost).map(|(host, device)| Permit::standing(self.desk, host, device))
     }
 
-    /// Like [`Admission::try_reserve_resource`], but claims idle resources whose unload makes room
-    /// if there is none.
-    pub(super) fn stand_or_evict(&self, cost: Cost) -> Result<Stood, Rejected> {
-        self.desk.stand_or_evict(cost)
+    /// Like [`Admission::try_reserve_resource`], but claims idle resources whose
+    /// unload makes room if there is none. Reclaimers are asked if `asks` is set.
+    pub(super) fn stand_or_evict(&self, cost: Cost, asks: bool) -> Result<Stood, Rejected> {
+        self.desk.stand_or_evict(cost, asks)
     }
 
     /// Unloads idle resources of this registry to make room for requests and loads that do not fit.

@@ -63,6 +63,8 @@ pub(super) struct Desk {
     /// `true` if the next tick is further away than while requests wait.
     pub(super) is_slow: AtomicBool,
     tallies: [Tally; STRIPES],
+    /// `true` once a reclaimer was registered.
+    pub(super) has_reclaimers: AtomicBool,
     /// Makes room for requests and loads that do not fit. Read only on a rejection.
     evictor: RwLock<Option<Arc<Evictor>>>,
 }
@@ -85,6 +87,7 @@ impl Desk {
         desk.closed.store(false, Ordering::Release);
         desk.unowned.store(0, Ordering::Relaxed);
         desk.set_evictor(None);
+        desk.has_reclaimers.store(false, Ordering::Relaxed);
         desk.unified.store(false, Ordering::Relaxed);
         desk.large.begin();
         desk.usages.begin();
@@ -277,12 +280,13 @@ impl Desk {
         self.stand_where(cost, || Hint::Unknown)
     }
 
-    /// Reserves the bytes of a resource, or claims idle resources whose unload makes room for it.
-    /// Must not be called with the lock of a resource held.
-    pub(super) fn stand_or_evict(&'static self, cost: Cost) -> Result<Stood, Rejected> {
+    /// Reserves the bytes of a resource, or claims idle resources whose unload makes room for it. If
+    /// it `asks`, reclaimers of the application are asked first. Must not be called with the lock
+    /// of a resource held.
+    pub(super) fn stand_or_evict(&'static self, cost: Cost, asks: bool) -> Result<Stood, Rejected> {
         let cost = self.by_budget(cost);
         let mut eviction = None;
-        let evict = || match self.evictor().map(|evictor| evictor.for_load(self, cost)) {
+        let evict = || match self.evictor().map(|evictor| evictor.for_load(self, cost, asks)) {
             Some(Ok(claimed)) => {
                 eviction = Some(claimed);
                 Hint::Unknown
@@ -359,7 +363,8 @@ impl Desk {
 
     fn evictor(&self) -> Option<Arc<Evictor>> {
         let stand = !self.host.resource_reservations().is_zero()
-            || !self.device.resource_reservations().is_zero();
+            || !self.device.resource_reservations().is_zero()
+            || self.has_reclaimers.load(Ordering::Relaxed);
         self.evictor.try_read().ok().filter(|_| stand)?.clone()
     }
 
@@ -545,7 +550,7 @@ impl Desk {
         Some(Rejected::Exhausted { unowned, ceiling, retry_after })
     }
 
-    /// Unloads idle resources if that makes room for a rejected request.
+    /// Asks reclaimers and unloads idle resources if that makes room for a rejected request.
     fn make_room(&'static self, cost: Cost) -> Hint {
         let evictor = self.evictor();
         evictor.map_or(Hint::Unknown, |evictor| evictor.for_request(self, cost))

@@ -49,6 +49,7 @@ pub mod managed;
 mod permit;
 pub mod pressure;
 pub mod reclaim;
+mod reclaimer;
 mod rejected;
 mod reserve;
 pub mod signal;
@@ -80,6 +81,7 @@ pub use managed::{
 pub use permit::Permit;
 pub use pressure::{Band, Level, Pressure, Thresholds, ThresholdsError};
 pub use reclaim::{Ask, Ladder, LadderError, Pace, Reclaim, Recovered};
+pub use reclaimer::{Reclaimable, Reclaimer, ReclaimerStats};
 pub use rejected::{RejectReason, Rejected};
 pub use reserve::Reserve;
 #[doc(hidden)]

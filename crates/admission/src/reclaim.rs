@@ -131,6 +131,11 @@ impl Pace {
         !std::mem::replace(&mut lock(&self.state).running, true)
     }
 
+    /// Ends a run that did nothing: the pause is that of the run before.
+    pub(crate) fn cancel(&self) {
+        lock(&self.state).running = false;
+    }
+
     /// Resets the pause to [`PAUSE_MIN`], because there is new work to do.
     pub fn forgive(&self) {
         lock(&self.state).pause = PAUSE_MIN;

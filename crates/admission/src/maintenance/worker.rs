@@ -104,12 +104,12 @@ impl Worker {
                 }
             }
             Job::Reclaim { step } => {
-                let before = self.unloads();
+                let before = self.resources.releases_total();
                 let budget = self.ladder.reclaimer(step).map(|reclaimer| reclaimer.relieves());
                 let budget = budget.unwrap_or(Budget::Host);
                 let (bytes, level) = (self.state.wanted(budget), self.state.level(budget));
                 let _ = self.ladder.run(step, Ask { bytes, level, now }, || clock.now());
-                self.purge_after_unload(self.unloads() > before);
+                self.purge_after_unload(self.resources.releases_total() > before);
             }
             Job::UnloadIdle => {
                 let unloaded = self.resources.unload_due(now);
@@ -130,15 +130,12 @@ impl Worker {
         }
     }
 
-    /// Posts a purge if a resource was unloaded: only a purge releases its memory.
+    /// Posts a purge if a resource was unloaded or a reclaimer called: only a purge releases the
+    /// memory.
     fn purge_after_unload(&self, unloaded: bool) {
         if unloaded {
             self.queue.push_one(Job::Purge { trigger: Trigger::Unload });
         }
-    }
-
-    fn unloads(&self) -> u64 {
-        self.resources.all().iter().map(|resource| resource.stats().unloads.sum()).sum()
     }
 }
 
