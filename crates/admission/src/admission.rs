@@ -320,7 +320,9 @@ impl Admission {
 
     /// Sets the level that rejects requests by priority. Called by the control loop.
     pub fn set_level(&self, level: Level) {
-        self.desk.level.store(level.as_u8(), Ordering::Relaxed);
+        if self.desk.level.swap(level.as_u8(), Ordering::Relaxed) != level.as_u8() {
+            self.desk.level_watches.wake();
+        }
     }
 
     /// Rejects as exhausted the requests that do not fit while `unowned` bytes belong to no

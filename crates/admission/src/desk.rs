@@ -20,6 +20,7 @@ use super::admission::{Cost, Priority};
 use super::eviction::{Eviction, Evictor, Hint};
 use super::large::LargeRequests;
 use super::ledger::{Budget, Ledger, Reservation, Shortfall, Standing};
+use super::level_watch::LevelWatches;
 use super::permit::Permit;
 use super::pressure::Level;
 use super::rejected::Rejected;
@@ -49,6 +50,7 @@ pub(super) struct Desk {
     pub(super) host: Ledger,
     pub(super) device: Ledger,
     pub(super) level: AtomicU8,
+    pub(super) level_watches: LevelWatches,
     pub(super) closed: AtomicBool,
     /// The bytes that no request owns while that leaves no room for requests, otherwise 0.
     pub(super) unowned: AtomicU64,
@@ -280,9 +282,9 @@ impl Desk {
         self.stand_where(cost, || Hint::Unknown)
     }
 
-    /// Reserves the bytes of a resource, or claims idle resources whose unload makes room for it. If
-    /// it `asks`, reclaimers of the application are asked first. Must not be called with the lock
-    /// of a resource held.
+    /// Reserves the bytes of a resource, or claims idle resources whose unload makes room for it.
+    /// Reclaimers of the application are asked first if `asks` is set. Must not be called with the
+    /// lock of a resource held.
     pub(super) fn stand_or_evict(&'static self, cost: Cost, asks: bool) -> Result<Stood, Rejected> {
         let cost = self.by_budget(cost);
         let mut eviction = None;

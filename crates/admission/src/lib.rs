@@ -44,6 +44,7 @@ mod large;
 #[doc(hidden)]
 pub mod learning;
 pub mod ledger;
+mod level_watch;
 pub mod maintenance;
 pub mod managed;
 mod permit;
@@ -70,6 +71,7 @@ pub use large::RequestMemory;
 #[doc(hidden)]
 pub use large::{GRACE, LARGE_MIN, LargeRequest};
 pub use ledger::{Books, Budget, Correction, Ledger, Measured, Shortfall, Turnover};
+pub use level_watch::{LevelChanged, LevelWatch};
 pub use maintenance::{
     Job, JobQueue, Jobs, Maintenance, MaintenanceActions, PressureState, PurgeGrowth, Sample,
     Sensor, Settings, SettingsError, Tick, Trigger, Worker, run_control, run_worker,
