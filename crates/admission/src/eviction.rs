@@ -53,7 +53,8 @@ const CHOICES_MAX: usize = 8;
 const ROUND_MAX: Duration = Duration::from_secs(1);
 /// The time that a load waits for a sample to find memory freed: two ticks of an idle service.
 const OBSERVED_MAX: Duration = Duration::from_millis(500);
-/// What a reclaimer is asked for in addition: reservations are rounded, and memory is freed by pages.
+/// The bytes that a reclaimer is asked for in addition: reservations are rounded, and memory is
+/// freed by pages.
 const ROUNDING: u64 = 4096;
 /// The time between its attempts: a tick of a busy service.
 const OBSERVED_STEP: Duration = Duration::from_millis(10);

@@ -308,9 +308,9 @@ impl Resources {
     /// reserved with this admission, and are past their minimum residency, however short they have
     /// been idle. Their reservations stay until they are unloaded and then pass to the load.
     ///
-    /// Reclaimers of the application ([`Resources::add_reclaimer`]) are asked in the same order. Each
-    /// gives at most what is still lacking, for all requests that wait. A load or a request waits
-    /// until a sample finds their memory freed.
+    /// Reclaimers of the application ([`Resources::add_reclaimer`]) are asked in the same order,
+    /// for what is still lacking and no more. A load or a request waits until a sample finds their
+    /// memory freed.
     ///
     /// The unloads run on temporary threads. When the unloads of one step have ended, `after` is
     /// called on one of those threads, before the room is used. Purge the heap there.
