@@ -246,6 +246,13 @@ impl Ladder {
         self.steps.get(step).is_some_and(|step| step.pace.start(now))
     }
 
+    /// Ends a started step that has nothing to do. Its pause stays as it was.
+    pub(crate) fn cancel(&self, step: usize) {
+        if let Some(step) = self.steps.get(step) {
+            step.pace.cancel();
+        }
+    }
+
     /// Runs a started step on the calling thread. A reclaimer that panics counts as having
     /// recovered nothing. `finished` reads the time afterwards.
     pub fn run(&self, step: usize, ask: Ask, finished: impl FnOnce() -> Moment) -> Recovered {
