@@ -1,12 +1,17 @@
-//! Room on demand, in virtual time: requests that wait for room, and models that are evicted.
+//! Room on demand: requests that wait for room, models that are evicted, and a cache that shrinks.
 //!
 //! `schedules` runs random schedules of requests that wait. `zipf` evicts models under requests by
-//! Zipf's law and compares the hits with those of other policies. Without a part, all run. A
+//! Zipf's law and compares the hits with those of other policies. Both run in virtual time. `cache`
+//! loads a service whose cache fills the limit. Without a part, all run. A
 //! schedule or a case that fails is shown with its seed and can be run again alone.
 //!
 //! Exit codes: 0 every goal held; 1 one was missed.
 #![expect(clippy::print_stdout, clippy::print_stderr, reason = "a program that shows something")]
 
+mod cache;
+#[path = "../../examples/tide/cgroup.rs"]
+#[allow(dead_code, reason = "the tide enters its cgroup itself")]
+mod cgroup;
 mod evictions;
 mod schedules;
 mod zipf;
@@ -15,11 +20,13 @@ use std::process::ExitCode;
 
 use clap::{Args, Parser, Subcommand};
 
+lowtide::global_allocator!(balanced);
+
 /// Failures that are shown.
 const SHOWN: u64 = 20;
 
 #[derive(Debug, Parser)]
-#[command(about = "Requests that wait for room, and evictions, in virtual time")]
+#[command(about = "Requests that wait for room, evictions, and a cache that shrinks")]
 struct Cli {
     #[command(subcommand)]
     part: Option<Part>,
@@ -34,6 +41,8 @@ enum Part {
     Schedules(Schedules),
     /// Evictions of models under requests by Zipf's law, compared with other policies.
     Zipf(evictions::Arguments),
+    /// A cache of 80 % of the limit under load.
+    Cache(cache::Arguments),
 }
 
 #[derive(Debug, Args)]
@@ -57,6 +66,7 @@ fn main() -> ExitCode {
         None => vec![
             Part::Schedules(Schedules { count: 100_000, from: 0 }),
             Part::Zipf(evictions::Arguments::default()),
+            Part::Cache(cache::Arguments::default()),
         ],
     };
     let mut holds = true;
@@ -64,6 +74,7 @@ fn main() -> ExitCode {
         holds &= match part {
             Part::Schedules(schedules) => run_schedules(schedules),
             Part::Zipf(arguments) => evictions::measure(arguments),
+            Part::Cache(arguments) => cache::measure(arguments),
         };
     }
     if holds { ExitCode::SUCCESS } else { ExitCode::FAILURE }

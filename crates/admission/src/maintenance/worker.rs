@@ -138,8 +138,8 @@ impl Worker {
         }
     }
 
-    /// Returns the bytes that the next purge releases, unless the last ones released little. Nothing
-    /// that is dearer than a purge is released instead of them.
+    /// Returns the bytes that the next purge releases, unless the last ones released little. No
+    /// dearer memory is released instead of them.
     fn purgeable(&self, budget: Budget, now: Moment) -> ByteSize {
         let next = self.purge.next();
         let works = next == Moment::NEVER || next <= now + PAUSE_MIN;
@@ -380,8 +380,8 @@ mod tests {
         assert_eq!(done.iter().filter(|did| **did == "sleep").count(), 3);
     }
 
-    /// The bug: at level high a cache was asked for bytes that the next purge released, and shrank to
-    /// a third of what the requests left it.
+    /// The bug: at level high a cache was asked for bytes that the next purge released, and shrank
+    /// to a third of what the requests left it.
     #[test]
     fn level_high_asks_for_no_bytes_that_the_next_purge_releases() {
         for (purgeable, works, asked) in [(20, true, 0), (5, true, 15), (20, false, 20)] {

@@ -127,7 +127,10 @@ fn caches(code: &Code<'_>) -> Rows {
     expect(code, code.constant("ANSWER_MAX").time() == Duration::from_secs(1), "a second");
     expect(code, code.constant("eviction::ROUND_MAX").time() == Duration::from_secs(1), "a second");
     vec![
-        ("at level high, for what is held above {} of the limit.", values![low]),
+        (
+            "at level high, for what is held above {} of the limit and a purge does not release.",
+            values![low],
+        ),
         (
             "the pause before the next one doubles, from {} to {}.",
             pauses.map(|pause| time(pause.time())).into(),
