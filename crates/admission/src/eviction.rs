@@ -9,8 +9,8 @@
 //!
 //! Reclaimers are functions of the application, so they are neither chosen nor called on the thread
 //! of a request. A round on a thread of its own chooses among them and the idle resources. For
-//! requests, the thread runs a round every 100 ms while one waits for bytes; a load runs one on its
-//! own thread, for reclaimers only, and then evicts what it still needs. Meanwhile no other choice
+//! requests, the thread runs a round every 100 ms while one waits for bytes; for a load, it runs one
+//! for reclaimers only, and the load then evicts what it still needs. Meanwhile no other choice
 //! is made for requests, since the memory that a round frees is not measured yet.
 //!
 //! It relies on resources that can be claimed ([`Claimable`]): not in use, not waited for, and past
@@ -40,6 +40,7 @@ use super::desk::{Desk, Stood};
 use super::ledger::Reservation;
 use super::permit::Permit;
 use super::reclaim::PAUSE_MIN;
+use super::reclaimer::elsewhere;
 
 /// The time that a load waits for the unloads that make room for it. A guess: an unload that takes
 /// longer is stuck.
@@ -389,7 +390,10 @@ impl Evictor {
             }
         };
         if begun {
-            let helps = caught(|| self.round_for_load(desk, cost)).unwrap_or(false);
+            // Not on this thread, which may be the caller's, and hold locks of the application.
+            let evictor = Arc::clone(self);
+            let round = move || evictor.round_for_load(desk, cost);
+            let helps = elsewhere(&*self.clock, 2 * ROUND_MAX, round).unwrap_or(false);
             desk.hurry();
             let stood = if helps { self.observe(desk, cost) } else { None };
             self.end_round(PAUSE_MIN, helps);

@@ -48,6 +48,9 @@ pub struct Reclaimable {
 impl Reclaimable {
     /// Describes memory that the application can release: the bytes that `release` could release
     /// now, and `release`, which gets the bytes that are wanted and returns those that it released.
+    ///
+    /// `releasable` must return at once: while it hangs, requests that do not fit ask no reclaimer.
+    /// `release` may take its time, but must not wait for a request.
     #[must_use]
     pub fn new(
         name: impl Into<Arc<str>>,
@@ -276,28 +279,11 @@ impl Registered {
     /// [`ANSWER_MAX`]; a call that takes longer continues.
     pub(super) fn ask_elsewhere(self: &Arc<Self>, wanted: ByteSize) -> ByteSize {
         let Some(asked) = self.begin(wanted) else { return ByteSize::ZERO };
-        let answer = Arc::new((Mutex::new(None), Bell::new()));
-        let answers = Arc::clone(&answer);
-        let thread = thread::Builder::new().name("lowtide-reclaim".to_owned());
-        let started = thread.spawn(move || {
-            let releasable = asked.registered.releasable();
-            let wanted = asked.wanted.min(releasable);
-            let released = if wanted.is_zero() { wanted } else { asked.run(wanted) };
-            *lock(&answers.0) = Some(released);
-            answers.1.ring();
+        let released = elsewhere(&*self.clock, ANSWER_MAX, move || {
+            let wanted = asked.wanted.min(asked.registered.releasable());
+            if wanted.is_zero() { wanted } else { asked.run(wanted) }
         });
-        let deadline = self.clock.now() + ANSWER_MAX;
-        // Ends at the deadline at the latest: each iteration waits until then, or for the answer.
-        while started.is_ok() {
-            if let Some(released) = *lock(&answer.0) {
-                return released;
-            }
-            if self.clock.now() >= deadline {
-                break;
-            }
-            self.clock.wait_until(&answer.1, deadline);
-        }
-        ByteSize::ZERO
+        released.unwrap_or_default()
     }
 
     /// Returns the bytes that it could release now; zero if the function panics, or runs on another
@@ -318,6 +304,33 @@ impl Registered {
             }
         };
         stats.releasable
+    }
+}
+
+/// Runs functions of the application on a new thread, and waits for the answer, at most for this
+/// time. Returns `None` without one; the thread continues.
+pub(super) fn elsewhere<T: Send + 'static>(
+    clock: &dyn Clock,
+    most: Duration,
+    run: impl FnOnce() -> T + Send + 'static,
+) -> Option<T> {
+    let (answer, bell) = (Arc::new(Mutex::new(None)), Bell::new());
+    let (answers, rings) = (Arc::clone(&answer), Arc::clone(&bell));
+    let thread = thread::Builder::new().name("lowtide-reclaim".to_owned());
+    let started = thread.spawn(move || {
+        let ran = run();
+        *lock(&answers) = Some(ran);
+        rings.ring();
+    });
+    started.ok()?;
+    let deadline = clock.now() + most;
+    // Ends at the deadline at the latest: each iteration waits until then, or for the answer.
+    loop {
+        let answered = lock(&answer).take();
+        if answered.is_some() || clock.now() >= deadline {
+            return answered;
+        }
+        clock.wait_until(&bell, deadline);
     }
 }
 

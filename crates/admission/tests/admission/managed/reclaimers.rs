@@ -532,3 +532,43 @@ fn a_reclaimer_that_removes_itself_while_it_is_looked_at_is_not_called() {
     until("the round is over", || rig.clock.pauses.load(Ordering::SeqCst) == 1);
     assert_eq!((looked.load(Ordering::SeqCst), cache.asked()), (1, vec![]));
 }
+
+/// A thread may hold the lock of its cache while it loads a model.
+#[test]
+fn no_function_runs_on_the_thread_of_a_request_or_of_a_load() {
+    let rig = Rig::new();
+    let cache = rig.cache(80);
+    let own = thread::current().id();
+    let (held, releases) = (Arc::clone(&cache), Arc::clone(&cache));
+    let reclaimer = rig.add(Reclaimable::new(
+        "cache",
+        move || {
+            assert_ne!(thread::current().id(), own);
+            held.held()
+        },
+        move |wanted| {
+            assert_ne!(thread::current().id(), own);
+            releases.release(wanted)
+        },
+    ));
+    let model = rig.model("model", 40);
+    let is_over = AtomicU64::new(0);
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            until("the load ends", || {
+                rig.sample();
+                rig.advance(Duration::from_millis(1));
+                is_over.load(Ordering::SeqCst) == 1
+            });
+        });
+        drop(model.acquire_blocking().expect("fits"));
+        is_over.store(1, Ordering::SeqCst);
+    });
+    rig.advance(SECOND);
+    assert!(rig.admission.try_admit(mib(50)).is_err());
+    until("the cache is asked again", || cache.asked().len() == 2);
+    let ask = Ask { bytes: ByteSize::mib(1), level: Level::High, now: rig.clock.now() };
+    rig.advance(SECOND);
+    assert_eq!(rig.resources.reclaimer(Budget::Host).reclaim(ask).bytes, ByteSize::mib(1));
+    assert_eq!((cache.asked().len(), reclaimer.stats().panics_total), (3, 0));
+}
