@@ -110,8 +110,7 @@ impl Memory {
     ///
     /// At most 64 names are known in the life of a `Memory`. The functions must not hold this
     /// `Memory`, which they would keep alive ([`Memory::downgrade`]). A
-    /// [detached](super::Builder::detached) `Memory` measures no memory: its reclaimers are asked,
-    /// and make no room.
+    /// [detached](super::Builder::detached) `Memory` measures no memory, so it asks no reclaimer.
     ///
     /// ```
     /// use std::collections::VecDeque;

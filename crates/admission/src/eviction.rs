@@ -9,8 +9,8 @@
 //!
 //! Reclaimers are functions of the application, so they are neither chosen nor called on the thread
 //! of a request. A round on a thread of its own chooses among them and the idle resources. For
-//! requests, the thread runs a round every 100 ms while one waits for bytes; for a load, it runs one
-//! for reclaimers only, and the load then evicts what it still needs. Meanwhile no other choice
+//! requests, the thread runs a round every 100 ms while one waits for bytes; for a load, it runs
+//! one for reclaimers only, and the load then evicts what it still needs. Meanwhile no other choice
 //! is made for requests, since the memory that a round frees is not measured yet.
 //!
 //! It relies on resources that can be claimed ([`Claimable`]): not in use, not waited for, and past

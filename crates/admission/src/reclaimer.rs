@@ -107,7 +107,11 @@ pub struct ReclaimerStats {
 
 /// The reclaimers of a registry, by name. A name stays when its reclaimer is removed.
 #[derive(Debug, Default)]
-pub(super) struct Reclaimers(Mutex<Vec<Slot>>);
+pub(super) struct Reclaimers {
+    slots: Mutex<Vec<Slot>>,
+    /// `true` if no memory is measured, so that a release makes no room.
+    is_useless: AtomicBool,
+}
 
 struct Slot {
     stats: Arc<Mutex<ReclaimerStats>>,
@@ -127,7 +131,7 @@ impl Reclaimers {
         desk: &'static Desk,
         clock: Arc<dyn Clock>,
     ) -> Result<Reclaimer, AddError> {
-        let mut slots = lock(&reclaimers.0);
+        let mut slots = lock(&reclaimers.slots);
         let place = slots.iter().position(|slot| lock(&slot.stats).name == of.name);
         if place.is_some_and(|at| slots.get(at).is_some_and(|slot| slot.current.is_some())) {
             return Err(AddError::DuplicateReclaimer { name: of.name.to_string() });
@@ -152,19 +156,27 @@ impl Reclaimers {
     }
 
     pub(super) fn all(&self) -> Vec<Arc<Registered>> {
-        lock(&self.0).iter().filter_map(|slot| slot.current.clone()).collect()
+        lock(&self.slots).iter().filter_map(|slot| slot.current.clone()).collect()
     }
 
     pub(super) fn stats(&self) -> Vec<ReclaimerStats> {
-        lock(&self.0).iter().map(|slot| lock(&slot.stats).clone()).collect()
+        lock(&self.slots).iter().map(|slot| lock(&slot.stats).clone()).collect()
     }
 
     /// Returns the time from which one may be asked, [`Moment::NEVER`] while each runs, and `None`
-    /// if there is none.
+    /// if there is none, or none is to be asked.
     pub(super) fn next_ask(&self) -> Option<Moment> {
-        let slots = lock(&self.0);
+        if self.is_useless.load(Ordering::Relaxed) {
+            return None;
+        }
+        let slots = lock(&self.slots);
         let registered = slots.iter().filter_map(|slot| slot.current.as_ref());
         registered.map(|registered| registered.pace.next()).min()
+    }
+
+    /// Asks none from now on.
+    pub(super) fn disable(&self) {
+        self.is_useless.store(true, Ordering::Relaxed);
     }
 
     /// Returns the reclaimers that may be asked now. Calls functions of the application.
@@ -174,7 +186,7 @@ impl Reclaimers {
 
     /// Removes a reclaimer unless another one has its name by now.
     fn remove(&self, registered: &Arc<Registered>) {
-        let mut slots = lock(&self.0);
+        let mut slots = lock(&self.slots);
         let is_it = |slot: &&mut Slot| {
             slot.current.as_ref().is_some_and(|current| Arc::ptr_eq(current, registered))
         };

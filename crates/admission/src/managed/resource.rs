@@ -254,6 +254,12 @@ impl Resources {
         Ok(added)
     }
 
+    /// Asks no reclaimer, for an admission that measures no memory: a release would make no room.
+    #[doc(hidden)]
+    pub fn disable_reclaimers(&self) {
+        self.reclaimers.disable();
+    }
+
     /// Returns the counters of the reclaimers, removed ones included; none in a forked child.
     #[must_use]
     pub fn reclaimer_stats(&self) -> Vec<ReclaimerStats> {

@@ -572,3 +572,18 @@ fn no_function_runs_on_the_thread_of_a_request_or_of_a_load() {
     assert_eq!(rig.resources.reclaimer(Budget::Host).reclaim(ask).bytes, ByteSize::mib(1));
     assert_eq!((cache.asked().len(), reclaimer.stats().panics_total), (3, 0));
 }
+
+/// A release would make no room, and a request that waits would empty the cache.
+#[test]
+fn without_measurement_no_reclaimer_is_asked() {
+    let rig = Rig::new();
+    let cache = rig.cache(40);
+    let _reclaimer = rig.add(cache.reclaimable("cache"));
+    rig.resources.disable_reclaimers();
+    let model = rig.model("model", 40);
+    drop(model.acquire_blocking().expect("fits"));
+    rig.sample();
+    assert!(rig.admission.try_admit(mib(50)).is_err(), "16 MiB are free");
+    until("the model makes room", || !model.stats().loaded);
+    assert_eq!(cache.asked(), []);
+}
