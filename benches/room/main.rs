@@ -1,14 +1,16 @@
-//! Room on demand: requests that wait for room, models that are evicted, and clients that hold
-//! memory or connections and make no progress.
+//! Room on demand: requests that wait for room, models that are evicted, a cache that shrinks, and
+//! clients that hold memory or connections and make no progress.
 //!
 //! `schedules` runs random schedules of requests that wait. `zipf` evicts models under requests by
 //! Zipf's law and compares the hits with those of other policies. Both are in virtual time; without
 //! a part, both run. A schedule or a case that fails is shown with its seed and can be run again
-//! alone. `hostage` and `h2` attack a real service.
+//! alone. `cache` loads a service whose cache fills the limit. `hostage` and `h2` attack a real
+//! service.
 //!
 //! Exit codes: 0 every goal held; 1 one was missed.
 #![expect(clippy::print_stdout, clippy::print_stderr, reason = "a program that shows something")]
 
+mod cache;
 #[path = "../../examples/tide/cgroup.rs"]
 #[allow(dead_code, reason = "the tide enters its cgroup itself")]
 mod cgroup;
@@ -29,7 +31,7 @@ lowtide::global_allocator!(balanced);
 const SHOWN: u64 = 20;
 
 #[derive(Debug, Parser)]
-#[command(about = "Requests that wait for room, and evictions, in virtual time")]
+#[command(about = "Requests that wait for room, evictions, and a cache that shrinks")]
 struct Cli {
     #[command(subcommand)]
     part: Option<Part>,
@@ -54,6 +56,8 @@ enum Part {
     Hostage(hostage::Arguments),
     /// 10,000 connections of HTTP/2 to a service of 256 MiB.
     H2,
+    /// A cache of 80 % of the limit under load.
+    Cache(cache::Arguments),
 }
 
 #[derive(Debug, Args)]
@@ -92,6 +96,7 @@ fn run(cli: Cli) -> Result<bool, BoxError> {
         None => vec![
             Part::Schedules(Schedules { count: 100_000, from: 0 }),
             Part::Zipf(evictions::Arguments::default()),
+            Part::Cache(cache::Arguments::default()),
         ],
     };
     let mut holds = true;
@@ -104,6 +109,7 @@ fn run(cli: Cli) -> Result<bool, BoxError> {
             Part::Zipf(arguments) => evictions::measure(arguments),
             Part::Hostage(arguments) => hostage::measure(arguments)?,
             Part::H2 => hostage::measure_connections()?,
+            Part::Cache(arguments) => cache::measure(arguments),
         };
     }
     Ok(holds)

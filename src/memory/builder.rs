@@ -288,6 +288,9 @@ impl Builder {
             loads: Loads::default(),
         });
         evict_when_short(&shared);
+        if self.is_detached {
+            shared.resources.disable_reclaimers();
+        }
         diagnostics.into_iter().for_each(|diagnostic| shared.add_diagnostic(diagnostic));
         *lock(&joined) = Some(Arc::clone(&shared));
         let hands = MaintenanceExecutor::new(&shared, self.hook, self.recall_hook);

@@ -102,7 +102,7 @@ pub enum MemoryError {
     #[cfg(feature = "device")]
     #[error(transparent)]
     Arena(#[from] super::devices::ArenaError),
-    /// The resource could not be registered: too many resources, or a name that is in use.
+    /// The resource or the reclaimer could not be registered: too many, or a name that is in use.
     #[error(transparent)]
     Resource(#[from] AddError),
     /// The resource can never be loaded: its cost is above the ceiling of a limit that cannot grow.

@@ -1,5 +1,5 @@
-//! The last events of a `Memory`, for people: purges, levels, sleeps, loads, rejections, cancelled
-//! requests, OOM kills, diagnostics and admin tasks.
+//! The last events of a `Memory`, for people: purges, levels, sleeps, loads, calls of reclaimers,
+//! rejections, cancelled requests, OOM kills, diagnostics and admin tasks.
 //!
 //! The worker finds most of them as differences between two snapshots when it publishes. They are
 //! therefore as old as a publication, and a change that is reverted between two snapshots is not
@@ -12,8 +12,9 @@ use std::collections::{BTreeMap, VecDeque};
 use std::fmt::Write as _;
 use std::time::Duration;
 
+use crate::bytes::ByteSize;
 use crate::sync::{Mutex, lock};
-use lowtide_admission::{Level, RejectReason, ResourceStats, UnloadReason};
+use lowtide_admission::{Level, ReclaimerStats, RejectReason, ResourceStats, UnloadReason};
 
 use super::snapshot::MemorySnapshot;
 
@@ -29,10 +30,10 @@ const TEXT_MAX: usize = 400;
 pub struct Event {
     /// The time of its last occurrence, since the Unix epoch.
     pub at: Duration,
-    /// The kind: `purge`, `level`, `sleep`, `wake`, `load`, `unload`, `reject`, `cancel`, `kill`,
-    /// `diagnostic` or `admin`.
+    /// The kind: `purge`, `level`, `sleep`, `wake`, `load`, `unload`, `reclaim`, `reject`,
+    /// `cancel`, `kill`, `diagnostic` or `admin`.
     pub kind: &'static str,
-    /// The subject: an arena, a resource, a budget, a trigger, a route.
+    /// The subject: an arena, a resource, a reclaimer, a budget, a trigger, a route.
     pub about: String,
     /// A description of the last occurrence.
     pub text: String,
@@ -83,6 +84,8 @@ struct Seen {
     arenas: BTreeMap<String, [u64; 3]>,
     /// Loads, failures, and unloads by reason; by name.
     resources: BTreeMap<String, ([u64; 2], [u64; UnloadReason::ALL.len()])>,
+    /// The calls of each reclaimer, and the bytes that they reported.
+    reclaimers: BTreeMap<String, (u64, ByteSize)>,
     shed: [u64; RejectReason::ALL.len()],
     kills: u64,
 }
@@ -106,10 +109,14 @@ impl Seen {
             let loads = [stats.loads_ok_total, stats.loads_failed_total];
             (stats.name.to_string(), (loads, UnloadReason::ALL.map(|why| stats.unloads.total(why))))
         };
+        let reclaimer = |stats: &ReclaimerStats| {
+            (stats.name.to_string(), (stats.calls_total, stats.released_total))
+        };
         Self {
             levels: [snapshot.host.level, snapshot.device.level],
             arenas: snapshot.devices.sleeps(),
             resources: snapshot.resources.iter().map(resource).collect(),
+            reclaimers: snapshot.reclaimers.iter().map(reclaimer).collect(),
             shed: RejectReason::ALL.map(|why| snapshot.admission.rejected_total(why)),
             kills: snapshot.oom_kills.unwrap_or(0),
         }
@@ -143,6 +150,14 @@ impl Seen {
             }
             if *loads > was_loads[0] {
                 tell("load", name, "loaded".to_owned());
+            }
+        }
+        for (name, (calls, released)) in &self.reclaimers {
+            let (was_calls, was_released) =
+                before.reclaimers.get(name).copied().unwrap_or_default();
+            if *calls > was_calls {
+                let released = released.saturating_sub(was_released);
+                tell("reclaim", name, format!("{released} released"));
             }
         }
         let mut text = String::new();
@@ -186,6 +201,7 @@ mod tests {
             levels: [Level::None; 2],
             arenas: BTreeMap::new(),
             resources: BTreeMap::new(),
+            reclaimers: BTreeMap::new(),
             shed: [0, 7, 0, 0, 0, 0, 0],
             kills: 1,
         };
@@ -193,6 +209,7 @@ mod tests {
             levels: [Level::High, Level::None],
             arenas: BTreeMap::from([("a".to_owned(), [1, 1, 0])]),
             resources: BTreeMap::from([("m".to_owned(), ([1, 1], [0, 1, 0, 0, 0]))]),
+            reclaimers: BTreeMap::from([("c".to_owned(), (2, ByteSize::mib(3)))]),
             shed: [1, 10, 0, 0, 0, 0, 0],
             kills: 3,
         };
@@ -205,6 +222,7 @@ mod tests {
             "load m: load failed",
             "unload m: unloaded: pressure",
             "load m: loaded",
+            "reclaim c: 3.0 MiB released",
             "reject requests: rejected: 1 too_large, 3 full",
             "kill cgroup: processes killed by the kernel (OOM): 2",
         ];

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use crate::clock::Moment;
 use crate::metrics::record;
-use lowtide_admission::{MaintenanceActions, Recovered, Trigger};
+use lowtide_admission::{MaintenanceActions, ReclaimerStats, Recovered, Trigger};
 use lowtide_heap::{self as heap, HostArenaStats};
 
 use super::devices::Series;
@@ -95,6 +95,7 @@ impl MaintenanceActions for MaintenanceExecutor {
         let start = self.shared.clock.now();
         let snapshot = self.shared.snapshot();
         self.watch.see(&snapshot, &self.shared.events);
+        snapshot.reclaimers.iter().for_each(|reclaimer| self.note_panic(reclaimer));
         self.shared.history.add(HistorySample::of(&snapshot));
         if !self.shared.claim.is_attached {
             return; // its figures would mix with those of the process
@@ -132,6 +133,7 @@ impl MaintenanceActions for MaintenanceExecutor {
             }
             record::resource(resource, resource.last_used.map(|moment| snapshot.on_wall(moment)));
         }
+        snapshot.reclaimers.iter().for_each(record::reclaimer);
         let is_warning = |diagnostic: &&Diagnostic| diagnostic.severity == Severity::Warning;
         record::diagnostics(snapshot.diagnostics.iter().filter(is_warning).count());
         record::ticks(self.shared.state.ticks_total(), self.shared.state.take_lateness());
@@ -179,6 +181,14 @@ impl MaintenanceExecutor {
         for name in self.heap_arenas.iter().filter(is_gone) {
             record::heap_arena(name, &HostArenaStats::default());
         }
+    }
+
+    /// Adds a diagnostic, once, if a function of the reclaimer has panicked.
+    fn note_panic(&self, reclaimer: &ReclaimerStats) {
+        let Some(message) = &reclaimer.panic else { return };
+        let start = format!("reclaimer {:?} panicked: ", reclaimer.name);
+        let text = format!("{start}{message}; such a call releases nothing");
+        self.shared.add_diagnostic_once(&start, Diagnostic::warning("resources", text));
     }
 
     /// Publishes the kernel's counts for the cgroup. An OOM kill is logged once.

@@ -5,12 +5,14 @@
 //! its own arenas, and the worker that unloads it.
 //!
 //! Invariant: a registered resource is unloaded by the worker, and its memory is reserved in the
-//! ledgers.
+//! ledgers. Memory of a reclaimer is not.
 
 use std::sync::Arc;
 
 use crate::BoxError;
-use lowtide_admission::{Managed, ManagedBuilder, Resource as _};
+use lowtide_admission::{
+    LevelWatch, Managed, ManagedBuilder, Reclaimable, Reclaimer, Resource as _,
+};
 
 use super::devices::ResourceArena;
 use super::own_arena::OwnArena;
@@ -88,5 +90,91 @@ impl Memory {
         shared.resources.add(Arc::new(managed.clone()))?;
         shared.note_misfit(&stats);
         Ok(managed)
+    }
+
+    /// Registers memory that the application can release on request, such as a cache, until the
+    /// returned handle is dropped.
+    ///
+    /// A request or a load that does not fit first asks reclaimers, in one order with idle
+    /// resources ([`Reclaimable::cost_per_gib`]): for what the requests that wait need, and no
+    /// more. Then the heap is purged. The request waits in the queue until the memory is measured
+    /// as free, and is rejected only if that does not happen in time. Level high asks too, for what
+    /// the process holds above the lowest threshold.
+    ///
+    /// A reclaimer's bytes are counted as every other live heap memory: they lower the allowance
+    /// until they are freed, whatever the functions return. Both functions run on temporary threads
+    /// of this crate, never twice at once: a slow one delays no admission and no tick, and other
+    /// memory is released if it takes longer than a second. They may use admission. A panic is
+    /// caught and counted, and becomes a diagnostic. After a call that released little, the pause
+    /// before the next one doubles, from 100 ms up to 10 s; a panic counts as such.
+    ///
+    /// At most 64 names are known in the life of a `Memory`. The functions must not hold this
+    /// `Memory`, which they would keep alive ([`Memory::downgrade`]). A
+    /// [detached](super::Builder::detached) `Memory` measures no memory, so it asks no reclaimer.
+    ///
+    /// ```
+    /// use std::collections::VecDeque;
+    /// use std::sync::{Arc, Mutex, PoisonError};
+    /// use lowtide::admission::Reclaimable;
+    /// use lowtide::{ByteSize, Memory};
+    ///
+    /// /// Pages, the oldest first.
+    /// #[derive(Default)]
+    /// struct Cache(Mutex<VecDeque<Vec<u8>>>);
+    ///
+    /// impl Cache {
+    ///     fn bytes(&self) -> ByteSize {
+    ///         let pages = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+    ///         pages.iter().map(|page| ByteSize::of(page.len())).sum()
+    ///     }
+    ///
+    ///     fn shrink(&self, wanted: ByteSize) -> ByteSize {
+    ///         let mut pages = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+    ///         let mut released = ByteSize::ZERO;
+    ///         while released < wanted && let Some(page) = pages.pop_front() {
+    ///             released = released.saturating_add(ByteSize::of(page.len()));
+    ///         }
+    ///         released
+    ///     }
+    /// }
+    ///
+    /// let memory = Memory::start()?;
+    /// let cache = Arc::new(Cache::default());
+    /// let (held, shrunk) = (Arc::clone(&cache), Arc::clone(&cache));
+    /// let release = move |wanted| shrunk.shrink(wanted);
+    /// let pages = Reclaimable::new("pages", move || held.bytes(), release);
+    /// let reclaimer = memory.reclaimer(pages)?; // keep it as long as the cache
+    /// # assert_eq!(reclaimer.name(), "pages");
+    /// # Ok::<(), lowtide::BoxError>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`MemoryError::Resource`] if the name is taken or 64 names are known,
+    /// [`MemoryError::Forked`].
+    pub fn reclaimer(&self, reclaimable: Reclaimable) -> Result<Reclaimer, MemoryError> {
+        let shared = &self.0.shared;
+        shared.check_here()?;
+        let (admission, clock) = (&shared.admission, Arc::clone(&shared.clock));
+        Ok(shared.resources.add_reclaimer(reclaimable, admission, clock)?)
+    }
+
+    /// Returns a watch of the pressure on host memory, for background work that pauses while memory
+    /// is short. It needs no async runtime, and does not keep this `Memory` running.
+    ///
+    /// ```
+    /// # async fn run() -> Result<(), lowtide::BoxError> {
+    /// use lowtide::admission::Level;
+    ///
+    /// let memory = lowtide::Memory::start()?;
+    /// let mut watch = memory.watch_level();
+    /// while watch.level() >= Level::High {
+    ///     watch.changed().await; // or, without a runtime: `wait_for_change`
+    /// }
+    /// # Ok(())
+    /// # }
+    /// ```
+    #[must_use]
+    pub fn watch_level(&self) -> LevelWatch {
+        self.admission().watch_level()
     }
 }

@@ -296,6 +296,7 @@ impl Shared {
             device: budget(Budget::Device),
             admission: self.admission.stats(),
             resources: if here { resource_stats(&self.resources) } else { Vec::new() },
+            reclaimers: self.resources.reclaimer_stats(),
             diagnostics: self.diagnostics(),
             now: self.clock.now(),
             since_epoch: self.clock.since_epoch(),

@@ -8,8 +8,8 @@ use crate::bytes::ByteSize;
 use crate::clock::Moment;
 use crate::config::Profile;
 use lowtide_admission::{
-    AdmissionStats, CeilingParts, ClassStats, Cpus, Level, MemoryEvents, Psi, ResourceStats,
-    Signal, SizeClass,
+    AdmissionStats, CeilingParts, ClassStats, Cpus, Level, MemoryEvents, Psi, ReclaimerStats,
+    ResourceStats, Signal, SizeClass,
 };
 use lowtide_heap::{HeapSnapshot, HostArenaStats};
 
@@ -73,6 +73,8 @@ pub struct MemorySnapshot {
     pub admission: AdmissionStats,
     /// The registered resources.
     pub resources: Vec<ResourceStats>,
+    /// The reclaimers of the application, removed ones included.
+    pub reclaimers: Vec<ReclaimerStats>,
     /// The diagnostics.
     pub diagnostics: Vec<Diagnostic>,
     /// The time of the snapshot.

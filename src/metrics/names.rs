@@ -366,6 +366,14 @@ table! {
         "Duration of the last call of the resource's unload function.";
     RESOURCE_UNLOAD_PANICS: Counter "lowtide_resource_unload_panics_total" Count ["resource"]
         "Unload functions of the resource that panicked.";
+    RECLAIMER_CALLS: Counter "lowtide_reclaimer_calls_total" Count ["reclaimer"]
+        "Calls of the application's function that releases memory, by reclaimer (at most 64).";
+    RECLAIMER_RELEASED: Counter "lowtide_reclaimer_released_bytes_total" Bytes ["reclaimer"]
+        "Bytes that these calls reported as released.";
+    RECLAIMER_SECONDS: Gauge "lowtide_reclaimer_run_seconds" Seconds ["reclaimer"]
+        "Time that these calls have taken since the start.";
+    RECLAIMER_PANICS: Counter "lowtide_reclaimer_panics_total" Count ["reclaimer"]
+        "Calls of the reclaimer's functions that panicked.";
     SAMPLER_LAST_RUN: Gauge "lowtide_sampler_last_run_timestamp_seconds" Seconds []
         "Time of the last publication of metrics, in seconds since the Unix epoch.";
     SAMPLER_SECONDS: Histogram "lowtide_sampler_duration_seconds" Seconds []

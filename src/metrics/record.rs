@@ -263,6 +263,18 @@ pub fn tenant(usage: &lowtide_admission::TenantUsage) {
     gauge!(name::ADMISSION_TENANT_PEAK.name, "tenant" => label()).set(memory.live_peak.as_f64());
 }
 
+/// Publishes a reclaimer of the application.
+pub fn reclaimer(stats: &lowtide_admission::ReclaimerStats) {
+    let reclaimer = shared(&stats.name);
+    let label = || reclaimer.clone();
+    counter!(name::RECLAIMER_CALLS.name, "reclaimer" => label()).absolute(stats.calls_total);
+    counter!(name::RECLAIMER_RELEASED.name, "reclaimer" => label())
+        .absolute(stats.released_total.get());
+    gauge!(name::RECLAIMER_SECONDS.name, "reclaimer" => label())
+        .set(stats.time_total.as_secs_f64());
+    counter!(name::RECLAIMER_PANICS.name, "reclaimer" => label()).absolute(stats.panics_total);
+}
+
 /// Publishes a resource; `last_used` since the Unix epoch.
 pub fn resource(stats: &lowtide_admission::ResourceStats, last_used: Option<Duration>) {
     use lowtide_admission::UnloadReason;

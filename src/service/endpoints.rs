@@ -20,7 +20,7 @@ use crate::memory::{BudgetSnapshot, Memory, MemorySnapshot};
 use crate::metrics::record::{BUDGETS, part};
 use crate::sync::atomic::{AtomicBool, Ordering};
 use lowtide_admission::{
-    Cost, EventCounts, Level, RejectReason, ResourceStats, Stall, UnloadReason,
+    Cost, EventCounts, Level, ReclaimerStats, RejectReason, ResourceStats, Stall, UnloadReason,
 };
 use lowtide_heap::HostArenaStats;
 
@@ -340,6 +340,7 @@ fn document(snapshot: &MemorySnapshot) -> Value {
             .iter()
             .map(|stats| resource(stats, snapshot))
             .collect::<Vec<_>>(),
+        "reclaimers": snapshot.reclaimers.iter().map(reclaimer).collect::<Vec<_>>(),
         "diagnostics": diagnostics(snapshot),
     });
     devices::add_figures(snapshot, &mut document);
@@ -412,6 +413,18 @@ fn resource(stats: &ResourceStats, snapshot: &MemorySnapshot) -> Value {
         "last_used_seconds": last_used.map(|at| at.as_secs_f64()),
         "unload_in_seconds": unload_in.map(seconds),
         "last_load_seconds": stats.load_time.as_secs_f64(),
+    })
+}
+
+fn reclaimer(stats: &ReclaimerStats) -> Value {
+    json!({
+        "name": &*stats.name,
+        "registered": stats.registered,
+        "releasable_bytes": stats.releasable.get(),
+        "calls": stats.calls_total,
+        "released_bytes": stats.released_total.get(),
+        "run_seconds": stats.time_total.as_secs_f64(),
+        "panics": stats.panics_total,
     })
 }
 

@@ -3,8 +3,11 @@
 //! heap and arenas are real.
 #![cfg(target_os = "linux")]
 
+use std::future::Future as _;
+use std::pin::pin;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, mpsc};
+use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
 use lowtide::clock::{Clock, ManualClock};
@@ -14,7 +17,8 @@ use lowtide::device::{Buffer, DeviceArena, Region};
 use lowtide::memory::Builder;
 use lowtide::{ByteSize, Memory};
 use lowtide_admission::{
-    Budget, Cost, Level, Managed, Priority, RejectReason, Rejected, Resource, UnloadReason,
+    Budget, Cost, Level, Managed, Priority, Reclaimable, RejectReason, Rejected, Resource,
+    UnloadReason,
 };
 use lowtide_core::sync::lock;
 use lowtide_heap::Outcome;
@@ -106,6 +110,64 @@ fn an_idle_resource_is_unloaded_after_its_time_and_its_memory_and_booking_go() {
     });
     assert!(memory.shutdown(SOON).is_clean());
     arena.validate();
+}
+
+/// A cache of 70 MiB in a cgroup of 100 MiB leaves 6 MiB below the ceiling.
+#[test]
+fn a_request_waits_for_a_cache_and_level_high_asks_it_too() {
+    let (clock, tree) = (Arc::new(ManualClock::new()), Arc::new(Tree::new(ByteSize::mib(100))));
+    tree.hold(4);
+    let memory = still(&clock, &tree).correction_factor(1.0).start().expect("starts");
+    let mut watch = memory.watch_level();
+    let held = Arc::new(AtomicU32::new(0));
+    let fill = |mib: u32| {
+        held.store(mib, Ordering::SeqCst);
+        tree.hold(4 + u64::from(mib));
+    };
+    let (seen, released, kernel) = (Arc::clone(&held), Arc::clone(&held), Arc::clone(&tree));
+    let calls = AtomicU32::new(0);
+    let shrink = move |wanted: ByteSize| {
+        assert_ne!(calls.fetch_add(1, Ordering::SeqCst), 1, "planted");
+        let mib = u32::try_from(wanted.get().div_ceil(1 << 20)).expect("small");
+        let left = released.load(Ordering::SeqCst) - mib;
+        released.store(left, Ordering::SeqCst);
+        kernel.hold(4 + u64::from(left));
+        ByteSize::mib(u64::from(mib))
+    };
+    let size = move || ByteSize::mib(u64::from(seen.load(Ordering::SeqCst)));
+    let reclaimer = memory.reclaimer(Reclaimable::new("cache", size, shrink)).expect("free");
+    fill(70);
+    let state = || memory.snapshot().host.allowance;
+    advance_until(&clock, TICK, "the cache is measured", || state() < ByteSize::mib(7));
+    let mut request = pin!(memory.admission().reserve(Cost::host(ByteSize::mib(20))));
+    let mut cx = Context::from_waker(Waker::noop());
+    let mut permit = None;
+    advance_until(&clock, TICK, "the request is admitted", || {
+        permit = match request.as_mut().poll(&mut cx) {
+            Poll::Ready(admitted) => Some(admitted.expect("fits")),
+            Poll::Pending => None,
+        };
+        permit.is_some()
+    });
+    let left = held.load(Ordering::SeqCst);
+    assert!((40..=56).contains(&left), "the cache keeps {left} MiB, of at most 56");
+    drop(permit);
+    // Level high, and a call that panics before one that does not.
+    fill(84);
+    advance_until(&clock, TICK, "it shrinks below the threshold", || {
+        held.load(Ordering::SeqCst) <= 66
+    });
+    assert!(watch.wait_for_change(PATIENCE).is_some());
+    let stats = reclaimer.stats();
+    assert!(stats.panics_total == 1 && stats.calls_total >= 3, "{stats:?}");
+    advance_until(&clock, TICK, "it is told", || {
+        let told = |about: &str| memory.diagnostics().iter().any(|it| it.text.contains(about));
+        let events = memory.events();
+        let event = events.iter().any(|it| it.kind == "reclaim" && it.about == "cache");
+        told("reclaimer \"cache\" panicked") && event
+    });
+    drop(reclaimer);
+    assert!(memory.shutdown(SOON).is_clean());
 }
 
 #[test]

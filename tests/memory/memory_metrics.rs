@@ -16,7 +16,9 @@ use lowtide::metrics::names::{Kind, Metric, TABLE};
 use lowtide::metrics::record;
 use lowtide::{ByteSize, Memory};
 use lowtide_admission::ledger::{Correction, Measured};
-use lowtide_admission::{Admission, Budget, Cost, NameSource, Priority, Resource, UnloadReason};
+use lowtide_admission::{
+    Admission, Budget, Cost, NameSource, Priority, Reclaimable, Resource, UnloadReason,
+};
 use lowtide_heap::HostArena;
 use metrics_exporter_prometheus::PrometheusBuilder;
 use test_fork::test;
@@ -173,6 +175,8 @@ fn the_scrape_and_the_table_say_the_same_once_there_is_a_recorder() {
         .start()
         .expect("starts");
     live(&memory);
+    let nothing = Reclaimable::new("cache", || ByteSize::ZERO, |_| ByteSize::ZERO);
+    drop(memory.reclaimer(nothing).expect("its name is free"));
     // Those of resources are there while these are loaded.
     let _arena = HostArena::new("kept").expect("an arena of the heap");
     advance_until(&clock, TICK, "it goes on without a recorder", || hooks() >= 3);
@@ -262,6 +266,7 @@ fn figures(scrape: &Scrape) {
         ("lowtide_resource_waiting", Some(("resource", "model")), 0.0),
         ("lowtide_resource_cost_bytes", Some(("resource", "model")), 0.0),
         ("lowtide_resource_unload_panics_total", Some(("resource", "model")), 0.0),
+        ("lowtide_reclaimer_calls_total", Some(("reclaimer", "cache")), 0.0),
         ("lowtide_heap_purges_total", Some(("trigger", "manual")), 2.0),
         ("lowtide_heap_purge_duration_seconds_count", Some(("heap", "jemalloc")), 1.0),
         ("lowtide_heap_purge_duration_seconds_count", Some(("heap", "libc")), 1.0),

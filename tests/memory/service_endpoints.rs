@@ -392,6 +392,7 @@ fn the_memory_document_holds_every_figure_in_bytes_and_null_for_no_limit() {
         "managed",
         "diagnostics",
         "profile",
+        "reclaimers",
         "requests",
         "resources",
     ];

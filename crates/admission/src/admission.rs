@@ -275,10 +275,10 @@ impl Admission {
         self.desk.stand(cost).map(|(host, device)| Permit::standing(self.desk, host, device))
     }
 
-    /// Like [`Admission::try_reserve_resource`], but claims idle resources whose unload makes room
-    /// if there is none.
-    pub(super) fn stand_or_evict(&self, cost: Cost) -> Result<Stood, Rejected> {
-        self.desk.stand_or_evict(cost)
+    /// Like [`Admission::try_reserve_resource`], but claims idle resources whose
+    /// unload makes room if there is none. Reclaimers are asked if `asks` is set.
+    pub(super) fn stand_or_evict(&self, cost: Cost, asks: bool) -> Result<Stood, Rejected> {
+        self.desk.stand_or_evict(cost, asks)
     }
 
     /// Enters the queue of requests for the room of a load, before those that were not admitted.
@@ -340,7 +340,9 @@ impl Admission {
 
     /// Sets the level that rejects requests by priority. Called by the control loop.
     pub fn set_level(&self, level: Level) {
-        self.desk.level.store(level.as_u8(), Ordering::Relaxed);
+        if self.desk.level.swap(level.as_u8(), Ordering::Relaxed) != level.as_u8() {
+            self.desk.level_watches.wake();
+        }
     }
 
     /// Rejects as exhausted the requests that do not fit while `unowned` bytes belong to no

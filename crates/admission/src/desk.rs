@@ -20,6 +20,7 @@ use super::admission::{Cost, Priority};
 use super::eviction::{Eviction, Evictor, Hint};
 use super::large::LargeRequests;
 use super::ledger::{Budget, Ledger, Reservation, Shortfall, Standing};
+use super::level_watch::LevelWatches;
 use super::permit::Permit;
 use super::pressure::Level;
 use super::rejected::Rejected;
@@ -49,6 +50,7 @@ pub(super) struct Desk {
     pub(super) host: Ledger,
     pub(super) device: Ledger,
     pub(super) level: AtomicU8,
+    pub(super) level_watches: LevelWatches,
     pub(super) closed: AtomicBool,
     /// The bytes that no request owns while that leaves no room for requests, otherwise 0.
     pub(super) unowned: AtomicU64,
@@ -68,6 +70,8 @@ pub(super) struct Desk {
     /// How often a reservation was suspended, since the start.
     pub(super) suspensions: AtomicU64,
     tallies: [Tally; STRIPES],
+    /// `true` once a reclaimer was registered.
+    pub(super) has_reclaimers: AtomicBool,
     /// Makes room for requests and loads that do not fit. Read only on a rejection.
     evictor: RwLock<Option<Arc<Evictor>>>,
 }
@@ -90,6 +94,7 @@ impl Desk {
         desk.closed.store(false, Ordering::Release);
         desk.unowned.store(0, Ordering::Relaxed);
         desk.set_evictor(None);
+        desk.has_reclaimers.store(false, Ordering::Relaxed);
         desk.unified.store(false, Ordering::Relaxed);
         desk.large.begin();
         desk.usages.begin();
@@ -291,11 +296,12 @@ impl Desk {
     }
 
     /// Reserves the bytes of a resource, or claims idle resources whose unload makes room for it.
-    /// Must not be called with the lock of a resource held.
-    pub(super) fn stand_or_evict(&'static self, cost: Cost) -> Result<Stood, Rejected> {
+    /// Reclaimers of the application are asked first if `asks` is set. Must not be called with the
+    /// lock of a resource held.
+    pub(super) fn stand_or_evict(&'static self, cost: Cost, asks: bool) -> Result<Stood, Rejected> {
         let cost = self.by_budget(cost);
         let mut eviction = None;
-        let evict = || match self.evictor().map(|evictor| evictor.for_load(self, cost)) {
+        let evict = || match self.evictor().map(|evictor| evictor.for_load(self, cost, asks)) {
             Some(Ok(claimed)) => {
                 eviction = Some(claimed);
                 Hint::Unknown
@@ -372,7 +378,8 @@ impl Desk {
 
     fn evictor(&self) -> Option<Arc<Evictor>> {
         let stand = !self.host.resource_reservations().is_zero()
-            || !self.device.resource_reservations().is_zero();
+            || !self.device.resource_reservations().is_zero()
+            || self.has_reclaimers.load(Ordering::Relaxed);
         self.evictor.try_read().ok().filter(|_| stand)?.clone()
     }
 
@@ -585,7 +592,7 @@ impl Desk {
         Some(Rejected::Exhausted { unowned, ceiling, retry_after })
     }
 
-    /// Unloads idle resources if that makes room for a rejected request.
+    /// Asks reclaimers and unloads idle resources if that makes room for a rejected request.
     fn make_room(&'static self, cost: Cost) -> Hint {
         let evictor = self.evictor();
         evictor.map_or(Hint::Unknown, |evictor| evictor.for_request(self, cost))

@@ -1,4 +1,5 @@
-//! Makes room by unloading idle resources in one step: enough for the requester, or none.
+//! Makes room by unloading idle resources in one step, and by asking reclaimers of the application:
+//! enough for the requester, or none.
 //!
 //! Called if a load or a request does not fit. An [`Evictor`] chooses idle resources, claims them,
 //! and reserves what the load needs beyond their bytes. Separate threads unload them. Their
@@ -6,12 +7,20 @@
 //! that no other request takes that room. A request is not kept waiting: it is rejected, with the
 //! time that the unloads take, and finds the room when it retries.
 //!
+//! Reclaimers are functions of the application, so they are neither chosen nor called on the thread
+//! of a request. A round on a thread of its own chooses among them and the idle resources. For
+//! requests, the thread runs a round every 100 ms while one waits for bytes; for a load, it runs
+//! one for reclaimers only, and the load then evicts what it still needs. Meanwhile no other choice
+//! is made for requests, since the memory that a round frees is not measured yet.
+//!
 //! It relies on resources that can be claimed ([`Claimable`]): not in use, not waited for, and past
 //! their minimum residency. It knows neither their types nor their registry.
 //!
 //! Invariants: the claimed resources make enough room together with the free room, otherwise
 //! nothing is claimed; a claimed resource is unloaded or put back; bytes of an unload that has not
-//! ended are reserved. No lock is held while a resource is unloaded or put back.
+//! ended are reserved. Bytes of a reclaimer are never reserved or handed over: they are room when a
+//! sample finds them freed. No lock is held while a resource is unloaded or put back, or while a
+//! function of the application runs.
 //!
 //! It deliberately does not wait for resources in use, and does not measure what an unload freed.
 
@@ -21,13 +30,17 @@ use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
+use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::{Bell, Clock, Moment};
+use lowtide_core::fork::Birth;
 use lowtide_core::sync::{Mutex, caught, lock};
 
 use super::admission::Cost;
-use super::desk::Desk;
+use super::desk::{Desk, Stood};
 use super::ledger::Reservation;
 use super::permit::Permit;
+use super::reclaim::PAUSE_MIN;
+use super::reclaimer::elsewhere;
 
 /// The time that a load waits for the unloads that make room for it. A guess: an unload that takes
 /// longer is stuck.
@@ -37,19 +50,29 @@ const UNLOAD_MAX: Duration = Duration::from_secs(30);
 const THREADS_MAX: usize = 16;
 /// The number of attempts to choose again because a chosen resource came into use.
 const CHOICES_MAX: usize = 8;
+/// The time that a round waits for its reclaimers and unloads. Slower ones go on without it.
+const ROUND_MAX: Duration = Duration::from_secs(1);
+/// The time that a load waits for a sample to find memory freed: two ticks of an idle service.
+const OBSERVED_MAX: Duration = Duration::from_millis(500);
+/// The bytes that a reclaimer is asked for in addition: reservations are rounded, and memory is
+/// freed by pages.
+const ROUNDING: u64 = 4096;
+/// The time between its attempts: a tick of a busy service.
+const OBSERVED_STEP: Duration = Duration::from_millis(10);
 
 /// A resource that can be taken out of use.
 pub(super) trait Claimable: Send + Sync {
-    /// Takes it out of use if it may be evicted now. Callers that acquire it then wait.
-    fn claim(self: Arc<Self>) -> Option<Box<dyn Claimed>>;
+    /// Takes it out of use if it may be evicted now. Callers that acquire it then wait. A divisible
+    /// one is to release these bytes, others all of theirs.
+    fn claim(self: Arc<Self>, bytes: ByteSize) -> Option<Box<dyn Claimed>>;
 }
 
 /// A resource that is out of use. Dropping it puts the resource back.
 pub(super) trait Claimed: Send {
-    /// Returns its reservation.
+    /// Returns its reservation, or what it is to release without one.
     fn cost(&self) -> Cost;
 
-    /// Unloads it on this thread and returns its reservation.
+    /// Unloads it on this thread and returns its reservation, if it has one.
     fn unload(self: Box<Self>) -> Option<Permit>;
 }
 
@@ -65,6 +88,8 @@ pub struct Idle {
     pub(super) unload_time: Duration,
     /// The larger, the sooner it is unloaded.
     pub(super) score: f64,
+    /// `true` for a reclaimer, which has no reservation and can release a part of its bytes.
+    pub(super) is_divisible: bool,
     pub(super) resource: Arc<dyn Claimable>,
 }
 
@@ -78,6 +103,13 @@ impl fmt::Debug for Idle {
 pub(super) trait Pool: Send + Sync {
     /// Returns the resources that may be evicted, now or after their minimum residency.
     fn idle(&self) -> Vec<Idle>;
+
+    /// Returns the time from which a reclaimer may be asked, [`Moment::NEVER`] while each runs, and
+    /// `None` without one.
+    fn next_ask(&self) -> Option<Moment>;
+
+    /// Returns the reclaimers that may be asked now. Calls functions of the application.
+    fn reclaimers(&self) -> Vec<Idle>;
 }
 
 /// When a request that does not fit should retry.
@@ -98,9 +130,33 @@ pub(super) struct Evictor {
     /// Called after the unloads, before the room is used: releases the memory that they left in the
     /// heap.
     after: Box<dyn Fn() + Send + Sync>,
+    birth: Birth,
     /// Serialises the choices.
     choosing: Mutex<()>,
     coming: Mutex<Vec<Arc<Coming>>>,
+    rounds: Mutex<Rounds>,
+}
+
+/// The rounds in which reclaimers are asked.
+#[derive(Debug, Default)]
+struct Rounds {
+    /// No other round begins before.
+    until: Moment,
+    /// `true` if requests wait for the current round or the next one, and nothing else is done for
+    /// them.
+    helps: bool,
+    /// `true` while a thread runs rounds for requests.
+    has_thread: bool,
+}
+
+/// Whether a round may begin.
+enum Turn {
+    /// It has begun.
+    Begun,
+    /// Another one runs or has just ended.
+    Await(Duration),
+    /// No reclaimer may be asked, or the last round released nothing.
+    Useless,
 }
 
 /// Bytes that are being unloaded for a rejected request.
@@ -118,24 +174,32 @@ impl Evictor {
         clock: Arc<dyn Clock>,
         after: Box<dyn Fn() + Send + Sync>,
     ) -> Self {
-        Self { pool, clock, after, choosing: Mutex::new(()), coming: Mutex::default() }
+        let (choosing, coming, rounds) = (Mutex::new(()), Mutex::default(), Mutex::default());
+        Self { pool, clock, after, birth: Birth::now(), choosing, coming, rounds }
     }
 
     /// Makes room for a rejected request, unless other unloads already make enough.
     pub(super) fn for_request(self: &Arc<Self>, desk: &'static Desk, cost: Cost) -> Hint {
+        if !self.birth.is_here() {
+            return Hint::Unknown;
+        }
         let (coming, takes) = self.coming();
         if desk.fits(cost, coming) {
             return Hint::Unloading(takes);
         }
+        if let Some(rest) = self.ask_for_request(desk, cost) {
+            return Hint::Unloading(rest);
+        }
         // Read again for each choice: another thread may have started unloads.
         let fits = |freed: Cost| desk.fits(cost, self.coming().0.and(freed));
-        match self.claim(desk, fits, |claims| Some(self.announce(claims))) {
+        let choice = |idle| choose(idle, fits);
+        match self.claim(desk, Vec::new, choice, |claims| Some(self.announce(claims))) {
             // Room became free. Nothing runs on this thread, which may belong to an async runtime.
             Ok((claims, _)) if claims.list.is_empty() => Hint::Unloading(self.coming().1),
             Ok((claims, coming)) => {
                 let takes = claims.takes;
                 let owed = Owed { desk, evictor: Arc::clone(self), of: Made::Announced(coming) };
-                match (Eviction { claims, owed }).start() {
+                match (UnloadStep { claims, owed }).start() {
                     Ok(_) => Hint::Unloading(takes),
                     Err(_) => Hint::Unknown,
                 }
@@ -145,7 +209,8 @@ impl Evictor {
         }
     }
 
-    /// Claims resources that make room for a load, and reserves what the load needs in addition.
+    /// Claims resources that make room for a load, and reserves what the load needs in addition. If
+    /// it `asks` and a reclaimer may be asked, that is tried first, when the eviction runs.
     ///
     /// # Errors
     /// The time after which the minimum residency of enough resources ends, if any suffice.
@@ -153,32 +218,233 @@ impl Evictor {
         self: &Arc<Self>,
         desk: &'static Desk,
         cost: Cost,
+        asks: bool,
     ) -> Result<Eviction, Option<Duration>> {
+        if !self.birth.is_here() {
+            return Err(None);
+        }
+        if asks && self.may_ask() {
+            return Ok(Eviction::Asks { desk, evictor: Arc::clone(self), cost });
+        }
         let book = |claims: &Claims| desk.reserve(cost, claims.cost());
         let fits = |freed| desk.fits_standing(cost, freed);
-        let (claims, reserved) = self.claim(desk, fits, book)?;
+        let (claims, reserved) = self.claim(desk, Vec::new, |idle| choose(idle, fits), book)?;
         let of = Made::Reserved { cost, reserved: Some(reserved) };
-        Ok(Eviction { claims, owed: Owed { desk, evictor: Arc::clone(self), of } })
+        let owed = Owed { desk, evictor: Arc::clone(self), of };
+        Ok(Eviction::Unloads(UnloadStep { claims, owed }))
+    }
+
+    /// Starts the thread that asks reclaimers for requests, unless it runs. Returns the time for
+    /// which requests wait for it; `None` if it does not help.
+    fn ask_for_request(self: &Arc<Self>, desk: &'static Desk, cost: Cost) -> Option<Duration> {
+        self.pool.next_ask()?;
+        let mut rounds = lock(&self.rounds);
+        if rounds.has_thread && rounds.until <= self.clock.now() {
+            return None; // a function of the application does not return
+        }
+        let begun = match self.begin_round(&mut rounds) {
+            Turn::Useless => return None,
+            Turn::Await(rest) => return Some(rest),
+            Turn::Begun => !std::mem::replace(&mut rounds.has_thread, true),
+        };
+        drop(rounds);
+        if begun {
+            let evictor = Arc::clone(self);
+            let thread = thread::Builder::new().name("lowtide-reclaim".to_owned());
+            if thread.spawn(move || evictor.run_rounds(desk, cost)).is_err() {
+                *lock(&self.rounds) = Rounds::default();
+                return None;
+            }
+        }
+        Some(PAUSE_MIN)
+    }
+
+    fn may_ask(&self) -> bool {
+        let (now, next) = (self.clock.now(), self.pool.next_ask());
+        let rounds = lock(&self.rounds);
+        if now < rounds.until { rounds.helps } else { next.is_some_and(|next| next <= now) }
+    }
+
+    /// Begins a round if none runs or has just ended, and if a reclaimer may be asked.
+    fn begin_round(&self, rounds: &mut Rounds) -> Turn {
+        let now = self.clock.now();
+        if now < rounds.until {
+            return if rounds.helps { Turn::Await(rounds.until - now) } else { Turn::Useless };
+        }
+        if self.pool.next_ask().is_none_or(|next| next > now) {
+            return Turn::Useless;
+        }
+        (rounds.until, rounds.helps) = (now + ROUND_MAX, true);
+        Turn::Begun
+    }
+
+    /// Ends a round: no other one begins before this pause is over.
+    fn end_round(&self, pause: Duration, helps: bool) {
+        let until = self.clock.now() + pause;
+        let mut rounds = lock(&self.rounds);
+        (rounds.until, rounds.helps) = (until, helps);
+    }
+
+    /// Runs rounds on this thread while requests wait for bytes. The first has begun, for a request
+    /// of this cost.
+    fn run_rounds(self: &Arc<Self>, desk: &'static Desk, mut cost: Cost) {
+        let mut begun = true;
+        // Ends when no request waits, at its deadline at the latest, or with the last reclaimer.
+        // Each iteration waits for the pause.
+        loop {
+            if begun {
+                let helps = caught(|| self.round_for_requests(desk, cost)).unwrap_or(false);
+                // Longer than the pause of this thread, so that the next round is not begun by a
+                // request, but by this thread.
+                self.end_round(2 * PAUSE_MIN, helps);
+                desk.hurry();
+            }
+            self.clock.wait_until(&Bell::new(), self.clock.now() + PAUSE_MIN);
+            let waits = desk.queue.lacking();
+            let mut rounds = lock(&self.rounds);
+            let Some((first, _)) = waits.filter(|_| self.pool.next_ask().is_some()) else {
+                rounds.has_thread = false;
+                if rounds.helps {
+                    rounds.until = Moment::ORIGIN;
+                }
+                return;
+            };
+            // A part of this pause may be left, but not more: that would be a load's round.
+            let now = self.clock.now();
+            begun = !desk.fits(first, Cost::ZERO) && rounds.until - now <= PAUSE_MIN;
+            if begun {
+                cost = first;
+                (rounds.until, rounds.helps) = (now + ROUND_MAX, true);
+            }
+        }
+    }
+
+    /// Chooses among reclaimers and idle resources for a request, and for all that wait. Returns
+    /// `true` if any were chosen.
+    fn round_for_requests(self: &Arc<Self>, desk: &'static Desk, cost: Cost) -> bool {
+        let all = desk.queue.lacking().map_or(Cost::ZERO, |(_, all)| all);
+        let all = Cost { host: all.host.max(cost.host), device: all.device.max(cost.device) };
+        let fits = |cost, freed| desk.fits(cost, self.coming().0.and(freed));
+        self.round(desk, |idle| {
+            let mut chosen = choose(idle, |freed| fits(cost, freed))?;
+            divide(&mut chosen, |freed| fits(all, freed));
+            Ok(chosen)
+        })
+    }
+
+    /// Chooses reclaimers for a load.
+    fn round_for_load(self: &Arc<Self>, desk: &'static Desk, cost: Cost) -> bool {
+        let fits = |freed| desk.fits_standing(cost, freed);
+        self.round(desk, |idle| {
+            let mut chosen = choose(idle, fits)?;
+            divide(&mut chosen, fits);
+            // Resources are exchanged in one step, by what is still needed then.
+            chosen.retain(|idle| idle.is_divisible);
+            Ok(chosen)
+        })
+    }
+
+    /// Asks and unloads what was chosen, and waits for that for at most [`ROUND_MAX`]. Returns
+    /// `true` if anything was chosen.
+    fn round(
+        self: &Arc<Self>,
+        desk: &'static Desk,
+        choice: impl Fn(Vec<Idle>) -> Result<Vec<Idle>, Option<Duration>>,
+    ) -> bool {
+        let deadline = self.clock.now() + ROUND_MAX;
+        let announce = |claims: &Claims| Some(self.announce(claims));
+        let Ok((claims, coming)) = self.claim(desk, || self.pool.reclaimers(), choice, announce)
+        else {
+            return false;
+        };
+        if claims.list.is_empty() {
+            return false;
+        }
+        let owed = Owed { desk, evictor: Arc::clone(self), of: Made::Announced(coming) };
+        let Ok(unloads) = (UnloadStep { claims, owed }).start() else { return false };
+        // Ends at the deadline at the latest: each iteration waits until then, or for the end.
+        while lock(&unloads.state).owed.is_some() && self.clock.now() < deadline {
+            self.clock.wait_until(&unloads.bell, deadline);
+        }
+        true
+    }
+
+    /// Returns the permit of a load, for which reclaimers are asked and then resources evicted.
+    /// Blocks this thread.
+    fn room_for_load(
+        self: &Arc<Self>,
+        desk: &'static Desk,
+        cost: Cost,
+    ) -> Result<Permit, EvictionError> {
+        let deadline = self.clock.now() + 2 * ROUND_MAX;
+        // Ends at the deadline at the latest: each iteration waits for the end of another round.
+        let begun = loop {
+            let turn = self.begin_round(&mut lock(&self.rounds));
+            match turn {
+                Turn::Begun => break true,
+                Turn::Await(rest) if self.clock.now() < deadline => {
+                    let until = (self.clock.now() + rest).min(deadline);
+                    self.clock.wait_until(&Bell::new(), until);
+                }
+                Turn::Await(_) | Turn::Useless => break false,
+            }
+        };
+        if begun {
+            // Not on this thread, which may be the caller's, and hold locks of the application.
+            let evictor = Arc::clone(self);
+            let round = move || evictor.round_for_load(desk, cost);
+            let helps = elsewhere(&*self.clock, 2 * ROUND_MAX, round).unwrap_or(false);
+            desk.hurry();
+            let stood = if helps { self.observe(desk, cost) } else { None };
+            self.end_round(PAUSE_MIN, helps);
+            if let Some(permit) = stood {
+                return Ok(permit);
+            }
+        }
+        match desk.stand_or_evict(cost, false) {
+            Ok(Stood::Booked(permit)) => Ok(permit),
+            Ok(Stood::Evicting(eviction)) => eviction.run(),
+            Err(_) => Err(EvictionError::NoRoom),
+        }
+    }
+
+    /// Waits for a sample that finds room for a load, at most for [`OBSERVED_MAX`].
+    fn observe(&self, desk: &'static Desk, cost: Cost) -> Option<Permit> {
+        let deadline = self.clock.now() + OBSERVED_MAX;
+        // Ends at the deadline at the latest: each iteration waits for a part of the time.
+        loop {
+            if let Ok((host, device)) = desk.stand(cost) {
+                return Some(Permit::standing(desk, host, device));
+            }
+            if self.clock.now() >= deadline {
+                return None;
+            }
+            self.clock.wait_until(&Bell::new(), self.clock.now() + OBSERVED_STEP);
+        }
     }
 
     /// Chooses and claims, and reserves while no other thread chooses.
     fn claim<B>(
         &self,
         desk: &'static Desk,
-        fits: impl Fn(Cost) -> bool,
+        reclaimers: impl Fn() -> Vec<Idle>,
+        choice: impl Fn(Vec<Idle>) -> Result<Vec<Idle>, Option<Duration>>,
         book: impl Fn(&Claims) -> Option<B>,
     ) -> Result<(Claims, B), Option<Duration>> {
         for _ in 0..CHOICES_MAX {
             // Dropped after the lock: the last handle of a resource runs its unload.
             let mut handles = Vec::new();
+            // Before the lock: it calls functions of the application.
+            let mut idle = reclaimers();
             let choosing = lock(&self.choosing);
-            let mut idle = self.pool.idle();
+            idle.extend(self.pool.idle());
             handles.extend(idle.iter().map(|idle| Arc::clone(&idle.resource)));
             idle.retain(|idle| std::ptr::eq(idle.desk, desk));
-            let chosen = choose(idle, &fits)?;
+            let chosen = choice(idle)?;
             let takes = chosen.iter().map(|idle| idle.unload_time).max().unwrap_or_default();
             let count = chosen.len();
-            let list: Vec<_> = chosen.into_iter().map_while(|idle| idle.resource.claim()).collect();
+            let claimed = |idle: Idle| idle.resource.claim(idle.cost.host);
+            let list: Vec<_> = chosen.into_iter().map_while(claimed).collect();
             let claims = Claims { list, takes };
             if claims.list.len() == count
                 && let Some(reserved) = book(&claims)
@@ -246,6 +512,9 @@ fn choose(mut idle: Vec<Idle>, fits: impl Fn(Cost) -> bool) -> Result<Vec<Idle>,
     if !stays.is_zero() {
         return Err(Some(stays));
     }
+    if idle.last().is_some_and(|last| last.is_divisible) {
+        return Ok(idle); // it releases only what the others leave
+    }
     // The last one may have made earlier ones superfluous.
     for at in (0..idle.len()).rev() {
         let others = idle.iter().enumerate().filter(|(other, _)| *other != at);
@@ -254,6 +523,26 @@ fn choose(mut idle: Vec<Idle>, fits: impl Fn(Cost) -> bool) -> Result<Vec<Idle>,
         }
     }
     Ok(idle)
+}
+
+/// Reduces the part of the last reclaimer to what is needed beyond the others.
+fn divide(chosen: &mut [Idle], fits: impl Fn(Cost) -> bool) {
+    let Some(at) = chosen.iter().rposition(|idle| idle.is_divisible) else { return };
+    let others = chosen.iter().enumerate().filter(|(other, _)| *other != at);
+    let others = others.fold(Cost::ZERO, |sum, (_, idle)| sum.and(idle.cost));
+    let Some(last) = chosen.get_mut(at) else { return };
+    // `fits` does not hold at `few`, as far as known, and `enough` is all it has, or fits.
+    let (mut few, mut enough) = (0, last.cost.host.get());
+    // Ends: the distance halves, at most 64 times.
+    while enough - few > 1 {
+        let half = few + (enough - few) / 2;
+        if fits(others.and_host(ByteSize::new(half))) {
+            enough = half;
+        } else {
+            few = half;
+        }
+    }
+    last.cost.host = ByteSize::new(enough.saturating_add(ROUNDING)).min(last.cost.host);
 }
 
 /// Resources that are out of use.
@@ -307,8 +596,16 @@ impl Drop for Owed {
     }
 }
 
-/// Resources claimed to make room. Dropping it before the start puts them back.
-pub(super) struct Eviction {
+/// How room is made for a load. Dropping it before the run puts claimed resources back.
+pub(super) enum Eviction {
+    /// Claimed resources are unloaded.
+    Unloads(UnloadStep),
+    /// Reclaimers are asked first.
+    Asks { desk: &'static Desk, evictor: Arc<Evictor>, cost: Cost },
+}
+
+/// Resources claimed to make room.
+pub(super) struct UnloadStep {
     claims: Claims,
     owed: Owed,
 }
@@ -320,12 +617,25 @@ pub(super) enum EvictionError {
     NoThread(io::ErrorKind),
     /// The unloads have not ended within [`UNLOAD_MAX`]. Their bytes stay reserved until they do.
     Stuck,
+    /// The reclaimers did not release enough, and no resources make room.
+    NoRoom,
 }
 
 impl Eviction {
+    /// Makes room and returns the permit of the load. Blocks this thread until the reclaimers and
+    /// unloads end: for some seconds, and at most for [`UNLOAD_MAX`] more.
+    pub(super) fn run(self) -> Result<Permit, EvictionError> {
+        match self {
+            Self::Unloads(unloads) => unloads.run(),
+            Self::Asks { desk, evictor, cost } => evictor.room_for_load(desk, cost),
+        }
+    }
+}
+
+impl UnloadStep {
     /// Unloads the claimed resources and returns the permit of the load. Blocks this thread until
     /// the unloads end, at most for [`UNLOAD_MAX`].
-    pub(super) fn run(self) -> Result<Permit, EvictionError> {
+    fn run(self) -> Result<Permit, EvictionError> {
         let clock = Arc::clone(&self.owed.evictor.clock);
         let deadline = clock.now() + UNLOAD_MAX;
         let unloads = self.start().map_err(|error| EvictionError::NoThread(error.kind()))?;

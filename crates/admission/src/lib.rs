@@ -44,11 +44,13 @@ mod large;
 #[doc(hidden)]
 pub mod learning;
 pub mod ledger;
+mod level_watch;
 pub mod maintenance;
 pub mod managed;
 mod permit;
 pub mod pressure;
 pub mod reclaim;
+mod reclaimer;
 mod rejected;
 mod reserve;
 pub mod signal;
@@ -69,6 +71,7 @@ pub use eviction::Idle;
 pub use large::{GRACE, LARGE_MIN, LargeRequest, REGISTERED_MIN, SLOW_AFTER};
 pub use large::{RequestMemory, RequestPhase};
 pub use ledger::{Books, Budget, Correction, Ledger, Measured, Shortfall, Turnover};
+pub use level_watch::{LevelChanged, LevelWatch};
 pub use maintenance::{
     Job, JobQueue, Jobs, Maintenance, MaintenanceActions, PressureState, PurgeGrowth, Sample,
     Sensor, Settings, SettingsError, Tick, Trigger, Worker, run_control, run_worker,
@@ -80,6 +83,7 @@ pub use managed::{
 pub use permit::Permit;
 pub use pressure::{Band, Level, Pressure, Thresholds, ThresholdsError};
 pub use reclaim::{Ask, Ladder, LadderError, Pace, Reclaim, Recovered};
+pub use reclaimer::{Reclaimable, Reclaimer, ReclaimerStats};
 pub use rejected::{RejectReason, Rejected};
 pub use reserve::Reserve;
 #[doc(hidden)]

@@ -131,6 +131,11 @@ impl Pace {
         !std::mem::replace(&mut lock(&self.state).running, true)
     }
 
+    /// Ends a run that did nothing: the pause is that of the run before.
+    pub(crate) fn cancel(&self) {
+        lock(&self.state).running = false;
+    }
+
     /// Resets the pause to [`PAUSE_MIN`], because there is new work to do.
     pub fn forgive(&self) {
         lock(&self.state).pause = PAUSE_MIN;
@@ -239,6 +244,13 @@ impl Ladder {
     #[must_use]
     pub fn start(&self, step: usize, now: Moment) -> bool {
         self.steps.get(step).is_some_and(|step| step.pace.start(now))
+    }
+
+    /// Ends a started step that has nothing to do. Its pause stays as it was.
+    pub(crate) fn cancel(&self, step: usize) {
+        if let Some(step) = self.steps.get(step) {
+            step.pace.cancel();
+        }
     }
 
     /// Runs a started step on the calling thread. A reclaimer that panics counts as having

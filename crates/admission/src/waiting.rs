@@ -224,6 +224,17 @@ impl WaitQueue {
         self.len.load(Ordering::SeqCst) == 0
     }
 
+    /// Returns the cost of the first request that waits for bytes, and the sum over all that do.
+    pub(super) fn lacking(&self) -> Option<(Cost, Cost)> {
+        if self.is_empty() {
+            return None;
+        }
+        let entries = self.entries();
+        let mut costs = entries.list.iter().filter(|it| it.lacks().is_some());
+        let first = costs.next()?.terms.cost;
+        Some((first, costs.fold(first, |sum, entry| sum.and(entry.terms.cost))))
+    }
+
     /// Enters the queue. Returns `None` if it is full, or if a deadline could not pass.
     pub(super) fn enter(&self, terms: WaitTerms, ceiling: ByteSize) -> Option<WaitId> {
         if terms.within.is_some() && !self.is_timed.load(Ordering::Relaxed) {

@@ -1,4 +1,5 @@
-//! Figures of room on demand: requests that wait for room, and models that are evicted.
+//! Figures of room on demand: requests that wait for room, models that are evicted, and a cache
+//! that shrinks.
 
 use super::benches::Bench;
 
@@ -17,6 +18,10 @@ pub(super) const BENCHES: &[Bench] = &[
             ("room.zipf.saved_ratio", None),
             ("room.zipf.saved_ratio_worst_seed", None),
         ],
+    },
+    Bench {
+        arguments: "bench --locked --bench room -- cache",
+        figures: &[("room.cache.kills", None), ("room.cache.sheds", None)],
     },
     Bench {
         arguments: "bench --locked --bench overload -- --burst",

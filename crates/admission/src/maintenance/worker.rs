@@ -13,7 +13,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use crate::ledger::Budget;
 use crate::managed::Resources;
-use crate::reclaim::{Ask, Ladder, Pace, Recovered};
+use crate::pressure::Level;
+use crate::reclaim::{Ask, Ladder, PAUSE_MIN, Pace, Recovered};
+use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::{Bell, Clock, Moment};
 use lowtide_core::sync::{background, caught};
 
@@ -104,12 +106,18 @@ impl Worker {
                 }
             }
             Job::Reclaim { step } => {
-                let before = self.unloads();
-                let budget = self.ladder.reclaimer(step).map(|reclaimer| reclaimer.relieves());
-                let budget = budget.unwrap_or(Budget::Host);
-                let (bytes, level) = (self.state.wanted(budget), self.state.level(budget));
+                let before = self.resources.releases_total();
+                let reclaimer = self.ladder.reclaimer(step);
+                let budget = reclaimer.map_or(Budget::Host, |reclaimer| reclaimer.relieves());
+                let is_dear = reclaimer.is_some_and(|it| it.starts_at() >= Level::High);
+                let spared = if is_dear { self.purgeable(budget, now) } else { ByteSize::ZERO };
+                let bytes = self.state.wanted(budget).saturating_sub(spared);
+                if is_dear && bytes.is_zero() {
+                    return self.ladder.cancel(step);
+                }
+                let level = self.state.level(budget);
                 let _ = self.ladder.run(step, Ask { bytes, level, now }, || clock.now());
-                self.purge_after_unload(self.unloads() > before);
+                self.purge_after_unload(self.resources.releases_total() > before);
             }
             Job::UnloadIdle => {
                 let unloaded = self.resources.unload_due(now);
@@ -130,15 +138,20 @@ impl Worker {
         }
     }
 
-    /// Posts a purge if a resource was unloaded: only a purge releases its memory.
+    /// Returns the bytes that the next purge releases, unless the last ones released little. No
+    /// dearer memory is released instead of them.
+    fn purgeable(&self, budget: Budget, now: Moment) -> ByteSize {
+        let next = self.purge.next();
+        let works = next == Moment::NEVER || next <= now + PAUSE_MIN;
+        if budget == Budget::Host && works { self.state.purgeable() } else { ByteSize::ZERO }
+    }
+
+    /// Posts a purge if a resource was unloaded or a reclaimer called: only a purge releases the
+    /// memory.
     fn purge_after_unload(&self, unloaded: bool) {
         if unloaded {
             self.queue.push_one(Job::Purge { trigger: Trigger::Unload });
         }
-    }
-
-    fn unloads(&self) -> u64 {
-        self.resources.all().iter().map(|resource| resource.stats().unloads.sum()).sum()
     }
 }
 
@@ -221,6 +234,7 @@ mod tests {
     use super::*;
     use crate::admission::{Admission, Cost};
     use crate::maintenance::{Sample, Sensor, Settings};
+    use crate::reclaim::Reclaim;
     use crate::signal::Limit;
     use lowtide_core::bytes::ByteSize;
     use lowtide_core::clock::ManualClock;
@@ -364,6 +378,51 @@ mod tests {
         let done = lock(&world).done.clone();
         assert_eq!(done[..2], ["sleep", "purge"], "{done:?}");
         assert_eq!(done.iter().filter(|did| **did == "sleep").count(), 3);
+    }
+
+    /// The bug: at level high a cache was asked for bytes that the next purge released, and shrank
+    /// to a third of what the requests left it.
+    #[test]
+    fn level_high_asks_for_no_bytes_that_the_next_purge_releases() {
+        for (purgeable, works, asked) in [(20, true, 0), (5, true, 15), (20, false, 20)] {
+            let (physical, purgeable) = (ByteSize::mib(90), ByteSize::mib(purgeable));
+            let sample = Sample { physical, purgeable, ..Sample::default() };
+            let (_, mut maintenance, mut worker) = rig(World { sample, ..World::default() });
+            let wanted = Arc::new(Mutex::new(None));
+            let step = Arc::new(Asked(Arc::clone(&wanted)));
+            worker.ladder = Ladder::new(vec![step]).expect("one");
+            maintenance.ladder = worker.ladder.clone();
+            let clock = ManualClock::new();
+            let _ = maintenance.tick(clock.now());
+            for _ in 0..8 {
+                let released = ByteSize::mib(u64::from(works));
+                maintenance.purge.finish(ByteSize::mib(1), Recovered::of(released), clock.now());
+            }
+            worker.run(Job::Reclaim { step: 0 }, &clock);
+            assert_eq!(lock(&wanted).map_or(0, |bytes: ByteSize| bytes.get() >> 20), asked);
+        }
+    }
+
+    /// A step of level high.
+    struct Asked(Arc<Mutex<Option<ByteSize>>>);
+
+    impl Reclaim for Asked {
+        fn name(&self) -> &str {
+            "asked"
+        }
+        fn relieves(&self) -> Budget {
+            Budget::Host
+        }
+        fn cost_rank(&self) -> u8 {
+            0
+        }
+        fn starts_at(&self) -> Level {
+            Level::High
+        }
+        fn reclaim(&self, ask: Ask) -> Recovered {
+            *lock(&self.0) = Some(ask.bytes);
+            Recovered::NOTHING
+        }
     }
 
     #[test]

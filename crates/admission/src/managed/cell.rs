@@ -94,6 +94,8 @@ pub(super) struct State<T> {
     loads_ok: u64,
     pub(super) loads_failed: u64,
     loads_refused: u64,
+    /// No load asks reclaimers before: they did not release enough.
+    asks_from: Moment,
     unloads: Unloads,
     unload_panics: u64,
     load_time: Duration,
@@ -147,6 +149,7 @@ impl<T: Send + Sync + 'static> Cell<T> {
             loads_ok: 0,
             loads_failed: 0,
             loads_refused: 0,
+            asks_from: Moment::ORIGIN,
             unloads: Unloads::default(),
             unload_panics: 0,
             load_time: Duration::ZERO,

@@ -131,7 +131,7 @@ impl AcquireError {
     }
 }
 
-/// A failure to add a resource to a registry.
+/// A failure to add a resource or a reclaimer to a registry.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum AddError {
@@ -147,8 +147,20 @@ pub enum AddError {
         /// The name.
         name: String,
     },
+    /// There are as many names of reclaimers as a registry keeps, since each is a label in metrics.
+    #[error("cannot register another reclaimer: limit {max} names, removed ones included")]
+    TooManyReclaimers {
+        /// The largest number of names.
+        max: usize,
+    },
+    /// A reclaimer of this name is registered.
+    #[error("a reclaimer named {name:?} is already registered")]
+    DuplicateReclaimer {
+        /// The name.
+        name: String,
+    },
     /// Called in a forked child, which has no worker to unload the resource.
-    #[error("cannot register a resource in a forked child: start a new Memory")]
+    #[error("cannot register a resource or reclaimer in a forked child: start a new Memory")]
     Forked,
 }
 

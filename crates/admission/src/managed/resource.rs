@@ -6,6 +6,7 @@
 //! has none.
 
 use std::fmt;
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
@@ -14,6 +15,7 @@ use crate::eviction::{Evictor, Idle, Pool};
 use crate::ledger::Budget;
 use crate::pressure::Level;
 use crate::reclaim::{Ask, Reclaim, Recovered};
+use crate::reclaimer::{Reclaimable, Reclaimer, ReclaimerStats, Reclaimers, Registered};
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::{Clock, Moment};
 use lowtide_core::fork::Birth;
@@ -198,6 +200,7 @@ pub trait Resource: Send + Sync {
 #[derive(Clone)]
 pub struct Resources {
     list: Arc<Mutex<Vec<Arc<dyn Resource>>>>,
+    reclaimers: Arc<Reclaimers>,
     birth: Birth,
 }
 
@@ -208,7 +211,7 @@ impl Resources {
     /// Creates an empty registry.
     #[must_use]
     pub fn new() -> Self {
-        Self { list: Arc::default(), birth: Birth::now() }
+        Self { list: Arc::default(), reclaimers: Arc::default(), birth: Birth::now() }
     }
 
     /// Adds a resource. It stays, and its name is taken, as long as the registry exists.
@@ -229,6 +232,45 @@ impl Resources {
         }
         list.push(resource);
         Ok(())
+    }
+
+    /// Adds a reclaimer of the application. It is asked if a load or a request of `admission` does
+    /// not fit, in the order of [`Resources::evict_for`], and from level high.
+    ///
+    /// # Errors
+    /// [`AddError`] if its name is taken, if 64 names are known, or in a forked child.
+    pub fn add_reclaimer(
+        &self,
+        reclaimable: Reclaimable,
+        admission: &Admission,
+        clock: Arc<dyn Clock>,
+    ) -> Result<Reclaimer, AddError> {
+        if !self.birth.is_here() {
+            return Err(AddError::Forked);
+        }
+        let desk = admission.desk();
+        let added = Reclaimers::add(&self.reclaimers, reclaimable, desk, clock)?;
+        desk.has_reclaimers.store(true, Ordering::Relaxed);
+        Ok(added)
+    }
+
+    /// Asks no reclaimer, for an admission that measures no memory: a release would make no room.
+    #[doc(hidden)]
+    pub fn disable_reclaimers(&self) {
+        self.reclaimers.disable();
+    }
+
+    /// Returns the counters of the reclaimers, removed ones included; none in a forked child.
+    #[must_use]
+    pub fn reclaimer_stats(&self) -> Vec<ReclaimerStats> {
+        if self.birth.is_here() { self.reclaimers.stats() } else { Vec::new() }
+    }
+
+    /// Returns the number of unloads and of calls of reclaimers.
+    pub(crate) fn releases_total(&self) -> u64 {
+        let unloads = |resource: &Arc<dyn Resource>| resource.stats().unloads.sum();
+        let calls: u64 = self.reclaimer_stats().iter().map(|stats| stats.calls_total).sum();
+        self.all().iter().map(unloads).sum::<u64>() + calls
     }
 
     /// Returns all resources, in the order in which they were added.
@@ -272,6 +314,10 @@ impl Resources {
     /// reserved with this admission, and are past their minimum residency, however short they have
     /// been idle. Their reservations stay until they are unloaded and then pass to the load.
     ///
+    /// Reclaimers of the application ([`Resources::add_reclaimer`]) are asked in the same order,
+    /// for what is still lacking and no more. A load or a request waits until a sample finds their
+    /// memory freed.
+    ///
     /// The unloads run on temporary threads. When the unloads of one step have ended, `after` is
     /// called on one of those threads, before the room is used. Purge the heap there.
     ///
@@ -282,12 +328,17 @@ impl Resources {
         clock: Arc<dyn Clock>,
         after: impl Fn() + Send + Sync + 'static,
     ) {
-        let pool = WeakResources { list: Arc::downgrade(&self.list), birth: self.birth };
+        let pool = WeakResources {
+            list: Arc::downgrade(&self.list),
+            reclaimers: Arc::downgrade(&self.reclaimers),
+            birth: self.birth,
+        };
         admission.set_evictor(Evictor::new(Box::new(pool), clock, Box::new(after)));
     }
 
-    /// Returns a reclaimer that unloads idle resources from level high, in the order of
-    /// [`Resources::evict_for`].
+    /// Returns a reclaim step that unloads idle resources from level high, and for host memory asks
+    /// reclaimers of the application, in the order of [`Resources::evict_for`]. A reclaimer runs on
+    /// a thread of its own; the step waits for it for at most a second.
     #[must_use]
     pub fn reclaimer(&self, budget: Budget) -> Arc<dyn Reclaim> {
         Arc::new(IdleResources { resources: self.clone(), budget })
@@ -310,18 +361,33 @@ impl fmt::Debug for Resources {
 /// A registry that is not kept alive.
 struct WeakResources {
     list: Weak<Mutex<Vec<Arc<dyn Resource>>>>,
+    reclaimers: Weak<Reclaimers>,
     birth: Birth,
 }
 
 impl Pool for WeakResources {
     fn idle(&self) -> Vec<Idle> {
         let Some(list) = self.list.upgrade() else { return Vec::new() };
-        let all = Resources { list, birth: self.birth }.all();
+        let all = if self.birth.is_here() { lock(&list).clone() } else { Vec::new() };
         all.iter().filter_map(|resource| resource.idle()).collect()
+    }
+
+    fn next_ask(&self) -> Option<Moment> {
+        self.reclaimers.upgrade()?.next_ask()
+    }
+
+    fn reclaimers(&self) -> Vec<Idle> {
+        self.reclaimers.upgrade().map_or_else(Vec::new, |reclaimers| reclaimers.idle())
     }
 }
 
-/// Unloads idle resources until enough is recovered.
+/// What releases memory at level high.
+enum Source {
+    Reclaimer(Arc<Registered>),
+    Resource(Box<ResourceStats>, Arc<dyn Resource>),
+}
+
+/// Asks reclaimers and unloads idle resources until enough is recovered.
 #[derive(Debug)]
 struct IdleResources {
     resources: Resources,
@@ -348,6 +414,12 @@ impl IdleResources {
         if measured.is_zero() { self.bytes(before) } else { measured }
     }
 
+    /// Returns the reclaimers, which release host memory.
+    fn reclaimers(&self) -> Vec<Arc<Registered>> {
+        let has = self.budget == Budget::Host && self.resources.birth.is_here();
+        if has { self.resources.reclaimers.all() } else { Vec::new() }
+    }
+
     /// Returns the score: the larger, the sooner it is unloaded.
     fn score(&self, stats: &ResourceStats) -> f64 {
         score(self.bytes(stats), stats.use_interval, stats.load_time)
@@ -372,23 +444,34 @@ impl Reclaim for IdleResources {
     }
 
     fn reclaim(&self, ask: Ask) -> Recovered {
-        let mut idle: Vec<_> = self
+        let idle = self
             .resources
             .all()
             .into_iter()
             .map(|resource| (resource.stats(), resource))
             .filter(|(stats, _)| stats.loaded && stats.guards == 0)
             .filter(|(stats, _)| !self.bytes(stats).is_zero())
-            .collect();
-        idle.sort_by(|(one, _), (other, _)| self.score(other).total_cmp(&self.score(one)));
+            .map(|(stats, resource)| {
+                (self.score(&stats), Source::Resource(Box::new(stats), resource))
+            });
+        let reclaimers = self.reclaimers().into_iter();
+        let reclaimers = reclaimers.map(|it| (it.score(), Source::Reclaimer(it)));
+        let mut sources: Vec<_> = reclaimers.chain(idle).collect();
+        sources.sort_by(|(one, _), (other, _)| other.total_cmp(one));
         let mut recovered = ByteSize::ZERO;
-        for (stats, resource) in idle {
-            if recovered >= ask.bytes {
+        for (_, source) in sources {
+            let wanted = ask.bytes.saturating_sub(recovered);
+            if wanted.is_zero() {
                 break;
             }
-            if resource.unload(UnloadReason::Pressure) {
-                recovered = recovered.saturating_add(self.given_back(&stats, &resource.stats()));
-            }
+            let released = match source {
+                Source::Reclaimer(reclaimer) => reclaimer.ask_elsewhere(wanted),
+                Source::Resource(stats, resource) if resource.unload(UnloadReason::Pressure) => {
+                    self.given_back(&stats, &resource.stats())
+                }
+                Source::Resource(..) => ByteSize::ZERO,
+            };
+            recovered = recovered.saturating_add(released);
         }
         Recovered::of(recovered)
     }

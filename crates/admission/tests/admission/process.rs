@@ -2,15 +2,16 @@
 //! child.
 #![expect(unsafe_code, reason = "fork and waitpid are C calls")]
 
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Barrier};
 use std::time::Duration;
 
 use lowtide_admission::ByteSize;
 use lowtide_admission::clock::{Bell, Clock, ManualClock, Moment, Wake};
 use lowtide_admission::{
-    AcquireError, Admission, Budget, Cost, Ladder, Limit, Maintenance, Managed, Resource,
-    Resources, Sample, Sensor, Settings, SignalTracker, Signals, UnloadError, UnloadReason,
+    AcquireError, AddError, Admission, Budget, Cost, Ladder, Limit, Maintenance, Managed,
+    Reclaimable, Resource, Resources, Sample, Sensor, Settings, SignalTracker, Signals,
+    UnloadError, UnloadReason,
 };
 use test_fork::test;
 
@@ -120,13 +121,15 @@ fn assert_child_is_content(child: libc::pid_t) {
 #[derive(Debug)]
 struct Holding {
     clock: ManualClock,
-    holds: AtomicBool,
+    /// The number of the next call that it holds; 0 for none.
+    holds: AtomicU64,
     met: Barrier,
 }
 
 impl Clock for Holding {
     fn now(&self) -> Moment {
-        if self.holds.swap(false, Ordering::SeqCst) {
+        let order = Ordering::SeqCst;
+        if self.holds.fetch_update(order, order, |holds| holds.checked_sub(1)) == Ok(1) {
             self.met.wait(); // It holds,
             self.met.wait(); // and goes on.
         }
@@ -147,7 +150,7 @@ impl Clock for Holding {
 fn stats_in_a_forked_child_waited_for_a_thread_of_the_parent() {
     let clock = Arc::new(Holding {
         clock: ManualClock::new(),
-        holds: AtomicBool::new(false),
+        holds: AtomicU64::new(0),
         met: Barrier::new(2),
     });
     let cost = Cost::host(ByteSize::mib(3));
@@ -160,7 +163,7 @@ fn stats_in_a_forked_child_waited_for_a_thread_of_the_parent() {
     assert_eq!(resources.add(Arc::clone(&resource)), Ok(()));
     assert!(managed.acquire_blocking().is_err());
     std::thread::scope(|scope| {
-        clock.holds.store(true, Ordering::SeqCst);
+        clock.holds.store(1, Ordering::SeqCst);
         // Within the pause after a failure the time is read under the lock.
         scope.spawn(|| assert!(managed.acquire_blocking().is_err()));
         clock.met.wait();
@@ -186,6 +189,49 @@ fn stats_in_a_forked_child_waited_for_a_thread_of_the_parent() {
     });
     assert_eq!(managed.stats().loads_failed_total, 1);
     assert_eq!(resources.all().len(), 1);
+}
+
+/// A request that does not fit would otherwise wait for a lock that another thread holds.
+#[test]
+fn in_a_forked_child_no_reclaimer_is_asked_added_or_removed() {
+    let clock = Arc::new(Holding {
+        clock: ManualClock::new(),
+        holds: AtomicU64::new(0),
+        met: Barrier::new(2),
+    });
+    let (admission, resources) = (Admission::with_limit(ByteSize::mib(1)), Resources::new());
+    resources.evict_for(&admission, clock.clone(), || {});
+    let reclaimable = || Reclaimable::new("cache", || ByteSize::mib(9), |wanted| wanted);
+    let add = || resources.add_reclaimer(reclaimable(), &admission, clock.clone());
+    let reclaimer = add().expect("the first");
+    let refused = || admission.try_admit(Cost::host(ByteSize::kib(1025))).is_err();
+    let held = admission.try_admit(Cost::host(ByteSize::kib(512))).expect("fits");
+    let short = || admission.try_admit(Cost::host(ByteSize::kib(513))).is_err();
+    std::thread::scope(|scope| {
+        // The second time is read under the lock of the rounds.
+        clock.holds.store(2, Ordering::SeqCst);
+        scope.spawn(|| assert!(short()));
+        clock.met.wait();
+        // SAFETY: the child takes no lock that the other thread holds, and ends with `_exit`.
+        let child = unsafe { libc::fork() };
+        if child == 0 {
+            // SAFETY: a system call without preconditions; it ends a child that hangs.
+            unsafe { libc::alarm(20) };
+            let stats = reclaimer.stats();
+            let is_forked = matches!(add(), Err(AddError::Forked));
+            drop(reclaimer);
+            end_child(&[
+                (&*stats.name, stats.calls_total) == ("cache", 0),
+                refused() && short(),
+                is_forked,
+                resources.reclaimer_stats().is_empty(),
+            ]);
+        }
+        // The child's copy of the lock stays held.
+        clock.met.wait();
+        assert_child_is_content(child);
+    });
+    drop(held);
 }
 
 #[test]

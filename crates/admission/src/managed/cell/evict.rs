@@ -13,8 +13,10 @@ use crate::admission::Cost;
 use crate::desk::Stood;
 use crate::eviction::{Claimable, Claimed, Eviction, EvictionError, Idle};
 use crate::permit::Permit;
+use crate::reclaim::PAUSE_MIN;
 use crate::rejected::Rejected;
 use crate::reserve::Waiting;
+use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::Moment;
 use lowtide_core::sync::lock;
 
@@ -48,7 +50,8 @@ impl<T: Send + Sync + 'static> Cell<T> {
         cost: Cost,
     ) -> Result<Option<Eviction>, Rejected> {
         let Some(door) = &self.admission else { return Ok(None) };
-        match door.stand_or_evict(cost)? {
+        let asks = self.clock.now() >= lock(&self.state).asks_from;
+        match door.stand_or_evict(cost, asks)? {
             Stood::Booked(permit) => {
                 self.has_room(number, permit);
                 Ok(None)
@@ -103,6 +106,10 @@ impl<T: Send + Sync + 'static> Cell<T> {
             }
             // The waiters look for other room, or are rejected.
             Err(EvictionError::Stuck) => self.end_refused(number),
+            Err(EvictionError::NoRoom) => {
+                lock(&self.state).asks_from = self.clock.now() + PAUSE_MIN;
+                self.end_refused(number);
+            }
         }
         false
     }
@@ -152,6 +159,7 @@ impl<T: Send + Sync + 'static> Cell<T> {
             stays_for: stays - now,
             unload_time: state.unload_time,
             score: score(bytes, interval, state.load_time),
+            is_divisible: false,
             resource: Arc::clone(cell) as Arc<dyn Claimable>,
         })
     }
@@ -164,7 +172,7 @@ impl<T: Send + Sync + 'static> Cell<T> {
 }
 
 impl<T: Send + Sync + 'static> Claimable for Cell<T> {
-    fn claim(self: Arc<Self>) -> Option<Box<dyn Claimed>> {
+    fn claim(self: Arc<Self>, _: ByteSize) -> Option<Box<dyn Claimed>> {
         let now = self.clock.now();
         let mut state = lock(&self.state);
         let reserved = matches!(&state.phase, Phase::Ready(loaded) if loaded.permit.is_some());

@@ -28,8 +28,19 @@ fn at_once(code: &Code<'_>, name: &str) -> String {
 }
 
 pub(super) fn rows(code: &Code<'_>) -> Vec<Row> {
-    let all =
-        [published, levels, slow_clients, routes, usage, kernel, purges, threads, device, sleep];
+    let all = [
+        published,
+        levels,
+        slow_clients,
+        caches,
+        routes,
+        usage,
+        kernel,
+        purges,
+        threads,
+        device,
+        sleep,
+    ];
     let rows = all.into_iter().flat_map(|rows| rows(code));
     rows.map(|(says, values)| Row { page: PAGE, says, values }).collect()
 }
@@ -144,6 +155,23 @@ fn levels(code: &Code<'_>) -> Rows {
         ),
         ("up to 3 GiB a second, which is {} MiB between two samples", values![touched.to_string()]),
         ("that is wrong by more than {} times", values![word(k(code, "K_MAX"))]),
+    ]
+}
+
+fn caches(code: &Code<'_>) -> Rows {
+    let pauses = ["PAUSE_MIN", "PAUSE_MAX"].map(|name| code.constant(&format!("reclaim::{name}")));
+    let [_, low] = band(code, "Elevated").map(percent);
+    expect(code, code.constant("ANSWER_MAX").time() == Duration::from_secs(1), "a second");
+    expect(code, code.constant("eviction::ROUND_MAX").time() == Duration::from_secs(1), "a second");
+    vec![
+        (
+            "at level high, for what is held above {} of the limit and a purge does not release.",
+            values![low],
+        ),
+        (
+            "the pause before the next one doubles, from {} to {}.",
+            pauses.map(|pause| time(pause.time())).into(),
+        ),
     ]
 }
 
