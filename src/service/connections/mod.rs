@@ -53,9 +53,10 @@ const TEND_EVERY: Duration = Duration::from_millis(100);
 /// measured with the rest of the heap.
 ///
 /// If all places are taken, the connection that has made no progress for the longest time is closed
-/// for the new one: no byte was read or written, for longer than the grace period. Connections on
-/// which the client is waited for are closed before those on which the server works. If none may be
-/// closed, the new connection is refused.
+/// for the new one: no byte was read or written, for longer than the grace period. Connections
+/// on which the server works are closed only while they hold more than three quarters of the
+/// places, and the latest first, so that long work ends under overload and a dependency that hangs
+/// does not take all places. If none may be closed, the new connection is refused.
 ///
 /// While memory is short, connections on which the client has been waited for longer than the grace
 /// period are closed too: it does not read its responses, or does not send the bodies that it
@@ -118,6 +119,21 @@ struct ConnectionTable {
     rejected: u64,
     /// Tasks that wait for a place.
     waiting: Vec<Waker>,
+}
+
+impl ConnectionTable {
+    /// Returns the place of the connection that may be closed for another one.
+    fn least_active(&self, most: usize, now: Moment, grace: Duration) -> Option<usize> {
+        let is_due = |state: &&Arc<ConnectionState>| state.moved() + grace <= now;
+        let due = || self.open.iter().filter(is_due);
+        let unused = due().filter(|state| !state.is_working()).min_by_key(|state| state.moved());
+        let working = || due().filter(|state| state.is_working());
+        let least = unused.or_else(|| {
+            let is_hung = working().count() > most - most / PACE as usize;
+            working().max_by_key(|state| state.moved()).filter(|_| is_hung)
+        })?;
+        self.open.iter().position(|state| Arc::ptr_eq(state, least))
+    }
 }
 
 /// A connection, shared by its handle, its stream and its requests.
@@ -203,8 +219,7 @@ impl Connections {
 
     /// Sets the time without progress for which no connection is closed. The default is 1 s. Choose
     /// at least a few round trips of slow clients. A response that takes longer to begin may lose
-    /// its connection, but only when all places are taken: not earlier than after four such times
-    /// if all connections do nothing.
+    /// its connection, but only when all places are taken, most of them by such requests.
     #[must_use]
     pub fn with_grace(mut self, grace: Duration) -> Self {
         self.settings.grace = grace;
@@ -252,12 +267,9 @@ impl Connections {
             if now < table.earliest {
                 return Err(table.earliest);
             }
-            let due = |state: &Arc<ConnectionState>| state.moved() + grace;
-            let open = table.open.iter().enumerate();
-            let is_due = open.filter(|(_, state)| due(state) <= now);
-            let least = is_due.min_by_key(|(_, state)| (state.is_working(), state.moved()));
-            let Some((at, _)) = least else {
-                table.earliest = table.open.iter().map(due).min().unwrap_or(Moment::NEVER);
+            let Some(at) = table.least_active(most, now, grace) else {
+                let due = table.open.iter().map(|state| state.moved() + grace);
+                table.earliest = due.filter(|due| *due > now).min().unwrap_or(Moment::NEVER);
                 return Err(table.earliest);
             };
             let pace = grace * PACE / u32::try_from(most).unwrap_or(u32::MAX);
