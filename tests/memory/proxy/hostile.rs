@@ -6,6 +6,7 @@
 use std::time::Duration;
 
 use lowtide::ByteSize;
+use lowtide::admission::Level;
 
 use super::support::{Managed, WEIGHTS, ask, embed, get, post, unmanaged};
 use super::wire::{PATIENCE, Upstream, Wire, until, within};
@@ -295,6 +296,31 @@ async fn requests_to_an_upstream_that_hung_kept_all_other_clients_out() {
     let (mut last, _upstream) = hung.pop().expect("four of them");
     assert!(last.is_closed().await, "its place was given to another");
     drop(hung);
+    proxy.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_response_at_level_high_is_the_last_of_its_connection() {
+    let proxy = Managed::new().await;
+    let mut client = Wire::connect(proxy.at).await;
+    for (level, end) in [(Level::Elevated, None), (Level::High, Some("close".to_owned()))] {
+        proxy.memory.admission().set_level(level);
+        client.send("GET / HTTP/1.1\r\nhost: here\r\n\r\n").await;
+        let answer = client.answer().await;
+        assert_eq!((answer.status(), answer.header("connection")), (200, end), "{level}");
+    }
+    assert!(client.is_closed().await);
+    proxy.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_client_that_reads_nothing_is_ended_when_memory_is_short() {
+    let proxy = Managed::new().await;
+    let mut client = Wire::connect(proxy.at).await;
+    client.send("GET /bytes/1073741824 HTTP/1.1\r\nhost: here\r\n\r\n").await;
+    until("its request is held", || proxy.held() > 0).await;
+    proxy.memory.admission().set_level(Level::High);
+    until("it is ended, and what it held is free", || proxy.held() == 0).await;
     proxy.end().await;
 }
 
