@@ -16,7 +16,7 @@ pub(crate) enum CloseReason {
     Refused,
     /// It had made no progress for longest, and another needed its place.
     Displaced,
-    /// Its client was waited for while memory was short.
+    /// Its client took nothing of a response while memory was short.
     Stalled,
 }
 

@@ -301,7 +301,7 @@ table! {
     CONNECTIONS_CLOSED: Counter "lowtide_connections_closed_total" Count ["reason"]
         "Connections that were closed for lack of places or memory, by reason: refused (when they \
          were accepted), displaced (for another one, after the longest time without progress), \
-         stalled (their clients were waited for while memory was short).";
+         stalled (their clients took nothing of a response while memory was short).";
     ADMISSION_OUTLIVED: Counter "lowtide_admission_outlived_bytes_total" Bytes []
         "Bytes that measured requests still held when they ended: in caches, in tasks that go on, \
          or leaked. Includes headers of responses, which the server frees soon after.";

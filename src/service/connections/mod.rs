@@ -58,10 +58,10 @@ const TEND_EVERY: Duration = Duration::from_millis(100);
 /// places, and the latest first, so that long work ends under overload and a dependency that hangs
 /// does not take all places. If none may be closed, the new connection is refused.
 ///
-/// While memory is short, connections on which the client has been waited for longer than the grace
-/// period are closed too: it does not read its responses, or does not send the bodies that it
-/// announced. Memory is short at level high, while requests wait for room, and when some were
-/// rejected for lack of it. At level high, connections also end with their next response.
+/// While memory is short, connections whose clients have taken nothing of their responses for
+/// longer than the grace period are closed too. Memory is short at level high, while requests wait
+/// for room, and when some were rejected for lack of it. At level high, connections also end with
+/// their next response.
 ///
 /// It does not protect from a client that moves a byte within every grace period: a trickle, or
 /// HTTP/2 pings that the server answers. Over HTTP/2 one stream that moves, or on which the server
@@ -141,10 +141,10 @@ impl ConnectionTable {
 struct ConnectionState {
     /// The time of the last byte, in nanoseconds since the clock's origin.
     moved: AtomicU64,
-    /// Requests whose response body has not been dropped.
-    requests: AtomicU32,
-    /// Those of them that the server works on.
+    /// Requests that the server works on.
     working: AtomicU32,
+    /// Requests of whose responses the connection has a part that the client has not taken.
+    sending: AtomicU32,
     /// The client takes no bytes.
     is_blocked: AtomicBool,
     is_closed: AtomicBool,
@@ -162,10 +162,10 @@ impl ConnectionState {
         self.working.load(Ordering::Relaxed) > 0
     }
 
-    /// Returns `true` if the client is waited for while a request is open.
+    /// Returns `true` if the client is to take a part of a response, and the server does no work.
     fn is_stalled(&self) -> bool {
-        let is_open = self.requests.load(Ordering::Relaxed) > 0;
-        (is_open || self.is_blocked.load(Ordering::Relaxed)) && !self.is_working()
+        let is_sending = self.sending.load(Ordering::Relaxed) > 0;
+        (is_sending || self.is_blocked.load(Ordering::Relaxed)) && !self.is_working()
     }
 
     fn set(&self, flag: &AtomicBool) {
@@ -287,8 +287,8 @@ impl Connections {
         Ok(Connection { connections: self.clone(), state })
     }
 
-    /// Closes connections on which the client has been waited for longer than the grace period, if
-    /// memory is short. Looks at most every 100 ms. A
+    /// Closes connections whose clients have taken nothing of their responses for longer than the
+    /// grace period, if memory is short. Looks at most every 100 ms. A
     /// `ConnectionListener` calls it.
     pub fn tend(&self) {
         let Settings { admission, grace, clock, .. } = &self.settings;

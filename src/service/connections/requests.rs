@@ -4,8 +4,9 @@
 //! head of a response, and each frame, until the connection asks for the next frame. Otherwise the
 //! server works.
 //!
-//! Invariants: `working` counts the requests on which neither is the case; a request is open until
-//! its service future and its bodies are dropped.
+//! Invariants: `working` counts the requests on which neither is the case, and `sending` those of
+//! which the connection has a part of the response. A request is open until its service future and
+//! its bodies are dropped.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -38,29 +39,42 @@ struct OpenRequest {
 
 impl OpenRequest {
     fn new(state: &Arc<ConnectionState>) -> Arc<Self> {
-        state.requests.fetch_add(1, Ordering::Relaxed);
         state.working.fetch_add(1, Ordering::Relaxed);
         Arc::new(Self { state: Arc::clone(state), waits: AtomicU8::new(0) })
     }
 
     /// Sets or clears a reason to wait for the client.
     fn set(&self, reason: u8, is_set: bool) {
+        let (before, after);
         if is_set {
-            if self.waits.fetch_or(reason, Ordering::Relaxed) == 0 {
-                self.state.working.fetch_sub(1, Ordering::Relaxed);
+            before = self.waits.fetch_or(reason, Ordering::Relaxed);
+            after = before | reason;
+        } else {
+            before = self.waits.fetch_and(!reason, Ordering::Relaxed);
+            after = before & !reason;
+        }
+        self.count(before, after);
+    }
+
+    /// Counts the request by its new reasons to wait.
+    fn count(&self, before: u8, after: u8) {
+        let ConnectionState { working, sending, .. } = &*self.state;
+        for (counter, was, is) in
+            [(working, before == 0, after == 0), (sending, before & SENDS != 0, after & SENDS != 0)]
+        {
+            match (was, is) {
+                (false, true) => _ = counter.fetch_add(1, Ordering::Relaxed),
+                (true, false) => _ = counter.fetch_sub(1, Ordering::Relaxed),
+                _ => {}
             }
-        } else if self.waits.fetch_and(!reason, Ordering::Relaxed) == reason {
-            self.state.working.fetch_add(1, Ordering::Relaxed);
         }
     }
 }
 
 impl Drop for OpenRequest {
     fn drop(&mut self) {
-        if *self.waits.get_mut() == 0 {
-            self.state.working.fetch_sub(1, Ordering::Relaxed);
-        }
-        self.state.requests.fetch_sub(1, Ordering::Relaxed);
+        // A request that waits for its body is in neither count.
+        self.count(self.waits.load(Ordering::Relaxed), RECEIVES);
     }
 }
 
