@@ -137,7 +137,7 @@ async fn start(settings: &Settings) -> Result<(app::Running, std::net::SocketAdd
     // With the proxy's own bound on hyper's buffers, which no request books: else connections that
     // are kept open hold nearly as much as the bodies.
     let (until, phase) = watch::channel(app::serve::Phase::Serving);
-    let serving = app::serve::serve(listener, routes, None, phase);
+    let serving = app::serve::serve(listener, routes, None, &Admission::new(), phase);
     tokio::spawn(async move {
         let _until = until;
         serving.await

@@ -23,7 +23,7 @@ use axum::http::{StatusCode, Uri};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{any, get, post};
 use lowtide::ByteSize;
-use lowtide::admission::{Cost, Managed};
+use lowtide::admission::{Admission, Cost, Managed};
 use lowtide::device::{ArenaConfig, DeviceArena};
 use lowtide::service::{Admin, AdminToken, Endpoints, MemoryLayer, Peer};
 use lowtide::{BoxError, Memory};
@@ -170,6 +170,8 @@ pub(crate) async fn start(
         Some(at) => Some(listen(at).await?),
         None => None,
     };
+    let admission =
+        memory.as_ref().map_or_else(Admission::new, |memory| memory.admission().clone());
     let (upstream, own_upstream) = match &options.upstream {
         Some(upstream) => (upstream.clone(), None),
         None => {
@@ -189,7 +191,7 @@ pub(crate) async fn start(
             let listener = TcpListener::bind((std::net::Ipv4Addr::LOCALHOST, 0)).await?;
             let address = listener.local_addr()?;
             let (own_phase, phase) = watch::channel(Phase::Serving);
-            let server = serve(listener, routes, None, phase);
+            let server = serve(listener, routes, None, &admission, phase);
             (format!("http://{address}/").parse()?, Some((own_phase, server)))
         }
     };
@@ -217,12 +219,13 @@ pub(crate) async fn start(
     if let Some((listener, at)) = aside {
         let limits = Limits { connections: OPERATORS, ..options.limits };
         let theirs = for_operators(Router::new());
-        servers.push(serve(listener, theirs, Some(limits), phases.clone()));
+        servers.push(serve(listener, theirs, Some(limits), &admission, phases.clone()));
         operators = at;
     } else {
         routes = for_operators(routes);
     }
-    servers.push(serve(front, routes, Some(options.limits.within_descriptors()), phases));
+    let limits = Some(options.limits.within_descriptors());
+    servers.push(serve(front, routes, limits, &admission, phases));
     tracing::info!(%address, %operators, %upstream, managed, "the proxy is listening");
     Ok(Running { address, operators, arena, model, endpoints, phase, servers, own_upstream })
 }

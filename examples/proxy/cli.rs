@@ -89,8 +89,9 @@ struct Cli {
     #[arg(long, env = "PROXY_MAX_WAIT", value_parser = humantime::parse_duration)]
     #[arg(default_value = "2s")]
     max_wait: Duration,
-    /// Most connections at once; further ones wait. Each uses up to 3 file descriptors: no more are
-    /// accepted than (`ulimit -n` - 48) / 3.
+    /// Most connections at once. For a further one, the connection without progress for the longest
+    /// time is closed, if that is 1 s; else the new one is, after 1 s. Each uses up to 3 file
+    /// descriptors, and a quarter as many may wait: no more than (`ulimit -n` - 48) / 3.25.
     #[arg(long, env = "PROXY_CONNECTIONS", default_value = "512", value_parser = connections)]
     connections: usize,
     /// Accept admin commands (purge, trim, sleep, wake, unload, snapshot) from this machine, under

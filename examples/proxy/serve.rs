@@ -1,14 +1,13 @@
 //! Accepts connections and serves them, within limits of number and time. A request that does not
 //! name exactly one host is answered with 400 (RFC 9112, 3.2).
 //!
-//! It knows no routes. It does not time out a client that does not read its response, and a client
-//! that keeps opening all connections keeps others waiting: put a limit per address in front.
+//! When all connections are open, or memory is short, `lowtide::service::Connections` closes those
+//! that make no progress. It knows no routes, and sets no limit per address: put one in front.
 //! Invariant: open connections <= `Limits::connections`.
 
 use std::convert::Infallible;
 use std::net::SocketAddr;
 use std::pin::pin;
-use std::sync::Arc;
 use std::time::Duration;
 
 use axum::Router;
@@ -18,25 +17,30 @@ use axum::http::header::{CONNECTION, HOST};
 use axum::http::uri::Authority;
 use axum::http::{HeaderValue, StatusCode, Version};
 use axum::response::{IntoResponse as _, Response};
+use hyper::body::Incoming;
 use hyper::server::conn::http1;
-use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
-use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::{Semaphore, watch};
+use lowtide::ByteSize;
+use lowtide::admission::Admission;
+use lowtide::service::{Connection, ConnectionBody, ConnectionStream, Connections};
+use tokio::net::TcpListener;
+use tokio::sync::watch;
 use tokio::task::{JoinHandle, JoinSet};
-use tower::ServiceExt as _;
+use tower::{ServiceExt as _, service_fn};
 
 use super::patience::Patient;
 use crate::forward;
 
 /// The descriptors that one connection may use: its own, one to the upstream, and the far end of
-/// that if the upstream is in this process.
+/// that if the upstream is in this process. A quarter as many may wait for a place.
 const DESCRIPTORS: usize = 3;
 /// The connections that operators may have at once, if they have a separate address: one or two
 /// Prometheus servers, probes, a browser. Each uses one descriptor.
 pub(crate) const OPERATORS: usize = 16;
 /// Descriptors that are kept for everything else, operators among it.
 const DESCRIPTORS_SPARE: usize = 48;
+/// The buffers of a client's connection, one to read into and one to write from.
+const BUFFERS: ByteSize = ByteSize::of(2 * forward::BUFFER_MAX);
 
 /// The phases of the server, in order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -56,7 +60,7 @@ pub(crate) struct Limits {
     pub(crate) body_timeout: Duration,
     /// The timeout of a request's head, and so of an idle connection.
     pub(crate) head_timeout: Duration,
-    /// Open connections at once; others wait to be accepted.
+    /// Open connections at once.
     pub(crate) connections: usize,
 }
 
@@ -92,7 +96,7 @@ impl Limits {
 pub(crate) fn connections_within(limits: &str) -> Option<usize> {
     let line = limits.lines().find_map(|line| line.strip_prefix("Max open files"))?;
     let files: usize = line.split_whitespace().next()?.parse().ok()?;
-    Some((files.saturating_sub(DESCRIPTORS_SPARE) / DESCRIPTORS).max(1))
+    Some((4 * files.saturating_sub(DESCRIPTORS_SPARE) / (4 * DESCRIPTORS + 1)).max(1))
 }
 
 /// Accepts connections until they are to end, then waits for those that are open. Without limits it
@@ -101,30 +105,31 @@ pub(crate) fn serve(
     listener: TcpListener,
     routes: Router,
     limits: Option<Limits>,
+    admission: &Admission,
     mut phase: watch::Receiver<Phase>,
 ) -> JoinHandle<()> {
-    let most = limits.map_or(Semaphore::MAX_PERMITS, |limits| limits.connections);
-    let places = Arc::new(Semaphore::new(most.min(Semaphore::MAX_PERMITS)));
+    let most = limits.map_or(usize::MAX, |limits| limits.connections);
+    let connections = Connections::new(admission, most).with_estimate(BUFFERS);
+    let mut listener = connections.listen(listener);
     tokio::spawn(async move {
         let mut open = JoinSet::new();
         loop {
-            let accept = async {
-                let place = places.clone().acquire_owned().await;
-                (place, listener.accept().await)
-            };
-            let (place, accepted) = tokio::select! {
+            let accepted = tokio::select! {
                 // An error means that the sender is gone, which ends the server as well.
                 _ = phase.wait_for(|phase| *phase == Phase::Ending) => break,
-                accepted = accept => accepted,
+                accepted = listener.accept() => accepted,
             };
             // Finished tasks are removed, so that the set is no larger than the open connections.
             while open.try_join_next().is_some() {}
             match accepted {
-                Ok((stream, from)) => {
-                    let served = connection(stream, from, routes.clone(), limits, phase.clone());
+                Ok((place, stream, from)) => {
+                    let (routes, phase) = (routes.clone(), phase.clone());
                     open.spawn(async move {
-                        let _place = place;
-                        served.await;
+                        let served = connection(&place, stream, from, routes, limits, phase);
+                        tokio::select! {
+                            () = served => {}
+                            () = place.closed() => {}
+                        }
                     });
                 }
                 Err(error) => {
@@ -141,17 +146,18 @@ pub(crate) fn serve(
 
 /// Serves one connection; once it is to end, it does so after the request under way.
 async fn connection(
-    stream: TcpStream,
+    place: &Connection,
+    stream: ConnectionStream,
     from: SocketAddr,
     routes: Router,
     limits: Option<Limits>,
     mut phase: watch::Receiver<Phase>,
 ) {
     let now = phase.clone();
-    let service = service_fn(move |mut request: hyper::Request<hyper::body::Incoming>| {
+    let service = place.service(service_fn(move |mut request: hyper::Request<_>| {
         request.extensions_mut().insert(ConnectInfo(from));
         let names_one_host = names_one_host(&request);
-        let request = request.map(|body| match limits {
+        let request = request.map(|body: ConnectionBody<Incoming>| match limits {
             Some(limits) => Body::new(Patient::new(body, limits.body_timeout)),
             None => Body::new(body),
         });
@@ -167,7 +173,8 @@ async fn connection(
             let is_last = *now.borrow() != Phase::Serving;
             Ok::<_, Infallible>(if is_last { closing(answer) } else { answer })
         }
-    });
+    }));
+    let service = hyper::service::service_fn(move |request| service.clone().oneshot(request));
     let connection = http1::Builder::new()
         .max_buf_size(forward::BUFFER_MAX)
         .timer(TokioTimer::new())

@@ -125,6 +125,8 @@ impl MaintenanceActions for MaintenanceExecutor {
             record::classes(budget, &self.shared.admission.classes(budget));
         }
         record::admission(&snapshot.admission);
+        #[cfg(feature = "service")]
+        crate::metrics::connections::publish();
         self.shared.admission.usage_by_route().iter().for_each(record::route);
         self.shared.admission.usage_by_tenant().iter().for_each(record::tenant);
         for resource in &snapshot.resources {

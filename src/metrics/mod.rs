@@ -9,6 +9,8 @@
 // created before the application's recorder, or removed by its idle timeout, would silently lose
 // values.
 
+#[cfg(feature = "service")]
+pub(crate) mod connections;
 #[doc(hidden)]
 pub mod names;
 #[cfg(feature = "prometheus")]

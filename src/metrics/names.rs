@@ -303,6 +303,12 @@ table! {
         "Total time that requests have waited for room, whether they were admitted or not; without \
          those that still wait. A gauge, because counters of the metrics facade are integers; \
          rate() works all the same.";
+    CONNECTIONS: Gauge "lowtide_connections" Count []
+        "Open connections of servers that bound them.";
+    CONNECTIONS_CLOSED: Counter "lowtide_connections_closed_total" Count ["reason"]
+        "Connections that were closed for lack of places or memory, by reason: refused (when they \
+         were accepted), displaced (for another one, after the longest time without progress), \
+         stalled (their clients took nothing of a response while memory was short).";
     ADMISSION_OUTLIVED: Counter "lowtide_admission_outlived_bytes_total" Bytes []
         "Bytes that measured requests still held when they ended: in caches, in tasks that go on, \
          or leaked. Includes headers of responses, which the server frees soon after.";

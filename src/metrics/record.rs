@@ -225,6 +225,15 @@ pub fn classes(budget: Budget, classes: &[lowtide_admission::ClassStats]) {
     }
 }
 
+/// Publishes the open connections, and those closed by reason.
+#[cfg(feature = "service")]
+pub(crate) fn connections(open: u64, closed: impl Iterator<Item = (&'static str, u64)>) {
+    gauge!(name::CONNECTIONS.name).set(count(open));
+    for (reason, total) in closed {
+        counter!(name::CONNECTIONS_CLOSED.name, "reason" => reason).absolute(total);
+    }
+}
+
 /// Publishes the admitted and rejected requests.
 pub fn admission(stats: &lowtide_admission::AdmissionStats) {
     counter!(name::ADMISSION_ADMITTED.name).absolute(stats.admitted_total);

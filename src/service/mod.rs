@@ -2,7 +2,7 @@
 //! operator endpoints.
 //!
 //! Works with axum, hyper and tonic, and depends on none of them. It starts no server and routes
-//! nothing.
+//! nothing. For servers that accept connections themselves, [`Connections`] bounds them.
 //!
 //! Invariant: an admitted request holds its bytes until the last byte of its response is sent or
 //! the connection has ended.
@@ -12,6 +12,7 @@ mod asked;
 #[cfg(feature = "axum")]
 mod axum;
 mod body;
+mod connections;
 #[cfg_attr(not(feature = "device"), path = "no_devices.rs")]
 mod devices;
 mod drain;
@@ -29,6 +30,11 @@ mod usage;
 
 pub use admin::{Admin, AdminToken, Peer, TokenError};
 pub use body::{RequestBody, ResponseBody};
+pub use connections::{
+    Connection, ConnectionBody, ConnectionFuture, ConnectionService, Connections,
+};
+#[cfg(feature = "tokio")]
+pub use connections::{ConnectionListener, ConnectionStream};
 pub use drain::DRAIN_MAX;
 pub use endpoints::Endpoints;
 pub use estimate::{Constant, ContentLength, Estimate, Estimated, FromHeader};

@@ -60,6 +60,7 @@ mod service_accounts;
 mod service_admin;
 mod service_cap;
 mod service_connection;
+mod service_connections;
 mod service_endpoints;
 mod service_estimates;
 mod service_layer;

@@ -52,11 +52,24 @@ impl Tally {
     }
 }
 
+/// A connection that its client keeps.
 type Kept = Mutex<Option<http2::SendRequest<Full<Bytes>>>>;
+
+/// The connections that clients keep.
+pub(crate) type AllKept = Arc<[Kept; KEPT]>;
 
 /// Sends requests for this long, and waits for their answers.
 pub(crate) async fn drive(to: SocketAddr, kind: Kind, lasts: Duration) -> Tally {
-    let kept: Arc<[Kept; KEPT]> = Arc::default();
+    drive_with(to, kind, lasts, &AllKept::default()).await
+}
+
+/// Like [`drive`], by clients that have these connections.
+pub(crate) async fn drive_with(
+    to: SocketAddr,
+    kind: Kind,
+    lasts: Duration,
+    kept: &AllKept,
+) -> Tally {
     let mut ticks = interval(PERIOD);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Burst);
     let mut asked = JoinSet::new();
@@ -64,7 +77,7 @@ pub(crate) async fn drive(to: SocketAddr, kind: Kind, lasts: Duration) -> Tally 
     for nth in 0..usize::try_from(lasts.as_millis() / PERIOD.as_millis()).unwrap_or_default() {
         ticks.tick().await;
         tally.sent += 1;
-        let kept = Arc::clone(&kept);
+        let kept = Arc::clone(kept);
         asked.spawn(async move {
             let answered = timeout(PATIENCE, ask(to, kind, &kept[nth % KEPT])).await;
             matches!(answered, Ok(Ok(StatusCode::OK)))

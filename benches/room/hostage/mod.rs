@@ -21,7 +21,7 @@ use tokio::net::TcpListener;
 
 use self::attacks::{Attack, Attackers, Heads};
 use self::child::{Service, free_port};
-use self::honest::{Kind, Tally, drive};
+use self::honest::{AllKept, Kind, Tally, drive, drive_with};
 
 /// The limit of each service.
 const LIMIT: ByteSize = ByteSize::mib(256);
@@ -100,7 +100,8 @@ async fn run(name: &str, kind: Kind, lasts: Duration) -> Result<bool, BoxError> 
     Ok(ratio >= RATIO_MIN && !service.has_ended())
 }
 
-/// Offers 10,000 connections and prints the figures. Returns `true` if every goal held.
+/// Offers 10,000 connections and prints the figures: of clients that had connections before, and of
+/// those that connect for each request. Returns `true` if every goal held.
 pub(crate) fn measure_connections() -> Result<bool, BoxError> {
     let runtime = tokio::runtime::Runtime::new()?;
     runtime.block_on(async {
@@ -108,11 +109,14 @@ pub(crate) fn measure_connections() -> Result<bool, BoxError> {
         if !service.is_confined() {
             println!("no memory cgroup can be made here: the kernel kills nothing");
         }
-        let (to, kind) = (service.at, Kind::Http2Kept);
-        drive(to, kind, Duration::from_secs(1)).await;
-        let alone = drive(to, kind, ALONE).await;
+        let (to, kept) = (service.at, AllKept::default());
+        let drive_kept = |lasts| drive_with(to, Kind::Http2Kept, lasts, &kept);
+        drive_kept(Duration::from_secs(1)).await;
+        let alone = drive_kept(ALONE).await;
         let heads = Heads::start(OFFERED, 256, to);
-        let attacked = drive(to, kind, Duration::from_secs(12)).await;
+        let lasts = Duration::from_secs(12);
+        let newcomers = drive(to, Kind::Http2, lasts);
+        let (attacked, newcomers) = tokio::join!(drive_kept(lasts), newcomers);
         let (opened, refused) = heads.counts();
         let kills = u32::from(service.has_ended());
         show("h2", alone, attacked, &mut service);
@@ -120,6 +124,7 @@ pub(crate) fn measure_connections() -> Result<bool, BoxError> {
         let ratio = ratio(alone, attacked);
         println!("figure room.h2.kills {kills} kills");
         println!("figure room.h2.honest_ratio {ratio:.4} ratio");
+        println!("figure room.h2.newcomer_part {:.4} ratio", newcomers.part());
         println!("figure room.h2.refused {refused} connections");
         Ok(kills == 0 && ratio >= RATIO_MIN)
     })

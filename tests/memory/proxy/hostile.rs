@@ -6,8 +6,9 @@
 use std::time::Duration;
 
 use lowtide::ByteSize;
+use lowtide::admission::Level;
 
-use super::support::{Managed, WEIGHTS, ask, get, post, unmanaged};
+use super::support::{Managed, WEIGHTS, ask, embed, get, post, unmanaged};
 use super::wire::{PATIENCE, Upstream, Wire, until, within};
 use crate::app::Options;
 use crate::app::serve::{Limits, OPERATORS, connections_within};
@@ -131,10 +132,11 @@ async fn unfinished_heads_and_idle_connections_stayed_for_ever() {
 /// The bug: connections that did nothing took all descriptors, and nobody was well any more.
 #[tokio::test(flavor = "multi_thread")]
 async fn idle_connections_without_number_kept_operators_out() {
-    let limits = Limits { head_timeout: SHORT, connections: 4, ..Limits::default() };
+    let limits = Limits { head_timeout: SHORT, connections: 16, ..Limits::default() };
     let proxy = proxy(limits).await;
     let mut idle = Vec::new();
-    for _ in 0..16 {
+    // Two of them wait for a place, and two more may.
+    for _ in 0..18 {
         let mut client = Wire::connect(proxy.at).await;
         client.send("GET / HTTP/1.1\r\n").await;
         idle.push(client);
@@ -277,6 +279,51 @@ async fn an_upstream_that_hung_held_the_client_for_ever() {
     assert!(at.is_closed().await, "and is not waited for any more");
 }
 
+/// The bug: requests to an upstream that hung held all connections, and no other was served.
+#[tokio::test(flavor = "multi_thread")]
+async fn requests_to_an_upstream_that_hung_kept_all_other_clients_out() {
+    let upstream = Upstream::new().await;
+    let limits = Limits { connections: 4, ..Limits::default() };
+    let options = Options { upstream: Some(upstream.uri("")), limits, ..Options::default() };
+    let proxy = Managed::with(options, |builder| builder).await;
+    let mut hung = Vec::new();
+    for _ in 0..4 {
+        let mut client = Wire::connect(proxy.at).await;
+        client.send("GET / HTTP/1.1\r\nhost: here\r\n\r\n").await;
+        hung.push((client, upstream.accept().await));
+    }
+    assert_eq!(embed(proxy.at, &["a word"]).await.status(), 200);
+    let (mut last, _upstream) = hung.pop().expect("four of them");
+    assert!(last.is_closed().await, "its place was given to another");
+    drop(hung);
+    proxy.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_response_at_level_high_is_the_last_of_its_connection() {
+    let proxy = Managed::new().await;
+    let mut client = Wire::connect(proxy.at).await;
+    for (level, end) in [(Level::Elevated, None), (Level::High, Some("close".to_owned()))] {
+        proxy.memory.admission().set_level(level);
+        client.send("GET / HTTP/1.1\r\nhost: here\r\n\r\n").await;
+        let answer = client.answer().await;
+        assert_eq!((answer.status(), answer.header("connection")), (200, end), "{level}");
+    }
+    assert!(client.is_closed().await);
+    proxy.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_client_that_reads_nothing_is_ended_when_memory_is_short() {
+    let proxy = Managed::new().await;
+    let mut client = Wire::connect(proxy.at).await;
+    client.send("GET /bytes/1073741824 HTTP/1.1\r\nhost: here\r\n\r\n").await;
+    until("its request is held", || proxy.held() > 0).await;
+    proxy.memory.admission().set_level(Level::High);
+    until("it is ended, and what it held is free", || proxy.held() == 0).await;
+    proxy.end().await;
+}
+
 /// The clock of the upstream stands still while the client is waited for.
 #[tokio::test]
 async fn a_slow_client_is_no_silent_upstream() {
@@ -303,8 +350,8 @@ fn connections_are_no_more_than_there_are_descriptors_for() {
     let limits = |files: &str| {
         format!("Limit  Soft Limit  Hard Limit  Units\nMax open files  {files}  9  files\n")
     };
-    assert_eq!(connections_within(&limits("128")), Some(26));
-    assert_eq!(connections_within(&limits("1024")), Some(325));
+    assert_eq!(connections_within(&limits("128")), Some(24));
+    assert_eq!(connections_within(&limits("1024")), Some(300));
     assert_eq!(connections_within(&limits("8")), Some(1), "one, however few");
     assert_eq!(connections_within(&limits("unlimited")), None);
     assert_eq!(connections_within(""), None);

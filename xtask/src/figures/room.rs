@@ -24,6 +24,25 @@ pub(super) const BENCHES: &[Bench] = &[
         figures: &[("room.cache.kills", None), ("room.cache.sheds", None)],
     },
     Bench {
+        arguments: "bench --locked --bench room -- hostage",
+        figures: &[
+            ("room.hostage.slow_bodies.honest_ratio", None),
+            ("room.hostage.silent_bodies.honest_ratio", None),
+            ("room.hostage.zero_window.honest_ratio", None),
+            ("room.hostage.unread.honest_ratio", None),
+            ("room.hostage.hung_upstream.honest_ratio", None),
+        ],
+    },
+    Bench {
+        arguments: "bench --locked --bench room -- h2",
+        figures: &[
+            ("room.h2.kills", None),
+            ("room.h2.honest_ratio", None),
+            ("room.h2.newcomer_part", None),
+            ("room.h2.refused", None),
+        ],
+    },
+    Bench {
         arguments: "bench --locked --bench overload -- --burst",
         figures: &[
             ("room.burst400.served", None),

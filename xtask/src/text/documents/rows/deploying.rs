@@ -154,7 +154,7 @@ fn proxy(code: &Code<'_>) -> Vec<Row> {
             ),
             ("must also come at {}/s on average", values![of("RATE_MIN").size()]),
             (
-                "at most (`ulimit -n` - {}) / {}, as each may take {} descriptors",
+                "at most (`ulimit -n` - {}) / {}.25, as each may take {} descriptors",
                 values![
                     of("DESCRIPTORS_SPARE").count(),
                     of("DESCRIPTORS").count(),

@@ -11,6 +11,9 @@ use crate::text::words::{first_of_a_sentence, how_often, percent, spoken, time, 
 
 const PAGE: &str = "docs/OPERATING.md";
 
+/// The service of the bench, with settings that the page repeats.
+const BENCH: &str = "benches/room/hostage/service.rs";
+
 /// Idle memory is released until this many times the watermark are free: the tests of `Watermark`
 /// give 150 of 1000 MiB for a watermark of 0.1.
 const RELEASED_UNTIL: f64 = 1.5;
@@ -32,6 +35,7 @@ pub(super) fn rows(code: &Code<'_>) -> Vec<Row> {
         published,
         levels,
         slow_clients,
+        connections,
         caches,
         routes,
         usage,
@@ -83,6 +87,34 @@ fn slow_clients(code: &Code<'_>) -> Rows {
             "`/memory?with=permits` lists the {} oldest requests",
             values![code.constant("memory::LARGEST_MAX").count()],
         ),
+    ]
+}
+
+fn connections(code: &Code<'_>) -> Rows {
+    let of = |name: &str| code.constant(&format!("connections::{name}"));
+    let (part, pace) = (of("PART").count(), of("PACE").count());
+    expect(code, part == "4" && pace == "4", &format!("{PAGE}: a quarter, and three quarters"));
+    let grace = time(of("GRACE").time());
+    let rate = code.constant("RATE_MIN").size();
+    let in_bench = |name: &str| {
+        format!("{} KiB", code.within(BENCH, &format!("const {name}: u32 = "), " << 10;"))
+    };
+    vec![
+        ("(`with_estimate`, {} by default)", values![of("ESTIMATE").size()]),
+        ("and for more than {} (`with_grace`)", values![grace.clone()]),
+        ("the new connection waits, for {} at most;", values![grace]),
+        ("(the proxy's is {}/s)", values![rate]),
+        (
+            "| `initial_connection_window_size` | {} | 1 MiB |",
+            values![in_bench("CONNECTION_WINDOW")],
+        ),
+        ("| `initial_stream_window_size` | {} | 1 MiB |", values![in_bench("STREAM_WINDOW")]),
+        ("| `max_frame_size` | {} | 16 KiB |", values![in_bench("FRAME")]),
+        (
+            "| `max_concurrent_streams` | {} | 200 |",
+            values![code.within(BENCH, "const STREAMS: u32 = ", ";")],
+        ),
+        ("| `Connections::with_estimate` | 144 KiB | |", values![]),
     ]
 }
 

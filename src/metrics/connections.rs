@@ -1,0 +1,51 @@
+//! Counts of the process's connections. Servers that bound them count; the publisher reads.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use super::record;
+
+/// The open connections.
+pub(crate) static OPEN: AtomicU64 = AtomicU64::new(0);
+/// The connections that were closed, in the order of [`CloseReason::ALL`].
+static CLOSED: [AtomicU64; 3] = [const { AtomicU64::new(0) }; 3];
+
+/// Why a connection is closed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum CloseReason {
+    /// It got no place.
+    Refused,
+    /// It had made no progress for longest, and another needed its place.
+    Displaced,
+    /// Its client took nothing of a response while memory was short.
+    Stalled,
+}
+
+impl CloseReason {
+    const ALL: [Self; 3] = [Self::Refused, Self::Displaced, Self::Stalled];
+
+    const fn name(self) -> &'static str {
+        match self {
+            Self::Refused => "refused",
+            Self::Displaced => "displaced",
+            Self::Stalled => "stalled",
+        }
+    }
+
+    /// Counts a connection.
+    pub(crate) fn count(self) {
+        let [refused, displaced, stalled] = &CLOSED;
+        let total = match self {
+            Self::Refused => refused,
+            Self::Displaced => displaced,
+            Self::Stalled => stalled,
+        };
+        total.fetch_add(1, Ordering::Relaxed);
+    }
+}
+
+/// Publishes the counts.
+pub(crate) fn publish() {
+    let closed = CloseReason::ALL.iter().zip(&CLOSED);
+    let closed = closed.map(|(reason, total)| (reason.name(), total.load(Ordering::Relaxed)));
+    record::connections(OPEN.load(Ordering::Relaxed), closed);
+}

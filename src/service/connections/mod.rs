@@ -1,0 +1,381 @@
+//! Connections as a class: how many are open, and which one is closed when there is no place for
+//! another or when memory is short.
+//!
+//! A server opens a [`Connection`] for each that it accepts, and drops what it serves there when
+//! [`Connection::closed`] completes. The module relies on the server for the time of the last byte
+//! (`tcp`, or [`Connection::progress`]) and on [`ConnectionService`] for what the client is waited
+//! for (`requests`). With the feature `tokio`, a [`ConnectionListener`] does the rest.
+//!
+//! Invariants: open connections <= `most`, except that a closed one lives on until its server drops
+//! it; a connection that has moved a byte within the grace period is not closed.
+//!
+//! It does not look at addresses, and knows neither TLS nor the frames of HTTP.
+
+mod requests;
+#[cfg(feature = "tokio")]
+mod tcp;
+
+use std::fmt;
+use std::future::poll_fn;
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+use std::task::{Poll, Waker};
+use std::time::Duration;
+
+use crate::bytes::ByteSize;
+use crate::clock::{Clock, Moment, SystemClock};
+use crate::metrics::connections::{CloseReason, OPEN};
+use crate::sync::lock;
+use lowtide_admission::{Admission, Budget, Level, RejectReason};
+
+pub use requests::{ConnectionBody, ConnectionFuture, ConnectionService};
+#[cfg(feature = "tokio")]
+pub use tcp::{ConnectionListener, ConnectionStream};
+
+/// The default of [`Connections::with_estimate`]: two buffers of 32 KiB.
+const ESTIMATE: ByteSize = ByteSize::kib(64);
+/// The default of [`Connections::with_grace`]. An estimate: several round trips.
+const GRACE: Duration = Duration::from_secs(1);
+/// The part of the ceiling that connections may fill by their estimate.
+const PART: u64 = 4;
+/// While all connections are idle, each of them stays for this many grace periods: they are closed
+/// one after the other, at the same pace. A client that connects again at once then waits in the
+/// queue of the listener like every other, and what is slow and not idle keeps its place.
+const PACE: u32 = 4;
+/// The time between two looks for connections that hold memory.
+const TEND_EVERY: Duration = Duration::from_millis(100);
+
+/// The open connections of a server. Cheap to clone; clones share the connections.
+///
+/// At most `most` connections are open at once, and no more than fill a quarter of the ceiling of
+/// host memory by their estimate. That bound follows the ceiling; nothing is reserved for a single
+/// connection, because an idle one holds far less than its buffers may, and what it holds is
+/// measured with the rest of the heap.
+///
+/// If all places are taken, the connection that has made no progress for the longest time is closed
+/// for the new one: no byte was read or written, for longer than the grace period. Connections
+/// on which the server works are closed only while they hold more than three quarters of the
+/// places, and the latest first, so that long work ends under overload and a dependency that hangs
+/// does not take all places. If none may be closed, the new connection is refused.
+///
+/// While memory is short, connections whose clients have taken nothing of their responses for
+/// longer than the grace period are closed too. Memory is short at level high, while requests wait
+/// for room, and when some were rejected for lack of it. At level high, connections also end with
+/// their next response.
+///
+/// It does not protect from a client that moves a byte within every grace period: a trickle, or
+/// HTTP/2 pings that the server answers. Over HTTP/2 one stream that moves, or on which the server
+/// works, keeps the others. Bodies need a minimum rate of their own, and many clients a limit per
+/// address in front.
+///
+/// ```
+/// use std::time::Duration;
+/// use lowtide::admission::Admission;
+/// use lowtide::service::Connections;
+/// use lowtide::ByteSize;
+///
+/// let admission = Admission::with_limit(ByteSize::mib(256)); // or `memory.admission()`
+/// let connections = Connections::new(&admission, 512)
+///     .with_estimate(ByteSize::kib(96))
+///     .with_grace(Duration::from_secs(2));
+/// let connection = connections.open().expect("a place is free");
+/// connection.progress();
+/// drop(connection); // leaves its place
+/// ```
+#[derive(Clone)]
+pub struct Connections {
+    settings: Settings,
+    table: Arc<Mutex<ConnectionTable>>,
+}
+
+#[derive(Clone)]
+struct Settings {
+    admission: Admission,
+    most: usize,
+    estimate: ByteSize,
+    grace: Duration,
+    clock: Arc<dyn Clock>,
+}
+
+impl fmt::Debug for Settings {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { most, estimate, grace, .. } = self;
+        f.debug_struct("Settings")
+            .field("most", most)
+            .field("estimate", estimate)
+            .field("grace", grace)
+            .finish_non_exhaustive()
+    }
+}
+
+#[derive(Debug, Default)]
+struct ConnectionTable {
+    open: Vec<Arc<ConnectionState>>,
+    /// No connection is closed for another before this time.
+    earliest: Moment,
+    /// The time of the next look for connections that hold memory.
+    tend_at: Moment,
+    /// Requests rejected for lack of room, at the last look.
+    rejected: u64,
+    /// Tasks that wait for a place.
+    waiting: Vec<Waker>,
+}
+
+impl ConnectionTable {
+    /// Returns the place of the connection that may be closed for another one.
+    fn least_active(&self, most: usize, now: Moment, grace: Duration) -> Option<usize> {
+        let is_due = |state: &&Arc<ConnectionState>| state.moved() + grace <= now;
+        let due = || self.open.iter().filter(is_due);
+        let unused = due().filter(|state| !state.is_working()).min_by_key(|state| state.moved());
+        let working = || due().filter(|state| state.is_working());
+        let least = unused.or_else(|| {
+            let is_hung = working().count() > most - most / PACE as usize;
+            working().max_by_key(|state| state.moved()).filter(|_| is_hung)
+        })?;
+        self.open.iter().position(|state| Arc::ptr_eq(state, least))
+    }
+}
+
+/// A connection, shared by its handle, its stream and its requests.
+#[derive(Debug, Default)]
+struct ConnectionState {
+    /// The time of the last byte, in nanoseconds since the clock's origin.
+    moved: AtomicU64,
+    /// Requests that the server works on.
+    working: AtomicU32,
+    /// Requests of whose responses the connection has a part that the client has not taken.
+    sending: AtomicU32,
+    /// The client takes no bytes.
+    is_blocked: AtomicBool,
+    is_closed: AtomicBool,
+    /// No request after the present ones is to be served.
+    is_ending: AtomicBool,
+    wakers: Mutex<Vec<Waker>>,
+}
+
+impl ConnectionState {
+    fn moved(&self) -> Moment {
+        Moment::after_origin(Duration::from_nanos(self.moved.load(Ordering::Relaxed)))
+    }
+
+    fn is_working(&self) -> bool {
+        self.working.load(Ordering::Relaxed) > 0
+    }
+
+    /// Returns `true` if the client is to take a part of a response, and the server does no work.
+    fn is_stalled(&self) -> bool {
+        let is_sending = self.sending.load(Ordering::Relaxed) > 0;
+        (is_sending || self.is_blocked.load(Ordering::Relaxed)) && !self.is_working()
+    }
+
+    fn set(&self, flag: &AtomicBool) {
+        if !flag.swap(true, Ordering::AcqRel) {
+            let wakers = std::mem::take(&mut *lock(&self.wakers));
+            wakers.into_iter().for_each(Waker::wake);
+        }
+    }
+
+    async fn wait(&self, flag: &AtomicBool) {
+        poll_fn(|cx| {
+            if flag.load(Ordering::Acquire) {
+                return Poll::Ready(());
+            }
+            let mut wakers = lock(&self.wakers);
+            if !wakers.iter().any(|waker| waker.will_wake(cx.waker())) {
+                wakers.push(cx.waker().clone());
+            }
+            drop(wakers);
+            // It may have been set meanwhile.
+            if flag.load(Ordering::Acquire) { Poll::Ready(()) } else { Poll::Pending }
+        })
+        .await;
+    }
+}
+
+impl Connections {
+    /// Creates the connections of a server, `most` at once, or one if that is 0. Takes the ceiling,
+    /// the level and the requests that wait from `admission`; one without a limit bounds only the
+    /// number. Keeps the [`Memory`](crate::Memory) of the admission running.
+    #[must_use]
+    pub fn new(admission: &Admission, most: usize) -> Self {
+        let settings = Settings {
+            admission: admission.clone(),
+            most,
+            estimate: ESTIMATE,
+            grace: GRACE,
+            clock: Arc::new(SystemClock::new()),
+        };
+        Self { settings, table: Arc::default() }
+    }
+
+    /// Sets the memory that one connection may hold in its buffers. The default is 64 KiB, that of
+    /// HTTP/1 over hyper with `max_buf_size(32 << 10)`. Over HTTP/2 it is the initial connection
+    /// window and a frame.
+    #[must_use]
+    pub fn with_estimate(mut self, estimate: ByteSize) -> Self {
+        self.settings.estimate = estimate;
+        self
+    }
+
+    /// Sets the time without progress for which no connection is closed. The default is 1 s. Choose
+    /// at least a few round trips of slow clients. A response that takes longer to begin may lose
+    /// its connection, but only when all places are taken, most of them by such requests.
+    #[must_use]
+    pub fn with_grace(mut self, grace: Duration) -> Self {
+        self.settings.grace = grace;
+        self
+    }
+
+    /// Replaces the machine's clock, for tests.
+    #[doc(hidden)]
+    #[must_use]
+    pub fn clock(mut self, clock: Arc<dyn Clock>) -> Self {
+        self.settings.clock = clock;
+        self
+    }
+
+    /// Returns the number of connections that may be open now.
+    fn most(&self) -> usize {
+        let Settings { admission, most, estimate, .. } = &self.settings;
+        let ceiling = admission.ledger(Budget::Host).ceiling().get();
+        let fit = ceiling / PART / estimate.get().max(1);
+        usize::try_from(fit).unwrap_or(usize::MAX).min(*most).max(1)
+    }
+
+    /// Opens a connection, and closes another one for it if that is necessary and possible. Returns
+    /// `None` otherwise: drop what was accepted at once. It is counted.
+    ///
+    /// Takes a lock, and looks at every open connection if no place is free and one may be closed.
+    /// Call [`Connections::tend`] regularly.
+    #[must_use]
+    pub fn open(&self) -> Option<Connection> {
+        let opened = self.try_open();
+        if opened.is_err() {
+            CloseReason::Refused.count();
+        }
+        opened.ok()
+    }
+
+    /// Like [`Connections::open`], without counting. Returns the earliest time at which another
+    /// connection may be closed.
+    fn try_open(&self) -> Result<Connection, Moment> {
+        let (now, most) = (self.settings.clock.now(), self.most());
+        let grace = self.settings.grace;
+        let mut displaced = None;
+        let mut table = lock(&self.table);
+        if table.open.len() >= most {
+            if now < table.earliest {
+                return Err(table.earliest);
+            }
+            let Some(at) = table.least_active(most, now, grace) else {
+                let due = table.open.iter().map(|state| state.moved() + grace);
+                table.earliest = due.filter(|due| *due > now).min().unwrap_or(Moment::NEVER);
+                return Err(table.earliest);
+            };
+            let pace = grace * PACE / u32::try_from(most).unwrap_or(u32::MAX);
+            table.earliest = now + pace.min(grace);
+            displaced = Some(table.open.swap_remove(at));
+        }
+        let state = Arc::new(ConnectionState::default());
+        self.settings.progress(&state);
+        table.open.push(Arc::clone(&state));
+        drop(table);
+        OPEN.fetch_add(1, Ordering::Relaxed);
+        if let Some(displaced) = displaced {
+            displaced.close(CloseReason::Displaced);
+        }
+        Ok(Connection { connections: self.clone(), state })
+    }
+
+    /// Closes connections whose clients have taken nothing of their responses for longer than the
+    /// grace period, if memory is short. Looks at most every 100 ms. A
+    /// `ConnectionListener` calls it.
+    pub fn tend(&self) {
+        let Settings { admission, grace, clock, .. } = &self.settings;
+        let now = clock.now();
+        let mut table = lock(&self.table);
+        if now < table.tend_at {
+            return;
+        }
+        table.tend_at = now + TEND_EVERY;
+        let stats = admission.stats();
+        let lacking = [RejectReason::Full, RejectReason::Exhausted, RejectReason::Pressure];
+        let rejected = lacking.iter().map(|reason| stats.rejected_total(*reason)).sum();
+        let has_rejected = rejected > std::mem::replace(&mut table.rejected, rejected);
+        if admission.level() < Level::High && stats.waiting == 0 && !has_rejected {
+            return;
+        }
+        let stalled =
+            |state: &mut Arc<ConnectionState>| state.is_stalled() && now - state.moved() > *grace;
+        let closed: Vec<_> = table.open.extract_if(.., stalled).collect();
+        let waiting = std::mem::take(&mut table.waiting);
+        drop(table);
+        closed.iter().for_each(|state| state.close(CloseReason::Stalled));
+        waiting.into_iter().for_each(Waker::wake);
+    }
+}
+
+impl ConnectionState {
+    fn close(&self, reason: CloseReason) {
+        reason.count();
+        self.set(&self.is_closed);
+    }
+}
+
+impl fmt::Debug for Connections {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Connections")
+            .field("open", &lock(&self.table).open.len())
+            .finish_non_exhaustive()
+    }
+}
+
+/// An open connection. Leaves its place when dropped.
+#[derive(Debug)]
+#[must_use = "dropping it leaves its place"]
+pub struct Connection {
+    connections: Connections,
+    state: Arc<ConnectionState>,
+}
+
+impl Connection {
+    /// Records that a byte was read or written. Reads the clock and takes no lock.
+    pub fn progress(&self) {
+        self.connections.settings.progress(&self.state);
+    }
+
+    /// Waits until the connection is to be closed at once: drop what serves it.
+    pub async fn closed(&self) {
+        self.state.wait(&self.state.is_closed).await;
+    }
+
+    /// Waits until an HTTP/2 connection is to end with its open requests, because a response was
+    /// sent at level high or above: shut it down gracefully. HTTP/1 needs nothing, since such a
+    /// response says `connection: close`.
+    pub async fn ending(&self) {
+        self.state.wait(&self.state.is_ending).await;
+    }
+}
+
+impl Settings {
+    fn progress(&self, state: &ConnectionState) {
+        let now = self.clock.now().since_origin().as_nanos();
+        state.moved.store(u64::try_from(now).unwrap_or(u64::MAX), Ordering::Relaxed);
+    }
+}
+
+impl Drop for Connection {
+    fn drop(&mut self) {
+        OPEN.fetch_sub(1, Ordering::Relaxed);
+        let mut table = lock(&self.connections.table);
+        let at = table.open.iter().position(|state| Arc::ptr_eq(state, &self.state));
+        let Some(at) = at else { return };
+        table.open.swap_remove(at);
+        let waiting = std::mem::take(&mut table.waiting);
+        drop(table);
+        waiting.into_iter().for_each(Waker::wake);
+    }
+}
+
+#[cfg(all(test, not(lowtide_loom)))]
+mod tests;

@@ -1,0 +1,245 @@
+//! Accepting connections over TCP with tokio, and the time of their last byte.
+//!
+//! A connection for which there is no place waits for one, before anything is read of it. Those
+//! that wait get their places in the order of their arrival, so that a client that connects again
+//! whenever it is closed comes after those that wait already.
+//!
+//! Invariant: at most a quarter as many connections wait as there are places, the number that gets
+//! places within a grace period if all open connections do nothing.
+
+use std::collections::VecDeque;
+use std::future::{Future as _, poll_fn};
+use std::io;
+use std::net::SocketAddr;
+use std::pin::{Pin, pin};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::task::{Context, Poll, ready};
+use std::time::Duration;
+
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::time::sleep;
+
+use crate::clock::Moment;
+use crate::sync::lock;
+
+use super::{CloseReason, Connection, ConnectionState, Connections, PACE, Settings, TEND_EVERY};
+
+/// The time for which no further connection is accepted after one was refused. A client that
+/// connects again at once waits in the queue of the listener meanwhile, and costs little.
+const REFUSED_PAUSE: Duration = Duration::from_millis(1);
+
+/// The pause while no connection is open, which the next one ends.
+const IDLE: Duration = Duration::from_secs(3600);
+
+impl Connections {
+    /// Returns a listener that accepts connections within these bounds.
+    pub fn listen(&self, listener: TcpListener) -> ConnectionListener {
+        let connections = self.clone();
+        let (waiting, accepts_at) = (VecDeque::new(), Moment::ORIGIN);
+        ConnectionListener { listener, connections, waiting, accepts_at }
+    }
+}
+
+/// A TCP listener that accepts connections for which there is a place.
+#[derive(Debug)]
+pub struct ConnectionListener {
+    listener: TcpListener,
+    connections: Connections,
+    /// With the time until which each waits.
+    waiting: VecDeque<(TcpStream, SocketAddr, Moment)>,
+    /// The time from which connections are accepted.
+    accepts_at: Moment,
+}
+
+impl ConnectionListener {
+    /// Accepts the next connection for which there is a place, and closes others as
+    /// [`Connections`] says: call it again without delay. If no place is free and none can be made,
+    /// a connection waits up to a grace period. At most a quarter as many wait as there are places;
+    /// further ones are refused, 1,000 a second at most.
+    ///
+    /// A call that is cancelled loses nothing. Needs a runtime of tokio with time and IO.
+    ///
+    /// ```
+    /// use std::convert::Infallible;
+    ///
+    /// use http::{Request, Response};
+    /// use hyper::server::conn::http1;
+    /// use hyper::service::service_fn;
+    /// use hyper_util::rt::{TokioIo, TokioTimer};
+    /// use lowtide::service::Connections;
+    /// use tokio::net::TcpListener;
+    /// use tower::ServiceExt as _;
+    ///
+    /// async fn serve(listener: TcpListener, connections: Connections) -> std::io::Result<()> {
+    ///     let mut listener = connections.listen(listener);
+    ///     loop {
+    ///         let (connection, stream, _from) = listener.accept().await?;
+    ///         # let app = tower::service_fn(async |_| {
+    ///         #     Ok::<_, Infallible>(Response::new(String::new()))
+    ///         # });
+    ///         let app = connection.service(app.clone()); // a tower service, such as a router
+    ///         let service = service_fn(move |request: Request<_>| app.clone().oneshot(request));
+    ///         let served = http1::Builder::new()
+    ///             .max_buf_size(32 << 10)
+    ///             .timer(TokioTimer::new())
+    ///             .serve_connection(TokioIo::new(stream), service);
+    ///         tokio::spawn(async move {
+    ///             tokio::select! {
+    ///                 _ = served => {}
+    ///                 () = connection.closed() => {}
+    ///             }
+    ///         });
+    ///     }
+    /// }
+    /// ```
+    ///
+    /// # Errors
+    /// Those of [`TcpListener::accept`], mostly a lack of descriptors: wait a moment, and call it
+    /// again.
+    pub async fn accept(&mut self) -> io::Result<(Connection, ConnectionStream, SocketAddr)> {
+        let Self { listener, connections, waiting, accepts_at } = self;
+        let Settings { clock, grace, .. } = &connections.settings;
+        loop {
+            connections.tend();
+            let now = clock.now();
+            // Without connections there is nothing to look after.
+            let is_idle = waiting.is_empty() && lock(&connections.table).open.is_empty();
+            let mut pause = if is_idle { IDLE } else { TEND_EVERY };
+            if !waiting.is_empty() {
+                match connections.try_open() {
+                    Ok(connection) => {
+                        let Some((stream, from, _)) = waiting.pop_front() else { continue };
+                        let state = Arc::clone(&connection.state);
+                        let settings = connections.settings.clone();
+                        let stream = ConnectionStream { stream, state, settings };
+                        return Ok((connection, stream, from));
+                    }
+                    Err(earliest) => pause = pause.min(earliest - now),
+                }
+            }
+            let before = waiting.len();
+            waiting.retain(|(_, _, until)| now < *until);
+            (waiting.len()..before).for_each(|_| CloseReason::Refused.count());
+            let accepts = now >= *accepts_at;
+            if !accepts {
+                pause = pause.min(*accepts_at - now);
+            }
+            let mut pause = pin!(sleep(pause));
+            let accepted = poll_fn(|cx| {
+                if accepts && let Poll::Ready(accepted) = listener.poll_accept(cx) {
+                    return Poll::Ready(Some(accepted));
+                }
+                let has_place = !waiting.is_empty() && connections.poll_free(cx).is_ready();
+                let is_over = has_place || pause.as_mut().poll(cx).is_ready();
+                if is_over { Poll::Ready(None) } else { Poll::Pending }
+            });
+            let Some(accepted) = accepted.await else { continue };
+            let (stream, from) = accepted?;
+            if waiting.len() <= connections.most() / PACE as usize {
+                waiting.push_back((stream, from, now + *grace));
+            } else {
+                CloseReason::Refused.count();
+                *accepts_at = now + REFUSED_PAUSE;
+            }
+        }
+    }
+}
+
+impl Connections {
+    /// Waits until a place is free.
+    fn poll_free(&self, cx: &Context<'_>) -> Poll<()> {
+        let most = self.most();
+        let mut table = lock(&self.table);
+        if table.open.len() < most {
+            return Poll::Ready(());
+        }
+        if !table.waiting.iter().any(|waker| waker.will_wake(cx.waker())) {
+            table.waiting.push(cx.waker().clone());
+        }
+        Poll::Pending
+    }
+}
+
+/// A TCP stream that records the time of its last byte. One that is closed for another connection,
+/// or for memory, is reset, so that the kernel keeps nothing of what its client did not read.
+#[derive(Debug)]
+pub struct ConnectionStream {
+    stream: TcpStream,
+    state: Arc<ConnectionState>,
+    settings: Settings,
+}
+
+impl ConnectionStream {
+    /// Returns the stream, for its options and addresses.
+    #[must_use]
+    pub const fn get_ref(&self) -> &TcpStream {
+        &self.stream
+    }
+
+    /// Records the result of a write.
+    fn written(&self, written: Poll<io::Result<usize>>) -> Poll<io::Result<usize>> {
+        self.state.is_blocked.store(written.is_pending(), Ordering::Relaxed);
+        if matches!(written, Poll::Ready(Ok(1..))) {
+            self.settings.progress(&self.state);
+        }
+        written
+    }
+}
+
+impl AsyncRead for ConnectionStream {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buffer: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        let before = buffer.filled().len();
+        ready!(Pin::new(&mut self.stream).poll_read(cx, buffer))?;
+        if buffer.filled().len() > before {
+            self.settings.progress(&self.state);
+        }
+        Poll::Ready(Ok(()))
+    }
+}
+
+impl AsyncWrite for ConnectionStream {
+    fn poll_write(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buffer: &[u8],
+    ) -> Poll<io::Result<usize>> {
+        let written = Pin::new(&mut self.stream).poll_write(cx, buffer);
+        self.written(written)
+    }
+
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buffers: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        let written = Pin::new(&mut self.stream).poll_write_vectored(cx, buffers);
+        self.written(written)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.stream.is_write_vectored()
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_flush(cx)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_shutdown(cx)
+    }
+}
+
+impl Drop for ConnectionStream {
+    fn drop(&mut self) {
+        if self.state.is_closed.load(Ordering::Acquire) {
+            // A socket without this option is closed as well.
+            let _ = self.stream.set_zero_linger();
+        }
+    }
+}

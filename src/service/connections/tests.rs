@@ -1,0 +1,311 @@
+//! Which connection is closed, and when, by a clock that the test moves.
+
+use std::cell::RefCell;
+use std::collections::VecDeque;
+use std::convert::Infallible;
+use std::future::{Future as _, Pending, Ready, pending, ready};
+use std::pin::{Pin, pin};
+use std::rc::Rc;
+use std::task::Context;
+
+use bytes::Bytes;
+use http::header::CONNECTION;
+use http::{Request, Response, Version};
+use http_body::{Body, Frame};
+use tower_service::Service as _;
+
+use super::*;
+use crate::clock::ManualClock;
+use lowtide_admission::{Cost, Permit};
+
+const SECOND: Duration = Duration::from_secs(1);
+
+/// A body whose polls return what the test put there, and wait otherwise.
+#[derive(Clone, Debug, Default)]
+struct Scripted(Rc<RefCell<VecDeque<Bytes>>>);
+
+impl Scripted {
+    fn arrive(&self) {
+        self.0.borrow_mut().push_back(Bytes::from_static(b"part"));
+    }
+}
+
+impl Body for Scripted {
+    type Data = Bytes;
+    type Error = Infallible;
+
+    fn poll_frame(
+        self: Pin<&mut Self>,
+        _: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
+        let next = self.0.borrow_mut().pop_front();
+        next.map_or(Poll::Pending, |part| Poll::Ready(Some(Ok(Frame::data(part)))))
+    }
+}
+
+/// Answers each request at once with a body of the test's.
+#[derive(Clone, Debug, Default)]
+struct Answers(Scripted);
+
+impl tower_service::Service<Request<ConnectionBody<Scripted>>> for Answers {
+    type Response = Response<Scripted>;
+    type Error = Infallible;
+    type Future = Ready<Result<Response<Scripted>, Infallible>>;
+
+    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), Infallible>> {
+        Poll::Ready(Ok(()))
+    }
+
+    fn call(&mut self, _: Request<ConnectionBody<Scripted>>) -> Self::Future {
+        ready(Ok(Response::new(self.0.clone())))
+    }
+}
+
+/// Keeps the body of a request, and answers never.
+#[derive(Clone, Debug, Default)]
+struct Keeps(Rc<RefCell<Option<ConnectionBody<Scripted>>>>);
+
+impl tower_service::Service<Request<ConnectionBody<Scripted>>> for Keeps {
+    type Response = Response<Scripted>;
+    type Error = Infallible;
+    type Future = Pending<Result<Response<Scripted>, Infallible>>;
+
+    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), Infallible>> {
+        Poll::Ready(Ok(()))
+    }
+
+    fn call(&mut self, request: Request<ConnectionBody<Scripted>>) -> Self::Future {
+        *self.0.borrow_mut() = Some(request.into_body());
+        pending()
+    }
+}
+
+/// Starts a request and returns its response, which the client has not taken yet.
+fn answer(connection: &Connection, version: Version) -> Response<ConnectionBody<Scripted>> {
+    let mut request = Request::new(Scripted::default());
+    *request.version_mut() = version;
+    let mut future = pin!(connection.service(Answers::default()).call(request));
+    match future.as_mut().poll(&mut noop()) {
+        Poll::Ready(Ok(response)) => response,
+        Poll::Pending => unreachable!("it answers at once"),
+    }
+}
+
+fn noop() -> Context<'static> {
+    Context::from_waker(Waker::noop())
+}
+
+fn has_frame(body: &mut (impl Body + Unpin)) -> bool {
+    Pin::new(body).poll_frame(&mut noop()).is_ready()
+}
+
+fn connections(most: usize) -> (Connections, ManualClock, Admission) {
+    let (clock, admission) = (ManualClock::new(), Admission::with_limit(ByteSize::mib(64)));
+    let connections = Connections::new(&admission, most).clock(Arc::new(clock.clone()));
+    (connections, clock, admission)
+}
+
+fn opened(connections: &Connections) -> Connection {
+    connections.open().expect("a place")
+}
+
+fn is_closed(connection: &Connection) -> bool {
+    pin!(connection.closed()).poll(&mut noop()).is_ready()
+}
+
+fn closed<const N: usize>(all: &[Connection; N]) -> [bool; N] {
+    std::array::from_fn(|at| is_closed(&all[at]))
+}
+
+/// Fills the memory, so that a request is rejected.
+fn fill(admission: &Admission) -> Permit {
+    let held = admission.try_admit(Cost::host(ByteSize::mib(60))).expect("fits");
+    assert!(admission.try_admit(Cost::host(ByteSize::mib(60))).is_err());
+    held
+}
+
+#[test]
+fn a_place_is_taken_until_its_connection_is_dropped() {
+    let (connections, _, _) = connections(2);
+    let [first, second] = [opened(&connections), opened(&connections)];
+    assert!(connections.open().is_none(), "no place is free, and none may be closed yet");
+    drop(first);
+    let third = opened(&connections);
+    assert_eq!(closed(&[second, third]), [false, false]);
+}
+
+#[test]
+fn the_connection_without_a_byte_for_longest_is_closed_for_another() {
+    let (connections, clock, _) = connections(3);
+    let all = [opened(&connections), opened(&connections), opened(&connections)];
+    clock.advance(SECOND / 2);
+    all[0].progress();
+    all[2].progress();
+    clock.advance(SECOND / 2);
+    let another = opened(&connections);
+    assert_eq!(closed(&all), [false, true, false]);
+    assert!(!is_closed(&another));
+    let [_, second, _] = all;
+    drop((second, another));
+    let _last = opened(&connections);
+    assert!(connections.open().is_none(), "the place of the closed one was not left twice");
+}
+
+#[test]
+fn none_is_closed_that_moved_a_byte_within_the_grace_period() {
+    let (connections, clock, _) = connections(2);
+    let all = [opened(&connections), opened(&connections)];
+    clock.advance(SECOND);
+    all.iter().for_each(Connection::progress);
+    clock.advance(SECOND - Duration::from_millis(1));
+    assert!(connections.open().is_none());
+    assert_eq!(closed(&all), [false, false]);
+}
+
+/// The bug: attackers that connect again at once renewed all places within milliseconds, and for
+/// the rest of each grace period no honest client got one.
+#[test]
+fn idle_connections_are_closed_one_after_the_other() {
+    let (connections, clock, _) = connections(8);
+    let mut all = VecDeque::new();
+    for _ in 0..8 {
+        all.push_back(opened(&connections));
+        clock.advance(Duration::from_millis(1));
+    }
+    clock.advance(SECOND);
+    for _ in 0..16 {
+        all.push_back(opened(&connections));
+        assert!(connections.open().is_none(), "the next one has its turn later");
+        assert!(all.pop_front().is_some_and(|oldest| is_closed(&oldest)));
+        clock.advance(SECOND / 2);
+    }
+}
+
+#[test]
+fn a_connection_on_which_the_server_works_is_kept_longest() {
+    let (connections, clock, _) = connections(3);
+    let all = [opened(&connections), opened(&connections), opened(&connections)];
+    // The first one's handler works; the second one's response is not taken.
+    let _works = all[0].service(Keeps::default()).call(Request::new(Scripted::default()));
+    let _unread = answer(&all[1], Version::HTTP_11);
+    clock.advance(SECOND / 2);
+    all[1].progress();
+    clock.advance(SECOND / 2);
+    all[2].progress();
+    let mut newer = Vec::new();
+    for expected in [[false, true, false], [false, true, true]] {
+        clock.advance(2 * SECOND);
+        newer.iter().for_each(Connection::progress);
+        newer.push(opened(&connections));
+        assert_eq!(closed(&all), expected);
+    }
+    clock.advance(2 * SECOND);
+    newer.iter().for_each(Connection::progress);
+    assert!(connections.open().is_none());
+}
+
+/// The bug: under overload each request that took longer than the grace period was ended for a new
+/// one, and none was finished; or a dependency that hung took all places.
+#[test]
+fn long_work_keeps_three_quarters_of_the_places() {
+    let (connections, clock, _) = connections(8);
+    let mut all = Vec::new();
+    let mut work = Vec::new();
+    for _ in 0..8 {
+        let connection = opened(&connections);
+        work.push(connection.service(Keeps::default()).call(Request::new(Scripted::default())));
+        all.push(connection);
+        clock.advance(Duration::from_millis(1));
+    }
+    let mut newer = Vec::new();
+    for _ in 0..4 {
+        clock.advance(2 * SECOND);
+        newer.iter().for_each(Connection::progress);
+        newer.extend(connections.open());
+    }
+    let closed: Vec<_> = all.iter().map(is_closed).collect();
+    assert_eq!(closed, [false, false, false, false, false, false, true, true]);
+}
+
+#[test]
+fn an_unread_response_ends_its_connection_only_while_memory_is_short() {
+    let (connections, clock, admission) = connections(8);
+    let all = [opened(&connections), opened(&connections), opened(&connections)];
+    let _unread = answer(&all[0], Version::HTTP_2);
+    let mut works = answer(&all[1], Version::HTTP_2);
+    assert!(!has_frame(works.body_mut()), "the server has no part of it yet");
+    clock.advance(2 * SECOND);
+    connections.tend();
+    assert_eq!(closed(&all), [false; 3], "nothing is short");
+    let held = fill(&admission);
+    clock.advance(SECOND);
+    connections.tend();
+    assert_eq!(closed(&all), [true, false, false], "the others work, or are idle");
+    drop(held);
+    // A stream that moves keeps the others of its connection.
+    let _unread = answer(&all[2], Version::HTTP_2);
+    admission.set_level(Level::High);
+    clock.advance(SECOND);
+    all[2].progress();
+    connections.tend();
+    assert!(!is_closed(&all[2]));
+    clock.advance(SECOND + Duration::from_nanos(1));
+    connections.tend();
+    assert!(is_closed(&all[2]));
+}
+
+#[test]
+fn the_client_is_waited_for_until_its_body_arrives_and_its_response_is_taken() {
+    let (connections, _, _) = connections(1);
+    let connection = opened(&connections);
+    let state = &connection.state;
+    let stalled = || (state.is_stalled(), state.is_working());
+    let (sent, keeps) = (Scripted::default(), Keeps::default());
+    let handler = connection.service(keeps.clone()).call(Request::new(sent.clone()));
+    assert_eq!(stalled(), (false, true), "a handler has begun");
+    let mut body = keeps.0.borrow_mut().take().expect("a body");
+    assert!(!has_frame(&mut body));
+    assert_eq!(stalled(), (false, false), "the handler waits for its body");
+    sent.arrive();
+    assert!(has_frame(&mut body));
+    assert_eq!(stalled(), (false, true), "a part has arrived");
+    assert!(!has_frame(&mut body));
+    drop(body);
+    assert_eq!(stalled(), (false, true), "it is not read any more");
+    drop(handler);
+    assert_eq!(stalled(), (false, false), "no request is open");
+    let mut response = answer(&connection, Version::HTTP_11);
+    assert_eq!(stalled(), (true, false), "the head is to be sent");
+    assert!(!has_frame(response.body_mut()));
+    assert_eq!(stalled(), (false, true), "the client has taken what there is");
+    drop(response);
+    assert_eq!(stalled(), (false, false));
+}
+
+#[test]
+fn a_response_at_level_high_is_the_last_of_its_connection() {
+    let (connections, _, admission) = connections(2);
+    let connection = opened(&connections);
+    let is_ending = || pin!(connection.ending()).poll(&mut noop()).is_ready();
+    for (level, is_last) in [(Level::Elevated, false), (Level::High, true)] {
+        admission.set_level(level);
+        let response = answer(&connection, Version::HTTP_11);
+        let says = response.headers().get(CONNECTION).is_some_and(|value| value == "close");
+        assert_eq!(says, is_last, "{level}");
+        assert!(!is_ending(), "HTTP/1 needs no shutdown");
+        let response = answer(&connection, Version::HTTP_2);
+        assert!(!response.headers().contains_key(CONNECTION), "HTTP/2 has no such header");
+        assert_eq!(is_ending(), is_last, "{level}");
+    }
+}
+
+#[test]
+fn connections_fill_a_quarter_of_the_ceiling_at_most() {
+    let (connections, _, _) = connections(1000);
+    let connections = connections.with_estimate(ByteSize::mib(4));
+    let all: Vec<_> = std::iter::from_fn(|| connections.open()).collect();
+    assert_eq!(all.len(), 4, "of 64 MiB");
+    let huge = connections.clone().with_estimate(ByteSize::gib(1));
+    drop(all);
+    assert!(huge.open().is_some(), "one at least");
+}

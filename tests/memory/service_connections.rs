@@ -1,0 +1,108 @@
+//! Connections over real sockets: who gets a place, and what becomes of those that lose theirs.
+#![cfg(feature = "tokio")]
+
+use std::io::ErrorKind;
+use std::sync::Arc;
+use std::time::Duration;
+
+use lowtide::ByteSize;
+use lowtide::clock::ManualClock;
+use lowtide::service::{Connection, ConnectionListener, ConnectionStream, Connections};
+use lowtide_admission::Admission;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::time::timeout;
+
+const GRACE: Duration = Duration::from_secs(1);
+const PATIENCE: Duration = Duration::from_secs(20);
+
+struct Server {
+    listener: ConnectionListener,
+    clock: ManualClock,
+    at: std::net::SocketAddr,
+}
+
+impl Server {
+    async fn new(most: usize) -> Self {
+        let clock = ManualClock::new();
+        let admission = Admission::with_limit(ByteSize::mib(64));
+        let connections = Connections::new(&admission, most).clock(Arc::new(clock.clone()));
+        let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
+        let at = listener.local_addr().expect("bound");
+        Self { listener: connections.listen(listener), clock, at }
+    }
+
+    async fn connect(&self) -> TcpStream {
+        TcpStream::connect(self.at).await.expect("a connection")
+    }
+
+    async fn accept(&mut self) -> (Connection, ConnectionStream) {
+        let accepted = timeout(PATIENCE, self.listener.accept()).await;
+        let (connection, stream, _) = accepted.expect("in time").expect("accepted");
+        (connection, stream)
+    }
+}
+
+async fn is_closed(connection: &Connection) -> bool {
+    timeout(Duration::ZERO, connection.closed()).await.is_ok()
+}
+
+#[tokio::test]
+async fn a_client_that_reads_nothing_loses_its_place_to_another_and_is_reset() {
+    let mut server = Server::new(2).await;
+    let (mut unread, mut honest) = (server.connect().await, server.connect().await);
+    let (first, mut its_stream) = server.accept().await;
+    let (second, mut stream) = server.accept().await;
+    // The kernel takes a part of it and then no more.
+    let piece = vec![0; 1 << 20];
+    while timeout(Duration::from_millis(50), its_stream.write_all(&piece)).await.is_ok() {}
+    server.clock.advance(GRACE / 2);
+    honest.write_all(b"x").await.expect("sent");
+    stream.read_u8().await.expect("read");
+    server.clock.advance(GRACE / 2);
+    let _another = server.connect().await;
+    let _third = server.accept().await;
+    assert_eq!((is_closed(&first).await, is_closed(&second).await), (true, false));
+    drop((first, its_stream));
+    let mut sink = vec![0; 1 << 20];
+    let error = loop {
+        match timeout(PATIENCE, unread.read(&mut sink)).await.expect("in time") {
+            Ok(0) => panic!("an orderly end: the kernel kept what was not read"),
+            Ok(_) => {}
+            Err(error) => break error,
+        }
+    };
+    assert_eq!(error.kind(), ErrorKind::ConnectionReset);
+}
+
+#[tokio::test]
+async fn a_connection_without_a_place_waits_for_one_and_is_then_refused() {
+    let mut server = Server::new(4).await;
+    let (mut clients, mut open) = (Vec::new(), Vec::new());
+    for _ in 0..4 {
+        clients.push(server.connect().await);
+        open.push(server.accept().await);
+    }
+    let move_all = |open: &[(Connection, ConnectionStream)]| {
+        open.iter().for_each(|(connection, _)| connection.progress());
+    };
+    let mut refused = server.connect().await;
+    let early = timeout(Duration::from_millis(50), server.listener.accept()).await;
+    assert!(early.is_err(), "all places are taken");
+    server.clock.advance(GRACE / 2);
+    move_all(&open);
+    let mut waits = server.connect().await;
+    assert!(timeout(Duration::from_millis(50), server.listener.accept()).await.is_err());
+    // The first waited for as long as it may, and those in its way have moved meanwhile.
+    server.clock.advance(GRACE / 2);
+    move_all(&open);
+    let mut byte = [0];
+    tokio::select! {
+        read = refused.read(&mut byte) => assert!(matches!(read, Ok(0) | Err(_)), "{read:?}"),
+        _ = server.accept() => panic!("all places are taken"),
+    }
+    open.pop();
+    let (_second, mut stream) = server.accept().await;
+    waits.write_all(b"x").await.expect("sent");
+    assert_eq!(stream.read_u8().await.expect("read"), b'x');
+}
