@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use crate::bytes::ByteSize;
 use crate::clock::{Bell, Clock, SystemClock};
-use crate::config::{Config, Profile, Settings, Source, env};
+use crate::config::{Config, ExhaustionPolicy, Profile, Settings, Source, env};
 use crate::fork::Birth;
 use crate::sync::{Mutex, lock};
 use lowtide_admission::{
@@ -97,6 +97,10 @@ impl Builder {
         idle_unload: Duration;
         /// Sets the time between publications of metrics. Default: 1 s.
         metrics_interval: Duration;
+        /// Sets the policy for memory that no request owns and that leaves no room for requests,
+        /// such as a leak. Default: [`ExhaustionPolicy::Report`]. The others need a supervisor
+        /// that restarts the process.
+        exhaustion_policy: ExhaustionPolicy;
     }
 
     /// Ignores the `LOWTIDE_*` variables of the environment, which otherwise override settings made
@@ -286,6 +290,8 @@ impl Builder {
             history: MetricsHistory::default(),
             admin_tasks: AdminTasks::default(),
             loads: Loads::default(),
+            #[cfg(feature = "tokio")]
+            ending: super::runtime::Ending::default(),
         });
         evict_when_short(&shared);
         diagnostics.into_iter().for_each(|diagnostic| shared.add_diagnostic(diagnostic));
@@ -514,6 +520,7 @@ fn settings(config: &Config, is_host: bool) -> admission::Settings {
         purge_growth: config.purge_growth,
         publish_interval: Some(published),
         jitter: JITTER,
+        exhaustion_policy: config.exhaustion_policy.value,
         device_interval: (!is_host).then(|| published.min(DEVICE_INTERVAL_MAX)),
         ..defaults
     }
