@@ -1,13 +1,16 @@
-//! Room on demand, in virtual time: requests that wait for room, and models that are evicted.
+//! Room on demand: requests that wait for room, and models that are evicted, in virtual time; and
+//! services that leak, in real time.
 //!
 //! `schedules` runs random schedules of requests that wait. `zipf` evicts models under requests by
-//! Zipf's law and compares the hits with those of other policies. Without a part, all run. A
-//! schedule or a case that fails is shown with its seed and can be run again alone.
+//! Zipf's law and compares the hits with those of other policies. `leak` exhausts services by
+//! leaks, under two policies. Without a part, all run. A schedule or a case that fails is shown
+//! with its seed and can be run again alone.
 //!
 //! Exit codes: 0 every goal held; 1 one was missed.
 #![expect(clippy::print_stdout, clippy::print_stderr, reason = "a program that shows something")]
 
 mod evictions;
+mod leak;
 mod schedules;
 mod zipf;
 
@@ -15,11 +18,13 @@ use std::process::ExitCode;
 
 use clap::{Args, Parser, Subcommand};
 
+lowtide::global_allocator!(balanced);
+
 /// Failures that are shown.
 const SHOWN: u64 = 20;
 
 #[derive(Debug, Parser)]
-#[command(about = "Requests that wait for room, and evictions, in virtual time")]
+#[command(about = "Requests that wait for room, evictions, and services that leak")]
 struct Cli {
     #[command(subcommand)]
     part: Option<Part>,
@@ -34,6 +39,12 @@ enum Part {
     Schedules(Schedules),
     /// Evictions of models under requests by Zipf's law, compared with other policies.
     Zipf(evictions::Arguments),
+    /// Services that a leak exhausts, under the policies `exit` and `serve-one`.
+    Leak {
+        /// This process is the service.
+        #[arg(long, hide = true)]
+        serve: bool,
+    },
 }
 
 #[derive(Debug, Args)]
@@ -49,7 +60,7 @@ struct Schedules {
 fn main() -> ExitCode {
     // Cargo's tests start benches too, without that word and with arguments of their own.
     if !std::env::args().any(|argument| argument == "--bench") {
-        println!("room: a bench of five minutes: run `cargo bench --bench room`");
+        println!("room: a bench of seven minutes: run `cargo bench --bench room`");
         return ExitCode::SUCCESS;
     }
     let parts = match Cli::parse().part {
@@ -57,6 +68,7 @@ fn main() -> ExitCode {
         None => vec![
             Part::Schedules(Schedules { count: 100_000, from: 0 }),
             Part::Zipf(evictions::Arguments::default()),
+            Part::Leak { serve: false },
         ],
     };
     let mut holds = true;
@@ -64,9 +76,19 @@ fn main() -> ExitCode {
         holds &= match part {
             Part::Schedules(schedules) => run_schedules(schedules),
             Part::Zipf(arguments) => evictions::measure(arguments),
+            Part::Leak { serve } => run_leak(*serve),
         };
     }
     if holds { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}
+
+/// Runs the services that leak, or one of them. Returns `true` if every goal held.
+fn run_leak(serve: bool) -> bool {
+    let done = if serve { leak::serve().map(|()| true) } else { leak::measure() };
+    done.unwrap_or_else(|error| {
+        eprintln!("error: {error}");
+        false
+    })
 }
 
 /// Runs schedules and prints their figures. Returns `true` if none failed.

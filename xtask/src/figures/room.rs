@@ -1,4 +1,5 @@
-//! Figures of room on demand: requests that wait for room, and models that are evicted.
+//! Figures of room on demand: requests that wait for room, models that are evicted, and services
+//! that leak.
 
 use super::benches::Bench;
 
@@ -16,6 +17,14 @@ pub(super) const BENCHES: &[Bench] = &[
             ("room.zipf.hit_ratio_worst_seed", None),
             ("room.zipf.saved_ratio", None),
             ("room.zipf.saved_ratio_worst_seed", None),
+        ],
+    },
+    Bench {
+        arguments: "bench --locked --bench room -- leak",
+        figures: &[
+            ("room.leak.exit_s", None),
+            ("room.leak.exit_old_s", None),
+            ("room.leak.serve_one_mib_s", None),
         ],
     },
     Bench {
