@@ -47,7 +47,8 @@ ENV PROXY_LISTEN=0.0.0.0:8080 \
 USER 10001:10001
 EXPOSE 8080 8081
 STOPSIGNAL SIGTERM
-# /healthz never fails because of pressure, so a busy service is not restarted.
+# /healthz never fails because of pressure, so a busy service is not restarted; it fails if a policy
+# asks for a restart (LOWTIDE_EXHAUSTION_POLICY, not set here: there may be no supervisor).
 HEALTHCHECK --interval=10s --timeout=5s --start-period=5s --retries=3 \
     CMD ["/usr/local/bin/proxy", "healthcheck"]
 ENTRYPOINT ["/usr/local/bin/proxy"]

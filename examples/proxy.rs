@@ -5,6 +5,9 @@
 //! memory at `/metrics`, `/healthz`, `/readyz` and `/memory`.
 //!
 //! Memory settings are the crate's own `LOWTIDE_*` variables; the options here are the proxy's.
+//!
+//! Exit codes: 0 after a signal; 75 if memory was exhausted and `LOWTIDE_EXHAUSTION_POLICY` is
+//! `exit`; 2 for invalid arguments; 1 for other errors. A supervisor restarts it after 75.
 
 #[path = "proxy/app.rs"]
 #[allow(dead_code, reason = "other programs that start it read more of it")]
@@ -26,12 +29,10 @@ use std::process::ExitCode;
 lowtide::global_allocator!(balanced);
 
 fn main() -> ExitCode {
-    match cli::main(std::env::args_os()) {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            // Not `eprintln!`, which panics if standard error is closed or full.
-            let _ = writeln!(std::io::stderr(), "proxy: {error}");
-            ExitCode::FAILURE
-        }
+    let done = cli::main(std::env::args_os());
+    if let Err(error) = &done {
+        // Not `eprintln!`, which panics if standard error is closed or full.
+        let _ = writeln!(std::io::stderr(), "proxy: {error}");
     }
+    cli::exit_code(&done).into()
 }

@@ -1,11 +1,11 @@
-//! Room on demand: requests that wait for room, models that are evicted, a cache that shrinks, and
-//! clients that hold memory or connections and make no progress.
+//! Room on demand: requests that wait for room, models that are evicted, a cache that shrinks,
+//! services that leak, and clients that hold memory or connections and make no progress.
 //!
 //! `schedules` runs random schedules of requests that wait. `zipf` evicts models under requests by
-//! Zipf's law and compares the hits with those of other policies. Both are in virtual time; without
-//! a part, both run. A schedule or a case that fails is shown with its seed and can be run again
-//! alone. `cache` loads a service whose cache fills the limit. `hostage` and `h2` attack a real
-//! service.
+//! Zipf's law and compares the hits with those of other policies. Both are in virtual time. `cache`
+//! loads a service whose cache fills the limit, and `leak` exhausts services by leaks, under two
+//! policies. Without a part, these run. A schedule or a case that fails is shown with its seed and
+//! can be run again alone. `hostage` and `h2` attack a real service.
 //!
 //! Exit codes: 0 every goal held; 1 one was missed.
 #![expect(clippy::print_stdout, clippy::print_stderr, reason = "a program that shows something")]
@@ -16,6 +16,7 @@ mod cache;
 mod cgroup;
 mod evictions;
 mod hostage;
+mod leak;
 mod schedules;
 mod zipf;
 
@@ -31,7 +32,7 @@ lowtide::global_allocator!(balanced);
 const SHOWN: u64 = 20;
 
 #[derive(Debug, Parser)]
-#[command(about = "Requests that wait for room, evictions, and a cache that shrinks")]
+#[command(about = "Requests that wait for room, evictions, caches, leaks and hostile clients")]
 struct Cli {
     #[command(subcommand)]
     part: Option<Part>,
@@ -58,6 +59,12 @@ enum Part {
     H2,
     /// A cache of 80 % of the limit under load.
     Cache(cache::Arguments),
+    /// Services that a leak exhausts, under the policies `exit` and `serve-one`.
+    Leak {
+        /// This process is the service.
+        #[arg(long, hide = true)]
+        serve: bool,
+    },
 }
 
 #[derive(Debug, Args)]
@@ -73,7 +80,7 @@ struct Schedules {
 fn main() -> ExitCode {
     // Cargo's tests start benches too, without that word and with arguments of their own.
     if !std::env::args().any(|argument| ["--bench", "--serve"].contains(&argument.as_str())) {
-        println!("room: a bench of five minutes: run `cargo bench --bench room`");
+        println!("room: a bench of seven minutes: run `cargo bench --bench room`");
         return ExitCode::SUCCESS;
     }
     match run(Cli::parse()) {
@@ -97,6 +104,7 @@ fn run(cli: Cli) -> Result<bool, BoxError> {
             Part::Schedules(Schedules { count: 100_000, from: 0 }),
             Part::Zipf(evictions::Arguments::default()),
             Part::Cache(cache::Arguments::default()),
+            Part::Leak { serve: false },
         ],
     };
     let mut holds = true;
@@ -110,9 +118,19 @@ fn run(cli: Cli) -> Result<bool, BoxError> {
             Part::Hostage(arguments) => hostage::measure(arguments)?,
             Part::H2 => hostage::measure_connections()?,
             Part::Cache(arguments) => cache::measure(arguments),
+            Part::Leak { serve } => run_leak(*serve),
         };
     }
     Ok(holds)
+}
+
+/// Runs the services that leak, or one of them. Returns `true` if every goal held.
+fn run_leak(serve: bool) -> bool {
+    let done = if serve { leak::serve().map(|()| true) } else { leak::measure() };
+    done.unwrap_or_else(|error| {
+        eprintln!("error: {error}");
+        false
+    })
 }
 
 /// Runs schedules and prints their figures. Returns `true` if none failed.

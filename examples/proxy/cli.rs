@@ -2,7 +2,7 @@
 //!
 //! It forwards nothing itself; `app` does. Invariant: from the first accepted request on, SIGTERM
 //! ends the program in order, within the drain, the grace period and the time that the memory's
-//! shutdown takes.
+//! shutdown takes. Exhausted memory does the same with the policy `exit`, and the program fails.
 
 use std::ffi::{OsStr, OsString};
 use std::io::IsTerminal as _;
@@ -17,6 +17,7 @@ use clap::{CommandFactory as _, Parser, Subcommand};
 use http_body_util::{BodyExt as _, Empty};
 use hyper_util::client::legacy::Client;
 use hyper_util::rt::TokioExecutor;
+use lowtide::memory::Shutdown;
 use lowtide::metrics::prometheus;
 use lowtide::service::AdminToken;
 use lowtide::{BoxError, ByteSize, Memory};
@@ -30,6 +31,10 @@ use tracing_subscriber::util::SubscriberInitExt as _;
 use crate::app;
 use crate::app::serve::Limits;
 use crate::forward::{Forward, whole};
+
+/// The exit code after exhausted memory, from sysexits.h: a failure that may be gone in the next
+/// attempt.
+const EX_TEMPFAIL: u8 = 75;
 
 /// The timeout of a health check.
 const HEALTH_PATIENCE: Duration = Duration::from_secs(3);
@@ -164,6 +169,13 @@ pub(crate) fn main(arguments: impl Iterator<Item = OsString>) -> Result<(), BoxE
     }
 }
 
+/// Returns the exit code of a program that is done.
+pub(crate) fn exit_code(done: &Result<(), BoxError>) -> u8 {
+    let Err(error) = done else { return 0 };
+    let report = error.downcast_ref::<Shutdown>();
+    if report.is_some_and(|report| report.exhausted) { EX_TEMPFAIL } else { 1 }
+}
+
 /// Starts the log, on standard output. Lines that cannot be written are lost, and nothing else is:
 /// by default the subscriber reports them with `eprintln!`, which panics in the code that logs if
 /// standard error cannot be written either (a full disk, a closed pipe).
@@ -239,23 +251,19 @@ async fn run(cli: Cli) -> Result<(), BoxError> {
         hears,
     };
     // Installed before it listens: a client that sees it listening may send a signal.
-    let mut terminate = signal(SignalKind::terminate())?;
-    let mut interrupt = signal(SignalKind::interrupt())?;
+    let terminated = memory.terminated()?;
     let render = || prometheus::render().unwrap_or_default();
     let running = app::start(options, Some(memory.clone()), render).await?;
-    let mut signalled = async || {
-        tokio::select! {
-            _ = terminate.recv() => {}
-            _ = interrupt.recv() => {}
-        }
-    };
-    signalled().await;
+    terminated.await;
     tracing::info!(drain = ?cli.drain, grace = ?cli.grace, "stopping");
     if !cli.drain.is_zero() {
         // A second signal ends it.
+        let mut terminate = signal(SignalKind::terminate())?;
+        let mut interrupt = signal(SignalKind::interrupt())?;
         tokio::select! {
             () = running.drain(cli.drain) => {}
-            () = signalled() => {}
+            _ = terminate.recv() => {}
+            _ = interrupt.recv() => {}
         }
     }
     let ended = running.stop(cli.grace).await;
@@ -263,7 +271,8 @@ async fn run(cli: Cli) -> Result<(), BoxError> {
     let report =
         tokio::task::spawn_blocking(move || memory.shutdown(Duration::from_secs(5))).await?;
     tracing::info!(all_requests_ended = ended, %report, "stopped");
-    Ok(())
+    // Other outstanding work is no reason to be restarted.
+    if report.exhausted { Err(report.into()) } else { Ok(()) }
 }
 
 async fn healthcheck(at: SocketAddr) -> Result<(), BoxError> {

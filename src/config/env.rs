@@ -17,6 +17,7 @@ use super::device::variables as device;
 use super::settings::{ConfigError, Fault, Settings};
 use crate::bytes::ByteSize;
 use crate::decay::DecayTime;
+use lowtide_admission::ExhaustionPolicy;
 use lowtide_admission::ledger::{K_MAX, K_MIN};
 
 /// The prefix of the variables' names.
@@ -72,6 +73,9 @@ pub struct Variable {
 /// * `LOWTIDE_IDLE_UNLOAD`: idle time after which a resource without its own setting is unloaded: a
 ///   time such as 5m, or never
 /// * `LOWTIDE_METRICS_INTERVAL`: time between publications of metrics, e.g. 1s
+/// * `LOWTIDE_EXHAUSTION_POLICY`: report, serve-one or exit: what follows if memory that no request
+///   owns leaves no room for requests; serve-one:5m with a grace period, exit:1m with a minimum
+///   uptime
 pub const VARIABLES: &[Variable] = &[
     Variable {
         name: "LOWTIDE_PROFILE",
@@ -175,6 +179,12 @@ pub const VARIABLES: &[Variable] = &[
         name: "LOWTIDE_METRICS_INTERVAL",
         help: "time between publications of metrics, e.g. 1s",
         put: |settings, text| put(&mut settings.metrics_interval, time(text)),
+    },
+    Variable {
+        name: "LOWTIDE_EXHAUSTION_POLICY",
+        help: "report, serve-one or exit: what follows if memory that no request owns leaves no \
+               room for requests; serve-one:5m with a grace period, exit:1m with a minimum uptime",
+        put: |settings, text| put(&mut settings.exhaustion_policy, exhaustion_policy(text)),
     },
 ];
 
@@ -316,6 +326,22 @@ pub(super) fn time_or_never(text: &str) -> Result<Option<Duration>, String> {
         .ok_or_else(|| expected_time(" above zero, or never"))
 }
 
+fn exhaustion_policy(text: &str) -> Result<ExhaustionPolicy, &'static str> {
+    let (name, time) = match text.split_once(':') {
+        Some((name, time)) => (name, duration(time).map(Some)),
+        None => (text, Some(None)),
+    };
+    let policy = match (name, time) {
+        ("report", Some(None)) => Some(ExhaustionPolicy::Report),
+        ("serve-one", Some(None)) => Some(ExhaustionPolicy::SERVE_ONE),
+        ("serve-one", Some(Some(grace))) => Some(ExhaustionPolicy::ServeOne { grace }),
+        ("exit", Some(None)) => Some(ExhaustionPolicy::EXIT),
+        ("exit", Some(Some(min_uptime))) => Some(ExhaustionPolicy::Exit { min_uptime }),
+        _ => None,
+    };
+    policy.ok_or("report, serve-one, exit, or the latter two with a time, such as exit:1m")
+}
+
 fn time(text: &str) -> Result<Duration, String> {
     duration(text).filter(|time| !time.is_zero()).ok_or_else(|| expected_time(" above zero"))
 }
@@ -359,6 +385,7 @@ mod tests {
             ("LOWTIDE_PURGE_INTERVAL", "never"),
             ("LOWTIDE_IDLE_UNLOAD", "90s"),
             ("LOWTIDE_METRICS_INTERVAL", "2s"),
+            ("LOWTIDE_EXHAUSTION_POLICY", "exit:10m"),
             ("PATH", "/bin"),
         ]);
         let expected = Settings {
@@ -382,9 +409,12 @@ mod tests {
             purge_interval: Some(None),
             idle_unload: Some(Duration::from_secs(90)),
             metrics_interval: Some(Duration::from_secs(2)),
+            exhaustion_policy: Some(ExhaustionPolicy::Exit {
+                min_uptime: Duration::from_secs(600),
+            }),
         };
         assert_eq!(found, Ok(expected));
-        assert_eq!(VARIABLES.len(), 18, "a variable was added that this test does not name");
+        assert_eq!(VARIABLES.len(), 19, "a variable was added that this test does not name");
     }
 
     /// The bug: `LOWTIDE_MEMORY_LIMIT=` stopped the start, which is what a template with a missing
@@ -418,6 +448,33 @@ mod tests {
         }
         let never = given(&[("LOWTIDE_IDLE_UNLOAD", "never")]);
         assert_eq!(never.map(|settings| settings.idle_unload), Ok(Some(Duration::MAX)));
+    }
+
+    #[test]
+    fn a_policy_for_exhaustion_has_a_time_of_its_own_or_the_default() {
+        let (none, one) = (Duration::ZERO, Duration::from_millis(1500));
+        for (text, policy) in [
+            ("report", ExhaustionPolicy::Report),
+            ("serve-one", ExhaustionPolicy::SERVE_ONE),
+            ("serve-one:0s", ExhaustionPolicy::ServeOne { grace: none }),
+            ("exit", ExhaustionPolicy::EXIT),
+            ("exit:1500ms", ExhaustionPolicy::Exit { min_uptime: one }),
+        ] {
+            let found = given(&[("LOWTIDE_EXHAUSTION_POLICY", text)]);
+            assert_eq!(
+                found.map(|settings| settings.exhaustion_policy),
+                Ok(Some(policy)),
+                "{text}"
+            );
+        }
+        for text in ["restart", "report:1m", "exit:", "exit:soon", "Exit", "serve-one:1m:1m"] {
+            let error = given(&[("LOWTIDE_EXHAUSTION_POLICY", text)]).expect_err("a fault");
+            let expected = format!(
+                "LOWTIDE_EXHAUSTION_POLICY={text:?}: expected report, serve-one, exit, or the \
+                 latter two with a time, such as exit:1m"
+            );
+            assert_eq!(error.to_string(), expected);
+        }
     }
 
     #[test]

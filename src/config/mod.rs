@@ -24,6 +24,7 @@ mod settings;
 
 #[cfg(feature = "device")]
 pub use device::{DeviceBackend, DeviceChoice, DeviceConfig, DeviceSettings};
+pub use lowtide_admission::ExhaustionPolicy;
 pub use onnxruntime::{OrtPlace, OrtSetting};
 pub use profile::Profile;
 pub use resolve::{Config, Resolved, Source};

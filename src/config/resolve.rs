@@ -9,8 +9,8 @@ use super::profile::Profile;
 use super::settings::{ConfigError, Fault, Settings};
 use crate::bytes::ByteSize;
 use crate::decay::DecayTime;
-use lowtide_admission::PurgeGrowth;
 use lowtide_admission::ledger::{K_MAX, K_MIN, K_START};
+use lowtide_admission::{ExhaustionPolicy, PurgeGrowth};
 
 /// The source of a value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -77,6 +77,8 @@ pub struct Config {
     pub idle_unload: Resolved<Duration>,
     /// The time between publications of metrics.
     pub metrics_interval: Resolved<Duration>,
+    /// The policy for memory that no request owns and that leaves no room for requests.
+    pub exhaustion_policy: Resolved<ExhaustionPolicy>,
 }
 
 impl Config {
@@ -127,6 +129,11 @@ impl Config {
                 environment.metrics_interval,
                 code.metrics_interval,
                 Self::METRICS_INTERVAL,
+            ),
+            exhaustion_policy: pick_or(
+                environment.exhaustion_policy,
+                code.exhaustion_policy,
+                ExhaustionPolicy::Report,
             ),
         })
     }
@@ -208,6 +215,8 @@ mod tests {
         let sources = [nobody.device.choice.source, nobody.device.limit.source];
         assert_eq!(sources, [Source::Default; 2], "nor these");
         assert_eq!(nobody.metrics_interval.source, Source::Default);
+        let policy = Resolved { value: ExhaustionPolicy::Report, source: Source::Default };
+        assert_eq!(nobody.exhaustion_policy, policy);
         assert_eq!(
             (nobody.heap_decay.source, nobody.idle_unload.source.to_string()),
             (Source::Profile, "profile".to_owned())

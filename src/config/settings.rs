@@ -8,6 +8,7 @@ use thiserror::Error;
 use super::profile::Profile;
 use crate::bytes::ByteSize;
 use crate::decay::DecayTime;
+use lowtide_admission::ExhaustionPolicy;
 
 /// Settings from code or from the environment. `None` leaves a setting to the profile or default.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -37,6 +38,8 @@ pub struct Settings {
     pub idle_unload: Option<Duration>,
     /// The time between publications of metrics. Must not be zero.
     pub metrics_interval: Option<Duration>,
+    /// The policy for memory that no request owns and that leaves no room for requests.
+    pub exhaustion_policy: Option<ExhaustionPolicy>,
 }
 
 /// All settings that are invalid.

@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use crate::bytes::ByteSize;
 use crate::clock::{Bell, Clock, SystemClock};
-use crate::config::{Config, Profile, Settings, Source, env};
+use crate::config::{Config, ExhaustionPolicy, Profile, Settings, Source, env};
 use crate::fork::Birth;
 use crate::sync::{Mutex, lock};
 use lowtide_admission::{
@@ -97,6 +97,10 @@ impl Builder {
         idle_unload: Duration;
         /// Sets the time between publications of metrics. Default: 1 s.
         metrics_interval: Duration;
+        /// Sets the policy for memory that no request owns and that leaves no room for requests,
+        /// such as a leak. Default: [`ExhaustionPolicy::Report`]. The others need a supervisor
+        /// that restarts the process.
+        exhaustion_policy: ExhaustionPolicy;
     }
 
     /// Ignores the `LOWTIDE_*` variables of the environment, which otherwise override settings made
@@ -286,11 +290,10 @@ impl Builder {
             history: MetricsHistory::default(),
             admin_tasks: AdminTasks::default(),
             loads: Loads::default(),
+            #[cfg(feature = "tokio")]
+            ending: super::runtime::Ending::default(),
         });
-        evict_when_short(&shared);
-        if self.is_detached {
-            shared.resources.disable_reclaimers();
-        }
+        evict_when_short(&shared, self.is_detached);
         diagnostics.into_iter().for_each(|diagnostic| shared.add_diagnostic(diagnostic));
         *lock(&joined) = Some(Arc::clone(&shared));
         let hands = MaintenanceExecutor::new(&shared, self.hook, self.recall_hook);
@@ -357,14 +360,18 @@ fn open_signals(
     signals
 }
 
-/// Evicts idle resources to make room. The heap is purged before the room is used.
-fn evict_when_short(shared: &Arc<Shared>) {
+/// Evicts idle resources and asks reclaimers to make room. The heap is purged before the room is
+/// used. A detached `Memory` measures nothing, and so asks no reclaimer.
+fn evict_when_short(shared: &Arc<Shared>, is_detached: bool) {
     let purged = Arc::downgrade(shared);
     shared.resources.evict_for(&shared.admission, Arc::clone(&shared.clock), move || {
         if let Some(shared) = purged.upgrade() {
             shared.purge(Trigger::Unload);
         }
     });
+    if is_detached {
+        shared.resources.disable_reclaimers();
+    }
 }
 
 /// Starts the two threads. On failure the running one is signalled to end.
@@ -517,6 +524,7 @@ fn settings(config: &Config, is_host: bool) -> admission::Settings {
         purge_growth: config.purge_growth,
         publish_interval: Some(published),
         jitter: JITTER,
+        exhaustion_policy: config.exhaustion_policy.value,
         device_interval: (!is_host).then(|| published.min(DEVICE_INTERVAL_MAX)),
         ..defaults
     }

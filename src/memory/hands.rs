@@ -45,6 +45,8 @@ pub(super) struct MaintenanceExecutor {
     watch: Watch,
     /// `true` while exhaustion is reported.
     exhausted: bool,
+    /// `true` while a needed restart is reported.
+    needs_restart: bool,
 }
 
 impl MaintenanceActions for MaintenanceExecutor {
@@ -83,6 +85,10 @@ impl MaintenanceActions for MaintenanceExecutor {
         let exhausted = self.shared.state.is_exhausted();
         if std::mem::replace(&mut self.exhausted, exhausted) != exhausted {
             self.shared.report_exhaustion(exhausted);
+        }
+        let needs_restart = self.shared.state.needs_restart();
+        if !std::mem::replace(&mut self.needs_restart, needs_restart) && needs_restart {
+            self.shared.report_restart();
         }
     }
 
@@ -164,6 +170,7 @@ impl MaintenanceExecutor {
             kills_logged: 0,
             watch: Watch::default(),
             exhausted: false,
+            needs_restart: false,
         }
     }
 

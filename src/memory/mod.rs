@@ -269,6 +269,14 @@ impl Memory {
         self.0.shared.state.level(Budget::Host)
     }
 
+    /// Returns `true` if the process should be restarted because memory that no request owns leaves
+    /// no room for requests, by the [`Builder::exhaustion_policy`]. `/healthz` then answers 503.
+    /// For liveness probes of your own; one atomic read.
+    #[must_use]
+    pub fn needs_restart(&self) -> bool {
+        self.0.shared.state.needs_restart()
+    }
+
     /// Returns the cost to reserve. If device memory is host memory, because arenas are in the
     /// memory of this process or on an integrated GPU, host and device share one budget, and the
     /// whole cost is host memory. Every admission of this `Memory` does the same.
@@ -374,6 +382,12 @@ impl Memory {
         self.0.running.is_ending.load(Ordering::Relaxed)
     }
 
+    /// Returns `true` if memory is exhausted and single requests are still admitted.
+    #[cfg(feature = "service")]
+    pub(crate) fn serves_one(&self) -> bool {
+        self.0.shared.state.serves_one()
+    }
+
     /// Shuts the manager down: admits nothing more, waits until resources are unused, unloads them,
     /// and joins the threads. Blocks until the deadline at most, plus one second if a job is
     /// running, and one second for each clean-up that is. Do not call it on a thread of an async
@@ -393,7 +407,7 @@ impl Memory {
         }
         shared.admission.close();
         let end = shared.clock.now() + deadline;
-        let mut report = Shutdown::default();
+        let mut report = Shutdown { exhausted: shared.ends_exhausted(), ..Shutdown::default() };
         for resource in shared.resources.all() {
             if let Err(error) = resource.close(end - shared.clock.now()) {
                 report.resources.push(error.to_string());
@@ -565,18 +579,22 @@ pub struct Shutdown {
     pub panicked: Vec<String>,
     /// The threads that were still running a job at the deadline. They end after it.
     pub busy: Vec<String>,
+    /// `true` if memory was exhausted and the policy is
+    /// [`ExhaustionPolicy::Exit`](crate::config::ExhaustionPolicy). It makes the report an error,
+    /// so that a `main` that returns it exits with a status above 0 and is restarted.
+    pub exhausted: bool,
     /// `true` if called in a forked child, in which nothing runs.
     pub forked: bool,
 }
 
 impl Shutdown {
-    /// Returns `true` if nothing is outstanding.
+    /// Returns `true` if nothing is outstanding and memory was not exhausted.
     #[must_use]
     pub fn is_clean(&self) -> bool {
         *self == Self::default()
     }
 
-    /// Returns the report as an error if something is outstanding.
+    /// Returns the report as an error if something is outstanding or memory was exhausted.
     ///
     /// # Errors
     /// The report itself.
@@ -592,7 +610,10 @@ impl fmt::Display for Shutdown {
         if self.forked {
             return f.write_str("forked child: nothing to shut down");
         }
-        if self.is_clean() {
+        if self.exhausted {
+            f.write_str("memory exhausted; ")?;
+        }
+        if (Self { exhausted: false, ..self.clone() }).is_clean() {
             return f.write_str("nothing outstanding");
         }
         let plural = if self.requests == 1 { "" } else { "s" };

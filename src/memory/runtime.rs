@@ -5,23 +5,49 @@
 //!
 //! Invariant: nothing here blocks a thread of the runtime.
 
-use std::future::{Future, poll_fn};
+use std::future::{Future, pending, poll_fn};
 use std::io;
+use std::pin::pin;
 use std::task::Poll;
 use std::time::Duration;
 
 use tokio::runtime::Handle;
 use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::watch;
 
 use crate::BoxError;
 use lowtide_admission::ManagedBuilder;
 
 use super::{Memory, Shutdown};
 
+/// Completes the futures of [`Memory::terminated`] when the policy for exhaustion ends the process.
+#[derive(Debug, Default)]
+pub(super) struct Ending(watch::Sender<bool>);
+
+impl Ending {
+    pub(super) fn begin(&self) {
+        self.0.send_replace(true);
+    }
+
+    /// Returns a future that completes when the end begins. It does not keep the manager running.
+    fn begun(&self) -> impl Future<Output = ()> + Send + use<> {
+        let mut begins = self.0.subscribe();
+        async move {
+            if begins.wait_for(|begins| *begins).await.is_err() {
+                pending::<()>().await; // the manager is gone, and signals are left
+            }
+        }
+    }
+}
+
 impl Memory {
-    /// Returns a future that completes when the process is asked to end, by SIGTERM or SIGINT. From
-    /// then on `/readyz` answers 503, so that load balancers choose another instance. Pass it to
-    /// the server's graceful shutdown, then call [`Memory::shutdown_async`].
+    /// Returns a future that completes when the process is asked to end: by SIGTERM or SIGINT, or
+    /// because memory is exhausted and the policy is
+    /// [`ExhaustionPolicy::Exit`](crate::config::ExhaustionPolicy::Exit). From then on `/readyz`
+    /// answers 503, so that load balancers choose another instance. Pass it to the server's
+    /// graceful shutdown, then call [`Memory::shutdown_async`]. The report of a process that ends
+    /// because of exhaustion is an error: a `main` that returns it exits with a status above 0, and
+    /// its supervisor restarts it. The library itself never ends the process.
     ///
     /// The signals are handled from this call on, and never end the process by themselves any more.
     ///
@@ -45,10 +71,12 @@ impl Memory {
     pub fn terminated(&self) -> io::Result<impl Future<Output = ()> + Send + use<>> {
         let (mut term, mut int) =
             (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
-        let memory = self.downgrade();
+        let (memory, exhausted) = (self.downgrade(), self.0.shared.ending.begun());
         Ok(async move {
+            let mut exhausted = pin!(exhausted);
             poll_fn(|cx| {
                 let asked = term.poll_recv(cx).is_ready() | int.poll_recv(cx).is_ready();
+                let asked = asked || exhausted.as_mut().poll(cx).is_ready();
                 if asked { Poll::Ready(()) } else { Poll::Pending }
             })
             .await;

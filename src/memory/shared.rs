@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use crate::bytes::ByteSize;
 use crate::clock::Clock;
-use crate::config::Config;
+use crate::config::{Config, ExhaustionPolicy};
 use crate::fork::Birth;
 use crate::metrics::record;
 use crate::sync::{Mutex, lock};
@@ -52,6 +52,8 @@ pub(super) struct Shared {
     pub(super) history: MetricsHistory,
     pub(super) admin_tasks: AdminTasks,
     pub(super) loads: Loads,
+    #[cfg(feature = "tokio")]
+    pub(super) ending: super::runtime::Ending,
 }
 
 /// Counts of purges, for metrics.
@@ -235,6 +237,7 @@ impl Shared {
             log!(
                 error,
                 target: "lowtide",
+                policy = self.config.exhaustion_policy.value.name(),
                 %physical,
                 %ceiling,
                 %heap_live,
@@ -248,6 +251,25 @@ impl Shared {
         } else {
             log!(info, target: "lowtide", %physical, %ceiling, "memory exhaustion ended");
         }
+    }
+
+    /// Logs that exhaustion asks for a restart of the process, and completes the shutdown futures
+    /// if the policy is to exit.
+    pub(super) fn report_restart(&self) {
+        let policy = self.config.exhaustion_policy.value.name();
+        let text = format!("memory exhausted: restart needed ({policy})");
+        self.events.add(self.clock.since_epoch(), "level", "process", text);
+        log!(error, target: "lowtide", policy, "restart needed");
+        #[cfg(feature = "tokio")]
+        if self.ends_exhausted() {
+            self.ending.begin();
+        }
+    }
+
+    /// Returns `true` if the policy for exhaustion ends the process.
+    pub(super) fn ends_exhausted(&self) -> bool {
+        let policy = self.config.exhaustion_policy.value;
+        matches!(policy, ExhaustionPolicy::Exit { .. }) && self.state.needs_restart()
     }
 
     /// Returns the diagnostics; none in a forked child, in which a thread of the parent may hold

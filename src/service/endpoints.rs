@@ -1,8 +1,9 @@
 //! The operator endpoints `/metrics`, `/healthz`, `/readyz` and `/memory`.
 //!
 //! The application routes these paths, outside the memory layer. `/healthz` never fails because of
-//! pressure. `/readyz` fails while the pressure level is critical, while memory outside requests
-//! leaves no room for requests, and during shutdown. It lists sleeping arenas, which do not affect
+//! pressure; it fails if the policy for exhaustion asks for a restart. `/readyz` fails while the
+//! pressure level is critical, while memory outside requests leaves no room for requests (except
+//! if single ones are served), and during shutdown. It lists sleeping arenas, which do not affect
 //! readiness: they wake when used. `/memory` is JSON, or the live page for clients that prefer
 //! HTML; the commands below it are those of `admin`.
 //!
@@ -181,7 +182,7 @@ impl Endpoints {
     #[must_use]
     pub fn answer(&self, path: &str) -> Option<Response<String>> {
         match path {
-            "/healthz" => Some(answer(StatusCode::OK, TEXT, "ok\n".to_owned())),
+            "/healthz" => Some(self.healthy()),
             "/readyz" => Some(self.ready()),
             "/memory" => Some(self.memory(&[])),
             "/metrics" => {
@@ -190,6 +191,16 @@ impl Endpoints {
             }
             _ => None,
         }
+    }
+
+    fn healthy(&self) -> Response<String> {
+        let (status, text) = match &self.memory {
+            Some(memory) if memory.needs_restart() => {
+                (StatusCode::SERVICE_UNAVAILABLE, "memory exhausted: restart needed\n")
+            }
+            _ => (StatusCode::OK, "ok\n"),
+        };
+        answer(status, TEXT, text.to_owned())
     }
 
     fn ready(&self) -> Response<String> {
@@ -203,7 +214,11 @@ impl Endpoints {
         let level = memory.level();
         let ending = is_ending || memory.admission().is_closed();
         let snapshot = memory.snapshot();
-        let ready = level < Level::Critical && !ending && !snapshot.exhausted;
+        let serves = match snapshot.exhausted {
+            true => memory.serves_one(),
+            false => level < Level::Critical,
+        };
+        let ready = serves && !ending;
         let resources = snapshot.resources.iter().map(|resource| {
             let state = if resource.loaded {
                 "loaded"

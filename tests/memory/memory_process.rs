@@ -223,6 +223,7 @@ fn describe(memory: &Memory) -> String {
         purge_interval,
         idle_unload,
         metrics_interval,
+        exhaustion_policy,
         ..
     } = memory.config();
     let limit = memory_limit.value.map_or_else(|| "none".to_owned(), ByteSize::exact);
@@ -258,6 +259,7 @@ fn describe(memory: &Memory) -> String {
         format!("purge_interval={:?} ({})", purge_interval.value, purge_interval.source),
         format!("idle_unload={:?} ({})", idle_unload.value, idle_unload.source),
         format!("metrics_interval={:?} ({})", metrics_interval.value, metrics_interval.source),
+        format!("exhaustion={:?} ({})", exhaustion_policy.value, exhaustion_policy.source),
     ]
     .join("; ")
 }
@@ -299,6 +301,7 @@ fn each_variable_reaches_what_it_sets() {
         ("LOWTIDE_PURGE_INTERVAL", "never"),
         ("LOWTIDE_IDLE_UNLOAD", "90s"),
         ("LOWTIDE_METRICS_INTERVAL", "250ms"),
+        ("LOWTIDE_EXHAUSTION_POLICY", "exit:10m"),
     ]);
     for part in [
         "started: profile=low-memory (environment)",
@@ -324,12 +327,13 @@ fn each_variable_reaches_what_it_sets() {
         "purge_interval=None (environment)",
         "idle_unload=90s (environment)",
         "metrics_interval=250ms (environment)",
+        "exhaustion=Exit { min_uptime: 600s } (environment)",
     ] {
         assert!(bare.contains(part), "{part:?} is missing in {bare}");
     }
     let (bare, _) = with_variables(&[("LOWTIDE_BACKGROUND_THREADS", "0")]);
     assert!(bare.contains(" threads, on: false; background_threads=0 (environment)"), "{bare}");
-    assert_eq!(env::VARIABLES.len(), 18, "a variable was added that this test does not name");
+    assert_eq!(env::VARIABLES.len(), 19, "a variable was added that this test does not name");
 }
 
 #[test]

@@ -6,13 +6,14 @@ use std::convert::Infallible;
 use std::future::ready;
 use std::pin::pin;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
 use http::{Request, Response, StatusCode};
 use http_body_util::Empty;
 use lowtide::clock::{Clock, ManualClock};
-use lowtide::config::DeviceChoice;
+use lowtide::config::{DeviceChoice, ExhaustionPolicy};
 use lowtide::device::{Contents, Region, SleepOptions};
 use lowtide::service::{Endpoints, MemoryLayer};
 use lowtide::{ByteSize, Memory};
@@ -27,9 +28,14 @@ const SOON: Duration = Duration::from_secs(5);
 const TICK: Duration = Duration::from_millis(250);
 
 fn start(clock: &Arc<ManualClock>, tree: &Tree) -> Memory {
+    start_with(clock, tree, ExhaustionPolicy::Report)
+}
+
+fn start_with(clock: &Arc<ManualClock>, tree: &Tree, policy: ExhaustionPolicy) -> Memory {
     let clock: Arc<dyn Clock> = clock.clone();
     let builder = Memory::builder().clock(clock).signals(tree.open()).device(DeviceChoice::Host);
-    builder.device_limit(ByteSize::mib(16)).start().expect("starts")
+    let builder = builder.device_limit(ByteSize::mib(16)).exhaustion_policy(policy);
+    builder.start().expect("starts")
 }
 
 fn get(endpoints: &Endpoints, path: &str) -> Response<String> {
@@ -131,8 +137,7 @@ fn paths_that_are_none_of_these_are_left_to_the_application() {
 #[test]
 fn metrics_are_what_the_application_renders_at_each_request() {
     let count = std::sync::atomic::AtomicU64::new(0);
-    let render =
-        move || format!("x_total {}\n", count.fetch_add(1, std::sync::atomic::Ordering::SeqCst));
+    let render = move || format!("x_total {}\n", count.fetch_add(1, Ordering::SeqCst));
     let endpoints = Endpoints::new(None).with_metrics(render);
     assert_eq!(get(&endpoints, "/metrics").body(), "x_total 0\n");
     let response = get(&endpoints, "/metrics");
@@ -259,6 +264,102 @@ fn a_leak_made_a_zombie_with_green_probes() {
     drop(request().expect("fits"));
     advance_until(&clock, step, "it is told", || told("room for requests again") == 1);
     assert!(memory.shutdown(Duration::from_secs(5)).is_clean());
+}
+
+/// Lets memory outside requests, 84 of 100 MiB, exhaust the service.
+fn exhaust(clock: &ManualClock, tree: &Tree, memory: &Memory) {
+    let request = || memory.admission().try_admit(Cost::host(ByteSize::kib(64)));
+    drop(request().expect("fits"));
+    tree.hold(84);
+    advance_until(clock, TICK, "it is exhausted", || {
+        drop(request());
+        memory.snapshot().exhausted
+    });
+}
+
+#[test]
+fn an_exhausted_service_that_serves_single_requests_is_ready_and_is_restarted_after_the_grace() {
+    let (clock, tree) = (Arc::new(ManualClock::new()), Tree::new(ByteSize::mib(100)));
+    let grace = Duration::from_secs(60);
+    let memory = start_with(&clock, &tree, ExhaustionPolicy::ServeOne { grace });
+    let endpoints = Endpoints::new(Some(memory.clone()));
+    exhaust(&clock, &tree, &memory);
+    let begin = clock.now();
+    let status = |path| get(&endpoints, path).status();
+    let (ready, failed) = (StatusCode::OK, StatusCode::SERVICE_UNAVAILABLE);
+    assert_eq!((status("/readyz"), status("/healthz")), (ready, ready));
+    assert_eq!(get_json(&endpoints, "/readyz").1["exhausted"], json!(true));
+    let request = || memory.admission().try_admit(Cost::host(ByteSize::kib(64)));
+    let large = Cost::host(ByteSize::mib(3));
+    let one = memory.admission().try_admit(large).expect("served");
+    request().expect_err("one at a time");
+    drop(one);
+    drop((request().expect("served"), request().expect("small ones next to each other")));
+    // Above the critical mark nothing is served, and readiness fails after 5 s of that.
+    tree.hold(94);
+    advance_until(&clock, TICK, "it is not ready", || {
+        drop(request());
+        status("/readyz") == failed
+    });
+    request().expect_err("no room");
+    tree.hold(90);
+    advance_until(&clock, TICK, "it is ready again", || {
+        drop(request());
+        status("/readyz") == ready
+    });
+    assert_eq!(memory.level(), lowtide::admission::Level::Critical, "it leaves at 85 %");
+    drop(request().expect("served"));
+    assert_eq!(status("/healthz"), ready);
+    advance_until(&clock, TICK, "it needs a restart", || {
+        drop(request());
+        memory.needs_restart()
+    });
+    // The grace began at the declaration, which was at most one look earlier.
+    assert!(clock.now() - begin >= grace - TICK, "after {:?}", clock.now() - begin);
+    assert_eq!((status("/readyz"), status("/healthz")), (ready, failed));
+    drop(request().expect("served until it is restarted"));
+    tree.hold(10);
+    advance_until(&clock, TICK, "it needs none", || status("/healthz") == ready);
+    assert!(memory.shutdown(SOON).is_clean(), "the orchestrator has ended it");
+}
+
+#[test]
+fn an_exhausted_service_asks_to_end_once_it_is_old_enough_and_its_report_is_an_error() {
+    let (clock, tree) = (Arc::new(ManualClock::new()), Tree::new(ByteSize::mib(100)));
+    let begin = clock.now();
+    let min_uptime = Duration::from_secs(300);
+    let memory = start_with(&clock, &tree, ExhaustionPolicy::Exit { min_uptime });
+    let endpoints = Endpoints::new(Some(memory.clone()));
+    exhaust(&clock, &tree, &memory);
+    assert_eq!(get(&endpoints, "/readyz").status(), StatusCode::SERVICE_UNAVAILABLE);
+    assert_eq!(get(&endpoints, "/healthz").status(), StatusCode::OK, "too young");
+    let has_ended = std::sync::atomic::AtomicBool::new(false);
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_io().build();
+    let runtime = runtime.expect("a runtime");
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            advance_until(&clock, TICK, "it is to end", || has_ended.load(Ordering::Relaxed));
+        });
+        runtime.block_on(async {
+            let (first, second) = (memory.terminated(), memory.terminated());
+            first.expect("handlers").await;
+            second.expect("handlers").await;
+            memory.terminated().expect("one that comes late").await;
+        });
+        has_ended.store(true, Ordering::Relaxed);
+    });
+    assert!(clock.now() - begin >= min_uptime, "after {:?}", clock.now() - begin);
+    assert_eq!(get(&endpoints, "/healthz").status(), StatusCode::SERVICE_UNAVAILABLE);
+    let (status, ready) = get_json(&endpoints, "/readyz");
+    assert_eq!((status, &ready["ending"]), (StatusCode::SERVICE_UNAVAILABLE, &json!(true)));
+    let told = |event: &lowtide::memory::Event| event.text.contains("restart needed (exit)");
+    assert_eq!(memory.events().iter().filter(|event| told(event)).count(), 1);
+    // Memory that is freed on the way does not change the report.
+    tree.hold(10);
+    advance_until(&clock, TICK, "there is room", || !memory.snapshot().exhausted);
+    let report = memory.shutdown(SOON).into_result().expect_err("a status above 0");
+    assert!(report.exhausted);
+    assert_eq!(report.to_string(), "memory exhausted; nothing outstanding");
 }
 
 #[test]

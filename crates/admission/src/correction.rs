@@ -211,6 +211,8 @@ pub struct Correction {
     /// The bytes that must become free before `alone` is above 0; [`ByteSize::MAX`] while `K` is
     /// measured.
     pub(super) alone_debt: ByteSize,
+    /// The memory that no request owns.
+    pub(super) other: ByteSize,
     /// The memory that no request owns, even if each needs [`K_MAX`] times its reservation.
     pub(super) unowned: ByteSize,
     /// The memory beyond the base and all reservations.
@@ -241,6 +243,7 @@ impl Correction {
             unmeasured: UNMEASURED,
             alone: ByteSize::ZERO,
             alone_debt: ByteSize::MAX,
+            other: ByteSize::ZERO,
             unowned: ByteSize::ZERO,
             uncovered: ByteSize::ZERO,
             most: ByteSize::MAX,
@@ -288,9 +291,9 @@ impl Correction {
             let unbooked = required.saturating_sub(requests).saturating_add(loading);
             unbooked.max(self.base.saturating_add(books.resource_reservations))
         };
-        let other = other_than(books.held().scaled(self.correction_factor));
+        self.other = other_than(books.held().scaled(self.correction_factor));
         self.unowned = other_than(books.held().scaled(K_MAX));
-        let room = measured.ceiling.saturating_sub(other);
+        let room = measured.ceiling.saturating_sub(self.other);
         let beside = few(measured.ceiling).scaled(self.correction_factor);
         let lone = measured.ceiling.saturating_sub(self.unowned);
         self.most = lone.scaled(1.0 / self.correction_factor).max(lone.saturating_sub(beside));

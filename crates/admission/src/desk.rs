@@ -567,7 +567,10 @@ impl Desk {
         let by_level = match self.level() {
             Level::None | Level::Elevated => false,
             Level::High => priority == Priority::Low,
-            Level::Critical => matches!(priority, Priority::Low | Priority::Normal),
+            // The level stays until memory is well below its mark. A single request is kept below
+            // it by the ledger.
+            Level::Critical if priority == Priority::Normal => self.host.single().is_zero(),
+            Level::Critical => priority == Priority::Low,
         };
         by_level || self.closed.load(Ordering::Acquire)
     }
@@ -605,7 +608,7 @@ impl Desk {
         bytes: ByteSize,
         place: Place,
     ) -> Result<ByteSize, Rejected> {
-        book(&self.host, bytes, Ledger::try_book_more).map_err(|short| {
+        book(&self.host, bytes, |ledger, bytes| ledger.try_grow(held, bytes)).map_err(|short| {
             // The bytes it holds and the bytes it requests must fit together.
             let total = held.saturating_add(bytes);
             let never = total > self.host.ceiling();

@@ -13,10 +13,14 @@
 //! While large requests get less than their share, each request has to leave as much room as if it
 //! were as large as one of them: the *reserved headroom* (the module `fairness` computes its size).
 //!
+//! While memory is exhausted, a policy may admit single requests beyond the allowance: one, or
+//! small ones together, up to `single`.
+//!
 //! Invariants: at every admission `reserved + max(requested, reserved_headroom) <= allowance`, or
-//! `requests <= ceiling / 32` and `requested <= alone`, so that no request is rejected for lack of
-//! room if a larger one would be admitted. Admitted requests that grow, and requests of high
-//! priority, may use the reserved headroom.
+//! `requests <= ceiling / 32` and `requested <= alone`, or `requests + requested <= single` and one
+//! of `requests = 0`, `requests + requested <= ceiling / 32`, so that no request is rejected for
+//! lack of room if a larger one would be admitted. Admitted requests that grow, and requests of
+//! high priority, may use the reserved headroom.
 
 use std::fmt;
 use std::num::NonZero;
@@ -119,6 +123,9 @@ pub struct Ledger {
     /// The resource bytes that must be released before `alone` grows with them; [`u64::MAX`] while
     /// no request counts as alone. Written by the control loop only.
     alone_debt: AtomicU64,
+    /// The bytes that single requests may reserve; above 0 only while memory is exhausted. Written
+    /// by the control loop only.
+    single: AtomicU64,
     /// Bits of an `f64`. Written by the control loop only.
     correction_factor: AtomicU64,
     /// The room that each request must leave. Written by the control loop only.
@@ -153,6 +160,7 @@ impl Ledger {
             alone: AtomicU64::new(0),
             alone_resources: AtomicU64::new(0),
             alone_debt: AtomicU64::new(u64::MAX),
+            single: AtomicU64::new(0),
             correction_factor: AtomicU64::new(K_START.to_bits()),
             reserved_headroom: AtomicU64::new(0),
             drain: AtomicU64::new(0),
@@ -188,7 +196,7 @@ impl Ledger {
         }
     }
 
-    fn figures(&self) -> [&AtomicU64; 16] {
+    fn figures(&self) -> [&AtomicU64; 17] {
         let Self {
             reserved,
             allowance,
@@ -196,6 +204,7 @@ impl Ledger {
             alone,
             alone_resources,
             alone_debt,
+            single,
             correction_factor,
             reserved_headroom,
             drain,
@@ -210,6 +219,7 @@ impl Ledger {
             alone,
             alone_resources,
             alone_debt,
+            single,
             correction_factor,
             reserved_headroom,
             drain,
@@ -232,25 +242,48 @@ impl Ledger {
     #[inline]
     pub(crate) fn try_book(&self, bytes: ByteSize) -> Result<(), Shortfall> {
         let reserved_headroom = self.reserved_headroom.load(Ordering::Relaxed);
-        self.book_request(bytes, reserved_headroom.saturating_sub(bytes.get()))
+        self.book_request(ByteSize::ZERO, bytes, reserved_headroom.saturating_sub(bytes.get()))
     }
 
     /// Like [`Ledger::try_book`], but may use the reserved headroom: for a request of high
-    /// priority, and for an admitted one that grows, since a rejection would waste its work.
+    /// priority.
     ///
     /// # Errors
     /// As for [`Ledger::try_book`].
     pub(crate) fn try_book_more(&self, bytes: ByteSize) -> Result<(), Shortfall> {
-        self.book_request(bytes, 0)
+        self.try_grow(ByteSize::ZERO, bytes)
+    }
+
+    /// Like [`Ledger::try_book_more`], for an admitted request that holds `held` and grows: a
+    /// rejection would waste its work.
+    ///
+    /// # Errors
+    /// As for [`Ledger::try_book`].
+    pub(crate) fn try_grow(&self, held: ByteSize, bytes: ByteSize) -> Result<(), Shortfall> {
+        self.book_request(held, bytes, 0)
     }
 
     #[inline]
-    fn book_request(&self, bytes: ByteSize, left: u64) -> Result<(), Shortfall> {
+    fn book_request(&self, held: ByteSize, bytes: ByteSize, left: u64) -> Result<(), Shortfall> {
         self.book_where(bytes, left, |reserved| {
             // Before `alone`, which needs the resources of these units.
             let requests = reserved.saturating_sub(self.units.load(Ordering::Acquire));
-            requests <= few(self.ceiling()).get() && bytes.get() <= self.alone()
+            let few = few(self.ceiling()).get();
+            let all = requests.saturating_add(bytes.get());
+            requests <= few && bytes.get() <= self.alone()
+                || (requests <= held.get() || all <= few) && all <= self.single().get()
         })
+    }
+
+    /// Returns the bytes that single requests may reserve: one request all of them, or small ones
+    /// together the part that counts as few. Zero unless memory is exhausted.
+    pub(crate) fn single(&self) -> ByteSize {
+        ByteSize::new(self.single.load(Ordering::Relaxed))
+    }
+
+    /// Sets the bytes that single requests may reserve. Called by the control loop.
+    pub(crate) fn set_single(&self, bytes: ByteSize) {
+        self.single.store(bytes.get(), Ordering::Relaxed);
     }
 
     /// Returns the bytes that a nearly lone request may reserve: what the control loop computed,
@@ -378,10 +411,12 @@ impl Ledger {
     /// Returns the bytes that a request may reserve now.
     pub(crate) fn room(&self) -> ByteSize {
         let room = self.allowance().saturating_sub(self.reserved());
-        if self.requests() > few(self.ceiling()) {
+        let (requests, few) = (self.requests(), few(self.ceiling()));
+        if requests > few {
             return room;
         }
-        room.max(ByteSize::new(self.alone()))
+        let single = if requests.is_zero() { self.single() } else { self.single().min(few) };
+        room.max(ByteSize::new(self.alone())).max(single.saturating_sub(requests))
     }
 
     /// Returns `true` if a request of these bytes would fit if resource reservations of `freed`
@@ -592,12 +627,16 @@ impl Ledger {
     }
 
     /// Returns the bytes that all requests together may reserve, or [`ByteSize::MAX`] if no limit
-    /// is known.
+    /// is known. While single requests are admitted, it is the ceiling: a claim that was limited to
+    /// the room left would admit a request that needs more.
     #[doc(hidden)]
     pub fn request_room(&self) -> ByteSize {
         let allowance = self.allowance();
         if allowance == ByteSize::MAX {
             return allowance;
+        }
+        if !self.single().is_zero() {
+            return self.ceiling();
         }
         allowance.saturating_sub(ByteSize::new(self.units.load(Ordering::Relaxed)))
     }

@@ -30,7 +30,8 @@
 //! for [`Memory`](https://docs.rs/lowtide/latest/lowtide/memory/struct.Memory.html).
 //!
 //! Invariant: `reserved + requested <= allowance` at every admission that is not exempt. A request
-//! that is nearly alone counts once while nothing is measured: it is the measurement.
+//! that is nearly alone counts once while nothing is measured: it is the measurement. While memory
+//! that no request owns leaves no room, [`ExhaustionPolicy::ServeOne`] admits single ones.
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
 pub mod admission;
@@ -67,6 +68,7 @@ pub use admission::{Admission, AdmissionStats, Cost, Priority};
 pub use ceiling::CeilingParts;
 #[doc(hidden)]
 pub use eviction::Idle;
+pub use exhaustion::ExhaustionPolicy;
 #[doc(hidden)]
 pub use large::{GRACE, LARGE_MIN, LargeRequest, REGISTERED_MIN, SLOW_AFTER};
 pub use large::{RequestMemory, RequestPhase};

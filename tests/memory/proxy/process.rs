@@ -11,11 +11,13 @@ use std::net::SocketAddr;
 use std::os::fd::{AsRawFd as _, OwnedFd};
 use std::process::{Child, Command, Stdio};
 
+use lowtide::memory::Shutdown;
 use tokio::io::AsyncReadExt as _;
 use tokio::net::TcpStream;
 
 use super::support::{ask, get, post};
 use super::wire::{Upstream, Wire, until, within};
+use crate::cli::exit_code;
 
 const ARGUMENTS: &str = "PROXY_TEST_ARGUMENTS";
 const BETWEEN: char = '\u{1f}';
@@ -35,7 +37,7 @@ fn the_program() {
     if let Err(error) = &done {
         eprintln!("proxy: {error}");
     }
-    std::process::exit(done.is_err().into());
+    std::process::exit(exit_code(&done).into());
 }
 
 /// From here on nothing can be written to standard output and standard error. Not before, since
@@ -352,6 +354,16 @@ async fn a_switch_took_only_two_words_and_off_was_a_conflict() {
     assert_eq!(code, Some(2), "{text}");
     assert!(text.contains("not both"), "{text}");
     std::fs::remove_file(&token).expect("it is there");
+}
+
+#[test]
+fn exhausted_memory_has_an_exit_code_of_its_own_and_other_outstanding_work_is_a_failure() {
+    let mut report = Shutdown::default();
+    report.requests = 1;
+    assert_eq!(exit_code(&Err(report.clone().into())), 1);
+    report.exhausted = true;
+    assert_eq!(exit_code(&Err(report.into())), 75);
+    assert_eq!((exit_code(&Err("cannot listen".into())), exit_code(&Ok(()))), (1, 0));
 }
 
 #[test]

@@ -74,7 +74,7 @@ const SUBJECTS: &[(&str, &str)] = &[
     ("workspace", "what it costs to build, test and learn the workspace: some 20 minutes"),
     ("faults", "faults that were found and fixed: what goes wrong now, with a real ONNX Runtime"),
     ("measured", "requests that are measured: errors, costs, overload; over an hour"),
-    ("room", "requests that wait for room, and evictions of models: five minutes"),
+    ("room", "requests that wait for room, evictions of models, leaks: eight minutes"),
     ("envoy", "thresholds on the heap, in Envoy, and lowtide: quick and slow bodies"),
 ];
 

@@ -1,5 +1,5 @@
-//! Figures of room on demand: requests that wait for room, models that are evicted, and a cache
-//! that shrinks.
+//! Figures of room on demand: requests that wait for room, models that are evicted, a cache that
+//! shrinks, services that leak, and clients that hold memory or connections.
 
 use super::benches::Bench;
 
@@ -40,6 +40,14 @@ pub(super) const BENCHES: &[Bench] = &[
             ("room.h2.honest_ratio", None),
             ("room.h2.newcomer_part", None),
             ("room.h2.refused", None),
+        ],
+    },
+    Bench {
+        arguments: "bench --locked --bench room -- leak",
+        figures: &[
+            ("room.leak.exit_s", None),
+            ("room.leak.exit_old_s", None),
+            ("room.leak.serve_one_mib_s", None),
         ],
     },
     Bench {

@@ -19,6 +19,8 @@ pub(super) struct Account {
     pub(super) correction: Correction,
     /// The smallest request seen.
     pub(super) smallest: ByteSize,
+    /// Requests admitted since start, without exempt ones.
+    pub(super) admitted: u64,
     fairness: Fairness,
 }
 
@@ -27,7 +29,7 @@ impl Account {
         let (correction, fairness) =
             (Correction::starting_at(correction_factor), Fairness::default());
         let (pressure, smallest) = (Pressure::new(thresholds), ByteSize::new(1));
-        Self { budget, pressure, correction, smallest, fairness }
+        Self { budget, pressure, correction, smallest, admitted: 0, fairness }
     }
 
     /// Returns `true` if there is nothing to correct and nothing to share: no limit is known or in
@@ -53,6 +55,7 @@ impl Account {
         ledger.correct(&mut self.correction, measured);
         let counts = admission.counts(self.budget);
         self.smallest = counts.smallest();
+        self.admitted = counts.classes.iter().map(|class| class.admitted_total).sum();
         let balance = self.fairness.update(Seen::of(ledger, since), &counts);
         ledger.balance(balance);
     }

@@ -224,7 +224,7 @@ impl Maintenance {
             loads: 0,
             loaded_at: None,
             growth: Growth::new(),
-            exhaustion: Exhaustion::default(),
+            exhaustion: Exhaustion::new(settings.exhaustion_policy),
             decayed_at: None,
             published_at: None,
             looked_at: None,
@@ -280,7 +280,7 @@ impl Maintenance {
         );
         self.admission.tend_queue(now);
         let mut jobs = Jobs::default();
-        self.look_for_exhaustion(&stats, now, &mut jobs);
+        self.look_for_exhaustion(&sample, &stats, now, &mut jobs);
         self.decide_purge(&sample, &stats, now, &mut jobs);
         self.climb(now, &mut jobs);
         let resources_due = self.resources.next_due();
@@ -358,11 +358,18 @@ impl Maintenance {
         }
         self.admission.set_level(Level::None);
         self.admission.set_unowned(ByteSize::ZERO);
+        self.admission.desk().host.set_single(ByteSize::ZERO);
         self.admission.desk().queue.end();
     }
 
     /// Updates the exhaustion state.
-    fn look_for_exhaustion(&mut self, stats: &AdmissionStats, now: Moment, jobs: &mut Jobs) {
+    fn look_for_exhaustion(
+        &mut self,
+        sample: &Sample,
+        stats: &AdmissionStats,
+        now: Moment,
+        jobs: &mut Jobs,
+    ) {
         let reasons = [RejectReason::Full, RejectReason::Pressure, RejectReason::Exhausted];
         let purge_ended = self.purge.next() != Moment::NEVER;
         self.exhaustion.update(
@@ -370,16 +377,34 @@ impl Maintenance {
             Room {
                 most: self.host.correction.most,
                 smallest: self.host.smallest,
+                admitted_total: self.host.admitted,
                 refused_total: reasons.into_iter().map(|reason| stats.rejected_total(reason)).sum(),
                 purged: purge_ended.then_some(self.purged_at),
             },
         );
         let is_declared = self.exhaustion.is_declared();
+        let may_serve_one = self.exhaustion.may_serve_one();
+        let single = if may_serve_one { self.room_for_one(sample) } else { ByteSize::ZERO };
+        self.admission.desk().host.set_single(single);
+        // While some are served, others wait for their end.
+        let serves_one = self.exhaustion.serves_one();
         let unowned = self.host.correction.unowned.max(ByteSize::new(1));
-        self.admission.set_unowned(if is_declared { unowned } else { ByteSize::ZERO });
-        if self.state.set_exhausted(is_declared) != is_declared {
+        let rejects = is_declared && !serves_one;
+        self.admission.set_unowned(if rejects { unowned } else { ByteSize::ZERO });
+        if self.state.set_exhausted(is_declared, serves_one, self.exhaustion.needs_restart()) {
             jobs.insert(Job::ReportExhaustion);
         }
+    }
+
+    /// Returns the most that single requests may reserve, so that memory stays below the critical
+    /// level's mark. Pages that a purge would release count: a request that runs in another arena
+    /// cannot use them.
+    fn room_for_one(&self, sample: &Sample) -> ByteSize {
+        let mark = self.settings.thresholds.band(Level::Critical).map_or(1.0, |band| band.up);
+        let most = sample.limit.bytes.scaled(mark);
+        let other = self.host.correction.other.saturating_add(sample.purgeable);
+        let room = most.saturating_sub(other);
+        room.scaled(1.0 / self.host.correction.correction_factor)
     }
 
     /// Updates levels, allowances and reserved headroom.

@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use thiserror::Error;
 
+use crate::exhaustion::ExhaustionPolicy;
 use crate::ledger::{K_MAX, K_MIN, K_START};
 use crate::pressure::Thresholds;
 use lowtide_core::bytes::ByteSize;
@@ -59,6 +60,9 @@ pub struct Settings {
     /// Time between samples of the device's free memory; `None` without such a device. Default:
     /// `None`.
     pub device_interval: Option<Duration>,
+    /// The policy for memory that no request owns and that leaves no room for requests. Default:
+    /// [`ExhaustionPolicy::Report`].
+    pub exhaustion_policy: ExhaustionPolicy,
 }
 
 impl Default for Settings {
@@ -80,6 +84,7 @@ impl Default for Settings {
             heap_decay_interval: None,
             publish_interval: Some(Duration::from_secs(1)),
             device_interval: None,
+            exhaustion_policy: ExhaustionPolicy::Report,
         }
     }
 }

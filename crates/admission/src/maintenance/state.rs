@@ -33,6 +33,8 @@ pub struct PressureState {
     ticks: AtomicU64,
     late: AtomicU64,
     exhausted: AtomicBool,
+    serves_one: AtomicBool,
+    needs_restart: AtomicBool,
 }
 
 impl PressureState {
@@ -118,9 +120,32 @@ impl PressureState {
         self.exhausted.load(Ordering::Acquire)
     }
 
-    /// Sets the exhaustion state and returns the previous one.
-    pub(super) fn set_exhausted(&self, exhausted: bool) -> bool {
-        self.exhausted.swap(exhausted, Ordering::AcqRel)
+    /// Returns `true` if memory is exhausted and single requests are still admitted
+    /// ([`ExhaustionPolicy::ServeOne`](crate::ExhaustionPolicy::ServeOne)).
+    #[must_use]
+    pub fn serves_one(&self) -> bool {
+        self.serves_one.load(Ordering::Acquire)
+    }
+
+    /// Returns `true` if the [`ExhaustionPolicy`](crate::ExhaustionPolicy) asks for a restart of
+    /// the process.
+    #[must_use]
+    pub fn needs_restart(&self) -> bool {
+        self.needs_restart.load(Ordering::Acquire)
+    }
+
+    /// Sets the exhaustion state and returns `true` if it has changed, except for `serves_one`.
+    pub(super) fn set_exhausted(
+        &self,
+        exhausted: bool,
+        serves_one: bool,
+        needs_restart: bool,
+    ) -> bool {
+        // First: a reader that sees exhaustion finds whether requests are served.
+        self.serves_one.store(serves_one, Ordering::Release);
+        let was_restart = self.needs_restart.swap(needs_restart, Ordering::AcqRel);
+        let was_exhausted = self.exhausted.swap(exhausted, Ordering::AcqRel);
+        (was_exhausted, was_restart) != (exhausted, needs_restart)
     }
 
     /// Returns how often the loop has ticked.

@@ -53,7 +53,8 @@ pub trait MaintenanceActions: Send {
     }
 
     /// Reports that memory that no request owns leaves no room for requests, or no longer does
-    /// ([`PressureState::is_exhausted`]). Default: nothing.
+    /// ([`PressureState::is_exhausted`]), and that the process needs a restart
+    /// ([`PressureState::needs_restart`]). Default: nothing.
     fn report_exhaustion(&mut self) {}
 
     /// Publishes metrics. Default: nothing.

@@ -3,15 +3,16 @@
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
+use std::task::{Context, Poll, Waker};
 use std::thread;
 use std::time::Duration;
 
 use lowtide_admission::ByteSize;
 use lowtide_admission::clock::{Bell, Clock, ManualClock, Moment};
 use lowtide_admission::{
-    Admission, Budget, Cost, Job, Ladder, Level, Limit, Maintenance, MaintenanceActions, Managed,
-    Permit, Priority, Recovered, RejectReason, Resource, Resources, Sample, Sensor, Settings,
-    Trigger,
+    Admission, Budget, Cost, ExhaustionPolicy, Job, Ladder, Level, Limit, Maintenance,
+    MaintenanceActions, Managed, Permit, Priority, Recovered, RejectReason, Rejected, Resource,
+    Resources, Sample, Sensor, Settings, Trigger,
 };
 use lowtide_core::sync::lock;
 
@@ -617,6 +618,149 @@ fn memory_that_no_request_owns_exhausts_the_service_and_its_release_ends_that() 
     request(&rig).expect("fits");
     let reports = rig.posted.iter().filter(|(_, job)| *job == Job::ReportExhaustion).count();
     assert_eq!(reports, 2, "its beginning and its end");
+}
+
+/// Starts a service that a leak of so many of 256 MiB has exhausted.
+fn exhausted(policy: ExhaustionPolicy, mib: u64) -> Rig {
+    let settings = Settings { exhaustion_policy: policy, ..Settings::default() };
+    let mut rig = Rig::new(settings, ByteSize::mib(256), ByteSize::mib(20));
+    rig.run(Duration::from_secs(1));
+    drop(rig.admission.try_admit(Cost::host(ByteSize::kib(64))).expect("fits"));
+    rig.memory.with(|memory| memory.sample.physical = ByteSize::mib(mib));
+    for _ in 0..60 {
+        rig.run(100 * MILLI);
+        let _ = rig.admission.try_admit(Cost::host(ByteSize::kib(64)));
+    }
+    assert!(rig.maintenance.state().is_exhausted());
+    rig
+}
+
+/// Moves the leak.
+fn leak(rig: &mut Rig, mib: u64) {
+    rig.memory.with(|memory| memory.sample.physical = ByteSize::mib(mib));
+    rig.run(2000 * MILLI);
+}
+
+fn admit(rig: &Rig, kib: u64) -> Result<Permit, Rejected> {
+    rig.admission.try_admit(Cost::host(ByteSize::kib(kib)))
+}
+
+/// Admits requests of 64 KiB until one is rejected.
+fn admit_small(rig: &Rig) -> Vec<Permit> {
+    std::iter::repeat_with(|| admit(rig, 64)).map_while(Result::ok).collect()
+}
+
+#[test]
+fn an_exhausted_service_admits_one_request_at_a_time_below_the_critical_mark() {
+    // 93 % are 238 MiB; a reserved byte may need two.
+    let mut rig = exhausted(ExhaustionPolicy::SERVE_ONE, 210);
+    assert!(rig.maintenance.state().serves_one());
+    for (kib, fits) in [(14_300, true), (14_400, false)] {
+        assert_eq!(admit(&rig, kib).is_ok(), fits, "{kib} KiB");
+    }
+    for second in 0..100 {
+        let mut one = admit(&rig, 8192).unwrap_or_else(|error| panic!("{second} s: {error}"));
+        let other = admit(&rig, 64).map(drop).expect_err("one runs");
+        assert!(other.may_wait(), "{other}");
+        rig.memory.with(|memory| memory.allocate(8192 * KIB));
+        one.grow(ByteSize::mib(5)).expect("it may grow like a request of that size");
+        one.grow(ByteSize::mib(16)).expect_err("29 of at most 28 MiB");
+        rig.run(500 * MILLI);
+        rig.memory.with(|memory| memory.sample.physical = ByteSize::mib(210));
+        drop(one);
+        rig.run(500 * MILLI);
+    }
+}
+
+/// The bug: a proxy whose upstream is in its own process was ready and served nothing, since each
+/// request needed a second one.
+#[test]
+fn small_requests_of_an_exhausted_service_run_next_to_each_other() {
+    let mut rig = exhausted(ExhaustionPolicy::SERVE_ONE, 210);
+    let small = admit_small(&rig);
+    assert_eq!(small.len(), 102, "a thirty-second of a ceiling of 204.8 MiB");
+    drop(small);
+    leak(&mut rig, 237);
+    assert_eq!(admit_small(&rig).len(), 8, "half of 1.08 MiB");
+    leak(&mut rig, 239);
+    for _ in 0..60 {
+        rig.run(100 * MILLI);
+        admit(&rig, 64).map(drop).expect_err("above the mark");
+    }
+    let rejected = admit(&rig, 64).map(drop).expect_err("above the mark");
+    assert_eq!(rejected.reason(), RejectReason::Exhausted, "{rejected}");
+    assert!(!rig.maintenance.state().serves_one() && rig.maintenance.state().is_exhausted());
+    leak(&mut rig, 236);
+    drop(admit(&rig, 64).expect("below the mark"));
+    rig.run(300 * MILLI);
+    assert!(rig.maintenance.state().serves_one(), "one was admitted");
+    leak(&mut rig, 20);
+    drop(admit(&rig, 60_000).expect("fits"));
+    rig.run(6000 * MILLI);
+    assert!(!rig.maintenance.state().is_exhausted(), "there is room for all");
+}
+
+/// The bug: 90 % are critical if memory was above 93 % a moment ago, and stay so down to 85 %.
+#[test]
+fn a_level_that_stays_critical_rejected_what_an_exhausted_service_could_serve() {
+    let rig = exhausted(ExhaustionPolicy::SERVE_ONE, 230);
+    assert_eq!(rig.admission.level(), Level::Critical);
+    drop(admit(&rig, 64).expect("it fits below the mark"));
+    let low = rig.admission.try_admit_with(Cost::host(ByteSize::new(1)), Priority::Low).map(drop);
+    assert_eq!(low.expect_err("it is shed").reason(), RejectReason::Pressure);
+}
+
+#[test]
+fn a_request_that_waits_for_single_ones_is_woken_when_one_ends() {
+    let rig = exhausted(ExhaustionPolicy::SERVE_ONE, 210);
+    for kib in [8192, 64] {
+        let cost = Cost::host(ByteSize::kib(kib));
+        let admit = || rig.admission.try_admit(cost).ok();
+        let mut run: Vec<_> = std::iter::repeat_with(admit).map_while(|permit| permit).collect();
+        assert_eq!(run.len(), if kib == 64 { 102 } else { 1 });
+        let second = Some(Duration::from_secs(1));
+        let waiting = rig.admission.wait(cost, Priority::Normal, 0, second).expect("it may wait");
+        let cx = Context::from_waker(Waker::noop());
+        assert_eq!(waiting.poll_turn(&cx), Poll::Ready(true), "its first attempt");
+        waiting.try_admit(cost, Priority::Normal).map(drop).expect_err("others run");
+        assert_eq!(waiting.poll_turn(&cx), Poll::Pending);
+        drop(run.pop());
+        assert_eq!(waiting.poll_turn(&cx), Poll::Ready(true));
+        drop(waiting.try_admit(cost, Priority::Normal).expect("it fits"));
+    }
+}
+
+#[test]
+fn a_loop_that_ends_leaves_no_rule_for_single_requests() {
+    let mut rig = exhausted(ExhaustionPolicy::SERVE_ONE, 230);
+    rig.maintenance.leave();
+    let ledger = rig.admission.ledger(Budget::Host);
+    assert_eq!(ledger.request_room(), ledger.allowance());
+}
+
+/// A claim is limited to two thirds of the room, and the room of an exhausted service is zero.
+#[test]
+fn a_claim_of_an_exhausted_service_that_serves_is_not_limited_to_the_room_left() {
+    let room = |policy| exhausted(policy, 230).admission.ledger(Budget::Host).request_room();
+    assert_eq!(room(ExhaustionPolicy::Report), ByteSize::ZERO);
+    assert!(room(ExhaustionPolicy::SERVE_ONE) > ByteSize::mib(200));
+}
+
+#[test]
+fn other_policies_admit_nothing_while_memory_is_exhausted() {
+    for policy in [ExhaustionPolicy::Report, ExhaustionPolicy::EXIT] {
+        let mut rig = exhausted(policy, 230);
+        for _ in 0..100 {
+            let rejected = rig.admission.try_admit(Cost::host(ByteSize::new(1))).map(drop);
+            let rejected = rejected.expect_err("no room");
+            assert_eq!(rejected.reason(), RejectReason::Exhausted, "{rejected}");
+            rig.run(Duration::from_secs(1));
+        }
+        let needs_restart = matches!(policy, ExhaustionPolicy::Exit { .. });
+        assert_eq!(rig.maintenance.state().needs_restart(), needs_restart, "{policy:?}");
+        let reports = rig.posted.iter().filter(|(_, job)| *job == Job::ReportExhaustion).count();
+        assert_eq!(reports, 1 + usize::from(needs_restart), "{policy:?}");
+    }
 }
 
 #[test]

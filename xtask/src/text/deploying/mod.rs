@@ -100,7 +100,7 @@ impl<'a> Deploying<'a> {
             humantime::format_duration(found.time()).to_string()
         };
         let name = |found: Found<'_>| self.code.name_of(&found.value);
-        let rows: [(&str, Written<'_>); 15] = [
+        let rows: [(&str, Written<'_>); 16] = [
             ("CEILING", &ratio),
             ("CORRECTION_FACTOR", &plain),
             ("DEVICE", &name),
@@ -116,6 +116,7 @@ impl<'a> Deploying<'a> {
             ("PURGE_INTERVAL", &time),
             ("IDLE_UNLOAD", &time),
             ("METRICS_INTERVAL", &time),
+            ("EXHAUSTION_POLICY", &name),
         ];
         for (at, profile) in ["LowMemory", "Balanced", "Throughput"].into_iter().enumerate() {
             for (setting, written) in rows {

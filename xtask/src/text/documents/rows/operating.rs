@@ -434,6 +434,10 @@ fn host_alerts(code: &Code<'_>) -> Rows {
     let old = Duration::from_secs_f64(sampler.after("timestamp_seconds > "));
     let refused = code.constant("REFUSED_FOR").time();
     let exhausted = code.constant("EXHAUSTED").time();
+    let policy = code.setting("Balanced", "exhaustion_policy");
+    let of = |policy: &str, name: &str| {
+        code.constant(&format!("ExhaustionPolicy::{policy}")).field(name).time()
+    };
     vec![
         (
             "above {} of the limit for {}, with less than {} left. Purging began at {}, unloading \
@@ -452,6 +456,17 @@ fn host_alerts(code: &Code<'_>) -> Rows {
              retry time of {} to {},",
             values![time(refused), time(exhausted), time(2 * exhausted)],
         ),
+        ("| `{}` (default) | rejected |", values![code.name_of(&policy.value)]),
+        ("if it fits below {} of the limit (level `critical`)", values![up("Critical")]),
+        (
+            "503 once requests have been rejected for {} and none was admitted",
+            values![time(refused)],
+        ),
+        (
+            "503 after {} (`serve-one:10m` sets another time)",
+            values![time(of("SERVE_ONE", "grace"))],
+        ),
+        ("at least {} old (`exit:10m` sets another time)", values![time(of("EXIT", "min_uptime"))]),
         (
             "has grown by more than {} in {}, at a rate that reaches the limit within {} hours, \
              and the service uses more than {} of its limit",

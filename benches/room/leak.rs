@@ -1,0 +1,343 @@
+//! A service that leaks: the time until it serves again under the policy `exit`, and what it serves
+//! under `serve-one`.
+//!
+//! The service is a process of its own with a limit of [`LIMIT`], in real time. Memory leaks on
+//! a path outside the memory layer, so that no request owns it. Clients send requests all the time;
+//! they are in this process, which restarts the service as a supervisor does, at once and if it
+//! fails.
+
+use std::io::{BufRead, BufReader};
+use std::net::SocketAddr;
+use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use axum::Router;
+use axum::extract::Path;
+use axum::routing::post;
+use bytes::Bytes;
+use http::{Request, StatusCode};
+use http_body_util::{BodyExt, Full};
+use hyper_util::client::legacy::{Client, connect::HttpConnector};
+use hyper_util::rt::TokioExecutor;
+use lowtide::clock::{Clock, Moment, SystemClock};
+use lowtide::{BoxError, ByteSize, Memory};
+use tokio::runtime::Runtime;
+use tokio::task::JoinHandle;
+use tokio::time::sleep;
+
+/// The limit of the service.
+const LIMIT: ByteSize = ByteSize::mib(128);
+/// The bytes of a request, which its handler copies and holds for [`WORK`].
+const BODY: usize = 64 << 10;
+const WORK: Duration = Duration::from_millis(5);
+const CLIENTS: usize = 4;
+/// Before a client that was rejected sends again.
+const PAUSE: Duration = Duration::from_millis(20);
+/// One leak.
+const LEAK_KIB: u64 = 128;
+const LEAK_EVERY: Duration = Duration::from_millis(10);
+/// The part of the limit to which memory leaks under `exit`.
+const LEAKED: f64 = 0.86;
+/// The parts of the limit at which the goodput under `serve-one` is measured, and for how long.
+const PARTS: [f64; 3] = [0.86, 0.90, 0.92];
+const MEASURED_FOR: Duration = Duration::from_secs(10);
+/// The longest accepted time without service.
+const EXIT_MOST: Duration = Duration::from_secs(120);
+/// A bench that takes longer has failed.
+const PATIENCE: Duration = Duration::from_secs(240);
+
+type Http = Client<HttpConnector, Full<Bytes>>;
+
+/// The service: it leaks what it is asked to leak.
+#[tokio::main]
+pub(crate) async fn serve() -> Result<(), BoxError> {
+    let memory = Memory::start()?;
+    let work = |body: Bytes| async move {
+        let copy = body.to_vec();
+        sleep(WORK).await;
+        if copy == body { StatusCode::OK } else { StatusCode::BAD_REQUEST }
+    };
+    let leak = |Path(kib): Path<usize>| async move {
+        let _: &mut [u8] = vec![1; kib << 10].leak();
+    };
+    let routes = Router::new()
+        .route("/work", post(work))
+        .layer(memory.layer())
+        .route("/leak/{kib}", post(leak))
+        .merge(memory.routes());
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await?;
+    println!("{}", listener.local_addr()?);
+    axum::serve(listener, routes).with_graceful_shutdown(memory.terminated()?).await?;
+    Ok(memory.shutdown_async(Duration::from_secs(5)).await.into_result()?)
+}
+
+/// Runs both policies and prints their figures. Returns `true` if every goal held.
+pub(crate) fn measure() -> Result<bool, BoxError> {
+    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
+    let exit = measure_exit(&runtime, "exit", "exit_s")?;
+    let old = measure_exit(&runtime, "exit:0s", "exit_old_s")?;
+    let goodput = measure_serve_one(&runtime)?;
+    let held = exit.max(old) <= EXIT_MOST && goodput > 0.0;
+    let said = if held { "held" } else { "missed" };
+    println!("goals: served again within {EXIT_MOST:?}, serve_one_mib_s above 0: {said}");
+    Ok(held)
+}
+
+/// Returns the time from the first request rejected as exhausted, or from the end of the process if
+/// none was, to the next one that is served. With a minimum uptime of zero it is that of a process
+/// that is old enough.
+fn measure_exit(runtime: &Runtime, policy: &str, figure: &str) -> Result<Duration, BoxError> {
+    let mut service = Service::start(policy)?;
+    let load = Load::start(runtime, service.address);
+    runtime.block_on(service.leak_to(LEAKED))?;
+    let mut codes = Vec::new();
+    let (exhausted, served) = loop {
+        if let Some(times) = load.seen().times() {
+            break times;
+        }
+        if load.clock.now() > Moment::ORIGIN + PATIENCE {
+            return Err("it does not serve again".into());
+        }
+        if let Some(status) = service.process.try_wait()? {
+            codes.push(status.code());
+            if status.success() {
+                return Err("it ended without a failure: no supervisor restarts it".into());
+            }
+            // One that is old enough may end before it rejects a request as exhausted.
+            let now = load.clock.now();
+            load.seen().exhausted.get_or_insert(now);
+            service = Service::start(policy)?;
+            load.seen().address = service.address;
+        }
+        runtime.block_on(async { sleep(Duration::from_millis(5)).await });
+    };
+    load.end(runtime)?;
+    let took = served - exhausted;
+    let after = exhausted.since_origin();
+    println!("{policy}: exhausted {after:.1?} after the start, exit codes {codes:?}");
+    println!("figure room.leak.{figure} {:.2} s", took.as_secs_f64());
+    Ok(took)
+}
+
+/// Returns the goodput at the largest leak, in MiB per second.
+fn measure_serve_one(runtime: &Runtime) -> Result<f64, BoxError> {
+    let service = Service::start("serve-one")?;
+    let load = Load::start(runtime, service.address);
+    let mut goodput = 0.0;
+    for part in [0.0].into_iter().chain(PARTS) {
+        let outcome = runtime.block_on(async {
+            service.leak_to(part).await?;
+            // Until it is exhausted: requests were rejected for some seconds.
+            let began = load.clock.now();
+            while part > 0.0 && !service.memory().await?.exhausted {
+                if load.clock.now() - began > PATIENCE {
+                    return Err("it is not exhausted".into());
+                }
+                sleep(PAUSE).await;
+            }
+            let (before, began) = (load.served.load(Ordering::Relaxed), load.clock.now());
+            let (mut peak, mut looks, mut ready) = (ByteSize::ZERO, 0_u32, 0_u32);
+            while load.clock.now() - began < MEASURED_FOR {
+                peak = peak.max(service.memory().await?.physical);
+                ready += u32::from(service.is_ready().await?);
+                looks += 1;
+                sleep(Duration::from_millis(100)).await;
+            }
+            let served = load.served.load(Ordering::Relaxed) - before;
+            let seconds = (load.clock.now() - began).as_secs_f64();
+            let required = service.memory().await?.required;
+            Ok::<_, BoxError>((served, seconds, peak, ready, looks, required))
+        })?;
+        let (served, seconds, peak, ready, looks, required) = outcome;
+        let of_limit = |bytes: ByteSize| 100.0 * bytes.as_f64() / LIMIT.as_f64();
+        goodput =
+            ByteSize::new(served * BODY as u64).as_f64() / ByteSize::mib(1).as_f64() / seconds;
+        println!(
+            "serve-one: {goodput:.3} MiB/s at {:.1} % of the limit, {:.1} % at most, ready in \
+             {ready} of {looks} looks",
+            of_limit(required),
+            of_limit(peak)
+        );
+        if part > 0.0 {
+            println!("figure room.leak.serve_one_{:.0}_mib_s {goodput:.3} MiB/s", 100.0 * part);
+        } else {
+            println!("figure room.leak.no_leak_mib_s {goodput:.3} MiB/s");
+        }
+    }
+    load.end(runtime)?;
+    println!("figure room.leak.serve_one_mib_s {goodput:.3} MiB/s");
+    Ok(goodput)
+}
+
+/// A service that runs; it is killed when this is dropped.
+struct Service {
+    process: Child,
+    address: SocketAddr,
+    client: Http,
+}
+
+/// Figures of the service.
+struct Figures {
+    required: ByteSize,
+    physical: ByteSize,
+    exhausted: bool,
+}
+
+impl Service {
+    /// Starts this program as the service, and waits until it prints its address.
+    fn start(policy: &str) -> Result<Self, BoxError> {
+        let mut process = Command::new(std::env::current_exe()?)
+            .args(["--bench", "leak", "--serve"])
+            .env("LOWTIDE_MEMORY_LIMIT", LIMIT.exact())
+            .env("LOWTIDE_EXHAUSTION_POLICY", policy)
+            .stdout(Stdio::piped())
+            .spawn()?;
+        let output = process.stdout.take().ok_or("no output")?;
+        let mut line = String::new();
+        BufReader::new(output).read_line(&mut line)?;
+        Ok(Self { process, address: line.trim().parse()?, client: client() })
+    }
+
+    /// Leaks until the process needs this part of its limit.
+    async fn leak_to(&self, part: f64) -> Result<(), BoxError> {
+        let began = SystemClock::new();
+        while self.memory().await?.required < LIMIT.scaled(part) {
+            let path = format!("leak/{LEAK_KIB}");
+            send(&self.client, self.address, &path, Bytes::new()).await.ok_or("no answer")?;
+            sleep(LEAK_EVERY).await;
+            if began.now() > Moment::ORIGIN + PATIENCE {
+                return Err("the leak does not grow".into());
+            }
+        }
+        Ok(())
+    }
+
+    async fn memory(&self) -> Result<Figures, BoxError> {
+        let (_, text) = self.get("memory").await?;
+        let document: serde_json::Value = serde_json::from_slice(&text)?;
+        let host = &document["host"];
+        let bytes = |name: &str| host[name].as_u64().map(ByteSize::new).ok_or("no figure");
+        Ok(Figures {
+            required: bytes("required_bytes")?,
+            physical: bytes("physical_bytes")?,
+            exhausted: host["exhausted"] == true,
+        })
+    }
+
+    async fn is_ready(&self) -> Result<bool, BoxError> {
+        Ok(self.get("readyz").await?.0 == StatusCode::OK)
+    }
+
+    async fn get(&self, path: &str) -> Result<(StatusCode, Bytes), BoxError> {
+        let uri = format!("http://{}/{path}", self.address);
+        let response = self.client.request(Request::get(uri).body(Full::default())?).await?;
+        let status = response.status();
+        Ok((status, response.into_body().collect().await?.to_bytes()))
+    }
+}
+
+impl Drop for Service {
+    fn drop(&mut self) {
+        // One that has ended already is reaped.
+        let _ = self.process.kill();
+        let _ = self.process.wait();
+    }
+}
+
+/// Clients that send requests until it ends.
+struct Load {
+    clock: Arc<SystemClock>,
+    seen: Arc<Mutex<Seen>>,
+    served: Arc<AtomicU64>,
+    is_over: Arc<AtomicBool>,
+    clients: Vec<JoinHandle<()>>,
+}
+
+/// The service that is asked, and the times of the first request rejected as exhausted and of the
+/// first one served after it.
+struct Seen {
+    address: SocketAddr,
+    exhausted: Option<Moment>,
+    served: Option<Moment>,
+}
+
+impl Seen {
+    fn times(&self) -> Option<(Moment, Moment)> {
+        self.exhausted.zip(self.served)
+    }
+}
+
+impl Load {
+    fn start(runtime: &Runtime, address: SocketAddr) -> Self {
+        let seen = Arc::new(Mutex::new(Seen { address, exhausted: None, served: None }));
+        let mut load = Self {
+            clock: Arc::new(SystemClock::new()),
+            seen,
+            served: Arc::default(),
+            is_over: Arc::default(),
+            clients: Vec::new(),
+        };
+        load.clients = (0..CLIENTS).map(|_| runtime.spawn(load.client())).collect();
+        load
+    }
+
+    fn seen(&self) -> std::sync::MutexGuard<'_, Seen> {
+        self.seen.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn client(&self) -> impl Future<Output = ()> + use<> {
+        let (clock, seen) = (Arc::clone(&self.clock), Arc::clone(&self.seen));
+        let (served, is_over) = (Arc::clone(&self.served), Arc::clone(&self.is_over));
+        async move {
+            let (client, body) = (client(), Bytes::from(vec![1; BODY]));
+            let lock = || seen.lock().unwrap_or_else(PoisonError::into_inner);
+            while !is_over.load(Ordering::Relaxed) {
+                let address = lock().address;
+                let answer = send(&client, address, "work", body.clone()).await;
+                let now = clock.now();
+                match answer {
+                    Some((StatusCode::OK, _)) => {
+                        served.fetch_add(1, Ordering::Relaxed);
+                        let mut seen = lock();
+                        if seen.exhausted.is_some() {
+                            seen.served.get_or_insert(now);
+                        }
+                        continue;
+                    }
+                    Some((_, text)) if text.windows(9).any(|part| part == b"exhausted") => {
+                        lock().exhausted.get_or_insert(now);
+                    }
+                    _ => {}
+                }
+                sleep(PAUSE).await;
+            }
+        }
+    }
+
+    fn end(self, runtime: &Runtime) -> Result<(), BoxError> {
+        self.is_over.store(true, Ordering::Relaxed);
+        for client in self.clients {
+            runtime.block_on(client)?;
+        }
+        Ok(())
+    }
+}
+
+fn client() -> Http {
+    Client::builder(TokioExecutor::new()).build_http()
+}
+
+/// Returns the answer; `None` without one.
+async fn send(
+    client: &Http,
+    address: SocketAddr,
+    path: &str,
+    body: Bytes,
+) -> Option<(StatusCode, Bytes)> {
+    let request = Request::post(format!("http://{address}/{path}")).body(Full::new(body)).ok()?;
+    let response = client.request(request).await.ok()?;
+    let status = response.status();
+    Some((status, response.into_body().collect().await.ok()?.to_bytes()))
+}
