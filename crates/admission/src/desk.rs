@@ -65,6 +65,8 @@ pub(super) struct Desk {
     /// `true` if the next tick is further away than while requests wait.
     pub(super) is_slow: AtomicBool,
     tallies: [Tally; STRIPES],
+    /// The ticks of the control loop.
+    pub(super) ticks: AtomicU64,
     /// `true` once a reclaimer was registered.
     pub(super) has_reclaimers: AtomicBool,
     /// Makes room for requests and loads that do not fit. Read only on a rejection.
@@ -253,6 +255,7 @@ impl Desk {
     /// Ends the wait of requests whose deadline has passed, and wakes those that may fit. Called at
     /// each tick of the control loop.
     pub(super) fn tend_queue(&self, now: Moment) {
+        self.ticks.fetch_add(1, Ordering::Relaxed);
         self.queue.expire(now);
         self.wake_waiting(WOKEN_OTHERS_TICK);
     }
