@@ -70,6 +70,8 @@ pub(super) struct Desk {
     /// How often a reservation was suspended, since the start.
     pub(super) suspensions: AtomicU64,
     tallies: [Tally; STRIPES],
+    /// The ticks of the control loop.
+    pub(super) ticks: AtomicU64,
     /// `true` once a reclaimer was registered.
     pub(super) has_reclaimers: AtomicBool,
     /// Makes room for requests and loads that do not fit. Read only on a rejection.
@@ -261,6 +263,7 @@ impl Desk {
     /// is no room for the first one, or for one that was rejected, it suspends the reservations of
     /// requests that wait for their clients. Called at each tick of the control loop.
     pub(super) fn tend_queue(&self, now: Moment) {
+        self.ticks.fetch_add(1, Ordering::Relaxed);
         self.queue.expire(now);
         let lacked = ByteSize::new(self.lacked.swap(u64::MAX, Ordering::Relaxed));
         let lacks = self.queue.lacks_host().unwrap_or(lacked);

@@ -27,6 +27,7 @@
 use std::fmt;
 use std::io;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::thread;
 use std::time::Duration;
 
@@ -54,6 +55,8 @@ const CHOICES_MAX: usize = 8;
 const ROUND_MAX: Duration = Duration::from_secs(1);
 /// The time that a load waits for a sample to find memory freed: two ticks of an idle service.
 const OBSERVED_MAX: Duration = Duration::from_millis(500);
+/// The ticks after a round before the next one: the second has sampled what the round released.
+const TICKS_OBSERVED: u64 = 2;
 /// The bytes that a reclaimer is asked for in addition: reservations are rounded, and memory is
 /// freed by pages.
 const ROUNDING: u64 = 4096;
@@ -240,23 +243,26 @@ impl Evictor {
         self.pool.next_ask()?;
         let mut rounds = lock(&self.rounds);
         if rounds.has_thread && rounds.until <= self.clock.now() {
-            return None; // a function of the application does not return
+            return None; // it is about to go on, or a function of the application hangs
         }
-        let begun = match self.begin_round(&mut rounds) {
-            Turn::Useless => return None,
-            Turn::Await(rest) => return Some(rest),
-            Turn::Begun => !std::mem::replace(&mut rounds.has_thread, true),
-        };
+        let turn = self.begin_round(&mut rounds);
+        let starts = !std::mem::replace(&mut rounds.has_thread, true);
         drop(rounds);
-        if begun {
+        let begun = matches!(turn, Turn::Begun);
+        if starts {
+            // Also while reclaimers pause: the request may wait until they can be asked.
             let evictor = Arc::clone(self);
             let thread = thread::Builder::new().name("lowtide-reclaim".to_owned());
-            if thread.spawn(move || evictor.run_rounds(desk, cost)).is_err() {
+            if thread.spawn(move || evictor.run_rounds(desk, cost, begun)).is_err() {
                 *lock(&self.rounds) = Rounds::default();
                 return None;
             }
         }
-        Some(PAUSE_MIN)
+        match turn {
+            Turn::Begun => Some(PAUSE_MIN),
+            Turn::Await(rest) => Some(rest),
+            Turn::Useless => None,
+        }
     }
 
     fn may_ask(&self) -> bool {
@@ -285,10 +291,11 @@ impl Evictor {
         (rounds.until, rounds.helps) = (until, helps);
     }
 
-    /// Runs rounds on this thread while requests wait for bytes. The first has begun, for a request
-    /// of this cost.
-    fn run_rounds(self: &Arc<Self>, desk: &'static Desk, mut cost: Cost) {
-        let mut begun = true;
+    /// Runs rounds on this thread while requests wait for bytes. The first one may have begun, for
+    /// a request of this cost.
+    fn run_rounds(self: &Arc<Self>, desk: &'static Desk, mut cost: Cost, mut begun: bool) {
+        let mut ended_at = 0;
+        let ticks = || desk.ticks.load(Ordering::Relaxed);
         // Ends when no request waits, at its deadline at the latest, or with the last reclaimer.
         // Each iteration waits for the pause.
         loop {
@@ -297,6 +304,7 @@ impl Evictor {
                 // Longer than the pause of this thread, so that the next round is not begun by a
                 // request, but by this thread.
                 self.end_round(2 * PAUSE_MIN, helps);
+                ended_at = ticks();
                 desk.hurry();
             }
             self.clock.wait_until(&Bell::new(), self.clock.now() + PAUSE_MIN);
@@ -309,8 +317,15 @@ impl Evictor {
                 }
                 return;
             };
-            // A part of this pause may be left, but not more: that would be a load's round.
             let now = self.clock.now();
+            // The first tick since then may have taken its sample before.
+            let is_observed = ticks().wrapping_sub(ended_at) >= TICKS_OBSERVED;
+            if !is_observed && rounds.helps {
+                rounds.until = rounds.until.max(now + 2 * PAUSE_MIN);
+                begun = false;
+                continue;
+            }
+            // A part of this pause may be left, but not more: that would be a load's round.
             begun = !desk.fits(first, Cost::ZERO) && rounds.until - now <= PAUSE_MIN;
             if begun {
                 cost = first;

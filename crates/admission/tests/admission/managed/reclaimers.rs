@@ -146,6 +146,7 @@ impl Rig {
         while self.clock.now() < end {
             let before = pauses();
             self.sample();
+            self.sample();
             self.advance(PAUSE);
             until("the next pause", || pauses() > before);
         }
@@ -264,7 +265,7 @@ fn a_reclaimer_that_panics_is_counted_and_asked_again_after_a_pause() {
     let mut cx = Context::from_waker(Waker::noop());
     let mut request = pin!(rig.admission.reserve(mib(30)));
     assert!(request.as_mut().poll(&mut cx).is_pending());
-    rig.pass(SECOND);
+    rig.pass(6 * PAUSE);
     assert!(matches!(request.as_mut().poll(&mut cx), Poll::Ready(Ok(_))));
     let stats = reclaimer.stats();
     assert_eq!((stats.calls_total, stats.panics_total), (2, 1));
@@ -586,4 +587,22 @@ fn without_measurement_no_reclaimer_is_asked() {
     assert!(rig.admission.try_admit(mib(50)).is_err(), "16 MiB are free");
     until("the model makes room", || !model.stats().loaded);
     assert_eq!(cache.asked(), []);
+}
+
+/// The bug: a request that came while the only reclaimer paused was not helped when the pause was
+/// over.
+#[test]
+fn a_request_that_comes_during_a_pause_is_helped_after_it() {
+    let rig = Rig::new();
+    let cache = rig.cache(80);
+    let _reclaimer = rig.add(cache.reclaimable("cache"));
+    let ask = Ask { bytes: ByteSize::mib(1), level: Level::High, now: rig.clock.now() };
+    assert_eq!(rig.resources.reclaimer(Budget::Host).reclaim(ask).bytes, ByteSize::mib(1));
+    rig.sample();
+    let mut request = pin!(rig.admission.reserve(mib(30)));
+    let mut cx = Context::from_waker(Waker::noop());
+    assert!(request.as_mut().poll(&mut cx).is_pending());
+    assert_eq!(cache.asked().len(), 1, "it pauses");
+    rig.pass(3 * PAUSE);
+    assert!(matches!(request.as_mut().poll(&mut cx), Poll::Ready(Ok(_))));
 }
