@@ -435,3 +435,23 @@ fn slow_requests_are_suspended_for_those_that_are_rejected_at_once_too() {
     assert!(poll(&mut slow).is_ready());
     drop((full, rest));
 }
+
+/// The bug: device memory, which is not measured, was released while the request may have held it.
+#[test]
+fn a_request_with_device_memory_of_one_budget_for_both_is_not_suspended() {
+    let bed = Bed::new();
+    bed.memory.admission().unify();
+    let cost = |_: &Parts| Cost::host(ByteSize::mib(4)).and_device(ByteSize::mib(20));
+    let layer = bed.layer().with_estimate(cost);
+    let mut slow = bed.upload_to(layer.clone(), &Fed::default());
+    assert!(poll(&mut slow).is_pending());
+    let full = bed.fill(ByteSize::ZERO);
+    let mut other = bed.upload_to(layer, &Fed::default());
+    assert!(poll(&mut other).is_pending());
+    let begun = bed.clock.now();
+    let long = || bed.clock.now() - begun > 20 * TICK;
+    advance_until(&bed.clock, TICK, "ticks", long);
+    assert_eq!((bed.stats().waiting, bed.stats().suspended_total), (1, 0));
+    let kept = bed.reserved().saturating_sub(full.cost().host);
+    assert_eq!(kept, ByteSize::mib(24));
+}
