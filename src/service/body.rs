@@ -62,13 +62,18 @@ pin_project! {
         last: Option<Last>,
         // Its place in the queue.
         waiting: Option<Waiting>,
+        // There was no room for the claim of the suspended request.
+        is_refused: bool,
     }
 
     impl<Q> PinnedDrop for RequestBody<Q> {
         fn drop(this: Pin<&mut Self>) {
             let mut this = this.project();
             if let Some(permit) = this.permit {
-                unmeasured(|| this.body.set(None));
+                unmeasured(|| {
+                    this.body.set(None);
+                    *this.last = None;
+                });
                 // A handler that does not read it does not wait for it either.
                 if *this.is_arriving {
                     permit.unread();
@@ -88,7 +93,8 @@ impl<Q: Body> RequestBody<Q> {
         }
         let is_measured = permit.is_measured() && is_arriving;
         let permit = is_measured.then(|| permit.clone());
-        Self { body: Some(body), permit, is_arriving, last: None, waiting: None }
+        let (last, waiting, is_refused) = (None, None, false);
+        Self { body: Some(body), permit, is_arriving, last, waiting, is_refused }
     }
 }
 
@@ -106,9 +112,15 @@ enum Last {
 fn poll_room(
     permit: &SharedPermit,
     waiting: &mut Option<Waiting>,
+    is_refused: &mut bool,
     is_last: bool,
     cx: &Context<'_>,
 ) -> Poll<()> {
+    if std::mem::take(is_refused) {
+        // It is read by a task, which the layer cannot end.
+        permit.go_on();
+        return Poll::Ready(());
+    }
     if !is_last && waiting.is_none() && permit.may_receive() {
         return Poll::Ready(());
     }
@@ -131,8 +143,13 @@ fn poll_room(
         }
     }
     *waiting = None;
-    // The layer ends a request that was refused.
-    if permit.is_suspended() { Poll::Pending } else { Poll::Ready(()) }
+    if permit.is_suspended() {
+        // The layer ends the handler at the end of this poll.
+        *is_refused = true;
+        cx.waker().wake_by_ref();
+        return Poll::Pending;
+    }
+    Poll::Ready(())
 }
 
 impl<Q: Body<Data = Bytes>> Body for RequestBody<Q> {
@@ -150,7 +167,8 @@ impl<Q: Body<Data = Bytes>> Body for RequestBody<Q> {
         let polled = loop {
             if permit.is_suspended() {
                 let is_last = this.last.is_some();
-                ready!(unmeasured(|| poll_room(permit, this.waiting, is_last, cx)));
+                let (waiting, is_refused) = (&mut *this.waiting, &mut *this.is_refused);
+                ready!(unmeasured(|| poll_room(permit, waiting, is_refused, is_last, cx)));
             }
             // The length of the frame stands for what the layers below allocate.
             let polled = match this.last.take() {
@@ -158,7 +176,11 @@ impl<Q: Body<Data = Bytes>> Body for RequestBody<Q> {
                 Some(Last::End) => Poll::Ready(None),
                 None => unmeasured(|| body.as_mut().poll_frame(cx)),
             };
-            let is_over = matches!(polled, Poll::Ready(None | Some(Err(_))));
+            let is_over = match &polled {
+                Poll::Ready(Some(Ok(frame))) => frame.is_trailers(),
+                Poll::Ready(None | Some(Err(_))) => true,
+                Poll::Pending => false,
+            };
             if !*this.is_arriving || !(is_over || body.is_end_stream()) {
                 break polled;
             }
@@ -177,7 +199,9 @@ impl<Q: Body<Data = Bytes>> Body for RequestBody<Q> {
     }
 
     fn is_end_stream(&self) -> bool {
-        self.last.is_none() && self.body.as_ref().is_none_or(Body::is_end_stream)
+        // A handler that stops reading here must have got the end of a body that arrives.
+        let is_read = self.permit.is_none() || !self.is_arriving;
+        is_read && self.body.as_ref().is_none_or(Body::is_end_stream)
     }
 
     fn size_hint(&self) -> SizeHint {

@@ -455,7 +455,7 @@ impl SharedPermit {
 
     /// Ends the suspension without its claim: what it holds from now on is reserved as it grows.
     #[cold]
-    fn go_on(&self) {
+    pub(super) fn go_on(&self) {
         let admitted = self.0.owner();
         self.change(|held| {
             admitted.progress.store(WORKS, Ordering::Relaxed);

@@ -4,8 +4,9 @@
 use std::collections::VecDeque;
 use std::future::{Future, pending};
 use std::pin::Pin;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
-use std::task::{Context, Poll};
+use std::task::{Context, Poll, Wake, Waker};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -15,13 +16,13 @@ use http_body::{Body, Frame, SizeHint};
 use http_body_util::{BodyExt, Full};
 use lowtide::clock::{Clock, ManualClock};
 use lowtide::config::DeviceChoice;
-use lowtide::service::{Estimate, MemoryLayer, RequestBody, ResponseBody};
+use lowtide::service::{Estimate, MemoryLayer, RequestBody, ResponseBody, SharedPermit};
 use lowtide::{ByteSize, Memory};
 use lowtide_admission::{AdmissionStats, Budget, Cost, Permit, RejectReason, RequestPhase};
 use test_fork::test;
 use tower::{Layer, Service, service_fn};
 
-use crate::polled::poll;
+use crate::polled::{poll, wait_once};
 use crate::support::{Tree, advance_until};
 
 const CLAIM: ByteSize = ByteSize::mib(24);
@@ -160,6 +161,18 @@ impl Bed {
         advance_until(&self.clock, TICK, "a suspension", suspended);
         drop(other);
         (slow, full)
+    }
+}
+
+impl Bed {
+    /// Fills the ledger, and waits until a request is suspended.
+    fn suspend_one(&self) -> Permit {
+        let full = self.fill(ByteSize::ZERO);
+        let mut other = self.upload(&Fed::default());
+        assert!(poll(&mut other).is_pending());
+        let suspended = || self.stats().suspended_total == 1;
+        advance_until(&self.clock, TICK, "a suspension", suspended);
+        full
     }
 }
 
@@ -434,6 +447,169 @@ fn slow_requests_are_suspended_for_those_that_are_rejected_at_once_too() {
     full.shrink(CLAIM);
     assert!(poll(&mut slow).is_ready());
     drop((full, rest));
+}
+
+/// Counts how often it was woken.
+#[derive(Default)]
+struct Count(AtomicUsize);
+
+impl Wake for Count {
+    fn wake(self: Arc<Self>) {
+        self.0.fetch_add(1, Ordering::Relaxed);
+    }
+}
+
+type Task<T> = Pin<Box<dyn Future<Output = T>>>;
+
+/// The bug: nothing woke the task, which kept the permit forever.
+#[test]
+fn a_task_that_reads_the_body_of_a_rejected_request_ends_and_leaves_nothing() {
+    let bed = Bed::new();
+    let tasks: Arc<Mutex<Option<Task<usize>>>> = Arc::default();
+    let spawned = tasks.clone();
+    let handler = move |request: Request<RequestBody<Fed>>| {
+        let body = request.into_body();
+        let read = async { body.collect().await.expect("no error").to_bytes().len() };
+        *spawned.lock().expect("not poisoned") = Some(Box::pin(read));
+        async {
+            pending::<()>().await;
+            Ok::<_, Broken>(Response::new(Full::<Bytes>::default()))
+        }
+    };
+    let body = Fed::default();
+    body.arrives(1);
+    let request = Request::post("/").body(body.clone()).expect("a valid head");
+    let mut call = Box::pin(bed.layer().layer(service_fn(handler)).call(request));
+    assert!(poll(&mut call).is_pending());
+    let mut task = tasks.lock().expect("not poisoned").take().expect("it was spawned");
+    let woken = Arc::new(Count::default());
+    let waker = Waker::from(woken.clone());
+    let mut poll_task = || task.as_mut().poll(&mut Context::from_waker(&waker));
+    assert!(poll_task().is_pending());
+    let full = bed.suspend_one();
+    body.ends();
+    let rest = bed.fill(ByteSize::ZERO);
+    assert!(poll_task().is_pending());
+    advance_until(&bed.clock, TICK, "its deadline", || bed.stats().waiting == 0);
+    let mut ended = None;
+    // Ends: each iteration needs a wake.
+    for wakes in 1.. {
+        assert_eq!(woken.0.load(Ordering::Relaxed), wakes, "nothing wakes the task");
+        if let Poll::Ready(length) = poll_task() {
+            ended = Some(length);
+            break;
+        }
+    }
+    let Poll::Ready(Ok(answer)) = poll(&mut call) else { panic!("it is rejected") };
+    assert_eq!(answer.status(), StatusCode::SERVICE_UNAVAILABLE);
+    assert_eq!(ended, Some(FRAME), "a task that goes on gets the whole body");
+    drop((task, answer, call, full, rest));
+    assert_eq!((bed.reserved(), bed.stats().held()), (ByteSize::ZERO, 0));
+}
+
+/// The bug: a handler that had the whole body lost its claim while it worked.
+#[test]
+fn a_body_that_ended_unseen_ends_only_when_it_was_read() {
+    let bed = Bed::new();
+    let handler = |request: Request<RequestBody<Fed>>| async {
+        let mut body = request.into_body();
+        while !body.is_end_stream() {
+            let _ = body.frame().await;
+            wait_once().await;
+        }
+        pending::<()>().await; // it works, and keeps the body
+        Ok::<_, Broken>(Response::new(Full::<Bytes>::default()))
+    };
+    let body = Fed::default();
+    body.arrives(1);
+    let request = Request::post("/").body(body.clone()).expect("a valid head");
+    let mut call = Box::pin(bed.layer().layer(service_fn(handler)).call(request));
+    assert!(poll(&mut call).is_pending());
+    // As HTTP/2 does, in an empty frame.
+    body.ends();
+    assert!(poll(&mut call).is_pending());
+    assert_eq!(bed.memory.oldest_requests()[0].phase, RequestPhase::Working);
+}
+
+/// A body of one frame and trailers, whose end is another poll.
+#[derive(Default)]
+struct Trailed(u8);
+
+impl Body for Trailed {
+    type Data = Bytes;
+    type Error = Broken;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        _: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, Broken>>> {
+        self.0 += 1;
+        Poll::Ready(match self.0 {
+            1 => Some(Ok(Frame::data(Bytes::from(vec![1_u8; FRAME])))),
+            2 => Some(Ok(Frame::trailers(http::HeaderMap::new()))),
+            _ => None,
+        })
+    }
+}
+
+/// The bug: a handler that reads no further than the trailers lost its claim while it worked.
+#[test]
+fn trailers_are_the_end_of_a_body() {
+    let bed = Bed::new();
+    let handler = |request: Request<RequestBody<Trailed>>| async {
+        let mut body = request.into_body();
+        while let Some(Ok(frame)) = body.frame().await
+            && !frame.is_trailers()
+        {}
+        pending::<()>().await; // it works, and keeps the body
+        Ok::<_, Broken>(Response::new(Full::<Bytes>::default()))
+    };
+    let request = Request::post("/").body(Trailed::default()).expect("a valid head");
+    let mut call = Box::pin(bed.layer().layer(service_fn(handler)).call(request));
+    assert!(poll(&mut call).is_pending());
+    assert_eq!(bed.memory.oldest_requests()[0].phase, RequestPhase::Working);
+}
+
+/// A call whose handler hands out its permit, then collects its body and works.
+fn with_permit(bed: &Bed, body: &Fed) -> (Task<()>, SharedPermit) {
+    let slot: Arc<Mutex<Option<SharedPermit>>> = Arc::default();
+    let permits = slot.clone();
+    let handler = move |request: Request<RequestBody<Fed>>| {
+        let permit: SharedPermit = request.extensions().get().cloned().expect("admitted");
+        *permits.lock().expect("not poisoned") = Some(permit);
+        async {
+            drop(request.into_body().collect().await);
+            pending::<()>().await;
+            Ok::<_, Broken>(Response::new(Full::<Bytes>::default()))
+        }
+    };
+    let request = Request::post("/").body(body.clone()).expect("a valid head");
+    let call = bed.layer().layer(service_fn(handler)).call(request);
+    let mut call: Task<()> = Box::pin(async { drop(call.await) });
+    assert!(poll(&mut call).is_pending());
+    let permit = slot.lock().expect("not poisoned").take().expect("it was called");
+    (call, permit)
+}
+
+/// The bug: the last frame, which its connection had allocated, was freed for its account.
+#[test]
+fn the_last_frame_of_a_suspended_body_that_is_dropped_is_not_its_memory() {
+    let bed = Bed::new();
+    let body = Fed::default();
+    let (mut call, permit) = with_permit(&bed, &body);
+    permit.adopt(ByteSize::mib(1));
+    let full = bed.suspend_one();
+    let rest = bed.fill(ByteSize::ZERO);
+    body.arrives(1);
+    body.ends();
+    assert!(poll(&mut call).is_pending());
+    assert_eq!((body.read(), bed.stats().waiting), (1, 1));
+    drop(call);
+    let live = permit.memory().expect("measured").live;
+    assert!(live >= ByteSize::mib(1), "{live}");
+    permit.release(ByteSize::mib(1));
+    drop((permit, full, rest));
+    assert_eq!((bed.reserved(), bed.stats().held()), (ByteSize::ZERO, 0));
 }
 
 /// The bug: device memory, which is not measured, was released while the request may have held it.
