@@ -591,6 +591,53 @@ fn with_permit(bed: &Bed, body: &Fed) -> (Task<()>, SharedPermit) {
     (call, permit)
 }
 
+/// The bug: a request reserved again what its handler had released before.
+#[test]
+fn a_handler_that_released_memory_does_not_reserve_it_again_when_it_resumes() {
+    let bed = Bed::new();
+    let body = Fed::default();
+    let (mut call, permit) = with_permit(&bed, &body);
+    permit.shrink(ByteSize::mib(10));
+    let full = bed.suspend_one();
+    permit.shrink(ByteSize::kib(1));
+    body.ends();
+    drop(full);
+    assert!(poll(&mut call).is_pending());
+    let left = ByteSize::mib(14).saturating_sub(ByteSize::kib(1));
+    assert_eq!((bed.stats().waiting, permit.reserved()), (0, left));
+}
+
+/// The bug: what it had added while it was suspended was part of its claim when it resumed.
+#[test]
+fn what_a_suspended_request_grows_by_adds_to_its_claim() {
+    let bed = Bed::new();
+    let body = Fed::default();
+    let (mut call, permit) = with_permit(&bed, &body);
+    let full = bed.suspend_one();
+    permit.grow(ByteSize::mib(2)).expect("there is room");
+    body.ends();
+    drop(full);
+    assert!(poll(&mut call).is_pending());
+    assert_eq!((bed.stats().waiting, permit.reserved()), (0, ByteSize::mib(26)));
+}
+
+/// The bug: memory that only the handler knows of was not reserved while it was suspended.
+#[test]
+fn a_suspended_request_keeps_what_its_handler_reports_to_hold() {
+    let bed = Bed::new();
+    let body = Fed::default();
+    let (mut call, permit) = with_permit(&bed, &body);
+    permit.hold(ByteSize::mib(9)).expect("it is reserved");
+    let full = bed.suspend_one();
+    let kept = permit.reserved();
+    assert!(kept >= ByteSize::mib(9) && kept < ByteSize::mib(10), "{kept}");
+    permit.shrink(ByteSize::mib(4));
+    body.ends();
+    drop(full);
+    assert!(poll(&mut call).is_pending());
+    assert_eq!(permit.reserved(), ByteSize::mib(20));
+}
+
 /// The bug: the last frame, which its connection had allocated, was freed for its account.
 #[test]
 fn the_last_frame_of_a_suspended_body_that_is_dropped_is_not_its_memory() {
