@@ -86,9 +86,7 @@ pin_project! {
 impl<Q: Body> RequestBody<Q> {
     pub(super) fn new(body: Q, permit: &SharedPermit) -> Self {
         let is_arriving = !body.is_end_stream();
-        if is_arriving {
-            permit.receives();
-        } else {
+        if !is_arriving {
             permit.arrived();
         }
         let is_measured = permit.is_measured() && is_arriving;
@@ -181,7 +179,11 @@ impl<Q: Body<Data = Bytes>> Body for RequestBody<Q> {
                 Poll::Ready(None | Some(Err(_))) => true,
                 Poll::Pending => false,
             };
-            if !*this.is_arriving || !(is_over || body.is_end_stream()) {
+            if !*this.is_arriving {
+                break polled;
+            }
+            if !(is_over || body.is_end_stream()) {
+                permit.set_receiving(polled.is_pending());
                 break polled;
             }
             if permit.arrived() {

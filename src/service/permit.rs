@@ -11,7 +11,8 @@
 //! other threads, or a response whose head was returned.
 //!
 //! While others wait for room, a request that waits for its client has its reservation suspended:
-//! it keeps what it holds, and reserves its claim again before its body is complete (`body`).
+//! it keeps what it holds, and reserves its claim again before its body is complete (`body`). One
+//! whose handler works between two frames may allocate at any time, and is not suspended.
 //!
 //! Not measured: tasks and threads without a scope, and C code that does not allocate through
 //! jemalloc.
@@ -131,9 +132,9 @@ pub(super) struct Origin {
     pub(super) content_type: Option<HeaderValue>,
 }
 
-/// Its body has arrived, or its handler does not read it.
+/// Its handler works: it has got what it read of the body, or does not read it.
 const WORKS: u8 = 0;
-/// Its body has not arrived.
+/// Its handler waits for more of the body.
 const RECEIVES: u8 = 1;
 /// Its handler has returned all of its response, which is not sent yet.
 const SENDS: u8 = 2;
@@ -385,9 +386,11 @@ impl SharedPermit {
         held.terms.lesson.as_ref().map_or(claim, |lesson| lesson.expected(claim))
     }
 
-    /// Records that the body of the request has not arrived.
-    pub(super) fn receives(&self) {
-        self.0.owner().progress.store(RECEIVES, Ordering::Relaxed);
+    /// Records that the handler waits for more of the body, or has got some. In the meantime it
+    /// may allocate, so the request is not suspended.
+    pub(super) fn set_receiving(&self, is_receiving: bool) {
+        let progress = if is_receiving { RECEIVES } else { WORKS };
+        self.0.owner().progress.store(progress, Ordering::Relaxed);
     }
 
     /// Records that the body of the request has arrived, or is not read. Returns `false` if its

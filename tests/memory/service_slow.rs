@@ -333,8 +333,13 @@ fn a_handler_that_does_not_read_on_is_suspended_no_more() {
     let kept: Arc<Mutex<Option<RequestBody<Fed>>>> = Arc::default();
     let slot = kept.clone();
     let handler = move |request: Request<RequestBody<Fed>>| {
-        *slot.lock().expect("not poisoned") = Some(request.into_body());
-        async {
+        let mut body = request.into_body();
+        let slot = slot.clone();
+        async move {
+            let mut frame = Box::pin(body.frame());
+            assert!(poll(&mut frame).is_pending(), "it waits for the body");
+            drop(frame);
+            *slot.lock().expect("not poisoned") = Some(body);
             pending::<()>().await;
             Ok::<_, Broken>(Response::new(Full::<Bytes>::default()))
         }
@@ -399,24 +404,30 @@ fn a_stream_in_both_directions_goes_on_without_its_claim() {
     let rest: Arc<Mutex<Option<RequestBody<Fed>>>> = Arc::default();
     let kept = rest.clone();
     let handler = move |request: Request<RequestBody<Fed>>| {
-        *kept.lock().expect("not poisoned") = Some(request.into_body());
-        async { Ok::<_, Broken>(Response::new(Full::<Bytes>::default())) }
+        let (mut body, kept) = (request.into_body(), kept.clone());
+        async move {
+            let mut frame = Box::pin(body.frame());
+            assert!(poll(&mut frame).is_pending(), "it waits for the body");
+            drop(frame);
+            *kept.lock().expect("not poisoned") = Some(body);
+            wait_once().await; // it is registered then
+            Ok::<_, Broken>(Response::new(Full::<Bytes>::default()))
+        }
     };
     let feed = Fed::default();
     let request = Request::post("/").body(feed.clone()).expect("a valid head");
     let mut call = Box::pin(bed.layer().layer(service_fn(handler)).call(request));
-    let Poll::Ready(Ok(answer)) = poll(&mut call) else { panic!("it answers at once") };
-    // As a handler that waits would be registered.
-    let full = bed.fill(ByteSize::ZERO);
-    let mut other = bed.upload(&Fed::default());
-    assert!(poll(&mut other).is_pending());
+    assert!(poll(&mut call).is_pending());
+    let Poll::Ready(Ok(answer)) = poll(&mut call) else { panic!("it answers") };
+    let full = bed.suspend_one();
+    let rest_of_room = bed.fill(ByteSize::ZERO);
     feed.arrives(1);
     feed.ends();
     let mut body = rest.lock().expect("not poisoned").take().expect("it was kept");
     let mut frame = Box::pin(async { body.frame().await });
     let got = |frame: &mut _| matches!(poll(frame), Poll::Ready(Some(Ok(_))));
     advance_until(&bed.clock, TICK, "the last frame", || got(&mut frame));
-    drop((frame, answer, call, other, full));
+    drop((frame, answer, call, full, rest_of_room));
     drop(body);
     assert_eq!(bed.stats().held(), 0);
 }
@@ -447,6 +458,37 @@ fn slow_requests_are_suspended_for_those_that_are_rejected_at_once_too() {
     full.shrink(CLAIM);
     assert!(poll(&mut slow).is_ready());
     drop((full, rest));
+}
+
+/// The bug: a handler that waited for something else before it read its body, or between two
+/// frames, lost its claim, and could allocate all of it at any time.
+#[test]
+fn a_handler_that_does_not_wait_for_its_body_keeps_its_claim() {
+    let bed = Bed::new();
+    for is_begun in [false, true] {
+        let handler = move |request: Request<RequestBody<Fed>>| async move {
+            let mut body = request.into_body();
+            if is_begun {
+                let _ = body.frame().await;
+            }
+            pending::<()>().await; // it works, and keeps the body
+            Ok::<_, Broken>(Response::new(Full::<Bytes>::default()))
+        };
+        let body = Fed::default();
+        body.arrives(2);
+        let request = Request::post("/").body(body).expect("a valid head");
+        let mut call = Box::pin(bed.layer().layer(service_fn(handler)).call(request));
+        assert!(poll(&mut call).is_pending());
+        let full = bed.fill(ByteSize::ZERO);
+        let mut other = bed.upload(&Fed::default());
+        assert!(poll(&mut other).is_pending());
+        let begun = bed.clock.now();
+        let long = || bed.clock.now() - begun > 20 * TICK;
+        advance_until(&bed.clock, TICK, "ticks", long);
+        assert_eq!((bed.stats().waiting, bed.stats().suspended_total), (1, 0));
+        assert_eq!(bed.memory.oldest_requests()[0].phase, RequestPhase::Working);
+        drop((call, full, other));
+    }
 }
 
 /// Counts how often it was woken.

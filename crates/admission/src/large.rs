@@ -116,11 +116,11 @@ pub struct RequestMemory {
 #[cfg_attr(feature = "serde", derive(serde::Serialize), serde(rename_all = "snake_case"))]
 #[non_exhaustive]
 pub enum RequestPhase {
-    /// It waits for the rest of its body.
+    /// Its handler waits for more of its body.
     Receiving,
     /// Its reservation is suspended: it waits for the rest of its body, and then for room.
     Suspended,
-    /// Its body has arrived, or it reads none, and its handler works.
+    /// Its handler works: its body has arrived, or it does not read it now.
     Working,
     /// Its handler has answered.
     Answered,
