@@ -683,13 +683,14 @@ impl SharedPermit {
 
     /// Releases a part of the reservation.
     pub fn shrink(&self, bytes: ByteSize) {
-        self.change(|held| {
+        let released = self.change(|held| {
             let left = held.claimed().saturating_sub(bytes);
             held.claimed = held.claimed.map(|_| left);
             held.declared = held.declared.min(left);
             // A suspended request has released a part of it before.
-            held.permit.shrink(held.permit.cost().host.saturating_sub(left));
+            held.permit.shrink_quietly(held.permit.cost().host.saturating_sub(left))
         });
+        released.wake();
     }
 
     /// Returns the reserved host memory.

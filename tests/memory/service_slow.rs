@@ -720,3 +720,54 @@ fn a_request_with_device_memory_of_one_budget_for_both_is_not_suspended() {
     let kept = bed.reserved().saturating_sub(full.cost().host);
     assert_eq!(kept, ByteSize::mib(24));
 }
+
+/// Polls the task when it is woken, on the thread that wakes it.
+struct Inline(Mutex<Option<InlineTask>>);
+
+type InlineTask = Pin<Box<dyn Future<Output = ()> + Send>>;
+
+impl Wake for Inline {
+    fn wake(self: Arc<Self>) {
+        let Some(mut task) = self.0.lock().expect("not poisoned").take() else { return };
+        let waker = Waker::from(Arc::clone(&self));
+        if task.as_mut().poll(&mut Context::from_waker(&waker)).is_pending() {
+            *self.0.lock().expect("not poisoned") = Some(task);
+        }
+    }
+}
+
+/// The bug: the wakers were called with the lock of the permit held, and the task waited for it.
+#[test]
+fn memory_that_a_handler_releases_may_wake_the_reader_of_its_body_at_once() {
+    let bed = Bed::new();
+    let slot = Arc::new(Mutex::new(None));
+    let kept = slot.clone();
+    let handler = move |request: Request<RequestBody<Fed>>| {
+        let permit: SharedPermit = request.extensions().get().cloned().expect("admitted");
+        let read = async { drop(request.into_body().collect().await) };
+        *kept.lock().expect("not poisoned") = Some((permit, Box::pin(read)));
+        async {
+            pending::<()>().await;
+            Ok::<_, Broken>(Response::new(Full::<Bytes>::default()))
+        }
+    };
+    let body = Fed::default();
+    let request = Request::post("/").body(body.clone()).expect("a valid head");
+    let mut call = Box::pin(bed.layer().layer(service_fn(handler)).call(request));
+    assert!(poll(&mut call).is_pending());
+    let (permit, read) = slot.lock().expect("not poisoned").take().expect("it was called");
+    let task = Arc::new(Inline(Mutex::new(Some(read))));
+    Arc::clone(&task).wake();
+    permit.hold(ByteSize::mib(30)).expect("there is room");
+    permit.grow(ByteSize::mib(10)).expect("there is room");
+    let full = bed.suspend_one();
+    body.ends();
+    let rest = bed.fill(ByteSize::ZERO);
+    Arc::clone(&task).wake();
+    assert_eq!(bed.stats().waiting, 1);
+    permit.shrink(ByteSize::mib(20));
+    assert!(task.0.lock().expect("not poisoned").is_none(), "it has the whole body");
+    assert_eq!((bed.stats().waiting, permit.reserved()), (0, ByteSize::mib(20)));
+    drop((permit, call, full, rest));
+    assert_eq!((bed.reserved(), bed.stats().held()), (ByteSize::ZERO, 0));
+}
