@@ -193,7 +193,13 @@ impl<Q: Body<Data = Bytes>> Body for RequestBody<Q> {
             *this.last = match polled {
                 Poll::Ready(Some(Ok(frame))) => Some(Last::Frame(frame)),
                 Poll::Ready(None) => Some(Last::End),
-                Poll::Pending | Poll::Ready(Some(Err(_))) => break polled,
+                Poll::Ready(Some(Err(_))) => {
+                    // Nothing more arrives.
+                    permit.go_on();
+                    *this.is_arriving = false;
+                    break polled;
+                }
+                Poll::Pending => break polled,
             };
         };
         let receive = |data| RequestFrame::receive(data, permit);

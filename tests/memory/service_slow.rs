@@ -328,6 +328,28 @@ fn a_broken_body_ends_a_suspended_request_at_once() {
 
 /// The bug: it stayed among the suspended ones, which may reserve little together.
 #[test]
+fn a_handler_that_works_on_after_an_error_of_its_body_is_suspended_no_more() {
+    let bed = Bed::new();
+    let handler = |request: Request<RequestBody<Fed>>| async {
+        let mut body = request.into_body();
+        while let Some(Ok(_)) = body.frame().await {}
+        pending::<()>().await; // it works, and keeps the body
+        Ok::<_, Broken>(Response::new(Full::<Bytes>::default()))
+    };
+    let body = Fed::default();
+    let request = Request::post("/").body(body.clone()).expect("a valid head");
+    let mut call = Box::pin(bed.layer().layer(service_fn(handler)).call(request));
+    assert!(poll(&mut call).is_pending());
+    let full = bed.suspend_one();
+    body.breaks();
+    assert!(poll(&mut call).is_pending());
+    assert_eq!(bed.memory.oldest_requests()[0].phase, RequestPhase::Working);
+    drop((call, full));
+    assert_eq!((bed.reserved(), bed.stats().held()), (ByteSize::ZERO, 0));
+}
+
+/// The bug: it stayed among the suspended ones, which may reserve little together.
+#[test]
 fn a_handler_that_does_not_read_on_is_suspended_no_more() {
     let bed = Bed::new();
     let kept: Arc<Mutex<Option<RequestBody<Fed>>>> = Arc::default();
