@@ -62,13 +62,18 @@ pin_project! {
         last: Option<Last>,
         // Its place in the queue.
         waiting: Option<Waiting>,
+        // There was no room for the claim of the suspended request.
+        is_refused: bool,
     }
 
     impl<Q> PinnedDrop for RequestBody<Q> {
         fn drop(this: Pin<&mut Self>) {
             let mut this = this.project();
             if let Some(permit) = this.permit {
-                unmeasured(|| this.body.set(None));
+                unmeasured(|| {
+                    this.body.set(None);
+                    *this.last = None;
+                });
                 // A handler that does not read it does not wait for it either.
                 if *this.is_arriving {
                     permit.unread();
@@ -81,14 +86,13 @@ pin_project! {
 impl<Q: Body> RequestBody<Q> {
     pub(super) fn new(body: Q, permit: &SharedPermit) -> Self {
         let is_arriving = !body.is_end_stream();
-        if is_arriving {
-            permit.receives();
-        } else {
+        if !is_arriving {
             permit.arrived();
         }
         let is_measured = permit.is_measured() && is_arriving;
         let permit = is_measured.then(|| permit.clone());
-        Self { body: Some(body), permit, is_arriving, last: None, waiting: None }
+        let (last, waiting, is_refused) = (None, None, false);
+        Self { body: Some(body), permit, is_arriving, last, waiting, is_refused }
     }
 }
 
@@ -106,9 +110,15 @@ enum Last {
 fn poll_room(
     permit: &SharedPermit,
     waiting: &mut Option<Waiting>,
+    is_refused: &mut bool,
     is_last: bool,
     cx: &Context<'_>,
 ) -> Poll<()> {
+    if std::mem::take(is_refused) {
+        // It is read by a task, which the layer cannot end.
+        permit.go_on();
+        return Poll::Ready(());
+    }
     if !is_last && waiting.is_none() && permit.may_receive() {
         return Poll::Ready(());
     }
@@ -131,8 +141,13 @@ fn poll_room(
         }
     }
     *waiting = None;
-    // The layer ends a request that was refused.
-    if permit.is_suspended() { Poll::Pending } else { Poll::Ready(()) }
+    if permit.is_suspended() {
+        // The layer ends the handler at the end of this poll.
+        *is_refused = true;
+        cx.waker().wake_by_ref();
+        return Poll::Pending;
+    }
+    Poll::Ready(())
 }
 
 impl<Q: Body<Data = Bytes>> Body for RequestBody<Q> {
@@ -150,7 +165,8 @@ impl<Q: Body<Data = Bytes>> Body for RequestBody<Q> {
         let polled = loop {
             if permit.is_suspended() {
                 let is_last = this.last.is_some();
-                ready!(unmeasured(|| poll_room(permit, this.waiting, is_last, cx)));
+                let (waiting, is_refused) = (&mut *this.waiting, &mut *this.is_refused);
+                ready!(unmeasured(|| poll_room(permit, waiting, is_refused, is_last, cx)));
             }
             // The length of the frame stands for what the layers below allocate.
             let polled = match this.last.take() {
@@ -158,8 +174,16 @@ impl<Q: Body<Data = Bytes>> Body for RequestBody<Q> {
                 Some(Last::End) => Poll::Ready(None),
                 None => unmeasured(|| body.as_mut().poll_frame(cx)),
             };
-            let is_over = matches!(polled, Poll::Ready(None | Some(Err(_))));
-            if !*this.is_arriving || !(is_over || body.is_end_stream()) {
+            let is_over = match &polled {
+                Poll::Ready(Some(Ok(frame))) => frame.is_trailers(),
+                Poll::Ready(None | Some(Err(_))) => true,
+                Poll::Pending => false,
+            };
+            if !*this.is_arriving {
+                break polled;
+            }
+            if !(is_over || body.is_end_stream()) {
+                permit.set_receiving(polled.is_pending());
                 break polled;
             }
             if permit.arrived() {
@@ -169,7 +193,13 @@ impl<Q: Body<Data = Bytes>> Body for RequestBody<Q> {
             *this.last = match polled {
                 Poll::Ready(Some(Ok(frame))) => Some(Last::Frame(frame)),
                 Poll::Ready(None) => Some(Last::End),
-                Poll::Pending | Poll::Ready(Some(Err(_))) => break polled,
+                Poll::Ready(Some(Err(_))) => {
+                    // Nothing more arrives.
+                    permit.go_on();
+                    *this.is_arriving = false;
+                    break polled;
+                }
+                Poll::Pending => break polled,
             };
         };
         let receive = |data| RequestFrame::receive(data, permit);
@@ -177,7 +207,9 @@ impl<Q: Body<Data = Bytes>> Body for RequestBody<Q> {
     }
 
     fn is_end_stream(&self) -> bool {
-        self.last.is_none() && self.body.as_ref().is_none_or(Body::is_end_stream)
+        // A handler that stops reading here must have got the end of a body that arrives.
+        let is_read = self.permit.is_none() || !self.is_arriving;
+        is_read && self.body.as_ref().is_none_or(Body::is_end_stream)
     }
 
     fn size_hint(&self) -> SizeHint {

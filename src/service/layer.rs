@@ -198,8 +198,8 @@ impl<E: Estimate> MemoryLayer<E> {
     /// requests wait. Without a running [`Memory`] no request waits.
     ///
     /// While requests do not fit, the reservations of measured requests that have waited for their
-    /// clients for 100 ms are suspended: those whose bodies are arriving, and answers of known
-    /// length that are not sent yet. They keep what they hold and 64 KiB. The end of a suspended
+    /// clients for 100 ms are suspended: those whose handlers wait for more of their bodies, and
+    /// answers of known length that are not sent yet. They keep what they hold and 64 KiB. The end of a suspended
     /// body reaches the handler only once the whole claim is reserved again, before requests that
     /// were not admitted yet. After `max_wait` without room, or 2 s if that is zero, the request is
     /// rejected.
@@ -386,7 +386,10 @@ impl<E: Estimate> MemoryLayer<E> {
         let is_http2 = head.version == Version::HTTP_2;
         let content_type = if is_http2 { head.headers.get(CONTENT_TYPE).cloned() } else { None };
         let version = head.version;
-        let can_resume = is_measured && slot.is_none() && priority != Priority::Exempt;
+        // The device memory of one budget for both is not measured.
+        let is_host = settings.admission.by_budget(cost).host == cost.host;
+        let is_exempt = priority == Priority::Exempt;
+        let can_resume = is_measured && is_host && slot.is_none() && !is_exempt;
         let max_wait = settings.max_wait;
         let within = if max_wait.is_zero() { MAX_WAIT } else { max_wait };
         let resumes = can_resume.then(|| Resumes { priority, tenant: self.tenant(head), within });

@@ -11,7 +11,8 @@
 //! other threads, or a response whose head was returned.
 //!
 //! While others wait for room, a request that waits for its client has its reservation suspended:
-//! it keeps what it holds, and reserves its claim again before its body is complete (`body`).
+//! it keeps what it holds, and reserves its claim again before its body is complete (`body`). One
+//! whose handler works between two frames may allocate at any time, and is not suspended.
 //!
 //! Not measured: tasks and threads without a scope, and C code that does not allocate through
 //! jemalloc.
@@ -131,9 +132,9 @@ pub(super) struct Origin {
     pub(super) content_type: Option<HeaderValue>,
 }
 
-/// Its body has arrived, or its handler does not read it.
+/// Its handler works: it has got what it read of the body, or does not read it.
 const WORKS: u8 = 0;
-/// Its body has not arrived.
+/// Its handler waits for more of the body.
 const RECEIVES: u8 = 1;
 /// Its handler has returned all of its response, which is not sent yet.
 const SENDS: u8 = 2;
@@ -175,6 +176,11 @@ struct Held {
     reported: Option<ByteSize>,
     /// Set if its handler answered: `true` for success.
     answer: Option<bool>,
+    /// What it had reserved when it was suspended, with what it has grown by since; `None` while it
+    /// is not suspended.
+    claimed: Option<ByteSize>,
+    /// What its handler reported to hold. It may not be measured.
+    declared: ByteSize,
     /// Set once it is cancelled.
     cancelled: Option<Rejected>,
     /// The waker of the layer's future, while its handler waits.
@@ -204,6 +210,8 @@ impl SharedPermit {
             permit,
             reported: None,
             answer: None,
+            claimed: None,
+            declared: ByteSize::ZERO,
             cancelled: None,
             waker: None,
             waiting: Vec::new(),
@@ -378,9 +386,11 @@ impl SharedPermit {
         held.terms.lesson.as_ref().map_or(claim, |lesson| lesson.expected(claim))
     }
 
-    /// Records that the body of the request has not arrived.
-    pub(super) fn receives(&self) {
-        self.0.owner().progress.store(RECEIVES, Ordering::Relaxed);
+    /// Records that the handler waits for more of the body, or has got some. In the meantime it
+    /// may allocate, so the request is not suspended.
+    pub(super) fn set_receiving(&self, is_receiving: bool) {
+        let progress = if is_receiving { RECEIVES } else { WORKS };
+        self.0.owner().progress.store(progress, Ordering::Relaxed);
     }
 
     /// Records that the body of the request has arrived, or is not read. Returns `false` if its
@@ -420,8 +430,8 @@ impl SharedPermit {
     /// suspended.
     pub(super) fn wait_to_resume(&self) -> Option<Waiting> {
         let Resumes { priority, tenant, within } = self.0.owner().resumes?;
-        let claim = self.0.owner().claim();
-        self.held().permit.wait_to_resume(claim, priority, tenant, within)
+        let held = self.held();
+        held.permit.wait_to_resume(held.claimed(), priority, tenant, within)
     }
 
     /// Reserves the claim of a suspended request again.
@@ -429,7 +439,8 @@ impl SharedPermit {
         let admitted = self.0.owner();
         let Some(Resumes { priority, .. }) = admitted.resumes else { return Ok(()) };
         self.change(|held| {
-            held.permit.resume(waiting, admitted.claim(), priority)?;
+            held.permit.resume(waiting, held.claimed(), priority)?;
+            held.claimed = None;
             admitted.resumed(held.permit.last_tick());
             Ok(())
         })
@@ -455,11 +466,12 @@ impl SharedPermit {
 
     /// Ends the suspension without its claim: what it holds from now on is reserved as it grows.
     #[cold]
-    fn go_on(&self) {
+    pub(super) fn go_on(&self) {
         let admitted = self.0.owner();
         self.change(|held| {
             admitted.progress.store(WORKS, Ordering::Relaxed);
             held.permit.set_resumed();
+            held.claimed = None;
             admitted.resumed(held.permit.last_tick());
         });
     }
@@ -617,8 +629,11 @@ impl SharedPermit {
     /// unchanged.
     pub fn grow(&self, bytes: ByteSize) -> Result<(), Rejected> {
         self.grow_with(|held| {
-            let wanted = held.permit.cost().host.saturating_add(bytes);
+            let wanted = held.claimed().saturating_add(bytes);
             let grown = held.grow(bytes);
+            if grown.is_ok() {
+                held.claimed = held.claimed.map(|claimed| claimed.saturating_add(bytes));
+            }
             // Recorded even if it does not fit now, since the estimate did not suffice. A request
             // for more than can ever fit shows no need.
             if !matches!(grown, Err(Rejected::TooLarge { .. })) {
@@ -639,7 +654,11 @@ impl SharedPermit {
         self.grow_with(|held| {
             held.reported = held.reported.max(Some(bytes));
             let more = bytes.saturating_sub(held.permit.cost().host);
-            if more.is_zero() { Ok(()) } else { held.grow(more) }
+            if !more.is_zero() {
+                held.grow(more)?;
+            }
+            held.declared = bytes;
+            Ok(())
         })
     }
 
@@ -652,9 +671,9 @@ impl SharedPermit {
             if let Some(cancelled) = &held.cancelled {
                 return Err(cancelled.clone());
             }
-            let before = held.permit.cost().host;
+            let before = held.claimed();
             grow(held)?;
-            let after = held.permit.cost().host;
+            let after = held.claimed();
             if after > before {
                 self.0.owner().claim.fetch_max(after.get(), Ordering::Relaxed);
             }
@@ -664,7 +683,14 @@ impl SharedPermit {
 
     /// Releases a part of the reservation.
     pub fn shrink(&self, bytes: ByteSize) {
-        self.change(|held| held.permit.shrink(bytes));
+        let released = self.change(|held| {
+            let left = held.claimed().saturating_sub(bytes);
+            held.claimed = held.claimed.map(|_| left);
+            held.declared = held.declared.min(left);
+            // A suspended request has released a part of it before.
+            held.permit.shrink_quietly(held.permit.cost().host.saturating_sub(left))
+        });
+        released.wake();
     }
 
     /// Returns the reserved host memory.
@@ -837,17 +863,24 @@ impl LargeRequest for WeakPermit {
         let progress = admitted.progress.load(Ordering::Relaxed);
         let reserved_at = admitted.reserved_at.load(Ordering::Relaxed);
         let slow_after = u64::try_from(SLOW_AFTER.as_nanos()).unwrap_or(u64::MAX);
-        let keep = permit.0.memory().live.saturating_add(WINDOW);
+        let live = || permit.0.memory().live.saturating_add(WINDOW);
+        let is_worth = |reserved, keep: ByteSize| reserved >= keep.saturating_add(REGISTERED_MIN);
         let reserved = ByteSize::new(admitted.covered.load(Ordering::Relaxed));
         if admitted.resumes.is_none()
             || progress == WORKS
             || admitted.is_suspended.load(Ordering::Relaxed)
             || nanos(now).saturating_sub(reserved_at) < slow_after
-            || reserved < keep.saturating_add(REGISTERED_MIN)
+            || !is_worth(reserved, live())
         {
             return;
         }
         permit.change(|held| {
+            let reserved = held.permit.cost().host;
+            // Read under the lock, so that it is no less than what was reported last.
+            let keep = live().max(held.declared.saturating_add(WINDOW));
+            if !is_worth(reserved, keep) {
+                return;
+            }
             if progress == SENDS {
                 held.permit.suspend(keep);
                 held.permit.set_resumed();
@@ -855,6 +888,7 @@ impl LargeRequest for WeakPermit {
             }
             admitted.is_suspended.store(true, Ordering::SeqCst);
             if admitted.progress.load(Ordering::SeqCst) == RECEIVES {
+                held.claimed = Some(reserved);
                 held.permit.suspend(keep);
             } else {
                 admitted.is_suspended.store(false, Ordering::Relaxed);
@@ -932,6 +966,11 @@ fn add_up_to(counter: &AtomicU64, bytes: ByteSize, most: ByteSize) -> bool {
 }
 
 impl Held {
+    /// Returns what it has reserved, or reserves again when it resumes.
+    fn claimed(&self) -> ByteSize {
+        self.claimed.unwrap_or_default().max(self.permit.cost().host)
+    }
+
     fn grow(&mut self, bytes: ByteSize) -> Result<(), Rejected> {
         let before = self.permit.cost().host;
         self.permit.grow(bytes)?;

@@ -4,8 +4,9 @@
 use std::collections::VecDeque;
 use std::future::{Future, pending};
 use std::pin::Pin;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
-use std::task::{Context, Poll};
+use std::task::{Context, Poll, Wake, Waker};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -15,13 +16,13 @@ use http_body::{Body, Frame, SizeHint};
 use http_body_util::{BodyExt, Full};
 use lowtide::clock::{Clock, ManualClock};
 use lowtide::config::DeviceChoice;
-use lowtide::service::{Estimate, MemoryLayer, RequestBody, ResponseBody};
+use lowtide::service::{Estimate, MemoryLayer, RequestBody, ResponseBody, SharedPermit};
 use lowtide::{ByteSize, Memory};
 use lowtide_admission::{AdmissionStats, Budget, Cost, Permit, RejectReason, RequestPhase};
 use test_fork::test;
 use tower::{Layer, Service, service_fn};
 
-use crate::polled::poll;
+use crate::polled::{poll, wait_once};
 use crate::support::{Tree, advance_until};
 
 const CLAIM: ByteSize = ByteSize::mib(24);
@@ -160,6 +161,18 @@ impl Bed {
         advance_until(&self.clock, TICK, "a suspension", suspended);
         drop(other);
         (slow, full)
+    }
+}
+
+impl Bed {
+    /// Fills the ledger, and waits until a request is suspended.
+    fn suspend_one(&self) -> Permit {
+        let full = self.fill(ByteSize::ZERO);
+        let mut other = self.upload(&Fed::default());
+        assert!(poll(&mut other).is_pending());
+        let suspended = || self.stats().suspended_total == 1;
+        advance_until(&self.clock, TICK, "a suspension", suspended);
+        full
     }
 }
 
@@ -315,13 +328,40 @@ fn a_broken_body_ends_a_suspended_request_at_once() {
 
 /// The bug: it stayed among the suspended ones, which may reserve little together.
 #[test]
+fn a_handler_that_works_on_after_an_error_of_its_body_is_suspended_no_more() {
+    let bed = Bed::new();
+    let handler = |request: Request<RequestBody<Fed>>| async {
+        let mut body = request.into_body();
+        while let Some(Ok(_)) = body.frame().await {}
+        pending::<()>().await; // it works, and keeps the body
+        Ok::<_, Broken>(Response::new(Full::<Bytes>::default()))
+    };
+    let body = Fed::default();
+    let request = Request::post("/").body(body.clone()).expect("a valid head");
+    let mut call = Box::pin(bed.layer().layer(service_fn(handler)).call(request));
+    assert!(poll(&mut call).is_pending());
+    let full = bed.suspend_one();
+    body.breaks();
+    assert!(poll(&mut call).is_pending());
+    assert_eq!(bed.memory.oldest_requests()[0].phase, RequestPhase::Working);
+    drop((call, full));
+    assert_eq!((bed.reserved(), bed.stats().held()), (ByteSize::ZERO, 0));
+}
+
+/// The bug: it stayed among the suspended ones, which may reserve little together.
+#[test]
 fn a_handler_that_does_not_read_on_is_suspended_no_more() {
     let bed = Bed::new();
     let kept: Arc<Mutex<Option<RequestBody<Fed>>>> = Arc::default();
     let slot = kept.clone();
     let handler = move |request: Request<RequestBody<Fed>>| {
-        *slot.lock().expect("not poisoned") = Some(request.into_body());
-        async {
+        let mut body = request.into_body();
+        let slot = slot.clone();
+        async move {
+            let mut frame = Box::pin(body.frame());
+            assert!(poll(&mut frame).is_pending(), "it waits for the body");
+            drop(frame);
+            *slot.lock().expect("not poisoned") = Some(body);
             pending::<()>().await;
             Ok::<_, Broken>(Response::new(Full::<Bytes>::default()))
         }
@@ -386,24 +426,30 @@ fn a_stream_in_both_directions_goes_on_without_its_claim() {
     let rest: Arc<Mutex<Option<RequestBody<Fed>>>> = Arc::default();
     let kept = rest.clone();
     let handler = move |request: Request<RequestBody<Fed>>| {
-        *kept.lock().expect("not poisoned") = Some(request.into_body());
-        async { Ok::<_, Broken>(Response::new(Full::<Bytes>::default())) }
+        let (mut body, kept) = (request.into_body(), kept.clone());
+        async move {
+            let mut frame = Box::pin(body.frame());
+            assert!(poll(&mut frame).is_pending(), "it waits for the body");
+            drop(frame);
+            *kept.lock().expect("not poisoned") = Some(body);
+            wait_once().await; // it is registered then
+            Ok::<_, Broken>(Response::new(Full::<Bytes>::default()))
+        }
     };
     let feed = Fed::default();
     let request = Request::post("/").body(feed.clone()).expect("a valid head");
     let mut call = Box::pin(bed.layer().layer(service_fn(handler)).call(request));
-    let Poll::Ready(Ok(answer)) = poll(&mut call) else { panic!("it answers at once") };
-    // As a handler that waits would be registered.
-    let full = bed.fill(ByteSize::ZERO);
-    let mut other = bed.upload(&Fed::default());
-    assert!(poll(&mut other).is_pending());
+    assert!(poll(&mut call).is_pending());
+    let Poll::Ready(Ok(answer)) = poll(&mut call) else { panic!("it answers") };
+    let full = bed.suspend_one();
+    let rest_of_room = bed.fill(ByteSize::ZERO);
     feed.arrives(1);
     feed.ends();
     let mut body = rest.lock().expect("not poisoned").take().expect("it was kept");
     let mut frame = Box::pin(async { body.frame().await });
     let got = |frame: &mut _| matches!(poll(frame), Poll::Ready(Some(Ok(_))));
     advance_until(&bed.clock, TICK, "the last frame", || got(&mut frame));
-    drop((frame, answer, call, other, full));
+    drop((frame, answer, call, full, rest_of_room));
     drop(body);
     assert_eq!(bed.stats().held(), 0);
 }
@@ -434,4 +480,316 @@ fn slow_requests_are_suspended_for_those_that_are_rejected_at_once_too() {
     full.shrink(CLAIM);
     assert!(poll(&mut slow).is_ready());
     drop((full, rest));
+}
+
+/// The bug: a handler that waited for something else before it read its body, or between two
+/// frames, lost its claim, and could allocate all of it at any time.
+#[test]
+fn a_handler_that_does_not_wait_for_its_body_keeps_its_claim() {
+    let bed = Bed::new();
+    for is_begun in [false, true] {
+        let handler = move |request: Request<RequestBody<Fed>>| async move {
+            let mut body = request.into_body();
+            if is_begun {
+                let _ = body.frame().await;
+            }
+            pending::<()>().await; // it works, and keeps the body
+            Ok::<_, Broken>(Response::new(Full::<Bytes>::default()))
+        };
+        let body = Fed::default();
+        body.arrives(2);
+        let request = Request::post("/").body(body).expect("a valid head");
+        let mut call = Box::pin(bed.layer().layer(service_fn(handler)).call(request));
+        assert!(poll(&mut call).is_pending());
+        let full = bed.fill(ByteSize::ZERO);
+        let mut other = bed.upload(&Fed::default());
+        assert!(poll(&mut other).is_pending());
+        let begun = bed.clock.now();
+        let long = || bed.clock.now() - begun > 20 * TICK;
+        advance_until(&bed.clock, TICK, "ticks", long);
+        assert_eq!((bed.stats().waiting, bed.stats().suspended_total), (1, 0));
+        assert_eq!(bed.memory.oldest_requests()[0].phase, RequestPhase::Working);
+        drop((call, full, other));
+    }
+}
+
+/// Counts how often it was woken.
+#[derive(Default)]
+struct Count(AtomicUsize);
+
+impl Wake for Count {
+    fn wake(self: Arc<Self>) {
+        self.0.fetch_add(1, Ordering::Relaxed);
+    }
+}
+
+type Task<T> = Pin<Box<dyn Future<Output = T>>>;
+
+/// The bug: nothing woke the task, which kept the permit forever.
+#[test]
+fn a_task_that_reads_the_body_of_a_rejected_request_ends_and_leaves_nothing() {
+    let bed = Bed::new();
+    let tasks: Arc<Mutex<Option<Task<usize>>>> = Arc::default();
+    let spawned = tasks.clone();
+    let handler = move |request: Request<RequestBody<Fed>>| {
+        let body = request.into_body();
+        let read = async { body.collect().await.expect("no error").to_bytes().len() };
+        *spawned.lock().expect("not poisoned") = Some(Box::pin(read));
+        async {
+            pending::<()>().await;
+            Ok::<_, Broken>(Response::new(Full::<Bytes>::default()))
+        }
+    };
+    let body = Fed::default();
+    body.arrives(1);
+    let request = Request::post("/").body(body.clone()).expect("a valid head");
+    let mut call = Box::pin(bed.layer().layer(service_fn(handler)).call(request));
+    assert!(poll(&mut call).is_pending());
+    let mut task = tasks.lock().expect("not poisoned").take().expect("it was spawned");
+    let woken = Arc::new(Count::default());
+    let waker = Waker::from(woken.clone());
+    let mut poll_task = || task.as_mut().poll(&mut Context::from_waker(&waker));
+    assert!(poll_task().is_pending());
+    let full = bed.suspend_one();
+    body.ends();
+    let rest = bed.fill(ByteSize::ZERO);
+    assert!(poll_task().is_pending());
+    advance_until(&bed.clock, TICK, "its deadline", || bed.stats().waiting == 0);
+    let mut ended = None;
+    // Ends: each iteration needs a wake.
+    for wakes in 1.. {
+        assert_eq!(woken.0.load(Ordering::Relaxed), wakes, "nothing wakes the task");
+        if let Poll::Ready(length) = poll_task() {
+            ended = Some(length);
+            break;
+        }
+    }
+    let Poll::Ready(Ok(answer)) = poll(&mut call) else { panic!("it is rejected") };
+    assert_eq!(answer.status(), StatusCode::SERVICE_UNAVAILABLE);
+    assert_eq!(ended, Some(FRAME), "a task that goes on gets the whole body");
+    drop((task, answer, call, full, rest));
+    assert_eq!((bed.reserved(), bed.stats().held()), (ByteSize::ZERO, 0));
+}
+
+/// The bug: a handler that had the whole body lost its claim while it worked.
+#[test]
+fn a_body_that_ended_unseen_ends_only_when_it_was_read() {
+    let bed = Bed::new();
+    let handler = |request: Request<RequestBody<Fed>>| async {
+        let mut body = request.into_body();
+        while !body.is_end_stream() {
+            let _ = body.frame().await;
+            wait_once().await;
+        }
+        pending::<()>().await; // it works, and keeps the body
+        Ok::<_, Broken>(Response::new(Full::<Bytes>::default()))
+    };
+    let body = Fed::default();
+    body.arrives(1);
+    let request = Request::post("/").body(body.clone()).expect("a valid head");
+    let mut call = Box::pin(bed.layer().layer(service_fn(handler)).call(request));
+    assert!(poll(&mut call).is_pending());
+    // As HTTP/2 does, in an empty frame.
+    body.ends();
+    assert!(poll(&mut call).is_pending());
+    assert_eq!(bed.memory.oldest_requests()[0].phase, RequestPhase::Working);
+}
+
+/// A body of one frame and trailers, whose end is another poll.
+#[derive(Default)]
+struct Trailed(u8);
+
+impl Body for Trailed {
+    type Data = Bytes;
+    type Error = Broken;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        _: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, Broken>>> {
+        self.0 += 1;
+        Poll::Ready(match self.0 {
+            1 => Some(Ok(Frame::data(Bytes::from(vec![1_u8; FRAME])))),
+            2 => Some(Ok(Frame::trailers(http::HeaderMap::new()))),
+            _ => None,
+        })
+    }
+}
+
+/// The bug: a handler that reads no further than the trailers lost its claim while it worked.
+#[test]
+fn trailers_are_the_end_of_a_body() {
+    let bed = Bed::new();
+    let handler = |request: Request<RequestBody<Trailed>>| async {
+        let mut body = request.into_body();
+        while let Some(Ok(frame)) = body.frame().await
+            && !frame.is_trailers()
+        {}
+        pending::<()>().await; // it works, and keeps the body
+        Ok::<_, Broken>(Response::new(Full::<Bytes>::default()))
+    };
+    let request = Request::post("/").body(Trailed::default()).expect("a valid head");
+    let mut call = Box::pin(bed.layer().layer(service_fn(handler)).call(request));
+    assert!(poll(&mut call).is_pending());
+    assert_eq!(bed.memory.oldest_requests()[0].phase, RequestPhase::Working);
+}
+
+/// A call whose handler hands out its permit, then collects its body and works.
+fn with_permit(bed: &Bed, body: &Fed) -> (Task<()>, SharedPermit) {
+    let slot: Arc<Mutex<Option<SharedPermit>>> = Arc::default();
+    let permits = slot.clone();
+    let handler = move |request: Request<RequestBody<Fed>>| {
+        let permit: SharedPermit = request.extensions().get().cloned().expect("admitted");
+        *permits.lock().expect("not poisoned") = Some(permit);
+        async {
+            drop(request.into_body().collect().await);
+            pending::<()>().await;
+            Ok::<_, Broken>(Response::new(Full::<Bytes>::default()))
+        }
+    };
+    let request = Request::post("/").body(body.clone()).expect("a valid head");
+    let call = bed.layer().layer(service_fn(handler)).call(request);
+    let mut call: Task<()> = Box::pin(async { drop(call.await) });
+    assert!(poll(&mut call).is_pending());
+    let permit = slot.lock().expect("not poisoned").take().expect("it was called");
+    (call, permit)
+}
+
+/// The bug: a request reserved again what its handler had released before.
+#[test]
+fn a_handler_that_released_memory_does_not_reserve_it_again_when_it_resumes() {
+    let bed = Bed::new();
+    let body = Fed::default();
+    let (mut call, permit) = with_permit(&bed, &body);
+    permit.shrink(ByteSize::mib(10));
+    let full = bed.suspend_one();
+    permit.shrink(ByteSize::kib(1));
+    body.ends();
+    drop(full);
+    assert!(poll(&mut call).is_pending());
+    let left = ByteSize::mib(14).saturating_sub(ByteSize::kib(1));
+    assert_eq!((bed.stats().waiting, permit.reserved()), (0, left));
+}
+
+/// The bug: what it had added while it was suspended was part of its claim when it resumed.
+#[test]
+fn what_a_suspended_request_grows_by_adds_to_its_claim() {
+    let bed = Bed::new();
+    let body = Fed::default();
+    let (mut call, permit) = with_permit(&bed, &body);
+    let full = bed.suspend_one();
+    permit.grow(ByteSize::mib(2)).expect("there is room");
+    body.ends();
+    drop(full);
+    assert!(poll(&mut call).is_pending());
+    assert_eq!((bed.stats().waiting, permit.reserved()), (0, ByteSize::mib(26)));
+}
+
+/// The bug: memory that only the handler knows of was not reserved while it was suspended.
+#[test]
+fn a_suspended_request_keeps_what_its_handler_reports_to_hold() {
+    let bed = Bed::new();
+    let body = Fed::default();
+    let (mut call, permit) = with_permit(&bed, &body);
+    permit.hold(ByteSize::mib(9)).expect("it is reserved");
+    let full = bed.suspend_one();
+    let kept = permit.reserved();
+    assert!(kept >= ByteSize::mib(9) && kept < ByteSize::mib(10), "{kept}");
+    permit.shrink(ByteSize::mib(4));
+    body.ends();
+    drop(full);
+    assert!(poll(&mut call).is_pending());
+    assert_eq!(permit.reserved(), ByteSize::mib(20));
+}
+
+/// The bug: the last frame, which its connection had allocated, was freed for its account.
+#[test]
+fn the_last_frame_of_a_suspended_body_that_is_dropped_is_not_its_memory() {
+    let bed = Bed::new();
+    let body = Fed::default();
+    let (mut call, permit) = with_permit(&bed, &body);
+    permit.adopt(ByteSize::mib(1));
+    let full = bed.suspend_one();
+    let rest = bed.fill(ByteSize::ZERO);
+    body.arrives(1);
+    body.ends();
+    assert!(poll(&mut call).is_pending());
+    assert_eq!((body.read(), bed.stats().waiting), (1, 1));
+    drop(call);
+    let live = permit.memory().expect("measured").live;
+    assert!(live >= ByteSize::mib(1), "{live}");
+    permit.release(ByteSize::mib(1));
+    drop((permit, full, rest));
+    assert_eq!((bed.reserved(), bed.stats().held()), (ByteSize::ZERO, 0));
+}
+
+/// The bug: device memory, which is not measured, was released while the request may have held it.
+#[test]
+fn a_request_with_device_memory_of_one_budget_for_both_is_not_suspended() {
+    let bed = Bed::new();
+    bed.memory.admission().unify();
+    let cost = |_: &Parts| Cost::host(ByteSize::mib(4)).and_device(ByteSize::mib(20));
+    let layer = bed.layer().with_estimate(cost);
+    let mut slow = bed.upload_to(layer.clone(), &Fed::default());
+    assert!(poll(&mut slow).is_pending());
+    let full = bed.fill(ByteSize::ZERO);
+    let mut other = bed.upload_to(layer, &Fed::default());
+    assert!(poll(&mut other).is_pending());
+    let begun = bed.clock.now();
+    let long = || bed.clock.now() - begun > 20 * TICK;
+    advance_until(&bed.clock, TICK, "ticks", long);
+    assert_eq!((bed.stats().waiting, bed.stats().suspended_total), (1, 0));
+    let kept = bed.reserved().saturating_sub(full.cost().host);
+    assert_eq!(kept, ByteSize::mib(24));
+}
+
+/// Polls the task when it is woken, on the thread that wakes it.
+struct Inline(Mutex<Option<InlineTask>>);
+
+type InlineTask = Pin<Box<dyn Future<Output = ()> + Send>>;
+
+impl Wake for Inline {
+    fn wake(self: Arc<Self>) {
+        let Some(mut task) = self.0.lock().expect("not poisoned").take() else { return };
+        let waker = Waker::from(Arc::clone(&self));
+        if task.as_mut().poll(&mut Context::from_waker(&waker)).is_pending() {
+            *self.0.lock().expect("not poisoned") = Some(task);
+        }
+    }
+}
+
+/// The bug: the wakers were called with the lock of the permit held, and the task waited for it.
+#[test]
+fn memory_that_a_handler_releases_may_wake_the_reader_of_its_body_at_once() {
+    let bed = Bed::new();
+    let slot = Arc::new(Mutex::new(None));
+    let kept = slot.clone();
+    let handler = move |request: Request<RequestBody<Fed>>| {
+        let permit: SharedPermit = request.extensions().get().cloned().expect("admitted");
+        let read = async { drop(request.into_body().collect().await) };
+        *kept.lock().expect("not poisoned") = Some((permit, Box::pin(read)));
+        async {
+            pending::<()>().await;
+            Ok::<_, Broken>(Response::new(Full::<Bytes>::default()))
+        }
+    };
+    let body = Fed::default();
+    let request = Request::post("/").body(body.clone()).expect("a valid head");
+    let mut call = Box::pin(bed.layer().layer(service_fn(handler)).call(request));
+    assert!(poll(&mut call).is_pending());
+    let (permit, read) = slot.lock().expect("not poisoned").take().expect("it was called");
+    let task = Arc::new(Inline(Mutex::new(Some(read))));
+    Arc::clone(&task).wake();
+    permit.hold(ByteSize::mib(30)).expect("there is room");
+    permit.grow(ByteSize::mib(10)).expect("there is room");
+    let full = bed.suspend_one();
+    body.ends();
+    let rest = bed.fill(ByteSize::ZERO);
+    Arc::clone(&task).wake();
+    assert_eq!(bed.stats().waiting, 1);
+    permit.shrink(ByteSize::mib(20));
+    assert!(task.0.lock().expect("not poisoned").is_none(), "it has the whole body");
+    assert_eq!((bed.stats().waiting, permit.reserved()), (0, ByteSize::mib(20)));
+    drop((permit, call, full, rest));
+    assert_eq!((bed.reserved(), bed.stats().held()), (ByteSize::ZERO, 0));
 }

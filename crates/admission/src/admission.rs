@@ -323,7 +323,7 @@ impl Admission {
     /// Closes admission. Later requests get [`Rejected::ShuttingDown`], except exempt ones.
     pub fn close(&self) {
         self.desk.closed.store(true, Ordering::Release);
-        self.desk.queue.end();
+        self.desk.queue.close();
     }
 
     /// Returns `true` if admission has been closed.

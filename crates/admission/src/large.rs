@@ -55,6 +55,10 @@ const LARGE_MAX: usize = 4096;
 /// The minimum number of registered requests at which those that have ended are looked for.
 const SWEPT_MIN: usize = 64;
 
+/// A full registry is searched for one of so many requests that are no larger than its smallest. An
+/// estimate: a search takes as long as some requests.
+const SEARCHED_PART: usize = 64;
+
 /// A registered request.
 #[doc(hidden)]
 pub trait LargeRequest: Send + Sync {
@@ -116,11 +120,11 @@ pub struct RequestMemory {
 #[cfg_attr(feature = "serde", derive(serde::Serialize), serde(rename_all = "snake_case"))]
 #[non_exhaustive]
 pub enum RequestPhase {
-    /// It waits for the rest of its body.
+    /// Its handler waits for more of its body.
     Receiving,
     /// Its reservation is suspended: it waits for the rest of its body, and then for room.
     Suspended,
-    /// Its body has arrived, or it reads none, and its handler works.
+    /// Its handler works: its body has arrived, or it does not read it now.
     Working,
     /// Its handler has answered.
     Answered,
@@ -145,6 +149,10 @@ pub(super) struct LargeRequests {
     requests: Mutex<Vec<Arc<dyn LargeRequest>>>,
     /// The number of requests at which those that have ended are looked for next.
     sweep_at: AtomicUsize,
+    /// The reservation of the smallest request when the full registry was searched last.
+    smallest: AtomicU64,
+    /// The number of requests that were not added since then.
+    omitted: AtomicUsize,
     /// The time of the last tick of the control loop, in nanoseconds.
     now: AtomicU64,
     /// `true` if a registered request may have been cancelled and may still run.
@@ -162,16 +170,25 @@ impl LargeRequests {
     pub(super) fn begin(&self) {
         self.requests().clear();
         self.sweep_at.store(SWEPT_MIN, Ordering::Relaxed);
+        self.smallest.store(0, Ordering::Relaxed);
+        self.omitted.store(0, Ordering::Relaxed);
         self.now.store(0, Ordering::Relaxed);
         self.has_cancelled.store(false, Ordering::Relaxed);
         self.since.store(FREE, Ordering::Relaxed);
     }
 
     /// Adds a request that has reserved so many bytes. If the registry is full, the request
-    /// replaces the smallest one, or is not added if it is the smallest itself.
+    /// replaces the smallest one, or is not added if it is the smallest itself. Its place may be
+    /// that of a request that has ended since the last search.
     #[cold]
     pub(super) fn add(&self, request: Arc<dyn LargeRequest>, reserved: ByteSize) {
         let mut requests = self.requests();
+        if requests.len() >= LARGE_MAX && reserved.get() <= self.smallest.load(Ordering::Relaxed) {
+            let omitted = self.omitted.fetch_add(1, Ordering::Relaxed) + 1;
+            if omitted < SEARCHED_PART {
+                return;
+            }
+        }
         if requests.len() >= self.sweep_at.load(Ordering::Relaxed).min(LARGE_MAX) {
             requests.retain(|other| other.reserved().is_some());
             self.sweep_at.store((2 * requests.len()).max(SWEPT_MIN), Ordering::Relaxed);
@@ -181,6 +198,9 @@ impl LargeRequests {
         }
         let of = |other: &Arc<dyn LargeRequest>| other.reserved().unwrap_or_default();
         let smallest = requests.iter_mut().min_by_key(|other| of(other));
+        let least = smallest.as_ref().map_or(0, |smallest| of(smallest).get());
+        self.smallest.store(least, Ordering::Relaxed);
+        self.omitted.store(0, Ordering::Relaxed);
         if let Some(smallest) = smallest.filter(|smallest| of(smallest) < reserved) {
             *smallest = request;
         }
@@ -294,14 +314,15 @@ mod tests {
     use super::*;
 
     /// A request that holds so much, claimed nothing, and ends only if a test lets it.
-    struct Request(AtomicU64, AtomicBool);
+    struct Request(AtomicU64, AtomicBool, AtomicUsize);
 
     fn request(live: u64) -> Arc<Request> {
-        Arc::new(Request(live.into(), false.into()))
+        Arc::new(Request(live.into(), false.into(), 0.into()))
     }
 
     impl LargeRequest for Request {
         fn reserved(&self) -> Option<ByteSize> {
+            self.2.fetch_add(1, Ordering::Relaxed);
             let live = self.0.load(Ordering::Relaxed);
             (live > 0).then_some(ByteSize::new(live))
         }
@@ -380,6 +401,27 @@ mod tests {
         }
         let kept = large.requests().len();
         assert!(kept <= SWEPT_MIN, "{kept}");
+    }
+
+    /// The bug: each further request searched all 4,096 twice with the lock held, and took 33 times
+    /// as long.
+    #[test]
+    fn a_full_registry_is_not_searched_for_each_further_request() {
+        let large = LargeRequests::default();
+        let add = |request: &Arc<Request>| {
+            large.add(Arc::clone(request) as Arc<dyn LargeRequest>, ByteSize::mib(1));
+        };
+        let requests: Vec<_> = (0..LARGE_MAX).map(|_| request(1 << 20)).collect();
+        requests.iter().for_each(add);
+        let looks = || requests.iter().map(|it| it.2.load(Ordering::Relaxed)).sum::<usize>();
+        let before = looks();
+        let more: Vec<_> = (0..10 * SEARCHED_PART).map(|_| request(1 << 20)).collect();
+        more.iter().for_each(add);
+        let searched = (looks() - before) / LARGE_MAX;
+        assert!(searched < 30, "{searched} times for {} requests", more.len());
+        requests.iter().for_each(|request| request.0.store(0, Ordering::Relaxed));
+        more.iter().take(SEARCHED_PART).for_each(add);
+        assert!(large.requests().len() <= SEARCHED_PART, "ended ones still leave");
     }
 
     #[test]

@@ -83,6 +83,8 @@ pub use managed::{
     Resource, ResourceStats, Resources, UnloadError, UnloadReason, Unloads, Use,
 };
 pub use permit::Permit;
+#[doc(hidden)]
+pub use permit::Released;
 pub use pressure::{Band, Level, Pressure, Thresholds, ThresholdsError};
 pub use reclaim::{Ask, Ladder, LadderError, Pace, Reclaim, Recovered};
 pub use reclaimer::{Reclaimable, Reclaimer, ReclaimerStats};

@@ -33,6 +33,21 @@ enum Held {
     Standing(Option<Box<(Standing, Standing)>>),
 }
 
+/// Bytes that were released, and for which others may wait.
+#[doc(hidden)]
+#[derive(Debug)]
+#[must_use = "the requests that wait for the bytes are to be woken"]
+pub struct Released(Option<&'static Desk>);
+
+impl Released {
+    /// Wakes the requests that may fit now. Runs code of their executors.
+    pub fn wake(self) {
+        if let Some(desk) = self.0 {
+            desk.released();
+        }
+    }
+}
+
 /// The right to hold bytes. Dropping it releases them.
 #[derive(Debug)]
 #[must_use = "dropping a permit releases its bytes at once"]
@@ -206,9 +221,13 @@ impl Permit {
     /// Releases part of the host memory early, at most what the permit holds. Does nothing on a
     /// resource's permit.
     pub fn shrink(&mut self, bytes: ByteSize) {
-        if self.release(bytes) {
-            self.desk.released();
-        }
+        self.shrink_quietly(bytes).wake();
+    }
+
+    /// Like [`Permit::shrink`], but wakes nothing: for a caller that holds a lock.
+    #[doc(hidden)]
+    pub fn shrink_quietly(&mut self, bytes: ByteSize) -> Released {
+        Released(self.release(bytes).then_some(self.desk))
     }
 
     /// Releases part of the host memory without waking those that wait for it. Returns `false` on a

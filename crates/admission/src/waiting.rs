@@ -19,9 +19,9 @@
 //! up no other request.
 //!
 //! Invariants: at most [`ENTRIES_MAX`] requests wait, and no more than may hold a sixteenth of the
-//! ceiling in their connections; the requests that wait for bytes of a budget are each passed by at
-//! most one ceiling of them. No waker is called, cloned or dropped with the lock held. Waking
-//! allocates nothing.
+//! ceiling in their connections, and as many again that were admitted before; the requests that
+//! wait for bytes of a budget are each passed by at most one ceiling of them. No waker is called,
+//! cloned or dropped with the lock held. Waking allocates nothing.
 //!
 //! It does not reserve, and reads no clock: the control loop's ticks are its time.
 
@@ -38,7 +38,7 @@ use lowtide_core::clock::Moment;
 use super::admission::{Cost, Priority};
 use super::ledger::{Budget, Ledger};
 
-/// The maximum number of waiting requests.
+/// The maximum number of waiting requests, and of those that were admitted before.
 const ENTRIES_MAX: usize = 4096;
 /// The memory that a waiting request is assumed to hold: its head, its task and the read buffer of
 /// its connection. An estimate for hyper over HTTP/1.
@@ -189,10 +189,21 @@ impl WaitQueue {
     /// Ends all waiting, because no control loop ticks any more.
     pub(super) fn end(&self) {
         self.is_timed.store(false, Ordering::Relaxed);
-        let ended = {
+        self.end_where(|_| true);
+    }
+
+    /// Ends the wait of the requests that were not admitted before.
+    pub(super) fn close(&self) {
+        self.end_where(|entry| !entry.terms.is_admitted);
+    }
+
+    fn end_where(&self, is_ended: impl Fn(&WaitingRequest) -> bool) {
+        let ended: Vec<_> = {
             let mut entries = self.entries();
-            self.len.store(0, Ordering::SeqCst);
-            std::mem::take(&mut entries.list)
+            let (ended, stay) = std::mem::take(&mut entries.list).into_iter().partition(is_ended);
+            entries.list = stay;
+            self.len.store(entries.list.len(), Ordering::SeqCst);
+            ended
         };
         for waker in ended.into_iter().filter_map(|entry| entry.waker) {
             waker.wake();
@@ -242,7 +253,9 @@ impl WaitQueue {
         }
         let most = usize::try_from(ceiling.get() / PART / ENTRY_BYTES.get()).unwrap_or(usize::MAX);
         let mut entries = self.entries();
-        if entries.list.len() >= most.min(ENTRIES_MAX) {
+        // Those that were admitted before are not kept out by those that were not.
+        let of_its_kind = |other: &&WaitingRequest| other.terms.is_admitted == terms.is_admitted;
+        if entries.list.iter().filter(of_its_kind).count() >= most.min(ENTRIES_MAX) {
             return None;
         }
         let id = entries.next;
@@ -522,7 +535,8 @@ impl WaitList {
     fn admit(&mut self, id: Option<&WaitId>, cost: Cost) -> Option<WaitingRequest> {
         let at = id.and_then(|id| self.at(id));
         let admitted = at.map(|at| self.list.remove(at));
-        if let Some(entry) = &admitted {
+        // One that has aged may be far ahead of those with a smaller tag that still wait.
+        if let Some(entry) = admitted.as_ref().filter(|entry| !entry.has_aged) {
             self.admitted = self.admitted.max(entry.tag);
         }
         for entry in &mut self.list {

@@ -190,6 +190,8 @@ pub fn run_control(
         clock.wait_until(bell, turns.turn(clock));
     }
     desk.set_bell(None);
+    // After the last tick: no deadline passes any more.
+    desk.queue.end();
 }
 
 /// The iterations of the loop.
@@ -230,10 +232,11 @@ impl<'a> Turns<'a> {
 
 #[cfg(all(test, not(lowtide_loom)))]
 mod tests {
+    use std::task::{Context, Poll, Waker};
     use std::time::Duration;
 
     use super::*;
-    use crate::admission::{Admission, Cost};
+    use crate::admission::{Admission, Cost, Priority};
     use crate::maintenance::{Sample, Sensor, Settings};
     use crate::reclaim::Reclaim;
     use crate::signal::Limit;
@@ -364,6 +367,22 @@ mod tests {
         assert_eq!(turns.state.ticks_total(), 11);
         assert_eq!(turns.state.take_lateness(), 40 * MILLI);
         assert_eq!(turns.state.take_lateness(), Duration::ZERO, "told once");
+    }
+
+    /// The bug: a tick after admission was closed let a suspended request wait, and no other tick
+    /// came for its deadline.
+    #[test]
+    fn no_request_waits_for_a_deadline_after_the_last_tick() {
+        let (clock, admission) = (Arc::new(ManualClock::new()), Admission::new());
+        let slow = admission.try_admit(Cost::host(ByteSize::mib(1))).expect("no limit");
+        let mut maintenance = dear(&clock, Sample::default(), admission.clone());
+        Turns::new(&mut maintenance, clock.now()).turn(&*clock);
+        let wait = || slow.wait_to_resume(ByteSize::mib(2), Priority::Normal, 0, SECOND);
+        let waiting = wait().expect("the loop ticks");
+        run_control(&mut maintenance, &*clock, &Bell::new(), &AtomicBool::new(true));
+        let cx = Context::from_waker(Waker::noop());
+        assert_eq!(waiting.poll_turn(&cx), Poll::Ready(false), "its wait has ended");
+        assert!(wait().is_none());
     }
 
     #[test]

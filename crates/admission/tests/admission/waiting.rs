@@ -390,3 +390,78 @@ fn a_waker_whose_drop_ends_another_wait_is_dropped_without_the_lock() {
     assert_eq!(admission.stats().waiting, 1, "the other has left");
     drop(all);
 }
+
+/// A request of which `mib` are reserved, and suspended down to nothing.
+fn suspended(admission: &Admission, mib: u64) -> Permit {
+    let mut permit = admission.try_admit(self::mib(mib)).expect("fits");
+    permit.suspend(ByteSize::ZERO);
+    permit
+}
+
+/// Polls a suspended request that waits until it resumes.
+fn resumed(permit: &mut Permit, waiting: &Waiting, claim: Cost) -> bool {
+    let cx = Context::from_waker(Waker::noop());
+    while let Poll::Ready(is_turn) = waiting.poll_turn(&cx) {
+        assert!(is_turn, "it waits");
+        if permit.resume(Some(waiting), claim.host, Priority::Normal).is_ok() {
+            return true;
+        }
+    }
+    false
+}
+
+/// The bug: the tag of a request that resumed counted as served, so that the first request of
+/// another tenant came after all that were waiting.
+#[test]
+fn a_tenant_whose_suspended_request_resumes_does_not_delay_another_one() {
+    let admission = timed();
+    let mut slow = suspended(&admission, 10);
+    let mut all = admission.try_admit(mib(100)).expect("fits");
+    let mut busy: Vec<_> =
+        (0..5).map(|_| Waits::new(&admission, 50, Priority::Normal, 1)).collect();
+    let within = Duration::from_secs(1);
+    let claim = mib(10);
+    let waiting = slow.wait_to_resume(claim.host, Priority::Normal, 1, within).expect("room");
+    assert!(!resumed(&mut slow, &waiting, claim));
+    all.shrink(claim.host);
+    assert!(resumed(&mut slow, &waiting, claim), "it comes first");
+    let mut quiet = Waits::new(&admission, 50, Priority::Normal, 2);
+    drop((all, slow));
+    let first = busy[0].admitted();
+    assert!(first.is_some() && busy[1].admitted().is_none());
+    assert!(quiet.admitted().is_some(), "it comes second, not sixth");
+}
+
+/// The bug: a queue full of requests that were not admitted yet made each suspended one fail.
+#[test]
+fn a_suspended_request_enters_a_queue_that_is_full_of_others() {
+    let admission = timed();
+    let mut slow = suspended(&admission, 10);
+    let all = admission.try_admit(mib(100)).expect("fits");
+    let wait = || admission.wait(mib(1), Priority::Normal, 0, None);
+    let others: Vec<_> = std::iter::from_fn(wait).take(5_000).collect();
+    let (claim, within) = (mib(10), Duration::from_secs(1));
+    let waiting = slow.wait_to_resume(claim.host, Priority::Normal, 0, within);
+    let waiting = waiting.expect("it was admitted before");
+    assert!(!resumed(&mut slow, &waiting, claim));
+    drop(all);
+    assert!(resumed(&mut slow, &waiting, claim));
+    drop(others);
+}
+
+/// The bug: it was rejected for lack of room at once, although shutting down admits no others.
+#[test]
+fn a_suspended_request_goes_on_waiting_when_admission_closes() {
+    let admission = timed();
+    let mut slow = suspended(&admission, 10);
+    let all = admission.try_admit(mib(100)).expect("fits");
+    let mut other = Waits::new(&admission, 10, Priority::Normal, 0);
+    let (claim, within) = (mib(10), Duration::from_secs(1));
+    let waiting = slow.wait_to_resume(claim.host, Priority::Normal, 0, within).expect("room");
+    assert!(!resumed(&mut slow, &waiting, claim));
+    admission.close();
+    assert!(matches!(other.poll(), Poll::Ready(Err(Rejected::ShuttingDown))));
+    assert!(!resumed(&mut slow, &waiting, claim));
+    drop(all);
+    assert!(resumed(&mut slow, &waiting, claim));
+}
