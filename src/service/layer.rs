@@ -199,10 +199,10 @@ impl<E: Estimate> MemoryLayer<E> {
     ///
     /// While requests do not fit, the reservations of measured requests that have waited for their
     /// clients for 100 ms are suspended: those whose handlers wait for more of their bodies, and
-    /// answers of known length that are not sent yet. They keep what they hold and 64 KiB. The end of a suspended
-    /// body reaches the handler only once the whole claim is reserved again, before requests that
-    /// were not admitted yet. After `max_wait` without room, or 2 s if that is zero, the request is
-    /// rejected.
+    /// answers of known length that are not sent yet. They keep what they hold and 64 KiB. The end
+    /// of a suspended body reaches the handler only once the whole claim is reserved again, before
+    /// requests that were not admitted yet. After `max_wait` without room, or 2 s if that is zero,
+    /// the request is rejected.
     ///
     /// Use zero for a service that this process calls while it serves another request. The caller
     /// would keep its reservation, and its connection, while the call waits.
