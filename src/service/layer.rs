@@ -147,7 +147,9 @@ impl<E: Estimate> MemoryLayer<E> {
     /// as many run as fit. Later requests reserve at least their estimate, even if less was
     /// measured. Use it if handlers reject requests that need more than their estimate, or if
     /// estimates cover memory that is not measured, such as that of tasks without a scope or of C
-    /// code. Without this setting an estimate is a hint, which the layer uses until it has measured
+    /// code. While its body arrives, a request may be suspended all the same
+    /// ([`with_max_wait`](Self::with_max_wait)): report such memory with [`SharedPermit::hold`], so
+    /// that it stays reserved. Without this setting an estimate is a hint, which the layer uses until it has measured
     /// eight requests of the route.
     #[must_use]
     pub fn without_slow_start(mut self) -> Self {

@@ -109,7 +109,8 @@ pub struct AdmissionStats {
     pub finished_total: u64,
     /// Requests rejected since start, in the order of [`RejectReason::ALL`].
     pub rejected: [u64; RejectReason::ALL.len()],
-    /// Requests that wait for room now. They are not among the admitted or the rejected ones.
+    /// Requests that wait for room now. Of them, only those whose reservations were suspended are
+    /// among the admitted ones.
     pub waiting: u64,
     /// Requests admitted after they had waited, since start.
     pub waited_total: u64,

@@ -192,9 +192,19 @@ impl WaitQueue {
         self.end_where(|_| true);
     }
 
-    /// Ends the wait of the requests that were not admitted before.
+    /// Ends the wait of the requests that were not admitted before. The others try again: a load
+    /// ends, and a suspended request waits on.
     pub(super) fn close(&self) {
         self.end_where(|entry| !entry.terms.is_admitted);
+        let wakers: Vec<_> = {
+            let mut entries = self.entries();
+            let woken = entries.list.iter_mut().map(|entry| {
+                entry.is_woken = true;
+                entry.waker.take()
+            });
+            woken.collect()
+        };
+        wakers.into_iter().flatten().for_each(Waker::wake);
     }
 
     fn end_where(&self, is_ended: impl Fn(&WaitingRequest) -> bool) {
