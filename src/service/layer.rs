@@ -149,8 +149,8 @@ impl<E: Estimate> MemoryLayer<E> {
     /// estimates cover memory that is not measured, such as that of tasks without a scope or of C
     /// code. While its body arrives, a request may be suspended all the same
     /// ([`with_max_wait`](Self::with_max_wait)): report such memory with [`SharedPermit::hold`], so
-    /// that it stays reserved. Without this setting an estimate is a hint, which the layer uses until it has measured
-    /// eight requests of the route.
+    /// that it stays reserved. Without this setting an estimate is a hint, which the layer uses
+    /// until it has measured eight requests of the route.
     #[must_use]
     pub fn without_slow_start(mut self) -> Self {
         let settings = self.settings();
