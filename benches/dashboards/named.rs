@@ -34,6 +34,8 @@ const BRIEF: &str = "requests may wait between two scrapes, and for less than a 
 const MEET: &str = "on few cores threads may never contend for a lock";
 const VIEWED: &str = "an arena used through cudarc sleeps only if the program asks for it";
 const TENANTS: &str = "the proxy names no tenants";
+const RECLAIMERS: &str = "the proxy registers no reclaimer";
+const PLACES: &str = "the load leaves places, and its clients read";
 const TRUSTED: &str = "the proxy trusts its estimates, and then the ceiling stays";
 const SHORTAGE: &str = "an arena is never short here: admission rejects requests before";
 
@@ -75,6 +77,14 @@ pub(crate) const PANELS: &[Named] = &[
     empty("Memory stalls", "AB", CGROUP),
     empty("Largest tenants", "AB", TENANTS),
     constant("Waiting requests", "AB", BRIEF),
+    constant("Admitted after waiting", "A", BRIEF),
+    constant("Oldest permit", "A", BRIEF),
+    constant("Suspended reservations", "A", "bodies arrive at once here"),
+    constant("Connections closed, by reason", "A", PLACES),
+    empty("Unloads, by reason", "B", RECLAIMERS),
+    empty("Released by unloads", "B", RECLAIMERS),
+    empty("Last unload duration", "B", RECLAIMERS),
+    empty("Unload panics", "B", RECLAIMERS),
     constant("Memory held by resources", "A", "each load of the model holds as much"),
     constant("Loading", "A", FAST),
     constant("Waiting callers", "A", FAST),
@@ -90,6 +100,10 @@ pub(crate) const METRICS: &[(&str, &str)] = &[
     ("lowtide_pressure_events_total", CGROUP),
     ("lowtide_pressure_stall_ratio", CGROUP),
     ("lowtide_pressure_stall_seconds", CGROUP),
+    ("lowtide_reclaimer_calls_total", RECLAIMERS),
+    ("lowtide_reclaimer_panics_total", RECLAIMERS),
+    ("lowtide_reclaimer_released_bytes_total", RECLAIMERS),
+    ("lowtide_reclaimer_run_seconds", RECLAIMERS),
     ("lowtide_admission_tenant_live_bytes", TENANTS),
     ("lowtide_admission_tenant_live_peak_bytes", TENANTS),
 ];
