@@ -29,8 +29,6 @@ const STAND_IN: &str = "the simulated device has one size, and its context uses 
 const FOREIGN: &str = "the proxy exports and imports no memory";
 const FAULTLESS: &str = "an error that the load does not cause";
 const MOMENT: &str = "activations live briefly, and samples fall between two of them";
-const FAST: &str = "a load may be over between two scrapes";
-const BRIEF: &str = "requests may wait between two scrapes, and for less than a tick";
 const MEET: &str = "on few cores threads may never contend for a lock";
 const VIEWED: &str = "an arena used through cudarc sleeps only if the program asks for it";
 const TENANTS: &str = "the proxy names no tenants";
@@ -76,9 +74,6 @@ pub(crate) const PANELS: &[Named] = &[
     empty("Limits reached", "A", CGROUP),
     empty("Memory stalls", "AB", CGROUP),
     empty("Largest tenants", "AB", TENANTS),
-    constant("Waiting requests", "AB", BRIEF),
-    constant("Admitted after waiting", "A", BRIEF),
-    constant("Oldest permit", "A", BRIEF),
     constant("Suspended reservations", "A", "bodies arrive at once here"),
     constant("Connections closed, by reason", "A", PLACES),
     empty("Unloads, by reason", "B", RECLAIMERS),
@@ -86,8 +81,6 @@ pub(crate) const PANELS: &[Named] = &[
     empty("Last unload duration", "B", RECLAIMERS),
     empty("Unload panics", "B", RECLAIMERS),
     constant("Memory held by resources", "A", "each load of the model holds as much"),
-    constant("Loading", "A", FAST),
-    constant("Waiting callers", "A", FAST),
     constant("Lock contention", "A", MEET),
     constant("Lock wait time", "A", MEET),
     constant("Unload panics", "A", FAULTLESS),
