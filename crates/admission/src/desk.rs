@@ -268,7 +268,8 @@ impl Desk {
         let lacked = ByteSize::new(self.lacked.swap(u64::MAX, Ordering::Relaxed));
         let lacks = self.queue.lacks_host().unwrap_or(lacked);
         if lacks < ByteSize::MAX {
-            self.large.suspend_while(now, || self.host.room() < lacks);
+            let is_short = || self.host.room() < lacks && self.host.has_room_to_arrive();
+            self.large.suspend_while(now, is_short);
         }
         self.wake_waiting(WOKEN_OTHERS_TICK);
     }
