@@ -266,9 +266,10 @@ impl Desk {
         self.ticks.fetch_add(1, Ordering::Relaxed);
         self.queue.expire(now);
         let lacked = ByteSize::new(self.lacked.swap(u64::MAX, Ordering::Relaxed));
-        let lacks = self.queue.lacks_host().unwrap_or(lacked);
+        let first = self.queue.lacking(|budget| budget == Budget::Host);
+        let lacks = first.map_or(lacked, |(first, _)| first.host);
         if lacks < ByteSize::MAX {
-            let is_short = || self.host.room() < lacks && self.host.has_room_to_arrive();
+            let is_short = || self.host.room() < lacks && self.host.has_room_for_suspended();
             self.large.suspend_while(now, is_short);
         }
         self.wake_waiting(WOKEN_OTHERS_TICK);
@@ -461,7 +462,7 @@ impl Desk {
     /// Reserves host memory for what arrives of the body of a suspended request. Returns `false`
     /// if there is no room for it.
     pub(super) fn book_arriving(&self, bytes: ByteSize) -> bool {
-        let has_room = self.host.has_room_to_arrive()
+        let has_room = self.host.has_room_for_suspended()
             && book(&self.host, bytes, Ledger::try_book_more).is_ok();
         if has_room {
             let place = Place::here();

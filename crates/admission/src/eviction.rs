@@ -308,7 +308,7 @@ impl Evictor {
                 desk.hurry();
             }
             self.clock.wait_until(&Bell::new(), self.clock.now() + PAUSE_MIN);
-            let waits = desk.queue.lacking();
+            let waits = desk.queue.lacking(|_| true);
             let mut rounds = lock(&self.rounds);
             let Some((first, _)) = waits.filter(|_| self.pool.next_ask().is_some()) else {
                 rounds.has_thread = false;
@@ -337,7 +337,7 @@ impl Evictor {
     /// Chooses among reclaimers and idle resources for a request, and for all that wait. Returns
     /// `true` if any were chosen.
     fn round_for_requests(self: &Arc<Self>, desk: &'static Desk, cost: Cost) -> bool {
-        let all = desk.queue.lacking().map_or(Cost::ZERO, |(_, all)| all);
+        let all = desk.queue.lacking(|_| true).map_or(Cost::ZERO, |(_, all)| all);
         let all = Cost { host: all.host.max(cost.host), device: all.device.max(cost.device) };
         let fits = |cost, freed| desk.fits(cost, self.coming().0.and(freed));
         self.round(desk, |idle| {

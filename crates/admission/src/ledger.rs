@@ -552,9 +552,9 @@ impl Ledger {
         self.unlearned.fetch_sub(bytes.get(), Ordering::Relaxed);
     }
 
-    /// Returns `true` if suspended requests may reserve more for bodies that arrive: they hold at
-    /// most a quarter of the allowance, so that each can still have its whole claim.
-    pub(crate) fn has_room_to_arrive(&self) -> bool {
+    /// Returns `true` if suspended requests may reserve more, and further ones be suspended: they
+    /// hold about a quarter of the allowance at most, so that each can still have its whole claim.
+    pub(crate) fn has_room_for_suspended(&self) -> bool {
         let suspended = self.suspended.load(Ordering::Relaxed);
         suspended < self.allowance.load(Ordering::Relaxed) / SUSPENDED_PART
     }

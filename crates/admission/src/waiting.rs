@@ -245,13 +245,14 @@ impl WaitQueue {
         self.len.load(Ordering::SeqCst) == 0
     }
 
-    /// Returns the cost of the first request that waits for bytes, and the sum over all that do.
-    pub(super) fn lacking(&self) -> Option<(Cost, Cost)> {
+    /// Returns the cost of the first request that waits for bytes of one of these budgets, and the
+    /// sum over all that do.
+    pub(super) fn lacking(&self, of: impl Fn(Budget) -> bool) -> Option<(Cost, Cost)> {
         if self.is_empty() {
             return None;
         }
         let entries = self.entries();
-        let mut costs = entries.list.iter().filter(|it| it.lacks().is_some());
+        let mut costs = entries.list.iter().filter(|it| it.lacks().is_some_and(&of));
         let first = costs.next()?.terms.cost;
         Some((first, costs.fold(first, |sum, entry| sum.and(entry.terms.cost))))
     }
@@ -366,16 +367,6 @@ impl WaitQueue {
             Some((budget, error)) => PassError::NoRoom(budget, error),
             None => PassError::Behind { has_aged },
         })
-    }
-
-    /// Returns the host memory that the first request lacks which waits for some.
-    pub(super) fn lacks_host(&self) -> Option<ByteSize> {
-        if self.is_empty() {
-            return None;
-        }
-        let entries = self.entries();
-        let lacks = |entry: &&WaitingRequest| entry.lacks() == Some(Budget::Host);
-        entries.list.iter().find(lacks).map(|entry| entry.terms.cost.host)
     }
 
     /// Records why an attempt failed that was not made by [`WaitQueue::pass`].
