@@ -14,16 +14,16 @@ use http::request::Parts;
 use http::{Request, Response, StatusCode};
 use http_body::{Body, Frame, SizeHint};
 use http_body_util::{BodyExt, Full};
-use lowtide::clock::{Clock, ManualClock};
-use lowtide::config::DeviceChoice;
+use lowtide::ByteSize;
+use lowtide::clock::Clock;
 use lowtide::service::{Estimate, MemoryLayer, RequestBody, ResponseBody, SharedPermit};
-use lowtide::{ByteSize, Memory};
-use lowtide_admission::{AdmissionStats, Budget, Cost, Permit, RejectReason, RequestPhase};
+use lowtide_admission::{Budget, Cost, Permit, RejectReason, RequestPhase};
 use test_fork::test;
 use tower::{Layer, Service, service_fn};
 
 use crate::polled::{poll, wait_once};
-use crate::support::{Tree, advance_until};
+use crate::service_waiting::Bed;
+use crate::support::advance_until;
 
 const CLAIM: ByteSize = ByteSize::mib(24);
 const FRAME: usize = 32 << 10;
@@ -95,21 +95,7 @@ impl Body for Fed {
     }
 }
 
-/// A limit of 256 MiB, and a clock that stands still.
-struct Bed {
-    memory: Memory,
-    clock: Arc<ManualClock>,
-    _tree: Tree,
-}
-
 impl Bed {
-    fn new() -> Self {
-        let (clock, tree) = (Arc::new(ManualClock::new()), Tree::new(ByteSize::mib(256)));
-        let builder = Memory::builder().clock(clock.clone()).signals(tree.open());
-        let memory = builder.device(DeviceChoice::None).start().expect("starts");
-        Self { memory, clock, _tree: tree }
-    }
-
     fn layer(&self) -> MemoryLayer<impl Fn(&Parts) -> Cost + use<>> {
         let claim = |_: &Parts| Cost::host(CLAIM);
         MemoryLayer::new(self.memory.admission().clone(), claim).without_slow_start()
@@ -134,19 +120,8 @@ impl Bed {
         Box::pin(async { call.await.expect("a valid answer") })
     }
 
-    /// Reserves what is left, except for `spare`.
-    fn fill(&self, spare: ByteSize) -> Permit {
-        let ledger = self.memory.admission().ledger(Budget::Host);
-        let left = ledger.allowance().saturating_sub(ledger.reserved()).saturating_sub(spare);
-        self.memory.admission().try_admit(Cost::host(left)).expect("it fits")
-    }
-
     fn reserved(&self) -> ByteSize {
         self.memory.admission().ledger(Budget::Host).requests()
-    }
-
-    fn stats(&self) -> AdmissionStats {
-        self.memory.admission().stats()
     }
 
     /// An upload of which a frame has arrived, and which was suspended because another waits.
@@ -154,20 +129,13 @@ impl Bed {
         body.arrives(1);
         let mut slow = self.upload(body);
         assert!(poll(&mut slow).is_pending());
-        let full = self.fill(ByteSize::ZERO);
-        let mut other = self.upload(&Fed::default());
-        assert!(poll(&mut other).is_pending());
-        let suspended = || self.stats().suspended_total == 1;
-        advance_until(&self.clock, TICK, "a suspension", suspended);
-        drop(other);
+        let full = self.suspend_one();
         (slow, full)
     }
-}
 
-impl Bed {
     /// Fills the ledger, and waits until a request is suspended.
     fn suspend_one(&self) -> Permit {
-        let full = self.fill(ByteSize::ZERO);
+        let full = self.fill();
         let mut other = self.upload(&Fed::default());
         assert!(poll(&mut other).is_pending());
         let suspended = || self.stats().suspended_total == 1;
@@ -248,7 +216,7 @@ fn the_end_of_a_suspended_body_waits_until_its_claim_is_reserved_again() {
     assert!(kept <= ByteSize::kib(128), "a frame and a window, not {kept}");
     body.arrives(1);
     body.ends();
-    let rest = bed.fill(ByteSize::ZERO);
+    let rest = bed.fill();
     assert!(poll(&mut slow).is_pending(), "the last frame is not handed over");
     assert_eq!((body.read(), bed.stats().waiting), (2, 1));
     drop(full);
@@ -263,7 +231,7 @@ fn a_suspended_request_comes_before_those_that_were_not_admitted() {
     let bed = Bed::new();
     let body = Fed::default();
     let (mut slow, mut full) = bed.suspended(&body);
-    let rest = bed.fill(ByteSize::ZERO);
+    let rest = bed.fill();
     let mut other = bed.upload(&Fed::default());
     assert!(poll(&mut other).is_pending());
     body.ends();
@@ -283,7 +251,7 @@ fn a_suspended_request_without_room_by_its_deadline_is_rejected_and_leaves_nothi
     let bed = Bed::new();
     let body = Fed::default();
     let (mut slow, full) = bed.suspended(&body);
-    let rest = bed.fill(ByteSize::ZERO);
+    let rest = bed.fill();
     body.ends();
     assert!(poll(&mut slow).is_pending());
     advance_until(&bed.clock, TICK, "its deadline", || bed.stats().waiting == 0);
@@ -302,7 +270,7 @@ fn a_suspended_body_is_read_only_while_there_is_room_for_what_arrives() {
     let bed = Bed::new();
     let body = Fed::default();
     let (mut slow, full) = bed.suspended(&body);
-    let rest = bed.fill(ByteSize::ZERO);
+    let rest = bed.fill();
     body.arrives(1000);
     assert!(poll(&mut slow).is_pending());
     let read = body.read();
@@ -369,7 +337,7 @@ fn a_handler_that_does_not_read_on_is_suspended_no_more() {
     let request = Request::post("/").body(Fed::default()).expect("a valid head");
     let mut call = Box::pin(bed.layer().layer(service_fn(handler)).call(request));
     assert!(poll(&mut call).is_pending());
-    let full = bed.fill(ByteSize::ZERO);
+    let full = bed.fill();
     let mut other = bed.upload(&Fed::default());
     assert!(poll(&mut other).is_pending());
     advance_until(&bed.clock, TICK, "a suspension", || bed.stats().suspended_total == 1);
@@ -387,12 +355,12 @@ fn a_client_that_leaves_while_it_is_suspended_leaves_nothing() {
     let body = Fed::default();
     let (mut slow, full) = bed.suspended(&body);
     body.ends();
-    let rest = bed.fill(ByteSize::ZERO);
+    let rest = bed.fill();
     assert!(poll(&mut slow).is_pending());
     drop((slow, full, rest));
     assert_eq!((bed.stats().waiting, bed.stats().held()), (0, 0));
     assert_eq!(bed.reserved(), ByteSize::ZERO);
-    let mut whole = bed.fill(ByteSize::ZERO);
+    let mut whole = bed.fill();
     assert!(!whole.reserve_arriving(ByteSize::MAX), "no room");
     whole.shrink(ByteSize::mib(1));
     assert!(whole.reserve_arriving(ByteSize::ZERO), "nothing is suspended any more");
@@ -410,7 +378,7 @@ fn an_answered_request_keeps_only_what_it_holds_while_others_wait() {
     let mut call = Box::pin(layer.layer(service_fn(handler)).call(request));
     let Poll::Ready(Ok(answer)) = poll(&mut call) else { panic!("it answers at once") };
     assert_eq!(bed.reserved(), CLAIM);
-    let full = bed.fill(ByteSize::ZERO);
+    let full = bed.fill();
     let mut other = bed.upload(&Fed::default());
     assert!(poll(&mut other).is_pending());
     let most = ByteSize::kib(1024 + 128);
@@ -442,7 +410,7 @@ fn a_stream_in_both_directions_goes_on_without_its_claim() {
     assert!(poll(&mut call).is_pending());
     let Poll::Ready(Ok(answer)) = poll(&mut call) else { panic!("it answers") };
     let full = bed.suspend_one();
-    let rest_of_room = bed.fill(ByteSize::ZERO);
+    let rest_of_room = bed.fill();
     feed.arrives(1);
     feed.ends();
     let mut body = rest.lock().expect("not poisoned").take().expect("it was kept");
@@ -461,7 +429,7 @@ fn slow_requests_are_suspended_for_those_that_are_rejected_at_once_too() {
     let body = Fed::default();
     let mut slow = bed.upload_to(bed.layer().with_max_wait(Duration::ZERO), &body);
     assert!(poll(&mut slow).is_pending());
-    let mut full = bed.fill(ByteSize::ZERO);
+    let mut full = bed.fill();
     let none = bed.layer().with_max_wait(Duration::ZERO);
     let mut admitted = Vec::new();
     // The allowance grows with the first measurements.
@@ -475,7 +443,7 @@ fn slow_requests_are_suspended_for_those_that_are_rejected_at_once_too() {
     });
     drop(admitted);
     body.ends();
-    let rest = bed.fill(ByteSize::ZERO);
+    let rest = bed.fill();
     assert!(poll(&mut slow).is_pending(), "it waits for its claim all the same");
     full.shrink(CLAIM);
     assert!(poll(&mut slow).is_ready());
@@ -501,7 +469,7 @@ fn a_handler_that_does_not_wait_for_its_body_keeps_its_claim() {
         let request = Request::post("/").body(body).expect("a valid head");
         let mut call = Box::pin(bed.layer().layer(service_fn(handler)).call(request));
         assert!(poll(&mut call).is_pending());
-        let full = bed.fill(ByteSize::ZERO);
+        let full = bed.fill();
         let mut other = bed.upload(&Fed::default());
         assert!(poll(&mut other).is_pending());
         let begun = bed.clock.now();
@@ -552,7 +520,7 @@ fn a_task_that_reads_the_body_of_a_rejected_request_ends_and_leaves_nothing() {
     assert!(poll_task().is_pending());
     let full = bed.suspend_one();
     body.ends();
-    let rest = bed.fill(ByteSize::ZERO);
+    let rest = bed.fill();
     assert!(poll_task().is_pending());
     advance_until(&bed.clock, TICK, "its deadline", || bed.stats().waiting == 0);
     let mut ended = None;
@@ -710,7 +678,7 @@ fn the_last_frame_of_a_suspended_body_that_is_dropped_is_not_its_memory() {
     let (mut call, permit) = with_permit(&bed, &body);
     permit.adopt(ByteSize::mib(1));
     let full = bed.suspend_one();
-    let rest = bed.fill(ByteSize::ZERO);
+    let rest = bed.fill();
     body.arrives(1);
     body.ends();
     assert!(poll(&mut call).is_pending());
@@ -732,7 +700,7 @@ fn a_request_with_device_memory_of_one_budget_for_both_is_not_suspended() {
     let layer = bed.layer().with_estimate(cost);
     let mut slow = bed.upload_to(layer.clone(), &Fed::default());
     assert!(poll(&mut slow).is_pending());
-    let full = bed.fill(ByteSize::ZERO);
+    let full = bed.fill();
     let mut other = bed.upload_to(layer, &Fed::default());
     assert!(poll(&mut other).is_pending());
     let begun = bed.clock.now();
@@ -784,7 +752,7 @@ fn memory_that_a_handler_releases_may_wake_the_reader_of_its_body_at_once() {
     permit.grow(ByteSize::mib(10)).expect("there is room");
     let full = bed.suspend_one();
     body.ends();
-    let rest = bed.fill(ByteSize::ZERO);
+    let rest = bed.fill();
     Arc::clone(&task).wake();
     assert_eq!(bed.stats().waiting, 1);
     permit.shrink(ByteSize::mib(20));

@@ -48,14 +48,14 @@ impl Body for Counted {
 }
 
 /// A limit of 256 MiB, and a clock that stands still.
-struct Bed {
-    memory: Memory,
-    clock: Arc<ManualClock>,
+pub(crate) struct Bed {
+    pub(crate) memory: Memory,
+    pub(crate) clock: Arc<ManualClock>,
     _tree: Tree,
 }
 
 impl Bed {
-    fn new() -> Self {
+    pub(crate) fn new() -> Self {
         let (clock, tree) = (Arc::new(ManualClock::new()), Tree::new(ByteSize::mib(256)));
         let builder = Memory::builder().clock(clock.clone()).signals(tree.open());
         let memory = builder.device(DeviceChoice::None).start().expect("starts");
@@ -70,13 +70,14 @@ impl Bed {
         call(&layer.without_slow_start(), "/", body, mib)
     }
 
-    /// Reserves all that requests may reserve.
-    fn fill(&self) -> Permit {
-        let all = self.memory.admission().ledger(Budget::Host).allowance();
-        self.memory.admission().try_admit(Cost::host(all)).expect("it is empty")
+    /// Reserves what is left for requests.
+    pub(crate) fn fill(&self) -> Permit {
+        let ledger = self.memory.admission().ledger(Budget::Host);
+        let left = ledger.allowance().saturating_sub(ledger.reserved());
+        self.memory.admission().try_admit(Cost::host(left)).expect("it fits")
     }
 
-    fn stats(&self) -> AdmissionStats {
+    pub(crate) fn stats(&self) -> AdmissionStats {
         self.memory.admission().stats()
     }
 }
