@@ -8,7 +8,7 @@
 use std::fs::File;
 use std::io::{BufRead as _, BufReader, Read as _, Write as _};
 use std::net::{SocketAddr, TcpListener, TcpStream};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
@@ -30,7 +30,7 @@ enum Sink {
 }
 
 pub(crate) fn run() -> Result<(), BoxError> {
-    let program = proxy()?;
+    let program = crate::proxy::program()?;
     let (mut lost, mut running) = (0, 0);
     for sink in [Sink::Full, Sink::Closed] {
         let mut proxy = Proxy::start(&program, sink)?;
@@ -47,22 +47,6 @@ pub(crate) fn run() -> Result<(), BoxError> {
         return Err("a log that cannot be written loses answers or admin_tasks".into());
     }
     Ok(())
-}
-
-/// Builds the proxy with the profile of this program; its path.
-fn proxy() -> Result<PathBuf, BoxError> {
-    let profile = if cfg!(debug_assertions) { "dev" } else { "release" };
-    let status = Command::new(env!("CARGO"))
-        .current_dir(concat!(env!("CARGO_MANIFEST_DIR"), "/.."))
-        .args(["build", "--locked", "--quiet", "--example", "proxy", "--profile", profile])
-        .status()?;
-    if !status.success() {
-        return Err(format!("the proxy was not built: {status}").into());
-    }
-    // This program lies in `deps`, beside `examples`.
-    let own = std::env::current_exe()?;
-    let folder = own.parent().and_then(Path::parent).ok_or("this program lies in no folder")?;
-    Ok(folder.join("examples/proxy"))
 }
 
 /// A proxy that runs; it is killed with its value.

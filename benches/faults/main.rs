@@ -18,6 +18,8 @@ mod health;
 mod log;
 #[cfg(target_os = "linux")]
 mod pinned;
+#[path = "../proxy/mod.rs"]
+mod proxy;
 mod readme;
 mod runaway;
 #[path = "../../tests/support/mod.rs"]

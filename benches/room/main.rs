@@ -17,6 +17,8 @@ mod cgroup;
 mod evictions;
 mod hostage;
 mod leak;
+#[path = "../proxy/mod.rs"]
+mod proxy;
 mod schedules;
 mod zipf;
 

@@ -4,7 +4,7 @@
 #![expect(clippy::disallowed_methods, reason = "another process is waited for")]
 
 use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
@@ -81,20 +81,4 @@ impl Drop for Service {
 /// Returns an address of this machine that was free a moment ago.
 pub(crate) fn free_port() -> std::io::Result<SocketAddr> {
     TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?.local_addr()
-}
-
-/// Builds the proxy with the profile of this program, and returns its path.
-pub(crate) fn proxy() -> Result<PathBuf, BoxError> {
-    let profile = if cfg!(debug_assertions) { "dev" } else { "release" };
-    let status = Command::new(env!("CARGO"))
-        .current_dir(concat!(env!("CARGO_MANIFEST_DIR"), "/.."))
-        .args(["build", "--locked", "--quiet", "--example", "proxy", "--profile", profile])
-        .status()?;
-    if !status.success() {
-        return Err(format!("the proxy was not built: {status}").into());
-    }
-    // This program lies in `deps`, beside `examples`.
-    let own = std::env::current_exe()?;
-    let folder = own.parent().and_then(Path::parent).ok_or("this program lies in no folder")?;
-    Ok(folder.join("examples/proxy"))
 }

@@ -148,7 +148,7 @@ fn start_proxy(upstream: Option<SocketAddr>) -> Result<Service, BoxError> {
     if let Some(upstream) = upstream {
         arguments.extend(["--upstream".to_owned(), format!("http://{upstream}")]);
     }
-    Service::start(&child::proxy()?, &arguments, at, LIMIT)
+    Service::start(&crate::proxy::program()?, &arguments, at, LIMIT)
 }
 
 fn start_service() -> Result<Service, BoxError> {
