@@ -462,6 +462,7 @@ fn host_alerts(code: &Code<'_>) -> Rows {
             "503 once requests have been rejected for {} and none was admitted",
             values![time(refused)],
         ),
+        ("It ends once there has been room for {}.", values![time(refused)]),
         (
             "503 after {} (`serve-one:10m` sets another time)",
             values![time(of("SERVE_ONE", "grace"))],
