@@ -46,8 +46,9 @@ impl Memory {
     /// [`ExhaustionPolicy::Exit`](crate::config::ExhaustionPolicy::Exit). From then on `/readyz`
     /// answers 503, so that load balancers choose another instance. Pass it to the server's
     /// graceful shutdown, then call [`Memory::shutdown_async`]. The report of a process that ends
-    /// because of exhaustion is an error: a `main` that returns it exits with a status above 0, and
-    /// its supervisor restarts it. The library itself never ends the process.
+    /// because of exhaustion is an error: a `main` that returns it exits with status 1, and its
+    /// supervisor restarts it. For another status, read [`Shutdown::exhausted`]. The library itself
+    /// never ends the process.
     ///
     /// The signals are handled from this call on, and never end the process by themselves any more.
     ///

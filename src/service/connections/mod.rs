@@ -56,7 +56,8 @@ const TEND_EVERY: Duration = Duration::from_millis(100);
 /// for the new one: no byte was read or written, for longer than the grace period. Connections
 /// on which the server works are closed only while they hold more than three quarters of the
 /// places, and the latest first, so that long work ends under overload and a dependency that hangs
-/// does not take all places. If none may be closed, the new connection is refused.
+/// does not take all places. If none may be closed, [`Connections::open`] returns `None`. A
+/// `ConnectionListener` lets the new connection wait for up to the grace period first.
 ///
 /// While memory is short, connections whose clients have taken nothing of their responses for
 /// longer than the grace period are closed too. Memory is short at level high, while requests wait

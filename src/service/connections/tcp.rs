@@ -63,6 +63,8 @@ impl ConnectionListener {
     ///
     /// ```
     /// use std::convert::Infallible;
+    /// use std::pin::pin;
+    /// use std::time::Duration;
     ///
     /// use http::{Request, Response};
     /// use hyper::server::conn::http1;
@@ -72,10 +74,18 @@ impl ConnectionListener {
     /// use tokio::net::TcpListener;
     /// use tower::ServiceExt as _;
     ///
-    /// async fn serve(listener: TcpListener, connections: Connections) -> std::io::Result<()> {
-    ///     let mut listener = connections.listen(listener);
+    /// /// Accepts connections until `ending` completes, such as `Memory::terminated`.
+    /// async fn serve(listener: TcpListener, connections: Connections, ending: impl Future) {
+    ///     let (mut listener, mut ending) = (connections.listen(listener), pin!(ending));
     ///     loop {
-    ///         let (connection, stream, _from) = listener.accept().await?;
+    ///         let accepted = tokio::select! {
+    ///             _ = &mut ending => return,
+    ///             accepted = listener.accept() => accepted,
+    ///         };
+    ///         let Ok((connection, stream, _from)) = accepted else {
+    ///             tokio::time::sleep(Duration::from_millis(50)).await;
+    ///             continue;
+    ///         };
     ///         # let app = tower::service_fn(async |_| {
     ///         #     Ok::<_, Infallible>(Response::new(String::new()))
     ///         # });
