@@ -357,14 +357,14 @@ impl<E: Estimate> MemoryLayer<E> {
             }
         }
         if let Some(lesson) = &lesson {
-            let room = settings.admission.ledger(Budget::Host).request_room();
+            let room = settings.admission.ledger(Budget::Host).learned_room();
             let estimate = cost.host;
             cost.host = lesson.claim(estimate, room);
             let starts_slowly = is_measured && settings.starts_slowly;
             // A request that is too large, or that arrives during shutdown, is rejected for that
             // reason, below.
             if starts_slowly && estimate <= ceiling && !settings.admission.is_closed() {
-                slot = lesson.enter(cost.host, room, &settings.clock).map_err(|running| {
+                slot = lesson.enter(cost.host, room.all, &settings.clock).map_err(|running| {
                     if let Some(waiting) = waiting {
                         waiting.lacks_other();
                     }

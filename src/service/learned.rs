@@ -21,7 +21,7 @@ use crate::clock::Clock;
 use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use crate::sync::{Mutex, lock};
 pub use lowtide_admission::learning::ROUTES_MAX;
-use lowtide_admission::learning::{Compared, Record, Routes, TooManyRunning, Trial, Trials, most};
+use lowtide_admission::learning::{Compared, Record, Room, Routes, TooManyRunning, Trial, Trials};
 use lowtide_admission::{Cost, KeptUsage, Priority};
 
 use super::estimate::{Estimate, Estimated};
@@ -113,13 +113,11 @@ impl Lesson {
         }
     }
 
-    /// Returns the reservation for a request with this estimate in this room. A measured need
-    /// reserves at most two thirds of the room. Otherwise, after one huge request, no request of
-    /// the route would be admitted, so the need would never be measured again.
-    pub(super) fn claim(&self, estimate: ByteSize, room: ByteSize) -> ByteSize {
+    /// Returns the reservation for a request with this estimate in this room: a measured need up
+    /// to the [limit](Room::limit).
+    pub(super) fn claim(&self, estimate: ByteSize, room: Room) -> ByteSize {
         match &self.0 {
-            // At least a byte, since a request that reserves nothing is always admitted.
-            Of::Bytes(route) => estimate.min(most(room).max(route.guess).max(ByteSize::new(1))),
+            Of::Bytes(route) => estimate.min(room.limit(estimate).max(route.guess)),
             Of::Estimate(compared) => compared.claim(room),
         }
     }
@@ -386,8 +384,9 @@ mod tests {
         let route = Arc::new(Route::new(ByteSize::ZERO));
         learn(&route, [5 << 20]);
         let (estimate, lesson) = (route.estimate(), Lesson(Of::Bytes(route)));
-        assert_eq!(lesson.claim(estimate, ByteSize::ZERO), ByteSize::new(1));
-        assert_eq!(lesson.claim(ByteSize::ZERO, ByteSize::ZERO), ByteSize::ZERO, "no need");
+        let room = Room { all: ByteSize::ZERO, shared: ByteSize::ZERO };
+        assert_eq!(lesson.claim(estimate, room), ByteSize::kib(16));
+        assert_eq!(lesson.claim(ByteSize::ZERO, room), ByteSize::ZERO, "no need");
     }
 
     #[test]

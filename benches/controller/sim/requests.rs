@@ -185,9 +185,9 @@ impl World {
         }
         let need = self.needs.of(Kind { route: 1, is_declared: true }, estimate, false);
         let ledger = self.door.ledger(Budget::Host);
-        let room = ledger.request_room();
+        let room = ledger.learned_room();
         let slot = match estimate <= ledger.ceiling() {
-            true => need.enter(room, &(Arc::clone(&self.clock) as _)).map_err(|running| {
+            true => need.enter(room.all, &(Arc::clone(&self.clock) as _)).map_err(|running| {
                 let TooManyRunning(running) = running;
                 self.door.reject(Rejected::SlowStart { running, retry_after: LASTS })
             })?,

@@ -34,6 +34,7 @@ use lowtide_core::sync::atomic::{AtomicU64, Ordering};
 
 use super::correction::few;
 use super::fairness::Balance;
+use super::learning::Room;
 
 pub use super::correction::{Books, Correction, K_MAX, K_MIN, K_START, Measured, Turnover};
 
@@ -639,6 +640,14 @@ impl Ledger {
             return self.ceiling();
         }
         allowance.saturating_sub(ByteSize::new(self.units.load(Ordering::Relaxed)))
+    }
+
+    /// Returns the room for learned reservations.
+    #[doc(hidden)]
+    pub fn learned_room(&self) -> Room {
+        let is_alone = self.requests() <= few(self.ceiling());
+        let shared = if is_alone { ByteSize::ZERO } else { self.ceiling() };
+        Room { all: self.request_room(), shared }
     }
 
     /// Returns the most bytes that may be held in total, or [`ByteSize::MAX`] if no limit is known.

@@ -10,7 +10,7 @@ mod routes;
 mod slow_start;
 mod trial;
 
-pub use need::{Compared, Kind, LESSONS_MIN, Needs, most};
+pub use need::{Compared, Kind, LESSONS_MIN, Needs, Room};
 pub use routes::{ROUTES_MAX, Record, Routes};
 pub use slow_start::{LASTS, TooManyRunning};
 pub use trial::{Trial, Trials};

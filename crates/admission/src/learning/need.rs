@@ -103,10 +103,31 @@ impl Needs {
     }
 }
 
-/// Returns the most that a request reserves because of what others held. It is so large that two
-/// such requests do not fit together, and so small that small requests fit next to one.
-pub const fn most(room: ByteSize) -> ByteSize {
-    ByteSize::new(room.get() / 3 * 2)
+/// The room for the reservations of requests.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Room {
+    /// The bytes that all requests together may reserve.
+    pub all: ByteSize,
+    /// The most bytes that may be held in total while other requests run, zero otherwise.
+    pub shared: ByteSize,
+}
+
+impl Room {
+    /// The room without a limit.
+    pub const UNLIMITED: Self = Self { all: ByteSize::MAX, shared: ByteSize::ZERO };
+
+    /// Returns the most that a request of a route with this mean need reserves because of what
+    /// others held: two thirds of the room, so that two such requests do not fit together and small
+    /// requests fit next to one. Otherwise, after one huge request, no request of the route would
+    /// be admitted, so the need would never be measured again.
+    ///
+    /// If memory is almost exhausted, the room may be much less than the mean. Then a request needs
+    /// its mean while others run, and one that runs alone reserves two thirds of what there is.
+    pub fn limit(self, mean: ByteSize) -> ByteSize {
+        let most = |room: ByteSize| ByteSize::new(room.get() / 3 * 2);
+        // Not zero, since a request that reserves nothing is always admitted.
+        most(self.all).max(mean.min(most(self.shared))).max(COMPARED_MIN)
+    }
 }
 
 /// The record of the requests of one kind.
@@ -170,6 +191,11 @@ impl Ratio {
         let fit = (room.as_f64() / mean.max(1.0)).max(1.0);
         estimate.scaled(self.mean + DEVIATIONS * self.deviation / fit.sqrt())
     }
+
+    /// The same, at most the limit of the room for such requests.
+    fn limited(self, estimate: ByteSize, room: Room) -> ByteSize {
+        self.claim(estimate, room.all).min(room.limit(estimate.scaled(self.mean)))
+    }
 }
 
 impl Need {
@@ -229,19 +255,15 @@ impl Compared {
 
     /// Records a request that did not complete, which is no evidence of a small need.
     pub fn learn_at_least(&self, held: ByteSize) {
-        if held > self.claim(ByteSize::MAX) {
+        if held > self.claim(Room::UNLIMITED) {
             self.learn(held);
         }
     }
 
-    /// Returns the reservation for the request in this room: the measured need of its route, but
-    /// at most two thirds of the room. Otherwise, after one huge request, no request of the route
-    /// would be admitted, so the need would never be measured again.
-    pub fn claim(&self, room: ByteSize) -> ByteSize {
-        let most = most(room);
-        // At least a byte, since a request that reserves nothing is always admitted.
-        let most = most.max(ByteSize::new(1));
-        let of = |ratio: Ratio| ratio.claim(self.compared, room).min(most);
+    /// Returns the reservation for the request in this room: the measured need of its route, up to
+    /// the [limit](Room::limit).
+    pub fn claim(&self, room: Room) -> ByteSize {
+        let of = |ratio: Ratio| ratio.limited(self.compared, room);
         let Need { seen, family, is_known, .. } = &*self.need;
         let ratio = |of: &AtomicU64| Ratio::unpack(of.load(Ordering::Relaxed));
         let mut claim = ratio(seen).map_or(ByteSize::ZERO, of);
@@ -281,7 +303,11 @@ mod tests {
     use super::*;
 
     const MIB: ByteSize = ByteSize::mib(1);
-    const ROOM: ByteSize = ByteSize::mib(200);
+    const ROOM: Room = alone(ByteSize::mib(200));
+
+    const fn alone(all: ByteSize) -> Room {
+        Room { all, shared: ByteSize::ZERO }
+    }
 
     fn of(needs: &Needs, estimate: ByteSize, is_declared: bool) -> Compared {
         needs.of(Kind { route: 1, is_declared }, estimate, false)
@@ -307,10 +333,18 @@ mod tests {
             request.learn(ByteSize::mib(5));
             assert_eq!(request.claim(ROOM), ByteSize::mib(5), "{nth}: a large need");
         }
-        assert_eq!(request.claim(ByteSize::MAX), ByteSize::mib(5));
-        assert_eq!(request.claim(ByteSize::mib(6)), ByteSize::mib(4), "two thirds of the room");
+        assert_eq!(request.claim(Room::UNLIMITED), ByteSize::mib(5));
+        assert_eq!(
+            request.claim(alone(ByteSize::mib(6))),
+            ByteSize::mib(4),
+            "two thirds of the room"
+        );
         let other = of(&needs, ByteSize::mib(100), true);
-        assert_eq!(other.claim(ByteSize::gib(8)), ByteSize::mib(500), "another size of the route");
+        assert_eq!(
+            other.claim(alone(ByteSize::gib(8))),
+            ByteSize::mib(500),
+            "another size of the route"
+        );
     }
 
     /// The bug: requests of a known route reserved nothing if there was no room at all, and what
@@ -321,8 +355,23 @@ mod tests {
         let request = of(&needs, MIB, true);
         (0..LESSONS_MIN).for_each(|_| request.learn(MIB));
         for room in [0, 1] {
-            assert_eq!(request.claim(ByteSize::new(room)), ByteSize::new(1));
+            assert_eq!(request.claim(alone(ByteSize::new(room))), ByteSize::kib(16));
         }
+    }
+
+    /// The bug: near the ceiling, two thirds of little room were reserved for any need, so many
+    /// large requests were admitted together.
+    #[test]
+    fn with_little_room_a_large_need_was_admitted_for_little_beside_others() {
+        let needs = Needs::default();
+        let request = of(&needs, MIB, true);
+        (0..LESSONS_MIN).for_each(|_| request.learn(ByteSize::mib(20)));
+        let all = ByteSize::mib(6);
+        let beside = Room { all, shared: ByteSize::mib(240) };
+        assert_eq!(request.claim(beside), ByteSize::mib(20));
+        assert_eq!(request.claim(alone(all)), ByteSize::mib(4), "or it is never measured again");
+        (0..1_000).for_each(|_| request.learn(ByteSize::gib(1)));
+        assert_eq!(request.claim(beside), ByteSize::mib(160), "two thirds of the ceiling");
     }
 
     #[test]
@@ -343,12 +392,12 @@ mod tests {
         let request = of(&needs, MIB, true);
         (0..3_000).for_each(|nth| request.learn(ByteSize::mib(rare(nth))));
         let claim = request.claim(ROOM);
-        let fit = ROOM.get() / claim.get();
+        let fit = ROOM.all.get() / claim.get();
         let sum = |from: u64| (from..from + fit).map(rare).sum::<u64>();
         let more = (0..100).filter(|&from| sum(from) > 200).count();
         assert_eq!(more, 0, "{claim}: {fit} fit");
         assert!(fit >= 20, "{claim}: {fit} fit");
-        let many = request.claim(ByteSize::gib(100));
+        let many = request.claim(alone(ByteSize::gib(100)));
         assert!(many < claim, "{many} of {claim}: the more fit, the smaller is the margin");
     }
 
@@ -384,7 +433,7 @@ mod tests {
             let hint = needs.of(kind, estimate, false);
             for held in [ByteSize::ZERO, ByteSize::MAX] {
                 (0..LESSONS_MIN).for_each(|_| hint.learn(held));
-                assert!(hint.claim(ROOM) <= ROOM, "{estimate}, {held}");
+                assert!(hint.claim(ROOM) <= ROOM.all, "{estimate}, {held}");
                 assert!(trusted.claim(ROOM) >= estimate);
             }
         }
