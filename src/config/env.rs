@@ -72,6 +72,8 @@ pub struct Variable {
 ///   30s, or never
 /// * `LOWTIDE_IDLE_UNLOAD`: idle time after which a resource without its own setting is unloaded: a
 ///   time such as 5m, or never
+/// * `LOWTIDE_MAX_WAIT`: longest time that a request waits for room behind a layer without its own
+///   setting: a time such as 2s, or 0
 /// * `LOWTIDE_METRICS_INTERVAL`: time between publications of metrics, e.g. 1s
 /// * `LOWTIDE_EXHAUSTION_POLICY`: report, serve-one or exit: what follows if memory that no request
 ///   owns leaves no room for requests; serve-one:5m with a grace period, exit:1m with a minimum
@@ -174,6 +176,12 @@ pub const VARIABLES: &[Variable] = &[
             let time = time_or_never(text).map(|time| time.unwrap_or(Duration::MAX));
             put(&mut settings.idle_unload, time)
         },
+    },
+    Variable {
+        name: "LOWTIDE_MAX_WAIT",
+        help: "longest time that a request waits for room behind a layer without its own setting: \
+               a time such as 2s, or 0",
+        put: |settings, text| put(&mut settings.max_wait, time_or_zero(text)),
     },
     Variable {
         name: "LOWTIDE_METRICS_INTERVAL",
@@ -316,6 +324,11 @@ pub(super) fn decay_time(text: &str) -> Result<DecayTime, String> {
     }
 }
 
+pub(super) fn time_or_zero(text: &str) -> Result<Duration, String> {
+    let time = if text == "0" { Some(Duration::ZERO) } else { duration(text) };
+    time.ok_or_else(|| expected_time(", or 0"))
+}
+
 pub(super) fn time_or_never(text: &str) -> Result<Option<Duration>, String> {
     if text == "never" {
         return Ok(None);
@@ -346,11 +359,11 @@ fn time(text: &str) -> Result<Duration, String> {
     duration(text).filter(|time| !time.is_zero()).ok_or_else(|| expected_time(" above zero"))
 }
 
-pub(super) fn expected_time(more: &str) -> String {
+fn expected_time(more: &str) -> String {
     format!("a duration such as 500ms, 30s or 5m{more}")
 }
 
-pub(super) fn duration(text: &str) -> Option<Duration> {
+fn duration(text: &str) -> Option<Duration> {
     humantime::parse_duration(text).ok()
 }
 
@@ -384,6 +397,7 @@ mod tests {
             ("LOWTIDE_BACKGROUND_THREADS", "3"),
             ("LOWTIDE_PURGE_INTERVAL", "never"),
             ("LOWTIDE_IDLE_UNLOAD", "90s"),
+            ("LOWTIDE_MAX_WAIT", "0"),
             ("LOWTIDE_METRICS_INTERVAL", "2s"),
             ("LOWTIDE_EXHAUSTION_POLICY", "exit:10m"),
             ("PATH", "/bin"),
@@ -408,13 +422,14 @@ mod tests {
             background_threads: Some(3),
             purge_interval: Some(None),
             idle_unload: Some(Duration::from_secs(90)),
+            max_wait: Some(Duration::ZERO),
             metrics_interval: Some(Duration::from_secs(2)),
             exhaustion_policy: Some(ExhaustionPolicy::Exit {
                 min_uptime: Duration::from_secs(600),
             }),
         };
         assert_eq!(found, Ok(expected));
-        assert_eq!(VARIABLES.len(), 19, "a variable was added that this test does not name");
+        assert_eq!(VARIABLES.len(), 20, "a variable was added that this test does not name");
     }
 
     /// The bug: `LOWTIDE_MEMORY_LIMIT=` stopped the start, which is what a template with a missing

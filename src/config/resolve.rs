@@ -75,6 +75,8 @@ pub struct Config {
     pub purge_growth: Option<PurgeGrowth>,
     /// The idle time of resources without their own setting; [`Duration::MAX`] for never.
     pub idle_unload: Resolved<Duration>,
+    /// The longest time that a request waits for room behind a layer without its own setting.
+    pub max_wait: Resolved<Duration>,
     /// The time between publications of metrics.
     pub metrics_interval: Resolved<Duration>,
     /// The policy for memory that no request owns and that leaves no room for requests.
@@ -85,6 +87,9 @@ impl Config {
     /// The default share of the limit up to which requests are admitted at first: the highest value
     /// at which no run of the overload bench was killed.
     pub const CEILING: f64 = 0.80;
+    /// The default of the longest time that a request waits for room. An estimate: longer than
+    /// bursts that a service can serve, and shorter than the timeouts of most clients.
+    pub const MAX_WAIT: Duration = Duration::from_secs(2);
     /// The default time between publications of metrics.
     pub const METRICS_INTERVAL: Duration = Duration::from_secs(1);
 
@@ -125,6 +130,7 @@ impl Config {
             purge_interval,
             purge_growth: base.purge_growth().filter(|_| purge_interval.value.is_some()),
             idle_unload: pick(environment.idle_unload, code.idle_unload, base.idle_unload()),
+            max_wait: pick_or(environment.max_wait, code.max_wait, Self::MAX_WAIT),
             metrics_interval: pick_or(
                 environment.metrics_interval,
                 code.metrics_interval,
@@ -194,6 +200,8 @@ mod tests {
     use super::*;
     use crate::config::DeviceSettings;
 
+    const SECOND: Duration = Duration::from_secs(1);
+
     #[test]
     fn environment_wins_over_code_and_code_over_the_profile() {
         let code = Settings {
@@ -215,6 +223,7 @@ mod tests {
         let sources = [nobody.device.choice.source, nobody.device.limit.source];
         assert_eq!(sources, [Source::Default; 2], "nor these");
         assert_eq!(nobody.metrics_interval.source, Source::Default);
+        assert_eq!(nobody.max_wait, Resolved { value: 2 * SECOND, source: Source::Default });
         let policy = Resolved { value: ExhaustionPolicy::Report, source: Source::Default };
         assert_eq!(nobody.exhaustion_policy, policy);
         assert_eq!(

@@ -40,6 +40,7 @@ use tower_service::Service;
 
 use crate::Memory;
 use crate::clock::{Clock, Moment, SystemClock};
+use crate::config::Config;
 use crate::memory::add_request_event;
 use lowtide_admission::learning::{Kind, LASTS, Needs, TooManyRunning};
 use lowtide_admission::{Admission, Budget, Cost, GRACE, Priority, Rejected, Waiting};
@@ -90,10 +91,6 @@ struct LayerSettings {
 /// what they reserve, and few requests of a new route need eight times their estimate.
 const REQUEST_CAP: f64 = 8.0;
 
-/// The default of [`MemoryLayer::with_max_wait`]. An estimate: longer than bursts that a service
-/// can serve, and shorter than the timeouts of most clients.
-const MAX_WAIT: Duration = Duration::from_secs(2);
-
 /// Returns the name of a request's route: the pattern that axum matched, the gRPC method, or else
 /// the first segment of the path. The flag is `true` for a pattern, which clients cannot choose.
 fn route(head: &Parts) -> (&str, bool) {
@@ -127,7 +124,7 @@ impl<E: Estimate> MemoryLayer<E> {
             hasher: RandomState::default(),
             starts_slowly: true,
             request_cap: REQUEST_CAP,
-            max_wait: MAX_WAIT,
+            max_wait: Config::MAX_WAIT,
             clock: Arc::new(SystemClock::new()),
         };
         Self { estimate: Arc::new(estimate), settings: Arc::new(settings) }
@@ -187,7 +184,8 @@ impl<E: Estimate> MemoryLayer<E> {
     }
 
     /// Sets how long a request that does not fit may wait for room before it is rejected. The
-    /// default is 2 s. With zero it is rejected immediately.
+    /// default is 2 s, or for a layer of [`Memory::layer`] that of its configuration
+    /// (`LOWTIDE_MAX_WAIT`). With zero it is rejected immediately.
     ///
     /// Its body is not read while it waits, and it reserves nothing. Requests of higher priority
     /// come first, then those of the tenant that waits for less ([`Tenant`](super::Tenant)), then
@@ -312,11 +310,13 @@ impl<E> fmt::Debug for MemoryLayer<E> {
 
 impl Memory {
     /// Returns a layer that admits requests by the length of their body, with the default of
-    /// [`ContentLength`]; [`MemoryLayer::with_estimate`] changes that. It keeps this `Memory`
-    /// running.
+    /// [`ContentLength`]; [`MemoryLayer::with_estimate`] changes that. Requests wait for room for
+    /// as long as configured ([`Builder::max_wait`](crate::Builder::max_wait)). It keeps this
+    /// `Memory` running.
     #[must_use]
     pub fn layer(&self) -> MemoryLayer<ContentLength> {
         MemoryLayer::new(self.admission().clone(), ContentLength::default())
+            .with_max_wait(self.config().max_wait.value)
     }
 }
 
@@ -393,7 +393,7 @@ impl<E: Estimate> MemoryLayer<E> {
         let is_exempt = priority == Priority::Exempt;
         let can_resume = is_measured && is_host && slot.is_none() && !is_exempt;
         let max_wait = settings.max_wait;
-        let within = if max_wait.is_zero() { MAX_WAIT } else { max_wait };
+        let within = if max_wait.is_zero() { Config::MAX_WAIT } else { max_wait };
         let resumes = can_resume.then(|| Resumes { priority, tenant: self.tenant(head), within });
         let tenant = if is_measured { head.extensions.get().cloned() } else { None };
         let origin = Origin { method, version, route, is_matched, tenant, content_type };

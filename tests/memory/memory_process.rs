@@ -222,6 +222,7 @@ fn describe(memory: &Memory) -> String {
         background_threads,
         purge_interval,
         idle_unload,
+        max_wait,
         metrics_interval,
         exhaustion_policy,
         ..
@@ -258,6 +259,7 @@ fn describe(memory: &Memory) -> String {
         format!("background_threads={} ({})", background_threads.value, background_threads.source),
         format!("purge_interval={:?} ({})", purge_interval.value, purge_interval.source),
         format!("idle_unload={:?} ({})", idle_unload.value, idle_unload.source),
+        format!("max_wait={:?} ({})", max_wait.value, max_wait.source),
         format!("metrics_interval={:?} ({})", metrics_interval.value, metrics_interval.source),
         format!("exhaustion={:?} ({})", exhaustion_policy.value, exhaustion_policy.source),
     ]
@@ -300,6 +302,7 @@ fn each_variable_reaches_what_it_sets() {
         ("LOWTIDE_BACKGROUND_THREADS", "1"),
         ("LOWTIDE_PURGE_INTERVAL", "never"),
         ("LOWTIDE_IDLE_UNLOAD", "90s"),
+        ("LOWTIDE_MAX_WAIT", "3s"),
         ("LOWTIDE_METRICS_INTERVAL", "250ms"),
         ("LOWTIDE_EXHAUSTION_POLICY", "exit:10m"),
     ]);
@@ -326,6 +329,7 @@ fn each_variable_reaches_what_it_sets() {
         "background_threads=1 (environment)",
         "purge_interval=None (environment)",
         "idle_unload=90s (environment)",
+        "max_wait=3s (environment)",
         "metrics_interval=250ms (environment)",
         "exhaustion=Exit { min_uptime: 600s } (environment)",
     ] {
@@ -333,7 +337,7 @@ fn each_variable_reaches_what_it_sets() {
     }
     let (bare, _) = with_variables(&[("LOWTIDE_BACKGROUND_THREADS", "0")]);
     assert!(bare.contains(" threads, on: false; background_threads=0 (environment)"), "{bare}");
-    assert_eq!(env::VARIABLES.len(), 19, "a variable was added that this test does not name");
+    assert_eq!(env::VARIABLES.len(), 20, "a variable was added that this test does not name");
 }
 
 #[test]

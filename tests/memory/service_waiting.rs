@@ -129,6 +129,20 @@ fn a_request_that_waits_for_too_long_is_rejected_once() {
 }
 
 #[test]
+fn a_layer_without_its_own_setting_waits_as_configured() {
+    let (clock, tree) = (Arc::new(ManualClock::new()), Tree::new(ByteSize::mib(256)));
+    let builder = Memory::builder().clock(clock.clone()).signals(tree.open());
+    let builder = builder.device(DeviceChoice::None).max_wait(Duration::ZERO);
+    let bed = Bed { memory: builder.start().expect("starts"), clock, _tree: tree };
+    let full = bed.fill();
+    let mut configured = call(&bed.memory.layer(), "/", Counted::default(), 0);
+    assert_eq!(poll(&mut configured), Poll::Ready(StatusCode::SERVICE_UNAVAILABLE));
+    let own = bed.memory.layer().with_max_wait(Duration::from_secs(1));
+    assert!(poll(&mut call(&own, "/", Counted::default(), 0)).is_pending());
+    drop(full);
+}
+
+#[test]
 fn without_a_wait_a_request_is_rejected_at_once() {
     let bed = Bed::new();
     let full = bed.fill();

@@ -1,9 +1,7 @@
 //! The parsers of the `LOWTIDE_DEVICE*` variables, for the table in `env`.
 
-use std::time::Duration;
-
 use crate::config::Settings;
-use crate::config::env::{decay_time, duration, expected_time, part, positive, put, time_or_never};
+use crate::config::env::{decay_time, part, positive, put, time_or_never, time_or_zero};
 
 macro_rules! variables {
     ($($setting:ident: $parse:expr;)*) => {
@@ -23,7 +21,7 @@ variables! {
     watermark: share;
     decay: decay_time;
     sleep_after: time_or_never;
-    min_awake: time_or_none;
+    min_awake: time_or_zero;
     sleep_stable: str::parse;
     sleep_dynamic: str::parse;
 }
@@ -31,10 +29,4 @@ variables! {
 fn share(text: &str) -> Result<f64, &'static str> {
     let valid = part(text).filter(|share| (0.0..1.0).contains(share));
     valid.ok_or("a number in [0, 1), or a percentage below 100%")
-}
-
-/// Parses a time that may be zero.
-fn time_or_none(text: &str) -> Result<Duration, String> {
-    let time = if text == "0" { Some(Duration::ZERO) } else { duration(text) };
-    time.ok_or_else(|| expected_time(", or 0"))
 }

@@ -100,7 +100,7 @@ impl<'a> Deploying<'a> {
             humantime::format_duration(found.time()).to_string()
         };
         let name = |found: Found<'_>| self.code.name_of(&found.value);
-        let rows: [(&str, Written<'_>); 16] = [
+        let rows: [(&str, Written<'_>); 17] = [
             ("CEILING", &ratio),
             ("CORRECTION_FACTOR", &plain),
             ("DEVICE", &name),
@@ -115,6 +115,7 @@ impl<'a> Deploying<'a> {
             ("BACKGROUND_THREADS", &plain),
             ("PURGE_INTERVAL", &time),
             ("IDLE_UNLOAD", &time),
+            ("MAX_WAIT", &time),
             ("METRICS_INTERVAL", &time),
             ("EXHAUSTION_POLICY", &name),
         ];

@@ -24,7 +24,7 @@ pub(super) fn rows(code: &Code<'_>) -> Vec<Row> {
             ),
             (
                 "it waits for room, for at most {}, with",
-                values![time(code.constant("layer::MAX_WAIT").time())],
+                values![time(code.constant("Config::MAX_WAIT").time())],
             ),
             // jemalloc's largest size class that shares pages, on pages of 4 KiB.
             ("or pages of its own above 14 KiB.", values![]),

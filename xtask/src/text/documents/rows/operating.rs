@@ -81,7 +81,7 @@ fn slow_clients(code: &Code<'_>) -> Rows {
         ),
         (
             "after `max_wait` ({} if that is zero)",
-            values![time(code.constant("layer::MAX_WAIT").time())],
+            values![time(code.constant("Config::MAX_WAIT").time())],
         ),
         (
             "`/memory?with=permits` lists the {} oldest requests",
@@ -122,13 +122,13 @@ fn levels(code: &Code<'_>) -> Rows {
     let band = |level| band(code, level).map(percent).into();
     let pause = code.constant("reclaim::PAUSE_MIN").time();
     let touched = (3.0 * 1024.0 * of_loop(code, "active_tick").time().as_secs_f64()).floor();
-    let wait = code.constant("layer::MAX_WAIT").time();
+    let wait = code.constant("Config::MAX_WAIT").time();
     let entries = code.constant("waiting::ENTRIES_MAX").count();
     let each = code.constant("waiting::ENTRY_BYTES").size();
     let part = code.constant("waiting::PART").count();
     expect(code, each == "16 KiB" && part == "16", &format!("{PAGE}: a request for each 256 KiB"));
     vec![
-        ("for at most {} (`MemoryLayer::with_max_wait`", values![time(wait)]),
+        ("for at most {} (`LOWTIDE_MAX_WAIT`", values![time(wait)]),
         ("At most {} requests wait, and no more than one for each 256 KiB", values![entries]),
         (
             "up to the ceiling, {} of the limit",
