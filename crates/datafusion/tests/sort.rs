@@ -3,13 +3,16 @@
 #[path = "../examples/sort/run.rs"]
 mod run;
 
+use std::fmt;
 use std::future::Future;
 use std::sync::{Arc, Mutex};
 use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
+use datafusion_common::{DataFusionError, Result};
+use datafusion_execution::memory_pool::{MemoryConsumer, MemoryPool, MemoryReservation};
 use lowtide_admission::clock::{Clock as _, SystemClock};
-use lowtide_admission::{Admission, Budget, ByteSize, Cost, Level, Resources};
+use lowtide_admission::{Admission, Budget, ByteSize, Cost, Level, Permit, Resources};
 use lowtide_datafusion::{AdmissionMemoryPool, DenyReason};
 use run::{BATCH_BYTES, Sorted};
 
@@ -27,15 +30,18 @@ fn pool(admission: &Admission) -> Arc<AdmissionMemoryPool> {
     Arc::new(AdmissionMemoryPool::new(admission.clone()).with_min(MIN))
 }
 
+fn block_on<T>(future: impl Future<Output = T>) -> T {
+    tokio::runtime::Builder::new_current_thread().build().expect("a runtime").block_on(future)
+}
+
 /// Sorts, and checks that all is in order and returned.
 fn sort(
     admission: &Admission,
     pool: &Arc<AdmissionMemoryPool>,
     between: impl Fn(usize) + Send + Sync + 'static,
 ) -> Sorted {
-    let runtime = tokio::runtime::Builder::new_current_thread().build().expect("a runtime");
     let before = admission.ledger(Budget::Host).reserved();
-    let sorted = runtime.block_on(run::sort(pool.clone(), BATCHES, between)).expect("it completes");
+    let sorted = block_on(run::sort(pool.clone(), BATCHES, between)).expect("it completes");
     assert!(sorted.is_sorted && sorted.is_complete, "{sorted:?}");
     assert_eq!(sorted.bytes, 16 << 20);
     let stats = pool.stats();
@@ -104,23 +110,80 @@ fn a_request_admitted_during_a_sort_makes_it_spill() {
     assert!(pool.stats().reserved_peak <= LARGE, "{:?}", pool.stats());
 }
 
-/// The bug that this prevents: a sort of which all was spilled failed, since it could not hold one
-/// batch any more.
+/// A pool whose released bytes are taken by requests before the query can reserve them again.
+#[derive(Debug)]
+struct Contended {
+    pool: Arc<AdmissionMemoryPool>,
+    door: Admission,
+    permits: Mutex<Vec<Permit>>,
+}
+
+impl Contended {
+    fn take_all(&self) {
+        let step = Cost::host(ByteSize::kib(64));
+        let permits = std::iter::from_fn(|| self.door.try_admit(step).ok());
+        self.permits.lock().expect("one thread").extend(permits);
+    }
+}
+
+impl fmt::Display for Contended {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "contended({})", self.pool)
+    }
+}
+
+impl MemoryPool for Contended {
+    fn name(&self) -> &str {
+        "contended"
+    }
+
+    fn register(&self, consumer: &MemoryConsumer) {
+        self.pool.register(consumer);
+    }
+
+    fn unregister(&self, consumer: &MemoryConsumer) {
+        self.pool.unregister(consumer);
+    }
+
+    fn grow(&self, reservation: &MemoryReservation, additional: usize) {
+        self.pool.grow(reservation, additional);
+    }
+
+    fn shrink(&self, reservation: &MemoryReservation, shrink: usize) {
+        self.pool.shrink(reservation, shrink);
+        self.take_all();
+    }
+
+    fn try_grow(&self, reservation: &MemoryReservation, additional: usize) -> Result<()> {
+        self.pool.try_grow(reservation, additional)
+    }
+
+    fn reserved(&self) -> usize {
+        self.pool.reserved()
+    }
+}
+
+/// Without a minimum, a sort that had spilled failed: it could not hold one batch any more.
 #[test]
 fn a_sort_completes_although_requests_take_all_that_it_releases() {
-    let admission = Admission::with_limit(LARGE);
-    let (pool, door) = (pool(&admission), admission.clone());
-    let permits = Mutex::new(Vec::new());
-    let sorted = sort(&admission, &pool, move |batch| {
-        if batch < HALF {
-            return;
-        }
-        // All that is free, before each batch.
-        let steps = std::iter::from_fn(|| door.try_admit(Cost::host(ByteSize::kib(64))).ok());
-        permits.lock().expect("one thread").extend(steps);
-    });
-    assert!(sorted.spills > 1, "{sorted:?}");
-    assert!(pool.stats().overdraft.is_zero(), "all is returned");
+    let sort_with = |min| {
+        let admission = Admission::with_limit(MIN);
+        let pool = Arc::new(AdmissionMemoryPool::new(admission.clone()).with_min(min));
+        let permits = Mutex::default();
+        let contended = Arc::new(Contended { pool: pool.clone(), door: admission, permits });
+        (pool, block_on(run::sort(contended, BATCHES, |_| ())))
+    };
+    let (pool, sorted) = sort_with(MIN);
+    let sorted = sorted.expect("it completes");
+    assert!(sorted.is_sorted && sorted.is_complete && sorted.spills > 1, "{sorted:?}");
+    let stats = pool.stats();
+    assert!(stats.reserved_peak <= MIN && stats.overdraft.is_zero(), "{stats:?}");
+
+    let (pool, failed) = sort_with(ByteSize::ZERO);
+    let failed = failed.expect_err("all is taken");
+    assert!(matches!(failed.find_root(), DataFusionError::ResourcesExhausted(_)), "{failed}");
+    let stats = pool.stats();
+    assert_eq!((stats.used, stats.reserved, stats.consumers), (ByteSize::ZERO, ByteSize::ZERO, 0));
 }
 
 #[test]
