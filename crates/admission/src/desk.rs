@@ -459,6 +459,45 @@ impl Desk {
         Ok(reserved)
     }
 
+    /// Reserves more host memory on the terms of a new request of this priority. Returns the bytes
+    /// reserved. A rejection is not counted.
+    pub(super) fn grow_with(
+        &'static self,
+        held: ByteSize,
+        bytes: ByteSize,
+        priority: Priority,
+    ) -> Result<ByteSize, Rejected> {
+        let place = Place::here();
+        let reserved = match priority {
+            Priority::Exempt => self.host.book_exempt(bytes),
+            Priority::High => self.book_more(held, bytes, place)?,
+            Priority::Low | Priority::Normal => self.book_spare(bytes, priority, place)?,
+        };
+        self.tally(place).grow(place, reserved);
+        Ok(reserved)
+    }
+
+    /// Reserves host memory for which no request waits. Makes no room: the holder can do without.
+    fn book_spare(
+        &self,
+        bytes: ByteSize,
+        priority: Priority,
+        place: Place,
+    ) -> Result<ByteSize, Rejected> {
+        if self.sheds(priority) {
+            return Err(self.away(place));
+        }
+        let others_wait = self.queue.lacking(|budget| budget == Budget::Host).is_some();
+        let booked = if others_wait {
+            Err((Budget::Host, self.host.shortfall(bytes)))
+        } else {
+            self.book(Cost::host(bytes), Ledger::try_book)
+        };
+        let booked = booked
+            .map_err(|(budget, short)| self.no_room(budget, short, place, || Hint::Unknown))?;
+        Ok(booked.host)
+    }
+
     /// Reserves host memory for what arrives of the body of a suspended request. Returns `false`
     /// if there is no room for it.
     pub(super) fn book_arriving(&self, bytes: ByteSize) -> bool {
@@ -628,6 +667,20 @@ impl Desk {
         budget: Budget,
         short: Shortfall,
         place: Place,
+        make_room: impl FnMut() -> Hint,
+    ) -> Rejected {
+        if budget == Budget::Host && short.asked <= self.host.ceiling() {
+            self.lacked.fetch_min(short.asked.get(), Ordering::Relaxed);
+        }
+        self.no_room(budget, short, place, make_room)
+    }
+
+    /// Like [`Desk::full`], but the next tick does not make room for it.
+    fn no_room(
+        &self,
+        budget: Budget,
+        short: Shortfall,
+        place: Place,
         mut make_room: impl FnMut() -> Hint,
     ) -> Rejected {
         let ledger = self.ledger(budget);
@@ -635,9 +688,6 @@ impl Desk {
         let ceiling = ledger.ceiling();
         if asked > ceiling {
             return Rejected::TooLarge { budget, asked, ceiling };
-        }
-        if budget == Budget::Host {
-            self.lacked.fetch_min(asked.get(), Ordering::Relaxed);
         }
         let (wait, spread) = (ledger.wait_for(&short), self.spread(place));
         let hint = make_room();

@@ -82,9 +82,7 @@ pub use managed::{
     Acquire, AcquireError, AddError, Backoff, LoadError, LoadScope, Managed, ManagedBuilder,
     Resource, ResourceStats, Resources, UnloadError, UnloadReason, Unloads, Use,
 };
-pub use permit::Permit;
-#[doc(hidden)]
-pub use permit::Released;
+pub use permit::{Permit, Released};
 pub use pressure::{Band, Level, Pressure, Thresholds, ThresholdsError};
 pub use reclaim::{Ask, Ladder, LadderError, Pace, Reclaim, Recovered};
 pub use reclaimer::{Reclaimable, Reclaimer, ReclaimerStats};

@@ -33,8 +33,7 @@ enum Held {
     Standing(Option<Box<(Standing, Standing)>>),
 }
 
-/// Bytes that were released, and for which others may wait.
-#[doc(hidden)]
+/// Bytes that were released with [`Permit::shrink_quietly`], and for which others may wait.
 #[derive(Debug)]
 #[must_use = "the requests that wait for the bytes are to be woken"]
 pub struct Released(Option<&'static Desk>);
@@ -109,15 +108,47 @@ impl Permit {
     /// [`Rejected`], which is counted; the permit keeps what it holds. A resource's permit does not
     /// grow: the error is [`Rejected::TooLarge`] with its own cost as the ceiling.
     pub fn grow(&mut self, bytes: ByteSize) -> Result<(), Rejected> {
-        let held = self.cost().host;
-        let Held::Request(_) = &self.held else {
-            let asked = held.saturating_add(bytes);
-            let rejected = Rejected::TooLarge { budget: Budget::Host, asked, ceiling: held };
-            return Err(self.desk.reject(rejected));
-        };
+        let held = self.growing(bytes).map_err(|rejected| self.desk.reject(rejected))?;
         let reserved = self.desk.grow(held, bytes, self.exempt)?;
         self.change(|cost| cost.host = cost.host.saturating_add(reserved));
         Ok(())
+    }
+
+    /// Reserves more host memory with a priority, for memory that its holder can do without, such
+    /// as that of a query engine that spills to disk. At low and normal priority, growth is
+    /// rejected from the same level as a new request, and while requests wait for host memory; it
+    /// leaves the reserved headroom free, and no resource is unloaded and no reclaimer asked for
+    /// it. At high priority it has the terms of [`Permit::grow`]. [`Priority::Exempt`] always
+    /// grows, even beyond the allowance: for memory that is in use already.
+    ///
+    /// ```
+    /// use lowtide_admission::{Admission, ByteSize, Cost, Level, Priority, Rejected};
+    ///
+    /// let admission = Admission::with_limit(ByteSize::mib(100));
+    /// let mut permit = admission.try_admit(Cost::ZERO)?;
+    /// permit.grow_with(ByteSize::mib(60), Priority::Low)?;
+    /// admission.set_level(Level::High); // the control loop does this
+    /// assert!(permit.grow_with(ByteSize::mib(1), Priority::Low).is_err()); // spill instead
+    /// # Ok::<(), Rejected>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As for [`Permit::grow`], but the rejection is not counted.
+    pub fn grow_with(&mut self, bytes: ByteSize, priority: Priority) -> Result<(), Rejected> {
+        let held = self.growing(bytes)?;
+        let reserved = self.desk.grow_with(held, bytes, priority)?;
+        self.change(|cost| cost.host = cost.host.saturating_add(reserved));
+        Ok(())
+    }
+
+    /// Returns the host memory that the permit holds before it grows by `bytes`.
+    fn growing(&self, bytes: ByteSize) -> Result<ByteSize, Rejected> {
+        let held = self.cost().host;
+        if let Held::Request(_) = &self.held {
+            return Ok(held);
+        }
+        let asked = held.saturating_add(bytes);
+        Err(Rejected::TooLarge { budget: Budget::Host, asked, ceiling: held })
     }
 
     /// Changes what a request has reserved, and the sums that depend on it.
@@ -225,7 +256,6 @@ impl Permit {
     }
 
     /// Like [`Permit::shrink`], but wakes nothing: for a caller that holds a lock.
-    #[doc(hidden)]
     pub fn shrink_quietly(&mut self, bytes: ByteSize) -> Released {
         Released(self.release(bytes).then_some(self.desk))
     }
@@ -361,8 +391,15 @@ impl Drop for Permit {
 
 #[cfg(all(test, not(lowtide_loom)))]
 mod tests {
+    use std::future::Future;
+    use std::pin::pin;
+    use std::task::{Context, Waker};
+
     use crate::admission::{Admission, Cost, Priority};
+    use crate::fairness::Balance;
     use crate::ledger::Budget;
+    use crate::pressure::Level;
+    use crate::rejected::RejectReason;
     use lowtide_core::bytes::ByteSize;
 
     /// The ledger adds differences: any order of acts must leave nothing behind.
@@ -406,5 +443,56 @@ mod tests {
         }
         drop(permits);
         assert_eq!((ledger.unheld(), ledger.reserved()), (ByteSize::ZERO, ByteSize::ZERO));
+    }
+
+    #[test]
+    fn growth_of_low_priority_yields_to_level_headroom_and_waiting_requests() {
+        let admission = Admission::with_limit(ByteSize::mib(100));
+        let mut permit = admission.try_admit(Cost::host(ByteSize::mib(60))).expect("fits");
+        let mib = ByteSize::mib(1);
+        let mut grows = |priority| permit.grow_with(mib, priority).map_err(|it| it.reason());
+        let others = [Priority::High, Priority::Exempt];
+
+        admission.set_level(Level::High);
+        assert_eq!(grows(Priority::Low), Err(RejectReason::Pressure));
+        assert_eq!(grows(Priority::Normal), Ok(()));
+        admission.set_level(Level::Critical);
+        assert_eq!(grows(Priority::Normal), Err(RejectReason::Pressure));
+        assert_eq!(others.map(&mut grows), [Ok(()); 2]);
+        admission.set_level(Level::None);
+
+        let reserved_headroom = ByteSize::mib(40);
+        let balance = Balance { reserved_headroom, ..Balance::default() };
+        admission.ledger(Budget::Host).balance(balance);
+        assert_eq!(grows(Priority::Normal), Err(RejectReason::Full));
+        assert_eq!(others.map(&mut grows), [Ok(()); 2]);
+        admission.ledger(Budget::Host).balance(Balance::default());
+
+        let mut waits = pin!(admission.reserve(Cost::host(ByteSize::mib(40))));
+        let mut cx = Context::from_waker(Waker::noop());
+        assert!(waits.as_mut().poll(&mut cx).is_pending(), "40 of 35 MiB");
+        assert_eq!(grows(Priority::Normal), Err(RejectReason::Full));
+        assert_eq!(others.map(&mut grows), [Ok(()); 2]);
+        waits.set(admission.reserve(Cost::ZERO));
+        assert_eq!(grows(Priority::Low), Ok(()), "none waits");
+
+        permit.grow_with(ByteSize::mib(100), Priority::Exempt).expect("beyond the ceiling");
+        let mut grows = |priority| permit.grow_with(mib, priority).map_err(|it| it.reason());
+        assert_eq!(grows(Priority::High), Err(RejectReason::TooLarge));
+        assert_eq!(grows(Priority::Low), Err(RejectReason::Full));
+        assert_eq!(admission.stats().rejected, [0; 7], "none is counted");
+        let reserved = permit.cost().host;
+        assert_eq!(admission.ledger(Budget::Host).reserved(), reserved);
+        drop(permit);
+        assert_eq!(admission.ledger(Budget::Host).reserved(), ByteSize::ZERO);
+    }
+
+    #[test]
+    fn a_resource_does_not_grow_with_any_priority() {
+        let admission = Admission::with_limit(ByteSize::mib(100));
+        let mut model = admission.try_reserve_resource(Cost::host(ByteSize::mib(1))).expect("fits");
+        let error = model.grow_with(ByteSize::mib(1), Priority::Exempt).expect_err("a resource");
+        assert_eq!(error.reason(), RejectReason::TooLarge);
+        assert_eq!(admission.stats().rejected, [0; 7]);
     }
 }

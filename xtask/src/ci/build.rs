@@ -137,6 +137,22 @@ pub(super) fn fuzz(_: Length) -> Outcome {
     Ok(lint.env("CARGO_TARGET_DIR", "target/fuzz").run()?)
 }
 
+/// The pool for DataFusion, in a workspace of its own that no other job reaches.
+pub(super) fn datafusion(_: Length) -> Outcome {
+    let run = |words: &str| {
+        let (words, ends) = words.split_once(" -- ").unwrap_or((words, ""));
+        let run = cargo(words).words("--locked --manifest-path crates/datafusion/Cargo.toml");
+        let run = if ends.is_empty() { run } else { run.arg("--").words(ends) };
+        let run = run.env("CARGO_TARGET_DIR", "target/datafusion");
+        run.env("RUSTDOCFLAGS", "-D warnings").run()
+    };
+    cargo("fmt --check --manifest-path crates/datafusion/Cargo.toml").run()?;
+    run("clippy --all-targets -- -D warnings")?;
+    run("doc --no-deps")?;
+    run("test")?;
+    Ok(run("run --quiet --example sort")?)
+}
+
 /// The command that the README names; in full, with all cases of the random tests.
 pub(super) fn test(length: Length) -> Outcome {
     let root = tree::root();

@@ -99,6 +99,7 @@ const JOBS: &[Job] = &[
     job("musl", "the unit tests over musl", &["musl"], build::musl),
     job("doc", "the documentation", &[], build::doc),
     job("fuzz", "the fuzz target still builds", COMPONENTS, build::fuzz),
+    job("datafusion", "the pool for DataFusion, and a sort", COMPONENTS, build::datafusion),
     long("test", "cargo test", &[], build::test),
     job("interposed", "the tests with jemalloc serving C code too", &[], build::interposed),
     job("limits", "memory limits under cgroups of a real kernel", &[], system::limits),

@@ -1,5 +1,5 @@
 //! Checks of the source text itself: direction of imports, heads and columns, orphaned files,
-//! banned names, paths of the machine that built it.
+//! banned names, paths of the machine that built it, lints of separate workspaces.
 //!
 //! The rules are themselves put to the test: `planted` holds a fault for each of them, which must
 //! be found, and clean texts, which must pass. It does not replace clippy, and parses no more than
@@ -7,6 +7,7 @@
 
 mod bans;
 mod imports;
+mod lints;
 pub(crate) mod orphans;
 #[cfg(test)]
 mod planted;
@@ -28,6 +29,7 @@ fn check_with(tree: &Tree, layers: &[imports::Layers], faults: &Faults) {
     let names: BTreeSet<_> = library.iter().map(|source| source.name.as_str()).collect();
     imports::check(&tree.packages(), &library, layers, faults);
     orphans::check(&tree.files, faults);
+    lints::check(tree, faults);
     for source in tree.files.iter().filter(|source| source.is_rust()) {
         shape::check(source, faults);
         bans::check(source, names.contains(source.name.as_str()), faults);

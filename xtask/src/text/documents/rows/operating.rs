@@ -204,6 +204,10 @@ fn caches(code: &Code<'_>) -> Rows {
             "the pause before the next one doubles, from {} to {}.",
             pauses.map(|pause| time(pause.time())).into(),
         ),
+        (
+            "(`AdmissionMemoryPool::with_min`, default {})",
+            values![code.constant("pool::MIN").size()],
+        ),
     ]
 }
 
