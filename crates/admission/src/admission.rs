@@ -237,6 +237,7 @@ impl Admission {
     ///
     /// # Errors
     /// As for [`Admission::try_admit_with`].
+    #[inline]
     pub fn try_admit(&self, cost: Cost) -> Result<Permit, Rejected> {
         self.try_admit_with(cost, Priority::Normal)
     }

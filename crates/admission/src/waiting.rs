@@ -241,6 +241,7 @@ impl WaitQueue {
 
     /// Returns `true` if no request waits. After a release of bytes, a request that entered before
     /// it is seen; one that enters later finds the bytes.
+    #[inline]
     pub(super) fn is_empty(&self) -> bool {
         self.len.load(Ordering::SeqCst) == 0
     }
