@@ -367,7 +367,9 @@ impl BudgetCounts {
 
 #[cfg(all(test, not(lowtide_loom)))]
 mod tests {
-    use std::sync::Barrier;
+    use std::sync::{Barrier, Mutex};
+
+    use lowtide_core::sync::lock;
 
     use super::*;
 
@@ -398,6 +400,39 @@ mod tests {
             assert!(owned.windows(2).all(|pair| pair[0] != pair[1]), "{owned:?}");
             assert!(places.iter().any(|place| !place.is_owned()), "there are too few for all");
         }
+    }
+
+    /// What a thread counts in a destructor that runs after its place was returned may not go where
+    /// another thread counts.
+    #[test]
+    fn a_thread_that_ends_counts_in_a_shared_place_once_it_has_returned_its_own() {
+        static LAST: Mutex<Vec<Place>> = Mutex::new(Vec::new());
+        struct Ending;
+        impl Drop for Ending {
+            fn drop(&mut self) {
+                lock(&LAST).push(Place::here());
+            }
+        }
+        thread_local! {
+            static FIRST: Ending = const { Ending };
+            static SECOND: Ending = const { Ending };
+        }
+        let run = || {
+            FIRST.with(|_| ());
+            let place = Place::here();
+            SECOND.with(|_| ());
+            place
+        };
+        // Other tests may use all places that are owned at this moment.
+        let mut places = std::iter::repeat_with(|| {
+            lock(&LAST).clear();
+            std::thread::spawn(run).join().expect("no panic")
+        });
+        let place = places.by_ref().take(1000).find(|place| place.is_owned()).expect("one is free");
+        let ends = lock(&LAST).clone();
+        // One destructor ran before the place was returned, the other one after it.
+        assert_eq!(ends.iter().filter(|end| **end == place).count(), 1, "{ends:?}");
+        assert_eq!(ends.iter().filter(|end| !end.is_owned()).count(), 1, "{ends:?}");
     }
 
     #[test]
