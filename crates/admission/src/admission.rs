@@ -264,6 +264,7 @@ impl Admission {
         self.desk.try_admit(None, cost, priority)
     }
 
+    #[inline]
     pub(super) const fn desk(&self) -> &'static Desk {
         self.desk
     }

@@ -304,6 +304,12 @@ impl Desk {
         self.wake_waiting(WOKEN_OTHERS_TICK);
     }
 
+    /// Returns the number of the control loop's last tick; `None` if none runs.
+    #[inline]
+    pub(super) fn tick(&self) -> Option<u64> {
+        self.queue.is_timed().then(|| self.ticks.load(Ordering::Relaxed))
+    }
+
     #[inline]
     fn wake_waiting(&self, others: usize) {
         if !self.queue.is_empty() {

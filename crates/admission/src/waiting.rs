@@ -220,6 +220,12 @@ impl WaitQueue {
         }
     }
 
+    /// Returns `true` if a control loop ticks.
+    #[inline]
+    pub(super) fn is_timed(&self) -> bool {
+        self.is_timed.load(Ordering::Relaxed)
+    }
+
     /// Returns the number of waiting requests.
     pub(super) fn len(&self) -> usize {
         self.len.load(Ordering::Relaxed)
@@ -260,7 +266,7 @@ impl WaitQueue {
 
     /// Enters the queue. Returns `None` if it is full, or if a deadline could not pass.
     pub(super) fn enter(&self, terms: WaitTerms, ceiling: ByteSize) -> Option<WaitId> {
-        if terms.within.is_some() && !self.is_timed.load(Ordering::Relaxed) {
+        if terms.within.is_some() && !self.is_timed() {
             return None;
         }
         let most = usize::try_from(ceiling.get() / PART / ENTRY_BYTES.get()).unwrap_or(usize::MAX);
