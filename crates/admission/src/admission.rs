@@ -261,7 +261,7 @@ impl Admission {
     #[doc(hidden)]
     #[inline]
     pub fn try_admit_uncounted(&self, cost: Cost, priority: Priority) -> Result<Permit, Rejected> {
-        self.desk.try_admit(None, cost, priority)
+        self.desk.admit_uncounted(cost, priority)
     }
 
     #[inline]

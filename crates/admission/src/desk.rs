@@ -153,6 +153,17 @@ impl Desk {
         }
     }
 
+    /// Admits a request that does not wait. A rejection is not counted.
+    #[inline]
+    pub(super) fn admit_uncounted(
+        &'static self,
+        cost: Cost,
+        priority: Priority,
+    ) -> Result<Permit, Rejected> {
+        let admitted = self.admit_at_once(cost, priority);
+        admitted.map_or_else(|| self.try_admit(None, cost, priority), Ok)
+    }
+
     /// Admits a request that needs no device memory, if nothing has to be considered except that it
     /// fits. `None` only means that [`Desk::try_admit`] decides.
     #[inline]

@@ -245,8 +245,8 @@ impl Ledger {
         self.book_request(ByteSize::ZERO, bytes, reserved_headroom.saturating_sub(bytes.get()))
     }
 
-    /// Like [`Ledger::try_book`], but considers neither lone nor single requests. `false` only means
-    /// that [`Ledger::try_book`] decides.
+    /// Like [`Ledger::try_book`], but considers neither lone nor single requests. `false` only
+    /// means that [`Ledger::try_book`] decides.
     #[inline]
     pub(crate) fn try_book_plain(&self, bytes: ByteSize) -> bool {
         let left = self.reserved_headroom.load(Ordering::Relaxed).max(bytes.get());

@@ -50,8 +50,8 @@ impl SizeClass {
     #[inline]
     #[expect(clippy::cast_possible_truncation, reason = "it is at most LAST")]
     pub const fn of(bytes: ByteSize) -> Self {
-        // The exponent of the power of two at or above it, less FIRST. Up to FIRST the lowest bit, set
-        // here, makes it zero.
+        // The exponent of the power of two at or above it, less FIRST. Up to FIRST the lowest bit,
+        // set here, makes it zero.
         let at = (bytes.get().saturating_sub(1) >> (FIRST - 1) | 1).ilog2();
         Self(if at < Self::LAST { at as u8 } else { Self::LAST as u8 })
     }

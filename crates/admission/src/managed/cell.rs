@@ -9,9 +9,9 @@
 //! still runs the loader counts as hung until the loader returns. The value that it then returns is
 //! cleaned up. A load that has no room evicts other resources (`evict`).
 //!
-//! Invariants: `guards > 0 => Ready`; under the lock, the slot has a value if the phase is `Ready`, and
-//! is open if it is also not closed; wakers held = futures that wait and have not been woken, at most `waiting`;
-//! `hung <= HUNG_LOADS_MAX`; only the load whose number is in the phase ends it.
+//! Invariants: `guards > 0 => Ready`; under the lock, the slot has a value if the phase is `Ready`,
+//! and is open if it is also not closed; wakers held = futures that wait and have not been woken,
+//! at most `waiting`; `hung <= HUNG_LOADS_MAX`; only the load whose number is in the phase ends it.
 
 mod evict;
 mod guards;

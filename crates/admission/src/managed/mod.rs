@@ -3,10 +3,11 @@
 //! Concurrent callers share one load, and there are never two copies: callers that arrive during an
 //! unload wait for its end. The cost is reserved before the load and released after the cleanup. A
 //! load that has no room evicts idle resources (see [`Resources::evict_for`]) or is rejected. Idle
-//! time counts from the release of the last guard, to one tick of the control loop. Loading and cleanup run outside every lock, and
-//! a panic in either is caught. The module starts no permanent thread and needs no async runtime:
-//! the future of [`Managed::acquire`] loads on a thread of its own, and dropping it does not stop
-//! the load. A guard of a loaded resource needs no lock (`slot`).
+//! time counts from the release of the last guard, to one tick of the control loop. A guard of a
+//! loaded resource needs no lock (`slot`). Loading and cleanup run outside every lock, and a panic
+//! in either is caught. The module starts no permanent thread and needs no async runtime: the
+//! future of [`Managed::acquire`] loads on a thread of its own, and dropping it does not stop the
+//! load.
 //!
 //! It does not decide when to unload: the caller of [`Resource::unload_if_due`] supplies the time.
 //!
@@ -86,7 +87,8 @@ pub struct ManagedBuilder<T: Send + Sync + 'static> {
 
 impl<T: Send + Sync + 'static> ManagedBuilder<T> {
     /// Sets the idle time after which the resource is unloaded. Without it, the resource stays
-    /// until it is unloaded explicitly or under pressure.
+    /// until it is unloaded explicitly or under pressure. The idle time begins when the last guard
+    /// is released, or up to one tick of the control loop later.
     #[must_use]
     pub fn idle(mut self, idle: Duration) -> Self {
         self.parts.idle = Some(idle);
@@ -232,6 +234,8 @@ impl<T: Send + Sync + 'static> Managed<T> {
     /// # Panics
     /// A panic of the loader is caught and becomes [`LoadError::Panicked`]. With `panic = "abort"`
     /// in the profile of the binary it cannot be caught and ends the process.
+    ///
+    /// Panics if 16,777,215 guards are held.
     ///
     /// # Errors
     /// [`AcquireError`]. All callers that waited for a failed load get its error.
