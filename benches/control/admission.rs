@@ -25,10 +25,7 @@ pub(crate) fn measure(rounds: usize, figures: &mut Figures) -> Result<(), BoxErr
     let admit = || drop(black_box(open.try_admit(black_box(Cost::host(COST)))));
     let reject = || drop(black_box(full.try_admit(black_box(Cost::host(COST)))));
     let account = AtomicU64::new(0);
-    let atomics = || {
-        account.fetch_add(black_box(1), Ordering::Relaxed);
-        account.fetch_sub(black_box(1), Ordering::Relaxed);
-    };
+    let atomics = || two_atomics(&account);
     let semaphore = Semaphore::new(1 << 30);
     let permits = || drop(black_box(semaphore.try_acquire_many(black_box(65_536))));
     let signals = Signals::open();
@@ -60,8 +57,14 @@ pub(crate) fn measure(rounds: usize, figures: &mut Figures) -> Result<(), BoxErr
     if left.is_zero() { Ok(()) } else { Err(format!("{left} are booked still").into()) }
 }
 
+/// What any account costs at least.
+pub(crate) fn two_atomics(account: &AtomicU64) {
+    account.fetch_add(black_box(1), Ordering::Relaxed);
+    account.fetch_sub(black_box(1), Ordering::Relaxed);
+}
+
 /// Nanoseconds of a turn.
-fn alone(turns: u32, turn: impl Fn()) -> f64 {
+pub(crate) fn alone(turns: u32, turn: impl Fn()) -> f64 {
     let start = Instant::now();
     for _ in 0..turns {
         turn();

@@ -237,6 +237,7 @@ impl Admission {
     ///
     /// # Errors
     /// As for [`Admission::try_admit_with`].
+    #[inline]
     pub fn try_admit(&self, cost: Cost) -> Result<Permit, Rejected> {
         self.try_admit_with(cost, Priority::Normal)
     }
@@ -260,9 +261,10 @@ impl Admission {
     #[doc(hidden)]
     #[inline]
     pub fn try_admit_uncounted(&self, cost: Cost, priority: Priority) -> Result<Permit, Rejected> {
-        self.desk.try_admit(None, cost, priority)
+        self.desk.admit_uncounted(cost, priority)
     }
 
+    #[inline]
     pub(super) const fn desk(&self) -> &'static Desk {
         self.desk
     }

@@ -147,11 +147,50 @@ impl Desk {
     /// Admits a request, or counts it as rejected.
     #[inline]
     pub(super) fn admit(&'static self, cost: Cost, priority: Priority) -> Result<Permit, Rejected> {
+        match self.admit_at_once(cost, priority) {
+            Some(permit) => Ok(permit),
+            None => self.admit_or_reject(cost, priority),
+        }
+    }
+
+    /// Admits a request that does not wait. A rejection is not counted.
+    #[inline]
+    pub(super) fn admit_uncounted(
+        &'static self,
+        cost: Cost,
+        priority: Priority,
+    ) -> Result<Permit, Rejected> {
+        let admitted = self.admit_at_once(cost, priority);
+        admitted.map_or_else(|| self.try_admit(None, cost, priority), Ok)
+    }
+
+    /// Admits a request that needs no device memory, if nothing has to be considered except that it
+    /// fits. `None` only means that [`Desk::try_admit`] decides.
+    #[inline]
+    fn admit_at_once(&'static self, cost: Cost, priority: Priority) -> Option<Permit> {
+        // Nothing is called that returns: no register has to be saved.
+        let place = Place::known()?;
+        let is_plain = cost.device.is_zero() && priority != Priority::Exempt && self.is_open();
+        if !is_plain || self.unused.is_large(cost.host) || !self.host.try_book_plain(cost.host) {
+            return None;
+        }
+        self.tally(place).admit(place, cost.host, ByteSize::ZERO);
+        Some(Permit::host(self, cost.host))
+    }
+
+    /// Returns `true` if requests of every priority are admitted that fit.
+    #[inline]
+    fn is_open(&self) -> bool {
+        let level = self.level.load(Ordering::Relaxed);
+        level < Level::High.as_u8() && !self.closed.load(Ordering::Acquire) && self.queue.is_empty()
+    }
+
+    #[cold]
+    fn admit_or_reject(&'static self, cost: Cost, priority: Priority) -> Result<Permit, Rejected> {
         self.try_admit(None, cost, priority).map_err(|rejected| self.reject(rejected))
     }
 
     /// Admits a request, which may be in the queue. A rejection is not counted.
-    #[inline]
     pub(super) fn try_admit(
         &'static self,
         waits: Option<&WaitId>,
@@ -255,6 +294,7 @@ impl Desk {
     }
 
     /// Wakes waiting requests that may fit, after a release of bytes.
+    #[inline]
     pub(super) fn released(&self) {
         self.wake_waiting(WOKEN_OTHERS);
     }
@@ -275,11 +315,33 @@ impl Desk {
         self.wake_waiting(WOKEN_OTHERS_TICK);
     }
 
+    /// Returns the number of the control loop's last tick; `None` if none runs.
+    #[inline]
+    pub(super) fn tick(&self) -> Option<u64> {
+        self.queue.is_timed().then(|| self.ticks.load(Ordering::Relaxed))
+    }
+
     #[inline]
     fn wake_waiting(&self, others: usize) {
         if !self.queue.is_empty() {
-            self.queue.wake([&self.host, &self.device], others);
+            self.wake(others);
         }
+    }
+
+    #[cold]
+    fn wake(&self, others: usize) {
+        self.queue.wake([&self.host, &self.device], others);
+    }
+
+    /// Releases the host memory of a request that ends and is not exempt.
+    #[inline]
+    pub(super) fn finish_host(&self, bytes: ByteSize) {
+        let Some(place) = Place::known().filter(|_| !self.unused.is_large(bytes)) else {
+            return self.finish(Cost::host(bytes), false);
+        };
+        self.host.release(bytes);
+        self.tally(place).finish(place);
+        self.released();
     }
 
     /// Releases the reservation of a request that ends.
@@ -592,9 +654,10 @@ impl Desk {
         counts
     }
 
+    #[inline]
     fn tally(&self, place: Place) -> &Tally {
         // A place is always one of the stripes.
-        self.tallies.get(place.stripe).unwrap_or(&self.tallies[0])
+        self.tallies.get(place.stripe()).unwrap_or(&self.tallies[0])
     }
 
     /// Returns a number that differs from one rejected request to the next.

@@ -246,6 +246,30 @@ impl Ledger {
         self.book_request(ByteSize::ZERO, bytes, reserved_headroom.saturating_sub(bytes.get()))
     }
 
+    /// Like [`Ledger::try_book`], but considers neither lone nor single requests. `false` only
+    /// means that [`Ledger::try_book`] decides.
+    #[inline]
+    pub(crate) fn try_book_plain(&self, bytes: ByteSize) -> bool {
+        let left = self.reserved_headroom.load(Ordering::Relaxed).max(bytes.get());
+        let Some(most) = self.allowance.load(Ordering::Relaxed).checked_sub(left) else {
+            return false;
+        };
+        let mut reserved = self.reserved.load(Ordering::Relaxed);
+        // Ends: a failed exchange means that another one succeeded (or, rarely, failed spuriously).
+        while reserved <= most {
+            match self.exchange_reserved(reserved, reserved + bytes.get()) {
+                Ok(_) => return true,
+                Err(now) => reserved = now,
+            }
+        }
+        false
+    }
+
+    #[inline]
+    fn exchange_reserved(&self, from: u64, to: u64) -> Result<u64, u64> {
+        self.reserved.compare_exchange_weak(from, to, Ordering::Relaxed, Ordering::Relaxed)
+    }
+
     /// Like [`Ledger::try_book`], but may use the reserved headroom: for a request of high
     /// priority.
     ///
@@ -320,13 +344,7 @@ impl Ledger {
                     allowance: ByteSize::new(allowance),
                 });
             };
-            let exchanged = self.reserved.compare_exchange_weak(
-                reserved,
-                sum,
-                Ordering::Relaxed,
-                Ordering::Relaxed,
-            );
-            match exchanged {
+            match self.exchange_reserved(reserved, sum) {
                 Ok(_) => return Ok(()),
                 Err(now) => reserved = now,
             }
@@ -342,13 +360,7 @@ impl Ledger {
         let mut reserved = self.reserved.load(Ordering::Relaxed);
         loop {
             let sum = reserved.saturating_add(bytes.get());
-            let exchanged = self.reserved.compare_exchange_weak(
-                reserved,
-                sum,
-                Ordering::Relaxed,
-                Ordering::Relaxed,
-            );
-            match exchanged {
+            match self.exchange_reserved(reserved, sum) {
                 Ok(_) => return ByteSize::new(sum - reserved),
                 Err(now) => reserved = now,
             }
@@ -721,6 +733,7 @@ struct CachePadded(AtomicU64);
 impl Deref for CachePadded {
     type Target = AtomicU64;
 
+    #[inline]
     fn deref(&self) -> &AtomicU64 {
         &self.0
     }

@@ -28,9 +28,24 @@ use super::waiting::WaitTerms;
 
 #[derive(Debug)]
 enum Held {
-    Request(Cost),
+    /// A request that holds host memory and of which nothing else is known, as most start.
+    Host(ByteSize),
+    Request(Request),
     /// Boxed so that a request's permit is small to move. `None` once it was taken out.
     Standing(Option<Box<(Standing, Standing)>>),
+}
+
+/// A request.
+#[derive(Debug)]
+struct Request {
+    cost: Cost,
+    /// The permit grows beyond the allowance, as it was reserved.
+    is_exempt: bool,
+    /// The host memory that the request holds, if it is measured.
+    measured: Option<ByteSize>,
+    /// The host memory that it had reserved when its need was declared unknown.
+    unlearned: ByteSize,
+    is_suspended: bool,
 }
 
 /// Bytes that were released with [`Permit::shrink_quietly`], and for which others may wait.
@@ -53,27 +68,36 @@ impl Released {
 pub struct Permit {
     desk: &'static Desk,
     held: Held,
-    /// The permit grows beyond the allowance, as it was reserved.
-    exempt: bool,
-    /// The host memory that the request holds, if it is measured.
-    measured: Option<ByteSize>,
-    /// The host memory that it had reserved when its need was declared unknown.
-    unlearned: ByteSize,
-    is_suspended: bool,
 }
 
 impl Permit {
-    pub(super) const fn request(desk: &'static Desk, cost: Cost, exempt: bool) -> Self {
-        Self::new(desk, Held::Request(cost), exempt)
+    /// Creates the permit of a request that is not exempt.
+    #[inline]
+    pub(super) const fn host(desk: &'static Desk, bytes: ByteSize) -> Self {
+        Self { desk, held: Held::Host(bytes) }
+    }
+
+    pub(super) const fn request(desk: &'static Desk, cost: Cost, is_exempt: bool) -> Self {
+        Self { desk, held: Held::Request(Request::new(cost, is_exempt)) }
     }
 
     pub(super) fn standing(desk: &'static Desk, host: Standing, device: Standing) -> Self {
-        Self::new(desk, Held::Standing(Some(Box::new((host, device)))), false)
+        Self { desk, held: Held::Standing(Some(Box::new((host, device)))) }
     }
 
-    const fn new(desk: &'static Desk, held: Held, exempt: bool) -> Self {
-        let unlearned = ByteSize::ZERO;
-        Self { desk, held, exempt, measured: None, unlearned, is_suspended: false }
+    /// Returns the state of a request; `None` on a resource's permit.
+    fn state(&mut self) -> Option<&mut Request> {
+        if let Held::Host(bytes) = self.held {
+            self.held = Held::Request(Request::new(Cost::host(bytes), false));
+        }
+        match &mut self.held {
+            Held::Request(request) => Some(request),
+            Held::Host(_) | Held::Standing(_) => None,
+        }
+    }
+
+    const fn is_request(&self) -> bool {
+        matches!(self.held, Held::Host(_) | Held::Request(_))
     }
 
     /// Returns the admission state that holds the reservation.
@@ -85,7 +109,7 @@ impl Permit {
     /// permit, which ends.
     pub(super) fn into_standing(mut self) -> Option<(Standing, Standing)> {
         match &mut self.held {
-            Held::Request(_) => None,
+            Held::Host(_) | Held::Request(_) => None,
             Held::Standing(held) => held.take().map(|both| *both),
         }
     }
@@ -94,7 +118,8 @@ impl Permit {
     #[must_use]
     pub fn cost(&self) -> Cost {
         match &self.held {
-            Held::Request(cost) => *cost,
+            Held::Host(bytes) => Cost::host(*bytes),
+            Held::Request(request) => request.cost,
             Held::Standing(Some(both)) => Cost { host: both.0.bytes(), device: both.1.bytes() },
             Held::Standing(None) => Cost::ZERO,
         }
@@ -109,7 +134,8 @@ impl Permit {
     /// grow: the error is [`Rejected::TooLarge`] with its own cost as the ceiling.
     pub fn grow(&mut self, bytes: ByteSize) -> Result<(), Rejected> {
         let held = self.growing(bytes).map_err(|rejected| self.desk.reject(rejected))?;
-        let reserved = self.desk.grow(held, bytes, self.exempt)?;
+        let is_exempt = matches!(&self.held, Held::Request(request) if request.is_exempt);
+        let reserved = self.desk.grow(held, bytes, is_exempt)?;
         self.change(|cost| cost.host = cost.host.saturating_add(reserved));
         Ok(())
     }
@@ -144,7 +170,7 @@ impl Permit {
     /// Returns the host memory that the permit holds before it grows by `bytes`.
     fn growing(&self, bytes: ByteSize) -> Result<ByteSize, Rejected> {
         let held = self.cost().host;
-        if let Held::Request(_) = &self.held {
+        if self.is_request() {
             return Ok(held);
         }
         let asked = held.saturating_add(bytes);
@@ -154,8 +180,8 @@ impl Permit {
     /// Changes what a request has reserved, and the sums that depend on it.
     fn change(&mut self, change: impl FnOnce(&mut Cost)) {
         let before = (self.unheld(), self.suspended());
-        if let Held::Request(cost) = &mut self.held {
-            change(cost);
+        if let Some(request) = self.state() {
+            change(&mut request.cost);
         }
         self.changed(before);
     }
@@ -169,8 +195,10 @@ impl Permit {
     /// bytes are in use. Returns the bytes added. Does nothing on a resource's permit.
     #[doc(hidden)]
     pub fn raise(&mut self, held: ByteSize) -> ByteSize {
-        let Held::Request(cost) = &self.held else { return ByteSize::ZERO };
-        let more = held.saturating_sub(cost.host);
+        if !self.is_request() {
+            return ByteSize::ZERO;
+        }
+        let more = held.saturating_sub(self.cost().host);
         let more = if more.is_zero() { more } else { self.desk.raise(more) };
         self.change(|cost| cost.host = cost.host.saturating_add(more));
         more
@@ -182,8 +210,8 @@ impl Permit {
     #[doc(hidden)]
     pub fn report(&mut self, held: ByteSize) {
         let before = self.unheld();
-        if let Held::Request(_) = &self.held {
-            self.measured = Some(held);
+        if let Some(request) = self.state() {
+            request.measured = Some(held);
         }
         self.desk.host.change_unheld(before, self.unheld());
     }
@@ -192,8 +220,11 @@ impl Permit {
     /// leaves as much room again until the permit is dropped. Called once at most.
     #[doc(hidden)]
     pub fn mark_unlearned(&mut self) {
-        self.unlearned = self.cost().host;
-        self.desk.host.add_unlearned(self.unlearned);
+        if let Some(request) = self.state() {
+            let unlearned = request.cost.host;
+            request.unlearned = unlearned;
+            self.desk.host.add_unlearned(unlearned);
+        }
     }
 
     /// Adds the request to those that have reserved much memory.
@@ -263,8 +294,10 @@ impl Permit {
     /// Releases part of the host memory without waking those that wait for it. Returns `false` on a
     /// resource's permit.
     fn release(&mut self, bytes: ByteSize) -> bool {
-        let Held::Request(cost) = &self.held else { return false };
-        let part = bytes.min(cost.host);
+        if !self.is_request() {
+            return false;
+        }
+        let part = bytes.min(self.cost().host);
         self.change(|cost| cost.host = cost.host.saturating_sub(part));
         self.desk.host.release(part);
         true
@@ -335,18 +368,26 @@ impl Permit {
 
     fn set_suspended(&mut self, is_suspended: bool) {
         let before = (self.unheld(), self.suspended());
-        self.is_suspended = is_suspended;
+        if let Some(request) = self.state() {
+            request.is_suspended = is_suspended;
+        }
         self.changed(before);
     }
 
     /// Returns the host memory that it has reserved while it is suspended.
     fn suspended(&self) -> ByteSize {
-        if self.is_suspended { self.cost().host } else { ByteSize::ZERO }
+        match &self.held {
+            Held::Request(request) => request.suspended(),
+            Held::Host(_) | Held::Standing(_) => ByteSize::ZERO,
+        }
     }
 
     /// Returns the reserved host memory that the request does not hold; zero if it is not measured.
     fn unheld(&self) -> ByteSize {
-        self.measured.map_or(ByteSize::ZERO, |held| self.cost().host.saturating_sub(held))
+        match &self.held {
+            Held::Request(request) => request.unheld(),
+            Held::Host(_) | Held::Standing(_) => ByteSize::ZERO,
+        }
     }
 
     /// Marks the resource of the permit as loaded, so that its memory is part of what is measured.
@@ -368,23 +409,51 @@ impl Permit {
     }
 }
 
-impl Drop for Permit {
-    fn drop(&mut self) {
-        self.desk.host.change_unheld(self.unheld(), ByteSize::ZERO);
-        if self.is_suspended {
-            self.desk.host.change_suspended(self.suspended(), ByteSize::ZERO);
-        }
-        if !self.unlearned.is_zero() {
-            self.desk.host.remove_unlearned(self.unlearned);
-        }
-        match &mut self.held {
-            Held::Request(cost) => self.desk.finish(*cost, self.exempt),
-            Held::Standing(held) => {
+impl Request {
+    const fn new(cost: Cost, is_exempt: bool) -> Self {
+        let unlearned = ByteSize::ZERO;
+        Self { cost, is_exempt, measured: None, unlearned, is_suspended: false }
+    }
+
+    fn suspended(&self) -> ByteSize {
+        if self.is_suspended { self.cost.host } else { ByteSize::ZERO }
+    }
+
+    fn unheld(&self) -> ByteSize {
+        self.measured.map_or(ByteSize::ZERO, |held| self.cost.host.saturating_sub(held))
+    }
+}
+
+impl Held {
+    /// Releases what is not a request of host memory alone.
+    #[cold]
+    fn end(&mut self, desk: &'static Desk) {
+        match self {
+            Self::Host(_) => {}
+            Self::Request(request) => {
+                desk.host.change_unheld(request.unheld(), ByteSize::ZERO);
+                desk.host.change_suspended(request.suspended(), ByteSize::ZERO);
+                if !request.unlearned.is_zero() {
+                    desk.host.remove_unlearned(request.unlearned);
+                }
+                desk.finish(request.cost, request.is_exempt);
+            }
+            Self::Standing(held) => {
                 if let Some(both) = held.take() {
                     let (host, device) = *both;
-                    self.desk.unload(host, device);
+                    desk.unload(host, device);
                 }
             }
+        }
+    }
+}
+
+impl Drop for Permit {
+    #[inline]
+    fn drop(&mut self) {
+        match self.held {
+            Held::Host(bytes) => self.desk.finish_host(bytes),
+            Held::Request(_) | Held::Standing(_) => self.held.end(self.desk),
         }
     }
 }

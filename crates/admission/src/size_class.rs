@@ -47,11 +47,12 @@ impl SizeClass {
 
     /// Returns the class of a request of `bytes` bytes.
     #[must_use]
+    #[inline]
     #[expect(clippy::cast_possible_truncation, reason = "it is at most LAST")]
     pub const fn of(bytes: ByteSize) -> Self {
-        // The exponent of the power of two at or above it.
-        let power = u64::BITS - bytes.get().saturating_sub(1).leading_zeros();
-        let at = power.saturating_sub(FIRST);
+        // The exponent of the power of two at or above it, less FIRST. Up to FIRST the lowest bit,
+        // set here, makes it zero.
+        let at = (bytes.get().saturating_sub(1) >> (FIRST - 1) | 1).ilog2();
         Self(if at < Self::LAST { at as u8 } else { Self::LAST as u8 })
     }
 

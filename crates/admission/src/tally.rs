@@ -8,6 +8,7 @@
 //! Invariants: the counters of an owned stripe are written by the one thread that holds its place.
 //! A sum that is read is never more than what happened, and exact when no thread counts.
 
+use std::cell::Cell;
 use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
 
 use lowtide_core::bytes::ByteSize;
@@ -41,33 +42,59 @@ pub(super) fn used(tallies: &[Tally; STRIPES]) -> &[Tally] {
 }
 
 thread_local! {
+    /// The place of this thread. Without a destructor, so that reading it is one load.
+    static HERE: Cell<Place> = const { Cell::new(Place::NONE) };
     static HELD: Holding = Holding::take();
 }
 
-/// The place where a thread counts.
+/// The place where a thread counts: its stripe.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Place {
-    pub(super) stripe: usize,
-    owned: bool,
-}
+pub(super) struct Place(usize);
 
 impl Place {
+    /// The place of a thread that has not counted yet.
+    const NONE: Self = Self(usize::MAX);
+
     /// Returns the place of the calling thread; a shared one if the thread is about to end.
     #[inline]
     pub(super) fn here() -> Self {
-        HELD.try_with(|held| held.0).unwrap_or_else(|_| Self::using(OWNED, false))
+        Self::known().unwrap_or_else(Self::find)
+    }
+
+    /// Returns the place of the calling thread if it has counted before. Calls nothing.
+    #[inline]
+    pub(super) fn known() -> Option<Self> {
+        Some(HERE.get()).filter(|place| *place != Self::NONE)
+    }
+
+    #[cold]
+    fn find() -> Self {
+        let place = HELD.try_with(|held| held.0).unwrap_or_else(|_| Self::using(OWNED));
+        HERE.set(place);
+        place
     }
 
     /// Returns the place of this stripe, which counts as used from now on.
-    fn using(stripe: usize, owned: bool) -> Self {
+    fn using(stripe: usize) -> Self {
         USED.fetch_max(stripe + 1, Ordering::Relaxed);
-        Self { stripe, owned }
+        Self(stripe)
+    }
+
+    #[inline]
+    pub(super) const fn stripe(self) -> usize {
+        self.0
+    }
+
+    /// Returns `true` if no other thread counts there.
+    #[inline]
+    const fn is_owned(self) -> bool {
+        self.0 < OWNED
     }
 
     /// Adds to a counter of this thread's stripe.
     #[inline]
     fn add(self, counter: &AtomicU64, amount: u64) {
-        if self.owned {
+        if self.is_owned() {
             let sum = counter.load(Ordering::Relaxed).wrapping_add(amount);
             // Release: what is counted has happened. Costs nothing on x86.
             counter.store(sum, Ordering::Release);
@@ -88,12 +115,12 @@ impl Holding {
             let stripe = taken.trailing_ones() as usize;
             if stripe >= OWNED {
                 let shared = NEXT.fetch_add(1, Ordering::Relaxed) % SHARED;
-                return Self(Place::using(OWNED + shared, false));
+                return Self(Place::using(OWNED + shared));
             }
             // Acquire: makes the previous holder's writes to its stripes visible.
             let more = taken | 1 << stripe;
             match TAKEN.compare_exchange_weak(taken, more, Ordering::Acquire, Ordering::Relaxed) {
-                Ok(_) => return Self(Place::using(stripe, true)),
+                Ok(_) => return Self(Place::using(stripe)),
                 Err(now) => taken = now,
             }
         }
@@ -102,8 +129,10 @@ impl Holding {
 
 impl Drop for Holding {
     fn drop(&mut self) {
-        if self.0.owned {
-            TAKEN.fetch_and(!(1 << self.0.stripe), Ordering::Release);
+        if self.0.is_owned() {
+            // Destructors that run later may count, and another thread may hold the place then.
+            HERE.set(Place::using(OWNED));
+            TAKEN.fetch_and(!(1 << self.0.stripe()), Ordering::Release);
         }
     }
 }
@@ -222,7 +251,7 @@ impl Tally {
     /// Returns a number that differs from one rejected request to the next.
     pub(super) fn spread(&self, place: Place) -> u64 {
         let sheds: u64 = self.rejected.iter().map(|count| count.load(Ordering::Relaxed)).sum();
-        (sheds.wrapping_mul(STRIPES as u64) + place.stripe as u64)
+        (sheds.wrapping_mul(STRIPES as u64) + place.stripe() as u64)
             .wrapping_mul(0x9E37_79B9_7F4A_7C15)
             >> 32
     }
@@ -338,7 +367,9 @@ impl BudgetCounts {
 
 #[cfg(all(test, not(lowtide_loom)))]
 mod tests {
-    use std::sync::Barrier;
+    use std::sync::{Barrier, Mutex};
+
+    use lowtide_core::sync::lock;
 
     use super::*;
 
@@ -363,13 +394,45 @@ mod tests {
                 threads.into_iter().map(|thread| thread.join().expect("no panic")).collect()
             });
             places.push(here);
-            assert!(places.iter().all(|place| place.stripe < STRIPES));
-            assert!(places.iter().all(|place| place.owned == (place.stripe < OWNED)));
-            let mut owned: Vec<_> = places.iter().filter(|place| place.owned).collect();
-            owned.sort_by_key(|place| place.stripe);
+            assert!(places.iter().all(|place| place.stripe() < STRIPES));
+            let mut owned: Vec<_> = places.iter().filter(|place| place.is_owned()).collect();
+            owned.sort_by_key(|place| place.stripe());
             assert!(owned.windows(2).all(|pair| pair[0] != pair[1]), "{owned:?}");
-            assert!(places.iter().any(|place| !place.owned), "there are too few for all");
+            assert!(places.iter().any(|place| !place.is_owned()), "there are too few for all");
         }
+    }
+
+    /// What a thread counts in a destructor that runs after its place was returned may not go where
+    /// another thread counts.
+    #[test]
+    fn a_thread_that_ends_counts_in_a_shared_place_once_it_has_returned_its_own() {
+        static LAST: Mutex<Vec<Place>> = Mutex::new(Vec::new());
+        struct Ending;
+        impl Drop for Ending {
+            fn drop(&mut self) {
+                lock(&LAST).push(Place::here());
+            }
+        }
+        thread_local! {
+            static FIRST: Ending = const { Ending };
+            static SECOND: Ending = const { Ending };
+        }
+        let run = || {
+            FIRST.with(|_| ());
+            let place = Place::here();
+            SECOND.with(|_| ());
+            place
+        };
+        // Other tests may use all places that are owned at this moment.
+        let mut places = std::iter::repeat_with(|| {
+            lock(&LAST).clear();
+            std::thread::spawn(run).join().expect("no panic")
+        });
+        let place = places.by_ref().take(1000).find(|place| place.is_owned()).expect("one is free");
+        let ends = lock(&LAST).clone();
+        // One destructor ran before the place was returned, the other one after it.
+        assert_eq!(ends.iter().filter(|end| **end == place).count(), 1, "{ends:?}");
+        assert_eq!(ends.iter().filter(|end| !end.is_owned()).count(), 1, "{ends:?}");
     }
 
     #[test]
@@ -381,7 +444,7 @@ mod tests {
             for _ in 0..threads {
                 scope.spawn(|| {
                     let place = Place::here();
-                    let tally = &tallies[place.stripe];
+                    let tally = &tallies[place.stripe()];
                     for at in 0..EACH {
                         tally.admit(place, ByteSize::mib(1), ByteSize::new(at % 2));
                         let full = Some((Budget::Host, ByteSize::mib(8)));

@@ -62,7 +62,8 @@ impl UnusedPages {
         most.store(u64::MAX, Ordering::Relaxed);
     }
 
-    fn is_large(&self, bytes: ByteSize) -> bool {
+    #[inline]
+    pub(super) fn is_large(&self, bytes: ByteSize) -> bool {
         bytes.get() >= self.most.load(Ordering::Relaxed) / LARGE_PART
     }
 

@@ -27,13 +27,13 @@
 
 use std::cmp::Reverse;
 use std::fmt;
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering, fence};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::Moment;
+use lowtide_core::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering, fence};
+use lowtide_core::sync::{Mutex, MutexGuard, lock};
 
 use super::admission::{Cost, Priority};
 use super::ledger::{Budget, Ledger};
@@ -220,6 +220,12 @@ impl WaitQueue {
         }
     }
 
+    /// Returns `true` if a control loop ticks.
+    #[inline]
+    pub(super) fn is_timed(&self) -> bool {
+        self.is_timed.load(Ordering::Relaxed)
+    }
+
     /// Returns the number of waiting requests.
     pub(super) fn len(&self) -> usize {
         self.len.load(Ordering::Relaxed)
@@ -241,7 +247,11 @@ impl WaitQueue {
 
     /// Returns `true` if no request waits. After a release of bytes, a request that entered before
     /// it is seen; one that enters later finds the bytes.
+    #[inline]
     pub(super) fn is_empty(&self) -> bool {
+        // Loom orders sequentially consistent accesses no further than acquire and release.
+        #[cfg(lowtide_loom)]
+        fence(Ordering::SeqCst);
         self.len.load(Ordering::SeqCst) == 0
     }
 
@@ -259,7 +269,7 @@ impl WaitQueue {
 
     /// Enters the queue. Returns `None` if it is full, or if a deadline could not pass.
     pub(super) fn enter(&self, terms: WaitTerms, ceiling: ByteSize) -> Option<WaitId> {
-        if terms.within.is_some() && !self.is_timed.load(Ordering::Relaxed) {
+        if terms.within.is_some() && !self.is_timed() {
             return None;
         }
         let most = usize::try_from(ceiling.get() / PART / ENTRY_BYTES.get()).unwrap_or(usize::MAX);
@@ -474,7 +484,7 @@ impl WaitQueue {
     }
 
     fn entries(&self) -> MutexGuard<'_, WaitList> {
-        self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.waiting)
     }
 }
 
@@ -549,5 +559,77 @@ impl WaitList {
             self.admitted = 0;
         }
         admitted
+    }
+}
+
+#[cfg(all(test, lowtide_loom))]
+mod models {
+    use loom::thread;
+    use std::sync::Arc;
+
+    use super::*;
+
+    const ALL: ByteSize = ByteSize::mib(1);
+
+    /// The queue and the account as a desk uses them, without what a model has no need of.
+    struct Room {
+        queue: WaitQueue,
+        host: Ledger,
+        device: Ledger,
+    }
+
+    impl Room {
+        fn full() -> Arc<Self> {
+            let (host, device) = (Ledger::with_ceiling(ALL), Ledger::new());
+            host.try_book(ALL).expect("it is empty");
+            Arc::new(Self { queue: WaitQueue::default(), host, device })
+        }
+
+        /// As `Desk::admit_at_once`.
+        fn admit_at_once(&self) -> bool {
+            self.queue.is_empty() && self.host.try_book_plain(ALL)
+        }
+
+        /// As `Desk::finish_host`.
+        fn release(&self) {
+            self.host.release(ALL);
+            if !self.queue.is_empty() {
+                self.queue.wake([&self.host, &self.device], 1);
+            }
+        }
+
+        /// Enters and tries once, while `others` run. A request that was not admitted is woken.
+        fn wait_beside<const N: usize>(self: Arc<Self>, others: [fn(&Self); N]) {
+            let others = others.map(|other| {
+                let room = Arc::clone(&self);
+                thread::spawn(move || other(&room))
+            });
+            let (cost, priority) = (Cost::host(ALL), Priority::Normal);
+            let (tenant, within, is_admitted) = (0, None, false);
+            let terms = WaitTerms { cost, priority, tenant, within, is_admitted };
+            let id = self.queue.enter(terms, ALL).expect("there is place");
+            let cx = &Context::from_waker(Waker::noop());
+            assert_eq!(self.queue.poll(&id, cx), Poll::Ready(true), "its first turn");
+            let book = || self.host.try_book_more(ALL).map_err(|short| (Budget::Host, short));
+            let passed = self.queue.pass(Some(&id), cost, priority, [ALL, ByteSize::MAX], book);
+            others.into_iter().for_each(|other| other.join().expect("no panic"));
+            assert!(passed.is_ok() || self.queue.poll(&id, cx) == Poll::Ready(true), "lost");
+            assert_eq!(self.host.reserved(), if passed.is_ok() { ALL } else { ByteSize::ZERO });
+        }
+    }
+
+    #[test]
+    fn a_request_that_enters_finds_the_room_or_is_woken_by_the_release() {
+        loom::model(|| Room::full().wait_beside([Room::release]));
+    }
+
+    #[test]
+    fn a_request_that_enters_is_woken_by_one_that_was_admitted_at_once() {
+        let admit = |room: &Room| {
+            if room.admit_at_once() {
+                room.release();
+            }
+        };
+        loom::model(move || Room::full().wait_beside([Room::release, admit]));
     }
 }

@@ -1,5 +1,5 @@
 //! The state machine behind `Managed<T>`: one lock, short critical sections, everything slow
-//! outside it.
+//! outside it. Guards of a loaded resource do without the lock (`guards`).
 //!
 //! The phase changes under the lock; the loader, the cleanup and every waker run outside it. Wakers
 //! are also dropped outside it, because dropping one may drop a task that holds a guard of the same
@@ -9,9 +9,9 @@
 //! still runs the loader counts as hung until the loader returns. The value that it then returns is
 //! cleaned up. A load that has no room evicts other resources (`evict`).
 //!
-//! Invariants: `guards > 0 => Ready`; with `guards = 0` the phase holds the only reference to the
-//! value; wakers held = futures that wait and have not been woken, at most `waiting`;
-//! `hung <= HUNG_LOADS_MAX`; only the load whose number is in the phase ends it.
+//! Invariants: `guards > 0 => Ready`; under the lock, the slot has a value if the phase is `Ready`,
+//! and is open if it is also not closed; wakers held = futures that wait and have not been woken,
+//! at most `waiting`; `hung <= HUNG_LOADS_MAX`; only the load whose number is in the phase ends it.
 
 mod evict;
 mod guards;
@@ -31,12 +31,14 @@ use crate::rejected::Rejected;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::{Bell, Clock, Moment};
 use lowtide_core::fork::Birth;
+use lowtide_core::sync::atomic::AtomicU64;
 use lowtide_core::sync::{Condvar, Mutex, MutexGuard, caught, foreground, lock, wait};
 
 use super::error::{AcquireError, LoadError, UnloadError};
 use super::load_scope::is_unloading;
 use super::parts::Parts;
 use super::resource::{ResourceStats, UnloadReason, Unloads};
+use super::slot::{Guard, Handle, Slot};
 use super::uses::Uses;
 
 /// Threads of one resource that may hang in its loader: the first, and that of one more attempt.
@@ -44,12 +46,18 @@ const HUNG_LOADS_MAX: usize = 2;
 /// The least time for which a shutdown waits for a clean-up that it began.
 const CLEAN_UP_MIN: Duration = Duration::from_secs(1);
 
-enum Phase<T> {
+enum Phase {
     Empty,
     Loading(Loading),
-    Ready(Loaded<T>),
+    /// The slot has the value.
+    Ready {
+        permit: Option<Permit>,
+    },
     Unloading,
-    Failed { until: Moment, error: LoadError },
+    Failed {
+        until: Moment,
+        error: LoadError,
+    },
 }
 
 /// A load in progress.
@@ -69,13 +77,12 @@ struct Loading {
 
 /// The value and its reservation; released in this order.
 struct Loaded<T> {
-    value: Arc<T>,
+    value: T,
     permit: Option<Permit>,
 }
 
-pub(super) struct State<T> {
-    phase: Phase<T>,
-    guards: usize,
+pub(super) struct State {
+    phase: Phase,
     /// Callers that wait, threads and futures.
     pub(super) waiting: usize,
     pub(super) wakers: BTreeMap<u64, Waker>,
@@ -107,9 +114,9 @@ pub(super) struct State<T> {
 }
 
 /// The next action of a caller.
-pub(super) enum Step<T> {
+pub(super) enum Step<T: Send + Sync + 'static> {
     /// Its guard is counted.
-    Have(Arc<T>),
+    Have(Guard<Cell<T>>),
     /// It must run the load of this number.
     Load(u64),
     /// The load of this number has no room for this cost; call [`Cell::make_room`].
@@ -118,11 +125,14 @@ pub(super) enum Step<T> {
 }
 
 pub(super) struct Cell<T> {
+    slot: Slot<T>,
+    /// The tick in which a use was recorded with its time last.
+    recorded_in: AtomicU64,
     parts: Parts<T>,
     clock: Arc<dyn Clock>,
     admission: Option<Admission>,
     pub(super) birth: Birth,
-    pub(super) state: Mutex<State<T>>,
+    pub(super) state: Mutex<State>,
     changed: Condvar,
 }
 
@@ -134,7 +144,6 @@ impl<T: Send + Sync + 'static> Cell<T> {
     ) -> Self {
         let state = State {
             phase: Phase::Empty,
-            guards: 0,
             waiting: 0,
             wakers: BTreeMap::new(),
             tickets: 0,
@@ -158,37 +167,39 @@ impl<T: Send + Sync + 'static> Cell<T> {
             recovered: Cost::ZERO,
         };
         let (state, changed) = (Mutex::new(state), Condvar::new());
-        Self { parts, clock, admission, birth: Birth::now(), state, changed }
+        let (slot, recorded_in) = (Slot::new(), AtomicU64::new(guards::NO_TICK));
+        Self { slot, recorded_in, parts, clock, admission, birth: Birth::now(), state, changed }
     }
 
     pub(super) fn name(&self) -> &str {
         &self.parts.name
     }
 
-    /// Returns the value of a counted guard. Loads on this thread if no other thread does.
-    pub(super) fn acquire_blocking(&self) -> Result<Arc<T>, AcquireError> {
-        self.check_may_wait()?;
-        let mut state = lock(&self.state);
+    /// Returns a guard. Loads on this thread if no other thread does.
+    #[cold]
+    pub(super) fn acquire_blocking(cell: &Handle<Self>) -> Result<Guard<Self>, AcquireError> {
+        cell.check_may_wait()?;
+        let mut state = lock(&cell.state);
         let seen = state.loads_failed;
         state.waiting += 1;
         // Ends when the load or cleanup that it waits for ends; one that it began itself has ended.
         let found = loop {
-            match self.step(&mut state, seen) {
-                Ok(Step::Have(value)) => break Ok(value),
-                Ok(Step::Wait) => state = wait(&self.changed, state),
+            match Self::step(cell, &mut state, seen) {
+                Ok(Step::Have(guard)) => break Ok(guard),
+                Ok(Step::Wait) => state = wait(&cell.changed, state),
                 Ok(Step::Load(number)) => {
                     drop(state);
-                    self.load(number, None);
+                    cell.load(number, None);
                     // The loader may have forked, and this may be the child.
-                    self.check_here()?;
-                    state = lock(&self.state);
+                    cell.check_here()?;
+                    state = lock(&cell.state);
                 }
                 Ok(Step::Short(number, cost)) => {
                     drop(state);
-                    let made = self.make_room(number, cost);
-                    let made = made.map(|eviction| self.load(number, eviction));
-                    self.check_here()?;
-                    state = lock(&self.state);
+                    let made = cell.make_room(number, cost);
+                    let made = made.map(|eviction| cell.load(number, eviction));
+                    cell.check_here()?;
+                    state = lock(&cell.state);
                     if let Err(error) = made {
                         break Err(error);
                     }
@@ -200,21 +211,14 @@ impl<T: Send + Sync + 'static> Cell<T> {
         found
     }
 
-    /// Counts a guard, if there is a value.
-    pub(super) fn try_acquire(&self) -> Option<Arc<T>> {
-        self.check_here().ok()?;
-        let mut state = lock(&self.state);
-        if state.closed { None } else { state.guarded() }
-    }
-
-    pub(super) fn warm(cell: &Arc<Self>) -> Result<(), AcquireError> {
+    pub(super) fn warm(cell: &Handle<Self>) -> Result<(), AcquireError> {
         cell.check_may_wait()?;
         let mut state = lock(&cell.state);
-        if matches!(state.phase, Phase::Ready(_)) && !state.closed {
+        if matches!(state.phase, Phase::Ready { .. }) && !state.closed {
             return Ok(());
         }
         let seen = state.loads_failed;
-        let step = cell.step(&mut state, seen)?;
+        let step = Self::step(cell, &mut state, seen)?;
         drop(state);
         let begun = Self::begin(cell, step);
         begun.map_err(|(number, _, rejected)| cell.refuse_load(number, rejected))
@@ -222,7 +226,7 @@ impl<T: Send + Sync + 'static> Cell<T> {
 
     /// Starts the thread of a load, after making room for it if needed. Returns its number and cost
     /// with the rejection if there is no room.
-    pub(super) fn begin(cell: &Arc<Self>, step: Step<T>) -> Result<(), (u64, Cost, Rejected)> {
+    pub(super) fn begin(cell: &Handle<Self>, step: Step<T>) -> Result<(), (u64, Cost, Rejected)> {
         let (number, eviction) = match step {
             Step::Load(number) => (number, None),
             Step::Short(number, cost) => {
@@ -235,33 +239,19 @@ impl<T: Send + Sync + 'static> Cell<T> {
         Ok(())
     }
 
-    /// Ends a guard.
-    pub(super) fn release(&self, counts: bool) {
-        if !self.birth.is_here() {
-            return;
-        }
-        let now = self.clock.now();
-        let mut state = lock(&self.state);
-        debug_assert!(state.guards > 0, "released a guard that was not counted");
-        state.guards = state.guards.saturating_sub(1);
-        if counts {
-            state.last_used = state.last_used.max(Some(now));
-            state.uses.record(now);
-        }
-        if state.guards == 0 {
-            state.ring_drainers();
-        }
-    }
-
     /// Returns the caller's next action. A load that failed after `seen` was read counts as the
     /// caller's own.
-    pub(super) fn step(&self, state: &mut State<T>, seen: u64) -> Result<Step<T>, AcquireError> {
-        let name = || Arc::clone(&self.parts.name);
+    pub(super) fn step(
+        cell: &Handle<Self>,
+        state: &mut State,
+        seen: u64,
+    ) -> Result<Step<T>, AcquireError> {
+        let name = || Arc::clone(&cell.parts.name);
         if state.closed {
             return Err(AcquireError::Closed { name: name() });
         }
-        if let Some(value) = state.guarded() {
-            return Ok(Step::Have(value));
+        if let Some(guard) = cell.guard(true) {
+            return Ok(Step::Have(guard));
         }
         match &state.phase {
             Phase::Loading(Loading { thread: Some(thread), .. })
@@ -271,20 +261,21 @@ impl<T: Send + Sync + 'static> Cell<T> {
             }
             Phase::Loading(_) | Phase::Unloading => return Ok(Step::Wait),
             Phase::Failed { until, error } => {
-                let now = self.clock.now();
+                let now = cell.clock.now();
                 // No further thread is started while so many hang; one of them may return at any
                 // time.
                 let all_hang = state.hung >= HUNG_LOADS_MAX;
                 if state.loads_failed > seen || now < *until || all_hang {
-                    let pause = if all_hang { self.parts.backoff.max } else { Duration::ZERO };
+                    let pause = if all_hang { cell.parts.backoff.max } else { Duration::ZERO };
                     let (error, retry_in) = (error.clone(), (*until - now).max(pause));
                     return Err(AcquireError::Load { name: name(), error, retry_in });
                 }
             }
-            Phase::Empty | Phase::Ready(_) => {}
+            Phase::Ready { .. } => cell.has_too_many_guards(),
+            Phase::Empty => {}
         }
-        let cost = self.cost(state);
-        let reserved = self.admission.as_ref().map(|door| door.try_reserve_resource(cost));
+        let cost = cell.cost(state);
+        let reserved = cell.admission.as_ref().map(|door| door.try_reserve_resource(cost));
         let (permit, is_short) = match reserved.transpose() {
             Ok(permit) => (permit, false),
             // An exchange of idle resources needs no room that exhaustion took.
@@ -297,7 +288,7 @@ impl<T: Send + Sync + 'static> Cell<T> {
         state.loads_begun += 1;
         let number = state.loads_begun;
         // The loader and its timeout start when there is room.
-        let deadline = if is_short { Moment::NEVER } else { self.load_deadline() };
+        let deadline = if is_short { Moment::NEVER } else { cell.load_deadline() };
         let (thread, waits_for_room) = (None, false);
         let loading = Phase::Loading(Loading { number, thread, deadline, permit, waits_for_room });
         let before = mem::replace(&mut state.phase, loading);
@@ -308,7 +299,7 @@ impl<T: Send + Sync + 'static> Cell<T> {
 
     /// Returns the bytes that the next load reserves: the builder's cost, or the measured bytes of
     /// the last load if they are more. Zero in a budget for which the builder set no cost.
-    fn cost(&self, state: &State<T>) -> Cost {
+    fn cost(&self, state: &State) -> Cost {
         let learned = state.measured.unwrap_or_default();
         let asks = |said: ByteSize, learned| if said.is_zero() { said } else { said.max(learned) };
         let said = self.parts.cost;
@@ -317,8 +308,8 @@ impl<T: Send + Sync + 'static> Cell<T> {
         Cost { host: asks(host, learned.host), device: asks(device, learned.device) }
     }
 
-    pub(super) fn load_elsewhere(cell: &Arc<Self>, number: u64, eviction: Option<Eviction>) {
-        let loading = Arc::clone(cell);
+    pub(super) fn load_elsewhere(cell: &Handle<Self>, number: u64, eviction: Option<Eviction>) {
+        let loading = cell.clone();
         let thread = thread::Builder::new().name("lowtide-load".to_owned());
         if let Err(error) = thread.spawn(move || loading.load(number, eviction)) {
             let kind = error.kind();
@@ -403,7 +394,7 @@ impl<T: Send + Sync + 'static> Cell<T> {
                 state.failures_in_a_row = 0;
                 state.loaded_at = now;
                 state.load_time = took;
-                state.phase = Phase::Ready(Loaded { value: Arc::new(value), permit });
+                self.put(&mut state, Loaded { value, permit });
             }
             Err(error) => {
                 drop(permit);
@@ -413,7 +404,7 @@ impl<T: Send + Sync + 'static> Cell<T> {
         self.wake_all(state);
     }
 
-    fn fail(&self, state: &mut State<T>, error: LoadError, now: Moment) {
+    fn fail(&self, state: &mut State, error: LoadError, now: Moment) {
         state.loads_failed += 1;
         state.failures_in_a_row = state.failures_in_a_row.saturating_add(1);
         let until = now + self.parts.backoff.pause(state.failures_in_a_row);
@@ -439,7 +430,7 @@ impl<T: Send + Sync + 'static> Cell<T> {
     }
 
     /// Wakes all waiters after releasing the lock. A waker that panics does not affect the others.
-    fn wake_all(&self, mut state: MutexGuard<'_, State<T>>) {
+    fn wake_all(&self, mut state: MutexGuard<'_, State>) {
         let wakers = mem::take(&mut state.wakers);
         state.ring_drainers();
         drop(state);
@@ -454,15 +445,15 @@ impl<T: Send + Sync + 'static> Cell<T> {
         if !self.birth.is_here() {
             return Moment::NEVER;
         }
-        let state = lock(&self.state);
+        let state = self.look();
         match &state.phase {
             Phase::Loading(loading) => loading.deadline,
             _ => self.due(&state),
         }
     }
 
-    fn due(&self, state: &State<T>) -> Moment {
-        if !matches!(state.phase, Phase::Ready(_)) || state.guards > 0 {
+    fn due(&self, state: &State) -> Moment {
+        if !matches!(state.phase, Phase::Ready { .. }) || self.slot.guards() > 0 {
             return Moment::NEVER;
         }
         if state.closed {
@@ -486,7 +477,7 @@ impl<T: Send + Sync + 'static> Cell<T> {
         if let Some(now) = due {
             self.give_up_hung_load(now);
         }
-        let mut state = lock(&self.state);
+        let mut state = self.look();
         if let Some(now) = due {
             let due = self.due(&state);
             if due == Moment::NEVER || now < due {
@@ -501,7 +492,7 @@ impl<T: Send + Sync + 'static> Cell<T> {
             }
         }
         let reason = if state.closed { UnloadReason::Shutdown } else { reason };
-        let Some(loaded) = state.unguarded() else { return false };
+        let Some(loaded) = self.take(&mut state, due.is_some()) else { return false };
         drop(state);
         self.take_apart(loaded, reason);
         true
@@ -510,7 +501,7 @@ impl<T: Send + Sync + 'static> Cell<T> {
     /// Unloads the resource once it has no guards: on this thread, or for a shutdown on a thread of
     /// its own, of which it waits for [`CLEAN_UP_MIN`] at least.
     pub(super) fn unload_within(
-        cell: &Arc<Self>,
+        cell: &Handle<Self>,
         reason: UnloadReason,
         patience: Duration,
     ) -> Result<bool, UnloadError> {
@@ -518,6 +509,8 @@ impl<T: Send + Sync + 'static> Cell<T> {
         let mut deadline = cell.clock.now() + patience;
         let bell = Bell::new();
         lock(&cell.state).drainers.push(Arc::clone(&bell));
+        // Guards that end from now on ring the bell; the loop sees those that ended before.
+        cell.slot.watch(true);
         // Ends at the deadline at the latest: each iteration waits until then, or for a change.
         let found = loop {
             if reason == UnloadReason::Shutdown {
@@ -536,7 +529,7 @@ impl<T: Send + Sync + 'static> Cell<T> {
                 }
                 if now >= deadline {
                     let name = Arc::clone(&cell.parts.name);
-                    let (guards, waiting) = (state.guards, state.waiting);
+                    let (guards, waiting) = (cell.slot.guards(), state.waiting);
                     break Err(match state.phase {
                         Phase::Unloading => UnloadError::CleaningUp { name },
                         _ => UnloadError::Busy { name, guards, waiting, waited: patience },
@@ -546,16 +539,21 @@ impl<T: Send + Sync + 'static> Cell<T> {
             cell.clock.wait_until(&bell, deadline);
         };
         cell.check_unload_here()?;
-        lock(&cell.state).drainers.retain(|other| !Arc::ptr_eq(other, &bell));
+        let mut state = lock(&cell.state);
+        state.drainers.retain(|other| !Arc::ptr_eq(other, &bell));
+        if state.drainers.is_empty() {
+            cell.slot.watch(false);
+        }
+        drop(state);
         found
     }
 
     /// Unloads the resource for a shutdown, on a thread of its own, if it has no guards. Returns
     /// `true` if it does.
-    fn unload_elsewhere(cell: &Arc<Self>) -> bool {
-        let Some(loaded) = lock(&cell.state).unguarded() else { return false };
+    fn unload_elsewhere(cell: &Handle<Self>) -> bool {
+        let Some(loaded) = cell.take(&mut lock(&cell.state), false) else { return false };
         let loaded = Arc::new(Mutex::new(Some(loaded)));
-        let (unloading, taken) = (Arc::clone(cell), Arc::clone(&loaded));
+        let (unloading, taken) = (cell.clone(), Arc::clone(&loaded));
         let take_apart = |cell: &Self, loaded: &Mutex<Option<Loaded<T>>>| {
             let loaded = lock(loaded).take();
             if let Some(loaded) = loaded {
@@ -576,7 +574,7 @@ impl<T: Send + Sync + 'static> Cell<T> {
         self.take_apart_with(value, reason, || drop(permit));
     }
 
-    fn take_apart_with(&self, value: Arc<T>, reason: UnloadReason, cleaned_up: impl FnOnce()) {
+    fn take_apart_with(&self, value: T, reason: UnloadReason, cleaned_up: impl FnOnce()) {
         let start = self.clock.now();
         let recovered = self.clean_up(value);
         if !self.birth.is_here() {
@@ -585,7 +583,7 @@ impl<T: Send + Sync + 'static> Cell<T> {
         cleaned_up();
         let took = self.clock.now() - start;
         let mut state = lock(&self.state);
-        debug_assert!(matches!(state.phase, Phase::Unloading) && state.guards == 0);
+        debug_assert!(matches!(state.phase, Phase::Unloading) && self.slot.guards() == 0);
         state.phase = Phase::Empty;
         state.unloads.count(reason);
         state.unload_panics += u64::from(recovered.is_err());
@@ -596,18 +594,17 @@ impl<T: Send + Sync + 'static> Cell<T> {
     }
 
     /// Runs the cleanup. Returns the bytes released, or the panic's message.
-    fn clean_up(&self, value: Arc<T>) -> Result<Option<Cost>, String> {
-        let value = Arc::into_inner(value);
-        debug_assert!(value.is_some(), "a value is cleaned up while it is held");
+    fn clean_up(&self, value: T) -> Result<Option<Cost>, String> {
         // The program's own code: it may close an arena, for example, which waits for the device.
         let _own = foreground();
-        caught(|| value.and_then(|value| self.parts.take_apart(value)))
+        caught(|| self.parts.take_apart(value))
     }
 
     pub(super) fn close(&self) {
         if self.birth.is_here() {
             let mut state = lock(&self.state);
             state.closed = true;
+            self.slot.shut();
             if matches!(&state.phase, Phase::Loading(loading) if loading.waits_for_room) {
                 state.phase = Phase::Empty;
             }
@@ -621,12 +618,12 @@ impl<T: Send + Sync + 'static> Cell<T> {
             return ResourceStats::unknown(Arc::clone(&self.parts.name), self.parts.cost);
         }
         let now = self.clock.now();
-        let state = lock(&self.state);
+        let state = self.look();
         ResourceStats {
             name: Arc::clone(&self.parts.name),
-            loaded: matches!(state.phase, Phase::Ready(_)),
+            loaded: matches!(state.phase, Phase::Ready { .. }),
             loading: matches!(state.phase, Phase::Loading(_)),
-            guards: state.guards,
+            guards: self.slot.guards(),
             waiting: state.waiting,
             cost: self.cost(&state),
             loads_ok_total: state.loads_ok,
@@ -671,18 +668,14 @@ impl<T: Send + Sync + 'static> Cell<T> {
 impl<T> Drop for Cell<T> {
     fn drop(&mut self) {
         let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
-        let Phase::Ready(Loaded { value, permit }) = mem::replace(&mut state.phase, Phase::Empty)
-        else {
-            return;
-        };
+        let phase = mem::replace(&mut state.phase, Phase::Empty);
+        let (value, Phase::Ready { permit }) = (self.slot.take_last(), phase) else { return };
         if !self.birth.is_here() {
             // It belongs to the parent: the device and threads that it would use do not exist in
             // this process.
             let _ = ManuallyDrop::new((value, permit));
             return;
         }
-        // No guard is left, since each holds the cell: this is the last reference.
-        let value = Arc::into_inner(value);
         let _ = caught(|| value.map(|value| self.parts.take_apart(value)));
         drop(permit);
     }

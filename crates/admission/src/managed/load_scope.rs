@@ -62,6 +62,7 @@ impl Drop for Unloading {
 
 /// Returns `true` inside an unload on this thread. Acquiring there could wait for itself: for a
 /// resource whose load waits for the room that this unload makes.
+#[inline]
 pub(super) fn is_unloading() -> bool {
     UNLOADING.get()
 }

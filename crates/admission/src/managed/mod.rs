@@ -3,10 +3,11 @@
 //! Concurrent callers share one load, and there are never two copies: callers that arrive during an
 //! unload wait for its end. The cost is reserved before the load and released after the cleanup. A
 //! load that has no room evicts idle resources (see [`Resources::evict_for`]) or is rejected. Idle
-//! time counts from the release of the last guard. Loading and cleanup run outside every lock, and
-//! a panic in either is caught. The module starts no permanent thread and needs no async runtime:
-//! the future of [`Managed::acquire`] loads on a thread of its own, and dropping it does not stop
-//! the load.
+//! time counts from the release of the last guard, to one tick of the control loop. A guard of a
+//! loaded resource needs no lock (`slot`). Loading and cleanup run outside every lock, and a panic
+//! in either is caught. The module starts no permanent thread and needs no async runtime: the
+//! future of [`Managed::acquire`] loads on a thread of its own, and dropping it does not stop the
+//! load.
 //!
 //! It does not decide when to unload: the caller of [`Resource::unload_if_due`] supplies the time.
 //!
@@ -23,6 +24,7 @@ mod error;
 mod load_scope;
 mod parts;
 mod resource;
+mod slot;
 mod ticket;
 mod uses;
 
@@ -42,6 +44,7 @@ use super::eviction::Idle;
 
 use cell::Cell;
 use parts::Parts;
+use slot::{Guard, Handle};
 use ticket::Ticket;
 
 pub use error::{AcquireError, AddError, LoadError, UnloadError};
@@ -84,7 +87,8 @@ pub struct ManagedBuilder<T: Send + Sync + 'static> {
 
 impl<T: Send + Sync + 'static> ManagedBuilder<T> {
     /// Sets the idle time after which the resource is unloaded. Without it, the resource stays
-    /// until it is unloaded explicitly or under pressure.
+    /// until it is unloaded explicitly or under pressure. The idle time begins when the last guard
+    /// is released, or up to one tick of the control loop later.
     #[must_use]
     pub fn idle(mut self, idle: Duration) -> Self {
         self.parts.idle = Some(idle);
@@ -163,7 +167,7 @@ impl<T: Send + Sync + 'static> ManagedBuilder<T> {
     #[must_use]
     pub fn build(self, clock: Arc<dyn Clock>, admission: Option<Admission>) -> Managed<T> {
         let admission = admission.map(|admission| admission.unkept());
-        Managed { cell: Arc::new(Cell::new(self.parts, clock, admission)) }
+        Managed { cell: Handle::new(Cell::new(self.parts, clock, admission)) }
     }
 }
 
@@ -192,7 +196,7 @@ impl<T: Send + Sync + 'static> fmt::Debug for ManagedBuilder<T> {
 /// # Ok::<(), lowtide_admission::AcquireError>(())
 /// ```
 pub struct Managed<T: Send + Sync + 'static> {
-    cell: Arc<Cell<T>>,
+    cell: Handle<Cell<T>>,
 }
 
 impl<T: Send + Sync + 'static> Managed<T> {
@@ -231,10 +235,16 @@ impl<T: Send + Sync + 'static> Managed<T> {
     /// A panic of the loader is caught and becomes [`LoadError::Panicked`]. With `panic = "abort"`
     /// in the profile of the binary it cannot be caught and ends the process.
     ///
+    /// Panics if 16,777,215 guards are held.
+    ///
     /// # Errors
     /// [`AcquireError`]. All callers that waited for a failed load get its error.
+    #[inline]
     pub fn acquire_blocking(&self) -> Result<Use<T>, AcquireError> {
-        self.cell.acquire_blocking().map(|value| self.guard(value, true))
+        match Cell::guard_at_once(&self.cell) {
+            Some(guard) => Ok(Use { guard }),
+            None => Cell::acquire_blocking(&self.cell).map(|guard| Use { guard }),
+        }
     }
 
     /// Waits for the resource to be loaded and returns a guard. If no load is running, starts one
@@ -246,19 +256,19 @@ impl<T: Send + Sync + 'static> Managed<T> {
     /// immediately if there is no control loop, and in [`Managed::acquire_blocking`].
     #[must_use = "futures do nothing unless polled"]
     pub fn acquire(&self) -> Acquire<T> {
-        Acquire { ticket: Ticket::new(Arc::clone(&self.cell)) }
+        Acquire { ticket: Ticket::new(self.cell.clone()) }
     }
 
     /// Returns a guard if the resource is loaded now.
     #[must_use]
     pub fn try_acquire(&self) -> Option<Use<T>> {
-        self.cell.try_acquire().map(|value| self.guard(value, true))
+        Cell::try_acquire(&self.cell, true).map(|guard| Use { guard })
     }
 
     /// Like [`Managed::try_acquire`], but does not count as use: the idle time continues.
     #[must_use]
     pub fn peek(&self) -> Option<Use<T>> {
-        self.cell.try_acquire().map(|value| self.guard(value, false))
+        Cell::try_acquire(&self.cell, false).map(|guard| Use { guard })
     }
 
     /// Starts a load on a new thread if the resource is not loaded. Does not wait.
@@ -279,16 +289,11 @@ impl<T: Send + Sync + 'static> Managed<T> {
     pub fn unload_now(&self, wait: Duration) -> Result<bool, UnloadError> {
         Cell::unload_within(&self.cell, UnloadReason::Manual, wait)
     }
-
-    /// Wraps a value whose guard is already counted.
-    fn guard(&self, value: Arc<T>, counts: bool) -> Use<T> {
-        Use { value, _stamp: Stamp { cell: Arc::clone(&self.cell), counts } }
-    }
 }
 
 impl<T: Send + Sync + 'static> Clone for Managed<T> {
     fn clone(&self) -> Self {
-        Self { cell: Arc::clone(&self.cell) }
+        Self { cell: self.cell.clone() }
     }
 }
 
@@ -332,34 +337,21 @@ impl<T: Send + Sync + 'static> Resource for Managed<T> {
 /// A guard. The resource stays loaded while a guard lives.
 #[must_use = "the resource may be unloaded when the guard is dropped"]
 pub struct Use<T: Send + Sync + 'static> {
-    // Dropped in this order: the value's count goes down before the guard's.
-    value: Arc<T>,
-    _stamp: Stamp<T>,
+    guard: Guard<Cell<T>>,
 }
 
 impl<T: Send + Sync + 'static> Deref for Use<T> {
     type Target = T;
 
+    #[inline]
     fn deref(&self) -> &T {
-        &self.value
+        &self.guard
     }
 }
 
 impl<T: Send + Sync + fmt::Debug + 'static> fmt::Debug for Use<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         fmt::Debug::fmt(&**self, f)
-    }
-}
-
-/// Ends a guard and records the time.
-struct Stamp<T: Send + Sync + 'static> {
-    cell: Arc<Cell<T>>,
-    counts: bool,
-}
-
-impl<T: Send + Sync + 'static> Drop for Stamp<T> {
-    fn drop(&mut self) {
-        self.cell.release(self.counts);
     }
 }
 
@@ -373,10 +365,7 @@ impl<T: Send + Sync + 'static> Future for Acquire<T> {
     type Output = Result<Use<T>, AcquireError>;
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        self.ticket.poll(cx).map_ok(|(cell, value)| {
-            let _stamp = Stamp { cell, counts: true };
-            Use { value, _stamp }
-        })
+        self.ticket.poll(cx).map_ok(|guard| Use { guard })
     }
 }
 

@@ -9,7 +9,6 @@
 //!
 //! Invariant: `waits is some <=> it is counted in waiting`; it has at most one waker in the cell.
 
-use std::sync::Arc;
 use std::task::{Context, Poll, Waker, ready};
 
 use lowtide_core::sync::{caught, lock};
@@ -20,10 +19,11 @@ use crate::reserve::Waiting;
 
 use super::cell::{Cell, State, Step};
 use super::error::AcquireError;
+use super::slot::{Guard, Handle};
 
 /// The place of a future among the waiters.
 pub(super) struct Ticket<T: Send + Sync + 'static> {
-    cell: Arc<Cell<T>>,
+    cell: Handle<Cell<T>>,
     /// Its key among the wakers, and the number of failures seen when it arrived.
     waits: Option<(u64, u64)>,
     /// The load that it wants room for.
@@ -38,17 +38,20 @@ struct Room {
 }
 
 impl<T: Send + Sync + 'static> Ticket<T> {
-    pub(super) fn new(cell: Arc<Cell<T>>) -> Self {
+    pub(super) fn new(cell: Handle<Cell<T>>) -> Self {
         Self { cell, waits: None, room: None }
     }
 
-    /// Returns the value of a counted guard and its cell, once there is one.
-    #[expect(clippy::type_complexity, reason = "the parts of a guard, used in one place")]
-    pub(super) fn poll(
-        &mut self,
-        cx: &Context<'_>,
-    ) -> Poll<Result<(Arc<Cell<T>>, Arc<T>), AcquireError>> {
-        let cell = Arc::clone(&self.cell);
+    /// Returns a guard, once there is a value.
+    #[inline]
+    pub(super) fn poll(&mut self, cx: &Context<'_>) -> Poll<Result<Guard<Cell<T>>, AcquireError>> {
+        let guard = if self.waits.is_none() { Cell::guard_at_once(&self.cell) } else { None };
+        guard.map_or_else(|| self.poll_slowly(cx), |guard| Poll::Ready(Ok(guard)))
+    }
+
+    #[cold]
+    fn poll_slowly(&mut self, cx: &Context<'_>) -> Poll<Result<Guard<Cell<T>>, AcquireError>> {
+        let cell = self.cell.clone();
         if let Err(error) = cell.check_may_wait() {
             return Poll::Ready(Err(error));
         }
@@ -60,10 +63,10 @@ impl<T: Send + Sync + 'static> Ticket<T> {
         let step = match room {
             Poll::Ready(Err(error)) => Err(error),
             Poll::Pending if !state.closed => Ok(Step::Wait),
-            Poll::Ready(Ok(())) | Poll::Pending => cell.step(&mut state, seen),
+            Poll::Ready(Ok(())) | Poll::Pending => Cell::step(&cell, &mut state, seen),
         };
         let found = match step {
-            Ok(Step::Have(value)) => Ok((Arc::clone(&cell), value)),
+            Ok(Step::Have(guard)) => Ok(guard),
             Err(error) => Err(error),
             Ok(step) => {
                 // Before the lock is released: a load that begins now may be given up at once.
@@ -75,7 +78,7 @@ impl<T: Send + Sync + 'static> Ticket<T> {
                 };
                 match self.enter(number, cost, rejected) {
                     // Its first turn in the queue.
-                    Ok(()) => return self.poll(cx),
+                    Ok(()) => return self.poll_slowly(cx),
                     Err(error) => {
                         state = lock(&cell.state);
                         Err(error)
@@ -125,7 +128,7 @@ impl<T: Send + Sync + 'static> Ticket<T> {
     /// Leaves the task's waker and returns the previous one, to be dropped outside the lock.
     fn wait_for_change(
         &mut self,
-        state: &mut State<T>,
+        state: &mut State,
         seen: u64,
         waker: Option<Waker>,
     ) -> Option<Waker> {
@@ -137,7 +140,7 @@ impl<T: Send + Sync + 'static> Ticket<T> {
         state.wakers.insert(key, waker?)
     }
 
-    fn leave(&mut self, state: &mut State<T>) -> Option<Waker> {
+    fn leave(&mut self, state: &mut State) -> Option<Waker> {
         let (key, _) = self.waits.take()?;
         state.waiting -= 1;
         state.wakers.remove(&key)
@@ -149,7 +152,7 @@ impl<T: Send + Sync + 'static> Drop for Ticket<T> {
         if self.waits.is_none() || !self.cell.birth.is_here() {
             return;
         }
-        let cell = Arc::clone(&self.cell);
+        let cell = self.cell.clone();
         if let Some(room) = self.room.take() {
             // Another waiter takes it over.
             cell.abandon(room.number);

@@ -22,6 +22,7 @@ use lowtide_core::sync::lock;
 
 use super::super::error::{AcquireError, LoadError};
 use super::super::resource::UnloadReason;
+use super::super::slot::Handle;
 use super::super::uses::score;
 use super::{Cell, Loaded, Phase, State};
 
@@ -142,14 +143,14 @@ impl<T: Send + Sync + 'static> Cell<T> {
     }
 
     /// Returns how it may be evicted, if it is loaded, reserved, not in use and not waited for.
-    pub(in super::super) fn idle(cell: &Arc<Self>) -> Option<Idle> {
+    pub(in super::super) fn idle(cell: &Handle<Self>) -> Option<Idle> {
         if !cell.birth.is_here() {
             return None;
         }
         let now = cell.clock.now();
-        let state = lock(&cell.state);
+        let state = cell.look();
         let stays = cell.evictable_from(&state)?;
-        let Phase::Ready(Loaded { permit: Some(permit), .. }) = &state.phase else { return None };
+        let Phase::Ready { permit: Some(permit) } = &state.phase else { return None };
         let cost = permit.cost();
         let bytes = cost.host.saturating_add(cost.device);
         let interval = state.uses.interval(state.loaded_at, now);
@@ -160,32 +161,37 @@ impl<T: Send + Sync + 'static> Cell<T> {
             unload_time: state.unload_time,
             score: score(bytes, interval, state.load_time),
             is_divisible: false,
-            resource: Arc::clone(cell) as Arc<dyn Claimable>,
+            resource: Arc::new(Candidate(cell.clone())),
         })
     }
 
     /// Returns the time from which it may be evicted if nothing changes.
-    fn evictable_from(&self, state: &State<T>) -> Option<Moment> {
-        let unused = state.guards == 0 && state.waiting == 0 && !state.closed;
+    fn evictable_from(&self, state: &State) -> Option<Moment> {
+        let unused = self.slot.guards() == 0 && state.waiting == 0 && !state.closed;
         unused.then(|| state.loaded_at + self.parts.min_residency)
     }
 }
 
-impl<T: Send + Sync + 'static> Claimable for Cell<T> {
+/// A resource that may be evicted.
+struct Candidate<T: Send + Sync + 'static>(Handle<Cell<T>>);
+
+impl<T: Send + Sync + 'static> Claimable for Candidate<T> {
     fn claim(self: Arc<Self>, _: ByteSize) -> Option<Box<dyn Claimed>> {
-        let now = self.clock.now();
-        let mut state = lock(&self.state);
-        let reserved = matches!(&state.phase, Phase::Ready(loaded) if loaded.permit.is_some());
-        let may_go = self.evictable_from(&state).is_some_and(|from| from <= now);
-        let loaded = if reserved && may_go { state.unguarded() } else { None };
+        let cell = self.0.clone();
+        let now = cell.clock.now();
+        let mut state = cell.look();
+        let reserved = matches!(&state.phase, Phase::Ready { permit: Some(_) });
+        let may_go = cell.evictable_from(&state).is_some_and(|from| from <= now);
+        let loaded = if reserved && may_go { cell.take(&mut state, false) } else { None };
         drop(state);
-        Some(Box::new(Claim { cell: self, loaded: Some(loaded?) }))
+        let loaded = Some(loaded?);
+        Some(Box::new(Claim { cell, loaded }))
     }
 }
 
 /// A resource that was taken out of use. Dropping the claim puts the resource back.
 struct Claim<T: Send + Sync + 'static> {
-    cell: Arc<Cell<T>>,
+    cell: Handle<Cell<T>>,
     /// `None` once the unload has begun.
     loaded: Option<Loaded<T>>,
 }
@@ -211,7 +217,7 @@ impl<T: Send + Sync + 'static> Drop for Claim<T> {
             return;
         }
         let mut state = lock(&self.cell.state);
-        state.phase = Phase::Ready(loaded);
+        self.cell.put(&mut state, loaded);
         self.cell.wake_all(state);
     }
 }

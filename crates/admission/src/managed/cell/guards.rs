@@ -1,15 +1,30 @@
-//! The guards of a resource: counting them, and taking the value out when none is left.
+//! The guards of a resource: taking them, their ends, and taking the value out when none is left.
 //!
-//! Called with the lock held. It waits for nothing and runs no foreign code.
+//! A guard of a loaded resource is taken and ends without the lock. The time at which a use ends is
+//! read once per tick of the control loop. Further uses in that tick are only counted, and recorded
+//! when the cell is looked at next: the loop does at each tick. Without a loop, each end reads the
+//! clock.
 //!
-//! Invariant: a value is taken out only with `guards = 0`, and then the caller cleans it up.
+//! Invariants: a value is taken out only with `guards = 0`, and then the caller cleans it up;
+//! recorded times are at most one tick late, and never early while the loop ticks.
+#![expect(unsafe_code, reason = "the slot of a cell is its own")]
 
-use std::mem;
-use std::sync::Arc;
+use std::time::Duration;
 
-use super::{Loaded, Loading, Phase, State};
+use lowtide_core::sync::atomic::Ordering;
+use lowtide_core::sync::{MutexGuard, lock};
 
-impl<T> State<T> {
+use super::super::load_scope::is_unloading;
+use super::super::slot::{Guard, Handle, Shared, Slot};
+use super::{Cell, Loaded, Loading, Phase, State};
+
+/// The longest time after the start of a tick at which a use of that tick is recorded, if no tick
+/// looked at the cell: it is not registered. The tick of an idle service.
+const TICK: Duration = Duration::from_millis(250);
+/// No use was recorded in any tick.
+pub(super) const NO_TICK: u64 = u64::MAX;
+
+impl State {
     /// Returns the load of this number, unless it has been given up.
     pub(super) fn loading(&mut self, number: u64) -> Option<&mut Loading> {
         match &mut self.phase {
@@ -18,31 +33,239 @@ impl<T> State<T> {
         }
     }
 
-    /// Counts a guard, if there is a value.
-    pub(super) fn guarded(&mut self) -> Option<Arc<T>> {
-        let Phase::Ready(loaded) = &self.phase else { return None };
-        let value = Arc::clone(&loaded.value);
-        self.guards += 1;
-        Some(value)
-    }
-
-    /// Takes the value out if it has no guards. The caller cleans it up.
-    pub(super) fn unguarded(&mut self) -> Option<Loaded<T>> {
-        if self.guards > 0 || !matches!(self.phase, Phase::Ready(_)) {
-            return None;
-        }
-        match mem::replace(&mut self.phase, Phase::Unloading) {
-            Phase::Ready(loaded) => Some(loaded),
-            other => {
-                self.phase = other;
-                None
-            }
-        }
-    }
-
     pub(super) fn ring_drainers(&self) {
         for bell in &self.drainers {
             bell.ring();
         }
+    }
+}
+
+impl<T: Send + Sync + 'static> Cell<T> {
+    /// Takes a guard if the resource is loaded and this thread may wait for it.
+    #[inline]
+    pub(in super::super) fn guard_at_once(cell: &Handle<Self>) -> Option<Guard<Self>> {
+        if !cell.birth.is_here() || is_unloading() {
+            return None;
+        }
+        cell.guard(true)
+    }
+
+    /// Takes a guard if the resource is loaded. It is a use if `counts` is set.
+    pub(in super::super) fn try_acquire(cell: &Handle<Self>, counts: bool) -> Option<Guard<Self>> {
+        if cell.birth.is_here() { cell.guard(counts) } else { None }
+    }
+
+    /// Panics, because the program keeps all guards that can be counted: 16,777,215.
+    #[cold]
+    pub(super) fn has_too_many_guards(&self) -> ! {
+        panic!("cannot acquire {}: {} guards are held", self.name(), self.slot.guards());
+    }
+
+    /// Makes a value available, unless the resource is closed.
+    pub(super) fn put(&self, state: &mut State, Loaded { value, permit }: Loaded<T>) {
+        state.phase = Phase::Ready { permit };
+        self.slot.put(value, !state.closed);
+    }
+
+    /// Takes the value out if it has no guards, and if `is_idle` is set, if it was not used since
+    /// [`Cell::look`]. The caller cleans it up.
+    pub(super) fn take(&self, state: &mut State, is_idle: bool) -> Option<Loaded<T>> {
+        let Phase::Ready { permit } = &mut state.phase else { return None };
+        let value = self.slot.take(is_idle)?;
+        let permit = permit.take();
+        state.phase = Phase::Unloading;
+        Some(Loaded { value, permit })
+    }
+
+    /// Locks the state after recording the uses that have ended.
+    pub(super) fn look(&self) -> MutexGuard<'_, State> {
+        let mut state = lock(&self.state);
+        self.record_counted(&mut state);
+        state
+    }
+
+    /// Records the uses that were only counted. They ended after the last one that was recorded.
+    fn record_counted(&self, state: &mut State) {
+        let count = self.slot.take_uses();
+        if count == 0 {
+            return;
+        }
+        let now = self.clock.now();
+        let start = state.last_used.unwrap_or(now);
+        let ticks = self
+            .tick()
+            .map_or(u64::MAX, |tick| tick.wrapping_sub(self.recorded_in.load(Ordering::Relaxed)));
+        let end = if ticks <= 1 { now } else { now.min(start + TICK) };
+        state.uses.record_between(start, end, count);
+        state.last_used = state.last_used.max(Some(end));
+    }
+
+    /// Returns the number of the control loop's last tick; `None` if none runs.
+    #[inline]
+    fn tick(&self) -> Option<u64> {
+        self.admission.as_ref().and_then(|admission| admission.desk().tick())
+    }
+}
+
+// SAFETY: the slot is a field.
+unsafe impl<T: Send + Sync + 'static> Shared for Cell<T> {
+    type Value = T;
+
+    #[inline]
+    fn slot(&self) -> &Slot<T> {
+        &self.slot
+    }
+
+    #[inline]
+    fn may_record_later(&self) -> bool {
+        self.tick().is_some_and(|tick| tick == self.recorded_in.load(Ordering::Acquire))
+    }
+
+    fn end_guard(&self, counts: bool, end: impl FnOnce() -> usize) {
+        if !self.birth.is_here() {
+            end();
+            return; // another thread may have held the lock when this process was forked
+        }
+        let tick = self.tick().unwrap_or(NO_TICK);
+        let mut state = self.look();
+        if counts {
+            let now = self.clock.now();
+            state.last_used = state.last_used.max(Some(now));
+            state.uses.record(now);
+            self.recorded_in.store(tick, Ordering::Release);
+        }
+        if end() == 0 {
+            state.ring_drainers();
+        }
+    }
+}
+
+#[cfg(all(test, not(lowtide_loom)))]
+mod tests {
+    use std::sync::Arc;
+
+    use lowtide_core::clock::{Clock, ManualClock, Moment};
+
+    use super::*;
+    use crate::admission::Admission;
+    use crate::managed::{Managed, Resource};
+
+    const IDLE: Duration = Duration::from_secs(10);
+
+    struct Bed {
+        clock: ManualClock,
+        admission: Admission,
+        managed: Managed<u8>,
+    }
+
+    impl Bed {
+        fn new() -> Self {
+            let (clock, admission) = (ManualClock::new(), Admission::new());
+            let managed = Managed::builder("a", || Ok(1)).idle(IDLE);
+            let managed = managed.build(Arc::new(clock.clone()), Some(admission.clone()));
+            Self { clock, admission, managed }
+        }
+
+        fn tick(&self) {
+            self.admission.tend_queue(self.clock.now());
+        }
+
+        /// Uses it, after so many milliseconds.
+        fn use_after(&self, millis: u64) {
+            self.clock.advance(Duration::from_millis(millis));
+            assert_eq!(*self.managed.acquire_blocking().expect("loads"), 1);
+        }
+
+        fn last_used(&self) -> Option<Moment> {
+            self.managed.stats().last_used
+        }
+    }
+
+    fn at(millis: u64) -> Moment {
+        Moment::ORIGIN + Duration::from_millis(millis)
+    }
+
+    #[test]
+    fn without_a_loop_each_use_ends_at_its_own_time() {
+        let bed = Bed::new();
+        for nth in 1..=3 {
+            bed.use_after(100);
+            bed.clock.advance(Duration::from_millis(20));
+            assert_eq!(bed.last_used(), Some(at(nth * 120 - 20)));
+        }
+        assert_eq!(bed.managed.next_due(), at(340) + IDLE);
+        bed.tick();
+        bed.admission.desk().queue.end();
+        bed.use_after(0);
+        bed.use_after(40);
+        bed.clock.advance(IDLE);
+        assert_eq!(bed.last_used(), Some(at(400)), "the loop has ended");
+        assert!(bed.managed.unload_if_due(bed.clock.now()));
+    }
+
+    #[test]
+    fn further_uses_in_a_tick_are_recorded_at_the_next_one() {
+        let bed = Bed::new();
+        bed.tick();
+        bed.use_after(100);
+        assert_eq!(bed.last_used(), Some(at(100)), "the first use of a tick is exact");
+        bed.use_after(10);
+        bed.use_after(10);
+        bed.clock.advance(Duration::from_millis(30));
+        bed.tick();
+        assert_eq!(bed.managed.next_due(), at(150) + IDLE);
+        assert_eq!(bed.last_used(), Some(at(150)));
+        bed.use_after(20);
+        assert_eq!(bed.last_used(), Some(at(170)), "the next tick has begun");
+        drop(bed.managed.peek());
+        bed.clock.advance(IDLE);
+        assert_eq!(bed.last_used(), Some(at(170)), "a look is no use");
+        assert!(bed.managed.unload_if_due(bed.clock.now()));
+    }
+
+    #[test]
+    fn a_use_that_no_tick_looked_at_ended_a_tick_later_at_most() {
+        let bed = Bed::new();
+        bed.tick();
+        bed.use_after(100);
+        bed.use_after(100);
+        for _ in 0..3 {
+            bed.clock.advance(IDLE);
+            bed.tick();
+        }
+        assert_eq!(bed.last_used(), Some(at(100) + TICK));
+        assert!(bed.managed.unload_if_due(bed.clock.now()));
+    }
+
+    #[test]
+    fn a_guard_that_ends_between_two_looks_keeps_the_resource_for_its_idle_time() {
+        let bed = Bed::new();
+        bed.tick();
+        let held = bed.managed.acquire_blocking().expect("loads");
+        for _ in 0..3 {
+            bed.clock.advance(IDLE);
+            bed.tick();
+            bed.use_after(0);
+            assert_eq!(bed.managed.next_due(), Moment::NEVER);
+        }
+        drop(held);
+        assert!(!bed.managed.unload_if_due(bed.clock.now()), "it was used just now");
+        bed.clock.advance(IDLE - Duration::from_millis(1));
+        assert!(!bed.managed.unload_if_due(bed.clock.now()));
+        bed.clock.advance(Duration::from_millis(1));
+        assert!(bed.managed.unload_if_due(bed.clock.now()));
+    }
+
+    #[test]
+    fn uses_in_a_tick_count_each_for_the_interval() {
+        let bed = Bed::new();
+        bed.tick();
+        bed.use_after(0);
+        (0..31).for_each(|_| bed.use_after(1));
+        bed.clock.advance(Duration::from_millis(1));
+        let interval = |bed: &Bed| bed.managed.stats().use_interval;
+        assert_eq!(interval(&bed), Duration::from_millis(1), "32 uses in 32 ms");
+        (0..64).for_each(|_| bed.use_after(1));
+        assert_eq!(interval(&bed).as_micros(), 31 * 1000 / 32, "the last 32 in 31 ms");
     }
 }
