@@ -64,6 +64,7 @@ mod service_connections;
 mod service_endpoints;
 mod service_estimates;
 mod service_layer;
+mod service_linger;
 mod service_measured;
 mod service_page;
 mod service_slow;

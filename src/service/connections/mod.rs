@@ -6,11 +6,16 @@
 //! (`tcp`, or [`Connection::progress`]) and on [`ConnectionService`] for what the client is waited
 //! for (`requests`). With the feature `tokio`, a [`ConnectionListener`] does the rest.
 //!
+//! A connection that lingers (`linger`) keeps its place until another needs it.
+//!
 //! Invariants: open connections <= `most`, except that a closed one lives on until its server drops
-//! it; a connection that has moved a byte within the grace period is not closed.
+//! it; a connection that has moved a byte within the grace period, and does not linger, is not
+//! closed.
 //!
 //! It does not look at addresses, and knows neither TLS nor the frames of HTTP.
 
+#[cfg(feature = "tokio")]
+mod linger;
 mod requests;
 #[cfg(feature = "tokio")]
 mod tcp;
@@ -57,7 +62,8 @@ const TEND_EVERY: Duration = Duration::from_millis(100);
 /// on which the server works are closed only while they hold more than three quarters of the
 /// places, and the latest first, so that long work ends under overload and a dependency that hangs
 /// does not take all places. If none may be closed, [`Connections::open`] returns `None`. A
-/// `ConnectionListener` lets the new connection wait for up to the grace period first.
+/// `ConnectionListener` lets the new connection wait for up to the grace period first. Connections
+/// that linger (see `ConnectionStream`) are closed before all others, without a grace period.
 ///
 /// While memory is short, connections whose clients have taken nothing of their responses for
 /// longer than the grace period are closed too. Memory is short at level high, while requests wait
@@ -123,6 +129,13 @@ struct ConnectionTable {
 }
 
 impl ConnectionTable {
+    /// Returns the place of the connection that has lingered for the longest time.
+    fn oldest_lingering(&self) -> Option<usize> {
+        let lingering = self.open.iter().enumerate().filter(|(_, state)| state.lingers());
+        let oldest = lingering.min_by_key(|(_, state)| state.lingers_since.load(Ordering::Relaxed));
+        oldest.map(|(at, _)| at)
+    }
+
     /// Returns the place of the connection that may be closed for another one.
     fn least_active(&self, most: usize, now: Moment, grace: Duration) -> Option<usize> {
         let is_due = |state: &&Arc<ConnectionState>| state.moved() + grace <= now;
@@ -134,6 +147,22 @@ impl ConnectionTable {
             working().max_by_key(|state| state.moved()).filter(|_| is_hung)
         })?;
         self.open.iter().position(|state| Arc::ptr_eq(state, least))
+    }
+
+    /// Like [`ConnectionTable::least_active`], at the pace at which connections are closed. Returns
+    /// the earliest time at which one may be closed.
+    fn displace(&mut self, most: usize, now: Moment, grace: Duration) -> Result<usize, Moment> {
+        if now < self.earliest {
+            return Err(self.earliest);
+        }
+        let Some(at) = self.least_active(most, now, grace) else {
+            let due = self.open.iter().map(|state| state.moved() + grace);
+            self.earliest = due.filter(|due| *due > now).min().unwrap_or(Moment::NEVER);
+            return Err(self.earliest);
+        };
+        let pace = grace * PACE / u32::try_from(most).unwrap_or(u32::MAX);
+        self.earliest = now + pace.min(grace);
+        Ok(at)
     }
 }
 
@@ -148,6 +177,11 @@ struct ConnectionState {
     sending: AtomicU32,
     /// The client takes no bytes.
     is_blocked: AtomicBool,
+    /// A part of the last request's body was not read.
+    has_unread: AtomicBool,
+    /// The time since which it lingers, in nanoseconds since the clock's origin and at least 1;
+    /// 0 if it does not.
+    lingers_since: AtomicU64,
     is_closed: AtomicBool,
     /// No request after the present ones is to be served.
     is_ending: AtomicBool,
@@ -157,6 +191,10 @@ struct ConnectionState {
 impl ConnectionState {
     fn moved(&self) -> Moment {
         Moment::after_origin(Duration::from_nanos(self.moved.load(Ordering::Relaxed)))
+    }
+
+    fn lingers(&self) -> bool {
+        self.lingers_since.load(Ordering::Relaxed) > 0
     }
 
     fn is_working(&self) -> bool {
@@ -265,16 +303,10 @@ impl Connections {
         let mut displaced = None;
         let mut table = lock(&self.table);
         if table.open.len() >= most {
-            if now < table.earliest {
-                return Err(table.earliest);
-            }
-            let Some(at) = table.least_active(most, now, grace) else {
-                let due = table.open.iter().map(|state| state.moved() + grace);
-                table.earliest = due.filter(|due| *due > now).min().unwrap_or(Moment::NEVER);
-                return Err(table.earliest);
+            let at = match table.oldest_lingering() {
+                Some(at) => at,
+                None => table.displace(most, now, grace)?,
             };
-            let pace = grace * PACE / u32::try_from(most).unwrap_or(u32::MAX);
-            table.earliest = now + pace.min(grace);
             displaced = Some(table.open.swap_remove(at));
         }
         let state = Arc::new(ConnectionState::default());
@@ -360,8 +392,12 @@ impl Connection {
 
 impl Settings {
     fn progress(&self, state: &ConnectionState) {
-        let now = self.clock.now().since_origin().as_nanos();
-        state.moved.store(u64::try_from(now).unwrap_or(u64::MAX), Ordering::Relaxed);
+        state.moved.store(self.now(), Ordering::Relaxed);
+    }
+
+    /// Returns the time in nanoseconds since the clock's origin.
+    fn now(&self) -> u64 {
+        u64::try_from(self.clock.now().since_origin().as_nanos()).unwrap_or(u64::MAX)
     }
 }
 

@@ -99,6 +99,7 @@ pub struct ConnectionService<S> {
 impl<S, Q, R> Service<Request<Q>> for ConnectionService<S>
 where
     S: Service<Request<ConnectionBody<Q>>, Response = Response<R>>,
+    Q: Body,
 {
     type Response = Response<ConnectionBody<R>>;
     type Error = S::Error;
@@ -110,6 +111,8 @@ where
 
     fn call(&mut self, request: Request<Q>) -> Self::Future {
         let (version, open) = (request.version(), OpenRequest::new(&self.state));
+        let is_arriving = !request.body().is_end_stream();
+        self.state.has_unread.store(is_arriving, Ordering::Relaxed);
         let body = |body| ConnectionBody { body, open: Arc::clone(&open), waits: RECEIVES };
         let future = self.inner.call(request.map(body));
         ConnectionFuture { future, open, version, admission: self.admission.clone() }
@@ -180,8 +183,11 @@ impl<B: Body> Body for ConnectionBody<B> {
         self: Pin<&mut Self>,
         cx: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<B::Data>, B::Error>>> {
-        let this = self.project();
-        let polled = this.body.poll_frame(cx);
+        let mut this = self.project();
+        let polled = this.body.as_mut().poll_frame(cx);
+        if *this.waits == RECEIVES && polled.is_ready() && this.body.is_end_stream() {
+            this.open.state.has_unread.store(false, Ordering::Relaxed);
+        }
         this.open.set(*this.waits, polled.is_pending() == (*this.waits == RECEIVES));
         polled
     }

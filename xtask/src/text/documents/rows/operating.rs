@@ -103,6 +103,13 @@ fn connections(code: &Code<'_>) -> Rows {
         ("(`with_estimate`, {} by default)", values![of("ESTIMATE").size()]),
         ("and for more than {} (`with_grace`)", values![grace.clone()]),
         ("the new connection waits, for {} at most;", values![grace]),
+        (
+            "until the client closes, for at most {} and {}.",
+            values![
+                time(code.constant("linger::LINGER_TIME").time()),
+                code.constant("DRAIN_MAX").size()
+            ],
+        ),
         ("(the proxy's is {}/s)", values![rate]),
         (
             "| `initial_connection_window_size` | {} | 1 MiB |",
