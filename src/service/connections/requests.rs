@@ -185,7 +185,8 @@ impl<B: Body> Body for ConnectionBody<B> {
     ) -> Poll<Option<Result<Frame<B::Data>, B::Error>>> {
         let mut this = self.project();
         let polled = this.body.as_mut().poll_frame(cx);
-        if *this.waits == RECEIVES && polled.is_ready() && this.body.is_end_stream() {
+        let is_over = || matches!(polled, Poll::Ready(None)) || this.body.is_end_stream();
+        if *this.waits == RECEIVES && polled.is_ready() && is_over() {
             this.open.state.has_unread.store(false, Ordering::Relaxed);
         }
         this.open.set(*this.waits, polled.is_pending() == (*this.waits == RECEIVES));

@@ -26,6 +26,8 @@ struct Scripted {
     parts: Rc<RefCell<VecDeque<Bytes>>>,
     /// It ends after the parts that are there.
     ends: bool,
+    /// Its end is not known before, as of a chunked body.
+    is_chunked: bool,
 }
 
 impl Scripted {
@@ -33,8 +35,8 @@ impl Scripted {
         self.parts.borrow_mut().push_back(Bytes::from_static(b"part"));
     }
 
-    fn whole(parts: usize) -> Self {
-        let whole = Self { ends: true, ..Self::default() };
+    fn whole(parts: usize, is_chunked: bool) -> Self {
+        let whole = Self { ends: true, is_chunked, ..Self::default() };
         (0..parts).for_each(|_| whole.arrive());
         whole
     }
@@ -48,12 +50,15 @@ impl Body for Scripted {
         self: Pin<&mut Self>,
         _: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
-        let next = self.parts.borrow_mut().pop_front();
-        next.map_or(Poll::Pending, |part| Poll::Ready(Some(Ok(Frame::data(part)))))
+        match self.parts.borrow_mut().pop_front() {
+            Some(part) => Poll::Ready(Some(Ok(Frame::data(part)))),
+            None if self.ends => Poll::Ready(None),
+            None => Poll::Pending,
+        }
     }
 
     fn is_end_stream(&self) -> bool {
-        self.ends && self.parts.borrow().is_empty()
+        self.ends && !self.is_chunked && self.parts.borrow().is_empty()
     }
 }
 
@@ -249,8 +254,10 @@ fn a_body_of_which_a_part_is_left_is_unread() {
     let connection = opened(&connections);
     let has_unread = || connection.state.has_unread.load(Ordering::Relaxed);
     let keeps = Keeps::default();
-    for (reads, expected) in [(0, true), (1, true), (2, false)] {
-        let sent = Scripted::whole(2);
+    for (is_chunked, reads, expected) in
+        [(false, 0, true), (false, 1, true), (false, 2, false), (true, 2, true), (true, 3, false)]
+    {
+        let sent = Scripted::whole(2, is_chunked);
         let _handler = connection.service(keeps.clone()).call(Request::new(sent));
         let mut body = keeps.0.borrow_mut().take().expect("a body");
         for _ in 0..reads {
@@ -258,7 +265,7 @@ fn a_body_of_which_a_part_is_left_is_unread() {
         }
         assert_eq!(has_unread(), expected, "after {reads} reads");
     }
-    let _handler = connection.service(keeps).call(Request::new(Scripted::whole(0)));
+    let _handler = connection.service(keeps).call(Request::new(Scripted::whole(0, false)));
     assert!(!has_unread(), "without a body");
 }
 
