@@ -68,6 +68,7 @@ mod service_linger;
 mod service_measured;
 mod service_page;
 mod service_slow;
+mod service_time_limits;
 mod service_usage;
 mod service_waiting;
 #[path = "../support/start.rs"]

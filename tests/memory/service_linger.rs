@@ -1,4 +1,5 @@
-//! A rejection that is sent before the request has arrived: its client reads all of it.
+//! Real connections on which a request ends early: a client reads a rejection that is sent before
+//! its request has arrived, and one that reads nothing loses its connection.
 #![cfg(all(feature = "tokio", target_os = "linux"))]
 
 use std::convert::Infallible;
@@ -17,8 +18,10 @@ use hyper::service::service_fn;
 use hyper::{Request, Response};
 use hyper_util::rt::TokioIo;
 use lowtide::ByteSize;
-use lowtide::service::{ConnectionBody, Connections, DRAIN_MAX, MemoryLayer, RequestBody};
-use lowtide_admission::{Admission, Cost, RequestPhase};
+use lowtide::service::{
+    ConnectionBody, Connections, DRAIN_MAX, MemoryLayer, MinDataRate, RequestBody,
+};
+use lowtide_admission::{Admission, Cost, RejectReason, RequestPhase};
 use test_fork::test as fork_test;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
@@ -47,7 +50,10 @@ async fn until(what: &str, mut condition: impl FnMut() -> bool) {
     within(what, waited).await;
 }
 
-/// A server whose handler collects its body, and whose connections linger.
+const RATE: MinDataRate = MinDataRate::new(ByteSize::kib(16), Duration::from_secs(10));
+
+/// A server whose handler collects its body and answers with its length, or with much, and whose
+/// connections linger.
 struct Server {
     at: SocketAddr,
     open: Arc<AtomicUsize>,
@@ -59,10 +65,14 @@ impl Server {
         let at = listener.local_addr().expect("bound");
         let layer = MemoryLayer::new(admission.clone(), |_: &Parts| Cost::host(CLAIM));
         let handler = async |request: Request<RequestBody<ConnectionBody<Incoming>>>| {
+            if request.uri().path() == "/much" {
+                return Ok(Response::new(Full::new(Bytes::from(vec![b'x'; 8 * UPLOAD]))));
+            }
             let bytes = request.into_body().collect().await.map_or(0, |body| body.to_bytes().len());
             Ok::<_, Infallible>(Response::new(Full::new(Bytes::from(bytes.to_string()))))
         };
-        let service = layer.without_slow_start().layer(tower::service_fn(handler));
+        let service = layer.without_slow_start().with_min_data_rate(RATE);
+        let service = service.layer(tower::service_fn(handler));
         let mut listener = Connections::new(admission, 64).listen(listener);
         let open = Arc::new(AtomicUsize::new(0));
         let count = Arc::clone(&open);
@@ -191,4 +201,28 @@ async fn a_connection_lingers_for_a_bounded_time_and_number_of_bytes() {
     };
     assert!(matches!(error, ErrorKind::ConnectionReset | ErrorKind::BrokenPipe), "{error}");
     until("it is closed", || server.open() == 0).await;
+}
+
+/// The bug: a client that read nothing of its response kept the permit as long as it liked, since
+/// hyper asks the body for more only when it has room.
+#[fork_test]
+fn a_client_that_reads_nothing_of_its_response_loses_its_connection() {
+    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build();
+    runtime.expect("a runtime").block_on(async {
+        let bed = Bed::new();
+        let server = Server::new(bed.memory.admission()).await;
+        let mut client = TcpStream::connect(server.at).await.expect("connects");
+        client.write_all(b"GET /much HTTP/1.1\r\nhost: x\r\n\r\n").await.expect("sent");
+        let phase = || bed.memory.oldest_requests().first().map(|request| request.phase);
+        until("it is answered", || phase() == Some(RequestPhase::Answered)).await;
+        until("its connection is closed", || {
+            bed.clock.advance(10 * TICK);
+            server.open() == 0 && bed.stats().held() == 0
+        })
+        .await;
+        assert_eq!(bed.stats().rejected_total(RejectReason::SlowClient), 1);
+        let mut sink = Vec::new();
+        let read = within("the end", client.read_to_end(&mut sink)).await;
+        assert_eq!(read.expect_err("cut").kind(), ErrorKind::ConnectionReset);
+    });
 }

@@ -72,8 +72,9 @@ const TEND_EVERY: Duration = Duration::from_millis(100);
 ///
 /// It does not protect from a client that moves a byte within every grace period: a trickle, or
 /// HTTP/2 pings that the server answers. Over HTTP/2 one stream that moves, or on which the server
-/// works, keeps the others. Bodies need a minimum rate of their own, and many clients a limit per
-/// address in front.
+/// works, keeps the others. Set a minimum rate for bodies
+/// ([`MemoryLayer::with_min_data_rate`](super::MemoryLayer::with_min_data_rate)), which also ends
+/// the connections of clients that take nothing, and a limit per address in front.
 ///
 /// ```
 /// use std::time::Duration;
@@ -177,6 +178,10 @@ struct ConnectionState {
     sending: AtomicU32,
     /// The client takes no bytes.
     is_blocked: AtomicBool,
+    /// It carries several requests at once.
+    is_shared: AtomicBool,
+    /// Requests whose time limits have passed, and of whose responses a part is not sent.
+    overdue: AtomicU32,
     /// A part of the last request's body was not read.
     has_unread: AtomicBool,
     /// The time since which it lingers, in nanoseconds since the clock's origin and at least 1;
@@ -205,6 +210,14 @@ impl ConnectionState {
     fn is_stalled(&self) -> bool {
         let is_sending = self.sending.load(Ordering::Relaxed) > 0;
         (is_sending || self.is_blocked.load(Ordering::Relaxed)) && !self.is_working()
+    }
+
+    /// Returns `true` if it is to be closed because a time limit has passed. One with several
+    /// requests has to have made no progress.
+    fn is_overdue(&self, now: Moment, grace: Duration) -> bool {
+        let keeps = self.is_shared.load(Ordering::Relaxed)
+            && (self.is_working() || now - self.moved() <= grace);
+        self.overdue.load(Ordering::Relaxed) > 0 && !keeps
     }
 
     fn set(&self, flag: &AtomicBool) {
@@ -320,9 +333,11 @@ impl Connections {
         Ok(Connection { connections: self.clone(), state })
     }
 
-    /// Closes connections whose clients have taken nothing of their responses for longer than the
-    /// grace period, if memory is short. Looks at most every 100 ms. A
-    /// `ConnectionListener` calls it.
+    /// Closes connections whose clients take nothing of a response whose time limit has passed
+    /// ([`MemoryLayer::with_min_data_rate`](super::MemoryLayer::with_min_data_rate),
+    /// [`MemoryLayer::with_max_hold`](super::MemoryLayer::with_max_hold)). If memory is short, also
+    /// closes those whose clients have taken nothing of their responses for longer than the grace
+    /// period. Looks at most every 100 ms. A `ConnectionListener` calls it.
     pub fn tend(&self) {
         let Settings { admission, grace, clock, .. } = &self.settings;
         let now = clock.now();
@@ -331,20 +346,45 @@ impl Connections {
             return;
         }
         table.tend_at = now + TEND_EVERY;
+        let overdue = |state: &mut Arc<ConnectionState>| state.is_overdue(now, *grace);
+        let overdue: Vec<_> = table.open.extract_if(.., overdue).collect();
         let stats = admission.stats();
         let lacking = [RejectReason::Full, RejectReason::Exhausted, RejectReason::Pressure];
         let rejected = lacking.iter().map(|reason| stats.rejected_total(*reason)).sum();
         let has_rejected = rejected > std::mem::replace(&mut table.rejected, rejected);
-        if admission.level() < Level::High && stats.waiting == 0 && !has_rejected {
-            return;
-        }
-        let stalled =
-            |state: &mut Arc<ConnectionState>| state.is_stalled() && now - state.moved() > *grace;
-        let closed: Vec<_> = table.open.extract_if(.., stalled).collect();
-        let waiting = std::mem::take(&mut table.waiting);
+        let is_short = admission.level() >= Level::High || stats.waiting > 0 || has_rejected;
+        let stalled = |state: &mut Arc<ConnectionState>| {
+            is_short && state.is_stalled() && now - state.moved() > *grace
+        };
+        let stalled: Vec<_> = table.open.extract_if(.., stalled).collect();
+        let has_closed = !(overdue.is_empty() && stalled.is_empty());
+        let waiting = if has_closed { std::mem::take(&mut table.waiting) } else { Vec::new() };
         drop(table);
-        closed.iter().for_each(|state| state.close(CloseReason::Stalled));
+        overdue.iter().for_each(|state| state.close(CloseReason::Overdue));
+        stalled.iter().for_each(|state| state.close(CloseReason::Stalled));
         waiting.into_iter().for_each(Waker::wake);
+    }
+}
+
+/// The connection of a request, in the request's extensions.
+#[derive(Clone, Debug)]
+pub(super) struct ConnectionHandle(Arc<ConnectionState>);
+
+impl ConnectionHandle {
+    /// Has the connection closed, unless what is returned is dropped before.
+    pub(super) fn overdue(&self) -> Overdue {
+        self.0.overdue.fetch_add(1, Ordering::Relaxed);
+        Overdue(Arc::clone(&self.0))
+    }
+}
+
+/// A request of a connection whose time limit has passed.
+#[derive(Debug)]
+pub(super) struct Overdue(Arc<ConnectionState>);
+
+impl Drop for Overdue {
+    fn drop(&mut self) {
+        self.0.overdue.fetch_sub(1, Ordering::Relaxed);
     }
 }
 

@@ -22,7 +22,7 @@ use tower_service::Service;
 
 use lowtide_admission::{Admission, Level};
 
-use super::{Connection, ConnectionState};
+use super::{Connection, ConnectionHandle, ConnectionState};
 
 /// The handler waits for the request's body.
 const RECEIVES: u8 = 1;
@@ -80,8 +80,8 @@ impl Drop for OpenRequest {
 
 impl Connection {
     /// Returns the service of this connection: it records what the server waits for, and ends the
-    /// connection with its next response at level high and above. Takes an allocation for each
-    /// request, and no lock.
+    /// connection with its next response at level high and above. Takes some allocations
+    /// for each request, and no lock.
     pub fn service<S>(&self, inner: S) -> ConnectionService<S> {
         let admission = self.connections.settings.admission.clone();
         ConnectionService { inner, state: Arc::clone(&self.state), admission }
@@ -109,10 +109,12 @@ where
         self.inner.poll_ready(cx)
     }
 
-    fn call(&mut self, request: Request<Q>) -> Self::Future {
+    fn call(&mut self, mut request: Request<Q>) -> Self::Future {
+        request.extensions_mut().insert(ConnectionHandle(Arc::clone(&self.state)));
         let (version, open) = (request.version(), OpenRequest::new(&self.state));
         let is_arriving = !request.body().is_end_stream();
         self.state.has_unread.store(is_arriving, Ordering::Relaxed);
+        self.state.is_shared.store(version >= Version::HTTP_2, Ordering::Relaxed);
         let body = |body| ConnectionBody { body, open: Arc::clone(&open), waits: RECEIVES };
         let future = self.inner.call(request.map(body));
         ConnectionFuture { future, open, version, admission: self.admission.clone() }

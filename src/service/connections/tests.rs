@@ -319,6 +319,33 @@ fn an_unread_response_ends_its_connection_only_while_memory_is_short() {
     assert!(is_closed(&all[2]));
 }
 
+/// A response whose time limit has passed, and of which the client takes nothing.
+#[test]
+fn an_overdue_response_ends_its_connection_unless_others_use_it() {
+    for version in [Version::HTTP_11, Version::HTTP_2] {
+        let is_shared = version == Version::HTTP_2;
+        let (connections, clock, _) = connections(8);
+        let all = [opened(&connections), opened(&connections), opened(&connections)];
+        let _unread = all.each_ref().map(|connection| answer(connection, version));
+        let overdue = all.each_ref().map(|connection| {
+            let handle = ConnectionHandle(Arc::clone(&connection.state));
+            handle.overdue()
+        });
+        let [_first, second, _third] = overdue;
+        drop(second);
+        let _works = all[2].service(Keeps::default()).call({
+            let mut request = Request::new(Scripted::default());
+            *request.version_mut() = version;
+            request
+        });
+        connections.tend();
+        assert_eq!(closed(&all), [!is_shared, false, !is_shared], "{version:?}");
+        clock.advance(2 * SECOND);
+        connections.tend();
+        assert_eq!(closed(&all), [true, false, !is_shared], "{version:?}");
+    }
+}
+
 #[test]
 fn the_client_is_waited_for_until_its_body_arrives_and_its_response_is_taken() {
     let (connections, _, _) = connections(1);
