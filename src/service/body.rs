@@ -85,7 +85,6 @@ pin_project! {
                     *this.last = None;
                 });
                 // A handler that does not read it does not wait for it either.
-                permit.receives(Poll::Ready(0), Waker::noop());
                 if *this.is_arriving {
                     permit.unread();
                 }

@@ -74,7 +74,7 @@ impl TimeLimits {
         if age >= self.max_hold {
             return Some(Rejected::HeldTooLong { most: self.max_hold });
         }
-        let response = self.response().filter(|_| self.is_sending())?;
+        let response = self.response()?;
         response.is_spent(now).then(|| response.rate().too_slow())
     }
 
