@@ -5,9 +5,8 @@
 //! enabled, are exempt from admission; `POST /embed` and all other requests, which are forwarded,
 //! pass the memory layer. If operators have a separate address, these routes are served only there,
 //! out of reach of clients and their connections. With `memory: None` the same service runs
-//! unmanaged: no request is rejected, and no memory is released.
+//! unmanaged: no request is rejected, no slow client is ended, and no memory is released.
 
-pub(crate) mod patience;
 pub(crate) mod serve;
 pub(crate) mod silence;
 
@@ -25,7 +24,7 @@ use axum::routing::{any, get, post};
 use lowtide::ByteSize;
 use lowtide::admission::{Admission, Cost, Managed};
 use lowtide::device::{ArenaConfig, DeviceArena};
-use lowtide::service::{Admin, AdminToken, Endpoints, MemoryLayer, Peer};
+use lowtide::service::{Admin, AdminToken, Endpoints, MemoryLayer, MinDataRate, Peer};
 use lowtide::{BoxError, Memory};
 use tokio::net::TcpListener;
 use tokio::sync::watch;
@@ -40,6 +39,9 @@ use crate::upstream;
 /// Host bytes that a forwarded request takes on its way through: two connections, each with a
 /// buffer to read into and one to write from.
 pub(crate) const FORWARD_COST: ByteSize = ByteSize::of(4 * forward::BUFFER_MAX);
+
+/// The rate at which clients must send bodies and take responses. A guess: a poor line's.
+const RATE_MIN: ByteSize = ByteSize::kib(16);
 
 /// The options of the proxy.
 #[derive(Clone, Debug)]
@@ -214,7 +216,8 @@ pub(crate) async fn start(
     // little that forwarding them takes as well.
     let forward_wait = if own_upstream.is_some() { Duration::ZERO } else { options.max_wait };
     let waits = Waits { embed: options.max_wait, forward: forward_wait };
-    let mut routes = clients_routes(forward, embedder, memory, waits);
+    let rate = MinDataRate::new(RATE_MIN, options.limits.body_timeout);
+    let mut routes = clients_routes(forward, embedder, memory, waits, rate);
     let mut operators = address;
     if let Some((listener, at)) = aside {
         let limits = Limits { connections: OPERATORS, ..options.limits };
@@ -249,6 +252,7 @@ fn clients_routes(
     embedder: Embedder,
     memory: Option<Memory>,
     waits: Waits,
+    rate: MinDataRate,
 ) -> Router {
     let embed = post(move |request| {
         let embedder = embedder.clone();
@@ -275,6 +279,7 @@ fn clients_routes(
         };
         // Bounds: bodies stream through, and the model plans its memory.
         let layer = MemoryLayer::new(admission, estimate).without_slow_start();
+        let layer = layer.with_min_data_rate(rate);
         embed = embed.layer(layer.clone().with_max_wait(waits.embed));
         forward = forward.layer(layer.with_max_wait(waits.forward));
     }

@@ -81,7 +81,8 @@ struct Cli {
     #[arg(long, env = "PROXY_GRACE", value_parser = humantime::parse_duration)]
     #[arg(default_value = "10s")]
     grace: Duration,
-    /// Timeout for a stalled request body (408).
+    /// Longest pause in a request body (408) or in a response that the client takes; both must also
+    /// keep up 16 KiB/s on average.
     #[arg(long, env = "PROXY_BODY_TIMEOUT", value_parser = humantime::parse_duration)]
     #[arg(default_value = "10s")]
     body_timeout: Duration,

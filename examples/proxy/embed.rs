@@ -19,7 +19,6 @@ use serde::{Deserialize, Serialize};
 use serde_json::error::Category;
 use tokio::sync::Semaphore;
 
-use crate::app::patience::{Late, is_late};
 use crate::model::{Model, WIDTH};
 use crate::upstream::read_away;
 
@@ -125,10 +124,8 @@ async fn read(request: Request) -> Result<Vec<u8>, Box<Response>> {
     }
     let mut whole = Vec::new();
     while let Some(frame) = body.frame().await {
-        let frame = frame.map_err(|error| match is_late(&error) {
-            true => refusal(StatusCode::REQUEST_TIMEOUT, Late.to_string()),
-            false => refusal(StatusCode::BAD_REQUEST, format!("the body ended early: {error}")),
-        })?;
+        let early = |error| format!("the body ended early: {error}");
+        let frame = frame.map_err(|error| refusal(StatusCode::BAD_REQUEST, early(error)))?;
         let Ok(data) = frame.into_data() else { continue };
         if announced.max((whole.len() + data.len()) as u64) > BODY_MAX.get() {
             drop(whole);

@@ -3,9 +3,8 @@
 //! It buffers only as much as the connection needs, follows no redirect and retries nothing.
 //! Hop-by-hop headers (RFC 9110, 7.6.1) are dropped. The client's address, the requested host and
 //! the scheme are added, replacing the client's own values. An upstream that fails is answered with
-//! 502 and the reason, one that hangs with 504; a stalled request body with 408, and an aborted one
-//! with 400. It is not a tunnel: CONNECT is refused, and a request to upgrade is forwarded as a
-//! plain one.
+//! 502 and the reason, one that hangs with 504; an aborted request body with 400. It is not a
+//! tunnel: CONNECT is refused, and a request to upgrade is forwarded as a plain one.
 
 use std::convert::Infallible;
 use std::net::SocketAddr;
@@ -24,7 +23,6 @@ use hyper_util::client::legacy::Client;
 use hyper_util::client::legacy::connect::HttpConnector;
 use hyper_util::rt::{TokioExecutor, TokioTimer};
 
-use crate::app::patience::{is_late, late};
 use crate::app::silence::{Answered, Asked, ClientFault, Silence, Silent};
 
 /// The timeout for a connection to the upstream.
@@ -119,7 +117,6 @@ impl Forward {
                 self.failed("it switched protocols without a request to do so")
             }
             Ok(answer) => answer_back(answer.map(|body| Body::new(Answered::new(body, silence)))),
-            Err(error) if is_late(&error) => late(),
             Err(error) => match ClientFault::of(&error) {
                 Some(fault) => broken_off(fault),
                 None => self.failed(&whole(&error)),

@@ -28,7 +28,6 @@ use tokio::sync::watch;
 use tokio::task::{JoinHandle, JoinSet};
 use tower::{ServiceExt as _, service_fn};
 
-use super::patience::Patient;
 use crate::forward;
 
 /// The descriptors that one connection may use: its own, one to the upstream, and the far end of
@@ -56,7 +55,7 @@ pub(crate) enum Phase {
 /// The limits for clients.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Limits {
-    /// The timeout of a stalled body.
+    /// The time that a client may pause, or be slower than the minimum rate.
     pub(crate) body_timeout: Duration,
     /// The timeout of a request's head, and so of an idle connection.
     pub(crate) head_timeout: Duration,
@@ -157,10 +156,7 @@ async fn connection(
     let service = place.service(service_fn(move |mut request: hyper::Request<_>| {
         request.extensions_mut().insert(ConnectInfo(from));
         let names_one_host = names_one_host(&request);
-        let request = request.map(|body: ConnectionBody<Incoming>| match limits {
-            Some(limits) => Body::new(Patient::new(body, limits.body_timeout)),
-            None => Body::new(body),
-        });
+        let request = request.map(Body::new::<ConnectionBody<Incoming>>);
         let (routes, now) = (routes.clone(), now.clone());
         async move {
             if !names_one_host {

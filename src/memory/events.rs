@@ -202,7 +202,7 @@ mod tests {
             arenas: BTreeMap::new(),
             resources: BTreeMap::new(),
             reclaimers: BTreeMap::new(),
-            shed: [0, 7, 0, 0, 0, 0, 0],
+            shed: [0, 7, 0, 0, 0, 0, 0, 0, 0],
             kills: 1,
         };
         let now = Seen {
@@ -210,7 +210,7 @@ mod tests {
             arenas: BTreeMap::from([("a".to_owned(), [1, 1, 0])]),
             resources: BTreeMap::from([("m".to_owned(), ([1, 1], [0, 1, 0, 0, 0]))]),
             reclaimers: BTreeMap::from([("c".to_owned(), (2, ByteSize::mib(3)))]),
-            shed: [1, 10, 0, 0, 0, 0, 0],
+            shed: [1, 10, 0, 0, 0, 0, 0, 0, 0],
             kills: 3,
         };
         let mut told = Vec::new();

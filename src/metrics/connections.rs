@@ -7,7 +7,7 @@ use super::record;
 /// The open connections.
 pub(crate) static OPEN: AtomicU64 = AtomicU64::new(0);
 /// The connections that were closed, in the order of [`CloseReason::ALL`].
-static CLOSED: [AtomicU64; 3] = [const { AtomicU64::new(0) }; 3];
+static CLOSED: [AtomicU64; 4] = [const { AtomicU64::new(0) }; 4];
 
 /// Why a connection is closed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -18,26 +18,30 @@ pub(crate) enum CloseReason {
     Displaced,
     /// Its client took nothing of a response while memory was short.
     Stalled,
+    /// Its client took nothing of a response whose time limit had passed.
+    Overdue,
 }
 
 impl CloseReason {
-    const ALL: [Self; 3] = [Self::Refused, Self::Displaced, Self::Stalled];
+    const ALL: [Self; 4] = [Self::Refused, Self::Displaced, Self::Stalled, Self::Overdue];
 
     const fn name(self) -> &'static str {
         match self {
             Self::Refused => "refused",
             Self::Displaced => "displaced",
             Self::Stalled => "stalled",
+            Self::Overdue => "overdue",
         }
     }
 
     /// Counts a connection.
     pub(crate) fn count(self) {
-        let [refused, displaced, stalled] = &CLOSED;
+        let [refused, displaced, stalled, overdue] = &CLOSED;
         let total = match self {
             Self::Refused => refused,
             Self::Displaced => displaced,
             Self::Stalled => stalled,
+            Self::Overdue => overdue,
         };
         total.fetch_add(1, Ordering::Relaxed);
     }

@@ -287,7 +287,8 @@ table! {
         "Number of permits held now.";
     ADMISSION_REJECTED: Counter "lowtide_admission_rejected_total" Count ["reason"]
         "Requests rejected, by reason (too_large, full, pressure, shutting_down, exhausted, \
-         slow_start, outgrown). An outgrown request was admitted, and cancelled while it ran.";
+         slow_start, outgrown, slow_client, held_too_long). The last three had been admitted, and \
+         were ended while they ran.";
     ADMISSION_WAITING: Gauge "lowtide_admission_waiting" Count []
         "Requests that wait for room now: before their bodies are read, or, if they were \
          suspended, before the end of their bodies.";
@@ -297,8 +298,9 @@ table! {
         "Reservations suspended because their requests waited for their clients while others \
          waited for room.";
     ADMISSION_OLDEST: Gauge "lowtide_admission_oldest_permit_seconds" Seconds []
-        "Time since the oldest running request was admitted, among those that are measured, have \
-         waited for something, and have reserved 64 KiB or more; 0 without one.";
+        "Time since the oldest running request was admitted, among those that have waited for \
+         something and have a time limit, or are measured and have reserved 64 KiB or more; 0 \
+         without one.";
     ADMISSION_WAIT_TIME: Gauge "lowtide_admission_wait_seconds" Seconds []
         "Total time that requests have waited for room, whether they were admitted or not; without \
          those that still wait. A gauge, because counters of the metrics facade are integers; \
@@ -306,9 +308,10 @@ table! {
     CONNECTIONS: Gauge "lowtide_connections" Count []
         "Open connections of servers that bound them.";
     CONNECTIONS_CLOSED: Counter "lowtide_connections_closed_total" Count ["reason"]
-        "Connections that were closed for lack of places or memory, by reason: refused (when they \
-         were accepted), displaced (for another one, after the longest time without progress), \
-         stalled (their clients took nothing of a response while memory was short).";
+        "Connections that were closed, by reason: refused (when they were accepted, for lack of \
+         places), displaced (for another one, after the longest time without progress), stalled \
+         (their clients took nothing of a response while memory was short), overdue (their \
+         clients took nothing of a response whose time limit had passed).";
     ADMISSION_OUTLIVED: Counter "lowtide_admission_outlived_bytes_total" Bytes []
         "Bytes that measured requests still held when they ended: in caches, in tasks that go on, \
          or leaked. Includes headers of responses, which the server frees soon after.";

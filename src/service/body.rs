@@ -14,11 +14,15 @@
 //! there is room for what arrives. Its last frame, or its end, is kept here until the request has
 //! reserved its claim again, for which it waits in the queue.
 //!
+//! A request with time limits (`time_limits`) records each wait for its client. If the pace of its
+//! response counts, large frames are handed over in pieces, so that the connection asks for more
+//! as the client takes them. A response that was cut ends with the rejection as its error.
+//!
 //! Invariants: the permit lives as long as the response body and its followed frames; a frame of a
 //! request keeps neither the permit of its request nor the memory of its account.
 
 use std::pin::Pin;
-use std::task::{Context, Poll, ready};
+use std::task::{Context, Poll, Waker, ready};
 
 use bytes::Bytes;
 use http_body::{Body, Frame, SizeHint};
@@ -26,10 +30,12 @@ use lowtide_admission::Waiting;
 use lowtide_heap::unmeasured;
 use pin_project_lite::pin_project;
 
+use crate::BoxError;
 use crate::bytes::ByteSize;
 
 use super::permit::{SharedPermit, WeakPermit};
 use super::scoped::Scoped;
+use super::time_limits::UnsentPart;
 
 /// A request's frame of at most so many bytes is a plain copy. It would keep the whole buffer of
 /// which it is a part, and following it costs an allocation too. The default of HTTP/2, and more
@@ -48,6 +54,10 @@ const FOLLOWED_MIN: ByteSize = ByteSize::kib(16);
 /// which counts until the request ends. An estimate: more than most responses have.
 const PLAIN_FRAMES: u8 = 16;
 
+/// The most of a response that is handed over at once, if its pace counts. An estimate: as much as
+/// the connection keeps in its buffer.
+const PIECE_MAX: usize = 256 << 10;
+
 pin_project! {
     /// The body of a request that passed the layer.
     #[derive(Debug)]
@@ -55,7 +65,7 @@ pin_project! {
         // `None` only while it is dropped.
         #[pin]
         body: Option<Q>,
-        // `None` if nothing is measured: the body is empty, or no request is.
+        // `None` if the body is empty, or nothing is measured and no time limited.
         permit: Option<SharedPermit>,
         is_arriving: bool,
         // The end of the body of a suspended request.
@@ -89,11 +99,31 @@ impl<Q: Body> RequestBody<Q> {
         if !is_arriving {
             permit.arrived();
         }
-        let is_measured = permit.is_measured() && is_arriving;
-        let permit = is_measured.then(|| permit.clone());
+        let is_followed = permit.is_measured() || permit.limits().is_some();
+        let permit = (is_followed && is_arriving).then(|| permit.clone());
         let (last, waiting, is_refused) = (None, None, false);
         Self { body: Some(body), permit, is_arriving, last, waiting, is_refused }
     }
+}
+
+/// Returns the bytes that a poll of a body returned.
+fn length<E>(polled: &Poll<Option<Result<Frame<Bytes>, E>>>) -> Poll<usize> {
+    let of = |frame: &Frame<Bytes>| frame.data_ref().map_or(0, Bytes::len);
+    match polled {
+        Poll::Ready(Some(Ok(frame))) => Poll::Ready(of(frame)),
+        Poll::Ready(_) => Poll::Ready(0),
+        Poll::Pending => Poll::Pending,
+    }
+}
+
+/// Adds bytes that were kept of a body to what is left of it.
+fn and_kept(left: &SizeHint, kept: usize) -> SizeHint {
+    let mut hint = SizeHint::new();
+    hint.set_lower(left.lower().saturating_add(kept as u64));
+    if let Some(upper) = left.upper() {
+        hint.set_upper(upper.saturating_add(kept as u64));
+    }
+    hint
 }
 
 /// The end of a body that the handler has not got yet.
@@ -164,6 +194,8 @@ impl<Q: Body<Data = Bytes>> Body for RequestBody<Q> {
         // Ends: it goes on only with the end of the body, which has room then.
         let polled = loop {
             if permit.is_suspended() {
+                // Until there is room, the client is not waited for.
+                permit.receives(Poll::Ready(0), cx.waker());
                 let is_last = this.last.is_some();
                 let (waiting, is_refused) = (&mut *this.waiting, &mut *this.is_refused);
                 ready!(unmeasured(|| poll_room(permit, waiting, is_refused, is_last, cx)));
@@ -172,7 +204,11 @@ impl<Q: Body<Data = Bytes>> Body for RequestBody<Q> {
             let polled = match this.last.take() {
                 Some(Last::Frame(frame)) => Poll::Ready(Some(Ok(frame))),
                 Some(Last::End) => Poll::Ready(None),
-                None => unmeasured(|| body.as_mut().poll_frame(cx)),
+                None => {
+                    let polled = unmeasured(|| body.as_mut().poll_frame(cx));
+                    permit.receives(length(&polled), cx.waker());
+                    polled
+                }
             };
             let is_over = match &polled {
                 Poll::Ready(Some(Ok(frame))) => frame.is_trailers(),
@@ -202,6 +238,9 @@ impl<Q: Body<Data = Bytes>> Body for RequestBody<Q> {
                 Poll::Pending => break polled,
             };
         };
+        if !permit.is_measured() {
+            return polled;
+        }
         let receive = |data| RequestFrame::receive(data, permit);
         polled.map(|frame| frame.map(|frame| frame.map(|frame| frame.map_data(receive))))
     }
@@ -213,12 +252,14 @@ impl<Q: Body<Data = Bytes>> Body for RequestBody<Q> {
     }
 
     fn size_hint(&self) -> SizeHint {
-        let mut hint = self.body.as_ref().map_or_else(SizeHint::default, Body::size_hint);
-        if let Some(Last::Frame(frame)) = &self.last {
-            let kept = frame.data_ref().map_or(0, Bytes::len) as u64;
-            hint = SizeHint::with_exact(hint.lower().saturating_add(kept));
+        let hint = self.body.as_ref().map_or_else(SizeHint::default, Body::size_hint);
+        match &self.last {
+            Some(Last::Frame(frame)) => {
+                let left = SizeHint::with_exact(hint.lower());
+                and_kept(&left, frame.data_ref().map_or(0, Bytes::len))
+            }
+            Some(Last::End) | None => hint,
         }
-        hint
     }
 }
 
@@ -269,6 +310,7 @@ impl Drop for RequestFrame {
 struct ResponseFrame {
     data: Bytes,
     permit: SharedPermit,
+    _part: Option<UnsentPart>,
 }
 
 impl ResponseFrame {
@@ -276,7 +318,8 @@ impl ResponseFrame {
     fn send(data: Bytes, permit: &SharedPermit, plain: &mut u8) -> Bytes {
         let length = ByteSize::of(data.len());
         if length >= FOLLOWED_MIN || *plain >= PLAIN_FRAMES {
-            return Bytes::from_owner(Self { data, permit: permit.clone() });
+            let _part = UnsentPart::of(permit);
+            return Bytes::from_owner(Self { data, permit: permit.clone(), _part });
         }
         *plain += 1;
         if data.is_unique() {
@@ -314,16 +357,40 @@ pin_project! {
     #[derive(Debug)]
     enum Kind<R> {
         // With the number of frames that were not followed.
-        Admitted { #[pin] body: Scoped<R>, plain: u8 },
+        Admitted { #[pin] body: Scoped<R>, plain: u8, limited: Option<Box<Limited>> },
         Rejected { text: Option<Bytes> },
     }
 }
 
-impl<R> ResponseBody<R> {
-    pub(super) const fn admitted(body: R, permit: SharedPermit) -> Self {
-        Self { kind: Kind::Admitted { body: Scoped::new(body, Some(permit)), plain: 0 } }
+/// A response of a request with time limits, which has not ended.
+#[derive(Debug)]
+struct Limited {
+    /// What was not handed over of the last frame.
+    rest: Bytes,
+    _part: UnsentPart,
+}
+
+impl Limited {
+    /// Returns the next piece of the last frame.
+    fn next_piece(&mut self) -> Bytes {
+        self.rest.split_to(self.rest.len().min(PIECE_MAX))
     }
 
+    /// Returns the first piece of a frame if its pace counts.
+    fn split(&mut self, frame: Frame<Bytes>, permit: &SharedPermit) -> Frame<Bytes> {
+        let is_paced = permit.limits().is_some_and(|limits| limits.response().is_some());
+        match frame.into_data() {
+            Ok(data) if is_paced => {
+                self.rest = data;
+                Frame::data(self.next_piece())
+            }
+            Ok(data) => Frame::data(data),
+            Err(frame) => frame,
+        }
+    }
+}
+
+impl<R> ResponseBody<R> {
     /// An empty text ends the body immediately, so that HTTP/2 sends only the head.
     pub(super) fn rejected(text: String) -> Self {
         let text = Some(text.into()).filter(|text: &Bytes| !text.is_empty());
@@ -331,26 +398,62 @@ impl<R> ResponseBody<R> {
     }
 }
 
-impl<R: Body<Data = Bytes>> Body for ResponseBody<R> {
+impl<R: Body> ResponseBody<R> {
+    pub(super) fn admitted(body: R, permit: SharedPermit) -> Self {
+        let part = if body.is_end_stream() { None } else { UnsentPart::of(&permit) };
+        let limited = part.map(|part| {
+            // The connection may still send an earlier response.
+            permit.sends(Poll::Ready(0), Waker::noop());
+            Box::new(Limited { rest: Bytes::new(), _part: part })
+        });
+        Self { kind: Kind::Admitted { body: Scoped::new(body, Some(permit)), plain: 0, limited } }
+    }
+}
+
+impl<R> Body for ResponseBody<R>
+where
+    R: Body<Data = Bytes, Error: Into<BoxError>>,
+{
     type Data = Bytes;
-    type Error = R::Error;
+    /// The inner body's error, or the [`Rejected`](lowtide_admission::Rejected) of a request whose
+    /// time limit has passed.
+    type Error = BoxError;
 
     fn poll_frame(
         self: Pin<&mut Self>,
         cx: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, R::Error>>> {
+    ) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
         match self.project().kind.project() {
-            KindProject::Admitted { mut body, plain } => {
+            KindProject::Admitted { mut body, plain, limited } => {
+                if let (Some(limits), Some(permit)) = (&mut *limited, body.permit()) {
+                    if let Some(rejected) = permit.cut() {
+                        body.end();
+                        *limited = None;
+                        return Poll::Ready(Some(Err(rejected.into())));
+                    }
+                    if !limits.rest.is_empty() {
+                        let piece = limits.next_piece();
+                        permit.sends(Poll::Ready(piece.len()), cx.waker());
+                        return Poll::Ready(Some(Ok(Frame::data(piece))));
+                    }
+                }
                 if body.get().is_none() {
                     return Poll::Ready(None);
                 }
                 let poll = |body: Pin<&mut R>| body.poll_frame(cx);
                 let polled = body.as_mut().poll_with(poll, |body, _| body.is_end_stream());
-                let Some(permit) = body.permit().filter(|permit| permit.is_measured()) else {
-                    return polled;
-                };
-                let send = |data| ResponseFrame::send(data, permit, plain);
-                polled.map(|frame| frame.map(|frame| frame.map(|frame| frame.map_data(send))))
+                let mut polled = polled.map(|frame| frame.map(|frame| frame.map_err(Into::into)));
+                let Some(permit) = body.permit() else { return polled };
+                if permit.is_measured() {
+                    let send = |data| ResponseFrame::send(data, permit, plain);
+                    polled = polled.map(|it| it.map(|it| it.map(|frame| frame.map_data(send))));
+                }
+                if let Some(limits) = limited {
+                    let split = |frame| limits.split(frame, permit);
+                    polled = polled.map(|it| it.map(|it| it.map(split)));
+                    permit.sends(length(&polled), cx.waker());
+                }
+                polled
             }
             KindProject::Rejected { text } => {
                 Poll::Ready(text.take().map(|text| Ok(Frame::data(text))))
@@ -360,15 +463,20 @@ impl<R: Body<Data = Bytes>> Body for ResponseBody<R> {
 
     fn is_end_stream(&self) -> bool {
         match &self.kind {
-            Kind::Admitted { body, .. } => body.get().is_none_or(Body::is_end_stream),
+            Kind::Admitted { body, limited, .. } => {
+                limited.as_ref().is_none_or(|limits| limits.rest.is_empty())
+                    && body.get().is_none_or(Body::is_end_stream)
+            }
             Kind::Rejected { text } => text.is_none(),
         }
     }
 
     fn size_hint(&self) -> SizeHint {
         match &self.kind {
-            Kind::Admitted { body, .. } => {
-                body.get().map_or_else(|| SizeHint::with_exact(0), Body::size_hint)
+            Kind::Admitted { body, limited, .. } => {
+                let hint = body.get().map_or_else(|| SizeHint::with_exact(0), Body::size_hint);
+                let rest = limited.as_ref().map_or(0, |limits| limits.rest.len());
+                and_kept(&hint, rest)
             }
             Kind::Rejected { text } => {
                 SizeHint::with_exact(text.as_ref().map_or(0, Bytes::len) as u64)

@@ -115,7 +115,8 @@ impl Estimate for Constant {
 ///
 /// The client declares the length, and its reservation lasts until the request ends, even if no
 /// byte ever arrives. Therefore add a layer around the memory layer that rejects lengths above
-/// those that the handler reads, and a body timeout.
+/// those that the handler reads, and set a minimum rate
+/// ([`MemoryLayer::with_min_data_rate`](super::MemoryLayer::with_min_data_rate)).
 ///
 /// A request without a body has the length 0: an HTTP/1 request that declares neither a length nor
 /// an encoding, and GET, HEAD, OPTIONS and TRACE of any version without either. An invalid length

@@ -47,12 +47,15 @@ use lowtide_admission::{Admission, Budget, Cost, GRACE, Priority, Rejected, Wait
 use lowtide_heap::is_measured;
 
 use super::body::{RequestBody, ResponseBody};
+use super::connections::ConnectionHandle;
 use super::drain::Drain;
 use super::estimate::{ContentLength, Estimate, Estimated, UNDECLARED};
 use super::exempt::ExemptPaths;
+use super::pace::{MinDataRate, RegisteredPace};
 use super::permit::{Origin, Resumes, RouteLabel, SharedPermit, Terms};
 use super::rejection::{Reject, negotiated};
 use super::scoped::Scoped;
+use super::time_limits::TimeLimits;
 use super::usage::Tenant;
 
 /// Returns `true` for exempt requests.
@@ -62,10 +65,10 @@ type Exempt = Arc<dyn Fn(&Parts) -> bool + Send + Sync>;
 ///
 /// A reservation lasts until the response has been sent. While other requests wait for room, that
 /// of a request whose body is slow to arrive is suspended
-/// ([`with_max_wait`](Self::with_max_wait)). Still put a body timeout around this layer (for
-/// example `tower_http::timeout::RequestBodyTimeoutLayer`): `axum::serve` has none, and a declared
-/// body that never arrives holds its connection forever. A rejection also waits for the body, up
-/// to [`DRAIN_MAX`](super::DRAIN_MAX) bytes of it on HTTP/1.
+/// ([`with_max_wait`](Self::with_max_wait)). Still set a minimum rate at which bodies must arrive
+/// and responses be taken ([`with_min_data_rate`](Self::with_min_data_rate)): `axum::serve` has no
+/// body timeout, and a declared body that never arrives holds its connection forever. A rejection
+/// also waits for the body, up to [`DRAIN_MAX`](super::DRAIN_MAX) bytes of it on HTTP/1.
 pub struct MemoryLayer<E> {
     estimate: Arc<E>,
     settings: Arc<LayerSettings>,
@@ -84,6 +87,9 @@ struct LayerSettings {
     starts_slowly: bool,
     request_cap: f64,
     max_wait: Duration,
+    min_data_rate: Option<MinDataRate>,
+    /// [`Duration::MAX`] without a bound.
+    max_hold: Duration,
     clock: Arc<dyn Clock>,
 }
 
@@ -125,6 +131,8 @@ impl<E: Estimate> MemoryLayer<E> {
             starts_slowly: true,
             request_cap: REQUEST_CAP,
             max_wait: Config::MAX_WAIT,
+            min_data_rate: None,
+            max_hold: Duration::MAX,
             clock: Arc::new(SystemClock::new()),
         };
         Self { estimate: Arc::new(estimate), settings: Arc::new(settings) }
@@ -209,6 +217,44 @@ impl<E: Estimate> MemoryLayer<E> {
     #[must_use]
     pub fn with_max_wait(mut self, max_wait: Duration) -> Self {
         self.settings().max_wait = max_wait;
+        self
+    }
+
+    /// Sets the rate at which clients must send the bodies of requests and take responses. By
+    /// default there is none.
+    ///
+    /// A client may pause for the grace period and must keep up the rate on average. Only time
+    /// spent waiting for the client counts: not while the handler works or does not read, and not
+    /// while the request waits for room. A request whose body is slower is cancelled, and answered
+    /// with 408 (gRPC: `DEADLINE_EXCEEDED`). If its handler has answered, the response ends with an
+    /// error ([`Rejected::SlowClient`]), and so does one that the client takes more slowly. A
+    /// rejection that waits for its body is sent.
+    ///
+    /// A response counts as taken when the connection asks for its next part, with 1 MiB more than
+    /// the rate for what is in buffers then. A client that takes nothing keeps the connection from
+    /// asking: it is closed if the server has [`Connections`](super::Connections). Over HTTP/2 it
+    /// stays open while the server works on another request or other bytes move.
+    ///
+    /// The control loop checks requests every 100 ms, those with the largest reservations if more
+    /// than 4,096 wait. Exempt requests have no limit, and none has one without a running
+    /// [`Memory`].
+    #[must_use]
+    pub fn with_min_data_rate(mut self, rate: MinDataRate) -> Self {
+        self.settings().min_data_rate = Some(rate);
+        self
+    }
+
+    /// Sets how long a request may hold its permit, from its admission to the end of its response.
+    /// By default there is no bound. With zero, every request that has to wait is ended.
+    ///
+    /// A request that holds it for longer is cancelled, and answered with 503 without Retry-After
+    /// (gRPC: `DEADLINE_EXCEEDED`), because another try may take as long. If its handler has
+    /// answered, the response ends with an error ([`Rejected::HeldTooLong`]). Requests are checked,
+    /// and connections closed, as for [`with_min_data_rate`](Self::with_min_data_rate); what cannot
+    /// be interrupted is listed at [`SharedPermit::cancelled`].
+    #[must_use]
+    pub fn with_max_hold(mut self, max_hold: Duration) -> Self {
+        self.settings().max_hold = max_hold;
         self
     }
 
@@ -397,7 +443,8 @@ impl<E: Estimate> MemoryLayer<E> {
         let resumes = can_resume.then(|| Resumes { priority, tenant: self.tenant(head), within });
         let tenant = if is_measured { head.extensions.get().cloned() } else { None };
         let origin = Origin { method, version, route, is_matched, tenant, content_type };
-        let terms = Terms { cap, lesson, share, slot, is_measured, resumes, reports };
+        let limits = settings.time_limits(head, priority);
+        let terms = Terms { cap, lesson, share, slot, is_measured, resumes, reports, limits };
         Ok(SharedPermit::new(permit, origin, terms))
     }
 
@@ -450,6 +497,23 @@ struct NotAdmitted {
 }
 
 impl LayerSettings {
+    /// Returns the time limits of a request, which need the ticks of a control loop.
+    fn time_limits(&self, head: &Parts, priority: Priority) -> Option<Box<TimeLimits>> {
+        let (max_hold, rate) = (self.max_hold, self.min_data_rate);
+        let has_limits = max_hold < Duration::MAX || rate.is_some();
+        if !has_limits || priority == Priority::Exempt || !self.admission.is_managed() {
+            return None;
+        }
+        let connection = head.extensions.get::<ConnectionHandle>().cloned();
+        Some(Box::new(TimeLimits::new(max_hold, rate, connection)))
+    }
+
+    /// Returns what reads the body of a rejected request.
+    fn drain<Q: Body>(&self, head: &Parts, body: Q) -> Drain<Q> {
+        let rate = self.min_data_rate.filter(|_| self.admission.is_managed());
+        Drain::new(head, body, || Some(RegisteredPace::new(rate?, &self.admission)))
+    }
+
     /// Returns the answer to a cancelled request whose handler must end now. To end by itself, the
     /// handler of one that has outgrown its claim has one more poll, and 100 ms unless the request
     /// grows.
@@ -559,7 +623,8 @@ where
                 }
                 None => {
                     let response = Some(self.layer.reject(&head, refused.rejected));
-                    State::Rejected { rest: Drain::new(&head, body), response }
+                    let rest = self.layer.settings.drain(&head, body);
+                    State::Rejected { rest, response }
                 }
             },
         };
@@ -602,7 +667,7 @@ where
                 Err(refused) if is_turn && refused.rejected.may_wait() => {}
                 Err(refused) => {
                     let response = Some(self.layer.reject(&head, refused.rejected));
-                    let rest = Drain::new(&head, body);
+                    let rest = self.layer.settings.drain(&head, body);
                     return Poll::Ready(State::Rejected { rest, response });
                 }
             }

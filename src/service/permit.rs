@@ -10,6 +10,9 @@
 //! and the layer drops it if it goes on (`layer`). Nothing can interrupt a single poll, work on
 //! other threads, or a response whose head was returned.
 //!
+//! A request whose time limit has passed is cancelled as well, and a response whose head was
+//! returned is cut (`time_limits`).
+//!
 //! While others wait for room, a request that waits for its client has its reservation suspended:
 //! it keeps what it holds, and reserves its claim again before its body is complete (`body`). One
 //! whose handler works between two frames may allocate at any time, and is not suspended.
@@ -45,6 +48,7 @@ use lowtide_heap::{Account, AccountMemory, AccountOwner, unmeasured};
 use super::exempt::ExemptShare;
 use super::learned::Lesson;
 use super::scoped::Scoped;
+use super::time_limits::TimeLimits;
 use super::usage::{self, LiveIn, Tenant};
 
 /// The permit of a request, found in the request's extensions (in a handler of axum:
@@ -107,6 +111,7 @@ struct Admitted {
     is_answered: AtomicBool,
     /// How it resumes once it was suspended; `None` if it is never suspended.
     resumes: Option<Resumes>,
+    limits: Option<Box<TimeLimits>>,
     /// What it waits for: [`WORKS`], [`RECEIVES`] or [`SENDS`].
     progress: AtomicU8,
     is_suspended: AtomicBool,
@@ -167,6 +172,7 @@ pub(super) struct Terms {
     /// `true` if the measured bytes are reported as all that it holds. `false` if its estimate may
     /// cover memory that is not measured.
     pub(super) reports: bool,
+    pub(super) limits: Option<Box<TimeLimits>>,
 }
 
 #[derive(Debug)]
@@ -195,7 +201,7 @@ struct Held {
 }
 
 impl SharedPermit {
-    pub(super) fn new(mut permit: Permit, origin: Origin, terms: Terms) -> Self {
+    pub(super) fn new(mut permit: Permit, origin: Origin, mut terms: Terms) -> Self {
         let is_measured = terms.is_measured;
         if terms.reports {
             permit.report(ByteSize::ZERO);
@@ -205,7 +211,7 @@ impl SharedPermit {
         }
         let claim = permit.cost().host;
         let admitted_at = permit.last_tick();
-        let (cap, resumes) = (terms.cap, terms.resumes);
+        let (cap, resumes, limits) = (terms.cap, terms.resumes, terms.limits.take());
         let held = Held {
             permit,
             reported: None,
@@ -231,6 +237,7 @@ impl SharedPermit {
             is_cancelled: AtomicBool::new(false),
             is_answered: AtomicBool::new(false),
             resumes,
+            limits,
             progress: AtomicU8::new(WORKS),
             is_suspended: AtomicBool::new(false),
             covered: AtomicU64::new(claim.get()),
@@ -483,17 +490,73 @@ impl SharedPermit {
         self.end(|held| held.permit.outgrown(live, claim, most));
     }
 
-    /// Cancels the request for this reason, unless it is cancelled already.
-    fn end(&self, reason: impl FnOnce(&Held) -> Rejected) {
-        let mut held = self.held();
-        if held.cancelled.is_some() {
+    /// Returns its time limits.
+    pub(super) fn limits(&self) -> Option<&TimeLimits> {
+        self.0.owner().limits.as_deref()
+    }
+
+    /// Records a poll of the request's body: so many bytes, or a wait for the client.
+    pub(super) fn receives(&self, polled: Poll<usize>, waker: &Waker) {
+        let Some(pace) = self.limits().and_then(TimeLimits::request) else { return };
+        let now = self.held().permit.last_tick();
+        match polled {
+            Poll::Ready(bytes) => pace.received(bytes, now),
+            Poll::Pending if pace.wait(waker, now) => {}
+            Poll::Pending => self.end_in_time(pace.rate().too_slow()),
+        }
+    }
+
+    /// Records a poll of the response: so many bytes that the connection has now, or a wait for the
+    /// handler.
+    pub(super) fn sends(&self, polled: Poll<usize>, waker: &Waker) {
+        let Some(limits) = self.limits() else { return };
+        let now = self.held().permit.last_tick();
+        match (polled, limits.response()) {
+            (Poll::Ready(bytes), Some(pace)) => pace.send(bytes, now),
+            (Poll::Ready(_), None) => {}
+            (Poll::Pending, pace) => {
+                limits.wait_for_handler(waker);
+                pace.into_iter().for_each(|pace| pace.received(0, now));
+            }
+        }
+    }
+
+    /// Returns why the response was cut.
+    pub(super) fn cut(&self) -> Option<Rejected> {
+        self.limits()?.is_cut().then(|| self.cancellation())?
+    }
+
+    /// Ends a request whose time limit has passed: its handler, or the response if the handler has
+    /// answered. A request that was cancelled before is left to its end.
+    #[cold]
+    fn end_in_time(&self, rejected: Rejected) {
+        let Some(limits) = self.limits() else { return };
+        let is_answered = self.0.owner().is_answered.load(Ordering::Relaxed);
+        // Its body is not read any more, but a task of the handler keeps the permit.
+        if is_answered && !limits.is_sending() {
             return;
         }
+        if self.end(|held| held.permit.refuse(rejected.clone())) {
+            let route = &self.0.owner().origin.route;
+            log!(debug, target: "lowtide", %rejected, %route, "response ended at a time limit");
+            limits.cut();
+        }
+    }
+
+    /// Cancels the request for this reason, unless it is cancelled already. Returns `true` if it is
+    /// cancelled now and its handler has answered.
+    fn end(&self, reason: impl FnOnce(&Held) -> Rejected) -> bool {
+        let mut held = self.held();
+        if held.cancelled.is_some() {
+            return false;
+        }
         held.cancelled = Some(reason(&held));
+        let is_answered = held.answer.is_some();
         self.0.owner().is_cancelled.store(true, Ordering::Release);
         let (waker, waiting) = (held.waker.take(), std::mem::take(&mut held.waiting));
         drop(held);
         waker.into_iter().chain(waiting.into_iter().map(|(_, waker)| waker)).for_each(Waker::wake);
+        is_answered
     }
 
     /// Returns the rejection of a cancelled request.
@@ -506,10 +569,11 @@ impl SharedPermit {
     /// request is cancelled already.
     pub(super) fn waits(&self, waker: &Waker) -> Option<Rejected> {
         let admitted = self.0.owner();
-        if !admitted.is_registered.load(Ordering::Relaxed) && self.is_large() {
+        let is_limited = admitted.limits.is_some();
+        if !admitted.is_registered.load(Ordering::Relaxed) && (is_limited || self.is_large()) {
             self.register();
         }
-        if admitted.cap.is_none() && admitted.resumes.is_none() {
+        if admitted.cap.is_none() && admitted.resumes.is_none() && !is_limited {
             return None;
         }
         let mut held = self.held();
@@ -557,6 +621,8 @@ impl SharedPermit {
         if is_whole && self.is_large() && admitted.progress.load(Ordering::Relaxed) == WORKS {
             admitted.progress.store(SENDS, Ordering::Relaxed);
             self.register();
+        } else if admitted.limits.is_some() {
+            self.register();
         }
         let mut held = self.held();
         held.waker = None;
@@ -585,14 +651,18 @@ impl SharedPermit {
     /// forever: end it with the work.
     ///
     /// A request is cancelled if it holds several times its claim while memory is short
-    /// ([`MemoryLayer::with_request_cap`](super::MemoryLayer::with_request_cap)), or if it is
-    /// furthest above its claim at level critical. Its claim is what it reserved when it was
-    /// admitted, or later with [`SharedPermit::grow`] and [`SharedPermit::hold`].
+    /// ([`MemoryLayer::with_request_cap`](super::MemoryLayer::with_request_cap)), if it is furthest
+    /// above its claim at level critical, and if a time limit has passed
+    /// ([`MemoryLayer::with_min_data_rate`](super::MemoryLayer::with_min_data_rate),
+    /// [`MemoryLayer::with_max_hold`](super::MemoryLayer::with_max_hold)). Its claim is what it
+    /// reserved when it was admitted, or later with [`SharedPermit::grow`] and
+    /// [`SharedPermit::hold`].
     ///
     /// A handler that goes on is dropped at the end of a later poll: 100 ms after the cancellation,
-    /// or earlier if the request grows by another quarter. Its bytes stay reserved until they are
-    /// freed. Three things cannot be interrupted: a single poll (see [`SharedPermit::check`]), work
-    /// on other threads such as `spawn_blocking`, and a response whose head was returned.
+    /// or earlier if the request grows by another quarter; after a time limit, at the end of its
+    /// next poll. Its bytes stay reserved until they are freed. Three things cannot be interrupted:
+    /// a single poll (see [`SharedPermit::check`]), work on other threads such as `spawn_blocking`,
+    /// and, except by a time limit, a response whose head was returned.
     ///
     /// ```
     /// use http::Response;
@@ -616,7 +686,7 @@ impl SharedPermit {
     /// work. Costs about as much as measuring a poll; see [`SharedPermit::cancelled`].
     ///
     /// # Errors
-    /// [`Rejected::Outgrown`] once the request is cancelled.
+    /// [`Rejected::Outgrown`] once the request is cancelled, or the time limit that has passed.
     pub fn check(&self) -> Result<(), Rejected> {
         self.release(ByteSize::ZERO);
         self.cancellation().map_or(Ok(()), Err)
@@ -900,6 +970,20 @@ impl LargeRequest for WeakPermit {
         let waker = self.0.upgrade().and_then(|account| lock(&account.owner().held).waker.take());
         if let Some(waker) = waker {
             waker.wake();
+        }
+    }
+
+    fn has_time_limit(&self) -> bool {
+        self.0.upgrade().is_some_and(|account| account.owner().limits.is_some())
+    }
+
+    fn check_time(&self, now: Moment) {
+        let Some(permit) = self.0.upgrade().map(SharedPermit) else { return };
+        let Some(limits) = permit.limits() else { return };
+        // It decides when it is polled: something may have arrived that it was not polled for.
+        limits.request().into_iter().for_each(|pace| pace.wake_if_spent(now));
+        if let Some(rejected) = limits.passed(now - permit.0.owner().admitted_at, now) {
+            permit.end_in_time(rejected);
         }
     }
 

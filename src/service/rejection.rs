@@ -9,13 +9,18 @@ use http::{HeaderValue, Response, StatusCode};
 
 use lowtide_admission::{AcquireError, Rejected};
 
-/// `RESOURCE_EXHAUSTED` and `UNAVAILABLE` of gRPC.
+/// `DEADLINE_EXCEEDED`, `RESOURCE_EXHAUSTED` and `UNAVAILABLE` of gRPC.
+const DEADLINE_EXCEEDED: u16 = 4;
 const RESOURCE_EXHAUSTED: u16 = 8;
 const UNAVAILABLE: u16 = 14;
 /// The minimum Retry-After, also used during shutdown, when another instance answers.
 const MIN_WAIT: Duration = Duration::from_secs(1);
 /// The longest wait that is announced: a day.
 const RETRY_MAX: Duration = Duration::from_secs(24 * 3600);
+
+/// The titles of answers.
+const NO_MEMORY: &str = "not enough memory";
+const TIMEOUT: &str = "request timeout";
 
 /// Creates the answer to a rejected request. Implemented for closures.
 ///
@@ -55,7 +60,7 @@ where
 /// A gRPC client reads a gRPC status instead of an HTTP status: `RESOURCE_EXHAUSTED` in a
 /// trailers-only response with `grpc-retry-pushback-ms`, which is the time until a retry, or -1 if
 /// a retry cannot succeed. A service that is shutting down answers `UNAVAILABLE` without it, so
-/// that the client tries another instance.
+/// that the client tries another instance. `DEADLINE_EXCEEDED` says that a time limit has passed.
 ///
 /// Other clients get [`rejection`].
 pub(super) fn negotiated(rejected: &Rejected, head: &Parts) -> Response<String> {
@@ -70,6 +75,7 @@ pub(super) fn negotiated(rejected: &Rejected, head: &Parts) -> Response<String> 
 fn trailers_only(rejected: &Rejected, kind: HeaderValue) -> Response<String> {
     let (status, pushback) = match rejected {
         Rejected::ShuttingDown => (UNAVAILABLE, None),
+        Rejected::SlowClient { .. } | Rejected::HeldTooLong { .. } => (DEADLINE_EXCEEDED, None),
         _ => (RESOURCE_EXHAUSTED, Some(rejected.retry_after())),
     };
     let mut response = Response::new(String::new());
@@ -104,24 +110,21 @@ fn percent_encoded(text: &str) -> String {
 }
 
 /// Returns the answer to a rejected request, as problem+json (RFC 9457): 413 if it is so large that
-/// a retry cannot succeed, otherwise 503 with Retry-After (in whole seconds, at least 1). For a
+/// a retry cannot succeed, 408 if the client sends its body too slowly, otherwise 503. That has
+/// Retry-After (in whole seconds, at least 1), unless the request has run for too long. For a
 /// resource that is not available, see [`unavailable`].
 #[must_use]
 pub fn rejection(rejected: &Rejected) -> Response<String> {
-    let status = match rejected {
-        Rejected::TooLarge { .. } | Rejected::Outgrown { retry_after: None, .. } => {
-            StatusCode::PAYLOAD_TOO_LARGE
-        }
-        _ => StatusCode::SERVICE_UNAVAILABLE,
-    };
     let retry_after = rejected.retry_after().unwrap_or(MIN_WAIT);
-    problem(
-        status,
-        "not enough memory",
-        rejected.reason().name(),
-        &rejected.to_string(),
-        retry_after,
-    )
+    let (status, title, retry_after) = match rejected {
+        Rejected::TooLarge { .. } | Rejected::Outgrown { retry_after: None, .. } => {
+            (StatusCode::PAYLOAD_TOO_LARGE, NO_MEMORY, retry_after)
+        }
+        Rejected::SlowClient { .. } => (StatusCode::REQUEST_TIMEOUT, TIMEOUT, Duration::ZERO),
+        Rejected::HeldTooLong { .. } => (StatusCode::SERVICE_UNAVAILABLE, TIMEOUT, Duration::ZERO),
+        _ => (StatusCode::SERVICE_UNAVAILABLE, NO_MEMORY, retry_after),
+    };
+    problem(status, title, rejected.reason().name(), &rejected.to_string(), retry_after)
 }
 
 /// Returns the answer to a request whose resource cannot be acquired, as problem+json: always 503,

@@ -64,9 +64,11 @@ mod service_connections;
 mod service_endpoints;
 mod service_estimates;
 mod service_layer;
+mod service_linger;
 mod service_measured;
 mod service_page;
 mod service_slow;
+mod service_time_limits;
 mod service_usage;
 mod service_waiting;
 #[path = "../support/start.rs"]

@@ -15,7 +15,7 @@ use lowtide::clock::ManualClock;
 use lowtide::config::DeviceChoice;
 use lowtide::heap::unmeasured;
 use lowtide::service::{MemoryLayer, RequestBody, SharedPermit, scope, scope_blocking};
-use lowtide::{ByteSize, Memory};
+use lowtide::{BoxError, ByteSize, Memory};
 use lowtide_admission::{Budget, Cost};
 use test_fork::test;
 use tower::{Layer, Service, service_fn};
@@ -90,10 +90,10 @@ impl Bed {
         &self,
         frames: Vec<Frame<Bytes>>,
         handler: impl FnMut(Received) -> F,
-    ) -> Pin<Box<impl Future<Output = Response<impl Body<Data = Bytes, Error = R::Error>>>>>
+    ) -> Pin<Box<impl Future<Output = Response<impl Body<Data = Bytes, Error = BoxError>>>>>
     where
         F: Future<Output = Result<Response<R>, Infallible>>,
-        R: Body<Data = Bytes>,
+        R: Body<Data = Bytes, Error: Into<BoxError>>,
     {
         let flat = |_: &http::request::Parts| Cost::host(ByteSize::kib(16));
         let layer = MemoryLayer::new(self.memory.admission().clone(), flat);

@@ -3,6 +3,7 @@
 
 use std::io::ErrorKind;
 use std::sync::Arc;
+use std::task::Poll;
 use std::time::Duration;
 
 use lowtide::ByteSize;
@@ -12,6 +13,8 @@ use lowtide_admission::Admission;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::time::timeout;
+
+use crate::polled::poll;
 
 const GRACE: Duration = Duration::from_secs(1);
 const PATIENCE: Duration = Duration::from_secs(20);
@@ -41,6 +44,11 @@ impl Server {
         let (connection, stream, _) = accepted.expect("in time").expect("accepted");
         (connection, stream)
     }
+}
+
+/// Polls the shutdown of a stream once.
+fn shut_down(stream: &mut ConnectionStream) -> Poll<()> {
+    poll(&mut Box::pin(stream.shutdown())).map(|ended| ended.expect("shut down"))
 }
 
 async fn is_closed(connection: &Connection) -> bool {
@@ -105,4 +113,18 @@ async fn a_connection_without_a_place_waits_for_one_and_is_then_refused() {
     let (_second, mut stream) = server.accept().await;
     waits.write_all(b"x").await.expect("sent");
     assert_eq!(stream.read_u8().await.expect("read"), b'x');
+}
+
+#[tokio::test]
+async fn a_connection_lingers_only_if_something_was_not_read() {
+    let mut server = Server::new(2).await;
+    let (mut client, _idle) = (server.connect().await, server.connect().await);
+    let (_unread, mut stream) = server.accept().await;
+    let (_read, mut its_stream) = server.accept().await;
+    assert_eq!(shut_down(&mut its_stream), Poll::Ready(()));
+    client.write_all(b"x").await.expect("sent");
+    stream.get_ref().readable().await.expect("it arrives");
+    assert_eq!(shut_down(&mut stream), Poll::Pending);
+    drop(client);
+    timeout(PATIENCE, stream.shutdown()).await.expect("in time").expect("its client is gone");
 }

@@ -2,6 +2,7 @@
 #![cfg(all(feature = "service", target_os = "linux"))]
 
 use std::collections::VecDeque;
+use std::fmt;
 use std::future::{Future, pending};
 use std::pin::Pin;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -26,18 +27,26 @@ use crate::service_waiting::Bed;
 use crate::support::advance_until;
 
 const CLAIM: ByteSize = ByteSize::mib(24);
-const FRAME: usize = 32 << 10;
+pub(crate) const FRAME: usize = 32 << 10;
 const TICK: Duration = Duration::from_millis(10);
 
-type Answer = Response<ResponseBody<Full<Bytes>>>;
-type Call = Pin<Box<dyn Future<Output = Answer>>>;
+pub(crate) type Answer = Response<ResponseBody<Full<Bytes>>>;
+pub(crate) type Call = Pin<Box<dyn Future<Output = Answer>>>;
 
 #[derive(Debug)]
-struct Broken;
+pub(crate) struct Broken;
+
+impl std::error::Error for Broken {}
+
+impl fmt::Display for Broken {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("broken")
+    }
+}
 
 /// A body whose frames arrive when a test says.
 #[derive(Clone, Default)]
-struct Fed(Arc<Mutex<Feed>>);
+pub(crate) struct Fed(Arc<Mutex<Feed>>);
 
 #[derive(Default)]
 struct Feed {
@@ -47,7 +56,7 @@ struct Feed {
 }
 
 impl Fed {
-    fn arrives(&self, frames: usize) {
+    pub(crate) fn arrives(&self, frames: usize) {
         let mut feed = self.0.lock().expect("not poisoned");
         feed.frames.extend((0..frames).map(|_| Ok(Bytes::from(vec![1_u8; FRAME]))));
     }
@@ -56,7 +65,7 @@ impl Fed {
         self.0.lock().expect("not poisoned").frames.push_back(Err(Broken));
     }
 
-    fn ends(&self) {
+    pub(crate) fn ends(&self) {
         self.0.lock().expect("not poisoned").has_ended = true;
     }
 
@@ -96,7 +105,7 @@ impl Body for Fed {
 }
 
 impl Bed {
-    fn layer(&self) -> MemoryLayer<impl Fn(&Parts) -> Cost + use<>> {
+    pub(crate) fn layer(&self) -> MemoryLayer<impl Fn(&Parts) -> Cost + use<>> {
         let claim = |_: &Parts| Cost::host(CLAIM);
         MemoryLayer::new(self.memory.admission().clone(), claim).without_slow_start()
     }
@@ -106,7 +115,7 @@ impl Bed {
         self.upload_to(self.layer(), body)
     }
 
-    fn upload_to<E: Estimate>(&self, layer: MemoryLayer<E>, body: &Fed) -> Call {
+    pub(crate) fn upload_to<E: Estimate>(&self, layer: MemoryLayer<E>, body: &Fed) -> Call {
         let handler = |request: Request<RequestBody<Fed>>| async {
             let (status, text) = match request.into_body().collect().await {
                 Ok(body) => (StatusCode::OK, body.to_bytes().len().to_string()),
@@ -120,7 +129,7 @@ impl Bed {
         Box::pin(async { call.await.expect("a valid answer") })
     }
 
-    fn reserved(&self) -> ByteSize {
+    pub(crate) fn reserved(&self) -> ByteSize {
         self.memory.admission().ledger(Budget::Host).requests()
     }
 
@@ -185,7 +194,7 @@ fn clients_that_send_slowly_leave_their_room_to_others() {
         });
         honest.is_empty()
     });
-    assert_eq!((served, bed.stats().rejected), (4, [0; 7]));
+    assert_eq!((served, bed.stats().rejected), (4, [0; 9]));
     for (body, call) in bodies.iter().zip(&mut slow) {
         body.arrives(2);
         body.ends();
@@ -223,7 +232,7 @@ fn the_end_of_a_suspended_body_waits_until_its_claim_is_reserved_again() {
     let Poll::Ready(answer) = poll(&mut slow) else { panic!("there is room") };
     assert_eq!(crate::polled::now(text(answer)), (2 * FRAME).to_string());
     drop(rest);
-    assert_eq!((bed.reserved(), bed.stats().rejected), (ByteSize::ZERO, [0; 7]));
+    assert_eq!((bed.reserved(), bed.stats().rejected), (ByteSize::ZERO, [0; 9]));
 }
 
 #[test]

@@ -363,8 +363,8 @@ impl Admission {
     }
 
     /// Returns the `most` running requests that were admitted first, the oldest first, among those
-    /// that have reserved at least 64 KiB, are measured, and have waited for something. Costs as
-    /// much as [`Admission::largest`].
+    /// that have waited for something, and are measured and have reserved at least 64 KiB, or have
+    /// a time limit. Costs as much as [`Admission::largest`].
     #[doc(hidden)]
     pub fn oldest(&self, most: usize, now: Moment) -> Vec<RequestMemory> {
         self.desk.large.oldest(most, now)
@@ -484,7 +484,11 @@ mod tests {
         let error = admission.try_reserve_resource(Cost { device: ByteSize::mib(11), ..cost });
         assert!(matches!(error, Err(Rejected::TooLarge { budget: Budget::Device, .. })));
         assert_eq!(reserved(&admission), NOTHING);
-        assert_eq!(admission.stats().rejected, [0, 1, 0, 0, 0, 0, 0], "a resource is no request");
+        assert_eq!(
+            admission.stats().rejected,
+            [0, 1, 0, 0, 0, 0, 0, 0, 0],
+            "a resource is no request"
+        );
     }
 
     #[test]
@@ -628,7 +632,7 @@ mod tests {
         permit.shrink(ByteSize::MAX);
         assert_eq!(reserved(&admission), NOTHING);
         drop(permit);
-        assert_eq!((reserved(&admission), admission.stats().rejected), (NOTHING, [0; 7]));
+        assert_eq!((reserved(&admission), admission.stats().rejected), (NOTHING, [0; 9]));
     }
 
     /// The bug: without a limit, one estimate of 64 bits caused all others to be rejected.
@@ -716,7 +720,7 @@ mod tests {
         assert_eq!(count(Budget::Host, small), (0, 0, 0), "what lacks of the device");
         assert_eq!(count(Budget::Device, ByteSize::mib(96)), (0, 0, 1));
         assert_eq!(count(Budget::Device, small), (1, small.get(), 0));
-        assert_eq!(admission.stats().rejected, [1, 2, 0, 0, 0, 0, 0]);
+        assert_eq!(admission.stats().rejected, [1, 2, 0, 0, 0, 0, 0, 0, 0]);
         assert_eq!((admission.stats().admitted_total, admission.stats().held()), (2, 2));
         drop((permit, exempt));
         assert_eq!(admission.stats().held(), 0);

@@ -1,9 +1,10 @@
 //! Registers the running requests that have reserved much memory, cancels some at level critical,
-//! and suspends the reservations of those that wait for their clients.
+//! suspends the reservations of those that wait for their clients, and lets those with time limits
+//! look at the time.
 //!
 //! The tower layer adds a request when it is measured to hold [`LARGE_MIN`] or more, and when it
-//! has reserved [`REGISTERED_MIN`] and its handler waits, so that small and quick requests cost
-//! nothing. Operators read the largest ([`Admission::largest`]) and the oldest
+//! has reserved [`REGISTERED_MIN`] or has a time limit and its handler waits, so that small and
+//! quick requests cost nothing. Operators read the largest ([`Admission::largest`]) and the oldest
 //! ([`Admission::oldest`]). The registry has weak handles, which keep no request alive. Requests
 //! that have ended are removed when the registry is read, and from time to time when another is
 //! added.
@@ -15,6 +16,9 @@
 //!
 //! While others wait for room, each request that has waited for its client for [`SLOW_AFTER`] is
 //! suspended: what it has reserved and does not hold is released until its body is there.
+//!
+//! A request with a time limit compares it with the time every [`TIME_CHECKED_EVERY`], and ends
+//! itself.
 //!
 //! Invariants: at most [`LARGE_MAX`] requests are registered, those with the largest reservations.
 //! A tick allocates nothing, and cancels at most one request. No lock of the registry is held while
@@ -30,7 +34,6 @@ use lowtide_core::clock::Moment;
 
 use super::pressure::Level;
 
-#[cfg(doc)]
 use super::admission::Admission;
 
 /// A request that holds at least this much is registered. An estimate: well above what a small
@@ -52,6 +55,9 @@ pub const SLOW_AFTER: Duration = Duration::from_millis(100);
 /// The maximum number of registered requests. If each has reserved [`REGISTERED_MIN`], they have
 /// reserved 256 MiB.
 const LARGE_MAX: usize = 4096;
+/// The time between two checks of the time limits of requests. An estimate: short compared to any
+/// sensible limit, and a check of a full registry takes less than 1 ms.
+const TIME_CHECKED_EVERY: Duration = Duration::from_millis(100);
 /// The minimum number of registered requests at which those that have ended are looked for.
 const SWEPT_MIN: usize = 64;
 
@@ -84,6 +90,16 @@ pub trait LargeRequest: Send + Sync {
     /// Wakes its handler.
     fn wake(&self);
 
+    /// Returns `true` if [`LargeRequest::check_time`] does something.
+    fn has_time_limit(&self) -> bool {
+        false
+    }
+
+    /// Ends it if a time limit has passed, by the control loop's clock.
+    fn check_time(&self, now: Moment) {
+        let _ = now;
+    }
+
     /// Describes it at this time, by the control loop's clock; `None` if it has ended.
     fn describe(&self, now: Moment) -> Option<RequestMemory>;
 }
@@ -111,7 +127,7 @@ pub struct RequestMemory {
     pub claim: ByteSize,
     /// The time since it was admitted, to about 250 ms.
     pub age: Duration,
-    /// `true` if it was cancelled because it outgrew its claim.
+    /// `true` if it was cancelled.
     pub is_cancelled: bool,
 }
 
@@ -157,6 +173,10 @@ pub(super) struct LargeRequests {
     now: AtomicU64,
     /// `true` if a registered request may have been cancelled and may still run.
     has_cancelled: AtomicBool,
+    /// `true` once a request with a time limit was added.
+    has_timed: AtomicBool,
+    /// The time of the last check of time limits, in nanoseconds. Only the control loop uses it.
+    time_checked: AtomicU64,
     /// The time since which a cancelled request delays the next cancellation, in nanoseconds, or
     /// [`FREE`]. Only the control loop uses it.
     since: AtomicU64,
@@ -175,6 +195,8 @@ impl LargeRequests {
         self.now.store(0, Ordering::Relaxed);
         self.has_cancelled.store(false, Ordering::Relaxed);
         self.since.store(FREE, Ordering::Relaxed);
+        self.has_timed.store(false, Ordering::Relaxed);
+        self.time_checked.store(0, Ordering::Relaxed);
     }
 
     /// Adds a request that has reserved so many bytes. If the registry is full, the request
@@ -182,6 +204,9 @@ impl LargeRequests {
     /// that of a request that has ended since the last search.
     #[cold]
     pub(super) fn add(&self, request: Arc<dyn LargeRequest>, reserved: ByteSize) {
+        if request.has_time_limit() {
+            self.has_timed.store(true, Ordering::Relaxed);
+        }
         let mut requests = self.requests();
         if requests.len() >= LARGE_MAX && reserved.get() <= self.smallest.load(Ordering::Relaxed) {
             let omitted = self.omitted.fetch_add(1, Ordering::Relaxed) + 1;
@@ -270,6 +295,7 @@ impl LargeRequests {
     pub(super) fn tend(&self, level: Level, now: Moment) {
         let nanos = u64::try_from(now.since_origin().as_nanos()).unwrap_or(u64::MAX);
         self.now.store(nanos, Ordering::Relaxed);
+        self.check_time(nanos, now);
         let had_cancelled = self.has_cancelled.swap(false, Ordering::Acquire);
         if !had_cancelled && level < Level::Critical {
             return;
@@ -300,6 +326,33 @@ impl LargeRequests {
             self.since.store(nanos, Ordering::Relaxed);
             request.cancel();
         }
+    }
+}
+
+impl LargeRequests {
+    fn check_time(&self, nanos: u64, now: Moment) {
+        let checked = self.time_checked.load(Ordering::Relaxed);
+        let since = Duration::from_nanos(nanos.saturating_sub(checked));
+        if self.has_timed.load(Ordering::Relaxed) && since >= TIME_CHECKED_EVERY {
+            self.time_checked.store(nanos, Ordering::Relaxed);
+            self.each().for_each(|request| request.check_time(now));
+        }
+    }
+}
+
+/// For what is no admitted request, and has a time limit.
+impl Admission {
+    /// Adds what has reserved nothing to the registry of requests.
+    #[doc(hidden)]
+    pub fn register(&self, request: Arc<dyn LargeRequest>) {
+        self.large().add(request, ByteSize::ZERO);
+    }
+
+    /// Returns the time of the control loop's last tick, by its clock.
+    #[doc(hidden)]
+    #[must_use]
+    pub fn last_tick(&self) -> Moment {
+        self.large().now()
     }
 }
 

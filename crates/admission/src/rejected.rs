@@ -100,6 +100,22 @@ pub enum Rejected {
     /// Admission has been closed. Answer with 503.
     #[error("the service is shutting down")]
     ShuttingDown,
+    /// The client of a running request sent the body more slowly than it must: answer with 408. Or
+    /// it took the response more slowly, which then ends with this error.
+    #[error("client too slow: expected {bytes_per_second}/s on average, after {grace:?}")]
+    SlowClient {
+        /// The bytes per second that were expected.
+        bytes_per_second: ByteSize,
+        /// The time that the client may be slower, or pause.
+        grace: Duration,
+    },
+    /// A running request held its permit for longer than it may. Answer with 503; a response that
+    /// has begun ends with this error.
+    #[error("request cancelled: it has held its memory for longer than {most:?}")]
+    HeldTooLong {
+        /// The longest time for which a permit may be held.
+        most: Duration,
+    },
 }
 
 impl Rejected {
@@ -114,6 +130,8 @@ impl Rejected {
             Self::ShuttingDown => RejectReason::ShuttingDown,
             Self::SlowStart { .. } => RejectReason::SlowStart,
             Self::Outgrown { .. } => RejectReason::Outgrown,
+            Self::SlowClient { .. } => RejectReason::SlowClient,
+            Self::HeldTooLong { .. } => RejectReason::HeldTooLong,
         }
     }
 
@@ -126,6 +144,8 @@ impl Rejected {
             | Self::Exhausted { .. }
             | Self::SlowStart { .. }
             | Self::Outgrown { .. }
+            | Self::SlowClient { .. }
+            | Self::HeldTooLong { .. }
             | Self::ShuttingDown => None,
         }
     }
@@ -137,7 +157,8 @@ impl Rejected {
         matches!(self, Self::Full { .. } | Self::Pressure { .. } | Self::SlowStart { .. })
     }
 
-    /// Returns the time after which to retry, or `None` if a retry cannot succeed.
+    /// Returns the time after which to retry, or `None` if a retry cannot succeed, or may take as
+    /// long.
     #[must_use]
     pub const fn retry_after(&self) -> Option<Duration> {
         match self {
@@ -146,7 +167,10 @@ impl Rejected {
             | Self::Exhausted { retry_after, .. }
             | Self::SlowStart { retry_after, .. } => Some(*retry_after),
             Self::Outgrown { retry_after, .. } => *retry_after,
-            Self::TooLarge { .. } | Self::ShuttingDown => None,
+            Self::TooLarge { .. }
+            | Self::ShuttingDown
+            | Self::SlowClient { .. }
+            | Self::HeldTooLong { .. } => None,
         }
     }
 }
@@ -169,11 +193,15 @@ pub enum RejectReason {
     SlowStart,
     /// The request was cancelled while it ran because it held more than its claim.
     Outgrown,
+    /// The request was ended because its client sent or took data too slowly.
+    SlowClient,
+    /// The request was ended because it held its permit for too long.
+    HeldTooLong,
 }
 
 impl RejectReason {
     /// All reasons.
-    pub const ALL: [Self; 7] = [
+    pub const ALL: [Self; 9] = [
         Self::TooLarge,
         Self::Full,
         Self::Pressure,
@@ -181,6 +209,8 @@ impl RejectReason {
         Self::Exhausted,
         Self::SlowStart,
         Self::Outgrown,
+        Self::SlowClient,
+        Self::HeldTooLong,
     ];
 
     /// Returns the label in metrics.
@@ -194,6 +224,8 @@ impl RejectReason {
             Self::Exhausted => "exhausted",
             Self::SlowStart => "slow_start",
             Self::Outgrown => "outgrown",
+            Self::SlowClient => "slow_client",
+            Self::HeldTooLong => "held_too_long",
         }
     }
 }

@@ -301,7 +301,7 @@ fn an_error_names_consumer_bytes_and_what_was_available_and_is_bounded() {
     assert!(text.len() < 500, "{} bytes", text.len());
     let denied = rig.pool.stats().last_denied.expect("denied");
     assert_eq!((denied.asked, denied.can_spill), (ByteSize::mib(5), false));
-    assert_eq!(rig.admission.stats().rejected, [0; 7], "no request was rejected");
+    assert_eq!(rig.admission.stats().rejected.iter().sum::<u64>(), 0, "no request was rejected");
 }
 
 #[test]

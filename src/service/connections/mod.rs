@@ -6,11 +6,16 @@
 //! (`tcp`, or [`Connection::progress`]) and on [`ConnectionService`] for what the client is waited
 //! for (`requests`). With the feature `tokio`, a [`ConnectionListener`] does the rest.
 //!
+//! A connection that lingers (`linger`) keeps its place until another needs it.
+//!
 //! Invariants: open connections <= `most`, except that a closed one lives on until its server drops
-//! it; a connection that has moved a byte within the grace period is not closed.
+//! it; a connection that has moved a byte within the grace period, and does not linger, is not
+//! closed.
 //!
 //! It does not look at addresses, and knows neither TLS nor the frames of HTTP.
 
+#[cfg(feature = "tokio")]
+mod linger;
 mod requests;
 #[cfg(feature = "tokio")]
 mod tcp;
@@ -57,7 +62,8 @@ const TEND_EVERY: Duration = Duration::from_millis(100);
 /// on which the server works are closed only while they hold more than three quarters of the
 /// places, and the latest first, so that long work ends under overload and a dependency that hangs
 /// does not take all places. If none may be closed, [`Connections::open`] returns `None`. A
-/// `ConnectionListener` lets the new connection wait for up to the grace period first.
+/// `ConnectionListener` lets the new connection wait for up to the grace period first. Connections
+/// that linger (see `ConnectionStream`) are closed before all others, without a grace period.
 ///
 /// While memory is short, connections whose clients have taken nothing of their responses for
 /// longer than the grace period are closed too. Memory is short at level high, while requests wait
@@ -66,8 +72,9 @@ const TEND_EVERY: Duration = Duration::from_millis(100);
 ///
 /// It does not protect from a client that moves a byte within every grace period: a trickle, or
 /// HTTP/2 pings that the server answers. Over HTTP/2 one stream that moves, or on which the server
-/// works, keeps the others. Bodies need a minimum rate of their own, and many clients a limit per
-/// address in front.
+/// works, keeps the others. Set a minimum rate for bodies
+/// ([`MemoryLayer::with_min_data_rate`](super::MemoryLayer::with_min_data_rate)), which also ends
+/// the connections of clients that take nothing, and a limit per address in front.
 ///
 /// ```
 /// use std::time::Duration;
@@ -123,6 +130,13 @@ struct ConnectionTable {
 }
 
 impl ConnectionTable {
+    /// Returns the place of the connection that has lingered for the longest time.
+    fn oldest_lingering(&self) -> Option<usize> {
+        let lingering = self.open.iter().enumerate().filter(|(_, state)| state.lingers());
+        let oldest = lingering.min_by_key(|(_, state)| state.lingers_since.load(Ordering::Relaxed));
+        oldest.map(|(at, _)| at)
+    }
+
     /// Returns the place of the connection that may be closed for another one.
     fn least_active(&self, most: usize, now: Moment, grace: Duration) -> Option<usize> {
         let is_due = |state: &&Arc<ConnectionState>| state.moved() + grace <= now;
@@ -134,6 +148,22 @@ impl ConnectionTable {
             working().max_by_key(|state| state.moved()).filter(|_| is_hung)
         })?;
         self.open.iter().position(|state| Arc::ptr_eq(state, least))
+    }
+
+    /// Like [`ConnectionTable::least_active`], at the pace at which connections are closed. Returns
+    /// the earliest time at which one may be closed.
+    fn displace(&mut self, most: usize, now: Moment, grace: Duration) -> Result<usize, Moment> {
+        if now < self.earliest {
+            return Err(self.earliest);
+        }
+        let Some(at) = self.least_active(most, now, grace) else {
+            let due = self.open.iter().map(|state| state.moved() + grace);
+            self.earliest = due.filter(|due| *due > now).min().unwrap_or(Moment::NEVER);
+            return Err(self.earliest);
+        };
+        let pace = grace * PACE / u32::try_from(most).unwrap_or(u32::MAX);
+        self.earliest = now + pace.min(grace);
+        Ok(at)
     }
 }
 
@@ -148,6 +178,15 @@ struct ConnectionState {
     sending: AtomicU32,
     /// The client takes no bytes.
     is_blocked: AtomicBool,
+    /// It carries several requests at once.
+    is_shared: AtomicBool,
+    /// Requests whose time limits have passed, and of whose responses a part is not sent.
+    overdue: AtomicU32,
+    /// A part of the last request's body was not read.
+    has_unread: AtomicBool,
+    /// The time since which it lingers, in nanoseconds since the clock's origin and at least 1;
+    /// 0 if it does not.
+    lingers_since: AtomicU64,
     is_closed: AtomicBool,
     /// No request after the present ones is to be served.
     is_ending: AtomicBool,
@@ -159,6 +198,10 @@ impl ConnectionState {
         Moment::after_origin(Duration::from_nanos(self.moved.load(Ordering::Relaxed)))
     }
 
+    fn lingers(&self) -> bool {
+        self.lingers_since.load(Ordering::Relaxed) > 0
+    }
+
     fn is_working(&self) -> bool {
         self.working.load(Ordering::Relaxed) > 0
     }
@@ -167,6 +210,14 @@ impl ConnectionState {
     fn is_stalled(&self) -> bool {
         let is_sending = self.sending.load(Ordering::Relaxed) > 0;
         (is_sending || self.is_blocked.load(Ordering::Relaxed)) && !self.is_working()
+    }
+
+    /// Returns `true` if it is to be closed because a time limit has passed. One with several
+    /// requests has to have made no progress.
+    fn is_overdue(&self, now: Moment, grace: Duration) -> bool {
+        let keeps = self.is_shared.load(Ordering::Relaxed)
+            && (self.is_working() || now - self.moved() <= grace);
+        self.overdue.load(Ordering::Relaxed) > 0 && !keeps
     }
 
     fn set(&self, flag: &AtomicBool) {
@@ -265,16 +316,10 @@ impl Connections {
         let mut displaced = None;
         let mut table = lock(&self.table);
         if table.open.len() >= most {
-            if now < table.earliest {
-                return Err(table.earliest);
-            }
-            let Some(at) = table.least_active(most, now, grace) else {
-                let due = table.open.iter().map(|state| state.moved() + grace);
-                table.earliest = due.filter(|due| *due > now).min().unwrap_or(Moment::NEVER);
-                return Err(table.earliest);
+            let at = match table.oldest_lingering() {
+                Some(at) => at,
+                None => table.displace(most, now, grace)?,
             };
-            let pace = grace * PACE / u32::try_from(most).unwrap_or(u32::MAX);
-            table.earliest = now + pace.min(grace);
             displaced = Some(table.open.swap_remove(at));
         }
         let state = Arc::new(ConnectionState::default());
@@ -288,9 +333,11 @@ impl Connections {
         Ok(Connection { connections: self.clone(), state })
     }
 
-    /// Closes connections whose clients have taken nothing of their responses for longer than the
-    /// grace period, if memory is short. Looks at most every 100 ms. A
-    /// `ConnectionListener` calls it.
+    /// Closes connections whose clients take nothing of a response whose time limit has passed
+    /// ([`MemoryLayer::with_min_data_rate`](super::MemoryLayer::with_min_data_rate),
+    /// [`MemoryLayer::with_max_hold`](super::MemoryLayer::with_max_hold)). If memory is short, also
+    /// closes those whose clients have taken nothing of their responses for longer than the grace
+    /// period. Looks at most every 100 ms. A `ConnectionListener` calls it.
     pub fn tend(&self) {
         let Settings { admission, grace, clock, .. } = &self.settings;
         let now = clock.now();
@@ -299,20 +346,45 @@ impl Connections {
             return;
         }
         table.tend_at = now + TEND_EVERY;
+        let overdue = |state: &mut Arc<ConnectionState>| state.is_overdue(now, *grace);
+        let overdue: Vec<_> = table.open.extract_if(.., overdue).collect();
         let stats = admission.stats();
         let lacking = [RejectReason::Full, RejectReason::Exhausted, RejectReason::Pressure];
         let rejected = lacking.iter().map(|reason| stats.rejected_total(*reason)).sum();
         let has_rejected = rejected > std::mem::replace(&mut table.rejected, rejected);
-        if admission.level() < Level::High && stats.waiting == 0 && !has_rejected {
-            return;
-        }
-        let stalled =
-            |state: &mut Arc<ConnectionState>| state.is_stalled() && now - state.moved() > *grace;
-        let closed: Vec<_> = table.open.extract_if(.., stalled).collect();
-        let waiting = std::mem::take(&mut table.waiting);
+        let is_short = admission.level() >= Level::High || stats.waiting > 0 || has_rejected;
+        let stalled = |state: &mut Arc<ConnectionState>| {
+            is_short && state.is_stalled() && now - state.moved() > *grace
+        };
+        let stalled: Vec<_> = table.open.extract_if(.., stalled).collect();
+        let has_closed = !(overdue.is_empty() && stalled.is_empty());
+        let waiting = if has_closed { std::mem::take(&mut table.waiting) } else { Vec::new() };
         drop(table);
-        closed.iter().for_each(|state| state.close(CloseReason::Stalled));
+        overdue.iter().for_each(|state| state.close(CloseReason::Overdue));
+        stalled.iter().for_each(|state| state.close(CloseReason::Stalled));
         waiting.into_iter().for_each(Waker::wake);
+    }
+}
+
+/// The connection of a request, in the request's extensions.
+#[derive(Clone, Debug)]
+pub(super) struct ConnectionHandle(Arc<ConnectionState>);
+
+impl ConnectionHandle {
+    /// Has the connection closed, unless what is returned is dropped before.
+    pub(super) fn overdue(&self) -> Overdue {
+        self.0.overdue.fetch_add(1, Ordering::Relaxed);
+        Overdue(Arc::clone(&self.0))
+    }
+}
+
+/// A request of a connection whose time limit has passed.
+#[derive(Debug)]
+pub(super) struct Overdue(Arc<ConnectionState>);
+
+impl Drop for Overdue {
+    fn drop(&mut self) {
+        self.0.overdue.fetch_sub(1, Ordering::Relaxed);
     }
 }
 
@@ -360,8 +432,12 @@ impl Connection {
 
 impl Settings {
     fn progress(&self, state: &ConnectionState) {
-        let now = self.clock.now().since_origin().as_nanos();
-        state.moved.store(u64::try_from(now).unwrap_or(u64::MAX), Ordering::Relaxed);
+        state.moved.store(self.now(), Ordering::Relaxed);
+    }
+
+    /// Returns the time in nanoseconds since the clock's origin.
+    fn now(&self) -> u64 {
+        u64::try_from(self.clock.now().since_origin().as_nanos()).unwrap_or(u64::MAX)
     }
 }
 

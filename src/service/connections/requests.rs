@@ -22,7 +22,7 @@ use tower_service::Service;
 
 use lowtide_admission::{Admission, Level};
 
-use super::{Connection, ConnectionState};
+use super::{Connection, ConnectionHandle, ConnectionState};
 
 /// The handler waits for the request's body.
 const RECEIVES: u8 = 1;
@@ -80,8 +80,8 @@ impl Drop for OpenRequest {
 
 impl Connection {
     /// Returns the service of this connection: it records what the server waits for, and ends the
-    /// connection with its next response at level high and above. Takes an allocation for each
-    /// request, and no lock.
+    /// connection with its next response at level high and above. Takes some allocations
+    /// for each request, and no lock.
     pub fn service<S>(&self, inner: S) -> ConnectionService<S> {
         let admission = self.connections.settings.admission.clone();
         ConnectionService { inner, state: Arc::clone(&self.state), admission }
@@ -99,6 +99,7 @@ pub struct ConnectionService<S> {
 impl<S, Q, R> Service<Request<Q>> for ConnectionService<S>
 where
     S: Service<Request<ConnectionBody<Q>>, Response = Response<R>>,
+    Q: Body,
 {
     type Response = Response<ConnectionBody<R>>;
     type Error = S::Error;
@@ -108,8 +109,12 @@ where
         self.inner.poll_ready(cx)
     }
 
-    fn call(&mut self, request: Request<Q>) -> Self::Future {
+    fn call(&mut self, mut request: Request<Q>) -> Self::Future {
+        request.extensions_mut().insert(ConnectionHandle(Arc::clone(&self.state)));
         let (version, open) = (request.version(), OpenRequest::new(&self.state));
+        let is_arriving = !request.body().is_end_stream();
+        self.state.has_unread.store(is_arriving, Ordering::Relaxed);
+        self.state.is_shared.store(version >= Version::HTTP_2, Ordering::Relaxed);
         let body = |body| ConnectionBody { body, open: Arc::clone(&open), waits: RECEIVES };
         let future = self.inner.call(request.map(body));
         ConnectionFuture { future, open, version, admission: self.admission.clone() }
@@ -180,8 +185,12 @@ impl<B: Body> Body for ConnectionBody<B> {
         self: Pin<&mut Self>,
         cx: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<B::Data>, B::Error>>> {
-        let this = self.project();
-        let polled = this.body.poll_frame(cx);
+        let mut this = self.project();
+        let polled = this.body.as_mut().poll_frame(cx);
+        let is_over = || matches!(polled, Poll::Ready(None)) || this.body.is_end_stream();
+        if *this.waits == RECEIVES && polled.is_ready() && is_over() {
+            this.open.state.has_unread.store(false, Ordering::Relaxed);
+        }
         this.open.set(*this.waits, polled.is_pending() == (*this.waits == RECEIVES));
         polled
     }

@@ -24,6 +24,7 @@ use tokio::time::sleep;
 use crate::clock::Moment;
 use crate::sync::lock;
 
+use super::linger::Linger;
 use super::{CloseReason, Connection, ConnectionState, Connections, PACE, Settings, TEND_EVERY};
 
 /// The time for which no further connection is accepted after one was refused. A client that
@@ -123,7 +124,8 @@ impl ConnectionListener {
                         let Some((stream, from, _)) = waiting.pop_front() else { continue };
                         let state = Arc::clone(&connection.state);
                         let settings = connections.settings.clone();
-                        let stream = ConnectionStream { stream, state, settings };
+                        let linger = Linger::default();
+                        let stream = ConnectionStream { stream, state, settings, linger };
                         return Ok((connection, stream, from));
                     }
                     Err(earliest) => pause = pause.min(earliest - now),
@@ -174,11 +176,18 @@ impl Connections {
 
 /// A TCP stream that records the time of its last byte. One that is closed for another connection,
 /// or for memory, is reset, so that the kernel keeps nothing of what its client did not read.
+///
+/// It lingers when it is shut down before the client has sent all of a request, as after a
+/// rejection: it sends no more, and reads and discards what arrives until the client closes its
+/// side, for at most 2 s and [`DRAIN_MAX`](crate::service::DRAIN_MAX). Otherwise the kernel would
+/// reset the connection, and the client might lose the answer. Meanwhile it counts as open, and is
+/// the first to be closed for another.
 #[derive(Debug)]
 pub struct ConnectionStream {
     stream: TcpStream,
     state: Arc<ConnectionState>,
     settings: Settings,
+    linger: Linger,
 }
 
 impl ConnectionStream {
@@ -241,7 +250,8 @@ impl AsyncWrite for ConnectionStream {
     }
 
     fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.stream).poll_shutdown(cx)
+        let Self { stream, state, settings, linger } = &mut *self;
+        linger.poll_shutdown(stream, state, settings, cx)
     }
 }
 

@@ -22,11 +22,23 @@ const SECOND: Duration = Duration::from_secs(1);
 
 /// A body whose polls return what the test put there, and wait otherwise.
 #[derive(Clone, Debug, Default)]
-struct Scripted(Rc<RefCell<VecDeque<Bytes>>>);
+struct Scripted {
+    parts: Rc<RefCell<VecDeque<Bytes>>>,
+    /// It ends after the parts that are there.
+    ends: bool,
+    /// Its end is not known before, as of a chunked body.
+    is_chunked: bool,
+}
 
 impl Scripted {
     fn arrive(&self) {
-        self.0.borrow_mut().push_back(Bytes::from_static(b"part"));
+        self.parts.borrow_mut().push_back(Bytes::from_static(b"part"));
+    }
+
+    fn whole(parts: usize, is_chunked: bool) -> Self {
+        let whole = Self { ends: true, is_chunked, ..Self::default() };
+        (0..parts).for_each(|_| whole.arrive());
+        whole
     }
 }
 
@@ -38,8 +50,15 @@ impl Body for Scripted {
         self: Pin<&mut Self>,
         _: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
-        let next = self.0.borrow_mut().pop_front();
-        next.map_or(Poll::Pending, |part| Poll::Ready(Some(Ok(Frame::data(part)))))
+        match self.parts.borrow_mut().pop_front() {
+            Some(part) => Poll::Ready(Some(Ok(Frame::data(part)))),
+            None if self.ends => Poll::Ready(None),
+            None => Poll::Pending,
+        }
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.ends && !self.is_chunked && self.parts.borrow().is_empty()
     }
 }
 
@@ -204,6 +223,52 @@ fn a_connection_on_which_the_server_works_is_kept_longest() {
     assert!(connections.open().is_none());
 }
 
+/// A flood of rejected clients that do not close their connections takes no place of others.
+#[test]
+fn connections_that_linger_are_closed_first_the_oldest_before_the_others() {
+    let (connections, clock, _) = connections(4);
+    let all = [(); 4].map(|()| opened(&connections));
+    for (at, connection) in [(3, &all[2]), (1, &all[0]), (2, &all[3])] {
+        connection.state.lingers_since.store(at, Ordering::Relaxed);
+    }
+    let mut newer = Vec::new();
+    for expected in [
+        [true, false, false, false],
+        [true, false, false, true],
+        [true, false, true, true],
+        [true, false, true, true],
+    ] {
+        newer.extend(connections.open());
+        assert_eq!(closed(&all), expected);
+    }
+    assert_eq!(newer.len(), 3, "no time has passed, so the others keep their places");
+    clock.advance(SECOND);
+    newer.iter().for_each(Connection::progress);
+    newer.extend(connections.open());
+    assert_eq!((closed(&all), newer.len()), ([true; 4], 4), "they cost no other its turn");
+}
+
+#[test]
+fn a_body_of_which_a_part_is_left_is_unread() {
+    let (connections, _, _) = connections(1);
+    let connection = opened(&connections);
+    let has_unread = || connection.state.has_unread.load(Ordering::Relaxed);
+    let keeps = Keeps::default();
+    for (is_chunked, reads, expected) in
+        [(false, 0, true), (false, 1, true), (false, 2, false), (true, 2, true), (true, 3, false)]
+    {
+        let sent = Scripted::whole(2, is_chunked);
+        let _handler = connection.service(keeps.clone()).call(Request::new(sent));
+        let mut body = keeps.0.borrow_mut().take().expect("a body");
+        for _ in 0..reads {
+            assert!(has_frame(&mut body));
+        }
+        assert_eq!(has_unread(), expected, "after {reads} reads");
+    }
+    let _handler = connection.service(keeps).call(Request::new(Scripted::whole(0, false)));
+    assert!(!has_unread(), "without a body");
+}
+
 /// The bug: under overload each request that took longer than the grace period was ended for a new
 /// one, and none was finished; or a dependency that hung took all places.
 #[test]
@@ -252,6 +317,33 @@ fn an_unread_response_ends_its_connection_only_while_memory_is_short() {
     clock.advance(SECOND + Duration::from_nanos(1));
     connections.tend();
     assert!(is_closed(&all[2]));
+}
+
+/// A response whose time limit has passed, and of which the client takes nothing.
+#[test]
+fn an_overdue_response_ends_its_connection_unless_others_use_it() {
+    for version in [Version::HTTP_11, Version::HTTP_2] {
+        let is_shared = version == Version::HTTP_2;
+        let (connections, clock, _) = connections(8);
+        let all = [opened(&connections), opened(&connections), opened(&connections)];
+        let _unread = all.each_ref().map(|connection| answer(connection, version));
+        let overdue = all.each_ref().map(|connection| {
+            let handle = ConnectionHandle(Arc::clone(&connection.state));
+            handle.overdue()
+        });
+        let [_first, second, _third] = overdue;
+        drop(second);
+        let _works = all[2].service(Keeps::default()).call({
+            let mut request = Request::new(Scripted::default());
+            *request.version_mut() = version;
+            request
+        });
+        connections.tend();
+        assert_eq!(closed(&all), [!is_shared, false, !is_shared], "{version:?}");
+        clock.advance(2 * SECOND);
+        connections.tend();
+        assert_eq!(closed(&all), [true, false, !is_shared], "{version:?}");
+    }
 }
 
 #[test]

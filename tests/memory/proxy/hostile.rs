@@ -1,12 +1,13 @@
 //! Clients that take and do not give: announced bodies that never come, unfinished heads, idle
 //! connections. Each is ended, and what it held is there for others again.
 //!
-//! The patience of these proxies is short, so that it ends within the test; no time is asserted.
+//! The timeouts of these proxies are short, so that they pass within the test; no time is asserted.
 
 use std::time::Duration;
 
 use lowtide::ByteSize;
 use lowtide::admission::Level;
+use tokio::task::JoinHandle;
 
 use super::support::{Managed, WEIGHTS, ask, embed, get, post, unmanaged};
 use super::wire::{PATIENCE, Upstream, Wire, until, within};
@@ -24,6 +25,28 @@ fn short_of_bodies() -> Limits {
     Limits { body_timeout: SHORT, ..Limits::default() }
 }
 
+/// Lets the time of the proxy's memory pass, ten times as fast as that of clients, until dropped.
+struct Passing(JoinHandle<()>);
+
+impl Passing {
+    fn of(proxy: &Managed) -> Self {
+        let clock = proxy.clock.clone();
+        let mut each = tokio::time::interval(Duration::from_millis(1));
+        Self(tokio::spawn(async move {
+            loop {
+                each.tick().await;
+                clock.advance(Duration::from_millis(10));
+            }
+        }))
+    }
+}
+
+impl Drop for Passing {
+    fn drop(&mut self) {
+        self.0.abort();
+    }
+}
+
 fn announce(path: &str, bytes: u64) -> String {
     format!("POST {path} HTTP/1.1\r\nhost: here\r\ncontent-length: {bytes}\r\n\r\n")
 }
@@ -32,6 +55,7 @@ fn announce(path: &str, bytes: u64) -> String {
 #[tokio::test(flavor = "multi_thread")]
 async fn announced_bodies_that_never_came_held_the_allowance_for_ever() {
     let proxy = proxy(short_of_bodies()).await;
+    let passing = Passing::of(&proxy);
     for (path, start) in [("/words", ""), ("/words", "a word"), ("/embed", ""), ("/embed", "{")] {
         let mut clients = Vec::new();
         for _ in 0..4 {
@@ -42,11 +66,12 @@ async fn announced_bodies_that_never_came_held_the_allowance_for_ever() {
         for mut client in clients {
             let answer = client.answer().await;
             assert_eq!(answer.status(), 408, "{path}: {}", answer.text());
-            assert!(answer.text().contains("request body timeout"), "{path}: {}", answer.text());
+            assert!(answer.text().contains("client too slow"), "{path}: {}", answer.text());
             assert!(client.is_closed().await, "{path}: what would come is no request");
         }
         until("nothing is held", || proxy.held() == 0).await;
     }
+    drop(passing);
     assert_eq!(ask(proxy.at, post("/words", "text/plain", "a")).await.status(), 200);
     proxy.end().await;
 }
@@ -55,6 +80,7 @@ async fn announced_bodies_that_never_came_held_the_allowance_for_ever() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_refusal_waited_for_ever_for_a_body_that_never_came() {
     let proxy = proxy(short_of_bodies()).await;
+    let _passing = Passing::of(&proxy);
     // At the door, and behind it by the text service.
     for spare in [ByteSize::ZERO, ByteSize::mib(4)] {
         let permits = proxy.fill(spare);
@@ -75,8 +101,9 @@ async fn a_refusal_waited_for_ever_for_a_body_that_never_came() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_body_that_comes_byte_by_byte_runs_out_of_credit() {
     // Long beside the pause between two bytes: a busy machine is not to end it by itself.
-    let limits = Limits { body_timeout: 10 * SHORT, ..Limits::default() };
+    let limits = Limits { body_timeout: 100 * SHORT, ..Limits::default() };
     let proxy = proxy(limits).await;
+    let _passing = Passing::of(&proxy);
     let chunked = "POST /words HTTP/1.1\r\nhost: here\r\ntransfer-encoding: chunked\r\n\r\n";
     let announced = announce("/words", 4_000_000);
     for (head, piece) in [(announced.as_str(), "x"), (chunked, "1\r\nx\r\n")] {
@@ -103,6 +130,7 @@ async fn a_body_that_comes_byte_by_byte_runs_out_of_credit() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_stream_that_stops_is_cut_off_and_frees_what_it_booked() {
     let proxy = proxy(short_of_bodies()).await;
+    let _passing = Passing::of(&proxy);
     let mut client = Wire::connect(proxy.at).await;
     client
         .send("POST /echo HTTP/1.1\r\nhost: h\r\ntransfer-encoding: chunked\r\n\r\n2\r\nok\r\n")

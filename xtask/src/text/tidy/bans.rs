@@ -15,7 +15,11 @@ const ENVIRONMENT: &str = "src/config/env.rs";
 /// The only reader of the machine's clock, in the package on the lowest layer.
 const CLOCK: [&str; 2] = ["src/clock.rs", "crates/core/src/clock.rs"];
 /// The only one that names an async runtime, for services that have it.
-const RUNTIME: [&str; 2] = ["src/memory/runtime.rs", "src/service/connections/tcp.rs"];
+const RUNTIME: [&str; 3] = [
+    "src/memory/runtime.rs",
+    "src/service/connections/linger.rs",
+    "src/service/connections/tcp.rs",
+];
 /// The only one that calls a subscriber.
 const LOG: [&str; 2] = ["src/log.rs", "crates/core/src/log.rs"];
 

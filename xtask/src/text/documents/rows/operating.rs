@@ -35,6 +35,7 @@ pub(super) fn rows(code: &Code<'_>) -> Vec<Row> {
         published,
         levels,
         slow_clients,
+        time_limits,
         connections,
         caches,
         routes,
@@ -90,12 +91,27 @@ fn slow_clients(code: &Code<'_>) -> Rows {
     ]
 }
 
+fn time_limits(code: &Code<'_>) -> Rows {
+    let timeout = time(code.default_with("body_timeout").field("body_timeout").time());
+    vec![
+        ("The proxy's are {}/s and {}.", values![code.constant("RATE_MIN").size(), timeout]),
+        ("up to {} more than the rate", values![code.constant("pace::BUFFERED").size()]),
+        (
+            "The control loop looks every {},",
+            values![time(code.constant("large::TIME_CHECKED_EVERY").time())],
+        ),
+        (
+            "if more than {} requests wait, it looks",
+            values![code.constant("large::LARGE_MAX").count()],
+        ),
+    ]
+}
+
 fn connections(code: &Code<'_>) -> Rows {
     let of = |name: &str| code.constant(&format!("connections::{name}"));
     let (part, pace) = (of("PART").count(), of("PACE").count());
     expect(code, part == "4" && pace == "4", &format!("{PAGE}: a quarter, and three quarters"));
     let grace = time(of("GRACE").time());
-    let rate = code.constant("RATE_MIN").size();
     let in_bench = |name: &str| {
         format!("{} KiB", code.within(BENCH, &format!("const {name}: u32 = "), " << 10;"))
     };
@@ -103,7 +119,13 @@ fn connections(code: &Code<'_>) -> Rows {
         ("(`with_estimate`, {} by default)", values![of("ESTIMATE").size()]),
         ("and for more than {} (`with_grace`)", values![grace.clone()]),
         ("the new connection waits, for {} at most;", values![grace]),
-        ("(the proxy's is {}/s)", values![rate]),
+        (
+            "until the client closes, for at most {} and {}.",
+            values![
+                time(code.constant("linger::LINGER_TIME").time()),
+                code.constant("DRAIN_MAX").size()
+            ],
+        ),
         (
             "| `initial_connection_window_size` | {} | 1 MiB |",
             values![in_bench("CONNECTION_WINDOW")],
