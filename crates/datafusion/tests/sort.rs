@@ -91,7 +91,8 @@ fn a_sort_larger_than_the_ledger_spills_and_completes() {
     assert!(sorted.spills > 0 && sorted.spilled_bytes >= 8 << 20, "{sorted:?}");
     let stats = pool.stats();
     assert!(stats.reserved_peak <= MIN, "never beyond the ledger: {stats:?}");
-    assert_eq!(admission.stats().rejected.iter().sum::<u64>(), 0, "a sort that spills is no rejected request");
+    let rejected: u64 = admission.stats().rejected.iter().sum();
+    assert_eq!(rejected, 0, "a sort that spills is no rejected request");
 }
 
 #[test]
