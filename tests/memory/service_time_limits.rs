@@ -78,6 +78,14 @@ impl Bed {
         });
     }
 
+    /// Waits until so many slow clients were found, and their responses are cut.
+    fn pass_until_slow(&self, count: u64) {
+        let is_found = || self.count(RejectReason::SlowClient) == count;
+        advance_until(&self.clock, STEP, "a slow client", is_found);
+        // The tick has ended when the next one has begun.
+        self.pass(STEP);
+    }
+
     fn count(&self, reason: RejectReason) -> u64 {
         self.stats().rejected_total(reason)
     }
@@ -323,8 +331,7 @@ fn a_response_that_is_not_taken_ends_with_an_error() {
     let mut answer = answered(&bed, &layer, Full::new(Bytes::from(vec![1_u8; 1 << 20])));
     bed.pass(GRACE - 5 * STEP);
     assert_eq!(bed.count(RejectReason::SlowClient), 0);
-    let ended = || bed.count(RejectReason::SlowClient) == 1;
-    advance_until(&bed.clock, STEP, "the end", ended);
+    bed.pass_until_slow(1);
     let rejected = error(answer.body_mut());
     assert_eq!(rejected.reason(), RejectReason::SlowClient);
     assert!(crate::polled::now(answer.body_mut().frame()).is_none());
@@ -427,10 +434,9 @@ fn a_connection_whose_client_takes_nothing_is_closed() {
     let frame = crate::polled::now(answer.body_mut().frame()).expect("a frame").expect("valid");
     drop(answer);
     assert_eq!(bed.stats().held(), 1);
-    let ended = || bed.count(RejectReason::SlowClient) == 1;
     connections.tend();
     assert!(!is_closed(&connection));
-    advance_until(&bed.clock, STEP, "the end", ended);
+    bed.pass_until_slow(1);
     clock.advance(STEP);
     connections.tend();
     assert!(is_closed(&connection));
@@ -450,8 +456,7 @@ fn a_connection_whose_client_has_taken_all_is_kept_whatever_the_handler_left_beh
         drop(answer);
         let before = bed.count(RejectReason::SlowClient);
         if is_cut {
-            let ended = || bed.count(RejectReason::SlowClient) > before;
-            advance_until(&bed.clock, STEP, "the end", ended);
+            bed.pass_until_slow(before + 1);
         }
         if !is_late {
             drop(frame);
