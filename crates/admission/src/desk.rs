@@ -619,7 +619,7 @@ impl Desk {
     }
 
     /// Counts a rejected request, and returns the rejection.
-    #[cold]
+    #[inline]
     pub(super) fn reject(&self, rejected: Rejected) -> Rejected {
         let place = Place::here();
         self.tally(place).rejected(place, rejected.reason(), rejected.shortage());

@@ -142,13 +142,13 @@ unsafe impl<T: Send + Sync + 'static> Shared for Cell<T> {
 
 #[cfg(all(test, not(lowtide_loom)))]
 mod tests {
-    use std::sync::Arc;
+    use std::sync::{Arc, OnceLock, mpsc};
 
     use lowtide_core::clock::{Clock, ManualClock, Moment};
 
     use super::*;
     use crate::admission::Admission;
-    use crate::managed::{Managed, Resource};
+    use crate::managed::{AcquireError, Managed, Resource};
 
     const IDLE: Duration = Duration::from_secs(10);
 
@@ -254,6 +254,48 @@ mod tests {
         assert!(!bed.managed.unload_if_due(bed.clock.now()));
         bed.clock.advance(Duration::from_millis(1));
         assert!(bed.managed.unload_if_due(bed.clock.now()));
+    }
+
+    const PATIENCE: Duration = Duration::from_secs(20);
+
+    /// The end of a guard that is only counted wakes no thread.
+    #[test]
+    fn a_thread_that_waits_to_unload_is_woken_by_the_last_guard_of_a_tick() {
+        let bed = Bed::new();
+        bed.tick();
+        bed.use_after(0);
+        let held = bed.managed.acquire_blocking().expect("loaded");
+        let (sender, unloaded) = mpsc::channel();
+        let managed = bed.managed.clone();
+        let unload = std::thread::spawn(move || sender.send(managed.unload_now(IDLE)));
+        assert!(bed.clock.wait_for_waiters(1, PATIENCE));
+        drop(held);
+        let unloaded = unloaded.recv_timeout(PATIENCE);
+        bed.clock.advance(IDLE);
+        assert!(unload.join().expect("no panic").is_ok());
+        assert!(matches!(unloaded, Ok(Ok(true))), "{unloaded:?}");
+        bed.use_after(0);
+        bed.use_after(0);
+        assert_eq!(bed.managed.cell.slot.take_uses(), 2, "no thread waits any more");
+    }
+
+    #[test]
+    fn a_value_that_is_loaded_after_the_resource_was_closed_has_no_guards() {
+        let (clock, managed) = (ManualClock::new(), Arc::new(OnceLock::<Managed<u8>>::new()));
+        let closed = Arc::clone(&managed);
+        let load = move || {
+            let managed = closed.get().ok_or("not set")?;
+            assert!(managed.close(Duration::ZERO).is_err(), "it is loading");
+            Ok(1)
+        };
+        let built = Managed::builder("a", load).build(Arc::new(clock), None);
+        let managed = managed.get_or_init(|| built);
+        for _ in 0..2 {
+            let error = managed.acquire_blocking().expect_err("closed");
+            assert!(matches!(error, AcquireError::Closed { .. }), "{error:?}");
+        }
+        assert!(managed.stats().loaded && managed.peek().is_none());
+        assert!(managed.unload_if_due(Moment::ORIGIN));
     }
 
     #[test]
