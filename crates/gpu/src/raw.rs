@@ -57,8 +57,8 @@ impl RawBlock {
     }
 }
 
-/// The most streams that a raw block remembers; one more, and it counts as used by any stream. Twice
-/// the 32 streams that PyTorch has in a pool.
+/// The most streams that a raw block remembers; one more, and it counts as used by any stream.
+/// Twice the 32 streams that PyTorch has in a pool.
 pub(super) const USERS_MAX: usize = 64;
 
 /// The streams that use a raw block.
@@ -257,8 +257,8 @@ impl DeviceArena {
         Ok(())
     }
 
-    /// Records that streams which the arena does not know use a raw block: its memory is reused only
-    /// after all work of the device.
+    /// Records that streams which the arena does not know use a raw block: its memory is reused
+    /// only after all work of the device.
     ///
     /// # Errors
     /// The errors of [`DeviceArena::free`].

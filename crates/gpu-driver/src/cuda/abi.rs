@@ -40,8 +40,8 @@ pub(super) const POOL_USED_HIGH: i32 = 8;
 
 /// `CU_STREAM_LEGACY`: the legacy default stream, however the program was compiled.
 pub(super) const STREAM_LEGACY: usize = 1;
-/// `CUDA_ERROR_STREAM_CAPTURE_IMPLICIT`: the legacy default stream depends on a stream that captures
-/// a graph.
+/// `CUDA_ERROR_STREAM_CAPTURE_IMPLICIT`: the legacy default stream depends on a stream that
+/// captures a graph.
 pub(super) const CAPTURE_IMPLICIT: u32 = 906;
 /// `CU_STREAM_NON_BLOCKING`: no order with the legacy default stream.
 pub(super) const STREAM_NON_BLOCKING: u32 = 1;

@@ -49,8 +49,8 @@ pub(crate) trait Device: Sync {
     /// Queues work of the lane's stream that writes a value to every byte of a raw block.
     fn write_raw(&self, lane: &Lane, to: RawBlock, value: u8) -> Outcome;
 
-    /// Returns `true` if every byte of a raw block has the value, once the work of the lane's stream
-    /// that asks is done.
+    /// Returns `true` if every byte of a raw block has the value, once the work of the lane's
+    /// stream that asks is done.
     fn raw_holds(&self, lane: &Lane, of: RawBlock, value: u8) -> Result<bool, Fault>;
 
     /// Returns `true` if committed memory is taken from the device before its first use.
@@ -85,6 +85,7 @@ pub(crate) const CASES: &[Case] = &[
     ("another lane takes the raw block that one freed, after its work", raw_other_lane),
     ("work on a lane that was named for a raw block is waited for", raw_recorded_use),
     ("a raw block whose lane has ended is reused after its work", raw_ended_lane),
+    ("freed memory is idle after a wait for its work", waits_for_pending),
     ("raw blocks are found by any of their addresses", raw_lookup),
     ("threads beside each other", threads),
     ("sizes that can never fit are refused", absurd_sizes),
@@ -445,6 +446,29 @@ fn raw_ended_lane(device: &dyn Device) -> Outcome {
         ensure!(device.raw_holds(&bed.lane, taken, value)?, "the ended lane wrote to it later");
         bed.lane.free(taken.at)?;
     }
+    bed.end()
+}
+
+fn waits_for_pending(device: &dyn Device) -> Outcome {
+    let bed = Bed::new(device)?;
+    let second = device.lane(&bed.arena)?;
+    for unknown in [false, true] {
+        let blocks = [raw_large(&bed, &bed.lane)?, raw_large(&bed, &second)?];
+        for (block, lane) in blocks.into_iter().zip([&bed.lane, &second]) {
+            device.write_raw(lane, block, 1)?;
+            if unknown {
+                bed.arena.record_unknown_use(block.at)?;
+            }
+            lane.free(block.at)?;
+        }
+        bed.arena.wait_for_pending()?;
+        let after = bed.arena.snapshot();
+        ensure!(after.pending.is_zero(), "{} pending after the wait", after.pending);
+        bed.arena.purge()?;
+        let committed = bed.arena.snapshot().committed;
+        ensure!(committed.is_zero(), "{committed} committed after the wait and a purge");
+    }
+    drop(second);
     bed.end()
 }
 
