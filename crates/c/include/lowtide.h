@@ -127,7 +127,7 @@ enum lowtide_status
    */
   LOWTIDE_STATUS_DRIVER = 17,
   /**
-   * The allocator was opened before a fork and is used in the child.
+   * The process was forked after the library was used, and this is the child.
    */
   LOWTIDE_STATUS_FORKED = 18,
   /**
@@ -417,8 +417,8 @@ lowtide_status lowtide_find_block(lowtide_allocator allocator,
  * Releases idle memory of a device, or of all for `LOWTIDE_ALL_DEVICES`, until at most
  * `keep_bytes` are committed on each. Stores the bytes released in `*released`, which is optional.
  *
- * Waits for the work of freed blocks first: of their streams, or of the whole device if a block was
- * of any stream. While one of the streams captures a graph it does not wait, and releases only
+ * Waits for the work of freed blocks first: of their streams, or of the whole device if a block
+ * was of any stream. While one of the streams captures a graph it does not wait, and releases only
  * memory whose work is known to be complete.
  *
  * # Safety

@@ -13,7 +13,7 @@ use lowtide_gpu::ByteSize;
 use lowtide_gpu_driver::DeviceAddress;
 
 use crate::blocks;
-use crate::failure::{self, Failure, Status, guard, not_null};
+use crate::failure::{self, Outcome, Status, guard, not_null};
 use crate::options::{Block, Config, Options, Statistics, check_room, write};
 use crate::registry::{self, Stream};
 
@@ -316,7 +316,7 @@ pub unsafe extern "C" fn lowtide_get_statistics(
 }
 
 /// Returns the failure for a size that is below zero.
-pub(crate) fn size_of_signed(size: isize) -> Result<usize, Failure> {
+pub(crate) fn size_of_signed(size: isize) -> Outcome<usize> {
     let negative = |_| crate::options::invalid("size", size as i64, "0 or more");
     usize::try_from(size).map_err(negative)
 }

@@ -8,7 +8,7 @@ use lowtide_gpu::{ByteSize, DeviceArena, DeviceError, RawBlock, Region};
 use lowtide_gpu_driver::DeviceAddress;
 
 use crate::api::LOWTIDE_ALL_DEVICES as ALL_DEVICES;
-use crate::failure::{Failure, failed_total};
+use crate::failure::{Failure, Outcome, failed_total};
 use crate::options::{Statistics, invalid};
 use crate::registry::{self, Route, Stream};
 
@@ -18,14 +18,14 @@ pub(crate) const ALIGN: usize = 256;
 
 /// Allocates a block for the next work of a stream. A size of 0 takes no block and returns `None`,
 /// as `cudaMalloc`.
-#[inline]
+#[inline(always)]
 pub(crate) fn alloc(
     handle: u64,
     device: i32,
     size: usize,
     align: usize,
     stream: Stream,
-) -> Result<Option<DeviceAddress>, Failure> {
+) -> Outcome<Option<DeviceAddress>> {
     let route = registry::route(handle, device, stream)?;
     if size == 0 {
         return Ok(None);
@@ -40,19 +40,14 @@ pub(crate) fn alloc(
 }
 
 /// Frees a block after its last use on a stream.
-#[inline]
-pub(crate) fn free(
-    handle: u64,
-    device: i32,
-    at: DeviceAddress,
-    stream: Stream,
-) -> Result<(), Failure> {
+#[inline(always)]
+pub(crate) fn free(handle: u64, device: i32, at: DeviceAddress, stream: Stream) -> Outcome<()> {
     let route = registry::route_of(handle, device, stream, at)?;
     free_on(&route, at)?;
     Ok(())
 }
 
-#[inline]
+#[inline(always)]
 fn free_on(route: &Route, at: DeviceAddress) -> Result<RawBlock, DeviceError> {
     match &route.lane {
         Some(lane) => lane.free(at),
@@ -69,7 +64,7 @@ pub(crate) fn record_use(
     device: i32,
     at: DeviceAddress,
     stream: Stream,
-) -> Result<(), Failure> {
+) -> Outcome<()> {
     let route = registry::route_of(handle, device, stream, at)?;
     match &route.lane {
         Some(lane) => route.arena.record_use(at, lane)?,
@@ -79,7 +74,7 @@ pub(crate) fn record_use(
 }
 
 /// Returns the block that contains an address, and its device.
-pub(crate) fn find(handle: u64, at: DeviceAddress) -> Result<(i32, RawBlock), Failure> {
+pub(crate) fn find(handle: u64, at: DeviceAddress) -> Outcome<(i32, RawBlock)> {
     for (device, arena) in registry::devices(handle)? {
         match arena.raw_block_containing(at) {
             Ok(block) => return Ok((device, block)),
@@ -87,12 +82,12 @@ pub(crate) fn find(handle: u64, at: DeviceAddress) -> Result<(i32, RawBlock), Fa
             Err(error) => return Err(error.into()),
         }
     }
-    Err(Failure::NoSuchAddress { at })
+    Err(Failure::NoSuchAddress { at }.into())
 }
 
 /// Releases idle memory of the named devices until at most `keep` bytes are committed on each;
 /// returns the bytes released.
-pub(crate) fn shrink(handle: u64, device: i32, keep: ByteSize) -> Result<ByteSize, Failure> {
+pub(crate) fn shrink(handle: u64, device: i32, keep: ByteSize) -> Outcome<ByteSize> {
     let mut released = ByteSize::ZERO;
     for arena in named(handle, device)? {
         match arena.wait_for_pending() {
@@ -106,7 +101,7 @@ pub(crate) fn shrink(handle: u64, device: i32, keep: ByteSize) -> Result<ByteSiz
 }
 
 /// Returns the figures of the named devices.
-pub(crate) fn statistics(handle: u64, device: i32) -> Result<Statistics, Failure> {
+pub(crate) fn statistics(handle: u64, device: i32) -> Outcome<Statistics> {
     let mut sum = Statistics { failed_calls_total: failed_total(), ..Statistics::default() };
     for arena in named(handle, device)? {
         let figures = arena.snapshot();
@@ -130,13 +125,13 @@ pub(crate) fn statistics(handle: u64, device: i32) -> Result<Statistics, Failure
 }
 
 /// Sets the limit of committed memory of a device; opens the device.
-pub(crate) fn set_limit(handle: u64, device: i32, limit: ByteSize) -> Result<(), Failure> {
+pub(crate) fn set_limit(handle: u64, device: i32, limit: ByteSize) -> Outcome<()> {
     registry::device(handle, device)?.0.set_limit(limit);
     Ok(())
 }
 
 /// Sets the limit to a share of the device's memory; opens the device.
-pub(crate) fn set_fraction(handle: u64, device: i32, fraction: f64) -> Result<(), Failure> {
+pub(crate) fn set_fraction(handle: u64, device: i32, fraction: f64) -> Outcome<()> {
     if !(0.0..=1.0).contains(&fraction) {
         // Shown in thousandths; a value that is no number as 0.
         #[expect(clippy::cast_possible_truncation, reason = "saturates")]
@@ -150,7 +145,7 @@ pub(crate) fn set_fraction(handle: u64, device: i32, fraction: f64) -> Result<()
 }
 
 /// Returns the arenas of a device, or of all devices for -1. A device that is not open has none.
-fn named(handle: u64, device: i32) -> Result<Vec<DeviceArena>, Failure> {
+fn named(handle: u64, device: i32) -> Outcome<Vec<DeviceArena>> {
     if device != ALL_DEVICES {
         registry::number_of(device)?;
     }

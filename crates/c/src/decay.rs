@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use lowtide_core::clock::{Bell, Clock, Moment, SystemClock};
 
-use crate::failure::Failure;
+use crate::failure::{Failure, Outcome};
 use crate::registry;
 
 /// The longest time between two checks while an arena is open: no notification tells that memory
@@ -45,13 +45,13 @@ pub(crate) fn clock() -> Arc<dyn Clock> {
 ///
 /// # Errors
 /// [`Failure::Thread`]; the next call tries again.
-pub(crate) fn start() -> Result<(), Failure> {
+pub(crate) fn start() -> Outcome<()> {
     static IS_STARTED: Mutex<bool> = Mutex::new(false);
     let mut is_started = held(&IS_STARTED);
     if !*is_started {
         let thread = thread::Builder::new().name("lowtide-decay".to_owned()).stack_size(STACK);
         let spawned = without_signals(|| thread.spawn(run));
-        drop(spawned.map_err(|error| Failure::Thread { message: error.to_string() })?);
+        drop(spawned.map_err(|error| Box::new(Failure::Thread { message: error.to_string() }))?);
         *is_started = true;
     }
     Ok(())

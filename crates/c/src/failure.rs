@@ -60,7 +60,7 @@ pub enum Status {
     Capturing = 16,
     /// A call of the CUDA driver failed.
     Driver = 17,
-    /// The allocator was opened before a fork and is used in the child.
+    /// The process was forked after the library was used, and this is the child.
     Forked = 18,
     /// The library failed: a bug.
     Internal = 19,
@@ -98,17 +98,35 @@ pub(crate) enum Failure {
     DefaultIsSet,
     #[error("cannot start a thread: {message}")]
     Thread { message: String },
-    #[error("the allocator is used in the child of a fork: expected one opened there")]
+    #[error("the process was forked after the library was used: expected a new process (exec)")]
     Forked,
     #[error(transparent)]
-    Arena(#[from] DeviceError),
+    Arena(DeviceError),
     #[error(transparent)]
-    Cuda(#[from] CudaError),
+    Cuda(CudaError),
 }
 
-impl From<DriverError> for Failure {
+/// The result of an act. The failure is boxed, so that a success is returned in registers.
+pub(crate) type Outcome<T> = Result<T, Box<Failure>>;
+
+impl From<DeviceError> for Box<Failure> {
+    #[cold]
+    fn from(error: DeviceError) -> Self {
+        Self::new(Failure::Arena(error))
+    }
+}
+
+impl From<DriverError> for Box<Failure> {
+    #[cold]
     fn from(error: DriverError) -> Self {
-        Self::Arena(error.into())
+        DeviceError::from(error).into()
+    }
+}
+
+impl From<CudaError> for Box<Failure> {
+    #[cold]
+    fn from(error: CudaError) -> Self {
+        Self::new(Failure::Cuda(error))
     }
 }
 
@@ -208,8 +226,8 @@ pub(crate) fn failed_total() -> u64 {
 
 /// Runs the body of a C function. A failure is counted and noted, a panic too; neither leaves this
 /// function.
-#[inline]
-pub(crate) fn guard(act: impl FnOnce() -> Result<(), Failure>) -> Status {
+#[inline(always)]
+pub(crate) fn guard(act: impl FnOnce() -> Outcome<()>) -> Status {
     match catch_unwind(AssertUnwindSafe(act)) {
         Ok(Ok(())) => Status::Ok,
         Ok(Err(failure)) => refuse(&failure),
@@ -225,8 +243,8 @@ pub(crate) fn guard(act: impl FnOnce() -> Result<(), Failure>) -> Status {
 }
 
 /// As [`guard`], for a function that returns an address: NULL after a failure.
-#[inline]
-pub(crate) fn guard_address(act: impl FnOnce() -> Result<*mut c_void, Failure>) -> *mut c_void {
+#[inline(always)]
+pub(crate) fn guard_address(act: impl FnOnce() -> Outcome<*mut c_void>) -> *mut c_void {
     let mut address = std::ptr::null_mut();
     guard(|| {
         address = act()?;
@@ -292,8 +310,8 @@ impl fmt::Write for Bounded {
 }
 
 /// Returns an error unless the pointer is one.
-pub(crate) fn not_null<T>(pointer: *const T, argument: &'static str) -> Result<(), Failure> {
-    if pointer.is_null() { Err(Failure::NullPointer { argument }) } else { Ok(()) }
+pub(crate) fn not_null<T>(pointer: *const T, argument: &'static str) -> Outcome<()> {
+    if pointer.is_null() { Err(Failure::NullPointer { argument }.into()) } else { Ok(()) }
 }
 
 #[cfg(test)]
@@ -310,7 +328,7 @@ mod tests {
     fn a_failure_is_noted_and_a_success_leaves_the_last_one() {
         assert_eq!(last_text(), "");
         let before = failed_total();
-        let status = guard(|| Err(Failure::InvalidHandle { handle: 0x42 }));
+        let status = guard(|| Err(Failure::InvalidHandle { handle: 0x42 }.into()));
         assert_eq!(status, Status::InvalidHandle);
         assert!(last_text().starts_with("handle 0x42 is not"), "{}", last_text());
         assert_eq!(guard(|| Ok(())), Status::Ok);

@@ -15,7 +15,7 @@ use lowtide_gpu::ByteSize;
 
 use crate::api::{LOWTIDE_ALL_DEVICES, StreamPointer, address, pointer, stream};
 use crate::blocks;
-use crate::failure::{Failure, Status, guard, guard_address};
+use crate::failure::{Outcome, Status, guard, guard_address};
 use crate::registry::{self, Stream};
 
 static BOUND: RwLock<(c_int, Stream)> = RwLock::new((0, Stream::ANY));
@@ -24,7 +24,7 @@ fn bound() -> (c_int, Stream) {
     *BOUND.read().unwrap_or_else(PoisonError::into_inner)
 }
 
-fn default() -> Result<u64, Failure> {
+fn default() -> Outcome<u64> {
     registry::default_handle()
 }
 

@@ -14,7 +14,7 @@ use std::time::Duration;
 use lowtide_gpu::decay::DecayTime;
 use lowtide_gpu::{ArenaConfig, ByteSize};
 
-use crate::failure::{Failure, not_null};
+use crate::failure::{Failure, Outcome, not_null};
 
 /// Memory of CUDA devices.
 pub const LOWTIDE_BACKEND_CUDA: u32 = 0;
@@ -145,21 +145,22 @@ const _: () = assert!(size_of::<Block>() >= Block::LEAST);
 ///
 /// # Safety
 /// `from` is NULL, or points to a `size_t` that may be read.
-unsafe fn size_of_callers<T: Versioned>(from: *const T) -> Result<usize, Failure> {
+unsafe fn size_of_callers<T: Versioned>(from: *const T) -> Outcome<usize> {
     // SAFETY: the contract of this function, and not null: see `read` and `write`.
     let size = unsafe { from.cast::<usize>().read_unaligned() };
     if (T::LEAST..=SIZE_MAX).contains(&size) { Ok(size) } else { Err(of_other_version::<T>(size)) }
 }
 
-const fn of_other_version<T: Versioned>(size: usize) -> Failure {
-    Failure::Version { name: T::NAME, size, least: T::LEAST, known: size_of::<T>() }
+#[cold]
+fn of_other_version<T: Versioned>(size: usize) -> Box<Failure> {
+    Failure::Version { name: T::NAME, size, least: T::LEAST, known: size_of::<T>() }.into()
 }
 
 /// Reads a struct of the caller, whatever its version.
 ///
 /// # Safety
 /// `from` is NULL, or points to as many bytes as its first field says.
-unsafe fn read<T: Versioned>(from: *const T, argument: &'static str) -> Result<T, Failure> {
+unsafe fn read<T: Versioned>(from: *const T, argument: &'static str) -> Outcome<T> {
     not_null(from, argument)?;
     // SAFETY: the contract of this function.
     let size = unsafe { size_of_callers(from) }?;
@@ -185,10 +186,7 @@ unsafe fn read<T: Versioned>(from: *const T, argument: &'static str) -> Result<T
 ///
 /// # Safety
 /// `to` is NULL, or points to as many bytes as its first field says.
-pub(crate) unsafe fn check_room<T: Versioned>(
-    to: *mut T,
-    argument: &'static str,
-) -> Result<(), Failure> {
+pub(crate) unsafe fn check_room<T: Versioned>(to: *mut T, argument: &'static str) -> Outcome<()> {
     not_null(to, argument)?;
     // SAFETY: the contract of this function.
     unsafe { size_of_callers(to) }.map(drop)
@@ -202,7 +200,7 @@ pub(crate) unsafe fn write<T: Versioned>(
     to: *mut T,
     argument: &'static str,
     value: &T,
-) -> Result<(), Failure> {
+) -> Outcome<()> {
     not_null(to, argument)?;
     // SAFETY: the contract of this function.
     let known = unsafe { size_of_callers(to) }?.min(size_of::<T>());
@@ -242,7 +240,7 @@ impl Config {
     /// # Safety
     /// NULL, or options of as many bytes as their first field says, whose name is NULL or may be
     /// read up to its NUL.
-    pub(crate) unsafe fn read(options: *const Options) -> Result<Self, Failure> {
+    pub(crate) unsafe fn read(options: *const Options) -> Outcome<Self> {
         if options.is_null() {
             return Ok(Self::default());
         }
@@ -287,17 +285,17 @@ pub(crate) fn invalid(
     argument: &'static str,
     value: impl Into<i128>,
     expected: &'static str,
-) -> Failure {
-    Failure::InvalidArgument { argument, value: value.into(), expected }
+) -> Box<Failure> {
+    Failure::InvalidArgument { argument, value: value.into(), expected }.into()
 }
 
 /// Copies a text of the caller.
 ///
 /// # Safety
 /// The text may be read up to its NUL, or its first [`NAME_MAX`] bytes.
-unsafe fn text(from: *const c_char, argument: &'static str) -> Result<String, Failure> {
+unsafe fn text(from: *const c_char, argument: &'static str) -> Outcome<String> {
     let mut bytes = Vec::new();
-    let wrong = || Failure::InvalidText { argument, most: NAME_MAX };
+    let wrong = || Box::new(Failure::InvalidText { argument, most: NAME_MAX });
     for offset in 0..NAME_MAX {
         // SAFETY: no NUL came before, so this byte may be read.
         let at = unsafe { from.cast::<u8>().add(offset) };

@@ -10,15 +10,17 @@
 //! [`DEVICES_MAX`] devices and [`STREAMS_MAX`] streams of a device.
 #![expect(unsafe_code, reason = "only the caller knows that a stream exists")]
 
-use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, Once, PoisonError};
 
-use lowtide_core::fork::Birth;
 use lowtide_gpu::{DeviceArena, DeviceError, HostDriver, Lane};
 use lowtide_gpu_driver::cuda::{CudaDriver, CudaOptions, DeviceChoice};
 use lowtide_gpu_driver::{DeviceAddress, Driver, StreamHandle};
+use spin::Yield;
+use spin::rwlock::{RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use crate::decay;
-use crate::failure::Failure;
+use crate::failure::{Failure, Outcome, Status};
 use crate::options::Config;
 
 /// The most allocators that are open at once. A guess: a process has one for each engine.
@@ -62,78 +64,110 @@ pub(crate) struct Route {
     pub(crate) lane: Option<Lane>,
 }
 
-#[derive(Debug)]
+/// A device; closed while there is no arena.
+#[derive(Debug, Default)]
 struct Device {
-    driver: Arc<dyn Driver>,
-    arena: DeviceArena,
-    /// In the order of streams.
+    /// In the order of streams; empty without an arena.
     routes: Vec<(Stream, Arc<Route>)>,
+    opened: Option<(DeviceArena, Arc<dyn Driver>)>,
 }
 
 impl Device {
-    #[inline]
-    fn route(&self, stream: Stream) -> Result<&Arc<Route>, usize> {
-        let found = self.routes.binary_search_by_key(&stream, |(of, _)| *of);
-        found.map(|at| &self.routes[at].1)
+    #[inline(always)]
+    fn place(&self, stream: Stream) -> Result<usize, usize> {
+        self.routes.binary_search_by_key(&stream, |(of, _)| *of)
+    }
+
+    fn arena(&self) -> Option<&DeviceArena> {
+        self.opened.as_ref().map(|(arena, _)| arena)
     }
 }
 
-#[derive(Debug)]
-struct Allocator {
-    config: Arc<Config>,
-    /// By number.
-    devices: Vec<Option<Device>>,
-}
-
+/// A place for an allocator; without one there is no configuration.
 #[derive(Debug)]
 struct Slot {
-    /// From 1, and one more with each allocator: 58 bits, which do not come round.
-    generation: u64,
-    allocator: Option<Allocator>,
+    /// The handle of its allocator, or of the last one. Its upper 58 bits are a generation, which
+    /// grows with each allocator and does not come round.
+    handle: u64,
+    config: Option<Arc<Config>>,
+    /// By number; empty without an allocator.
+    devices: Vec<Device>,
 }
 
 #[derive(Debug)]
 struct State {
-    slots: Vec<Slot>,
+    slots: [Slot; ALLOCATORS_MAX],
     /// The handle of the default allocator; 0 for none.
     default: u64,
 }
 
-static STATE: RwLock<State> = RwLock::new(State { slots: Vec::new(), default: 0 });
+/// Readers hold it for a lookup, writers for the change of a list. So a thread spins instead of
+/// sleeping, which a reader would pay for with each call.
+static STATE: RwLock<State, Yield> =
+    RwLock::new(State { slots: [const { Slot::EMPTY }; ALLOCATORS_MAX], default: 0 });
 
 /// Held while a device is opened or an allocator is closed, across calls of the driver: so that a
 /// device is opened once, and none is opened while its allocator is closed.
 static CHANGES: Mutex<()> = Mutex::new(());
 
 fn read() -> RwLockReadGuard<'static, State> {
-    STATE.read().unwrap_or_else(PoisonError::into_inner)
+    STATE.read()
 }
 
-fn write() -> RwLockWriteGuard<'static, State> {
-    STATE.write().unwrap_or_else(PoisonError::into_inner)
+fn write() -> RwLockWriteGuard<'static, State, Yield> {
+    STATE.write()
+}
+
+/// Set in the child of a fork after the first allocator was opened.
+static IS_CHILD: AtomicBool = AtomicBool::new(false);
+
+extern "C" fn in_child() {
+    // An atomic store is async-signal-safe, as a handler in the child of a threaded process must be
+    // (POSIX.1-2017, pthread_atfork, rationale).
+    IS_CHILD.store(true, Ordering::Relaxed);
 }
 
 /// Fails in the child of a fork, in which a lock may be held by a thread that does not exist there.
-#[inline]
-fn check_here() -> Result<(), Failure> {
-    static BIRTH: OnceLock<Birth> = OnceLock::new();
-    if BIRTH.get_or_init(Birth::now).is_here() { Ok(()) } else { Err(Failure::Forked) }
+#[inline(always)]
+fn check_here() -> Outcome<()> {
+    if IS_CHILD.load(Ordering::Relaxed) { Err(forked()) } else { Ok(()) }
+}
+
+#[cold]
+fn forked() -> Box<Failure> {
+    Failure::Forked.into()
+}
+
+impl Slot {
+    const EMPTY: Self = Self { handle: 0, config: None, devices: Vec::new() };
 }
 
 impl State {
-    #[inline]
-    fn find(&self, handle: u64) -> Result<&Allocator, Failure> {
-        let slot = self.slots.get(slot_of(handle));
-        let slot = slot.filter(|slot| slot.generation == handle >> SLOT_BITS);
-        let found = slot.and_then(|slot| slot.allocator.as_ref());
-        found.ok_or(Failure::InvalidHandle { handle })
+    fn find(&self, handle: u64) -> Outcome<&Slot> {
+        let slot = &self.slots[slot_of(handle)];
+        let is_open = slot.handle == handle && slot.config.is_some();
+        if is_open { Ok(slot) } else { Err(no_such_handle(handle)) }
     }
 
-    fn find_mut(&mut self, handle: u64) -> Result<&mut Allocator, Failure> {
+    fn find_mut(&mut self, handle: u64) -> Outcome<&mut Slot> {
         self.find(handle)?;
-        let slot = self.slots.get_mut(slot_of(handle));
-        let found = slot.and_then(|slot| slot.allocator.as_mut());
-        found.ok_or(Failure::InvalidHandle { handle })
+        Ok(&mut self.slots[slot_of(handle)])
+    }
+
+    /// Returns the device with this number if it is open.
+    fn device(&self, handle: u64, number: usize) -> Outcome<Option<&Device>> {
+        let device = self.find(handle)?.devices.get(number);
+        Ok(device.filter(|device| device.opened.is_some()))
+    }
+
+    /// Returns a known route; `None` if the allocator, the device or the lane is not there.
+    #[inline(always)]
+    fn route(&self, handle: u64, device: i32, stream: Stream) -> Option<&Arc<Route>> {
+        let slot = Some(&self.slots[slot_of(handle)]).filter(|slot| slot.handle == handle)?;
+        #[expect(clippy::cast_sign_loss, reason = "a number below zero is beyond all devices")]
+        let device = slot.devices.get(device as usize)?;
+        let at = device.place(stream).ok()?;
+        Some(&device.routes[at].1)
     }
 }
 
@@ -146,43 +180,50 @@ const fn slot_of(handle: u64) -> usize {
     }
 }
 
-fn no_such_device(device: i32) -> Failure {
-    Failure::InvalidDevice { device, last: DEVICES_MAX - 1 }
+#[cold]
+fn no_such_device(device: i32) -> Box<Failure> {
+    Failure::InvalidDevice { device, last: DEVICES_MAX - 1 }.into()
+}
+
+#[cold]
+fn no_such_handle(handle: u64) -> Box<Failure> {
+    Failure::InvalidHandle { handle }.into()
 }
 
 #[inline]
-pub(crate) fn number_of(device: i32) -> Result<usize, Failure> {
+pub(crate) fn number_of(device: i32) -> Outcome<usize> {
     let number = usize::try_from(device).ok().filter(|&number| number < DEVICES_MAX);
     number.ok_or_else(|| no_such_device(device))
 }
 
 /// Opens an allocator; returns its handle. Opens no device.
-pub(crate) fn open(config: Config) -> Result<u64, Failure> {
+pub(crate) fn open(config: Config) -> Outcome<u64> {
+    static REGISTER: Once = Once::new();
     check_here()?;
+    REGISTER.call_once(|| {
+        // SAFETY: null handlers are accepted; `in_child` has the required type and static lifetime,
+        // and does only an atomic store. A failure (ENOMEM) leaves forks undetected here.
+        let _ = unsafe { libc::pthread_atfork(None, None, Some(in_child)) };
+    });
     decay::start()?;
     let mut state = write();
-    let free = state.slots.iter().position(|slot| slot.allocator.is_none());
-    let at = free.unwrap_or(state.slots.len());
-    if at >= ALLOCATORS_MAX {
-        let hint = "close those that are not used";
-        return Err(Failure::TooMany { count: at, what: "allocators", hint });
-    }
-    if at == state.slots.len() {
-        state.slots.push(Slot { generation: 0, allocator: None });
-    }
+    let Some(at) = state.slots.iter().position(|slot| slot.config.is_none()) else {
+        let (count, hint) = (ALLOCATORS_MAX, "close those that are not used");
+        return Err(Failure::TooMany { count, what: "allocators", hint }.into());
+    };
     let slot = &mut state.slots[at];
-    slot.generation += 1;
-    slot.allocator = Some(Allocator { config: Arc::new(config), devices: Vec::new() });
-    Ok((slot.generation << SLOT_BITS) | at as u64)
+    slot.handle = (((slot.handle >> SLOT_BITS) + 1) << SLOT_BITS) | at as u64;
+    slot.config = Some(Arc::new(config));
+    Ok(slot.handle)
 }
 
 /// Makes an allocator the default one of the process.
-pub(crate) fn set_default(handle: u64) -> Result<(), Failure> {
+pub(crate) fn set_default(handle: u64) -> Outcome<()> {
     check_here()?;
     let mut state = write();
     state.find(handle)?;
     if state.default != 0 && state.default != handle {
-        return Err(Failure::DefaultIsSet);
+        return Err(Failure::DefaultIsSet.into());
     }
     state.default = handle;
     Ok(())
@@ -190,7 +231,7 @@ pub(crate) fn set_default(handle: u64) -> Result<(), Failure> {
 
 /// Returns the handle of the default allocator. If there is none, opens one with the default
 /// options.
-pub(crate) fn default_handle() -> Result<u64, Failure> {
+pub(crate) fn default_handle() -> Outcome<u64> {
     check_here()?;
     let found = read().default;
     if found != 0 {
@@ -204,7 +245,7 @@ pub(crate) fn default_handle() -> Result<u64, Failure> {
     let made = open(Config::default())?;
     match set_default(made) {
         // Another thread has set one meanwhile.
-        Err(Failure::DefaultIsSet) => {
+        Err(failure) if failure.status() == Status::DefaultIsSet => {
             drop(forget(made));
             Ok(read().default)
         }
@@ -213,18 +254,19 @@ pub(crate) fn default_handle() -> Result<u64, Failure> {
 }
 
 /// Takes an allocator out; its handle is not valid any more.
-fn forget(handle: u64) -> Result<Allocator, Failure> {
+fn forget(handle: u64) -> Outcome<Vec<Device>> {
     let mut state = write();
-    state.find(handle)?;
+    let slot = state.find_mut(handle)?;
+    slot.config = None;
+    let devices = std::mem::take(&mut slot.devices);
     if state.default == handle {
         state.default = 0;
     }
-    let taken = state.slots.get_mut(slot_of(handle)).and_then(|slot| slot.allocator.take());
-    taken.ok_or(Failure::InvalidHandle { handle })
+    Ok(devices)
 }
 
 /// Closes an allocator that has no live block, and waits for the work of its freed blocks.
-pub(crate) fn close(handle: u64) -> Result<(), Failure> {
+pub(crate) fn close(handle: u64) -> Outcome<()> {
     check_here()?;
     let _change = CHANGES.lock().unwrap_or_else(PoisonError::into_inner);
     let devices = devices(handle)?;
@@ -247,79 +289,87 @@ pub(crate) fn close(handle: u64) -> Result<(), Failure> {
 }
 
 /// Returns the open devices of an allocator, with their numbers.
-pub(crate) fn devices(handle: u64) -> Result<Vec<(i32, DeviceArena)>, Failure> {
+pub(crate) fn devices(handle: u64) -> Outcome<Vec<(i32, DeviceArena)>> {
     check_here()?;
     let state = read();
     let devices = state.find(handle)?.devices.iter().zip(0..);
-    Ok(devices
-        .filter_map(|(device, number)| Some((number, device.as_ref()?.arena.clone())))
-        .collect())
+    Ok(devices.filter_map(|(device, number)| Some((number, device.arena()?.clone()))).collect())
 }
 
 /// Returns every arena of the process.
 pub(crate) fn arenas() -> Vec<DeviceArena> {
     let state = read();
-    let allocators = state.slots.iter().filter_map(|slot| slot.allocator.as_ref());
-    let devices = allocators.flat_map(|allocator| allocator.devices.iter().flatten());
-    devices.map(|device| device.arena.clone()).collect()
+    let devices = state.slots.iter().flat_map(|slot| &slot.devices);
+    devices.filter_map(|device| device.arena().cloned()).collect()
 }
 
 /// Returns the arena of a device and its driver; opens the device if it is not open.
-pub(crate) fn device(handle: u64, device: i32) -> Result<(DeviceArena, Arc<dyn Driver>), Failure> {
+pub(crate) fn device(handle: u64, device: i32) -> Outcome<(DeviceArena, Arc<dyn Driver>)> {
     check_here()?;
     let number = number_of(device)?;
     open_device(handle, number)?;
-    let state = read();
-    let found = state.find(handle)?.devices.get(number).and_then(Option::as_ref);
-    let found = found.map(|device| (device.arena.clone(), Arc::clone(&device.driver)));
-    found.ok_or(Failure::InvalidHandle { handle })
+    let found = read().device(handle, number)?.and_then(|device| device.opened.clone());
+    found.ok_or_else(|| no_such_handle(handle))
 }
 
 /// Returns the way to a stream of a device for an allocation; opens the device and makes the lane
 /// if they are not there.
-#[inline]
-pub(crate) fn route(handle: u64, device: i32, stream: Stream) -> Result<Arc<Route>, Failure> {
+#[inline(always)]
+pub(crate) fn route(handle: u64, device: i32, stream: Stream) -> Outcome<Arc<Route>> {
     check_here()?;
-    let number = number_of(device)?;
-    if let Some(route) = known_route(handle, number, stream)? {
-        return Ok(route);
+    match known_route(handle, device, stream) {
+        Some(route) => Ok(route),
+        None => new_route(handle, device, stream),
     }
+}
+
+#[cold]
+fn new_route(handle: u64, device: i32, stream: Stream) -> Outcome<Arc<Route>> {
+    let number = number_of(device)?;
     open_device(handle, number)?;
     open_route(handle, number, stream)
 }
 
 /// As [`route`], for a block that exists: its device is open.
-#[inline]
+#[inline(always)]
 pub(crate) fn route_of(
     handle: u64,
     device: i32,
     stream: Stream,
     at: DeviceAddress,
-) -> Result<Arc<Route>, Failure> {
+) -> Outcome<Arc<Route>> {
     check_here()?;
-    let number = number_of(device)?;
-    if let Some(route) = known_route(handle, number, stream)? {
-        return Ok(route);
+    match known_route(handle, device, stream) {
+        Some(route) => Ok(route),
+        None => new_route_of(handle, device, stream, at),
     }
+}
+
+#[cold]
+fn new_route_of(
+    handle: u64,
+    device: i32,
+    stream: Stream,
+    at: DeviceAddress,
+) -> Outcome<Arc<Route>> {
+    let number = number_of(device)?;
     if !is_open(handle, number)? {
-        return Err(Failure::NoSuchArena { device, at });
+        return Err(Failure::NoSuchArena { device, at }.into());
     }
     open_route(handle, number, stream)
 }
 
-#[inline]
-fn known_route(handle: u64, number: usize, stream: Stream) -> Result<Option<Arc<Route>>, Failure> {
-    let state = read();
-    let device = state.find(handle)?.devices.get(number).and_then(Option::as_ref);
-    Ok(device.and_then(|device| device.route(stream).ok()).cloned())
+/// Returns a known route; `None` if there is none, or the lock is taken.
+#[inline(always)]
+fn known_route(handle: u64, device: i32, stream: Stream) -> Option<Arc<Route>> {
+    STATE.try_read()?.route(handle, device, stream).cloned()
 }
 
-fn is_open(handle: u64, number: usize) -> Result<bool, Failure> {
-    Ok(read().find(handle)?.devices.get(number).is_some_and(Option::is_some))
+fn is_open(handle: u64, number: usize) -> Outcome<bool> {
+    Ok(read().device(handle, number)?.is_some())
 }
 
-#[cold]
-fn open_device(handle: u64, number: usize) -> Result<(), Failure> {
+fn open_device(handle: u64, number: usize) -> Outcome<()> {
     if is_open(handle, number)? {
         return Ok(());
     }
@@ -327,7 +377,7 @@ fn open_device(handle: u64, number: usize) -> Result<(), Failure> {
     if is_open(handle, number)? {
         return Ok(());
     }
-    let config = Arc::clone(&read().find(handle)?.config);
+    let config = read().find(handle)?.config.clone().ok_or_else(|| no_such_handle(handle))?;
     let driver: Arc<dyn Driver> = if config.is_host {
         Arc::new(HostDriver::new())
     } else {
@@ -339,22 +389,22 @@ fn open_device(handle: u64, number: usize) -> Result<(), Failure> {
     let mut state = write();
     let devices = &mut state.find_mut(handle)?.devices;
     if devices.len() <= number {
-        devices.resize_with(number + 1, || None);
+        devices.resize_with(number + 1, Device::default);
     }
-    devices[number] = Some(Device { driver, arena, routes: Vec::new() });
+    devices[number].opened = Some((arena, driver));
     drop(state);
     decay::wake();
     Ok(())
 }
 
-#[cold]
-fn open_route(handle: u64, number: usize, stream: Stream) -> Result<Arc<Route>, Failure> {
-    let arena = {
-        let state = read();
-        let device = state.find(handle)?.devices.get(number).and_then(Option::as_ref);
-        let gone = || Failure::InvalidHandle { handle };
-        device.map(|device| device.arena.clone()).ok_or_else(gone)?
-    };
+fn open_route(handle: u64, number: usize, stream: Stream) -> Outcome<Arc<Route>> {
+    let state = read();
+    let device = state.device(handle, number)?.ok_or_else(|| no_such_handle(handle))?;
+    if let Ok(at) = device.place(stream) {
+        return Ok(Arc::clone(&device.routes[at].1));
+    }
+    let arena = device.arena().cloned().ok_or_else(|| no_such_handle(handle))?;
+    drop(state);
     let lane = if stream == Stream::ANY {
         None
     } else {
@@ -364,12 +414,12 @@ fn open_route(handle: u64, number: usize, stream: Stream) -> Result<Arc<Route>, 
     };
     let made = Arc::new(Route { arena, lane });
     let mut state = write();
-    let device = state.find_mut(handle)?.devices.get_mut(number).and_then(Option::as_mut);
+    let device = state.find_mut(handle)?.devices.get_mut(number);
     let Some(device) = device else { return Ok(made) };
-    let at = match device.route(stream) {
+    let at = match device.place(stream) {
         // Another thread was faster.
-        Ok(known) => {
-            let known = Arc::clone(known);
+        Ok(at) => {
+            let known = Arc::clone(&device.routes[at].1);
             drop(state);
             return Ok(known);
         }
@@ -378,20 +428,20 @@ fn open_route(handle: u64, number: usize, stream: Stream) -> Result<Arc<Route>, 
     if device.routes.len() >= STREAMS_MAX {
         drop(state);
         let hint = "call lowtide_end_stream before a stream is destroyed";
-        return Err(Failure::TooMany { count: STREAMS_MAX, what: "streams", hint });
+        return Err(Failure::TooMany { count: STREAMS_MAX, what: "streams", hint }.into());
     }
     device.routes.insert(at, (stream, Arc::clone(&made)));
     Ok(made)
 }
 
 /// Forgets the lane of a stream, if there is one; its drop records an event and waits for nothing.
-pub(crate) fn end_stream(handle: u64, device: i32, stream: Stream) -> Result<(), Failure> {
+pub(crate) fn end_stream(handle: u64, device: i32, stream: Stream) -> Outcome<()> {
     check_here()?;
     let number = number_of(device)?;
     let mut state = write();
-    let device = state.find_mut(handle)?.devices.get_mut(number).and_then(Option::as_mut);
+    let device = state.find_mut(handle)?.devices.get_mut(number);
     let ended = device.and_then(|device| {
-        let at = device.routes.binary_search_by_key(&stream, |(of, _)| *of).ok()?;
+        let at = device.place(stream).ok()?;
         Some(device.routes.remove(at))
     });
     drop(state);

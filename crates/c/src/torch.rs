@@ -14,11 +14,11 @@ use lowtide_gpu::ByteSize;
 
 use crate::api::{LOWTIDE_ALL_DEVICES, StreamPointer, address, pointer, size_of_signed, stream};
 use crate::blocks;
-use crate::failure::{Failure, guard, guard_address};
+use crate::failure::{Outcome, guard, guard_address};
 use crate::registry;
 
 /// Returns the default allocator; opens it at the first call.
-fn default() -> Result<u64, Failure> {
+fn default() -> Outcome<u64> {
     registry::default_handle()
 }
 

@@ -1,5 +1,5 @@
-//! Values that no caller should pass, threads beside each other, and forks: each call answers with a
-//! status, and what is valid goes on.
+//! Values that no caller should pass, threads beside each other, and forks: each call answers with
+//! a status, and what is valid goes on.
 #![expect(unsafe_code, reason = "the functions of the header are unsafe for their pointers")]
 
 use std::collections::BTreeMap;

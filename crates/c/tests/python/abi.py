@@ -95,7 +95,17 @@ def with_torch():
         address = ctypes.cast(getattr(lib, function), c_void_p).value
         getattr(pluggable.allocator(), setter)(address)
     torch.cuda.memory.change_current_allocator(pluggable)
-    print("figure engines.torch.accepted 1 yes/no (PyTorch", torch.__version__ + ")")
+    try:
+        # 777 stands for a stream: the host has none.
+        raw = torch._C._cuda_cudaCachingAllocator_raw_alloc(1000, 777)
+    except RuntimeError as error:
+        print("skipped: an allocation of PyTorch's:", str(error).splitlines()[0])
+    else:
+        assert statistics(allocator).requested == 1000, lib.lowtide_last_error()
+        torch._C._cuda_cudaCachingAllocator_raw_delete(raw)
+        assert statistics(allocator).live_blocks == 0, lib.lowtide_last_error()
+    print("PyTorch", torch.__version__)
+    print("figure engines.torch.accepted 1 boolean")
 
 
 if "torch" in sys.argv:
