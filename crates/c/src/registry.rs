@@ -448,3 +448,15 @@ pub(crate) fn end_stream(handle: u64, device: i32, stream: Stream) -> Outcome<()
     drop(ended);
     Ok(())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn handles_of_cuda_with_a_meaning_of_their_own_are_known() {
+        assert_eq!([0, 1, 3, 1 << 63].map(|handle| Stream::of(handle).0), [1, 1, 3, 1 << 63]);
+        // Another stream in each thread, and the one for any.
+        assert_eq!([2, u64::MAX].map(Stream::of), [Stream::ANY; 2]);
+    }
+}

@@ -61,6 +61,9 @@ static void find(const char *library) {
 
 /* Loads a CUDA driver and creates two streams on device 0; its context becomes current. */
 static int (*memset_async)(unsigned long long, unsigned char, size_t, void *);
+static int (*stream_synchronize)(void *);
+static int (*synchronize)(void);
+static int (*read_back)(void *, unsigned long long, size_t);
 static void start_cuda(const char *path) {
   void *cuda = dlopen(path, RTLD_NOW | RTLD_LOCAL);
   if (!cuda) {
@@ -76,6 +79,9 @@ static void start_cuda(const char *path) {
   *(void **)&set = dlsym(cuda, "cuCtxSetCurrent");
   *(void **)&create = dlsym(cuda, "cuStreamCreate");
   *(void **)&memset_async = dlsym(cuda, "cuMemsetD8Async");
+  *(void **)&stream_synchronize = dlsym(cuda, "cuStreamSynchronize");
+  *(void **)&synchronize = dlsym(cuda, "cuCtxSynchronize");
+  *(void **)&read_back = dlsym(cuda, "cuMemcpyDtoH_v2");
   void *context;
   if (init(0) || retain(&context, 0) || set(context) || create(&one, 1) || create(&two, 1)) {
     fprintf(stderr, "CUDA does not start\n");
@@ -159,6 +165,8 @@ static void blocks(void) {
   CHECK(api.find_block(allocator, block, &found) == LOWTIDE_STATUS_OK && found.device == 1);
   REFUSED(FOREIGN_ADDRESS, api.free(allocator, 0, block, NULL));
   REFUSED(LIVE_BLOCKS, api.close(allocator));
+  void *first = taken(allocator, 1, one);
+  CHECK(api.free(allocator, 0, first, one) == LOWTIDE_STATUS_OK);
   CHECK(api.free(allocator, 1, block, NULL) == LOWTIDE_STATUS_OK);
   CHECK(api.close(allocator) == LOWTIDE_STATUS_OK);
   REFUSED(INVALID_HANDLE, api.close(allocator));
@@ -244,6 +252,31 @@ static void refusals(void) {
   CHECK(api.close(allocator) == LOWTIDE_STATUS_OK);
 }
 
+/* Work on the second stream uses a block of the first, in each way to say so: the next block in its
+ * place keeps what the first stream wrote to it. */
+static void orders(void) {
+  const size_t size = 3 << 20;
+  for (int way = 0; memset_async && way < 4; way++) {
+    lowtide_allocator allocator = opened(4 << 20);
+    void *block = taken(allocator, size, one);
+    CHECK(memset_async((uintptr_t)block, 2, size, two) == 0);
+    if (way == 0) CHECK(api.record_use(allocator, 0, block, two) == LOWTIDE_STATUS_OK);
+    if (way == 1) CHECK(api.record_use(allocator, 0, block, api.any_stream()) == LOWTIDE_STATUS_OK);
+    lowtide_stream frees[] = {one, one, two, api.any_stream()};
+    CHECK(api.free(allocator, 0, block, frees[way]) == LOWTIDE_STATUS_OK);
+    void *next = taken(allocator, size, one);
+    CHECK(next == block && stream_synchronize(one) == 0 && synchronize() == 0);
+    unsigned char byte = 0;
+    CHECK(read_back(&byte, (uintptr_t)next + size - 1, 1) == 0);
+    if (byte != 1) {
+      fprintf(stderr, "way %d: the second stream wrote to it later\n", way);
+      exit(1);
+    }
+    CHECK(api.free(allocator, 0, next, one) == LOWTIDE_STATUS_OK);
+    CHECK(api.close(allocator) == LOWTIDE_STATUS_OK);
+  }
+}
+
 /* As PyTorch and ONNX Runtime call it. */
 static void engines(void) {
   lowtide_allocator allocator = opened(0), again = 0;
@@ -309,6 +342,7 @@ int main(int count, char **arguments) {
   blocks();
   limits();
   refusals();
+  orders();
   engines();
   puts("held");
   return 0;
