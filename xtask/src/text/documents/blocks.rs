@@ -9,6 +9,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use crate::text::code::{Code, Found};
+use crate::text::header::HEADER;
 use crate::text::names::TABLE;
 use crate::text::tidy::orphans::joined;
 use crate::text::variables;
@@ -24,6 +25,7 @@ const LANGUAGES: &[&str] = &[
     "sh",
     "toml",
     "text",
+    "python",
 ];
 
 /// Variables that Kubernetes sets for a service called `lowtide`; the page says that they are left
@@ -296,6 +298,7 @@ impl<'a> Blocks<'a> {
         let manifest = self.manifest().replace('-', "_");
         let crates: Vec<_> =
             self.tree.packages().into_iter().map(|package| package.crate_name).collect();
+        let header = self.tree.text(HEADER, self.faults);
         let variables = variables(code);
         for page in self.pages {
             for name in words(&page.text, "LOWTIDE_", capital) {
@@ -316,7 +319,8 @@ impl<'a> Blocks<'a> {
                 let known = TABLE.iter().any(|one| one.name == name || one.name == metric)
                     || rules.contains(&format!(":{name}:"))
                     || manifest.contains(name)
-                    || crates.iter().any(|known| known == name);
+                    || crates.iter().any(|known| known == name)
+                    || header.contains(&format!("{name}("));
                 if !known && !name.ends_with('_') {
                     self.fault(page, name, &format!("{name}: no such metric"));
                 }
