@@ -111,7 +111,8 @@ fn measure(python: Option<&PathBuf>) -> Result<bool, String> {
 /// Returns the instructions of a pair.
 fn instructions(kind: Kind) -> Result<f64, String> {
     let (once, thrice) = (collected(kind, PAIRS)?, collected(kind, 3 * PAIRS)?);
-    Ok((thrice - once) / (2 * PAIRS) as f64)
+    let pairs = u32::try_from(2 * PAIRS).map_err(|error| error.to_string())?;
+    Ok((thrice - once) / f64::from(pairs))
 }
 
 fn collected(kind: Kind, pairs: usize) -> Result<f64, String> {
