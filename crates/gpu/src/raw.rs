@@ -61,42 +61,52 @@ impl RawBlock {
 /// Twice the 32 streams that PyTorch has in a pool.
 pub(super) const USERS_MAX: usize = 64;
 
-/// The streams that use a raw block.
-#[derive(Debug, Default)]
+/// The streams that use a raw block: two words, because most blocks have one stream.
+#[derive(Debug)]
 pub(super) struct Users {
-    /// The stream that it was allocated on; `None` if any stream may use it.
-    first: Option<StreamKey>,
-    /// The others, each once. Most blocks have none.
-    others: Vec<StreamKey>,
+    /// The stream that it was allocated on; [`StreamKey::CONTEXT`] if any stream may use it.
+    first: StreamKey,
+    /// The others, each once.
+    others: Option<Box<Others>>,
 }
 
+#[derive(Debug, Default)]
+struct Others(Vec<StreamKey>);
+
 impl Users {
-    const fn of(first: Option<StreamKey>) -> Self {
-        Self { first, others: Vec::new() }
+    /// A block that any stream may use.
+    const ANY: Self = Self { first: StreamKey::CONTEXT, others: None };
+
+    fn of(first: Option<StreamKey>) -> Self {
+        Self { first: first.unwrap_or(StreamKey::CONTEXT), others: None }
     }
 
     /// Adds a stream; returns `true` if it was unknown. Of a block that any stream may use, nothing
     /// more needs to be known.
     fn add(&mut self, stream: StreamKey) -> bool {
-        let Some(first) = self.first else { return false };
-        if first == stream || self.others.contains(&stream) {
+        if self.first == StreamKey::CONTEXT || self.first == stream {
             return false;
         }
-        if self.others.len() + 1 < USERS_MAX {
-            self.others.push(stream);
+        let others = &mut self.others.get_or_insert_default().0;
+        if others.contains(&stream) {
+            return false;
+        }
+        if others.len() + 1 < USERS_MAX {
+            others.push(stream);
         } else {
-            *self = Self::default();
+            *self = Self::ANY;
         }
         true
     }
 
     /// Calls `act` with the streams, and with the work that must complete after a free.
     fn with<T>(&self, act: impl FnOnce(&[StreamKey], After) -> T) -> T {
-        match self.first {
-            None => act(&[], After::All),
-            Some(first) if self.others.is_empty() => act(&[first], After::Lanes),
-            Some(first) => {
-                let all: Vec<_> = [first].into_iter().chain(self.others.iter().copied()).collect();
+        match &self.others {
+            _ if self.first == StreamKey::CONTEXT => act(&[], After::All),
+            None => act(&[self.first], After::Lanes),
+            Some(others) => {
+                let all: Vec<_> =
+                    [self.first].into_iter().chain(others.0.iter().copied()).collect();
                 act(&all, After::Lanes)
             }
         }
@@ -267,7 +277,7 @@ impl DeviceArena {
         shared.check_here()?;
         let mut books = shared.books();
         match books.raw.get_mut(&at) {
-            Some(raw) => raw.users = Users::default(),
+            Some(raw) => raw.users = Users::ANY,
             None => return Err(shared.unknown(&books, at)),
         }
         Ok(())
