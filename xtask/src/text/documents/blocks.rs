@@ -444,7 +444,7 @@ mod tests {
     fn each_name_of_something_that_is_not_there_is_a_fault_with_its_line() {
         for (text, expected) in [
             ("```rust\n1\n```", "docs/NEW.md has Rust: true"),
-            ("```python\n1\n```", "a fence of \"python\""),
+            ("```ruby\n1\n```", "a fence of \"ruby\""),
             ("```sh\n1", "a fence is not closed"),
             ("\ncargo bench --bench gone", "docs/NEW.md:2: --bench gone: no such file in benches"),
             ("cargo test --test gone", "--test gone: no such file"),
@@ -460,8 +460,8 @@ mod tests {
             let faults = faults_of(text);
             assert!(faults.len() == 1 && faults[0].contains(expected), "{text:?}: {faults:?}");
         }
-        let clean = "`src/lib.rs` LOWTIDE_PROFILE lowtide_heap_live_bytes [a](STYLE.md#tests) \
-                     /memory/purge cargo test --features service";
+        let clean = "`src/lib.rs` LOWTIDE_PROFILE lowtide_heap_live_bytes lowtide_alloc \
+                     [a](STYLE.md#tests) /memory/purge cargo test --features service";
         assert_eq!(faults_of(clean), [""; 0]);
     }
 }
