@@ -12,6 +12,12 @@ use lowtide_core::bytes::ByteSize;
 pub struct StreamHandle(u64);
 
 impl StreamHandle {
+    /// CUDA's legacy default stream (`CU_STREAM_LEGACY`), for code that queues its work there, such
+    /// as PyTorch. Its work waits for that of every stream that was not created as non-blocking,
+    /// and the other way round. A handle of 0 and the default stream of a thread (2) are rejected:
+    /// the first is usually a mistake, the second is another stream in each thread.
+    pub const LEGACY: Self = Self(1);
+
     /// Creates a handle from its number.
     #[must_use]
     pub const fn new(number: u64) -> Self {

@@ -13,13 +13,14 @@ use super::compact::step::Moving;
 use super::config::ArenaConfig;
 use super::driver::{Backend, DeviceAddress};
 use super::error::DeviceError;
-use super::front::{Kept, Swept};
+use super::front::Swept;
 use super::growth::Steps;
 use super::history::History;
 use super::index::Span;
 use super::interop::outstanding::Owed;
 use super::kept::Tally;
 use super::pending::{Claim, Uses};
+use super::raw::RawUse;
 use super::record::Recorder;
 use super::record::hooks;
 use super::record::operation::After;
@@ -67,7 +68,7 @@ pub(super) struct Books {
     /// Work goes on after the call that started it.
     pub(super) asynchronous: bool,
     /// Blocks given out by address, by that address.
-    pub(super) raw: BTreeMap<DeviceAddress, Kept>,
+    pub(super) raw: BTreeMap<DeviceAddress, RawUse>,
     /// Exports, and imported memory that is not released.
     pub(super) outstanding: Owed,
     /// The block that a compaction moves now.
@@ -471,7 +472,7 @@ impl Books {
     fn total_metadata(&self) -> usize {
         let regions: usize = self.regions.iter().map(RegionBooks::metadata).sum();
         // A tree's nodes are at least half full, and mostly two thirds.
-        let raw = self.raw.len() * size_of::<(DeviceAddress, Kept)>() * 3 / 2;
+        let raw = self.raw.len() * size_of::<(DeviceAddress, RawUse)>() * 3 / 2;
         regions + raw + self.outstanding.imported.metadata() + self.history.metadata()
     }
 

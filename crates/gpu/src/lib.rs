@@ -69,7 +69,7 @@
 //!
 //! - streams: [`DeviceArena::lane`]
 //! - sleep, and wake at the same addresses: [`DeviceArena::sleep`]
-//! - blocks by address: [`DeviceArena::alloc_raw`]
+//! - blocks by address: [`DeviceArena::alloc_raw`], on a stream [`Lane::alloc_raw`]
 //! - buffers whose address foreign code keeps: [`Buffer::export`]; memory that it allocated:
 //!   [`DeviceArena::import`]
 //! - compaction: [`DeviceArena::compact`]

@@ -312,21 +312,45 @@ impl Shared {
         for stream in books.streams.alive() {
             books.streams.use_now(stream);
         }
-        let unmarked = books.streams.unmarked();
+        let is_known = known.is_some();
         drop(books);
-        let is_marked =
-            |&stream: &StreamKey| self.is_markable(stream) && self.mark_end(stream).is_ok();
-        let mut is_known = known.is_some() && unmarked.iter().all(is_marked);
-        if is_known {
-            self.wait_for_ends()?;
-            // One that ended meanwhile may have done so without an event.
-            is_known = self.books().streams.unmarked().is_empty();
-        }
-        if !is_known {
+        if !(is_known && self.complete_by_events()?) {
             self.complete_all()?;
         }
         self.books().sleep.complete();
         Ok(())
+    }
+
+    /// Waits until the work of all freed memory is complete: for events of its streams, or for the
+    /// whole device if a stream is unknown.
+    ///
+    /// # Errors
+    /// `Capturing`; the driver's.
+    pub(super) fn complete_pending(&self) -> Result<(), DeviceError> {
+        if !self.capabilities.asynchronous || !self.books().is_awaiting() {
+            return Ok(());
+        }
+        if self.is_any_capturing()? {
+            return Err(DeviceError::Capturing { arena: self.name.clone() });
+        }
+        if !self.complete_by_events()? {
+            self.complete_all()?;
+        }
+        Ok(())
+    }
+
+    /// Waits for an event behind the recorded uses of every stream; returns `false` if a use has
+    /// none and can get none.
+    fn complete_by_events(&self) -> Result<bool, DriverError> {
+        let unmarked = self.books().streams.unmarked();
+        let is_marked =
+            |&stream: &StreamKey| self.is_markable(stream) && self.mark_end(stream).is_ok();
+        if !unmarked.iter().all(is_marked) {
+            return Ok(false);
+        }
+        self.wait_for_ends()?;
+        // One that ended meanwhile may have done so without an event.
+        Ok(self.books().streams.unmarked().is_empty())
     }
 
     /// Returns `true` if an event can be recorded on a stream: on one that has not ended.

@@ -2,23 +2,30 @@
 //!
 //! ONNX Runtime's allocator callbacks and C code need an address from an allocation, and free by
 //! address. The owner is responsible for every use of it; nothing here reads or writes the memory.
-//! A raw block is freed by [`DeviceArena::free`] or [`DeviceArena::reset`], or with the arena. If
-//! the device may still use it then, the arena's memory is leaked.
+//! A raw block is freed by [`DeviceArena::free`], [`Lane::free`] or [`DeviceArena::reset`], or with
+//! the arena. If the device may still use it then, the arena's memory is leaked.
 //!
-//! Invariant: an address is known from the call that returned it until it is freed; only the starts
-//! of raw blocks are known.
+//! A raw block has the streams that use it, or none: then any stream may, and only a wait for the
+//! whole device proves that its memory is unused. It holds streams by number and no lane, because
+//! a lane holds the arena. A stream that ends before the block is freed counts as unknown.
+//!
+//! Invariant: an address is known from the call that returned it until it is freed.
 
 use std::fmt;
+use std::sync::Arc;
 
 use super::arena::DeviceArena;
 use super::books::Books;
 use super::driver::DeviceAddress;
 use super::error::DeviceError;
 use super::front::Kept;
+use super::lane::{Known, Lane};
 use super::record::Operation;
 use super::record::hooks::Origin;
+use super::record::operation::After;
 use super::region::{Region, Wanted};
 use super::shared::Shared;
+use super::streams::StreamKey;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::Clock;
 
@@ -48,6 +55,69 @@ impl RawBlock {
             region,
         }
     }
+}
+
+/// The most streams that a raw block remembers; one more, and it counts as used by any stream.
+/// Twice the 32 streams that PyTorch has in a pool.
+pub(super) const USERS_MAX: usize = 64;
+
+/// The streams that use a raw block: two words, because most blocks have one stream.
+#[derive(Debug)]
+pub(super) struct Users {
+    /// The stream that it was allocated on; [`StreamKey::CONTEXT`] if any stream may use it.
+    first: StreamKey,
+    /// The others, each once.
+    others: Option<Box<Others>>,
+}
+
+#[derive(Debug, Default)]
+struct Others(Vec<StreamKey>);
+
+impl Users {
+    /// A block that any stream may use.
+    const ANY: Self = Self { first: StreamKey::CONTEXT, others: None };
+
+    fn of(first: Option<StreamKey>) -> Self {
+        Self { first: first.unwrap_or(StreamKey::CONTEXT), others: None }
+    }
+
+    /// Adds a stream; returns `true` if it was unknown. Of a block that any stream may use, nothing
+    /// more needs to be known.
+    fn add(&mut self, stream: StreamKey) -> bool {
+        if self.first == StreamKey::CONTEXT || self.first == stream {
+            return false;
+        }
+        let others = &mut self.others.get_or_insert_default().0;
+        if others.contains(&stream) {
+            return false;
+        }
+        if others.len() + 1 < USERS_MAX {
+            others.push(stream);
+        } else {
+            *self = Self::ANY;
+        }
+        true
+    }
+
+    /// Calls `act` with the streams, and with the work that must complete after a free.
+    fn with<T>(&self, act: impl FnOnce(&[StreamKey], After) -> T) -> T {
+        match &self.others {
+            _ if self.first == StreamKey::CONTEXT => act(&[], After::All),
+            None => act(&[self.first], After::Lanes),
+            Some(others) => {
+                let all: Vec<_> =
+                    [self.first].into_iter().chain(others.0.iter().copied()).collect();
+                act(&all, After::Lanes)
+            }
+        }
+    }
+}
+
+/// A live raw block, and the streams that use it.
+#[derive(Debug)]
+pub(super) struct RawUse {
+    pub(super) kept: Kept,
+    pub(super) users: Users,
 }
 
 impl fmt::Display for RawBlock {
@@ -88,8 +158,20 @@ impl DeviceArena {
         align: ByteSize,
         region: Region,
     ) -> Result<RawBlock, DeviceError> {
+        self.alloc_raw_for(None, size, align, region)
+    }
+
+    /// Allocates a raw block for the stream of a lane, if given.
+    fn alloc_raw_for(
+        &self,
+        lane: Option<&Known>,
+        size: ByteSize,
+        align: ByteSize,
+        region: Region,
+    ) -> Result<RawBlock, DeviceError> {
         let shared = self.shared();
         shared.check_open()?;
+        let origin = Origin { lane: lane.map_or(0, Known::number), ..Origin::RAW };
         let largest_align = shared.capabilities.granularity;
         if !align.get().is_power_of_two() || align > largest_align {
             return Err(DeviceError::Alignment { requested: align, largest: largest_align });
@@ -97,15 +179,17 @@ impl DeviceArena {
         let wanted = Wanted::new(size, align).ok_or(DeviceError::ZeroSize)?;
         let largest = shared.largest[region.number()];
         if size > largest {
-            shared.refuse_too_large(region, size.get(), align, Origin::RAW);
+            shared.refuse_too_large(region, size.get(), align, origin);
             let len = size.as_usize().unwrap_or(usize::MAX);
             return Err(DeviceError::TooLarge { len, element: ByteSize::new(1), largest });
         }
-        let placed = shared.obtain(region, wanted.by(Origin::RAW))?;
+        let taker = lane.and_then(Known::key);
+        let placed = shared.obtain_for(region, wanted.by(origin), taker)?;
         // It may have been moved since its allocation; from here on it stays.
         let mut books = shared.wait_until_still(shared.books(), region, placed.id);
         let kept = (region, books.region(region).refreshed(placed));
-        let before = books.raw.insert(kept.1.at, kept);
+        let of = RawUse { kept, users: Users::of(taker) };
+        let before = books.raw.insert(kept.1.at, of);
         drop(books);
         debug_assert!(before.is_none(), "two live blocks begin at one address");
         Ok(RawBlock::of(&kept))
@@ -113,21 +197,90 @@ impl DeviceArena {
 
     /// Frees a raw block and returns its description. Makes no driver call.
     ///
+    /// Its memory is reused after the work of the streams that use it: that of the lane it was
+    /// allocated on, and those of [`DeviceArena::record_use`]. A block without a lane may be used
+    /// on any stream: its memory is reused only after all work of the device.
+    ///
     /// # Errors
     /// [`DeviceError::NotLive`] if it was freed before, or belongs to a buffer;
     /// [`DeviceError::InteriorAddress`], [`DeviceError::ForeignAddress`], [`DeviceError::Forked`].
     /// The arena is unchanged after each.
     pub fn free(&self, at: DeviceAddress) -> Result<RawBlock, DeviceError> {
+        self.free_after(at, None)
+    }
+
+    fn free_after(&self, at: DeviceAddress, lane: Option<&Known>) -> Result<RawBlock, DeviceError> {
         let shared = self.shared();
         shared.check_here()?;
         let mut books = shared.books();
-        let Some(kept) = books.raw.remove(&at) else {
+        let Some(mut raw) = books.raw.remove(&at) else {
             return Err(shared.unknown(&books, at));
         };
-        books.release(kept.0, kept.1, &*shared.clock);
+        if let Some(lane) = lane {
+            books.note_user(&mut raw, lane, &*shared.clock);
+        }
+        books.release_raw(&raw, &*shared.clock);
         drop(books);
         shared.pass_on();
-        Ok(RawBlock::of(&kept))
+        Ok(RawBlock::of(&raw.kept))
+    }
+
+    /// Records that a lane's stream also uses a raw block: after the free, its work until then is
+    /// waited for as well. If the lane is dropped before the block is freed, the memory is reused
+    /// only after all work of the device.
+    ///
+    /// ```
+    /// # use std::sync::Arc;
+    /// # use lowtide_gpu::{ByteSize, clock::SystemClock, driver::StreamHandle};
+    /// # use lowtide_gpu::{ArenaConfig, DeviceArena, DeviceError, HostDriver, Region};
+    /// # let clock = Arc::new(SystemClock::new());
+    /// # let arena = DeviceArena::open(Arc::new(HostDriver::new()), clock, ArenaConfig::new("a"))?;
+    /// // SAFETY: the host driver has no streams.
+    /// let (computes, copies) =
+    ///     unsafe { (arena.lane(StreamHandle::new(1))?, arena.lane(StreamHandle::new(2))?) };
+    /// let block = computes.alloc_raw(ByteSize::kib(4), ByteSize::new(256), Region::Dynamic)?;
+    /// arena.record_use(block.at, &copies)?;
+    /// computes.free(block.at)?; // reused after the work of both
+    /// # Ok::<(), DeviceError>(())
+    /// ```
+    ///
+    /// # Errors
+    /// The errors of [`DeviceArena::free`]; [`DeviceError::ForeignLane`] for a lane of another
+    /// arena.
+    pub fn record_use(&self, at: DeviceAddress, lane: &Lane) -> Result<(), DeviceError> {
+        let shared = self.shared();
+        shared.check_here()?;
+        if !Arc::ptr_eq(shared, lane.arena().shared()) {
+            return Err(DeviceError::ForeignLane {
+                buffer_of: self.name().to_owned(),
+                lane_of: lane.arena().name().to_owned(),
+            });
+        }
+        let mut books = shared.books();
+        let Some(mut raw) = books.raw.remove(&at) else {
+            return Err(shared.unknown(&books, at));
+        };
+        books.note_user(&mut raw, lane.known(), &*shared.clock);
+        books.raw.insert(at, raw);
+        drop(books);
+        shared.pass_on();
+        Ok(())
+    }
+
+    /// Records that streams which the arena does not know use a raw block: its memory is reused
+    /// only after all work of the device.
+    ///
+    /// # Errors
+    /// The errors of [`DeviceArena::free`].
+    pub fn record_unknown_use(&self, at: DeviceAddress) -> Result<(), DeviceError> {
+        let shared = self.shared();
+        shared.check_here()?;
+        let mut books = shared.books();
+        match books.raw.get_mut(&at) {
+            Some(raw) => raw.users = Users::ANY,
+            None => return Err(shared.unknown(&books, at)),
+        }
+        Ok(())
     }
 
     /// Returns the raw block at this address. O(log n) in the number of raw blocks.
@@ -137,8 +290,51 @@ impl DeviceArena {
     pub fn raw_block(&self, at: DeviceAddress) -> Result<RawBlock, DeviceError> {
         self.shared().check_here()?;
         let books = self.shared().books();
-        let found = books.raw.get(&at).map(RawBlock::of);
+        let found = books.raw.get(&at).map(|raw| RawBlock::of(&raw.kept));
         found.ok_or_else(|| self.shared().unknown(&books, at))
+    }
+
+    /// Returns the raw block that contains this address. O(log n) in the number of raw blocks.
+    ///
+    /// # Errors
+    /// [`DeviceError::NotLive`] if the address is of this arena and in no raw block;
+    /// [`DeviceError::InteriorAddress`] if it is in a buffer; [`DeviceError::ForeignAddress`],
+    /// [`DeviceError::Forked`].
+    pub fn raw_block_containing(&self, at: DeviceAddress) -> Result<RawBlock, DeviceError> {
+        self.shared().check_here()?;
+        let books = self.shared().books();
+        let before = books.raw.range(..=at).next_back();
+        let found = before.map(|(_, raw)| RawBlock::of(&raw.kept));
+        let contains = |block: &RawBlock| at.get() - block.at.get() < block.size.get();
+        found.filter(contains).ok_or_else(|| self.shared().unknown(&books, at))
+    }
+}
+
+impl Lane {
+    /// Allocates a raw block for this lane's next work. Like [`DeviceArena::alloc_raw`], and in the
+    /// order of the stream like [`Lane::alloc`]: memory that this lane freed is reused first.
+    ///
+    /// The block does not keep the lane. Drop the lane after its blocks are freed; otherwise their
+    /// memory is reused only after all work of the device.
+    ///
+    /// # Errors
+    /// The errors of [`DeviceArena::alloc_raw`].
+    pub fn alloc_raw(
+        &self,
+        size: ByteSize,
+        align: ByteSize,
+        region: Region,
+    ) -> Result<RawBlock, DeviceError> {
+        self.arena().alloc_raw_for(Some(self.known()), size, align, region)
+    }
+
+    /// Frees a raw block of the lane's arena after its last use on this lane. Equals
+    /// [`DeviceArena::record_use`] and [`DeviceArena::free`], in one step.
+    ///
+    /// # Errors
+    /// The errors of [`DeviceArena::free`].
+    pub fn free(&self, at: DeviceAddress) -> Result<RawBlock, DeviceError> {
+        self.arena().free_after(at, Some(self.known()))
     }
 }
 
@@ -149,13 +345,30 @@ impl Books {
             numbers.forget_raw();
             None
         });
-        let kept: Vec<_> = std::mem::take(&mut self.raw).into_values().collect();
-        for &(region, placed) in &kept {
-            self.release(region, placed, clock);
-        }
-        let bytes = kept.iter().map(|(_, placed)| ByteSize::new(placed.span.size)).sum();
-        self.tell(clock, |_| Some(Operation::Reset { blocks: kept.len() as u64, bytes }));
+        let all: Vec<_> = std::mem::take(&mut self.raw).into_values().collect();
+        all.iter().for_each(|raw| self.release_raw(raw, clock));
+        let bytes = all.iter().map(|raw| ByteSize::new(raw.kept.1.span.size)).sum();
+        self.tell(clock, |_| Some(Operation::Reset { blocks: all.len() as u64, bytes }));
         bytes
+    }
+
+    /// Adds the stream of a lane to those that use a block.
+    fn note_user(&mut self, raw: &mut RawUse, lane: &Known, clock: &dyn Clock) {
+        let is_new = lane.key().is_none_or(|stream| raw.users.add(stream));
+        if is_new && lane.number() > 0 {
+            let (region, placed) = raw.kept;
+            self.tell(clock, |numbers| {
+                Some(Operation::Use { id: numbers.of(region, placed.id)?, lane: lane.number() })
+            });
+        }
+    }
+
+    /// Frees a raw block that is no longer known by its address.
+    fn release_raw(&mut self, raw: &RawUse, clock: &dyn Clock) {
+        let (region, placed) = raw.kept;
+        raw.users.with(|streams, after| {
+            self.release_after(region, placed, (streams, after), clock);
+        });
     }
 }
 
@@ -176,5 +389,32 @@ impl Shared {
             };
         }
         DeviceError::ForeignAddress { at, arena: self.name.clone() }
+    }
+}
+
+#[cfg(all(test, not(lowtide_loom)))]
+mod tests {
+    use super::*;
+
+    fn streams(users: &Users) -> (Vec<StreamKey>, After) {
+        users.with(|streams, after| (streams.to_vec(), after))
+    }
+
+    #[test]
+    fn a_block_knows_each_stream_once_and_beyond_the_most_it_is_any_streams() {
+        let key = StreamKey::new;
+        let mut users = Users::of(Some(key(1)));
+        assert_eq!(streams(&users), (vec![key(1)], After::Lanes));
+        assert!(!users.add(key(1)));
+        for number in 2..=USERS_MAX as u64 {
+            assert!(users.add(key(number)) && !users.add(key(number)));
+        }
+        let all = (1..=USERS_MAX as u64).map(key).collect();
+        assert_eq!(streams(&users), (all, After::Lanes));
+        assert!(!users.add(key(7)), "known");
+        assert!(users.add(key(1_000)));
+        assert_eq!(streams(&users), (vec![], After::All));
+        assert!(!users.add(key(1_001)), "any stream already");
+        assert_eq!(streams(&Users::of(None)), (vec![], After::All));
     }
 }

@@ -178,6 +178,18 @@ impl DeviceArena {
         self.down_to(keep, |outcome| Some(Operation::Trim { keep, outcome }), note_trim)
     }
 
+    /// Waits until the work of all freed memory is complete, so that a following
+    /// [`DeviceArena::purge`] releases it. Memory freed on lanes needs an event of each lane's
+    /// stream; other memory needs the whole device. Returns at once if nothing is pending.
+    ///
+    /// # Errors
+    /// [`DeviceError::Capturing`] while the stream of a lane captures a graph, before any wait;
+    /// [`DeviceError::Driver`], [`DeviceError::Forked`].
+    pub fn wait_for_pending(&self) -> Result<(), DeviceError> {
+        self.shared().check_here()?;
+        self.shared().complete_pending()
+    }
+
     /// Gives all idle memory back, as a part of something else.
     pub(super) fn empty(&self) -> Result<(), DeviceError> {
         self.down_to(ByteSize::ZERO, |_| None, note_trim).map(drop)

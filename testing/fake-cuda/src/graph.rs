@@ -10,7 +10,7 @@ use std::ffi::{c_int, c_uint, c_ulonglong};
 use crate::call::{Answer, INVALID_HANDLE, INVALID_VALUE};
 use crate::ffi::{Out, Untyped, export};
 use crate::handle::Kind;
-use crate::state::{Seat, state, stream};
+use crate::state::{Seat, current, state, stream};
 use lowtide_cuda_sim::CaptureMode;
 
 /// `CUstreamCaptureMode`
@@ -57,6 +57,9 @@ export! {
     }
 
     fn cuStreamIsCapturing(bits: u64, status: Out<c_uint>) {
+        if bits <= 1 && current()?.sim.raw().legacy_is_implicit() {
+            return Err(906); // CUDA_ERROR_STREAM_CAPTURE_IMPLICIT; it spoils nothing
+        }
         let (seat, number) = stream(bits)?;
         status.put(seat.sim.raw().stream_capture_status(number)?)
     }

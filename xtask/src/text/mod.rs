@@ -1,8 +1,9 @@
 //! `cargo xtask text`: the checks over text. They need no build of the crate.
 //!
 //! `tidy` looks at the source itself, `documents` at the pages, `dashboards` at dashboards, rules
-//! and the runbook, `deploying` at the files for Docker, Compose, Kubernetes and systemd. Values
-//! are read from the source by `code`; the table of metrics is compiled as it is.
+//! and the runbook, `deploying` at the files for Docker, Compose, Kubernetes and systemd, `header`
+//! at the C header. Values are read from the source by `code`; the table of metrics is compiled as
+//! it is.
 //!
 //! Invariant: every fault is printed, with its place.
 
@@ -10,6 +11,7 @@ pub(crate) mod code;
 mod dashboards;
 mod deploying;
 mod documents;
+mod header;
 /// The table of metrics, which the checks compare with everything that names one.
 #[path = "../../../src/metrics/names.rs"]
 #[allow(dead_code, unreachable_pub, reason = "it is the library's")]
@@ -29,6 +31,7 @@ pub(crate) fn run(write: bool) -> Result<(), String> {
     if write {
         let name = dashboards::write(&root).map_err(|error| format!("cannot write: {error}"))?;
         println!("wrote {name}");
+        println!("wrote {}", header::write(&root)?);
     }
     let tree = Tree::read(&root)?;
     let faults = check(&tree);
@@ -54,6 +57,7 @@ fn check(tree: &Tree) -> Vec<String> {
     documents::check(tree, &code, &faults);
     dashboards::check(tree, &faults);
     deploying::check(tree, &code, &faults);
+    header::check(tree, &faults);
     ci::check_workflow(tree, &faults);
     faults.sorted()
 }

@@ -38,6 +38,11 @@ pub(super) const POOL_USED: i32 = 7;
 /// `CU_MEMPOOL_ATTR_USED_MEM_HIGH`
 pub(super) const POOL_USED_HIGH: i32 = 8;
 
+/// `CU_STREAM_LEGACY`: the legacy default stream, however the program was compiled.
+pub(super) const STREAM_LEGACY: usize = 1;
+/// `CUDA_ERROR_STREAM_CAPTURE_IMPLICIT`: the legacy default stream depends on a stream that
+/// captures a graph.
+pub(super) const CAPTURE_IMPLICIT: u32 = 906;
 /// `CU_STREAM_NON_BLOCKING`: no order with the legacy default stream.
 pub(super) const STREAM_NON_BLOCKING: u32 = 1;
 /// `CU_EVENT_BLOCKING_SYNC`: the host sleeps while it waits for the event.

@@ -22,8 +22,8 @@ use std::ptr::NonNull;
 
 use super::abi::{
     ATTRIBUTE_CONTEXT, ATTRIBUTE_IS_MANAGED, ATTRIBUTE_MEMORY_TYPE, ATTRIBUTE_ORDINAL,
-    CAPTURE_NONE, EVENT_BLOCKING, EVENT_DISABLE_TIMING, HOST_PORTABLE, MEMORY_HOST, NOT_READY,
-    STREAM_NON_BLOCKING, SUCCESS,
+    CAPTURE_IMPLICIT, CAPTURE_NONE, EVENT_BLOCKING, EVENT_DISABLE_TIMING, HOST_PORTABLE,
+    MEMORY_HOST, NOT_READY, STREAM_NON_BLOCKING, SUCCESS,
 };
 use super::table::{Pointer, Table};
 use crate::DriverError;
@@ -361,6 +361,10 @@ impl Calls {
         let mut status = CAPTURE_NONE;
         // SAFETY: a stream, as the head says; it writes one enum of 32 bits.
         let code = unsafe { (self.table.base.stream_is_capturing)(stream, &raw mut status) };
+        // The legacy default stream: a stream that it waits for captures.
+        if code == CAPTURE_IMPLICIT {
+            return Ok(true);
+        }
         self.plain("cuStreamIsCapturing", code)?;
         Ok(status != CAPTURE_NONE)
     }

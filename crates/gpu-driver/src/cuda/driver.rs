@@ -2,7 +2,8 @@
 //!
 //! Each call makes the device's primary context current, makes the calls of CUDA, and restores the
 //! previous context. Copies that are waited for use a private stream of the driver. Nothing uses
-//! the null stream, which would synchronize with the work of other streams.
+//! the null stream, which would synchronize with the work of other streams, unless the caller names
+//! it: [`StreamHandle::LEGACY`] takes part in the order of events.
 //!
 //! Invariant: no call is made before `cuInit` has succeeded, nor in a forked child.
 #![expect(unsafe_code, reason = "the calls of the trait that take memory away are unsafe")]
@@ -10,7 +11,7 @@
 use std::fmt;
 use std::ptr::NonNull;
 
-use super::abi::INVALID_VALUE;
+use super::abi::{INVALID_VALUE, STREAM_LEGACY};
 use super::calls::{Answer, Calls, Locked};
 use super::context::Seat;
 use super::device::CudaDevice;
@@ -101,8 +102,8 @@ impl Drop for CudaDriver {
 }
 
 // SAFETY: the promises are those of the CUDA driver (cuda.h), for addresses and handles that it
-// returned: `calls` and `mapping` name them at each call. `number` refuses the null stream, and
-// `apart` parts that overlap.
+// returned: `calls` and `mapping` name them at each call. `number` refuses the null stream, which
+// `ordered` lets the caller name, and `apart` parts that overlap.
 unsafe impl Driver for CudaDriver {
     fn backend(&self) -> Backend {
         self.memory.backend()
@@ -252,7 +253,7 @@ unsafe impl Driver for CudaDriver {
     }
 
     unsafe fn stream_wait_event(&self, stream: StreamHandle, event: EventHandle) -> Answer {
-        let (stream, event) = (number(stream.get())?, number(event.get())?);
+        let (stream, event) = (ordered(stream)?, number(event.get())?);
         self.call(|calls| calls.stream_wait_event(stream, event))
     }
 
@@ -262,7 +263,7 @@ unsafe impl Driver for CudaDriver {
     }
 
     unsafe fn is_capturing(&self, stream: StreamHandle) -> Answer<bool> {
-        let stream = number(stream.get())?;
+        let stream = ordered(stream)?;
         self.call(|calls| calls.stream_is_capturing(stream))
     }
 
@@ -276,7 +277,7 @@ unsafe impl Driver for CudaDriver {
     }
 
     unsafe fn event_record(&self, event: EventHandle, stream: StreamHandle) -> Answer {
-        let (event, stream) = (number(event.get())?, number(stream.get())?);
+        let (event, stream) = (number(event.get())?, ordered(stream)?);
         self.call(|calls| calls.event_record(event, stream))
     }
 
@@ -369,6 +370,11 @@ impl fmt::Debug for CudaDriver {
 fn number(handle: u64) -> Answer<usize> {
     let number = usize::try_from(handle).ok().filter(|&handle| handle > 2);
     number.ok_or(DriverError::Unsupported { what: "the null stream, or an invalid handle" })
+}
+
+/// Returns the number of a stream that is ordered by events. The legacy default stream is accepted.
+fn ordered(stream: StreamHandle) -> Answer<usize> {
+    if stream == StreamHandle::LEGACY { Ok(STREAM_LEGACY) } else { number(stream.get()) }
 }
 
 /// Returns the number of bytes to copy if the two parts do not overlap.

@@ -1,7 +1,8 @@
 //! CUDA at run time: detection of the driver, its capabilities, and device memory.
 //!
 //! [`probe`] uses the loader alone and never fails, because cudarc panics if the library or one of
-//! its symbols is missing. Nothing of CUDA is needed at build time. No call uses the null stream.
+//! its symbols is missing. Nothing of CUDA is needed at build time. No call uses the null stream,
+//! unless the caller names it (`StreamHandle::LEGACY`).
 //!
 //! Invariant: `probe() = Probe::Devices { count, .. } => count >= 1`.
 

@@ -11,9 +11,9 @@ use super::step::Moving;
 use super::{CompactOptions, Goal};
 use crate::books::Books;
 use crate::driver::DeviceAddress;
-use crate::front::Kept;
 use crate::index::{End, Span, StaleBlock};
 use crate::ranges::BlockName;
+use crate::raw::RawUse;
 use crate::record::Operation;
 use crate::region::{Placed, Region, RegionBooks};
 use crate::visualize::Act;
@@ -145,11 +145,12 @@ impl Books {
 
     /// Records the new address of a raw block.
     pub(super) fn readdress(&mut self, region: Region, from: DeviceAddress, id: BlockName) {
-        let is_it = |kept: &Kept| kept.0 == region && kept.1.id == id;
-        if let Some((_, placed)) = self.raw.get(&from).copied().filter(is_it) {
-            self.raw.remove(&from);
-            let placed = self.region(region).refreshed(placed);
-            self.raw.insert(placed.at, (region, placed));
+        let is_it = |raw: &RawUse| raw.kept.0 == region && raw.kept.1.id == id;
+        if self.raw.get(&from).is_some_and(is_it)
+            && let Some(mut raw) = self.raw.remove(&from)
+        {
+            raw.kept.1 = self.region(region).refreshed(raw.kept.1);
+            self.raw.insert(raw.kept.1.at, raw);
         }
     }
 

@@ -267,13 +267,11 @@ impl Replay<'_> {
                 let _ = buffer.resize(bytes.as_usize().unwrap_or(usize::MAX));
             }
             Operation::Move { .. } => {}
-            Operation::Use { id, lane } => {
-                let (held, lane) = (self.held.get_mut(id), self.lanes.get(lane));
-                let (Some(Held::Buffer(buffer, _)), Some(lane)) = (held, lane) else {
-                    return Done::Skipped;
-                };
-                buffer.add_lane(lane);
-            }
+            Operation::Use { id, lane } => match (self.held.get_mut(id), self.lanes.get(lane)) {
+                (Some(Held::Buffer(buffer, _)), Some(lane)) => buffer.add_lane(lane),
+                (Some(Held::Raw(at)), Some(lane)) => drop(arena.record_use(*at, lane)),
+                _ => return Done::Skipped,
+            },
             Operation::Pin { id } => match self.held.get_mut(id) {
                 Some(Held::Buffer(buffer, pins)) => pins.extend(buffer.pin()),
                 _ => return Done::Skipped,
@@ -357,6 +355,9 @@ impl Replay<'_> {
             }
             Some(Held::Raw(at)) => {
                 self.raw.remove(&at);
+                if after == After::All {
+                    let _ = self.arena.record_unknown_use(at);
+                }
                 drop(self.arena.free(at));
             }
             None => return Done::Skipped,
@@ -433,7 +434,13 @@ fn take(arena: &DeviceArena, asked: Asked, lane: Option<&Lane>) -> Result<Held, 
     let (region, bytes, align) = (asked.region, asked.bytes, asked.align);
     let len = bytes.as_usize().unwrap_or(usize::MAX);
     let buffer = match asked.kind {
-        BlockKind::Raw => return Ok(Held::Raw(arena.alloc_raw(bytes, align, region)?.at)),
+        BlockKind::Raw => {
+            let block = match lane {
+                Some(lane) => lane.alloc_raw(bytes, align, region)?,
+                None => arena.alloc_raw(bytes, align, region)?,
+            };
+            return Ok(Held::Raw(block.at));
+        }
         BlockKind::Reserve => arena.reserve::<u8>(len, region)?,
         BlockKind::Buffer => {
             let lane = lane.map(Lane::known);

@@ -19,6 +19,13 @@ impl Raw<'_> {
         self.model().legacy_stream(Call::Launch).map_err(code)
     }
 
+    /// Returns `true` while a stream that is ordered with the legacy default stream is capturing.
+    #[must_use]
+    pub fn legacy_is_implicit(&self) -> bool {
+        let model = self.model();
+        model.captures.keys().any(|stream| model.blocking.contains(stream))
+    }
+
     /// Returns the default stream of the calling thread; ordered with the legacy one.
     #[must_use]
     pub fn thread_stream(&self) -> u64 {

@@ -62,7 +62,7 @@ fn amounts(text: &str) -> Vec<Range<usize>> {
 /// or the head of a table whose rows others test.
 fn defaults(text: &str) -> Vec<Range<usize>> {
     const OTHERS: &[&str] =
-        &["jemalloc's default", "jemalloc's `default", "::default", "| default"];
+        &["jemalloc's default", "jemalloc's `default", "::default", "| default", "_set_default"];
     let found = text.match_indices("default").filter(|(at, word)| {
         let before = &text[..at + word.len()];
         !OTHERS.iter().any(|others| before.ends_with(others))

@@ -9,6 +9,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use crate::text::code::{Code, Found};
+use crate::text::header::HEADER;
 use crate::text::names::TABLE;
 use crate::text::tidy::orphans::joined;
 use crate::text::variables;
@@ -24,6 +25,7 @@ const LANGUAGES: &[&str] = &[
     "sh",
     "toml",
     "text",
+    "python",
 ];
 
 /// Variables that Kubernetes sets for a service called `lowtide`; the page says that they are left
@@ -296,6 +298,7 @@ impl<'a> Blocks<'a> {
         let manifest = self.manifest().replace('-', "_");
         let crates: Vec<_> =
             self.tree.packages().into_iter().map(|package| package.crate_name).collect();
+        let header = self.tree.text(HEADER, self.faults);
         let variables = variables(code);
         for page in self.pages {
             for name in words(&page.text, "LOWTIDE_", capital) {
@@ -316,7 +319,8 @@ impl<'a> Blocks<'a> {
                 let known = TABLE.iter().any(|one| one.name == name || one.name == metric)
                     || rules.contains(&format!(":{name}:"))
                     || manifest.contains(name)
-                    || crates.iter().any(|known| known == name);
+                    || crates.iter().any(|known| known == name)
+                    || header.contains(&format!("{name}("));
                 if !known && !name.ends_with('_') {
                     self.fault(page, name, &format!("{name}: no such metric"));
                 }
@@ -440,7 +444,7 @@ mod tests {
     fn each_name_of_something_that_is_not_there_is_a_fault_with_its_line() {
         for (text, expected) in [
             ("```rust\n1\n```", "docs/NEW.md has Rust: true"),
-            ("```python\n1\n```", "a fence of \"python\""),
+            ("```ruby\n1\n```", "a fence of \"ruby\""),
             ("```sh\n1", "a fence is not closed"),
             ("\ncargo bench --bench gone", "docs/NEW.md:2: --bench gone: no such file in benches"),
             ("cargo test --test gone", "--test gone: no such file"),
@@ -456,8 +460,8 @@ mod tests {
             let faults = faults_of(text);
             assert!(faults.len() == 1 && faults[0].contains(expected), "{text:?}: {faults:?}");
         }
-        let clean = "`src/lib.rs` LOWTIDE_PROFILE lowtide_heap_live_bytes [a](STYLE.md#tests) \
-                     /memory/purge cargo test --features service";
+        let clean = "`src/lib.rs` LOWTIDE_PROFILE lowtide_heap_live_bytes lowtide_alloc \
+                     [a](STYLE.md#tests) /memory/purge cargo test --features service";
         assert_eq!(faults_of(clean), [""; 0]);
     }
 }

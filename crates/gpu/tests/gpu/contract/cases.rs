@@ -24,10 +24,10 @@ use std::time::Duration;
 
 use lowtide_gpu::ByteSize;
 use lowtide_gpu::clock::Clock;
-use lowtide_gpu::driver::Driver;
+use lowtide_gpu::driver::{DeviceAddress, Driver};
 use lowtide_gpu::{
     ArenaState, Buffer, CompactOptions, Contents, DeviceArena, DeviceError, Lane, Lease,
-    PinnedConfig, PinnedKind, PinnedPool, Region, SleepOptions,
+    PinnedConfig, PinnedKind, PinnedPool, RawBlock, Region, SleepOptions,
 };
 
 use bed::Bed;
@@ -45,6 +45,13 @@ pub(crate) trait Device: Sync {
     /// Returns `true` if every byte has the value, once the work of the lane's stream that asks is
     /// done.
     fn holds(&self, lane: &Lane, of: &Buffer<u8>, lease: &Lease, value: u8) -> Result<bool, Fault>;
+
+    /// Queues work of the lane's stream that writes a value to every byte of a raw block.
+    fn write_raw(&self, lane: &Lane, to: RawBlock, value: u8) -> Outcome;
+
+    /// Returns `true` if every byte of a raw block has the value, once the work of the lane's
+    /// stream that asks is done.
+    fn raw_holds(&self, lane: &Lane, of: RawBlock, value: u8) -> Result<bool, Fault>;
 
     /// Returns `true` if committed memory is taken from the device before its first use.
     fn takes_at_once(&self) -> bool {
@@ -74,6 +81,12 @@ pub(crate) const CASES: &[Case] = &[
     ("a compaction keeps contents and frees granules", compacts),
     ("a resize keeps what was there", resizes),
     ("blocks by address", raw_blocks),
+    ("a raw block of a lane is that lane's again, after its own work", raw_same_lane),
+    ("another lane takes the raw block that one freed, after its work", raw_other_lane),
+    ("work on a lane that was named for a raw block is waited for", raw_recorded_use),
+    ("a raw block whose lane has ended is reused after its work", raw_ended_lane),
+    ("freed memory is idle after a wait for its work", waits_for_pending),
+    ("raw blocks are found by any of their addresses", raw_lookup),
     ("threads beside each other", threads),
     ("sizes that can never fit are refused", absurd_sizes),
     ("a lent buffer stays where it is, awake, and keeps its contents", exported),
@@ -342,6 +355,150 @@ fn raw_blocks(device: &dyn Device) -> Outcome {
     bed.arena.free(block.at)?;
     let twice = bed.arena.free(block.at);
     ensure!(matches!(twice, Err(DeviceError::NotLive { .. })), "{twice:?}");
+    bed.end()
+}
+
+fn raw_same_lane(device: &dyn Device) -> Outcome {
+    let bed = Bed::new(device)?;
+    let size = ByteSize::of(bed.unit / 2);
+    let alloc = || bed.lane.alloc_raw(size, ByteSize::new(512), Region::Dynamic);
+    for value in 0..20 {
+        let (kept, freed) = (alloc()?, alloc()?);
+        device.write_raw(&bed.lane, kept, value)?;
+        device.write_raw(&bed.lane, freed, 200)?;
+        bed.lane.free(freed.at)?;
+        let again = alloc()?;
+        device.write_raw(&bed.lane, again, 201)?;
+        ensure!(device.raw_holds(&bed.lane, kept, value)?, "a block was written by another's work");
+        bed.arena.free(again.at)?;
+        bed.lane.free(kept.at)?;
+    }
+    let committed = bed.arena.snapshot().committed;
+    ensure!(committed <= ByteSize::of(3 * bed.unit), "it grew to {committed}");
+    bed.end()
+}
+
+/// A block of more than half of the limit, so that the next one gets its memory.
+fn raw_large(bed: &Bed<'_>, lane: &Lane) -> Result<RawBlock, Fault> {
+    let size = ByteSize::of(bed.unit + bed.unit / 2);
+    Ok(lane.alloc_raw(size, ByteSize::new(1), Region::Dynamic)?)
+}
+
+fn raw_other_lane(device: &dyn Device) -> Outcome {
+    let bed = Bed::with(device, Some(2))?;
+    let second = device.lane(&bed.arena)?;
+    for value in 0..10 {
+        let freed = raw_large(&bed, &bed.lane)?;
+        device.write_raw(&bed.lane, freed, 100 + value)?;
+        bed.arena.free(freed.at)?;
+        let taken = raw_large(&bed, &second)?;
+        device.write_raw(&second, taken, value)?;
+        ensure!(device.raw_holds(&second, taken, value)?, "the first lane wrote to it later");
+        second.free(taken.at)?;
+    }
+    drop(second);
+    bed.end()
+}
+
+fn raw_recorded_use(device: &dyn Device) -> Outcome {
+    let bed = Bed::with(device, Some(2))?;
+    let second = device.lane(&bed.arena)?;
+    for value in 0..10 {
+        let shared = raw_large(&bed, &bed.lane)?;
+        device.write_raw(&second, shared, 100)?;
+        // The work of the second lane is named before the free, or with it, or is of any stream.
+        match value % 3 {
+            0 => bed.arena.record_use(shared.at, &second)?,
+            1 => bed.arena.record_unknown_use(shared.at)?,
+            _ => {}
+        }
+        let frees = if value % 3 == 2 { &second } else { &bed.lane };
+        frees.free(shared.at)?;
+        let taken = raw_large(&bed, &bed.lane)?;
+        device.write_raw(&bed.lane, taken, value)?;
+        ensure!(device.raw_holds(&bed.lane, taken, value)?, "the second lane wrote to it later");
+        bed.lane.free(taken.at)?;
+    }
+    let gone = bed.arena.record_use(DeviceAddress::new(256), &second);
+    ensure!(matches!(gone, Err(DeviceError::ForeignAddress { .. })), "{gone:?}");
+    let gone = bed.arena.record_unknown_use(DeviceAddress::new(256));
+    ensure!(matches!(gone, Err(DeviceError::ForeignAddress { .. })), "{gone:?}");
+    let other = Bed::new(device)?;
+    let block = raw_large(&bed, &bed.lane)?;
+    let foreign = bed.arena.record_use(block.at, &other.lane);
+    ensure!(matches!(foreign, Err(DeviceError::ForeignLane { .. })), "{foreign:?}");
+    bed.lane.free(block.at)?;
+    drop(second);
+    other.end()?;
+    bed.end()
+}
+
+fn raw_ended_lane(device: &dyn Device) -> Outcome {
+    let bed = Bed::with(device, Some(2))?;
+    for value in 0..10 {
+        let ends = device.lane(&bed.arena)?;
+        let block = raw_large(&bed, &ends)?;
+        device.write_raw(&ends, block, 100)?;
+        drop(ends);
+        bed.arena.free(block.at)?;
+        let taken = raw_large(&bed, &bed.lane)?;
+        device.write_raw(&bed.lane, taken, value)?;
+        ensure!(device.raw_holds(&bed.lane, taken, value)?, "the ended lane wrote to it later");
+        bed.lane.free(taken.at)?;
+    }
+    bed.end()
+}
+
+fn waits_for_pending(device: &dyn Device) -> Outcome {
+    let bed = Bed::new(device)?;
+    let second = device.lane(&bed.arena)?;
+    for unknown in [false, true] {
+        let blocks = [raw_large(&bed, &bed.lane)?, raw_large(&bed, &second)?];
+        for (block, lane) in blocks.into_iter().zip([&bed.lane, &second]) {
+            device.write_raw(lane, block, 1)?;
+            if unknown {
+                bed.arena.record_unknown_use(block.at)?;
+            }
+            lane.free(block.at)?;
+        }
+        bed.arena.wait_for_pending()?;
+        let after = bed.arena.snapshot();
+        ensure!(after.pending.is_zero(), "{} pending after the wait", after.pending);
+        bed.arena.purge()?;
+        let committed = bed.arena.snapshot().committed;
+        ensure!(committed.is_zero(), "{committed} committed after the wait and a purge");
+    }
+    drop(second);
+    bed.end()
+}
+
+fn raw_lookup(device: &dyn Device) -> Outcome {
+    let bed = Bed::new(device)?;
+    let sizes = [1, 256, 257, bed.unit + 1].map(ByteSize::of);
+    let blocks = sizes.map(|size| bed.lane.alloc_raw(size, ByteSize::new(256), Region::Dynamic));
+    let blocks: Vec<_> = blocks.into_iter().collect::<Result<_, _>>()?;
+    for block in &blocks {
+        let last = block.size.saturating_sub(ByteSize::new(1));
+        for offset in [ByteSize::ZERO, ByteSize::new(1), last] {
+            let at = block.at.checked_add(offset).ok_or("beyond all addresses")?;
+            let found = bed.arena.raw_block_containing(at)?;
+            ensure!(found == *block, "{at} is in {block}, found {found}");
+        }
+    }
+    let buffer = bed.lane.alloc::<u8>(1_000, Region::Dynamic)?;
+    let inside = DeviceAddress::new(bed.address(&buffer)? + 5);
+    let found = bed.arena.raw_block_containing(inside);
+    ensure!(matches!(found, Err(DeviceError::InteriorAddress { .. })), "{found:?}");
+    drop(buffer);
+    for block in &blocks {
+        bed.lane.free(block.at)?;
+        let found = bed.arena.raw_block_containing(block.at);
+        ensure!(matches!(found, Err(DeviceError::NotLive { .. })), "{found:?}");
+    }
+    for at in [0, 1, 255, u64::MAX].map(DeviceAddress::new) {
+        let found = bed.arena.raw_block_containing(at);
+        ensure!(matches!(found, Err(DeviceError::ForeignAddress { .. })), "{at}: {found:?}");
+    }
     bed.end()
 }
 

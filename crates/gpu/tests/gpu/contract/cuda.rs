@@ -1,11 +1,12 @@
 //! A CUDA device as a device of the suite: our driver for memory, unmodified cudarc for work.
+#![expect(unsafe_code, reason = "raw blocks are copied by address")]
 
 use std::sync::Arc;
 
-use cudarc::driver::{CudaContext, CudaStream};
+use cudarc::driver::{CudaContext, CudaStream, result};
 use lowtide_gpu::driver::Driver;
 use lowtide_gpu::driver::cuda::{CudaDriver, CudaOptions};
-use lowtide_gpu::{Buffer, DeviceArena, Lane, Lease};
+use lowtide_gpu::{Buffer, DeviceArena, Lane, Lease, RawBlock};
 
 use super::cases::{Device, Fault, Outcome};
 
@@ -47,6 +48,25 @@ impl Device for Cuda {
     fn holds(&self, lane: &Lane, of: &Buffer<u8>, lease: &Lease, value: u8) -> Result<bool, Fault> {
         let stream = lane.cuda_stream().ok_or("not a lane of cudarc's")?;
         let bytes = stream.clone_dtoh(of.cuda(lease)?)?;
+        stream.synchronize()?;
+        Ok(bytes == vec![value; bytes.len()])
+    }
+
+    fn write_raw(&self, lane: &Lane, to: RawBlock, value: u8) -> Outcome {
+        let stream = lane.cuda_stream().ok_or("not a lane of cudarc's")?;
+        let bytes = vec![value; usize::try_from(to.size.get())?];
+        // SAFETY: a live block of the device, of this size; the copy from pageable memory has read
+        // it when the call returns.
+        unsafe { result::memcpy_htod_async(to.at.get(), &bytes, stream.cu_stream()) }?;
+        Ok(())
+    }
+
+    fn raw_holds(&self, lane: &Lane, of: RawBlock, value: u8) -> Result<bool, Fault> {
+        let stream = lane.cuda_stream().ok_or("not a lane of cudarc's")?;
+        let mut bytes = vec![!value; usize::try_from(of.size.get())?];
+        // SAFETY: a live block of the device, of this size; `bytes` outlives the copy, which is
+        // complete after the wait below.
+        unsafe { result::memcpy_dtoh_async(&mut bytes, of.at.get(), stream.cu_stream()) }?;
         stream.synchronize()?;
         Ok(bytes == vec![value; bytes.len()])
     }

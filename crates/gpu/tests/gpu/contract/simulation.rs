@@ -9,7 +9,7 @@ use lowtide_cuda_sim::{
 };
 use lowtide_gpu::ByteSize;
 use lowtide_gpu::driver::{DeviceAddress, Driver, StreamHandle};
-use lowtide_gpu::{Buffer, DeviceArena, Lane, Lease};
+use lowtide_gpu::{Buffer, DeviceArena, Lane, Lease, RawBlock};
 
 use super::cases::{Device, Fault, Outcome};
 
@@ -50,29 +50,52 @@ impl Device for Simulation {
     }
 
     fn write(&self, lane: &Lane, to: &mut Buffer<u8>, lease: &Lease, value: u8) -> Outcome {
-        for (at, size) in parts(to, lease)? {
+        self.fill(lane, to.address(lease)?.ok_or("no address")?, to.bytes(), value)
+    }
+
+    fn holds(&self, lane: &Lane, of: &Buffer<u8>, lease: &Lease, value: u8) -> Result<bool, Fault> {
+        self.check(lane, of.address(lease)?.ok_or("no address")?, of.bytes(), value)
+    }
+
+    fn write_raw(&self, lane: &Lane, to: RawBlock, value: u8) -> Outcome {
+        self.fill(lane, to.at, to.size, value)
+    }
+
+    fn raw_holds(&self, lane: &Lane, of: RawBlock, value: u8) -> Result<bool, Fault> {
+        self.check(lane, of.at, of.size, value)
+    }
+}
+
+impl Simulation {
+    fn fill(&self, lane: &Lane, at: DeviceAddress, size: ByteSize, value: u8) -> Outcome {
+        for (at, size) in parts(at, size)? {
             self.sim.fill(lane.stream(), at, size, Pattern::new(value.into()))?;
         }
         Ok(())
     }
 
-    fn holds(&self, lane: &Lane, of: &Buffer<u8>, lease: &Lease, value: u8) -> Result<bool, Fault> {
+    fn check(
+        &self,
+        lane: &Lane,
+        at: DeviceAddress,
+        size: ByteSize,
+        value: u8,
+    ) -> Result<bool, Fault> {
         let check =
             |(at, size)| self.sim.check(lane.stream(), at, size, Pattern::new(value.into()));
-        let checks: Vec<_> = parts(of, lease)?.into_iter().map(check).collect::<Result<_, _>>()?;
+        let checks: Vec<_> = parts(at, size)?.into_iter().map(check).collect::<Result<_, _>>()?;
         self.sim.stream_synchronize(lane.stream())?;
         Ok(checks.into_iter().all(|check| self.sim.outcome(check) == Found::Held))
     }
 }
 
-/// Returns the parts that are written and checked: all of a small buffer, both ends of a large one,
+/// Returns the parts that are written and checked: all of a small block, both ends of a large one,
 /// which is as good and less work.
-fn parts(buffer: &Buffer<u8>, lease: &Lease) -> Result<Vec<(DeviceAddress, ByteSize)>, Fault> {
+fn parts(at: DeviceAddress, size: ByteSize) -> Result<Vec<(DeviceAddress, ByteSize)>, Fault> {
     const PART: ByteSize = ByteSize::kib(16);
-    let at = buffer.address(lease)?.ok_or("no address")?;
-    let left = buffer.bytes().saturating_sub(PART);
+    let left = size.saturating_sub(PART);
     if left <= PART {
-        return Ok(vec![(at, buffer.bytes())]);
+        return Ok(vec![(at, size)]);
     }
     let last = at.checked_add(left).ok_or("beyond all addresses")?;
     Ok(vec![(at, PART), (last, PART)])

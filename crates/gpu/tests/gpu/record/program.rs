@@ -231,12 +231,36 @@ impl Program {
         if self.random.below(3) > 0 || self.raw.is_empty() {
             let size = ByteSize::new(self.random.size());
             let align = ByteSize::new(1 << self.random.below(22));
-            let block = self.arena.alloc_raw(size, align, self.random.region());
+            let region = self.random.region();
+            let block = match self.some_lane() {
+                Some(lane) => self.lanes[lane].alloc_raw(size, align, region),
+                None => self.arena.alloc_raw(size, align, region),
+            };
             self.raw.extend(block.map(|block| block.at));
-        } else {
-            let at = self.random.index(self.raw.len());
-            self.arena.free(self.raw.swap_remove(at)).expect("live");
+            return;
         }
+        let nth = self.random.index(self.raw.len());
+        let at = self.raw[nth];
+        if let Some(lane) = self.some_lane() {
+            self.arena.record_use(at, &self.lanes[lane]).expect("of this arena");
+        }
+        if self.random.below(8) == 0 {
+            self.arena.record_unknown_use(at).expect("live");
+        }
+        if self.random.below(2) == 0 {
+            self.raw.swap_remove(nth);
+            let freed = match self.some_lane() {
+                Some(lane) => self.lanes[lane].free(at),
+                None => self.arena.free(at),
+            };
+            freed.expect("live");
+        }
+    }
+
+    /// A lane, or none in one of three cases.
+    fn some_lane(&mut self) -> Option<usize> {
+        let is_on_lane = self.random.below(3) > 0 && !self.lanes.is_empty();
+        is_on_lane.then(|| self.random.index(self.lanes.len()))
     }
 
     fn compact(&mut self) {

@@ -12,6 +12,7 @@ mod ends;
 mod events;
 mod fronts;
 mod onnxruntime;
+mod raw;
 
 use std::sync::Arc;
 

@@ -4,6 +4,7 @@
 //! Invariant: a capture that is begun outside is spoiled by no call but a wait for the context.
 #![expect(unsafe_code, reason = "the raw call that exchanges a thread's capture mode")]
 
+use std::ptr;
 use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
@@ -15,11 +16,11 @@ use lowtide::clock::Moment;
 use lowtide::decay::DecayTime;
 use lowtide_fake_cuda::{Fake, Options};
 use lowtide_gpu::driver::cuda::{CudaDriver, GovernorOptions, PoolGovernor};
-use lowtide_gpu::driver::{Driver as _, DriverError, HostMemory};
-use lowtide_gpu::{Region, SleepOptions};
+use lowtide_gpu::driver::{Driver as _, DriverError, HostMemory, StreamHandle};
+use lowtide_gpu::{DeviceError, Region, SleepOptions};
 
 use super::open::WAYS;
-use super::support::{Bed, LAZY, UNIT, end, life, start};
+use super::support::{Bed, LAZY, UNIT, check, end, life, start, write};
 
 const GLOBAL: CUstreamCaptureMode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL;
 const LOCAL: CUstreamCaptureMode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
@@ -83,6 +84,55 @@ fn a_decay_of_any_thread_spoils_no_capture_of_a_stream_that_is_no_lane() {
         drop(stream);
         end((fake, bed, arena, lane));
     }
+}
+
+/// A stream that is ordered with the legacy default stream.
+fn blocking() -> sys::CUstream {
+    let mut stream = ptr::null_mut();
+    // SAFETY: a pointer to a local; the device's context is current in this thread.
+    let code = unsafe { sys::cuStreamCreate(&raw mut stream, 0) };
+    assert_eq!(code, sys::CUresult::CUDA_SUCCESS);
+    stream
+}
+
+#[test]
+fn a_lane_of_the_legacy_stream_is_waited_for_and_spoils_no_capture_that_it_depends_on() {
+    let (fake, bed, arena, lane) = start();
+    // SAFETY: the legacy default stream always exists.
+    let legacy = unsafe { arena.lane(StreamHandle::LEGACY) }.expect("a lane");
+    let (size, align) = (ByteSize::of(16 * UNIT), ByteSize::new(1));
+    for _ in 0..4 {
+        let block = legacy.alloc_raw(size, align, Region::Dynamic).expect("room");
+        // SAFETY: a live block of this size.
+        let code = unsafe { sys::cuMemsetD8Async(block.at.get(), 1, 16 * UNIT, ptr::null_mut()) };
+        assert_eq!(code, sys::CUresult::CUDA_SUCCESS);
+        legacy.free(block.at).expect("live");
+        // More than half of the limit: the lane gets what the legacy stream has just freed.
+        let mut taken = lane.alloc::<u8>(16 * UNIT, Region::Dynamic).expect("room");
+        write(&bed.one, &mut taken, 2).expect("queued");
+        check(&bed.one, &taken, 2);
+    }
+    let block = legacy.alloc_raw(size, align, Region::Dynamic).expect("room");
+    legacy.free(block.at).expect("live");
+    let stream = blocking();
+    // SAFETY: the stream exists.
+    let code = unsafe { sys::cuStreamBeginCapture_v2(stream, RELAXED) };
+    assert_eq!(code, sys::CUresult::CUDA_SUCCESS);
+    // No event can be recorded on the legacy stream now, so there is no order to take it in.
+    let refused = lane.alloc::<u8>(16 * UNIT, Region::Dynamic).expect_err("it may be in use");
+    assert!(refused.is_out_of_memory() || matches!(refused, DeviceError::Driver(_)), "{refused}");
+    arena.decay(late()).expect("looked");
+    let mut graph = ptr::null_mut();
+    // SAFETY: the stream exists and captures; a pointer to a local.
+    let code = unsafe { sys::cuStreamEndCapture(stream, &raw mut graph) };
+    assert_eq!(code, sys::CUresult::CUDA_SUCCESS, "the capture was spoiled");
+    // SAFETY: a graph that is used no more.
+    assert_eq!(unsafe { sys::cuGraphDestroy(graph) }, sys::CUresult::CUDA_SUCCESS);
+    drop(lane.alloc::<u8>(16 * UNIT, Region::Dynamic).expect("room, after a wait"));
+    // SAFETY: a stream that is used no more.
+    assert_eq!(unsafe { sys::cuStreamDestroy_v2(stream) }, sys::CUresult::CUDA_SUCCESS);
+    drop(legacy);
+    end((fake, bed, arena, lane));
 }
 
 #[test]

@@ -1,0 +1,226 @@
+//! What the C ABI costs: the instructions of an alloc/free pair through the shared library, less
+//! those of the same pair in Rust; and whether PyTorch accepts the library.
+//!
+//! Each kind of pair runs in a process of its own under callgrind, once and three times as often;
+//! the difference has neither start nor end in it. Both use a lane of a stream on the host driver,
+//! and the same block every time. The library is loaded by `dlopen`, as an engine loads it.
+//!
+//! Exit codes: 0 every goal held; 1 one was missed, or something could not be measured.
+#![expect(clippy::print_stdout, reason = "a program that shows something")]
+#![expect(unsafe_code, reason = "C functions are called by their address")]
+
+use std::ffi::{CString, c_int, c_void};
+use std::hint::black_box;
+use std::path::PathBuf;
+use std::process::{Command, ExitCode};
+use std::ptr;
+use std::sync::Arc;
+
+use clap::{Parser, ValueEnum};
+use lowtide_gpu::clock::SystemClock;
+use lowtide_gpu::driver::StreamHandle;
+use lowtide_gpu::{ArenaConfig, ByteSize, DeviceArena, HostDriver, Region};
+
+/// Pairs of the shorter run.
+const PAIRS: usize = 50_000;
+/// The size of a block: small, so that nothing is committed.
+const SIZE: usize = 4096;
+const STREAM: usize = 100;
+/// The most instructions that C may add to a pair.
+const GOAL: f64 = 150.0;
+
+#[derive(Clone, Debug, Parser)]
+#[command(about = "What the C ABI costs")]
+struct Cli {
+    /// Ask the PyTorch of this Python whether it accepts the library; no GPU is needed.
+    #[arg(long, value_name = "PROGRAM")]
+    python: Option<PathBuf>,
+    /// Be the process whose instructions are counted.
+    #[arg(long, hide = true)]
+    be: Option<Kind>,
+    #[arg(long, hide = true, default_value_t = PAIRS)]
+    pairs: usize,
+    /// Cargo says this when benches are asked for.
+    #[arg(long, hide = true)]
+    bench: bool,
+}
+
+/// A kind of pair.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Kind {
+    Rust,
+    C,
+    /// As PyTorch calls it.
+    Torch,
+}
+
+fn main() -> ExitCode {
+    // Cargo's tests start benches too, without that word and with arguments of their own.
+    if !std::env::args().any(|argument| argument == "--bench" || argument == "--be") {
+        println!("c: a bench under valgrind, not a test: run `cargo bench --bench c`");
+        return ExitCode::SUCCESS;
+    }
+    let cli = Cli::parse();
+    let done = match cli.be {
+        Some(Kind::Rust) => rust(cli.pairs).map(|()| true),
+        Some(kind) => c(kind, cli.pairs).map(|()| true),
+        None => measure(cli.python.as_ref()),
+    };
+    match done {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::FAILURE,
+        Err(why) => {
+            println!("failed: {why}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// Prints the figures; returns whether the goals hold.
+fn measure(python: Option<&PathBuf>) -> Result<bool, String> {
+    let [rust, c, torch] = [Kind::Rust, Kind::C, Kind::Torch].map(instructions);
+    let (rust, c, torch) = (rust?, c?, torch?);
+    println!("figure engines.rust.pair_instructions {rust:.0} instructions");
+    println!("figure engines.torch.pair_instructions {:.0} instructions", torch - rust);
+    let held = c - rust <= GOAL;
+    println!("figure engines.c.pair_instructions {:.0} instructions", c - rust);
+    println!("  goal: at most {GOAL:.0}: {}", if held { "held" } else { "missed" });
+    let Some(python) = python else {
+        println!("skipped: engines.torch.accepted: expected --python with PyTorch");
+        return Ok(held);
+    };
+    let tests = concat!(env!("CARGO_MANIFEST_DIR"), "/../crates/c/tests");
+    // PyTorch asks CUDA's runtime for the current device before it allocates: here, this one.
+    let folder = tempfile::tempdir().map_err(|error| error.to_string())?;
+    let runtime = folder.path().join("cudart.so");
+    let mut compiler = Command::new("cc");
+    compiler.args(["-shared", "-fPIC", "-o"]).arg(&runtime);
+    let compiled = compiler.arg(format!("{tests}/c/cudart.c")).status();
+    compiled.map_err(|error| format!("cc: {error}"))?;
+    let mut command = Command::new(python);
+    command.arg(format!("{tests}/python/abi.py")).arg(library()?).arg("torch");
+    let output = command.env("LD_PRELOAD", runtime).output();
+    let output = output.map_err(|error| format!("{}: {error}", python.display()))?;
+    print!("{}", String::from_utf8_lossy(&output.stdout));
+    if !output.status.success() {
+        println!("figure engines.torch.accepted 0\n{}", String::from_utf8_lossy(&output.stderr));
+    }
+    Ok(held && output.status.success())
+}
+
+/// Returns the instructions of a pair.
+fn instructions(kind: Kind) -> Result<f64, String> {
+    let (once, thrice) = (collected(kind, PAIRS)?, collected(kind, 3 * PAIRS)?);
+    let pairs = u32::try_from(2 * PAIRS).map_err(|error| error.to_string())?;
+    Ok((thrice - once) / f64::from(pairs))
+}
+
+fn collected(kind: Kind, pairs: usize) -> Result<f64, String> {
+    let program = std::env::current_exe().map_err(|error| error.to_string())?;
+    let name = kind.to_possible_value().map(|value| value.get_name().to_owned());
+    let output = Command::new("valgrind")
+        .args(["--tool=callgrind", "--callgrind-out-file=/dev/null"])
+        .arg(program)
+        .args(["--be", &name.unwrap_or_default(), "--pairs", &pairs.to_string()])
+        .output()
+        .map_err(|_| "no valgrind".to_owned())?;
+    let text = String::from_utf8_lossy(&output.stderr);
+    let line = text.lines().find_map(|line| line.split_once("Collected : "));
+    line.and_then(|(_, count)| count.trim().parse().ok())
+        .ok_or_else(|| format!("valgrind: {}", text.lines().last().unwrap_or_default()))
+}
+
+/// The pairs in Rust.
+fn rust(pairs: usize) -> Result<(), String> {
+    let clock = Arc::new(SystemClock::new());
+    let arena = DeviceArena::open(Arc::new(HostDriver::new()), clock, ArenaConfig::new("rust"));
+    let arena = arena.map_err(|error| error.to_string())?;
+    // SAFETY: the host driver has no streams.
+    let lane = unsafe { arena.lane(StreamHandle::new(STREAM as u64)) };
+    let lane = lane.map_err(|error| error.to_string())?;
+    for _ in 0..pairs {
+        let size = black_box(ByteSize::of(SIZE));
+        let block = lane.alloc_raw(size, ByteSize::new(256), Region::Dynamic);
+        let block = block.map_err(|error| error.to_string())?;
+        lane.free(black_box(block.at)).map_err(|error| error.to_string())?;
+    }
+    Ok(())
+}
+
+type Open = unsafe extern "C" fn(*const lowtide_c::Options, *mut u64) -> c_int;
+type SetDefault = unsafe extern "C" fn(u64) -> c_int;
+type Alloc = unsafe extern "C" fn(u64, c_int, usize, usize, *mut c_void, *mut *mut c_void) -> c_int;
+type Free = unsafe extern "C" fn(u64, c_int, *mut c_void, *mut c_void) -> c_int;
+type TorchAlloc = unsafe extern "C" fn(isize, c_int, *mut c_void) -> *mut c_void;
+type TorchFree = unsafe extern "C" fn(*mut c_void, isize, c_int, *mut c_void);
+
+/// The pairs through the library.
+fn c(kind: Kind, pairs: usize) -> Result<(), String> {
+    let path =
+        CString::new(library()?.to_string_lossy().as_bytes()).map_err(|it| it.to_string())?;
+    // SAFETY: a C string; the library's initialisers are Rust's own, which start nothing.
+    let library = unsafe { libc::dlopen(path.as_ptr(), libc::RTLD_NOW) };
+    if library.is_null() {
+        return Err("the library does not load".to_owned());
+    }
+    macro_rules! function {
+        ($name:literal, $type:ty) => {{
+            // SAFETY: a library that stays loaded, and a C string.
+            let found = unsafe { libc::dlsym(library, $name.as_ptr()) };
+            if found.is_null() {
+                return Err(format!("the library has no {:?}", $name));
+            }
+            // SAFETY: not null, and the function of this name in the header has this type.
+            unsafe { std::mem::transmute::<*mut c_void, $type>(found) }
+        }};
+    }
+    let mut allocator = 0;
+    let options = lowtide_c::Options {
+        struct_size: size_of::<lowtide_c::Options>(),
+        backend: lowtide_c::LOWTIDE_BACKEND_HOST,
+        reserved: 0,
+        name: ptr::null(),
+        limit_bytes: 0,
+        reserve_bytes: 0,
+        decay_ms: 0,
+    };
+    let (open, set_default) =
+        (function!(c"lowtide_open", Open), function!(c"lowtide_set_default", SetDefault));
+    // SAFETY: options of their size, and a place for the handle.
+    let opened = unsafe { open(&raw const options, &raw mut allocator) };
+    // SAFETY: takes a number.
+    let chosen = unsafe { set_default(allocator) };
+    if (opened, chosen) != (0, 0) {
+        return Err("the library opens no allocator".to_owned());
+    }
+    let stream: *mut c_void = ptr::without_provenance_mut(STREAM);
+    let (alloc, free) = (function!(c"lowtide_alloc", Alloc), function!(c"lowtide_free", Free));
+    let torch_alloc = function!(c"lowtide_torch_alloc", TorchAlloc);
+    let torch_free = function!(c"lowtide_torch_free", TorchFree);
+    for _ in 0..pairs {
+        if kind == Kind::Torch {
+            let size = black_box(SIZE.cast_signed());
+            // SAFETY: the host driver has no streams.
+            let block = unsafe { torch_alloc(size, 0, stream) };
+            // SAFETY: as above; nothing uses the block.
+            unsafe { torch_free(black_box(block), size, 0, stream) };
+            continue;
+        }
+        let mut block = ptr::null_mut();
+        // SAFETY: a place for the address; the host driver has no streams.
+        let had = unsafe { alloc(allocator, 0, black_box(SIZE), 0, stream, &raw mut block) };
+        // SAFETY: as above; nothing uses the block.
+        let freed = unsafe { free(allocator, 0, black_box(block), stream) };
+        if (had, freed) != (0, 0) {
+            return Err(format!("a pair failed: {had}, {freed}"));
+        }
+    }
+    Ok(())
+}
+
+/// Returns the path of the library that Cargo built beside this program.
+fn library() -> Result<PathBuf, String> {
+    let program = std::env::current_exe().map_err(|error| error.to_string())?;
+    let path = program.parent().map(|folder| folder.join("liblowtide_c.so"));
+    path.filter(|path| path.exists()).ok_or_else(|| "no liblowtide_c.so".to_owned())
+}

@@ -1,0 +1,462 @@
+//! The open allocators of the process: handles, arenas of devices, lanes of streams.
+//!
+//! A call looks its handle, device and stream up under one read lock, and clones one reference.
+//! What is missing is made with the lock released: a device on the first allocation there, a lane
+//! on the first call with its stream. A handle has a generation, so that one of a closed allocator
+//! is recognized.
+//!
+//! Invariants: no driver call and no call of an arena under the lock of the state; devices are
+//! opened, and allocators closed, by one thread at a time; at most [`ALLOCATORS_MAX`] allocators,
+//! [`DEVICES_MAX`] devices and [`STREAMS_MAX`] streams of a device.
+#![expect(unsafe_code, reason = "only the caller knows that a stream exists")]
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, Once, PoisonError};
+
+use lowtide_gpu::{DeviceArena, DeviceError, HostDriver, Lane};
+use lowtide_gpu_driver::cuda::{CudaDriver, CudaOptions, DeviceChoice};
+use lowtide_gpu_driver::{DeviceAddress, Driver, StreamHandle};
+use spin::Yield;
+use spin::rwlock::{RwLock, RwLockReadGuard, RwLockWriteGuard};
+
+use crate::decay;
+use crate::failure::{Failure, Outcome, Status};
+use crate::options::Config;
+
+/// The most allocators that are open at once. A guess: a process has one for each engine.
+pub(crate) const ALLOCATORS_MAX: usize = 64;
+
+/// The most devices of an allocator, by number. PyTorch's limit (`C10_COMPILE_TIME_MAX_GPUS`) is
+/// 120; machines have 16.
+pub(crate) const DEVICES_MAX: usize = 128;
+
+/// The most streams of a device. A guess: far above PyTorch's 32 of each priority; a program that
+/// reaches it does not call `lowtide_end_stream`.
+pub(crate) const STREAMS_MAX: usize = 4096;
+
+/// Bits of a handle for the slot of its allocator.
+const SLOT_BITS: u32 = ALLOCATORS_MAX.trailing_zeros();
+const _: () = assert!(ALLOCATORS_MAX.is_power_of_two());
+
+/// A stream, as a call names it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Stream(u64);
+
+impl Stream {
+    /// Any stream: a use that only a wait for the whole device proves complete.
+    pub(crate) const ANY: Self = Self(u64::MAX);
+
+    /// The handles of CUDA with a meaning of their own: 0 and 1 are the legacy default stream, 2 is
+    /// another stream in each thread, which an arena cannot tell apart.
+    pub(crate) const fn of(handle: u64) -> Self {
+        match handle {
+            0 | 1 => Self(StreamHandle::LEGACY.get()),
+            2 => Self::ANY,
+            handle => Self(handle),
+        }
+    }
+}
+
+/// An arena, and the lane of a stream on it; none for [`Stream::ANY`].
+#[derive(Debug)]
+pub(crate) struct Route {
+    pub(crate) arena: DeviceArena,
+    pub(crate) lane: Option<Lane>,
+}
+
+/// A device; closed while there is no arena.
+#[derive(Debug, Default)]
+struct Device {
+    /// In the order of streams; empty without an arena.
+    routes: Vec<(Stream, Arc<Route>)>,
+    opened: Option<(DeviceArena, Arc<dyn Driver>)>,
+}
+
+impl Device {
+    #[inline(always)]
+    fn place(&self, stream: Stream) -> Result<usize, usize> {
+        self.routes.binary_search_by_key(&stream, |(of, _)| *of)
+    }
+
+    fn arena(&self) -> Option<&DeviceArena> {
+        self.opened.as_ref().map(|(arena, _)| arena)
+    }
+}
+
+/// A place for an allocator; without one there is no configuration.
+#[derive(Debug)]
+struct Slot {
+    /// The handle of its allocator, or of the last one. Its upper 58 bits are a generation, which
+    /// grows with each allocator and does not come round.
+    handle: u64,
+    config: Option<Arc<Config>>,
+    /// By number; empty without an allocator.
+    devices: Vec<Device>,
+}
+
+#[derive(Debug)]
+struct State {
+    slots: [Slot; ALLOCATORS_MAX],
+    /// The handle of the default allocator; 0 for none.
+    default: u64,
+}
+
+/// Readers hold it for a lookup, writers for the change of a list. So a thread spins instead of
+/// sleeping, which a reader would pay for with each call.
+static STATE: RwLock<State, Yield> =
+    RwLock::new(State { slots: [const { Slot::EMPTY }; ALLOCATORS_MAX], default: 0 });
+
+/// Held while a device is opened or an allocator is closed, across calls of the driver: so that a
+/// device is opened once, and none is opened while its allocator is closed.
+static CHANGES: Mutex<()> = Mutex::new(());
+
+fn read() -> RwLockReadGuard<'static, State> {
+    STATE.read()
+}
+
+fn write() -> RwLockWriteGuard<'static, State, Yield> {
+    STATE.write()
+}
+
+/// Set in the child of a fork after the first allocator was opened.
+static IS_CHILD: AtomicBool = AtomicBool::new(false);
+
+extern "C" fn in_child() {
+    // An atomic store is async-signal-safe, as a handler in the child of a threaded process must be
+    // (POSIX.1-2017, pthread_atfork, rationale).
+    IS_CHILD.store(true, Ordering::Relaxed);
+}
+
+/// Fails in the child of a fork, in which a lock may be held by a thread that does not exist there.
+#[inline(always)]
+fn check_here() -> Outcome<()> {
+    if IS_CHILD.load(Ordering::Relaxed) { Err(forked()) } else { Ok(()) }
+}
+
+#[cold]
+fn forked() -> Box<Failure> {
+    Failure::Forked.into()
+}
+
+impl Slot {
+    const EMPTY: Self = Self { handle: 0, config: None, devices: Vec::new() };
+}
+
+impl State {
+    fn find(&self, handle: u64) -> Outcome<&Slot> {
+        let slot = &self.slots[slot_of(handle)];
+        let is_open = slot.handle == handle && slot.config.is_some();
+        if is_open { Ok(slot) } else { Err(no_such_handle(handle)) }
+    }
+
+    fn find_mut(&mut self, handle: u64) -> Outcome<&mut Slot> {
+        self.find(handle)?;
+        Ok(&mut self.slots[slot_of(handle)])
+    }
+
+    /// Returns the device with this number if it is open.
+    fn device(&self, handle: u64, number: usize) -> Outcome<Option<&Device>> {
+        let device = self.find(handle)?.devices.get(number);
+        Ok(device.filter(|device| device.opened.is_some()))
+    }
+
+    /// Returns a known route; `None` if the allocator, the device or the lane is not there.
+    #[inline(always)]
+    fn route(&self, handle: u64, device: i32, stream: Stream) -> Option<&Arc<Route>> {
+        let slot = Some(&self.slots[slot_of(handle)]).filter(|slot| slot.handle == handle)?;
+        #[expect(clippy::cast_sign_loss, reason = "a number below zero is beyond all devices")]
+        let device = slot.devices.get(device as usize)?;
+        let at = device.place(stream).ok()?;
+        Some(&device.routes[at].1)
+    }
+}
+
+#[inline]
+const fn slot_of(handle: u64) -> usize {
+    // Masked to `ALLOCATORS_MAX`, so it fits.
+    #[expect(clippy::cast_possible_truncation, reason = "six bits")]
+    {
+        (handle & (ALLOCATORS_MAX as u64 - 1)) as usize
+    }
+}
+
+#[cold]
+fn no_such_device(device: i32) -> Box<Failure> {
+    Failure::InvalidDevice { device, last: DEVICES_MAX - 1 }.into()
+}
+
+#[cold]
+fn no_such_handle(handle: u64) -> Box<Failure> {
+    Failure::InvalidHandle { handle }.into()
+}
+
+#[inline]
+pub(crate) fn number_of(device: i32) -> Outcome<usize> {
+    let number = usize::try_from(device).ok().filter(|&number| number < DEVICES_MAX);
+    number.ok_or_else(|| no_such_device(device))
+}
+
+/// Opens an allocator; returns its handle. Opens no device.
+pub(crate) fn open(config: Config) -> Outcome<u64> {
+    static REGISTER: Once = Once::new();
+    check_here()?;
+    REGISTER.call_once(|| {
+        // SAFETY: null handlers are accepted; `in_child` has the required type and static lifetime,
+        // and does only an atomic store. A failure (ENOMEM) leaves forks undetected here.
+        let _ = unsafe { libc::pthread_atfork(None, None, Some(in_child)) };
+    });
+    decay::start()?;
+    let mut state = write();
+    let Some(at) = state.slots.iter().position(|slot| slot.config.is_none()) else {
+        let (count, hint) = (ALLOCATORS_MAX, "close those that are not used");
+        return Err(Failure::TooMany { count, what: "allocators", hint }.into());
+    };
+    let slot = &mut state.slots[at];
+    slot.handle = (((slot.handle >> SLOT_BITS) + 1) << SLOT_BITS) | at as u64;
+    slot.config = Some(Arc::new(config));
+    Ok(slot.handle)
+}
+
+/// Makes an allocator the default one of the process.
+pub(crate) fn set_default(handle: u64) -> Outcome<()> {
+    check_here()?;
+    let mut state = write();
+    state.find(handle)?;
+    if state.default != 0 && state.default != handle {
+        return Err(Failure::DefaultIsSet.into());
+    }
+    state.default = handle;
+    Ok(())
+}
+
+/// Returns the handle of the default allocator. If there is none, opens one with the default
+/// options.
+pub(crate) fn default_handle() -> Outcome<u64> {
+    check_here()?;
+    let found = read().default;
+    if found != 0 {
+        return Ok(found);
+    }
+    let _change = CHANGES.lock().unwrap_or_else(PoisonError::into_inner);
+    let found = read().default;
+    if found != 0 {
+        return Ok(found);
+    }
+    let made = open(Config::default())?;
+    match set_default(made) {
+        // Another thread has set one meanwhile.
+        Err(failure) if failure.status() == Status::DefaultIsSet => {
+            drop(forget(made));
+            Ok(read().default)
+        }
+        outcome => outcome.map(|()| made),
+    }
+}
+
+/// Takes an allocator out; its handle is not valid any more.
+fn forget(handle: u64) -> Outcome<Vec<Device>> {
+    let mut state = write();
+    let slot = state.find_mut(handle)?;
+    slot.config = None;
+    let devices = std::mem::take(&mut slot.devices);
+    if state.default == handle {
+        state.default = 0;
+    }
+    Ok(devices)
+}
+
+/// Closes an allocator that has no live block, and waits for the work of its freed blocks.
+pub(crate) fn close(handle: u64) -> Outcome<()> {
+    check_here()?;
+    let _change = CHANGES.lock().unwrap_or_else(PoisonError::into_inner);
+    let devices = devices(handle)?;
+    // Before the first is closed, so that usually all are, or none.
+    for (_, arena) in &devices {
+        let figures = arena.snapshot();
+        let count = figures.allocs_total - figures.frees_total;
+        if count > 0 {
+            let (arena, bytes) = (arena.name().to_owned(), figures.live);
+            return Err(DeviceError::LiveBlocks { arena, count, bytes }.into());
+        }
+    }
+    for (_, arena) in devices {
+        arena.close()?;
+    }
+    let taken = forget(handle)?;
+    decay::wait_for_pass();
+    drop(taken);
+    Ok(())
+}
+
+/// Returns the open devices of an allocator, with their numbers.
+pub(crate) fn devices(handle: u64) -> Outcome<Vec<(i32, DeviceArena)>> {
+    check_here()?;
+    let state = read();
+    let devices = state.find(handle)?.devices.iter().zip(0..);
+    Ok(devices.filter_map(|(device, number)| Some((number, device.arena()?.clone()))).collect())
+}
+
+/// Returns every arena of the process.
+pub(crate) fn arenas() -> Vec<DeviceArena> {
+    let state = read();
+    let devices = state.slots.iter().flat_map(|slot| &slot.devices);
+    devices.filter_map(|device| device.arena().cloned()).collect()
+}
+
+/// Returns the arena of a device and its driver; opens the device if it is not open.
+pub(crate) fn device(handle: u64, device: i32) -> Outcome<(DeviceArena, Arc<dyn Driver>)> {
+    check_here()?;
+    let number = number_of(device)?;
+    open_device(handle, number)?;
+    let found = read().device(handle, number)?.and_then(|device| device.opened.clone());
+    found.ok_or_else(|| no_such_handle(handle))
+}
+
+/// Returns the way to a stream of a device for an allocation; opens the device and makes the lane
+/// if they are not there.
+#[inline(always)]
+pub(crate) fn route(handle: u64, device: i32, stream: Stream) -> Outcome<Arc<Route>> {
+    check_here()?;
+    match known_route(handle, device, stream) {
+        Some(route) => Ok(route),
+        None => new_route(handle, device, stream),
+    }
+}
+
+#[cold]
+fn new_route(handle: u64, device: i32, stream: Stream) -> Outcome<Arc<Route>> {
+    let number = number_of(device)?;
+    open_device(handle, number)?;
+    open_route(handle, number, stream)
+}
+
+/// As [`route`], for a block that exists: its device is open.
+#[inline(always)]
+pub(crate) fn route_of(
+    handle: u64,
+    device: i32,
+    stream: Stream,
+    at: DeviceAddress,
+) -> Outcome<Arc<Route>> {
+    check_here()?;
+    match known_route(handle, device, stream) {
+        Some(route) => Ok(route),
+        None => new_route_of(handle, device, stream, at),
+    }
+}
+
+#[cold]
+fn new_route_of(
+    handle: u64,
+    device: i32,
+    stream: Stream,
+    at: DeviceAddress,
+) -> Outcome<Arc<Route>> {
+    let number = number_of(device)?;
+    if !is_open(handle, number)? {
+        return Err(Failure::NoSuchArena { device, at }.into());
+    }
+    open_route(handle, number, stream)
+}
+
+/// Returns a known route; `None` if there is none, or the lock is taken.
+#[inline(always)]
+fn known_route(handle: u64, device: i32, stream: Stream) -> Option<Arc<Route>> {
+    STATE.try_read()?.route(handle, device, stream).cloned()
+}
+
+fn is_open(handle: u64, number: usize) -> Outcome<bool> {
+    Ok(read().device(handle, number)?.is_some())
+}
+
+fn open_device(handle: u64, number: usize) -> Outcome<()> {
+    if is_open(handle, number)? {
+        return Ok(());
+    }
+    let _change = CHANGES.lock().unwrap_or_else(PoisonError::into_inner);
+    if is_open(handle, number)? {
+        return Ok(());
+    }
+    let config = read().find(handle)?.config.clone().ok_or_else(|| no_such_handle(handle))?;
+    let driver: Arc<dyn Driver> = if config.is_host {
+        Arc::new(HostDriver::new())
+    } else {
+        let ordinal = u32::try_from(number).unwrap_or(u32::MAX);
+        let device = DeviceChoice::Ordinal(ordinal);
+        Arc::new(CudaDriver::open(CudaOptions { device, ..CudaOptions::default() })?)
+    };
+    let arena = DeviceArena::open(Arc::clone(&driver), decay::clock(), config.of_device(number))?;
+    let mut state = write();
+    let devices = &mut state.find_mut(handle)?.devices;
+    if devices.len() <= number {
+        devices.resize_with(number + 1, Device::default);
+    }
+    devices[number].opened = Some((arena, driver));
+    drop(state);
+    decay::wake();
+    Ok(())
+}
+
+fn open_route(handle: u64, number: usize, stream: Stream) -> Outcome<Arc<Route>> {
+    let state = read();
+    let device = state.device(handle, number)?.ok_or_else(|| no_such_handle(handle))?;
+    if let Ok(at) = device.place(stream) {
+        return Ok(Arc::clone(&device.routes[at].1));
+    }
+    let arena = device.arena().cloned().ok_or_else(|| no_such_handle(handle))?;
+    drop(state);
+    let lane = if stream == Stream::ANY {
+        None
+    } else {
+        // SAFETY: the caller of the C function vouches for the stream, until `lowtide_end_stream`
+        // drops the lane or the allocator is closed.
+        Some(unsafe { arena.lane(StreamHandle::new(stream.0)) }?)
+    };
+    let made = Arc::new(Route { arena, lane });
+    let mut state = write();
+    let device = state.find_mut(handle)?.devices.get_mut(number);
+    let Some(device) = device else { return Ok(made) };
+    let at = match device.place(stream) {
+        // Another thread was faster.
+        Ok(at) => {
+            let known = Arc::clone(&device.routes[at].1);
+            drop(state);
+            return Ok(known);
+        }
+        Err(at) => at,
+    };
+    if device.routes.len() >= STREAMS_MAX {
+        drop(state);
+        let hint = "call lowtide_end_stream before a stream is destroyed";
+        return Err(Failure::TooMany { count: STREAMS_MAX, what: "streams", hint }.into());
+    }
+    device.routes.insert(at, (stream, Arc::clone(&made)));
+    Ok(made)
+}
+
+/// Forgets the lane of a stream, if there is one; its drop records an event and waits for nothing.
+pub(crate) fn end_stream(handle: u64, device: i32, stream: Stream) -> Outcome<()> {
+    check_here()?;
+    let number = number_of(device)?;
+    let mut state = write();
+    let device = state.find_mut(handle)?.devices.get_mut(number);
+    let ended = device.and_then(|device| {
+        let at = device.place(stream).ok()?;
+        Some(device.routes.remove(at))
+    });
+    drop(state);
+    drop(ended);
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn handles_of_cuda_with_a_meaning_of_their_own_are_known() {
+        assert_eq!([0, 1, 3, 1 << 63].map(|handle| Stream::of(handle).0), [1, 1, 3, 1 << 63]);
+        // Another stream in each thread, and the one for any.
+        assert_eq!([2, u64::MAX].map(Stream::of), [Stream::ANY; 2]);
+    }
+}

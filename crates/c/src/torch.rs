@@ -1,0 +1,110 @@
+//! The functions that PyTorch's `CUDAPluggableAllocator` takes by name or address.
+//!
+//! They use the default allocator. PyTorch passes the size, the device and the current stream to
+//! both functions, and does not check the address: an allocation that failed is NULL, and the first
+//! kernel that uses it fails.
+//!
+//! Invariant: signatures are those of PyTorch's documentation; nothing is said of other functions
+//! of its interface.
+#![expect(unsafe_code, reason = "the functions of the header, with pointers of the caller")]
+
+use std::ffi::{c_int, c_void};
+
+use lowtide_gpu::ByteSize;
+
+use crate::api::{LOWTIDE_ALL_DEVICES, StreamPointer, address, pointer, size_of_signed, stream};
+use crate::blocks;
+use crate::failure::{Outcome, guard, guard_address};
+use crate::registry;
+
+/// Returns the default allocator; opens it at the first call.
+fn default() -> Outcome<u64> {
+    registry::default_handle()
+}
+
+/// PyTorch's `alloc_fn`. Returns NULL for a size of 0 and after a failure (`lowtide_last_error`).
+///
+/// # Safety
+/// As for `lowtide_alloc`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn lowtide_torch_alloc(
+    size: isize,
+    device: c_int,
+    stream: StreamPointer,
+) -> *mut c_void {
+    guard_address(|| {
+        let size = size_of_signed(size)?;
+        let at = blocks::alloc(default()?, device, size, 0, self::stream(stream))?;
+        Ok(pointer(at))
+    })
+}
+
+/// PyTorch's `free_fn`. The size is not used.
+///
+/// # Safety
+/// As for `lowtide_free`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn lowtide_torch_free(
+    block: *mut c_void,
+    size: isize,
+    device: c_int,
+    stream: StreamPointer,
+) {
+    let _ = size;
+    guard(|| {
+        if block.is_null() {
+            return Ok(());
+        }
+        blocks::free(default()?, device, address(block), self::stream(stream))
+    });
+}
+
+/// For `set_record_stream_fn`, which is required if tensors are used on several streams. The
+/// address may be inside the block.
+///
+/// # Safety
+/// As for `lowtide_record_use`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn lowtide_torch_record_stream(block: *mut c_void, stream: StreamPointer) {
+    guard(|| {
+        if block.is_null() {
+            return Ok(());
+        }
+        let handle = default()?;
+        let (device, found) = blocks::find(handle, address(block))?;
+        blocks::record_use(handle, device, found.at, self::stream(stream))
+    });
+}
+
+/// For `set_reset_fn`: `torch.cuda.empty_cache()` releases all idle memory.
+#[unsafe(no_mangle)]
+pub extern "C" fn lowtide_torch_empty_cache() {
+    guard(|| blocks::shrink(default()?, LOWTIDE_ALL_DEVICES, ByteSize::ZERO).map(drop));
+}
+
+/// For `set_base_alloc_fn`: returns the start of the block that contains an address, and stores its
+/// size in `*size`, which is optional. NULL if there is none.
+///
+/// # Safety
+/// `size` is NULL or may be written.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn lowtide_torch_base_alloc(
+    block: *mut c_void,
+    size: *mut usize,
+) -> *mut c_void {
+    guard_address(|| {
+        let (_, found) = blocks::find(default()?, address(block))?;
+        if !size.is_null() {
+            let bytes = found.size.as_usize().unwrap_or(usize::MAX);
+            // SAFETY: may be written, by the contract of this function.
+            unsafe { size.write_unaligned(bytes) };
+        }
+        Ok(pointer(Some(found.at)))
+    })
+}
+
+/// For `set_memory_fraction_fn`: limits a device to a share of its memory, 0 to 1.
+#[unsafe(no_mangle)]
+pub extern "C" fn lowtide_torch_memory_fraction(fraction: f64, device: c_int) {
+    guard(|| blocks::set_fraction(default()?, device, fraction));
+}

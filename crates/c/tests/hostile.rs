@@ -1,0 +1,332 @@
+//! Values that no caller should pass, threads beside each other, and forks: each call answers with
+//! a status, and what is valid goes on.
+#![expect(unsafe_code, reason = "the functions of the header are unsafe for their pointers")]
+
+use std::collections::BTreeMap;
+use std::ffi::{CStr, c_void};
+use std::ptr;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Barrier, Mutex};
+use std::thread;
+
+use lowtide_c::{
+    Allocator, Block, LOWTIDE_ALL_DEVICES, LOWTIDE_BACKEND_HOST, Options, Statistics, Status,
+    lowtide_alloc, lowtide_close, lowtide_end_stream, lowtide_find_block, lowtide_free,
+    lowtide_get_statistics, lowtide_last_error, lowtide_open, lowtide_record_use,
+    lowtide_set_limit, lowtide_shrink, lowtide_torch_alloc, lowtide_torch_free,
+};
+use test_fork::test;
+
+fn options() -> Options {
+    Options {
+        struct_size: size_of::<Options>(),
+        backend: LOWTIDE_BACKEND_HOST,
+        reserved: 0,
+        name: c"hostile".as_ptr(),
+        limit_bytes: 0,
+        reserve_bytes: 1 << 32,
+        decay_ms: 0,
+    }
+}
+
+fn open() -> Allocator {
+    let mut allocator = 0;
+    // SAFETY: options of their size, and a place for the handle.
+    let status = unsafe { lowtide_open(&options(), &raw mut allocator) };
+    assert_eq!(status, Status::Ok, "{}", text());
+    allocator
+}
+
+fn alloc(
+    allocator: Allocator,
+    device: i32,
+    size: usize,
+    align: usize,
+    stream: u64,
+) -> Result<u64, Status> {
+    let mut block = ptr::null_mut();
+    // SAFETY: a place for the address; the host has no streams.
+    let status =
+        unsafe { lowtide_alloc(allocator, device, size, align, pointer(stream), &raw mut block) };
+    if status == Status::Ok { Ok(block.addr() as u64) } else { Err(status) }
+}
+
+fn free(allocator: Allocator, device: i32, block: u64, stream: u64) -> Status {
+    // SAFETY: the host has no streams, and nothing uses the block.
+    unsafe { lowtide_free(allocator, device, pointer(block), pointer(stream)) }
+}
+
+fn statistics(allocator: Allocator) -> Result<Statistics, Status> {
+    let mut figures = Statistics { struct_size: size_of::<Statistics>(), ..Statistics::default() };
+    // SAFETY: a struct of its size.
+    let status =
+        unsafe { lowtide_get_statistics(allocator, LOWTIDE_ALL_DEVICES, &raw mut figures) };
+    if status == Status::Ok { Ok(figures) } else { Err(status) }
+}
+
+fn pointer(number: u64) -> *mut c_void {
+    ptr::without_provenance_mut(usize::try_from(number).expect("64 bits"))
+}
+
+fn text() -> String {
+    // SAFETY: the text of this thread, which ends in NUL.
+    unsafe { CStr::from_ptr(lowtide_last_error()) }.to_string_lossy().into_owned()
+}
+
+/// Numbers from a seed: `SplitMix64`.
+struct Chance(u64);
+
+impl Chance {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut mixed = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        mixed ^ (mixed >> 31)
+    }
+
+    fn below(&mut self, end: u64) -> u64 {
+        self.next() % end
+    }
+
+    /// A number that is small, near a border, near one that is known, or anything.
+    fn number(&mut self, known: u64) -> u64 {
+        match self.below(8) {
+            0 => self.below(4),
+            1 => u64::MAX - self.below(4),
+            2 => 1 << self.below(64),
+            3 => known.wrapping_add(self.below(9)).wrapping_sub(4),
+            4 => known ^ (1 << self.below(64)),
+            5 | 6 => known,
+            _ => self.next(),
+        }
+    }
+}
+
+#[test]
+fn numbers_of_any_kind_are_answered_and_live_blocks_stay_live() {
+    for seed in 0..8 {
+        println!("seed {seed}");
+        let (mut chance, allocator) = (Chance(seed), open());
+        let mut live = BTreeMap::new();
+        for _ in 0..4_000 {
+            let known = live.keys().copied().nth(usize::try_from(chance.below(8)).expect("small"));
+            let handle = if chance.below(4) == 0 { chance.number(allocator) } else { allocator };
+            #[expect(clippy::cast_possible_truncation, reason = "any bits will do")]
+            let device = if chance.below(4) == 0 { chance.number(1) as i32 } else { 0 };
+            let stream = chance.number(7);
+            let at = chance.number(known.unwrap_or(0));
+            match chance.below(8) {
+                0..=2 => {
+                    let most = 1 << chance.below(24);
+                    let size = chance.below(most);
+                    let size =
+                        usize::try_from(if chance.below(8) == 0 { chance.number(1) } else { size });
+                    let align = if chance.below(8) == 0 { chance.number(256) } else { 0 };
+                    let (size, align) =
+                        (size.expect("64 bits"), usize::try_from(align).expect("64 bits"));
+                    if let Ok(block) = alloc(handle, device, size.min(1 << 62), align, stream) {
+                        assert!(handle == allocator && (size == 0) == (block == 0));
+                        assert!(block == 0 || live.insert(block, device).is_none());
+                    }
+                }
+                3 | 4 => {
+                    if free(handle, device, at, stream) == Status::Ok && at != 0 {
+                        assert_eq!((handle, live.remove(&at)), (allocator, Some(device)));
+                    }
+                }
+                5 => {
+                    // SAFETY: the host has no streams.
+                    let used =
+                        unsafe { lowtide_record_use(handle, device, pointer(at), pointer(stream)) };
+                    assert_eq!(
+                        used == Status::Ok,
+                        handle == allocator && live.get(&at) == Some(&device)
+                    );
+                }
+                6 => {
+                    // SAFETY: as above.
+                    let _ = unsafe { lowtide_end_stream(handle, device, pointer(stream)) };
+                    let _ = lowtide_set_limit(handle, device, u64::MAX);
+                    // SAFETY: null is allowed.
+                    let _ =
+                        unsafe { lowtide_shrink(handle, device, chance.next(), ptr::null_mut()) };
+                }
+                _ => {
+                    let struct_size = size_of::<Block>();
+                    let base = ptr::null_mut();
+                    let mut found =
+                        Block { struct_size, base, size: 0, requested: 0, device: 0, reserved: 0 };
+                    // SAFETY: a struct of its size.
+                    let status = unsafe { lowtide_find_block(handle, pointer(at), &raw mut found) };
+                    if status == Status::Ok {
+                        assert_eq!(live.get(&(found.base.addr() as u64)), Some(&found.device));
+                    }
+                }
+            }
+        }
+        assert_eq!(statistics(allocator).expect("open").live_blocks, live.len() as u64);
+        for (block, device) in live {
+            assert_eq!(free(allocator, device, block, 3), Status::Ok, "{}", text());
+        }
+        assert_eq!(lowtide_close(allocator), Status::Ok, "{}", text());
+    }
+}
+
+#[test]
+fn options_of_random_bytes_open_an_allocator_or_are_refused() {
+    let mut chance = Chance(1);
+    let mut opened = 0;
+    for _ in 0..20_000 {
+        let mut words = [0_u64; 64];
+        for word in &mut words {
+            *word = if chance.below(3) == 0 { chance.number(1) } else { 0 };
+        }
+        // Never more than is there, and no invented name.
+        words[0] = chance.below(2 * size_of::<[u64; 64]>() as u64);
+        words[0] =
+            if words[0] <= size_of::<[u64; 64]>() as u64 { words[0] } else { u64::MAX - words[0] };
+        words[2] = 0;
+        let mut allocator = 7;
+        // SAFETY: as many bytes as the size says, or a size that is refused.
+        let status = unsafe { lowtide_open(words.as_ptr().cast(), &raw mut allocator) };
+        if status == Status::Ok {
+            opened += 1;
+            assert_eq!(lowtide_close(allocator), Status::Ok);
+        } else {
+            assert!(allocator == 0 && !text().is_empty());
+        }
+    }
+    assert!(opened > 10, "{opened}");
+}
+
+#[test]
+fn threads_that_allocate_while_others_close_get_a_status_and_lose_no_block() {
+    for round in 0..100 {
+        let (allocator, start) = (open(), Barrier::new(4));
+        let (held, is_closed) = (Mutex::new(Vec::new()), AtomicBool::new(false));
+        let works = |device: i32| {
+            start.wait();
+            for stream in 3.. {
+                match alloc(allocator, device, 4096, 0, stream % 50 + 3) {
+                    Ok(block) if stream % 3 == 0 => {
+                        held.lock().expect("no panic").push((device, block))
+                    }
+                    Ok(block) => {
+                        let status = free(allocator, device, block, stream % 7 + 3);
+                        assert_eq!(status, Status::Ok, "{}", text());
+                    }
+                    Err(Status::Closed | Status::InvalidHandle)
+                        if is_closed.load(Ordering::Relaxed) =>
+                    {
+                        break;
+                    }
+                    Err(Status::Closed) => {}
+                    Err(status) => assert_eq!(status, Status::InvalidHandle, "{}", text()),
+                }
+            }
+        };
+        let closes = || {
+            start.wait();
+            for turn in 0.. {
+                for (device, block) in held.lock().expect("no panic").drain(..) {
+                    assert_eq!(free(allocator, device, block, 3), Status::Ok, "{}", text());
+                }
+                match lowtide_close(allocator) {
+                    Status::Ok | Status::InvalidHandle => break,
+                    status => assert_eq!(status, Status::LiveBlocks, "{turn}: {}", text()),
+                }
+                thread::yield_now();
+            }
+            is_closed.store(true, Ordering::Relaxed);
+        };
+        thread::scope(|scope| {
+            scope.spawn(|| works(0));
+            scope.spawn(|| works(round % 2));
+            scope.spawn(closes);
+            scope.spawn(closes);
+        });
+        assert!(held.lock().expect("no panic").is_empty(), "a block of a closed allocator");
+        assert_eq!(statistics(allocator).expect_err("closed"), Status::InvalidHandle);
+    }
+}
+
+#[test]
+fn more_allocators_and_streams_than_there_may_be_are_refused() {
+    let mut allocators: Vec<_> = (0..64).map(|_| open()).collect();
+    let mut allocator = 7;
+    // SAFETY: options of their size, and a place for the handle.
+    let status = unsafe { lowtide_open(&options(), &raw mut allocator) };
+    assert_eq!((status, allocator), (Status::TooMany, 0));
+    assert!(text().starts_with("64 allocators are open"), "{}", text());
+    let last = allocators.pop().expect("64");
+    assert_eq!(lowtide_close(last), Status::Ok);
+    let again = open();
+    assert_ne!(again, last, "a handle of a closed allocator is given again");
+    assert_eq!(lowtide_close(last), Status::InvalidHandle);
+    for stream in 3..3 + 4096 {
+        let block = alloc(again, 0, 1, 0, stream).expect("room");
+        assert_eq!(free(again, 0, block, stream), Status::Ok);
+    }
+    assert_eq!(alloc(again, 0, 1, 0, 1 << 20), Err(Status::TooMany));
+    // SAFETY: the host has no streams.
+    assert_eq!(unsafe { lowtide_end_stream(again, 0, pointer(3)) }, Status::Ok);
+    let block = alloc(again, 0, 1, 0, 1 << 20).expect("a stream has ended");
+    assert_eq!(free(again, 0, block, 1 << 20), Status::Ok);
+    for allocator in allocators.into_iter().chain([again]) {
+        assert_eq!(lowtide_close(allocator), Status::Ok, "{}", text());
+    }
+}
+
+#[test]
+fn in_the_child_of_a_fork_every_call_is_refused() {
+    let allocator = open();
+    let block = alloc(allocator, 0, 4096, 0, 3).expect("room");
+    // A thread that holds and releases the lock all the time.
+    let (stop, turns) = (AtomicBool::new(false), AtomicU64::new(0));
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            while !stop.load(Ordering::Relaxed) {
+                let block =
+                    alloc(allocator, 0, 64, 0, turns.fetch_add(1, Ordering::Relaxed) % 9 + 3);
+                assert_eq!(free(allocator, 0, block.expect("room"), 3), Status::Ok);
+            }
+        });
+        while turns.load(Ordering::Relaxed) < 100 {
+            thread::yield_now();
+        }
+        for _ in 0..20 {
+            // SAFETY: the child makes only the calls under test, which return without a lock, and
+            // ends.
+            let child = unsafe { libc::fork() };
+            if child == 0 {
+                let is_refused = alloc(allocator, 0, 1, 0, 3) == Err(Status::Forked)
+                    && free(allocator, 0, block, 3) == Status::Forked
+                    && lowtide_close(allocator) == Status::Forked
+                    && statistics(allocator).is_err();
+                // SAFETY: ends the child at once.
+                unsafe { libc::_exit(i32::from(!is_refused)) };
+            }
+            let mut status = 0;
+            // SAFETY: our own child, and a place for its status.
+            assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
+            assert_eq!((libc::WIFEXITED(status), libc::WEXITSTATUS(status)), (true, 0));
+        }
+        stop.store(true, Ordering::Relaxed);
+    });
+    assert_eq!(free(allocator, 0, block, 3), Status::Ok);
+    assert_eq!(lowtide_close(allocator), Status::Ok);
+}
+
+/// Without a CUDA driver, as on a machine that builds images.
+#[test]
+fn the_functions_for_engines_without_a_device_fail_and_say_why() {
+    // SAFETY: NULL is the default stream.
+    let block = unsafe { lowtide_torch_alloc(4096, 0, ptr::null_mut()) };
+    if block.is_null() {
+        assert!(!text().is_empty());
+    } else {
+        println!("skipped: there is a CUDA device");
+        // SAFETY: as above; nothing uses the block.
+        unsafe { lowtide_torch_free(block, 4096, 0, ptr::null_mut()) };
+    }
+}
