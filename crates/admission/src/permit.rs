@@ -564,4 +564,26 @@ mod tests {
         assert_eq!(error.reason(), RejectReason::TooLarge);
         assert_eq!(admission.stats().rejected, [0; 9]);
     }
+
+    #[test]
+    fn a_request_that_is_large_for_the_limit_leaves_its_pages_to_be_considered() {
+        let admission = Admission::with_limit(ByteSize::gib(1));
+        let unused = &admission.desk().unused;
+        let (none, most) = (ByteSize::ZERO, ByteSize::mib(160));
+        unused.publish(none, [none; 2], [none, most]);
+        let end = |mib| drop(admission.try_admit(Cost::host(ByteSize::mib(mib))).expect("fits"));
+        end(9);
+        assert_eq!(unused.freed(), none, "less than a sixteenth");
+        end(10);
+        end(9);
+        assert_eq!(unused.freed(), ByteSize::mib(10));
+        let exempt = admission.try_admit_with(Cost::host(most), Priority::Exempt);
+        drop(exempt);
+        assert_eq!(unused.freed(), ByteSize::mib(10), "memory does not bound it");
+        // A limit that falls while a request runs makes it large.
+        let small = admission.try_admit(Cost::host(ByteSize::mib(9)));
+        unused.publish(ByteSize::mib(10), [none; 2], [none, ByteSize::mib(100)]);
+        drop(small);
+        assert_eq!(unused.freed(), ByteSize::mib(9));
+    }
 }

@@ -298,6 +298,23 @@ mod tests {
         assert!(managed.unload_if_due(Moment::ORIGIN));
     }
 
+    /// Also if no load would have to be waited for: whether it is loaded is not known before.
+    #[test]
+    fn a_cleanup_acquires_no_resource_even_if_that_is_loaded() {
+        let loaded = Bed::new();
+        loaded.use_after(0);
+        let other = loaded.managed.clone();
+        let unload = move |_| {
+            let error = other.acquire_blocking().expect_err("in a cleanup");
+            assert!(matches!(error, AcquireError::Unloading { .. }), "{error:?}");
+        };
+        let managed = Managed::builder("b", || Ok(1)).unload(unload);
+        let managed = managed.build(Arc::new(ManualClock::new()), None);
+        drop(managed.acquire_blocking().expect("loads"));
+        assert!(managed.unload_now(Duration::ZERO).expect("has no guards"));
+        assert_eq!(managed.stats().unload_panics_total, 0);
+    }
+
     #[test]
     fn uses_in_a_tick_count_each_for_the_interval() {
         let bed = Bed::new();
