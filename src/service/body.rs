@@ -106,11 +106,14 @@ impl<Q: Body> RequestBody<Q> {
     }
 }
 
+fn data_length(frame: &Frame<Bytes>) -> usize {
+    frame.data_ref().map_or(0, Bytes::len)
+}
+
 /// Returns the bytes that a poll of a body returned.
 fn length<E>(polled: &Poll<Option<Result<Frame<Bytes>, E>>>) -> Poll<usize> {
-    let of = |frame: &Frame<Bytes>| frame.data_ref().map_or(0, Bytes::len);
     match polled {
-        Poll::Ready(Some(Ok(frame))) => Poll::Ready(of(frame)),
+        Poll::Ready(Some(Ok(frame))) => Poll::Ready(data_length(frame)),
         Poll::Ready(_) => Poll::Ready(0),
         Poll::Pending => Poll::Pending,
     }
@@ -256,7 +259,7 @@ impl<Q: Body<Data = Bytes>> Body for RequestBody<Q> {
         match &self.last {
             Some(Last::Frame(frame)) => {
                 let left = SizeHint::with_exact(hint.lower());
-                and_kept(&left, frame.data_ref().map_or(0, Bytes::len))
+                and_kept(&left, data_length(frame))
             }
             Some(Last::End) | None => hint,
         }
@@ -371,6 +374,13 @@ struct Limited {
 }
 
 impl Limited {
+    fn new(permit: &SharedPermit) -> Option<Box<Self>> {
+        let _part = UnsentPart::of(permit)?;
+        // The connection may still send an earlier response.
+        permit.sends(Poll::Ready(0), Waker::noop());
+        Some(Box::new(Self { rest: Bytes::new(), _part }))
+    }
+
     /// Returns the next piece of the last frame.
     fn next_piece(&mut self) -> Bytes {
         self.rest.split_to(self.rest.len().min(PIECE_MAX))
@@ -399,13 +409,10 @@ impl<R> ResponseBody<R> {
 }
 
 impl<R: Body> ResponseBody<R> {
+    #[inline]
     pub(super) fn admitted(body: R, permit: SharedPermit) -> Self {
-        let part = if body.is_end_stream() { None } else { UnsentPart::of(&permit) };
-        let limited = part.map(|part| {
-            // The connection may still send an earlier response.
-            permit.sends(Poll::Ready(0), Waker::noop());
-            Box::new(Limited { rest: Bytes::new(), _part: part })
-        });
+        let has_limits = permit.limits().is_some() && !body.is_end_stream();
+        let limited = if has_limits { Limited::new(&permit) } else { None };
         Self { kind: Kind::Admitted { body: Scoped::new(body, Some(permit)), plain: 0, limited } }
     }
 }
@@ -442,18 +449,27 @@ where
                 }
                 let poll = |body: Pin<&mut R>| body.poll_frame(cx);
                 let polled = body.as_mut().poll_with(poll, |body, _| body.is_end_stream());
-                let mut polled = polled.map(|frame| frame.map(|frame| frame.map_err(Into::into)));
-                let Some(permit) = body.permit() else { return polled };
+                let Some(permit) = body.permit() else { unreachable!("admitted with a permit") };
+                let mut frame = match polled {
+                    Poll::Ready(Some(Ok(frame))) => frame,
+                    Poll::Ready(Some(Err(error))) => return Poll::Ready(Some(Err(error.into()))),
+                    Poll::Ready(None) => {
+                        permit.sends(Poll::Ready(0), cx.waker());
+                        return Poll::Ready(None);
+                    }
+                    Poll::Pending => {
+                        permit.sends(Poll::Pending, cx.waker());
+                        return Poll::Pending;
+                    }
+                };
                 if permit.is_measured() {
-                    let send = |data| ResponseFrame::send(data, permit, plain);
-                    polled = polled.map(|it| it.map(|it| it.map(|frame| frame.map_data(send))));
+                    frame = frame.map_data(|data| ResponseFrame::send(data, permit, plain));
                 }
                 if let Some(limits) = limited {
-                    let split = |frame| limits.split(frame, permit);
-                    polled = polled.map(|it| it.map(|it| it.map(split)));
-                    permit.sends(length(&polled), cx.waker());
+                    frame = limits.split(frame, permit);
+                    permit.sends(Poll::Ready(data_length(&frame)), cx.waker());
                 }
-                polled
+                Poll::Ready(Some(Ok(frame)))
             }
             KindProject::Rejected { text } => {
                 Poll::Ready(text.take().map(|text| Ok(Frame::data(text))))
@@ -474,9 +490,11 @@ where
     fn size_hint(&self) -> SizeHint {
         match &self.kind {
             Kind::Admitted { body, limited, .. } => {
-                let hint = body.get().map_or_else(|| SizeHint::with_exact(0), Body::size_hint);
-                let rest = limited.as_ref().map_or(0, |limits| limits.rest.len());
-                and_kept(&hint, rest)
+                let left = || body.get().map_or_else(|| SizeHint::with_exact(0), Body::size_hint);
+                match limited {
+                    None => left(),
+                    Some(limits) => and_kept(&left(), limits.rest.len()),
+                }
             }
             Kind::Rejected { text } => {
                 SizeHint::with_exact(text.as_ref().map_or(0, Bytes::len) as u64)

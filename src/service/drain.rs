@@ -15,12 +15,13 @@
 
 use std::future::Future;
 use std::pin::Pin;
+use std::sync::Arc;
 use std::task::{Context, Poll};
 
 use bytes::Buf;
-use http::Version;
 use http::header::EXPECT;
 use http::request::Parts;
+use http::{Response, Version};
 use http_body::Body;
 use pin_project_lite::pin_project;
 
@@ -34,13 +35,15 @@ use super::pace::RegisteredPace;
 pub const DRAIN_MAX: ByteSize = ByteSize::mib(64);
 
 pin_project! {
-    /// Reads a body to its end, or up to the bound.
+    /// Reads a body to its end, or up to the bound, and returns the answer.
     #[derive(Debug)]
     pub(super) struct Drain<Q> {
         #[pin]
         body: Q,
+        // `None` once it was returned.
+        answer: Option<Response<String>>,
         left: u64,
-        pace: Option<RegisteredPace>,
+        pace: Option<Arc<RegisteredPace>>,
     }
 }
 
@@ -50,7 +53,8 @@ impl<Q: Body> Drain<Q> {
     pub(super) fn new(
         head: &Parts,
         body: Q,
-        pace: impl FnOnce() -> Option<RegisteredPace>,
+        answer: Response<String>,
+        pace: impl FnOnce() -> Option<Arc<RegisteredPace>>,
     ) -> Self {
         let waits = head
             .headers
@@ -59,20 +63,23 @@ impl<Q: Body> Drain<Q> {
         let ends = body.size_hint().lower() <= DRAIN_MAX.get();
         let reads = head.version <= Version::HTTP_11 && !waits && ends;
         let pace = if reads && !body.is_end_stream() { pace() } else { None };
-        Self { body, left: if reads { DRAIN_MAX.get() } else { 0 }, pace }
+        let left = if reads { DRAIN_MAX.get() } else { 0 };
+        Self { body, answer: Some(answer), left, pace }
     }
 }
 
 impl<Q: Body> Future for Drain<Q> {
-    type Output = ();
+    type Output = Response<String>;
 
-    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<()> {
+    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Response<String>> {
         let mut this = self.project();
         // Bounded: each iteration reads a frame, and no more than the bound is read.
         while *this.left > 0 && !this.body.is_end_stream() {
             let Poll::Ready(polled) = this.body.as_mut().poll_frame(cx) else {
-                let is_slow = this.pace.as_ref().is_some_and(|pace| !pace.wait(cx.waker()));
-                return if is_slow { Poll::Ready(()) } else { Poll::Pending };
+                if this.pace.as_ref().is_some_and(|pace| !pace.wait(cx.waker())) {
+                    break;
+                }
+                return Poll::Pending;
             };
             let Some(Ok(frame)) = polled else { break };
             let size = frame.data_ref().map_or(0, Buf::remaining);
@@ -82,6 +89,9 @@ impl<Q: Body> Future for Drain<Q> {
             // Empty frames count too, so that they cannot continue forever.
             *this.left = this.left.saturating_sub((size as u64).max(1));
         }
-        Poll::Ready(())
+        match this.answer.take() {
+            Some(answer) => Poll::Ready(answer),
+            None => unreachable!("polled after completion"),
+        }
     }
 }

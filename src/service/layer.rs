@@ -88,8 +88,7 @@ struct LayerSettings {
     request_cap: f64,
     max_wait: Duration,
     min_data_rate: Option<MinDataRate>,
-    /// [`Duration::MAX`] without a bound.
-    max_hold: Duration,
+    max_hold: Option<Duration>,
     clock: Arc<dyn Clock>,
 }
 
@@ -132,7 +131,7 @@ impl<E: Estimate> MemoryLayer<E> {
             request_cap: REQUEST_CAP,
             max_wait: Config::MAX_WAIT,
             min_data_rate: None,
-            max_hold: Duration::MAX,
+            max_hold: None,
             clock: Arc::new(SystemClock::new()),
         };
         Self { estimate: Arc::new(estimate), settings: Arc::new(settings) }
@@ -254,7 +253,7 @@ impl<E: Estimate> MemoryLayer<E> {
     /// be interrupted is listed at [`SharedPermit::cancelled`].
     #[must_use]
     pub fn with_max_hold(mut self, max_hold: Duration) -> Self {
-        self.settings().max_hold = max_hold;
+        self.settings().max_hold = Some(max_hold);
         self
     }
 
@@ -443,9 +442,10 @@ impl<E: Estimate> MemoryLayer<E> {
         let resumes = can_resume.then(|| Resumes { priority, tenant: self.tenant(head), within });
         let tenant = if is_measured { head.extensions.get().cloned() } else { None };
         let origin = Origin { method, version, route, is_matched, tenant, content_type };
-        let limits = settings.time_limits(head, priority);
-        let terms = Terms { cap, lesson, share, slot, is_measured, resumes, reports, limits };
-        Ok(SharedPermit::new(permit, origin, terms))
+        let terms = Terms { cap, lesson, share, slot, is_measured, resumes, reports };
+        let has_limits = settings.max_hold.is_some() || settings.min_data_rate.is_some();
+        let limits = if has_limits { settings.time_limits(head, priority) } else { None };
+        Ok(SharedPermit::new(permit, origin, terms, limits))
     }
 
     /// Lets a request wait that was refused, if it may fit later.
@@ -480,6 +480,14 @@ impl<E: Estimate> MemoryLayer<E> {
         permit.scope(future)
     }
 
+    /// Rejects a request, and returns what reads its body and then answers.
+    fn turn_away<Q: Body>(&self, head: &Parts, body: Q, rejected: Rejected) -> Pin<Box<Drain<Q>>> {
+        let settings = &self.settings;
+        let rate = settings.min_data_rate.filter(|_| settings.admission.is_managed());
+        let pace = || Some(RegisteredPace::new(rate?, &settings.admission));
+        Box::pin(Drain::new(head, body, self.reject(head, rejected), pace))
+    }
+
     /// Counts and logs a rejection, and returns the answer.
     fn reject(&self, head: &Parts, rejected: Rejected) -> Response<String> {
         let rejected = self.settings.admission.reject(rejected);
@@ -498,20 +506,13 @@ struct NotAdmitted {
 
 impl LayerSettings {
     /// Returns the time limits of a request, which need the ticks of a control loop.
+    #[inline(never)]
     fn time_limits(&self, head: &Parts, priority: Priority) -> Option<Box<TimeLimits>> {
-        let (max_hold, rate) = (self.max_hold, self.min_data_rate);
-        let has_limits = max_hold < Duration::MAX || rate.is_some();
-        if !has_limits || priority == Priority::Exempt || !self.admission.is_managed() {
+        if priority == Priority::Exempt || !self.admission.is_managed() {
             return None;
         }
         let connection = head.extensions.get::<ConnectionHandle>().cloned();
-        Some(Box::new(TimeLimits::new(max_hold, rate, connection)))
-    }
-
-    /// Returns what reads the body of a rejected request.
-    fn drain<Q: Body>(&self, head: &Parts, body: Q) -> Drain<Q> {
-        let rate = self.min_data_rate.filter(|_| self.admission.is_managed());
-        Drain::new(head, body, || Some(RegisteredPace::new(rate?, &self.admission)))
+        Some(Box::new(TimeLimits::new(self.max_hold, self.min_data_rate, connection)))
     }
 
     /// Returns the answer to a cancelled request whose handler must end now. To end by itself, the
@@ -610,25 +611,32 @@ where
                 let settings = Arc::clone(&self.layer.settings);
                 State::Admitted { future, settings, cancelled_at: None }
             }
-            Err(refused) => match self.layer.wait(&head, &refused) {
-                Some(waiting) => {
-                    // The service that is ready, not its clone, is called later.
-                    let next = self.inner.clone();
-                    let inner = std::mem::replace(&mut self.inner, next);
-                    let layer = self.layer.clone();
-                    let request = Some((head, body));
-                    State::Waiting {
-                        call: Box::new(WaitingCall { waiting, inner, layer, request }),
-                    }
-                }
-                None => {
-                    let response = Some(self.layer.reject(&head, refused.rejected));
-                    let rest = self.layer.settings.drain(&head, body);
-                    State::Rejected { rest, response }
-                }
-            },
+            Err(refused) => self.refuse(head, body, refused),
         };
         ResponseFuture { state }
+    }
+}
+
+impl<S: Clone, E: Estimate> MemoryService<S, E> {
+    /// Lets a request wait that was not admitted, or rejects it.
+    #[cold]
+    #[inline(never)]
+    fn refuse<F, Q: Body>(
+        &mut self,
+        head: Parts,
+        body: Q,
+        refused: NotAdmitted,
+    ) -> State<S, E, F, Q> {
+        let Some(waiting) = self.layer.wait(&head, &refused) else {
+            let rest = self.layer.turn_away(&head, body, refused.rejected);
+            return State::Rejected { rest };
+        };
+        // The service that is ready, not its clone, is called later.
+        let next = self.inner.clone();
+        let inner = std::mem::replace(&mut self.inner, next);
+        let layer = self.layer.clone();
+        let request = Some((head, body));
+        State::Waiting { call: Box::new(WaitingCall { waiting, inner, layer, request }) }
     }
 }
 
@@ -666,9 +674,8 @@ where
                 }
                 Err(refused) if is_turn && refused.rejected.may_wait() => {}
                 Err(refused) => {
-                    let response = Some(self.layer.reject(&head, refused.rejected));
-                    let rest = self.layer.settings.drain(&head, body);
-                    return Poll::Ready(State::Rejected { rest, response });
+                    let rest = self.layer.turn_away(&head, body, refused.rejected);
+                    return Poll::Ready(State::Rejected { rest });
                 }
             }
         }
@@ -696,7 +703,7 @@ pin_project! {
             // The time at which the layer saw that the request was cancelled.
             cancelled_at: Option<Moment>,
         },
-        Rejected { #[pin] rest: Drain<Q>, response: Option<Response<String>> },
+        Rejected { rest: Pin<Box<Drain<Q>>> },
     }
 }
 
@@ -746,12 +753,8 @@ where
                     response.map(|body| ResponseBody::admitted(body, permit.clone()))
                 }))
             }
-            StateProject::Rejected { rest, response } => {
-                ready!(rest.poll(cx));
-                match response.take() {
-                    Some(response) => Poll::Ready(Ok(response.map(ResponseBody::rejected))),
-                    None => unreachable!("polled after completion"),
-                }
+            StateProject::Rejected { rest } => {
+                rest.as_mut().poll(cx).map(|answer| Ok(answer.map(ResponseBody::rejected)))
             }
         }
     }

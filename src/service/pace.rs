@@ -171,14 +171,15 @@ impl Pace {
 #[derive(Debug)]
 pub(super) struct RegisteredPace {
     admission: Admission,
-    pace: Arc<Pace>,
+    pace: Pace,
 }
 
 impl RegisteredPace {
-    pub(super) fn new(rate: MinDataRate, admission: &Admission) -> Self {
-        let pace = Arc::new(Pace::of_request(rate));
-        admission.register(Arc::new(WeakPace(Arc::downgrade(&pace))));
-        Self { admission: admission.clone(), pace }
+    pub(super) fn new(rate: MinDataRate, admission: &Admission) -> Arc<Self> {
+        let (admission, pace) = (admission.clone(), Pace::of_request(rate));
+        let registered = Arc::new(Self { admission, pace });
+        registered.admission.register(Arc::new(WeakPace(Arc::downgrade(&registered))));
+        registered
     }
 
     /// Like [`Pace::received`].
@@ -193,7 +194,7 @@ impl RegisteredPace {
 }
 
 /// A pace that does not keep its body.
-struct WeakPace(Weak<Pace>);
+struct WeakPace(Weak<RegisteredPace>);
 
 impl LargeRequest for WeakPace {
     fn reserved(&self) -> Option<ByteSize> {
@@ -223,8 +224,8 @@ impl LargeRequest for WeakPace {
     }
 
     fn check_time(&self, now: Moment) {
-        if let Some(pace) = self.0.upgrade() {
-            pace.wake_if_spent(now);
+        if let Some(registered) = self.0.upgrade() {
+            registered.pace.wake_if_spent(now);
         }
     }
 

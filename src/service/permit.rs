@@ -172,7 +172,6 @@ pub(super) struct Terms {
     /// `true` if the measured bytes are reported as all that it holds. `false` if its estimate may
     /// cover memory that is not measured.
     pub(super) reports: bool,
-    pub(super) limits: Option<Box<TimeLimits>>,
 }
 
 #[derive(Debug)]
@@ -201,7 +200,12 @@ struct Held {
 }
 
 impl SharedPermit {
-    pub(super) fn new(mut permit: Permit, origin: Origin, mut terms: Terms) -> Self {
+    pub(super) fn new(
+        mut permit: Permit,
+        origin: Origin,
+        terms: Terms,
+        limits: Option<Box<TimeLimits>>,
+    ) -> Self {
         let is_measured = terms.is_measured;
         if terms.reports {
             permit.report(ByteSize::ZERO);
@@ -211,7 +215,7 @@ impl SharedPermit {
         }
         let claim = permit.cost().host;
         let admitted_at = permit.last_tick();
-        let (cap, resumes, limits) = (terms.cap, terms.resumes, terms.limits.take());
+        let (cap, resumes) = (terms.cap, terms.resumes);
         let held = Held {
             permit,
             reported: None,

@@ -23,7 +23,8 @@ use super::permit::SharedPermit;
 /// The time limits of a request.
 #[derive(Debug)]
 pub(super) struct TimeLimits {
-    max_hold: Duration,
+    /// `None` without a bound.
+    max_hold: Option<Duration>,
     /// The pace of the request's body, and of the response.
     paces: Option<(Pace, Pace)>,
     connection: Option<ConnectionHandle>,
@@ -39,7 +40,7 @@ pub(super) struct TimeLimits {
 impl TimeLimits {
     /// Creates the limits of a request on this connection.
     pub(super) fn new(
-        max_hold: Duration,
+        max_hold: Option<Duration>,
         rate: Option<MinDataRate>,
         connection: Option<ConnectionHandle>,
     ) -> Self {
@@ -71,8 +72,8 @@ impl TimeLimits {
 
     /// Returns the limit that has passed for a request of this age.
     pub(super) fn passed(&self, age: Duration, now: Moment) -> Option<Rejected> {
-        if age >= self.max_hold {
-            return Some(Rejected::HeldTooLong { most: self.max_hold });
+        if let Some(most) = self.max_hold.filter(|most| age >= *most) {
+            return Some(Rejected::HeldTooLong { most });
         }
         let response = self.response()?;
         response.is_spent(now).then(|| response.rate().too_slow())
