@@ -13,7 +13,7 @@ use axum::extract::{DefaultBodyLimit, State};
 use axum::http::{Response, StatusCode};
 use axum::{Json, Router, routing::post};
 use candle_core::Device;
-use lowtide_candle::api::{self, Answer, BODY_MAX, Request};
+use lowtide_candle::api::{self, Answer, BODY_MAX, Refusal, Request};
 use lowtide_candle::embedder::Embedder;
 use tokio::net::TcpListener;
 use tokio::runtime::Builder;
@@ -73,10 +73,12 @@ async fn embed(
     request: Result<Json<Request>, JsonRejection>,
 ) -> Result<Json<Answer>, Response<Body>> {
     let texts = api::texts(request)?;
-    let model = service.model().await.map_err(|error| {
-        api::problem(StatusCode::SERVICE_UNAVAILABLE, "not_loaded", &error.to_string())
+    let model = service.model().await.map_err(|error| Refusal {
+        status: StatusCode::SERVICE_UNAVAILABLE,
+        reason: "not_loaded",
+        detail: error.to_string(),
     })?;
-    api::answer(spawn_blocking(move || model.embed(&texts)).await)
+    Ok(api::answer(spawn_blocking(move || model.embed(&texts)).await)?)
 }
 
 impl Service {

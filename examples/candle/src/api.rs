@@ -6,7 +6,7 @@ use axum::Json;
 use axum::body::Body;
 use axum::extract::rejection::JsonRejection;
 use axum::http::header::CONTENT_TYPE;
-use axum::http::{Response, StatusCode};
+use axum::http::{HeaderValue, Response, StatusCode};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 use tokio::task::JoinError;
@@ -33,11 +33,36 @@ pub struct Answer {
     pub vectors: Vec<Vec<f32>>,
 }
 
+/// Why a request gets no vectors.
+#[derive(Debug)]
+pub struct Refusal {
+    /// The status of the answer.
+    pub status: StatusCode,
+    /// A word for programs.
+    pub reason: &'static str,
+    /// A sentence for people.
+    pub detail: String,
+}
+
+impl From<Refusal> for Response<Body> {
+    fn from(Refusal { status, reason, detail }: Refusal) -> Self {
+        let title = status.canonical_reason().unwrap_or("refused");
+        let text = json!({
+            "title": title, "status": status.as_u16(), "reason": reason, "detail": detail,
+        });
+        let mut response = Self::new(Body::from(format!("{text}\n")));
+        *response.status_mut() = status;
+        let kind = HeaderValue::from_static("application/problem+json");
+        response.headers_mut().insert(CONTENT_TYPE, kind);
+        response
+    }
+}
+
 /// Returns the texts of a request that keeps the limits.
 ///
 /// # Errors
-/// The answer to one that does not.
-pub fn texts(request: Result<Json<Request>, JsonRejection>) -> Result<Vec<String>, Response<Body>> {
+/// The limit that it does not keep, or what is wrong with its body.
+pub fn texts(request: Result<Json<Request>, JsonRejection>) -> Result<Vec<String>, Refusal> {
     let Json(Request { texts }) = request.map_err(|error| {
         let reason = match error {
             JsonRejection::MissingJsonContentType(_) => "not_json",
@@ -45,43 +70,30 @@ pub fn texts(request: Result<Json<Request>, JsonRejection>) -> Result<Vec<String
             JsonRejection::JsonSyntaxError(_) => "invalid_json",
             _ => "unreadable_body",
         };
-        problem(error.status(), reason, &error.body_text())
+        Refusal { status: error.status(), reason, detail: error.body_text() }
     })?;
     if texts.is_empty() || texts.len() > TEXTS_MAX {
         let detail = format!("{} texts: expected 1 to {TEXTS_MAX}", texts.len());
-        return Err(problem(StatusCode::UNPROCESSABLE_ENTITY, "number_of_texts", &detail));
+        let status = StatusCode::UNPROCESSABLE_ENTITY;
+        return Err(Refusal { status, reason: "number_of_texts", detail });
     }
     Ok(texts)
 }
 
-/// Returns the answer that has the vectors, or says why there are none.
+/// Returns the answer that has the vectors.
 ///
 /// # Errors
-/// The answer that says why.
+/// Why there are none.
 pub fn answer(
     vectors: Result<Result<Vec<Vec<f32>>, EmbedError>, JoinError>,
-) -> Result<Json<Answer>, Response<Body>> {
-    let failed = |detail: &str| problem(StatusCode::INTERNAL_SERVER_ERROR, "not_computed", detail);
-    match vectors {
-        Ok(Ok(vectors)) => Ok(Json(Answer { vectors })),
+) -> Result<Json<Answer>, Refusal> {
+    let (status, reason, detail) = match vectors {
+        Ok(Ok(vectors)) => return Ok(Json(Answer { vectors })),
         Ok(Err(error @ EmbedError::TooLong { .. })) => {
-            Err(problem(StatusCode::UNPROCESSABLE_ENTITY, "text_too_long", &error.to_string()))
+            (StatusCode::UNPROCESSABLE_ENTITY, "text_too_long", error.to_string())
         }
-        Ok(Err(error)) => Err(failed(&error.to_string())),
-        Err(error) => Err(failed(&error.to_string())),
-    }
-}
-
-/// Creates a refusal (RFC 9457).
-#[must_use]
-pub fn problem(status: StatusCode, reason: &str, detail: &str) -> Response<Body> {
-    let title = status.canonical_reason().unwrap_or("refused");
-    let text = json!({
-        "title": title, "status": status.as_u16(), "reason": reason, "detail": detail,
-    });
-    let mut response = Response::new(Body::from(format!("{text}\n")));
-    *response.status_mut() = status;
-    let kind = axum::http::HeaderValue::from_static("application/problem+json");
-    response.headers_mut().insert(CONTENT_TYPE, kind);
-    response
+        Ok(Err(error)) => (StatusCode::INTERNAL_SERVER_ERROR, "not_computed", error.to_string()),
+        Err(panic) => (StatusCode::INTERNAL_SERVER_ERROR, "not_computed", panic.to_string()),
+    };
+    Err(Refusal { status, reason, detail })
 }

@@ -94,20 +94,21 @@ pub enum EmbedError {
     NotFinite,
 }
 
-/// A tokenizer and an encoder in host memory.
+/// A tokenizer, and an encoder in the memory of a device.
 #[derive(Debug)]
 pub struct Embedder {
     tokenizer: Tokenizer,
     bert: Bert,
+    device: Device,
     most_tokens: usize,
 }
 
 impl Embedder {
-    /// Loads the model in `folder`.
+    /// Loads the model in `folder` to the device.
     ///
     /// # Errors
     /// [`LoadError`]
-    pub fn load(folder: &Path) -> Result<Self, LoadError> {
+    pub fn load(folder: &Path, device: &Device) -> Result<Self, LoadError> {
         let path = folder.join("config.json");
         let config: Config = serde_json::from_slice(&read(&path)?)
             .map_err(|source| LoadError::Config { path, source })?;
@@ -116,8 +117,9 @@ impl Embedder {
             return Err(LoadError::Heads { heads, hidden });
         }
         let tokenizer = tokenizer(folder.join("tokenizer.json"))?;
-        let bert = weights(folder.join("model.safetensors"), &config)?;
-        Ok(Self { tokenizer, bert, most_tokens: config.max_position_embeddings })
+        let bert = weights(folder.join("model.safetensors"), &config, device)?;
+        let most_tokens = config.max_position_embeddings;
+        Ok(Self { tokenizer, bert, device: device.clone(), most_tokens })
     }
 
     /// Returns a vector of length 1 for each text.
@@ -152,8 +154,8 @@ impl Embedder {
         let mask = rows.iter().flat_map(|row| padded(row, Encoding::get_attention_mask));
         let mask: Vec<_> = mask.map(|one| if one == 0 { 0.0_f32 } else { 1.0 }).collect();
         let shape = (rows.len(), length);
-        let ids = Tensor::from_vec(ids, shape, &Device::Cpu)?;
-        let mask = Tensor::from_vec(mask, shape, &Device::Cpu)?;
+        let ids = Tensor::from_vec(ids, shape, &self.device)?;
+        let mask = Tensor::from_vec(mask, shape, &self.device)?;
         let vectors: Vec<Vec<f32>> = self.bert.embed(&ids, &mask)?.to_vec2()?;
         if vectors.iter().flatten().any(|number| !number.is_finite()) {
             return Err(EmbedError::NotFinite);
@@ -178,7 +180,7 @@ fn tokenizer(path: PathBuf) -> Result<Tokenizer, LoadError> {
 }
 
 /// Maps the file while its tensors are copied, so that the peak of a load is one copy.
-fn weights(path: PathBuf, config: &Config) -> Result<Bert, LoadError> {
+fn weights(path: PathBuf, config: &Config, device: &Device) -> Result<Bert, LoadError> {
     // candle's error for a missing file would not tell it from a damaged one.
     if let Err(source) = fs::File::open(&path) {
         return Err(LoadError::Read { path, source });
@@ -187,7 +189,7 @@ fn weights(path: PathBuf, config: &Config) -> Result<Bert, LoadError> {
     #[expect(unsafe_code, reason = "candle offers no other way to read without a second copy")]
     // SAFETY: nothing writes or truncates the file during a load. docs/ENGINES.md states that
     // condition for the folder of a model.
-    let mapped = unsafe { VarBuilder::from_mmaped_safetensors(&files, DType::F32, &Device::Cpu) };
+    let mapped = unsafe { VarBuilder::from_mmaped_safetensors(&files, DType::F32, device) };
     let bert = mapped.and_then(|weights| Bert::new(config, &weights));
     bert.map_err(|source| LoadError::Weights { path, source })
 }

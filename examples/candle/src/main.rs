@@ -1,8 +1,8 @@
 //! `embedder FOLDER [ADDRESS]` serves the model in FOLDER (`config.json`, `tokenizer.json`,
 //! `model.safetensors`) until SIGTERM or Ctrl-C.
 //!
+//! It computes on the CPU or, built with the feature `cuda`, on the first GPU.
 //! `docs/ENGINES.md` says where to get a model and what the service does with memory.
-#![expect(clippy::print_stdout, reason = "scripts read the address")]
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -25,7 +25,11 @@ fn main() -> Result<(), BoxError> {
 
 async fn serve(folder: PathBuf, address: String) -> Result<(), BoxError> {
     let memory = Memory::builder().prometheus()?.start()?;
-    let routes = lowtide_candle::service::router(&memory, folder)?;
+    #[cfg(not(feature = "cuda"))]
+    let device = candle_core::Device::Cpu;
+    #[cfg(feature = "cuda")]
+    let (device, _governor) = lowtide_candle::cuda::open(&memory, Default::default())?;
+    let routes = lowtide_candle::service::router(&memory, folder, &device)?;
     let listener = TcpListener::bind(address).await?;
     println!("listening on http://{}", listener.local_addr()?);
     axum::serve(listener, routes).with_graceful_shutdown(memory.terminated()?).await?;

@@ -10,6 +10,7 @@ use axum::extract::rejection::JsonRejection;
 use axum::extract::{DefaultBodyLimit, State};
 use axum::http::Response;
 use axum::{Json, Router, routing::post};
+use candle_core::Device;
 use lowtide::admission::Managed;
 use lowtide::service::{ContentLength, scope_blocking, unavailable};
 use lowtide::{BoxError, ByteSize, Memory};
@@ -25,13 +26,24 @@ const FACTOR: f64 = 8_192.0;
 /// The least that a request needs.
 const LEAST: ByteSize = ByteSize::mib(1);
 
-/// Registers the model of `folder`, which is loaded by the first request, and returns the routes.
+/// Registers the model of `folder`, which the first request loads to the device, and returns the
+/// routes.
 ///
 /// # Errors
 /// The cost of the model is above the ceiling of the limit.
-pub fn router(memory: &Memory, folder: PathBuf) -> Result<Router, BoxError> {
-    let model = memory.managed("embedder", move || Ok(Embedder::load(&folder)?));
-    let model = memory.register(model.cost(memory.cost(MODEL, ByteSize::ZERO)))?;
+pub fn router(memory: &Memory, folder: PathBuf, device: &Device) -> Result<Router, BoxError> {
+    let (host, on_device) =
+        if device.is_cpu() { (MODEL, ByteSize::ZERO) } else { (ByteSize::ZERO, MODEL) };
+    let (loads, unloads) = (device.clone(), device.clone());
+    let model = memory
+        .managed("embedder", move || Ok(Embedder::load(&folder, &loads)?))
+        .cost(memory.cost(host, on_device))
+        .unload(move |model| {
+            drop(model);
+            // A pool of CUDA releases only memory whose free was waited for (`cuda`).
+            let _ = unloads.synchronize();
+        });
+    let model = memory.register(model)?;
     let estimate = ContentLength::new(LEAST).factor(FACTOR).least(LEAST);
     Ok(Router::new()
         .route("/embed", post(embed))
@@ -49,5 +61,5 @@ async fn embed(
     let model = model.acquire().await.map_err(|error| unavailable(&error).map(Body::from))?;
     // In the scope, the memory of the inference is measured as this request's.
     let work = scope_blocking(move || model.embed(&texts));
-    api::answer(tokio::task::spawn_blocking(work).await)
+    Ok(api::answer(tokio::task::spawn_blocking(work).await)?)
 }

@@ -1,7 +1,6 @@
 //! The service with a tiny model of random weights: what clients get, what is loaded, and that it
 //! goes on after each error. `.ci/candle` compares the vectors of the real model.
 
-use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -10,112 +9,18 @@ use std::time::Duration;
 use axum::Router;
 use axum::body::{Body, to_bytes};
 use axum::http::{Request, header::CONTENT_TYPE};
+use candle_core::Device;
 use lowtide::clock::ManualClock;
 use lowtide::{BoxError, ByteSize, Memory};
 use lowtide_candle::api::{Answer, BODY_MAX, TEXTS_MAX};
 use lowtide_candle::embedder::{EmbedError, Embedder, LoadError, ROWS_MAX};
 use lowtide_candle::service::router;
-use safetensors::Dtype;
-use safetensors::tensor::{TensorView, serialize_to_file};
 use serde_json::{Value, json};
-use tempfile::TempDir;
 use tower::ServiceExt as _;
 
-const HIDDEN: usize = 8;
-const INSIDE: usize = 16;
-const POSITIONS: usize = 12;
-const WORDS: [&str; 8] = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "the", "tide", "goes", "out"];
+mod tiny;
 
-/// The names and shapes of the tensors.
-fn shapes() -> Vec<(String, Vec<usize>)> {
-    let norm = |name: &str| {
-        [(format!("{name}.weight"), vec![HIDDEN]), (format!("{name}.bias"), vec![HIDDEN])]
-    };
-    let linear = |name: &str, input: usize, output: usize| {
-        [(format!("{name}.weight"), vec![output, input]), (format!("{name}.bias"), vec![output])]
-    };
-    let table = |name: &str, rows: usize| (format!("embeddings.{name}.weight"), vec![rows, HIDDEN]);
-    let mut all = vec![
-        table("word_embeddings", WORDS.len()),
-        table("position_embeddings", POSITIONS),
-        table("token_type_embeddings", 2),
-    ];
-    all.extend(norm("embeddings.LayerNorm"));
-    for layer in 0..2 {
-        let name = |of: &str| format!("encoder.layer.{layer}.{of}");
-        for of in ["attention.self.query", "attention.self.key", "attention.self.value"] {
-            all.extend(linear(&name(of), HIDDEN, HIDDEN));
-        }
-        all.extend(linear(&name("attention.output.dense"), HIDDEN, HIDDEN));
-        all.extend(norm(&name("attention.output.LayerNorm")));
-        all.extend(linear(&name("intermediate.dense"), HIDDEN, INSIDE));
-        all.extend(linear(&name("output.dense"), INSIDE, HIDDEN));
-        all.extend(norm(&name("output.LayerNorm")));
-    }
-    all
-}
-
-/// Writes a model into a new folder.
-fn model() -> Result<TempDir, BoxError> {
-    let folder = TempDir::new()?;
-    let config = json!({
-        "hidden_size": HIDDEN, "intermediate_size": INSIDE, "num_attention_heads": 2,
-        "num_hidden_layers": 2, "max_position_embeddings": POSITIONS, "type_vocab_size": 2,
-        "vocab_size": WORDS.len(), "layer_norm_eps": 1e-12,
-    });
-    fs::write(folder.path().join("config.json"), config.to_string())?;
-    let vocabulary: BTreeMap<_, _> = WORDS.iter().zip(0_u32..).collect();
-    let special = |text: &str, id: u32| {
-        json!({ "id": id, "content": text, "single_word": false, "lstrip": false,
-                "rstrip": false, "normalized": false, "special": true })
-    };
-    let tokenizer = json!({
-        "version": "1.0",
-        // As in the real file: both would change the vectors or hide a text that is too long.
-        "truncation": { "direction": "Right", "max_length": 4, "strategy": "LongestFirst",
-                        "stride": 0 },
-        "padding": { "strategy": { "Fixed": 9 }, "direction": "Right", "pad_to_multiple_of": null,
-                     "pad_id": 0, "pad_type_id": 0, "pad_token": "[PAD]" },
-        "added_tokens": [special("[PAD]", 0), special("[UNK]", 1), special("[CLS]", 2),
-                         special("[SEP]", 3)],
-        "normalizer": { "type": "BertNormalizer", "clean_text": true, "handle_chinese_chars": true,
-                        "strip_accents": null, "lowercase": true },
-        "pre_tokenizer": { "type": "BertPreTokenizer" },
-        "post_processor": { "type": "TemplateProcessing",
-            "single": [{ "SpecialToken": { "id": "[CLS]", "type_id": 0 } },
-                       { "Sequence": { "id": "A", "type_id": 0 } },
-                       { "SpecialToken": { "id": "[SEP]", "type_id": 0 } }],
-            "pair": [{ "Sequence": { "id": "A", "type_id": 0 } },
-                     { "Sequence": { "id": "B", "type_id": 1 } }],
-            "special_tokens": {
-                "[CLS]": { "id": "[CLS]", "ids": [2], "tokens": ["[CLS]"] },
-                "[SEP]": { "id": "[SEP]", "ids": [3], "tokens": ["[SEP]"] } } },
-        "decoder": null,
-        "model": { "type": "WordPiece", "unk_token": "[UNK]", "continuing_subword_prefix": "##",
-                   "max_input_chars_per_word": 100, "vocab": vocabulary },
-    });
-    fs::write(folder.path().join("tokenizer.json"), tokenizer.to_string())?;
-    write_weights(&folder.path().join("model.safetensors"), &shapes())?;
-    Ok(folder)
-}
-
-/// Writes values between -0.5 and 0.5 that only the position decides.
-fn write_weights(path: &Path, shapes: &[(String, Vec<usize>)]) -> Result<(), BoxError> {
-    let mut state = 1_u32;
-    let mut next = || {
-        state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
-        (f32::from(u16::try_from(state >> 16).unwrap_or(0)) / 65_536.0 - 0.5).to_le_bytes()
-    };
-    let bytes: Vec<Vec<u8>> = shapes
-        .iter()
-        .map(|(_, shape)| (0..shape.iter().product()).flat_map(|_| next()).collect())
-        .collect();
-    let views = shapes.iter().zip(&bytes).map(|((name, shape), bytes)| {
-        Ok((name, TensorView::new(Dtype::F32, shape.clone(), bytes)?))
-    });
-    let views = views.collect::<Result<Vec<_>, safetensors::SafeTensorError>>()?;
-    Ok(serialize_to_file(views, None, path)?)
-}
+use tiny::{HIDDEN, POSITIONS, WORDS, model, shapes, write_weights};
 
 fn texts(texts: &[&str]) -> Vec<String> {
     texts.iter().map(|text| (*text).to_owned()).collect()
@@ -128,7 +33,7 @@ fn distance(one: &[f32], other: &[f32]) -> f32 {
 #[test]
 fn a_vector_has_length_1_and_depends_on_its_text_alone() -> Result<(), BoxError> {
     let folder = model()?;
-    let embedder = Embedder::load(folder.path())?;
+    let embedder = Embedder::load(folder.path(), &Device::Cpu)?;
     let all = texts(&["the tide goes out", "out", "", "goes the tide out", "unknown words", "the"]);
     let many: Vec<_> = all.iter().cycle().take(2 * ROWS_MAX + 3).cloned().collect();
     let together = embedder.embed(&many)?;
@@ -148,7 +53,7 @@ fn a_vector_has_length_1_and_depends_on_its_text_alone() -> Result<(), BoxError>
 #[test]
 fn a_text_that_is_too_long_is_refused_by_its_number() -> Result<(), BoxError> {
     let folder = model()?;
-    let embedder = Embedder::load(folder.path())?;
+    let embedder = Embedder::load(folder.path(), &Device::Cpu)?;
     let longest = ["the"; POSITIONS - 2].join(" ");
     assert_eq!(embedder.embed(&texts(&[&longest]))?.len(), 1);
     let error =
@@ -164,7 +69,7 @@ fn a_text_that_is_too_long_is_refused_by_its_number() -> Result<(), BoxError> {
 fn error_of(change: impl Fn(&Path) -> Result<(), BoxError>) -> Result<LoadError, BoxError> {
     let folder = model()?;
     change(folder.path())?;
-    Ok(Embedder::load(folder.path()).map(drop).err().ok_or("it was loaded")?)
+    Ok(Embedder::load(folder.path(), &Device::Cpu).map(drop).err().ok_or("it was loaded")?)
 }
 
 #[test]
@@ -224,7 +129,7 @@ fn loads(memory: &Memory) -> u64 {
 async fn bad_requests_are_refused_with_a_reason_and_good_ones_are_served() -> Result<(), BoxError> {
     let folder = model()?;
     let (memory, _clock) = memory()?;
-    let routes = router(&memory, folder.path().to_owned())?;
+    let routes = router(&memory, folder.path().to_owned(), &Device::Cpu)?;
     let body = |texts: &[&str]| json!({ "texts": texts }).to_string();
     let long = body(&[&["the"; POSITIONS].join(" ")]);
     let many = body(&["the"; TEXTS_MAX + 1]);
@@ -261,7 +166,7 @@ async fn bad_requests_are_refused_with_a_reason_and_good_ones_are_served() -> Re
 async fn requests_at_once_load_the_model_once() -> Result<(), BoxError> {
     let folder = model()?;
     let (memory, _clock) = memory()?;
-    let routes = router(&memory, folder.path().to_owned())?;
+    let routes = router(&memory, folder.path().to_owned(), &Device::Cpu)?;
     assert_eq!(loads(&memory), 0, "not before the first request");
     let requests = (0..16).map(|_| {
         let routes = routes.clone();
@@ -282,7 +187,7 @@ async fn a_model_that_cannot_be_loaded_is_503_until_its_files_are_repaired() -> 
     let path: PathBuf = folder.path().join("model.safetensors");
     let whole = fs::read(&path)?;
     fs::write(&path, &whole[..whole.len() / 2])?;
-    let routes = router(&memory, folder.path().to_owned())?;
+    let routes = router(&memory, folder.path().to_owned(), &Device::Cpu)?;
     let (status, answer) = post(&routes, r#"{"texts": ["tide"]}"#).await?;
     assert_eq!(status, 503, "{answer}");
     assert!(answer["detail"].as_str().is_some_and(|text| text.contains("model.safetensors")));
