@@ -3,8 +3,8 @@
 //! candle allocates through cudarc from the device's current memory pool. The governor makes a pool
 //! of its own the current one, so it has to be opened before the first tensor. The worker of a
 //! `Memory` returns only memory whose free the program has waited for. `Device::new_cuda` has a
-//! stream for each thread, and a wait on one of them waits for no other; therefore all threads share
-//! one stream here, and the unload of the model waits for it.
+//! stream for each thread, and a wait on one of them waits for no other. Therefore all threads
+//! share one stream here, and the unload of the model waits for it.
 //!
 //! It has run over a simulated driver only, never on a GPU.
 

@@ -21,8 +21,8 @@ use crate::embedder::Embedder;
 /// What the model is reserved with until it was loaded once: then lowtide knows its size.
 const MODEL: ByteSize = ByteSize::mib(100);
 /// Bytes that a request needs for each byte of its body, until lowtide has measured some: the
-/// activations of a text of 240 words, whose attention grows with the square of its length.
-const FACTOR: f64 = 8_192.0;
+/// activations of eight texts of 240 words, whose attention grows with the square of their length.
+const FACTOR: f64 = 10_240.0;
 /// The least that a request needs.
 const LEAST: ByteSize = ByteSize::mib(1);
 
