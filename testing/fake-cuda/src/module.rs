@@ -46,7 +46,8 @@ fn function(bits: u64) -> Answer<(Seat, &'static Kernel)> {
     let (seat, number) = state.find(bits, Kind::Function, INVALID_HANDLE)?;
     let loaded = state.devices[seat.device].modules.contains_key(&(number / MODULE_STEP));
     let place = usize::try_from(number % MODULE_STEP).unwrap_or(usize::MAX);
-    let kernel = KERNELS.get(place).or((place == KERNELS.len()).then_some(&UNKNOWN));
+    let known = KERNELS.get(place);
+    let kernel = if place == KERNELS.len() { Some(&UNKNOWN) } else { known };
     Ok((seat, kernel.filter(|_| loaded).ok_or(INVALID_HANDLE)?))
 }
 
@@ -94,7 +95,8 @@ export! {
         let name = name.get()?;
         let known = KERNELS.iter().position(|kernel| kernel.name == name);
         let has_all = state().options.flags & Options::UNKNOWN_KERNELS != 0;
-        let place = known.or(has_all.then_some(KERNELS.len())).ok_or(NOT_FOUND)?;
+        let unknown = has_all.then_some(KERNELS.len());
+        let place = known.or(unknown).ok_or(NOT_FOUND)?;
         to.put(seat.handle(Kind::Function, number * MODULE_STEP + place as u64))
     }
 
