@@ -51,6 +51,9 @@ impl Options {
     pub const CLAIMS_VIRTUAL_MEMORY: u32 = 8;
     /// The device has no memory of its own: attribute 18 is 1.
     pub const INTEGRATED: u32 = 16;
+    /// Modules have every kernel that is asked for. One that is not modelled takes its turn on its
+    /// stream and touches nothing: real engines run, allocate and free, and compute nothing.
+    pub const UNKNOWN_KERNELS: u32 = 32;
 }
 
 impl Default for Options {

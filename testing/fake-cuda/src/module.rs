@@ -1,16 +1,17 @@
 //! Modules and their kernels, by name.
 //!
 //! A module's text must look like PTX and is ignored otherwise. Each module has all kernels of
-//! [`KERNELS`].
+//! [`KERNELS`] and, with [`Options::UNKNOWN_KERNELS`], every other one.
 //!
 //! Invariant: a function's number consists of its module's and its index in the table.
 #![expect(unsafe_code, reason = "exports functions under C names: the attribute alone")]
 
 use std::ffi::{c_int, c_uint};
 
-use lowtide_cuda_sim::raw::{KERNELS, Kernel};
+use lowtide_cuda_sim::raw::{KERNELS, Kernel, UNKNOWN};
 
 use crate::call::{Answer, INVALID_HANDLE, INVALID_PTX, INVALID_VALUE, NOT_FOUND, NOT_SUPPORTED};
+use crate::control::Options;
 use crate::ffi::{Arguments, Out, Text, Untyped, export};
 use crate::handle::Kind;
 use crate::state::{Seat, current, state, stream};
@@ -45,8 +46,9 @@ fn function(bits: u64) -> Answer<(Seat, &'static Kernel)> {
     let (seat, number) = state.find(bits, Kind::Function, INVALID_HANDLE)?;
     let loaded = state.devices[seat.device].modules.contains_key(&(number / MODULE_STEP));
     let place = usize::try_from(number % MODULE_STEP).unwrap_or(usize::MAX);
-    let kernel = KERNELS.get(place).filter(|_| loaded).ok_or(INVALID_HANDLE)?;
-    Ok((seat, kernel))
+    let known = KERNELS.get(place);
+    let kernel = if place == KERNELS.len() { Some(&UNKNOWN) } else { known };
+    Ok((seat, kernel.filter(|_| loaded).ok_or(INVALID_HANDLE)?))
 }
 
 fn launch(bits: u64, grid: [c_uint; 6], queue: u64, arguments: Arguments) -> Answer {
@@ -91,7 +93,10 @@ export! {
     fn cuModuleGetFunction(to: Out<u64>, bits: u64, name: Text) {
         let (seat, number) = module(bits)?;
         let name = name.get()?;
-        let place = KERNELS.iter().position(|kernel| kernel.name == name).ok_or(NOT_FOUND)?;
+        let known = KERNELS.iter().position(|kernel| kernel.name == name);
+        let has_all = state().options.flags & Options::UNKNOWN_KERNELS != 0;
+        let unknown = has_all.then_some(KERNELS.len());
+        let place = known.or(unknown).ok_or(NOT_FOUND)?;
         to.put(seat.handle(Kind::Function, number * MODULE_STEP + place as u64))
     }
 

@@ -76,3 +76,15 @@ pub(super) fn engines(length: Length) -> Outcome {
     let script = if length == Length::Full { script.arg("--peers") } else { script };
     Ok(script.run()?)
 }
+
+/// Tests the embedding server with candle; in full, also with a real model, next to other
+/// allocators, and on CUDA over the fake driver.
+pub(super) fn candle(length: Length) -> Outcome {
+    let script = || Run::new(".ci/candle");
+    script().run()?;
+    if length == Length::Full {
+        script().arg("--cuda").run()?;
+        script().arg("--measure").run()?;
+    }
+    Ok(())
+}

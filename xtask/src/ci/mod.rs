@@ -109,6 +109,12 @@ const JOBS: &[Job] = &[
     shared(long("mutants", "faults in the arena's source that tests find", &[], long::mutants)),
     shared(long("retention", "the memory that allocators retain", COMPONENTS, long::retention)),
     shared(long("engines", "a real ONNX Runtime", &["components", "python"], long::engines)),
+    shared(long(
+        "candle",
+        "an embedding server with candle",
+        &["components", "python"],
+        long::candle,
+    )),
     shared(job("demo", "the demonstration and the comparison", &[], system::demo)),
     shared(long("faults", "known faults, reproduced", &[], long::faults)),
     shared(job("page", "the page in a real browser", &["browser"], system::page)),

@@ -73,6 +73,7 @@ pub(crate) struct Arguments {
 const SUBJECTS: &[(&str, &str)] = &[
     ("workspace", "what it costs to build, test and learn the workspace: some 20 minutes"),
     ("faults", "faults that were found and fixed: what goes wrong now, with a real ONNX Runtime"),
+    ("candle", "an embedding server with candle and a real model, and without lowtide: 15 minutes"),
     ("measured", "requests that are measured: errors, costs, overload; over an hour"),
     ("room", "requests that wait for room, evictions of models, leaks: eight minutes"),
     ("envoy", "thresholds on the heap, in Envoy, and lowtide: quick and slow bodies"),
@@ -92,6 +93,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), String> {
             let engines = Run::new(".ci/engines").run();
             faults.and(engines)
         }
+        "candle" => Run::new(".ci/candle").arg("--measure").run(),
         "measured" => benches::measure(measured::BENCHES, &arguments.only),
         "room" => benches::measure(room::BENCHES, &arguments.only),
         "envoy" => Run::new(".ci/envoy").run(),

@@ -14,7 +14,7 @@ mod memory;
 mod pools;
 mod streams;
 
-pub use kernels::{KERNELS, Kernel};
+pub use kernels::{KERNELS, Kernel, UNKNOWN};
 pub use memory::Found;
 pub use pools::PoolState;
 

@@ -1,0 +1,195 @@
+//! Text to vectors: the tokenizer and the encoder of a folder of model files.
+//!
+//! The services call it. It opens three files of one folder (`config.json`, `tokenizer.json`,
+//! `model.safetensors`) and nothing else: no network, no cache.
+//!
+//! Invariant: the memory of a call is bounded by [`ROWS_MAX`] rows of the longest text.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use candle_core::{DType, Device, Tensor};
+use candle_nn::VarBuilder;
+use thiserror::Error;
+use tokenizers::{Encoding, Tokenizer};
+
+use crate::bert::{Bert, Config};
+
+/// Rows that are computed at once; more texts are computed one part after the other.
+pub const ROWS_MAX: usize = 8;
+
+/// An error of loading a model.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum LoadError {
+    /// A file is missing or cannot be read.
+    #[error("cannot read {}: {source}", path.display())]
+    Read {
+        /// The file.
+        path: PathBuf,
+        /// The cause.
+        source: std::io::Error,
+    },
+    /// `config.json` is not a configuration of BERT.
+    #[error("{} is not a configuration of BERT: {source}", path.display())]
+    Config {
+        /// The file.
+        path: PathBuf,
+        /// The cause.
+        source: serde_json::Error,
+    },
+    /// The heads of the attention do not divide the size of a vector.
+    #[error("{heads} heads do not divide vectors of {hidden} numbers")]
+    Heads {
+        /// The heads.
+        heads: usize,
+        /// The size of a vector.
+        hidden: usize,
+    },
+    /// `tokenizer.json` is not a tokenizer.
+    #[error("{} is not a tokenizer: {source}", path.display())]
+    Tokenizer {
+        /// The file.
+        path: PathBuf,
+        /// The cause.
+        source: tokenizers::Error,
+    },
+    /// The weights are damaged, or are those of another model.
+    #[error("{} does not have the weights of the configuration: {source}", path.display())]
+    Weights {
+        /// The file.
+        path: PathBuf,
+        /// The cause.
+        source: candle_core::Error,
+    },
+}
+
+/// An error of embedding texts.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum EmbedError {
+    /// A text has more tokens than the model has positions.
+    #[error("text {index} has {tokens} tokens: expected at most {most}")]
+    TooLong {
+        /// The number of the text, from 0.
+        index: usize,
+        /// Its tokens.
+        tokens: usize,
+        /// The most tokens.
+        most: usize,
+    },
+    /// The tokenizer failed.
+    #[error("cannot split text {index} into tokens: {source}")]
+    Tokens {
+        /// The number of the text, from 0.
+        index: usize,
+        /// The cause.
+        source: tokenizers::Error,
+    },
+    /// The encoder failed.
+    #[error("cannot compute the vectors: {0}")]
+    Compute(#[from] candle_core::Error),
+    /// A vector has a number that is not finite.
+    #[error("the model answers with a number that is not finite")]
+    NotFinite,
+}
+
+/// A tokenizer, and an encoder in the memory of a device.
+#[derive(Debug)]
+pub struct Embedder {
+    tokenizer: Tokenizer,
+    bert: Bert,
+    device: Device,
+    most_tokens: usize,
+}
+
+impl Embedder {
+    /// Loads the model in `folder` to the device.
+    ///
+    /// # Errors
+    /// [`LoadError`]
+    pub fn load(folder: &Path, device: &Device) -> Result<Self, LoadError> {
+        let path = folder.join("config.json");
+        let config: Config = serde_json::from_slice(&read(&path)?)
+            .map_err(|source| LoadError::Config { path, source })?;
+        let (heads, hidden) = (config.num_attention_heads, config.hidden_size);
+        if heads == 0 || hidden % heads != 0 {
+            return Err(LoadError::Heads { heads, hidden });
+        }
+        let tokenizer = tokenizer(folder.join("tokenizer.json"))?;
+        let bert = weights(folder.join("model.safetensors"), &config, device)?;
+        let most_tokens = config.max_position_embeddings;
+        Ok(Self { tokenizer, bert, device: device.clone(), most_tokens })
+    }
+
+    /// Returns a vector of length 1 for each text.
+    ///
+    /// # Errors
+    /// [`EmbedError`]
+    pub fn embed(&self, texts: &[String]) -> Result<Vec<Vec<f32>>, EmbedError> {
+        let rows = texts.iter().enumerate().map(|(index, text)| self.tokens(index, text));
+        let rows = rows.collect::<Result<Vec<_>, _>>()?;
+        let mut vectors = Vec::with_capacity(rows.len());
+        for part in rows.chunks(ROWS_MAX) {
+            vectors.extend(self.part(part)?);
+        }
+        Ok(vectors)
+    }
+
+    fn tokens(&self, index: usize, text: &str) -> Result<Encoding, EmbedError> {
+        let encoded = self.tokenizer.encode_fast(text, true);
+        let encoded = encoded.map_err(|source| EmbedError::Tokens { index, source })?;
+        let (tokens, most) = (encoded.len(), self.most_tokens);
+        if tokens > most { Err(EmbedError::TooLong { index, tokens, most }) } else { Ok(encoded) }
+    }
+
+    fn part(&self, rows: &[Encoding]) -> Result<Vec<Vec<f32>>, EmbedError> {
+        // An empty text has a start and an end; one token keeps the mean of none defined.
+        let length = rows.iter().map(Encoding::len).max().unwrap_or(0).max(1);
+        let padded = |of: &Encoding, values: fn(&Encoding) -> &[u32]| -> Vec<u32> {
+            let padding = length - of.len();
+            values(of).iter().copied().chain(std::iter::repeat_n(0, padding)).collect()
+        };
+        let ids: Vec<_> = rows.iter().flat_map(|row| padded(row, Encoding::get_ids)).collect();
+        let mask = rows.iter().flat_map(|row| padded(row, Encoding::get_attention_mask));
+        let mask: Vec<_> = mask.map(|one| if one == 0 { 0.0_f32 } else { 1.0 }).collect();
+        let shape = (rows.len(), length);
+        let ids = Tensor::from_vec(ids, shape, &self.device)?;
+        let mask = Tensor::from_vec(mask, shape, &self.device)?;
+        let vectors: Vec<Vec<f32>> = self.bert.embed(&ids, &mask)?.to_vec2()?;
+        if vectors.iter().flatten().any(|number| !number.is_finite()) {
+            return Err(EmbedError::NotFinite);
+        }
+        Ok(vectors)
+    }
+}
+
+fn read(path: &Path) -> Result<Vec<u8>, LoadError> {
+    fs::read(path).map_err(|source| LoadError::Read { path: path.to_owned(), source })
+}
+
+/// Reads the tokenizer, without the padding and the limit that its file sets: texts are padded
+/// here, and a text that is too long is an error.
+fn tokenizer(path: PathBuf) -> Result<Tokenizer, LoadError> {
+    let failed = |path, source| LoadError::Tokenizer { path, source };
+    let read = Tokenizer::from_bytes(read(&path)?);
+    let mut tokenizer = read.map_err(|source| failed(path.clone(), source))?;
+    tokenizer.with_padding(None);
+    tokenizer.with_truncation(None).map_err(|source| failed(path, source))?;
+    Ok(tokenizer)
+}
+
+/// Maps the file while its tensors are copied, so that the peak of a load is one copy.
+fn weights(path: PathBuf, config: &Config, device: &Device) -> Result<Bert, LoadError> {
+    // candle's error for a missing file would not tell it from a damaged one.
+    if let Err(source) = fs::File::open(&path) {
+        return Err(LoadError::Read { path, source });
+    }
+    let files = [&path];
+    #[expect(unsafe_code, reason = "candle offers no other way to read without a second copy")]
+    // SAFETY: nothing writes or truncates the file during a load. docs/ENGINES.md states that
+    // condition for the folder of a model.
+    let mapped = unsafe { VarBuilder::from_mmaped_safetensors(&files, DType::F32, device) };
+    let bert = mapped.and_then(|weights| Bert::new(config, &weights));
+    bert.map_err(|source| LoadError::Weights { path, source })
+}
