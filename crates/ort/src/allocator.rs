@@ -1,7 +1,9 @@
 //! The CPU allocator that ONNX Runtime calls: a table of C functions over a [`RunArena`].
 //!
 //! ONNX Runtime calls it from any thread, frees by address without a size, and may free a tensor
-//! long after its session, so a registered allocator is never dropped. `Reserve` is for weights and
+//! long after its session, so a registered allocator is never dropped. It also uses the block that
+//! it gets without a look: 1.32 crashes if a run gets null, in a kernel. So a block that does not fit
+//! the limit of the arena comes from the heap, and null is only for a system without memory. `Reserve` is for weights and
 //! takes them from the heap, as every allocation on a thread that loads. The CPU has no streams:
 //! `AllocOnStream` is `Alloc`, and a block is free as soon as it is freed.
 //!
@@ -56,6 +58,8 @@ pub struct OrtAllocatorStats {
     pub allocs: u64,
     /// Calls for memory of weights.
     pub reserves: u64,
+    /// Calls for memory of runs that the arena had no room for, and that the heap served.
+    pub overflows: u64,
     /// Calls that got no memory.
     pub failures: u64,
     /// Calls of [`OrtAllocator::shrink`].
@@ -116,14 +120,16 @@ impl OrtAllocator {
     }
 
     fn obtain(&self, size: usize, is_weight: bool) -> *mut c_void {
-        let from_heap = is_weight || blocks::is_loading();
-        let found = match size {
-            0 => return ptr::null_mut(), // as ONNX Runtime's own arena
-            _ if from_heap => blocks::in_heap(size),
-            _ => self.arena.alloc(size),
-        };
+        if size == 0 {
+            return ptr::null_mut(); // as ONNX Runtime's own arena
+        }
+        let of_run = !is_weight && !blocks::is_loading();
+        let in_arena = if of_run { self.arena.alloc(size) } else { None };
+        let overflows = of_run && in_arena.is_none();
+        let found = in_arena.or_else(|| blocks::in_heap(size));
         let mut books = self.books();
         let stats = &mut books.stats;
+        stats.overflows += u64::from(overflows);
         *(if is_weight { &mut stats.reserves } else { &mut stats.allocs }) += 1;
         let Some((start, block)) = found else {
             stats.failures += 1;
@@ -316,8 +322,23 @@ mod tests {
         held.iter().for_each(|block| allocator.release(NonNull::new(block.cast()).unwrap()));
     }
 
+    /// Bug of ONNX Runtime 1.32: a run that gets null from a registered allocator crashes.
     #[test]
-    fn memory_that_cannot_be_had_is_null_and_counted() {
+    fn a_block_beyond_the_limit_of_the_arena_comes_from_the_heap() {
+        let memory = Memory::builder().device(DeviceChoice::Host).start().unwrap();
+        let device = memory.open_arena("runs").unwrap();
+        device.set_limit(ByteSize::mib(2));
+        let allocator = allocator(device.clone().into());
+        let blocks = [allocator.obtain(1 << 20, false), allocator.obtain(4 << 20, false)];
+        let stats = allocator.stats();
+        assert_eq!((stats.overflows, stats.failures), (1, 0));
+        assert!(device.glance().committed <= ByteSize::mib(2));
+        blocks.iter().for_each(|block| allocator.release(NonNull::new(block.cast()).unwrap()));
+        assert!(allocator.stats().in_use.is_zero());
+    }
+
+    #[test]
+    fn memory_that_the_system_does_not_have_is_null_and_counted() {
         let allocator = allocator(heap_arena());
         let this = table(allocator);
         // SAFETY: as above.

@@ -4,6 +4,7 @@ use std::fmt;
 use std::path::PathBuf;
 
 use lowtide::BoxError;
+use lowtide::admission::{AcquireError, LoadError};
 use thiserror::Error;
 
 /// The oldest release of ONNX Runtime that is accepted: the first with `GetStats` and
@@ -12,7 +13,7 @@ pub(crate) const OLDEST_MINOR: u32 = ort::MINOR_VERSION;
 
 /// The reason that ONNX Runtime cannot be opened or a session cannot be loaded.
 ///
-/// An error of a load is the cause of `lowtide::admission::LoadError::Failed`.
+/// [`OrtError::of`] finds the error of a load in that of an acquire.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum OrtError {
@@ -89,6 +90,17 @@ pub enum OrtError {
         /// ONNX Runtime's message.
         cause: String,
     },
+}
+
+impl OrtError {
+    /// Returns the error of the load that made an acquire fail.
+    #[must_use]
+    pub fn of(error: &AcquireError) -> Option<&Self> {
+        match error {
+            AcquireError::Load { error: LoadError::Failed { source }, .. } => source.downcast_ref(),
+            _ => None,
+        }
+    }
 }
 
 /// A setting that ONNX Runtime accepted and that has no effect.

@@ -125,14 +125,14 @@ impl Runtime {
     /// [`Memory::register`](lowtide::Memory::register). Its file is read by each load.
     ///
     /// The session is loaded on first use, once for all callers that wait, and unloaded when it has
-    /// been idle (`LOWTIDE_IDLE_UNLOAD`) or memory is short. Its declared cost is twice the size
-    /// of its files, unless they are external data, which are mapped; the measured bytes of a load
-    /// replace it from then on. A failed load is an error of those who wait for it, with an
+    /// been idle (`LOWTIDE_IDLE_UNLOAD`) or memory is short. Its declared cost is the size of its
+    /// files, external data included. A failed load is an error of those who wait for it, with an
     /// [`OrtError`] that names the model; the next one may succeed.
     ///
-    /// For a model of more than some MiB, store the weights as external data
-    /// (`onnx.save(model, path, save_as_external_data=True)`): a load of 86 MiB of weights then
-    /// needs 88 MiB at most, instead of 180.
+    /// Store the weights as external data
+    /// (`onnx.save(model, path, save_as_external_data=True)`), which ONNX Runtime maps: a load of
+    /// 86 MiB of weights then takes 88 MiB at most. Without, it takes 180 MiB, twice the
+    /// declared cost, until it has ended.
     #[must_use]
     pub fn session(&self, name: &str, model: impl Into<PathBuf>) -> ManagedBuilder<LoadedSession> {
         self.managed(name, model.into(), None)
@@ -157,7 +157,7 @@ impl Runtime {
         configure: Option<Box<Configure>>,
     ) -> ManagedBuilder<LoadedSession> {
         let shared = &self.shared;
-        let cost = ByteSize::new(session::bytes_to_load(&model));
+        let cost = ByteSize::new(session::bytes_on_disk(&model));
         let loader = Loader {
             name: name.to_owned(),
             model,

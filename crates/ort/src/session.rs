@@ -154,10 +154,9 @@ fn is_about_external_data(message: &str) -> bool {
     message.contains("external")
 }
 
-/// Returns the bytes that a load needs at most: the file is read and its weights are copied, while
-/// external data is mapped and copied. External data is taken to be in files next to the model whose
-/// names begin with its name, as exporters write them (`model.onnx.data`, `model.onnx_data`).
-pub(crate) fn bytes_to_load(model: &Path) -> u64 {
+/// Returns the bytes of the model's files. External data is taken to be in files next to the model
+/// whose names begin with its name, as exporters write them (`model.onnx.data`, `model.onnx_data`).
+pub(crate) fn bytes_on_disk(model: &Path) -> u64 {
     let len = |path: &Path| std::fs::metadata(path).map_or(0, |metadata| metadata.len());
     let name = model.file_name().unwrap_or_default().to_string_lossy().into_owned();
     let folder = model.parent().filter(|folder| !folder.as_os_str().is_empty());
@@ -167,8 +166,7 @@ pub(crate) fn bytes_to_load(model: &Path) -> u64 {
         let end = other.strip_prefix(&name);
         end.is_some_and(|end| end.starts_with(['.', '_']) && end.contains("data"))
     });
-    let inside = len(model).saturating_mul(2);
-    external.map(|entry| len(&entry.path())).fold(inside, u64::saturating_add)
+    external.map(|entry| len(&entry.path())).fold(len(model), u64::saturating_add)
 }
 
 #[cfg(test)]
@@ -176,7 +174,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_load_needs_its_file_twice_and_its_external_data_once() {
+    fn the_size_of_a_model_includes_its_external_data() {
         let folder = tempfile::tempdir().unwrap();
         let file = |name: &str, len: usize| {
             let path = folder.path().join(name);
@@ -188,8 +186,8 @@ mod tests {
         file("model.onnx_data", 1_000);
         file("model.onnx.bak", 10_000);
         file("other.onnx.data", 10_000);
-        assert_eq!(bytes_to_load(&model), 1_120);
-        assert_eq!(bytes_to_load(&folder.path().join("missing.onnx")), 0);
+        assert_eq!(bytes_on_disk(&model), 1_110);
+        assert_eq!(bytes_on_disk(&folder.path().join("missing.onnx")), 0);
     }
 
     #[test]

@@ -49,6 +49,13 @@ impl SessionSettings {
         self.0.iter().find(|(name, _)| *name == key).map(|(_, value)| &**value)
     }
 
+    /// Returns the same with another value.
+    #[cfg(test)]
+    pub(crate) fn with(&self, key: &'static str, value: &str) -> Self {
+        let others = self.0.iter().filter(|(name, _)| *name != key).cloned();
+        Self(others.chain([(key, value.to_owned())]).collect())
+    }
+
     /// Returns the number of threads that a session starts.
     pub(crate) fn pool_threads(&self) -> Option<usize> {
         let threads: usize = self.get(INTRA_THREADS)?.parse().ok()?;

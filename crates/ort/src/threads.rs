@@ -61,6 +61,18 @@ impl PoolThreads {
         });
         Duration::from_nanos(nanoseconds.sum())
     }
+
+    /// Returns `true` if none of its threads runs or waits for a CPU, as far as the system reports
+    /// it.
+    pub(crate) fn are_asleep(&self) -> bool {
+        let folders = self.0.folders.lock().unwrap_or_else(PoisonError::into_inner);
+        folders.len() == self.started()
+            && folders.iter().all(|folder| {
+                let stat = fs::read_to_string(folder.join("stat")).unwrap_or_default();
+                // After the name, which is in parentheses.
+                stat.rsplit_once(") ").is_none_or(|(_, fields)| fields.starts_with('S'))
+            })
+    }
 }
 
 /// Counts the end of a thread, also if its work panics.
@@ -108,7 +120,7 @@ mod tests {
     fn threads_are_counted_until_they_end() {
         let threads = PoolThreads::of("embedder");
         let (end, ended) = channel::<()>();
-        let thread = threads.create(move || ended.recv().unwrap_or(())).unwrap();
+        let thread = threads.create(move || _ = ended.recv()).unwrap();
         assert_eq!((threads.started(), threads.running()), (1, 1));
         assert_eq!(thread.thread().name(), Some("ort-embedder"));
         drop(end);

@@ -1,7 +1,7 @@
 //! An ONNX model of a few operators, written as protobuf: fields of onnx.proto3.
 
 /// Columns of the input and the output.
-pub(super) const WIDTH: usize = 64;
+pub(crate) const WIDTH: usize = 64;
 
 /// Opset 17 and the IR of its release.
 const OPSET: u64 = 17;
@@ -9,9 +9,14 @@ const IR: u64 = 8;
 /// `TensorProto.FLOAT`.
 const FLOAT: u64 = 1;
 
-/// Returns `out = in x a x b x a + c`, for [`WIDTH`] rows. Each product needs a block, which is the
+/// Returns a small model.
+pub(crate) fn encoded() -> Vec<u8> {
+    with_weights(|name, shape| weight(name, shape))
+}
+
+/// Returns `out = in x a x b x a + c`, for any number of rows. Each product needs a block, which is the
 /// same for each run, as long as no pattern joins them.
-pub(super) fn encoded() -> Vec<u8> {
+fn with_weights(weight: impl Fn(&str, &[usize]) -> Vec<u8>) -> Vec<u8> {
     let nodes = [
         node("MatMul", &["in", "a"], "first"),
         node("MatMul", &["first", "b"], "second"),
@@ -19,7 +24,7 @@ pub(super) fn encoded() -> Vec<u8> {
         node("Add", &["third", "c"], "out"),
     ];
     let weights =
-        [weight("a", &[WIDTH, WIDTH]), weight("b", &[WIDTH, WIDTH]), weight("c", &[WIDTH, WIDTH])];
+        [weight("a", &[WIDTH, WIDTH]), weight("b", &[WIDTH, WIDTH]), weight("c", &[WIDTH])];
     let mut graph = Message::default();
     nodes.iter().for_each(|node| graph.bytes(1, node));
     graph.bytes(2, b"check");
@@ -101,6 +106,30 @@ impl Message {
     }
 }
 
+/// Returns the same model with its weights in this file, and the contents of the file.
+#[cfg(test)]
+pub(crate) fn external(file: &str) -> (Vec<u8>, Vec<u8>) {
+    let data = std::cell::RefCell::new(Vec::new());
+    let model = with_weights(|name, shape| {
+        let bytes = 1.0_f32.to_le_bytes().repeat(shape.iter().product());
+        let mut tensor = Message::default();
+        shape.iter().for_each(|&len| tensor.number(1, len as u64));
+        tensor.number(2, FLOAT);
+        tensor.bytes(8, name.as_bytes());
+        let (offset, length) = (data.borrow().len().to_string(), bytes.len().to_string());
+        for (key, value) in [("location", file), ("offset", &offset), ("length", &length)] {
+            let mut entry = Message::default();
+            entry.bytes(1, key.as_bytes());
+            entry.bytes(2, value.as_bytes());
+            tensor.bytes(13, &entry.0);
+        }
+        tensor.number(14, 1); // `EXTERNAL`
+        data.borrow_mut().extend_from_slice(&bytes);
+        tensor.0
+    });
+    (model, data.into_inner())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -115,7 +144,7 @@ mod tests {
 
     #[test]
     fn the_model_has_the_size_of_its_weights() {
-        let weights = 4 * 3 * WIDTH * WIDTH;
+        let weights = 4 * (2 * WIDTH + 1) * WIDTH;
         let len = encoded().len();
         assert!((weights..weights + 500).contains(&len), "{len}");
     }
