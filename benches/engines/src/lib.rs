@@ -30,7 +30,7 @@ const IDLE: Duration = Duration::from_secs(3);
 const UNLOADED: Duration = Duration::from_secs(5);
 const CYCLES: u64 = 3;
 
-/// A program's arguments: `LIBRARY MODEL NAME [CYCLES [FIGURE=GOAL ...]]`.
+/// A program's arguments: `LIBRARY MODEL NAME [CYCLES [GOAL ...]]`.
 #[derive(Clone, Debug)]
 pub struct Arguments {
     /// The shared library of ONNX Runtime.
@@ -41,8 +41,32 @@ pub struct Arguments {
     pub name: String,
     /// The number of cycles.
     pub cycles: u64,
-    /// Figures without the prefix, and the highest value that is accepted.
-    pub goals: Vec<(String, f64)>,
+    /// What must hold.
+    pub goals: Vec<Goal>,
+}
+
+/// A bound of a figure: `idle_mib<=109`, `measured_ratio>=0.9`.
+#[derive(Clone, Debug)]
+pub struct Goal {
+    /// The figure, without the prefix.
+    figure: String,
+    bound: f64,
+    is_upper: bool,
+}
+
+impl std::str::FromStr for Goal {
+    type Err = BoxError;
+
+    fn from_str(text: &str) -> Result<Self, BoxError> {
+        let (figure, bound, is_upper) = match text.split_once("<=") {
+            Some((figure, bound)) => (figure, bound, true),
+            None => {
+                let (figure, bound) = text.split_once(">=").ok_or("expected FIGURE<=NUMBER")?;
+                (figure, bound, false)
+            }
+        };
+        Ok(Self { figure: figure.to_owned(), bound: bound.parse()?, is_upper })
+    }
 }
 
 impl Arguments {
@@ -57,11 +81,7 @@ impl Arguments {
         let model = next("the model")?.into();
         let name = next("the name of the figures")?;
         let cycles = arguments.next().map_or(Ok(CYCLES), |cycles| cycles.parse())?;
-        let goal = |text: String| -> Result<_, BoxError> {
-            let (figure, goal) = text.split_once('=').ok_or("expected FIGURE=GOAL")?;
-            Ok((figure.to_owned(), goal.parse()?))
-        };
-        let goals = arguments.map(goal).collect::<Result<_, _>>()?;
+        let goals = arguments.map(|goal| goal.parse()).collect::<Result<_, _>>()?;
         Ok(Self { library, model, name, cycles, goals })
     }
 }
@@ -183,13 +203,14 @@ fn figures(cycles: &[Cycle]) -> Vec<Figure> {
     figures
 }
 
-/// Whether each figure with a goal is at most that; prints those that are not.
-fn hold(figures: &[Figure], goals: &[(String, f64)]) -> bool {
-    let missed = goals.iter().filter(|(name, goal)| {
-        let value = figures.iter().find(|(figure, ..)| figure == name).map(|(_, value, _)| *value);
-        let holds = value.is_some_and(|value| value <= *goal);
+/// Whether all goals hold; prints those that do not.
+fn hold(figures: &[Figure], goals: &[Goal]) -> bool {
+    let missed = goals.iter().filter(|goal| {
+        let found = figures.iter().find(|(figure, ..)| *figure == goal.figure);
+        let value = found.map_or(f64::NAN, |(_, value, _)| *value);
+        let holds = if goal.is_upper { value <= goal.bound } else { value >= goal.bound };
         if !holds {
-            println!("missed: {name} is {value:?}, and the goal is {goal}");
+            println!("missed: {goal:?}");
         }
         !holds
     });

@@ -1,12 +1,13 @@
 //! Three sessions of ONNX Runtime and a model without an engine under a limit for two of the four:
-//! a thousand requests by Zipf's law, of two clients.
+//! requests by Zipf's law, of two clients.
 //!
-//!     engines-zipf LIBRARY MODEL
+//!     engines-zipf REQUESTS LIBRARY MODEL
 //!
 //! A request that is rejected while an idle model could make room, and a look at the process that
 //! finds more anonymous memory than the limit, are failures.
 #![expect(clippy::disallowed_methods, reason = "it looks in real time")]
 
+use std::ops::Range;
 use std::process::ExitCode;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 use std::thread::{scope, sleep};
@@ -20,7 +21,6 @@ use lowtide_ort::{ManagedSession, Runtime};
 
 lowtide::global_allocator!(balanced);
 
-const REQUESTS: u64 = 100;
 const CLIENTS: u64 = 2;
 /// The size of the model without an engine, as much as a session declares.
 const OTHER_MODEL: ByteSize = ByteSize::mib(86);
@@ -88,8 +88,8 @@ fn open(memory: &Memory, library: &str, model: &str) -> Result<Models, BoxError>
 }
 
 /// One client's requests. A rejected one is tried again, as clients do.
-fn client(models: &Models, counts: &Counts, number: u64) -> Result<(), BoxError> {
-    for seed in (number..REQUESTS).step_by(usize::try_from(CLIENTS)?) {
+fn client(models: &Models, counts: &Counts, seeds: Range<u64>) -> Result<(), BoxError> {
+    for seed in seeds {
         let seed = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15);
         while let Err(error) = models.serve(seed) {
             let rejected = error.downcast_ref::<AcquireError>();
@@ -97,22 +97,6 @@ fn client(models: &Models, counts: &Counts, number: u64) -> Result<(), BoxError>
                 return Err(error);
             }
             let stats = models.stats();
-            eprintln!(
-                "DBG {error} | {}",
-                stats
-                    .iter()
-                    .map(|s| format!(
-                        "{} loaded {} loading {} guards {} cost {:?} measured {:?}",
-                        s.name,
-                        s.loaded,
-                        s.loading,
-                        s.guards,
-                        s.cost.host,
-                        s.measured.map(|m| m.host)
-                    ))
-                    .collect::<Vec<_>>()
-                    .join("; ")
-            );
             let is_idle = |one: &ResourceStats| one.loaded && one.guards == 0;
             let count = if stats.iter().any(is_idle) { &counts.refused } else { &counts.busy };
             count.fetch_add(1, SeqCst);
@@ -136,7 +120,10 @@ fn watch(memory: &Memory, counts: &Counts) {
 
 fn main() -> Result<ExitCode, BoxError> {
     let arguments: Vec<_> = std::env::args().skip(1).collect();
-    let [library, model] = &*arguments else { return Err("expected LIBRARY MODEL".into()) };
+    let [requests, library, model] = &*arguments else {
+        return Err("expected REQUESTS LIBRARY MODEL".into());
+    };
+    let requests = requests.parse::<u64>()? / CLIENTS;
     let memory = Memory::builder().device(DeviceChoice::Host).memory_limit(LIMIT).start()?;
     let models = open(&memory, library, model)?;
     let counts = Counts::default();
@@ -144,7 +131,8 @@ fn main() -> Result<ExitCode, BoxError> {
         let watching = scope.spawn(|| watch(&memory, &counts));
         let clients = (0..CLIENTS).map(|number| {
             let (models, counts) = (&models, &counts);
-            scope.spawn(move || client(models, counts, number))
+            let seeds = number * requests..(number + 1) * requests;
+            scope.spawn(move || client(models, counts, seeds))
         });
         let clients: Vec<_> = clients.collect();
         let ends = clients.into_iter().map(|client| client.join().map_err(|_| "a client panicked"));

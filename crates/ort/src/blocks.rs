@@ -198,11 +198,10 @@ mod tests {
         assert_eq!(blocks.len(), sizes.len());
         for ((start, block), size) in blocks.into_iter().zip(sizes) {
             assert_eq!((block.size(), start.addr().get() % ALIGN), (size, 0));
-            // SAFETY: the block has `size` bytes and is freed once.
-            unsafe {
-                start.as_ptr().write_bytes(0xa5, size);
-                block.free(start);
-            }
+            // SAFETY: the block has `size` bytes.
+            unsafe { start.as_ptr().write_bytes(0xa5, size) };
+            // SAFETY: it is freed once.
+            unsafe { block.free(start) };
         }
     }
 

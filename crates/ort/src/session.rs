@@ -160,7 +160,7 @@ pub(crate) fn bytes_on_disk(model: &Path) -> u64 {
     let len = |path: &Path| std::fs::metadata(path).map_or(0, |metadata| metadata.len());
     let name = model.file_name().unwrap_or_default().to_string_lossy().into_owned();
     let folder = model.parent().filter(|folder| !folder.as_os_str().is_empty());
-    let entries = std::fs::read_dir(folder.unwrap_or(Path::new(".")));
+    let entries = std::fs::read_dir(folder.unwrap_or_else(|| Path::new(".")));
     let external = entries.into_iter().flatten().flatten().filter(|entry| {
         let other = entry.file_name().to_string_lossy().into_owned();
         let end = other.strip_prefix(&name);

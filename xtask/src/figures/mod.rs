@@ -75,6 +75,7 @@ const SUBJECTS: &[(&str, &str)] = &[
     ("faults", "faults that were found and fixed: what goes wrong now, with a real ONNX Runtime"),
     ("measured", "requests that are measured: errors, costs, overload; over an hour"),
     ("room", "requests that wait for room, evictions of models, leaks: eight minutes"),
+    ("engines", "a real ONNX Runtime in a service: memory, CPU time, evictions; half an hour"),
     ("envoy", "thresholds on the heap, in Envoy, and lowtide: quick and slow bodies"),
 ];
 
@@ -94,6 +95,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), String> {
         }
         "measured" => benches::measure(measured::BENCHES, &arguments.only),
         "room" => benches::measure(room::BENCHES, &arguments.only),
+        "engines" => Run::new(".ci/engines").arg("--figures").run(),
         "envoy" => Run::new(".ci/envoy").run(),
         other => {
             let names: Vec<_> = SUBJECTS.iter().map(|(name, _)| *name).collect();

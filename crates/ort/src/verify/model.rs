@@ -11,7 +11,7 @@ const FLOAT: u64 = 1;
 
 /// Returns a small model.
 pub(crate) fn encoded() -> Vec<u8> {
-    with_weights(|name, shape| weight(name, shape))
+    with_weights(weight)
 }
 
 /// Returns `out = in x a x b x a + c`, for any number of rows. Each product needs a block, which is the
