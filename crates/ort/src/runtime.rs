@@ -10,10 +10,10 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
+use lowtide::ByteSize;
 use lowtide::admission::ManagedBuilder;
 use lowtide::heap::HostArena;
 use lowtide::memory::{ArenaError, Memory, MemoryError};
-use lowtide::{BoxError, ByteSize};
 use ort::environment::Environment;
 use ort::session::builder::SessionBuilder;
 
@@ -21,7 +21,7 @@ use super::allocator::OrtAllocator;
 use super::blocks::RunArena;
 use super::error::{OrtError, failed};
 use super::library;
-use super::session::{self, Configure, LoadedSession, Loader};
+use super::session::{self, Configure, Configured, LoadedSession, Loader};
 use super::settings::SessionSettings;
 use super::verify;
 
@@ -145,7 +145,7 @@ impl Runtime {
         &self,
         name: &str,
         model: impl Into<PathBuf>,
-        configure: impl Fn(SessionBuilder) -> Result<SessionBuilder, BoxError> + Send + Sync + 'static,
+        configure: impl Fn(SessionBuilder) -> Configured + Send + Sync + 'static,
     ) -> ManagedBuilder<LoadedSession> {
         self.managed(name, model.into(), Some(Box::new(configure)))
     }

@@ -57,9 +57,11 @@ impl fmt::Debug for LoadedSession {
     }
 }
 
+/// The changed builder of a session, or why it cannot be changed.
+pub type Configured = Result<SessionBuilder, BoxError>;
+
 /// A change to the builder of a session.
-pub(crate) type Configure =
-    dyn Fn(SessionBuilder) -> Result<SessionBuilder, BoxError> + Send + Sync;
+pub(crate) type Configure = dyn Fn(SessionBuilder) -> Configured + Send + Sync;
 
 /// All that a load needs.
 pub(crate) struct Loader {
@@ -134,7 +136,8 @@ pub(crate) fn unload(name: &str, loaded: LoadedSession) {
     let held = Arc::downgrade(&session.inner());
     drop(session);
     if held.strong_count() > 0 {
-        tracing::warn!(
+        log!(
+            warn,
             target: "lowtide",
             name,
             threads = threads.running(),

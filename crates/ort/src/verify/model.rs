@@ -14,8 +14,8 @@ pub(crate) fn encoded() -> Vec<u8> {
     with_weights(weight)
 }
 
-/// Returns `out = in x a x b x a + c`, for any number of rows. Each product needs a block, which is the
-/// same for each run, as long as no pattern joins them.
+/// Returns `out = in x a x b x a + c`, for any number of rows. Each product needs a block, as long
+/// as no pattern joins them.
 fn with_weights(weight: impl Fn(&str, &[usize]) -> Vec<u8>) -> Vec<u8> {
     let nodes = [
         node("MatMul", &["in", "a"], "first"),

@@ -62,9 +62,9 @@ impl ArenaUse {
         pool.map_or_else(|| self.refused(what), |pool| pool.alloc(len))
     }
 
-    /// Allocates in the serving arena, like [`DeviceArena::alloc_raw`]. Returns the arena too, which
-    /// frees the block ([`DeviceArena::free`]) even if it is replaced meanwhile; don't allocate from
-    /// it.
+    /// Allocates in the serving arena, like [`DeviceArena::alloc_raw`]. Returns the arena as well:
+    /// it frees the block ([`DeviceArena::free`]), even if it is replaced meanwhile. Do not
+    /// allocate from it.
     ///
     /// # Errors
     /// The same as for [`DeviceArena::alloc_raw`]; [`DeviceError::Unsupported`] in a slot of pinned
