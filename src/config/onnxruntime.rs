@@ -64,9 +64,9 @@ impl Profile {
     /// and each thread costs a stack and a share of the heap, so the number of threads is set to
     /// the quota. Spinning threads use up the CPU quota of the working threads.
     ///
-    /// With ONNX Runtime 1.32 the first two rows were measured, and the effect of
-    /// `intra_op_num_threads` and of spinning was observed, as `lowtide-ort` does at each start. The
-    /// third row has no effect on the CPU there. Sources:
+    /// With ONNX Runtime 1.32 the first two rows were measured, and the effect of the threads and of
+    /// spinning was observed, as `lowtide-ort` does at each start. The third row has no effect on
+    /// the CPU there. Sources:
     /// `onnxruntime_session_options_config_keys.h` and `onnxruntime_c_api.h` of ONNX Runtime 1.2x.
     /// A run's `memory.enable_memory_arena_shrinkage` is for sessions with an arena: with `cpu:0`
     /// in it "`DisableCpuMemArena()` API must not be called", so no profile sets it.

@@ -20,8 +20,8 @@
 //! ```
 //!
 //! [`Runtime::open`] opens the library, sets it up for the profile of the `Memory`, and observes
-//! that the settings have an effect. The memory of runs comes from an arena that returns it about a
-//! second after the last run ([`OrtAllocator`]). Weights come from the heap; with the feature
+//! that the settings have an effect. The memory of runs comes from an arena that returns it about
+//! two seconds after the last run ([`OrtAllocator`]). Weights come from the heap; with the feature
 //! `interpose` each session has a heap arena of its own, which is measured exactly.
 //!
 //! The crate is built and tested without ONNX Runtime, which is opened at run time. The `ort` that
