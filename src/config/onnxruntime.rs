@@ -64,7 +64,7 @@ impl Profile {
     /// and each thread costs a stack and a share of the heap, so the number of threads is set to
     /// the quota. Spinning threads use up the CPU quota of the working threads.
     ///
-    /// With ONNX Runtime 1.32 the first two rows were measured, and the effect of the threads and of
+    /// With ONNX Runtime 1.32 the first two rows were measured, and the effect of threads and of
     /// spinning was observed, as `lowtide-ort` does at each start. The third row has no effect on
     /// the CPU there. Sources:
     /// `onnxruntime_session_options_config_keys.h` and `onnxruntime_c_api.h` of ONNX Runtime 1.2x.
