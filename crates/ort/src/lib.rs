@@ -3,7 +3,7 @@
 //!
 //! ```no_run
 //! use lowtide::{BoxError, Memory};
-//! use lowtide_ort::ort::value::TensorRef;
+//! use lowtide_ort::ort::value::Tensor;
 //! use lowtide_ort::{Runtime, ort};
 //!
 //! lowtide::global_allocator!(balanced);
@@ -13,7 +13,7 @@
 //!     let runtime = Runtime::open(&memory, "libonnxruntime.so")?;
 //!     let embedder = memory.register(runtime.session("embedder", "model.onnx"))?;
 //!     let session = embedder.acquire_blocking()?; // loads; stays loaded while it is used
-//!     let input = TensorRef::from_array_view(([1, 3], &[101_i64, 7592, 102]))?;
+//!     let input = Tensor::from_array(([1, 3], vec![101_i64, 7592, 102]))?;
 //!     println!("{:?}", session.lock().run(ort::inputs![input])?[0].shape());
 //!     Ok(())
 //! }
