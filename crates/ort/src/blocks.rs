@@ -19,6 +19,8 @@ use lowtide::device::{DeviceArena, Lease, RawBlock, Region};
 use lowtide::heap::HostArena;
 use lowtide::memory::ArenaUse;
 
+use super::huge::HugePages;
+
 /// The alignment of all blocks: ONNX Runtime's kernels read whole vectors of 64 bytes.
 pub(crate) const ALIGN: usize = 64;
 const DEVICE_ALIGN: ByteSize = ByteSize::new(ALIGN as u64);
@@ -27,7 +29,10 @@ const DEVICE_ALIGN: ByteSize = ByteSize::new(ALIGN as u64);
 /// a heap arena.
 ///
 /// Weights are allocated from the heap, not from this arena.
-pub struct RunArena(Source);
+pub struct RunArena {
+    source: Source,
+    huge: HugePages,
+}
 
 enum Source {
     Device(DeviceArena),
@@ -38,15 +43,15 @@ enum Source {
 impl RunArena {
     /// Allocates a block. Returns `None` if the arena has no memory left.
     pub(crate) fn alloc(&self, size: usize) -> Option<(NonNull<u8>, Block)> {
-        match &self.0 {
+        match &self.source {
             Source::Device(arena) => {
                 let block = arena.alloc_raw(ByteSize::of(size), DEVICE_ALIGN, Region::Dynamic);
-                leased(arena.clone(), &block.ok()?, size)
+                self.leased(arena.clone(), &block.ok()?, size)
             }
             Source::Slot(used) => {
                 let found = used.alloc_raw(ByteSize::of(size), DEVICE_ALIGN, Region::Dynamic);
                 let (arena, block) = found.ok()?;
-                leased(arena, &block, size)
+                self.leased(arena, &block, size)
             }
             Source::Heap(arena) => {
                 // Without lowtide's global allocator there is no such scope.
@@ -55,9 +60,26 @@ impl RunArena {
         }
     }
 
+    /// Adds the lease that a block holds. Returns `None`, with the block freed, if there is none.
+    fn leased(
+        &self,
+        arena: DeviceArena,
+        block: &RawBlock,
+        size: usize,
+    ) -> Option<(NonNull<u8>, Block)> {
+        let address = usize::try_from(block.at.get()).ok();
+        let start = address.and_then(|at| NonNull::new(ptr::with_exposed_provenance_mut(at)));
+        let (Some(start), Ok(lease)) = (start, arena.enter()) else {
+            let _ = arena.free(block.at);
+            return None;
+        };
+        self.huge.request(start.addr().get(), size);
+        Some((start, Block::Device(arena, lease, size)))
+    }
+
     /// Releases idle memory now.
     pub(crate) fn shrink(&self) {
-        match &self.0 {
+        match &self.source {
             Source::Device(arena) => drop(arena.purge()),
             Source::Slot(used) => drop(used.purge()),
             Source::Heap(arena) => drop(arena.purge()),
@@ -77,28 +99,34 @@ impl RunArena {
     }
 }
 
+impl From<Source> for RunArena {
+    fn from(source: Source) -> Self {
+        Self { source, huge: HugePages::default() }
+    }
+}
+
 impl From<DeviceArena> for RunArena {
     fn from(arena: DeviceArena) -> Self {
-        Self(Source::Device(arena))
+        Source::Device(arena).into()
     }
 }
 
 impl From<ArenaUse> for RunArena {
     /// Each allocation goes to the arena that serves the slot at that moment.
     fn from(used: ArenaUse) -> Self {
-        Self(Source::Slot(used))
+        Source::Slot(used).into()
     }
 }
 
 impl From<HostArena> for RunArena {
     fn from(arena: HostArena) -> Self {
-        Self(Source::Heap(arena))
+        Source::Heap(arena).into()
     }
 }
 
 impl fmt::Debug for RunArena {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match &self.0 {
+        match &self.source {
             Source::Device(arena) => f.debug_tuple("RunArena").field(arena).finish(),
             Source::Slot(used) => f.debug_tuple("RunArena").field(used).finish(),
             Source::Heap(arena) => f.debug_tuple("RunArena").field(&arena.name()).finish(),
@@ -144,17 +172,6 @@ pub(crate) fn in_heap(size: usize) -> Option<(NonNull<u8>, Block)> {
     // SAFETY: the size is not zero.
     let start = NonNull::new(unsafe { std::alloc::alloc(layout) })?;
     Some((start, Block::Heap(layout)))
-}
-
-/// Adds the lease that a block holds. Returns `None`, with the block freed, if there is none.
-fn leased(arena: DeviceArena, block: &RawBlock, size: usize) -> Option<(NonNull<u8>, Block)> {
-    let address = usize::try_from(block.at.get()).ok();
-    let start = address.and_then(|at| NonNull::new(ptr::with_exposed_provenance_mut(at)));
-    let (Some(start), Ok(lease)) = (start, arena.enter()) else {
-        let _ = arena.free(block.at);
-        return None;
-    };
-    Some((start, Block::Device(arena, lease, size)))
 }
 
 thread_local! {

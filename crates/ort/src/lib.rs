@@ -35,6 +35,7 @@ extern crate lowtide_core;
 mod allocator;
 mod blocks;
 mod error;
+mod huge;
 mod library;
 mod runtime;
 mod session;
