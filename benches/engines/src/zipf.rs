@@ -8,9 +8,12 @@
 #![expect(clippy::disallowed_methods, reason = "it looks in real time")]
 
 use std::ops::Range;
+use std::pin::pin;
 use std::process::ExitCode;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
-use std::thread::{scope, sleep};
+use std::task::{Context, Poll, Wake};
+use std::thread::{Thread, current, park, scope, sleep};
 use std::time::Duration;
 
 use engines::{BoxError, answer, process};
@@ -58,11 +61,31 @@ impl Models {
     fn serve(&self, seed: u64) -> Result<(), BoxError> {
         let model = model_of(seed);
         match self.sessions.get(model) {
-            Some(session) => answer(&mut session.acquire_blocking()?.lock(), seed),
+            Some(session) => answer(&mut wait_for(session.acquire())?.lock(), seed),
             None => {
-                let sum: f32 = self.other.acquire_blocking()?.iter().sum();
+                let sum: f32 = wait_for(self.other.acquire())?.iter().sum();
                 if sum > 0.0 { Ok(()) } else { Err("the model is lost".into()) }
             }
+        }
+    }
+}
+
+/// Polls a future on this thread. A load without room waits for it, as in an async service; a
+/// blocking acquire would be rejected at once.
+fn wait_for<F: Future>(future: F) -> F::Output {
+    struct Unpark(Thread);
+    impl Wake for Unpark {
+        fn wake(self: Arc<Self>) {
+            self.0.unpark();
+        }
+    }
+    let mut future = pin!(future);
+    let waker = Arc::new(Unpark(current())).into();
+    let mut context = Context::from_waker(&waker);
+    loop {
+        match future.as_mut().poll(&mut context) {
+            Poll::Ready(output) => return output,
+            Poll::Pending => park(),
         }
     }
 }

@@ -1,9 +1,9 @@
 //! Huge pages for the memory of runs.
 //!
-//! A run touches blocks of many MiB, and each 4 KiB page of fresh memory is a fault of a microsecond
-//! or more. A device arena commits granules of 2 MiB, each the size of a huge page, so that huge
-//! pages use no more memory than is committed. The request outlives the release of a granule, so
-//! each is requested once.
+//! A run touches blocks of many MiB, and each fresh page of 4 KiB is a fault of a microsecond or
+//! more. A device arena commits granules of 2 MiB, each the size of a huge page, so that huge pages
+//! use no more memory than is committed. The request outlives the release of a granule, so each is
+//! requested once.
 //!
 //! Invariant: only whole granules inside of blocks are named.
 #![expect(unsafe_code, reason = "calls the system")]
