@@ -3,7 +3,8 @@
 //! ONNX Runtime caches memory in its own arenas, which neither jemalloc nor a
 //! [`DeviceArena`](crate::device::DeviceArena) manages, and starts one thread per core of the
 //! machine. These settings limit both. The crate does not link ONNX Runtime: the program that
-//! creates the session applies them. ONNX Runtime's arena options are in [`arena`](super::arena).
+//! creates the session applies them, or the package `lowtide-ort`. ONNX Runtime's arena options are
+//! in [`arena`](super::arena).
 //!
 //! Invariant: a profile differs from ONNX Runtime's defaults only in the listed settings.
 
@@ -58,12 +59,14 @@ impl Profile {
     /// `balanced` therefore leaves the arena on, and it keeps its memory between bursts;
     /// `low-memory` turns the arena off. `docs/BENCHMARKS_APPENDIX.md` has the figures.
     ///
-    /// Initializers (the weights) are allocated outside the arena, which would keep its largest
-    /// step for them. ONNX Runtime counts the cores of the machine instead of the quota, and each
-    /// thread costs a stack and a share of the heap, so the number of threads is set to the quota.
-    /// Spinning threads use up the CPU quota of the working threads.
+    /// Initializers (the weights) are to be allocated outside the arena, which would keep its
+    /// largest step for them. ONNX Runtime counts the cores of the machine instead of the quota,
+    /// and each thread costs a stack and a share of the heap, so the number of threads is set to
+    /// the quota. Spinning threads use up the CPU quota of the working threads.
     ///
-    /// The first two rows were measured with ONNX Runtime 1.32; the others are estimates. Sources:
+    /// With ONNX Runtime 1.32 the first two rows were measured, and the effect of threads and of
+    /// spinning was observed, as `lowtide-ort` does at each start. The third row has no effect on
+    /// the CPU there. Sources:
     /// `onnxruntime_session_options_config_keys.h` and `onnxruntime_c_api.h` of ONNX Runtime 1.2x.
     /// A run's `memory.enable_memory_arena_shrinkage` is for sessions with an arena: with `cpu:0`
     /// in it "`DisableCpuMemArena()` API must not be called", so no profile sets it.

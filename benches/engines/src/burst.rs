@@ -48,6 +48,15 @@ pub(crate) fn of(seed: u64) -> impl Iterator<Item = Batch> {
     })
 }
 
+/// A request of one short row.
+pub(crate) fn one(seed: u64) -> Batch {
+    const LENGTH: usize = 16;
+    let mut random = Random(seed);
+    let ids =
+        (0..LENGTH).map(|_| WORDS.start + random.next() % (WORDS.end - WORDS.start)).collect();
+    Batch { rows: 1, length: LENGTH, ids, mask: vec![1; LENGTH], types: vec![0; LENGTH] }
+}
+
 /// `SplitMix64`.
 struct Random(u64);
 

@@ -1,21 +1,23 @@
-//! ONNX Runtime as the documents recommend it: the heap, a `Memory`, the session as its resource,
-//! set up by the profile: `balanced`, unless `LOWTIDE_PROFILE` names another one. With feature
-//! `interpose`, jemalloc serves ONNX Runtime as well.
+//! ONNX Runtime as `docs/ENGINES.md` recommends it, in the profile `balanced` unless
+//! `LOWTIDE_PROFILE` names another one. With feature `interpose`, jemalloc serves ONNX Runtime as
+//! well. `ENGINES_ARENA=heap` takes the memory of runs from a heap arena, and
+//! `ENGINES_ARENA=engine` leaves it to ONNX Runtime.
 #![expect(clippy::disallowed_methods, reason = "it waits in real time")]
 
 use std::process::ExitCode;
-use std::sync::{Mutex, PoisonError};
 use std::thread::sleep;
 use std::time::Duration;
 
 use engines::{Arguments, BoxError, Service};
-use lowtide::admission::{Cost, Managed, Resource as _};
-use lowtide::config::{DeviceChoice, OrtPlace, Profile};
+use lowtide::admission::{Cost, ManagedBuilder, Resource as _};
+use lowtide::config::{DeviceChoice, OrtPlace};
+use lowtide::decay::DecayTime;
+use lowtide::heap::HostArena;
 use lowtide::{ByteSize, Memory};
-use ort::environment::Environment;
-use ort::ep::CPU;
-use ort::session::Session;
-use ort::session::builder::SessionBuilder;
+use lowtide_ort::ort::ep::CPU;
+use lowtide_ort::ort::session::Session;
+use lowtide_ort::ort::session::builder::SessionBuilder;
+use lowtide_ort::{LoadedSession, ManagedSession, Runtime};
 
 lowtide::global_allocator!(balanced);
 
@@ -24,10 +26,11 @@ const IDLE_UNLOAD: Duration = Duration::from_secs(4);
 const POLL: Duration = Duration::from_millis(50);
 /// Looks for the unload until it counts as missed.
 const POLLS_MAX: u32 = 400;
+const MIB: f64 = 1_048_576.0;
 
 struct Lowtide {
     memory: Memory,
-    model: Managed<Mutex<Session>>,
+    model: ManagedSession,
 }
 
 impl Service for Lowtide {
@@ -42,8 +45,7 @@ impl Service for Lowtide {
     ) -> Result<(), BoxError> {
         let _permit = self.memory.admission().try_admit(Cost::host(ByteSize::mib(1)))?;
         let model = self.model.acquire_blocking()?;
-        let mut session = model.lock().unwrap_or_else(PoisonError::into_inner);
-        run(&mut session)
+        run(&mut model.lock())
     }
 
     fn unload(&mut self) -> Result<(), BoxError> {
@@ -55,70 +57,78 @@ impl Service for Lowtide {
         }
         Err("the model is still loaded long after its idle time".into())
     }
+
+    fn measured_and_recovered(&self) -> Option<(f64, f64)> {
+        let stats = self.model.stats();
+        let mib = |bytes: ByteSize| bytes.as_f64() / MIB;
+        Some((mib(stats.measured?.host), mib(stats.recovered_total.host)))
+    }
 }
 
-/// An error that holds no builder, which is not `Send`.
-fn text(error: ort::Error<SessionBuilder>) -> String {
-    error.to_string()
-}
-
-/// Sets what the profile says.
-fn configured(
-    mut builder: SessionBuilder,
-    profile: Profile,
-    cpus: u32,
-) -> Result<SessionBuilder, BoxError> {
-    for setting in profile.onnxruntime(cpus) {
-        let value = &*setting.value;
+/// ONNX Runtime without the allocator, as a profile sets it up.
+fn by_profile(memory: &Memory, mut builder: SessionBuilder) -> Result<SessionBuilder, BoxError> {
+    type Failed = lowtide_ort::ort::Error<SessionBuilder>;
+    let text = |error: Failed| error.to_string();
+    let cpus = memory.snapshot().cpus.whole().unwrap_or(1);
+    builder = builder.with_config_entry("session.use_env_allocators", "0").map_err(text)?;
+    let mut pattern = true;
+    for setting in memory.config().profile.value.onnxruntime(cpus) {
+        let is_on = setting.value != "false";
         builder = match (setting.place, setting.key) {
             (OrtPlace::SessionOption, "enable_cpu_mem_arena") => {
-                let cpu = CPU::default().with_arena_allocator(value == "true").build();
+                let cpu = CPU::default().with_arena_allocator(is_on).build();
                 builder.with_execution_providers([cpu]).map_err(text)?
             }
             (OrtPlace::SessionOption, "enable_mem_pattern") => {
-                builder.with_memory_pattern(value == "true").map_err(text)?
+                pattern = is_on;
+                builder
             }
-            (OrtPlace::SessionOption, "intra_op_num_threads") => {
-                builder.with_intra_threads(value.parse()?).map_err(text)?
-            }
-            (OrtPlace::SessionOption, "inter_op_num_threads") => {
-                builder.with_inter_threads(value.parse()?).map_err(text)?
-            }
-            (OrtPlace::SessionEntry, key) => builder.with_config_entry(key, value).map_err(text)?,
-            (_, key) => return Err(format!("the profile sets {key}, unknown to this bench").into()),
+            _ => builder,
         };
     }
-    Ok(builder)
+    Ok(builder.with_memory_pattern(pattern).map_err(text)?)
 }
 
-fn registered(
-    memory: &Memory,
-    environment: Environment,
-    arguments: &Arguments,
-) -> Result<Managed<Mutex<Session>>, BoxError> {
-    let (model, profile) = (arguments.model.clone(), memory.config().profile.value);
-    let cpus = memory.snapshot().cpus.whole().unwrap_or(1);
-    let load = move || {
-        let builder = Session::builder(&environment)?;
-        let mut builder = configured(builder, profile, cpus)?;
-        Ok(Mutex::new(builder.commit_from_file(&model)?))
-    };
-    let cost = Cost::host(ByteSize::mib(1));
-    Ok(memory.register(memory.managed("embedder", load).cost(cost).idle(IDLE_UNLOAD))?)
+/// Opens ONNX Runtime, and returns a session of the model.
+fn open(memory: &Memory, arguments: &Arguments) -> Result<ManagedBuilder<LoadedSession>, BoxError> {
+    let model = arguments.model.clone();
+    let kind = std::env::var("ENGINES_ARENA").unwrap_or_default();
+    let pattern = std::env::var("ENGINES_PATTERN").is_ok();
+    Ok(match &*kind {
+        "heap" => {
+            let arena = HostArena::new("runs")?;
+            arena.set_decay(DecayTime::Within(Duration::from_secs(1)))?;
+            let runtime = Runtime::open_in(memory, &arguments.library, arena)?;
+            runtime.session("embedder", model)
+        }
+        "engine" => {
+            let runtime = Runtime::open(memory, &arguments.library)?;
+            let weak = memory.downgrade();
+            runtime.session_with("embedder", model, move |builder| {
+                by_profile(&weak.upgrade().ok_or("the service ends")?, builder)
+            })
+        }
+        _ if pattern => {
+            let runtime = Runtime::open(memory, &arguments.library)?;
+            runtime.session_with("embedder", model, move |builder| {
+                Ok(builder.with_memory_pattern(true).map_err(|error| error.to_string())?)
+            })
+        }
+        _ => Runtime::open(memory, &arguments.library)?.session("embedder", model),
+    })
 }
 
 fn main() -> Result<ExitCode, BoxError> {
     let arguments = Arguments::read()?;
-    let environment = arguments.environment()?;
     let memory = Memory::builder().device(DeviceChoice::Host).start()?;
-    let model = registered(&memory, environment, &arguments)?;
+    let model = open(&memory, &arguments)?.idle(IDLE_UNLOAD);
+    let model = memory.register(model)?;
     let mut service = Lowtide { memory, model };
     let held = engines::run(&arguments, &mut service)?;
-    let stats = service.model.stats();
-    let measured = stats.measured.unwrap_or_default().host;
-    println!("figure {}.measured_mib {} MiB", arguments.name, measured.get() >> 20);
-    for note in service.memory.diagnostics() {
-        println!("note: {note}");
+    if arguments.name != "serve" {
+        for note in service.memory.diagnostics() {
+            println!("note: {note}");
+        }
     }
     let _ = service.memory.shutdown(Duration::from_secs(5));
     Ok(if held { ExitCode::SUCCESS } else { ExitCode::FAILURE })

@@ -1,12 +1,14 @@
 //! ONNX Runtime without lowtide, under the C library's allocator or a preloaded one: with its
-//! defaults, or without its arena if `ENGINES_ARENA_OFF` is set.
+//! defaults, or without its arena if `ENGINES_ARENA_OFF` is set. With `ENGINES_SPIN_OFF` threads
+//! sleep at once, as with lowtide, so that CPU times can be compared.
 #![expect(clippy::disallowed_methods, reason = "a variable chooses how it runs")]
 
 use engines::{Arguments, BoxError, Service};
-use ort::environment::Environment;
-use ort::ep::CPU;
-use ort::session::Session;
-use ort::session::builder::SessionBuilder;
+use lowtide_ort::ort;
+use lowtide_ort::ort::environment::Environment;
+use lowtide_ort::ort::ep::CPU;
+use lowtide_ort::ort::session::Session;
+use lowtide_ort::ort::session::builder::SessionBuilder;
 
 #[global_allocator]
 static HEAP: std::alloc::System = std::alloc::System;
@@ -19,12 +21,15 @@ struct Plain {
 
 impl Service for Plain {
     fn load(&mut self) -> Result<(), BoxError> {
+        let text = |error: ort::Error<SessionBuilder>| error.to_string();
         let mut builder = Session::builder(&self.environment)?;
         if std::env::var_os("ENGINES_ARENA_OFF").is_some() {
             let cpu = CPU::default().with_arena_allocator(false).build();
-            let text = |error: ort::Error<SessionBuilder>| error.to_string();
             builder = builder.with_execution_providers([cpu]).map_err(text)?;
             builder = builder.with_memory_pattern(false).map_err(text)?;
+        }
+        if std::env::var_os("ENGINES_SPIN_OFF").is_some() {
+            builder = builder.with_intra_op_spinning(false).map_err(text)?;
         }
         self.session = Some(builder.commit_from_file(&self.arguments.model)?);
         Ok(())
@@ -45,7 +50,7 @@ impl Service for Plain {
 
 fn main() -> Result<(), BoxError> {
     let arguments = Arguments::read()?;
-    let environment = arguments.environment()?;
+    let environment = ort::init_from(&arguments.library)?.with_telemetry(false).build()?;
     let mut plain = Plain { environment, arguments: arguments.clone(), session: None };
     engines::run(&arguments, &mut plain)?;
     Ok(())

@@ -65,15 +65,15 @@ pub(super) fn faults(length: Length) -> Outcome {
     Ok(bench("faults", words).run()?)
 }
 
-/// Tests the memory that a real ONNX Runtime keeps; in full, also without lowtide and with other
-/// allocators.
+/// Tests with a real ONNX Runtime, and the memory that it keeps; in full, also the figures, without
+/// lowtide and with other allocators.
 pub(super) fn engines(length: Length) -> Outcome {
     let manifest = "--manifest-path benches/engines/Cargo.toml";
     cargo("fmt --check").words(manifest).run()?;
     let lint = cargo("clippy --locked --all-targets").words(manifest).words("-- -D warnings");
     lint.env("CARGO_TARGET_DIR", "target").run()?;
     let script = Run::new(".ci/engines");
-    let script = if length == Length::Full { script.arg("--peers") } else { script };
+    let script = if length == Length::Full { script.words("--figures --peers") } else { script };
     Ok(script.run()?)
 }
 

@@ -76,6 +76,7 @@ const SUBJECTS: &[(&str, &str)] = &[
     ("candle", "an embedding server with candle and a real model, and without lowtide: 15 minutes"),
     ("measured", "requests that are measured: errors, costs, overload; over an hour"),
     ("room", "requests that wait for room, evictions of models, leaks: eight minutes"),
+    ("engines", "a real ONNX Runtime in a service: memory, CPU time, evictions; half an hour"),
     ("envoy", "thresholds on the heap, in Envoy, and lowtide: quick and slow bodies"),
 ];
 
@@ -96,6 +97,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), String> {
         "candle" => Run::new(".ci/candle").arg("--measure").run(),
         "measured" => benches::measure(measured::BENCHES, &arguments.only),
         "room" => benches::measure(room::BENCHES, &arguments.only),
+        "engines" => Run::new(".ci/engines").arg("--figures").run(),
         "envoy" => Run::new(".ci/envoy").run(),
         other => {
             let names: Vec<_> = SUBJECTS.iter().map(|(name, _)| *name).collect();

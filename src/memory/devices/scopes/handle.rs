@@ -10,8 +10,9 @@ use std::sync::Arc;
 
 use bytemuck::Pod;
 
+use crate::bytes::ByteSize;
 use crate::config::arena::{ArenaResolution, Conflict};
-use crate::device::{Buffer, DeviceArena, DeviceError, PinnedBuffer, Region};
+use crate::device::{Buffer, DeviceArena, DeviceError, PinnedBuffer, RawBlock, Region};
 
 use super::place::{Generation, Place};
 use super::{ArenaReport, Slot};
@@ -59,6 +60,31 @@ impl ArenaUse {
         let pool = serving.as_ref().and_then(|serving| serving.pool());
         let what = "pinned memory in a slot of device memory";
         pool.map_or_else(|| self.refused(what), |pool| pool.alloc(len))
+    }
+
+    /// Allocates in the serving arena, like [`DeviceArena::alloc_raw`]. Returns the arena as well:
+    /// it frees the block ([`DeviceArena::free`]), even if it is replaced meanwhile. Do not
+    /// allocate from it.
+    ///
+    /// # Errors
+    /// The same as for [`DeviceArena::alloc_raw`]; [`DeviceError::Unsupported`] in a slot of pinned
+    /// memory.
+    pub fn alloc_raw(
+        &self,
+        size: ByteSize,
+        align: ByteSize,
+        region: Region,
+    ) -> Result<(DeviceArena, RawBlock), DeviceError> {
+        self.with(|arena| Ok((arena.clone(), arena.alloc_raw(size, align, region)?)))
+    }
+
+    /// Releases the idle memory of the serving arena now, like [`DeviceArena::purge`].
+    ///
+    /// # Errors
+    /// The same as for [`DeviceArena::purge`]; [`DeviceError::Unsupported`] in a slot of pinned
+    /// memory.
+    pub fn purge(&self) -> Result<ByteSize, DeviceError> {
+        self.with(DeviceArena::purge)
     }
 
     fn with<R>(

@@ -17,6 +17,7 @@ use crate::tree::{Faults, Tree};
 type Written<'a> = &'a dyn Fn(Found<'_>) -> String;
 
 const GUIDE: &str = "docs/DEPLOYING.md";
+const ENGINES: &str = "docs/ENGINES.md";
 
 /// The inputs of the comparison.
 struct Deploying<'a> {
@@ -223,7 +224,7 @@ impl<'a> Deploying<'a> {
         }
     }
 
-    /// The table of the guide is that of the function's documentation, which a test beside the
+    /// The table of the page is that of the function's documentation, which a test beside the
     /// function compares with the code, key by key.
     fn check_onnxruntime(&self) {
         let mark = "pub fn onnxruntime(";
@@ -236,7 +237,7 @@ impl<'a> Deploying<'a> {
             rows.map(|row| format!("| `{row}").replace("| session ", "| ")).collect();
         self.expect(!rows.is_empty(), || format!("{mark}: no table in its documentation"));
         for row in rows {
-            self.expect(self.text(GUIDE).contains(&row), || format!("{GUIDE}: no row {row}"));
+            self.expect(self.text(ENGINES).contains(&row), || format!("{ENGINES}: no row {row}"));
         }
     }
 }

@@ -4,7 +4,9 @@
 
 use std::time::Duration;
 
-use super::{Row, conf, expect, jemalloc, k, of_profile, rows as of_page, same, ticks, values};
+use super::{
+    Row, conf, expect, jemalloc, k, of_profile, rows as of_page, same, seconds, ticks, values,
+};
 use crate::text::code::Code;
 use crate::text::words::{how_often, percent, spoken, word};
 
@@ -175,6 +177,11 @@ fn others(code: &Code<'_>) -> Vec<Row> {
             values![how_often(code.constant("Config::METRICS_INTERVAL").time())],
         )],
     );
+    let kept = seconds(&code.constant("runtime::DECAY_MIN"));
+    all.extend(of_page(
+        "docs/ENGINES.md",
+        [("but at least {}, and then returns it", values![kept])],
+    ));
     all.extend(of_page(
         "docs/RECORDING.md",
         [("about every {} the current thread", values![code.constant("DUE_FROM").size()])],

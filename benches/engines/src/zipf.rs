@@ -1,0 +1,178 @@
+//! Three sessions of ONNX Runtime and a model without an engine under a limit for two of the four:
+//! requests by Zipf's law, of two clients.
+//!
+//!     engines-zipf REQUESTS LIBRARY MODEL
+//!
+//! A request that is rejected while an idle model could make room, and a look at the process that
+//! finds more anonymous memory than the limit, are failures.
+#![expect(clippy::disallowed_methods, reason = "it looks in real time")]
+
+use std::ops::Range;
+use std::pin::pin;
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
+use std::task::{Context, Poll, Wake};
+use std::thread::{Thread, current, park, scope, sleep};
+use std::time::Duration;
+
+use engines::{BoxError, answer, process};
+use lowtide::admission::{AcquireError, Budget, Cost, Managed, Resource as _, ResourceStats};
+use lowtide::config::DeviceChoice;
+use lowtide::{ByteSize, Memory};
+use lowtide_ort::{ManagedSession, Runtime};
+
+lowtide::global_allocator!(balanced);
+
+const CLIENTS: u64 = 2;
+/// The size of the model without an engine, as much as a session declares.
+const OTHER_MODEL: ByteSize = ByteSize::mib(86);
+/// Two models, the memory of runs, and the process itself; .8 of it is less than three models.
+const LIMIT: ByteSize = ByteSize::mib(310);
+const LOOK: Duration = Duration::from_millis(2);
+/// The pause of a client whose request was rejected.
+const PAUSE: Duration = Duration::from_millis(20);
+/// The parts of the requests by Zipf's law, summed: 1, 1/2, 1/3, 1/4.
+const PARTS: [f64; 4] = [12.0, 18.0, 22.0, 25.0];
+
+struct Models {
+    sessions: Vec<ManagedSession>,
+    other: Managed<Vec<f32>>,
+}
+
+#[derive(Default)]
+struct Counts {
+    served: AtomicU64,
+    /// Rejected while another model was idle.
+    refused: AtomicU64,
+    /// Rejected while all models were in use.
+    busy: AtomicU64,
+    over_limit: AtomicU64,
+    ended: AtomicBool,
+}
+
+impl Models {
+    fn stats(&self) -> Vec<ResourceStats> {
+        let sessions = self.sessions.iter().map(|session| session.stats());
+        sessions.chain([self.other.stats()]).collect()
+    }
+
+    /// Serves a request, which `seed` chooses.
+    fn serve(&self, seed: u64) -> Result<(), BoxError> {
+        let model = model_of(seed);
+        match self.sessions.get(model) {
+            Some(session) => answer(&mut wait_for(session.acquire())?.lock(), seed),
+            None => {
+                let sum: f32 = wait_for(self.other.acquire())?.iter().sum();
+                if sum > 0.0 { Ok(()) } else { Err("the model is lost".into()) }
+            }
+        }
+    }
+}
+
+/// Polls a future on this thread. A load without room waits for it, as in an async service; a
+/// blocking acquire would be rejected at once.
+fn wait_for<F: Future>(future: F) -> F::Output {
+    struct Unpark(Thread);
+    impl Wake for Unpark {
+        fn wake(self: Arc<Self>) {
+            self.0.unpark();
+        }
+    }
+    let mut future = pin!(future);
+    let waker = Arc::new(Unpark(current())).into();
+    let mut context = Context::from_waker(&waker);
+    loop {
+        match future.as_mut().poll(&mut context) {
+            Poll::Ready(output) => return output,
+            Poll::Pending => park(),
+        }
+    }
+}
+
+/// A number of a model, by Zipf's law.
+fn model_of(seed: u64) -> usize {
+    let mixed = (seed ^ (seed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    let part = f64::from(u32::try_from(mixed >> 32).unwrap_or(0)) / f64::from(u32::MAX);
+    PARTS.iter().position(|&end| part * PARTS[3] <= end).unwrap_or(3)
+}
+
+fn open(memory: &Memory, library: &str, model: &str) -> Result<Models, BoxError> {
+    let runtime = Runtime::open(memory, library)?;
+    let names = ["first", "second", "third"];
+    let sessions = names.map(|name| memory.register(runtime.session(name, model)));
+    let load = || Ok(vec![1.0_f32; OTHER_MODEL.as_usize().unwrap_or(0) / 4]);
+    let other = memory.managed("other", load).cost(Cost::host(OTHER_MODEL));
+    Ok(Models {
+        sessions: sessions.into_iter().collect::<Result<_, _>>()?,
+        other: memory.register(other)?,
+    })
+}
+
+/// One client's requests. A rejected one is tried again, as clients do.
+fn client(models: &Models, counts: &Counts, seeds: Range<u64>) -> Result<(), BoxError> {
+    for seed in seeds {
+        let seed = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        while let Err(error) = models.serve(seed) {
+            let rejected = error.downcast_ref::<AcquireError>();
+            if !matches!(rejected, Some(AcquireError::Rejected { .. })) {
+                return Err(error);
+            }
+            let stats = models.stats();
+            let is_idle = |one: &ResourceStats| one.loaded && one.guards == 0;
+            let count = if stats.iter().any(is_idle) { &counts.refused } else { &counts.busy };
+            count.fetch_add(1, SeqCst);
+            sleep(PAUSE);
+        }
+        counts.served.fetch_add(1, SeqCst);
+    }
+    Ok(())
+}
+
+fn watch(memory: &Memory, counts: &Counts) {
+    let limit = LIMIT.as_f64() / 1_048_576.0;
+    while !counts.ended.load(SeqCst) {
+        let ledger = memory.admission().ledger(Budget::Host);
+        let is_over = process::anonymous_mib().is_ok_and(|held| held > limit)
+            || ledger.reserved() > ledger.ceiling();
+        counts.over_limit.fetch_add(u64::from(is_over), SeqCst);
+        sleep(LOOK);
+    }
+}
+
+fn main() -> Result<ExitCode, BoxError> {
+    let arguments: Vec<_> = std::env::args().skip(1).collect();
+    let [requests, library, model] = &*arguments else {
+        return Err("expected REQUESTS LIBRARY MODEL".into());
+    };
+    let requests = requests.parse::<u64>()? / CLIENTS;
+    let memory = Memory::builder().device(DeviceChoice::Host).memory_limit(LIMIT);
+    // The declared costs are upper bounds. With a factor of 2, two loads at once would not fit.
+    let memory = memory.correction_factor(1.0).start()?;
+    let models = open(&memory, library, model)?;
+    let counts = Counts::default();
+    scope(|scope| {
+        let watching = scope.spawn(|| watch(&memory, &counts));
+        let clients = (0..CLIENTS).map(|number| {
+            let (models, counts) = (&models, &counts);
+            let seeds = number * requests..(number + 1) * requests;
+            scope.spawn(move || client(models, counts, seeds))
+        });
+        let clients: Vec<_> = clients.collect();
+        let ends = clients.into_iter().map(|client| client.join().map_err(|_| "a client panicked"));
+        let ends: Vec<_> = ends.collect();
+        counts.ended.store(true, SeqCst);
+        drop(watching);
+        ends.into_iter().try_for_each(|end| end?)
+    })?;
+    let loads: u64 = models.stats().iter().map(|stats| stats.loads_ok_total).sum();
+    println!("figure engines.zipf.served {} requests", counts.served.load(SeqCst));
+    println!("figure engines.zipf.loads {loads} loads");
+    println!("figure engines.zipf.busy {} requests", counts.busy.load(SeqCst));
+    let (refused, over) = (counts.refused.load(SeqCst), counts.over_limit.load(SeqCst));
+    println!("figure engines.zipf.refused {refused} requests");
+    println!("figure engines.zipf.over_limit {over} looks");
+    let _ = memory.shutdown(Duration::from_secs(5));
+    Ok(if refused + over == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}

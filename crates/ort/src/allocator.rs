@@ -1,0 +1,369 @@
+//! The CPU allocator that ONNX Runtime calls: a table of C functions over a [`RunArena`].
+//!
+//! ONNX Runtime calls it from any thread, frees by address without a size, and may free a tensor
+//! long after its session, so a registered allocator is never dropped. It does not check what it
+//! gets: 1.32 crashes in a kernel if a run gets null. So a block beyond the limit of the arena is
+//! from the heap, and null means that the system has no memory.
+//!
+//! `Reserve` is for weights and takes them from the heap, as every allocation on a thread that
+//! loads. The CPU has no streams: `AllocOnStream` is `Alloc`, and a freed block is free at once.
+//!
+//! The table has the version of the oldest library that is accepted. ONNX Runtime reads no field
+//! that is newer than the version, and expects none. `Shrink`, which is newer, is never called by
+//! 1.32 for a registered allocator: [`OrtAllocator::shrink`] is the call.
+//!
+//! Invariants: `stats.in_use = sum of the live blocks`; no panic unwinds into C.
+#![expect(unsafe_code, reason = "C calls it, and it hands out memory")]
+
+use std::collections::BTreeMap;
+use std::ffi::{CString, c_void};
+use std::fmt;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::ptr::{self, NonNull};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use lowtide::ByteSize;
+use ort::environment::Environment;
+use ort::{AsPointer as _, sys};
+
+use super::blocks::{self, Block, RunArena};
+
+/// The allocator that ONNX Runtime uses for the CPU, in the place of its own arena.
+#[repr(C)]
+pub struct OrtAllocator {
+    /// First, so that a pointer to it is a pointer to the allocator.
+    table: sys::OrtAllocator,
+    info: *mut sys::OrtMemoryInfo,
+    arena: RunArena,
+    books: Mutex<Blocks>,
+}
+
+/// The live blocks by address, and the figures.
+#[derive(Default)]
+struct Blocks {
+    live: BTreeMap<usize, Block>,
+    stats: OrtAllocatorStats,
+}
+
+/// The figures of an [`OrtAllocator`].
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct OrtAllocatorStats {
+    /// Bytes that ONNX Runtime holds: weights, and tensors of runs.
+    pub in_use: ByteSize,
+    /// The maximum of `in_use`.
+    pub max_in_use: ByteSize,
+    /// The largest block so far.
+    pub max_alloc_size: ByteSize,
+    /// Calls for memory of runs.
+    pub allocs: u64,
+    /// Calls for memory of weights.
+    pub reserves: u64,
+    /// Calls for memory of runs that the arena had no room for, and that the heap served.
+    pub overflows: u64,
+    /// Calls that got no memory.
+    pub failures: u64,
+    /// Calls of [`OrtAllocator::shrink`].
+    pub shrinks: u64,
+}
+
+// SAFETY: the table and the memory info are never written after the registration, and the info is
+// only read by ONNX Runtime; the other fields are `Sync`.
+unsafe impl Sync for OrtAllocator {}
+// SAFETY: no field belongs to a thread.
+unsafe impl Send for OrtAllocator {}
+
+impl OrtAllocator {
+    /// Registers an allocator with the environment. It lives until the process ends.
+    pub(crate) fn register(env: &Environment, arena: RunArena) -> ort::Result<&'static Self> {
+        let mut info = ptr::null_mut();
+        let create = ort::api().CreateCpuMemoryInfo;
+        // ONNX Runtime refuses a registered allocator of the type `OrtArenaAllocator`.
+        let kind = sys::OrtAllocatorType::OrtDeviceAllocator;
+        // SAFETY: `info` is written. It is never released, as the allocator is not.
+        check(unsafe { create(kind, sys::OrtMemType::OrtMemTypeDefault, &raw mut info) })?;
+        let allocator: &'static Self = Box::leak(Box::new(Self::new(info, arena)));
+        let register = ort::api().RegisterAllocator;
+        let table = ptr::from_ref(allocator).cast_mut().cast::<sys::OrtAllocator>();
+        // SAFETY: the environment and the table live until the process ends. ONNX Runtime never
+        // writes to the table.
+        check(unsafe { register(env.ptr().cast_mut(), table) })?;
+        Ok(allocator)
+    }
+
+    fn new(info: *mut sys::OrtMemoryInfo, arena: RunArena) -> Self {
+        // SAFETY: a value of plain fields; the functions that must be there follow.
+        let mut table = unsafe { sys::OrtAllocator::default() };
+        table.Alloc = Some(alloc);
+        table.Free = Some(free);
+        table.Info = Some(memory_info);
+        table.Reserve = Some(reserve);
+        table.GetStats = Some(stats);
+        table.AllocOnStream = Some(alloc_on_stream);
+        Self { table, info, arena, books: Mutex::default() }
+    }
+
+    /// Returns its figures.
+    #[must_use]
+    pub fn stats(&self) -> OrtAllocatorStats {
+        self.books().stats
+    }
+
+    /// Releases the idle memory of runs now. It is released anyway when it has been idle for the
+    /// decay time of the arena.
+    pub fn shrink(&self) {
+        self.books().stats.shrinks += 1;
+        self.arena.shrink();
+    }
+
+    fn books(&self) -> MutexGuard<'_, Blocks> {
+        self.books.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn obtain(&self, size: usize, is_weight: bool) -> *mut c_void {
+        if size == 0 {
+            return ptr::null_mut(); // as ONNX Runtime's own arena
+        }
+        let of_run = !is_weight && !blocks::is_loading();
+        let in_arena = if of_run { self.arena.alloc(size) } else { None };
+        let overflows = of_run && in_arena.is_none();
+        let found = in_arena.or_else(|| blocks::in_heap(size));
+        let mut books = self.books();
+        let stats = &mut books.stats;
+        stats.overflows += u64::from(overflows);
+        *(if is_weight { &mut stats.reserves } else { &mut stats.allocs }) += 1;
+        let Some((start, block)) = found else {
+            stats.failures += 1;
+            return ptr::null_mut();
+        };
+        let bytes = ByteSize::of(size);
+        stats.in_use = stats.in_use.saturating_add(bytes);
+        stats.max_in_use = stats.max_in_use.max(stats.in_use);
+        stats.max_alloc_size = stats.max_alloc_size.max(bytes);
+        books.live.insert(start.addr().get(), block);
+        start.as_ptr().cast()
+    }
+
+    fn release(&self, start: NonNull<u8>) {
+        let mut books = self.books();
+        let Some(block) = books.live.remove(&start.addr().get()) else {
+            debug_assert!(false, "ONNX Runtime frees {start:?}, which is not live");
+            return;
+        };
+        let size = ByteSize::of(block.size());
+        books.stats.in_use = books.stats.in_use.saturating_sub(size);
+        drop(books);
+        // SAFETY: the block was removed from the live ones, so it is freed once; ONNX Runtime does
+        // not use what it frees.
+        unsafe { block.free(start) };
+    }
+}
+
+impl fmt::Debug for OrtAllocator {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let stats = self.stats();
+        f.debug_struct("OrtAllocator")
+            .field("arena", &self.arena)
+            .field("stats", &stats)
+            .finish_non_exhaustive()
+    }
+}
+
+fn check(status: sys::OrtStatusPtr) -> ort::Result<()> {
+    // SAFETY: a status that ONNX Runtime returned, and which is taken once.
+    unsafe { ort::Error::result_from_status(status) }
+}
+
+/// # Safety
+/// `this` is the table of an allocator that is never dropped.
+unsafe fn of<'a>(this: *const sys::OrtAllocator) -> &'a OrtAllocator {
+    // SAFETY: the table is the first field of a `repr(C)` struct, and was created with a pointer to
+    // the whole of it.
+    unsafe { &*this.cast::<OrtAllocator>() }
+}
+
+/// Calls `act`, or returns null if it panics.
+fn guarded(act: impl FnOnce() -> *mut c_void) -> *mut c_void {
+    catch_unwind(AssertUnwindSafe(act)).unwrap_or(ptr::null_mut())
+}
+
+unsafe extern "system" fn alloc(this: *mut sys::OrtAllocator, size: usize) -> *mut c_void {
+    // SAFETY: ONNX Runtime passes the table that was registered.
+    let allocator = unsafe { of(this) };
+    guarded(|| allocator.obtain(size, false))
+}
+
+unsafe extern "system" fn alloc_on_stream(
+    this: *mut sys::OrtAllocator,
+    size: usize,
+    _stream: *mut sys::OrtSyncStream,
+) -> *mut c_void {
+    // SAFETY: as above.
+    let allocator = unsafe { of(this) };
+    guarded(|| allocator.obtain(size, false))
+}
+
+unsafe extern "system" fn reserve(this: *const sys::OrtAllocator, size: usize) -> *mut c_void {
+    // SAFETY: as above.
+    let allocator = unsafe { of(this) };
+    guarded(|| allocator.obtain(size, true))
+}
+
+unsafe extern "system" fn free(this: *mut sys::OrtAllocator, start: *mut c_void) {
+    // SAFETY: as above.
+    let allocator = unsafe { of(this) };
+    let _ = guarded(|| {
+        if let Some(start) = NonNull::new(start.cast()) {
+            allocator.release(start);
+        }
+        ptr::null_mut()
+    });
+}
+
+unsafe extern "system" fn memory_info(this: *const sys::OrtAllocator) -> *const sys::OrtMemoryInfo {
+    // SAFETY: as above.
+    unsafe { of(this) }.info
+}
+
+unsafe extern "system" fn stats(
+    this: *const sys::OrtAllocator,
+    out: *mut *mut sys::OrtKeyValuePairs,
+) -> sys::OrtStatusPtr {
+    // SAFETY: as above.
+    let allocator = unsafe { of(this) };
+    let mut pairs = ptr::null_mut();
+    let _ = guarded(|| {
+        pairs = key_values(&allocator.stats());
+        ptr::null_mut()
+    });
+    // SAFETY: ONNX Runtime passes a place for a pointer, and releases what is there.
+    unsafe { out.write(pairs) };
+    sys::OrtStatusPtr(ptr::null_mut())
+}
+
+/// The figures under the names of ONNX Runtime's own arena.
+fn key_values(stats: &OrtAllocatorStats) -> *mut sys::OrtKeyValuePairs {
+    let mut pairs = ptr::null_mut();
+    let create = ort::api().CreateKeyValuePairs;
+    // SAFETY: `pairs` is written.
+    unsafe { create(&raw mut pairs) };
+    let add = ort::api().AddKeyValuePair;
+    for (key, value) in named(stats) {
+        let value = CString::new(value.to_string()).unwrap_or_default();
+        // SAFETY: both texts end with NUL and are copied.
+        unsafe { add(pairs, key.as_ptr(), value.as_ptr()) };
+    }
+    pairs
+}
+
+fn named(stats: &OrtAllocatorStats) -> [(&'static std::ffi::CStr, u64); 6] {
+    [
+        (c"InUse", stats.in_use.get()),
+        (c"MaxInUse", stats.max_in_use.get()),
+        (c"MaxAllocSize", stats.max_alloc_size.get()),
+        (c"NumAllocs", stats.allocs),
+        (c"NumReserves", stats.reserves),
+        (c"NumArenaShrinkages", stats.shrinks),
+    ]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use lowtide::heap::HostArena;
+    use lowtide::{Memory, config::DeviceChoice};
+    use test_fork::test;
+
+    /// One that no library has registered.
+    fn allocator(arena: RunArena) -> &'static OrtAllocator {
+        Box::leak(Box::new(OrtAllocator::new(ptr::null_mut(), arena)))
+    }
+
+    fn heap_arena() -> RunArena {
+        HostArena::new("runs").unwrap().into()
+    }
+
+    fn table(allocator: &'static OrtAllocator) -> *mut sys::OrtAllocator {
+        ptr::from_ref(allocator).cast_mut().cast()
+    }
+
+    #[test]
+    fn the_functions_of_the_table_allocate_count_and_free() {
+        let memory = Memory::builder().device(DeviceChoice::Host).start().unwrap();
+        let device = memory.open_arena("runs").unwrap();
+        let allocator = allocator(device.clone().into());
+        let this = table(allocator);
+        // SAFETY: the table of an allocator that is never dropped; each block is freed once.
+        let of_run = unsafe { alloc(this, 1_000) };
+        // SAFETY: as above.
+        let of_weight = unsafe { reserve(this, 2_000) };
+        // SAFETY: as above; the stream is not used.
+        let of_stream = unsafe { alloc_on_stream(this, 4_000, this.cast()) };
+        let blocks = [of_run, of_weight, of_stream];
+        assert!(blocks.iter().all(|block| !block.is_null() && block.addr() % blocks::ALIGN == 0));
+        let found = allocator.stats();
+        assert_eq!((found.allocs, found.reserves, found.failures), (2, 1, 0));
+        assert_eq!((found.in_use.get(), found.max_alloc_size.get()), (7_000, 4_000));
+        assert!(device.glance().live >= ByteSize::new(5_000), "without the weight");
+        // SAFETY: as above.
+        blocks.iter().for_each(|&block| unsafe { free(this, block) });
+        let found = allocator.stats();
+        assert_eq!((found.in_use.get(), found.max_in_use.get()), (0, 7_000));
+        // A block of a stream needs no end of a run either.
+        assert!(device.glance().live.is_zero());
+        // SAFETY: as above; null is not a block.
+        unsafe { free(this, ptr::null_mut()) };
+    }
+
+    #[test]
+    fn weights_and_memory_of_loads_are_not_in_the_arena_of_runs() {
+        let memory = Memory::builder().device(DeviceChoice::Host).start().unwrap();
+        let device = memory.open_arena("runs").unwrap();
+        let allocator = allocator(device.clone().into());
+        let held =
+            [allocator.obtain(1 << 20, true), blocks::load(|| allocator.obtain(1 << 20, false))];
+        assert!(device.glance().committed.is_zero());
+        assert_eq!(allocator.stats().in_use, ByteSize::mib(2));
+        held.iter().for_each(|block| allocator.release(NonNull::new(block.cast()).unwrap()));
+    }
+
+    /// Bug of ONNX Runtime 1.32: a run that gets null from a registered allocator crashes.
+    #[test]
+    fn a_block_beyond_the_limit_of_the_arena_comes_from_the_heap() {
+        let memory = Memory::builder().device(DeviceChoice::Host).start().unwrap();
+        let device = memory.open_arena("runs").unwrap();
+        device.set_limit(ByteSize::mib(2));
+        let allocator = allocator(device.clone().into());
+        let blocks = [allocator.obtain(1 << 20, false), allocator.obtain(4 << 20, false)];
+        let stats = allocator.stats();
+        assert_eq!((stats.overflows, stats.failures), (1, 0));
+        assert!(device.glance().committed <= ByteSize::mib(2));
+        blocks.iter().for_each(|block| allocator.release(NonNull::new(block.cast()).unwrap()));
+        assert!(allocator.stats().in_use.is_zero());
+    }
+
+    #[test]
+    fn memory_that_the_system_does_not_have_is_null_and_counted() {
+        let allocator = allocator(heap_arena());
+        let this = table(allocator);
+        // SAFETY: the table of an allocator that is never dropped.
+        let none = unsafe { alloc(this, 0) };
+        // SAFETY: as above.
+        let huge = unsafe { alloc(this, usize::MAX / 2) };
+        assert!(none.is_null() && huge.is_null());
+        assert_eq!(allocator.stats().failures, 1);
+    }
+
+    #[test]
+    fn a_panic_does_not_unwind_into_c() {
+        assert!(guarded(|| panic!("within an allocation")).is_null());
+    }
+
+    #[test]
+    fn the_statistics_have_the_names_of_onnx_runtime() {
+        let stats = OrtAllocatorStats { in_use: ByteSize::new(7), ..OrtAllocatorStats::default() };
+        let named = named(&stats);
+        assert_eq!(named[0], (c"InUse", 7));
+        assert!(named.iter().any(|(name, _)| *name == c"NumArenaShrinkages"));
+    }
+}

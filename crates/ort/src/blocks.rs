@@ -1,0 +1,283 @@
+//! Blocks for ONNX Runtime: weights from the process heap, memory of runs from an arena.
+//!
+//! Weights are allocated on the thread that loads, so with `lowtide::Memory::managed` they are in
+//! the heap arena of their session, where they are measured and released together. Memory of runs
+//! is in one arena for all sessions, which keeps it for the next run and releases it when idle.
+//!
+//! Invariant: a device arena is awake, and does not move a block, while a block of it is live: each
+//! block holds a lease.
+#![expect(unsafe_code, reason = "an allocator hands out memory")]
+
+use std::alloc::Layout;
+use std::cell::Cell;
+use std::fmt;
+use std::ptr::{self, NonNull};
+
+use lowtide::ByteSize;
+use lowtide::device::driver::DeviceAddress;
+use lowtide::device::{DeviceArena, Lease, RawBlock, Region};
+use lowtide::heap::HostArena;
+use lowtide::memory::ArenaUse;
+
+use super::huge::HugePages;
+
+/// The alignment of all blocks: ONNX Runtime's kernels read whole vectors of 64 bytes.
+pub(crate) const ALIGN: usize = 64;
+const DEVICE_ALIGN: ByteSize = ByteSize::new(ALIGN as u64);
+
+/// The arena for the memory of runs: a device arena in host memory, the serving arena of a slot, or
+/// a heap arena.
+///
+/// Weights are allocated from the heap, not from this arena.
+pub struct RunArena {
+    source: Source,
+    huge: HugePages,
+}
+
+enum Source {
+    Device(DeviceArena),
+    Slot(ArenaUse),
+    Heap(HostArena),
+}
+
+impl RunArena {
+    /// Allocates a block. Returns `None` if the arena has no memory left.
+    pub(crate) fn alloc(&self, size: usize) -> Option<(NonNull<u8>, Block)> {
+        match &self.source {
+            Source::Device(arena) => {
+                let block = arena.alloc_raw(ByteSize::of(size), DEVICE_ALIGN, Region::Dynamic);
+                self.leased(arena.clone(), &block.ok()?, size)
+            }
+            Source::Slot(used) => {
+                let found = used.alloc_raw(ByteSize::of(size), DEVICE_ALIGN, Region::Dynamic);
+                let (arena, block) = found.ok()?;
+                self.leased(arena, &block, size)
+            }
+            Source::Heap(arena) => {
+                // Without lowtide's global allocator there is no such scope.
+                arena.scope_uncached(|| in_heap(size)).unwrap_or_else(|_| in_heap(size))
+            }
+        }
+    }
+
+    /// Adds the lease that a block holds. Returns `None`, with the block freed, if there is none.
+    fn leased(
+        &self,
+        arena: DeviceArena,
+        block: &RawBlock,
+        size: usize,
+    ) -> Option<(NonNull<u8>, Block)> {
+        let address = usize::try_from(block.at.get()).ok();
+        let start = address.and_then(|at| NonNull::new(ptr::with_exposed_provenance_mut(at)));
+        let (Some(start), Ok(lease)) = (start, arena.enter()) else {
+            let _ = arena.free(block.at);
+            return None;
+        };
+        self.huge.request(start.addr().get(), size);
+        Some((start, Block::Device(arena, lease, size)))
+    }
+
+    /// Releases idle memory now.
+    pub(crate) fn shrink(&self) {
+        match &self.source {
+            Source::Device(arena) => drop(arena.purge()),
+            Source::Slot(used) => drop(used.purge()),
+            Source::Heap(arena) => drop(arena.purge()),
+        }
+    }
+
+    /// Returns `true` if the CPU can read blocks of the arena.
+    pub(crate) fn is_readable(&self) -> bool {
+        let Some((start, block)) = self.alloc(1) else { return true }; // full, so known later
+        let is_readable = match &block {
+            Block::Heap(_) => true,
+            Block::Device(arena, ..) => arena.capabilities().host_backed,
+        };
+        // SAFETY: the block was just allocated, and is not used.
+        unsafe { block.free(start) };
+        is_readable
+    }
+}
+
+impl From<Source> for RunArena {
+    fn from(source: Source) -> Self {
+        Self { source, huge: HugePages::default() }
+    }
+}
+
+impl From<DeviceArena> for RunArena {
+    fn from(arena: DeviceArena) -> Self {
+        Source::Device(arena).into()
+    }
+}
+
+impl From<ArenaUse> for RunArena {
+    /// Each allocation goes to the arena that serves the slot at that moment.
+    fn from(used: ArenaUse) -> Self {
+        Source::Slot(used).into()
+    }
+}
+
+impl From<HostArena> for RunArena {
+    fn from(arena: HostArena) -> Self {
+        Source::Heap(arena).into()
+    }
+}
+
+impl fmt::Debug for RunArena {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.source {
+            Source::Device(arena) => f.debug_tuple("RunArena").field(arena).finish(),
+            Source::Slot(used) => f.debug_tuple("RunArena").field(used).finish(),
+            Source::Heap(arena) => f.debug_tuple("RunArena").field(&arena.name()).finish(),
+        }
+    }
+}
+
+/// How a live block is freed.
+pub(crate) enum Block {
+    Heap(Layout),
+    /// The lease is dropped after the block is freed.
+    Device(DeviceArena, Lease, usize),
+}
+
+impl Block {
+    pub(crate) const fn size(&self) -> usize {
+        match self {
+            Self::Heap(layout) => layout.size(),
+            Self::Device(.., size) => *size,
+        }
+    }
+
+    /// Frees the block.
+    ///
+    /// # Safety
+    /// This `Block` was returned with `start`, and the memory is not used any more.
+    pub(crate) unsafe fn free(self, start: NonNull<u8>) {
+        match self {
+            // SAFETY: allocated with this layout by the global allocator; the caller's promise.
+            Self::Heap(layout) => unsafe { std::alloc::dealloc(start.as_ptr(), layout) },
+            Self::Device(arena, lease, _) => {
+                let freed = arena.free(DeviceAddress::new(start.as_ptr().addr() as u64));
+                debug_assert!(freed.is_ok(), "{freed:?}");
+                drop(lease);
+            }
+        }
+    }
+}
+
+/// Allocates from the process heap: in the arena to which this thread is bound.
+pub(crate) fn in_heap(size: usize) -> Option<(NonNull<u8>, Block)> {
+    let layout = Layout::from_size_align(size, ALIGN).ok().filter(|layout| layout.size() > 0)?;
+    // SAFETY: the size is not zero.
+    let start = NonNull::new(unsafe { std::alloc::alloc(layout) })?;
+    Some((start, Block::Heap(layout)))
+}
+
+thread_local! {
+    static LOADING: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Runs a load. What ONNX Runtime allocates on this thread meanwhile comes from the heap: it
+/// belongs to the session, or is freed before the load ends.
+pub(crate) fn load<T>(act: impl FnOnce() -> T) -> T {
+    struct Restore(bool);
+    impl Drop for Restore {
+        fn drop(&mut self) {
+            LOADING.set(self.0);
+        }
+    }
+    let _restore = Restore(LOADING.replace(true));
+    act()
+}
+
+/// Returns `true` within a [`load`] on this thread.
+pub(crate) fn is_loading() -> bool {
+    LOADING.get()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use lowtide::Memory;
+    use lowtide::config::DeviceChoice;
+    use lowtide::decay::DecayTime;
+    use test_fork::test;
+
+    fn memory() -> Memory {
+        Memory::builder().device(DeviceChoice::Host).start().unwrap()
+    }
+
+    /// Allocates, writes and frees blocks of many sizes at once.
+    fn exercise(arena: &RunArena) {
+        let sizes = [1, 63, 64, 65, 4_096, 100_000, 3 << 20];
+        let blocks: Vec<_> = sizes.iter().filter_map(|&size| arena.alloc(size)).collect();
+        assert_eq!(blocks.len(), sizes.len());
+        for ((start, block), size) in blocks.into_iter().zip(sizes) {
+            assert_eq!((block.size(), start.addr().get() % ALIGN), (size, 0));
+            // SAFETY: the block has `size` bytes.
+            unsafe { start.as_ptr().write_bytes(0xa5, size) };
+            // SAFETY: it is freed once.
+            unsafe { block.free(start) };
+        }
+    }
+
+    #[test]
+    fn blocks_of_each_kind_of_arena_can_be_written_and_freed() {
+        let memory = memory();
+        let device = memory.open_arena("runs").unwrap();
+        exercise(&device.clone().into());
+        assert!(device.glance().live.is_zero());
+        exercise(&HostArena::new("runs").unwrap().into());
+    }
+
+    #[test]
+    fn a_device_arena_stays_awake_while_a_block_is_live() {
+        use lowtide::device::SleepOptions;
+        let memory = memory();
+        let device = memory.open_arena("runs").unwrap();
+        let arena = RunArena::from(device.clone());
+        let (start, block) = arena.alloc(1 << 20).unwrap();
+        assert!(device.sleep(SleepOptions::default()).is_err(), "a lease is held");
+        // SAFETY: freed once.
+        unsafe { block.free(start) };
+        device.sleep(SleepOptions::default()).unwrap();
+        exercise(&arena); // wakes it
+    }
+
+    #[test]
+    fn idle_memory_is_released_by_a_shrink() {
+        let memory = memory();
+        let device = memory.open_arena("runs").unwrap();
+        device.set_decay(DecayTime::Never);
+        let arena = RunArena::from(device.clone());
+        exercise(&arena);
+        assert!(device.glance().committed >= ByteSize::mib(3));
+        arena.shrink();
+        assert!(device.glance().committed.is_zero());
+    }
+
+    #[test]
+    fn an_arena_at_its_limit_returns_no_block() {
+        let memory = memory();
+        let device = memory.open_arena("runs").unwrap();
+        device.set_limit(ByteSize::mib(4));
+        let arena = RunArena::from(device);
+        assert!(arena.alloc(8 << 20).is_none());
+        assert!(in_heap(usize::MAX).is_none());
+        assert!(in_heap(0).is_none());
+    }
+
+    #[test]
+    fn a_load_is_marked_on_its_thread_until_it_ends() {
+        assert!(!is_loading());
+        load(|| {
+            assert!(is_loading());
+            load(|| ());
+            assert!(is_loading());
+            std::thread::spawn(|| assert!(!is_loading())).join().unwrap();
+        });
+        let _ = std::panic::catch_unwind(|| load(|| panic!("a failed load")));
+        assert!(!is_loading());
+    }
+}

@@ -1,0 +1,210 @@
+//! ONNX Runtime, opened once for the process.
+//!
+//! `open` checks the version of the library, creates the environment, registers the allocator and
+//! observes that the settings have an effect. ONNX Runtime has one environment for each process,
+//! and the allocator must outlive every session, so neither is ever dropped.
+//!
+//! Invariant: at most one environment is created. A failure before that leaves nothing behind.
+
+use std::fmt;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use lowtide::ByteSize;
+use lowtide::admission::ManagedBuilder;
+use lowtide::decay::DecayTime;
+use lowtide::heap::HostArena;
+use lowtide::memory::{ArenaError, Memory, MemoryError};
+use ort::environment::Environment;
+use ort::session::builder::SessionBuilder;
+
+use super::allocator::OrtAllocator;
+use super::blocks::RunArena;
+use super::error::{OrtError, failed};
+use super::library;
+use super::session::{self, Configure, Configured, LoadedSession, Loader};
+use super::settings::SessionSettings;
+use super::verify;
+
+/// The name of the arena for the memory of runs.
+const ARENA_NAME: &str = "onnxruntime";
+/// The shortest time that the arena keeps idle memory, unless the heap keeps none. Longer than the
+/// pauses within a burst: with 1 s, bursts on a busy machine took up to 1.6 times the page faults.
+const DECAY_MIN: Duration = Duration::from_secs(2);
+
+/// Held while a runtime is opened; has the environment from then on.
+static ENVIRONMENT: Mutex<Option<Environment>> = Mutex::new(None);
+
+/// ONNX Runtime in this process. Cheap to clone.
+#[derive(Clone)]
+pub struct Runtime {
+    shared: Arc<Shared>,
+}
+
+struct Shared {
+    environment: Environment,
+    allocator: &'static OrtAllocator,
+    settings: SessionSettings,
+    version: Arc<str>,
+    memory: Memory,
+}
+
+impl Runtime {
+    /// Opens the shared library of ONNX Runtime and sets it up for the profile of `memory`.
+    ///
+    /// The memory of runs comes from an arena named `onnxruntime`: a device arena, if arenas of
+    /// `memory` are in host memory, else a heap arena. It keeps idle memory as long as the heap
+    /// does (`LOWTIDE_HEAP_DECAY`), but at least 2 s.
+    ///
+    /// Runs a model of 48 KiB to observe that the settings have an effect. Takes some milliseconds.
+    ///
+    /// # Errors
+    /// [`OrtError::Library`], [`OrtError::Version`], [`OrtError::Arena`]: nothing has changed, and
+    /// the service may try again. [`OrtError::AlreadyOpen`]. [`OrtError::Runtime`],
+    /// [`OrtError::NotInForce`].
+    pub fn open(memory: &Memory, library: impl AsRef<Path>) -> Result<Self, OrtError> {
+        Self::open_path(memory, library.as_ref(), None)
+    }
+
+    /// Like [`Runtime::open`], with another arena for the memory of runs.
+    ///
+    /// # Errors
+    /// Those of [`Runtime::open`], and [`OrtError::DeviceMemory`].
+    pub fn open_in(
+        memory: &Memory,
+        library: impl AsRef<Path>,
+        arena: impl Into<RunArena>,
+    ) -> Result<Self, OrtError> {
+        Self::open_path(memory, library.as_ref(), Some(arena.into()))
+    }
+
+    fn open_path(memory: &Memory, path: &Path, arena: Option<RunArena>) -> Result<Self, OrtError> {
+        let mut opened = ENVIRONMENT.lock().unwrap_or_else(PoisonError::into_inner);
+        if opened.is_some() {
+            return Err(OrtError::AlreadyOpen { path: path.to_owned() });
+        }
+        let version = library::version(path)?;
+        let arena = arena.map_or_else(|| default_arena(memory), Ok)?;
+        if !arena.is_readable() {
+            return Err(OrtError::DeviceMemory);
+        }
+        let builder = ort::init_from(path).map_err(|error| OrtError::Library {
+            path: path.to_owned(),
+            cause: error.to_string(),
+        })?;
+        let builder = builder.with_name("lowtide").with_telemetry(false);
+        let environment = builder.build().map_err(failed("create the environment"))?;
+        *opened = Some(environment.clone());
+        let register = OrtAllocator::register(&environment, arena);
+        let allocator = register.map_err(failed("register the allocator"))?;
+        let cpus = memory.snapshot().cpus.whole().unwrap_or(1);
+        let settings = SessionSettings::of(memory.config().profile.value, cpus);
+        let version: Arc<str> = version.into();
+        verify::observe(&environment, allocator, &settings, &version)?;
+        let shared = Shared { environment, allocator, settings, version, memory: memory.clone() };
+        Ok(Self { shared: Arc::new(shared) })
+    }
+}
+
+/// Opens the arena for the memory of runs.
+fn default_arena(memory: &Memory) -> Result<RunArena, OrtError> {
+    let decay = match memory.config().heap_decay.value {
+        DecayTime::Within(time) => DecayTime::Within(time.max(DECAY_MIN)),
+        other => other,
+    };
+    match memory.open_arena(ARENA_NAME) {
+        Ok(arena) if arena.capabilities().host_backed => {
+            arena.set_decay(decay);
+            return Ok(arena.into());
+        }
+        // Its memory is on the GPU.
+        Ok(arena) => drop(arena.close()),
+        Err(MemoryError::Arena(ArenaError::NoDevice { .. })) => {}
+        Err(error) => return Err(OrtError::Arena(error.into())),
+    }
+    let arena = HostArena::new(ARENA_NAME).map_err(|error| OrtError::Arena(error.into()))?;
+    arena.set_decay(decay).map_err(|error| OrtError::Arena(error.into()))?;
+    Ok(arena.into())
+}
+
+impl Runtime {
+    /// Returns a builder for a session of this model, to be registered with
+    /// [`Memory::register`](lowtide::Memory::register). Its file is read by each load.
+    ///
+    /// The session is loaded on first use, once for all callers that wait, and unloaded when it has
+    /// been idle (`LOWTIDE_IDLE_UNLOAD`) or memory is short. Its declared cost is the size of its
+    /// files, external data included. A failed load is an error of those who wait for it, with an
+    /// [`OrtError`] that names the model; the next one may succeed.
+    ///
+    /// Store the weights as external data
+    /// (`onnx.save(model, path, save_as_external_data=True)`), which ONNX Runtime maps: a load of
+    /// 86 MiB of weights then takes 88 MiB at most. Without, it takes 180 MiB, twice the
+    /// declared cost, until it has ended.
+    #[must_use]
+    pub fn session(&self, name: &str, model: impl Into<PathBuf>) -> ManagedBuilder<LoadedSession> {
+        self.managed(name, model.into(), None)
+    }
+
+    /// Like [`Runtime::session`], with changes to the builder of the session, such as execution
+    /// providers. They are applied after the settings of the profile, and may replace them; the
+    /// number of threads is not checked then.
+    pub fn session_with(
+        &self,
+        name: &str,
+        model: impl Into<PathBuf>,
+        configure: impl Fn(SessionBuilder) -> Configured + Send + Sync + 'static,
+    ) -> ManagedBuilder<LoadedSession> {
+        self.managed(name, model.into(), Some(Box::new(configure)))
+    }
+
+    fn managed(
+        &self,
+        name: &str,
+        model: PathBuf,
+        configure: Option<Box<Configure>>,
+    ) -> ManagedBuilder<LoadedSession> {
+        let shared = &self.shared;
+        let cost = ByteSize::new(session::bytes_on_disk(&model));
+        let loader = Loader {
+            name: name.to_owned(),
+            model,
+            environment: shared.environment.clone(),
+            settings: shared.settings.clone(),
+            version: Arc::clone(&shared.version),
+            memory: shared.memory.downgrade(),
+            configure,
+        };
+        let of_unload = name.to_owned();
+        let builder = shared.memory.managed(name, move || loader.load());
+        let cost = shared.memory.cost(cost, ByteSize::ZERO);
+        builder.cost(cost).unload(move |loaded| session::unload(&of_unload, loaded))
+    }
+
+    /// Returns the version of ONNX Runtime, such as `1.32.0`.
+    #[must_use]
+    pub fn version(&self) -> &str {
+        &self.shared.version
+    }
+
+    /// Returns the allocator that all sessions use.
+    #[must_use]
+    pub fn allocator(&self) -> &'static OrtAllocator {
+        self.shared.allocator
+    }
+
+    /// Returns the environment, for sessions that are not managed.
+    #[must_use]
+    pub fn environment(&self) -> &Environment {
+        &self.shared.environment
+    }
+}
+
+impl fmt::Debug for Runtime {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Runtime")
+            .field("version", &self.shared.version)
+            .field("allocator", &self.shared.allocator)
+            .finish_non_exhaustive()
+    }
+}
