@@ -356,8 +356,8 @@ impl<E> fmt::Debug for MemoryLayer<E> {
 impl Memory {
     /// Returns a layer that admits requests by the length of their body, with the default of
     /// [`ContentLength`]; [`MemoryLayer::with_estimate`] changes that. Requests wait for room for
-    /// as long as configured ([`Builder::max_wait`](crate::memory::Builder::max_wait)). It keeps this
-    /// `Memory` running.
+    /// as long as configured ([`Builder::max_wait`](crate::memory::Builder::max_wait)). It keeps
+    /// this `Memory` running.
     #[must_use]
     pub fn layer(&self) -> MemoryLayer<ContentLength> {
         MemoryLayer::new(self.admission().clone(), ContentLength::default())

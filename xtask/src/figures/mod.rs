@@ -75,7 +75,7 @@ const SUBJECTS: &[(&str, &str)] = &[
     ("faults", "faults that were found and fixed: what goes wrong now, with a real ONNX Runtime"),
     ("candle", "an embedding server with candle and a real model, and without lowtide: 15 minutes"),
     ("measured", "requests that are measured: errors, costs, overload; over an hour"),
-    ("room", "requests that wait for room, evictions of models, leaks: eight minutes"),
+    ("room", "requests that wait for room, evictions of models, leaks: some 75 minutes"),
     ("engines", "a real ONNX Runtime in a service: memory, CPU time, evictions; half an hour"),
     ("envoy", "thresholds on the heap, in Envoy, and lowtide: quick and slow bodies"),
 ];
