@@ -172,11 +172,6 @@ struct OperatingPage;
 #[doc = include_str!("../docs/RECORDING.md")]
 struct RecordingPage;
 
-/// The code of the page on engines, compiled.
-#[cfg(doctest)]
-#[doc = include_str!("../docs/ENGINES.md")]
-struct EnginesPage;
-
 /// The code of the page that follows an allocation, compiled.
 #[cfg(doctest)]
 #[doc = include_str!("../docs/LIFE_OF_AN_ALLOCATION.md")]
