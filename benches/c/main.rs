@@ -9,6 +9,9 @@
 #![expect(clippy::print_stdout, reason = "a program that shows something")]
 #![expect(unsafe_code, reason = "C functions are called by their address")]
 
+#[path = "../callgrind.rs"]
+mod callgrind;
+
 use std::ffi::{CString, c_int, c_void};
 use std::hint::black_box;
 use std::path::PathBuf;
@@ -20,6 +23,8 @@ use clap::{Parser, ValueEnum};
 use lowtide_gpu::clock::SystemClock;
 use lowtide_gpu::driver::StreamHandle;
 use lowtide_gpu::{ArenaConfig, ByteSize, DeviceArena, HostDriver, Region};
+
+use crate::callgrind::callgrind;
 
 /// Pairs of the shorter run.
 const PAIRS: usize = 50_000;
@@ -118,16 +123,8 @@ fn instructions(kind: Kind) -> Result<f64, String> {
 fn collected(kind: Kind, pairs: usize) -> Result<f64, String> {
     let program = std::env::current_exe().map_err(|error| error.to_string())?;
     let name = kind.to_possible_value().map(|value| value.get_name().to_owned());
-    let output = Command::new("valgrind")
-        .args(["--tool=callgrind", "--callgrind-out-file=/dev/null"])
-        .arg(program)
-        .args(["--be", &name.unwrap_or_default(), "--pairs", &pairs.to_string()])
-        .output()
-        .map_err(|_| "no valgrind".to_owned())?;
-    let text = String::from_utf8_lossy(&output.stderr);
-    let line = text.lines().find_map(|line| line.split_once("Collected : "));
-    line.and_then(|(_, count)| count.trim().parse().ok())
-        .ok_or_else(|| format!("valgrind: {}", text.lines().last().unwrap_or_default()))
+    let arguments = ["--be", &name.unwrap_or_default(), "--pairs", &pairs.to_string()];
+    callgrind::instructions(callgrind(program).args(arguments))
 }
 
 /// The pairs in Rust.

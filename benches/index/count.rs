@@ -5,8 +5,7 @@
 //!
 //! Invariant: equal steps and seeds for every peer.
 
-use std::process::Command;
-
+use crate::callgrind::{self, callgrind};
 use crate::ours::Ours;
 use crate::peers::{Offset, Peer};
 use crate::tlsf::Tlsf;
@@ -78,14 +77,6 @@ fn collected(who: Counted, steps: usize) -> Result<f64, String> {
     use clap::ValueEnum as _;
     let program = std::env::current_exe().map_err(|error| error.to_string())?;
     let name = who.to_possible_value().map(|value| value.get_name().to_owned());
-    let output = Command::new("valgrind")
-        .args(["--tool=callgrind", "--callgrind-out-file=/dev/null"])
-        .arg(program)
-        .args(["--be", &name.unwrap_or_default(), "--steps", &steps.to_string()])
-        .output()
-        .map_err(|_| "no valgrind".to_owned())?;
-    let text = String::from_utf8_lossy(&output.stderr);
-    let line = text.lines().find_map(|line| line.split_once("Collected : "));
-    line.and_then(|(_, count)| count.trim().parse().ok())
-        .ok_or_else(|| format!("valgrind: {}", text.lines().last().unwrap_or_default()))
+    let arguments = ["--be", &name.unwrap_or_default(), "--steps", &steps.to_string()];
+    callgrind::instructions(callgrind(program).args(arguments))
 }

@@ -11,6 +11,8 @@
 #![expect(clippy::cast_precision_loss, reason = "figures of a bench are far below 2^52")]
 
 mod arena;
+#[path = "../callgrind.rs"]
+mod callgrind;
 mod chance;
 mod count;
 mod granules;

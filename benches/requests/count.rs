@@ -7,7 +7,6 @@ use std::convert::Infallible;
 use std::future::Future;
 use std::hint::black_box;
 use std::pin::{Pin, pin};
-use std::process::Command;
 use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 
@@ -26,6 +25,8 @@ use lowtide::service::{Constant, ContentLength, MemoryLayer};
 use lowtide::{BoxError, ByteSize, Memory};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tower::{Layer as _, Service as _};
+
+use crate::callgrind::{self, callgrind};
 
 /// Polls of the shorter run, and requests. Threads of the process add some 500,000 instructions.
 const POLLS: usize = 200_000;
@@ -190,13 +191,7 @@ fn count(counted: Counted) -> Result<f64, BoxError> {
 
 fn collect(counted: Counted, steps: usize) -> Result<f64, BoxError> {
     let counted = counted.to_possible_value().ok_or("no value is skipped")?;
-    let output = Command::new("valgrind")
-        .args(["--tool=callgrind", "--callgrind-out-file=/dev/null"])
-        .arg(std::env::current_exe()?)
-        .args(["--be", counted.get_name(), "--steps", &steps.to_string()])
-        .output()?;
-    let text = String::from_utf8_lossy(&output.stderr);
-    let line = text.lines().find_map(|line| line.split_once("Collected : "));
-    let found = line.and_then(|(_, count)| count.trim().parse().ok());
-    found.ok_or_else(|| format!("valgrind: {}", text.lines().last().unwrap_or_default()).into())
+    let mut command = callgrind(std::env::current_exe()?);
+    command.args(["--be", counted.get_name(), "--steps", &steps.to_string()]);
+    Ok(callgrind::instructions(&mut command)?)
 }

@@ -10,6 +10,8 @@
 #![expect(clippy::cast_precision_loss, reason = "figures of a bench are far below 2^52")]
 
 mod accuracy;
+#[path = "../callgrind.rs"]
+mod callgrind;
 mod cases;
 #[path = "../index/chance.rs"]
 #[allow(dead_code, reason = "another bench draws sizes too")]

@@ -3,11 +3,10 @@
 //! Instructions are counted by callgrind: of a loop three times as long less one, less the same of
 //! an empty loop. Invariant: what starting the process takes is in no figure.
 
-use std::process::Command;
-
 use lowtide::heap::HeapProfile;
 use retention::{BoxError, count};
 
+use crate::callgrind::{self, callgrind};
 use crate::contestants::{self, CONF, COSTS, Contestant};
 use crate::figures::Figures;
 use crate::process::{Running, field};
@@ -58,15 +57,8 @@ fn pair(who: &Contestant, of: &str) -> Result<f64, String> {
 }
 
 fn collected(who: &Contestant, of: &str, times: u64) -> Result<f64, String> {
-    let output = Command::new("valgrind")
-        .args(["--tool=callgrind", "--callgrind-out-file=/dev/null", who.program])
-        .args(["pair", of, &times.to_string()])
-        // Background threads would be counted as well.
-        .env(CONF, "narenas:4")
-        .output()
-        .map_err(|_| "no valgrind".to_owned())?;
-    let text = String::from_utf8_lossy(&output.stderr);
-    let line = text.lines().find_map(|line| line.split_once("Collected : "));
-    line.and_then(|(_, count)| count.trim().parse().ok())
-        .ok_or_else(|| format!("valgrind: {}", text.lines().last().unwrap_or_default()))
+    let mut command = callgrind(who.program);
+    // Background threads would be counted as well.
+    command.args(["pair", of, &times.to_string()]).env(CONF, "narenas:4");
+    callgrind::instructions(&mut command)
 }

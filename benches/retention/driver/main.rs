@@ -7,6 +7,8 @@
 #![expect(clippy::print_stdout, clippy::print_stderr, reason = "a program that shows something")]
 
 mod burst;
+#[path = "../../callgrind.rs"]
+mod callgrind;
 mod contestants;
 mod costs;
 mod figures;
