@@ -15,6 +15,7 @@ use axum::http::request::Parts;
 use axum::middleware::from_fn;
 use axum::routing::get;
 use axum::{Json, Router};
+use lowtide::config::Config;
 use lowtide::decay::DecayTime;
 use lowtide::device::DeviceArena;
 use lowtide::memory::Builder;
@@ -146,9 +147,6 @@ async fn start(settings: &Settings) -> Result<(app::Running, std::net::SocketAdd
         upstream: Some(format!("http://{back}/").parse()?),
         ..app::Options::default()
     };
-    if settings.queue != Queue::Proxy {
-        options.max_wait = Duration::ZERO;
-    }
     options.limits.connections = settings.connections;
     Ok((app::start(options, memory, render).await?, back))
 }
@@ -190,13 +188,16 @@ fn admitted(
             } else if wrong > 0.0 {
                 routes.layer(MemoryLayer::new(memory.admission().clone(), held))
             } else {
-                routes.layer(memory.layer())
+                routes.layer(memory.layer().with_max_wait(Config::MAX_WAIT))
             }
         }
     })
 }
 
 fn memory(settings: &Settings, mut builder: Builder) -> Result<Memory, BoxError> {
+    if settings.queue != Queue::Proxy {
+        builder = builder.max_wait(Duration::ZERO);
+    }
     if settings.decay_off {
         builder = builder.heap_decay(DecayTime::Never);
     }

@@ -24,7 +24,7 @@ use axum::routing::{any, get, post};
 use lowtide::ByteSize;
 use lowtide::admission::{Admission, Cost, Managed};
 use lowtide::device::{ArenaConfig, DeviceArena};
-use lowtide::service::{Admin, AdminToken, Endpoints, MemoryLayer, MinDataRate, Peer};
+use lowtide::service::{Admin, AdminToken, Endpoints, MinDataRate, Peer};
 use lowtide::{BoxError, Memory};
 use tokio::net::TcpListener;
 use tokio::sync::watch;
@@ -65,8 +65,6 @@ pub(crate) struct Options {
     pub(crate) idle_unload: Option<Duration>,
     /// The limits for clients.
     pub(crate) limits: Limits,
-    /// How long a request may wait for room.
-    pub(crate) max_wait: Duration,
     /// Whose verbs are heard.
     pub(crate) hears: Hears,
 }
@@ -106,7 +104,6 @@ impl Default for Options {
             seed: 1,
             idle_unload: None,
             limits: Limits::default(),
-            max_wait: Duration::from_secs(2),
             hears: Hears::default(),
         }
     }
@@ -186,8 +183,7 @@ pub(crate) async fn start(
                     Cost::host(ByteSize::new(bytes))
                 };
                 // A bound: `words` refuses a text that needs more.
-                let layer = MemoryLayer::new(memory.admission().clone(), estimate);
-                let layer = layer.with_max_wait(options.max_wait);
+                let layer = memory.layer().with_estimate(estimate);
                 routes = routes.layer(layer.without_slow_start());
             }
             let listener = TcpListener::bind((std::net::Ipv4Addr::LOCALHOST, 0)).await?;
@@ -214,10 +210,9 @@ pub(crate) async fn start(
     let mut servers = Vec::new();
     // The small upstream admits in the same ledger: requests wait in front of it, and not for the
     // little that forwarding them takes as well.
-    let forward_wait = if own_upstream.is_some() { Duration::ZERO } else { options.max_wait };
-    let waits = Waits { embed: options.max_wait, forward: forward_wait };
+    let forward_waits = own_upstream.is_none();
     let rate = MinDataRate::new(RATE_MIN, options.limits.body_timeout);
-    let mut routes = clients_routes(forward, embedder, memory, waits, rate);
+    let mut routes = clients_routes(forward, embedder, memory, forward_waits, rate);
     let mut operators = address;
     if let Some((listener, at)) = aside {
         let limits = Limits { connections: OPERATORS, ..options.limits };
@@ -240,18 +235,12 @@ async fn listen(at: SocketAddr) -> Result<(TcpListener, SocketAddr), BoxError> {
     Ok((listener, address))
 }
 
-/// The longest times that requests wait for room.
-struct Waits {
-    embed: Duration,
-    forward: Duration,
-}
-
 /// Builds the routes that pass the memory layer.
 fn clients_routes(
     forward: Forward,
     embedder: Embedder,
     memory: Option<Memory>,
-    waits: Waits,
+    forward_waits: bool,
     rate: MinDataRate,
 ) -> Router {
     let embed = post(move |request| {
@@ -268,7 +257,7 @@ fn clients_routes(
     let (mut embed, mut forward) =
         (Router::new().route("/embed", embed), Router::new().fallback(forward));
     if let Some(memory) = memory {
-        let admission = memory.admission().clone();
+        let layer = memory.layer();
         let estimate = move |request: &Parts| {
             if request.uri.path() == "/embed" {
                 let announced = content_length(request).unwrap_or(0);
@@ -278,10 +267,10 @@ fn clients_routes(
             }
         };
         // Bounds: bodies stream through, and the model plans its memory.
-        let layer = MemoryLayer::new(admission, estimate).without_slow_start();
-        let layer = layer.with_min_data_rate(rate);
-        embed = embed.layer(layer.clone().with_max_wait(waits.embed));
-        forward = forward.layer(layer.with_max_wait(waits.forward));
+        let layer = layer.with_estimate(estimate).without_slow_start().with_min_data_rate(rate);
+        embed = embed.layer(layer.clone());
+        let layer = if forward_waits { layer } else { layer.with_max_wait(Duration::ZERO) };
+        forward = forward.layer(layer);
     }
     embed.merge(forward)
 }

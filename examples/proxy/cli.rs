@@ -90,11 +90,6 @@ struct Cli {
     #[arg(long, env = "PROXY_HEAD_TIMEOUT", value_parser = humantime::parse_duration)]
     #[arg(default_value = "10s")]
     head_timeout: Duration,
-    /// How long a request that does not fit may wait for room before 503; 0s to reject it
-    /// immediately.
-    #[arg(long, env = "PROXY_MAX_WAIT", value_parser = humantime::parse_duration)]
-    #[arg(default_value = "2s")]
-    max_wait: Duration,
     /// Most connections at once. For a further one, the connection without progress for the longest
     /// time is closed, if that is 1 s; else the new one is, after 1 s. Each uses up to 3 file
     /// descriptors, and a quarter as many may wait: no more than (`ulimit -n` - 48) / 3.25.
@@ -248,7 +243,6 @@ async fn run(cli: Cli) -> Result<(), BoxError> {
             head_timeout: cli.head_timeout,
             connections: cli.connections,
         },
-        max_wait: cli.max_wait,
         hears,
     };
     // Installed before it listens: a client that sees it listening may send a signal.

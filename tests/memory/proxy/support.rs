@@ -83,7 +83,11 @@ impl Managed {
     pub(crate) async fn with(options: Options, set: impl Fn(Builder) -> Builder) -> Self {
         let stage = stage().await;
         let clock = Arc::new(ManualClock::new());
-        let builder = || Memory::builder().memory_limit(ByteSize::gib(1)).clock(clock.clone());
+        // No tick comes while the clock stands still, and so no deadline passes.
+        let builder = || {
+            let builder = Memory::builder().memory_limit(ByteSize::gib(1)).clock(clock.clone());
+            builder.max_wait(Duration::ZERO)
+        };
         let mut started = None;
         // That of a test that failed is dropped a little after its turn has ended.
         until("no other memory runs", || match set(builder()).start() {
@@ -99,8 +103,7 @@ impl Managed {
         assert!(clock.wait_for_waiters(2, PATIENCE), "both threads are idle");
         let chosen = options.weights != Options::default().weights;
         let weights = if chosen { options.weights } else { WEIGHTS };
-        // No tick comes while the clock stands still, and so no deadline passes.
-        let options = Options { weights, max_wait: Duration::ZERO, ..options };
+        let options = Options { weights, ..options };
         let running = app::start(options, Some(memory.clone()), || "metrics 1\n".to_owned())
             .await
             .expect("the proxy starts");
