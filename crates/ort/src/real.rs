@@ -16,6 +16,7 @@ use lowtide::memory::Slot;
 use lowtide::{BoxError, ByteSize, Memory};
 use ort::session::Session;
 use ort::value::TensorRef;
+use tempfile::TempDir;
 use test_fork::test;
 
 use super::settings::{ENV_ALLOCATORS, PATTERN, SPINNING, SessionSettings};
@@ -39,10 +40,23 @@ fn memory() -> Memory {
     Memory::builder().device(DeviceChoice::Host).start().unwrap()
 }
 
+fn opened() -> Option<(Memory, Runtime)> {
+    let (library, memory) = (library()?, memory());
+    let runtime = Runtime::open(&memory, library).unwrap();
+    Some((memory, runtime))
+}
+
 fn in_file(folder: &Path, bytes: &[u8]) -> PathBuf {
     let path = folder.join("model.onnx");
     fs::write(&path, bytes).unwrap();
     path
+}
+
+/// Writes the small model to a folder, which is removed when its handle is dropped.
+fn small_model() -> (TempDir, PathBuf) {
+    let folder = tempfile::tempdir().unwrap();
+    let path = in_file(folder.path(), &model::encoded());
+    (folder, path)
 }
 
 /// Runs the small model on so many rows of ones, and checks the answer.
@@ -79,9 +93,7 @@ fn it_opens_once_and_after_a_failure() {
 
 #[test]
 fn a_setting_that_the_runtime_does_not_follow_is_observed() {
-    let Some(library) = library() else { return };
-    let memory = memory();
-    let runtime = Runtime::open(&memory, &library).unwrap();
+    let Some((_memory, runtime)) = opened() else { return };
     let said = SessionSettings::of(Profile::Balanced, 2);
     for (key, other) in [(ENV_ALLOCATORS, "0"), (PATTERN, "true"), (SPINNING, "1")] {
         let applied = said.with(key, other);
@@ -94,11 +106,8 @@ fn a_setting_that_the_runtime_does_not_follow_is_observed() {
 
 #[test]
 fn a_session_is_loaded_once_and_returns_all_when_it_is_unloaded() {
-    let Some(library) = library() else { return };
-    let memory = memory();
-    let runtime = Runtime::open(&memory, &library).unwrap();
-    let folder = tempfile::tempdir().unwrap();
-    let model = in_file(folder.path(), &model::encoded());
+    let Some((memory, runtime)) = opened() else { return };
+    let (_folder, model) = small_model();
     let session = runtime.session("small", &model).idle(Duration::from_secs(3_600));
     let session: ManagedSession = memory.register(session).unwrap();
     assert!(!session.stats().loaded);
@@ -125,11 +134,8 @@ fn a_session_is_loaded_once_and_returns_all_when_it_is_unloaded() {
 
 #[test]
 fn memory_of_runs_is_released_when_idle() {
-    let Some(library) = library() else { return };
-    let memory = memory();
-    let runtime = Runtime::open(&memory, &library).unwrap();
-    let folder = tempfile::tempdir().unwrap();
-    let model = in_file(folder.path(), &model::encoded());
+    let Some((memory, runtime)) = opened() else { return };
+    let (_folder, model) = small_model();
     let session = memory.register(runtime.session("small", &model)).unwrap();
     let held = session.acquire_blocking().unwrap();
     run(&mut held.lock(), 65_536).unwrap(); // blocks of 16 MiB
@@ -146,8 +152,7 @@ fn a_heap_arena_serves_runs_too() {
     let Some(library) = library() else { return };
     let memory = Memory::builder().device(DeviceChoice::None).start().unwrap();
     let runtime = Runtime::open(&memory, &library).unwrap();
-    let folder = tempfile::tempdir().unwrap();
-    let model = in_file(folder.path(), &model::encoded());
+    let (_folder, model) = small_model();
     let session = memory.register(runtime.session("small", &model)).unwrap();
     run(&mut session.acquire_blocking().unwrap().lock(), 1_000).unwrap();
     let arenas = HostArena::all().unwrap();
@@ -157,9 +162,7 @@ fn a_heap_arena_serves_runs_too() {
 
 #[test]
 fn a_model_that_cannot_be_loaded_is_named_and_the_service_goes_on() {
-    let Some(library) = library() else { return };
-    let memory = memory();
-    let runtime = Runtime::open(&memory, &library).unwrap();
+    let Some((memory, runtime)) = opened() else { return };
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("model.onnx");
     let pause = lowtide::admission::Backoff { first: Duration::ZERO, max: Duration::ZERO };
@@ -193,11 +196,8 @@ fn a_model_that_cannot_be_loaded_is_named_and_the_service_goes_on() {
 
 #[test]
 fn a_value_that_is_kept_keeps_its_session_and_can_be_dropped_later() {
-    let Some(library) = library() else { return };
-    let memory = memory();
-    let runtime = Runtime::open(&memory, &library).unwrap();
-    let folder = tempfile::tempdir().unwrap();
-    let model = in_file(folder.path(), &model::encoded());
+    let Some((memory, runtime)) = opened() else { return };
+    let (_folder, model) = small_model();
     let session = memory.register(runtime.session("small", &model)).unwrap();
     let loaded = session.acquire_blocking().unwrap();
     let input = vec![1.0_f32; WIDTH];
@@ -230,8 +230,7 @@ fn a_shared_arena_rules_over_session_keys_and_can_be_replaced_and_shrunk() {
     assert_eq!(used.conflicts().len(), 1, "{used:?}");
     let runtime = Runtime::open_in(&memory, &library, used).unwrap();
 
-    let folder = tempfile::tempdir().unwrap();
-    let model = in_file(folder.path(), &model::encoded());
+    let (_folder, model) = small_model();
     let session = runtime.session_with("small", &model, move |builder| {
         Ok(builder.with_config_entry(key.0, key.1).map_err(|error| error.to_string())?)
     });
@@ -272,8 +271,7 @@ fn the_shrink_option_of_a_run_is_an_error_and_ours_is_a_call() {
     let memory = memory();
     let arena: DeviceArena = memory.open_arena("runs").unwrap();
     let runtime = Runtime::open_in(&memory, &library, arena.clone()).unwrap();
-    let folder = tempfile::tempdir().unwrap();
-    let model = in_file(folder.path(), &model::encoded());
+    let (_folder, model) = small_model();
     let session = memory.register(runtime.session("small", &model)).unwrap();
     let held = session.acquire_blocking().unwrap();
     let mut options = ort::session::RunOptions::new().unwrap();
