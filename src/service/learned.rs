@@ -104,10 +104,19 @@ impl Lesson {
         }
     }
 
+    /// Records what a running request holds, which is no evidence of a small need.
+    pub(super) fn observe_running(&self, held: ByteSize) {
+        match &self.0 {
+            Of::Bytes(route) => route.observe_running(held),
+            Of::Estimate(compared) => compared.observe_running(held),
+        }
+    }
+
     /// Records a request that did not complete, which is no evidence of a small need.
     pub(super) fn learn_at_least(&self, held: ByteSize) {
         match &self.0 {
-            Of::Bytes(route) if held > route.estimate() => route.learn(held),
+            // What it held while it ran may be the estimate already.
+            Of::Bytes(route) if held >= route.estimate() => route.learn(held),
             Of::Bytes(_) => {}
             Of::Estimate(compared) => compared.learn_at_least(held),
         }
@@ -212,7 +221,8 @@ impl<K, F> fmt::Debug for Learned<K, F> {
 
 /// The record of one route.
 struct Route {
-    /// The bytes that suffice for [`PERCENTILE`] % of the requests so far; 0 before the first.
+    /// The bytes that suffice for [`PERCENTILE`] % of the requests so far. Before the first has
+    /// ended, the most that a running one held.
     learned: AtomicU64,
     guess: ByteSize,
     /// Set once the guess is no longer used.
@@ -238,6 +248,12 @@ impl Route {
     fn estimate(&self) -> ByteSize {
         let learned = ByteSize::new(self.learned.load(Ordering::Relaxed));
         if self.is_known.load(Ordering::Relaxed) { learned } else { learned.max(self.guess) }
+    }
+
+    fn observe_running(&self, held: ByteSize) {
+        if !self.is_known.load(Ordering::Relaxed) && lock(&self.seen).lessons == 0 {
+            self.learned.fetch_max(held.get(), Ordering::Relaxed);
+        }
     }
 
     fn learn(&self, held: ByteSize) {
@@ -354,6 +370,11 @@ mod tests {
         let low = Route::new(ByteSize::ZERO);
         learn(&low, [5 << 20]);
         assert_eq!(low.estimate(), ByteSize::mib(5), "a guess that is too low is no bound");
+        low.observe_running(ByteSize::mib(9));
+        assert_eq!(low.estimate(), ByteSize::mib(5), "one has ended");
+        let running = Route::new(ByteSize::mib(1));
+        [3, 2].into_iter().for_each(|mib| running.observe_running(ByteSize::mib(mib)));
+        assert_eq!(running.estimate(), ByteSize::mib(3));
     }
 
     #[test]

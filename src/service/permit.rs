@@ -363,6 +363,9 @@ impl SharedPermit {
             // Read under the lock, so that no thread overwrites a newer report with an older one.
             let live = self.0.memory().live;
             held.hold(live);
+            if let Some(lesson) = &held.terms.lesson {
+                lesson.observe_running(live);
+            }
             let before = admitted.reported.swap(live.get(), Ordering::Relaxed);
             held.change_live(&admitted.origin, ByteSize::new(before), live);
             (live, held.permit.is_short())

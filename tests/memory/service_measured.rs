@@ -197,6 +197,24 @@ fn requests_that_last_long_are_not_held_up_for_more_than_a_second() {
     );
 }
 
+/// The bug: estimates were a quarter of the need and bodies took a second to arrive. The limit on
+/// the route ended before its first request did, the next requests reserved half of their need, and
+/// the kernel killed the service.
+#[test]
+fn before_a_route_is_known_the_next_requests_reserve_what_a_running_one_holds() {
+    let mut bed = Bed::new(handler(|request| async move {
+        let path = request.uri().path().to_owned();
+        let _held = path.ends_with("/grows").then(|| block(30));
+        std::future::pending().await
+    }));
+    let _running = bed.call("/a/grows", LARGE).expect("the first");
+    bed.clock.advance(Duration::from_secs(1));
+    let _next = bed.call("/a/arrives", LARGE).expect("the limit has ended");
+    assert!(about(bed.reserved(), 60), "{}", bed.reserved());
+    let _other = bed.call("/b/arrives", LARGE).expect("another route");
+    assert!(about(bed.reserved(), 60 + 21), "{}", bed.reserved());
+}
+
 /// The bug: what a request held beyond its estimate was booked by nobody, and others were admitted
 /// in its place.
 #[test]

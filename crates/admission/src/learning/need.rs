@@ -6,6 +6,9 @@
 //! of another size of their route. A body of undeclared length does not show its size; such
 //! requests are a kind of their own, of which more are measured before the ratio is used.
 //!
+//! Until the first request of a kind has ended, the most that a running one holds stands in for the
+//! mean.
+//!
 //! A request reserves the mean and a margin. The margin is [`DEVIATIONS`] standard deviations of
 //! the sum of all requests that fit together, divided by their number. So, in a route in which a
 //! few requests need a hundred times more, each reserves little while many fit, and much if few
@@ -134,6 +137,9 @@ impl Room {
 struct Need {
     /// The mean and the deviation, as bits of two `f32`; 0 before the first request.
     seen: AtomicU64,
+    /// The most that a request held while it ran and none had ended, for each estimated byte, as
+    /// the bits of an `f64`. They are in the order of the values, since no value is negative.
+    running: AtomicU64,
     /// The last known mean and deviation of the route, for requests of any size; 0 if none is
     /// known.
     family: Arc<AtomicU64>,
@@ -202,6 +208,7 @@ impl Need {
     fn new(family: Arc<AtomicU64>, lessons_min: u32) -> Self {
         Self {
             seen: AtomicU64::new(0),
+            running: AtomicU64::new(0),
             family,
             is_known: AtomicBool::new(false),
             average: Mutex::default(),
@@ -253,9 +260,17 @@ impl Compared {
         self.need.learn(held.as_f64() / self.compared.as_f64());
     }
 
+    /// Records what a running request holds, which is no evidence of a small need.
+    pub fn observe_running(&self, held: ByteSize) {
+        if self.need.seen.load(Ordering::Relaxed) == 0 {
+            let ratio = held.as_f64() / self.compared.as_f64();
+            self.need.running.fetch_max(ratio.to_bits(), Ordering::Relaxed);
+        }
+    }
+
     /// Records a request that did not complete, which is no evidence of a small need.
     pub fn learn_at_least(&self, held: ByteSize) {
-        if held > self.claim(Room::UNLIMITED) {
+        if held > self.measured(Room::UNLIMITED) {
             self.learn(held);
         }
     }
@@ -263,6 +278,16 @@ impl Compared {
     /// Returns the reservation for the request in this room: the measured need of its route, up to
     /// the [limit](Room::limit).
     pub fn claim(&self, room: Room) -> ByteSize {
+        let claim = self.measured(room);
+        if self.need.seen.load(Ordering::Relaxed) != 0 {
+            return claim;
+        }
+        let mean = f64::from_bits(self.need.running.load(Ordering::Relaxed));
+        claim.max(Ratio { mean, deviation: 0.0 }.limited(self.compared, room))
+    }
+
+    /// Returns the same, without what running requests hold.
+    fn measured(&self, room: Room) -> ByteSize {
         let of = |ratio: Ratio| ratio.limited(self.compared, room);
         let Need { seen, family, is_known, .. } = &*self.need;
         let ratio = |of: &AtomicU64| Ratio::unpack(of.load(Ordering::Relaxed));
@@ -345,6 +370,25 @@ mod tests {
             ByteSize::mib(500),
             "another size of the route"
         );
+    }
+
+    #[test]
+    fn a_running_request_raises_the_claim_until_the_first_has_ended() {
+        let needs = Needs::default();
+        let request = of(&needs, MIB, true);
+        request.observe_running(MIB);
+        assert_eq!(request.claim(ROOM), ByteSize::mib(2), "no evidence of a small need");
+        [8, 3].into_iter().for_each(|mib| request.observe_running(ByteSize::mib(mib)));
+        assert_eq!(request.claim(ROOM), ByteSize::mib(8), "the most");
+        assert_eq!(request.expected(), ByteSize::ZERO, "none has been measured");
+        assert_eq!(
+            of(&needs, ByteSize::mib(4), true).claim(ROOM),
+            ByteSize::mib(8),
+            "another size"
+        );
+        request.learn_at_least(ByteSize::mib(5)); // it was cancelled
+        request.observe_running(ByteSize::mib(9));
+        assert_eq!(request.claim(ROOM), ByteSize::mib(5));
     }
 
     /// The bug: requests of a known route reserved nothing if there was no room at all, and what
