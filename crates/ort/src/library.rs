@@ -3,6 +3,7 @@
 //! `ort` checks the version too, and reports a text.
 #![expect(unsafe_code, reason = "calls a function of a shared library")]
 
+use std::error::Error as _;
 use std::ffi::CStr;
 use std::path::Path;
 
@@ -19,7 +20,12 @@ pub(crate) fn version(path: &Path) -> Result<String, OrtError> {
     let cannot = |cause: String| OrtError::Library { path: path.to_owned(), cause };
     // SAFETY: the initialisers of a shared library run, as whenever one is loaded; the caller chose
     // it. The handle is dropped here; `ort` opens another one.
-    let library = unsafe { Library::new(path) }.map_err(|error| cannot(text(&error)))?;
+    let library = unsafe { Library::new(path) };
+    // The dynamic linker's message is the source of the error.
+    let library = library.map_err(|error| match error.source() {
+        Some(source) => cannot(text(&source)),
+        None => cannot(text(&error)),
+    })?;
     // SAFETY: the type is the one that ONNX Runtime's header declares for this name.
     let base =
         unsafe { library.get::<unsafe extern "C" fn() -> *const OrtApiBase>(c"OrtGetApiBase") };
@@ -76,7 +82,11 @@ mod tests {
 
         let file = tempfile::NamedTempFile::new().unwrap();
         std::fs::write(file.path(), "no library").unwrap();
-        assert!(matches!(version(file.path()), Err(OrtError::Library { .. })));
+        let other = version(file.path()).unwrap_err();
+        assert!(matches!(other, OrtError::Library { .. }), "{other}");
+        // The bug: both causes were "dlopen failed".
+        assert!(text.contains("No such file"), "{text}");
+        assert!(!other.to_string().contains("No such file"), "{other}");
     }
 
     #[test]
