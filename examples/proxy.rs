@@ -12,6 +12,8 @@
 #[path = "proxy/app.rs"]
 #[allow(dead_code, reason = "other programs that start it read more of it")]
 mod app;
+#[path = "proxy/chance.rs"]
+mod chance;
 #[path = "proxy/cli.rs"]
 mod cli;
 #[path = "proxy/embed.rs"]

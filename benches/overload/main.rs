@@ -21,6 +21,8 @@ mod cell;
 #[path = "../../examples/tide/cgroup.rs"]
 #[allow(dead_code, reason = "the tide enters its cgroup itself")]
 mod cgroup;
+#[path = "../../examples/proxy/chance.rs"]
+mod chance;
 mod charge;
 #[path = "../../examples/proxy/embed.rs"]
 mod embed;

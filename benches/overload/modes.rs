@@ -7,10 +7,10 @@ use lowtide::BoxError;
 
 use crate::Cli;
 use crate::cases;
+use crate::chance::Chance;
 use crate::figures::{count, part, quantile};
 use crate::measures::Measures;
 use crate::mix::{CLASSES, Mix};
-use crate::model::Chance;
 use crate::policy::{CONCURRENCY, Policy};
 use crate::runner::{Plan, Runner};
 use crate::schedule::Sending;

@@ -8,8 +8,8 @@ use std::time::Duration;
 use lowtide::ByteSize;
 use serde::{Deserialize, Serialize};
 
+use crate::chance::Chance;
 use crate::mix::{HOLD, Mix, PARTS};
-use crate::model::Chance;
 
 /// Load of one rate.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]

@@ -23,6 +23,8 @@ use lowtide::device::plan::{BufferId, Graph, Plan, PlanError, Planner};
 use lowtide::device::{Buffer, DeviceArena, DeviceError, Lease, Region};
 use thiserror::Error;
 
+use crate::chance::Chance;
+
 /// Numbers in an embedding.
 pub(crate) const WIDTH: usize = 256;
 /// N-grams of a text that are looked at; the rest of a longer text is ignored, as real embedding
@@ -134,7 +136,7 @@ impl Model {
         let mut model = Self { arena: arena.clone(), table, projection, rows, cuda, activations };
         let mut chance = Chance(seed);
         for weights in [&mut model.table, &mut model.projection] {
-            let next = || chance.between_minus_one_and_one();
+            let next = || between_minus_one_and_one(&mut chance);
             match &model.cuda {
                 None => weights.slice_mut(&lease)?.fill_with(next),
                 Some(cuda) => cuda.fill(weights, &lease, next)?,
@@ -230,21 +232,7 @@ fn row_of(letters: impl Iterator<Item = char>, rows: usize) -> usize {
     usize::try_from(spread).unwrap_or(0)
 }
 
-/// Seeded random numbers: splitmix64 (Steele, Lea, Flood 2014).
-#[derive(Debug)]
-pub(crate) struct Chance(pub(crate) u64);
-
-impl Chance {
-    /// The next 64 random bits.
-    pub(crate) fn bits(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
-        let mixed = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-        let mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
-        mixed ^ (mixed >> 31)
-    }
-
-    fn between_minus_one_and_one(&mut self) -> f32 {
-        let part = u16::try_from(self.bits() >> 48).unwrap_or(0);
-        f32::from(part) / f32::from(u16::MAX) * 2.0 - 1.0
-    }
+fn between_minus_one_and_one(chance: &mut Chance) -> f32 {
+    let part = u16::try_from(chance.bits() >> 48).unwrap_or(0);
+    f32::from(part) / f32::from(u16::MAX) * 2.0 - 1.0
 }

@@ -23,7 +23,7 @@ use hyper_util::client::legacy::Client;
 use hyper_util::client::legacy::connect::HttpConnector;
 use hyper_util::rt::TokioExecutor;
 
-use crate::model::Chance;
+use crate::chance::Chance;
 
 type Body = BoxBody<Bytes, Infallible>;
 

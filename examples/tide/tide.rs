@@ -11,6 +11,8 @@
 #[allow(dead_code, reason = "the proxy itself uses more of it")]
 mod app;
 mod cgroup;
+#[path = "../proxy/chance.rs"]
+mod chance;
 mod chart;
 mod door;
 #[path = "../proxy/embed.rs"]

@@ -8,6 +8,8 @@
 #[path = "../../examples/proxy/app.rs"]
 #[allow(dead_code, reason = "other programs that start it read more of it")]
 mod app;
+#[path = "../../examples/proxy/chance.rs"]
+mod chance;
 #[path = "../../examples/proxy/cli.rs"]
 mod cli;
 #[path = "../../examples/proxy/embed.rs"]
