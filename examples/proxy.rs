@@ -21,6 +21,7 @@ mod embed;
 #[path = "proxy/forward.rs"]
 mod forward;
 #[path = "proxy/model.rs"]
+#[allow(dead_code, reason = "other programs look at its arena")]
 mod model;
 #[path = "proxy/upstream.rs"]
 mod upstream;

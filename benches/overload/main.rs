@@ -37,6 +37,7 @@ mod load;
 mod measures;
 mod mix;
 #[path = "../../examples/proxy/model.rs"]
+#[allow(dead_code, reason = "the demonstration looks at its arena")]
 mod model;
 mod modes;
 mod oracle;

@@ -22,8 +22,7 @@ use axum::http::{StatusCode, Uri};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{any, get, post};
 use lowtide::ByteSize;
-use lowtide::admission::{Admission, Cost, Managed};
-use lowtide::device::{ArenaConfig, DeviceArena};
+use lowtide::admission::{Admission, Cost};
 use lowtide::service::{Admin, AdminToken, Endpoints, MinDataRate, Peer};
 use lowtide::{BoxError, Memory};
 use tokio::net::TcpListener;
@@ -33,7 +32,7 @@ use tokio::task::JoinHandle;
 use self::serve::{Limits, OPERATORS, Phase, serve};
 use crate::embed::{self, Embedder};
 use crate::forward::{self, Forward};
-use crate::model::Model;
+use crate::model::{self, ManagedModel};
 use crate::upstream;
 
 /// Host bytes that a forwarded request takes on its way through: two connections, each with a
@@ -57,10 +56,8 @@ pub(crate) struct Options {
     pub(crate) upstream: Option<Uri>,
     /// The longest time that the upstream may be silent; `None` for no limit.
     pub(crate) response_timeout: Option<Duration>,
-    /// Size of the model's weight table.
-    pub(crate) weights: ByteSize,
-    /// Seed of the weights.
-    pub(crate) seed: u64,
+    /// The model to serve.
+    pub(crate) model: model::Settings,
     /// The idle time before the model is unloaded; `None` for the profile's.
     pub(crate) idle_unload: Option<Duration>,
     /// The limits for clients.
@@ -100,8 +97,7 @@ impl Default for Options {
             hosts: Vec::new(),
             upstream: None,
             response_timeout: Some(Duration::from_secs(60)),
-            weights: ByteSize::mib(64),
-            seed: 1,
+            model: model::Settings::default(),
             idle_unload: None,
             limits: Limits::default(),
             hears: Hears::default(),
@@ -116,10 +112,8 @@ pub(crate) struct Running {
     pub(crate) address: SocketAddr,
     /// The address for operators.
     pub(crate) operators: SocketAddr,
-    /// The arena of the model.
-    pub(crate) arena: DeviceArena,
     /// The model.
-    pub(crate) model: Managed<Model>,
+    pub(crate) model: ManagedModel,
     endpoints: Arc<Endpoints>,
     phase: watch::Sender<Phase>,
     servers: Vec<JoinHandle<()>>,
@@ -194,7 +188,7 @@ pub(crate) async fn start(
         }
     };
     let forward = Forward::new(&upstream)?.with_response_timeout(options.response_timeout);
-    let (arena, model) = model(&options, memory.as_ref())?;
+    let model = ManagedModel::open(&options.model, options.idle_unload, memory.as_ref())?;
     let embedder = Embedder::new(model.clone());
     let mut endpoints =
         Endpoints::new(memory.clone()).with_metrics(render).with_hosts(options.hosts.clone());
@@ -225,7 +219,7 @@ pub(crate) async fn start(
     let limits = Some(options.limits.within_descriptors());
     servers.push(serve(front, routes, limits, &admission, phases));
     tracing::info!(%address, %operators, %upstream, managed, "the proxy is listening");
-    Ok(Running { address, operators, arena, model, endpoints, phase, servers, own_upstream })
+    Ok(Running { address, operators, model, endpoints, phase, servers, own_upstream })
 }
 
 async fn listen(at: SocketAddr) -> Result<(TcpListener, SocketAddr), BoxError> {
@@ -261,7 +255,7 @@ fn clients_routes(
         let estimate = move |request: &Parts| {
             if request.uri.path() == "/embed" {
                 let announced = content_length(request).unwrap_or(0);
-                memory.cost(embed::host_cost(announced), embed::DEVICE_COST)
+                memory.cost(embed::host_cost(announced), model::DEVICE_COST)
             } else {
                 Cost::host(FORWARD_COST)
             }
@@ -296,39 +290,6 @@ fn operators_routes(routes: Router, own: Vec<&'static str>, endpoints: Arc<Endpo
 
 fn not_found() -> Response {
     StatusCode::NOT_FOUND.into_response()
-}
-
-/// The arena, and the model that is loaded into it on first use.
-fn model(
-    options: &Options,
-    memory: Option<&Memory>,
-) -> Result<(DeviceArena, Managed<Model>), BoxError> {
-    let (weights, seed) = (options.weights, options.seed);
-    let arena = match memory {
-        Some(memory) => memory.open_arena("embedder")?,
-        None => DeviceArena::open(
-            Arc::new(lowtide::device::HostDriver::new()),
-            Arc::new(lowtide::clock::SystemClock::new()),
-            ArenaConfig::new("embedder"),
-        )?,
-    };
-    let load = move |arena: &DeviceArena| Ok(Model::load(arena, weights, seed)?);
-    let model = match memory {
-        Some(memory) => {
-            let cost = memory.cost(ByteSize::ZERO, Model::weight_bytes(weights));
-            let mut builder = memory.managed_in(&arena, "embedder", load).cost(cost);
-            if let Some(idle) = options.idle_unload {
-                builder = builder.idle(idle);
-            }
-            memory.register(builder)?
-        }
-        None => {
-            let arena = arena.clone();
-            Managed::builder("embedder", move || load(&arena))
-                .build(Arc::new(lowtide::clock::SystemClock::new()), None)
-        }
-    };
-    Ok((arena, model))
 }
 
 fn content_length(request: &Parts) -> Option<u64> {

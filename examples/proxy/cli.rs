@@ -20,7 +20,7 @@ use hyper_util::rt::TokioExecutor;
 use lowtide::memory::Shutdown;
 use lowtide::metrics::prometheus;
 use lowtide::service::AdminToken;
-use lowtide::{BoxError, ByteSize, Memory};
+use lowtide::{BoxError, Memory};
 use tokio::runtime::Handle;
 use tokio::signal::unix::{SignalKind, signal};
 use tracing::level_filters::LevelFilter;
@@ -31,6 +31,7 @@ use tracing_subscriber::util::SubscriberInitExt as _;
 use crate::app;
 use crate::app::serve::Limits;
 use crate::forward::{Forward, whole};
+use crate::model;
 
 /// The exit code after exhausted memory, from sysexits.h: a failure that may be gone in the next
 /// attempt.
@@ -57,12 +58,8 @@ struct Cli {
     /// Upstream address, e.g. `http://10.0.0.7:9000`; without it a small text service is started.
     #[arg(long, env = "PROXY_UPSTREAM", value_parser = upstream)]
     upstream: Option<Uri>,
-    /// Size of the embedding model's weights, at least 64 MiB.
-    #[arg(long, env = "PROXY_WEIGHTS", default_value = "64m", value_parser = weights)]
-    weights: ByteSize,
-    /// Seed of the weights.
-    #[arg(long, env = "PROXY_SEED", default_value_t = 1)]
-    seed: u64,
+    #[command(flatten)]
+    model: model::Settings,
     /// Idle time before the model is unloaded; default: the profile's.
     #[arg(long, env = "PROXY_IDLE_UNLOAD", value_parser = humantime::parse_duration)]
     idle_unload: Option<Duration>,
@@ -116,14 +113,6 @@ enum Command {
 fn upstream(text: &str) -> Result<Uri, String> {
     let upstream = text.parse().map_err(|error| format!("{error}"))?;
     Forward::new(&upstream).map(|_| upstream)
-}
-
-fn weights(text: &str) -> Result<ByteSize, String> {
-    let size: ByteSize = text.parse().map_err(|error| format!("{error}"))?;
-    if size < ByteSize::mib(64) {
-        return Err(format!("weights of {size}: expected 64 MiB or more"));
-    }
-    Ok(size)
 }
 
 fn connections(text: &str) -> Result<usize, String> {
@@ -235,8 +224,7 @@ async fn run(cli: Cli) -> Result<(), BoxError> {
         hosts: cli.hosts,
         upstream: cli.upstream,
         response_timeout: Some(cli.response_timeout).filter(|time| !time.is_zero()),
-        weights: cli.weights,
-        seed: cli.seed,
+        model: cli.model,
         idle_unload: cli.idle_unload,
         limits: Limits {
             body_timeout: cli.body_timeout,

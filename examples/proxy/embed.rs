@@ -13,13 +13,13 @@ use axum::http::{HeaderMap, HeaderValue, StatusCode};
 use axum::response::{IntoResponse, Response};
 use http_body_util::BodyExt as _;
 use lowtide::ByteSize;
-use lowtide::admission::{AcquireError, Managed};
+use lowtide::admission::AcquireError;
 use lowtide::service::SharedPermit;
 use serde::{Deserialize, Serialize};
 use serde_json::error::Category;
 use tokio::sync::Semaphore;
 
-use crate::model::{Model, WIDTH};
+use crate::model::{self, ManagedModel, ModelError};
 use crate::upstream::read_away;
 
 /// Texts in one request.
@@ -37,13 +37,10 @@ const REST: u64 = 1 << 20;
 
 /// Host bytes that a request with a body of this length needs.
 pub(crate) fn host_cost(body_bytes: u64) -> ByteSize {
-    ByteSize::new(body_bytes.min(BODY_MAX.get()) * BODY_FACTOR + REST)
+    let body_bytes = body_bytes.min(BODY_MAX.get());
+    let service = ByteSize::new(body_bytes * BODY_FACTOR + REST);
+    service.saturating_add(model::host_activations(body_bytes))
 }
-
-/// Device bytes that the activations of one request take at most: the rows of one text and their
-/// sum, in whose place the plan has their projection.
-pub(crate) const DEVICE_COST: ByteSize =
-    ByteSize::new(((crate::model::NGRAMS_MAX + 1) * WIDTH * 4) as u64);
 
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -60,14 +57,14 @@ struct Answer {
 /// The embedding service.
 #[derive(Clone, Debug)]
 pub(crate) struct Embedder {
-    model: Managed<Model>,
+    model: ManagedModel,
     /// Limits concurrent computations to the number of cores.
     turns: Arc<Semaphore>,
 }
 
 impl Embedder {
     /// A service over this model.
-    pub(crate) fn new(model: Managed<Model>) -> Self {
+    pub(crate) fn new(model: ManagedModel) -> Self {
         let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
         Self { model, turns: Arc::new(Semaphore::new(cores)) }
     }
@@ -93,14 +90,19 @@ impl Embedder {
         let turn = self.turns.clone().acquire_owned().await;
         let computed = tokio::task::spawn_blocking(move || {
             let _turn = turn;
-            model.embed(&texts)
+            let mut embeddings = model.embed(&texts)?;
+            embeddings.iter_mut().for_each(|embedding| normalise(embedding));
+            Ok::<_, ModelError>(embeddings)
         });
         let failed = |error: String| {
             tracing::error!(error, "embedding failed");
             refusal(StatusCode::INTERNAL_SERVER_ERROR, error)
         };
         match computed.await {
-            Ok(Ok(embeddings)) => Ok(Answer { width: WIDTH, embeddings }),
+            Ok(Ok(embeddings)) => {
+                let width = embeddings.first().map_or(0, Vec::len);
+                Ok(Answer { width, embeddings })
+            }
             Ok(Err(error)) if error.is_out_of_memory() => Err(Box::new(later(error.to_string()))),
             Ok(Err(error)) => Err(failed(error.to_string())),
             Err(error) => Err(failed(error.to_string())),
@@ -133,7 +135,9 @@ async fn read(request: Request) -> Result<Vec<u8>, Box<Response>> {
             return too_long();
         }
         if let (Some(permit), false) = (&permit, known) {
-            let more = ByteSize::new(data.len() as u64 * BODY_FACTOR);
+            let [before, after] =
+                [whole.len(), whole.len() + data.len()].map(|len| host_cost(len as u64));
+            let more = after.saturating_sub(before);
             if let Err(rejected) = permit.grow(more) {
                 drop(whole);
                 read_away(&mut body).await;
@@ -207,6 +211,16 @@ fn texts(body: &[u8]) -> Result<Vec<String>, Box<Response>> {
         }
     }
     Ok(asked.texts)
+}
+
+/// Scales a vector to length 1; zeros stay.
+fn normalise(vector: &mut [f32]) {
+    let length = vector.iter().map(|value| value * value).sum::<f32>().sqrt();
+    if length > 0.0 {
+        for value in vector {
+            *value /= length;
+        }
+    }
 }
 
 fn unavailable(error: &AcquireError) -> Response {

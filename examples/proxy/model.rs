@@ -1,9 +1,9 @@
 //! A small embedding model with real arithmetic, in device memory.
 //!
 //! A text becomes hashed n-grams (words and letter trigrams). Each n-gram selects a row of a weight
-//! table; the rows are averaged, projected by a matrix and normalised to length 1. The weights are
-//! random from a seed: texts that share n-grams are close, others nearly orthogonal. It learns
-//! nothing and knows no language; its memory behaves like that of a model that does.
+//! table; the rows are averaged and projected by a matrix. The weights are random from a seed:
+//! texts that share n-grams are close, others nearly orthogonal. It learns nothing and knows no
+//! language; its memory behaves like that of a model that does.
 //!
 //! Weights are in the arena's stable region, activations in the dynamic one: on the host in one
 //! buffer per text, at offsets that were planned when the model was loaded. If the host cannot
@@ -14,13 +14,17 @@
 #[cfg_attr(not(feature = "cuda"), path = "model_no_cuda.rs")]
 mod cuda;
 
+use std::sync::Arc;
+use std::time::Duration;
+
 use cuda::Cuda;
-use lowtide::ByteSize;
+use lowtide::admission::{Acquire, Managed};
 use lowtide::clock::SystemClock;
 #[cfg(feature = "cuda")]
 use lowtide::cudarc::driver::DriverError;
 use lowtide::device::plan::{BufferId, Graph, Plan, PlanError, Planner};
-use lowtide::device::{Buffer, DeviceArena, DeviceError, Lease, Region};
+use lowtide::device::{ArenaConfig, Buffer, DeviceArena, DeviceError, HostDriver, Lease, Region};
+use lowtide::{BoxError, ByteSize, Memory};
 use thiserror::Error;
 
 use crate::chance::Chance;
@@ -31,7 +35,88 @@ pub(crate) const WIDTH: usize = 256;
 /// models cut their input.
 pub(crate) const NGRAMS_MAX: usize = 8192;
 
+/// Device bytes that the activations of one request take at most: the rows of one text and their
+/// sum, in whose place the plan has their projection.
+pub(crate) const DEVICE_COST: ByteSize = ByteSize::new(((NGRAMS_MAX + 1) * WIDTH * 4) as u64);
+
+/// The name of the arena and of the resource.
+const NAME: &str = "embedder";
+/// The fewest bytes of weights that the program accepts.
+const WEIGHTS_MIN: ByteSize = ByteSize::mib(64);
 const ROW_BYTES: u64 = (WIDTH * size_of::<f32>()) as u64;
+
+/// Returns the host bytes of the activations: none, they are in the arena.
+pub(crate) const fn host_activations(_body_bytes: u64) -> ByteSize {
+    ByteSize::ZERO
+}
+
+/// The settings of the model.
+#[derive(Clone, Debug, clap::Args)]
+pub(crate) struct Settings {
+    /// Size of the embedding model's weights, at least 64 MiB.
+    #[arg(long, env = "PROXY_WEIGHTS", default_value = "64m", value_parser = weights)]
+    pub(crate) weights: ByteSize,
+    /// Seed of the weights.
+    #[arg(long, env = "PROXY_SEED", default_value_t = 1)]
+    pub(crate) seed: u64,
+}
+
+impl Default for Settings {
+    fn default() -> Self {
+        Self { weights: WEIGHTS_MIN, seed: 1 }
+    }
+}
+
+fn weights(text: &str) -> Result<ByteSize, String> {
+    let size: ByteSize = text.parse().map_err(|error| format!("{error}"))?;
+    if size < WEIGHTS_MIN {
+        return Err(format!("weights of {size}: expected 64 MiB or more"));
+    }
+    Ok(size)
+}
+
+/// The model as a resource that is loaded on first use, and the arena that it is loaded into.
+#[derive(Clone, Debug)]
+pub(crate) struct ManagedModel {
+    /// The arena.
+    pub(crate) arena: DeviceArena,
+    /// The resource.
+    pub(crate) resource: Managed<Model>,
+}
+
+impl ManagedModel {
+    /// Opens the arena and registers the model, which is unloaded after this idle time or that of
+    /// the profile. Without `memory` it stays loaded.
+    pub(crate) fn open(
+        settings: &Settings,
+        idle_unload: Option<Duration>,
+        memory: Option<&Memory>,
+    ) -> Result<Self, BoxError> {
+        let Settings { weights, seed } = *settings;
+        let load = move |arena: &DeviceArena| Ok(Model::load(arena, weights, seed)?);
+        let Some(memory) = memory else {
+            let clock = Arc::new(SystemClock::new());
+            let driver = Arc::new(HostDriver::new());
+            let arena = DeviceArena::open(driver, clock.clone(), ArenaConfig::new(NAME))?;
+            let of_load = arena.clone();
+            let resource = Managed::builder(NAME, move || load(&of_load)).build(clock, None);
+            return Ok(Self { arena, resource });
+        };
+        let arena = memory.open_arena(NAME)?;
+        let cost = memory.cost(ByteSize::ZERO, Model::weight_bytes(weights));
+        let mut builder = memory.managed_in(&arena, NAME, load).cost(cost);
+        if let Some(idle) = idle_unload {
+            builder = builder.idle(idle);
+        }
+        let resource = memory.register(builder)?;
+        Ok(Self { arena, resource })
+    }
+
+    /// Loads the model if it is not loaded, and keeps it loaded while it is used.
+    pub(crate) fn acquire(&self) -> Acquire<Model> {
+        self.resource.acquire()
+    }
+}
 
 /// An error of the model.
 #[derive(Debug, Error)]
@@ -145,8 +230,8 @@ impl Model {
         Ok(model)
     }
 
-    /// The embedding of each text: [`WIDTH`] numbers, of length 1 (all zero for a text without a
-    /// letter or digit).
+    /// Returns [`WIDTH`] numbers for each text, which the service scales to a vector of length 1
+    /// (all zero for a text without a letter or digit).
     pub(crate) fn embed(&self, texts: &[String]) -> Result<Vec<Vec<f32>>, ModelError> {
         let lease = self.arena.enter()?;
         texts.iter().map(|text| self.embed_one(text, &lease)).collect()
@@ -154,15 +239,13 @@ impl Model {
 
     fn embed_one(&self, text: &str, lease: &Lease) -> Result<Vec<f32>, ModelError> {
         let rows = ngram_rows(text, self.rows);
-        let mut embedding = match &self.cuda {
-            None => self.on_host(&rows, lease)?,
+        match &self.cuda {
+            None => Ok(self.on_host(&rows, lease)?),
             Some(cuda) => {
                 let rows: Vec<u32> = rows.iter().filter_map(|&row| row.try_into().ok()).collect();
-                cuda.embed(&self.table, &self.projection, &rows, lease)?
+                cuda.embed(&self.table, &self.projection, &rows, lease)
             }
-        };
-        normalise(&mut embedding);
-        Ok(embedding)
+        }
     }
 
     /// The projection of the sum of these rows of the table.
@@ -191,15 +274,6 @@ impl Model {
             *value = row.iter().zip(&*pooled).map(|(weight, value)| weight * value).sum();
         }
         Ok(projected.to_vec())
-    }
-}
-
-fn normalise(vector: &mut [f32]) {
-    let length = vector.iter().map(|value| value * value).sum::<f32>().sqrt();
-    if length > 0.0 {
-        for value in vector {
-            *value /= length;
-        }
     }
 }
 

@@ -16,6 +16,7 @@ use crate::app::{self, Running};
 use crate::cgroup::OwnCgroup;
 use crate::door::Door;
 use crate::load::{self, Answered, Burst, Corpus, Tally};
+use crate::model::Settings;
 
 const WARM_UP: Duration = Duration::from_secs(4);
 const QUIET: Duration = Duration::from_secs(4);
@@ -218,8 +219,7 @@ pub(crate) async fn run(
     let own = OwnCgroup::enter(None);
     let memory = manage(plan)?;
     let options = app::Options {
-        weights: plan.weights,
-        seed: plan.seed,
+        model: Settings { weights: plan.weights, seed: plan.seed },
         idle_unload: Some(IDLE_UNLOAD),
         ..app::Options::default()
     };
@@ -240,7 +240,7 @@ pub(crate) async fn run(
             ..Outcome::default()
         },
     };
-    gauge.outcome.granule = gauge.running.arena.capabilities().granularity.get();
+    gauge.outcome.granule = gauge.running.model.arena.capabilities().granularity.get();
     match plan.kind {
         Kind::Half => {
             gauge.burst(stage::WARM_UP, plan, corpus, HALF_BURST, false, &mut show).await?;
@@ -286,7 +286,7 @@ async fn tide(
         let what = "idle until the unload";
         let doing = Doing { what, then: Some("due"), since: doing.since, lasts: IDLE_UNLOAD };
         let patience = Instant::now() + UNLOAD_PATIENCE;
-        while gauge.running.model.stats().loaded && Instant::now() < patience {
+        while gauge.running.model.resource.stats().loaded && Instant::now() < patience {
             gauge.wait(doing, LOOK_EVERY, &AtomicBool::new(false), show).await?;
         }
         let doing = Doing::now(stage::UNLOADED, AFTER_UNLOAD);
@@ -310,7 +310,7 @@ struct Gauge {
 impl Gauge {
     fn water(&self) -> Result<Water, BoxError> {
         let heap = self.heap.snapshot()?;
-        let device = self.running.arena.snapshot();
+        let device = self.running.model.arena.snapshot();
         let signal = self.signals.sample();
         let rss = signal.rss.unwrap_or_default();
         Ok(Water {

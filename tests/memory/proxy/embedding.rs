@@ -9,7 +9,7 @@ use super::support::{Managed, ask, embed, post, stage};
 use super::wire::{Message, until};
 use crate::app::{self, Options};
 use crate::embed::{BODY_MAX, TEXT_MAX, TEXTS_MAX};
-use crate::model::WIDTH;
+use crate::model::{Settings, WIDTH};
 
 const JSON: &str = "application/json";
 
@@ -65,7 +65,11 @@ async fn bad_input_is_refused_with_the_reason_and_harms_nobody() {
     let answer = ask(proxy.at, "GET /embed HTTP/1.1\r\nhost: here\r\n\r\n").await;
     assert_refused(&answer, 405, "POST");
     assert_eq!(answer.header("allow").as_deref(), Some("POST"));
-    assert_eq!(proxy.running().model.stats().loads_ok_total, 0, "no bad request loads the model");
+    assert_eq!(
+        proxy.running().model.resource.stats().loads_ok_total,
+        0,
+        "no bad request loads the model"
+    );
     for kind in [JSON, "application/json; charset=utf-8", "Application/JSON"] {
         let answer = ask(proxy.at, post("/embed", kind, r#"{"texts": ["a"]}"#)).await;
         assert_eq!(vectors(&answer).len(), 1);
@@ -94,9 +98,9 @@ async fn the_refusal_of_a_long_body_did_not_reach_who_was_still_sending_it() {
 #[tokio::test(flavor = "multi_thread")]
 async fn sixteen_first_requests_load_the_model_once() {
     let proxy = Managed::new().await;
-    let model = proxy.running().model.clone();
+    let model = proxy.running().model.resource.clone();
     assert!(!model.stats().loaded);
-    assert_eq!(proxy.running().arena.snapshot().committed, ByteSize::ZERO);
+    assert_eq!(proxy.running().model.arena.snapshot().committed, ByteSize::ZERO);
     let at = proxy.at;
     let ask = |_| tokio::spawn(async move { vectors(&embed(at, &["the same text"]).await) });
     let asked: Vec<_> = (0..16).map(ask).collect();
@@ -113,7 +117,8 @@ async fn sixteen_first_requests_load_the_model_once() {
 async fn an_idle_model_is_unloaded_leaves_nothing_behind_and_comes_back_the_same() {
     let options = Options { idle_unload: Some(Duration::from_secs(60)), ..Options::default() };
     let proxy = Managed::with(options, |builder| builder).await;
-    let (model, arena) = (proxy.running().model.clone(), proxy.running().arena.clone());
+    let (model, arena) =
+        (proxy.running().model.resource.clone(), proxy.running().model.arena.clone());
     let first = vectors(&embed(proxy.at, &["ebb and flow"]).await);
     let weights = arena.snapshot();
     assert!(weights.live >= super::support::WEIGHTS, "{weights:?}");
@@ -146,10 +151,14 @@ async fn a_model_that_does_not_fit_the_device_is_503_with_the_reason_and_the_res
         assert!(answer.text().contains("limit"), "{}", answer.text());
         assert!(answer.header("retry-after").is_some(), "{answer:?}");
     }
-    assert!(proxy.running().model.stats().loads_failed_total >= 1);
+    assert!(proxy.running().model.resource.stats().loads_failed_total >= 1);
     let words = ask(proxy.at, post("/words", "text/plain", "a b")).await;
     assert_eq!(words.status(), 200);
-    assert_eq!(proxy.running().arena.snapshot().live, ByteSize::ZERO, "nothing half loaded stays");
+    assert_eq!(
+        proxy.running().model.arena.snapshot().live,
+        ByteSize::ZERO,
+        "nothing half loaded stays"
+    );
     proxy.end().await;
 }
 
@@ -164,12 +173,17 @@ async fn a_model_above_the_ceiling_of_the_configured_limit_ends_the_start() {
     })
     .await;
     let memory = started.expect("it started");
-    let options = Options { weights: ByteSize::gib(64), ..Options::default() };
+    let options =
+        Options { model: Settings { weights: ByteSize::gib(64), seed: 1 }, ..Options::default() };
     let refused = app::start(options, Some(memory.clone()), String::new).await;
     let error = refused.map(drop).expect_err("64 GiB under 1 GiB").to_string();
     assert!(error.contains("64.0 GiB") && error.contains("819.2 MiB"), "both numbers: {error}");
     let ended = tokio::task::spawn_blocking(move || memory.shutdown(Duration::from_secs(5)));
     assert!(ended.await.expect("no panic").is_clean());
+}
+
+fn seeded(seed: u64) -> Options {
+    Options { model: Settings { seed, ..Settings::default() }, ..Options::default() }
 }
 
 fn likeness(one: &[f64], other: &[f64]) -> f64 {
@@ -187,7 +201,7 @@ async fn similar_texts_come_out_closer_than_dissimilar_ones() {
     ];
     for seed in [1, 2, 99] {
         println!("seed {seed}");
-        let proxy = Managed::with(Options { seed, ..Options::default() }, |builder| builder).await;
+        let proxy = Managed::with(seeded(seed), |builder| builder).await;
         for (text, like, unlike) in triples {
             let found = vectors(&embed(proxy.at, &[text, like, unlike]).await);
             for vector in &found {
@@ -207,7 +221,7 @@ async fn the_seed_and_the_text_alone_decide_the_vector() {
     let mut by_seed = Vec::new();
     for seed in [7, 7, 8] {
         println!("seed {seed}");
-        let proxy = Managed::with(Options { seed, ..Options::default() }, |builder| builder).await;
+        let proxy = Managed::with(seeded(seed), |builder| builder).await;
         let alone = vectors(&embed(proxy.at, &[text]).await);
         let among = vectors(&embed(proxy.at, &["other", text, "EBB, and flow!"]).await);
         assert_eq!(alone[0], among[1], "its neighbours do not matter");

@@ -14,6 +14,7 @@ use super::wire::{PATIENCE, Upstream, Wire, until, within};
 use crate::app::Options;
 use crate::app::serve::{Limits, OPERATORS, connections_within};
 use crate::app::{self, Hears};
+use crate::model::Settings;
 
 const SHORT: Duration = Duration::from_millis(100);
 
@@ -241,7 +242,7 @@ async fn clients_were_answered_what_only_operators_are_to_know() {
         upstream: Some(upstream.uri("")),
         operators: Some(([127, 0, 0, 1], 0).into()),
         hears: Hears::Loopback,
-        weights: WEIGHTS,
+        model: Settings { weights: WEIGHTS, ..Settings::default() },
         ..Options::default()
     };
     let proxy = app::start(options, None, String::new).await.expect("the proxy starts");

@@ -16,6 +16,7 @@ use tokio::sync::{Mutex, MutexGuard};
 
 use super::wire::{Message, PATIENCE, Upstream, Wire, until, within};
 use crate::app::{self, Options, Running};
+use crate::model::Settings;
 
 /// Weights that are made in no time; large enough that few n-grams share a row.
 pub(crate) const WEIGHTS: ByteSize = ByteSize::mib(2);
@@ -60,7 +61,8 @@ pub(crate) async fn to(upstream: Uri) -> Running {
 
 /// A proxy that manages nothing.
 pub(crate) async fn unmanaged(options: Options) -> Running {
-    let options = Options { weights: WEIGHTS, ..options };
+    let model = Settings { weights: WEIGHTS, ..options.model };
+    let options = Options { model, ..options };
     app::start(options, None, || "metrics 1\n".to_owned()).await.expect("the proxy starts")
 }
 
@@ -101,9 +103,8 @@ impl Managed {
         let memory = started.expect("it started");
         // The first samples are taken; no other comes while the clock stands still.
         assert!(clock.wait_for_waiters(2, PATIENCE), "both threads are idle");
-        let chosen = options.weights != Options::default().weights;
-        let weights = if chosen { options.weights } else { WEIGHTS };
-        let options = Options { weights, ..options };
+        let model = Settings { weights: WEIGHTS, ..options.model };
+        let options = Options { model, ..options };
         let running = app::start(options, Some(memory.clone()), || "metrics 1\n".to_owned())
             .await
             .expect("the proxy starts");
