@@ -101,8 +101,8 @@ pub(crate) struct Burst {
     pub(crate) connections: usize,
     /// Bytes of text in a request to the text service.
     pub(crate) text_bytes: usize,
-    /// `true` if every eighth request is for embeddings.
-    pub(crate) with_model: bool,
+    /// Every so many requests, one is for embeddings; `None` if none is.
+    pub(crate) embed_every: Option<usize>,
     /// Seed of the places at which texts are cut.
     pub(crate) seed: u64,
 }
@@ -188,7 +188,7 @@ pub(crate) async fn run(
                     if Instant::now() >= end {
                         break;
                     }
-                    let embed = burst.with_model && turn % 8 == 0;
+                    let embed = burst.embed_every.is_some_and(|every| turn % every == 0);
                     let request = if embed {
                         embed_request(to, &corpus, &mut chance)
                     } else {

@@ -398,7 +398,7 @@ impl Gauge {
             lasts,
             connections: plan.connections,
             text_bytes: plan.text_bytes,
-            with_model,
+            embed_every: with_model.then_some(8),
             seed: plan.seed,
         };
         let done = Arc::new(AtomicBool::new(false));
