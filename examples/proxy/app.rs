@@ -6,6 +6,9 @@
 //! pass the memory layer. If operators have a separate address, these routes are served only there,
 //! out of reach of clients and their connections. With `memory: None` the same service runs
 //! unmanaged: no request is rejected, no slow client is ended, and no memory is released.
+//!
+//! A program chooses the model of `/embed` by its module `model`: the built-in one (`model.rs`), or
+//! one in ONNX Runtime (`examples/onnx`).
 
 pub(crate) mod serve;
 pub(crate) mod silence;

@@ -68,10 +68,12 @@ pub(super) fn faults(length: Length) -> Outcome {
 /// Tests with a real ONNX Runtime, and the memory that it keeps; in full, also the figures, without
 /// lowtide and with other allocators.
 pub(super) fn engines(length: Length) -> Outcome {
-    let manifest = "--manifest-path benches/engines/Cargo.toml";
-    cargo("fmt --check").words(manifest).run()?;
-    let lint = cargo("clippy --locked --all-targets").words(manifest).words("-- -D warnings");
-    lint.env("CARGO_TARGET_DIR", "target").run()?;
+    for package in ["benches/engines", "examples/onnx"] {
+        let manifest = format!("--manifest-path {package}/Cargo.toml");
+        cargo("fmt --check").words(&manifest).run()?;
+        let lint = cargo("clippy --locked --all-targets").words(&manifest);
+        lint.words("-- -D warnings").env("CARGO_TARGET_DIR", "target").run()?;
+    }
     let script = Run::new(".ci/engines");
     let script = if length == Length::Full { script.words("--figures --peers") } else { script };
     Ok(script.run()?)

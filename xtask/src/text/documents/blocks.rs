@@ -293,7 +293,8 @@ impl<'a> Blocks<'a> {
     fn check_names(&self, code: &Code<'_>) {
         let capital = |c: &char| c.is_ascii_uppercase() || c.is_ascii_digit() || *c == '_';
         let small = |c: &char| c.is_ascii_lowercase() || c.is_ascii_digit() || *c == '_';
-        let settings = ["examples/proxy/cli.rs", "examples/proxy/model.rs"];
+        let settings =
+            ["examples/proxy/cli.rs", "examples/proxy/model.rs", "examples/onnx/src/model.rs"];
         let proxy = settings.map(|file| self.tree.text(file, self.faults)).concat();
         let rules = self.tree.text("dashboards/lowtide.rules.yml", self.faults);
         let manifest = self.manifest().replace('-', "_");

@@ -1,0 +1,289 @@
+//! A sentence encoder in ONNX Runtime: the proxy's module `model` in this package.
+//!
+//! The model takes tokens of BERT (`input_ids`, `attention_mask`, `token_type_ids`) and answers
+//! with `sentence_embedding`, a vector for each text. Its tokenizer is the file `tokenizer.json`
+//! next to it. Both are loaded by the first request and unloaded when idle. `embed` calls it.
+//!
+//! Invariant: the process holds the activations of one run at a time, of at most [`ROWS_MAX`] rows
+//! of [`TOKENS_MAX`] tokens.
+
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use lowtide::admission::{AcquireError, Managed, ManagedBuilder, Use};
+use lowtide::clock::SystemClock;
+use lowtide::{BoxError, ByteSize, Memory};
+use lowtide_ort::ort::session::Session;
+use lowtide_ort::ort::value::Tensor;
+use lowtide_ort::{LoadedSession, ManagedSession, Runtime, ort};
+use thiserror::Error;
+use tokenizers::{Tokenizer, TruncationParams};
+
+/// The name of the session as a resource.
+const NAME: &str = "embedder";
+/// Tokens of a text that are looked at, as all-MiniLM-L6-v2 was trained; the rest is ignored.
+pub(crate) const TOKENS_MAX: usize = 256;
+/// Bytes of a text that are split into tokens: 32 for each token, of which most have 3 to 6.
+const BYTES_MAX: usize = 32 * TOKENS_MAX;
+/// Texts that are computed at once; more are computed one part after the other.
+const ROWS_MAX: usize = 8;
+/// Host bytes that a request takes at most: a run of [`ROWS_MAX`] rows of [`TOKENS_MAX`] tokens
+/// took 62 MiB, measured with all-MiniLM-L6-v2, and the tokens of one text 1.7 MiB. A model that is
+/// wider or has more heads takes more.
+const ACTIVATIONS_MAX: ByteSize = ByteSize::mib(64);
+/// What the tokenizer is reserved with until it was loaded once.
+const TOKENIZER_COST: ByteSize = ByteSize::mib(8);
+/// The inputs that a model may have.
+const INPUTS: [&str; 3] = ["input_ids", "attention_mask", "token_type_ids"];
+/// The output that a model must have.
+const OUTPUT: &str = "sentence_embedding";
+
+/// Device bytes of a request: none, ONNX Runtime computes on the CPU.
+pub(crate) const DEVICE_COST: ByteSize = ByteSize::ZERO;
+
+/// Returns the host bytes of the activations that a request with a body of this length needs, if
+/// each byte is a token, and half of a run is padding.
+pub(crate) fn host_activations(body_bytes: u64) -> ByteSize {
+    const TOKENS: u64 = (ROWS_MAX * TOKENS_MAX / 2) as u64;
+    ByteSize::new(ACTIVATIONS_MAX.get() / TOKENS * body_bytes.min(TOKENS))
+}
+
+/// The settings of the model.
+#[derive(Clone, Debug, clap::Args)]
+pub(crate) struct Settings {
+    /// Sentence encoder in ONNX format, with its tokenizer.json in the same folder.
+    #[arg(long, env = "PROXY_MODEL", default_value = "model.onnx")]
+    pub(crate) model: PathBuf,
+    /// Shared library of ONNX Runtime 1.23 or later.
+    #[arg(long, env = "ORT_DYLIB_PATH", default_value = "libonnxruntime.so")]
+    pub(crate) library: PathBuf,
+}
+
+impl Default for Settings {
+    fn default() -> Self {
+        Self { model: "model.onnx".into(), library: "libonnxruntime.so".into() }
+    }
+}
+
+/// An error of the model.
+#[derive(Debug, Error)]
+pub(crate) enum ModelError {
+    /// `tokenizer.json` is missing or damaged.
+    #[error("cannot load the tokenizer {}: {source}: expected a tokenizer.json", path.display())]
+    Tokenizer {
+        /// The file.
+        path: PathBuf,
+        /// The cause.
+        source: tokenizers::Error,
+    },
+    /// The tokenizer failed.
+    #[error("cannot split text {index} into tokens: {source}")]
+    Tokens {
+        /// The number of the text, from 0.
+        index: usize,
+        /// The cause.
+        source: tokenizers::Error,
+    },
+    /// The model needs something other than tokens.
+    #[error("the model has the input {name:?}: expected {}", INPUTS.join(", "))]
+    Input {
+        /// The name of the input.
+        name: String,
+    },
+    /// The model is no sentence encoder.
+    #[error("the model has the outputs {names:?}: expected {OUTPUT}")]
+    Output {
+        /// Their names.
+        names: Vec<String>,
+    },
+    /// The model answers with something other than vectors.
+    #[error("the model answers {rows} texts with the shape {shape:?}: expected [{rows}, width]")]
+    Shape {
+        /// The number of texts.
+        rows: usize,
+        /// The shape of the answer.
+        shape: Vec<i64>,
+    },
+    /// A vector has a number that is not finite.
+    #[error("the model answers with a number that is not finite")]
+    NotFinite,
+    /// An error of ONNX Runtime.
+    #[error("ONNX Runtime: {0}")]
+    Run(#[from] ort::Error),
+}
+
+impl ModelError {
+    /// Returns `true` if memory ran out, so that a later attempt may succeed. ONNX Runtime does not
+    /// report that.
+    #[expect(clippy::unused_self, reason = "the built-in model reports it")]
+    pub(crate) const fn is_out_of_memory(&self) -> bool {
+        false
+    }
+}
+
+/// The session and the tokenizer as resources that are loaded on first use.
+#[derive(Clone, Debug)]
+pub(crate) struct ManagedModel {
+    pub(crate) session: SessionResource,
+    tokenizer: Managed<Tokenizer>,
+}
+
+/// The session, with lowtide or without.
+#[derive(Clone, Debug)]
+pub(crate) enum SessionResource {
+    /// Loaded and unloaded by lowtide.
+    Managed(ManagedSession),
+    /// Loaded once, with the defaults of ONNX Runtime.
+    Kept(Managed<Mutex<Session>>),
+}
+
+impl ManagedModel {
+    /// Opens ONNX Runtime and registers session and tokenizer, which are unloaded after this idle
+    /// time or that of the profile. Without `memory` they stay loaded.
+    pub(crate) fn open(
+        settings: &Settings,
+        idle_unload: Option<Duration>,
+        memory: Option<&Memory>,
+    ) -> Result<Self, BoxError> {
+        let Settings { model, library } = settings.clone();
+        let path = model.with_file_name("tokenizer.json");
+        let load_tokenizer = move || Ok(tokenizer(&path)?);
+        let Some(memory) = memory else {
+            let clock = Arc::new(SystemClock::new());
+            let environment = ort::init_from(&library)?.with_telemetry(false).build()?;
+            let load = move || {
+                let session = Session::builder(&environment)?.commit_from_file(&model)?;
+                Ok(Mutex::new(session))
+            };
+            let session = Managed::builder(NAME, load).build(clock.clone(), None);
+            let tokenizer = Managed::builder("tokenizer", load_tokenizer).build(clock, None);
+            return Ok(Self { session: SessionResource::Kept(session), tokenizer });
+        };
+        let runtime = Runtime::open(memory, library)?;
+        let session = with_idle(runtime.session(NAME, model), idle_unload);
+        let tokenizer = memory.managed("tokenizer", load_tokenizer);
+        let tokenizer = tokenizer.cost(memory.cost(TOKENIZER_COST, ByteSize::ZERO));
+        Ok(Self {
+            session: SessionResource::Managed(memory.register(session)?),
+            tokenizer: memory.register(with_idle(tokenizer, idle_unload))?,
+        })
+    }
+
+    /// Loads the model if it is not loaded, and keeps it loaded while it is used.
+    pub(crate) async fn acquire(&self) -> Result<Model, AcquireError> {
+        let tokenizer = self.tokenizer.acquire().await?;
+        let session = match &self.session {
+            SessionResource::Managed(session) => SessionUse::Managed(session.acquire().await?),
+            SessionResource::Kept(session) => SessionUse::Kept(session.acquire().await?),
+        };
+        Ok(Model { session, tokenizer })
+    }
+}
+
+fn with_idle<T: Send + Sync>(
+    builder: ManagedBuilder<T>,
+    idle: Option<Duration>,
+) -> ManagedBuilder<T> {
+    match idle {
+        Some(idle) => builder.idle(idle),
+        None => builder,
+    }
+}
+
+/// Reads the tokenizer. Replaces the padding and the length that its file sets, as rows are padded
+/// here.
+fn tokenizer(path: &Path) -> Result<Tokenizer, ModelError> {
+    let failed = |source| ModelError::Tokenizer { path: path.to_owned(), source };
+    let mut tokenizer = Tokenizer::from_file(path).map_err(failed)?;
+    let cut = TruncationParams { max_length: TOKENS_MAX, ..TruncationParams::default() };
+    tokenizer.with_truncation(Some(cut)).map_err(failed)?;
+    tokenizer.with_padding(None);
+    Ok(tokenizer)
+}
+
+/// A loaded model in use.
+pub(crate) struct Model {
+    session: SessionUse,
+    tokenizer: Use<Tokenizer>,
+}
+
+enum SessionUse {
+    Managed(Use<LoadedSession>),
+    Kept(Use<Mutex<Session>>),
+}
+
+impl SessionUse {
+    /// Waits for the end of other runs.
+    fn lock(&self) -> MutexGuard<'_, Session> {
+        match self {
+            Self::Managed(session) => session.lock(),
+            Self::Kept(session) => session.lock().unwrap_or_else(PoisonError::into_inner),
+        }
+    }
+}
+
+impl Model {
+    /// Returns a vector for each text, which the service scales to length 1.
+    pub(crate) fn embed(&self, texts: &[String]) -> Result<Vec<Vec<f32>>, ModelError> {
+        let rows = texts.iter().enumerate().map(|(index, text)| self.tokens(index, text));
+        let rows = rows.collect::<Result<Vec<_>, _>>()?;
+        let mut order: Vec<_> = (0..rows.len()).collect();
+        order.sort_by_key(|&at| rows[at].len());
+        let mut vectors = vec![Vec::new(); rows.len()];
+        let mut rest = &order[..];
+        while let Some(&shortest) = rest.first() {
+            // At most half of a part is padding.
+            let fits = |&&at: &&usize| rows[at].len() <= 2 * rows[shortest].len();
+            let count = rest.iter().take(ROWS_MAX).take_while(fits).count();
+            let (part, longer) = rest.split_at(count);
+            let of_part: Vec<_> = part.iter().map(|&at| &*rows[at]).collect();
+            let found = run(&mut self.session.lock(), &of_part)?;
+            part.iter().zip(found).for_each(|(&at, vector)| vectors[at] = vector);
+            rest = longer;
+        }
+        Ok(vectors)
+    }
+
+    /// Returns the tokens of a text. Each is of type 0.
+    fn tokens(&self, index: usize, text: &str) -> Result<Vec<u32>, ModelError> {
+        let text = &text[..text.floor_char_boundary(BYTES_MAX)];
+        let encoded = self.tokenizer.encode_fast(text, true);
+        let encoded = encoded.map_err(|source| ModelError::Tokens { index, source })?;
+        Ok(encoded.get_ids().to_vec())
+    }
+}
+
+/// Runs the model for these rows of tokens.
+fn run(session: &mut Session, rows: &[&[u32]]) -> Result<Vec<Vec<f32>>, ModelError> {
+    let length = rows.iter().map(|row| row.len()).max().unwrap_or(0);
+    let padded = |of: fn(u32) -> i64| -> Result<Tensor<i64>, ort::Error> {
+        let padding = |row: &[u32]| std::iter::repeat_n(0, length - row.len());
+        let numbers = rows.iter().flat_map(|row| row.iter().map(|id| of(*id)).chain(padding(row)));
+        Tensor::from_array(([rows.len(), length], numbers.collect::<Vec<_>>()))
+    };
+    let mut inputs = Vec::with_capacity(INPUTS.len());
+    for input in session.inputs() {
+        let values = match input.name() {
+            "input_ids" => padded(i64::from)?,
+            "attention_mask" => padded(|_| 1)?,
+            "token_type_ids" => padded(|_| 0)?,
+            other => return Err(ModelError::Input { name: other.to_owned() }),
+        };
+        inputs.push((input.name().to_owned(), values));
+    }
+    let names: Vec<_> = session.outputs().iter().map(|output| output.name().to_owned()).collect();
+    if !names.iter().any(|name| name == OUTPUT) {
+        return Err(ModelError::Output { names });
+    }
+    let outputs = session.run(inputs)?;
+    let (shape, numbers) = outputs[OUTPUT].try_extract_tensor::<f32>()?;
+    let width = numbers.len() / rows.len().max(1);
+    if shape.len() != 2 || width == 0 || width * rows.len() != numbers.len() {
+        return Err(ModelError::Shape { rows: rows.len(), shape: shape.to_vec() });
+    }
+    if numbers.iter().any(|number| !number.is_finite()) {
+        return Err(ModelError::NotFinite);
+    }
+    Ok(numbers.chunks_exact(width).map(<[f32]>::to_vec).collect())
+}
