@@ -1,18 +1,26 @@
 //! The proxy (`examples/proxy`) with a real model: `POST /embed` is answered by a sentence encoder
 //! in ONNX Runtime, such as all-MiniLM-L6-v2. All other files are the proxy's own.
 //!
-//! `docs/ENGINES.md` has the commands.
+//! Programs: `proxy-onnx` is the proxy, `tide-onnx` shows its memory next to that of
+//! `tide-onnx-glibc`, the same service without lowtide. `docs/ENGINES.md` has the commands.
 
 #[path = "../../proxy/app.rs"]
 #[allow(dead_code, reason = "the tests of the proxy use more of it")]
 mod app;
+#[path = "../../proxy/chance.rs"]
+mod chance;
 #[path = "../../proxy/cli.rs"]
 mod cli;
 #[path = "../../proxy/embed.rs"]
 mod embed;
 #[path = "../../proxy/forward.rs"]
 mod forward;
+#[path = "../../tide/load.rs"]
+#[allow(dead_code, reason = "the other demonstration shows answers as they come")]
+#[expect(clippy::disallowed_methods, reason = "it measures real time")]
+mod load;
 mod model;
+pub mod tide;
 #[path = "../../proxy/upstream.rs"]
 mod upstream;
 
