@@ -11,10 +11,9 @@
 //! holds for each byte of it: fragmentation, connections, and memory without an owner. The others
 //! are taken to hold what they have reserved, and `K` corrects their estimates too.
 //!
-//! Invariants, with `held = reserved - units - unheld`, `required = physical - purgeable` and
-//! `loading` the bytes of resources not yet loaded:
+//! Invariants, with `held = reserved - units - unheld` and `required = physical - purgeable`:
 //!
-//! - `other = max(base + resource_reservations, required - K x held + loading)`
+//! - `other = max(base + resource_reservations, required - K x held)`
 //! - `allowance = (ceiling - other) / K + units`
 //! - `alone = ceiling - other - K x ceiling / 32`, or 0 while `K` is being measured
 //! - `K = max(1.05 x peak, (1 - .005 x min(8 x measured, 1)) x K)`, clamped to 1 to 5. `peak` is
@@ -286,9 +285,8 @@ impl Correction {
             self.most = ByteSize::MAX;
             return ByteSize::MAX;
         }
-        let loading = books.resource_reservations.saturating_sub(books.settled);
         let other_than = |requests: ByteSize| {
-            let unbooked = required.saturating_sub(requests).saturating_add(loading);
+            let unbooked = required.saturating_sub(requests);
             unbooked.max(self.base.saturating_add(books.resource_reservations))
         };
         self.other = other_than(books.held().scaled(self.correction_factor));
@@ -306,7 +304,8 @@ impl Correction {
 
     /// Learns the base: the memory held while next to nothing is reserved. Taken after two quiet
     /// samples, because memory is released a little later than its reservation. Never more than the
-    /// memory now held in addition to requests.
+    /// memory now held in addition to requests. It does not grow while a resource is loading: the
+    /// growth is taken to be the part that is loaded.
     fn learn_base(&mut self, books: Books, required: ByteSize, ceiling: ByteSize) {
         let quiet = books.requests <= few(ceiling);
         let held = required.saturating_sub(books.settled);
@@ -315,7 +314,9 @@ impl Correction {
         } else {
             held
         };
-        self.base = if quiet && self.quiet { held } else { self.base.min(held) };
+        let is_loading = books.settled < books.resource_reservations;
+        let may_grow = quiet && self.quiet && !is_loading;
+        self.base = if may_grow { held } else { self.base.min(held) };
         self.quiet = quiet;
     }
 

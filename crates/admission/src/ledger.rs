@@ -933,6 +933,31 @@ mod tests {
         );
     }
 
+    /// While a resource was loading, its loaded part was counted as part of what is measured and as
+    /// part of what is still to come, so that another one did not fit in the place of a third.
+    #[test]
+    fn the_loaded_part_of_a_resource_counted_twice_while_the_rest_was_loading() {
+        let ledger = Ledger::new();
+        let mut correction = Correction::new();
+        ledger.correct(&mut correction, sample(100, 0));
+        let mut idle = ledger.try_book_standing(ByteSize::mib(300)).expect("fits");
+        ledger.settle(&mut idle);
+        ledger.correct(&mut correction, sample(400, 0));
+        let mut loading = ledger.try_book_standing(ByteSize::mib(300)).expect("fits");
+        let fits = |mib| ledger.fits_standing(ByteSize::mib(mib), ByteSize::mib(300));
+        for loaded in [0, 150, 300] {
+            ledger.correct(&mut correction, sample(400 + loaded, 0));
+            assert!(fits(399) && !fits(401), "100 MiB are free, {loaded} of 300 are loaded");
+        }
+        ledger.correct(&mut correction, sample(750, 0));
+        assert!(fits(349) && !fits(351), "what it takes beyond its reservation counts");
+        ledger.settle(&mut loading);
+        ledger.correct(&mut correction, sample(700, 0));
+        assert_eq!(correction.base(), ByteSize::mib(100));
+        ledger.release_standing(loading);
+        ledger.release_standing(idle);
+    }
+
     #[test]
     fn what_stands_is_raised_beyond_the_allowance_and_given_back_whole() {
         let ledger = Ledger::new();

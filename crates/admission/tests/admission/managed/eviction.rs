@@ -138,6 +138,36 @@ fn a_model_of_the_same_size_did_not_fit_in_the_place_of_another() {
     assert_eq!((evictions(&first), rig.reserved()), (1, ByteSize::mib(60)));
 }
 
+/// The bug: in a service with several models, 44 of 500 requests were rejected although a model was
+/// idle. The loaded part of another model, which was loading, counted twice.
+#[test]
+fn an_idle_model_was_not_evicted_for_a_larger_one_while_a_third_was_loading() {
+    let rig = Rig::new(Admission::new());
+    let mut correction = Correction::new();
+    let mut sample = |physical| {
+        let (physical, ceiling) = (ByteSize::mib(physical), ByteSize::mib(130));
+        let measured = Measured { physical, ceiling, ..Measured::default() };
+        rig.admission.ledger(Budget::Host).correct(&mut correction, measured);
+    };
+    sample(4);
+    let (idle, larger) = (rig.model("idle", 60), rig.model("larger", 64));
+    drop(idle.acquire_blocking().expect("fits"));
+    sample(64);
+    let gate = Arc::new(Gate::default());
+    let passes = Arc::clone(&gate);
+    let load = move || {
+        passes.pass();
+        Ok(())
+    };
+    let slow = rig.add(Managed::builder("slow", load).cost(mib(60)));
+    slow.warm().expect("fits");
+    sample(64 + 40);
+    drop(larger.acquire_blocking().expect("takes the place of the idle one"));
+    assert_eq!((evictions(&idle), larger.stats().loaded), (1, true));
+    gate.open();
+    drop(slow.acquire_blocking().expect("loads"));
+}
+
 #[test]
 fn either_enough_is_unloaded_or_nothing() {
     let rig = Rig::with_limit(100);
