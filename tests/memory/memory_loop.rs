@@ -296,7 +296,7 @@ fn a_resource_that_costs_nothing_books_no_byte_and_loads_though_nothing_fits() {
     assert_eq!((memory.level(), memory.snapshot().host.allowance), (Level::None, ByteSize::ZERO));
     let costs = |name: &str, cost| memory.register(memory.managed(name, || Ok(())).cost(cost));
     let dear = costs("dear", Cost::host(ByteSize::mib(1))).expect("registered");
-    assert!(dear.acquire_blocking().is_err(), "nothing fits");
+    assert!(dear.warm().is_err(), "nothing fits");
     let cheap = costs("cheap", Cost::ZERO).expect("registered");
     let guard = cheap.acquire_blocking();
     assert!(guard.is_ok(), "{guard:?}");

@@ -233,9 +233,9 @@ impl World {
     /// A request asks for the resource, and waits while it is loaded.
     pub(super) fn ask(&self, seat: usize, serial: u64) {
         let Some(managed) = self.managed() else { return };
+        let stats = lowtide_admission::Resource::stats(managed);
         {
             let state = &mut *lock(&self.state);
-            let stats = lowtide_admission::Resource::stats(managed);
             // The worker may be taking it apart, on this very thread.
             if stats.loading || self.working.load(Ordering::Relaxed) {
                 state.events.post(state.now + ASK_EVERY, Event::Ask { seat, serial });
@@ -245,17 +245,19 @@ impl World {
                 return;
             }
         }
-        let guard = managed.acquire_blocking();
+        // Not to be waited for: this thread lets the time pass.
+        let has_room = stats.loaded || self.admission.try_reserve_resource(stats.cost).is_ok();
+        let guard = has_room.then(|| managed.acquire_blocking());
         let state = &mut *lock(&self.state);
         match guard {
-            Ok(guard) => {
+            Some(Ok(guard)) => {
                 if let Some(request) = state.requests.of(seat, serial)
                     && request.permit.is_some()
                 {
                     request.guard = Some(guard);
                 }
             }
-            Err(_) => {
+            Some(Err(_)) | None => {
                 state.seen.unserved += 1;
                 if let Some(request) = state.requests.leave(seat, serial) {
                     state.plant.free(state.now, request.held);

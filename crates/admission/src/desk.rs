@@ -313,6 +313,9 @@ impl Desk {
             self.large.suspend_while(now, is_short);
         }
         self.wake_waiting(WOKEN_OTHERS_TICK);
+        if !self.queue.is_empty() {
+            self.queue.wake_loads();
+        }
     }
 
     /// Returns the number of the control loop's last tick; `None` if none runs.

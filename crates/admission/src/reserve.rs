@@ -49,10 +49,10 @@ impl Waiting {
         self.desk.try_admit(Some(&self.id), cost, priority)
     }
 
-    /// Records that the attempt failed with this rejection: room is kept for it.
+    /// Records that the attempt of a load failed with this rejection: room is kept for it.
     pub(super) fn lacks(&self, rejected: &Rejected) {
         let lack = match rejected {
-            Rejected::Full { budget, .. } => Lack::Bytes(*budget),
+            Rejected::Full { budget, .. } => Lack::Load(*budget),
             _ => Lack::Other,
         };
         self.desk.queue.lacks(&self.id, lack);

@@ -75,6 +75,8 @@ pub(super) struct WaitId(u64);
 pub(super) enum Lack {
     /// Bytes of this budget.
     Bytes(Budget),
+    /// Bytes of this budget, which evictions may free.
+    Load(Budget),
     /// Something else than bytes.
     Other,
 }
@@ -152,7 +154,7 @@ impl WaitingRequest {
     /// Returns the budget whose bytes it waits for.
     const fn lacks(&self) -> Option<Budget> {
         match self.lack {
-            Some(Lack::Bytes(budget)) => Some(budget),
+            Some(Lack::Bytes(budget) | Lack::Load(budget)) => Some(budget),
             Some(Lack::Other) | None => None,
         }
     }
@@ -474,6 +476,30 @@ impl WaitQueue {
                 }
                 woken += 1;
                 others -= 1;
+            }
+            drop(entries);
+            wakers.into_iter().flatten().for_each(Waker::wake);
+            if woken < BATCH {
+                return;
+            }
+        }
+    }
+
+    /// Wakes the loads: a resource that came out of use can be evicted for them, which is no
+    /// release.
+    #[cold]
+    pub(super) fn wake_loads(&self) {
+        // Ends: each pass wakes loads that have not been woken, or is the last.
+        loop {
+            let mut wakers = [const { None }; BATCH];
+            let mut entries = self.entries();
+            let is_load = |it: &WaitingRequest| matches!(it.lack, Some(Lack::Load(_)));
+            let loads = entries.list.iter_mut().filter(|it| is_load(it) && !it.is_woken);
+            let mut woken = 0;
+            for (place, entry) in wakers.iter_mut().zip(loads) {
+                entry.is_woken = true;
+                *place = entry.waker.take();
+                woken += 1;
             }
             drop(entries);
             wakers.into_iter().flatten().for_each(Waker::wake);

@@ -39,6 +39,7 @@ use super::load_scope::is_unloading;
 use super::parts::Parts;
 use super::resource::{ResourceStats, UnloadReason, Unloads};
 use super::slot::{Guard, Handle, Slot};
+use super::ticket::Ticket;
 use super::uses::Uses;
 
 /// Threads of one resource that may hang in its loader: the first, and that of one more attempt.
@@ -119,7 +120,7 @@ pub(super) enum Step<T: Send + Sync + 'static> {
     Have(Guard<Cell<T>>),
     /// It must run the load of this number.
     Load(u64),
-    /// The load of this number has no room for this cost; call [`Cell::make_room`].
+    /// The load of this number has no room for this cost; call [`Cell::find_room`].
     Short(u64, Cost),
     Wait,
 }
@@ -196,13 +197,16 @@ impl<T: Send + Sync + 'static> Cell<T> {
                 }
                 Ok(Step::Short(number, cost)) => {
                     drop(state);
-                    let made = cell.make_room(number, cost);
-                    let made = made.map(|eviction| cell.load(number, eviction));
+                    match cell.find_room(number, cost, true) {
+                        Ok(eviction) => cell.load(number, eviction),
+                        Err(rejected) => {
+                            // From now on its ticket counts as the waiter.
+                            lock(&cell.state).waiting -= 1;
+                            return Ticket::new(cell.clone()).wait(number, cost, rejected);
+                        }
+                    }
                     cell.check_here()?;
                     state = lock(&cell.state);
-                    if let Err(error) = made {
-                        break Err(error);
-                    }
                 }
                 Err(error) => break Err(error),
             }
@@ -230,7 +234,7 @@ impl<T: Send + Sync + 'static> Cell<T> {
         let (number, eviction) = match step {
             Step::Load(number) => (number, None),
             Step::Short(number, cost) => {
-                let found = cell.find_room(number, cost);
+                let found = cell.find_room(number, cost, true);
                 (number, found.map_err(|rejected| (number, cost, rejected))?)
             }
             Step::Have(_) | Step::Wait => return Ok(()),
@@ -278,8 +282,11 @@ impl<T: Send + Sync + 'static> Cell<T> {
         let reserved = cell.admission.as_ref().map(|door| door.try_reserve_resource(cost));
         let (permit, is_short) = match reserved.transpose() {
             Ok(permit) => (permit, false),
-            // An exchange of idle resources needs no room that exhaustion took.
-            Err(Rejected::Full { .. } | Rejected::Exhausted { .. }) => (None, true),
+            // An exchange of idle resources needs no room that exhaustion took, and a load may wait
+            // until the pressure is over.
+            Err(Rejected::Full { .. } | Rejected::Exhausted { .. } | Rejected::Pressure { .. }) => {
+                (None, true)
+            }
             Err(rejected) => {
                 state.loads_refused += 1;
                 return Err(AcquireError::Rejected { name: name(), rejected });

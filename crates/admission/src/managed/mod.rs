@@ -221,7 +221,8 @@ impl<T: Send + Sync + 'static> Managed<T> {
 
     /// Acquires a guard. Runs the loader on this thread if the resource is not loaded and no other
     /// thread loads it, otherwise waits for that load. Blocks for the duration of the load, or of
-    /// the cleanup of the previous copy.
+    /// the cleanup of the previous copy. Without room for the load, it waits as
+    /// [`Managed::acquire`] does; the loader then runs on a new thread.
     ///
     /// Do not call it on a thread of an async runtime: this is not detected, and the thread serves
     /// no other task meanwhile. With as many such calls as the runtime has workers, all tasks stop.
@@ -251,9 +252,9 @@ impl<T: Send + Sync + 'static> Managed<T> {
     /// on a new thread. Dropping the future stops waiting, not the load. Takes some tens of
     /// nanoseconds if the resource is loaded.
     ///
-    /// If there is no room for the load, not even by evictions, it waits for room in the queue of
-    /// requests, before those that were not admitted yet: for at most 2 s. It is rejected
-    /// immediately if there is no control loop, and in [`Managed::acquire_blocking`].
+    /// If there is no room for the load, not even by evictions, or if the pressure is critical, it
+    /// waits for room in the queue of requests, before those that were not admitted yet: for at
+    /// most 2 s. It is rejected immediately if there is no control loop.
     #[must_use = "futures do nothing unless polled"]
     pub fn acquire(&self) -> Acquire<T> {
         Acquire { ticket: Ticket::new(self.cell.clone()) }

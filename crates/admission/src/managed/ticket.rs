@@ -1,4 +1,5 @@
-//! The place of a future among the waiters for a resource.
+//! The place of a caller among the waiters for a resource: of a future, or of a thread whose load
+//! has no room.
 //!
 //! It polls the cell and leaves its task's waker there. The waker is replaced at each poll and
 //! removed when the future is dropped. It does not load: the first waiter starts a thread for that.
@@ -9,8 +10,10 @@
 //!
 //! Invariant: `waits is some <=> it is counted in waiting`; it has at most one waker in the cell.
 
-use std::task::{Context, Poll, Waker, ready};
+use std::sync::Arc;
+use std::task::{Context, Poll, Wake, Waker, ready};
 
+use lowtide_core::clock::Bell;
 use lowtide_core::sync::{caught, lock};
 
 use crate::admission::Cost;
@@ -21,13 +24,24 @@ use super::cell::{Cell, State, Step};
 use super::error::AcquireError;
 use super::slot::{Guard, Handle};
 
-/// The place of a future among the waiters.
+/// Wakes the thread that waits for its bell.
+struct RingWaker(Arc<Bell>);
+
+impl Wake for RingWaker {
+    fn wake(self: Arc<Self>) {
+        self.0.ring();
+    }
+}
+
+/// The place of a caller among the waiters.
 pub(super) struct Ticket<T: Send + Sync + 'static> {
     cell: Handle<Cell<T>>,
     /// Its key among the wakers, and the number of failures seen when it arrived.
     waits: Option<(u64, u64)>,
     /// The load that it wants room for.
     room: Option<Room>,
+    /// It waited for room for as long as it may.
+    is_over: bool,
 }
 
 /// A load that waits in the queue of requests.
@@ -39,7 +53,27 @@ struct Room {
 
 impl<T: Send + Sync + 'static> Ticket<T> {
     pub(super) fn new(cell: Handle<Cell<T>>) -> Self {
-        Self { cell, waits: None, room: None }
+        Self { cell, waits: None, room: None, is_over: false }
+    }
+
+    /// Waits on this thread for the room of the load of this number, which is this caller's, and
+    /// then for the load.
+    pub(super) fn wait(
+        mut self,
+        number: u64,
+        cost: Cost,
+        rejected: Rejected,
+    ) -> Result<Guard<Cell<T>>, AcquireError> {
+        self.enter(number, cost, rejected)?;
+        let bell = Bell::new();
+        let waker = Waker::from(Arc::new(RingWaker(Arc::clone(&bell))));
+        // Ends with the wait for room or with the load, which ring the bell.
+        loop {
+            if let Poll::Ready(found) = self.poll(&Context::from_waker(&waker)) {
+                return found;
+            }
+            self.cell.wait_for(&bell);
+        }
     }
 
     /// Returns a guard, once there is a value.
@@ -96,7 +130,12 @@ impl<T: Send + Sync + 'static> Ticket<T> {
 
     /// Enters the queue of requests for the room of this load.
     fn enter(&mut self, number: u64, cost: Cost, rejected: Rejected) -> Result<(), AcquireError> {
-        match self.cell.wait_for_room(number, cost, &rejected) {
+        let waiting = if self.is_over {
+            None // reclaimers promised room that they did not make
+        } else {
+            self.cell.wait_for_room(number, cost, &rejected)
+        };
+        match waiting {
             Some(waiting) => {
                 self.room = Some(Room { number, cost, waiting });
                 Ok(())
@@ -112,7 +151,9 @@ impl<T: Send + Sync + 'static> Ticket<T> {
         // Ends: each iteration needs a wake of the queue.
         let found = loop {
             let is_last = !ready!(waiting.poll_turn(cx));
-            match self.cell.find_room(number, cost) {
+            self.is_over = is_last;
+            // Reclaimers were asked before.
+            match self.cell.find_room(number, cost, is_last) {
                 Err(rejected) if !is_last && rejected.may_wait() => waiting.lacks(&rejected),
                 found => break found,
             }

@@ -17,7 +17,7 @@ use crate::reclaim::PAUSE_MIN;
 use crate::rejected::Rejected;
 use crate::reserve::Waiting;
 use lowtide_core::bytes::ByteSize;
-use lowtide_core::clock::Moment;
+use lowtide_core::clock::{Bell, Moment};
 use lowtide_core::sync::lock;
 
 use super::super::error::{AcquireError, LoadError};
@@ -26,32 +26,21 @@ use super::super::slot::Handle;
 use super::super::uses::score;
 use super::{Cell, Loaded, Phase, State};
 
-/// The longest time that a future waits for the room of a load. An estimate, as for requests:
+/// The longest time that a caller waits for the room of a load. An estimate, as for requests:
 /// shorter than the timeouts of most clients.
 const LOAD_WAIT: Duration = Duration::from_secs(2);
 
 impl<T: Send + Sync + 'static> Cell<T> {
-    /// Like [`Cell::find_room`], and ends the load without room.
-    ///
-    /// # Errors
-    /// [`AcquireError::Rejected`] if no room can be made; the next caller tries again.
-    pub(super) fn make_room(
-        &self,
-        number: u64,
-        cost: Cost,
-    ) -> Result<Option<Eviction>, AcquireError> {
-        self.find_room(number, cost).map_err(|rejected| self.refuse_load(number, rejected))
-    }
-
     /// Reserves the load of this number, which found no room, or claims resources that make room
-    /// for it.
+    /// for it. If it `asks`, reclaimers are asked first, unless they were asked in vain just now.
     pub(in super::super) fn find_room(
         &self,
         number: u64,
         cost: Cost,
+        asks: bool,
     ) -> Result<Option<Eviction>, Rejected> {
         let Some(door) = &self.admission else { return Ok(None) };
-        let asks = self.clock.now() >= lock(&self.state).asks_from;
+        let asks = asks && self.clock.now() >= lock(&self.state).asks_from;
         match door.stand_or_evict(cost, asks)? {
             Stood::Booked(permit) => {
                 self.has_room(number, permit);
@@ -113,6 +102,11 @@ impl<T: Send + Sync + 'static> Cell<T> {
             }
         }
         false
+    }
+
+    /// Blocks this thread until the bell is rung.
+    pub(in super::super) fn wait_for(&self, bell: &Arc<Bell>) {
+        self.clock.wait_until(bell, Moment::NEVER);
     }
 
     fn has_room(&self, number: u64, permit: Permit) {

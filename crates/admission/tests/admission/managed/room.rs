@@ -2,11 +2,13 @@
 
 use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
+use std::thread;
 use std::time::Duration;
 
 use lowtide_admission::clock::{ManualClock, Moment};
 use lowtide_admission::{
-    Acquire, AcquireError, Admission, Budget, ByteSize, Cost, Managed, Rejected, Resource, Use,
+    Acquire, AcquireError, Admission, Budget, ByteSize, Cost, Level, Managed, Rejected, Resource,
+    Resources, Use,
 };
 
 use super::support::{block_on, until};
@@ -52,6 +54,77 @@ fn a_load_waits_for_requests_to_end_and_later_requests_leave_it_the_room() {
     assert_eq!(*block_on(load).expect("there is room"), 7);
     let stats = (admission.stats().waiting, model.stats().loads_ok_total);
     assert_eq!((stats, model.stats().loads_refused_total), ((0, 1), 0));
+}
+
+/// The bug: a thread was rejected at once, and only a future waited.
+#[test]
+fn a_thread_waits_for_the_room_of_its_load_as_a_future_does() {
+    let admission = timed();
+    let all = admission.try_admit(mib(100)).expect("fits");
+    let model = model(&admission);
+    let user = model.clone();
+    let thread = thread::spawn(move || user.acquire_blocking().map(|value| *value));
+    let waiting = || (admission.stats().waiting, model.stats().waiting);
+    until("the load waits, and its thread counts once", || waiting() == (1, 1));
+    drop(all);
+    assert_eq!(thread.join().expect("no panic").expect("there is room"), 7);
+    let stats = model.stats();
+    assert_eq!((stats.waiting, stats.guards, stats.loads_refused_total), (0, 0, 0));
+}
+
+#[test]
+fn a_thread_whose_load_waits_for_too_long_is_rejected() {
+    let admission = timed();
+    let _all = admission.try_admit(mib(100)).expect("fits");
+    let model = model(&admission);
+    let user = model.clone();
+    let thread = thread::spawn(move || user.acquire_blocking().map(|value| *value));
+    until("the load waits", || admission.stats().waiting == 1);
+    for seconds in 1..=3 {
+        admission.tend_queue(Moment::after_origin(Duration::from_secs(seconds)));
+    }
+    let error = thread.join().expect("no panic").expect_err("its time is over");
+    assert!(matches!(error, AcquireError::Rejected { .. }), "{error:?}");
+    assert_eq!((model.stats().loads_refused_total, model.stats().waiting), (1, 0));
+}
+
+/// The bug: a model that takes long steps to load raises the pressure for some hundred
+/// milliseconds, in which each load was rejected, also if it would have evicted an idle model.
+#[test]
+fn a_load_waits_until_the_pressure_is_no_longer_critical() {
+    let admission = timed();
+    let model = model(&admission);
+    admission.set_level(Level::Critical);
+    let mut load = Box::pin(model.acquire());
+    assert!(poll(&mut load).is_pending());
+    let waits = |millis| admission.tend_queue(Moment::after_origin(Duration::from_millis(millis)));
+    waits(10);
+    assert!(poll(&mut load).is_pending(), "it is still critical");
+    admission.set_level(Level::High);
+    waits(20);
+    assert_eq!(*block_on(load).expect("there is room"), 7);
+    assert_eq!(model.stats().loads_refused_total, 0);
+}
+
+/// The bug: the end of a use wakes no load, so that a load evicted a model only when its time to
+/// wait was over, although the model was idle soon.
+#[test]
+fn a_load_that_waits_evicts_a_model_in_the_tick_after_its_last_use() {
+    let admission = timed();
+    let (clock, resources) = (Arc::new(ManualClock::new()), Resources::new());
+    resources.evict_for(&admission, clock.clone(), || {});
+    let other = Managed::builder("other", || Ok(())).cost(mib(90));
+    let other = other.build(clock, Some(admission.clone()));
+    assert_eq!(resources.add(Arc::new(other.clone())), Ok(()));
+    let used = other.acquire_blocking().expect("fits");
+    let model = model(&admission);
+    let mut load = Box::pin(model.acquire());
+    assert!(poll(&mut load).is_pending());
+    drop(used);
+    assert!(poll(&mut load).is_pending(), "no tick yet");
+    admission.tend_queue(Moment::after_origin(Duration::from_millis(10)));
+    assert_eq!(*block_on(load).expect("the other one is idle"), 7);
+    assert!(!other.stats().loaded);
 }
 
 #[test]
