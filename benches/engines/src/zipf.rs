@@ -1,32 +1,34 @@
-//! Three sessions of ONNX Runtime and a model without an engine under a limit for two of the four:
-//! requests by Zipf's law, of two clients.
+//! Three sessions of ONNX Runtime and a model of candle under a limit for two of the four: requests
+//! by Zipf's law, of two clients.
 //!
-//!     engines-zipf REQUESTS LIBRARY MODEL
+//!     engines-zipf REQUESTS LIBRARY MODEL FOLDER
+//!
+//! FOLDER has the weights and the tokenizer of candle's model.
 //!
 //! A request that is rejected while an idle model could make room, and a look at the process that
 //! finds more anonymous memory than the limit, are failures.
 #![expect(clippy::disallowed_methods, reason = "it looks in real time")]
 
 use std::ops::Range;
-use std::pin::pin;
+use std::path::Path;
 use std::process::ExitCode;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
-use std::task::{Context, Poll, Wake};
-use std::thread::{Thread, current, park, scope, sleep};
+use std::thread::{scope, sleep};
 use std::time::Duration;
 
+use candle_core::Device;
 use engines::{BoxError, answer, process};
-use lowtide::admission::{AcquireError, Budget, Cost, Managed, Resource as _, ResourceStats};
+use lowtide::admission::{AcquireError, Budget, Managed, Resource as _, ResourceStats};
 use lowtide::config::DeviceChoice;
 use lowtide::{ByteSize, Memory};
+use lowtide_candle::embedder::Embedder;
 use lowtide_ort::{ManagedSession, Runtime};
 
 lowtide::global_allocator!(balanced);
 
 const CLIENTS: u64 = 2;
-/// The size of the model without an engine, as much as a session declares.
-const OTHER_MODEL: ByteSize = ByteSize::mib(86);
+/// The declared size of candle's model: weights of 86 MiB, and the tokenizer.
+const EMBEDDER: ByteSize = ByteSize::mib(100);
 /// Two models, the memory of runs, and the process itself; .8 of it is less than three models.
 const LIMIT: ByteSize = ByteSize::mib(310);
 const LOOK: Duration = Duration::from_millis(2);
@@ -34,10 +36,12 @@ const LOOK: Duration = Duration::from_millis(2);
 const PAUSE: Duration = Duration::from_millis(20);
 /// The parts of the requests by Zipf's law, summed: 1, 1/2, 1/3, 1/4.
 const PARTS: [f64; 4] = [12.0, 18.0, 22.0, 25.0];
+/// As many tokens as a request of the sessions has.
+const TEXT: &str = "the tide comes in twice a day and takes back what it had left";
 
 struct Models {
     sessions: Vec<ManagedSession>,
-    other: Managed<Vec<f32>>,
+    embedder: Managed<Embedder>,
 }
 
 #[derive(Default)]
@@ -54,38 +58,17 @@ struct Counts {
 impl Models {
     fn stats(&self) -> Vec<ResourceStats> {
         let sessions = self.sessions.iter().map(|session| session.stats());
-        sessions.chain([self.other.stats()]).collect()
+        sessions.chain([self.embedder.stats()]).collect()
     }
 
     /// Serves a request, which `seed` chooses.
     fn serve(&self, seed: u64) -> Result<(), BoxError> {
-        let model = model_of(seed);
-        match self.sessions.get(model) {
-            Some(session) => answer(&mut wait_for(session.acquire())?.lock(), seed),
+        match self.sessions.get(model_of(seed)) {
+            Some(session) => answer(&mut session.acquire_blocking()?.lock(), seed),
             None => {
-                let sum: f32 = wait_for(self.other.acquire())?.iter().sum();
-                if sum > 0.0 { Ok(()) } else { Err("the model is lost".into()) }
+                self.embedder.acquire_blocking()?.embed(&[format!("{TEXT} {seed}")])?;
+                Ok(())
             }
-        }
-    }
-}
-
-/// Polls a future on this thread. A load without room waits for it, as in an async service; a
-/// blocking acquire would be rejected at once.
-fn wait_for<F: Future>(future: F) -> F::Output {
-    struct Unpark(Thread);
-    impl Wake for Unpark {
-        fn wake(self: Arc<Self>) {
-            self.0.unpark();
-        }
-    }
-    let mut future = pin!(future);
-    let waker = Arc::new(Unpark(current())).into();
-    let mut context = Context::from_waker(&waker);
-    loop {
-        match future.as_mut().poll(&mut context) {
-            Poll::Ready(output) => return output,
-            Poll::Pending => park(),
         }
     }
 }
@@ -98,15 +81,17 @@ fn model_of(seed: u64) -> usize {
     PARTS.iter().position(|&end| part * PARTS[3] <= end).unwrap_or(3)
 }
 
-fn open(memory: &Memory, library: &str, model: &str) -> Result<Models, BoxError> {
+fn open(memory: &Memory, library: &str, model: &str, folder: &str) -> Result<Models, BoxError> {
     let runtime = Runtime::open(memory, library)?;
     let names = ["first", "second", "third"];
     let sessions = names.map(|name| memory.register(runtime.session(name, model)));
-    let load = || Ok(vec![1.0_f32; OTHER_MODEL.as_usize().unwrap_or(0) / 4]);
-    let other = memory.managed("other", load).cost(Cost::host(OTHER_MODEL));
+    let folder = Path::new(folder).to_owned();
+    let load = move || Ok(Embedder::load(&folder, &Device::Cpu)?);
+    let embedder = memory.managed("embedder", load);
+    let embedder = embedder.cost(memory.cost(EMBEDDER, ByteSize::ZERO));
     Ok(Models {
         sessions: sessions.into_iter().collect::<Result<_, _>>()?,
-        other: memory.register(other)?,
+        embedder: memory.register(embedder)?,
     })
 }
 
@@ -135,7 +120,7 @@ fn watch(memory: &Memory, counts: &Counts) {
     while !counts.ended.load(SeqCst) {
         let ledger = memory.admission().ledger(Budget::Host);
         let is_over = process::anonymous_mib().is_ok_and(|held| held > limit)
-            || ledger.reserved() > ledger.ceiling();
+            || ledger.reserved_bytes() > ledger.ceiling();
         counts.over_limit.fetch_add(u64::from(is_over), SeqCst);
         sleep(LOOK);
     }
@@ -143,14 +128,12 @@ fn watch(memory: &Memory, counts: &Counts) {
 
 fn main() -> Result<ExitCode, BoxError> {
     let arguments: Vec<_> = std::env::args().skip(1).collect();
-    let [requests, library, model] = &*arguments else {
-        return Err("expected REQUESTS LIBRARY MODEL".into());
+    let [requests, library, model, folder] = &*arguments else {
+        return Err("expected REQUESTS LIBRARY MODEL FOLDER".into());
     };
     let requests = requests.parse::<u64>()? / CLIENTS;
-    let memory = Memory::builder().device(DeviceChoice::Host).memory_limit(LIMIT);
-    // The declared costs are upper bounds. With a factor of 2, two loads at once would not fit.
-    let memory = memory.correction_factor(1.0).start()?;
-    let models = open(&memory, library, model)?;
+    let memory = Memory::builder().device(DeviceChoice::Host).memory_limit(LIMIT).start()?;
+    let models = open(&memory, library, model, folder)?;
     let counts = Counts::default();
     scope(|scope| {
         let watching = scope.spawn(|| watch(&memory, &counts));

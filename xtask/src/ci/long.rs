@@ -68,10 +68,10 @@ pub(super) fn faults(length: Length) -> Outcome {
 /// Tests with a real ONNX Runtime, and the memory that it keeps; in full, also the figures, without
 /// lowtide and with other allocators.
 pub(super) fn engines(length: Length) -> Outcome {
-    for package in ["benches/engines", "examples/onnx"] {
+    for (package, features) in [("benches/engines", "--features zipf"), ("examples/onnx", "")] {
         let manifest = format!("--manifest-path {package}/Cargo.toml");
         cargo("fmt --check").words(&manifest).run()?;
-        let lint = cargo("clippy --locked --all-targets").words(&manifest);
+        let lint = cargo("clippy --locked --all-targets").words(&manifest).words(features);
         lint.words("-- -D warnings").env("CARGO_TARGET_DIR", "target").run()?;
     }
     let script = Run::new(".ci/engines");
