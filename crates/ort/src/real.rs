@@ -264,6 +264,52 @@ fn a_shared_arena_rules_over_session_keys_and_can_be_replaced_and_shrunk() {
     assert_eq!(committed(), ByteSize::ZERO);
 }
 
+#[test]
+fn a_shared_arena_grows_by_its_own_steps_in_a_session_that_asks_for_others() {
+    let Some(library) = library() else { return };
+    let memory = memory();
+    let slot = Slot::device("CPUExecutionProvider", 0);
+    let process = [("ep_factory.CPUExecutionProvider.arena.initial_chunk_size_bytes", "33554432")];
+    let process = ArenaOptions::of_process("CPUExecutionProvider", process).unwrap();
+    memory.share_arena(&slot, &process).unwrap();
+    let used = memory.use_arena(&slot, &ArenaOptions::default()).unwrap();
+    let runtime = Runtime::open_in(&memory, &library, used).unwrap();
+    let (_folder, model) = small_model();
+    let session = runtime.session_with("small", &model, |builder| {
+        let key = "ep.cpuexecutionprovider.arena.initial_chunk_size_bytes";
+        Ok(builder.with_config_entry(key, "2097152").map_err(|error| error.to_string())?)
+    });
+    let session = memory.register(session).unwrap();
+    let held = session.acquire_blocking().unwrap();
+    let committed = || -> ByteSize {
+        memory.snapshot().devices.arenas.iter().map(|arena| arena.committed).sum()
+    };
+    run(&mut held.lock(), 10).unwrap();
+    assert!(committed() >= ByteSize::mib(32), "the first step: {}", committed());
+    let exact = ArenaOptions::from_keys([("arena.extend_strategy", "1")]).unwrap();
+    memory.replace_arena(&slot, &exact).unwrap();
+    wait_until("the old arena is drained", || memory.snapshot().devices.draining.is_empty());
+    run(&mut held.lock(), 10).unwrap();
+    assert!(committed() <= ByteSize::mib(4), "no more than the blocks: {}", committed());
+}
+
+/// On the CPU no run has a stream: what it allocates is free as soon as its outputs are dropped.
+#[test]
+fn a_run_leaves_no_block_behind_when_its_outputs_are_dropped() {
+    let Some((memory, runtime)) = opened() else { return };
+    let (_folder, model) = small_model();
+    let session = memory.register(runtime.session("small", &model)).unwrap();
+    let held = session.acquire_blocking().unwrap();
+    let before = runtime.allocator().stats();
+    for rows in [1, 1_000, 65_536] {
+        run(&mut held.lock(), rows).unwrap();
+    }
+    let after = runtime.allocator().stats();
+    assert!(after.allocs > before.allocs && after.max_in_use > ByteSize::mib(16));
+    assert_eq!(after.in_use, before.in_use);
+    assert!(memory.snapshot().devices.arenas[0].live.is_zero());
+}
+
 /// ONNX Runtime's own option finds no arena of its own kind.
 #[test]
 fn the_shrink_option_of_a_run_is_an_error_and_ours_is_a_call() {
