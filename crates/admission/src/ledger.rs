@@ -384,8 +384,11 @@ impl Ledger {
     /// As for [`Ledger::try_book`].
     pub(crate) fn try_book_standing(&self, bytes: ByteSize) -> Result<Standing, Shortfall> {
         let units = units_of(bytes, self.correction_factor());
-        self.book_where(ByteSize::new(units), 0, |_| false)
-            .map_err(|short| Shortfall { asked: bytes, ..short })?;
+        self.book_where(ByteSize::new(units), 0, |_| false).map_err(|short| {
+            let room = short.allowance.saturating_sub(short.reserved);
+            let room = room.scaled(self.correction_factor());
+            Shortfall { asked: bytes, allowance: short.reserved.saturating_add(room), ..short }
+        })?;
         // After the reservation: a correction in between counts the units as a request's, which
         // takes the same room.
         self.resource_reservations.fetch_add(bytes.get(), Ordering::Relaxed);
@@ -834,6 +837,20 @@ mod tests {
         ledger.try_book(ByteSize::mib(1)).expect("fits to the byte");
         assert_eq!(ledger.reserved(), allowance);
         assert!(ledger.try_book(ByteSize::MAX).is_err());
+    }
+
+    /// The bug: a model of 86 MiB did not fit, and the rejection named half of the room there was.
+    #[test]
+    fn the_rejection_of_a_resource_names_the_room_for_resources() {
+        let ledger = Ledger::new();
+        ledger.correct(&mut Correction::new(), sample(0, 0));
+        ledger.try_book(ByteSize::mib(100)).expect("fits");
+        let (asked, reserved) = (ByteSize::mib(601), ByteSize::mib(100));
+        let allowance = ByteSize::mib(700); // 100 MiB of requests take 200 of the 800
+        let short = Shortfall { asked, reserved, allowance };
+        assert_eq!(ledger.try_book_standing(asked), Err(short));
+        let standing = ledger.try_book_standing(ByteSize::mib(599)).expect("fits");
+        ledger.release_standing(standing);
     }
 
     /// The bug: `K` starts at 2 and is learned from admitted requests only, so that one which fits
