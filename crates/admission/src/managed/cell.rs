@@ -72,7 +72,7 @@ struct Loading {
     deadline: Moment,
     /// Its reservation.
     permit: Option<Permit>,
-    /// `true` while a future waits for its room in the queue of requests. Nothing of it runs.
+    /// `true` while a caller waits for its room in the queue of requests. Nothing of it runs.
     waits_for_room: bool,
 }
 
@@ -102,6 +102,9 @@ pub(super) struct State {
     loads_ok: u64,
     pub(super) loads_failed: u64,
     loads_refused: u64,
+    /// Loads that waited for room in vain, and why the last of them was rejected.
+    no_room: u64,
+    refusal: Option<Rejected>,
     /// No load asks reclaimers before: they did not release enough.
     asks_from: Moment,
     unloads: Unloads,
@@ -112,6 +115,13 @@ pub(super) struct State {
     measured: Option<Cost>,
     /// The bytes released by unloads, as far as measured.
     recovered: Cost,
+}
+
+/// The numbers of loads that have ended without a value.
+#[derive(Clone, Copy)]
+pub(super) struct EndedLoads {
+    failed: u64,
+    no_room: u64,
 }
 
 /// The next action of a caller.
@@ -159,6 +169,8 @@ impl<T: Send + Sync + 'static> Cell<T> {
             loads_ok: 0,
             loads_failed: 0,
             loads_refused: 0,
+            no_room: 0,
+            refusal: None,
             asks_from: Moment::ORIGIN,
             unloads: Unloads::default(),
             unload_panics: 0,
@@ -181,7 +193,7 @@ impl<T: Send + Sync + 'static> Cell<T> {
     pub(super) fn acquire_blocking(cell: &Handle<Self>) -> Result<Guard<Self>, AcquireError> {
         cell.check_may_wait()?;
         let mut state = lock(&cell.state);
-        let seen = state.loads_failed;
+        let seen = state.ended();
         state.waiting += 1;
         // Ends when the load or cleanup that it waits for ends; one that it began itself has ended.
         let found = loop {
@@ -200,7 +212,7 @@ impl<T: Send + Sync + 'static> Cell<T> {
                     match cell.find_room(number, cost, true) {
                         Ok(eviction) => cell.load(number, eviction),
                         Err(rejected) => {
-                            // From now on its ticket counts as the waiter.
+                            // From here on, the ticket is counted in `waiting`.
                             lock(&cell.state).waiting -= 1;
                             return Ticket::new(cell.clone()).wait(number, cost, rejected);
                         }
@@ -221,7 +233,7 @@ impl<T: Send + Sync + 'static> Cell<T> {
         if matches!(state.phase, Phase::Ready { .. }) && !state.closed {
             return Ok(());
         }
-        let seen = state.loads_failed;
+        let seen = state.ended();
         let step = Self::step(cell, &mut state, seen)?;
         drop(state);
         let begun = Self::begin(cell, step);
@@ -243,12 +255,12 @@ impl<T: Send + Sync + 'static> Cell<T> {
         Ok(())
     }
 
-    /// Returns the caller's next action. A load that failed after `seen` was read counts as the
-    /// caller's own.
+    /// Returns the caller's next action. A load that failed, or for which there was no room in
+    /// time, after `seen` was read counts as the caller's own.
     pub(super) fn step(
         cell: &Handle<Self>,
         state: &mut State,
-        seen: u64,
+        seen: EndedLoads,
     ) -> Result<Step<T>, AcquireError> {
         let name = || Arc::clone(&cell.parts.name);
         if state.closed {
@@ -256,6 +268,9 @@ impl<T: Send + Sync + 'static> Cell<T> {
         }
         if let Some(guard) = cell.guard(true) {
             return Ok(Step::Have(guard));
+        }
+        if let Some(rejected) = state.refusal.as_ref().filter(|_| state.no_room > seen.no_room) {
+            return Err(AcquireError::Rejected { name: name(), rejected: rejected.clone() });
         }
         match &state.phase {
             Phase::Loading(Loading { thread: Some(thread), .. })
@@ -269,7 +284,7 @@ impl<T: Send + Sync + 'static> Cell<T> {
                 // No further thread is started while so many hang; one of them may return at any
                 // time.
                 let all_hang = state.hung >= HUNG_LOADS_MAX;
-                if state.loads_failed > seen || now < *until || all_hang {
+                if state.loads_failed > seen.failed || now < *until || all_hang {
                     let pause = if all_hang { cell.parts.backoff.max } else { Duration::ZERO };
                     let (error, retry_in) = (error.clone(), (*until - now).max(pause));
                     return Err(AcquireError::Load { name: name(), error, retry_in });
@@ -282,8 +297,8 @@ impl<T: Send + Sync + 'static> Cell<T> {
         let reserved = cell.admission.as_ref().map(|door| door.try_reserve_resource(cost));
         let (permit, is_short) = match reserved.transpose() {
             Ok(permit) => (permit, false),
-            // An exchange of idle resources needs no room that exhaustion took, and a load may wait
-            // until the pressure is over.
+            // An eviction may make room in spite of exhaustion, and a load may wait until the level
+            // falls.
             Err(Rejected::Full { .. } | Rejected::Exhausted { .. } | Rejected::Pressure { .. }) => {
                 (None, true)
             }

@@ -221,8 +221,9 @@ impl<T: Send + Sync + 'static> Managed<T> {
 
     /// Acquires a guard. Runs the loader on this thread if the resource is not loaded and no other
     /// thread loads it, otherwise waits for that load. Blocks for the duration of the load, or of
-    /// the cleanup of the previous copy. Without room for the load, it waits as
-    /// [`Managed::acquire`] does; the loader then runs on a new thread.
+    /// the cleanup of the previous copy. If there is no room for the load, it waits
+    /// like [`Managed::acquire`], and the loader runs on a new thread. The thread that drives the
+    /// control loop must not call it: it would wait forever.
     ///
     /// Do not call it on a thread of an async runtime: this is not detected, and the thread serves
     /// no other task meanwhile. With as many such calls as the runtime has workers, all tasks stop.
@@ -252,9 +253,9 @@ impl<T: Send + Sync + 'static> Managed<T> {
     /// on a new thread. Dropping the future stops waiting, not the load. Takes some tens of
     /// nanoseconds if the resource is loaded.
     ///
-    /// If there is no room for the load, not even by evictions, or if the pressure is critical, it
-    /// waits for room in the queue of requests, before those that were not admitted yet: for at
-    /// most 2 s. It is rejected immediately if there is no control loop.
+    /// If evictions cannot make room for the load, or if the level is critical, it waits for at
+    /// most 2 s in the queue of requests, ahead of those that have not been admitted. Without a
+    /// control loop it is rejected immediately.
     #[must_use = "futures do nothing unless polled"]
     pub fn acquire(&self) -> Acquire<T> {
         Acquire { ticket: Ticket::new(self.cell.clone()) }

@@ -20,7 +20,7 @@ use crate::admission::Cost;
 use crate::rejected::Rejected;
 use crate::reserve::Waiting;
 
-use super::cell::{Cell, State, Step};
+use super::cell::{Cell, EndedLoads, State, Step};
 use super::error::AcquireError;
 use super::slot::{Guard, Handle};
 
@@ -36,11 +36,11 @@ impl Wake for RingWaker {
 /// The place of a caller among the waiters.
 pub(super) struct Ticket<T: Send + Sync + 'static> {
     cell: Handle<Cell<T>>,
-    /// Its key among the wakers, and the number of failures seen when it arrived.
-    waits: Option<(u64, u64)>,
+    /// Its key among the wakers, and the loads that had ended when it arrived.
+    waits: Option<(u64, EndedLoads)>,
     /// The load that it wants room for.
     room: Option<Room>,
-    /// It waited for room for as long as it may.
+    /// Set once the wait for room has timed out.
     is_over: bool,
 }
 
@@ -56,8 +56,8 @@ impl<T: Send + Sync + 'static> Ticket<T> {
         Self { cell, waits: None, room: None, is_over: false }
     }
 
-    /// Waits on this thread for the room of the load of this number, which is this caller's, and
-    /// then for the load.
+    /// Blocks this thread until there is room for the load of this number, which this caller has to
+    /// start, and until the load has ended.
     pub(super) fn wait(
         mut self,
         number: u64,
@@ -67,7 +67,7 @@ impl<T: Send + Sync + 'static> Ticket<T> {
         self.enter(number, cost, rejected)?;
         let bell = Bell::new();
         let waker = Waker::from(Arc::new(RingWaker(Arc::clone(&bell))));
-        // Ends with the wait for room or with the load, which ring the bell.
+        // Ends: the end of the wait for room, or of the load, rings the bell.
         loop {
             if let Poll::Ready(found) = self.poll(&Context::from_waker(&waker)) {
                 return found;
@@ -93,7 +93,7 @@ impl<T: Send + Sync + 'static> Ticket<T> {
         let mut waker = Some(cx.waker().clone());
         let room = self.poll_room(cx);
         let mut state = lock(&cell.state);
-        let seen = self.waits.map_or(state.loads_failed, |(_, seen)| seen);
+        let seen = self.waits.map_or_else(|| state.ended(), |(_, seen)| seen);
         let step = match room {
             Poll::Ready(Err(error)) => Err(error),
             Poll::Pending if !state.closed => Ok(Step::Wait),
@@ -122,7 +122,9 @@ impl<T: Send + Sync + 'static> Ticket<T> {
         };
         let replaced = self.leave(&mut state);
         drop(state);
-        self.room = None;
+        if let Some(room) = self.room.take() {
+            cell.abandon(room.number); // it was closed meanwhile
+        }
         // A panic in it must not lose the guard that is already counted.
         let _ = caught(|| drop((replaced, waker)));
         Poll::Ready(found)
@@ -131,7 +133,7 @@ impl<T: Send + Sync + 'static> Ticket<T> {
     /// Enters the queue of requests for the room of this load.
     fn enter(&mut self, number: u64, cost: Cost, rejected: Rejected) -> Result<(), AcquireError> {
         let waiting = if self.is_over {
-            None // reclaimers promised room that they did not make
+            None // the wait has timed out: reclaimers released less than they promised
         } else {
             self.cell.wait_for_room(number, cost, &rejected)
         };
@@ -152,7 +154,7 @@ impl<T: Send + Sync + 'static> Ticket<T> {
         let found = loop {
             let is_last = !ready!(waiting.poll_turn(cx));
             self.is_over = is_last;
-            // Reclaimers were asked before.
+            // Reclaimers ran before the wait; only the last attempt runs them again.
             match self.cell.find_room(number, cost, is_last) {
                 Err(rejected) if !is_last && rejected.may_wait() => waiting.lacks(&rejected),
                 found => break found,
@@ -170,7 +172,7 @@ impl<T: Send + Sync + 'static> Ticket<T> {
     fn wait_for_change(
         &mut self,
         state: &mut State,
-        seen: u64,
+        seen: EndedLoads,
         waker: Option<Waker>,
     ) -> Option<Waker> {
         let (key, _) = *self.waits.get_or_insert_with(|| {

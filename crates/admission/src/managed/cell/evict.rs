@@ -18,7 +18,7 @@ use crate::rejected::Rejected;
 use crate::reserve::Waiting;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::{Bell, Moment};
-use lowtide_core::sync::lock;
+use lowtide_core::sync::{MutexGuard, lock};
 
 use super::super::error::{AcquireError, LoadError};
 use super::super::resource::UnloadReason;
@@ -26,13 +26,13 @@ use super::super::slot::Handle;
 use super::super::uses::score;
 use super::{Cell, Loaded, Phase, State};
 
-/// The longest time that a caller waits for the room of a load. An estimate, as for requests:
-/// shorter than the timeouts of most clients.
+/// The longest time that a caller waits for room for a load. An estimate, as for requests: shorter
+/// than the timeouts of most clients.
 const LOAD_WAIT: Duration = Duration::from_secs(2);
 
 impl<T: Send + Sync + 'static> Cell<T> {
-    /// Reserves the load of this number, which found no room, or claims resources that make room
-    /// for it. If it `asks`, reclaimers are asked first, unless they were asked in vain just now.
+    /// Reserves room for the load of this number, or claims resources whose eviction makes room for
+    /// it. If it `asks`, reclaimers run first, unless they failed to make room a moment ago.
     pub(in super::super) fn find_room(
         &self,
         number: u64,
@@ -50,9 +50,15 @@ impl<T: Send + Sync + 'static> Cell<T> {
         }
     }
 
-    /// Ends the load of this number, for which there is no room. The next caller tries again.
+    /// Ends the load of this number, for which there is no room. If it waited for room, all that
+    /// wait for it are rejected as well. The next caller tries again.
     pub(in super::super) fn refuse_load(&self, number: u64, rejected: Rejected) -> AcquireError {
-        self.end_refused(number);
+        let mut state = lock(&self.state);
+        if state.loading(number).is_some_and(|loading| loading.waits_for_room) {
+            state.no_room += 1;
+            state.refusal = Some(rejected.clone());
+        }
+        self.end_refused(number, state);
         AcquireError::Rejected { name: Arc::clone(&self.parts.name), rejected }
     }
 
@@ -95,10 +101,11 @@ impl<T: Send + Sync + 'static> Cell<T> {
                 self.end_load(number, Err(LoadError::NoThread { kind }), Duration::ZERO);
             }
             // The waiters look for other room, or are rejected.
-            Err(EvictionError::Stuck) => self.end_refused(number),
+            Err(EvictionError::Stuck) => self.end_refused(number, lock(&self.state)),
             Err(EvictionError::NoRoom) => {
-                lock(&self.state).asks_from = self.clock.now() + PAUSE_MIN;
-                self.end_refused(number);
+                let mut state = lock(&self.state);
+                state.asks_from = self.clock.now() + PAUSE_MIN;
+                self.end_refused(number, state);
             }
         }
         false
@@ -117,8 +124,7 @@ impl<T: Send + Sync + 'static> Cell<T> {
         }
     }
 
-    fn end_refused(&self, number: u64) {
-        let mut state = lock(&self.state);
+    fn end_refused(&self, number: u64, mut state: MutexGuard<'_, State>) {
         if state.loading(number).is_some() {
             state.phase = Phase::Empty;
             state.loads_refused += 1;

@@ -16,7 +16,7 @@ use lowtide_core::sync::{MutexGuard, lock};
 
 use super::super::load_scope::is_unloading;
 use super::super::slot::{Guard, Handle, Shared, Slot};
-use super::{Cell, Loaded, Loading, Phase, State};
+use super::{Cell, EndedLoads, Loaded, Loading, Phase, State};
 
 /// The longest time after the start of a tick at which a use of that tick is recorded, if no tick
 /// looked at the cell: it is not registered. The tick of an idle service.
@@ -31,6 +31,11 @@ impl State {
             Phase::Loading(loading) if loading.number == number => Some(loading),
             _ => None,
         }
+    }
+
+    /// Returns the loads that have ended without a value so far.
+    pub(in super::super) const fn ended(&self) -> EndedLoads {
+        EndedLoads { failed: self.loads_failed, no_room: self.no_room }
     }
 
     pub(super) fn ring_drainers(&self) {

@@ -56,7 +56,7 @@ fn a_load_waits_for_requests_to_end_and_later_requests_leave_it_the_room() {
     assert_eq!((stats, model.stats().loads_refused_total), ((0, 1), 0));
 }
 
-/// The bug: a thread was rejected at once, and only a future waited.
+/// The bug: `acquire_blocking` was rejected immediately; only `acquire` waited.
 #[test]
 fn a_thread_waits_for_the_room_of_its_load_as_a_future_does() {
     let admission = timed();
@@ -88,8 +88,8 @@ fn a_thread_whose_load_waits_for_too_long_is_rejected() {
     assert_eq!((model.stats().loads_refused_total, model.stats().waiting), (1, 0));
 }
 
-/// The bug: a model that takes long steps to load raises the pressure for some hundred
-/// milliseconds, in which each load was rejected, also if it would have evicted an idle model.
+/// The bug: a load with much temporary memory raised the level to critical for some hundred
+/// milliseconds. All other loads were rejected then, even if an idle model could be evicted.
 #[test]
 fn a_load_waits_until_the_pressure_is_no_longer_critical() {
     let admission = timed();
@@ -106,8 +106,8 @@ fn a_load_waits_until_the_pressure_is_no_longer_critical() {
     assert_eq!(model.stats().loads_refused_total, 0);
 }
 
-/// The bug: the end of a use wakes no load, so that a load evicted a model only when its time to
-/// wait was over, although the model was idle soon.
+/// The bug: the end of a use woke no load. A load evicted the idle model only when its own wait
+/// timed out.
 #[test]
 fn a_load_that_waits_evicts_a_model_in_the_tick_after_its_last_use() {
     let admission = timed();
@@ -144,6 +144,33 @@ fn a_load_that_waits_for_too_long_is_rejected_and_the_next_one_waits_again() {
     assert!(poll(&mut again).is_pending());
     drop(all);
     assert_eq!(*block_on(again).expect("there is room"), 7);
+}
+
+/// The bug: each of many callers began a wait of 2 s when the one before was rejected.
+#[test]
+fn all_that_wait_for_a_load_without_room_are_rejected_together() {
+    let admission = timed();
+    let all = admission.try_admit(mib(100)).expect("fits");
+    let model = model(&admission);
+    let mut loads: Vec<Load> = (0..3).map(|_| Box::pin(model.acquire())).collect();
+    assert!(loads.iter_mut().all(|load| poll(load).is_pending()));
+    let user = model.clone();
+    let thread = thread::spawn(move || user.acquire_blocking().map(|value| *value));
+    until("the thread waits as well", || model.stats().waiting == 4);
+    for seconds in 1..=3 {
+        admission.tend_queue(Moment::after_origin(Duration::from_secs(seconds)));
+    }
+    for load in &mut loads {
+        let found = poll(load);
+        assert!(matches!(found, Poll::Ready(Err(AcquireError::Rejected { .. }))), "{found:?}");
+    }
+    let found = thread.join().expect("no panic");
+    assert!(matches!(found, Err(AcquireError::Rejected { .. })), "{found:?}");
+    assert_eq!((model.stats().loads_refused_total, model.stats().waiting), (1, 0));
+    let mut later = Box::pin(model.acquire());
+    assert!(poll(&mut later).is_pending());
+    drop(all);
+    assert_eq!(*block_on(later).expect("there is room"), 7);
 }
 
 #[test]
