@@ -11,9 +11,11 @@
 //! holds for each byte of it: fragmentation, connections, and memory without an owner. The others
 //! are taken to hold what they have reserved, and `K` corrects their estimates too.
 //!
-//! Invariants, with `held = reserved - units - unheld` and `required = physical - purgeable`:
+//! Invariants, with `held = reserved - units - unheld`, `required = physical - purgeable`, and
+//! `extra` the memory beyond the base, the resources and the requests before a resource began to
+//! load:
 //!
-//! - `other = max(base + resource_reservations, required - K x held)`
+//! - `other = max(base + extra + resource_reservations, required - K x held)`
 //! - `allowance = (ceiling - other) / K + units`
 //! - `alone = ceiling - other - K x ceiling / 32`, or 0 while `K` is being measured
 //! - `K = max(1.05 x peak, (1 - .005 x min(8 x measured, 1)) x K)`, clamped to 1 to 5. `peak` is
@@ -187,6 +189,11 @@ pub struct Books {
 }
 
 impl Books {
+    /// Returns `true` if a resource is loading.
+    fn is_loading(self) -> bool {
+        self.settled < self.resource_reservations
+    }
+
     /// Returns the bytes of requests that are part of what is held: measured ones count what they
     /// hold, and others all that they reserved.
     fn held(self) -> ByteSize {
@@ -200,6 +207,9 @@ pub struct Correction {
     pub(super) correction_factor: f64,
     /// The memory held while nothing is reserved.
     base: ByteSize,
+    /// The memory beyond the base, the loaded resources and the requests. It does not grow while a
+    /// resource is loading: growth is attributed to that resource.
+    extra: ByteSize,
     /// `true` if next to nothing was reserved at the last sample either.
     quiet: bool,
     /// `K` before anything is measured.
@@ -238,6 +248,7 @@ impl Correction {
             correction_factor: start,
             start,
             base: ByteSize::ZERO,
+            extra: ByteSize::ZERO,
             quiet: true,
             unmeasured: UNMEASURED,
             alone: ByteSize::ZERO,
@@ -279,17 +290,16 @@ impl Correction {
             self.correction_factor
         );
         let covered = self.base.saturating_add(books.resource_reservations);
-        let covered = covered.saturating_add(books.requests.scaled(self.correction_factor));
-        self.uncovered = required.saturating_sub(covered);
+        let reserved = covered.saturating_add(books.requests.scaled(self.correction_factor));
+        self.uncovered = required.saturating_sub(reserved);
         if measured.ceiling == ByteSize::MAX {
             self.most = ByteSize::MAX;
             return ByteSize::MAX;
         }
-        let other_than = |requests: ByteSize| {
-            let unbooked = required.saturating_sub(requests);
-            unbooked.max(self.base.saturating_add(books.resource_reservations))
-        };
-        self.other = other_than(books.held().scaled(self.correction_factor));
+        let other_than = |requests: ByteSize| required.saturating_sub(requests).max(covered);
+        let requests = books.held().scaled(self.correction_factor);
+        self.learn_extra(books, required.saturating_sub(requests));
+        self.other = other_than(requests).max(covered.saturating_add(self.extra));
         self.unowned = other_than(books.held().scaled(K_MAX));
         let room = measured.ceiling.saturating_sub(self.other);
         let beside = few(measured.ceiling).scaled(self.correction_factor);
@@ -304,8 +314,8 @@ impl Correction {
 
     /// Learns the base: the memory held while next to nothing is reserved. Taken after two quiet
     /// samples, because memory is released a little later than its reservation. Never more than the
-    /// memory now held in addition to requests. It does not grow while a resource is loading: the
-    /// growth is taken to be the part that is loaded.
+    /// memory now held in addition to requests. The base does not grow while a resource is loading:
+    /// growth is attributed to that resource.
     fn learn_base(&mut self, books: Books, required: ByteSize, ceiling: ByteSize) {
         let quiet = books.requests <= few(ceiling);
         let held = required.saturating_sub(books.settled);
@@ -314,10 +324,15 @@ impl Correction {
         } else {
             held
         };
-        let is_loading = books.settled < books.resource_reservations;
-        let may_grow = quiet && self.quiet && !is_loading;
+        let may_grow = quiet && self.quiet && !books.is_loading();
         self.base = if may_grow { held } else { self.base.min(held) };
         self.quiet = quiet;
+    }
+
+    fn learn_extra(&mut self, books: Books, without_requests: ByteSize) {
+        let loaded = self.base.saturating_add(books.settled);
+        let extra = without_requests.saturating_sub(loaded);
+        self.extra = if books.is_loading() { self.extra.min(extra) } else { extra };
     }
 
     fn learn_k(&mut self, books: Books, required: ByteSize, sample: Measured) {
@@ -391,6 +406,26 @@ pub(super) mod tests {
     fn after(millis: u64, ended: u64, held: u64, physical: u64) -> Measured {
         let turnover = Turnover { time: Duration::from_millis(millis), ended, held };
         Measured { turnover, ..sample(physical, 0) }
+    }
+
+    /// The bug: memory that no request owned seemed to be the part of a resource that was still to
+    /// be loaded, and was given out a second time.
+    #[test]
+    fn memory_without_an_owner_hid_behind_a_resource_that_was_loading() {
+        let mut correction = Correction::starting_at(K_MIN);
+        let _ = correction.update(requests(0), sample(100, 0));
+        let cache = || sample(300, 0); // 200 MiB more than the base
+        let small =
+            |loading| Books { resource_reservations: ByteSize::mib(loading), ..requests(50) };
+        let _ = correction.update(small(0), cache());
+        assert_eq!(correction.base(), ByteSize::mib(100));
+        let room = CEILING.saturating_sub(correction.other);
+        let _ = correction.update(small(300), cache());
+        let left = CEILING.saturating_sub(correction.other);
+        assert_eq!(left, room.saturating_sub(ByteSize::mib(300)));
+        let _ = correction.update(small(300), sample(200, 0));
+        let left = CEILING.saturating_sub(correction.other);
+        assert_eq!(left, room.saturating_sub(ByteSize::mib(200)), "100 MiB of it were freed");
     }
 
     #[test]

@@ -271,11 +271,12 @@ impl WaitQueue {
 
     /// Enters the queue. Returns `None` if it is full, or if a deadline could not pass.
     pub(super) fn enter(&self, terms: WaitTerms, ceiling: ByteSize) -> Option<WaitId> {
+        let most = usize::try_from(ceiling.get() / PART / ENTRY_BYTES.get()).unwrap_or(usize::MAX);
+        let mut entries = self.entries();
+        // With the lock held, so that `end` either sees the entry or is seen.
         if terms.within.is_some() && !self.is_timed() {
             return None;
         }
-        let most = usize::try_from(ceiling.get() / PART / ENTRY_BYTES.get()).unwrap_or(usize::MAX);
-        let mut entries = self.entries();
         // Those that were admitted before are not kept out by those that were not.
         let of_its_kind = |other: &&WaitingRequest| other.terms.is_admitted == terms.is_admitted;
         if entries.list.iter().filter(of_its_kind).count() >= most.min(ENTRIES_MAX) {
@@ -485,8 +486,8 @@ impl WaitQueue {
         }
     }
 
-    /// Wakes the loads: a resource that came out of use can be evicted for them, which is no
-    /// release.
+    /// Wakes the loads that wait. A resource whose last use has ended can be evicted for them, but
+    /// it has released no bytes, so nothing else wakes them.
     #[cold]
     pub(super) fn wake_loads(&self) {
         // Ends: each pass wakes loads that have not been woken, or is the last.
