@@ -14,7 +14,7 @@ use axum::response::{IntoResponse, Response};
 use http_body_util::BodyExt as _;
 use lowtide::ByteSize;
 use lowtide::admission::AcquireError;
-use lowtide::service::SharedPermit;
+use lowtide::service::{SharedPermit, scope_blocking};
 use serde::{Deserialize, Serialize};
 use serde_json::error::Category;
 use tokio::sync::Semaphore;
@@ -88,12 +88,14 @@ impl Embedder {
         let texts = texts(&read(request).await?)?;
         let model = self.model.acquire().await.map_err(|error| Box::new(unavailable(&error)))?;
         let turn = self.turns.clone().acquire_owned().await;
-        let computed = tokio::task::spawn_blocking(move || {
+        // Keeps the reservation to the end of the work, also if the client leaves.
+        let work = scope_blocking(move || {
             let _turn = turn;
             let mut embeddings = model.embed(&texts)?;
             embeddings.iter_mut().for_each(|embedding| normalise(embedding));
             Ok::<_, ModelError>(embeddings)
         });
+        let computed = tokio::task::spawn_blocking(work);
         let failed = |error: String| {
             tracing::error!(error, "embedding failed");
             refusal(StatusCode::INTERNAL_SERVER_ERROR, error)
@@ -134,15 +136,14 @@ async fn read(request: Request) -> Result<Vec<u8>, Box<Response>> {
             read_away(&mut body).await;
             return too_long();
         }
-        if let (Some(permit), false) = (&permit, known) {
-            let [before, after] =
-                [whole.len(), whole.len() + data.len()].map(|len| host_cost(len as u64));
-            let more = after.saturating_sub(before);
-            if let Err(rejected) = permit.grow(more) {
-                drop(whole);
-                read_away(&mut body).await;
-                return Err(Box::new(lowtide::service::rejection(&rejected).map(Body::from)));
-            }
+        // The arena may be in host memory, so what the device needs counts as well.
+        let cost = host_cost((whole.len() + data.len()) as u64).saturating_add(model::DEVICE_COST);
+        if let (Some(permit), false) = (&permit, known)
+            && let Err(rejected) = permit.hold(cost)
+        {
+            drop(whole);
+            read_away(&mut body).await;
+            return Err(Box::new(lowtide::service::rejection(&rejected).map(Body::from)));
         }
         whole.extend_from_slice(&data);
     }

@@ -63,9 +63,9 @@ async fn words(request: Request) -> Response {
         };
         let Ok(data) = frame.into_data() else { continue };
         // Memory for a body of unknown length is reserved as it arrives.
-        let unknown = announced.is_none().then(|| ByteSize::new(data.len() as u64 * WORDS_FACTOR));
-        if let (Some(permit), Some(more)) = (&permit, unknown)
-            && let Err(rejected) = permit.grow(more)
+        let cost = || ByteSize::new(words_cost((text.len() + data.len()) as u64));
+        if let (Some(permit), None) = (&permit, announced)
+            && let Err(rejected) = permit.hold(cost())
         {
             drop(text);
             read_away(&mut body).await;
