@@ -104,7 +104,8 @@ impl Lesson {
         }
     }
 
-    /// Records what a running request holds, which is no evidence of a small need.
+    /// Records the memory that a running request holds. It can raise the estimate, and not lower
+    /// it.
     pub(super) fn observe_running(&self, held: ByteSize) {
         match &self.0 {
             Of::Bytes(route) => route.observe_running(held),
@@ -115,8 +116,8 @@ impl Lesson {
     /// Records a request that did not complete, which is no evidence of a small need.
     pub(super) fn learn_at_least(&self, held: ByteSize) {
         match &self.0 {
-            // What it held while it ran may be the estimate already.
-            Of::Bytes(route) if held >= route.estimate() => route.learn(held),
+            // Equal: the estimate may be the memory that this request held while it ran.
+            Of::Bytes(route) if held >= route.estimate() && !held.is_zero() => route.learn(held),
             Of::Bytes(_) => {}
             Of::Estimate(compared) => compared.learn_at_least(held),
         }
@@ -251,7 +252,11 @@ impl Route {
     }
 
     fn observe_running(&self, held: ByteSize) {
-        if !self.is_known.load(Ordering::Relaxed) && lock(&self.seen).lessons == 0 {
+        if self.is_known.load(Ordering::Relaxed) {
+            return;
+        }
+        let seen = lock(&self.seen);
+        if seen.lessons == 0 {
             self.learned.fetch_max(held.get(), Ordering::Relaxed);
         }
     }

@@ -385,9 +385,9 @@ impl Ledger {
     pub(crate) fn try_book_standing(&self, bytes: ByteSize) -> Result<Standing, Shortfall> {
         let units = units_of(bytes, self.correction_factor());
         self.book_where(ByteSize::new(units), 0, |_| false).map_err(|short| {
-            let room = short.allowance.saturating_sub(short.reserved);
-            let room = room.scaled(self.correction_factor());
-            Shortfall { asked: bytes, allowance: short.reserved.saturating_add(room), ..short }
+            let free = short.allowance.saturating_sub(short.reserved);
+            let more = free.scaled(self.correction_factor()).saturating_sub(free);
+            Shortfall { asked: bytes, allowance: short.allowance.saturating_add(more), ..short }
         })?;
         // After the reservation: a correction in between counts the units as a request's, which
         // takes the same room.
@@ -839,7 +839,7 @@ mod tests {
         assert!(ledger.try_book(ByteSize::MAX).is_err());
     }
 
-    /// The bug: a model of 86 MiB did not fit, and the rejection named half of the room there was.
+    /// The bug: the rejection of a model that did not fit reported half of the free room.
     #[test]
     fn the_rejection_of_a_resource_names_the_room_for_resources() {
         let ledger = Ledger::new();
@@ -950,8 +950,9 @@ mod tests {
         );
     }
 
-    /// While a resource was loading, its loaded part was counted as part of what is measured and as
-    /// part of what is still to come, so that another one did not fit in the place of a third.
+    /// The bug: the loaded part of a resource that was still loading counted twice, as measured
+    /// memory and as memory still to load. A load was rejected although an eviction would have made
+    /// room for it.
     #[test]
     fn the_loaded_part_of_a_resource_counted_twice_while_the_rest_was_loading() {
         let ledger = Ledger::new();

@@ -22,17 +22,17 @@ use tokenizers::{Tokenizer, TruncationParams};
 
 /// The name of the session as a resource.
 const NAME: &str = "embedder";
-/// Tokens of a text that are looked at, as all-MiniLM-L6-v2 was trained; the rest is ignored.
+/// The most tokens of a text, as in the training of all-MiniLM-L6-v2; the rest is ignored.
 pub(crate) const TOKENS_MAX: usize = 256;
-/// Bytes of a text that are split into tokens: 32 for each token, of which most have 3 to 6.
+/// The most bytes of a text that are split into tokens: 32 for each. Most tokens have 3 to 6.
 const BYTES_MAX: usize = 32 * TOKENS_MAX;
-/// Texts that are computed at once; more are computed one part after the other.
+/// The most texts in one run; more texts are split into several runs.
 const ROWS_MAX: usize = 8;
 /// Host bytes that a request takes at most: a run of [`ROWS_MAX`] rows of [`TOKENS_MAX`] tokens
 /// took 62 MiB, measured with all-MiniLM-L6-v2, and the tokens of one text 1.7 MiB. A model that is
 /// wider or has more heads takes more.
 const ACTIVATIONS_MAX: ByteSize = ByteSize::mib(64);
-/// What the tokenizer is reserved with until it was loaded once.
+/// The bytes reserved for the tokenizer until its first load has been measured.
 const TOKENIZER_COST: ByteSize = ByteSize::mib(8);
 /// The inputs that a model may have.
 const INPUTS: [&str; 3] = ["input_ids", "attention_mask", "token_type_ids"];
@@ -70,7 +70,10 @@ impl Default for Settings {
 #[derive(Debug, Error)]
 pub(crate) enum ModelError {
     /// `tokenizer.json` is missing or damaged.
-    #[error("cannot load the tokenizer {}: {source}: expected a tokenizer.json", path.display())]
+    #[error(
+        "cannot load the tokenizer {}: {source}: expected a tokenizer.json in the model's folder",
+        path.display()
+    )]
     Tokenizer {
         /// The file.
         path: PathBuf,
@@ -86,7 +89,7 @@ pub(crate) enum ModelError {
         source: tokenizers::Error,
     },
     /// The model needs something other than tokens.
-    #[error("the model has the input {name:?}: expected {}", INPUTS.join(", "))]
+    #[error("the model has the input {name:?}: expected only {}", INPUTS.join(", "))]
     Input {
         /// The name of the input.
         name: String,
@@ -106,7 +109,7 @@ pub(crate) enum ModelError {
         shape: Vec<i64>,
     },
     /// A vector has a number that is not finite.
-    #[error("the model answers with a number that is not finite")]
+    #[error("the model answers with NaN or infinity: expected finite numbers")]
     NotFinite,
     /// An error of ONNX Runtime.
     #[error("ONNX Runtime: {0}")]
@@ -279,7 +282,8 @@ fn run(session: &mut Session, rows: &[&[u32]]) -> Result<Vec<Vec<f32>>, ModelErr
     let outputs = session.run(inputs)?;
     let (shape, numbers) = outputs[OUTPUT].try_extract_tensor::<f32>()?;
     let width = numbers.len() / rows.len().max(1);
-    if shape.len() != 2 || width == 0 || width * rows.len() != numbers.len() {
+    let expected = [rows.len(), width].map(|size| i64::try_from(size).unwrap_or(i64::MAX));
+    if width == 0 || **shape != expected {
         return Err(ModelError::Shape { rows: rows.len(), shape: shape.to_vec() });
     }
     if numbers.iter().any(|number| !number.is_finite()) {
