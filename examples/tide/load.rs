@@ -101,7 +101,7 @@ pub(crate) struct Burst {
     pub(crate) connections: usize,
     /// Bytes of text in a request to the text service.
     pub(crate) text_bytes: usize,
-    /// Every so many requests, one is for embeddings; `None` if none is.
+    /// One of so many requests is for embeddings; `None` for none.
     pub(crate) embed_every: Option<usize>,
     /// Seed of the places at which texts are cut.
     pub(crate) seed: u64,

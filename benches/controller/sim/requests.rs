@@ -245,7 +245,7 @@ impl World {
                 return;
             }
         }
-        // Not to be waited for: this thread lets the time pass.
+        // It must not wait: this thread advances the virtual clock.
         let has_room = stats.loaded || self.admission.try_reserve_resource(stats.cost).is_ok();
         let guard = has_room.then(|| managed.acquire_blocking());
         let state = &mut *lock(&self.state);

@@ -49,7 +49,7 @@ impl Waiting {
         self.desk.try_admit(Some(&self.id), cost, priority)
     }
 
-    /// Records that the attempt of a load failed with this rejection: room is kept for it.
+    /// Records why an attempt of a load was rejected, so that the queue keeps room for it.
     pub(super) fn lacks(&self, rejected: &Rejected) {
         let lack = match rejected {
             Rejected::Full { budget, .. } => Lack::Load(*budget),

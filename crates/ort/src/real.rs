@@ -293,7 +293,7 @@ fn a_shared_arena_grows_by_its_own_steps_in_a_session_that_asks_for_others() {
     assert!(committed() <= ByteSize::mib(4), "no more than the blocks: {}", committed());
 }
 
-/// On the CPU no run has a stream: what it allocates is free as soon as its outputs are dropped.
+/// Runs on the CPU have no stream: the memory of a run is free as soon as its outputs are dropped.
 #[test]
 fn a_run_leaves_no_block_behind_when_its_outputs_are_dropped() {
     let Some((memory, runtime)) = opened() else { return };

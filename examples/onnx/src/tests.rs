@@ -26,18 +26,18 @@ use test_fork::test;
 use crate::app::{self, Options, Running};
 use crate::model::{SessionResource, Settings, TOKENS_MAX, host_activations};
 
-/// The largest difference that is rounding.
+/// The largest difference that rounding explains.
 const ROUNDING: f64 = 2e-6;
 
 fn settings() -> Option<Settings> {
     let paths = option_env!("PROXY_MODEL").zip(option_env!("ORT_DYLIB_PATH"));
     if paths.is_none() {
-        println!("skipped: PROXY_MODEL and ORT_DYLIB_PATH named no model and no ONNX Runtime");
+        println!("skipped: PROXY_MODEL and ORT_DYLIB_PATH were not set when the tests were built");
     }
     paths.map(|(model, library)| Settings { model: model.into(), library: library.into() })
 }
 
-/// A service whose time the test owns.
+/// A service with a clock that the test controls.
 struct Service {
     running: Running,
     memory: Memory,
@@ -66,7 +66,7 @@ impl Service {
     }
 }
 
-/// The status and the body of the answer.
+/// Returns the status and the body of the answer.
 async fn embed(running: &Running, texts: &[impl AsRef<str>]) -> Result<(u16, Value), BoxError> {
     let texts: Vec<_> = texts.iter().map(AsRef::as_ref).collect();
     let body = json!({ "texts": texts }).to_string();
@@ -95,7 +95,7 @@ struct Expected {
     first_numbers: Vec<Vec<f64>>,
 }
 
-/// Checks the answers against what ONNX Runtime computed from Python. All sentences are in one
+/// Compares the answers with those of ONNX Runtime in Python. All sentences are in one
 /// request, so the shorter ones are padded.
 async fn assert_right(running: &Running) -> Result<(), BoxError> {
     let expected = include_str!("../../../benches/candle/similarities.json");

@@ -2,7 +2,7 @@
 //! proxy with the same model and the same burst of requests, one with lowtide and one without.
 //!
 //! Each process records itself and prints its samples as lines of JSON; the program that the user
-//! starts reads them and draws. It judges nothing.
+//! starts reads them and draws. It checks no limits.
 #![expect(clippy::disallowed_methods, reason = "it measures real time")]
 #![expect(clippy::print_stdout, clippy::print_stderr, reason = "a program that shows something")]
 
@@ -78,7 +78,7 @@ struct Sample {
 struct Answers {
     /// Answers with a 2xx status.
     ok: u64,
-    /// All others.
+    /// Rejections (503), other statuses, and failed connections.
     other: u64,
     /// Median latency in milliseconds.
     median: f64,
@@ -133,10 +133,16 @@ fn exit_code(done: Result<(), BoxError>) -> ExitCode {
     match done {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("tide-onnx: {error}");
+            eprintln!("{}: {error}", program());
             ExitCode::FAILURE
         }
     }
+}
+
+/// Returns the name of this program.
+fn program() -> String {
+    let path = std::env::current_exe().unwrap_or_default();
+    path.file_name().unwrap_or_default().to_string_lossy().into_owned()
 }
 
 fn compare(cli: &Cli) -> Result<(), BoxError> {
@@ -165,7 +171,7 @@ fn recorded(program: &Path, cli: &Cli) -> Result<Recording, BoxError> {
     command.args(["--seed", &cli.seed.to_string()]);
     let mut child = command.stdout(Stdio::piped()).spawn().map_err(|error| {
         let program = program.display();
-        format!("cannot start {program}: {error}: expected both programs in one folder")
+        format!("cannot start {program}: {error}: expected {WITHOUT} in the folder of tide-onnx")
     })?;
     let output = child.stdout.take().ok_or("the program has no output")?;
     let (mut samples, mut answers) = (Vec::new(), None);
@@ -213,14 +219,14 @@ fn record(cli: &Cli, with_lowtide: bool) -> Result<(), BoxError> {
             }
         });
         recorder.until(Stage::Burst, BURST * 4, &ended).await?;
-        // Requests under way are read to their end, unless that does not come.
+        // Waits for the requests in flight, but not forever.
         let tally = tokio::time::timeout(BURST, load).await??;
         recorder.until(Stage::Idle, IDLE, &AtomicBool::new(false)).await?;
         recorder.until(Stage::Unloaded, UNLOADED, &AtomicBool::new(false)).await?;
         let other = tally.shed + tally.other.values().sum::<u64>();
         print(Line::Answers(Answers { ok: tally.ok, other, median: tally.quantile(0.5) }))?;
         for (what, count) in &tally.other {
-            eprintln!("tide-onnx: {count} requests: {what}");
+            eprintln!("{}: {count} failed requests: {what}", program());
         }
         running.stop(Duration::from_secs(2)).await;
         if let Some(memory) = memory {
@@ -263,7 +269,7 @@ impl Recorder {
 /// Draws both recordings side by side, a line for each second.
 fn drawn(with: &Recording, without: &Recording) -> String {
     let full = with.peak().max(without.peak()).max(1);
-    let mut text = "memory of the process in MiB, the most in each second\n\n".to_owned();
+    let mut text = "peak memory of the process in each second, MiB\n\n".to_owned();
     let _ = writeln!(text, "{:>6}  {:<32}without lowtide", "", "with lowtide");
     let rows = (0..).map(|second| (second, with.second(second), without.second(second)));
     for (second, with, without) in rows.take_while(|(_, one, other)| one.or(*other).is_some()) {
@@ -295,8 +301,8 @@ fn table(with: &Recording, without: &Recording) -> String {
     let [unload, end] = [IDLE_UNLOAD, IDLE + UNLOADED].map(|time| time.as_secs());
     let unloaded = format!("{end} s after it (unload after {unload} s)");
     row(&unloaded, &|run| mib(run.at_end(Stage::Unloaded)));
-    row("requests answered", &|run| run.answers.ok.to_string());
-    row("requests not answered", &|run| run.answers.other.to_string());
+    row("successful requests", &|run| run.answers.ok.to_string());
+    row("rejected or failed requests", &|run| run.answers.other.to_string());
     row("median time of a request", &|run| format!("{:.0} ms", run.answers.median));
     text
 }

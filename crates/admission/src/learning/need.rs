@@ -6,7 +6,7 @@
 //! of another size of their route. A body of undeclared length does not show its size; such
 //! requests are a kind of their own, of which more are measured before the ratio is used.
 //!
-//! Until the first request of a kind has ended, the most that a running one holds stands in for the
+//! Until the first request of a kind has ended, the highest ratio of a running one is used as the
 //! mean.
 //!
 //! A request reserves the mean and a margin. The margin is [`DEVIATIONS`] standard deviations of
@@ -137,8 +137,8 @@ impl Room {
 struct Need {
     /// The mean and the deviation, as bits of two `f32`; 0 before the first request.
     seen: AtomicU64,
-    /// The most that a request held while it ran and none had ended, for each estimated byte, as
-    /// the bits of an `f64`. They are in the order of the values, since no value is negative.
+    /// The highest ratio of a running request before the first has ended, as the bits of an `f64`.
+    /// The bits of values that are not negative compare like the values.
     running: AtomicU64,
     /// The last known mean and deviation of the route, for requests of any size; 0 if none is
     /// known.
@@ -260,7 +260,8 @@ impl Compared {
         self.need.learn(held.as_f64() / self.compared.as_f64());
     }
 
-    /// Records what a running request holds, which is no evidence of a small need.
+    /// Records the memory that a running request holds. It can raise the claim of later requests,
+    /// and not lower it.
     pub fn observe_running(&self, held: ByteSize) {
         if self.need.seen.load(Ordering::Relaxed) == 0 {
             let ratio = held.as_f64() / self.compared.as_f64();
@@ -275,8 +276,9 @@ impl Compared {
         }
     }
 
-    /// Returns the reservation for the request in this room: the measured need of its route, up to
-    /// the [limit](Room::limit).
+    /// Returns the reservation for the request in this room: the measured need of its route or,
+    /// until its first request has ended, at least the ratio of the running ones; up to the
+    /// [limit](Room::limit).
     pub fn claim(&self, room: Room) -> ByteSize {
         let claim = self.measured(room);
         if self.need.seen.load(Ordering::Relaxed) != 0 {
@@ -286,7 +288,7 @@ impl Compared {
         claim.max(Ratio { mean, deviation: 0.0 }.limited(self.compared, room))
     }
 
-    /// Returns the same, without what running requests hold.
+    /// Returns the reservation by the measured need, without the running requests.
     fn measured(&self, room: Room) -> ByteSize {
         let of = |ratio: Ratio| ratio.limited(self.compared, room);
         let Need { seen, family, is_known, .. } = &*self.need;

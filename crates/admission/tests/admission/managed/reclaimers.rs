@@ -417,7 +417,7 @@ fn a_load_is_rejected_if_a_reclaimer_lies_and_evicts_if_resources_suffice() {
     let (first, second) = (rig.model("first", 60), rig.model("second", 70));
     let guard = first.acquire_blocking().expect("fits");
     rig.sample();
-    // The bug: a load that waited for room began to wait again after each lie, for ever.
+    // The bug: a load began to wait again after each false promise of a reclaimer, forever.
     let load = |model: &Managed<()>| {
         thread::scope(|scope| {
             let load = scope.spawn(|| model.acquire_blocking().map(drop));

@@ -77,7 +77,7 @@ fn slow_clients(code: &Code<'_>) -> Rows {
             values![code.constant("permit::WINDOW").size()],
         ),
         (
-            "before those that were not admitted yet: for at most {}.",
+            "the caller of a load waits for room for at most {}, ahead of requests",
             values![time(code.constant("evict::LOAD_WAIT").time())],
         ),
         (
