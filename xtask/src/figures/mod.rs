@@ -73,10 +73,9 @@ pub(crate) struct Arguments {
 const SUBJECTS: &[(&str, &str)] = &[
     ("workspace", "what it costs to build, test and learn the workspace: some 20 minutes"),
     ("faults", "faults that were found and fixed: what goes wrong now, with a real ONNX Runtime"),
-    ("candle", "an embedding server with candle and a real model, and without lowtide: 15 minutes"),
     ("measured", "requests that are measured: errors, costs, overload; over an hour"),
     ("room", "requests that wait for room, evictions of models, leaks: some 75 minutes"),
-    ("engines", "a real ONNX Runtime in a service: memory, CPU time, evictions; half an hour"),
+    ("engines", "ONNX Runtime and candle in a service, and the C library: some 45 minutes"),
     ("envoy", "thresholds on the heap, in Envoy, and lowtide: quick and slow bodies"),
 ];
 
@@ -94,10 +93,14 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), String> {
             let engines = Run::new(".ci/engines").run();
             faults.and(engines)
         }
-        "candle" => Run::new(".ci/candle").arg("--measure").run(),
         "measured" => benches::measure(measured::BENCHES, &arguments.only),
         "room" => benches::measure(room::BENCHES, &arguments.only),
-        "engines" => Run::new(".ci/engines").arg("--figures").run(),
+        "engines" => {
+            let onnx_runtime = Run::new(".ci/engines").arg("--figures").run();
+            let candle = Run::new(".ci/candle").arg("--measure").run();
+            let c = cargo("bench --locked --bench c").run();
+            onnx_runtime.and(candle).and(c)
+        }
         "envoy" => Run::new(".ci/envoy").run(),
         other => {
             let names: Vec<_> = SUBJECTS.iter().map(|(name, _)| *name).collect();
