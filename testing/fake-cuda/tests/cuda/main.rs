@@ -5,6 +5,8 @@
 //! is no library.
 #![cfg(target_os = "linux")]
 
+#[path = "../../../../examples/proxy/chance.rs"]
+mod chance;
 mod driver;
 mod embed;
 mod fake;
