@@ -12,7 +12,7 @@ use std::future::Future;
 use std::pin::{Pin, pin};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::task::{Context, Poll, Wake, Waker};
+use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
 use lowtide_core::clock::{Bell, Clock as _, SystemClock};
@@ -98,7 +98,7 @@ impl LevelWatch {
     pub fn wait_for_change(&mut self, timeout: Duration) -> Option<Level> {
         let (clock, bell) = (SystemClock::new(), Bell::new());
         let deadline = clock.now() + timeout;
-        let waker = Waker::from(Arc::new(Rings(Arc::clone(&bell))));
+        let waker = Waker::from(Arc::clone(&bell));
         // Ends at the deadline at the latest: each iteration waits until then, or for a change.
         loop {
             if let Poll::Ready(level) = pin!(self.changed()).poll(&mut Context::from_waker(&waker))
@@ -157,15 +157,6 @@ impl Future for LevelChanged<'_> {
     }
 }
 
-/// Wakes a thread.
-struct Rings(Arc<Bell>);
-
-impl Wake for Rings {
-    fn wake(self: Arc<Self>) {
-        self.0.ring();
-    }
-}
-
 impl Admission {
     /// Returns a watch of the level, for background work that pauses while memory is short.
     #[must_use]
@@ -178,6 +169,7 @@ impl Admission {
 
 #[cfg(all(test, not(lowtide_loom)))]
 mod tests {
+    use std::task::Wake;
     use std::thread;
 
     use super::*;

@@ -92,6 +92,13 @@ pub struct Bell {
     changed: Condvar,
 }
 
+/// A bell is the waker of a thread that polls a future and waits in between.
+impl std::task::Wake for Bell {
+    fn wake(self: Arc<Self>) {
+        self.ring();
+    }
+}
+
 impl Bell {
     /// Creates a bell that has not been rung.
     #[must_use]

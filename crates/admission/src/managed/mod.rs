@@ -221,8 +221,8 @@ impl<T: Send + Sync + 'static> Managed<T> {
 
     /// Acquires a guard. Runs the loader on this thread if the resource is not loaded and no other
     /// thread loads it, otherwise waits for that load. Blocks for the duration of the load, or of
-    /// the cleanup of the previous copy. If there is no room for the load, it waits
-    /// like [`Managed::acquire`], and the loader runs on a new thread. The thread that drives the
+    /// the cleanup of the previous copy. If there is no room for the load, it waits like
+    /// [`Managed::acquire`], and the loader runs on a new thread. The thread that drives the
     /// control loop must not call it: it would wait forever.
     ///
     /// Do not call it on a thread of an async runtime: this is not detected, and the thread serves

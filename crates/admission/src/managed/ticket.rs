@@ -11,7 +11,7 @@
 //! Invariant: `waits is some <=> it is counted in waiting`; it has at most one waker in the cell.
 
 use std::sync::Arc;
-use std::task::{Context, Poll, Wake, Waker, ready};
+use std::task::{Context, Poll, Waker, ready};
 
 use lowtide_core::clock::Bell;
 use lowtide_core::sync::{caught, lock};
@@ -23,15 +23,6 @@ use crate::reserve::Waiting;
 use super::cell::{Cell, EndedLoads, State, Step};
 use super::error::AcquireError;
 use super::slot::{Guard, Handle};
-
-/// Wakes the thread that waits for its bell.
-struct RingWaker(Arc<Bell>);
-
-impl Wake for RingWaker {
-    fn wake(self: Arc<Self>) {
-        self.0.ring();
-    }
-}
 
 /// The place of a caller among the waiters.
 pub(super) struct Ticket<T: Send + Sync + 'static> {
@@ -66,7 +57,7 @@ impl<T: Send + Sync + 'static> Ticket<T> {
     ) -> Result<Guard<Cell<T>>, AcquireError> {
         self.enter(number, cost, rejected)?;
         let bell = Bell::new();
-        let waker = Waker::from(Arc::new(RingWaker(Arc::clone(&bell))));
+        let waker = Waker::from(Arc::clone(&bell));
         // Ends: the end of the wait for room, or of the load, rings the bell.
         loop {
             if let Poll::Ready(found) = self.poll(&Context::from_waker(&waker)) {
