@@ -415,6 +415,16 @@ mod tests {
         assert_eq!(lesson.claim(ByteSize::ZERO, room), ByteSize::ZERO, "no need");
     }
 
+    /// The bug: clients that left before their request held anything lowered the estimate to zero.
+    #[test]
+    fn cancelled_requests_that_held_nothing_are_no_evidence() {
+        let route = Arc::new(Route::new(ByteSize::ZERO));
+        let lesson = Lesson(Of::Bytes(Arc::clone(&route)));
+        (0..100).for_each(|_| lesson.learn_at_least(ByteSize::ZERO));
+        lesson.learn(ByteSize::mib(5));
+        assert_eq!(route.estimate(), ByteSize::mib(5));
+    }
+
     #[test]
     fn nothing_and_everything_are_amounts_like_others() {
         let route = Route::new(ByteSize::mib(1));

@@ -142,6 +142,35 @@ async fn a_client_that_asked_first_waited_for_ever_for_the_text_of_its_refusal()
     proxy.end().await;
 }
 
+/// The bug: each body of unknown length was reserved in addition to a claim that had been learned
+/// from the last one, so claims rose without end.
+#[tokio::test]
+async fn bodies_of_unknown_length_raise_no_claim_beyond_what_they_need() {
+    let proxy = Managed::new().await;
+    for path in ["/words", "/embed"] {
+        let (before, mut claims) = (proxy.reserved(), Vec::new());
+        for _ in 0..6 {
+            let mut client = Wire::connect(proxy.at).await;
+            let head = format!(
+                "POST {path} HTTP/1.1\r\nhost: here\r\ncontent-type: application/json\r\n\
+                 transfer-encoding: chunked\r\n\r\n"
+            );
+            client.send(head).await;
+            let admitted = if path == "/words" { 2 } else { 1 };
+            until("it is admitted", || proxy.held() == admitted).await;
+            claims.push(proxy.reserved().saturating_sub(before));
+            let text = format!("{{\"texts\": [\"{}\"]}}", "tide ".repeat(10_000));
+            client.send(format!("{:x}\r\n{text}\r\n0\r\n\r\n", text.len())).await;
+            assert_eq!(client.answer().await.status(), 200);
+            drop(client);
+            until("nothing is held", || proxy.held() == 0).await;
+        }
+        let [_, second, .., last] = &*claims else { panic!("six") };
+        assert!(last.get() <= second.get() + second.get() / 8, "{path}: {claims:?}");
+    }
+    proxy.end().await;
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn a_body_of_unknown_length_is_booked_as_it_arrives_and_refused_when_it_does_not_fit() {
     let proxy = Managed::new().await;
