@@ -18,12 +18,12 @@ mod work;
 
 use std::sync::{Arc, OnceLock, Weak};
 
-use super::driver::{
+use super::*;
+use crate::driver::{
     Backend, Capabilities, DeviceAddress, DeviceMemory, Driver, DriverError, EventHandle,
     StreamHandle,
 };
-use super::shared::Shared;
-use super::*;
+use crate::exec::inner::Shared;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::ManualClock;
 use lowtide_core::sync::{Mutex, lock};

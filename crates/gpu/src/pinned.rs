@@ -7,7 +7,7 @@
 //! A copy from or to page-locked memory is asynchronous: the device reads or writes the memory
 //! after the call returned. cudarc does not wait for such a copy if it is given a plain slice. So
 //! safe code never gets a slice of a buffer: it copies elements in and out. Asynchronous copies go
-//! through a [`Lane`](super::Lane), which owns the buffer until the copy is complete (`copy`), or
+//! through a [`Lane`](crate::Lane), which owns the buffer until the copy is complete (`copy`), or
 //! through a view for cudarc that waits for the stream (`cuda`).
 //!
 //! Contents: a new buffer has unspecified contents: zero, or data of an earlier buffer of the
@@ -40,9 +40,9 @@ use bytemuck::Pod;
 
 use self::books::PinnedBlock;
 use self::pool::PoolShared;
-use super::driver::{HOST_ALIGNMENT, HostMemory};
-use super::error::DeviceError;
-use super::handles::DriverEvent;
+use crate::driver::{HOST_ALIGNMENT, HostMemory};
+use crate::exec::handles::DriverEvent;
+use crate::types::error::DeviceError;
 use lowtide_core::bytes::ByteSize;
 
 pub use self::config::{PinnedConfig, PinnedKind};
@@ -88,8 +88,8 @@ impl Range {
 /// Elements are copied in and out: [`PinnedBuffer::write_at`], [`PinnedBuffer::read_at`],
 /// [`PinnedBuffer::fill`], [`PinnedBuffer::to_vec`]. It does not deref to a slice: a copy from or
 /// to page-locked memory goes on after the call that queued it returned, and a slice could be used
-/// meanwhile. [`Lane::copy_to_device`](super::Lane::copy_to_device) and
-/// [`Lane::copy_to_host`](super::Lane::copy_to_host) copy asynchronously, and own the buffer until
+/// meanwhile. [`Lane::copy_to_device`](crate::Lane::copy_to_device) and
+/// [`Lane::copy_to_host`](crate::Lane::copy_to_host) copy asynchronously, and own the buffer until
 /// the copy is complete.
 ///
 /// A buffer holds its pool. In a forked child every access is [`DeviceError::Forked`] and the drop

@@ -4,8 +4,8 @@ use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
-use super::driver::DriverError;
 use super::*;
+use crate::driver::DriverError;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::{Clock, ManualClock, SystemClock};
 use lowtide_core::decay::DecayTime;

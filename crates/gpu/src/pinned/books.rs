@@ -13,9 +13,9 @@ use super::config::segment_for;
 use super::segment::{PinnedSegment, with_slack};
 use super::snapshot::PinnedFailures;
 use crate::driver::HostMemory;
-use crate::error::{Bound, DeviceError};
-use crate::handles::DriverEvent;
+use crate::exec::handles::DriverEvent;
 use crate::index::{BlockId, Request, Span};
+use crate::types::error::{Bound, DeviceError};
 use lowtide_core::bytes::ByteSize;
 
 /// The most segments of one pool. An allocation looks at each of them at worst: some microseconds.

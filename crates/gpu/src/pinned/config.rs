@@ -6,7 +6,7 @@
 //! and clamped, never rejected.
 
 use crate::driver::{HOST_GRANULARITY, HostMemory};
-use crate::error::DeviceError;
+use crate::types::error::DeviceError;
 use lowtide_core::bytes::ByteSize;
 
 /// The default segment size. 16 MiB: a guess. On a virtual machine mlock took 5 to 12 ms for it,

@@ -20,12 +20,12 @@ use bytemuck::Pod;
 use thiserror::Error;
 
 use super::{DeviceUse, PinnedBuffer};
-use crate::buffer::Buffer;
+use crate::api::buffer::Buffer;
+use crate::api::lane::Lane;
 use crate::driver::{DeviceAddress, Driver, DriverError, StreamHandle};
-use crate::error::DeviceError;
-use crate::handles::DriverEvent;
-use crate::lane::Lane;
-use crate::proof::is_captures;
+use crate::engine::proof::is_captures;
+use crate::exec::handles::DriverEvent;
+use crate::types::error::DeviceError;
 use lowtide_core::bytes::ByteSize;
 
 /// A copy on a lane, which owns its pinned buffer until the copy is complete.

@@ -18,8 +18,8 @@ use bytemuck::Pod;
 use cudarc::driver::{CudaStream, HostSlice, SyncOnDrop};
 
 use super::{DeviceUse, PinnedBuffer};
-use crate::error::DeviceError;
-use crate::lane::Lane;
+use crate::api::lane::Lane;
+use crate::types::error::DeviceError;
 use lowtide_core::sync::atomic::{AtomicBool, Ordering};
 
 /// A pinned buffer as cudarc sees it, for copies on the stream of one lane; from

@@ -15,7 +15,7 @@
 
 use super::books::PinnedBooks;
 use super::pool::{PinnedPool, PoolShared};
-use crate::error::DeviceError;
+use crate::types::error::DeviceError;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::log;
 use lowtide_core::sync::{MutexGuard, lock, wait};

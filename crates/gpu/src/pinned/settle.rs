@@ -11,8 +11,8 @@
 use super::books::{PinnedBlock, PinnedBooks, Waiting};
 use super::pool::PoolShared;
 use crate::driver::DriverError;
-use crate::handles::DriverEvent;
-use crate::proof::is_captures;
+use crate::engine::proof::is_captures;
+use crate::exec::handles::DriverEvent;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::log;
 use lowtide_core::sync::{MutexGuard, lock};

@@ -8,8 +8,8 @@
 
 use super::*;
 use crate::driver::Driver as _;
-use crate::pending::Claim;
-use crate::region::{Placed, Search, Wanted};
+use crate::state::pending::Claim;
+use crate::state::region::{Placed, Search, Wanted};
 
 const DYNAMIC: Region = Region::Dynamic;
 const ALIGN: ByteSize = ByteSize::new(256);

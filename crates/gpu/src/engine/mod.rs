@@ -1,0 +1,11 @@
+//! The steps of every operation on the state of an arena.
+
+pub(crate) mod commit;
+pub(crate) mod compact;
+pub(crate) mod obtain;
+pub(crate) mod proof;
+pub(crate) mod reclaim;
+pub(crate) mod refusal;
+pub(crate) mod remap;
+pub(crate) mod shortage;
+pub(crate) mod sleep;

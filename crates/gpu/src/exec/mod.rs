@@ -1,0 +1,8 @@
+//! Runs operations: the lock of the state, driver calls, thread caches.
+
+pub(crate) mod brief;
+pub(crate) mod front;
+pub(crate) mod handles;
+pub(crate) mod inner;
+pub(crate) mod kept;
+pub(crate) mod reserve;

@@ -1,0 +1,14 @@
+//! The state of an arena as plain values: no driver, no lock, no thread.
+
+pub(crate) mod aging;
+pub(crate) mod arena;
+pub(crate) mod granules;
+pub(crate) mod ground;
+pub(crate) mod growth;
+pub(crate) mod pending;
+pub(crate) mod pieces;
+pub(crate) mod ranges;
+pub(crate) mod region;
+pub(crate) mod segment;
+pub(crate) mod streams;
+pub(crate) mod totals;

@@ -1,0 +1,5 @@
+//! Values of the public interface: configuration, errors, figures.
+
+pub(crate) mod config;
+pub(crate) mod error;
+pub(crate) mod snapshot;
