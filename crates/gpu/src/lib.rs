@@ -114,7 +114,7 @@ pub use engine::compact::{
 pub use engine::reclaim::DecayReport;
 pub use engine::shortage::{Shortage, ShortageCallback, ShortageInfo};
 pub use engine::sleep::{
-    ArenaState, Contents, EnterFuture, HostBudget, SleepConfig, SleepOptions, SleepReport,
+    Contents, EnterFuture, HostBudget, SleepConfig, SleepOptions, SleepReport, SleepState,
     WakeReport,
 };
 pub use observe::occupancy::{ArenaOccupancy, OccupancyCell, RegionOccupancy};

@@ -23,7 +23,7 @@ use crate::driver::{
     Backend, Capabilities, DeviceAddress, DeviceMemory, Driver, DriverError, EventHandle,
     StreamHandle,
 };
-use crate::exec::inner::Shared;
+use crate::exec::inner::ArenaInner;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::ManualClock;
 use lowtide_core::sync::{Mutex, lock};
@@ -43,7 +43,7 @@ struct Model {
     work: Mutex<Work>,
     /// Work goes on after its call.
     asynchronous: bool,
-    arena: OnceLock<Weak<Shared>>,
+    arena: OnceLock<Weak<ArenaInner>>,
 }
 
 impl std::fmt::Debug for Model {

@@ -17,19 +17,19 @@ use std::sync::Arc;
 use bytemuck::Pod;
 
 use crate::api::buffer::Buffer;
-use crate::api::lane::Known;
+use crate::api::lane::LaneInner;
 use crate::api::lease::Lease;
 use crate::driver::{Backend, Capabilities, Driver};
 use crate::engine::shortage::Callbacks;
-use crate::exec::front::{Home, Homes, Owned};
-use crate::exec::inner::{Fronts, Shared};
+use crate::exec::front::{BlockHandle, CacheShard, CacheShards};
+use crate::exec::inner::{ArenaCaches, ArenaInner};
 use crate::exec::kept;
 use crate::exec::reserve;
 use crate::index::ALIGN;
 use crate::observe::record::hooks::Origin;
 use crate::observe::record::{Header, Operation};
-use crate::state::arena::Books;
-use crate::state::region::{Region, RegionBooks, Wanted};
+use crate::state::arena::ArenaState;
+use crate::state::region::{AllocRequest, Region, RegionState};
 use crate::types::config::ArenaConfig;
 use crate::types::error::DeviceError;
 use crate::types::snapshot::{ArenaGlance, ArenaSnapshot, ControlFigures};
@@ -56,9 +56,9 @@ use lowtide_core::sync::{Condvar, Mutex, lock};
 /// ```
 #[derive(Clone)]
 pub struct DeviceArena {
-    shared: Arc<Shared>,
+    inner: Arc<ArenaInner>,
     /// The homes of each thread's blocks.
-    homes: Arc<Homes>,
+    homes: Arc<CacheShards>,
 }
 
 impl DeviceArena {
@@ -110,12 +110,12 @@ impl DeviceArena {
                 return Err(taken);
             }
         }
-        let regions = grounds.map(|ground| RegionBooks::new(ground, granule));
-        let largest = regions.each_ref().map(RegionBooks::largest_ever);
+        let regions = grounds.map(|ground| RegionState::new(ground, granule));
+        let largest = regions.each_ref().map(RegionState::largest_ever);
         let asynchronous = capabilities.asynchronous;
-        let books = Books::new(regions, granule, &config, asynchronous, clock.now());
+        let books = ArenaState::new(regions, granule, &config, asynchronous, clock.now());
         let front = books.front_kept(config.thread_cache);
-        let shared = Arc::new(Shared {
+        let inner = Arc::new(ArenaInner {
             driver,
             clock,
             books: Mutex::new(books),
@@ -124,7 +124,7 @@ impl DeviceArena {
             granule,
             largest,
             moves: [AtomicU64::new(0), AtomicU64::new(0)],
-            fronts: Fronts::new(front, config.decay, asynchronous),
+            fronts: ArenaCaches::new(front, config.decay, asynchronous),
             callbacks: Arc::new(Callbacks::new()),
             closed: AtomicBool::new(false),
             sleep: config.sleep,
@@ -134,10 +134,10 @@ impl DeviceArena {
             parked: AtomicU64::new(0),
             name: config.name,
         });
-        let homes = Arc::new(Homes::new(&shared));
-        let (arena, backend) = (&shared.name, shared.driver.backend());
+        let homes = Arc::new(CacheShards::new(&inner));
+        let (arena, backend) = (&inner.name, inner.driver.backend());
         log!(info, arena, %backend, limit = %config.limit, "arena opened");
-        Ok(Self { shared, homes })
+        Ok(Self { inner, homes })
     }
 
     /// Allocates `len` elements. Their contents are unspecified: zero, or data of an earlier buffer
@@ -165,16 +165,16 @@ impl DeviceArena {
     /// [`DeviceError::Driver`], [`DeviceError::Closed`], [`DeviceError::Forked`]. The arena stays
     /// usable after each.
     pub fn alloc<T: Pod>(&self, len: usize, region: Region) -> Result<Buffer<T>, DeviceError> {
-        let (bytes, align) = self.shared.layout::<T>(len, region)?;
+        let (bytes, align) = self.inner.layout::<T>(len, region)?;
         let home = self.homes.here();
-        let Some(wanted) = Wanted::new(bytes, align) else {
-            return Ok(Buffer::new(Owned::new(Arc::clone(home), region, None), len));
+        let Some(wanted) = AllocRequest::new(bytes, align) else {
+            return Ok(Buffer::new(BlockHandle::new(Arc::clone(home), region, None), len));
         };
         let owned = match self.kept(home, region, wanted) {
             Some(owned) => owned,
             None => {
-                let placed = self.shared.obtain(region, wanted)?;
-                Owned::new(Arc::clone(home), region, Some(placed))
+                let placed = self.inner.obtain(region, wanted)?;
+                BlockHandle::new(Arc::clone(home), region, Some(placed))
             }
         };
         Ok(Buffer::new(owned, len))
@@ -183,13 +183,13 @@ impl DeviceArena {
     /// As [`DeviceArena::alloc`], for the stream of a lane.
     pub(crate) fn alloc_on<T: Pod>(
         &self,
-        lane: &Arc<Known>,
+        lane: &Arc<LaneInner>,
         len: usize,
         region: Region,
     ) -> Result<Buffer<T>, DeviceError> {
         let origin = Origin { lane: lane.number(), ..Origin::BUFFER };
-        let (bytes, align) = self.shared.layout_by::<T>(len, region, origin)?;
-        let wanted = Wanted::new(bytes, align).map(|of| of.by(origin));
+        let (bytes, align) = self.inner.layout_by::<T>(len, region, origin)?;
+        let wanted = AllocRequest::new(bytes, align).map(|of| of.by(origin));
         if let (Some(wanted), Some(home)) = (wanted, lane.home())
             && let Some(mut owned) = self.kept(home, region, wanted)
         {
@@ -203,16 +203,16 @@ impl DeviceArena {
     /// given.
     pub(crate) fn alloc_as<T: Pod>(
         &self,
-        wanted: Option<Wanted>,
-        lane: Option<&Arc<Known>>,
+        wanted: Option<AllocRequest>,
+        lane: Option<&Arc<LaneInner>>,
         len: usize,
         region: Region,
     ) -> Result<Buffer<T>, DeviceError> {
         let home = lane.and_then(|lane| lane.home()).unwrap_or_else(|| self.homes.here());
         let home = Arc::clone(home);
         let taker = lane.and_then(|lane| lane.key());
-        let placed = wanted.map(|wanted| self.shared.obtain_for(region, wanted, taker));
-        let mut owned = Owned::new(home, region, placed.transpose()?);
+        let placed = wanted.map(|wanted| self.inner.obtain_for(region, wanted, taker));
+        let mut owned = BlockHandle::new(home, region, placed.transpose()?);
         owned.lanes.extend(lane.cloned());
         Ok(Buffer::new(owned, len))
     }
@@ -228,17 +228,17 @@ impl DeviceArena {
     /// # Errors
     /// The errors of [`DeviceArena::alloc`].
     pub fn reserve<T: Pod>(&self, len: usize, region: Region) -> Result<Buffer<T>, DeviceError> {
-        let (bytes, _) = self.shared.layout_by::<T>(len, region, Origin::RESERVE)?;
+        let (bytes, _) = self.inner.layout_by::<T>(len, region, Origin::RESERVE)?;
         let home = self.homes.here();
-        let granule = self.shared.granule;
+        let granule = self.inner.granule;
         let whole = bytes.next_multiple_of(granule).unwrap_or(bytes);
-        let Some(wanted) = Wanted::new(whole, granule) else {
-            return Ok(Buffer::new(Owned::new(Arc::clone(home), region, None), len));
+        let Some(wanted) = AllocRequest::new(whole, granule) else {
+            return Ok(Buffer::new(BlockHandle::new(Arc::clone(home), region, None), len));
         };
-        let wanted = Wanted { requested: bytes.get(), ..wanted.by(Origin::RESERVE) };
-        let placed = self.shared.obtain(region, wanted)?;
-        lock(&self.shared.books).totals.reserves += 1;
-        Ok(Buffer::new(Owned::new(Arc::clone(home), region, Some(placed)), len))
+        let wanted = AllocRequest { requested: bytes.get(), ..wanted.by(Origin::RESERVE) };
+        let placed = self.inner.obtain(region, wanted)?;
+        lock(&self.inner.books).totals.reserves += 1;
+        Ok(Buffer::new(BlockHandle::new(Arc::clone(home), region, Some(placed)), len))
     }
 
     /// Allocates a buffer and copies `data` to it.
@@ -247,7 +247,7 @@ impl DeviceArena {
     /// The errors of [`DeviceArena::alloc`]; [`DeviceError::Unsupported`] on a driver without host
     /// access, [`DeviceError::TooManyLeases`].
     pub fn alloc_from<T: Pod>(&self, data: &[T], region: Region) -> Result<Buffer<T>, DeviceError> {
-        self.shared.check_host_access()?;
+        self.inner.check_host_access()?;
         let lease = self.enter()?;
         let mut buffer = self.alloc(data.len(), region)?;
         buffer.slice_mut(&lease)?.copy_from_slice(data);
@@ -268,7 +268,7 @@ impl DeviceArena {
     /// The errors of [`DeviceArena::wake`] if it sleeps; [`DeviceError::TooManyLeases`],
     /// [`DeviceError::Closed`], [`DeviceError::Forked`].
     pub fn enter(&self) -> Result<Lease, DeviceError> {
-        Lease::of(&self.shared)
+        Lease::of(&self.inner)
     }
 
     /// Sets the limit of committed memory. Memory above a lowered limit stays until it is freed or
@@ -292,12 +292,12 @@ impl DeviceArena {
     /// # Ok::<(), DeviceError>(())
     /// ```
     pub fn set_limit(&self, limit: ByteSize) {
-        if self.shared.check_here().is_ok() {
-            let mut books = lock(&self.shared.books);
+        if self.inner.check_here().is_ok() {
+            let mut books = lock(&self.inner.books);
             books.limit = limit;
-            books.tell(&*self.shared.clock, |_| Some(Operation::Limit { limit }));
+            books.tell(&*self.inner.clock, |_| Some(Operation::Limit { limit }));
             drop(books);
-            self.shared.pass_on();
+            self.inner.pass_on();
             log!(info, arena = self.name(), %limit, "arena limit set");
         }
     }
@@ -305,19 +305,19 @@ impl DeviceArena {
     /// Returns the limit of committed memory; zero in a forked child.
     #[must_use]
     pub fn limit(&self) -> ByteSize {
-        if self.shared.check_here().is_err() {
+        if self.inner.check_here().is_err() {
             return ByteSize::ZERO;
         }
-        lock(&self.shared.books).limit
+        lock(&self.inner.books).limit
     }
 
     /// Sets how many bytes of free blocks each thread or lane may cache
     /// ([`ArenaConfig::thread_cache`]); zero for none. Has no effect if the arena keeps events.
     pub fn set_thread_cache(&self, front: ByteSize) {
-        if self.shared.check_here().is_ok() {
-            let front = lock(&self.shared.books).front_kept(front);
-            self.shared.fronts.set_room(front);
-            self.shared.empty_fronts();
+        if self.inner.check_here().is_ok() {
+            let front = lock(&self.inner.books).front_kept(front);
+            self.inner.fronts.set_room(front);
+            self.inner.empty_fronts();
         }
     }
 
@@ -336,21 +336,21 @@ impl DeviceArena {
     /// [`DeviceError::Driver`] if the driver did not release everything: the arena is closed.
     /// [`DeviceError::Forked`].
     pub fn close(&self) -> Result<(), DeviceError> {
-        let shared = &self.shared;
-        shared.check_here()?;
-        let was_open = shared.close();
+        let inner = &self.inner;
+        inner.check_here()?;
+        let was_open = inner.close();
         if was_open == Ok(false) {
             return Ok(());
         }
         let is_closing = was_open.is_ok();
         let closed = was_open.and_then(|_| {
-            shared.complete_all()?;
-            shared.release_adopted();
-            shared.wake_of_nothing();
-            shared.release_kept();
+            inner.complete_all()?;
+            inner.release_adopted();
+            inner.wake_of_nothing();
+            inner.release_kept();
             self.empty()
         });
-        shared.tell_closed(&closed);
+        inner.tell_closed(&closed);
         if is_closing {
             log!(info, arena = self.name(), "arena closed");
         }
@@ -360,7 +360,7 @@ impl DeviceArena {
     /// Returns `true` if it was closed by any handle, or while a close checks for live blocks.
     #[must_use]
     pub fn is_closed(&self) -> bool {
-        self.shared.is_closed()
+        self.inner.is_closed()
     }
 
     /// Frees all raw blocks ([`DeviceArena::alloc_raw`]) and returns their bytes. Buffers keep
@@ -369,9 +369,9 @@ impl DeviceArena {
     /// # Errors
     /// [`DeviceError::Forked`].
     pub fn reset(&self) -> Result<ByteSize, DeviceError> {
-        self.shared.check_here()?;
-        let bytes = self.shared.books().reset(&*self.shared.clock);
-        self.shared.pass_on();
+        self.inner.check_here()?;
+        let bytes = self.inner.books().reset(&*self.inner.clock);
+        self.inner.pass_on();
         Ok(bytes)
     }
 
@@ -381,20 +381,20 @@ impl DeviceArena {
     /// granules, in the worst case all.
     #[must_use]
     pub fn snapshot(&self) -> ArenaSnapshot {
-        if self.shared.check_here().is_err() {
+        if self.inner.check_here().is_err() {
             return ArenaSnapshot::unknown(self.name(), self.backend());
         }
-        self.shared.snapshot()
+        self.inner.snapshot()
     }
 
     /// Returns committed and idle memory at one instant, for sampling: no allocation, no driver
     /// call, and the lock is held for a few additions. Zero in a forked child.
     #[must_use]
     pub fn glance(&self) -> ArenaGlance {
-        if self.shared.check_here().is_err() {
+        if self.inner.check_here().is_err() {
             return ArenaGlance::default();
         }
-        self.shared.glance()
+        self.inner.glance()
     }
 
     /// Returns the figures for a control loop: no allocation, no driver call, and the lock is taken
@@ -403,7 +403,7 @@ impl DeviceArena {
     #[must_use]
     pub fn control_figures(&self) -> ControlFigures {
         let (none, never) = (ByteSize::ZERO, Moment::NEVER);
-        if self.shared.check_here().is_err() {
+        if self.inner.check_here().is_err() {
             return ControlFigures {
                 committed: none,
                 idle: none,
@@ -411,12 +411,12 @@ impl DeviceArena {
                 next_sleep: never,
             };
         }
-        let books = self.shared.books();
+        let books = self.inner.books();
         ControlFigures {
             committed: ByteSize::new(books.backed()),
             idle: ByteSize::new(books.idle()),
-            next_decay: self.shared.next_look(&books),
-            next_sleep: self.shared.next_sleep(&books),
+            next_decay: self.inner.next_look(&books),
+            next_sleep: self.inner.next_sleep(&books),
         }
     }
 
@@ -424,19 +424,19 @@ impl DeviceArena {
     /// ([`ArenaConfig::granule`]).
     #[must_use]
     pub fn capabilities(&self) -> Capabilities {
-        self.shared.capabilities
+        self.inner.capabilities
     }
 
     /// Returns the backend of the driver.
     #[must_use]
     pub fn backend(&self) -> Backend {
-        self.shared.driver.backend()
+        self.inner.driver.backend()
     }
 
     /// Returns the arena's name.
     #[must_use]
     pub fn name(&self) -> &str {
-        &self.shared.name
+        &self.inner.name
     }
 
     /// Checks every invariant by walking all metadata; for tests.
@@ -445,43 +445,48 @@ impl DeviceArena {
     /// If an invariant is violated.
     #[doc(hidden)]
     pub fn validate(&self) {
-        self.shared.validate();
+        self.inner.validate();
     }
 
-    pub(crate) const fn shared(&self) -> &Arc<Shared> {
-        &self.shared
+    pub(crate) const fn inner(&self) -> &Arc<ArenaInner> {
+        &self.inner
     }
 
     #[cfg(all(test, lowtide_loom))]
-    pub(crate) fn shared_arc(&self) -> &Arc<Shared> {
-        &self.shared
+    pub(crate) fn shared_arc(&self) -> &Arc<ArenaInner> {
+        &self.inner
     }
 
     /// Returns a block from a cache, if that has one.
     #[inline]
-    fn kept(&self, home: &Home, region: Region, wanted: Wanted) -> Option<Box<Owned>> {
+    fn kept(
+        &self,
+        home: &CacheShard,
+        region: Region,
+        wanted: AllocRequest,
+    ) -> Option<Box<BlockHandle>> {
         // Larger alignments have an entry in the arena's metadata.
         if wanted.size > home.room() || wanted.align > ALIGN {
             return None;
         }
         let owned = home.take(kept::Key::new(region, wanted.size), wanted.requested)?;
         let placed = owned.block.as_ref()?;
-        if self.shared.is_fresh(region, placed) {
+        if self.inner.is_fresh(region, placed) {
             return Some(owned);
         }
         // It was moved while it was cached: the arena knows its address.
-        self.shared.release_all(vec![home.swept(region, *placed)]);
+        self.inner.release_all(vec![home.swept(region, *placed)]);
         None
     }
 }
 
 impl fmt::Debug for DeviceArena {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_tuple("DeviceArena").field(&self.shared).finish()
+        f.debug_tuple("DeviceArena").field(&self.inner).finish()
     }
 }
 
-impl Shared {
+impl ArenaInner {
     /// Bytes and alignment of `len` elements of a buffer.
     #[inline]
     pub(crate) fn layout<T: Pod>(

@@ -18,17 +18,17 @@ use std::sync::Arc;
 
 use bytemuck::Pod;
 
-#[cfg(feature = "cuda")]
-use crate::api::lane::Known;
 use crate::api::lane::Lane;
+#[cfg(feature = "cuda")]
+use crate::api::lane::LaneInner;
 use crate::api::lease::Lease;
 use crate::driver::DeviceAddress;
 use crate::engine::compact::BlockPin;
 use crate::engine::sleep::Contents;
-use crate::exec::front::{BlockPlace, Owned};
-use crate::exec::inner::Shared;
+use crate::exec::front::{BlockHandle, BlockPlace};
+use crate::exec::inner::ArenaInner;
 use crate::observe::record::Operation;
-use crate::state::region::{Placed, Region, Wanted};
+use crate::state::region::{AllocRequest, Placement, Region};
 use crate::types::error::DeviceError;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::sync::atomic::Ordering;
@@ -56,7 +56,7 @@ use lowtide_core::sync::atomic::Ordering;
 /// [`DeviceArena`]: crate::DeviceArena
 pub struct Buffer<T: Pod> {
     /// The block; taken out when the buffer is dropped.
-    owned: ManuallyDrop<Box<Owned>>,
+    owned: ManuallyDrop<Box<BlockHandle>>,
     len: usize,
     elements: PhantomData<T>,
     #[cfg(feature = "cuda")]
@@ -67,7 +67,7 @@ impl<T: Pod> Buffer<T> {
     /// The owner of a live block, which holds `len` elements at their alignment; of none, where
     /// they have no bytes.
     #[inline]
-    pub(crate) fn new(owned: Box<Owned>, len: usize) -> Self {
+    pub(crate) fn new(owned: Box<BlockHandle>, len: usize) -> Self {
         if let Some(block) = &owned.block {
             assert!(block.span.size >= ByteSize::of(len * size_of::<T>()).get(), "block too small");
             assert!(block.at.is_multiple_of(ByteSize::of(align_of::<T>())), "block not aligned");
@@ -110,7 +110,7 @@ impl<T: Pod> Buffer<T> {
     /// # Errors
     /// The errors of [`DeviceArena::enter`](crate::DeviceArena::enter).
     pub fn enter(&self) -> Result<Lease, DeviceError> {
-        Lease::of(self.shared())
+        Lease::of(self.inner())
     }
 
     /// Returns the elements, while the lease is held.
@@ -126,10 +126,10 @@ impl<T: Pod> Buffer<T> {
         // (`Driver::host_pointer`; drivers are sealed to this crate). `len` elements lie in the
         // block (asserted in `new`), within a reservation and so below `isize::MAX` bytes
         // (`reserve_region` limits it to that). The block is live while `self` is borrowed, and it
-        // stays where `Place::get` found it while the lease exists (`Shared::move_block` moves
+        // stays where `Place::get` found it while the lease exists (`ArenaInner::move_block` moves
         // nothing while one is held, `Lease::of` waits for a move in progress). A live block's
         // granules are committed while a lease is held: granules that a block touches leave only
-        // when the arena sleeps, which it does not under a lease (`Shared::drain`). So the bytes
+        // when the arena sleeps, which it does not under a lease (`ArenaInner::drain`). So the bytes
         // are readable, and they are initialised (`Driver::host_pointer`). T is Pod: any bytes are
         // a value. There is no concurrent writer: blocks do not overlap (invariant of the index),
         // the buffer owns its block alone, writing takes `&mut self`, and no device uses it after a
@@ -159,29 +159,29 @@ impl<T: Pod> Buffer<T> {
     /// The errors of [`DeviceArena::alloc`](crate::DeviceArena::alloc); [`DeviceError::Driver`] if
     /// the copy fails; [`DeviceError::ContentsLost`]. The buffer is unchanged.
     pub fn resize(&mut self, len: usize) -> Result<(), DeviceError> {
-        let shared = self.shared();
+        let inner = self.inner();
         let region = self.region();
-        let (bytes, align) = shared.layout::<T>(len, region)?;
-        let block = match (Wanted::new(bytes, align), self.owned.block) {
+        let (bytes, align) = inner.layout::<T>(len, region)?;
+        let block = match (AllocRequest::new(bytes, align), self.owned.block) {
             (None, _) => None,
             (Some(wanted), None) => {
-                let placed = shared.obtain(region, wanted)?;
+                let placed = inner.obtain(region, wanted)?;
                 for lane in &self.owned.lanes {
-                    shared.tell_use(region, placed.id, lane);
+                    inner.tell_use(region, placed.id, lane);
                 }
                 Some(placed)
             }
-            (Some(wanted), Some(old)) => match shared.resize_in_place(region, old, bytes.get())? {
+            (Some(wanted), Some(old)) => match inner.resize_in_place(region, old, bytes.get())? {
                 Some(resized) => Some(resized),
                 None => {
-                    let _lease = Lease::of(shared)?;
-                    let old = shared.resolve(region, old)?;
-                    Some(shared.moved(region, old, wanted)?)
+                    let _lease = Lease::of(inner)?;
+                    let old = inner.resolve(region, old)?;
+                    Some(inner.moved(region, old, wanted)?)
                 }
             },
         };
         if let (None, Some(old)) = (block, self.owned.block) {
-            shared.release(region, old);
+            inner.release(region, old);
         }
         (self.owned.block, self.owned.place, self.len) = (block, BlockPlace::of(block), len);
         Ok(())
@@ -193,8 +193,8 @@ impl<T: Pod> Buffer<T> {
     /// # Errors
     /// [`DeviceError::Forked`].
     pub fn pin(&self) -> Result<BlockPin, DeviceError> {
-        self.shared().check_here()?;
-        Ok(BlockPin::new(self.shared(), self.region(), self.owned.block.map(|block| block.id)))
+        self.inner().check_here()?;
+        Ok(BlockPin::new(self.inner(), self.region(), self.owned.block.map(|block| block.id)))
     }
 
     /// Returns the address for work on the device while the lease is held; `None` if the elements
@@ -207,9 +207,9 @@ impl<T: Pod> Buffer<T> {
     /// # Errors
     /// [`DeviceError::ForeignLease`], [`DeviceError::ContentsLost`], [`DeviceError::Forked`].
     pub fn address(&self, lease: &Lease) -> Result<Option<DeviceAddress>, DeviceError> {
-        lease.check_of(self.shared())?;
+        lease.check_of(self.inner())?;
         let Some(block) = self.owned.block else { return Ok(None) };
-        self.owned.place.get(self.shared(), self.region(), block).map(Some)
+        self.owned.place.get(self.inner(), self.region(), block).map(Some)
     }
 
     /// Records that another lane's stream also uses the buffer: after the drop, its work until then
@@ -218,11 +218,11 @@ impl<T: Pod> Buffer<T> {
     /// # Errors
     /// [`DeviceError::ForeignLane`] for a lane of another arena, [`DeviceError::Forked`].
     pub fn record_use(&mut self, lane: &Lane) -> Result<(), DeviceError> {
-        self.shared().check_here()?;
+        self.inner().check_here()?;
         let known = lane.known();
-        if !Arc::ptr_eq(self.shared(), lane.arena().shared()) {
+        if !Arc::ptr_eq(self.inner(), lane.arena().inner()) {
             return Err(DeviceError::ForeignLane {
-                buffer_of: self.shared().name.clone(),
+                buffer_of: self.inner().name.clone(),
                 lane_of: lane.arena().name().to_owned(),
             });
         }
@@ -240,20 +240,20 @@ impl<T: Pod> Buffer<T> {
     /// # Errors
     /// [`DeviceError::Forked`].
     pub fn set_contents(&mut self, contents: Option<Contents>) -> Result<(), DeviceError> {
-        self.shared().check_here()?;
+        self.inner().check_here()?;
         let region = self.region();
-        let Owned { home, block, .. } = &mut **self.owned;
+        let BlockHandle { home, block, .. } = &mut **self.owned;
         if let Some(block) = block {
             // It is not cached when freed: a cache would keep this setting.
-            block.moves = Placed::STALE;
-            let (shared, id) = (&home.shared, block.id);
-            let mut books = shared.books();
+            block.moves = Placement::STALE;
+            let (inner, id) = (&home.inner, block.id);
+            let mut books = inner.books();
             books.region_mut(region).pins.set_contents(id, contents);
-            books.tell(&*shared.clock, |numbers| {
+            books.tell(&*inner.clock, |numbers| {
                 Some(Operation::Contents { id: numbers.of(region, id)?, contents })
             });
             drop(books);
-            shared.pass_on();
+            inner.pass_on();
         }
         Ok(())
     }
@@ -262,19 +262,19 @@ impl<T: Pod> Buffer<T> {
     /// then. Takes the arena's lock for a lookup; `false` in a forked child.
     #[must_use]
     pub fn take_discarded(&self) -> bool {
-        let shared = self.shared();
+        let inner = self.inner();
         let Some(block) = self.owned.block else { return false };
-        if shared.check_here().is_err() {
+        if inner.check_here().is_err() {
             return false;
         }
-        shared.books().region_mut(self.region()).pins.take_discarded(block.id)
+        inner.books().region_mut(self.region()).pins.take_discarded(block.id)
     }
 
     /// Adds a lane to those that use the buffer.
     pub(crate) fn add_lane(&mut self, lane: &Lane) {
         self.owned.lanes.push(Arc::clone(lane.known()));
         if let Some(block) = self.owned.block {
-            self.shared().tell_use(self.region(), block.id, lane.known());
+            self.inner().tell_use(self.region(), block.id, lane.known());
         }
     }
 
@@ -283,13 +283,13 @@ impl<T: Pod> Buffer<T> {
         self.owned.block.map(|block| block.id)
     }
 
-    pub(crate) fn shared(&self) -> &Arc<Shared> {
-        &self.owned.home.shared
+    pub(crate) fn inner(&self) -> &Arc<ArenaInner> {
+        &self.owned.home.inner
     }
 
     /// The lane that it was taken on.
     #[cfg(feature = "cuda")]
-    pub(crate) fn lane(&self) -> Option<&Known> {
+    pub(crate) fn lane(&self) -> Option<&LaneInner> {
         self.owned.lanes.first().map(AsRef::as_ref)
     }
 
@@ -311,17 +311,17 @@ impl<T: Pod> Buffer<T> {
 
     /// Returns the pointer to the elements, for a holder of this arena's lease.
     fn start(&self, lease: &Lease) -> Result<NonNull<T>, DeviceError> {
-        lease.check_of(self.shared())?;
-        self.shared().check_host_access()?;
+        lease.check_of(self.inner())?;
+        self.inner().check_host_access()?;
         let Some(block) = self.owned.block else { return Ok(NonNull::dangling()) };
-        let at = self.owned.place.get(self.shared(), self.region(), block)?;
-        self.pointer(at).ok_or_else(|| self.shared().no_host_access())
+        let at = self.owned.place.get(self.inner(), self.region(), block)?;
+        self.pointer(at).ok_or_else(|| self.inner().no_host_access())
     }
 
     /// Returns the pointer to the block's address; `None` without host access.
     fn pointer(&self, at: DeviceAddress) -> Option<NonNull<T>> {
         assert!(at.is_multiple_of(ByteSize::of(align_of::<T>())), "block not aligned");
-        self.shared().driver.host_pointer(at).map(NonNull::cast)
+        self.inner().driver.host_pointer(at).map(NonNull::cast)
     }
 }
 
@@ -332,15 +332,15 @@ impl BlockPlace {
     /// the address stored before it.
     fn get(
         &self,
-        shared: &Shared,
+        inner: &ArenaInner,
         region: Region,
-        block: Placed,
+        block: Placement,
     ) -> Result<DeviceAddress, DeviceError> {
-        let moves = shared.moves[region.number()].load(Ordering::Relaxed);
+        let moves = inner.moves[region.number()].load(Ordering::Relaxed);
         if self.moves.load(Ordering::Acquire) == moves {
             return Ok(DeviceAddress::new(self.at.load(Ordering::Relaxed)));
         }
-        let block = shared.resolve(region, block)?;
+        let block = inner.resolve(region, block)?;
         self.at.store(block.at.get(), Ordering::Relaxed);
         self.moves.store(block.moves, Ordering::Release);
         Ok(block.at)
@@ -363,7 +363,7 @@ impl<T: Pod> Drop for Buffer<T> {
 impl<T: Pod> fmt::Debug for Buffer<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Buffer")
-            .field("arena", &self.shared().name)
+            .field("arena", &self.inner().name)
             .field("region", &self.region())
             .field("len", &self.len)
             .field("bytes", &self.bytes())

@@ -16,9 +16,9 @@ use crate::api::arena::DeviceArena;
 use crate::api::buffer::Buffer;
 use crate::api::lease::Lease;
 use crate::driver::StreamHandle;
-use crate::exec::front::Home;
+use crate::exec::front::CacheShard;
 use crate::exec::handles::{LiveStream, OwnedStream};
-use crate::exec::inner::Shared;
+use crate::exec::inner::ArenaInner;
 use crate::observe::record::Operation;
 use crate::state::region::Region;
 use crate::state::streams::StreamKey;
@@ -85,17 +85,17 @@ use crate::types::error::DeviceError;
 #[derive(Clone)]
 pub struct Lane {
     arena: DeviceArena,
-    known: Arc<Known>,
+    known: Arc<LaneInner>,
 }
 
 /// A stream known to the arena, while it may be used.
-pub(crate) struct Known {
-    shared: Arc<Shared>,
+pub(crate) struct LaneInner {
+    inner: Arc<ArenaInner>,
     stream: StreamHandle,
     /// `None` if the driver's work needs no order.
     key: Option<StreamKey>,
     /// The home of blocks that it alone used; `None` if the driver's work needs no order.
-    home: Option<Arc<Home>>,
+    home: Option<Arc<CacheShard>>,
     /// Its number in the arena's recording; 0 without one.
     number: u64,
     #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "it is there to be dropped"))]
@@ -117,7 +117,7 @@ pub(crate) enum Keeps {
 /// A stream of an arena's driver that exists for as long as this.
 #[derive(Debug)]
 pub(crate) struct OwnStream {
-    shared: Arc<Shared>,
+    inner: Arc<ArenaInner>,
     handle: StreamHandle,
     /// `None` on a driver without streams.
     _stream: Option<OwnedStream>,
@@ -127,7 +127,7 @@ impl OwnStream {
     /// # Panics
     /// If the stream is of another arena.
     fn assert_of(&self, arena: &DeviceArena) {
-        assert!(Arc::ptr_eq(arena.shared(), &self.shared), "a stream of another arena");
+        assert!(Arc::ptr_eq(arena.inner(), &self.inner), "a stream of another arena");
     }
 
     /// A new stream; a number and no more, on a driver that has none.
@@ -135,21 +135,21 @@ impl OwnStream {
     /// # Errors
     /// As the driver.
     pub(crate) fn new(arena: &DeviceArena, number: u64) -> Result<Arc<Self>, DeviceError> {
-        let shared = Arc::clone(arena.shared());
-        let has_streams = shared.capabilities.asynchronous;
-        let stream = has_streams.then(|| OwnedStream::new(&shared.driver)).transpose()?;
+        let inner = Arc::clone(arena.inner());
+        let has_streams = inner.capabilities.asynchronous;
+        let stream = has_streams.then(|| OwnedStream::new(&inner.driver)).transpose()?;
         let handle =
             stream.as_ref().map_or_else(|| StreamHandle::new(number), |own| own.live().handle());
-        Ok(Arc::new(Self { shared, handle, _stream: stream }))
+        Ok(Arc::new(Self { inner, handle, _stream: stream }))
     }
 }
 
-impl Known {
+impl LaneInner {
     pub(crate) const fn key(&self) -> Option<StreamKey> {
         self.key
     }
 
-    pub(crate) const fn home(&self) -> Option<&Arc<Home>> {
+    pub(crate) const fn home(&self) -> Option<&Arc<CacheShard>> {
         self.home.as_ref()
     }
 
@@ -161,7 +161,7 @@ impl Known {
     pub(crate) fn live(&self) -> LiveStream<'_> {
         // SAFETY: the stream is of the arena's driver and exists until the lane is dropped, with
         // which this ends: contract of `DeviceArena::lane_with`.
-        unsafe { LiveStream::new(&*self.shared.driver, self.stream) }
+        unsafe { LiveStream::new(&*self.inner.driver, self.stream) }
     }
 
     /// Returns the stream, if it is one of cudarc's.
@@ -214,21 +214,21 @@ impl DeviceArena {
         stream: StreamHandle,
         keeps: Keeps,
     ) -> Result<Lane, DeviceError> {
-        let shared = self.shared();
-        shared.check_open()?;
+        let inner = self.inner();
+        inner.check_open()?;
         let (mut key, mut number) = (None, 0);
-        if shared.capabilities.asynchronous || shared.recorder.is_some() {
-            let mut books = shared.books();
-            key = shared.capabilities.asynchronous.then(|| books.streams.enter(stream));
-            books.tell(&*shared.clock, |numbers| {
+        if inner.capabilities.asynchronous || inner.recorder.is_some() {
+            let mut books = inner.books();
+            key = inner.capabilities.asynchronous.then(|| books.streams.enter(stream));
+            books.tell(&*inner.clock, |numbers| {
                 let (lane, stream) = numbers.lane(stream);
                 number = lane;
                 Some(Operation::Lane { lane, stream })
             });
         }
-        shared.pass_on();
-        let home = key.map(|key| Home::of_lane(shared, key));
-        let known = Known { shared: Arc::clone(shared), stream, key, home, number, keeps };
+        inner.pass_on();
+        let home = key.map(|key| CacheShard::of_lane(inner, key));
+        let known = LaneInner { inner: Arc::clone(inner), stream, key, home, number, keeps };
         Ok(Lane { arena: self.clone(), known: Arc::new(known) })
     }
 }
@@ -271,7 +271,7 @@ impl Lane {
     /// # Errors
     /// The errors of [`DeviceArena::enter`].
     pub fn enter(&self) -> Result<Lease, DeviceError> {
-        Lease::on(&self.known, self.arena.shared())
+        Lease::on(&self.known, self.arena.inner())
     }
 
     /// Marks the end of a run: lanes that take memory freed until now wait for the work up to here,
@@ -282,28 +282,28 @@ impl Lane {
     /// [`DeviceError::Driver`], with code 900 while the stream captures a graph;
     /// [`DeviceError::Forked`].
     pub fn end_run(&self) -> Result<(), DeviceError> {
-        self.known.shared.check_here()?;
-        let (shared, lane) = (&self.known.shared, self.known.number);
+        self.known.inner.check_here()?;
+        let (inner, lane) = (&self.known.inner, self.known.number);
         // Cached blocks were freed before the mark.
         if let Some(home) = &self.known.home {
             home.give_up();
         }
-        let ended = self.known.key.map_or(Ok(()), |key| shared.mark_end(key));
+        let ended = self.known.key.map_or(Ok(()), |key| inner.mark_end(key));
         if lane > 0 {
-            shared.tell(|_| Some(Operation::EndRun { lane, done: ended.is_ok() }));
+            inner.tell(|_| Some(Operation::EndRun { lane, done: ended.is_ok() }));
         }
         Ok(ended?)
     }
 
-    pub(crate) const fn known(&self) -> &Arc<Known> {
+    pub(crate) const fn known(&self) -> &Arc<LaneInner> {
         &self.known
     }
 }
 
-impl Known {
+impl LaneInner {
     /// Records that the lane is dropped, and with the last of its stream that stream.
     fn leave(&self, key: StreamKey) {
-        let mut books = self.shared.books();
+        let mut books = self.inner.books();
         if !books.streams.leave(key) {
             return;
         }
@@ -312,19 +312,19 @@ impl Known {
             books.streams.use_now(key);
         }
         drop(books);
-        let _ = self.shared.mark_end(key);
-        self.shared.end_stream(key);
+        let _ = self.inner.mark_end(key);
+        self.inner.end_stream(key);
     }
 }
 
-impl Drop for Known {
+impl Drop for LaneInner {
     /// The arena forgets the stream, after recording an event for its remaining work: one driver
     /// call that does not wait. If that fails, the next user of its memory waits for all work of
     /// the device. A call that another thread makes with the handle ends first, which is no wait
     /// for the device either: the stream may be destroyed after this drop. Does nothing in a forked
     /// child.
     fn drop(&mut self) {
-        if self.shared.check_here().is_err() {
+        if self.inner.check_here().is_err() {
             return;
         }
         if let Some(home) = &self.home {
@@ -334,7 +334,7 @@ impl Drop for Known {
             self.leave(key);
         }
         if self.number > 0 {
-            self.shared.tell(|numbers| {
+            self.inner.tell(|numbers| {
                 numbers.lane_end(self.stream);
                 Some(Operation::LaneEnd { lane: self.number })
             });
@@ -351,8 +351,8 @@ impl fmt::Debug for Lane {
     }
 }
 
-impl fmt::Debug for Known {
+impl fmt::Debug for LaneInner {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Known").field("stream", &self.stream).finish_non_exhaustive()
+        f.debug_struct("LaneInner").field("stream", &self.stream).finish_non_exhaustive()
     }
 }

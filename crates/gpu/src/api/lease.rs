@@ -9,9 +9,9 @@
 
 use std::sync::Arc;
 
-use crate::api::lane::{Known, Lane};
-use crate::exec::inner::Shared;
-use crate::state::arena::Books;
+use crate::api::lane::{Lane, LaneInner};
+use crate::exec::inner::ArenaInner;
+use crate::state::arena::ArenaState;
 use crate::state::streams::StreamKey;
 use crate::types::error::DeviceError;
 use lowtide_core::sync::MutexGuard;
@@ -44,9 +44,9 @@ use lowtide_core::sync::atomic::{AtomicBool, Ordering};
 #[derive(Debug)]
 #[must_use = "an arena is awake only while the lease is held"]
 pub struct Lease {
-    pub(crate) arena: Arc<Shared>,
+    pub(crate) arena: Arc<ArenaInner>,
     /// The streams that use memory; empty for any stream.
-    lanes: Vec<Arc<Known>>,
+    lanes: Vec<Arc<LaneInner>>,
     /// `true` if cudarc got a view under it, which any stream may use.
     #[cfg(feature = "cuda")]
     viewed: AtomicBool,
@@ -55,13 +55,13 @@ pub struct Lease {
 impl Lease {
     /// Creates a lease of an arena, waking it if it sleeps. Waits for the end of a move in
     /// progress; no other starts while the lease is held.
-    pub(crate) fn of(arena: &Arc<Shared>) -> Result<Self, DeviceError> {
+    pub(crate) fn of(arena: &Arc<ArenaInner>) -> Result<Self, DeviceError> {
         arena.check_open()?;
         Self::under(arena, arena.books())
     }
 
     /// One for the stream of a lane.
-    pub(crate) fn on(lane: &Arc<Known>, arena: &Arc<Shared>) -> Result<Self, DeviceError> {
+    pub(crate) fn on(lane: &Arc<LaneInner>, arena: &Arc<ArenaInner>) -> Result<Self, DeviceError> {
         let mut lease = Self::of(arena)?;
         lease.lanes.push(Arc::clone(lane));
         Ok(lease)
@@ -69,8 +69,8 @@ impl Lease {
 
     /// The same, with the lock taken already.
     pub(crate) fn under<'a>(
-        arena: &'a Arc<Shared>,
-        mut books: MutexGuard<'a, Books>,
+        arena: &'a Arc<ArenaInner>,
+        mut books: MutexGuard<'a, ArenaState>,
     ) -> Result<Self, DeviceError> {
         loop {
             books = arena.wait_for_move(arena.awake(books)?);
@@ -113,7 +113,7 @@ impl Lease {
     /// [`DeviceError::ForeignLane`], [`DeviceError::Forked`].
     pub fn record_use(&mut self, lane: &Lane) -> Result<(), DeviceError> {
         self.arena.check_here()?;
-        if !Arc::ptr_eq(&self.arena, lane.arena().shared()) {
+        if !Arc::ptr_eq(&self.arena, lane.arena().inner()) {
             return Err(DeviceError::ForeignLane {
                 buffer_of: self.arena.name.clone(),
                 lane_of: lane.arena().name().to_owned(),

@@ -97,7 +97,7 @@ impl PlannedMemory {
     /// # Errors
     /// The errors of [`DeviceArena::reserve_plan`]; the plan is then unchanged.
     pub fn refit(&mut self, plan: &Plan) -> Result<(), DeviceError> {
-        let granule = self.arena.shared().granule;
+        let granule = self.arena.inner().granule;
         if !granule.get().is_multiple_of(plan.align()) {
             let (what, backend) = ("alignments larger than a granule", self.arena.backend());
             return Err(DeviceError::Unsupported { what, backend });

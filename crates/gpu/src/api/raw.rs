@@ -15,15 +15,15 @@ use std::fmt;
 use std::sync::Arc;
 
 use crate::api::arena::DeviceArena;
-use crate::api::lane::{Known, Lane};
+use crate::api::lane::{Lane, LaneInner};
 use crate::driver::DeviceAddress;
 use crate::exec::front::Kept;
-use crate::exec::inner::Shared;
+use crate::exec::inner::ArenaInner;
 use crate::observe::record::Operation;
 use crate::observe::record::hooks::Origin;
 use crate::observe::record::operation::After;
-use crate::state::arena::Books;
-use crate::state::region::{Region, Wanted};
+use crate::state::arena::ArenaState;
+use crate::state::region::{AllocRequest, Region};
 use crate::state::streams::StreamKey;
 use crate::types::error::DeviceError;
 use lowtide_core::bytes::ByteSize;
@@ -164,29 +164,29 @@ impl DeviceArena {
     /// Allocates a raw block for the stream of a lane, if given.
     fn alloc_raw_for(
         &self,
-        lane: Option<&Known>,
+        lane: Option<&LaneInner>,
         size: ByteSize,
         align: ByteSize,
         region: Region,
     ) -> Result<RawBlock, DeviceError> {
-        let shared = self.shared();
-        shared.check_open()?;
-        let origin = Origin { lane: lane.map_or(0, Known::number), ..Origin::RAW };
-        let largest_align = shared.capabilities.granularity;
+        let inner = self.inner();
+        inner.check_open()?;
+        let origin = Origin { lane: lane.map_or(0, LaneInner::number), ..Origin::RAW };
+        let largest_align = inner.capabilities.granularity;
         if !align.get().is_power_of_two() || align > largest_align {
             return Err(DeviceError::Alignment { requested: align, largest: largest_align });
         }
-        let wanted = Wanted::new(size, align).ok_or(DeviceError::ZeroSize)?;
-        let largest = shared.largest[region.number()];
+        let wanted = AllocRequest::new(size, align).ok_or(DeviceError::ZeroSize)?;
+        let largest = inner.largest[region.number()];
         if size > largest {
-            shared.refuse_too_large(region, size.get(), align, origin);
+            inner.refuse_too_large(region, size.get(), align, origin);
             let len = size.as_usize().unwrap_or(usize::MAX);
             return Err(DeviceError::TooLarge { len, element: ByteSize::new(1), largest });
         }
-        let taker = lane.and_then(Known::key);
-        let placed = shared.obtain_for(region, wanted.by(origin), taker)?;
+        let taker = lane.and_then(LaneInner::key);
+        let placed = inner.obtain_for(region, wanted.by(origin), taker)?;
         // It may have been moved since its allocation; from here on it stays.
-        let mut books = shared.wait_until_still(shared.books(), region, placed.id);
+        let mut books = inner.wait_until_still(inner.books(), region, placed.id);
         let kept = (region, books.region(region).refreshed(placed));
         let of = RawUse { kept, users: Users::of(taker) };
         let before = books.raw.insert(kept.1.at, of);
@@ -209,19 +209,23 @@ impl DeviceArena {
         self.free_after(at, None)
     }
 
-    fn free_after(&self, at: DeviceAddress, lane: Option<&Known>) -> Result<RawBlock, DeviceError> {
-        let shared = self.shared();
-        shared.check_here()?;
-        let mut books = shared.books();
+    fn free_after(
+        &self,
+        at: DeviceAddress,
+        lane: Option<&LaneInner>,
+    ) -> Result<RawBlock, DeviceError> {
+        let inner = self.inner();
+        inner.check_here()?;
+        let mut books = inner.books();
         let Some(mut raw) = books.raw.remove(&at) else {
-            return Err(shared.unknown(&books, at));
+            return Err(inner.unknown(&books, at));
         };
         if let Some(lane) = lane {
-            books.note_user(&mut raw, lane, &*shared.clock);
+            books.note_user(&mut raw, lane, &*inner.clock);
         }
-        books.release_raw(&raw, &*shared.clock);
+        books.release_raw(&raw, &*inner.clock);
         drop(books);
-        shared.pass_on();
+        inner.pass_on();
         Ok(RawBlock::of(&raw.kept))
     }
 
@@ -248,22 +252,22 @@ impl DeviceArena {
     /// The errors of [`DeviceArena::free`]; [`DeviceError::ForeignLane`] for a lane of another
     /// arena.
     pub fn record_use(&self, at: DeviceAddress, lane: &Lane) -> Result<(), DeviceError> {
-        let shared = self.shared();
-        shared.check_here()?;
-        if !Arc::ptr_eq(shared, lane.arena().shared()) {
+        let inner = self.inner();
+        inner.check_here()?;
+        if !Arc::ptr_eq(inner, lane.arena().inner()) {
             return Err(DeviceError::ForeignLane {
                 buffer_of: self.name().to_owned(),
                 lane_of: lane.arena().name().to_owned(),
             });
         }
-        let mut books = shared.books();
+        let mut books = inner.books();
         let Some(mut raw) = books.raw.remove(&at) else {
-            return Err(shared.unknown(&books, at));
+            return Err(inner.unknown(&books, at));
         };
-        books.note_user(&mut raw, lane.known(), &*shared.clock);
+        books.note_user(&mut raw, lane.known(), &*inner.clock);
         books.raw.insert(at, raw);
         drop(books);
-        shared.pass_on();
+        inner.pass_on();
         Ok(())
     }
 
@@ -273,12 +277,12 @@ impl DeviceArena {
     /// # Errors
     /// The errors of [`DeviceArena::free`].
     pub fn record_unknown_use(&self, at: DeviceAddress) -> Result<(), DeviceError> {
-        let shared = self.shared();
-        shared.check_here()?;
-        let mut books = shared.books();
+        let inner = self.inner();
+        inner.check_here()?;
+        let mut books = inner.books();
         match books.raw.get_mut(&at) {
             Some(raw) => raw.users = Users::ANY,
-            None => return Err(shared.unknown(&books, at)),
+            None => return Err(inner.unknown(&books, at)),
         }
         Ok(())
     }
@@ -288,10 +292,10 @@ impl DeviceArena {
     /// # Errors
     /// The errors of [`DeviceArena::free`].
     pub fn raw_block(&self, at: DeviceAddress) -> Result<RawBlock, DeviceError> {
-        self.shared().check_here()?;
-        let books = self.shared().books();
+        self.inner().check_here()?;
+        let books = self.inner().books();
         let found = books.raw.get(&at).map(|raw| RawBlock::of(&raw.kept));
-        found.ok_or_else(|| self.shared().unknown(&books, at))
+        found.ok_or_else(|| self.inner().unknown(&books, at))
     }
 
     /// Returns the raw block that contains this address. O(log n) in the number of raw blocks.
@@ -301,12 +305,12 @@ impl DeviceArena {
     /// [`DeviceError::InteriorAddress`] if it is in a buffer; [`DeviceError::ForeignAddress`],
     /// [`DeviceError::Forked`].
     pub fn raw_block_containing(&self, at: DeviceAddress) -> Result<RawBlock, DeviceError> {
-        self.shared().check_here()?;
-        let books = self.shared().books();
+        self.inner().check_here()?;
+        let books = self.inner().books();
         let before = books.raw.range(..=at).next_back();
         let found = before.map(|(_, raw)| RawBlock::of(&raw.kept));
         let contains = |block: &RawBlock| at.get() - block.at.get() < block.size.get();
-        found.filter(contains).ok_or_else(|| self.shared().unknown(&books, at))
+        found.filter(contains).ok_or_else(|| self.inner().unknown(&books, at))
     }
 }
 
@@ -338,7 +342,7 @@ impl Lane {
     }
 }
 
-impl Books {
+impl ArenaState {
     /// Frees every raw block; returns their bytes.
     pub(crate) fn reset(&mut self, clock: &dyn Clock) -> ByteSize {
         self.tell(clock, |numbers| {
@@ -353,7 +357,7 @@ impl Books {
     }
 
     /// Adds the stream of a lane to those that use a block.
-    fn note_user(&mut self, raw: &mut RawUse, lane: &Known, clock: &dyn Clock) {
+    fn note_user(&mut self, raw: &mut RawUse, lane: &LaneInner, clock: &dyn Clock) {
         let is_new = lane.key().is_none_or(|stream| raw.users.add(stream));
         if is_new && lane.number() > 0 {
             let (region, placed) = raw.kept;
@@ -372,9 +376,9 @@ impl Books {
     }
 }
 
-impl Shared {
+impl ArenaInner {
     /// Returns the reason an address is not known. Walks the blocks of a region.
-    fn unknown(&self, books: &Books, at: DeviceAddress) -> DeviceError {
+    fn unknown(&self, books: &ArenaState, at: DeviceAddress) -> DeviceError {
         for region in Region::ALL {
             let books = books.region(region);
             let Some(offset) = books.segment.offset_of(at) else { continue };

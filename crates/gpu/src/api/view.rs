@@ -26,10 +26,10 @@ use cudarc::driver::{CudaSlice, CudaStream, CudaViewMut, DriverError};
 use crate::api::arena::DeviceArena;
 use crate::api::buffer::Buffer;
 use crate::api::interop::Imported;
-use crate::api::lane::{Keeps, Known, Lane};
+use crate::api::lane::{Keeps, Lane, LaneInner};
 use crate::api::lease::Lease;
 use crate::driver::StreamHandle;
-use crate::exec::inner::Shared;
+use crate::exec::inner::ArenaInner;
 use crate::types::error::DeviceError;
 use lowtide_core::sync::atomic::Ordering;
 use lowtide_core::sync::{Mutex, caught, lock};
@@ -80,7 +80,7 @@ impl DeviceArena {
     /// Returns the arena's device ordinal, for `CudaContext::new`; `None` on other drivers.
     #[must_use]
     pub fn cuda_ordinal(&self) -> Option<usize> {
-        self.shared().driver.ordinal().and_then(|ordinal| usize::try_from(ordinal).ok())
+        self.inner().driver.ordinal().and_then(|ordinal| usize::try_from(ordinal).ok())
     }
 
     /// Returns the lane of a cudarc stream. The lane and its buffers keep the stream alive.
@@ -109,11 +109,11 @@ impl DeviceArena {
     /// [`DeviceError::ForeignStream`] for a stream of another context, for the null stream, and on
     /// other drivers than CUDA; [`DeviceError::Closed`], [`DeviceError::Forked`].
     pub fn cuda_lane(&self, stream: &Arc<CudaStream>) -> Result<Lane, DeviceError> {
-        let shared = self.shared();
-        shared.check_open()?;
+        let inner = self.inner();
+        inner.check_open()?;
         let foreign = |what| DeviceError::ForeignStream { arena: self.name().to_owned(), what };
         let number = |at: usize| at as u64;
-        match shared.driver.context() {
+        match inner.driver.context() {
             None => return Err(foreign("the arena is not in CUDA memory")),
             Some(context) if context != number(stream.context().cu_ctx().addr()) => {
                 return Err(foreign("it belongs to another context"));
@@ -132,7 +132,7 @@ impl DeviceArena {
     /// cudarc's context, so that no later call returns it. The buffers were freed.
     #[must_use]
     pub fn parked_errors(&self) -> u64 {
-        self.shared().parked.load(Ordering::Relaxed)
+        self.inner().parked.load(Ordering::Relaxed)
     }
 }
 
@@ -169,7 +169,7 @@ impl<T: Pod> Buffer<T> {
     pub fn cuda<'a>(&'a self, lease: &'a Lease) -> Result<&'a CudaSlice<T>, DeviceError> {
         let at = self.address(lease)?.map_or(0, |at| at.get());
         lease.note_view();
-        let slice = self.view.keep(self.shared(), self.lane(), (at, self.len()))?;
+        let slice = self.view.keep(self.inner(), self.lane(), (at, self.len()))?;
         // SAFETY: the slice is on the heap and stays there until the buffer is dropped or resized,
         // which takes `&mut` or the value, or until it is replaced (`View::keep`), if the buffer
         // had moved, which it does not while `lease` is borrowed. Only shared references to it
@@ -183,15 +183,15 @@ impl<T: Pod> Buffer<T> {
     /// The errors of [`Buffer::cuda`].
     pub fn cuda_mut<'a>(&'a mut self, lease: &'a Lease) -> Result<CudaViewMut<'a, T>, DeviceError> {
         let _ = self.cuda(lease)?;
-        let no_stream = no_stream(self.shared());
+        let no_stream = no_stream(self.inner());
         self.view.kept_mut().map(|slice| slice.as_view_mut()).ok_or(no_stream)
     }
 
     /// Discards the slice at the end of the buffer: if its stream could not wait for others, all
     /// work of the device comes before the memory's next use. Does nothing in a forked child.
     pub(crate) fn let_view_go(&mut self) {
-        let shared = Arc::clone(self.shared());
-        if !self.view.let_go(&shared) {
+        let inner = Arc::clone(self.inner());
+        if !self.view.let_go(&inner) {
             self.forget_lanes();
         }
     }
@@ -206,7 +206,7 @@ impl<T: Pod> Imported<T> {
     pub fn cuda<'a>(&'a self, lease: &'a Lease) -> Result<&'a CudaSlice<T>, DeviceError> {
         let at = self.address(lease)?.get();
         lease.note_view();
-        let slice = self.view.keep(&self.shared, self.lane.as_deref(), (at, self.len()))?;
+        let slice = self.view.keep(&self.inner, self.lane.as_deref(), (at, self.len()))?;
         // SAFETY: the slice is on the heap and stays there until the value is dropped: its address
         // and its length never change. Only shared references to it exist meanwhile: `cuda_mut`
         // takes `&mut self`.
@@ -219,14 +219,14 @@ impl<T: Pod> Imported<T> {
     /// The errors of [`Imported::cuda`].
     pub fn cuda_mut<'a>(&'a mut self, lease: &'a Lease) -> Result<CudaViewMut<'a, T>, DeviceError> {
         let _ = self.cuda(lease)?;
-        let no_stream = no_stream(&self.shared);
+        let no_stream = no_stream(&self.inner);
         self.view.kept_mut().map(|slice| slice.as_view_mut()).ok_or(no_stream)
     }
 
     /// Lets the slice go, at the end of the value, after which all work of the device is waited
     /// for. In a forked child does nothing.
     pub(crate) fn let_view_go(&mut self) {
-        let _ = self.view.let_go(&self.shared);
+        let _ = self.view.let_go(&self.inner);
     }
 }
 
@@ -235,8 +235,8 @@ impl<T: Pod> View<T> {
     /// `place` changes, and only `let_go` discards it.
     fn keep(
         &self,
-        shared: &Shared,
-        lane: Option<&Known>,
+        inner: &ArenaInner,
+        lane: Option<&LaneInner>,
         place: (u64, usize),
     ) -> Result<*const CudaSlice<T>, DeviceError> {
         let mut slot = lock(&self.slot);
@@ -245,14 +245,14 @@ impl<T: Pod> View<T> {
             // There is no reference to a replaced slice: it would be under a lease, and nothing
             // moves, nor is resized, while one is held.
             let kept = slot.kept.take();
-            slot.loose |= !forget(shared, kept);
+            slot.loose |= !forget(inner, kept);
             if slot.loose {
-                shared.complete_all()?;
+                inner.complete_all()?;
                 slot.loose = false;
             }
-            slot.kept = Some(Box::new(make(shared, lane, place)?));
+            slot.kept = Some(Box::new(make(inner, lane, place)?));
         }
-        let Some(kept) = slot.kept.as_deref() else { return Err(no_stream(shared)) };
+        let Some(kept) = slot.kept.as_deref() else { return Err(no_stream(inner)) };
         Ok(&raw const *kept.slice)
     }
 
@@ -262,20 +262,20 @@ impl<T: Pod> View<T> {
     }
 
     /// Lets the slice go; whether its stream comes after all that cudarc ordered.
-    fn let_go(&mut self, shared: &Shared) -> bool {
+    fn let_go(&mut self, inner: &ArenaInner) -> bool {
         let slot = self.slot.get_mut().unwrap_or_else(std::sync::PoisonError::into_inner);
         let (kept, loose) = (slot.kept.take(), slot.loose);
-        forget(shared, kept) && !loose
+        forget(inner, kept) && !loose
     }
 }
 
 /// Creates a cudarc slice over the elements of a block, or of imported memory.
 fn make<T: Pod>(
-    shared: &Shared,
-    lane: Option<&Known>,
+    inner: &ArenaInner,
+    lane: Option<&LaneInner>,
     (at, len): (u64, usize),
 ) -> Result<KeptSlice<T>, DeviceError> {
-    let stream = lane.and_then(Known::cuda).ok_or_else(|| no_stream(shared))?;
+    let stream = lane.and_then(LaneInner::cuda).ok_or_else(|| no_stream(inner))?;
     let made = keeping_current(stream, || {
         // SAFETY: the block is live, or the memory imported and not released; it has room for the
         // elements, and stays so until the slice is discarded, which frees nothing. The elements
@@ -287,9 +287,9 @@ fn make<T: Pod>(
 }
 
 /// Lets a slice go; whether its stream comes after all that cudarc ordered.
-fn forget<T>(shared: &Shared, kept: Option<Box<KeptSlice<T>>>) -> bool {
+fn forget<T>(inner: &ArenaInner, kept: Option<Box<KeptSlice<T>>>) -> bool {
     let Some(kept) = kept else { return true };
-    if shared.check_here().is_err() {
+    if inner.check_here().is_err() {
         let _ = ManuallyDrop::new(kept); // its context is the parent's
         return true;
     }
@@ -299,13 +299,13 @@ fn forget<T>(shared: &Shared, kept: Option<Box<KeptSlice<T>>>) -> bool {
     if let Ok(Ok(())) = outcome {
         return true;
     }
-    shared.parked.fetch_add(1, Ordering::Relaxed);
-    log!(warn, arena = shared.name, ?outcome, "buffer view free failed");
+    inner.parked.fetch_add(1, Ordering::Relaxed);
+    log!(warn, arena = inner.name, ?outcome, "buffer view free failed");
     false
 }
 
-fn no_stream(shared: &Shared) -> DeviceError {
-    DeviceError::NoStream { arena: shared.name.clone() }
+fn no_stream(inner: &ArenaInner) -> DeviceError {
+    DeviceError::NoStream { arena: inner.name.clone() }
 }
 
 /// Calls cudarc, which makes the context of its stream current: the context that the thread had, or

@@ -16,14 +16,14 @@ use std::mem::ManuallyDrop;
 
 use crate::driver::DriverError;
 use crate::engine::compact::step::check_whole;
-use crate::engine::obtain::Sought;
-use crate::engine::refusal::{Cause, Refusal};
-use crate::exec::inner::Shared;
+use crate::engine::obtain::PlacementQuery;
+use crate::engine::refusal::{AllocFailure, Cause};
+use crate::exec::inner::ArenaInner;
 use crate::index::Span;
 use crate::observe::record::hooks::{Origin, Refused};
 use crate::observe::visualize::Act;
-use crate::state::arena::Books;
-use crate::state::region::{Placed, Region, Search, Wanted};
+use crate::state::arena::ArenaState;
+use crate::state::region::{AllocRequest, Placement, Region, Search};
 use crate::state::segment::Run;
 use crate::state::streams::StreamKey;
 use crate::types::error::DeviceError;
@@ -31,7 +31,7 @@ use lowtide_core::bytes::ByteSize;
 use lowtide_core::sync::{MutexGuard, lock, wait};
 
 /// One attempt of an allocation, with the extent of the search.
-pub(crate) type Attempt<'a, T> = dyn Fn(Search) -> Result<T, Refusal> + 'a;
+pub(crate) type Attempt<'a, T> = dyn Fn(Search) -> Result<T, AllocFailure> + 'a;
 
 /// Attempts of an allocation on a full device in addition to one per idle granule: each attempt
 /// releases at least one granule, so more are needed only against other processes.
@@ -39,9 +39,9 @@ pub(crate) const ATTEMPTS_BESIDE: u64 = 16;
 
 /// Calls the next step after a shortage; returns any other result.
 fn on_shortage<T>(
-    outcome: Result<T, Refusal>,
-    next: impl FnOnce(Refusal) -> Result<T, Refusal>,
-) -> Result<T, Refusal> {
+    outcome: Result<T, AllocFailure>,
+    next: impl FnOnce(AllocFailure) -> Result<T, AllocFailure>,
+) -> Result<T, AllocFailure> {
     match outcome {
         Err(refusal) if refusal.is_shortage() => next(refusal),
         outcome => outcome,
@@ -69,12 +69,16 @@ pub(crate) enum Room {
     None(Cause),
 }
 
-impl Shared {
+impl ArenaInner {
     /// Allocates a block with memory behind it. O(1), plus its granules if some must be committed.
     ///
     /// # Errors
     /// `OutOfAddresses`, `OutOfMemory`, or `Driver`.
-    pub(crate) fn obtain(&self, region: Region, wanted: Wanted) -> Result<Placed, DeviceError> {
+    pub(crate) fn obtain(
+        &self,
+        region: Region,
+        wanted: AllocRequest,
+    ) -> Result<Placement, DeviceError> {
         self.obtain_for(region, wanted, None)
     }
 
@@ -82,13 +86,13 @@ impl Shared {
     /// given.
     ///
     /// # Errors
-    /// The errors of [`Shared::obtain`].
+    /// The errors of [`ArenaInner::obtain`].
     pub(crate) fn obtain_for(
         &self,
         region: Region,
-        wanted: Wanted,
+        wanted: AllocRequest,
         taker: Option<StreamKey>,
-    ) -> Result<Placed, DeviceError> {
+    ) -> Result<Placement, DeviceError> {
         self.seek(region, wanted, taker)
             .map_err(|refusal| self.note_refusal(region, refusal, Refused::Block(region, wanted)))
     }
@@ -96,9 +100,9 @@ impl Shared {
     fn seek(
         &self,
         region: Region,
-        wanted: Wanted,
+        wanted: AllocRequest,
         taker: Option<StreamKey>,
-    ) -> Result<Placed, Refusal> {
+    ) -> Result<Placement, AllocFailure> {
         self.insist(region, &|search| {
             match self.try_obtain(region, wanted, search, taker) {
                 // There may be memory that needs no wait, or that can be committed.
@@ -111,14 +115,14 @@ impl Shared {
     }
 
     /// Tries, and after a shortage again after each step.
-    fn insist<T>(&self, region: Region, attempt: &Attempt<'_, T>) -> Result<T, Refusal> {
+    fn insist<T>(&self, region: Region, attempt: &Attempt<'_, T>) -> Result<T, AllocFailure> {
         let outcome = on_shortage(attempt(Search::Usual), |_| self.climb(region, attempt));
         self.pass_on();
         outcome
     }
 
     /// The steps after the first: caches, which are kept empty meanwhile, streams, callbacks.
-    fn climb<T>(&self, region: Region, attempt: &Attempt<'_, T>) -> Result<T, Refusal> {
+    fn climb<T>(&self, region: Region, attempt: &Attempt<'_, T>) -> Result<T, AllocFailure> {
         let (shut, held) = self.shut_fronts();
         let outcome = if held {
             // Their blocks may be usable in stream order, before any thread waits for them.
@@ -129,7 +133,7 @@ impl Shared {
         let ask = |refusal| self.ask_for_room(region, refusal, attempt);
         let mut outcome = on_shortage(outcome, ask);
         // A neighbour that was freed meanwhile, or has no memory yet, left its granule to this one.
-        let has_room = |refusal: &Refusal| refusal.is_contradicted(self.granule);
+        let has_room = |refusal: &AllocFailure| refusal.is_contradicted(self.granule);
         for nth in 0..ATTEMPTS_BESIDE {
             if !outcome.as_ref().is_err_and(has_room) {
                 break;
@@ -160,7 +164,7 @@ impl Shared {
     }
 
     /// Tries after pending memory has become idle, at every free span.
-    pub(crate) fn after_pending<T>(&self, attempt: &Attempt<'_, T>) -> Result<T, Refusal> {
+    pub(crate) fn after_pending<T>(&self, attempt: &Attempt<'_, T>) -> Result<T, AllocFailure> {
         if self.books().pending() > 0 {
             let _ = self.complete_all(); // if it fails, memory stays pending
         }
@@ -170,12 +174,12 @@ impl Shared {
     fn try_obtain(
         &self,
         region: Region,
-        wanted: Wanted,
+        wanted: AllocRequest,
         search: Search,
         taker: Option<StreamKey>,
-    ) -> Result<Placed, Refusal> {
-        let books = self.awake(self.books()).map_err(Refusal::uncounted)?;
-        let sought = Sought { region, wanted, search, taker };
+    ) -> Result<Placement, AllocFailure> {
+        let books = self.awake(self.books()).map_err(AllocFailure::uncounted)?;
+        let sought = PlacementQuery { region, wanted, search, taker };
         let (books, (placed, claim)) = self.find_place(books, sought)?;
         let (mut books, mut outcome) = self.back_still(books, region, placed);
         if outcome.is_ok() && !claim.uses.is_empty() {
@@ -183,7 +187,7 @@ impl Shared {
             drop(books);
             outcome = self
                 .come_after(taker, &claim.uses)
-                .map_err(|error| Refusal { cause: Cause::Driver, error: error.into() });
+                .map_err(|error| AllocFailure { cause: Cause::Driver, error: error.into() });
             books = self.books();
             books.region_mut(region).pins.unpin(placed.id);
         }
@@ -204,13 +208,13 @@ impl Shared {
     /// Resizes a live block in place; `None` if it cannot grow there.
     ///
     /// # Errors
-    /// The errors of [`Shared::obtain`], or `ContentsLost`; the block is unchanged.
+    /// The errors of [`ArenaInner::obtain`], or `ContentsLost`; the block is unchanged.
     pub(crate) fn resize_in_place(
         &self,
         region: Region,
-        placed: Placed,
+        placed: Placement,
         requested: u64,
-    ) -> Result<Option<Placed>, DeviceError> {
+    ) -> Result<Option<Placement>, DeviceError> {
         let what = Refused::Resize(region, placed.id, requested);
         self.insist(region, &|_| self.try_resize_in_place(region, placed, requested))
             .map_err(|refusal| self.note_refusal(region, refusal, what))
@@ -219,12 +223,12 @@ impl Shared {
     fn try_resize_in_place(
         &self,
         region: Region,
-        placed: Placed,
+        placed: Placement,
         requested: u64,
-    ) -> Result<Option<Placed>, Refusal> {
+    ) -> Result<Option<Placement>, AllocFailure> {
         let mut books = self.books();
         loop {
-            books = self.awake(books).map_err(Refusal::uncounted)?;
+            books = self.awake(books).map_err(AllocFailure::uncounted)?;
             books = self.wait_until_still(books, region, placed.id);
             // It may have fallen asleep meanwhile.
             if books.sleep.is_open() {
@@ -232,7 +236,7 @@ impl Shared {
             }
         }
         // The block's place is current here: a later check would not happen.
-        check_whole(&books, region, placed).map_err(Refusal::uncounted)?;
+        check_whole(&books, region, placed).map_err(AllocFailure::uncounted)?;
         let Some(resized) = books.begin_resize(region, placed, requested, &*self.clock) else {
             return Ok(None);
         };
@@ -240,7 +244,7 @@ impl Shared {
         books.end_resize(region, [placed, resized], outcome.is_ok(), &*self.clock);
         self.note_quieter(&books);
         if outcome.is_ok() {
-            books.record(&*self.clock, Act::Free, Placed { at: resized.at, ..placed });
+            books.record(&*self.clock, Act::Free, Placement { at: resized.at, ..placed });
             books.record(&*self.clock, Act::Alloc, resized);
             books.tell_resize(&*self.clock, region, resized);
         }
@@ -248,9 +252,9 @@ impl Shared {
     }
 
     /// Refuses a block whose memory came when the arena was closed already: under the lock.
-    fn check_arrival(&self) -> Result<(), Refusal> {
+    fn check_arrival(&self) -> Result<(), AllocFailure> {
         if self.is_closed() {
-            return Err(Refusal::uncounted(self.was_closed()));
+            return Err(AllocFailure::uncounted(self.was_closed()));
         }
         Ok(())
     }
@@ -259,14 +263,14 @@ impl Shared {
     /// a lease, so that neither moves.
     ///
     /// # Errors
-    /// The errors of [`Shared::obtain`], or the driver's if the copy fails; the old block is
+    /// The errors of [`ArenaInner::obtain`], or the driver's if the copy fails; the old block is
     /// unchanged.
     pub(crate) fn moved(
         &self,
         region: Region,
-        old: Placed,
-        wanted: Wanted,
-    ) -> Result<Placed, DeviceError> {
+        old: Placement,
+        wanted: AllocRequest,
+    ) -> Result<Placement, DeviceError> {
         let what = Refused::Resize(region, old.id, wanted.requested);
         let mut new = self
             .seek(region, wanted.by(Origin::RESIZE), None)
@@ -286,7 +290,7 @@ impl Shared {
                 // The copied contents were discarded before. The block is not cached when freed: a
                 // cache would keep this setting.
                 pins.discard(new.id);
-                new.moves = Placed::STALE;
+                new.moves = Placement::STALE;
             }
             books.replace(region, old, new, &*self.clock);
         } else {
@@ -301,10 +305,10 @@ impl Shared {
     /// Commits every granule of a block; if the lock is released for that, the block does not move.
     fn back_still<'a>(
         &'a self,
-        mut books: MutexGuard<'a, Books>,
+        mut books: MutexGuard<'a, ArenaState>,
         region: Region,
-        placed: Placed,
-    ) -> (MutexGuard<'a, Books>, Result<(), Refusal>) {
+        placed: Placement,
+    ) -> (MutexGuard<'a, ArenaState>, Result<(), AllocFailure>) {
         if books.region(region).segment.is_committed(placed.span) {
             return (books, Ok(()));
         }
@@ -321,10 +325,10 @@ impl Shared {
     /// which other threads committed.
     pub(crate) fn back<'a>(
         &'a self,
-        mut books: MutexGuard<'a, Books>,
+        mut books: MutexGuard<'a, ArenaState>,
         region: Region,
         span: Span,
-    ) -> (MutexGuard<'a, Books>, Result<(), Refusal>) {
+    ) -> (MutexGuard<'a, ArenaState>, Result<(), AllocFailure>) {
         if books.region(region).segment.is_committed(span) {
             return (books, Ok(()));
         }
@@ -357,7 +361,7 @@ impl Shared {
                         ExceededBound::Device(books.region(region).segment.wanting(span))
                     }
                     Err(DriverError::OutOfMemory { .. }) => {
-                        return (books, Err(Refusal::of(Cause::Device, span.size)));
+                        return (books, Err(AllocFailure::of(Cause::Device, span.size)));
                     }
                     Err(error) => return failed(books, error),
                 };
@@ -369,7 +373,7 @@ impl Shared {
                 Ok(Room::Made | Room::Tried) => {}
                 Ok(Room::Coming) => books = wait(&self.settled, books),
                 Ok(Room::None(cause)) => {
-                    return (books, Err(Refusal::of(cause, span.size)));
+                    return (books, Err(AllocFailure::of(cause, span.size)));
                 }
                 Err(error) => return failed(books, error),
             }
@@ -379,11 +383,11 @@ impl Shared {
     /// Moves idle granules to where a span needs them, or releases them, if that can help.
     fn make_room<'a>(
         &'a self,
-        mut books: MutexGuard<'a, Books>,
+        mut books: MutexGuard<'a, ArenaState>,
         (region, span): (Region, Span),
         shortage: ExceededBound,
         remaps: &mut bool,
-    ) -> (MutexGuard<'a, Books>, Result<Room, DriverError>) {
+    ) -> (MutexGuard<'a, ArenaState>, Result<Room, DriverError>) {
         let granules = match books.assess(shortage) {
             Ok(granules) => granules,
             Err(cause) => return (books, Ok(Room::None(cause))),
@@ -408,9 +412,9 @@ impl Shared {
     /// Releases idle memory, if that can help.
     pub(crate) fn room_of_idle<'a>(
         &'a self,
-        books: MutexGuard<'a, Books>,
+        books: MutexGuard<'a, ArenaState>,
         shortage: ExceededBound,
-    ) -> (MutexGuard<'a, Books>, Result<Room, DriverError>) {
+    ) -> (MutexGuard<'a, ArenaState>, Result<Room, DriverError>) {
         match books.assess(shortage) {
             Ok(granules) => self.give_room(books, granules),
             Err(cause) => (books, Ok(Room::None(cause))),
@@ -420,9 +424,9 @@ impl Shared {
     /// Gives about so many idle granules back.
     fn give_room<'a>(
         &'a self,
-        books: MutexGuard<'a, Books>,
+        books: MutexGuard<'a, ArenaState>,
         granules: u64,
-    ) -> (MutexGuard<'a, Books>, Result<Room, DriverError>) {
+    ) -> (MutexGuard<'a, ArenaState>, Result<Room, DriverError>) {
         let (books, given) = self.give_back(books, granules, None);
         let room = match given.error {
             // There is room without a trim as well, or the driver reports an error.
@@ -439,10 +443,10 @@ impl Shared {
     /// Commits marked runs in order until one fails, and records each result.
     fn commit<'a>(
         &'a self,
-        books: MutexGuard<'a, Books>,
+        books: MutexGuard<'a, ArenaState>,
         region: Region,
         runs: &[Run],
-    ) -> (MutexGuard<'a, Books>, Result<(), DriverError>) {
+    ) -> (MutexGuard<'a, ArenaState>, Result<(), DriverError>) {
         let segment = &books.region(region).segment;
         let places: Vec<_> = runs.iter().map(|&run| segment.place_of(run)).collect();
         drop(books);
@@ -467,7 +471,7 @@ impl Shared {
     }
 }
 
-impl Books {
+impl ArenaState {
     /// Returns how many idle granules must leave because of a shortage, or the cause of the error
     /// if all of them are too few.
     fn assess(&self, shortage: ExceededBound) -> Result<u64, Cause> {
@@ -489,8 +493,8 @@ impl Books {
 
 /// The end of an allocation on which the driver failed.
 fn failed<T>(
-    books: MutexGuard<'_, Books>,
+    books: MutexGuard<'_, ArenaState>,
     error: DriverError,
-) -> (MutexGuard<'_, Books>, Result<T, Refusal>) {
-    (books, Err(Refusal { cause: Cause::Driver, error: error.into() }))
+) -> (MutexGuard<'_, ArenaState>, Result<T, AllocFailure>) {
+    (books, Err(AllocFailure { cause: Cause::Driver, error: error.into() }))
 }

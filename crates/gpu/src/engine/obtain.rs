@@ -12,16 +12,16 @@
 
 use crate::driver::{DeviceAddress, DriverError};
 use crate::engine::commit::{ATTEMPTS_BESIDE, ExceededBound, Room};
-use crate::engine::refusal::{Cause, Refusal};
-use crate::exec::inner::Shared;
+use crate::engine::refusal::{AllocFailure, Cause};
+use crate::exec::inner::ArenaInner;
 use crate::index::{End, Span};
 use crate::observe::visualize::Act;
 use crate::state::aging::Ages;
-use crate::state::arena::Books;
-use crate::state::ground::Ground;
+use crate::state::arena::ArenaState;
+use crate::state::ground::Backing;
 use crate::state::pending::Claim;
 use crate::state::ranges::APART_FROM;
-use crate::state::region::{Placed, Region, RegionBooks, Search, Wanted, end_of};
+use crate::state::region::{AllocRequest, Placement, Region, RegionState, Search, end_of};
 use crate::state::segment::{Cursor, Run};
 use crate::state::streams::StreamKey;
 use lowtide_core::bytes::ByteSize;
@@ -30,28 +30,28 @@ use lowtide_core::sync::{MutexGuard, lock, wait};
 
 /// A requested block, and the manner of the search.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Sought {
+pub(crate) struct PlacementQuery {
     pub(crate) region: Region,
-    pub(crate) wanted: Wanted,
+    pub(crate) wanted: AllocRequest,
     pub(crate) search: Search,
     pub(crate) taker: Option<StreamKey>,
 }
 
 /// The lock of the accounting, and a block that has a place.
-pub(crate) type FoundBlock<'a> = (MutexGuard<'a, Books>, (Placed, Claim));
+pub(crate) type LockedPlacement<'a> = (MutexGuard<'a, ArenaState>, (Placement, Claim));
 
-impl Shared {
+impl ArenaInner {
     /// Finds a place for a block; allocates a segment for it if there is none and the driver
     /// allocates segments.
     ///
     /// # Errors
-    /// `OutOfAddresses`; for a segment also the errors of [`Shared::obtain`].
+    /// `OutOfAddresses`; for a segment also the errors of [`ArenaInner::obtain`].
     pub(crate) fn find_place<'a>(
         &'a self,
-        mut books: MutexGuard<'a, Books>,
-        sought: Sought,
-    ) -> Result<FoundBlock<'a>, Refusal> {
-        let Sought { region, wanted, search, taker } = sought;
+        mut books: MutexGuard<'a, ArenaState>,
+        sought: PlacementQuery,
+    ) -> Result<LockedPlacement<'a>, AllocFailure> {
+        let PlacementQuery { region, wanted, search, taker } = sought;
         match books.place(region, wanted, search, taker) {
             Ok(found) => Ok((books, found)),
             Err(refusal) if self.is_whole() => self.obtain_segment(books, refusal, sought),
@@ -65,11 +65,11 @@ impl Shared {
     /// Each turn of its loop obtains one, makes some room or waits for a driver call.
     fn obtain_segment<'a>(
         &'a self,
-        mut books: MutexGuard<'a, Books>,
-        mut no_place: Refusal,
-        sought: Sought,
-    ) -> Result<FoundBlock<'a>, Refusal> {
-        let Sought { region, wanted, search, taker } = sought;
+        mut books: MutexGuard<'a, ArenaState>,
+        mut no_place: AllocFailure,
+        sought: PlacementQuery,
+    ) -> Result<LockedPlacement<'a>, AllocFailure> {
+        let PlacementQuery { region, wanted, search, taker } = sought;
         let mut attempts = ATTEMPTS_BESIDE + books.granules_for(books.idle());
         let mut grow = books.steps.grow();
         let granules = books.granules_for(wanted.size);
@@ -94,10 +94,10 @@ impl Shared {
                         ExceededBound::Device(granules)
                     }
                     Err(DriverError::OutOfMemory { .. }) => {
-                        return Err(Refusal::of(Cause::Device, wanted.size).told(&books));
+                        return Err(AllocFailure::of(Cause::Device, wanted.size).told(&books));
                     }
                     Err(error) => {
-                        return Err(Refusal { cause: Cause::Driver, error: error.into() });
+                        return Err(AllocFailure { cause: Cause::Driver, error: error.into() });
                     }
                 };
                 attempts -= 1;
@@ -114,12 +114,14 @@ impl Shared {
                     books = wait(&self.settled, books);
                 }
                 Ok(Room::None(cause)) => {
-                    return Err(Refusal::of(cause, wanted.size).told(&books));
+                    return Err(AllocFailure::of(cause, wanted.size).told(&books));
                 }
-                Err(error) => return Err(Refusal { cause: Cause::Driver, error: error.into() }),
+                Err(error) => {
+                    return Err(AllocFailure { cause: Cause::Driver, error: error.into() });
+                }
             }
             // It may have fallen asleep: nothing of this block was recorded.
-            books = self.awake(books).map_err(Refusal::uncounted)?;
+            books = self.awake(books).map_err(AllocFailure::uncounted)?;
             match books.place(region, wanted, search, taker) {
                 Ok(found) => return Ok((books, found)),
                 Err(refusal) => no_place = refusal,
@@ -130,10 +132,10 @@ impl Shared {
     /// Allocates a marked segment from the driver, and places the block in it.
     fn create<'a>(
         &'a self,
-        books: MutexGuard<'a, Books>,
-        sought: Sought,
+        books: MutexGuard<'a, ArenaState>,
+        sought: PlacementQuery,
         span: Span,
-    ) -> (MutexGuard<'a, Books>, Result<Option<Placed>, DriverError>) {
+    ) -> (MutexGuard<'a, ArenaState>, Result<Option<Placement>, DriverError>) {
         drop(books);
         let outcome = self.driver.segment_create(ByteSize::new(span.size));
         let mut books = lock(&self.books);
@@ -171,7 +173,7 @@ impl Shared {
     }
 }
 
-impl Books {
+impl ArenaState {
     /// Returns `true` if every granule counts against the limit, and all blocks share them.
     pub(crate) fn shares_granules(&self) -> bool {
         self.limit.get() / self.bytes_of(1) < APART_FROM
@@ -179,8 +181,8 @@ impl Books {
 
     /// Marks a segment for the block as committing, including the growth; `None` if there are no
     /// offsets for it.
-    fn begin_segment(&mut self, sought: Sought, needed: u64, grow: bool) -> Option<Span> {
-        let Sought { region, wanted, search, .. } = sought;
+    fn begin_segment(&mut self, sought: PlacementQuery, needed: u64, grow: bool) -> Option<Span> {
+        let PlacementQuery { region, wanted, search, .. } = sought;
         let room = self.limit.get().saturating_sub(self.backed());
         let whole = if grow { self.steps.commit(needed, room) } else { needed };
         let size = needed + self.bytes_of((whole - needed) / self.bytes_of(1));
@@ -211,23 +213,23 @@ impl Books {
     }
 }
 
-impl RegionBooks {
+impl RegionState {
     fn begin_segment(&mut self, end: End, size: u64) -> Option<Span> {
         match &mut self.segment {
-            Ground::Pieces(pieces) => pieces.begin(&mut self.index, end, size),
-            Ground::Reserved(_) => None,
+            Backing::SegmentList(pieces) => pieces.begin(&mut self.index, end, size),
+            Backing::Reserved(_) => None,
         }
     }
 
     fn end_segment(&mut self, span: Span, at: Option<DeviceAddress>) {
-        if let Ground::Pieces(pieces) = &mut self.segment {
+        if let Backing::SegmentList(pieces) = &mut self.segment {
             pieces.end(&mut self.index, span.offset, at);
         }
     }
 
     /// Places a block in a free span that holds it, at that end of the span at which such blocks
     /// begin; arriving.
-    fn place_in(&mut self, wanted: Wanted, within: Span) -> Option<Placed> {
+    fn place_in(&mut self, wanted: AllocRequest, within: Span) -> Option<Placement> {
         let offset = match self.index.end_at(within.offset) {
             End::Low => within.offset,
             End::High => (within.end() - wanted.size) / wanted.align * wanted.align,
@@ -247,8 +249,8 @@ impl RegionBooks {
         ages: Option<Ages>,
     ) -> Option<Run> {
         match &mut self.segment {
-            Ground::Reserved(segment) => segment.begin_leave(cursor, granules_max, ages),
-            Ground::Pieces(pieces) => {
+            Backing::Reserved(segment) => segment.begin_leave(cursor, granules_max, ages),
+            Backing::SegmentList(pieces) => {
                 let bytes = granules_max.saturating_mul(pieces.granularity());
                 let span = pieces.begin_leave(&mut self.index, bytes, ages)?;
                 Some(pieces.run_of(span))
@@ -259,8 +261,8 @@ impl RegionBooks {
     /// Marks committed granules as leaving, for a sleep.
     pub(crate) fn begin_part(&mut self, run: Run) {
         match &mut self.segment {
-            Ground::Reserved(segment) => segment.begin_part(run),
-            Ground::Pieces(pieces) => {
+            Backing::Reserved(segment) => segment.begin_part(run),
+            Backing::SegmentList(pieces) => {
                 let is_idle = pieces.mark_leaving(&mut self.index, pieces.span_of(run));
                 debug_assert!(is_idle, "no other leaves for a sleep");
             }
@@ -270,8 +272,8 @@ impl RegionBooks {
     /// Records the result of a decommit.
     pub(crate) fn end_leave(&mut self, run: Run, done: bool) {
         match &mut self.segment {
-            Ground::Reserved(segment) => segment.end_leave(run, done),
-            Ground::Pieces(pieces) => {
+            Backing::Reserved(segment) => segment.end_leave(run, done),
+            Backing::SegmentList(pieces) => {
                 pieces.end_leave(&mut self.index, pieces.span_of(run).offset, done);
             }
         }

@@ -6,7 +6,7 @@
 //!
 //! Two kinds of use have no event: memory used without naming a stream ([`StreamKey::CONTEXT`]),
 //! and a stream that ended before an event could be recorded on it. Only a wait for the whole
-//! context proves those ([`Shared::complete_all`]): events on all known streams prove nothing,
+//! context proves those ([`ArenaInner::complete_all`]): events on all known streams prove nothing,
 //! because the work may be on another stream, and an event of the whole context
 //! (`cuCtxRecordEvent`) breaks captures like the wait does. While any stream captures a graph, the
 //! wait fails and invalidates every capture in the context, and an arena sees only the streams of
@@ -23,8 +23,8 @@ use std::sync::Arc;
 
 use crate::driver::DriverError;
 use crate::exec::handles::{DriverEvent, LiveStream};
-use crate::exec::inner::Shared;
-use crate::state::arena::Books;
+use crate::exec::inner::ArenaInner;
+use crate::state::arena::ArenaState;
 use crate::state::pending::Uses;
 use crate::state::region::Region;
 use crate::state::streams::{StreamKey, Use, Wait};
@@ -52,7 +52,7 @@ pub(crate) fn is_unwaited(error: &DriverError) -> bool {
     is_captures(error) || matches!(error, DriverError::Background { .. })
 }
 
-impl Shared {
+impl ArenaInner {
     /// Orders the next work of a stream, or of the next user if none is given, after these uses.
     /// With a stream the device waits; without one this thread does. While a stream captures a
     /// graph no wait that would invalidate it is made.
@@ -402,7 +402,7 @@ impl Shared {
     }
 }
 
-impl Books {
+impl ArenaState {
     /// Returns the uses to wait for when a block used by these streams, or by unknown ones, is
     /// freed.
     pub(crate) fn uses(&mut self, streams: &[StreamKey]) -> Uses {

@@ -16,11 +16,11 @@ use std::time::Duration;
 
 use crate::api::arena::DeviceArena;
 use crate::driver::DriverError;
-use crate::exec::inner::Shared;
+use crate::exec::inner::ArenaInner;
 use crate::observe::record::{GivenUp, Operation, hooks};
 use crate::observe::visualize::Act;
 use crate::state::aging::Ages;
-use crate::state::arena::Books;
+use crate::state::arena::ArenaState;
 use crate::types::error::DeviceError;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::Moment;
@@ -77,26 +77,26 @@ impl DeviceArena {
     /// # Errors
     /// [`DeviceError::Driver`], with earlier releases accounted for; [`DeviceError::Forked`].
     pub fn decay(&self, now: Moment) -> Result<DecayReport, DeviceError> {
-        let shared = self.shared();
-        shared.check_here()?;
-        shared.cool_fronts();
-        shared.wake_of_nothing();
-        shared.look_for_ends(false)?;
-        shared.release_adopted();
-        let books = shared.books();
+        let inner = self.inner();
+        inner.check_here()?;
+        inner.cool_fronts();
+        inner.wake_of_nothing();
+        inner.look_for_ends(false)?;
+        inner.release_adopted();
+        let books = inner.books();
         let ages = books.aging.ages(now);
-        let (mut books, given) = shared.give_back(books, u64::MAX, Some(ages));
+        let (mut books, given) = inner.give_back(books, u64::MAX, Some(ages));
         books.set_looked(now, given.error.is_some());
-        let next = shared.next_look(&books);
+        let next = inner.next_look(&books);
         let released = ByteSize::new(books.bytes_of(given.granules));
-        if let Some(recorder) = &shared.recorder {
+        if let Some(recorder) = &inner.recorder {
             let outcome = GivenUp { released, done: given.error.is_none() };
             let now = recorder.since(now);
-            books.tell(&*shared.clock, |_| Some(Operation::Decay { now, outcome }));
+            books.tell(&*inner.clock, |_| Some(Operation::Decay { now, outcome }));
         }
         drop(books);
-        shared.pass_on();
-        shared.debug_validate();
+        inner.pass_on();
+        inner.debug_validate();
         match given.error {
             Some(error) => Err(error.into()),
             None if released.is_zero() => Ok(DecayReport { released, next }),
@@ -112,27 +112,27 @@ impl DeviceArena {
     /// when that changes: check again. Takes the lock for a few additions.
     #[must_use]
     pub fn next_decay(&self) -> Moment {
-        let shared = self.shared();
-        if shared.check_here().is_err() {
+        let inner = self.inner();
+        if inner.check_here().is_err() {
             return Moment::NEVER;
         }
-        shared.next_look(&shared.books())
+        inner.next_look(&inner.books())
     }
 
     /// Sets the time that idle memory stays; memory that is idle now counts as idle since now.
     pub fn set_decay(&self, time: DecayTime) {
-        let shared = self.shared();
-        if shared.check_here().is_ok() {
-            let now = hooks::seen(shared.recorder.as_ref(), &*shared.clock);
-            shared.fronts.set_decay(time);
+        let inner = self.inner();
+        if inner.check_here().is_ok() {
+            let now = hooks::seen(inner.recorder.as_ref(), &*inner.clock);
+            inner.fronts.set_decay(time);
             if time == DecayTime::AtOnce {
-                shared.empty_fronts();
+                inner.empty_fronts();
             }
-            let mut books = shared.books();
+            let mut books = inner.books();
             books.set_decay(time, now);
-            books.tell(&*shared.clock, |_| Some(Operation::DecayTime { time }));
+            books.tell(&*inner.clock, |_| Some(Operation::DecayTime { time }));
             drop(books);
-            shared.pass_on();
+            inner.pass_on();
         }
     }
 
@@ -186,8 +186,8 @@ impl DeviceArena {
     /// [`DeviceError::Capturing`] while the stream of a lane captures a graph, before any wait;
     /// [`DeviceError::Driver`], [`DeviceError::Forked`].
     pub fn wait_for_pending(&self) -> Result<(), DeviceError> {
-        self.shared().check_here()?;
-        self.shared().complete_pending()
+        self.inner().check_here()?;
+        self.inner().complete_pending()
     }
 
     /// Gives all idle memory back, as a part of something else.
@@ -199,15 +199,15 @@ impl DeviceArena {
         &self,
         keep: ByteSize,
         told: impl FnOnce(GivenUp) -> Option<Operation>,
-        note: impl FnOnce(&mut Books, u64),
+        note: impl FnOnce(&mut ArenaState, u64),
     ) -> Result<ByteSize, DeviceError> {
-        let shared = self.shared();
-        shared.check_here()?;
-        shared.empty_fronts();
-        shared.wake_of_nothing();
-        shared.look_for_ends(true)?;
-        shared.release_adopted();
-        let mut books = shared.books();
+        let inner = self.inner();
+        inner.check_here()?;
+        inner.empty_fronts();
+        inner.wake_of_nothing();
+        inner.look_for_ends(true)?;
+        inner.release_adopted();
+        let mut books = inner.books();
         let excess = books.backed().saturating_sub(books.leaving()).saturating_sub(keep.get());
         let granules = books.granules_for(excess.min(books.idle()));
         let mut released = 0;
@@ -218,7 +218,7 @@ impl DeviceArena {
         while (released < granules || std::mem::take(&mut untrimmed)) && error.is_none() {
             let given;
             let left = granules.saturating_sub(released);
-            (books, given) = shared.give_back(books, left, None);
+            (books, given) = inner.give_back(books, left, None);
             untrimmed = false;
             if given.granules == 0 && given.error.is_none() {
                 break; // another thread took the idle memory
@@ -229,10 +229,10 @@ impl DeviceArena {
         let bytes = books.bytes_of(released);
         note(&mut books, bytes);
         let outcome = GivenUp { released: ByteSize::new(bytes), done: error.is_none() };
-        books.tell(&*shared.clock, |_| told(outcome));
+        books.tell(&*inner.clock, |_| told(outcome));
         drop(books);
-        shared.pass_on();
-        shared.debug_validate();
+        inner.pass_on();
+        inner.debug_validate();
         let released = ByteSize::new(bytes);
         if !released.is_zero() {
             log!(debug, arena = self.name(), %keep, %released, "idle memory released");
@@ -241,15 +241,15 @@ impl DeviceArena {
     }
 }
 
-fn note_trim(books: &mut Books, bytes: u64) {
+fn note_trim(books: &mut ArenaState, bytes: u64) {
     books.totals.trims += 1;
     books.totals.trimmed_bytes += bytes;
 }
 
-impl Shared {
+impl ArenaInner {
     /// Returns the time of the next check of idle memory, caches, pending memory, or the host
     /// memory of a sleeping arena without blocks.
-    pub(crate) fn next_look(&self, books: &Books) -> Moment {
+    pub(crate) fn next_look(&self, books: &ArenaState) -> Moment {
         let due =
             if self.fronts_hold() { books.due().min(books.aging.front_due()) } else { books.due() };
         // Counted from the last check, not from now: otherwise the time would move with each call.
@@ -270,10 +270,10 @@ impl Shared {
     /// driver must keep none of them.
     pub(crate) fn give_back<'a>(
         &'a self,
-        mut books: MutexGuard<'a, Books>,
+        mut books: MutexGuard<'a, ArenaState>,
         granules: u64,
         ages: Option<Ages>,
-    ) -> (MutexGuard<'a, Books>, GivenBack) {
+    ) -> (MutexGuard<'a, ArenaState>, GivenBack) {
         let unlocked = books.sleep.may_be_copied() && !books.sleep.is_queueing();
         if books.sleep.may_be_copied() {
             let outcome;

@@ -11,11 +11,11 @@
 use crate::engine::compact::plan::{self, Target};
 use crate::engine::compact::{CompactOptions, Goal};
 use crate::engine::proof::is_unwaited;
-use crate::exec::inner::Shared;
+use crate::exec::inner::ArenaInner;
 use crate::index::End;
 use crate::observe::record::hooks::Refused;
-use crate::state::arena::Books;
-use crate::state::region::{Region, RegionBooks};
+use crate::state::arena::ArenaState;
+use crate::state::region::{Region, RegionState};
 use crate::types::error::{Bound, DeviceError};
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::Moment;
@@ -31,7 +31,7 @@ const PLANS_APART: u32 = 31;
 
 /// The result of the last plan for an error.
 #[derive(Debug, Default)]
-pub(crate) struct Outlook {
+pub(crate) struct CompactionEstimate {
     /// When the next may be made; never, while one is.
     next: Moment,
     recoverable: u64,
@@ -53,13 +53,13 @@ pub(crate) enum Cause {
 
 /// An allocation that failed.
 #[derive(Debug)]
-pub(crate) struct Refusal {
+pub(crate) struct AllocFailure {
     pub(crate) cause: Cause,
     pub(crate) error: DeviceError,
 }
 
-impl Refusal {
-    /// Creates a refusal for lack of memory. [`Refusal::told`] adds its figures.
+impl AllocFailure {
+    /// Creates a refusal for lack of memory. [`AllocFailure::told`] adds its figures.
     pub(crate) const fn of(cause: Cause, requested: u64) -> Self {
         const NONE: ByteSize = ByteSize::ZERO;
         let error = DeviceError::OutOfMemory {
@@ -78,7 +78,7 @@ impl Refusal {
 
     /// Adds the current figures: the block that found no memory has no place any more, and so takes
     /// no free space.
-    pub(crate) fn told(self, books: &Books) -> Self {
+    pub(crate) fn told(self, books: &ArenaState) -> Self {
         match self.error {
             DeviceError::OutOfMemory { requested, .. } => {
                 let bound = if self.cause == Cause::Device { Bound::Driver } else { Bound::Limit };
@@ -115,11 +115,11 @@ impl Refusal {
     }
 }
 
-impl Books {
+impl ArenaState {
     /// Creates the error of an allocation that finds no memory.
     fn out_of_memory(&self, requested: ByteSize, bound: Bound) -> DeviceError {
         let regions = Region::ALL.map(|region| self.region(region));
-        let largest_free = regions.into_iter().map(RegionBooks::largest_free).max();
+        let largest_free = regions.into_iter().map(RegionState::largest_free).max();
         DeviceError::OutOfMemory {
             requested,
             live: ByteSize::new(self.live()),
@@ -134,15 +134,15 @@ impl Books {
     }
 }
 
-impl Shared {
+impl ArenaInner {
     /// Counts a refusal, and returns its error.
     pub(crate) fn note_refusal(
         &self,
         region: Region,
-        refusal: Refusal,
+        refusal: AllocFailure,
         what: Refused,
     ) -> DeviceError {
-        let Refusal { cause, mut error } = refusal;
+        let AllocFailure { cause, mut error } = refusal;
         if self.check_here().is_err() {
             return DeviceError::Forked; // a callback forked, and this is the child
         }
@@ -185,14 +185,17 @@ impl Shared {
     }
 
     /// Makes a plan, with no lock held, if the last one was long enough ago.
-    fn plan(&self, plan: impl FnOnce(&mut Outlook)) {
+    fn plan(&self, plan: impl FnOnce(&mut CompactionEstimate)) {
         let from = self.clock.now();
         let mut books = self.books();
         if from < books.outlook.next {
             return;
         }
         books.outlook.next = Moment::NEVER;
-        let mut outlook = Outlook { recoverable: books.outlook.recoverable, ..Outlook::default() };
+        let mut outlook = CompactionEstimate {
+            recoverable: books.outlook.recoverable,
+            ..CompactionEstimate::default()
+        };
         drop(books);
         plan(&mut outlook);
         let now = self.clock.now();

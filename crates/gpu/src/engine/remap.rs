@@ -16,11 +16,11 @@
 
 use crate::driver::DeviceAddress;
 use crate::engine::reclaim::CALLS_MAX;
-use crate::exec::inner::Shared;
+use crate::exec::inner::ArenaInner;
 use crate::index::Span;
 use crate::observe::visualize::Act;
 use crate::state::aging::Ages;
-use crate::state::arena::{Books, Leaving};
+use crate::state::arena::{ArenaState, Leaving};
 use crate::state::region::Region;
 use crate::state::segment::Run;
 use lowtide_core::clock::Clock;
@@ -44,18 +44,18 @@ pub(crate) struct Remapped {
     pub(crate) failed: bool,
 }
 
-impl Shared {
+impl ArenaInner {
     /// Puts the memory of idle granules behind bare ones of a placed span, at most this many.
     ///
     /// Holds the lock while it checks every idle granule. At most [`CALLS_MAX`] driver calls, and
     /// one more for each gap in the bare granules.
     pub(crate) fn remap_idle<'a>(
         &'a self,
-        mut books: MutexGuard<'a, Books>,
+        mut books: MutexGuard<'a, ArenaState>,
         region: Region,
         span: Span,
         granules: u64,
-    ) -> (MutexGuard<'a, Books>, Remapped) {
+    ) -> (MutexGuard<'a, ArenaState>, Remapped) {
         let pairs = books.begin_remap(region, span, granules, &*self.clock);
         if pairs.is_empty() {
             return (books, Remapped { granules: 0, failed: false });
@@ -85,7 +85,7 @@ impl Shared {
     }
 }
 
-impl Books {
+impl ArenaState {
     /// Marks up to so many idle granules as leaving, those first that have been idle longest, and
     /// as many bare ones of a touched span as arriving.
     fn begin_remap(

@@ -19,8 +19,8 @@ use std::sync::Arc;
 
 use crate::api::arena::DeviceArena;
 use crate::engine::commit::Attempt;
-use crate::engine::refusal::{Cause, Refusal};
-use crate::exec::inner::Shared;
+use crate::engine::refusal::{AllocFailure, Cause};
+use crate::exec::inner::ArenaInner;
 use crate::state::region::Region;
 use crate::types::error::DeviceError;
 use lowtide_core::bytes::ByteSize;
@@ -138,7 +138,7 @@ impl DeviceArena {
         &self,
         callback: impl Fn(&Shortage<'_>) -> bool + Send + Sync + 'static,
     ) -> ShortageCallback {
-        let callbacks = Arc::clone(&self.shared().callbacks);
+        let callbacks = Arc::clone(&self.inner().callbacks);
         let number = callbacks.register(Box::new(callback));
         ShortageCallback { callbacks, number }
     }
@@ -288,14 +288,14 @@ impl Drop for CallbackTurn<'_> {
     }
 }
 
-impl Shared {
+impl ArenaInner {
     /// Calls the callbacks and retries; the earlier error stands if no callback released memory.
     pub(crate) fn ask_for_room<T>(
         &self,
         region: Region,
-        mut refusal: Refusal,
+        mut refusal: AllocFailure,
         attempt: &Attempt<'_, T>,
-    ) -> Result<T, Refusal> {
+    ) -> Result<T, AllocFailure> {
         let Some((turn, waited)) = self.callbacks.turn() else { return Err(refusal) };
         if waited {
             // Memory released for another thread may be enough for this one as well.
@@ -307,7 +307,7 @@ impl Shared {
         let (requested, cause) = numbers(&refusal);
         let asked = turn.ask(&Shortage { arena: &self.name, region, requested, cause });
         if self.check_here().is_err() {
-            return Err(Refusal { cause: Cause::Uncounted, error: DeviceError::Forked });
+            return Err(AllocFailure { cause: Cause::Uncounted, error: DeviceError::Forked });
         }
         let mut books = self.books();
         books.totals.shortage_calls += asked.calls;
@@ -325,7 +325,7 @@ impl Shared {
 }
 
 /// Returns the figures of a refusal for callbacks.
-fn numbers(refusal: &Refusal) -> (ByteSize, ShortageInfo) {
+fn numbers(refusal: &AllocFailure) -> (ByteSize, ShortageInfo) {
     let requested = match refusal.error {
         DeviceError::OutOfMemory { requested, .. }
         | DeviceError::OutOfAddresses { requested, .. } => requested,

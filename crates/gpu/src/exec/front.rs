@@ -28,12 +28,12 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicUsize as Number;
 use std::thread;
 
-use crate::api::lane::Known;
+use crate::api::lane::LaneInner;
 use crate::exec::brief::{Brief, BriefGuard, brief, try_brief};
-use crate::exec::inner::Shared;
-use crate::exec::kept::{Front, HOT, Heat, Key, Tally};
-use crate::state::arena::Books;
-use crate::state::region::{Placed, Region};
+use crate::exec::inner::ArenaInner;
+use crate::exec::kept::{CacheCounts, HOT, Heat, Key, ThreadCache};
+use crate::state::arena::ArenaState;
+use crate::state::region::{Placement, Region};
 use crate::state::streams::StreamKey;
 use lowtide_core::sync::atomic::{AtomicU64, Ordering};
 use lowtide_core::sync::try_lock;
@@ -42,7 +42,7 @@ use lowtide_core::sync::try_lock;
 const HOMES_MAX: usize = 64;
 
 /// A block of a region.
-pub(crate) type Kept = (Region, Placed);
+pub(crate) type Kept = (Region, Placement);
 
 /// A block taken out of a cache, and the stream of the lane whose cache that was.
 pub(crate) type Swept = (Kept, Option<StreamKey>);
@@ -50,15 +50,15 @@ pub(crate) type Swept = (Kept, Option<StreamKey>);
 /// A block with its home, owned by a buffer or by a cache. On the heap, so that it is passed on as
 /// a pointer.
 #[derive(Debug)]
-pub(crate) struct Owned {
-    pub(crate) home: Arc<Home>,
+pub(crate) struct BlockHandle {
+    pub(crate) home: Arc<CacheShard>,
     pub(crate) region: Region,
     /// `None` if a buffer's elements have no bytes; never `None` in a cache.
-    pub(crate) block: Option<Placed>,
+    pub(crate) block: Option<Placement>,
     /// The last known place of the block.
     pub(crate) place: BlockPlace,
     /// The lanes that use the block, first the one that allocated it. Empty in a cache.
-    pub(crate) lanes: Vec<Arc<Known>>,
+    pub(crate) lanes: Vec<Arc<LaneInner>>,
     /// Its address was out with code that uses streams of its own.
     pub(crate) foreign: bool,
 }
@@ -71,14 +71,18 @@ pub(crate) struct BlockPlace {
 }
 
 impl BlockPlace {
-    pub(crate) fn of(block: Option<Placed>) -> Self {
+    pub(crate) fn of(block: Option<Placement>) -> Self {
         let (at, moves) = block.map_or((0, 0), |block| (block.at.get(), block.moves));
         Self { at: AtomicU64::new(at), moves: AtomicU64::new(moves) }
     }
 }
 
-impl Owned {
-    pub(crate) fn new(home: Arc<Home>, region: Region, block: Option<Placed>) -> Box<Self> {
+impl BlockHandle {
+    pub(crate) fn new(
+        home: Arc<CacheShard>,
+        region: Region,
+        block: Option<Placement>,
+    ) -> Box<Self> {
         Box::new(Self {
             home,
             region,
@@ -94,11 +98,11 @@ impl Owned {
     #[inline]
     pub(crate) fn release(mut self: Box<Self>) {
         let Some(placed) = &self.block else { return };
-        let (home, shared) = (&self.home, &self.home.shared);
-        if shared.check_here().is_err() {
+        let (home, inner) = (&self.home, &self.home.inner);
+        if inner.check_here().is_err() {
             return;
         }
-        let fits = shared.is_fresh(self.region, placed)
+        let fits = inner.is_fresh(self.region, placed)
             && placed.span.size <= home.room()
             && home.is_of(&self.lanes)
             && !self.foreign;
@@ -117,7 +121,7 @@ impl Owned {
     fn free(&self) {
         if let Some(placed) = self.block {
             let lanes = if self.foreign { &[][..] } else { &self.lanes };
-            self.home.shared.release_after(self.region, placed, lanes);
+            self.home.inner.release_after(self.region, placed, lanes);
         }
     }
 
@@ -131,14 +135,14 @@ impl Owned {
         // atomic, whose reference need not outlive the store.
         let home = unsafe { &*Arc::as_ptr(&self.home) };
         let Some(mut front) = try_brief(&home.front) else {
-            home.shared.note_contended();
+            home.inner.note_contended();
             return Some(self);
         };
         // Both under the cache's lock: a thread that empties it after shutting the caches finds
         // this block, or this finds no room.
         let Some(vacant) = front.admit(&self, home.room()) else { return Some(self) };
         *vacant = Some(self);
-        home.shared.note_kept();
+        home.inner.note_kept();
         home.cached.store(front.tally.cached(), Ordering::Relaxed);
         None
     }
@@ -147,25 +151,25 @@ impl Owned {
 /// The home of blocks of some threads, or of one lane. Buffers hold it, so that neither allocating
 /// nor freeing touches a count that other threads use.
 #[repr(align(128))]
-pub(crate) struct Home {
-    pub(crate) shared: Arc<Shared>,
+pub(crate) struct CacheShard {
+    pub(crate) inner: Arc<ArenaInner>,
     /// The stream, for a lane's home.
     stream: Option<StreamKey>,
-    front: Brief<Front>,
+    front: Brief<ThreadCache>,
     /// Cached byte count, readable without the lock.
     cached: AtomicU64,
 }
 
-impl Home {
-    fn new(shared: Arc<Shared>, stream: Option<StreamKey>) -> Self {
-        let front = Brief::new(Front::default());
-        Self { shared, stream, front, cached: AtomicU64::new(0) }
+impl CacheShard {
+    fn new(inner: Arc<ArenaInner>, stream: Option<StreamKey>) -> Self {
+        let front = Brief::new(ThreadCache::default());
+        Self { inner, stream, front, cached: AtomicU64::new(0) }
     }
 
-    /// The home of a lane, known to the arena until [`Home::retire`].
-    pub(crate) fn of_lane(shared: &Arc<Shared>, stream: StreamKey) -> Arc<Self> {
-        let home = Arc::new(Self::new(Arc::clone(shared), Some(stream)));
-        shared.fronts.add(&home);
+    /// The home of a lane, known to the arena until [`CacheShard::retire`].
+    pub(crate) fn of_lane(inner: &Arc<ArenaInner>, stream: StreamKey) -> Arc<Self> {
+        let home = Arc::new(Self::new(Arc::clone(inner), Some(stream)));
+        inner.fronts.add(&home);
         home
     }
 
@@ -173,19 +177,19 @@ impl Home {
     #[inline]
     pub(crate) fn room(&self) -> u64 {
         match self.stream {
-            Some(_) => self.shared.lane_room(),
-            None => self.shared.front_room(),
+            Some(_) => self.inner.lane_room(),
+            None => self.inner.front_room(),
         }
     }
 
     /// Returns a block of its cache in the form for freeing it in the arena.
-    pub(crate) const fn swept(&self, region: Region, placed: Placed) -> Swept {
+    pub(crate) const fn swept(&self, region: Region, placed: Placement) -> Swept {
         ((region, placed), self.stream)
     }
 
     /// Returns `true` if a block used by these lanes may be kept in its cache.
     #[inline]
-    fn is_of(&self, lanes: &[Arc<Known>]) -> bool {
+    fn is_of(&self, lanes: &[Arc<LaneInner>]) -> bool {
         match (lanes, self.stream) {
             ([], None) => true,
             ([lane], Some(stream)) => lane.key() == Some(stream),
@@ -197,23 +201,23 @@ impl Home {
     /// has ended.
     pub(crate) fn retire(&self) {
         let mut front = brief(&self.front);
-        let mut books = self.shared.books();
+        let mut books = self.inner.books();
         self.empty_into(&mut front, &mut books);
         books.add_front(&std::mem::take(&mut front.tally));
         drop((books, front));
-        self.shared.fronts.remove(self);
+        self.inner.fronts.remove(self);
     }
 
     /// Frees the cached blocks in the arena.
     pub(crate) fn give_up(&self) {
         if self.cached() > 0 {
             let mut front = brief(&self.front);
-            self.empty_into(&mut front, &mut self.shared.books());
+            self.empty_into(&mut front, &mut self.inner.books());
         }
     }
 
-    fn empty_into(&self, front: &mut Front, books: &mut Books) {
-        let clock = &*self.shared.clock;
+    fn empty_into(&self, front: &mut ThreadCache, books: &mut ArenaState) {
+        let clock = &*self.inner.clock;
         front.empty(|_| true, |kept| books.release_swept((kept, self.stream), clock));
         self.cached.store(0, Ordering::Relaxed);
     }
@@ -223,9 +227,9 @@ impl Home {
     /// If it has none, all its blocks return to the arena unless that is busy: the request is then
     /// placed with all free space available, as closely as without caches.
     #[inline]
-    pub(crate) fn take(&self, key: Key, requested: u64) -> Option<Box<Owned>> {
+    pub(crate) fn take(&self, key: Key, requested: u64) -> Option<Box<BlockHandle>> {
         let Some(mut front) = try_brief(&self.front) else {
-            self.shared.note_contended();
+            self.inner.note_contended();
             // Loom runs an execution again and again: nothing may outlive one.
             if !cfg!(lowtide_loom) {
                 move_thread();
@@ -237,7 +241,7 @@ impl Home {
             if front.tally.cached() == 0 {
                 return None;
             }
-            self.empty_into(&mut front, &mut *try_lock(&self.shared.books)?);
+            self.empty_into(&mut front, &mut *try_lock(&self.inner.books)?);
             return None;
         }
         self.cached.store(front.tally.cached(), Ordering::Relaxed);
@@ -279,46 +283,46 @@ impl Home {
 
 /// All homes of an arena, held by its handles.
 #[derive(Debug)]
-pub(crate) struct Homes(Box<[Arc<Home>]>);
+pub(crate) struct CacheShards(Box<[Arc<CacheShard>]>);
 
-impl Homes {
+impl CacheShards {
     /// Makes the homes of an arena, and makes them known to it.
-    pub(crate) fn new(shared: &Arc<Shared>) -> Self {
+    pub(crate) fn new(inner: &Arc<ArenaInner>) -> Self {
         let homes: Box<[_]> =
-            (0..homes()).map(|_| Arc::new(Home::new(Arc::clone(shared), None))).collect();
-        shared.fronts.know(homes.iter().map(Arc::downgrade).collect());
+            (0..homes()).map(|_| Arc::new(CacheShard::new(Arc::clone(inner), None))).collect();
+        inner.fronts.know(homes.iter().map(Arc::downgrade).collect());
         Self(homes)
     }
 
     /// The home of this thread.
     #[inline]
-    pub(crate) fn here(&self) -> &Arc<Home> {
+    pub(crate) fn here(&self) -> &Arc<CacheShard> {
         // Indexed by `homes`: a power of two, at least two.
         &self.0[thread_number() & (self.0.len() - 1)]
     }
 }
 
-impl Drop for Homes {
+impl Drop for CacheShards {
     /// Empties the caches for good: the last handle of the arena was dropped.
     fn drop(&mut self) {
         if let Some(home) = self.0.first() {
-            home.shared.retire_fronts();
+            home.inner.retire_fronts();
         }
     }
 }
 
 /// A locked cache.
-pub(crate) struct Still<'a>(BriefGuard<'a, Front>);
+pub(crate) struct Still<'a>(BriefGuard<'a, ThreadCache>);
 
 impl Still<'_> {
-    pub(crate) fn tally(&self) -> Tally {
+    pub(crate) fn tally(&self) -> CacheCounts {
         self.0.tally
     }
 }
 
-impl fmt::Debug for Home {
+impl fmt::Debug for CacheShard {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Home").field("cached", &self.cached()).finish_non_exhaustive()
+        f.debug_struct("CacheShard").field("cached", &self.cached()).finish_non_exhaustive()
     }
 }
 

@@ -14,17 +14,17 @@ use std::mem::ManuallyDrop;
 use std::ptr;
 use std::sync::{Arc, OnceLock, Weak};
 
-use crate::api::lane::Known;
+use crate::api::lane::LaneInner;
 use crate::driver::{Capabilities, Driver};
 use crate::engine::shortage::Callbacks;
 use crate::engine::sleep::SleepConfig;
-use crate::exec::front::{Home, Swept};
-use crate::exec::kept::Tally;
+use crate::exec::front::{CacheShard, Swept};
+use crate::exec::kept::CacheCounts;
 use crate::exec::reserve;
 use crate::observe::record::Recorder;
 use crate::observe::record::operation::After;
-use crate::state::arena::Books;
-use crate::state::region::{Placed, Region};
+use crate::state::arena::ArenaState;
+use crate::state::region::{Placement, Region};
 use crate::types::error::DeviceError;
 use crate::types::snapshot::{ArenaGlance, ArenaSnapshot};
 use lowtide_core::bytes::ByteSize;
@@ -35,11 +35,11 @@ use lowtide_core::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use lowtide_core::sync::{Condvar, Mutex, MutexGuard, lock, try_lock};
 
 /// The shared state.
-pub(crate) struct Shared {
+pub(crate) struct ArenaInner {
     pub(crate) name: String,
     pub(crate) driver: Arc<dyn Driver>,
     pub(crate) clock: Arc<dyn Clock>,
-    pub(crate) books: Mutex<Books>,
+    pub(crate) books: Mutex<ArenaState>,
     /// Notified whenever a driver call's result has been recorded.
     pub(crate) settled: Condvar,
     pub(crate) capabilities: Capabilities,
@@ -49,7 +49,7 @@ pub(crate) struct Shared {
     pub(crate) largest: [ByteSize; 2],
     /// The number of moved blocks of each region: a copy of the accounting's figures.
     pub(crate) moves: [AtomicU64; 2],
-    pub(crate) fronts: Fronts,
+    pub(crate) fronts: ArenaCaches,
     /// The callbacks for shortage of memory.
     pub(crate) callbacks: Arc<Callbacks>,
     /// Nothing more is handed out.
@@ -70,11 +70,11 @@ const LANES: u64 = 8;
 
 /// The arena's view of the caches of its threads and lanes.
 #[derive(Debug, Default)]
-pub(crate) struct Fronts {
+pub(crate) struct ArenaCaches {
     /// The threads' homes; set once, when the arena is opened.
-    homes: OnceLock<Box<[Weak<Home>]>>,
+    homes: OnceLock<Box<[Weak<CacheShard>]>>,
     /// The lanes' homes.
-    lanes: Mutex<Vec<Weak<Home>>>,
+    lanes: Mutex<Vec<Weak<CacheShard>>>,
     /// The maximum bytes that the cache of each thread, or of each lane, may keep now, computed
     /// from the rules; read under a cache's lock, so that a cache which was emptied after this
     /// became zero stays empty.
@@ -109,7 +109,7 @@ struct Rules {
 }
 
 /// Keeps all caches from taking in blocks.
-pub(crate) struct Shut<'a>(&'a Fronts);
+pub(crate) struct Shut<'a>(&'a ArenaCaches);
 
 impl Drop for Shut<'_> {
     fn drop(&mut self) {
@@ -117,7 +117,7 @@ impl Drop for Shut<'_> {
     }
 }
 
-impl Fronts {
+impl ArenaCaches {
     /// Keeps caches empty while the arena sleeps.
     pub(crate) fn set_asleep(&self, is_asleep: bool) {
         self.set(|rules| rules.asleep = is_asleep);
@@ -133,19 +133,19 @@ impl Fronts {
     }
 
     /// Makes the homes known, once.
-    pub(crate) fn know(&self, homes: Box<[Weak<Home>]>) {
+    pub(crate) fn know(&self, homes: Box<[Weak<CacheShard>]>) {
         let known = self.homes.set(homes);
         debug_assert!(known.is_ok(), "the homes are made once");
     }
 
     /// Makes the home of a lane known.
-    pub(crate) fn add(&self, home: &Arc<Home>) {
+    pub(crate) fn add(&self, home: &Arc<CacheShard>) {
         lock(&self.lanes).push(Arc::downgrade(home));
         self.set(|rules| rules.lanes += 1);
     }
 
     /// Forgets the home of a lane.
-    pub(crate) fn remove(&self, home: &Home) {
+    pub(crate) fn remove(&self, home: &CacheShard) {
         lock(&self.lanes).retain(|known| !ptr::eq(known.as_ptr(), home));
         self.set(|rules| rules.lanes -= 1);
     }
@@ -158,7 +158,7 @@ impl Fronts {
     /// Updates the live share of the limit: from seven eighths on, caches keep nothing.
     pub(crate) fn note_live(&self, live: u64, limit: u64) {
         let tight = live > limit - limit / 8;
-        // Read first, as in `Shared::note_kept`.
+        // Read first, as in `ArenaInner::note_kept`.
         if self.tight.load(Ordering::Relaxed) != tight {
             self.tight.store(tight, Ordering::Relaxed);
         }
@@ -185,9 +185,9 @@ impl Fronts {
     }
 }
 
-impl Shared {
+impl ArenaInner {
     /// Takes the lock of the accounting, and counts contention.
-    pub(crate) fn books(&self) -> MutexGuard<'_, Books> {
+    pub(crate) fn books(&self) -> MutexGuard<'_, ArenaState> {
         if let Some(books) = try_lock(&self.books) {
             return books;
         }
@@ -231,13 +231,18 @@ impl Shared {
     }
 
     /// Frees a block in the arena: bookkeeping only.
-    pub(crate) fn release(&self, region: Region, placed: Placed) {
+    pub(crate) fn release(&self, region: Region, placed: Placement) {
         self.books().release(region, placed, &*self.clock);
         self.pass_on();
     }
 
     /// Frees a block that these lanes used, in the arena.
-    pub(crate) fn release_after(&self, region: Region, placed: Placed, lanes: &[Arc<Known>]) {
+    pub(crate) fn release_after(
+        &self,
+        region: Region,
+        placed: Placement,
+        lanes: &[Arc<LaneInner>],
+    ) {
         let streams: Vec<_> = lanes.iter().filter_map(|lane| lane.key()).collect();
         let after = if lanes.is_empty() { After::All } else { After::Lanes };
         self.books().release_after(region, placed, (&streams, after), &*self.clock);
@@ -349,7 +354,7 @@ impl Shared {
     }
 
     /// The homes of threads, then those of lanes.
-    fn homes(&self) -> impl Iterator<Item = Arc<Home>> {
+    fn homes(&self) -> impl Iterator<Item = Arc<CacheShard>> {
         let of_lanes = lock(&self.fronts.lanes).clone();
         let homes = self.fronts.homes.get().into_iter().flatten().cloned();
         homes.chain(of_lanes).filter_map(|home| home.upgrade())
@@ -365,7 +370,7 @@ impl Shared {
         // Dropped last: the last holder of a home takes the lock of the accounting.
         let homes: Vec<_> = self.homes().collect();
         let still: Vec<_> = homes.iter().map(|home| home.still()).collect();
-        let mut fronts = Tally::default();
+        let mut fronts = CacheCounts::default();
         still.iter().for_each(|front| fronts.add(front.tally()));
         let books = self.books();
         let mut snapshot = books.snapshot(&self.name, self.driver.backend(), &fronts);
@@ -427,7 +432,7 @@ impl Shared {
     }
 }
 
-impl Drop for Shared {
+impl Drop for ArenaInner {
     /// Releases everything to the driver: no block is held, and no thread waits for the lock. If
     /// the driver refuses, or the device may still use it, the range stays reserved. Does nothing
     /// in a forked child.
@@ -464,9 +469,9 @@ impl Drop for Shared {
     }
 }
 
-impl fmt::Debug for Shared {
+impl fmt::Debug for ArenaInner {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Shared")
+        f.debug_struct("ArenaInner")
             .field("name", &self.name)
             .field("driver", &self.driver)
             .field("largest", &self.largest)

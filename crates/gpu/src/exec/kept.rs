@@ -5,8 +5,8 @@
 //!
 //! Invariants: `cached = sum of its blocks`; a block that was handed out is not in it.
 
-use crate::exec::front::{Kept, Owned};
-use crate::state::region::{Placed, Region};
+use crate::exec::front::{BlockHandle, Kept};
+use crate::state::region::{Placement, Region};
 
 /// The number of requests of a size, less its cooling.
 pub(crate) type Heat = u8;
@@ -57,7 +57,7 @@ struct Class {
     key: Key,
     heat: Heat,
     kept: usize,
-    blocks: [Option<Box<Owned>>; BLOCKS_MAX],
+    blocks: [Option<Box<BlockHandle>>; BLOCKS_MAX],
 }
 
 impl Class {
@@ -67,7 +67,7 @@ impl Class {
 
 /// The counts of a cache since the arena was opened.
 #[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Tally {
+pub(crate) struct CacheCounts {
     /// Blocks handed out of it, and taken in; blocks passed on to the arena later do not count.
     pub(crate) allocs: u64,
     pub(crate) frees: u64,
@@ -77,7 +77,7 @@ pub(crate) struct Tally {
     pub(crate) requested: [u64; 2],
 }
 
-impl Tally {
+impl CacheCounts {
     pub(crate) fn add(&mut self, other: Self) {
         self.allocs += other.allocs;
         self.frees += other.frees;
@@ -104,7 +104,7 @@ impl Tally {
 
     /// Counts a block that was taken in.
     #[inline]
-    fn came(&mut self, region: Region, placed: &Placed) {
+    fn came(&mut self, region: Region, placed: &Placement) {
         self.cached[region.number()] += placed.span.size;
         let sum = &mut self.requested[region.number()];
         *sum = sum.wrapping_sub(placed.requested);
@@ -113,13 +113,13 @@ impl Tally {
 
 /// The blocks kept for one home.
 #[derive(Debug, Default)]
-pub(crate) struct Front {
+pub(crate) struct ThreadCache {
     /// Empty until the first request, then `SETS x WAYS`.
     classes: Vec<Class>,
-    pub(crate) tally: Tally,
+    pub(crate) tally: CacheCounts,
 }
 
-impl Front {
+impl ThreadCache {
     /// Returns the entry of a size; takes that of a cold one without blocks, if it has none.
     #[inline]
     fn claim(&mut self, key: Key) -> Option<&mut Class> {
@@ -141,7 +141,7 @@ impl Front {
     }
 
     #[inline]
-    pub(crate) fn take(&mut self, key: Key, requested: u64) -> Option<Box<Owned>> {
+    pub(crate) fn take(&mut self, key: Key, requested: u64) -> Option<Box<BlockHandle>> {
         let class = self.claim(key)?;
         class.heat = HEAT_MAX.min(class.heat + 1);
         let last = class.kept.checked_sub(1)?;
@@ -157,7 +157,11 @@ impl Front {
 
     /// Counts a block, and returns its slot; `None` if the arena must free it.
     #[inline]
-    pub(crate) fn admit(&mut self, owned: &Owned, room: u64) -> Option<&mut Option<Box<Owned>>> {
+    pub(crate) fn admit(
+        &mut self,
+        owned: &BlockHandle,
+        room: u64,
+    ) -> Option<&mut Option<Box<BlockHandle>>> {
         let placed = owned.block.as_ref()?;
         if self.classes.is_empty() || self.tally.cached() + placed.span.size > room {
             return None;

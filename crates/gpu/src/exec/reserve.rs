@@ -8,8 +8,8 @@
 #![expect(unsafe_code, reason = "memory and addresses are given back to the driver")]
 
 use crate::driver::{DeviceAddress, Driver, DriverError};
-use crate::state::ground::Ground;
-use crate::state::pieces::Pieces;
+use crate::state::ground::Backing;
+use crate::state::pieces::SegmentList;
 use crate::state::ranges;
 use crate::state::segment::Segment;
 use lowtide_core::bytes::ByteSize;
@@ -27,13 +27,13 @@ pub(crate) fn grounds(
     driver: &dyn Driver,
     granule: ByteSize,
     wanted: ByteSize,
-) -> Result<[Ground; 2], DriverError> {
+) -> Result<[Backing; 2], DriverError> {
     if !driver.capabilities().virtual_memory {
         return Ok([(); 2].map(|()| offsets(granule, wanted)));
     }
-    let stable = Ground::Reserved(reserve_region(driver, granule, wanted)?);
+    let stable = Backing::Reserved(reserve_region(driver, granule, wanted)?);
     match reserve_region(driver, granule, wanted) {
-        Ok(dynamic) => Ok([stable, Ground::Reserved(dynamic)]),
+        Ok(dynamic) => Ok([stable, Backing::Reserved(dynamic)]),
         Err(error) => {
             // SAFETY: reserved above from this driver, and nothing of it is handed out.
             unsafe { give_up(driver, &stable) };
@@ -48,9 +48,9 @@ pub(crate) fn grounds(
 /// # Safety
 /// The ground is of this driver, and is not used afterwards, nor by another thread meanwhile. No
 /// block is live in it, and all work with its memory is complete.
-pub(crate) unsafe fn give_up(driver: &dyn Driver, ground: &Ground) {
+pub(crate) unsafe fn give_up(driver: &dyn Driver, ground: &Backing) {
     match ground {
-        Ground::Reserved(segment) => {
+        Backing::Reserved(segment) => {
             let bare = segment.backed_runs().into_iter().all(|run| {
                 let (at, size) = segment.place_of(run);
                 // SAFETY: backed granules of the reservation, which no call is in progress for and
@@ -63,7 +63,7 @@ pub(crate) unsafe fn give_up(driver: &dyn Driver, ground: &Ground) {
                 let _ = unsafe { driver.unreserve(segment.base(), size) };
             }
         }
-        Ground::Pieces(pieces) => {
+        Backing::SegmentList(pieces) => {
             let gone = pieces.there().filter(|piece| {
                 let size = ByteSize::new(piece.span.size);
                 // SAFETY: a whole segment that is there, and that nothing uses (contract of this
@@ -78,12 +78,12 @@ pub(crate) unsafe fn give_up(driver: &dyn Driver, ground: &Ground) {
 }
 
 /// Returns offsets for the pieces of a region, whose largest piece is `wanted`.
-fn offsets(granule: ByteSize, wanted: ByteSize) -> Ground {
+fn offsets(granule: ByteSize, wanted: ByteSize) -> Backing {
     let largest = wanted.min(RESERVE_MAX).max(granule).next_multiple_of(granule);
     let largest = largest.unwrap_or(RESERVE_MAX).min(RESERVE_MAX).get();
     let extent = ranges::span_for(largest.saturating_mul(ROOM_FOR_WALLS), granule.get());
     let extent = extent.min(RESERVE_MAX.get());
-    Ground::Pieces(Pieces::new(extent, largest, granule))
+    Backing::SegmentList(SegmentList::new(extent, largest, granule))
 }
 
 /// Reserves address space for a region: the requested size or, if the driver refuses that, an

@@ -6,8 +6,8 @@
 //! Invariant: `events <= capacity <= HISTORY_MAX`, oldest first.
 
 use crate::observe::visualize::{Act, Event};
-use crate::state::arena::Books;
-use crate::state::region::Placed;
+use crate::state::arena::ArenaState;
+use crate::state::region::Placement;
 use crate::types::error::DeviceError;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::Clock;
@@ -63,9 +63,9 @@ impl History {
     }
 }
 
-impl Books {
+impl ArenaState {
     /// Records an event of a block.
-    pub(crate) fn record(&mut self, clock: &dyn Clock, act: Act, placed: Placed) {
+    pub(crate) fn record(&mut self, clock: &dyn Clock, act: Act, placed: Placement) {
         self.history.record(clock, act, placed.at.get(), ByteSize::new(placed.requested));
     }
 

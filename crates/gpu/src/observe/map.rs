@@ -10,7 +10,7 @@ use crate::index::Span;
 use crate::observe::visualize::{
     ArenaMap, BlockSpan, BlockState, GranuleRun, GranuleState, SegmentMap,
 };
-use crate::state::arena::Books;
+use crate::state::arena::ArenaState;
 use crate::state::ground::Stretch;
 use crate::state::region::Region;
 use lowtide_core::bytes::ByteSize;
@@ -39,24 +39,24 @@ impl DeviceArena {
     /// ```
     #[must_use]
     pub fn map(&self) -> ArenaMap {
-        let shared = self.shared();
-        let empty = ArenaMap::empty(shared.name.clone());
-        if shared.check_here().is_err() {
+        let inner = self.inner();
+        let empty = ArenaMap::empty(inner.name.clone());
+        if inner.check_here().is_err() {
             return empty;
         }
-        shared.empty_fronts();
-        let books = shared.books();
-        let taken = shared.clock.now();
+        inner.empty_fronts();
+        let books = inner.books();
+        let taken = inner.clock.now();
         let segments = Region::ALL.iter().flat_map(|&region| segments(&books, region)).collect();
         let events = books.history.events();
         let granularity = ByteSize::new(books.bytes_of(1));
         drop(books);
-        let since_epoch = shared.clock.since_epoch();
+        let since_epoch = inner.clock.since_epoch();
         ArenaMap { taken, since_epoch, granularity, segments, events, ..empty }
     }
 }
 
-fn segments(books: &Books, region: Region) -> Vec<SegmentMap> {
+fn segments(books: &ArenaState, region: Region) -> Vec<SegmentMap> {
     let ground = &books.region(region).segment;
     let spans: Vec<_> = books.region(region).live_spans().collect();
     let mut touched = Touched::new(&spans);

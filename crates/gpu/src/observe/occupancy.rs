@@ -10,7 +10,7 @@
 use crate::api::arena::DeviceArena;
 use crate::index::Span;
 use crate::observe::visualize::GranuleState;
-use crate::state::arena::Books;
+use crate::state::arena::ArenaState;
 use crate::state::region::Region;
 use crate::state::segment::Run;
 use lowtide_core::bytes::ByteSize;
@@ -80,18 +80,18 @@ impl DeviceArena {
     /// ```
     #[must_use]
     pub fn occupancy(&self, cells_max: usize) -> ArenaOccupancy {
-        let shared = self.shared();
-        if shared.check_here().is_err() {
+        let inner = self.inner();
+        if inner.check_here().is_err() {
             return ArenaOccupancy { granularity: ByteSize::ZERO, regions: Vec::new() };
         }
-        let books = shared.books();
+        let books = inner.books();
         let of = |&region: &Region| region_cells(&books, region, cells_max);
         let regions = Region::ALL.iter().map(of).collect();
         ArenaOccupancy { granularity: ByteSize::new(books.bytes_of(1)), regions }
     }
 }
 
-fn region_cells(books: &Books, region: Region, cells_max: usize) -> RegionOccupancy {
+fn region_cells(books: &ArenaState, region: Region, cells_max: usize) -> RegionOccupancy {
     let books_of = books.region(region);
     let strip = || CellSums::new(cells_max.max(2));
     let (mut backed, mut active) = (strip(), strip());

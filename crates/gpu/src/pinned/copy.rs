@@ -180,7 +180,7 @@ impl Lane {
         let lease = self.enter()?;
         let (Some(_), Some(at)) = (host.block, device.address(&lease)?) else { return Ok(()) };
         let (start, size) = (host.start.cast::<u8>(), host.bytes());
-        let shared = self.arena().shared();
+        let shared = self.arena().inner();
         let (driver, stream) = (&shared.driver, self.known().live());
         // SAFETY: `host` owns its block, and `device` is borrowed and committed: a lease is held.
         // On an asynchronous driver both stay until the copy is complete: `device_use` keeps the

@@ -114,7 +114,7 @@ impl<T: Pod> Drop for PinnedView<'_, T> {
             return;
         }
         if self.exported.load(Ordering::Relaxed) {
-            let (shared, stream) = (self.lane.arena().shared(), self.lane.known().live());
+            let (shared, stream) = (self.lane.arena().inner(), self.lane.known().live());
             // A stream that captures cannot be waited for, and an attempt would spoil the capture.
             let waited = match stream.is_capturing() {
                 Ok(false) => stream.synchronize().map_err(Into::into),

@@ -8,14 +8,14 @@
 
 use std::collections::BTreeMap;
 
-use crate::api::interop::outstanding::Owed;
+use crate::api::interop::outstanding::Outstanding;
 use crate::api::raw::RawUse;
 use crate::driver::{Backend, DeviceAddress};
 use crate::engine::compact::step::Moving;
-use crate::engine::refusal::{Cause, Outlook, Refusal};
+use crate::engine::refusal::{AllocFailure, Cause, CompactionEstimate};
 use crate::engine::sleep::phase::Sleep;
 use crate::exec::front::Swept;
-use crate::exec::kept::Tally;
+use crate::exec::kept::CacheCounts;
 use crate::index::Span;
 use crate::observe::history::History;
 use crate::observe::record::Recorder;
@@ -25,7 +25,7 @@ use crate::observe::visualize::Act;
 use crate::state::aging::{Ages, Aging};
 use crate::state::growth::Steps;
 use crate::state::pending::{Claim, Uses};
-use crate::state::region::{Placed, Region, RegionBooks, Search, Wanted};
+use crate::state::region::{AllocRequest, Placement, Region, RegionState, Search};
 use crate::state::segment::{Cursor, Run};
 use crate::state::streams::{StreamKey, Streams};
 use crate::state::totals::Totals;
@@ -51,8 +51,8 @@ pub(crate) struct Leaving {
 
 /// The accounting of an arena.
 #[derive(Debug)]
-pub(crate) struct Books {
-    regions: [RegionBooks; 2],
+pub(crate) struct ArenaState {
+    regions: [RegionState; 2],
     granularity: u64,
     pub(crate) leases: u32,
     pub(crate) sleep: Sleep,
@@ -70,7 +70,7 @@ pub(crate) struct Books {
     /// Blocks given out by address, by that address.
     pub(crate) raw: BTreeMap<DeviceAddress, RawUse>,
     /// Exports, and imported memory that is not released.
-    pub(crate) outstanding: Owed,
+    pub(crate) outstanding: Outstanding,
     /// The block that a compaction moves now.
     pub(crate) moving: Option<Moving>,
     /// The number of threads that wait for a lease until that is done.
@@ -80,12 +80,12 @@ pub(crate) struct Books {
     /// The last events, if they are kept.
     pub(crate) history: History,
     pub(crate) recorder: Option<Recorder>,
-    pub(crate) outlook: Outlook,
+    pub(crate) outlook: CompactionEstimate,
 }
 
-impl Books {
+impl ArenaState {
     pub(crate) fn new(
-        regions: [RegionBooks; 2],
+        regions: [RegionState; 2],
         granularity: ByteSize,
         config: &ArenaConfig,
         asynchronous: bool,
@@ -106,30 +106,30 @@ impl Books {
             streams: Streams::new(),
             asynchronous,
             raw: BTreeMap::new(),
-            outstanding: Owed::default(),
+            outstanding: Outstanding::default(),
             moving: None,
             entering: 0,
             compacting: false,
             history: History::new(config.history),
             recorder: config.recorder.clone(),
-            outlook: Outlook::default(),
+            outlook: CompactionEstimate::default(),
         }
     }
 
-    pub(crate) const fn region(&self, region: Region) -> &RegionBooks {
+    pub(crate) const fn region(&self, region: Region) -> &RegionState {
         &self.regions[region.number()]
     }
 
-    pub(crate) const fn region_mut(&mut self, region: Region) -> &mut RegionBooks {
+    pub(crate) const fn region_mut(&mut self, region: Region) -> &mut RegionState {
         &mut self.regions[region.number()]
     }
 
-    pub(crate) fn total(&self, part: impl Fn(&RegionBooks) -> u64) -> u64 {
+    pub(crate) fn total(&self, part: impl Fn(&RegionState) -> u64) -> u64 {
         self.regions.iter().map(part).sum()
     }
 
     pub(crate) fn live(&self) -> u64 {
-        self.total(RegionBooks::live)
+        self.total(RegionState::live)
     }
 
     pub(crate) fn backed(&self) -> u64 {
@@ -176,10 +176,10 @@ impl Books {
     pub(crate) fn place(
         &mut self,
         region: Region,
-        wanted: Wanted,
+        wanted: AllocRequest,
         search: Search,
         taker: Option<StreamKey>,
-    ) -> Result<(Placed, Claim), Refusal> {
+    ) -> Result<(Placement, Claim), AllocFailure> {
         let shares = self.shares_granules() && search == Search::Usual;
         let search = if shares { Search::AmongLarge } else { search };
         let placed = self.region_mut(region).place(wanted, search, taker);
@@ -192,12 +192,12 @@ impl Books {
                 largest_span: ByteSize::new(books.largest_span()),
                 compacted_span: ByteSize::ZERO,
             };
-            Refusal { cause: Cause::Addresses, error }
+            AllocFailure { cause: Cause::Addresses, error }
         })
     }
 
     /// Records that a placed block has its memory.
-    pub(crate) fn arrive(&mut self, region: Region, placed: Placed) {
+    pub(crate) fn arrive(&mut self, region: Region, placed: Placement) {
         self.region_mut(region).arrive(placed);
         self.totals.allocs += 1;
         self.totals.alloc_size_max = self.totals.alloc_size_max.max(placed.span.size);
@@ -208,10 +208,10 @@ impl Books {
     pub(crate) fn begin_resize(
         &mut self,
         region: Region,
-        placed: Placed,
+        placed: Placement,
         requested: u64,
         clock: &dyn Clock,
-    ) -> Option<Placed> {
+    ) -> Option<Placement> {
         let idle = self.idle();
         let uses = self.uses(&[]);
         let resized = self.region_mut(region).begin_resize(placed, requested, uses);
@@ -226,7 +226,7 @@ impl Books {
     pub(crate) fn end_resize(
         &mut self,
         region: Region,
-        change: [Placed; 2],
+        change: [Placement; 2],
         done: bool,
         clock: &dyn Clock,
     ) {
@@ -283,7 +283,7 @@ impl Books {
     pub(crate) fn withdraw(
         &mut self,
         region: Region,
-        placed: Placed,
+        placed: Placement,
         claim: Claim,
         clock: &dyn Clock,
     ) {
@@ -297,7 +297,7 @@ impl Books {
     }
 
     /// Frees a live block.
-    pub(crate) fn release(&mut self, region: Region, placed: Placed, clock: &dyn Clock) {
+    pub(crate) fn release(&mut self, region: Region, placed: Placement, clock: &dyn Clock) {
         self.release_after(region, placed, (&[], After::All), clock);
     }
 
@@ -309,7 +309,7 @@ impl Books {
     }
 
     /// Adds the counts of a dropped cache, which is empty.
-    pub(crate) fn add_front(&mut self, tally: &Tally) {
+    pub(crate) fn add_front(&mut self, tally: &CacheCounts) {
         debug_assert_eq!(tally.cached(), 0, "what it held is in the books");
         self.totals.allocs += tally.allocs;
         self.totals.front_allocs += tally.allocs;
@@ -323,7 +323,7 @@ impl Books {
     pub(crate) fn release_after(
         &mut self,
         region: Region,
-        placed: Placed,
+        placed: Placement,
         (streams, after): (&[StreamKey], After),
         clock: &dyn Clock,
     ) {
@@ -412,7 +412,12 @@ impl Books {
     }
 
     /// Returns all figures at this instant, including the counts of the caches.
-    pub(crate) fn snapshot(&self, name: &str, backend: Backend, fronts: &Tally) -> ArenaSnapshot {
+    pub(crate) fn snapshot(
+        &self,
+        name: &str,
+        backend: Backend,
+        fronts: &CacheCounts,
+    ) -> ArenaSnapshot {
         let size = ByteSize::new;
         let is_open = self.sleep.is_open();
         let of = |region| self.region(region).snapshot(region, fronts, is_open);
@@ -470,7 +475,7 @@ impl Books {
     }
 
     fn total_metadata(&self) -> usize {
-        let regions: usize = self.regions.iter().map(RegionBooks::metadata).sum();
+        let regions: usize = self.regions.iter().map(RegionState::metadata).sum();
         // A tree's nodes are at least half full, and mostly two thirds.
         let raw = self.raw.len() * size_of::<(DeviceAddress, RawUse)>() * 3 / 2;
         regions + raw + self.outstanding.imported.metadata() + self.history.metadata()
@@ -481,7 +486,7 @@ impl Books {
     /// # Panics
     /// If an invariant is violated.
     pub(crate) fn validate(&self) {
-        self.regions.iter().for_each(RegionBooks::validate);
+        self.regions.iter().for_each(RegionState::validate);
         self.streams.validate();
         self.outstanding.imported.validate();
         let totals = &self.totals;

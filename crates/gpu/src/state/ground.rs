@@ -4,7 +4,7 @@
 //! Both have the same interface, so placing and counting are independent of the kind. An operation
 //! that only one kind supports, such as committing single granules, does nothing on the other.
 //!
-//! Invariants: those of [`Segment`] and of [`Pieces`].
+//! Invariants: those of [`Segment`] and of [`SegmentList`].
 
 use std::ops::Range;
 
@@ -12,18 +12,18 @@ use crate::driver::DeviceAddress;
 use crate::index::Span;
 use crate::observe::visualize::GranuleState;
 use crate::state::aging::{Ages, Stamp};
-use crate::state::pieces::{PieceView, Pieces};
-use crate::state::ranges::Ranges;
+use crate::state::pieces::{PieceView, SegmentList};
+use crate::state::ranges::RegionIndex;
 use crate::state::segment::{Run, Segment};
 use lowtide_core::bytes::ByteSize;
 
 /// The memory behind the offsets of a region.
 #[derive(Debug)]
-pub(crate) enum Ground {
+pub(crate) enum Backing {
     /// Addresses that were reserved once.
     Reserved(Segment),
     /// Segments, each with an address of its own.
-    Pieces(Pieces),
+    SegmentList(SegmentList),
 }
 
 /// Adjoining addresses, as pictures show them.
@@ -42,16 +42,16 @@ macro_rules! either {
     ($self:expr, $it:ident => $said:expr) => {
         match $self {
             Self::Reserved($it) => $said,
-            Self::Pieces($it) => $said,
+            Self::SegmentList($it) => $said,
         }
     };
 }
 
-impl Ground {
+impl Backing {
     /// Returns `true` if memory comes and goes in whole pieces.
     #[inline]
     pub(crate) const fn is_whole(&self) -> bool {
-        matches!(self, Self::Pieces(_))
+        matches!(self, Self::SegmentList(_))
     }
 
     pub(crate) const fn granularity(&self) -> u64 {
@@ -62,7 +62,7 @@ impl Ground {
     pub(crate) const fn extent(&self) -> u64 {
         match self {
             Self::Reserved(segment) => segment.reserved(),
-            Self::Pieces(pieces) => pieces.extent(),
+            Self::SegmentList(pieces) => pieces.extent(),
         }
     }
 
@@ -70,13 +70,13 @@ impl Ground {
     pub(crate) const fn reserved(&self) -> u64 {
         match self {
             Self::Reserved(segment) => segment.reserved(),
-            Self::Pieces(pieces) => pieces.backed(),
+            Self::SegmentList(pieces) => pieces.backed(),
         }
     }
 
     /// For pieces: holds the offsets without memory in an index in which nothing is live.
-    pub(crate) fn wall_off(&mut self, index: &mut Ranges) {
-        if let Self::Pieces(pieces) = self {
+    pub(crate) fn wall_off(&mut self, index: &mut RegionIndex) {
+        if let Self::SegmentList(pieces) = self {
             pieces.wall_off(index);
         }
     }
@@ -85,7 +85,7 @@ impl Ground {
     pub(crate) const fn held(&self) -> u64 {
         match self {
             Self::Reserved(_) => 0,
-            Self::Pieces(pieces) => pieces.held(),
+            Self::SegmentList(pieces) => pieces.held(),
         }
     }
 
@@ -93,7 +93,7 @@ impl Ground {
     pub(crate) fn is_held(&self, offset: u64) -> bool {
         match self {
             Self::Reserved(_) => false,
-            Self::Pieces(pieces) => pieces.is_held(offset),
+            Self::SegmentList(pieces) => pieces.is_held(offset),
         }
     }
 
@@ -134,7 +134,7 @@ impl Ground {
     pub(crate) fn place_of(&self, run: Run) -> (DeviceAddress, ByteSize) {
         match self {
             Self::Reserved(segment) => segment.place_of(run),
-            Self::Pieces(pieces) => {
+            Self::SegmentList(pieces) => {
                 let span = pieces.span_of(run);
                 (pieces.address_of(span.offset), ByteSize::new(span.size))
             }
@@ -146,7 +146,7 @@ impl Ground {
     pub(crate) fn address_of(&self, offset: ByteSize) -> DeviceAddress {
         match self {
             Self::Reserved(segment) => segment.address_of(offset),
-            Self::Pieces(pieces) => pieces.address_of(offset.get()),
+            Self::SegmentList(pieces) => pieces.address_of(offset.get()),
         }
     }
 
@@ -156,7 +156,7 @@ impl Ground {
             Self::Reserved(segment) => {
                 at.offset_from(segment.base()).filter(|into| into.get() < segment.reserved())
             }
-            Self::Pieces(pieces) => pieces.offset_of(at).map(ByteSize::new),
+            Self::SegmentList(pieces) => pieces.offset_of(at).map(ByteSize::new),
         }
     }
 
@@ -169,7 +169,7 @@ impl Ground {
         };
         match self {
             Self::Reserved(segment) => meets(segment.base(), segment.reserved()),
-            Self::Pieces(pieces) => {
+            Self::SegmentList(pieces) => {
                 let mut stay = pieces.there().filter(|piece| !piece.is_leaving);
                 stay.any(|piece| meets(piece.at, piece.span.size))
             }
@@ -198,7 +198,7 @@ impl Ground {
     pub(crate) fn is_moving(&self, span: Span) -> bool {
         match self {
             Self::Reserved(segment) => segment.is_moving(span),
-            Self::Pieces(_) => false, // no block is in a piece that is not there to stay
+            Self::SegmentList(_) => false, // no block is in a piece that is not there to stay
         }
     }
 
@@ -207,7 +207,7 @@ impl Ground {
     pub(crate) fn wanting(&self, span: Span) -> u64 {
         match self {
             Self::Reserved(segment) => segment.wanting(span),
-            Self::Pieces(_) => 0, // the index offers none
+            Self::SegmentList(_) => 0, // the index offers none
         }
     }
 
@@ -217,7 +217,7 @@ impl Ground {
     pub(crate) fn cost(&self, span: Span) -> u64 {
         match self {
             Self::Reserved(segment) => segment.cost(span),
-            Self::Pieces(pieces) => u64::from(pieces.opened(span) > 0) << 32,
+            Self::SegmentList(pieces) => u64::from(pieces.opened(span) > 0) << 32,
         }
     }
 
@@ -225,7 +225,7 @@ impl Ground {
     pub(crate) fn inactive(&self, span: Span) -> u64 {
         match self {
             Self::Reserved(segment) => segment.inactive(span),
-            Self::Pieces(pieces) => pieces.opened(span),
+            Self::SegmentList(pieces) => pieces.opened(span),
         }
     }
 
@@ -279,7 +279,7 @@ impl Ground {
     pub(crate) fn committed_run_max(&self, span: Span) -> u64 {
         match self {
             Self::Reserved(segment) => segment.committed_run_max(span),
-            Self::Pieces(_) => span.size, // no more is free than has memory
+            Self::SegmentList(_) => span.size, // no more is free than has memory
         }
     }
 
@@ -288,7 +288,7 @@ impl Ground {
     pub(crate) fn committed_runs(&self) -> Vec<Range<usize>> {
         match self {
             Self::Reserved(segment) => segment.committed_runs(),
-            Self::Pieces(pieces) => pieces.idle_runs().into_iter().map(Run::range).collect(),
+            Self::SegmentList(pieces) => pieces.idle_runs().into_iter().map(Run::range).collect(),
         }
     }
 
@@ -296,7 +296,7 @@ impl Ground {
     pub(crate) fn segments(&self) -> Option<Vec<Span>> {
         match self {
             Self::Reserved(_) => None,
-            Self::Pieces(pieces) => Some(pieces.there().map(|piece| piece.span).collect()),
+            Self::SegmentList(pieces) => Some(pieces.there().map(|piece| piece.span).collect()),
         }
     }
 
@@ -312,7 +312,7 @@ impl Ground {
                 });
                 vec![Stretch { at: segment.base(), span, backed: backed.collect() }]
             }
-            Self::Pieces(pieces) => {
+            Self::SegmentList(pieces) => {
                 let stretch = |piece: PieceView| {
                     let is_active = piece.is_active;
                     let state = if is_active { GranuleState::Active } else { GranuleState::Idle };
@@ -346,24 +346,24 @@ impl Ground {
 
     /// # Panics
     /// If a figure is wrong.
-    pub(crate) fn validate(&self, index: &Ranges, spans: impl Iterator<Item = Span>) {
+    pub(crate) fn validate(&self, index: &RegionIndex, spans: impl Iterator<Item = Span>) {
         match self {
             Self::Reserved(segment) => segment.validate(spans),
-            Self::Pieces(pieces) => pieces.validate(index, spans),
+            Self::SegmentList(pieces) => pieces.validate(index, spans),
         }
     }
 
     const fn reserved_segment(&self) -> Option<&Segment> {
         match self {
             Self::Reserved(segment) => Some(segment),
-            Self::Pieces(_) => None,
+            Self::SegmentList(_) => None,
         }
     }
 
     const fn reserved_mut(&mut self) -> Option<&mut Segment> {
         match self {
             Self::Reserved(segment) => Some(segment),
-            Self::Pieces(_) => None,
+            Self::SegmentList(_) => None,
         }
     }
 }

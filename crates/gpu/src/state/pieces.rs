@@ -17,7 +17,7 @@ use std::ops::Range;
 use crate::driver::DeviceAddress;
 use crate::index::{End, Span};
 use crate::state::aging::{Ages, Stamp};
-use crate::state::ranges::{BlockName, Ranges};
+use crate::state::ranges::{BlockName, RegionIndex};
 use crate::state::segment::Run;
 use lowtide_core::bytes::ByteSize;
 
@@ -61,7 +61,7 @@ impl Piece {
 
 /// The pieces of a region, and the walls between them.
 #[derive(Debug)]
-pub(crate) struct Pieces {
+pub(crate) struct SegmentList {
     granularity: u64,
     /// All offsets.
     extent: u64,
@@ -86,7 +86,7 @@ pub(crate) struct PieceView {
     pub(crate) is_leaving: bool,
 }
 
-impl Pieces {
+impl SegmentList {
     /// None yet, over so many offsets; `granularity` is a power of two.
     pub(crate) fn new(extent: u64, largest: u64, granularity: ByteSize) -> Self {
         assert!(granularity.get().is_power_of_two(), "{granularity} is no power of two");
@@ -104,7 +104,7 @@ impl Pieces {
     }
 
     /// Takes all offsets of an index in which nothing is live.
-    pub(crate) fn wall_off(&mut self, index: &mut Ranges) {
+    pub(crate) fn wall_off(&mut self, index: &mut RegionIndex) {
         for end in [End::Low, End::High] {
             self.put_wall(index, index.bounds(end));
         }
@@ -149,7 +149,7 @@ impl Pieces {
 
     /// Finds offsets for a piece at an end of the region, the outermost that fit, and marks it as
     /// committing; `None` if there are none. One step per wall.
-    pub(crate) fn begin(&mut self, index: &mut Ranges, end: End, size: u64) -> Option<Span> {
+    pub(crate) fn begin(&mut self, index: &mut RegionIndex, end: End, size: u64) -> Option<Span> {
         let bounds = index.bounds(end);
         let walls = self.entries.range(bounds.offset..bounds.end());
         let walls = walls.filter(|(_, entry)| entry.piece.is_none());
@@ -186,7 +186,7 @@ impl Pieces {
 
     /// Records the result: its address, if it was allocated. Its span is then free, and no other
     /// thread has been notified.
-    pub(crate) fn end(&mut self, index: &mut Ranges, offset: u64, at: Option<DeviceAddress>) {
+    pub(crate) fn end(&mut self, index: &mut RegionIndex, offset: u64, at: Option<DeviceAddress>) {
         let Some((size, piece)) = self.piece_mut(offset) else { return };
         debug_assert_eq!(piece.state, PieceState::Committing, "it was asked for");
         piece.state = PieceState::Committed;
@@ -203,7 +203,7 @@ impl Pieces {
     /// many bytes, else the largest. One step per piece.
     pub(crate) fn begin_leave(
         &mut self,
-        index: &mut Ranges,
+        index: &mut RegionIndex,
         bytes: u64,
         ages: Option<Ages>,
     ) -> Option<Span> {
@@ -221,7 +221,7 @@ impl Pieces {
     }
 
     /// Marks an idle piece as leaving; returns `true` if it is one.
-    pub(crate) fn mark_leaving(&mut self, index: &mut Ranges, span: Span) -> bool {
+    pub(crate) fn mark_leaving(&mut self, index: &mut RegionIndex, span: Span) -> bool {
         let Some(entry) = self.entries.get_mut(&span.offset) else { return false };
         let Some(piece) = entry.piece.as_mut().filter(|piece| piece.is_idle()) else {
             return false;
@@ -236,7 +236,7 @@ impl Pieces {
     }
 
     /// Records the result: if it stays, its span is free again.
-    pub(crate) fn end_leave(&mut self, index: &mut Ranges, offset: u64, done: bool) {
+    pub(crate) fn end_leave(&mut self, index: &mut RegionIndex, offset: u64, done: bool) {
         let Some((size, piece)) = self.piece_mut(offset) else { return };
         debug_assert_eq!(piece.state, PieceState::Leaving, "it was on its way");
         piece.state = PieceState::Committed;
@@ -381,14 +381,14 @@ impl Pieces {
     }
 
     /// Puts a wall there, if there is room for one.
-    fn put_wall(&mut self, index: &mut Ranges, span: Span) {
+    fn put_wall(&mut self, index: &mut RegionIndex, span: Span) {
         if span.size > 0 {
             self.put(index, span, None);
         }
     }
 
     /// Puts an entry there, and takes its offsets, which are free.
-    fn put(&mut self, index: &mut Ranges, span: Span, piece: Option<Piece>) {
+    fn put(&mut self, index: &mut RegionIndex, span: Span, piece: Option<Piece>) {
         let hold = index.take_at(span);
         debug_assert!(hold.is_some(), "{span:?} is free");
         self.held += span.size;
@@ -396,7 +396,7 @@ impl Pieces {
     }
 
     /// Lets the blocks have the offsets of an entry.
-    fn release(&mut self, index: &mut Ranges, offset: u64) {
+    fn release(&mut self, index: &mut RegionIndex, offset: u64) {
         let Some(entry) = self.entries.get_mut(&offset) else { return };
         if let Some(hold) = entry.hold.take() {
             let gone = index.release(hold);
@@ -406,13 +406,13 @@ impl Pieces {
     }
 
     /// Removes an entry, with its offsets free; returns its size.
-    fn remove(&mut self, index: &mut Ranges, offset: u64) -> u64 {
+    fn remove(&mut self, index: &mut RegionIndex, offset: u64) -> u64 {
         self.release(index, offset);
         self.entries.remove(&offset).map_or(0, |entry| entry.size)
     }
 
     /// A piece is not there any more, or never was: its offsets are wall, one with its neighbours'.
-    fn drop_piece(&mut self, index: &mut Ranges, offset: u64) {
+    fn drop_piece(&mut self, index: &mut RegionIndex, offset: u64) {
         let size = self.remove(index, offset);
         self.backed -= size;
         let mut wall = Span { offset, size };
@@ -434,7 +434,7 @@ impl Pieces {
     ///
     /// # Panics
     /// If a figure is wrong.
-    pub(crate) fn validate(&self, index: &Ranges, spans: impl Iterator<Item = Span>) {
+    pub(crate) fn validate(&self, index: &RegionIndex, spans: impl Iterator<Item = Span>) {
         let mut touched = BTreeMap::<u64, u64>::new();
         for span in spans {
             let Some((whole, piece)) = self.find(span.offset) else {

@@ -42,7 +42,7 @@ impl BlockName {
 
 /// The blocks of a region.
 #[derive(Debug)]
-pub(crate) struct Ranges {
+pub(crate) struct RegionIndex {
     low: BlockIndex,
     high: BlockIndex,
     /// The start of the high range.
@@ -59,7 +59,7 @@ pub(crate) fn span_for(large: u64, granule: u64) -> u64 {
     large.saturating_add(small).saturating_add(granule)
 }
 
-impl Ranges {
+impl RegionIndex {
     /// All of it free. With fewer than [`APART_FROM`] granules there is no small range.
     pub(crate) fn new(span: u64, granule: u64) -> Self {
         let part = if span / granule < APART_FROM { 0 } else { span / SMALL_PART };
@@ -216,7 +216,7 @@ impl Ranges {
         self.low.live_blocks_unordered().chain(high)
     }
 
-    /// As [`Ranges::blocks`], of one range.
+    /// As [`RegionIndex::blocks`], of one range.
     pub(crate) fn blocks_of(&self, end: End) -> impl Iterator<Item = (Span, Option<BlockName>)> {
         let (index, at) = match end {
             End::Low => (&self.low, 0),
@@ -269,7 +269,7 @@ mod tests {
 
     #[test]
     fn small_blocks_have_a_range_of_their_own_and_go_among_the_large_when_it_is_full() {
-        let mut ranges = Ranges::new(span_for(64 * GRANULE, GRANULE), GRANULE);
+        let mut ranges = RegionIndex::new(span_for(64 * GRANULE, GRANULE), GRANULE);
         assert_eq!(ranges.large(), 64 * GRANULE);
         let wall = ranges.wall().expect("two ranges");
         let (mut above, mut below) = (0, 0);
@@ -285,7 +285,7 @@ mod tests {
 
     #[test]
     fn blocks_of_two_ranges_do_not_change_places() {
-        let mut ranges = Ranges::new(span_for(64 * GRANULE, GRANULE), GRANULE);
+        let mut ranges = RegionIndex::new(span_for(64 * GRANULE, GRANULE), GRANULE);
         let (small, _) = ranges.take(request(512, End::High), |_| 0).expect("room");
         let (large, _) = ranges.take(request(512, End::Low), |_| 0).expect("room");
         assert!(matches!(ranges.exchange(small, large), Err(ExchangeError::Unlike { .. })));
@@ -297,7 +297,7 @@ mod tests {
     #[test]
     fn a_few_granules_are_one_range() {
         assert_eq!(span_for(63 * GRANULE, GRANULE), 63 * GRANULE);
-        let mut ranges = Ranges::new(63 * GRANULE, GRANULE);
+        let mut ranges = RegionIndex::new(63 * GRANULE, GRANULE);
         assert_eq!((ranges.large(), ranges.wall()), (63 * GRANULE, None));
         let (_, span) = ranges.take(request(512, End::High), |_| 0).expect("room");
         assert_eq!(span.offset, 0);

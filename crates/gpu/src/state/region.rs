@@ -8,12 +8,12 @@
 
 use crate::driver::DeviceAddress;
 use crate::engine::compact::pins::Pins;
-use crate::exec::kept::Tally;
+use crate::exec::kept::CacheCounts;
 use crate::index::{ALIGN, End, Request, Span, StaleBlock};
 use crate::observe::record::hooks::Origin;
-use crate::state::ground::Ground;
+use crate::state::ground::Backing;
 use crate::state::pending::{Claim, Pending, Uses};
-use crate::state::ranges::{BlockName, Ranges};
+use crate::state::ranges::{BlockName, RegionIndex};
 use crate::state::streams::StreamKey;
 use crate::types::snapshot::RegionSnapshot;
 use lowtide_core::bytes::ByteSize;
@@ -76,7 +76,7 @@ impl Region {
 const SMALL_BELOW: u64 = 1 << 20;
 
 /// The cost of a place that a stream must wait for, and of one whose memory must be committed, in
-/// [`Ground::cost`]'s measure, while anything is pending: memory that only needs a wait is used
+/// [`Backing::cost`]'s measure, while anything is pending: memory that only needs a wait is used
 /// before more is committed, and memory without a wait before that.
 const COST_OF_WAITING: u64 = 1 << 34;
 const COST_OF_COMMITTING: u64 = 1 << 35;
@@ -107,7 +107,7 @@ pub(crate) enum Search {
 
 /// A requested block.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Wanted {
+pub(crate) struct AllocRequest {
     /// Bytes of the block.
     pub(crate) size: u64,
     /// Its alignment, a power of two.
@@ -118,7 +118,7 @@ pub(crate) struct Wanted {
     pub(crate) origin: Origin,
 }
 
-impl Wanted {
+impl AllocRequest {
     /// The same, for another origin.
     #[inline]
     pub(crate) const fn by(self, origin: Origin) -> Self {
@@ -139,7 +139,7 @@ impl Wanted {
 
 /// A block that has been placed.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Placed {
+pub(crate) struct Placement {
     pub(crate) id: BlockName,
     pub(crate) span: Span,
     pub(crate) at: DeviceAddress,
@@ -149,16 +149,16 @@ pub(crate) struct Placed {
     pub(crate) moves: u64,
 }
 
-impl Placed {
+impl Placement {
     /// As `moves`: more than there ever are, so that the block's place must be looked up.
     pub(crate) const STALE: u64 = u64::MAX;
 }
 
 /// The accounting of one region.
 #[derive(Debug)]
-pub(crate) struct RegionBooks {
-    pub(crate) segment: Ground,
-    pub(crate) index: Ranges,
+pub(crate) struct RegionState {
+    pub(crate) segment: Backing,
+    pub(crate) index: RegionIndex,
     /// Wraps: a block that a cache took in and handed out again was allocated with one size, and is
     /// freed with another; together with the caches' counts the sum is right.
     requested: u64,
@@ -170,9 +170,9 @@ pub(crate) struct RegionBooks {
     pub(crate) pending: Pending,
 }
 
-impl RegionBooks {
-    pub(crate) fn new(mut segment: Ground, granule: ByteSize) -> Self {
-        let mut index = Ranges::new(segment.extent(), granule.get());
+impl RegionState {
+    pub(crate) fn new(mut segment: Backing, granule: ByteSize) -> Self {
+        let mut index = RegionIndex::new(segment.extent(), granule.get());
         segment.wall_off(&mut index);
         let pins = Pins::default();
         let pending = Pending::default();
@@ -182,8 +182,8 @@ impl RegionBooks {
     /// The largest block that it could ever have.
     pub(crate) const fn largest_ever(&self) -> ByteSize {
         ByteSize::new(match &self.segment {
-            Ground::Reserved(_) => self.index.large(),
-            Ground::Pieces(pieces) => pieces.largest(),
+            Backing::Reserved(_) => self.index.large(),
+            Backing::SegmentList(pieces) => pieces.largest(),
         })
     }
 
@@ -213,10 +213,10 @@ impl RegionBooks {
     /// Small blocks are separate unless the search includes the large ones.
     pub(crate) fn place(
         &mut self,
-        wanted: Wanted,
+        wanted: AllocRequest,
         search: Search,
         taker: Option<StreamKey>,
-    ) -> Option<(Placed, Claim)> {
+    ) -> Option<(Placement, Claim)> {
         let end = if search == Search::AmongLarge { End::Low } else { end_of(wanted.size) };
         let request = Request { size: wanted.size, align: wanted.align, end };
         let (segment, pending) = (&self.segment, &self.pending);
@@ -249,21 +249,21 @@ impl RegionBooks {
     }
 
     /// Records a block at a place that was taken for it, arriving.
-    pub(crate) fn put(&mut self, wanted: Wanted, id: BlockName, span: Span) -> Placed {
+    pub(crate) fn put(&mut self, wanted: AllocRequest, id: BlockName, span: Span) -> Placement {
         self.segment.touch(span);
         self.arriving += span.size;
         let at = self.segment.address_of(ByteSize::new(span.offset));
         if wanted.align > ALIGN {
             self.pins.align(id, wanted.align);
         }
-        Placed { id, span, at, requested: wanted.requested, moves: self.moves }
+        Placement { id, span, at, requested: wanted.requested, moves: self.moves }
     }
 
     /// Finds a place among the large blocks that needs no wait. It walks the blocks: for callers
     /// that must not wait.
     fn take_clear(
         &mut self,
-        wanted: Wanted,
+        wanted: AllocRequest,
         taker: Option<StreamKey>,
     ) -> Option<(BlockName, Span)> {
         let wall = self.index.wall().map_or(u64::MAX, |wall| wall.offset);
@@ -310,7 +310,7 @@ impl RegionBooks {
     }
 
     /// Records that the memory behind an arriving block is there.
-    pub(crate) fn arrive(&mut self, placed: Placed) {
+    pub(crate) fn arrive(&mut self, placed: Placement) {
         debug_assert_eq!(self.segment.wanting(placed.span), 0, "a live block has memory");
         self.arriving -= placed.span.size;
         self.live += placed.span.size;
@@ -321,7 +321,7 @@ impl RegionBooks {
     /// idle.
     pub(crate) fn withdraw(
         &mut self,
-        placed: Placed,
+        placed: Placement,
         parts: impl IntoIterator<Item = (Span, Uses)>,
     ) -> Result<bool, StaleBlock> {
         let span = self.index.release(placed.id)?;
@@ -337,7 +337,7 @@ impl RegionBooks {
     }
 
     /// Frees a live block with these uses; returns `true` if granules became idle.
-    pub(crate) fn release(&mut self, placed: Placed, uses: Uses) -> Result<bool, StaleBlock> {
+    pub(crate) fn release(&mut self, placed: Placement, uses: Uses) -> Result<bool, StaleBlock> {
         let span = self.index.release(placed.id)?;
         self.pins.forget(placed.id);
         self.live -= span.size;
@@ -346,14 +346,14 @@ impl RegionBooks {
     }
 
     /// Starts resizing a live block with these uses in place. The part that it grows by is arriving
-    /// until [`RegionBooks::end_resize`]; `None` if there is no room after it, or that may still be
+    /// until [`RegionState::end_resize`]; `None` if there is no room after it, or that may still be
     /// in use.
     pub(crate) fn begin_resize(
         &mut self,
-        placed: Placed,
+        placed: Placement,
         requested: u64,
         uses: Uses,
-    ) -> Result<Option<Placed>, StaleBlock> {
+    ) -> Result<Option<Placement>, StaleBlock> {
         let placed = self.refreshed(placed);
         let Some(span) = self.index.resize(placed.id, requested)? else { return Ok(None) };
         let grown = span.size.saturating_sub(placed.span.size);
@@ -374,11 +374,11 @@ impl RegionBooks {
         self.arriving += span.size.saturating_sub(placed.span.size);
         let less = placed.requested.saturating_sub(requested);
         self.requested = self.requested.wrapping_sub(less);
-        Ok(Some(Placed { span, requested, ..placed }))
+        Ok(Some(Placement { span, requested, ..placed }))
     }
 
     /// Records that the memory which a block grew by is there, or undoes the growth.
-    pub(crate) fn end_resize(&mut self, before: Placed, after: Placed, done: bool) {
+    pub(crate) fn end_resize(&mut self, before: Placement, after: Placement, done: bool) {
         let grown = after.span.size.saturating_sub(before.span.size);
         self.arriving -= grown;
         if done {
@@ -417,7 +417,12 @@ impl RegionBooks {
     }
 
     /// Returns all figures, including those of the caches.
-    pub(crate) fn snapshot(&self, region: Region, fronts: &Tally, is_open: bool) -> RegionSnapshot {
+    pub(crate) fn snapshot(
+        &self,
+        region: Region,
+        fronts: &CacheCounts,
+        is_open: bool,
+    ) -> RegionSnapshot {
         let size = ByteSize::new;
         // A block that waits for its memory is no sleeper: there are none unless it is awake.
         let asleep = if is_open { 0 } else { self.asleep() };

@@ -12,7 +12,7 @@ use thiserror::Error;
 
 use crate::api::interop::ImportError;
 use crate::driver::{Backend, DeviceAddress, DriverError};
-use crate::engine::sleep::ArenaState;
+use crate::engine::sleep::SleepState;
 use crate::state::region::Region;
 use lowtide_core::bytes::ByteSize;
 
@@ -179,7 +179,7 @@ pub enum DeviceError {
         /// The arena.
         arena: String,
         /// Its state.
-        state: ArenaState,
+        state: SleepState,
     },
     /// Leases were held until the drain timeout; one of them may have been forgotten.
     #[error(

@@ -10,7 +10,7 @@
 use std::time::Duration;
 
 use crate::driver::Backend;
-use crate::engine::sleep::ArenaState;
+use crate::engine::sleep::SleepState;
 use crate::state::region::Region;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::Moment;
@@ -69,7 +69,7 @@ pub struct ArenaSnapshot {
     /// The number of leases held.
     pub leases: u32,
     /// The sleep state.
-    pub state: ArenaState,
+    pub state: SleepState,
     /// The number of sleeps since the arena was opened.
     pub sleeps_total: u64,
     /// The number of wakes.
@@ -188,7 +188,7 @@ impl ArenaSnapshot {
             imported: NONE,
             imported_count: 0,
             leases: 0,
-            state: ArenaState::default(),
+            state: SleepState::default(),
             sleeps_total: 0,
             wakes_total: 0,
             wake_failures_total: 0,

@@ -16,7 +16,7 @@ use crate::api::buffer::Buffer;
 use crate::api::lease::Lease;
 use crate::driver::DeviceAddress;
 use crate::engine::compact::BlockPin;
-use crate::exec::inner::Shared;
+use crate::exec::inner::ArenaInner;
 use crate::state::streams::StreamKey;
 use crate::types::error::DeviceError;
 use lowtide_core::bytes::ByteSize;
@@ -112,11 +112,11 @@ impl<T: Pod> Buffer<T> {
         let lease = self.enter()?;
         let at = self.address(&lease)?.ok_or(DeviceError::ZeroSize)?;
         let pin = self.pin()?;
-        let shared = Arc::clone(self.shared());
+        let inner = Arc::clone(self.inner());
         self.note_foreign();
         let bytes = self.block_bytes();
-        shared.books().outstanding.exported.begin(bytes);
-        Ok((Loan { shared, bytes }, pin, at))
+        inner.books().outstanding.exported.begin(bytes);
+        Ok((Loan { inner, bytes }, pin, at))
     }
 }
 
@@ -170,19 +170,19 @@ impl<T: Pod> fmt::Debug for Exported<T> {
 
 /// Keeps an arena from sleeping.
 struct Loan {
-    shared: Arc<Shared>,
+    inner: Arc<ArenaInner>,
     bytes: u64,
 }
 
 impl Drop for Loan {
     /// Bookkeeping under the arena's lock. In a forked child does nothing.
     fn drop(&mut self) {
-        if self.shared.check_here().is_err() {
+        if self.inner.check_here().is_err() {
             return;
         }
-        let mut books = self.shared.books();
+        let mut books = self.inner.books();
         books.outstanding.exported.end(self.bytes);
-        books.sleep.note_unused(self.shared.clock.now());
+        books.sleep.note_unused(self.inner.clock.now());
         if books.asynchronous {
             books.sleep.note_used(StreamKey::CONTEXT);
         }
@@ -194,13 +194,13 @@ impl Lease {
     ///
     /// # Errors
     /// `ForeignLease`, `Forked`.
-    pub(crate) fn check_of(&self, shared: &Arc<Shared>) -> Result<(), DeviceError> {
-        shared.check_here()?;
-        if Arc::ptr_eq(shared, &self.arena) {
+    pub(crate) fn check_of(&self, inner: &Arc<ArenaInner>) -> Result<(), DeviceError> {
+        inner.check_here()?;
+        if Arc::ptr_eq(inner, &self.arena) {
             return Ok(());
         }
         Err(DeviceError::ForeignLease {
-            buffer_of: shared.name.clone(),
+            buffer_of: inner.name.clone(),
             lease_of: self.arena.name.clone(),
         })
     }

@@ -25,11 +25,11 @@ use bytemuck::Pod;
 
 use super::outstanding::{Due, Release};
 use crate::api::arena::DeviceArena;
-use crate::api::lane::{Known, Lane};
+use crate::api::lane::{Lane, LaneInner};
 use crate::api::lease::Lease;
 use crate::driver::{DeviceAddress, Owner};
-use crate::exec::inner::Shared;
-use crate::state::arena::Books;
+use crate::exec::inner::ArenaInner;
+use crate::state::arena::ArenaState;
 use crate::state::region::Region;
 use crate::types::error::DeviceError;
 use lowtide_core::bytes::ByteSize;
@@ -75,11 +75,11 @@ impl fmt::Display for ImportError {
 ///
 /// Dropping it schedules the release, as described there. It keeps its arena alive.
 pub struct Imported<T: Pod> {
-    pub(crate) shared: Arc<Shared>,
+    pub(crate) inner: Arc<ArenaInner>,
     at: DeviceAddress,
     len: usize,
     #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "views are for cudarc"))]
-    pub(crate) lane: Option<Arc<Known>>,
+    pub(crate) lane: Option<Arc<LaneInner>>,
     elements: PhantomData<T>,
     #[cfg(feature = "cuda")]
     pub(crate) view: crate::api::view::View<T>,
@@ -150,7 +150,7 @@ impl DeviceArena {
         len: usize,
         release: impl FnOnce(DeviceAddress, ByteSize) + Send + 'static,
     ) -> Result<Imported<T>, DeviceError> {
-        self.shared().import(at, len, Box::new(release), None)
+        self.inner().import(at, len, Box::new(release), None)
     }
 }
 
@@ -187,7 +187,7 @@ impl Lane {
         release: impl FnOnce(DeviceAddress, ByteSize) + Send + 'static,
     ) -> Result<Imported<T>, DeviceError> {
         let lane = Some(Arc::clone(self.known()));
-        self.arena().shared().import(at, len, Box::new(release), lane)
+        self.arena().inner().import(at, len, Box::new(release), lane)
     }
 }
 
@@ -211,7 +211,7 @@ impl<T: Pod> Imported<T> {
     /// # Errors
     /// [`DeviceError::ForeignLease`], [`DeviceError::Forked`].
     pub fn address(&self, lease: &Lease) -> Result<DeviceAddress, DeviceError> {
-        lease.check_of(&self.shared)?;
+        lease.check_of(&self.inner)?;
         Ok(self.at)
     }
 
@@ -227,7 +227,7 @@ impl<T: Pod> Imported<T> {
         // exposed provenance, initialised, and valid until the release, which comes after the drop
         // of `self`. T is Pod: any bytes are a value. There is no concurrent writer: foreign code
         // does not write while a slice is borrowed (the same contract), writing here takes
-        // `&mut self`, and no two values share a range (`Shared::import`).
+        // `&mut self`, and no two values share a range (`ArenaInner::import`).
         Ok(unsafe { slice::from_raw_parts(start.as_ptr(), self.len) })
     }
 
@@ -251,23 +251,23 @@ impl<T: Pod> Imported<T> {
     /// [`DeviceError::Driver`]: the value is dropped, and its release is still scheduled.
     /// [`DeviceError::Forked`] in a forked child.
     pub fn release(self) -> Result<(), DeviceError> {
-        let shared = Arc::clone(&self.shared);
+        let inner = Arc::clone(&self.inner);
         drop(self);
-        shared.check_here()?;
-        if shared.capabilities.asynchronous && shared.is_any_capturing()? {
-            return Err(DeviceError::Capturing { arena: shared.name.clone() });
+        inner.check_here()?;
+        if inner.capabilities.asynchronous && inner.is_any_capturing()? {
+            return Err(DeviceError::Capturing { arena: inner.name.clone() });
         }
-        shared.complete_all()?;
-        shared.release_adopted();
+        inner.complete_all()?;
+        inner.release_adopted();
         Ok(())
     }
 
     fn start(&self, lease: &Lease) -> Result<NonNull<T>, DeviceError> {
-        lease.check_of(&self.shared)?;
-        self.shared.check_host_access()?;
+        lease.check_of(&self.inner)?;
+        self.inner.check_host_access()?;
         let at = usize::try_from(self.at.get()).unwrap_or(0);
         let start = NonNull::new(std::ptr::with_exposed_provenance_mut(at));
-        start.ok_or_else(|| self.shared.no_host_access())
+        start.ok_or_else(|| self.inner.no_host_access())
     }
 }
 
@@ -277,10 +277,10 @@ impl<T: Pod> Drop for Imported<T> {
     fn drop(&mut self) {
         #[cfg(feature = "cuda")]
         self.let_view_go();
-        if self.shared.check_here().is_err() {
+        if self.inner.check_here().is_err() {
             return;
         }
-        let mut books = self.shared.books();
+        let mut books = self.inner.books();
         let after = books.uses(&[]);
         books.outstanding.imported.let_go(self.at.get(), after);
     }
@@ -289,7 +289,7 @@ impl<T: Pod> Drop for Imported<T> {
 impl<T: Pod> fmt::Debug for Imported<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Adopted")
-            .field("arena", &self.shared.name)
+            .field("arena", &self.inner.name)
             .field("at", &self.at)
             .field("len", &self.len)
             .field("bytes", &self.bytes())
@@ -297,14 +297,14 @@ impl<T: Pod> fmt::Debug for Imported<T> {
     }
 }
 
-impl Shared {
+impl ArenaInner {
     /// Records imported memory; only with the guarantees of the caller of `DeviceArena::import`.
     fn import<T: Pod>(
         self: &Arc<Self>,
         at: DeviceAddress,
         len: usize,
         release: Release,
-        lane: Option<Arc<Known>>,
+        lane: Option<Arc<LaneInner>>,
     ) -> Result<Imported<T>, DeviceError> {
         self.check_open()?;
         let bytes = len.checked_mul(size_of::<T>()).filter(|&bytes| isize::try_from(bytes).is_ok());
@@ -326,7 +326,7 @@ impl Shared {
         books.outstanding.imported.import(at.get(), size.get(), release);
         drop(books);
         Ok(Imported {
-            shared: Arc::clone(self),
+            inner: Arc::clone(self),
             at,
             len,
             lane,
@@ -376,7 +376,7 @@ impl Shared {
     }
 }
 
-impl Books {
+impl ArenaState {
     fn waiting_releases(&self) -> u64 {
         self.outstanding.imported.count() - self.outstanding.imported.held()
     }

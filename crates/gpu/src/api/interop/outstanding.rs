@@ -22,12 +22,12 @@ pub(super) type Release = Box<dyn FnOnce(DeviceAddress, ByteSize) + Send>;
 
 /// The exports and imports of an arena.
 #[derive(Debug, Default)]
-pub(crate) struct Owed {
+pub(crate) struct Outstanding {
     pub(crate) exported: Exports,
     pub(crate) imported: Imports,
 }
 
-impl Owed {
+impl Outstanding {
     /// Puts its figures into a snapshot.
     pub(crate) fn show(&self, snapshot: &mut ArenaSnapshot) {
         let size = ByteSize::new;

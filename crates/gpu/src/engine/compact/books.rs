@@ -14,13 +14,13 @@ use crate::driver::DeviceAddress;
 use crate::index::{End, Span, StaleBlock};
 use crate::observe::record::Operation;
 use crate::observe::visualize::Act;
-use crate::state::arena::Books;
+use crate::state::arena::ArenaState;
 use crate::state::ranges::BlockName;
-use crate::state::region::{Placed, Region, RegionBooks};
+use crate::state::region::{Placement, Region, RegionState};
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::Clock;
 
-impl RegionBooks {
+impl RegionState {
     /// Returns the number of times that blocks of the region were moved, or lost.
     pub(crate) const fn moves(&self) -> u64 {
         self.moves
@@ -31,7 +31,7 @@ impl RegionBooks {
     }
 
     /// Returns the current place of a live block.
-    pub(crate) fn refreshed(&self, placed: Placed) -> Placed {
+    pub(crate) fn refreshed(&self, placed: Placement) -> Placement {
         if placed.moves == self.moves {
             return placed;
         }
@@ -40,7 +40,7 @@ impl RegionBooks {
             return placed;
         };
         let at = self.segment.address_of(ByteSize::new(span.offset));
-        Placed { span, at, moves: self.moves, ..placed }
+        Placement { span, at, moves: self.moves, ..placed }
     }
 
     pub(super) fn is_lost(&self, id: BlockName) -> bool {
@@ -54,7 +54,7 @@ impl RegionBooks {
     }
 
     /// Takes a free span for a block to move to, arriving.
-    fn take_room(&mut self, span: Span) -> Option<Placed> {
+    fn take_room(&mut self, span: Span) -> Option<Placement> {
         if !self.pending.is_clear(span) {
             return None;
         }
@@ -62,12 +62,12 @@ impl RegionBooks {
         self.segment.touch(span);
         self.arriving += span.size;
         let at = self.segment.address_of(ByteSize::new(span.offset));
-        Some(Placed { id, span, at, requested: 0, moves: self.moves })
+        Some(Placement { id, span, at, requested: 0, moves: self.moves })
     }
 
     /// Moves a block to the place taken for it and frees the old one; returns `true` if granules
     /// became idle.
-    fn trade(&mut self, id: BlockName, room: Placed) -> bool {
+    fn trade(&mut self, id: BlockName, room: Placement) -> bool {
         let old = self.index.span_of(id);
         let traded = self.index.exchange(id, room.id);
         debug_assert!(traded.is_ok(), "of one size, or neighbours: {traded:?}");
@@ -84,7 +84,7 @@ impl RegionBooks {
     }
 }
 
-impl Books {
+impl ArenaState {
     /// Blocks and free spans in address order, and the name of each block; the wall between the
     /// ranges as a block that stays.
     pub(super) fn parts(&self, options: CompactOptions) -> Vec<(Part, Option<BlockName>)> {
@@ -156,7 +156,7 @@ impl Books {
 
     /// Takes a free span for a block to move to, arriving; with it, the bytes of granules that are
     /// active by it.
-    pub(super) fn take_room(&mut self, region: Region, span: Span) -> Option<(Placed, u64)> {
+    pub(super) fn take_room(&mut self, region: Region, span: Span) -> Option<(Placement, u64)> {
         let active = self.active();
         let room = self.region_mut(region).take_room(span)?;
         let wanting = self.region(region).segment.wanting(span);
@@ -170,7 +170,7 @@ impl Books {
         &mut self,
         region: Region,
         (id, size): (BlockName, u64),
-        room: Placed,
+        room: Placement,
         clock: &dyn Clock,
     ) -> u64 {
         let active = self.active();
@@ -203,7 +203,7 @@ impl Books {
     }
 
     /// Leaves the freeing of a moving block to the mover; returns `true` if it moves.
-    pub(crate) fn defer_release(&mut self, region: Region, placed: Placed) -> bool {
+    pub(crate) fn defer_release(&mut self, region: Region, placed: Placement) -> bool {
         match &mut self.moving {
             Some(Moving { region: its, id, freed }) if (*its, *id) == (region, placed.id) => {
                 debug_assert!(freed.is_none(), "only its owner frees a block, once");

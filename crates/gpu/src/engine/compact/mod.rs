@@ -28,7 +28,7 @@ use thiserror::Error;
 
 use crate::api::arena::DeviceArena;
 use crate::driver::DeviceAddress;
-use crate::exec::inner::Shared;
+use crate::exec::inner::ArenaInner;
 use crate::index::Span;
 use crate::observe::record::Operation;
 use crate::state::ranges::BlockName;
@@ -159,7 +159,7 @@ impl From<CompactError> for DeviceError {
 #[derive(Debug)]
 #[must_use = "a block stays only while its pin is held"]
 pub struct BlockPin {
-    shared: Arc<Shared>,
+    inner: Arc<ArenaInner>,
     region: Region,
     /// `None` if there is no block to pin.
     id: Option<BlockName>,
@@ -167,17 +167,17 @@ pub struct BlockPin {
 
 impl BlockPin {
     /// Waits for the end of the block's move, if it moves.
-    pub(crate) fn new(shared: &Arc<Shared>, region: Region, id: Option<BlockName>) -> Self {
+    pub(crate) fn new(inner: &Arc<ArenaInner>, region: Region, id: Option<BlockName>) -> Self {
         if let Some(id) = id {
-            let mut books = shared.wait_until_still(lock(&shared.books), region, id);
+            let mut books = inner.wait_until_still(lock(&inner.books), region, id);
             books.region_mut(region).pins.pin(id);
-            books.tell(&*shared.clock, |numbers| {
+            books.tell(&*inner.clock, |numbers| {
                 Some(Operation::Pin { id: numbers.of(region, id)? })
             });
             drop(books);
-            shared.pass_on();
+            inner.pass_on();
         }
-        Self { shared: Arc::clone(shared), region, id }
+        Self { inner: Arc::clone(inner), region, id }
     }
 }
 
@@ -185,14 +185,14 @@ impl Drop for BlockPin {
     /// Takes the arena's lock; in a forked child does nothing.
     fn drop(&mut self) {
         let Some(id) = self.id else { return };
-        if self.shared.check_here().is_ok() {
-            let mut books = lock(&self.shared.books);
+        if self.inner.check_here().is_ok() {
+            let mut books = lock(&self.inner.books);
             books.region_mut(self.region).pins.unpin(id);
-            books.tell(&*self.shared.clock, |numbers| {
+            books.tell(&*self.inner.clock, |numbers| {
                 Some(Operation::Unpin { id: numbers.of(self.region, id)? })
             });
             drop(books);
-            self.shared.pass_on();
+            self.inner.pass_on();
         }
     }
 }
@@ -254,26 +254,26 @@ impl DeviceArena {
         mut moved: impl FnMut(Moved),
     ) -> Result<CompactReport, CompactError> {
         let mut done = CompactReport::default();
-        let shared = self.shared();
-        if let Err(error) = shared.check_here() {
+        let inner = self.inner();
+        if let Err(error) = inner.check_here() {
             return Err(CompactError { error, done });
         }
-        let Some(_turn) = Turn::take(shared) else {
+        let Some(_turn) = Turn::take(inner) else {
             done.stopped = StopReason::Busy;
             return Ok(done);
         };
         // Cached blocks are free.
-        shared.empty_fronts();
-        let outcome = shared.compact(options, &mut done, &mut moved);
-        if let Err(error) = shared.check_here() {
+        inner.empty_fronts();
+        let outcome = inner.compact(options, &mut done, &mut moved);
+        if let Err(error) = inner.check_here() {
             return Err(CompactError { error, done });
         }
         done.stopped = *outcome.as_ref().unwrap_or(&StopReason::Failed);
-        let books = lock(&shared.books);
+        let books = lock(&inner.books);
         done.largest_span = ByteSize::new(books.region(options.region).largest_span());
-        books.tell(&*shared.clock, |_| Some(Operation::compact(options, &done)));
+        books.tell(&*inner.clock, |_| Some(Operation::compact(options, &done)));
         drop(books);
-        shared.pass_on();
+        inner.pass_on();
         log!(
             debug,
             arena = self.name(),
@@ -284,7 +284,7 @@ impl DeviceArena {
             stopped = done.stopped.name(),
             "arena compacted"
         );
-        shared.debug_validate();
+        inner.debug_validate();
         match outcome {
             Ok(_) => Ok(done),
             Err(error) => Err(CompactError { error, done }),
@@ -294,7 +294,7 @@ impl DeviceArena {
 
 type RegionLayout = (Vec<Part>, BTreeMap<u64, BlockName>, Option<Vec<Span>>);
 
-impl Shared {
+impl ArenaInner {
     fn compact(
         &self,
         options: CompactOptions,
@@ -355,13 +355,13 @@ impl Shared {
 }
 
 /// The turn of the one compaction that is under way.
-struct Turn<'a>(&'a Shared);
+struct Turn<'a>(&'a ArenaInner);
 
 impl<'a> Turn<'a> {
-    fn take(shared: &'a Shared) -> Option<Self> {
-        let mut books = lock(&shared.books);
+    fn take(inner: &'a ArenaInner) -> Option<Self> {
+        let mut books = lock(&inner.books);
         let is_free = !std::mem::replace(&mut books.compacting, true);
-        is_free.then(|| Self(shared))
+        is_free.then(|| Self(inner))
     }
 }
 

@@ -13,11 +13,11 @@
 use super::CompactOptions;
 use super::plan::{Hold, Move};
 use crate::driver::{DeviceAddress, DriverError};
-use crate::exec::inner::Shared;
-use crate::state::arena::Books;
+use crate::exec::inner::ArenaInner;
+use crate::state::arena::ArenaState;
 use crate::state::pending::Claim;
 use crate::state::ranges::BlockName;
-use crate::state::region::{Placed, Region};
+use crate::state::region::{Placement, Region};
 use crate::types::error::DeviceError;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::sync::atomic::Ordering;
@@ -29,7 +29,7 @@ pub(crate) struct Moving {
     pub(crate) region: Region,
     pub(crate) id: BlockName,
     /// Its owner has freed it.
-    pub(crate) freed: Option<Placed>,
+    pub(crate) freed: Option<Placement>,
 }
 
 /// The result of one move.
@@ -57,7 +57,7 @@ struct FailedCopy {
     is_lost: bool,
 }
 
-impl Shared {
+impl ArenaInner {
     /// Moves a block, if it may still move and is still at the planned place.
     pub(super) fn move_block(
         &self,
@@ -162,8 +162,8 @@ impl Shared {
     /// Waits for the end of the move in progress, before a lease is granted.
     pub(crate) fn wait_for_move<'a>(
         &'a self,
-        mut books: MutexGuard<'a, Books>,
-    ) -> MutexGuard<'a, Books> {
+        mut books: MutexGuard<'a, ArenaState>,
+    ) -> MutexGuard<'a, ArenaState> {
         if books.moving.is_none() {
             return books;
         }
@@ -179,10 +179,10 @@ impl Shared {
     /// Waits until this block does not move.
     pub(crate) fn wait_until_still<'a>(
         &'a self,
-        mut books: MutexGuard<'a, Books>,
+        mut books: MutexGuard<'a, ArenaState>,
         region: Region,
         id: BlockName,
-    ) -> MutexGuard<'a, Books> {
+    ) -> MutexGuard<'a, ArenaState> {
         while books.moving.is_some_and(|moving| (moving.region, moving.id) == (region, id)) {
             books = wait(&self.settled, books);
         }
@@ -191,7 +191,7 @@ impl Shared {
 
     /// Returns `true` if this is the block's current place.
     #[inline]
-    pub(crate) fn is_fresh(&self, region: Region, placed: &Placed) -> bool {
+    pub(crate) fn is_fresh(&self, region: Region, placed: &Placement) -> bool {
         placed.moves == self.moves[region.number()].load(Ordering::Relaxed)
     }
 
@@ -199,7 +199,11 @@ impl Shared {
     ///
     /// # Errors
     /// `ContentsLost`.
-    pub(crate) fn resolve(&self, region: Region, placed: Placed) -> Result<Placed, DeviceError> {
+    pub(crate) fn resolve(
+        &self,
+        region: Region,
+        placed: Placement,
+    ) -> Result<Placement, DeviceError> {
         let books = self.wait_until_still(lock(&self.books), region, placed.id);
         check_whole(&books, region, placed)?;
         Ok(books.region(region).refreshed(placed))
@@ -211,9 +215,9 @@ impl Shared {
 /// # Errors
 /// `ContentsLost`.
 pub(crate) fn check_whole(
-    books: &Books,
+    books: &ArenaState,
     region: Region,
-    placed: Placed,
+    placed: Placement,
 ) -> Result<(), DeviceError> {
     if books.region(region).is_lost(placed.id) {
         let size = ByteSize::new(placed.span.size);
@@ -223,7 +227,7 @@ pub(crate) fn check_whole(
 }
 
 /// Returns the reason a move cannot be made now, if any.
-fn refuses(books: &Books, options: CompactOptions, id: BlockName, made: Move) -> Option<Step> {
+fn refuses(books: &ArenaState, options: CompactOptions, id: BlockName, made: Move) -> Option<Step> {
     if books.leases > 0 || books.entering > 0 || !books.sleep.is_awake() {
         return Some(Step::Busy);
     }

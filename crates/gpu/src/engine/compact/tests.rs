@@ -5,7 +5,7 @@
 use std::sync::Arc;
 
 use crate::observe::record::hooks::Origin;
-use crate::state::region::Wanted;
+use crate::state::region::AllocRequest;
 use crate::{
     ArenaConfig, BlockPin, Buffer, CompactOptions, DeviceArena, DeviceError, Goal, Moved, Region,
     StopReason,
@@ -425,17 +425,17 @@ fn what_the_limit_does_not_allow_is_left_out() {
 #[test]
 fn aligned_blocks_stay_aligned() {
     let (arena, _) = fixed(ByteSize::mib(8));
-    let shared = arena.shared();
+    let inner = arena.inner();
     let request = |size, align| {
         let origin = Origin::BUFFER;
-        let wanted = Wanted { size, align, requested: size, origin };
-        shared.obtain(Region::Dynamic, wanted).expect("room")
+        let wanted = AllocRequest { size, align, requested: size, origin };
+        inner.obtain(Region::Dynamic, wanted).expect("room")
     };
     // The gap begins 512 bytes after a multiple of 4 KiB.
     let first = request((1 << 20) + 512, 256);
     let (gone, block) = (request((1 << 20) + 512, 256), request(1 << 20, 4096));
-    lock(&shared.books).region_mut(Region::Dynamic).pins.pin(first.id);
-    shared.release(Region::Dynamic, gone);
+    lock(&inner.books).region_mut(Region::Dynamic).pins.pin(first.id);
+    inner.release(Region::Dynamic, gone);
     let mut moves = 0;
     for options in [ALL, DYNAMIC] {
         let told = |moved: Moved| {
@@ -445,8 +445,8 @@ fn aligned_blocks_stay_aligned() {
         arena.compact(options, told).expect("no error");
     }
     assert_eq!(moves, 1);
-    shared.release(Region::Dynamic, block);
-    shared.release(Region::Dynamic, first);
+    inner.release(Region::Dynamic, block);
+    inner.release(Region::Dynamic, first);
     arena.validate();
 }
 

@@ -7,11 +7,11 @@
 use std::ops::Range;
 
 use super::contents::{self, Contents, OutgoingRun};
-use crate::state::arena::Books;
+use crate::state::arena::ArenaState;
 use crate::state::ranges::BlockName;
-use crate::state::region::{Region, RegionBooks};
+use crate::state::region::{Region, RegionState};
 
-impl RegionBooks {
+impl RegionState {
     /// Returns the treatment of live blocks' granules, `usual` by default; on host memory kept
     /// contents stay in place.
     pub(super) fn wanted_contents(
@@ -33,7 +33,7 @@ impl RegionBooks {
     }
 }
 
-impl Books {
+impl ArenaState {
     /// Notes the blocks whose contents are lost with these parts.
     pub(super) fn note_discarded(&mut self, parts: &[OutgoingRun]) {
         for region in Region::ALL {

@@ -14,11 +14,11 @@
 use super::contents::{self, Contents, OutgoingRun};
 use super::phase::Phase;
 use super::stores::Saved;
-use super::{ArenaState, SleepOptions, SleepReport};
+use super::{SleepOptions, SleepReport, SleepState};
 use crate::driver::DriverError;
-use crate::exec::inner::Shared;
+use crate::exec::inner::ArenaInner;
 use crate::observe::visualize::Act;
-use crate::state::arena::Books;
+use crate::state::arena::ArenaState;
 use crate::state::region::Region;
 use crate::state::segment::Run;
 use crate::types::error::DeviceError;
@@ -37,7 +37,7 @@ struct FailedRelease {
     error: DriverError,
 }
 
-impl Shared {
+impl ArenaInner {
     /// Falls asleep, from awake.
     pub(super) fn sleep(&self, options: SleepOptions) -> Result<SleepReport, DeviceError> {
         // Before the state is visible: a clock advanced from then on reaches the deadline.
@@ -50,7 +50,7 @@ impl Shared {
     }
 
     /// Fails if a block is live whose address could not be restored.
-    pub(super) fn check_way_back(&self, books: &Books) -> Result<(), DeviceError> {
+    pub(super) fn check_way_back(&self, books: &ArenaState) -> Result<(), DeviceError> {
         if self.capabilities.same_address_wake || books.live() == 0 {
             return Ok(());
         }
@@ -117,7 +117,7 @@ impl Shared {
     }
 
     /// Records the reason it does not fall asleep; returns the error.
-    fn told(&self, books: &Books, options: SleepOptions, error: DeviceError) -> DeviceError {
+    fn told(&self, books: &ArenaState, options: SleepOptions, error: DeviceError) -> DeviceError {
         books.tell_sleepless(&*self.clock, options, &error, books.sleep.state());
         error
     }
@@ -190,7 +190,7 @@ impl Shared {
     ) -> DeviceError {
         self.arrive_at(Phase::Awake, |books| {
             parts.iter().for_each(|part| books.end_part(part, false));
-            books.tell_sleepless(&*self.clock, options, &error, ArenaState::Awake);
+            books.tell_sleepless(&*self.clock, options, &error, SleepState::Awake);
         });
         if let Some(saved) = saved {
             self.let_go(saved);
@@ -215,7 +215,7 @@ impl Shared {
             self.arrive_at(Phase::Awake, |books| {
                 parts.iter().zip(0..).for_each(|(part, at)| books.end_part(part, at < nth));
                 books.untrimmed |= nth > 0;
-                books.tell_sleepless(&*self.clock, options, &error, ArenaState::Awake);
+                books.tell_sleepless(&*self.clock, options, &error, SleepState::Awake);
             });
             return error;
         }
@@ -228,13 +228,13 @@ impl Shared {
             Ok(())
         });
         // The contents of the one that did not leave are lost as well.
-        let all = |books: &Books| saved.as_ref().map(|saved| saved.places(books));
+        let all = |books: &ArenaState| saved.as_ref().map(|saved| saved.places(books));
         let filled = returned.and_then(|()| self.copy_back(|books| all(books).unwrap_or_default()));
         if filled.is_ok() {
             self.arrive_at(Phase::Awake, |books| {
                 books.note_discarded(&parts[..=nth]);
                 parts.iter().for_each(|part| books.end_part(part, false));
-                books.tell_sleepless(&*self.clock, options, &error, ArenaState::Awake);
+                books.tell_sleepless(&*self.clock, options, &error, SleepState::Awake);
             });
             if let Some(saved) = saved {
                 self.let_go(saved);
@@ -286,7 +286,7 @@ impl Shared {
             match error {
                 None => books.tell_asleep(&*self.clock, options, slept),
                 Some(error) => {
-                    books.tell_sleepless(&*self.clock, options, error, ArenaState::Asleep);
+                    books.tell_sleepless(&*self.clock, options, error, SleepState::Asleep);
                 }
             }
         });
@@ -294,7 +294,7 @@ impl Shared {
     }
 
     /// The end of a way down or up.
-    pub(super) fn arrive_at(&self, phase: Phase, book: impl FnOnce(&mut Books)) {
+    pub(super) fn arrive_at(&self, phase: Phase, book: impl FnOnce(&mut ArenaState)) {
         let mut books = self.books();
         book(&mut books);
         for region in Region::ALL {
@@ -312,7 +312,7 @@ impl Shared {
     }
 }
 
-impl Books {
+impl ArenaState {
     /// Marks all memory as leaving except that which stays: memory without kept contents last,
     /// since only that is lost if a later part is not released.
     fn begin_fall(&mut self, options: SleepOptions, is_host: bool) -> Vec<OutgoingRun> {

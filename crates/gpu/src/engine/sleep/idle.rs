@@ -10,8 +10,8 @@ use std::time::Duration;
 use super::phase::Phase;
 use super::{SleepOptions, SleepReport};
 use crate::api::arena::DeviceArena;
-use crate::exec::inner::Shared;
-use crate::state::arena::Books;
+use crate::exec::inner::ArenaInner;
+use crate::state::arena::ArenaState;
 use crate::types::error::DeviceError;
 use lowtide_core::clock::Moment;
 
@@ -40,21 +40,21 @@ impl DeviceArena {
     /// [`SleepConfig::idle_after`]: super::SleepConfig::idle_after
     /// [`SleepConfig::min_awake`]: super::SleepConfig::min_awake
     pub fn sleep_if_idle(&self, now: Moment) -> Result<Option<SleepReport>, DeviceError> {
-        self.shared().check_here()?;
+        self.inner().check_here()?;
         if self.next_sleep() > now {
             return Ok(None);
         }
-        let shared = self.shared();
-        if !shared.capabilities.same_address_wake {
+        let inner = self.inner();
+        if !inner.capabilities.same_address_wake {
             return self.lie_awake().map(|()| None);
         }
-        let options = SleepOptions { drain: Duration::ZERO, ..shared.sleep.options };
+        let options = SleepOptions { drain: Duration::ZERO, ..inner.sleep.options };
         let outcome = self.try_sleep(options);
         let Err(error) = outcome else { return outcome.map(Some) };
         // An allocation that cancels it is no lease: without a pause it would be tried at once
         // again, and contents copied for nothing.
-        let again = shared.clock.now() + AGAIN;
-        let mut books = shared.books();
+        let again = inner.clock.now() + AGAIN;
+        let mut books = inner.books();
         books.sleep.not_before = books.sleep.not_before.max(again);
         drop(books);
         log!(debug, arena = self.name(), %error, "arena idle sleep failed");
@@ -70,9 +70,9 @@ impl DeviceArena {
 
     /// In place of a sleep from which there is no way back to the same addresses.
     fn lie_awake(&self) -> Result<(), DeviceError> {
-        let shared = self.shared();
-        let again = shared.clock.now() + AGAIN;
-        let mut books = shared.books();
+        let inner = self.inner();
+        let again = inner.clock.now() + AGAIN;
+        let mut books = inner.books();
         let is_first = !std::mem::replace(&mut books.sleep.lay_awake, true);
         books.sleep.not_before = books.sleep.not_before.max(again);
         drop(books);
@@ -88,23 +88,23 @@ impl DeviceArena {
     /// or exported buffers. Takes the lock for a few comparisons.
     #[must_use]
     pub fn next_sleep(&self) -> Moment {
-        let shared = self.shared();
-        if shared.check_here().is_err() {
+        let inner = self.inner();
+        if inner.check_here().is_err() {
             return Moment::NEVER;
         }
-        shared.next_sleep(&shared.books())
+        inner.next_sleep(&inner.books())
     }
 }
 
-impl Shared {
-    pub(crate) fn next_sleep(&self, books: &Books) -> Moment {
+impl ArenaInner {
+    pub(crate) fn next_sleep(&self, books: &ArenaState) -> Moment {
         match self.sleep.idle_after {
             Some(idle_after) if !self.is_closed() => self.sleep_due(books, idle_after),
             _ => Moment::NEVER,
         }
     }
 
-    fn sleep_due(&self, books: &Books, idle_after: Duration) -> Moment {
+    fn sleep_due(&self, books: &ArenaState, idle_after: Duration) -> Moment {
         let min_awake = self.sleep.min_awake;
         let sleep = &books.sleep;
         let is_idle = sleep.phase == Phase::Awake && books.leases == 0;
@@ -124,7 +124,7 @@ impl Shared {
     }
 }
 
-impl Books {
+impl ArenaState {
     /// Returns `true` if it sleeps, and has no block left to wake for.
     pub(crate) fn sleeps_for_nothing(&self) -> bool {
         self.sleep.phase == Phase::Asleep && self.live() == 0

@@ -40,7 +40,7 @@ pub use waiting::EnterFuture;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize), serde(rename_all = "snake_case"))]
 #[non_exhaustive]
-pub enum ArenaState {
+pub enum SleepState {
     /// The memory can be used.
     #[default]
     Awake,
@@ -52,7 +52,7 @@ pub enum ArenaState {
     Waking,
 }
 
-impl ArenaState {
+impl SleepState {
     /// All of them.
     pub(crate) const ALL: [Self; 4] = [Self::Awake, Self::Draining, Self::Asleep, Self::Waking];
 
@@ -186,7 +186,7 @@ impl DeviceArena {
     /// # use std::sync::Arc;
     /// # use lowtide_gpu::clock::SystemClock;
     /// use lowtide_gpu::{
-    ///     ArenaConfig, ArenaState, Contents, DeviceArena, HostDriver, Region, SleepOptions,
+    ///     ArenaConfig, SleepState, Contents, DeviceArena, HostDriver, Region, SleepOptions,
     /// };
     /// # let clock = Arc::new(SystemClock::new());
     /// # let arena = DeviceArena::open(Arc::new(HostDriver::new()), clock, ArenaConfig::new("a"))?;
@@ -194,7 +194,7 @@ impl DeviceArena {
     /// let cache = arena.alloc_from(&[1_u8; 4 << 20], Region::Dynamic)?;
     /// let options = SleepOptions { dynamic: Contents::Discard, ..SleepOptions::default() };
     /// arena.sleep(options)?;
-    /// assert_eq!(arena.state(), ArenaState::Asleep);
+    /// assert_eq!(arena.state(), SleepState::Asleep);
     /// let lease = arena.enter()?; // wakes it
     /// assert_eq!(weights.slice(&lease)?[0], 7);
     /// assert!(cache.take_discarded()); // to be filled again
@@ -220,13 +220,13 @@ impl DeviceArena {
 
     /// Like [`DeviceArena::sleep`], but does not log failures.
     fn try_sleep(&self, options: SleepOptions) -> Result<SleepReport, DeviceError> {
-        let shared = self.shared();
-        shared.check_open()?;
-        shared.empty_fronts();
-        shared.check_way_back(&shared.books())?;
-        let outcome = shared.sleep(options);
-        shared.pass_on();
-        shared.debug_validate();
+        let inner = self.inner();
+        inner.check_open()?;
+        inner.empty_fronts();
+        inner.check_way_back(&inner.books())?;
+        let outcome = inner.sleep(options);
+        inner.pass_on();
+        inner.debug_validate();
         if let Ok(SleepReport { released, offloaded, stayed }) = &outcome {
             let arena = self.name();
             log!(info, arena, %released, %offloaded, %stayed, "arena fell asleep");
@@ -249,10 +249,10 @@ impl DeviceArena {
     /// stream captures a graph, which the wait for the copies would invalidate.
     /// [`DeviceError::Closed`], [`DeviceError::Forked`].
     pub fn wake(&self) -> Result<WakeReport, DeviceError> {
-        let shared = self.shared();
-        shared.check_open()?;
-        let woken = shared.wake()?;
-        shared.debug_validate();
+        let inner = self.inner();
+        inner.check_open()?;
+        let woken = inner.wake()?;
+        inner.debug_validate();
         Ok(woken)
     }
 
@@ -262,35 +262,35 @@ impl DeviceArena {
     /// # Errors
     /// The errors of [`DeviceArena::wake`].
     pub fn wake_at_once(&self) -> Result<WakeReport, DeviceError> {
-        let shared = self.shared();
-        shared.check_open()?;
-        let woken = shared.wake_at_once()?;
-        shared.debug_validate();
+        let inner = self.inner();
+        inner.check_open()?;
+        let woken = inner.wake_at_once()?;
+        inner.debug_validate();
         Ok(woken)
     }
 
     /// Returns the sleep state; awake for a closed arena.
     #[must_use]
-    pub fn state(&self) -> ArenaState {
-        let shared = self.shared();
-        if shared.check_here().is_err() {
-            return ArenaState::default();
+    pub fn state(&self) -> SleepState {
+        let inner = self.inner();
+        if inner.check_here().is_err() {
+            return SleepState::default();
         }
-        lock(&shared.books).sleep.state()
+        lock(&inner.books).sleep.state()
     }
 
     /// Returns `true` if a thread waits for it to be awake; for tests.
     #[doc(hidden)]
     #[must_use]
     pub fn is_wanted(&self) -> bool {
-        lock(&self.shared().books).sleep.is_wanted()
+        lock(&self.inner().books).sleep.is_wanted()
     }
 
     /// Returns `true` if a call is in progress that a sleep waits for; for tests.
     #[doc(hidden)]
     #[must_use]
     pub fn is_busy(&self) -> bool {
-        lock(&self.shared().books).is_busy()
+        lock(&self.inner().books).is_busy()
     }
 
     /// Sets if the host memory for contents is kept between sleeps ([`SleepConfig::keep_stores`]),
@@ -299,20 +299,20 @@ impl DeviceArena {
     /// The next sleep uses kept memory if its contents fit, and releases it otherwise.
     /// [`DeviceArena::release_stores`] and the end of the arena release it too.
     pub fn set_keep_stores(&self, keep_stores: bool) {
-        let shared = self.shared();
-        if shared.check_here().is_ok() {
-            shared.set_between(keep_stores);
+        let inner = self.inner();
+        if inner.check_here().is_ok() {
+            inner.set_between(keep_stores);
         }
     }
 
     /// Releases the host memory kept between sleeps and returns its bytes. If the driver refuses,
     /// it is retried later ([`DeviceArena::decay`]). Contents of a sleeping arena are not affected.
     pub fn release_stores(&self) -> ByteSize {
-        let shared = self.shared();
-        if shared.check_here().is_err() {
+        let inner = self.inner();
+        if inner.check_here().is_err() {
             return ByteSize::ZERO;
         }
-        shared.release_kept()
+        inner.release_kept()
     }
 
     /// Sets the budget from which a sleep reserves host memory before it copies contents; without
@@ -354,8 +354,8 @@ impl DeviceArena {
     /// # Ok::<(), lowtide_gpu::DeviceError>(())
     /// ```
     pub fn set_host_budget(&self, budget: Arc<dyn HostBudget>) {
-        if self.shared().check_here().is_ok() {
-            let before = lock(&self.shared().books).sleep.budget.replace(budget);
+        if self.inner().check_here().is_ok() {
+            let before = lock(&self.inner().books).sleep.budget.replace(budget);
             drop(before); // not ours, and so with no lock held
         }
     }

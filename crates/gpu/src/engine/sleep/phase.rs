@@ -13,14 +13,14 @@ use std::fmt;
 use std::sync::Arc;
 use std::task::Waker;
 
-use super::ArenaState;
+use super::SleepState;
 use super::stores::{Between, Saved, is_booking};
 use super::{HostBudget, SleepConfig};
 use crate::driver::HostStore;
 use crate::engine::shortage::is_within;
 use crate::exec::handles::OwnedStream;
-use crate::exec::inner::Shared;
-use crate::state::arena::Books;
+use crate::exec::inner::ArenaInner;
+use crate::state::arena::ArenaState;
 use crate::state::streams::StreamKey;
 use crate::types::error::DeviceError;
 use lowtide_core::bytes::ByteSize;
@@ -96,12 +96,12 @@ impl Sleep {
         Self { between, leased_since: now, left_at: now, awake_since: now, ..Self::default() }
     }
 
-    pub(crate) const fn state(&self) -> ArenaState {
+    pub(crate) const fn state(&self) -> SleepState {
         match self.phase {
-            Phase::Awake => ArenaState::Awake,
-            Phase::Draining(_) | Phase::Falling => ArenaState::Draining,
-            Phase::Asleep => ArenaState::Asleep,
-            Phase::Waking => ArenaState::Waking,
+            Phase::Awake => SleepState::Awake,
+            Phase::Draining(_) | Phase::Falling => SleepState::Draining,
+            Phase::Asleep => SleepState::Asleep,
+            Phase::Waking => SleepState::Waking,
         }
     }
 
@@ -195,7 +195,7 @@ impl Sleep {
     }
 }
 
-impl Books {
+impl ArenaState {
     /// Records one more lease of an open arena, which cancels a drain.
     ///
     /// # Errors
@@ -224,14 +224,14 @@ impl Books {
 
     /// Returns `true` if calls are in progress that place, move, commit or release.
     pub(super) fn is_busy(&self) -> bool {
-        let moving = |region: &crate::state::region::RegionBooks| {
+        let moving = |region: &crate::state::region::RegionState| {
             region.arriving + region.segment.committing() + region.segment.leaving()
         };
         self.moving.is_some() || self.total(moving) > 0
     }
 }
 
-impl Shared {
+impl ArenaInner {
     /// Waits until the arena is awake; wakes it if it sleeps. Costs a comparison if it is awake.
     ///
     /// # Errors
@@ -239,16 +239,16 @@ impl Shared {
     #[inline]
     pub(crate) fn awake<'a>(
         &'a self,
-        books: MutexGuard<'a, Books>,
-    ) -> Result<MutexGuard<'a, Books>, DeviceError> {
+        books: MutexGuard<'a, ArenaState>,
+    ) -> Result<MutexGuard<'a, ArenaState>, DeviceError> {
         if books.sleep.is_open() { Ok(books) } else { self.wait_awake(books) }
     }
 
     #[cold]
     fn wait_awake<'a>(
         &'a self,
-        mut books: MutexGuard<'a, Books>,
-    ) -> Result<MutexGuard<'a, Books>, DeviceError> {
+        mut books: MutexGuard<'a, ArenaState>,
+    ) -> Result<MutexGuard<'a, ArenaState>, DeviceError> {
         let before = books.sleep.attempts;
         loop {
             match books.sleep.phase {
@@ -276,12 +276,12 @@ impl Shared {
         }
     }
 
-    pub(super) fn not_awake(&self, books: &Books) -> DeviceError {
+    pub(super) fn not_awake(&self, books: &ArenaState) -> DeviceError {
         DeviceError::State { arena: self.name.clone(), state: books.sleep.state() }
     }
 
     /// Notifies of the end of a call that a thread putting the arena to sleep waits for.
-    pub(crate) fn note_quieter(&self, books: &Books) {
+    pub(crate) fn note_quieter(&self, books: &ArenaState) {
         if books.sleep.phase == Phase::Falling {
             self.settled.notify_all();
         }

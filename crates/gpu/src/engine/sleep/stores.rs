@@ -18,9 +18,9 @@ use super::contents::{Contents, OutgoingRun};
 use crate::driver::{DeviceAddress, DriverError, HOST_GRANULARITY, HostStore, StoreSpan};
 use crate::engine::proof::{captures, is_captures};
 use crate::exec::handles::OwnedStream;
-use crate::exec::inner::Shared;
-use crate::state::arena::Books;
-use crate::state::ground::Ground;
+use crate::exec::inner::ArenaInner;
+use crate::state::arena::ArenaState;
+use crate::state::ground::Backing;
 use crate::state::region::Region;
 use crate::state::segment::Run;
 use crate::types::error::DeviceError;
@@ -139,7 +139,7 @@ pub(super) fn lay_out(parts: &[OutgoingRun], granularity: ByteSize) -> (Vec<Copy
 
 impl Saved {
     /// Returns the current and saved place of the granules of a copy, or some of them.
-    fn place(&self, copy: &Copy, run: Run, segment: &Ground) -> StoredCopy {
+    fn place(&self, copy: &Copy, run: Run, segment: &Backing) -> StoredCopy {
         let (at, size) = segment.place_of(run);
         let (from, _) = segment.place_of(copy.run);
         let into = at.offset_from(from).unwrap_or_default();
@@ -153,13 +153,13 @@ impl Saved {
     }
 
     /// Every copy of all that was saved.
-    pub(super) fn places(&self, books: &Books) -> Vec<StoredCopy> {
+    pub(super) fn places(&self, books: &ArenaState) -> Vec<StoredCopy> {
         let place = |copy: &Copy| self.place(copy, copy.run, &books.region(copy.region).segment);
         self.copies.iter().map(place).collect()
     }
 
     /// Returns the copies of memory that blocks still touch.
-    pub(super) fn wanted_places(&self, books: &Books) -> Vec<StoredCopy> {
+    pub(super) fn wanted_places(&self, books: &ArenaState) -> Vec<StoredCopy> {
         let wanted = |copy: &Copy| {
             let segment = &books.region(copy.region).segment;
             let runs = segment.touched_runs(copy.run).into_iter();
@@ -169,7 +169,7 @@ impl Saved {
     }
 }
 
-impl Shared {
+impl ArenaInner {
     /// Copies contents to keep into host memory, which is reserved first, and waits for the copies;
     /// `None` if there is nothing to keep.
     ///
@@ -259,7 +259,7 @@ impl Shared {
     /// The driver's; copies may still be in progress.
     pub(super) fn copy_back(
         &self,
-        places: impl Fn(&Books) -> Vec<StoredCopy>,
+        places: impl Fn(&ArenaState) -> Vec<StoredCopy>,
     ) -> Result<ByteSize, DriverError> {
         if places(&self.books()).is_empty() {
             return Ok(ByteSize::ZERO);
@@ -394,8 +394,8 @@ impl Shared {
     /// The driver's: they may still be in progress.
     pub(crate) fn end_copies<'a>(
         &'a self,
-        books: MutexGuard<'a, Books>,
-    ) -> (MutexGuard<'a, Books>, Result<bool, DriverError>) {
+        books: MutexGuard<'a, ArenaState>,
+    ) -> (MutexGuard<'a, ArenaState>, Result<bool, DriverError>) {
         let idle = books.sleep.stream.clone().filter(|_| !books.sleep.is_queueing);
         let Some(stream) = idle else {
             return (books, Ok(false));

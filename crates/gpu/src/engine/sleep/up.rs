@@ -15,12 +15,12 @@ use std::time::Duration;
 
 use super::phase::{Phase, Sleep};
 use super::stores::{StoredCopy, is_booking};
-use super::{ArenaState, WakeReport};
+use super::{SleepState, WakeReport};
 use crate::driver::{DeviceAddress, DriverError};
-use crate::engine::refusal::{Cause, Refusal};
+use crate::engine::refusal::{AllocFailure, Cause};
 use crate::engine::shortage::is_within;
-use crate::exec::inner::Shared;
-use crate::state::arena::Books;
+use crate::exec::inner::ArenaInner;
+use crate::state::arena::ArenaState;
 use crate::state::region::{Region, Search};
 use crate::state::segment::Run;
 use crate::types::error::DeviceError;
@@ -62,7 +62,7 @@ impl Returning {
     }
 }
 
-impl Shared {
+impl ArenaInner {
     /// Wakes the arena, or waits for the thread that does.
     pub(super) fn wake(&self) -> Result<WakeReport, DeviceError> {
         let mut books = self.books();
@@ -111,7 +111,8 @@ impl Shared {
             .check_capture(copies)
             .and_then(|()| self.have_back(&returning, wake_timeout))
             .and_then(|()| {
-                self.copy_back(Books::wanted_places).map_err(|error| self.told_of_copies(error))
+                self.copy_back(ArenaState::wanted_places)
+                    .map_err(|error| self.told_of_copies(error))
             });
         let Returning { runs, back } = returning.into_inner();
         let woken = match outcome {
@@ -164,7 +165,7 @@ impl Shared {
 
     /// Commits the next run to restore. Memory in progress counts as committed, and so against a
     /// limit that was lowered meanwhile.
-    fn try_back(&self, returning: &mut Returning) -> Result<(), Refusal> {
+    fn try_back(&self, returning: &mut Returning) -> Result<(), AllocFailure> {
         // Each turn but the last gives up a granule that was to come, or one that is idle.
         while let Some(to) = returning.next() {
             let over = self.books().over_limit(0);
@@ -180,13 +181,13 @@ impl Shared {
                     }
                     Err(DriverError::OutOfMemory { .. }) => Cause::Device,
                     Err(error) => {
-                        return Err(Refusal { cause: Cause::Driver, error: error.into() });
+                        return Err(AllocFailure { cause: Cause::Driver, error: error.into() });
                     }
                 }
             };
             let bytes = if over > 0 { over } else { to.size.get() };
             if !self.make_way(returning, bytes) {
-                return Err(Refusal::of(cause, to.size.get()).told(&self.books()));
+                return Err(AllocFailure::of(cause, to.size.get()).told(&self.books()));
             }
         }
         Ok(())
@@ -260,7 +261,7 @@ impl Shared {
     /// Makes no other call of the driver.
     pub(crate) fn wake_of_nothing(&self) {
         let books = self.books();
-        let is_over = books.sleep.state() == ArenaState::Asleep && books.live() == 0;
+        let is_over = books.sleep.state() == SleepState::Asleep && books.live() == 0;
         let is_left = !books.sleep.left.is_empty();
         drop(books);
         if is_over {
@@ -280,7 +281,7 @@ fn without(mut error: DeviceError, missing: ByteSize) -> DeviceError {
     error
 }
 
-impl Books {
+impl ArenaState {
     /// Marks the memory to restore.
     fn begin_rise(&mut self) -> Vec<Return> {
         let granules_max = usize::try_from(self.run_max()).unwrap_or(usize::MAX);

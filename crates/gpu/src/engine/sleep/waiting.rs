@@ -15,7 +15,7 @@ use std::thread;
 use super::phase::{Phase, Sleep};
 use crate::api::arena::DeviceArena;
 use crate::api::lease::Lease;
-use crate::exec::inner::Shared;
+use crate::exec::inner::ArenaInner;
 use crate::types::error::DeviceError;
 use lowtide_core::sync::caught;
 
@@ -24,7 +24,7 @@ use lowtide_core::sync::caught;
 #[derive(Debug)]
 #[must_use = "a future does nothing unless it is awaited"]
 pub struct EnterFuture {
-    arena: Arc<Shared>,
+    arena: Arc<ArenaInner>,
     /// The number of wakes that had ended when it began to wait.
     before: Option<u64>,
     /// The id of its wait.
@@ -40,7 +40,7 @@ impl DeviceArena {
     /// The future returns the errors of [`DeviceArena::enter`], and [`DeviceError::Thread`] if no
     /// thread could be started.
     pub fn enter_async(&self) -> EnterFuture {
-        EnterFuture { arena: Arc::clone(self.shared()), before: None, waits: None }
+        EnterFuture { arena: Arc::clone(self.inner()), before: None, waits: None }
     }
 }
 
@@ -103,7 +103,7 @@ impl Sleep {
     }
 }
 
-impl Shared {
+impl ArenaInner {
     /// Asleep again: there is no thread to wake it.
     fn no_thread(&self, error: &std::io::Error) -> DeviceError {
         let error = DeviceError::Thread { message: error.to_string() };

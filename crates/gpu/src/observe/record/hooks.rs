@@ -13,15 +13,15 @@ use super::operation::{
 };
 use super::recorder::Recorder;
 use super::text::VERSION;
-use crate::api::lane::Known;
+use crate::api::lane::LaneInner;
 use crate::driver::Driver;
 use crate::engine::compact::{CompactOptions, CompactReport};
 use crate::engine::refusal::Cause;
-use crate::engine::sleep::{ArenaState, SleepOptions, SleepReport, WakeReport};
-use crate::exec::inner::Shared;
-use crate::state::arena::Books;
+use crate::engine::sleep::{SleepOptions, SleepReport, SleepState, WakeReport};
+use crate::exec::inner::ArenaInner;
+use crate::state::arena::ArenaState;
 use crate::state::ranges::BlockName;
-use crate::state::region::{Placed, Region, Wanted};
+use crate::state::region::{AllocRequest, Placement, Region};
 use crate::types::config::ArenaConfig;
 use crate::types::error::DeviceError;
 use lowtide_core::bytes::ByteSize;
@@ -44,7 +44,7 @@ impl Origin {
     pub(crate) const RESIZE: Self = Self { kind: None, lane: 0 };
 
     /// The request; `None` for a part of a resize.
-    fn asked(self, region: Region, wanted: Wanted) -> Option<Asked> {
+    fn asked(self, region: Region, wanted: AllocRequest) -> Option<Asked> {
         Some(Asked {
             kind: self.kind?,
             region,
@@ -58,7 +58,7 @@ impl Origin {
 /// A refused request.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Refused {
-    Block(Region, Wanted),
+    Block(Region, AllocRequest),
     Resize(Region, BlockName, u64),
 }
 
@@ -77,7 +77,7 @@ impl Refused {
     }
 }
 
-const fn place(region: Region, placed: Placed) -> Place {
+const fn place(region: Region, placed: Placement) -> Place {
     let (offset, size) = (ByteSize::new(placed.span.offset), ByteSize::new(placed.span.size));
     Place { region, offset, size }
 }
@@ -98,7 +98,7 @@ pub(crate) fn seen(recorder: Option<&Recorder>, clock: &dyn Clock) -> Moment {
     recorder.map_or(now, |recorder| recorder.see(now))
 }
 
-impl Books {
+impl ArenaState {
     /// Records an operation, if there is a recorder.
     #[inline]
     pub(crate) fn tell(
@@ -122,8 +122,8 @@ impl Books {
         &self,
         clock: &dyn Clock,
         region: Region,
-        wanted: Wanted,
-        placed: Placed,
+        wanted: AllocRequest,
+        placed: Placement,
     ) {
         self.tell(clock, |numbers| {
             let asked = wanted.origin.asked(region, wanted)?;
@@ -146,7 +146,7 @@ impl Books {
         align: ByteSize,
         origin: Origin,
     ) {
-        let wanted = Wanted { size: bytes, align: align.get(), requested: bytes, origin };
+        let wanted = AllocRequest { size: bytes, align: align.get(), requested: bytes, origin };
         self.tell(clock, |numbers| {
             Refused::Block(region, wanted).operation(numbers, Why::TooLarge)
         });
@@ -158,7 +158,7 @@ impl Books {
     }
 
     /// Records a resize in place.
-    pub(crate) fn tell_resize(&self, clock: &dyn Clock, region: Region, placed: Placed) {
+    pub(crate) fn tell_resize(&self, clock: &dyn Clock, region: Region, placed: Placement) {
         self.tell(clock, |numbers| {
             let id = numbers.of(region, placed.id)?;
             let outcome = Resized::InPlace(place(region, placed));
@@ -177,7 +177,7 @@ impl Books {
         clock: &dyn Clock,
         options: SleepOptions,
         error: &DeviceError,
-        state: ArenaState,
+        state: SleepState,
     ) {
         let why = match error {
             // Replayed with a lease: a recording shows no loan.
@@ -202,7 +202,13 @@ impl Books {
     }
 
     /// Frees a block whose contents are in another one now, which takes its number.
-    pub(crate) fn replace(&mut self, region: Region, old: Placed, new: Placed, clock: &dyn Clock) {
+    pub(crate) fn replace(
+        &mut self,
+        region: Region,
+        old: Placement,
+        new: Placement,
+        clock: &dyn Clock,
+    ) {
         let mut number = None;
         self.tell(clock, |numbers| {
             number = numbers.pass(region, old.id, new.id);
@@ -216,7 +222,7 @@ impl Books {
     }
 }
 
-impl Shared {
+impl ArenaInner {
     /// Passes recorded lines to the sink if enough of them wait. Called without holding a lock.
     #[inline]
     pub(crate) fn pass_on(&self) {
@@ -234,7 +240,7 @@ impl Shared {
     }
 
     /// Tells the recorder that a lane uses a block.
-    pub(crate) fn tell_use(&self, region: Region, id: BlockName, lane: &Known) {
+    pub(crate) fn tell_use(&self, region: Region, id: BlockName, lane: &LaneInner) {
         let lane = lane.number();
         if lane > 0 {
             self.tell(|numbers| Some(Operation::Use { id: numbers.of(region, id)?, lane }));
@@ -242,7 +248,7 @@ impl Shared {
     }
 
     /// Ends the recording of an arena that is gone.
-    pub(crate) fn end_recording(&self, books: MutexGuard<'_, Books>) {
+    pub(crate) fn end_recording(&self, books: MutexGuard<'_, ArenaState>) {
         drop(books);
         if let Some(recorder) = &self.recorder {
             recorder.gone();

@@ -10,7 +10,7 @@ use std::time::Duration;
 use super::hash::OperationHash;
 use crate::driver::Backend;
 use crate::engine::compact::{CompactOptions, StopReason};
-use crate::engine::sleep::{ArenaState, Contents, SleepReport, WakeReport};
+use crate::engine::sleep::{Contents, SleepReport, SleepState, WakeReport};
 use crate::state::region::Region;
 use crate::types::config::{ArenaConfig, Growth};
 use lowtide_core::bytes::ByteSize;
@@ -347,7 +347,7 @@ pub enum Fallen {
         /// The reason.
         why: Sleepless,
         /// The state of the arena afterwards.
-        state: ArenaState,
+        state: SleepState,
     },
 }
 

@@ -17,7 +17,7 @@ use super::operation::{
 use super::text::{VERSION, contents as contents_name, yes};
 use crate::driver::Backend;
 use crate::engine::compact::{CompactOptions, Goal, StopReason};
-use crate::engine::sleep::{ArenaState, Contents, SleepReport, WakeReport};
+use crate::engine::sleep::{Contents, SleepReport, SleepState, WakeReport};
 use crate::state::region::Region;
 use crate::types::config::Growth;
 use lowtide_core::bytes::ByteSize;
@@ -496,9 +496,9 @@ fn sleep(words: &mut Words<'_>) -> Read<Operation> {
             let (why, all) = (words.value("why=")?, &Sleepless::ALL);
             let expected = "leased, cancelled, capturing, budget, state or driver";
             let why = words.one_of(expected, why, all, Sleepless::name)?;
-            let (state, all) = (words.value("state=")?, &ArenaState::ALL);
+            let (state, all) = (words.value("state=")?, &SleepState::ALL);
             let expected = "awake, draining, asleep or waking";
-            Fallen::Failed { why, state: words.one_of(expected, state, all, ArenaState::name)? }
+            Fallen::Failed { why, state: words.one_of(expected, state, all, SleepState::name)? }
         }
         other => return words.unexpected("slept or failed", other),
     };

@@ -24,8 +24,8 @@ use crate::api::lane::{Lane, OwnStream};
 use crate::api::lease::Lease;
 use crate::driver::{DeviceAddress, Driver};
 use crate::engine::compact::{BlockPin, CompactOptions, StopReason};
-use crate::engine::sleep::{ArenaState, Contents, HostBudget, SleepOptions};
-use crate::state::region::Wanted;
+use crate::engine::sleep::{Contents, HostBudget, SleepOptions, SleepState};
+use crate::state::region::AllocRequest;
 use crate::types::config::ArenaConfig;
 use crate::types::error::DeviceError;
 use crate::types::snapshot::ArenaSnapshot;
@@ -383,7 +383,7 @@ impl Replay<'_> {
 
     /// Takes a lease if the arena is awake and a lease should be held; wakes no arena.
     fn lease_if(&self, is_held: bool) -> Option<Lease> {
-        let is_held = is_held && self.arena.state() == ArenaState::Awake;
+        let is_held = is_held && self.arena.state() == SleepState::Awake;
         is_held.then(|| self.arena.enter().ok()).flatten()
     }
 
@@ -391,12 +391,12 @@ impl Replay<'_> {
     /// here, unless the driver was the reason.
     fn sleep(&self, stable: Contents, dynamic: Contents, outcome: Fallen) {
         let (why, state) = match outcome {
-            Fallen::Asleep(_) => (None, ArenaState::Asleep),
+            Fallen::Asleep(_) => (None, SleepState::Asleep),
             Fallen::Failed { why, state } => (Some(why), state),
         };
         let is_leased = match why {
             None | Some(Sleepless::Budget | Sleepless::Driver) => false,
-            Some(Sleepless::State) => state != ArenaState::Asleep,
+            Some(Sleepless::State) => state != SleepState::Asleep,
             Some(Sleepless::Leased | Sleepless::Cancelled | Sleepless::Capturing) => true,
         };
         let _lease = self.lease_if(is_leased);
@@ -445,8 +445,8 @@ fn take(arena: &DeviceArena, asked: Asked, lane: Option<&Lane>) -> Result<Held, 
         BlockKind::Buffer => {
             let lane = lane.map(Lane::known);
             let origin = Origin { lane: lane.map_or(0, |lane| lane.number()), ..Origin::BUFFER };
-            arena.shared().layout_by::<u8>(len, region, origin)?;
-            let wanted = Wanted::new(bytes, align).map(|wanted| wanted.by(origin));
+            arena.inner().layout_by::<u8>(len, region, origin)?;
+            let wanted = AllocRequest::new(bytes, align).map(|wanted| wanted.by(origin));
             arena.alloc_as::<u8>(wanted, lane, len, region)?
         }
     };
