@@ -50,7 +50,7 @@ fn wait_until(condition: impl Fn() -> bool) {
 
 /// Bytes of blocks of the dynamic region that wait for their memory.
 fn arriving(arena: &DeviceArena) -> ByteSize {
-    ByteSize::new(lock(&arena.inner().books).region(Region::Dynamic).arriving())
+    ByteSize::new(arena.inner().lock().region(Region::Dynamic).arriving())
 }
 
 struct Chance(u64);

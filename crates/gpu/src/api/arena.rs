@@ -20,9 +20,8 @@ use crate::api::buffer::Buffer;
 use crate::api::lane::LaneInner;
 use crate::api::lease::Lease;
 use crate::driver::{Backend, Capabilities, Driver};
-use crate::engine::shortage::Callbacks;
 use crate::exec::front::{BlockHandle, CacheShard, CacheShards};
-use crate::exec::inner::{ArenaCaches, ArenaInner};
+use crate::exec::inner::ArenaInner;
 use crate::exec::kept;
 use crate::exec::reserve;
 use crate::index::ALIGN;
@@ -35,9 +34,6 @@ use crate::types::error::DeviceError;
 use crate::types::snapshot::{ArenaGlance, ArenaSnapshot, ControlFigures};
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::{Clock, Moment};
-use lowtide_core::fork::Birth;
-use lowtide_core::sync::atomic::{AtomicBool, AtomicU64};
-use lowtide_core::sync::{Condvar, Mutex, lock};
 
 /// A device arena. A cheap handle: clones refer to the same arena.
 ///
@@ -111,32 +107,13 @@ impl DeviceArena {
             }
         }
         let regions = grounds.map(|ground| RegionState::new(ground, granule));
-        let largest = regions.each_ref().map(RegionState::largest_ever);
         let asynchronous = capabilities.asynchronous;
-        let books = ArenaState::new(regions, granule, &config, asynchronous, clock.now());
-        let front = books.front_kept(config.thread_cache);
-        let inner = Arc::new(ArenaInner {
-            driver,
-            clock,
-            books: Mutex::new(books),
-            settled: Condvar::new(),
-            capabilities,
-            granule,
-            largest,
-            moves: [AtomicU64::new(0), AtomicU64::new(0)],
-            fronts: ArenaCaches::new(front, config.decay, asynchronous),
-            callbacks: Arc::new(Callbacks::new()),
-            closed: AtomicBool::new(false),
-            sleep: config.sleep,
-            birth: Birth::now(),
-            recorder: config.recorder,
-            #[cfg(feature = "cuda")]
-            parked: AtomicU64::new(0),
-            name: config.name,
-        });
+        let state = ArenaState::new(regions, granule, &config, asynchronous, clock.now());
+        let limit = config.limit;
+        let inner = Arc::new(ArenaInner::new((driver, clock), config, state));
         let homes = Arc::new(CacheShards::new(&inner));
         let (arena, backend) = (&inner.name, inner.driver.backend());
-        log!(info, arena, %backend, limit = %config.limit, "arena opened");
+        log!(info, arena, %backend, %limit, "arena opened");
         Ok(Self { inner, homes })
     }
 
@@ -237,7 +214,7 @@ impl DeviceArena {
         };
         let wanted = AllocRequest { requested: bytes.get(), ..wanted.by(Origin::RESERVE) };
         let placed = self.inner.obtain(region, wanted)?;
-        lock(&self.inner.books).totals.reserves += 1;
+        self.inner.lock().totals.reserves += 1;
         Ok(Buffer::new(BlockHandle::new(Arc::clone(home), region, Some(placed)), len))
     }
 
@@ -293,7 +270,7 @@ impl DeviceArena {
     /// ```
     pub fn set_limit(&self, limit: ByteSize) {
         if self.inner.check_here().is_ok() {
-            let mut books = lock(&self.inner.books);
+            let mut books = self.inner.lock();
             books.limit = limit;
             books.tell(&*self.inner.clock, |_| Some(Operation::Limit { limit }));
             drop(books);
@@ -308,14 +285,14 @@ impl DeviceArena {
         if self.inner.check_here().is_err() {
             return ByteSize::ZERO;
         }
-        lock(&self.inner.books).limit
+        self.inner.lock().limit
     }
 
     /// Sets how many bytes of free blocks each thread or lane may cache
     /// ([`ArenaConfig::thread_cache`]); zero for none. Has no effect if the arena keeps events.
     pub fn set_thread_cache(&self, front: ByteSize) {
         if self.inner.check_here().is_ok() {
-            let front = lock(&self.inner.books).front_kept(front);
+            let front = self.inner.lock().front_kept(front);
             self.inner.fronts.set_room(front);
             self.inner.empty_fronts();
         }
@@ -370,7 +347,7 @@ impl DeviceArena {
     /// [`DeviceError::Forked`].
     pub fn reset(&self) -> Result<ByteSize, DeviceError> {
         self.inner.check_here()?;
-        let bytes = self.inner.books().reset(&*self.inner.clock);
+        let bytes = self.inner.lock().reset(&*self.inner.clock);
         self.inner.pass_on();
         Ok(bytes)
     }
@@ -411,7 +388,7 @@ impl DeviceArena {
                 next_sleep: never,
             };
         }
-        let books = self.inner.books();
+        let books = self.inner.lock();
         ControlFigures {
             committed: ByteSize::new(books.backed()),
             idle: ByteSize::new(books.idle()),
@@ -530,7 +507,7 @@ impl ArenaInner {
         align: ByteSize,
         origin: Origin,
     ) {
-        let mut books = self.books();
+        let mut books = self.lock();
         books.totals.failures.addresses += 1;
         books.tell_too_large(&*self.clock, region, bytes, align, origin);
         drop(books);

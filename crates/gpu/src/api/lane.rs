@@ -218,7 +218,7 @@ impl DeviceArena {
         inner.check_open()?;
         let (mut key, mut number) = (None, 0);
         if inner.capabilities.asynchronous || inner.recorder.is_some() {
-            let mut books = inner.books();
+            let mut books = inner.lock();
             key = inner.capabilities.asynchronous.then(|| books.streams.enter(stream));
             books.tell(&*inner.clock, |numbers| {
                 let (lane, stream) = numbers.lane(stream);
@@ -303,7 +303,7 @@ impl Lane {
 impl LaneInner {
     /// Records that the lane is dropped, and with the last of its stream that stream.
     fn leave(&self, key: StreamKey) {
-        let mut books = self.inner.books();
+        let mut books = self.inner.lock();
         if !books.streams.leave(key) {
             return;
         }

@@ -10,11 +10,10 @@
 use std::sync::Arc;
 
 use crate::api::lane::{Lane, LaneInner};
+use crate::exec::executor::Locked;
 use crate::exec::inner::ArenaInner;
-use crate::state::arena::ArenaState;
 use crate::state::streams::StreamKey;
 use crate::types::error::DeviceError;
-use lowtide_core::sync::MutexGuard;
 #[cfg(feature = "cuda")]
 use lowtide_core::sync::atomic::{AtomicBool, Ordering};
 
@@ -57,7 +56,7 @@ impl Lease {
     /// progress; no other starts while the lease is held.
     pub(crate) fn of(arena: &Arc<ArenaInner>) -> Result<Self, DeviceError> {
         arena.check_open()?;
-        Self::under(arena, arena.books())
+        Self::under(arena, arena.lock())
     }
 
     /// One for the stream of a lane.
@@ -70,7 +69,7 @@ impl Lease {
     /// The same, with the lock taken already.
     pub(crate) fn under<'a>(
         arena: &'a Arc<ArenaInner>,
-        mut books: MutexGuard<'a, ArenaState>,
+        mut books: Locked<'a>,
     ) -> Result<Self, DeviceError> {
         loop {
             books = arena.wait_for_move(arena.awake(books)?);
@@ -133,7 +132,7 @@ impl Drop for Lease {
         if self.arena.check_here().is_err() {
             return;
         }
-        let mut books = self.arena.books();
+        let mut books = self.arena.lock();
         if books.asynchronous {
             if self.is_for_all() {
                 books.sleep.note_used(StreamKey::CONTEXT);

@@ -186,7 +186,7 @@ impl DeviceArena {
         let taker = lane.and_then(LaneInner::key);
         let placed = inner.obtain_for(region, wanted.by(origin), taker)?;
         // It may have been moved since its allocation; from here on it stays.
-        let mut books = inner.wait_until_still(inner.books(), region, placed.id);
+        let mut books = inner.wait_until_still(inner.lock(), region, placed.id);
         let kept = (region, books.region(region).refreshed(placed));
         let of = RawUse { kept, users: Users::of(taker) };
         let before = books.raw.insert(kept.1.at, of);
@@ -216,7 +216,7 @@ impl DeviceArena {
     ) -> Result<RawBlock, DeviceError> {
         let inner = self.inner();
         inner.check_here()?;
-        let mut books = inner.books();
+        let mut books = inner.lock();
         let Some(mut raw) = books.raw.remove(&at) else {
             return Err(inner.unknown(&books, at));
         };
@@ -260,7 +260,7 @@ impl DeviceArena {
                 lane_of: lane.arena().name().to_owned(),
             });
         }
-        let mut books = inner.books();
+        let mut books = inner.lock();
         let Some(mut raw) = books.raw.remove(&at) else {
             return Err(inner.unknown(&books, at));
         };
@@ -279,7 +279,7 @@ impl DeviceArena {
     pub fn record_unknown_use(&self, at: DeviceAddress) -> Result<(), DeviceError> {
         let inner = self.inner();
         inner.check_here()?;
-        let mut books = inner.books();
+        let mut books = inner.lock();
         match books.raw.get_mut(&at) {
             Some(raw) => raw.users = Users::ANY,
             None => return Err(inner.unknown(&books, at)),
@@ -293,7 +293,7 @@ impl DeviceArena {
     /// The errors of [`DeviceArena::free`].
     pub fn raw_block(&self, at: DeviceAddress) -> Result<RawBlock, DeviceError> {
         self.inner().check_here()?;
-        let books = self.inner().books();
+        let books = self.inner().lock();
         let found = books.raw.get(&at).map(|raw| RawBlock::of(&raw.kept));
         found.ok_or_else(|| self.inner().unknown(&books, at))
     }
@@ -306,7 +306,7 @@ impl DeviceArena {
     /// [`DeviceError::Forked`].
     pub fn raw_block_containing(&self, at: DeviceAddress) -> Result<RawBlock, DeviceError> {
         self.inner().check_here()?;
-        let books = self.inner().books();
+        let books = self.inner().lock();
         let before = books.raw.range(..=at).next_back();
         let found = before.map(|(_, raw)| RawBlock::of(&raw.kept));
         let contains = |block: &RawBlock| at.get() - block.at.get() < block.size.get();

@@ -18,6 +18,7 @@ use crate::driver::DriverError;
 use crate::engine::compact::step::check_whole;
 use crate::engine::obtain::PlacementQuery;
 use crate::engine::refusal::{AllocFailure, Cause};
+use crate::exec::executor::Locked;
 use crate::exec::inner::ArenaInner;
 use crate::index::Span;
 use crate::observe::record::hooks::{Origin, Refused};
@@ -28,7 +29,6 @@ use crate::state::segment::Run;
 use crate::state::streams::StreamKey;
 use crate::types::error::DeviceError;
 use lowtide_core::bytes::ByteSize;
-use lowtide_core::sync::{MutexGuard, lock, wait};
 
 /// One attempt of an allocation, with the extent of the search.
 pub(crate) type Attempt<'a, T> = dyn Fn(Search) -> Result<T, AllocFailure> + 'a;
@@ -155,17 +155,17 @@ impl ArenaInner {
     /// Waits for the next result of a driver call, if one is in progress: a thread that has a place
     /// without memory makes one or waits for one.
     fn await_neighbour(&self) {
-        let books = self.books();
+        let books = self.lock();
         // While a wake is in progress the next try waits for its end, or fails: the waking thread
         // may wait for this thread's callback.
         if books.sleep.is_open() && books.leaving() + books.committing() > 0 {
-            drop(wait(&self.settled, books));
+            drop(books.wait());
         }
     }
 
     /// Tries after pending memory has become idle, at every free span.
     pub(crate) fn after_pending<T>(&self, attempt: &Attempt<'_, T>) -> Result<T, AllocFailure> {
-        if self.books().pending() > 0 {
+        if self.lock().pending() > 0 {
             let _ = self.complete_all(); // if it fails, memory stays pending
         }
         attempt(Search::Cheapest)
@@ -178,7 +178,7 @@ impl ArenaInner {
         search: Search,
         taker: Option<StreamKey>,
     ) -> Result<Placement, AllocFailure> {
-        let books = self.awake(self.books()).map_err(AllocFailure::uncounted)?;
+        let books = self.awake(self.lock()).map_err(AllocFailure::uncounted)?;
         let sought = PlacementQuery { region, wanted, search, taker };
         let (books, (placed, claim)) = self.find_place(books, sought)?;
         let (mut books, mut outcome) = self.back_still(books, region, placed);
@@ -188,7 +188,7 @@ impl ArenaInner {
             outcome = self
                 .come_after(taker, &claim.uses)
                 .map_err(|error| AllocFailure { cause: Cause::Driver, error: error.into() });
-            books = self.books();
+            books = self.lock();
             books.region_mut(region).pins.unpin(placed.id);
         }
         let outcome = outcome.and_then(|()| self.check_arrival());
@@ -226,7 +226,7 @@ impl ArenaInner {
         placed: Placement,
         requested: u64,
     ) -> Result<Option<Placement>, AllocFailure> {
-        let mut books = self.books();
+        let mut books = self.lock();
         loop {
             books = self.awake(books).map_err(AllocFailure::uncounted)?;
             books = self.wait_until_still(books, region, placed.id);
@@ -283,7 +283,7 @@ impl ArenaInner {
         // only this thread knows the new one, and earlier work on both is complete.
         let copy = || unsafe { self.driver.copy(old.at, new.at, size) };
         let copied = complete.and_then(|()| copy());
-        let mut books = self.books();
+        let mut books = self.lock();
         if copied.is_ok() {
             let pins = &mut books.region_mut(region).pins;
             if pins.take_discarded(old.id) {
@@ -305,10 +305,10 @@ impl ArenaInner {
     /// Commits every granule of a block; if the lock is released for that, the block does not move.
     fn back_still<'a>(
         &'a self,
-        mut books: MutexGuard<'a, ArenaState>,
+        mut books: Locked<'a>,
         region: Region,
         placed: Placement,
-    ) -> (MutexGuard<'a, ArenaState>, Result<(), AllocFailure>) {
+    ) -> (Locked<'a>, Result<(), AllocFailure>) {
         if books.region(region).segment.is_committed(placed.span) {
             return (books, Ok(()));
         }
@@ -325,10 +325,10 @@ impl ArenaInner {
     /// which other threads committed.
     pub(crate) fn back<'a>(
         &'a self,
-        mut books: MutexGuard<'a, ArenaState>,
+        mut books: Locked<'a>,
         region: Region,
         span: Span,
-    ) -> (MutexGuard<'a, ArenaState>, Result<(), AllocFailure>) {
+    ) -> (Locked<'a>, Result<(), AllocFailure>) {
         if books.region(region).segment.is_committed(span) {
             return (books, Ok(()));
         }
@@ -339,7 +339,7 @@ impl ArenaInner {
             // Ends with the calls under way: no granule of a placed span starts to leave, and a
             // commit under way by a neighbour ends as committed or as bare.
             while books.region(region).segment.is_moving(span) {
-                books = wait(&self.settled, books);
+                books = books.wait();
             }
             let wanting = books.region(region).segment.wanting(span);
             if wanting == 0 {
@@ -371,7 +371,7 @@ impl ArenaInner {
             (books, room) = self.make_room(books, (region, span), shortage, &mut remaps);
             match room {
                 Ok(Room::Made | Room::Tried) => {}
-                Ok(Room::Coming) => books = wait(&self.settled, books),
+                Ok(Room::Coming) => books = books.wait(),
                 Ok(Room::None(cause)) => {
                     return (books, Err(AllocFailure::of(cause, span.size)));
                 }
@@ -383,11 +383,11 @@ impl ArenaInner {
     /// Moves idle granules to where a span needs them, or releases them, if that can help.
     fn make_room<'a>(
         &'a self,
-        mut books: MutexGuard<'a, ArenaState>,
+        mut books: Locked<'a>,
         (region, span): (Region, Span),
         shortage: ExceededBound,
         remaps: &mut bool,
-    ) -> (MutexGuard<'a, ArenaState>, Result<Room, DriverError>) {
+    ) -> (Locked<'a>, Result<Room, DriverError>) {
         let granules = match books.assess(shortage) {
             Ok(granules) => granules,
             Err(cause) => return (books, Ok(Room::None(cause))),
@@ -412,9 +412,9 @@ impl ArenaInner {
     /// Releases idle memory, if that can help.
     pub(crate) fn room_of_idle<'a>(
         &'a self,
-        books: MutexGuard<'a, ArenaState>,
+        books: Locked<'a>,
         shortage: ExceededBound,
-    ) -> (MutexGuard<'a, ArenaState>, Result<Room, DriverError>) {
+    ) -> (Locked<'a>, Result<Room, DriverError>) {
         match books.assess(shortage) {
             Ok(granules) => self.give_room(books, granules),
             Err(cause) => (books, Ok(Room::None(cause))),
@@ -424,9 +424,9 @@ impl ArenaInner {
     /// Gives about so many idle granules back.
     fn give_room<'a>(
         &'a self,
-        books: MutexGuard<'a, ArenaState>,
+        books: Locked<'a>,
         granules: u64,
-    ) -> (MutexGuard<'a, ArenaState>, Result<Room, DriverError>) {
+    ) -> (Locked<'a>, Result<Room, DriverError>) {
         let (books, given) = self.give_back(books, granules, None);
         let room = match given.error {
             // There is room without a trim as well, or the driver reports an error.
@@ -443,10 +443,10 @@ impl ArenaInner {
     /// Commits marked runs in order until one fails, and records each result.
     fn commit<'a>(
         &'a self,
-        books: MutexGuard<'a, ArenaState>,
+        books: Locked<'a>,
         region: Region,
         runs: &[Run],
-    ) -> (MutexGuard<'a, ArenaState>, Result<(), DriverError>) {
+    ) -> (Locked<'a>, Result<(), DriverError>) {
         let segment = &books.region(region).segment;
         let places: Vec<_> = runs.iter().map(|&run| segment.place_of(run)).collect();
         drop(books);
@@ -461,12 +461,11 @@ impl ArenaInner {
             }
             done += 1;
         }
-        let mut books = lock(&self.books);
+        let mut books = self.lock();
         for (nth, &run) in runs.iter().enumerate() {
             books.end_commit(region, run, nth < done, &*self.clock);
         }
         books.note_committed();
-        self.settled.notify_all();
         (books, outcome)
     }
 }
@@ -492,9 +491,6 @@ impl ArenaState {
 }
 
 /// The end of an allocation on which the driver failed.
-fn failed<T>(
-    books: MutexGuard<'_, ArenaState>,
-    error: DriverError,
-) -> (MutexGuard<'_, ArenaState>, Result<T, AllocFailure>) {
+fn failed<T>(books: Locked<'_>, error: DriverError) -> (Locked<'_>, Result<T, AllocFailure>) {
     (books, Err(AllocFailure { cause: Cause::Driver, error: error.into() }))
 }

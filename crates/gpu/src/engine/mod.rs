@@ -1,8 +1,10 @@
 //! The steps of every operation on the state of an arena.
 
+pub(crate) mod call;
 pub(crate) mod commit;
 pub(crate) mod compact;
 pub(crate) mod obtain;
+pub(crate) mod port;
 pub(crate) mod proof;
 pub(crate) mod reclaim;
 pub(crate) mod refusal;

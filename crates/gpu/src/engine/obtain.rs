@@ -13,6 +13,7 @@
 use crate::driver::{DeviceAddress, DriverError};
 use crate::engine::commit::{ATTEMPTS_BESIDE, ExceededBound, Room};
 use crate::engine::refusal::{AllocFailure, Cause};
+use crate::exec::executor::Locked;
 use crate::exec::inner::ArenaInner;
 use crate::index::{End, Span};
 use crate::observe::visualize::Act;
@@ -26,7 +27,6 @@ use crate::state::segment::{Cursor, Run};
 use crate::state::streams::StreamKey;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::Clock;
-use lowtide_core::sync::{MutexGuard, lock, wait};
 
 /// A requested block, and the manner of the search.
 #[derive(Clone, Copy, Debug)]
@@ -38,7 +38,7 @@ pub(crate) struct PlacementQuery {
 }
 
 /// The lock of the accounting, and a block that has a place.
-pub(crate) type LockedPlacement<'a> = (MutexGuard<'a, ArenaState>, (Placement, Claim));
+pub(crate) type LockedPlacement<'a> = (Locked<'a>, (Placement, Claim));
 
 impl ArenaInner {
     /// Finds a place for a block; allocates a segment for it if there is none and the driver
@@ -48,7 +48,7 @@ impl ArenaInner {
     /// `OutOfAddresses`; for a segment also the errors of [`ArenaInner::obtain`].
     pub(crate) fn find_place<'a>(
         &'a self,
-        mut books: MutexGuard<'a, ArenaState>,
+        mut books: Locked<'a>,
         sought: PlacementQuery,
     ) -> Result<LockedPlacement<'a>, AllocFailure> {
         let PlacementQuery { region, wanted, search, taker } = sought;
@@ -65,7 +65,7 @@ impl ArenaInner {
     /// Each turn of its loop obtains one, makes some room or waits for a driver call.
     fn obtain_segment<'a>(
         &'a self,
-        mut books: MutexGuard<'a, ArenaState>,
+        mut books: Locked<'a>,
         mut no_place: AllocFailure,
         sought: PlacementQuery,
     ) -> Result<LockedPlacement<'a>, AllocFailure> {
@@ -106,12 +106,12 @@ impl ArenaInner {
             (books, room) = self.room_of_idle(books, shortage);
             match room {
                 Ok(Room::Made | Room::Tried) => {}
-                Ok(Room::Coming) => books = wait(&self.settled, books),
+                Ok(Room::Coming) => books = books.wait(),
                 // A segment that arrives for another thread may have room for this one as well.
                 Ok(Room::None(Cause::Limit { .. }))
                     if books.region(region).segment.committing() > 0 =>
                 {
-                    books = wait(&self.settled, books);
+                    books = books.wait();
                 }
                 Ok(Room::None(cause)) => {
                     return Err(AllocFailure::of(cause, wanted.size).told(&books));
@@ -132,17 +132,16 @@ impl ArenaInner {
     /// Allocates a marked segment from the driver, and places the block in it.
     fn create<'a>(
         &'a self,
-        books: MutexGuard<'a, ArenaState>,
+        books: Locked<'a>,
         sought: PlacementQuery,
         span: Span,
-    ) -> (MutexGuard<'a, ArenaState>, Result<Option<Placement>, DriverError>) {
+    ) -> (Locked<'a>, Result<Option<Placement>, DriverError>) {
         drop(books);
         let outcome = self.driver.segment_create(ByteSize::new(span.size));
-        let mut books = lock(&self.books);
+        let mut books = self.lock();
         let region = sought.region;
         books.end_segment(region, span, outcome.as_ref().ok().copied(), &*self.clock);
         let placed = outcome.map(|_| books.region_mut(region).place_in(sought.wanted, span));
-        self.settled.notify_all();
         (books, placed)
     }
 

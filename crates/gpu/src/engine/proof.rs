@@ -31,7 +31,7 @@ use crate::state::streams::{StreamKey, Use, Wait};
 use crate::types::error::DeviceError;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::Clock;
-use lowtide_core::sync::{is_background, wait};
+use lowtide_core::sync::is_background;
 
 /// `CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED`: the driver's answer to a wait that would invalidate a
 /// capture, returned here without calling it.
@@ -80,7 +80,7 @@ impl ArenaInner {
         taker: Option<StreamKey>,
     ) -> Result<Option<(Arc<DriverEvent>, u64)>, DriverError> {
         loop {
-            let wait = self.books().streams.how(of, taker);
+            let wait = self.lock().streams.how(of, taker);
             match wait {
                 Wait::Nothing => return Ok(None),
                 Wait::For(event, epoch) => return Ok(Some((event, epoch))),
@@ -103,7 +103,7 @@ impl ArenaInner {
         of: Use,
         taker: Option<StreamKey>,
     ) -> Result<(), DriverError> {
-        let handle = taker.and_then(|taker| Some((taker, self.books().streams.handle(taker)?)));
+        let handle = taker.and_then(|taker| Some((taker, self.lock().streams.handle(taker)?)));
         if let Some((taker, handle)) = handle {
             // SAFETY: the caller allocates for a lane of this stream, and holds the lane until this
             // returns: the stream exists until the lane is dropped (contract of
@@ -113,14 +113,14 @@ impl ArenaInner {
                 return Err(captures("cuStreamWaitEvent"));
             }
             stream.wait_for(event)?;
-            self.books().streams.ordered(taker, of.stream, of.epoch);
+            self.lock().streams.ordered(taker, of.stream, of.epoch);
             return Ok(());
         }
         if self.is_any_capturing()? {
             return Err(captures("cuEventSynchronize"));
         }
         event.wait()?;
-        self.books().settle(of.stream, of.epoch, &*self.clock);
+        self.lock().settle(of.stream, of.epoch, &*self.clock);
         Ok(())
     }
 
@@ -129,7 +129,7 @@ impl ArenaInner {
     /// # Errors
     /// The driver's; [`CAPTURES`] while the stream captures a graph.
     pub(crate) fn mark_end(&self, stream: StreamKey) -> Result<(), DriverError> {
-        let closed = self.books().streams.close(stream);
+        let closed = self.lock().streams.close(stream);
         let recorded = closed.and_then(|epoch| self.record(stream, epoch));
         recorded.map_or(Ok(()), |event| event.map(drop))
     }
@@ -137,10 +137,10 @@ impl ArenaInner {
     /// Forgets a stream of which the last lane is gone; no call is made with its handle any more
     /// when this returns.
     pub(crate) fn end_stream(&self, stream: StreamKey) {
-        let mut books = self.books();
+        let mut books = self.lock();
         books.streams.retire(stream);
         while books.streams.is_lent(stream) {
-            books = wait(&self.settled, books);
+            books = books.wait();
         }
         books.forget_stream(stream);
     }
@@ -152,20 +152,18 @@ impl ArenaInner {
         stream: StreamKey,
         call: impl FnOnce(LiveStream<'_>) -> Result<T, DriverError>,
     ) -> Option<Result<T, DriverError>> {
-        let handle = self.books().streams.export(stream)?;
+        let handle = self.lock().streams.export(stream)?;
         // SAFETY: a handle that the accounting has is that of a stream with a lane, which exists.
         // The drop of the last lane waits in `end_stream` until the call is recorded as returned
         // below, and the stream exists until that drop returns (contract of `DeviceArena::lane`).
         let answer = call(unsafe { LiveStream::new(&*self.driver, handle) });
-        if self.books().streams.returned(stream) {
-            self.settled.notify_all();
-        }
+        if self.lock().streams.returned(stream) {}
         Some(answer)
     }
 
     /// Returns `true` if a stream captures a graph.
     pub(crate) fn is_any_capturing(&self) -> Result<bool, DriverError> {
-        let alive = self.books().streams.alive();
+        let alive = self.lock().streams.alive();
         for stream in alive {
             let asked = self.on_stream(stream, |live| live.is_capturing()); // not for an ended one
             if asked.transpose()? == Some(true) {
@@ -198,7 +196,7 @@ impl ArenaInner {
             }
             Ok(())
         });
-        let mut books = self.books();
+        let mut books = self.lock();
         if matches!(recorded, Some(Ok(()))) {
             books.streams.recorded(stream, epoch, Arc::clone(&event));
         } else {
@@ -215,10 +213,10 @@ impl ArenaInner {
     /// # Errors
     /// The driver's.
     pub(crate) fn look_for_ends(&self, may_wait: bool) -> Result<(), DriverError> {
-        if !self.capabilities.asynchronous || !self.books().is_awaiting() {
+        if !self.capabilities.asynchronous || !self.lock().is_awaiting() {
             return Ok(());
         }
-        let unmarked = self.books().streams.unmarked();
+        let unmarked = self.lock().streams.unmarked();
         let (mut is_provable, mut failed) = (true, None);
         for stream in unmarked {
             let marked = if self.is_markable(stream) { Some(self.mark_end(stream)) } else { None };
@@ -239,15 +237,15 @@ impl ArenaInner {
     /// # Errors
     /// The driver's.
     pub(crate) fn ask_events(&self) -> Result<(), DriverError> {
-        let streams = self.books().streams.with_events();
+        let streams = self.lock().streams.with_events();
         for stream in streams {
-            let events = self.books().streams.events_of(stream);
+            let events = self.lock().streams.events_of(stream);
             let done = Self::count_complete(&events)?;
             // The last of them proves its epoch and all before.
             let proved = done.checked_sub(1).map(|last| events[last].0);
             drop(events);
             if let Some(epoch) = proved {
-                self.books().settle(stream, epoch, &*self.clock);
+                self.lock().settle(stream, epoch, &*self.clock);
             }
         }
         Ok(())
@@ -277,19 +275,19 @@ impl ArenaInner {
     /// epochs in progress, even if no thread checks for idle memory. The next check reports its
     /// failure.
     fn event_to_record(&self) -> Result<Arc<DriverEvent>, DriverError> {
-        if let Some(event) = self.books().streams.spare() {
+        if let Some(event) = self.lock().streams.spare() {
             return Ok(event);
         }
-        if self.books().streams.is_crowded() {
+        if self.lock().streams.is_crowded() {
             let _ = self.ask_events();
-            let mut books = self.books();
+            let mut books = self.lock();
             books.streams.note_asked();
             if let Some(event) = books.streams.spare() {
                 return Ok(event);
             }
         }
         let event = DriverEvent::new(&self.driver)?;
-        self.books().streams.note_made();
+        self.lock().streams.note_made();
         Ok(Arc::new(event))
     }
 
@@ -306,7 +304,7 @@ impl ArenaInner {
         if self.is_any_capturing()? {
             return Err(DeviceError::Capturing { arena: self.name.clone() });
         }
-        let mut books = self.books();
+        let mut books = self.lock();
         let is_ours = books.raw.is_empty() && books.outstanding.imported.count() == 0;
         let known = books.sleep.used().filter(|_| is_ours);
         for stream in books.streams.alive() {
@@ -317,7 +315,7 @@ impl ArenaInner {
         if !(is_known && self.complete_by_events()?) {
             self.complete_all()?;
         }
-        self.books().sleep.complete();
+        self.lock().sleep.complete();
         Ok(())
     }
 
@@ -327,7 +325,7 @@ impl ArenaInner {
     /// # Errors
     /// `Capturing`; the driver's.
     pub(crate) fn complete_pending(&self) -> Result<(), DeviceError> {
-        if !self.capabilities.asynchronous || !self.books().is_awaiting() {
+        if !self.capabilities.asynchronous || !self.lock().is_awaiting() {
             return Ok(());
         }
         if self.is_any_capturing()? {
@@ -342,7 +340,7 @@ impl ArenaInner {
     /// Waits for an event behind the recorded uses of every stream; returns `false` if a use has
     /// none and can get none.
     fn complete_by_events(&self) -> Result<bool, DriverError> {
-        let unmarked = self.books().streams.unmarked();
+        let unmarked = self.lock().streams.unmarked();
         let is_marked =
             |&stream: &StreamKey| self.is_markable(stream) && self.mark_end(stream).is_ok();
         if !unmarked.iter().all(is_marked) {
@@ -350,25 +348,25 @@ impl ArenaInner {
         }
         self.wait_for_ends()?;
         // One that ended meanwhile may have done so without an event.
-        Ok(self.books().streams.unmarked().is_empty())
+        Ok(self.lock().streams.unmarked().is_empty())
     }
 
     /// Returns `true` if an event can be recorded on a stream: on one that has not ended.
     fn is_markable(&self, stream: StreamKey) -> bool {
-        self.books().streams.handle(stream).is_some()
+        self.lock().streams.handle(stream).is_some()
     }
 
     /// Waits for every event that is recorded.
     fn wait_for_ends(&self) -> Result<(), DriverError> {
         loop {
-            let waiting = self.books().streams.waiting();
+            let waiting = self.lock().streams.waiting();
             if waiting.is_empty() {
                 return Ok(());
             }
             for (of, event) in waiting {
                 event.wait()?;
                 drop(event);
-                self.books().settle(of.stream, of.epoch, &*self.clock);
+                self.lock().settle(of.stream, of.epoch, &*self.clock);
             }
         }
     }
@@ -390,14 +388,13 @@ impl ArenaInner {
         if self.is_any_capturing()? {
             return Err(captures("cuCtxSynchronize"));
         }
-        let closed = self.books().streams.close_all();
+        let closed = self.lock().streams.close_all();
         self.driver.synchronize()?;
-        let mut books = self.books();
+        let mut books = self.lock();
         for Use { stream, epoch } in closed {
             books.settle(stream, epoch, &*self.clock);
         }
         drop(books);
-        self.settled.notify_all();
         Ok(())
     }
 }

@@ -16,6 +16,7 @@ use std::time::Duration;
 
 use crate::api::arena::DeviceArena;
 use crate::driver::DriverError;
+use crate::exec::executor::Locked;
 use crate::exec::inner::ArenaInner;
 use crate::observe::record::{GivenUp, Operation, hooks};
 use crate::observe::visualize::Act;
@@ -25,7 +26,6 @@ use crate::types::error::DeviceError;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::Moment;
 use lowtide_core::decay::DecayTime;
-use lowtide_core::sync::{MutexGuard, lock};
 
 /// Driver calls that one look at idle memory makes at most. A guess, to be measured per driver.
 pub(crate) const CALLS_MAX: usize = 32;
@@ -83,7 +83,7 @@ impl DeviceArena {
         inner.wake_of_nothing();
         inner.look_for_ends(false)?;
         inner.release_adopted();
-        let books = inner.books();
+        let books = inner.lock();
         let ages = books.aging.ages(now);
         let (mut books, given) = inner.give_back(books, u64::MAX, Some(ages));
         books.set_looked(now, given.error.is_some());
@@ -116,7 +116,7 @@ impl DeviceArena {
         if inner.check_here().is_err() {
             return Moment::NEVER;
         }
-        inner.next_look(&inner.books())
+        inner.next_look(&inner.lock())
     }
 
     /// Sets the time that idle memory stays; memory that is idle now counts as idle since now.
@@ -128,7 +128,7 @@ impl DeviceArena {
             if time == DecayTime::AtOnce {
                 inner.empty_fronts();
             }
-            let mut books = inner.books();
+            let mut books = inner.lock();
             books.set_decay(time, now);
             books.tell(&*inner.clock, |_| Some(Operation::DecayTime { time }));
             drop(books);
@@ -207,7 +207,7 @@ impl DeviceArena {
         inner.wake_of_nothing();
         inner.look_for_ends(true)?;
         inner.release_adopted();
-        let mut books = inner.books();
+        let mut books = inner.lock();
         let excess = books.backed().saturating_sub(books.leaving()).saturating_sub(keep.get());
         let granules = books.granules_for(excess.min(books.idle()));
         let mut released = 0;
@@ -270,10 +270,10 @@ impl ArenaInner {
     /// driver must keep none of them.
     pub(crate) fn give_back<'a>(
         &'a self,
-        mut books: MutexGuard<'a, ArenaState>,
+        mut books: Locked<'a>,
         granules: u64,
         ages: Option<Ages>,
-    ) -> (MutexGuard<'a, ArenaState>, GivenBack) {
+    ) -> (Locked<'a>, GivenBack) {
         let unlocked = books.sleep.may_be_copied() && !books.sleep.is_queueing();
         if books.sleep.may_be_copied() {
             let outcome;
@@ -307,7 +307,7 @@ impl ArenaInner {
         }
         let trims = untrimmed || (self.is_whole() && done > 0);
         let trimmed = if trims { self.driver.trim() } else { Ok(()) };
-        let mut books = lock(&self.books);
+        let mut books = self.lock();
         books.untrimmed |= trimmed.is_err();
         let is_of_trim = error.is_none();
         error = error.or_else(|| trimmed.err());
@@ -317,7 +317,6 @@ impl ArenaInner {
                 books.history.record(&*self.clock, Act::Decommit, place.at.get(), place.size);
             }
         }
-        self.settled.notify_all();
         let granules = leaving[..done].iter().map(|place| place.run.granules()).sum();
         (books, GivenBack { granules, error, is_of_trim, unlocked: true })
     }

@@ -154,7 +154,7 @@ impl ArenaInner {
             DeviceError::OutOfMemory { recoverable, holes, .. } => {
                 self.plan(|outlook| outlook.recoverable = self.recoverable());
                 let granule = self.granule.get();
-                let known = self.books().outlook.recoverable.min(holes.get() / granule * granule);
+                let known = self.lock().outlook.recoverable.min(holes.get() / granule * granule);
                 *recoverable = ByteSize::new(known);
             }
             DeviceError::OutOfAddresses { requested, largest_span, compacted_span, .. } => {
@@ -165,7 +165,7 @@ impl ArenaInner {
             }
             _ => {}
         }
-        let mut books = self.books();
+        let mut books = self.lock();
         books.record_refusal(&error, &*self.clock);
         books.tell_refusal(&*self.clock, what, cause);
         let failures = &mut books.totals.failures;
@@ -187,7 +187,7 @@ impl ArenaInner {
     /// Makes a plan, with no lock held, if the last one was long enough ago.
     fn plan(&self, plan: impl FnOnce(&mut CompactionEstimate)) {
         let from = self.clock.now();
-        let mut books = self.books();
+        let mut books = self.lock();
         if from < books.outlook.next {
             return;
         }
@@ -200,7 +200,7 @@ impl ArenaInner {
         plan(&mut outlook);
         let now = self.clock.now();
         outlook.next = now + (now - from).saturating_mul(PLANS_APART);
-        self.books().outlook = outlook;
+        self.lock().outlook = outlook;
     }
 
     /// Bytes of granules that a compaction of both regions would make idle.
@@ -209,7 +209,7 @@ impl ArenaInner {
         let mut granules = 0;
         for region in Region::ALL {
             for end in [End::Low, End::High] {
-                let books = self.books();
+                let books = self.lock();
                 let of = books.region(region);
                 let used = of.live() + of.pending.bytes();
                 let holes = of.segment.active().saturating_sub(used);
@@ -232,7 +232,7 @@ impl ArenaInner {
     fn compacted_span(&self, region: Region, wanted: ByteSize) -> ByteSize {
         let goal = Goal::Contiguous(wanted);
         let options = CompactOptions { goal, ..CompactOptions::new(region) };
-        let parts = self.books().first_parts(options, End::Low, PARTS_MAX);
+        let parts = self.lock().first_parts(options, End::Low, PARTS_MAX);
         let target = Target::Contiguous(wanted.get());
         ByteSize::new(plan::outlook(&parts, self.granule.get(), target).largest[1])
     }

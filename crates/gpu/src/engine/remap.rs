@@ -16,6 +16,7 @@
 
 use crate::driver::DeviceAddress;
 use crate::engine::reclaim::CALLS_MAX;
+use crate::exec::executor::Locked;
 use crate::exec::inner::ArenaInner;
 use crate::index::Span;
 use crate::observe::visualize::Act;
@@ -25,7 +26,6 @@ use crate::state::region::Region;
 use crate::state::segment::Run;
 use lowtide_core::clock::Clock;
 use lowtide_core::log;
-use lowtide_core::sync::{MutexGuard, lock};
 
 /// Granules whose memory goes to others: one driver call.
 #[derive(Clone, Copy, Debug)]
@@ -51,11 +51,11 @@ impl ArenaInner {
     /// one more for each gap in the bare granules.
     pub(crate) fn remap_idle<'a>(
         &'a self,
-        mut books: MutexGuard<'a, ArenaState>,
+        mut books: Locked<'a>,
         region: Region,
         span: Span,
         granules: u64,
-    ) -> (MutexGuard<'a, ArenaState>, Remapped) {
+    ) -> (Locked<'a>, Remapped) {
         let pairs = books.begin_remap(region, span, granules, &*self.clock);
         if pairs.is_empty() {
             return (books, Remapped { granules: 0, failed: false });
@@ -75,11 +75,10 @@ impl ArenaInner {
             }
             done += 1;
         }
-        let mut books = lock(&self.books);
+        let mut books = self.lock();
         for (nth, &pair) in pairs.iter().enumerate() {
             books.end_remap(pair, nth < done, &*self.clock);
         }
-        self.settled.notify_all();
         let granules = pairs[..done].iter().map(|pair| pair.to.granules()).sum();
         (books, Remapped { granules, failed })
     }

@@ -309,7 +309,7 @@ impl ArenaInner {
         if self.check_here().is_err() {
             return Err(AllocFailure { cause: Cause::Uncounted, error: DeviceError::Forked });
         }
-        let mut books = self.books();
+        let mut books = self.lock();
         books.totals.shortage_calls += asked.calls;
         books.totals.shortage_panics += asked.panics;
         drop(books);

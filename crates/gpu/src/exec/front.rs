@@ -36,7 +36,6 @@ use crate::state::arena::ArenaState;
 use crate::state::region::{Placement, Region};
 use crate::state::streams::StreamKey;
 use lowtide_core::sync::atomic::{AtomicU64, Ordering};
-use lowtide_core::sync::try_lock;
 
 /// Homes of an arena at most.
 const HOMES_MAX: usize = 64;
@@ -201,7 +200,7 @@ impl CacheShard {
     /// has ended.
     pub(crate) fn retire(&self) {
         let mut front = brief(&self.front);
-        let mut books = self.inner.books();
+        let mut books = self.inner.lock();
         self.empty_into(&mut front, &mut books);
         books.add_front(&std::mem::take(&mut front.tally));
         drop((books, front));
@@ -212,7 +211,7 @@ impl CacheShard {
     pub(crate) fn give_up(&self) {
         if self.cached() > 0 {
             let mut front = brief(&self.front);
-            self.empty_into(&mut front, &mut self.inner.books());
+            self.empty_into(&mut front, &mut self.inner.lock());
         }
     }
 
@@ -241,7 +240,7 @@ impl CacheShard {
             if front.tally.cached() == 0 {
                 return None;
             }
-            self.empty_into(&mut front, &mut *try_lock(&self.inner.books)?);
+            self.empty_into(&mut front, &mut *self.inner.try_lock()?);
             return None;
         }
         self.cached.store(front.tally.cached(), Ordering::Relaxed);

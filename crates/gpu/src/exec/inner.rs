@@ -16,8 +16,10 @@ use std::sync::{Arc, OnceLock, Weak};
 
 use crate::api::lane::LaneInner;
 use crate::driver::{Capabilities, Driver};
+use crate::engine::port::Port;
 use crate::engine::shortage::Callbacks;
 use crate::engine::sleep::SleepConfig;
+use crate::exec::executor::{Executor, Locked};
 use crate::exec::front::{CacheShard, Swept};
 use crate::exec::kept::CacheCounts;
 use crate::exec::reserve;
@@ -25,6 +27,7 @@ use crate::observe::record::Recorder;
 use crate::observe::record::operation::After;
 use crate::state::arena::ArenaState;
 use crate::state::region::{Placement, Region};
+use crate::types::config::ArenaConfig;
 use crate::types::error::DeviceError;
 use crate::types::snapshot::{ArenaGlance, ArenaSnapshot};
 use lowtide_core::bytes::ByteSize;
@@ -32,16 +35,14 @@ use lowtide_core::clock::Clock;
 use lowtide_core::decay::DecayTime;
 use lowtide_core::fork::Birth;
 use lowtide_core::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use lowtide_core::sync::{Condvar, Mutex, MutexGuard, lock, try_lock};
+use lowtide_core::sync::{Mutex, MutexGuard, lock};
 
 /// The shared state.
 pub(crate) struct ArenaInner {
     pub(crate) name: String,
     pub(crate) driver: Arc<dyn Driver>,
     pub(crate) clock: Arc<dyn Clock>,
-    pub(crate) books: Mutex<ArenaState>,
-    /// Notified whenever a driver call's result has been recorded.
-    pub(crate) settled: Condvar,
+    executor: Executor,
     pub(crate) capabilities: Capabilities,
     /// The smallest unit that the arena commits.
     pub(crate) granule: ByteSize,
@@ -186,16 +187,49 @@ impl ArenaCaches {
 }
 
 impl ArenaInner {
-    /// Takes the lock of the accounting, and counts contention.
-    pub(crate) fn books(&self) -> MutexGuard<'_, ArenaState> {
-        if let Some(books) = try_lock(&self.books) {
-            return books;
+    /// Joins the parts of an arena.
+    pub(crate) fn new(
+        (driver, clock): (Arc<dyn Driver>, Arc<dyn Clock>),
+        config: ArenaConfig,
+        state: ArenaState,
+    ) -> Self {
+        let capabilities = driver.capabilities();
+        let front = state.front_kept(config.thread_cache);
+        Self {
+            driver,
+            clock,
+            capabilities,
+            granule: ByteSize::new(state.bytes_of(1)),
+            largest: Region::ALL.map(|region| state.region(region).largest_ever()),
+            executor: Executor::new(state),
+            moves: [AtomicU64::new(0), AtomicU64::new(0)],
+            fronts: ArenaCaches::new(front, config.decay, capabilities.asynchronous),
+            callbacks: Arc::new(Callbacks::new()),
+            closed: AtomicBool::new(false),
+            sleep: config.sleep,
+            birth: Birth::now(),
+            recorder: config.recorder,
+            #[cfg(feature = "cuda")]
+            parked: AtomicU64::new(0),
+            name: config.name,
         }
-        let from = self.clock.now();
-        let mut books = lock(&self.books);
-        books.totals.contended += 1;
-        books.totals.waited += self.clock.now() - from;
-        books
+    }
+
+    /// Locks the state.
+    #[inline]
+    pub(crate) fn lock(&self) -> Locked<'_> {
+        self.executor.lock(&*self.clock)
+    }
+
+    /// Locks the state if no other thread has it.
+    #[inline]
+    pub(crate) fn try_lock(&self) -> Option<Locked<'_>> {
+        self.executor.try_lock()
+    }
+
+    /// Runs an operation to its end on this thread.
+    pub(crate) fn run<T>(&self, operation: impl AsyncFnOnce(&Port<'_>) -> T) -> T {
+        self.executor.run(&*self.driver, &*self.clock, operation)
     }
 
     /// Fails in a forked child, in which the lock may be held by a thread that does not exist
@@ -232,7 +266,7 @@ impl ArenaInner {
 
     /// Frees a block in the arena: bookkeeping only.
     pub(crate) fn release(&self, region: Region, placed: Placement) {
-        self.books().release(region, placed, &*self.clock);
+        self.lock().release(region, placed, &*self.clock);
         self.pass_on();
     }
 
@@ -245,7 +279,7 @@ impl ArenaInner {
     ) {
         let streams: Vec<_> = lanes.iter().filter_map(|lane| lane.key()).collect();
         let after = if lanes.is_empty() { After::All } else { After::Lanes };
-        self.books().release_after(region, placed, (&streams, after), &*self.clock);
+        self.lock().release_after(region, placed, (&streams, after), &*self.clock);
         self.pass_on();
     }
 
@@ -254,7 +288,7 @@ impl ArenaInner {
         if blocks.is_empty() {
             return;
         }
-        let mut books = self.books();
+        let mut books = self.lock();
         for block in blocks {
             books.release_swept(block, &*self.clock);
         }
@@ -372,7 +406,7 @@ impl ArenaInner {
         let still: Vec<_> = homes.iter().map(|home| home.still()).collect();
         let mut fronts = CacheCounts::default();
         still.iter().for_each(|front| fronts.add(front.tally()));
-        let books = self.books();
+        let books = self.lock();
         let mut snapshot = books.snapshot(&self.name, self.driver.backend(), &fronts);
         books.outstanding.show(&mut snapshot);
         snapshot.lock_contended_total += self.fronts.contended.load(Ordering::Relaxed);
@@ -396,7 +430,7 @@ impl ArenaInner {
         self.empty_all(&sweep);
         let snapshot = self.snapshot_under(&sweep);
         let count = snapshot.allocs_total - snapshot.frees_total;
-        let held = self.books().outstanding.imported.held();
+        let held = self.lock().outstanding.imported.held();
         if count == 0 && held == 0 {
             return Ok(true);
         }
@@ -411,7 +445,7 @@ impl ArenaInner {
     /// Returns a few figures, without the caches' locks.
     pub(crate) fn glance(&self) -> ArenaGlance {
         let cached = self.homes().map(|home| home.cached()).sum();
-        let books = self.books();
+        let books = self.lock();
         ArenaGlance {
             live: ByteSize::new(books.live().saturating_sub(cached)),
             committed: ByteSize::new(books.backed()),
@@ -420,7 +454,7 @@ impl ArenaInner {
     }
 
     pub(crate) fn validate(&self) {
-        lock(&self.books).validate();
+        self.lock().validate();
         self.snapshot().validate();
     }
 
@@ -438,15 +472,16 @@ impl Drop for ArenaInner {
     /// in a forked child.
     fn drop(&mut self) {
         if self.check_here().is_err() {
-            let books = self.books.get_mut().unwrap_or_else(std::sync::PoisonError::into_inner);
-            books.forget_adopted();
+            if let Some(state) = self.executor.get_mut() {
+                state.forget_adopted();
+            }
             return;
         }
         log!(info, arena = self.name, "arena dropped");
         let _ = self.ask_events(); // asks, and waits for nothing
         self.end_adopted();
         self.end_sleep();
-        let mut books = lock(&self.books);
+        let mut books = self.lock();
         // The use of raw blocks is unknown.
         let is_raw_used = books.asynchronous && !books.raw.is_empty() && !books.sleep.is_quiet();
         let is_used = books.pending() > 0 || books.sleep.may_be_copied() || is_raw_used;

@@ -1,6 +1,7 @@
 //! Runs operations: the lock of the state, driver calls, thread caches.
 
 pub(crate) mod brief;
+pub(crate) mod executor;
 pub(crate) mod front;
 pub(crate) mod handles;
 pub(crate) mod inner;

@@ -45,7 +45,7 @@ impl DeviceArena {
             return empty;
         }
         inner.empty_fronts();
-        let books = inner.books();
+        let books = inner.lock();
         let taken = inner.clock.now();
         let segments = Region::ALL.iter().flat_map(|&region| segments(&books, region)).collect();
         let events = books.history.events();

@@ -84,7 +84,7 @@ impl DeviceArena {
         if inner.check_here().is_err() {
             return ArenaOccupancy { granularity: ByteSize::ZERO, regions: Vec::new() };
         }
-        let books = inner.books();
+        let books = inner.lock();
         let of = |&region: &Region| region_cells(&books, region, cells_max);
         let regions = Region::ALL.iter().map(of).collect();
         ArenaOccupancy { granularity: ByteSize::new(books.bytes_of(1)), regions }

@@ -54,6 +54,8 @@ pub(crate) struct Leaving {
 pub(crate) struct ArenaState {
     regions: [RegionState; 2],
     granularity: u64,
+    /// The number of driver calls asked for.
+    pub(crate) calls: u64,
     pub(crate) leases: u32,
     pub(crate) sleep: Sleep,
     pub(crate) limit: ByteSize,
@@ -94,6 +96,7 @@ impl ArenaState {
         Self {
             regions,
             granularity: granularity.get(),
+            calls: 0,
             leases: 0,
             sleep: Sleep::new(now, &config.sleep),
             limit: config.limit,

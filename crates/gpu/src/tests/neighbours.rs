@@ -29,15 +29,14 @@ fn nearly_full(granules: u64) -> (DeviceArena, Arc<TrialDriver>, Buffer<u8>) {
 /// A block that has a place, and waits for its memory.
 fn place(arena: &DeviceArena, size: ByteSize) -> Placement {
     let wanted = AllocRequest::new(size, ALIGN).expect("not empty");
-    let placed = lock(&arena.inner().books).place(DYNAMIC, wanted, Search::Usual, None);
+    let placed = arena.inner().lock().place(DYNAMIC, wanted, Search::Usual, None);
     placed.expect("room").0
 }
 
 /// Its call has failed.
 fn withdraw(arena: &DeviceArena, placed: Placement) {
     let inner = arena.inner();
-    lock(&inner.books).withdraw(DYNAMIC, placed, Claim::default(), &*inner.clock);
-    inner.settled.notify_all();
+    inner.lock().withdraw(DYNAMIC, placed, Claim::default(), &*inner.clock);
 }
 
 /// Two that wait, with so much between them.
@@ -82,7 +81,7 @@ fn a_block_that_fits_at_no_granules_start_waits_for_the_calls_of_its_neighbours(
     let neighbours = apart(&arena, 2);
     // A call is under way: idle memory leaves.
     drop(bytes(&arena, GRANULE, Region::Stable).expect("room"));
-    let leaving = lock(&arena.inner().books).begin_leave(1, 1, None);
+    let leaving = arena.inner().lock().begin_leave(1, 1, None);
     assert_eq!(leaving.len(), 1);
     let (asked, short) = std::sync::mpsc::channel();
     let callback = arena.on_shortage(move |_| asked.send(()).is_err());
@@ -98,8 +97,7 @@ fn a_block_that_fits_at_no_granules_start_waits_for_the_calls_of_its_neighbours(
     neighbours.into_iter().for_each(|placed| withdraw(&arena, placed));
     // SAFETY: an idle granule, marked as leaving above.
     unsafe { driver.decommit(leaving[0].at, leaving[0].size) }.expect("committed");
-    lock(&arena.inner().books).end_leave(leaving[0], true);
-    arena.inner().settled.notify_all();
+    arena.inner().lock().end_leave(leaving[0], true);
     let block = waiting.join().expect("no panic").expect("there is room");
     drop((block, callback, live));
     arena.validate();

@@ -115,7 +115,7 @@ impl<T: Pod> Buffer<T> {
         let inner = Arc::clone(self.inner());
         self.note_foreign();
         let bytes = self.block_bytes();
-        inner.books().outstanding.exported.begin(bytes);
+        inner.lock().outstanding.exported.begin(bytes);
         Ok((Loan { inner, bytes }, pin, at))
     }
 }
@@ -180,7 +180,7 @@ impl Drop for Loan {
         if self.inner.check_here().is_err() {
             return;
         }
-        let mut books = self.inner.books();
+        let mut books = self.inner.lock();
         books.outstanding.exported.end(self.bytes);
         books.sleep.note_unused(self.inner.clock.now());
         if books.asynchronous {

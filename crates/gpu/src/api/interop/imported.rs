@@ -280,7 +280,7 @@ impl<T: Pod> Drop for Imported<T> {
         if self.inner.check_here().is_err() {
             return;
         }
-        let mut books = self.inner.books();
+        let mut books = self.inner.lock();
         let after = books.uses(&[]);
         books.outstanding.imported.let_go(self.at.get(), after);
     }
@@ -314,7 +314,7 @@ impl ArenaInner {
         if let Owner::Elsewhere(what) = self.driver.owner_of(at, size)? {
             return Err(refused(ImportError::Elsewhere(what)));
         }
-        let mut books = self.books();
+        let mut books = self.lock();
         if self.is_closed() {
             drop(books);
             return Err(self.was_closed());
@@ -341,9 +341,9 @@ impl ArenaInner {
     /// running. Returns their number.
     pub(crate) fn release_adopted(&self) -> u64 {
         let mut called = 0;
-        let waiting = self.books().waiting_releases();
+        let waiting = self.lock().waiting_releases();
         while called < waiting {
-            let Some(due) = self.books().take_due() else { break };
+            let Some(due) = self.lock().take_due() else { break };
             called += 1;
             self.call_release(due);
         }
@@ -353,7 +353,7 @@ impl ArenaInner {
     fn call_release(&self, Due { at, size, release }: Due) {
         let outcome = caught(|| release(at, size));
         if let Err(message) = outcome {
-            self.books().outstanding.imported.panics += 1;
+            self.lock().outstanding.imported.panics += 1;
             log!(warn, arena = self.name, %at, %size, message, "release function panicked");
         }
     }
@@ -364,7 +364,7 @@ impl ArenaInner {
         self.release_adopted();
         let mut left = (0_u64, ByteSize::ZERO);
         loop {
-            let due = self.books().outstanding.imported.take_any();
+            let due = self.lock().outstanding.imported.take_any();
             let Some(Due { size, release, .. }) = due else { break };
             left = (left.0 + 1, left.1.saturating_add(size));
             let _ = caught(|| drop(release)); // not ours, and nothing unwinds out of a drop

@@ -35,7 +35,7 @@ use crate::state::ranges::BlockName;
 use crate::state::region::Region;
 use crate::types::error::DeviceError;
 use lowtide_core::bytes::ByteSize;
-use lowtide_core::sync::{caught, lock};
+use lowtide_core::sync::caught;
 use plan::{Part, Target};
 use step::Step;
 
@@ -169,7 +169,7 @@ impl BlockPin {
     /// Waits for the end of the block's move, if it moves.
     pub(crate) fn new(inner: &Arc<ArenaInner>, region: Region, id: Option<BlockName>) -> Self {
         if let Some(id) = id {
-            let mut books = inner.wait_until_still(lock(&inner.books), region, id);
+            let mut books = inner.wait_until_still(inner.lock(), region, id);
             books.region_mut(region).pins.pin(id);
             books.tell(&*inner.clock, |numbers| {
                 Some(Operation::Pin { id: numbers.of(region, id)? })
@@ -186,7 +186,7 @@ impl Drop for BlockPin {
     fn drop(&mut self) {
         let Some(id) = self.id else { return };
         if self.inner.check_here().is_ok() {
-            let mut books = lock(&self.inner.books);
+            let mut books = self.inner.lock();
             books.region_mut(self.region).pins.unpin(id);
             books.tell(&*self.inner.clock, |numbers| {
                 Some(Operation::Unpin { id: numbers.of(self.region, id)? })
@@ -269,7 +269,7 @@ impl DeviceArena {
             return Err(CompactError { error, done });
         }
         done.stopped = *outcome.as_ref().unwrap_or(&StopReason::Failed);
-        let books = lock(&inner.books);
+        let books = inner.lock();
         done.largest_span = ByteSize::new(books.region(options.region).largest_span());
         books.tell(&*inner.clock, |_| Some(Operation::compact(options, &done)));
         drop(books);
@@ -345,7 +345,7 @@ impl ArenaInner {
     /// Returns the parts of a region for the plan, the ids of its blocks by offset, and its
     /// segments, on drivers that allocate segments.
     fn layout_of(&self, options: CompactOptions) -> RegionLayout {
-        let books = lock(&self.books);
+        let books = self.lock();
         let parts = books.parts(options);
         let segments = books.region(options.region).segment.segments();
         drop(books);
@@ -359,7 +359,7 @@ struct Turn<'a>(&'a ArenaInner);
 
 impl<'a> Turn<'a> {
     fn take(inner: &'a ArenaInner) -> Option<Self> {
-        let mut books = lock(&inner.books);
+        let mut books = inner.lock();
         let is_free = !std::mem::replace(&mut books.compacting, true);
         is_free.then(|| Self(inner))
     }
@@ -368,7 +368,7 @@ impl<'a> Turn<'a> {
 impl Drop for Turn<'_> {
     fn drop(&mut self) {
         if self.0.check_here().is_ok() {
-            lock(&self.0.books).compacting = false;
+            self.0.lock().compacting = false;
         }
     }
 }

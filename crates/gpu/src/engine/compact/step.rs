@@ -13,6 +13,7 @@
 use super::CompactOptions;
 use super::plan::{Hold, Move};
 use crate::driver::{DeviceAddress, DriverError};
+use crate::exec::executor::Locked;
 use crate::exec::inner::ArenaInner;
 use crate::state::arena::ArenaState;
 use crate::state::pending::Claim;
@@ -21,7 +22,6 @@ use crate::state::region::{Placement, Region};
 use crate::types::error::DeviceError;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::sync::atomic::Ordering;
-use lowtide_core::sync::{MutexGuard, lock, wait};
 
 /// The block that moves now.
 #[derive(Clone, Copy, Debug)]
@@ -66,7 +66,7 @@ impl ArenaInner {
         made: Move,
     ) -> Result<Step, DeviceError> {
         let region = options.region;
-        let mut books = lock(&self.books);
+        let mut books = self.lock();
         if let Some(refused) = refuses(&books, options, id, made) {
             return Ok(refused);
         }
@@ -83,7 +83,6 @@ impl ArenaInner {
         };
         if let Some(refused) = refused {
             books.withdraw(region, room, Claim::default(), &*self.clock);
-            self.settled.notify_all();
             return refused;
         }
         books.moving = Some(Moving { region, id, freed: None });
@@ -97,7 +96,7 @@ impl ArenaInner {
         // is live, so that its granules stay. `moving` keeps leases from being granted, and so
         // slices and new work from the block; work that was started is complete.
         let outcome = complete.and_then(|()| unsafe { self.copy_pieces([from, to], made) });
-        let mut books = lock(&self.books);
+        let mut books = self.lock();
         let freed = books.moving.take().and_then(|moving| moving.freed);
         let mut idle = 0;
         if outcome.is_ok() {
@@ -114,7 +113,6 @@ impl ArenaInner {
         }
         // Before the next lease is granted: its holder sees the earlier counts.
         self.moves[region.number()].store(books.region(region).moves(), Ordering::Relaxed);
-        self.settled.notify_all();
         drop(books);
         match outcome {
             Ok(()) => Ok(Step::Moved { from, to, is_freed: freed.is_some(), idle, active }),
@@ -160,17 +158,14 @@ impl ArenaInner {
     }
 
     /// Waits for the end of the move in progress, before a lease is granted.
-    pub(crate) fn wait_for_move<'a>(
-        &'a self,
-        mut books: MutexGuard<'a, ArenaState>,
-    ) -> MutexGuard<'a, ArenaState> {
+    pub(crate) fn wait_for_move<'a>(&'a self, mut books: Locked<'a>) -> Locked<'a> {
         if books.moving.is_none() {
             return books;
         }
         // Seen by the mover, which then makes no further move: each waits for one at most.
         books.entering += 1;
         while books.moving.is_some() {
-            books = wait(&self.settled, books);
+            books = books.wait();
         }
         books.entering -= 1;
         books
@@ -179,12 +174,12 @@ impl ArenaInner {
     /// Waits until this block does not move.
     pub(crate) fn wait_until_still<'a>(
         &'a self,
-        mut books: MutexGuard<'a, ArenaState>,
+        mut books: Locked<'a>,
         region: Region,
         id: BlockName,
-    ) -> MutexGuard<'a, ArenaState> {
+    ) -> Locked<'a> {
         while books.moving.is_some_and(|moving| (moving.region, moving.id) == (region, id)) {
-            books = wait(&self.settled, books);
+            books = books.wait();
         }
         books
     }
@@ -204,7 +199,7 @@ impl ArenaInner {
         region: Region,
         placed: Placement,
     ) -> Result<Placement, DeviceError> {
-        let books = self.wait_until_still(lock(&self.books), region, placed.id);
+        let books = self.wait_until_still(self.lock(), region, placed.id);
         check_whole(&books, region, placed)?;
         Ok(books.region(region).refreshed(placed))
     }

@@ -12,7 +12,6 @@ use crate::{
 };
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::ManualClock;
-use lowtide_core::sync::lock;
 use lowtide_cuda_sim::trial::{Failure, TrialDriver};
 
 pub(super) const DYNAMIC: CompactOptions = CompactOptions::new(Region::Dynamic);
@@ -434,7 +433,7 @@ fn aligned_blocks_stay_aligned() {
     // The gap begins 512 bytes after a multiple of 4 KiB.
     let first = request((1 << 20) + 512, 256);
     let (gone, block) = (request((1 << 20) + 512, 256), request(1 << 20, 4096));
-    lock(&inner.books).region_mut(Region::Dynamic).pins.pin(first.id);
+    inner.lock().region_mut(Region::Dynamic).pins.pin(first.id);
     inner.release(Region::Dynamic, gone);
     let mut moves = 0;
     for options in [ALL, DYNAMIC] {

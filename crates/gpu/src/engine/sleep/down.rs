@@ -25,7 +25,7 @@ use crate::types::error::DeviceError;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::{Bell, Moment};
 use lowtide_core::sync::atomic::Ordering;
-use lowtide_core::sync::{caught, wait};
+use lowtide_core::sync::caught;
 
 /// The number of waits for all uses, if more memory is freed meanwhile, before the arena stays
 /// awake. A guess.
@@ -60,7 +60,7 @@ impl ArenaInner {
 
     /// Begins to wait for leases; returns the drain's number.
     fn begin_drain(&self, options: SleepOptions) -> Result<u64, DeviceError> {
-        let mut books = self.books();
+        let mut books = self.lock();
         if books.sleep.phase != Phase::Awake {
             return Err(self.told(&books, options, self.not_awake(&books)));
         }
@@ -78,7 +78,7 @@ impl ArenaInner {
         options: SleepOptions,
     ) -> Result<(), DeviceError> {
         loop {
-            let mut books = self.books();
+            let mut books = self.lock();
             if books.sleep.phase != Phase::Draining(drain) {
                 let error = DeviceError::SleepCancelled { arena: self.name.clone() };
                 return Err(self.told(&books, options, error));
@@ -132,7 +132,7 @@ impl ArenaInner {
             Ok(saved) => saved,
             Err(error) => return Err(self.stay_up(options, &parts, None, error)),
         };
-        let is_wanted = self.books().sleep.is_wanted();
+        let is_wanted = self.lock().sleep.is_wanted();
         if is_wanted {
             let error = DeviceError::SleepCancelled { arena: self.name.clone() };
             return Err(self.stay_up(options, &parts, saved, error));
@@ -147,14 +147,14 @@ impl ArenaInner {
     /// then marks the memory to release.
     fn begin_fall(&self, options: SleepOptions) -> Result<Vec<OutgoingRun>, DeviceError> {
         for _ in 0..ROUNDS_MAX {
-            let mut books = self.books();
+            let mut books = self.lock();
             while books.is_busy() {
-                books = wait(&self.settled, books);
+                books = books.wait();
             }
             drop(books);
             self.complete_used()?;
             self.complete_copies()?;
-            let mut books = self.books();
+            let mut books = self.lock();
             // The uses of memory freed meanwhile are waited for as well.
             if !books.is_busy() && books.pending() == 0 {
                 self.check_way_back(&books)?;
@@ -175,7 +175,7 @@ impl ArenaInner {
             left.map_err(|error| FailedRelease { nth, error })?;
         }
         if self.is_whole() && self.driver.trim().is_err() {
-            self.books().untrimmed = true; // for the next decay
+            self.lock().untrimmed = true; // for the next decay
         }
         Ok(())
     }
@@ -295,7 +295,7 @@ impl ArenaInner {
 
     /// The end of a way down or up.
     pub(super) fn arrive_at(&self, phase: Phase, book: impl FnOnce(&mut ArenaState)) {
-        let mut books = self.books();
+        let mut books = self.lock();
         book(&mut books);
         for region in Region::ALL {
             // Before the next lease is granted: its holder sees the earlier counts.
@@ -304,7 +304,6 @@ impl ArenaInner {
         }
         books.sleep.is_quiet = phase == Phase::Asleep;
         let wakers = books.sleep.go(phase);
-        self.settled.notify_all();
         drop(books);
         for waker in wakers {
             let _ = caught(|| waker.wake()); // not ours, and so with no lock held

@@ -54,7 +54,7 @@ impl DeviceArena {
         // An allocation that cancels it is no lease: without a pause it would be tried at once
         // again, and contents copied for nothing.
         let again = inner.clock.now() + AGAIN;
-        let mut books = inner.books();
+        let mut books = inner.lock();
         books.sleep.not_before = books.sleep.not_before.max(again);
         drop(books);
         log!(debug, arena = self.name(), %error, "arena idle sleep failed");
@@ -72,7 +72,7 @@ impl DeviceArena {
     fn lie_awake(&self) -> Result<(), DeviceError> {
         let inner = self.inner();
         let again = inner.clock.now() + AGAIN;
-        let mut books = inner.books();
+        let mut books = inner.lock();
         let is_first = !std::mem::replace(&mut books.sleep.lay_awake, true);
         books.sleep.not_before = books.sleep.not_before.max(again);
         drop(books);
@@ -92,7 +92,7 @@ impl DeviceArena {
         if inner.check_here().is_err() {
             return Moment::NEVER;
         }
-        inner.next_sleep(&inner.books())
+        inner.next_sleep(&inner.lock())
     }
 }
 

@@ -19,7 +19,7 @@ pub(crate) mod contents;
 mod down;
 mod idle;
 pub(crate) mod phase;
-mod stores;
+pub(crate) mod stores;
 mod up;
 mod waiting;
 
@@ -31,7 +31,6 @@ use std::time::Duration;
 use crate::api::arena::DeviceArena;
 use crate::types::error::DeviceError;
 use lowtide_core::bytes::ByteSize;
-use lowtide_core::sync::lock;
 
 pub use contents::Contents;
 pub use waiting::EnterFuture;
@@ -223,7 +222,7 @@ impl DeviceArena {
         let inner = self.inner();
         inner.check_open()?;
         inner.empty_fronts();
-        inner.check_way_back(&inner.books())?;
+        inner.check_way_back(&inner.lock())?;
         let outcome = inner.sleep(options);
         inner.pass_on();
         inner.debug_validate();
@@ -276,21 +275,21 @@ impl DeviceArena {
         if inner.check_here().is_err() {
             return SleepState::default();
         }
-        lock(&inner.books).sleep.state()
+        inner.lock().sleep.state()
     }
 
     /// Returns `true` if a thread waits for it to be awake; for tests.
     #[doc(hidden)]
     #[must_use]
     pub fn is_wanted(&self) -> bool {
-        lock(&self.inner().books).sleep.is_wanted()
+        self.inner().lock().sleep.is_wanted()
     }
 
     /// Returns `true` if a call is in progress that a sleep waits for; for tests.
     #[doc(hidden)]
     #[must_use]
     pub fn is_busy(&self) -> bool {
-        lock(&self.inner().books).is_busy()
+        self.inner().lock().is_busy()
     }
 
     /// Sets if the host memory for contents is kept between sleeps ([`SleepConfig::keep_stores`]),
@@ -355,7 +354,7 @@ impl DeviceArena {
     /// ```
     pub fn set_host_budget(&self, budget: Arc<dyn HostBudget>) {
         if self.inner().check_here().is_ok() {
-            let before = lock(&self.inner().books).sleep.budget.replace(budget);
+            let before = self.inner().lock().sleep.budget.replace(budget);
             drop(before); // not ours, and so with no lock held
         }
     }

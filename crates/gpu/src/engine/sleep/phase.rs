@@ -18,6 +18,7 @@ use super::stores::{Between, Saved, is_booking};
 use super::{HostBudget, SleepConfig};
 use crate::driver::HostStore;
 use crate::engine::shortage::is_within;
+use crate::exec::executor::Locked;
 use crate::exec::handles::OwnedStream;
 use crate::exec::inner::ArenaInner;
 use crate::state::arena::ArenaState;
@@ -25,7 +26,6 @@ use crate::state::streams::StreamKey;
 use crate::types::error::DeviceError;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::{Bell, Clock, Moment};
-use lowtide_core::sync::{MutexGuard, wait};
 
 /// The phase of an arena between awake and asleep.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -237,30 +237,24 @@ impl ArenaInner {
     /// # Errors
     /// The errors of a wake.
     #[inline]
-    pub(crate) fn awake<'a>(
-        &'a self,
-        books: MutexGuard<'a, ArenaState>,
-    ) -> Result<MutexGuard<'a, ArenaState>, DeviceError> {
+    pub(crate) fn awake<'a>(&'a self, books: Locked<'a>) -> Result<Locked<'a>, DeviceError> {
         if books.sleep.is_open() { Ok(books) } else { self.wait_awake(books) }
     }
 
     #[cold]
-    fn wait_awake<'a>(
-        &'a self,
-        mut books: MutexGuard<'a, ArenaState>,
-    ) -> Result<MutexGuard<'a, ArenaState>, DeviceError> {
+    fn wait_awake<'a>(&'a self, mut books: Locked<'a>) -> Result<Locked<'a>, DeviceError> {
         let before = books.sleep.attempts;
         loop {
             match books.sleep.phase {
                 Phase::Awake | Phase::Draining(_) => return Ok(books),
                 // Perhaps the thread that wakes it, which waits for this callback.
                 Phase::Waking if is_within() => return Err(self.not_awake(&books)),
-                Phase::Waking => books = wait(&self.settled, books),
+                Phase::Waking => books = books.wait(),
                 // Perhaps the thread on whose way down it is.
                 Phase::Falling if is_booking() => return Err(self.not_awake(&books)),
                 Phase::Falling => {
                     books.sleep.entering += 1;
-                    books = wait(&self.settled, books);
+                    books = books.wait();
                     books.sleep.entering -= 1;
                 }
                 Phase::Asleep => {
@@ -270,7 +264,7 @@ impl ArenaInner {
                     books.sleep.phase = Phase::Waking;
                     drop(books);
                     self.rise(self.sleep.wake_timeout)?;
-                    books = self.books();
+                    books = self.lock();
                 }
             }
         }
@@ -282,9 +276,7 @@ impl ArenaInner {
 
     /// Notifies of the end of a call that a thread putting the arena to sleep waits for.
     pub(crate) fn note_quieter(&self, books: &ArenaState) {
-        if books.sleep.phase == Phase::Falling {
-            self.settled.notify_all();
-        }
+        if books.sleep.phase == Phase::Falling {}
     }
 }
 

@@ -17,6 +17,7 @@ use super::HostBudget;
 use super::contents::{Contents, OutgoingRun};
 use crate::driver::{DeviceAddress, DriverError, HOST_GRANULARITY, HostStore, StoreSpan};
 use crate::engine::proof::{captures, is_captures};
+use crate::exec::executor::Locked;
 use crate::exec::handles::OwnedStream;
 use crate::exec::inner::ArenaInner;
 use crate::state::arena::ArenaState;
@@ -25,7 +26,7 @@ use crate::state::region::Region;
 use crate::state::segment::Run;
 use crate::types::error::DeviceError;
 use lowtide_core::bytes::ByteSize;
-use lowtide_core::sync::{MutexGuard, caught};
+use lowtide_core::sync::caught;
 
 /// The largest store, if granules are no larger.
 const STORE_MAX: ByteSize = ByteSize::gib(1);
@@ -92,7 +93,7 @@ loom::thread_local! {
 
 /// Returns `true` if this thread is within a call of a host budget, and so may be the one putting
 /// the arena to sleep: it must not wait for the end of that.
-pub(super) fn is_booking() -> bool {
+pub(crate) fn is_booking() -> bool {
     BOOKING.with(Cell::get)
 }
 
@@ -207,7 +208,7 @@ impl ArenaInner {
     /// Returns the stores kept after the last wake; `None` if there are none, or they are too small
     /// and released.
     fn kept_for(&self, sizes: &[ByteSize]) -> Option<Saved> {
-        let kept = self.books().sleep.between.take();
+        let kept = self.lock().sleep.between.take();
         let kept = kept?;
         let mut pairs = sizes.iter().zip(&kept.stores);
         if sizes.len() <= kept.stores.len() && pairs.all(|(size, (_, has))| size <= has) {
@@ -226,7 +227,7 @@ impl ArenaInner {
     }
 
     fn book(&self, bytes: ByteSize) -> Result<Option<Booking>, DeviceError> {
-        let budget = self.books().sleep.budget.clone();
+        let budget = self.lock().sleep.budget.clone();
         let Some(budget) = budget else { return Ok(None) };
         let error = match theirs(|| budget.reserve(bytes)) {
             Ok(Ok(booked)) => return Ok(Some((budget, booked))),
@@ -242,7 +243,7 @@ impl ArenaInner {
             saved.stores.push((self.driver.host_store_create(size)?, size));
         }
         let stream = self.copy_stream()?;
-        let places = saved.places(&self.books());
+        let places = saved.places(&self.lock());
         for (at, span) in places {
             // SAFETY: the part is committed and marked as leaving, which happens only after the
             // copies were waited for; no lease is held, so that nothing writes to it. The store was
@@ -261,12 +262,12 @@ impl ArenaInner {
         &self,
         places: impl Fn(&ArenaState) -> Vec<StoredCopy>,
     ) -> Result<ByteSize, DriverError> {
-        if places(&self.books()).is_empty() {
+        if places(&self.lock()).is_empty() {
             return Ok(ByteSize::ZERO);
         }
         let stream = self.copy_stream()?;
         // Frees continue, but from here on no idle memory leaves: current places stay valid.
-        let places = places(&self.books());
+        let places = places(&self.lock());
         for &(at, span) in &places {
             // SAFETY: a place that a block touches, which is committed and whose memory does not
             // leave while copies are queued; no lease is held until they are complete, so that
@@ -283,7 +284,7 @@ impl ArenaInner {
     /// # Errors
     /// The driver's: they may still be in progress.
     pub(super) fn complete_copies(&self) -> Result<(), DriverError> {
-        let books = self.books();
+        let books = self.lock();
         let stream = books.sleep.stream.clone().filter(|_| books.sleep.may_be_copied());
         drop(books);
         stream.map_or(Ok(()), |stream| self.wait_for_copies(&stream))
@@ -291,7 +292,7 @@ impl ArenaInner {
 
     /// Returns `true` if no copy is in progress, as the host has seen.
     pub(super) fn copies_are_done(&self) -> bool {
-        let books = self.books();
+        let books = self.lock();
         let stream = books.sleep.stream.clone().filter(|_| books.sleep.may_be_copied());
         drop(books);
         stream.is_none_or(|stream| self.wait_for_own(&stream).is_ok())
@@ -299,7 +300,7 @@ impl ArenaInner {
 
     /// Sets if stores are kept between sleeps; releases the kept ones.
     pub(super) fn set_between(&self, keep_stores: bool) {
-        let before = std::mem::replace(&mut self.books().sleep.between, Between::of(keep_stores));
+        let before = std::mem::replace(&mut self.lock().sleep.between, Between::of(keep_stores));
         if let Between::Keep(Some(kept)) = before {
             self.let_go(kept);
         }
@@ -307,7 +308,7 @@ impl ArenaInner {
 
     /// Releases the stores kept between sleeps; returns their bytes.
     pub(crate) fn release_kept(&self) -> ByteSize {
-        let kept = self.books().sleep.between.take();
+        let kept = self.lock().sleep.between.take();
         let Some(kept) = kept else { return ByteSize::ZERO };
         let bytes = kept.bytes();
         self.let_go(kept);
@@ -318,7 +319,7 @@ impl ArenaInner {
     /// later, and stay reserved.
     pub(super) fn let_go(&self, saved: Saved) {
         let Saved { stores, booking, .. } = saved;
-        let mut books = self.books();
+        let mut books = self.lock();
         books.sleep.left.extend(stores);
         books.sleep.booked.extend(booking);
         drop(books);
@@ -327,7 +328,7 @@ impl ArenaInner {
 
     /// Retries to release the stores that are left.
     pub(crate) fn give_stores_back(&self) {
-        let mut books = self.books();
+        let mut books = self.lock();
         let stores = std::mem::take(&mut books.sleep.left);
         // Together with its stores: a concurrent caller must not release it before them.
         let mut booked = std::mem::take(&mut books.sleep.booked);
@@ -344,7 +345,7 @@ impl ArenaInner {
         let left = stores.into_iter().filter(|&(store, _)| !(is_done && destroy(store)));
         let left: Vec<_> = left.collect();
         let bytes: ByteSize = left.iter().map(|(_, size)| *size).sum();
-        let mut books = self.books();
+        let mut books = self.lock();
         if !left.is_empty() {
             books.sleep.left.extend(left);
             books.sleep.booked.append(&mut booked);
@@ -359,7 +360,7 @@ impl ArenaInner {
     /// Waits for the copies that are queued now. While a thread queues more, only that thread knows
     /// when they are complete.
     fn wait_for_copies(&self, stream: &OwnedStream) -> Result<(), DriverError> {
-        let books = self.books();
+        let books = self.lock();
         let copying = (!books.sleep.is_queueing).then_some(books.sleep.copying);
         drop(books);
         if self.is_any_capturing()? {
@@ -367,7 +368,7 @@ impl ArenaInner {
         }
         stream.live().synchronize()?;
         if let Some(copying) = copying {
-            let copied = &mut self.books().sleep.copied;
+            let copied = &mut self.lock().sleep.copied;
             *copied = copying.max(*copied);
         }
         Ok(())
@@ -376,12 +377,12 @@ impl ArenaInner {
     /// Waits for the copies of this thread, which is putting the arena to sleep or waking it and
     /// has queued all. Not if a stream has begun to capture a graph meanwhile.
     fn wait_for_own(&self, stream: &OwnedStream) -> Result<(), DriverError> {
-        self.books().sleep.is_queueing = false;
+        self.lock().sleep.is_queueing = false;
         if self.is_any_capturing()? {
             return Err(captures("cuStreamSynchronize"));
         }
         stream.live().synchronize()?;
-        let mut books = self.books();
+        let mut books = self.lock();
         books.sleep.copied = books.sleep.copying;
         Ok(())
     }
@@ -394,27 +395,27 @@ impl ArenaInner {
     /// The driver's: they may still be in progress.
     pub(crate) fn end_copies<'a>(
         &'a self,
-        books: MutexGuard<'a, ArenaState>,
-    ) -> (MutexGuard<'a, ArenaState>, Result<bool, DriverError>) {
+        books: Locked<'a>,
+    ) -> (Locked<'a>, Result<bool, DriverError>) {
         let idle = books.sleep.stream.clone().filter(|_| !books.sleep.is_queueing);
         let Some(stream) = idle else {
             return (books, Ok(false));
         };
         drop(books);
         let waited = self.wait_for_copies(&stream);
-        let books = self.books();
+        let books = self.lock();
         let is_over = !books.sleep.may_be_copied();
         (books, waited.map(|()| is_over))
     }
 
     /// The stream of the copies, of which some are under way from here on.
     fn copy_stream(&self) -> Result<Arc<OwnedStream>, DriverError> {
-        let known = self.books().sleep.stream.clone();
+        let known = self.lock().sleep.stream.clone();
         let stream = match known {
             Some(stream) => stream,
             None => Arc::new(OwnedStream::new(&self.driver)?),
         };
-        let mut books = self.books();
+        let mut books = self.lock();
         books.sleep.stream = Some(Arc::clone(&stream));
         books.sleep.copying += 1;
         books.sleep.is_queueing = true;
@@ -424,7 +425,7 @@ impl ArenaInner {
     /// Releases the driver's resources of sleep at the end of the arena. Does not wait, so that
     /// stores which a copy may still use are leaked.
     pub(crate) fn end_sleep(&self) {
-        let mut books = self.books();
+        let mut books = self.lock();
         let stream = books.sleep.stream.take();
         let (saved, kept) = (books.sleep.saved.take(), books.sleep.between.take());
         for saved in [saved, kept].into_iter().flatten() {
@@ -436,7 +437,7 @@ impl ArenaInner {
         if !is_copying {
             self.give_stores_back();
         }
-        let mut books = self.books();
+        let mut books = self.lock();
         let left = (books.sleep.budget.take(), std::mem::take(&mut books.sleep.booked));
         drop(books);
         let _ = theirs(|| drop(left)); // nothing unwinds out of a drop

@@ -26,7 +26,6 @@ use crate::state::segment::Run;
 use crate::types::error::DeviceError;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::{Bell, Clock};
-use lowtide_core::sync::wait;
 
 /// The number of retries of a wake without enough memory.
 const RETRIES: u32 = 8;
@@ -65,11 +64,11 @@ impl Returning {
 impl ArenaInner {
     /// Wakes the arena, or waits for the thread that does.
     pub(super) fn wake(&self) -> Result<WakeReport, DeviceError> {
-        let mut books = self.books();
+        let mut books = self.lock();
         let before = books.sleep.attempts;
         // A sleep in progress ends first.
         while books.sleep.phase == Phase::Falling && !is_booking() {
-            books = wait(&self.settled, books);
+            books = books.wait();
         }
         match books.sleep.phase {
             Phase::Asleep => {
@@ -80,7 +79,7 @@ impl ArenaInner {
             Phase::Waking if is_within() => Err(self.not_awake(&books)),
             Phase::Waking => {
                 while books.sleep.phase == Phase::Waking {
-                    books = wait(&self.settled, books);
+                    books = books.wait();
                 }
                 books.sleep.failed_since(before).map_or_else(|| Ok(WakeReport::default()), Err)
             }
@@ -91,7 +90,7 @@ impl ArenaInner {
     /// Wakes the arena if it is asleep, without waiting: neither for a transition in progress, nor
     /// for memory.
     pub(super) fn wake_at_once(&self) -> Result<WakeReport, DeviceError> {
-        let mut books = self.books();
+        let mut books = self.lock();
         if books.sleep.phase != Phase::Asleep {
             return Err(self.not_awake(&books));
         }
@@ -102,7 +101,7 @@ impl ArenaInner {
 
     /// From waking to awake, or asleep again; for memory that is short it waits so long.
     pub(super) fn rise(&self, wake_timeout: Duration) -> Result<WakeReport, DeviceError> {
-        let mut books = self.books();
+        let mut books = self.lock();
         let runs = books.begin_rise();
         let copies = !books.wanted_places().is_empty();
         drop(books);
@@ -168,7 +167,7 @@ impl ArenaInner {
     fn try_back(&self, returning: &mut Returning) -> Result<(), AllocFailure> {
         // Each turn but the last gives up a granule that was to come, or one that is idle.
         while let Some(to) = returning.next() {
-            let over = self.books().over_limit(0);
+            let over = self.lock().over_limit(0);
             let cause = if over > 0 {
                 Cause::Limit { over }
             } else {
@@ -187,7 +186,7 @@ impl ArenaInner {
             };
             let bytes = if over > 0 { over } else { to.size.get() };
             if !self.make_way(returning, bytes) {
-                return Err(AllocFailure::of(cause, to.size.get()).told(&self.books()));
+                return Err(AllocFailure::of(cause, to.size.get()).told(&self.lock()));
             }
         }
         Ok(())
@@ -196,7 +195,7 @@ impl ArenaInner {
     /// Gives up memory of blocks that were freed meanwhile, or else idle memory, such as that of a
     /// freed block that was to stay; returns `true` if there was any.
     fn make_way(&self, returning: &mut Returning, bytes: u64) -> bool {
-        let mut books = self.books();
+        let mut books = self.lock();
         if books.spare(returning, &*self.clock) {
             return true;
         }
@@ -260,7 +259,7 @@ impl ArenaInner {
     /// Gives up the copies of an arena that sleeps with nothing left to wake for: it is awake then.
     /// Makes no other call of the driver.
     pub(crate) fn wake_of_nothing(&self) {
-        let books = self.books();
+        let books = self.lock();
         let is_over = books.sleep.state() == SleepState::Asleep && books.live() == 0;
         let is_left = !books.sleep.left.is_empty();
         drop(books);

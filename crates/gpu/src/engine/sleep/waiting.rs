@@ -54,7 +54,7 @@ impl Future for EnterFuture {
         }
         // Its clone and its drop are not ours, and so with no lock held.
         let mut waker = Some(context.waker().clone());
-        let mut books = this.arena.books();
+        let mut books = this.arena.lock();
         let ended = books.sleep.attempts;
         let before = *this.before.get_or_insert(ended);
         match books.sleep.phase {
@@ -85,7 +85,7 @@ impl Drop for EnterFuture {
     /// Gives up the wait. In a forked child does nothing.
     fn drop(&mut self) {
         let Some(waits) = self.waits.filter(|_| self.arena.check_here().is_ok()) else { return };
-        let waker = self.arena.books().sleep.wakers.remove(&waits);
+        let waker = self.arena.lock().sleep.wakers.remove(&waits);
         let _ = caught(|| drop(waker)); // not ours, and nothing unwinds out of a drop
     }
 }

@@ -18,6 +18,7 @@ use crate::driver::Driver;
 use crate::engine::compact::{CompactOptions, CompactReport};
 use crate::engine::refusal::Cause;
 use crate::engine::sleep::{SleepOptions, SleepReport, SleepState, WakeReport};
+use crate::exec::executor::Locked;
 use crate::exec::inner::ArenaInner;
 use crate::state::arena::ArenaState;
 use crate::state::ranges::BlockName;
@@ -26,7 +27,6 @@ use crate::types::config::ArenaConfig;
 use crate::types::error::DeviceError;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::{Clock, Moment};
-use lowtide_core::sync::MutexGuard;
 
 /// The source of a request for a block, as a recording shows it.
 #[derive(Clone, Copy, Debug)]
@@ -234,7 +234,7 @@ impl ArenaInner {
     /// Records an operation that does not change the arena's state, if there is a recorder.
     pub(crate) fn tell(&self, make: impl FnOnce(&mut Numbers) -> Option<Operation>) {
         if self.recorder.is_some() {
-            self.books().tell(&*self.clock, make);
+            self.lock().tell(&*self.clock, make);
             self.pass_on();
         }
     }
@@ -248,7 +248,7 @@ impl ArenaInner {
     }
 
     /// Ends the recording of an arena that is gone.
-    pub(crate) fn end_recording(&self, books: MutexGuard<'_, ArenaState>) {
+    pub(crate) fn end_recording(&self, books: Locked<'_>) {
         drop(books);
         if let Some(recorder) = &self.recorder {
             recorder.gone();
