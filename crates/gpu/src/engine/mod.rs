@@ -3,9 +3,9 @@
 pub(crate) mod call;
 pub(crate) mod commit;
 pub(crate) mod compact;
+pub(crate) mod completion;
 pub(crate) mod obtain;
 pub(crate) mod port;
-pub(crate) mod proof;
 pub(crate) mod reclaim;
 pub(crate) mod refusal;
 pub(crate) mod remap;

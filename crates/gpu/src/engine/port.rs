@@ -16,7 +16,7 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 
-use super::call::{Answer, Call, CallId, Completion};
+use super::call::{Answer, Call, CallId, CallKind, Completion};
 use crate::driver::DriverError;
 use crate::state::arena::ArenaState;
 use lowtide_core::clock::{Bell, Clock, Moment};
@@ -145,14 +145,31 @@ impl<'a> Port<'a> {
         act(borrowed.state.as_deref_mut().expect("the state is lent during a step"))
     }
 
-    /// Makes a driver call, with the lock released.
+    /// Makes a driver call, with the lock released. The ranges of the call are marked.
     ///
     /// # Errors
     /// The driver's.
-    pub(crate) async fn call(&self, call: Call) -> Result<Answer, DriverError> {
+    pub(super) async fn perform(&self, kind: CallKind) -> Result<Answer, DriverError> {
+        let call = self.with(|state| state.new_call(kind));
         self.awaited.set(Some(call.id()));
         self.ask(Request::Call(call)).await;
         self.answer.take().expect("a call is answered before the next step")
+    }
+
+    /// Makes a driver call that has no result.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub(super) async fn does(&self, kind: CallKind) -> Result<(), DriverError> {
+        self.perform(kind).await.map(drop)
+    }
+
+    /// Makes a driver call that answers yes or no.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub(super) async fn asks(&self, kind: CallKind) -> Result<bool, DriverError> {
+        Ok(matches!(self.perform(kind).await?, Answer::Bool(true)))
     }
 
     /// Releases the lock until another operation has changed the state. The caller checks its

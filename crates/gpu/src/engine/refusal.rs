@@ -10,7 +10,7 @@
 
 use crate::engine::compact::plan::{self, Target};
 use crate::engine::compact::{CompactOptions, Goal};
-use crate::engine::proof::is_unwaited;
+use crate::engine::completion::is_unwaited;
 use crate::exec::inner::ArenaInner;
 use crate::index::End;
 use crate::observe::record::hooks::Refused;

@@ -16,6 +16,7 @@ use std::sync::{Arc, OnceLock, Weak};
 
 use crate::api::lane::LaneInner;
 use crate::driver::{Capabilities, Driver};
+use crate::engine::completion::query_events;
 use crate::engine::port::Port;
 use crate::engine::shortage::Callbacks;
 use crate::engine::sleep::SleepConfig;
@@ -478,7 +479,7 @@ impl Drop for ArenaInner {
             return;
         }
         log!(info, arena = self.name, "arena dropped");
-        let _ = self.ask_events(); // asks, and waits for nothing
+        let _ = self.run(query_events); // asks, and waits for nothing
         self.end_adopted();
         self.end_sleep();
         let mut books = self.lock();
@@ -489,7 +490,10 @@ impl Drop for ArenaInner {
             let bytes = ByteSize::new(books.backed());
             log!(warn, arena = self.name, %bytes, "arena dropped in use, memory leaked");
         }
-        books.streams.clear_events();
+        for event in books.streams.take_events() {
+            // SAFETY: the arena's own event, which no operation holds: this is its end.
+            let _ = unsafe { self.driver.event_destroy(event) };
+        }
         if is_used {
             self.end_recording(books);
             return; // the device may still work on it

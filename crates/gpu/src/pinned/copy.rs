@@ -23,7 +23,7 @@ use super::{DeviceUse, PinnedBuffer};
 use crate::api::buffer::Buffer;
 use crate::api::lane::Lane;
 use crate::driver::{DeviceAddress, Driver, DriverError, StreamHandle};
-use crate::engine::proof::is_captures;
+use crate::engine::completion::is_captures;
 use crate::exec::handles::DriverEvent;
 use crate::types::error::DeviceError;
 use lowtide_core::bytes::ByteSize;

@@ -11,7 +11,7 @@
 use super::books::{PinnedBlock, PinnedBooks, Waiting};
 use super::pool::PoolShared;
 use crate::driver::DriverError;
-use crate::engine::proof::is_captures;
+use crate::engine::completion::is_captures;
 use crate::exec::handles::DriverEvent;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::log;

@@ -52,6 +52,8 @@ pub(crate) struct Leaving {
 /// The accounting of an arena.
 #[derive(Debug)]
 pub(crate) struct ArenaState {
+    /// The arena's name, for errors.
+    pub(crate) name: String,
     regions: [RegionState; 2],
     granularity: u64,
     /// The number of driver calls asked for.
@@ -94,6 +96,7 @@ impl ArenaState {
         now: Moment,
     ) -> Self {
         Self {
+            name: config.name.clone(),
             regions,
             granularity: granularity.get(),
             calls: 0,
@@ -482,6 +485,45 @@ impl ArenaState {
         // A tree's nodes are at least half full, and mostly two thirds.
         let raw = self.raw.len() * size_of::<(DeviceAddress, RawUse)>() * 3 / 2;
         regions + raw + self.outstanding.imported.metadata() + self.history.metadata()
+    }
+
+    /// Returns the uses to wait for when a block used by these streams, or by unknown ones, is
+    /// freed.
+    pub(crate) fn uses(&mut self, streams: &[StreamKey]) -> Uses {
+        if !self.asynchronous {
+            return Uses::NONE;
+        }
+        if streams.is_empty() {
+            return Uses::of([self.streams.use_now(StreamKey::CONTEXT)]);
+        }
+        Uses::of(streams.iter().map(|&stream| self.streams.use_now(stream)))
+    }
+
+    /// Returns `true` if something waits for the end of work.
+    pub(crate) fn is_awaiting(&self) -> bool {
+        self.pending() > 0 || self.outstanding.imported.is_waiting()
+    }
+
+    /// Bytes that were freed and may still be worked on.
+    pub(crate) fn pending(&self) -> u64 {
+        self.total(|region| region.pending.bytes())
+    }
+
+    /// Records that a stream has completed all uses up to an epoch.
+    pub(crate) fn settle(&mut self, stream: StreamKey, epoch: u64, clock: &dyn Clock) {
+        self.streams.complete(stream, epoch);
+        for region in Region::ALL {
+            for span in self.region_mut(region).settle(stream, epoch) {
+                self.note_idle(region, span, clock);
+            }
+        }
+        self.forget_stream(stream);
+    }
+
+    /// Forgets a stream that has ended and left nothing pending.
+    pub(crate) fn forget_stream(&mut self, stream: StreamKey) {
+        let is_pending = Region::ALL.iter().any(|&region| self.region(region).pending.has(stream));
+        self.streams.forget(stream, is_pending);
     }
 
     /// Walks everything and checks the invariants.

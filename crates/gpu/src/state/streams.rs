@@ -1,5 +1,6 @@
 //! The streams that an arena knows: which of their work is known to be complete, and which stream
-//! waits for which. Pure accounting: no driver call but the end of an event, no lock.
+//! waits for which. Pure accounting: no driver call, no lock. Events are handles here, which are
+//! reused, and destroyed at the end of the arena.
 //!
 //! Frees are counted in epochs. A use belongs to the epoch that was open when the block was freed.
 //! An event recorded after an epoch was closed is complete only when every use of that epoch and
@@ -10,10 +11,9 @@
 //! so a handle that the driver reuses is another stream.
 
 use std::collections::BTreeMap;
-use std::sync::Arc;
+use std::ops::{Bound, Range};
 
-use crate::driver::StreamHandle;
-use crate::exec::handles::DriverEvent;
+use crate::driver::{EventHandle, StreamHandle};
 
 /// The number of a stream in its arena; never given twice.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -38,13 +38,29 @@ pub(crate) struct Use {
     pub(crate) epoch: u64,
 }
 
+/// An event of the arena. An operation that has one holds it, until it releases it: the event is not
+/// recorded again before.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Event {
+    nth: usize,
+    pub(crate) handle: EventHandle,
+}
+
+/// One of two events to look at, while the complete ones are counted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Pick {
+    First,
+    Last,
+    Middle,
+}
+
 /// The way to wait for a stream's uses.
 #[derive(Clone, Debug)]
 pub(crate) enum Wait {
     /// They are complete, or come before the asking stream's next work already.
     Nothing,
     /// For this event, of that epoch.
-    For(Arc<DriverEvent>, u64),
+    For(Event, u64),
     /// For an event that is to be recorded on the use's stream; it will be of that epoch, which is
     /// closed now.
     Record(u64),
@@ -66,8 +82,8 @@ struct Stream {
     done: u64,
     /// The epoch of its last use.
     used: u64,
-    /// Shared by their waiters; reused when there are none.
-    events: BTreeMap<u64, Arc<DriverEvent>>,
+    /// The recorded events by epoch.
+    events: BTreeMap<u64, Event>,
     /// Up to which epochs of other streams this one's next work comes after.
     after: BTreeMap<StreamKey, u64>,
 }
@@ -93,10 +109,10 @@ pub(crate) struct Streams {
     known: BTreeMap<StreamKey, Stream>,
     by_handle: BTreeMap<StreamHandle, StreamKey>,
     last: StreamKey,
-    /// Unused events.
-    spare: Vec<Arc<DriverEvent>>,
-    /// The number of events, spare ones included.
-    made: usize,
+    /// The operations that hold each event, by its number.
+    holders: Vec<u32>,
+    /// Events that are not recorded.
+    spare: Vec<Event>,
     /// With this many non-spare events, they are queried before another is created.
     crowd: usize,
 }
@@ -113,8 +129,8 @@ impl Streams {
             known,
             by_handle: BTreeMap::new(),
             last,
+            holders: Vec::new(),
             spare: Vec::new(),
-            made: 0,
             crowd: CROWD_MIN,
         }
     }
@@ -233,8 +249,9 @@ impl Streams {
         if stream.done >= of.epoch {
             return Wait::Nothing;
         }
-        if let Some((&epoch, event)) = stream.events.range(of.epoch..).next() {
-            return Wait::For(Arc::clone(event), epoch);
+        if let Some((&epoch, &event)) = stream.events.range(of.epoch..).next() {
+            self.holders[event.nth] += 1;
+            return Wait::For(event, epoch);
         }
         if stream.handle.is_none() {
             return Wait::Context;
@@ -245,7 +262,7 @@ impl Streams {
     }
 
     /// Records an event that was recorded after its epoch was closed.
-    pub(crate) fn recorded(&mut self, key: StreamKey, epoch: u64, event: Arc<DriverEvent>) {
+    pub(crate) fn recorded(&mut self, key: StreamKey, epoch: u64, event: Event) {
         match self.known.get_mut(&key) {
             Some(stream) if stream.done < epoch => {
                 stream.events.insert(epoch, event);
@@ -280,30 +297,52 @@ impl Streams {
         self.known.iter_mut().map(close).collect()
     }
 
-    /// The events that are recorded and not known to be complete: the first of each stream.
-    pub(crate) fn waiting(&self) -> Vec<(Use, Arc<DriverEvent>)> {
+    /// Returns the first recorded event that is not known to be complete, of any stream, and holds
+    /// it.
+    pub(crate) fn waiting(&mut self) -> Option<(Use, Event)> {
         let first = |(&stream, of): (&StreamKey, &Stream)| {
-            let (&epoch, event) = of.events.first_key_value()?;
-            Some((Use { stream, epoch }, Arc::clone(event)))
+            let (&epoch, &event) = of.events.first_key_value()?;
+            Some((Use { stream, epoch }, event))
         };
-        self.known.iter().filter_map(first).collect()
+        let (of, event) = self.known.iter().find_map(first)?;
+        self.holders[event.nth] += 1;
+        Some((of, event))
     }
 
-    /// The streams that have events which are not known to be complete.
-    pub(crate) fn with_events(&self) -> Vec<StreamKey> {
-        let has_some = |(_, of): &(&StreamKey, &Stream)| !of.events.is_empty();
-        self.known.iter().filter(has_some).map(|(&stream, _)| stream).collect()
+    /// Returns the next stream after one that has events which are not known to be complete.
+    pub(crate) fn next_with_events(&self, after: Option<StreamKey>) -> Option<StreamKey> {
+        self.next_after(after, |stream| !stream.events.is_empty())
     }
 
-    /// Those of one stream, in order of epochs.
-    pub(crate) fn events_of(&self, stream: StreamKey) -> Vec<(u64, Arc<DriverEvent>)> {
-        let events = self.known.get(&stream).into_iter().flat_map(|of| &of.events);
-        events.map(|(&epoch, event)| (epoch, Arc::clone(event))).collect()
+    /// Returns an event of a stream between two epochs, and holds it; `None` if there is none.
+    pub(crate) fn event_between(
+        &mut self,
+        stream: StreamKey,
+        epochs: Range<u64>,
+        pick: Pick,
+    ) -> Option<(u64, Event)> {
+        let mut events = self.known.get(&stream)?.events.range(epochs.clone());
+        let (&epoch, &event) = match pick {
+            Pick::First => events.next(),
+            Pick::Last => events.next_back(),
+            Pick::Middle => {
+                let middle = events.clone().count() / 2;
+                events.nth(middle)
+            }
+        }?;
+        self.holders[event.nth] += 1;
+        Some((epoch, event))
     }
 
-    /// Counts a created event.
-    pub(crate) const fn note_made(&mut self) {
-        self.made += 1;
+    /// Takes in an event that was created, held by its operation.
+    pub(crate) fn add_event(&mut self, handle: EventHandle) -> Event {
+        self.holders.push(1);
+        Event { nth: self.holders.len() - 1, handle }
+    }
+
+    /// Ends the use of an event by an operation.
+    pub(crate) fn release_event(&mut self, event: Event) {
+        self.holders[event.nth] -= 1;
     }
 
     /// Returns `true` if so many events are recorded that they should be queried.
@@ -318,29 +357,44 @@ impl Streams {
     }
 
     const fn recorded_count(&self) -> usize {
-        self.made.saturating_sub(self.spare.len())
+        self.holders.len() - self.spare.len()
     }
 
-    /// The streams that have not ended.
-    pub(crate) fn alive(&self) -> Vec<StreamKey> {
-        self.by_handle.values().copied().collect()
+    /// Returns the next stream after one that has not ended.
+    pub(crate) fn next_alive(&self, after: Option<StreamKey>) -> Option<StreamKey> {
+        self.next_after(after, |stream| stream.handle.is_some())
     }
 
-    /// Returns an event without waiters, to be recorded again.
-    pub(crate) fn spare(&mut self) -> Option<Arc<DriverEvent>> {
-        let at = self.spare.iter().position(|event| Arc::strong_count(event) == 1)?;
-        Some(self.spare.swap_remove(at))
+    fn next_after(
+        &self,
+        after: Option<StreamKey>,
+        is_wanted: impl Fn(&Stream) -> bool,
+    ) -> Option<StreamKey> {
+        let from = after.map_or(Bound::Unbounded, Bound::Excluded);
+        let mut later = self.known.range((from, Bound::Unbounded));
+        later.find(|(_, stream)| is_wanted(stream)).map(|(&key, _)| key)
     }
 
-    /// Gives up an event that was not recorded.
-    pub(crate) fn put_back(&mut self, event: Arc<DriverEvent>) {
+    /// Takes an event that no operation holds, to be recorded again, and holds it.
+    pub(crate) fn spare(&mut self) -> Option<Event> {
+        let at = self.spare.iter().position(|event| self.holders[event.nth] == 0)?;
+        let event = self.spare.swap_remove(at);
+        self.holders[event.nth] += 1;
+        Some(event)
+    }
+
+    /// Returns an event that was not recorded.
+    pub(crate) fn put_back(&mut self, event: Event) {
+        self.release_event(event);
         self.spare.push(event);
     }
 
-    /// Gives up all events, at the end of the arena.
-    pub(crate) fn clear_events(&mut self) {
-        self.known.values_mut().for_each(|stream| stream.events.clear());
-        self.spare.clear();
+    /// Takes out all events, at the end of the arena.
+    pub(crate) fn take_events(&mut self) -> Vec<EventHandle> {
+        let recorded = self.known.values_mut().flat_map(|of| std::mem::take(&mut of.events));
+        let recorded = recorded.map(|(_, event)| event);
+        let all: Vec<_> = recorded.chain(std::mem::take(&mut self.spare)).collect();
+        all.into_iter().map(|event| event.handle).collect()
     }
 
     /// Returns `true` if there are uses whose end an event proves, or will once it is recorded.
@@ -349,10 +403,16 @@ impl Streams {
         self.known.values().any(|stream| !stream.events.is_empty() || marks(stream))
     }
 
-    /// The streams whose uses no event covers yet, the context among them.
-    pub(crate) fn unmarked(&self) -> Vec<StreamKey> {
-        let of = self.known.iter().filter(|(_, stream)| stream.is_unmarked());
-        of.map(|(&key, _)| key).collect()
+    /// Returns the next stream after one whose uses no event covers yet, the context among them.
+    pub(crate) fn next_unmarked(&self, after: Option<StreamKey>) -> Option<StreamKey> {
+        self.next_after(after, Stream::is_unmarked)
+    }
+
+    /// Counts the work of every stream until now as used memory.
+    pub(crate) fn use_all_now(&mut self) {
+        for stream in self.known.values_mut().filter(|stream| stream.handle.is_some()) {
+            stream.used = stream.open;
+        }
     }
 
     /// Streams that it knows, without the context.
@@ -379,13 +439,6 @@ impl Streams {
 #[cfg(all(test, not(lowtide_loom)))]
 mod tests {
     use super::*;
-    use crate::driver::Driver;
-    use lowtide_cuda_sim::{SimDriver, SimOptions};
-
-    fn event() -> Arc<DriverEvent> {
-        let driver: Arc<dyn Driver> = Arc::new(SimDriver::new(SimOptions::default()));
-        Arc::new(DriverEvent::new(&driver).expect("an event"))
-    }
 
     #[test]
     fn one_event_serves_all_epochs_before_it_and_is_used_again() {
@@ -396,16 +449,20 @@ mod tests {
         assert!(matches!(streams.how(first, Some(a)), Wait::Nothing), "its own order");
         let Wait::Record(epoch) = streams.how(first, Some(b)) else { panic!("no event") };
         assert_eq!((streams.handle(a), epoch), (Some(one), first.epoch));
-        let event = event();
+        let event = streams.add_event(EventHandle::new(1));
         streams.recorded(a, epoch, event);
-        assert!(matches!(streams.how(first, Some(b)), Wait::For(_, 1)));
+        streams.release_event(event);
+        let Wait::For(event, 1) = streams.how(first, Some(b)) else { panic!("no event") };
         streams.ordered(b, a, epoch);
         assert!(matches!(streams.how(first, Some(b)), Wait::Nothing), "it waits already");
         assert!(matches!(streams.how(first, None), Wait::For(_, 1)), "the host does not");
+        streams.release_event(event);
         let second = streams.use_now(a);
         assert!(second > first && matches!(streams.how(second, None), Wait::Record(2)));
         streams.complete(a, epoch);
         assert!(matches!(streams.how(first, None), Wait::Nothing));
+        assert!(streams.spare().is_none(), "the host still holds it");
+        streams.release_event(event);
         assert!(streams.spare().is_some() && streams.spare().is_none());
         streams.validate();
     }
@@ -435,8 +492,11 @@ mod tests {
         // Two wait for it at once: neither finds an event.
         let waits = [streams.how(of, None), streams.how(of, None)];
         let [Wait::Record(first), Wait::Record(second)] = waits else { panic!("an event") };
-        streams.recorded(key, first, event());
-        streams.recorded(key, second, event());
+        for (epoch, handle) in [(first, 1), (second, 2)] {
+            let event = streams.add_event(EventHandle::new(handle));
+            streams.recorded(key, epoch, event);
+            streams.release_event(event);
+        }
         assert!(streams.leave(key));
         streams.retire(key);
         streams.complete(key, of.epoch);

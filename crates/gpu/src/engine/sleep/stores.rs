@@ -16,7 +16,7 @@ use std::sync::Arc;
 use super::HostBudget;
 use super::contents::{Contents, OutgoingRun};
 use crate::driver::{DeviceAddress, DriverError, HOST_GRANULARITY, HostStore, StoreSpan};
-use crate::engine::proof::{captures, is_captures};
+use crate::engine::completion::{captures, is_captures};
 use crate::exec::executor::Locked;
 use crate::exec::handles::OwnedStream;
 use crate::exec::inner::ArenaInner;

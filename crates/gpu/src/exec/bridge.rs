@@ -1,0 +1,39 @@
+//! Operations of the engine for callers that are no operations yet.
+
+use crate::driver::DriverError;
+use crate::engine::completion;
+use crate::exec::inner::ArenaInner;
+use crate::state::pending::Uses;
+use crate::state::streams::StreamKey;
+use crate::types::error::DeviceError;
+
+impl ArenaInner {
+    pub(crate) fn complete_all(&self) -> Result<(), DriverError> {
+        self.run(completion::complete_all)
+    }
+    pub(crate) fn complete_used(&self) -> Result<(), DeviceError> {
+        self.run(completion::complete_used)
+    }
+    pub(crate) fn complete_pending(&self) -> Result<(), DeviceError> {
+        self.run(completion::complete_pending)
+    }
+    pub(crate) fn is_any_capturing(&self) -> Result<bool, DriverError> {
+        self.run(completion::is_any_capturing)
+    }
+    pub(crate) fn look_for_ends(&self, may_wait: bool) -> Result<(), DriverError> {
+        self.run(async |port| completion::look_for_ends(port, may_wait).await)
+    }
+    pub(crate) fn mark_end(&self, stream: StreamKey) -> Result<(), DriverError> {
+        self.run(async |port| completion::mark_end(port, stream).await)
+    }
+    pub(crate) fn end_stream(&self, stream: StreamKey) {
+        self.run(async |port| completion::end_stream(port, stream).await);
+    }
+    pub(crate) fn come_after(
+        &self,
+        taker: Option<StreamKey>,
+        uses: &Uses,
+    ) -> Result<(), DriverError> {
+        self.run(async |port| completion::come_after(port, taker, uses).await)
+    }
+}
