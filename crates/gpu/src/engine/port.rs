@@ -17,6 +17,7 @@ use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 
 use super::call::{Answer, Call, CallId, CallKind, Completion};
+use super::shortage::CallbackTurn;
 use crate::driver::DriverError;
 use crate::state::arena::ArenaState;
 use lowtide_core::clock::{Bell, Clock, Moment};
@@ -58,6 +59,23 @@ pub(crate) struct Caller {
     pub(crate) is_background: bool,
 }
 
+/// The parts of an arena outside its state. Called with the lock released ([`Port::outside`]).
+pub(crate) trait Surroundings {
+    /// Keeps the caches of threads and lanes empty from here on, and frees what they hold; returns
+    /// `true` if they held any block.
+    fn shut_caches(&self) -> bool;
+
+    /// Ends one [`Surroundings::shut_caches`].
+    fn reopen_caches(&self);
+
+    /// Keeps the caches empty while the arena sleeps.
+    fn set_asleep(&self, is_asleep: bool);
+
+    /// Takes the turn to call the callbacks for a shortage, if there are any; also returns `true`
+    /// if another thread's run was waited for. `None` within a callback while the turn is taken.
+    fn callback_turn(&self) -> Option<(CallbackTurn<'_>, bool)>;
+}
+
 /// Lends the state to an operation, and takes its requests.
 pub(crate) struct Port<'a> {
     state: Cell<Option<Box<ArenaState>>>,
@@ -67,6 +85,7 @@ pub(crate) struct Port<'a> {
     /// The time, for operations that need it.
     pub(crate) clock: &'a dyn Clock,
     pub(crate) caller: Caller,
+    pub(crate) surroundings: &'a dyn Surroundings,
 }
 
 /// Returns the state to its owner at the end of a step, also if the step panics.
@@ -129,10 +148,14 @@ impl Drop for Borrowed<'_, '_> {
 }
 
 impl<'a> Port<'a> {
-    pub(crate) fn new(clock: &'a dyn Clock, caller: Caller) -> Self {
+    pub(crate) fn new(
+        clock: &'a dyn Clock,
+        caller: Caller,
+        surroundings: &'a dyn Surroundings,
+    ) -> Self {
         let (state, request) = (Cell::new(None), Cell::new(None));
         let (awaited, answer) = (Cell::new(None), Cell::new(None));
-        Self { state, request, awaited, answer, clock, caller }
+        Self { state, request, awaited, answer, clock, caller, surroundings }
     }
 
     /// Reads or changes the state.

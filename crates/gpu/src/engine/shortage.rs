@@ -204,7 +204,7 @@ impl Callbacks {
 
     /// Takes the turn to call callbacks, if there are any; also returns `true` if another run was
     /// waited for. `None` within a callback while the turn is taken.
-    fn turn(&self) -> Option<(CallbackTurn<'_>, bool)> {
+    pub(crate) fn turn(&self) -> Option<(CallbackTurn<'_>, bool)> {
         let mut state = lock(&self.state);
         let within = is_within();
         let mut waited = false;
@@ -235,7 +235,7 @@ impl Callbacks {
 }
 
 /// The turn to call the callbacks.
-struct CallbackTurn<'a> {
+pub(crate) struct CallbackTurn<'a> {
     callbacks: &'a Callbacks,
     /// The last callback that was registered when it began.
     last: u64,
@@ -245,16 +245,16 @@ struct CallbackTurn<'a> {
 
 /// The result of a run.
 #[derive(Clone, Copy, Debug, Default)]
-struct RunResult {
-    calls: u64,
-    panics: u64,
+pub(crate) struct RunResult {
+    pub(crate) calls: u64,
+    pub(crate) panics: u64,
     /// `true` if a callback released memory, or may have.
-    gave: bool,
+    pub(crate) gave: bool,
 }
 
 impl CallbackTurn<'_> {
     /// Calls all of them.
-    fn ask(&self, shortage: &Shortage<'_>) -> RunResult {
+    pub(crate) fn ask(&self, shortage: &Shortage<'_>) -> RunResult {
         let mut asked = RunResult::default();
         let mut after = 0;
         while let Some(entry) = self.callbacks.next(after, self.last) {

@@ -12,7 +12,7 @@ use std::ops::{Deref, DerefMut};
 use std::pin::pin;
 
 use crate::driver::Driver;
-use crate::engine::port::{Caller, Port, Step, run_outside, step};
+use crate::engine::port::{Caller, Port, Step, Surroundings, run_outside, step};
 use crate::engine::shortage;
 use crate::engine::sleep::stores;
 use crate::state::arena::ArenaState;
@@ -76,11 +76,11 @@ impl Executor {
     /// Runs an operation to its end.
     pub(crate) fn run<T>(
         &self,
-        driver: &dyn Driver,
-        clock: &dyn Clock,
+        (driver, clock): (&dyn Driver, &dyn Clock),
+        surroundings: &dyn Surroundings,
         operation: impl AsyncFnOnce(&Port<'_>) -> T,
     ) -> T {
-        let port = Port::new(clock, caller());
+        let port = Port::new(clock, caller(), surroundings);
         let mut operation = pin!(operation(&port));
         let mut locked = self.lock(clock);
         loop {

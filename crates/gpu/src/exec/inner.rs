@@ -17,8 +17,8 @@ use std::sync::{Arc, OnceLock, Weak};
 use crate::api::lane::LaneInner;
 use crate::driver::{Capabilities, Driver};
 use crate::engine::completion::query_events;
-use crate::engine::port::Port;
-use crate::engine::shortage::Callbacks;
+use crate::engine::port::{Port, Surroundings};
+use crate::engine::shortage::{CallbackTurn, Callbacks};
 use crate::engine::sleep::SleepConfig;
 use crate::exec::executor::{Executor, Locked};
 use crate::exec::front::{CacheShard, Swept};
@@ -115,7 +115,7 @@ pub(crate) struct Shut<'a>(&'a ArenaCaches);
 
 impl Drop for Shut<'_> {
     fn drop(&mut self) {
-        self.0.set(|rules| rules.shut -= 1);
+        self.0.reopen();
     }
 }
 
@@ -177,6 +177,11 @@ impl ArenaCaches {
         Shut(self)
     }
 
+    /// Ends one [`ArenaCaches::shut`].
+    fn reopen(&self) {
+        self.set(|rules| rules.shut -= 1);
+    }
+
     fn set(&self, change: impl FnOnce(&mut Rules)) {
         let mut rules = lock(&self.rules);
         change(&mut rules);
@@ -230,7 +235,7 @@ impl ArenaInner {
 
     /// Runs an operation to its end on this thread.
     pub(crate) fn run<T>(&self, operation: impl AsyncFnOnce(&Port<'_>) -> T) -> T {
-        self.executor.run(&*self.driver, &*self.clock, operation)
+        self.executor.run((&*self.driver, &*self.clock), self, operation)
     }
 
     /// Fails in a forked child, in which the lock may be held by a thread that does not exist
@@ -464,6 +469,26 @@ impl ArenaInner {
         if cfg!(debug_assertions) {
             self.validate();
         }
+    }
+}
+
+impl Surroundings for ArenaInner {
+    fn shut_caches(&self) -> bool {
+        let (shut, held) = self.shut_fronts();
+        std::mem::forget(shut);
+        held
+    }
+
+    fn reopen_caches(&self) {
+        self.fronts.reopen();
+    }
+
+    fn set_asleep(&self, is_asleep: bool) {
+        self.fronts.set_asleep(is_asleep);
+    }
+
+    fn callback_turn(&self) -> Option<(CallbackTurn<'_>, bool)> {
+        self.callbacks.turn()
     }
 }
 
