@@ -1,13 +1,24 @@
 //! Operations of the engine for callers that are no operations yet.
 
 use crate::driver::DriverError;
-use crate::engine::completion;
+use crate::engine::{completion, resume};
+use crate::exec::executor::Locked;
 use crate::exec::inner::ArenaInner;
 use crate::state::pending::Uses;
 use crate::state::streams::StreamKey;
 use crate::types::error::DeviceError;
 
 impl ArenaInner {
+    /// Waits until the arena is awake; wakes it if it sleeps.
+    #[inline]
+    pub(crate) fn awake<'a>(&'a self, mut locked: Locked<'a>) -> Result<Locked<'a>, DeviceError> {
+        while !locked.sleep.is_open() {
+            drop(locked);
+            self.run(resume::awake)?;
+            locked = self.lock();
+        }
+        Ok(locked)
+    }
     pub(crate) fn complete_all(&self) -> Result<(), DriverError> {
         self.run(completion::complete_all)
     }
