@@ -17,9 +17,9 @@ use std::sync::{Arc, OnceLock, Weak};
 use crate::api::lane::LaneInner;
 use crate::driver::{Capabilities, Driver};
 use crate::engine::completion::query_events;
-use crate::engine::port::{Port, Surroundings};
-use crate::engine::shortage::{CallbackTurn, Callbacks};
+use crate::engine::port::{Called, Port, Surroundings};
 use crate::engine::sleep::SleepConfig;
+use crate::exec::callbacks::Callbacks;
 use crate::exec::executor::{Executor, Locked};
 use crate::exec::front::{CacheShard, Swept};
 use crate::exec::kept::CacheCounts;
@@ -30,6 +30,7 @@ use crate::state::arena::ArenaState;
 use crate::state::region::{Placement, Region};
 use crate::types::config::ArenaConfig;
 use crate::types::error::DeviceError;
+use crate::types::shortage::Shortage;
 use crate::types::snapshot::{ArenaGlance, ArenaSnapshot};
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::Clock;
@@ -431,6 +432,7 @@ impl ArenaInner {
         if self.closed.swap(true, Ordering::Relaxed) {
             return Ok(false);
         }
+        self.lock().is_closed = true;
         // From here on no cache hands out a block, being empty, and the arena checks `closed` under
         // its lock before it does.
         self.empty_all(&sweep);
@@ -441,6 +443,7 @@ impl ArenaInner {
             return Ok(true);
         }
         self.closed.store(false, Ordering::Relaxed);
+        self.lock().is_closed = false;
         if count == 0 {
             let (arena, bytes) = (self.name.clone(), snapshot.imported);
             return Err(DeviceError::ImportedHeld { arena, count: held, bytes });
@@ -480,6 +483,9 @@ impl Surroundings for ArenaInner {
     }
 
     fn reopen_caches(&self) {
+        if self.check_here().is_err() {
+            return; // its lock may be taken by a thread of the parent
+        }
         self.fronts.reopen();
     }
 
@@ -487,8 +493,16 @@ impl Surroundings for ArenaInner {
         self.fronts.set_asleep(is_asleep);
     }
 
-    fn callback_turn(&self) -> Option<(CallbackTurn<'_>, bool)> {
-        self.callbacks.turn()
+    fn take_callback_turn(&self) -> Option<bool> {
+        self.callbacks.take_turn()
+    }
+
+    fn end_callback_turn(&self) {
+        self.callbacks.end_turn();
+    }
+
+    fn call_callbacks(&self, shortage: &Shortage<'_>) -> Option<Called> {
+        self.callbacks.call(shortage)
     }
 
     fn wake(&self) -> Result<(), DeviceError> {
