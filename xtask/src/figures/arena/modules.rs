@@ -48,18 +48,35 @@ struct Import {
     is_export: bool,
 }
 
-/// Returns the imports between the modules of a package, tests left out.
-fn imports(tree: &Tree, package: &Package) -> Result<Vec<Import>, String> {
+/// The modules of a package and the imports between them.
+struct Imports {
+    modules: BTreeSet<Module>,
+    all: Vec<Import>,
+}
+
+impl Imports {
+    /// Returns the modules of the largest cycle. An export makes none: its users have the import.
+    fn largest_cycle(&self) -> Vec<Module> {
+        let edges = self.all.iter().filter(|import| !import.is_export);
+        largest_cycle(edges.map(|import| (&import.from, &import.to)))
+    }
+}
+
+/// Reads the imports between the modules of a package, tests left out.
+fn imports(tree: &Tree, package: &Package) -> Result<Imports, String> {
     let (packages, sources) = (tree.packages(), product(tree, &package.folder)?);
     let sources: Vec<&Source> = sources.iter().collect();
     let map = Map::new(package, &packages, &sources);
     let modules: BTreeSet<Module> = sources.iter().map(|source| map.module_of(source)).collect();
-    let mut found = Vec::new();
+    let mut all = Vec::new();
     for source in &sources {
         let from = map.module_of(source);
         let code = source.code();
         let is_import = |path: &Path<'_>| {
-            path.name.is_some() || matches!(path.segments.first(), Some(&("crate" | "super")))
+            let is_outer = |segment: Option<&&str>| matches!(segment, Some(&("crate" | "super")));
+            let segments = &path.segments;
+            // A visibility names a module alone: `pub(in super::super)`.
+            path.name.is_some() || is_outer(segments.first()) && !is_outer(segments.last())
         };
         for path in paths(&code).into_iter().filter(is_import) {
             let chain = map.chain(&from, &path);
@@ -70,11 +87,11 @@ fn imports(tree: &Tree, package: &Package) -> Result<Vec<Import>, String> {
             let to = lengths.map(|length| &target[..length]).find(|to| modules.contains(*to));
             if let Some(to) = to.filter(|to| *to != from) {
                 let (from, to) = (from.clone(), to.to_vec());
-                found.push(Import { from, to, is_export: path.public });
+                all.push(Import { from, to, is_export: path.public });
             }
         }
     }
-    Ok(found)
+    Ok(Imports { modules, all })
 }
 
 /// Finds the largest import cycle between the modules of one package.
@@ -83,9 +100,7 @@ pub(super) fn measure_cycles() -> Result<Vec<Figure>, String> {
     let is_ours = |folder: &str| folder.is_empty() || folder.starts_with("crates/");
     let mut largest: Vec<Module> = Vec::new();
     for package in tree.packages().iter().filter(|package| is_ours(&package.folder)) {
-        let imports = imports(&tree, package)?;
-        let edges = imports.iter().filter(|import| !import.is_export);
-        let cycle = largest_cycle(edges.map(|import| (&import.from, &import.to)));
+        let cycle = imports(&tree, package)?.largest_cycle();
         if !cycle.is_empty() {
             println!("  {}src: {} files: {}", package.folder, cycle.len(), names(&cycle));
         }
@@ -157,11 +172,12 @@ type Placed = (&'static str, String);
 
 /// Returns the modules that import one of a higher layer, each with those that it imports.
 fn imports_up(
-    imports: &[Import],
+    imports: &Imports,
     layers: &[(&'static str, &[&str])],
 ) -> Result<BTreeMap<Placed, BTreeSet<Placed>>, String> {
+    imports.modules.iter().try_for_each(|module| layer(module, layers).map(drop))?;
     let mut found = BTreeMap::new();
-    for Import { from, to, .. } in imports {
+    for Import { from, to, .. } in &imports.all {
         let (here, there) = (layer(from, layers)?, layer(to, layers)?);
         if there > here {
             let placed = |layer: usize, module| {
@@ -191,7 +207,7 @@ fn layer(module: &Module, layers: &[(&str, &[&str])]) -> Result<usize, String> {
 mod tests {
     use super::*;
 
-    fn imports_of(files: &[(&str, &str)]) -> Vec<Import> {
+    fn imports_of(files: &[(&str, &str)]) -> Imports {
         let manifest = ("Cargo.toml", "[package]\nname = \"one\"\n");
         let file = |(name, text): &(&str, &str)| Source {
             name: (*name).to_owned(),
@@ -203,9 +219,7 @@ mod tests {
     }
 
     fn cycle_of(files: &[(&str, &str)]) -> String {
-        let imports = imports_of(files);
-        let edges = imports.iter().filter(|import| !import.is_export);
-        names(&largest_cycle(edges.map(|import| (&import.from, &import.to))))
+        names(&imports_of(files).largest_cycle())
     }
 
     const ROOT: (&str, &str) = ("src/lib.rs", "mod a; mod b; mod c; mod d; pub use b::B;");
@@ -246,7 +260,7 @@ mod tests {
         let files = [
             ROOT,
             ("src/a.rs", "use crate::b::{B, C}; use crate::c::deep::D; use crate::c;"),
-            ("src/b.rs", "use crate::a::A; fn f() { super::g(); }"),
+            ("src/b.rs", "use crate::a::A; fn f() { super::g(); } pub(in super::super) fn g() {}"),
             ("src/c/mod.rs", "use crate::b::B;"),
             ("src/c/deep.rs", "use super::X;"),
         ];
@@ -264,7 +278,7 @@ mod tests {
 
     #[test]
     fn a_module_without_a_layer_is_an_error() {
-        let imports = imports_of(&[ROOT, ("src/a.rs", "use crate::d::D;"), ("src/d.rs", "")]);
+        let imports = imports_of(&[ROOT, ("src/a.rs", ""), ("src/d.rs", "")]);
         let error = imports_up(&imports, &[("low", &["a"])]).expect_err("d has none");
         assert!(error.contains("module d has no layer"), "{error}");
     }
