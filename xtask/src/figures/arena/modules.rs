@@ -30,6 +30,7 @@ const LAYERS: &[(&str, &[&str])] = &[
             "remap", "reserve", "shared", "shortage", "sleep",
         ],
     ),
+    ("exec", &["exec"]),
     ("observe", &["observe", "history", "map", "occupancy", "record", "visualize"]),
     (
         "api",
@@ -44,7 +45,7 @@ type Module = Vec<String>;
 struct Import {
     from: Module,
     to: Module,
-    /// `true` in a `use` with a visibility of its own.
+    /// `true` if a `use` offers what a module below defines.
     is_export: bool,
 }
 
@@ -55,7 +56,7 @@ struct Imports {
 }
 
 impl Imports {
-    /// Returns the modules of the largest cycle. An export makes none: its users have the import.
+    /// Returns the modules of the largest cycle. Exports are followed, and make none.
     fn largest_cycle(&self) -> Vec<Module> {
         let edges = self.all.iter().filter(|import| !import.is_export);
         largest_cycle(edges.map(|import| (&import.from, &import.to)))
@@ -72,8 +73,8 @@ fn imports(tree: &Tree, package: &Package) -> Result<Imports, String> {
     for source in &sources {
         let from = map.module_of(source);
         let code = source.code();
+        let is_outer = |segment: Option<&&str>| matches!(segment, Some(&("crate" | "super")));
         let is_import = |path: &Path<'_>| {
-            let is_outer = |segment: Option<&&str>| matches!(segment, Some(&("crate" | "super")));
             let segments = &path.segments;
             // A visibility names a module alone: `pub(in super::super)`.
             path.name.is_some() || is_outer(segments.first()) && !is_outer(segments.last())
@@ -87,7 +88,11 @@ fn imports(tree: &Tree, package: &Package) -> Result<Imports, String> {
             let to = lengths.map(|length| &target[..length]).find(|to| modules.contains(*to));
             if let Some(to) = to.filter(|to| *to != from) {
                 let (from, to) = (from.clone(), to.to_vec());
-                all.push(Import { from, to, is_export: path.public });
+                all.push(Import {
+                    from,
+                    to,
+                    is_export: path.public && !is_outer(path.segments.first()),
+                });
             }
         }
     }
