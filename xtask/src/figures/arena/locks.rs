@@ -9,11 +9,11 @@ use crate::text::tidy::tokens::{Token, after_group, reads};
 use crate::tree::{self, Tree};
 
 /// The type behind the lock.
-const TYPE: &str = "Books";
+const TYPE: &str = "ArenaState";
 /// The field with the mutex.
-const FIELD: &str = "books";
+const FIELD: &str = "slot";
 /// The methods that lock it.
-const METHODS: &[&str] = &["books"];
+const METHODS: &[&str] = &["lock", "try_lock"];
 
 /// Counts both.
 pub(super) fn measure() -> Result<Vec<Figure>, String> {

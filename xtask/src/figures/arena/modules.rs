@@ -14,28 +14,13 @@ use crate::tree::{self, Package, Source, Tree};
 /// The layers of the arena's package from the bottom up, and their modules. A module is in the
 /// layer of the longest prefix of its path that is listed. The crate root is above all of them.
 const LAYERS: &[(&str, &[&str])] = &[
-    ("types", &["types", "brief", "config", "error", "handles", "snapshot"]),
+    ("types", &["types"]),
     ("index", &["index"]),
-    (
-        "state",
-        &[
-            "state", "aging", "books", "granules", "ground", "growth", "kept", "pending", "pieces",
-            "ranges", "region", "segment", "streams", "totals",
-        ],
-    ),
-    (
-        "engine",
-        &[
-            "engine", "commit", "compact", "front", "obtain", "proof", "reclaim", "refusal",
-            "remap", "reserve", "shared", "shortage", "sleep",
-        ],
-    ),
+    ("state", &["state"]),
+    ("engine", &["engine"]),
     ("exec", &["exec"]),
-    ("observe", &["observe", "history", "map", "occupancy", "record", "visualize"]),
-    (
-        "api",
-        &["api", "arena", "buffer", "interop", "lane", "lease", "pinned", "raw", "served", "view"],
-    ),
+    ("observe", &["observe"]),
+    ("api", &["api", "pinned"]),
 ];
 
 type Module = Vec<String>;
