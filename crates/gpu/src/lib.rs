@@ -102,7 +102,7 @@ pub use lowtide_planner as plan;
 
 pub use api::arena::DeviceArena;
 pub use api::buffer::Buffer;
-pub use api::interop::{ExportError, Exported, ImportError, Imported};
+pub use api::interop::{ExportError, Exported, Imported};
 pub use api::lane::Lane;
 pub use api::lease::Lease;
 pub use api::planned::{Planned, PlannedMemory};
@@ -125,9 +125,9 @@ pub use pinned::{
     PinnedBuffer, PinnedConfig, PinnedCopy, PinnedCopyError, PinnedFailures, PinnedGlance,
     PinnedKind, PinnedPool, PinnedSnapshot,
 };
-pub use state::region::Region;
 pub use types::config::{ArenaConfig, Growth};
-pub use types::error::{Bound, DeviceError};
+pub use types::error::{Bound, DeviceError, ImportError};
+pub use types::region::Region;
 #[doc(hidden)]
 pub use types::snapshot::ControlFigures;
 pub use types::snapshot::{AllocFailures, ArenaGlance, ArenaSnapshot, RegionSnapshot};

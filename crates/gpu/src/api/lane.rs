@@ -20,9 +20,9 @@ use crate::exec::front::CacheShard;
 use crate::exec::handles::{LiveStream, OwnedStream};
 use crate::exec::inner::ArenaInner;
 use crate::observe::record::Operation;
-use crate::state::region::Region;
 use crate::state::streams::StreamKey;
 use crate::types::error::DeviceError;
+use crate::types::region::Region;
 
 /// One stream on one arena. A cheap handle: clones refer to the same lane.
 ///

@@ -15,8 +15,8 @@ use crate::api::lease::Lease;
 use crate::driver::DeviceAddress;
 use crate::engine::sleep::Contents;
 use crate::plan::{BufferId, Place, Plan};
-use crate::state::region::Region;
 use crate::types::error::DeviceError;
+use crate::types::region::Region;
 use lowtide_core::bytes::ByteSize;
 
 /// The memory of a [`Plan`] in an arena, freed on drop.

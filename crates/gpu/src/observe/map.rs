@@ -12,7 +12,7 @@ use crate::observe::visualize::{
 };
 use crate::state::arena::ArenaState;
 use crate::state::ground::Stretch;
-use crate::state::region::Region;
+use crate::types::region::Region;
 use lowtide_core::bytes::ByteSize;
 
 impl DeviceArena {

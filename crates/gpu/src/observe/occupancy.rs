@@ -11,8 +11,8 @@ use crate::api::arena::DeviceArena;
 use crate::index::Span;
 use crate::observe::visualize::GranuleState;
 use crate::state::arena::ArenaState;
-use crate::state::region::Region;
 use crate::state::segment::Run;
+use crate::types::region::Region;
 use lowtide_core::bytes::ByteSize;
 
 /// Bytes of the smallest cell: a picture of an arena does not resolve smaller ones.

@@ -6,14 +6,14 @@
 //! Invariant: an operation that returns an error leaves the arena unchanged, except that idle
 //! memory may have been released or committed.
 
+use std::fmt;
 use std::time::Duration;
 
 use thiserror::Error;
 
-use crate::api::interop::ImportError;
 use crate::driver::{Backend, DeviceAddress, DriverError};
 use crate::engine::sleep::SleepState;
-use crate::state::region::Region;
+use crate::types::region::Region;
 use lowtide_core::bytes::ByteSize;
 
 /// The bound that prevented an allocation.
@@ -24,6 +24,42 @@ pub enum Bound {
     Limit,
     /// The memory of the driver, for the device or the host.
     Driver,
+}
+
+/// The reason memory cannot be imported.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum ImportError {
+    /// It starts at address 0.
+    Null,
+    /// It has no bytes.
+    Empty,
+    /// Its address is not a multiple of this.
+    Misaligned(ByteSize),
+    /// It ends beyond the last address, or is larger than any object may be.
+    Endless,
+    /// It overlaps the arena's own address space.
+    OfArena,
+    /// It overlaps imported memory that is not released yet.
+    Imported,
+    /// The arena's driver cannot use it; the text names its kind.
+    Elsewhere(&'static str),
+}
+
+impl fmt::Display for ImportError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Null => f.write_str("it starts at address 0"),
+            Self::Empty => f.write_str("it has no bytes, expected at least 1 B"),
+            Self::Misaligned(align) => {
+                write!(f, "expected an address that is a multiple of {align}")
+            }
+            Self::Endless => f.write_str("it ends beyond the last address"),
+            Self::OfArena => f.write_str("it overlaps the arena's own memory"),
+            Self::Imported => f.write_str("it overlaps imported memory that is not released"),
+            Self::Elsewhere(what) => write!(f, "it is {what}"),
+        }
+    }
 }
 
 /// A failed operation on a device arena or a pinned pool.

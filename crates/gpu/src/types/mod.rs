@@ -2,4 +2,5 @@
 
 pub(crate) mod config;
 pub(crate) mod error;
+pub(crate) mod region;
 pub(crate) mod snapshot;

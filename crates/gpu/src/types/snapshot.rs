@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use crate::driver::Backend;
 use crate::engine::sleep::SleepState;
-use crate::state::region::Region;
+use crate::types::region::Region;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::Moment;
 

@@ -16,4 +16,4 @@ mod imported;
 pub(crate) mod outstanding;
 
 pub use exported::{ExportError, Exported};
-pub use imported::{ImportError, Imported};
+pub use imported::Imported;
