@@ -20,6 +20,7 @@ use crate::api::buffer::Buffer;
 use crate::api::lane::LaneInner;
 use crate::api::lease::Lease;
 use crate::driver::{Backend, Capabilities, Driver};
+use crate::engine::{resume, stores};
 use crate::exec::front::{BlockHandle, CacheShard, CacheShards};
 use crate::exec::inner::ArenaInner;
 use crate::exec::kept;
@@ -107,8 +108,8 @@ impl DeviceArena {
             }
         }
         let regions = grounds.map(|ground| RegionState::new(ground, granule));
-        let asynchronous = capabilities.asynchronous;
-        let state = ArenaState::new(regions, granule, &config, asynchronous, clock.now());
+        let device = (capabilities, driver.backend());
+        let state = ArenaState::new(regions, granule, &config, device, clock.now());
         let limit = config.limit;
         let inner = Arc::new(ArenaInner::new((driver, clock), config, state));
         let homes = Arc::new(CacheShards::new(&inner));
@@ -323,8 +324,8 @@ impl DeviceArena {
         let closed = was_open.and_then(|_| {
             inner.complete_all()?;
             inner.release_adopted();
-            inner.wake_of_nothing();
-            inner.release_kept();
+            inner.run(resume::wake_if_empty);
+            inner.run(stores::release_kept);
             self.empty()
         });
         inner.tell_closed(&closed);

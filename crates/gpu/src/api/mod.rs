@@ -7,5 +7,6 @@ pub(crate) mod lane;
 pub(crate) mod lease;
 pub(crate) mod planned;
 pub(crate) mod raw;
+pub(crate) mod sleep;
 #[cfg(feature = "cuda")]
 pub(crate) mod view;

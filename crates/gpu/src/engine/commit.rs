@@ -201,7 +201,6 @@ impl ArenaInner {
             }
             Err(_) => books.withdraw(region, placed, claim, &*self.clock),
         }
-        self.note_quieter(&books);
         outcome.map(|()| placed).map_err(|refusal| refusal.told(&books))
     }
 
@@ -242,7 +241,6 @@ impl ArenaInner {
         };
         let (mut books, outcome) = self.back_still(books, region, resized);
         books.end_resize(region, [placed, resized], outcome.is_ok(), &*self.clock);
-        self.note_quieter(&books);
         if outcome.is_ok() {
             books.record(&*self.clock, Act::Free, Placement { at: resized.at, ..placed });
             books.record(&*self.clock, Act::Alloc, resized);

@@ -20,7 +20,6 @@ use super::call::{Answer, Call, CallId, CallKind, Completion};
 use super::shortage::CallbackTurn;
 use crate::driver::DriverError;
 use crate::state::arena::ArenaState;
-use crate::types::error::DeviceError;
 use lowtide_core::clock::{Bell, Clock, Moment};
 
 /// The result of one step of an operation.
@@ -76,8 +75,12 @@ pub(crate) trait Surroundings {
     /// if another thread's run was waited for. `None` within a callback while the turn is taken.
     fn callback_turn(&self) -> Option<(CallbackTurn<'_>, bool)>;
 
-    /// Wakes the arena, which this operation has marked as waking.
-    fn wake(&self) -> Result<(), DeviceError>;
+    /// Calls or drops the foreign code of a host budget, and marks the thread meanwhile
+    /// ([`Caller::is_within_budget`]). The error is the message of its panic.
+    fn call_budget(&self, act: &mut dyn FnMut()) -> Result<(), String>;
+
+    /// Returns `true` in a child of a fork.
+    fn is_forked(&self) -> bool;
 }
 
 /// Lends the state to an operation, and takes its requests.

@@ -16,6 +16,7 @@ use std::time::Duration;
 
 use crate::api::arena::DeviceArena;
 use crate::driver::DriverError;
+use crate::engine::resume::{sleeps_empty, wake_if_empty};
 use crate::exec::executor::Locked;
 use crate::exec::inner::ArenaInner;
 use crate::observe::record::{GivenUp, Operation, hooks};
@@ -80,7 +81,7 @@ impl DeviceArena {
         let inner = self.inner();
         inner.check_here()?;
         inner.cool_fronts();
-        inner.wake_of_nothing();
+        inner.run(wake_if_empty);
         inner.look_for_ends(false)?;
         inner.release_adopted();
         let books = inner.lock();
@@ -204,7 +205,7 @@ impl DeviceArena {
         let inner = self.inner();
         inner.check_here()?;
         inner.empty_fronts();
-        inner.wake_of_nothing();
+        inner.run(wake_if_empty);
         inner.look_for_ends(true)?;
         inner.release_adopted();
         let mut books = inner.lock();
@@ -256,7 +257,7 @@ impl ArenaInner {
         let again = books.aging.looked_at() + LOOK_AGAIN;
         // Uses that no event proves wait for a call of the program, which checks by itself.
         let is_pending = books.pending() > 0 && books.streams.is_provable();
-        if books.sleeps_for_nothing() {
+        if sleeps_empty(books) {
             Moment::ORIGIN
         } else if is_pending || books.untrimmed || books.outstanding.imported.is_waiting() {
             due.min(again)

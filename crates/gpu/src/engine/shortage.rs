@@ -325,7 +325,7 @@ impl ArenaInner {
 }
 
 /// Returns the figures of a refusal for callbacks.
-fn numbers(refusal: &AllocFailure) -> (ByteSize, ShortageInfo) {
+pub(super) fn numbers(refusal: &AllocFailure) -> (ByteSize, ShortageInfo) {
     let requested = match refusal.error {
         DeviceError::OutOfMemory { requested, .. }
         | DeviceError::OutOfAddresses { requested, .. } => requested,

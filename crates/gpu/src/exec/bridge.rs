@@ -1,7 +1,7 @@
 //! Operations of the engine for callers that are no operations yet.
 
 use crate::driver::DriverError;
-use crate::engine::{completion, resume};
+use crate::engine::{completion, resume, stores};
 use crate::exec::executor::Locked;
 use crate::exec::inner::ArenaInner;
 use crate::state::pending::Uses;
@@ -19,11 +19,19 @@ impl ArenaInner {
         }
         Ok(locked)
     }
+    pub(crate) fn end_copies<'a>(
+        &'a self,
+        locked: Locked<'a>,
+    ) -> (Locked<'a>, Result<bool, DriverError>) {
+        if locked.sleep.is_queueing() {
+            return (locked, Ok(false));
+        }
+        drop(locked);
+        let outcome = self.run(stores::end_copies);
+        (self.lock(), outcome)
+    }
     pub(crate) fn complete_all(&self) -> Result<(), DriverError> {
         self.run(completion::complete_all)
-    }
-    pub(crate) fn complete_used(&self) -> Result<(), DeviceError> {
-        self.run(completion::complete_used)
     }
     pub(crate) fn complete_pending(&self) -> Result<(), DeviceError> {
         self.run(completion::complete_pending)

@@ -10,10 +10,9 @@ use std::collections::BTreeMap;
 
 use crate::api::interop::outstanding::Outstanding;
 use crate::api::raw::RawUse;
-use crate::driver::{Backend, DeviceAddress};
+use crate::driver::{Backend, Capabilities, DeviceAddress};
 use crate::engine::compact::step::Moving;
 use crate::engine::refusal::{AllocFailure, Cause, CompactionEstimate};
-use crate::engine::sleep::phase::Sleep;
 use crate::exec::front::Swept;
 use crate::exec::kept::CacheCounts;
 use crate::index::Span;
@@ -27,6 +26,7 @@ use crate::state::growth::Steps;
 use crate::state::pending::{Claim, Uses};
 use crate::state::region::{AllocRequest, Placement, Region, RegionState, Search};
 use crate::state::segment::{Cursor, Run};
+use crate::state::sleep::Sleep;
 use crate::state::streams::{StreamKey, Streams};
 use crate::state::totals::Totals;
 use crate::types::config::ArenaConfig;
@@ -71,6 +71,8 @@ pub(crate) struct ArenaState {
     pub(crate) streams: Streams,
     /// Work goes on after the call that started it.
     pub(crate) asynchronous: bool,
+    pub(crate) capabilities: Capabilities,
+    pub(crate) backend: Backend,
     /// Blocks given out by address, by that address.
     pub(crate) raw: BTreeMap<DeviceAddress, RawUse>,
     /// Exports, and imported memory that is not released.
@@ -92,7 +94,7 @@ impl ArenaState {
         regions: [RegionState; 2],
         granularity: ByteSize,
         config: &ArenaConfig,
-        asynchronous: bool,
+        (capabilities, backend): (Capabilities, Backend),
         now: Moment,
     ) -> Self {
         Self {
@@ -110,7 +112,9 @@ impl ArenaState {
             steps: Steps::new(config.growth),
             untrimmed: false,
             streams: Streams::new(),
-            asynchronous,
+            asynchronous: capabilities.asynchronous,
+            capabilities,
+            backend,
             raw: BTreeMap::new(),
             outstanding: Outstanding::default(),
             moving: None,
@@ -282,6 +286,25 @@ impl ArenaState {
             let offset = self.region(region).segment.offset_of(at).unwrap_or_default();
             let span = Span { offset: offset.get(), size: size.get() };
             self.note_idle(region, span, clock); // some of it was committed ahead
+        }
+    }
+
+    /// Records one more lease of an open arena, which cancels a drain.
+    ///
+    /// # Errors
+    /// `TooManyLeases`.
+    pub(crate) fn enter(&mut self, clock: &dyn Clock) -> Result<(), DeviceError> {
+        let leases = self.leases.checked_add(1);
+        self.leases = leases.ok_or(DeviceError::TooManyLeases { limit: u32::MAX })?;
+        self.sleep.enter(self.leases == 1, || clock.now());
+        Ok(())
+    }
+
+    /// Records that a lease was dropped.
+    pub(crate) fn leave(&mut self, clock: &dyn Clock) {
+        self.leases -= 1;
+        if self.leases == 0 {
+            self.sleep.leave(clock.now());
         }
     }
 

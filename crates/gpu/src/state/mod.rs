@@ -2,6 +2,7 @@
 
 pub(crate) mod aging;
 pub(crate) mod arena;
+pub(crate) mod contents;
 pub(crate) mod granules;
 pub(crate) mod ground;
 pub(crate) mod growth;
@@ -10,5 +11,6 @@ pub(crate) mod pieces;
 pub(crate) mod ranges;
 pub(crate) mod region;
 pub(crate) mod segment;
+pub(crate) mod sleep;
 pub(crate) mod streams;
 pub(crate) mod totals;

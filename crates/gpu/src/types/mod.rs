@@ -3,4 +3,5 @@
 pub(crate) mod config;
 pub(crate) mod error;
 pub(crate) mod region;
+pub(crate) mod sleep;
 pub(crate) mod snapshot;
