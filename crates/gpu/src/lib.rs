@@ -107,13 +107,13 @@ pub use api::lane::Lane;
 pub use api::lease::Lease;
 pub use api::planned::{Planned, PlannedMemory};
 pub use api::raw::RawBlock;
+pub use api::release::DecayReport;
+pub use api::shortage::ShortageCallback;
 pub use api::sleep::EnterFuture;
 pub use driver::host::HostDriver;
 pub use engine::compact::{
     BlockPin, CompactError, CompactOptions, CompactReport, Goal, Moved, StopReason,
 };
-pub use engine::reclaim::DecayReport;
-pub use engine::shortage::{Shortage, ShortageCallback, ShortageInfo};
 pub use observe::occupancy::{ArenaOccupancy, OccupancyCell, RegionOccupancy};
 pub use observe::{record, visualize};
 #[cfg(feature = "cuda")]
@@ -125,6 +125,7 @@ pub use pinned::{
 pub use types::config::{ArenaConfig, Growth};
 pub use types::error::{Bound, DeviceError, ImportError};
 pub use types::region::Region;
+pub use types::shortage::{Shortage, ShortageInfo};
 pub use types::sleep::{
     Contents, HostBudget, SleepConfig, SleepOptions, SleepReport, SleepState, WakeReport,
 };

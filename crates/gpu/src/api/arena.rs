@@ -151,7 +151,7 @@ impl DeviceArena {
         let owned = match self.kept(home, region, wanted) {
             Some(owned) => owned,
             None => {
-                let placed = self.inner.obtain(region, wanted)?;
+                let placed = self.inner.alloc_block(region, wanted, None)?;
                 BlockHandle::new(Arc::clone(home), region, Some(placed))
             }
         };
@@ -189,7 +189,7 @@ impl DeviceArena {
         let home = lane.and_then(|lane| lane.home()).unwrap_or_else(|| self.homes.here());
         let home = Arc::clone(home);
         let taker = lane.and_then(|lane| lane.key());
-        let placed = wanted.map(|wanted| self.inner.obtain_for(region, wanted, taker));
+        let placed = wanted.map(|wanted| self.inner.alloc_block(region, wanted, taker));
         let mut owned = BlockHandle::new(home, region, placed.transpose()?);
         owned.lanes.extend(lane.cloned());
         Ok(Buffer::new(owned, len))
@@ -214,7 +214,7 @@ impl DeviceArena {
             return Ok(Buffer::new(BlockHandle::new(Arc::clone(home), region, None), len));
         };
         let wanted = AllocRequest { requested: bytes.get(), ..wanted.by(Origin::RESERVE) };
-        let placed = self.inner.obtain(region, wanted)?;
+        let placed = self.inner.alloc_block(region, wanted, None)?;
         self.inner.lock().totals.reserves += 1;
         Ok(Buffer::new(BlockHandle::new(Arc::clone(home), region, Some(placed)), len))
     }

@@ -184,7 +184,7 @@ impl DeviceArena {
             return Err(DeviceError::TooLarge { len, element: ByteSize::new(1), largest });
         }
         let taker = lane.and_then(LaneInner::key);
-        let placed = inner.obtain_for(region, wanted.by(origin), taker)?;
+        let placed = inner.alloc_block(region, wanted.by(origin), taker)?;
         // It may have been moved since its allocation; from here on it stays.
         let mut books = inner.wait_until_still(inner.lock(), region, placed.id);
         let kept = (region, books.region(region).refreshed(placed));

@@ -16,12 +16,13 @@ use std::time::Duration;
 
 use super::call::CallKind;
 use super::completion::check_capturing;
-use super::interim::{call_for_room, give_back};
 use super::port::Port;
-use super::refusal::{AllocFailure, Cause};
+use super::release::give_back;
+use super::retry::call_for_room;
 use super::stores;
 use crate::driver::{DeviceAddress, DriverError};
 use crate::state::arena::ArenaState;
+use crate::state::failure::{AllocFailure, Cause};
 use crate::state::region::Search;
 use crate::state::segment::Run;
 use crate::state::sleep::{Phase, StoredCopy};
@@ -257,7 +258,7 @@ async fn commit_next(port: &Port<'_>, incoming: &RefCell<Incoming>) -> Result<()
         let bytes = if over > 0 { over } else { size.get() };
         if !make_room(port, incoming, bytes).await {
             let failure = AllocFailure::of(cause, size.get());
-            return Err(port.with(|state| failure.told(state)));
+            return Err(port.with(|state| failure.with_figures(state)));
         }
     }
 }

@@ -11,13 +11,13 @@
 use std::sync::Arc;
 
 use super::call::{Answer, CallKind};
-use super::completion::{captures, is_any_capturing, is_captures};
+use super::completion::is_any_capturing;
 use super::port::Port;
 use crate::driver::{DriverError, StreamHandle};
 use crate::state::arena::ArenaState;
 use crate::state::contents::OutgoingRun;
 use crate::state::sleep::{HostReservation, Saved, StoredCopy, lay_out};
-use crate::types::error::DeviceError;
+use crate::types::error::{DeviceError, captures, is_captures};
 use crate::types::sleep::{Contents, HostBudget};
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::log;

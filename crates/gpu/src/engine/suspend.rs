@@ -202,7 +202,7 @@ async fn release_runs(port: &Port<'_>, runs: &[OutgoingRun]) -> Result<(), (usiz
     for (nth, run) in runs.iter().enumerate() {
         release_run(port, run).await.map_err(|error| (nth, error))?;
     }
-    if port.with(|state| is_whole(state)) && port.does(CallKind::Trim).await.is_err() {
+    if port.with(|state| state.is_whole()) && port.does(CallKind::Trim).await.is_err() {
         port.with(|state| state.untrimmed = true); // for the next decay
     }
     Ok(())
@@ -210,17 +210,12 @@ async fn release_runs(port: &Port<'_>, runs: &[OutgoingRun]) -> Result<(), (usiz
 
 async fn release_run(port: &Port<'_>, run: &OutgoingRun) -> Result<(), DriverError> {
     let (at, size) = (run.place.at, run.place.size);
-    let kind = if port.with(|state| is_whole(state)) {
+    let kind = if port.with(|state| state.is_whole()) {
         CallKind::DestroySegment { at, size }
     } else {
         CallKind::Decommit { at, size }
     };
     port.does(kind).await
-}
-
-/// Returns `true` if the driver allocates and frees whole segments.
-fn is_whole(state: &ArenaState) -> bool {
-    state.region(Region::Stable).segment.is_whole()
 }
 
 /// Nothing has left: the arena is awake again.
@@ -246,7 +241,7 @@ async fn rollback(
     error: DriverError,
 ) -> DeviceError {
     let error = DeviceError::from(error);
-    if port.with(|state| is_whole(state)) {
+    if port.with(|state| state.is_whole()) {
         // No block is live, so none is lost.
         let wakers = port.with(|state| {
             for (at, run) in suspension.runs.iter().enumerate() {

@@ -14,8 +14,7 @@ use std::pin::pin;
 
 use crate::driver::Driver;
 use crate::engine::port::{Caller, Port, Step, Surroundings, run_outside, step};
-use crate::engine::shortage;
-use crate::exec::budget;
+use crate::exec::{budget, callbacks};
 use crate::state::arena::ArenaState;
 use crate::types::region::Region;
 use lowtide_core::clock::Clock;
@@ -135,7 +134,7 @@ impl Executor {
 /// Describes this thread.
 fn caller() -> Caller {
     Caller {
-        is_within_callback: shortage::is_within(),
+        is_within_callback: callbacks::is_within(),
         is_within_budget: budget::is_within(),
         is_background: is_background(),
     }

@@ -17,10 +17,10 @@ use std::sync::{Arc, OnceLock, Weak};
 use crate::api::lane::LaneInner;
 use crate::driver::{Capabilities, Driver};
 use crate::engine::completion::query_events;
-use crate::engine::port::{Port, Surroundings};
-use crate::engine::shortage::{CallbackTurn, Callbacks};
+use crate::engine::port::{Called, Port, Surroundings};
 use crate::engine::stores;
 use crate::exec::budget;
+use crate::exec::callbacks::Callbacks;
 use crate::exec::executor::{Executor, Locked};
 use crate::exec::front::{CacheShard, Swept};
 use crate::exec::kept::CacheCounts;
@@ -31,6 +31,7 @@ use crate::state::arena::ArenaState;
 use crate::state::region::{Placement, Region};
 use crate::types::config::ArenaConfig;
 use crate::types::error::DeviceError;
+use crate::types::shortage::Shortage;
 use crate::types::snapshot::{ArenaGlance, ArenaSnapshot};
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::Clock;
@@ -438,6 +439,7 @@ impl ArenaInner {
         if self.closed.swap(true, Ordering::Relaxed) {
             return Ok(false);
         }
+        self.lock().is_closed = true;
         // From here on no cache hands out a block, being empty, and the arena checks `closed` under
         // its lock before it does.
         self.empty_all(&sweep);
@@ -448,6 +450,7 @@ impl ArenaInner {
             return Ok(true);
         }
         self.closed.store(false, Ordering::Relaxed);
+        self.lock().is_closed = false;
         if count == 0 {
             let (arena, bytes) = (self.name.clone(), snapshot.imported);
             return Err(DeviceError::ImportedHeld { arena, count: held, bytes });
@@ -487,6 +490,9 @@ impl Surroundings for ArenaInner {
     }
 
     fn reopen_caches(&self) {
+        if self.check_here().is_err() {
+            return; // its lock may be taken by a thread of the parent
+        }
         self.fronts.reopen();
     }
 
@@ -494,16 +500,20 @@ impl Surroundings for ArenaInner {
         self.fronts.set_asleep(is_asleep);
     }
 
-    fn callback_turn(&self) -> Option<(CallbackTurn<'_>, bool)> {
-        self.callbacks.turn()
+    fn take_callback_turn(&self) -> Option<bool> {
+        self.callbacks.take_turn()
+    }
+
+    fn end_callback_turn(&self) {
+        self.callbacks.end_turn();
+    }
+
+    fn call_callbacks(&self, shortage: &Shortage<'_>) -> Option<Called> {
+        self.callbacks.call(shortage)
     }
 
     fn call_budget(&self, act: &mut dyn FnMut()) -> Result<(), String> {
         budget::call(act)
-    }
-
-    fn is_forked(&self) -> bool {
-        self.check_here().is_err()
     }
 }
 
