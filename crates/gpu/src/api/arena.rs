@@ -20,6 +20,7 @@ use crate::api::buffer::Buffer;
 use crate::api::lane::LaneInner;
 use crate::api::lease::Lease;
 use crate::driver::{Backend, Capabilities, Driver};
+use crate::engine::suspend::next_sleep;
 use crate::engine::{resume, stores};
 use crate::exec::front::{BlockHandle, CacheShard, CacheShards};
 use crate::exec::inner::ArenaInner;
@@ -394,7 +395,7 @@ impl DeviceArena {
             committed: ByteSize::new(books.backed()),
             idle: ByteSize::new(books.idle()),
             next_decay: self.inner.next_look(&books),
-            next_sleep: self.inner.next_sleep(&books),
+            next_sleep: next_sleep(&books),
         }
     }
 

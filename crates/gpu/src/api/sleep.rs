@@ -28,7 +28,6 @@ use crate::engine::resume::{begin_wake, fail_wake, resume, wake, wake_at_once};
 use crate::engine::stores;
 use crate::engine::suspend::{is_busy, next_sleep, suspend};
 use crate::exec::inner::ArenaInner;
-use crate::state::arena::ArenaState;
 use crate::state::sleep::Phase;
 use crate::types::error::DeviceError;
 use crate::types::sleep::{HostBudget, SleepOptions, SleepReport, SleepState, WakeReport};
@@ -315,7 +314,7 @@ impl DeviceArena {
         if inner.check_here().is_err() {
             return Moment::NEVER;
         }
-        inner.run_now(|state| inner.next_sleep(state))
+        inner.run_now(|state| next_sleep(state))
     }
 
     /// Returns a lease, like [`DeviceArena::enter`], without blocking while a sleeping arena wakes:
@@ -387,13 +386,6 @@ impl Drop for EnterFuture {
         let Some(waits) = self.waits.filter(|_| self.arena.check_here().is_ok()) else { return };
         let waker = self.arena.run_now(|state| state.sleep.unregister(waits));
         let _ = caught(|| drop(waker)); // foreign code; nothing unwinds out of a drop
-    }
-}
-
-impl ArenaInner {
-    /// Returns the time at which the arena may fall asleep by itself.
-    pub(crate) fn next_sleep(&self, state: &ArenaState) -> Moment {
-        if self.is_closed() { Moment::NEVER } else { next_sleep(state) }
     }
 }
 

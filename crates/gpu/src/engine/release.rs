@@ -39,7 +39,7 @@ pub(crate) struct Released {
 pub(crate) async fn give_back(port: &Port<'_>, granules: u64, ages: Option<Ages>) -> Released {
     let mut released = Released::default();
     if port.with(|state| state.sleep.may_be_copied()) {
-        released.unlocked = port.with(|state| !state.sleep.is_queueing());
+        released.unlocked = port.with(|state| !state.sleep.is_queueing);
         match end_copies(port).await {
             Ok(true) => {}
             outcome => {

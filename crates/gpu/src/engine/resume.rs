@@ -154,7 +154,7 @@ pub(crate) async fn wake_at_once(port: &Port<'_>) -> Result<WakeReport, DeviceEr
 /// other driver call.
 pub(crate) async fn wake_if_empty(port: &Port<'_>) {
     let is_empty = port.with(|state| sleeps_empty(state));
-    let has_unreleased = port.with(|state| state.sleep.has_unreleased());
+    let has_unreleased = port.with(|state| !state.sleep.unreleased.is_empty());
     if is_empty {
         let _ = wake(port).await; // another may be quicker
     }

@@ -166,7 +166,7 @@ async fn begin_copies(port: &Port<'_>) -> Result<StreamHandle, DriverError> {
 
 /// Waits for the copies of this operation, which suspends or resumes the arena and has queued all.
 async fn wait_for_own(port: &Port<'_>, stream: StreamHandle) -> Result<(), DriverError> {
-    port.with(|state| state.sleep.end_queueing());
+    port.with(|state| state.sleep.is_queueing = false);
     wait_for_copies(port, stream).await
 }
 
@@ -213,15 +213,15 @@ pub(super) async fn are_own_copies_complete(port: &Port<'_>) -> bool {
 /// # Errors
 /// The driver's: they may still be in progress.
 pub(crate) async fn end_copies(port: &Port<'_>) -> Result<bool, DriverError> {
-    let stream = port.with(|state| state.sleep.stream.filter(|_| !state.sleep.is_queueing()));
+    let stream = port.with(|state| state.sleep.stream.filter(|_| !state.sleep.is_queueing));
     let Some(stream) = stream else { return Ok(false) };
     wait_for_copies(port, stream).await?;
     Ok(port.with(|state| !state.sleep.may_be_copied()))
 }
 
 /// Sets if stores are kept between sleeps; releases the kept ones.
-pub(crate) async fn set_keep_stores(port: &Port<'_>, keeps_stores: bool) {
-    if let Some(kept) = port.with(|state| state.sleep.set_keep_stores(keeps_stores)) {
+pub(crate) async fn set_keep_stores(port: &Port<'_>, keep_stores: bool) {
+    if let Some(kept) = port.with(|state| state.sleep.set_keep_stores(keep_stores)) {
         release(port, kept).await;
     }
 }

@@ -10,7 +10,8 @@
 //!
 //! Invariants: every granule that was committed is marked until its call's result is recorded; when
 //! the arena is asleep, memory still committed was to stay, or was refused by the driver and is in
-//! the copies; `idle sleep => now >= last lease's end + idle_after, now >= awake since + min_awake`.
+//! the copies;
+//! `idle sleep => now >= last lease's end + idle_after, now >= awake since + min_awake`.
 
 use super::call::CallKind;
 use super::completion::complete_used;
@@ -96,10 +97,10 @@ async fn drain_leases(
             } else if state.leases == 0 {
                 state.sleep.end_drain(Phase::Suspending);
                 return Ok(None);
-            } else if let Some(bell) = state.sleep.bell().filter(|_| now < deadline) {
+            } else if let Some(bell) = state.sleep.bell.clone().filter(|_| now < deadline) {
                 return Ok(Some(bell));
             } else {
-                let held_for = now - state.sleep.leased_since();
+                let held_for = now - state.sleep.leased_since;
                 DeviceError::Leased { arena, leases: state.leases, held_for }
             };
             state.sleep.end_drain(Phase::Awake);
@@ -344,5 +345,9 @@ pub(crate) fn next_sleep(state: &ArenaState) -> Moment {
     } else {
         state.backed() == 0 || state.idle() == 0
     };
-    if is_used || is_empty { Moment::NEVER } else { state.sleep.due().unwrap_or(Moment::NEVER) }
+    if state.is_closed || is_used || is_empty {
+        Moment::NEVER
+    } else {
+        state.sleep.due().unwrap_or(Moment::NEVER)
+    }
 }

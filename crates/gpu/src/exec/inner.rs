@@ -534,7 +534,7 @@ impl Drop for ArenaInner {
         self.run(stores::end);
         let mut books = self.lock();
         // The use of raw blocks is unknown.
-        let is_raw_used = books.asynchronous && !books.raw.is_empty() && !books.sleep.is_quiet();
+        let is_raw_used = books.asynchronous && !books.raw.is_empty() && !books.sleep.is_quiet;
         let is_used = books.pending() > 0 || books.sleep.may_be_copied() || is_raw_used;
         if is_used {
             let bytes = ByteSize::new(books.backed());

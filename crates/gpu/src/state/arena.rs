@@ -366,7 +366,7 @@ impl ArenaState {
         if self.defer_release(region, placed) {
             return;
         }
-        let uses = if self.sleep.is_quiet() { Uses::NONE } else { self.uses(streams) };
+        let uses = if self.sleep.is_quiet { Uses::NONE } else { self.uses(streams) };
         let placed = self.region(region).refreshed(placed);
         let gone = self.region_mut(region).release(placed, uses);
         debug_assert!(gone.is_ok(), "only its buffer frees a block, once");

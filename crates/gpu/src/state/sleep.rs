@@ -75,10 +75,11 @@ pub(crate) struct Sleep {
     /// Drains begun.
     drains: u64,
     /// Rung when the last lease is dropped, or the drain is cancelled.
-    bell: Option<Arc<Bell>>,
+    pub(crate) bell: Option<Arc<Bell>>,
     /// The number of operations that want to enter while the arena is being suspended.
     pub(crate) entering: u32,
-    /// Every use of every block is known to be complete, and none begins before it is awake.
+    /// Every use of every block is known to be complete, and none begins before it is awake: memory
+    /// freed now has only completed uses.
     pub(crate) is_quiet: bool,
     /// Streams on which leases were used, since that was last waited for.
     used: BTreeSet<StreamKey>,
@@ -93,20 +94,19 @@ pub(crate) struct Sleep {
     pub(crate) budget: Option<Arc<dyn HostBudget>>,
     /// The contents of sleeping blocks.
     pub(crate) saved: Option<Saved>,
-    /// `true` if stores are kept between a wake and the next sleep.
-    keeps_stores: bool,
-    /// Those of the last sleep.
+    /// The stores of the last sleep, if they are kept until the next.
     pub(crate) kept: Option<Saved>,
     /// Times that copies were begun on that stream; up to which of them the host has seen the end.
     copying: u64,
     copied: u64,
-    /// `true` if the operation that began the last of them may queue more.
-    is_queueing: bool,
+    /// `true` if the operation that began the last of them may queue more: only that operation
+    /// knows when the last one is done.
+    pub(crate) is_queueing: bool,
     /// Stores that the driver has not freed, and their reservations until it has.
-    unreleased: Vec<Store>,
+    pub(crate) unreleased: Vec<Store>,
     unreleased_reservations: Vec<HostReservation>,
     /// Since when a lease was held without a pause; when the last one was dropped.
-    leased_since: Moment,
+    pub(crate) leased_since: Moment,
     left_at: Moment,
     /// When it was opened or woken.
     awake_since: Moment,
@@ -124,7 +124,6 @@ impl Sleep {
     pub(crate) fn new(now: Moment, config: &SleepConfig) -> Self {
         Self {
             config: *config,
-            keeps_stores: config.keep_stores,
             leased_since: now,
             left_at: now,
             awake_since: now,
@@ -150,11 +149,6 @@ impl Sleep {
     /// Returns `true` if blocks may be moved.
     pub(crate) fn is_awake(&self) -> bool {
         self.phase == Phase::Awake
-    }
-
-    /// Returns `true` if memory freed now has only completed uses.
-    pub(crate) const fn is_quiet(&self) -> bool {
-        self.is_quiet
     }
 
     /// Sleeps, wakes, and wakes that failed.
@@ -191,16 +185,6 @@ impl Sleep {
                 bell.ring();
             }
         }
-    }
-
-    /// Returns the bell that ends the wait of a drain.
-    pub(crate) fn bell(&self) -> Option<Arc<Bell>> {
-        self.bell.clone()
-    }
-
-    /// Returns how long a lease has been held without a pause, if one is held.
-    pub(crate) fn leased_since(&self) -> Moment {
-        self.leased_since
     }
 
     /// Records a lease, which cancels a drain; `is_first` if no other is held.
@@ -308,21 +292,10 @@ impl Sleep {
         self.copied < self.copying
     }
 
-    /// Returns `true` if an operation may queue more copies: only that operation knows when the
-    /// last one is done.
-    pub(crate) const fn is_queueing(&self) -> bool {
-        self.is_queueing
-    }
-
     /// Records that copies are queued from here on.
     pub(crate) const fn begin_copies(&mut self) {
         self.copying += 1;
         self.is_queueing = true;
-    }
-
-    /// Records that all copies of this operation are queued.
-    pub(crate) const fn end_queueing(&mut self) {
-        self.is_queueing = false;
     }
 
     /// Returns the number of the last copies, unless an operation queues more of them.
@@ -337,12 +310,12 @@ impl Sleep {
 
     /// Keeps stores for the next sleep, if stores are kept; returns those to release.
     pub(crate) fn keep(&mut self, saved: Saved) -> Option<Saved> {
-        if self.keeps_stores { self.kept.replace(saved) } else { Some(saved) }
+        if self.config.keep_stores { self.kept.replace(saved) } else { Some(saved) }
     }
 
     /// Sets if stores are kept between sleeps; returns those kept until now.
-    pub(crate) fn set_keep_stores(&mut self, keeps_stores: bool) -> Option<Saved> {
-        self.keeps_stores = keeps_stores;
+    pub(crate) fn set_keep_stores(&mut self, keep_stores: bool) -> Option<Saved> {
+        self.config.keep_stores = keep_stores;
         self.kept.take()
     }
 
@@ -370,11 +343,6 @@ impl Sleep {
             self.unreleased_reservations.append(&mut reservations);
         }
         reservations
-    }
-
-    /// Returns `true` if there are stores that the driver has not freed.
-    pub(crate) const fn has_unreleased(&self) -> bool {
-        !self.unreleased.is_empty()
     }
 
     /// Host memory that holds contents, or is kept for them, or that the driver has not freed.

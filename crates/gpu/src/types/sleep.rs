@@ -118,8 +118,8 @@ pub struct WakeReport {
 /// A budget of host memory, from which a sleep reserves before it copies contents.
 ///
 /// The arena is falling asleep during these calls: operations that would wait for the end of that,
-/// such as entering or allocating there, fail ([`DeviceError::State`](crate::DeviceError::State)). A panic counts as a
-/// refusal.
+/// such as entering or allocating there, fail with
+/// [`DeviceError::State`](crate::DeviceError::State). A panic counts as a refusal.
 pub trait HostBudget: Send + Sync {
     /// Reserves `bytes` until the returned value is dropped, which happens on any thread after the
     /// host memory was released. Called with no lock held.
