@@ -109,13 +109,10 @@ pub use api::planned::{Planned, PlannedMemory};
 pub use api::raw::RawBlock;
 pub use api::release::DecayReport;
 pub use api::shortage::ShortageCallback;
+pub use api::sleep::EnterFuture;
 pub use driver::host::HostDriver;
 pub use engine::compact::{
     BlockPin, CompactError, CompactOptions, CompactReport, Goal, Moved, StopReason,
-};
-pub use engine::sleep::{
-    Contents, EnterFuture, HostBudget, SleepConfig, SleepOptions, SleepReport, SleepState,
-    WakeReport,
 };
 pub use observe::occupancy::{ArenaOccupancy, OccupancyCell, RegionOccupancy};
 pub use observe::{record, visualize};
@@ -129,6 +126,9 @@ pub use types::config::{ArenaConfig, Growth};
 pub use types::error::{Bound, DeviceError, ImportError};
 pub use types::region::Region;
 pub use types::shortage::{Shortage, ShortageInfo};
+pub use types::sleep::{
+    Contents, HostBudget, SleepConfig, SleepOptions, SleepReport, SleepState, WakeReport,
+};
 #[doc(hidden)]
 pub use types::snapshot::ControlFigures;
 pub use types::snapshot::{AllocFailures, ArenaGlance, ArenaSnapshot, RegionSnapshot};

@@ -24,12 +24,12 @@ use crate::api::lane::LaneInner;
 use crate::api::lease::Lease;
 use crate::driver::DeviceAddress;
 use crate::engine::compact::BlockPin;
-use crate::engine::sleep::Contents;
 use crate::exec::front::{BlockHandle, BlockPlace};
 use crate::exec::inner::ArenaInner;
 use crate::observe::record::Operation;
 use crate::state::region::{AllocRequest, Placement, Region};
 use crate::types::error::DeviceError;
+use crate::types::sleep::Contents;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::sync::atomic::Ordering;
 
@@ -336,7 +336,7 @@ impl BlockPlace {
         region: Region,
         block: Placement,
     ) -> Result<DeviceAddress, DeviceError> {
-        let moves = inner.moves[region.number()].load(Ordering::Relaxed);
+        let moves = inner.moves(region);
         if self.moves.load(Ordering::Acquire) == moves {
             return Ok(DeviceAddress::new(self.at.load(Ordering::Relaxed)));
         }

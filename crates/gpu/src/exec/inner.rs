@@ -18,7 +18,8 @@ use crate::api::lane::LaneInner;
 use crate::driver::{Capabilities, Driver};
 use crate::engine::completion::query_events;
 use crate::engine::port::{Called, Port, Surroundings};
-use crate::engine::sleep::SleepConfig;
+use crate::engine::stores;
+use crate::exec::budget;
 use crate::exec::callbacks::Callbacks;
 use crate::exec::executor::{Executor, Locked};
 use crate::exec::front::{CacheShard, Swept};
@@ -50,15 +51,11 @@ pub(crate) struct ArenaInner {
     pub(crate) granule: ByteSize,
     /// The largest block that each region could ever have.
     pub(crate) largest: [ByteSize; 2],
-    /// The number of moved blocks of each region: a copy of the accounting's figures.
-    pub(crate) moves: [AtomicU64; 2],
     pub(crate) fronts: ArenaCaches,
     /// The callbacks for shortage of memory.
     pub(crate) callbacks: Arc<Callbacks>,
     /// Nothing more is handed out.
     pub(crate) closed: AtomicBool,
-    /// When it falls asleep by itself, and how it wakes.
-    pub(crate) sleep: SleepConfig,
     pub(crate) birth: Birth,
     /// The recorder of the accounting, for other users of its results.
     pub(crate) recorder: Option<Recorder>,
@@ -209,11 +206,9 @@ impl ArenaInner {
             granule: ByteSize::new(state.bytes_of(1)),
             largest: Region::ALL.map(|region| state.region(region).largest_ever()),
             executor: Executor::new(state),
-            moves: [AtomicU64::new(0), AtomicU64::new(0)],
             fronts: ArenaCaches::new(front, config.decay, capabilities.asynchronous),
             callbacks: Arc::new(Callbacks::new()),
             closed: AtomicBool::new(false),
-            sleep: config.sleep,
             birth: Birth::now(),
             recorder: config.recorder,
             #[cfg(feature = "cuda")]
@@ -232,6 +227,18 @@ impl ArenaInner {
     #[inline]
     pub(crate) fn try_lock(&self) -> Option<Locked<'_>> {
         self.executor.try_lock()
+    }
+
+    /// Reads or changes the state, without a wait or a driver call.
+    #[inline]
+    pub(crate) fn run_now<T>(&self, act: impl FnOnce(&mut ArenaState) -> T) -> T {
+        act(&mut self.lock())
+    }
+
+    /// Returns the number of moved blocks of a region, without the lock.
+    #[inline]
+    pub(crate) fn moves(&self, region: Region) -> u64 {
+        self.executor.moves(region)
     }
 
     /// Runs an operation to its end on this thread.
@@ -505,8 +512,8 @@ impl Surroundings for ArenaInner {
         self.callbacks.call(shortage)
     }
 
-    fn wake(&self) -> Result<(), DeviceError> {
-        self.rise(self.sleep.wake_timeout).map(drop)
+    fn call_budget(&self, act: &mut dyn FnMut()) -> Result<(), String> {
+        budget::call(act)
     }
 }
 
@@ -524,14 +531,19 @@ impl Drop for ArenaInner {
         log!(info, arena = self.name, "arena dropped");
         let _ = self.run(query_events); // asks, and waits for nothing
         self.end_adopted();
-        self.end_sleep();
+        self.run(stores::end);
         let mut books = self.lock();
         // The use of raw blocks is unknown.
-        let is_raw_used = books.asynchronous && !books.raw.is_empty() && !books.sleep.is_quiet();
+        let is_raw_used = books.asynchronous && !books.raw.is_empty() && !books.sleep.is_quiet;
         let is_used = books.pending() > 0 || books.sleep.may_be_copied() || is_raw_used;
         if is_used {
             let bytes = ByteSize::new(books.backed());
             log!(warn, arena = self.name, %bytes, "arena dropped in use, memory leaked");
+        }
+        if let Some(stream) = books.sleep.stream.take() {
+            // SAFETY: the stream of the copies, which no operation uses: this is its end. Queued
+            // copies still run.
+            let _ = unsafe { self.driver.stream_destroy(stream) };
         }
         for event in books.streams.take_events() {
             // SAFETY: the arena's own event, which no operation holds: this is its end.

@@ -3,6 +3,7 @@
 pub(crate) mod allocate;
 pub(crate) mod bridge;
 pub(crate) mod brief;
+pub(crate) mod budget;
 pub(crate) mod callbacks;
 pub(crate) mod executor;
 pub(crate) mod front;

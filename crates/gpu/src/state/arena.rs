@@ -12,7 +12,6 @@ use crate::api::interop::outstanding::Outstanding;
 use crate::api::raw::RawUse;
 use crate::driver::{Backend, Capabilities, DeviceAddress};
 use crate::engine::compact::step::Moving;
-use crate::engine::sleep::phase::Sleep;
 use crate::exec::front::Swept;
 use crate::exec::kept::CacheCounts;
 use crate::index::{End, Span};
@@ -30,6 +29,7 @@ use crate::state::region::{
     AllocRequest, Placement, PlacementQuery, Region, RegionState, Search, end_of,
 };
 use crate::state::segment::{Cursor, Run};
+use crate::state::sleep::Sleep;
 use crate::state::streams::{StreamKey, Streams};
 use crate::state::totals::Totals;
 use crate::types::config::ArenaConfig;
@@ -61,6 +61,7 @@ pub(crate) struct ArenaState {
     granularity: u64,
     /// What the driver can do.
     pub(crate) capabilities: Capabilities,
+    pub(crate) backend: Backend,
     /// No more blocks are handed out.
     pub(crate) is_closed: bool,
     /// The number of driver calls asked for.
@@ -99,7 +100,7 @@ impl ArenaState {
         regions: [RegionState; 2],
         granularity: ByteSize,
         config: &ArenaConfig,
-        capabilities: Capabilities,
+        (capabilities, backend): (Capabilities, Backend),
         now: Moment,
     ) -> Self {
         Self {
@@ -120,6 +121,7 @@ impl ArenaState {
             untrimmed: false,
             streams: Streams::new(),
             asynchronous: capabilities.asynchronous,
+            backend,
             raw: BTreeMap::new(),
             outstanding: Outstanding::default(),
             moving: None,
@@ -299,6 +301,25 @@ impl ArenaState {
         }
     }
 
+    /// Records one more lease of an open arena, which cancels a drain.
+    ///
+    /// # Errors
+    /// `TooManyLeases`.
+    pub(crate) fn enter(&mut self, clock: &dyn Clock) -> Result<(), DeviceError> {
+        let leases = self.leases.checked_add(1);
+        self.leases = leases.ok_or(DeviceError::TooManyLeases { limit: u32::MAX })?;
+        self.sleep.enter(self.leases == 1, || clock.now());
+        Ok(())
+    }
+
+    /// Records that a lease was dropped.
+    pub(crate) fn leave(&mut self, clock: &dyn Clock) {
+        self.leases -= 1;
+        if self.leases == 0 {
+            self.sleep.leave(clock.now());
+        }
+    }
+
     /// Removes a placed block that got no memory, or whose earlier uses could not be waited for.
     pub(crate) fn withdraw(
         &mut self,
@@ -350,7 +371,7 @@ impl ArenaState {
         if self.defer_release(region, placed) {
             return;
         }
-        let uses = if self.sleep.is_quiet() { Uses::NONE } else { self.uses(streams) };
+        let uses = if self.sleep.is_quiet { Uses::NONE } else { self.uses(streams) };
         let placed = self.region(region).refreshed(placed);
         let gone = self.region_mut(region).release(placed, uses);
         debug_assert!(gone.is_ok(), "only its buffer frees a block, once");

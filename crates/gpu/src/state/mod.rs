@@ -2,6 +2,7 @@
 
 pub(crate) mod aging;
 pub(crate) mod arena;
+pub(crate) mod contents;
 pub(crate) mod failure;
 pub(crate) mod granules;
 pub(crate) mod ground;
@@ -11,5 +12,6 @@ pub(crate) mod pieces;
 pub(crate) mod ranges;
 pub(crate) mod region;
 pub(crate) mod segment;
+pub(crate) mod sleep;
 pub(crate) mod streams;
 pub(crate) mod totals;

@@ -8,9 +8,9 @@
 use std::collections::BTreeMap;
 
 use super::plan::Hold;
-use crate::engine::sleep::contents::Contents;
 use crate::index::{ALIGN, End};
 use crate::state::ranges::BlockName;
+use crate::types::sleep::Contents;
 
 /// A block that is not like the others.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -21,7 +21,6 @@ use crate::state::ranges::BlockName;
 use crate::state::region::{Placement, Region};
 use crate::types::error::DeviceError;
 use lowtide_core::bytes::ByteSize;
-use lowtide_core::sync::atomic::Ordering;
 
 /// The block that moves now.
 #[derive(Clone, Copy, Debug)]
@@ -111,8 +110,6 @@ impl ArenaInner {
         if let Some(freed) = freed {
             books.release(region, freed, &*self.clock);
         }
-        // Before the next lease is granted: its holder sees the earlier counts.
-        self.moves[region.number()].store(books.region(region).moves(), Ordering::Relaxed);
         drop(books);
         match outcome {
             Ok(()) => Ok(Step::Moved { from, to, is_freed: freed.is_some(), idle, active }),
@@ -187,7 +184,7 @@ impl ArenaInner {
     /// Returns `true` if this is the block's current place.
     #[inline]
     pub(crate) fn is_fresh(&self, region: Region, placed: &Placement) -> bool {
-        placed.moves == self.moves[region.number()].load(Ordering::Relaxed)
+        placed.moves == self.moves(region)
     }
 
     /// Returns the current place of a live block.

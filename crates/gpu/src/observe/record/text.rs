@@ -13,9 +13,9 @@ use super::operation::{
     Place, Resized, Sleepless, Why,
 };
 use crate::engine::compact::{CompactOptions, Goal};
-use crate::engine::sleep::{Contents, SleepReport, WakeReport};
 use crate::state::region::Region;
 use crate::types::config::Growth;
+use crate::types::sleep::{Contents, SleepReport, WakeReport};
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::decay::DecayTime;
 
