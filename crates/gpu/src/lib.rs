@@ -102,15 +102,13 @@ pub use lowtide_planner as plan;
 
 pub use api::arena::DeviceArena;
 pub use api::buffer::Buffer;
+pub use api::compact::BlockPin;
 pub use api::interop::{ExportError, Exported, Imported};
 pub use api::lane::Lane;
 pub use api::lease::Lease;
 pub use api::planned::{Planned, PlannedMemory};
 pub use api::raw::RawBlock;
 pub use driver::host::HostDriver;
-pub use engine::compact::{
-    BlockPin, CompactError, CompactOptions, CompactReport, Goal, Moved, StopReason,
-};
 pub use engine::reclaim::DecayReport;
 pub use engine::shortage::{Shortage, ShortageCallback, ShortageInfo};
 pub use engine::sleep::{
@@ -125,6 +123,7 @@ pub use pinned::{
     PinnedBuffer, PinnedConfig, PinnedCopy, PinnedCopyError, PinnedFailures, PinnedGlance,
     PinnedKind, PinnedPool, PinnedSnapshot,
 };
+pub use types::compact::{CompactError, CompactOptions, CompactReport, Goal, Moved, StopReason};
 pub use types::config::{ArenaConfig, Growth};
 pub use types::error::{Bound, DeviceError, ImportError};
 pub use types::region::Region;

@@ -18,12 +18,13 @@ use std::sync::Arc;
 
 use bytemuck::Pod;
 
+use crate::api::compact::BlockPin;
 use crate::api::lane::Lane;
 #[cfg(feature = "cuda")]
 use crate::api::lane::LaneInner;
 use crate::api::lease::Lease;
 use crate::driver::DeviceAddress;
-use crate::engine::compact::BlockPin;
+use crate::engine::place::resolve;
 use crate::engine::sleep::Contents;
 use crate::exec::front::{BlockHandle, BlockPlace};
 use crate::exec::inner::ArenaInner;
@@ -175,7 +176,7 @@ impl<T: Pod> Buffer<T> {
                 Some(resized) => Some(resized),
                 None => {
                     let _lease = Lease::of(inner)?;
-                    let old = inner.resolve(region, old)?;
+                    let old = inner.run(async |port| resolve(port, region, old).await)?;
                     Some(inner.moved(region, old, wanted)?)
                 }
             },
@@ -336,11 +337,11 @@ impl BlockPlace {
         region: Region,
         block: Placement,
     ) -> Result<DeviceAddress, DeviceError> {
-        let moves = inner.moves[region.number()].load(Ordering::Relaxed);
+        let moves = inner.moves(region);
         if self.moves.load(Ordering::Acquire) == moves {
             return Ok(DeviceAddress::new(self.at.load(Ordering::Relaxed)));
         }
-        let block = inner.resolve(region, block)?;
+        let block = inner.run(async |port| resolve(port, region, block).await)?;
         self.at.store(block.at.get(), Ordering::Relaxed);
         self.moves.store(block.moves, Ordering::Release);
         Ok(block.at)

@@ -15,8 +15,8 @@
 use std::mem::ManuallyDrop;
 
 use crate::driver::DriverError;
-use crate::engine::compact::step::check_whole;
 use crate::engine::obtain::PlacementQuery;
+use crate::engine::place::check_whole;
 use crate::engine::refusal::{AllocFailure, Cause};
 use crate::exec::executor::Locked;
 use crate::exec::inner::ArenaInner;

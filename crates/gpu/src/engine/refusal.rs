@@ -8,14 +8,15 @@
 //! error's own figures. If no free span can hold the block at a granule's start, a neighbour whose
 //! memory is being committed may cost one granule more; that is retried 16 times.
 
-use crate::engine::compact::plan::{self, Target};
-use crate::engine::compact::{CompactOptions, Goal};
+use crate::engine::compact::first_parts;
 use crate::engine::completion::is_unwaited;
 use crate::exec::inner::ArenaInner;
 use crate::index::End;
 use crate::observe::record::hooks::Refused;
 use crate::state::arena::ArenaState;
+use crate::state::compact::plan::{self, Target};
 use crate::state::region::{Region, RegionState};
+use crate::types::compact::{CompactOptions, Goal};
 use crate::types::error::{Bound, DeviceError};
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::Moment;
@@ -217,7 +218,7 @@ impl ArenaInner {
                 if holes < granule || of.pending.bytes() > 0 {
                     continue;
                 }
-                let parts = books.first_parts(CompactOptions::new(region), end, PARTS_MAX);
+                let parts = first_parts(&books, CompactOptions::new(region), end, PARTS_MAX);
                 let segments = of.segment.segments();
                 drop(books);
                 let target = segments.as_deref().map_or(Target::Granules, Target::Segments);
@@ -232,7 +233,7 @@ impl ArenaInner {
     fn compacted_span(&self, region: Region, wanted: ByteSize) -> ByteSize {
         let goal = Goal::Contiguous(wanted);
         let options = CompactOptions { goal, ..CompactOptions::new(region) };
-        let parts = self.lock().first_parts(options, End::Low, PARTS_MAX);
+        let parts = first_parts(&self.lock(), options, End::Low, PARTS_MAX);
         let target = Target::Contiguous(wanted.get());
         ByteSize::new(plan::outlook(&parts, self.granule.get(), target).largest[1])
     }

@@ -1,11 +1,17 @@
 //! Operations of the engine for callers that are no operations yet.
 
 use crate::driver::DriverError;
-use crate::engine::completion;
+use crate::engine::move_block::{self, MoveOutcome};
+use crate::engine::{completion, place};
+use crate::exec::executor::Locked;
 use crate::exec::inner::ArenaInner;
+use crate::state::compact::plan::Move;
 use crate::state::pending::Uses;
+use crate::state::ranges::BlockName;
 use crate::state::streams::StreamKey;
+use crate::types::compact::CompactOptions;
 use crate::types::error::DeviceError;
+use crate::types::region::Region;
 
 impl ArenaInner {
     pub(crate) fn complete_all(&self) -> Result<(), DriverError> {
@@ -35,5 +41,36 @@ impl ArenaInner {
         uses: &Uses,
     ) -> Result<(), DriverError> {
         self.run(async |port| completion::come_after(port, taker, uses).await)
+    }
+    pub(crate) fn wait_until_still<'a>(
+        &'a self,
+        locked: Locked<'a>,
+        region: Region,
+        id: BlockName,
+    ) -> Locked<'a> {
+        if !locked.moves.is_moving(region, id) {
+            return locked;
+        }
+        drop(locked);
+        self.run(async |port| place::wait_until_still(port, region, id).await);
+        self.wait_until_still(self.lock(), region, id)
+    }
+
+    /// Moves a block, if it may still move and is still at the planned place.
+    pub(crate) fn move_block(
+        &self,
+        options: CompactOptions,
+        id: BlockName,
+        made: Move,
+    ) -> Result<MoveOutcome, DeviceError> {
+        let taken = self.run_now(|state| move_block::take_place(state, options, id, made));
+        let new = match taken {
+            Ok(new) => new,
+            Err(outcome) => return Ok(outcome),
+        };
+        let (locked, outcome) = self.back(self.lock(), options.region, new.placed.span);
+        drop(locked);
+        let committed = outcome.map_err(|failure| failure.error);
+        self.run(async |port| move_block::move_to(port, (options, id), made, new, committed).await)
     }
 }

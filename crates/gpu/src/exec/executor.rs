@@ -15,6 +15,7 @@ use crate::driver::Driver;
 use crate::engine::port::{Caller, Port, Step, Surroundings, run_outside, step};
 use crate::engine::shortage;
 use crate::engine::sleep::stores;
+use crate::exec::published::Published;
 use crate::state::arena::ArenaState;
 use lowtide_core::clock::Clock;
 use lowtide_core::sync::{Condvar, Mutex, MutexGuard, is_background, lock, try_lock, wait};
@@ -23,6 +24,7 @@ use lowtide_core::sync::{Condvar, Mutex, MutexGuard, is_background, lock, try_lo
 pub(crate) struct Executor {
     slot: Mutex<Slot>,
     changed: Condvar,
+    published: Published,
 }
 
 /// The place of the state.
@@ -43,7 +45,7 @@ pub(crate) struct Locked<'a> {
 impl Executor {
     pub(crate) fn new(state: ArenaState) -> Self {
         let slot = Slot { state: Some(Box::new(state)), waiters: 0 };
-        Self { slot: Mutex::new(slot), changed: Condvar::new() }
+        Self { slot: Mutex::new(slot), changed: Condvar::new(), published: Published::new() }
     }
 
     /// Locks the state; counts the time if another thread has it.
@@ -67,10 +69,24 @@ impl Executor {
         Some(Locked { executor: self, slot: Some(try_lock(&self.slot)?) })
     }
 
+    /// Returns the figures that need no lock.
+    #[inline]
+    pub(crate) const fn published(&self) -> &Published {
+        &self.published
+    }
+
     /// Returns the state without the lock, for the only owner.
     pub(crate) fn get_mut(&mut self) -> Option<&mut ArenaState> {
         let slot = self.slot.get_mut().unwrap_or_else(std::sync::PoisonError::into_inner);
         slot.state.as_deref_mut()
+    }
+
+    /// Stores figures that have changed for readers without the lock, before it is released.
+    #[inline]
+    fn publish(&self, slot: &mut Slot) {
+        if let Some(state) = slot.state.as_deref_mut() {
+            self.published.update(state);
+        }
     }
 
     /// Runs an operation to its end.
@@ -122,6 +138,7 @@ impl Locked<'_> {
         let executor = self.executor;
         // Taken out, so that the drop of `self` does nothing.
         let Some(mut slot) = self.slot.take() else { return self };
+        executor.publish(&mut slot);
         slot.waiters += 1;
         if slot.waiters > 1 {
             executor.changed.notify_all(); // this thread may have changed the state
@@ -162,10 +179,12 @@ impl DerefMut for Locked<'_> {
 }
 
 impl Drop for Locked<'_> {
-    /// Notifies the threads that wait for a change.
+    /// Publishes changed figures, and notifies the threads that wait for a change.
     #[inline]
     fn drop(&mut self) {
-        if self.slot.as_ref().is_some_and(|slot| slot.waiters > 0) {
+        let Some(slot) = self.slot.as_deref_mut() else { return };
+        self.executor.publish(slot);
+        if slot.waiters > 0 {
             self.executor.changed.notify_all();
         }
     }

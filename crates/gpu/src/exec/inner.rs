@@ -49,8 +49,6 @@ pub(crate) struct ArenaInner {
     pub(crate) granule: ByteSize,
     /// The largest block that each region could ever have.
     pub(crate) largest: [ByteSize; 2],
-    /// The number of moved blocks of each region: a copy of the accounting's figures.
-    pub(crate) moves: [AtomicU64; 2],
     pub(crate) fronts: ArenaCaches,
     /// The callbacks for shortage of memory.
     pub(crate) callbacks: Arc<Callbacks>,
@@ -208,7 +206,6 @@ impl ArenaInner {
             granule: ByteSize::new(state.bytes_of(1)),
             largest: Region::ALL.map(|region| state.region(region).largest_ever()),
             executor: Executor::new(state),
-            moves: [AtomicU64::new(0), AtomicU64::new(0)],
             fronts: ArenaCaches::new(front, config.decay, capabilities.asynchronous),
             callbacks: Arc::new(Callbacks::new()),
             closed: AtomicBool::new(false),
@@ -231,6 +228,23 @@ impl ArenaInner {
     #[inline]
     pub(crate) fn try_lock(&self) -> Option<Locked<'_>> {
         self.executor.try_lock()
+    }
+
+    /// Reads or changes the state in one step.
+    pub(crate) fn run_now<T>(&self, act: impl FnOnce(&mut ArenaState) -> T) -> T {
+        act(&mut self.lock())
+    }
+
+    /// Returns the number of moved or lost blocks of a region.
+    #[inline]
+    pub(crate) fn moves(&self, region: Region) -> u64 {
+        self.executor.published().moves(region)
+    }
+
+    /// Returns `true` if this is the block's current place.
+    #[inline]
+    pub(crate) fn is_fresh(&self, region: Region, placed: &Placement) -> bool {
+        placed.moves == self.moves(region)
     }
 
     /// Runs an operation to its end on this thread.

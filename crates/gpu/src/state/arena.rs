@@ -11,7 +11,6 @@ use std::collections::BTreeMap;
 use crate::api::interop::outstanding::Outstanding;
 use crate::api::raw::RawUse;
 use crate::driver::{Backend, DeviceAddress};
-use crate::engine::compact::step::Moving;
 use crate::engine::refusal::{AllocFailure, Cause, CompactionEstimate};
 use crate::engine::sleep::phase::Sleep;
 use crate::exec::front::Swept;
@@ -24,6 +23,7 @@ use crate::observe::record::operation::After;
 use crate::observe::visualize::Act;
 use crate::state::aging::{Ages, Aging};
 use crate::state::growth::Steps;
+use crate::state::moves::MoveState;
 use crate::state::pending::{Claim, Uses};
 use crate::state::region::{AllocRequest, Placement, Region, RegionState, Search};
 use crate::state::segment::{Cursor, Run};
@@ -75,12 +75,10 @@ pub(crate) struct ArenaState {
     pub(crate) raw: BTreeMap<DeviceAddress, RawUse>,
     /// Exports, and imported memory that is not released.
     pub(crate) outstanding: Outstanding,
-    /// The block that a compaction moves now.
-    pub(crate) moving: Option<Moving>,
-    /// The number of threads that wait for a lease until that is done.
-    pub(crate) entering: u32,
-    /// A compaction is under way.
-    pub(crate) compacting: bool,
+    pub(crate) moves: MoveState,
+    /// `true` if figures that are read without the lock have changed: see
+    /// [`Published`](crate::exec::published::Published).
+    pub(crate) is_unpublished: bool,
     /// The last events, if they are kept.
     pub(crate) history: History,
     pub(crate) recorder: Option<Recorder>,
@@ -113,9 +111,8 @@ impl ArenaState {
             asynchronous,
             raw: BTreeMap::new(),
             outstanding: Outstanding::default(),
-            moving: None,
-            entering: 0,
-            compacting: false,
+            moves: MoveState::default(),
+            is_unpublished: false,
             history: History::new(config.history),
             recorder: config.recorder.clone(),
             outlook: CompactionEstimate::default(),
@@ -333,7 +330,7 @@ impl ArenaState {
         (streams, after): (&[StreamKey], After),
         clock: &dyn Clock,
     ) {
-        if self.defer_release(region, placed) {
+        if self.moves.defer_release(region, placed) {
             return;
         }
         let uses = if self.sleep.is_quiet() { Uses::NONE } else { self.uses(streams) };

@@ -2,11 +2,14 @@
 
 pub(crate) mod aging;
 pub(crate) mod arena;
+pub(crate) mod compact;
 pub(crate) mod granules;
 pub(crate) mod ground;
 pub(crate) mod growth;
+pub(crate) mod moves;
 pub(crate) mod pending;
 pub(crate) mod pieces;
+pub(crate) mod pins;
 pub(crate) mod ranges;
 pub(crate) mod region;
 pub(crate) mod segment;

@@ -13,9 +13,9 @@ use bytemuck::Pod;
 use thiserror::Error;
 
 use crate::api::buffer::Buffer;
+use crate::api::compact::BlockPin;
 use crate::api::lease::Lease;
 use crate::driver::DeviceAddress;
-use crate::engine::compact::BlockPin;
 use crate::exec::inner::ArenaInner;
 use crate::state::streams::StreamKey;
 use crate::types::error::DeviceError;

@@ -24,7 +24,6 @@ use crate::state::segment::Run;
 use crate::types::error::DeviceError;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::{Bell, Moment};
-use lowtide_core::sync::atomic::Ordering;
 use lowtide_core::sync::caught;
 
 /// The number of waits for all uses, if more memory is freed meanwhile, before the arena stays
@@ -297,11 +296,8 @@ impl ArenaInner {
     pub(super) fn arrive_at(&self, phase: Phase, book: impl FnOnce(&mut ArenaState)) {
         let mut books = self.lock();
         book(&mut books);
-        for region in Region::ALL {
-            // Before the next lease is granted: its holder sees the earlier counts.
-            let moves = books.region(region).moves();
-            self.moves[region.number()].store(moves, Ordering::Relaxed);
-        }
+        // Blocks may have been lost: the holder of the next lease sees the new counts.
+        books.is_unpublished = true;
         books.sleep.is_quiet = phase == Phase::Asleep;
         let wakers = books.sleep.go(phase);
         drop(books);

@@ -227,7 +227,7 @@ impl ArenaState {
         let moving = |region: &crate::state::region::RegionState| {
             region.arriving + region.segment.committing() + region.segment.leaving()
         };
-        self.moving.is_some() || self.total(moving) > 0
+        self.moves.moving.is_some() || self.total(moving) > 0
     }
 }
 

@@ -59,7 +59,11 @@ impl Future for EnterFuture {
         let before = *this.before.get_or_insert(ended);
         match books.sleep.phase {
             Phase::Awake | Phase::Draining(_) => {
-                return Poll::Ready(Lease::under(&this.arena, books));
+                drop(books);
+                if let Some(entered) = Lease::try_of(&this.arena).transpose() {
+                    return Poll::Ready(entered);
+                }
+                context.waker().wake_by_ref(); // it fell asleep meanwhile
             }
             Phase::Asleep => {
                 if let Some(error) = books.sleep.failed_since(before) {

@@ -16,9 +16,9 @@ use super::operation::{
 };
 use super::text::{VERSION, contents as contents_name, yes};
 use crate::driver::Backend;
-use crate::engine::compact::{CompactOptions, Goal, StopReason};
 use crate::engine::sleep::{Contents, SleepReport, SleepState, WakeReport};
 use crate::state::region::Region;
+use crate::types::compact::{CompactOptions, Goal, StopReason};
 use crate::types::config::Growth;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::decay::DecayTime;

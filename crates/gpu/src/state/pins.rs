@@ -7,9 +7,9 @@
 
 use std::collections::BTreeMap;
 
-use super::plan::Hold;
 use crate::engine::sleep::contents::Contents;
 use crate::index::{ALIGN, End};
+use crate::state::compact::plan::Hold;
 use crate::state::ranges::BlockName;
 
 /// A block that is not like the others.
