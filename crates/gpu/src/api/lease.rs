@@ -10,7 +10,7 @@
 use std::sync::Arc;
 
 use crate::api::lane::{Lane, LaneInner};
-use crate::engine::enter::try_enter;
+use crate::engine::enter::{enter, try_enter};
 use crate::exec::inner::ArenaInner;
 use crate::state::streams::StreamKey;
 use crate::types::error::DeviceError;
@@ -56,12 +56,8 @@ impl Lease {
     /// progress; no other starts while the lease is held.
     pub(crate) fn of(arena: &Arc<ArenaInner>) -> Result<Self, DeviceError> {
         arena.check_open()?;
-        loop {
-            drop(arena.awake(arena.lock())?);
-            if let Some(lease) = Self::try_of(arena)? {
-                return Ok(lease);
-            }
-        }
+        arena.run(enter)?;
+        Ok(Self::new(arena))
     }
 
     /// One for the stream of a lane.
@@ -74,12 +70,17 @@ impl Lease {
     /// Creates a lease of an arena that is awake; `None` if it sleeps. Waits for a move as well.
     pub(crate) fn try_of(arena: &Arc<ArenaInner>) -> Result<Option<Self>, DeviceError> {
         let is_entered = arena.run(try_enter)?;
-        Ok(is_entered.then(|| Self {
+        Ok(is_entered.then(|| Self::new(arena)))
+    }
+
+    /// A lease that is counted already.
+    fn new(arena: &Arc<ArenaInner>) -> Self {
+        Self {
             arena: Arc::clone(arena),
             lanes: Vec::new(),
             #[cfg(feature = "cuda")]
             viewed: AtomicBool::new(false),
-        }))
+        }
     }
 
     /// Notes that cudarc was given a view under it.

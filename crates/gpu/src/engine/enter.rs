@@ -4,7 +4,21 @@
 
 use super::place::wait_for_move;
 use super::port::Port;
+use super::resume::awake;
 use crate::types::error::DeviceError;
+
+/// Waits until the arena is awake, wakes it if it sleeps, and counts a lease.
+///
+/// # Errors
+/// The errors of a wake.
+pub(crate) async fn enter(port: &Port<'_>) -> Result<(), DeviceError> {
+    loop {
+        awake(port).await?;
+        if try_enter(port).await? {
+            return Ok(());
+        }
+    }
+}
 
 /// Counts a lease after the end of the move in progress. Returns `false` if the arena sleeps: it
 /// must be woken first.

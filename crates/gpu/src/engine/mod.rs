@@ -12,5 +12,6 @@ pub(crate) mod port;
 pub(crate) mod reclaim;
 pub(crate) mod refusal;
 pub(crate) mod remap;
+pub(crate) mod resume;
 pub(crate) mod shortage;
 pub(crate) mod sleep;

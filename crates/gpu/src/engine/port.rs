@@ -20,6 +20,7 @@ use super::call::{Answer, Call, CallId, CallKind, Completion};
 use super::shortage::CallbackTurn;
 use crate::driver::DriverError;
 use crate::state::arena::ArenaState;
+use crate::types::error::DeviceError;
 use lowtide_core::clock::{Bell, Clock, Moment};
 
 /// The result of one step of an operation.
@@ -74,6 +75,9 @@ pub(crate) trait Surroundings {
     /// Takes the turn to call the callbacks for a shortage, if there are any; also returns `true`
     /// if another thread's run was waited for. `None` within a callback while the turn is taken.
     fn callback_turn(&self) -> Option<(CallbackTurn<'_>, bool)>;
+
+    /// Wakes the arena, which this operation has marked as waking.
+    fn wake(&self) -> Result<(), DeviceError>;
 }
 
 /// Lends the state to an operation, and takes its requests.

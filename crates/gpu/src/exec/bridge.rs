@@ -2,7 +2,7 @@
 
 use crate::driver::DriverError;
 use crate::engine::move_block::{self, MoveOutcome};
-use crate::engine::{completion, place};
+use crate::engine::{completion, place, resume};
 use crate::exec::executor::Locked;
 use crate::exec::inner::ArenaInner;
 use crate::state::compact::plan::Move;
@@ -14,6 +14,16 @@ use crate::types::error::DeviceError;
 use crate::types::region::Region;
 
 impl ArenaInner {
+    /// Waits until the arena is awake; wakes it if it sleeps.
+    #[inline]
+    pub(crate) fn awake<'a>(&'a self, mut locked: Locked<'a>) -> Result<Locked<'a>, DeviceError> {
+        while !locked.sleep.is_open() {
+            drop(locked);
+            self.run(resume::awake)?;
+            locked = self.lock();
+        }
+        Ok(locked)
+    }
     pub(crate) fn complete_all(&self) -> Result<(), DriverError> {
         self.run(completion::complete_all)
     }

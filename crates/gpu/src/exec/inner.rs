@@ -504,6 +504,10 @@ impl Surroundings for ArenaInner {
     fn callback_turn(&self) -> Option<(CallbackTurn<'_>, bool)> {
         self.callbacks.turn()
     }
+
+    fn wake(&self) -> Result<(), DeviceError> {
+        self.rise(self.sleep.wake_timeout).map(drop)
+    }
 }
 
 impl Drop for ArenaInner {

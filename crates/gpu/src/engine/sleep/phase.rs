@@ -14,11 +14,9 @@ use std::sync::Arc;
 use std::task::Waker;
 
 use super::SleepState;
-use super::stores::{Between, Saved, is_booking};
+use super::stores::{Between, Saved};
 use super::{HostBudget, SleepConfig};
 use crate::driver::HostStore;
-use crate::engine::shortage::is_within;
-use crate::exec::executor::Locked;
 use crate::exec::handles::OwnedStream;
 use crate::exec::inner::ArenaInner;
 use crate::state::arena::ArenaState;
@@ -29,7 +27,7 @@ use lowtide_core::clock::{Bell, Clock, Moment};
 
 /// The phase of an arena between awake and asleep.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) enum Phase {
+pub(in crate::engine) enum Phase {
     #[default]
     Awake,
     /// Waits for leases: the number of the drain.
@@ -44,19 +42,19 @@ pub(super) enum Phase {
 /// The sleep state of an arena.
 #[derive(Default)]
 pub(crate) struct Sleep {
-    pub(super) phase: Phase,
+    pub(in crate::engine) phase: Phase,
     /// Drains begun.
     pub(super) drains: u64,
     /// Rung when the last lease is dropped, or the drain is cancelled.
     pub(super) bell: Option<Arc<Bell>>,
     /// The number of threads that want to enter while the arena is falling asleep.
-    pub(super) entering: u32,
+    pub(in crate::engine) entering: u32,
     /// Every use of every block is known to be complete, and none begins before it is awake.
     pub(super) is_quiet: bool,
     /// Streams on which leases were used, since that was last waited for.
     pub(super) used: BTreeSet<StreamKey>,
     /// Wakes that have ended, and how the last one failed.
-    pub(super) attempts: u64,
+    pub(in crate::engine) attempts: u64,
     pub(super) failure: Option<DeviceError>,
     /// Wakers of futures, by the id of the wait; and the last id.
     pub(super) wakers: BTreeMap<u64, Waker>,
@@ -232,44 +230,6 @@ impl ArenaState {
 }
 
 impl ArenaInner {
-    /// Waits until the arena is awake; wakes it if it sleeps. Costs a comparison if it is awake.
-    ///
-    /// # Errors
-    /// The errors of a wake.
-    #[inline]
-    pub(crate) fn awake<'a>(&'a self, books: Locked<'a>) -> Result<Locked<'a>, DeviceError> {
-        if books.sleep.is_open() { Ok(books) } else { self.wait_awake(books) }
-    }
-
-    #[cold]
-    fn wait_awake<'a>(&'a self, mut books: Locked<'a>) -> Result<Locked<'a>, DeviceError> {
-        let before = books.sleep.attempts;
-        loop {
-            match books.sleep.phase {
-                Phase::Awake | Phase::Draining(_) => return Ok(books),
-                // Perhaps the thread that wakes it, which waits for this callback.
-                Phase::Waking if is_within() => return Err(self.not_awake(&books)),
-                Phase::Waking => books = books.wait(),
-                // Perhaps the thread on whose way down it is.
-                Phase::Falling if is_booking() => return Err(self.not_awake(&books)),
-                Phase::Falling => {
-                    books.sleep.entering += 1;
-                    books = books.wait();
-                    books.sleep.entering -= 1;
-                }
-                Phase::Asleep => {
-                    if let Some(error) = books.sleep.failed_since(before) {
-                        return Err(error);
-                    }
-                    books.sleep.phase = Phase::Waking;
-                    drop(books);
-                    self.rise(self.sleep.wake_timeout)?;
-                    books = self.lock();
-                }
-            }
-        }
-    }
-
     pub(super) fn not_awake(&self, books: &ArenaState) -> DeviceError {
         DeviceError::State { arena: self.name.clone(), state: books.sleep.state() }
     }
@@ -282,7 +242,7 @@ impl ArenaInner {
 
 impl Sleep {
     /// Returns the error of the wake that was in progress, or came, since this many had ended.
-    pub(super) fn failed_since(&self, attempts: u64) -> Option<DeviceError> {
+    pub(in crate::engine) fn failed_since(&self, attempts: u64) -> Option<DeviceError> {
         self.failure.clone().filter(|_| self.attempts > attempts)
     }
 }

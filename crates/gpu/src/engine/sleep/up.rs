@@ -100,7 +100,7 @@ impl ArenaInner {
     }
 
     /// From waking to awake, or asleep again; for memory that is short it waits so long.
-    pub(super) fn rise(&self, wake_timeout: Duration) -> Result<WakeReport, DeviceError> {
+    pub(crate) fn rise(&self, wake_timeout: Duration) -> Result<WakeReport, DeviceError> {
         let mut books = self.lock();
         let runs = books.begin_rise();
         let copies = !books.wanted_places().is_empty();
