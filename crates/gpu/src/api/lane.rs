@@ -20,6 +20,7 @@ use crate::exec::front::CacheShard;
 use crate::exec::handles::{LiveStream, OwnedStream};
 use crate::exec::inner::ArenaInner;
 use crate::observe::record::Operation;
+use crate::state::raw::LaneUser;
 use crate::state::streams::StreamKey;
 use crate::types::error::DeviceError;
 use crate::types::region::Region;
@@ -155,6 +156,11 @@ impl LaneInner {
 
     pub(crate) const fn number(&self) -> u64 {
         self.number
+    }
+
+    /// Returns it as a user of raw blocks.
+    pub(crate) const fn user(&self) -> LaneUser {
+        LaneUser { stream: self.key, number: self.number }
     }
 
     /// Returns the lane's stream, for calls of an asynchronous driver.

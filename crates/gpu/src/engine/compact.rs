@@ -99,7 +99,7 @@ pub(super) fn hold(state: &ArenaState, options: CompactOptions, id: BlockName, s
     }
     if !state.raw.is_empty() && !options.moves_raw {
         let at = region.segment.address_of(ByteSize::new(span.offset));
-        if state.raw.contains_key(&at) {
+        if state.raw.get(at).is_some() {
             return Hold::Stays;
         }
     }

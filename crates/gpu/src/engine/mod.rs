@@ -9,6 +9,7 @@ pub(crate) mod move_block;
 pub(crate) mod obtain;
 pub(crate) mod place;
 pub(crate) mod port;
+pub(crate) mod raw_block;
 pub(crate) mod reclaim;
 pub(crate) mod refusal;
 pub(crate) mod remap;

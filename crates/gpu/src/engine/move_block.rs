@@ -13,7 +13,6 @@ use super::call::CallKind;
 use super::compact::hold;
 use super::completion::complete_all;
 use super::port::Port;
-use crate::api::raw::RawUse;
 use crate::driver::{DeviceAddress, DriverError};
 use crate::observe::record::Operation;
 use crate::observe::visualize::Act;
@@ -138,7 +137,7 @@ fn end(
     if copied.is_ok() {
         let from = address_of(state, region, id);
         idle = trade(state, region, (id, made.size), new.placed, clock);
-        readdress(state, region, from, id);
+        state.readdress(region, from, id);
     } else {
         state.withdraw(region, new.placed, Claim::default(), clock);
     }
@@ -235,17 +234,6 @@ fn trade(
         Some(Operation::Move { id, region, from, to, size: ByteSize::new(size) })
     });
     active.saturating_sub(state.active())
-}
-
-/// Records the new address of a raw block.
-fn readdress(state: &mut ArenaState, region: Region, from: DeviceAddress, id: BlockName) {
-    let is_it = |raw: &RawUse| raw.kept.0 == region && raw.kept.1.id == id;
-    if state.raw.get(&from).is_some_and(is_it)
-        && let Some(mut raw) = state.raw.remove(&from)
-    {
-        raw.kept.1 = state.region(region).refreshed(raw.kept.1);
-        state.raw.insert(raw.kept.1.at, raw);
-    }
 }
 
 fn address_of(state: &ArenaState, region: Region, id: BlockName) -> DeviceAddress {

@@ -6,10 +6,7 @@
 //! Invariants: those of [`ArenaSnapshot`]; `backed <= limit`, unless the limit was lowered below
 //! it; those of [`Aging`].
 
-use std::collections::BTreeMap;
-
 use crate::api::interop::outstanding::Outstanding;
-use crate::api::raw::RawUse;
 use crate::driver::{Backend, DeviceAddress};
 use crate::engine::refusal::{AllocFailure, Cause, CompactionEstimate};
 use crate::engine::sleep::phase::Sleep;
@@ -25,6 +22,8 @@ use crate::state::aging::{Ages, Aging};
 use crate::state::growth::Steps;
 use crate::state::moves::MoveState;
 use crate::state::pending::{Claim, Uses};
+use crate::state::ranges::BlockName;
+use crate::state::raw::RawBlocks;
 use crate::state::region::{AllocRequest, Placement, Region, RegionState, Search};
 use crate::state::segment::{Cursor, Run};
 use crate::state::streams::{StreamKey, Streams};
@@ -72,7 +71,7 @@ pub(crate) struct ArenaState {
     /// Work goes on after the call that started it.
     pub(crate) asynchronous: bool,
     /// Blocks given out by address, by that address.
-    pub(crate) raw: BTreeMap<DeviceAddress, RawUse>,
+    pub(crate) raw: RawBlocks,
     /// Exports, and imported memory that is not released.
     pub(crate) outstanding: Outstanding,
     pub(crate) moves: MoveState,
@@ -109,7 +108,7 @@ impl ArenaState {
             untrimmed: false,
             streams: Streams::new(),
             asynchronous,
-            raw: BTreeMap::new(),
+            raw: RawBlocks::default(),
             outstanding: Outstanding::default(),
             moves: MoveState::default(),
             is_unpublished: false,
@@ -172,6 +171,12 @@ impl ArenaState {
     /// By how many bytes committing so many more would pass the limit.
     pub(crate) fn over_limit(&self, bytes: u64) -> u64 {
         self.backed().saturating_add(bytes).saturating_sub(self.limit.get())
+    }
+
+    /// Records the new address of a moved block, if it is a raw block.
+    pub(crate) fn readdress(&mut self, region: Region, from: DeviceAddress, id: BlockName) {
+        let moved = (region, &self.regions[region.number()]);
+        self.raw.readdress(from, id, moved);
     }
 
     /// Finds addresses for a block, and returns the uses that must complete before the block is
@@ -479,9 +484,10 @@ impl ArenaState {
 
     fn total_metadata(&self) -> usize {
         let regions: usize = self.regions.iter().map(RegionState::metadata).sum();
-        // A tree's nodes are at least half full, and mostly two thirds.
-        let raw = self.raw.len() * size_of::<(DeviceAddress, RawUse)>() * 3 / 2;
-        regions + raw + self.outstanding.imported.metadata() + self.history.metadata()
+        regions
+            + self.raw.metadata()
+            + self.outstanding.imported.metadata()
+            + self.history.metadata()
     }
 
     /// Returns the uses to wait for when a block used by these streams, or by unknown ones, is

@@ -11,6 +11,7 @@ pub(crate) mod pending;
 pub(crate) mod pieces;
 pub(crate) mod pins;
 pub(crate) mod ranges;
+pub(crate) mod raw;
 pub(crate) mod region;
 pub(crate) mod segment;
 pub(crate) mod streams;
