@@ -248,12 +248,12 @@ impl<T: Pod> Buffer<T> {
             // It is not cached when freed: a cache would keep this setting.
             block.moves = Placement::STALE;
             let (inner, id) = (&home.inner, block.id);
-            let mut books = inner.lock();
-            books.region_mut(region).pins.set_contents(id, contents);
-            books.tell(&*inner.clock, |numbers| {
-                Some(Operation::Contents { id: numbers.of(region, id)?, contents })
+            inner.run_now(|state| {
+                state.region_mut(region).pins.set_contents(id, contents);
+                state.tell(&*inner.clock, |numbers| {
+                    Some(Operation::Contents { id: numbers.of(region, id)?, contents })
+                });
             });
-            drop(books);
             inner.pass_on();
         }
         Ok(())
@@ -268,7 +268,7 @@ impl<T: Pod> Buffer<T> {
         if inner.check_here().is_err() {
             return false;
         }
-        inner.lock().region_mut(self.region()).pins.take_discarded(block.id)
+        inner.run_now(|state| state.region_mut(self.region()).pins.take_discarded(block.id))
     }
 
     /// Adds a lane to those that use the buffer.

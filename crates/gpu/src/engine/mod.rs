@@ -5,6 +5,7 @@ pub(crate) mod commit;
 pub(crate) mod compact;
 pub(crate) mod completion;
 pub(crate) mod enter;
+pub(crate) mod import;
 pub(crate) mod move_block;
 pub(crate) mod obtain;
 pub(crate) mod place;

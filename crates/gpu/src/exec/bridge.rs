@@ -2,7 +2,7 @@
 
 use crate::driver::DriverError;
 use crate::engine::move_block::{self, MoveOutcome};
-use crate::engine::{completion, place, resume};
+use crate::engine::{completion, import, place, resume};
 use crate::exec::executor::Locked;
 use crate::exec::inner::ArenaInner;
 use crate::state::compact::plan::Move;
@@ -38,12 +38,6 @@ impl ArenaInner {
     }
     pub(crate) fn look_for_ends(&self, may_wait: bool) -> Result<(), DriverError> {
         self.run(async |port| completion::look_for_ends(port, may_wait).await)
-    }
-    pub(crate) fn mark_end(&self, stream: StreamKey) -> Result<(), DriverError> {
-        self.run(async |port| completion::mark_end(port, stream).await)
-    }
-    pub(crate) fn end_stream(&self, stream: StreamKey) {
-        self.run(async |port| completion::end_stream(port, stream).await);
     }
     pub(crate) fn come_after(
         &self,
@@ -82,5 +76,9 @@ impl ArenaInner {
         drop(locked);
         let committed = outcome.map_err(|failure| failure.error);
         self.run(async |port| move_block::move_to(port, (options, id), made, new, committed).await)
+    }
+
+    pub(crate) fn release_adopted(&self) -> u64 {
+        self.run(import::release_imports)
     }
 }

@@ -17,6 +17,7 @@ use std::sync::{Arc, OnceLock, Weak};
 use crate::api::lane::LaneInner;
 use crate::driver::{Capabilities, Driver};
 use crate::engine::completion::query_events;
+use crate::engine::import::{end_imports, forget_imports};
 use crate::engine::port::{Port, Surroundings};
 use crate::engine::shortage::{CallbackTurn, Callbacks};
 use crate::engine::sleep::SleepConfig;
@@ -517,13 +518,16 @@ impl Drop for ArenaInner {
     fn drop(&mut self) {
         if self.check_here().is_err() {
             if let Some(state) = self.executor.get_mut() {
-                state.forget_adopted();
+                forget_imports(state);
             }
             return;
         }
         log!(info, arena = self.name, "arena dropped");
         let _ = self.run(query_events); // asks, and waits for nothing
-        self.end_adopted();
+        let (count, bytes) = self.run(end_imports);
+        if count > 0 {
+            log!(warn, arena = self.name, count, %bytes, "imported memory not released");
+        }
         self.end_sleep();
         let mut books = self.lock();
         // The use of raw blocks is unknown.

@@ -6,7 +6,6 @@
 //! Invariants: those of [`ArenaSnapshot`]; `backed <= limit`, unless the limit was lowered below
 //! it; those of [`Aging`].
 
-use crate::api::interop::outstanding::Outstanding;
 use crate::driver::{Backend, DeviceAddress};
 use crate::engine::refusal::{AllocFailure, Cause, CompactionEstimate};
 use crate::engine::sleep::phase::Sleep;
@@ -21,6 +20,7 @@ use crate::observe::visualize::Act;
 use crate::state::aging::{Ages, Aging};
 use crate::state::growth::Steps;
 use crate::state::moves::MoveState;
+use crate::state::outstanding::Outstanding;
 use crate::state::pending::{Claim, Uses};
 use crate::state::ranges::BlockName;
 use crate::state::raw::RawBlocks;

@@ -7,6 +7,7 @@ pub(crate) mod granules;
 pub(crate) mod ground;
 pub(crate) mod growth;
 pub(crate) mod moves;
+pub(crate) mod outstanding;
 pub(crate) mod pending;
 pub(crate) mod pieces;
 pub(crate) mod pins;
