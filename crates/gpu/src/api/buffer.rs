@@ -127,14 +127,14 @@ impl<T: Pod> Buffer<T> {
         // (`Driver::host_pointer`; drivers are sealed to this crate). `len` elements lie in the
         // block (asserted in `new`), within a reservation and so below `isize::MAX` bytes
         // (`reserve_region` limits it to that). The block is live while `self` is borrowed, and it
-        // stays where `Place::get` found it while the lease exists (`ArenaInner::move_block` moves
+        // stays where `BlockPlace::get` found it while the lease exists (`engine::move_block` moves
         // nothing while one is held, `Lease::of` waits for a move in progress). A live block's
         // granules are committed while a lease is held: granules that a block touches leave only
-        // when the arena sleeps, which it does not under a lease (`ArenaInner::drain`). So the bytes
-        // are readable, and they are initialised (`Driver::host_pointer`). T is Pod: any bytes are
-        // a value. There is no concurrent writer: blocks do not overlap (invariant of the index),
-        // the buffer owns its block alone, writing takes `&mut self`, and no device uses it after a
-        // call returned (drivers with host access and asynchronous work are rejected at open).
+        // when the arena sleeps, which it does not under a lease. So the bytes are readable, and
+        // they are initialised (`Driver::host_pointer`). T is Pod: any bytes are a value. There is
+        // no concurrent writer: blocks do not overlap (invariant of the index), the buffer owns its
+        // block alone, writing takes `&mut self`, and no device uses it after a call returned
+        // (drivers with host access and asynchronous work are rejected at open).
         Ok(unsafe { slice::from_raw_parts(start.as_ptr(), self.len) })
     }
 

@@ -75,8 +75,8 @@ pub(crate) struct ArenaState {
     /// Exports, and imported memory that is not released.
     pub(crate) outstanding: Outstanding,
     pub(crate) moves: MoveState,
-    /// `true` if figures that are read without the lock have changed: see
-    /// [`Published`](crate::exec::published::Published).
+    /// `true` if a figure that is read without the lock has changed: the executor stores it before
+    /// it releases the lock.
     pub(crate) is_unpublished: bool,
     /// The last events, if they are kept.
     pub(crate) history: History,

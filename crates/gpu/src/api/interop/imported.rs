@@ -187,7 +187,7 @@ impl<T: Pod> Imported<T> {
         // exposed provenance, initialised, and valid until the release, which comes after the drop
         // of `self`. T is Pod: any bytes are a value. There is no concurrent writer: foreign code
         // does not write while a slice is borrowed (the same contract), writing here takes
-        // `&mut self`, and no two values share a range (`ArenaInner::import`).
+        // `&mut self`, and no two values share a range (`engine::import`).
         Ok(unsafe { slice::from_raw_parts(start.as_ptr(), self.len) })
     }
 
