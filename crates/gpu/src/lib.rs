@@ -108,9 +108,9 @@ pub use api::lane::Lane;
 pub use api::lease::Lease;
 pub use api::planned::{Planned, PlannedMemory};
 pub use api::raw::RawBlock;
+pub use api::release::DecayReport;
+pub use api::shortage::ShortageCallback;
 pub use driver::host::HostDriver;
-pub use engine::reclaim::DecayReport;
-pub use engine::shortage::{Shortage, ShortageCallback, ShortageInfo};
 pub use engine::sleep::{
     Contents, EnterFuture, HostBudget, SleepConfig, SleepOptions, SleepReport, SleepState,
     WakeReport,
@@ -127,6 +127,7 @@ pub use types::compact::{CompactError, CompactOptions, CompactReport, Goal, Move
 pub use types::config::{ArenaConfig, Growth};
 pub use types::error::{Bound, DeviceError, ImportError};
 pub use types::region::Region;
+pub use types::shortage::{Shortage, ShortageInfo};
 #[doc(hidden)]
 pub use types::snapshot::ControlFigures;
 pub use types::snapshot::{AllocFailures, ArenaGlance, ArenaSnapshot, RegionSnapshot};

@@ -108,8 +108,7 @@ impl DeviceArena {
             }
         }
         let regions = grounds.map(|ground| RegionState::new(ground, granule));
-        let asynchronous = capabilities.asynchronous;
-        let state = ArenaState::new(regions, granule, &config, asynchronous, clock.now());
+        let state = ArenaState::new(regions, granule, &config, capabilities, clock.now());
         let limit = config.limit;
         let inner = Arc::new(ArenaInner::new((driver, clock), config, state));
         let homes = Arc::new(CacheShards::new(&inner));
@@ -151,7 +150,7 @@ impl DeviceArena {
         let owned = match self.kept(home, region, wanted) {
             Some(owned) => owned,
             None => {
-                let placed = self.inner.obtain(region, wanted)?;
+                let placed = self.inner.alloc_block(region, wanted, None)?;
                 BlockHandle::new(Arc::clone(home), region, Some(placed))
             }
         };
@@ -189,7 +188,7 @@ impl DeviceArena {
         let home = lane.and_then(|lane| lane.home()).unwrap_or_else(|| self.homes.here());
         let home = Arc::clone(home);
         let taker = lane.and_then(|lane| lane.key());
-        let placed = wanted.map(|wanted| self.inner.obtain_for(region, wanted, taker));
+        let placed = wanted.map(|wanted| self.inner.alloc_block(region, wanted, taker));
         let mut owned = BlockHandle::new(home, region, placed.transpose()?);
         owned.lanes.extend(lane.cloned());
         Ok(Buffer::new(owned, len))
@@ -214,7 +213,7 @@ impl DeviceArena {
             return Ok(Buffer::new(BlockHandle::new(Arc::clone(home), region, None), len));
         };
         let wanted = AllocRequest { requested: bytes.get(), ..wanted.by(Origin::RESERVE) };
-        let placed = self.inner.obtain(region, wanted)?;
+        let placed = self.inner.alloc_block(region, wanted, None)?;
         self.inner.lock().totals.reserves += 1;
         Ok(Buffer::new(BlockHandle::new(Arc::clone(home), region, Some(placed)), len))
     }

@@ -166,7 +166,7 @@ impl<T: Pod> Buffer<T> {
         let block = match (AllocRequest::new(bytes, align), self.owned.block) {
             (None, _) => None,
             (Some(wanted), None) => {
-                let placed = inner.obtain(region, wanted)?;
+                let placed = inner.alloc_block(region, wanted, None)?;
                 for lane in &self.owned.lanes {
                     inner.tell_use(region, placed.id, lane);
                 }
@@ -177,7 +177,7 @@ impl<T: Pod> Buffer<T> {
                 None => {
                     let _lease = Lease::of(inner)?;
                     let old = inner.run(async |port| resolve(port, region, old).await)?;
-                    Some(inner.moved(region, old, wanted)?)
+                    Some(inner.resize_by_copy(region, old, wanted)?)
                 }
             },
         };

@@ -16,7 +16,7 @@ use std::sync::Arc;
 
 use crate::api::arena::DeviceArena;
 use crate::engine::compact::Layout;
-use crate::engine::move_block::MoveOutcome;
+use crate::engine::move_block::{MoveOutcome, move_block};
 use crate::engine::place;
 use crate::exec::inner::ArenaInner;
 use crate::observe::record::Operation;
@@ -175,7 +175,7 @@ fn make_moves(
     let (mut made_idle, mut made_active) = (0, 0);
     for made in plan.moves {
         let outcome = match layout.names.get(&made.from) {
-            Some(&id) => inner.move_block(options, id, made)?,
+            Some(&id) => inner.run(async |port| move_block(port, options, id, made).await)?,
             None => MoveOutcome::Skipped,
         };
         let (from, to, is_freed) = match outcome {

@@ -8,5 +8,7 @@ pub(crate) mod lane;
 pub(crate) mod lease;
 pub(crate) mod planned;
 pub(crate) mod raw;
+pub(crate) mod release;
+pub(crate) mod shortage;
 #[cfg(feature = "cuda")]
 pub(crate) mod view;

@@ -111,7 +111,7 @@ impl DeviceArena {
             return Err(DeviceError::TooLarge { len, element: ByteSize::new(1), largest });
         }
         let taker = lane.and_then(LaneInner::key);
-        let placed = inner.obtain_for(region, wanted.by(origin), taker)?;
+        let placed = inner.alloc_block(region, wanted.by(origin), taker)?;
         let placed = inner.run(async |port| raw_block::register(port, region, placed, taker).await);
         Ok(RawBlock::of((region, placed)))
     }

@@ -22,27 +22,7 @@ use super::port::Port;
 use crate::driver::DriverError;
 use crate::state::pending::Uses;
 use crate::state::streams::{Event, Pick, StreamKey, Use, Wait};
-use crate::types::error::DeviceError;
-use lowtide_core::bytes::ByteSize;
-
-/// `CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED`: the driver's answer to a wait that would invalidate a
-/// capture, returned here without calling it.
-const CAPTURES: u32 = 900;
-
-/// Returns the answer to a call that is not made, because a stream captures a graph.
-pub(crate) fn captures(call: &'static str) -> DriverError {
-    DriverError::of_cuda(call, CAPTURES, ByteSize::ZERO)
-}
-
-/// Returns `true` for that answer, or the driver's own of that kind.
-pub(crate) fn is_captures(error: &DriverError) -> bool {
-    error.code() == Some(i64::from(CAPTURES))
-}
-
-/// Returns `true` if a wait was refused because of a capture, or because there may be one.
-pub(crate) fn is_unwaited(error: &DriverError) -> bool {
-    is_captures(error) || matches!(error, DriverError::Background { .. })
-}
+use crate::types::error::{DeviceError, captures, is_captures};
 
 /// Orders the next work of a stream, or of the next user if none is given, after these uses. With a
 /// stream the device waits; without one this thread does. While a stream captures a graph no wait
@@ -50,7 +30,7 @@ pub(crate) fn is_unwaited(error: &DriverError) -> bool {
 ///
 /// # Errors
 /// The driver's; [`CAPTURES`] for a capture. Nothing is reused then.
-pub(crate) async fn come_after(
+pub(super) async fn come_after(
     port: &Port<'_>,
     taker: Option<StreamKey>,
     uses: &Uses,

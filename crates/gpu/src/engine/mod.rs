@@ -1,19 +1,19 @@
 //! The steps of every operation on the state of an arena.
 
+pub(crate) mod alloc;
+pub(crate) mod alloc_error;
 pub(crate) mod call;
-pub(crate) mod commit;
 pub(crate) mod compact;
 pub(crate) mod completion;
 pub(crate) mod enter;
 pub(crate) mod import;
 pub(crate) mod move_block;
-pub(crate) mod obtain;
 pub(crate) mod place;
 pub(crate) mod port;
 pub(crate) mod raw_block;
-pub(crate) mod reclaim;
-pub(crate) mod refusal;
+pub(crate) mod release;
 pub(crate) mod remap;
+pub(crate) mod resize;
 pub(crate) mod resume;
-pub(crate) mod shortage;
+pub(crate) mod retry;
 pub(crate) mod sleep;

@@ -9,6 +9,7 @@
 //!
 //! Invariant: a block is whole at its recorded place, or known to be lost.
 
+use super::alloc::ensure_committed;
 use super::call::CallKind;
 use super::compact::hold;
 use super::completion::complete_all;
@@ -49,8 +50,8 @@ pub(crate) enum MoveOutcome {
 
 /// A place that is taken for a block, and the bytes of granules that are active by it.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct NewPlace {
-    pub(crate) placed: Placement,
+struct NewPlace {
+    placed: Placement,
     active: u64,
 }
 
@@ -60,42 +61,27 @@ struct FailedCopy {
     is_lost: bool,
 }
 
-/// Takes the planned place for a block, arriving, if the block may still move and is still where
-/// the plan found it.
-pub(crate) fn take_place(
-    state: &mut ArenaState,
+/// Moves a block, if it may still move and is still where the plan found it.
+///
+/// # Errors
+/// Those of the commit of its new place and of the copy, with the block at its old place;
+/// `ContentsLost`.
+pub(crate) async fn move_block(
+    port: &Port<'_>,
     options: CompactOptions,
     id: BlockName,
     made: Move,
-) -> Result<NewPlace, MoveOutcome> {
-    if let Some(refused) = refuses(state, options, id, made) {
-        return Err(refused);
-    }
-    let (region, span) = (options.region, made.room());
-    let active = state.active();
-    let placed = state.region_mut(region).take_room(span).ok_or(MoveOutcome::Skipped)?;
-    let wanting = state.region(region).segment.wanting(span);
-    let active = state.active() - active + state.bytes_of(wanting);
-    Ok(NewPlace { placed, active })
-}
-
-/// Moves a block to the place taken for it, after the attempt to commit that place.
-///
-/// # Errors
-/// Those of the commit and of the copy, with the block at its old place; `ContentsLost`.
-pub(crate) async fn move_to(
-    port: &Port<'_>,
-    (options, id): (CompactOptions, BlockName),
-    made: Move,
-    new: NewPlace,
-    committed: Result<(), DeviceError>,
 ) -> Result<MoveOutcome, DeviceError> {
     let region = options.region;
-    let refused = match committed {
+    let new = match port.with(|state| take_place(state, options, id, made)) {
+        Ok(new) => new,
+        Err(refused) => return Ok(refused),
+    };
+    let refused = match ensure_committed(port, region, new.placed.span).await {
         // The lock was released if there was something to commit or to wait for.
         Ok(()) => port.with(|state| refuses(state, options, id, made)).map(Ok),
-        Err(error) if error.is_out_of_memory() => Some(Ok(MoveOutcome::Skipped)),
-        Err(error) => Some(Err(error)),
+        Err(failure) if failure.error.is_out_of_memory() => Some(Ok(MoveOutcome::Skipped)),
+        Err(failure) => Some(Err(failure.error)),
     };
     if let Some(refused) = refused {
         port.with(|state| state.withdraw(region, new.placed, Claim::default(), port.clock));
@@ -113,6 +99,24 @@ pub(crate) async fn move_to(
         }
         Err(failed) => Err(failed.error.into()),
     }
+}
+
+/// Takes the planned place for a block, arriving.
+fn take_place(
+    state: &mut ArenaState,
+    options: CompactOptions,
+    id: BlockName,
+    made: Move,
+) -> Result<NewPlace, MoveOutcome> {
+    if let Some(refused) = refuses(state, options, id, made) {
+        return Err(refused);
+    }
+    let (region, span) = (options.region, made.room());
+    let active = state.active();
+    let placed = state.region_mut(region).take_room(span).ok_or(MoveOutcome::Skipped)?;
+    let wanting = state.region(region).segment.wanting(span);
+    let active = state.active() - active + state.bytes_of(wanting);
+    Ok(NewPlace { placed, active })
 }
 
 /// Marks a block as moving; returns both of its addresses.

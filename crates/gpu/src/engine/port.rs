@@ -17,10 +17,10 @@ use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 
 use super::call::{Answer, Call, CallId, CallKind, Completion};
-use super::shortage::CallbackTurn;
 use crate::driver::DriverError;
 use crate::state::arena::ArenaState;
 use crate::types::error::DeviceError;
+use crate::types::shortage::Shortage;
 use lowtide_core::clock::{Bell, Clock, Moment};
 
 /// The result of one step of an operation.
@@ -60,6 +60,15 @@ pub(crate) struct Caller {
     pub(crate) is_background: bool,
 }
 
+/// The result of a run of callbacks.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Called {
+    pub(crate) calls: u64,
+    pub(crate) panics: u64,
+    /// `true` if a callback released memory, or may have.
+    pub(crate) released: bool,
+}
+
 /// The parts of an arena outside its state. Called with the lock released ([`Port::outside`]).
 pub(crate) trait Surroundings {
     /// Keeps the caches of threads and lanes empty from here on, and frees what they hold; returns
@@ -72,9 +81,15 @@ pub(crate) trait Surroundings {
     /// Keeps the caches empty while the arena sleeps.
     fn set_asleep(&self, is_asleep: bool);
 
-    /// Takes the turn to call the callbacks for a shortage, if there are any; also returns `true`
-    /// if another thread's run was waited for. `None` within a callback while the turn is taken.
-    fn callback_turn(&self) -> Option<(CallbackTurn<'_>, bool)>;
+    /// Takes the turn to call the callbacks for a shortage, if there are any; returns `true` if
+    /// another thread's run was waited for. `None` if this thread must not wait for that.
+    fn take_callback_turn(&self) -> Option<bool>;
+
+    /// Ends the turn.
+    fn end_callback_turn(&self);
+
+    /// Calls the callbacks; `None` in the child of a callback's fork.
+    fn call_callbacks(&self, shortage: &Shortage<'_>) -> Option<Called>;
 
     /// Wakes the arena, which this operation has marked as waking.
     fn wake(&self) -> Result<(), DeviceError>;

@@ -13,8 +13,8 @@ use std::pin::pin;
 
 use crate::driver::Driver;
 use crate::engine::port::{Caller, Port, Step, Surroundings, run_outside, step};
-use crate::engine::shortage;
 use crate::engine::sleep::stores;
+use crate::exec::callbacks;
 use crate::exec::published::Published;
 use crate::state::arena::ArenaState;
 use lowtide_core::clock::Clock;
@@ -126,7 +126,7 @@ impl Executor {
 /// Describes this thread.
 fn caller() -> Caller {
     Caller {
-        is_within_callback: shortage::is_within(),
+        is_within_callback: callbacks::is_within(),
         is_within_budget: stores::is_booking(),
         is_background: is_background(),
     }

@@ -18,9 +18,9 @@ use crate::api::lane::LaneInner;
 use crate::driver::{Capabilities, Driver};
 use crate::engine::completion::query_events;
 use crate::engine::import::{end_imports, forget_imports};
-use crate::engine::port::{Port, Surroundings};
-use crate::engine::shortage::{CallbackTurn, Callbacks};
+use crate::engine::port::{Called, Port, Surroundings};
 use crate::engine::sleep::SleepConfig;
+use crate::exec::callbacks::Callbacks;
 use crate::exec::executor::{Executor, Locked};
 use crate::exec::front::{CacheShard, Swept};
 use crate::exec::kept::CacheCounts;
@@ -31,6 +31,7 @@ use crate::state::arena::ArenaState;
 use crate::state::region::{Placement, Region};
 use crate::types::config::ArenaConfig;
 use crate::types::error::DeviceError;
+use crate::types::shortage::Shortage;
 use crate::types::snapshot::{ArenaGlance, ArenaSnapshot};
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::Clock;
@@ -446,6 +447,7 @@ impl ArenaInner {
         if self.closed.swap(true, Ordering::Relaxed) {
             return Ok(false);
         }
+        self.lock().is_closed = true;
         // From here on no cache hands out a block, being empty, and the arena checks `closed` under
         // its lock before it does.
         self.empty_all(&sweep);
@@ -456,6 +458,7 @@ impl ArenaInner {
             return Ok(true);
         }
         self.closed.store(false, Ordering::Relaxed);
+        self.lock().is_closed = false;
         if count == 0 {
             let (arena, bytes) = (self.name.clone(), snapshot.imported);
             return Err(DeviceError::ImportedHeld { arena, count: held, bytes });
@@ -495,6 +498,9 @@ impl Surroundings for ArenaInner {
     }
 
     fn reopen_caches(&self) {
+        if self.check_here().is_err() {
+            return; // its lock may be taken by a thread of the parent
+        }
         self.fronts.reopen();
     }
 
@@ -502,8 +508,16 @@ impl Surroundings for ArenaInner {
         self.fronts.set_asleep(is_asleep);
     }
 
-    fn callback_turn(&self) -> Option<(CallbackTurn<'_>, bool)> {
-        self.callbacks.turn()
+    fn take_callback_turn(&self) -> Option<bool> {
+        self.callbacks.take_turn()
+    }
+
+    fn end_callback_turn(&self) {
+        self.callbacks.end_turn();
+    }
+
+    fn call_callbacks(&self, shortage: &Shortage<'_>) -> Option<Called> {
+        self.callbacks.call(shortage)
     }
 
     fn wake(&self) -> Result<(), DeviceError> {

@@ -2,6 +2,7 @@
 
 pub(crate) mod bridge;
 pub(crate) mod brief;
+pub(crate) mod callbacks;
 pub(crate) mod executor;
 pub(crate) mod front;
 pub(crate) mod handles;

@@ -23,9 +23,9 @@ use super::{DeviceUse, PinnedBuffer};
 use crate::api::buffer::Buffer;
 use crate::api::lane::Lane;
 use crate::driver::{DeviceAddress, Driver, DriverError, StreamHandle};
-use crate::engine::completion::is_captures;
 use crate::exec::handles::DriverEvent;
 use crate::types::error::DeviceError;
+use crate::types::error::is_captures;
 use lowtide_core::bytes::ByteSize;
 
 /// A copy on a lane, which owns its pinned buffer until the copy is complete.

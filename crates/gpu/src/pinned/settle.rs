@@ -11,8 +11,8 @@
 use super::books::{PinnedBlock, PinnedBooks, Waiting};
 use super::pool::PoolShared;
 use crate::driver::DriverError;
-use crate::engine::completion::is_captures;
 use crate::exec::handles::DriverEvent;
+use crate::types::error::is_captures;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::log;
 use lowtide_core::sync::{MutexGuard, lock};

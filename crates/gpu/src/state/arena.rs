@@ -6,25 +6,27 @@
 //! Invariants: those of [`ArenaSnapshot`]; `backed <= limit`, unless the limit was lowered below
 //! it; those of [`Aging`].
 
-use crate::driver::{Backend, DeviceAddress};
-use crate::engine::refusal::{AllocFailure, Cause, CompactionEstimate};
+use crate::driver::{Backend, Capabilities, DeviceAddress};
 use crate::engine::sleep::phase::Sleep;
 use crate::exec::front::Swept;
 use crate::exec::kept::CacheCounts;
-use crate::index::Span;
+use crate::index::{End, Span};
 use crate::observe::history::History;
 use crate::observe::record::Recorder;
 use crate::observe::record::hooks;
 use crate::observe::record::operation::After;
 use crate::observe::visualize::Act;
 use crate::state::aging::{Ages, Aging};
+use crate::state::failure::{AllocFailure, Cause, CompactionEstimate};
 use crate::state::growth::Steps;
 use crate::state::moves::MoveState;
 use crate::state::outstanding::Outstanding;
 use crate::state::pending::{Claim, Uses};
-use crate::state::ranges::BlockName;
+use crate::state::ranges::{APART_FROM, BlockName};
 use crate::state::raw::RawBlocks;
-use crate::state::region::{AllocRequest, Placement, Region, RegionState, Search};
+use crate::state::region::{
+    AllocRequest, Placement, PlacementQuery, Region, RegionState, Search, end_of,
+};
 use crate::state::segment::{Cursor, Run};
 use crate::state::streams::{StreamKey, Streams};
 use crate::state::totals::Totals;
@@ -55,6 +57,10 @@ pub(crate) struct ArenaState {
     pub(crate) name: String,
     regions: [RegionState; 2],
     granularity: u64,
+    /// What the driver can do.
+    pub(crate) capabilities: Capabilities,
+    /// No more blocks are handed out.
+    pub(crate) is_closed: bool,
     /// The number of driver calls asked for.
     pub(crate) calls: u64,
     pub(crate) leases: u32,
@@ -89,13 +95,15 @@ impl ArenaState {
         regions: [RegionState; 2],
         granularity: ByteSize,
         config: &ArenaConfig,
-        asynchronous: bool,
+        capabilities: Capabilities,
         now: Moment,
     ) -> Self {
         Self {
             name: config.name.clone(),
             regions,
             granularity: granularity.get(),
+            capabilities,
+            is_closed: false,
             calls: 0,
             leases: 0,
             sleep: Sleep::new(now, &config.sleep),
@@ -107,7 +115,7 @@ impl ArenaState {
             steps: Steps::new(config.growth),
             untrimmed: false,
             streams: Streams::new(),
-            asynchronous,
+            asynchronous: capabilities.asynchronous,
             raw: RawBlocks::default(),
             outstanding: Outstanding::default(),
             moves: MoveState::default(),
@@ -352,30 +360,22 @@ impl ArenaState {
         }
     }
 
-    /// Marks up to `granules` idle granules as leaving, in at most `runs_max` runs; with ages, only
-    /// expired ones. The stable region comes first: its idle memory is the least likely to be
-    /// requested again.
+    /// Marks the next run of idle granules as leaving, at most so many; with ages, only expired
+    /// ones. The stable region comes first: its idle memory is the least likely to be requested
+    /// again.
     pub(crate) fn begin_leave(
         &mut self,
         granules: u64,
-        runs_max: usize,
+        cursors: &mut [Cursor; 2],
         ages: Option<Ages>,
-    ) -> Vec<Leaving> {
-        let mut runs = Vec::new();
-        let mut left = granules;
-        let run_max = self.run_max();
-        for region in Region::ALL {
+    ) -> Option<Leaving> {
+        let most = granules.min(self.run_max());
+        Region::ALL.into_iter().zip(cursors).find_map(|(region, cursor)| {
             let books = self.region_mut(region);
-            let mut cursor = Cursor::START;
-            while runs.len() < runs_max {
-                let most = left.min(run_max);
-                let Some(run) = books.begin_leave(&mut cursor, most, ages) else { break };
-                left = left.saturating_sub(run.granules());
-                let (at, size) = books.segment.place_of(run);
-                runs.push(Leaving { region, run, at, size });
-            }
-        }
-        runs
+            let run = books.begin_leave(cursor, most, ages)?;
+            let (at, size) = books.segment.place_of(run);
+            Some(Leaving { region, run, at, size })
+        })
     }
 
     /// Records the result of a decommit.
@@ -527,6 +527,55 @@ impl ArenaState {
     pub(crate) fn forget_stream(&mut self, stream: StreamKey) {
         let is_pending = Region::ALL.iter().any(|&region| self.region(region).pending.has(stream));
         self.streams.forget(stream, is_pending);
+    }
+
+    /// Returns `true` if every granule counts against the limit, and all blocks share them.
+    pub(crate) fn shares_granules(&self) -> bool {
+        self.limit.get() / self.bytes_of(1) < APART_FROM
+    }
+
+    /// Marks a segment for the block as committing, including the growth; `None` if there are no
+    /// offsets for it.
+    pub(crate) fn begin_segment(
+        &mut self,
+        query: PlacementQuery,
+        needed: u64,
+        grow: bool,
+    ) -> Option<Span> {
+        let PlacementQuery { region, wanted, search, .. } = query;
+        let room = self.limit.get().saturating_sub(self.backed());
+        let whole = if grow { self.steps.commit(needed, room) } else { needed };
+        let size = needed + self.bytes_of((whole - needed) / self.bytes_of(1));
+        let is_shared = self.shares_granules() || search == Search::AmongLarge;
+        let books = self.region_mut(region);
+        let is_small = end_of(wanted.size) == End::High && books.index.bounds(End::High).size > 0;
+        let end = if is_small && !is_shared { End::High } else { End::Low };
+        // If offsets are short, without the growth, and a small block among the large.
+        let ways = [(end, size), (end, needed), (End::Low, needed)];
+        ways.into_iter().find_map(|(end, size)| books.begin_segment(end, size))
+    }
+
+    /// Records the result of allocating a segment.
+    pub(crate) fn end_segment(
+        &mut self,
+        region: Region,
+        span: Span,
+        at: Option<DeviceAddress>,
+        clock: &dyn Clock,
+    ) {
+        self.region_mut(region).end_segment(span, at);
+        if let Some(at) = at {
+            self.history.record(clock, Act::Commit, at.get(), ByteSize::new(span.size));
+            self.totals.commits += 1;
+            self.totals.committed_bytes += span.size;
+        }
+        self.note_committed();
+    }
+
+    /// Returns `true` if the driver allocates and frees whole segments.
+    #[inline]
+    pub(crate) const fn is_whole(&self) -> bool {
+        self.regions[0].segment.is_whole()
     }
 
     /// Walks everything and checks the invariants.

@@ -3,6 +3,7 @@
 pub(crate) mod aging;
 pub(crate) mod arena;
 pub(crate) mod compact;
+pub(crate) mod failure;
 pub(crate) mod granules;
 pub(crate) mod ground;
 pub(crate) mod growth;

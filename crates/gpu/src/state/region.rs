@@ -10,10 +10,12 @@ use crate::driver::DeviceAddress;
 use crate::exec::kept::CacheCounts;
 use crate::index::{ALIGN, End, Request, Span, StaleBlock};
 use crate::observe::record::hooks::Origin;
+use crate::state::aging::Ages;
 use crate::state::ground::Backing;
 use crate::state::pending::{Claim, Pending, Uses};
 use crate::state::pins::Pins;
 use crate::state::ranges::{BlockName, RegionIndex};
+use crate::state::segment::{Cursor, Run};
 use crate::state::streams::StreamKey;
 pub(crate) use crate::types::region::Region;
 use crate::types::snapshot::RegionSnapshot;
@@ -85,6 +87,15 @@ impl AllocRequest {
         let (align, requested) = (align.get(), bytes.get());
         Some(Self { size, align, requested, origin: Origin::BUFFER })
     }
+}
+
+/// A requested block, and the manner of the search.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct PlacementQuery {
+    pub(crate) region: Region,
+    pub(crate) wanted: AllocRequest,
+    pub(crate) search: Search,
+    pub(crate) taker: Option<StreamKey>,
 }
 
 /// A block that has been placed.
@@ -471,6 +482,73 @@ impl RegionState {
         self.segment.touch(new);
         self.moves += 1;
         self.segment.idle() > idle
+    }
+
+    /// Marks a segment as committing; `None` if there are no offsets for it.
+    pub(crate) fn begin_segment(&mut self, end: End, size: u64) -> Option<Span> {
+        match &mut self.segment {
+            Backing::SegmentList(pieces) => pieces.begin(&mut self.index, end, size),
+            Backing::Reserved(_) => None,
+        }
+    }
+
+    /// Records the result of allocating a segment.
+    pub(crate) fn end_segment(&mut self, span: Span, at: Option<DeviceAddress>) {
+        if let Backing::SegmentList(pieces) = &mut self.segment {
+            pieces.end(&mut self.index, span.offset, at);
+        }
+    }
+
+    /// Places a block in a free span that holds it, at that end of the span at which such blocks
+    /// begin; arriving.
+    pub(crate) fn place_in(&mut self, wanted: AllocRequest, within: Span) -> Option<Placement> {
+        let offset = match self.index.end_at(within.offset) {
+            End::Low => within.offset,
+            End::High => (within.end() - wanted.size) / wanted.align * wanted.align,
+        };
+        let span = Span { offset, size: wanted.size };
+        let id = self.index.take_at(span);
+        debug_assert!(id.is_some(), "{span:?} of {within:?} is free");
+        Some(self.put(wanted, id?, span))
+    }
+
+    /// Marks the next run of idle memory as leaving, of about this many granules; with ages, only
+    /// expired memory. A segment leaves whole.
+    pub(crate) fn begin_leave(
+        &mut self,
+        cursor: &mut Cursor,
+        granules_max: u64,
+        ages: Option<Ages>,
+    ) -> Option<Run> {
+        match &mut self.segment {
+            Backing::Reserved(segment) => segment.begin_leave(cursor, granules_max, ages),
+            Backing::SegmentList(pieces) => {
+                let bytes = granules_max.saturating_mul(pieces.granularity());
+                let span = pieces.begin_leave(&mut self.index, bytes, ages)?;
+                Some(pieces.run_of(span))
+            }
+        }
+    }
+
+    /// Marks committed granules as leaving, for a sleep.
+    pub(crate) fn begin_part(&mut self, run: Run) {
+        match &mut self.segment {
+            Backing::Reserved(segment) => segment.begin_part(run),
+            Backing::SegmentList(pieces) => {
+                let is_idle = pieces.mark_leaving(&mut self.index, pieces.span_of(run));
+                debug_assert!(is_idle, "no other leaves for a sleep");
+            }
+        }
+    }
+
+    /// Records the result of a decommit.
+    pub(crate) fn end_leave(&mut self, run: Run, done: bool) {
+        match &mut self.segment {
+            Backing::Reserved(segment) => segment.end_leave(run, done),
+            Backing::SegmentList(pieces) => {
+                pieces.end_leave(&mut self.index, pieces.span_of(run).offset, done);
+            }
+        }
     }
 
     /// Walks everything and checks the invariants.

@@ -430,7 +430,7 @@ fn aligned_blocks_stay_aligned() {
     let request = |size, align| {
         let origin = Origin::BUFFER;
         let wanted = AllocRequest { size, align, requested: size, origin };
-        inner.obtain(Region::Dynamic, wanted).expect("room")
+        inner.alloc_block(Region::Dynamic, wanted, None).expect("room")
     };
     // The gap begins 512 bytes after a multiple of 4 KiB.
     let first = request((1 << 20) + 512, 256);

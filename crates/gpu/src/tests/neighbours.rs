@@ -10,6 +10,7 @@ use super::*;
 use crate::driver::Driver as _;
 use crate::state::pending::Claim;
 use crate::state::region::{AllocRequest, Placement, Search};
+use crate::state::segment::Cursor;
 
 const DYNAMIC: Region = Region::Dynamic;
 const ALIGN: ByteSize = ByteSize::new(256);
@@ -81,8 +82,8 @@ fn a_block_that_fits_at_no_granules_start_waits_for_the_calls_of_its_neighbours(
     let neighbours = apart(&arena, 2);
     // A call is under way: idle memory leaves.
     drop(bytes(&arena, GRANULE, Region::Stable).expect("room"));
-    let leaving = arena.inner().lock().begin_leave(1, 1, None);
-    assert_eq!(leaving.len(), 1);
+    let mut cursors = [Cursor::START; 2];
+    let leaving = arena.inner().lock().begin_leave(1, &mut cursors, None).expect("idle");
     let (asked, short) = std::sync::mpsc::channel();
     let callback = arena.on_shortage(move |_| asked.send(()).is_err());
     let waiting = {
@@ -96,8 +97,8 @@ fn a_block_that_fits_at_no_granules_start_waits_for_the_calls_of_its_neighbours(
     }
     neighbours.into_iter().for_each(|placed| withdraw(&arena, placed));
     // SAFETY: an idle granule, marked as leaving above.
-    unsafe { driver.decommit(leaving[0].at, leaving[0].size) }.expect("committed");
-    arena.inner().lock().end_leave(leaving[0], true);
+    unsafe { driver.decommit(leaving.at, leaving.size) }.expect("committed");
+    arena.inner().lock().end_leave(leaving, true);
     let block = waiting.join().expect("no panic").expect("there is room");
     drop((block, callback, live));
     arena.validate();

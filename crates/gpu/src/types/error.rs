@@ -408,3 +408,22 @@ impl DeviceError {
         )
     }
 }
+
+/// `CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED`: the driver's answer to a wait that would invalidate a
+/// capture, returned here without calling it.
+pub(crate) const CAPTURES: u32 = 900;
+
+/// Returns the answer to a call that is not made, because a stream captures a graph.
+pub(crate) fn captures(call: &'static str) -> DriverError {
+    DriverError::of_cuda(call, CAPTURES, ByteSize::ZERO)
+}
+
+/// Returns `true` for that answer, or the driver's own of that kind.
+pub(crate) fn is_captures(error: &DriverError) -> bool {
+    error.code() == Some(i64::from(CAPTURES))
+}
+
+/// Returns `true` if a wait was refused because of a capture, or because there may be one.
+pub(crate) fn is_unwaited(error: &DriverError) -> bool {
+    is_captures(error) || matches!(error, DriverError::Background { .. })
+}

@@ -4,4 +4,5 @@ pub(crate) mod compact;
 pub(crate) mod config;
 pub(crate) mod error;
 pub(crate) mod region;
+pub(crate) mod shortage;
 pub(crate) mod snapshot;

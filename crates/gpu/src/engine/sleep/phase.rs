@@ -60,14 +60,14 @@ pub(crate) struct Sleep {
     pub(super) wakers: BTreeMap<u64, Waker>,
     pub(super) waits: u64,
     /// The stream of the copies, once there was one.
-    pub(super) stream: Option<Arc<OwnedStream>>,
+    pub(in crate::engine) stream: Option<Arc<OwnedStream>>,
     pub(super) budget: Option<Arc<dyn HostBudget>>,
     /// The contents of sleeping blocks.
     pub(super) saved: Option<Saved>,
     pub(super) between: Between,
     /// Times that copies were begun on that stream; up to which of them the host has seen the end.
-    pub(super) copying: u64,
-    pub(super) copied: u64,
+    pub(in crate::engine) copying: u64,
+    pub(in crate::engine) copied: u64,
     /// `true` if the thread that began the last of them may queue more.
     pub(super) is_queueing: bool,
     /// Stores that the driver has not freed, and their reservation until it has.

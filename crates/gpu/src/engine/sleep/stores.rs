@@ -16,7 +16,6 @@ use std::sync::Arc;
 use super::HostBudget;
 use super::contents::{Contents, OutgoingRun};
 use crate::driver::{DeviceAddress, DriverError, HOST_GRANULARITY, HostStore, StoreSpan};
-use crate::engine::completion::{captures, is_captures};
 use crate::exec::executor::Locked;
 use crate::exec::handles::OwnedStream;
 use crate::exec::inner::ArenaInner;
@@ -25,6 +24,7 @@ use crate::state::ground::Backing;
 use crate::state::region::Region;
 use crate::state::segment::Run;
 use crate::types::error::DeviceError;
+use crate::types::error::{captures, is_captures};
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::sync::caught;
 

@@ -17,10 +17,10 @@ use super::phase::{Phase, Sleep};
 use super::stores::{StoredCopy, is_booking};
 use super::{SleepState, WakeReport};
 use crate::driver::{DeviceAddress, DriverError};
-use crate::engine::refusal::{AllocFailure, Cause};
-use crate::engine::shortage::is_within;
+use crate::exec::callbacks::is_within;
 use crate::exec::inner::ArenaInner;
 use crate::state::arena::ArenaState;
+use crate::state::failure::{AllocFailure, Cause};
 use crate::state::region::{Region, Search};
 use crate::state::segment::Run;
 use crate::types::error::DeviceError;
@@ -186,7 +186,7 @@ impl ArenaInner {
             };
             let bytes = if over > 0 { over } else { to.size.get() };
             if !self.make_way(returning, bytes) {
-                return Err(AllocFailure::of(cause, to.size.get()).told(&self.lock()));
+                return Err(AllocFailure::of(cause, to.size.get()).with_figures(&self.lock()));
             }
         }
         Ok(())

@@ -9,26 +9,19 @@
 //!
 //! Invariants: a decay releases no memory that was in use within the decay time; after it, with as
 //! many calls as the bound per call requires, no memory has been idle for longer.
-#![expect(unsafe_code, reason = "idle memory is taken away")]
 
 use lowtide_core::log;
 use std::time::Duration;
 
 use crate::api::arena::DeviceArena;
-use crate::driver::DriverError;
-use crate::exec::executor::Locked;
+use crate::engine::release::{give_back, release_down_to};
 use crate::exec::inner::ArenaInner;
 use crate::observe::record::{GivenUp, Operation, hooks};
-use crate::observe::visualize::Act;
-use crate::state::aging::Ages;
 use crate::state::arena::ArenaState;
 use crate::types::error::DeviceError;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::Moment;
 use lowtide_core::decay::DecayTime;
-
-/// Driver calls that one look at idle memory makes at most. A guess, to be measured per driver.
-pub(crate) const CALLS_MAX: usize = 32;
 
 /// The delay until freed memory that a stream may still use is checked again. A guess.
 const LOOK_AGAIN: Duration = Duration::from_millis(100);
@@ -42,19 +35,6 @@ pub struct DecayReport {
     /// The time of the next call: `now` if there is more to release, [`Moment::NEVER`] if nothing
     /// is idle or idle memory never decays.
     pub next: Moment,
-}
-
-/// The result of a release.
-#[derive(Debug)]
-pub(crate) struct GivenBack {
-    /// Granules released.
-    pub(crate) granules: u64,
-    /// The driver's error, if a call failed; the granules of that call and of later ones stay.
-    pub(crate) error: Option<DriverError>,
-    /// `true` if the call that failed was a trim: the memory has left the arena.
-    pub(crate) is_of_trim: bool,
-    /// `true` if the lock was released meanwhile: earlier counts may have changed.
-    pub(crate) unlocked: bool,
 }
 
 impl DeviceArena {
@@ -83,18 +63,20 @@ impl DeviceArena {
         inner.wake_of_nothing();
         inner.look_for_ends(false)?;
         inner.release_adopted();
-        let books = inner.lock();
-        let ages = books.aging.ages(now);
-        let (mut books, given) = inner.give_back(books, u64::MAX, Some(ages));
-        books.set_looked(now, given.error.is_some());
-        let next = inner.next_look(&books);
-        let released = ByteSize::new(books.bytes_of(given.granules));
-        if let Some(recorder) = &inner.recorder {
-            let outcome = GivenUp { released, done: given.error.is_none() };
-            let now = recorder.since(now);
-            books.tell(&*inner.clock, |_| Some(Operation::Decay { now, outcome }));
-        }
-        drop(books);
+        let (given, released, next) = inner.run(async |port| {
+            let ages = port.with(|state| state.aging.ages(now));
+            let given = give_back(port, u64::MAX, Some(ages)).await;
+            port.with(|state| {
+                state.set_looked(now, given.error.is_some());
+                let released = ByteSize::new(state.bytes_of(given.granules));
+                if let Some(recorder) = &inner.recorder {
+                    let outcome = GivenUp { released, done: given.error.is_none() };
+                    let now = recorder.since(now);
+                    state.tell(port.clock, |_| Some(Operation::Decay { now, outcome }));
+                }
+                (given, released, inner.next_look(state))
+            })
+        });
         inner.pass_on();
         inner.debug_validate();
         match given.error {
@@ -207,30 +189,16 @@ impl DeviceArena {
         inner.wake_of_nothing();
         inner.look_for_ends(true)?;
         inner.release_adopted();
-        let mut books = inner.lock();
-        let excess = books.backed().saturating_sub(books.leaving()).saturating_sub(keep.get());
-        let granules = books.granules_for(excess.min(books.idle()));
-        let mut released = 0;
-        let mut error = None;
-        // Each turn releases at least one granule: at most `granules` turns. One more, if memory
-        // kept by the driver is to be trimmed.
-        let mut untrimmed = books.untrimmed;
-        while (released < granules || std::mem::take(&mut untrimmed)) && error.is_none() {
-            let given;
-            let left = granules.saturating_sub(released);
-            (books, given) = inner.give_back(books, left, None);
-            untrimmed = false;
-            if given.granules == 0 && given.error.is_none() {
-                break; // another thread took the idle memory
-            }
-            released += given.granules;
-            error = given.error;
-        }
-        let bytes = books.bytes_of(released);
-        note(&mut books, bytes);
-        let outcome = GivenUp { released: ByteSize::new(bytes), done: error.is_none() };
-        books.tell(&*inner.clock, |_| told(outcome));
-        drop(books);
+        let (bytes, error) = inner.run(async |port| {
+            let (granules, error) = release_down_to(port, keep).await;
+            port.with(|state| {
+                let bytes = state.bytes_of(granules);
+                note(state, bytes);
+                let outcome = GivenUp { released: ByteSize::new(bytes), done: error.is_none() };
+                state.tell(port.clock, |_| told(outcome));
+                (bytes, error)
+            })
+        });
         inner.pass_on();
         inner.debug_validate();
         let released = ByteSize::new(bytes);
@@ -263,61 +231,5 @@ impl ArenaInner {
         } else {
             due
         }
-    }
-
-    /// Releases up to `granules` idle granules, in at most [`CALLS_MAX`] calls, with the lock
-    /// released around them; with ages, only expired ones. A segment leaves whole, and then the
-    /// driver must keep none of them.
-    pub(crate) fn give_back<'a>(
-        &'a self,
-        mut books: Locked<'a>,
-        granules: u64,
-        ages: Option<Ages>,
-    ) -> (Locked<'a>, GivenBack) {
-        let unlocked = books.sleep.may_be_copied() && !books.sleep.is_queueing();
-        if books.sleep.may_be_copied() {
-            let outcome;
-            (books, outcome) = self.end_copies(books);
-            if !matches!(outcome, Ok(true)) {
-                let (granules, error) = (0, outcome.err());
-                return (books, GivenBack { granules, error, is_of_trim: false, unlocked });
-            }
-        }
-        let leaving = books.begin_leave(granules, CALLS_MAX, ages);
-        let untrimmed = std::mem::take(&mut books.untrimmed);
-        if leaving.is_empty() && !untrimmed {
-            let (granules, error) = (0, None);
-            return (books, GivenBack { granules, error, is_of_trim: false, unlocked });
-        }
-        drop(books);
-        let mut done = 0;
-        let mut error = None;
-        for place in &leaving {
-            // SAFETY: `begin_leave` marked the run under the lock, and `end_leave` below ends that.
-            // Only idle granules are marked: no live block touches them, and freed memory whose
-            // uses are not known to be complete counts as touched. No copy of a sleep or a wake is
-            // in progress: `end_copies` has waited above.
-            match unsafe { self.take_away(place.at, place.size) } {
-                Ok(()) => done += 1,
-                Err(failed) => {
-                    error = Some(failed);
-                    break;
-                }
-            }
-        }
-        let trims = untrimmed || (self.is_whole() && done > 0);
-        let trimmed = if trims { self.driver.trim() } else { Ok(()) };
-        let mut books = self.lock();
-        books.untrimmed |= trimmed.is_err();
-        let is_of_trim = error.is_none();
-        error = error.or_else(|| trimmed.err());
-        for (nth, &place) in leaving.iter().enumerate() {
-            books.end_leave(place, nth < done);
-            if nth < done {
-                books.history.record(&*self.clock, Act::Decommit, place.at.get(), place.size);
-            }
-        }
-        let granules = leaving[..done].iter().map(|place| place.run.granules()).sum();
-        (books, GivenBack { granules, error, is_of_trim, unlocked: true })
     }
 }
