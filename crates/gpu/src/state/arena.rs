@@ -82,9 +82,6 @@ pub(crate) struct ArenaState {
     /// Exports, and imported memory that is not released.
     pub(crate) outstanding: Outstanding,
     pub(crate) moves: MoveState,
-    /// `true` if a figure that is read without the lock has changed: the executor stores it before
-    /// it releases the lock.
-    pub(crate) is_unpublished: bool,
     /// The last events, if they are kept.
     pub(crate) history: History,
     pub(crate) recorder: Option<Recorder>,
@@ -121,7 +118,6 @@ impl ArenaState {
             raw: RawBlocks::default(),
             outstanding: Outstanding::default(),
             moves: MoveState::default(),
-            is_unpublished: false,
             history: History::new(config.history),
             recorder: config.recorder.clone(),
             outlook: CompactionEstimate::default(),
