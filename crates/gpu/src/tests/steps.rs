@@ -119,7 +119,6 @@ struct World<'a> {
     changes: u64,
     mark: u64,
     is_lossy: bool,
-    /// A sleep or a wake is in progress or was made: contents need a lease.
     done: Totals,
 }
 
@@ -446,11 +445,13 @@ impl<'a> World<'a> {
         self.sim.forget_failures();
         self.state().limit = ByteSize::MAX;
         self.changes += 1;
-        // Bounded: each operation ends in a number of steps, or waits for one that does.
-        let mut turns = 0;
-        while !self.running.is_empty() && turns < 200_000 {
+        // An operation ends in a number of steps, or waits for one that does; or for a lost result.
+        let turns_max = if self.is_lossy { 2_000 } else { 200_000 };
+        for _ in 0..turns_max {
+            if self.running.is_empty() {
+                break;
+            }
             self.go_on();
-            turns += 1;
         }
         assert!(self.is_lossy || self.running.is_empty(), "an operation never ended");
         if self.is_lossy {
