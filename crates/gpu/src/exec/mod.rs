@@ -1,5 +1,6 @@
 //! Runs operations: the lock of the state, driver calls, thread caches.
 
+pub(crate) mod allocate;
 pub(crate) mod bridge;
 pub(crate) mod brief;
 pub(crate) mod budget;

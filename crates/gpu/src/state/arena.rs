@@ -261,8 +261,13 @@ impl ArenaState {
     }
 
     /// Marks the bare granules of a placed span, and the growth, as committing.
-    pub(crate) fn begin_commit(&mut self, region: Region, span: Span, grow: bool) -> Vec<Run> {
-        let needed = self.bytes_of(self.region(region).segment.wanting(span));
+    pub(crate) fn begin_commit(
+        &mut self,
+        region: Region,
+        span: Span,
+        needed: u64,
+        grow: bool,
+    ) -> Vec<Run> {
         let room = self.limit.get().saturating_sub(self.backed());
         let whole = if grow { self.steps.commit(needed, room) } else { needed };
         let ahead = (whole - needed) / self.granularity;
