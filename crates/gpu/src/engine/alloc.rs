@@ -204,8 +204,9 @@ pub(crate) async fn ensure_committed(
                 port.wait().await;
                 continue;
             }
+            // The runs were all that was bare, and what blocks touch does not leave.
             NextCommit::Runs(runs) => match commit(port, region, runs).await {
-                Ok(()) => continue,
+                Ok(()) => return Ok(()),
                 // It may succeed without the growth.
                 Err(DriverError::OutOfMemory { .. }) if grow => {
                     grow = false;
