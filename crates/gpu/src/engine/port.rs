@@ -215,7 +215,8 @@ impl<'a> Port<'a> {
     }
 
     /// Releases the lock until another operation has changed the state. The caller checks its
-    /// condition again: it may return earlier.
+    /// condition again: it may return earlier. If it then waits again at once, no other operation
+    /// is notified: nothing that another waits for changes between the two.
     pub(crate) async fn wait(&self) {
         self.ask(Request::Wait).await;
     }
