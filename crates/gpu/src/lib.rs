@@ -110,11 +110,8 @@ pub use api::planned::{Planned, PlannedMemory};
 pub use api::raw::RawBlock;
 pub use api::release::DecayReport;
 pub use api::shortage::ShortageCallback;
+pub use api::sleep::EnterFuture;
 pub use driver::host::HostDriver;
-pub use engine::sleep::{
-    Contents, EnterFuture, HostBudget, SleepConfig, SleepOptions, SleepReport, SleepState,
-    WakeReport,
-};
 pub use observe::occupancy::{ArenaOccupancy, OccupancyCell, RegionOccupancy};
 pub use observe::{record, visualize};
 #[cfg(feature = "cuda")]
@@ -128,6 +125,9 @@ pub use types::config::{ArenaConfig, Growth};
 pub use types::error::{Bound, DeviceError, ImportError};
 pub use types::region::Region;
 pub use types::shortage::{Shortage, ShortageInfo};
+pub use types::sleep::{
+    Contents, HostBudget, SleepConfig, SleepOptions, SleepReport, SleepState, WakeReport,
+};
 #[doc(hidden)]
 pub use types::snapshot::ControlFigures;
 pub use types::snapshot::{AllocFailures, ArenaGlance, ArenaSnapshot, RegionSnapshot};

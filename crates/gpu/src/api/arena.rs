@@ -20,7 +20,8 @@ use crate::api::buffer::Buffer;
 use crate::api::lane::LaneInner;
 use crate::api::lease::Lease;
 use crate::driver::{Backend, Capabilities, Driver};
-use crate::engine::raw_block;
+use crate::engine::suspend::next_sleep;
+use crate::engine::{raw_block, resume, stores};
 use crate::exec::front::{BlockHandle, CacheShard, CacheShards};
 use crate::exec::inner::ArenaInner;
 use crate::exec::kept;
@@ -108,7 +109,8 @@ impl DeviceArena {
             }
         }
         let regions = grounds.map(|ground| RegionState::new(ground, granule));
-        let state = ArenaState::new(regions, granule, &config, capabilities, clock.now());
+        let device = (capabilities, driver.backend());
+        let state = ArenaState::new(regions, granule, &config, device, clock.now());
         let limit = config.limit;
         let inner = Arc::new(ArenaInner::new((driver, clock), config, state));
         let homes = Arc::new(CacheShards::new(&inner));
@@ -323,8 +325,8 @@ impl DeviceArena {
         let closed = was_open.and_then(|_| {
             inner.complete_all()?;
             inner.release_adopted();
-            inner.wake_of_nothing();
-            inner.release_kept();
+            inner.run(resume::wake_if_empty);
+            inner.run(stores::release_kept);
             self.empty()
         });
         inner.tell_closed(&closed);
@@ -393,7 +395,7 @@ impl DeviceArena {
             committed: ByteSize::new(books.backed()),
             idle: ByteSize::new(books.idle()),
             next_decay: self.inner.next_look(&books),
-            next_sleep: self.inner.next_sleep(&books),
+            next_sleep: next_sleep(&books),
         }
     }
 

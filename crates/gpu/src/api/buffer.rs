@@ -25,12 +25,12 @@ use crate::api::lane::LaneInner;
 use crate::api::lease::Lease;
 use crate::driver::DeviceAddress;
 use crate::engine::place::resolve;
-use crate::engine::sleep::Contents;
 use crate::exec::front::{BlockHandle, BlockPlace};
 use crate::exec::inner::ArenaInner;
 use crate::observe::record::Operation;
 use crate::state::region::{AllocRequest, Placement, Region};
 use crate::types::error::DeviceError;
+use crate::types::sleep::Contents;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::sync::atomic::Ordering;
 

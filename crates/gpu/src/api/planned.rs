@@ -13,10 +13,10 @@ use crate::api::arena::DeviceArena;
 use crate::api::buffer::Buffer;
 use crate::api::lease::Lease;
 use crate::driver::DeviceAddress;
-use crate::engine::sleep::Contents;
 use crate::plan::{BufferId, Place, Plan};
 use crate::types::error::DeviceError;
 use crate::types::region::Region;
+use crate::types::sleep::Contents;
 use lowtide_core::bytes::ByteSize;
 
 /// The memory of a [`Plan`] in an arena, freed on drop.

@@ -15,6 +15,7 @@ use std::time::Duration;
 
 use crate::api::arena::DeviceArena;
 use crate::engine::release::{give_back, release_down_to};
+use crate::engine::resume::{sleeps_empty, wake_if_empty};
 use crate::exec::inner::ArenaInner;
 use crate::observe::record::{GivenUp, Operation, hooks};
 use crate::state::arena::ArenaState;
@@ -60,7 +61,7 @@ impl DeviceArena {
         let inner = self.inner();
         inner.check_here()?;
         inner.cool_fronts();
-        inner.wake_of_nothing();
+        inner.run(wake_if_empty);
         inner.look_for_ends(false)?;
         inner.release_adopted();
         let (given, released, next) = inner.run(async |port| {
@@ -186,7 +187,7 @@ impl DeviceArena {
         let inner = self.inner();
         inner.check_here()?;
         inner.empty_fronts();
-        inner.wake_of_nothing();
+        inner.run(wake_if_empty);
         inner.look_for_ends(true)?;
         inner.release_adopted();
         let (bytes, error) = inner.run(async |port| {
@@ -224,7 +225,7 @@ impl ArenaInner {
         let again = books.aging.looked_at() + LOOK_AGAIN;
         // Uses that no event proves wait for a call of the program, which checks by itself.
         let is_pending = books.pending() > 0 && books.streams.is_provable();
-        if books.sleeps_for_nothing() {
+        if sleeps_empty(books) {
             Moment::ORIGIN
         } else if is_pending || books.untrimmed || books.outstanding.imported.is_waiting() {
             due.min(again)

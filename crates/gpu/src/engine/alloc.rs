@@ -11,7 +11,6 @@
 //! only if `active` plus the granules or the segment that the block needs exceed it; after an error
 //! the block is free again, and memory committed for it is idle.
 
-use super::alloc_error::record_failure;
 use super::call::{Answer, CallKind};
 use super::completion::come_after;
 use super::port::Port;
@@ -21,7 +20,6 @@ use super::resume::awake;
 use super::retry::run_ladder;
 use crate::driver::DriverError;
 use crate::index::Span;
-use crate::observe::record::hooks::Refused;
 use crate::observe::visualize::Act;
 use crate::state::arena::ArenaState;
 use crate::state::failure::{AllocFailure, Cause};
@@ -64,6 +62,17 @@ enum ExceededBound {
     Limit(u64),
     /// The device has no more: so many granules are wanted.
     Device(u64),
+}
+
+/// How to go on with a commit.
+enum NextCommit {
+    /// All of it is committed.
+    Nothing,
+    /// Wait for a call in progress.
+    Wait,
+    /// Commit these runs, which are marked.
+    Runs(Vec<Run>),
+    Short(ExceededBound),
 }
 
 /// The result of acting on a shortage.
@@ -187,27 +196,24 @@ pub(crate) async fn ensure_committed(
         (attempts, state.steps.grow(), state.capabilities.remap)
     });
     loop {
-        // Ends with the calls in progress: no granule of a placed span starts to leave, and a
-        // commit in progress by a neighbour ends as committed or as bare.
-        while port.with(|state| state.region(region).segment.is_moving(span)) {
-            port.wait().await;
-        }
-        let wanting = port.with(|state| state.region(region).segment.wanting(span));
-        if wanting == 0 {
-            return Ok(());
-        }
-        let bytes = port.with(|state| state.bytes_of(wanting));
-        let mut shortage = ExceededBound::Limit(bytes);
-        if port.with(|state| state.over_limit(bytes)) == 0 {
-            let runs = port.with(|state| state.begin_commit(region, span, grow));
-            shortage = match commit(port, region, runs).await {
-                Ok(()) => continue,
+        let shortage = match port.with(|state| next_commit(state, region, span, grow)) {
+            NextCommit::Nothing => return Ok(()),
+            // Ends with the calls in progress: no granule of a placed span starts to leave, and a
+            // commit in progress by a neighbour ends as committed or as bare.
+            NextCommit::Wait => {
+                port.wait().await;
+                continue;
+            }
+            // The runs were all that was bare, and what blocks touch does not leave.
+            NextCommit::Runs(runs) => match commit(port, region, runs).await {
+                Ok(()) => return Ok(()),
                 // It may succeed without the growth.
                 Err(DriverError::OutOfMemory { .. }) if grow => {
                     grow = false;
                     continue;
                 }
                 Err(DriverError::OutOfMemory { .. }) if attempts > 0 => {
+                    attempts -= 1;
                     let wanting = port.with(|state| state.region(region).segment.wanting(span));
                     ExceededBound::Device(wanting)
                 }
@@ -215,9 +221,9 @@ pub(crate) async fn ensure_committed(
                     return Err(AllocFailure::of(Cause::Device, span.size));
                 }
                 Err(error) => return Err(AllocFailure::of_driver(error)),
-            };
-            attempts -= 1;
-        }
+            },
+            NextCommit::Short(shortage) => shortage,
+        };
         match make_room(port, (region, span), shortage, &mut remaps).await? {
             ShortageOutcome::Made | ShortageOutcome::Tried => {}
             ShortageOutcome::Coming => port.wait().await,
@@ -226,19 +232,36 @@ pub(crate) async fn ensure_committed(
     }
 }
 
+/// Returns how to go on with the commit of a placed span, and marks the runs to commit.
+fn next_commit(state: &mut ArenaState, region: Region, span: Span, grow: bool) -> NextCommit {
+    let segment = &state.region(region).segment;
+    if segment.is_moving(span) {
+        return NextCommit::Wait;
+    }
+    let bytes = state.bytes_of(segment.wanting(span));
+    if bytes == 0 {
+        NextCommit::Nothing
+    } else if state.over_limit(bytes) > 0 {
+        NextCommit::Short(ExceededBound::Limit(bytes))
+    } else {
+        NextCommit::Runs(state.begin_commit(region, span, bytes, grow))
+    }
+}
+
 /// Commits marked runs in order until one fails, and records each result.
 async fn commit(port: &Port<'_>, region: Region, runs: Vec<Run>) -> Result<(), DriverError> {
     let mut outcome = Ok(());
-    for run in runs {
+    let mut runs = runs.into_iter();
+    let mut next = runs.next();
+    while let Some(run) = next {
         if outcome.is_ok() {
             let (at, size) = port.with(|state| state.region(region).segment.place_of(run));
             outcome = port.does(CallKind::Commit { at, size }).await;
         }
-        port.with(|state| {
-            state.end_commit(region, run, outcome.is_ok(), port.clock);
-            state.note_committed();
-        });
+        port.with(|state| state.end_commit(region, run, outcome.is_ok(), port.clock));
+        next = runs.next();
     }
+    port.with(ArenaState::note_committed);
     outcome
 }
 
@@ -384,42 +407,35 @@ async fn create_segment(
     })
 }
 
-/// Allocates a block, from the result of the first step.
+/// Goes on with an allocation after its first step.
 ///
 /// # Errors
-/// `OutOfAddresses`, `OutOfMemory`, or `Driver`; the errors of a wake.
+/// A shortage, after which [`alloc_after_shortage`] may succeed; the errors of a wake.
 pub(crate) async fn alloc(
     port: &Port<'_>,
     target: AllocTarget,
     begun: Begun,
-) -> Result<Placement, DeviceError> {
-    let what = Refused::Block(target.region, target.wanted);
-    let placed = try_alloc(port, target, begun).await;
-    match placed {
-        Ok(placed) => Ok(placed),
-        Err(failure) => Err(record_failure(port, target.region, failure, what).await),
-    }
+) -> Result<Placement, AllocFailure> {
+    let outcome = match begun {
+        Begun::Done(placed) => return Ok(placed),
+        Begun::Placed(placed, claim) => complete(port, target, placed, claim).await,
+        Begun::Not => attempt(port, target, Search::Usual).await,
+    };
+    without_wait(port, target, outcome).await
 }
 
-/// Allocates a block, and tries again after a shortage.
-pub(super) async fn try_alloc(
+/// Allocates a block after a shortage.
+///
+/// # Errors
+/// A shortage; the errors of a wake.
+pub(crate) async fn alloc_after_shortage(
     port: &Port<'_>,
     target: AllocTarget,
-    begun: Begun,
 ) -> Result<Placement, AllocFailure> {
-    let any_attempt =
-        async |search| without_wait(port, target, attempt(port, target, search).await).await;
-    let first = match begun {
-        Begun::Done(placed) => return Ok(placed),
-        Begun::Placed(placed, claim) => {
-            without_wait(port, target, complete(port, target, placed, claim).await).await
-        }
-        Begun::Not => any_attempt(Search::Usual).await,
-    };
-    match first {
-        Err(failure) if failure.is_shortage() => run_ladder(port, target.region, any_attempt).await,
-        outcome => outcome,
-    }
+    run_ladder(port, target.region, async |search| {
+        without_wait(port, target, attempt(port, target, search).await).await
+    })
+    .await
 }
 
 /// Tries to find memory that needs no wait, or that can be committed, if a capture forbids the wait.

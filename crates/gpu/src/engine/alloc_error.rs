@@ -24,7 +24,7 @@ const PARTS_MAX: usize = 256;
 const PLANS_APART: u32 = 31;
 
 /// Counts a failure, and returns its error with the figures for its caller.
-pub(super) async fn record_failure(
+pub(crate) async fn record_failure(
     port: &Port<'_>,
     region: Region,
     failure: AllocFailure,

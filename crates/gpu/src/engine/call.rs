@@ -29,12 +29,13 @@ pub(crate) struct Call {
 /// The call, with the reason that it is sound.
 #[derive(Debug)]
 pub(super) enum CallKind {
-    /// Bare granules of a reservation, marked as committing.
+    /// Bare granules of a reservation, marked as committing, or as leaving by the same operation.
     Commit {
         at: DeviceAddress,
         size: ByteSize,
     },
-    /// Committed granules of a reservation, marked as leaving: every use of them is complete.
+    /// Committed granules of a reservation, marked as leaving, or as committing by the same
+    /// operation: every use of them is complete.
     Decommit {
         at: DeviceAddress,
         size: ByteSize,
@@ -103,7 +104,8 @@ pub(super) enum CallKind {
         to: StoreSpan,
         stream: StreamHandle,
     },
-    /// Committed granules of an arena that is not awake, and a store of the state.
+    /// Committed granules of an arena that is not awake, and a filled store that is in the state
+    /// or held by the operation; the stream is the arena's.
     Restore {
         from: StoreSpan,
         at: DeviceAddress,
@@ -159,9 +161,9 @@ fn perform(kind: CallKind, driver: &dyn Driver) -> Result<Answer, DriverError> {
         CallKind::CreateEvent => driver.event_create().map(Answer::Event),
         CallKind::SynchronizeContext => driver.synchronize().map(done),
         CallKind::CreateStore { size } => driver.host_store_create(size).map(Answer::Store),
-        // SAFETY: the ranges are marked as committing; see `CallKind`.
+        // SAFETY: the ranges are marked by the operation, and bare; see `CallKind`.
         CallKind::Commit { at, size } => unsafe { driver.commit(at, size) }.map(done),
-        // SAFETY: the ranges are marked as leaving, and every use of them is complete.
+        // SAFETY: the ranges are marked by the operation, and every use of them is complete.
         CallKind::Decommit { at, size } => unsafe { driver.decommit(at, size) }.map(done),
         // SAFETY: the source is marked as leaving and unused, the target as arriving.
         CallKind::Remap { from, to, size } => unsafe { driver.remap(from, to, size) }.map(done),

@@ -294,7 +294,7 @@ pub(crate) async fn complete_used(port: &Port<'_>) -> Result<(), DeviceError> {
     check_capturing(port).await?;
     let is_known = port.with(|state| {
         let is_ours = state.raw.is_empty() && state.outstanding.imported.count() == 0;
-        let is_known = state.sleep.used().is_some() && is_ours;
+        let is_known = state.sleep.is_use_known() && is_ours;
         state.streams.use_all_now();
         is_known
     });

@@ -16,4 +16,5 @@ pub(crate) mod remap;
 pub(crate) mod resize;
 pub(crate) mod resume;
 pub(crate) mod retry;
-pub(crate) mod sleep;
+pub(crate) mod stores;
+pub(crate) mod suspend;

@@ -148,8 +148,6 @@ fn end(
     if copied.as_ref().is_err_and(|failed| failed.is_lost) && freed.is_none() {
         state.region_mut(region).lose(id);
     }
-    // Before the next lease is granted: its holder sees the new counts of moves.
-    state.is_unpublished = true;
     if let Some(freed) = freed {
         state.release(region, freed, clock);
     }

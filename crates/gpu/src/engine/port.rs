@@ -19,7 +19,6 @@ use std::task::{Context, Poll, Waker};
 use super::call::{Answer, Call, CallId, CallKind, Completion};
 use crate::driver::DriverError;
 use crate::state::arena::ArenaState;
-use crate::types::error::DeviceError;
 use crate::types::shortage::Shortage;
 use lowtide_core::clock::{Bell, Clock, Moment};
 
@@ -91,8 +90,9 @@ pub(crate) trait Surroundings {
     /// Calls the callbacks; `None` in the child of a callback's fork.
     fn call_callbacks(&self, shortage: &Shortage<'_>) -> Option<Called>;
 
-    /// Wakes the arena, which this operation has marked as waking.
-    fn wake(&self) -> Result<(), DeviceError>;
+    /// Calls or drops the foreign code of a host budget, and marks the thread meanwhile
+    /// ([`Caller::is_within_budget`]). The error is the message of its panic.
+    fn call_budget(&self, act: &mut dyn FnMut()) -> Result<(), String>;
 }
 
 /// Lends the state to an operation, and takes its requests.

@@ -8,15 +8,14 @@
 //! Invariant: only granules that no block touches leave.
 
 use super::call::CallKind;
-use super::completion::is_any_capturing;
 use super::port::Port;
+use super::stores::end_copies;
 use crate::driver::DriverError;
 use crate::observe::visualize::Act;
 use crate::state::aging::Ages;
 use crate::state::arena::Leaving;
 use crate::state::region::Region;
 use crate::state::segment::Cursor;
-use crate::types::error::captures;
 use lowtide_core::bytes::ByteSize;
 
 /// Driver calls that one look at idle memory makes at most. A guess, to be measured per driver.
@@ -40,7 +39,7 @@ pub(crate) struct Released {
 pub(crate) async fn give_back(port: &Port<'_>, granules: u64, ages: Option<Ages>) -> Released {
     let mut released = Released::default();
     if port.with(|state| state.sleep.may_be_copied()) {
-        released.unlocked = port.with(|state| !state.sleep.is_queueing());
+        released.unlocked = port.with(|state| !state.sleep.is_queueing);
         match end_copies(port).await {
             Ok(true) => {}
             outcome => {
@@ -121,26 +120,4 @@ async fn trim(port: &Port<'_>, untrimmed: bool, released: &mut Released) {
         released.is_of_trim = released.error.is_none();
         released.error.get_or_insert(error);
     }
-}
-
-/// Waits for copies that could not be waited for when they were made; returns `true` if none is in
-/// progress. Not for those of a thread that queues more: it waits for them itself, before it is
-/// done. A thread that has a place without memory never meets such a thread.
-///
-/// # Errors
-/// The driver's: they may still be in progress.
-async fn end_copies(port: &Port<'_>) -> Result<bool, DriverError> {
-    let idle = port.with(|state| {
-        let stream = state.sleep.stream.as_ref().filter(|_| !state.sleep.is_queueing());
-        stream.map(|stream| (stream.live().handle(), state.sleep.copying))
-    });
-    let Some((stream, copying)) = idle else { return Ok(false) };
-    if is_any_capturing(port).await? {
-        return Err(captures("cuStreamSynchronize"));
-    }
-    port.does(CallKind::SynchronizeStream { stream }).await?;
-    Ok(port.with(|state| {
-        state.sleep.copied = copying.max(state.sleep.copied);
-        !state.sleep.may_be_copied()
-    }))
 }

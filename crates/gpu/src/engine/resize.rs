@@ -2,40 +2,47 @@
 //!
 //! Invariant: after an error the block is unchanged.
 
-use super::alloc::{AllocTarget, Begun, ensure_committed, try_alloc};
-use super::alloc_error::record_failure;
+use super::alloc::ensure_committed;
 use super::call::CallKind;
 use super::completion::complete_all;
 use super::place::{check_whole, wait_until_still};
 use super::port::Port;
 use super::resume::awake;
-use super::retry::with_retry;
-use crate::observe::record::hooks::{Origin, Refused};
+use super::retry::run_ladder;
+use crate::driver::DriverError;
+use crate::observe::record::hooks::Refused;
 use crate::observe::visualize::Act;
 use crate::state::failure::{AllocFailure, Cause};
-use crate::state::region::{AllocRequest, Placement};
-use crate::types::error::DeviceError;
+use crate::state::region::Placement;
 use crate::types::region::Region;
 use lowtide_core::bytes::ByteSize;
 
 /// Resizes a live block in place; `None` if it cannot grow there.
 ///
 /// # Errors
-/// The errors of an allocation, or `ContentsLost`; the block is unchanged.
+/// A shortage, after which [`resize_after_shortage`] may succeed; `ContentsLost`. The block is
+/// unchanged.
 pub(crate) async fn resize_in_place(
     port: &Port<'_>,
     region: Region,
     placed: Placement,
     requested: u64,
-) -> Result<Option<Placement>, DeviceError> {
-    let attempt = async |_| attempt_in_place(port, region, placed, requested).await;
-    match with_retry(port, region, attempt).await {
-        Ok(resized) => Ok(resized),
-        Err(failure) => {
-            let what = Refused::Resize(region, placed.id, requested);
-            Err(record_failure(port, region, failure, what).await)
-        }
-    }
+) -> Result<Option<Placement>, AllocFailure> {
+    attempt_in_place(port, region, placed, requested).await
+}
+
+/// Resizes a live block in place after a shortage.
+///
+/// # Errors
+/// Those of [`resize_in_place`].
+pub(crate) async fn resize_after_shortage(
+    port: &Port<'_>,
+    region: Region,
+    placed: Placement,
+    requested: u64,
+) -> Result<Option<Placement>, AllocFailure> {
+    run_ladder(port, region, async |_| attempt_in_place(port, region, placed, requested).await)
+        .await
 }
 
 async fn attempt_in_place(
@@ -74,24 +81,18 @@ async fn attempt_in_place(
     })
 }
 
-/// Allocates a larger block, copies the contents of a live one and frees that. The caller holds a
+/// Copies the contents of a live block to a new one, and frees the old one. The caller holds a
 /// lease, so that neither moves.
 ///
 /// # Errors
-/// The errors of an allocation, or the driver's if the copy fails; the old block is unchanged.
-pub(crate) async fn resize_by_copy(
+/// The driver's: the old block is unchanged, and the new one free.
+pub(crate) async fn copy_to(
     port: &Port<'_>,
     region: Region,
     old: Placement,
-    wanted: AllocRequest,
-) -> Result<Placement, DeviceError> {
-    let what = Refused::Resize(region, old.id, wanted.requested);
-    let target = AllocTarget { region, wanted: wanted.by(Origin::RESIZE), taker: None };
-    let mut new = match try_alloc(port, target, Begun::Not).await {
-        Ok(new) => new,
-        Err(failure) => return Err(record_failure(port, region, failure, what).await),
-    };
-    let size = ByteSize::new(old.requested.min(wanted.requested));
+    mut new: Placement,
+) -> Result<Placement, DriverError> {
+    let size = ByteSize::new(old.requested.min(new.requested));
     // Uses of the old block by streams come before the copy. The caller owns that block and holds a
     // lease, so that neither moves or loses its memory; only this operation knows the new one.
     let mut copied = complete_all(port).await;
@@ -110,8 +111,9 @@ pub(crate) async fn resize_by_copy(
             state.replace(region, old, new, port.clock);
         } else {
             state.release(region, new, port.clock);
+            let what = Refused::Resize(region, old.id, new.requested);
             state.tell_refusal(port.clock, what, Cause::Driver);
         }
     });
-    copied.map(|()| new).map_err(Into::into)
+    copied.map(|()| new)
 }

@@ -35,18 +35,6 @@ impl Drop for CallbackTurn<'_> {
     }
 }
 
-/// Tries, and after a shortage again after each step.
-pub(super) async fn with_retry<T>(
-    port: &Port<'_>,
-    region: Region,
-    attempt: impl AsyncFn(Search) -> Result<T, AllocFailure>,
-) -> Result<T, AllocFailure> {
-    match attempt(Search::Usual).await {
-        Err(failure) if failure.is_shortage() => run_ladder(port, region, attempt).await,
-        outcome => outcome,
-    }
-}
-
 /// The steps after the first attempt. The caches are kept empty meanwhile.
 pub(super) async fn run_ladder<T>(
     port: &Port<'_>,

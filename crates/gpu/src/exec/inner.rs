@@ -19,7 +19,8 @@ use crate::driver::{Capabilities, Driver};
 use crate::engine::completion::query_events;
 use crate::engine::import::{end_imports, forget_imports};
 use crate::engine::port::{Called, Port, Surroundings};
-use crate::engine::sleep::SleepConfig;
+use crate::engine::stores;
+use crate::exec::budget;
 use crate::exec::callbacks::Callbacks;
 use crate::exec::executor::{Executor, Locked};
 use crate::exec::front::{CacheShard, Swept};
@@ -56,8 +57,6 @@ pub(crate) struct ArenaInner {
     pub(crate) callbacks: Arc<Callbacks>,
     /// Nothing more is handed out.
     pub(crate) closed: AtomicBool,
-    /// When it falls asleep by itself, and how it wakes.
-    pub(crate) sleep: SleepConfig,
     pub(crate) birth: Birth,
     /// The recorder of the accounting, for other users of its results.
     pub(crate) recorder: Option<Recorder>,
@@ -211,7 +210,6 @@ impl ArenaInner {
             fronts: ArenaCaches::new(front, config.decay, capabilities.asynchronous),
             callbacks: Arc::new(Callbacks::new()),
             closed: AtomicBool::new(false),
-            sleep: config.sleep,
             birth: Birth::now(),
             recorder: config.recorder,
             #[cfg(feature = "cuda")]
@@ -232,15 +230,16 @@ impl ArenaInner {
         self.executor.try_lock()
     }
 
-    /// Reads or changes the state in one step.
+    /// Reads or changes the state, without a wait or a driver call.
+    #[inline]
     pub(crate) fn run_now<T>(&self, act: impl FnOnce(&mut ArenaState) -> T) -> T {
         act(&mut self.lock())
     }
 
-    /// Returns the number of moved or lost blocks of a region.
+    /// Returns the number of moved blocks of a region, without the lock.
     #[inline]
     pub(crate) fn moves(&self, region: Region) -> u64 {
-        self.executor.published().moves(region)
+        self.executor.moves(region)
     }
 
     /// Returns `true` if this is the block's current place.
@@ -520,8 +519,8 @@ impl Surroundings for ArenaInner {
         self.callbacks.call(shortage)
     }
 
-    fn wake(&self) -> Result<(), DeviceError> {
-        self.rise(self.sleep.wake_timeout).map(drop)
+    fn call_budget(&self, act: &mut dyn FnMut()) -> Result<(), String> {
+        budget::call(act)
     }
 }
 
@@ -542,14 +541,19 @@ impl Drop for ArenaInner {
         if count > 0 {
             log!(warn, arena = self.name, count, %bytes, "imported memory not released");
         }
-        self.end_sleep();
+        self.run(stores::end);
         let mut books = self.lock();
         // The use of raw blocks is unknown.
-        let is_raw_used = books.asynchronous && !books.raw.is_empty() && !books.sleep.is_quiet();
+        let is_raw_used = books.asynchronous && !books.raw.is_empty() && !books.sleep.is_quiet;
         let is_used = books.pending() > 0 || books.sleep.may_be_copied() || is_raw_used;
         if is_used {
             let bytes = ByteSize::new(books.backed());
             log!(warn, arena = self.name, %bytes, "arena dropped in use, memory leaked");
+        }
+        if let Some(stream) = books.sleep.stream.take() {
+            // SAFETY: the stream of the copies, which no operation uses: this is its end. Queued
+            // copies still run.
+            let _ = unsafe { self.driver.stream_destroy(stream) };
         }
         for event in books.streams.take_events() {
             // SAFETY: the arena's own event, which no operation holds: this is its end.

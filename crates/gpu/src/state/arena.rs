@@ -7,7 +7,6 @@
 //! it; those of [`Aging`].
 
 use crate::driver::{Backend, Capabilities, DeviceAddress};
-use crate::engine::sleep::phase::Sleep;
 use crate::exec::front::Swept;
 use crate::exec::kept::CacheCounts;
 use crate::index::{End, Span};
@@ -28,6 +27,7 @@ use crate::state::region::{
     AllocRequest, Placement, PlacementQuery, Region, RegionState, Search, end_of,
 };
 use crate::state::segment::{Cursor, Run};
+use crate::state::sleep::Sleep;
 use crate::state::streams::{StreamKey, Streams};
 use crate::state::totals::Totals;
 use crate::types::config::ArenaConfig;
@@ -59,6 +59,7 @@ pub(crate) struct ArenaState {
     granularity: u64,
     /// What the driver can do.
     pub(crate) capabilities: Capabilities,
+    pub(crate) backend: Backend,
     /// No more blocks are handed out.
     pub(crate) is_closed: bool,
     /// The number of driver calls asked for.
@@ -81,9 +82,6 @@ pub(crate) struct ArenaState {
     /// Exports, and imported memory that is not released.
     pub(crate) outstanding: Outstanding,
     pub(crate) moves: MoveState,
-    /// `true` if a figure that is read without the lock has changed: the executor stores it before
-    /// it releases the lock.
-    pub(crate) is_unpublished: bool,
     /// The last events, if they are kept.
     pub(crate) history: History,
     pub(crate) recorder: Option<Recorder>,
@@ -95,7 +93,7 @@ impl ArenaState {
         regions: [RegionState; 2],
         granularity: ByteSize,
         config: &ArenaConfig,
-        capabilities: Capabilities,
+        (capabilities, backend): (Capabilities, Backend),
         now: Moment,
     ) -> Self {
         Self {
@@ -116,10 +114,10 @@ impl ArenaState {
             untrimmed: false,
             streams: Streams::new(),
             asynchronous: capabilities.asynchronous,
+            backend,
             raw: RawBlocks::default(),
             outstanding: Outstanding::default(),
             moves: MoveState::default(),
-            is_unpublished: false,
             history: History::new(config.history),
             recorder: config.recorder.clone(),
             outlook: CompactionEstimate::default(),
@@ -260,8 +258,13 @@ impl ArenaState {
     }
 
     /// Marks the bare granules of a placed span, and the growth, as committing.
-    pub(crate) fn begin_commit(&mut self, region: Region, span: Span, grow: bool) -> Vec<Run> {
-        let needed = self.bytes_of(self.region(region).segment.wanting(span));
+    pub(crate) fn begin_commit(
+        &mut self,
+        region: Region,
+        span: Span,
+        needed: u64,
+        grow: bool,
+    ) -> Vec<Run> {
         let room = self.limit.get().saturating_sub(self.backed());
         let whole = if grow { self.steps.commit(needed, room) } else { needed };
         let ahead = (whole - needed) / self.granularity;
@@ -292,6 +295,25 @@ impl ArenaState {
             let offset = self.region(region).segment.offset_of(at).unwrap_or_default();
             let span = Span { offset: offset.get(), size: size.get() };
             self.note_idle(region, span, clock); // some of it was committed ahead
+        }
+    }
+
+    /// Records one more lease of an open arena, which cancels a drain.
+    ///
+    /// # Errors
+    /// `TooManyLeases`.
+    pub(crate) fn enter(&mut self, clock: &dyn Clock) -> Result<(), DeviceError> {
+        let leases = self.leases.checked_add(1);
+        self.leases = leases.ok_or(DeviceError::TooManyLeases { limit: u32::MAX })?;
+        self.sleep.enter(self.leases == 1, || clock.now());
+        Ok(())
+    }
+
+    /// Records that a lease was dropped.
+    pub(crate) fn leave(&mut self, clock: &dyn Clock) {
+        self.leases -= 1;
+        if self.leases == 0 {
+            self.sleep.leave(clock.now());
         }
     }
 
@@ -346,7 +368,7 @@ impl ArenaState {
         if self.moves.defer_release(region, placed) {
             return;
         }
-        let uses = if self.sleep.is_quiet() { Uses::NONE } else { self.uses(streams) };
+        let uses = if self.sleep.is_quiet { Uses::NONE } else { self.uses(streams) };
         let placed = self.region(region).refreshed(placed);
         let gone = self.region_mut(region).release(placed, uses);
         debug_assert!(gone.is_ok(), "only its buffer frees a block, once");

@@ -3,6 +3,7 @@
 pub(crate) mod aging;
 pub(crate) mod arena;
 pub(crate) mod compact;
+pub(crate) mod contents;
 pub(crate) mod failure;
 pub(crate) mod granules;
 pub(crate) mod ground;
@@ -16,5 +17,6 @@ pub(crate) mod ranges;
 pub(crate) mod raw;
 pub(crate) mod region;
 pub(crate) mod segment;
+pub(crate) mod sleep;
 pub(crate) mod streams;
 pub(crate) mod totals;

@@ -7,10 +7,10 @@
 
 use std::collections::BTreeMap;
 
-use crate::engine::sleep::contents::Contents;
 use crate::index::{ALIGN, End};
 use crate::state::compact::plan::Hold;
 use crate::state::ranges::BlockName;
+use crate::types::sleep::Contents;
 
 /// A block that is not like the others.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

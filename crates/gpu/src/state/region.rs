@@ -411,6 +411,11 @@ impl RegionState {
         self.live_blocks().map(|(span, _)| span)
     }
 
+    /// Live bytes without memory behind them.
+    pub(crate) fn asleep(&self) -> u64 {
+        self.live_spans().map(|span| self.segment.bare_bytes(span)).sum()
+    }
+
     /// The same in no order, in a part of the time.
     pub(crate) fn live_spans_unordered(&self) -> impl Iterator<Item = Span> {
         self.index.live_unordered().filter(|span| !self.segment.is_held(span.offset))

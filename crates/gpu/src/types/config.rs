@@ -7,8 +7,8 @@
 
 use std::time::Duration;
 
-use crate::engine::sleep::SleepConfig;
 use crate::observe::record::Recorder;
+use crate::types::sleep::SleepConfig;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::decay::DecayTime;
 

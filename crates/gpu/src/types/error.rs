@@ -12,8 +12,8 @@ use std::time::Duration;
 use thiserror::Error;
 
 use crate::driver::{Backend, DeviceAddress, DriverError};
-use crate::engine::sleep::SleepState;
 use crate::types::region::Region;
+use crate::types::sleep::SleepState;
 use lowtide_core::bytes::ByteSize;
 
 /// The bound that prevented an allocation.

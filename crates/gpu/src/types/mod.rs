@@ -5,4 +5,5 @@ pub(crate) mod config;
 pub(crate) mod error;
 pub(crate) mod region;
 pub(crate) mod shortage;
+pub(crate) mod sleep;
 pub(crate) mod snapshot;

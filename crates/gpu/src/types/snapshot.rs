@@ -10,8 +10,8 @@
 use std::time::Duration;
 
 use crate::driver::Backend;
-use crate::engine::sleep::SleepState;
 use crate::types::region::Region;
+use crate::types::sleep::SleepState;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::Moment;
 

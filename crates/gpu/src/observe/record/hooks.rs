@@ -15,7 +15,6 @@ use super::recorder::Recorder;
 use super::text::VERSION;
 use crate::api::lane::LaneInner;
 use crate::driver::Driver;
-use crate::engine::sleep::{SleepOptions, SleepReport, SleepState, WakeReport};
 use crate::exec::executor::Locked;
 use crate::exec::inner::ArenaInner;
 use crate::state::arena::ArenaState;
@@ -25,6 +24,7 @@ use crate::state::region::{AllocRequest, Placement, Region};
 use crate::types::compact::{CompactOptions, CompactReport};
 use crate::types::config::ArenaConfig;
 use crate::types::error::DeviceError;
+use crate::types::sleep::{SleepOptions, SleepReport, SleepState, WakeReport};
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::{Clock, Moment};
 

@@ -12,10 +12,10 @@ use super::operation::{
     After, Asked, BlockKind, Closed, Closing, Ended, Entry, Fallen, GivenUp, Header, Operation,
     Place, Resized, Sleepless, Why,
 };
-use crate::engine::sleep::{Contents, SleepReport, WakeReport};
 use crate::state::region::Region;
 use crate::types::compact::{CompactOptions, Goal};
 use crate::types::config::Growth;
+use crate::types::sleep::{Contents, SleepReport, WakeReport};
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::decay::DecayTime;
 

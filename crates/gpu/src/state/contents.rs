@@ -6,75 +6,76 @@
 //! Invariant: every committed granule is in exactly one part; a part is of one kind, and lies in
 //! one half of its segment.
 
-use std::fmt;
 use std::ops::Range;
-use std::str::FromStr;
 
-use crate::driver::DeviceAddress;
-use crate::state::region::Region;
+use crate::state::arena::Leaving;
+use crate::state::ranges::BlockName;
+use crate::state::region::{Region, RegionState};
 use crate::state::segment::Run;
-use lowtide_core::bytes::ByteSize;
-
-/// The treatment of contents when the arena falls asleep.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
-#[non_exhaustive]
-pub enum Contents {
-    /// Contents are lost: for caches, activations, and data that is loaded again from elsewhere.
-    Discard,
-    /// Contents are copied to host memory and back. If device memory is host memory, they stay in
-    /// place.
-    #[default]
-    Keep,
-    /// Contents and memory stay in place: for memory whose address others hold, such as buffers
-    /// registered with NCCL.
-    Stay,
-}
-
-impl Contents {
-    /// All values, from the weakest to the strongest.
-    pub const ALL: [Self; 3] = [Self::Discard, Self::Keep, Self::Stay];
-
-    /// Returns its name in configuration.
-    #[must_use]
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Discard => "discard",
-            Self::Keep => "keep",
-            Self::Stay => "stay",
-        }
-    }
-}
-
-impl fmt::Display for Contents {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(self.name())
-    }
-}
-
-impl FromStr for Contents {
-    type Err = &'static str;
-
-    /// Parses a name; the error lists the expected ones.
-    fn from_str(text: &str) -> Result<Self, Self::Err> {
-        let named = Self::ALL.into_iter().find(|contents| contents.name() == text);
-        named.ok_or("keep, discard or stay")
-    }
-}
+use crate::types::sleep::Contents;
 
 /// Adjoining granules on their way out.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct OutgoingRun {
-    pub(super) region: Region,
-    pub(super) run: Run,
-    pub(super) at: DeviceAddress,
-    pub(super) size: ByteSize,
-    pub(super) contents: Contents,
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct OutgoingRun {
+    pub(crate) place: Leaving,
+    pub(crate) contents: Contents,
+}
+
+impl RegionState {
+    /// Marks committed granules as leaving, except those that stay. Contents are treated as `usual`
+    /// unless their block has its own setting; on host memory kept contents stay in place.
+    pub(crate) fn begin_suspend(
+        &mut self,
+        region: Region,
+        (usual, is_host): (Contents, bool),
+        granules_max: usize,
+    ) -> Vec<OutgoingRun> {
+        // A segment leaves whole.
+        let granules_max = if self.segment.is_whole() { usize::MAX / 2 } else { granules_max };
+        let of = |name: BlockName| match self.pins.contents(name).unwrap_or(usual) {
+            Contents::Keep if is_host => Contents::Stay,
+            contents => contents,
+        };
+        let live = self.live_blocks();
+        let wanted = wanted(live.map(|(span, name)| (self.segment.granules_of(span), of(name))));
+        let mut outgoing = Vec::new();
+        for committed in self.segment.committed_runs() {
+            cut(committed, &wanted, granules_max, |range, contents| {
+                if contents != Contents::Stay {
+                    outgoing.push((Run::of(&range), contents));
+                }
+            });
+        }
+        let mark = |(run, contents)| {
+            let (at, size) = self.segment.place_of(run);
+            self.begin_part(run);
+            OutgoingRun { place: Leaving { region, run, at, size }, contents }
+        };
+        outgoing.into_iter().map(mark).collect()
+    }
+
+    /// Notes the blocks whose contents are lost with these granules. An owner learns it once for
+    /// one or several losses.
+    pub(crate) fn note_discarded(&mut self, mut lost: Vec<Range<usize>>) {
+        if lost.is_empty() {
+            return;
+        }
+        lost.sort_unstable_by_key(|range| range.start);
+        let is_lost = |range: Range<usize>| {
+            let nth = lost.partition_point(|lost| lost.end <= range.start);
+            lost.get(nth).is_some_and(|lost| lost.start < range.end)
+        };
+        let blocks = self.live_blocks();
+        let blocks = blocks.filter(|(span, _)| is_lost(self.segment.granules_of(*span)));
+        let names: Vec<_> = blocks.map(|(_, name)| name).collect();
+        // Buffers of older blocks are not cached when freed, since a cache would keep this entry.
+        self.moves += 1;
+        names.into_iter().for_each(|name| self.pins.discard(name));
+    }
 }
 
 /// Returns granules and the treatment of their blocks, from blocks in address order.
-pub(super) fn wanted(
-    blocks: impl Iterator<Item = (Range<usize>, Contents)>,
-) -> Vec<(Range<usize>, Contents)> {
+fn wanted(blocks: impl Iterator<Item = (Range<usize>, Contents)>) -> Vec<(Range<usize>, Contents)> {
     let mut all: Vec<(Range<usize>, Contents)> = Vec::new();
     for (mut range, contents) in blocks {
         if let Some((last, theirs)) = all.last_mut()
@@ -108,7 +109,7 @@ pub(super) fn wanted(
 
 /// Cuts a run of committed granules into pieces of one kind each, of at most `granules_max`; what
 /// no block touches has nothing to keep.
-pub(super) fn cut(
+fn cut(
     run: Range<usize>,
     wanted: &[(Range<usize>, Contents)],
     granules_max: usize,
@@ -136,16 +137,6 @@ pub(super) fn cut(
 mod tests {
     use super::*;
     use Contents::{Discard, Keep, Stay};
-
-    #[test]
-    fn each_has_a_name_and_nothing_else_is_one() {
-        for contents in Contents::ALL {
-            assert_eq!(contents.to_string().parse(), Ok(contents));
-        }
-        for text in ["", "Keep", "offload", "keep "] {
-            assert_eq!(text.parse::<Contents>(), Err("keep, discard or stay"), "{text:?}");
-        }
-    }
 
     #[test]
     fn a_granule_is_treated_as_the_block_that_wants_the_most() {

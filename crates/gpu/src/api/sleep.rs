@@ -6,161 +6,49 @@
 //! transition completes or is undone: if a driver call fails, the arena is unchanged; if undoing
 //! fails too, it is asleep with its contents saved.
 //!
-//! Files: `contents` (which granules leave, pure), `phase` (the states, and which thread waits for
-//! which), `stores` (host memory and copies), `down`, `up`. It does not decide the time: callers of
-//! [`DeviceArena::sleep_if_idle`] do.
+//! `engine::suspend` and `engine::resume` are the transitions, `engine::stores` the copies. A
+//! future that enters needs no runtime: a separate thread wakes a sleeping arena and ends
+//! afterwards, since the driver's calls block.
 //!
 //! Invariants: no memory leaves under a lease, nor before the host has seen that every use is
 //! complete; host memory is reserved with the host budget before the first copy; after an error the
-//! arena is awake or asleep, and no memory, store or address is lost.
+//! arena is awake or asleep, and no memory, store or address is lost; a future that waits is woken
+//! at least once when the wait is over, and a dropped future blocks no one.
 
-mod blocks;
-pub(crate) mod contents;
-mod down;
-mod idle;
-pub(crate) mod phase;
-pub(crate) mod stores;
-mod up;
-mod waiting;
-
-use lowtide_core::log;
-use std::any::Any;
+use std::future::Future;
+use std::pin::Pin;
 use std::sync::Arc;
+use std::task::{Context, Poll};
+use std::thread;
 use std::time::Duration;
 
 use crate::api::arena::DeviceArena;
+use crate::api::lease::Lease;
+use crate::engine::resume::{begin_wake, fail_wake, resume, wake, wake_at_once};
+use crate::engine::stores;
+use crate::engine::suspend::{is_busy, next_sleep, suspend};
+use crate::exec::inner::ArenaInner;
+use crate::state::sleep::Phase;
 use crate::types::error::DeviceError;
+use crate::types::sleep::{HostBudget, SleepOptions, SleepReport, SleepState, WakeReport};
 use lowtide_core::bytes::ByteSize;
+use lowtide_core::clock::Moment;
+use lowtide_core::log;
+use lowtide_core::sync::caught;
 
-pub use contents::Contents;
-pub use waiting::EnterFuture;
+/// The delay before an arena that could not fall asleep, or was interrupted, tries again. A guess.
+const AGAIN: Duration = Duration::from_secs(10);
 
-/// The sleep state of an arena.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-#[cfg_attr(feature = "serde", derive(serde::Serialize), serde(rename_all = "snake_case"))]
-#[non_exhaustive]
-pub enum SleepState {
-    /// The memory can be used.
-    #[default]
-    Awake,
-    /// The arena is falling asleep: it waits for the last lease, or its contents are being copied.
-    Draining,
-    /// The memory is released; entering wakes the arena.
-    Asleep,
-    /// The memory is being committed and restored.
-    Waking,
-}
-
-impl SleepState {
-    /// All of them.
-    pub(crate) const ALL: [Self; 4] = [Self::Awake, Self::Draining, Self::Asleep, Self::Waking];
-
-    /// Returns its name in metrics and endpoints.
-    #[must_use]
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Awake => "awake",
-            Self::Draining => "draining",
-            Self::Asleep => "asleep",
-            Self::Waking => "waking",
-        }
-    }
-}
-
-/// Options of a sleep.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct SleepOptions {
-    /// Time to wait for leases to end; zero not to wait.
-    pub drain: Duration,
-    /// The treatment of contents in the stable region;
-    /// [`Buffer::set_contents`](crate::Buffer::set_contents) overrides it.
-    pub stable: Contents,
-    /// The treatment of contents in the dynamic region.
-    pub dynamic: Contents,
-}
-
-impl Default for SleepOptions {
-    /// Waits for a second, and keeps all contents.
-    fn default() -> Self {
-        let kept = Contents::Keep;
-        Self { drain: Duration::from_secs(1), stable: kept, dynamic: kept }
-    }
-}
-
-/// The configuration of idle sleep and of wakes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct SleepConfig {
-    /// Time without a lease before the arena sleeps; `None` for never. An arena with raw blocks
-    /// never sleeps: their use is unknown.
-    pub idle_after: Option<Duration>,
-    /// The minimum time awake after open or wake.
-    pub min_awake: Duration,
-    /// The options of an idle sleep, which never waits for leases.
-    pub options: SleepOptions,
-    /// Time during which a wake without enough memory retries, eight times, before it fails; zero
-    /// to fail immediately. Measured by the arena's clock: with a manual clock that is not
-    /// advanced, such a wake waits forever.
-    pub wake_timeout: Duration,
-    /// `true` to keep the host memory for contents, and its reservation, between sleeps: allocating
-    /// page-locked memory takes longer than filling it. Otherwise it is released after each wake.
-    /// See [`DeviceArena::set_keep_stores`].
-    pub keep_stores: bool,
-}
-
-impl Default for SleepConfig {
-    /// No idle sleep; a wake retries for 2 s: memory freed by another process shows within 1.5 s.
-    /// No host memory is kept.
-    fn default() -> Self {
-        Self {
-            idle_after: None,
-            min_awake: Duration::ZERO,
-            options: SleepOptions::default(),
-            wake_timeout: Duration::from_secs(2),
-            keep_stores: false,
-        }
-    }
-}
-
-/// The result of a sleep.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct SleepReport {
-    /// Bytes released to the driver.
-    pub released: ByteSize,
-    /// Bytes copied to host memory, in whole granules.
-    pub offloaded: ByteSize,
-    /// Bytes that stay committed.
-    pub stayed: ByteSize,
-}
-
-/// The result of a wake.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct WakeReport {
-    /// Bytes committed.
-    pub committed: ByteSize,
-    /// Bytes copied back.
-    pub restored: ByteSize,
-}
-
-/// A budget of host memory, from which a sleep reserves before it copies contents.
-///
-/// The arena is falling asleep during these calls: operations that would wait for the end of that,
-/// such as entering or allocating there, fail ([`DeviceError::State`]). A panic counts as a
-/// refusal.
-pub trait HostBudget: Send + Sync {
-    /// Reserves `bytes` until the returned value is dropped, which happens on any thread after the
-    /// host memory was released. Called with no lock held.
-    ///
-    /// # Errors
-    /// The reason for a refusal, as text: the arena then stays awake.
-    fn reserve(&self, bytes: ByteSize) -> Result<Box<dyn Any + Send>, String>;
-
-    /// Called when the host memory of a reservation is allocated and filled: from here on it is
-    /// part of measured memory. Called with no lock held. Does nothing by default.
-    fn settle(&self, booked: &mut (dyn Any + Send)) {
-        let _ = booked;
-    }
+/// The future of [`DeviceArena::enter_async`]. Dropping it cancels the wait, but not a wake of the
+/// arena in progress.
+#[derive(Debug)]
+#[must_use = "a future does nothing unless it is awaited"]
+pub struct EnterFuture {
+    arena: Arc<ArenaInner>,
+    /// The number of wakes that had ended when it began to wait.
+    before: Option<u64>,
+    /// The id of its wait.
+    waits: Option<u64>,
 }
 
 impl DeviceArena {
@@ -222,8 +110,7 @@ impl DeviceArena {
         let inner = self.inner();
         inner.check_open()?;
         inner.empty_fronts();
-        inner.check_way_back(&inner.lock())?;
-        let outcome = inner.sleep(options);
+        let outcome = inner.run(async |port| suspend(port, options).await);
         inner.pass_on();
         inner.debug_validate();
         if let Ok(SleepReport { released, offloaded, stayed }) = &outcome {
@@ -250,9 +137,7 @@ impl DeviceArena {
     pub fn wake(&self) -> Result<WakeReport, DeviceError> {
         let inner = self.inner();
         inner.check_open()?;
-        let woken = inner.wake()?;
-        inner.debug_validate();
-        Ok(woken)
+        finish_wake(inner, inner.run(wake))
     }
 
     /// Like [`DeviceArena::wake`], for a thread that must not wait: it fails if the arena is
@@ -263,9 +148,7 @@ impl DeviceArena {
     pub fn wake_at_once(&self) -> Result<WakeReport, DeviceError> {
         let inner = self.inner();
         inner.check_open()?;
-        let woken = inner.wake_at_once()?;
-        inner.debug_validate();
-        Ok(woken)
+        finish_wake(inner, inner.run(wake_at_once))
     }
 
     /// Returns the sleep state; awake for a closed arena.
@@ -275,21 +158,21 @@ impl DeviceArena {
         if inner.check_here().is_err() {
             return SleepState::default();
         }
-        inner.lock().sleep.state()
+        inner.run_now(|state| state.sleep.state())
     }
 
     /// Returns `true` if a thread waits for it to be awake; for tests.
     #[doc(hidden)]
     #[must_use]
     pub fn is_wanted(&self) -> bool {
-        self.inner().lock().sleep.is_wanted()
+        self.inner().run_now(|state| state.sleep.is_wanted())
     }
 
     /// Returns `true` if a call is in progress that a sleep waits for; for tests.
     #[doc(hidden)]
     #[must_use]
     pub fn is_busy(&self) -> bool {
-        self.inner().lock().is_busy()
+        self.inner().run_now(|state| is_busy(state))
     }
 
     /// Sets if the host memory for contents is kept between sleeps ([`SleepConfig::keep_stores`]),
@@ -300,7 +183,7 @@ impl DeviceArena {
     pub fn set_keep_stores(&self, keep_stores: bool) {
         let inner = self.inner();
         if inner.check_here().is_ok() {
-            inner.set_between(keep_stores);
+            inner.run(async |port| stores::set_keep_stores(port, keep_stores).await);
         }
     }
 
@@ -311,7 +194,7 @@ impl DeviceArena {
         if inner.check_here().is_err() {
             return ByteSize::ZERO;
         }
-        inner.release_kept()
+        inner.run(stores::release_kept)
     }
 
     /// Sets the budget from which a sleep reserves host memory before it copies contents; without
@@ -354,8 +237,171 @@ impl DeviceArena {
     /// ```
     pub fn set_host_budget(&self, budget: Arc<dyn HostBudget>) {
         if self.inner().check_here().is_ok() {
-            let before = self.inner().lock().sleep.budget.replace(budget);
+            let before = self.inner().run_now(|state| state.sleep.budget.replace(budget));
             drop(before); // not ours, and so with no lock held
         }
     }
+
+    /// Puts the arena to sleep if no lease was held for [`SleepConfig::idle_after`] at `now`, and
+    /// it has been awake for [`SleepConfig::min_awake`]; otherwise returns `None`. Does not wait
+    /// for leases. Otherwise like [`DeviceArena::sleep`].
+    ///
+    /// On the worker of a `Memory` it does not wait for the whole device: an arena with leases
+    /// without a lane stays awake there, with [`DriverError::Background`].
+    ///
+    /// On a driver without [`same_address_wake`](crate::driver::Capabilities) it releases
+    /// idle memory instead, stays awake and returns `None`.
+    ///
+    /// Allocations and frees do not count as leases. An arena without memory stays awake, and so
+    /// does one with raw blocks or exported buffers. If a lease or a free interrupts it, it returns
+    /// `None`, and does not try again for 10 s; the same holds after an error.
+    ///
+    /// # Errors
+    /// The errors of [`DeviceArena::sleep`].
+    ///
+    /// [`DriverError::Background`]: crate::driver::DriverError::Background
+    /// [`SleepConfig::idle_after`]: crate::SleepConfig::idle_after
+    /// [`SleepConfig::min_awake`]: crate::SleepConfig::min_awake
+    pub fn sleep_if_idle(&self, now: Moment) -> Result<Option<SleepReport>, DeviceError> {
+        self.inner().check_here()?;
+        if self.next_sleep() > now {
+            return Ok(None);
+        }
+        let inner = self.inner();
+        if !inner.capabilities.same_address_wake {
+            return self.release_idle_instead().map(|()| None);
+        }
+        let config = inner.run_now(|state| state.sleep.config);
+        let options = SleepOptions { drain: Duration::ZERO, ..config.options };
+        let outcome = self.try_sleep(options);
+        let Err(error) = outcome else { return outcome.map(Some) };
+        // An allocation that cancels it is no lease: without a pause it would be tried at once
+        // again, and contents copied for nothing.
+        let again = inner.clock.now() + AGAIN;
+        inner.run_now(|state| state.sleep.postpone(again));
+        log!(debug, arena = self.name(), %error, "arena idle sleep failed");
+        match error {
+            // Another thread was faster, and so it is not idle.
+            DeviceError::Leased { .. }
+            | DeviceError::Exported { .. }
+            | DeviceError::SleepCancelled { .. }
+            | DeviceError::State { .. } => Ok(None),
+            error => Err(error),
+        }
+    }
+
+    /// In place of a sleep whose memory could not be restored at the same addresses.
+    fn release_idle_instead(&self) -> Result<(), DeviceError> {
+        let inner = self.inner();
+        let again = inner.clock.now() + AGAIN;
+        let is_first = inner.run_now(|state| {
+            state.sleep.postpone(again);
+            state.sleep.note_unsupported()
+        });
+        if is_first {
+            let (arena, backend) = (self.name(), self.backend());
+            log!(info, arena, %backend, "backend cannot sleep, releasing only idle memory");
+        }
+        self.purge().map(drop)
+    }
+
+    /// Returns the time for the next [`DeviceArena::sleep_if_idle`]; [`Moment::NEVER`] if idle
+    /// sleep is off, a lease is held, or the arena is not awake, has no memory, or has raw blocks
+    /// or exported buffers. Takes the lock for a few comparisons.
+    #[must_use]
+    pub fn next_sleep(&self) -> Moment {
+        let inner = self.inner();
+        if inner.check_here().is_err() {
+            return Moment::NEVER;
+        }
+        inner.run_now(|state| next_sleep(state))
+    }
+
+    /// Returns a lease, like [`DeviceArena::enter`], without blocking while a sleeping arena wakes:
+    /// a separate thread wakes it. Needs no runtime. While blocks are being moved it may block for
+    /// the duration of one copy.
+    ///
+    /// # Errors
+    /// The future returns the errors of [`DeviceArena::enter`], and [`DeviceError::Thread`] if no
+    /// thread could be started.
+    pub fn enter_async(&self) -> EnterFuture {
+        EnterFuture { arena: Arc::clone(self.inner()), before: None, waits: None }
+    }
+}
+
+impl Future for EnterFuture {
+    type Output = Result<Lease, DeviceError>;
+
+    fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
+        let this = &mut *self;
+        if let Err(error) = this.arena.check_open() {
+            return Poll::Ready(Err(error));
+        }
+        // Its clone and its drop are foreign code: with the lock released.
+        let waker = context.waker().clone();
+        let mut state = this.arena.lock();
+        let ended = state.sleep.attempts;
+        let before = *this.before.get_or_insert(ended);
+        let phase = state.sleep.phase;
+        let wake_timeout = match phase {
+            Phase::Awake | Phase::Draining(_) => {
+                drop(state);
+                if let Some(entered) = Lease::try_of(&this.arena).transpose() {
+                    return Poll::Ready(entered);
+                }
+                context.waker().wake_by_ref(); // it fell asleep meanwhile
+                return Poll::Pending;
+            }
+            Phase::Asleep => {
+                if let Some(error) = state.sleep.failed_since(before) {
+                    return Poll::Ready(Err(error));
+                }
+                Some(begin_wake(&mut state))
+            }
+            Phase::Suspending | Phase::Waking => None,
+        };
+        let replaced = state.sleep.register(&mut this.waits, waker);
+        drop(state);
+        drop(replaced);
+        match wake_timeout.map(|timeout| spawn_wake(&this.arena, timeout)) {
+            Some(Err(error)) => Poll::Ready(Err(error)),
+            _ => Poll::Pending,
+        }
+    }
+}
+
+/// Starts a thread that wakes an arena, which is marked as waking.
+fn spawn_wake(arena: &Arc<ArenaInner>, wake_timeout: Duration) -> Result<(), DeviceError> {
+    let inner = Arc::clone(arena);
+    let wake = move || {
+        let _ = inner.run(async |port| resume(port, wake_timeout).await);
+        inner.pass_on();
+    };
+    let thread = thread::Builder::new().name("lowtide-wake".to_owned());
+    thread.spawn(wake).map(drop).map_err(|error| {
+        let error = DeviceError::Thread { message: error.to_string() };
+        arena.run(async |port| fail_wake(port, &error).await);
+        error
+    })
+}
+
+impl Drop for EnterFuture {
+    /// Gives up the wait. In a forked child does nothing.
+    fn drop(&mut self) {
+        let Some(waits) = self.waits.filter(|_| self.arena.check_here().is_ok()) else { return };
+        let waker = self.arena.run_now(|state| state.sleep.unregister(waits));
+        let _ = caught(|| drop(waker)); // foreign code; nothing unwinds out of a drop
+    }
+}
+
+/// Passes on what a wake recorded, and checks the state in debug builds.
+fn finish_wake(
+    inner: &ArenaInner,
+    outcome: Result<WakeReport, DeviceError>,
+) -> Result<WakeReport, DeviceError> {
+    inner.pass_on();
+    if outcome.is_ok() {
+        inner.debug_validate();
+    }
+    outcome
 }
