@@ -328,7 +328,6 @@ async fn finish(
 
 /// Notes the blocks whose contents are lost with these runs.
 fn note_discarded(state: &mut ArenaState, runs: &[OutgoingRun]) {
-    state.is_unpublished = true;
     for region in Region::ALL {
         let is_lost =
             |run: &&OutgoingRun| run.place.region == region && run.contents == Contents::Discard;
