@@ -279,7 +279,7 @@ impl<'a> World<'a> {
             // The first step needs the rest.
             if let Begun::Placed(placed, claim) = begun {
                 let state = self.state();
-                state.region_mut(region).pins.unpin(placed.id);
+                state.region_mut(region).pins.end_operation(placed.id);
                 state.withdraw(region, placed, claim, clock);
             }
             return;
@@ -487,15 +487,10 @@ impl<'a> World<'a> {
     }
 }
 
-/// Runs the schedule of a seed.
-fn play(seed: u64) -> Totals {
-    let mut chance = Chance(seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1);
-    for _ in 0..4 {
-        chance.below(2);
-    }
-    let clock = ManualClock::new();
+/// Returns the device of a schedule.
+fn device(seed: u64, chance: &mut Chance, clock: &ManualClock) -> SimDriver {
     let virtual_memory = chance.below(4) > 0;
-    let sim = SimDriver::new(SimOptions {
+    SimDriver::new(SimOptions {
         order: if chance.below(2) == 0 { Order::Lazy } else { Order::Random { seed } },
         granularity: STEP_GRANULE,
         handles: lowtide_cuda_sim::Handles::Fixed(STEP_GRANULE),
@@ -506,7 +501,17 @@ fn play(seed: u64) -> Totals {
         remap: chance.below(2) == 0,
         clock: clock.clone(),
         ..SimOptions::default()
-    });
+    })
+}
+
+/// Runs the schedule of a seed.
+fn play(seed: u64) -> Totals {
+    let mut chance = Chance(seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1);
+    for _ in 0..4 {
+        chance.below(2);
+    }
+    let clock = ManualClock::new();
+    let sim = device(seed, &mut chance, &clock);
     let config = ArenaConfig {
         limit: ByteSize::new((12 + chance.below(52)) * STEP_GRANULE.get()),
         reserve: ByteSize::kib(512),
@@ -566,6 +571,7 @@ fn play(seed: u64) -> Totals {
     done
 }
 
+#[expect(clippy::disallowed_methods, reason = "a setting of this test, not of the library")]
 fn number(name: &str) -> Option<u64> {
     std::env::var(name).ok().map(|text| text.parse().expect("a number"))
 }
