@@ -77,7 +77,8 @@ pub(crate) trait Surroundings {
     /// Ends one [`Surroundings::shut_caches`].
     fn reopen_caches(&self);
 
-    /// Keeps the caches empty while the arena sleeps.
+    /// Keeps the caches empty while the arena sleeps. Takes no lock that is held while the lock of
+    /// the state is taken, so it may be called in a step.
     fn set_asleep(&self, is_asleep: bool);
 
     /// Takes the turn to call the callbacks for a shortage, if there are any; returns `true` if

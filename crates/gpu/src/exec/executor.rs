@@ -180,15 +180,20 @@ impl Deref for Locked<'_> {
 
     #[inline]
     fn deref(&self) -> &ArenaState {
-        self.slot.as_deref().and_then(|slot| slot.state.as_deref()).expect("the state is there")
+        match &self.slot {
+            Some(slot) => slot.state.as_deref().expect("no operation makes a step"),
+            None => unreachable!("only a wait has no slot"),
+        }
     }
 }
 
 impl DerefMut for Locked<'_> {
     #[inline]
     fn deref_mut(&mut self) -> &mut ArenaState {
-        let slot = self.slot.as_deref_mut();
-        slot.and_then(|slot| slot.state.as_deref_mut()).expect("the state is there")
+        match &mut self.slot {
+            Some(slot) => slot.state.as_deref_mut().expect("no operation makes a step"),
+            None => unreachable!("only a wait has no slot"),
+        }
     }
 }
 
