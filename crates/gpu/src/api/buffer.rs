@@ -27,7 +27,7 @@ use crate::engine::compact::BlockPin;
 use crate::engine::sleep::Contents;
 use crate::exec::front::{BlockHandle, BlockPlace};
 use crate::exec::inner::ArenaInner;
-use crate::observe::record::Operation;
+use crate::state::event::ArenaEvent;
 use crate::state::region::{AllocRequest, Placement, Region};
 use crate::types::error::DeviceError;
 use lowtide_core::bytes::ByteSize;
@@ -167,7 +167,7 @@ impl<T: Pod> Buffer<T> {
             (Some(wanted), None) => {
                 let placed = inner.obtain(region, wanted)?;
                 for lane in &self.owned.lanes {
-                    inner.tell_use(region, placed.id, lane);
+                    inner.note_use(region, placed.id, lane);
                 }
                 Some(placed)
             }
@@ -249,11 +249,10 @@ impl<T: Pod> Buffer<T> {
             let (inner, id) = (&home.inner, block.id);
             let mut books = inner.lock();
             books.region_mut(region).pins.set_contents(id, contents);
-            books.tell(&*inner.clock, |numbers| {
-                Some(Operation::Contents { id: numbers.of(region, id)?, contents })
-            });
+            let event = || ArenaEvent::ContentsSet { region, id, contents };
+            books.events.push(&*inner.clock, event);
             drop(books);
-            inner.pass_on();
+            inner.flush_events();
         }
         Ok(())
     }
@@ -274,7 +273,7 @@ impl<T: Pod> Buffer<T> {
     pub(crate) fn add_lane(&mut self, lane: &Lane) {
         self.owned.lanes.push(Arc::clone(lane.known()));
         if let Some(block) = self.owned.block {
-            self.inner().tell_use(self.region(), block.id, lane.known());
+            self.inner().note_use(self.region(), block.id, lane.known());
         }
     }
 

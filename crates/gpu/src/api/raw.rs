@@ -19,11 +19,9 @@ use crate::api::lane::{Lane, LaneInner};
 use crate::driver::DeviceAddress;
 use crate::exec::front::Kept;
 use crate::exec::inner::ArenaInner;
-use crate::observe::record::Operation;
-use crate::observe::record::hooks::Origin;
-use crate::observe::record::operation::After;
 use crate::state::arena::ArenaState;
-use crate::state::region::{AllocRequest, Region};
+use crate::state::event::{After, ArenaEvent, FreeCause, Origin};
+use crate::state::region::{AllocRequest, Placement, Region};
 use crate::state::streams::StreamKey;
 use crate::types::error::DeviceError;
 use lowtide_core::bytes::ByteSize;
@@ -171,7 +169,7 @@ impl DeviceArena {
     ) -> Result<RawBlock, DeviceError> {
         let inner = self.inner();
         inner.check_open()?;
-        let origin = Origin { lane: lane.map_or(0, LaneInner::number), ..Origin::RAW };
+        let origin = Origin { lane: lane.and_then(LaneInner::number), ..Origin::RAW };
         let largest_align = inner.capabilities.granularity;
         if !align.get().is_power_of_two() || align > largest_align {
             return Err(DeviceError::Alignment { requested: align, largest: largest_align });
@@ -223,9 +221,9 @@ impl DeviceArena {
         if let Some(lane) = lane {
             books.note_user(&mut raw, lane, &*inner.clock);
         }
-        books.release_raw(&raw, &*inner.clock);
+        books.release_raw(&raw, false, &*inner.clock);
         drop(books);
-        inner.pass_on();
+        inner.flush_events();
         Ok(RawBlock::of(&raw.kept))
     }
 
@@ -267,7 +265,7 @@ impl DeviceArena {
         books.note_user(&mut raw, lane.known(), &*inner.clock);
         books.raw.insert(at, raw);
         drop(books);
-        inner.pass_on();
+        inner.flush_events();
         Ok(())
     }
 
@@ -345,33 +343,29 @@ impl Lane {
 impl ArenaState {
     /// Frees every raw block; returns their bytes.
     pub(crate) fn reset(&mut self, clock: &dyn Clock) -> ByteSize {
-        self.tell(clock, |numbers| {
-            numbers.forget_raw();
-            None
-        });
         let all: Vec<_> = std::mem::take(&mut self.raw).into_values().collect();
-        all.iter().for_each(|raw| self.release_raw(raw, clock));
+        all.iter().for_each(|raw| self.release_raw(raw, true, clock));
+        let blocks = all.len() as u64;
         let bytes = all.iter().map(|raw| ByteSize::new(raw.kept.1.span.size)).sum();
-        self.tell(clock, |_| Some(Operation::Reset { blocks: all.len() as u64, bytes }));
+        self.events.push(clock, || ArenaEvent::RawReset { blocks, bytes });
         bytes
     }
 
     /// Adds the stream of a lane to those that use a block.
     fn note_user(&mut self, raw: &mut RawUse, lane: &LaneInner, clock: &dyn Clock) {
         let is_new = lane.key().is_none_or(|stream| raw.users.add(stream));
-        if is_new && lane.number() > 0 {
-            let (region, placed) = raw.kept;
-            self.tell(clock, |numbers| {
-                Some(Operation::Use { id: numbers.of(region, placed.id)?, lane: lane.number() })
-            });
+        if let Some(lane) = lane.number().filter(|_| is_new) {
+            let (region, Placement { id, .. }) = raw.kept;
+            self.events.push(clock, || ArenaEvent::Used { region, id, lane });
         }
     }
 
     /// Frees a raw block that is no longer known by its address.
-    fn release_raw(&mut self, raw: &RawUse, clock: &dyn Clock) {
+    fn release_raw(&mut self, raw: &RawUse, is_reset: bool, clock: &dyn Clock) {
         let (region, placed) = raw.kept;
         raw.users.with(|streams, after| {
-            self.release_after(region, placed, (streams, after), clock);
+            let cause = if is_reset { FreeCause::Reset } else { FreeCause::Owner(after) };
+            self.release_after(region, placed, (streams, cause), clock);
         });
     }
 }

@@ -21,9 +21,8 @@ use crate::engine::refusal::{AllocFailure, Cause};
 use crate::exec::executor::Locked;
 use crate::exec::inner::ArenaInner;
 use crate::index::Span;
-use crate::observe::record::hooks::{Origin, Refused};
-use crate::observe::visualize::Act;
 use crate::state::arena::ArenaState;
+use crate::state::event::{ArenaEvent, FailedRequest, Origin};
 use crate::state::region::{AllocRequest, Placement, Region, Search};
 use crate::state::segment::Run;
 use crate::state::streams::StreamKey;
@@ -93,8 +92,9 @@ impl ArenaInner {
         wanted: AllocRequest,
         taker: Option<StreamKey>,
     ) -> Result<Placement, DeviceError> {
-        self.seek(region, wanted, taker)
-            .map_err(|refusal| self.note_refusal(region, refusal, Refused::Block(region, wanted)))
+        self.seek(region, wanted, taker).map_err(|refusal| {
+            self.note_refusal(region, refusal, FailedRequest::Alloc(region, wanted))
+        })
     }
 
     fn seek(
@@ -117,7 +117,7 @@ impl ArenaInner {
     /// Tries, and after a shortage again after each step.
     fn insist<T>(&self, region: Region, attempt: &Attempt<'_, T>) -> Result<T, AllocFailure> {
         let outcome = on_shortage(attempt(Search::Usual), |_| self.climb(region, attempt));
-        self.pass_on();
+        self.flush_events();
         outcome
     }
 
@@ -194,9 +194,7 @@ impl ArenaInner {
         let outcome = outcome.and_then(|()| self.check_arrival());
         match outcome {
             Ok(()) => {
-                books.arrive(region, placed);
-                books.record(&*self.clock, Act::Alloc, placed);
-                books.tell_alloc(&*self.clock, region, wanted, placed);
+                books.arrive(region, wanted, placed, &*self.clock);
                 self.fronts.note_live(books.live(), books.limit.get());
             }
             Err(_) => books.withdraw(region, placed, claim, &*self.clock),
@@ -215,7 +213,7 @@ impl ArenaInner {
         placed: Placement,
         requested: u64,
     ) -> Result<Option<Placement>, DeviceError> {
-        let what = Refused::Resize(region, placed.id, requested);
+        let what = FailedRequest::Resize(region, placed.id, requested);
         self.insist(region, &|_| self.try_resize_in_place(region, placed, requested))
             .map_err(|refusal| self.note_refusal(region, refusal, what))
     }
@@ -243,11 +241,6 @@ impl ArenaInner {
         let (mut books, outcome) = self.back_still(books, region, resized);
         books.end_resize(region, [placed, resized], outcome.is_ok(), &*self.clock);
         self.note_quieter(&books);
-        if outcome.is_ok() {
-            books.record(&*self.clock, Act::Free, Placement { at: resized.at, ..placed });
-            books.record(&*self.clock, Act::Alloc, resized);
-            books.tell_resize(&*self.clock, region, resized);
-        }
         outcome.map(|()| Some(resized)).map_err(|refusal| refusal.told(&books))
     }
 
@@ -271,7 +264,7 @@ impl ArenaInner {
         old: Placement,
         wanted: AllocRequest,
     ) -> Result<Placement, DeviceError> {
-        let what = Refused::Resize(region, old.id, wanted.requested);
+        let what = FailedRequest::Resize(region, old.id, wanted.requested);
         let mut new = self
             .seek(region, wanted.by(Origin::RESIZE), None)
             .map_err(|refusal| self.note_refusal(region, refusal, what))?;
@@ -295,10 +288,14 @@ impl ArenaInner {
             books.replace(region, old, new, &*self.clock);
         } else {
             books.release(region, new, &*self.clock);
-            books.tell_refusal(&*self.clock, what, Cause::Driver);
+            books.events.push(&*self.clock, || ArenaEvent::AllocFailed {
+                request: what,
+                cause: Cause::Driver,
+                shortage: None,
+            });
         }
         drop(books);
-        self.pass_on();
+        self.flush_events();
         copied.map(|()| new).map_err(Into::into)
     }
 

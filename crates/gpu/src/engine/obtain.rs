@@ -16,9 +16,9 @@ use crate::engine::refusal::{AllocFailure, Cause};
 use crate::exec::executor::Locked;
 use crate::exec::inner::ArenaInner;
 use crate::index::{End, Span};
-use crate::observe::visualize::Act;
 use crate::state::aging::Ages;
 use crate::state::arena::ArenaState;
+use crate::state::event::ArenaEvent;
 use crate::state::ground::Backing;
 use crate::state::pending::Claim;
 use crate::state::ranges::APART_FROM;
@@ -204,7 +204,8 @@ impl ArenaState {
     ) {
         self.region_mut(region).end_segment(span, at);
         if let Some(at) = at {
-            self.history.record(clock, Act::Commit, at.get(), ByteSize::new(span.size));
+            let size = ByteSize::new(span.size);
+            self.events.push(clock, || ArenaEvent::Committed { at, size });
             self.totals.commits += 1;
             self.totals.committed_bytes += span.size;
         }

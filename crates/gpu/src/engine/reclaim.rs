@@ -18,10 +18,9 @@ use crate::api::arena::DeviceArena;
 use crate::driver::DriverError;
 use crate::exec::executor::Locked;
 use crate::exec::inner::ArenaInner;
-use crate::observe::record::{GivenUp, Operation, hooks};
-use crate::observe::visualize::Act;
 use crate::state::aging::Ages;
 use crate::state::arena::ArenaState;
+use crate::state::event::{ArenaEvent, ReleaseCause};
 use crate::types::error::DeviceError;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::Moment;
@@ -89,13 +88,10 @@ impl DeviceArena {
         books.set_looked(now, given.error.is_some());
         let next = inner.next_look(&books);
         let released = ByteSize::new(books.bytes_of(given.granules));
-        if let Some(recorder) = &inner.recorder {
-            let outcome = GivenUp { released, done: given.error.is_none() };
-            let now = recorder.since(now);
-            books.tell(&*inner.clock, |_| Some(Operation::Decay { now, outcome }));
-        }
+        let (cause, done) = (ReleaseCause::Decay { now }, given.error.is_none());
+        books.events.push(&*inner.clock, || ArenaEvent::Released { cause, released, done });
         drop(books);
-        inner.pass_on();
+        inner.flush_events();
         inner.debug_validate();
         match given.error {
             Some(error) => Err(error.into()),
@@ -123,16 +119,14 @@ impl DeviceArena {
     pub fn set_decay(&self, time: DecayTime) {
         let inner = self.inner();
         if inner.check_here().is_ok() {
-            let now = hooks::seen(inner.recorder.as_ref(), &*inner.clock);
             inner.fronts.set_decay(time);
             if time == DecayTime::AtOnce {
                 inner.empty_fronts();
             }
             let mut books = inner.lock();
-            books.set_decay(time, now);
-            books.tell(&*inner.clock, |_| Some(Operation::DecayTime { time }));
+            books.set_decay(time, inner.clock.now());
             drop(books);
-            inner.pass_on();
+            inner.flush_events();
         }
     }
 
@@ -161,8 +155,7 @@ impl DeviceArena {
     /// # Errors
     /// The errors of [`DeviceArena::purge`].
     pub fn shrink(&self) -> Result<ByteSize, DeviceError> {
-        let told = |outcome| Some(Operation::Shrink { outcome });
-        self.down_to(ByteSize::ZERO, told, |books, bytes| {
+        self.down_to(ByteSize::ZERO, ReleaseCause::Shrink, |books, bytes| {
             books.totals.shrinks += 1;
             books.totals.shrunk_bytes += bytes;
             books.steps.shrunk();
@@ -175,7 +168,7 @@ impl DeviceArena {
     /// # Errors
     /// [`DeviceError::Driver`], with earlier releases accounted for; [`DeviceError::Forked`].
     pub fn trim(&self, keep: ByteSize) -> Result<ByteSize, DeviceError> {
-        self.down_to(keep, |outcome| Some(Operation::Trim { keep, outcome }), note_trim)
+        self.down_to(keep, ReleaseCause::Trim { keep }, note_trim)
     }
 
     /// Waits until the work of all freed memory is complete, so that a following
@@ -192,13 +185,13 @@ impl DeviceArena {
 
     /// Gives all idle memory back, as a part of something else.
     pub(crate) fn empty(&self) -> Result<(), DeviceError> {
-        self.down_to(ByteSize::ZERO, |_| None, note_trim).map(drop)
+        self.down_to(ByteSize::ZERO, ReleaseCause::Close, note_trim).map(drop)
     }
 
     fn down_to(
         &self,
         keep: ByteSize,
-        told: impl FnOnce(GivenUp) -> Option<Operation>,
+        cause: ReleaseCause,
         note: impl FnOnce(&mut ArenaState, u64),
     ) -> Result<ByteSize, DeviceError> {
         let inner = self.inner();
@@ -228,12 +221,11 @@ impl DeviceArena {
         }
         let bytes = books.bytes_of(released);
         note(&mut books, bytes);
-        let outcome = GivenUp { released: ByteSize::new(bytes), done: error.is_none() };
-        books.tell(&*inner.clock, |_| told(outcome));
+        let (released, done) = (ByteSize::new(bytes), error.is_none());
+        books.events.push(&*inner.clock, || ArenaEvent::Released { cause, released, done });
         drop(books);
-        inner.pass_on();
+        inner.flush_events();
         inner.debug_validate();
-        let released = ByteSize::new(bytes);
         if !released.is_zero() {
             log!(debug, arena = self.name(), %keep, %released, "idle memory released");
         }
@@ -312,10 +304,7 @@ impl ArenaInner {
         let is_of_trim = error.is_none();
         error = error.or_else(|| trimmed.err());
         for (nth, &place) in leaving.iter().enumerate() {
-            books.end_leave(place, nth < done);
-            if nth < done {
-                books.history.record(&*self.clock, Act::Decommit, place.at.get(), place.size);
-            }
+            books.end_leave(place, nth < done, &*self.clock);
         }
         let granules = leaving[..done].iter().map(|place| place.run.granules()).sum();
         (books, GivenBack { granules, error, is_of_trim, unlocked: true })

@@ -13,8 +13,8 @@ use crate::engine::compact::{CompactOptions, Goal};
 use crate::engine::proof::is_unwaited;
 use crate::exec::inner::ArenaInner;
 use crate::index::End;
-use crate::observe::record::hooks::Refused;
 use crate::state::arena::ArenaState;
+use crate::state::event::FailedRequest;
 use crate::state::region::{Region, RegionState};
 use crate::types::error::{Bound, DeviceError};
 use lowtide_core::bytes::ByteSize;
@@ -140,7 +140,7 @@ impl ArenaInner {
         &self,
         region: Region,
         refusal: AllocFailure,
-        what: Refused,
+        request: FailedRequest,
     ) -> DeviceError {
         let AllocFailure { cause, mut error } = refusal;
         if self.check_here().is_err() {
@@ -165,21 +165,7 @@ impl ArenaInner {
             }
             _ => {}
         }
-        let mut books = self.lock();
-        books.record_refusal(&error, &*self.clock);
-        books.tell_refusal(&*self.clock, what, cause);
-        let failures = &mut books.totals.failures;
-        let counted = match cause {
-            Cause::Limit { .. } => Some(&mut failures.limit),
-            Cause::Device => Some(&mut failures.device),
-            Cause::Addresses => Some(&mut failures.addresses),
-            Cause::Driver => Some(&mut failures.driver),
-            Cause::Uncounted => None,
-        };
-        if let Some(count) = counted {
-            *count += 1;
-        }
-        drop(books);
+        self.lock().note_failure(request, (cause, &error), &*self.clock);
         log!(debug, arena = self.name, %error, "allocation failed");
         error
     }

@@ -19,9 +19,9 @@ use crate::engine::reclaim::CALLS_MAX;
 use crate::exec::executor::Locked;
 use crate::exec::inner::ArenaInner;
 use crate::index::Span;
-use crate::observe::visualize::Act;
 use crate::state::aging::Ages;
 use crate::state::arena::{ArenaState, Leaving};
+use crate::state::event::ArenaEvent;
 use crate::state::region::Region;
 use crate::state::segment::Run;
 use lowtide_core::clock::Clock;
@@ -150,8 +150,8 @@ impl ArenaState {
         if done {
             self.totals.remaps += 1;
             self.totals.remapped_bytes += from.size.get();
-            self.history.record(clock, Act::Decommit, from.at.get(), from.size);
-            self.history.record(clock, Act::Commit, at.get(), from.size);
+            let remapped = ArenaEvent::Remapped { from: from.at, to: at, size: from.size };
+            self.events.push(clock, || remapped);
         }
         if self.idle() == 0 {
             self.aging.clear();

@@ -4,8 +4,10 @@
 //! before it does what the step asks for: a driver call, a wait, or other code. So no driver call
 //! is made and no foreign code runs with the lock held. Contended acquisitions are counted.
 //!
-//! Invariants: the state is in its slot whenever the lock is free; every thread that waits for a
-//! change is notified when the lock is released after one.
+//! Events are delivered when the lock is released, by the thread that releases it.
+//!
+//! Invariants: the state is in its slot, and its queue of events empty, whenever the lock is free;
+//! every thread that waits for a change is notified when the lock is released after one.
 
 use std::fmt;
 use std::ops::{Deref, DerefMut};
@@ -15,7 +17,9 @@ use crate::driver::Driver;
 use crate::engine::port::{Caller, Port, Step, run_outside, step};
 use crate::engine::shortage;
 use crate::engine::sleep::stores;
+use crate::exec::observer::{Batch, Observers};
 use crate::state::arena::ArenaState;
+use crate::state::event::EventQueue;
 use lowtide_core::clock::Clock;
 use lowtide_core::sync::{Condvar, Mutex, MutexGuard, is_background, lock, try_lock, wait};
 
@@ -23,6 +27,8 @@ use lowtide_core::sync::{Condvar, Mutex, MutexGuard, is_background, lock, try_lo
 pub(crate) struct Executor {
     slot: Mutex<Slot>,
     changed: Condvar,
+    /// `None` if nothing observes the arena.
+    observers: Option<Observers>,
 }
 
 /// The place of the state.
@@ -41,9 +47,18 @@ pub(crate) struct Locked<'a> {
 }
 
 impl Executor {
-    pub(crate) fn new(state: ArenaState) -> Self {
+    pub(crate) fn new(mut state: ArenaState, observers: Option<Observers>) -> Self {
+        if observers.is_some() {
+            state.events = EventQueue::observed();
+        }
         let slot = Slot { state: Some(Box::new(state)), waiters: 0 };
-        Self { slot: Mutex::new(slot), changed: Condvar::new() }
+        Self { slot: Mutex::new(slot), changed: Condvar::new(), observers }
+    }
+
+    /// Returns what observes the arena.
+    #[inline]
+    pub(crate) const fn observers(&self) -> Option<&Observers> {
+        self.observers.as_ref()
     }
 
     /// Locks the state; counts the time if another thread has it.
@@ -120,6 +135,10 @@ impl Locked<'_> {
     /// Releases the lock until another thread has changed the state; may also return earlier.
     pub(crate) fn wait(mut self) -> Self {
         let executor = self.executor;
+        if let Some(observers) = &executor.observers {
+            // With the lock held: the wait releases it.
+            observers.take(&mut self.events).into_iter().for_each(Batch::deliver);
+        }
         // Taken out, so that the drop of `self` does nothing.
         let Some(mut slot) = self.slot.take() else { return self };
         slot.waiters += 1;
@@ -129,6 +148,15 @@ impl Locked<'_> {
         let mut slot = wait(&executor.changed, slot);
         slot.waiters -= 1;
         Self { executor, slot: Some(slot) }
+    }
+
+    /// Releases the lock, and delivers the events of the state.
+    #[cold]
+    fn deliver(&mut self, observers: &Observers) {
+        let Some(mut slot) = self.slot.take() else { return };
+        let batch = slot.state.as_mut().and_then(|state| observers.take(&mut state.events));
+        drop(slot);
+        batch.into_iter().for_each(Batch::deliver);
     }
 
     /// Lets an operation make its next step on the state.
@@ -162,11 +190,14 @@ impl DerefMut for Locked<'_> {
 }
 
 impl Drop for Locked<'_> {
-    /// Notifies the threads that wait for a change.
+    /// Notifies the threads that wait for a change, and delivers the events.
     #[inline]
     fn drop(&mut self) {
         if self.slot.as_ref().is_some_and(|slot| slot.waiters > 0) {
             self.executor.changed.notify_all();
+        }
+        if let Some(observers) = &self.executor.observers {
+            self.deliver(observers);
         }
     }
 }

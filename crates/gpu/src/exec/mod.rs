@@ -6,4 +6,5 @@ pub(crate) mod front;
 pub(crate) mod handles;
 pub(crate) mod inner;
 pub(crate) mod kept;
+pub(crate) mod observer;
 pub(crate) mod reserve;

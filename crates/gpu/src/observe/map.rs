@@ -7,6 +7,7 @@
 
 use crate::api::arena::DeviceArena;
 use crate::index::Span;
+use crate::observe::history::History;
 use crate::observe::visualize::{
     ArenaMap, BlockSpan, BlockState, GranuleRun, GranuleState, SegmentMap,
 };
@@ -48,7 +49,7 @@ impl DeviceArena {
         let books = inner.lock();
         let taken = inner.clock.now();
         let segments = Region::ALL.iter().flat_map(|&region| segments(&books, region)).collect();
-        let events = books.history.events();
+        let events = inner.observer::<History>(&books).map_or_else(Vec::new, History::events);
         let granularity = ByteSize::new(books.bytes_of(1));
         drop(books);
         let since_epoch = inner.clock.since_epoch();

@@ -2,6 +2,7 @@
 
 pub(crate) mod aging;
 pub(crate) mod arena;
+pub(crate) mod event;
 pub(crate) mod granules;
 pub(crate) mod ground;
 pub(crate) mod growth;

@@ -12,9 +12,8 @@ use super::{CompactOptions, Goal};
 use crate::api::raw::RawUse;
 use crate::driver::DeviceAddress;
 use crate::index::{End, Span, StaleBlock};
-use crate::observe::record::Operation;
-use crate::observe::visualize::Act;
 use crate::state::arena::ArenaState;
+use crate::state::event::{ArenaEvent, Location};
 use crate::state::ranges::BlockName;
 use crate::state::region::{Placement, Region, RegionState};
 use lowtide_core::bytes::ByteSize;
@@ -184,15 +183,13 @@ impl ArenaState {
             }
         }
         let to = self.address_of(region, id);
-        // The requested size is not known here: the events show the block's size.
-        self.history.record(clock, Act::Free, from.get(), ByteSize::new(size));
-        self.history.record(clock, Act::Alloc, to.get(), ByteSize::new(size));
-        let ground = &self.region(region).segment;
-        self.tell(clock, |numbers| {
-            let id = numbers.of(region, id)?;
-            let [from, to] = [from, to].map(|at| ground.offset_of(at).unwrap_or_default());
-            Some(Operation::Move { id, region, from, to, size: ByteSize::new(size) })
+        // The requested size is not known here: the event shows the block's size.
+        let (size, ground) = (ByteSize::new(size), &self.region(region).segment);
+        let [from, to] = [from, to].map(|address| Location {
+            offset: ground.offset_of(address).unwrap_or_default(),
+            address,
         });
+        self.events.push(clock, || ArenaEvent::Moved { region, id, from, to, size });
         active.saturating_sub(self.active())
     }
 

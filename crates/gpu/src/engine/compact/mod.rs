@@ -30,7 +30,7 @@ use crate::api::arena::DeviceArena;
 use crate::driver::DeviceAddress;
 use crate::exec::inner::ArenaInner;
 use crate::index::Span;
-use crate::observe::record::Operation;
+use crate::state::event::ArenaEvent;
 use crate::state::ranges::BlockName;
 use crate::state::region::Region;
 use crate::types::error::DeviceError;
@@ -171,11 +171,9 @@ impl BlockPin {
         if let Some(id) = id {
             let mut books = inner.wait_until_still(inner.lock(), region, id);
             books.region_mut(region).pins.pin(id);
-            books.tell(&*inner.clock, |numbers| {
-                Some(Operation::Pin { id: numbers.of(region, id)? })
-            });
+            books.events.push(&*inner.clock, || ArenaEvent::Pinned { region, id });
             drop(books);
-            inner.pass_on();
+            inner.flush_events();
         }
         Self { inner: Arc::clone(inner), region, id }
     }
@@ -188,11 +186,10 @@ impl Drop for BlockPin {
         if self.inner.check_here().is_ok() {
             let mut books = self.inner.lock();
             books.region_mut(self.region).pins.unpin(id);
-            books.tell(&*self.inner.clock, |numbers| {
-                Some(Operation::Unpin { id: numbers.of(self.region, id)? })
-            });
+            let region = self.region;
+            books.events.push(&*self.inner.clock, || ArenaEvent::Unpinned { region, id });
             drop(books);
-            self.inner.pass_on();
+            self.inner.flush_events();
         }
     }
 }
@@ -269,11 +266,11 @@ impl DeviceArena {
             return Err(CompactError { error, done });
         }
         done.stopped = *outcome.as_ref().unwrap_or(&StopReason::Failed);
-        let books = inner.lock();
+        let mut books = inner.lock();
         done.largest_span = ByteSize::new(books.region(options.region).largest_span());
-        books.tell(&*inner.clock, |_| Some(Operation::compact(options, &done)));
+        books.events.push(&*inner.clock, || ArenaEvent::Compacted { options, report: done });
         drop(books);
-        inner.pass_on();
+        inner.flush_events();
         log!(
             debug,
             arena = self.name(),

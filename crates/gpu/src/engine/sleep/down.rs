@@ -17,8 +17,8 @@ use super::stores::Saved;
 use super::{SleepOptions, SleepReport, SleepState};
 use crate::driver::DriverError;
 use crate::exec::inner::ArenaInner;
-use crate::observe::visualize::Act;
 use crate::state::arena::ArenaState;
+use crate::state::event::ArenaEvent;
 use crate::state::region::Region;
 use crate::state::segment::Run;
 use crate::types::error::DeviceError;
@@ -62,7 +62,8 @@ impl ArenaInner {
     fn begin_drain(&self, options: SleepOptions) -> Result<u64, DeviceError> {
         let mut books = self.lock();
         if books.sleep.phase != Phase::Awake {
-            return Err(self.told(&books, options, self.not_awake(&books)));
+            let error = self.not_awake(&books);
+            return Err(self.told(&mut books, options, error));
         }
         books.sleep.drains += 1;
         let drain = books.sleep.drains;
@@ -81,7 +82,7 @@ impl ArenaInner {
             let mut books = self.lock();
             if books.sleep.phase != Phase::Draining(drain) {
                 let error = DeviceError::SleepCancelled { arena: self.name.clone() };
-                return Err(self.told(&books, options, error));
+                return Err(self.told(&mut books, options, error));
             }
             if books.outstanding.exported.count > 0 {
                 (books.sleep.phase, books.sleep.bell) = (Phase::Awake, None);
@@ -90,7 +91,7 @@ impl ArenaInner {
                     ByteSize::new(books.outstanding.exported.bytes),
                 );
                 let error = DeviceError::Exported { arena: self.name.clone(), count, bytes };
-                return Err(self.told(&books, options, error));
+                return Err(self.told(&mut books, options, error));
             }
             let now = self.clock.now();
             let bell = match books.sleep.bell.clone() {
@@ -103,7 +104,7 @@ impl ArenaInner {
                         leases: books.leases,
                         held_for: now - books.sleep.leased_since,
                     };
-                    return Err(self.told(&books, options, error));
+                    return Err(self.told(&mut books, options, error));
                 }
                 _ => {
                     books.sleep.phase = Phase::Falling;
@@ -117,8 +118,14 @@ impl ArenaInner {
     }
 
     /// Records the reason it does not fall asleep; returns the error.
-    fn told(&self, books: &ArenaState, options: SleepOptions, error: DeviceError) -> DeviceError {
-        books.tell_sleepless(&*self.clock, options, &error, books.sleep.state());
+    fn told(
+        &self,
+        books: &mut ArenaState,
+        options: SleepOptions,
+        error: DeviceError,
+    ) -> DeviceError {
+        let state = books.sleep.state();
+        books.note_sleepless(&*self.clock, options, &error, state);
         error
     }
 
@@ -190,7 +197,7 @@ impl ArenaInner {
     ) -> DeviceError {
         self.arrive_at(Phase::Awake, |books| {
             parts.iter().for_each(|part| books.end_part(part, false));
-            books.tell_sleepless(&*self.clock, options, &error, SleepState::Awake);
+            books.note_sleepless(&*self.clock, options, &error, SleepState::Awake);
         });
         if let Some(saved) = saved {
             self.let_go(saved);
@@ -215,7 +222,7 @@ impl ArenaInner {
             self.arrive_at(Phase::Awake, |books| {
                 parts.iter().zip(0..).for_each(|(part, at)| books.end_part(part, at < nth));
                 books.untrimmed |= nth > 0;
-                books.tell_sleepless(&*self.clock, options, &error, SleepState::Awake);
+                books.note_sleepless(&*self.clock, options, &error, SleepState::Awake);
             });
             return error;
         }
@@ -234,7 +241,7 @@ impl ArenaInner {
             self.arrive_at(Phase::Awake, |books| {
                 books.note_discarded(&parts[..=nth]);
                 parts.iter().for_each(|part| books.end_part(part, false));
-                books.tell_sleepless(&*self.clock, options, &error, SleepState::Awake);
+                books.note_sleepless(&*self.clock, options, &error, SleepState::Awake);
             });
             if let Some(saved) = saved {
                 self.let_go(saved);
@@ -276,7 +283,8 @@ impl ArenaInner {
             for (part, &is_gone) in parts.iter().zip(left) {
                 books.end_part(part, is_gone);
                 if is_gone {
-                    books.history.record(&*self.clock, Act::Decommit, part.at.get(), part.size);
+                    let gone = ArenaEvent::Decommitted { at: part.at, size: part.size };
+                    books.events.push(&*self.clock, || gone);
                     slept.released = slept.released.saturating_add(part.size);
                 }
             }
@@ -284,9 +292,12 @@ impl ArenaInner {
             books.sleep.sleeps += 1;
             slept.stayed = ByteSize::new(books.backed());
             match error {
-                None => books.tell_asleep(&*self.clock, options, slept),
+                None => {
+                    let asleep = ArenaEvent::Asleep { options, report: slept };
+                    books.events.push(&*self.clock, || asleep);
+                }
                 Some(error) => {
-                    books.tell_sleepless(&*self.clock, options, error, SleepState::Asleep);
+                    books.note_sleepless(&*self.clock, options, error, SleepState::Asleep);
                 }
             }
         });

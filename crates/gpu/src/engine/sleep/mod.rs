@@ -224,7 +224,7 @@ impl DeviceArena {
         inner.empty_fronts();
         inner.check_way_back(&inner.lock())?;
         let outcome = inner.sleep(options);
-        inner.pass_on();
+        inner.flush_events();
         inner.debug_validate();
         if let Ok(SleepReport { released, offloaded, stayed }) = &outcome {
             let arena = self.name();

@@ -21,6 +21,7 @@ use crate::engine::refusal::{AllocFailure, Cause};
 use crate::engine::shortage::is_within;
 use crate::exec::inner::ArenaInner;
 use crate::state::arena::ArenaState;
+use crate::state::event::ArenaEvent;
 use crate::state::region::{Region, Search};
 use crate::state::segment::Run;
 use crate::types::error::DeviceError;
@@ -118,7 +119,7 @@ impl ArenaInner {
             Ok(restored) => Ok(self.stand_up(&runs, restored)),
             Err(error) => Err(self.sleep_on(&runs, back, error)),
         };
-        self.pass_on();
+        self.flush_events();
         woken
     }
 
@@ -223,7 +224,7 @@ impl ArenaInner {
             books.end_wake(None);
             // Under the lock: it may be asleep again the moment after.
             self.fronts.set_asleep(false);
-            books.tell_wake(&*self.clock, Some(woken));
+            books.events.push(&*self.clock, || ArenaEvent::Woke { report: woken });
         });
         if let Some(over) = over {
             self.let_go(over);
@@ -250,7 +251,7 @@ impl ArenaInner {
             }
             books.note_committed();
             books.end_wake(Some(error.clone()));
-            books.tell_wake(&*self.clock, None);
+            books.events.push(&*self.clock, || ArenaEvent::WakeFailed);
         });
         log!(warn, arena = self.name, %error, "arena wake failed");
         error
