@@ -288,7 +288,8 @@ impl DeviceArena {
     }
 
     /// Sets how many bytes of free blocks each thread or lane may cache
-    /// ([`ArenaConfig::thread_cache`]); zero for none. Has no effect if the arena keeps events or has a recorder.
+    /// ([`ArenaConfig::thread_cache`]); zero for none. Has no effect if the arena keeps events or
+    /// has a recorder.
     pub fn set_thread_cache(&self, front: ByteSize) {
         if self.inner.check_here().is_ok() {
             // They would hide events.

@@ -35,8 +35,8 @@ pub(crate) struct Executor {
 struct Slot {
     /// `None` while an operation makes a step.
     state: Option<Box<ArenaState>>,
-    /// The number of threads that wait for a change.
-    waiters: u32,
+    /// The number of threads that wait for a change, and one for the observers, if there are any.
+    watchers: u32,
 }
 
 /// The locked state.
@@ -51,7 +51,7 @@ impl Executor {
         if observers.is_some() {
             state.events = EventQueue::observed();
         }
-        let slot = Slot { state: Some(Box::new(state)), waiters: 0 };
+        let slot = Slot { state: Some(Box::new(state)), watchers: u32::from(observers.is_some()) };
         Self { slot: Mutex::new(slot), changed: Condvar::new(), observers }
     }
 
@@ -80,6 +80,19 @@ impl Executor {
     #[inline]
     pub(crate) fn try_lock(&self) -> Option<Locked<'_>> {
         Some(Locked { executor: self, slot: Some(try_lock(&self.slot)?) })
+    }
+
+    /// Notifies the threads that wait, releases the lock and delivers the events of the state.
+    #[cold]
+    fn release(&self, slot: Option<MutexGuard<'_, Slot>>) {
+        let Some(mut slot) = slot else { return };
+        self.changed.notify_all();
+        let batch = match (&self.observers, &mut slot.state) {
+            (Some(observers), Some(state)) => observers.take(&mut state.events),
+            _ => None,
+        };
+        drop(slot);
+        batch.into_iter().for_each(Batch::deliver);
     }
 
     /// Returns the state without the lock, for the only owner.
@@ -141,22 +154,13 @@ impl Locked<'_> {
         }
         // Taken out, so that the drop of `self` does nothing.
         let Some(mut slot) = self.slot.take() else { return self };
-        slot.waiters += 1;
-        if slot.waiters > 1 {
+        slot.watchers += 1;
+        if slot.watchers > 1 {
             executor.changed.notify_all(); // this thread may have changed the state
         }
         let mut slot = wait(&executor.changed, slot);
-        slot.waiters -= 1;
+        slot.watchers -= 1;
         Self { executor, slot: Some(slot) }
-    }
-
-    /// Releases the lock, and delivers the events of the state.
-    #[cold]
-    fn deliver(&mut self, observers: &Observers) {
-        let Some(mut slot) = self.slot.take() else { return };
-        let batch = slot.state.as_mut().and_then(|state| observers.take(&mut state.events));
-        drop(slot);
-        batch.into_iter().for_each(Batch::deliver);
     }
 
     /// Lets an operation make its next step on the state.
@@ -193,11 +197,8 @@ impl Drop for Locked<'_> {
     /// Notifies the threads that wait for a change, and delivers the events.
     #[inline]
     fn drop(&mut self) {
-        if self.slot.as_ref().is_some_and(|slot| slot.waiters > 0) {
-            self.executor.changed.notify_all();
-        }
-        if let Some(observers) = &self.executor.observers {
-            self.deliver(observers);
+        if self.slot.as_ref().is_some_and(|slot| slot.watchers > 0) {
+            self.executor.release(self.slot.take());
         }
     }
 }

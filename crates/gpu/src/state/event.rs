@@ -1,8 +1,8 @@
 //! The events of an arena: what happened to it, in the order in which it took effect.
 //!
 //! The state adds an event to its queue, under its lock, after the change that the event describes
-//! and after all that reads the clock for it. Whoever releases the lock takes the events out. The
-//! state does not know who reads them.
+//! and after all that reads the clock for it. The executor takes the events out when it releases
+//! the lock. The state does not know what reads them.
 //!
 //! Invariants: sequence numbers ascend without a gap; an arena that nothing observes builds no
 //! event, does not read the clock for one and has no memory for the queue.
@@ -186,7 +186,7 @@ pub(crate) struct SequencedEvent {
     pub(crate) event: ArenaEvent,
 }
 
-/// Events that nobody has taken yet.
+/// Events that the executor has not taken yet.
 #[derive(Debug, Default)]
 pub(crate) struct EventQueue {
     is_observed: bool,

@@ -7,8 +7,8 @@
 //! requests and the places of blocks, never their contents.
 //!
 //! Files: `operation` (values), `text` (writing), `parse` and `check` (reading), `hash`, `numbers`
-//! (of blocks and streams), `lines` (pending output), `recorder`, `events` (from events of the arena
-//! to operations), `log`, `replay`, `rmm` (the log of another allocator), `error`.
+//! (of blocks and streams), `events` (the operations of the arena's events), `lines` (pending
+//! output), `recorder`, `log`, `replay`, `rmm` (the log of another allocator), `error`.
 //!
 //! Invariants: a recorder never affects its arena, except for the time that writing takes; reading
 //! a recording never panics, and no number in it determines the size of an allocation.
