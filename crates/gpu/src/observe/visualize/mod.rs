@@ -14,6 +14,8 @@ mod tests;
 
 use std::time::Duration;
 
+pub use crate::state::ground::GranuleState;
+
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::Moment;
 
@@ -63,16 +65,6 @@ pub struct GranuleRun {
     pub size: ByteSize,
     /// Their state.
     pub state: GranuleState,
-}
-
-/// The state of a granule with memory behind it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum GranuleState {
-    /// A live or pending block touches it.
-    Active,
-    /// No block touches it: it may be released.
-    Idle,
 }
 
 /// A block that is not free.
