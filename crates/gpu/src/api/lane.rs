@@ -20,7 +20,8 @@ use crate::engine::completion::{leave_stream, mark_end};
 use crate::exec::front::CacheShard;
 use crate::exec::handles::{LiveStream, OwnedStream};
 use crate::exec::inner::ArenaInner;
-use crate::observe::record::Operation;
+use crate::state::event::{ArenaEvent, LaneNumber};
+use crate::state::ranges::BlockName;
 use crate::state::raw::LaneUser;
 use crate::state::streams::StreamKey;
 use crate::types::error::DeviceError;
@@ -98,8 +99,8 @@ pub(crate) struct LaneInner {
     key: Option<StreamKey>,
     /// The home of blocks that it alone used; `None` if the driver's work needs no order.
     home: Option<Arc<CacheShard>>,
-    /// Its number in the arena's recording; 0 without one.
-    number: u64,
+    /// `None` if the driver's work needs no order and nothing observes the arena.
+    number: Option<LaneNumber>,
     #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "it is there to be dropped"))]
     keeps: Keeps,
 }
@@ -155,7 +156,7 @@ impl LaneInner {
         self.home.as_ref()
     }
 
-    pub(crate) const fn number(&self) -> u64 {
+    pub(crate) const fn number(&self) -> Option<LaneNumber> {
         self.number
     }
 
@@ -223,18 +224,14 @@ impl DeviceArena {
     ) -> Result<Lane, DeviceError> {
         let inner = self.inner();
         inner.check_open()?;
-        let (mut key, mut number) = (None, 0);
-        if inner.capabilities.asynchronous || inner.recorder.is_some() {
+        let (mut key, mut number) = (None, None);
+        if inner.capabilities.asynchronous || inner.is_observed() {
             inner.run_now(|state| {
                 key = state.asynchronous.then(|| state.streams.enter(stream));
-                state.tell(&*inner.clock, |numbers| {
-                    let (lane, stream) = numbers.lane(stream);
-                    number = lane;
-                    Some(Operation::Lane { lane, stream })
-                });
+                number = Some(state.open_lane(stream, &*inner.clock));
             });
         }
-        inner.pass_on();
+        inner.flush_events();
         let home = key.map(|key| CacheShard::of_lane(inner, key));
         let known = LaneInner { inner: Arc::clone(inner), stream, key, home, number, keeps };
         Ok(Lane { arena: self.clone(), known: Arc::new(known) })
@@ -267,7 +264,7 @@ impl Lane {
     /// The errors of [`DeviceArena::alloc`].
     pub fn alloc<T: Pod>(&self, len: usize, region: Region) -> Result<Buffer<T>, DeviceError> {
         match (self.known.key, self.known.number) {
-            (None, 0) => self.arena.alloc(len, region),
+            (None, None) => self.arena.alloc(len, region),
             _ => self.arena.alloc_on(&self.known, len, region),
         }
     }
@@ -291,21 +288,30 @@ impl Lane {
     /// [`DeviceError::Forked`].
     pub fn end_run(&self) -> Result<(), DeviceError> {
         self.known.inner.check_here()?;
-        let (inner, lane) = (&self.known.inner, self.known.number);
+        let inner = &self.known.inner;
         // Cached blocks were freed before the mark.
         if let Some(home) = &self.known.home {
             home.give_up();
         }
         let ended =
             self.known.key.map_or(Ok(()), |key| inner.run(async |port| mark_end(port, key).await));
-        if lane > 0 {
-            inner.tell(|_| Some(Operation::EndRun { lane, done: ended.is_ok() }));
+        if let Some(lane) = self.known.number {
+            inner.push_event(|| ArenaEvent::RunEnded { lane, done: ended.is_ok() });
         }
         Ok(ended?)
     }
 
     pub(crate) const fn known(&self) -> &Arc<LaneInner> {
         &self.known
+    }
+}
+
+impl ArenaInner {
+    /// Records that a lane uses a block.
+    pub(crate) fn note_use(&self, region: Region, id: BlockName, lane: &LaneInner) {
+        if let Some(lane) = lane.number {
+            self.push_event(|| ArenaEvent::Used { region, id, lane });
+        }
     }
 }
 
@@ -325,11 +331,9 @@ impl Drop for LaneInner {
         if let Some(key) = self.key {
             self.inner.run(async |port| leave_stream(port, key).await);
         }
-        if self.number > 0 {
-            self.inner.tell(|numbers| {
-                numbers.lane_end(self.stream);
-                Some(Operation::LaneEnd { lane: self.number })
-            });
+        if let Some(lane) = self.number {
+            let stream = self.stream;
+            self.inner.push_event(|| ArenaEvent::LaneEnded { lane, stream });
         }
     }
 }

@@ -1,8 +1,7 @@
 //! Figures of the state that are read without its lock.
 //!
-//! An operation that changes one of them sets `ArenaState::is_unpublished`; the executor stores the
-//! new figures before it releases the lock. A thread that takes the lock later sees them. A release
-//! without a change costs one comparison.
+//! The executor stores changed figures before it releases the lock, so that a thread that takes the
+//! lock later sees them. A release without a change costs a comparison for each figure.
 
 use crate::state::arena::ArenaState;
 use crate::types::region::Region;
@@ -26,19 +25,15 @@ impl Published {
         self.moves[region.number()].load(Ordering::Relaxed)
     }
 
-    /// Stores the figures, if they have changed. Called with the lock held.
+    /// Stores the figures that have changed. Called with the lock held.
     #[inline]
-    pub(super) fn update(&self, state: &mut ArenaState) {
-        if state.is_unpublished {
-            self.store(state);
-        }
-    }
-
-    #[cold]
-    fn store(&self, state: &mut ArenaState) {
-        state.is_unpublished = false;
+    pub(super) fn update(&self, state: &ArenaState) {
         for region in Region::ALL {
-            self.moves[region.number()].store(state.region(region).moves(), Ordering::Relaxed);
+            let (published, moves) = (&self.moves[region.number()], state.region(region).moves());
+            // Read first: a cache line that all threads write would slow down its readers.
+            if published.load(Ordering::Relaxed) != moves {
+                published.store(moves, Ordering::Relaxed);
+            }
         }
     }
 }

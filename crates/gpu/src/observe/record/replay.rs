@@ -14,7 +14,6 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use super::hash::OperationHash;
-use super::hooks::Origin;
 use super::log::Log;
 use super::operation::{After, Asked, BlockKind, Closing, Entry, Fallen, Operation, Sleepless};
 use super::recorder::Recorder;
@@ -24,6 +23,7 @@ use crate::api::compact::BlockPin;
 use crate::api::lane::{Lane, OwnStream};
 use crate::api::lease::Lease;
 use crate::driver::{DeviceAddress, Driver};
+use crate::state::event::Origin;
 use crate::state::region::AllocRequest;
 use crate::types::compact::{CompactOptions, StopReason};
 use crate::types::config::ArenaConfig;
@@ -445,7 +445,7 @@ fn take(arena: &DeviceArena, asked: Asked, lane: Option<&Lane>) -> Result<Held, 
         BlockKind::Reserve => arena.reserve::<u8>(len, region)?,
         BlockKind::Buffer => {
             let lane = lane.map(Lane::known);
-            let origin = Origin { lane: lane.map_or(0, |lane| lane.number()), ..Origin::BUFFER };
+            let origin = Origin { lane: lane.and_then(|lane| lane.number()), ..Origin::BUFFER };
             arena.inner().layout_by::<u8>(len, region, origin)?;
             let wanted = AllocRequest::new(bytes, align).map(|wanted| wanted.by(origin));
             arena.alloc_as::<u8>(wanted, lane, len, region)?
