@@ -17,7 +17,6 @@ use std::sync::Arc;
 use bytemuck::Pod;
 
 use crate::api::buffer::Buffer;
-use crate::api::lane::LaneInner;
 use crate::api::lease::Lease;
 use crate::driver::{Backend, Capabilities, Driver};
 use crate::engine::raw_block;
@@ -26,6 +25,7 @@ use crate::engine::{resume, stores};
 use crate::exec::front::{BlockHandle, CacheShard, CacheShards};
 use crate::exec::inner::ArenaInner;
 use crate::exec::kept;
+use crate::exec::lane::LaneInner;
 use crate::exec::observer::Observer;
 use crate::exec::reserve;
 use crate::index::ALIGN;

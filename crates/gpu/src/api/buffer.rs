@@ -20,13 +20,13 @@ use bytemuck::Pod;
 
 use crate::api::compact::BlockPin;
 use crate::api::lane::Lane;
-#[cfg(feature = "cuda")]
-use crate::api::lane::LaneInner;
 use crate::api::lease::Lease;
 use crate::driver::DeviceAddress;
 use crate::engine::place::resolve;
 use crate::exec::front::{BlockHandle, BlockPlace};
 use crate::exec::inner::ArenaInner;
+#[cfg(feature = "cuda")]
+use crate::exec::lane::LaneInner;
 use crate::state::event::ArenaEvent;
 use crate::state::region::{AllocRequest, Placement, Region};
 use crate::types::error::DeviceError;

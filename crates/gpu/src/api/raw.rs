@@ -11,9 +11,10 @@ use std::fmt;
 use std::sync::Arc;
 
 use crate::api::arena::DeviceArena;
-use crate::api::lane::{Lane, LaneInner};
+use crate::api::lane::Lane;
 use crate::driver::DeviceAddress;
 use crate::engine::raw_block;
+use crate::exec::lane::LaneInner;
 use crate::state::event::Origin;
 use crate::state::region::{AllocRequest, Placement};
 use crate::types::error::DeviceError;

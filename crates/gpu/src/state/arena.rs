@@ -7,10 +7,9 @@
 //! it; those of [`Aging`].
 
 use crate::driver::{Backend, Capabilities, DeviceAddress, StreamHandle};
-use crate::exec::front::Swept;
-use crate::exec::kept::CacheCounts;
 use crate::index::{End, Span};
 use crate::state::aging::{Ages, Aging};
+use crate::state::cached::{CacheCounts, Swept};
 use crate::state::event::{
     After, ArenaEvent, EventQueue, FailedRequest, FreeCause, LaneNumber, MemoryShortage,
 };

@@ -2,6 +2,7 @@
 
 pub(crate) mod aging;
 pub(crate) mod arena;
+pub(crate) mod cached;
 pub(crate) mod compact;
 pub(crate) mod contents;
 pub(crate) mod event;

@@ -20,9 +20,10 @@ use super::recorder::Recorder;
 use crate::api::arena::DeviceArena;
 use crate::api::buffer::Buffer;
 use crate::api::compact::BlockPin;
-use crate::api::lane::{Lane, OwnStream};
+use crate::api::lane::Lane;
 use crate::api::lease::Lease;
 use crate::driver::{DeviceAddress, Driver};
+use crate::exec::lane::OwnStream;
 use crate::state::event::Origin;
 use crate::state::region::AllocRequest;
 use crate::types::compact::{CompactOptions, StopReason};
@@ -369,7 +370,7 @@ impl Replay<'_> {
     fn lane(&mut self, number: u64, stream: u64) -> Done {
         let own = match self.streams.get(&stream).and_then(Weak::upgrade) {
             Some(own) => Ok(own),
-            None => OwnStream::new(&self.arena, stream),
+            None => OwnStream::new(self.arena.inner(), stream),
         };
         let made = own.and_then(|own| {
             self.streams.insert(stream, Arc::downgrade(&own));
