@@ -17,7 +17,6 @@ use std::sync::Arc;
 use bytemuck::Pod;
 
 use crate::api::buffer::Buffer;
-use crate::api::lane::LaneInner;
 use crate::api::lease::Lease;
 use crate::driver::{Backend, Capabilities, Driver};
 use crate::engine::suspend::next_sleep;
@@ -25,11 +24,14 @@ use crate::engine::{raw_block, resume, stores};
 use crate::exec::front::{BlockHandle, CacheShard, CacheShards};
 use crate::exec::inner::ArenaInner;
 use crate::exec::kept;
+use crate::exec::lane::LaneInner;
+use crate::exec::observer::Observer;
 use crate::exec::reserve;
 use crate::index::ALIGN;
-use crate::observe::record::hooks::Origin;
-use crate::observe::record::{Header, Operation};
+use crate::observe::history::History;
+use crate::observe::record::{Header, Recording};
 use crate::state::arena::ArenaState;
+use crate::state::event::{ArenaEvent, Origin};
 use crate::state::region::{AllocRequest, Region, RegionState};
 use crate::types::config::ArenaConfig;
 use crate::types::error::DeviceError;
@@ -73,46 +75,44 @@ impl DeviceArena {
         clock: Arc<dyn Clock>,
         config: ArenaConfig,
     ) -> Result<Self, DeviceError> {
+        Self::open_observed((driver, clock), config, Vec::new())
+    }
+
+    /// Opens an arena with these observers, and those of the configuration.
+    ///
+    /// # Errors
+    /// The errors of [`DeviceArena::open`].
+    pub(crate) fn open_observed(
+        (driver, clock): (Arc<dyn Driver>, Arc<dyn Clock>),
+        config: ArenaConfig,
+        mut observers: Vec<Box<dyn Observer>>,
+    ) -> Result<Self, DeviceError> {
         let capabilities = driver.capabilities();
-        let granularity = capabilities.granularity;
-        let granule = config.granule.unwrap_or(granularity);
-        for (offered, what) in [
-            (
-                !(capabilities.asynchronous && capabilities.host_access),
-                "synchronous calls, which host access requires",
-            ),
-            (
-                capabilities.virtual_memory
-                    || !(capabilities.same_address_wake || capabilities.remap),
-                "virtual memory, which remap and wake require",
-            ),
-            (granularity.get() >= ALIGN, "granules of at least 256 bytes"),
-            (granularity.get().is_power_of_two(), "granules of a power of two"),
-        ] {
-            if !offered {
-                return Err(DeviceError::Unsupported { what, backend: driver.backend() });
-            }
-        }
-        if !granule.get().is_power_of_two() || granule < granularity {
-            return Err(DeviceError::Granule { requested: granule, granularity });
-        }
+        let granule = config.granule.unwrap_or(capabilities.granularity);
+        check_driver(&*driver, granule)?;
         let grounds = reserve::grounds(&*driver, granule, config.reserve)?;
         if let Some(recorder) = &config.recorder {
             let reserved = grounds.each_ref().map(|ground| ByteSize::new(ground.extent()));
             let header = Header::of(&config, &*driver, &*clock, reserved);
-            if let Err(taken) = recorder.open(&header) {
-                for ground in &grounds {
-                    // SAFETY: reserved above from this driver, and nothing of it is handed out.
-                    unsafe { reserve::give_up(&*driver, ground) };
+            match Recording::new(recorder, &header) {
+                Ok(recording) => observers.push(Box::new(recording)),
+                Err(taken) => {
+                    for ground in &grounds {
+                        // SAFETY: reserved above from this driver, and nothing of it is handed out.
+                        unsafe { reserve::give_up(&*driver, ground) };
+                    }
+                    return Err(taken);
                 }
-                return Err(taken);
             }
+        }
+        if let Some(history) = History::new(config.history) {
+            observers.push(Box::new(history));
         }
         let regions = grounds.map(|ground| RegionState::new(ground, granule));
         let device = (capabilities, driver.backend());
         let state = ArenaState::new(regions, granule, &config, device, clock.now());
         let limit = config.limit;
-        let inner = Arc::new(ArenaInner::new((driver, clock), config, state));
+        let inner = Arc::new(ArenaInner::new((driver, clock), config, state, observers));
         let homes = Arc::new(CacheShards::new(&inner));
         let (arena, backend) = (&inner.name, inner.driver.backend());
         log!(info, arena, %backend, %limit, "arena opened");
@@ -273,10 +273,9 @@ impl DeviceArena {
     pub fn set_limit(&self, limit: ByteSize) {
         if self.inner.check_here().is_ok() {
             let mut books = self.inner.lock();
-            books.limit = limit;
-            books.tell(&*self.inner.clock, |_| Some(Operation::Limit { limit }));
+            books.set_limit(limit, &*self.inner.clock);
             drop(books);
-            self.inner.pass_on();
+            self.inner.flush_events();
             log!(info, arena = self.name(), %limit, "arena limit set");
         }
     }
@@ -291,10 +290,12 @@ impl DeviceArena {
     }
 
     /// Sets how many bytes of free blocks each thread or lane may cache
-    /// ([`ArenaConfig::thread_cache`]); zero for none. Has no effect if the arena keeps events.
+    /// ([`ArenaConfig::thread_cache`]); zero for none. Has no effect if the arena keeps events or
+    /// has a recorder.
     pub fn set_thread_cache(&self, front: ByteSize) {
         if self.inner.check_here().is_ok() {
-            let front = self.inner.lock().front_kept(front);
+            // They would hide events.
+            let front = if self.inner.is_observed() { ByteSize::ZERO } else { front };
             self.inner.fronts.set_room(front);
             self.inner.empty_fronts();
         }
@@ -329,7 +330,8 @@ impl DeviceArena {
             inner.run(stores::release_kept);
             self.empty()
         });
-        inner.tell_closed(&closed);
+        let error = || closed.as_ref().err().cloned();
+        inner.push_event(|| ArenaEvent::CloseEnded { error: error() });
         if is_closing {
             log!(info, arena = self.name(), "arena closed");
         }
@@ -350,7 +352,7 @@ impl DeviceArena {
     pub fn reset(&self) -> Result<ByteSize, DeviceError> {
         self.inner.check_here()?;
         let bytes = self.inner.run_now(|state| raw_block::reset(state, &*self.inner.clock));
-        self.inner.pass_on();
+        self.inner.flush_events();
         Ok(bytes)
     }
 
@@ -459,6 +461,32 @@ impl DeviceArena {
     }
 }
 
+/// Refuses a driver whose capabilities do not fit together, and a granule that does not fit it.
+fn check_driver(driver: &dyn Driver, granule: ByteSize) -> Result<(), DeviceError> {
+    let capabilities = driver.capabilities();
+    let granularity = capabilities.granularity;
+    for (offered, what) in [
+        (
+            !(capabilities.asynchronous && capabilities.host_access),
+            "synchronous calls, which host access requires",
+        ),
+        (
+            capabilities.virtual_memory || !(capabilities.same_address_wake || capabilities.remap),
+            "virtual memory, which remap and wake require",
+        ),
+        (granularity.get() >= ALIGN, "granules of at least 256 bytes"),
+        (granularity.get().is_power_of_two(), "granules of a power of two"),
+    ] {
+        if !offered {
+            return Err(DeviceError::Unsupported { what, backend: driver.backend() });
+        }
+    }
+    if !granule.get().is_power_of_two() || granule < granularity {
+        return Err(DeviceError::Granule { requested: granule, granularity });
+    }
+    Ok(())
+}
+
 impl fmt::Debug for DeviceArena {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_tuple("DeviceArena").field(&self.inner).finish()
@@ -509,10 +537,9 @@ impl ArenaInner {
         align: ByteSize,
         origin: Origin,
     ) {
-        let mut books = self.lock();
-        books.totals.failures.addresses += 1;
-        books.tell_too_large(&*self.clock, region, bytes, align, origin);
-        drop(books);
-        self.pass_on();
+        let align = align.get();
+        let request = AllocRequest { size: bytes, align, requested: bytes, origin };
+        self.lock().note_too_large(region, request, &*self.clock);
+        self.flush_events();
     }
 }

@@ -20,14 +20,14 @@ use bytemuck::Pod;
 
 use crate::api::compact::BlockPin;
 use crate::api::lane::Lane;
-#[cfg(feature = "cuda")]
-use crate::api::lane::LaneInner;
 use crate::api::lease::Lease;
 use crate::driver::DeviceAddress;
 use crate::engine::place::resolve;
 use crate::exec::front::{BlockHandle, BlockPlace};
 use crate::exec::inner::ArenaInner;
-use crate::observe::record::Operation;
+#[cfg(feature = "cuda")]
+use crate::exec::lane::LaneInner;
+use crate::state::event::ArenaEvent;
 use crate::state::region::{AllocRequest, Placement, Region};
 use crate::types::error::DeviceError;
 use crate::types::sleep::Contents;
@@ -168,7 +168,7 @@ impl<T: Pod> Buffer<T> {
             (Some(wanted), None) => {
                 let placed = inner.alloc_block(region, wanted, None)?;
                 for lane in &self.owned.lanes {
-                    inner.tell_use(region, placed.id, lane);
+                    inner.note_use(region, placed.id, lane);
                 }
                 Some(placed)
             }
@@ -250,11 +250,10 @@ impl<T: Pod> Buffer<T> {
             let (inner, id) = (&home.inner, block.id);
             inner.run_now(|state| {
                 state.region_mut(region).pins.set_contents(id, contents);
-                state.tell(&*inner.clock, |numbers| {
-                    Some(Operation::Contents { id: numbers.of(region, id)?, contents })
-                });
+                let event = || ArenaEvent::ContentsSet { region, id, contents };
+                state.events.push(&*inner.clock, event);
             });
-            inner.pass_on();
+            inner.flush_events();
         }
         Ok(())
     }
@@ -275,7 +274,7 @@ impl<T: Pod> Buffer<T> {
     pub(crate) fn add_lane(&mut self, lane: &Lane) {
         self.owned.lanes.push(Arc::clone(lane.known()));
         if let Some(block) = self.owned.block {
-            self.inner().tell_use(self.region(), block.id, lane.known());
+            self.inner().note_use(self.region(), block.id, lane.known());
         }
     }
 

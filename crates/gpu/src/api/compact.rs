@@ -19,7 +19,7 @@ use crate::engine::compact::Layout;
 use crate::engine::move_block::{MoveOutcome, move_block};
 use crate::engine::place;
 use crate::exec::inner::ArenaInner;
-use crate::observe::record::Operation;
+use crate::state::event::ArenaEvent;
 use crate::state::ranges::BlockName;
 use crate::types::compact::{CompactError, CompactOptions, CompactReport, Moved, StopReason};
 use crate::types::error::DeviceError;
@@ -45,7 +45,7 @@ impl BlockPin {
     pub(crate) fn new(inner: &Arc<ArenaInner>, region: Region, id: Option<BlockName>) -> Self {
         if let Some(id) = id {
             inner.run(async |port| place::pin(port, region, id).await);
-            inner.pass_on();
+            inner.flush_events();
         }
         Self { inner: Arc::clone(inner), region, id }
     }
@@ -58,11 +58,10 @@ impl Drop for BlockPin {
         if self.inner.check_here().is_ok() {
             self.inner.run_now(|state| {
                 state.region_mut(self.region).pins.unpin(id);
-                state.tell(&*self.inner.clock, |numbers| {
-                    Some(Operation::Unpin { id: numbers.of(self.region, id)? })
-                });
+                let region = self.region;
+                state.events.push(&*self.inner.clock, || ArenaEvent::Unpinned { region, id });
             });
-            self.inner.pass_on();
+            self.inner.flush_events();
         }
     }
 }
@@ -141,9 +140,9 @@ impl DeviceArena {
         done.stopped = *outcome.as_ref().unwrap_or(&StopReason::Failed);
         inner.run_now(|state| {
             done.largest_span = ByteSize::new(state.region(options.region).largest_span());
-            state.tell(&*inner.clock, |_| Some(Operation::compact(options, &done)));
+            state.events.push(&*inner.clock, || ArenaEvent::Compacted { options, report: done });
         });
-        inner.pass_on();
+        inner.flush_events();
         log!(
             debug,
             arena = self.name(),

@@ -16,13 +16,9 @@ use crate::api::arena::DeviceArena;
 use crate::api::buffer::Buffer;
 use crate::api::lease::Lease;
 use crate::driver::StreamHandle;
-use crate::engine::completion::{leave_stream, mark_end};
-use crate::exec::front::CacheShard;
-use crate::exec::handles::{LiveStream, OwnedStream};
-use crate::exec::inner::ArenaInner;
-use crate::observe::record::Operation;
-use crate::state::raw::LaneUser;
-use crate::state::streams::StreamKey;
+use crate::engine::completion::mark_end;
+use crate::exec::lane::{Keeps, LaneInner, OwnStream};
+use crate::state::event::ArenaEvent;
 use crate::types::error::DeviceError;
 use crate::types::region::Region;
 
@@ -90,99 +86,6 @@ pub struct Lane {
     known: Arc<LaneInner>,
 }
 
-/// A stream known to the arena, while it may be used.
-pub(crate) struct LaneInner {
-    inner: Arc<ArenaInner>,
-    stream: StreamHandle,
-    /// `None` if the driver's work needs no order.
-    key: Option<StreamKey>,
-    /// The home of blocks that it alone used; `None` if the driver's work needs no order.
-    home: Option<Arc<CacheShard>>,
-    /// Its number in the arena's recording; 0 without one.
-    number: u64,
-    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "it is there to be dropped"))]
-    keeps: Keeps,
-}
-
-/// The owner of a lane's stream.
-#[derive(Debug)]
-pub(crate) enum Keeps {
-    /// The caller of the unsafe constructor.
-    Others,
-    /// The arena.
-    Own { _stream: Arc<OwnStream> },
-    /// The lane has a part in it.
-    #[cfg(feature = "cuda")]
-    Cuda(Arc<cudarc::driver::CudaStream>),
-}
-
-/// A stream of an arena's driver that exists for as long as this.
-#[derive(Debug)]
-pub(crate) struct OwnStream {
-    inner: Arc<ArenaInner>,
-    handle: StreamHandle,
-    /// `None` on a driver without streams.
-    _stream: Option<OwnedStream>,
-}
-
-impl OwnStream {
-    /// # Panics
-    /// If the stream is of another arena.
-    fn assert_of(&self, arena: &DeviceArena) {
-        assert!(Arc::ptr_eq(arena.inner(), &self.inner), "a stream of another arena");
-    }
-
-    /// A new stream; a number and no more, on a driver that has none.
-    ///
-    /// # Errors
-    /// As the driver.
-    pub(crate) fn new(arena: &DeviceArena, number: u64) -> Result<Arc<Self>, DeviceError> {
-        let inner = Arc::clone(arena.inner());
-        let has_streams = inner.capabilities.asynchronous;
-        let stream = has_streams.then(|| OwnedStream::new(&inner.driver)).transpose()?;
-        let handle =
-            stream.as_ref().map_or_else(|| StreamHandle::new(number), |own| own.live().handle());
-        Ok(Arc::new(Self { inner, handle, _stream: stream }))
-    }
-}
-
-impl LaneInner {
-    pub(crate) const fn key(&self) -> Option<StreamKey> {
-        self.key
-    }
-
-    pub(crate) const fn home(&self) -> Option<&Arc<CacheShard>> {
-        self.home.as_ref()
-    }
-
-    pub(crate) const fn number(&self) -> u64 {
-        self.number
-    }
-
-    /// Returns it as a user of raw blocks.
-    pub(crate) const fn user(&self) -> LaneUser {
-        LaneUser { stream: self.key, number: self.number }
-    }
-
-    /// Returns the lane's stream, for calls of an asynchronous driver.
-    pub(crate) fn live(&self) -> LiveStream<'_> {
-        // SAFETY: the stream is of the arena's driver and exists until the lane is dropped, with
-        // which this ends: contract of `DeviceArena::lane_with`.
-        unsafe { LiveStream::new(&*self.inner.driver, self.stream) }
-    }
-
-    /// Returns the stream, if it is one of cudarc's.
-    #[cfg(feature = "cuda")]
-    pub(crate) const fn cuda(&self) -> Option<&Arc<cudarc::driver::CudaStream>> {
-        if let Keeps::Cuda(stream) = &self.keeps { Some(stream) } else { None }
-    }
-
-    /// Returns `true` if both are of one stream.
-    pub(crate) fn is_beside(&self, other: &Self) -> bool {
-        self.stream == other.stream
-    }
-}
-
 impl DeviceArena {
     /// Returns the lane of a stream.
     ///
@@ -203,10 +106,10 @@ impl DeviceArena {
     /// # Errors
     /// As [`DeviceArena::lane`].
     pub(crate) fn lane_on(&self, own: &Arc<OwnStream>) -> Result<Lane, DeviceError> {
-        own.assert_of(self);
+        own.assert_of(self.inner());
         // SAFETY: the lane keeps the stream, which the driver of this arena created: asserted
         // above.
-        unsafe { self.lane_with(own.handle, Keeps::Own { _stream: Arc::clone(own) }) }
+        unsafe { self.lane_with(own.handle(), Keeps::Own { _stream: Arc::clone(own) }) }
     }
 
     /// Returns the lane of a stream that the given value keeps alive.
@@ -223,20 +126,8 @@ impl DeviceArena {
     ) -> Result<Lane, DeviceError> {
         let inner = self.inner();
         inner.check_open()?;
-        let (mut key, mut number) = (None, 0);
-        if inner.capabilities.asynchronous || inner.recorder.is_some() {
-            inner.run_now(|state| {
-                key = state.capabilities.asynchronous.then(|| state.streams.enter(stream));
-                state.tell(&*inner.clock, |numbers| {
-                    let (lane, stream) = numbers.lane(stream);
-                    number = lane;
-                    Some(Operation::Lane { lane, stream })
-                });
-            });
-        }
-        inner.pass_on();
-        let home = key.map(|key| CacheShard::of_lane(inner, key));
-        let known = LaneInner { inner: Arc::clone(inner), stream, key, home, number, keeps };
+        // SAFETY: the contract of this function.
+        let known = unsafe { LaneInner::new(inner, stream, keeps) };
         Ok(Lane { arena: self.clone(), known: Arc::new(known) })
     }
 }
@@ -251,7 +142,7 @@ impl Lane {
     /// Returns the stream.
     #[must_use]
     pub fn stream(&self) -> StreamHandle {
-        self.known.stream
+        self.known.stream()
     }
 
     /// Allocates `len` elements with unspecified contents for this lane's next work. Dropping the
@@ -266,8 +157,8 @@ impl Lane {
     /// # Errors
     /// The errors of [`DeviceArena::alloc`].
     pub fn alloc<T: Pod>(&self, len: usize, region: Region) -> Result<Buffer<T>, DeviceError> {
-        match (self.known.key, self.known.number) {
-            (None, 0) => self.arena.alloc(len, region),
+        match (self.known.key(), self.known.number()) {
+            (None, None) => self.arena.alloc(len, region),
             _ => self.arena.alloc_on(&self.known, len, region),
         }
     }
@@ -290,16 +181,18 @@ impl Lane {
     /// [`DeviceError::Driver`], with code 900 while the stream captures a graph;
     /// [`DeviceError::Forked`].
     pub fn end_run(&self) -> Result<(), DeviceError> {
-        self.known.inner.check_here()?;
-        let (inner, lane) = (&self.known.inner, self.known.number);
+        let inner = self.arena.inner();
+        inner.check_here()?;
         // Cached blocks were freed before the mark.
-        if let Some(home) = &self.known.home {
+        if let Some(home) = self.known.home() {
             home.give_up();
         }
-        let ended =
-            self.known.key.map_or(Ok(()), |key| inner.run(async |port| mark_end(port, key).await));
-        if lane > 0 {
-            inner.tell(|_| Some(Operation::EndRun { lane, done: ended.is_ok() }));
+        let ended = self
+            .known
+            .key()
+            .map_or(Ok(()), |key| inner.run(async |port| mark_end(port, key).await));
+        if let Some(lane) = self.known.number() {
+            inner.push_event(|| ArenaEvent::RunEnded { lane, done: ended.is_ok() });
         }
         Ok(ended?)
     }
@@ -309,42 +202,11 @@ impl Lane {
     }
 }
 
-impl Drop for LaneInner {
-    /// The arena forgets the stream, after recording an event for its remaining work: one driver
-    /// call that does not wait. If that fails, the next user of its memory waits for all work of
-    /// the device. A call that another thread makes with the handle ends first, which is no wait
-    /// for the device either: the stream may be destroyed after this drop. Does nothing in a forked
-    /// child.
-    fn drop(&mut self) {
-        if self.inner.check_here().is_err() {
-            return;
-        }
-        if let Some(home) = &self.home {
-            home.retire();
-        }
-        if let Some(key) = self.key {
-            self.inner.run(async |port| leave_stream(port, key).await);
-        }
-        if self.number > 0 {
-            self.inner.tell(|numbers| {
-                numbers.lane_end(self.stream);
-                Some(Operation::LaneEnd { lane: self.number })
-            });
-        }
-    }
-}
-
 impl fmt::Debug for Lane {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Lane")
             .field("arena", &self.arena.name())
-            .field("stream", &self.known.stream)
+            .field("stream", &self.known.stream())
             .finish_non_exhaustive()
-    }
-}
-
-impl fmt::Debug for LaneInner {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("LaneInner").field("stream", &self.stream).finish_non_exhaustive()
     }
 }

@@ -9,9 +9,10 @@
 
 use std::sync::Arc;
 
-use crate::api::lane::{Lane, LaneInner};
+use crate::api::lane::Lane;
 use crate::engine::enter::{enter, try_enter};
 use crate::exec::inner::ArenaInner;
+use crate::exec::lane::LaneInner;
 use crate::state::streams::StreamKey;
 use crate::types::error::DeviceError;
 #[cfg(feature = "cuda")]

@@ -11,10 +11,11 @@ use std::fmt;
 use std::sync::Arc;
 
 use crate::api::arena::DeviceArena;
-use crate::api::lane::{Lane, LaneInner};
+use crate::api::lane::Lane;
 use crate::driver::DeviceAddress;
 use crate::engine::raw_block;
-use crate::observe::record::hooks::Origin;
+use crate::exec::lane::LaneInner;
+use crate::state::event::Origin;
 use crate::state::region::{AllocRequest, Placement};
 use crate::types::error::DeviceError;
 use crate::types::region::Region;
@@ -98,7 +99,7 @@ impl DeviceArena {
     ) -> Result<RawBlock, DeviceError> {
         let inner = self.inner();
         inner.check_open()?;
-        let origin = Origin { lane: lane.map_or(0, LaneInner::number), ..Origin::RAW };
+        let origin = Origin { lane: lane.and_then(LaneInner::number), ..Origin::RAW };
         let largest_align = inner.capabilities.granularity;
         if !align.get().is_power_of_two() || align > largest_align {
             return Err(DeviceError::Alignment { requested: align, largest: largest_align });
@@ -139,7 +140,7 @@ impl DeviceArena {
         inner.check_here()?;
         let user = lane.map(LaneInner::user);
         let freed = inner.run_now(|state| raw_block::free(state, at, user, &*inner.clock))?;
-        inner.pass_on();
+        inner.flush_events();
         Ok(RawBlock::of(freed))
     }
 
@@ -176,7 +177,7 @@ impl DeviceArena {
         }
         let user = lane.known().user();
         inner.run_now(|state| raw_block::record_use(state, at, user, &*inner.clock))?;
-        inner.pass_on();
+        inner.flush_events();
         Ok(())
     }
 

@@ -17,8 +17,8 @@ use crate::api::arena::DeviceArena;
 use crate::engine::release::{give_back, release_down_to};
 use crate::engine::resume::{sleeps_empty, wake_if_empty};
 use crate::exec::inner::ArenaInner;
-use crate::observe::record::{GivenUp, Operation, hooks};
 use crate::state::arena::ArenaState;
+use crate::state::event::{ArenaEvent, ReleaseCause};
 use crate::types::error::DeviceError;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::Moment;
@@ -70,15 +70,12 @@ impl DeviceArena {
             port.with(|state| {
                 state.set_looked(now, given.error.is_some());
                 let released = ByteSize::new(state.bytes_of(given.granules));
-                if let Some(recorder) = &inner.recorder {
-                    let outcome = GivenUp { released, done: given.error.is_none() };
-                    let now = recorder.since(now);
-                    state.tell(port.clock, |_| Some(Operation::Decay { now, outcome }));
-                }
+                let (cause, done) = (ReleaseCause::Decay { now }, given.error.is_none());
+                state.events.push(port.clock, || ArenaEvent::Released { cause, released, done });
                 (given, released, inner.next_look(state))
             })
         });
-        inner.pass_on();
+        inner.flush_events();
         inner.debug_validate();
         match given.error {
             Some(error) => Err(error.into()),
@@ -106,16 +103,14 @@ impl DeviceArena {
     pub fn set_decay(&self, time: DecayTime) {
         let inner = self.inner();
         if inner.check_here().is_ok() {
-            let now = hooks::seen(inner.recorder.as_ref(), &*inner.clock);
             inner.fronts.set_decay(time);
             if time == DecayTime::AtOnce {
                 inner.empty_fronts();
             }
             let mut books = inner.lock();
-            books.set_decay(time, now);
-            books.tell(&*inner.clock, |_| Some(Operation::DecayTime { time }));
+            books.set_decay(time, inner.clock.now());
             drop(books);
-            inner.pass_on();
+            inner.flush_events();
         }
     }
 
@@ -144,8 +139,7 @@ impl DeviceArena {
     /// # Errors
     /// The errors of [`DeviceArena::purge`].
     pub fn shrink(&self) -> Result<ByteSize, DeviceError> {
-        let told = |outcome| Some(Operation::Shrink { outcome });
-        self.down_to(ByteSize::ZERO, told, |books, bytes| {
+        self.down_to(ByteSize::ZERO, ReleaseCause::Shrink, |books, bytes| {
             books.totals.shrinks += 1;
             books.totals.shrunk_bytes += bytes;
             books.steps.shrunk();
@@ -158,7 +152,7 @@ impl DeviceArena {
     /// # Errors
     /// [`DeviceError::Driver`], with earlier releases accounted for; [`DeviceError::Forked`].
     pub fn trim(&self, keep: ByteSize) -> Result<ByteSize, DeviceError> {
-        self.down_to(keep, |outcome| Some(Operation::Trim { keep, outcome }), note_trim)
+        self.down_to(keep, ReleaseCause::Trim { keep }, note_trim)
     }
 
     /// Waits until the work of all freed memory is complete, so that a following
@@ -175,13 +169,13 @@ impl DeviceArena {
 
     /// Gives all idle memory back, as a part of something else.
     pub(crate) fn empty(&self) -> Result<(), DeviceError> {
-        self.down_to(ByteSize::ZERO, |_| None, note_trim).map(drop)
+        self.down_to(ByteSize::ZERO, ReleaseCause::Close, note_trim).map(drop)
     }
 
     fn down_to(
         &self,
         keep: ByteSize,
-        told: impl FnOnce(GivenUp) -> Option<Operation>,
+        cause: ReleaseCause,
         note: impl FnOnce(&mut ArenaState, u64),
     ) -> Result<ByteSize, DeviceError> {
         let inner = self.inner();
@@ -190,19 +184,18 @@ impl DeviceArena {
         inner.run(wake_if_empty);
         inner.look_for_ends(true)?;
         inner.release_adopted();
-        let (bytes, error) = inner.run(async |port| {
+        let (released, error) = inner.run(async |port| {
             let (granules, error) = release_down_to(port, keep).await;
             port.with(|state| {
                 let bytes = state.bytes_of(granules);
                 note(state, bytes);
-                let outcome = GivenUp { released: ByteSize::new(bytes), done: error.is_none() };
-                state.tell(port.clock, |_| told(outcome));
-                (bytes, error)
+                let (released, done) = (ByteSize::new(bytes), error.is_none());
+                state.events.push(port.clock, || ArenaEvent::Released { cause, released, done });
+                (released, error)
             })
         });
-        inner.pass_on();
+        inner.flush_events();
         inner.debug_validate();
-        let released = ByteSize::new(bytes);
         if !released.is_zero() {
             log!(debug, arena = self.name(), %keep, %released, "idle memory released");
         }

@@ -111,7 +111,7 @@ impl DeviceArena {
         inner.check_open()?;
         inner.empty_fronts();
         let outcome = inner.run(async |port| suspend(port, options).await);
-        inner.pass_on();
+        inner.flush_events();
         inner.debug_validate();
         if let Ok(SleepReport { released, offloaded, stayed }) = &outcome {
             let arena = self.name();
@@ -375,7 +375,7 @@ fn spawn_wake(arena: &Arc<ArenaInner>, wake_timeout: Duration) -> Result<(), Dev
     let inner = Arc::clone(arena);
     let wake = move || {
         let _ = inner.run(async |port| resume(port, wake_timeout).await);
-        inner.pass_on();
+        inner.flush_events();
     };
     let thread = thread::Builder::new().name("lowtide-wake".to_owned());
     thread.spawn(wake).map(drop).map_err(|error| {
@@ -399,7 +399,7 @@ fn finish_wake(
     inner: &ArenaInner,
     outcome: Result<WakeReport, DeviceError>,
 ) -> Result<WakeReport, DeviceError> {
-    inner.pass_on();
+    inner.flush_events();
     if outcome.is_ok() {
         inner.debug_validate();
     }

@@ -20,7 +20,6 @@ use super::resume::awake;
 use super::retry::run_ladder;
 use crate::driver::DriverError;
 use crate::index::Span;
-use crate::observe::visualize::Act;
 use crate::state::arena::ArenaState;
 use crate::state::failure::{AllocFailure, Cause};
 use crate::state::pending::Claim;
@@ -120,9 +119,7 @@ fn begin_at(
 
 /// Records that a placed block has its memory, and may be used.
 fn finish(state: &mut ArenaState, clock: &dyn Clock, target: AllocTarget, placed: Placement) {
-    state.arrive(target.region, placed);
-    state.record(clock, Act::Alloc, placed);
-    state.tell_alloc(clock, target.region, target.wanted, placed);
+    state.arrive(target.region, target.wanted, placed, clock);
 }
 
 /// One attempt of an allocation, with the extent of the search.

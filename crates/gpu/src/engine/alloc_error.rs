@@ -5,8 +5,8 @@
 use super::compact::first_parts;
 use super::port::Port;
 use crate::index::End;
-use crate::observe::record::hooks::Refused;
 use crate::state::compact::plan::{self, Target};
+use crate::state::event::FailedRequest;
 use crate::state::failure::{AllocFailure, Cause};
 use crate::types::compact::{CompactOptions, Goal};
 use crate::types::error::DeviceError;
@@ -28,7 +28,7 @@ pub(crate) async fn record_failure(
     port: &Port<'_>,
     region: Region,
     failure: AllocFailure,
-    what: Refused,
+    request: FailedRequest,
 ) -> DeviceError {
     let AllocFailure { cause, mut error } = failure;
     let arena = port.with(|state| state.name.clone());
@@ -58,18 +58,7 @@ pub(crate) async fn record_failure(
         }
         _ => {}
     }
-    port.with(|state| {
-        state.record_refusal(&error, port.clock);
-        state.tell_refusal(port.clock, what, cause);
-        let failures = &mut state.totals.failures;
-        match cause {
-            Cause::Limit { .. } => failures.limit += 1,
-            Cause::Device => failures.device += 1,
-            Cause::Addresses => failures.addresses += 1,
-            Cause::Driver => failures.driver += 1,
-            Cause::Uncounted => {}
-        }
-    });
+    port.with(|state| state.note_failure(request, (cause, &error), port.clock));
     log!(debug, arena, %error, "allocation failed");
     error
 }

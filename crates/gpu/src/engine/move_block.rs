@@ -15,10 +15,9 @@ use super::compact::hold;
 use super::completion::complete_all;
 use super::port::Port;
 use crate::driver::{DeviceAddress, DriverError};
-use crate::observe::record::Operation;
-use crate::observe::visualize::Act;
 use crate::state::arena::ArenaState;
 use crate::state::compact::plan::{Hold, Move};
+use crate::state::event::{ArenaEvent, Location};
 use crate::state::moves::Moving;
 use crate::state::pending::Claim;
 use crate::state::ranges::BlockName;
@@ -226,15 +225,13 @@ fn trade(
         }
     }
     let to = address_of(state, region, id);
-    // The requested size is not known here: the events show the block's size.
-    state.history.record(clock, Act::Free, from.get(), ByteSize::new(size));
-    state.history.record(clock, Act::Alloc, to.get(), ByteSize::new(size));
-    let segment = &state.region(region).segment;
-    state.tell(clock, |numbers| {
-        let id = numbers.of(region, id)?;
-        let [from, to] = [from, to].map(|at| segment.offset_of(at).unwrap_or_default());
-        Some(Operation::Move { id, region, from, to, size: ByteSize::new(size) })
+    // The requested size is not known here: the event shows the block's size.
+    let (size, segment) = (ByteSize::new(size), &state.region(region).segment);
+    let [from, to] = [from, to].map(|address| Location {
+        offset: segment.offset_of(address).unwrap_or_default(),
+        address,
     });
+    state.events.push(clock, || ArenaEvent::Moved { region, id, from, to, size });
     active.saturating_sub(state.active())
 }
 

@@ -3,8 +3,8 @@
 //! Invariant: a place that is returned under a lease stays until the lease ends.
 
 use super::port::Port;
-use crate::observe::record::Operation;
 use crate::state::arena::ArenaState;
+use crate::state::event::ArenaEvent;
 use crate::state::ranges::BlockName;
 use crate::state::region::Placement;
 use crate::types::error::DeviceError;
@@ -68,6 +68,6 @@ pub(crate) async fn pin(port: &Port<'_>, region: Region, id: BlockName) {
     wait_until_still(port, region, id).await;
     port.with(|state| {
         state.region_mut(region).pins.pin(id);
-        state.tell(port.clock, |numbers| Some(Operation::Pin { id: numbers.of(region, id)? }));
+        state.events.push(port.clock, || ArenaEvent::Pinned { region, id });
     });
 }

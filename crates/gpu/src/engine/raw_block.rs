@@ -5,8 +5,8 @@
 use super::place::wait_until_still;
 use super::port::Port;
 use crate::driver::DeviceAddress;
-use crate::observe::record::Operation;
 use crate::state::arena::ArenaState;
+use crate::state::event::{ArenaEvent, FreeCause};
 use crate::state::ranges::BlockName;
 use crate::state::raw::{LaneUser, RawUse};
 use crate::state::region::Placement;
@@ -46,9 +46,9 @@ pub(crate) fn free(
     if let Some(user) = user
         && raw.add(user)
     {
-        tell_use(state, (raw.region, raw.placed.id), user, clock);
+        note_use(state, (raw.region, raw.placed.id), user, clock);
     }
-    release(state, &raw, clock);
+    release(state, &raw, false, clock);
     Ok((raw.region, raw.placed))
 }
 
@@ -65,7 +65,7 @@ pub(crate) fn record_use(
     let Some(raw) = state.raw.get_mut(at) else { return Err(unknown(state, at)) };
     let block = (raw.region, raw.placed.id);
     if raw.add(user) {
-        tell_use(state, block, user, clock);
+        note_use(state, block, user, clock);
     }
     Ok(())
 }
@@ -111,32 +111,30 @@ pub(crate) fn find_containing(
 
 /// Frees every raw block; returns their bytes.
 pub(crate) fn reset(state: &mut ArenaState, clock: &dyn Clock) -> ByteSize {
-    state.tell(clock, |numbers| {
-        numbers.forget_raw();
-        None
-    });
     let all = state.raw.take_all();
-    all.iter().for_each(|raw| release(state, raw, clock));
+    all.iter().for_each(|raw| release(state, raw, true, clock));
+    let blocks = all.len() as u64;
     let bytes = all.iter().map(|raw| ByteSize::new(raw.placed.span.size)).sum();
-    state.tell(clock, |_| Some(Operation::Reset { blocks: all.len() as u64, bytes }));
+    state.events.push(clock, || ArenaEvent::RawReset { blocks, bytes });
     bytes
 }
 
 /// Frees a raw block that is no longer known by its address.
-fn release(state: &mut ArenaState, raw: &RawUse, clock: &dyn Clock) {
+fn release(state: &mut ArenaState, raw: &RawUse, is_reset: bool, clock: &dyn Clock) {
     raw.with_users(|streams, after| {
-        state.release_after(raw.region, raw.placed, (streams, after), clock);
+        let cause = if is_reset { FreeCause::Reset } else { FreeCause::Owner(after) };
+        state.release_after(raw.region, raw.placed, (streams, cause), clock);
     });
 }
 
-fn tell_use(
-    state: &ArenaState,
+fn note_use(
+    state: &mut ArenaState,
     (region, id): (Region, BlockName),
-    LaneUser { number: lane, .. }: LaneUser,
+    user: LaneUser,
     clock: &dyn Clock,
 ) {
-    if lane > 0 {
-        state.tell(clock, |numbers| Some(Operation::Use { id: numbers.of(region, id)?, lane }));
+    if let Some(lane) = user.number {
+        state.events.push(clock, || ArenaEvent::Used { region, id, lane });
     }
 }
 

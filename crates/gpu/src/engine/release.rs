@@ -11,7 +11,6 @@ use super::call::CallKind;
 use super::port::Port;
 use super::stores::end_copies;
 use crate::driver::DriverError;
-use crate::observe::visualize::Act;
 use crate::state::aging::Ages;
 use crate::state::arena::Leaving;
 use crate::state::region::Region;
@@ -99,12 +98,7 @@ async fn take_away(port: &Port<'_>, leaving: Leaving) -> Result<(), DriverError>
         CallKind::Decommit { at, size }
     };
     let outcome = port.does(kind).await;
-    port.with(|state| {
-        state.end_leave(leaving, outcome.is_ok());
-        if outcome.is_ok() {
-            state.history.record(port.clock, Act::Decommit, at.get(), size);
-        }
-    });
+    port.with(|state| state.end_leave(leaving, outcome.is_ok(), port.clock));
     outcome
 }
 

@@ -18,9 +18,9 @@ use super::port::Port;
 use super::release::CALLS_MAX;
 use crate::driver::DeviceAddress;
 use crate::index::Span;
-use crate::observe::visualize::Act;
 use crate::state::aging::Ages;
 use crate::state::arena::{ArenaState, Leaving};
+use crate::state::event::ArenaEvent;
 use crate::state::region::Region;
 use crate::state::segment::{Cursor, Run};
 use lowtide_core::clock::Clock;
@@ -141,8 +141,8 @@ fn end_remap(state: &mut ArenaState, pair: Pair, done: bool, clock: &dyn Clock) 
     if done {
         state.totals.remaps += 1;
         state.totals.remapped_bytes += from.size.get();
-        state.history.record(clock, Act::Decommit, from.at.get(), from.size);
-        state.history.record(clock, Act::Commit, at.get(), from.size);
+        let remapped = ArenaEvent::Remapped { from: from.at, to: at, size: from.size };
+        state.events.push(clock, || remapped);
     }
     if state.idle() == 0 {
         state.aging.clear();

@@ -10,8 +10,7 @@ use super::port::Port;
 use super::resume::awake;
 use super::retry::run_ladder;
 use crate::driver::DriverError;
-use crate::observe::record::hooks::Refused;
-use crate::observe::visualize::Act;
+use crate::state::event::{ArenaEvent, FailedRequest};
 use crate::state::failure::{AllocFailure, Cause};
 use crate::state::region::Placement;
 use crate::types::region::Region;
@@ -74,9 +73,6 @@ async fn attempt_in_place(
         if let Err(failure) = outcome {
             return Err(failure.with_figures(state));
         }
-        state.record(port.clock, Act::Free, Placement { at: resized.at, ..placed });
-        state.record(port.clock, Act::Alloc, resized);
-        state.tell_resize(port.clock, region, resized);
         Ok(Some(resized))
     })
 }
@@ -111,8 +107,11 @@ pub(crate) async fn copy_to(
             state.replace(region, old, new, port.clock);
         } else {
             state.release(region, new, port.clock);
-            let what = Refused::Resize(region, old.id, new.requested);
-            state.tell_refusal(port.clock, what, Cause::Driver);
+            state.events.push(port.clock, || ArenaEvent::AllocFailed {
+                request: FailedRequest::Resize(region, old.id, new.requested),
+                cause: Cause::Driver,
+                shortage: None,
+            });
         }
     });
     copied.map(|()| new)

@@ -22,6 +22,7 @@ use super::retry::call_for_room;
 use super::stores;
 use crate::driver::{DeviceAddress, DriverError};
 use crate::state::arena::ArenaState;
+use crate::state::event::ArenaEvent;
 use crate::state::failure::{AllocFailure, Cause};
 use crate::state::region::Search;
 use crate::state::segment::Run;
@@ -286,7 +287,7 @@ async fn finish(port: &Port<'_>, runs: &[IncomingRun], restored: ByteSize) -> Wa
         // Kept stores stay accounted for.
         let excess = state.sleep.saved.take().and_then(|saved| state.sleep.keep(saved));
         state.sleep.end_wake(None, port.clock.now());
-        state.tell_wake(port.clock, Some(report));
+        state.events.push(port.clock, || ArenaEvent::Woke { report });
         (state.sleep.finish(Phase::Awake), excess)
     });
     call_wakers(port, wakers).await;
@@ -322,7 +323,7 @@ async fn abort(
         }
         state.note_committed();
         state.sleep.end_wake(Some(error.clone()), port.clock.now());
-        state.tell_wake(port.clock, None);
+        state.events.push(port.clock, || ArenaEvent::WakeFailed);
         state.sleep.finish(Phase::Asleep)
     });
     call_wakers(port, wakers).await;

@@ -19,9 +19,9 @@ use super::port::Port;
 use super::resume::{call_wakers, not_awake};
 use super::stores;
 use crate::driver::DriverError;
-use crate::observe::visualize::Act;
 use crate::state::arena::ArenaState;
 use crate::state::contents::OutgoingRun;
+use crate::state::event::ArenaEvent;
 use crate::state::region::RegionState;
 use crate::state::sleep::{Phase, Saved};
 use crate::types::error::DeviceError;
@@ -117,12 +117,13 @@ fn cancelled(state: &ArenaState) -> DeviceError {
 
 /// Records the reason the arena does not fall asleep; returns the error.
 fn recorded(
-    state: &ArenaState,
+    state: &mut ArenaState,
     clock: &dyn Clock,
     options: SleepOptions,
     error: DeviceError,
 ) -> DeviceError {
-    state.tell_sleepless(clock, options, &error, state.sleep.state());
+    let now = state.sleep.state();
+    state.note_sleepless(clock, options, &error, now);
     error
 }
 
@@ -223,8 +224,8 @@ async fn release_run(port: &Port<'_>, run: &OutgoingRun) -> Result<(), DriverErr
 async fn abort(port: &Port<'_>, suspension: Suspension, error: DeviceError) -> DeviceError {
     let Suspension { options, runs, saved } = suspension;
     let wakers = port.with(|state| {
-        runs.iter().for_each(|run| state.end_leave(run.place, false));
-        state.tell_sleepless(port.clock, options, &error, SleepState::Awake);
+        runs.iter().for_each(|run| state.end_leave(run.place, false, port.clock));
+        state.note_sleepless(port.clock, options, &error, SleepState::Awake);
         state.sleep.finish(Phase::Awake)
     });
     call_wakers(port, wakers).await;
@@ -246,10 +247,10 @@ async fn rollback(
         // No block is live, so none is lost.
         let wakers = port.with(|state| {
             for (at, run) in suspension.runs.iter().enumerate() {
-                state.end_leave(run.place, at < nth);
+                state.end_leave(run.place, at < nth, port.clock);
             }
             state.untrimmed |= nth > 0;
-            state.tell_sleepless(port.clock, suspension.options, &error, SleepState::Awake);
+            state.note_sleepless(port.clock, suspension.options, &error, SleepState::Awake);
             state.sleep.finish(Phase::Awake)
         });
         call_wakers(port, wakers).await;
@@ -305,9 +306,8 @@ async fn finish(
     let wakers = port.with(|state| {
         note_discarded(state, &runs);
         for (OutgoingRun { place, .. }, &is_gone) in runs.iter().zip(gone) {
-            state.end_leave(*place, is_gone);
+            state.end_leave(*place, is_gone, port.clock);
             if is_gone {
-                state.history.record(port.clock, Act::Decommit, place.at.get(), place.size);
                 report.released = report.released.saturating_add(place.size);
             }
         }
@@ -315,9 +315,9 @@ async fn finish(
         state.sleep.sleeps += 1;
         report.stayed = ByteSize::new(state.backed());
         match error {
-            None => state.tell_asleep(port.clock, options, report),
+            None => state.events.push(port.clock, || ArenaEvent::Asleep { options, report }),
             Some(error) => {
-                state.tell_sleepless(port.clock, options, error, SleepState::Asleep);
+                state.note_sleepless(port.clock, options, error, SleepState::Asleep);
             }
         }
         state.sleep.finish(Phase::Asleep)

@@ -5,7 +5,7 @@ use crate::engine::alloc::{self, AllocTarget, Begun};
 use crate::engine::alloc_error::record_failure;
 use crate::engine::resize;
 use crate::exec::inner::ArenaInner;
-use crate::observe::record::hooks::{Origin, Refused};
+use crate::state::event::{FailedRequest, Origin};
 use crate::state::failure::AllocFailure;
 use crate::state::region::{AllocRequest, Placement};
 use crate::state::streams::StreamKey;
@@ -24,11 +24,15 @@ impl ArenaInner {
         wanted: AllocRequest,
         taker: Option<StreamKey>,
     ) -> Result<Placement, DeviceError> {
-        let what = Refused::Block(region, wanted);
+        let what = FailedRequest::Alloc(region, wanted);
         self.alloc_target(AllocTarget { region, wanted, taker }, what)
     }
 
-    fn alloc_target(&self, target: AllocTarget, what: Refused) -> Result<Placement, DeviceError> {
+    fn alloc_target(
+        &self,
+        target: AllocTarget,
+        what: FailedRequest,
+    ) -> Result<Placement, DeviceError> {
         let mut state = self.lock();
         let begun = alloc::begin(&mut state, &*self.clock, target);
         self.fronts.note_live(state.live(), state.limit.get());
@@ -37,7 +41,7 @@ impl ArenaInner {
             Begun::Done(placed) => Ok(placed),
             begun => self.alloc_slowly(target, begun, what),
         };
-        self.pass_on();
+        self.flush_events();
         outcome
     }
 
@@ -46,7 +50,7 @@ impl ArenaInner {
         &self,
         target: AllocTarget,
         begun: Begun,
-        what: Refused,
+        what: FailedRequest,
     ) -> Result<Placement, DeviceError> {
         let outcome = self.run(async |port| alloc::alloc(port, target, begun).await);
         let outcome = match outcome {
@@ -59,7 +63,12 @@ impl ArenaInner {
     }
 
     /// Counts a failure, and returns its error.
-    fn record_failure(&self, region: Region, failure: AllocFailure, what: Refused) -> DeviceError {
+    fn record_failure(
+        &self,
+        region: Region,
+        failure: AllocFailure,
+        what: FailedRequest,
+    ) -> DeviceError {
         if self.check_here().is_err() {
             return DeviceError::Forked; // a callback forked, and this is the child
         }
@@ -84,8 +93,8 @@ impl ArenaInner {
             }),
             outcome => outcome,
         };
-        self.pass_on();
-        let what = Refused::Resize(region, placed.id, requested);
+        self.flush_events();
+        let what = FailedRequest::Resize(region, placed.id, requested);
         outcome.map_err(|failure| self.record_failure(region, failure, what))
     }
 
@@ -100,11 +109,11 @@ impl ArenaInner {
         old: Placement,
         wanted: AllocRequest,
     ) -> Result<Placement, DeviceError> {
-        let what = Refused::Resize(region, old.id, wanted.requested);
+        let what = FailedRequest::Resize(region, old.id, wanted.requested);
         let target = AllocTarget { region, wanted: wanted.by(Origin::RESIZE), taker: None };
         let new = self.alloc_target(target, what)?;
         let copied = self.run(async |port| resize::copy_to(port, region, old, new).await);
-        self.pass_on();
+        self.flush_events();
         copied.map_err(Into::into)
     }
 }

@@ -4,9 +4,11 @@
 //! before it does what the step asks for: a driver call, a wait, or other code. So no driver call
 //! is made and no foreign code runs with the lock held. Contended acquisitions are counted.
 //!
-//! Invariants: the state is in its slot whenever the lock is free; every thread that waits for a
-//! change is notified when the lock is released after one; the published counts of moves are those
-//! of the state whenever the lock is free.
+//! Events are delivered when the lock is released, by the thread that releases it.
+//!
+//! Invariants: the state is in its slot, and its queue of events empty, whenever the lock is free;
+//! every thread that waits for a change is notified when the lock is released after one; the
+//! published counts of moves are those of the state whenever the lock is free.
 
 use std::fmt;
 use std::ops::{Deref, DerefMut};
@@ -14,8 +16,10 @@ use std::pin::pin;
 
 use crate::driver::Driver;
 use crate::engine::port::{Caller, Port, Step, Surroundings, run_outside, step};
+use crate::exec::observer::{Batch, Observers};
 use crate::exec::{budget, callbacks};
 use crate::state::arena::ArenaState;
+use crate::state::event::EventQueue;
 use crate::types::region::Region;
 use lowtide_core::clock::Clock;
 use lowtide_core::sync::atomic::{AtomicU64, Ordering};
@@ -27,14 +31,16 @@ pub(crate) struct Executor {
     changed: Condvar,
     /// The number of moved blocks of each region, for readers without the lock.
     moves: [AtomicU64; 2],
+    /// `None` if nothing observes the arena.
+    observers: Option<Observers>,
 }
 
 /// The place of the state.
 struct Slot {
     /// `None` while an operation makes a step.
     state: Option<Box<ArenaState>>,
-    /// The number of threads that wait for a change.
-    waiters: u32,
+    /// The number of threads that wait for a change, and one for the observers, if there are any.
+    watchers: u32,
 }
 
 /// The locked state.
@@ -47,10 +53,20 @@ pub(crate) struct Locked<'a> {
 }
 
 impl Executor {
-    pub(crate) fn new(state: ArenaState) -> Self {
-        let slot = Slot { state: Some(Box::new(state)), waiters: 0 };
+    pub(crate) fn new(mut state: ArenaState, observers: Option<Observers>) -> Self {
+        if observers.is_some() {
+            state.events = EventQueue::observed();
+        }
+        let slot = Slot { state: Some(Box::new(state)), watchers: u32::from(observers.is_some()) };
+        let (slot, changed) = (Mutex::new(slot), Condvar::new());
         let moves = [AtomicU64::new(0), AtomicU64::new(0)];
-        Self { slot: Mutex::new(slot), changed: Condvar::new(), moves }
+        Self { slot, changed, moves, observers }
+    }
+
+    /// Returns what observes the arena.
+    #[inline]
+    pub(crate) const fn observers(&self) -> Option<&Observers> {
+        self.observers.as_ref()
     }
 
     /// Locks the state; counts the time if another thread has it.
@@ -91,6 +107,19 @@ impl Executor {
                 published.store(moves, Ordering::Relaxed);
             }
         }
+    }
+
+    /// Notifies the threads that wait, releases the lock and delivers the events of the state.
+    #[cold]
+    fn release(&self, slot: Option<MutexGuard<'_, Slot>>) {
+        let Some(mut slot) = slot else { return };
+        self.changed.notify_all();
+        let batch = match (&self.observers, &mut slot.state) {
+            (Some(observers), Some(state)) => observers.take(&mut state.events),
+            _ => None,
+        };
+        drop(slot);
+        batch.into_iter().for_each(Batch::deliver);
     }
 
     /// Returns the state without the lock, for the only owner.
@@ -148,17 +177,21 @@ impl Locked<'_> {
     /// other thread: two that wait would wake each other in turns.
     pub(crate) fn wait(mut self) -> Self {
         let executor = self.executor;
+        if let Some(observers) = &executor.observers {
+            // With the lock held: the wait releases it.
+            observers.take(&mut self.events).into_iter().for_each(Batch::deliver);
+        }
         // Taken out, so that the drop of `self` does nothing.
         let Some(mut slot) = self.slot.take() else { return self };
         if let Some(state) = &slot.state {
             executor.publish(state);
         }
-        slot.waiters += 1;
-        if slot.waiters > 1 && !self.has_waited {
+        slot.watchers += 1;
+        if slot.watchers > 1 && !self.has_waited {
             executor.changed.notify_all(); // this thread may have changed the state
         }
         let mut slot = wait(&executor.changed, slot);
-        slot.waiters -= 1;
+        slot.watchers -= 1;
         Self { executor, slot: Some(slot), has_waited: true }
     }
 
@@ -198,15 +231,15 @@ impl DerefMut for Locked<'_> {
 }
 
 impl Drop for Locked<'_> {
-    /// Publishes what changed, and notifies the threads that wait for a change.
+    /// Publishes what changed, notifies the threads that wait for a change, and delivers events.
     #[inline]
     fn drop(&mut self) {
         let Some(slot) = &self.slot else { return };
         if let Some(state) = &slot.state {
             self.executor.publish(state);
         }
-        if slot.waiters > 0 {
-            self.executor.changed.notify_all();
+        if slot.watchers > 0 {
+            self.executor.release(self.slot.take());
         }
     }
 }

@@ -28,23 +28,18 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicUsize as Number;
 use std::thread;
 
-use crate::api::lane::LaneInner;
 use crate::exec::brief::{Brief, BriefGuard, brief, try_brief};
 use crate::exec::inner::ArenaInner;
-use crate::exec::kept::{CacheCounts, HOT, Heat, Key, ThreadCache};
+use crate::exec::kept::{HOT, Heat, Key, ThreadCache};
+use crate::exec::lane::LaneInner;
 use crate::state::arena::ArenaState;
+use crate::state::cached::{CacheCounts, Swept};
 use crate::state::region::{Placement, Region};
 use crate::state::streams::StreamKey;
 use lowtide_core::sync::atomic::{AtomicU64, Ordering};
 
 /// Homes of an arena at most.
 const HOMES_MAX: usize = 64;
-
-/// A block of a region.
-pub(crate) type Kept = (Region, Placement);
-
-/// A block taken out of a cache, and the stream of the lane whose cache that was.
-pub(crate) type Swept = (Kept, Option<StreamKey>);
 
 /// A block with its home, owned by a buffer or by a cache. On the heap, so that it is passed on as
 /// a pointer.

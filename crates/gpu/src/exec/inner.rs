@@ -14,7 +14,6 @@ use std::mem::ManuallyDrop;
 use std::ptr;
 use std::sync::{Arc, OnceLock, Weak};
 
-use crate::api::lane::LaneInner;
 use crate::driver::{Capabilities, Driver};
 use crate::engine::completion::query_events;
 use crate::engine::import::{end_imports, forget_imports};
@@ -23,12 +22,13 @@ use crate::engine::stores;
 use crate::exec::budget;
 use crate::exec::callbacks::Callbacks;
 use crate::exec::executor::{Executor, Locked};
-use crate::exec::front::{CacheShard, Swept};
-use crate::exec::kept::CacheCounts;
+use crate::exec::front::CacheShard;
+use crate::exec::lane::LaneInner;
+use crate::exec::observer::{Observer, Observers};
 use crate::exec::reserve;
-use crate::observe::record::Recorder;
-use crate::observe::record::operation::After;
 use crate::state::arena::ArenaState;
+use crate::state::cached::{CacheCounts, Swept};
+use crate::state::event::{After, ArenaEvent, FreeCause};
 use crate::state::region::{Placement, Region};
 use crate::types::config::ArenaConfig;
 use crate::types::error::DeviceError;
@@ -58,8 +58,6 @@ pub(crate) struct ArenaInner {
     /// Nothing more is handed out.
     pub(crate) closed: AtomicBool,
     pub(crate) birth: Birth,
-    /// The recorder of the accounting, for other users of its results.
-    pub(crate) recorder: Option<Recorder>,
     /// Errors of CUDA that a freed buffer's view left with cudarc.
     #[cfg(feature = "cuda")]
     pub(crate) parked: AtomicU64,
@@ -197,21 +195,23 @@ impl ArenaInner {
         (driver, clock): (Arc<dyn Driver>, Arc<dyn Clock>),
         config: ArenaConfig,
         state: ArenaState,
+        observers: Vec<Box<dyn Observer>>,
     ) -> Self {
         let capabilities = driver.capabilities();
-        let front = state.front_kept(config.thread_cache);
+        // Thread caches would hide events.
+        let is_observed = !observers.is_empty();
+        let front = if is_observed { ByteSize::ZERO } else { config.thread_cache };
         Self {
             driver,
             clock,
             capabilities,
             granule: ByteSize::new(state.bytes_of(1)),
             largest: Region::ALL.map(|region| state.region(region).largest_ever()),
-            executor: Executor::new(state),
+            executor: Executor::new(state, Observers::new(observers)),
             fronts: ArenaCaches::new(front, config.decay, capabilities.asynchronous),
             callbacks: Arc::new(Callbacks::new()),
             closed: AtomicBool::new(false),
             birth: Birth::now(),
-            recorder: config.recorder,
             #[cfg(feature = "cuda")]
             parked: AtomicU64::new(0),
             name: config.name,
@@ -246,6 +246,35 @@ impl ArenaInner {
     #[inline]
     pub(crate) fn is_fresh(&self, region: Region, placed: &Placement) -> bool {
         placed.moves == self.moves(region)
+    }
+
+    /// Returns `true` if something observes the arena: thread caches are off then.
+    #[inline]
+    pub(crate) const fn is_observed(&self) -> bool {
+        self.executor.observers().is_some()
+    }
+
+    /// Adds an event of something that did not change the state.
+    pub(crate) fn push_event(&self, event: impl FnOnce() -> ArenaEvent) {
+        if self.is_observed() {
+            self.run_now(|state| state.events.push(&*self.clock, event));
+            self.flush_events();
+        }
+    }
+
+    /// Lets the observers write the events that wait. Called at the end of an operation, without
+    /// holding a lock: it may block, and may use the arena.
+    #[inline]
+    pub(crate) fn flush_events(&self) {
+        if let Some(observers) = self.executor.observers() {
+            observers.flush();
+        }
+    }
+
+    /// Returns the observer of a type, after the delivery in progress. Under the lock of the state
+    /// it has seen all events up to that hold of the lock.
+    pub(crate) fn observer<T: Observer>(&self) -> Option<&T> {
+        self.executor.observers()?.find()
     }
 
     /// Runs an operation to its end on this thread.
@@ -288,7 +317,7 @@ impl ArenaInner {
     /// Frees a block in the arena: bookkeeping only.
     pub(crate) fn release(&self, region: Region, placed: Placement) {
         self.lock().release(region, placed, &*self.clock);
-        self.pass_on();
+        self.flush_events();
     }
 
     /// Frees a block that these lanes used, in the arena.
@@ -300,8 +329,9 @@ impl ArenaInner {
     ) {
         let streams: Vec<_> = lanes.iter().filter_map(|lane| lane.key()).collect();
         let after = if lanes.is_empty() { After::All } else { After::Lanes };
-        self.lock().release_after(region, placed, (&streams, after), &*self.clock);
-        self.pass_on();
+        let how = (streams.as_slice(), FreeCause::Owner(after));
+        self.lock().release_after(region, placed, how, &*self.clock);
+        self.flush_events();
     }
 
     /// Frees blocks in the arena.
@@ -430,6 +460,8 @@ impl ArenaInner {
         let books = self.lock();
         let mut snapshot = books.snapshot(&self.name, self.driver.backend(), &fronts);
         books.outstanding.show(&mut snapshot);
+        let observers = self.executor.observers().map_or(0, Observers::metadata);
+        snapshot.metadata = snapshot.metadata.saturating_add(ByteSize::of(observers));
         snapshot.lock_contended_total += self.fronts.contended.load(Ordering::Relaxed);
         #[cfg(feature = "cuda")]
         {
@@ -561,7 +593,6 @@ impl Drop for ArenaInner {
             let _ = unsafe { self.driver.event_destroy(event) };
         }
         if is_used {
-            self.end_recording(books);
             return; // the device may still work on it
         }
         for region in Region::ALL {
@@ -570,7 +601,6 @@ impl Drop for ArenaInner {
             // sleep and no raw block is in use: that returned above.
             unsafe { reserve::give_up(&*self.driver, &books.region(region).segment) };
         }
-        self.end_recording(books);
     }
 }
 

@@ -5,8 +5,9 @@
 //!
 //! Invariants: `cached = sum of its blocks`; a block that was handed out is not in it.
 
-use crate::exec::front::{BlockHandle, Kept};
-use crate::state::region::{Placement, Region};
+use crate::exec::front::BlockHandle;
+use crate::state::cached::{CacheCounts, Kept};
+use crate::types::region::Region;
 
 /// The number of requests of a size, less its cooling.
 pub(crate) type Heat = u8;
@@ -63,52 +64,6 @@ struct Class {
 impl Class {
     const VACANT: Self =
         Self { key: Key::NONE, heat: 0, kept: 0, blocks: [const { None }; BLOCKS_MAX] };
-}
-
-/// The counts of a cache since the arena was opened.
-#[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct CacheCounts {
-    /// Blocks handed out of it, and taken in; blocks passed on to the arena later do not count.
-    pub(crate) allocs: u64,
-    pub(crate) frees: u64,
-    /// Bytes in it now, by region.
-    pub(crate) cached: [u64; 2],
-    /// Requested bytes of blocks handed out less those taken in, by region; wraps.
-    pub(crate) requested: [u64; 2],
-}
-
-impl CacheCounts {
-    pub(crate) fn add(&mut self, other: Self) {
-        self.allocs += other.allocs;
-        self.frees += other.frees;
-        for region in Region::ALL.map(Region::number) {
-            self.cached[region] += other.cached[region];
-            let requested = &mut self.requested[region];
-            *requested = requested.wrapping_add(other.requested[region]);
-        }
-    }
-
-    /// Returns the bytes in the cache.
-    #[inline]
-    pub(crate) fn cached(&self) -> u64 {
-        self.cached.iter().sum()
-    }
-
-    /// Counts a block that was handed out.
-    #[inline]
-    fn went(&mut self, region: Region, size: u64, requested: u64) {
-        self.cached[region.number()] -= size;
-        let sum = &mut self.requested[region.number()];
-        *sum = sum.wrapping_add(requested);
-    }
-
-    /// Counts a block that was taken in.
-    #[inline]
-    fn came(&mut self, region: Region, placed: &Placement) {
-        self.cached[region.number()] += placed.span.size;
-        let sum = &mut self.requested[region.number()];
-        *sum = sum.wrapping_sub(placed.requested);
-    }
 }
 
 /// The blocks kept for one home.

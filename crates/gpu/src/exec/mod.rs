@@ -10,4 +10,6 @@ pub(crate) mod front;
 pub(crate) mod handles;
 pub(crate) mod inner;
 pub(crate) mod kept;
+pub(crate) mod lane;
+pub(crate) mod observer;
 pub(crate) mod reserve;

@@ -7,6 +7,7 @@
 
 use crate::api::arena::DeviceArena;
 use crate::index::Span;
+use crate::observe::history::History;
 use crate::observe::visualize::{
     ArenaMap, BlockSpan, BlockState, GranuleRun, GranuleState, SegmentMap,
 };
@@ -48,7 +49,7 @@ impl DeviceArena {
         let map = inner.run_now(|state| ArenaMap {
             taken: inner.clock.now(),
             segments: Region::ALL.iter().flat_map(|&region| segments(state, region)).collect(),
-            events: state.history.events(),
+            events: inner.observer::<History>().map_or_else(Vec::new, History::events),
             granularity: ByteSize::new(state.bytes_of(1)),
             ..empty
         });

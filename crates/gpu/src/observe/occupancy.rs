@@ -9,8 +9,8 @@
 
 use crate::api::arena::DeviceArena;
 use crate::index::Span;
-use crate::observe::visualize::GranuleState;
 use crate::state::arena::ArenaState;
+use crate::state::ground::GranuleState;
 use crate::state::segment::Run;
 use crate::types::region::Region;
 use lowtide_core::bytes::ByteSize;

@@ -6,16 +6,13 @@
 //! Invariants: those of [`ArenaSnapshot`]; `backed <= limit`, unless the limit was lowered below
 //! it; those of [`Aging`].
 
-use crate::driver::{Backend, Capabilities, DeviceAddress};
-use crate::exec::front::Swept;
-use crate::exec::kept::CacheCounts;
+use crate::driver::{Backend, Capabilities, DeviceAddress, StreamHandle};
 use crate::index::{End, Span};
-use crate::observe::history::History;
-use crate::observe::record::Recorder;
-use crate::observe::record::hooks;
-use crate::observe::record::operation::After;
-use crate::observe::visualize::Act;
 use crate::state::aging::{Ages, Aging};
+use crate::state::cached::{CacheCounts, Swept};
+use crate::state::event::{
+    After, ArenaEvent, EventQueue, FailedRequest, FreeCause, LaneNumber, MemoryShortage,
+};
 use crate::state::failure::{AllocFailure, Cause, CompactionEstimate};
 use crate::state::growth::Steps;
 use crate::state::moves::MoveState;
@@ -32,6 +29,7 @@ use crate::state::streams::{StreamKey, Streams};
 use crate::state::totals::Totals;
 use crate::types::config::ArenaConfig;
 use crate::types::error::DeviceError;
+use crate::types::sleep::{SleepOptions, SleepState};
 use crate::types::snapshot::ArenaSnapshot;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::{Clock, Moment};
@@ -80,9 +78,10 @@ pub(crate) struct ArenaState {
     /// Exports, and imported memory that is not released.
     pub(crate) outstanding: Outstanding,
     pub(crate) moves: MoveState,
-    /// The last events, if they are kept.
-    pub(crate) history: History,
-    pub(crate) recorder: Option<Recorder>,
+    /// What happened since the lock was taken, if anything observes the arena.
+    pub(crate) events: EventQueue,
+    /// The number of lanes that were opened.
+    lanes: u64,
     pub(crate) outlook: CompactionEstimate,
 }
 
@@ -115,8 +114,8 @@ impl ArenaState {
             raw: RawBlocks::default(),
             outstanding: Outstanding::default(),
             moves: MoveState::default(),
-            history: History::new(config.history),
-            recorder: config.recorder.clone(),
+            events: EventQueue::default(),
+            lanes: 0,
             outlook: CompactionEstimate::default(),
         }
     }
@@ -207,9 +206,16 @@ impl ArenaState {
         })
     }
 
-    /// Records that a placed block has its memory.
-    pub(crate) fn arrive(&mut self, region: Region, placed: Placement) {
+    /// Records that a placed block has its memory: it is allocated.
+    pub(crate) fn arrive(
+        &mut self,
+        region: Region,
+        request: AllocRequest,
+        placed: Placement,
+        clock: &dyn Clock,
+    ) {
         self.region_mut(region).arrive(placed);
+        self.events.push(clock, || ArenaEvent::Allocated { region, request, placed });
         self.totals.allocs += 1;
         self.totals.alloc_size_max = self.totals.alloc_size_max.max(placed.span.size);
         self.live_peak = self.live_peak.max(self.live());
@@ -248,6 +254,7 @@ impl ArenaState {
             self.note_idle(region, after.span, clock);
         }
         if done {
+            self.events.push(clock, || ArenaEvent::Resized { region, before, after });
             self.totals.resizes += 1;
             self.totals.alloc_size_max = self.totals.alloc_size_max.max(after.span.size);
             self.live_peak = self.live_peak.max(self.live());
@@ -284,7 +291,7 @@ impl ArenaState {
         let (at, size) = segment.place_of(run);
         segment.end_commit(run, done);
         if done {
-            self.history.record(clock, Act::Commit, at.get(), size);
+            self.events.push(clock, || ArenaEvent::Committed { at, size });
             self.totals.commits += 1;
             self.totals.committed_bytes += size.get();
         }
@@ -333,14 +340,25 @@ impl ArenaState {
 
     /// Frees a live block.
     pub(crate) fn release(&mut self, region: Region, placed: Placement, clock: &dyn Clock) {
-        self.release_after(region, placed, (&[], After::All), clock);
+        self.release_after(region, placed, (&[], FreeCause::Owner(After::All)), clock);
+    }
+
+    /// Frees a block whose contents are in another one now.
+    pub(crate) fn replace(
+        &mut self,
+        region: Region,
+        old: Placement,
+        new: Placement,
+        clock: &dyn Clock,
+    ) {
+        self.release_after(region, old, (&[], FreeCause::MovedTo(new)), clock);
     }
 
     /// Frees a cached block.
     pub(crate) fn release_swept(&mut self, swept: Swept, clock: &dyn Clock) {
         let ((region, placed), stream) = swept;
         let after = if stream.is_some() { After::Lanes } else { After::All };
-        self.release_after(region, placed, (stream.as_slice(), after), clock);
+        self.release_after(region, placed, (stream.as_slice(), FreeCause::Owner(after)), clock);
     }
 
     /// Adds the counts of a dropped cache, which is empty.
@@ -359,7 +377,7 @@ impl ArenaState {
         &mut self,
         region: Region,
         placed: Placement,
-        (streams, after): (&[StreamKey], After),
+        (streams, cause): (&[StreamKey], FreeCause),
         clock: &dyn Clock,
     ) {
         if self.moves.defer_release(region, placed) {
@@ -371,11 +389,10 @@ impl ArenaState {
         debug_assert!(gone.is_ok(), "only its buffer frees a block, once");
         if let Ok(went_idle) = gone {
             self.totals.frees += 1;
-            self.record(clock, Act::Free, placed);
             if went_idle {
                 self.note_idle(region, placed.span, clock);
             }
-            self.tell_free(clock, region, placed.id, after);
+            self.events.push(clock, || ArenaEvent::Freed { region, placed, cause });
         }
     }
 
@@ -398,11 +415,13 @@ impl ArenaState {
     }
 
     /// Records the result of a decommit.
-    pub(crate) fn end_leave(&mut self, leaving: Leaving, done: bool) {
+    pub(crate) fn end_leave(&mut self, leaving: Leaving, done: bool, clock: &dyn Clock) {
         self.region_mut(leaving.region).end_leave(leaving.run, done);
         if done {
             self.totals.decommits += 1;
             self.totals.decommitted_bytes += leaving.size.get();
+            let Leaving { at, size, .. } = leaving;
+            self.events.push(clock, || ArenaEvent::Decommitted { at, size });
         }
         if self.idle() == 0 {
             self.aging.clear();
@@ -427,14 +446,79 @@ impl ArenaState {
             let all = Span { offset: 0, size: region.segment.extent() };
             region.segment.stamp(all, stamp);
         }
+        self.events.push_at(now, || ArenaEvent::DecayTimeSet { time });
+    }
+
+    pub(crate) fn set_limit(&mut self, limit: ByteSize, clock: &dyn Clock) {
+        self.limit = limit;
+        self.events.push(clock, || ArenaEvent::LimitSet { limit });
+    }
+
+    /// Returns the number of a new lane of a stream.
+    pub(crate) fn open_lane(&mut self, stream: StreamHandle, clock: &dyn Clock) -> LaneNumber {
+        let lane = LaneNumber::MIN.saturating_add(self.lanes);
+        self.lanes += 1;
+        self.events.push(clock, || ArenaEvent::LaneOpened { lane, stream });
+        lane
+    }
+
+    /// Records that the arena did not fall asleep, or not as it should.
+    pub(crate) fn note_sleepless(
+        &mut self,
+        clock: &dyn Clock,
+        options: SleepOptions,
+        error: &DeviceError,
+        state: SleepState,
+    ) {
+        let event = || ArenaEvent::SleepFailed { options, error: error.clone(), state };
+        self.events.push(clock, event);
+    }
+
+    /// Counts a failed request.
+    pub(crate) fn note_failure(
+        &mut self,
+        request: FailedRequest,
+        (cause, error): (Cause, &DeviceError),
+        clock: &dyn Clock,
+    ) {
+        let failures = &mut self.totals.failures;
+        match cause {
+            Cause::Limit { .. } => failures.limit += 1,
+            Cause::Device => failures.device += 1,
+            Cause::Addresses => failures.addresses += 1,
+            Cause::Driver => failures.driver += 1,
+            Cause::Uncounted => {}
+        }
+        if !self.events.is_observed() {
+            return;
+        }
+        let shortage = match *error {
+            DeviceError::OutOfMemory { requested, .. } => {
+                let is_limited = self.limit != ByteSize::MAX;
+                let left = self.limit.get().saturating_sub(self.backed()) * u64::from(is_limited);
+                Some(MemoryShortage { requested, headroom: ByteSize::new(left) })
+            }
+            _ => None,
+        };
+        self.events.push(clock, || ArenaEvent::AllocFailed { request, cause, shortage });
+    }
+
+    /// Counts a request that is larger than its region.
+    pub(crate) fn note_too_large(
+        &mut self,
+        region: Region,
+        request: AllocRequest,
+        clock: &dyn Clock,
+    ) {
+        self.totals.failures.addresses += 1;
+        self.events.push(clock, || ArenaEvent::TooLarge { region, request });
     }
 
     /// Notes that granules of a span went idle.
     pub(crate) fn note_idle(&mut self, region: Region, span: Span, clock: &dyn Clock) {
-        let recorder = self.recorder.as_ref();
-        let now = || hooks::seen(recorder, clock);
-        if let Some(stamp) = self.aging.note_idle(now) {
+        if let Some(stamp) = self.aging.note_idle(|| clock.now()) {
             self.region_mut(region).segment.stamp(span, stamp);
+            self.events.push_at(self.aging.latest(), || ArenaEvent::Idle);
         }
     }
 
@@ -506,7 +590,7 @@ impl ArenaState {
         regions
             + self.raw.metadata()
             + self.outstanding.imported.metadata()
-            + self.history.metadata()
+            + self.events.metadata()
     }
 
     /// Returns the uses to wait for when a block used by these streams, or by unknown ones, is
@@ -584,7 +668,8 @@ impl ArenaState {
     ) {
         self.region_mut(region).end_segment(span, at);
         if let Some(at) = at {
-            self.history.record(clock, Act::Commit, at.get(), ByteSize::new(span.size));
+            let size = ByteSize::new(span.size);
+            self.events.push(clock, || ArenaEvent::Committed { at, size });
             self.totals.commits += 1;
             self.totals.committed_bytes += span.size;
         }

@@ -10,7 +10,6 @@ use std::ops::Range;
 
 use crate::driver::DeviceAddress;
 use crate::index::Span;
-use crate::observe::visualize::GranuleState;
 use crate::state::aging::{Ages, Stamp};
 use crate::state::pieces::{PieceView, SegmentList};
 use crate::state::ranges::RegionIndex;
@@ -24,6 +23,16 @@ pub(crate) enum Backing {
     Reserved(Segment),
     /// Segments, each with an address of its own.
     SegmentList(SegmentList),
+}
+
+/// The state of a granule with memory behind it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum GranuleState {
+    /// A live or pending block touches it.
+    Active,
+    /// No block touches it: it may be released.
+    Idle,
 }
 
 /// Adjoining addresses, as pictures show them.

@@ -2,8 +2,10 @@
 
 pub(crate) mod aging;
 pub(crate) mod arena;
+pub(crate) mod cached;
 pub(crate) mod compact;
 pub(crate) mod contents;
+pub(crate) mod event;
 pub(crate) mod failure;
 pub(crate) mod granules;
 pub(crate) mod ground;

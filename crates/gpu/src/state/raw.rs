@@ -9,7 +9,7 @@
 use std::collections::BTreeMap;
 
 use crate::driver::DeviceAddress;
-use crate::observe::record::operation::After;
+use crate::state::event::{After, LaneNumber};
 use crate::state::ranges::BlockName;
 use crate::state::region::{Placement, RegionState};
 use crate::state::streams::StreamKey;
@@ -76,8 +76,8 @@ impl Users {
 pub(crate) struct LaneUser {
     /// `None` if the driver's work needs no order.
     pub(crate) stream: Option<StreamKey>,
-    /// Its number in the recording; 0 without one.
-    pub(crate) number: u64,
+    /// `None` if the driver's work needs no order and nothing observes the arena.
+    pub(crate) number: Option<LaneNumber>,
 }
 
 /// A live raw block, and the streams that use it.

@@ -7,10 +7,10 @@
 //! behind held ranges; `live <= active`.
 
 use crate::driver::DeviceAddress;
-use crate::exec::kept::CacheCounts;
 use crate::index::{ALIGN, End, Request, Span, StaleBlock};
-use crate::observe::record::hooks::Origin;
 use crate::state::aging::Ages;
+use crate::state::cached::CacheCounts;
+use crate::state::event::Origin;
 use crate::state::ground::Backing;
 use crate::state::pending::{Claim, Pending, Uses};
 use crate::state::pins::Pins;

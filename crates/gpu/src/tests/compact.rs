@@ -6,7 +6,7 @@ mod concurrent;
 
 use std::sync::Arc;
 
-use crate::observe::record::hooks::Origin;
+use crate::state::event::Origin;
 use crate::state::region::AllocRequest;
 use crate::{
     ArenaConfig, BlockPin, Buffer, CompactOptions, DeviceArena, DeviceError, Goal, Moved, Region,

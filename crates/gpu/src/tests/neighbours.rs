@@ -98,7 +98,7 @@ fn a_block_that_fits_at_no_granules_start_waits_for_the_calls_of_its_neighbours(
     neighbours.into_iter().for_each(|placed| withdraw(&arena, placed));
     // SAFETY: an idle granule, marked as leaving above.
     unsafe { driver.decommit(leaving.at, leaving.size) }.expect("committed");
-    arena.inner().lock().end_leave(leaving, true);
+    arena.inner().lock().end_leave(leaving, true, &*arena.inner().clock);
     let block = waiting.join().expect("no panic").expect("there is room");
     drop((block, callback, live));
     arena.validate();

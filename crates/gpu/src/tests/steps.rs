@@ -22,9 +22,9 @@ use crate::engine::call::Call;
 use crate::engine::port::{Called, Caller, Port, Step, Surroundings, run_outside, step};
 use crate::engine::{completion, enter, move_block, release, resize, resume, stores, suspend};
 use crate::exec::reserve;
-use crate::observe::record::operation::After;
 use crate::state::arena::ArenaState;
 use crate::state::compact::plan::Move;
+use crate::state::event::{After, FreeCause};
 use crate::state::region::{AllocRequest, Placement, RegionState};
 use crate::state::streams::StreamKey;
 use crate::types::compact::CompactOptions;
@@ -307,7 +307,8 @@ impl<'a> World<'a> {
 
     fn free_block(&mut self, block: &StepBlock) {
         let (key, clock) = (self.lanes[block.lane].key, self.clock);
-        self.state().release_after(block.region, block.placed, (&[key], After::Lanes), clock);
+        let cause = FreeCause::Owner(After::Lanes);
+        self.state().release_after(block.region, block.placed, (&[key], cause), clock);
         self.changes += 1;
     }
 

@@ -22,11 +22,12 @@ use std::sync::Arc;
 use bytemuck::Pod;
 
 use crate::api::arena::DeviceArena;
-use crate::api::lane::{Lane, LaneInner};
+use crate::api::lane::Lane;
 use crate::api::lease::Lease;
 use crate::driver::{DeviceAddress, Owner};
 use crate::engine::import;
 use crate::exec::inner::ArenaInner;
+use crate::exec::lane::LaneInner;
 use crate::state::outstanding::Release;
 use crate::types::error::{DeviceError, ImportError};
 use lowtide_core::bytes::ByteSize;

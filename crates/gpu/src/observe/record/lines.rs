@@ -1,7 +1,7 @@
 //! The lines that a recorder has written and not yet passed on, the numbers, and the hash so far.
 //!
-//! It has its own lock, which is taken under the lock of the arena's state; only the arena's clock
-//! is called while it is held. The lines are passed on to the sink elsewhere.
+//! It has its own lock, under which nothing of the arena is called. The lines are passed on to the
+//! sink elsewhere.
 //!
 //! Invariants: lines are complete; the hash is that of the lines written; after the end nothing is
 //! written.
@@ -10,12 +10,14 @@ use std::fmt::Write as _;
 use std::time::Duration;
 
 use super::error::RecordError;
+use super::events;
 use super::hash::OperationHash;
 use super::numbers::Numbers;
-use super::operation::{Closing, Ended, Entry, Header, Operation};
+use super::operation::{Closing, Ended, Entry, Header};
 use super::text::LINE_MAX;
+use crate::state::event::{ArenaEvent, SequencedEvent};
 use lowtide_core::bytes::ByteSize;
-use lowtide_core::clock::{Clock, Moment};
+use lowtide_core::clock::Moment;
 
 /// The most bytes that wait for the sink. Reached only if the sink uses the arena itself, since a
 /// thread that finds [`WAIT_FROM`] waits for the sink.
@@ -57,8 +59,8 @@ pub(super) struct WaitingLines {
     numbers: Numbers,
     started: Moment,
     last: Duration,
-    /// The time at which memory became idle in the current operation, so that a replay sees the
-    /// same.
+    /// The moment at which memory became idle in the current operation, which is that of the
+    /// operation's line: so memory becomes idle at the same moment in a replay.
     seen: Option<Moment>,
     /// The thread of the first operation, and `true` if there were others.
     thread: Option<usize>,
@@ -111,31 +113,21 @@ impl WaitingLines {
         self.arena.as_ref()
     }
 
-    /// Reads the clock for the operation that is under way.
-    pub(super) fn see(&mut self, now: Moment) {
-        self.seen = Some(now);
-    }
-
-    /// The time since the recording began.
-    pub(super) fn since(&self, now: Moment) -> Duration {
-        now - self.started
-    }
-
-    /// Records an operation, if there is one.
-    pub(super) fn book(
-        &mut self,
-        clock: &dyn Clock,
-        thread: usize,
-        make: impl FnOnce(&mut Numbers) -> Option<Operation>,
-    ) {
+    /// Records the operation of an event, if it has one.
+    pub(super) fn observe(&mut self, event: &SequencedEvent, thread: usize) {
         if self.state != RecordingState::On {
             return;
         }
-        let Some(operation) = make(&mut self.numbers) else { return };
-        let seen = self.seen.take();
+        let SequencedEvent { at, event, .. } = event;
+        if let ArenaEvent::Idle = event {
+            self.seen = Some(*at);
+        }
+        let Some(operation) = events::operation(event, &mut self.numbers, self.started) else {
+            return;
+        };
         self.many_threads |= *self.thread.get_or_insert(thread) != thread;
-        let now = seen.unwrap_or_else(|| clock.now());
-        self.last = self.last.max(now - self.started);
+        let at = self.seen.take().unwrap_or(*at);
+        self.last = self.last.max(at - self.started);
         let entry = Entry { line: 0, at: self.last, operation };
         if self.put(|text| writeln!(text, "{entry}")) {
             self.hash.add(&entry.operation);

@@ -7,20 +7,20 @@
 //! requests and the places of blocks, never their contents.
 //!
 //! Files: `operation` (values), `text` (writing), `parse` and `check` (reading), `hash`, `numbers`
-//! (of blocks and lanes), `lines` (pending output), `recorder`, `hooks` (calls from the arena),
-//! `log`, `replay`, `rmm` (the log of another allocator), `error`.
+//! (of blocks and streams), `events` (the operations of the arena's events), `lines` (pending
+//! output), `recorder`, `log`, `replay`, `rmm` (the log of another allocator), `error`.
 //!
 //! Invariants: a recorder never affects its arena, except for the time that writing takes; reading
 //! a recording never panics, and no number in it determines the size of an allocation.
 
 mod check;
 mod error;
+mod events;
 mod hash;
-pub(crate) mod hooks;
 mod lines;
 mod log;
 mod numbers;
-pub(crate) mod operation;
+mod operation;
 mod parse;
 mod recorder;
 mod replay;
@@ -35,4 +35,5 @@ pub use operation::{
     Operation, Place, Resized, Sleepless, Why,
 };
 pub use recorder::Recorder;
+pub(crate) use recorder::Recording;
 pub use replay::{Replay, Replayed};

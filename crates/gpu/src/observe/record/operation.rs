@@ -8,12 +8,15 @@
 use std::time::Duration;
 
 use super::hash::OperationHash;
-use crate::driver::Backend;
+use super::text::VERSION;
+use crate::driver::{Backend, Driver};
+pub use crate::state::event::{After, BlockKind};
 use crate::state::region::Region;
 use crate::types::compact::{CompactOptions, StopReason};
 use crate::types::config::{ArenaConfig, Growth};
 use crate::types::sleep::{Contents, SleepReport, SleepState, WakeReport};
 use lowtide_core::bytes::ByteSize;
+use lowtide_core::clock::Clock;
 use lowtide_core::decay::DecayTime;
 
 /// The settings of the recorded arena.
@@ -43,6 +46,29 @@ pub struct Header {
 }
 
 impl Header {
+    /// Of an arena that is being opened.
+    pub(crate) fn of(
+        config: &ArenaConfig,
+        driver: &dyn Driver,
+        clock: &dyn Clock,
+        reserved: [ByteSize; 2],
+    ) -> Self {
+        let capabilities = driver.capabilities();
+        let granularity = config.granule.unwrap_or(capabilities.granularity);
+        Self {
+            version: VERSION,
+            name: config.name.clone(),
+            backend: driver.backend(),
+            asynchronous: capabilities.asynchronous,
+            started: clock.now().since_origin(),
+            limit: config.limit,
+            reserve: config.reserve,
+            decay: config.decay,
+            growth: config.growth,
+            layout: Some(Layout { granularity, reserved }),
+        }
+    }
+
     /// Returns a configuration that opens an arena like the recorded one for a replay, without
     /// thread caches, history and recorder.
     ///
@@ -251,19 +277,6 @@ pub struct Asked {
     pub lane: Option<u64>,
 }
 
-/// The kind of a request for a block.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum BlockKind {
-    /// A buffer, by [`DeviceArena::alloc`](crate::DeviceArena::alloc) or on a lane.
-    #[default]
-    Buffer,
-    /// A raw block, by [`DeviceArena::alloc_raw`](crate::DeviceArena::alloc_raw).
-    Raw,
-    /// A reservation, by [`DeviceArena::reserve`](crate::DeviceArena::reserve).
-    Reserve,
-}
-
 /// The place of a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[expect(clippy::exhaustive_structs, reason = "a place is these three")]
@@ -290,16 +303,6 @@ pub enum Why {
     TooLarge,
     /// A driver call failed.
     Driver,
-}
-
-/// The work that must complete before the memory of a freed block is reused.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum After {
-    /// The work of the lanes that used it.
-    Lanes,
-    /// All work of the device, because the lanes that used it are unknown.
-    All,
 }
 
 /// The outcome of a resize.

@@ -1,9 +1,10 @@
 //! The recorder: writes the operations of an arena to a sink, in the order in which they take
 //! effect.
 //!
-//! Lines are made under the lock of the arena's state and wait in a bounded buffer; the thread that
-//! finds enough of them passes them on to the sink, without holding a lock of the arena. It calls
-//! no driver and makes no decisions. An error stops only the recording.
+//! It observes the events of the arena. Lines are made on the thread that caused the event and wait
+//! in a bounded buffer; the thread that finds enough of them passes them on to the sink, without
+//! holding a lock of the arena. It calls no driver and makes no decisions. An error stops only the
+//! recording.
 //!
 //! Invariant: the sink receives complete lines in order, or an error is stored.
 
@@ -16,11 +17,11 @@ use std::sync::Arc;
 use super::error::RecordError;
 use super::hash::OperationHash;
 use super::lines::{DUE_FROM, WAIT_FROM, WaitingLines};
-use super::numbers::Numbers;
-use super::operation::{Ended, Header, Operation};
+use super::operation::{Ended, Header};
+use crate::exec::observer::Observer;
+use crate::state::event::SequencedEvent;
 use crate::types::error::DeviceError;
 use lowtide_core::bytes::ByteSize;
-use lowtide_core::clock::{Clock, Moment};
 use lowtide_core::fork::Birth;
 use lowtide_core::sync::atomic::{AtomicUsize, Ordering};
 use lowtide_core::sync::{Mutex, MutexGuard, caught, lock, try_lock};
@@ -154,12 +155,6 @@ impl Recorder {
         self.flush().map(|()| self.hash())
     }
 
-    /// Ends the recording of an arena that is gone.
-    pub(crate) fn gone(&self) {
-        self.end(Ended::Gone);
-        let _ = self.flush(); // was said
-    }
-
     fn end(&self, ended: Ended) {
         if let Some(mut lines) = self.lines() {
             lines.end(ended);
@@ -171,40 +166,8 @@ impl Recorder {
         self.inner.birth.is_here().then(|| lock(&self.inner.lines))
     }
 
-    /// Begins the recording of an arena.
-    ///
-    /// # Errors
-    /// `RecorderTaken`.
-    pub(crate) fn open(&self, header: &Header) -> Result<(), DeviceError> {
-        let opened = lock(&self.inner.lines).open(header);
-        opened.map_err(|by| DeviceError::RecorderTaken { by })
-    }
-
-    /// Records an operation, if there is one. The caller holds the lock of the arena's state, and
-    /// calls [`Recorder::pass_on`] after releasing it.
-    pub(crate) fn book(
-        &self,
-        clock: &dyn Clock,
-        make: impl FnOnce(&mut Numbers) -> Option<Operation>,
-    ) {
-        let mut lines = lock(&self.inner.lines);
-        lines.book(clock, here(), make);
-        self.inner.waiting.store(lines.waiting(), Ordering::Relaxed);
-    }
-
-    /// The time, which the operation that is under way is then known to have seen.
-    pub(crate) fn see(&self, now: Moment) -> Moment {
-        lock(&self.inner.lines).see(now);
-        now
-    }
-
-    /// The time since the recording began.
-    pub(crate) fn since(&self, now: Moment) -> std::time::Duration {
-        lock(&self.inner.lines).since(now)
-    }
-
-    /// Passes lines on to the sink where enough of them wait. No lock is held.
-    pub(crate) fn pass_on(&self) {
+    /// Passes lines on to the sink if enough of them wait. No lock is held.
+    fn pass_on(&self) {
         let inner = &*self.inner;
         let waiting = inner.waiting.load(Ordering::Relaxed);
         if waiting < DUE_FROM || inner.is_writing() {
@@ -215,6 +178,42 @@ impl Recorder {
         if let Some(sink) = sink {
             inner.pass_on(sink, false);
         }
+    }
+}
+
+/// The recording of one arena, which it ends when it is dropped.
+pub(crate) struct Recording(Recorder);
+
+impl Recording {
+    /// Begins the recording of an arena.
+    ///
+    /// # Errors
+    /// `RecorderTaken`.
+    pub(crate) fn new(recorder: &Recorder, header: &Header) -> Result<Self, DeviceError> {
+        let opened = lock(&recorder.inner.lines).open(header);
+        opened.map_err(|by| DeviceError::RecorderTaken { by })?;
+        Ok(Self(recorder.clone()))
+    }
+}
+
+impl Observer for Recording {
+    fn observe(&self, events: &[SequencedEvent]) {
+        let Self(Recorder { inner }) = self;
+        let (thread, mut lines) = (here(), lock(&inner.lines));
+        events.iter().for_each(|event| lines.observe(event, thread));
+        inner.waiting.store(lines.waiting(), Ordering::Relaxed);
+    }
+
+    fn flush(&self) {
+        self.0.pass_on();
+    }
+}
+
+impl Drop for Recording {
+    /// The arena is gone.
+    fn drop(&mut self) {
+        self.0.end(Ended::Gone);
+        let _ = self.0.flush(); // was said
     }
 }
 

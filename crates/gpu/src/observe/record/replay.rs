@@ -14,16 +14,17 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use super::hash::OperationHash;
-use super::hooks::Origin;
 use super::log::Log;
 use super::operation::{After, Asked, BlockKind, Closing, Entry, Fallen, Operation, Sleepless};
 use super::recorder::Recorder;
 use crate::api::arena::DeviceArena;
 use crate::api::buffer::Buffer;
 use crate::api::compact::BlockPin;
-use crate::api::lane::{Lane, OwnStream};
+use crate::api::lane::Lane;
 use crate::api::lease::Lease;
 use crate::driver::{DeviceAddress, Driver};
+use crate::exec::lane::OwnStream;
+use crate::state::event::Origin;
 use crate::state::region::AllocRequest;
 use crate::types::compact::{CompactOptions, StopReason};
 use crate::types::config::ArenaConfig;
@@ -369,7 +370,7 @@ impl Replay<'_> {
     fn lane(&mut self, number: u64, stream: u64) -> Done {
         let own = match self.streams.get(&stream).and_then(Weak::upgrade) {
             Some(own) => Ok(own),
-            None => OwnStream::new(&self.arena, stream),
+            None => OwnStream::new(self.arena.inner(), stream),
         };
         let made = own.and_then(|own| {
             self.streams.insert(stream, Arc::downgrade(&own));
@@ -445,7 +446,7 @@ fn take(arena: &DeviceArena, asked: Asked, lane: Option<&Lane>) -> Result<Held, 
         BlockKind::Reserve => arena.reserve::<u8>(len, region)?,
         BlockKind::Buffer => {
             let lane = lane.map(Lane::known);
-            let origin = Origin { lane: lane.map_or(0, |lane| lane.number()), ..Origin::BUFFER };
+            let origin = Origin { lane: lane.and_then(|lane| lane.number()), ..Origin::BUFFER };
             arena.inner().layout_by::<u8>(len, region, origin)?;
             let wanted = AllocRequest::new(bytes, align).map(|wanted| wanted.by(origin));
             arena.alloc_as::<u8>(wanted, lane, len, region)?

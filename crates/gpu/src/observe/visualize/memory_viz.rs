@@ -15,7 +15,7 @@ use std::time::Duration;
 use serde::Serialize;
 use serde_pickle::SerOptions;
 
-use super::{Act, ArenaMap, BlockSpan, BlockState, Event, SegmentMap, bounds};
+use super::{ArenaMap, BlockSpan, BlockState, MapEvent, SegmentMap, bounds};
 use lowtide_core::bytes::ByteSize;
 
 #[derive(Serialize)]
@@ -154,21 +154,23 @@ fn tiles<'a>(
 }
 
 /// Returns an event's entries: one, or two for a free.
-fn entries<'a>(map: &'a ArenaMap, event: &Event) -> impl Iterator<Item = TraceEntry<'a>> {
-    let actions: &[&'static str] = match event.act {
-        Act::Alloc => &["alloc"],
-        Act::Free => &["free_requested", "free_completed"],
-        Act::Commit => &["segment_map"],
-        Act::Decommit => &["segment_unmap"],
-        Act::OutOfMemory { .. } => &["oom"],
+fn entries<'a>(map: &'a ArenaMap, event: &MapEvent) -> impl Iterator<Item = TraceEntry<'a>> {
+    let mut device_free = None;
+    let (actions, address, size): (&[&'static str], _, _) = match *event {
+        MapEvent::Alloc { address, size, .. } => (&["alloc"], address, size),
+        MapEvent::Free { address, size, .. } => {
+            (&["free_requested", "free_completed"], address, size)
+        }
+        MapEvent::Commit { address, size, .. } => (&["segment_map"], address, size),
+        MapEvent::Decommit { address, size, .. } => (&["segment_unmap"], address, size),
+        MapEvent::OutOfMemory { requested, headroom, .. } => {
+            device_free = Some(limited(headroom.get()));
+            (&["oom"], 0, requested)
+        }
     };
-    let device_free = match event.act {
-        Act::OutOfMemory { headroom } => Some(limited(headroom.get())),
-        _ => None,
-    };
-    let time_us = micros(map.since_epoch.saturating_sub(map.taken - event.at));
-    let (addr, size) = (limited(event.address), limited(event.size.get()));
-    let region = region_at(map, event.address);
+    let time_us = micros(map.since_epoch.saturating_sub(map.taken - event.at()));
+    let (addr, size) = (limited(address), limited(size.get()));
+    let region = region_at(map, address);
     actions.iter().map(move |&action| TraceEntry {
         action,
         addr,

@@ -14,6 +14,8 @@ mod tests;
 
 use std::time::Duration;
 
+pub use crate::state::ground::GranuleState;
+
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::Moment;
 
@@ -34,7 +36,7 @@ pub struct ArenaMap {
     /// The arena's segments.
     pub segments: Vec<SegmentMap>,
     /// The kept events, oldest first. The last one leads to the state of the segments.
-    pub events: Vec<Event>,
+    pub events: Vec<MapEvent>,
 }
 
 /// One segment of an arena: all addresses of a region, or one segment of the driver.
@@ -65,16 +67,6 @@ pub struct GranuleRun {
     pub state: GranuleState,
 }
 
-/// The state of a granule with memory behind it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum GranuleState {
-    /// A live or pending block touches it.
-    Active,
-    /// No block touches it: it may be released.
-    Idle,
-}
-
 /// A block that is not free.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
@@ -99,37 +91,69 @@ pub enum BlockState {
     Pending,
 }
 
-/// An event in an arena.
+/// An event in an arena, at a moment of the arena's clock.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
-pub struct Event {
-    /// The time, by the arena's clock.
-    pub at: Moment,
-    /// The kind of event.
-    pub act: Act,
-    /// The address; 0 if it has none.
-    pub address: u64,
-    /// For a block, the requested size; for granules, their bytes.
-    pub size: ByteSize,
-}
-
-/// The kind of an event.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum Act {
+pub enum MapEvent {
     /// A block was allocated.
-    Alloc,
-    /// A block was freed, and the device no longer used it.
-    Free,
+    Alloc {
+        /// The moment.
+        at: Moment,
+        /// The first address.
+        address: u64,
+        /// The requested size; after a move by a compaction, the rounded size.
+        size: ByteSize,
+    },
+    /// A block was freed.
+    Free {
+        /// The moment.
+        at: Moment,
+        /// The first address.
+        address: u64,
+        /// The size, as for [`MapEvent::Alloc`].
+        size: ByteSize,
+    },
     /// Memory was committed.
-    Commit,
+    Commit {
+        /// The moment.
+        at: Moment,
+        /// The first address.
+        address: u64,
+        /// The size of the granules.
+        size: ByteSize,
+    },
     /// Memory was released to the driver.
-    Decommit,
+    Decommit {
+        /// The moment.
+        at: Moment,
+        /// The first address.
+        address: u64,
+        /// The size of the granules.
+        size: ByteSize,
+    },
     /// An allocation failed for lack of memory.
     OutOfMemory {
+        /// The moment.
+        at: Moment,
+        /// The size of the block.
+        requested: ByteSize,
         /// The bytes left below the limit; zero if the device was out of memory without a limit.
         headroom: ByteSize,
     },
+}
+
+impl MapEvent {
+    /// Returns the moment of the event.
+    #[must_use]
+    pub const fn at(&self) -> Moment {
+        match *self {
+            Self::Alloc { at, .. }
+            | Self::Free { at, .. }
+            | Self::Commit { at, .. }
+            | Self::Decommit { at, .. }
+            | Self::OutOfMemory { at, .. } => at,
+        }
+    }
 }
 
 impl ArenaMap {
@@ -177,7 +201,7 @@ impl ArenaMap {
         for segment in &self.segments {
             segment.validate();
         }
-        assert!(self.events.is_sorted_by_key(|event| event.at), "events in the order of time");
+        assert!(self.events.is_sorted_by_key(MapEvent::at), "events in the order of time");
     }
 }
 

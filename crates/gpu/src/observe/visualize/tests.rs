@@ -123,31 +123,32 @@ fn events_lead_from_nothing_to_what_the_map_shows() {
     arena.purge().expect("purge");
     let map = arena.map();
     map.validate();
-    let acts: Vec<_> = map.events.iter().map(|event| (event.act, event.size)).collect();
+    let kinds: Vec<_> = map.events.iter().map(kind_and_size).collect();
     let headroom = ByteSize::mib(16).saturating_sub(arena_committed(&map.events[..5]));
     assert_eq!(
-        acts[..6],
+        kinds[..6],
         [
-            (Act::Commit, ByteSize::mib(2)),
-            (Act::Alloc, ByteSize::new(100)),
-            (Act::Commit, ByteSize::mib(4)),
-            (Act::Alloc, ByteSize::mib(4)),
-            (Act::Free, ByteSize::mib(4)),
-            (Act::OutOfMemory { headroom }, ByteSize::mib(20)),
+            ("commit", ByteSize::mib(2)),
+            ("alloc", ByteSize::new(100)),
+            ("commit", ByteSize::mib(4)),
+            ("alloc", ByteSize::mib(4)),
+            ("free", ByteSize::mib(4)),
+            ("out of memory", ByteSize::mib(20)),
         ]
     );
-    assert_eq!(arena_committed(&map.events), ByteSize::mib(2));
-    assert_eq!(
-        map.events[1].address,
-        map.segments[1].base + map.segments[1].blocks[0].offset.get()
+    assert!(
+        matches!(map.events[5], MapEvent::OutOfMemory { headroom: left, .. } if left == headroom)
     );
-    assert_eq!(map.events[2].at - map.events[1].at, Duration::from_secs(1));
+    assert_eq!(arena_committed(&map.events), ByteSize::mib(2));
+    let block = map.segments[1].base + map.segments[1].blocks[0].offset.get();
+    assert!(matches!(map.events[1], MapEvent::Alloc { address, .. } if address == block));
+    assert_eq!(map.events[2].at() - map.events[1].at(), Duration::from_secs(1));
     drop(kept);
 }
 
 #[test]
 fn events_tell_of_blocks_resized_and_of_every_block_though_fronts_are_asked_for() {
-    let (arena, _) = arena(1000, ByteSize::MAX);
+    let (arena, clock) = arena(1000, ByteSize::MAX);
     arena.set_thread_cache(ByteSize::mib(64));
     (0..50).for_each(|_| drop(bytes(&arena, 1000)));
     let mut buffer = bytes(&arena, 1000);
@@ -155,19 +156,30 @@ fn events_tell_of_blocks_resized_and_of_every_block_though_fronts_are_asked_for(
     buffer.resize(5_000).expect("where it stands");
     let map = arena.map();
     map.validate();
-    let count = |act| map.events.iter().filter(|event| event.act == act).count();
-    assert_eq!((count(Act::Alloc), count(Act::Free)), (53, 52));
-    let last = map.events.last().expect("some");
-    assert_eq!((last.act, last.size), (Act::Alloc, ByteSize::new(5_000)));
-    let block = map.segments[1].blocks[0];
-    assert_eq!(last.address, map.segments[1].base + block.offset.get());
+    let count = |kind| map.events.iter().filter(|event| kind_and_size(event).0 == kind).count();
+    assert_eq!((count("alloc"), count("free")), (53, 52));
+    let address = map.segments[1].base + map.segments[1].blocks[0].offset.get();
+    let at = clock.now();
+    let last = MapEvent::Alloc { at, address, size: ByteSize::new(5_000) };
+    assert_eq!(map.events.last(), Some(&last));
     drop(buffer);
 }
 
+fn kind_and_size(event: &MapEvent) -> (&'static str, ByteSize) {
+    match *event {
+        MapEvent::Alloc { size, .. } => ("alloc", size),
+        MapEvent::Free { size, .. } => ("free", size),
+        MapEvent::Commit { size, .. } => ("commit", size),
+        MapEvent::Decommit { size, .. } => ("decommit", size),
+        MapEvent::OutOfMemory { requested, .. } => ("out of memory", requested),
+    }
+}
+
 /// The committed memory after these events.
-fn arena_committed(events: &[Event]) -> ByteSize {
-    let sum = |act| events.iter().filter(|event| event.act == act).map(|event| event.size).sum();
-    let (committed, given): (ByteSize, ByteSize) = (sum(Act::Commit), sum(Act::Decommit));
+fn arena_committed(events: &[MapEvent]) -> ByteSize {
+    let of = |kind| events.iter().map(kind_and_size).filter(move |event| event.0 == kind);
+    let sum = |kind| of(kind).map(|(_, size)| size).sum();
+    let (committed, given): (ByteSize, ByteSize) = (sum("commit"), sum("decommit"));
     committed.checked_sub(given).expect("given back after it was committed")
 }
 
@@ -447,17 +459,19 @@ mod memory_viz {
         let mut map = sample();
         map.device = 2;
         map.taken = Moment::after_origin(Duration::from_secs(10));
-        let act = Act::OutOfMemory { headroom: ByteSize::MAX };
         let at = Moment::after_origin(Duration::from_secs(7));
-        map.events.push(Event { at, act, address: u64::MAX, size: ByteSize::MAX });
+        let most = ByteSize::MAX;
+        map.events.push(MapEvent::Alloc { at, address: u64::MAX, size: most });
+        map.events.push(MapEvent::OutOfMemory { at, requested: most, headroom: most });
         let snapshot = pickled(&map);
         let traces = list(field(&snapshot, "device_traces"));
         assert_eq!(traces.len(), 3, "the device's own is the third");
-        let event = &list(&traces[2])[0];
-        for name in ["addr", "size", "device_free"] {
+        let [block, event] = [0, 1].map(|nth| &list(&traces[2])[nth]);
+        let fields = [(block, "addr"), (block, "size"), (event, "size"), (event, "device_free")];
+        for (event, name) in fields {
             assert_eq!(number(event, name), i64::MAX.cast_unsigned(), "{name}");
+            assert_eq!(number(event, "time_us"), 1_699_999_997_000_000);
         }
-        assert_eq!(number(event, "time_us"), 1_699_999_997_000_000);
         pickled(&super::map("nothing", Vec::new()));
     }
 

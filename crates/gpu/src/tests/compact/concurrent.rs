@@ -10,7 +10,7 @@ use super::{
     ALL, Chance, DYNAMIC, STRIDE, address, alternating, assert_all_marked, assert_marked,
     beside_a_pinned_one, fixed, marked, open, virtual_memory,
 };
-use crate::observe::visualize::Act;
+use crate::observe::visualize::MapEvent;
 use crate::{ArenaConfig, Buffer, CompactOptions, Goal, Region, StopReason};
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::{Clock, SystemClock};
@@ -322,9 +322,13 @@ fn the_events_show_where_each_block_went() {
     let map = arena.map();
     let mut live = std::collections::BTreeSet::new();
     for event in &map.events {
-        match event.act {
-            Act::Alloc => assert!(live.insert(event.address), "twice at one address"),
-            Act::Free => assert!(live.remove(&event.address), "freed and never handed out"),
+        match *event {
+            MapEvent::Alloc { address, .. } => {
+                assert!(live.insert(address), "twice at one address");
+            }
+            MapEvent::Free { address, .. } => {
+                assert!(live.remove(&address), "freed and never handed out");
+            }
             _ => {}
         }
     }

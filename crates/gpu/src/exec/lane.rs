@@ -1,0 +1,179 @@
+//! The streams that the arena knows, and their owners.
+//!
+//! A [`LaneInner`] is shared by the handles, buffers and leases of one lane. It uses the stream's
+//! handle, and neither creates nor destroys the stream; [`OwnStream`] does.
+//!
+//! Invariant: the arena knows the stream while its [`LaneInner`] exists.
+#![expect(unsafe_code, reason = "only the caller knows that a stream is there")]
+
+use std::fmt;
+use std::sync::Arc;
+
+use crate::driver::StreamHandle;
+use crate::engine::completion::leave_stream;
+use crate::exec::front::CacheShard;
+use crate::exec::handles::{LiveStream, OwnedStream};
+use crate::exec::inner::ArenaInner;
+use crate::state::event::{ArenaEvent, LaneNumber};
+use crate::state::ranges::BlockName;
+use crate::state::raw::LaneUser;
+use crate::state::streams::StreamKey;
+use crate::types::error::DeviceError;
+use crate::types::region::Region;
+
+/// A stream known to the arena, while it may be used.
+pub(crate) struct LaneInner {
+    inner: Arc<ArenaInner>,
+    stream: StreamHandle,
+    /// `None` if the driver's work needs no order.
+    key: Option<StreamKey>,
+    /// The home of blocks that it alone used; `None` if the driver's work needs no order.
+    home: Option<Arc<CacheShard>>,
+    /// `None` if the driver's work needs no order and nothing observes the arena.
+    number: Option<LaneNumber>,
+    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "it is there to be dropped"))]
+    keeps: Keeps,
+}
+
+/// The owner of a lane's stream.
+#[derive(Debug)]
+pub(crate) enum Keeps {
+    /// The caller of the unsafe constructor.
+    Others,
+    /// The arena.
+    Own { _stream: Arc<OwnStream> },
+    /// The lane has a part in it.
+    #[cfg(feature = "cuda")]
+    Cuda(Arc<cudarc::driver::CudaStream>),
+}
+
+/// A stream of an arena's driver that exists for as long as this.
+#[derive(Debug)]
+pub(crate) struct OwnStream {
+    inner: Arc<ArenaInner>,
+    handle: StreamHandle,
+    /// `None` on a driver without streams.
+    _stream: Option<OwnedStream>,
+}
+
+impl OwnStream {
+    /// # Panics
+    /// If the stream is of another arena.
+    pub(crate) fn assert_of(&self, arena: &Arc<ArenaInner>) {
+        assert!(Arc::ptr_eq(arena, &self.inner), "a stream of another arena");
+    }
+
+    pub(crate) const fn handle(&self) -> StreamHandle {
+        self.handle
+    }
+
+    /// A new stream; a number and no more, on a driver that has none.
+    ///
+    /// # Errors
+    /// As the driver.
+    pub(crate) fn new(arena: &Arc<ArenaInner>, number: u64) -> Result<Arc<Self>, DeviceError> {
+        let inner = Arc::clone(arena);
+        let has_streams = inner.capabilities.asynchronous;
+        let stream = has_streams.then(|| OwnedStream::new(&inner.driver)).transpose()?;
+        let handle =
+            stream.as_ref().map_or_else(|| StreamHandle::new(number), |own| own.live().handle());
+        Ok(Arc::new(Self { inner, handle, _stream: stream }))
+    }
+}
+
+impl LaneInner {
+    /// Makes a stream known to the arena.
+    ///
+    /// # Safety
+    /// The stream belongs to the arena's driver and exists until this is dropped; `keeps` may be
+    /// what keeps it until then.
+    pub(crate) unsafe fn new(inner: &Arc<ArenaInner>, stream: StreamHandle, keeps: Keeps) -> Self {
+        let (mut key, mut number) = (None, None);
+        if inner.capabilities.asynchronous || inner.is_observed() {
+            inner.run_now(|state| {
+                key = state.capabilities.asynchronous.then(|| state.streams.enter(stream));
+                number = Some(state.open_lane(stream, &*inner.clock));
+            });
+        }
+        inner.flush_events();
+        let home = key.map(|key| CacheShard::of_lane(inner, key));
+        Self { inner: Arc::clone(inner), stream, key, home, number, keeps }
+    }
+
+    pub(crate) const fn stream(&self) -> StreamHandle {
+        self.stream
+    }
+
+    pub(crate) const fn key(&self) -> Option<StreamKey> {
+        self.key
+    }
+
+    pub(crate) const fn home(&self) -> Option<&Arc<CacheShard>> {
+        self.home.as_ref()
+    }
+
+    pub(crate) const fn number(&self) -> Option<LaneNumber> {
+        self.number
+    }
+
+    /// Returns it as a user of raw blocks.
+    pub(crate) const fn user(&self) -> LaneUser {
+        LaneUser { stream: self.key, number: self.number }
+    }
+
+    /// Returns the lane's stream, for calls of an asynchronous driver.
+    pub(crate) fn live(&self) -> LiveStream<'_> {
+        // SAFETY: the stream is of the arena's driver and exists until the lane is dropped, with
+        // which this ends: contract of `new`.
+        unsafe { LiveStream::new(&*self.inner.driver, self.stream) }
+    }
+
+    /// Returns the stream, if it is one of cudarc's.
+    #[cfg(feature = "cuda")]
+    pub(crate) const fn cuda(&self) -> Option<&Arc<cudarc::driver::CudaStream>> {
+        if let Keeps::Cuda(stream) = &self.keeps { Some(stream) } else { None }
+    }
+
+    /// Returns `true` if both are of one stream.
+    pub(crate) fn is_beside(&self, other: &Self) -> bool {
+        self.stream == other.stream
+    }
+}
+
+impl ArenaInner {
+    /// Records that a lane uses a block.
+    pub(crate) fn note_use(&self, region: Region, id: BlockName, lane: &LaneInner) {
+        if let Some(lane) = lane.number {
+            self.push_event(|| ArenaEvent::Used { region, id, lane });
+        }
+    }
+}
+
+impl Drop for LaneInner {
+    /// The arena forgets the stream, after recording an event for its remaining work: one driver
+    /// call that does not wait. If that fails, the next user of its memory waits for all work of
+    /// the device. A call that another thread makes with the handle ends first, which is no wait
+    /// for the device either: the stream may be destroyed after this drop. Does nothing in a forked
+    /// child.
+    fn drop(&mut self) {
+        if self.inner.check_here().is_err() {
+            return;
+        }
+        if let Some(home) = &self.home {
+            home.retire();
+        }
+        if let Some(key) = self.key {
+            self.inner.run(async |port| leave_stream(port, key).await);
+        }
+        if let Some(lane) = self.number {
+            let stream = self.stream;
+            self.inner.push_event(|| ArenaEvent::LaneEnded { lane, stream });
+        }
+    }
+}
+
+impl fmt::Debug for LaneInner {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("LaneInner").field("stream", &self.stream).finish_non_exhaustive()
+    }
+}

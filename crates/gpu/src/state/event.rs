@@ -1,0 +1,253 @@
+//! The events of an arena: what happened to it, in the order in which it took effect.
+//!
+//! The state adds an event to its queue, under its lock, after the change that the event describes
+//! and after all that reads the clock for it. The executor takes the events out when it releases
+//! the lock. The state does not know what reads them.
+//!
+//! Invariants: sequence numbers ascend without a gap; an arena that nothing observes builds no
+//! event, does not read the clock for one and has no memory for the queue.
+
+use std::mem;
+use std::num::NonZeroU64;
+
+use crate::driver::{DeviceAddress, StreamHandle};
+use crate::state::failure::Cause;
+use crate::state::ranges::BlockName;
+use crate::state::region::{AllocRequest, Placement};
+use crate::types::compact::{CompactOptions, CompactReport};
+use crate::types::error::DeviceError;
+use crate::types::region::Region;
+use crate::types::sleep::{Contents, SleepOptions, SleepReport, SleepState, WakeReport};
+use lowtide_core::bytes::ByteSize;
+use lowtide_core::clock::{Clock, Moment};
+use lowtide_core::decay::DecayTime;
+
+/// The number of events that the queue of an observed arena holds without allocating. More occur
+/// under one hold of the lock only in a reset of raw blocks and in a transition of a sleep.
+const EVENTS: usize = 64;
+
+/// The number of a lane of an arena, from 1.
+pub(crate) type LaneNumber = NonZeroU64;
+
+/// The kind of a request for a block.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum BlockKind {
+    /// A buffer, by [`DeviceArena::alloc`](crate::DeviceArena::alloc) or on a lane.
+    #[default]
+    Buffer,
+    /// A raw block, by [`DeviceArena::alloc_raw`](crate::DeviceArena::alloc_raw).
+    Raw,
+    /// A reservation, by [`DeviceArena::reserve`](crate::DeviceArena::reserve).
+    Reserve,
+}
+
+/// The work that must complete before the memory of a freed block is reused.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum After {
+    /// The work of the lanes that used it.
+    Lanes,
+    /// All work of the device, because the lanes that used it are unknown.
+    All,
+}
+
+/// The source of a request for a block.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Origin {
+    /// `None` for the new block of a resize.
+    pub(crate) kind: Option<BlockKind>,
+    /// The lane that it is for.
+    pub(crate) lane: Option<LaneNumber>,
+}
+
+impl Origin {
+    pub(crate) const BUFFER: Self = Self { kind: Some(BlockKind::Buffer), lane: None };
+    pub(crate) const RAW: Self = Self { kind: Some(BlockKind::Raw), lane: None };
+    pub(crate) const RESERVE: Self = Self { kind: Some(BlockKind::Reserve), lane: None };
+    pub(crate) const RESIZE: Self = Self { kind: None, lane: None };
+}
+
+/// A request that failed.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum FailedRequest {
+    /// A block.
+    Alloc(Region, AllocRequest),
+    /// A resize of a block to so many bytes.
+    Resize(Region, BlockName, u64),
+}
+
+/// The figures of a request for which there was no memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct MemoryShortage {
+    /// Bytes of the block.
+    pub(crate) requested: ByteSize,
+    /// The bytes left below the limit; zero without a limit.
+    pub(crate) headroom: ByteSize,
+}
+
+/// The reason that a block was freed.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum FreeCause {
+    /// Its owner freed it.
+    Owner(After),
+    /// All raw blocks are freed: an [`ArenaEvent::RawReset`] follows.
+    Reset,
+    /// A resize copied its contents to this block.
+    MovedTo(Placement),
+}
+
+/// The reason that idle memory was released.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum ReleaseCause {
+    /// A decay pass for this moment.
+    Decay { now: Moment },
+    /// A trim to so many committed bytes.
+    Trim { keep: ByteSize },
+    /// A shrink.
+    Shrink,
+    /// The arena is closed.
+    Close,
+}
+
+/// A place in a region.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Location {
+    /// The offset from the region's start.
+    pub(crate) offset: ByteSize,
+    pub(crate) address: DeviceAddress,
+}
+
+/// What happened to an arena.
+#[derive(Clone, Debug)]
+pub(crate) enum ArenaEvent {
+    /// A block was allocated.
+    Allocated { region: Region, request: AllocRequest, placed: Placement },
+    /// A request failed.
+    AllocFailed { request: FailedRequest, cause: Cause, shortage: Option<MemoryShortage> },
+    /// A block was requested that is larger than its region.
+    TooLarge { region: Region, request: AllocRequest },
+    /// A block was freed.
+    Freed { region: Region, placed: Placement, cause: FreeCause },
+    /// A block was resized in place.
+    Resized { region: Region, before: Placement, after: Placement },
+    /// A compaction moved a block.
+    Moved { region: Region, id: BlockName, from: Location, to: Location, size: ByteSize },
+    /// A lane uses a block.
+    Used { region: Region, id: BlockName, lane: LaneNumber },
+    /// A block was pinned to its place.
+    Pinned { region: Region, id: BlockName },
+    /// A pin was dropped.
+    Unpinned { region: Region, id: BlockName },
+    /// The treatment of a block's contents in a sleep was set.
+    ContentsSet { region: Region, id: BlockName, contents: Option<Contents> },
+    /// All raw blocks were freed.
+    RawReset { blocks: u64, bytes: ByteSize },
+    /// Memory was committed.
+    Committed { at: DeviceAddress, size: ByteSize },
+    /// Memory was decommitted.
+    Decommitted { at: DeviceAddress, size: ByteSize },
+    /// Memory was moved from idle granules to others.
+    Remapped { from: DeviceAddress, to: DeviceAddress, size: ByteSize },
+    /// Memory became idle; it ages from the moment of this event.
+    Idle,
+    /// Idle memory was released, or an attempt to do so ended.
+    Released { cause: ReleaseCause, released: ByteSize, done: bool },
+    /// A lane was created.
+    LaneOpened { lane: LaneNumber, stream: StreamHandle },
+    /// A lane and everything that used it were dropped.
+    LaneEnded { lane: LaneNumber, stream: StreamHandle },
+    /// A run on a lane ended.
+    RunEnded { lane: LaneNumber, done: bool },
+    /// The limit was set.
+    LimitSet { limit: ByteSize },
+    /// The decay time was set.
+    DecayTimeSet { time: DecayTime },
+    /// A compaction ended.
+    Compacted { options: CompactOptions, report: CompactReport },
+    /// The arena fell asleep.
+    Asleep { options: SleepOptions, report: SleepReport },
+    /// The arena did not fall asleep, or not as it should, and is in this state now.
+    SleepFailed { options: SleepOptions, error: DeviceError, state: SleepState },
+    /// The arena woke up.
+    Woke { report: WakeReport },
+    /// The arena is still asleep after an attempt to wake it.
+    WakeFailed,
+    /// A close ended, without an error if the arena is closed and its memory released.
+    CloseEnded { error: Option<DeviceError> },
+}
+
+/// An event with its position.
+#[derive(Clone, Debug)]
+pub(crate) struct SequencedEvent {
+    /// The number of earlier events of the arena.
+    pub(crate) sequence: u64,
+    /// The moment at which it took effect.
+    pub(crate) at: Moment,
+    pub(crate) event: ArenaEvent,
+}
+
+/// Events that the executor has not taken yet.
+#[derive(Debug, Default)]
+pub(crate) struct EventQueue {
+    is_observed: bool,
+    next: u64,
+    events: Vec<SequencedEvent>,
+}
+
+impl EventQueue {
+    /// Returns the buffer of a queue, and of the one it is exchanged with.
+    pub(crate) fn buffer() -> Vec<SequencedEvent> {
+        Vec::with_capacity(EVENTS)
+    }
+
+    /// Creates the queue of an observed arena. The default is that of an arena without observers,
+    /// which takes in no events.
+    pub(crate) fn observed() -> Self {
+        Self { is_observed: true, next: 0, events: Self::buffer() }
+    }
+
+    /// Returns `true` if events are built.
+    #[inline]
+    pub(crate) const fn is_observed(&self) -> bool {
+        self.is_observed
+    }
+
+    /// Adds an event that took effect now.
+    #[inline]
+    pub(crate) fn push(&mut self, clock: &dyn Clock, event: impl FnOnce() -> ArenaEvent) {
+        if self.is_observed {
+            self.add(clock.now(), event());
+        }
+    }
+
+    /// Adds an event that took effect at a moment that was read under this hold of the lock.
+    #[inline]
+    pub(crate) fn push_at(&mut self, at: Moment, event: impl FnOnce() -> ArenaEvent) {
+        if self.is_observed {
+            self.add(at, event());
+        }
+    }
+
+    #[cold]
+    fn add(&mut self, at: Moment, event: ArenaEvent) {
+        self.events.push(SequencedEvent { sequence: self.next, at, event });
+        self.next += 1;
+    }
+
+    /// Returns `true` if there are no events to take.
+    pub(crate) const fn is_empty(&self) -> bool {
+        self.events.is_empty()
+    }
+
+    /// Moves the events to a buffer, in exchange for its memory.
+    pub(crate) fn take(&mut self, buffer: &mut Vec<SequencedEvent>) {
+        buffer.clear();
+        mem::swap(&mut self.events, buffer);
+    }
+
+    /// Bytes of both buffers.
+    pub(crate) const fn metadata(&self) -> usize {
+        2 * self.events.capacity() * size_of::<SequencedEvent>()
+    }
+}
