@@ -194,11 +194,11 @@ fn device_and_pinned_arenas_are_configured_apart() {
     let replaced = memory.replace_arena(&pinned, &limit(4)).expect("replaced");
     assert_eq!(replaced.draining, Some(ByteSize::mib(1)));
     let found = figures(&memory, &pinned);
-    assert_eq!(found.pool.expect("serves").live, ByteSize::ZERO);
-    assert_eq!(found.draining_pools[0].live, ByteSize::mib(1));
+    assert_eq!(found.pool.expect("serves").live(), ByteSize::ZERO);
+    assert_eq!(found.draining[0].live, ByteSize::mib(1));
     assert_eq!(buffer.to_vec(), Ok(vec![7; 1 << 20]));
     drop(buffer);
-    until("the old pool goes", || figures(&memory, &pinned).draining_pools.is_empty());
+    until("the old pool goes", || figures(&memory, &pinned).draining.is_empty());
     assert_eq!(limit_of(&memory), (ByteSize::mib(8), ArenaSource::Shared), "untouched");
     let refused = mib(&session, 1).expect_err("another kind of memory");
     assert!(matches!(refused, DeviceError::Unsupported { .. }), "{refused}");

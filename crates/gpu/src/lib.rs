@@ -151,8 +151,7 @@ pub use occupancy::{ArenaOccupancy, OccupancyCell, RegionOccupancy};
 #[cfg(feature = "cuda")]
 pub use pinned::PinnedView;
 pub use pinned::{
-    PinnedBuffer, PinnedConfig, PinnedCopy, PinnedCopyError, PinnedFailures, PinnedGlance,
-    PinnedKind, PinnedPool, PinnedSnapshot,
+    PinnedBuffer, PinnedConfig, PinnedCopy, PinnedCopyError, PinnedKind, PinnedPool, PinnedSnapshot,
 };
 pub use raw::RawBlock;
 pub use reclaim::DecayReport;

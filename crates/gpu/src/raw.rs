@@ -225,6 +225,33 @@ impl DeviceArena {
         Ok(RawBlock::of(&raw.kept))
     }
 
+    /// Resizes a raw block in place; `None` if it cannot grow there. The rest of a smaller size is
+    /// free. Only the owner of the block calls this.
+    ///
+    /// # Errors
+    /// The errors of [`DeviceArena::free`], and those of [`DeviceArena::alloc_raw`]. The block is
+    /// unchanged.
+    pub(super) fn resize_raw(
+        &self,
+        at: DeviceAddress,
+        size: ByteSize,
+    ) -> Result<Option<RawBlock>, DeviceError> {
+        let shared = self.shared();
+        shared.check_here()?;
+        let books = shared.books();
+        let found = books.raw.get(&at).map(|raw| raw.kept);
+        let (region, placed) = found.ok_or_else(|| shared.unknown(&books, at))?;
+        drop(books);
+        let Some(resized) = shared.resize_in_place(region, placed, size.get())? else {
+            return Ok(None);
+        };
+        let kept = (region, resized);
+        if let Some(raw) = shared.books().raw.get_mut(&at) {
+            raw.kept = kept;
+        }
+        Ok(Some(RawBlock::of(&kept)))
+    }
+
     /// Records that a lane's stream also uses a raw block: after the free, its work until then is
     /// waited for as well. If the lane is dropped before the block is freed, the memory is reused
     /// only after all work of the device.

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use crate::bytes::ByteSize;
+use crate::device::driver::Backend;
 use crate::device::{ArenaConfig, ArenaOccupancy, DeviceArena};
 use crate::memory::Memory;
 use crate::memory::error::{Diagnostic, MemoryError};
@@ -49,6 +50,11 @@ impl Shared {
         if self.birth.is_here() { self.devices.arenas.all() } else { Vec::new() }
     }
 
+    /// Returns the arenas of device memory: all but those of pinned pools.
+    pub(super) fn device_arenas(&self) -> impl Iterator<Item = DeviceArena> + use<> {
+        self.arenas().into_iter().filter(|arena| arena.backend() != Backend::PinnedHost)
+    }
+
     fn open_arena(&self, config: ArenaConfig) -> Result<DeviceArena, MemoryError> {
         self.check_here()?;
         self.sweep(); // so that what was closed, or has drained, takes no place
@@ -89,8 +95,12 @@ impl Shared {
         })
     }
 
-    /// Releases the idle memory of all arenas, as a reclaim step.
+    /// Releases the idle memory of all arenas of device memory, as a reclaim step; of pinned pools
+    /// as well, if that counts in the same budget.
     pub(super) fn purge_arenas(&self) -> Recovered {
-        Recovered::of(self.arenas().iter().map(|arena| self.purged(arena)).sum())
+        let is_own = self.devices.has_own_memory();
+        let arenas = self.arenas().into_iter();
+        let counted = arenas.filter(|arena| !is_own || arena.backend() != Backend::PinnedHost);
+        Recovered::of(counted.map(|arena| self.purged(&arena)).sum())
     }
 }
