@@ -39,6 +39,7 @@ use self::pool::{PinnedBlock, PoolShared};
 use super::driver::HostMemory;
 use super::error::DeviceError;
 use super::handles::DriverEvent;
+use super::raw::RawBlock;
 use super::region::Region;
 use lowtide_core::bytes::ByteSize;
 
@@ -143,17 +144,19 @@ const _: fn() = || {
 };
 
 impl<T: Pod> PinnedBuffer<T> {
-    /// Allocates a buffer, which has no block if its elements have no bytes.
+    fn alloc(pool: &Arc<PoolShared>, len: usize) -> Result<Self, DeviceError> {
+        Ok(Self::new(Arc::clone(pool), pool.alloc_block::<T>(len)?, len))
+    }
+
+    /// Creates the owner of a live block, or of none if the elements have no bytes.
     ///
     /// # Panics
     /// If the block is too small, or not aligned.
-    fn alloc(pool: &Arc<PoolShared>, len: usize) -> Result<Self, DeviceError> {
-        let block = pool.alloc_block::<T>(len)?;
+    fn new(pool: Arc<PoolShared>, block: Option<PinnedBlock>, len: usize) -> Self {
         let start = block.map_or(NonNull::dangling(), |block| block.start.cast::<T>());
-        assert!(block.is_some() || size_of::<T>() == 0 || len == 0, "elements without a block");
-        assert!(block.is_none_or(|block| holds::<T>(block.size, len)), "the block is too small");
         assert!(start.is_aligned(), "the block is not aligned");
-        Ok(Self { pool: Arc::clone(pool), block, start, len, device_use: DeviceUse::None })
+        assert_holds::<T>(block.as_ref(), len);
+        Self { pool, block, start, len, device_use: DeviceUse::None }
     }
 
     /// Returns the number of elements.
@@ -265,11 +268,12 @@ impl<T: Pod> PinnedBuffer<T> {
         self.check()?;
         let arena = &self.pool.arena;
         let (bytes, _) = arena.shared().layout::<T>(len, Region::Dynamic)?;
-        if let Some(block) = self.block.as_mut().filter(|_| !bytes.is_zero())
-            && let Some(resized) = arena.resize_raw(block.at, bytes)?
+        if let Some(block) = self.block.filter(|_| !bytes.is_zero())
+            && let Some(RawBlock { size, .. }) = arena.resize_raw(block.at, bytes)?
         {
-            assert!(holds::<T>(resized.size, len), "the block is too small");
-            (block.size, self.len) = (resized.size, len);
+            let resized = Some(PinnedBlock { size, ..block });
+            assert_holds::<T>(resized.as_ref(), len);
+            (self.block, self.len) = (resized, len);
             return Ok(());
         }
         let mut other = Self::alloc(&self.pool, len)?;
@@ -304,9 +308,9 @@ impl<T: Pod> PinnedBuffer<T> {
 
     /// The elements. They never leave this module as a slice that safe code could keep.
     fn elements(&self) -> &[T] {
-        // SAFETY: `start` is aligned for T (asserted in `alloc`; else dangling and aligned, if
+        // SAFETY: `start` is aligned for T (asserted in `new`; else dangling and aligned, if
         // there are no bytes). If there are, it has the provenance of the block's segment
-        // (`PinnedDriver::find`), and `len` elements lie in the block (asserted in `alloc` and
+        // (`PinnedDriver::find`), and `len` elements lie in the block (asserted in `new` and
         // `resize`) and the block in that segment (invariant of the arena), which is below
         // `isize::MAX` bytes (`reserve::offsets` limits a block to 2^62). The block is live while
         // `self` is: only the owner of a raw block frees it (contract of `PinnedPool::arena`), raw
@@ -328,15 +332,18 @@ impl<T: Pod> PinnedBuffer<T> {
     }
 }
 
-/// Returns `true` if a block of this size holds `len` elements.
-fn holds<T>(block: ByteSize, len: usize) -> bool {
-    size_of::<T>().checked_mul(len).is_some_and(|bytes| ByteSize::of(bytes) <= block)
+/// # Panics
+/// If a block, or none, is too small for `len` elements.
+fn assert_holds<T>(block: Option<&PinnedBlock>, len: usize) {
+    let (bytes, size) = (size_of::<T>().checked_mul(len), block.map(|block| block.size));
+    let holds = bytes.is_some_and(|bytes| ByteSize::of(bytes) <= size.unwrap_or_default());
+    assert!(holds, "the block is too small");
 }
 
 impl<T: Pod> Drop for PinnedBuffer<T> {
-    /// Frees the block: bookkeeping under the arena's lock, no driver call, unless this was the last
-    /// holder of the pool. A block that a device may still use is free once its copy is complete,
-    /// or quarantined. In a forked child does nothing.
+    /// Frees the block: bookkeeping under the arena's lock, no driver call, unless this was the
+    /// last holder of the pool. A block that a device may still use is free once its copy is
+    /// complete, or quarantined. In a forked child does nothing.
     fn drop(&mut self) {
         let Some(block) = self.block.take() else { return };
         match std::mem::replace(&mut self.device_use, DeviceUse::None) {

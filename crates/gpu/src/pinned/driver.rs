@@ -64,6 +64,16 @@ struct HostSegment {
     memory: HostMemory,
 }
 
+impl HostSegment {
+    /// # Panics
+    /// If the memory is not aligned.
+    fn address(&self) -> DeviceAddress {
+        let at = DeviceAddress::new(self.start.addr().get() as u64);
+        assert!(at.is_multiple_of(HOST_ALIGNMENT), "{at} is not aligned to {HOST_ALIGNMENT}");
+        at
+    }
+}
+
 // SAFETY: a segment is an address and two plain values; reading and writing there is the business
 // of buffers, each of which owns its part alone.
 unsafe impl Send for HostSegment {}
@@ -177,8 +187,7 @@ unsafe impl Driver for PinnedDriver {
             }
             Err(error) => return Err(error),
         };
-        let at = DeviceAddress::new(segment.start.addr().get() as u64);
-        assert!(at.is_multiple_of(HOST_ALIGNMENT), "{at} is not aligned to {HOST_ALIGNMENT}");
+        let at = segment.address();
         segments.figures.fallbacks_total += u64::from(segment.memory != self.kind.first());
         segments.add(at, segment);
         Ok(at)

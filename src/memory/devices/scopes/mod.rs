@@ -27,10 +27,9 @@ use std::sync::Arc;
 
 use crate::bytes::ByteSize;
 use crate::config::arena::{ArenaOptions, ArenaResolution, Conflict};
-use crate::device::{ArenaSnapshot, PinnedConfig, PinnedKind, PinnedPool, PinnedSnapshot};
+use crate::device::{ArenaSnapshot, PinnedSnapshot};
 use crate::sync::{Mutex, lock};
 
-use crate::memory::error::Diagnostic;
 use crate::memory::shared::Shared;
 use crate::memory::{ArenaError, Memory};
 
@@ -314,37 +313,6 @@ impl Shared {
         }
         for closed in self.devices.arenas.take_closed() {
             self.devices.gone.add(closed.snapshot());
-        }
-    }
-
-    /// Opens a pool for copies to and from the device.
-    fn open_pool(&self, name: String, limit: ByteSize) -> Result<PinnedPool, ArenaError> {
-        let Some(driver) = &self.devices.driver else {
-            return Err(ArenaError::NoDevice { arena: name });
-        };
-        let kind = PinnedKind::PageLockedOrPageable;
-        let decay = self.config.device.decay.value;
-        let config = PinnedConfig { limit, kind, decay, ..PinnedConfig::new(name.clone()) };
-        PinnedPool::open(Arc::clone(driver), Arc::clone(&self.clock), config)
-            .map_err(|error| ArenaError::Driver { arena: name, error })
-    }
-
-    /// Returns the pools of all slots, including draining ones; none in a forked child.
-    pub(in crate::memory) fn pools(&self) -> Vec<PinnedPool> {
-        if self.check_here().is_err() {
-            return Vec::new();
-        }
-        self.places().iter().flat_map(|place| place.pools()).collect()
-    }
-
-    /// Frees the blocks of completed copies, and releases the memory of pools above their
-    /// watermarks.
-    pub(in crate::memory) fn maintain_pools(&self) {
-        for pool in self.pools() {
-            if let Err(error) = pool.maintain() {
-                let text = format!("pinned pool {}: {error}", pool.name());
-                self.add_diagnostic(Diagnostic::warning("device", text));
-            }
         }
     }
 }

@@ -6,15 +6,13 @@
 //!
 //! Invariant: a generation is cloned only out of `serving`, so a draining generation with a single
 //! handle has no allocation in progress, and will have none.
-#![expect(unsafe_code, reason = "the arena of a pool must not free the pool's blocks")]
-
 use std::sync::Arc;
 
 use crate::bytes::ByteSize;
 use crate::config::arena::{ArenaOptions, ArenaResolution, ArenaSource, Layers, Reason};
 use crate::decay::DecayTime;
 use crate::device::driver::Backend;
-use crate::device::{DeviceArena, PinnedPool};
+use crate::device::{DeviceArena, PinnedConfig, PinnedKind, PinnedPool};
 use crate::fork::Birth;
 use crate::memory::devices::arenas::{ArenaId, Arenas};
 use crate::memory::shared::Shared;
@@ -164,7 +162,7 @@ impl Place {
                 drop(opened);
                 continue;
             }
-            let id = self.arenas.add(&opened.arena, replaced)?;
+            let id = self.arenas.add(&opened.arena, opened.pool.as_ref(), replaced)?;
             let conflicts = resolution.conflicts().to_vec();
             let report = ArenaReport { resolution, conflicts, opened: true };
             let resolution = Arc::clone(&report.resolution);
@@ -236,11 +234,9 @@ impl Place {
         let name = self.slot.to_string();
         self.arenas.admit(&name, replaced)?;
         if self.slot.kind == SlotKind::Pinned {
-            let pool = shared.open_pool(name, resolution.limit())?;
-            // SAFETY: no block is freed by its address: callers get the arena of a slot only from
-            // `Generation::device_arena`, which has none for a pool, and the list of arenas frees
-            // no blocks.
-            let arena = unsafe { pool.arena() }.clone();
+            let (limit, kind) = (resolution.limit(), PinnedKind::PageLockedOrPageable);
+            let config = PinnedConfig { limit, kind, ..PinnedConfig::new(name) };
+            let (pool, arena) = shared.open_pool_apart(config)?;
             return Ok(Opened { arena, pool: Some(pool) });
         }
         let base = shared.arena_config(name);
@@ -304,17 +300,10 @@ impl Place {
         });
         drop(state);
         let removed = drained.into_iter().map(|(id, opened)| {
-            let _ = self.arenas.remove(id);
+            self.arenas.remove(id);
             opened
         });
         removed.collect()
-    }
-
-    /// Returns the pools of this slot, including draining ones.
-    pub(super) fn pools(&self) -> Vec<PinnedPool> {
-        let state = lock(&self.state);
-        let all = state.serving.iter().chain(&state.draining);
-        all.filter_map(|generation| generation.pool().cloned()).collect()
     }
 
     /// Returns `true` if there is nothing to show.
