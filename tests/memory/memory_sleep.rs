@@ -15,8 +15,8 @@ use lowtide::config::arena::ArenaOptions;
 use lowtide::decay::DecayTime;
 use lowtide::device::driver::{Driver as _, StreamHandle};
 use lowtide::device::{
-    ArenaSnapshot, ArenaState, Buffer, Contents, DeviceArena, DeviceError, Lane, Region,
-    SleepOptions,
+    ArenaSnapshot, Buffer, Contents, DeviceArena, DeviceError, Lane, Region, SleepOptions,
+    SleepState,
 };
 use lowtide::memory::{AdminCommand, AdminTaskState, Builder, Slot};
 use lowtide::{ByteSize, Memory};
@@ -111,7 +111,7 @@ fn standing(memory: &Memory) -> ByteSize {
 }
 
 fn falls_asleep(arena: &DeviceArena) {
-    until("it falls asleep", || arena.state() == ArenaState::Asleep);
+    until("it falls asleep", || arena.state() == SleepState::Asleep);
 }
 
 fn figures(memory: &Memory, name: &str) -> ArenaSnapshot {
@@ -129,7 +129,7 @@ fn an_idle_arena_sleeps_in_its_time_and_wakes_with_its_use_and_nobody_calls_for_
     for round in 0..3 {
         let left = bed.clock.now();
         bed.pass(&memory, IDLE - Duration::from_nanos(1));
-        assert_eq!(arena.state(), ArenaState::Awake, "not before, in round {round}");
+        assert_eq!(arena.state(), SleepState::Awake, "not before, in round {round}");
         // The next sample is the first that finds it due, and no more time goes by.
         bed.clock.advance(TICK);
         falls_asleep(&arena);
@@ -140,7 +140,7 @@ fn an_idle_arena_sleeps_in_its_time_and_wakes_with_its_use_and_nobody_calls_for_
         assert_eq!(standing(&memory), MODEL);
         bed.assert_marked(&arena, &model, 7);
         let found = figures(&memory, "weights");
-        assert_eq!((found.state, found.wakes_total), (ArenaState::Awake, round + 1));
+        assert_eq!((found.state, found.wakes_total), (SleepState::Awake, round + 1));
         assert_eq!((found.offloaded, standing(&memory)), (ByteSize::ZERO, ByteSize::ZERO));
     }
     assert!(
@@ -172,7 +172,7 @@ fn over_host_memory_what_is_discarded_goes_and_what_is_kept_is_not_booked() {
     // While the host is short of memory too: here it gives some back, and takes none.
     tree.hold(400);
     advance_until(&clock, TICK, "the level rises", || memory.level() > Level::None);
-    advance_until(&clock, TICK, "it sleeps", || arena.state() == ArenaState::Asleep);
+    advance_until(&clock, TICK, "it sleeps", || arena.state() == SleepState::Asleep);
     let found = figures(&memory, "mixed");
     assert_eq!((found.asleep, found.committed), (MODEL, MODEL));
     assert_eq!((found.offloaded, standing(&memory)), (ByteSize::ZERO, ByteSize::ZERO));
@@ -193,15 +193,15 @@ fn a_lease_keeps_it_awake_and_the_residency_too() {
     let lease = bed.lane(&arena).enter().expect("a lease");
     bed.pass(&memory, 90 * SECOND);
     drop(lease);
-    advance_until(&bed.clock, TICK, "it sleeps", || arena.state() == ArenaState::Asleep);
+    advance_until(&bed.clock, TICK, "it sleeps", || arena.state() == SleepState::Asleep);
     assert!(bed.clock.now() >= opened + 90 * SECOND + IDLE, "the idle time, from the lease on");
     let woken = bed.clock.now();
     bed.assert_marked(&arena, &model, 1);
-    advance_until(&bed.clock, TICK, "it sleeps", || arena.state() == ArenaState::Asleep);
+    advance_until(&bed.clock, TICK, "it sleeps", || arena.state() == SleepState::Asleep);
     assert!(bed.clock.now() >= woken + 100 * SECOND, "the residency, from the wake on");
     let lease = arena.enter().expect("it wakes");
     bed.pass(&memory, 1_000 * SECOND);
-    assert_eq!(arena.state(), ArenaState::Awake);
+    assert_eq!(arena.state(), SleepState::Awake);
     drop((lease, model));
     assert!(memory.shutdown(SOON).is_clean());
     drop(memory);
@@ -215,7 +215,7 @@ fn no_arena_sleeps_by_itself_unless_that_is_configured() {
     let arena = memory.open_arena("weights").expect("opens");
     let model = bed.model(&arena, Region::Stable, 1);
     bed.pass(&memory, 1_000_000 * SECOND);
-    assert_eq!((arena.next_sleep(), arena.state()), (Moment::NEVER, ArenaState::Awake));
+    assert_eq!((arena.next_sleep(), arena.state()), (Moment::NEVER, SleepState::Awake));
     // Who asks for it has it, and it is booked alike.
     arena.sleep(SleepOptions::default()).expect("asleep");
     assert_eq!(standing(&memory), MODEL);
@@ -237,7 +237,7 @@ fn without_room_in_the_hosts_ledger_it_stays_awake_and_tries_again_later() {
     let said = || memory.diagnostics().into_iter().filter(|note| note.about == "device");
     advance_until(&bed.clock, TICK, "it is refused", || said().count() == 1);
     let stores = bed.sim.calls(Call::HostAlloc);
-    assert_eq!((arena.state(), stores), (ArenaState::Awake, 0));
+    assert_eq!((arena.state(), stores), (SleepState::Awake, 0));
     let note = said().next().expect("one").text;
     let start = "idle sleep of weights failed: arena \"weights\" cannot sleep: cannot \
                  reserve 8.0 MiB of host memory: ";
@@ -251,10 +251,10 @@ fn without_room_in_the_hosts_ledger_it_stays_awake_and_tries_again_later() {
         let before = bed.clock.now() + 10 * SECOND;
         advance_until(&bed.clock, SECOND, "another attempt", || due().is_some_and(|d| d > before));
     }
-    assert_eq!((said().count(), arena.state()), (1, ArenaState::Awake));
+    assert_eq!((said().count(), arena.state()), (1, SleepState::Awake));
     assert_eq!(standing(&memory), ByteSize::ZERO, "a refused booking holds nothing");
     drop(requests);
-    advance_until(&bed.clock, SECOND, "it sleeps", || arena.state() == ArenaState::Asleep);
+    advance_until(&bed.clock, SECOND, "it sleeps", || arena.state() == SleepState::Asleep);
     assert_eq!(standing(&memory), MODEL);
     bed.assert_marked(&arena, &model, 3);
     drop(model);
@@ -302,11 +302,11 @@ fn while_the_host_is_short_no_contents_are_copied_to_it() {
     bed.tree.hold(400);
     advance_until(&bed.clock, TICK, "the level rises", || memory.level() > Level::None);
     bed.pass(&memory, 2 * IDLE);
-    assert_eq!(arena.state(), ArenaState::Awake);
+    assert_eq!(arena.state(), SleepState::Awake);
     assert_eq!(bed.sim.calls(Call::HostAlloc), 0);
     bed.tree.hold(10);
     advance_until(&bed.clock, TICK, "the level falls", || memory.level() == Level::None);
-    advance_until(&bed.clock, TICK, "it sleeps", || arena.state() == ArenaState::Asleep);
+    advance_until(&bed.clock, TICK, "it sleeps", || arena.state() == SleepState::Asleep);
     bed.assert_marked(&arena, &model, 1);
     drop(model);
     assert!(memory.shutdown(SOON).is_clean());
@@ -331,14 +331,14 @@ fn several_arenas_sleep_each_in_its_time_and_one_that_fails_does_not_stop_the_ot
     bed.clock.advance(IDLE + TICK);
     falls_asleep(&arenas[1]);
     falls_asleep(&arenas[2]);
-    assert_eq!(arenas[0].state(), ArenaState::Awake, "the first was due first, and failed");
+    assert_eq!(arenas[0].state(), SleepState::Awake, "the first was due first, and failed");
     until("its booking has ended", || standing(&memory) == ByteSize::mib(16));
     let diagnostics = memory.diagnostics();
     let mut diagnostics = diagnostics.iter().filter(|note| note.about == "device");
     let note = diagnostics.next().expect("one");
     assert!(note.text.starts_with("idle sleep of first failed: "), "{note}");
     assert_eq!(diagnostics.next(), None);
-    advance_until(&bed.clock, TICK, "tried again", || arenas[0].state() == ArenaState::Asleep);
+    advance_until(&bed.clock, TICK, "tried again", || arenas[0].state() == SleepState::Asleep);
     for (mark, (arena, model)) in (1..).zip(arenas.iter().zip(&models)) {
         bed.assert_marked(arena, model, mark);
     }
@@ -359,7 +359,7 @@ fn a_replaced_arena_sleeps_too_and_goes_with_its_last_block() {
     let draining = || memory.snapshot().devices.draining;
     bed.clock.advance(IDLE + TICK);
     until("it falls asleep", || {
-        draining().first().is_some_and(|arena| arena.state == ArenaState::Asleep)
+        draining().first().is_some_and(|arena| arena.state == SleepState::Asleep)
     });
     assert_eq!((draining()[0].asleep, standing(&memory)), (MODEL, MODEL));
     drop(old); // asleep, and nobody will wake it
@@ -417,7 +417,7 @@ fn a_shutdown_while_it_sleeps_leaves_the_contents_to_their_owner() {
     falls_asleep(&arena);
     let report = memory.shutdown(SOON);
     assert_eq!(report.device_live, MODEL, "{report}");
-    assert_eq!((arena.state(), standing(&memory)), (ArenaState::Asleep, MODEL));
+    assert_eq!((arena.state(), standing(&memory)), (SleepState::Asleep, MODEL));
     // The ledger outlives its `Memory`, for as long as bytes are booked in it.
     let admission = memory.admission().clone();
     let standing = || admission.ledger(Budget::Host).resource_reservations();
@@ -487,7 +487,7 @@ fn what_is_due_when_the_memory_ends_is_not_put_to_sleep_first() {
     bed.pass(&memory, 2 * IDLE);
     let report = memory.shutdown(SOON);
     assert_eq!(report.device_live, MODEL, "{report}");
-    assert_eq!((arena.state(), arena.snapshot().sleeps_total), (ArenaState::Awake, 0));
+    assert_eq!((arena.state(), arena.snapshot().sleeps_total), (SleepState::Awake, 0));
     assert!(
         memory.diagnostics().iter().all(|note| note.about != "device"),
         "{:?}",
@@ -513,7 +513,7 @@ fn an_arena_that_is_used_without_lanes_stays_awake_and_a_note_says_why() {
     let note = said().expect("one").text;
     let start = "idle sleep of weights failed: cuCtxSynchronize was not called: ";
     assert!(note.starts_with(start) && note.contains("on lanes"), "{note}");
-    assert_eq!((arena.state(), bed.sim.calls(Call::Synchronize)), (ArenaState::Awake, 0));
+    assert_eq!((arena.state(), bed.sim.calls(Call::Synchronize)), (SleepState::Awake, 0));
     let graph = bed.sim.end_capture(foreign).expect("not spoiled");
     bed.sim.graph_destroy(graph).expect("done");
     bed.sim.stream_destroy(foreign).expect("a stream");

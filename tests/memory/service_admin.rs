@@ -10,7 +10,7 @@ use axum::extract::ConnectInfo;
 use http::{Method, Request, Response, StatusCode};
 use lowtide::clock::{Clock, ManualClock};
 use lowtide::config::DeviceChoice;
-use lowtide::device::{ArenaState, Region};
+use lowtide::device::{Region, SleepState};
 use lowtide::memory::{AdminTask, AdminTaskState};
 use lowtide::service::{Admin, AdminToken, Endpoints, Peer};
 use lowtide::{ByteSize, Memory};
@@ -194,9 +194,9 @@ fn the_six_verbs_do_what_they_say_on_the_worker() {
     let policy = response.headers()["content-security-policy"].to_str().expect("text");
     assert!(policy.contains("default-src 'none'") && policy.contains("sandbox"));
     does("sleep?arena=weights", "0 B offloaded"); // it is host memory, and stays
-    assert_eq!(arena.state(), ArenaState::Asleep);
+    assert_eq!(arena.state(), SleepState::Asleep);
     does("wake?arena=weights", "committed");
-    assert_eq!(arena.state(), ArenaState::Awake);
+    assert_eq!(arena.state(), SleepState::Awake);
     let lease = arena.enter().expect("awake");
     assert_eq!(kept.slice(&lease).expect("mine")[0], 7, "contents are kept");
     drop(lease);
@@ -235,7 +235,7 @@ fn what_cannot_be_done_says_why_and_nothing_else_happens() {
     let buffer = arena.alloc::<u8>(1 << 20, Region::Stable).expect("room");
     let lease = arena.enter().expect("awake");
     fails("sleep?arena=weights", "lease");
-    assert_eq!(arena.state(), ArenaState::Awake);
+    assert_eq!(arena.state(), SleepState::Awake);
     drop((guard, buffer, lease));
     assert!(service.memory.shutdown(SOON).is_clean());
 }

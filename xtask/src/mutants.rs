@@ -130,7 +130,7 @@ const MUTANTS: &[Mutant] = &[
     Mutant {
         name: "sleep-before-done",
         about: "the arena falls asleep without waiting for work under leases",
-        text: "            self.complete_used()?;\n            self.complete_copies()?;\n",
+        text: "        complete_used(port).await?;\n        stores::complete_copies(port).await?;\n",
         replacement: "",
         test: SCHEDULES,
         is_sample: false,

@@ -87,84 +87,50 @@
 //! Invariant: `active + idle = committed <= reserved`, for every arena at every instant.
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
-mod aging;
-mod arena;
-mod books;
-mod brief;
-mod buffer;
-mod commit;
-mod compact;
-mod config;
-mod error;
-mod front;
-mod granules;
-mod ground;
-mod growth;
-mod handles;
-mod history;
+mod api;
+mod engine;
+mod exec;
 pub mod index;
-mod interop;
-mod kept;
-mod lane;
-mod lease;
-mod map;
-mod obtain;
-mod occupancy;
-mod pending;
-mod pieces;
+mod observe;
 mod pinned;
-mod proof;
-mod ranges;
-mod raw;
-mod reclaim;
-pub mod record;
-mod refusal;
-mod region;
-mod remap;
-mod reserve;
-mod segment;
-mod served;
-mod shared;
-mod shortage;
-mod sleep;
-mod snapshot;
-mod streams;
-mod totals;
-#[cfg(feature = "cuda")]
-mod view;
-pub mod visualize;
+mod state;
+mod types;
 
 pub use lowtide_core::{BoxError, ByteSize, clock, decay};
 pub use lowtide_gpu_driver as driver;
 pub use lowtide_planner as plan;
 
-pub use arena::DeviceArena;
-pub use buffer::Buffer;
-pub use compact::{BlockPin, CompactError, CompactOptions, CompactReport, Goal, Moved, StopReason};
-pub use config::{ArenaConfig, Growth};
+pub use api::arena::DeviceArena;
+pub use api::buffer::Buffer;
+pub use api::interop::{ExportError, Exported, Imported};
+pub use api::lane::Lane;
+pub use api::lease::Lease;
+pub use api::planned::{Planned, PlannedMemory};
+pub use api::raw::RawBlock;
+pub use api::release::DecayReport;
+pub use api::shortage::ShortageCallback;
+pub use api::sleep::EnterFuture;
 pub use driver::host::HostDriver;
-pub use error::{Bound, DeviceError};
-pub use interop::{ExportError, Exported, ImportError, Imported};
-pub use lane::Lane;
-pub use lease::Lease;
-pub use occupancy::{ArenaOccupancy, OccupancyCell, RegionOccupancy};
+pub use engine::compact::{
+    BlockPin, CompactError, CompactOptions, CompactReport, Goal, Moved, StopReason,
+};
+pub use observe::occupancy::{ArenaOccupancy, OccupancyCell, RegionOccupancy};
+pub use observe::{record, visualize};
 #[cfg(feature = "cuda")]
 pub use pinned::PinnedView;
 pub use pinned::{
     PinnedBuffer, PinnedConfig, PinnedCopy, PinnedCopyError, PinnedKind, PinnedPool, PinnedSnapshot,
 };
-pub use raw::RawBlock;
-pub use reclaim::DecayReport;
-pub use region::Region;
-pub use served::{Planned, PlannedMemory};
-pub use shortage::{Shortage, ShortageCallback, ShortageInfo};
-pub use sleep::{
-    ArenaState, Contents, EnterFuture, HostBudget, SleepConfig, SleepOptions, SleepReport,
-    WakeReport,
+pub use types::config::{ArenaConfig, Growth};
+pub use types::error::{Bound, DeviceError, ImportError};
+pub use types::region::Region;
+pub use types::shortage::{Shortage, ShortageInfo};
+pub use types::sleep::{
+    Contents, HostBudget, SleepConfig, SleepOptions, SleepReport, SleepState, WakeReport,
 };
 #[doc(hidden)]
-pub use snapshot::ControlFigures;
-pub use snapshot::{AllocFailures, ArenaGlance, ArenaSnapshot, RegionSnapshot};
+pub use types::snapshot::ControlFigures;
+pub use types::snapshot::{AllocFailures, ArenaGlance, ArenaSnapshot, RegionSnapshot};
 pub use visualize::ArenaMap;
 
 #[cfg(all(test, lowtide_loom))]

@@ -18,12 +18,12 @@ mod work;
 
 use std::sync::{Arc, OnceLock, Weak};
 
-use super::driver::{
+use super::*;
+use crate::driver::{
     Backend, Capabilities, DeviceAddress, DeviceMemory, Driver, DriverError, EventHandle,
     StreamHandle,
 };
-use super::shared::Shared;
-use super::*;
+use crate::exec::inner::ArenaInner;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::ManualClock;
 use lowtide_core::sync::{Mutex, lock};
@@ -43,7 +43,7 @@ struct Model {
     work: Mutex<Work>,
     /// Work goes on after its call.
     asynchronous: bool,
-    arena: OnceLock<Weak<Shared>>,
+    arena: OnceLock<Weak<ArenaInner>>,
 }
 
 impl std::fmt::Debug for Model {
@@ -56,7 +56,7 @@ impl Model {
     /// The caller holds no lock of the arena.
     fn unlocked(&self) {
         if let Some(arena) = self.arena.get().and_then(Weak::upgrade) {
-            drop(lock(&arena.books));
+            drop(arena.lock());
         }
     }
 
@@ -149,7 +149,7 @@ unsafe impl Driver for Model {
         self.assert_there(from, size);
         self.assert_there(to, size);
         if let Some(arena) = self.arena.get().and_then(Weak::upgrade) {
-            assert_eq!(lock(&arena.books).leases, 0, "a block moves under a lease");
+            assert_eq!(arena.lock().leases, 0, "a block moves under a lease");
         }
         Ok(())
     }

@@ -7,7 +7,7 @@
 //! A copy from or to page-locked memory is asynchronous: the device reads or writes the memory
 //! after the call returned. cudarc does not wait for such a copy if it is given a plain slice. So
 //! safe code never gets a slice of a buffer: it copies elements in and out. Asynchronous copies go
-//! through a [`Lane`](super::Lane), which owns the buffer until the copy is complete (`copy`), or
+//! through a [`Lane`](crate::Lane), which owns the buffer until the copy is complete (`copy`), or
 //! through a view for cudarc that waits for the stream (`cuda`).
 //!
 //! Contents: a new buffer has unspecified contents: zero, or data of an earlier buffer of the
@@ -36,11 +36,11 @@ use std::sync::Arc;
 use bytemuck::Pod;
 
 use self::pool::{PinnedBlock, PoolShared};
-use super::driver::HostMemory;
-use super::error::DeviceError;
-use super::handles::DriverEvent;
-use super::raw::RawBlock;
-use super::region::Region;
+use crate::api::raw::RawBlock;
+use crate::driver::HostMemory;
+use crate::exec::handles::DriverEvent;
+use crate::types::error::DeviceError;
+use crate::types::region::Region;
 use lowtide_core::bytes::ByteSize;
 
 pub use self::config::{PinnedConfig, PinnedKind};
@@ -55,8 +55,8 @@ pub use self::snapshot::PinnedSnapshot;
 /// Elements are copied in and out: [`PinnedBuffer::write_at`], [`PinnedBuffer::read_at`],
 /// [`PinnedBuffer::fill`], [`PinnedBuffer::to_vec`]. It does not deref to a slice: a copy from or
 /// to page-locked memory goes on after the call that queued it returned, and a slice could be used
-/// meanwhile. [`Lane::copy_to_device`](super::Lane::copy_to_device) and
-/// [`Lane::copy_to_host`](super::Lane::copy_to_host) copy asynchronously, and own the buffer until
+/// meanwhile. [`Lane::copy_to_device`](crate::Lane::copy_to_device) and
+/// [`Lane::copy_to_host`](crate::Lane::copy_to_host) copy asynchronously, and own the buffer until
 /// the copy is complete.
 ///
 /// A buffer holds its pool. In a forked child every access is [`DeviceError::Forked`] and the drop
@@ -267,7 +267,7 @@ impl<T: Pod> PinnedBuffer<T> {
     pub fn resize(&mut self, len: usize) -> Result<(), DeviceError> {
         self.check()?;
         let arena = &self.pool.arena;
-        let (bytes, _) = arena.shared().layout::<T>(len, Region::Dynamic)?;
+        let (bytes, _) = arena.inner().layout::<T>(len, Region::Dynamic)?;
         if let Some(block) = self.block.filter(|_| !bytes.is_zero())
             && let Some(RawBlock { size, .. }) = arena.resize_raw(block.at, bytes)?
         {
@@ -424,7 +424,7 @@ mod fenced_tests {
         let start = buffer.start.as_ptr();
         let held = Arc::clone(&buffer.pool);
         // As if another thread, which the child does not have, had them at the fork.
-        let locks = (held.arena.shared().books(), lock(&held.unfinished));
+        let locks = (held.arena.inner().lock(), lock(&held.unfinished));
         let locks = ManuallyDrop::new(locks);
         // SAFETY: the child drops a buffer and handles, reads a byte, and ends with `_exit`.
         let child = unsafe { libc::fork() };

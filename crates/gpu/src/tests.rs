@@ -4,8 +4,8 @@ use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
-use super::driver::DriverError;
 use super::*;
+use crate::driver::DriverError;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::{Clock, ManualClock, SystemClock};
 use lowtide_core::decay::DecayTime;
@@ -50,7 +50,7 @@ fn wait_until(condition: impl Fn() -> bool) {
 
 /// Bytes of blocks of the dynamic region that wait for their memory.
 fn arriving(arena: &DeviceArena) -> ByteSize {
-    ByteSize::new(lock(&arena.shared().books).region(Region::Dynamic).arriving())
+    ByteSize::new(arena.inner().lock().region(Region::Dynamic).arriving())
 }
 
 struct Chance(u64);

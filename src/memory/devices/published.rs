@@ -10,7 +10,7 @@
 use std::collections::BTreeMap;
 
 use crate::bytes::ByteSize;
-use crate::device::{ArenaSnapshot, ArenaState};
+use crate::device::{ArenaSnapshot, SleepState};
 use crate::sync::{Mutex, lock};
 
 /// The maximum number of names of dropped arenas: as many as arenas can be open at once.
@@ -30,7 +30,7 @@ impl Gone {
         (last.asleep, last.offloaded) = (NONE, NONE);
         (last.exported, last.imported) = (NONE, NONE);
         (last.pending, last.cached, last.metadata) = (NONE, NONE, NONE);
-        last.state = ArenaState::default();
+        last.state = SleepState::default();
         let mut gone = lock(&self.0);
         if let Some(sum) = gone.get_mut(&last.name) {
             add(sum, &last);

@@ -13,7 +13,7 @@ use std::sync::Arc;
 
 use crate::bytes::ByteSize;
 use crate::clock::Moment;
-use crate::device::{ArenaConfig, ArenaState, DeviceArena, HostBudget};
+use crate::device::{ArenaConfig, DeviceArena, HostBudget, SleepState};
 use lowtide_admission::{Admission, Cost, Permit, Rejected};
 
 use crate::memory::error::Diagnostic;
@@ -94,7 +94,7 @@ impl Shared {
     /// the worker has ended.
     pub(in crate::memory) fn end_empty_sleeps(&self) {
         for arena in self.arenas() {
-            if arena.state() == ArenaState::Asleep && arena.glance().live.is_zero() {
+            if arena.state() == SleepState::Asleep && arena.glance().live.is_zero() {
                 self.purged(&arena);
             }
         }

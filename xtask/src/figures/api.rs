@@ -4,13 +4,13 @@
 use std::collections::BTreeMap;
 use std::fs;
 
-use syn::visit::{self, Visit};
-use syn::{ItemEnum, ItemMod, ItemStruct, ItemTrait, ItemType, ItemUnion};
+use syn::visit::Visit;
+use syn::{ItemEnum, ItemStruct, ItemTrait, ItemType, ItemUnion};
 
+use super::product::product;
 use super::{Figure, count, figure};
 use crate::packages::packages;
 use crate::run::cargo;
-use crate::text;
 use crate::tree::{self, Tree};
 
 /// Headings of rustdoc's page of all items that are lists of types.
@@ -108,9 +108,8 @@ pub(super) fn measure_shared() -> Result<Vec<Figure>, String> {
     let tree = Tree::read(&tree::root())?;
     let mut count = 0_u32;
     for package in tree.packages().iter().filter(|package| package.is_published) {
-        let folder = format!("{}src/", package.folder);
         let mut types = Types::default();
-        for file in tree.library().into_iter().filter(|file| file.name.starts_with(&folder)) {
+        for file in product(&tree, &package.folder)? {
             let parsed = syn::parse_file(&file.text);
             let parsed = parsed.map_err(|error| format!("{}: {error}", file.name))?;
             types.file.clone_from(&file.name);
@@ -129,8 +128,6 @@ pub(super) fn measure_shared() -> Result<Vec<Figure>, String> {
 struct Types {
     file: String,
     files: BTreeMap<String, Vec<String>>,
-    /// The paths of modules that are built for tests alone, without `.rs`.
-    tests: Vec<String>,
 }
 
 impl Types {
@@ -138,36 +135,16 @@ impl Types {
         self.files.entry(name.to_string()).or_default().push(self.file.clone());
     }
 
-    /// The names that more than one type has, tests aside.
+    /// The names that more than one type has.
     fn shared(&self) -> Vec<(&str, Vec<&str>)> {
-        let is_test = |file: &str| {
-            let of = |module: &String| {
-                let rest = file.strip_prefix(module.as_str());
-                rest.is_some_and(|rest| rest == ".rs" || rest.starts_with('/'))
-            };
-            self.tests.iter().any(of)
-        };
         let files = self.files.iter().map(|(name, files)| {
-            let files = files.iter().map(String::as_str).filter(|file| !is_test(file));
-            (name.as_str(), files.collect::<Vec<_>>())
+            (name.as_str(), files.iter().map(String::as_str).collect::<Vec<_>>())
         });
         files.filter(|(_, files)| files.len() > 1).collect()
     }
 }
 
 impl<'ast> Visit<'ast> for Types {
-    fn visit_item_mod(&mut self, item: &'ast ItemMod) {
-        if !text::code::is_test(&item.attrs) {
-            return visit::visit_item_mod(self, item);
-        }
-        let (folder, file) = self.file.rsplit_once('/').unwrap_or_default();
-        let inside = match file {
-            "lib.rs" | "mod.rs" => folder.to_owned(),
-            file => format!("{folder}/{}", file.trim_end_matches(".rs")),
-        };
-        self.tests.push(format!("{inside}/{}", item.ident));
-    }
-
     fn visit_item_struct(&mut self, item: &'ast ItemStruct) {
         self.add(&item.ident);
     }
@@ -216,14 +193,11 @@ mod tests {
     }
 
     #[test]
-    fn types_of_one_name_are_counted_but_not_those_of_tests() {
+    fn types_of_one_name_are_counted() {
         let mut types = Types::default();
-        for (file, text) in [
-            ("src/lib.rs", "struct A; mod x { enum A {} struct B; } #[cfg(test)] mod y;"),
-            ("src/z.rs", "#[cfg(test)] mod tests { struct B; } struct C; struct D;"),
-            ("src/y.rs", "struct C;"),
-            ("src/y/more.rs", "struct D;"),
-        ] {
+        for (file, text) in
+            [("src/lib.rs", "struct A; mod x { enum A {} struct B; }"), ("src/z.rs", "struct C;")]
+        {
             file.clone_into(&mut types.file);
             types.visit_file(&syn::parse_file(text).expect("Rust"));
         }

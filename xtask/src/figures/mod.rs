@@ -6,10 +6,12 @@
 //! Invariant: each figure is printed by one function.
 
 mod api;
+mod arena;
 mod benches;
 mod clone;
 mod footprint;
 mod measured;
+mod product;
 mod room;
 
 use crate::run::{Run, cargo};
@@ -61,7 +63,7 @@ pub(crate) struct Arguments {
     /// The subject.
     #[arg(required_unless_present = "list")]
     subject: Option<String>,
-    /// Measures this figure of `workspace`, `measured` or `room` alone; may be repeated.
+    /// Measures this figure of `workspace`, `arena`, `measured` or `room` alone; may be repeated.
     #[arg(long, value_name = "FIGURE")]
     only: Vec<String>,
     /// Lists the subjects.
@@ -72,6 +74,7 @@ pub(crate) struct Arguments {
 /// The subjects.
 const SUBJECTS: &[(&str, &str)] = &[
     ("workspace", "what it costs to build, test and learn the workspace: some 20 minutes"),
+    ("arena", "how the arena is built: imports, locks, functions and instructions; some minutes"),
     ("faults", "faults that were found and fixed: what goes wrong now, with a real ONNX Runtime"),
     ("measured", "requests that are measured: errors, costs, overload; over an hour"),
     ("room", "requests that wait for room, evictions of models, leaks: some 75 minutes"),
@@ -88,6 +91,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), String> {
     }
     match subject {
         "workspace" => workspace(&arguments.only),
+        "arena" => measure("arena", arena::ARENA, &arguments.only),
         "faults" => {
             let faults = cargo("bench --locked --bench faults").run();
             let engines = Run::new(".ci/engines").run();
@@ -110,35 +114,44 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), String> {
 }
 
 fn workspace(only: &[String]) -> Result<(), String> {
-    let all: Vec<_> = WORKSPACE.iter().flat_map(|measure| measure.names).copied().collect();
+    let result = measure("workspace", WORKSPACE, only);
+    if only.is_empty() {
+        println!("not measured here: the minutes of .ci/run, which its report has; instructions");
+        println!("against an older commit, by callgrind over the benches index, replay and time");
+    }
+    result
+}
+
+/// Measures these figures of a subject, or all, and prints them.
+fn measure(subject: &str, measures: &[Measure], only: &[String]) -> Result<(), String> {
+    let all: Vec<_> = measures.iter().flat_map(|measure| measure.names).copied().collect();
     if let Some(unknown) = only.iter().find(|name| !all.contains(&name.as_str())) {
         return Err(format!("unknown figure {unknown:?}: expected one of {}", all.join(", ")));
     }
     let mut failed = Vec::new();
-    for measure in WORKSPACE {
+    for measure in measures {
         let is_chosen = |name: &&str| only.is_empty() || only.iter().any(|one| one == name);
         if !measure.names.iter().any(is_chosen) {
             continue;
         }
         match (measure.run)() {
-            Ok(figures) => figures.iter().filter(|one| !print(one)).for_each(|one| {
+            Ok(figures) => figures.iter().filter(|one| !print(subject, one)).for_each(|one| {
                 failed.push(format!("{} is above its goal", one.name));
             }),
             Err(error) => failed.push(format!("{}: {error}", measure.names.join(", "))),
         }
     }
-    if only.is_empty() {
-        println!("not measured here: the minutes of .ci/run, which its report has; instructions");
-        println!("against an older commit, by callgrind over the benches index, replay and time");
-    }
     if failed.is_empty() { Ok(()) } else { Err(failed.join("; ")) }
 }
 
 /// Prints a figure, and returns whether its goal holds.
-fn print(figure: &Figure) -> bool {
+fn print(subject: &str, figure: &Figure) -> bool {
     let Figure { name, value, unit, goal } = figure;
-    let digits = usize::from(value.fract() != 0.0);
-    println!("figure workspace.{name} {value:.digits$} {unit}");
+    let digits = match *unit {
+        "ratio" => 3,
+        _ => usize::from(value.fract() != 0.0),
+    };
+    println!("figure {subject}.{name} {value:.digits$} {unit}");
     let holds = goal.is_none_or(|goal| *value <= goal);
     if let Some(goal) = goal {
         println!("  goal: at most {goal}: {}", if holds { "held" } else { "missed" });

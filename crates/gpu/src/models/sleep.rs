@@ -49,7 +49,7 @@ fn who_enters_beside_a_sleep_has_memory_for_as_long_as_the_lease() {
         assert_backed(&driver, &buffer, &lease);
         thread.join().expect("no panic");
         assert_backed(&driver, &buffer, &lease);
-        assert_eq!(arena.state(), ArenaState::Awake);
+        assert_eq!(arena.state(), SleepState::Awake);
         drop((lease, buffer));
         end(&arena, &driver);
     });

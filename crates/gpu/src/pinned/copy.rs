@@ -20,12 +20,12 @@ use bytemuck::Pod;
 use thiserror::Error;
 
 use super::{DeviceUse, PinnedBuffer};
-use crate::buffer::Buffer;
+use crate::api::buffer::Buffer;
+use crate::api::lane::Lane;
 use crate::driver::{DeviceAddress, Driver, DriverError, StreamHandle};
-use crate::error::DeviceError;
-use crate::handles::DriverEvent;
-use crate::lane::Lane;
-use crate::proof::is_captures;
+use crate::exec::handles::DriverEvent;
+use crate::types::error::DeviceError;
+use crate::types::error::is_captures;
 use lowtide_core::bytes::ByteSize;
 
 /// A copy on a lane, which owns its pinned buffer until the copy is complete.
@@ -181,7 +181,7 @@ impl Lane {
         let lease = self.enter()?;
         let (Some(_), Some(at)) = (host.block, device.address(&lease)?) else { return Ok(()) };
         let (start, size) = (host.start.cast::<u8>(), host.bytes());
-        let shared = self.arena().shared();
+        let shared = self.arena().inner();
         let (driver, stream) = (&shared.driver, self.known().live());
         // SAFETY: `host` owns its block, and `device` is borrowed and committed: a lease is held.
         // On an asynchronous driver both stay until the copy is complete: `device_use` keeps the

@@ -18,8 +18,8 @@ use bytemuck::Pod;
 use cudarc::driver::{CudaStream, HostSlice, SyncOnDrop};
 
 use super::{DeviceUse, PinnedBuffer};
-use crate::error::DeviceError;
-use crate::lane::Lane;
+use crate::api::lane::Lane;
+use crate::types::error::DeviceError;
 use lowtide_core::sync::atomic::{AtomicBool, Ordering};
 
 /// A pinned buffer as cudarc sees it, for copies on the stream of one lane; from
@@ -114,7 +114,7 @@ impl<T: Pod> Drop for PinnedView<'_, T> {
             return;
         }
         if self.exported.load(Ordering::Relaxed) {
-            let (shared, stream) = (self.lane.arena().shared(), self.lane.known().live());
+            let (shared, stream) = (self.lane.arena().inner(), self.lane.known().live());
             // A stream that captures cannot be waited for, and an attempt would spoil the capture.
             let waited = match stream.is_capturing() {
                 Ok(false) => stream.synchronize().map_err(Into::into),

@@ -21,11 +21,11 @@ use super::config::{PinnedConfig, PinnedKind};
 use super::driver::{PinnedDriver, SegmentFigures};
 use super::snapshot::PinnedSnapshot;
 use super::unfinished::UnfinishedBlocks;
-use crate::arena::DeviceArena;
+use crate::api::arena::DeviceArena;
 use crate::driver::{DeviceAddress, Driver, HostMemory};
-use crate::error::{Bound, DeviceError};
-use crate::region::Region;
-use crate::snapshot::ArenaGlance;
+use crate::types::error::{Bound, DeviceError};
+use crate::types::region::Region;
+use crate::types::snapshot::ArenaGlance;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::Clock;
 use lowtide_core::log;
@@ -235,7 +235,8 @@ impl PinnedPool {
     /// # Safety
     /// The raw blocks of the arena are the memory of the pool's buffers. No handle of the arena is
     /// used to free one by its address, or all of them ([`DeviceArena::free`],
-    /// [`Lane::free`](crate::Lane::free), [`DeviceArena::reset`]).
+    /// [`Lane::free`](crate::Lane::free), [`DeviceArena::reset`]), or to move them
+    /// ([`CompactOptions::moves_raw`](crate::CompactOptions::moves_raw)).
     #[must_use]
     pub unsafe fn arena(&self) -> &DeviceArena {
         &self.0.arena
@@ -268,7 +269,7 @@ impl PinnedPool {
 impl PoolShared {
     /// Fails in a forked child, in which a lock may be held by a thread that does not exist there.
     pub(super) fn check_here(&self) -> Result<(), DeviceError> {
-        self.arena.shared().check_here()
+        self.arena.inner().check_here()
     }
 
     pub(super) fn name(&self) -> &str {
@@ -280,7 +281,7 @@ impl PoolShared {
         &self,
         len: usize,
     ) -> Result<Option<PinnedBlock>, DeviceError> {
-        let (size, align) = self.arena.shared().layout::<T>(len, Region::Dynamic)?;
+        let (size, align) = self.arena.inner().layout::<T>(len, Region::Dynamic)?;
         if size.is_zero() {
             return Ok(None);
         }
@@ -324,7 +325,7 @@ impl PoolShared {
     pub(super) fn maintain(&self) -> Result<ByteSize, DeviceError> {
         self.check_here()?;
         self.free_completed();
-        let decayed = self.arena.decay(self.arena.shared().clock.now())?.released;
+        let decayed = self.arena.decay(self.arena.inner().clock.now())?.released;
         let ArenaGlance { committed, idle, .. } = self.arena.glance();
         if idle <= self.high_watermark {
             return Ok(decayed);

@@ -7,7 +7,7 @@
 //! `pending + quarantined <= arena.live`.
 
 use super::config::PinnedKind;
-use crate::snapshot::ArenaSnapshot;
+use crate::types::snapshot::ArenaSnapshot;
 use lowtide_core::bytes::ByteSize;
 
 /// The figures of a pinned pool.

@@ -12,8 +12,8 @@
 
 use super::pool::PoolShared;
 use crate::driver::{DeviceAddress, DriverError};
-use crate::handles::DriverEvent;
-use crate::proof::is_captures;
+use crate::exec::handles::DriverEvent;
+use crate::types::error::is_captures;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::log;
 use lowtide_core::sync::lock;

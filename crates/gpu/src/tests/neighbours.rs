@@ -8,8 +8,9 @@
 
 use super::*;
 use crate::driver::Driver as _;
-use crate::pending::Claim;
-use crate::region::{Placed, Search, Wanted};
+use crate::state::pending::Claim;
+use crate::state::region::{AllocRequest, Placement, Search};
+use crate::state::segment::Cursor;
 
 const DYNAMIC: Region = Region::Dynamic;
 const ALIGN: ByteSize = ByteSize::new(256);
@@ -27,21 +28,20 @@ fn nearly_full(granules: u64) -> (DeviceArena, Arc<TrialDriver>, Buffer<u8>) {
 }
 
 /// A block that has a place, and waits for its memory.
-fn place(arena: &DeviceArena, size: ByteSize) -> Placed {
-    let wanted = Wanted::new(size, ALIGN).expect("not empty");
-    let placed = lock(&arena.shared().books).place(DYNAMIC, wanted, Search::Usual, None);
+fn place(arena: &DeviceArena, size: ByteSize) -> Placement {
+    let wanted = AllocRequest::new(size, ALIGN).expect("not empty");
+    let placed = arena.inner().lock().place(DYNAMIC, wanted, Search::Usual, None);
     placed.expect("room").0
 }
 
 /// Its call has failed.
-fn withdraw(arena: &DeviceArena, placed: Placed) {
-    let shared = arena.shared();
-    lock(&shared.books).withdraw(DYNAMIC, placed, Claim::default(), &*shared.clock);
-    shared.settled.notify_all();
+fn withdraw(arena: &DeviceArena, placed: Placement) {
+    let inner = arena.inner();
+    inner.lock().withdraw(DYNAMIC, placed, Claim::default(), &*inner.clock);
 }
 
 /// Two that wait, with so much between them.
-fn apart(arena: &DeviceArena, gap: u64) -> [Placed; 2] {
+fn apart(arena: &DeviceArena, gap: u64) -> [Placement; 2] {
     let [before, gone, after] = [3, gap, 5].map(|mib| place(arena, ByteSize::mib(mib)));
     withdraw(arena, gone);
     [before, after]
@@ -82,8 +82,8 @@ fn a_block_that_fits_at_no_granules_start_waits_for_the_calls_of_its_neighbours(
     let neighbours = apart(&arena, 2);
     // A call is under way: idle memory leaves.
     drop(bytes(&arena, GRANULE, Region::Stable).expect("room"));
-    let leaving = lock(&arena.shared().books).begin_leave(1, 1, None);
-    assert_eq!(leaving.len(), 1);
+    let mut cursors = [Cursor::START; 2];
+    let leaving = arena.inner().lock().begin_leave(1, &mut cursors, None).expect("idle");
     let (asked, short) = std::sync::mpsc::channel();
     let callback = arena.on_shortage(move |_| asked.send(()).is_err());
     let waiting = {
@@ -97,9 +97,8 @@ fn a_block_that_fits_at_no_granules_start_waits_for_the_calls_of_its_neighbours(
     }
     neighbours.into_iter().for_each(|placed| withdraw(&arena, placed));
     // SAFETY: an idle granule, marked as leaving above.
-    unsafe { driver.decommit(leaving[0].at, leaving[0].size) }.expect("committed");
-    lock(&arena.shared().books).end_leave(leaving[0], true);
-    arena.shared().settled.notify_all();
+    unsafe { driver.decommit(leaving.at, leaving.size) }.expect("committed");
+    arena.inner().lock().end_leave(leaving, true);
     let block = waiting.join().expect("no panic").expect("there is room");
     drop((block, callback, live));
     arena.validate();

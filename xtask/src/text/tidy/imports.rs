@@ -59,9 +59,9 @@ pub(crate) struct Path<'a> {
     pub(crate) segments: Vec<&'a str>,
     pub(crate) line: usize,
     /// The name under which a `use` makes it known, `*` for all that is in it; `None` elsewhere.
-    name: Option<&'a str>,
+    pub(crate) name: Option<&'a str>,
     /// `true` if the `use` has a visibility of its own.
-    public: bool,
+    pub(crate) public: bool,
     /// The inline modules around it.
     inner: Vec<&'a str>,
 }
@@ -266,7 +266,7 @@ fn within(module: &[String], path: &Path<'_>) -> Vec<String> {
 }
 
 /// The paths within the crate, and the items that they name.
-struct Map<'a> {
+pub(crate) struct Map<'a> {
     /// The folder of the package's sources.
     folder: String,
     /// The name of the crate.
@@ -281,7 +281,11 @@ struct Map<'a> {
 }
 
 impl<'a> Map<'a> {
-    fn new(package: &'a Package, packages: &'a [Package], sources: &[&'a Source]) -> Self {
+    pub(crate) fn new(
+        package: &'a Package,
+        packages: &'a [Package],
+        sources: &[&'a Source],
+    ) -> Self {
         let others = packages.iter().filter(|other| *other != package);
         let mut map = Self {
             folder: format!("{}src/", package.folder),
@@ -317,7 +321,7 @@ impl<'a> Map<'a> {
         map
     }
 
-    fn module_of(&self, source: &Source) -> Vec<String> {
+    pub(crate) fn module_of(&self, source: &Source) -> Vec<String> {
         module_of(source.name.strip_prefix(&self.folder).unwrap_or(&source.name))
     }
 
@@ -352,8 +356,13 @@ impl<'a> Map<'a> {
         Some(target)
     }
 
+    /// Returns `true` if a target lies in another crate of the workspace.
+    pub(crate) fn is_outside(&self, target: &[String]) -> bool {
+        target.first().is_some_and(|first| self.others.contains(&first.as_str()))
+    }
+
     /// Returns the path's target, the target of that, and so on.
-    fn chain(&self, module: &[String], path: &Path<'_>) -> Vec<Vec<String>> {
+    pub(crate) fn chain(&self, module: &[String], path: &Path<'_>) -> Vec<Vec<String>> {
         let mut chain: Vec<_> = self.absolute(module, path).into_iter().collect();
         while let Some(last) = chain.last().filter(|_| chain.len() < STEPS_MAX) {
             let known = (1..=last.len()).rev().find_map(|length| {

@@ -6,7 +6,7 @@
 //! tokens.
 
 mod bans;
-mod imports;
+pub(crate) mod imports;
 mod lints;
 pub(crate) mod orphans;
 #[cfg(test)]

@@ -26,8 +26,8 @@ use lowtide_gpu::ByteSize;
 use lowtide_gpu::clock::{Clock, SystemClock};
 use lowtide_gpu::driver::{DeviceAddress, Driver};
 use lowtide_gpu::{
-    ArenaState, Buffer, CompactOptions, Contents, DeviceArena, DeviceError, Lane, Lease,
-    PinnedConfig, PinnedKind, PinnedPool, RawBlock, Region, SleepOptions,
+    Buffer, CompactOptions, Contents, DeviceArena, DeviceError, Lane, Lease, PinnedConfig,
+    PinnedKind, PinnedPool, RawBlock, Region, SleepOptions, SleepState,
 };
 
 use bed::Bed;
@@ -222,7 +222,7 @@ fn sleep_keeps(device: &dyn Device) -> Outcome {
     }
     for _ in 0..3 {
         bed.arena.sleep(keeps())?;
-        ensure!(bed.arena.state() == ArenaState::Asleep, "it is {:?}", bed.arena.state());
+        ensure!(bed.arena.state() == SleepState::Asleep, "it is {:?}", bed.arena.state());
         let committed = bed.arena.snapshot().committed;
         // On the host there is nowhere to keep contents but where they are.
         let stays = bed.arena.capabilities().host_backed;
@@ -277,7 +277,7 @@ fn leases(device: &dyn Device) -> Outcome {
     let twice = bed.arena.sleep(keeps());
     ensure!(matches!(twice, Err(DeviceError::State { .. })), "{twice:?}");
     drop(bed.arena.enter()?);
-    ensure!(bed.arena.state() == ArenaState::Awake, "it is {:?}", bed.arena.state());
+    ensure!(bed.arena.state() == SleepState::Awake, "it is {:?}", bed.arena.state());
     bed.check(&buffer, 1)?;
     drop(buffer);
     bed.end()

@@ -8,8 +8,8 @@ use lowtide_gpu::ByteSize;
 use lowtide_gpu::clock::{Clock as _, ManualClock, Moment};
 use lowtide_gpu::driver::Driver as _;
 use lowtide_gpu::{
-    ArenaConfig, ArenaState, Buffer, CompactOptions, DeviceArena, DeviceError, ExportError,
-    HostDriver, Lane, Region, SleepConfig, SleepOptions,
+    ArenaConfig, Buffer, CompactOptions, DeviceArena, DeviceError, ExportError, HostDriver, Lane,
+    Region, SleepConfig, SleepOptions, SleepState,
 };
 
 use super::support::{Bed, MIB};
@@ -98,7 +98,7 @@ fn an_arena_does_not_sleep_while_a_buffer_is_lent_and_does_afterwards() {
         assert_eq!(error, DeviceError::Exported { arena: "border".to_owned(), count, bytes });
         assert!(error.to_string().contains("\"border\" cannot sleep: "), "{error}");
         let snapshot = bed.arena.snapshot();
-        assert_eq!((snapshot.state, snapshot.exported_count), (ArenaState::Awake, count));
+        assert_eq!((snapshot.state, snapshot.exported_count), (SleepState::Awake, count));
         assert_eq!(snapshot.exported, bytes);
         snapshot.validate();
         drop(one);
@@ -106,7 +106,7 @@ fn an_arena_does_not_sleep_while_a_buffer_is_lent_and_does_afterwards() {
     let kept = bed.arena.alloc::<u8>(MIB, DYNAMIC).expect("room");
     bed.arena.sleep(at_once()).expect("nothing is lent");
     let exported = kept.export().expect("woken");
-    assert_eq!(bed.arena.state(), ArenaState::Awake);
+    assert_eq!(bed.arena.state(), SleepState::Awake);
     drop(exported);
     assert_eq!(bed.faults(), 0);
 }

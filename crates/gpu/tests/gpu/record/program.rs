@@ -8,8 +8,8 @@ use lowtide_gpu::clock::{Clock as _, ManualClock};
 use lowtide_gpu::decay::DecayTime;
 use lowtide_gpu::driver::{DeviceAddress, StreamHandle};
 use lowtide_gpu::{
-    ArenaState, BlockPin, Buffer, CompactOptions, Contents, DeviceArena, Goal, Growth, Lane, Lease,
-    Region, SleepOptions,
+    BlockPin, Buffer, CompactOptions, Contents, DeviceArena, Goal, Growth, Lane, Lease, Region,
+    SleepOptions, SleepState,
 };
 
 use super::{MIB, lane_of};
@@ -158,7 +158,7 @@ impl Program {
                 let _ = self.arena.sleep(SleepOptions { drain: Duration::ZERO, stable, dynamic });
             }
             _ => {
-                let is_asleep = self.arena.state() == ArenaState::Asleep;
+                let is_asleep = self.arena.state() == SleepState::Asleep;
                 assert!(is_asleep || self.arena.wake().is_err(), "it is awake");
                 if is_asleep {
                     let _ = self.arena.wake(); // the limit may be in the way

@@ -13,8 +13,8 @@ use lowtide_gpu::clock::Clock as _;
 use lowtide_gpu::driver::Driver;
 use lowtide_gpu::record::{Fallen, Log, Operation, Sleepless};
 use lowtide_gpu::{
-    ArenaConfig, ArenaState, Buffer, CompactOptions, Contents, DeviceArena, DeviceError,
-    HostBudget, Region, SleepOptions,
+    ArenaConfig, Buffer, CompactOptions, Contents, DeviceArena, DeviceError, HostBudget, Region,
+    SleepOptions, SleepState,
 };
 
 use super::program::Program;
@@ -57,10 +57,10 @@ fn who_enters_allocates_resizes_or_closes_wakes_an_arena_once_in_the_recording_a
     dynamic.resize(1 << 20).expect("awake");
     arena.sleep(options()).expect("asleep");
     arena.compact(CompactOptions::new(Region::Dynamic), |_| {}).expect("busy");
-    assert_eq!(arena.state(), ArenaState::Asleep, "it is not woken to be compacted");
+    assert_eq!(arena.state(), SleepState::Asleep, "it is not woken to be compacted");
     dynamic.resize(0).expect("freed");
     drop(stable);
-    assert_eq!(arena.state(), ArenaState::Asleep, "nobody is woken by a free");
+    assert_eq!(arena.state(), SleepState::Asleep, "nobody is woken by a free");
     arena.decay(clock.now()).expect("nothing to wake for");
     drop((dynamic, arena));
     let log = kept.log();
@@ -107,7 +107,7 @@ impl HostBudget for Full {
 }
 
 /// Returns the cause of each failed sleep, and the state of the arena at that time.
-fn failures(log: &Log) -> Vec<(Sleepless, ArenaState)> {
+fn failures(log: &Log) -> Vec<(Sleepless, SleepState)> {
     let failed = |operation: &Operation| match operation {
         Operation::Sleep { outcome: Fallen::Failed { why, state }, .. } => Some((*why, *state)),
         _ => None,
@@ -129,7 +129,7 @@ fn a_sleep_that_a_lease_the_budget_or_the_state_refused_is_refused_in_the_replay
     arena.wake().expect("awake");
     drop((buffers, arena));
     let log = kept.log();
-    let (awake, asleep) = (ArenaState::Awake, ArenaState::Asleep);
+    let (awake, asleep) = (SleepState::Awake, SleepState::Asleep);
     assert_eq!(
         failures(&log),
         [(Sleepless::Leased, awake), (Sleepless::Budget, awake), (Sleepless::State, asleep)]
@@ -154,11 +154,11 @@ fn a_sleep_that_was_cancelled_leaves_the_arena_awake_in_the_replay_and_is_told_a
     assert!(matches!(arena.sleep(options()), Err(DeviceError::SleepCancelled { .. })));
     drop((waiting, buffers, arena));
     let log = kept.log();
-    assert_eq!(failures(&log), [(Sleepless::Cancelled, ArenaState::Awake)]);
+    assert_eq!(failures(&log), [(Sleepless::Cancelled, SleepState::Awake)]);
     let mut replay =
         log.start(simulation(Order::Synchronous), log.header().config()).expect("open");
     while replay.step() {
-        assert_eq!(replay.arena().state(), ArenaState::Awake);
+        assert_eq!(replay.arena().state(), SleepState::Awake);
     }
     let line = log.entries().iter().find(|entry| entry.operation.word() == "sleep");
     assert_eq!(replay.finish().first_difference, line.map(|entry| entry.line));

@@ -19,8 +19,8 @@ use lowtide_gpu::ByteSize;
 use lowtide_gpu::clock::{Clock as _, Moment};
 use lowtide_gpu::driver::Backend;
 use lowtide_gpu::{
-    ArenaConfig, ArenaState, Buffer, CompactOptions, DeviceArena, DeviceError, Growth, Region,
-    SleepConfig, SleepOptions,
+    ArenaConfig, Buffer, CompactOptions, DeviceArena, DeviceError, Growth, Region, SleepConfig,
+    SleepOptions, SleepState,
 };
 
 const MIB: usize = 1 << 20;
@@ -366,18 +366,18 @@ fn who_sleeps_for_nothing_gives_all_back_and_live_blocks_keep_it_awake() {
     let refused = bed.sleep(SleepOptions::default());
     let backend = Backend::CudaPlain;
     assert!(matches!(refused, Err(DeviceError::Unsupported { backend: of, .. }) if of == backend));
-    assert_eq!((bed.state(), bed.figures()[0]), (ArenaState::Awake, 6));
+    assert_eq!((bed.state(), bed.figures()[0]), (SleepState::Awake, 6));
     drop(live);
     let slept = bed.sleep(SleepOptions::default()).expect("nothing is live");
     assert_eq!(slept.released, ByteSize::mib(6));
-    assert_eq!((bed.state(), bed.figures(), bed.on_device()), (ArenaState::Asleep, [0; 3], [0; 2]));
+    assert_eq!((bed.state(), bed.figures(), bed.on_device()), (SleepState::Asleep, [0; 3], [0; 2]));
     let woken = bed.dynamic(1).expect("it wakes");
-    assert_eq!((bed.state(), bed.figures()), (ArenaState::Awake, [2, 2, 1]));
+    assert_eq!((bed.state(), bed.figures()), (SleepState::Awake, [2, 2, 1]));
     drop(woken);
     bed.settle();
     bed.sim.fail_nth(Some(Call::Free), 0, SimError::Unknown);
     assert!(matches!(bed.sleep(SleepOptions::default()), Err(DeviceError::Driver(_))));
-    assert_eq!((bed.state(), bed.figures()), (ArenaState::Awake, [2, 0, 0]));
+    assert_eq!((bed.state(), bed.figures()), (SleepState::Awake, [2, 0, 0]));
     bed.end();
 }
 
@@ -394,7 +394,7 @@ fn an_idle_arena_that_cannot_sleep_gives_back_what_is_idle_and_is_not_asked_agai
     assert!(bed.next_sleep() > bed.now() && bed.next_sleep() < Moment::NEVER);
     bed.sim.clock().advance(Duration::from_secs(3));
     assert_eq!(bed.sleep_if_idle(bed.now()), Ok(None));
-    assert_eq!((bed.state(), bed.figures()), (ArenaState::Awake, [2, 2, 2]));
+    assert_eq!((bed.state(), bed.figures()), (SleepState::Awake, [2, 2, 2]));
     assert_eq!(bed.next_sleep(), Moment::NEVER);
     // An error does not bring it back at once either.
     drop(bed.dynamic(4).expect("room"));

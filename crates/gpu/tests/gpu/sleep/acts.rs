@@ -9,7 +9,7 @@ use lowtide_cuda_sim::{Call, Order, SimDriver};
 use lowtide_gpu::ByteSize;
 use lowtide_gpu::clock::Clock as _;
 use lowtide_gpu::{
-    ArenaState, Buffer, CompactOptions, Contents, DeviceArena, Lane, Region, SleepOptions,
+    Buffer, CompactOptions, Contents, DeviceArena, Lane, Region, SleepOptions, SleepState,
 };
 
 use super::faults::PASSING;
@@ -101,7 +101,7 @@ impl Theirs {
     }
 
     fn is_waking(&self) -> bool {
-        self.arena.state() == ArenaState::Waking
+        self.arena.state() == SleepState::Waking
     }
 
     fn act(&mut self, act: Act) {
@@ -210,7 +210,7 @@ fn play(
     }
     bed.sim.forget_failures();
     bed.arena.set_limit(ByteSize::MAX);
-    wait_until(|| matches!(bed.arena.state(), ArenaState::Awake | ArenaState::Asleep));
+    wait_until(|| matches!(bed.arena.state(), SleepState::Awake | SleepState::Asleep));
     bed.arena.validate();
     // What did not come to pass never does.
     let theirs = Arc::into_inner(theirs).expect("nobody else has it").into_inner();

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use lowtide_cuda_sim::{Call, Order, SimDriver, SimError};
 use lowtide_gpu::ByteSize;
-use lowtide_gpu::{ArenaState, Contents, DeviceError, HostBudget, Region, SleepOptions};
+use lowtide_gpu::{Contents, DeviceError, HostBudget, Region, SleepOptions, SleepState};
 
 use super::support::{Bed, MIB};
 
@@ -126,7 +126,7 @@ fn a_purge_beside_copies_noted_that_there_were_none() {
     assert!(matches!(failed, DeviceError::Driver(_)), "{failed}");
     bed.sim.run_all();
     bed.sim.assert_no_faults();
-    assert_eq!(bed.arena.state(), ArenaState::Awake);
+    assert_eq!(bed.arena.state(), SleepState::Awake);
     assert_eq!(bed.arena.snapshot().offloaded, ByteSize::ZERO, "both stores are back");
     for (mark, buffer) in (1..).zip(&kept) {
         bed.assert_marked(buffer, mark);

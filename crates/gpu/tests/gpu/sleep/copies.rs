@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use lowtide_cuda_sim::{Call, Order, SimError};
 use lowtide_gpu::ByteSize;
-use lowtide_gpu::{ArenaState, Buffer, Contents, DeviceError, Region, SleepOptions};
+use lowtide_gpu::{Buffer, Contents, DeviceError, Region, SleepOptions, SleepState};
 
 use super::support::{Bed, MIB};
 
@@ -21,7 +21,7 @@ fn copied(bed: &Bed) -> Buffer<u8> {
     bed.sim.fail_always(Call::StreamSynchronize, Some(SimError::Unknown));
     assert!(bed.arena.sleep(KEEPS).is_err());
     bed.sim.forget_failures();
-    assert_eq!(bed.arena.state(), ArenaState::Awake);
+    assert_eq!(bed.arena.state(), SleepState::Awake);
     drop(idle);
     kept
 }
@@ -35,7 +35,7 @@ fn a_sleep_that_discards_waits_for_the_copies_of_one_that_failed() {
     bed.sim.fail_nth(Some(Call::StreamSynchronize), 0, SimError::Unknown);
     let discards = SleepOptions { stable: Contents::Discard, dynamic: Contents::Discard, ..KEEPS };
     assert!(bed.arena.sleep(discards).is_err());
-    assert_eq!((bed.arena.state(), kept.take_discarded()), (ArenaState::Awake, false));
+    assert_eq!((bed.arena.state(), kept.take_discarded()), (SleepState::Awake, false));
     bed.arena.sleep(discards).expect("asleep");
     assert_eq!(bed.sim.unsafe_unmaps(), 0);
     drop(kept);
@@ -78,7 +78,7 @@ fn a_sleep_that_waits_for_an_allocation_is_not_waited_for_by_it() {
     bed.sim.before(Call::Create, 0, move || {
         let sleeper = arena.clone();
         thread::spawn(move || tell.send(sleeper.sleep(KEEPS)));
-        while arena.state() != ArenaState::Draining {
+        while arena.state() != SleepState::Draining {
             thread::yield_now();
         }
     });

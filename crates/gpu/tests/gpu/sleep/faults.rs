@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use lowtide_cuda_sim::{Call, Order, SimError};
 use lowtide_gpu::ByteSize;
-use lowtide_gpu::{ArenaState, Buffer, Contents, DeviceError, Region, SleepOptions};
+use lowtide_gpu::{Buffer, Contents, DeviceError, Region, SleepOptions, SleepState};
 
 use super::support::{Bed, MIB};
 
@@ -47,14 +47,14 @@ impl Scene {
     }
 
     /// Asserts the invariants that hold between calls, and returns the state of the arena.
-    fn state(&self) -> ArenaState {
+    fn state(&self) -> SleepState {
         self.bed.arena.validate();
         let (state, snapshot) = (self.bed.arena.state(), self.bed.arena.snapshot());
         snapshot.validate();
         match state {
-            ArenaState::Awake => assert_eq!(snapshot.asleep, ByteSize::ZERO),
+            SleepState::Awake => assert_eq!(snapshot.asleep, ByteSize::ZERO),
             // Where the driver takes no memory back either, all of it may be there still.
-            ArenaState::Asleep => {}
+            SleepState::Asleep => {}
             between => panic!("it rests {}", between.name()),
         }
         state
@@ -89,8 +89,8 @@ fn a_fault_at_any_call_of_sleep_leaves_it_awake_or_asleep_and_whole() {
             let is_past = scene.bed.sim.calls_total() - calls <= nth;
             scene.bed.sim.forget_failures();
             let state = scene.state();
-            assert!(slept.is_err() || state == ArenaState::Asleep, "{error:?} at {nth}: {slept:?}");
-            if state == ArenaState::Asleep {
+            assert!(slept.is_err() || state == SleepState::Asleep, "{error:?} at {nth}: {slept:?}");
+            if state == SleepState::Asleep {
                 fell_asleep += 1;
                 let stay = ByteSize::kib(128);
                 assert_eq!(scene.bed.arena.snapshot().committed, stay, "{error:?} at {nth}");
@@ -121,7 +121,7 @@ fn a_fault_at_any_call_of_wake_leaves_it_awake_or_asleep_and_whole() {
             let is_past = scene.bed.sim.calls_total() - calls <= nth;
             scene.bed.sim.forget_failures();
             let state = scene.state();
-            assert_eq!(woken.is_ok(), state == ArenaState::Awake, "{error:?} at {nth}: {woken:?}");
+            assert_eq!(woken.is_ok(), state == SleepState::Awake, "{error:?} at {nth}: {woken:?}");
             if woken.is_err() {
                 slept_on += 1;
                 let stay = ByteSize::kib(128);
@@ -164,11 +164,11 @@ fn two_faults_and_whole_kinds_of_calls_that_fail_lose_nothing_either() {
         }
         let slept = scene.bed.arena.sleep(OPTIONS);
         let state = scene.state();
-        let woken = (state == ArenaState::Asleep).then(|| scene.bed.arena.wake());
+        let woken = (state == SleepState::Asleep).then(|| scene.bed.arena.wake());
         scene.state();
         scene.bed.sim.forget_failures();
         println!("seed {seed}: {slept:?} {woken:?}");
-        let (is_asleep, arena) = (scene.state() == ArenaState::Asleep, scene.bed.arena.clone());
+        let (is_asleep, arena) = (scene.state() == SleepState::Asleep, scene.bed.arena.clone());
         if is_asleep {
             arena.wake().unwrap_or_else(|error| panic!("seed {seed}: {error}"));
         }
@@ -189,7 +189,7 @@ fn a_context_that_is_lost_at_any_call_is_an_error_and_no_more() {
             let is_past = bed.sim.calls_total() - calls <= nth;
             bed.arena.validate();
             let state = bed.arena.state();
-            assert!(matches!(state, ArenaState::Awake | ArenaState::Asleep), "{}", state.name());
+            assert!(matches!(state, SleepState::Awake | SleepState::Asleep), "{}", state.name());
             if !is_past {
                 // The last calls give stores back: they may be the first to hear of it.
                 let told = slept.is_err() || woken.is_some_and(|woken| woken.is_err());
@@ -225,7 +225,7 @@ fn memory_that_a_copy_may_work_on_stays_until_that_is_known_to_be_done() {
             sim.fail_nth(Some(Call::StreamSynchronize), 2, SimError::Unknown);
             assert!(arena.sleep(OPTIONS).is_err());
         }
-        assert_eq!(scene.state(), ArenaState::Asleep);
+        assert_eq!(scene.state(), SleepState::Asleep);
         assert!(sim.unfinished() > 0 && !arena.snapshot().committed.is_zero());
         assert_eq!(sim.unsafe_unmaps(), 0);
         sim.forget_failures();
@@ -254,7 +254,7 @@ fn idle_memory_that_a_copy_may_work_on_is_given_back_when_that_is_known_to_be_do
     bed.sim.fail_always(Call::StreamSynchronize, Some(SimError::Unknown));
     let keeps = SleepOptions { dynamic: Contents::Keep, ..OPTIONS };
     assert!(bed.arena.sleep(keeps).is_err());
-    assert_eq!(bed.arena.state(), ArenaState::Awake);
+    assert_eq!(bed.arena.state(), SleepState::Awake);
     drop(idle);
     let refused = bed.arena.alloc::<u8>(3 * MIB, Region::Stable).expect_err("it is worked on");
     assert!(matches!(refused, DeviceError::Driver(_)), "{refused}");

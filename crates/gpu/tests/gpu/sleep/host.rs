@@ -6,7 +6,7 @@ use std::time::Duration;
 use lowtide_gpu::ByteSize;
 use lowtide_gpu::clock::ManualClock;
 use lowtide_gpu::{
-    ArenaConfig, ArenaState, Contents, DeviceArena, HostDriver, Region, SleepOptions,
+    ArenaConfig, Contents, DeviceArena, HostDriver, Region, SleepOptions, SleepState,
 };
 
 const NOW: SleepOptions =
@@ -46,7 +46,7 @@ fn what_a_threads_front_keeps_is_not_handed_out_while_it_sleeps() {
     arena.sleep(NOW).expect("asleep");
     assert_eq!(arena.snapshot().cached, ByteSize::ZERO);
     let lease_less = arena.alloc::<u8>(1 << 20, Region::Dynamic).expect("it wakes");
-    assert_eq!(arena.state(), ArenaState::Awake);
+    assert_eq!(arena.state(), SleepState::Awake);
     let lease = arena.enter().expect("a lease");
     assert_eq!(lease_less.slice(&lease).expect("there is memory behind it").len(), 1 << 20);
     drop(lease_less);

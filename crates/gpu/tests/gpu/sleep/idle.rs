@@ -5,7 +5,7 @@ use std::time::Duration;
 use lowtide_cuda_sim::{Call, Order, SimError};
 use lowtide_gpu::ByteSize;
 use lowtide_gpu::clock::{Clock as _, Moment};
-use lowtide_gpu::{ArenaState, Region, SleepConfig};
+use lowtide_gpu::{Region, SleepConfig, SleepState};
 
 use super::support::{Bed, MIB};
 
@@ -35,7 +35,7 @@ fn it_sleeps_after_the_idle_time_and_the_residency_and_not_before() {
     clock.advance(Duration::from_nanos(1));
     let slept = arena.sleep_if_idle(clock.now()).expect("no error").expect("its time");
     assert_eq!(slept.released, ByteSize::mib(1));
-    assert_eq!((arena.state(), arena.next_sleep()), (ArenaState::Asleep, Moment::NEVER));
+    assert_eq!((arena.state(), arena.next_sleep()), (SleepState::Asleep, Moment::NEVER));
     // A wake begins a new residency.
     bed.assert_marked(&kept, 1);
     assert_eq!(arena.next_sleep(), clock.now() + 100 * SECOND);
@@ -81,7 +81,7 @@ fn an_arena_that_cannot_fall_asleep_does_not_try_all_the_time() {
     clock.advance(1000 * SECOND);
     bed.sim.fail_always(Call::HostAlloc, Some(SimError::OutOfMemory));
     assert!(arena.sleep_if_idle(clock.now()).is_err());
-    assert_eq!(arena.state(), ArenaState::Awake);
+    assert_eq!(arena.state(), SleepState::Awake);
     assert!(arena.next_sleep() > clock.now());
     assert_eq!(arena.sleep_if_idle(clock.now()), Ok(None), "not at once again");
     bed.sim.forget_failures();
@@ -109,7 +109,7 @@ fn an_arena_that_was_wanted_meanwhile_was_due_again_at_once() {
     });
     assert_eq!(arena.sleep_if_idle(clock.now()), Ok(None), "it was wanted");
     let block = hold.recv().expect("sent").join().expect("no panic");
-    assert_eq!(arena.state(), ArenaState::Awake);
+    assert_eq!(arena.state(), SleepState::Awake);
     assert_eq!(arena.next_sleep(), clock.now() + 10 * SECOND);
     clock.advance(10 * SECOND);
     assert!(arena.sleep_if_idle(clock.now()).expect("no error").is_some());

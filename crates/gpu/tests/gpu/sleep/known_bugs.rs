@@ -8,7 +8,7 @@ use lowtide_cuda_sim::{
 };
 use lowtide_gpu::ByteSize;
 use lowtide_gpu::driver::Driver as _;
-use lowtide_gpu::{ArenaState, Buffer, Contents, DeviceError, Region, SleepOptions};
+use lowtide_gpu::{Buffer, Contents, DeviceError, Region, SleepOptions, SleepState};
 
 use super::support::{Bed, MIB, at};
 
@@ -60,7 +60,7 @@ fn vllm_34600_a_wake_that_fails_half_way_gives_back_what_it_has_got() {
     bed.sim.fail_nth(Some(Call::Create), 20, SimError::OutOfMemory);
     assert!(bed.arena.wake().expect_err("half way").is_out_of_memory());
     assert_eq!(bed.sim.headroom(), Ok(free));
-    assert_eq!(bed.arena.state(), ArenaState::Asleep);
+    assert_eq!(bed.arena.state(), SleepState::Asleep);
     for (mark, buffer) in (1..).zip(&kept) {
         bed.assert_marked(buffer, mark);
     }

@@ -13,7 +13,7 @@ use lowtide_cuda_sim::{Call, Order, SimError};
 use lowtide_gpu::ByteSize;
 use lowtide_gpu::driver::Driver as _;
 use lowtide_gpu::{
-    ArenaState, Contents, DeviceArena, DeviceError, HostBudget, Region, SleepOptions,
+    Contents, DeviceArena, DeviceError, HostBudget, Region, SleepOptions, SleepState,
 };
 
 use super::states::wait_until;
@@ -37,7 +37,7 @@ fn contents_of_a_block_that_was_freed_during_the_wake_were_copied_to_no_memory()
     });
     assert!(bed.arena.sleep(NOW).is_err());
     bed.sim.forget_failures();
-    assert_eq!(bed.arena.state(), ArenaState::Asleep);
+    assert_eq!(bed.arena.state(), SleepState::Asleep);
     assert_eq!(bed.arena.snapshot().committed, ByteSize::mib(1), "it was not taken");
     let arena = bed.arena.clone();
     bed.sim.before(Call::Create, 0, move || {
@@ -212,7 +212,7 @@ fn a_waker_that_panics_kept_others_from_being_told() {
     let futures = polled.recv().expect("polled");
     assert!(woken.expect("nothing unwinds").is_ok());
     assert_eq!(heard.0.load(Ordering::SeqCst), 1);
-    assert_eq!((arena.state(), sim.leaks().host_stores), (ArenaState::Awake, 0));
+    assert_eq!((arena.state(), sim.leaks().host_stores), (SleepState::Awake, 0));
     bed.assert_marked(&kept, 1);
     drop((kept, futures, arena, sim));
     bed.end();
@@ -244,7 +244,7 @@ fn a_budget_that_panics_when_it_is_dropped_left_the_arena_on_its_way_down() {
     let kept = bed.marked(MIB, Region::Dynamic, 1);
     bed.arena.set_host_budget(Arc::new(Replaced(Mutex::new(Some(bed.arena.clone())))));
     let slept = catch_unwind(AssertUnwindSafe(|| bed.arena.sleep(NOW)));
-    assert_eq!(bed.arena.state(), ArenaState::Asleep);
+    assert_eq!(bed.arena.state(), SleepState::Asleep);
     assert!(slept.expect("nothing unwinds").is_ok());
     bed.assert_marked(&kept, 1);
     drop(kept);

@@ -9,7 +9,7 @@ use std::time::Duration;
 use lowtide_cuda_sim::{Call, DriverCosts, Order, SimDriver, SimError, SimOptions};
 use lowtide_gpu::ByteSize;
 use lowtide_gpu::clock::{Clock as _, Moment};
-use lowtide_gpu::{ArenaState, Contents, DeviceError, Region, SleepConfig, SleepOptions};
+use lowtide_gpu::{Contents, DeviceError, Region, SleepConfig, SleepOptions, SleepState};
 
 use super::states::{NOW, wait_until};
 use super::support::{Bed, MIB};
@@ -124,7 +124,7 @@ fn a_wake_asks_for_memory_and_who_is_asked_does_not_wait_for_it() {
     waking.join().expect("no panic").expect("there is room now");
     let (region, refused) = told.recv().expect("it was asked");
     assert_eq!(region, Region::Dynamic);
-    let waking = ArenaState::Waking;
+    let waking = SleepState::Waking;
     assert!(matches!(refused, Err(DeviceError::State { state, .. }) if state == waking));
     bed.assert_marked(&kept, 1);
     drop((callback, kept));
@@ -148,7 +148,7 @@ fn a_wake_beside_one_that_fails_fails_as_well() {
     assert!(bed.arena.wake().expect_err("no memory").is_out_of_memory());
     let beside = told.recv().expect("sent").join().expect("no panic");
     assert!(beside.expect_err("no memory").is_out_of_memory());
-    assert_eq!(bed.arena.state(), ArenaState::Asleep);
+    assert_eq!(bed.arena.state(), SleepState::Asleep);
     bed.sim.forget_failures();
     bed.assert_marked(&kept, 1);
     drop(kept);

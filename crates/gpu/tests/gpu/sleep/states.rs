@@ -9,7 +9,7 @@ use lowtide_cuda_sim::{Call, DriverCosts, Order, SimDriver, SimError, SimOptions
 use lowtide_gpu::ByteSize;
 use lowtide_gpu::clock::{Clock as _, SystemClock};
 use lowtide_gpu::{
-    ArenaState, CompactOptions, Contents, DeviceError, Region, SleepConfig, SleepOptions,
+    CompactOptions, Contents, DeviceError, Region, SleepConfig, SleepOptions, SleepState,
     StopReason,
 };
 
@@ -35,7 +35,7 @@ fn what_is_kept_is_at_the_same_addresses_with_the_same_contents() {
         let before = places(&bed);
         let live = bed.arena.snapshot().live;
         let slept = bed.arena.sleep(NOW).expect("asleep");
-        assert_eq!(bed.arena.state(), ArenaState::Asleep);
+        assert_eq!(bed.arena.state(), SleepState::Asleep);
         let snapshot = bed.arena.snapshot();
         snapshot.validate();
         assert_eq!((snapshot.committed, snapshot.live), (ByteSize::ZERO, live));
@@ -43,7 +43,7 @@ fn what_is_kept_is_at_the_same_addresses_with_the_same_contents() {
         assert_eq!(snapshot.offloaded, slept.offloaded);
         assert_eq!(bed.sim.leaks().handles, 0);
         assert_eq!(places(&bed), before, "the lease woke it");
-        assert_eq!(bed.arena.state(), ArenaState::Awake);
+        assert_eq!(bed.arena.state(), SleepState::Awake);
         assert_eq!(bed.sim.leaks().host_stores, 0, "given back");
         for (nth, buffer) in (0..).zip(&buffers) {
             bed.assert_marked(buffer, nth);
@@ -126,7 +126,7 @@ fn what_is_freed_while_it_sleeps_does_not_come_back() {
     assert!(!bed.arena.snapshot().offloaded.is_zero());
     bed.arena.decay(bed.sim.clock().now()).expect("no error");
     assert_eq!(bed.arena.snapshot().offloaded, ByteSize::ZERO);
-    assert_eq!(bed.arena.state(), ArenaState::Awake);
+    assert_eq!(bed.arena.state(), SleepState::Awake);
     bed.end();
 }
 
@@ -149,7 +149,7 @@ fn each_use_of_memory_wakes_it() {
     for act in uses {
         bed.arena.sleep(NOW).expect("asleep");
         act(&bed);
-        assert_eq!(bed.arena.state(), ArenaState::Awake);
+        assert_eq!(bed.arena.state(), SleepState::Awake);
         bed.arena.validate();
     }
     kept.resize(MIB).expect("smaller");
@@ -178,7 +178,7 @@ fn nothing_else_wakes_it() {
     assert_eq!((done.moves, done.stopped), (0, StopReason::Busy));
     arena.set_limit(ByteSize::mib(64));
     let _ = (arena.map().to_svg(), arena.glance(), arena.snapshot(), kept.pin().expect("here"));
-    assert_eq!((arena.state(), bed.sim.calls_total()), (ArenaState::Asleep, calls));
+    assert_eq!((arena.state(), bed.sim.calls_total()), (SleepState::Asleep, calls));
     bed.assert_marked(&kept, 1);
     for (nth, block) in (0..).zip(&scattered) {
         bed.assert_marked(block, 2 * nth + 1);
@@ -198,11 +198,11 @@ fn misuse_is_refused_and_nothing_is_lost() {
     let nested = bed.arena.enter().expect("another");
     let refused = bed.arena.sleep(NOW).expect_err("leased");
     assert!(matches!(refused, DeviceError::Leased { leases: 2, .. }), "{refused}");
-    assert_eq!(bed.arena.state(), ArenaState::Awake);
+    assert_eq!(bed.arena.state(), SleepState::Awake);
     drop((lease, nested));
     bed.arena.sleep(NOW).expect("asleep");
     let refused = bed.arena.sleep(NOW).expect_err("asleep already");
-    assert!(matches!(refused, DeviceError::State { state: ArenaState::Asleep, .. }), "{refused}");
+    assert!(matches!(refused, DeviceError::State { state: SleepState::Asleep, .. }), "{refused}");
     assert!(matches!(bed.arena.close(), Err(DeviceError::LiveBlocks { count: 1, .. })));
     bed.arena.wake().expect("awake");
     bed.assert_marked(&kept, 1);
@@ -227,14 +227,14 @@ fn a_forgotten_lease_is_reported_when_the_deadline_has_passed() {
         let options = SleepOptions { drain: Duration::from_secs(5), ..NOW };
         thread::spawn(move || arena.sleep(options))
     };
-    wait_until(|| bed.arena.state() == ArenaState::Draining);
+    wait_until(|| bed.arena.state() == SleepState::Draining);
     assert!(!sleeping.is_finished());
     clock.advance(Duration::from_secs(5));
     let refused = sleeping.join().expect("no panic").expect_err("leased");
     let held_for = Duration::from_secs(65);
     let arena = "sleeper".to_owned();
     assert_eq!(refused, DeviceError::Leased { arena, leases: 1, held_for });
-    assert_eq!(bed.arena.state(), ArenaState::Awake);
+    assert_eq!(bed.arena.state(), SleepState::Awake);
     bed.assert_marked(&kept, 1);
     drop((kept, bed)); // the forgotten lease keeps the arena
 }
@@ -249,9 +249,9 @@ fn who_enters_while_it_drains_cancels_that() {
         let options = SleepOptions { drain: Duration::from_secs(3600), ..NOW };
         thread::spawn(move || arena.sleep(options))
     };
-    wait_until(|| bed.arena.state() == ArenaState::Draining);
+    wait_until(|| bed.arena.state() == SleepState::Draining);
     let nested = bed.arena.enter().expect("at once, though it drains");
-    assert_eq!(bed.arena.state(), ArenaState::Awake);
+    assert_eq!(bed.arena.state(), SleepState::Awake);
     let refused = sleeping.join().expect("no panic").expect_err("cancelled");
     assert!(matches!(refused, DeviceError::SleepCancelled { .. }), "{refused}");
     drop((lease, nested));
@@ -270,7 +270,7 @@ fn the_last_lease_lets_a_drain_go_on() {
         let options = SleepOptions { drain: Duration::from_secs(3600), ..NOW };
         thread::spawn(move || arena.sleep(options))
     };
-    wait_until(|| bed.arena.state() == ArenaState::Draining);
+    wait_until(|| bed.arena.state() == SleepState::Draining);
     drop(lease);
     sleeping.join().expect("no panic").expect("asleep");
     bed.assert_marked(&kept, 1);
@@ -324,7 +324,7 @@ fn a_wake_that_finds_too_little_memory_sleeps_on_and_can_be_tried_again() {
     bed.sim.set_neighbours(ByteSize::new(capacity.get() - (600 << 20) + (84 << 20)));
     let refused = bed.arena.enter().expect_err("too little");
     assert!(refused.is_out_of_memory(), "{refused}");
-    assert_eq!(bed.arena.state(), ArenaState::Asleep);
+    assert_eq!(bed.arena.state(), SleepState::Asleep);
     assert_eq!(bed.sim.leaks().handles, 0, "all or nothing");
     bed.arena.validate();
     assert!(bed.arena.alloc::<u8>(1, Region::Dynamic).is_err(), "nor is there memory for others");

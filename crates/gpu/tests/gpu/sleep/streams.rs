@@ -5,7 +5,7 @@ use lowtide_cuda_sim::{Call, Order, Outcome, Pattern, SimError};
 use lowtide_gpu::ByteSize;
 use lowtide_gpu::clock::Clock as _;
 use lowtide_gpu::driver::Driver as _;
-use lowtide_gpu::{ArenaState, DeviceError, Region};
+use lowtide_gpu::{DeviceError, Region, SleepState};
 
 use super::states::NOW;
 use super::support::{Bed, MIB, at};
@@ -123,7 +123,7 @@ fn a_wake_while_a_stream_captures_is_refused_and_spoils_nothing() {
     bed.arena.sleep(NOW).expect("asleep");
     bed.sim.begin_capture(bed.stream).expect("nothing captures");
     assert!(matches!(bed.arena.enter(), Err(DeviceError::Capturing { .. })));
-    assert_eq!(bed.arena.state(), ArenaState::Asleep);
+    assert_eq!(bed.arena.state(), SleepState::Asleep);
     let graph = bed.sim.end_capture(bed.stream).expect("not spoiled");
     bed.sim.graph_destroy(graph).expect("a graph");
     bed.assert_marked(&kept, 1);

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use lowtide_cuda_sim::{Order, SimError};
 use lowtide_gpu::ByteSize;
-use lowtide_gpu::{ArenaState, Contents, Region, SleepOptions};
+use lowtide_gpu::{Contents, Region, SleepOptions, SleepState};
 
 use super::states::wait_until;
 use super::support::{Bed, MIB};
@@ -56,7 +56,7 @@ fn an_awake_arena_is_entered_at_once_and_a_sleeping_one_when_it_has_woken() {
     assert_eq!(polls, 1);
     bed.arena.sleep(NOW).expect("asleep");
     let (lease, polls) = block_on(bed.arena.enter_async());
-    assert_eq!((bed.arena.state(), polls), (ArenaState::Awake, 2));
+    assert_eq!((bed.arena.state(), polls), (SleepState::Awake, 2));
     drop(lease.expect("awake"));
     assert_eq!(bed.arena.snapshot().wakes_total, 1);
     bed.assert_marked(&kept, 1);
@@ -106,7 +106,7 @@ fn a_wake_that_fails_is_told_to_all_who_wait_for_it() {
         let refused = thread.join().expect("no panic").expect_err("too little memory");
         assert!(refused.is_out_of_memory(), "{refused}");
     }
-    assert_eq!(bed.arena.state(), ArenaState::Asleep);
+    assert_eq!(bed.arena.state(), SleepState::Asleep);
     bed.sim.forget_failures();
     drop(block_on(bed.arena.enter_async()).0.expect("awake"));
     assert_eq!(bed.arena.snapshot().asleep, ByteSize::ZERO);

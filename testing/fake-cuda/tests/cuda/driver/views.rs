@@ -11,8 +11,8 @@ use cudarc::driver::{CudaContext, CudaStream, DevicePtr as _, LaunchConfig, Push
 use cudarc::nvrtc::Ptx;
 use lowtide::clock::ManualClock;
 use lowtide_gpu::{
-    ArenaState, Buffer, CompactOptions, DeviceArena, DeviceError, HostDriver, Lane, Lease, Region,
-    SleepOptions,
+    Buffer, CompactOptions, DeviceArena, DeviceError, HostDriver, Lane, Lease, Region,
+    SleepOptions, SleepState,
 };
 
 use super::support::{Bed, UNIT, check, end, read, start, write};
@@ -199,9 +199,9 @@ fn a_view_of_a_sleeping_arena_wakes_it() {
     write(&bed.one, &mut buffer, 7).expect("queued");
     for _ in 0..2 {
         arena.sleep(keeps()).expect("asleep");
-        assert_eq!(arena.state(), ArenaState::Asleep);
+        assert_eq!(arena.state(), SleepState::Asleep);
         check(&bed.two, &buffer, 7);
-        assert_eq!(arena.state(), ArenaState::Awake);
+        assert_eq!(arena.state(), SleepState::Awake);
     }
     drop(buffer);
     end((fake, bed, arena, lane));

@@ -11,7 +11,7 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, TryLockError};
 
 use lowtide_cuda_sim::{Call, SimDriver, SimError};
-use lowtide_gpu::ArenaState;
+use lowtide_gpu::SleepState;
 
 use super::Memory;
 use super::acts::{self, Amid};
@@ -123,7 +123,7 @@ fn meddle(world: &Arc<World>, other: usize, amid: Amid) {
         // Who is on the way down or up makes this call perhaps, and nobody gets in before it
         // arrives. Where none is, none sets out before the act has ended.
         let awake = world.drowsy.try_read().ok();
-        let on_the_way = [ArenaState::Draining, ArenaState::Waking].contains(&world.arena.state());
+        let on_the_way = [SleepState::Draining, SleepState::Waking].contains(&world.arena.state());
         let most = if awake.is_none() || on_the_way { Amid::Moves } else { amid };
         let act = acts::choose(&mut worker.chance, most.max(amid));
         // It looks for itself whether it may.

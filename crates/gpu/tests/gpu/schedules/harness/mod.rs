@@ -27,7 +27,7 @@ use std::time::Duration;
 use lowtide_cuda_sim::{Leaks, Order, SimDriver};
 use lowtide_gpu::ByteSize;
 use lowtide_gpu::clock::{Clock as _, SystemClock};
-use lowtide_gpu::{ArenaState, Contents, Region, SleepConfig, SleepOptions};
+use lowtide_gpu::{Contents, Region, SleepConfig, SleepOptions, SleepState};
 
 use crate::chance::Chance;
 use world::World;
@@ -272,7 +272,7 @@ impl Schedule {
             faults.push(format!("{} are left committed: {snapshot:?}", snapshot.committed));
         }
         let host = world.host.clone();
-        let is_awake = world.arena.state() == ArenaState::Awake && snapshot.offloaded.is_zero();
+        let is_awake = world.arena.state() == SleepState::Awake && snapshot.offloaded.is_zero();
         if let Some(host) = host.as_ref().filter(|_| is_awake) {
             faults.extend(soon(|| host.fault()));
         }

@@ -14,7 +14,7 @@ use std::thread;
 use std::time::Duration;
 
 use lowtide_gpu::clock::Clock as _;
-use lowtide_gpu::{ArenaState, Contents, DeviceError, Region, SleepOptions, SleepReport};
+use lowtide_gpu::{Contents, DeviceError, Region, SleepOptions, SleepReport, SleepState};
 
 use super::super::world::{Act, Worker, World};
 
@@ -110,7 +110,7 @@ pub(super) fn begin_to_enter(world: &World, _: &mut Worker) -> Act {
     if world.schedule.captures && !world.schedule.turns {
         return Ok(()); // one might begin before that thread has ended
     }
-    let was_asleep = world.arena.state() == ArenaState::Asleep;
+    let was_asleep = world.arena.state() == SleepState::Asleep;
     {
         let mut entering = pin!(world.arena.enter_async());
         drop(entering.as_mut().poll(&mut Context::from_waker(Waker::noop())));

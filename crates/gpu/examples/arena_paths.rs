@@ -1,0 +1,271 @@
+//! Runs one path of an arena many times, for callgrind, which counts the instructions and the
+//! functions inside [`measured`] and nothing else.
+//!
+//! `cargo xtask figures arena` builds it against two versions of the arena, so it uses only the
+//! public interface. By hand:
+//!
+//! ```text
+//! valgrind --tool=callgrind --collect-atstart=no --toggle-collect='*::measured*' \
+//!     target/release/examples/arena_paths PATH TIMES
+//! ```
+//!
+//! Invariant: the driver of every path but `warm_pair` does nothing, so that only the arena's own
+//! work is counted.
+#![expect(unsafe_code, reason = "implements a driver")]
+#![expect(clippy::print_stderr, reason = "it names the paths that it knows")]
+
+use std::env;
+use std::hint::black_box;
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use lowtide_gpu::clock::ManualClock;
+use lowtide_gpu::driver::{
+    Backend, Capabilities, DeviceAddress, DeviceMemory, Driver, DriverError, HostStore, StoreSpan,
+    StreamHandle,
+};
+use lowtide_gpu::{
+    ArenaConfig, Buffer, ByteSize, Contents, DeviceArena, DeviceError, HostDriver, Region,
+    SleepOptions,
+};
+
+const PATHS: &str = "warm_pair, warm, cold_alloc, drop, sleep or wake";
+/// The driver's granule.
+const GRANULE: usize = 2 << 20;
+/// The size of blocks that share granules.
+const SMALL: usize = 128 << 10;
+/// Live blocks in each region of an arena that sleeps.
+const ASLEEP: usize = 128;
+
+type Block = Result<Buffer<u8>, DeviceError>;
+
+/// Runs what is counted. Its name is the one at which callgrind starts and stops to count.
+#[inline(never)]
+fn measured<T>(path: impl FnOnce() -> T) -> T {
+    black_box(path())
+}
+
+fn main() -> ExitCode {
+    let mut arguments = env::args().skip(1);
+    let (path, times) = (arguments.next(), arguments.next().and_then(|times| times.parse().ok()));
+    let Some((path, times)) = path.zip(times) else {
+        eprintln!("usage: arena_paths PATH TIMES, where PATH is {PATHS}");
+        return ExitCode::SUCCESS;
+    };
+    match run(&path, times) {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => {
+            eprintln!("unknown path {path:?}: expected {PATHS}");
+            ExitCode::FAILURE
+        }
+        Err(error) => {
+            eprintln!("{path}: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// Runs a path so often. Returns `false` if there is none of this name.
+fn run(path: &str, times: usize) -> Result<bool, DeviceError> {
+    match path {
+        "warm_pair" => warm_pair(times)?,
+        "warm" => warm(times)?,
+        "cold_alloc" => cold_alloc(times)?,
+        "drop" => free(times)?,
+        "sleep" | "wake" => sleep_and_wake(path, times)?,
+        _ => return Ok(false),
+    }
+    Ok(true)
+}
+
+/// Opens an arena that keeps no blocks in caches of threads, over the driver that does nothing.
+fn open() -> Result<DeviceArena, DeviceError> {
+    let config = ArenaConfig {
+        reserve: ByteSize::gib(16),
+        thread_cache: ByteSize::ZERO,
+        ..ArenaConfig::new("paths")
+    };
+    DeviceArena::open(Arc::new(NoDriver::new()), Arc::new(ManualClock::new()), config)
+}
+
+/// An allocation from the thread's cache and the drop into it.
+fn warm_pair(times: usize) -> Result<(), DeviceError> {
+    let (driver, clock) = (Arc::new(HostDriver::new()), Arc::new(ManualClock::new()));
+    let arena = DeviceArena::open(driver, clock, ArenaConfig::new("paths"))?;
+    let pair = || arena.alloc::<u8>(SMALL, Region::Dynamic).map(drop);
+    (0..1_000).try_for_each(|_| pair())?; // the size becomes one that the cache keeps
+    measured(|| (0..times).try_for_each(|_| pair()))
+}
+
+/// Allocations of memory that is committed and idle, from the arena's state.
+fn warm(times: usize) -> Result<(), DeviceError> {
+    let arena = open()?;
+    let mut held = Vec::new();
+    fill(&mut held, times, || granule(&arena))?;
+    held.clear(); // the memory stays committed: the clock stands still
+    measured(|| fill(&mut held, times, || granule(&arena)))
+}
+
+/// Allocations of which each commits a granule.
+fn cold_alloc(times: usize) -> Result<(), DeviceError> {
+    let arena = open()?;
+    let mut held = Vec::with_capacity(times);
+    measured(|| fill(&mut held, times, || granule(&arena)))
+}
+
+/// Drops of blocks to the arena's state, after which their granules are idle.
+fn free(times: usize) -> Result<(), DeviceError> {
+    let arena = open()?;
+    let mut held = Vec::new();
+    fill(&mut held, times, || granule(&arena))?;
+    measured(|| held.clear());
+    Ok(())
+}
+
+/// Sleeps and wakes, of which one is counted: live blocks in several granules, half of which are
+/// copied to a store and back.
+fn sleep_and_wake(counted: &str, times: usize) -> Result<(), DeviceError> {
+    let arena = open()?;
+    let mut held = Vec::new();
+    for region in Region::ALL {
+        fill(&mut held, ASLEEP, || arena.alloc(SMALL, region))?;
+    }
+    let options =
+        SleepOptions { drain: Duration::ZERO, stable: Contents::Keep, dynamic: Contents::Discard };
+    for turn in 0..=times {
+        // Not the first turn, which finds nothing ready.
+        let is_counted = |name: &str| turn > 0 && counted == name;
+        let sleep = || arena.sleep(options).map(drop);
+        let wake = || arena.wake().map(drop);
+        if is_counted("sleep") {
+            measured(sleep)?
+        } else {
+            sleep()?
+        }
+        if is_counted("wake") { measured(wake)? } else { wake()? }
+    }
+    drop(held);
+    Ok(())
+}
+
+fn granule(arena: &DeviceArena) -> Block {
+    arena.alloc(GRANULE, Region::Dynamic)
+}
+
+fn fill(
+    held: &mut Vec<Buffer<u8>>,
+    times: usize,
+    alloc: impl Fn() -> Block,
+) -> Result<(), DeviceError> {
+    for _ in 0..times {
+        held.push(alloc()?);
+    }
+    Ok(())
+}
+
+/// A driver that hands out addresses, and does nothing else.
+#[derive(Debug)]
+struct NoDriver {
+    /// The next free address.
+    address: AtomicU64,
+    /// The next number of a stream or a store.
+    number: AtomicU64,
+}
+
+impl NoDriver {
+    const fn new() -> Self {
+        Self { address: AtomicU64::new(1 << 40), number: AtomicU64::new(1) }
+    }
+}
+
+// SAFETY: there is no memory to which a pointer could lead: no address of it can be read, neither
+// by the host nor by a device. The ranges do not overlap, since addresses are handed out once.
+unsafe impl Driver for NoDriver {
+    fn backend(&self) -> Backend {
+        Backend::Custom
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        Capabilities {
+            virtual_memory: true,
+            host_access: false,
+            host_backed: false,
+            unified: false,
+            same_address_wake: true,
+            remap: false,
+            asynchronous: false,
+            page_locked: false,
+            granularity: ByteSize::of(GRANULE),
+        }
+    }
+
+    fn reserve(&self, size: ByteSize) -> Result<DeviceAddress, DriverError> {
+        Ok(DeviceAddress::new(self.address.fetch_add(size.get(), Ordering::Relaxed)))
+    }
+
+    unsafe fn unreserve(&self, _: DeviceAddress, _: ByteSize) -> Result<(), DriverError> {
+        Ok(())
+    }
+
+    unsafe fn commit(&self, _: DeviceAddress, _: ByteSize) -> Result<(), DriverError> {
+        Ok(())
+    }
+
+    unsafe fn decommit(&self, _: DeviceAddress, _: ByteSize) -> Result<(), DriverError> {
+        Ok(())
+    }
+
+    unsafe fn copy(
+        &self,
+        _: DeviceAddress,
+        _: DeviceAddress,
+        _: ByteSize,
+    ) -> Result<(), DriverError> {
+        Ok(())
+    }
+
+    fn device_memory(&self) -> Result<Option<DeviceMemory>, DriverError> {
+        let total = ByteSize::gib(80);
+        Ok(Some(DeviceMemory { total, free: total }))
+    }
+
+    fn stream_create(&self) -> Result<StreamHandle, DriverError> {
+        Ok(StreamHandle::new(self.number.fetch_add(1, Ordering::Relaxed)))
+    }
+
+    unsafe fn stream_destroy(&self, _: StreamHandle) -> Result<(), DriverError> {
+        Ok(())
+    }
+
+    unsafe fn stream_synchronize(&self, _: StreamHandle) -> Result<(), DriverError> {
+        Ok(())
+    }
+
+    fn host_store_create(&self, _: ByteSize) -> Result<HostStore, DriverError> {
+        Ok(HostStore::new(self.number.fetch_add(1, Ordering::Relaxed)))
+    }
+
+    unsafe fn host_store_destroy(&self, _: HostStore) -> Result<(), DriverError> {
+        Ok(())
+    }
+
+    unsafe fn offload(
+        &self,
+        _: DeviceAddress,
+        _: StoreSpan,
+        _: StreamHandle,
+    ) -> Result<(), DriverError> {
+        Ok(())
+    }
+
+    unsafe fn restore(
+        &self,
+        _: StoreSpan,
+        _: DeviceAddress,
+        _: StreamHandle,
+    ) -> Result<(), DriverError> {
+        Ok(())
+    }
+}

@@ -1,0 +1,518 @@
+//! A device arena: allocates blocks from reserved address space, with memory behind them only while
+//! needed.
+//!
+//! This file has the callers' interface: open, allocate, enter, limit, snapshot. The mechanisms:
+//! `commit` puts memory behind blocks, `reclaim` releases idle memory, `books` has the accounting.
+//! The arena owns no thread, and reads the clock only when memory becomes idle; callers release
+//! memory with [`DeviceArena::decay`].
+//!
+//! Invariants: those of [`ArenaSnapshot`](crate::ArenaSnapshot); no driver call under the lock; the
+//! arena lives as long as one of its handles, buffers or leases.
+#![expect(unsafe_code, reason = "addresses are given back if the arena does not open")]
+
+use lowtide_core::log;
+use std::fmt;
+use std::sync::Arc;
+
+use bytemuck::Pod;
+
+use crate::api::buffer::Buffer;
+use crate::api::lane::LaneInner;
+use crate::api::lease::Lease;
+use crate::driver::{Backend, Capabilities, Driver};
+use crate::engine::suspend::next_sleep;
+use crate::engine::{resume, stores};
+use crate::exec::front::{BlockHandle, CacheShard, CacheShards};
+use crate::exec::inner::ArenaInner;
+use crate::exec::kept;
+use crate::exec::reserve;
+use crate::index::ALIGN;
+use crate::observe::record::hooks::Origin;
+use crate::observe::record::{Header, Operation};
+use crate::state::arena::ArenaState;
+use crate::state::region::{AllocRequest, Region, RegionState};
+use crate::types::config::ArenaConfig;
+use crate::types::error::DeviceError;
+use crate::types::snapshot::{ArenaGlance, ArenaSnapshot, ControlFigures};
+use lowtide_core::bytes::ByteSize;
+use lowtide_core::clock::{Clock, Moment};
+
+/// A device arena. A cheap handle: clones refer to the same arena.
+///
+/// ```
+/// use std::sync::Arc;
+/// use lowtide_gpu::clock::SystemClock;
+/// use lowtide_gpu::driver::host::HostDriver;
+/// use lowtide_gpu::{ArenaConfig, DeviceArena, Region};
+///
+/// let clock = Arc::new(SystemClock::new());
+/// let arena = DeviceArena::open(Arc::new(HostDriver::new()), clock, ArenaConfig::new("model"))?;
+/// let weights = arena.alloc_from(&[1.0_f32, 2.0, 3.0], Region::Stable)?;
+/// let lease = arena.enter()?;
+/// assert_eq!(weights.slice(&lease)?.iter().sum::<f32>(), 6.0);
+/// # Ok::<(), lowtide_gpu::DeviceError>(())
+/// ```
+#[derive(Clone)]
+pub struct DeviceArena {
+    inner: Arc<ArenaInner>,
+    /// The homes of each thread's blocks.
+    homes: Arc<CacheShards>,
+}
+
+impl DeviceArena {
+    /// Opens an arena and reserves its address space, if the driver reserves addresses separately
+    /// from memory. Commits nothing.
+    ///
+    /// # Errors
+    /// [`DeviceError::Unsupported`] if the driver has host access and asynchronous work, or claims
+    /// to remap or wake without virtual memory; [`DeviceError::Driver`] if not even one granule can
+    /// be reserved; [`DeviceError::RecorderTaken`]; [`DeviceError::Granule`] if the configured
+    /// granule is not a multiple of the driver's.
+    pub fn open(
+        driver: Arc<dyn Driver>,
+        clock: Arc<dyn Clock>,
+        config: ArenaConfig,
+    ) -> Result<Self, DeviceError> {
+        let capabilities = driver.capabilities();
+        let granularity = capabilities.granularity;
+        let granule = config.granule.unwrap_or(granularity);
+        for (offered, what) in [
+            (
+                !(capabilities.asynchronous && capabilities.host_access),
+                "synchronous calls, which host access requires",
+            ),
+            (
+                capabilities.virtual_memory
+                    || !(capabilities.same_address_wake || capabilities.remap),
+                "virtual memory, which remap and wake require",
+            ),
+            (granularity.get() >= ALIGN, "granules of at least 256 bytes"),
+            (granularity.get().is_power_of_two(), "granules of a power of two"),
+        ] {
+            if !offered {
+                return Err(DeviceError::Unsupported { what, backend: driver.backend() });
+            }
+        }
+        if !granule.get().is_power_of_two() || granule < granularity {
+            return Err(DeviceError::Granule { requested: granule, granularity });
+        }
+        let grounds = reserve::grounds(&*driver, granule, config.reserve)?;
+        if let Some(recorder) = &config.recorder {
+            let reserved = grounds.each_ref().map(|ground| ByteSize::new(ground.extent()));
+            let header = Header::of(&config, &*driver, &*clock, reserved);
+            if let Err(taken) = recorder.open(&header) {
+                for ground in &grounds {
+                    // SAFETY: reserved above from this driver, and nothing of it is handed out.
+                    unsafe { reserve::give_up(&*driver, ground) };
+                }
+                return Err(taken);
+            }
+        }
+        let regions = grounds.map(|ground| RegionState::new(ground, granule));
+        let device = (capabilities, driver.backend());
+        let state = ArenaState::new(regions, granule, &config, device, clock.now());
+        let limit = config.limit;
+        let inner = Arc::new(ArenaInner::new((driver, clock), config, state));
+        let homes = Arc::new(CacheShards::new(&inner));
+        let (arena, backend) = (&inner.name, inner.driver.backend());
+        log!(info, arena, %backend, %limit, "arena opened");
+        Ok(Self { inner, homes })
+    }
+
+    /// Allocates `len` elements. Their contents are unspecified: zero, or data of an earlier buffer
+    /// of this arena.
+    ///
+    /// The size is rounded up to 256 bytes; a buffer of 0 bytes takes no block. O(1), plus
+    /// committing granules. Waits for another thread's driver call only if it needs the same
+    /// granules. Wakes a sleeping arena first.
+    ///
+    /// On a driver with streams the buffer may be used on any stream, so only a wait for the whole
+    /// device proves that its memory is unused. Background work never waits for that: after the
+    /// drop the memory stays pending until an allocation takes it, or the program calls
+    /// [`DeviceArena::purge`], [`DeviceArena::trim`], [`DeviceArena::shrink`],
+    /// [`DeviceArena::sleep`], [`DeviceArena::compact`] or [`DeviceArena::close`]. Buffers of a
+    /// [`Lane`](crate::Lane) avoid this.
+    ///
+    /// `T` is plain data (bytemuck's `Pod`): numbers, arrays of them, and structs that derive it
+    /// (`bytemuck` 1 with its feature `derive`).
+    ///
+    /// # Errors
+    /// [`DeviceError::OutOfMemory`] if releasing the arena's idle memory, searching every free span
+    /// and calling shortage callbacks ([`DeviceArena::on_shortage`]) is not enough. The errors of
+    /// [`DeviceArena::wake`] if the arena sleeps, with the figures of the wake.
+    /// [`DeviceError::OutOfAddresses`], [`DeviceError::TooLarge`], [`DeviceError::Alignment`],
+    /// [`DeviceError::Driver`], [`DeviceError::Closed`], [`DeviceError::Forked`]. The arena stays
+    /// usable after each.
+    pub fn alloc<T: Pod>(&self, len: usize, region: Region) -> Result<Buffer<T>, DeviceError> {
+        let (bytes, align) = self.inner.layout::<T>(len, region)?;
+        let home = self.homes.here();
+        let Some(wanted) = AllocRequest::new(bytes, align) else {
+            return Ok(Buffer::new(BlockHandle::new(Arc::clone(home), region, None), len));
+        };
+        let owned = match self.kept(home, region, wanted) {
+            Some(owned) => owned,
+            None => {
+                let placed = self.inner.alloc_block(region, wanted, None)?;
+                BlockHandle::new(Arc::clone(home), region, Some(placed))
+            }
+        };
+        Ok(Buffer::new(owned, len))
+    }
+
+    /// As [`DeviceArena::alloc`], for the stream of a lane.
+    pub(crate) fn alloc_on<T: Pod>(
+        &self,
+        lane: &Arc<LaneInner>,
+        len: usize,
+        region: Region,
+    ) -> Result<Buffer<T>, DeviceError> {
+        let origin = Origin { lane: lane.number(), ..Origin::BUFFER };
+        let (bytes, align) = self.inner.layout_by::<T>(len, region, origin)?;
+        let wanted = AllocRequest::new(bytes, align).map(|of| of.by(origin));
+        if let (Some(wanted), Some(home)) = (wanted, lane.home())
+            && let Some(mut owned) = self.kept(home, region, wanted)
+        {
+            owned.lanes.push(Arc::clone(lane));
+            return Ok(Buffer::new(owned, len));
+        }
+        self.alloc_as(wanted, Some(lane), len, region)
+    }
+
+    /// Allocates a buffer of `len` elements on a block as requested; for the stream of a lane, if
+    /// given.
+    pub(crate) fn alloc_as<T: Pod>(
+        &self,
+        wanted: Option<AllocRequest>,
+        lane: Option<&Arc<LaneInner>>,
+        len: usize,
+        region: Region,
+    ) -> Result<Buffer<T>, DeviceError> {
+        let home = lane.and_then(|lane| lane.home()).unwrap_or_else(|| self.homes.here());
+        let home = Arc::clone(home);
+        let taker = lane.and_then(|lane| lane.key());
+        let placed = wanted.map(|wanted| self.inner.alloc_block(region, wanted, taker));
+        let mut owned = BlockHandle::new(home, region, placed.transpose()?);
+        owned.lanes.extend(lane.cloned());
+        Ok(Buffer::new(owned, len))
+    }
+
+    /// Like [`DeviceArena::alloc`], on granules that no other block shares, so that a free releases
+    /// all of them. For a few large blocks that stay: each is rounded up to whole granules, and all
+    /// of it is live. Equals ONNX Runtime's `Reserve`, except that the limit counts it. After a
+    /// resize it is an ordinary buffer.
+    ///
+    /// The memory is committed immediately; [`ArenaConfig::reserve`] is about address space
+    /// instead.
+    ///
+    /// # Errors
+    /// The errors of [`DeviceArena::alloc`].
+    pub fn reserve<T: Pod>(&self, len: usize, region: Region) -> Result<Buffer<T>, DeviceError> {
+        let (bytes, _) = self.inner.layout_by::<T>(len, region, Origin::RESERVE)?;
+        let home = self.homes.here();
+        let granule = self.inner.granule;
+        let whole = bytes.next_multiple_of(granule).unwrap_or(bytes);
+        let Some(wanted) = AllocRequest::new(whole, granule) else {
+            return Ok(Buffer::new(BlockHandle::new(Arc::clone(home), region, None), len));
+        };
+        let wanted = AllocRequest { requested: bytes.get(), ..wanted.by(Origin::RESERVE) };
+        let placed = self.inner.alloc_block(region, wanted, None)?;
+        self.inner.lock().totals.reserves += 1;
+        Ok(Buffer::new(BlockHandle::new(Arc::clone(home), region, Some(placed)), len))
+    }
+
+    /// Allocates a buffer and copies `data` to it.
+    ///
+    /// # Errors
+    /// The errors of [`DeviceArena::alloc`]; [`DeviceError::Unsupported`] on a driver without host
+    /// access, [`DeviceError::TooManyLeases`].
+    pub fn alloc_from<T: Pod>(&self, data: &[T], region: Region) -> Result<Buffer<T>, DeviceError> {
+        self.inner.check_host_access()?;
+        let lease = self.enter()?;
+        let mut buffer = self.alloc(data.len(), region)?;
+        buffer.slice_mut(&lease)?.copy_from_slice(data);
+        Ok(buffer)
+    }
+
+    /// Returns a lease, which permits use of the arena's memory and keeps it awake. Leases nest,
+    /// and any number can be held.
+    ///
+    /// Hold it only while slices or addresses are in use: it blocks compaction. Entering wakes a
+    /// sleeping arena, which blocks for the driver's calls and the copies
+    /// ([`DeviceArena::enter_async`] does not); an arena that is about to sleep stays awake.
+    ///
+    /// On a driver with streams this lease covers all of them: before the memory sleeps, all work
+    /// of the device is waited for. [`Lane::enter`](crate::Lane::enter) covers one stream.
+    ///
+    /// # Errors
+    /// The errors of [`DeviceArena::wake`] if it sleeps; [`DeviceError::TooManyLeases`],
+    /// [`DeviceError::Closed`], [`DeviceError::Forked`].
+    pub fn enter(&self) -> Result<Lease, DeviceError> {
+        Lease::of(&self.inner)
+    }
+
+    /// Sets the limit of committed memory. Memory above a lowered limit stays until it is freed or
+    /// released, idle memory too ([`DeviceArena::trim`] releases that now). Until then nothing more
+    /// is committed; allocations that fit in committed granules still succeed.
+    ///
+    /// ```
+    /// # use std::sync::Arc;
+    /// # use lowtide_gpu::{ByteSize, clock::SystemClock};
+    /// # use lowtide_gpu::{ArenaConfig, DeviceArena, DeviceError, HostDriver, Region};
+    /// # let clock = Arc::new(SystemClock::new());
+    /// # let arena = DeviceArena::open(Arc::new(HostDriver::new()), clock, ArenaConfig::new("a"))?;
+    /// let tables = arena.alloc::<u8>(4 << 20, Region::Stable)?;
+    /// drop(arena.alloc::<u8>(4 << 20, Region::Dynamic)?);
+    /// let limit = ByteSize::mib(2);
+    /// arena.set_limit(limit);
+    /// assert_eq!(arena.trim(limit)?, ByteSize::mib(4)); // releases idle memory; the tables stay
+    /// let refused = arena.alloc::<u8>(1 << 20, Region::Dynamic).unwrap_err();
+    /// assert!(refused.is_out_of_memory());
+    /// # drop(tables);
+    /// # Ok::<(), DeviceError>(())
+    /// ```
+    pub fn set_limit(&self, limit: ByteSize) {
+        if self.inner.check_here().is_ok() {
+            let mut books = self.inner.lock();
+            books.limit = limit;
+            books.tell(&*self.inner.clock, |_| Some(Operation::Limit { limit }));
+            drop(books);
+            self.inner.pass_on();
+            log!(info, arena = self.name(), %limit, "arena limit set");
+        }
+    }
+
+    /// Returns the limit of committed memory; zero in a forked child.
+    #[must_use]
+    pub fn limit(&self) -> ByteSize {
+        if self.inner.check_here().is_err() {
+            return ByteSize::ZERO;
+        }
+        self.inner.lock().limit
+    }
+
+    /// Sets how many bytes of free blocks each thread or lane may cache
+    /// ([`ArenaConfig::thread_cache`]); zero for none. Has no effect if the arena keeps events.
+    pub fn set_thread_cache(&self, front: ByteSize) {
+        if self.inner.check_here().is_ok() {
+            let front = self.inner.lock().front_kept(front);
+            self.inner.fronts.set_room(front);
+            self.inner.empty_fronts();
+        }
+    }
+
+    /// Closes the arena: releases all its memory and rejects further allocations. Closing again
+    /// does nothing.
+    ///
+    /// Closing is optional if the driver's work is complete when its calls return: dropping the
+    /// last handle, buffer or lease does the same. A drop does not wait for the device and leaks
+    /// memory that it may still use; `close` waits.
+    ///
+    /// All handles are closed with this one. The address space is released with the last handle.
+    /// While `close` runs, other threads may get [`DeviceError::Closed`] even if it then fails.
+    ///
+    /// # Errors
+    /// [`DeviceError::LiveBlocks`] and [`DeviceError::ImportedHeld`]: the arena stays open.
+    /// [`DeviceError::Driver`] if the driver did not release everything: the arena is closed.
+    /// [`DeviceError::Forked`].
+    pub fn close(&self) -> Result<(), DeviceError> {
+        let inner = &self.inner;
+        inner.check_here()?;
+        let was_open = inner.close();
+        if was_open == Ok(false) {
+            return Ok(());
+        }
+        let is_closing = was_open.is_ok();
+        let closed = was_open.and_then(|_| {
+            inner.complete_all()?;
+            inner.release_adopted();
+            inner.run(resume::wake_if_empty);
+            inner.run(stores::release_kept);
+            self.empty()
+        });
+        inner.tell_closed(&closed);
+        if is_closing {
+            log!(info, arena = self.name(), "arena closed");
+        }
+        closed
+    }
+
+    /// Returns `true` if it was closed by any handle, or while a close checks for live blocks.
+    #[must_use]
+    pub fn is_closed(&self) -> bool {
+        self.inner.is_closed()
+    }
+
+    /// Frees all raw blocks ([`DeviceArena::alloc_raw`]) and returns their bytes. Buffers keep
+    /// theirs. Makes no driver call; memory that becomes idle decays.
+    ///
+    /// # Errors
+    /// [`DeviceError::Forked`].
+    pub fn reset(&self) -> Result<ByteSize, DeviceError> {
+        self.inner.check_here()?;
+        let bytes = self.inner.lock().reset(&*self.inner.clock);
+        self.inner.pass_on();
+        Ok(bytes)
+    }
+
+    /// Returns all figures at one instant, without a driver call; all zero in a forked child.
+    ///
+    /// Holds the locks while it searches the largest free span: usually a few free blocks and
+    /// granules, in the worst case all.
+    #[must_use]
+    pub fn snapshot(&self) -> ArenaSnapshot {
+        if self.inner.check_here().is_err() {
+            return ArenaSnapshot::unknown(self.name(), self.backend());
+        }
+        self.inner.snapshot()
+    }
+
+    /// Returns committed and idle memory at one instant, for sampling: no allocation, no driver
+    /// call, and the lock is held for a few additions. Zero in a forked child.
+    #[must_use]
+    pub fn glance(&self) -> ArenaGlance {
+        if self.inner.check_here().is_err() {
+            return ArenaGlance::default();
+        }
+        self.inner.glance()
+    }
+
+    /// Returns the figures for a control loop: no allocation, no driver call, and the lock is taken
+    /// once, for a few additions. Nothing in a forked child.
+    #[doc(hidden)]
+    #[must_use]
+    pub fn control_figures(&self) -> ControlFigures {
+        let (none, never) = (ByteSize::ZERO, Moment::NEVER);
+        if self.inner.check_here().is_err() {
+            return ControlFigures {
+                committed: none,
+                idle: none,
+                next_decay: never,
+                next_sleep: never,
+            };
+        }
+        let books = self.inner.lock();
+        ControlFigures {
+            committed: ByteSize::new(books.backed()),
+            idle: ByteSize::new(books.idle()),
+            next_decay: self.inner.next_look(&books),
+            next_sleep: next_sleep(&books),
+        }
+    }
+
+    /// Returns the driver's capabilities. Its granularity may be smaller than the arena's granule
+    /// ([`ArenaConfig::granule`]).
+    #[must_use]
+    pub fn capabilities(&self) -> Capabilities {
+        self.inner.capabilities
+    }
+
+    /// Returns the backend of the driver.
+    #[must_use]
+    pub fn backend(&self) -> Backend {
+        self.inner.driver.backend()
+    }
+
+    /// Returns the arena's name.
+    #[must_use]
+    pub fn name(&self) -> &str {
+        &self.inner.name
+    }
+
+    /// Checks every invariant by walking all metadata; for tests.
+    ///
+    /// # Panics
+    /// If an invariant is violated.
+    #[doc(hidden)]
+    pub fn validate(&self) {
+        self.inner.validate();
+    }
+
+    pub(crate) const fn inner(&self) -> &Arc<ArenaInner> {
+        &self.inner
+    }
+
+    #[cfg(all(test, lowtide_loom))]
+    pub(crate) fn shared_arc(&self) -> &Arc<ArenaInner> {
+        &self.inner
+    }
+
+    /// Returns a block from a cache, if that has one.
+    #[inline]
+    fn kept(
+        &self,
+        home: &CacheShard,
+        region: Region,
+        wanted: AllocRequest,
+    ) -> Option<Box<BlockHandle>> {
+        // Larger alignments have an entry in the arena's metadata.
+        if wanted.size > home.room() || wanted.align > ALIGN {
+            return None;
+        }
+        let owned = home.take(kept::Key::new(region, wanted.size), wanted.requested)?;
+        let placed = owned.block.as_ref()?;
+        if self.inner.is_fresh(region, placed) {
+            return Some(owned);
+        }
+        // It was moved while it was cached: the arena knows its address.
+        self.inner.release_all(vec![home.swept(region, *placed)]);
+        None
+    }
+}
+
+impl fmt::Debug for DeviceArena {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("DeviceArena").field(&self.inner).finish()
+    }
+}
+
+impl ArenaInner {
+    /// Bytes and alignment of `len` elements of a buffer.
+    #[inline]
+    pub(crate) fn layout<T: Pod>(
+        &self,
+        len: usize,
+        region: Region,
+    ) -> Result<(ByteSize, ByteSize), DeviceError> {
+        self.layout_by::<T>(len, region, Origin::BUFFER)
+    }
+
+    /// The same, for another origin.
+    #[inline]
+    pub(crate) fn layout_by<T: Pod>(
+        &self,
+        len: usize,
+        region: Region,
+        origin: Origin,
+    ) -> Result<(ByteSize, ByteSize), DeviceError> {
+        self.check_open()?;
+        let (element, align) = (ByteSize::of(size_of::<T>()), ByteSize::of(align_of::<T>()));
+        let largest_align = self.capabilities.granularity;
+        if align > largest_align {
+            return Err(DeviceError::Alignment { requested: align, largest: largest_align });
+        }
+        let largest = self.largest[region.number()];
+        match element.checked_mul(ByteSize::of(len).get()) {
+            Some(bytes) if bytes <= largest => Ok((bytes, align)),
+            bytes => {
+                let bytes = bytes.unwrap_or(ByteSize::MAX).get();
+                self.refuse_too_large(region, bytes, align, origin);
+                Err(DeviceError::TooLarge { len, element, largest })
+            }
+        }
+    }
+
+    /// Counts a block that is too large for any memory.
+    pub(crate) fn refuse_too_large(
+        &self,
+        region: Region,
+        bytes: u64,
+        align: ByteSize,
+        origin: Origin,
+    ) {
+        let mut books = self.lock();
+        books.totals.failures.addresses += 1;
+        books.tell_too_large(&*self.clock, region, bytes, align, origin);
+        drop(books);
+        self.pass_on();
+    }
+}

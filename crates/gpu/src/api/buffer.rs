@@ -1,0 +1,372 @@
+//! A typed block of device memory, freed on drop.
+//!
+//! It keeps its arena alive. On backends with host access it is a slice of host memory, available
+//! with a lease. Without a lease it has no address, and it stores no pointer.
+//!
+//! Contents: a new buffer has unspecified contents: zero, or data of an earlier buffer of the same
+//! arena. Every byte is initialised.
+//!
+//! Invariant: `buffer not empty <=> it owns one live block of at least len x size_of::<T>() bytes`.
+#![expect(unsafe_code, reason = "device memory is seen as a slice through the driver's pointer")]
+
+use std::fmt;
+use std::marker::PhantomData;
+use std::mem::ManuallyDrop;
+use std::ptr::NonNull;
+use std::slice;
+use std::sync::Arc;
+
+use bytemuck::Pod;
+
+use crate::api::lane::Lane;
+#[cfg(feature = "cuda")]
+use crate::api::lane::LaneInner;
+use crate::api::lease::Lease;
+use crate::driver::DeviceAddress;
+use crate::engine::compact::BlockPin;
+use crate::exec::front::{BlockHandle, BlockPlace};
+use crate::exec::inner::ArenaInner;
+use crate::observe::record::Operation;
+use crate::state::region::{AllocRequest, Placement, Region};
+use crate::types::error::DeviceError;
+use crate::types::sleep::Contents;
+use lowtide_core::bytes::ByteSize;
+use lowtide_core::sync::atomic::Ordering;
+
+/// Elements in device memory, freed on drop. A drop makes no driver call.
+///
+/// It keeps its arena alive, can be sent to another thread, and may outlive every [`DeviceArena`]
+/// handle.
+///
+/// ```
+/// # use std::sync::Arc;
+/// # use lowtide_gpu::clock::SystemClock;
+/// use lowtide_gpu::{ArenaConfig, DeviceArena, HostDriver, Region};
+/// # let clock = Arc::new(SystemClock::new());
+/// # let arena = DeviceArena::open(Arc::new(HostDriver::new()), clock, ArenaConfig::new("a"))?;
+///
+/// let mut tokens = arena.alloc_from(&[1_u32, 2, 3], Region::Dynamic)?;
+/// drop(arena); // the buffer keeps it
+/// tokens.resize(1024)?; // keeps the first elements
+/// let lease = tokens.enter()?;
+/// assert_eq!((tokens.len(), tokens.slice(&lease)?[2]), (1024, 3));
+/// # Ok::<(), lowtide_gpu::DeviceError>(())
+/// ```
+///
+/// [`DeviceArena`]: crate::DeviceArena
+pub struct Buffer<T: Pod> {
+    /// The block; taken out when the buffer is dropped.
+    owned: ManuallyDrop<Box<BlockHandle>>,
+    len: usize,
+    elements: PhantomData<T>,
+    #[cfg(feature = "cuda")]
+    pub(crate) view: crate::api::view::View<T>,
+}
+
+impl<T: Pod> Buffer<T> {
+    /// The owner of a live block, which holds `len` elements at their alignment; of none, where
+    /// they have no bytes.
+    #[inline]
+    pub(crate) fn new(owned: Box<BlockHandle>, len: usize) -> Self {
+        if let Some(block) = &owned.block {
+            assert!(block.span.size >= ByteSize::of(len * size_of::<T>()).get(), "block too small");
+            assert!(block.at.is_multiple_of(ByteSize::of(align_of::<T>())), "block not aligned");
+        }
+        Self {
+            owned: ManuallyDrop::new(owned),
+            len,
+            elements: PhantomData,
+            #[cfg(feature = "cuda")]
+            view: crate::api::view::View::default(),
+        }
+    }
+
+    /// Returns the number of elements.
+    #[must_use]
+    pub const fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Returns `true` if there are no elements.
+    #[must_use]
+    pub const fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Returns the bytes of the elements, before rounding.
+    #[must_use]
+    pub const fn bytes(&self) -> ByteSize {
+        ByteSize::of(self.len * size_of::<T>())
+    }
+
+    /// Returns the buffer's region.
+    #[must_use]
+    pub fn region(&self) -> Region {
+        self.owned.region
+    }
+
+    /// Returns a lease of the buffer's arena, for callers without an arena handle.
+    ///
+    /// # Errors
+    /// The errors of [`DeviceArena::enter`](crate::DeviceArena::enter).
+    pub fn enter(&self) -> Result<Lease, DeviceError> {
+        Lease::of(self.inner())
+    }
+
+    /// Returns the elements, while the lease is held.
+    ///
+    /// # Errors
+    /// [`DeviceError::Unsupported`] on a driver without host access, [`DeviceError::ForeignLease`]
+    /// for a lease of another arena, [`DeviceError::Forked`]; [`DeviceError::ContentsLost`], until
+    /// it is resized to zero elements.
+    pub fn slice<'a>(&'a self, lease: &'a Lease) -> Result<&'a [T], DeviceError> {
+        let start = self.start(lease)?;
+        // SAFETY: `start` is aligned for T (asserted in `pointer`, or dangling and aligned if there
+        // are no bytes) and has the provenance of the driver's whole reservation
+        // (`Driver::host_pointer`; drivers are sealed to this crate). `len` elements lie in the
+        // block (asserted in `new`), within a reservation and so below `isize::MAX` bytes
+        // (`reserve_region` limits it to that). The block is live while `self` is borrowed, and it
+        // stays where `Place::get` found it while the lease exists (`ArenaInner::move_block` moves
+        // nothing while one is held, `Lease::of` waits for a move in progress). A live block's
+        // granules are committed while a lease is held: granules that a block touches leave only
+        // when the arena sleeps, which it does not under a lease (`ArenaInner::drain`). So the bytes
+        // are readable, and they are initialised (`Driver::host_pointer`). T is Pod: any bytes are
+        // a value. There is no concurrent writer: blocks do not overlap (invariant of the index),
+        // the buffer owns its block alone, writing takes `&mut self`, and no device uses it after a
+        // call returned (drivers with host access and asynchronous work are rejected at open).
+        Ok(unsafe { slice::from_raw_parts(start.as_ptr(), self.len) })
+    }
+
+    /// Returns the elements for writing, while the lease is held.
+    ///
+    /// # Errors
+    /// The errors of [`Buffer::slice`].
+    pub fn slice_mut<'a>(&'a mut self, lease: &'a Lease) -> Result<&'a mut [T], DeviceError> {
+        let start = self.start(lease)?;
+        // SAFETY: as in `slice`; `&mut self` is borrowed for as long as the slice lives, so that
+        // no other slice of this block exists. The granules are committed for writing too. Any
+        // T leaves initialised bytes behind, because a Pod has no padding.
+        Ok(unsafe { slice::from_raw_parts_mut(start.as_ptr(), self.len) })
+    }
+
+    /// Resizes the buffer to `len` elements. The first elements, up to the smaller length, are
+    /// kept; the contents of new ones are unspecified.
+    ///
+    /// If it shrinks, or the space after it is free, it is resized in place: O(1), and the rest is
+    /// free. Otherwise it is copied to a new block, and both are live during the copy.
+    ///
+    /// # Errors
+    /// The errors of [`DeviceArena::alloc`](crate::DeviceArena::alloc); [`DeviceError::Driver`] if
+    /// the copy fails; [`DeviceError::ContentsLost`]. The buffer is unchanged.
+    pub fn resize(&mut self, len: usize) -> Result<(), DeviceError> {
+        let inner = self.inner();
+        let region = self.region();
+        let (bytes, align) = inner.layout::<T>(len, region)?;
+        let block = match (AllocRequest::new(bytes, align), self.owned.block) {
+            (None, _) => None,
+            (Some(wanted), None) => {
+                let placed = inner.alloc_block(region, wanted, None)?;
+                for lane in &self.owned.lanes {
+                    inner.tell_use(region, placed.id, lane);
+                }
+                Some(placed)
+            }
+            (Some(wanted), Some(old)) => match inner.resize_in_place(region, old, bytes.get())? {
+                Some(resized) => Some(resized),
+                None => {
+                    let _lease = Lease::of(inner)?;
+                    let old = inner.resolve(region, old)?;
+                    Some(inner.resize_by_copy(region, old, wanted)?)
+                }
+            },
+        };
+        if let (None, Some(old)) = (block, self.owned.block) {
+            inner.release(region, old);
+        }
+        (self.owned.block, self.owned.place, self.len) = (block, BlockPlace::of(block), len);
+        Ok(())
+    }
+
+    /// Prevents compaction from moving the block until the pin is dropped. A resize may still move
+    /// the buffer to another block.
+    ///
+    /// # Errors
+    /// [`DeviceError::Forked`].
+    pub fn pin(&self) -> Result<BlockPin, DeviceError> {
+        self.inner().check_here()?;
+        Ok(BlockPin::new(self.inner(), self.region(), self.owned.block.map(|block| block.id)))
+    }
+
+    /// Returns the address for work on the device while the lease is held; `None` if the elements
+    /// have no bytes.
+    ///
+    /// The work must be on the stream of the lane that allocated the buffer, or on one passed to
+    /// [`Buffer::record_use`]. A buffer without a lane may be used on any stream: its memory is
+    /// reused only after all work of the device.
+    ///
+    /// # Errors
+    /// [`DeviceError::ForeignLease`], [`DeviceError::ContentsLost`], [`DeviceError::Forked`].
+    pub fn address(&self, lease: &Lease) -> Result<Option<DeviceAddress>, DeviceError> {
+        lease.check_of(self.inner())?;
+        let Some(block) = self.owned.block else { return Ok(None) };
+        self.owned.place.get(self.inner(), self.region(), block).map(Some)
+    }
+
+    /// Records that another lane's stream also uses the buffer: after the drop, its work until then
+    /// is waited for as well.
+    ///
+    /// # Errors
+    /// [`DeviceError::ForeignLane`] for a lane of another arena, [`DeviceError::Forked`].
+    pub fn record_use(&mut self, lane: &Lane) -> Result<(), DeviceError> {
+        self.inner().check_here()?;
+        let known = lane.known();
+        if !Arc::ptr_eq(self.inner(), lane.arena().inner()) {
+            return Err(DeviceError::ForeignLane {
+                buffer_of: self.inner().name.clone(),
+                lane_of: lane.arena().name().to_owned(),
+            });
+        }
+        // Of a buffer of no lane all work is waited for already.
+        let lanes = &self.owned.lanes;
+        if !lanes.is_empty() && !lanes.iter().any(|lane| lane.is_beside(known)) {
+            self.add_lane(lane);
+        }
+        Ok(())
+    }
+
+    /// Sets how the arena's sleep treats the contents; `None` for the region's setting in the sleep
+    /// options. A resize to another block resets it.
+    ///
+    /// # Errors
+    /// [`DeviceError::Forked`].
+    pub fn set_contents(&mut self, contents: Option<Contents>) -> Result<(), DeviceError> {
+        self.inner().check_here()?;
+        let region = self.region();
+        let BlockHandle { home, block, .. } = &mut **self.owned;
+        if let Some(block) = block {
+            // It is not cached when freed: a cache would keep this setting.
+            block.moves = Placement::STALE;
+            let (inner, id) = (&home.inner, block.id);
+            let mut books = inner.lock();
+            books.region_mut(region).pins.set_contents(id, contents);
+            books.tell(&*inner.clock, |numbers| {
+                Some(Operation::Contents { id: numbers.of(region, id)?, contents })
+            });
+            drop(books);
+            inner.pass_on();
+        }
+        Ok(())
+    }
+
+    /// Returns `true` if a sleep discarded the contents since the last call; they are unspecified
+    /// then. Takes the arena's lock for a lookup; `false` in a forked child.
+    #[must_use]
+    pub fn take_discarded(&self) -> bool {
+        let inner = self.inner();
+        let Some(block) = self.owned.block else { return false };
+        if inner.check_here().is_err() {
+            return false;
+        }
+        inner.lock().region_mut(self.region()).pins.take_discarded(block.id)
+    }
+
+    /// Adds a lane to those that use the buffer.
+    pub(crate) fn add_lane(&mut self, lane: &Lane) {
+        self.owned.lanes.push(Arc::clone(lane.known()));
+        if let Some(block) = self.owned.block {
+            self.inner().tell_use(self.region(), block.id, lane.known());
+        }
+    }
+
+    #[cfg(all(test, not(lowtide_loom)))]
+    pub(crate) fn block_id(&self) -> Option<crate::state::ranges::BlockName> {
+        self.owned.block.map(|block| block.id)
+    }
+
+    pub(crate) fn inner(&self) -> &Arc<ArenaInner> {
+        &self.owned.home.inner
+    }
+
+    /// The lane that it was taken on.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn lane(&self) -> Option<&LaneInner> {
+        self.owned.lanes.first().map(AsRef::as_ref)
+    }
+
+    /// Notes that foreign code uses it: when it is freed, all work of the device is waited for.
+    pub(crate) fn note_foreign(&mut self) {
+        self.owned.foreign = true;
+    }
+
+    /// The bytes of its block.
+    pub(crate) fn block_bytes(&self) -> u64 {
+        self.owned.block.map_or(0, |block| block.span.size)
+    }
+
+    /// Lets it be one that any stream used, for the little that it still lives.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn forget_lanes(&mut self) {
+        self.owned.lanes.clear();
+    }
+
+    /// Returns the pointer to the elements, for a holder of this arena's lease.
+    fn start(&self, lease: &Lease) -> Result<NonNull<T>, DeviceError> {
+        lease.check_of(self.inner())?;
+        self.inner().check_host_access()?;
+        let Some(block) = self.owned.block else { return Ok(NonNull::dangling()) };
+        let at = self.owned.place.get(self.inner(), self.region(), block)?;
+        self.pointer(at).ok_or_else(|| self.inner().no_host_access())
+    }
+
+    /// Returns the pointer to the block's address; `None` without host access.
+    fn pointer(&self, at: DeviceAddress) -> Option<NonNull<T>> {
+        assert!(at.is_multiple_of(ByteSize::of(align_of::<T>())), "block not aligned");
+        self.inner().driver.host_pointer(at).map(NonNull::cast)
+    }
+}
+
+impl BlockPlace {
+    /// Returns the block's address, for a holder of a lease: nothing moves while it is held, and it
+    /// was entered under the lock that counted the last move. So all concurrent callers read the
+    /// same count and store the same address, and a thread that reads that count from `moves` reads
+    /// the address stored before it.
+    fn get(
+        &self,
+        inner: &ArenaInner,
+        region: Region,
+        block: Placement,
+    ) -> Result<DeviceAddress, DeviceError> {
+        let moves = inner.moves(region);
+        if self.moves.load(Ordering::Acquire) == moves {
+            return Ok(DeviceAddress::new(self.at.load(Ordering::Relaxed)));
+        }
+        let block = inner.resolve(region, block)?;
+        self.at.store(block.at.get(), Ordering::Relaxed);
+        self.moves.store(block.moves, Ordering::Release);
+        Ok(block.at)
+    }
+}
+
+impl<T: Pod> Drop for Buffer<T> {
+    /// Frees the block: bookkeeping under the arena's lock, no driver call, unless this was the
+    /// last holder of the arena. In a forked child does nothing.
+    #[inline]
+    fn drop(&mut self) {
+        #[cfg(feature = "cuda")]
+        self.let_view_go();
+        // SAFETY: dropping is the last use of the buffer, and happens once.
+        let owned = unsafe { ManuallyDrop::take(&mut self.owned) };
+        owned.release();
+    }
+}
+
+impl<T: Pod> fmt::Debug for Buffer<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Buffer")
+            .field("arena", &self.inner().name)
+            .field("region", &self.region())
+            .field("len", &self.len)
+            .field("bytes", &self.bytes())
+            .finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,228 @@
+//! Exports, and imported memory that is held or to be released: pure accounting under the arena's
+//! lock.
+//!
+//! A value holds its imported range. When it is dropped, the range waits for the end of its uses;
+//! then its release function is taken, once, to be called without a lock. It calls nothing and
+//! knows no driver.
+//!
+//! Invariants: imported ranges do not overlap; `bytes = sum of the ranges`;
+//! `waiting = ranges without a holder`.
+
+use std::collections::BTreeMap;
+use std::fmt;
+
+use crate::driver::DeviceAddress;
+use crate::state::pending::Uses;
+use crate::state::streams::Use;
+use crate::types::snapshot::ArenaSnapshot;
+use lowtide_core::bytes::ByteSize;
+
+/// Releases imported memory to its owner.
+pub(super) type Release = Box<dyn FnOnce(DeviceAddress, ByteSize) + Send>;
+
+/// The exports and imports of an arena.
+#[derive(Debug, Default)]
+pub(crate) struct Outstanding {
+    pub(crate) exported: Exports,
+    pub(crate) imported: Imports,
+}
+
+impl Outstanding {
+    /// Puts its figures into a snapshot.
+    pub(crate) fn show(&self, snapshot: &mut ArenaSnapshot) {
+        let size = ByteSize::new;
+        (snapshot.exported, snapshot.exported_count) =
+            (size(self.exported.bytes), self.exported.count);
+        let imported = &self.imported;
+        (snapshot.imported, snapshot.imported_count) = (size(imported.bytes), imported.count());
+        (snapshot.releases_total, snapshot.release_panics_total) =
+            (imported.released, imported.panics);
+    }
+}
+
+/// The sum of exports.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Exports {
+    pub(crate) count: u64,
+    /// Bytes of the blocks.
+    pub(crate) bytes: u64,
+}
+
+impl Exports {
+    pub(super) const fn begin(&mut self, bytes: u64) {
+        self.count += 1;
+        self.bytes += bytes;
+    }
+
+    pub(super) const fn end(&mut self, bytes: u64) {
+        debug_assert!(self.count > 0 && self.bytes >= bytes, "an export ends once");
+        self.count = self.count.saturating_sub(1);
+        self.bytes = self.bytes.saturating_sub(bytes);
+    }
+}
+
+/// An imported range.
+struct ImportedRange {
+    size: u64,
+    release: Release,
+    /// The uses that must complete before its release, once it is dropped.
+    after: Option<Uses>,
+}
+
+impl fmt::Debug for ImportedRange {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Entry")
+            .field("size", &self.size)
+            .field("after", &self.after)
+            .finish_non_exhaustive()
+    }
+}
+
+/// A range whose release function is to be called.
+pub(super) struct Due {
+    pub(super) at: DeviceAddress,
+    pub(super) size: ByteSize,
+    pub(super) release: Release,
+}
+
+/// Imported memory that is not released yet.
+#[derive(Debug, Default)]
+pub(crate) struct Imports {
+    entries: BTreeMap<u64, ImportedRange>,
+    bytes: u64,
+    waiting: u64,
+    /// Release functions that were called, and how many of those panicked.
+    pub(super) released: u64,
+    pub(super) panics: u64,
+}
+
+impl Imports {
+    /// Returns the number of ranges that are not released.
+    pub(crate) fn count(&self) -> u64 {
+        self.entries.len() as u64
+    }
+
+    /// Returns the number of ranges that are held.
+    pub(crate) fn held(&self) -> u64 {
+        self.count() - self.waiting
+    }
+
+    /// Returns `true` if a range is to be released.
+    pub(crate) const fn is_waiting(&self) -> bool {
+        self.waiting > 0
+    }
+
+    /// Returns the approximate bytes of this metadata.
+    pub(crate) fn metadata(&self) -> usize {
+        // A tree's nodes are at least half full, and mostly two thirds.
+        self.entries.len() * size_of::<(u64, ImportedRange)>() * 3 / 2
+    }
+
+    /// Returns `true` if a range, which does not wrap, overlaps one of these.
+    pub(super) fn overlaps(&self, at: u64, size: u64) -> bool {
+        let before = self.entries.range(..at.saturating_add(size)).next_back();
+        before.is_some_and(|(&start, entry)| start.saturating_add(entry.size) > at)
+    }
+
+    /// Records a range that overlaps no other.
+    pub(super) fn import(&mut self, at: u64, size: u64, release: Release) {
+        debug_assert!(!self.overlaps(at, size), "imported once");
+        self.bytes += size;
+        self.entries.insert(at, ImportedRange { size, release, after: None });
+    }
+
+    /// Records that a range is no longer held.
+    pub(super) fn let_go(&mut self, at: u64, after: Uses) {
+        if let Some(entry) = self.entries.get_mut(&at)
+            && entry.after.is_none()
+        {
+            entry.after = Some(after);
+            self.waiting += 1;
+        }
+    }
+
+    /// Takes a range out whose uses are all done.
+    pub(super) fn take(&mut self, is_done: impl Fn(Use) -> bool) -> Option<Due> {
+        let is_due =
+            |entry: &ImportedRange| entry.after.as_ref().is_some_and(|of| of.iter().all(&is_done));
+        let (&at, _) = self.entries.iter().find(|(_, entry)| is_due(entry))?;
+        self.remove(at)
+    }
+
+    /// Takes the first range out, whatever it waits for.
+    pub(super) fn take_any(&mut self) -> Option<Due> {
+        let (&at, _) = self.entries.first_key_value()?;
+        self.remove(at)
+    }
+
+    fn remove(&mut self, at: u64) -> Option<Due> {
+        let ImportedRange { size, release, after } = self.entries.remove(&at)?;
+        self.bytes -= size;
+        self.waiting -= u64::from(after.is_some());
+        Some(Due { at: DeviceAddress::new(at), size: ByteSize::new(size), release })
+    }
+
+    /// Walks everything and checks the invariants.
+    ///
+    /// # Panics
+    /// If an invariant is violated.
+    pub(crate) fn validate(&self) {
+        let (mut end, mut bytes, mut waiting) = (0, 0, 0);
+        for (&at, entry) in &self.entries {
+            assert!(entry.size > 0 && at >= end, "imported ranges overlap at {at:#x}");
+            end = at + entry.size;
+            bytes += entry.size;
+            waiting += u64::from(entry.after.is_some());
+        }
+        assert_eq!((bytes, waiting), (self.bytes, self.waiting));
+    }
+}
+
+#[cfg(all(test, not(lowtide_loom)))]
+mod tests {
+    use super::*;
+    use crate::state::streams::StreamKey;
+
+    fn nothing() -> Release {
+        Box::new(|_, _| {})
+    }
+
+    #[test]
+    fn ranges_that_touch_do_not_overlap_and_those_that_share_a_byte_do() {
+        let mut adoptions = Imports::default();
+        adoptions.import(100, 50, nothing());
+        adoptions.import(200, 1, nothing());
+        for (at, size, overlaps) in [
+            (50, 50, false),
+            (50, 51, true),
+            (149, 1, true),
+            (150, 50, false),
+            (150, 51, true),
+            (0, u64::MAX, true),
+            (201, u64::MAX - 201, false),
+        ] {
+            assert_eq!(adoptions.overlaps(at, size), overlaps, "{size} at {at}");
+        }
+        assert_eq!((adoptions.count(), adoptions.bytes, adoptions.held()), (2, 51, 2));
+        adoptions.validate();
+    }
+
+    #[test]
+    fn a_range_is_taken_once_and_only_when_nobody_holds_it_and_its_uses_are_done() {
+        let mut adoptions = Imports::default();
+        adoptions.import(100, 50, nothing());
+        adoptions.import(200, 10, nothing());
+        assert!(adoptions.take(|_| true).is_none(), "both are held");
+        let of = Use { stream: StreamKey::CONTEXT, epoch: 3 };
+        adoptions.let_go(200, Uses::of([of]));
+        adoptions.let_go(200, Uses::NONE);
+        assert!(adoptions.is_waiting() && adoptions.held() == 1);
+        assert!(adoptions.take(|of| of.epoch < 3).is_none());
+        let due = adoptions.take(|of| of.epoch <= 3).expect("done");
+        assert_eq!((due.at, due.size), (DeviceAddress::new(200), ByteSize::new(10)));
+        assert!(adoptions.take(|_| true).is_none() && !adoptions.is_waiting());
+        assert_eq!(adoptions.take_any().map(|due| due.size), Some(ByteSize::new(50)));
+        assert_eq!((adoptions.count(), adoptions.bytes), (0, 0));
+        adoptions.validate();
+    }
+}

@@ -1,0 +1,358 @@
+//! A lane: one stream of the device on one arena.
+//!
+//! A lane can reuse memory that it freed immediately, because its work runs in order. Another lane
+//! gets it after an event that its stream waits for, or when the work is complete. A lane uses the
+//! stream's handle, and neither creates nor destroys the stream.
+//!
+//! Invariant: the arena knows the stream while its lane, or a buffer or a lease of it, exists.
+#![expect(unsafe_code, reason = "only the caller knows that a stream is there")]
+
+use std::fmt;
+use std::sync::Arc;
+
+use bytemuck::Pod;
+
+use crate::api::arena::DeviceArena;
+use crate::api::buffer::Buffer;
+use crate::api::lease::Lease;
+use crate::driver::StreamHandle;
+use crate::exec::front::CacheShard;
+use crate::exec::handles::{LiveStream, OwnedStream};
+use crate::exec::inner::ArenaInner;
+use crate::observe::record::Operation;
+use crate::state::streams::StreamKey;
+use crate::types::error::DeviceError;
+use crate::types::region::Region;
+
+/// One stream on one arena. A cheap handle: clones refer to the same lane.
+///
+/// A lane can reuse memory that it freed immediately. If another lane takes the memory, its stream
+/// waits on the device for the earlier work, and no thread waits; the wait is skipped if the arena
+/// has seen that the work is complete ([`DeviceArena::decay`], or a `Memory`). Memory is released
+/// only after that. End a stream in this order: drop its buffers, leases and lanes, which does not
+/// wait, then destroy the stream. A stream and a lane per request are fine: the next request reuses
+/// their memory.
+///
+/// Blocks of frequent sizes are cached in the lane, within
+/// [`ArenaConfig::thread_cache`](crate::ArenaConfig::thread_cache): such an alloc/free pair does
+/// not take the arena's lock. Other lanes get them when this lane ends a run, when the lane is
+/// dropped with its last buffer and lease, when they age, and when memory is short.
+///
+/// [`Lane::copy_to_device`] and [`Lane::copy_to_host`] copy page-locked memory asynchronously.
+///
+/// On a driver with synchronous calls a lane is equivalent to the arena.
+///
+/// ```
+/// use std::sync::Arc;
+///
+/// use lowtide_gpu::ByteSize;
+/// use lowtide_gpu::driver::Driver as _;
+/// use lowtide_cuda_sim::{Pattern, SimDriver, SimOptions};
+/// use lowtide_gpu::{ArenaConfig, DeviceArena, Region};
+///
+/// let sim = Arc::new(SimDriver::new(SimOptions::default())); // stands for a device
+/// let config = ArenaConfig { limit: ByteSize::mib(4), ..ArenaConfig::new("embedder") };
+/// let arena = DeviceArena::open(sim.clone(), Arc::new(sim.clock()), config)?;
+/// let (copies, computes) = (sim.stream_create()?, sim.stream_create()?);
+/// // SAFETY: the streams are the driver's, and destroyed after their lanes.
+/// let (one, two) = unsafe { (arena.lane(copies)?, arena.lane(computes)?) };
+///
+/// let mut input = one.alloc::<u8>(4 << 20, Region::Dynamic)?;
+/// let mut lease = one.enter()?;
+/// let at = input.address(&lease)?.expect("not empty");
+/// sim.fill(copies, at, input.bytes(), Pattern::new(1))?;
+/// // The other stream uses it too: record that for the buffer and the lease. The program
+/// // itself orders that work after the copy, as without lanes.
+/// input.record_use(&two)?;
+/// lease.record_use(&two)?;
+/// let copied = sim.event_create()?;
+/// sim.event_record(copied, copies)?;
+/// sim.stream_wait_event(computes, copied)?;
+/// sim.check(computes, at, input.bytes(), Pattern::new(1))?;
+/// drop((input, lease)); // does not wait
+///
+/// let output = two.alloc::<u8>(4 << 20, Region::Dynamic)?; // the same memory, after that work
+/// drop(output);
+/// two.end_run()?;
+/// drop((one, two));
+/// for stream in [copies, computes] {
+///     sim.stream_destroy(stream)?;
+/// }
+/// # sim.run_all();
+/// # sim.assert_no_faults();
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Clone)]
+pub struct Lane {
+    arena: DeviceArena,
+    known: Arc<LaneInner>,
+}
+
+/// A stream known to the arena, while it may be used.
+pub(crate) struct LaneInner {
+    inner: Arc<ArenaInner>,
+    stream: StreamHandle,
+    /// `None` if the driver's work needs no order.
+    key: Option<StreamKey>,
+    /// The home of blocks that it alone used; `None` if the driver's work needs no order.
+    home: Option<Arc<CacheShard>>,
+    /// Its number in the arena's recording; 0 without one.
+    number: u64,
+    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "it is there to be dropped"))]
+    keeps: Keeps,
+}
+
+/// The owner of a lane's stream.
+#[derive(Debug)]
+pub(crate) enum Keeps {
+    /// The caller of the unsafe constructor.
+    Others,
+    /// The arena.
+    Own { _stream: Arc<OwnStream> },
+    /// The lane has a part in it.
+    #[cfg(feature = "cuda")]
+    Cuda(Arc<cudarc::driver::CudaStream>),
+}
+
+/// A stream of an arena's driver that exists for as long as this.
+#[derive(Debug)]
+pub(crate) struct OwnStream {
+    inner: Arc<ArenaInner>,
+    handle: StreamHandle,
+    /// `None` on a driver without streams.
+    _stream: Option<OwnedStream>,
+}
+
+impl OwnStream {
+    /// # Panics
+    /// If the stream is of another arena.
+    fn assert_of(&self, arena: &DeviceArena) {
+        assert!(Arc::ptr_eq(arena.inner(), &self.inner), "a stream of another arena");
+    }
+
+    /// A new stream; a number and no more, on a driver that has none.
+    ///
+    /// # Errors
+    /// As the driver.
+    pub(crate) fn new(arena: &DeviceArena, number: u64) -> Result<Arc<Self>, DeviceError> {
+        let inner = Arc::clone(arena.inner());
+        let has_streams = inner.capabilities.asynchronous;
+        let stream = has_streams.then(|| OwnedStream::new(&inner.driver)).transpose()?;
+        let handle =
+            stream.as_ref().map_or_else(|| StreamHandle::new(number), |own| own.live().handle());
+        Ok(Arc::new(Self { inner, handle, _stream: stream }))
+    }
+}
+
+impl LaneInner {
+    pub(crate) const fn key(&self) -> Option<StreamKey> {
+        self.key
+    }
+
+    pub(crate) const fn home(&self) -> Option<&Arc<CacheShard>> {
+        self.home.as_ref()
+    }
+
+    pub(crate) const fn number(&self) -> u64 {
+        self.number
+    }
+
+    /// Returns the lane's stream, for calls of an asynchronous driver.
+    pub(crate) fn live(&self) -> LiveStream<'_> {
+        // SAFETY: the stream is of the arena's driver and exists until the lane is dropped, with
+        // which this ends: contract of `DeviceArena::lane_with`.
+        unsafe { LiveStream::new(&*self.inner.driver, self.stream) }
+    }
+
+    /// Returns the stream, if it is one of cudarc's.
+    #[cfg(feature = "cuda")]
+    pub(crate) const fn cuda(&self) -> Option<&Arc<cudarc::driver::CudaStream>> {
+        if let Keeps::Cuda(stream) = &self.keeps { Some(stream) } else { None }
+    }
+
+    /// Returns `true` if both are of one stream.
+    pub(crate) fn is_beside(&self, other: &Self) -> bool {
+        self.stream == other.stream
+    }
+}
+
+impl DeviceArena {
+    /// Returns the lane of a stream.
+    ///
+    /// # Safety
+    /// The stream belongs to the arena's driver, and exists until the lane, its clones, its buffers
+    /// and its leases are dropped: a CUDA driver does not check stream handles. The host driver has
+    /// no streams and the simulation checks handles, so any number is safe with them.
+    ///
+    /// # Errors
+    /// [`DeviceError::Closed`], [`DeviceError::Forked`].
+    pub unsafe fn lane(&self, stream: StreamHandle) -> Result<Lane, DeviceError> {
+        // SAFETY: the contract of this function.
+        unsafe { self.lane_with(stream, Keeps::Others) }
+    }
+
+    /// The lane of a stream that it keeps.
+    ///
+    /// # Errors
+    /// As [`DeviceArena::lane`].
+    pub(crate) fn lane_on(&self, own: &Arc<OwnStream>) -> Result<Lane, DeviceError> {
+        own.assert_of(self);
+        // SAFETY: the lane keeps the stream, which the driver of this arena created: asserted
+        // above.
+        unsafe { self.lane_with(own.handle, Keeps::Own { _stream: Arc::clone(own) }) }
+    }
+
+    /// Returns the lane of a stream that the given value keeps alive.
+    ///
+    /// # Safety
+    /// As for [`DeviceArena::lane`]; the given value may be what keeps the stream until then.
+    ///
+    /// # Errors
+    /// The errors of [`DeviceArena::lane`].
+    pub(crate) unsafe fn lane_with(
+        &self,
+        stream: StreamHandle,
+        keeps: Keeps,
+    ) -> Result<Lane, DeviceError> {
+        let inner = self.inner();
+        inner.check_open()?;
+        let (mut key, mut number) = (None, 0);
+        if inner.capabilities.asynchronous || inner.recorder.is_some() {
+            let mut books = inner.lock();
+            key = inner.capabilities.asynchronous.then(|| books.streams.enter(stream));
+            books.tell(&*inner.clock, |numbers| {
+                let (lane, stream) = numbers.lane(stream);
+                number = lane;
+                Some(Operation::Lane { lane, stream })
+            });
+        }
+        inner.pass_on();
+        let home = key.map(|key| CacheShard::of_lane(inner, key));
+        let known = LaneInner { inner: Arc::clone(inner), stream, key, home, number, keeps };
+        Ok(Lane { arena: self.clone(), known: Arc::new(known) })
+    }
+}
+
+impl Lane {
+    /// Returns the lane's arena.
+    #[must_use]
+    pub const fn arena(&self) -> &DeviceArena {
+        &self.arena
+    }
+
+    /// Returns the stream.
+    #[must_use]
+    pub fn stream(&self) -> StreamHandle {
+        self.known.stream
+    }
+
+    /// Allocates `len` elements with unspecified contents for this lane's next work. Dropping the
+    /// buffer after its last use was queued on the stream frees it.
+    ///
+    /// If only memory is left that other streams may still use, the stream waits for them on the
+    /// device; no thread waits. Committing new memory comes last.
+    ///
+    /// While a stream captures a graph, memory that would need a wait harmful to the capture is
+    /// skipped, and memory is committed instead, within the limit.
+    ///
+    /// # Errors
+    /// The errors of [`DeviceArena::alloc`].
+    pub fn alloc<T: Pod>(&self, len: usize, region: Region) -> Result<Buffer<T>, DeviceError> {
+        match (self.known.key, self.known.number) {
+            (None, 0) => self.arena.alloc(len, region),
+            _ => self.arena.alloc_on(&self.known, len, region),
+        }
+    }
+
+    /// Returns a lease for this lane's stream. Like [`DeviceArena::enter`], but a sleep waits for
+    /// the work of this stream and not of the whole device. [`Lease::record_use`] adds further
+    /// streams.
+    ///
+    /// # Errors
+    /// The errors of [`DeviceArena::enter`].
+    pub fn enter(&self) -> Result<Lease, DeviceError> {
+        Lease::on(&self.known, self.arena.inner())
+    }
+
+    /// Marks the end of a run: lanes that take memory freed until now wait for the work up to here,
+    /// not for later work of the stream. Without this call they wait for all work queued until they
+    /// allocate. Records at most one event, and does not wait.
+    ///
+    /// # Errors
+    /// [`DeviceError::Driver`], with code 900 while the stream captures a graph;
+    /// [`DeviceError::Forked`].
+    pub fn end_run(&self) -> Result<(), DeviceError> {
+        self.known.inner.check_here()?;
+        let (inner, lane) = (&self.known.inner, self.known.number);
+        // Cached blocks were freed before the mark.
+        if let Some(home) = &self.known.home {
+            home.give_up();
+        }
+        let ended = self.known.key.map_or(Ok(()), |key| inner.mark_end(key));
+        if lane > 0 {
+            inner.tell(|_| Some(Operation::EndRun { lane, done: ended.is_ok() }));
+        }
+        Ok(ended?)
+    }
+
+    pub(crate) const fn known(&self) -> &Arc<LaneInner> {
+        &self.known
+    }
+}
+
+impl LaneInner {
+    /// Records that the lane is dropped, and with the last of its stream that stream.
+    fn leave(&self, key: StreamKey) {
+        let mut books = self.inner.lock();
+        if !books.streams.leave(key) {
+            return;
+        }
+        if books.sleep.forget_used(key) {
+            // Its work under leases is waited for by an event, or with all other work.
+            books.streams.use_now(key);
+        }
+        drop(books);
+        let _ = self.inner.mark_end(key);
+        self.inner.end_stream(key);
+    }
+}
+
+impl Drop for LaneInner {
+    /// The arena forgets the stream, after recording an event for its remaining work: one driver
+    /// call that does not wait. If that fails, the next user of its memory waits for all work of
+    /// the device. A call that another thread makes with the handle ends first, which is no wait
+    /// for the device either: the stream may be destroyed after this drop. Does nothing in a forked
+    /// child.
+    fn drop(&mut self) {
+        if self.inner.check_here().is_err() {
+            return;
+        }
+        if let Some(home) = &self.home {
+            home.retire();
+        }
+        if let Some(key) = self.key {
+            self.leave(key);
+        }
+        if self.number > 0 {
+            self.inner.tell(|numbers| {
+                numbers.lane_end(self.stream);
+                Some(Operation::LaneEnd { lane: self.number })
+            });
+        }
+    }
+}
+
+impl fmt::Debug for Lane {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Lane")
+            .field("arena", &self.arena.name())
+            .field("stream", &self.known.stream)
+            .finish_non_exhaustive()
+    }
+}
+
+impl fmt::Debug for LaneInner {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("LaneInner").field("stream", &self.stream).finish_non_exhaustive()
+    }
+}

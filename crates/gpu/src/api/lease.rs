@@ -1,0 +1,146 @@
+//! The permission to use an arena's memory.
+//!
+//! A slice of a buffer needs a lease, so that use without one does not compile. Leases nest and are
+//! counted; while one is held the arena is awake, and no block moves. A lease names the streams
+//! that use memory while it is held: before that memory sleeps, their work is waited for. A lease
+//! without streams stands for all streams of the device.
+//!
+//! Invariant: `leases held = leases entered - leases dropped`, in the process of the arena.
+
+use std::sync::Arc;
+
+use crate::api::lane::{Lane, LaneInner};
+use crate::exec::executor::Locked;
+use crate::exec::inner::ArenaInner;
+use crate::state::streams::StreamKey;
+use crate::types::error::DeviceError;
+#[cfg(feature = "cuda")]
+use lowtide_core::sync::atomic::{AtomicBool, Ordering};
+
+/// A lease of an arena from [`DeviceArena::enter`](crate::DeviceArena::enter), which keeps it
+/// awake.
+///
+/// One lease serves all buffers of its arena, and no other:
+/// ```
+/// use std::sync::Arc;
+/// use lowtide_gpu::clock::SystemClock;
+/// use lowtide_gpu::{ArenaConfig, DeviceArena, DeviceError, HostDriver, Region};
+///
+/// let driver = Arc::new(HostDriver::new());
+/// let open = |name: &str| {
+///     let clock = Arc::new(SystemClock::new());
+///     DeviceArena::open(driver.clone(), clock, ArenaConfig::new(name))
+/// };
+/// let (arena, other) = (open("one")?, open("other")?);
+/// let ones = arena.alloc_from(&[1_u8; 16], Region::Stable)?;
+/// let twos = arena.alloc_from(&[2_u8; 16], Region::Stable)?;
+/// let lease = arena.enter()?;
+/// assert_eq!((ones.slice(&lease)?[0], twos.slice(&lease)?[0]), (1, 2));
+/// let foreign = other.enter()?;
+/// assert!(matches!(ones.slice(&foreign), Err(DeviceError::ForeignLease { .. })));
+/// # Ok::<(), DeviceError>(())
+/// ```
+#[derive(Debug)]
+#[must_use = "an arena is awake only while the lease is held"]
+pub struct Lease {
+    pub(crate) arena: Arc<ArenaInner>,
+    /// The streams that use memory; empty for any stream.
+    lanes: Vec<Arc<LaneInner>>,
+    /// `true` if cudarc got a view under it, which any stream may use.
+    #[cfg(feature = "cuda")]
+    viewed: AtomicBool,
+}
+
+impl Lease {
+    /// Creates a lease of an arena, waking it if it sleeps. Waits for the end of a move in
+    /// progress; no other starts while the lease is held.
+    pub(crate) fn of(arena: &Arc<ArenaInner>) -> Result<Self, DeviceError> {
+        arena.check_open()?;
+        Self::under(arena, arena.lock())
+    }
+
+    /// One for the stream of a lane.
+    pub(crate) fn on(lane: &Arc<LaneInner>, arena: &Arc<ArenaInner>) -> Result<Self, DeviceError> {
+        let mut lease = Self::of(arena)?;
+        lease.lanes.push(Arc::clone(lane));
+        Ok(lease)
+    }
+
+    /// The same, with the lock taken already.
+    pub(crate) fn under<'a>(
+        arena: &'a Arc<ArenaInner>,
+        mut books: Locked<'a>,
+    ) -> Result<Self, DeviceError> {
+        loop {
+            books = arena.wait_for_move(arena.awake(books)?);
+            // It may have fallen asleep meanwhile.
+            if books.sleep.is_open() {
+                break;
+            }
+        }
+        books.enter(&*arena.clock)?;
+        drop(books);
+        Ok(Self {
+            arena: Arc::clone(arena),
+            lanes: Vec::new(),
+            #[cfg(feature = "cuda")]
+            viewed: AtomicBool::new(false),
+        })
+    }
+
+    /// Notes that cudarc was given a view under it.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn note_view(&self) {
+        self.viewed.store(true, Ordering::Relaxed);
+    }
+
+    /// Returns `true` if streams that it does not name use memory under it.
+    fn is_for_all(&self) -> bool {
+        #[cfg(feature = "cuda")]
+        if self.viewed.load(Ordering::Relaxed) {
+            return true;
+        }
+        self.lanes.is_empty()
+    }
+
+    /// Adds a stream that uses memory while this lease is held.
+    ///
+    /// A lease from [`DeviceArena::enter`](crate::DeviceArena::enter) stands for all streams until
+    /// the first call; from then on for the added streams only.
+    ///
+    /// # Errors
+    /// [`DeviceError::ForeignLane`], [`DeviceError::Forked`].
+    pub fn record_use(&mut self, lane: &Lane) -> Result<(), DeviceError> {
+        self.arena.check_here()?;
+        if !Arc::ptr_eq(&self.arena, lane.arena().inner()) {
+            return Err(DeviceError::ForeignLane {
+                buffer_of: self.arena.name.clone(),
+                lane_of: lane.arena().name().to_owned(),
+            });
+        }
+        if self.lanes.iter().all(|known| known.key() != lane.known().key()) {
+            self.lanes.push(Arc::clone(lane.known()));
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Lease {
+    /// Takes the arena's lock for a subtraction, and a note of the streams; makes no call of the
+    /// driver. In a forked child does nothing.
+    fn drop(&mut self) {
+        if self.arena.check_here().is_err() {
+            return;
+        }
+        let mut books = self.arena.lock();
+        if books.asynchronous {
+            if self.is_for_all() {
+                books.sleep.note_used(StreamKey::CONTEXT);
+            }
+            for stream in self.lanes.iter().filter_map(|lane| lane.key()) {
+                books.sleep.note_used(stream);
+            }
+        }
+        books.leave(&*self.arena.clock);
+    }
+}

@@ -1,0 +1,236 @@
+//! Releases idle memory: after its idle time (decay), all of it (purge), or down to a size (trim).
+//!
+//! It decides how much and in which order, never when; a control thread or the program calls it. It
+//! needs neither a stream nor a lease, because only granules that no block touches leave.
+//!
+//! The rule of decommit: a granule leaves only when every use of it is complete. On a driver with
+//! synchronous work a freed block has no uses left; on others freed memory is pending, and so
+//! active, until its uses are known to be complete (`proof`).
+//!
+//! Invariants: a decay releases no memory that was in use within the decay time; after it, with as
+//! many calls as the bound per call requires, no memory has been idle for longer.
+
+use lowtide_core::log;
+use std::time::Duration;
+
+use crate::api::arena::DeviceArena;
+use crate::engine::release::{give_back, release_down_to};
+use crate::engine::resume::{sleeps_empty, wake_if_empty};
+use crate::exec::inner::ArenaInner;
+use crate::observe::record::{GivenUp, Operation, hooks};
+use crate::state::arena::ArenaState;
+use crate::types::error::DeviceError;
+use lowtide_core::bytes::ByteSize;
+use lowtide_core::clock::Moment;
+use lowtide_core::decay::DecayTime;
+
+/// The delay until freed memory that a stream may still use is checked again. A guess.
+const LOOK_AGAIN: Duration = Duration::from_millis(100);
+
+/// The result of [`DeviceArena::decay`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct DecayReport {
+    /// Bytes released to the driver.
+    pub released: ByteSize,
+    /// The time of the next call: `now` if there is more to release, [`Moment::NEVER`] if nothing
+    /// is idle or idle memory never decays.
+    pub next: Moment,
+}
+
+impl DeviceArena {
+    /// Releases the memory that has been idle for the decay time at `now`. While the arena is in
+    /// use, expired memory may stay for up to a sixteenth of the decay time longer, so that it
+    /// leaves in few calls.
+    ///
+    /// Makes at most 32 decommits; if that is not enough, `next` is `now`. Never waits for another
+    /// thread's call, a stream or the device: memory that a stream may still use stays, and `next`
+    /// is soon. So it can be called at any time, even while a stream of the context captures a
+    /// graph.
+    ///
+    /// On a driver with streams, memory freed without a lane (buffers of [`DeviceArena::alloc`],
+    /// exported buffers, imported memory) stays pending until a call of the program has waited for
+    /// the device: an allocation that takes it, [`DeviceArena::purge`], [`DeviceArena::trim`],
+    /// [`DeviceArena::shrink`], [`DeviceArena::sleep`], [`DeviceArena::compact`] or
+    /// [`DeviceArena::close`]. Calls the release functions of imported memory whose work is known
+    /// to be complete. Holds the lock while it checks every idle granule.
+    ///
+    /// # Errors
+    /// [`DeviceError::Driver`], with earlier releases accounted for; [`DeviceError::Forked`].
+    pub fn decay(&self, now: Moment) -> Result<DecayReport, DeviceError> {
+        let inner = self.inner();
+        inner.check_here()?;
+        inner.cool_fronts();
+        inner.run(wake_if_empty);
+        inner.look_for_ends(false)?;
+        inner.release_adopted();
+        let (given, released, next) = inner.run(async |port| {
+            let ages = port.with(|state| state.aging.ages(now));
+            let given = give_back(port, u64::MAX, Some(ages)).await;
+            port.with(|state| {
+                state.set_looked(now, given.error.is_some());
+                let released = ByteSize::new(state.bytes_of(given.granules));
+                if let Some(recorder) = &inner.recorder {
+                    let outcome = GivenUp { released, done: given.error.is_none() };
+                    let now = recorder.since(now);
+                    state.tell(port.clock, |_| Some(Operation::Decay { now, outcome }));
+                }
+                (given, released, inner.next_look(state))
+            })
+        });
+        inner.pass_on();
+        inner.debug_validate();
+        match given.error {
+            Some(error) => Err(error.into()),
+            None if released.is_zero() => Ok(DecayReport { released, next }),
+            None => {
+                log!(debug, arena = self.name(), %released, "idle memory decayed");
+                Ok(DecayReport { released, next })
+            }
+        }
+    }
+
+    /// Returns the time for the next [`DeviceArena::decay`], which may have passed;
+    /// [`Moment::NEVER`] if nothing is idle, or idle memory never decays. No notification follows
+    /// when that changes: check again. Takes the lock for a few additions.
+    #[must_use]
+    pub fn next_decay(&self) -> Moment {
+        let inner = self.inner();
+        if inner.check_here().is_err() {
+            return Moment::NEVER;
+        }
+        inner.next_look(&inner.lock())
+    }
+
+    /// Sets the time that idle memory stays; memory that is idle now counts as idle since now.
+    pub fn set_decay(&self, time: DecayTime) {
+        let inner = self.inner();
+        if inner.check_here().is_ok() {
+            let now = hooks::seen(inner.recorder.as_ref(), &*inner.clock);
+            inner.fronts.set_decay(time);
+            if time == DecayTime::AtOnce {
+                inner.empty_fronts();
+            }
+            let mut books = inner.lock();
+            books.set_decay(time, now);
+            books.tell(&*inner.clock, |_| Some(Operation::DecayTime { time }));
+            drop(books);
+            inner.pass_on();
+        }
+    }
+
+    /// Releases all idle memory now and returns its bytes. Makes as many driver calls as needed,
+    /// none with the lock held.
+    ///
+    /// On a driver with streams, memory freed on a lane becomes idle when a check (a decay, a
+    /// purge, a trim) has seen that its work is complete. The first check after the free may only
+    /// queue the query, so that a later one releases the memory, even if the program has waited for
+    /// the stream itself. [`DeviceArena::close`] waits.
+    ///
+    /// If memory was freed without a lane, it waits for all work of the context. That fails with
+    /// code 900, and invalidates the capture, while a stream of the context captures a graph. The
+    /// arena sees captures of its lanes, and does not wait then. On the worker of a `Memory` it
+    /// never waits, and such memory stays pending.
+    ///
+    /// # Errors
+    /// [`DeviceError::Driver`], with earlier releases accounted for; [`DeviceError::Forked`].
+    pub fn purge(&self) -> Result<ByteSize, DeviceError> {
+        self.trim(ByteSize::ZERO)
+    }
+
+    /// Releases all idle memory, resets growth to its first step, like ONNX Runtime's `Shrink`, and
+    /// returns the bytes released. One live block keeps only its granules, not a whole region.
+    ///
+    /// # Errors
+    /// The errors of [`DeviceArena::purge`].
+    pub fn shrink(&self) -> Result<ByteSize, DeviceError> {
+        let told = |outcome| Some(Operation::Shrink { outcome });
+        self.down_to(ByteSize::ZERO, told, |books, bytes| {
+            books.totals.shrinks += 1;
+            books.totals.shrunk_bytes += bytes;
+            books.steps.shrunk();
+        })
+    }
+
+    /// Releases idle memory until at most `keep` bytes are committed, or nothing is idle, and
+    /// returns the bytes released.
+    ///
+    /// # Errors
+    /// [`DeviceError::Driver`], with earlier releases accounted for; [`DeviceError::Forked`].
+    pub fn trim(&self, keep: ByteSize) -> Result<ByteSize, DeviceError> {
+        self.down_to(keep, |outcome| Some(Operation::Trim { keep, outcome }), note_trim)
+    }
+
+    /// Waits until the work of all freed memory is complete, so that a following
+    /// [`DeviceArena::purge`] releases it. Memory freed on lanes needs an event of each lane's
+    /// stream; other memory needs the whole device. Returns at once if nothing is pending.
+    ///
+    /// # Errors
+    /// [`DeviceError::Capturing`] while the stream of a lane captures a graph, before any wait;
+    /// [`DeviceError::Driver`], [`DeviceError::Forked`].
+    pub fn wait_for_pending(&self) -> Result<(), DeviceError> {
+        self.inner().check_here()?;
+        self.inner().complete_pending()
+    }
+
+    /// Gives all idle memory back, as a part of something else.
+    pub(crate) fn empty(&self) -> Result<(), DeviceError> {
+        self.down_to(ByteSize::ZERO, |_| None, note_trim).map(drop)
+    }
+
+    fn down_to(
+        &self,
+        keep: ByteSize,
+        told: impl FnOnce(GivenUp) -> Option<Operation>,
+        note: impl FnOnce(&mut ArenaState, u64),
+    ) -> Result<ByteSize, DeviceError> {
+        let inner = self.inner();
+        inner.check_here()?;
+        inner.empty_fronts();
+        inner.run(wake_if_empty);
+        inner.look_for_ends(true)?;
+        inner.release_adopted();
+        let (bytes, error) = inner.run(async |port| {
+            let (granules, error) = release_down_to(port, keep).await;
+            port.with(|state| {
+                let bytes = state.bytes_of(granules);
+                note(state, bytes);
+                let outcome = GivenUp { released: ByteSize::new(bytes), done: error.is_none() };
+                state.tell(port.clock, |_| told(outcome));
+                (bytes, error)
+            })
+        });
+        inner.pass_on();
+        inner.debug_validate();
+        let released = ByteSize::new(bytes);
+        if !released.is_zero() {
+            log!(debug, arena = self.name(), %keep, %released, "idle memory released");
+        }
+        error.map_or(Ok(released), |error| Err(error.into()))
+    }
+}
+
+fn note_trim(books: &mut ArenaState, bytes: u64) {
+    books.totals.trims += 1;
+    books.totals.trimmed_bytes += bytes;
+}
+
+impl ArenaInner {
+    /// Returns the time of the next check of idle memory, caches, pending memory, or the host
+    /// memory of a sleeping arena without blocks.
+    pub(crate) fn next_look(&self, books: &ArenaState) -> Moment {
+        let due =
+            if self.fronts_hold() { books.due().min(books.aging.front_due()) } else { books.due() };
+        // Counted from the last check, not from now: otherwise the time would move with each call.
+        let again = books.aging.looked_at() + LOOK_AGAIN;
+        // Uses that no event proves wait for a call of the program, which checks by itself.
+        let is_pending = books.pending() > 0 && books.streams.is_provable();
+        if sleeps_empty(books) {
+            Moment::ORIGIN
+        } else if is_pending || books.untrimmed || books.outstanding.imported.is_waiting() {
+            due.min(again)
+        } else {
+            due
+        }
+    }
+}

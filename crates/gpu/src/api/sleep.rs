@@ -1,0 +1,402 @@
+//! Sleep: an idle arena releases its memory, including that of live blocks, and gets memory at the
+//! same addresses when it is entered again.
+//!
+//! Four states: awake, draining (waiting for leases to end), asleep, waking. Contents are kept
+//! (copied to host memory), discarded, or stay in place, set per region and per buffer. Each
+//! transition completes or is undone: if a driver call fails, the arena is unchanged; if undoing
+//! fails too, it is asleep with its contents saved.
+//!
+//! `engine::suspend` and `engine::resume` are the transitions, `engine::stores` the copies. A
+//! future that enters needs no runtime: a separate thread wakes a sleeping arena and ends
+//! afterwards, since the driver's calls block.
+//!
+//! Invariants: no memory leaves under a lease, nor before the host has seen that every use is
+//! complete; host memory is reserved with the host budget before the first copy; after an error the
+//! arena is awake or asleep, and no memory, store or address is lost; a future that waits is woken
+//! at least once when the wait is over, and a dropped future blocks no one.
+
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+use std::thread;
+use std::time::Duration;
+
+use crate::api::arena::DeviceArena;
+use crate::api::lease::Lease;
+use crate::engine::resume::{begin_wake, fail_wake, resume, wake, wake_at_once};
+use crate::engine::stores;
+use crate::engine::suspend::{is_busy, next_sleep, suspend};
+use crate::exec::inner::ArenaInner;
+use crate::state::sleep::Phase;
+use crate::types::error::DeviceError;
+use crate::types::sleep::{HostBudget, SleepOptions, SleepReport, SleepState, WakeReport};
+use lowtide_core::bytes::ByteSize;
+use lowtide_core::clock::Moment;
+use lowtide_core::log;
+use lowtide_core::sync::caught;
+
+/// The delay before an arena that could not fall asleep, or was interrupted, tries again. A guess.
+const AGAIN: Duration = Duration::from_secs(10);
+
+/// The future of [`DeviceArena::enter_async`]. Dropping it cancels the wait, but not a wake of the
+/// arena in progress.
+#[derive(Debug)]
+#[must_use = "a future does nothing unless it is awaited"]
+pub struct EnterFuture {
+    arena: Arc<ArenaInner>,
+    /// The number of wakes that had ended when it began to wait.
+    before: Option<u64>,
+    /// The id of its wait.
+    waits: Option<u64>,
+}
+
+impl DeviceArena {
+    /// Releases all memory of the arena, including that of live blocks. The next lease, allocation
+    /// or resize restores it at the same addresses. Frees are possible meanwhile.
+    ///
+    /// Waits for leases until the drain timeout of the options, then for the device's work, without
+    /// a timeout. Entering during the wait or the copies cancels the sleep.
+    ///
+    /// Driver calls: a decommit for each run of at most 1 GiB, and a copy if contents are kept;
+    /// none per block. Host memory: whole granules of kept contents, rounded up to 64 KiB, reserved
+    /// with the budget of [`DeviceArena::set_host_budget`] before the first copy. If device memory
+    /// is host memory, kept contents stay in place.
+    ///
+    /// A driver without [`same_address_wake`](crate::driver::Capabilities::same_address_wake)
+    /// cannot restore a live block at its address: an arena on it sleeps only if nothing is live.
+    ///
+    /// Use of memory without a lease is at the caller's own risk: raw blocks and captured graphs
+    /// find no memory behind their addresses until the arena is awake again.
+    ///
+    /// ```
+    /// # use std::sync::Arc;
+    /// # use lowtide_gpu::clock::SystemClock;
+    /// use lowtide_gpu::{
+    ///     ArenaConfig, SleepState, Contents, DeviceArena, HostDriver, Region, SleepOptions,
+    /// };
+    /// # let clock = Arc::new(SystemClock::new());
+    /// # let arena = DeviceArena::open(Arc::new(HostDriver::new()), clock, ArenaConfig::new("a"))?;
+    /// let weights = arena.alloc_from(&[7_u8; 4 << 20], Region::Stable)?;
+    /// let cache = arena.alloc_from(&[1_u8; 4 << 20], Region::Dynamic)?;
+    /// let options = SleepOptions { dynamic: Contents::Discard, ..SleepOptions::default() };
+    /// arena.sleep(options)?;
+    /// assert_eq!(arena.state(), SleepState::Asleep);
+    /// let lease = arena.enter()?; // wakes it
+    /// assert_eq!(weights.slice(&lease)?[0], 7);
+    /// assert!(cache.take_discarded()); // to be filled again
+    /// # Ok::<(), lowtide_gpu::DeviceError>(())
+    /// ```
+    ///
+    /// # Errors
+    /// The arena is awake after [`DeviceError::Leased`] (the drain timeout has passed),
+    /// [`DeviceError::Exported`] (immediately), [`DeviceError::SleepCancelled`],
+    /// [`DeviceError::HostBudget`], [`DeviceError::Capturing`] (the wait would invalidate the
+    /// capture of a graph). It is unchanged after [`DeviceError::State`] (it is not awake),
+    /// [`DeviceError::Unsupported`] (the driver cannot wake at the same addresses, and blocks are
+    /// live), [`DeviceError::Closed`], [`DeviceError::Forked`]. After [`DeviceError::Driver`] it is
+    /// awake, or asleep if its memory was released and could not be restored: see
+    /// [`DeviceArena::state`]. Only contents to be discarded are lost.
+    pub fn sleep(&self, options: SleepOptions) -> Result<SleepReport, DeviceError> {
+        let outcome = self.try_sleep(options);
+        if let Err(error) = &outcome {
+            log!(info, arena = self.name(), %error, "arena sleep failed");
+        }
+        outcome
+    }
+
+    /// Like [`DeviceArena::sleep`], but does not log failures.
+    fn try_sleep(&self, options: SleepOptions) -> Result<SleepReport, DeviceError> {
+        let inner = self.inner();
+        inner.check_open()?;
+        inner.empty_fronts();
+        let outcome = inner.run(async |port| suspend(port, options).await);
+        inner.pass_on();
+        inner.debug_validate();
+        if let Ok(SleepReport { released, offloaded, stayed }) = &outcome {
+            let arena = self.name();
+            log!(info, arena, %released, %offloaded, %stayed, "arena fell asleep");
+        }
+        outcome
+    }
+
+    /// Restores the memory of a sleeping arena at the same addresses, with the kept contents. Waits
+    /// for the copies. If another thread is waking it, waits for that and returns an empty report.
+    ///
+    /// If memory is short, it skips memory of blocks freed meanwhile, releases its own idle memory,
+    /// calls the shortage callbacks ([`DeviceArena::on_shortage`]), and retries for
+    /// [`SleepConfig::wake_timeout`]. The figures of [`DeviceError::OutOfMemory`] then describe the
+    /// wake, also for an allocation that caused it: `requested` is the part of the arena that found
+    /// no room, at most 1 GiB, `committed` its memory without that part.
+    ///
+    /// # Errors
+    /// [`DeviceError::State`] if it is awake. It stays asleep, with its contents saved, after
+    /// [`DeviceError::OutOfMemory`], [`DeviceError::Driver`], and [`DeviceError::Capturing`] if a
+    /// stream captures a graph, which the wait for the copies would invalidate.
+    /// [`DeviceError::Closed`], [`DeviceError::Forked`].
+    pub fn wake(&self) -> Result<WakeReport, DeviceError> {
+        let inner = self.inner();
+        inner.check_open()?;
+        finish_wake(inner, inner.run(wake))
+    }
+
+    /// Like [`DeviceArena::wake`], for a thread that must not wait: it fails if the arena is
+    /// already waking or falling asleep, and does not retry if memory is short.
+    ///
+    /// # Errors
+    /// The errors of [`DeviceArena::wake`].
+    pub fn wake_at_once(&self) -> Result<WakeReport, DeviceError> {
+        let inner = self.inner();
+        inner.check_open()?;
+        finish_wake(inner, inner.run(wake_at_once))
+    }
+
+    /// Returns the sleep state; awake for a closed arena.
+    #[must_use]
+    pub fn state(&self) -> SleepState {
+        let inner = self.inner();
+        if inner.check_here().is_err() {
+            return SleepState::default();
+        }
+        inner.run_now(|state| state.sleep.state())
+    }
+
+    /// Returns `true` if a thread waits for it to be awake; for tests.
+    #[doc(hidden)]
+    #[must_use]
+    pub fn is_wanted(&self) -> bool {
+        self.inner().run_now(|state| state.sleep.is_wanted())
+    }
+
+    /// Returns `true` if a call is in progress that a sleep waits for; for tests.
+    #[doc(hidden)]
+    #[must_use]
+    pub fn is_busy(&self) -> bool {
+        self.inner().run_now(|state| is_busy(state))
+    }
+
+    /// Sets if the host memory for contents is kept between sleeps ([`SleepConfig::keep_stores`]),
+    /// and releases memory kept until now.
+    ///
+    /// The next sleep uses kept memory if its contents fit, and releases it otherwise.
+    /// [`DeviceArena::release_stores`] and the end of the arena release it too.
+    pub fn set_keep_stores(&self, keep_stores: bool) {
+        let inner = self.inner();
+        if inner.check_here().is_ok() {
+            inner.run(async |port| stores::set_keep_stores(port, keep_stores).await);
+        }
+    }
+
+    /// Releases the host memory kept between sleeps and returns its bytes. If the driver refuses,
+    /// it is retried later ([`DeviceArena::decay`]). Contents of a sleeping arena are not affected.
+    pub fn release_stores(&self) -> ByteSize {
+        let inner = self.inner();
+        if inner.check_here().is_err() {
+            return ByteSize::ZERO;
+        }
+        inner.run(stores::release_kept)
+    }
+
+    /// Sets the budget from which a sleep reserves host memory before it copies contents; without
+    /// one, nothing is reserved. A `Memory` sets its own ledger for the arenas that it opens.
+    ///
+    /// ```
+    /// use std::any::Any;
+    /// use std::sync::Arc;
+    /// use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+    ///
+    /// use lowtide_gpu::ByteSize;
+    /// use lowtide_gpu::HostBudget;
+    ///
+    /// struct Budget(Arc<AtomicU64>);
+    ///
+    /// /// Released on drop.
+    /// struct Reserved(Arc<AtomicU64>, u64);
+    ///
+    /// impl HostBudget for Budget {
+    ///     fn reserve(&self, bytes: ByteSize) -> Result<Box<dyn Any + Send>, String> {
+    ///         let left = |left: u64| left.checked_sub(bytes.get());
+    ///         let refused = |left| format!("{} are left", ByteSize::new(left));
+    ///         self.0.fetch_update(Relaxed, Relaxed, left).map_err(refused)?;
+    ///         Ok(Box::new(Reserved(self.0.clone(), bytes.get())))
+    ///     }
+    /// }
+    ///
+    /// impl Drop for Reserved {
+    ///     fn drop(&mut self) {
+    ///         self.0.fetch_add(self.1, Relaxed);
+    ///     }
+    /// }
+    /// # use lowtide_gpu::clock::SystemClock;
+    /// # use lowtide_gpu::{ArenaConfig, DeviceArena, HostDriver};
+    /// # let clock = Arc::new(SystemClock::new());
+    /// # let arena = DeviceArena::open(Arc::new(HostDriver::new()), clock, ArenaConfig::new("a"))?;
+    /// let left = Arc::new(AtomicU64::new(ByteSize::gib(4).get()));
+    /// arena.set_host_budget(Arc::new(Budget(left)));
+    /// # Ok::<(), lowtide_gpu::DeviceError>(())
+    /// ```
+    pub fn set_host_budget(&self, budget: Arc<dyn HostBudget>) {
+        if self.inner().check_here().is_ok() {
+            let before = self.inner().run_now(|state| state.sleep.budget.replace(budget));
+            drop(before); // not ours, and so with no lock held
+        }
+    }
+
+    /// Puts the arena to sleep if no lease was held for [`SleepConfig::idle_after`] at `now`, and
+    /// it has been awake for [`SleepConfig::min_awake`]; otherwise returns `None`. Does not wait
+    /// for leases. Otherwise like [`DeviceArena::sleep`].
+    ///
+    /// On the worker of a `Memory` it does not wait for the whole device: an arena with leases
+    /// without a lane stays awake there, with [`DriverError::Background`].
+    ///
+    /// On a driver without [`same_address_wake`](crate::driver::Capabilities) it releases
+    /// idle memory instead, stays awake and returns `None`.
+    ///
+    /// Allocations and frees do not count as leases. An arena without memory stays awake, and so
+    /// does one with raw blocks or exported buffers. If a lease or a free interrupts it, it returns
+    /// `None`, and does not try again for 10 s; the same holds after an error.
+    ///
+    /// # Errors
+    /// The errors of [`DeviceArena::sleep`].
+    ///
+    /// [`DriverError::Background`]: crate::driver::DriverError::Background
+    /// [`SleepConfig::idle_after`]: crate::SleepConfig::idle_after
+    /// [`SleepConfig::min_awake`]: crate::SleepConfig::min_awake
+    pub fn sleep_if_idle(&self, now: Moment) -> Result<Option<SleepReport>, DeviceError> {
+        self.inner().check_here()?;
+        if self.next_sleep() > now {
+            return Ok(None);
+        }
+        let inner = self.inner();
+        if !inner.capabilities.same_address_wake {
+            return self.release_idle_instead().map(|()| None);
+        }
+        let config = inner.run_now(|state| state.sleep.config);
+        let options = SleepOptions { drain: Duration::ZERO, ..config.options };
+        let outcome = self.try_sleep(options);
+        let Err(error) = outcome else { return outcome.map(Some) };
+        // An allocation that cancels it is no lease: without a pause it would be tried at once
+        // again, and contents copied for nothing.
+        let again = inner.clock.now() + AGAIN;
+        inner.run_now(|state| state.sleep.postpone(again));
+        log!(debug, arena = self.name(), %error, "arena idle sleep failed");
+        match error {
+            // Another thread was faster, and so it is not idle.
+            DeviceError::Leased { .. }
+            | DeviceError::Exported { .. }
+            | DeviceError::SleepCancelled { .. }
+            | DeviceError::State { .. } => Ok(None),
+            error => Err(error),
+        }
+    }
+
+    /// In place of a sleep whose memory could not be restored at the same addresses.
+    fn release_idle_instead(&self) -> Result<(), DeviceError> {
+        let inner = self.inner();
+        let again = inner.clock.now() + AGAIN;
+        let is_first = inner.run_now(|state| {
+            state.sleep.postpone(again);
+            state.sleep.note_unsupported()
+        });
+        if is_first {
+            let (arena, backend) = (self.name(), self.backend());
+            log!(info, arena, %backend, "backend cannot sleep, releasing only idle memory");
+        }
+        self.purge().map(drop)
+    }
+
+    /// Returns the time for the next [`DeviceArena::sleep_if_idle`]; [`Moment::NEVER`] if idle
+    /// sleep is off, a lease is held, or the arena is not awake, has no memory, or has raw blocks
+    /// or exported buffers. Takes the lock for a few comparisons.
+    #[must_use]
+    pub fn next_sleep(&self) -> Moment {
+        let inner = self.inner();
+        if inner.check_here().is_err() {
+            return Moment::NEVER;
+        }
+        inner.run_now(|state| next_sleep(state))
+    }
+
+    /// Returns a lease, like [`DeviceArena::enter`], without blocking while a sleeping arena wakes:
+    /// a separate thread wakes it. Needs no runtime. While blocks are being moved it may block for
+    /// the duration of one copy.
+    ///
+    /// # Errors
+    /// The future returns the errors of [`DeviceArena::enter`], and [`DeviceError::Thread`] if no
+    /// thread could be started.
+    pub fn enter_async(&self) -> EnterFuture {
+        EnterFuture { arena: Arc::clone(self.inner()), before: None, waits: None }
+    }
+}
+
+impl Future for EnterFuture {
+    type Output = Result<Lease, DeviceError>;
+
+    fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
+        let this = &mut *self;
+        if let Err(error) = this.arena.check_open() {
+            return Poll::Ready(Err(error));
+        }
+        // Its clone and its drop are foreign code: with the lock released.
+        let waker = context.waker().clone();
+        let mut state = this.arena.lock();
+        let ended = state.sleep.attempts;
+        let before = *this.before.get_or_insert(ended);
+        let phase = state.sleep.phase;
+        let wake_timeout = match phase {
+            Phase::Awake | Phase::Draining(_) => {
+                return Poll::Ready(Lease::under(&this.arena, state));
+            }
+            Phase::Asleep => {
+                if let Some(error) = state.sleep.failed_since(before) {
+                    return Poll::Ready(Err(error));
+                }
+                Some(begin_wake(&mut state))
+            }
+            Phase::Suspending | Phase::Waking => None,
+        };
+        let replaced = state.sleep.register(&mut this.waits, waker);
+        drop(state);
+        drop(replaced);
+        match wake_timeout.map(|timeout| spawn_wake(&this.arena, timeout)) {
+            Some(Err(error)) => Poll::Ready(Err(error)),
+            _ => Poll::Pending,
+        }
+    }
+}
+
+/// Starts a thread that wakes an arena, which is marked as waking.
+fn spawn_wake(arena: &Arc<ArenaInner>, wake_timeout: Duration) -> Result<(), DeviceError> {
+    let inner = Arc::clone(arena);
+    let wake = move || {
+        let _ = inner.run(async |port| resume(port, wake_timeout).await);
+        inner.pass_on();
+    };
+    let thread = thread::Builder::new().name("lowtide-wake".to_owned());
+    thread.spawn(wake).map(drop).map_err(|error| {
+        let error = DeviceError::Thread { message: error.to_string() };
+        arena.run(async |port| fail_wake(port, &error).await);
+        error
+    })
+}
+
+impl Drop for EnterFuture {
+    /// Gives up the wait. In a forked child does nothing.
+    fn drop(&mut self) {
+        let Some(waits) = self.waits.filter(|_| self.arena.check_here().is_ok()) else { return };
+        let waker = self.arena.run_now(|state| state.sleep.unregister(waits));
+        let _ = caught(|| drop(waker)); // foreign code; nothing unwinds out of a drop
+    }
+}
+
+/// Passes on what a wake recorded, and checks the state in debug builds.
+fn finish_wake(
+    inner: &ArenaInner,
+    outcome: Result<WakeReport, DeviceError>,
+) -> Result<WakeReport, DeviceError> {
+    inner.pass_on();
+    if outcome.is_ok() {
+        inner.debug_validate();
+    }
+    outcome
+}

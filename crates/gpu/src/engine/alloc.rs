@@ -1,0 +1,451 @@
+//! Allocates blocks: finds a place and commits its missing granules, within the limit.
+//!
+//! The first step places a block. If all of its memory is there and nothing else uses it, that is
+//! all. Else the operation goes on with the block pinned: it commits the missing granules, or
+//! allocates a segment on drivers without virtual memory, and orders the block after the uses of
+//! its memory. Only an operation that needs a granule of a call in progress waits for its result.
+//!
+//! What follows a shortage is in `retry`.
+//!
+//! Invariants: `backed + being committed <= limit` at every commit; the limit fails an allocation
+//! only if `active` plus the granules or the segment that the block needs exceed it; after an error
+//! the block is free again, and memory committed for it is idle.
+
+use super::call::{Answer, CallKind};
+use super::completion::come_after;
+use super::port::Port;
+use super::release::{Released, give_back};
+use super::remap::remap_idle;
+use super::resume::awake;
+use super::retry::run_ladder;
+use crate::driver::DriverError;
+use crate::index::Span;
+use crate::observe::visualize::Act;
+use crate::state::arena::ArenaState;
+use crate::state::failure::{AllocFailure, Cause};
+use crate::state::pending::Claim;
+use crate::state::region::{AllocRequest, Placement, PlacementQuery, Region, Search};
+use crate::state::segment::Run;
+use crate::state::streams::StreamKey;
+use crate::types::error::DeviceError;
+use lowtide_core::bytes::ByteSize;
+use lowtide_core::clock::Clock;
+
+/// Attempts of an allocation on a full device in addition to one per idle granule: each attempt
+/// releases at least one granule, so more are needed only against other processes.
+pub(super) const ATTEMPTS_BESIDE: u64 = 16;
+
+/// A block to allocate.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct AllocTarget {
+    pub(crate) region: Region,
+    pub(crate) wanted: AllocRequest,
+    /// The stream that may use it immediately, in its order; any stream, if none is given.
+    pub(crate) taker: Option<StreamKey>,
+}
+
+/// The result of the first step of an allocation.
+#[derive(Debug)]
+pub(crate) enum Begun {
+    /// The block is live.
+    Done(Placement),
+    /// It has a place and is pinned there, but lacks memory, or its memory is in use.
+    Placed(Placement, Claim),
+    /// There is no place, or the arena is not awake.
+    Not,
+}
+
+/// The bound that a commit would exceed.
+#[derive(Clone, Copy)]
+enum ExceededBound {
+    /// The arena's limit: so many bytes are wanted.
+    Limit(u64),
+    /// The device has no more: so many granules are wanted.
+    Device(u64),
+}
+
+/// How to go on with a commit.
+enum NextCommit {
+    /// All of it is committed.
+    Nothing,
+    /// Wait for a call in progress.
+    Wait,
+    /// Commit these runs, which are marked.
+    Runs(Vec<Run>),
+    Short(ExceededBound),
+}
+
+/// The result of acting on a shortage.
+enum ShortageOutcome {
+    /// Idle granules were released, or moved to where they are needed.
+    Made,
+    /// The lock was released without a gain: check again.
+    Tried,
+    /// Another operation is releasing idle granules, or committing ahead.
+    Coming,
+    /// All idle granules together are too few.
+    None(Cause),
+}
+
+/// The first step of an allocation.
+#[inline]
+pub(crate) fn begin(state: &mut ArenaState, clock: &dyn Clock, target: AllocTarget) -> Begun {
+    if !state.sleep.is_open() {
+        return Begun::Not;
+    }
+    let AllocTarget { region, wanted, taker } = target;
+    match state.place(region, wanted, Search::Usual, taker) {
+        Ok((placed, claim)) => begin_at(state, clock, target, placed, claim),
+        Err(_) => Begun::Not,
+    }
+}
+
+/// Ends the allocation of a placed block if its memory is there, else pins it.
+#[inline]
+fn begin_at(
+    state: &mut ArenaState,
+    clock: &dyn Clock,
+    target: AllocTarget,
+    placed: Placement,
+    claim: Claim,
+) -> Begun {
+    let region = state.region_mut(target.region);
+    if claim.uses.is_empty() && region.segment.is_committed(placed.span) && !state.is_closed {
+        finish(state, clock, target, placed);
+        return Begun::Done(placed);
+    }
+    state.region_mut(target.region).pins.pin(placed.id);
+    Begun::Placed(placed, claim)
+}
+
+/// Records that a placed block has its memory, and may be used.
+fn finish(state: &mut ArenaState, clock: &dyn Clock, target: AllocTarget, placed: Placement) {
+    state.arrive(target.region, placed);
+    state.record(clock, Act::Alloc, placed);
+    state.tell_alloc(clock, target.region, target.wanted, placed);
+}
+
+/// One attempt of an allocation, with the extent of the search.
+pub(super) async fn attempt(
+    port: &Port<'_>,
+    target: AllocTarget,
+    search: Search,
+) -> Result<Placement, AllocFailure> {
+    awake(port).await.map_err(AllocFailure::uncounted)?;
+    let AllocTarget { region, wanted, taker } = target;
+    let found = port.with(|state| state.place(region, wanted, search, taker));
+    let (placed, claim) = match found {
+        Ok(found) => found,
+        Err(failure) if port.with(|state| state.is_whole()) => {
+            let query = PlacementQuery { region, wanted, search, taker };
+            place_in_new_segment(port, failure, query).await?
+        }
+        Err(failure) => return Err(failure),
+    };
+    match port.with(|state| begin_at(state, port.clock, target, placed, claim)) {
+        Begun::Placed(placed, claim) => complete(port, target, placed, claim).await,
+        Begun::Done(_) | Begun::Not => Ok(placed),
+    }
+}
+
+/// Completes the allocation of a block that has a place and is pinned there.
+pub(super) async fn complete(
+    port: &Port<'_>,
+    target: AllocTarget,
+    placed: Placement,
+    claim: Claim,
+) -> Result<Placement, AllocFailure> {
+    let region = target.region;
+    let mut outcome = ensure_committed(port, region, placed.span).await;
+    if outcome.is_ok() && !claim.uses.is_empty() {
+        let ordered = come_after(port, target.taker, &claim.uses).await;
+        outcome = ordered.map_err(AllocFailure::of_driver);
+    }
+    port.with(|state| {
+        state.region_mut(region).pins.unpin(placed.id);
+        if outcome.is_ok() && state.is_closed {
+            // Its memory came when the arena was closed already.
+            let closed = DeviceError::Closed { arena: state.name.clone() };
+            outcome = Err(AllocFailure::uncounted(closed));
+        }
+        match outcome {
+            Ok(()) => {
+                finish(state, port.clock, target, placed);
+                Ok(placed)
+            }
+            Err(failure) => {
+                state.withdraw(region, placed, claim, port.clock);
+                Err(failure.with_figures(state))
+            }
+        }
+    })
+}
+
+/// Commits every granule of a placed span.
+///
+/// Each turn of its loop commits something, makes some room or waits for a driver call. Under the
+/// limit it ends when there is no room to be made, and not before: a turn in vain is one in which
+/// other operations committed.
+pub(crate) async fn ensure_committed(
+    port: &Port<'_>,
+    region: Region,
+    span: Span,
+) -> Result<(), AllocFailure> {
+    let (mut attempts, mut grow, mut remaps) = port.with(|state| {
+        let attempts = ATTEMPTS_BESIDE + state.granules_for(state.idle());
+        (attempts, state.steps.grow(), state.capabilities.remap)
+    });
+    loop {
+        let shortage = match port.with(|state| next_commit(state, region, span, grow)) {
+            NextCommit::Nothing => return Ok(()),
+            // Ends with the calls in progress: no granule of a placed span starts to leave, and a
+            // commit in progress by a neighbour ends as committed or as bare.
+            NextCommit::Wait => {
+                port.wait().await;
+                continue;
+            }
+            // The runs were all that was bare, and what blocks touch does not leave.
+            NextCommit::Runs(runs) => match commit(port, region, runs).await {
+                Ok(()) => return Ok(()),
+                // It may succeed without the growth.
+                Err(DriverError::OutOfMemory { .. }) if grow => {
+                    grow = false;
+                    continue;
+                }
+                Err(DriverError::OutOfMemory { .. }) if attempts > 0 => {
+                    attempts -= 1;
+                    let wanting = port.with(|state| state.region(region).segment.wanting(span));
+                    ExceededBound::Device(wanting)
+                }
+                Err(DriverError::OutOfMemory { .. }) => {
+                    return Err(AllocFailure::of(Cause::Device, span.size));
+                }
+                Err(error) => return Err(AllocFailure::of_driver(error)),
+            },
+            NextCommit::Short(shortage) => shortage,
+        };
+        match make_room(port, (region, span), shortage, &mut remaps).await? {
+            ShortageOutcome::Made | ShortageOutcome::Tried => {}
+            ShortageOutcome::Coming => port.wait().await,
+            ShortageOutcome::None(cause) => return Err(AllocFailure::of(cause, span.size)),
+        }
+    }
+}
+
+/// Returns how to go on with the commit of a placed span, and marks the runs to commit.
+fn next_commit(state: &mut ArenaState, region: Region, span: Span, grow: bool) -> NextCommit {
+    let segment = &state.region(region).segment;
+    if segment.is_moving(span) {
+        return NextCommit::Wait;
+    }
+    let bytes = state.bytes_of(segment.wanting(span));
+    if bytes == 0 {
+        NextCommit::Nothing
+    } else if state.over_limit(bytes) > 0 {
+        NextCommit::Short(ExceededBound::Limit(bytes))
+    } else {
+        NextCommit::Runs(state.begin_commit(region, span, bytes, grow))
+    }
+}
+
+/// Commits marked runs in order until one fails, and records each result.
+async fn commit(port: &Port<'_>, region: Region, runs: Vec<Run>) -> Result<(), DriverError> {
+    let mut outcome = Ok(());
+    let mut runs = runs.into_iter();
+    let mut next = runs.next();
+    while let Some(run) = next {
+        if outcome.is_ok() {
+            let (at, size) = port.with(|state| state.region(region).segment.place_of(run));
+            outcome = port.does(CallKind::Commit { at, size }).await;
+        }
+        port.with(|state| state.end_commit(region, run, outcome.is_ok(), port.clock));
+        next = runs.next();
+    }
+    port.with(ArenaState::note_committed);
+    outcome
+}
+
+/// Moves idle granules to where a span needs them, or releases them, if that can help.
+async fn make_room(
+    port: &Port<'_>,
+    (region, span): (Region, Span),
+    shortage: ExceededBound,
+    remaps: &mut bool,
+) -> Result<ShortageOutcome, AllocFailure> {
+    let granules = match port.with(|state| assess(state, shortage)) {
+        Ok(granules) => granules,
+        Err(cause) => return Ok(ShortageOutcome::None(cause)),
+    };
+    // An excess beyond the need exists only if the limit was lowered: it leaves.
+    let wanting = port.with(|state| state.region(region).segment.wanting(span));
+    if *remaps && granules <= wanting {
+        let moved = remap_idle(port, region, span, granules).await;
+        *remaps = !moved.failed;
+        if moved.granules > 0 {
+            return Ok(ShortageOutcome::Made);
+        }
+        if moved.failed {
+            return Ok(ShortageOutcome::Tried);
+        }
+    }
+    let leave = if *remaps && granules > wanting { granules - wanting } else { granules };
+    release_idle(port, leave).await
+}
+
+/// Releases about so many idle granules.
+async fn release_idle(port: &Port<'_>, granules: u64) -> Result<ShortageOutcome, AllocFailure> {
+    match give_back(port, granules, None).await {
+        // There is room without a trim as well, or the driver reports an error.
+        Released { error: Some(error), is_of_trim: false, .. } => {
+            Err(AllocFailure::of_driver(error))
+        }
+        Released { granules: 1.., .. } => Ok(ShortageOutcome::Made),
+        Released { unlocked: true, .. } => Ok(ShortageOutcome::Tried),
+        // Nothing could be marked, so the idle granules counted above are on their way: out, or
+        // here ahead of another operation's block.
+        Released { .. } => Ok(ShortageOutcome::Coming),
+    }
+}
+
+/// Returns how many idle granules must leave because of a shortage, or the cause of the error if
+/// all of them are too few.
+fn assess(state: &ArenaState, shortage: ExceededBound) -> Result<u64, Cause> {
+    let idle = state.granules_for(state.idle());
+    match shortage {
+        ExceededBound::Limit(bytes) => {
+            let granules = state.granules_for(state.over_limit(bytes));
+            if idle >= granules {
+                return Ok(granules);
+            }
+            let active = state.active().saturating_add(bytes);
+            Err(Cause::Limit { over: active.saturating_sub(state.limit.get()) })
+        }
+        ExceededBound::Device(_) if idle == 0 && !state.untrimmed => Err(Cause::Device),
+        ExceededBound::Device(granules) => Ok(granules),
+    }
+}
+
+/// Places a block that found no place, on a driver that allocates whole segments: the index offers
+/// only memory that exists, so the segment comes first. Other operations allocate segments of their
+/// own meanwhile, or wait if the limit leaves no other way.
+///
+/// Each turn of its loop allocates a segment, makes some room or waits for a driver call.
+async fn place_in_new_segment(
+    port: &Port<'_>,
+    mut no_place: AllocFailure,
+    query: PlacementQuery,
+) -> Result<(Placement, Claim), AllocFailure> {
+    let PlacementQuery { region, wanted, search, taker } = query;
+    let (mut attempts, mut grow, granules, needed) = port.with(|state| {
+        let attempts = ATTEMPTS_BESIDE + state.granules_for(state.idle());
+        let granules = state.granules_for(wanted.size);
+        (attempts, state.steps.grow(), granules, state.bytes_of(granules))
+    });
+    let fail = |port: &Port<'_>, cause| {
+        port.with(|state| AllocFailure::of(cause, wanted.size).with_figures(state))
+    };
+    loop {
+        let mut shortage = ExceededBound::Limit(needed);
+        if port.with(|state| state.over_limit(needed)) == 0 {
+            let marked = port.with(|state| state.begin_segment(query, needed, grow));
+            let Some(span) = marked else { return Err(no_place) };
+            shortage = match create_segment(port, query, span).await {
+                Ok(Some(placed)) => return Ok((placed, Claim::default())),
+                Ok(None) => return Err(no_place),
+                // It may succeed without the growth.
+                Err(DriverError::OutOfMemory { .. }) if grow => {
+                    grow = false;
+                    continue;
+                }
+                Err(DriverError::OutOfMemory { .. }) if attempts > 0 => {
+                    ExceededBound::Device(granules)
+                }
+                Err(DriverError::OutOfMemory { .. }) => return Err(fail(port, Cause::Device)),
+                Err(error) => return Err(AllocFailure::of_driver(error)),
+            };
+            attempts -= 1;
+        }
+        let assessed = port.with(|state| assess(state, shortage));
+        let room = match assessed {
+            Ok(granules) => release_idle(port, granules).await?,
+            Err(cause) => ShortageOutcome::None(cause),
+        };
+        match room {
+            ShortageOutcome::Made | ShortageOutcome::Tried => {}
+            ShortageOutcome::Coming => port.wait().await,
+            // A segment that arrives for another operation may have room for this one as well.
+            ShortageOutcome::None(Cause::Limit { .. })
+                if port.with(|state| state.region(region).segment.committing()) > 0 =>
+            {
+                port.wait().await;
+            }
+            ShortageOutcome::None(cause) => return Err(fail(port, cause)),
+        }
+        // It may have fallen asleep: nothing of this block was recorded.
+        awake(port).await.map_err(AllocFailure::uncounted)?;
+        match port.with(|state| state.place(region, wanted, search, taker)) {
+            Ok(found) => return Ok(found),
+            Err(failure) => no_place = failure,
+        }
+    }
+}
+
+/// Allocates a marked segment, and places the block in it.
+async fn create_segment(
+    port: &Port<'_>,
+    query: PlacementQuery,
+    span: Span,
+) -> Result<Option<Placement>, DriverError> {
+    let created = port.perform(CallKind::CreateSegment { size: ByteSize::new(span.size) }).await;
+    port.with(|state| {
+        let at = match created {
+            Ok(Answer::Address(at)) => Some(at),
+            _ => None,
+        };
+        state.end_segment(query.region, span, at, port.clock);
+        created.map(|_| state.region_mut(query.region).place_in(query.wanted, span))
+    })
+}
+
+/// Goes on with an allocation after its first step.
+///
+/// # Errors
+/// A shortage, after which [`alloc_after_shortage`] may succeed; the errors of a wake.
+pub(crate) async fn alloc(
+    port: &Port<'_>,
+    target: AllocTarget,
+    begun: Begun,
+) -> Result<Placement, AllocFailure> {
+    let outcome = match begun {
+        Begun::Done(placed) => return Ok(placed),
+        Begun::Placed(placed, claim) => complete(port, target, placed, claim).await,
+        Begun::Not => attempt(port, target, Search::Usual).await,
+    };
+    without_wait(port, target, outcome).await
+}
+
+/// Allocates a block after a shortage.
+///
+/// # Errors
+/// A shortage; the errors of a wake.
+pub(crate) async fn alloc_after_shortage(
+    port: &Port<'_>,
+    target: AllocTarget,
+) -> Result<Placement, AllocFailure> {
+    run_ladder(port, target.region, async |search| {
+        without_wait(port, target, attempt(port, target, search).await).await
+    })
+    .await
+}
+
+/// Tries to find memory that needs no wait, or that can be committed, if a capture forbids the wait.
+async fn without_wait(
+    port: &Port<'_>,
+    target: AllocTarget,
+    outcome: Result<Placement, AllocFailure>,
+) -> Result<Placement, AllocFailure> {
+    match outcome {
+        Err(failure) if failure.is_by_capture() => attempt(port, target, Search::Clear).await,
+        outcome => outcome,
+    }
+}

@@ -1,0 +1,133 @@
+//! Counts failed allocations, and adds the gain of a compaction to their errors.
+//!
+//! The gain is planned on a copy with the lock released, and only for an error that a caller gets.
+
+use super::port::Port;
+use crate::engine::compact::plan::{self, Target};
+use crate::engine::compact::{CompactOptions, Goal};
+use crate::index::End;
+use crate::observe::record::hooks::Refused;
+use crate::state::failure::{AllocFailure, Cause};
+use crate::types::error::DeviceError;
+use crate::types::region::Region;
+use lowtide_core::bytes::ByteSize;
+use lowtide_core::clock::Moment;
+use lowtide_core::log;
+
+/// The number of blocks and free spans planned for in each range of each region: a plan then takes
+/// about 4 ms (`benches/time`).
+const PARTS_MAX: usize = 256;
+
+/// The time between plans, as a multiple of the last plan's duration: errors come in bursts, and
+/// all of their plans together take no more than a 32nd of a core.
+const PLANS_APART: u32 = 31;
+
+/// Counts a failure, and returns its error with the figures for its caller.
+pub(crate) async fn record_failure(
+    port: &Port<'_>,
+    region: Region,
+    failure: AllocFailure,
+    what: Refused,
+) -> DeviceError {
+    let AllocFailure { cause, mut error } = failure;
+    let arena = port.with(|state| state.name.clone());
+    if matches!(cause, Cause::Uncounted) {
+        log!(debug, arena, %error, "allocation failed");
+        return error;
+    }
+    match &mut error {
+        DeviceError::OutOfMemory { recoverable, holes, .. } => {
+            if let Some(from) = begin_plan(port) {
+                let bytes = recoverable_bytes(port).await;
+                end_plan(port, from, Some(bytes));
+            }
+            let known = port.with(|state| {
+                let granule = state.bytes_of(1);
+                state.outlook.recoverable.min(holes.get() / granule * granule)
+            });
+            *recoverable = ByteSize::new(known);
+        }
+        DeviceError::OutOfAddresses { requested, largest_span, compacted_span, .. } => {
+            *compacted_span = *largest_span;
+            if let Some(from) = begin_plan(port) {
+                let planned = planned_span(port, region, *requested).await;
+                *compacted_span = planned.max(*largest_span);
+                end_plan(port, from, None);
+            }
+        }
+        _ => {}
+    }
+    port.with(|state| {
+        state.record_refusal(&error, port.clock);
+        state.tell_refusal(port.clock, what, cause);
+        let failures = &mut state.totals.failures;
+        match cause {
+            Cause::Limit { .. } => failures.limit += 1,
+            Cause::Device => failures.device += 1,
+            Cause::Addresses => failures.addresses += 1,
+            Cause::Driver => failures.driver += 1,
+            Cause::Uncounted => {}
+        }
+    });
+    log!(debug, arena, %error, "allocation failed");
+    error
+}
+
+/// Begins a plan, if the last one was long enough ago; returns the time.
+fn begin_plan(port: &Port<'_>) -> Option<Moment> {
+    let from = port.clock.now();
+    port.with(|state| {
+        let is_due = from >= state.outlook.next;
+        if is_due {
+            state.outlook.next = Moment::NEVER;
+        }
+        is_due.then_some(from)
+    })
+}
+
+/// Ends a plan, with the bytes that a compaction would make idle, if that was planned.
+fn end_plan(port: &Port<'_>, from: Moment, recoverable: Option<u64>) {
+    let now = port.clock.now();
+    port.with(|state| {
+        state.outlook.next = now + (now - from).saturating_mul(PLANS_APART);
+        state.outlook.recoverable = recoverable.unwrap_or(state.outlook.recoverable);
+    });
+}
+
+/// Returns the bytes of granules that a compaction of both regions would make idle.
+async fn recoverable_bytes(port: &Port<'_>) -> u64 {
+    let granule = port.with(|state| state.bytes_of(1));
+    let mut granules = 0;
+    for region in Region::ALL {
+        for end in [End::Low, End::High] {
+            let copied = port.with(|state| {
+                let of = state.region(region);
+                let used = of.live() + of.pending.bytes();
+                let holes = of.segment.active().saturating_sub(used);
+                // Nothing moves to memory that the device may still use.
+                let helps = holes >= granule && of.pending.bytes() == 0;
+                helps.then(|| {
+                    let parts = state.first_parts(CompactOptions::new(region), end, PARTS_MAX);
+                    (parts, of.segment.segments())
+                })
+            });
+            let Some((parts, segments)) = copied else { continue };
+            let target = segments.as_deref().map_or(Target::Granules, Target::Segments);
+            let planned = port.outside(|| plan::outlook(&parts, granule, target)).await;
+            let [before, after] = planned.active;
+            granules += before.saturating_sub(after);
+        }
+    }
+    granules * granule
+}
+
+/// Returns the longest free span of addresses that a compaction for a block would make.
+async fn planned_span(port: &Port<'_>, region: Region, wanted: ByteSize) -> ByteSize {
+    let goal = Goal::Contiguous(wanted);
+    let options = CompactOptions { goal, ..CompactOptions::new(region) };
+    let (parts, granule) =
+        port.with(|state| (state.first_parts(options, End::Low, PARTS_MAX), state.bytes_of(1)));
+    let target = Target::Contiguous(wanted.get());
+    let planned = port.outside(|| plan::outlook(&parts, granule, target)).await;
+    ByteSize::new(planned.largest[1])
+}

@@ -1,0 +1,334 @@
+//! Operations during a compaction: enter, allocate, free, resize, from other threads and from the
+//! callback; and the events that they see.
+//!
+//! Invariant: no thread waits longer than for one move, or sees half of one.
+
+use std::thread;
+use std::time::Duration;
+
+use super::tests::{
+    ALL, Chance, DYNAMIC, STRIDE, address, alternating, assert_all_marked, assert_marked,
+    beside_a_pinned_one, fixed, marked, open, virtual_memory,
+};
+use crate::observe::visualize::Act;
+use crate::{ArenaConfig, Buffer, CompactOptions, Goal, Region, StopReason};
+use lowtide_core::bytes::ByteSize;
+use lowtide_core::clock::{Clock, SystemClock};
+
+/// Waits for an action of another thread.
+fn wait_until(condition: impl Fn() -> bool) {
+    let clock = SystemClock::new();
+    let deadline = clock.now() + Duration::from_secs(20);
+    while !condition() {
+        assert!(clock.now() < deadline, "it did not come to pass");
+        thread::yield_now();
+    }
+}
+
+#[test]
+fn who_wants_a_lease_waits_for_one_move_and_no_other_follows() {
+    // Without the count of waiting threads the mover sometimes wins: a few times.
+    for _ in 0..4 {
+        let (arena, driver) = fixed(ByteSize::mib(64));
+        let blocks = alternating(&arena, 8, ByteSize::mib(8));
+        driver.hold();
+        let compacting = {
+            let arena = arena.clone();
+            thread::spawn(move || arena.compact(ALL, |_| {}))
+        };
+        driver.wait_until_held(1);
+        let entering = {
+            let arena = arena.clone();
+            thread::spawn(move || arena.enter())
+        };
+        wait_until(|| arena.inner().lock().entering == 1);
+        assert!(!entering.is_finished(), "a lease was given while a block moves");
+        arena.validate();
+        driver.let_go();
+        let lease = entering.join().expect("no panic").expect("awake");
+        let done = compacting.join().expect("no panic").expect("no error");
+        assert_eq!((done.moves, done.stopped), (1, StopReason::Busy));
+        drop(lease);
+        assert!(arena.compact(ALL, |_| {}).expect("no error").moves > 0, "there was more to do");
+        assert_all_marked(&arena, &blocks);
+        arena.validate();
+        driver.assert_no_faults();
+    }
+}
+
+#[test]
+fn a_lease_that_is_had_while_the_new_place_gets_its_memory_stops_the_move() {
+    let (arena, driver) = fixed(ByteSize::mib(16));
+    let (moving, _after, _pin) = beside_a_pinned_one(&arena);
+    driver.hold();
+    let compacting = {
+        let arena = arena.clone();
+        thread::spawn(move || arena.compact(ALL, |_| {}))
+    };
+    driver.wait_until_held(1);
+    let lease = arena.enter().expect("at once: nothing is copied yet");
+    arena.validate();
+    driver.let_go();
+    let done = compacting.join().expect("no panic").expect("no error");
+    assert_eq!((done.moves, done.stopped), (0, StopReason::Busy));
+    drop(lease);
+    assert_marked(&arena, &moving, 1);
+    arena.validate();
+    driver.assert_no_faults();
+}
+
+#[test]
+fn a_block_that_a_resize_copies_does_not_move_meanwhile() {
+    let (arena, driver) = fixed(ByteSize::mib(16));
+    let (mut moving, _after, pin) = beside_a_pinned_one(&arena);
+    // All blocks have memory: the held call is the copy.
+    drop([6, 6].map(|mib| arena.alloc::<u8>(mib << 20, Region::Dynamic).expect("room")));
+    drop(pin);
+    driver.hold();
+    let resizing = thread::spawn(move || moving.resize(3 << 17).map(|()| moving));
+    driver.wait_until_held(1);
+    let done = arena.compact(ALL, |_| panic!("moved")).expect("no error");
+    assert_eq!((done.moves, done.stopped), (0, StopReason::Busy));
+    driver.let_go();
+    let resized = resizing.join().expect("no panic").expect("room");
+    let lease = arena.enter().expect("awake");
+    let seen = resized.slice(&lease).expect("own lease");
+    assert_eq!((seen.len(), seen[STRIDE]), (3 << 17, 1 ^ (1 << 32)));
+    driver.assert_no_faults();
+}
+
+/// The bug: an old pointer freed during a compaction was not known, and a new block could be
+/// placed at the source of a copy in progress.
+#[test]
+fn beside_a_move_others_allocate_and_free_the_moving_block_among_them() {
+    for front in [ByteSize::ZERO, ByteSize::mib(8)] {
+        let (arena, driver) = fixed(ByteSize::mib(64));
+        arena.set_thread_cache(front);
+        let mut blocks = alternating(&arena, 8, ByteSize::mib(8));
+        driver.hold();
+        let compacting = {
+            let arena = arena.clone();
+            thread::spawn(move || {
+                let mut told = 0;
+                arena.compact(ALL, |_| told += 1).map(|done| (done.moves, told))
+            })
+        };
+        driver.wait_until_held(1);
+        let moving = arena.inner().lock().moving.expect("one is moving");
+        // Neither waits for the copy that is held.
+        drop(arena.alloc::<u64>(1 << 19, Region::Dynamic).expect("room"));
+        arena.validate();
+        let is_it = |block: &Buffer<u64>| block.block_id() == Some(moving.id);
+        let freed = blocks.iter().position(|(_, block)| is_it(block)).expect("it is ours");
+        drop(blocks.swap_remove(freed));
+        arena.validate();
+        driver.let_go();
+        let (moves, told) = compacting.join().expect("no panic").expect("no error");
+        if front.is_zero() {
+            assert_eq!(moves, told + 1, "nobody is told of a block that is gone");
+        } // else it waits in the front for its next owner
+        assert_eq!(arena.snapshot().live, ByteSize::mib(24));
+        let next = marked(&arena, ByteSize::mib(8), 77).expect("room");
+        assert_marked(&arena, &next, 77);
+        assert_all_marked(&arena, &blocks);
+        arena.validate();
+        driver.assert_no_faults();
+    }
+}
+
+#[test]
+fn a_block_whose_memory_is_on_its_way_stays() {
+    let (arena, driver) = fixed(ByteSize::mib(64));
+    let gone = marked(&arena, ByteSize::mib(8), 0).expect("room");
+    driver.hold();
+    let arriving = {
+        let arena = arena.clone();
+        thread::spawn(move || marked(&arena, ByteSize::mib(8), 1).expect("room"))
+    };
+    driver.wait_until_held(1);
+    drop(gone);
+    let done = arena.compact(ALL, |_| panic!("moved")).expect("no error");
+    assert_eq!(done.moves, 0);
+    driver.let_go();
+    let arrived = arriving.join().expect("no panic");
+    assert_eq!(arena.compact(ALL, |_| {}).map(|done| done.moves), Ok(1));
+    assert_marked(&arena, &arrived, 1);
+    arena.validate();
+    driver.assert_no_faults();
+}
+
+#[test]
+fn a_callback_may_allocate_free_and_enter_and_no_other_compaction_begins() {
+    let (arena, _) = fixed(ByteSize::mib(64));
+    let blocks = alternating(&arena, 8, ByteSize::mib(8));
+    let done = arena.compact(ALL, |_| {
+        let lease = arena.enter().expect("awake");
+        assert!(blocks.iter().all(|(_, block)| block.slice(&lease).is_ok()));
+        drop(lease);
+        drop(arena.alloc::<u64>(1 << 10, Region::Dynamic).expect("room"));
+        let inner = arena.compact(ALL, |_| panic!("moved")).expect("no error");
+        assert_eq!((inner.moves, inner.stopped), (0, StopReason::Busy));
+    });
+    assert_eq!(done.expect("no error").largest_span, ByteSize::mib(32));
+    assert_all_marked(&arena, &blocks);
+}
+
+#[test]
+fn threads_keep_their_contents_while_everything_moves() {
+    const THREADS: u64 = 3;
+    const MIB: u64 = 1 << 20;
+    let (arena, driver) = virtual_memory(ByteSize::mib(48));
+    let mut moves = 0;
+    let worker = |number: u64| {
+        let arena = arena.clone();
+        move || {
+            let seed = 0x9E37_79B9_7F4A_7C15 ^ (number << 32);
+            println!("thread {number} seed {seed:#x}");
+            let mut chance = Chance(seed);
+            let mut kept: Vec<(u64, Buffer<u64>)> = Vec::new();
+            for step in 0..250 {
+                let mark = (number << 20) | step;
+                match chance.below(8) {
+                    0..4 => {
+                        let size = ByteSize::new(256 * (1 + chance.below(MIB / 256)));
+                        match marked(&arena, size, mark) {
+                            Ok(buffer) => kept.push((mark, buffer)),
+                            Err(error) => assert!(error.is_out_of_memory(), "{error}"),
+                        }
+                    }
+                    4..6 if !kept.is_empty() => {
+                        let nth = usize::try_from(chance.below(kept.len() as u64)).expect("small");
+                        let (mark, buffer) = kept.swap_remove(nth);
+                        assert_marked(&arena, &buffer, mark);
+                    }
+                    6 if !kept.is_empty() => {
+                        let nth = usize::try_from(chance.below(kept.len() as u64)).expect("small");
+                        let pin = kept[nth].1.pin().expect("here");
+                        let place = address(&arena, &kept[nth].1);
+                        thread::yield_now();
+                        assert_eq!(address(&arena, &kept[nth].1), place, "a pinned block moved");
+                        drop(pin);
+                    }
+                    7 => drop(arena.purge().expect("purge")),
+                    _ => {}
+                }
+                if kept.len() > 16 {
+                    kept.drain(..12);
+                }
+            }
+            assert_all_marked(&arena, &kept);
+        }
+    };
+    let threads: Vec<_> = (1..=THREADS).map(|number| thread::spawn(worker(number))).collect();
+    let mut chance = Chance(99);
+    while !threads.iter().all(thread::JoinHandle::is_finished) {
+        let budget = ByteSize::mib(1 + chance.below(16));
+        let all = Goal::Contiguous(ByteSize::MAX);
+        let goal = if chance.below(2) == 0 { Goal::Granules } else { all };
+        let options = CompactOptions { goal, budget, ..DYNAMIC };
+        moves += arena.compact(options, |_| {}).expect("no error").moves;
+    }
+    for thread in threads {
+        thread.join().expect("no panic");
+    }
+    arena.validate();
+    driver.assert_no_faults();
+    let snapshot = arena.snapshot();
+    println!("{moves} moves, {snapshot:?}");
+    assert!(moves > 0, "nothing moved: the test is too tame");
+    assert_eq!((snapshot.live, snapshot.leases), (ByteSize::ZERO, 0));
+    assert_eq!(snapshot.allocs_total, snapshot.frees_total);
+    assert!(driver.committed().1 <= ByteSize::mib(48), "the limit was passed");
+}
+
+#[test]
+fn a_resize_waits_for_the_blocks_move_and_goes_on_from_there() {
+    // It shrinks, grows in place, or is copied to its old place.
+    for mib in [1, 4, 7] {
+        let (arena, driver) = fixed(ByteSize::mib(16));
+        let (mut moving, after, pin) = beside_a_pinned_one(&arena);
+        // All blocks have memory: the held call is the copy.
+        drop([6, 6].map(|mib| arena.alloc::<u8>(mib << 20, Region::Dynamic).expect("room")));
+        driver.hold();
+        let compacting = {
+            let arena = arena.clone();
+            thread::spawn(move || arena.compact(ALL, |_| {}))
+        };
+        wait_until(|| arena.inner().lock().moving.is_some());
+        let resizing = thread::spawn(move || moving.resize(mib << 17).map(|()| moving));
+        // It never comes to pass; without the wait it soon would.
+        for _ in 0..2000 {
+            assert!(!resizing.is_finished(), "a block was resized while it moves");
+            thread::yield_now();
+        }
+        arena.validate();
+        driver.let_go();
+        assert_eq!(compacting.join().expect("no panic").map(|done| done.moves), Ok(1));
+        let resized = resizing.join().expect("no panic").expect("room");
+        assert_marked(&arena, &after, 2);
+        let lease = arena.enter().expect("awake");
+        let seen = resized.slice(&lease).expect("own lease");
+        assert_eq!((seen.len(), seen[0], seen[STRIDE]), (mib << 17, 1, 1 ^ (1 << 32)));
+        drop((lease, pin));
+        arena.validate();
+        driver.assert_no_faults();
+    }
+}
+
+#[test]
+fn a_block_in_a_front_is_not_handed_out_by_an_address_that_it_left() {
+    let (arena, driver) = fixed(ByteSize::mib(64));
+    let blocks = alternating(&arena, 8, ByteSize::mib(8));
+    // In the middle of a compaction one is freed into the cache and moved there.
+    let mut given = Some(blocks);
+    let done = arena.compact(ALL, |_| drop(given.take())).expect("no error");
+    assert!(done.moves >= 1, "{done:?}");
+    let again: Vec<_> =
+        (0..8).map(|mark| (mark, marked(&arena, ByteSize::mib(8), mark).expect("room"))).collect();
+    assert_all_marked(&arena, &again);
+    arena.validate();
+    driver.assert_no_faults();
+}
+
+/// The bug: a hole behind the wall between the ranges was planned with, though no block passes it;
+/// the same move was planned and left out each time, and nothing else was.
+#[test]
+fn a_hole_in_the_other_range_kept_a_block_from_one_in_its_own() {
+    let (arena, driver) = virtual_memory(ByteSize::gib(1));
+    let block = |mark, size| (mark, marked(&arena, size, mark).expect("room"));
+    // All of the small range, and next to the wall a hole that just holds the last block.
+    let mut small: Vec<_> = (0..256).map(|mark| block(mark, ByteSize::kib(512))).collect();
+    small.sort_by_key(|(_, buffer)| address(&arena, buffer));
+    small.drain(..2);
+    let sizes = [1024, 1536, 1536, 1024].map(ByteSize::kib);
+    let mut large: Vec<_> = (900..).zip(sizes).map(|(mark, size)| block(mark, size)).collect();
+    large.remove(1);
+    let done = arena.compact(DYNAMIC, |_| {}).expect("no error");
+    assert_eq!((done.moves, done.skipped, done.recovered), (1, 0, ByteSize::mib(2)));
+    assert_all_marked(&arena, &large);
+    assert_all_marked(&arena, &small);
+    arena.validate();
+    driver.assert_no_faults();
+}
+
+#[test]
+fn the_events_show_where_each_block_went() {
+    let size = ByteSize::mib(64);
+    let config = ArenaConfig { limit: size, reserve: size, ..ArenaConfig::new("fixed") };
+    let (arena, _) = open(ArenaConfig { history: 1000, ..config });
+    let mut blocks = alternating(&arena, 8, ByteSize::mib(8));
+    assert!(arena.compact(ALL, |_| {}).expect("no error").moves > 0);
+    drop(blocks.pop());
+    let map = arena.map();
+    let mut live = std::collections::BTreeSet::new();
+    for event in &map.events {
+        match event.act {
+            Act::Alloc => assert!(live.insert(event.address), "twice at one address"),
+            Act::Free => assert!(live.remove(&event.address), "freed and never handed out"),
+            _ => {}
+        }
+    }
+    let segment = &map.segments[Region::Dynamic.number()];
+    let shown = segment.blocks.iter().map(|block| segment.base + block.offset.get());
+    assert!(shown.eq(live), "the events lead up to the map");
+}

@@ -1,0 +1,364 @@
+//! Proves that device work is complete: records, queries and waits for events.
+//!
+//! No driver call frees, unmaps or reuses memory because its work is likely done. A use is complete
+//! when the host has seen an event that was recorded after it, and precedes a stream's next work if
+//! that stream was made to wait for such an event.
+//!
+//! Two kinds of use have no event: memory used without naming a stream ([`StreamKey::CONTEXT`]),
+//! and a stream that ended before an event could be recorded on it. Only a wait for the whole
+//! context proves those ([`complete_all`]): events on all known streams prove nothing, because the
+//! work may be on another stream, and an event of the whole context (`cuCtxRecordEvent`) breaks
+//! captures like the wait does. While any stream captures a graph, the wait fails and invalidates
+//! every capture in the context, and an arena sees only the streams of its lanes. So it is made
+//! only in calls of the program, which knows when it captures: an allocation that takes the memory,
+//! a purge, trim, shrink, sleep, compaction, move or close. A decay never waits so, nor does
+//! background work: such memory stays pending until a call of the program has proved it.
+//!
+//! Invariants: a use counts as complete only after the host has seen it; neither a decay nor
+//! background work waits for the context.
+
+use super::call::{Answer, CallKind};
+use super::port::Port;
+use crate::driver::DriverError;
+use crate::state::pending::Uses;
+use crate::state::streams::{Event, Pick, StreamKey, Use, Wait};
+use crate::types::error::{DeviceError, captures, is_captures};
+
+/// Orders the next work of a stream, or of the next user if none is given, after these uses. With a
+/// stream the device waits; without one this thread does. While a stream captures a graph no wait
+/// that would invalidate it is made.
+///
+/// # Errors
+/// The driver's; [`CAPTURES`] for a capture. Nothing is reused then.
+pub(super) async fn come_after(
+    port: &Port<'_>,
+    taker: Option<StreamKey>,
+    uses: &Uses,
+) -> Result<(), DriverError> {
+    for of in uses.iter() {
+        if let Some((event, epoch)) = event_after(port, of, taker).await? {
+            let waited = wait_for(port, event, Use { epoch, ..of }, taker).await;
+            port.with(|state| state.streams.release_event(event));
+            waited?;
+        }
+    }
+    Ok(())
+}
+
+/// Returns the event to wait for so that `taker` comes after a use, and its epoch; `None` if it
+/// already does.
+async fn event_after(
+    port: &Port<'_>,
+    of: Use,
+    taker: Option<StreamKey>,
+) -> Result<Option<(Event, u64)>, DriverError> {
+    loop {
+        match port.with(|state| state.streams.how(of, taker)) {
+            Wait::Nothing => return Ok(None),
+            Wait::For(event, epoch) => return Ok(Some((event, epoch))),
+            Wait::Record(epoch) => match record(port, of.stream, epoch).await {
+                Some(Ok(event)) => return Ok(Some((event, epoch))),
+                // It ended meanwhile, and so has an event, or is waited for with all others.
+                None => continue,
+                Some(Err(_)) => {}
+            },
+            Wait::Context => {}
+        }
+        return complete_all(port).await.map(|()| None);
+    }
+}
+
+/// Lets a taker's stream, or this thread, wait for an event that was recorded after a use.
+async fn wait_for(
+    port: &Port<'_>,
+    event: Event,
+    of: Use,
+    taker: Option<StreamKey>,
+) -> Result<(), DriverError> {
+    let event = event.handle;
+    // The caller allocates for a lane of this stream, and holds the lane until the operation ends.
+    let stream =
+        taker.and_then(|taker| Some((taker, port.with(|state| state.streams.handle(taker))?)));
+    if let Some((taker, stream)) = stream {
+        if port.asks(CallKind::IsCapturing { stream }).await? {
+            return Err(captures("cuStreamWaitEvent"));
+        }
+        port.does(CallKind::StreamWaits { stream, event }).await?;
+        port.with(|state| state.streams.ordered(taker, of.stream, of.epoch));
+        return Ok(());
+    }
+    if is_any_capturing(port).await? {
+        return Err(captures("cuEventSynchronize"));
+    }
+    port.does(CallKind::WaitForEvent { event }).await?;
+    settle(port, of);
+    Ok(())
+}
+
+/// Records that all uses of a stream up to an epoch are complete.
+fn settle(port: &Port<'_>, of: Use) {
+    port.with(|state| state.settle(of.stream, of.epoch, port.clock));
+}
+
+/// Records the end of a stream's work until now, so that others can wait for it. Does not wait.
+///
+/// # Errors
+/// The driver's; [`CAPTURES`] while the stream captures a graph.
+pub(crate) async fn mark_end(port: &Port<'_>, stream: StreamKey) -> Result<(), DriverError> {
+    let Some(epoch) = port.with(|state| state.streams.close(stream)) else { return Ok(()) };
+    let Some(recorded) = record(port, stream, epoch).await else { return Ok(()) };
+    let event = recorded?;
+    port.with(|state| state.streams.release_event(event));
+    Ok(())
+}
+
+/// Forgets a stream of which the last lane is gone; no call is made with its handle any more when
+/// this returns.
+pub(crate) async fn end_stream(port: &Port<'_>, stream: StreamKey) {
+    port.with(|state| state.streams.retire(stream));
+    while port.with(|state| state.streams.is_lent(stream)) {
+        port.wait().await;
+    }
+    port.with(|state| state.forget_stream(stream));
+}
+
+/// Returns `true` if a stream captures a graph.
+pub(crate) async fn is_any_capturing(port: &Port<'_>) -> Result<bool, DriverError> {
+    let mut last = None;
+    while let Some(stream) = port.with(|state| state.streams.next_alive(last)) {
+        if is_capturing(port, stream).await.transpose()? == Some(true) {
+            return Ok(true);
+        }
+        last = Some(stream);
+    }
+    Ok(false)
+}
+
+/// Asks if a stream captures a graph; `None` if it has ended.
+async fn is_capturing(port: &Port<'_>, key: StreamKey) -> Option<Result<bool, DriverError>> {
+    let stream = port.with(|state| state.streams.export(key))?;
+    let answer = port.asks(CallKind::IsCapturing { stream }).await;
+    port.with(|state| state.streams.returned(key));
+    Some(answer)
+}
+
+/// Records an event of a closed epoch, and returns it held; `None` if the stream has ended.
+async fn record(port: &Port<'_>, key: StreamKey, epoch: u64) -> Option<Result<Event, DriverError>> {
+    let event = match event_to_record(port).await {
+        Ok(event) => event,
+        Err(error) => return Some(Err(error)),
+    };
+    // The drop of the last lane waits in `end_stream` until the handle is returned below.
+    let Some(stream) = port.with(|state| state.streams.export(key)) else {
+        port.with(|state| state.streams.put_back(event));
+        return None;
+    };
+    let recorded = record_uncaptured(port, event, stream).await;
+    port.with(|state| {
+        state.streams.returned(key);
+        match recorded {
+            Ok(()) => state.streams.recorded(key, epoch, event),
+            Err(_) => state.streams.put_back(event),
+        }
+    });
+    Some(recorded.map(|()| event))
+}
+
+/// Records an event, unless the stream captures a graph: the event would become part of that, never
+/// complete, and querying it would invalidate the capture. Another thread may begin one at any
+/// time, so this is checked again after the record.
+async fn record_uncaptured(
+    port: &Port<'_>,
+    event: Event,
+    stream: crate::driver::StreamHandle,
+) -> Result<(), DriverError> {
+    if port.asks(CallKind::IsCapturing { stream }).await? {
+        return Err(captures("cuEventRecord"));
+    }
+    port.does(CallKind::RecordEvent { event: event.handle, stream }).await?;
+    if port.asks(CallKind::IsCapturing { stream }).await? {
+        return Err(captures("cuEventRecord"));
+    }
+    Ok(())
+}
+
+/// Checks which freed memory is no longer used, and records it: records missing events, and queries
+/// recorded ones. If that cannot prove everything it waits for the whole device if it may, unless a
+/// lane's stream captures a graph. Otherwise the rest stays pending, as in background work.
+///
+/// # Errors
+/// The driver's.
+pub(crate) async fn look_for_ends(port: &Port<'_>, may_wait: bool) -> Result<(), DriverError> {
+    if !port.with(|state| state.asynchronous && state.is_awaiting()) {
+        return Ok(());
+    }
+    let (mut is_provable, mut failed, mut last) = (true, None, None);
+    while let Some(stream) = port.with(|state| state.streams.next_unmarked(last)) {
+        last = Some(stream);
+        let marked = match is_markable(port, stream) {
+            true => Some(mark_end(port, stream).await),
+            false => None,
+        };
+        is_provable &= marked == Some(Ok(()));
+        failed = failed.or_else(|| marked.and_then(Result::err));
+    }
+    let waits = may_wait && !port.caller.is_background;
+    if !is_provable && waits && !is_any_capturing(port).await? {
+        return complete_all(port).await;
+    }
+    query_events(port).await?;
+    failed.filter(|error| !is_captures(error)).map_or(Ok(()), Err)
+}
+
+/// Queries the recorded events, and records completed ones. One or two queries for a stream that
+/// has completed nothing or everything; else a binary search, because events complete in order.
+///
+/// # Errors
+/// The driver's.
+pub(crate) async fn query_events(port: &Port<'_>) -> Result<(), DriverError> {
+    let mut last = None;
+    while let Some(stream) = port.with(|state| state.streams.next_with_events(last)) {
+        last = Some(stream);
+        let (mut unknown, mut pick) = (0..u64::MAX, Pick::First);
+        loop {
+            let found =
+                port.with(|state| state.streams.event_between(stream, unknown.clone(), pick));
+            let Some((epoch, event)) = found else { break };
+            let is_complete = port.asks(CallKind::QueryEvent { event: event.handle }).await;
+            port.with(|state| state.streams.release_event(event));
+            pick = match pick {
+                Pick::First if is_complete == Ok(true) => Pick::Last,
+                _ => Pick::Middle,
+            };
+            if is_complete? {
+                settle(port, Use { stream, epoch });
+                unknown.start = epoch + 1;
+            } else {
+                unknown.end = epoch;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Returns an event to record: one that no operation holds any more, else a new one. If many are
+/// recorded those are queried first, so that there are at most about twice as many as epochs in
+/// progress, even if no thread checks for idle memory. The next check reports its failure.
+async fn event_to_record(port: &Port<'_>) -> Result<Event, DriverError> {
+    if let Some(event) = port.with(|state| state.streams.spare()) {
+        return Ok(event);
+    }
+    if port.with(|state| state.streams.is_crowded()) {
+        let _ = query_events(port).await;
+        let spare = port.with(|state| {
+            state.streams.note_asked();
+            state.streams.spare()
+        });
+        if let Some(event) = spare {
+            return Ok(event);
+        }
+    }
+    match port.perform(CallKind::CreateEvent).await? {
+        Answer::Event(handle) => Ok(port.with(|state| state.streams.add_event(handle))),
+        answer => unreachable!("{answer:?} to the creation of an event"),
+    }
+}
+
+/// Waits until every recorded use is complete: of freed memory, of the streams of lanes, and of
+/// leases. If a stream is unknown, raw blocks exist, or memory is imported, it waits for the whole
+/// device. No lease is held, and none is granted meanwhile.
+///
+/// # Errors
+/// `Capturing`; the driver's.
+pub(crate) async fn complete_used(port: &Port<'_>) -> Result<(), DeviceError> {
+    if !port.with(|state| state.asynchronous) {
+        return Ok(());
+    }
+    check_capturing(port).await?;
+    let is_known = port.with(|state| {
+        let is_ours = state.raw.is_empty() && state.outstanding.imported.count() == 0;
+        let is_known = state.sleep.is_use_known() && is_ours;
+        state.streams.use_all_now();
+        is_known
+    });
+    if !(is_known && complete_by_events(port).await?) {
+        complete_all(port).await?;
+    }
+    port.with(|state| state.sleep.complete());
+    Ok(())
+}
+
+/// Waits until the work of all freed memory is complete: for events of its streams, or for the
+/// whole device if a stream is unknown.
+///
+/// # Errors
+/// `Capturing`; the driver's.
+pub(crate) async fn complete_pending(port: &Port<'_>) -> Result<(), DeviceError> {
+    if !port.with(|state| state.asynchronous && state.is_awaiting()) {
+        return Ok(());
+    }
+    check_capturing(port).await?;
+    if !complete_by_events(port).await? {
+        complete_all(port).await?;
+    }
+    Ok(())
+}
+
+/// Fails if a stream captures a graph, which a wait would invalidate.
+///
+/// # Errors
+/// `Capturing`; the driver's.
+pub(super) async fn check_capturing(port: &Port<'_>) -> Result<(), DeviceError> {
+    if is_any_capturing(port).await? {
+        return Err(DeviceError::Capturing { arena: port.with(|state| state.name.clone()) });
+    }
+    Ok(())
+}
+
+/// Waits for an event behind the recorded uses of every stream; returns `false` if a use has none
+/// and can get none.
+async fn complete_by_events(port: &Port<'_>) -> Result<bool, DriverError> {
+    let mut last = None;
+    while let Some(stream) = port.with(|state| state.streams.next_unmarked(last)) {
+        if !is_markable(port, stream) || mark_end(port, stream).await.is_err() {
+            return Ok(false);
+        }
+        last = Some(stream);
+    }
+    while let Some((of, event)) = port.with(|state| state.streams.waiting()) {
+        let waited = port.does(CallKind::WaitForEvent { event: event.handle }).await;
+        port.with(|state| state.streams.release_event(event));
+        waited?;
+        settle(port, of);
+    }
+    // One that ended meanwhile may have done so without an event.
+    Ok(port.with(|state| state.streams.next_unmarked(None)).is_none())
+}
+
+/// Returns `true` if an event can be recorded on a stream: on one that has not ended.
+fn is_markable(port: &Port<'_>, stream: StreamKey) -> bool {
+    port.with(|state| state.streams.handle(stream)).is_some()
+}
+
+/// Waits until the device has completed all its work, and records it. Does nothing on a driver with
+/// synchronous work.
+///
+/// # Errors
+/// The driver's: the device may still work. [`CAPTURES`] while the stream of a lane captures a
+/// graph, which the wait would invalidate. `Background` in background work, before any call: see
+/// the head of this file.
+pub(crate) async fn complete_all(port: &Port<'_>) -> Result<(), DriverError> {
+    if !port.with(|state| state.asynchronous) {
+        return Ok(());
+    }
+    if port.caller.is_background {
+        return Err(DriverError::Background { call: "cuCtxSynchronize" });
+    }
+    if is_any_capturing(port).await? {
+        return Err(captures("cuCtxSynchronize"));
+    }
+    let closed = port.with(|state| state.streams.close_all());
+    port.does(CallKind::SynchronizeContext).await?;
+    closed.into_iter().for_each(|of| settle(port, of));
+    Ok(())
+}

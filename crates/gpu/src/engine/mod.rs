@@ -1,0 +1,15 @@
+//! The steps of every operation on the state of an arena.
+
+pub(crate) mod alloc;
+pub(crate) mod alloc_error;
+pub(crate) mod call;
+pub(crate) mod compact;
+pub(crate) mod completion;
+pub(crate) mod port;
+pub(crate) mod release;
+pub(crate) mod remap;
+pub(crate) mod resize;
+pub(crate) mod resume;
+pub(crate) mod retry;
+pub(crate) mod stores;
+pub(crate) mod suspend;

@@ -1,0 +1,259 @@
+//! The way of an operation to the state and to the world outside it.
+//!
+//! An operation is an `async` function over a [`Port`]. It is never polled by a runtime: each poll
+//! is one step, made by [`step`] with the state lent to the port. Between two awaits an operation
+//! reads and changes the state as it likes, and all of that is atomic. What needs the lock to be
+//! released is asked for by an await: a driver call, a wait, or other code. So an operation knows
+//! no driver, lock or thread, and can be stepped by a test in any order with others.
+//!
+//! Invariants: the state is lent only during a step; a step ends with its outcome or with exactly
+//! one request; an operation that is dropped between a call and its answer leaves the marks of the
+//! call in the state, so that its ranges are never used again.
+
+use std::cell::Cell;
+use std::fmt;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll, Waker};
+
+use super::call::{Answer, Call, CallId, CallKind, Completion};
+use crate::driver::DriverError;
+use crate::state::arena::ArenaState;
+use crate::types::shortage::Shortage;
+use lowtide_core::clock::{Bell, Clock, Moment};
+
+/// The result of one step of an operation.
+#[derive(Debug)]
+pub(crate) enum Step<T> {
+    /// The operation has ended.
+    Done(T),
+    /// Make this driver call, and step again with its completion.
+    Call(Call),
+    /// Step again when another operation has changed the state.
+    Wait,
+    /// Step again when the bell rings, or at the deadline.
+    WaitUntil(Arc<Bell>, Moment),
+    /// Call [`run_outside`] with the lock released, and step again.
+    Outside,
+}
+
+/// What an operation waits for.
+enum Request {
+    Call(Call),
+    Wait,
+    WaitUntil(Arc<Bell>, Moment),
+    /// The operation has left the lock, and wants it again.
+    Inside,
+    /// Release the lock, and let the operation run.
+    Outside,
+}
+
+/// What matters about the thread that runs an operation.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Caller {
+    /// It is inside a shortage callback, and must not wait for another one.
+    pub(crate) is_within_callback: bool,
+    /// It is inside a call of a host budget, and must not wait for the end of a sleep.
+    pub(crate) is_within_budget: bool,
+    /// It does background work, which never waits for the whole device.
+    pub(crate) is_background: bool,
+}
+
+/// The result of a run of callbacks.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Called {
+    pub(crate) calls: u64,
+    pub(crate) panics: u64,
+    /// `true` if a callback released memory, or may have.
+    pub(crate) released: bool,
+}
+
+/// The parts of an arena outside its state. Called with the lock released ([`Port::outside`]).
+pub(crate) trait Surroundings {
+    /// Keeps the caches of threads and lanes empty from here on, and frees what they hold; returns
+    /// `true` if they held any block.
+    fn shut_caches(&self) -> bool;
+
+    /// Ends one [`Surroundings::shut_caches`].
+    fn reopen_caches(&self);
+
+    /// Keeps the caches empty while the arena sleeps.
+    fn set_asleep(&self, is_asleep: bool);
+
+    /// Takes the turn to call the callbacks for a shortage, if there are any; returns `true` if
+    /// another thread's run was waited for. `None` if this thread must not wait for that.
+    fn take_callback_turn(&self) -> Option<bool>;
+
+    /// Ends the turn.
+    fn end_callback_turn(&self);
+
+    /// Calls the callbacks; `None` in the child of a callback's fork.
+    fn call_callbacks(&self, shortage: &Shortage<'_>) -> Option<Called>;
+
+    /// Calls or drops the foreign code of a host budget, and marks the thread meanwhile
+    /// ([`Caller::is_within_budget`]). The error is the message of its panic.
+    fn call_budget(&self, act: &mut dyn FnMut()) -> Result<(), String>;
+}
+
+/// Lends the state to an operation, and takes its requests.
+pub(crate) struct Port<'a> {
+    state: Cell<Option<Box<ArenaState>>>,
+    request: Cell<Option<Request>>,
+    awaited: Cell<Option<CallId>>,
+    answer: Cell<Option<Result<Answer, DriverError>>>,
+    /// The time, for operations that need it.
+    pub(crate) clock: &'a dyn Clock,
+    pub(crate) caller: Caller,
+    pub(crate) surroundings: &'a dyn Surroundings,
+}
+
+/// Returns the state to its owner at the end of a step, also if the step panics.
+struct Lent<'a, 'b> {
+    port: &'a Port<'b>,
+    slot: &'a mut Option<Box<ArenaState>>,
+}
+
+impl Drop for Lent<'_, '_> {
+    fn drop(&mut self) {
+        *self.slot = self.port.state.take();
+    }
+}
+
+/// Lets an operation make its next step on a state.
+pub(crate) fn step<F: Future>(
+    port: &Port<'_>,
+    slot: &mut Option<Box<ArenaState>>,
+    operation: Pin<&mut F>,
+) -> Step<F::Output> {
+    port.state.set(slot.take());
+    let lent = Lent { port, slot };
+    let polled = operation.poll(&mut Context::from_waker(Waker::noop()));
+    drop(lent);
+    answer_of(polled, port)
+}
+
+/// Lets an operation run the code that it asked to run with the lock released.
+pub(crate) fn run_outside<F: Future>(port: &Port<'_>, operation: Pin<&mut F>) {
+    let polled = operation.poll(&mut Context::from_waker(Waker::noop()));
+    let is_back = matches!((polled, port.request.take()), (Poll::Pending, Some(Request::Inside)));
+    assert!(is_back, "an operation that left the lock takes it again");
+}
+
+fn answer_of<T>(polled: Poll<T>, port: &Port<'_>) -> Step<T> {
+    match (polled, port.request.take()) {
+        (Poll::Ready(outcome), _) => Step::Done(outcome),
+        (Poll::Pending, Some(Request::Call(call))) => Step::Call(call),
+        (Poll::Pending, Some(Request::Wait)) => Step::Wait,
+        (Poll::Pending, Some(Request::WaitUntil(bell, deadline))) => {
+            Step::WaitUntil(bell, deadline)
+        }
+        (Poll::Pending, Some(Request::Outside)) => Step::Outside,
+        (Poll::Pending, None | Some(Request::Inside)) => {
+            unreachable!("an operation that waits has asked for something")
+        }
+    }
+}
+
+/// Takes the state out of its port while it is used.
+struct Borrowed<'a, 'b> {
+    port: &'a Port<'b>,
+    state: Option<Box<ArenaState>>,
+}
+
+impl Drop for Borrowed<'_, '_> {
+    fn drop(&mut self) {
+        self.port.state.set(self.state.take());
+    }
+}
+
+impl<'a> Port<'a> {
+    pub(crate) fn new(
+        clock: &'a dyn Clock,
+        caller: Caller,
+        surroundings: &'a dyn Surroundings,
+    ) -> Self {
+        let (state, request) = (Cell::new(None), Cell::new(None));
+        let (awaited, answer) = (Cell::new(None), Cell::new(None));
+        Self { state, request, awaited, answer, clock, caller, surroundings }
+    }
+
+    /// Reads or changes the state.
+    ///
+    /// # Panics
+    /// If it is called within itself, or by code that runs outside the lock.
+    #[inline]
+    pub(crate) fn with<R>(&self, act: impl FnOnce(&mut ArenaState) -> R) -> R {
+        let mut borrowed = Borrowed { port: self, state: self.state.take() };
+        act(borrowed.state.as_deref_mut().expect("the state is lent during a step"))
+    }
+
+    /// Makes a driver call, with the lock released. The ranges of the call are marked.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub(super) async fn perform(&self, kind: CallKind) -> Result<Answer, DriverError> {
+        let call = self.with(|state| state.new_call(kind));
+        self.awaited.set(Some(call.id()));
+        self.ask(Request::Call(call)).await;
+        self.answer.take().expect("a call is answered before the next step")
+    }
+
+    /// Makes a driver call that has no result.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub(super) async fn does(&self, kind: CallKind) -> Result<(), DriverError> {
+        self.perform(kind).await.map(drop)
+    }
+
+    /// Makes a driver call that answers yes or no.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub(super) async fn asks(&self, kind: CallKind) -> Result<bool, DriverError> {
+        Ok(matches!(self.perform(kind).await?, Answer::Bool(true)))
+    }
+
+    /// Releases the lock until another operation has changed the state. The caller checks its
+    /// condition again: it may return earlier.
+    pub(crate) async fn wait(&self) {
+        self.ask(Request::Wait).await;
+    }
+
+    /// Releases the lock until the bell rings, or the deadline.
+    pub(crate) async fn wait_until(&self, bell: Arc<Bell>, deadline: Moment) {
+        self.ask(Request::WaitUntil(bell, deadline)).await;
+    }
+
+    /// Runs code that is not part of the engine, with the lock released.
+    pub(crate) async fn outside<R>(&self, act: impl FnOnce() -> R) -> R {
+        self.ask(Request::Outside).await;
+        let result = act();
+        self.ask(Request::Inside).await;
+        result
+    }
+
+    /// Records the completion of the call that the operation waits for.
+    ///
+    /// # Panics
+    /// If it is the completion of another call.
+    pub(crate) fn complete(&self, completion: Completion) {
+        let Completion { id, answer } = completion;
+        assert_eq!(self.awaited.take(), Some(id), "the completion of another call");
+        self.answer.set(Some(answer));
+    }
+
+    fn ask(&self, request: Request) -> impl Future<Output = ()> {
+        self.request.set(Some(request));
+        let mut is_asked = false;
+        std::future::poll_fn(move |_| {
+            if std::mem::replace(&mut is_asked, true) { Poll::Ready(()) } else { Poll::Pending }
+        })
+    }
+}
+
+impl fmt::Debug for Port<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Port").field("caller", &self.caller).finish_non_exhaustive()
+    }
+}

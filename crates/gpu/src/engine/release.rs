@@ -1,0 +1,123 @@
+//! Releases idle memory to the driver.
+//!
+//! It decides how much and in which order, never when. The rule of decommit: a granule leaves only
+//! when every use of it is complete. On a driver with synchronous work a freed block has no uses
+//! left; on others freed memory is pending, and so active, until its uses are known to be complete
+//! (`completion`).
+//!
+//! Invariant: only granules that no block touches leave.
+
+use super::call::CallKind;
+use super::port::Port;
+use super::stores::end_copies;
+use crate::driver::DriverError;
+use crate::observe::visualize::Act;
+use crate::state::aging::Ages;
+use crate::state::arena::Leaving;
+use crate::state::region::Region;
+use crate::state::segment::Cursor;
+use lowtide_core::bytes::ByteSize;
+
+/// Driver calls that one look at idle memory makes at most. A guess, to be measured per driver.
+pub(crate) const CALLS_MAX: usize = 32;
+
+/// The result of a release.
+#[derive(Debug, Default)]
+pub(crate) struct Released {
+    /// Granules released.
+    pub(crate) granules: u64,
+    /// The driver's error, if a call failed; the granules of that call and of later ones stay.
+    pub(crate) error: Option<DriverError>,
+    /// `true` if the call that failed was a trim: the memory has left the arena.
+    pub(crate) is_of_trim: bool,
+    /// `true` if the lock was released meanwhile: earlier counts may have changed.
+    pub(crate) unlocked: bool,
+}
+
+/// Releases up to `granules` idle granules, in at most [`CALLS_MAX`] calls; with ages, only expired
+/// ones. A segment leaves whole, and then the driver must keep none of them.
+pub(crate) async fn give_back(port: &Port<'_>, granules: u64, ages: Option<Ages>) -> Released {
+    let mut released = Released::default();
+    if port.with(|state| state.sleep.may_be_copied()) {
+        released.unlocked = port.with(|state| !state.sleep.is_queueing);
+        match end_copies(port).await {
+            Ok(true) => {}
+            outcome => {
+                released.error = outcome.err();
+                return released;
+            }
+        }
+    }
+    let untrimmed = port.with(|state| std::mem::take(&mut state.untrimmed));
+    let mut cursors = [Cursor::START; Region::ALL.len()];
+    for _ in 0..CALLS_MAX {
+        let left = granules.saturating_sub(released.granules);
+        let next = port.with(|state| state.begin_leave(left, &mut cursors, ages));
+        let Some(leaving) = next else { break };
+        released.unlocked = true;
+        if let Err(error) = take_away(port, leaving).await {
+            released.error = Some(error);
+            break;
+        }
+        released.granules += leaving.run.granules();
+    }
+    trim(port, untrimmed, &mut released).await;
+    released
+}
+
+/// Releases idle memory until at most `keep` bytes are committed, or nothing is idle; returns the
+/// granules released, and the driver's error.
+pub(crate) async fn release_down_to(port: &Port<'_>, keep: ByteSize) -> (u64, Option<DriverError>) {
+    // Memory that the driver kept is to be trimmed as well: one turn at least.
+    let (granules, mut untrimmed) = port.with(|state| {
+        let stays = state.backed().saturating_sub(state.leaving());
+        let excess = stays.saturating_sub(keep.get());
+        (state.granules_for(excess.min(state.idle())), state.untrimmed)
+    });
+    let mut released = 0;
+    // Each turn but the last releases at least one granule: at most `granules` turns.
+    while released < granules || std::mem::take(&mut untrimmed) {
+        untrimmed = false;
+        let given = give_back(port, granules.saturating_sub(released), None).await;
+        released += given.granules;
+        // Without any, another operation took the idle memory.
+        if given.error.is_some() || given.granules == 0 {
+            return (released, given.error);
+        }
+    }
+    (released, None)
+}
+
+/// Releases the memory of a marked run, of a segment that came whole all of it, and records the
+/// result.
+async fn take_away(port: &Port<'_>, leaving: Leaving) -> Result<(), DriverError> {
+    let Leaving { at, size, .. } = leaving;
+    let is_whole = port.with(|state| state.is_whole());
+    let kind = if is_whole {
+        CallKind::DestroySegment { at, size }
+    } else {
+        CallKind::Decommit { at, size }
+    };
+    let outcome = port.does(kind).await;
+    port.with(|state| {
+        state.end_leave(leaving, outcome.is_ok());
+        if outcome.is_ok() {
+            state.history.record(port.clock, Act::Decommit, at.get(), size);
+        }
+    });
+    outcome
+}
+
+/// Makes the driver keep no memory of released segments.
+async fn trim(port: &Port<'_>, untrimmed: bool, released: &mut Released) {
+    let is_whole = port.with(|state| state.is_whole());
+    if !untrimmed && (!is_whole || released.granules == 0) {
+        return;
+    }
+    released.unlocked = true;
+    if let Err(error) = port.does(CallKind::Trim).await {
+        port.with(|state| state.untrimmed = true);
+        released.is_of_trim = released.error.is_none();
+        released.error.get_or_insert(error);
+    }
+}

@@ -1,0 +1,121 @@
+//! Resizes live blocks: in place, or by a copy to another block.
+//!
+//! Invariant: after an error the block is unchanged.
+
+use super::alloc::ensure_committed;
+use super::call::CallKind;
+use super::completion::complete_all;
+use super::port::Port;
+use super::resume::awake;
+use super::retry::run_ladder;
+use crate::driver::DriverError;
+use crate::engine::compact::step::check_whole;
+use crate::observe::record::hooks::Refused;
+use crate::observe::visualize::Act;
+use crate::state::failure::{AllocFailure, Cause};
+use crate::state::region::Placement;
+use crate::types::region::Region;
+use lowtide_core::bytes::ByteSize;
+
+/// Resizes a live block in place; `None` if it cannot grow there.
+///
+/// # Errors
+/// A shortage, after which [`resize_after_shortage`] may succeed; `ContentsLost`. The block is
+/// unchanged.
+pub(crate) async fn resize_in_place(
+    port: &Port<'_>,
+    region: Region,
+    placed: Placement,
+    requested: u64,
+) -> Result<Option<Placement>, AllocFailure> {
+    attempt_in_place(port, region, placed, requested).await
+}
+
+/// Resizes a live block in place after a shortage.
+///
+/// # Errors
+/// Those of [`resize_in_place`].
+pub(crate) async fn resize_after_shortage(
+    port: &Port<'_>,
+    region: Region,
+    placed: Placement,
+    requested: u64,
+) -> Result<Option<Placement>, AllocFailure> {
+    run_ladder(port, region, async |_| attempt_in_place(port, region, placed, requested).await)
+        .await
+}
+
+async fn attempt_in_place(
+    port: &Port<'_>,
+    region: Region,
+    placed: Placement,
+    requested: u64,
+) -> Result<Option<Placement>, AllocFailure> {
+    // It may fall asleep while the block moves, and move while it wakes.
+    let is_moving =
+        |moving: super::compact::step::Moving| (moving.region, moving.id) == (region, placed.id);
+    loop {
+        awake(port).await.map_err(AllocFailure::uncounted)?;
+        if !port.with(|state| state.moving.is_some_and(is_moving)) {
+            break;
+        }
+        port.wait().await;
+    }
+    // The block's place is current here: a later check would not happen.
+    port.with(|state| check_whole(state, region, placed)).map_err(AllocFailure::uncounted)?;
+    let begun = port.with(|state| {
+        let resized = state.begin_resize(region, placed, requested, port.clock)?;
+        state.region_mut(region).pins.pin(resized.id);
+        Some(resized)
+    });
+    let Some(resized) = begun else { return Ok(None) };
+    let outcome = ensure_committed(port, region, resized.span).await;
+    port.with(|state| {
+        state.region_mut(region).pins.unpin(resized.id);
+        state.end_resize(region, [placed, resized], outcome.is_ok(), port.clock);
+        if let Err(failure) = outcome {
+            return Err(failure.with_figures(state));
+        }
+        state.record(port.clock, Act::Free, Placement { at: resized.at, ..placed });
+        state.record(port.clock, Act::Alloc, resized);
+        state.tell_resize(port.clock, region, resized);
+        Ok(Some(resized))
+    })
+}
+
+/// Copies the contents of a live block to a new one, and frees the old one. The caller holds a
+/// lease, so that neither moves.
+///
+/// # Errors
+/// The driver's: the old block is unchanged, and the new one free.
+pub(crate) async fn copy_to(
+    port: &Port<'_>,
+    region: Region,
+    old: Placement,
+    mut new: Placement,
+) -> Result<Placement, DriverError> {
+    let size = ByteSize::new(old.requested.min(new.requested));
+    // Uses of the old block by streams come before the copy. The caller owns that block and holds a
+    // lease, so that neither moves or loses its memory; only this operation knows the new one.
+    let mut copied = complete_all(port).await;
+    if copied.is_ok() {
+        copied = port.does(CallKind::Copy { from: old.at, to: new.at, size }).await;
+    }
+    port.with(|state| {
+        if copied.is_ok() {
+            let pins = &mut state.region_mut(region).pins;
+            if pins.take_discarded(old.id) {
+                // The copied contents were discarded before. The block is not cached when freed: a
+                // cache would keep this setting.
+                pins.discard(new.id);
+                new.moves = Placement::STALE;
+            }
+            state.replace(region, old, new, port.clock);
+        } else {
+            state.release(region, new, port.clock);
+            let what = Refused::Resize(region, old.id, new.requested);
+            state.tell_refusal(port.clock, what, Cause::Driver);
+        }
+    });
+    copied.map(|()| new)
+}

@@ -1,0 +1,391 @@
+//! Waking: commits memory behind every granule that a block touches, then restores the contents.
+//!
+//! Operations that need memory wait here until the arena is awake, and wake it if it sleeps.
+//!
+//! Entering is possible only after the host has seen the last copy complete. If memory is short,
+//! the part of blocks freed meanwhile is skipped, and the wake is retried for some time. A failed
+//! wake is undone: the arena stays asleep, with complete copies. The copies are discarded only when
+//! it is awake.
+//!
+//! Invariants: while the arena is not awake, all kept contents are in the copies; nothing is copied
+//! to an address without a block.
+
+use std::cell::RefCell;
+use std::task::Waker;
+use std::time::Duration;
+
+use super::call::CallKind;
+use super::completion::check_capturing;
+use super::port::Port;
+use super::release::give_back;
+use super::retry::call_for_room;
+use super::stores;
+use crate::driver::{DeviceAddress, DriverError};
+use crate::state::arena::ArenaState;
+use crate::state::failure::{AllocFailure, Cause};
+use crate::state::region::Search;
+use crate::state::segment::Run;
+use crate::state::sleep::{Phase, StoredCopy};
+use crate::types::error::DeviceError;
+use crate::types::region::Region;
+use crate::types::sleep::WakeReport;
+use lowtide_core::bytes::ByteSize;
+use lowtide_core::clock::Bell;
+use lowtide_core::log;
+use lowtide_core::sync::caught;
+
+/// The number of retries of a wake without enough memory.
+const RETRIES: u32 = 8;
+
+/// Granules whose memory is restored.
+#[derive(Clone, Copy, Debug)]
+struct IncomingRun {
+    region: Region,
+    run: Run,
+    at: DeviceAddress,
+    size: ByteSize,
+}
+
+/// All granules to restore, and how many of the runs are committed.
+#[derive(Debug)]
+struct Incoming {
+    runs: Vec<IncomingRun>,
+    committed: usize,
+}
+
+impl Incoming {
+    fn next(&self) -> Option<IncomingRun> {
+        self.runs.get(self.committed).copied()
+    }
+
+    fn bytes(&self) -> ByteSize {
+        self.runs.iter().map(|run| run.size).sum()
+    }
+
+    /// Bytes that are not committed yet.
+    fn missing(&self) -> ByteSize {
+        self.runs[self.committed..].iter().map(|run| run.size).sum()
+    }
+}
+
+/// Waits until the arena is awake; wakes it if it sleeps. Costs one branch if it is awake. It may
+/// fall asleep again when the operation waits next.
+///
+/// # Errors
+/// The errors of a wake.
+#[inline]
+pub(crate) async fn awake(port: &Port<'_>) -> Result<(), DeviceError> {
+    if port.with(|state| state.sleep.is_open()) {
+        return Ok(());
+    }
+    // Boxed: the operations that call this stay small.
+    Box::pin(wait_awake(port)).await
+}
+
+async fn wait_awake(port: &Port<'_>) -> Result<(), DeviceError> {
+    let before = port.with(|state| state.sleep.attempts);
+    loop {
+        match port.with(|state| state.sleep.phase) {
+            Phase::Awake | Phase::Draining(_) => return Ok(()),
+            // Perhaps the thread that wakes it, which waits for this callback.
+            Phase::Waking if port.caller.is_within_callback => return Err(not_awake(port)),
+            Phase::Waking => port.wait().await,
+            // Perhaps the thread that puts it to sleep.
+            Phase::Suspending if port.caller.is_within_budget => return Err(not_awake(port)),
+            Phase::Suspending => {
+                port.with(|state| state.sleep.entering += 1);
+                port.wait().await;
+                port.with(|state| state.sleep.entering -= 1);
+            }
+            Phase::Asleep => {
+                if let Some(error) = port.with(|state| state.sleep.failed_since(before)) {
+                    return Err(error);
+                }
+                let wake_timeout = port.with(begin_wake);
+                resume(port, wake_timeout).await?;
+            }
+        }
+    }
+}
+
+/// Returns the error of an operation that the arena's state does not allow.
+pub(super) fn not_awake(port: &Port<'_>) -> DeviceError {
+    port.with(|state| DeviceError::State { arena: state.name.clone(), state: state.sleep.state() })
+}
+
+/// Wakes the arena, or waits for the operation that does.
+///
+/// # Errors
+/// `State` if it is awake; the errors of the wake.
+pub(crate) async fn wake(port: &Port<'_>) -> Result<WakeReport, DeviceError> {
+    let before = port.with(|state| state.sleep.attempts);
+    // A sleep in progress ends first.
+    while port.with(|state| state.sleep.phase) == Phase::Suspending && !port.caller.is_within_budget
+    {
+        port.wait().await;
+    }
+    match port.with(|state| state.sleep.phase) {
+        Phase::Asleep => resume(port, port.with(begin_wake)).await,
+        Phase::Waking if !port.caller.is_within_callback => {
+            while port.with(|state| state.sleep.phase) == Phase::Waking {
+                port.wait().await;
+            }
+            let failed = port.with(|state| state.sleep.failed_since(before));
+            failed.map_or_else(|| Ok(WakeReport::default()), Err)
+        }
+        _ => Err(not_awake(port)),
+    }
+}
+
+/// Wakes the arena if it is asleep, without waiting: neither for a transition in progress, nor for
+/// memory.
+///
+/// # Errors
+/// `State` if it is not asleep; the errors of the wake.
+pub(crate) async fn wake_at_once(port: &Port<'_>) -> Result<WakeReport, DeviceError> {
+    if port.with(|state| state.sleep.phase) != Phase::Asleep {
+        return Err(not_awake(port));
+    }
+    port.with(begin_wake);
+    resume(port, Duration::ZERO).await
+}
+
+/// Wakes an arena that sleeps with no block left to wake for, which releases its copies. Makes no
+/// other driver call.
+pub(crate) async fn wake_if_empty(port: &Port<'_>) {
+    let is_empty = port.with(|state| sleeps_empty(state));
+    let has_unreleased = port.with(|state| !state.sleep.unreleased.is_empty());
+    if is_empty {
+        let _ = wake(port).await; // another may be quicker
+    }
+    if is_empty || has_unreleased {
+        stores::retry_release(port).await;
+    }
+}
+
+/// Returns `true` if the arena sleeps, and has no block left to wake for.
+pub(crate) fn sleeps_empty(state: &ArenaState) -> bool {
+    state.sleep.phase == Phase::Asleep && state.live() == 0
+}
+
+/// Marks a sleeping arena as waking; returns the time for which the wake may retry.
+pub(crate) fn begin_wake(state: &mut ArenaState) -> Duration {
+    state.sleep.phase = Phase::Waking;
+    state.sleep.config.wake_timeout
+}
+
+/// From waking to awake, or asleep again; if memory is short it waits so long.
+pub(crate) async fn resume(
+    port: &Port<'_>,
+    wake_timeout: Duration,
+) -> Result<WakeReport, DeviceError> {
+    let runs = port.with(mark_incoming);
+    let incoming = RefCell::new(Incoming { runs, committed: 0 });
+    let outcome = restore(port, &incoming, wake_timeout).await;
+    let Incoming { runs, committed } = incoming.into_inner();
+    match outcome {
+        Ok(restored) => Ok(finish(port, &runs, restored).await),
+        Err(error) => Err(abort(port, &runs, committed, error).await),
+    }
+}
+
+/// Commits all memory and copies the contents back; returns the bytes copied.
+async fn restore(
+    port: &Port<'_>,
+    incoming: &RefCell<Incoming>,
+    wake_timeout: Duration,
+) -> Result<ByteSize, DeviceError> {
+    // A capture would be invalidated by the wait for the copies.
+    if port.with(|state| !touched_copies(state).is_empty()) {
+        check_capturing(port).await?;
+    }
+    commit_all(port, incoming, wake_timeout).await?;
+    let restored = stores::copy_back(port, touched_copies).await;
+    restored.map_err(|error| stores::copy_error(port, error))
+}
+
+/// Commits all memory to restore; calls the callbacks if memory is short, and waits a while.
+async fn commit_all(
+    port: &Port<'_>,
+    incoming: &RefCell<Incoming>,
+    wake_timeout: Duration,
+) -> Result<(), DeviceError> {
+    let mut retries = RETRIES;
+    let pause = wake_timeout / RETRIES;
+    // Never rung: only time passes.
+    let bell = Bell::new();
+    let attempt = async |_: Search| commit_next(port, incoming).await;
+    loop {
+        let Some(next) = incoming.borrow().next() else { return Ok(()) };
+        let outcome = match commit_next(port, incoming).await {
+            Err(failure) if failure.is_shortage() => {
+                call_for_room(port, next.region, failure, &attempt).await
+            }
+            outcome => outcome,
+        };
+        match outcome {
+            Ok(()) => {}
+            Err(failure) if failure.is_shortage() && retries > 0 && !pause.is_zero() => {
+                retries -= 1;
+                port.wait_until(bell.clone(), port.clock.now() + pause).await;
+            }
+            Err(failure) => return Err(without(failure.error, incoming.borrow().missing())),
+        }
+    }
+}
+
+/// Commits the next run to restore. Memory in progress counts as committed, and so against a limit
+/// that was lowered meanwhile.
+async fn commit_next(port: &Port<'_>, incoming: &RefCell<Incoming>) -> Result<(), AllocFailure> {
+    // Each turn but the last skips a granule to restore, or releases one that is idle.
+    loop {
+        let Some(IncomingRun { at, size, .. }) = incoming.borrow().next() else { return Ok(()) };
+        let over = port.with(|state| state.over_limit(0));
+        let cause = if over > 0 {
+            Cause::Limit { over }
+        } else {
+            match port.does(CallKind::Commit { at, size }).await {
+                Ok(()) => {
+                    incoming.borrow_mut().committed += 1;
+                    return Ok(());
+                }
+                Err(DriverError::OutOfMemory { .. }) => Cause::Device,
+                Err(error) => {
+                    return Err(AllocFailure { cause: Cause::Driver, error: error.into() });
+                }
+            }
+        };
+        let bytes = if over > 0 { over } else { size.get() };
+        if !make_room(port, incoming, bytes).await {
+            let failure = AllocFailure::of(cause, size.get());
+            return Err(port.with(|state| failure.with_figures(state)));
+        }
+    }
+}
+
+/// Skips memory of blocks that were freed meanwhile, or else releases idle memory, such as that of
+/// a freed block that was to stay; returns `true` if there was any.
+async fn make_room(port: &Port<'_>, incoming: &RefCell<Incoming>, bytes: u64) -> bool {
+    if port.with(|state| skip_freed(port, state, &mut incoming.borrow_mut())) {
+        return true;
+    }
+    let granules = port.with(|state| state.granules_for(bytes));
+    give_back(port, granules, None).await.granules > 0
+}
+
+/// Makes the arena awake: the copies are released, and their host memory unless it is kept.
+async fn finish(port: &Port<'_>, runs: &[IncomingRun], restored: ByteSize) -> WakeReport {
+    let report = WakeReport { committed: runs.iter().map(|run| run.size).sum(), restored };
+    // All memory is there. Before it is awake: it may be asleep again the moment after.
+    port.outside(|| port.surroundings.set_asleep(false)).await;
+    let (wakers, excess) = port.with(|state| {
+        for run in runs {
+            state.end_commit(run.region, run.run, true, port.clock);
+        }
+        state.note_committed();
+        // Kept stores stay accounted for.
+        let excess = state.sleep.saved.take().and_then(|saved| state.sleep.keep(saved));
+        state.sleep.end_wake(None, port.clock.now());
+        state.tell_wake(port.clock, Some(report));
+        (state.sleep.finish(Phase::Awake), excess)
+    });
+    call_wakers(port, wakers).await;
+    if let Some(excess) = excess {
+        stores::release(port, excess).await;
+    }
+    let arena = port.with(|state| state.name.clone());
+    let committed = report.committed;
+    port.outside(|| log!(info, arena, %committed, %restored, "arena woke up")).await;
+    report
+}
+
+/// Releases the memory of a failed wake: the arena is asleep again.
+async fn abort(
+    port: &Port<'_>,
+    runs: &[IncomingRun],
+    committed: usize,
+    error: DeviceError,
+) -> DeviceError {
+    // Copies in progress keep their memory here: the next wake fills it again.
+    let is_done = stores::are_own_copies_complete(port).await;
+    let mut stays = Vec::with_capacity(runs.len());
+    for (nth, &IncomingRun { at, size, .. }) in runs.iter().enumerate() {
+        let has_left = nth >= committed
+            || (is_done && port.does(CallKind::Decommit { at, size }).await.is_ok());
+        stays.push(!has_left);
+    }
+    let wakers = port.with(|state| {
+        for (run, &stays) in runs.iter().zip(&stays) {
+            state.end_commit(run.region, run.run, stays, port.clock);
+        }
+        state.note_committed();
+        state.sleep.end_wake(Some(error.clone()), port.clock.now());
+        state.tell_wake(port.clock, None);
+        state.sleep.finish(Phase::Asleep)
+    });
+    call_wakers(port, wakers).await;
+    let arena = port.with(|state| state.name.clone());
+    port.outside(|| log!(warn, arena, %error, "arena wake failed")).await;
+    error
+}
+
+/// Ends a wake that no thread could be started for: the arena is asleep again.
+pub(crate) async fn fail_wake(port: &Port<'_>, error: &DeviceError) {
+    let wakers = port.with(|state| {
+        state.sleep.end_wake(Some(error.clone()), port.clock.now());
+        state.sleep.finish(Phase::Asleep)
+    });
+    call_wakers(port, wakers).await;
+}
+
+/// Wakes the futures that wait.
+pub(super) async fn call_wakers(port: &Port<'_>, wakers: Vec<Waker>) {
+    if wakers.is_empty() {
+        return;
+    }
+    let wake = |waker: Waker| drop(caught(|| waker.wake()));
+    port.outside(|| wakers.into_iter().for_each(wake)).await;
+}
+
+/// Returns the error of a wake, of which so many bytes did not come: they were counted as
+/// committed.
+fn without(mut error: DeviceError, missing: ByteSize) -> DeviceError {
+    if let DeviceError::OutOfMemory { committed, .. } = &mut error {
+        *committed = committed.saturating_sub(missing);
+    }
+    error
+}
+
+/// Marks the memory to restore as committing.
+fn mark_incoming(state: &mut ArenaState) -> Vec<IncomingRun> {
+    let granules_max = usize::try_from(state.run_max()).unwrap_or(usize::MAX);
+    let mut runs = Vec::new();
+    for region in Region::ALL {
+        let segment = &mut state.region_mut(region).segment;
+        for whole in segment.begin_return() {
+            let range = whole.range();
+            for start in range.clone().step_by(granules_max) {
+                let run = Run::of(&(start..range.end.min(start + granules_max)));
+                let (at, size) = segment.place_of(run);
+                runs.push(IncomingRun { region, run, at, size });
+            }
+        }
+    }
+    runs
+}
+
+/// Skips memory still to restore that no block touches any more; returns `true` if there was any.
+fn skip_freed(port: &Port<'_>, state: &mut ArenaState, incoming: &mut Incoming) -> bool {
+    let before = incoming.bytes();
+    for run in incoming.runs.split_off(incoming.committed) {
+        state.end_commit(run.region, run.run, false, port.clock);
+    }
+    incoming.runs.extend(mark_incoming(state));
+    incoming.bytes() < before
+}
+
+/// Returns the copies of saved contents that blocks still touch.
+fn touched_copies(state: &ArenaState) -> Vec<StoredCopy> {
+    let of = |region| &state.region(region).segment;
+    state.sleep.saved.as_ref().map(|saved| saved.touched_copies(of)).unwrap_or_default()
+}

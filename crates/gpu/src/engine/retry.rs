@@ -1,0 +1,146 @@
+//! The steps after a shortage, from the cheapest to the last: thread caches, pending work of
+//! streams, every free span instead of the likely ones, callbacks of the program, and places that
+//! depend on no neighbour. `alloc_error` makes the error that remains.
+//!
+//! Runs of callbacks do not overlap. An operation that is short during another thread's run waits
+//! for its end and checks if that was enough.
+//!
+//! Invariant: each step is made at most once, except for the last, which has a bound.
+
+use super::alloc::ATTEMPTS_BESIDE;
+use super::completion::complete_all;
+use super::port::{Port, Surroundings};
+use crate::state::failure::{AllocFailure, Cause};
+use crate::state::region::{Region, Search};
+use crate::types::error::DeviceError;
+use crate::types::shortage::{Shortage, ShortageInfo};
+use lowtide_core::bytes::ByteSize;
+use lowtide_core::log;
+
+/// Keeps the caches of an arena empty.
+struct ShutCaches<'a>(&'a dyn Surroundings);
+
+impl Drop for ShutCaches<'_> {
+    fn drop(&mut self) {
+        self.0.reopen_caches();
+    }
+}
+
+/// The turn to call the callbacks.
+struct CallbackTurn<'a>(&'a dyn Surroundings);
+
+impl Drop for CallbackTurn<'_> {
+    fn drop(&mut self) {
+        self.0.end_callback_turn();
+    }
+}
+
+/// The steps after the first attempt. The caches are kept empty meanwhile.
+pub(super) async fn run_ladder<T>(
+    port: &Port<'_>,
+    region: Region,
+    attempt: impl AsyncFn(Search) -> Result<T, AllocFailure>,
+) -> Result<T, AllocFailure> {
+    let held = port.outside(|| port.surroundings.shut_caches()).await;
+    let _shut = ShutCaches(port.surroundings);
+    let mut outcome = Err(AllocFailure::of(Cause::Device, 0));
+    if held {
+        // Their blocks may be usable in stream order, before any thread waits for them.
+        outcome = attempt(Search::Usual).await;
+    }
+    if outcome.as_ref().is_err_and(AllocFailure::is_shortage) {
+        outcome = after_pending(port, &attempt).await;
+    }
+    outcome = match outcome {
+        Err(failure) if failure.is_shortage() => {
+            call_for_room(port, region, failure, &attempt).await
+        }
+        outcome => outcome,
+    };
+    // A neighbour that was freed meanwhile, or has no memory yet, left its granule to this one.
+    let granule = ByteSize::new(port.with(|state| state.bytes_of(1)));
+    let has_room = |failure: &AllocFailure| failure.is_contradicted(granule);
+    for nth in 0..ATTEMPTS_BESIDE {
+        if !outcome.as_ref().is_err_and(has_room) {
+            break;
+        }
+        // The next result of a driver call, if one is in progress: an operation that has a place
+        // without memory makes one or waits for one. While a wake is in progress the next try waits
+        // for its end, or fails: the waking thread may wait for this thread's callback.
+        let is_awaited = |state: &mut crate::state::arena::ArenaState| {
+            state.sleep.is_open() && state.leaving() + state.committing() > 0
+        };
+        if nth > 0 && port.with(is_awaited) {
+            port.wait().await;
+        }
+        outcome = match attempt(Search::Apart).await {
+            Err(failure) if failure.cause == Cause::Addresses => attempt(Search::Cheapest).await,
+            outcome => outcome,
+        };
+    }
+    outcome
+}
+
+/// Tries after pending memory has become idle, at every free span.
+async fn after_pending<T>(
+    port: &Port<'_>,
+    attempt: &impl AsyncFn(Search) -> Result<T, AllocFailure>,
+) -> Result<T, AllocFailure> {
+    if port.with(|state| state.pending()) > 0 {
+        let _ = complete_all(port).await; // if it fails, memory stays pending
+    }
+    attempt(Search::Cheapest).await
+}
+
+/// Calls the callbacks and tries again; the earlier failure stands if no callback released memory.
+pub(crate) async fn call_for_room<T>(
+    port: &Port<'_>,
+    region: Region,
+    mut failure: AllocFailure,
+    attempt: &impl AsyncFn(Search) -> Result<T, AllocFailure>,
+) -> Result<T, AllocFailure> {
+    let taken = port.outside(|| port.surroundings.take_callback_turn()).await;
+    let Some(has_waited) = taken else { return Err(failure) };
+    let turn = CallbackTurn(port.surroundings);
+    if has_waited {
+        // Memory released for another thread may be enough for this one as well.
+        match after_pending(port, attempt).await {
+            Err(again) if again.is_shortage() => failure = again,
+            outcome => return outcome,
+        }
+    }
+    let arena = port.with(|state| state.name.clone());
+    let (requested, cause) = figures(&failure);
+    let shortage = Shortage { arena: &arena, region, requested, cause };
+    let called = port.outside(|| port.surroundings.call_callbacks(&shortage)).await;
+    let Some(called) = called else { return Err(AllocFailure::uncounted(DeviceError::Forked)) };
+    port.with(|state| {
+        state.totals.shortage_calls += called.calls;
+        state.totals.shortage_panics += called.panics;
+    });
+    log!(
+        debug,
+        arena,
+        calls = called.calls,
+        released = called.released,
+        "shortage callbacks called"
+    );
+    let outcome = if called.released { after_pending(port, attempt).await } else { Err(failure) };
+    drop(turn);
+    outcome
+}
+
+/// Returns the figures of a failure for callbacks.
+fn figures(failure: &AllocFailure) -> (ByteSize, ShortageInfo) {
+    let requested = match failure.error {
+        DeviceError::OutOfMemory { requested, .. }
+        | DeviceError::OutOfAddresses { requested, .. } => requested,
+        _ => ByteSize::ZERO,
+    };
+    let cause = match failure.cause {
+        Cause::Limit { over } => ShortageInfo::Limit { over: ByteSize::new(over) },
+        Cause::Addresses => ShortageInfo::Addresses,
+        Cause::Device | Cause::Driver | Cause::Uncounted => ShortageInfo::Device,
+    };
+    (requested, cause)
+}

@@ -1,0 +1,353 @@
+//! Sleeping: waits for leases and for all work, saves contents, and releases the memory.
+//!
+//! The order makes it safe. From the moment without a lease no operation can enter; then the host
+//! waits for every recorded use; then contents are copied out, and the copies are waited for; only
+//! then the first granule leaves. Until then only marks have changed. If a granule cannot be
+//! released, the released ones are committed again and filled from the copies. If that fails too,
+//! the rest is released as far as possible, and the arena sleeps: the copies are complete.
+//!
+//! It does not decide the time: callers of [`sleep_if_idle`](crate::DeviceArena::sleep_if_idle) do.
+//!
+//! Invariants: every granule that was committed is marked until its call's result is recorded; when
+//! the arena is asleep, memory still committed was to stay, or was refused by the driver and is in
+//! the copies;
+//! `idle sleep => now >= last lease's end + idle_after, now >= awake since + min_awake`.
+
+use super::call::CallKind;
+use super::completion::complete_used;
+use super::port::Port;
+use super::resume::{call_wakers, not_awake};
+use super::stores;
+use crate::driver::DriverError;
+use crate::observe::visualize::Act;
+use crate::state::arena::ArenaState;
+use crate::state::contents::OutgoingRun;
+use crate::state::region::RegionState;
+use crate::state::sleep::{Phase, Saved};
+use crate::types::error::DeviceError;
+use crate::types::region::Region;
+use crate::types::sleep::{Contents, SleepOptions, SleepReport, SleepState};
+use lowtide_core::bytes::ByteSize;
+use lowtide_core::clock::{Clock, Moment};
+
+/// The number of waits for all uses, if more memory is freed meanwhile, before the arena stays
+/// awake. A guess.
+const ROUNDS_MAX: usize = 16;
+
+/// A sleep in progress.
+struct Suspension {
+    options: SleepOptions,
+    /// The memory to release, marked as leaving.
+    runs: Vec<OutgoingRun>,
+    saved: Option<Saved>,
+}
+
+/// Puts an arena that is awake to sleep.
+///
+/// # Errors
+/// Those of [`DeviceArena::sleep`](crate::DeviceArena::sleep).
+pub(crate) async fn suspend(
+    port: &Port<'_>,
+    options: SleepOptions,
+) -> Result<SleepReport, DeviceError> {
+    port.with(|state| check_same_address(state))?;
+    // Before the state is visible: a clock advanced from then on reaches the deadline.
+    let deadline = port.clock.now() + options.drain;
+    let Some(drain) = port.with(|state| state.sleep.begin_drain()) else {
+        let error = not_awake(port);
+        return Err(port.with(|state| recorded(state, port.clock, options, error)));
+    };
+    // Cached blocks have memory, and are handed out without the arena's lock.
+    port.outside(|| port.surroundings.shut_caches()).await;
+    let outcome = match drain_leases(port, (drain, deadline), options).await {
+        Ok(()) => release_memory(port, options).await,
+        Err(error) => Err(error),
+    };
+    port.outside(|| port.surroundings.reopen_caches()).await;
+    outcome
+}
+
+/// Fails if a block is live whose address could not be restored.
+fn check_same_address(state: &ArenaState) -> Result<(), DeviceError> {
+    if state.capabilities.same_address_wake || state.live() == 0 {
+        return Ok(());
+    }
+    let what = "waking at the same addresses";
+    Err(DeviceError::Unsupported { what, backend: state.backend })
+}
+
+/// Waits until no lease is held, and blocks entering from then on.
+async fn drain_leases(
+    port: &Port<'_>,
+    (drain, deadline): (u64, Moment),
+    options: SleepOptions,
+) -> Result<(), DeviceError> {
+    loop {
+        let now = port.clock.now();
+        let bell = port.with(|state| {
+            if state.sleep.phase != Phase::Draining(drain) {
+                let error = cancelled(state);
+                return Err(recorded(state, port.clock, options, error));
+            }
+            let exported = &state.outstanding.exported;
+            let arena = state.name.clone();
+            let error = if exported.count > 0 {
+                let (count, bytes) = (exported.count, ByteSize::new(exported.bytes));
+                DeviceError::Exported { arena, count, bytes }
+            } else if state.leases == 0 {
+                state.sleep.end_drain(Phase::Suspending);
+                return Ok(None);
+            } else if let Some(bell) = state.sleep.bell.clone().filter(|_| now < deadline) {
+                return Ok(Some(bell));
+            } else {
+                let held_for = now - state.sleep.leased_since;
+                DeviceError::Leased { arena, leases: state.leases, held_for }
+            };
+            state.sleep.end_drain(Phase::Awake);
+            Err(recorded(state, port.clock, options, error))
+        })?;
+        let Some(bell) = bell else { return Ok(()) };
+        port.wait_until(bell, deadline).await;
+    }
+}
+
+fn cancelled(state: &ArenaState) -> DeviceError {
+    DeviceError::SleepCancelled { arena: state.name.clone() }
+}
+
+/// Records the reason the arena does not fall asleep; returns the error.
+fn recorded(
+    state: &ArenaState,
+    clock: &dyn Clock,
+    options: SleepOptions,
+    error: DeviceError,
+) -> DeviceError {
+    state.tell_sleepless(clock, options, &error, state.sleep.state());
+    error
+}
+
+/// From the last lease to asleep, or back.
+async fn release_memory(
+    port: &Port<'_>,
+    options: SleepOptions,
+) -> Result<SleepReport, DeviceError> {
+    let mut suspension = Suspension { options, runs: Vec::new(), saved: None };
+    if let Err(error) = prepare(port, &mut suspension).await {
+        return Err(abort(port, suspension, error).await);
+    }
+    match release_runs(port, &suspension.runs).await {
+        Ok(()) => {
+            let gone = vec![true; suspension.runs.len()];
+            Ok(finish(port, suspension, &gone, None).await)
+        }
+        Err((nth, error)) => Err(rollback(port, suspension, nth, error).await),
+    }
+}
+
+/// Marks the memory to release, and saves its contents. Nothing has left if it fails.
+async fn prepare(port: &Port<'_>, suspension: &mut Suspension) -> Result<(), DeviceError> {
+    suspension.runs = mark_outgoing(port, suspension.options).await?;
+    suspension.saved = stores::save(port, &suspension.runs).await?;
+    port.with(|state| if state.sleep.is_wanted() { Err(cancelled(state)) } else { Ok(()) })
+}
+
+/// Waits for calls in progress when the last lease was dropped, and for all uses of memory; then
+/// marks the memory to release.
+async fn mark_outgoing(
+    port: &Port<'_>,
+    options: SleepOptions,
+) -> Result<Vec<OutgoingRun>, DeviceError> {
+    for _ in 0..ROUNDS_MAX {
+        while port.with(|state| is_busy(state)) {
+            port.wait().await;
+        }
+        complete_used(port).await?;
+        stores::complete_copies(port).await?;
+        // The uses of memory freed meanwhile are waited for as well.
+        if !port.with(|state| is_busy(state) || state.pending() > 0) {
+            port.with(|state| check_same_address(state))?;
+            return Ok(port.with(|state| {
+                state.sleep.is_quiet = true;
+                outgoing_runs(state, options)
+            }));
+        }
+    }
+    Err(port.with(|state| cancelled(state)))
+}
+
+/// Returns `true` if calls are in progress that place, move, commit or release.
+pub(crate) fn is_busy(state: &ArenaState) -> bool {
+    let moving = |region: &RegionState| {
+        region.arriving + region.segment.committing() + region.segment.leaving()
+    };
+    state.moving.is_some() || state.total(moving) > 0
+}
+
+/// Marks all memory as leaving except that which stays: memory without kept contents last, since
+/// only that is lost if a later run is not released.
+fn outgoing_runs(state: &mut ArenaState, options: SleepOptions) -> Vec<OutgoingRun> {
+    let granules_max = usize::try_from(state.run_max()).unwrap_or(usize::MAX);
+    let is_host = state.capabilities.counts_as_host();
+    let mut runs = Vec::new();
+    for (region, usual) in [(Region::Stable, options.stable), (Region::Dynamic, options.dynamic)] {
+        let of = state.region_mut(region);
+        runs.extend(of.begin_suspend(region, (usual, is_host), granules_max));
+    }
+    runs.sort_by_key(|run| run.contents != Contents::Keep);
+    runs
+}
+
+/// Releases the memory of all runs, in their order. The error has the number of the run that was
+/// not released: those before it are.
+async fn release_runs(port: &Port<'_>, runs: &[OutgoingRun]) -> Result<(), (usize, DriverError)> {
+    for (nth, run) in runs.iter().enumerate() {
+        release_run(port, run).await.map_err(|error| (nth, error))?;
+    }
+    if port.with(|state| state.is_whole()) && port.does(CallKind::Trim).await.is_err() {
+        port.with(|state| state.untrimmed = true); // for the next decay
+    }
+    Ok(())
+}
+
+async fn release_run(port: &Port<'_>, run: &OutgoingRun) -> Result<(), DriverError> {
+    let (at, size) = (run.place.at, run.place.size);
+    let kind = if port.with(|state| state.is_whole()) {
+        CallKind::DestroySegment { at, size }
+    } else {
+        CallKind::Decommit { at, size }
+    };
+    port.does(kind).await
+}
+
+/// Nothing has left: the arena is awake again.
+async fn abort(port: &Port<'_>, suspension: Suspension, error: DeviceError) -> DeviceError {
+    let Suspension { options, runs, saved } = suspension;
+    let wakers = port.with(|state| {
+        runs.iter().for_each(|run| state.end_leave(run.place, false));
+        state.tell_sleepless(port.clock, options, &error, SleepState::Awake);
+        state.sleep.finish(Phase::Awake)
+    });
+    call_wakers(port, wakers).await;
+    if let Some(saved) = saved {
+        stores::release(port, saved).await;
+    }
+    error
+}
+
+/// A run was not released: those before it are restored. If that fails, all runs leave that can.
+async fn rollback(
+    port: &Port<'_>,
+    suspension: Suspension,
+    nth: usize,
+    error: DriverError,
+) -> DeviceError {
+    let error = DeviceError::from(error);
+    if port.with(|state| state.is_whole()) {
+        // No block is live, so none is lost.
+        let wakers = port.with(|state| {
+            for (at, run) in suspension.runs.iter().enumerate() {
+                state.end_leave(run.place, at < nth);
+            }
+            state.untrimmed |= nth > 0;
+            state.tell_sleepless(port.clock, suspension.options, &error, SleepState::Awake);
+            state.sleep.finish(Phase::Awake)
+        });
+        call_wakers(port, wakers).await;
+        return error;
+    }
+    let mut committed = 0;
+    if restore(port, &suspension, nth, &mut committed).await.is_ok() {
+        // The contents of the run that did not leave are lost as well.
+        port.with(|state| note_discarded(state, &suspension.runs[..=nth]));
+        return abort(port, suspension, error).await;
+    }
+    // Copies in progress keep their memory here.
+    let is_done = stores::are_own_copies_complete(port).await;
+    let mut gone = Vec::with_capacity(suspension.runs.len());
+    for (at, run) in suspension.runs.iter().enumerate() {
+        let is_gone = at < nth && at >= committed;
+        gone.push(is_gone || (is_done && release_run(port, run).await.is_ok()));
+    }
+    finish(port, suspension, &gone, Some(&error)).await;
+    error
+}
+
+/// Commits the first `nth` runs again, and restores their contents.
+async fn restore(
+    port: &Port<'_>,
+    suspension: &Suspension,
+    nth: usize,
+    committed: &mut usize,
+) -> Result<(), DriverError> {
+    for run in &suspension.runs[..nth] {
+        port.does(CallKind::Commit { at: run.place.at, size: run.place.size }).await?;
+        *committed += 1;
+    }
+    let copies = |state: &ArenaState| {
+        let of = |region| &state.region(region).segment;
+        suspension.saved.as_ref().map(|saved| saved.copies(of)).unwrap_or_default()
+    };
+    stores::copy_back(port, copies).await.map(drop)
+}
+
+/// Makes the arena asleep, and records the released runs; with an error if one was not released.
+async fn finish(
+    port: &Port<'_>,
+    suspension: Suspension,
+    gone: &[bool],
+    error: Option<&DeviceError>,
+) -> SleepReport {
+    let Suspension { options, runs, saved } = suspension;
+    let kept = runs.iter().filter(|run| run.contents == Contents::Keep);
+    let offloaded = kept.map(|run| run.place.size).sum();
+    let mut report = SleepReport { offloaded, ..SleepReport::default() };
+    port.outside(|| port.surroundings.set_asleep(true)).await;
+    let wakers = port.with(|state| {
+        note_discarded(state, &runs);
+        for (OutgoingRun { place, .. }, &is_gone) in runs.iter().zip(gone) {
+            state.end_leave(*place, is_gone);
+            if is_gone {
+                state.history.record(port.clock, Act::Decommit, place.at.get(), place.size);
+                report.released = report.released.saturating_add(place.size);
+            }
+        }
+        state.sleep.saved = saved;
+        state.sleep.sleeps += 1;
+        report.stayed = ByteSize::new(state.backed());
+        match error {
+            None => state.tell_asleep(port.clock, options, report),
+            Some(error) => {
+                state.tell_sleepless(port.clock, options, error, SleepState::Asleep);
+            }
+        }
+        state.sleep.finish(Phase::Asleep)
+    });
+    call_wakers(port, wakers).await;
+    report
+}
+
+/// Notes the blocks whose contents are lost with these runs.
+fn note_discarded(state: &mut ArenaState, runs: &[OutgoingRun]) {
+    for region in Region::ALL {
+        let is_lost =
+            |run: &&OutgoingRun| run.place.region == region && run.contents == Contents::Discard;
+        let lost = runs.iter().filter(is_lost).map(|run| run.place.run.range());
+        state.region_mut(region).note_discarded(lost.collect());
+    }
+}
+
+/// Returns the time at which an arena that stays idle may fall asleep by itself.
+pub(crate) fn next_sleep(state: &ArenaState) -> Moment {
+    let is_used = state.leases > 0 || !state.raw.is_empty() || state.outstanding.exported.count > 0;
+    // Without a way back to the same addresses only idle memory is released.
+    let is_empty = if state.capabilities.same_address_wake {
+        state.backed() == 0
+    } else {
+        state.backed() == 0 || state.idle() == 0
+    };
+    if state.is_closed || is_used || is_empty {
+        Moment::NEVER
+    } else {
+        state.sleep.due().unwrap_or(Moment::NEVER)
+    }
+}

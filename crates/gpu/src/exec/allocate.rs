@@ -1,0 +1,110 @@
+//! Allocates and resizes blocks for the handles of an arena: runs the operations one after the
+//! other, from the first step to the error.
+
+use crate::engine::alloc::{self, AllocTarget, Begun};
+use crate::engine::alloc_error::record_failure;
+use crate::engine::resize;
+use crate::exec::inner::ArenaInner;
+use crate::observe::record::hooks::{Origin, Refused};
+use crate::state::failure::AllocFailure;
+use crate::state::region::{AllocRequest, Placement};
+use crate::state::streams::StreamKey;
+use crate::types::error::DeviceError;
+use crate::types::region::Region;
+
+impl ArenaInner {
+    /// Allocates a block with memory behind it, which a stream may use immediately, in its order;
+    /// any stream, if none is given. O(1), plus its granules if some must be committed.
+    ///
+    /// # Errors
+    /// `OutOfAddresses`, `OutOfMemory`, or `Driver`.
+    pub(crate) fn alloc_block(
+        &self,
+        region: Region,
+        wanted: AllocRequest,
+        taker: Option<StreamKey>,
+    ) -> Result<Placement, DeviceError> {
+        let what = Refused::Block(region, wanted);
+        self.alloc_target(AllocTarget { region, wanted, taker }, what)
+    }
+
+    fn alloc_target(&self, target: AllocTarget, what: Refused) -> Result<Placement, DeviceError> {
+        let mut state = self.lock();
+        let begun = alloc::begin(&mut state, &*self.clock, target);
+        self.fronts.note_live(state.live(), state.limit.get());
+        drop(state);
+        let outcome = match begun {
+            Begun::Done(placed) => Ok(placed),
+            begun => self.alloc_slowly(target, begun, what),
+        };
+        self.pass_on();
+        outcome
+    }
+
+    #[cold]
+    fn alloc_slowly(
+        &self,
+        target: AllocTarget,
+        begun: Begun,
+        what: Refused,
+    ) -> Result<Placement, DeviceError> {
+        let outcome = self.run(async |port| alloc::alloc(port, target, begun).await);
+        let outcome = match outcome {
+            Err(failure) if failure.is_shortage() => {
+                self.run(async |port| alloc::alloc_after_shortage(port, target).await)
+            }
+            outcome => outcome,
+        };
+        outcome.map_err(|failure| self.record_failure(target.region, failure, what))
+    }
+
+    /// Counts a failure, and returns its error.
+    fn record_failure(&self, region: Region, failure: AllocFailure, what: Refused) -> DeviceError {
+        if self.check_here().is_err() {
+            return DeviceError::Forked; // a callback forked, and this is the child
+        }
+        self.run(async |port| record_failure(port, region, failure, what).await)
+    }
+
+    /// Resizes a live block in place; `None` if it cannot grow there.
+    ///
+    /// # Errors
+    /// The errors of an allocation, or `ContentsLost`; the block is unchanged.
+    pub(crate) fn resize_in_place(
+        &self,
+        region: Region,
+        placed: Placement,
+        requested: u64,
+    ) -> Result<Option<Placement>, DeviceError> {
+        let outcome =
+            self.run(async |port| resize::resize_in_place(port, region, placed, requested).await);
+        let outcome = match outcome {
+            Err(failure) if failure.is_shortage() => self.run(async |port| {
+                resize::resize_after_shortage(port, region, placed, requested).await
+            }),
+            outcome => outcome,
+        };
+        self.pass_on();
+        let what = Refused::Resize(region, placed.id, requested);
+        outcome.map_err(|failure| self.record_failure(region, failure, what))
+    }
+
+    /// Allocates a larger block, copies the contents of a live one and frees that. The caller holds
+    /// a lease, so that neither moves.
+    ///
+    /// # Errors
+    /// The errors of an allocation, or the driver's if the copy fails; the old block is unchanged.
+    pub(crate) fn resize_by_copy(
+        &self,
+        region: Region,
+        old: Placement,
+        wanted: AllocRequest,
+    ) -> Result<Placement, DeviceError> {
+        let what = Refused::Resize(region, old.id, wanted.requested);
+        let target = AllocTarget { region, wanted: wanted.by(Origin::RESIZE), taker: None };
+        let new = self.alloc_target(target, what)?;
+        let copied = self.run(async |port| resize::copy_to(port, region, old, new).await);
+        self.pass_on();
+        copied.map_err(Into::into)
+    }
+}

@@ -1,0 +1,181 @@
+//! Callbacks that release memory when an arena has none left: the last step before an error.
+//!
+//! They run after the arena's own steps: thread caches, idle memory, pending work of streams. No
+//! lock is held while one runs, so it may use the arena freely: free, allocate, purge, compact.
+//!
+//! Runs do not overlap. A thread that is short during another thread's run waits for its end and
+//! checks if that was enough, so ten threads that are short do not unload ten models. Only then it
+//! starts its own run. A thread inside a callback, of this arena or of another, waits for no run,
+//! and its allocations fail if there is no room: so there is neither recursion nor a deadlock.
+//!
+//! Invariants: a callback starts only while it is registered; a run calls each callback that was
+//! registered at its start at most once, in the order of registration; a thread that makes a run
+//! waits for none.
+
+use lowtide_core::log;
+use std::cell::Cell;
+use std::fmt;
+use std::sync::Arc;
+
+use crate::engine::port::Called;
+use crate::types::shortage::Shortage;
+use lowtide_core::fork::Birth;
+use lowtide_core::sync::{Condvar, Mutex, caught, lock, wait};
+
+pub(crate) type Callback = Box<dyn Fn(&Shortage<'_>) -> bool + Send + Sync>;
+
+/// A callback, for as long as it is registered or runs.
+struct Registration {
+    number: u64,
+    /// Taken out when it is dropped.
+    callback: Option<Callback>,
+}
+
+impl Drop for Registration {
+    /// A callback's captures are foreign code; no panic leaves a drop.
+    fn drop(&mut self) {
+        let callback = self.callback.take();
+        let _ = caught(|| drop(callback));
+    }
+}
+
+/// The callbacks of an arena, and the turn to call them.
+pub(crate) struct Callbacks {
+    state: Mutex<CallbacksState>,
+    ended: Condvar,
+    birth: Birth,
+}
+
+#[derive(Default)]
+struct CallbacksState {
+    /// In the order of their numbers.
+    entries: Vec<Arc<Registration>>,
+    /// The number of the last one.
+    numbered: u64,
+    /// The run in progress.
+    run: Option<Run>,
+}
+
+/// A run of the callbacks.
+struct Run {
+    /// The last callback that was registered when it began.
+    last: u64,
+    /// The thread was within a callback of another arena before.
+    within: bool,
+}
+
+#[cfg(not(lowtide_loom))]
+thread_local! {
+    /// `true` while this thread calls callbacks, of any arena.
+    static WITHIN: Cell<bool> = const { Cell::new(false) };
+}
+#[cfg(lowtide_loom)]
+loom::thread_local! {
+    static WITHIN: Cell<bool> = Cell::new(false);
+}
+
+/// Returns `true` if this thread is within a callback, of any arena.
+pub(crate) fn is_within() -> bool {
+    WITHIN.with(Cell::get)
+}
+
+impl Callbacks {
+    pub(crate) fn new() -> Self {
+        let state = Mutex::new(CallbacksState::default());
+        Self { state, ended: Condvar::new(), birth: Birth::now() }
+    }
+
+    pub(crate) fn register(&self, callback: Callback) -> u64 {
+        let entry = |number| Arc::new(Registration { number, callback: Some(callback) });
+        if !self.birth.is_here() {
+            drop(entry(0));
+            return 0;
+        }
+        let mut state = lock(&self.state);
+        state.numbered += 1;
+        let number = state.numbered;
+        state.entries.push(entry(number));
+        number
+    }
+
+    pub(crate) fn forget(&self, number: u64) {
+        if !self.birth.is_here() {
+            return;
+        }
+        let mut state = lock(&self.state);
+        let found = state.entries.binary_search_by_key(&number, |entry| entry.number);
+        let entry = found.ok().map(|nth| state.entries.remove(nth));
+        drop(state);
+        drop(entry); // its captures may lock anything
+    }
+
+    /// Takes the turn to call callbacks, if there are any; returns `true` if another run was waited
+    /// for. `None` within a callback while the turn is taken.
+    pub(crate) fn take_turn(&self) -> Option<bool> {
+        let mut state = lock(&self.state);
+        let within = is_within();
+        let mut waited = false;
+        while !state.entries.is_empty() {
+            if state.run.is_none() {
+                state.run = Some(Run { last: state.numbered, within });
+                WITHIN.with(|of| of.set(true));
+                return Some(waited);
+            }
+            if within {
+                return None;
+            }
+            waited = true;
+            state = wait(&self.ended, state);
+        }
+        None
+    }
+
+    /// Ends the turn of this thread.
+    pub(crate) fn end_turn(&self) {
+        if !self.birth.is_here() {
+            WITHIN.with(|of| of.set(false));
+            return;
+        }
+        let within = lock(&self.state).run.take().is_some_and(|run| run.within);
+        WITHIN.with(|of| of.set(within));
+        self.ended.notify_all();
+    }
+
+    /// Calls all of them, in this thread's turn; `None` in the child of a callback's fork.
+    pub(crate) fn call(&self, shortage: &Shortage<'_>) -> Option<Called> {
+        let last = lock(&self.state).run.as_ref().map_or(0, |run| run.last);
+        let mut called = Called::default();
+        let mut after = 0;
+        while let Some(entry) = self.next(after, last) {
+            after = entry.number;
+            let Some(callback) = &entry.callback else { continue };
+            called.calls += 1;
+            match caught(|| callback(shortage)) {
+                Ok(released) => called.released |= released,
+                Err(message) => {
+                    called.panics += 1;
+                    called.released = true; // its progress is unknown
+                    let arena = shortage.arena;
+                    log!(warn, arena, message, "shortage callback panicked");
+                }
+            }
+            if !self.birth.is_here() {
+                return None;
+            }
+        }
+        Some(called)
+    }
+
+    /// Returns the first callback after a number, up to another.
+    fn next(&self, after: u64, last: u64) -> Option<Arc<Registration>> {
+        let state = lock(&self.state);
+        let nth = state.entries.partition_point(|entry| entry.number <= after);
+        state.entries.get(nth).filter(|entry| entry.number <= last).map(Arc::clone)
+    }
+}
+
+impl fmt::Debug for Callbacks {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Callbacks").finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,209 @@
+//! Runs operations of the engine on the calling thread.
+//!
+//! It takes the lock of the state, lets the operation make its next step, and releases the lock
+//! before it does what the step asks for: a driver call, a wait, or other code. So no driver call
+//! is made and no foreign code runs with the lock held. Contended acquisitions are counted.
+//!
+//! Invariants: the state is in its slot whenever the lock is free; every thread that waits for a
+//! change is notified when the lock is released after one; the published counts of moves are those
+//! of the state whenever the lock is free.
+
+use std::fmt;
+use std::ops::{Deref, DerefMut};
+use std::pin::pin;
+
+use crate::driver::Driver;
+use crate::engine::port::{Caller, Port, Step, Surroundings, run_outside, step};
+use crate::exec::{budget, callbacks};
+use crate::state::arena::ArenaState;
+use crate::types::region::Region;
+use lowtide_core::clock::Clock;
+use lowtide_core::sync::atomic::{AtomicU64, Ordering};
+use lowtide_core::sync::{Condvar, Mutex, MutexGuard, is_background, lock, try_lock, wait};
+
+/// The state of an arena, its lock, and what operations on it need.
+pub(crate) struct Executor {
+    slot: Mutex<Slot>,
+    changed: Condvar,
+    /// The number of moved blocks of each region, for readers without the lock.
+    moves: [AtomicU64; 2],
+}
+
+/// The place of the state.
+struct Slot {
+    /// `None` while an operation makes a step.
+    state: Option<Box<ArenaState>>,
+    /// The number of threads that wait for a change.
+    waiters: u32,
+}
+
+/// The locked state.
+pub(crate) struct Locked<'a> {
+    executor: &'a Executor,
+    /// `None` only in [`Locked::wait`].
+    slot: Option<MutexGuard<'a, Slot>>,
+}
+
+impl Executor {
+    pub(crate) fn new(state: ArenaState) -> Self {
+        let slot = Slot { state: Some(Box::new(state)), waiters: 0 };
+        let moves = [AtomicU64::new(0), AtomicU64::new(0)];
+        Self { slot: Mutex::new(slot), changed: Condvar::new(), moves }
+    }
+
+    /// Locks the state; counts the time if another thread has it.
+    #[inline]
+    pub(crate) fn lock(&self, clock: &dyn Clock) -> Locked<'_> {
+        self.try_lock().unwrap_or_else(|| self.lock_contended(clock))
+    }
+
+    #[cold]
+    fn lock_contended(&self, clock: &dyn Clock) -> Locked<'_> {
+        let from = clock.now();
+        let mut locked = Locked { executor: self, slot: Some(lock(&self.slot)) };
+        locked.totals.contended += 1;
+        locked.totals.waited += clock.now() - from;
+        locked
+    }
+
+    /// Locks the state if no other thread has it.
+    #[inline]
+    pub(crate) fn try_lock(&self) -> Option<Locked<'_>> {
+        Some(Locked { executor: self, slot: Some(try_lock(&self.slot)?) })
+    }
+
+    /// Returns the number of moved blocks of a region when the lock was last released.
+    #[inline]
+    pub(crate) fn moves(&self, region: Region) -> u64 {
+        self.moves[region.number()].load(Ordering::Relaxed)
+    }
+
+    /// Publishes the counts of moves, before the lock is released: a lease that is granted next
+    /// sees them.
+    #[inline]
+    fn publish(&self, state: &ArenaState) {
+        for region in Region::ALL {
+            let (published, moves) = (&self.moves[region.number()], state.region(region).moves());
+            // Read first: a cache line that all threads write would slow down its readers.
+            if published.load(Ordering::Relaxed) != moves {
+                published.store(moves, Ordering::Relaxed);
+            }
+        }
+    }
+
+    /// Returns the state without the lock, for the only owner.
+    pub(crate) fn get_mut(&mut self) -> Option<&mut ArenaState> {
+        let slot = self.slot.get_mut().unwrap_or_else(std::sync::PoisonError::into_inner);
+        slot.state.as_deref_mut()
+    }
+
+    /// Runs an operation to its end.
+    pub(crate) fn run<T>(
+        &self,
+        (driver, clock): (&dyn Driver, &dyn Clock),
+        surroundings: &dyn Surroundings,
+        operation: impl AsyncFnOnce(&Port<'_>) -> T,
+    ) -> T {
+        let port = Port::new(clock, caller(), surroundings);
+        let mut operation = pin!(operation(&port));
+        let mut locked = self.lock(clock);
+        loop {
+            match locked.step(&port, operation.as_mut()) {
+                Step::Done(outcome) => return outcome,
+                Step::Call(call) => {
+                    drop(locked);
+                    port.complete(call.perform(driver));
+                    locked = self.lock(clock);
+                }
+                Step::Wait => locked = locked.wait(),
+                Step::WaitUntil(bell, deadline) => {
+                    drop(locked);
+                    clock.wait_until(&bell, deadline);
+                    locked = self.lock(clock);
+                }
+                Step::Outside => {
+                    drop(locked);
+                    run_outside(&port, operation.as_mut());
+                    locked = self.lock(clock);
+                }
+            }
+        }
+    }
+}
+
+/// Describes this thread.
+fn caller() -> Caller {
+    Caller {
+        is_within_callback: callbacks::is_within(),
+        is_within_budget: budget::is_within(),
+        is_background: is_background(),
+    }
+}
+
+impl Locked<'_> {
+    /// Releases the lock until another thread has changed the state; may also return earlier.
+    pub(crate) fn wait(mut self) -> Self {
+        let executor = self.executor;
+        // Taken out, so that the drop of `self` does nothing.
+        let Some(mut slot) = self.slot.take() else { return self };
+        if let Some(state) = &slot.state {
+            executor.publish(state);
+        }
+        slot.waiters += 1;
+        if slot.waiters > 1 {
+            executor.changed.notify_all(); // this thread may have changed the state
+        }
+        let mut slot = wait(&executor.changed, slot);
+        slot.waiters -= 1;
+        Self { executor, slot: Some(slot) }
+    }
+
+    /// Lets an operation make its next step on the state.
+    fn step<F: Future>(
+        &mut self,
+        port: &Port<'_>,
+        operation: std::pin::Pin<&mut F>,
+    ) -> Step<F::Output> {
+        match self.slot.as_deref_mut() {
+            Some(slot) => step(port, &mut slot.state, operation),
+            None => unreachable!("only a wait has no slot"),
+        }
+    }
+}
+
+impl Deref for Locked<'_> {
+    type Target = ArenaState;
+
+    #[inline]
+    fn deref(&self) -> &ArenaState {
+        self.slot.as_deref().and_then(|slot| slot.state.as_deref()).expect("the state is there")
+    }
+}
+
+impl DerefMut for Locked<'_> {
+    #[inline]
+    fn deref_mut(&mut self) -> &mut ArenaState {
+        let slot = self.slot.as_deref_mut();
+        slot.and_then(|slot| slot.state.as_deref_mut()).expect("the state is there")
+    }
+}
+
+impl Drop for Locked<'_> {
+    /// Publishes what changed, and notifies the threads that wait for a change.
+    #[inline]
+    fn drop(&mut self) {
+        let Some(slot) = &self.slot else { return };
+        if let Some(state) = &slot.state {
+            self.executor.publish(state);
+        }
+        if slot.waiters > 0 {
+            self.executor.changed.notify_all();
+        }
+    }
+}
+
+impl fmt::Debug for Executor {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Executor").finish_non_exhaustive()
+    }
+}

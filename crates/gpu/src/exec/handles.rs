@@ -1,0 +1,171 @@
+//! Streams and events of a driver, as values whose handles are good.
+//!
+//! A driver does not check handles. An owner of a [`DriverEvent`] owns one that exists; a
+//! [`LiveStream`] proves that the stream exists for as long as that lives. Only the constructors of
+//! [`LiveStream`] need a proof; the calls then are safe, because their one precondition is that the
+//! handles are good. Called by the accounting's proofs (`proof`), the copies of a sleep and the
+//! pinned pool. It makes no decisions.
+//!
+//! Invariant: each call gets handles of objects that exist, and that belong to the driver called.
+#![expect(unsafe_code, reason = "drivers do not check handles")]
+
+use std::fmt;
+use std::ptr;
+use std::sync::Arc;
+
+use crate::driver::{Driver, DriverError, EventHandle, StreamHandle};
+use lowtide_core::fork::Birth;
+
+/// An event of a driver, destroyed when this is dropped.
+pub(crate) struct DriverEvent {
+    driver: Arc<dyn Driver>,
+    handle: EventHandle,
+    birth: Birth,
+}
+
+impl DriverEvent {
+    /// Creates an event that marks nothing.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub(crate) fn new(driver: &Arc<dyn Driver>) -> Result<Self, DriverError> {
+        let handle = driver.event_create()?;
+        Ok(Self { driver: Arc::clone(driver), handle, birth: Birth::now() })
+    }
+
+    /// Marks the work that the stream has now.
+    ///
+    /// # Errors
+    /// The driver's; the mark is unspecified then.
+    pub(crate) fn record(&self, stream: LiveStream<'_>) -> Result<(), DriverError> {
+        self.assert_of(stream);
+        // SAFETY: this owns the event, and the stream exists while `stream` lives; both are of this
+        // driver: asserted above.
+        unsafe { self.driver.event_record(self.handle, stream.handle) }
+    }
+
+    /// Returns `true` if the marked work is complete. Does not block.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub(crate) fn is_complete(&self) -> Result<bool, DriverError> {
+        // SAFETY: this owns the event.
+        unsafe { self.driver.event_query(self.handle) }
+    }
+
+    /// Waits until the marked work is complete.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub(crate) fn wait(&self) -> Result<(), DriverError> {
+        // SAFETY: this owns the event.
+        unsafe { self.driver.event_synchronize(self.handle) }
+    }
+
+    fn assert_of(&self, stream: LiveStream<'_>) {
+        let is_ours = ptr::addr_eq(Arc::as_ptr(&self.driver), stream.driver);
+        assert!(is_ours, "an event and a stream of two drivers");
+    }
+}
+
+impl Drop for DriverEvent {
+    /// Destroys the event, which waits for nothing. In a forked child does nothing.
+    fn drop(&mut self) {
+        if self.birth.is_here() {
+            // SAFETY: this owns the event, and nothing can be called with it any more.
+            let _ = unsafe { self.driver.event_destroy(self.handle) };
+        }
+    }
+}
+
+impl fmt::Debug for DriverEvent {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Event").field("handle", &self.handle).finish_non_exhaustive()
+    }
+}
+
+/// A stream that exists for as long as this.
+#[derive(Clone, Copy)]
+pub(crate) struct LiveStream<'a> {
+    driver: &'a dyn Driver,
+    handle: StreamHandle,
+}
+
+impl<'a> LiveStream<'a> {
+    /// # Safety
+    /// The stream belongs to the driver or to its context, and is not destroyed during `'a`.
+    pub(crate) const unsafe fn new(driver: &'a dyn Driver, handle: StreamHandle) -> Self {
+        Self { driver, handle }
+    }
+
+    pub(crate) const fn handle(self) -> StreamHandle {
+        self.handle
+    }
+
+    /// Returns `true` if the stream captures a graph.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub(crate) fn is_capturing(self) -> Result<bool, DriverError> {
+        // SAFETY: the stream exists while this lives.
+        unsafe { self.driver.is_capturing(self.handle) }
+    }
+
+    /// Waits until all work of the stream is complete.
+    ///
+    /// # Errors
+    /// The driver's: no work is known to be complete.
+    pub(crate) fn synchronize(self) -> Result<(), DriverError> {
+        // SAFETY: the stream exists while this lives.
+        unsafe { self.driver.stream_synchronize(self.handle) }
+    }
+
+    /// Makes later work of the stream wait for the work that the event marks.
+    ///
+    /// # Errors
+    /// The driver's: the stream does not wait.
+    pub(crate) fn wait_for(self, event: &DriverEvent) -> Result<(), DriverError> {
+        event.assert_of(self);
+        // SAFETY: the stream exists while this lives, and `event` owns its event; both are of this
+        // driver: asserted above.
+        unsafe { self.driver.stream_wait_event(self.handle, event.handle) }
+    }
+}
+
+/// A stream that was created here, destroyed when this is dropped.
+pub(crate) struct OwnedStream {
+    driver: Arc<dyn Driver>,
+    handle: StreamHandle,
+    birth: Birth,
+}
+
+impl OwnedStream {
+    /// # Errors
+    /// The driver's.
+    pub(crate) fn new(driver: &Arc<dyn Driver>) -> Result<Self, DriverError> {
+        let handle = driver.stream_create()?;
+        Ok(Self { driver: Arc::clone(driver), handle, birth: Birth::now() })
+    }
+
+    pub(crate) fn live(&self) -> LiveStream<'_> {
+        // SAFETY: only the drop destroys the stream, and it is borrowed meanwhile.
+        unsafe { LiveStream::new(&*self.driver, self.handle) }
+    }
+}
+
+impl Drop for OwnedStream {
+    /// Destroys the stream, which waits for nothing: queued work still runs. In a forked child does
+    /// nothing.
+    fn drop(&mut self) {
+        if self.birth.is_here() {
+            // SAFETY: this owns the stream, and nothing can be called with it any more.
+            let _ = unsafe { self.driver.stream_destroy(self.handle) };
+        }
+    }
+}
+
+impl fmt::Debug for OwnedStream {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("OwnedStream").field("handle", &self.handle).finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,574 @@
+//! The state shared by the handles, buffers and leases of one arena: its driver, accounting and
+//! thread caches.
+//!
+//! The lock of the accounting is taken here, and elsewhere only around driver calls; contended
+//! acquisitions are counted. It makes no decisions.
+//!
+//! Invariants: no driver call under a lock; locks are taken in the order sweep, thread cache,
+//! accounting; the arena's memory lives as long as a handle, a buffer or a lease of it.
+#![expect(unsafe_code, reason = "the end of the arena gives its memory up")]
+
+use lowtide_core::log;
+use std::fmt;
+use std::mem::ManuallyDrop;
+use std::ptr;
+use std::sync::{Arc, OnceLock, Weak};
+
+use crate::api::lane::LaneInner;
+use crate::driver::{Capabilities, Driver};
+use crate::engine::completion::query_events;
+use crate::engine::port::{Called, Port, Surroundings};
+use crate::engine::stores;
+use crate::exec::budget;
+use crate::exec::callbacks::Callbacks;
+use crate::exec::executor::{Executor, Locked};
+use crate::exec::front::{CacheShard, Swept};
+use crate::exec::kept::CacheCounts;
+use crate::exec::reserve;
+use crate::observe::record::Recorder;
+use crate::observe::record::operation::After;
+use crate::state::arena::ArenaState;
+use crate::state::region::{Placement, Region};
+use crate::types::config::ArenaConfig;
+use crate::types::error::DeviceError;
+use crate::types::shortage::Shortage;
+use crate::types::snapshot::{ArenaGlance, ArenaSnapshot};
+use lowtide_core::bytes::ByteSize;
+use lowtide_core::clock::Clock;
+use lowtide_core::decay::DecayTime;
+use lowtide_core::fork::Birth;
+use lowtide_core::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use lowtide_core::sync::{Mutex, MutexGuard, lock};
+
+/// The shared state.
+pub(crate) struct ArenaInner {
+    pub(crate) name: String,
+    pub(crate) driver: Arc<dyn Driver>,
+    pub(crate) clock: Arc<dyn Clock>,
+    executor: Executor,
+    pub(crate) capabilities: Capabilities,
+    /// The smallest unit that the arena commits.
+    pub(crate) granule: ByteSize,
+    /// The largest block that each region could ever have.
+    pub(crate) largest: [ByteSize; 2],
+    pub(crate) fronts: ArenaCaches,
+    /// The callbacks for shortage of memory.
+    pub(crate) callbacks: Arc<Callbacks>,
+    /// Nothing more is handed out.
+    pub(crate) closed: AtomicBool,
+    pub(crate) birth: Birth,
+    /// The recorder of the accounting, for other users of its results.
+    pub(crate) recorder: Option<Recorder>,
+    /// Errors of CUDA that a freed buffer's view left with cudarc.
+    #[cfg(feature = "cuda")]
+    pub(crate) parked: AtomicU64,
+}
+
+/// The number of lanes that may cache as much as a thread; with more, each caches less, so that all
+/// together keep about this many times as much. A guess.
+const LANES: u64 = 8;
+
+/// The arena's view of the caches of its threads and lanes.
+#[derive(Debug, Default)]
+pub(crate) struct ArenaCaches {
+    /// The threads' homes; set once, when the arena is opened.
+    homes: OnceLock<Box<[Weak<CacheShard>]>>,
+    /// The lanes' homes.
+    lanes: Mutex<Vec<Weak<CacheShard>>>,
+    /// The maximum bytes that the cache of each thread, or of each lane, may keep now, computed
+    /// from the rules; read under a cache's lock, so that a cache which was emptied after this
+    /// became zero stays empty.
+    room: AtomicU64,
+    lane_room: AtomicU64,
+    rules: Mutex<Rules>,
+    /// `true` if little is left under the limit: cached memory would be missing elsewhere.
+    tight: AtomicBool,
+    /// `true` if some cache may hold a block; set under that cache's lock.
+    hold: AtomicBool,
+    /// Held from taking blocks out of the caches until they are in the accounting: meanwhile
+    /// neither counts them as free.
+    sweep: Mutex<()>,
+    /// The number of times that a cache was busy.
+    contended: AtomicU64,
+}
+
+/// The maximum size of a cache, and the reasons for zero.
+#[derive(Debug, Default)]
+struct Rules {
+    room_max: ByteSize,
+    /// Freed blocks may still be worked on: threads keep none.
+    asynchronous: bool,
+    /// The number of lanes with a cache.
+    lanes: u64,
+    /// `true` if idle memory is released immediately.
+    at_once: bool,
+    /// `true` if the arena sleeps: cached blocks would have no memory.
+    asleep: bool,
+    /// The number of threads that need the caches to be empty now.
+    shut: u32,
+}
+
+/// Keeps all caches from taking in blocks.
+pub(crate) struct Shut<'a>(&'a ArenaCaches);
+
+impl Drop for Shut<'_> {
+    fn drop(&mut self) {
+        self.0.reopen();
+    }
+}
+
+impl ArenaCaches {
+    /// Keeps caches empty while the arena sleeps.
+    pub(crate) fn set_asleep(&self, is_asleep: bool) {
+        self.set(|rules| rules.asleep = is_asleep);
+    }
+
+    /// Creates caches of this maximum size each; zero for threads if work is `asynchronous`.
+    pub(crate) fn new(room_max: ByteSize, decay: DecayTime, asynchronous: bool) -> Self {
+        let fronts = Self::default();
+        fronts.set(|rules| rules.asynchronous = asynchronous);
+        fronts.set_room(room_max);
+        fronts.set_decay(decay);
+        fronts
+    }
+
+    /// Makes the homes known, once.
+    pub(crate) fn know(&self, homes: Box<[Weak<CacheShard>]>) {
+        let known = self.homes.set(homes);
+        debug_assert!(known.is_ok(), "the homes are made once");
+    }
+
+    /// Makes the home of a lane known.
+    pub(crate) fn add(&self, home: &Arc<CacheShard>) {
+        lock(&self.lanes).push(Arc::downgrade(home));
+        self.set(|rules| rules.lanes += 1);
+    }
+
+    /// Forgets the home of a lane.
+    pub(crate) fn remove(&self, home: &CacheShard) {
+        lock(&self.lanes).retain(|known| !ptr::eq(known.as_ptr(), home));
+        self.set(|rules| rules.lanes -= 1);
+    }
+
+    /// Sets how much each may keep.
+    pub(crate) fn set_room(&self, room_max: ByteSize) {
+        self.set(|rules| rules.room_max = room_max);
+    }
+
+    /// Updates the live share of the limit: from seven eighths on, caches keep nothing.
+    pub(crate) fn note_live(&self, live: u64, limit: u64) {
+        let tight = live > limit - limit / 8;
+        // Read first, as in `ArenaInner::note_kept`.
+        if self.tight.load(Ordering::Relaxed) != tight {
+            self.tight.store(tight, Ordering::Relaxed);
+        }
+    }
+
+    /// Sets the decay time: if idle memory does not stay at all, caches keep nothing.
+    pub(crate) fn set_decay(&self, decay: DecayTime) {
+        self.set(|rules| rules.at_once = decay == DecayTime::AtOnce);
+    }
+
+    /// Keeps caches from taking in blocks until the guard is dropped.
+    pub(crate) fn shut(&self) -> Shut<'_> {
+        self.set(|rules| rules.shut += 1);
+        Shut(self)
+    }
+
+    /// Ends one [`ArenaCaches::shut`].
+    fn reopen(&self) {
+        self.set(|rules| rules.shut -= 1);
+    }
+
+    fn set(&self, change: impl FnOnce(&mut Rules)) {
+        let mut rules = lock(&self.rules);
+        change(&mut rules);
+        let none = rules.at_once || rules.asleep || rules.shut > 0;
+        let room = if none { 0 } else { rules.room_max.get() };
+        self.room.store(if rules.asynchronous { 0 } else { room }, Ordering::Relaxed);
+        self.lane_room.store(room / rules.lanes.div_ceil(LANES).max(1), Ordering::Relaxed);
+    }
+}
+
+impl ArenaInner {
+    /// Joins the parts of an arena.
+    pub(crate) fn new(
+        (driver, clock): (Arc<dyn Driver>, Arc<dyn Clock>),
+        config: ArenaConfig,
+        state: ArenaState,
+    ) -> Self {
+        let capabilities = driver.capabilities();
+        let front = state.front_kept(config.thread_cache);
+        Self {
+            driver,
+            clock,
+            capabilities,
+            granule: ByteSize::new(state.bytes_of(1)),
+            largest: Region::ALL.map(|region| state.region(region).largest_ever()),
+            executor: Executor::new(state),
+            fronts: ArenaCaches::new(front, config.decay, capabilities.asynchronous),
+            callbacks: Arc::new(Callbacks::new()),
+            closed: AtomicBool::new(false),
+            birth: Birth::now(),
+            recorder: config.recorder,
+            #[cfg(feature = "cuda")]
+            parked: AtomicU64::new(0),
+            name: config.name,
+        }
+    }
+
+    /// Locks the state.
+    #[inline]
+    pub(crate) fn lock(&self) -> Locked<'_> {
+        self.executor.lock(&*self.clock)
+    }
+
+    /// Locks the state if no other thread has it.
+    #[inline]
+    pub(crate) fn try_lock(&self) -> Option<Locked<'_>> {
+        self.executor.try_lock()
+    }
+
+    /// Reads or changes the state, without a wait or a driver call.
+    #[inline]
+    pub(crate) fn run_now<T>(&self, act: impl FnOnce(&mut ArenaState) -> T) -> T {
+        act(&mut self.lock())
+    }
+
+    /// Returns the number of moved blocks of a region, without the lock.
+    #[inline]
+    pub(crate) fn moves(&self, region: Region) -> u64 {
+        self.executor.moves(region)
+    }
+
+    /// Runs an operation to its end on this thread.
+    pub(crate) fn run<T>(&self, operation: impl AsyncFnOnce(&Port<'_>) -> T) -> T {
+        self.executor.run((&*self.driver, &*self.clock), self, operation)
+    }
+
+    /// Fails in a forked child, in which the lock may be held by a thread that does not exist
+    /// there.
+    #[inline]
+    pub(crate) fn check_here(&self) -> Result<(), DeviceError> {
+        if self.birth.is_here() { Ok(()) } else { Err(DeviceError::Forked) }
+    }
+
+    /// Refuses in a forked child, and once the arena is closed.
+    #[inline]
+    pub(crate) fn check_open(&self) -> Result<(), DeviceError> {
+        self.check_here()?;
+        if self.is_closed() { Err(self.was_closed()) } else { Ok(()) }
+    }
+
+    /// Returns `true` if no more blocks are handed out; certain under the lock of the accounting.
+    #[inline]
+    pub(crate) fn is_closed(&self) -> bool {
+        self.closed.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn was_closed(&self) -> DeviceError {
+        DeviceError::Closed { arena: self.name.clone() }
+    }
+
+    pub(crate) fn check_host_access(&self) -> Result<(), DeviceError> {
+        if self.capabilities.host_access { Ok(()) } else { Err(self.no_host_access()) }
+    }
+
+    pub(crate) fn no_host_access(&self) -> DeviceError {
+        DeviceError::Unsupported { what: "host access", backend: self.driver.backend() }
+    }
+
+    /// Frees a block in the arena: bookkeeping only.
+    pub(crate) fn release(&self, region: Region, placed: Placement) {
+        self.lock().release(region, placed, &*self.clock);
+        self.pass_on();
+    }
+
+    /// Frees a block that these lanes used, in the arena.
+    pub(crate) fn release_after(
+        &self,
+        region: Region,
+        placed: Placement,
+        lanes: &[Arc<LaneInner>],
+    ) {
+        let streams: Vec<_> = lanes.iter().filter_map(|lane| lane.key()).collect();
+        let after = if lanes.is_empty() { After::All } else { After::Lanes };
+        self.lock().release_after(region, placed, (&streams, after), &*self.clock);
+        self.pass_on();
+    }
+
+    /// Frees blocks in the arena.
+    pub(crate) fn release_all(&self, blocks: Vec<Swept>) {
+        if blocks.is_empty() {
+            return;
+        }
+        let mut books = self.lock();
+        for block in blocks {
+            books.release_swept(block, &*self.clock);
+        }
+    }
+
+    /// Returns the maximum bytes that a thread cache may keep now.
+    #[inline]
+    pub(crate) fn front_room(&self) -> u64 {
+        let tight = self.fronts.tight.load(Ordering::Relaxed);
+        if tight { 0 } else { self.fronts.room.load(Ordering::Relaxed) }
+    }
+
+    /// Returns the maximum bytes that a lane's cache may keep now.
+    #[inline]
+    pub(crate) fn lane_room(&self) -> u64 {
+        let tight = self.fronts.tight.load(Ordering::Relaxed);
+        if tight { 0 } else { self.fronts.lane_room.load(Ordering::Relaxed) }
+    }
+
+    /// Records that a cache holds a block.
+    #[inline]
+    pub(crate) fn note_kept(&self) {
+        // Read first: a cache line that all threads write would defeat the caches.
+        if !self.fronts.hold.load(Ordering::Relaxed) {
+            self.fronts.hold.store(true, Ordering::Relaxed);
+        }
+    }
+
+    /// Counts a busy cache.
+    pub(crate) fn note_contended(&self) {
+        self.fronts.contended.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Returns `true` if a cache may hold a block.
+    pub(crate) fn fronts_hold(&self) -> bool {
+        self.fronts.hold.load(Ordering::Relaxed)
+    }
+
+    /// Frees all cached blocks in the arena; returns `true` if there were any.
+    pub(crate) fn empty_fronts(&self) -> bool {
+        let sweep = lock(&self.fronts.sweep);
+        self.empty_under(&sweep)
+    }
+
+    /// Keeps caches from taking in blocks until the guard is dropped, and frees all cached blocks
+    /// in the arena; returns `true` if there were any. It locks each cache: a block taken in before
+    /// that is found, and one after it finds no room.
+    pub(crate) fn shut_fronts(&self) -> (Shut<'_>, bool) {
+        let shut = self.fronts.shut();
+        let held = self.empty_all(&lock(&self.fronts.sweep));
+        (shut, held)
+    }
+
+    /// Keeps caches from taking in blocks for good, and empties them: no handle of the arena is
+    /// left. Does nothing in a forked child.
+    pub(crate) fn retire_fronts(&self) {
+        if self.check_here().is_ok() {
+            let _for_good = ManuallyDrop::new(self.fronts.shut());
+            self.empty_all(&lock(&self.fronts.sweep));
+        }
+    }
+
+    fn empty_under(&self, sweep: &MutexGuard<'_, ()>) -> bool {
+        // Blocks cached from here on set the flag again.
+        self.fronts.hold.swap(false, Ordering::Relaxed) && self.empty_all(sweep)
+    }
+
+    /// The same, regardless of the flag.
+    fn empty_all(&self, sweep: &MutexGuard<'_, ()>) -> bool {
+        let mut blocks = Vec::new();
+        self.homes().for_each(|home| home.empty(&mut blocks));
+        self.release_swept(blocks, sweep)
+    }
+
+    /// Frees cached blocks of sizes that are no longer hot.
+    pub(crate) fn cool_fronts(&self) {
+        let sweep = lock(&self.fronts.sweep);
+        if !self.fronts.hold.swap(false, Ordering::Relaxed) {
+            return;
+        }
+        let mut blocks = Vec::new();
+        for home in self.homes() {
+            if home.cool(&mut blocks) {
+                self.note_kept();
+            }
+        }
+        self.release_swept(blocks, &sweep);
+    }
+
+    /// Frees blocks taken out of the caches in the arena; returns `true` if there were any.
+    fn release_swept(&self, blocks: Vec<Swept>, _: &MutexGuard<'_, ()>) -> bool {
+        if blocks.is_empty() {
+            return false;
+        }
+        self.release_all(blocks);
+        true
+    }
+
+    /// The homes of threads, then those of lanes.
+    fn homes(&self) -> impl Iterator<Item = Arc<CacheShard>> {
+        let of_lanes = lock(&self.fronts.lanes).clone();
+        let homes = self.fronts.homes.get().into_iter().flatten().cloned();
+        homes.chain(of_lanes).filter_map(|home| home.upgrade())
+    }
+
+    /// Returns all figures at one instant: locks the caches, and then the accounting.
+    pub(crate) fn snapshot(&self) -> ArenaSnapshot {
+        let sweep = lock(&self.fronts.sweep);
+        self.snapshot_under(&sweep)
+    }
+
+    fn snapshot_under(&self, _: &MutexGuard<'_, ()>) -> ArenaSnapshot {
+        // Dropped last: the last holder of a home takes the lock of the accounting.
+        let homes: Vec<_> = self.homes().collect();
+        let still: Vec<_> = homes.iter().map(|home| home.still()).collect();
+        let mut fronts = CacheCounts::default();
+        still.iter().for_each(|front| fronts.add(front.tally()));
+        let books = self.lock();
+        let mut snapshot = books.snapshot(&self.name, self.driver.backend(), &fronts);
+        books.outstanding.show(&mut snapshot);
+        snapshot.lock_contended_total += self.fronts.contended.load(Ordering::Relaxed);
+        #[cfg(feature = "cuda")]
+        {
+            snapshot.parked_errors_total = self.parked.load(Ordering::Relaxed);
+        }
+        snapshot
+    }
+
+    /// Stops handing out blocks, if nothing is live; returns `true` if it was open. Another thread
+    /// that closes it waits for the result.
+    pub(crate) fn close(&self) -> Result<bool, DeviceError> {
+        let _shut = self.fronts.shut();
+        let sweep = lock(&self.fronts.sweep);
+        if self.closed.swap(true, Ordering::Relaxed) {
+            return Ok(false);
+        }
+        self.lock().is_closed = true;
+        // From here on no cache hands out a block, being empty, and the arena checks `closed` under
+        // its lock before it does.
+        self.empty_all(&sweep);
+        let snapshot = self.snapshot_under(&sweep);
+        let count = snapshot.allocs_total - snapshot.frees_total;
+        let held = self.lock().outstanding.imported.held();
+        if count == 0 && held == 0 {
+            return Ok(true);
+        }
+        self.closed.store(false, Ordering::Relaxed);
+        self.lock().is_closed = false;
+        if count == 0 {
+            let (arena, bytes) = (self.name.clone(), snapshot.imported);
+            return Err(DeviceError::ImportedHeld { arena, count: held, bytes });
+        }
+        Err(DeviceError::LiveBlocks { arena: self.name.clone(), count, bytes: snapshot.live })
+    }
+
+    /// Returns a few figures, without the caches' locks.
+    pub(crate) fn glance(&self) -> ArenaGlance {
+        let cached = self.homes().map(|home| home.cached()).sum();
+        let books = self.lock();
+        ArenaGlance {
+            live: ByteSize::new(books.live().saturating_sub(cached)),
+            committed: ByteSize::new(books.backed()),
+            idle: ByteSize::new(books.idle()),
+        }
+    }
+
+    pub(crate) fn validate(&self) {
+        self.lock().validate();
+        self.snapshot().validate();
+    }
+
+    /// Validates in debug builds.
+    pub(crate) fn debug_validate(&self) {
+        if cfg!(debug_assertions) {
+            self.validate();
+        }
+    }
+}
+
+impl Surroundings for ArenaInner {
+    fn shut_caches(&self) -> bool {
+        let (shut, held) = self.shut_fronts();
+        std::mem::forget(shut);
+        held
+    }
+
+    fn reopen_caches(&self) {
+        if self.check_here().is_err() {
+            return; // its lock may be taken by a thread of the parent
+        }
+        self.fronts.reopen();
+    }
+
+    fn set_asleep(&self, is_asleep: bool) {
+        self.fronts.set_asleep(is_asleep);
+    }
+
+    fn take_callback_turn(&self) -> Option<bool> {
+        self.callbacks.take_turn()
+    }
+
+    fn end_callback_turn(&self) {
+        self.callbacks.end_turn();
+    }
+
+    fn call_callbacks(&self, shortage: &Shortage<'_>) -> Option<Called> {
+        self.callbacks.call(shortage)
+    }
+
+    fn call_budget(&self, act: &mut dyn FnMut()) -> Result<(), String> {
+        budget::call(act)
+    }
+}
+
+impl Drop for ArenaInner {
+    /// Releases everything to the driver: no block is held, and no thread waits for the lock. If
+    /// the driver refuses, or the device may still use it, the range stays reserved. Does nothing
+    /// in a forked child.
+    fn drop(&mut self) {
+        if self.check_here().is_err() {
+            if let Some(state) = self.executor.get_mut() {
+                state.forget_adopted();
+            }
+            return;
+        }
+        log!(info, arena = self.name, "arena dropped");
+        let _ = self.run(query_events); // asks, and waits for nothing
+        self.end_adopted();
+        self.run(stores::end);
+        let mut books = self.lock();
+        // The use of raw blocks is unknown.
+        let is_raw_used = books.asynchronous && !books.raw.is_empty() && !books.sleep.is_quiet;
+        let is_used = books.pending() > 0 || books.sleep.may_be_copied() || is_raw_used;
+        if is_used {
+            let bytes = ByteSize::new(books.backed());
+            log!(warn, arena = self.name, %bytes, "arena dropped in use, memory leaked");
+        }
+        if let Some(stream) = books.sleep.stream.take() {
+            // SAFETY: the stream of the copies, which no operation uses: this is its end. Queued
+            // copies still run.
+            let _ = unsafe { self.driver.stream_destroy(stream) };
+        }
+        for event in books.streams.take_events() {
+            // SAFETY: the arena's own event, which no operation holds: this is its end.
+            let _ = unsafe { self.driver.event_destroy(event) };
+        }
+        if is_used {
+            self.end_recording(books);
+            return; // the device may still work on it
+        }
+        for region in Region::ALL {
+            // SAFETY: the arena's own ground. This is the end of the last handle, buffer and lease,
+            // so that no block is live and no other thread is here; nothing pending, no copy of a
+            // sleep and no raw block is in use: that returned above.
+            unsafe { reserve::give_up(&*self.driver, &books.region(region).segment) };
+        }
+        self.end_recording(books);
+    }
+}
+
+impl fmt::Debug for ArenaInner {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ArenaInner")
+            .field("name", &self.name)
+            .field("driver", &self.driver)
+            .field("largest", &self.largest)
+            .finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,200 @@
+//! The blocks of one thread cache by size, for hot sizes. Plain values, under the cache's lock.
+//!
+//! A size is hot if it was requested [`HOT`] times recently; each check, and each request of an
+//! unknown size, cools it.
+//!
+//! Invariants: `cached = sum of its blocks`; a block that was handed out is not in it.
+
+use crate::exec::front::{BlockHandle, Kept};
+use crate::state::region::{Placement, Region};
+
+/// The number of requests of a size, less its cooling.
+pub(crate) type Heat = u8;
+
+/// Requests for a size since it was last cooled, from which on it is hot. A guess: twice for a
+/// coincidence, and as often again.
+pub(crate) const HOT: Heat = 4;
+
+/// The most that a size's heat comes to: it is cold at the second look after its last use.
+const HEAT_MAX: Heat = 4 * HOT - 1;
+
+/// The maximum number of blocks of one size in a cache: a request seldom frees more of one size
+/// than it soon allocates again. A guess.
+const BLOCKS_MAX: usize = 4;
+
+/// The number of sizes in a cache, in sets of [`WAYS`]. A guess: the requests of one layer of a
+/// model.
+const SETS: usize = 8;
+const WAYS: usize = 2;
+
+/// The key of a block in a cache.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Key(u64);
+
+impl Key {
+    /// No block has it.
+    const NONE: Self = Self(0);
+
+    /// For blocks of this size, a positive multiple of 256 bytes, in this region.
+    #[inline]
+    pub(crate) const fn new(region: Region, size: u64) -> Self {
+        Self(size | region.number() as u64)
+    }
+
+    /// Returns the start of its set's ways.
+    #[inline]
+    fn ways(self) -> usize {
+        // Fibonacci hashing: the top bits of the product.
+        let hash =
+            self.0.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> (u64::BITS - SETS.trailing_zeros());
+        usize::try_from(hash).unwrap_or(0) * WAYS
+    }
+}
+
+/// The blocks of one size.
+#[derive(Debug)]
+struct Class {
+    key: Key,
+    heat: Heat,
+    kept: usize,
+    blocks: [Option<Box<BlockHandle>>; BLOCKS_MAX],
+}
+
+impl Class {
+    const VACANT: Self =
+        Self { key: Key::NONE, heat: 0, kept: 0, blocks: [const { None }; BLOCKS_MAX] };
+}
+
+/// The counts of a cache since the arena was opened.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct CacheCounts {
+    /// Blocks handed out of it, and taken in; blocks passed on to the arena later do not count.
+    pub(crate) allocs: u64,
+    pub(crate) frees: u64,
+    /// Bytes in it now, by region.
+    pub(crate) cached: [u64; 2],
+    /// Requested bytes of blocks handed out less those taken in, by region; wraps.
+    pub(crate) requested: [u64; 2],
+}
+
+impl CacheCounts {
+    pub(crate) fn add(&mut self, other: Self) {
+        self.allocs += other.allocs;
+        self.frees += other.frees;
+        for region in Region::ALL.map(Region::number) {
+            self.cached[region] += other.cached[region];
+            let requested = &mut self.requested[region];
+            *requested = requested.wrapping_add(other.requested[region]);
+        }
+    }
+
+    /// Returns the bytes in the cache.
+    #[inline]
+    pub(crate) fn cached(&self) -> u64 {
+        self.cached.iter().sum()
+    }
+
+    /// Counts a block that was handed out.
+    #[inline]
+    fn went(&mut self, region: Region, size: u64, requested: u64) {
+        self.cached[region.number()] -= size;
+        let sum = &mut self.requested[region.number()];
+        *sum = sum.wrapping_add(requested);
+    }
+
+    /// Counts a block that was taken in.
+    #[inline]
+    fn came(&mut self, region: Region, placed: &Placement) {
+        self.cached[region.number()] += placed.span.size;
+        let sum = &mut self.requested[region.number()];
+        *sum = sum.wrapping_sub(placed.requested);
+    }
+}
+
+/// The blocks kept for one home.
+#[derive(Debug, Default)]
+pub(crate) struct ThreadCache {
+    /// Empty until the first request, then `SETS x WAYS`.
+    classes: Vec<Class>,
+    pub(crate) tally: CacheCounts,
+}
+
+impl ThreadCache {
+    /// Returns the entry of a size; takes that of a cold one without blocks, if it has none.
+    #[inline]
+    fn claim(&mut self, key: Key) -> Option<&mut Class> {
+        if self.classes.is_empty() {
+            self.classes.extend((0..SETS * WAYS).map(|_| Class::VACANT));
+        }
+        let set = key.ways();
+        let ways = &mut self.classes[set..set + WAYS];
+        if let Some(way) = ways.iter().position(|class| class.key == key) {
+            return Some(&mut ways[way]);
+        }
+        // Each miss cools the set, so that a size which came once does not stay in the way.
+        for class in &mut *ways {
+            class.heat = class.heat.saturating_sub(1);
+        }
+        let cold = ways.iter_mut().find(|class| class.heat == 0 && class.kept == 0)?;
+        *cold = Class { key, ..Class::VACANT };
+        Some(cold)
+    }
+
+    #[inline]
+    pub(crate) fn take(&mut self, key: Key, requested: u64) -> Option<Box<BlockHandle>> {
+        let class = self.claim(key)?;
+        class.heat = HEAT_MAX.min(class.heat + 1);
+        let last = class.kept.checked_sub(1)?;
+        let mut owned = class.blocks[last].take()?;
+        class.kept = last;
+        self.tally.allocs += 1;
+        if let Some(placed) = &mut owned.block {
+            placed.requested = requested;
+            self.tally.went(owned.region, placed.span.size, requested);
+        }
+        Some(owned)
+    }
+
+    /// Counts a block, and returns its slot; `None` if the arena must free it.
+    #[inline]
+    pub(crate) fn admit(
+        &mut self,
+        owned: &BlockHandle,
+        room: u64,
+    ) -> Option<&mut Option<Box<BlockHandle>>> {
+        let placed = owned.block.as_ref()?;
+        if self.classes.is_empty() || self.tally.cached() + placed.span.size > room {
+            return None;
+        }
+        let key = Key::new(owned.region, placed.span.size);
+        let set = key.ways();
+        let mut ways = self.classes[set..set + WAYS].iter_mut();
+        let class = ways.find(|class| class.key == key && class.heat >= HOT)?;
+        let vacant = class.blocks.get_mut(class.kept)?;
+        class.kept += 1;
+        self.tally.frees += 1;
+        self.tally.came(owned.region, placed);
+        Some(vacant)
+    }
+
+    /// Takes out the blocks of the sizes that `gone` names.
+    pub(crate) fn empty(&mut self, gone: impl Fn(Heat) -> bool, mut out: impl FnMut(Kept)) {
+        for class in self.classes.iter_mut().filter(|class| gone(class.heat)) {
+            class.kept = 0;
+            for owned in class.blocks.iter_mut().filter_map(Option::take) {
+                let Some(placed) = owned.block else { continue };
+                // The arena counts its release: the cache no longer freed it.
+                self.tally.frees -= 1;
+                self.tally.went(owned.region, placed.span.size, placed.requested);
+                out((owned.region, placed));
+            }
+        }
+    }
+
+    /// Halves the heat of every size.
+    pub(crate) fn cool(&mut self) {
+        for class in &mut self.classes {
+            class.heat /= 2;
+        }
+    }
+}

@@ -1,0 +1,137 @@
+//! Takes a map of an arena from its metadata, under the lock.
+//!
+//! A granule that is being committed or released counts as committed. A block whose memory is not
+//! there yet, or that is growing in place, counts as free, as in a snapshot.
+//!
+//! Invariant: the map shows one instant; its events lead up to that instant.
+
+use crate::api::arena::DeviceArena;
+use crate::index::Span;
+use crate::observe::visualize::{
+    ArenaMap, BlockSpan, BlockState, GranuleRun, GranuleState, SegmentMap,
+};
+use crate::state::arena::ArenaState;
+use crate::state::ground::Stretch;
+use crate::types::region::Region;
+use lowtide_core::bytes::ByteSize;
+
+impl DeviceArena {
+    /// Returns a map of all blocks and granules, and the kept events; empty in a forked child.
+    ///
+    /// Copies the metadata under the lock: time and memory grow with the number of blocks and
+    /// granules. Requested sizes are known per region and not per block, so a block shows its
+    /// rounded size as requested. Thread caches are flushed first; blocks that other threads cache
+    /// meanwhile show as live.
+    ///
+    /// ```
+    /// # use std::sync::Arc;
+    /// # use lowtide_gpu::clock::SystemClock;
+    /// # use lowtide_gpu::{ArenaConfig, DeviceArena, HostDriver, Region};
+    /// let config = ArenaConfig { history: 1000, ..ArenaConfig::new("embedder") };
+    /// let clock = Arc::new(SystemClock::new());
+    /// let arena = DeviceArena::open(Arc::new(HostDriver::new()), clock, config)?;
+    /// let activations = arena.alloc::<f32>(1 << 20, Region::Dynamic)?;
+    /// let map = arena.map();
+    /// assert!(map.to_svg().starts_with("<svg"));
+    /// assert_eq!(map.events.len(), 2); // committed, handed out
+    /// # drop(activations);
+    /// # Ok::<(), lowtide_gpu::DeviceError>(())
+    /// ```
+    #[must_use]
+    pub fn map(&self) -> ArenaMap {
+        let inner = self.inner();
+        let empty = ArenaMap::empty(inner.name.clone());
+        if inner.check_here().is_err() {
+            return empty;
+        }
+        inner.empty_fronts();
+        let books = inner.lock();
+        let taken = inner.clock.now();
+        let segments = Region::ALL.iter().flat_map(|&region| segments(&books, region)).collect();
+        let events = books.history.events();
+        let granularity = ByteSize::new(books.bytes_of(1));
+        drop(books);
+        let since_epoch = inner.clock.since_epoch();
+        ArenaMap { taken, since_epoch, granularity, segments, events, ..empty }
+    }
+}
+
+fn segments(books: &ArenaState, region: Region) -> Vec<SegmentMap> {
+    let ground = &books.region(region).segment;
+    let spans: Vec<_> = books.region(region).live_spans().collect();
+    let mut touched = Touched::new(&spans);
+    let map = |Stretch { at, span, backed }: Stretch| {
+        let first = spans.partition_point(|block| block.offset < span.offset);
+        let inside = spans[first..].iter().take_while(|block| block.offset < span.end());
+        let arrived = |block: &&Span| ground.wanting(**block) == 0 && !ground.is_moving(**block);
+        let blocks = inside.filter(arrived).map(|block| {
+            let (offset, size) = (block.offset - span.offset, ByteSize::new(block.size));
+            let offset = ByteSize::new(offset);
+            BlockSpan { offset, size, requested: size, state: BlockState::Live }
+        });
+        let blocks = blocks.collect();
+        let mut granules = Vec::new();
+        for (run, state) in backed {
+            match state {
+                Some(state) => {
+                    let (offset, size) = (ByteSize::new(run.offset), ByteSize::new(run.size));
+                    granules.push(GranuleRun { offset, size, state });
+                }
+                None => touched.cut(run.offset, run.end(), books.bytes_of(1), &mut granules),
+            }
+        }
+        for run in &mut granules {
+            run.offset = ByteSize::new(run.offset.get() - span.offset);
+        }
+        let (region, size) = (region.name().to_owned(), ByteSize::new(span.size));
+        SegmentMap { region, base: at.get(), size, granules, blocks }
+    };
+    ground.stretches().into_iter().map(map).collect()
+}
+
+/// Distinguishes active from idle granules by the blocks that touch them, arriving ones as well, in
+/// one pass.
+struct Touched<'a> {
+    spans: &'a [Span],
+    next: usize,
+}
+
+impl<'a> Touched<'a> {
+    const fn new(spans: &'a [Span]) -> Self {
+        Self { spans, next: 0 }
+    }
+
+    /// Cuts backed granules into runs of one state.
+    fn cut(&mut self, start: u64, end: u64, granule: u64, runs: &mut Vec<GranuleRun>) {
+        let mut at = start;
+        while at < end {
+            let run_start = at;
+            let (idle_to, active_to) = self.next_after(at, end, granule);
+            at = if idle_to > at { idle_to } else { active_to };
+            let state = if idle_to > run_start { GranuleState::Idle } else { GranuleState::Active };
+            let (offset, size) = (ByteSize::new(run_start), ByteSize::new(at - run_start));
+            match runs.last_mut().filter(|last| last.state == state) {
+                Some(last) if last.offset.saturating_add(last.size) == offset => {
+                    last.size = last.size.saturating_add(size);
+                }
+                _ => runs.push(GranuleRun { offset, size, state }),
+            }
+        }
+    }
+
+    /// Returns the end of the idle granules from `at` on, and the end of the granules that the next
+    /// block keeps active.
+    fn next_after(&mut self, at: u64, end: u64, granule: u64) -> (u64, u64) {
+        while self.spans.get(self.next).is_some_and(|span| span.end() <= at) {
+            self.next += 1;
+        }
+        match self.spans.get(self.next) {
+            Some(span) if span.offset < end => {
+                let first = span.offset / granule * granule;
+                let last = span.end().next_multiple_of(granule);
+                (first.max(at), last.min(end))
+            }
+            _ => (end, end),
+        }
+    }
+}

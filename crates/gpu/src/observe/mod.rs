@@ -1,0 +1,7 @@
+//! Observers of an arena: recordings, history and pictures.
+
+pub(crate) mod history;
+pub(crate) mod map;
+pub(crate) mod occupancy;
+pub mod record;
+pub mod visualize;

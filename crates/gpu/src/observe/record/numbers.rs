@@ -1,0 +1,99 @@
+//! The numbers of blocks and lanes in a recording: small, ascending, never reused.
+//!
+//! Guarded by the lock of the arena's state, and used only with a recorder. The arena's name of a
+//! block changes when a resize moves it; its number does not.
+//!
+//! Invariant:
+//! `known blocks = blocks of the arena that were recorded as allocated and not as freed`.
+
+use std::collections::BTreeMap;
+
+use crate::driver::StreamHandle;
+use crate::state::ranges::BlockName;
+use crate::state::region::Region;
+
+/// The numbers of one recording.
+#[derive(Debug)]
+pub(crate) struct Numbers {
+    blocks: BTreeMap<(usize, BlockName), NumberedBlock>,
+    last_block: u64,
+    streams: BTreeMap<StreamHandle, NumberedStream>,
+    last_lane: u64,
+    last_stream: u64,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct NumberedBlock {
+    number: u64,
+    /// `true` for a raw block.
+    is_raw: bool,
+}
+
+#[derive(Debug)]
+struct NumberedStream {
+    number: u64,
+    lanes: u64,
+}
+
+impl Numbers {
+    pub(super) const fn new() -> Self {
+        Self {
+            blocks: BTreeMap::new(),
+            last_block: 0,
+            streams: BTreeMap::new(),
+            last_lane: 0,
+            last_stream: 0,
+        }
+    }
+
+    /// The number of a block that was handed out.
+    pub(crate) fn give(&mut self, region: Region, id: BlockName, is_raw: bool) -> u64 {
+        self.last_block += 1;
+        let known = NumberedBlock { number: self.last_block, is_raw };
+        self.blocks.insert((region.number(), id), known);
+        known.number
+    }
+
+    /// Returns the number of a block; `None` if it is not in the recording.
+    pub(crate) fn of(&self, region: Region, id: BlockName) -> Option<u64> {
+        self.blocks.get(&(region.number(), id)).map(|known| known.number)
+    }
+
+    /// The same, for a block that is freed.
+    pub(crate) fn take(&mut self, region: Region, id: BlockName) -> Option<u64> {
+        self.blocks.remove(&(region.number(), id)).map(|known| known.number)
+    }
+
+    /// Gives the number of a block to the one that takes its place.
+    pub(crate) fn pass(&mut self, region: Region, from: BlockName, to: BlockName) -> Option<u64> {
+        let known = self.blocks.remove(&(region.number(), from))?;
+        self.blocks.insert((region.number(), to), known);
+        Some(known.number)
+    }
+
+    /// Removes all raw blocks.
+    pub(crate) fn forget_raw(&mut self) {
+        self.blocks.retain(|_, known| !known.is_raw);
+    }
+
+    /// The numbers of a new lane and of its stream.
+    pub(crate) fn lane(&mut self, handle: StreamHandle) -> (u64, u64) {
+        self.last_lane += 1;
+        let stream = self.streams.entry(handle).or_insert_with(|| {
+            self.last_stream += 1;
+            NumberedStream { number: self.last_stream, lanes: 0 }
+        });
+        stream.lanes += 1;
+        (self.last_lane, stream.number)
+    }
+
+    /// Books that a lane of a stream is gone.
+    pub(crate) fn lane_end(&mut self, handle: StreamHandle) {
+        if let Some(stream) = self.streams.get_mut(&handle) {
+            stream.lanes -= 1;
+            if stream.lanes == 0 {
+                self.streams.remove(&handle);
+            }
+        }
+    }
+}

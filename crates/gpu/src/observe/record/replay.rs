@@ -1,0 +1,454 @@
+//! Replays a recording on an arena of its own, in one thread, and compares the outcomes.
+//!
+//! The arena has a clock that shows the recording's times, and a recorder whose hash is compared:
+//! outcomes are computed by the code that recorded them. No block is read or written, and no work
+//! is queued on any stream. If the replay was refused a block that the recording has, later
+//! operations on that block are skipped and counted.
+//!
+//! Invariant: the same recording on arenas with the same settings, over drivers that respond alike,
+//! produces the same hash.
+
+use std::any::Any;
+use std::collections::BTreeMap;
+use std::sync::{Arc, Weak};
+use std::time::Duration;
+
+use super::hash::OperationHash;
+use super::hooks::Origin;
+use super::log::Log;
+use super::operation::{After, Asked, BlockKind, Closing, Entry, Fallen, Operation, Sleepless};
+use super::recorder::Recorder;
+use crate::api::arena::DeviceArena;
+use crate::api::buffer::Buffer;
+use crate::api::lane::{Lane, OwnStream};
+use crate::api::lease::Lease;
+use crate::driver::{DeviceAddress, Driver};
+use crate::engine::compact::{BlockPin, CompactOptions, StopReason};
+use crate::state::region::AllocRequest;
+use crate::types::config::ArenaConfig;
+use crate::types::error::DeviceError;
+use crate::types::sleep::{Contents, HostBudget, SleepOptions, SleepState};
+use crate::types::snapshot::ArenaSnapshot;
+use lowtide_core::bytes::ByteSize;
+use lowtide_core::clock::{ManualClock, Moment};
+use lowtide_core::sync::atomic::{AtomicBool, Ordering};
+
+/// The result of a replay.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Replayed {
+    /// The hash of the replay's outcomes.
+    pub hash: OperationHash,
+    /// The last line of the recording, if there is one.
+    pub closing: Option<Closing>,
+    /// The first line of the recording with a different outcome in the replay. `None` if all were
+    /// equal, if the recording has no outcomes (the log of another allocator), or if a supplied
+    /// recorder stopped early.
+    pub first_difference: Option<u64>,
+    /// The number of operations replayed.
+    pub operations: u64,
+    /// The number of operations skipped, because the replay was refused their block or lane before.
+    pub skipped: u64,
+    /// The arena's figures at the end, while the remaining blocks are live.
+    pub snapshot: ArenaSnapshot,
+}
+
+impl Replayed {
+    /// Returns `true` if the hash equals that of the recording's last line; `None` if there is no
+    /// such line.
+    ///
+    /// Expected for a recording of one thread ([`Closing::one_thread`]) that is replayed over a
+    /// driver of the same kind with the same address space; `docs/RECORDING.md` has the details.
+    #[must_use]
+    pub fn matches(&self) -> Option<bool> {
+        self.closing.map(|closing| closing.hash == self.hash)
+    }
+}
+
+/// A replay in progress, which runs step by step, so that its arena can be inspected in between.
+///
+/// ```
+/// # use std::sync::Arc;
+/// use lowtide_gpu::HostDriver;
+/// use lowtide_gpu::record::Log;
+///
+/// let text = "\
+/// lowtide-recording version=1
+/// 0 open backend=host asynchronous=no clock=0 limit=none reserve=4194304 decay=never growth=same \
+/// name=a
+/// 7 alloc id=1 kind=buffer region=dynamic bytes=2097152 align=4 lane=none
+/// 9 free id=1 after=all
+/// ";
+/// let log = Log::parse(text)?;
+/// let mut replay = log.start(Arc::new(HostDriver::new()), log.header().config())?;
+/// let mut live = Vec::new();
+/// while replay.step() {
+///     live.push(replay.arena().snapshot().live.get());
+/// }
+/// assert_eq!(live, [2097152, 0]);
+/// assert!(replay.finish().first_difference.is_none());
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Debug)]
+pub struct Replay<'a> {
+    log: &'a Log,
+    next: usize,
+    held: BTreeMap<u64, Held>,
+    /// The numbers of raw blocks.
+    raw: BTreeMap<DeviceAddress, u64>,
+    lanes: BTreeMap<u64, Lane>,
+    streams: BTreeMap<u64, Weak<OwnStream>>,
+    arena: DeviceArena,
+    clock: ManualClock,
+    budget: Arc<Budget>,
+    recorder: Recorder,
+    /// The recording's hash up to here; `None` if outcomes are not recorded.
+    expected: Option<OperationHash>,
+    first_difference: Option<u64>,
+    skipped: u64,
+}
+
+/// The host budget of the replay: it refuses when that of the recording did.
+#[derive(Debug, Default)]
+struct Budget {
+    refuses: AtomicBool,
+}
+
+impl HostBudget for Budget {
+    fn reserve(&self, _: ByteSize) -> Result<Box<dyn Any + Send>, String> {
+        if self.refuses.load(Ordering::Relaxed) {
+            return Err("refused in the recording".to_owned());
+        }
+        Ok(Box::new(()))
+    }
+}
+
+/// A block of the replay.
+#[derive(Debug)]
+enum Held {
+    Buffer(Buffer<u8>, Vec<BlockPin>),
+    Raw(DeviceAddress),
+}
+
+/// The result of an operation.
+enum Done {
+    Done,
+    Skipped,
+}
+
+impl Log {
+    /// Replays the whole recording on a new arena over this driver;
+    /// [`header().config()`](super::Header::config) opens one like the recorded one.
+    ///
+    /// A refused call of the arena is not an error here: it is an outcome, and part of the hash.
+    ///
+    /// # Errors
+    /// As for [`DeviceArena::open`].
+    pub fn replay(
+        &self,
+        driver: Arc<dyn Driver>,
+        config: ArenaConfig,
+    ) -> Result<Replayed, DeviceError> {
+        let mut replay = self.start(driver, config)?;
+        while replay.step() {}
+        Ok(replay.finish())
+    }
+
+    /// Opens the arena for a replay. A recorder in `config` records the replay.
+    ///
+    /// # Errors
+    /// As for [`DeviceArena::open`].
+    pub fn start(
+        &self,
+        driver: Arc<dyn Driver>,
+        mut config: ArenaConfig,
+    ) -> Result<Replay<'_>, DeviceError> {
+        let recorder = config.recorder.get_or_insert_with(Recorder::hash_only).clone();
+        let clock = ManualClock::new();
+        clock.advance(self.header.started);
+        // No time passes while a wake waits for memory.
+        config.sleep.wake_timeout = Duration::ZERO;
+        let arena = DeviceArena::open(driver, Arc::new(clock.clone()), config)?;
+        let budget = Arc::new(Budget::default());
+        arena.set_host_budget(Arc::clone(&budget) as Arc<dyn HostBudget>);
+        let mut replay = Replay {
+            log: self,
+            next: 0,
+            held: BTreeMap::new(),
+            raw: BTreeMap::new(),
+            lanes: BTreeMap::new(),
+            streams: BTreeMap::new(),
+            arena,
+            clock,
+            budget,
+            recorder,
+            expected: None,
+            first_difference: None,
+            skipped: 0,
+        };
+        if self.header.layout.is_some() {
+            let mut expected = OperationHash::EMPTY;
+            expected.open(&self.header);
+            replay.expected = Some(expected);
+            replay.compare(2);
+        }
+        Ok(replay)
+    }
+}
+
+impl Replay<'_> {
+    /// Replays the next operation; returns `false` if there is none left.
+    pub fn step(&mut self) -> bool {
+        let log = self.log;
+        let Some(entry) = log.entries.get(self.next) else { return false };
+        self.next += 1;
+        let due = Moment::after_origin(log.header.started) + entry.at;
+        self.clock.advance(due - self.now());
+        if let Done::Skipped = self.perform(entry) {
+            self.skipped += 1;
+        }
+        if let Some(expected) = &mut self.expected {
+            expected.add(&entry.operation);
+        }
+        // A move is a part of the outcome of the compaction that follows.
+        if !matches!(entry.operation, Operation::Move { .. }) {
+            self.compare(entry.line);
+        }
+        true
+    }
+
+    /// Returns the arena of the replay.
+    #[must_use]
+    pub const fn arena(&self) -> &DeviceArena {
+        &self.arena
+    }
+
+    /// Ends the replay, and its recording if there is one; frees all live blocks.
+    #[must_use]
+    pub fn finish(self) -> Replayed {
+        let snapshot = self.arena.snapshot();
+        let _ = self.recorder.finish(); // its owner asks it
+        Replayed {
+            hash: self.recorder.hash(),
+            closing: self.log.closing,
+            first_difference: self.first_difference,
+            operations: (self.next as u64).saturating_sub(self.skipped),
+            skipped: self.skipped,
+            snapshot,
+        }
+    }
+
+    fn now(&self) -> Moment {
+        lowtide_core::clock::Clock::now(&self.clock)
+    }
+
+    /// Holds what came of the operations against what the recording says.
+    fn compare(&mut self, line: u64) {
+        if self.recorder.error().is_some() {
+            self.expected = None;
+        }
+        if self.expected.is_some_and(|expected| expected != self.recorder.hash()) {
+            self.first_difference = Some(line);
+            self.expected = None;
+        }
+    }
+
+    /// Does an operation. What the arena answers is in the recorder's hash.
+    fn perform(&mut self, entry: &Entry) -> Done {
+        let arena = &self.arena;
+        match &entry.operation {
+            Operation::Alloc { id, asked, .. } => return self.alloc(*id, *asked),
+            Operation::Refuse { asked, .. } => return self.refuse(*asked),
+            Operation::Free { id, after } => return self.free(*id, *after),
+            Operation::Resize { id, bytes, .. } => {
+                let Some(Held::Buffer(buffer, _)) = self.held.get_mut(id) else {
+                    return Done::Skipped;
+                };
+                let _ = buffer.resize(bytes.as_usize().unwrap_or(usize::MAX));
+            }
+            Operation::Move { .. } => {}
+            Operation::Use { id, lane } => match (self.held.get_mut(id), self.lanes.get(lane)) {
+                (Some(Held::Buffer(buffer, _)), Some(lane)) => buffer.add_lane(lane),
+                (Some(Held::Raw(at)), Some(lane)) => drop(arena.record_use(*at, lane)),
+                _ => return Done::Skipped,
+            },
+            Operation::Pin { id } => match self.held.get_mut(id) {
+                Some(Held::Buffer(buffer, pins)) => pins.extend(buffer.pin()),
+                _ => return Done::Skipped,
+            },
+            Operation::Unpin { id } => match self.held.get_mut(id) {
+                Some(Held::Buffer(_, pins)) => drop(pins.pop()),
+                _ => return Done::Skipped,
+            },
+            Operation::Lane { lane, stream } => return self.lane(*lane, *stream),
+            Operation::LaneEnd { lane } => match self.lanes.remove(lane) {
+                Some(lane) => drop(lane),
+                None => return Done::Skipped,
+            },
+            Operation::EndRun { lane, .. } => match self.lanes.get(lane) {
+                Some(lane) => drop(lane.end_run()),
+                None => return Done::Skipped,
+            },
+            Operation::Limit { limit } => arena.set_limit(*limit),
+            Operation::DecayTime { time } => arena.set_decay(*time),
+            Operation::Decay { now, .. } => drop(arena.decay(self.since_start(*now))),
+            Operation::Trim { keep, .. } => drop(arena.trim(*keep)),
+            Operation::Shrink { .. } => drop(arena.shrink()),
+            Operation::Compact { options, stopped, moves, .. } => {
+                self.compact(*options, *stopped == StopReason::Busy && *moves == 0);
+            }
+            Operation::Reset { .. } => {
+                drop(arena.reset());
+                self.raw.clear();
+                self.held.retain(|_, held| matches!(held, Held::Buffer(..)));
+            }
+            Operation::Close { .. } => drop(arena.close()),
+            Operation::Contents { id, contents } => match self.held.get_mut(id) {
+                Some(Held::Buffer(buffer, _)) => drop(buffer.set_contents(*contents)),
+                _ => return Done::Skipped,
+            },
+            Operation::Sleep { stable, dynamic, outcome } => {
+                self.sleep(*stable, *dynamic, *outcome);
+            }
+            Operation::Wake { .. } => drop(arena.wake()),
+        }
+        Done::Done
+    }
+
+    fn since_start(&self, now: Duration) -> Moment {
+        Moment::after_origin(self.log.header.started) + now
+    }
+
+    fn alloc(&mut self, id: u64, asked: Asked) -> Done {
+        let Some(lane) = self.lane_of(asked) else { return Done::Skipped };
+        if let Ok(held) = take(&self.arena, asked, lane) {
+            if let Held::Raw(at) = held {
+                self.raw.insert(at, id);
+            }
+            self.held.insert(id, held);
+        }
+        Done::Done
+    }
+
+    /// Repeats a refused request; if it succeeds, the block is freed.
+    fn refuse(&self, asked: Asked) -> Done {
+        let Some(lane) = self.lane_of(asked) else { return Done::Skipped };
+        if let Ok(Held::Raw(at)) = take(&self.arena, asked, lane) {
+            drop(self.arena.free(at));
+        }
+        Done::Done
+    }
+
+    /// Returns the lane for a block, if any; `None` if it is missing.
+    fn lane_of(&self, asked: Asked) -> Option<Option<&Lane>> {
+        asked.lane.map_or(Some(None), |lane| self.lanes.get(&lane).map(Some))
+    }
+
+    fn free(&mut self, id: u64, after: After) -> Done {
+        match self.held.remove(&id) {
+            Some(Held::Buffer(mut buffer, pins)) => {
+                if after == After::All {
+                    drop(buffer.resize(0)); // as if no lane had used it
+                }
+                drop(buffer);
+                drop(pins);
+            }
+            Some(Held::Raw(at)) => {
+                self.raw.remove(&at);
+                if after == After::All {
+                    let _ = self.arena.record_unknown_use(at);
+                }
+                drop(self.arena.free(at));
+            }
+            None => return Done::Skipped,
+        }
+        Done::Done
+    }
+
+    fn lane(&mut self, number: u64, stream: u64) -> Done {
+        let own = match self.streams.get(&stream).and_then(Weak::upgrade) {
+            Some(own) => Ok(own),
+            None => OwnStream::new(&self.arena, stream),
+        };
+        let made = own.and_then(|own| {
+            self.streams.insert(stream, Arc::downgrade(&own));
+            self.arena.lane_on(&own)
+        });
+        match made {
+            Ok(lane) => drop(self.lanes.insert(number, lane)),
+            Err(_) => return Done::Skipped,
+        }
+        Done::Done
+    }
+
+    /// Takes a lease if the arena is awake and a lease should be held; wakes no arena.
+    fn lease_if(&self, is_held: bool) -> Option<Lease> {
+        let is_held = is_held && self.arena.state() == SleepState::Awake;
+        is_held.then(|| self.arena.enter().ok()).flatten()
+    }
+
+    /// Makes the arena fall asleep or not, as in the recording: if it stayed awake there, it does
+    /// here, unless the driver was the reason.
+    fn sleep(&self, stable: Contents, dynamic: Contents, outcome: Fallen) {
+        let (why, state) = match outcome {
+            Fallen::Asleep(_) => (None, SleepState::Asleep),
+            Fallen::Failed { why, state } => (Some(why), state),
+        };
+        let is_leased = match why {
+            None | Some(Sleepless::Budget | Sleepless::Driver) => false,
+            Some(Sleepless::State) => state != SleepState::Asleep,
+            Some(Sleepless::Leased | Sleepless::Cancelled | Sleepless::Capturing) => true,
+        };
+        let _lease = self.lease_if(is_leased);
+        self.budget.refuses.store(why == Some(Sleepless::Budget), Ordering::Relaxed);
+        let _ = self.arena.sleep(SleepOptions { drain: Duration::ZERO, stable, dynamic });
+    }
+
+    /// Compacts; with `busy`, while a lease is held.
+    fn compact(&mut self, options: CompactOptions, busy: bool) {
+        let _lease = self.lease_if(busy);
+        let (raw, held) = (&mut self.raw, &mut self.held);
+        let outcome = self.arena.compact(options, |moved| {
+            if let Some(id) = raw.remove(&moved.from) {
+                raw.insert(moved.to, id);
+                held.insert(id, Held::Raw(moved.to));
+            }
+        });
+        drop(outcome);
+    }
+}
+
+impl Drop for Replay<'_> {
+    /// Leaves nothing behind: all is freed, and what the device may still do is waited for.
+    fn drop(&mut self) {
+        let _ = self.recorder.finish();
+        self.held.clear();
+        self.lanes.clear();
+        let _ = self.arena.reset();
+        let _ = self.arena.close();
+    }
+}
+
+/// Takes a block as it was asked for.
+fn take(arena: &DeviceArena, asked: Asked, lane: Option<&Lane>) -> Result<Held, DeviceError> {
+    let (region, bytes, align) = (asked.region, asked.bytes, asked.align);
+    let len = bytes.as_usize().unwrap_or(usize::MAX);
+    let buffer = match asked.kind {
+        BlockKind::Raw => {
+            let block = match lane {
+                Some(lane) => lane.alloc_raw(bytes, align, region)?,
+                None => arena.alloc_raw(bytes, align, region)?,
+            };
+            return Ok(Held::Raw(block.at));
+        }
+        BlockKind::Reserve => arena.reserve::<u8>(len, region)?,
+        BlockKind::Buffer => {
+            let lane = lane.map(Lane::known);
+            let origin = Origin { lane: lane.map_or(0, |lane| lane.number()), ..Origin::BUFFER };
+            arena.inner().layout_by::<u8>(len, region, origin)?;
+            let wanted = AllocRequest::new(bytes, align).map(|wanted| wanted.by(origin));
+            arena.alloc_as::<u8>(wanted, lane, len, region)?
+        }
+    };
+    Ok(Held::Buffer(buffer, Vec::new()))
+}

@@ -1,0 +1,233 @@
+//! A map of an arena, and its output formats: an SVG file, PyTorch's `memory_viz` format.
+//!
+//! Plain values and text: no driver, no lock, no clock. A map has the blocks and granules at one
+//! instant, and the last events before it; [`DeviceArena::map`](crate::DeviceArena::map) takes it.
+//!
+//! Invariants: the spans of a segment are within it, in address order, and do not overlap; every
+//! live or pending byte is backed, so that `live + pending + holes + idle = committed`.
+
+#[cfg(feature = "memory-viz")]
+mod memory_viz;
+mod svg;
+#[cfg(all(test, not(lowtide_loom)))]
+mod tests;
+
+use std::time::Duration;
+
+use lowtide_core::bytes::ByteSize;
+use lowtide_core::clock::Moment;
+
+/// A map of an arena at one instant.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct ArenaMap {
+    /// The arena's name.
+    pub name: String,
+    /// The device number; 0 on the host backend.
+    pub device: u32,
+    /// The time of the map, by the arena's clock.
+    pub taken: Moment,
+    /// The same instant as time since the Unix epoch.
+    pub since_epoch: Duration,
+    /// The smallest unit that is committed.
+    pub granularity: ByteSize,
+    /// The arena's segments.
+    pub segments: Vec<SegmentMap>,
+    /// The kept events, oldest first. The last one leads to the state of the segments.
+    pub events: Vec<Event>,
+}
+
+/// One segment of an arena: all addresses of a region, or one segment of the driver.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct SegmentMap {
+    /// The name of its region.
+    pub region: String,
+    /// Its first address.
+    pub base: u64,
+    /// Its address space in bytes.
+    pub size: ByteSize,
+    /// Runs of granules with memory behind them, in address order; the others have none.
+    pub granules: Vec<GranuleRun>,
+    /// Live and pending blocks, in address order; the space between them is free.
+    pub blocks: Vec<BlockSpan>,
+}
+
+/// Adjacent granules in one state.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct GranuleRun {
+    /// Their offset in the segment.
+    pub offset: ByteSize,
+    /// Their size in bytes.
+    pub size: ByteSize,
+    /// Their state.
+    pub state: GranuleState,
+}
+
+/// The state of a granule with memory behind it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum GranuleState {
+    /// A live or pending block touches it.
+    Active,
+    /// No block touches it: it may be released.
+    Idle,
+}
+
+/// A block that is not free.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct BlockSpan {
+    /// Its offset in the segment.
+    pub offset: ByteSize,
+    /// Its size after rounding.
+    pub size: ByteSize,
+    /// The requested size; equal to `size` if unknown.
+    pub requested: ByteSize,
+    /// Its state.
+    pub state: BlockState,
+}
+
+/// The state of a block that is not free.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum BlockState {
+    /// Held by a caller.
+    Live,
+    /// Freed by the caller; the device may still use it.
+    Pending,
+}
+
+/// An event in an arena.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Event {
+    /// The time, by the arena's clock.
+    pub at: Moment,
+    /// The kind of event.
+    pub act: Act,
+    /// The address; 0 if it has none.
+    pub address: u64,
+    /// For a block, the requested size; for granules, their bytes.
+    pub size: ByteSize,
+}
+
+/// The kind of an event.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Act {
+    /// A block was allocated.
+    Alloc,
+    /// A block was freed, and the device no longer used it.
+    Free,
+    /// Memory was committed.
+    Commit,
+    /// Memory was released to the driver.
+    Decommit,
+    /// An allocation failed for lack of memory.
+    OutOfMemory {
+        /// The bytes left below the limit; zero if the device was out of memory without a limit.
+        headroom: ByteSize,
+    },
+}
+
+impl ArenaMap {
+    /// A map of nothing.
+    pub(crate) const fn empty(name: String) -> Self {
+        Self {
+            name,
+            device: 0,
+            taken: Moment::ORIGIN,
+            since_epoch: Duration::ZERO,
+            granularity: ByteSize::ZERO,
+            segments: Vec::new(),
+            events: Vec::new(),
+        }
+    }
+
+    /// Returns an SVG picture of the address space: live, pending, free, idle, active, bare. It
+    /// shows sizes, and a tooltip with a block's own.
+    ///
+    /// At most 4 MiB for any map, usually under 100 KiB: spans narrower than two pixels are shaded,
+    /// and long bare ranges become a line.
+    #[must_use]
+    pub fn to_svg(&self) -> String {
+        svg::draw(self)
+    }
+
+    /// Writes the map as a snapshot for PyTorch's `memory_viz` (the page of that name, or
+    /// `_memory_viz.py`): a pickle. Needs the feature `memory-viz`, off by default.
+    ///
+    /// Each range of committed memory is a segment there, as with PyTorch's expandable segments. A
+    /// block's stack is one line: the arena and the region.
+    ///
+    /// # Errors
+    /// The errors of `to`.
+    #[cfg(feature = "memory-viz")]
+    pub fn write_memory_viz(&self, to: impl std::io::Write) -> std::io::Result<()> {
+        memory_viz::write(self, to)
+    }
+
+    /// Checks the invariants.
+    ///
+    /// # Panics
+    /// If an invariant is violated.
+    pub fn validate(&self) {
+        for segment in &self.segments {
+            segment.validate();
+        }
+        assert!(self.events.is_sorted_by_key(|event| event.at), "events in the order of time");
+    }
+}
+
+impl SegmentMap {
+    /// Bytes of granules in a state.
+    fn backed(&self, state: GranuleState) -> ByteSize {
+        self.granules.iter().filter(|run| run.state == state).map(|run| run.size).sum()
+    }
+
+    /// Bytes of blocks in a state.
+    fn taken(&self, state: BlockState) -> ByteSize {
+        self.blocks.iter().filter(|block| block.state == state).map(|block| block.size).sum()
+    }
+
+    /// Returns the maximal ranges with memory behind them: start and end.
+    fn stretches(&self) -> Vec<(u64, u64)> {
+        let mut stretches: Vec<(u64, u64)> = Vec::new();
+        for run in &self.granules {
+            let (start, end) = bounds(run.offset, run.size);
+            match stretches.last_mut() {
+                Some(last) if last.1 == start => last.1 = end,
+                _ => stretches.push((start, end)),
+            }
+        }
+        stretches
+    }
+
+    fn validate(&self) {
+        let mut end = 0;
+        for run in &self.granules {
+            let (start, run_end) = bounds(run.offset, run.size);
+            assert!(end <= start && start < run_end, "granules in order: {run:?}");
+            end = run_end;
+        }
+        assert!(end <= self.size.get(), "granules lie within the segment");
+        let stretches = self.stretches();
+        let mut end = 0;
+        for block in &self.blocks {
+            let (start, block_end) = bounds(block.offset, block.size);
+            assert!(end <= start && start < block_end, "blocks in order: {block:?}");
+            assert!(block.requested <= block.size, "requested <= size: {block:?}");
+            end = block_end;
+            let nth = stretches.partition_point(|&(_, stretch_end)| stretch_end <= start);
+            let backed = stretches.get(nth).is_some_and(|&(from, to)| from <= start && end <= to);
+            assert!(backed, "a block without memory: {block:?}");
+        }
+    }
+}
+
+/// Returns the start and the end of a span, in bytes.
+const fn bounds(offset: ByteSize, size: ByteSize) -> (u64, u64) {
+    (offset.get(), offset.saturating_add(size).get())
+}

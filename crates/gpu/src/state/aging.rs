@@ -1,0 +1,317 @@
+//! Tracks how long an arena's memory has been idle, and when to check again.
+//!
+//! Each granule has the time of its last use as a [`Stamp`]: 32 bits that count fractions of the
+//! decay time. Memory that has been idle for the whole decay time expires and is released; no
+//! memory is released earlier. While memory is in use, checks are a sixteenth of the decay time
+//! apart, so that memory that became idle at about the same time leaves in few calls. The clock is
+//! read only when memory becomes idle. This module releases nothing.
+//!
+//! Invariants: expired memory has been idle for at least the decay time; while memory is idle and
+//! the time is finite, `due` is at most a decay time and two fractions after the last check or
+//! free.
+
+use std::time::Duration;
+
+use lowtide_core::clock::Moment;
+use lowtide_core::decay::DecayTime;
+
+/// A decay time has from so many parts to twice as many: no age is more than two parts wrong,
+/// 1/256 of the decay time.
+const PARTS: u64 = 512;
+
+/// Checks per decay time at most, while memory is used: idle memory stays up to a sixteenth longer
+/// than necessary. A guess.
+const LOOKS: u32 = 16;
+
+/// Checks per decay time of the thread caches, whose blocks are cold after two of them. A guess.
+const FRONT_LOOKS: u32 = 200;
+
+/// The delay after a failed check, so that a failing driver is not called continuously.
+const RETRY_AFTER: Duration = Duration::from_millis(100);
+
+/// The last use of a granule, in parts of the decay time. Wraps after 4 million decay times; memory
+/// not checked for that long may stay for one decay time more.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Stamp(u32);
+
+impl Stamp {
+    pub(crate) const fn new(part: u32) -> Self {
+        Self(part)
+    }
+
+    pub(crate) const fn get(self) -> u32 {
+        self.0
+    }
+}
+
+/// A moment, seen as stamps see it.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Ages {
+    now: u32,
+    wait: u32,
+}
+
+impl Ages {
+    /// For how many parts memory with this stamp has been idle.
+    pub(crate) const fn of(self, stamp: Stamp) -> u32 {
+        let age = self.now.wrapping_sub(stamp.0);
+        // Stamps are rounded up, so that nothing leaves early: one of just now is a part ahead.
+        if age == u32::MAX { 0 } else { age }
+    }
+
+    /// Returns the same moment with an expiry after this many parts.
+    pub(crate) const fn waiting(self, wait: u32) -> Self {
+        Self { wait, ..self }
+    }
+
+    /// Returns `true` if its time is over.
+    pub(crate) const fn is_over(self, stamp: Stamp) -> bool {
+        self.of(stamp) >= self.wait
+    }
+}
+
+/// The decay time of an arena, and when the next look is due.
+#[derive(Debug)]
+pub(crate) struct Aging {
+    time: DecayTime,
+    /// A part is this power of two in nanoseconds.
+    shift: u32,
+    /// Parts after which idle memory is over; of [`DecayTime::Never`] more than any age.
+    wait: u32,
+    /// The latest time of a stamp, so that ages are never negative. Not the time of a check, which
+    /// may be called with a time ahead of the clock: memory that became idle afterwards would never
+    /// expire.
+    latest: Moment,
+    looked_at: Moment,
+    due: Moment,
+}
+
+impl Aging {
+    pub(crate) fn new(time: DecayTime) -> Self {
+        let nanos = match time {
+            DecayTime::Within(time) => nanos_of(time),
+            DecayTime::AtOnce | DecayTime::Never => 0,
+        };
+        let shift = (nanos / PARTS).max(1).ilog2();
+        let wait = match time {
+            DecayTime::Never => u32::MAX,
+            DecayTime::AtOnce | DecayTime::Within(_) => {
+                u32::try_from(nanos.div_ceil(1 << shift)).unwrap_or(u32::MAX - 1)
+            }
+        };
+        Self {
+            time,
+            shift,
+            wait,
+            latest: Moment::ORIGIN,
+            looked_at: Moment::ORIGIN,
+            due: Moment::NEVER,
+        }
+    }
+
+    /// Returns the stamp of memory that becomes idle now, if idle memory ever decays, and schedules
+    /// a check. Reads the clock.
+    pub(crate) fn note_idle(&mut self, now: impl FnOnce() -> Moment) -> Option<Stamp> {
+        if self.time == DecayTime::Never {
+            return None;
+        }
+        self.latest = self.latest.max(now());
+        let stamp = self.stamp();
+        self.due = self.due.min(self.over_at(self.latest, 0));
+        Some(stamp)
+    }
+
+    /// Returns the stamp of memory that becomes idle at the latest known moment.
+    fn stamp(&self) -> Stamp {
+        Stamp(low_half(self.part_of(self.latest).wrapping_add(1)))
+    }
+
+    /// Ages at `now`.
+    pub(crate) fn ages(&self, now: Moment) -> Ages {
+        Ages { now: low_half(self.part_of(self.latest.max(now))), wait: self.wait }
+    }
+
+    /// Schedules the next check after one at `now`, by the age of the longest idle memory that
+    /// stayed; `failed` if the driver failed.
+    pub(crate) fn set_looked(&mut self, now: Moment, oldest: Option<u32>, failed: bool) {
+        self.looked_at = now;
+        let again = now + self.portion(LOOKS);
+        self.due = match (self.time, oldest) {
+            (DecayTime::Never, _) => Moment::NEVER,
+            _ if failed => again.max(now + RETRY_AFTER),
+            (_, Some(age)) if age >= self.wait => now,
+            (DecayTime::AtOnce, _) => now,
+            (DecayTime::Within(_), Some(age)) => self.over_at(self.latest.max(now), age).max(again),
+            // Idle memory is leaving; if it stays, it must be checked.
+            (DecayTime::Within(_), None) => again,
+        };
+    }
+
+    /// Notes that nothing is idle any more.
+    pub(crate) const fn clear(&mut self) {
+        self.due = Moment::NEVER;
+    }
+
+    /// Sets the decay time; the stamp is for all that is idle now.
+    pub(crate) fn set_time(&mut self, time: DecayTime, now: Moment) -> Stamp {
+        *self = Self { latest: self.latest.max(now), looked_at: now, ..Self::new(time) };
+        self.due =
+            if time == DecayTime::Never { Moment::NEVER } else { self.over_at(self.latest, 0) };
+        self.stamp()
+    }
+
+    /// Returns the time of the last check.
+    pub(crate) const fn looked_at(&self) -> Moment {
+        self.looked_at
+    }
+
+    /// When the next look is due, while something is idle.
+    pub(crate) const fn due(&self) -> Moment {
+        self.due
+    }
+
+    /// Returns the due time of the next check of the thread caches.
+    pub(crate) fn front_due(&self) -> Moment {
+        match self.time {
+            DecayTime::Never => Moment::NEVER,
+            DecayTime::Within(_) | DecayTime::AtOnce => self.looked_at + self.portion(FRONT_LOOKS),
+        }
+    }
+
+    /// When memory will be over that is so many parts old at a time.
+    fn over_at(&self, at: Moment, age: u32) -> Moment {
+        if self.time == DecayTime::AtOnce {
+            return at;
+        }
+        // Memory without an age yet was stamped a part ahead.
+        let left = u64::from(self.wait.saturating_sub(age)) + u64::from(age == 0);
+        let part = self.part_of(at).saturating_add(left);
+        let nanos = part.saturating_mul(1 << self.shift);
+        Moment::after_origin(Duration::from_nanos(nanos))
+    }
+
+    fn part_of(&self, at: Moment) -> u64 {
+        nanos_of(at.since_origin()) >> self.shift
+    }
+
+    /// One in so many of the decay time.
+    fn portion(&self, of: u32) -> Duration {
+        match self.time {
+            DecayTime::Within(time) => time / of,
+            DecayTime::AtOnce | DecayTime::Never => Duration::ZERO,
+        }
+    }
+}
+
+/// Held at 584 years.
+fn nanos_of(time: Duration) -> u64 {
+    u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
+}
+
+/// Returns the part that wraps.
+#[expect(clippy::cast_possible_truncation, reason = "stamps wrap")]
+const fn low_half(part: u64) -> u32 {
+    part as u32
+}
+
+#[cfg(all(test, not(lowtide_loom)))]
+mod tests {
+    use super::*;
+    use lowtide_core::clock::{Clock as _, ManualClock};
+
+    /// Decay times of all sizes, and a moment well after the origin.
+    fn each(check: impl Fn(Duration, &ManualClock)) {
+        for nanos in [1, 7, 511, 512, 1_000_000, 1_500_000_000, 10_000_000_000, u64::MAX / 8] {
+            let clock = ManualClock::new();
+            clock.advance(Duration::from_secs(86_400 * 400) + Duration::from_nanos(12_345));
+            check(Duration::from_nanos(nanos), &clock);
+        }
+    }
+
+    #[test]
+    fn idle_memory_is_over_after_the_decay_time_and_no_more_than_two_parts_late() {
+        each(|time, clock| {
+            let mut aging = Aging::new(DecayTime::Within(time));
+            let stamp = aging.note_idle(|| clock.now()).expect("it decays");
+            let (idle, due) = (clock.now(), aging.due());
+            assert!(due >= idle + time, "{time:?}: due after {:?}", due - idle);
+            let late = (time / 128).max(Duration::from_nanos(2));
+            assert!(due <= idle + time + late, "{time:?}: due after {:?}", due - idle);
+            assert!(!aging.ages(idle + (time - Duration::from_nanos(1))).is_over(stamp));
+            assert!(aging.ages(due).is_over(stamp), "{time:?}");
+        });
+    }
+
+    #[test]
+    fn a_look_that_comes_at_the_time_of_an_earlier_moment_sees_no_age() {
+        let clock = ManualClock::new();
+        clock.advance(Duration::from_secs(3600));
+        let mut aging = Aging::new(DecayTime::from_millis(5));
+        let stamp = aging.note_idle(|| clock.now()).expect("it decays");
+        assert!(!aging.ages(Moment::ORIGIN).is_over(stamp));
+    }
+
+    /// The bug: memory that became idle after a check at a time ahead of the clock never expired.
+    #[test]
+    fn a_look_ahead_of_the_clock_kept_all_that_went_idle_later() {
+        for ahead in [Duration::from_secs(3600), Duration::MAX] {
+            let clock = ManualClock::new();
+            let mut aging = Aging::new(DecayTime::from_millis(1000));
+            let early = aging.note_idle(|| clock.now()).expect("it decays");
+            assert!(aging.ages(clock.now() + ahead).is_over(early));
+            aging.set_looked(clock.now() + ahead, None, false);
+            let late = aging.note_idle(|| clock.now()).expect("it decays");
+            clock.advance(Duration::from_secs(2));
+            assert!(aging.due() <= clock.now(), "{ahead:?}: {:?}", aging.due());
+            assert!(aging.ages(clock.now()).is_over(late), "{ahead:?}");
+        }
+    }
+
+    #[test]
+    fn memory_that_nobody_looked_at_for_ages_is_over() {
+        let clock = ManualClock::new();
+        let mut aging = Aging::new(DecayTime::from_millis(1000));
+        let stamp = aging.note_idle(|| clock.now()).expect("it decays");
+        assert!(aging.ages(Moment::ORIGIN + Duration::from_secs(1_000_000)).is_over(stamp));
+    }
+
+    #[test]
+    fn at_once_is_over_at_once_and_never_never() {
+        let clock = ManualClock::new();
+        clock.advance(Duration::from_secs(5));
+        let mut at_once = Aging::new(DecayTime::AtOnce);
+        let stamp = at_once.note_idle(|| clock.now()).expect("it decays");
+        assert_eq!(at_once.due(), clock.now());
+        assert!(at_once.ages(clock.now()).is_over(stamp));
+        let mut never = Aging::new(DecayTime::Never);
+        assert_eq!((never.note_idle(|| clock.now()), never.due()), (None, Moment::NEVER));
+        assert!(!never.ages(clock.now()).is_over(Stamp::default()));
+    }
+
+    #[test]
+    fn looks_are_apart_while_memory_is_used_and_exact_when_it_is_not() {
+        let time = Duration::from_secs(16);
+        let clock = ManualClock::new();
+        let mut aging = Aging::new(DecayTime::Within(time));
+        let _ = aging.note_idle(|| clock.now());
+        let (mut looks, end) = (0, Moment::ORIGIN + 10 * time);
+        let mut stamps = vec![(clock.now(), aging.stamp())];
+        while clock.now() < end {
+            clock.advance(Duration::from_millis(10));
+            let now = clock.now();
+            stamps.push((now, aging.note_idle(|| clock.now()).expect("it decays")));
+            if aging.due() <= now {
+                looks += 1;
+                let ages = aging.ages(now);
+                stamps.retain(|&(_, stamp)| !ages.is_over(stamp));
+                aging.set_looked(now, stamps.first().map(|&(_, stamp)| ages.of(stamp)), false);
+                assert!(stamps.iter().all(|&(idle, _)| now - idle <= time + time / 64));
+            }
+            assert!(stamps.iter().all(|&(idle, _)| now - idle <= time + time / LOOKS * 2));
+        }
+        assert!(looks <= 9 * LOOKS + 1, "{looks} looks");
+        let (last, _) = stamps.pop().expect("it just went idle");
+        aging.set_looked(clock.now(), Some(0), false);
+        assert!(aging.due() >= last + time && aging.due() <= last + time + time / 128);
+    }
+}

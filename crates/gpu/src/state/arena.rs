@@ -1,0 +1,618 @@
+//! The state of an arena under its one lock: regions, limit, ages, counts.
+//!
+//! It calls no driver. `commit` and `reclaim` make the driver calls, with the lock released, and
+//! record the results here.
+//!
+//! Invariants: those of [`ArenaSnapshot`]; `backed <= limit`, unless the limit was lowered below
+//! it; those of [`Aging`].
+
+use std::collections::BTreeMap;
+
+use crate::api::interop::outstanding::Outstanding;
+use crate::api::raw::RawUse;
+use crate::driver::{Backend, Capabilities, DeviceAddress};
+use crate::engine::compact::step::Moving;
+use crate::exec::front::Swept;
+use crate::exec::kept::CacheCounts;
+use crate::index::{End, Span};
+use crate::observe::history::History;
+use crate::observe::record::Recorder;
+use crate::observe::record::hooks;
+use crate::observe::record::operation::After;
+use crate::observe::visualize::Act;
+use crate::state::aging::{Ages, Aging};
+use crate::state::failure::{AllocFailure, Cause, CompactionEstimate};
+use crate::state::growth::Steps;
+use crate::state::pending::{Claim, Uses};
+use crate::state::ranges::APART_FROM;
+use crate::state::region::{
+    AllocRequest, Placement, PlacementQuery, Region, RegionState, Search, end_of,
+};
+use crate::state::segment::{Cursor, Run};
+use crate::state::sleep::Sleep;
+use crate::state::streams::{StreamKey, Streams};
+use crate::state::totals::Totals;
+use crate::types::config::ArenaConfig;
+use crate::types::error::DeviceError;
+use crate::types::snapshot::ArenaSnapshot;
+use lowtide_core::bytes::ByteSize;
+use lowtide_core::clock::{Clock, Moment};
+use lowtide_core::decay::DecayTime;
+
+/// Bytes in one decommit at most, beyond one granule, so that no single call of the driver is
+/// unbounded. A guess; a figure for each driver is to be measured.
+const RUN_MAX: ByteSize = ByteSize::gib(1);
+
+/// A run that is leaving, and its place.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Leaving {
+    pub(crate) region: Region,
+    pub(crate) run: Run,
+    pub(crate) at: DeviceAddress,
+    pub(crate) size: ByteSize,
+}
+
+/// The accounting of an arena.
+#[derive(Debug)]
+pub(crate) struct ArenaState {
+    /// The arena's name, for errors.
+    pub(crate) name: String,
+    regions: [RegionState; 2],
+    granularity: u64,
+    /// What the driver can do.
+    pub(crate) capabilities: Capabilities,
+    pub(crate) backend: Backend,
+    /// No more blocks are handed out.
+    pub(crate) is_closed: bool,
+    /// The number of driver calls asked for.
+    pub(crate) calls: u64,
+    pub(crate) leases: u32,
+    pub(crate) sleep: Sleep,
+    pub(crate) limit: ByteSize,
+    pub(crate) totals: Totals,
+    live_peak: u64,
+    committed_peak: u64,
+    pub(crate) aging: Aging,
+    pub(crate) steps: Steps,
+    /// `true` if the driver may keep memory of released segments until a trim.
+    pub(crate) untrimmed: bool,
+    pub(crate) streams: Streams,
+    /// Work goes on after the call that started it.
+    pub(crate) asynchronous: bool,
+    /// Blocks given out by address, by that address.
+    pub(crate) raw: BTreeMap<DeviceAddress, RawUse>,
+    /// Exports, and imported memory that is not released.
+    pub(crate) outstanding: Outstanding,
+    /// The block that a compaction moves now.
+    pub(crate) moving: Option<Moving>,
+    /// The number of threads that wait for a lease until that is done.
+    pub(crate) entering: u32,
+    /// A compaction is under way.
+    pub(crate) compacting: bool,
+    /// The last events, if they are kept.
+    pub(crate) history: History,
+    pub(crate) recorder: Option<Recorder>,
+    pub(crate) outlook: CompactionEstimate,
+}
+
+impl ArenaState {
+    pub(crate) fn new(
+        regions: [RegionState; 2],
+        granularity: ByteSize,
+        config: &ArenaConfig,
+        (capabilities, backend): (Capabilities, Backend),
+        now: Moment,
+    ) -> Self {
+        Self {
+            name: config.name.clone(),
+            regions,
+            granularity: granularity.get(),
+            capabilities,
+            is_closed: false,
+            calls: 0,
+            leases: 0,
+            sleep: Sleep::new(now, &config.sleep),
+            limit: config.limit,
+            totals: Totals::default(),
+            live_peak: 0,
+            committed_peak: 0,
+            aging: Aging::new(config.decay),
+            steps: Steps::new(config.growth),
+            untrimmed: false,
+            streams: Streams::new(),
+            asynchronous: capabilities.asynchronous,
+            backend,
+            raw: BTreeMap::new(),
+            outstanding: Outstanding::default(),
+            moving: None,
+            entering: 0,
+            compacting: false,
+            history: History::new(config.history),
+            recorder: config.recorder.clone(),
+            outlook: CompactionEstimate::default(),
+        }
+    }
+
+    pub(crate) const fn region(&self, region: Region) -> &RegionState {
+        &self.regions[region.number()]
+    }
+
+    pub(crate) const fn region_mut(&mut self, region: Region) -> &mut RegionState {
+        &mut self.regions[region.number()]
+    }
+
+    pub(crate) fn total(&self, part: impl Fn(&RegionState) -> u64) -> u64 {
+        self.regions.iter().map(part).sum()
+    }
+
+    pub(crate) fn live(&self) -> u64 {
+        self.total(RegionState::live)
+    }
+
+    pub(crate) fn backed(&self) -> u64 {
+        self.total(|region| region.segment.backed())
+    }
+
+    pub(crate) fn active(&self) -> u64 {
+        self.total(|region| region.segment.active())
+    }
+
+    pub(crate) fn idle(&self) -> u64 {
+        self.total(|region| region.segment.idle())
+    }
+
+    pub(crate) fn committing(&self) -> u64 {
+        self.total(|region| region.segment.committing())
+    }
+
+    pub(crate) fn leaving(&self) -> u64 {
+        self.total(|region| region.segment.leaving())
+    }
+
+    /// The smallest number of granules that holds so many bytes.
+    pub(crate) const fn granules_for(&self, bytes: u64) -> u64 {
+        bytes.div_ceil(self.granularity)
+    }
+
+    pub(crate) const fn bytes_of(&self, granules: u64) -> u64 {
+        granules * self.granularity
+    }
+
+    /// The most granules that one decommit is for.
+    pub(crate) fn run_max(&self) -> u64 {
+        (RUN_MAX.get() / self.granularity).max(1)
+    }
+
+    /// By how many bytes committing so many more would pass the limit.
+    pub(crate) fn over_limit(&self, bytes: u64) -> u64 {
+        self.backed().saturating_add(bytes).saturating_sub(self.limit.get())
+    }
+
+    /// Finds addresses for a block, and returns the uses that must complete before the block is
+    /// used.
+    pub(crate) fn place(
+        &mut self,
+        region: Region,
+        wanted: AllocRequest,
+        search: Search,
+        taker: Option<StreamKey>,
+    ) -> Result<(Placement, Claim), AllocFailure> {
+        let shares = self.shares_granules() && search == Search::Usual;
+        let search = if shares { Search::AmongLarge } else { search };
+        let placed = self.region_mut(region).place(wanted, search, taker);
+        placed.ok_or_else(|| {
+            let books = self.region(region);
+            let error = DeviceError::OutOfAddresses {
+                requested: ByteSize::new(wanted.size),
+                reserved: ByteSize::new(books.segment.reserved()),
+                live: ByteSize::new(books.live()),
+                largest_span: ByteSize::new(books.largest_span()),
+                compacted_span: ByteSize::ZERO,
+            };
+            AllocFailure { cause: Cause::Addresses, error }
+        })
+    }
+
+    /// Records that a placed block has its memory.
+    pub(crate) fn arrive(&mut self, region: Region, placed: Placement) {
+        self.region_mut(region).arrive(placed);
+        self.totals.allocs += 1;
+        self.totals.alloc_size_max = self.totals.alloc_size_max.max(placed.span.size);
+        self.live_peak = self.live_peak.max(self.live());
+    }
+
+    /// Starts resizing a live block in place; `None` if there is no room.
+    pub(crate) fn begin_resize(
+        &mut self,
+        region: Region,
+        placed: Placement,
+        requested: u64,
+        clock: &dyn Clock,
+    ) -> Option<Placement> {
+        let idle = self.idle();
+        let uses = self.uses(&[]);
+        let resized = self.region_mut(region).begin_resize(placed, requested, uses);
+        debug_assert!(resized.is_ok(), "only its buffer resizes a block");
+        if self.idle() > idle {
+            self.note_idle(region, placed.span, clock);
+        }
+        resized.ok().flatten()
+    }
+
+    /// Records the result of committing the memory that a resized block grew by.
+    pub(crate) fn end_resize(
+        &mut self,
+        region: Region,
+        change: [Placement; 2],
+        done: bool,
+        clock: &dyn Clock,
+    ) {
+        let [before, after] = change;
+        let idle = self.idle();
+        self.region_mut(region).end_resize(before, after, done);
+        if self.idle() > idle {
+            self.note_idle(region, after.span, clock);
+        }
+        if done {
+            self.totals.resizes += 1;
+            self.totals.alloc_size_max = self.totals.alloc_size_max.max(after.span.size);
+            self.live_peak = self.live_peak.max(self.live());
+        }
+    }
+
+    /// Marks the bare granules of a placed span, and the growth, as committing.
+    pub(crate) fn begin_commit(
+        &mut self,
+        region: Region,
+        span: Span,
+        needed: u64,
+        grow: bool,
+    ) -> Vec<Run> {
+        let room = self.limit.get().saturating_sub(self.backed());
+        let whole = if grow { self.steps.commit(needed, room) } else { needed };
+        let ahead = (whole - needed) / self.granularity;
+        self.region_mut(region).segment.begin_commit(span, ahead)
+    }
+
+    /// Updates the peak of committed memory after a commit; a failed commit does not count.
+    pub(crate) fn note_committed(&mut self) {
+        self.committed_peak = self.committed_peak.max(self.there());
+    }
+
+    /// Bytes of granules with memory behind them, without those on their way.
+    fn there(&self) -> u64 {
+        self.backed() - self.committing()
+    }
+
+    /// Records the result of a commit.
+    pub(crate) fn end_commit(&mut self, region: Region, run: Run, done: bool, clock: &dyn Clock) {
+        let segment = &mut self.region_mut(region).segment;
+        let (at, size) = segment.place_of(run);
+        segment.end_commit(run, done);
+        if done {
+            self.history.record(clock, Act::Commit, at.get(), size);
+            self.totals.commits += 1;
+            self.totals.committed_bytes += size.get();
+        }
+        if done && self.idle() > 0 {
+            let offset = self.region(region).segment.offset_of(at).unwrap_or_default();
+            let span = Span { offset: offset.get(), size: size.get() };
+            self.note_idle(region, span, clock); // some of it was committed ahead
+        }
+    }
+
+    /// Records one more lease of an open arena, which cancels a drain.
+    ///
+    /// # Errors
+    /// `TooManyLeases`.
+    pub(crate) fn enter(&mut self, clock: &dyn Clock) -> Result<(), DeviceError> {
+        let leases = self.leases.checked_add(1);
+        self.leases = leases.ok_or(DeviceError::TooManyLeases { limit: u32::MAX })?;
+        self.sleep.enter(self.leases == 1, || clock.now());
+        Ok(())
+    }
+
+    /// Records that a lease was dropped.
+    pub(crate) fn leave(&mut self, clock: &dyn Clock) {
+        self.leases -= 1;
+        if self.leases == 0 {
+            self.sleep.leave(clock.now());
+        }
+    }
+
+    /// Removes a placed block that got no memory, or whose earlier uses could not be waited for.
+    pub(crate) fn withdraw(
+        &mut self,
+        region: Region,
+        placed: Placement,
+        claim: Claim,
+        clock: &dyn Clock,
+    ) {
+        let (streams, books) = (&self.streams, &mut self.regions[region.number()]);
+        let left = |(part, uses): (Span, Uses)| (part, uses.only(|of| !streams.is_done(of)));
+        let gone = books.withdraw(placed, claim.parts.into_iter().map(left));
+        debug_assert!(gone.is_ok(), "a placed block is known to the index");
+        if gone == Ok(true) {
+            self.note_idle(region, placed.span, clock);
+        }
+    }
+
+    /// Frees a live block.
+    pub(crate) fn release(&mut self, region: Region, placed: Placement, clock: &dyn Clock) {
+        self.release_after(region, placed, (&[], After::All), clock);
+    }
+
+    /// Frees a cached block.
+    pub(crate) fn release_swept(&mut self, swept: Swept, clock: &dyn Clock) {
+        let ((region, placed), stream) = swept;
+        let after = if stream.is_some() { After::Lanes } else { After::All };
+        self.release_after(region, placed, (stream.as_slice(), after), clock);
+    }
+
+    /// Adds the counts of a dropped cache, which is empty.
+    pub(crate) fn add_front(&mut self, tally: &CacheCounts) {
+        debug_assert_eq!(tally.cached(), 0, "what it held is in the books");
+        self.totals.allocs += tally.allocs;
+        self.totals.front_allocs += tally.allocs;
+        self.totals.frees += tally.frees;
+        for (region, requested) in self.regions.iter_mut().zip(tally.requested) {
+            region.add_requested(requested);
+        }
+    }
+
+    /// Frees a live block that these streams used.
+    pub(crate) fn release_after(
+        &mut self,
+        region: Region,
+        placed: Placement,
+        (streams, after): (&[StreamKey], After),
+        clock: &dyn Clock,
+    ) {
+        if self.defer_release(region, placed) {
+            return;
+        }
+        let uses = if self.sleep.is_quiet { Uses::NONE } else { self.uses(streams) };
+        let placed = self.region(region).refreshed(placed);
+        let gone = self.region_mut(region).release(placed, uses);
+        debug_assert!(gone.is_ok(), "only its buffer frees a block, once");
+        if let Ok(went_idle) = gone {
+            self.totals.frees += 1;
+            self.record(clock, Act::Free, placed);
+            if went_idle {
+                self.note_idle(region, placed.span, clock);
+            }
+            self.tell_free(clock, region, placed.id, after);
+        }
+    }
+
+    /// Marks the next run of idle granules as leaving, at most so many; with ages, only expired
+    /// ones. The stable region comes first: its idle memory is the least likely to be requested
+    /// again.
+    pub(crate) fn begin_leave(
+        &mut self,
+        granules: u64,
+        cursors: &mut [Cursor; 2],
+        ages: Option<Ages>,
+    ) -> Option<Leaving> {
+        let most = granules.min(self.run_max());
+        Region::ALL.into_iter().zip(cursors).find_map(|(region, cursor)| {
+            let books = self.region_mut(region);
+            let run = books.begin_leave(cursor, most, ages)?;
+            let (at, size) = books.segment.place_of(run);
+            Some(Leaving { region, run, at, size })
+        })
+    }
+
+    /// Records the result of a decommit.
+    pub(crate) fn end_leave(&mut self, leaving: Leaving, done: bool) {
+        self.region_mut(leaving.region).end_leave(leaving.run, done);
+        if done {
+            self.totals.decommits += 1;
+            self.totals.decommitted_bytes += leaving.size.get();
+        }
+        if self.idle() == 0 {
+            self.aging.clear();
+        }
+    }
+
+    /// When the next look is due.
+    pub(crate) fn due(&self) -> Moment {
+        if self.idle() == 0 { Moment::NEVER } else { self.aging.due() }
+    }
+
+    /// Schedules the next check after one at `now`; `failed` if the driver failed.
+    pub(crate) fn set_looked(&mut self, now: Moment, failed: bool) {
+        let ages = self.aging.ages(now);
+        let oldest = self.regions.iter().filter_map(|region| region.segment.oldest(ages)).max();
+        self.aging.set_looked(now, oldest, failed);
+    }
+
+    pub(crate) fn set_decay(&mut self, time: DecayTime, now: Moment) {
+        let stamp = self.aging.set_time(time, now);
+        for region in &mut self.regions {
+            let all = Span { offset: 0, size: region.segment.extent() };
+            region.segment.stamp(all, stamp);
+        }
+    }
+
+    /// Notes that granules of a span went idle.
+    pub(crate) fn note_idle(&mut self, region: Region, span: Span, clock: &dyn Clock) {
+        let recorder = self.recorder.as_ref();
+        let now = || hooks::seen(recorder, clock);
+        if let Some(stamp) = self.aging.note_idle(now) {
+            self.region_mut(region).segment.stamp(span, stamp);
+        }
+    }
+
+    /// Returns all figures at this instant, including the counts of the caches.
+    pub(crate) fn snapshot(
+        &self,
+        name: &str,
+        backend: Backend,
+        fronts: &CacheCounts,
+    ) -> ArenaSnapshot {
+        let size = ByteSize::new;
+        let is_open = self.sleep.is_open();
+        let of = |region| self.region(region).snapshot(region, fronts, is_open);
+        let regions = Region::ALL.map(of);
+        let [sleeps_total, wakes_total, wake_failures_total] = self.sleep.totals();
+        let totals = &self.totals;
+        ArenaSnapshot {
+            requested: regions.iter().map(|region| region.requested).sum(),
+            cached: size(fronts.cached()),
+            holes: regions.iter().map(|region| region.holes).sum(),
+            largest_free: regions.iter().map(|r| r.largest_free).max().unwrap_or_default(),
+            live: size(self.live() - fronts.cached()),
+            live_peak: size(self.live_peak),
+            active: size(self.active()),
+            idle: size(self.idle()),
+            committed: size(self.backed()),
+            pending: size(self.pending()),
+            committed_peak: size(self.committed_peak),
+            reserved: size(self.total(|region| region.segment.reserved())),
+            limit: self.limit,
+            leases: self.leases,
+            state: self.sleep.state(),
+            asleep: regions.iter().map(|region| region.asleep).sum(),
+            offloaded: self.sleep.offloaded(),
+            sleeps_total,
+            wakes_total,
+            wake_failures_total,
+            metadata: ByteSize::of(self.total_metadata()),
+            allocs_total: totals.allocs + fronts.allocs,
+            frees_total: totals.frees + fronts.frees,
+            thread_cache_allocs_total: totals.front_allocs + fronts.allocs,
+            reserves_total: totals.reserves,
+            resizes_total: totals.resizes,
+            moves_total: totals.moves,
+            moved_bytes_total: totals.moved_bytes,
+            alloc_size_max: size(totals.alloc_size_max),
+            alloc_failures_total: totals.failures,
+            commits_total: totals.commits,
+            decommits_total: totals.decommits,
+            committed_bytes_total: totals.committed_bytes,
+            decommitted_bytes_total: totals.decommitted_bytes,
+            remaps_total: totals.remaps,
+            remapped_bytes_total: totals.remapped_bytes,
+            shortage_callbacks_total: totals.shortage_calls,
+            shortage_panics_total: totals.shortage_panics,
+            trims_total: totals.trims,
+            trimmed_bytes_total: totals.trimmed_bytes,
+            shrinks_total: totals.shrinks,
+            shrunk_bytes_total: totals.shrunk_bytes,
+            lock_contended_total: totals.contended,
+            lock_wait_total: totals.waited,
+            regions,
+            ..ArenaSnapshot::unknown(name, backend)
+        }
+    }
+
+    fn total_metadata(&self) -> usize {
+        let regions: usize = self.regions.iter().map(RegionState::metadata).sum();
+        // A tree's nodes are at least half full, and mostly two thirds.
+        let raw = self.raw.len() * size_of::<(DeviceAddress, RawUse)>() * 3 / 2;
+        regions + raw + self.outstanding.imported.metadata() + self.history.metadata()
+    }
+
+    /// Returns the uses to wait for when a block used by these streams, or by unknown ones, is
+    /// freed.
+    pub(crate) fn uses(&mut self, streams: &[StreamKey]) -> Uses {
+        if !self.asynchronous {
+            return Uses::NONE;
+        }
+        if streams.is_empty() {
+            return Uses::of([self.streams.use_now(StreamKey::CONTEXT)]);
+        }
+        Uses::of(streams.iter().map(|&stream| self.streams.use_now(stream)))
+    }
+
+    /// Returns `true` if something waits for the end of work.
+    pub(crate) fn is_awaiting(&self) -> bool {
+        self.pending() > 0 || self.outstanding.imported.is_waiting()
+    }
+
+    /// Bytes that were freed and may still be worked on.
+    pub(crate) fn pending(&self) -> u64 {
+        self.total(|region| region.pending.bytes())
+    }
+
+    /// Records that a stream has completed all uses up to an epoch.
+    pub(crate) fn settle(&mut self, stream: StreamKey, epoch: u64, clock: &dyn Clock) {
+        self.streams.complete(stream, epoch);
+        for region in Region::ALL {
+            for span in self.region_mut(region).settle(stream, epoch) {
+                self.note_idle(region, span, clock);
+            }
+        }
+        self.forget_stream(stream);
+    }
+
+    /// Forgets a stream that has ended and left nothing pending.
+    pub(crate) fn forget_stream(&mut self, stream: StreamKey) {
+        let is_pending = Region::ALL.iter().any(|&region| self.region(region).pending.has(stream));
+        self.streams.forget(stream, is_pending);
+    }
+
+    /// Returns `true` if every granule counts against the limit, and all blocks share them.
+    pub(crate) fn shares_granules(&self) -> bool {
+        self.limit.get() / self.bytes_of(1) < APART_FROM
+    }
+
+    /// Marks a segment for the block as committing, including the growth; `None` if there are no
+    /// offsets for it.
+    pub(crate) fn begin_segment(
+        &mut self,
+        query: PlacementQuery,
+        needed: u64,
+        grow: bool,
+    ) -> Option<Span> {
+        let PlacementQuery { region, wanted, search, .. } = query;
+        let room = self.limit.get().saturating_sub(self.backed());
+        let whole = if grow { self.steps.commit(needed, room) } else { needed };
+        let size = needed + self.bytes_of((whole - needed) / self.bytes_of(1));
+        let is_shared = self.shares_granules() || search == Search::AmongLarge;
+        let books = self.region_mut(region);
+        let is_small = end_of(wanted.size) == End::High && books.index.bounds(End::High).size > 0;
+        let end = if is_small && !is_shared { End::High } else { End::Low };
+        // If offsets are short, without the growth, and a small block among the large.
+        let ways = [(end, size), (end, needed), (End::Low, needed)];
+        ways.into_iter().find_map(|(end, size)| books.begin_segment(end, size))
+    }
+
+    /// Records the result of allocating a segment.
+    pub(crate) fn end_segment(
+        &mut self,
+        region: Region,
+        span: Span,
+        at: Option<DeviceAddress>,
+        clock: &dyn Clock,
+    ) {
+        self.region_mut(region).end_segment(span, at);
+        if let Some(at) = at {
+            self.history.record(clock, Act::Commit, at.get(), ByteSize::new(span.size));
+            self.totals.commits += 1;
+            self.totals.committed_bytes += span.size;
+        }
+        self.note_committed();
+    }
+
+    /// Returns `true` if the driver allocates and frees whole segments.
+    #[inline]
+    pub(crate) const fn is_whole(&self) -> bool {
+        self.regions[0].segment.is_whole()
+    }
+
+    /// Walks everything and checks the invariants.
+    ///
+    /// # Panics
+    /// If an invariant is violated.
+    pub(crate) fn validate(&self) {
+        self.regions.iter().for_each(RegionState::validate);
+        self.streams.validate();
+        self.outstanding.imported.validate();
+        let totals = &self.totals;
+        let settled = totals.committed_bytes - totals.decommitted_bytes;
+        assert!(self.backed() >= settled, "every byte committed is on the books");
+        assert!(self.there() <= self.committed_peak, "no more is there than at the peak");
+    }
+}

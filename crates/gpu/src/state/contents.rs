@@ -1,0 +1,168 @@
+//! Determines how a sleep treats each granule, from the settings of its live blocks.
+//!
+//! Pure arithmetic over spans and runs. A granule that several blocks touch gets the strongest of
+//! their settings.
+//!
+//! Invariant: every committed granule is in exactly one part; a part is of one kind, and lies in
+//! one half of its segment.
+
+use std::ops::Range;
+
+use crate::state::arena::Leaving;
+use crate::state::ranges::BlockName;
+use crate::state::region::{Region, RegionState};
+use crate::state::segment::Run;
+use crate::types::sleep::Contents;
+
+/// Adjoining granules on their way out.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct OutgoingRun {
+    pub(crate) place: Leaving,
+    pub(crate) contents: Contents,
+}
+
+impl RegionState {
+    /// Marks committed granules as leaving, except those that stay. Contents are treated as `usual`
+    /// unless their block has its own setting; on host memory kept contents stay in place.
+    pub(crate) fn begin_suspend(
+        &mut self,
+        region: Region,
+        (usual, is_host): (Contents, bool),
+        granules_max: usize,
+    ) -> Vec<OutgoingRun> {
+        // A segment leaves whole.
+        let granules_max = if self.segment.is_whole() { usize::MAX / 2 } else { granules_max };
+        let of = |name: BlockName| match self.pins.contents(name).unwrap_or(usual) {
+            Contents::Keep if is_host => Contents::Stay,
+            contents => contents,
+        };
+        let live = self.live_blocks();
+        let wanted = wanted(live.map(|(span, name)| (self.segment.granules_of(span), of(name))));
+        let mut outgoing = Vec::new();
+        for committed in self.segment.committed_runs() {
+            cut(committed, &wanted, granules_max, |range, contents| {
+                if contents != Contents::Stay {
+                    outgoing.push((Run::of(&range), contents));
+                }
+            });
+        }
+        let mark = |(run, contents)| {
+            let (at, size) = self.segment.place_of(run);
+            self.begin_part(run);
+            OutgoingRun { place: Leaving { region, run, at, size }, contents }
+        };
+        outgoing.into_iter().map(mark).collect()
+    }
+
+    /// Notes the blocks whose contents are lost with these granules. An owner learns it once for
+    /// one or several losses.
+    pub(crate) fn note_discarded(&mut self, mut lost: Vec<Range<usize>>) {
+        if lost.is_empty() {
+            return;
+        }
+        lost.sort_unstable_by_key(|range| range.start);
+        let is_lost = |range: Range<usize>| {
+            let nth = lost.partition_point(|lost| lost.end <= range.start);
+            lost.get(nth).is_some_and(|lost| lost.start < range.end)
+        };
+        let blocks = self.live_blocks();
+        let blocks = blocks.filter(|(span, _)| is_lost(self.segment.granules_of(*span)));
+        let names: Vec<_> = blocks.map(|(_, name)| name).collect();
+        // Buffers of older blocks are not cached when freed, since a cache would keep this entry.
+        self.moves += 1;
+        names.into_iter().for_each(|name| self.pins.discard(name));
+    }
+}
+
+/// Returns granules and the treatment of their blocks, from blocks in address order.
+fn wanted(blocks: impl Iterator<Item = (Range<usize>, Contents)>) -> Vec<(Range<usize>, Contents)> {
+    let mut all: Vec<(Range<usize>, Contents)> = Vec::new();
+    for (mut range, contents) in blocks {
+        if let Some((last, theirs)) = all.last_mut()
+            && last.end > range.start
+        {
+            // They share one granule: the last of theirs, the first of this.
+            let most = contents.max(*theirs);
+            if last.len() == 1 {
+                *theirs = most;
+            } else if most > *theirs {
+                last.end -= 1;
+                all.push((range.start..range.start + 1, most));
+            }
+            range.start += 1;
+        }
+        if !range.is_empty() {
+            all.push((range, contents));
+        }
+    }
+    // Granules without kept contents are like untouched ones.
+    all.retain(|(_, contents)| *contents != Contents::Discard);
+    all.dedup_by(|next, last| {
+        let joins = last.0.end == next.0.start && last.1 == next.1;
+        if joins {
+            last.0.end = next.0.end;
+        }
+        joins
+    });
+    all
+}
+
+/// Cuts a run of committed granules into pieces of one kind each, of at most `granules_max`; what
+/// no block touches has nothing to keep.
+fn cut(
+    run: Range<usize>,
+    wanted: &[(Range<usize>, Contents)],
+    granules_max: usize,
+    mut each: impl FnMut(Range<usize>, Contents),
+) {
+    let mut at = run.start;
+    let mut nth = wanted.partition_point(|(range, _)| range.end <= at);
+    while at < run.end {
+        let here = wanted.get(nth).filter(|(range, _)| range.start <= at);
+        let (end, contents) = match (here, wanted.get(nth)) {
+            (Some((range, contents)), _) => (range.end, *contents),
+            (None, Some((next, _))) => (next.start, Contents::Discard),
+            (None, None) => (run.end, Contents::Discard),
+        };
+        nth += usize::from(here.is_some());
+        let end = end.min(run.end);
+        for start in (at..end).step_by(granules_max) {
+            each(start..end.min(start + granules_max), contents);
+        }
+        at = end;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use Contents::{Discard, Keep, Stay};
+
+    #[test]
+    fn a_granule_is_treated_as_the_block_that_wants_the_most() {
+        let of = |blocks: &[(Range<usize>, Contents)]| wanted(blocks.iter().cloned());
+        assert_eq!(of(&[]), []);
+        assert_eq!(of(&[(0..3, Keep), (3..5, Keep)]), [(0..5, Keep)]);
+        assert_eq!(of(&[(0..3, Keep), (2..5, Discard)]), [(0..3, Keep)]);
+        assert_eq!(
+            of(&[(0..3, Discard), (2..5, Keep), (4..5, Stay), (4..6, Discard), (6..7, Keep)]),
+            [(2..4, Keep), (4..5, Stay), (6..7, Keep)]
+        );
+        assert_eq!(of(&[(1..2, Discard), (1..2, Stay), (1..2, Keep)]), [(1..2, Stay)]);
+    }
+
+    #[test]
+    fn runs_are_cut_where_the_kind_changes_and_where_they_are_too_long() {
+        let of = |run: Range<usize>, max| {
+            let wanted = [(2..4, Keep), (7..20, Stay)];
+            let mut parts = Vec::new();
+            cut(run, &wanted, max, |range, contents| parts.push((range, contents)));
+            parts
+        };
+        assert_eq!(of(0..9, 100), [(0..2, Discard), (2..4, Keep), (4..7, Discard), (7..9, Stay)]);
+        assert_eq!(of(3..4, 1), [(3..4, Keep)]);
+        assert_eq!(of(8..13, 2), [(8..10, Stay), (10..12, Stay), (12..13, Stay)]);
+        assert_eq!(of(30..32, 2), [(30..32, Discard)]);
+        assert_eq!(of(5..5, 2), []);
+    }
+}

@@ -1,0 +1,491 @@
+//! The granules of one end of a segment, as bitmaps counted from that end. Pure accounting.
+//!
+//! A granule is bare, committing, committed, leaving or arriving (memory of another granule is
+//! being moved here, and is still counted there). It is touched while a live block covers any byte
+//! of it. Granules that a block covers wholly are bits; only the two at its edges, which it may
+//! share with other blocks, have counts. For an untouched granule the count's place holds the time
+//! of its last use.
+//!
+//! Memory: 36 bytes for 8 granules, up to the farthest one ever touched: 1/466,000 of 2 MiB.
+//!
+//! Invariants: `backed = committing + committed + leaving`, arriving is not backed;
+//! `active = backed and touched`; `idle = backed - active`; every granule that may leave is before
+//! `idle_end`.
+
+use std::ops::Range;
+
+use crate::state::aging::{Ages, Stamp};
+
+/// 64 granules: bit `i` is granule `64 x word + i`.
+#[derive(Clone, Copy, Debug, Default)]
+struct Word {
+    /// A live block covers some of it.
+    touched: u64,
+    /// There is memory behind it, or on the way there or away.
+    backed: u64,
+    /// A commit is in progress: backed, no memory yet. If not backed: arriving.
+    committing: u64,
+    /// A decommit is under way: backed still.
+    leaving: u64,
+}
+
+impl Word {
+    const fn committed(self) -> u64 {
+        self.backed & !(self.committing | self.leaving)
+    }
+
+    const fn may_leave(self) -> u64 {
+        self.committed() & !self.touched
+    }
+
+    const fn bare(self) -> u64 {
+        !(self.backed | self.committing)
+    }
+}
+
+/// The granules, from the end of the segment inward.
+#[derive(Debug, Default)]
+pub(crate) struct Granules {
+    words: Vec<Word>,
+    /// The number of blocks that cover a part of the granule, but not all of it; if no block
+    /// touches it, the [`Stamp`] of its last use.
+    partly: Vec<u32>,
+    backed: u64,
+    active: u64,
+    committing: u64,
+    leaving: u64,
+    idle_end: usize,
+}
+
+impl Granules {
+    pub(crate) const fn backed(&self) -> u64 {
+        self.backed
+    }
+
+    pub(crate) const fn active(&self) -> u64 {
+        self.active
+    }
+
+    pub(crate) const fn committing(&self) -> u64 {
+        self.committing
+    }
+
+    pub(crate) const fn leaving(&self) -> u64 {
+        self.leaving
+    }
+
+    /// Returns the bytes of this metadata.
+    pub(crate) const fn metadata(&self) -> usize {
+        self.words.capacity() * size_of::<Word>() + self.partly.capacity() * size_of::<u32>()
+    }
+
+    /// Returns the number of granules with entries; later ones are bare and untouched.
+    pub(crate) const fn known(&self) -> usize {
+        self.partly.len()
+    }
+
+    /// Records a block that covers all of these granules.
+    pub(crate) fn touch(&mut self, range: Range<usize>) {
+        self.reach(range.end);
+        self.partly[range.clone()].fill(0);
+        for (at, mask) in masks(range) {
+            let word = &mut self.words[at];
+            debug_assert_eq!(word.touched & mask, 0, "a granule wholly covered is nobody else's");
+            word.touched |= mask;
+            self.active += count(word.backed & mask);
+        }
+    }
+
+    /// Records that a block which covered all of these granules is freed.
+    pub(crate) fn untouch(&mut self, range: Range<usize>) {
+        for (at, mask) in masks(range.clone()) {
+            let word = &mut self.words[at];
+            debug_assert_eq!(word.touched & mask, mask, "it was touched");
+            word.touched &= !mask;
+            self.active -= count(word.backed & mask);
+        }
+        self.idle_end = self.idle_end.max(range.end);
+    }
+
+    /// Records a block that covers a part of this granule.
+    pub(crate) fn touch_part(&mut self, granule: usize) {
+        if !self.is_touched(granule) {
+            self.touch(granule..granule + 1);
+        }
+        self.partly[granule] += 1;
+    }
+
+    /// Records that a block which covered a part of this granule is freed.
+    pub(crate) fn untouch_part(&mut self, granule: usize) {
+        self.partly[granule] -= 1;
+        if self.partly[granule] == 0 {
+            self.untouch(granule..granule + 1);
+        }
+    }
+
+    /// Records the last use of those granules that no block touches now.
+    pub(crate) fn stamp(&mut self, range: Range<usize>, stamp: Stamp) {
+        let known = self.known();
+        for (at, mask) in masks(range.start.min(known)..range.end.min(known)) {
+            for bit in bits(mask & !self.words[at].touched) {
+                self.partly[at * 64 + bit] = stamp.get();
+            }
+        }
+    }
+
+    /// Returns the age of the longest idle memory that may leave.
+    pub(crate) fn oldest(&self, ages: Ages) -> Option<u32> {
+        self.idle_ages(ages).max()
+    }
+
+    /// The age of each that may leave. A step for each of them, and for each 64 granules.
+    pub(crate) fn idle_ages(&self, ages: Ages) -> impl Iterator<Item = u32> {
+        let words = self.words.iter().enumerate().take(self.idle_end.div_ceil(64));
+        let idle =
+            words.flat_map(|(at, word)| bits(word.may_leave()).map(move |bit| at * 64 + bit));
+        idle.map(move |granule| ages.of(Stamp::new(self.partly[granule])))
+    }
+
+    /// Returns `true` if a block covers any of it.
+    pub(crate) fn is_touched(&self, granule: usize) -> bool {
+        self.words.get(granule / 64).is_some_and(|word| word.touched >> (granule % 64) & 1 == 1)
+    }
+
+    /// Returns the number of inactive granules: an arriving block may touch them.
+    pub(crate) fn inactive(&self, range: Range<usize>) -> u64 {
+        let known = |(at, mask): (usize, u64)| {
+            let word = self.words.get(at).copied().unwrap_or_default();
+            count(mask & !(word.touched & word.backed))
+        };
+        masks(range).map(known).sum()
+    }
+
+    /// Returns the number of bare granules without memory on its way.
+    pub(crate) fn bare(&self, range: Range<usize>) -> u64 {
+        let known = |(at, mask): (usize, u64)| {
+            count(mask & self.words.get(at).copied().unwrap_or_default().bare())
+        };
+        masks(range).map(known).sum()
+    }
+
+    /// Returns the number of granules without lasting memory: bare or leaving.
+    pub(crate) fn wanting(&self, range: Range<usize>) -> u64 {
+        let known = |(at, mask): (usize, u64)| {
+            let word = self.words.get(at).copied().unwrap_or_default();
+            count(mask & !(word.backed & !word.leaving))
+        };
+        masks(range).map(known).sum()
+    }
+
+    /// Returns `true` if all of them are committed, and stay so.
+    pub(crate) fn are_committed(&self, range: Range<usize>) -> bool {
+        masks(range).all(|(at, mask)| {
+            self.words.get(at).is_some_and(|word| word.committed() & mask == mask)
+        })
+    }
+
+    /// Returns `true` if a driver call is in progress for one of them.
+    pub(crate) fn is_moving(&self, range: Range<usize>) -> bool {
+        masks(range).any(|(at, mask)| {
+            self.words.get(at).is_some_and(|word| (word.committing | word.leaving) & mask != 0)
+        })
+    }
+
+    /// Marks the bare ones as committing; calls `each` with every run of them.
+    pub(crate) fn begin_commit(&mut self, range: Range<usize>, mut each: impl FnMut(Range<usize>)) {
+        if range.is_empty() {
+            return; // no entries for granules beyond the other half
+        }
+        self.reach(range.end);
+        let mut run: Option<Range<usize>> = None;
+        for (at, mask) in masks(range) {
+            let word = &mut self.words[at];
+            let bare = mask & word.bare();
+            word.backed |= bare;
+            word.committing |= bare;
+            self.backed += count(bare);
+            self.committing += count(bare);
+            self.active += count(bare & word.touched);
+            extend(&mut run, at, bare, &mut each);
+        }
+        run.into_iter().for_each(each);
+    }
+
+    /// Marks the first bare ones, at most so many, as arriving; calls `each` with every run of
+    /// them. Returns how many.
+    pub(crate) fn begin_arrive(
+        &mut self,
+        range: Range<usize>,
+        granules_max: u64,
+        mut each: impl FnMut(Range<usize>),
+    ) -> u64 {
+        if range.is_empty() {
+            return 0;
+        }
+        self.reach(range.end);
+        let (mut run, mut left) = (None, granules_max);
+        for (at, mask) in masks(range) {
+            let mut bare = mask & self.words[at].bare();
+            while count(bare) > left {
+                bare &= !(1 << (u64::BITS - 1 - bare.leading_zeros())); // the last of them
+            }
+            left -= count(bare);
+            self.words[at].committing |= bare;
+            extend(&mut run, at, bare, &mut each);
+        }
+        run.into_iter().for_each(each);
+        granules_max - left
+    }
+
+    /// Records the result for memory that was to arrive.
+    pub(crate) fn end_arrive(&mut self, range: Range<usize>, done: bool) {
+        for (at, mask) in masks(range.clone()) {
+            let word = &mut self.words[at];
+            let arriving = word.committing & !word.backed;
+            assert_eq!(arriving & mask, mask, "not all of {range:?} was arriving");
+            word.committing &= !mask;
+            if done {
+                word.backed |= mask;
+                self.backed += count(mask);
+                self.active += count(mask & word.touched);
+            }
+        }
+        self.idle_end = self.idle_end.max(range.end);
+    }
+
+    /// Calls `each` with every run of committed granules. Skips words without one.
+    pub(crate) fn committed_runs(&self, range: Range<usize>, mut each: impl FnMut(Range<usize>)) {
+        let mut run = None;
+        for (at, mask) in masks(range.start..range.end.min(self.known())) {
+            let committed = self.words.get(at).map_or(0, |word| word.committed() & mask);
+            extend(&mut run, at, committed, &mut each);
+        }
+        run.into_iter().for_each(each);
+    }
+
+    /// Returns `true` if it has memory, arriving or leaving included.
+    pub(crate) fn is_backed(&self, granule: usize) -> bool {
+        self.words.get(granule / 64).is_some_and(|word| word.backed >> (granule % 64) & 1 == 1)
+    }
+
+    /// Calls `each` with every run that blocks touch, backed or not.
+    pub(crate) fn touched_runs(&self, range: Range<usize>, mut each: impl FnMut(Range<usize>)) {
+        let mut run = None;
+        for (at, mask) in masks(range.start..range.end.min(self.known())) {
+            let touched = self.words.get(at).map_or(0, |word| word.touched & mask);
+            extend(&mut run, at, touched, &mut each);
+        }
+        run.into_iter().for_each(each);
+    }
+
+    /// Marks those that blocks touch and that are bare as committing; calls `each` with every run.
+    pub(crate) fn begin_return(&mut self, mut each: impl FnMut(Range<usize>)) {
+        let mut run: Option<Range<usize>> = None;
+        for (at, word) in self.words.iter_mut().enumerate() {
+            let bare = word.touched & !word.backed;
+            word.backed |= bare;
+            word.committing |= bare;
+            self.backed += count(bare);
+            self.committing += count(bare);
+            self.active += count(bare);
+            extend(&mut run, at, bare, &mut each);
+        }
+        run.into_iter().for_each(each);
+    }
+
+    /// Records the result of a commit.
+    pub(crate) fn end_commit(&mut self, range: Range<usize>, done: bool) {
+        for (at, mask) in masks(range.clone()) {
+            let word = &mut self.words[at];
+            let committing = word.committing & word.backed;
+            assert_eq!(committing & mask, mask, "not all of {range:?} was committing");
+            word.committing &= !mask;
+            self.committing -= count(mask);
+            if !done {
+                word.backed &= !mask;
+                self.backed -= count(mask);
+                self.active -= count(mask & word.touched);
+            }
+        }
+        self.idle_end = self.idle_end.max(range.end);
+    }
+
+    /// Marks the innermost run of idle granules before `end`, at most `granules_max` of them, as
+    /// leaving; with ages, only expired ones.
+    ///
+    /// The innermost, because blocks are placed towards the end: granules far from it are needed
+    /// least. Amortised, each word is visited once for each time that one of it became idle, or
+    /// once per check with ages.
+    pub(crate) fn begin_leave(
+        &mut self,
+        end: usize,
+        granules_max: usize,
+        ages: Option<Ages>,
+    ) -> Option<Range<usize>> {
+        if granules_max == 0 {
+            return None;
+        }
+        let Some(last) = self.idle_before(end.min(self.idle_end), ages) else {
+            if ages.is_none() && end >= self.idle_end {
+                self.idle_end = 0;
+            }
+            return None;
+        };
+        let mut first = last;
+        while first > 0 && last + 1 - first < granules_max && self.leaves(first - 1, ages) {
+            first -= 1;
+        }
+        let range = first..last + 1;
+        for (at, mask) in masks(range.clone()) {
+            self.words[at].leaving |= mask;
+        }
+        self.leaving += range.len() as u64;
+        if ages.is_none() && end >= self.idle_end {
+            self.idle_end = first;
+        }
+        Some(range)
+    }
+
+    /// Marks committed granules as leaving, touched or not.
+    pub(crate) fn begin_part(&mut self, range: Range<usize>) {
+        for (at, mask) in masks(range.clone()) {
+            let word = &mut self.words[at];
+            assert_eq!(word.committed() & mask, mask, "not all of {range:?} was committed");
+            word.leaving |= mask;
+        }
+        self.leaving += range.len() as u64;
+    }
+
+    /// Records the result of a decommit.
+    pub(crate) fn end_leave(&mut self, range: Range<usize>, done: bool) {
+        for (at, mask) in masks(range.clone()) {
+            let word = &mut self.words[at];
+            assert_eq!(word.leaving & mask, mask, "not all of {range:?} was leaving");
+            word.leaving &= !mask;
+            if done {
+                word.backed &= !mask;
+                self.backed -= count(mask);
+                self.active -= count(mask & word.touched);
+            }
+        }
+        self.leaving -= range.len() as u64;
+        if !done {
+            self.idle_end = self.idle_end.max(range.end);
+        }
+    }
+
+    /// Every run of backed granules, from the end inward.
+    pub(crate) fn backed_runs(&self) -> Vec<Range<usize>> {
+        let mut runs: Vec<Range<usize>> = Vec::new();
+        for (at, word) in self.words.iter().enumerate() {
+            for bit in (0..64).filter(|bit| word.backed >> bit & 1 == 1) {
+                let granule = at * 64 + bit;
+                match runs.last_mut() {
+                    Some(run) if run.end == granule => run.end += 1,
+                    _ => runs.push(granule..granule + 1),
+                }
+            }
+        }
+        runs
+    }
+
+    /// Counts everything again; `partly` and `touched` are the live blocks' effect on a granule.
+    ///
+    /// # Panics
+    /// If a figure is wrong.
+    pub(crate) fn validate(&self, expected: impl Fn(usize) -> (u32, bool)) {
+        let total =
+            |part: fn(&Word) -> u64| self.words.iter().map(|word| count(part(word))).sum::<u64>();
+        assert_eq!(self.backed, total(|word| word.backed));
+        assert_eq!(self.active, total(|word| word.backed & word.touched));
+        assert_eq!(self.committing, total(|word| word.committing & word.backed));
+        assert_eq!(self.leaving, total(|word| word.leaving));
+        for (at, word) in self.words.iter().enumerate() {
+            assert_eq!(word.committing & word.leaving, 0, "both ways at once in word {at}");
+            assert_eq!(word.leaving & !word.backed, 0, "leaving and bare");
+            for bit in 0..64 {
+                let granule = at * 64 + bit;
+                let touched = word.touched >> bit & 1 == 1;
+                let partly = self.partly.get(granule).filter(|_| touched).copied().unwrap_or(0);
+                assert_eq!((partly, touched), expected(granule), "granule {granule}");
+                let leaves = word.may_leave() >> bit & 1 == 1;
+                assert!(!leaves || granule < self.idle_end, "idle and never looked at: {granule}");
+            }
+        }
+    }
+
+    /// Returns `true` if it may leave, and, with ages, its time is over.
+    fn leaves(&self, granule: usize, ages: Option<Ages>) -> bool {
+        let word = self.words.get(granule / 64);
+        word.is_some_and(|word| word.may_leave() >> (granule % 64) & 1 == 1)
+            && ages.is_none_or(|ages| ages.is_over(Stamp::new(self.partly[granule])))
+    }
+
+    /// The last granule before `end` that leaves.
+    fn idle_before(&self, end: usize, ages: Option<Ages>) -> Option<usize> {
+        let words = self.words.iter().enumerate().take(end.div_ceil(64)).rev();
+        let mut idle = words.flat_map(|(at, word)| {
+            let known = if end >= (at + 1) * 64 { u64::MAX } else { low64(end - at * 64) };
+            bits(word.may_leave() & known).rev().map(move |bit| at * 64 + bit)
+        });
+        idle.find(|&granule| self.leaves(granule, ages))
+    }
+
+    /// Makes entries for all granules before `end`.
+    fn reach(&mut self, end: usize) {
+        if self.partly.len() < end {
+            self.partly.resize(end, 0);
+            self.words.resize(end.div_ceil(64), Word::default());
+        }
+    }
+}
+
+/// Takes in the next word of a walk: joins its granules to the run so far, or ends that.
+fn extend(
+    run: &mut Option<Range<usize>>,
+    at: usize,
+    mut bits: u64,
+    mut each: impl FnMut(Range<usize>),
+) {
+    while bits != 0 {
+        let first = bits.trailing_zeros();
+        let length = (bits >> first).trailing_ones();
+        bits &= !(low(length) << first);
+        let (start, length) = (at * 64 + first as usize, length as usize);
+        match run {
+            Some(run) if run.end == start => run.end += length,
+            _ => run.replace(start..start + length).into_iter().for_each(&mut each),
+        }
+    }
+}
+
+fn count(bits: u64) -> u64 {
+    u64::from(bits.count_ones())
+}
+
+/// The bits of a word that are set, from the lowest.
+fn bits(word: u64) -> impl DoubleEndedIterator<Item = usize> {
+    let range =
+        if word == 0 { 0..0 } else { word.trailing_zeros()..u64::BITS - word.leading_zeros() };
+    range.filter(move |bit| word >> bit & 1 == 1).map(|bit| bit as usize)
+}
+
+/// The lowest bits, at most 64 of them.
+const fn low(bits: u32) -> u64 {
+    if bits >= u64::BITS { u64::MAX } else { (1 << bits) - 1 }
+}
+
+const fn low64(bits: usize) -> u64 {
+    if bits >= 64 { u64::MAX } else { (1 << bits) - 1 }
+}
+
+/// The words that hold these granules, and which bits of each.
+fn masks(range: Range<usize>) -> impl Iterator<Item = (usize, u64)> {
+    let Range { start, end } = range;
+    let words = if start < end { start / 64..end.div_ceil(64) } else { 0..0 };
+    words.map(move |word| {
+        let first = word * 64;
+        let mask = low64(end - first) & !low64(start.saturating_sub(first));
+        (word, mask)
+    })
+}

@@ -1,0 +1,369 @@
+//! The memory below the blocks of a region: one reserved segment with granules, or pieces that a
+//! driver allocates and frees whole.
+//!
+//! Both have the same interface, so placing and counting are independent of the kind. An operation
+//! that only one kind supports, such as committing single granules, does nothing on the other.
+//!
+//! Invariants: those of [`Segment`] and of [`SegmentList`].
+
+use std::ops::Range;
+
+use crate::driver::DeviceAddress;
+use crate::index::Span;
+use crate::observe::visualize::GranuleState;
+use crate::state::aging::{Ages, Stamp};
+use crate::state::pieces::{PieceView, SegmentList};
+use crate::state::ranges::RegionIndex;
+use crate::state::segment::{Run, Segment};
+use lowtide_core::bytes::ByteSize;
+
+/// The memory behind the offsets of a region.
+#[derive(Debug)]
+pub(crate) enum Backing {
+    /// Addresses that were reserved once.
+    Reserved(Segment),
+    /// Segments, each with an address of its own.
+    SegmentList(SegmentList),
+}
+
+/// Adjoining addresses, as pictures show them.
+#[derive(Debug)]
+pub(crate) struct Stretch {
+    /// Its first address.
+    pub(crate) at: DeviceAddress,
+    /// Its offsets in the region.
+    pub(crate) span: Span,
+    /// Spans with memory; and if a block touches them, unless that differs per granule.
+    pub(crate) backed: Vec<(Span, Option<GranuleState>)>,
+}
+
+/// Calls the method of either kind.
+macro_rules! either {
+    ($self:expr, $it:ident => $said:expr) => {
+        match $self {
+            Self::Reserved($it) => $said,
+            Self::SegmentList($it) => $said,
+        }
+    };
+}
+
+impl Backing {
+    /// Returns `true` if memory comes and goes in whole pieces.
+    #[inline]
+    pub(crate) const fn is_whole(&self) -> bool {
+        matches!(self, Self::SegmentList(_))
+    }
+
+    pub(crate) const fn granularity(&self) -> u64 {
+        either!(self, it => it.granularity())
+    }
+
+    /// Returns the end of its offsets.
+    pub(crate) const fn extent(&self) -> u64 {
+        match self {
+            Self::Reserved(segment) => segment.reserved(),
+            Self::SegmentList(pieces) => pieces.extent(),
+        }
+    }
+
+    /// Bytes of addresses that it has: of pieces those with memory, there are no others.
+    pub(crate) const fn reserved(&self) -> u64 {
+        match self {
+            Self::Reserved(segment) => segment.reserved(),
+            Self::SegmentList(pieces) => pieces.backed(),
+        }
+    }
+
+    /// For pieces: holds the offsets without memory in an index in which nothing is live.
+    pub(crate) fn wall_off(&mut self, index: &mut RegionIndex) {
+        if let Self::SegmentList(pieces) = self {
+            pieces.wall_off(index);
+        }
+    }
+
+    /// Bytes that the index takes for live, and no block has.
+    pub(crate) const fn held(&self) -> u64 {
+        match self {
+            Self::Reserved(_) => 0,
+            Self::SegmentList(pieces) => pieces.held(),
+        }
+    }
+
+    /// Returns `true` if the index entry at an offset is not a block.
+    pub(crate) fn is_held(&self, offset: u64) -> bool {
+        match self {
+            Self::Reserved(_) => false,
+            Self::SegmentList(pieces) => pieces.is_held(offset),
+        }
+    }
+
+    /// Bytes with memory behind them, or on the way there or away.
+    #[inline]
+    pub(crate) const fn backed(&self) -> u64 {
+        either!(self, it => it.backed())
+    }
+
+    /// Bytes of memory that a block touches, or that is on its way for one.
+    #[inline]
+    pub(crate) const fn active(&self) -> u64 {
+        either!(self, it => it.active())
+    }
+
+    /// Bytes of memory that no block touches.
+    #[inline]
+    pub(crate) const fn idle(&self) -> u64 {
+        self.backed() - self.active()
+    }
+
+    /// Bytes on their way here, which may be refused.
+    pub(crate) const fn committing(&self) -> u64 {
+        either!(self, it => it.committing())
+    }
+
+    /// Bytes that are leaving.
+    pub(crate) const fn leaving(&self) -> u64 {
+        either!(self, it => it.leaving())
+    }
+
+    /// Returns the bytes of this metadata.
+    pub(crate) fn metadata(&self) -> usize {
+        either!(self, it => it.metadata())
+    }
+
+    /// The address and the size of a run, which lies in one piece.
+    pub(crate) fn place_of(&self, run: Run) -> (DeviceAddress, ByteSize) {
+        match self {
+            Self::Reserved(segment) => segment.place_of(run),
+            Self::SegmentList(pieces) => {
+                let span = pieces.span_of(run);
+                (pieces.address_of(span.offset), ByteSize::new(span.size))
+            }
+        }
+    }
+
+    /// The address of an offset.
+    #[inline]
+    pub(crate) fn address_of(&self, offset: ByteSize) -> DeviceAddress {
+        match self {
+            Self::Reserved(segment) => segment.address_of(offset),
+            Self::SegmentList(pieces) => pieces.address_of(offset.get()),
+        }
+    }
+
+    /// Returns the offset of an address, if it is in this region.
+    pub(crate) fn offset_of(&self, at: DeviceAddress) -> Option<ByteSize> {
+        match self {
+            Self::Reserved(segment) => {
+                at.offset_from(segment.base()).filter(|into| into.get() < segment.reserved())
+            }
+            Self::SegmentList(pieces) => pieces.offset_of(at).map(ByteSize::new),
+        }
+    }
+
+    /// Returns `true` if any of these addresses belongs to it permanently. For pieces one step
+    /// each.
+    pub(crate) fn overlaps(&self, at: DeviceAddress, size: ByteSize) -> bool {
+        let meets = |from: DeviceAddress, bytes: u64| {
+            let (from, at) = (from.get(), at.get());
+            at < from.saturating_add(bytes) && from < at.saturating_add(size.get())
+        };
+        match self {
+            Self::Reserved(segment) => meets(segment.base(), segment.reserved()),
+            Self::SegmentList(pieces) => {
+                let mut stay = pieces.there().filter(|piece| !piece.is_leaving);
+                stay.any(|piece| meets(piece.at, piece.span.size))
+            }
+        }
+    }
+
+    /// Records a block there.
+    #[inline]
+    pub(crate) fn touch(&mut self, span: Span) {
+        either!(self, it => it.touch(span));
+    }
+
+    /// Records that a block is freed; returns `true` if memory became idle.
+    #[inline]
+    pub(crate) fn untouch(&mut self, span: Span) -> bool {
+        either!(self, it => it.untouch(span))
+    }
+
+    /// Returns `true` if all of a span is committed, and no driver call is in progress for it.
+    #[inline]
+    pub(crate) fn is_committed(&self, span: Span) -> bool {
+        either!(self, it => it.is_committed(span))
+    }
+
+    /// Returns `true` if a driver call is in progress for a granule of the span.
+    pub(crate) fn is_moving(&self, span: Span) -> bool {
+        match self {
+            Self::Reserved(segment) => segment.is_moving(span),
+            Self::SegmentList(_) => false, // no block is in a piece that is not there to stay
+        }
+    }
+
+    /// Granules of the span that have no memory behind them to stay.
+    #[inline]
+    pub(crate) fn wanting(&self, span: Span) -> u64 {
+        match self {
+            Self::Reserved(segment) => segment.wanting(span),
+            Self::SegmentList(_) => 0, // the index offers none
+        }
+    }
+
+    /// Returns the cost of a block there beyond its size: see [`Segment::cost`]. For pieces, the
+    /// bytes that it keeps from becoming idle.
+    #[inline]
+    pub(crate) fn cost(&self, span: Span) -> u64 {
+        match self {
+            Self::Reserved(segment) => segment.cost(span),
+            Self::SegmentList(pieces) => u64::from(pieces.opened(span) > 0) << 32,
+        }
+    }
+
+    /// By how many granules more are active, with a block there.
+    pub(crate) fn inactive(&self, span: Span) -> u64 {
+        match self {
+            Self::Reserved(segment) => segment.inactive(span),
+            Self::SegmentList(pieces) => pieces.opened(span),
+        }
+    }
+
+    /// As [`Segment::bare`].
+    pub(crate) fn bare(&self, span: Span) -> u64 {
+        self.reserved_segment().map_or(0, |segment| segment.bare(span))
+    }
+
+    /// As [`Segment::begin_commit`].
+    pub(crate) fn begin_commit(&mut self, span: Span, ahead: u64) -> Vec<Run> {
+        self.reserved_mut().map_or_else(Vec::new, |segment| segment.begin_commit(span, ahead))
+    }
+
+    /// As [`Segment::end_commit`].
+    pub(crate) fn end_commit(&mut self, run: Run, done: bool) {
+        if let Some(segment) = self.reserved_mut() {
+            segment.end_commit(run, done);
+        }
+    }
+
+    /// As [`Segment::begin_arrive`].
+    pub(crate) fn begin_arrive(&mut self, span: Span, granules_max: u64) -> Vec<Run> {
+        let segment = self.reserved_mut();
+        segment.map_or_else(Vec::new, |segment| segment.begin_arrive(span, granules_max))
+    }
+
+    /// As [`Segment::end_arrive`].
+    pub(crate) fn end_arrive(&mut self, run: Run, done: bool) {
+        if let Some(segment) = self.reserved_mut() {
+            segment.end_arrive(run, done);
+        }
+    }
+
+    /// Records the last use of a span's memory that no block touches.
+    pub(crate) fn stamp(&mut self, span: Span, stamp: Stamp) {
+        either!(self, it => it.stamp(span, stamp));
+    }
+
+    /// Returns the age of the longest idle memory that may leave.
+    pub(crate) fn oldest(&self, ages: Ages) -> Option<u32> {
+        either!(self, it => it.oldest(ages))
+    }
+
+    /// The age of each granule that may leave, and whose memory may go elsewhere.
+    pub(crate) fn idle_ages(&self, ages: Ages) -> impl Iterator<Item = u32> {
+        let segment = self.reserved_segment().into_iter();
+        segment.flat_map(move |segment| segment.idle_ages(ages))
+    }
+
+    /// The longest part of a free span that has memory, in bytes.
+    pub(crate) fn committed_run_max(&self, span: Span) -> u64 {
+        match self {
+            Self::Reserved(segment) => segment.committed_run_max(span),
+            Self::SegmentList(_) => span.size, // no more is free than has memory
+        }
+    }
+
+    /// Returns the granules that can leave for a sleep, in runs: all committed ones; for pieces the
+    /// idle ones, since the others cannot be restored.
+    pub(crate) fn committed_runs(&self) -> Vec<Range<usize>> {
+        match self {
+            Self::Reserved(segment) => segment.committed_runs(),
+            Self::SegmentList(pieces) => pieces.idle_runs().into_iter().map(Run::range).collect(),
+        }
+    }
+
+    /// Returns the spans of its segments, in order, on drivers that allocate segments.
+    pub(crate) fn segments(&self) -> Option<Vec<Span>> {
+        match self {
+            Self::Reserved(_) => None,
+            Self::SegmentList(pieces) => Some(pieces.there().map(|piece| piece.span).collect()),
+        }
+    }
+
+    /// Every stretch of addresses, in the order of offsets.
+    pub(crate) fn stretches(&self) -> Vec<Stretch> {
+        match self {
+            Self::Reserved(segment) => {
+                let span = Span { offset: 0, size: segment.reserved() };
+                let backed = segment.backed_runs().into_iter().map(|run| {
+                    let (at, size) = segment.place_of(run);
+                    let offset = at.offset_from(segment.base()).unwrap_or_default().get();
+                    (Span { offset, size: size.get() }, None)
+                });
+                vec![Stretch { at: segment.base(), span, backed: backed.collect() }]
+            }
+            Self::SegmentList(pieces) => {
+                let stretch = |piece: PieceView| {
+                    let is_active = piece.is_active;
+                    let state = if is_active { GranuleState::Active } else { GranuleState::Idle };
+                    let backed = vec![(piece.span, Some(state))];
+                    Stretch { at: piece.at, span: piece.span, backed }
+                };
+                pieces.there().map(stretch).collect()
+            }
+        }
+    }
+
+    /// As [`Segment::touched_runs`].
+    pub(crate) fn touched_runs(&self, run: Run) -> Vec<Run> {
+        self.reserved_segment().map_or_else(Vec::new, |segment| segment.touched_runs(run))
+    }
+
+    /// As [`Segment::begin_return`].
+    pub(crate) fn begin_return(&mut self) -> Vec<Run> {
+        self.reserved_mut().map_or_else(Vec::new, Segment::begin_return)
+    }
+
+    /// Bytes of a block that have no memory behind them.
+    pub(crate) fn bare_bytes(&self, span: Span) -> u64 {
+        self.reserved_segment().map_or(0, |segment| segment.bare_bytes(span))
+    }
+
+    /// The granules that a span touches.
+    pub(crate) fn granules_of(&self, span: Span) -> Range<usize> {
+        either!(self, it => it.granules_of(span))
+    }
+
+    /// # Panics
+    /// If a figure is wrong.
+    pub(crate) fn validate(&self, index: &RegionIndex, spans: impl Iterator<Item = Span>) {
+        match self {
+            Self::Reserved(segment) => segment.validate(spans),
+            Self::SegmentList(pieces) => pieces.validate(index, spans),
+        }
+    }
+
+    const fn reserved_segment(&self) -> Option<&Segment> {
+        match self {
+            Self::Reserved(segment) => Some(segment),
+            Self::SegmentList(_) => None,
+        }
+    }
+
+    const fn reserved_mut(&mut self) -> Option<&mut Segment> {
+        match self {
+            Self::Reserved(segment) => Some(segment),
+            Self::SegmentList(_) => None,
+        }
+    }
+}

@@ -1,0 +1,17 @@
+//! The state of an arena as plain values: no driver, no lock, no thread.
+
+pub(crate) mod aging;
+pub(crate) mod arena;
+pub(crate) mod contents;
+pub(crate) mod failure;
+pub(crate) mod granules;
+pub(crate) mod ground;
+pub(crate) mod growth;
+pub(crate) mod pending;
+pub(crate) mod pieces;
+pub(crate) mod ranges;
+pub(crate) mod region;
+pub(crate) mod segment;
+pub(crate) mod sleep;
+pub(crate) mod streams;
+pub(crate) mod totals;

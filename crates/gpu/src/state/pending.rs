@@ -1,0 +1,295 @@
+//! Spans that were freed while the device may still use them. Pure accounting over the addresses of
+//! a region.
+//!
+//! A block that a stream used is free space in the index when it is freed, and has an entry here
+//! until its uses are known to be complete. An allocation of the space learns what it must wait
+//! for. Streams are numbers here; this module orders nothing and calls no driver.
+//!
+//! Invariants: entries overlap neither each other nor a live block; every entry has a use that is
+//! not known to be complete; `bytes = sum of the entries`.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use crate::index::Span;
+use crate::state::streams::{StreamKey, Use};
+
+/// Uses that must be complete: at most one for each stream, in the order of streams.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Uses(Vec<Use>);
+
+impl Uses {
+    pub(crate) const NONE: Self = Self(Vec::new());
+
+    /// Creates the uses of a block.
+    pub(crate) fn of(uses: impl IntoIterator<Item = Use>) -> Self {
+        let mut all = Self::NONE;
+        uses.into_iter().for_each(|of| all.add(of));
+        all
+    }
+
+    /// One more; of two on one stream the later stays.
+    pub(crate) fn add(&mut self, of: Use) {
+        match self.0.binary_search_by_key(&of.stream, |known| known.stream) {
+            Ok(at) => self.0[at].epoch = self.0[at].epoch.max(of.epoch),
+            Err(at) => self.0.insert(at, of),
+        }
+    }
+
+    pub(crate) fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// Those of which this holds.
+    pub(crate) fn only(mut self, holds: impl Fn(Use) -> bool) -> Self {
+        self.0.retain(|&of| holds(of));
+        self
+    }
+
+    pub(crate) fn iter(&self) -> impl Iterator<Item = Use> {
+        self.0.iter().copied()
+    }
+
+    /// Returns `true` if all uses are on this stream, which then need not wait.
+    fn is_of(&self, stream: Option<StreamKey>) -> bool {
+        self.0.iter().all(|of| Some(of.stream) == stream)
+    }
+}
+
+#[derive(Debug)]
+struct PendingSpan {
+    size: u64,
+    uses: Uses,
+}
+
+/// The pending parts of a span that a block got, to be pending again if the block is freed before
+/// its first use.
+#[derive(Debug, Default)]
+pub(crate) struct Claim {
+    /// Uses that must complete before the block's first use.
+    pub(crate) uses: Uses,
+    /// The pending parts and their uses.
+    pub(crate) parts: Vec<(Span, Uses)>,
+}
+
+/// The changes of entries after a span was taken.
+#[derive(Debug, Default)]
+pub(crate) struct Taken {
+    pub(crate) claim: Claim,
+    /// The former entries, and their parts that are still pending, before and after the span.
+    pub(crate) were: Vec<Span>,
+    pub(crate) left: Vec<Span>,
+}
+
+/// The pending spans of one region.
+#[derive(Debug, Default)]
+pub(crate) struct Pending {
+    entries: BTreeMap<u64, PendingSpan>,
+    /// Every use of every entry, with the entry's offset.
+    by_use: BTreeSet<(Use, u64)>,
+    bytes: u64,
+}
+
+impl Pending {
+    /// Bytes of all entries.
+    pub(crate) const fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// Returns the approximate bytes of this metadata.
+    pub(crate) fn metadata(&self) -> usize {
+        let uses = self.by_use.len() * (size_of::<Use>() + size_of::<(Use, u64)>());
+        self.entries.len() * size_of::<(u64, PendingSpan)>() + uses
+    }
+
+    /// Records a freed span.
+    pub(crate) fn insert(&mut self, span: Span, uses: Uses) {
+        debug_assert!(!uses.is_empty() && self.is_clear(span), "freed once, and used");
+        self.by_use.extend(uses.iter().map(|of| (of, span.offset)));
+        self.bytes += span.size;
+        self.entries.insert(span.offset, PendingSpan { size: span.size, uses });
+    }
+
+    /// Returns `true` if nothing in a span is pending.
+    pub(crate) fn is_clear(&self, span: Span) -> bool {
+        self.over(span).next().is_none()
+    }
+
+    /// Returns `true` if a user on this stream, or on none, must wait before it uses a span.
+    pub(crate) fn is_foreign(&self, span: Span, stream: Option<StreamKey>) -> bool {
+        !self.entries.is_empty() && self.over(span).any(|(_, entry)| !entry.uses.is_of(stream))
+    }
+
+    /// Returns the first place of this size and alignment in a span that a user on this stream need
+    /// not wait for.
+    pub(crate) fn first_clear(
+        &self,
+        within: Span,
+        (size, align): (u64, u64),
+        stream: Option<StreamKey>,
+    ) -> Option<Span> {
+        let mut offset = within.offset.checked_next_multiple_of(align)?;
+        loop {
+            let place = Span { offset, size };
+            if offset.checked_add(size)? > within.end() {
+                return None;
+            }
+            let foreign = self.over(place).find(|(_, entry)| !entry.uses.is_of(stream));
+            let Some((last, _)) = foreign else { return Some(place) };
+            offset = last.end().checked_next_multiple_of(align)?;
+        }
+    }
+
+    /// Takes a span out: it is a live block's from here on.
+    pub(crate) fn take(&mut self, span: Span) -> Taken {
+        let mut taken = Taken::default();
+        let over: Vec<_> = self.over(span).map(|(was, _)| was).collect();
+        for was in over {
+            let uses = self.remove(was.offset);
+            uses.iter().for_each(|of| taken.claim.uses.add(of));
+            taken.were.push(was);
+            let offset = was.offset.max(span.offset);
+            let part = Span { offset, size: was.end().min(span.end()) - offset };
+            taken.claim.parts.push((part, uses.clone()));
+            let before = Span { size: span.offset.saturating_sub(was.offset), ..was };
+            let after = was.end().saturating_sub(span.end());
+            let after = Span { offset: was.end() - after, size: after };
+            for left in [before, after].into_iter().filter(|left| left.size > 0) {
+                self.insert(left, uses.clone());
+                taken.left.push(left);
+            }
+        }
+        taken
+    }
+
+    /// Records that a stream has completed all uses up to an epoch; entries without other uses are
+    /// no longer pending.
+    pub(crate) fn complete(&mut self, stream: StreamKey, epoch: u64) -> Vec<Span> {
+        let first = Use { stream, epoch: 0 };
+        let last = Use { stream, epoch };
+        let done: Vec<_> = self.by_use.range((first, 0)..=(last, u64::MAX)).copied().collect();
+        let mut free = Vec::new();
+        for (of, offset) in done {
+            self.by_use.remove(&(of, offset));
+            let Some(entry) = self.entries.get_mut(&offset) else { continue };
+            entry.uses.0.retain(|known| *known != of);
+            if entry.uses.is_empty() {
+                let size = entry.size;
+                self.entries.remove(&offset);
+                self.bytes -= size;
+                free.push(Span { offset, size });
+            }
+        }
+        free
+    }
+
+    /// Returns `true` if an entry waits for a stream.
+    pub(crate) fn has(&self, stream: StreamKey) -> bool {
+        let first = (Use { stream, epoch: 0 }, 0);
+        self.by_use.range(first..).next().is_some_and(|(of, _)| of.stream == stream)
+    }
+
+    /// All entries, in the order of addresses.
+    pub(crate) fn spans(&self) -> impl Iterator<Item = Span> {
+        self.entries.iter().map(|(&offset, entry)| Span { offset, size: entry.size })
+    }
+
+    /// The entries that overlap a span, from the last.
+    fn over(&self, span: Span) -> impl Iterator<Item = (Span, &PendingSpan)> {
+        let before = self.entries.range(..span.end()).rev();
+        let spans = before.map(|(&offset, entry)| (Span { offset, size: entry.size }, entry));
+        spans.take_while(move |(of, _)| of.end() > span.offset)
+    }
+
+    fn remove(&mut self, offset: u64) -> Uses {
+        let Some(PendingSpan { size, uses }) = self.entries.remove(&offset) else {
+            return Uses::NONE;
+        };
+        self.bytes -= size;
+        for of in uses.iter() {
+            self.by_use.remove(&(of, offset));
+        }
+        uses
+    }
+
+    /// Walks everything and checks the invariants.
+    ///
+    /// # Panics
+    /// If an invariant is violated.
+    pub(crate) fn validate(&self) {
+        let (mut end, mut bytes, mut uses) = (0, 0, 0);
+        for (&offset, entry) in &self.entries {
+            assert!(entry.size > 0 && offset >= end, "entries overlap at {offset}");
+            assert!(!entry.uses.is_empty(), "an entry that waits for nothing");
+            for of in entry.uses.iter() {
+                assert!(self.by_use.contains(&(of, offset)), "{of:?} is not found by its use");
+            }
+            uses += entry.uses.0.len();
+            bytes += entry.size;
+            end = offset + entry.size;
+        }
+        assert_eq!((bytes, uses), (self.bytes, self.by_use.len()));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn on(stream: u64, epoch: u64) -> Use {
+        Use { stream: StreamKey::new(stream), epoch }
+    }
+
+    fn span(offset: u64, end: u64) -> Span {
+        Span { offset, size: end - offset }
+    }
+
+    #[test]
+    fn who_takes_a_part_comes_after_its_uses_and_the_rest_stays_pending() {
+        let mut pending = Pending::default();
+        pending.insert(span(0, 10), Uses::of([on(1, 3)]));
+        pending.insert(span(10, 20), Uses::of([on(1, 4), on(2, 1)]));
+        pending.insert(span(30, 40), Uses::of([on(2, 9)]));
+        let one = Some(StreamKey::new(1));
+        assert!(!pending.is_foreign(span(0, 10), one) && !pending.is_foreign(span(20, 30), None));
+        assert!(pending.is_foreign(span(0, 10), None) && pending.is_foreign(span(5, 11), one));
+        let taken = pending.take(span(5, 12));
+        assert_eq!(taken.claim.uses, Uses::of([on(2, 1), on(1, 3), on(1, 4)]));
+        let parts: Vec<_> = taken.claim.parts.iter().map(|(part, _)| *part).collect();
+        assert_eq!(parts, [span(10, 12), span(5, 10)]);
+        assert_eq!((taken.were.len(), taken.left), (2, vec![span(12, 20), span(0, 5)]));
+        assert_eq!(pending.bytes(), 23);
+        pending.validate();
+        assert!(pending.take(span(20, 30)).claim.uses.is_empty());
+    }
+
+    #[test]
+    fn the_first_clear_place_is_after_what_others_use_and_may_be_ones_own() {
+        let mut pending = Pending::default();
+        pending.insert(span(0, 10), Uses::of([on(1, 3)]));
+        pending.insert(span(20, 30), Uses::of([on(2, 1)]));
+        let clear = |size, align, stream| {
+            pending.first_clear(span(0, 64), (size, align), Some(StreamKey::new(stream)))
+        };
+        assert_eq!(clear(8, 8, 1), Some(span(0, 8)), "its own");
+        assert_eq!(clear(16, 1, 1), Some(span(0, 16)));
+        assert_eq!(clear(24, 8, 1), Some(span(32, 56)), "aligned, after the other's");
+        assert_eq!(clear(8, 8, 3), Some(span(32, 40)));
+        assert_eq!(clear(10, 1, 3), Some(span(10, 20)));
+        assert_eq!(clear(33, 8, 3), None);
+        assert_eq!(pending.first_clear(span(0, 64), (10, 1), None), Some(span(10, 20)));
+    }
+
+    #[test]
+    fn an_entry_is_pending_until_its_last_use_is_complete() {
+        let mut pending = Pending::default();
+        pending.insert(span(0, 10), Uses::of([on(1, 1), on(2, 5)]));
+        pending.insert(span(10, 20), Uses::of([on(1, 2)]));
+        assert!(pending.has(StreamKey::new(2)) && !pending.has(StreamKey::new(3)));
+        assert_eq!(pending.complete(StreamKey::new(1), 1), []);
+        assert_eq!(pending.complete(StreamKey::new(2), 4), []);
+        assert_eq!(pending.complete(StreamKey::new(1), 9), [span(10, 20)]);
+        assert_eq!(pending.complete(StreamKey::new(2), 5), [span(0, 10)]);
+        assert!(pending.bytes() == 0 && !pending.has(StreamKey::new(2)));
+        pending.validate();
+    }
+}

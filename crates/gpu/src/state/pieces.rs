@@ -1,0 +1,481 @@
+//! The memory of a region in pieces: segments that a driver without virtual memory allocates whole,
+//! at addresses of its choice. Pure accounting, no driver and no lock.
+//!
+//! The region's offsets are only numbers, without an address until a piece is there. Ranges without
+//! a piece are held by walls: blocks of the index without an owner, so that the index offers only
+//! memory. A granule of wall stays between two pieces, so that no free span and no block crosses
+//! their border. A piece is active as a whole while it has any live or pending byte; it arrives and
+//! leaves whole.
+//!
+//! Invariants: walls and pieces tile the ranges of the index; no two pieces adjoin, nor two walls;
+//! `backed = committing + committed + leaving`; `active = committing + touched`;
+//! `idle = backed - active`.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+use crate::driver::DeviceAddress;
+use crate::index::{End, Span};
+use crate::state::aging::{Ages, Stamp};
+use crate::state::ranges::{BlockName, RegionIndex};
+use crate::state::segment::Run;
+use lowtide_core::bytes::ByteSize;
+
+/// A wall or a piece; it begins at its key in the table.
+#[derive(Debug)]
+struct PieceEntry {
+    size: u64,
+    /// The block id that holds its offsets in the index; `None` if blocks use them.
+    hold: Option<BlockName>,
+    piece: Option<Piece>,
+}
+
+#[derive(Debug)]
+struct Piece {
+    at: DeviceAddress,
+    state: PieceState,
+    /// Spans in it that are live, pending or arriving.
+    touched: u64,
+    /// Its last use, if nothing touches it.
+    stamp: Stamp,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum PieceState {
+    /// Requested from the driver.
+    Committing,
+    Committed,
+    /// On its way back.
+    Leaving,
+}
+
+impl Piece {
+    fn is_idle(&self) -> bool {
+        self.state == PieceState::Committed && self.touched == 0
+    }
+
+    const fn is_active(&self) -> bool {
+        matches!(self.state, PieceState::Committing) || self.touched > 0
+    }
+}
+
+/// The pieces of a region, and the walls between them.
+#[derive(Debug)]
+pub(crate) struct SegmentList {
+    granularity: u64,
+    /// All offsets.
+    extent: u64,
+    /// The largest block that there may ever be.
+    largest: u64,
+    entries: BTreeMap<u64, PieceEntry>,
+    /// Bytes of offsets that the index takes for live, and no block has.
+    held: u64,
+    backed: u64,
+    active: u64,
+    committing: u64,
+    leaving: u64,
+}
+
+/// A piece as pictures show it.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct PieceView {
+    pub(crate) span: Span,
+    pub(crate) at: DeviceAddress,
+    pub(crate) is_active: bool,
+    /// Its addresses may be another's already.
+    pub(crate) is_leaving: bool,
+}
+
+impl SegmentList {
+    /// None yet, over so many offsets; `granularity` is a power of two.
+    pub(crate) fn new(extent: u64, largest: u64, granularity: ByteSize) -> Self {
+        assert!(granularity.get().is_power_of_two(), "{granularity} is no power of two");
+        Self {
+            granularity: granularity.get(),
+            extent,
+            largest,
+            entries: BTreeMap::new(),
+            held: 0,
+            backed: 0,
+            active: 0,
+            committing: 0,
+            leaving: 0,
+        }
+    }
+
+    /// Takes all offsets of an index in which nothing is live.
+    pub(crate) fn wall_off(&mut self, index: &mut RegionIndex) {
+        for end in [End::Low, End::High] {
+            self.put_wall(index, index.bounds(end));
+        }
+    }
+
+    pub(crate) const fn granularity(&self) -> u64 {
+        self.granularity
+    }
+
+    pub(crate) const fn extent(&self) -> u64 {
+        self.extent
+    }
+
+    pub(crate) const fn largest(&self) -> u64 {
+        self.largest
+    }
+
+    pub(crate) const fn held(&self) -> u64 {
+        self.held
+    }
+
+    pub(crate) const fn backed(&self) -> u64 {
+        self.backed
+    }
+
+    pub(crate) const fn active(&self) -> u64 {
+        self.active
+    }
+
+    pub(crate) const fn committing(&self) -> u64 {
+        self.committing
+    }
+
+    pub(crate) const fn leaving(&self) -> u64 {
+        self.leaving
+    }
+
+    /// Returns the approximate bytes of this metadata: a tree's nodes are mostly two thirds full.
+    pub(crate) fn metadata(&self) -> usize {
+        self.entries.len() * size_of::<(u64, PieceEntry)>() * 3 / 2
+    }
+
+    /// Finds offsets for a piece at an end of the region, the outermost that fit, and marks it as
+    /// committing; `None` if there are none. One step per wall.
+    pub(crate) fn begin(&mut self, index: &mut RegionIndex, end: End, size: u64) -> Option<Span> {
+        let bounds = index.bounds(end);
+        let walls = self.entries.range(bounds.offset..bounds.end());
+        let walls = walls.filter(|(_, entry)| entry.piece.is_none());
+        let mut walls = walls.map(|(&offset, entry)| Span { offset, size: entry.size });
+        // A wall stays on each side that may have another piece.
+        let room = |wall: Span| {
+            let from = wall.offset + self.gap(wall.offset > bounds.offset);
+            let to = wall.end() - self.gap(wall.end() < bounds.end());
+            let offset = match end {
+                End::Low => from,
+                End::High => to.checked_sub(size)?,
+            };
+            (offset >= from && offset.checked_add(size)? <= to)
+                .then_some((wall, Span { offset, size }))
+        };
+        let (wall, span) = match end {
+            End::Low => walls.find_map(room)?,
+            End::High => walls.rev().find_map(room)?,
+        };
+        self.remove(index, wall.offset);
+        self.put_wall(index, Span { offset: wall.offset, size: span.offset - wall.offset });
+        self.put_wall(index, Span { offset: span.end(), size: wall.end() - span.end() });
+        let piece = Piece {
+            at: DeviceAddress::new(0),
+            state: PieceState::Committing,
+            touched: 0,
+            stamp: Stamp::default(),
+        };
+        self.put(index, span, Some(piece));
+        (self.backed, self.active) = (self.backed + size, self.active + size);
+        self.committing += size;
+        Some(span)
+    }
+
+    /// Records the result: its address, if it was allocated. Its span is then free, and no other
+    /// thread has been notified.
+    pub(crate) fn end(&mut self, index: &mut RegionIndex, offset: u64, at: Option<DeviceAddress>) {
+        let Some((size, piece)) = self.piece_mut(offset) else { return };
+        debug_assert_eq!(piece.state, PieceState::Committing, "it was asked for");
+        piece.state = PieceState::Committed;
+        piece.at = at.unwrap_or(piece.at);
+        self.committing -= size;
+        self.active -= size;
+        match at {
+            Some(_) => self.release(index, offset),
+            None => self.drop_piece(index, offset),
+        }
+    }
+
+    /// Marks an idle piece as leaving, with ages only an expired one: the smallest that has this
+    /// many bytes, else the largest. One step per piece.
+    pub(crate) fn begin_leave(
+        &mut self,
+        index: &mut RegionIndex,
+        bytes: u64,
+        ages: Option<Ages>,
+    ) -> Option<Span> {
+        if bytes == 0 {
+            return None;
+        }
+        let may_leave =
+            |piece: &Piece| piece.is_idle() && ages.is_none_or(|ages| ages.is_over(piece.stamp));
+        let idle = self.pieces().filter(|(_, piece)| may_leave(piece)).map(|(span, _)| span);
+        let span = idle.min_by_key(|span| {
+            let is_short = span.size < bytes;
+            (is_short, if is_short { u64::MAX - span.size } else { span.size })
+        })?;
+        self.mark_leaving(index, span).then_some(span)
+    }
+
+    /// Marks an idle piece as leaving; returns `true` if it is one.
+    pub(crate) fn mark_leaving(&mut self, index: &mut RegionIndex, span: Span) -> bool {
+        let Some(entry) = self.entries.get_mut(&span.offset) else { return false };
+        let Some(piece) = entry.piece.as_mut().filter(|piece| piece.is_idle()) else {
+            return false;
+        };
+        let hold = index.take_at(span);
+        debug_assert!(hold.is_some(), "nothing touches it, so all of it is free");
+        piece.state = PieceState::Leaving;
+        entry.hold = hold;
+        self.held += span.size;
+        self.leaving += span.size;
+        true
+    }
+
+    /// Records the result: if it stays, its span is free again.
+    pub(crate) fn end_leave(&mut self, index: &mut RegionIndex, offset: u64, done: bool) {
+        let Some((size, piece)) = self.piece_mut(offset) else { return };
+        debug_assert_eq!(piece.state, PieceState::Leaving, "it was on its way");
+        piece.state = PieceState::Committed;
+        self.leaving -= size;
+        if done {
+            self.drop_piece(index, offset);
+        } else {
+            self.release(index, offset);
+        }
+    }
+
+    /// Records a block there, or that a freed one is still pending.
+    pub(crate) fn touch(&mut self, span: Span) {
+        let Some((size, piece)) = self.piece_mut(span.offset) else { return };
+        piece.touched += 1;
+        if piece.touched == 1 {
+            self.active += size;
+        }
+    }
+
+    /// Records that it is gone; returns `true` if the piece became idle.
+    pub(crate) fn untouch(&mut self, span: Span) -> bool {
+        let Some((size, piece)) = self.piece_mut(span.offset) else { return false };
+        piece.touched -= 1;
+        let is_idle = piece.touched == 0;
+        if is_idle {
+            self.active -= size;
+        }
+        is_idle
+    }
+
+    /// Returns the granules of a place's piece, if the place would be the first to touch it.
+    pub(crate) fn opened(&self, span: Span) -> u64 {
+        let found = self.find(span.offset).filter(|(_, piece)| !piece.is_active());
+        found.map_or(0, |(whole, _)| whole.size / self.granularity)
+    }
+
+    /// Returns `true` if a span has memory that stays.
+    pub(crate) fn is_committed(&self, span: Span) -> bool {
+        let found = self.find(span.offset);
+        found.is_some_and(|(whole, piece)| {
+            piece.state == PieceState::Committed && span.end() <= whole.end()
+        })
+    }
+
+    /// Returns `true` if the index entry at an offset is not a block.
+    pub(crate) fn is_held(&self, offset: u64) -> bool {
+        self.entries.get(&offset).is_some_and(|entry| entry.hold.is_some())
+    }
+
+    /// The address of an offset, which lies in a piece.
+    pub(crate) fn address_of(&self, offset: u64) -> DeviceAddress {
+        let found = self.find(offset);
+        debug_assert!(found.is_some(), "{offset} is in no piece");
+        let address = found
+            .and_then(|(whole, piece)| piece.at.checked_add(ByteSize::new(offset - whole.offset)));
+        address.unwrap_or(DeviceAddress::new(0))
+    }
+
+    /// Returns the offset of an address, if it is in a piece that stays: the driver may already
+    /// have reused the addresses of a leaving one. One step per piece.
+    pub(crate) fn offset_of(&self, at: DeviceAddress) -> Option<u64> {
+        self.pieces().find_map(|(span, piece)| {
+            let into = at.offset_from(piece.at)?.get();
+            (piece.state == PieceState::Committed && into < span.size).then(|| span.offset + into)
+        })
+    }
+
+    /// Records the last use of a span's pieces that are idle.
+    pub(crate) fn stamp(&mut self, span: Span, stamp: Stamp) {
+        let first = self.find(span.offset).map_or(span.offset, |(whole, _)| whole.offset);
+        for (_, entry) in self.entries.range_mut(first..span.end().max(first)) {
+            if let Some(piece) = entry.piece.as_mut().filter(|piece| piece.is_idle()) {
+                piece.stamp = stamp;
+            }
+        }
+    }
+
+    /// Returns the age of the longest idle memory that may leave.
+    pub(crate) fn oldest(&self, ages: Ages) -> Option<u32> {
+        let idle = self.pieces().filter(|(_, piece)| piece.is_idle());
+        idle.map(|(_, piece)| ages.of(piece.stamp)).max()
+    }
+
+    /// Every piece that is there, in the order of offsets.
+    pub(crate) fn there(&self) -> impl Iterator<Item = PieceView> {
+        let there = self.pieces().filter(|(_, piece)| piece.state != PieceState::Committing);
+        there.map(|(span, piece)| {
+            let (at, is_active) = (piece.at, piece.is_active());
+            PieceView { span, at, is_active, is_leaving: piece.state == PieceState::Leaving }
+        })
+    }
+
+    /// Those that are idle, as runs.
+    pub(crate) fn idle_runs(&self) -> Vec<Run> {
+        let idle = self.pieces().filter(|(_, piece)| piece.is_idle());
+        idle.map(|(span, _)| self.run_of(span)).collect()
+    }
+
+    /// A piece as a run of granules of the region.
+    pub(crate) fn run_of(&self, span: Span) -> Run {
+        Run::of(&self.granules_of(span))
+    }
+
+    /// The span of a run.
+    pub(crate) fn span_of(&self, run: Run) -> Span {
+        let offset = run.range().start as u64 * self.granularity;
+        Span { offset, size: run.granules() * self.granularity }
+    }
+
+    /// The granules that a span touches.
+    pub(crate) fn granules_of(&self, span: Span) -> Range<usize> {
+        let granule = |at: u64| usize::try_from(at / self.granularity).unwrap_or(usize::MAX);
+        granule(span.offset)..granule(span.end() + (self.granularity - 1))
+    }
+
+    /// Returns the wall that stays at an end with a possible neighbour.
+    const fn gap(&self, is_needed: bool) -> u64 {
+        if is_needed { self.granularity } else { 0 }
+    }
+
+    fn pieces(&self) -> impl Iterator<Item = (Span, &Piece)> {
+        self.entries.iter().filter_map(|(&offset, entry)| {
+            Some((Span { offset, size: entry.size }, entry.piece.as_ref()?))
+        })
+    }
+
+    /// The piece that an offset lies in.
+    fn find(&self, offset: u64) -> Option<(Span, &Piece)> {
+        let (&start, entry) = self.entries.range(..=offset).next_back()?;
+        let span = Span { offset: start, size: entry.size };
+        entry.piece.as_ref().filter(|_| offset < span.end()).map(|piece| (span, piece))
+    }
+
+    /// The same, and how large it is.
+    fn piece_mut(&mut self, offset: u64) -> Option<(u64, &mut Piece)> {
+        let found = self.entries.range_mut(..=offset).next_back();
+        let found = found.filter(|(start, entry)| offset - **start < entry.size);
+        let found = found.and_then(|(_, entry)| Some((entry.size, entry.piece.as_mut()?)));
+        debug_assert!(found.is_some(), "{offset} is in no piece");
+        found
+    }
+
+    /// Puts a wall there, if there is room for one.
+    fn put_wall(&mut self, index: &mut RegionIndex, span: Span) {
+        if span.size > 0 {
+            self.put(index, span, None);
+        }
+    }
+
+    /// Puts an entry there, and takes its offsets, which are free.
+    fn put(&mut self, index: &mut RegionIndex, span: Span, piece: Option<Piece>) {
+        let hold = index.take_at(span);
+        debug_assert!(hold.is_some(), "{span:?} is free");
+        self.held += span.size;
+        self.entries.insert(span.offset, PieceEntry { size: span.size, hold, piece });
+    }
+
+    /// Lets the blocks have the offsets of an entry.
+    fn release(&mut self, index: &mut RegionIndex, offset: u64) {
+        let Some(entry) = self.entries.get_mut(&offset) else { return };
+        if let Some(hold) = entry.hold.take() {
+            let gone = index.release(hold);
+            debug_assert!(gone.is_ok(), "it was taken");
+            self.held -= entry.size;
+        }
+    }
+
+    /// Removes an entry, with its offsets free; returns its size.
+    fn remove(&mut self, index: &mut RegionIndex, offset: u64) -> u64 {
+        self.release(index, offset);
+        self.entries.remove(&offset).map_or(0, |entry| entry.size)
+    }
+
+    /// A piece is not there any more, or never was: its offsets are wall, one with its neighbours'.
+    fn drop_piece(&mut self, index: &mut RegionIndex, offset: u64) {
+        let size = self.remove(index, offset);
+        self.backed -= size;
+        let mut wall = Span { offset, size };
+        let bounds = index.bounds(index.end_at(offset));
+        let is_wall = |entry: &PieceEntry| entry.piece.is_none();
+        let below = self.entries.range(bounds.offset..offset).next_back();
+        if let Some(start) = below.filter(|(_, it)| is_wall(it)).map(|(&start, _)| start) {
+            wall.size += self.remove(index, start);
+            wall.offset = start;
+        }
+        let above = self.entries.range(wall.end()..bounds.end()).next();
+        if let Some(start) = above.filter(|(_, it)| is_wall(it)).map(|(&start, _)| start) {
+            wall.size += self.remove(index, start);
+        }
+        self.put_wall(index, wall);
+    }
+
+    /// Counts everything again; `spans` are those that touch pieces, in order.
+    ///
+    /// # Panics
+    /// If a figure is wrong.
+    pub(crate) fn validate(&self, index: &RegionIndex, spans: impl Iterator<Item = Span>) {
+        let mut touched = BTreeMap::<u64, u64>::new();
+        for span in spans {
+            let Some((whole, piece)) = self.find(span.offset) else {
+                panic!("{span:?} is in no piece");
+            };
+            assert!(span.end() <= whole.end(), "{span:?} crosses the border of {whole:?}");
+            assert_eq!(piece.state, PieceState::Committed, "{span:?} has its memory");
+            *touched.entry(whole.offset).or_default() += 1;
+        }
+        let (mut held, mut sums, mut last) = (0, [0; 4], None::<(u64, bool)>);
+        for (&offset, entry) in &self.entries {
+            let span = Span { offset, size: entry.size };
+            let is_piece = entry.piece.is_some();
+            assert!(entry.size.is_multiple_of(self.granularity) && entry.size > 0);
+            if let Some((end, was_piece)) = last
+                && offset != index.bounds(End::High).offset
+            {
+                assert!(end == offset && is_piece != was_piece, "{span:?} after {end}");
+            }
+            last = Some((span.end(), is_piece));
+            if let Some(hold) = entry.hold {
+                assert_eq!(index.span_of(hold), Ok(span));
+                held += entry.size;
+            }
+            let Some(piece) = &entry.piece else {
+                assert!(entry.hold.is_some(), "a wall is held");
+                continue;
+            };
+            assert_eq!(piece.touched, touched.remove(&offset).unwrap_or(0), "{span:?}");
+            assert_eq!(entry.hold.is_none(), piece.state == PieceState::Committed, "{span:?}");
+            let counts = [
+                true,
+                piece.is_active(),
+                piece.state == PieceState::Committing,
+                piece.state == PieceState::Leaving,
+            ];
+            for (sum, counts) in sums.iter_mut().zip(counts) {
+                *sum += entry.size * u64::from(counts);
+            }
+        }
+        assert_eq!(held, self.held);
+        assert_eq!(sums, [self.backed, self.active, self.committing, self.leaving]);
+    }
+}

@@ -1,0 +1,305 @@
+//! The addresses of a region in two ranges: large blocks from the low end, small blocks in a
+//! separate range at the high end.
+//!
+//! A small block that stays would pin a granule among large blocks; so small blocks share granules
+//! with small blocks. The small range is a ninth of the addresses, which cost nothing. If it is
+//! full, or memory is short, a small block is placed among the large ones. Between the ranges is a
+//! wall, a granule without an owner, so that no free span crosses the border.
+//!
+//! It joins two indexes under one set of block ids and makes no decision about memory.
+//!
+//! Invariants: large range, wall and small range tile `[0, span)`; an id always refers to one
+//! range.
+
+use crate::index::{BlockId, BlockIndex, End, ExchangeError, Request, Span, StaleBlock};
+
+/// The part of the addresses that the small range gets: one in so many.
+const SMALL_PART: u64 = 9;
+
+/// Granules from which on there are two ranges: with fewer, each granule counts. A guess.
+pub(crate) const APART_FROM: u64 = 64;
+
+/// The name of one live block of a region; never given twice. That of its index, marked in the
+/// high range.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct BlockName(BlockId);
+
+impl BlockName {
+    const fn new(id: BlockId, end: End) -> Self {
+        Self(id.marked(matches!(end, End::High)))
+    }
+
+    /// The end of the region that its range is at.
+    pub(crate) const fn end(self) -> End {
+        if self.0.mark() { End::High } else { End::Low }
+    }
+
+    /// The name in its index.
+    const fn id(self) -> BlockId {
+        self.0.marked(false)
+    }
+}
+
+/// The blocks of a region.
+#[derive(Debug)]
+pub(crate) struct RegionIndex {
+    low: BlockIndex,
+    high: BlockIndex,
+    /// The start of the high range.
+    high_at: u64,
+}
+
+/// Returns the bytes of addresses that a region needs so that its large range has `large` of them:
+/// a multiple of the granule, as `large` is.
+pub(crate) fn span_for(large: u64, granule: u64) -> u64 {
+    if large / granule < APART_FROM {
+        return large;
+    }
+    let small = (large / (SMALL_PART - 1)).next_multiple_of(granule);
+    large.saturating_add(small).saturating_add(granule)
+}
+
+impl RegionIndex {
+    /// All of it free. With fewer than [`APART_FROM`] granules there is no small range.
+    pub(crate) fn new(span: u64, granule: u64) -> Self {
+        let part = if span / granule < APART_FROM { 0 } else { span / SMALL_PART };
+        let small = part / granule * granule;
+        let wall = if small > 0 { granule } else { 0 };
+        let high_at = span - small;
+        Self { low: BlockIndex::new(high_at - wall), high: BlockIndex::new(small), high_at }
+    }
+
+    /// The addresses that large blocks can have.
+    pub(crate) const fn large(&self) -> u64 {
+        self.low.span()
+    }
+
+    /// Returns the wall between the ranges, if there are two.
+    pub(crate) const fn wall(&self) -> Option<Span> {
+        let span = Span { offset: self.low.span(), size: self.high_at - self.low.span() };
+        if span.size > 0 { Some(span) } else { None }
+    }
+
+    /// Like [`BlockIndex::take`], in the range at the request's end; a small block that finds no
+    /// address there is placed among the large.
+    pub(crate) fn take(
+        &mut self,
+        request: Request,
+        cost: impl Fn(Span) -> u64,
+    ) -> Option<(BlockName, Span)> {
+        if request.end == End::High && self.high.span() > 0 {
+            let at = self.high_at;
+            let found = self.high.take(request, |span| cost(up(span, at)));
+            if let Some((id, span)) = found {
+                return Some((BlockName::new(id, End::High), up(span, at)));
+            }
+        }
+        let (id, span) = self.low.take(Request { end: End::Low, ..request }, cost)?;
+        Some((BlockName::new(id, End::Low), span))
+    }
+
+    /// As [`BlockIndex::take`], in the range at the request's end and in no other.
+    pub(crate) fn take_within(
+        &mut self,
+        request: Request,
+        cost: impl Fn(Span) -> u64,
+    ) -> Option<(BlockName, Span)> {
+        let end = if self.high.span() > 0 { request.end } else { End::Low };
+        let (index, at) = self.at_end(end);
+        let (id, span) = index.take(Request { end, ..request }, |span| cost(up(span, at)))?;
+        Some((BlockName::new(id, end), up(span, at)))
+    }
+
+    /// All offsets of the range at an end.
+    pub(crate) const fn bounds(&self, end: End) -> Span {
+        match end {
+            End::Low => Span { offset: 0, size: self.low.span() },
+            End::High => Span { offset: self.high_at, size: self.high.span() },
+        }
+    }
+
+    /// The range that an offset lies in.
+    pub(crate) const fn end_at(&self, offset: u64) -> End {
+        if offset >= self.high_at { End::High } else { End::Low }
+    }
+
+    /// As [`BlockIndex::take_cheapest`], in both ranges for a small block.
+    pub(crate) fn take_cheapest(
+        &mut self,
+        request: Request,
+        cost: impl Fn(Span) -> u64,
+    ) -> Option<(BlockName, Span)> {
+        let (at, low) = (self.high_at, Request { end: End::Low, ..request });
+        if request.end == End::High
+            && let Some(high) = self.high.cheapest(request, |span| cost(up(span, at)))
+            && self.low.cheapest(low, &cost).is_none_or(|low| high <= low)
+        {
+            let (id, span) = self.high.take_cheapest(request, |span| cost(up(span, at)))?;
+            return Some((BlockName::new(id, End::High), up(span, at)));
+        }
+        let (id, span) = self.low.take_cheapest(low, cost)?;
+        Some((BlockName::new(id, End::Low), span))
+    }
+
+    /// As [`BlockIndex::take_at`].
+    pub(crate) fn take_at(&mut self, span: Span) -> Option<BlockName> {
+        let end = self.end_at(span.offset);
+        let (index, at) = self.at_end(end);
+        let id = index.take_at(Span { offset: span.offset - at, ..span })?;
+        Some(BlockName::new(id, end))
+    }
+
+    /// As [`BlockIndex::release`].
+    pub(crate) fn release(&mut self, name: BlockName) -> Result<Span, StaleBlock> {
+        let (index, at) = self.of_mut(name);
+        Ok(up(index.release(name.id())?, at))
+    }
+
+    /// As [`BlockIndex::span_of`].
+    pub(crate) fn span_of(&self, name: BlockName) -> Result<Span, StaleBlock> {
+        let (index, at) = self.of(name);
+        Ok(up(index.span_of(name.id())?, at))
+    }
+
+    /// As [`BlockIndex::resize`]; a block stays in its range.
+    pub(crate) fn resize(
+        &mut self,
+        name: BlockName,
+        size: u64,
+    ) -> Result<Option<Span>, StaleBlock> {
+        let (index, at) = self.of_mut(name);
+        Ok(index.resize(name.id(), size)?.map(|span| up(span, at)))
+    }
+
+    /// As [`BlockIndex::exchange`], of two blocks of one range.
+    pub(crate) fn exchange(
+        &mut self,
+        name: BlockName,
+        other: BlockName,
+    ) -> Result<(), ExchangeError> {
+        if name.end() != other.end() {
+            let (left, right) = (self.span_of(name)?, self.span_of(other)?);
+            return Err(ExchangeError::Unlike { left, right });
+        }
+        self.of_mut(name).0.exchange(name.id(), other.id())
+    }
+
+    /// Bytes of all live blocks.
+    pub(crate) const fn live(&self) -> u64 {
+        self.low.live() + self.high.live()
+    }
+
+    /// Bytes that the indexes themselves take.
+    pub(crate) const fn metadata(&self) -> usize {
+        self.low.metadata() + self.high.metadata()
+    }
+
+    /// As [`BlockIndex::largest`].
+    pub(crate) fn largest(&self, measure: impl Fn(Span) -> u64) -> u64 {
+        let high = self.high.largest(|span| measure(up(span, self.high_at)));
+        high.max(self.low.largest(measure))
+    }
+
+    /// As [`BlockIndex::blocks`]: those of the low range, then those of the high one. The wall is
+    /// not among them.
+    pub(crate) fn blocks(&self) -> impl Iterator<Item = (Span, Option<BlockName>)> {
+        let named = |end: End| move |id: BlockId| BlockName::new(id, end);
+        let low = self.low.blocks().map(move |(span, id)| (span, id.map(named(End::Low))));
+        let high = self.high.blocks();
+        let high = high.map(move |(span, id)| (up(span, self.high_at), id.map(named(End::High))));
+        low.chain(high)
+    }
+
+    /// As [`BlockIndex::live_blocks_unordered`], of both ranges.
+    pub(crate) fn live_unordered(&self) -> impl Iterator<Item = Span> {
+        let high = self.high.live_blocks_unordered().map(|span| up(span, self.high_at));
+        self.low.live_blocks_unordered().chain(high)
+    }
+
+    /// As [`RegionIndex::blocks`], of one range.
+    pub(crate) fn blocks_of(&self, end: End) -> impl Iterator<Item = (Span, Option<BlockName>)> {
+        let (index, at) = match end {
+            End::Low => (&self.low, 0),
+            End::High => (&self.high, self.high_at),
+        };
+        let named = move |id: BlockId| BlockName::new(id, end);
+        index.blocks().map(move |(span, id)| (up(span, at), id.map(named)))
+    }
+
+    /// # Panics
+    /// If an invariant is violated.
+    pub(crate) fn validate(&self) {
+        self.low.validate();
+        self.high.validate();
+    }
+
+    fn of(&self, name: BlockName) -> (&BlockIndex, u64) {
+        match name.end() {
+            End::Low => (&self.low, 0),
+            End::High => (&self.high, self.high_at),
+        }
+    }
+
+    fn of_mut(&mut self, name: BlockName) -> (&mut BlockIndex, u64) {
+        self.at_end(name.end())
+    }
+
+    const fn at_end(&mut self, end: End) -> (&mut BlockIndex, u64) {
+        match end {
+            End::Low => (&mut self.low, 0),
+            End::High => (&mut self.high, self.high_at),
+        }
+    }
+}
+
+/// A span of a range that begins at `at`.
+const fn up(span: Span, at: u64) -> Span {
+    Span { offset: span.offset + at, size: span.size }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const GRANULE: u64 = 1 << 20;
+
+    fn request(size: u64, end: End) -> Request {
+        Request { size, align: 256, end }
+    }
+
+    #[test]
+    fn small_blocks_have_a_range_of_their_own_and_go_among_the_large_when_it_is_full() {
+        let mut ranges = RegionIndex::new(span_for(64 * GRANULE, GRANULE), GRANULE);
+        assert_eq!(ranges.large(), 64 * GRANULE);
+        let wall = ranges.wall().expect("two ranges");
+        let (mut above, mut below) = (0, 0);
+        while let Some((name, span)) = ranges.take(request(GRANULE / 2, End::High), |_| 0) {
+            assert_eq!(ranges.span_of(name), Ok(span));
+            assert_eq!(name.end() == End::High, span.offset >= wall.end());
+            *(if span.offset >= wall.end() { &mut above } else { &mut below }) += 1;
+            assert!(span.end() <= wall.offset || span.offset >= wall.end());
+        }
+        assert_eq!((above, below), (16, 128), "all addresses but the wall's");
+        ranges.validate();
+    }
+
+    #[test]
+    fn blocks_of_two_ranges_do_not_change_places() {
+        let mut ranges = RegionIndex::new(span_for(64 * GRANULE, GRANULE), GRANULE);
+        let (small, _) = ranges.take(request(512, End::High), |_| 0).expect("room");
+        let (large, _) = ranges.take(request(512, End::Low), |_| 0).expect("room");
+        assert!(matches!(ranges.exchange(small, large), Err(ExchangeError::Unlike { .. })));
+        let small = ranges.release(small).expect("live");
+        assert!(small.offset > 64 * GRANULE && ranges.take_at(small).is_some());
+        ranges.validate();
+    }
+
+    #[test]
+    fn a_few_granules_are_one_range() {
+        assert_eq!(span_for(63 * GRANULE, GRANULE), 63 * GRANULE);
+        let mut ranges = RegionIndex::new(63 * GRANULE, GRANULE);
+        assert_eq!((ranges.large(), ranges.wall()), (63 * GRANULE, None));
+        let (_, span) = ranges.take(request(512, End::High), |_| 0).expect("room");
+        assert_eq!(span.offset, 0);
+    }
+}

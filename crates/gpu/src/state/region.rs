@@ -1,0 +1,515 @@
+//! One region of an arena: the part for one kind of lifetime, with its own addresses.
+//!
+//! It joins the block index (free offsets) with the ground (memory) and calls neither driver nor
+//! clock. A block is arriving from its placement until its memory is there; only then is it live.
+//!
+//! Invariants: `requested + cached <= live`; `live + arriving + held = index.live`, with no memory
+//! behind held ranges; `live <= active`.
+
+use crate::driver::DeviceAddress;
+use crate::engine::compact::pins::Pins;
+use crate::exec::kept::CacheCounts;
+use crate::index::{ALIGN, End, Request, Span, StaleBlock};
+use crate::observe::record::hooks::Origin;
+use crate::state::aging::Ages;
+use crate::state::ground::Backing;
+use crate::state::pending::{Claim, Pending, Uses};
+use crate::state::ranges::{BlockName, RegionIndex};
+use crate::state::segment::{Cursor, Run};
+use crate::state::streams::StreamKey;
+pub(crate) use crate::types::region::Region;
+use crate::types::snapshot::RegionSnapshot;
+use lowtide_core::bytes::ByteSize;
+
+/// Blocks below this size are placed in the region's range for small ones. Half a granule of 2 MiB,
+/// and `kSmallSize` of PyTorch's caching allocator. Measured by `benches/index`: after the large
+/// blocks of a mix are freed, 928 MiB of small ones keep 1.0 GiB active in a separate range, and
+/// 4.9 GiB if they share one with the large.
+const SMALL_BELOW: u64 = 1 << 20;
+
+/// The cost of a place that a stream must wait for, and of one whose memory must be committed, in
+/// [`Backing::cost`]'s measure, while anything is pending: memory that only needs a wait is used
+/// before more is committed, and memory without a wait before that.
+const COST_OF_WAITING: u64 = 1 << 34;
+const COST_OF_COMMITTING: u64 = 1 << 35;
+
+/// The part of that measure which is granules to commit.
+const COMMITS: u64 = (1 << 32) - 1;
+
+/// The end of a region to which blocks of a size belong.
+pub(crate) const fn end_of(size: u64) -> End {
+    if size < SMALL_BELOW { End::High } else { End::Low }
+}
+
+/// The places to search for a block.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Search {
+    /// In a bounded number of free spans, small blocks among small ones.
+    Usual,
+    /// The same, small blocks among large ones.
+    AmongLarge,
+    /// In all of them: the place by which the fewest granules are active more.
+    Cheapest,
+    /// The same, of those that begin with a granule: such a place touches no more granules than the
+    /// block's size needs, whatever becomes of its neighbours.
+    Apart,
+    /// In all of them among the large ones: a place that needs no wait.
+    Clear,
+}
+
+/// A requested block.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct AllocRequest {
+    /// Bytes of the block.
+    pub(crate) size: u64,
+    /// Its alignment, a power of two.
+    pub(crate) align: u64,
+    /// The size that the caller requested.
+    pub(crate) requested: u64,
+    /// The origin of the request.
+    pub(crate) origin: Origin,
+}
+
+impl AllocRequest {
+    /// The same, for another origin.
+    #[inline]
+    pub(crate) const fn by(self, origin: Origin) -> Self {
+        Self { origin, ..self }
+    }
+
+    /// Creates a request of this many bytes, rounded up to the unit of sizes; `None` for none.
+    #[inline]
+    pub(crate) fn new(bytes: ByteSize, align: ByteSize) -> Option<Self> {
+        if bytes.is_zero() {
+            return None;
+        }
+        let size = bytes.next_multiple_of(ByteSize::new(ALIGN)).unwrap_or(bytes).get();
+        let (align, requested) = (align.get(), bytes.get());
+        Some(Self { size, align, requested, origin: Origin::BUFFER })
+    }
+}
+
+/// A requested block, and the manner of the search.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct PlacementQuery {
+    pub(crate) region: Region,
+    pub(crate) wanted: AllocRequest,
+    pub(crate) search: Search,
+    pub(crate) taker: Option<StreamKey>,
+}
+
+/// A block that has been placed.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Placement {
+    pub(crate) id: BlockName,
+    pub(crate) span: Span,
+    pub(crate) at: DeviceAddress,
+    /// The requested size in bytes.
+    pub(crate) requested: u64,
+    /// The number of moves of the region's blocks for which `span` and `at` are valid.
+    pub(crate) moves: u64,
+}
+
+impl Placement {
+    /// As `moves`: more than there ever are, so that the block's place must be looked up.
+    pub(crate) const STALE: u64 = u64::MAX;
+}
+
+/// The accounting of one region.
+#[derive(Debug)]
+pub(crate) struct RegionState {
+    pub(crate) segment: Backing,
+    pub(crate) index: RegionIndex,
+    /// Wraps: a block that a cache took in and handed out again was allocated with one size, and is
+    /// freed with another; together with the caches' counts the sum is right.
+    requested: u64,
+    live: u64,
+    pub(crate) arriving: u64,
+    pub(crate) pins: Pins,
+    pub(crate) moves: u64,
+    /// Freed memory that may still be used. It is free in the index, and keeps its granules.
+    pub(crate) pending: Pending,
+}
+
+impl RegionState {
+    pub(crate) fn new(mut segment: Backing, granule: ByteSize) -> Self {
+        let mut index = RegionIndex::new(segment.extent(), granule.get());
+        segment.wall_off(&mut index);
+        let pins = Pins::default();
+        let pending = Pending::default();
+        Self { segment, index, requested: 0, live: 0, arriving: 0, pins, moves: 0, pending }
+    }
+
+    /// The largest block that it could ever have.
+    pub(crate) const fn largest_ever(&self) -> ByteSize {
+        ByteSize::new(match &self.segment {
+            Backing::Reserved(_) => self.index.large(),
+            Backing::SegmentList(pieces) => pieces.largest(),
+        })
+    }
+
+    pub(crate) const fn live(&self) -> u64 {
+        self.live
+    }
+
+    /// Adds a cache's requested bytes less its freed ones; wraps.
+    pub(crate) const fn add_requested(&mut self, requested: u64) {
+        self.requested = self.requested.wrapping_add(requested);
+    }
+
+    /// Returns the bytes of this metadata.
+    pub(crate) fn metadata(&self) -> usize {
+        self.index.metadata() + self.segment.metadata() + self.pending.metadata()
+    }
+
+    /// Bytes of blocks that have a place and no memory yet.
+    #[cfg(all(test, not(lowtide_loom)))]
+    pub(crate) const fn arriving(&self) -> u64 {
+        self.arriving
+    }
+
+    /// Finds a place, preferring those that cost the fewest granules, and marks it arriving;
+    /// returns the uses that must complete before its first use, by the taker's stream or by none.
+    ///
+    /// Small blocks are separate unless the search includes the large ones.
+    pub(crate) fn place(
+        &mut self,
+        wanted: AllocRequest,
+        search: Search,
+        taker: Option<StreamKey>,
+    ) -> Option<(Placement, Claim)> {
+        let end = if search == Search::AmongLarge { End::Low } else { end_of(wanted.size) };
+        let request = Request { size: wanted.size, align: wanted.align, end };
+        let (segment, pending) = (&self.segment, &self.pending);
+        let foreign = |place| pending.bytes() > 0 && pending.is_foreign(place, taker);
+        let cost = |place| {
+            let cost = segment.cost(place);
+            if pending.bytes() == 0 {
+                return cost;
+            }
+            let foreign = u64::from(foreign(place));
+            cost + foreign * COST_OF_WAITING + u64::from(cost & COMMITS > 0) * COST_OF_COMMITTING
+        };
+        let inactive = |place| {
+            let commits = u64::from(segment.wanting(place) > 0);
+            commits * (COST_OF_COMMITTING + 2 * segment.inactive(place)) + u64::from(foreign(place))
+        };
+        let (id, span) = match search {
+            Search::Cheapest => self.index.take_cheapest(request, inactive)?,
+            Search::Apart => {
+                let align = wanted.align.max(segment.granularity());
+                self.index.take_cheapest(Request { align, ..request }, inactive)?
+            }
+            Search::Clear => self.take_clear(wanted, taker)?,
+            // A piece for small blocks is as easy to get as a place among the large.
+            Search::Usual if segment.is_whole() => self.index.take_within(request, cost)?,
+            Search::Usual | Search::AmongLarge => self.index.take(request, cost)?,
+        };
+        let claim = self.claim(span);
+        Some((self.put(wanted, id, span), claim))
+    }
+
+    /// Records a block at a place that was taken for it, arriving.
+    pub(crate) fn put(&mut self, wanted: AllocRequest, id: BlockName, span: Span) -> Placement {
+        self.segment.touch(span);
+        self.arriving += span.size;
+        let at = self.segment.address_of(ByteSize::new(span.offset));
+        if wanted.align > ALIGN {
+            self.pins.align(id, wanted.align);
+        }
+        Placement { id, span, at, requested: wanted.requested, moves: self.moves }
+    }
+
+    /// Finds a place among the large blocks that needs no wait. It walks the blocks: for callers
+    /// that must not wait.
+    fn take_clear(
+        &mut self,
+        wanted: AllocRequest,
+        taker: Option<StreamKey>,
+    ) -> Option<(BlockName, Span)> {
+        let wall = self.index.wall().map_or(u64::MAX, |wall| wall.offset);
+        let low = self.index.blocks().take_while(|(span, _)| span.offset < wall);
+        let free = low.filter(|(_, name)| name.is_none());
+        let places = free.filter_map(|(span, _)| {
+            self.pending.first_clear(span, (wanted.size, wanted.align), taker)
+        });
+        let place = places.min_by_key(|&place| self.segment.cost(place))?;
+        Some((self.index.take_at(place)?, place))
+    }
+
+    /// Takes the pending parts out of a span that a block gets; returns the uses to wait for.
+    fn claim(&mut self, span: Span) -> Claim {
+        if self.pending.bytes() == 0 {
+            return Claim::default();
+        }
+        let taken = self.pending.take(span);
+        for were in taken.were {
+            self.segment.untouch(were);
+        }
+        for left in taken.left {
+            self.segment.touch(left);
+        }
+        taken.claim
+    }
+
+    /// Frees a block's span, immediately or when its uses are complete; returns `true` if granules
+    /// became idle.
+    fn let_go(&mut self, span: Span, uses: Uses) -> bool {
+        if uses.is_empty() {
+            return self.segment.untouch(span);
+        }
+        self.pending.insert(span, uses);
+        false
+    }
+
+    /// Records that a stream has completed all uses up to an epoch; returns the spans whose
+    /// granules became idle.
+    pub(crate) fn settle(&mut self, stream: StreamKey, epoch: u64) -> Vec<Span> {
+        let mut spans = self.pending.complete(stream, epoch);
+        spans.retain(|&span| self.segment.untouch(span));
+        spans
+    }
+
+    /// Records that the memory behind an arriving block is there.
+    pub(crate) fn arrive(&mut self, placed: Placement) {
+        debug_assert_eq!(self.segment.wanting(placed.span), 0, "a live block has memory");
+        self.arriving -= placed.span.size;
+        self.live += placed.span.size;
+        self.requested = self.requested.wrapping_add(placed.requested);
+    }
+
+    /// Removes an arriving block, and restores its pending parts; returns `true` if granules became
+    /// idle.
+    pub(crate) fn withdraw(
+        &mut self,
+        placed: Placement,
+        parts: impl IntoIterator<Item = (Span, Uses)>,
+    ) -> Result<bool, StaleBlock> {
+        let span = self.index.release(placed.id)?;
+        self.pins.forget(placed.id);
+        self.arriving -= span.size;
+        let idle = self.segment.idle();
+        self.segment.untouch(span);
+        for (part, uses) in parts.into_iter().filter(|(_, uses)| !uses.is_empty()) {
+            self.segment.touch(part);
+            self.pending.insert(part, uses);
+        }
+        Ok(self.segment.idle() > idle)
+    }
+
+    /// Frees a live block with these uses; returns `true` if granules became idle.
+    pub(crate) fn release(&mut self, placed: Placement, uses: Uses) -> Result<bool, StaleBlock> {
+        let span = self.index.release(placed.id)?;
+        self.pins.forget(placed.id);
+        self.live -= span.size;
+        self.requested = self.requested.wrapping_sub(placed.requested);
+        Ok(self.let_go(span, uses))
+    }
+
+    /// Starts resizing a live block with these uses in place. The part that it grows by is arriving
+    /// until [`RegionState::end_resize`]; `None` if there is no room after it, or that may still be
+    /// in use.
+    pub(crate) fn begin_resize(
+        &mut self,
+        placed: Placement,
+        requested: u64,
+        uses: Uses,
+    ) -> Result<Option<Placement>, StaleBlock> {
+        let placed = self.refreshed(placed);
+        let Some(span) = self.index.resize(placed.id, requested)? else { return Ok(None) };
+        let grown = span.size.saturating_sub(placed.span.size);
+        let more = Span { offset: placed.span.end(), size: grown };
+        if grown > 0 && !self.pending.is_clear(more) {
+            let undone = self.index.resize(placed.id, placed.span.size);
+            debug_assert_eq!(undone, Ok(Some(placed.span)), "a block can always be cut back");
+            return Ok(None);
+        }
+        self.segment.untouch(placed.span);
+        self.segment.touch(span);
+        if grown == 0 && span.size < placed.span.size && !uses.is_empty() {
+            let less = Span { offset: span.end(), size: placed.span.size - span.size };
+            self.segment.touch(less);
+            self.pending.insert(less, uses);
+        }
+        self.live -= placed.span.size.saturating_sub(span.size);
+        self.arriving += span.size.saturating_sub(placed.span.size);
+        let less = placed.requested.saturating_sub(requested);
+        self.requested = self.requested.wrapping_sub(less);
+        Ok(Some(Placement { span, requested, ..placed }))
+    }
+
+    /// Records that the memory which a block grew by is there, or undoes the growth.
+    pub(crate) fn end_resize(&mut self, before: Placement, after: Placement, done: bool) {
+        let grown = after.span.size.saturating_sub(before.span.size);
+        self.arriving -= grown;
+        if done {
+            self.live += grown;
+            let more = after.requested.saturating_sub(before.requested);
+            self.requested = self.requested.wrapping_add(more);
+            return;
+        }
+        let before = Span { size: before.span.size, ..after.span };
+        let undone = self.index.resize(after.id, before.size);
+        debug_assert_eq!(undone, Ok(Some(before)), "a block can always be cut back");
+        self.segment.untouch(after.span);
+        self.segment.touch(before);
+    }
+
+    /// The live block that covers an offset. It walks the blocks: for reports of errors.
+    pub(crate) fn block_around(&self, offset: u64) -> Option<Span> {
+        self.live_spans().find(|span| span.offset <= offset && offset < span.end())
+    }
+
+    /// Returns `true` if both spans are on one side of the wall.
+    pub(crate) fn is_of_one_range(&self, span: Span, other: Span) -> bool {
+        let is_high = |span: Span| self.index.wall().is_some_and(|wall| span.offset > wall.offset);
+        is_high(span) == is_high(other)
+    }
+
+    /// The longest free span of addresses.
+    pub(crate) fn largest_span(&self) -> u64 {
+        self.index.largest(|span| span.size)
+    }
+
+    /// The longest free span with memory behind it. At worst it looks at every free block and
+    /// every granule.
+    pub(crate) fn largest_free(&self) -> u64 {
+        self.index.largest(|span| self.segment.committed_run_max(span))
+    }
+
+    /// Returns all figures, including those of the caches.
+    pub(crate) fn snapshot(
+        &self,
+        region: Region,
+        fronts: &CacheCounts,
+        is_open: bool,
+    ) -> RegionSnapshot {
+        let size = ByteSize::new;
+        // A block that waits for its memory is no sleeper: there are none unless it is awake.
+        let asleep = if is_open { 0 } else { self.asleep() };
+        let cached = fronts.cached[region.number()];
+        let live = self.live - cached;
+        let requested = self.requested.wrapping_add(fronts.requested[region.number()]);
+        RegionSnapshot {
+            region,
+            requested: size(requested),
+            live: size(live),
+            asleep: size(asleep),
+            cached: size(cached),
+            active: size(self.segment.active()),
+            idle: size(self.segment.idle()),
+            committed: size(self.segment.backed()),
+            reserved: size(self.segment.reserved()),
+            pending: size(self.pending.bytes()),
+            holes: size(self.segment.active() + asleep - live - self.pending.bytes()),
+            largest_free: size(self.largest_free()),
+        }
+    }
+
+    /// Every block that is live or arriving, in address order.
+    pub(crate) fn live_spans(&self) -> impl Iterator<Item = Span> {
+        self.live_blocks().map(|(span, _)| span)
+    }
+
+    /// Live bytes without memory behind them.
+    pub(crate) fn asleep(&self) -> u64 {
+        self.live_spans().map(|span| self.segment.bare_bytes(span)).sum()
+    }
+
+    /// The same in no order, in a part of the time.
+    pub(crate) fn live_spans_unordered(&self) -> impl Iterator<Item = Span> {
+        self.index.live_unordered().filter(|span| !self.segment.is_held(span.offset))
+    }
+
+    /// The same, with their names.
+    pub(crate) fn live_blocks(&self) -> impl Iterator<Item = (Span, BlockName)> {
+        let blocks = self.index.blocks().filter_map(|(span, name)| Some((span, name?)));
+        blocks.filter(|(span, _)| !self.segment.is_held(span.offset))
+    }
+
+    /// Marks a segment as committing; `None` if there are no offsets for it.
+    pub(crate) fn begin_segment(&mut self, end: End, size: u64) -> Option<Span> {
+        match &mut self.segment {
+            Backing::SegmentList(pieces) => pieces.begin(&mut self.index, end, size),
+            Backing::Reserved(_) => None,
+        }
+    }
+
+    /// Records the result of allocating a segment.
+    pub(crate) fn end_segment(&mut self, span: Span, at: Option<DeviceAddress>) {
+        if let Backing::SegmentList(pieces) = &mut self.segment {
+            pieces.end(&mut self.index, span.offset, at);
+        }
+    }
+
+    /// Places a block in a free span that holds it, at that end of the span at which such blocks
+    /// begin; arriving.
+    pub(crate) fn place_in(&mut self, wanted: AllocRequest, within: Span) -> Option<Placement> {
+        let offset = match self.index.end_at(within.offset) {
+            End::Low => within.offset,
+            End::High => (within.end() - wanted.size) / wanted.align * wanted.align,
+        };
+        let span = Span { offset, size: wanted.size };
+        let id = self.index.take_at(span);
+        debug_assert!(id.is_some(), "{span:?} of {within:?} is free");
+        Some(self.put(wanted, id?, span))
+    }
+
+    /// Marks the next run of idle memory as leaving, of about this many granules; with ages, only
+    /// expired memory. A segment leaves whole.
+    pub(crate) fn begin_leave(
+        &mut self,
+        cursor: &mut Cursor,
+        granules_max: u64,
+        ages: Option<Ages>,
+    ) -> Option<Run> {
+        match &mut self.segment {
+            Backing::Reserved(segment) => segment.begin_leave(cursor, granules_max, ages),
+            Backing::SegmentList(pieces) => {
+                let bytes = granules_max.saturating_mul(pieces.granularity());
+                let span = pieces.begin_leave(&mut self.index, bytes, ages)?;
+                Some(pieces.run_of(span))
+            }
+        }
+    }
+
+    /// Marks committed granules as leaving, for a sleep.
+    pub(crate) fn begin_part(&mut self, run: Run) {
+        match &mut self.segment {
+            Backing::Reserved(segment) => segment.begin_part(run),
+            Backing::SegmentList(pieces) => {
+                let is_idle = pieces.mark_leaving(&mut self.index, pieces.span_of(run));
+                debug_assert!(is_idle, "no other leaves for a sleep");
+            }
+        }
+    }
+
+    /// Records the result of a decommit.
+    pub(crate) fn end_leave(&mut self, run: Run, done: bool) {
+        match &mut self.segment {
+            Backing::Reserved(segment) => segment.end_leave(run, done),
+            Backing::SegmentList(pieces) => {
+                pieces.end_leave(&mut self.index, pieces.span_of(run).offset, done);
+            }
+        }
+    }
+
+    /// Walks everything and checks the invariants.
+    ///
+    /// # Panics
+    /// If an invariant is violated.
+    pub(crate) fn validate(&self) {
+        self.index.validate();
+        self.pins.validate(|id| self.index.span_of(id).is_ok());
+        self.pending.validate();
+        let mut spans: Vec<_> = self.live_spans().chain(self.pending.spans()).collect();
+        spans.sort_unstable_by_key(|span| span.offset);
+        self.segment.validate(&self.index, spans.into_iter());
+        assert_eq!(self.live + self.arriving + self.segment.held(), self.index.live());
+        let active = self.segment.active();
+        assert!(
+            self.live <= active || self.live - self.asleep() <= active,
+            "no live block is bare"
+        );
+    }
+}

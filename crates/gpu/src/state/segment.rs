@@ -1,0 +1,646 @@
+//! One reserved range and the state of each of its granules. Pure accounting, no driver and no
+//! lock.
+//!
+//! A granule is bare, committing, committed, leaving or arriving. The transitional states mark a
+//! driver call in progress outside the arena's lock: a thread that needs such a granule waits until
+//! the call's result is recorded here. A granule is active while a block covers any of it; a backed
+//! granule that is not active is idle, and only idle ones may leave.
+//!
+//! Blocks come from both ends (large from the low end, small from the high end), so the granules
+//! are stored in two halves, each counted from its end: metadata grows with use.
+//!
+//! Invariants: `backed = committing + committed + leaving`; `active = backed and touched`;
+//! `idle = backed - active`.
+
+use std::ops::Range;
+
+use crate::driver::DeviceAddress;
+use crate::index::Span;
+use crate::state::aging::{Ages, Stamp};
+use crate::state::granules::Granules;
+use lowtide_core::bytes::ByteSize;
+
+/// Adjoining granules, for one driver call; all in one half.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Run {
+    first: usize,
+    count: usize,
+}
+
+impl Run {
+    /// Returns the number of granules.
+    pub(crate) const fn granules(self) -> u64 {
+        self.count as u64
+    }
+
+    /// Returns its first granules, at most this many, and the rest.
+    pub(crate) fn split(self, granules: u64) -> (Self, Option<Self>) {
+        let count = usize::try_from(granules).unwrap_or(usize::MAX).min(self.count);
+        let left = Self { first: self.first + count, count: self.count - count };
+        (Self { count, ..self }, (left.count > 0).then_some(left))
+    }
+
+    /// As a range of granules of the segment.
+    pub(crate) const fn range(self) -> Range<usize> {
+        self.first..self.first + self.count
+    }
+
+    /// The run of these granules, which are not none and lie in one half.
+    pub(crate) const fn of(range: &Range<usize>) -> Self {
+        Self { first: range.start, count: range.end - range.start }
+    }
+}
+
+/// The progress of a search for leaving granules, in each half.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Cursor {
+    low: usize,
+    high: usize,
+}
+
+impl Cursor {
+    pub(crate) const START: Self = Self { low: usize::MAX, high: usize::MAX };
+}
+
+/// The granules that a block covers.
+struct Cover {
+    /// Granules that it covers in part, and may share.
+    partly: [Option<usize>; 2],
+    /// Granules that it covers wholly.
+    wholly: Range<usize>,
+}
+
+/// A reserved range and its granules.
+#[derive(Debug)]
+pub(crate) struct Segment {
+    base: DeviceAddress,
+    reserved: u64,
+    granularity: u64,
+    /// The number of granules.
+    count: usize,
+    /// The first granule of the high half.
+    middle: usize,
+    low: Granules,
+    /// Counted from the high end downward.
+    high: Granules,
+}
+
+impl Segment {
+    /// A segment of bare granules; `granularity` is a power of two.
+    pub(crate) fn new(base: DeviceAddress, reserved: ByteSize, granularity: ByteSize) -> Self {
+        assert!(granularity.get().is_power_of_two(), "{granularity} is no power of two");
+        let count = usize::try_from(reserved.get() / granularity.get()).unwrap_or(usize::MAX);
+        Self {
+            base,
+            reserved: reserved.get(),
+            granularity: granularity.get(),
+            count,
+            middle: count.div_ceil(2),
+            low: Granules::default(),
+            high: Granules::default(),
+        }
+    }
+
+    pub(crate) const fn base(&self) -> DeviceAddress {
+        self.base
+    }
+
+    pub(crate) const fn reserved(&self) -> u64 {
+        self.reserved
+    }
+
+    pub(crate) const fn granularity(&self) -> u64 {
+        self.granularity
+    }
+
+    /// Bytes with memory behind them, or on the way there or away.
+    pub(crate) const fn backed(&self) -> u64 {
+        (self.low.backed() + self.high.backed()) * self.granularity
+    }
+
+    /// Bytes of backed granules that a block touches.
+    pub(crate) const fn active(&self) -> u64 {
+        (self.low.active() + self.high.active()) * self.granularity
+    }
+
+    /// Bytes of backed granules that no block touches.
+    pub(crate) const fn idle(&self) -> u64 {
+        self.backed() - self.active()
+    }
+
+    /// Bytes of granules on their way here, which may be refused.
+    pub(crate) const fn committing(&self) -> u64 {
+        (self.low.committing() + self.high.committing()) * self.granularity
+    }
+
+    /// Bytes of granules that are leaving.
+    pub(crate) const fn leaving(&self) -> u64 {
+        (self.low.leaving() + self.high.leaving()) * self.granularity
+    }
+
+    /// Returns the bytes of this metadata.
+    pub(crate) const fn metadata(&self) -> usize {
+        self.low.metadata() + self.high.metadata()
+    }
+
+    /// The address and the size of a run.
+    pub(crate) fn place_of(&self, run: Run) -> (DeviceAddress, ByteSize) {
+        let offset = ByteSize::new(run.first as u64 * self.granularity);
+        let size = ByteSize::new(run.granules() * self.granularity);
+        (self.address_of(offset), size)
+    }
+
+    /// The address of an offset in the segment.
+    pub(crate) fn address_of(&self, offset: ByteSize) -> DeviceAddress {
+        debug_assert!(offset.get() <= self.reserved);
+        // The driver reserved `base + reserved` without wrapping; held at the base otherwise.
+        self.base.checked_add(offset).unwrap_or(self.base)
+    }
+
+    /// Records a block there.
+    pub(crate) fn touch(&mut self, span: Span) {
+        let cover = self.cover_of(span);
+        self.each_part(cover.wholly, Granules::touch);
+        for granule in cover.partly.into_iter().flatten() {
+            let (half, at) = self.half_mut(granule);
+            half.touch_part(at);
+        }
+    }
+
+    /// Records that a block is freed; returns `true` if a granule became idle.
+    pub(crate) fn untouch(&mut self, span: Span) -> bool {
+        let idle_before = self.idle();
+        let cover = self.cover_of(span);
+        self.each_part(cover.wholly, Granules::untouch);
+        for granule in cover.partly.into_iter().flatten() {
+            let (half, at) = self.half_mut(granule);
+            half.untouch_part(at);
+        }
+        self.idle() > idle_before
+    }
+
+    /// Returns `true` if every granule of the span is committed, and no driver call is in progress
+    /// for it.
+    pub(crate) fn is_committed(&self, span: Span) -> bool {
+        self.in_halves(self.granules_of(span), true, |half, range, so_far| {
+            so_far && half.are_committed(range)
+        })
+    }
+
+    /// Returns `true` if a driver call is in progress for a granule of the span.
+    pub(crate) fn is_moving(&self, span: Span) -> bool {
+        self.in_halves(self.granules_of(span), false, |half, range, so_far| {
+            so_far || half.is_moving(range)
+        })
+    }
+
+    /// Granules of the span that have no memory behind them to stay.
+    pub(crate) fn wanting(&self, span: Span) -> u64 {
+        self.in_halves(self.granules_of(span), 0, |half, range, sum| sum + half.wanting(range))
+    }
+
+    /// Returns the cost of a block there beyond its size: granules to commit first, then those at
+    /// its edges that no other block touches and that it would keep from becoming idle. O(1) and a
+    /// word for each 64 granules.
+    pub(crate) fn cost(&self, span: Span) -> u64 {
+        let cover = self.cover_of(span);
+        let opened = cover.partly.into_iter().flatten().filter(|&granule| {
+            let (half, at) = self.half(granule);
+            !half.is_touched(at)
+        });
+        opened.count() as u64 * (1 << 32) + self.wanting(span)
+    }
+
+    /// Granules of the span that are not active: by so many more are, with a block there. A
+    /// neighbour that waits for its memory has none yet, and may never get any.
+    pub(crate) fn inactive(&self, span: Span) -> u64 {
+        self.in_halves(self.granules_of(span), 0, |half, range, sum| sum + half.inactive(range))
+    }
+
+    /// Granules of the span with nothing behind them and nothing on its way there.
+    pub(crate) fn bare(&self, span: Span) -> u64 {
+        self.in_halves(self.granules_of(span), 0, |half, range, sum| sum + half.bare(range))
+    }
+
+    /// Marks the bare granules of a touched span as committing, and up to `ahead` of those that
+    /// follow it away from its end; returns them in runs.
+    pub(crate) fn begin_commit(&mut self, span: Span, ahead: u64) -> Vec<Run> {
+        let Range { start, end } = self.granules_of(span);
+        let ahead = usize::try_from(ahead).unwrap_or(usize::MAX);
+        let range = if start < self.middle {
+            start..end.saturating_add(ahead).min(self.middle.max(end))
+        } else {
+            start.saturating_sub(ahead).max(self.middle)..end
+        };
+        let mut runs = Vec::new();
+        let count = self.count;
+        let [low, high] = self.parts(range);
+        self.low.begin_commit(low, |range| runs.push(Run::of(&range)));
+        self.high.begin_commit(high, |range| runs.push(Run::of(&mirrored(count, range))));
+        runs
+    }
+
+    /// Records the result of a commit.
+    pub(crate) fn end_commit(&mut self, run: Run, done: bool) {
+        self.each_part(run.range(), |half, range| half.end_commit(range, done));
+    }
+
+    /// Marks the first bare granules of a touched span, at most this many, as arriving: memory of
+    /// other granules, which is counted there, is on its way. Returns them in runs.
+    pub(crate) fn begin_arrive(&mut self, span: Span, granules_max: u64) -> Vec<Run> {
+        let mut runs = Vec::new();
+        let count = self.count;
+        let [low, high] = self.parts(self.granules_of(span));
+        let of_low = self.low.begin_arrive(low, granules_max, |range| runs.push(Run::of(&range)));
+        let push = |range| runs.push(Run::of(&mirrored(count, range)));
+        self.high.begin_arrive(high, granules_max - of_low, push);
+        runs
+    }
+
+    /// Records the result for memory that was to arrive.
+    pub(crate) fn end_arrive(&mut self, run: Run, done: bool) {
+        self.each_part(run.range(), |half, range| half.end_arrive(range, done));
+    }
+
+    /// Records the last use of a span's granules that no block touches.
+    pub(crate) fn stamp(&mut self, span: Span, stamp: Stamp) {
+        let range = self.granules_of(span);
+        self.each_part(range, |half, range| half.stamp(range, stamp));
+    }
+
+    /// Returns the age of the longest idle memory that may leave.
+    pub(crate) fn oldest(&self, ages: Ages) -> Option<u32> {
+        self.low.oldest(ages).max(self.high.oldest(ages))
+    }
+
+    /// The age of each granule that may leave.
+    pub(crate) fn idle_ages(&self, ages: Ages) -> impl Iterator<Item = u32> {
+        self.low.idle_ages(ages).chain(self.high.idle_ages(ages))
+    }
+
+    /// Marks the next run of idle granules, the innermost first, at most `granules_max` of them, as
+    /// leaving; with ages, only expired ones.
+    pub(crate) fn begin_leave(
+        &mut self,
+        cursor: &mut Cursor,
+        granules_max: u64,
+        ages: Option<Ages>,
+    ) -> Option<Run> {
+        let granules_max = usize::try_from(granules_max).unwrap_or(usize::MAX);
+        if let Some(range) = self.low.begin_leave(cursor.low, granules_max, ages) {
+            cursor.low = range.start;
+            return Some(Run::of(&range));
+        }
+        cursor.low = 0;
+        let range = self.high.begin_leave(cursor.high, granules_max, ages)?;
+        cursor.high = range.start;
+        Some(Run::of(&mirrored(self.count, range)))
+    }
+
+    /// Records the result of a decommit.
+    pub(crate) fn end_leave(&mut self, run: Run, done: bool) {
+        self.each_part(run.range(), |half, range| half.end_leave(range, done));
+    }
+
+    /// The longest part of a span that is committed throughout, in bytes. Takes a step for each run
+    /// of committed granules, and for each 64 granules.
+    pub(crate) fn committed_run_max(&self, span: Span) -> u64 {
+        let [low, high] = self.parts(self.granules_of(span));
+        let (mut best, mut across) = (0, 0);
+        let mut see = |run: Range<usize>| {
+            let start = span.offset.max(run.start as u64 * self.granularity);
+            let bytes = span.end().min(run.end as u64 * self.granularity) - start;
+            // A run that ends at the border of the halves continues in the other.
+            let meets = run.start == self.middle || run.end == self.middle;
+            across += if meets { bytes } else { 0 };
+            best = best.max(bytes).max(across);
+        };
+        self.low.committed_runs(low, &mut see);
+        self.high.committed_runs(high, |run| see(mirrored(self.count, run)));
+        best
+    }
+
+    /// Every run of committed granules, from the low end.
+    pub(crate) fn committed_runs(&self) -> Vec<Range<usize>> {
+        let all = 0..self.count;
+        let [low, high] = self.parts(all);
+        let mut runs = Vec::new();
+        self.low.committed_runs(low, |run| runs.push(run));
+        let mut above = Vec::new();
+        self.high.committed_runs(high, |run| above.push(mirrored(self.count, run)));
+        runs.extend(above.into_iter().rev());
+        runs
+    }
+
+    /// Returns the parts of a run that blocks touch, in runs.
+    pub(crate) fn touched_runs(&self, run: Run) -> Vec<Run> {
+        let [low, high] = self.parts(run.range());
+        let mut runs = Vec::new();
+        self.low.touched_runs(low, |range| runs.push(Run::of(&range)));
+        self.high.touched_runs(high, |range| runs.push(Run::of(&mirrored(self.count, range))));
+        runs
+    }
+
+    /// Marks committed granules as leaving, touched or not: their blocks sleep.
+    pub(crate) fn begin_part(&mut self, run: Run) {
+        self.each_part(run.range(), Granules::begin_part);
+    }
+
+    /// Marks touched granules without memory as committing; returns them in runs.
+    pub(crate) fn begin_return(&mut self) -> Vec<Run> {
+        let mut runs = Vec::new();
+        let count = self.count;
+        self.low.begin_return(|range| runs.push(Run::of(&range)));
+        self.high.begin_return(|range| runs.push(Run::of(&mirrored(count, range))));
+        runs
+    }
+
+    /// Bytes of a span that have no memory behind them. A step for each granule.
+    pub(crate) fn bare_bytes(&self, span: Span) -> u64 {
+        let bare = |granule: usize| {
+            let (half, at) = self.half(granule);
+            let start = granule as u64 * self.granularity;
+            let part = span.end().min(start + self.granularity) - span.offset.max(start);
+            part * u64::from(!half.is_backed(at))
+        };
+        self.granules_of(span).map(bare).sum()
+    }
+
+    /// Every run of backed granules, for the end of the segment and for its picture.
+    pub(crate) fn backed_runs(&self) -> Vec<Run> {
+        let high = self.high.backed_runs().into_iter().rev();
+        let high = high.map(|range| mirrored(self.count, range));
+        self.low.backed_runs().into_iter().chain(high).map(|range| Run::of(&range)).collect()
+    }
+
+    /// Counts everything again; `blocks` are the live blocks in address order.
+    ///
+    /// # Panics
+    /// If a figure is wrong.
+    pub(crate) fn validate(&self, blocks: impl Iterator<Item = Span>) {
+        let mut partly = std::collections::BTreeMap::<usize, u32>::new();
+        let mut wholly = Vec::new();
+        for span in blocks {
+            let cover = self.cover_of(span);
+            for granule in cover.partly.into_iter().flatten() {
+                *partly.entry(granule).or_default() += 1;
+            }
+            if !cover.wholly.is_empty() {
+                wholly.push(cover.wholly);
+            }
+        }
+        let expected = |granule: usize| {
+            let parts = partly.get(&granule).copied().unwrap_or(0);
+            let nth = wholly.partition_point(|range| range.end <= granule);
+            let whole = wholly.get(nth).is_some_and(|range| range.contains(&granule));
+            (parts, whole || parts > 0)
+        };
+        let none = (0, false);
+        self.low.validate(|at| if at < self.middle { expected(at) } else { none });
+        self.high.validate(|at| {
+            let granule = self.count.checked_sub(at + 1).filter(|&granule| granule >= self.middle);
+            granule.map_or(none, expected)
+        });
+        assert!(self.backed() <= self.reserved, "committed <= reserved");
+    }
+
+    /// The granules that a span touches.
+    pub(crate) fn granules_of(&self, span: Span) -> Range<usize> {
+        let shift = self.granularity.trailing_zeros();
+        let granule = |at: u64| usize::try_from(at >> shift).unwrap_or(usize::MAX);
+        granule(span.offset)..granule(span.end() + (self.granularity - 1))
+    }
+
+    fn cover_of(&self, span: Span) -> Cover {
+        let Range { mut start, mut end } = self.granules_of(span);
+        let mask = self.granularity - 1;
+        let (cut_low, cut_high) = (span.offset & mask != 0, span.end() & mask != 0);
+        if end - start == 1 && (cut_low || cut_high) {
+            return Cover { partly: [Some(start), None], wholly: 0..0 };
+        }
+        let mut partly = [None; 2];
+        if cut_low {
+            partly[0] = Some(start);
+            start += 1;
+        }
+        if cut_high {
+            end -= 1;
+            partly[1] = Some(end);
+        }
+        Cover { partly, wholly: start..end }
+    }
+
+    /// The parts of a range in the two halves, counted as each half counts.
+    fn parts(&self, range: Range<usize>) -> [Range<usize>; 2] {
+        let low = range.start.min(self.middle)..range.end.min(self.middle);
+        let high = range.start.max(self.middle)..range.end.max(self.middle);
+        [low, mirrored(self.count, high)]
+    }
+
+    /// Folds over the parts of a range in the two halves; most lie in one.
+    fn in_halves<R>(
+        &self,
+        range: Range<usize>,
+        start: R,
+        of: impl Fn(&Granules, Range<usize>, R) -> R,
+    ) -> R {
+        if range.end <= self.middle {
+            return of(&self.low, range, start);
+        }
+        let [low, high] = self.parts(range);
+        let start = if low.is_empty() { start } else { of(&self.low, low, start) };
+        of(&self.high, high, start)
+    }
+
+    fn each_part(&mut self, range: Range<usize>, act: impl Fn(&mut Granules, Range<usize>)) {
+        if range.end <= self.middle {
+            if !range.is_empty() {
+                act(&mut self.low, range);
+            }
+            return;
+        }
+        let [low, high] = self.parts(range);
+        for (half, part) in [(&mut self.low, low), (&mut self.high, high)] {
+            if !part.is_empty() {
+                act(half, part);
+            }
+        }
+    }
+
+    fn half(&self, granule: usize) -> (&Granules, usize) {
+        if granule < self.middle {
+            (&self.low, granule)
+        } else {
+            (&self.high, self.count - 1 - granule)
+        }
+    }
+
+    fn half_mut(&mut self, granule: usize) -> (&mut Granules, usize) {
+        if granule < self.middle {
+            (&mut self.low, granule)
+        } else {
+            (&mut self.high, self.count - 1 - granule)
+        }
+    }
+}
+
+/// A range counted from the other end.
+const fn mirrored(count: usize, range: Range<usize>) -> Range<usize> {
+    count - range.end..count - range.start
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+    use crate::state::aging::Aging;
+    use lowtide_core::clock::{Clock, ManualClock};
+    use lowtide_core::decay::DecayTime;
+
+    const GRANULE: u64 = 1 << 20;
+
+    fn segment() -> Segment {
+        let base = DeviceAddress::new(1 << 40);
+        Segment::new(base, ByteSize::mib(64), ByteSize::new(GRANULE))
+    }
+
+    fn span(first: u64, end: u64) -> Span {
+        Span { offset: first, size: end - first }
+    }
+
+    fn committed(segment: &mut Segment, of: Span) {
+        segment.touch(of);
+        for run in segment.begin_commit(of, 0) {
+            segment.end_commit(run, true);
+        }
+    }
+
+    #[test]
+    fn the_longest_committed_part_is_what_a_look_at_each_granule_finds() {
+        let mut state = 0x2545_F491_4F6C_DD1D_u64;
+        println!("seed {state:#x}");
+        let mut chance = |bound: u64| {
+            state ^= state << 13;
+            state ^= state >> 7;
+            state ^= state << 17;
+            state % bound
+        };
+        // Halves of 100 and 99 granules: runs cross words, and the border of the halves.
+        let (base, size) = (DeviceAddress::new(1 << 40), ByteSize::mib(199));
+        for _ in 0..40 {
+            let mut segment = Segment::new(base, size, ByteSize::new(GRANULE));
+            let mut backed = [false; 199];
+            for _ in 0..chance(30) {
+                let first = chance(199);
+                let end = (first + 1 + chance(40)).min(199);
+                for granule in first..end {
+                    let at = usize::try_from(granule).expect("small");
+                    if !std::mem::replace(&mut backed[at], true) {
+                        committed(&mut segment, span(granule * GRANULE, (granule + 1) * GRANULE));
+                    }
+                }
+            }
+            for _ in 0..40 {
+                let offset = chance(198 * GRANULE);
+                let of = span(offset, offset + 1 + chance(199 * GRANULE - offset));
+                let (mut best, mut run) = (0, 0);
+                for (granule, is_backed) in (0..).zip(backed) {
+                    let start = of.offset.max(granule * GRANULE);
+                    let part = of.end().min((granule + 1) * GRANULE).saturating_sub(start);
+                    run = if is_backed { run + part } else { 0 };
+                    best = best.max(run);
+                }
+                assert_eq!(segment.committed_run_max(of), best, "{of:?} of {backed:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn only_bare_granules_are_committed_and_adjoining_ones_in_one_run() {
+        let mut segment = segment();
+        let middle = span(2 * GRANULE, 3 * GRANULE);
+        committed(&mut segment, middle);
+        let all = span(GRANULE / 2, 6 * GRANULE);
+        let (head, tail) = (span(all.offset, middle.offset), span(middle.end(), all.end()));
+        segment.touch(head);
+        segment.touch(tail);
+        assert_eq!(segment.wanting(all), 5);
+        let runs = segment.begin_commit(all, 0);
+        assert_eq!(runs, [Run { first: 0, count: 2 }, Run { first: 3, count: 3 }]);
+        assert!(segment.is_moving(all) && !segment.is_moving(middle));
+        segment.end_commit(runs[0], true);
+        segment.end_commit(runs[1], false);
+        assert_eq!((segment.backed(), segment.active()), (3 * GRANULE, 3 * GRANULE));
+        segment.validate([head, middle, tail].into_iter());
+    }
+
+    #[test]
+    fn idle_granules_leave_from_the_top_and_touched_ones_never() {
+        let mut segment = segment();
+        let (low, top) = (span(0, 4 * GRANULE), span(5 * GRANULE, 8 * GRANULE));
+        let kept = span(4 * GRANULE, 5 * GRANULE);
+        for part in [low, kept, top] {
+            committed(&mut segment, part);
+        }
+        let leave = |segment: &mut Segment, granules_max| {
+            segment.begin_leave(&mut Cursor::START.clone(), granules_max, None)
+        };
+        assert_eq!(leave(&mut segment, u64::MAX), None);
+        assert!(segment.untouch(low) && segment.untouch(top));
+        assert_eq!(segment.idle(), 7 * GRANULE);
+        let first = leave(&mut segment, 2).expect("idle");
+        assert_eq!(first, Run { first: 6, count: 2 });
+        assert_eq!(leave(&mut segment, u64::MAX), Some(Run { first: 5, count: 1 }));
+        assert_eq!(leave(&mut segment, u64::MAX), Some(Run { first: 0, count: 4 }));
+        assert_eq!(leave(&mut segment, u64::MAX), None);
+        segment.end_leave(first, false);
+        assert_eq!(leave(&mut segment, u64::MAX), Some(first), "a failed one may try again");
+        segment.validate([kept].into_iter());
+    }
+
+    #[test]
+    fn of_idle_granules_only_those_leave_whose_time_is_over() {
+        let clock = ManualClock::new();
+        let mut aging = Aging::new(DecayTime::from_millis(1000));
+        let mut segment = segment();
+        let parts =
+            [span(0, 3 * GRANULE), span(3 * GRANULE, 5 * GRANULE), span(62 << 20, 64 << 20)];
+        for part in parts {
+            committed(&mut segment, part);
+        }
+        for part in parts {
+            assert!(segment.untouch(part));
+            segment.stamp(part, aging.note_idle(|| clock.now()).expect("it decays"));
+            clock.advance(Duration::from_millis(500));
+        }
+        let ages = aging.ages(clock.now());
+        let mut cursor = Cursor::START;
+        let mut leave = || segment.begin_leave(&mut cursor, 2, Some(ages));
+        assert_eq!(leave(), Some(Run { first: 1, count: 2 }), "the first was idle for 1.5 s");
+        assert_eq!(leave(), Some(Run { first: 0, count: 1 }));
+        assert_eq!(leave(), None, "the second for 1 s and less than a part");
+        let oldest = segment.oldest(ages).expect("idle");
+        assert!(oldest < 1024 && oldest > 500, "{oldest} of 512 to 1024 parts");
+        clock.advance(Duration::from_millis(10));
+        let ages = aging.ages(clock.now());
+        let run = segment.begin_leave(&mut Cursor::START.clone(), 9, Some(ages));
+        assert_eq!(run, Some(Run { first: 3, count: 2 }));
+        clock.advance(Duration::from_millis(500));
+        let ages = aging.ages(clock.now());
+        let run = segment.begin_leave(&mut Cursor::START.clone(), 9, Some(ages));
+        assert_eq!(run, Some(Run { first: 62, count: 2 }), "the high end's");
+        segment.validate(std::iter::empty());
+    }
+
+    #[test]
+    fn a_free_span_counts_as_far_as_it_is_committed_without_a_gap() {
+        let mut segment = segment();
+        let part = span(GRANULE, 3 * GRANULE);
+        committed(&mut segment, part);
+        segment.untouch(part);
+        assert_eq!(segment.committed_run_max(span(0, 64 * GRANULE)), 2 * GRANULE);
+        assert_eq!(segment.committed_run_max(span(GRANULE + 512, 9 * GRANULE)), 2 * GRANULE - 512);
+        assert_eq!(segment.committed_run_max(span(40 * GRANULE, 64 * GRANULE)), 0);
+    }
+}

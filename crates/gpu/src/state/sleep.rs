@@ -1,0 +1,458 @@
+//! The sleep of an arena as a value: its phase, who waits for it, and its host memory.
+//!
+//! There is one more phase than the public states: a draining arena without a lease is being
+//! suspended, and from then on entering waits for the end of that.
+//!
+//! Invariants: `leases > 0 => awake or draining`; one operation at a time suspends or resumes the
+//! arena; an operation that waits for a wake gets its result, and one wake serves all that wait;
+//! saved contents stay reserved with the host budget while their stores exist.
+
+use std::any::Any;
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
+use std::sync::Arc;
+use std::task::Waker;
+
+use crate::driver::{DeviceAddress, HOST_GRANULARITY, HostStore, StoreSpan, StreamHandle};
+use crate::state::ground::Backing;
+use crate::state::segment::Run;
+use crate::state::streams::StreamKey;
+use crate::types::error::DeviceError;
+use crate::types::region::Region;
+use crate::types::sleep::{HostBudget, SleepConfig, SleepState};
+use lowtide_core::bytes::ByteSize;
+use lowtide_core::clock::{Bell, Moment};
+
+/// The largest store, if granules are no larger.
+const STORE_MAX: ByteSize = ByteSize::gib(1);
+
+/// The phase of an arena between awake and asleep.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) enum Phase {
+    #[default]
+    Awake,
+    /// Waits for leases: the number of the drain.
+    Draining(u64),
+    /// Releases its memory: entering is blocked.
+    Suspending,
+    Asleep,
+    /// Restores its memory.
+    Waking,
+}
+
+/// Granules whose contents are in one store.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct SavedRun {
+    region: Region,
+    run: Run,
+    /// The index of the store.
+    store: usize,
+    offset: ByteSize,
+}
+
+/// One copy: the device address and the span of a store.
+pub(crate) type StoredCopy = (DeviceAddress, StoreSpan);
+
+/// Host memory for contents, and its size.
+pub(crate) type Store = (HostStore, ByteSize);
+
+/// A reservation with the host budget, released when it is dropped.
+pub(crate) type HostReservation = Box<dyn Any + Send>;
+
+/// Saved contents; between sleeps, the stores for them.
+pub(crate) struct Saved {
+    pub(crate) runs: Vec<SavedRun>,
+    pub(crate) stores: Vec<Store>,
+    /// Dropped when the stores are released.
+    pub(crate) reservation: Option<HostReservation>,
+}
+
+/// The sleep state of an arena.
+#[derive(Default)]
+pub(crate) struct Sleep {
+    pub(crate) config: SleepConfig,
+    pub(crate) phase: Phase,
+    /// Drains begun.
+    drains: u64,
+    /// Rung when the last lease is dropped, or the drain is cancelled.
+    pub(crate) bell: Option<Arc<Bell>>,
+    /// The number of operations that want to enter while the arena is being suspended.
+    pub(crate) entering: u32,
+    /// Every use of every block is known to be complete, and none begins before it is awake: memory
+    /// freed now has only completed uses.
+    pub(crate) is_quiet: bool,
+    /// Streams on which leases were used, since that was last waited for.
+    used: BTreeSet<StreamKey>,
+    /// Wakes that have ended, and how the last one failed.
+    pub(crate) attempts: u64,
+    failure: Option<DeviceError>,
+    /// Wakers of futures, by the id of the wait; and the last id.
+    wakers: BTreeMap<u64, Waker>,
+    waits: u64,
+    /// The stream of the copies, once there was one.
+    pub(crate) stream: Option<StreamHandle>,
+    pub(crate) budget: Option<Arc<dyn HostBudget>>,
+    /// The contents of sleeping blocks.
+    pub(crate) saved: Option<Saved>,
+    /// The stores of the last sleep, if they are kept until the next.
+    pub(crate) kept: Option<Saved>,
+    /// Times that copies were begun on that stream; up to which of them the host has seen the end.
+    copying: u64,
+    copied: u64,
+    /// `true` if the operation that began the last of them may queue more: only that operation
+    /// knows when the last one is done.
+    pub(crate) is_queueing: bool,
+    /// Stores that the driver has not freed, and their reservations until it has.
+    pub(crate) unreleased: Vec<Store>,
+    unreleased_reservations: Vec<HostReservation>,
+    /// Since when a lease was held without a pause; when the last one was dropped.
+    pub(crate) leased_since: Moment,
+    left_at: Moment,
+    /// When it was opened or woken.
+    awake_since: Moment,
+    /// It does not fall asleep by itself before: the last time it failed.
+    not_before: Moment,
+    /// `true` if it was logged that the arena cannot sleep on its driver.
+    has_logged_unsupported: bool,
+    pub(crate) sleeps: u64,
+    wakes: u64,
+    wake_failures: u64,
+}
+
+impl Sleep {
+    /// Creates the state of an arena that is opened now.
+    pub(crate) fn new(now: Moment, config: &SleepConfig) -> Self {
+        Self {
+            config: *config,
+            leased_since: now,
+            left_at: now,
+            awake_since: now,
+            ..Self::default()
+        }
+    }
+
+    pub(crate) const fn state(&self) -> SleepState {
+        match self.phase {
+            Phase::Awake => SleepState::Awake,
+            Phase::Draining(_) | Phase::Suspending => SleepState::Draining,
+            Phase::Asleep => SleepState::Asleep,
+            Phase::Waking => SleepState::Waking,
+        }
+    }
+
+    /// Returns `true` if memory may be used and handed out.
+    #[inline]
+    pub(crate) const fn is_open(&self) -> bool {
+        matches!(self.phase, Phase::Awake | Phase::Draining(_))
+    }
+
+    /// Returns `true` if blocks may be moved.
+    pub(crate) fn is_awake(&self) -> bool {
+        self.phase == Phase::Awake
+    }
+
+    /// Sleeps, wakes, and wakes that failed.
+    pub(crate) const fn totals(&self) -> [u64; 3] {
+        [self.sleeps, self.wakes, self.wake_failures]
+    }
+
+    /// Returns `true` if an operation or future waits for the arena to be awake.
+    pub(crate) fn is_wanted(&self) -> bool {
+        self.entering > 0 || !self.wakers.is_empty()
+    }
+
+    /// Begins to wait for leases, if the arena is awake; returns the drain's number.
+    pub(crate) fn begin_drain(&mut self) -> Option<u64> {
+        if self.phase != Phase::Awake {
+            return None;
+        }
+        self.drains += 1;
+        self.phase = Phase::Draining(self.drains);
+        self.bell = Some(Bell::new());
+        Some(self.drains)
+    }
+
+    /// Ends the wait for leases. Its own operation does so, and rings no bell.
+    pub(crate) fn end_drain(&mut self, phase: Phase) {
+        (self.phase, self.bell) = (phase, None);
+    }
+
+    /// Ends a drain, if there is one, because the arena is used.
+    fn cancel_drain(&mut self) {
+        if matches!(self.phase, Phase::Draining(_)) {
+            self.phase = Phase::Awake;
+            if let Some(bell) = self.bell.take() {
+                bell.ring();
+            }
+        }
+    }
+
+    /// Records a lease, which cancels a drain; `is_first` if no other is held.
+    pub(crate) fn enter(&mut self, is_first: bool, now: impl FnOnce() -> Moment) {
+        debug_assert!(self.is_open(), "a lease is granted only while the arena is open");
+        if is_first {
+            self.leased_since = now();
+        }
+        self.cancel_drain();
+    }
+
+    /// Records that the last lease was dropped.
+    pub(crate) fn leave(&mut self, now: Moment) {
+        self.left_at = now;
+        if let Some(bell) = &self.bell {
+            bell.ring();
+        }
+    }
+
+    /// Ends a sleep or a wake, or what was begun of it; the returned wakers are called with the
+    /// lock released.
+    #[must_use]
+    pub(crate) fn finish(&mut self, phase: Phase) -> Vec<Waker> {
+        self.phase = phase;
+        self.is_quiet = phase == Phase::Asleep;
+        self.is_queueing = false;
+        std::mem::take(&mut self.wakers).into_values().collect()
+    }
+
+    /// Counts a wake that has ended.
+    pub(crate) fn end_wake(&mut self, failure: Option<DeviceError>, now: Moment) {
+        self.attempts += 1;
+        if failure.is_none() {
+            self.wakes += 1;
+            (self.awake_since, self.left_at) = (now, now);
+        } else {
+            self.wake_failures += 1;
+        }
+        self.failure = failure;
+    }
+
+    /// Returns the error of the wake that was in progress, or came, since this many had ended.
+    pub(crate) fn failed_since(&self, attempts: u64) -> Option<DeviceError> {
+        self.failure.clone().filter(|_| self.attempts > attempts)
+    }
+
+    /// Registers a waker for the end of a wait; returns the waker registered before.
+    pub(crate) fn register(&mut self, wait: &mut Option<u64>, waker: Waker) -> Option<Waker> {
+        let number = *wait.get_or_insert_with(|| {
+            self.waits += 1;
+            self.waits
+        });
+        self.wakers.insert(number, waker)
+    }
+
+    /// Removes the waker of a wait.
+    pub(crate) fn unregister(&mut self, wait: u64) -> Option<Waker> {
+        self.wakers.remove(&wait)
+    }
+
+    /// Records that a stream was used under a lease.
+    pub(crate) fn note_used(&mut self, stream: StreamKey) {
+        self.used.insert(stream);
+    }
+
+    /// Records the last use of memory, once no lease is held.
+    pub(crate) fn note_unused(&mut self, now: Moment) {
+        self.left_at = self.left_at.max(now);
+    }
+
+    /// Forgets a stream; returns `true` if it was used under a lease, and that was not waited for.
+    pub(crate) fn forget_used(&mut self, stream: StreamKey) -> bool {
+        self.used.remove(&stream)
+    }
+
+    /// Returns `true` if the streams used under leases until now are all known.
+    pub(crate) fn is_use_known(&self) -> bool {
+        !self.used.contains(&StreamKey::CONTEXT)
+    }
+
+    /// Records that the work of all dropped leases is complete.
+    pub(crate) fn complete(&mut self) {
+        self.used.clear();
+    }
+
+    /// Returns the time at which the arena may fall asleep by itself, if it stays idle.
+    pub(crate) fn due(&self) -> Option<Moment> {
+        let idle_since = self.left_at + self.config.idle_after?;
+        let due = idle_since.max(self.awake_since + self.config.min_awake);
+        (self.phase == Phase::Awake).then(|| due.max(self.not_before))
+    }
+
+    /// Keeps the arena from falling asleep by itself before this time.
+    pub(crate) fn postpone(&mut self, until: Moment) {
+        self.not_before = self.not_before.max(until);
+    }
+
+    /// Returns `true` the first time: it is logged once that the arena cannot sleep.
+    pub(crate) fn note_unsupported(&mut self) -> bool {
+        !std::mem::replace(&mut self.has_logged_unsupported, true)
+    }
+
+    /// Returns `true` if a copy of a sleep or a wake may still use memory of the arena.
+    pub(crate) const fn may_be_copied(&self) -> bool {
+        self.copied < self.copying
+    }
+
+    /// Records that copies are queued from here on.
+    pub(crate) const fn begin_copies(&mut self) {
+        self.copying += 1;
+        self.is_queueing = true;
+    }
+
+    /// Returns the number of the last copies, unless an operation queues more of them.
+    pub(crate) fn queued(&self) -> Option<u64> {
+        (!self.is_queueing).then_some(self.copying)
+    }
+
+    /// Records that the host has seen the end of copies.
+    pub(crate) fn end_copies(&mut self, queued: Option<u64>) {
+        self.copied = self.copied.max(queued.unwrap_or(0));
+    }
+
+    /// Keeps stores for the next sleep, if stores are kept; returns those to release.
+    pub(crate) fn keep(&mut self, saved: Saved) -> Option<Saved> {
+        if self.config.keep_stores { self.kept.replace(saved) } else { Some(saved) }
+    }
+
+    /// Sets if stores are kept between sleeps; returns those kept until now.
+    pub(crate) fn set_keep_stores(&mut self, keep_stores: bool) -> Option<Saved> {
+        self.config.keep_stores = keep_stores;
+        self.kept.take()
+    }
+
+    /// Adds stores to those to release.
+    pub(crate) fn give_up(&mut self, saved: Saved) {
+        self.unreleased.extend(saved.stores);
+        self.unreleased_reservations.extend(saved.reservation);
+    }
+
+    /// Takes the stores to release, and their reservations.
+    pub(crate) fn take_unreleased(&mut self) -> (Vec<Store>, Vec<HostReservation>) {
+        let stores = std::mem::take(&mut self.unreleased);
+        (stores, std::mem::take(&mut self.unreleased_reservations))
+    }
+
+    /// Records the stores that the driver has not freed: their reservations stay. Returns the
+    /// reservations to drop.
+    pub(crate) fn put_unreleased(
+        &mut self,
+        stores: Vec<Store>,
+        mut reservations: Vec<HostReservation>,
+    ) -> Vec<HostReservation> {
+        if !stores.is_empty() {
+            self.unreleased.extend(stores);
+            self.unreleased_reservations.append(&mut reservations);
+        }
+        reservations
+    }
+
+    /// Host memory that holds contents, or is kept for them, or that the driver has not freed.
+    pub(crate) fn offloaded(&self) -> ByteSize {
+        let stores = [&self.saved, &self.kept].into_iter().flatten().map(Saved::bytes);
+        stores.chain(self.unreleased.iter().map(|(_, size)| *size)).sum()
+    }
+}
+
+impl fmt::Debug for Sleep {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Sleep")
+            .field("phase", &self.phase)
+            .field("offloaded", &self.offloaded())
+            .finish_non_exhaustive()
+    }
+}
+
+impl Saved {
+    /// Host memory of its stores.
+    pub(crate) fn bytes(&self) -> ByteSize {
+        self.stores.iter().map(|(_, size)| *size).sum()
+    }
+
+    /// Returns the copies of all that was saved.
+    pub(crate) fn copies<'a>(&self, of: impl Fn(Region) -> &'a Backing) -> Vec<StoredCopy> {
+        let place = |saved: &SavedRun| self.place(saved, saved.run, of(saved.region));
+        self.runs.iter().map(place).collect()
+    }
+
+    /// Returns the copies of memory that blocks still touch.
+    pub(crate) fn touched_copies<'a>(&self, of: impl Fn(Region) -> &'a Backing) -> Vec<StoredCopy> {
+        let touched = |saved: &SavedRun| {
+            let backing = of(saved.region);
+            let runs = backing.touched_runs(saved.run).into_iter();
+            runs.map(|run| self.place(saved, run, backing)).collect::<Vec<_>>()
+        };
+        self.runs.iter().flat_map(touched).collect()
+    }
+
+    /// Returns the current and saved place of the granules of a saved run, or some of them.
+    fn place(&self, saved: &SavedRun, run: Run, backing: &Backing) -> StoredCopy {
+        let (at, size) = backing.place_of(run);
+        let (from, _) = backing.place_of(saved.run);
+        let into = at.offset_from(from).unwrap_or_default();
+        let (store, _) = self.stores[saved.store];
+        (at, StoreSpan { store, offset: saved.offset.saturating_add(into), size })
+    }
+}
+
+/// Lays granules out over stores; returns the sizes of these. A store is at most 1 GiB, so that no
+/// single allocation is as large as the device.
+pub(crate) fn lay_out(
+    kept: impl Iterator<Item = (Region, Run)>,
+    granularity: ByteSize,
+) -> (Vec<SavedRun>, Vec<ByteSize>) {
+    let store_granules = (STORE_MAX.get() / granularity.get()).max(1);
+    let bytes = |granules: u64| ByteSize::new(granules * granularity.get());
+    let (mut saved, mut sizes) = (Vec::new(), Vec::new());
+    let mut used = store_granules; // of the last store
+    for (region, run) in kept {
+        let range = run.range();
+        let mut at = range.start;
+        while at < range.end {
+            if used == store_granules {
+                sizes.push(ByteSize::ZERO);
+                used = 0;
+            }
+            let room = usize::try_from(store_granules - used).unwrap_or(usize::MAX);
+            let end = range.end.min(at.saturating_add(room));
+            let run = Run::of(&(at..end));
+            let (store, offset) = (sizes.len() - 1, bytes(used));
+            saved.push(SavedRun { region, run, store, offset });
+            used += run.granules();
+            sizes[store] = bytes(used);
+            at = end;
+        }
+    }
+    for size in &mut sizes {
+        *size = size.next_multiple_of(HOST_GRANULARITY).unwrap_or(*size);
+    }
+    (saved, sizes)
+}
+
+#[cfg(all(test, not(lowtide_loom)))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn contents_are_saved_in_stores_of_a_gibibyte_at_most() {
+        let runs = [0..500, 600..1200, 2000..2001];
+        let runs = runs.each_ref().map(|range| (Region::Dynamic, Run::of(range)));
+        let (saved, sizes) = lay_out(runs.into_iter(), ByteSize::mib(2));
+        assert_eq!(sizes, [ByteSize::gib(1), ByteSize::gib(1), ByteSize::mib(2 * 77)]);
+        let seen: Vec<_> = saved
+            .iter()
+            .map(|saved| (saved.run.range(), saved.store, saved.offset.get() >> 21))
+            .collect();
+        assert_eq!(
+            seen,
+            [
+                (0..500, 0, 0),
+                (600..612, 0, 500),
+                (612..1124, 1, 0),
+                (1124..1200, 2, 0),
+                (2000..2001, 2, 76),
+            ]
+        );
+        let (saved, sizes) = lay_out(runs[2..].iter().copied(), ByteSize::kib(4));
+        assert_eq!((saved.len(), sizes), (1, vec![HOST_GRANULARITY]));
+        assert_eq!(lay_out([].into_iter(), ByteSize::mib(2)), (Vec::new(), Vec::new()));
+    }
+}

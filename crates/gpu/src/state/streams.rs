@@ -1,0 +1,530 @@
+//! The streams that an arena knows: which of their work is known to be complete, and which stream
+//! waits for which. Pure accounting: no driver call, no lock. Events are handles here, which are
+//! reused, and destroyed at the end of the arena.
+//!
+//! Frees are counted in epochs. A use belongs to the epoch that was open when the block was freed.
+//! An event recorded after an epoch was closed is complete only when every use of that epoch and
+//! the earlier ones is. So one event serves all blocks freed since the last one, and a stream whose
+//! blocks only it reuses needs none.
+//!
+//! Invariants: `done < open`; an event belongs to a closed epoch; stream numbers are never reused,
+//! so a handle that the driver reuses is another stream.
+
+use std::collections::BTreeMap;
+use std::ops::{Bound, Range};
+
+use crate::driver::{EventHandle, StreamHandle};
+
+/// The number of a stream in its arena; never given twice.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct StreamKey(u64);
+
+impl StreamKey {
+    /// No particular stream: any work of the device. For a block whose stream is unknown, and for a
+    /// stream that ended before an event could be recorded on it. Only a wait for the whole device
+    /// proves the end of such a use, which only calls of the program make.
+    pub(crate) const CONTEXT: Self = Self(0);
+
+    #[cfg(test)]
+    pub(crate) const fn new(number: u64) -> Self {
+        Self(number)
+    }
+}
+
+/// A use of a block: complete when all work that its stream had at the end of the epoch is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Use {
+    pub(crate) stream: StreamKey,
+    pub(crate) epoch: u64,
+}
+
+/// An event of the arena. An operation that has one holds it, until it releases it: the event is not
+/// recorded again before.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Event {
+    nth: usize,
+    pub(crate) handle: EventHandle,
+}
+
+/// One of two events to look at, while the complete ones are counted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Pick {
+    First,
+    Last,
+    Middle,
+}
+
+/// The way to wait for a stream's uses.
+#[derive(Clone, Debug)]
+pub(crate) enum Wait {
+    /// They are complete, or come before the asking stream's next work already.
+    Nothing,
+    /// For this event, of that epoch.
+    For(Event, u64),
+    /// For an event that is to be recorded on the use's stream; it will be of that epoch, which is
+    /// closed now.
+    Record(u64),
+    /// For everything.
+    Context,
+}
+
+#[derive(Debug)]
+struct Stream {
+    /// None for the context, and for a stream that has ended.
+    handle: Option<StreamHandle>,
+    lanes: usize,
+    /// The number of driver calls in progress with the handle, by threads without a lane of the
+    /// stream.
+    exported: usize,
+    /// The epoch of blocks that are freed now.
+    open: u64,
+    /// All uses up to this epoch are known to be complete.
+    done: u64,
+    /// The epoch of its last use.
+    used: u64,
+    /// The recorded events by epoch.
+    events: BTreeMap<u64, Event>,
+    /// Up to which epochs of other streams this one's next work comes after.
+    after: BTreeMap<StreamKey, u64>,
+}
+
+impl Stream {
+    fn new(handle: Option<StreamHandle>) -> Self {
+        let (events, after) = (BTreeMap::new(), BTreeMap::new());
+        Self { handle, lanes: 0, exported: 0, open: 1, done: 0, used: 0, events, after }
+    }
+}
+
+impl Stream {
+    /// Returns `true` if there is a use without a later event.
+    fn is_unmarked(&self) -> bool {
+        let last = self.events.last_key_value().map_or(self.done, |(&epoch, _)| epoch);
+        self.used > last
+    }
+}
+
+/// All streams of an arena.
+#[derive(Debug)]
+pub(crate) struct Streams {
+    known: BTreeMap<StreamKey, Stream>,
+    by_handle: BTreeMap<StreamHandle, StreamKey>,
+    last: StreamKey,
+    /// The operations that hold each event, by its number.
+    holders: Vec<u32>,
+    /// Events that are not recorded.
+    spare: Vec<Event>,
+    /// With this many non-spare events, they are queried before another is created.
+    crowd: usize,
+}
+
+/// The minimum number of recorded events before an arena queries them for reuse. A guess: many
+/// times the events of a service's lanes in progress between two checks for idle memory.
+const CROWD_MIN: usize = 64;
+
+impl Streams {
+    pub(crate) fn new() -> Self {
+        let known = BTreeMap::from([(StreamKey::CONTEXT, Stream::new(None))]);
+        let last = StreamKey::CONTEXT;
+        Self {
+            known,
+            by_handle: BTreeMap::new(),
+            last,
+            holders: Vec::new(),
+            spare: Vec::new(),
+            crowd: CROWD_MIN,
+        }
+    }
+
+    /// Records one more lane of a stream.
+    pub(crate) fn enter(&mut self, handle: StreamHandle) -> StreamKey {
+        let key = *self.by_handle.entry(handle).or_insert_with(|| {
+            self.last = StreamKey(self.last.0 + 1);
+            self.known.insert(self.last, Stream::new(Some(handle)));
+            self.last
+        });
+        if let Some(stream) = self.known.get_mut(&key) {
+            stream.lanes += 1;
+        }
+        key
+    }
+
+    /// Records that a lane is dropped; returns `true` if it was the last of its stream, which then
+    /// has ended for the arena.
+    pub(crate) fn leave(&mut self, key: StreamKey) -> bool {
+        let Some(stream) = self.known.get_mut(&key) else { return false };
+        stream.lanes = stream.lanes.saturating_sub(1);
+        stream.lanes == 0
+    }
+
+    /// Forgets the handle of a stream without lanes: the driver may give it to another.
+    pub(crate) fn retire(&mut self, key: StreamKey) {
+        let Some(stream) = self.known.get_mut(&key).filter(|stream| stream.lanes == 0) else {
+            return;
+        };
+        if let Some(handle) = stream.handle.take() {
+            self.by_handle.remove(&handle);
+        }
+    }
+
+    /// The handle of a stream that has not ended, for one driver call.
+    pub(crate) fn export(&mut self, key: StreamKey) -> Option<StreamHandle> {
+        let stream = self.known.get_mut(&key)?;
+        let handle = stream.handle?;
+        stream.exported += 1;
+        Some(handle)
+    }
+
+    /// Records that the call is made; returns `true` if a thread may wait for that.
+    pub(crate) fn returned(&mut self, key: StreamKey) -> bool {
+        let Some(stream) = self.known.get_mut(&key) else { return false };
+        stream.exported -= 1;
+        stream.exported == 0 && stream.handle.is_none()
+    }
+
+    /// Returns `true` if calls are in progress with the handle of a stream that has ended.
+    pub(crate) fn is_lent(&self, key: StreamKey) -> bool {
+        self.known.get(&key).is_some_and(|stream| stream.handle.is_none() && stream.exported > 0)
+    }
+
+    /// Forgets an ended stream without pending uses.
+    pub(crate) fn forget(&mut self, key: StreamKey, is_pending: bool) {
+        let ended = |stream: &Stream| {
+            stream.handle.is_none() && stream.exported == 0 && stream.done >= stream.used
+        };
+        if key != StreamKey::CONTEXT && !is_pending && self.known.get(&key).is_some_and(ended) {
+            // Two who waited at once recorded an event each: the later one is not looked at.
+            let gone = self.known.remove(&key);
+            self.spare.extend(gone.into_iter().flat_map(|stream| stream.events.into_values()));
+            for stream in self.known.values_mut() {
+                stream.after.remove(&key);
+            }
+        }
+    }
+
+    /// A use that ends now, of a block that is being freed.
+    pub(crate) fn use_now(&mut self, key: StreamKey) -> Use {
+        let is_there = self.handle(key).is_some();
+        let stream = if is_there { key } else { StreamKey::CONTEXT };
+        let epoch = self.known.get_mut(&stream).map_or(0, |stream| {
+            stream.used = stream.open;
+            stream.open
+        });
+        Use { stream, epoch }
+    }
+
+    /// Returns `true` if a use is known to be complete.
+    pub(crate) fn is_done(&self, of: Use) -> bool {
+        self.known.get(&of.stream).is_none_or(|stream| stream.done >= of.epoch)
+    }
+
+    /// Returns the epoch of the event, closed now, that is needed so that a stream about to end can
+    /// be waited for; `None` if none is needed.
+    pub(crate) fn close(&mut self, key: StreamKey) -> Option<u64> {
+        let stream = self.known.get_mut(&key)?;
+        if !stream.is_unmarked() {
+            return None;
+        }
+        let epoch = stream.open;
+        stream.open += 1;
+        Some(epoch)
+    }
+
+    /// The handle of a stream that has not ended.
+    pub(crate) fn handle(&self, key: StreamKey) -> Option<StreamHandle> {
+        self.known.get(&key)?.handle
+    }
+
+    /// Returns the way for `taker`, or the host, to come after a use.
+    pub(crate) fn how(&mut self, of: Use, taker: Option<StreamKey>) -> Wait {
+        if taker == Some(of.stream) {
+            return Wait::Nothing;
+        }
+        if let Some(taker) = taker.and_then(|taker| self.known.get(&taker))
+            && taker.after.get(&of.stream).is_some_and(|&epoch| epoch >= of.epoch)
+        {
+            return Wait::Nothing;
+        }
+        // A stream that is not known any more has no pending uses.
+        let Some(stream) = self.known.get_mut(&of.stream) else { return Wait::Nothing };
+        if stream.done >= of.epoch {
+            return Wait::Nothing;
+        }
+        if let Some((&epoch, &event)) = stream.events.range(of.epoch..).next() {
+            self.holders[event.nth] += 1;
+            return Wait::For(event, epoch);
+        }
+        if stream.handle.is_none() {
+            return Wait::Context;
+        }
+        let epoch = stream.open;
+        stream.open += 1;
+        Wait::Record(epoch)
+    }
+
+    /// Records an event that was recorded after its epoch was closed.
+    pub(crate) fn recorded(&mut self, key: StreamKey, epoch: u64, event: Event) {
+        match self.known.get_mut(&key) {
+            Some(stream) if stream.done < epoch => {
+                stream.events.insert(epoch, event);
+            }
+            _ => self.spare.push(event),
+        }
+    }
+
+    /// Records that the next work of `taker` comes after all uses up to that epoch.
+    pub(crate) fn ordered(&mut self, taker: StreamKey, of: StreamKey, epoch: u64) {
+        if let Some(taker) = self.known.get_mut(&taker) {
+            let after = taker.after.entry(of).or_default();
+            *after = epoch.max(*after);
+        }
+    }
+
+    /// Records that a stream is known to be done up to an epoch.
+    pub(crate) fn complete(&mut self, key: StreamKey, epoch: u64) {
+        let Some(stream) = self.known.get_mut(&key) else { return };
+        stream.done = stream.done.max(epoch);
+        let later = stream.events.split_off(&(epoch + 1));
+        let done = std::mem::replace(&mut stream.events, later);
+        self.spare.extend(done.into_values());
+    }
+
+    /// Ends the present epoch of every stream: memory freed until now is of closed ones.
+    pub(crate) fn close_all(&mut self) -> Vec<Use> {
+        let close = |(&stream, of): (&StreamKey, &mut Stream)| {
+            of.open += 1;
+            Use { stream, epoch: of.open - 1 }
+        };
+        self.known.iter_mut().map(close).collect()
+    }
+
+    /// Returns the first recorded event that is not known to be complete, of any stream, and holds
+    /// it.
+    pub(crate) fn waiting(&mut self) -> Option<(Use, Event)> {
+        let first = |(&stream, of): (&StreamKey, &Stream)| {
+            let (&epoch, &event) = of.events.first_key_value()?;
+            Some((Use { stream, epoch }, event))
+        };
+        let (of, event) = self.known.iter().find_map(first)?;
+        self.holders[event.nth] += 1;
+        Some((of, event))
+    }
+
+    /// Returns the next stream after one that has events which are not known to be complete.
+    pub(crate) fn next_with_events(&self, after: Option<StreamKey>) -> Option<StreamKey> {
+        self.next_after(after, |stream| !stream.events.is_empty())
+    }
+
+    /// Returns an event of a stream between two epochs, and holds it; `None` if there is none.
+    pub(crate) fn event_between(
+        &mut self,
+        stream: StreamKey,
+        epochs: Range<u64>,
+        pick: Pick,
+    ) -> Option<(u64, Event)> {
+        let mut events = self.known.get(&stream)?.events.range(epochs.clone());
+        let (&epoch, &event) = match pick {
+            Pick::First => events.next(),
+            Pick::Last => events.next_back(),
+            Pick::Middle => {
+                let middle = events.clone().count() / 2;
+                events.nth(middle)
+            }
+        }?;
+        self.holders[event.nth] += 1;
+        Some((epoch, event))
+    }
+
+    /// Takes in an event that was created, held by its operation.
+    pub(crate) fn add_event(&mut self, handle: EventHandle) -> Event {
+        self.holders.push(1);
+        Event { nth: self.holders.len() - 1, handle }
+    }
+
+    /// Ends the use of an event by an operation.
+    pub(crate) fn release_event(&mut self, event: Event) {
+        self.holders[event.nth] -= 1;
+    }
+
+    /// Returns `true` if so many events are recorded that they should be queried.
+    pub(crate) const fn is_crowded(&self) -> bool {
+        self.recorded_count() >= self.crowd
+    }
+
+    /// Records that they were queried: not again before there are twice as many as are left, so
+    /// that each is queried a few times at most.
+    pub(crate) fn note_asked(&mut self) {
+        self.crowd = self.recorded_count().saturating_mul(2).max(CROWD_MIN);
+    }
+
+    const fn recorded_count(&self) -> usize {
+        self.holders.len() - self.spare.len()
+    }
+
+    /// Returns the next stream after one that has not ended.
+    pub(crate) fn next_alive(&self, after: Option<StreamKey>) -> Option<StreamKey> {
+        self.next_after(after, |stream| stream.handle.is_some())
+    }
+
+    fn next_after(
+        &self,
+        after: Option<StreamKey>,
+        is_wanted: impl Fn(&Stream) -> bool,
+    ) -> Option<StreamKey> {
+        let from = after.map_or(Bound::Unbounded, Bound::Excluded);
+        let mut later = self.known.range((from, Bound::Unbounded));
+        later.find(|(_, stream)| is_wanted(stream)).map(|(&key, _)| key)
+    }
+
+    /// Takes an event that no operation holds, to be recorded again, and holds it.
+    pub(crate) fn spare(&mut self) -> Option<Event> {
+        let at = self.spare.iter().position(|event| self.holders[event.nth] == 0)?;
+        let event = self.spare.swap_remove(at);
+        self.holders[event.nth] += 1;
+        Some(event)
+    }
+
+    /// Returns an event that was not recorded.
+    pub(crate) fn put_back(&mut self, event: Event) {
+        self.release_event(event);
+        self.spare.push(event);
+    }
+
+    /// Takes out all events, at the end of the arena.
+    pub(crate) fn take_events(&mut self) -> Vec<EventHandle> {
+        let recorded = self.known.values_mut().flat_map(|of| std::mem::take(&mut of.events));
+        let recorded = recorded.map(|(_, event)| event);
+        let all: Vec<_> = recorded.chain(std::mem::take(&mut self.spare)).collect();
+        all.into_iter().map(|event| event.handle).collect()
+    }
+
+    /// Returns `true` if there are uses whose end an event proves, or will once it is recorded.
+    pub(crate) fn is_provable(&self) -> bool {
+        let marks = |stream: &Stream| stream.handle.is_some() && stream.is_unmarked();
+        self.known.values().any(|stream| !stream.events.is_empty() || marks(stream))
+    }
+
+    /// Returns the next stream after one whose uses no event covers yet, the context among them.
+    pub(crate) fn next_unmarked(&self, after: Option<StreamKey>) -> Option<StreamKey> {
+        self.next_after(after, Stream::is_unmarked)
+    }
+
+    /// Counts the work of every stream until now as used memory.
+    pub(crate) fn use_all_now(&mut self) {
+        for stream in self.known.values_mut().filter(|stream| stream.handle.is_some()) {
+            stream.used = stream.open;
+        }
+    }
+
+    /// Streams that it knows, without the context.
+    #[cfg(test)]
+    pub(crate) fn count(&self) -> usize {
+        self.known.len() - 1
+    }
+
+    /// Checks the invariants.
+    ///
+    /// # Panics
+    /// If an invariant is violated.
+    pub(crate) fn validate(&self) {
+        for (&handle, key) in &self.by_handle {
+            assert_eq!(self.known.get(key).and_then(|stream| stream.handle), Some(handle));
+        }
+        for stream in self.known.values() {
+            assert!(stream.done < stream.open, "only closed epochs are done");
+            assert!(stream.events.keys().all(|&epoch| stream.done < epoch && epoch < stream.open));
+        }
+    }
+}
+
+#[cfg(all(test, not(lowtide_loom)))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_event_serves_all_epochs_before_it_and_is_used_again() {
+        let mut streams = Streams::new();
+        let (one, two) = (StreamHandle::new(11), StreamHandle::new(22));
+        let (a, b) = (streams.enter(one), streams.enter(two));
+        let first = streams.use_now(a);
+        assert!(matches!(streams.how(first, Some(a)), Wait::Nothing), "its own order");
+        let Wait::Record(epoch) = streams.how(first, Some(b)) else { panic!("no event") };
+        assert_eq!((streams.handle(a), epoch), (Some(one), first.epoch));
+        let event = streams.add_event(EventHandle::new(1));
+        streams.recorded(a, epoch, event);
+        streams.release_event(event);
+        let Wait::For(event, 1) = streams.how(first, Some(b)) else { panic!("no event") };
+        streams.ordered(b, a, epoch);
+        assert!(matches!(streams.how(first, Some(b)), Wait::Nothing), "it waits already");
+        assert!(matches!(streams.how(first, None), Wait::For(_, 1)), "the host does not");
+        streams.release_event(event);
+        let second = streams.use_now(a);
+        assert!(second > first && matches!(streams.how(second, None), Wait::Record(2)));
+        streams.complete(a, epoch);
+        assert!(matches!(streams.how(first, None), Wait::Nothing));
+        assert!(streams.spare().is_none(), "the host still holds it");
+        streams.release_event(event);
+        assert!(streams.spare().is_some() && streams.spare().is_none());
+        streams.validate();
+    }
+
+    #[test]
+    fn a_stream_is_not_forgotten_while_a_call_is_made_with_its_handle() {
+        let mut streams = Streams::new();
+        let handle = StreamHandle::new(11);
+        let key = streams.enter(handle);
+        assert_eq!(streams.export(key), Some(handle));
+        assert!(!streams.is_lent(key), "it has not ended: nobody need wait");
+        assert!(streams.leave(key));
+        streams.retire(key);
+        streams.forget(key, false);
+        assert!(streams.is_lent(key) && streams.export(key).is_none());
+        assert!(streams.returned(key) && !streams.is_lent(key));
+        streams.forget(key, false);
+        assert_eq!(streams.count(), 0);
+    }
+
+    /// The event was lost: it was never destroyed, nor recorded again.
+    #[test]
+    fn an_event_that_nobody_needed_any_more_when_its_stream_was_forgotten_is_spare() {
+        let mut streams = Streams::new();
+        let key = streams.enter(StreamHandle::new(11));
+        let of = streams.use_now(key);
+        // Two wait for it at once: neither finds an event.
+        let waits = [streams.how(of, None), streams.how(of, None)];
+        let [Wait::Record(first), Wait::Record(second)] = waits else { panic!("an event") };
+        for (epoch, handle) in [(first, 1), (second, 2)] {
+            let event = streams.add_event(EventHandle::new(handle));
+            streams.recorded(key, epoch, event);
+            streams.release_event(event);
+        }
+        assert!(streams.leave(key));
+        streams.retire(key);
+        streams.complete(key, of.epoch);
+        streams.forget(key, false);
+        assert_eq!((streams.count(), streams.spare.len()), (0, 2));
+    }
+
+    #[test]
+    fn a_handle_that_is_given_again_is_of_another_stream() {
+        let mut streams = Streams::new();
+        let handle = StreamHandle::new(11);
+        let old = streams.enter(handle);
+        assert_eq!(streams.enter(handle), old);
+        assert!(!streams.leave(old));
+        let of_old = streams.use_now(old);
+        assert!(streams.leave(old));
+        streams.retire(old);
+        let new = streams.enter(handle);
+        assert_ne!(new, old);
+        assert!(matches!(streams.how(of_old, Some(new)), Wait::Context), "nobody recorded");
+        assert_eq!(streams.use_now(old).stream, StreamKey::CONTEXT);
+        streams.forget(old, true);
+        assert_eq!(streams.count(), 2);
+        streams.forget(old, false);
+        assert_eq!(streams.count(), 2, "its use is nowhere written down, and not complete");
+        streams.complete(old, of_old.epoch);
+        streams.forget(old, false);
+        assert_eq!(streams.count(), 1);
+        streams.validate();
+    }
+}

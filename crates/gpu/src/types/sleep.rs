@@ -1,0 +1,197 @@
+//! Public values of sleep: states, options, reports, and the budget of host memory.
+
+use std::any::Any;
+use std::fmt;
+use std::str::FromStr;
+use std::time::Duration;
+
+use lowtide_core::bytes::ByteSize;
+
+/// The sleep state of an arena.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize), serde(rename_all = "snake_case"))]
+#[non_exhaustive]
+pub enum SleepState {
+    /// The memory can be used.
+    #[default]
+    Awake,
+    /// The arena is falling asleep: it waits for the last lease, or its contents are being copied.
+    Draining,
+    /// The memory is released; entering wakes the arena.
+    Asleep,
+    /// The memory is being committed and restored.
+    Waking,
+}
+
+impl SleepState {
+    /// All of them.
+    pub(crate) const ALL: [Self; 4] = [Self::Awake, Self::Draining, Self::Asleep, Self::Waking];
+
+    /// Returns its name in metrics and endpoints.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Awake => "awake",
+            Self::Draining => "draining",
+            Self::Asleep => "asleep",
+            Self::Waking => "waking",
+        }
+    }
+}
+
+/// Options of a sleep.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SleepOptions {
+    /// Time to wait for leases to end; zero not to wait.
+    pub drain: Duration,
+    /// The treatment of contents in the stable region;
+    /// [`Buffer::set_contents`](crate::Buffer::set_contents) overrides it.
+    pub stable: Contents,
+    /// The treatment of contents in the dynamic region.
+    pub dynamic: Contents,
+}
+
+impl Default for SleepOptions {
+    /// Waits for a second, and keeps all contents.
+    fn default() -> Self {
+        let kept = Contents::Keep;
+        Self { drain: Duration::from_secs(1), stable: kept, dynamic: kept }
+    }
+}
+
+/// The configuration of idle sleep and of wakes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SleepConfig {
+    /// Time without a lease before the arena sleeps; `None` for never. An arena with raw blocks
+    /// never sleeps: their use is unknown.
+    pub idle_after: Option<Duration>,
+    /// The minimum time awake after open or wake.
+    pub min_awake: Duration,
+    /// The options of an idle sleep, which never waits for leases.
+    pub options: SleepOptions,
+    /// Time during which a wake without enough memory retries, eight times, before it fails; zero
+    /// to fail immediately. Measured by the arena's clock: with a manual clock that is not
+    /// advanced, such a wake waits forever.
+    pub wake_timeout: Duration,
+    /// `true` to keep the host memory for contents, and its reservation, between sleeps: allocating
+    /// page-locked memory takes longer than filling it. Otherwise it is released after each wake.
+    /// See [`DeviceArena::set_keep_stores`](crate::DeviceArena::set_keep_stores).
+    pub keep_stores: bool,
+}
+
+impl Default for SleepConfig {
+    /// No idle sleep; a wake retries for 2 s: memory freed by another process shows within 1.5 s.
+    /// No host memory is kept.
+    fn default() -> Self {
+        Self {
+            idle_after: None,
+            min_awake: Duration::ZERO,
+            options: SleepOptions::default(),
+            wake_timeout: Duration::from_secs(2),
+            keep_stores: false,
+        }
+    }
+}
+
+/// The result of a sleep.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct SleepReport {
+    /// Bytes released to the driver.
+    pub released: ByteSize,
+    /// Bytes copied to host memory, in whole granules.
+    pub offloaded: ByteSize,
+    /// Bytes that stay committed.
+    pub stayed: ByteSize,
+}
+
+/// The result of a wake.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct WakeReport {
+    /// Bytes committed.
+    pub committed: ByteSize,
+    /// Bytes copied back.
+    pub restored: ByteSize,
+}
+
+/// A budget of host memory, from which a sleep reserves before it copies contents.
+///
+/// The arena is falling asleep during these calls: operations that would wait for the end of that,
+/// such as entering or allocating there, fail with
+/// [`DeviceError::State`](crate::DeviceError::State). A panic counts as a refusal.
+pub trait HostBudget: Send + Sync {
+    /// Reserves `bytes` until the returned value is dropped, which happens on any thread after the
+    /// host memory was released. Called with no lock held.
+    ///
+    /// # Errors
+    /// The reason for a refusal, as text: the arena then stays awake.
+    fn reserve(&self, bytes: ByteSize) -> Result<Box<dyn Any + Send>, String>;
+
+    /// Called when the host memory of a reservation is allocated and filled: from here on it is
+    /// part of measured memory. Called with no lock held. Does nothing by default.
+    fn settle(&self, booked: &mut (dyn Any + Send)) {
+        let _ = booked;
+    }
+}
+
+/// The treatment of contents when the arena falls asleep.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[non_exhaustive]
+pub enum Contents {
+    /// Contents are lost: for caches, activations, and data that is loaded again from elsewhere.
+    Discard,
+    /// Contents are copied to host memory and back. If device memory is host memory, they stay in
+    /// place.
+    #[default]
+    Keep,
+    /// Contents and memory stay in place: for memory whose address others hold, such as buffers
+    /// registered with NCCL.
+    Stay,
+}
+
+impl Contents {
+    /// All values, from the weakest to the strongest.
+    pub const ALL: [Self; 3] = [Self::Discard, Self::Keep, Self::Stay];
+
+    /// Returns its name in configuration.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Discard => "discard",
+            Self::Keep => "keep",
+            Self::Stay => "stay",
+        }
+    }
+}
+
+impl fmt::Display for Contents {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.name())
+    }
+}
+
+impl FromStr for Contents {
+    type Err = &'static str;
+
+    /// Parses a name; the error lists the expected ones.
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let named = Self::ALL.into_iter().find(|contents| contents.name() == text);
+        named.ok_or("keep, discard or stay")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_has_a_name_and_nothing_else_is_one() {
+        for contents in Contents::ALL {
+            assert_eq!(contents.to_string().parse(), Ok(contents));
+        }
+        for text in ["", "Keep", "offload", "keep "] {
+            assert_eq!(text.parse::<Contents>(), Err("keep, discard or stay"), "{text:?}");
+        }
+    }
+}

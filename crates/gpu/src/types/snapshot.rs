@@ -1,0 +1,356 @@
+//! The figures of an arena at one instant, taken under one lock.
+//!
+//! Plain values in the terms of the glossary; it calls no driver. A commit or decommit in progress
+//! counts as committed, so `committed` errs upward; a block whose memory is not there yet counts as
+//! a hole.
+//!
+//! Invariants, for the arena and for each region: `requested <= live`;
+//! `(live - asleep) + pending + holes = active`; `active + idle = committed <= reserved`.
+
+use std::time::Duration;
+
+use crate::driver::Backend;
+use crate::types::region::Region;
+use crate::types::sleep::SleepState;
+use lowtide_core::bytes::ByteSize;
+use lowtide_core::clock::Moment;
+
+/// The figures of an arena.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize))]
+#[non_exhaustive]
+pub struct ArenaSnapshot {
+    /// The arena's name.
+    pub name: String,
+    /// The driver's backend.
+    pub backend: Backend,
+    /// Bytes that callers requested.
+    pub requested: ByteSize,
+    /// Bytes of blocks held by callers, after rounding.
+    pub live: ByteSize,
+    /// Bytes of live blocks without memory behind them, because the arena sleeps.
+    pub asleep: ByteSize,
+    /// Bytes of host memory that hold the contents of sleeping blocks, are kept for the next sleep,
+    /// or could not be released to the driver.
+    pub offloaded: ByteSize,
+    /// The maximum of `live` since the arena was opened. Errs upward by at most the thread caches.
+    pub live_peak: ByteSize,
+    /// Bytes of free blocks in thread caches. They are part of the holes.
+    pub cached: ByteSize,
+    /// Bytes of granules that a block touches; of whole segments on drivers that allocate segments.
+    pub active: ByteSize,
+    /// Bytes of committed granules that no block touches.
+    pub idle: ByteSize,
+    /// Bytes of granules with memory behind them.
+    pub committed: ByteSize,
+    /// The maximum of `committed` since the arena was opened, without commits in progress.
+    pub committed_peak: ByteSize,
+    /// Bytes of reserved address space; equal to `committed` on drivers that allocate segments.
+    pub reserved: ByteSize,
+    /// Bytes of the arena's metadata: an estimate for raw blocks, none for thread caches.
+    pub metadata: ByteSize,
+    /// Bytes freed by the caller that the device may still use. Zero on the host backend.
+    pub pending: ByteSize,
+    /// Bytes of active granules that are neither live nor pending.
+    pub holes: ByteSize,
+    /// The longest free span with memory behind it.
+    pub largest_free: ByteSize,
+    /// The limit of committed memory.
+    pub limit: ByteSize,
+    /// Bytes of blocks exported to foreign code ([`Buffer::export`](crate::Buffer::export)).
+    pub exported: ByteSize,
+    /// The number of exported blocks.
+    pub exported_count: u64,
+    /// Bytes of imported memory ([`DeviceArena::import`](crate::DeviceArena::import)) that is not
+    /// released yet. Not part of other figures: the arena does not commit it.
+    pub imported: ByteSize,
+    /// The number of imported ranges.
+    pub imported_count: u64,
+    /// The number of leases held.
+    pub leases: u32,
+    /// The sleep state.
+    pub state: SleepState,
+    /// The number of sleeps since the arena was opened.
+    pub sleeps_total: u64,
+    /// The number of wakes.
+    pub wakes_total: u64,
+    /// The number of failed wakes.
+    pub wake_failures_total: u64,
+    /// The number of blocks allocated since the arena was opened.
+    pub allocs_total: u64,
+    /// The number of blocks freed since then.
+    pub frees_total: u64,
+    /// The number of allocations served by a thread cache, without the arena's lock.
+    pub thread_cache_allocs_total: u64,
+    /// The number of blocks allocated on their own granules
+    /// ([`DeviceArena::reserve`](crate::DeviceArena::reserve)).
+    pub reserves_total: u64,
+    /// The number of blocks resized in place.
+    pub resizes_total: u64,
+    /// The number of blocks that compactions moved.
+    pub moves_total: u64,
+    /// Bytes that compactions moved.
+    pub moved_bytes_total: u64,
+    /// The largest block allocated.
+    pub alloc_size_max: ByteSize,
+    /// Failed allocations since then, by reason.
+    pub alloc_failures_total: AllocFailures,
+    /// The number of driver calls that committed memory.
+    pub commits_total: u64,
+    /// The number of driver calls that decommitted memory.
+    pub decommits_total: u64,
+    /// Bytes committed by those calls.
+    pub committed_bytes_total: u64,
+    /// Bytes decommitted by those calls.
+    pub decommitted_bytes_total: u64,
+    /// The number of driver calls that moved memory of idle granules to where it was needed,
+    /// instead of a decommit and a commit.
+    pub remaps_total: u64,
+    /// Bytes moved by those calls.
+    pub remapped_bytes_total: u64,
+    /// The number of shortage callbacks called.
+    pub shortage_callbacks_total: u64,
+    /// The number of shortage callbacks that panicked.
+    pub shortage_panics_total: u64,
+    /// The number of release functions of imported memory called.
+    pub releases_total: u64,
+    /// The number of release functions that panicked.
+    pub release_panics_total: u64,
+    /// The number of CUDA errors that views of freed buffers left with cudarc; zero without CUDA.
+    pub parked_errors_total: u64,
+    /// The number of trims and purges.
+    pub trims_total: u64,
+    /// Bytes released by those.
+    pub trimmed_bytes_total: u64,
+    /// The number of shrinks.
+    pub shrinks_total: u64,
+    /// Bytes released by those.
+    pub shrunk_bytes_total: u64,
+    /// The number of contended lock acquisitions.
+    pub lock_contended_total: u64,
+    /// Total time that threads have waited for the arena's lock.
+    pub lock_wait_total: Duration,
+    /// The figures of each region, in the order of [`Region::ALL`].
+    pub regions: [RegionSnapshot; 2],
+}
+
+/// The figures of an arena for frequent sampling.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct ArenaGlance {
+    /// Bytes of blocks held by callers, after rounding.
+    pub live: ByteSize,
+    /// Bytes of granules with memory behind them.
+    pub committed: ByteSize,
+    /// Bytes of committed granules that no block touches.
+    pub idle: ByteSize,
+}
+
+/// The figures of an arena that a control loop needs in each tick.
+#[doc(hidden)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ControlFigures {
+    /// As in [`ArenaGlance`].
+    pub committed: ByteSize,
+    /// As in [`ArenaGlance`].
+    pub idle: ByteSize,
+    /// As [`DeviceArena::next_decay`](crate::DeviceArena::next_decay) returns it.
+    pub next_decay: Moment,
+    /// As [`DeviceArena::next_sleep`](crate::DeviceArena::next_sleep) returns it.
+    pub next_sleep: Moment,
+}
+
+impl ArenaSnapshot {
+    /// An arena of which nothing is known but its name, in a forked child.
+    pub(crate) fn unknown(name: &str, backend: Backend) -> Self {
+        const NONE: ByteSize = ByteSize::ZERO;
+        Self {
+            name: name.to_owned(),
+            backend,
+            requested: NONE,
+            live: NONE,
+            asleep: NONE,
+            offloaded: NONE,
+            live_peak: NONE,
+            cached: NONE,
+            active: NONE,
+            idle: NONE,
+            committed: NONE,
+            committed_peak: NONE,
+            reserved: NONE,
+            metadata: NONE,
+            pending: NONE,
+            holes: NONE,
+            largest_free: NONE,
+            limit: NONE,
+            exported: NONE,
+            exported_count: 0,
+            imported: NONE,
+            imported_count: 0,
+            leases: 0,
+            state: SleepState::default(),
+            sleeps_total: 0,
+            wakes_total: 0,
+            wake_failures_total: 0,
+            allocs_total: 0,
+            frees_total: 0,
+            thread_cache_allocs_total: 0,
+            reserves_total: 0,
+            resizes_total: 0,
+            moves_total: 0,
+            moved_bytes_total: 0,
+            alloc_size_max: NONE,
+            alloc_failures_total: AllocFailures::default(),
+            commits_total: 0,
+            decommits_total: 0,
+            committed_bytes_total: 0,
+            decommitted_bytes_total: 0,
+            remaps_total: 0,
+            remapped_bytes_total: 0,
+            shortage_callbacks_total: 0,
+            shortage_panics_total: 0,
+            releases_total: 0,
+            release_panics_total: 0,
+            parked_errors_total: 0,
+            trims_total: 0,
+            trimmed_bytes_total: 0,
+            shrinks_total: 0,
+            shrunk_bytes_total: 0,
+            lock_contended_total: 0,
+            lock_wait_total: Duration::ZERO,
+            regions: Region::ALL.map(RegionSnapshot::unknown),
+        }
+    }
+
+    /// Returns the unneeded memory: `committed - (live - asleep)`.
+    #[must_use]
+    pub fn retained(&self) -> ByteSize {
+        self.committed.saturating_sub(self.live.saturating_sub(self.asleep))
+    }
+
+    /// Checks the identities.
+    ///
+    /// # Panics
+    /// If an identity is violated.
+    pub fn validate(&self) {
+        for region in &self.regions {
+            region.validate();
+        }
+        let total = |part: fn(&RegionSnapshot) -> ByteSize| self.regions.iter().map(part).sum();
+        assert_eq!(self.requested, total(|region| region.requested));
+        assert_eq!(self.live, total(|region| region.live));
+        assert_eq!(self.asleep, total(|region| region.asleep));
+        assert_eq!(self.cached, total(|region| region.cached));
+        assert_eq!(self.active, total(|region| region.active));
+        assert_eq!(self.idle, total(|region| region.idle));
+        assert_eq!(self.committed, total(|region| region.committed));
+        assert_eq!(self.reserved, total(|region| region.reserved));
+        assert_eq!(self.holes, total(|region| region.holes));
+        assert!(self.live <= self.live_peak, "live <= live_peak");
+        assert!(self.frees_total <= self.allocs_total, "frees_total <= allocs_total");
+        assert!(self.exported <= self.live, "exported <= live");
+    }
+}
+
+/// The figures of a region, with the meanings of [`ArenaSnapshot`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize))]
+#[non_exhaustive]
+pub struct RegionSnapshot {
+    /// The region.
+    pub region: Region,
+    /// Bytes that callers requested.
+    pub requested: ByteSize,
+    /// Bytes of blocks held by callers, after rounding.
+    pub live: ByteSize,
+    /// Bytes of live blocks without memory behind them.
+    pub asleep: ByteSize,
+    /// Bytes of free blocks in thread caches.
+    pub cached: ByteSize,
+    /// Bytes of granules that a block touches.
+    pub active: ByteSize,
+    /// Bytes of committed granules that no block touches.
+    pub idle: ByteSize,
+    /// Bytes of granules with memory behind them.
+    pub committed: ByteSize,
+    /// Bytes of reserved address space.
+    pub reserved: ByteSize,
+    /// Bytes freed by the caller that the device may still use.
+    pub pending: ByteSize,
+    /// Bytes of active granules that are neither live nor pending.
+    pub holes: ByteSize,
+    /// The longest free span with memory behind it.
+    pub largest_free: ByteSize,
+}
+
+impl RegionSnapshot {
+    /// Checks the identities.
+    ///
+    /// # Panics
+    /// If an identity is violated.
+    pub fn validate(&self) {
+        assert!(self.requested <= self.live, "requested <= live: {self:?}");
+        assert!(self.asleep <= self.live, "asleep <= live: {self:?}");
+        let awake = self.live.saturating_sub(self.asleep);
+        let active = [awake, self.pending, self.holes].into_iter().sum::<ByteSize>();
+        assert_eq!(active, self.active, "(live - asleep) + pending + holes = active: {self:?}");
+        let committed = self.active.saturating_add(self.idle);
+        assert_eq!(committed, self.committed, "active + idle = committed: {self:?}");
+        assert!(self.cached <= self.holes, "cached <= holes: {self:?}");
+        assert!(self.committed <= self.reserved, "committed <= reserved: {self:?}");
+        assert!(self.largest_free <= self.committed, "largest_free <= committed: {self:?}");
+    }
+
+    /// A region of which nothing is known, in a forked child.
+    pub(crate) const fn unknown(region: Region) -> Self {
+        const NONE: ByteSize = ByteSize::ZERO;
+        Self {
+            region,
+            requested: NONE,
+            live: NONE,
+            asleep: NONE,
+            cached: NONE,
+            active: NONE,
+            idle: NONE,
+            committed: NONE,
+            reserved: NONE,
+            pending: NONE,
+            holes: NONE,
+            largest_free: NONE,
+        }
+    }
+}
+
+/// The number of failed allocations, by reason.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize))]
+#[non_exhaustive]
+pub struct AllocFailures {
+    /// The arena's limit was reached.
+    pub limit: u64,
+    /// The device, or the host behind it, was out of memory.
+    pub device: u64,
+    /// The region had no free span of addresses, or is smaller than the block.
+    pub addresses: u64,
+    /// The driver failed for another reason.
+    pub driver: u64,
+}
+
+impl AllocFailures {
+    /// Returns each reason's name in metrics, and its count.
+    #[must_use]
+    pub const fn by_reason(&self) -> [(&'static str, u64); 4] {
+        [
+            ("limit", self.limit),
+            ("device", self.device),
+            ("addresses", self.addresses),
+            ("driver", self.driver),
+        ]
+    }
+
+    /// Returns the sum of all reasons.
+    #[must_use]
+    pub const fn total(&self) -> u64 {
+        self.limit + self.device + self.addresses + self.driver
+    }
+}
