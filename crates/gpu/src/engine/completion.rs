@@ -112,6 +112,23 @@ pub(crate) async fn mark_end(port: &Port<'_>, stream: StreamKey) -> Result<(), D
     Ok(())
 }
 
+/// Records that a lane is dropped, and with the last of its stream that stream: marks the end of
+/// its work, if that can be done, and forgets it.
+pub(crate) async fn leave_stream(port: &Port<'_>, stream: StreamKey) {
+    let is_last = port.with(|state| {
+        let is_last = state.streams.leave(stream);
+        if is_last && state.sleep.forget_used(stream) {
+            // Its work under leases is waited for by an event, or with all other work.
+            state.streams.use_now(stream);
+        }
+        is_last
+    });
+    if is_last {
+        let _ = mark_end(port, stream).await;
+        end_stream(port, stream).await;
+    }
+}
+
 /// Forgets a stream of which the last lane is gone; no call is made with its handle any more when
 /// this returns.
 pub(crate) async fn end_stream(port: &Port<'_>, stream: StreamKey) {

@@ -14,19 +14,17 @@ use std::pin::pin;
 
 use crate::driver::Driver;
 use crate::engine::port::{Caller, Port, Step, Surroundings, run_outside, step};
+use crate::exec::published::Published;
 use crate::exec::{budget, callbacks};
 use crate::state::arena::ArenaState;
-use crate::types::region::Region;
 use lowtide_core::clock::Clock;
-use lowtide_core::sync::atomic::{AtomicU64, Ordering};
 use lowtide_core::sync::{Condvar, Mutex, MutexGuard, is_background, lock, try_lock, wait};
 
 /// The state of an arena, its lock, and what operations on it need.
 pub(crate) struct Executor {
     slot: Mutex<Slot>,
     changed: Condvar,
-    /// The number of moved blocks of each region, for readers without the lock.
-    moves: [AtomicU64; 2],
+    published: Published,
 }
 
 /// The place of the state.
@@ -47,8 +45,7 @@ pub(crate) struct Locked<'a> {
 impl Executor {
     pub(crate) fn new(state: ArenaState) -> Self {
         let slot = Slot { state: Some(Box::new(state)), waiters: 0 };
-        let moves = [AtomicU64::new(0), AtomicU64::new(0)];
-        Self { slot: Mutex::new(slot), changed: Condvar::new(), moves }
+        Self { slot: Mutex::new(slot), changed: Condvar::new(), published: Published::new() }
     }
 
     /// Locks the state; counts the time if another thread has it.
@@ -72,29 +69,24 @@ impl Executor {
         Some(Locked { executor: self, slot: Some(try_lock(&self.slot)?) })
     }
 
-    /// Returns the number of moved blocks of a region when the lock was last released.
+    /// Returns the figures that need no lock.
     #[inline]
-    pub(crate) fn moves(&self, region: Region) -> u64 {
-        self.moves[region.number()].load(Ordering::Relaxed)
-    }
-
-    /// Publishes the counts of moves, before the lock is released: a lease that is granted next
-    /// sees them.
-    #[inline]
-    fn publish(&self, state: &ArenaState) {
-        for region in Region::ALL {
-            let (published, moves) = (&self.moves[region.number()], state.region(region).moves());
-            // Read first: a cache line that all threads write would slow down its readers.
-            if published.load(Ordering::Relaxed) != moves {
-                published.store(moves, Ordering::Relaxed);
-            }
-        }
+    pub(crate) const fn published(&self) -> &Published {
+        &self.published
     }
 
     /// Returns the state without the lock, for the only owner.
     pub(crate) fn get_mut(&mut self) -> Option<&mut ArenaState> {
         let slot = self.slot.get_mut().unwrap_or_else(std::sync::PoisonError::into_inner);
         slot.state.as_deref_mut()
+    }
+
+    /// Stores figures that have changed for readers without the lock, before it is released.
+    #[inline]
+    fn publish(&self, slot: &mut Slot) {
+        if let Some(state) = slot.state.as_deref_mut() {
+            self.published.update(state);
+        }
     }
 
     /// Runs an operation to its end.
@@ -146,9 +138,7 @@ impl Locked<'_> {
         let executor = self.executor;
         // Taken out, so that the drop of `self` does nothing.
         let Some(mut slot) = self.slot.take() else { return self };
-        if let Some(state) = &slot.state {
-            executor.publish(state);
-        }
+        executor.publish(&mut slot);
         slot.waiters += 1;
         if slot.waiters > 1 {
             executor.changed.notify_all(); // this thread may have changed the state
@@ -189,13 +179,11 @@ impl DerefMut for Locked<'_> {
 }
 
 impl Drop for Locked<'_> {
-    /// Publishes what changed, and notifies the threads that wait for a change.
+    /// Publishes changed figures, and notifies the threads that wait for a change.
     #[inline]
     fn drop(&mut self) {
-        let Some(slot) = &self.slot else { return };
-        if let Some(state) = &slot.state {
-            self.executor.publish(state);
-        }
+        let Some(slot) = self.slot.as_deref_mut() else { return };
+        self.executor.publish(slot);
         if slot.waiters > 0 {
             self.executor.changed.notify_all();
         }

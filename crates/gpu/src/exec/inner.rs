@@ -17,6 +17,7 @@ use std::sync::{Arc, OnceLock, Weak};
 use crate::api::lane::LaneInner;
 use crate::driver::{Capabilities, Driver};
 use crate::engine::completion::query_events;
+use crate::engine::import::{end_imports, forget_imports};
 use crate::engine::port::{Called, Port, Surroundings};
 use crate::engine::stores;
 use crate::exec::budget;
@@ -229,16 +230,22 @@ impl ArenaInner {
         self.executor.try_lock()
     }
 
-    /// Reads or changes the state, without a wait or a driver call.
+    /// Reads or changes the state in one step.
     #[inline]
     pub(crate) fn run_now<T>(&self, act: impl FnOnce(&mut ArenaState) -> T) -> T {
         act(&mut self.lock())
     }
 
-    /// Returns the number of moved blocks of a region, without the lock.
+    /// Returns the number of moved or lost blocks of a region.
     #[inline]
     pub(crate) fn moves(&self, region: Region) -> u64 {
-        self.executor.moves(region)
+        self.executor.published().moves(region)
+    }
+
+    /// Returns `true` if this is the block's current place.
+    #[inline]
+    pub(crate) fn is_fresh(&self, region: Region, placed: &Placement) -> bool {
+        placed.moves == self.moves(region)
     }
 
     /// Runs an operation to its end on this thread.
@@ -524,13 +531,16 @@ impl Drop for ArenaInner {
     fn drop(&mut self) {
         if self.check_here().is_err() {
             if let Some(state) = self.executor.get_mut() {
-                state.forget_adopted();
+                forget_imports(state);
             }
             return;
         }
         log!(info, arena = self.name, "arena dropped");
         let _ = self.run(query_events); // asks, and waits for nothing
-        self.end_adopted();
+        let (count, bytes) = self.run(end_imports);
+        if count > 0 {
+            log!(warn, arena = self.name, count, %bytes, "imported memory not released");
+        }
         self.run(stores::end);
         let mut books = self.lock();
         // The use of raw blocks is unknown.

@@ -7,8 +7,8 @@
 
 use std::collections::BTreeMap;
 
-use super::plan::Hold;
 use crate::index::{ALIGN, End};
+use crate::state::compact::plan::Hold;
 use crate::state::ranges::BlockName;
 use crate::types::sleep::Contents;
 
