@@ -90,7 +90,8 @@ const MUTANTS: &[Mutant] = &[
     Mutant {
         name: "move-before-done",
         about: "a compaction copies before the work on the block is complete",
-        text: "    complete_all(port).await.map_err(|error| FailedCopy { error, is_lost: false })?;\n",
+        text: "    complete_all(port).await\
+               .map_err(|error| FailedCopy { error, is_lost: false })?;\n",
         replacement: "",
         test: SCHEDULES,
         is_sample: false,

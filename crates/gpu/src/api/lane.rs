@@ -226,7 +226,7 @@ impl DeviceArena {
         let (mut key, mut number) = (None, 0);
         if inner.capabilities.asynchronous || inner.recorder.is_some() {
             inner.run_now(|state| {
-                key = state.asynchronous.then(|| state.streams.enter(stream));
+                key = state.capabilities.asynchronous.then(|| state.streams.enter(stream));
                 state.tell(&*inner.clock, |numbers| {
                     let (lane, stream) = numbers.lane(stream);
                     number = lane;

@@ -156,18 +156,12 @@ impl DeviceArena {
     ) -> Result<Option<RawBlock>, DeviceError> {
         let inner = self.inner();
         inner.check_here()?;
-        let books = inner.lock();
-        let found = books.raw.get(&at).map(|raw| raw.kept);
-        let (region, placed) = found.ok_or_else(|| inner.unknown(&books, at))?;
-        drop(books);
+        let (region, placed) = inner.run_now(|state| raw_block::find(state, at))?;
         let Some(resized) = inner.resize_in_place(region, placed, size.get())? else {
             return Ok(None);
         };
-        let kept = (region, resized);
-        if let Some(raw) = inner.lock().raw.get_mut(&at) {
-            raw.kept = kept;
-        }
-        Ok(Some(RawBlock::of(&kept)))
+        inner.run_now(|state| raw_block::note_resized(state, at, resized));
+        Ok(Some(RawBlock::of((region, resized))))
     }
 
     /// Records that a lane's stream also uses a raw block: after the free, its work until then is

@@ -148,8 +148,6 @@ fn end(
     if copied.as_ref().is_err_and(|failed| failed.is_lost) && freed.is_none() {
         state.region_mut(region).lose(id);
     }
-    // Before the next lease is granted: its holder sees the new counts of moves.
-    state.is_unpublished = true;
     if let Some(freed) = freed {
         state.release(region, freed, clock);
     }
@@ -253,7 +251,8 @@ fn refuses(
     id: BlockName,
     made: Move,
 ) -> Option<MoveOutcome> {
-    if state.leases > 0 || state.moves.entering > 0 || !state.sleep.is_awake() {
+    let is_moving = state.moves.moving.is_some() || state.moves.entering > 0;
+    if state.leases > 0 || is_moving || !state.sleep.is_awake() {
         return Some(MoveOutcome::Busy);
     }
     // Checked first: if the block is freed, its memory may be too.

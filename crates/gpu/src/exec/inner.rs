@@ -230,16 +230,16 @@ impl ArenaInner {
         self.executor.try_lock()
     }
 
-    /// Reads or changes the state in one step.
+    /// Reads or changes the state, without a wait or a driver call.
     #[inline]
     pub(crate) fn run_now<T>(&self, act: impl FnOnce(&mut ArenaState) -> T) -> T {
         act(&mut self.lock())
     }
 
-    /// Returns the number of moved or lost blocks of a region.
+    /// Returns the number of moved blocks of a region, without the lock.
     #[inline]
     pub(crate) fn moves(&self, region: Region) -> u64 {
-        self.executor.published().moves(region)
+        self.executor.moves(region)
     }
 
     /// Returns `true` if this is the block's current place.
@@ -492,7 +492,7 @@ impl ArenaInner {
 impl Surroundings for ArenaInner {
     fn shut_caches(&self) -> bool {
         let (shut, held) = self.shut_fronts();
-        std::mem::forget(shut);
+        let _until_reopened = ManuallyDrop::new(shut);
         held
     }
 
@@ -544,7 +544,8 @@ impl Drop for ArenaInner {
         self.run(stores::end);
         let mut books = self.lock();
         // The use of raw blocks is unknown.
-        let is_raw_used = books.asynchronous && !books.raw.is_empty() && !books.sleep.is_quiet;
+        let is_raw_used =
+            books.capabilities.asynchronous && !books.raw.is_empty() && !books.sleep.is_quiet;
         let is_used = books.pending() > 0 || books.sleep.may_be_copied() || is_raw_used;
         if is_used {
             let bytes = ByteSize::new(books.backed());

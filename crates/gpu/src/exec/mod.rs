@@ -10,5 +10,4 @@ pub(crate) mod front;
 pub(crate) mod handles;
 pub(crate) mod inner;
 pub(crate) mod kept;
-pub(crate) mod published;
 pub(crate) mod reserve;

@@ -75,16 +75,11 @@ pub(crate) struct ArenaState {
     /// `true` if the driver may keep memory of released segments until a trim.
     pub(crate) untrimmed: bool,
     pub(crate) streams: Streams,
-    /// Work goes on after the call that started it.
-    pub(crate) asynchronous: bool,
     /// Blocks given out by address, by that address.
     pub(crate) raw: RawBlocks,
     /// Exports, and imported memory that is not released.
     pub(crate) outstanding: Outstanding,
     pub(crate) moves: MoveState,
-    /// `true` if a figure that is read without the lock has changed: the executor stores it before
-    /// it releases the lock.
-    pub(crate) is_unpublished: bool,
     /// The last events, if they are kept.
     pub(crate) history: History,
     pub(crate) recorder: Option<Recorder>,
@@ -116,12 +111,10 @@ impl ArenaState {
             steps: Steps::new(config.growth),
             untrimmed: false,
             streams: Streams::new(),
-            asynchronous: capabilities.asynchronous,
             backend,
             raw: RawBlocks::default(),
             outstanding: Outstanding::default(),
             moves: MoveState::default(),
-            is_unpublished: false,
             history: History::new(config.history),
             recorder: config.recorder.clone(),
             outlook: CompactionEstimate::default(),
@@ -519,7 +512,7 @@ impl ArenaState {
     /// Returns the uses to wait for when a block used by these streams, or by unknown ones, is
     /// freed.
     pub(crate) fn uses(&mut self, streams: &[StreamKey]) -> Uses {
-        if !self.asynchronous {
+        if !self.capabilities.asynchronous {
             return Uses::NONE;
         }
         if streams.is_empty() {
