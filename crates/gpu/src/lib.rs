@@ -117,8 +117,7 @@ pub use observe::{record, visualize};
 #[cfg(feature = "cuda")]
 pub use pinned::PinnedView;
 pub use pinned::{
-    PinnedBuffer, PinnedConfig, PinnedCopy, PinnedCopyError, PinnedFailures, PinnedGlance,
-    PinnedKind, PinnedPool, PinnedSnapshot,
+    PinnedBuffer, PinnedConfig, PinnedCopy, PinnedCopyError, PinnedKind, PinnedPool, PinnedSnapshot,
 };
 pub use types::compact::{CompactError, CompactOptions, CompactReport, Goal, Moved, StopReason};
 pub use types::config::{ArenaConfig, Growth};
