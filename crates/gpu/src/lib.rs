@@ -144,7 +144,11 @@ pub use visualize::ArenaMap;
 /// blocks, never their contents.
 pub mod record {
     pub use crate::api::replay::{Replay, Replayed};
-    pub use crate::observe::record::*;
+    pub use crate::observe::record::{
+        After, Asked, BlockKind, Closed, Closing, Ended, Entry, Fallen, Found, GivenUp, Header,
+        Layout, Log, LogError, LogFault, Operation, OperationHash, Place, RecordError, Recorder,
+        Resized, Sleepless, Why,
+    };
 }
 
 #[cfg(all(test, lowtide_loom))]

@@ -1,8 +1,8 @@
 //! A coarse map of an arena: usage in a few hundred cells of address space.
 //!
-//! For pages that refresh often. Unlike [`DeviceArena::map`] it lists no blocks and no addresses,
-//! and keeps thread caches: their blocks show as live. Blocks whose memory is still being committed
-//! show as asleep. Empty addresses, the majority, have no cell.
+//! For pages that refresh often. Unlike [`DeviceArena::map`](crate::DeviceArena::map) it lists no
+//! blocks and no addresses, and keeps thread caches: their blocks show as live. Blocks whose memory
+//! is still being committed show as asleep. Empty addresses, the majority, have no cell.
 //!
 //! Invariants: `active + idle <= size` of every cell; summed over a region, `active + idle` is its
 //! committed memory; `cells <= cells_max`.
