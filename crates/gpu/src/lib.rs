@@ -103,6 +103,7 @@ pub use lowtide_planner as plan;
 pub use api::arena::DeviceArena;
 pub use api::buffer::Buffer;
 pub use api::compact::BlockPin;
+pub use api::config::ArenaConfig;
 pub use api::interop::{ExportError, Exported, Imported};
 pub use api::lane::Lane;
 pub use api::lease::Lease;
@@ -113,14 +114,14 @@ pub use api::shortage::ShortageCallback;
 pub use api::sleep::EnterFuture;
 pub use driver::host::HostDriver;
 pub use observe::occupancy::{ArenaOccupancy, OccupancyCell, RegionOccupancy};
-pub use observe::{record, visualize};
+pub use observe::visualize;
 #[cfg(feature = "cuda")]
 pub use pinned::PinnedView;
 pub use pinned::{
     PinnedBuffer, PinnedConfig, PinnedCopy, PinnedCopyError, PinnedKind, PinnedPool, PinnedSnapshot,
 };
 pub use types::compact::{CompactError, CompactOptions, CompactReport, Goal, Moved, StopReason};
-pub use types::config::{ArenaConfig, Growth};
+pub use types::config::Growth;
 pub use types::error::{Bound, DeviceError, ImportError};
 pub use types::region::Region;
 pub use types::shortage::{Shortage, ShortageInfo};
@@ -131,6 +132,23 @@ pub use types::sleep::{
 pub use types::snapshot::ControlFigures;
 pub use types::snapshot::{AllocFailures, ArenaGlance, ArenaSnapshot, RegionSnapshot};
 pub use visualize::ArenaMap;
+
+/// Record and replay: writes the operations of an arena as lines of text, and repeats them on
+/// another arena.
+///
+/// A [`Recorder`](record::Recorder) is passed to an arena when it is opened and writes its
+/// operations in the order in which they take effect. A [`Log`](record::Log) is such a recording,
+/// read and checked; [`Log::replay`](record::Log::replay) repeats it and compares the outcomes.
+/// `docs/RECORDING.md` describes the format. A recording holds the requests and the places of
+/// blocks, never their contents.
+pub mod record {
+    pub use crate::api::replay::{Replay, Replayed};
+    pub use crate::observe::record::{
+        After, Asked, BlockKind, Closed, Closing, Ended, Entry, Fallen, Found, GivenUp, Header,
+        Layout, Log, LogError, LogFault, Operation, OperationHash, Place, RecordError, Recorder,
+        Resized, Sleepless, Why,
+    };
+}
 
 #[cfg(all(test, lowtide_loom))]
 mod models;

@@ -17,6 +17,7 @@ use std::sync::Arc;
 use bytemuck::Pod;
 
 use crate::api::buffer::Buffer;
+use crate::api::config::ArenaConfig;
 use crate::api::lease::Lease;
 use crate::driver::{Backend, Capabilities, Driver};
 use crate::engine::suspend::next_sleep;
@@ -33,7 +34,6 @@ use crate::observe::record::{Header, Recording};
 use crate::state::arena::ArenaState;
 use crate::state::event::{ArenaEvent, Origin};
 use crate::state::region::{AllocRequest, Region, RegionState};
-use crate::types::config::ArenaConfig;
 use crate::types::error::DeviceError;
 use crate::types::snapshot::{ArenaGlance, ArenaSnapshot, ControlFigures};
 use lowtide_core::bytes::ByteSize;
@@ -110,9 +110,10 @@ impl DeviceArena {
         }
         let regions = grounds.map(|ground| RegionState::new(ground, granule));
         let device = (capabilities, driver.backend());
-        let state = ArenaState::new(regions, granule, &config, device, clock.now());
+        let state = ArenaState::new(regions, granule, config.state_config(), device, clock.now());
         let limit = config.limit;
-        let inner = Arc::new(ArenaInner::new((driver, clock), config, state, observers));
+        let cache = (config.thread_cache, config.decay);
+        let inner = Arc::new(ArenaInner::new((driver, clock), cache, state, observers));
         let homes = Arc::new(CacheShards::new(&inner));
         let (arena, backend) = (&inner.name, inner.driver.backend());
         log!(info, arena, %backend, %limit, "arena opened");

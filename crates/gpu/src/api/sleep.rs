@@ -125,9 +125,10 @@ impl DeviceArena {
     ///
     /// If memory is short, it skips memory of blocks freed meanwhile, releases its own idle memory,
     /// calls the shortage callbacks ([`DeviceArena::on_shortage`]), and retries for
-    /// [`SleepConfig::wake_timeout`]. The figures of [`DeviceError::OutOfMemory`] then describe the
-    /// wake, also for an allocation that caused it: `requested` is the part of the arena that found
-    /// no room, at most 1 GiB, `committed` its memory without that part.
+    /// [`SleepConfig::wake_timeout`](crate::SleepConfig::wake_timeout). The figures of
+    /// [`DeviceError::OutOfMemory`] then describe the wake, also for an allocation that caused it:
+    /// `requested` is the part of the arena that found no room, at most 1 GiB, `committed` its
+    /// memory without that part.
     ///
     /// # Errors
     /// [`DeviceError::State`] if it is awake. It stays asleep, with its contents saved, after
@@ -175,8 +176,9 @@ impl DeviceArena {
         self.inner().run_now(|state| is_busy(state))
     }
 
-    /// Sets if the host memory for contents is kept between sleeps ([`SleepConfig::keep_stores`]),
-    /// and releases memory kept until now.
+    /// Sets if the host memory for contents is kept between sleeps
+    /// ([`SleepConfig::keep_stores`](crate::SleepConfig::keep_stores)), and releases memory kept
+    /// until now.
     ///
     /// The next sleep uses kept memory if its contents fit, and releases it otherwise.
     /// [`DeviceArena::release_stores`] and the end of the arena release it too.

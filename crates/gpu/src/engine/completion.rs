@@ -29,7 +29,7 @@ use crate::types::error::{DeviceError, captures, is_captures};
 /// that would invalidate it is made.
 ///
 /// # Errors
-/// The driver's; [`CAPTURES`] for a capture. Nothing is reused then.
+/// The driver's; [`CAPTURES`](crate::types::error::CAPTURES) for a capture. Nothing is reused then.
 pub(super) async fn come_after(
     port: &Port<'_>,
     taker: Option<StreamKey>,
@@ -103,7 +103,7 @@ fn settle(port: &Port<'_>, of: Use) {
 /// Records the end of a stream's work until now, so that others can wait for it. Does not wait.
 ///
 /// # Errors
-/// The driver's; [`CAPTURES`] while the stream captures a graph.
+/// The driver's; [`CAPTURES`](crate::types::error::CAPTURES) while the stream captures a graph.
 pub(crate) async fn mark_end(port: &Port<'_>, stream: StreamKey) -> Result<(), DriverError> {
     let Some(epoch) = port.with(|state| state.streams.close(stream)) else { return Ok(()) };
     let Some(recorded) = record(port, stream, epoch).await else { return Ok(()) };
@@ -361,7 +361,7 @@ fn is_markable(port: &Port<'_>, stream: StreamKey) -> bool {
 /// synchronous work.
 ///
 /// # Errors
-/// The driver's: the device may still work. [`CAPTURES`] while the stream of a lane captures a
+/// The driver's: the device may still work. [`CAPTURES`](crate::types::error::CAPTURES) while the stream of a lane captures a
 /// graph, which the wait would invalidate. `Background` in background work, before any call: see
 /// the head of this file.
 pub(crate) async fn complete_all(port: &Port<'_>) -> Result<(), DriverError> {

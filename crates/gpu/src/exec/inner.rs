@@ -30,7 +30,6 @@ use crate::state::arena::ArenaState;
 use crate::state::cached::{CacheCounts, Swept};
 use crate::state::event::{After, ArenaEvent, FreeCause};
 use crate::state::region::{Placement, Region};
-use crate::types::config::ArenaConfig;
 use crate::types::error::DeviceError;
 use crate::types::shortage::Shortage;
 use crate::types::snapshot::{ArenaGlance, ArenaSnapshot};
@@ -193,28 +192,28 @@ impl ArenaInner {
     /// Joins the parts of an arena.
     pub(crate) fn new(
         (driver, clock): (Arc<dyn Driver>, Arc<dyn Clock>),
-        config: ArenaConfig,
+        (thread_cache, decay): (ByteSize, DecayTime),
         state: ArenaState,
         observers: Vec<Box<dyn Observer>>,
     ) -> Self {
         let capabilities = driver.capabilities();
         // Thread caches would hide events.
         let is_observed = !observers.is_empty();
-        let front = if is_observed { ByteSize::ZERO } else { config.thread_cache };
+        let front = if is_observed { ByteSize::ZERO } else { thread_cache };
         Self {
+            name: state.name.clone(),
             driver,
             clock,
             capabilities,
             granule: ByteSize::new(state.bytes_of(1)),
             largest: Region::ALL.map(|region| state.region(region).largest_ever()),
             executor: Executor::new(state, Observers::new(observers)),
-            fronts: ArenaCaches::new(front, config.decay, capabilities.asynchronous),
+            fronts: ArenaCaches::new(front, decay, capabilities.asynchronous),
             callbacks: Arc::new(Callbacks::new()),
             closed: AtomicBool::new(false),
             birth: Birth::now(),
             #[cfg(feature = "cuda")]
             parked: AtomicU64::new(0),
-            name: config.name,
         }
     }
 

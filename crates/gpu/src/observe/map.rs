@@ -5,59 +5,15 @@
 //!
 //! Invariant: the map shows one instant; its events lead up to that instant.
 
-use crate::api::arena::DeviceArena;
 use crate::index::Span;
-use crate::observe::history::History;
-use crate::observe::visualize::{
-    ArenaMap, BlockSpan, BlockState, GranuleRun, GranuleState, SegmentMap,
-};
+use crate::observe::visualize::{BlockSpan, BlockState, GranuleRun, GranuleState, SegmentMap};
 use crate::state::arena::ArenaState;
 use crate::state::ground::Stretch;
 use crate::types::region::Region;
 use lowtide_core::bytes::ByteSize;
 
-impl DeviceArena {
-    /// Returns a map of all blocks and granules, and the kept events; empty in a forked child.
-    ///
-    /// Copies the metadata under the lock: time and memory grow with the number of blocks and
-    /// granules. Requested sizes are known per region and not per block, so a block shows its
-    /// rounded size as requested. Thread caches are flushed first; blocks that other threads cache
-    /// meanwhile show as live.
-    ///
-    /// ```
-    /// # use std::sync::Arc;
-    /// # use lowtide_gpu::clock::SystemClock;
-    /// # use lowtide_gpu::{ArenaConfig, DeviceArena, HostDriver, Region};
-    /// let config = ArenaConfig { history: 1000, ..ArenaConfig::new("embedder") };
-    /// let clock = Arc::new(SystemClock::new());
-    /// let arena = DeviceArena::open(Arc::new(HostDriver::new()), clock, config)?;
-    /// let activations = arena.alloc::<f32>(1 << 20, Region::Dynamic)?;
-    /// let map = arena.map();
-    /// assert!(map.to_svg().starts_with("<svg"));
-    /// assert_eq!(map.events.len(), 2); // committed, handed out
-    /// # drop(activations);
-    /// # Ok::<(), lowtide_gpu::DeviceError>(())
-    /// ```
-    #[must_use]
-    pub fn map(&self) -> ArenaMap {
-        let inner = self.inner();
-        let empty = ArenaMap::empty(inner.name.clone());
-        if inner.check_here().is_err() {
-            return empty;
-        }
-        inner.empty_fronts();
-        let map = inner.run_now(|state| ArenaMap {
-            taken: inner.clock.now(),
-            segments: Region::ALL.iter().flat_map(|&region| segments(state, region)).collect(),
-            events: inner.observer::<History>().map_or_else(Vec::new, History::events),
-            granularity: ByteSize::new(state.bytes_of(1)),
-            ..empty
-        });
-        ArenaMap { since_epoch: inner.clock.since_epoch(), ..map }
-    }
-}
-
-fn segments(state: &ArenaState, region: Region) -> Vec<SegmentMap> {
+/// Returns the segments of a region.
+pub(crate) fn segments(state: &ArenaState, region: Region) -> Vec<SegmentMap> {
     let ground = &state.region(region).segment;
     let spans: Vec<_> = state.region(region).live_spans().collect();
     let mut touched = Touched::new(&spans);

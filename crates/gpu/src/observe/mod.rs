@@ -3,5 +3,5 @@
 pub(crate) mod history;
 pub(crate) mod map;
 pub(crate) mod occupancy;
-pub mod record;
+pub(crate) mod record;
 pub mod visualize;

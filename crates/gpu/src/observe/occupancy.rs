@@ -1,13 +1,12 @@
 //! A coarse map of an arena: usage in a few hundred cells of address space.
 //!
-//! For pages that refresh often. Unlike [`DeviceArena::map`] it lists no blocks and no addresses,
-//! and keeps thread caches: their blocks show as live. Blocks whose memory is still being committed
-//! show as asleep. Empty addresses, the majority, have no cell.
+//! For pages that refresh often. Unlike [`DeviceArena::map`](crate::DeviceArena::map) it lists no
+//! blocks and no addresses, and keeps thread caches: their blocks show as live. Blocks whose memory
+//! is still being committed show as asleep. Empty addresses, the majority, have no cell.
 //!
 //! Invariants: `active + idle <= size` of every cell; summed over a region, `active + idle` is its
 //! committed memory; `cells <= cells_max`.
 
-use crate::api::arena::DeviceArena;
 use crate::index::Span;
 use crate::state::arena::ArenaState;
 use crate::state::ground::GranuleState;
@@ -58,41 +57,12 @@ pub struct OccupancyCell {
     pub idle: ByteSize,
 }
 
-impl DeviceArena {
-    /// Returns the current usage, each region in at most `cells_max` cells (at least 2).
-    ///
-    /// Walks all blocks under the lock, a few ns each if the arena is awake, and allocates the
-    /// cells and an entry for each run of committed granules. Empty in a forked child.
-    ///
-    /// ```
-    /// # use std::sync::Arc;
-    /// # use lowtide_gpu::clock::SystemClock;
-    /// # use lowtide_gpu::{ArenaConfig, DeviceArena, HostDriver, Region};
-    /// # let clock = Arc::new(SystemClock::new());
-    /// # let config = ArenaConfig::new("embedder");
-    /// let arena = DeviceArena::open(Arc::new(HostDriver::new()), clock, config)?;
-    /// let activations = arena.alloc::<u8>(1 << 20, Region::Dynamic)?;
-    /// let occupancy = arena.occupancy(64);
-    /// let live: u64 = occupancy.regions[1].occupancy.iter().map(|cell| cell.live.get()).sum();
-    /// assert_eq!((occupancy.regions[1].blocks, live), (1, 1 << 20));
-    /// # drop(activations);
-    /// # Ok::<(), lowtide_gpu::DeviceError>(())
-    /// ```
-    #[must_use]
-    pub fn occupancy(&self, cells_max: usize) -> ArenaOccupancy {
-        let inner = self.inner();
-        if inner.check_here().is_err() {
-            return ArenaOccupancy { granularity: ByteSize::ZERO, regions: Vec::new() };
-        }
-        inner.run_now(|state| {
-            let of = |&region: &Region| region_cells(state, region, cells_max);
-            let regions = Region::ALL.iter().map(of).collect();
-            ArenaOccupancy { granularity: ByteSize::new(state.bytes_of(1)), regions }
-        })
-    }
-}
-
-fn region_cells(state: &ArenaState, region: Region, cells_max: usize) -> RegionOccupancy {
+/// Returns the usage of a region in at most `cells_max` cells (at least 2).
+pub(crate) fn region_cells(
+    state: &ArenaState,
+    region: Region,
+    cells_max: usize,
+) -> RegionOccupancy {
     let of = state.region(region);
     let strip = || CellSums::new(cells_max.max(2));
     let (mut backed, mut active) = (strip(), strip());
@@ -255,7 +225,7 @@ mod tests {
     use std::sync::Arc;
 
     use super::*;
-    use crate::{ArenaConfig, HostDriver};
+    use crate::{ArenaConfig, DeviceArena, HostDriver};
     use lowtide_core::clock::ManualClock;
 
     fn arena(reserve: ByteSize) -> DeviceArena {

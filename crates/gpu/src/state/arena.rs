@@ -27,7 +27,7 @@ use crate::state::segment::{Cursor, Run};
 use crate::state::sleep::Sleep;
 use crate::state::streams::{StreamKey, Streams};
 use crate::state::totals::Totals;
-use crate::types::config::ArenaConfig;
+use crate::types::config::StateConfig;
 use crate::types::error::DeviceError;
 use crate::types::sleep::{SleepOptions, SleepState};
 use crate::types::snapshot::ArenaSnapshot;
@@ -89,12 +89,12 @@ impl ArenaState {
     pub(crate) fn new(
         regions: [RegionState; 2],
         granularity: ByteSize,
-        config: &ArenaConfig,
+        config: StateConfig,
         (capabilities, backend): (Capabilities, Backend),
         now: Moment,
     ) -> Self {
         Self {
-            name: config.name.clone(),
+            name: config.name,
             regions,
             granularity: granularity.get(),
             capabilities,

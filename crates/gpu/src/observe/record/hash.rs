@@ -34,13 +34,13 @@ impl OperationHash {
     }
 
     /// Adds the header of a recording.
-    pub(super) fn open(&mut self, header: &Header) {
+    pub(crate) fn open(&mut self, header: &Header) {
         // Writing to a hash cannot fail, here and below.
         let _ = writeln!(self, "open{}", header.outcome());
     }
 
     /// Adds an operation.
-    pub(super) fn add(&mut self, operation: &Operation) {
+    pub(crate) fn add(&mut self, operation: &Operation) {
         let _ = writeln!(self, "{}{}", operation.word(), operation.outcome());
     }
 }

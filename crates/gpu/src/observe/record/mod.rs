@@ -1,14 +1,11 @@
-//! Record and replay: writes the operations of an arena as lines of text, and repeats them on
-//! another arena.
+//! Recordings: the operations of an arena as lines of text, in the order in which they take effect.
 //!
-//! A [`Recorder`] is passed to an arena when it is opened and writes its operations in the order in
-//! which they take effect. A [`Log`] is such a recording, read and checked; [`Log::replay`] repeats
-//! it and compares the outcomes. `docs/RECORDING.md` describes the format. A recording holds the
-//! requests and the places of blocks, never their contents.
+//! A [`Recorder`] writes them, and a [`Log`] reads and checks them. [`replay`](crate::api::replay)
+//! repeats them on another arena. `docs/RECORDING.md` describes the format.
 //!
 //! Files: `operation` (values), `text` (writing), `parse` and `check` (reading), `hash`, `numbers`
 //! (of blocks and streams), `events` (the operations of the arena's events), `lines` (pending
-//! output), `recorder`, `log`, `replay`, `rmm` (the log of another allocator), `error`.
+//! output), `recorder`, `log`, `rmm` (the log of another allocator), `error`.
 //!
 //! Invariants: a recorder never affects its arena, except for the time that writing takes; reading
 //! a recording never panics, and no number in it determines the size of an allocation.
@@ -23,7 +20,6 @@ mod numbers;
 mod operation;
 mod parse;
 mod recorder;
-mod replay;
 mod rmm;
 mod text;
 
@@ -36,4 +32,4 @@ pub use operation::{
 };
 pub use recorder::Recorder;
 pub(crate) use recorder::Recording;
-pub use replay::{Replay, Replayed};
+pub(crate) use text::VERSION;

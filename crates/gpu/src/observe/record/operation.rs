@@ -8,15 +8,13 @@
 use std::time::Duration;
 
 use super::hash::OperationHash;
-use super::text::VERSION;
-use crate::driver::{Backend, Driver};
+use crate::driver::Backend;
 pub use crate::state::event::{After, BlockKind};
 use crate::state::region::Region;
 use crate::types::compact::{CompactOptions, StopReason};
-use crate::types::config::{ArenaConfig, Growth};
+use crate::types::config::Growth;
 use crate::types::sleep::{Contents, SleepReport, SleepState, WakeReport};
 use lowtide_core::bytes::ByteSize;
-use lowtide_core::clock::Clock;
 use lowtide_core::decay::DecayTime;
 
 /// The settings of the recorded arena.
@@ -43,49 +41,6 @@ pub struct Header {
     pub growth: Growth,
     /// The granularity and the reserved address space; `None` if unknown.
     pub layout: Option<Layout>,
-}
-
-impl Header {
-    /// Of an arena that is being opened.
-    pub(crate) fn of(
-        config: &ArenaConfig,
-        driver: &dyn Driver,
-        clock: &dyn Clock,
-        reserved: [ByteSize; 2],
-    ) -> Self {
-        let capabilities = driver.capabilities();
-        let granularity = config.granule.unwrap_or(capabilities.granularity);
-        Self {
-            version: VERSION,
-            name: config.name.clone(),
-            backend: driver.backend(),
-            asynchronous: capabilities.asynchronous,
-            started: clock.now().since_origin(),
-            limit: config.limit,
-            reserve: config.reserve,
-            decay: config.decay,
-            growth: config.growth,
-            layout: Some(Layout { granularity, reserved }),
-        }
-    }
-
-    /// Returns a configuration that opens an arena like the recorded one for a replay, without
-    /// thread caches, history and recorder.
-    ///
-    /// It has the same granule if that is known; a driver with a larger granularity refuses it
-    /// ([`DeviceError::Granule`](crate::DeviceError::Granule)).
-    #[must_use]
-    pub fn config(&self) -> ArenaConfig {
-        ArenaConfig {
-            limit: self.limit,
-            reserve: self.reserve,
-            granule: self.layout.map(|layout| layout.granularity),
-            decay: self.decay,
-            growth: self.growth,
-            thread_cache: ByteSize::ZERO,
-            ..ArenaConfig::new(self.name.clone())
-        }
-    }
 }
 
 /// The granule and the address space of an arena.

@@ -19,7 +19,7 @@ use super::parse::BYTES_MAX;
 use super::text::VERSION;
 use crate::driver::Backend;
 use crate::state::region::Region;
-use crate::types::config::ArenaConfig;
+use crate::types::config::{DECAY, Growth, RESERVE};
 use lowtide_core::bytes::ByteSize;
 
 /// The first line.
@@ -65,7 +65,8 @@ impl Log {
             let text = text.trim_end_matches('\r');
             import.line(line, text).map_err(|fault| fault.at(line))?;
         }
-        let ArenaConfig { name, limit, reserve, decay, growth, .. } = ArenaConfig::new("rmm");
+        let (name, limit, reserve) = ("rmm".to_owned(), ByteSize::MAX, RESERVE);
+        let (decay, growth) = (DECAY, Growth::SameAsRequested);
         let (backend, asynchronous, started) = (Backend::CudaPlain, true, Duration::ZERO);
         let (version, layout) = (VERSION, None);
         let header = Header {

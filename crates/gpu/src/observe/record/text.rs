@@ -20,7 +20,7 @@ use lowtide_core::bytes::ByteSize;
 use lowtide_core::decay::DecayTime;
 
 /// The version that is written, and the last that is read.
-pub(super) const VERSION: u64 = 2;
+pub(crate) const VERSION: u64 = 2;
 
 /// The first line, but for the version.
 pub(super) const FIRST: &str = "lowtide-recording version=";

@@ -13,21 +13,21 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-use super::hash::OperationHash;
-use super::log::Log;
-use super::operation::{After, Asked, BlockKind, Closing, Entry, Fallen, Operation, Sleepless};
-use super::recorder::Recorder;
 use crate::api::arena::DeviceArena;
 use crate::api::buffer::Buffer;
 use crate::api::compact::BlockPin;
+use crate::api::config::ArenaConfig;
 use crate::api::lane::Lane;
 use crate::api::lease::Lease;
 use crate::driver::{DeviceAddress, Driver};
 use crate::exec::lane::OwnStream;
+use crate::observe::record::{
+    After, Asked, BlockKind, Closing, Entry, Fallen, Log, Operation, OperationHash, Recorder,
+    Sleepless,
+};
 use crate::state::event::Origin;
 use crate::state::region::AllocRequest;
 use crate::types::compact::{CompactOptions, StopReason};
-use crate::types::config::ArenaConfig;
 use crate::types::error::DeviceError;
 use crate::types::sleep::{Contents, HostBudget, SleepOptions, SleepState};
 use crate::types::snapshot::ArenaSnapshot;
@@ -140,7 +140,7 @@ enum Done {
 
 impl Log {
     /// Replays the whole recording on a new arena over this driver;
-    /// [`header().config()`](super::Header::config) opens one like the recorded one.
+    /// [`header().config()`](crate::record::Header::config) opens one like the recorded one.
     ///
     /// A refused call of the arena is not an error here: it is an outcome, and part of the hash.
     ///
@@ -167,7 +167,7 @@ impl Log {
     ) -> Result<Replay<'_>, DeviceError> {
         let recorder = config.recorder.get_or_insert_with(Recorder::hash_only).clone();
         let clock = ManualClock::new();
-        clock.advance(self.header.started);
+        clock.advance(self.header().started);
         // No time passes while a wake waits for memory.
         config.sleep.wake_timeout = Duration::ZERO;
         let arena = DeviceArena::open(driver, Arc::new(clock.clone()), config)?;
@@ -188,9 +188,9 @@ impl Log {
             first_difference: None,
             skipped: 0,
         };
-        if self.header.layout.is_some() {
+        if self.header().layout.is_some() {
             let mut expected = OperationHash::EMPTY;
-            expected.open(&self.header);
+            expected.open(self.header());
             replay.expected = Some(expected);
             replay.compare(2);
         }
@@ -202,9 +202,9 @@ impl Replay<'_> {
     /// Replays the next operation; returns `false` if there is none left.
     pub fn step(&mut self) -> bool {
         let log = self.log;
-        let Some(entry) = log.entries.get(self.next) else { return false };
+        let Some(entry) = log.entries().get(self.next) else { return false };
         self.next += 1;
-        let due = Moment::after_origin(log.header.started) + entry.at;
+        let due = Moment::after_origin(log.header().started) + entry.at;
         self.clock.advance(due - self.now());
         if let Done::Skipped = self.perform(entry) {
             self.skipped += 1;
@@ -232,7 +232,7 @@ impl Replay<'_> {
         let _ = self.recorder.finish(); // its owner asks it
         Replayed {
             hash: self.recorder.hash(),
-            closing: self.log.closing,
+            closing: self.log.closing(),
             first_difference: self.first_difference,
             operations: (self.next as u64).saturating_sub(self.skipped),
             skipped: self.skipped,
@@ -318,7 +318,7 @@ impl Replay<'_> {
     }
 
     fn since_start(&self, now: Duration) -> Moment {
-        Moment::after_origin(self.log.header.started) + now
+        Moment::after_origin(self.log.header().started) + now
     }
 
     fn alloc(&mut self, id: u64, asked: Asked) -> Done {

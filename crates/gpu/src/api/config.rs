@@ -1,0 +1,126 @@
+//! The configuration of an arena: plain values.
+//!
+//! It reads no environment and knows no profile. The header of a recording holds a part of it.
+//!
+//! Invariant: every value is valid; values that do not fit the driver are rounded or halved at
+//! open.
+
+use crate::driver::Driver;
+use crate::observe::record::{Header, Layout, Recorder, VERSION};
+use crate::types::config::{DECAY, Growth, RESERVE, StateConfig};
+use crate::types::sleep::SleepConfig;
+use lowtide_core::bytes::ByteSize;
+use lowtide_core::clock::Clock;
+use lowtide_core::decay::DecayTime;
+
+/// The default size of a thread cache: two blocks of 8 MiB. A guess.
+const FRONT: ByteSize = ByteSize::mib(16);
+
+/// The configuration of a device arena.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ArenaConfig {
+    /// The name in metrics and errors.
+    pub name: String,
+    /// The maximum of committed memory, over both regions and including commits in progress;
+    /// [`ByteSize::MAX`] for no limit, zero for no memory.
+    pub limit: ByteSize,
+    /// Address space of each of the two regions, rounded up to whole granules; small blocks get an
+    /// additional eighth and one granule. If the driver refuses that, an eighth of the largest
+    /// half, quarter, ... that it accepts. On a driver that allocates segments no addresses are
+    /// reserved, and this is the maximum block size.
+    pub reserve: ByteSize,
+    /// The smallest unit that is committed and released, for drivers whose calls cost per unit and
+    /// not per byte: a power of two and a multiple of the driver's granularity. Default: that
+    /// granularity. Larger units need fewer calls, but a live block keeps more memory committed.
+    pub granule: Option<ByteSize>,
+    /// Time that idle memory stays. Memory used within this time is not released, and idle memory
+    /// stays at most a sixteenth longer. jemalloc's curve, which releases half of the memory by
+    /// half of the time, would make driver calls in each pause; on a device these are expensive.
+    pub decay: DecayTime,
+    /// The amount to commit at a time.
+    pub growth: Growth,
+    /// Bytes of free blocks of frequent sizes that each thread may cache for its next allocations.
+    /// Other threads cannot use them until memory is short or they age; zero for no cache. Nothing
+    /// is cached if idle memory is released immediately. On a driver with asynchronous work each
+    /// lane has a cache instead, for blocks that only it used; with more than eight lanes each
+    /// caches less, so that all together keep about as much as eight.
+    pub thread_cache: ByteSize,
+    /// The number of past events to keep for a [map](crate::DeviceArena::map): 0 by default, at
+    /// most 262,144, 40 bytes each. Thread caches are off if events are kept.
+    pub history: usize,
+    /// When the arena sleeps without a call, and how it wakes.
+    pub sleep: SleepConfig,
+    /// Records the operations of the arena; none by default. A recorder serves one arena. Thread
+    /// caches are off with a recorder.
+    pub recorder: Option<Recorder>,
+}
+
+impl ArenaConfig {
+    /// Creates a configuration with the defaults: no limit, 512 GiB of addresses per region, decay
+    /// of 10 s, no growth beyond the request, 16 MiB thread cache, no events, no recorder, no idle
+    /// sleep.
+    #[must_use]
+    pub fn new(name: impl Into<String>) -> Self {
+        Self {
+            name: name.into(),
+            limit: ByteSize::MAX,
+            reserve: RESERVE,
+            granule: None,
+            decay: DECAY,
+            growth: Growth::SameAsRequested,
+            thread_cache: FRONT,
+            history: 0,
+            sleep: SleepConfig::default(),
+            recorder: None,
+        }
+    }
+
+    /// Returns the settings of the state.
+    pub(crate) fn state_config(&self) -> StateConfig {
+        let Self { limit, decay, growth, sleep, .. } = *self;
+        StateConfig { name: self.name.clone(), limit, decay, growth, sleep }
+    }
+}
+
+impl Header {
+    /// Creates the header of an arena that is being opened.
+    pub(crate) fn of(
+        config: &ArenaConfig,
+        driver: &dyn Driver,
+        clock: &dyn Clock,
+        reserved: [ByteSize; 2],
+    ) -> Self {
+        let capabilities = driver.capabilities();
+        let granularity = config.granule.unwrap_or(capabilities.granularity);
+        Self {
+            version: VERSION,
+            name: config.name.clone(),
+            backend: driver.backend(),
+            asynchronous: capabilities.asynchronous,
+            started: clock.now().since_origin(),
+            limit: config.limit,
+            reserve: config.reserve,
+            decay: config.decay,
+            growth: config.growth,
+            layout: Some(Layout { granularity, reserved }),
+        }
+    }
+
+    /// Returns a configuration that opens an arena like the recorded one for a replay, without
+    /// thread caches, history and recorder.
+    ///
+    /// It has the same granule if that is known; a driver with a larger granularity refuses it
+    /// ([`DeviceError::Granule`](crate::DeviceError::Granule)).
+    #[must_use]
+    pub fn config(&self) -> ArenaConfig {
+        ArenaConfig {
+            limit: self.limit,
+            reserve: self.reserve,
+            granule: self.layout.map(|layout| layout.granularity),
+            decay: self.decay,
+            growth: self.growth,
+            thread_cache: ByteSize::ZERO,
+            ..ArenaConfig::new(self.name.clone())
+        }
+    }
+}
