@@ -36,7 +36,7 @@ use lowtide_core::clock::{Bell, Clock, Moment};
 use lowtide_core::fork::Birth;
 use lowtide_core::sync::{Mutex, caught, lock};
 
-use super::admission::Cost;
+use super::cost::Cost;
 use super::desk::{Desk, Stood};
 use super::ledger::Reservation;
 use super::permit::Permit;

@@ -17,10 +17,10 @@ use std::time::Duration;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::Moment;
 
-use super::admission::{Cost, Priority};
+use super::cost::{Budget, Cost, Priority};
 use super::desk::Desk;
 use super::large::LargeRequest;
-use super::ledger::{Budget, Standing};
+use super::ledger::Standing;
 use super::rejected::Rejected;
 use super::reserve::Waiting;
 use super::usage::{NameSource, Usage};
@@ -464,9 +464,9 @@ mod tests {
     use std::pin::pin;
     use std::task::{Context, Waker};
 
-    use crate::admission::{Admission, Cost, Priority};
-    use crate::fairness::Balance;
-    use crate::ledger::Budget;
+    use crate::admission::Admission;
+    use crate::cost::{Budget, Cost, Priority};
+    use crate::ledger::Balance;
     use crate::pressure::Level;
     use crate::rejected::RejectReason;
     use lowtide_core::bytes::ByteSize;

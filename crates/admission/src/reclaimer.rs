@@ -25,7 +25,7 @@ use lowtide_core::clock::{Bell, Clock, Moment};
 use lowtide_core::fork::Birth;
 use lowtide_core::sync::{Mutex, caught, lock};
 
-use super::admission::Cost;
+use super::cost::Cost;
 use super::desk::Desk;
 use super::eviction::{Claimable, Claimed, Idle};
 use super::managed::AddError;

@@ -9,7 +9,8 @@ use std::pin::Pin;
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
-use super::admission::{Admission, Cost, Priority};
+use super::admission::Admission;
+use super::cost::{Cost, Priority};
 use super::desk::Desk;
 use super::permit::Permit;
 use super::rejected::Rejected;

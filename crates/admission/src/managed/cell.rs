@@ -24,7 +24,8 @@ use std::task::Waker;
 use std::thread::{self, ThreadId};
 use std::time::Duration;
 
-use crate::admission::{Admission, Cost};
+use crate::admission::Admission;
+use crate::cost::Cost;
 use crate::eviction::Eviction;
 use crate::permit::Permit;
 use crate::rejected::Rejected;

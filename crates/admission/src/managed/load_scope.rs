@@ -7,7 +7,7 @@
 
 use std::cell::Cell;
 
-use crate::admission::Cost;
+use crate::cost::Cost;
 
 use super::error::LoadError;
 use super::parts::Parts;

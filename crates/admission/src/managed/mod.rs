@@ -39,7 +39,8 @@ use std::time::Duration;
 use lowtide_core::BoxError;
 use lowtide_core::clock::{Clock, Moment};
 
-use super::admission::{Admission, Cost};
+use super::admission::Admission;
+use super::cost::Cost;
 use super::eviction::Idle;
 
 use cell::Cell;

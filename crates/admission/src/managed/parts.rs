@@ -7,7 +7,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::admission::Cost;
+use crate::cost::Cost;
 
 use super::load_scope::LoadScope;
 use super::{Backoff, LOAD_TIMEOUT};
