@@ -24,11 +24,9 @@ use super::ledger::Ledger;
 use super::permit::Permit;
 use super::pressure::Level;
 use super::rejected::{RejectReason, Rejected};
-use super::reserve::Waiting;
 use super::size_class::SizeClass;
 use super::tally::{BudgetCounts, ClassStats};
 use super::usage::{RouteUsage, TenantUsage};
-use super::waiting::WaitTerms;
 
 pub use super::cost::{Cost, Priority};
 
@@ -216,18 +214,6 @@ impl Admission {
     /// unload makes room if there is none. Reclaimers are asked if `asks` is set.
     pub(super) fn stand_or_evict(&self, cost: Cost, asks: bool) -> Result<Stood, Rejected> {
         self.desk.stand_or_evict(cost, asks)
-    }
-
-    /// Enters the queue of requests for the room of a load, before those that were not admitted.
-    /// Returns `None` as [`Admission::wait`] does.
-    pub(super) fn wait_for_load(&self, cost: Cost, within: Duration) -> Option<Waiting> {
-        let cost = self.desk.by_budget(cost);
-        // Resources are not multiplied by the correction factor.
-        let host = self.desk.host.in_units(cost.host);
-        let cost = Cost { host, device: self.desk.device.in_units(cost.device) };
-        let (priority, tenant, within) = (Priority::Normal, 0, Some(within));
-        let terms = WaitTerms { cost, priority, tenant, within, is_admitted: true };
-        Waiting::enter(self.desk, terms)
     }
 
     /// Unloads idle resources of this registry to make room for requests and loads that do not fit.

@@ -41,7 +41,7 @@ use super::desk::{Desk, Stood};
 use super::ledger::Reservation;
 use super::permit::Permit;
 use super::reclaim::PAUSE_MIN;
-use super::reclaimer::elsewhere;
+use super::timed_thread::elsewhere;
 
 /// The time that a load waits for the unloads that make room for it. A guess: an unload that takes
 /// longer is stuck.

@@ -59,6 +59,7 @@ mod reserve;
 pub mod signal;
 mod size_class;
 mod tally;
+mod timed_thread;
 mod unused;
 mod usage;
 mod waiting;
