@@ -7,10 +7,11 @@
 
 use std::sync::{Arc, Weak};
 
+use crate::clock::Moment;
 use crate::device::driver::cuda::PoolGovernor;
+use crate::memory::Memory;
 use crate::memory::error::{Diagnostic, MemoryError};
 use crate::memory::shared::Shared;
-use crate::memory::{Memory, Moment};
 use crate::sync::{Mutex, lock};
 
 /// The registered governors, of which some may have been dropped.
