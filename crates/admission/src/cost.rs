@@ -77,7 +77,8 @@ impl Cost {
 }
 
 /// The priority of a request: the pressure level from which it is rejected. At every priority but
-/// `Exempt`, a request is also rejected if its cost does not fit ([`Rejected::Full`](super::Rejected::Full)).
+/// `Exempt`, a request is also rejected if its cost does not fit
+/// ([`Rejected::Full`](super::Rejected::Full)).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Priority {
     /// Rejected from level high.

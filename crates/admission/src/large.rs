@@ -5,9 +5,9 @@
 //! The tower layer adds a request when it is measured to hold [`LARGE_MIN`] or more, and when it
 //! has reserved [`REGISTERED_MIN`] or has a time limit and its handler waits, so that small and
 //! quick requests cost nothing. Operators read the largest ([`LargeRequests::largest`]) and the
-//! oldest ([`LargeRequests::oldest`]). The registry has weak handles, which keep no request alive. Requests
-//! that have ended are removed when the registry is read, and from time to time when another is
-//! added.
+//! oldest ([`LargeRequests::oldest`]). The registry has weak handles, which keep no request alive.
+//! Requests that have ended are removed when the registry is read, and from time to time when
+//! another is added.
 //!
 //! The layer cancels a request that outgrew its cap. At level critical the control loop cancels the
 //! one that is furthest above its claim, whatever its cap, and the next one only when that has
