@@ -36,7 +36,7 @@ use lowtide_core::sync::atomic::AtomicU64;
 use lowtide_core::sync::{Condvar, Mutex, MutexGuard, caught, foreground, lock, wait};
 
 use super::error::{AcquireError, LoadError, UnloadError};
-use super::load_scope::is_unloading;
+use super::load::is_unloading;
 use super::parts::Parts;
 use super::resource::{ResourceStats, UnloadReason, Unloads};
 use super::slot::{Guard, Handle, Slot};
