@@ -64,7 +64,8 @@ impl LimitSource {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize))]
 pub struct Limit {
-    /// The largest allowed [`Signal::physical`](super::Signal::physical); [`ByteSize::MAX`] if unknown.
+    /// The largest allowed [`Signal::physical`](super::Signal::physical); [`ByteSize::MAX`] if
+    /// unknown.
     pub bytes: ByteSize,
     /// The source of the limit.
     pub source: LimitSource,
