@@ -11,6 +11,9 @@
 //!
 //! Invariants: at most one `Memory` runs in a process; `threads = 2` while it runs, 0 after
 //! [`Memory::shutdown`]; dropping it never blocks.
+//!
+//! [`Config`]: crate::config::Config
+//! [`Admission`]: crate::admission::Admission
 
 mod admin_tasks;
 mod admin_worker;
