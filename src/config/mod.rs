@@ -17,15 +17,20 @@ pub mod arena;
 mod device;
 #[doc(hidden)]
 pub mod env;
+mod error;
 mod onnxruntime;
+mod parse;
 mod profile;
 mod resolve;
+mod resolved;
 mod settings;
 
 #[cfg(feature = "device")]
 pub use device::{DeviceBackend, DeviceChoice, DeviceConfig, DeviceSettings};
+pub use error::{ConfigError, Fault};
 pub use lowtide_admission::ExhaustionPolicy;
 pub use onnxruntime::{OrtPlace, OrtSetting};
 pub use profile::Profile;
-pub use resolve::{Config, Resolved, Source};
-pub use settings::{ConfigError, Fault, Settings};
+pub use resolve::Config;
+pub use resolved::{Resolved, Source};
+pub use settings::Settings;

@@ -1,11 +1,11 @@
-//! Admin tasks: commands of an operator that the worker executes.
+//! Admin tasks: commands of an operator, and the list of those that the worker executes.
 //!
 //! The commands are purge and unload, and for device arenas trim, sleep, wake and snapshot
-//! (`devices::commands`). A command is queued without waiting for it, and its outcome is kept in a
-//! short list. Authorization is the caller's responsibility.
+//! (`devices::commands`). `admin_worker` queues and executes them; the outcome is kept in a short
+//! list.
 //!
-//! Invariants: at most [`WAITING_MAX`] tasks wait, and at most `KEPT_MAX` are kept; a task that was
-//! started ends, also by a panic; only the last picture is kept.
+//! Invariants: at most [`WAITING_MAX`] tasks wait, and at most `KEPT_MAX` are kept; only
+//! the last picture is kept.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -14,12 +14,10 @@ use std::time::Duration;
 use thiserror::Error;
 
 use crate::bytes::ByteSize;
-use crate::sync::{Mutex, caught, lock};
-use lowtide_admission::{Job, Resource, ResourceStats, Trigger, UnloadReason};
+use crate::sync::{Mutex, lock};
 
 use super::devices::COMMANDS;
-use super::shared::Shared;
-use super::{Memory, MemoryError};
+use super::error::MemoryError;
 
 /// The maximum number of waiting tasks; the worker runs them one at a time.
 const WAITING_MAX: usize = 8;
@@ -203,7 +201,7 @@ struct TaskList {
 }
 
 impl AdminTasks {
-    fn add(&self, command: AdminCommand, asked_at: Duration) -> Result<u64, AdminError> {
+    pub(super) fn add(&self, command: AdminCommand, asked_at: Duration) -> Result<u64, AdminError> {
         let mut list = lock(&self.0);
         let is_open = |admin_task: &&AdminTask| admin_task.state == AdminTaskState::Waiting;
         let waiting = list.kept.iter().filter(is_open).count();
@@ -221,7 +219,7 @@ impl AdminTasks {
     }
 
     /// Starts the oldest waiting task.
-    fn begin(&self) -> Option<(u64, AdminCommand)> {
+    pub(super) fn begin(&self) -> Option<(u64, AdminCommand)> {
         let mut list = lock(&self.0);
         let mut open = list.kept.iter_mut();
         let admin_task = open.find(|admin_task| admin_task.state == AdminTaskState::Waiting)?;
@@ -231,7 +229,7 @@ impl AdminTasks {
 
     /// Handles a task that the worker may never take, because the queue closed: keeps it if it was
     /// started, otherwise fails it.
-    fn keep_if_begun(&self, id: u64) -> Result<u64, AdminError> {
+    pub(super) fn keep_if_begun(&self, id: u64) -> Result<u64, AdminError> {
         let mut list = lock(&self.0);
         let waits = |admin_task: &&mut AdminTask| {
             admin_task.id == id && admin_task.state == AdminTaskState::Waiting
@@ -242,7 +240,7 @@ impl AdminTasks {
     }
 
     /// Ends a task. Returns `true` if others wait.
-    fn end(&self, id: u64, state: AdminTaskState, picture: Option<Arc<str>>) -> bool {
+    pub(super) fn end(&self, id: u64, state: AdminTaskState, picture: Option<Arc<str>>) -> bool {
         let mut list = lock(&self.0);
         if let Some(admin_task) = list.kept.iter_mut().find(|admin_task| admin_task.id == id) {
             admin_task.state = state;
@@ -252,128 +250,16 @@ impl AdminTasks {
         }
         list.kept.iter().any(|admin_task| admin_task.state == AdminTaskState::Waiting)
     }
-}
 
-impl Memory {
-    /// Queues a command for the worker and returns immediately, with the number of the task.
-    /// [`Memory::admin_tasks`] lists the outcome under this number. Meant for HTTP endpoints; code
-    /// calls the arena's functions directly.
-    ///
-    /// ```
-    /// use lowtide::Memory;
-    /// use lowtide::memory::{AdminError, AdminCommand};
-    ///
-    /// let memory = Memory::builder().start()?;
-    /// let id = memory.run_admin(AdminCommand::Purge)?;
-    /// assert_eq!(memory.admin_tasks()[0].id, id);
-    /// let sleep = AdminCommand::Sleep { arena: "embedder".to_owned() };
-    /// assert!(matches!(memory.run_admin(sleep), Err(AdminError::UnknownArena { .. })));
-    /// # Ok::<(), lowtide::BoxError>(())
-    /// ```
-    ///
-    /// # Errors
-    /// [`AdminError`] if the command is not accepted; it is not queued then.
-    pub fn run_admin(&self, command: AdminCommand) -> Result<u64, AdminError> {
-        let shared = &self.0.shared;
-        shared.check_here()?;
-        if shared.admission.is_closed() || shared.queue.is_closed() {
-            return Err(AdminError::Ended);
-        }
-        match &command {
-            AdminCommand::Purge => {}
-            AdminCommand::Unload { resource } => drop(shared.resource_named(resource)?),
-            on_arena => shared.check_arena(on_arena.subject())?,
-        }
-        let id = shared.admin_tasks.add(command, shared.clock.since_epoch())?;
-        shared.queue.push_one(Job::AdminTask);
-        if shared.queue.is_closed() {
-            // The queue closed in between, and may have dropped the job.
-            return shared.admin_tasks.keep_if_begun(id);
-        }
-        Ok(id)
+    /// Returns the tasks kept, oldest first.
+    pub(super) fn all(&self) -> Vec<AdminTask> {
+        lock(&self.0).kept.iter().cloned().collect()
     }
 
-    /// Returns the last admin tasks, oldest first: at most 16. Empty in a forked child.
-    #[must_use]
-    pub fn admin_tasks(&self) -> Vec<AdminTask> {
-        let shared = &self.0.shared;
-        if shared.check_here().is_err() {
-            return Vec::new();
-        }
-        lock(&shared.admin_tasks.0).kept.iter().cloned().collect()
-    }
-
-    /// Returns the picture that an admin task drew; `None` if it drew none, or a later task drew
-    /// another.
-    #[must_use]
-    pub fn admin_task_picture(&self, id: u64) -> Option<Arc<str>> {
-        let shared = &self.0.shared;
-        shared.check_here().ok()?;
-        let list = lock(&shared.admin_tasks.0);
+    /// Returns the picture of a task, if it is the last one that was drawn.
+    pub(super) fn picture(&self, id: u64) -> Option<Arc<str>> {
+        let list = lock(&self.0);
         list.picture.as_ref().filter(|(of, _)| *of == id).map(|(_, picture)| Arc::clone(picture))
-    }
-}
-
-impl Shared {
-    fn resource_named(&self, name: &str) -> Result<Arc<dyn Resource>, AdminError> {
-        let all = self.resources.all();
-        all.iter().find(|resource| resource.name() == name).cloned().ok_or_else(|| {
-            let known = all.iter().map(|resource| resource.name().to_owned()).collect();
-            AdminError::UnknownResource { name: name.to_owned(), known }
-        })
-    }
-
-    /// Runs the oldest waiting task on this thread; `purge` is the worker's purge. Returns `true`
-    /// if others wait.
-    pub(super) fn run_admin_task(&self, purge: impl FnOnce() -> ByteSize) -> bool {
-        let Some((id, command)) = self.admin_tasks.begin() else { return false };
-        let mut picture = None;
-        let done = caught(|| self.carry_out(&command, purge, &mut picture));
-        let state = match done {
-            Ok(Ok(text)) => AdminTaskState::Done(text),
-            Ok(Err(text)) => AdminTaskState::Failed(text),
-            Err(said) => AdminTaskState::Failed(format!("panicked: {said}")),
-        };
-        let subject = command.subject();
-        let text = format!("{} {}: {}", command.name(), state.name(), state.outcome());
-        self.events.add(self.clock.since_epoch(), "admin", subject, text);
-        let others_wait = self.admin_tasks.end(id, state.clone(), picture);
-        log!(
-            info,
-            target: "lowtide",
-            admin_task = id,
-            command = command.name(),
-            subject,
-            state = state.name(),
-            outcome = state.outcome(),
-            "admin task finished"
-        );
-        others_wait
-    }
-
-    fn carry_out(
-        &self,
-        command: &AdminCommand,
-        purge: impl FnOnce() -> ByteSize,
-        picture: &mut Option<Arc<str>>,
-    ) -> Result<String, String> {
-        match command {
-            AdminCommand::Purge => Ok(format!("{} released", purge())),
-            AdminCommand::Unload { resource } => self.unload_named(resource),
-            on_arena => self.run_on_arena(on_arena, picture),
-        }
-    }
-
-    fn unload_named(&self, name: &str) -> Result<String, String> {
-        let resource = self.resource_named(name).map_err(|error| error.to_string())?;
-        if resource.unload(UnloadReason::Manual) {
-            self.queue.push_one(Job::Purge { trigger: Trigger::Unload });
-            return Ok("unloaded".to_owned());
-        }
-        Err(match resource.stats() {
-            ResourceStats { loaded: false, .. } => "the resource is not loaded".to_owned(),
-            ResourceStats { guards, .. } => format!("the resource is in use (guards: {guards})"),
-        })
     }
 }
 

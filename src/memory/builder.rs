@@ -21,15 +21,18 @@ use lowtide_admission::{
 use lowtide_heap::{self as heap, ArenaBinding};
 
 use super::admin_tasks::AdminTasks;
+use super::claim::{Claim, THREADS};
 use super::devices::{self, Devices, GivenDriver};
 use super::error::{Diagnostic, StartError};
 use super::hands::{Hook, MaintenanceExecutor};
 use super::heap::{SettledHeap, settle_heap};
 use super::history::MetricsHistory;
-use super::own_arena::Loads;
+use super::loads::Loads;
+use super::manager::{Memory, WeakMemory};
+use super::running::{Ends, Running, Started, Threads};
 use super::sensor::{LibcIdle, MemorySensor};
 use super::shared::{Purges, Shared};
-use super::{Claim, Ends, Memory, Running, Started, THREADS, Threads, threads};
+use super::threads;
 
 /// The stack size of the two threads. Both call little and touch a few KiB of it.
 const STACK: ByteSize = ByteSize::kib(256);
@@ -294,7 +297,7 @@ impl Builder {
             admin_tasks: AdminTasks::default(),
             loads: Loads::default(),
             #[cfg(feature = "tokio")]
-            ending: super::runtime::Ending::default(),
+            ending: super::ending::Ending::default(),
         });
         evict_when_short(&shared, self.is_detached);
         diagnostics.into_iter().for_each(|diagnostic| shared.add_diagnostic(diagnostic));
@@ -306,6 +309,42 @@ impl Builder {
         shared.queue.push(first.jobs);
         let memory = launch(&shared, maintenance, worker, self.stack.unwrap_or(STACK))?;
         report(&memory, heap.background_threads);
+        Ok(memory)
+    }
+}
+
+impl Memory {
+    /// Returns a builder with default settings.
+    #[must_use]
+    pub fn builder() -> Builder {
+        Builder::default()
+    }
+
+    /// Starts a `Memory` with default settings and the `LOWTIDE_*` variables of the environment.
+    /// Short for `Memory::builder().start()`.
+    ///
+    /// # Errors
+    /// The same as for [`Builder::start`].
+    pub fn start() -> Result<Self, StartError> {
+        Self::builder().start()
+    }
+
+    /// Returns the `Memory` that an earlier call of this function started, if it still runs, or
+    /// starts one with default settings: for tests that share one. It ends with its last handle.
+    ///
+    /// # Errors
+    /// The same as for [`Builder::start`].
+    pub fn shared() -> Result<Self, StartError> {
+        static SHARED: Mutex<Option<WeakMemory>> = Mutex::new(None);
+        let mut shared = lock(&SHARED);
+        let running = shared.as_ref().and_then(WeakMemory::upgrade);
+        let runs =
+            |memory: &Self| memory.0.shared.birth.is_here() && !memory.admission().is_closed();
+        if let Some(memory) = running.filter(runs) {
+            return Ok(memory);
+        }
+        let memory = Self::start()?;
+        *shared = Some(memory.downgrade());
         Ok(memory)
     }
 }

@@ -14,7 +14,6 @@ use lowtide_heap::{self as heap, HostArenaStats};
 use super::devices::Series;
 use super::error::{Diagnostic, Severity};
 use super::events::Watch;
-use super::history::HistorySample;
 use super::shared::Shared;
 use super::snapshot::MemorySnapshot;
 
@@ -102,7 +101,7 @@ impl MaintenanceActions for MaintenanceExecutor {
         let snapshot = self.shared.snapshot();
         self.watch.see(&snapshot, &self.shared.events);
         snapshot.reclaimers.iter().for_each(|reclaimer| self.note_panic(reclaimer));
-        self.shared.history.add(HistorySample::of(&snapshot));
+        self.shared.history.add(snapshot.history_sample());
         if !self.shared.claim.is_attached {
             return; // its figures would mix with those of the process
         }

@@ -10,8 +10,6 @@ use std::time::Duration;
 use crate::bytes::ByteSize;
 use crate::sync::{Mutex, lock};
 
-use super::snapshot::MemorySnapshot;
-
 /// The samples kept: five minutes if metrics are published each second; 17 KiB.
 const POINTS_MAX: usize = 300;
 
@@ -34,21 +32,6 @@ pub struct HistorySample {
     /// The bytes that these arenas retain.
     #[cfg(feature = "device")]
     pub device_retained: ByteSize,
-}
-
-impl HistorySample {
-    pub(super) fn of(snapshot: &MemorySnapshot) -> Self {
-        let heap = snapshot.heap.as_ref();
-        let mut sample = Self {
-            at: snapshot.since_epoch,
-            physical: snapshot.physical,
-            heap_live: heap.map_or(ByteSize::ZERO, |heap| heap.live),
-            heap_retained: heap.map_or(ByteSize::ZERO, |heap| heap.retained()),
-            ..Self::default()
-        };
-        snapshot.devices.add_to(&mut sample);
-        sample
-    }
 }
 
 /// The ring of samples.

@@ -10,11 +10,11 @@ use crate::config::Config;
 use crate::sync::Mutex;
 use lowtide_admission::{Admission, Budget, Reclaim, Sample};
 
-use super::Shutdown;
 use super::admin_tasks::{AdminCommand, AdminError};
 use super::error::{Diagnostic, StartError};
 use super::history::HistorySample;
 use super::shared::Shared;
+use super::shutdown::Shutdown;
 use super::snapshot::MemorySnapshot;
 
 /// The names of all admin commands.

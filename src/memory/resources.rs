@@ -15,8 +15,9 @@ use lowtide_admission::{
 };
 
 use super::devices::ResourceArena;
+use super::error::MemoryError;
+use super::manager::Memory;
 use super::own_arena::OwnArena;
-use super::{Memory, MemoryError};
 
 impl Memory {
     /// Returns a builder for a resource that is loaded on first use, with the configured idle time.

@@ -5,7 +5,7 @@
 //!
 //! Invariant: nothing here blocks a thread of the runtime.
 
-use std::future::{Future, pending, poll_fn};
+use std::future::{Future, poll_fn};
 use std::io;
 use std::pin::pin;
 use std::task::Poll;
@@ -13,32 +13,12 @@ use std::time::Duration;
 
 use tokio::runtime::Handle;
 use tokio::signal::unix::{SignalKind, signal};
-use tokio::sync::watch;
 
 use crate::BoxError;
 use lowtide_admission::ManagedBuilder;
 
-use super::{Memory, Shutdown};
-
-/// Completes the futures of [`Memory::terminated`] when the policy for exhaustion ends the process.
-#[derive(Debug, Default)]
-pub(super) struct Ending(watch::Sender<bool>);
-
-impl Ending {
-    pub(super) fn begin(&self) {
-        self.0.send_replace(true);
-    }
-
-    /// Returns a future that completes when the end begins. It does not keep the manager running.
-    fn begun(&self) -> impl Future<Output = ()> + Send + use<> {
-        let mut begins = self.0.subscribe();
-        async move {
-            if begins.wait_for(|begins| *begins).await.is_err() {
-                pending::<()>().await; // the manager is gone, and signals are left
-            }
-        }
-    }
-}
+use super::manager::Memory;
+use super::shutdown::Shutdown;
 
 impl Memory {
     /// Returns a future that completes when the process is asked to end: by SIGTERM or SIGINT, or

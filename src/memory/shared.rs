@@ -17,18 +17,19 @@ use crate::fork::Birth;
 use crate::metrics::record;
 use crate::sync::{Mutex, lock};
 use lowtide_admission::{
-    Admission, Budget, Cost, JobQueue, PressureState, ResourceStats, Resources, Signals, Trigger,
+    Admission, Budget, Cost, JobQueue, PressureState, Resource, ResourceStats, Resources, Signals,
+    Trigger,
 };
 use lowtide_heap::{self as heap, HeapProbe, HostArena, HostArenaStats, HostError, PurgeReport};
 
 use super::admin_tasks::AdminTasks;
+use super::claim::Claim;
 use super::devices::{self, Devices};
 use super::error::{Diagnostic, MemoryError, Severity};
 use super::events::Events;
 use super::history::MetricsHistory;
-use super::own_arena::Loads;
+use super::loads::Loads;
 use super::snapshot::{BudgetSnapshot, Holders, MemorySnapshot};
-use super::{Claim, resource_stats};
 
 /// The maximum number of diagnostics.
 const NOTES_MAX: usize = 64;
@@ -53,7 +54,7 @@ pub(super) struct Shared {
     pub(super) admin_tasks: AdminTasks,
     pub(super) loads: Loads,
     #[cfg(feature = "tokio")]
-    pub(super) ending: super::runtime::Ending,
+    pub(super) ending: super::ending::Ending,
 }
 
 /// Counts of purges, for metrics.
@@ -324,6 +325,11 @@ impl Shared {
             since_epoch: self.clock.since_epoch(),
         }
     }
+}
+
+/// Returns the stats of every registered resource.
+fn resource_stats(resources: &Resources) -> Vec<ResourceStats> {
+    resources.all().iter().map(|resource: &Arc<dyn Resource>| resource.stats()).collect()
 }
 
 /// Returns the named arenas, as of the last refresh of jemalloc's statistics.

@@ -15,6 +15,7 @@ use lowtide_heap::{HeapSnapshot, HostArenaStats};
 
 use super::devices::DevicesSnapshot;
 use super::error::Diagnostic;
+use super::history::HistorySample;
 
 /// The figures of a [`Memory`](super::Memory) at one instant.
 ///
@@ -130,6 +131,20 @@ impl MemorySnapshot {
             untracked,
             largest,
         }
+    }
+
+    /// Returns the figures that the history keeps.
+    pub(super) fn history_sample(&self) -> HistorySample {
+        let heap = self.heap.as_ref();
+        let mut sample = HistorySample {
+            at: self.since_epoch,
+            physical: self.physical,
+            heap_live: heap.map_or(ByteSize::ZERO, |heap| heap.live),
+            heap_retained: heap.map_or(ByteSize::ZERO, |heap| heap.retained()),
+            ..HistorySample::default()
+        };
+        self.devices.add_to(&mut sample);
+        sample
     }
 
     /// Returns a moment on the wall clock, since the Unix epoch.

@@ -35,7 +35,6 @@ use crate::bytes::ByteSize;
 
 use super::permit::{SharedPermit, WeakPermit};
 use super::scoped::Scoped;
-use super::time_limits::UnsentPart;
 
 /// A request's frame of at most so many bytes is a plain copy. It would keep the whole buffer of
 /// which it is a part, and following it costs an allocation too. The default of HTTP/2, and more
@@ -306,6 +305,26 @@ impl Drop for RequestFrame {
         let data = std::mem::take(&mut self.data);
         self.permit.give_back(ByteSize::of(data.len()), self.is_lent, Self::BLOCK);
         unmeasured(|| drop(data));
+    }
+}
+
+/// A part of a response that is not sent, of a request with time limits.
+#[derive(Debug)]
+struct UnsentPart(SharedPermit);
+
+impl UnsentPart {
+    /// Returns `None` if the request has no time limits.
+    fn of(permit: &SharedPermit) -> Option<Self> {
+        permit.limits()?.begin_part();
+        Some(Self(permit.clone()))
+    }
+}
+
+impl Drop for UnsentPart {
+    fn drop(&mut self) {
+        if let Some(limits) = self.0.limits() {
+            limits.end_part();
+        }
     }
 }
 

@@ -14,7 +14,7 @@ use crate::device::{ArenaOccupancy, ArenaSnapshot, OccupancyCell, RegionOccupanc
 use crate::memory::{HistorySample, Memory, MemorySnapshot};
 use crate::sync::{Mutex, lock};
 
-use super::endpoints::{budget, limit};
+use super::answer::{budget, limit};
 
 /// The paths of the admin commands.
 pub(super) const ADMIN_PATHS: &[&str] = &[

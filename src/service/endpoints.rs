@@ -12,12 +12,12 @@
 use std::fmt;
 use std::time::Duration;
 
-use http::header::{CACHE_CONTROL, CONTENT_TYPE, VARY, X_CONTENT_TYPE_OPTIONS};
+use http::header::{CACHE_CONTROL, VARY, X_CONTENT_TYPE_OPTIONS};
 use http::{HeaderValue, Request, Response, StatusCode};
 use serde_json::{Value, json};
 
 use crate::bytes::ByteSize;
-use crate::memory::{BudgetSnapshot, Memory, MemorySnapshot};
+use crate::memory::{Memory, MemorySnapshot};
 use crate::metrics::record::{BUDGETS, part};
 use crate::sync::atomic::{AtomicBool, Ordering};
 use lowtide_admission::{
@@ -26,17 +26,17 @@ use lowtide_admission::{
 use lowtide_heap::HostArenaStats;
 
 use super::admin::{Admin, host_refusal};
+use super::answer::{JSON, answer, budget, limit, pretty, seconds};
 use super::asked::{Format, Query, QueryError};
 use super::devices::{self, Maps};
 use super::page;
-use super::parts::{Part, seconds};
+use super::parts::Part;
 use super::rejection::problem;
 
 const TEXT: &str = "text/plain; charset=utf-8";
 /// The query parameters of `/memory`.
 const NAMES: &[&str] = &["format", "with"];
 const METRICS: &str = "text/plain; version=0.0.4; charset=utf-8";
-pub(super) const JSON: &str = "application/json";
 
 /// The operator endpoints of a service.
 ///
@@ -379,33 +379,6 @@ fn heap_arena((name, arena): &(String, HostArenaStats)) -> Value {
     })
 }
 
-pub(super) fn budget(budget: &BudgetSnapshot) -> Value {
-    json!({
-        "level": budget.level.name(),
-        "reserved_bytes": budget.reserved.get(),
-        "allowance_bytes": limit(budget.allowance),
-        "ceiling_bytes": limit(budget.ceiling),
-        "ceiling_parts": budget.ceiling_parts.map(|parts| {
-            let bytes = |(name, bytes): (_, ByteSize)| (format!("{name}_bytes"), bytes.get());
-            parts.by_name().map(bytes).into_iter().collect::<Value>()
-        }),
-        "correction_factor": budget.correction_factor,
-        "reserved_headroom_bytes": budget.reserved_headroom.get(),
-        "size_classes": budget
-            .classes
-            .iter()
-            .filter(|class| class.admitted_total + class.rejected_total > 0)
-            .map(|class| json!({
-                "size_class": class.class.name(),
-                "admitted": class.admitted_total,
-                "admitted_bytes": class.admitted_bytes_total,
-                "rejected": class.rejected_total,
-                "rejected_bytes": class.rejected_bytes_total,
-            }))
-            .collect::<Vec<_>>(),
-    })
-}
-
 fn resource(stats: &ResourceStats, snapshot: &MemorySnapshot) -> Value {
     let last_used = stats.last_used.map(|at| snapshot.on_wall(at));
     let unload_in = stats.due.map(|due| due - snapshot.now);
@@ -452,21 +425,4 @@ fn cost(of: Cost) -> Value {
 
 fn diagnostics(snapshot: &MemorySnapshot) -> Vec<String> {
     snapshot.diagnostics.iter().map(ToString::to_string).collect()
-}
-
-/// [`ByteSize::MAX`] means no limit.
-pub(super) fn limit(size: ByteSize) -> Option<u64> {
-    (size != ByteSize::MAX).then_some(size.get())
-}
-
-pub(super) fn pretty(value: &Value) -> String {
-    format!("{value:#}\n")
-}
-
-pub(super) fn answer(status: StatusCode, kind: &'static str, body: String) -> Response<String> {
-    let mut response = Response::new(body);
-    *response.status_mut() = status;
-    response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static(kind));
-    response.headers_mut().insert(CACHE_CONTROL, HeaderValue::from_static("no-store"));
-    response
 }

@@ -51,12 +51,12 @@ use super::connections::ConnectionHandle;
 use super::drain::Drain;
 use super::estimate::{ContentLength, Estimate, Estimated, UNDECLARED};
 use super::exempt::ExemptPaths;
+use super::origin::{Origin, RouteLabel, Tenant};
 use super::pace::{MinDataRate, RegisteredPace};
-use super::permit::{Origin, Resumes, RouteLabel, SharedPermit, Terms};
+use super::permit::{Resumes, SharedPermit, Terms};
 use super::rejection::{Reject, negotiated};
 use super::scoped::Scoped;
 use super::time_limits::TimeLimits;
-use super::usage::Tenant;
 
 /// Returns `true` for exempt requests.
 type Exempt = Arc<dyn Fn(&Parts) -> bool + Send + Sync>;

@@ -8,6 +8,7 @@
 //! the connection has ended.
 
 mod admin;
+mod answer;
 mod asked;
 #[cfg(feature = "axum")]
 mod axum;
@@ -21,6 +22,7 @@ mod estimate;
 mod exempt;
 mod layer;
 mod learned;
+mod origin;
 mod pace;
 mod page;
 mod parts;
@@ -43,8 +45,8 @@ pub use estimate::{Constant, ContentLength, Estimate, Estimated, FromHeader};
 pub use exempt::{EXEMPT_BODY_MAX, HEALTH_PATHS};
 pub use layer::{MemoryLayer, MemoryService, ResponseFuture};
 pub use learned::{Learned, Lesson, ROUTES_MAX};
+pub use origin::Tenant;
 pub use pace::MinDataRate;
 pub use permit::SharedPermit;
 pub use rejection::{Reject, rejection, unavailable};
 pub use scoped::{Scoped, scope, scope_blocking};
-pub use usage::Tenant;

@@ -3,14 +3,13 @@
 //!
 //! Each part is bounded. The figures themselves are in `endpoints`, the maps in `devices`.
 
-use std::time::Duration;
-
 use serde_json::{Map, Value, json};
 
 use crate::bytes::ByteSize;
 use crate::memory::{AdminTask, Event, HistorySample, Memory};
 use lowtide_admission::{MemoryUsage, RequestMemory, RouteUsage, TenantUsage};
 
+use super::answer::seconds;
 use super::asked::QueryError;
 use super::devices::{self, Maps};
 
@@ -173,9 +172,4 @@ fn admin_task(admin_task: &AdminTask) -> Value {
         "state": admin_task.state.name(),
         "outcome": admin_task.state.outcome(),
     })
-}
-
-/// Rounds to milliseconds.
-pub(super) fn seconds(at: Duration) -> f64 {
-    (at.as_secs_f64() * 1e3).round() / 1e3
 }

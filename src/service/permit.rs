@@ -25,14 +25,14 @@
 //! handler gets the end of a body only while the claim is reserved.
 
 use std::fmt;
-use std::future::{Future, poll_fn};
+use std::future::poll_fn;
 use std::sync::{Arc, Weak};
 use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
+use http::Request;
 use http::header::CONTENT_TYPE;
 use http::request::Parts;
-use http::{HeaderValue, Method, Request, Version};
 
 use crate::bytes::ByteSize;
 use crate::clock::Moment;
@@ -40,16 +40,16 @@ use crate::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 use crate::sync::{Mutex, MutexGuard, lock};
 use lowtide_admission::learning::Trial;
 use lowtide_admission::{
-    LARGE_MIN, LargeRequest, NAME_MAX, Permit, Priority, REGISTERED_MIN, Rejected, RequestMemory,
-    RequestPhase, SLOW_AFTER, Waiting, shortened,
+    LARGE_MIN, LargeRequest, Permit, Priority, REGISTERED_MIN, Rejected, RequestMemory,
+    RequestPhase, SLOW_AFTER, Waiting,
 };
 use lowtide_heap::{Account, AccountMemory, AccountOwner, unmeasured};
 
 use super::exempt::ExemptShare;
 use super::learned::Lesson;
-use super::scoped::Scoped;
+use super::origin::Origin;
 use super::time_limits::TimeLimits;
-use super::usage::{self, LiveIn, Tenant};
+use super::usage::{self, LiveIn};
 
 /// The permit of a request, found in the request's extensions (in a handler of axum:
 /// `Extension<SharedPermit>`), or with [`SharedPermit::current`].
@@ -123,18 +123,6 @@ struct Admitted {
     /// The bytes of frames that were ever copied plainly.
     copied: AtomicU64,
     held: Mutex<Held>,
-}
-
-/// The parts of a request's head that name it to operators and select the answer.
-#[derive(Clone, Debug)]
-pub(super) struct Origin {
-    pub(super) method: Method,
-    pub(super) version: Version,
-    pub(super) route: RouteLabel,
-    /// `true` if the route is a pattern of the program.
-    pub(super) is_matched: bool,
-    pub(super) tenant: Option<Tenant>,
-    pub(super) content_type: Option<HeaderValue>,
 }
 
 /// Its handler works: it has got what it read of the body, or does not read it.
@@ -287,18 +275,6 @@ impl SharedPermit {
         let _trial = self.0.owner().is_trial.then(|| TrialWork::new(self));
         let _cover = Cover(self);
         self.0.run(work)
-    }
-
-    /// Attributes the memory of a future to this request, wherever it is polled and dropped. The
-    /// reservation lasts at least as long as the future.
-    ///
-    /// ```
-    /// # async fn work(permit: lowtide::service::SharedPermit) {
-    /// let parts = tokio::spawn(permit.scope(async { vec![0_u8; 1 << 20] }));
-    /// # }
-    /// ```
-    pub fn scope<F: Future>(&self, future: F) -> Scoped<F> {
-        Scoped::new(future, Some(self.clone()))
     }
 
     /// Adds memory to this request that others allocated, for example the result of another task.
@@ -1010,40 +986,6 @@ impl LargeRequest for WeakPermit {
             age: now - admitted.admitted_at,
             is_cancelled: admitted.is_cancelled.load(Ordering::Relaxed),
         })
-    }
-}
-
-/// The name of a route, shortened to a fixed size, so that each request can have a copy.
-#[derive(Clone, Copy)]
-pub(super) struct RouteLabel {
-    text: [u8; NAME_MAX],
-    length: u8,
-}
-
-impl RouteLabel {
-    pub(super) fn new(route: &str) -> Self {
-        let route = shortened(route).as_bytes();
-        let mut text = [0; NAME_MAX];
-        if let Some(to) = text.get_mut(..route.len()) {
-            to.copy_from_slice(route);
-        }
-        Self { text, length: u8::try_from(route.len()).unwrap_or_default() }
-    }
-
-    pub(super) fn as_bytes(&self) -> &[u8] {
-        self.text.get(..self.length.into()).unwrap_or_default()
-    }
-}
-
-impl fmt::Display for RouteLabel {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(std::str::from_utf8(self.as_bytes()).unwrap_or_default())
-    }
-}
-
-impl fmt::Debug for RouteLabel {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        fmt::Debug::fmt(&self.to_string(), f)
     }
 }
 

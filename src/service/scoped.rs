@@ -77,6 +77,20 @@ impl<T> Scoped<T> {
     }
 }
 
+impl SharedPermit {
+    /// Attributes the memory of a future to this request, wherever it is polled and dropped. The
+    /// reservation lasts at least as long as the future.
+    ///
+    /// ```
+    /// # async fn work(permit: lowtide::service::SharedPermit) {
+    /// let parts = tokio::spawn(permit.scope(async { vec![0_u8; 1 << 20] }));
+    /// # }
+    /// ```
+    pub fn scope<F: Future>(&self, future: F) -> Scoped<F> {
+        Scoped::new(future, Some(self.clone()))
+    }
+}
+
 impl<F: Future> Future for Scoped<F> {
     type Output = F::Output;
 

@@ -18,7 +18,6 @@ use lowtide_admission::Rejected;
 
 use super::connections::{ConnectionHandle, Overdue};
 use super::pace::{MinDataRate, Pace};
-use super::permit::SharedPermit;
 
 /// The time limits of a request.
 #[derive(Debug)]
@@ -103,25 +102,16 @@ impl TimeLimits {
     pub(super) fn is_cut(&self) -> bool {
         self.is_cut.load(Ordering::SeqCst)
     }
-}
 
-/// A part of a response that is not sent, of a request with time limits.
-#[derive(Debug)]
-pub(super) struct UnsentPart(SharedPermit);
-
-impl UnsentPart {
-    /// Returns `None` if the request has no time limits.
-    pub(super) fn of(permit: &SharedPermit) -> Option<Self> {
-        permit.limits()?.unsent.fetch_add(1, Ordering::Relaxed);
-        Some(Self(permit.clone()))
+    /// Counts a part of the response that is not sent.
+    pub(super) fn begin_part(&self) {
+        self.unsent.fetch_add(1, Ordering::Relaxed);
     }
-}
 
-impl Drop for UnsentPart {
-    fn drop(&mut self) {
-        let Some(limits) = self.0.limits() else { return };
-        if limits.unsent.fetch_sub(1, Ordering::SeqCst) == 1 && limits.is_cut() {
-            *lock(&limits.overdue) = None;
+    /// Ends what [`TimeLimits::begin_part`] began.
+    pub(super) fn end_part(&self) {
+        if self.unsent.fetch_sub(1, Ordering::SeqCst) == 1 && self.is_cut() {
+            *lock(&self.overdue) = None;
         }
     }
 }

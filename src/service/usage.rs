@@ -7,58 +7,14 @@
 //! Invariant: each measured request that is not exempt counts for one route, and for one tenant if
 //! it has one; its live bytes are subtracted from the records to which they were added.
 
-use std::fmt;
 use std::sync::Arc;
 
 use crate::bytes::ByteSize;
-use lowtide_admission::{KeptUsage, NameSource, Permit, Usage, shortened};
+use lowtide_admission::{KeptUsage, NameSource, Permit, Usage};
 use lowtide_heap::unmeasured;
 
 use super::learned::Lesson;
-use super::permit::Origin;
-
-/// The tenant of a request: the customer, project or key for which it runs. A trusted layer around
-/// [`MemoryLayer`](super::MemoryLayer) inserts it into the request's extensions, for example after
-/// authentication. Large requests are then listed with their tenant, and the memory of each tenant
-/// is published.
-///
-/// Names are shortened to 64 bytes. Only the first 32 tenants of a process have figures of their
-/// own. Don't use names that clients choose freely, since they could use up these 32.
-///
-/// ```
-/// use http::Request;
-/// use lowtide::service::Tenant;
-///
-/// /// Called before the memory layer. Create the tenants once: clones are cheap.
-/// fn authenticated<B>(mut request: Request<B>, tenant: &Tenant) -> Request<B> {
-///     request.extensions_mut().insert(tenant.clone());
-///     request
-/// }
-/// # let request = authenticated(Request::new(()), &Tenant::new("acme"));
-/// # assert_eq!(request.extensions().get::<Tenant>().unwrap().name(), "acme");
-/// ```
-#[derive(Clone, PartialEq, Eq)]
-pub struct Tenant(Arc<str>);
-
-impl Tenant {
-    /// Creates a tenant with this name.
-    #[must_use]
-    pub fn new(name: &str) -> Self {
-        Self(shortened(name).into())
-    }
-
-    /// Returns its name, shortened to 64 bytes.
-    #[must_use]
-    pub fn name(&self) -> &str {
-        &self.0
-    }
-}
-
-impl fmt::Debug for Tenant {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_tuple("Tenant").field(&self.name()).finish()
-    }
-}
+use super::origin::{Origin, Tenant};
 
 /// Passes the record of the request's route to `act`, or that of all routes without one.
 #[inline]

@@ -16,87 +16,19 @@ use std::time::Duration;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::Moment;
 
+use super::cost::Budget;
 use super::desk::{Desk, Stood};
 use super::eviction::Evictor;
-use super::large::{LargeRequests, RequestMemory};
-use super::ledger::{Budget, Ledger};
+use super::large::{LargeRequest, LargeRequests, RequestMemory};
+use super::ledger::Ledger;
 use super::permit::Permit;
 use super::pressure::Level;
 use super::rejected::{RejectReason, Rejected};
-use super::reserve::Waiting;
 use super::size_class::SizeClass;
 use super::tally::{BudgetCounts, ClassStats};
 use super::usage::{RouteUsage, TenantUsage};
-use super::waiting::WaitTerms;
 
-/// The peak bytes that a request or resource will hold, by budget.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-#[cfg_attr(feature = "serde", derive(serde::Serialize))]
-pub struct Cost {
-    /// Bytes of host memory.
-    pub host: ByteSize,
-    /// Bytes of device memory.
-    pub device: ByteSize,
-}
-
-impl Cost {
-    /// No bytes.
-    pub const ZERO: Self = Self { host: ByteSize::ZERO, device: ByteSize::ZERO };
-
-    /// Creates a cost of `bytes` of host memory.
-    #[must_use]
-    pub const fn host(bytes: ByteSize) -> Self {
-        Self { host: bytes, device: ByteSize::ZERO }
-    }
-
-    /// Creates a cost of `bytes` of device memory.
-    #[must_use]
-    pub const fn device(bytes: ByteSize) -> Self {
-        Self { host: ByteSize::ZERO, device: bytes }
-    }
-
-    /// Adds `bytes` of host memory.
-    #[must_use]
-    pub const fn and_host(self, bytes: ByteSize) -> Self {
-        Self { host: self.host.saturating_add(bytes), ..self }
-    }
-
-    /// Adds `bytes` of device memory.
-    #[must_use]
-    pub const fn and_device(self, bytes: ByteSize) -> Self {
-        Self { device: self.device.saturating_add(bytes), ..self }
-    }
-
-    /// Returns the sum of both.
-    pub(super) const fn and(self, other: Self) -> Self {
-        self.and_host(other.host).and_device(other.device)
-    }
-}
-
-/// The priority of a request: the pressure level from which it is rejected. At every priority but
-/// `Exempt`, a request is also rejected if its cost does not fit ([`Rejected::Full`]).
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum Priority {
-    /// Rejected from level high.
-    Low,
-    /// Rejected at level critical.
-    #[default]
-    Normal,
-    /// Admitted at every level if its cost fits. It may also use the headroom that requests of
-    /// normal priority leave free for larger ones
-    /// ([`Ledger::reserved_headroom`](super::Ledger::reserved_headroom)).
-    High,
-    /// Never rejected, even beyond the allowance. For health checks, metrics and requests of the
-    /// service to itself.
-    Exempt,
-}
-
-/// A cost of normal priority.
-impl From<Cost> for (Cost, Priority) {
-    fn from(cost: Cost) -> Self {
-        (cost, Priority::Normal)
-    }
-}
+pub use super::cost::{Cost, Priority};
 
 /// Counts of admitted and rejected requests.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -284,18 +216,6 @@ impl Admission {
         self.desk.stand_or_evict(cost, asks)
     }
 
-    /// Enters the queue of requests for the room of a load, before those that were not admitted.
-    /// Returns `None` as [`Admission::wait`] does.
-    pub(super) fn wait_for_load(&self, cost: Cost, within: Duration) -> Option<Waiting> {
-        let cost = self.desk.by_budget(cost);
-        // Resources are not multiplied by the correction factor.
-        let host = self.desk.host.in_units(cost.host);
-        let cost = Cost { host, device: self.desk.device.in_units(cost.device) };
-        let (priority, tenant, within) = (Priority::Normal, 0, Some(within));
-        let terms = WaitTerms { cost, priority, tenant, within, is_admitted: true };
-        Waiting::enter(self.desk, terms)
-    }
-
     /// Unloads idle resources of this registry to make room for requests and loads that do not fit.
     /// See [`Resources::evict_for`](super::Resources::evict_for).
     pub(super) fn set_evictor(&self, evictor: Evictor) {
@@ -435,11 +355,26 @@ impl Admission {
     }
 }
 
+/// For what is no admitted request, and has a time limit.
+impl Admission {
+    /// Adds what has reserved nothing to the registry of requests.
+    #[doc(hidden)]
+    pub fn register(&self, request: Arc<dyn LargeRequest>) {
+        self.large().add(request, ByteSize::ZERO);
+    }
+
+    /// Returns the time of the control loop's last tick, by its clock.
+    #[doc(hidden)]
+    #[must_use]
+    pub fn last_tick(&self) -> Moment {
+        self.large().now()
+    }
+}
+
 #[cfg(all(test, not(lowtide_loom)))]
 mod tests {
     use super::*;
-    use crate::fairness::Balance;
-    use crate::ledger::{Correction, Measured};
+    use crate::ledger::{Balance, Correction, Measured};
 
     /// An admission with these ceilings. The allowances are half of them at K = 2, except for a
     /// request that is nearly alone.

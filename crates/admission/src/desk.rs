@@ -16,11 +16,11 @@ use std::time::Duration;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::{Bell, Moment};
 
-use super::admission::{Cost, Priority};
+use super::cost::{Budget, Cost, Priority};
 use super::eviction::{Eviction, Evictor, Hint};
 use super::large::LargeRequests;
-use super::ledger::{Budget, Ledger, Reservation, Shortfall, Standing};
-use super::level_watch::LevelWatches;
+use super::ledger::{Ledger, Reservation, Shortfall, Standing};
+use super::level_watches::LevelWatches;
 use super::permit::Permit;
 use super::pressure::Level;
 use super::rejected::Rejected;

@@ -36,12 +36,12 @@ use lowtide_core::clock::{Bell, Clock, Moment};
 use lowtide_core::fork::Birth;
 use lowtide_core::sync::{Mutex, caught, lock};
 
-use super::admission::Cost;
+use super::cost::Cost;
 use super::desk::{Desk, Stood};
 use super::ledger::Reservation;
 use super::permit::Permit;
 use super::reclaim::PAUSE_MIN;
-use super::reclaimer::elsewhere;
+use super::timed_thread::elsewhere;
 
 /// The time that a load waits for the unloads that make room for it. A guess: an unload that takes
 /// longer is stuck.

@@ -29,7 +29,7 @@ use std::time::Duration;
 
 use lowtide_core::bytes::ByteSize;
 
-use super::ledger::Ledger;
+use super::ledger::{Balance, Ledger};
 use super::size_class::SizeClass;
 use super::tally::{BudgetCounts, ClassStats};
 
@@ -57,17 +57,6 @@ const PATIENCE: Duration = Duration::from_secs(1);
 const OFFERED_MIN: f64 = 0.5;
 /// The largest factor by which the retry time grows because of other rejected requests.
 const CROWD_MAX: f64 = 30.0;
-
-/// The sharing of one budget's room until the next update.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Balance {
-    /// The room that each request must leave, including its own bytes.
-    pub(crate) reserved_headroom: ByteSize,
-    /// Bytes per second that become free for rejected requests; zero if unknown.
-    pub(crate) drain: ByteSize,
-    /// The shortest time after which they should retry.
-    pub(crate) pause: Duration,
-}
 
 /// The state of one budget's account.
 #[derive(Clone, Copy, Debug, Default)]

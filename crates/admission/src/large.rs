@@ -4,10 +4,10 @@
 //!
 //! The tower layer adds a request when it is measured to hold [`LARGE_MIN`] or more, and when it
 //! has reserved [`REGISTERED_MIN`] or has a time limit and its handler waits, so that small and
-//! quick requests cost nothing. Operators read the largest ([`Admission::largest`]) and the oldest
-//! ([`Admission::oldest`]). The registry has weak handles, which keep no request alive. Requests
-//! that have ended are removed when the registry is read, and from time to time when another is
-//! added.
+//! quick requests cost nothing. Operators read the largest ([`LargeRequests::largest`]) and the
+//! oldest ([`LargeRequests::oldest`]). The registry has weak handles, which keep no request alive.
+//! Requests that have ended are removed when the registry is read, and from time to time when
+//! another is added.
 //!
 //! The layer cancels a request that outgrew its cap. At level critical the control loop cancels the
 //! one that is furthest above its claim, whatever its cap, and the next one only when that has
@@ -33,8 +33,6 @@ use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::Moment;
 
 use super::pressure::Level;
-
-use super::admission::Admission;
 
 /// A request that holds at least this much is registered. An estimate: well above what a small
 /// request needs.
@@ -337,22 +335,6 @@ impl LargeRequests {
             self.time_checked.store(nanos, Ordering::Relaxed);
             self.each().for_each(|request| request.check_time(now));
         }
-    }
-}
-
-/// For what is no admitted request, and has a time limit.
-impl Admission {
-    /// Adds what has reserved nothing to the registry of requests.
-    #[doc(hidden)]
-    pub fn register(&self, request: Arc<dyn LargeRequest>) {
-        self.large().add(request, ByteSize::ZERO);
-    }
-
-    /// Returns the time of the control loop's last tick, by its clock.
-    #[doc(hidden)]
-    #[must_use]
-    pub fn last_tick(&self) -> Moment {
-        self.large().now()
     }
 }
 

@@ -22,7 +22,6 @@
 //! lack of room if a larger one would be admitted. Admitted requests that grow, and requests of
 //! high priority, may use the reserved headroom.
 
-use std::fmt;
 use std::num::NonZero;
 use std::ops::Deref;
 use std::time::Duration;
@@ -33,36 +32,10 @@ use lowtide_core::bytes::ByteSize;
 use lowtide_core::sync::atomic::{AtomicU64, Ordering};
 
 use super::correction::few;
-use super::fairness::Balance;
 use super::learning::Room;
 
 pub use super::correction::{Books, Correction, K_MAX, K_MIN, K_START, Measured, Turnover};
-
-/// The memory that an account covers.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum Budget {
-    /// Host memory.
-    Host,
-    /// Device memory.
-    Device,
-}
-
-impl Budget {
-    /// Returns the name in lower case.
-    #[must_use]
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Host => "host",
-            Self::Device => "device",
-        }
-    }
-}
-
-impl fmt::Display for Budget {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(self.name())
-    }
-}
+pub use super::cost::Budget;
 
 /// A reservation that did not fit.
 #[derive(Clone, Copy, Debug, Error, PartialEq, Eq)]
@@ -75,6 +48,17 @@ pub struct Shortfall {
     /// The bytes that may be reserved, less the headroom that a request of this size must leave
     /// free.
     pub allowance: ByteSize,
+}
+
+/// The sharing of one budget's room until the next update.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Balance {
+    /// The room that each request must leave, including its own bytes.
+    pub(crate) reserved_headroom: ByteSize,
+    /// Bytes per second that become free for rejected requests; zero if unknown.
+    pub(crate) drain: ByteSize,
+    /// The shortest time after which they should retry.
+    pub(crate) pause: Duration,
 }
 
 /// The reservation of a resource; released with [`Ledger::release_standing`].

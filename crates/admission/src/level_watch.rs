@@ -10,8 +10,8 @@
 use std::fmt;
 use std::future::Future;
 use std::pin::{Pin, pin};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
@@ -23,39 +23,6 @@ use super::pressure::Level;
 
 /// The number of the next watch.
 static NEXT: AtomicU64 = AtomicU64::new(0);
-
-/// The watches that wait for a change, each with its number.
-#[derive(Debug, Default)]
-pub(super) struct LevelWatches(Mutex<Vec<(u64, Waker)>>);
-
-impl LevelWatches {
-    fn wakers(&self) -> MutexGuard<'_, Vec<(u64, Waker)>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Wakes all, after a change.
-    #[cold]
-    pub(super) fn wake(&self) {
-        let wakers = std::mem::take(&mut *self.wakers());
-        wakers.into_iter().for_each(|(_, waker)| waker.wake());
-    }
-
-    /// Adds a waker, and returns the one that this watch had.
-    fn add(&self, number: u64, waker: Waker) -> Option<Waker> {
-        let mut wakers = self.wakers();
-        if let Some((_, place)) = wakers.iter_mut().find(|(other, _)| *other == number) {
-            return Some(std::mem::replace(place, waker));
-        }
-        wakers.push((number, waker));
-        None
-    }
-
-    fn remove(&self, number: u64) -> Option<Waker> {
-        let mut wakers = self.wakers();
-        let at = wakers.iter().position(|(other, _)| *other == number)?;
-        Some(wakers.swap_remove(at).1)
-    }
-}
 
 /// A watch of the pressure on host memory. It needs no async runtime, and does not keep a `Memory`
 /// running.

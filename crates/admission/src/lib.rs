@@ -37,6 +37,7 @@
 pub mod admission;
 mod ceiling;
 mod correction;
+mod cost;
 mod desk;
 mod eviction;
 mod exhaustion;
@@ -46,6 +47,7 @@ mod large;
 pub mod learning;
 pub mod ledger;
 mod level_watch;
+mod level_watches;
 pub mod maintenance;
 pub mod managed;
 mod permit;
@@ -57,6 +59,7 @@ mod reserve;
 pub mod signal;
 mod size_class;
 mod tally;
+mod timed_thread;
 mod unused;
 mod usage;
 mod waiting;
@@ -64,15 +67,16 @@ pub mod watermark;
 
 pub use lowtide_core::{BoxError, ByteSize, clock};
 
-pub use admission::{Admission, AdmissionStats, Cost, Priority};
+pub use admission::{Admission, AdmissionStats};
 pub use ceiling::CeilingParts;
+pub use cost::{Budget, Cost, Priority};
 #[doc(hidden)]
 pub use eviction::Idle;
 pub use exhaustion::ExhaustionPolicy;
 #[doc(hidden)]
 pub use large::{GRACE, LARGE_MIN, LargeRequest, REGISTERED_MIN, SLOW_AFTER};
 pub use large::{RequestMemory, RequestPhase};
-pub use ledger::{Books, Budget, Correction, Ledger, Measured, Shortfall, Turnover};
+pub use ledger::{Books, Correction, Ledger, Measured, Shortfall, Turnover};
 pub use level_watch::{LevelChanged, LevelWatch};
 pub use maintenance::{
     Job, JobQueue, Jobs, Maintenance, MaintenanceActions, PressureState, PurgeGrowth, Sample,

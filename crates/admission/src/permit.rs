@@ -12,19 +12,17 @@
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::Duration;
 
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::Moment;
 
-use super::admission::{Cost, Priority};
+use super::cost::{Budget, Cost, Priority};
 use super::desk::Desk;
 use super::large::LargeRequest;
-use super::ledger::{Budget, Standing};
+use super::ledger::Standing;
 use super::rejected::Rejected;
-use super::reserve::Waiting;
 use super::usage::{NameSource, Usage};
-use super::waiting::WaitTerms;
+use super::waiting::WaitId;
 
 #[derive(Debug)]
 enum Held {
@@ -327,18 +325,14 @@ impl Permit {
     }
 
     /// Ends the suspension: reserves host memory up to `claim` in total, in the order of the queue.
-    ///
-    /// # Errors
-    /// [`Rejected`], which is not counted; the reservation stays suspended.
-    #[doc(hidden)]
-    pub fn resume(
+    pub(super) fn book_again(
         &mut self,
-        waiting: Option<&Waiting>,
+        waits: Option<&WaitId>,
         claim: ByteSize,
         priority: Priority,
     ) -> Result<(), Rejected> {
         let more = claim.saturating_sub(self.cost().host);
-        let more = self.desk.book_again(waiting.map(Waiting::id), more, priority)?;
+        let more = self.desk.book_again(waits, more, priority)?;
         self.change(|cost| cost.host = cost.host.saturating_add(more));
         self.set_suspended(false);
         Ok(())
@@ -348,22 +342,6 @@ impl Permit {
     #[doc(hidden)]
     pub fn set_resumed(&mut self) {
         self.set_suspended(false);
-    }
-
-    /// Enters the queue to resume, before the requests that were not admitted yet. Returns `None`
-    /// as [`Admission::wait`](super::Admission::wait) does.
-    #[doc(hidden)]
-    pub fn wait_to_resume(
-        &self,
-        claim: ByteSize,
-        priority: Priority,
-        tenant: u64,
-        within: Duration,
-    ) -> Option<Waiting> {
-        let cost = Cost::host(claim.saturating_sub(self.cost().host));
-        let within = Some(within);
-        let terms = WaitTerms { cost, priority, tenant, within, is_admitted: true };
-        Waiting::enter(self.desk, terms)
     }
 
     fn set_suspended(&mut self, is_suspended: bool) {
@@ -464,9 +442,9 @@ mod tests {
     use std::pin::pin;
     use std::task::{Context, Waker};
 
-    use crate::admission::{Admission, Cost, Priority};
-    use crate::fairness::Balance;
-    use crate::ledger::Budget;
+    use crate::admission::Admission;
+    use crate::cost::{Budget, Cost, Priority};
+    use crate::ledger::Balance;
     use crate::pressure::Level;
     use crate::rejected::RejectReason;
     use lowtide_core::bytes::ByteSize;

@@ -18,7 +18,7 @@ use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::Moment;
 use lowtide_core::sync::{Mutex, caught, lock};
 
-use super::ledger::Budget;
+use super::cost::Budget;
 use super::pressure::Level;
 
 /// The shortest pause between two runs: 100 ms.

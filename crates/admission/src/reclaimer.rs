@@ -17,20 +17,20 @@
 use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
-use std::thread;
 use std::time::Duration;
 
 use lowtide_core::bytes::ByteSize;
-use lowtide_core::clock::{Bell, Clock, Moment};
+use lowtide_core::clock::{Clock, Moment};
 use lowtide_core::fork::Birth;
 use lowtide_core::sync::{Mutex, caught, lock};
 
-use super::admission::Cost;
+use super::cost::Cost;
 use super::desk::Desk;
 use super::eviction::{Claimable, Claimed, Idle};
 use super::managed::AddError;
 use super::permit::Permit;
 use super::reclaim::{Pace, Recovered};
+use super::timed_thread::elsewhere;
 
 /// The largest number of names of reclaimers.
 pub(super) const RECLAIMERS_MAX: usize = 64;
@@ -316,33 +316,6 @@ impl Registered {
             }
         };
         stats.releasable
-    }
-}
-
-/// Runs functions of the application on a new thread, and waits for the answer, at most for this
-/// time. Returns `None` without one; the thread continues.
-pub(super) fn elsewhere<T: Send + 'static>(
-    clock: &dyn Clock,
-    most: Duration,
-    run: impl FnOnce() -> T + Send + 'static,
-) -> Option<T> {
-    let (answer, bell) = (Arc::new(Mutex::new(None)), Bell::new());
-    let (answers, rings) = (Arc::clone(&answer), Arc::clone(&bell));
-    let thread = thread::Builder::new().name("lowtide-reclaim".to_owned());
-    let started = thread.spawn(move || {
-        let ran = run();
-        *lock(&answers) = Some(ran);
-        rings.ring();
-    });
-    started.ok()?;
-    let deadline = clock.now() + most;
-    // Ends at the deadline at the latest: each iteration waits until then, or for the answer.
-    loop {
-        let answered = lock(&answer).take();
-        if answered.is_some() || clock.now() >= deadline {
-            return answered;
-        }
-        clock.wait_until(&bell, deadline);
     }
 }
 

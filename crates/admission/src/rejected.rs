@@ -8,7 +8,7 @@ use thiserror::Error;
 
 use lowtide_core::bytes::ByteSize;
 
-use super::ledger::Budget;
+use super::cost::Budget;
 use super::pressure::Level;
 
 /// The reason why a request was not admitted.

@@ -1,7 +1,8 @@
 //! Requests that wait for room: a handle to one in the queue, and the future of a reservation.
 //!
 //! The tower layer uses [`Waiting`], since it estimates the need of a request again at each
-//! attempt. Programs use [`Admission::reserve`].
+//! attempt. Programs use [`Admission::reserve`]. Loads wait in the same queue, and so do suspended
+//! requests that resume ([`Permit::resume`]).
 
 use std::fmt;
 use std::future::Future;
@@ -9,7 +10,10 @@ use std::pin::Pin;
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
-use super::admission::{Admission, Cost, Priority};
+use lowtide_core::bytes::ByteSize;
+
+use super::admission::Admission;
+use super::cost::{Cost, Priority};
 use super::desk::Desk;
 use super::permit::Permit;
 use super::rejected::Rejected;
@@ -31,7 +35,7 @@ impl Waiting {
         Some(Self { desk, id })
     }
 
-    pub(super) const fn id(&self) -> &WaitId {
+    const fn id(&self) -> &WaitId {
         &self.id
     }
 
@@ -169,5 +173,49 @@ impl Admission {
     ) -> Option<Waiting> {
         let is_admitted = false;
         Waiting::enter(self.desk(), WaitTerms { cost, priority, tenant, within, is_admitted })
+    }
+
+    /// Enters the queue of requests for the room of a load, before those that were not admitted.
+    /// Returns `None` as [`Admission::wait`] does.
+    pub(super) fn wait_for_load(&self, cost: Cost, within: Duration) -> Option<Waiting> {
+        let cost = self.desk().by_budget(cost);
+        // Resources are not multiplied by the correction factor.
+        let host = self.desk().host.in_units(cost.host);
+        let cost = Cost { host, device: self.desk().device.in_units(cost.device) };
+        let (priority, tenant, within) = (Priority::Normal, 0, Some(within));
+        let terms = WaitTerms { cost, priority, tenant, within, is_admitted: true };
+        Waiting::enter(self.desk(), terms)
+    }
+}
+
+impl Permit {
+    /// Ends the suspension: reserves host memory up to `claim` in total, in the order of the queue.
+    ///
+    /// # Errors
+    /// [`Rejected`], which is not counted; the reservation stays suspended.
+    #[doc(hidden)]
+    pub fn resume(
+        &mut self,
+        waiting: Option<&Waiting>,
+        claim: ByteSize,
+        priority: Priority,
+    ) -> Result<(), Rejected> {
+        self.book_again(waiting.map(Waiting::id), claim, priority)
+    }
+
+    /// Enters the queue to resume, before the requests that were not admitted yet. Returns `None`
+    /// as [`Admission::wait`](super::Admission::wait) does.
+    #[doc(hidden)]
+    pub fn wait_to_resume(
+        &self,
+        claim: ByteSize,
+        priority: Priority,
+        tenant: u64,
+        within: Duration,
+    ) -> Option<Waiting> {
+        let cost = Cost::host(claim.saturating_sub(self.cost().host));
+        let within = Some(within);
+        let terms = WaitTerms { cost, priority, tenant, within, is_admitted: true };
+        Waiting::enter(self.desk(), terms)
     }
 }

@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
 
 use lowtide_core::bytes::ByteSize;
 
-use super::ledger::Budget;
+use super::cost::Budget;
 use super::rejected::RejectReason;
 use super::size_class::SizeClass;
 

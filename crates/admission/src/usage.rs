@@ -3,7 +3,7 @@
 //! The tower layer adds a request when it ends, with three atomic additions for its route and three
 //! for its tenant. While it runs, its live bytes are updated only when they have changed by 64 KiB,
 //! so small requests cost no more. Metrics and `/memory` read the records
-//! ([`Admission::usage_by_route`]).
+//! ([`Usages::by_route`]).
 //!
 //! Clients choose some names of routes: paths for which no router matched a pattern. Such a name
 //! gets a record only after a request with it has succeeded, and only while less than half of the
@@ -17,9 +17,6 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use lowtide_core::bytes::ByteSize;
-
-#[cfg(doc)]
-use super::admission::Admission;
 
 /// The maximum number of routes with a record of their own. An estimate: more than most services
 /// have, and some hundred series.

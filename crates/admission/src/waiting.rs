@@ -35,8 +35,8 @@ use lowtide_core::clock::Moment;
 use lowtide_core::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering, fence};
 use lowtide_core::sync::{Mutex, MutexGuard, lock};
 
-use super::admission::{Cost, Priority};
-use super::ledger::{Budget, Ledger};
+use super::cost::{Budget, Cost, Priority};
+use super::ledger::Ledger;
 
 /// The maximum number of waiting requests, and of those that were admitted before.
 const ENTRIES_MAX: usize = 4096;

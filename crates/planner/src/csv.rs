@@ -13,9 +13,10 @@ use std::ops::Range;
 
 use thiserror::Error;
 
+use super::demand::{Demand, Gap, Role, Window};
 use super::error::PlanError;
 use super::planned::Plan;
-use super::problem::{Demand, Gap, Problem, Role, Window};
+use super::problem::Problem;
 use lowtide_core::bytes::ByteSize;
 
 /// The longest line that is read: room for some ten thousand gaps.

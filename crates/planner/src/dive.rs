@@ -257,8 +257,9 @@ fn rest(left: u64, shift: u32) -> u32 {
 
 #[cfg(test)]
 mod tests {
+    use super::super::demand::Demand;
     use super::super::part::Parts;
-    use super::super::problem::{Demand, Problem};
+    use super::super::problem::Problem;
     use super::super::shape::Shapes;
     use super::super::walls::Walls;
     use super::*;

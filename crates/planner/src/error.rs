@@ -7,7 +7,7 @@
 
 use thiserror::Error;
 
-use super::problem::Window;
+use super::demand::Window;
 use lowtide_core::bytes::ByteSize;
 
 /// An error of a problem that is invalid or has no solution.

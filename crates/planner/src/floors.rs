@@ -7,8 +7,8 @@
 //!
 //! Invariant: no solution is ruled out that the search would find.
 
+use super::body::{Body, Group, key, offset_of, rank_of};
 use super::part::Piece;
-use super::search::{Body, Group, key, offset_of, rank_of};
 
 /// Room to work in, and the blame.
 #[derive(Debug)]

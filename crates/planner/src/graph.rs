@@ -9,9 +9,10 @@
 //! Invariant: step `n` is that of the `n`th node; a value that exists before the first node is an
 //! input.
 
+use super::demand::{BufferId, Demand, Role};
 use super::error::PlanError;
 use super::kinds::Kind;
-use super::problem::{BufferId, Demand, Problem, Role};
+use super::problem::Problem;
 use lowtide_core::bytes::ByteSize;
 
 /// A value of a [`Graph`]: an input, a node's result, or a view.

@@ -36,11 +36,14 @@
 //! `Duration::MAX`) the same problem and the same budget of nodes produce the same plan.
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
+mod body;
 mod bump;
 mod chance;
 mod csv;
+mod demand;
 mod dive;
 mod error;
+mod fingerprint;
 mod floors;
 mod graph;
 mod kinds;
@@ -63,13 +66,15 @@ pub use lowtide_core::{ByteSize, clock};
 
 pub use bump::{Bump, BumpFull, packed};
 pub use csv::{CsvError, CsvFault, CsvWriteError, Ends};
+pub use demand::{BufferId, Demand, Gap, Role, Window};
 pub use error::{PlanError, PlanFault};
+pub use fingerprint::Fingerprint;
 pub use graph::{Graph, ValueId};
 pub use kinds::{JointPlan, Kind};
 pub use order::Heuristic;
 pub use planned::{Place, Plan};
-pub use problem::{BufferId, Demand, Gap, Problem, Role, Window};
-pub use reuse::{Fingerprint, PlanCache, Unserved};
+pub use problem::Problem;
+pub use reuse::{PlanCache, Unserved};
 pub use solve::{Budget, Planner};
 
 /// The README's code, compiled.

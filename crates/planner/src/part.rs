@@ -9,7 +9,7 @@
 
 use std::ops::Range;
 
-use super::problem::Window;
+use super::demand::Window;
 use super::shape::{Need, Shapes, gcd};
 use super::walls::Walls;
 

@@ -6,9 +6,10 @@
 //! Invariants: `bound <= peak`; `is_optimal` exactly if it is proved that no plan of the problem
 //! has a smaller peak.
 
+use super::demand::BufferId;
 use super::error::PlanFault;
-use super::problem::{BufferId, Problem, TOTAL_MAX};
-use super::reuse::Fingerprint;
+use super::fingerprint::Fingerprint;
+use super::problem::{Problem, TOTAL_MAX};
 use super::shape::{Shapes, gcd};
 use lowtide_core::bytes::ByteSize;
 

@@ -1,136 +1,20 @@
 //! The input of the planner: buffers with sizes and lifetimes, and the sharing of memory.
 //!
-//! It validates its input and solves nothing. A time is a step of the plan's user: an index into a
-//! graph's nodes, or a tick of a trace. A lifetime is half-open: `3..5` is live at steps 3 and 4.
-//! `shape` combines buffers that share memory.
+//! It validates its input and solves nothing. `shape` combines buffers that share memory.
 //!
 //! Invariants: every buffer's gaps lie in its lifetime, in order, and do not overlap; the sum of
 //! the sizes with their alignments and all fixed offsets is at most [`TOTAL_MAX`].
 
-use std::fmt;
 use std::ops::Range;
 
+use super::demand::{BufferId, Demand, Role};
 use super::error::PlanError;
-use super::part::Parts;
-use super::shape::Shapes;
-use super::solve::EXACT_MAX;
 use super::union::Unions;
-use super::walls::Walls;
 use lowtide_core::bytes::ByteSize;
 
 /// The most that all buffers may have together, with alignments: sums and differences of offsets
 /// then stay within 63 bits.
 pub(super) const TOTAL_MAX: u64 = u64::MAX >> 2;
-
-/// The number of a buffer of a problem, in the order of addition.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct BufferId(pub(super) u32);
-
-impl BufferId {
-    /// Returns the number, from 0.
-    #[must_use]
-    pub const fn index(self) -> usize {
-        self.0 as usize
-    }
-}
-
-/// A part of a buffer: the bytes from `low` to before `high`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Window {
-    /// The first byte.
-    pub low: u64,
-    /// One past the last byte.
-    pub high: u64,
-}
-
-impl fmt::Display for Window {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}:{}", self.low, self.high)
-    }
-}
-
-/// A part of a lifetime in which only a window of the buffer is needed, or none of it.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Gap {
-    /// The steps, half-open.
-    pub span: Range<i64>,
-    /// The bytes still needed; `None` for none.
-    pub window: Option<Window>,
-}
-
-/// The relation of a buffer to the outside of the plan.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum Role {
-    /// Written first and read last within the plan.
-    #[default]
-    Inner,
-    /// Present before the first step: live from then on, so no two inputs share memory.
-    Input,
-    /// Read after the last step: live until then, so its memory is not reused.
-    Output,
-    /// Both input and output: a trained weight, or a cache.
-    Through,
-    /// Memory owned by the caller: it gets no offset.
-    External,
-}
-
-/// A buffer to plan: its size, lifetime and constraints.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Demand {
-    /// The name, for errors and drawings; it need not be unique.
-    pub name: String,
-    /// The size; zero is allowed.
-    pub size: ByteSize,
-    /// The alignment of its offset in bytes; 1 for none.
-    pub align: u64,
-    /// The steps at which it is live, half-open; may be empty.
-    pub live: Range<i64>,
-    /// Parts of `live` in which less of the buffer is needed, in order.
-    pub gaps: Vec<Gap>,
-    /// A fixed offset, if any.
-    pub offset: Option<u64>,
-    /// The relation to the outside of the plan.
-    pub role: Role,
-}
-
-impl Demand {
-    /// Creates a buffer of this size that is live at these steps, without alignment and gaps.
-    #[must_use]
-    pub fn new(name: impl Into<String>, size: ByteSize, live: Range<i64>) -> Self {
-        let (align, gaps, offset) = (1, Vec::new(), None);
-        Self { name: name.into(), size, align, live, gaps, offset, role: Role::Inner }
-    }
-
-    fn check(&self) -> Result<(), PlanError> {
-        let name = || self.name.clone();
-        let (size, Range { start: first, end }) = (self.size.get(), self.live.clone());
-        if end < first {
-            return Err(PlanError::Inverted { name: name(), first, end });
-        }
-        if self.align == 0 {
-            return Err(PlanError::NoAlign { name: name() });
-        }
-        let mut from = first;
-        for gap in &self.gaps {
-            let Range { start, end: gap_end } = gap.span;
-            if start < from || gap_end < start || gap_end > end {
-                let (first, until) = (start, end);
-                return Err(PlanError::Gap { name: name(), first, end: gap_end, from, until });
-            }
-            if let Some(window) = gap.window.filter(|w| w.low > w.high || w.high > size) {
-                return Err(PlanError::Window { name: name(), window, size });
-            }
-            from = gap_end;
-        }
-        match self.offset {
-            Some(offset) if offset % self.align != 0 => {
-                Err(PlanError::FixedMisaligned { name: name(), offset, align: self.align })
-            }
-            _ => Ok(()),
-        }
-    }
-}
 
 /// Buffers to plan, in the order of addition.
 ///
@@ -165,7 +49,7 @@ impl Problem {
     /// # Errors
     /// [`PlanError`] if the buffer itself is invalid, or there are too many.
     pub fn add(&mut self, demand: Demand) -> Result<BufferId, PlanError> {
-        demand.check()?;
+        check(&demand)?;
         let Ok(number) = u32::try_from(self.demands.len()) else {
             return Err(PlanError::TooMany { name: demand.name, limit: u32::MAX });
         };
@@ -275,31 +159,6 @@ impl Problem {
             .any(|at| self.demands.get(at).is_some_and(|demand| demand.role == Role::External))
     }
 
-    /// Returns a lower bound for any plan: the most memory live at once, with the certain cost of
-    /// alignments. O(n log n).
-    ///
-    /// # Errors
-    /// [`PlanError`] if buffers cannot share memory as requested.
-    pub fn lower_bound(&self) -> Result<ByteSize, PlanError> {
-        let parts = Parts::of(&Shapes::of(self)?, &Walls::default());
-        Ok(ByteSize::new(parts.bound() * parts.unit))
-    }
-
-    /// Returns an upper bound of the memory that a planner uses for this problem, in addition to
-    /// the problem itself.
-    ///
-    /// With `n` the buffers and their gaps, and `m` the smaller of `n` and 2,000, the limit of the
-    /// exact search: `64 KiB + 1 KiB n + 8 KiB m + 8 m^2` bytes, at most 50 MiB of it for the
-    /// search. About twice the measured value; a test enforces it.
-    #[must_use]
-    pub fn planning_bytes(&self) -> ByteSize {
-        let gaps: usize = self.demands.iter().map(|demand| demand.gaps.len()).sum();
-        let all = ByteSize::of(self.demands.len() + gaps).get();
-        let searched = all.min(EXACT_MAX as u64);
-        let search = ByteSize::new((8 << 10) * searched + 8 * searched * searched);
-        ByteSize::kib(64).saturating_add(ByteSize::kib(all)).saturating_add(search)
-    }
-
     /// From the first step of any buffer with memory to the end of the last one.
     pub(super) fn span(&self) -> Range<i64> {
         let own = self.demands.iter().filter(|d| d.role != Role::External && !d.live.is_empty());
@@ -317,5 +176,35 @@ impl Problem {
             Role::Output => live.start..live.end.max(span.end),
             Role::Through => live.start.min(span.start)..live.end.max(span.end),
         }
+    }
+}
+
+/// Checks a buffer alone: its lifetime, alignment, gaps and fixed offset.
+fn check(demand: &Demand) -> Result<(), PlanError> {
+    let name = || demand.name.clone();
+    let (size, Range { start: first, end }) = (demand.size.get(), demand.live.clone());
+    if end < first {
+        return Err(PlanError::Inverted { name: name(), first, end });
+    }
+    if demand.align == 0 {
+        return Err(PlanError::NoAlign { name: name() });
+    }
+    let mut from = first;
+    for gap in &demand.gaps {
+        let Range { start, end: gap_end } = gap.span;
+        if start < from || gap_end < start || gap_end > end {
+            let (first, until) = (start, end);
+            return Err(PlanError::Gap { name: name(), first, end: gap_end, from, until });
+        }
+        if let Some(window) = gap.window.filter(|w| w.low > w.high || w.high > size) {
+            return Err(PlanError::Window { name: name(), window, size });
+        }
+        from = gap_end;
+    }
+    match demand.offset {
+        Some(offset) if offset % demand.align != 0 => {
+            Err(PlanError::FixedMisaligned { name: name(), offset, align: demand.align })
+        }
+        _ => Ok(()),
     }
 }

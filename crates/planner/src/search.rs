@@ -19,15 +19,9 @@
 //! Invariants: every list on the stack is in the order of its keys; `totals` is the sum of the
 //! remaining sizes in each section; `Found` comes with offsets below the height for all items.
 
+use super::body::{Body, Group, HEIGHT_MAX, ITEMS_MAX, key, offset_of, rank_of};
 use super::floors::{Blame, Floors};
 use super::part::{Part, Piece};
-
-/// Bits of a key that are an item's rank.
-const RANK_BITS: u32 = 16;
-
-/// The most items that a search has numbers for, and the height below which its keys have room.
-pub(super) const ITEMS_MAX: usize = 1 << RANK_BITS;
-pub(super) const HEIGHT_MAX: u64 = 1 << (62 - RANK_BITS);
 
 /// States that are remembered as dead ends: 256 KiB.
 const DEAD_ENDS: usize = 1 << 14;
@@ -44,37 +38,6 @@ pub(super) enum Decision {
     Failed,
     /// The nodes or the time ran out.
     OutOfBudget,
-}
-
-/// An item as the search wants it, by its rank in the order.
-#[derive(Clone, Debug)]
-pub(super) struct Body {
-    pub(super) from: u32,
-    pub(super) to: u32,
-    pub(super) size: u64,
-    pub(super) height: u64,
-    align: u64,
-    pub(super) fixed: Option<u64>,
-    /// Its number in the part.
-    item: u32,
-    /// `true` if it has one piece, which begins at its offset.
-    is_plain: bool,
-}
-
-impl Body {
-    /// Returns the least distance by which it raises any item above it.
-    pub(super) const fn least_lift(&self) -> u64 {
-        if self.is_plain { self.height } else { 1 }
-    }
-}
-
-/// A list of keys on the stack that meet in time, and the sections that they are in.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Group {
-    pub(super) start: usize,
-    pub(super) end: usize,
-    pub(super) from: u32,
-    pub(super) to: u32,
 }
 
 /// A group whose items are being placed.
@@ -425,19 +388,6 @@ impl<'a> Search<'a> {
             }
         }
     }
-}
-
-/// An item's lowest offset, and its rank: keys are in the order in which items may be placed.
-pub(super) const fn key(offset: u64, rank: usize) -> u64 {
-    offset << RANK_BITS | rank as u64
-}
-
-pub(super) const fn offset_of(key: u64) -> u64 {
-    key >> RANK_BITS
-}
-
-pub(super) const fn rank_of(key: u64) -> usize {
-    (key & ((1 << RANK_BITS) - 1)) as usize
 }
 
 /// A key's share of a hash. (The finalizer of splitmix64, S. Vigna 2015.)

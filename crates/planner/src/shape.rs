@@ -10,8 +10,9 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 
+use super::demand::{BufferId, Demand, Window};
 use super::error::PlanError;
-use super::problem::{BufferId, Demand, Problem, Window};
+use super::problem::Problem;
 
 /// A window of a shape, needed at the steps of a span.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -397,7 +398,7 @@ mod tests {
     #[test]
     fn an_output_is_never_overwritten() {
         let mut problem = Problem::new();
-        let parent = super::super::problem::Role::Output;
+        let parent = super::super::demand::Role::Output;
         let parent = Demand { role: parent, ..Demand::new("parent", ByteSize::new(8), 0..3) };
         let parent = problem.add(parent).expect("a plain buffer");
         let child = buffer(&mut problem, "child", 8, 2..5);
@@ -413,7 +414,7 @@ mod tests {
             let demand = Demand::new("other", ByteSize::new(8), 3..5);
             problem.add(Demand { role, ..demand }).expect("a plain buffer");
         }
-        use super::super::problem::Role;
+        use super::super::demand::Role;
         assert_eq!(needs(&problem), [(0, 9, 0, 4), (0, 5, 0, 8), (3, 9, 0, 8), (0, 9, 0, 8)]);
     }
 }

@@ -11,6 +11,8 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::time::Duration;
 
+use super::body::{HEIGHT_MAX, ITEMS_MAX};
+use super::demand::BufferId;
 use super::dive::{Bonus, Dive};
 use super::error::PlanError;
 use super::order::{self, Heuristic, Traits};
@@ -18,8 +20,7 @@ use super::part::{Part, Parts};
 use super::place::Placer;
 use super::planned::{Place, Plan};
 use super::probe::Probe;
-use super::problem::{BufferId, Problem};
-use super::search::{HEIGHT_MAX, ITEMS_MAX};
+use super::problem::Problem;
 use super::shape::{Shapes, gcd};
 use super::walls::Walls;
 use lowtide_core::bytes::ByteSize;
@@ -158,6 +159,31 @@ impl<'a> Planner<'a> {
 }
 
 impl Problem {
+    /// Returns a lower bound for any plan: the most memory live at once, with the certain cost of
+    /// alignments. O(n log n).
+    ///
+    /// # Errors
+    /// [`PlanError`] if buffers cannot share memory as requested.
+    pub fn lower_bound(&self) -> Result<ByteSize, PlanError> {
+        let parts = Parts::of(&Shapes::of(self)?, &Walls::default());
+        Ok(ByteSize::new(parts.bound() * parts.unit))
+    }
+
+    /// Returns an upper bound of the memory that a planner uses for this problem, in addition to
+    /// the problem itself.
+    ///
+    /// With `n` the buffers and their gaps, and `m` the smaller of `n` and 2,000, the limit of the
+    /// exact search: `64 KiB + 1 KiB n + 8 KiB m + 8 m^2` bytes, at most 50 MiB of it for the
+    /// search. About twice the measured value; a test enforces it.
+    #[must_use]
+    pub fn planning_bytes(&self) -> ByteSize {
+        let gaps: usize = self.demands().iter().map(|demand| demand.gaps.len()).sum();
+        let all = ByteSize::of(self.demands().len() + gaps).get();
+        let searched = all.min(EXACT_MAX as u64);
+        let search = ByteSize::new((8 << 10) * searched + 8 * searched * searched);
+        ByteSize::kib(64).saturating_add(ByteSize::kib(all)).saturating_add(search)
+    }
+
     /// Plans with one rule alone: the result of another project's planner for this problem.
     ///
     /// # Errors

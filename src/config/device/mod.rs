@@ -10,7 +10,7 @@ use std::str::FromStr;
 use std::time::Duration;
 
 use super::profile::Profile;
-use super::resolve::{Resolved, pick, pick_or};
+use super::resolved::{Resolved, pick, pick_or};
 use crate::bytes::ByteSize;
 use crate::decay::DecayTime;
 use crate::device::driver::DeviceUuid;

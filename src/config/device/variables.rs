@@ -1,7 +1,7 @@
 //! The parsers of the `LOWTIDE_DEVICE*` variables, for the table in `env`.
 
-use crate::config::Settings;
-use crate::config::env::{decay_time, part, positive, put, time_or_never, time_or_zero};
+use crate::config::parse::{decay_time, part, positive, put, time_or_never, time_or_zero};
+use crate::config::settings::Settings;
 
 macro_rules! variables {
     ($($setting:ident: $parse:expr;)*) => {

@@ -8,10 +8,6 @@ use crate::device::{DeviceArena, DeviceError, SleepOptions};
 use crate::memory::admin_tasks::{AdminCommand, AdminError};
 use crate::memory::shared::Shared;
 
-/// The names of all admin commands.
-pub(in crate::memory) const COMMANDS: &[&str] =
-    &["purge", "trim", "sleep", "wake", "unload", "snapshot"];
-
 impl Shared {
     /// Checks that an arena of this name serves.
     pub(in crate::memory) fn check_arena(&self, name: &str) -> Result<(), AdminError> {

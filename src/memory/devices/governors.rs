@@ -7,14 +7,12 @@
 
 use std::sync::{Arc, Weak};
 
+use crate::clock::Moment;
 use crate::device::driver::cuda::PoolGovernor;
 use crate::memory::error::{Diagnostic, MemoryError};
+use crate::memory::manager::Memory;
 use crate::memory::shared::Shared;
-use crate::memory::{Memory, Moment};
-use crate::sync::{Mutex, lock};
-
-/// The registered governors, of which some may have been dropped.
-pub(super) type Governors = Mutex<Vec<Weak<PoolGovernor>>>;
+use crate::sync::lock;
 
 impl Memory {
     /// Calls [`PoolGovernor::decay`] of the governor on the worker, once in each metrics interval,

@@ -8,8 +8,8 @@ use std::sync::Arc;
 use crate::bytes::ByteSize;
 use crate::device::driver::Backend;
 use crate::device::{ArenaConfig, ArenaOccupancy, DeviceArena, PinnedConfig, PinnedPool};
-use crate::memory::Memory;
 use crate::memory::error::{Diagnostic, MemoryError};
+use crate::memory::manager::Memory;
 use crate::memory::shared::Shared;
 use lowtide_admission::Recovered;
 

@@ -4,7 +4,7 @@
 use crate::BoxError;
 use crate::bytes::ByteSize;
 use crate::device::DeviceArena;
-use crate::memory::Memory;
+use crate::memory::manager::Memory;
 use lowtide_admission::ManagedBuilder;
 
 impl Memory {

@@ -12,7 +12,6 @@
 //! Invariant: there is one result for each target, in the order of the selector.
 
 use std::fmt;
-use std::sync::atomic::{AtomicU8, Ordering};
 use std::time::Duration;
 
 use thiserror::Error;
@@ -23,13 +22,11 @@ use crate::device::{DeviceArena, DeviceError};
 use lowtide_admission::Job;
 use lowtide_heap::{HostError, Outcome};
 
-use crate::memory::error::Diagnostic;
+use crate::memory::error::{Diagnostic, MemoryError};
+use crate::memory::manager::Memory;
 use crate::memory::shared::Shared;
-use crate::memory::{Memory, MemoryError};
 
-/// The existing targets.
-const TARGETS: [Target; 2] =
-    [Target { kind: TargetKind::Cpu, id: 0 }, Target { kind: TargetKind::Gpu, id: 0 }];
+use super::shrinks_asked::TARGETS;
 
 /// The reason that nothing was shrunk.
 #[derive(Clone, Debug, Error, PartialEq)]
@@ -220,22 +217,6 @@ impl Drop for Run {
 impl fmt::Debug for Run {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Run").field("shrink", &self.shrink).finish_non_exhaustive()
-    }
-}
-
-/// The targets that the worker has to shrink: one bit for each.
-#[derive(Debug, Default)]
-pub(in crate::memory) struct ShrinksAsked(AtomicU8);
-
-impl ShrinksAsked {
-    fn ask(&self, targets: impl Iterator<Item = Target>) {
-        let bits = targets.filter_map(|target| TARGETS.iter().position(|known| *known == target));
-        self.0.fetch_or(bits.fold(0, |bits, at| bits | 1 << at), Ordering::Release);
-    }
-
-    fn take(&self) -> impl Iterator<Item = Target> + use<> {
-        let bits = self.0.swap(0, Ordering::Acquire);
-        TARGETS.into_iter().enumerate().filter(move |(at, _)| bits & 1 << at != 0).map(|(_, t)| t)
     }
 }
 

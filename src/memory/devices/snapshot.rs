@@ -3,10 +3,9 @@
 use std::collections::BTreeMap;
 
 use crate::bytes::ByteSize;
-use crate::device::driver::{Backend, Driver};
-use crate::device::{ArenaSnapshot, DeviceArena};
+use crate::device::ArenaSnapshot;
+use crate::device::driver::Backend;
 use crate::memory::history::HistorySample;
-use crate::memory::shared::Shared;
 
 /// The device arenas of a [`Memory`](crate::Memory), and its device, at one instant.
 #[derive(Clone, Debug)]
@@ -24,22 +23,6 @@ pub struct DevicesSnapshot {
     /// The number of failed driver calls that should have undone an earlier call
     /// ([`rollback_failures_total`](crate::device::driver::Driver::rollback_failures_total)).
     pub rollback_failures_total: u64,
-}
-
-impl Shared {
-    /// Returns the figures of arenas and device; none of arenas in a forked child.
-    pub(in crate::memory) fn devices_snapshot(&self) -> DevicesSnapshot {
-        let here = self.birth.is_here();
-        let driver = self.devices.driver.as_deref().filter(|_| here);
-        let (arenas, draining) =
-            if here { self.devices.arenas.parted() } else { Default::default() };
-        DevicesSnapshot {
-            arenas: arenas.iter().map(DeviceArena::snapshot).collect(),
-            draining: draining.iter().map(DeviceArena::snapshot).collect(),
-            memory: driver.and_then(|driver| self.devices.watch.snapshot(driver)),
-            rollback_failures_total: driver.map_or(0, Driver::rollback_failures_total),
-        }
-    }
 }
 
 impl DevicesSnapshot {

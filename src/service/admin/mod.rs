@@ -26,8 +26,9 @@ use crate::clock::{Clock, Moment};
 use crate::memory::{AdminCommand, AdminError, Memory};
 use crate::sync::{Mutex, lock};
 
+use super::answer::{JSON, answer, pretty};
 use super::asked::{Query, QueryError};
-use super::endpoints::{Endpoints, JSON, answer, pretty};
+use super::endpoints::Endpoints;
 use super::rejection::problem;
 
 pub use guard::Peer;

@@ -8,8 +8,8 @@ use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 use std::time::Duration;
 
-use crate::admission::{Admission, Cost};
-use crate::ledger::Budget;
+use crate::admission::Admission;
+use crate::cost::{Budget, Cost};
 use crate::permit::Permit;
 use crate::tally::BudgetCounts;
 use lowtide_core::bytes::ByteSize;

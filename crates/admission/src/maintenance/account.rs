@@ -6,8 +6,9 @@
 //! computed from an old allowance.
 
 use crate::admission::Admission;
-use crate::fairness::{Balance, Fairness, Seen};
-use crate::ledger::{Budget, Correction, Measured};
+use crate::cost::Budget;
+use crate::fairness::{Fairness, Seen};
+use crate::ledger::{Balance, Correction, Measured};
 use crate::pressure::{Level, Pressure, Thresholds};
 use lowtide_core::bytes::ByteSize;
 
@@ -73,7 +74,7 @@ impl Account {
 #[cfg(all(test, not(lowtide_loom)))]
 mod tests {
     use super::*;
-    use crate::admission::Cost;
+    use crate::cost::Cost;
 
     #[test]
     fn a_budget_is_corrected_while_it_is_limited_held_or_reserved() {

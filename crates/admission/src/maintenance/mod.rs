@@ -29,8 +29,9 @@ use lowtide_core::clock::Moment;
 
 use super::admission::{Admission, AdmissionStats};
 use super::ceiling::{Ceiling, CeilingParts, CeilingSample};
+use super::cost::Budget;
 use super::exhaustion::{Exhaustion, Room};
-use super::ledger::{Budget, Measured, Turnover};
+use super::ledger::{Measured, Turnover};
 use super::managed::Resources;
 use super::pressure::Level;
 use super::reclaim::{Ladder, Pace};

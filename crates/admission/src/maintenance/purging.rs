@@ -223,7 +223,8 @@ mod tests {
     use std::sync::Arc;
 
     use super::*;
-    use crate::admission::{Admission, Cost};
+    use crate::admission::Admission;
+    use crate::cost::Cost;
     use crate::maintenance::{Sensor, Settings};
     use crate::managed::{Managed, Resources};
     use crate::reclaim::{Ladder, Recovered};

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 use std::time::Duration;
 
 use crate::ceiling::CeilingParts;
-use crate::ledger::Budget;
+use crate::cost::Budget;
 use crate::pressure::{Level, Pressure};
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::Moment;

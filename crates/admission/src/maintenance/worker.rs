@@ -11,7 +11,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use crate::ledger::Budget;
+use crate::cost::Budget;
 use crate::managed::Resources;
 use crate::pressure::Level;
 use crate::reclaim::{Ask, Ladder, PAUSE_MIN, Pace, Recovered};
@@ -236,7 +236,8 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
-    use crate::admission::{Admission, Cost, Priority};
+    use crate::admission::Admission;
+    use crate::cost::{Cost, Priority};
     use crate::maintenance::{Sample, Sensor, Settings};
     use crate::reclaim::Reclaim;
     use crate::signal::Limit;

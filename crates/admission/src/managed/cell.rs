@@ -24,7 +24,8 @@ use std::task::Waker;
 use std::thread::{self, ThreadId};
 use std::time::Duration;
 
-use crate::admission::{Admission, Cost};
+use crate::admission::Admission;
+use crate::cost::Cost;
 use crate::eviction::Eviction;
 use crate::permit::Permit;
 use crate::rejected::Rejected;
@@ -35,7 +36,7 @@ use lowtide_core::sync::atomic::AtomicU64;
 use lowtide_core::sync::{Condvar, Mutex, MutexGuard, caught, foreground, lock, wait};
 
 use super::error::{AcquireError, LoadError, UnloadError};
-use super::load_scope::is_unloading;
+use super::load::is_unloading;
 use super::parts::Parts;
 use super::resource::{ResourceStats, UnloadReason, Unloads};
 use super::slot::{Guard, Handle, Slot};

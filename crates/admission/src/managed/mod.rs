@@ -21,6 +21,7 @@
 
 mod cell;
 mod error;
+mod load;
 mod load_scope;
 mod parts;
 mod resource;
@@ -39,7 +40,8 @@ use std::time::Duration;
 use lowtide_core::BoxError;
 use lowtide_core::clock::{Clock, Moment};
 
-use super::admission::{Admission, Cost};
+use super::admission::Admission;
+use super::cost::Cost;
 use super::eviction::Idle;
 
 use cell::Cell;
@@ -49,36 +51,8 @@ use ticket::Ticket;
 
 pub use error::{AcquireError, AddError, LoadError, UnloadError};
 pub use load_scope::LoadScope;
+pub use parts::Backoff;
 pub use resource::{Resource, ResourceStats, Resources, UnloadReason, Unloads};
-
-/// The default load timeout: enough for 60 GiB at 100 MiB/s. A guess.
-const LOAD_TIMEOUT: Duration = Duration::from_secs(600);
-
-/// The pause after a failed load. It doubles with each failure in a row.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Backoff {
-    /// The pause after the first failure.
-    pub first: Duration,
-    /// The longest pause.
-    pub max: Duration,
-}
-
-impl Backoff {
-    /// Returns the pause after this many failures in a row; zero after none.
-    #[must_use]
-    pub fn pause(self, failures: u32) -> Duration {
-        let Some(doublings) = failures.checked_sub(1) else { return Duration::ZERO };
-        let factor = 1_u32.checked_shl(doublings).unwrap_or(u32::MAX);
-        self.first.saturating_mul(factor).min(self.max)
-    }
-}
-
-impl Default for Backoff {
-    /// 250 ms to 30 s. A guess.
-    fn default() -> Self {
-        Self { first: Duration::from_millis(250), max: Duration::from_secs(30) }
-    }
-}
 
 /// A builder for a [`Managed`].
 pub struct ManagedBuilder<T: Send + Sync + 'static> {

@@ -10,9 +10,9 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-use crate::admission::{Admission, Cost};
+use crate::admission::Admission;
+use crate::cost::{Budget, Cost};
 use crate::eviction::{Evictor, Idle, Pool};
-use crate::ledger::Budget;
 use crate::pressure::Level;
 use crate::reclaim::{Ask, Reclaim, Recovered};
 use crate::reclaimer::{Reclaimable, Reclaimer, ReclaimerStats, Reclaimers, Registered};

@@ -16,7 +16,7 @@ use std::task::{Context, Poll, Waker, ready};
 use lowtide_core::clock::Bell;
 use lowtide_core::sync::{caught, lock};
 
-use crate::admission::Cost;
+use crate::cost::Cost;
 use crate::rejected::Rejected;
 use crate::reserve::Waiting;
 

@@ -21,9 +21,10 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use lowtide_core::bytes::ByteSize;
 
+use super::error::SignalError;
 use super::events::{EventFiles, EventNames, MemoryEvents};
 use super::file::{KeptFile, keyed, number, read_whole};
-use super::{Limit, LimitSource, SignalError};
+use super::limit::{Limit, LimitSource};
 
 /// The largest number of levels read, including the leaf. systemd and Kubernetes nest below ten.
 const LEVELS_MAX: usize = 32;

@@ -10,7 +10,7 @@ use std::io::{ErrorKind, Read};
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-use super::SignalError;
+use super::error::SignalError;
 
 /// The largest text of a repeated read. `memory.stat` is below 4,096 bytes by the kernel's own
 /// buffer, `/proc/self/status` about 1,500.

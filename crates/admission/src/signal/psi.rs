@@ -11,8 +11,8 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use super::SignalError;
 use super::cgroup::{path_v2, place};
+use super::error::SignalError;
 use super::file::{KeptFile, number, read_whole};
 
 /// Time lost waiting for memory.

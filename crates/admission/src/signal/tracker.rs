@@ -24,7 +24,8 @@ use std::time::Duration;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::Moment;
 
-use super::{Glance, Signal, Signals};
+use super::sample::{Counted, Glance, Signal};
+use super::signals::Signals;
 
 /// The maximum age of a full reading while memory moves: limits that change, and memory of others
 /// that replaces page cache, show only in the next one.
@@ -58,17 +59,6 @@ struct Reading {
     glance: Glance,
     signal: Signal,
     counted: Counted,
-}
-
-/// The source of [`Signal::physical`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Counted {
-    /// The resident set of the process.
-    Process,
-    /// The cgroup, with this limit.
-    Cgroup(ByteSize),
-    /// It or the limit may change with files outside a glance in a way that a glance does not show.
-    Unknown,
 }
 
 impl SignalTracker {

@@ -3,9 +3,10 @@
 use thiserror::Error;
 
 use crate::config::arena::ArenaOptionsError;
-use crate::memory::{ArenaError, MemoryError};
+use crate::memory::devices::error::ArenaError;
+use crate::memory::error::MemoryError;
 
-use super::Slot;
+use super::slot::Slot;
 
 /// An error of sharing, using or replacing the arena of a slot.
 #[derive(Clone, Debug, Error, PartialEq)]

@@ -15,7 +15,7 @@ use crate::config::arena::{ArenaResolution, Conflict};
 use crate::device::{Buffer, DeviceArena, DeviceError, PinnedBuffer, RawBlock, Region};
 
 use super::place::{Generation, Place};
-use super::{ArenaReport, Slot};
+use super::slot::{ArenaReport, Slot};
 
 /// A counted use of a slot's arena, from [`Memory::use_arena`](crate::Memory::use_arena).
 ///

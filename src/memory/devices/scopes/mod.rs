@@ -20,122 +20,31 @@
 mod error;
 mod handle;
 mod place;
+mod slot;
 
-use std::collections::BTreeMap;
-use std::fmt;
 use std::sync::Arc;
 
 use crate::bytes::ByteSize;
-use crate::config::arena::{ArenaOptions, ArenaResolution, Conflict};
-use crate::device::{ArenaSnapshot, PinnedSnapshot};
-use crate::sync::{Mutex, lock};
+use crate::config::arena::{ArenaOptions, ArenaResolution};
+use crate::device::driver::Backend;
+use crate::device::{DeviceArena, PinnedConfig, PinnedKind, PinnedPool};
+use crate::sync::lock;
 
+use crate::memory::manager::Memory;
 use crate::memory::shared::Shared;
-use crate::memory::{ArenaError, Memory};
+
+use super::error::ArenaError;
 
 pub use error::ScopeError;
 pub use handle::ArenaUse;
+pub use slot::{ArenaReport, Replaced, Slot, SlotKind, SlotSnapshot};
 
-use place::{Act, Opened, Place, begin_draining};
+pub(super) use place::Scopes;
+
+use place::{Act, OpenMemory, Opened, Place, begin_draining};
 
 /// The maximum number of slots of one `Memory`.
 const SLOTS_MAX: usize = 64;
-
-/// A kind of memory of a device.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum SlotKind {
-    /// Device memory.
-    Device,
-    /// Host memory for copies to and from the device, page-locked as far as the system allows: a
-    /// pool, with `arena.max_mem` as its limit.
-    Pinned,
-}
-
-/// The place of an arena: a provider, a device, a kind of memory.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct Slot {
-    /// The provider's name, which metrics and errors use for its arenas.
-    pub name: String,
-    /// The device's number.
-    pub device: u32,
-    /// The kind of memory.
-    pub kind: SlotKind,
-}
-
-impl Slot {
-    /// Creates the slot of the device's memory.
-    #[must_use]
-    pub fn device(name: impl Into<String>, device: u32) -> Self {
-        Self { name: name.into(), device, kind: SlotKind::Device }
-    }
-
-    /// Creates the slot of page-locked memory for that device.
-    #[must_use]
-    pub fn pinned(name: impl Into<String>, device: u32) -> Self {
-        Self { name: name.into(), device, kind: SlotKind::Pinned }
-    }
-}
-
-impl fmt::Display for Slot {
-    /// `name` for an arena on device 0, as in metrics; `name:1`, `name:pinned`, `name:1:pinned`.
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.name)?;
-        if self.device > 0 {
-            write!(f, ":{}", self.device)?;
-        }
-        if self.kind == SlotKind::Pinned { f.write_str(":pinned") } else { Ok(()) }
-    }
-}
-
-/// The options in force after an arena was shared, used or replaced, and the options of the caller,
-/// or older ones, that are not in force.
-#[derive(Clone, Debug, PartialEq)]
-#[non_exhaustive]
-pub struct ArenaReport {
-    /// Every value in force, with its source.
-    pub resolution: Arc<ArenaResolution>,
-    /// Every option that is not in force, with the value in force.
-    pub conflicts: Vec<Conflict>,
-    /// `true` if this call opened the arena.
-    pub opened: bool,
-}
-
-/// The result of a replacement.
-#[derive(Clone, Debug, PartialEq)]
-#[non_exhaustive]
-pub struct Replaced {
-    /// The options in force.
-    pub report: ArenaReport,
-    /// The live bytes that drain with the old arena; `None` if there was none.
-    pub draining: Option<ByteSize>,
-    /// The idle bytes of the old arena that were released immediately.
-    pub released: ByteSize,
-}
-
-/// The figures of a slot.
-#[derive(Clone, Debug, PartialEq)]
-#[non_exhaustive]
-pub struct SlotSnapshot {
-    /// The slot.
-    pub slot: Slot,
-    /// `true` if its arena is shared.
-    pub shared: bool,
-    /// The number of uses.
-    pub users: u32,
-    /// The options in force; `None` without an arena.
-    pub resolution: Option<Arc<ArenaResolution>>,
-    /// The serving arena; `None` without one. Blocks of dropped pinned buffers whose copies are not
-    /// complete count as live.
-    pub arena: Option<ArenaSnapshot>,
-    /// The arenas that were replaced, or left by their last user, oldest first.
-    pub draining: Vec<ArenaSnapshot>,
-    /// The serving pool, for pinned memory.
-    pub pool: Option<PinnedSnapshot>,
-}
-
-/// The slots of a `Memory`.
-#[derive(Debug, Default)]
-pub(in crate::memory) struct Scopes(Mutex<BTreeMap<Slot, Arc<Place>>>);
 
 impl Memory {
     /// Opens a slot's arena for all sessions, with ONNX Runtime's defaults for unset options. The
@@ -177,7 +86,7 @@ impl Memory {
     ) -> Result<ArenaReport, ScopeError> {
         let shared = &self.0.shared;
         let place = shared.place(slot)?;
-        Ok(place.act(shared, Act::Share, options)?.report)
+        Ok(place.act(&**shared, Act::Share, options)?.report)
     }
 
     /// Ends the sharing. The arena drains when its last user has left, which may be immediately.
@@ -204,7 +113,7 @@ impl Memory {
     pub fn use_arena(&self, slot: &Slot, session: &ArenaOptions) -> Result<ArenaUse, ScopeError> {
         let shared = &self.0.shared;
         let place = shared.place(slot)?;
-        let done = place.act(shared, Act::Use, session)?;
+        let done = place.act(&**shared, Act::Use, session)?;
         Ok(ArenaUse::new(place, done.report))
     }
 
@@ -225,7 +134,7 @@ impl Memory {
     ) -> Result<Replaced, ScopeError> {
         let shared = &self.0.shared;
         let place = shared.place(slot)?;
-        let done = place.act(shared, Act::Replace, options)?;
+        let done = place.act(&**shared, Act::Replace, options)?;
         let arena = done.old.as_ref().map(|old| old.any_arena());
         let draining = arena.map(|arena| arena.glance().live);
         let released = arena.map_or(ByteSize::ZERO, |arena| shared.purged(arena));
@@ -288,7 +197,14 @@ impl Shared {
         if places.len() >= SLOTS_MAX {
             return Err(ScopeError::TooManySlots { max: SLOTS_MAX });
         }
-        let place = Arc::new(Place::new(slot.clone(), self));
+        let device_limit = match slot.kind {
+            SlotKind::Device => self.config.device.limit.value,
+            SlotKind::Pinned => ByteSize::MAX,
+        };
+        let backend = self.devices.driver.as_ref().map_or(Backend::Host, |driver| driver.backend());
+        let arenas = self.devices.arenas.clone();
+        let place = Place::new(slot.clone(), self.birth, device_limit, backend, arenas);
+        let place = Arc::new(place);
         places.insert(slot.clone(), Arc::clone(&place));
         Ok(place)
     }
@@ -314,5 +230,28 @@ impl Shared {
         for closed in self.devices.arenas.take_closed() {
             self.devices.gone.add(closed.snapshot());
         }
+    }
+}
+
+impl OpenMemory for Shared {
+    fn sweep(&self) {
+        Self::sweep(self);
+    }
+
+    fn open_arena(
+        &self,
+        name: String,
+        resolution: &ArenaResolution,
+    ) -> Result<DeviceArena, ArenaError> {
+        self.open_apart(resolution.config(self.arena_config(name)))
+    }
+
+    fn open_pool(
+        &self,
+        name: String,
+        limit: ByteSize,
+    ) -> Result<(PinnedPool, DeviceArena), ArenaError> {
+        let kind = PinnedKind::PageLockedOrPageable;
+        self.open_pool_apart(PinnedConfig { limit, kind, ..PinnedConfig::new(name) })
     }
 }

@@ -6,22 +6,46 @@
 //!
 //! Invariant: a generation is cloned only out of `serving`, so a draining generation with a single
 //! handle has no allocation in progress, and will have none.
+
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use crate::bytes::ByteSize;
 use crate::config::arena::{ArenaOptions, ArenaResolution, ArenaSource, Layers, Reason};
 use crate::decay::DecayTime;
 use crate::device::driver::Backend;
-use crate::device::{DeviceArena, PinnedConfig, PinnedKind, PinnedPool};
+use crate::device::{DeviceArena, PinnedPool};
 use crate::fork::Birth;
 use crate::memory::devices::arenas::{ArenaId, Arenas};
-use crate::memory::shared::Shared;
+use crate::memory::devices::error::ArenaError;
 use crate::sync::{Mutex, lock};
 
-use super::{ArenaReport, ScopeError, Slot, SlotKind, SlotSnapshot};
+use super::error::ScopeError;
+use super::slot::{ArenaReport, Slot, SlotKind, SlotSnapshot};
 
 /// The maximum number of attempts. An estimate: each time another thread has changed the same slot.
 const ATTEMPTS_MAX: u32 = 8;
+
+/// Opens the memory of slots, with the device and the settings of a `Memory`.
+pub(super) trait OpenMemory {
+    /// Drops the arenas that have drained.
+    fn sweep(&self);
+
+    /// Opens an arena of device memory, which no list contains yet.
+    fn open_arena(
+        &self,
+        name: String,
+        resolution: &ArenaResolution,
+    ) -> Result<DeviceArena, ArenaError>;
+
+    /// Opens a pool for copies to and from the device, which no list contains yet; returns its
+    /// arena as well.
+    fn open_pool(
+        &self,
+        name: String,
+        limit: ByteSize,
+    ) -> Result<(PinnedPool, DeviceArena), ArenaError>;
+}
 
 /// The operation on a slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -100,6 +124,10 @@ struct State {
     users: u32,
 }
 
+/// The slots of a `Memory`.
+#[derive(Debug, Default)]
+pub(in crate::memory) struct Scopes(pub(super) Mutex<BTreeMap<Slot, Arc<Place>>>);
+
 /// The result of an operation.
 #[derive(Debug)]
 pub(super) struct Done {
@@ -109,16 +137,14 @@ pub(super) struct Done {
 }
 
 impl Place {
-    pub(super) fn new(slot: Slot, shared: &Shared) -> Self {
-        let device_limit = match slot.kind {
-            SlotKind::Device => shared.config.device.limit.value,
-            SlotKind::Pinned => ByteSize::MAX,
-        };
-        let backend =
-            shared.devices.driver.as_ref().map_or(Backend::Host, |driver| driver.backend());
-        let (birth, arenas, state) =
-            (shared.birth, shared.devices.arenas.clone(), Mutex::default());
-        Self { slot, birth, device_limit, backend, arenas, state }
+    pub(super) fn new(
+        slot: Slot,
+        birth: Birth,
+        device_limit: ByteSize,
+        backend: Backend,
+        arenas: Arenas,
+    ) -> Self {
+        Self { slot, birth, device_limit, backend, arenas, state: Mutex::default() }
     }
 
     pub(super) fn slot(&self) -> &Slot {
@@ -133,7 +159,7 @@ impl Place {
     /// Joins the existing arena, or opens one.
     pub(super) fn act(
         &self,
-        shared: &Shared,
+        memory: &impl OpenMemory,
         act: Act,
         options: &ArenaOptions,
     ) -> Result<Done, ScopeError> {
@@ -150,8 +176,8 @@ impl Place {
                 (state.changes, self.layers(&state, act, options), replaced)
             };
             let resolution = Arc::new(layers.resolve()?);
-            shared.sweep(); // so that what has drained takes no place
-            let opened = match self.open(shared, &resolution, replaced) {
+            memory.sweep(); // so that what has drained takes no place
+            let opened = match self.open(memory, &resolution, replaced) {
                 // Another thread may have used the name or the place in the meantime.
                 Err(_) if lock(&self.state).changes != changes => continue,
                 opened => opened?,
@@ -227,20 +253,17 @@ impl Place {
     /// Opens an arena that is not installed yet.
     fn open(
         &self,
-        shared: &Shared,
+        memory: &impl OpenMemory,
         resolution: &ArenaResolution,
         replaced: Option<ArenaId>,
     ) -> Result<Opened, ScopeError> {
         let name = self.slot.to_string();
         self.arenas.admit(&name, replaced)?;
         if self.slot.kind == SlotKind::Pinned {
-            let (limit, kind) = (resolution.limit(), PinnedKind::PageLockedOrPageable);
-            let config = PinnedConfig { limit, kind, ..PinnedConfig::new(name) };
-            let (pool, arena) = shared.open_pool_apart(config)?;
+            let (pool, arena) = memory.open_pool(name, resolution.limit())?;
             return Ok(Opened { arena, pool: Some(pool) });
         }
-        let base = shared.arena_config(name);
-        Ok(Opened { arena: shared.open_apart(resolution.config(base))?, pool: None })
+        Ok(Opened { arena: memory.open_arena(name, resolution)?, pool: None })
     }
 
     /// Returns the serving arena.

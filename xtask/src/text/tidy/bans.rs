@@ -15,7 +15,8 @@ const ENVIRONMENT: &str = "src/config/env.rs";
 /// The only reader of the machine's clock, in the package on the lowest layer.
 const CLOCK: [&str; 2] = ["src/clock.rs", "crates/core/src/clock.rs"];
 /// The only one that names an async runtime, for services that have it.
-const RUNTIME: [&str; 3] = [
+const RUNTIME: [&str; 4] = [
+    "src/memory/ending.rs",
     "src/memory/runtime.rs",
     "src/service/connections/linger.rs",
     "src/service/connections/tcp.rs",

@@ -9,7 +9,7 @@ use std::mem::ManuallyDrop;
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::admission::Cost;
+use crate::cost::Cost;
 use crate::desk::Stood;
 use crate::eviction::{Claimable, Claimed, Eviction, EvictionError, Idle};
 use crate::permit::Permit;

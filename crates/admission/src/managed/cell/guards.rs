@@ -14,7 +14,7 @@ use std::time::Duration;
 use lowtide_core::sync::atomic::Ordering;
 use lowtide_core::sync::{MutexGuard, lock};
 
-use super::super::load_scope::is_unloading;
+use super::super::load::is_unloading;
 use super::super::slot::{Guard, Handle, Shared, Slot};
 use super::{Cell, EndedLoads, Loaded, Loading, Phase, State};
 

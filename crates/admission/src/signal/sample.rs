@@ -1,0 +1,55 @@
+//! The values of a sample: what counts against the limit, and the figures that it is made of.
+
+use lowtide_core::bytes::ByteSize;
+
+use super::limit::Limit;
+use super::statm::Statm;
+
+/// One sample.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize))]
+pub struct Signal {
+    /// The process's resident set.
+    pub rss: Option<ByteSize>,
+    /// The part of `rss` that belongs to no file and no shared memory.
+    pub anonymous: Option<ByteSize>,
+    /// Bytes that count against the limit; zero if nothing could be read.
+    pub physical: ByteSize,
+    /// The limit.
+    pub limit: Limit,
+    /// Anonymous and shared memory of the cgroup, which the kernel cannot reclaim without swap.
+    pub charged: Option<ByteSize>,
+    /// `true` if a file on which the limit depends cannot be read or parsed now, so that `limit` is
+    /// the last known value.
+    pub limit_is_stale: bool,
+}
+
+/// Two files that change whenever this process or its cgroup may hold another amount of memory. A
+/// limit, or the memory of other members of an ancestor, may change without them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Glance {
+    pub(super) resident: Option<Statm>,
+    pub(super) usage: Option<ByteSize>,
+}
+
+/// The resident set by kind.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Resident {
+    /// Anonymous pages.
+    pub anon: ByteSize,
+    /// Pages of files.
+    pub file: ByteSize,
+    /// Shared memory and tmpfs.
+    pub shmem: ByteSize,
+}
+
+/// The source of [`Signal::physical`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Counted {
+    /// The resident set of the process.
+    Process,
+    /// The cgroup, with this limit.
+    Cgroup(ByteSize),
+    /// It or the limit may change with files outside a glance in a way that a glance does not show.
+    Unknown,
+}

@@ -1,0 +1,137 @@
+//! Queues admin tasks, and executes them on the worker.
+//!
+//! A command is queued without waiting for it. Authorization is the caller's responsibility.
+//!
+//! Invariant: a task that was started ends, also by a panic.
+
+use std::sync::Arc;
+
+use crate::bytes::ByteSize;
+use crate::sync::caught;
+use lowtide_admission::{Job, Resource, ResourceStats, Trigger, UnloadReason};
+
+use super::admin_tasks::{AdminCommand, AdminError, AdminTask, AdminTaskState};
+use super::manager::Memory;
+use super::shared::Shared;
+
+impl Memory {
+    /// Queues a command for the worker and returns immediately, with the number of the task.
+    /// [`Memory::admin_tasks`] lists the outcome under this number. Meant for HTTP endpoints; code
+    /// calls the arena's functions directly.
+    ///
+    /// ```
+    /// use lowtide::Memory;
+    /// use lowtide::memory::{AdminError, AdminCommand};
+    ///
+    /// let memory = Memory::builder().start()?;
+    /// let id = memory.run_admin(AdminCommand::Purge)?;
+    /// assert_eq!(memory.admin_tasks()[0].id, id);
+    /// let sleep = AdminCommand::Sleep { arena: "embedder".to_owned() };
+    /// assert!(matches!(memory.run_admin(sleep), Err(AdminError::UnknownArena { .. })));
+    /// # Ok::<(), lowtide::BoxError>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`AdminError`] if the command is not accepted; it is not queued then.
+    pub fn run_admin(&self, command: AdminCommand) -> Result<u64, AdminError> {
+        let shared = &self.0.shared;
+        shared.check_here()?;
+        if shared.admission.is_closed() || shared.queue.is_closed() {
+            return Err(AdminError::Ended);
+        }
+        match &command {
+            AdminCommand::Purge => {}
+            AdminCommand::Unload { resource } => drop(shared.resource_named(resource)?),
+            on_arena => shared.check_arena(on_arena.subject())?,
+        }
+        let id = shared.admin_tasks.add(command, shared.clock.since_epoch())?;
+        shared.queue.push_one(Job::AdminTask);
+        if shared.queue.is_closed() {
+            // The queue closed in between, and may have dropped the job.
+            return shared.admin_tasks.keep_if_begun(id);
+        }
+        Ok(id)
+    }
+
+    /// Returns the last admin tasks, oldest first: at most 16. Empty in a forked child.
+    #[must_use]
+    pub fn admin_tasks(&self) -> Vec<AdminTask> {
+        let shared = &self.0.shared;
+        if shared.check_here().is_err() {
+            return Vec::new();
+        }
+        shared.admin_tasks.all()
+    }
+
+    /// Returns the picture that an admin task drew; `None` if it drew none, or a later task drew
+    /// another.
+    #[must_use]
+    pub fn admin_task_picture(&self, id: u64) -> Option<Arc<str>> {
+        let shared = &self.0.shared;
+        shared.check_here().ok()?;
+        shared.admin_tasks.picture(id)
+    }
+}
+
+impl Shared {
+    fn resource_named(&self, name: &str) -> Result<Arc<dyn Resource>, AdminError> {
+        let all = self.resources.all();
+        all.iter().find(|resource| resource.name() == name).cloned().ok_or_else(|| {
+            let known = all.iter().map(|resource| resource.name().to_owned()).collect();
+            AdminError::UnknownResource { name: name.to_owned(), known }
+        })
+    }
+
+    /// Runs the oldest waiting task on this thread; `purge` is the worker's purge. Returns `true`
+    /// if others wait.
+    pub(super) fn run_admin_task(&self, purge: impl FnOnce() -> ByteSize) -> bool {
+        let Some((id, command)) = self.admin_tasks.begin() else { return false };
+        let mut picture = None;
+        let done = caught(|| self.carry_out(&command, purge, &mut picture));
+        let state = match done {
+            Ok(Ok(text)) => AdminTaskState::Done(text),
+            Ok(Err(text)) => AdminTaskState::Failed(text),
+            Err(said) => AdminTaskState::Failed(format!("panicked: {said}")),
+        };
+        let subject = command.subject();
+        let text = format!("{} {}: {}", command.name(), state.name(), state.outcome());
+        self.events.add(self.clock.since_epoch(), "admin", subject, text);
+        let others_wait = self.admin_tasks.end(id, state.clone(), picture);
+        log!(
+            info,
+            target: "lowtide",
+            admin_task = id,
+            command = command.name(),
+            subject,
+            state = state.name(),
+            outcome = state.outcome(),
+            "admin task finished"
+        );
+        others_wait
+    }
+
+    fn carry_out(
+        &self,
+        command: &AdminCommand,
+        purge: impl FnOnce() -> ByteSize,
+        picture: &mut Option<Arc<str>>,
+    ) -> Result<String, String> {
+        match command {
+            AdminCommand::Purge => Ok(format!("{} released", purge())),
+            AdminCommand::Unload { resource } => self.unload_named(resource),
+            on_arena => self.run_on_arena(on_arena, picture),
+        }
+    }
+
+    fn unload_named(&self, name: &str) -> Result<String, String> {
+        let resource = self.resource_named(name).map_err(|error| error.to_string())?;
+        if resource.unload(UnloadReason::Manual) {
+            self.queue.push_one(Job::Purge { trigger: Trigger::Unload });
+            return Ok("unloaded".to_owned());
+        }
+        Err(match resource.stats() {
+            ResourceStats { loaded: false, .. } => "the resource is not loaded".to_owned(),
+            ResourceStats { guards, .. } => format!("the resource is in use (guards: {guards})"),
+        })
+    }
+}

@@ -1,0 +1,157 @@
+//! The two threads of a `Memory`, and their end.
+//!
+//! `builder` starts them. They end when they are told to, or when the last handle is dropped.
+//!
+//! Invariant: dropping [`Running`] waits for no thread.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::{JoinHandle, ThreadId};
+use std::time::Duration;
+
+use crate::clock::{Bell, Clock, Moment};
+use crate::sync::{Mutex, lock};
+use lowtide_admission::{Admission, JobQueue};
+
+use super::claim::{Claim, THREADS};
+use super::events::Events;
+use super::shutdown::Shutdown;
+
+/// Ends the threads when the last handle is dropped. It holds no arena and no resource, so that
+/// these are not kept alive after a shutdown.
+pub(super) struct Running {
+    pub(super) threads: Threads,
+    pub(super) queue: Arc<JobQueue>,
+    pub(super) claim: Arc<Claim>,
+    /// `true` once the service is about to end, for its readiness.
+    pub(super) is_ending: AtomicBool,
+    /// Does not keep the manager running.
+    pub(super) admission: Admission,
+    #[cfg_attr(not(feature = "service"), expect(dead_code, reason = "for layers"))]
+    pub(super) events: Arc<Events>,
+}
+
+/// The minimum time that a shutdown waits for its threads, regardless of its deadline: idle threads
+/// end immediately, and a purge of 10 GiB takes this long.
+const JOIN_MIN: Duration = Duration::from_secs(1);
+
+/// The two threads. Dropping it signals them to end and does not wait.
+pub(super) struct Threads {
+    pub(super) stop: Arc<AtomicBool>,
+    pub(super) bell: Arc<Bell>,
+    pub(super) started: Mutex<Vec<Started>>,
+}
+
+/// A thread that was started. Its end stays recorded after it has been joined.
+pub(super) struct Started {
+    pub(super) name: &'static str,
+    pub(super) id: ThreadId,
+    pub(super) end: Arc<End>,
+    /// The handle, until the thread is joined.
+    pub(super) handle: Option<JoinHandle<()>>,
+}
+
+/// Records that a thread has ended, also by a panic.
+#[derive(Default)]
+pub(super) struct End {
+    over: AtomicBool,
+    /// One bell for each waiting shutdown, because a ring wakes one waiter.
+    waiting: Mutex<Vec<Arc<Bell>>>,
+}
+
+impl Threads {
+    /// Returns `true` if both threads were started and none was signalled to end.
+    pub(super) fn is_running(&self) -> bool {
+        lock(&self.started).len() == THREADS && !self.stop.load(Ordering::Acquire)
+    }
+
+    /// Signals both threads to end; the worker finishes its queue first.
+    pub(super) fn end(&self) {
+        self.stop.store(true, Ordering::Release);
+        self.bell.ring();
+    }
+
+    /// Waits for the threads until `deadline`, but at least [`JOIN_MIN`], and reports those that
+    /// panicked or are still running. The latter may be joined later.
+    ///
+    /// No lock is held while waiting, so the awaited thread, or another one, may call this as well.
+    pub(super) fn join(&self, clock: &dyn Clock, deadline: Moment, report: &mut Shutdown) {
+        let deadline = deadline.max(clock.now() + JOIN_MIN);
+        let seen = |thread: &Started| (thread.name, thread.id, Arc::clone(&thread.end));
+        let started: Vec<_> = lock(&self.started).iter().map(seen).collect();
+        for (name, id, end) in started {
+            if id == std::thread::current().id() {
+                continue; // called from a hook on the worker, which cannot wait for itself
+            }
+            if !end.wait(clock, deadline) {
+                report.busy.push(name.to_owned());
+                continue;
+            }
+            let handle = {
+                let mut started = lock(&self.started);
+                let thread = started.iter_mut().find(|thread| thread.id == id);
+                thread.and_then(|thread| thread.handle.take())
+            };
+            if handle.is_some_and(|handle| handle.join().is_err()) {
+                report.panicked.push(name.to_owned());
+            }
+        }
+    }
+}
+
+impl End {
+    fn is_over(&self) -> bool {
+        self.over.load(Ordering::Acquire)
+    }
+
+    /// Waits for the end until the deadline. Returns `true` if the thread has ended.
+    fn wait(&self, clock: &dyn Clock, deadline: Moment) -> bool {
+        let bell = Bell::new();
+        lock(&self.waiting).push(Arc::clone(&bell));
+        // Bounded by the deadline: each iteration waits for the deadline or the end.
+        while !self.is_over() && clock.now() < deadline {
+            clock.wait_until(&bell, deadline);
+        }
+        lock(&self.waiting).retain(|other| !Arc::ptr_eq(other, &bell));
+        self.is_over()
+    }
+}
+
+/// Dropped at the end of its thread: the last one releases the claim and wakes the waiting
+/// shutdowns.
+pub(super) struct Ends {
+    pub(super) end: Arc<End>,
+    pub(super) claim: Arc<Claim>,
+}
+
+impl Drop for Ends {
+    fn drop(&mut self) {
+        if self.claim.threads.fetch_sub(1, Ordering::AcqRel) == 1 {
+            self.claim.release();
+        }
+        self.end.over.store(true, Ordering::Release);
+        for bell in &*lock(&self.end.waiting) {
+            bell.ring();
+        }
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        if !self.claim.birth.is_here() {
+            return;
+        }
+        let was_running = self.threads.is_running();
+        self.queue.close();
+        self.threads.end();
+        self.claim.release();
+        if was_running {
+            log!(
+                warn,
+                target: "lowtide",
+                requests_held = self.admission.stats().held(),
+                "memory manager dropped without shutdown"
+            );
+        }
+    }
+}
