@@ -66,15 +66,15 @@ const MUTANTS: &[Mutant] = &[
     Mutant {
         name: "stale-owner",
         about: "a stream stays known after its last lane is dropped",
-        text: "books.streams.retire(stream);",
-        replacement: "if stream != StreamKey::CONTEXT {\n            return;\n        }",
+        text: "    port.with(|state| state.streams.retire(stream));\n",
+        replacement: "    if stream != StreamKey::CONTEXT {\n        return;\n    }\n",
         test: SCHEDULES,
         is_sample: false,
     },
     Mutant {
         name: "stale-call",
         about: "the end of a stream does not wait for calls that use its handle",
-        text: "while books.streams.is_lent(stream) {",
+        text: "while port.with(|state| state.streams.is_lent(stream)) {",
         replacement: "while false {",
         test: "schedules::calls::no_call_is_made_with_the_handle_of_a_stream_that_is_gone",
         is_sample: false,
@@ -90,8 +90,9 @@ const MUTANTS: &[Mutant] = &[
     Mutant {
         name: "move-before-done",
         about: "a compaction copies before the work on the block is complete",
-        text: "self.complete_all().map_err(|error| FailedCopy { error, is_lost: false });",
-        replacement: "Ok(());",
+        text: "    complete_all(port).await\
+               .map_err(|error| FailedCopy { error, is_lost: false })?;\n",
+        replacement: "",
         test: SCHEDULES,
         is_sample: false,
     },
@@ -147,8 +148,8 @@ const MUTANTS: &[Mutant] = &[
     Mutant {
         name: "release-before-done",
         about: "imported memory is released without a wait",
-        text: "let after = books.uses(&[]);",
-        replacement: "let after = crate::pending::Uses::NONE;",
+        text: "let after = state.uses(&[]);",
+        replacement: "let after = crate::state::pending::Uses::NONE;",
         test: "interop::imported::\
                adopted_memory_is_released_only_after_all_work_of_the_context",
         is_sample: true,

@@ -102,6 +102,7 @@ pub use lowtide_planner as plan;
 
 pub use api::arena::DeviceArena;
 pub use api::buffer::Buffer;
+pub use api::compact::BlockPin;
 pub use api::interop::{ExportError, Exported, Imported};
 pub use api::lane::Lane;
 pub use api::lease::Lease;
@@ -111,9 +112,6 @@ pub use api::release::DecayReport;
 pub use api::shortage::ShortageCallback;
 pub use api::sleep::EnterFuture;
 pub use driver::host::HostDriver;
-pub use engine::compact::{
-    BlockPin, CompactError, CompactOptions, CompactReport, Goal, Moved, StopReason,
-};
 pub use observe::occupancy::{ArenaOccupancy, OccupancyCell, RegionOccupancy};
 pub use observe::{record, visualize};
 #[cfg(feature = "cuda")]
@@ -121,6 +119,7 @@ pub use pinned::PinnedView;
 pub use pinned::{
     PinnedBuffer, PinnedConfig, PinnedCopy, PinnedCopyError, PinnedKind, PinnedPool, PinnedSnapshot,
 };
+pub use types::compact::{CompactError, CompactOptions, CompactReport, Goal, Moved, StopReason};
 pub use types::config::{ArenaConfig, Growth};
 pub use types::error::{Bound, DeviceError, ImportError};
 pub use types::region::Region;

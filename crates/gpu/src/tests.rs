@@ -12,8 +12,10 @@ use lowtide_core::decay::DecayTime;
 use lowtide_core::sync::lock;
 use lowtide_cuda_sim::trial::{Failure, TrialDriver};
 
+pub(crate) mod compact;
 mod neighbours;
 mod peers;
+mod steps;
 mod storm;
 
 const GRANULE: ByteSize = ByteSize::mib(2);

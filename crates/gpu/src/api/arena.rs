@@ -21,7 +21,7 @@ use crate::api::lane::LaneInner;
 use crate::api::lease::Lease;
 use crate::driver::{Backend, Capabilities, Driver};
 use crate::engine::suspend::next_sleep;
-use crate::engine::{resume, stores};
+use crate::engine::{raw_block, resume, stores};
 use crate::exec::front::{BlockHandle, CacheShard, CacheShards};
 use crate::exec::inner::ArenaInner;
 use crate::exec::kept;
@@ -349,7 +349,7 @@ impl DeviceArena {
     /// [`DeviceError::Forked`].
     pub fn reset(&self) -> Result<ByteSize, DeviceError> {
         self.inner.check_here()?;
-        let bytes = self.inner.lock().reset(&*self.inner.clock);
+        let bytes = self.inner.run_now(|state| raw_block::reset(state, &*self.inner.clock));
         self.inner.pass_on();
         Ok(bytes)
     }

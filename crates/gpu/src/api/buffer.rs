@@ -18,12 +18,13 @@ use std::sync::Arc;
 
 use bytemuck::Pod;
 
+use crate::api::compact::BlockPin;
 use crate::api::lane::Lane;
 #[cfg(feature = "cuda")]
 use crate::api::lane::LaneInner;
 use crate::api::lease::Lease;
 use crate::driver::DeviceAddress;
-use crate::engine::compact::BlockPin;
+use crate::engine::place::resolve;
 use crate::exec::front::{BlockHandle, BlockPlace};
 use crate::exec::inner::ArenaInner;
 use crate::observe::record::Operation;
@@ -126,14 +127,14 @@ impl<T: Pod> Buffer<T> {
         // (`Driver::host_pointer`; drivers are sealed to this crate). `len` elements lie in the
         // block (asserted in `new`), within a reservation and so below `isize::MAX` bytes
         // (`reserve_region` limits it to that). The block is live while `self` is borrowed, and it
-        // stays where `Place::get` found it while the lease exists (`ArenaInner::move_block` moves
+        // stays where `BlockPlace::get` found it while the lease exists (`engine::move_block` moves
         // nothing while one is held, `Lease::of` waits for a move in progress). A live block's
         // granules are committed while a lease is held: granules that a block touches leave only
-        // when the arena sleeps, which it does not under a lease (`ArenaInner::drain`). So the bytes
-        // are readable, and they are initialised (`Driver::host_pointer`). T is Pod: any bytes are
-        // a value. There is no concurrent writer: blocks do not overlap (invariant of the index),
-        // the buffer owns its block alone, writing takes `&mut self`, and no device uses it after a
-        // call returned (drivers with host access and asynchronous work are rejected at open).
+        // when the arena sleeps, which it does not under a lease. So the bytes are readable, and
+        // they are initialised (`Driver::host_pointer`). T is Pod: any bytes are a value. There is
+        // no concurrent writer: blocks do not overlap (invariant of the index), the buffer owns its
+        // block alone, writing takes `&mut self`, and no device uses it after a call returned
+        // (drivers with host access and asynchronous work are rejected at open).
         Ok(unsafe { slice::from_raw_parts(start.as_ptr(), self.len) })
     }
 
@@ -175,7 +176,7 @@ impl<T: Pod> Buffer<T> {
                 Some(resized) => Some(resized),
                 None => {
                     let _lease = Lease::of(inner)?;
-                    let old = inner.resolve(region, old)?;
+                    let old = inner.run(async |port| resolve(port, region, old).await)?;
                     Some(inner.resize_by_copy(region, old, wanted)?)
                 }
             },
@@ -247,12 +248,12 @@ impl<T: Pod> Buffer<T> {
             // It is not cached when freed: a cache would keep this setting.
             block.moves = Placement::STALE;
             let (inner, id) = (&home.inner, block.id);
-            let mut books = inner.lock();
-            books.region_mut(region).pins.set_contents(id, contents);
-            books.tell(&*inner.clock, |numbers| {
-                Some(Operation::Contents { id: numbers.of(region, id)?, contents })
+            inner.run_now(|state| {
+                state.region_mut(region).pins.set_contents(id, contents);
+                state.tell(&*inner.clock, |numbers| {
+                    Some(Operation::Contents { id: numbers.of(region, id)?, contents })
+                });
             });
-            drop(books);
             inner.pass_on();
         }
         Ok(())
@@ -267,7 +268,7 @@ impl<T: Pod> Buffer<T> {
         if inner.check_here().is_err() {
             return false;
         }
-        inner.lock().region_mut(self.region()).pins.take_discarded(block.id)
+        inner.run_now(|state| state.region_mut(self.region()).pins.take_discarded(block.id))
     }
 
     /// Adds a lane to those that use the buffer.
@@ -340,7 +341,7 @@ impl BlockPlace {
         if self.moves.load(Ordering::Acquire) == moves {
             return Ok(DeviceAddress::new(self.at.load(Ordering::Relaxed)));
         }
-        let block = inner.resolve(region, block)?;
+        let block = inner.run(async |port| resolve(port, region, block).await)?;
         self.at.store(block.at.get(), Ordering::Relaxed);
         self.moves.store(block.moves, Ordering::Release);
         Ok(block.at)

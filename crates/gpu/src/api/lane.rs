@@ -16,10 +16,12 @@ use crate::api::arena::DeviceArena;
 use crate::api::buffer::Buffer;
 use crate::api::lease::Lease;
 use crate::driver::StreamHandle;
+use crate::engine::completion::{leave_stream, mark_end};
 use crate::exec::front::CacheShard;
 use crate::exec::handles::{LiveStream, OwnedStream};
 use crate::exec::inner::ArenaInner;
 use crate::observe::record::Operation;
+use crate::state::raw::LaneUser;
 use crate::state::streams::StreamKey;
 use crate::types::error::DeviceError;
 use crate::types::region::Region;
@@ -157,6 +159,11 @@ impl LaneInner {
         self.number
     }
 
+    /// Returns it as a user of raw blocks.
+    pub(crate) const fn user(&self) -> LaneUser {
+        LaneUser { stream: self.key, number: self.number }
+    }
+
     /// Returns the lane's stream, for calls of an asynchronous driver.
     pub(crate) fn live(&self) -> LiveStream<'_> {
         // SAFETY: the stream is of the arena's driver and exists until the lane is dropped, with
@@ -218,12 +225,13 @@ impl DeviceArena {
         inner.check_open()?;
         let (mut key, mut number) = (None, 0);
         if inner.capabilities.asynchronous || inner.recorder.is_some() {
-            let mut books = inner.lock();
-            key = inner.capabilities.asynchronous.then(|| books.streams.enter(stream));
-            books.tell(&*inner.clock, |numbers| {
-                let (lane, stream) = numbers.lane(stream);
-                number = lane;
-                Some(Operation::Lane { lane, stream })
+            inner.run_now(|state| {
+                key = state.capabilities.asynchronous.then(|| state.streams.enter(stream));
+                state.tell(&*inner.clock, |numbers| {
+                    let (lane, stream) = numbers.lane(stream);
+                    number = lane;
+                    Some(Operation::Lane { lane, stream })
+                });
             });
         }
         inner.pass_on();
@@ -288,7 +296,8 @@ impl Lane {
         if let Some(home) = &self.known.home {
             home.give_up();
         }
-        let ended = self.known.key.map_or(Ok(()), |key| inner.mark_end(key));
+        let ended =
+            self.known.key.map_or(Ok(()), |key| inner.run(async |port| mark_end(port, key).await));
         if lane > 0 {
             inner.tell(|_| Some(Operation::EndRun { lane, done: ended.is_ok() }));
         }
@@ -297,23 +306,6 @@ impl Lane {
 
     pub(crate) const fn known(&self) -> &Arc<LaneInner> {
         &self.known
-    }
-}
-
-impl LaneInner {
-    /// Records that the lane is dropped, and with the last of its stream that stream.
-    fn leave(&self, key: StreamKey) {
-        let mut books = self.inner.lock();
-        if !books.streams.leave(key) {
-            return;
-        }
-        if books.sleep.forget_used(key) {
-            // Its work under leases is waited for by an event, or with all other work.
-            books.streams.use_now(key);
-        }
-        drop(books);
-        let _ = self.inner.mark_end(key);
-        self.inner.end_stream(key);
     }
 }
 
@@ -331,7 +323,7 @@ impl Drop for LaneInner {
             home.retire();
         }
         if let Some(key) = self.key {
-            self.leave(key);
+            self.inner.run(async |port| leave_stream(port, key).await);
         }
         if self.number > 0 {
             self.inner.tell(|numbers| {

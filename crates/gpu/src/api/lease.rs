@@ -10,7 +10,7 @@
 use std::sync::Arc;
 
 use crate::api::lane::{Lane, LaneInner};
-use crate::exec::executor::Locked;
+use crate::engine::enter::{enter, try_enter};
 use crate::exec::inner::ArenaInner;
 use crate::state::streams::StreamKey;
 use crate::types::error::DeviceError;
@@ -56,7 +56,8 @@ impl Lease {
     /// progress; no other starts while the lease is held.
     pub(crate) fn of(arena: &Arc<ArenaInner>) -> Result<Self, DeviceError> {
         arena.check_open()?;
-        Self::under(arena, arena.lock())
+        arena.run(enter)?;
+        Ok(Self::new(arena))
     }
 
     /// One for the stream of a lane.
@@ -66,26 +67,20 @@ impl Lease {
         Ok(lease)
     }
 
-    /// The same, with the lock taken already.
-    pub(crate) fn under<'a>(
-        arena: &'a Arc<ArenaInner>,
-        mut books: Locked<'a>,
-    ) -> Result<Self, DeviceError> {
-        loop {
-            books = arena.wait_for_move(arena.awake(books)?);
-            // It may have fallen asleep meanwhile.
-            if books.sleep.is_open() {
-                break;
-            }
-        }
-        books.enter(&*arena.clock)?;
-        drop(books);
-        Ok(Self {
+    /// Creates a lease of an arena that is awake; `None` if it sleeps. Waits for a move as well.
+    pub(crate) fn try_of(arena: &Arc<ArenaInner>) -> Result<Option<Self>, DeviceError> {
+        let is_entered = arena.run(try_enter)?;
+        Ok(is_entered.then(|| Self::new(arena)))
+    }
+
+    /// A lease that is counted already.
+    fn new(arena: &Arc<ArenaInner>) -> Self {
+        Self {
             arena: Arc::clone(arena),
             lanes: Vec::new(),
             #[cfg(feature = "cuda")]
             viewed: AtomicBool::new(false),
-        })
+        }
     }
 
     /// Notes that cudarc was given a view under it.
@@ -132,15 +127,16 @@ impl Drop for Lease {
         if self.arena.check_here().is_err() {
             return;
         }
-        let mut books = self.arena.lock();
-        if books.asynchronous {
-            if self.is_for_all() {
-                books.sleep.note_used(StreamKey::CONTEXT);
+        self.arena.run_now(|state| {
+            if state.capabilities.asynchronous {
+                if self.is_for_all() {
+                    state.sleep.note_used(StreamKey::CONTEXT);
+                }
+                for stream in self.lanes.iter().filter_map(|lane| lane.key()) {
+                    state.sleep.note_used(stream);
+                }
             }
-            for stream in self.lanes.iter().filter_map(|lane| lane.key()) {
-                books.sleep.note_used(stream);
-            }
-        }
-        books.leave(&*self.arena.clock);
+            state.leave(&*self.arena.clock);
+        });
     }
 }

@@ -2,6 +2,7 @@
 
 pub(crate) mod arena;
 pub(crate) mod buffer;
+pub(crate) mod compact;
 pub(crate) mod interop;
 pub(crate) mod lane;
 pub(crate) mod lease;

@@ -5,10 +5,6 @@
 //! A raw block is freed by [`DeviceArena::free`], [`Lane::free`] or [`DeviceArena::reset`], or with
 //! the arena. If the device may still use it then, the arena's memory is leaked.
 //!
-//! A raw block has the streams that use it, or none: then any stream may, and only a wait for the
-//! whole device proves that its memory is unused. It holds streams by number and no lane, because
-//! a lane holds the arena. A stream that ends before the block is freed counts as unknown.
-//!
 //! Invariant: an address is known from the call that returned it until it is freed.
 
 use std::fmt;
@@ -17,17 +13,12 @@ use std::sync::Arc;
 use crate::api::arena::DeviceArena;
 use crate::api::lane::{Lane, LaneInner};
 use crate::driver::DeviceAddress;
-use crate::exec::front::Kept;
-use crate::exec::inner::ArenaInner;
-use crate::observe::record::Operation;
+use crate::engine::raw_block;
 use crate::observe::record::hooks::Origin;
-use crate::observe::record::operation::After;
-use crate::state::arena::ArenaState;
-use crate::state::region::{AllocRequest, Region};
-use crate::state::streams::StreamKey;
+use crate::state::region::{AllocRequest, Placement};
 use crate::types::error::DeviceError;
+use crate::types::region::Region;
 use lowtide_core::bytes::ByteSize;
-use lowtide_core::clock::Clock;
 
 /// A raw block from [`DeviceArena::alloc_raw`].
 ///
@@ -46,8 +37,7 @@ pub struct RawBlock {
 }
 
 impl RawBlock {
-    const fn of(kept: &Kept) -> Self {
-        let (region, placed) = *kept;
+    const fn of((region, placed): (Region, Placement)) -> Self {
         Self {
             at: placed.at,
             requested: ByteSize::new(placed.requested),
@@ -55,69 +45,6 @@ impl RawBlock {
             region,
         }
     }
-}
-
-/// The most streams that a raw block remembers; one more, and it counts as used by any stream.
-/// Twice the 32 streams that PyTorch has in a pool.
-pub(crate) const USERS_MAX: usize = 64;
-
-/// The streams that use a raw block: two words, because most blocks have one stream.
-#[derive(Debug)]
-pub(crate) struct Users {
-    /// The stream that it was allocated on; [`StreamKey::CONTEXT`] if any stream may use it.
-    first: StreamKey,
-    /// The others, each once.
-    others: Option<Box<Others>>,
-}
-
-#[derive(Debug, Default)]
-struct Others(Vec<StreamKey>);
-
-impl Users {
-    /// A block that any stream may use.
-    const ANY: Self = Self { first: StreamKey::CONTEXT, others: None };
-
-    fn of(first: Option<StreamKey>) -> Self {
-        Self { first: first.unwrap_or(StreamKey::CONTEXT), others: None }
-    }
-
-    /// Adds a stream; returns `true` if it was unknown. Of a block that any stream may use, nothing
-    /// more needs to be known.
-    fn add(&mut self, stream: StreamKey) -> bool {
-        if self.first == StreamKey::CONTEXT || self.first == stream {
-            return false;
-        }
-        let others = &mut self.others.get_or_insert_default().0;
-        if others.contains(&stream) {
-            return false;
-        }
-        if others.len() + 1 < USERS_MAX {
-            others.push(stream);
-        } else {
-            *self = Self::ANY;
-        }
-        true
-    }
-
-    /// Calls `act` with the streams, and with the work that must complete after a free.
-    fn with<T>(&self, act: impl FnOnce(&[StreamKey], After) -> T) -> T {
-        match &self.others {
-            _ if self.first == StreamKey::CONTEXT => act(&[], After::All),
-            None => act(&[self.first], After::Lanes),
-            Some(others) => {
-                let all: Vec<_> =
-                    [self.first].into_iter().chain(others.0.iter().copied()).collect();
-                act(&all, After::Lanes)
-            }
-        }
-    }
-}
-
-/// A live raw block, and the streams that use it.
-#[derive(Debug)]
-pub(crate) struct RawUse {
-    pub(crate) kept: Kept,
-    pub(crate) users: Users,
 }
 
 impl fmt::Display for RawBlock {
@@ -185,14 +112,8 @@ impl DeviceArena {
         }
         let taker = lane.and_then(LaneInner::key);
         let placed = inner.alloc_block(region, wanted.by(origin), taker)?;
-        // It may have been moved since its allocation; from here on it stays.
-        let mut books = inner.wait_until_still(inner.lock(), region, placed.id);
-        let kept = (region, books.region(region).refreshed(placed));
-        let of = RawUse { kept, users: Users::of(taker) };
-        let before = books.raw.insert(kept.1.at, of);
-        drop(books);
-        debug_assert!(before.is_none(), "two live blocks begin at one address");
-        Ok(RawBlock::of(&kept))
+        let placed = inner.run(async |port| raw_block::register(port, region, placed, taker).await);
+        Ok(RawBlock::of((region, placed)))
     }
 
     /// Frees a raw block and returns its description. Makes no driver call.
@@ -216,17 +137,10 @@ impl DeviceArena {
     ) -> Result<RawBlock, DeviceError> {
         let inner = self.inner();
         inner.check_here()?;
-        let mut books = inner.lock();
-        let Some(mut raw) = books.raw.remove(&at) else {
-            return Err(inner.unknown(&books, at));
-        };
-        if let Some(lane) = lane {
-            books.note_user(&mut raw, lane, &*inner.clock);
-        }
-        books.release_raw(&raw, &*inner.clock);
-        drop(books);
+        let user = lane.map(LaneInner::user);
+        let freed = inner.run_now(|state| raw_block::free(state, at, user, &*inner.clock))?;
         inner.pass_on();
-        Ok(RawBlock::of(&raw.kept))
+        Ok(RawBlock::of(freed))
     }
 
     /// Resizes a raw block in place; `None` if it cannot grow there. The rest of a smaller size is
@@ -242,18 +156,12 @@ impl DeviceArena {
     ) -> Result<Option<RawBlock>, DeviceError> {
         let inner = self.inner();
         inner.check_here()?;
-        let books = inner.lock();
-        let found = books.raw.get(&at).map(|raw| raw.kept);
-        let (region, placed) = found.ok_or_else(|| inner.unknown(&books, at))?;
-        drop(books);
+        let (region, placed) = inner.run_now(|state| raw_block::find(state, at))?;
         let Some(resized) = inner.resize_in_place(region, placed, size.get())? else {
             return Ok(None);
         };
-        let kept = (region, resized);
-        if let Some(raw) = inner.lock().raw.get_mut(&at) {
-            raw.kept = kept;
-        }
-        Ok(Some(RawBlock::of(&kept)))
+        inner.run_now(|state| raw_block::note_resized(state, at, resized));
+        Ok(Some(RawBlock::of((region, resized))))
     }
 
     /// Records that a lane's stream also uses a raw block: after the free, its work until then is
@@ -287,13 +195,8 @@ impl DeviceArena {
                 lane_of: lane.arena().name().to_owned(),
             });
         }
-        let mut books = inner.lock();
-        let Some(mut raw) = books.raw.remove(&at) else {
-            return Err(inner.unknown(&books, at));
-        };
-        books.note_user(&mut raw, lane.known(), &*inner.clock);
-        books.raw.insert(at, raw);
-        drop(books);
+        let user = lane.known().user();
+        inner.run_now(|state| raw_block::record_use(state, at, user, &*inner.clock))?;
         inner.pass_on();
         Ok(())
     }
@@ -304,14 +207,8 @@ impl DeviceArena {
     /// # Errors
     /// The errors of [`DeviceArena::free`].
     pub fn record_unknown_use(&self, at: DeviceAddress) -> Result<(), DeviceError> {
-        let inner = self.inner();
-        inner.check_here()?;
-        let mut books = inner.lock();
-        match books.raw.get_mut(&at) {
-            Some(raw) => raw.users = Users::ANY,
-            None => return Err(inner.unknown(&books, at)),
-        }
-        Ok(())
+        self.inner().check_here()?;
+        self.inner().run_now(|state| raw_block::record_unknown_use(state, at))
     }
 
     /// Returns the raw block at this address. O(log n) in the number of raw blocks.
@@ -320,9 +217,7 @@ impl DeviceArena {
     /// The errors of [`DeviceArena::free`].
     pub fn raw_block(&self, at: DeviceAddress) -> Result<RawBlock, DeviceError> {
         self.inner().check_here()?;
-        let books = self.inner().lock();
-        let found = books.raw.get(&at).map(|raw| RawBlock::of(&raw.kept));
-        found.ok_or_else(|| self.inner().unknown(&books, at))
+        self.inner().run_now(|state| raw_block::find(state, at)).map(RawBlock::of)
     }
 
     /// Returns the raw block that contains this address. O(log n) in the number of raw blocks.
@@ -333,11 +228,7 @@ impl DeviceArena {
     /// [`DeviceError::Forked`].
     pub fn raw_block_containing(&self, at: DeviceAddress) -> Result<RawBlock, DeviceError> {
         self.inner().check_here()?;
-        let books = self.inner().lock();
-        let before = books.raw.range(..=at).next_back();
-        let found = before.map(|(_, raw)| RawBlock::of(&raw.kept));
-        let contains = |block: &RawBlock| at.get() - block.at.get() < block.size.get();
-        found.filter(contains).ok_or_else(|| self.inner().unknown(&books, at))
+        self.inner().run_now(|state| raw_block::find_containing(state, at)).map(RawBlock::of)
     }
 }
 
@@ -366,86 +257,5 @@ impl Lane {
     /// The errors of [`DeviceArena::free`].
     pub fn free(&self, at: DeviceAddress) -> Result<RawBlock, DeviceError> {
         self.arena().free_after(at, Some(self.known()))
-    }
-}
-
-impl ArenaState {
-    /// Frees every raw block; returns their bytes.
-    pub(crate) fn reset(&mut self, clock: &dyn Clock) -> ByteSize {
-        self.tell(clock, |numbers| {
-            numbers.forget_raw();
-            None
-        });
-        let all: Vec<_> = std::mem::take(&mut self.raw).into_values().collect();
-        all.iter().for_each(|raw| self.release_raw(raw, clock));
-        let bytes = all.iter().map(|raw| ByteSize::new(raw.kept.1.span.size)).sum();
-        self.tell(clock, |_| Some(Operation::Reset { blocks: all.len() as u64, bytes }));
-        bytes
-    }
-
-    /// Adds the stream of a lane to those that use a block.
-    fn note_user(&mut self, raw: &mut RawUse, lane: &LaneInner, clock: &dyn Clock) {
-        let is_new = lane.key().is_none_or(|stream| raw.users.add(stream));
-        if is_new && lane.number() > 0 {
-            let (region, placed) = raw.kept;
-            self.tell(clock, |numbers| {
-                Some(Operation::Use { id: numbers.of(region, placed.id)?, lane: lane.number() })
-            });
-        }
-    }
-
-    /// Frees a raw block that is no longer known by its address.
-    fn release_raw(&mut self, raw: &RawUse, clock: &dyn Clock) {
-        let (region, placed) = raw.kept;
-        raw.users.with(|streams, after| {
-            self.release_after(region, placed, (streams, after), clock);
-        });
-    }
-}
-
-impl ArenaInner {
-    /// Returns the reason an address is not known. Walks the blocks of a region.
-    fn unknown(&self, books: &ArenaState, at: DeviceAddress) -> DeviceError {
-        for region in Region::ALL {
-            let books = books.region(region);
-            let Some(offset) = books.segment.offset_of(at) else { continue };
-            let around = books.block_around(offset.get());
-            return match around.filter(|span| span.offset < offset.get()) {
-                Some(span) => DeviceError::InteriorAddress {
-                    at,
-                    block: books.segment.address_of(ByteSize::new(span.offset)),
-                    size: ByteSize::new(span.size),
-                },
-                None => DeviceError::NotLive { at },
-            };
-        }
-        DeviceError::ForeignAddress { at, arena: self.name.clone() }
-    }
-}
-
-#[cfg(all(test, not(lowtide_loom)))]
-mod tests {
-    use super::*;
-
-    fn streams(users: &Users) -> (Vec<StreamKey>, After) {
-        users.with(|streams, after| (streams.to_vec(), after))
-    }
-
-    #[test]
-    fn a_block_knows_each_stream_once_and_beyond_the_most_it_is_any_streams() {
-        let key = StreamKey::new;
-        let mut users = Users::of(Some(key(1)));
-        assert_eq!(streams(&users), (vec![key(1)], After::Lanes));
-        assert!(!users.add(key(1)));
-        for number in 2..=USERS_MAX as u64 {
-            assert!(users.add(key(number)) && !users.add(key(number)));
-        }
-        let all = (1..=USERS_MAX as u64).map(key).collect();
-        assert_eq!(streams(&users), (all, After::Lanes));
-        assert!(!users.add(key(7)), "known");
-        assert!(users.add(key(1_000)));
-        assert_eq!(streams(&users), (vec![], After::All));
-        assert!(!users.add(key(1_001)), "any stream already");
-        assert_eq!(streams(&Users::of(None)), (vec![], After::All));
     }
 }

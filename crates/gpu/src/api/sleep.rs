@@ -345,7 +345,12 @@ impl Future for EnterFuture {
         let phase = state.sleep.phase;
         let wake_timeout = match phase {
             Phase::Awake | Phase::Draining(_) => {
-                return Poll::Ready(Lease::under(&this.arena, state));
+                drop(state);
+                if let Some(entered) = Lease::try_of(&this.arena).transpose() {
+                    return Poll::Ready(entered);
+                }
+                context.waker().wake_by_ref(); // it fell asleep meanwhile
+                return Poll::Pending;
             }
             Phase::Asleep => {
                 if let Some(error) = state.sleep.failed_since(before) {

@@ -2,12 +2,13 @@
 //!
 //! The gain is planned on a copy with the lock released, and only for an error that a caller gets.
 
+use super::compact::first_parts;
 use super::port::Port;
-use crate::engine::compact::plan::{self, Target};
-use crate::engine::compact::{CompactOptions, Goal};
 use crate::index::End;
 use crate::observe::record::hooks::Refused;
+use crate::state::compact::plan::{self, Target};
 use crate::state::failure::{AllocFailure, Cause};
+use crate::types::compact::{CompactOptions, Goal};
 use crate::types::error::DeviceError;
 use crate::types::region::Region;
 use lowtide_core::bytes::ByteSize;
@@ -107,7 +108,7 @@ async fn recoverable_bytes(port: &Port<'_>) -> u64 {
                 // Nothing moves to memory that the device may still use.
                 let helps = holes >= granule && of.pending.bytes() == 0;
                 helps.then(|| {
-                    let parts = state.first_parts(CompactOptions::new(region), end, PARTS_MAX);
+                    let parts = first_parts(state, CompactOptions::new(region), end, PARTS_MAX);
                     (parts, of.segment.segments())
                 })
             });
@@ -126,7 +127,7 @@ async fn planned_span(port: &Port<'_>, region: Region, wanted: ByteSize) -> Byte
     let goal = Goal::Contiguous(wanted);
     let options = CompactOptions { goal, ..CompactOptions::new(region) };
     let (parts, granule) =
-        port.with(|state| (state.first_parts(options, End::Low, PARTS_MAX), state.bytes_of(1)));
+        port.with(|state| (first_parts(state, options, End::Low, PARTS_MAX), state.bytes_of(1)));
     let target = Target::Contiguous(wanted.get());
     let planned = port.outside(|| plan::outlook(&parts, granule, target)).await;
     ByteSize::new(planned.largest[1])

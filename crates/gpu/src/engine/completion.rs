@@ -112,6 +112,23 @@ pub(crate) async fn mark_end(port: &Port<'_>, stream: StreamKey) -> Result<(), D
     Ok(())
 }
 
+/// Records that a lane is dropped, and with the last of its stream that stream: marks the end of
+/// its work, if that can be done, and forgets it.
+pub(crate) async fn leave_stream(port: &Port<'_>, stream: StreamKey) {
+    let is_last = port.with(|state| {
+        let is_last = state.streams.leave(stream);
+        if is_last && state.sleep.forget_used(stream) {
+            // Its work under leases is waited for by an event, or with all other work.
+            state.streams.use_now(stream);
+        }
+        is_last
+    });
+    if is_last {
+        let _ = mark_end(port, stream).await;
+        end_stream(port, stream).await;
+    }
+}
+
 /// Forgets a stream of which the last lane is gone; no call is made with its handle any more when
 /// this returns.
 pub(crate) async fn end_stream(port: &Port<'_>, stream: StreamKey) {
@@ -189,7 +206,7 @@ async fn record_uncaptured(
 /// # Errors
 /// The driver's.
 pub(crate) async fn look_for_ends(port: &Port<'_>, may_wait: bool) -> Result<(), DriverError> {
-    if !port.with(|state| state.asynchronous && state.is_awaiting()) {
+    if !port.with(|state| state.capabilities.asynchronous && state.is_awaiting()) {
         return Ok(());
     }
     let (mut is_provable, mut failed, mut last) = (true, None, None);
@@ -271,7 +288,7 @@ async fn event_to_record(port: &Port<'_>) -> Result<Event, DriverError> {
 /// # Errors
 /// `Capturing`; the driver's.
 pub(crate) async fn complete_used(port: &Port<'_>) -> Result<(), DeviceError> {
-    if !port.with(|state| state.asynchronous) {
+    if !port.with(|state| state.capabilities.asynchronous) {
         return Ok(());
     }
     check_capturing(port).await?;
@@ -294,7 +311,7 @@ pub(crate) async fn complete_used(port: &Port<'_>) -> Result<(), DeviceError> {
 /// # Errors
 /// `Capturing`; the driver's.
 pub(crate) async fn complete_pending(port: &Port<'_>) -> Result<(), DeviceError> {
-    if !port.with(|state| state.asynchronous && state.is_awaiting()) {
+    if !port.with(|state| state.capabilities.asynchronous && state.is_awaiting()) {
         return Ok(());
     }
     check_capturing(port).await?;
@@ -348,7 +365,7 @@ fn is_markable(port: &Port<'_>, stream: StreamKey) -> bool {
 /// graph, which the wait would invalidate. `Background` in background work, before any call: see
 /// the head of this file.
 pub(crate) async fn complete_all(port: &Port<'_>) -> Result<(), DriverError> {
-    if !port.with(|state| state.asynchronous) {
+    if !port.with(|state| state.capabilities.asynchronous) {
         return Ok(());
     }
     if port.caller.is_background {

@@ -120,7 +120,7 @@ impl Drop for Lent<'_, '_> {
 }
 
 /// Lets an operation make its next step on a state.
-pub(crate) fn step<F: Future>(
+pub(crate) fn step<F: Future + ?Sized>(
     port: &Port<'_>,
     slot: &mut Option<Box<ArenaState>>,
     operation: Pin<&mut F>,
@@ -133,7 +133,7 @@ pub(crate) fn step<F: Future>(
 }
 
 /// Lets an operation run the code that it asked to run with the lock released.
-pub(crate) fn run_outside<F: Future>(port: &Port<'_>, operation: Pin<&mut F>) {
+pub(crate) fn run_outside<F: Future + ?Sized>(port: &Port<'_>, operation: Pin<&mut F>) {
     let polled = operation.poll(&mut Context::from_waker(Waker::noop()));
     let is_back = matches!((polled, port.request.take()), (Poll::Pending, Some(Request::Inside)));
     assert!(is_back, "an operation that left the lock takes it again");
@@ -215,7 +215,8 @@ impl<'a> Port<'a> {
     }
 
     /// Releases the lock until another operation has changed the state. The caller checks its
-    /// condition again: it may return earlier.
+    /// condition again: it may return earlier. If it then waits again at once, no other operation
+    /// is notified: nothing that another waits for changes between the two.
     pub(crate) async fn wait(&self) {
         self.ask(Request::Wait).await;
     }

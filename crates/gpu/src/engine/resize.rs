@@ -5,11 +5,11 @@
 use super::alloc::ensure_committed;
 use super::call::CallKind;
 use super::completion::complete_all;
+use super::place::{check_whole, wait_until_still};
 use super::port::Port;
 use super::resume::awake;
 use super::retry::run_ladder;
 use crate::driver::DriverError;
-use crate::engine::compact::step::check_whole;
 use crate::observe::record::hooks::Refused;
 use crate::observe::visualize::Act;
 use crate::state::failure::{AllocFailure, Cause};
@@ -52,26 +52,24 @@ async fn attempt_in_place(
     requested: u64,
 ) -> Result<Option<Placement>, AllocFailure> {
     // It may fall asleep while the block moves, and move while it wakes.
-    let is_moving =
-        |moving: super::compact::step::Moving| (moving.region, moving.id) == (region, placed.id);
     loop {
         awake(port).await.map_err(AllocFailure::uncounted)?;
-        if !port.with(|state| state.moving.is_some_and(is_moving)) {
+        if !port.with(|state| state.moves.is_moving(region, placed.id)) {
             break;
         }
-        port.wait().await;
+        wait_until_still(port, region, placed.id).await;
     }
     // The block's place is current here: a later check would not happen.
     port.with(|state| check_whole(state, region, placed)).map_err(AllocFailure::uncounted)?;
     let begun = port.with(|state| {
         let resized = state.begin_resize(region, placed, requested, port.clock)?;
-        state.region_mut(region).pins.pin(resized.id);
+        state.region_mut(region).pins.begin_operation(resized.id);
         Some(resized)
     });
     let Some(resized) = begun else { return Ok(None) };
     let outcome = ensure_committed(port, region, resized.span).await;
     port.with(|state| {
-        state.region_mut(region).pins.unpin(resized.id);
+        state.region_mut(region).pins.end_operation(resized.id);
         state.end_resize(region, [placed, resized], outcome.is_ok(), port.clock);
         if let Err(failure) = outcome {
             return Err(failure.with_figures(state));

@@ -180,7 +180,7 @@ pub(crate) fn is_busy(state: &ArenaState) -> bool {
     let moving = |region: &RegionState| {
         region.arriving + region.segment.committing() + region.segment.leaving()
     };
-    state.moving.is_some() || state.total(moving) > 0
+    state.moves.moving.is_some() || state.total(moving) > 0
 }
 
 /// Marks all memory as leaving except that which stays: memory without kept contents last, since

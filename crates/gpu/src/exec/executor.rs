@@ -42,6 +42,8 @@ pub(crate) struct Locked<'a> {
     executor: &'a Executor,
     /// `None` only in [`Locked::wait`].
     slot: Option<MutexGuard<'a, Slot>>,
+    /// `true` if the lock was taken by a wait, and not released since.
+    has_waited: bool,
 }
 
 impl Executor {
@@ -60,7 +62,7 @@ impl Executor {
     #[cold]
     fn lock_contended(&self, clock: &dyn Clock) -> Locked<'_> {
         let from = clock.now();
-        let mut locked = Locked { executor: self, slot: Some(lock(&self.slot)) };
+        let mut locked = Locked { executor: self, slot: Some(lock(&self.slot)), has_waited: false };
         locked.totals.contended += 1;
         locked.totals.waited += clock.now() - from;
         locked
@@ -69,7 +71,7 @@ impl Executor {
     /// Locks the state if no other thread has it.
     #[inline]
     pub(crate) fn try_lock(&self) -> Option<Locked<'_>> {
-        Some(Locked { executor: self, slot: Some(try_lock(&self.slot)?) })
+        Some(Locked { executor: self, slot: Some(try_lock(&self.slot)?), has_waited: false })
     }
 
     /// Returns the number of moved blocks of a region when the lock was last released.
@@ -141,7 +143,9 @@ fn caller() -> Caller {
 }
 
 impl Locked<'_> {
-    /// Releases the lock until another thread has changed the state; may also return earlier.
+    /// Releases the lock until another thread has changed the state; may also return earlier. A
+    /// wait that directly follows another only checks its condition again, and so notifies no
+    /// other thread: two that wait would wake each other in turns.
     pub(crate) fn wait(mut self) -> Self {
         let executor = self.executor;
         // Taken out, so that the drop of `self` does nothing.
@@ -150,12 +154,12 @@ impl Locked<'_> {
             executor.publish(state);
         }
         slot.waiters += 1;
-        if slot.waiters > 1 {
+        if slot.waiters > 1 && !self.has_waited {
             executor.changed.notify_all(); // this thread may have changed the state
         }
         let mut slot = wait(&executor.changed, slot);
         slot.waiters -= 1;
-        Self { executor, slot: Some(slot) }
+        Self { executor, slot: Some(slot), has_waited: true }
     }
 
     /// Lets an operation make its next step on the state.

@@ -119,17 +119,6 @@ impl<'a> LiveStream<'a> {
         // SAFETY: the stream exists while this lives.
         unsafe { self.driver.stream_synchronize(self.handle) }
     }
-
-    /// Makes later work of the stream wait for the work that the event marks.
-    ///
-    /// # Errors
-    /// The driver's: the stream does not wait.
-    pub(crate) fn wait_for(self, event: &DriverEvent) -> Result<(), DriverError> {
-        event.assert_of(self);
-        // SAFETY: the stream exists while this lives, and `event` owns its event; both are of this
-        // driver: asserted above.
-        unsafe { self.driver.stream_wait_event(self.handle, event.handle) }
-    }
 }
 
 /// A stream that was created here, destroyed when this is dropped.

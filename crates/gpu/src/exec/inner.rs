@@ -17,6 +17,7 @@ use std::sync::{Arc, OnceLock, Weak};
 use crate::api::lane::LaneInner;
 use crate::driver::{Capabilities, Driver};
 use crate::engine::completion::query_events;
+use crate::engine::import::{end_imports, forget_imports};
 use crate::engine::port::{Called, Port, Surroundings};
 use crate::engine::stores;
 use crate::exec::budget;
@@ -239,6 +240,12 @@ impl ArenaInner {
     #[inline]
     pub(crate) fn moves(&self, region: Region) -> u64 {
         self.executor.moves(region)
+    }
+
+    /// Returns `true` if this is the block's current place.
+    #[inline]
+    pub(crate) fn is_fresh(&self, region: Region, placed: &Placement) -> bool {
+        placed.moves == self.moves(region)
     }
 
     /// Runs an operation to its end on this thread.
@@ -485,7 +492,7 @@ impl ArenaInner {
 impl Surroundings for ArenaInner {
     fn shut_caches(&self) -> bool {
         let (shut, held) = self.shut_fronts();
-        std::mem::forget(shut);
+        let _until_reopened = ManuallyDrop::new(shut);
         held
     }
 
@@ -524,17 +531,21 @@ impl Drop for ArenaInner {
     fn drop(&mut self) {
         if self.check_here().is_err() {
             if let Some(state) = self.executor.get_mut() {
-                state.forget_adopted();
+                forget_imports(state);
             }
             return;
         }
         log!(info, arena = self.name, "arena dropped");
         let _ = self.run(query_events); // asks, and waits for nothing
-        self.end_adopted();
+        let (count, bytes) = self.run(end_imports);
+        if count > 0 {
+            log!(warn, arena = self.name, count, %bytes, "imported memory not released");
+        }
         self.run(stores::end);
         let mut books = self.lock();
         // The use of raw blocks is unknown.
-        let is_raw_used = books.asynchronous && !books.raw.is_empty() && !books.sleep.is_quiet;
+        let is_raw_used =
+            books.capabilities.asynchronous && !books.raw.is_empty() && !books.sleep.is_quiet;
         let is_used = books.pending() > 0 || books.sleep.may_be_copied() || is_raw_used;
         if is_used {
             let bytes = ByteSize::new(books.backed());

@@ -45,20 +45,20 @@ impl DeviceArena {
             return empty;
         }
         inner.empty_fronts();
-        let books = inner.lock();
-        let taken = inner.clock.now();
-        let segments = Region::ALL.iter().flat_map(|&region| segments(&books, region)).collect();
-        let events = books.history.events();
-        let granularity = ByteSize::new(books.bytes_of(1));
-        drop(books);
-        let since_epoch = inner.clock.since_epoch();
-        ArenaMap { taken, since_epoch, granularity, segments, events, ..empty }
+        let map = inner.run_now(|state| ArenaMap {
+            taken: inner.clock.now(),
+            segments: Region::ALL.iter().flat_map(|&region| segments(state, region)).collect(),
+            events: state.history.events(),
+            granularity: ByteSize::new(state.bytes_of(1)),
+            ..empty
+        });
+        ArenaMap { since_epoch: inner.clock.since_epoch(), ..map }
     }
 }
 
-fn segments(books: &ArenaState, region: Region) -> Vec<SegmentMap> {
-    let ground = &books.region(region).segment;
-    let spans: Vec<_> = books.region(region).live_spans().collect();
+fn segments(state: &ArenaState, region: Region) -> Vec<SegmentMap> {
+    let ground = &state.region(region).segment;
+    let spans: Vec<_> = state.region(region).live_spans().collect();
     let mut touched = Touched::new(&spans);
     let map = |Stretch { at, span, backed }: Stretch| {
         let first = spans.partition_point(|block| block.offset < span.offset);
@@ -71,13 +71,13 @@ fn segments(books: &ArenaState, region: Region) -> Vec<SegmentMap> {
         });
         let blocks = blocks.collect();
         let mut granules = Vec::new();
-        for (run, state) in backed {
-            match state {
+        for (run, usage) in backed {
+            match usage {
                 Some(state) => {
                     let (offset, size) = (ByteSize::new(run.offset), ByteSize::new(run.size));
                     granules.push(GranuleRun { offset, size, state });
                 }
-                None => touched.cut(run.offset, run.end(), books.bytes_of(1), &mut granules),
+                None => touched.cut(run.offset, run.end(), state.bytes_of(1), &mut granules),
             }
         }
         for run in &mut granules {

@@ -84,26 +84,27 @@ impl DeviceArena {
         if inner.check_here().is_err() {
             return ArenaOccupancy { granularity: ByteSize::ZERO, regions: Vec::new() };
         }
-        let books = inner.lock();
-        let of = |&region: &Region| region_cells(&books, region, cells_max);
-        let regions = Region::ALL.iter().map(of).collect();
-        ArenaOccupancy { granularity: ByteSize::new(books.bytes_of(1)), regions }
+        inner.run_now(|state| {
+            let of = |&region: &Region| region_cells(state, region, cells_max);
+            let regions = Region::ALL.iter().map(of).collect();
+            ArenaOccupancy { granularity: ByteSize::new(state.bytes_of(1)), regions }
+        })
     }
 }
 
-fn region_cells(books: &ArenaState, region: Region, cells_max: usize) -> RegionOccupancy {
-    let books_of = books.region(region);
+fn region_cells(state: &ArenaState, region: Region, cells_max: usize) -> RegionOccupancy {
+    let of = state.region(region);
     let strip = || CellSums::new(cells_max.max(2));
     let (mut backed, mut active) = (strip(), strip());
-    let granule = books.bytes_of(1);
-    for (run, state) in books_of.segment.stretches().into_iter().flat_map(|it| it.backed) {
+    let granule = state.bytes_of(1);
+    for (run, usage) in of.segment.stretches().into_iter().flat_map(|it| it.backed) {
         backed.add(run);
-        match state {
+        match usage {
             Some(GranuleState::Active) => active.add(run),
             Some(GranuleState::Idle) => {}
             None => {
-                let run = Run::of(&books_of.segment.granules_of(run));
-                let mut touched = books_of.segment.touched_runs(run);
+                let run = Run::of(&of.segment.granules_of(run));
+                let mut touched = of.segment.touched_runs(run);
                 touched.sort_unstable_by_key(|run| run.range().start);
                 for run in touched {
                     let (offset, size) =
@@ -115,17 +116,17 @@ fn region_cells(books: &ArenaState, region: Region, cells_max: usize) -> RegionO
     }
     // Usually all blocks have memory, so that the cells are known, and any order works. A sleeping
     // block may lie elsewhere.
-    let spread = spread(books_of.live_spans_unordered(), &backed);
+    let spread = spread(of.live_spans_unordered(), &backed);
     let (live, blocks) = spread.unwrap_or_else(|| {
         let (mut live, mut blocks) = (strip(), 0);
-        for block in books_of.live_spans() {
+        for block in of.live_spans() {
             live.add(block);
             blocks += 1;
         }
         (live, blocks)
     });
     let mut pending = strip();
-    books_of.pending.spans().for_each(|freed| pending.add(freed));
+    of.pending.spans().for_each(|freed| pending.add(freed));
     let (cell, occupancy) = joined([live, pending, active, backed], cells_max.max(2));
     RegionOccupancy { region: region.name(), cell: ByteSize::new(cell), blocks, occupancy }
 }

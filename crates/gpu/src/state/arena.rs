@@ -6,12 +6,7 @@
 //! Invariants: those of [`ArenaSnapshot`]; `backed <= limit`, unless the limit was lowered below
 //! it; those of [`Aging`].
 
-use std::collections::BTreeMap;
-
-use crate::api::interop::outstanding::Outstanding;
-use crate::api::raw::RawUse;
 use crate::driver::{Backend, Capabilities, DeviceAddress};
-use crate::engine::compact::step::Moving;
 use crate::exec::front::Swept;
 use crate::exec::kept::CacheCounts;
 use crate::index::{End, Span};
@@ -23,8 +18,11 @@ use crate::observe::visualize::Act;
 use crate::state::aging::{Ages, Aging};
 use crate::state::failure::{AllocFailure, Cause, CompactionEstimate};
 use crate::state::growth::Steps;
+use crate::state::moves::MoveState;
+use crate::state::outstanding::Outstanding;
 use crate::state::pending::{Claim, Uses};
-use crate::state::ranges::APART_FROM;
+use crate::state::ranges::{APART_FROM, BlockName};
+use crate::state::raw::RawBlocks;
 use crate::state::region::{
     AllocRequest, Placement, PlacementQuery, Region, RegionState, Search, end_of,
 };
@@ -77,18 +75,11 @@ pub(crate) struct ArenaState {
     /// `true` if the driver may keep memory of released segments until a trim.
     pub(crate) untrimmed: bool,
     pub(crate) streams: Streams,
-    /// Work goes on after the call that started it.
-    pub(crate) asynchronous: bool,
     /// Blocks given out by address, by that address.
-    pub(crate) raw: BTreeMap<DeviceAddress, RawUse>,
+    pub(crate) raw: RawBlocks,
     /// Exports, and imported memory that is not released.
     pub(crate) outstanding: Outstanding,
-    /// The block that a compaction moves now.
-    pub(crate) moving: Option<Moving>,
-    /// The number of threads that wait for a lease until that is done.
-    pub(crate) entering: u32,
-    /// A compaction is under way.
-    pub(crate) compacting: bool,
+    pub(crate) moves: MoveState,
     /// The last events, if they are kept.
     pub(crate) history: History,
     pub(crate) recorder: Option<Recorder>,
@@ -120,13 +111,10 @@ impl ArenaState {
             steps: Steps::new(config.growth),
             untrimmed: false,
             streams: Streams::new(),
-            asynchronous: capabilities.asynchronous,
             backend,
-            raw: BTreeMap::new(),
+            raw: RawBlocks::default(),
             outstanding: Outstanding::default(),
-            moving: None,
-            entering: 0,
-            compacting: false,
+            moves: MoveState::default(),
             history: History::new(config.history),
             recorder: config.recorder.clone(),
             outlook: CompactionEstimate::default(),
@@ -186,6 +174,12 @@ impl ArenaState {
     /// By how many bytes committing so many more would pass the limit.
     pub(crate) fn over_limit(&self, bytes: u64) -> u64 {
         self.backed().saturating_add(bytes).saturating_sub(self.limit.get())
+    }
+
+    /// Records the new address of a moved block, if it is a raw block.
+    pub(crate) fn readdress(&mut self, region: Region, from: DeviceAddress, id: BlockName) {
+        let moved = (region, &self.regions[region.number()]);
+        self.raw.readdress(from, id, moved);
     }
 
     /// Finds addresses for a block, and returns the uses that must complete before the block is
@@ -368,7 +362,7 @@ impl ArenaState {
         (streams, after): (&[StreamKey], After),
         clock: &dyn Clock,
     ) {
-        if self.defer_release(region, placed) {
+        if self.moves.defer_release(region, placed) {
             return;
         }
         let uses = if self.sleep.is_quiet { Uses::NONE } else { self.uses(streams) };
@@ -509,15 +503,16 @@ impl ArenaState {
 
     fn total_metadata(&self) -> usize {
         let regions: usize = self.regions.iter().map(RegionState::metadata).sum();
-        // A tree's nodes are at least half full, and mostly two thirds.
-        let raw = self.raw.len() * size_of::<(DeviceAddress, RawUse)>() * 3 / 2;
-        regions + raw + self.outstanding.imported.metadata() + self.history.metadata()
+        regions
+            + self.raw.metadata()
+            + self.outstanding.imported.metadata()
+            + self.history.metadata()
     }
 
     /// Returns the uses to wait for when a block used by these streams, or by unknown ones, is
     /// freed.
     pub(crate) fn uses(&mut self, streams: &[StreamKey]) -> Uses {
-        if !self.asynchronous {
+        if !self.capabilities.asynchronous {
             return Uses::NONE;
         }
         if streams.is_empty() {

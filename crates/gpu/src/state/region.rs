@@ -7,13 +7,13 @@
 //! behind held ranges; `live <= active`.
 
 use crate::driver::DeviceAddress;
-use crate::engine::compact::pins::Pins;
 use crate::exec::kept::CacheCounts;
 use crate::index::{ALIGN, End, Request, Span, StaleBlock};
 use crate::observe::record::hooks::Origin;
 use crate::state::aging::Ages;
 use crate::state::ground::Backing;
 use crate::state::pending::{Claim, Pending, Uses};
+use crate::state::pins::Pins;
 use crate::state::ranges::{BlockName, RegionIndex};
 use crate::state::segment::{Cursor, Run};
 use crate::state::streams::StreamKey;
@@ -425,6 +425,68 @@ impl RegionState {
     pub(crate) fn live_blocks(&self) -> impl Iterator<Item = (Span, BlockName)> {
         let blocks = self.index.blocks().filter_map(|(span, name)| Some((span, name?)));
         blocks.filter(|(span, _)| !self.segment.is_held(span.offset))
+    }
+
+    /// Returns the number of times that blocks of the region were moved, or lost.
+    pub(crate) const fn moves(&self) -> u64 {
+        self.moves
+    }
+
+    pub(crate) fn span_of(&self, id: BlockName) -> Result<Span, StaleBlock> {
+        self.index.span_of(id)
+    }
+
+    /// Returns the current place of a live block.
+    pub(crate) fn refreshed(&self, placed: Placement) -> Placement {
+        if placed.moves == self.moves {
+            return placed;
+        }
+        let Ok(span) = self.index.span_of(placed.id) else {
+            debug_assert!(false, "only its owner asks, and it is live");
+            return placed;
+        };
+        let at = self.segment.address_of(ByteSize::new(span.offset));
+        Placement { span, at, moves: self.moves, ..placed }
+    }
+
+    pub(crate) fn is_lost(&self, id: BlockName) -> bool {
+        self.pins.is_lost(id)
+    }
+
+    /// Records that the contents of a block are lost; its owner gets an error at the next use.
+    pub(crate) fn lose(&mut self, id: BlockName) {
+        self.pins.lose(id);
+        self.moves += 1;
+    }
+
+    /// Takes a free span for a block to move to, arriving.
+    pub(crate) fn take_room(&mut self, span: Span) -> Option<Placement> {
+        if !self.pending.is_clear(span) {
+            return None;
+        }
+        let id = self.index.take_at(span)?;
+        self.segment.touch(span);
+        self.arriving += span.size;
+        let at = self.segment.address_of(ByteSize::new(span.offset));
+        Some(Placement { id, span, at, requested: 0, moves: self.moves })
+    }
+
+    /// Moves a block to the place taken for it and frees the old one; returns `true` if granules
+    /// became idle.
+    pub(crate) fn trade(&mut self, id: BlockName, room: Placement) -> bool {
+        let old = self.index.span_of(id);
+        let traded = self.index.exchange(id, room.id);
+        debug_assert!(traded.is_ok(), "of one size, or neighbours: {traded:?}");
+        let (Ok(old), Ok(new)) = (old, self.index.span_of(id)) else { return false };
+        let left = self.index.release(room.id);
+        debug_assert_eq!(left.map(|left| left.size), Ok(room.span.size));
+        let idle = self.segment.idle();
+        self.arriving -= room.span.size;
+        self.segment.untouch(room.span);
+        self.segment.untouch(old);
+        self.segment.touch(new);
+        self.moves += 1;
+        self.segment.idle() > idle
     }
 
     /// Marks a segment as committing; `None` if there are no offsets for it.

@@ -1,5 +1,6 @@
 //! Values of the public interface: configuration, errors, figures.
 
+pub(crate) mod compact;
 pub(crate) mod config;
 pub(crate) mod error;
 pub(crate) mod region;

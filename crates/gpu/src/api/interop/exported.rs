@@ -13,9 +13,9 @@ use bytemuck::Pod;
 use thiserror::Error;
 
 use crate::api::buffer::Buffer;
+use crate::api::compact::BlockPin;
 use crate::api::lease::Lease;
 use crate::driver::DeviceAddress;
-use crate::engine::compact::BlockPin;
 use crate::exec::inner::ArenaInner;
 use crate::state::streams::StreamKey;
 use crate::types::error::DeviceError;
@@ -115,7 +115,7 @@ impl<T: Pod> Buffer<T> {
         let inner = Arc::clone(self.inner());
         self.note_foreign();
         let bytes = self.block_bytes();
-        inner.lock().outstanding.exported.begin(bytes);
+        inner.run_now(|state| state.outstanding.exported.begin(bytes));
         Ok((Loan { inner, bytes }, pin, at))
     }
 }
@@ -164,7 +164,7 @@ impl<T: Pod> Exported<T> {
 
 impl<T: Pod> fmt::Debug for Exported<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Lent").field("at", &self.at).field("buffer", &self.buffer).finish()
+        f.debug_struct("Exported").field("at", &self.at).field("buffer", &self.buffer).finish()
     }
 }
 
@@ -180,12 +180,13 @@ impl Drop for Loan {
         if self.inner.check_here().is_err() {
             return;
         }
-        let mut books = self.inner.lock();
-        books.outstanding.exported.end(self.bytes);
-        books.sleep.note_unused(self.inner.clock.now());
-        if books.asynchronous {
-            books.sleep.note_used(StreamKey::CONTEXT);
-        }
+        self.inner.run_now(|state| {
+            state.outstanding.exported.end(self.bytes);
+            state.sleep.note_unused(self.inner.clock.now());
+            if state.capabilities.asynchronous {
+                state.sleep.note_used(StreamKey::CONTEXT);
+            }
+        });
     }
 }
 

@@ -13,27 +13,23 @@
 //! arena's last holder is dropped while the device may still work.
 #![expect(unsafe_code, reason = "memory of others is seen as slices")]
 
-use lowtide_core::log;
 use std::fmt;
 use std::marker::PhantomData;
-use std::mem::ManuallyDrop;
 use std::ptr::NonNull;
 use std::slice;
 use std::sync::Arc;
 
 use bytemuck::Pod;
 
-use super::outstanding::{Due, Release};
 use crate::api::arena::DeviceArena;
 use crate::api::lane::{Lane, LaneInner};
 use crate::api::lease::Lease;
 use crate::driver::{DeviceAddress, Owner};
+use crate::engine::import;
 use crate::exec::inner::ArenaInner;
-use crate::state::arena::ArenaState;
+use crate::state::outstanding::Release;
 use crate::types::error::{DeviceError, ImportError};
-use crate::types::region::Region;
 use lowtide_core::bytes::ByteSize;
-use lowtide_core::sync::caught;
 
 /// Elements in memory that foreign code allocated; from [`DeviceArena::import`].
 ///
@@ -191,7 +187,7 @@ impl<T: Pod> Imported<T> {
         // exposed provenance, initialised, and valid until the release, which comes after the drop
         // of `self`. T is Pod: any bytes are a value. There is no concurrent writer: foreign code
         // does not write while a slice is borrowed (the same contract), writing here takes
-        // `&mut self`, and no two values share a range (`ArenaInner::import`).
+        // `&mut self`, and no two values share a range (`engine::import`).
         Ok(unsafe { slice::from_raw_parts(start.as_ptr(), self.len) })
     }
 
@@ -244,15 +240,13 @@ impl<T: Pod> Drop for Imported<T> {
         if self.inner.check_here().is_err() {
             return;
         }
-        let mut books = self.inner.lock();
-        let after = books.uses(&[]);
-        books.outstanding.imported.let_go(self.at.get(), after);
+        self.inner.run_now(|state| import::let_go(state, self.at));
     }
 }
 
 impl<T: Pod> fmt::Debug for Imported<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Adopted")
+        f.debug_struct("Imported")
             .field("arena", &self.inner.name)
             .field("at", &self.at)
             .field("len", &self.len)
@@ -278,17 +272,13 @@ impl ArenaInner {
         if let Owner::Elsewhere(what) = self.driver.owner_of(at, size)? {
             return Err(refused(ImportError::Elsewhere(what)));
         }
-        let mut books = self.lock();
-        if self.is_closed() {
-            drop(books);
-            return Err(self.was_closed());
-        }
-        if let Some(why) = books.owns(at, size) {
-            drop(books);
-            return Err(refused(why));
-        }
-        books.outstanding.imported.import(at.get(), size.get(), release);
-        drop(books);
+        self.run_now(|state| match self.is_closed() {
+            true => Err((self.was_closed(), release)),
+            false => import::import(state, at, size, release)
+                .map_err(|(why, release)| (refused(why), release)),
+        })
+        // The release function is foreign: it is dropped with the lock released.
+        .map_err(|(error, _release)| error)?;
         Ok(Imported {
             inner: Arc::clone(self),
             at,
@@ -298,73 +288,6 @@ impl ArenaInner {
             #[cfg(feature = "cuda")]
             view: crate::api::view::View::default(),
         })
-    }
-
-    /// Calls the release functions of values that are dropped and whose work is complete; at most
-    /// as many as wait now, so that a function which imports and drops more does not keep this call
-    /// running. Returns their number.
-    pub(crate) fn release_adopted(&self) -> u64 {
-        let mut called = 0;
-        let waiting = self.lock().waiting_releases();
-        while called < waiting {
-            let Some(due) = self.lock().take_due() else { break };
-            called += 1;
-            self.call_release(due);
-        }
-        called
-    }
-
-    fn call_release(&self, Due { at, size, release }: Due) {
-        let outcome = caught(|| release(at, size));
-        if let Err(message) = outcome {
-            self.lock().outstanding.imported.panics += 1;
-            log!(warn, arena = self.name, %at, %size, message, "release function panicked");
-        }
-    }
-
-    /// At the end of the arena: releases memory that the device no longer uses, and drops the other
-    /// release functions uncalled.
-    pub(crate) fn end_adopted(&self) {
-        self.release_adopted();
-        let mut left = (0_u64, ByteSize::ZERO);
-        loop {
-            let due = self.lock().outstanding.imported.take_any();
-            let Some(Due { size, release, .. }) = due else { break };
-            left = (left.0 + 1, left.1.saturating_add(size));
-            let _ = caught(|| drop(release)); // not ours, and nothing unwinds out of a drop
-        }
-        if left.0 > 0 {
-            let (count, bytes) = left;
-            log!(warn, arena = self.name, count, %bytes, "imported memory not released");
-        }
-    }
-}
-
-impl ArenaState {
-    fn waiting_releases(&self) -> u64 {
-        self.outstanding.imported.count() - self.outstanding.imported.held()
-    }
-
-    fn take_due(&mut self) -> Option<Due> {
-        let (imported, streams) = (&mut self.outstanding.imported, &self.streams);
-        let due = imported.take(|of| streams.is_done(of))?;
-        imported.released += 1;
-        Some(due)
-    }
-
-    /// Leaves release functions to be neither called nor dropped: they are of another process.
-    pub(crate) fn forget_adopted(&mut self) {
-        let _ = ManuallyDrop::new(std::mem::take(&mut self.outstanding.imported));
-    }
-
-    /// Returns the reason a range cannot be imported, if it overlaps known memory. The range does
-    /// not wrap.
-    fn owns(&self, at: DeviceAddress, size: ByteSize) -> Option<ImportError> {
-        let is_own = |&region: &Region| self.region(region).segment.overlaps(at, size);
-        if Region::ALL.iter().any(is_own) {
-            return Some(ImportError::OfArena);
-        }
-        self.outstanding.imported.overlaps(at.get(), size.get()).then_some(ImportError::Imported)
     }
 }
 

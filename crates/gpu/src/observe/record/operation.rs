@@ -9,8 +9,8 @@ use std::time::Duration;
 
 use super::hash::OperationHash;
 use crate::driver::Backend;
-use crate::engine::compact::{CompactOptions, StopReason};
 use crate::state::region::Region;
+use crate::types::compact::{CompactOptions, StopReason};
 use crate::types::config::{ArenaConfig, Growth};
 use crate::types::sleep::{Contents, SleepReport, SleepState, WakeReport};
 use lowtide_core::bytes::ByteSize;

@@ -16,8 +16,8 @@ use super::operation::{
 };
 use super::text::{VERSION, contents as contents_name, yes};
 use crate::driver::Backend;
-use crate::engine::compact::{CompactOptions, Goal, StopReason};
 use crate::state::region::Region;
+use crate::types::compact::{CompactOptions, Goal, StopReason};
 use crate::types::config::Growth;
 use crate::types::sleep::{Contents, SleepReport, SleepState, WakeReport};
 use lowtide_core::bytes::ByteSize;

@@ -20,11 +20,12 @@ use super::operation::{After, Asked, BlockKind, Closing, Entry, Fallen, Operatio
 use super::recorder::Recorder;
 use crate::api::arena::DeviceArena;
 use crate::api::buffer::Buffer;
+use crate::api::compact::BlockPin;
 use crate::api::lane::{Lane, OwnStream};
 use crate::api::lease::Lease;
 use crate::driver::{DeviceAddress, Driver};
-use crate::engine::compact::{BlockPin, CompactOptions, StopReason};
 use crate::state::region::AllocRequest;
+use crate::types::compact::{CompactOptions, StopReason};
 use crate::types::config::ArenaConfig;
 use crate::types::error::DeviceError;
 use crate::types::sleep::{Contents, HostBudget, SleepOptions, SleepState};

@@ -12,8 +12,8 @@ use super::operation::{
     After, Asked, BlockKind, Closed, Closing, Ended, Entry, Fallen, GivenUp, Header, Operation,
     Place, Resized, Sleepless, Why,
 };
-use crate::engine::compact::{CompactOptions, Goal};
 use crate::state::region::Region;
+use crate::types::compact::{CompactOptions, Goal};
 use crate::types::config::Growth;
 use crate::types::sleep::{Contents, SleepReport, WakeReport};
 use lowtide_core::bytes::ByteSize;

@@ -11,7 +11,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use super::plan::{Hold, Part};
 use crate::index::Span;
 
-/// A block of the sketch.
+/// A block of the model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Block {
     pub(super) span: Span,
@@ -20,7 +20,7 @@ pub(super) struct Block {
 
 /// The blocks and free spans of a region.
 #[derive(Clone, Debug)]
-pub(super) struct Sketch {
+pub(super) struct LayoutModel {
     granule: u64,
     /// By offset: size and hold.
     blocks: BTreeMap<u64, (u64, Hold)>,
@@ -33,10 +33,10 @@ pub(super) struct Sketch {
     active: u64,
 }
 
-impl Sketch {
+impl LayoutModel {
     /// The parts are in address order and tile the region.
     pub(super) fn new(parts: &[Part], granule: u64) -> Self {
-        let mut sketch = Self {
+        let mut model = Self {
             granule,
             blocks: BTreeMap::new(),
             free: BTreeMap::new(),
@@ -47,13 +47,13 @@ impl Sketch {
         for part in parts {
             match part.hold {
                 Some(hold) => {
-                    sketch.active += sketch.alone(part.span);
-                    sketch.blocks.insert(part.span.offset, (part.span.size, hold));
+                    model.active += model.alone(part.span);
+                    model.blocks.insert(part.span.offset, (part.span.size, hold));
                 }
-                None => sketch.note_free(part.span),
+                None => model.note_free(part.span),
             }
         }
-        sketch
+        model
     }
 
     pub(super) const fn granule(&self) -> u64 {
@@ -134,7 +134,7 @@ impl Sketch {
         end.min(above).saturating_sub(first.max(below))
     }
 
-    /// Takes a block off the sketch: its span is free.
+    /// Takes a block off the model: its span is free.
     pub(super) fn lift(&mut self, block: Block) {
         self.blocks.remove(&block.span.offset);
         self.active -= self.alone(block.span);
@@ -150,7 +150,7 @@ impl Sketch {
         self.note_free(free);
     }
 
-    /// Puts a block on the sketch, into a free span that holds it.
+    /// Puts a block on the model, into a free span that holds it.
     pub(super) fn put(&mut self, block: Block) {
         let span = block.span;
         let around = self.free.range(..=span.offset).next_back();

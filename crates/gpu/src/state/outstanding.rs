@@ -18,7 +18,7 @@ use crate::types::snapshot::ArenaSnapshot;
 use lowtide_core::bytes::ByteSize;
 
 /// Releases imported memory to its owner.
-pub(super) type Release = Box<dyn FnOnce(DeviceAddress, ByteSize) + Send>;
+pub(crate) type Release = Box<dyn FnOnce(DeviceAddress, ByteSize) + Send>;
 
 /// The exports and imports of an arena.
 #[derive(Debug, Default)]
@@ -49,12 +49,12 @@ pub(crate) struct Exports {
 }
 
 impl Exports {
-    pub(super) const fn begin(&mut self, bytes: u64) {
+    pub(crate) const fn begin(&mut self, bytes: u64) {
         self.count += 1;
         self.bytes += bytes;
     }
 
-    pub(super) const fn end(&mut self, bytes: u64) {
+    pub(crate) const fn end(&mut self, bytes: u64) {
         debug_assert!(self.count > 0 && self.bytes >= bytes, "an export ends once");
         self.count = self.count.saturating_sub(1);
         self.bytes = self.bytes.saturating_sub(bytes);
@@ -71,7 +71,7 @@ struct ImportedRange {
 
 impl fmt::Debug for ImportedRange {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Entry")
+        f.debug_struct("ImportedRange")
             .field("size", &self.size)
             .field("after", &self.after)
             .finish_non_exhaustive()
@@ -79,10 +79,10 @@ impl fmt::Debug for ImportedRange {
 }
 
 /// A range whose release function is to be called.
-pub(super) struct Due {
-    pub(super) at: DeviceAddress,
-    pub(super) size: ByteSize,
-    pub(super) release: Release,
+pub(crate) struct Due {
+    pub(crate) at: DeviceAddress,
+    pub(crate) size: ByteSize,
+    pub(crate) release: Release,
 }
 
 /// Imported memory that is not released yet.
@@ -92,8 +92,8 @@ pub(crate) struct Imports {
     bytes: u64,
     waiting: u64,
     /// Release functions that were called, and how many of those panicked.
-    pub(super) released: u64,
-    pub(super) panics: u64,
+    pub(crate) released: u64,
+    pub(crate) panics: u64,
 }
 
 impl Imports {
@@ -119,20 +119,20 @@ impl Imports {
     }
 
     /// Returns `true` if a range, which does not wrap, overlaps one of these.
-    pub(super) fn overlaps(&self, at: u64, size: u64) -> bool {
+    pub(crate) fn overlaps(&self, at: u64, size: u64) -> bool {
         let before = self.entries.range(..at.saturating_add(size)).next_back();
         before.is_some_and(|(&start, entry)| start.saturating_add(entry.size) > at)
     }
 
     /// Records a range that overlaps no other.
-    pub(super) fn import(&mut self, at: u64, size: u64, release: Release) {
+    pub(crate) fn import(&mut self, at: u64, size: u64, release: Release) {
         debug_assert!(!self.overlaps(at, size), "imported once");
         self.bytes += size;
         self.entries.insert(at, ImportedRange { size, release, after: None });
     }
 
     /// Records that a range is no longer held.
-    pub(super) fn let_go(&mut self, at: u64, after: Uses) {
+    pub(crate) fn let_go(&mut self, at: u64, after: Uses) {
         if let Some(entry) = self.entries.get_mut(&at)
             && entry.after.is_none()
         {
@@ -141,16 +141,28 @@ impl Imports {
         }
     }
 
+    /// Returns the number of ranges to be released.
+    pub(crate) const fn waiting(&self) -> u64 {
+        self.waiting
+    }
+
     /// Takes a range out whose uses are all done.
-    pub(super) fn take(&mut self, is_done: impl Fn(Use) -> bool) -> Option<Due> {
+    fn take(&mut self, is_done: impl Fn(Use) -> bool) -> Option<Due> {
         let is_due =
             |entry: &ImportedRange| entry.after.as_ref().is_some_and(|of| of.iter().all(&is_done));
         let (&at, _) = self.entries.iter().find(|(_, entry)| is_due(entry))?;
         self.remove(at)
     }
 
+    /// Takes a range out whose uses are all done, to be released.
+    pub(crate) fn take_due(&mut self, is_done: impl Fn(Use) -> bool) -> Option<Due> {
+        let due = self.take(is_done)?;
+        self.released += 1;
+        Some(due)
+    }
+
     /// Takes the first range out, whatever it waits for.
-    pub(super) fn take_any(&mut self) -> Option<Due> {
+    pub(crate) fn take_any(&mut self) -> Option<Due> {
         let (&at, _) = self.entries.first_key_value()?;
         self.remove(at)
     }

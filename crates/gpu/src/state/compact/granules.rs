@@ -6,8 +6,8 @@
 //!
 //! Invariant: after each cleared granule, fewer granules are active than before it.
 
+use super::layout_model::{Block, LayoutModel};
 use super::plan::{Draft, Hold};
-use super::sketch::{Block, Sketch};
 use crate::index::Span;
 
 /// Granules, or segments, in a row that could not be cleared before a pass ends: those after them
@@ -51,22 +51,22 @@ pub(super) fn try_each<T>(candidates: Vec<T>, mut done: impl FnMut(T) -> bool) -
 
 /// Returns the granules at the ends of blocks, those with the least cost per gain first.
 fn candidates(draft: &Draft) -> Vec<Candidate> {
-    let sketch = &draft.sketch;
+    let model = &draft.model;
     let mut granules: Vec<u64> = Vec::new();
-    for part in sketch.parts() {
+    for part in model.parts() {
         if matches!(part.hold, Some(Hold::Moves { .. })) {
-            granules.push(part.span.offset / sketch.granule());
-            granules.push((part.span.end() - 1) / sketch.granule());
+            granules.push(part.span.offset / model.granule());
+            granules.push((part.span.end() - 1) / model.granule());
         }
     }
     granules.dedup();
     let assess = |granule| {
-        let touching = sketch.touching(span_of(sketch, granule));
+        let touching = model.touching(span_of(model, granule));
         let hull = hull(&touching)?;
         let bytes = touching.iter().map(|block| block.span.size).sum();
         let movable = touching.iter().all(|&block| draft.is_movable(block));
         let worth = movable && bytes <= draft.left();
-        worth.then(|| Candidate { granule, bytes, freed: sketch.alone(hull) })
+        worth.then(|| Candidate { granule, bytes, freed: model.alone(hull) })
     };
     let mut candidates: Vec<Candidate> = granules.into_iter().filter_map(assess).collect();
     // Bytes for each granule freed, without a division.
@@ -80,16 +80,15 @@ fn candidates(draft: &Draft) -> Vec<Candidate> {
 
 /// Moves all blocks out of a granule, or none; returns `true` if done.
 fn clear(draft: &mut Draft, granule: u64) -> bool {
-    let cleared = span_of(&draft.sketch, granule);
-    let mut touching = draft.sketch.touching(cleared);
+    let cleared = span_of(&draft.model, granule);
+    let mut touching = draft.model.touching(cleared);
     let bytes = touching.iter().map(|block| block.span.size).sum::<u64>();
     let movable = touching.iter().all(|&block| draft.is_movable(block));
     let Some(hull) = hull(&touching) else { return false };
     if !movable || bytes > draft.left() {
         return false;
     }
-    let (moves, active, freed) =
-        (draft.moves.len(), draft.sketch.active(), draft.sketch.alone(hull));
+    let (moves, active, freed) = (draft.moves.len(), draft.model.active(), draft.model.alone(hull));
     // The largest first: the holes that take them are the fewest.
     touching.sort_by_key(|block| std::cmp::Reverse(block.span.size));
     let mut made_active = 0;
@@ -101,16 +100,16 @@ fn clear(draft: &mut Draft, granule: u64) -> bool {
             _ => break,
         }
     }
-    let gained = draft.sketch.active() < active;
-    let whole = draft.sketch.touching(cleared).is_empty();
+    let gained = draft.model.active() < active;
+    let whole = draft.model.touching(cleared).is_empty();
     if !(gained && whole) {
         draft.undo(moves);
     }
     gained && whole
 }
 
-fn span_of(sketch: &Sketch, granule: u64) -> Span {
-    Span { offset: granule * sketch.granule(), size: sketch.granule() }
+fn span_of(model: &LayoutModel, granule: u64) -> Span {
+    Span { offset: granule * model.granule(), size: model.granule() }
 }
 
 /// From the first block to the end of the last.

@@ -2,6 +2,8 @@
 //!
 //! Invariant: a block that moves keeps its contents and its owner, whatever happens concurrently.
 
+mod concurrent;
+
 use std::sync::Arc;
 
 use crate::observe::record::hooks::Origin;
@@ -97,10 +99,10 @@ pub(super) fn beside_a_pinned_one(arena: &DeviceArena) -> (Buffer<u64>, Buffer<u
     (moving, after, pin)
 }
 
-pub(super) struct Chance(pub(super) u64);
+pub(crate) struct Chance(pub(crate) u64);
 
 impl Chance {
-    pub(super) fn below(&mut self, bound: u64) -> u64 {
+    pub(crate) fn below(&mut self, bound: u64) -> u64 {
         self.0 ^= self.0 << 13;
         self.0 ^= self.0 >> 7;
         self.0 ^= self.0 << 17;

@@ -17,10 +17,10 @@
 //! than before (`Granules`, `Segments`), and the largest free span is no smaller (`Contiguous`); if
 //! neither would grow, the plan is empty or a part of one that a larger budget completes.
 
+use super::by_segment;
 use super::contiguous;
 use super::granules;
-use super::sketch::{Block, Sketch};
-use super::whole;
+use super::layout_model::{Block, LayoutModel};
 use crate::index::{ALIGN, End, Span};
 
 /// The restriction of a block's moves.
@@ -149,17 +149,17 @@ pub(crate) fn outlook(parts: &[Part], granule: u64, target: Target<'_>) -> Plan 
 
 fn plan_in(passes: usize, parts: &[Part], granule: u64, target: Target<'_>, budget: u64) -> Plan {
     debug_assert!(granule.is_power_of_two());
-    let sketch = Sketch::new(parts, granule);
-    let mut draft = Draft { sketch, moves: Vec::new(), bytes: 0, budget, passes };
-    let before = (draft.sketch.active(), draft.largest());
-    let mut whole = None;
+    let model = LayoutModel::new(parts, granule);
+    let mut draft = Draft { model, moves: Vec::new(), bytes: 0, budget, passes };
+    let before = (draft.model.active(), draft.largest());
+    let mut segment_bytes = None;
     match target {
         Target::Granules => granules::plan(&mut draft),
-        Target::Segments(segments) => whole = Some(whole::plan(&mut draft, segments)),
+        Target::Segments(segments) => segment_bytes = Some(by_segment::plan(&mut draft, segments)),
         Target::Contiguous(size) => contiguous::plan(&mut draft, size),
     }
-    let after = (draft.sketch.active(), draft.largest());
-    let active = whole.map_or([before.0, after.0], |bytes| bytes.map(|of| of / granule));
+    let after = (draft.model.active(), draft.largest());
+    let active = segment_bytes.map_or([before.0, after.0], |bytes| bytes.map(|of| of / granule));
     debug_assert!(draft.bytes <= budget, "a plan keeps its budget");
     Plan { bytes: draft.bytes, moves: draft.moves, active, largest: [before.1, after.1] }
 }
@@ -167,7 +167,7 @@ fn plan_in(passes: usize, parts: &[Part], granule: u64, target: Target<'_>, budg
 /// A plan as it grows.
 #[derive(Clone, Debug)]
 pub(super) struct Draft {
-    pub(super) sketch: Sketch,
+    pub(super) model: LayoutModel,
     pub(super) moves: Vec<Move>,
     pub(super) bytes: u64,
     pub(super) budget: u64,
@@ -194,7 +194,7 @@ impl Draft {
     }
 
     pub(super) fn largest(&self) -> u64 {
-        self.sketch.largest().map_or(0, |span| span.size)
+        self.model.largest().map_or(0, |span| span.size)
     }
 
     /// Returns `true` if a block may move and this budget can ever pay for it.
@@ -202,11 +202,11 @@ impl Draft {
         matches!(block.hold, Hold::Moves { .. }) && block.span.size <= self.budget
     }
 
-    /// Moves a block on the sketch and writes the move down.
+    /// Moves a block on the model and writes the move down.
     pub(super) fn relocate(&mut self, block: Block, to: u64) {
         let Span { offset: from, size } = block.span;
-        self.sketch.lift(block);
-        self.sketch.put(Block { span: Span { offset: to, size }, ..block });
+        self.model.lift(block);
+        self.model.put(Block { span: Span { offset: to, size }, ..block });
         self.moves.push(Move { from, to, size });
         self.bytes += size;
     }
@@ -215,11 +215,11 @@ impl Draft {
     pub(super) fn undo(&mut self, count: usize) {
         while self.moves.len() > count {
             let Some(Move { from, to, size }) = self.moves.pop() else { break };
-            let moved = self.sketch.after(to);
+            let moved = self.model.after(to);
             debug_assert!(moved.is_some_and(|block| block.span.offset == to));
             if let Some(block) = moved {
-                self.sketch.lift(block);
-                self.sketch.put(Block { span: Span { offset: from, size }, ..block });
+                self.model.lift(block);
+                self.model.put(Block { span: Span { offset: from, size }, ..block });
             }
             self.bytes -= size;
         }
@@ -235,9 +235,9 @@ impl Draft {
         spared: Option<Span>,
     ) -> Option<(u64, u64)> {
         let Hold::Moves { end, align } = block.hold else { return None };
-        self.sketch.lift(block);
+        self.model.lift(block);
         let size = block.span.size;
-        let within_reach = || self.sketch.at_least(size, block.span.offset);
+        let within_reach = || self.model.at_least(size, block.span.offset);
         let spans = within_reach().take(LOOKS).chain(within_reach().next_back());
         let mut best: Option<[u64; 4]> = None;
         for span in spans {
@@ -250,19 +250,19 @@ impl Draft {
                 }
                 let overlaps = u64::from(made.overlaps());
                 let far = if end == End::Low { at } else { u64::MAX - at };
-                let rank = [self.sketch.alone(to), overlaps, span.size, far];
+                let rank = [self.model.alone(to), overlaps, span.size, far];
                 best = Some(best.map_or(rank, |best| best.min(rank)));
             }
         }
-        self.sketch.put(block);
+        self.model.put(block);
         best.map(|[active, _, _, far]| (if end == End::Low { far } else { u64::MAX - far }, active))
     }
 
     /// Returns `true` if the nearest block, on one side or the other, is of the same kind.
     fn is_among_kin(&self, place: Span, hold: Hold) -> bool {
-        let below = self.sketch.before(place.offset);
+        let below = self.model.before(place.offset);
         let below = below.map(|block| (place.offset - block.span.end(), block.hold));
-        let above = self.sketch.after(place.end());
+        let above = self.model.after(place.end());
         let above = above.map(|block| (block.span.offset - place.end(), block.hold));
         let nearest = below.into_iter().chain(above).map(|(gap, _)| gap).min();
         let mut sides = below.into_iter().chain(above);

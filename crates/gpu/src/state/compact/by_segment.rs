@@ -8,8 +8,8 @@
 //! Invariant: after each emptied segment, the bytes of active segments are fewer than before.
 
 use super::granules::try_each;
+use super::layout_model::Block;
 use super::plan::{Draft, Hold, Move, places};
-use super::sketch::Block;
 use crate::index::{ALIGN, Span};
 
 /// The number of free spans examined for one block, the smallest that fit first.
@@ -44,7 +44,7 @@ impl Counts<'_> {
 
 /// Plans, and returns the bytes of active segments before and after.
 pub(super) fn plan(draft: &mut Draft, segments: &[Span]) -> [u64; 2] {
-    let blocks = segments.iter().map(|&span| draft.sketch.touching(span).len()).collect();
+    let blocks = segments.iter().map(|&span| draft.model.touching(span).len()).collect();
     let mut counts = Counts { segments, blocks };
     let before = counts.active();
     for _ in 0..draft.passes {
@@ -60,7 +60,7 @@ pub(super) fn plan(draft: &mut Draft, segments: &[Span]) -> [u64; 2] {
 /// cost per gain first.
 fn candidates(draft: &Draft, counts: &Counts<'_>) -> Vec<(u64, usize)> {
     let assess = |nth: usize| {
-        let blocks = draft.sketch.touching(counts.segments[nth]);
+        let blocks = draft.model.touching(counts.segments[nth]);
         let bytes = blocks.iter().map(|block| block.span.size).sum::<u64>();
         let movable = blocks.iter().all(|&block| draft.is_movable(block));
         let worth = !blocks.is_empty() && movable && bytes <= draft.left();
@@ -78,7 +78,7 @@ fn candidates(draft: &Draft, counts: &Counts<'_>) -> Vec<(u64, usize)> {
 /// Moves all blocks out of a segment, or none if other blocks have moved here since it was
 /// assessed; returns `true` if done.
 fn empty(draft: &mut Draft, counts: &mut Counts<'_>, nth: usize, assessed: u64) -> bool {
-    let mut blocks = draft.sketch.touching(counts.segments[nth]);
+    let mut blocks = draft.model.touching(counts.segments[nth]);
     let bytes = blocks.iter().map(|block| block.span.size).sum::<u64>();
     if bytes != assessed || bytes > draft.left() {
         return false;
@@ -107,7 +107,7 @@ fn place(draft: &Draft, counts: &Counts<'_>, block: Block, from: usize) -> Optio
     let is_active = |span: &Span| {
         counts.nth(span.offset).is_some_and(|nth| nth != from && counts.blocks[nth] > 0)
     };
-    let spans = draft.sketch.at_least(size, block.span.offset).filter(is_active).take(LOOKS);
+    let spans = draft.model.at_least(size, block.span.offset).filter(is_active).take(LOOKS);
     let nowhere = Span { offset: 0, size: 0 };
     let mut all = spans.flat_map(|span| places(span, nowhere, size, align.max(ALIGN)));
     all.next()
@@ -117,8 +117,8 @@ fn place(draft: &Draft, counts: &Counts<'_>, block: Block, from: usize) -> Optio
 mod tests {
     use super::super::plan::{Part, Plan, Target, plan};
     use super::*;
-    use crate::engine::compact::tests::Chance;
     use crate::index::End;
+    use crate::tests::compact::Chance;
 
     const GRANULE: u64 = 4096;
 

@@ -13,8 +13,8 @@
 
 use std::collections::VecDeque;
 
+use super::layout_model::Block;
 use super::plan::{Draft, Hold, PIECES_MAX, Part};
-use super::sketch::Block;
 use crate::index::{ALIGN, End, Span};
 
 /// Windows that it tries to clear in one pass, the cheapest first. A guess.
@@ -46,7 +46,7 @@ pub(super) fn plan(draft: &mut Draft, size: u64) {
 }
 
 fn pass(draft: &mut Draft, size: u64) {
-    let parts = draft.sketch.parts();
+    let parts = draft.model.parts();
     let free = parts.iter().filter(|part| part.hold.is_none());
     let size = size.min(free.map(|part| part.span.size).sum());
     if draft.largest() >= size {
@@ -69,10 +69,10 @@ fn pass(draft: &mut Draft, size: u64) {
 /// Clears the cheapest window that can be cleared for at most this many bytes, as far as the budget
 /// allows; returns `true` if there is one.
 fn clear_a_window(draft: &mut Draft, parts: &[Part], size: u64, bytes_max: u64) -> bool {
-    let spared = draft.sketch.largest();
+    let spared = draft.model.largest();
     for window in windows(draft, parts, size, bytes_max) {
         let moves = draft.moves.len();
-        let mut touching = draft.sketch.touching(window.span);
+        let mut touching = draft.model.touching(window.span);
         touching.sort_by_key(|block| std::cmp::Reverse(block.span.size));
         let done = touching.into_iter().all(|block| {
             let place = draft.place(block, window.span, spared);
@@ -128,8 +128,8 @@ fn windows(draft: &Draft, parts: &[Part], size: u64, bytes_max: u64) -> Vec<Wind
 
 /// Moves a block next to the largest free span into a hole elsewhere.
 fn grow(draft: &mut Draft) {
-    let Some(span) = draft.sketch.largest() else { return };
-    let neighbours = [draft.sketch.before(span.offset), draft.sketch.after(span.end())];
+    let Some(span) = draft.model.largest() else { return };
+    let neighbours = [draft.model.before(span.offset), draft.model.after(span.end())];
     for block in neighbours.into_iter().flatten() {
         if !draft.is_movable(block) || block.span.size > draft.left() {
             continue;
@@ -235,14 +235,14 @@ fn slide(draft: &mut Draft, run: &GapRun) {
         [false, _] => 0,
     });
     for &block in down {
-        let Some(gap) = draft.sketch.gap_below(block.span.offset) else { return };
+        let Some(gap) = draft.model.gap_below(block.span.offset) else { return };
         if block.span.size > draft.left() {
             return;
         }
         draft.relocate(block, gap.offset);
     }
     for &block in up.iter().rev() {
-        let Some(gap) = draft.sketch.gap_above(block.span.end()) else { return };
+        let Some(gap) = draft.model.gap_above(block.span.end()) else { return };
         if block.span.size > draft.left() {
             return;
         }
@@ -272,7 +272,7 @@ fn parting(blocks: &[Block]) -> usize {
 #[cfg(all(test, not(lowtide_loom)))]
 mod tests {
     use super::*;
-    use crate::engine::compact::tests::Chance;
+    use crate::tests::compact::Chance;
 
     /// The bug: each stretch was walked for its largest block: 9 billion steps for 100,000 blocks.
     #[test]

@@ -1,0 +1,107 @@
+//! The layout of a region for the plan of a compaction.
+//!
+//! A plan is made from a copy of the layout, with the lock released; [`move_block`] then makes each
+//! of its moves.
+//!
+//! [`move_block`]: super::move_block
+
+use std::collections::BTreeMap;
+
+use crate::index::{End, Span};
+use crate::state::arena::ArenaState;
+use crate::state::compact::plan::{self, Hold, Part, Plan, Target};
+use crate::state::ranges::BlockName;
+use crate::types::compact::{CompactOptions, Goal};
+use lowtide_core::bytes::ByteSize;
+
+/// The layout of a region at one instant.
+#[derive(Debug)]
+pub(crate) struct Layout {
+    parts: Vec<Part>,
+    /// The blocks, by offset.
+    pub(crate) names: BTreeMap<u64, BlockName>,
+    /// The segments, on drivers that allocate segments.
+    segments: Option<Vec<Span>>,
+    granule: u64,
+}
+
+impl Layout {
+    /// Copies the layout of the region of a compaction: O(blocks).
+    pub(crate) fn of(state: &ArenaState, options: CompactOptions) -> Self {
+        let (parts, names): (Vec<_>, Vec<_>) = parts(state, options).into_iter().unzip();
+        let offsets = parts.iter().map(|part| part.span.offset);
+        Self {
+            names: offsets.zip(names).filter_map(|(at, id)| Some((at, id?))).collect(),
+            parts,
+            segments: state.region(options.region).segment.segments(),
+            granule: state.bytes_of(1),
+        }
+    }
+
+    /// Plans a compaction.
+    pub(crate) fn plan(&self, options: CompactOptions) -> Plan {
+        let target = match options.goal {
+            Goal::Granules => self.segments.as_deref().map_or(Target::Granules, Target::Segments),
+            Goal::Contiguous(size) => Target::Contiguous(size.get()),
+        };
+        plan::plan(&self.parts, self.granule, target, options.budget.get())
+    }
+}
+
+/// Returns blocks and free spans in address order, and the name of each block; the wall between
+/// the ranges as a block that stays.
+fn parts(state: &ArenaState, options: CompactOptions) -> Vec<(Part, Option<BlockName>)> {
+    let index = &state.region(options.region).index;
+    let part = |(span, id): (Span, Option<BlockName>)| {
+        (Part { span, hold: id.map(|id| hold(state, options, id, span)) }, id)
+    };
+    let mut parts: Vec<_> = index.blocks().map(part).collect();
+    if let Some(wall) = index.wall() {
+        let nth = parts.partition_point(|(part, _)| part.span.offset < wall.offset);
+        match options.goal {
+            Goal::Granules => {
+                parts.insert(nth, (Part { span: wall, hold: Some(Hold::Wall) }, None));
+            }
+            // The free span that is wanted is for a large block.
+            Goal::Contiguous(_) => parts.truncate(nth),
+        }
+    }
+    parts
+}
+
+/// Returns the first blocks and free spans of one range of a region in address order, at most this
+/// many; the last of them is fixed, since its successor is unknown.
+pub(crate) fn first_parts(
+    state: &ArenaState,
+    options: CompactOptions,
+    end: End,
+    parts_max: usize,
+) -> Vec<Part> {
+    let blocks = state.region(options.region).index.blocks_of(end).take(parts_max);
+    let part = |(span, id): (Span, Option<BlockName>)| Part {
+        span,
+        hold: id.map(|id| hold(state, options, id, span)),
+    };
+    let mut parts: Vec<_> = blocks.map(part).collect();
+    if parts.len() == parts_max
+        && let Some(last) = parts.last_mut()
+    {
+        last.hold = Some(Hold::Stays);
+    }
+    parts
+}
+
+/// Returns the hold of a block.
+pub(super) fn hold(state: &ArenaState, options: CompactOptions, id: BlockName, span: Span) -> Hold {
+    let region = state.region(options.region);
+    if region.segment.is_held(span.offset) {
+        return Hold::Stays;
+    }
+    if !state.raw.is_empty() && !options.moves_raw {
+        let at = region.segment.address_of(ByteSize::new(span.offset));
+        if state.raw.get(at).is_some() {
+            return Hold::Stays;
+        }
+    }
+    region.pins.hold(id, id.end())
+}

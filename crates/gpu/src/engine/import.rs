@@ -1,0 +1,96 @@
+//! Imported memory: recorded, and released to its owner when no work uses it.
+//!
+//! Release functions are foreign code: they are called and dropped with the lock released.
+//!
+//! Invariant: a release function is taken out of the state once, after its uses are complete; only
+//! the end of the arena takes the others.
+
+use lowtide_core::log;
+use std::mem::ManuallyDrop;
+
+use super::port::Port;
+use crate::driver::DeviceAddress;
+use crate::state::arena::ArenaState;
+use crate::state::outstanding::{Due, Release};
+use crate::types::error::ImportError;
+use crate::types::region::Region;
+use lowtide_core::bytes::ByteSize;
+use lowtide_core::sync::caught;
+
+/// Records an imported range, which does not wrap. If it overlaps known memory, returns the reason
+/// and the release function.
+pub(crate) fn import(
+    state: &mut ArenaState,
+    at: DeviceAddress,
+    size: ByteSize,
+    release: Release,
+) -> Result<(), (ImportError, Release)> {
+    let is_own = |&region: &Region| state.region(region).segment.overlaps(at, size);
+    if Region::ALL.iter().any(is_own) {
+        return Err((ImportError::OfArena, release));
+    }
+    let imported = &mut state.outstanding.imported;
+    if imported.overlaps(at.get(), size.get()) {
+        return Err((ImportError::Imported, release));
+    }
+    imported.import(at.get(), size.get(), release);
+    Ok(())
+}
+
+/// Records that an imported value was dropped: it is released when all work of now is complete.
+pub(crate) fn let_go(state: &mut ArenaState, at: DeviceAddress) {
+    let after = state.uses(&[]);
+    state.outstanding.imported.let_go(at.get(), after);
+}
+
+/// Calls the release functions of values that are dropped and whose work is complete; at most as
+/// many as wait now, so that a function which imports and drops more does not keep this call
+/// running. Returns their number.
+pub(crate) async fn release_imports(port: &Port<'_>) -> u64 {
+    let mut called = 0;
+    let waiting = port.with(|state| state.outstanding.imported.waiting());
+    while called < waiting {
+        let due = port.with(|state| {
+            let streams = &state.streams;
+            state.outstanding.imported.take_due(|of| streams.is_done(of))
+        });
+        let Some(due) = due else { break };
+        called += 1;
+        call_release(port, due).await;
+    }
+    called
+}
+
+async fn call_release(port: &Port<'_>, Due { at, size, release }: Due) {
+    let outcome = port.outside(|| caught(|| release(at, size))).await;
+    if let Err(message) = outcome {
+        let arena = port.with(|state| {
+            state.outstanding.imported.panics += 1;
+            state.name.clone()
+        });
+        port.outside(
+            || log!(warn, arena = arena, %at, %size, message, "release function panicked"),
+        )
+        .await;
+    }
+}
+
+/// At the end of the arena: releases memory that the device no longer uses, and drops the other
+/// release functions uncalled. Returns the number of those, and their bytes.
+pub(crate) async fn end_imports(port: &Port<'_>) -> (u64, ByteSize) {
+    release_imports(port).await;
+    let mut left = (0, ByteSize::ZERO);
+    while let Some(due) = port.with(|state| state.outstanding.imported.take_any()) {
+        let Due { size, release, .. } = due;
+        left = (left.0 + 1, left.1.saturating_add(size));
+        // Not ours, and nothing unwinds out of a drop.
+        let _ = port.outside(|| caught(|| drop(release))).await;
+    }
+    left
+}
+
+/// In a forked child: leaves release functions to be neither called nor dropped. They are of
+/// another process.
+pub(crate) fn forget_imports(state: &mut ArenaState) {
+    let _ = ManuallyDrop::new(std::mem::take(&mut state.outstanding.imported));
+}

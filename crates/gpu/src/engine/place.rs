@@ -1,0 +1,73 @@
+//! The current place of a block, and waits for the move in progress.
+//!
+//! Invariant: a place that is returned under a lease stays until the lease ends.
+
+use super::port::Port;
+use crate::observe::record::Operation;
+use crate::state::arena::ArenaState;
+use crate::state::ranges::BlockName;
+use crate::state::region::Placement;
+use crate::types::error::DeviceError;
+use crate::types::region::Region;
+use lowtide_core::bytes::ByteSize;
+
+/// Waits for the end of the move in progress, before a lease is granted.
+pub(crate) async fn wait_for_move(port: &Port<'_>) {
+    if port.with(|state| state.moves.moving.is_none()) {
+        return;
+    }
+    // The compaction sees this and makes no further move: each thread waits for one at most.
+    port.with(|state| state.moves.entering += 1);
+    while port.with(|state| state.moves.moving.is_some()) {
+        port.wait().await;
+    }
+    port.with(|state| state.moves.entering -= 1);
+}
+
+/// Waits until this block does not move.
+pub(crate) async fn wait_until_still(port: &Port<'_>, region: Region, id: BlockName) {
+    while port.with(|state| state.moves.is_moving(region, id)) {
+        port.wait().await;
+    }
+}
+
+/// Returns the current place of a live block.
+///
+/// # Errors
+/// `ContentsLost`.
+pub(crate) async fn resolve(
+    port: &Port<'_>,
+    region: Region,
+    placed: Placement,
+) -> Result<Placement, DeviceError> {
+    wait_until_still(port, region, placed.id).await;
+    port.with(|state| {
+        check_whole(state, region, placed)?;
+        Ok(state.region(region).refreshed(placed))
+    })
+}
+
+/// Refuses a block whose contents were lost in a move.
+///
+/// # Errors
+/// `ContentsLost`.
+pub(crate) fn check_whole(
+    state: &ArenaState,
+    region: Region,
+    placed: Placement,
+) -> Result<(), DeviceError> {
+    if state.region(region).is_lost(placed.id) {
+        let size = ByteSize::new(placed.span.size);
+        return Err(DeviceError::ContentsLost { region, size });
+    }
+    Ok(())
+}
+
+/// Prevents moves of a block until it is unpinned, after the end of the move in progress.
+pub(crate) async fn pin(port: &Port<'_>, region: Region, id: BlockName) {
+    wait_until_still(port, region, id).await;
+    port.with(|state| {
+        state.region_mut(region).pins.pin(id);
+        state.tell(port.clock, |numbers| Some(Operation::Pin { id: numbers.of(region, id)? }));
+    });
+}

@@ -1,0 +1,166 @@
+//! Raw blocks: known by address from their allocation to their free.
+//!
+//! An address that is not known is an error that says why, and changes nothing.
+
+use super::place::wait_until_still;
+use super::port::Port;
+use crate::driver::DeviceAddress;
+use crate::observe::record::Operation;
+use crate::state::arena::ArenaState;
+use crate::state::ranges::BlockName;
+use crate::state::raw::{LaneUser, RawUse};
+use crate::state::region::Placement;
+use crate::state::streams::StreamKey;
+use crate::types::error::DeviceError;
+use crate::types::region::Region;
+use lowtide_core::bytes::ByteSize;
+use lowtide_core::clock::Clock;
+
+/// Records an allocated block as raw, and returns its place: it may have been moved since its
+/// allocation; from here on it stays.
+pub(crate) async fn register(
+    port: &Port<'_>,
+    region: Region,
+    placed: Placement,
+    user: Option<StreamKey>,
+) -> Placement {
+    wait_until_still(port, region, placed.id).await;
+    port.with(|state| {
+        let placed = state.region(region).refreshed(placed);
+        state.raw.insert(region, placed, user);
+        placed
+    })
+}
+
+/// Frees a raw block after its last use, by a lane if one is given.
+///
+/// # Errors
+/// As [`find`].
+pub(crate) fn free(
+    state: &mut ArenaState,
+    at: DeviceAddress,
+    user: Option<LaneUser>,
+    clock: &dyn Clock,
+) -> Result<(Region, Placement), DeviceError> {
+    let Some(mut raw) = state.raw.remove(at) else { return Err(unknown(state, at)) };
+    if let Some(user) = user
+        && raw.add(user)
+    {
+        tell_use(state, (raw.region, raw.placed.id), user, clock);
+    }
+    release(state, &raw, clock);
+    Ok((raw.region, raw.placed))
+}
+
+/// Records that the stream of a lane uses a raw block.
+///
+/// # Errors
+/// As [`find`].
+pub(crate) fn record_use(
+    state: &mut ArenaState,
+    at: DeviceAddress,
+    user: LaneUser,
+    clock: &dyn Clock,
+) -> Result<(), DeviceError> {
+    let Some(raw) = state.raw.get_mut(at) else { return Err(unknown(state, at)) };
+    let block = (raw.region, raw.placed.id);
+    if raw.add(user) {
+        tell_use(state, block, user, clock);
+    }
+    Ok(())
+}
+
+/// Records that any stream may use a raw block.
+///
+/// # Errors
+/// As [`find`].
+pub(crate) fn record_unknown_use(
+    state: &mut ArenaState,
+    at: DeviceAddress,
+) -> Result<(), DeviceError> {
+    match state.raw.get_mut(at) {
+        Some(raw) => raw.add_any(),
+        None => return Err(unknown(state, at)),
+    }
+    Ok(())
+}
+
+/// Records the new size of a raw block that was resized in place.
+pub(crate) fn note_resized(state: &mut ArenaState, at: DeviceAddress, resized: Placement) {
+    let raw = state.raw.get_mut(at);
+    debug_assert!(raw.is_some(), "only its owner resizes and frees it");
+    raw.into_iter().for_each(|raw| raw.placed = resized);
+}
+
+/// Returns the raw block at an address.
+///
+/// # Errors
+/// `NotLive`, `InteriorAddress`, `ForeignAddress`.
+pub(crate) fn find(
+    state: &ArenaState,
+    at: DeviceAddress,
+) -> Result<(Region, Placement), DeviceError> {
+    let raw = state.raw.get(at).ok_or_else(|| unknown(state, at))?;
+    Ok((raw.region, raw.placed))
+}
+
+/// Returns the raw block that contains an address.
+///
+/// # Errors
+/// As [`find`].
+pub(crate) fn find_containing(
+    state: &ArenaState,
+    at: DeviceAddress,
+) -> Result<(Region, Placement), DeviceError> {
+    let raw = state.raw.containing(at).ok_or_else(|| unknown(state, at))?;
+    Ok((raw.region, raw.placed))
+}
+
+/// Frees every raw block; returns their bytes.
+pub(crate) fn reset(state: &mut ArenaState, clock: &dyn Clock) -> ByteSize {
+    state.tell(clock, |numbers| {
+        numbers.forget_raw();
+        None
+    });
+    let all = state.raw.take_all();
+    all.iter().for_each(|raw| release(state, raw, clock));
+    let bytes = all.iter().map(|raw| ByteSize::new(raw.placed.span.size)).sum();
+    state.tell(clock, |_| Some(Operation::Reset { blocks: all.len() as u64, bytes }));
+    bytes
+}
+
+/// Frees a raw block that is no longer known by its address.
+fn release(state: &mut ArenaState, raw: &RawUse, clock: &dyn Clock) {
+    raw.with_users(|streams, after| {
+        state.release_after(raw.region, raw.placed, (streams, after), clock);
+    });
+}
+
+fn tell_use(
+    state: &ArenaState,
+    (region, id): (Region, BlockName),
+    LaneUser { number: lane, .. }: LaneUser,
+    clock: &dyn Clock,
+) {
+    if lane > 0 {
+        state.tell(clock, |numbers| Some(Operation::Use { id: numbers.of(region, id)?, lane }));
+    }
+}
+
+/// Returns the reason an address is not known. Walks the blocks of a region.
+fn unknown(state: &ArenaState, at: DeviceAddress) -> DeviceError {
+    for region in Region::ALL {
+        let region = state.region(region);
+        let Some(offset) = region.segment.offset_of(at) else { continue };
+        let around = region.block_around(offset.get());
+        return match around.filter(|span| span.offset < offset.get()) {
+            Some(span) => DeviceError::InteriorAddress {
+                at,
+                block: region.segment.address_of(ByteSize::new(span.offset)),
+                size: ByteSize::new(span.size),
+            },
+            None => DeviceError::NotLive { at },
+        };
+    }
+    DeviceError::ForeignAddress { at, arena: state.name.clone() }
+}

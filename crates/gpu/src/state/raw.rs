@@ -1,0 +1,198 @@
+//! Raw blocks by their address, and the streams that use them.
+//!
+//! A raw block has the streams that use it, or none: then any stream may, and only a wait for the
+//! whole device proves that its memory is unused. It holds streams by number and no lane, because
+//! a lane holds the arena. A stream that ends before the block is freed counts as unknown.
+//!
+//! Invariant: an address is known from the call that returned it until it is freed.
+
+use std::collections::BTreeMap;
+
+use crate::driver::DeviceAddress;
+use crate::observe::record::operation::After;
+use crate::state::ranges::BlockName;
+use crate::state::region::{Placement, RegionState};
+use crate::state::streams::StreamKey;
+use crate::types::region::Region;
+
+/// The most streams that a raw block remembers; one more, and it counts as used by any stream.
+/// Twice the 32 streams that PyTorch has in a pool.
+const USERS_MAX: usize = 64;
+
+/// The streams that use a raw block: two words, because most blocks have one stream.
+#[derive(Debug)]
+pub(crate) struct Users {
+    /// The stream that it was allocated on; [`StreamKey::CONTEXT`] if any stream may use it.
+    first: StreamKey,
+    /// The others, each once.
+    others: Option<Box<Others>>,
+}
+
+#[derive(Debug, Default)]
+struct Others(Vec<StreamKey>);
+
+impl Users {
+    /// A block that any stream may use.
+    const ANY: Self = Self { first: StreamKey::CONTEXT, others: None };
+
+    fn of(first: Option<StreamKey>) -> Self {
+        Self { first: first.unwrap_or(StreamKey::CONTEXT), others: None }
+    }
+
+    /// Adds a stream; returns `true` if it was unknown. Of a block that any stream may use, nothing
+    /// more needs to be known.
+    fn add(&mut self, stream: StreamKey) -> bool {
+        if self.first == StreamKey::CONTEXT || self.first == stream {
+            return false;
+        }
+        let others = &mut self.others.get_or_insert_default().0;
+        if others.contains(&stream) {
+            return false;
+        }
+        if others.len() + 1 < USERS_MAX {
+            others.push(stream);
+        } else {
+            *self = Self::ANY;
+        }
+        true
+    }
+
+    /// Calls `act` with the streams, and with the work that must complete after a free.
+    fn with<T>(&self, act: impl FnOnce(&[StreamKey], After) -> T) -> T {
+        match &self.others {
+            _ if self.first == StreamKey::CONTEXT => act(&[], After::All),
+            None => act(&[self.first], After::Lanes),
+            Some(others) => {
+                let all: Vec<_> =
+                    [self.first].into_iter().chain(others.0.iter().copied()).collect();
+                act(&all, After::Lanes)
+            }
+        }
+    }
+}
+
+/// A lane that uses a block.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct LaneUser {
+    /// `None` if the driver's work needs no order.
+    pub(crate) stream: Option<StreamKey>,
+    /// Its number in the recording; 0 without one.
+    pub(crate) number: u64,
+}
+
+/// A live raw block, and the streams that use it.
+#[derive(Debug)]
+pub(crate) struct RawUse {
+    pub(crate) region: Region,
+    pub(crate) placed: Placement,
+    users: Users,
+}
+
+impl RawUse {
+    /// Adds the stream of a lane; returns `true` if the use was unknown.
+    pub(crate) fn add(&mut self, user: LaneUser) -> bool {
+        user.stream.is_none_or(|stream| self.users.add(stream))
+    }
+
+    /// Any stream may use it from here on.
+    pub(crate) fn add_any(&mut self) {
+        self.users = Users::ANY;
+    }
+
+    /// Calls `act` with the streams, and with the work that must complete after a free.
+    pub(crate) fn with_users<T>(&self, act: impl FnOnce(&[StreamKey], After) -> T) -> T {
+        self.users.with(act)
+    }
+}
+
+/// The live raw blocks of an arena.
+#[derive(Debug, Default)]
+pub(crate) struct RawBlocks {
+    blocks: BTreeMap<DeviceAddress, RawUse>,
+}
+
+impl RawBlocks {
+    pub(crate) fn is_empty(&self) -> bool {
+        self.blocks.is_empty()
+    }
+
+    /// Returns the approximate bytes of this metadata.
+    pub(crate) fn metadata(&self) -> usize {
+        // A tree's nodes are at least half full, and mostly two thirds.
+        self.blocks.len() * size_of::<(DeviceAddress, RawUse)>() * 3 / 2
+    }
+
+    pub(crate) fn get(&self, at: DeviceAddress) -> Option<&RawUse> {
+        self.blocks.get(&at)
+    }
+
+    pub(crate) fn get_mut(&mut self, at: DeviceAddress) -> Option<&mut RawUse> {
+        self.blocks.get_mut(&at)
+    }
+
+    /// Returns the block that contains an address.
+    pub(crate) fn containing(&self, at: DeviceAddress) -> Option<&RawUse> {
+        let (start, raw) = self.blocks.range(..=at).next_back()?;
+        (at.get() - start.get() < raw.placed.span.size).then_some(raw)
+    }
+
+    /// Records a block that a stream uses, or any if none is given.
+    pub(crate) fn insert(&mut self, region: Region, placed: Placement, user: Option<StreamKey>) {
+        let before =
+            self.blocks.insert(placed.at, RawUse { region, placed, users: Users::of(user) });
+        debug_assert!(before.is_none(), "two live blocks begin at one address");
+    }
+
+    pub(crate) fn remove(&mut self, at: DeviceAddress) -> Option<RawUse> {
+        self.blocks.remove(&at)
+    }
+
+    /// Takes all blocks out.
+    pub(crate) fn take_all(&mut self) -> Vec<RawUse> {
+        std::mem::take(&mut self.blocks).into_values().collect()
+    }
+
+    /// Records the new address of a block that was moved, if it is a raw block.
+    pub(crate) fn readdress(
+        &mut self,
+        from: DeviceAddress,
+        id: BlockName,
+        moved: (Region, &RegionState),
+    ) {
+        let (region, state) = moved;
+        let is_it = |raw: &&mut RawUse| raw.region == region && raw.placed.id == id;
+        if self.blocks.get_mut(&from).as_ref().is_some_and(is_it)
+            && let Some(mut raw) = self.blocks.remove(&from)
+        {
+            raw.placed = state.refreshed(raw.placed);
+            self.blocks.insert(raw.placed.at, raw);
+        }
+    }
+}
+
+#[cfg(all(test, not(lowtide_loom)))]
+mod tests {
+    use super::*;
+
+    fn streams(users: &Users) -> (Vec<StreamKey>, After) {
+        users.with(|streams, after| (streams.to_vec(), after))
+    }
+
+    #[test]
+    fn a_block_knows_each_stream_once_and_beyond_the_most_it_is_any_streams() {
+        let key = StreamKey::new;
+        let mut users = Users::of(Some(key(1)));
+        assert_eq!(streams(&users), (vec![key(1)], After::Lanes));
+        assert!(!users.add(key(1)));
+        for number in 2..=USERS_MAX as u64 {
+            assert!(users.add(key(number)) && !users.add(key(number)));
+        }
+        let all = (1..=USERS_MAX as u64).map(key).collect();
+        assert_eq!(streams(&users), (all, After::Lanes));
+        assert!(!users.add(key(7)), "known");
+        assert!(users.add(key(1_000)));
+        assert_eq!(streams(&users), (vec![], After::All));
+        assert!(!users.add(key(1_001)), "any stream already");
+        assert_eq!(streams(&Users::of(None)), (vec![], After::All));
+    }
+}
