@@ -153,7 +153,7 @@ table! {
         "State of an arena: 0 awake, 1 draining, 2 asleep, 3 waking.";
     DEVICE_ARENA_INFO: Gauge "lowtide_device_arena_info" Count ["device", "arena", "backend"]
         "1 while an arena is open, by the backend that allocates its memory (cuda_virtual_memory, \
-         cuda_pool, cuda_plain, host, custom); 0 after it was closed.";
+         cuda_pool, cuda_plain, host, pinned_host, custom); 0 after it was closed.";
     DEVICE_SLEEPS: Counter "lowtide_device_sleeps_total" Count ["device", "arena"]
         "Times that an arena went to sleep.";
     DEVICE_WAKES: Counter "lowtide_device_wakes_total" Count ["device", "arena"]

@@ -12,7 +12,8 @@ use lowtide::config::arena::{
     ArenaKey, ArenaOptions, ArenaSource, ArenaValue, OptionFault, Reason,
 };
 use lowtide::decay::DecayTime;
-use lowtide::device::{Buffer, DeviceError, Region};
+use lowtide::device::driver::Backend;
+use lowtide::device::{Buffer, DeviceError, PinnedConfig, PinnedKind, Region};
 use lowtide::memory::{ArenaError, ArenaUse, MemoryError, ScopeError, Slot, SlotSnapshot};
 use lowtide::{ByteSize, Memory};
 use test_fork::test;
@@ -194,15 +195,37 @@ fn device_and_pinned_arenas_are_configured_apart() {
     let replaced = memory.replace_arena(&pinned, &limit(4)).expect("replaced");
     assert_eq!(replaced.draining, Some(ByteSize::mib(1)));
     let found = figures(&memory, &pinned);
-    assert_eq!(found.pool.expect("serves").live, ByteSize::ZERO);
-    assert_eq!(found.draining_pools[0].live, ByteSize::mib(1));
+    assert_eq!(found.pool.expect("serves").live(), ByteSize::ZERO);
+    assert_eq!(found.draining[0].live, ByteSize::mib(1));
     assert_eq!(buffer.to_vec(), Ok(vec![7; 1 << 20]));
     drop(buffer);
-    until("the old pool goes", || figures(&memory, &pinned).draining_pools.is_empty());
+    until("the old pool goes", || figures(&memory, &pinned).draining.is_empty());
     assert_eq!(limit_of(&memory), (ByteSize::mib(8), ArenaSource::Shared), "untouched");
     let refused = mib(&session, 1).expect_err("another kind of memory");
     assert!(matches!(refused, DeviceError::Unsupported { .. }), "{refused}");
     drop(session);
+    assert!(memory.shutdown(SOON).is_clean());
+}
+
+#[test]
+fn a_pinned_pool_is_an_arena_of_the_host_with_figures_decay_and_a_name() {
+    let builder = Memory::builder().device(DeviceChoice::Host).device_decay(DecayTime::AtOnce);
+    let memory = builder.start().expect("starts");
+    let kind = PinnedKind::PageLockedOrPageable;
+    let config = || PinnedConfig { kind, ..PinnedConfig::new("staging") };
+    let pool = memory.open_pinned_pool(config()).expect("opened");
+    let arena =
+        || memory.snapshot().devices.arenas.into_iter().find(|arena| arena.name == "staging");
+    let buffer = pool.alloc::<u8>(1 << 20).expect("room");
+    let found = arena().expect("listed");
+    assert_eq!((found.backend, found.live), (Backend::PinnedHost, ByteSize::mib(1)));
+    assert_eq!(memory.occupancy(64)[0].0, "staging");
+    let taken = memory.open_pinned_pool(config()).map(drop).expect_err("the name is in use");
+    assert!(matches!(taken, MemoryError::Arena(ArenaError::Duplicate { .. })), "{taken}");
+    drop(buffer);
+    until("idle memory decays", || arena().is_some_and(|arena| arena.committed.is_zero()));
+    pool.close().expect("nothing is live");
+    drop(memory.open_pinned_pool(config()).expect("the name is free again"));
     assert!(memory.shutdown(SOON).is_clean());
 }
 

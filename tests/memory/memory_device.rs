@@ -11,7 +11,7 @@ use lowtide::clock::{Clock, ManualClock};
 use lowtide::config::DeviceChoice;
 use lowtide::decay::DecayTime;
 use lowtide::device::driver::Driver as _;
-use lowtide::device::{DeviceArena, Lane, Region, SleepOptions};
+use lowtide::device::{DeviceArena, Lane, PinnedConfig, Region, SleepOptions};
 use lowtide::memory::{Builder, DeviceSnapshot};
 use lowtide::{ByteSize, Memory};
 use lowtide_admission::{Budget, Cost, Level};
@@ -133,6 +133,30 @@ fn idle_memory_makes_room_for_a_neighbour_and_live_memory_stays() {
     assert_eq!(committed(), [ByteSize::mib(300), ByteSize::ZERO]);
     assert_eq!(device(&memory).watermark_released_total, all_idle);
     drop((live, lanes));
+    assert!(memory.shutdown(SOON).is_clean());
+}
+
+/// A pinned pool is host memory: it takes nothing of the device's budget, and relieves the host.
+#[test]
+fn the_idle_memory_of_a_pinned_pool_is_purgeable_memory_of_the_host_and_none_of_the_device() {
+    let bed = Bed::new();
+    let memory = bed.builder().start().expect("starts");
+    let pool = memory.open_pinned_pool(PinnedConfig::new("staging")).expect("opens");
+    drop(pool.alloc::<u8>(48 * MIB).expect("room"));
+    assert_eq!(pool.glance().idle, ByteSize::mib(48), "below the high watermark");
+    advance_until(&bed.clock, TICK, "idle memory counts as purgeable", || {
+        memory.snapshot().purgeable >= ByteSize::mib(48)
+    });
+    bed.look();
+    let unmanaged = device(&memory).unmanaged;
+    assert_eq!(unmanaged, Some(ByteSize::ZERO), "the device has none of it");
+    // A shortage of the device leaves it, and a purge of the host takes it.
+    bed.sim.set_neighbours(ByteSize::mib(850));
+    advance_until(&bed.clock, TICK, "the device is short", || device(&memory).is_short);
+    bed.look();
+    assert_eq!(pool.glance().idle, ByteSize::mib(48));
+    assert!(memory.purge().expect("purged").released() >= ByteSize::mib(48));
+    assert_eq!(pool.glance().committed, ByteSize::ZERO);
     assert!(memory.shutdown(SOON).is_clean());
 }
 

@@ -122,7 +122,7 @@ fn pinned_pools_belong_to_the_host() {
     let slot = Slot::pinned("CudaEp", 0);
     let session = memory.use_arena(&slot, &ArenaOptions::new()).expect("opened");
     drop(session.alloc_pinned::<u8>(1 << 20).expect("room"));
-    let committed = || memory.arena_slots()[0].pool.as_ref().map(|pool| pool.committed);
+    let committed = || memory.arena_slots()[0].arena.as_ref().map(|arena| arena.committed);
     assert!(committed() > Some(ByteSize::ZERO), "idle, below the watermark");
     memory.shrink("gpu:0").expect("here");
     assert!(committed() > Some(ByteSize::ZERO), "not the device's");

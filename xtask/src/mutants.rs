@@ -42,8 +42,8 @@ const MUTANTS: &[Mutant] = &[
     Mutant {
         name: "no-event-wait",
         about: "a stream that reuses another stream's memory does not wait for it",
-        text: "            stream.wait_for(event)?;\n",
-        replacement: "            let _ = event;\n",
+        text: "        port.does(CallKind::StreamWaits { stream, event }).await?;\n",
+        replacement: "",
         test: SCHEDULES,
         is_sample: false,
     },
@@ -58,8 +58,8 @@ const MUTANTS: &[Mutant] = &[
     Mutant {
         name: "early-unmap",
         about: "an event counts as complete without a query",
-        text: "if events[next].1.is_complete()? {",
-        replacement: "if true {",
+        text: "            if is_complete? {\n",
+        replacement: "            if true {\n",
         test: SCHEDULES,
         is_sample: false,
     },
@@ -90,7 +90,8 @@ const MUTANTS: &[Mutant] = &[
     Mutant {
         name: "move-before-done",
         about: "a compaction copies before the work on the block is complete",
-        text: "    complete_all(port).await.map_err(|error| FailedCopy { error, is_lost: false })?;\n",
+        text: "    complete_all(port).await\
+               .map_err(|error| FailedCopy { error, is_lost: false })?;\n",
         replacement: "",
         test: SCHEDULES,
         is_sample: false,
@@ -98,16 +99,16 @@ const MUTANTS: &[Mutant] = &[
     Mutant {
         name: "lost-claim",
         about: "a failed allocation frees its space as if nothing had been pending there",
-        text: "Err(_) => books.withdraw(region, placed, claim, &*self.clock),",
-        replacement: "Err(_) => books.withdraw(region, placed, Default::default(), &*self.clock),",
+        text: "                state.withdraw(region, placed, claim, port.clock);\n",
+        replacement: "                state.withdraw(region, placed, Claim::default(), port.clock);\n",
         test: SCHEDULES,
         is_sample: false,
     },
     Mutant {
         name: "moves-what-arrives",
         about: "a block that waits for the work of others may be moved meanwhile",
-        text: "            books.region_mut(region).pins.pin(placed.id);\n            drop(books);",
-        replacement: "            drop(books);",
+        text: "    state.region_mut(target.region).pins.begin_operation(placed.id);\n",
+        replacement: "",
         test: "schedules::calls::a_block_that_has_not_arrived_is_not_moved",
         is_sample: false,
     },
@@ -115,17 +116,27 @@ const MUTANTS: &[Mutant] = &[
         name: "captured-event",
         about: "an event is recorded while its stream captures a graph",
         text: CHECKED_RECORD,
-        replacement: "            event.record(live)?;\n",
+        replacement: RECORD,
         test: SCHEDULES,
         is_sample: false,
     },
     Mutant {
         name: "lock-across-call",
         about: "a driver call is made with the arena's lock held",
-        text: "            event.record(live)?;\n",
-        replacement: "            let _locked = self.books();\n            event.record(live)?;\n",
+        text: "                    drop(locked);\n                    port.complete",
+        replacement: "                    port.complete",
         test: "schedules::calls::no_call_is_made_with_the_lock_held",
         is_sample: true,
+    },
+    Mutant {
+        name: "lost-result",
+        about: "granules of a call whose result is not recorded yet count as released",
+        text: "    let outcome = port.does(kind).await;\n",
+        replacement: "    port.with(|state| state.end_leave(leaving, true));\n    \
+                      let outcome = port.does(kind).await;\n    if outcome.is_ok() {\n        \
+                      return outcome;\n    }\n",
+        test: SCHEDULES,
+        is_sample: false,
     },
     Mutant {
         name: "sleep-before-done",
@@ -155,13 +166,16 @@ const MUTANTS: &[Mutant] = &[
     },
 ];
 
-const CHECKED_RECORD: &str = r#"            if live.is_capturing()? {
-                return Err(captures("cuEventRecord"));
-            }
-            event.record(live)?;
-            if live.is_capturing()? {
-                return Err(captures("cuEventRecord"));
-            }
+const RECORD: &str =
+    "    port.does(CallKind::RecordEvent { event: event.handle, stream }).await?;\n";
+
+const CHECKED_RECORD: &str = r#"    if port.asks(CallKind::IsCapturing { stream }).await? {
+        return Err(captures("cuEventRecord"));
+    }
+    port.does(CallKind::RecordEvent { event: event.handle, stream }).await?;
+    if port.asks(CallKind::IsCapturing { stream }).await? {
+        return Err(captures("cuEventRecord"));
+    }
 "#;
 
 /// The mutants to try.

@@ -89,6 +89,8 @@ pub enum Backend {
     CudaPlain,
     /// Private anonymous memory of this process.
     Host,
+    /// Host memory for copies to and from a device: a pool of page-locked memory.
+    PinnedHost,
     /// A driver from outside this workspace.
     Custom,
 }
@@ -102,6 +104,7 @@ impl Backend {
             Self::CudaPool => "cuda_pool",
             Self::CudaPlain => "cuda_plain",
             Self::Host => "host",
+            Self::PinnedHost => "pinned_host",
             Self::Custom => "custom",
         }
     }
@@ -124,6 +127,7 @@ mod tests {
             Backend::CudaPool,
             Backend::CudaPlain,
             Backend::Host,
+            Backend::PinnedHost,
             Backend::Custom,
         ] {
             let name = backend.to_string();

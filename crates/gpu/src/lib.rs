@@ -118,8 +118,7 @@ pub use observe::visualize;
 #[cfg(feature = "cuda")]
 pub use pinned::PinnedView;
 pub use pinned::{
-    PinnedBuffer, PinnedConfig, PinnedCopy, PinnedCopyError, PinnedFailures, PinnedGlance,
-    PinnedKind, PinnedPool, PinnedSnapshot,
+    PinnedBuffer, PinnedConfig, PinnedCopy, PinnedCopyError, PinnedKind, PinnedPool, PinnedSnapshot,
 };
 pub use types::compact::{CompactError, CompactOptions, CompactReport, Goal, Moved, StopReason};
 pub use types::config::Growth;

@@ -1,8 +1,8 @@
 //! The pinned pool: host memory for data on its way to a device or back, page-locked by choice.
 //!
-//! Page-locking is slow, so a pool keeps its memory: segments from the driver, divided into blocks
-//! by a block index each, and released by watermarks. This file has the typed buffer, and the
-//! pool's one kind of pointer; the mechanisms are in the folder of the same name.
+//! Page-locking is slow, so a pool keeps its memory: it is a device arena over host memory of the
+//! driver (`driver`), with watermarks (`pool`). This file has the typed buffer, and the pool's one
+//! kind of pointer.
 //!
 //! A copy from or to page-locked memory is asynchronous: the device reads or writes the memory
 //! after the call returned. cudarc does not wait for such a copy if it is given a plain slice. So
@@ -16,20 +16,17 @@
 //! Invariants: `buffer has bytes <=> it owns one live block of at least len x size_of::<T>()
 //! bytes`; a block is free, and its elements are read or written, only if the host has observed
 //! that every copy of it is complete. A block of which that cannot be observed is quarantined:
-//! never reused and never freed.
+//! never reused and never freed (`unfinished`).
 #![expect(unsafe_code, reason = "host memory of the driver is seen as a slice")]
 
-mod books;
 mod config;
 mod copy;
 #[cfg(feature = "cuda")]
 mod cuda;
-mod obtain;
+mod driver;
 mod pool;
-mod reclaim;
-mod segment;
-mod settle;
 mod snapshot;
+mod unfinished;
 
 use std::fmt;
 use std::ptr::NonNull;
@@ -38,11 +35,12 @@ use std::sync::Arc;
 
 use bytemuck::Pod;
 
-use self::books::PinnedBlock;
-use self::pool::PoolShared;
-use crate::driver::{HOST_ALIGNMENT, HostMemory};
+use self::pool::{PinnedBlock, PoolShared};
+use crate::api::raw::RawBlock;
+use crate::driver::HostMemory;
 use crate::exec::handles::DriverEvent;
 use crate::types::error::DeviceError;
+use crate::types::region::Region;
 use lowtide_core::bytes::ByteSize;
 
 pub use self::config::{PinnedConfig, PinnedKind};
@@ -50,38 +48,7 @@ pub use self::copy::{PinnedCopy, PinnedCopyError};
 #[cfg(feature = "cuda")]
 pub use self::cuda::PinnedView;
 pub use self::pool::PinnedPool;
-pub use self::snapshot::{PinnedFailures, PinnedGlance, PinnedSnapshot};
-
-/// One piece of host memory from the driver: an address range without access.
-#[derive(Clone, Copy, Debug)]
-struct Range {
-    start: NonNull<u8>,
-    size: ByteSize,
-    memory: HostMemory,
-}
-
-// SAFETY: a range is an address and two plain values; reading and writing there is the business of
-// buffers, each of which owns its part alone.
-unsafe impl Send for Range {}
-// SAFETY: as above; a shared range permits no writes.
-unsafe impl Sync for Range {}
-
-impl Range {
-    /// Creates a range of memory that the driver just allocated.
-    fn new(start: NonNull<u8>, size: ByteSize, memory: HostMemory) -> Self {
-        let aligned = ByteSize::of(start.addr().get()).get().is_multiple_of(HOST_ALIGNMENT.get());
-        assert!(aligned, "driver allocation at {start:?} is not aligned to {HOST_ALIGNMENT}");
-        Self { start, size, memory }
-    }
-
-    const fn size(&self) -> ByteSize {
-        self.size
-    }
-
-    const fn memory(&self) -> HostMemory {
-        self.memory
-    }
-}
+pub use self::snapshot::PinnedSnapshot;
 
 /// Elements in memory of a pinned pool, freed when this is dropped.
 ///
@@ -97,13 +64,14 @@ impl Range {
 ///
 /// ```
 /// use std::sync::Arc;
-/// use lowtide_gpu::ByteSize;
+/// use lowtide_gpu::{ByteSize, clock::SystemClock};
 /// use lowtide_gpu::{HostDriver, PinnedConfig, PinnedKind, PinnedPool};
 ///
 /// // Page-locked if this process may lock memory; the buffer says whether it is.
 /// let kind = PinnedKind::PageLockedOrPageable;
 /// let config = PinnedConfig { kind, limit: ByteSize::mib(4), ..PinnedConfig::new("staging") };
-/// let pool = PinnedPool::open(Arc::new(HostDriver::new()), config)?;
+/// let clock = Arc::new(SystemClock::new());
+/// let pool = PinnedPool::open(Arc::new(HostDriver::new()), clock, config)?;
 ///
 /// let mut inputs = pool.alloc_from(&[1.0_f32, 2.0, 3.0])?;
 /// inputs.write_at(0, &[10.0])?;
@@ -114,9 +82,9 @@ impl Range {
 /// assert!(inputs.memory().is_some());
 ///
 /// drop(inputs); // free for the next, and still committed
-/// assert!(!pool.snapshot().idle.is_zero());
+/// assert!(!pool.glance().idle.is_zero());
 /// assert!(pool.maintain()?.is_zero()); // below the high watermark: nothing is freed
-/// pool.close().map_err(|(_, error)| error)?;
+/// pool.close()?;
 /// # Ok::<(), lowtide_gpu::DeviceError>(())
 /// ```
 ///
@@ -176,27 +144,19 @@ const _: fn() = || {
 };
 
 impl<T: Pod> PinnedBuffer<T> {
+    fn alloc(pool: &Arc<PoolShared>, len: usize) -> Result<Self, DeviceError> {
+        Ok(Self::new(Arc::clone(pool), pool.alloc_block::<T>(len)?, len))
+    }
+
     /// Creates the owner of a live block, or of none if the elements have no bytes.
     ///
     /// # Panics
     /// If the block is too small, or not aligned.
     fn new(pool: Arc<PoolShared>, block: Option<PinnedBlock>, len: usize) -> Self {
-        let start = block.map_or(NonNull::dangling(), |block| Self::start_of(&block, len));
-        assert!(block.is_some() || size_of::<T>() == 0 || len == 0, "elements without a block");
+        let start = block.map_or(NonNull::dangling(), |block| block.start.cast::<T>());
+        assert!(start.is_aligned(), "the block is not aligned");
+        assert_holds::<T>(block.as_ref(), len);
         Self { pool, block, start, len, device_use: DeviceUse::None }
-    }
-
-    /// Returns the start of `len` elements in the block.
-    fn start_of(block: &PinnedBlock, len: usize) -> NonNull<T> {
-        let bytes = size_of::<T>().checked_mul(len).map(ByteSize::of);
-        let fits = bytes.is_some_and(|bytes| bytes.get() <= block.span.size);
-        assert!(fits && block.span.end() <= block.range.size.get(), "the block is too small");
-        let offset = ByteSize::new(block.span.offset).as_usize();
-        let at = offset.map(|offset| block.range.start.as_ptr().wrapping_add(offset));
-        let start = at.and_then(NonNull::new).map(NonNull::cast::<T>);
-        let start = start.filter(|start| start.is_aligned());
-        assert!(start.is_some(), "the block is not aligned");
-        start.unwrap_or(NonNull::dangling())
     }
 
     /// Returns the number of elements.
@@ -220,7 +180,7 @@ impl<T: Pod> PinnedBuffer<T> {
     /// Returns the kind of memory of the elements; `None` if they have no bytes.
     #[must_use]
     pub fn memory(&self) -> Option<HostMemory> {
-        self.block.map(|block| block.range.memory)
+        self.block.map(|block| block.memory)
     }
 
     /// Copies `elements` to the elements from `start` on.
@@ -306,15 +266,17 @@ impl<T: Pod> PinnedBuffer<T> {
     /// unchanged.
     pub fn resize(&mut self, len: usize) -> Result<(), DeviceError> {
         self.check()?;
-        let bytes = self.pool.bytes_of::<T>(len)?;
-        if let Some(block) = self.block.as_mut().filter(|_| bytes > 0)
-            && self.pool.resize_in_place(block, bytes)
+        let arena = &self.pool.arena;
+        let (bytes, _) = arena.inner().layout::<T>(len, Region::Dynamic)?;
+        if let Some(block) = self.block.filter(|_| !bytes.is_zero())
+            && let Some(RawBlock { size, .. }) = arena.resize_raw(block.at, bytes)?
         {
-            self.start = Self::start_of(block, len);
-            self.len = len;
+            let resized = Some(PinnedBlock { size, ..block });
+            assert_holds::<T>(resized.as_ref(), len);
+            (self.block, self.len) = (resized, len);
             return Ok(());
         }
-        let mut other = self.pool.buffer::<T>(len)?;
+        let mut other = Self::alloc(&self.pool, len)?;
         let kept = len.min(self.len);
         other.elements_mut()[..kept].copy_from_slice(&self.elements()[..kept]);
         *self = other; // drops the old block
@@ -346,15 +308,17 @@ impl<T: Pod> PinnedBuffer<T> {
 
     /// The elements. They never leave this module as a slice that safe code could keep.
     fn elements(&self) -> &[T] {
-        // SAFETY: `start` is aligned for T (asserted in `start_of`; else dangling and aligned, if
-        // there are no bytes). If there are, it has the provenance of the driver's whole piece, and
-        // `len` elements lie in the block and the block in that piece (asserted in `start_of`),
-        // which is below `isize::MAX` bytes (`Shared::bytes_of` limits a block to 2^62). The block
-        // is live while `self` is, and a segment with a live block is not freed, so the bytes are
-        // readable and initialised (`Driver::host_alloc`; drivers are sealed to this crate). T is
-        // Pod: any bytes are a value. There is no concurrent writer: blocks do not overlap
-        // (invariant of the index), writing takes `&mut self`, and a copy into it is complete
-        // (`check`, or a buffer that was not given to a copy yet).
+        // SAFETY: `start` is aligned for T (asserted in `new`; else dangling and aligned, if
+        // there are no bytes). If there are, it has the provenance of the block's segment
+        // (`PinnedDriver::find`), and `len` elements lie in the block (asserted in `new` and
+        // `resize`) and the block in that segment (invariant of the arena), which is below
+        // `isize::MAX` bytes (`reserve::offsets` limits a block to 2^62). The block is live while
+        // `self` is: only the owner of a raw block frees it (contract of `PinnedPool::arena`), raw
+        // blocks do not move, and a segment with a live block is not freed. So the bytes are
+        // readable and initialised (contract of `Driver::host_alloc`). T is Pod: any bytes are a
+        // value. There is no concurrent writer: blocks do not overlap (invariant of the index),
+        // writing takes `&mut self`, and a copy into it is complete (`check`, or a buffer that was
+        // not given to a copy yet).
         unsafe { slice::from_raw_parts(self.start.as_ptr(), self.len) }
     }
 
@@ -368,16 +332,24 @@ impl<T: Pod> PinnedBuffer<T> {
     }
 }
 
+/// # Panics
+/// If a block, or none, is too small for `len` elements.
+fn assert_holds<T>(block: Option<&PinnedBlock>, len: usize) {
+    let (bytes, size) = (size_of::<T>().checked_mul(len), block.map(|block| block.size));
+    let holds = bytes.is_some_and(|bytes| ByteSize::of(bytes) <= size.unwrap_or_default());
+    assert!(holds, "the block is too small");
+}
+
 impl<T: Pod> Drop for PinnedBuffer<T> {
-    /// Frees the block: bookkeeping under the pool's lock, no driver call, unless this was the last
-    /// holder of the pool. A block that a device may still use is free once its copy is complete,
-    /// or quarantined. In a forked child does nothing.
+    /// Frees the block: bookkeeping under the arena's lock, no driver call, unless this was the
+    /// last holder of the pool. A block that a device may still use is free once its copy is
+    /// complete, or quarantined. In a forked child does nothing.
     fn drop(&mut self) {
         let Some(block) = self.block.take() else { return };
         match std::mem::replace(&mut self.device_use, DeviceUse::None) {
-            DeviceUse::None => self.pool.release(block),
-            DeviceUse::Until(event) => self.pool.release_after(block, event),
-            DeviceUse::Unproven => self.pool.quarantine(block),
+            DeviceUse::None => self.pool.free(block.at),
+            DeviceUse::Until(event) => self.pool.free_after(block.at, event),
+            DeviceUse::Unproven => self.pool.quarantine(block.at),
         }
     }
 }
@@ -401,7 +373,16 @@ mod fenced_tests {
     use std::mem::ManuallyDrop;
 
     use super::*;
+    use crate::driver::HOST_ALIGNMENT;
     use crate::driver::host::HostDriver;
+    use lowtide_core::clock::SystemClock;
+    use lowtide_core::sync::lock;
+
+    fn open(name: &str) -> PinnedPool {
+        let config = PinnedConfig { kind: PinnedKind::Pageable, ..PinnedConfig::new(name) };
+        let clock = Arc::new(SystemClock::new());
+        PinnedPool::open(Arc::new(HostDriver::new()), clock, config).expect("open")
+    }
 
     /// Aligned to more than a page of most systems.
     #[derive(Clone, Copy)]
@@ -423,8 +404,7 @@ mod fenced_tests {
 
     #[test]
     fn an_alignment_up_to_a_page_is_kept_and_one_beyond_is_a_typed_error() {
-        let config = PinnedConfig { kind: PinnedKind::Pageable, ..PinnedConfig::new("wide") };
-        let pool = PinnedPool::open(Arc::new(HostDriver::new()), config).expect("open");
+        let pool = open("wide");
         let byte = pool.alloc::<u8>(1).expect("room");
         let pages = pool.alloc_from(&[Page([7; 4096]); 2]).expect("room");
         let at = pages.start.addr().get();
@@ -432,7 +412,6 @@ mod fenced_tests {
         let refused = pool.alloc::<Wide>(1).expect_err("beyond a page");
         let (requested, largest) = (ByteSize::kib(8), HOST_ALIGNMENT);
         assert_eq!(refused, DeviceError::Alignment { requested, largest });
-        assert_eq!(pool.snapshot().alloc_failures_total.size, 1);
         assert_eq!(Wide([0; 8192]).0.len(), 8192);
         drop((byte, pages));
         pool.validate();
@@ -440,13 +419,13 @@ mod fenced_tests {
 
     #[test]
     fn in_a_forked_child_a_drop_touches_neither_lock_nor_memory() {
-        let config = PinnedConfig { kind: PinnedKind::Pageable, ..PinnedConfig::new("forked") };
-        let pool = PinnedPool::open(Arc::new(HostDriver::new()), config).expect("open");
+        let pool = open("forked");
         let buffer = pool.alloc_from(&[7_u8; 100]).expect("room");
         let start = buffer.start.as_ptr();
         let held = Arc::clone(&buffer.pool);
-        // As if another thread, which the child does not have, had it at the fork.
-        let books = ManuallyDrop::new(lowtide_core::sync::lock(&held.books));
+        // As if another thread, which the child does not have, had them at the fork.
+        let locks = (held.arena.inner().lock(), lock(&held.unfinished));
+        let locks = ManuallyDrop::new(locks);
         // SAFETY: the child drops a buffer and handles, reads a byte, and ends with `_exit`.
         let child = unsafe { libc::fork() };
         if child == 0 {
@@ -459,7 +438,7 @@ mod fenced_tests {
             // SAFETY: ends the child at once, without running the parent's exit handlers.
             unsafe { libc::_exit(i32::from(byte)) };
         }
-        drop(ManuallyDrop::into_inner(books));
+        drop(ManuallyDrop::into_inner(locks));
         assert!(child > 0, "fork failed");
         let mut status = 0;
         // SAFETY: `status` is a valid place for an int, and `child` is our own child.

@@ -15,6 +15,7 @@ use lowtide_cuda_sim::trial::{Failure, TrialDriver};
 pub(crate) mod compact;
 mod neighbours;
 mod peers;
+mod steps;
 mod storm;
 
 const GRANULE: ByteSize = ByteSize::mib(2);

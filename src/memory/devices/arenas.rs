@@ -7,7 +7,7 @@
 
 use std::sync::Arc;
 
-use crate::device::DeviceArena;
+use crate::device::{DeviceArena, PinnedPool};
 use crate::sync::{Mutex, lock};
 
 use super::error::ArenaError;
@@ -34,6 +34,8 @@ struct ArenaList {
 struct Entry {
     id: ArenaId,
     arena: DeviceArena,
+    /// The pinned pool whose arena it is.
+    pool: Option<PinnedPool>,
     drains: bool,
 }
 
@@ -46,6 +48,11 @@ impl Arenas {
     /// Returns all arenas.
     pub(super) fn all(&self) -> Vec<DeviceArena> {
         lock(&self.0).entries.iter().map(|entry| entry.arena.clone()).collect()
+    }
+
+    /// Returns all pinned pools.
+    pub(super) fn pools(&self) -> Vec<PinnedPool> {
+        lock(&self.0).entries.iter().filter_map(|entry| entry.pool.clone()).collect()
     }
 
     /// Returns the serving arenas and the draining ones.
@@ -66,13 +73,15 @@ impl Arenas {
         lock(&self.0).admit(name, replaced)
     }
 
-    /// Adds an arena. The arena that it replaces starts to drain.
+    /// Adds an arena, with the pool that it belongs to, if any. The arena that it replaces starts
+    /// to drain.
     ///
     /// # Errors
     /// The same as for [`Arenas::admit`].
     pub(super) fn add(
         &self,
         arena: &DeviceArena,
+        pool: Option<&PinnedPool>,
         replaced: Option<ArenaId>,
     ) -> Result<ArenaId, ArenaError> {
         let mut list = lock(&self.0);
@@ -80,7 +89,8 @@ impl Arenas {
         list.given += 1;
         let id = ArenaId(list.given);
         list.drain(replaced);
-        list.entries.push(Entry { id, arena: arena.clone(), drains: false });
+        let pool = pool.cloned();
+        list.entries.push(Entry { id, arena: arena.clone(), pool, drains: false });
         Ok(id)
     }
 
@@ -89,15 +99,17 @@ impl Arenas {
         lock(&self.0).drain(Some(id));
     }
 
-    /// Removes an arena. The caller drops it, with no lock held.
-    pub(super) fn remove(&self, id: ArenaId) -> Option<DeviceArena> {
+    /// Removes an arena. Drops it, and its pool, with no lock held.
+    pub(super) fn remove(&self, id: ArenaId) {
         let mut list = lock(&self.0);
-        let at = list.entries.iter().position(|entry| entry.id == id)?;
-        Some(list.entries.remove(at).arena)
+        let at = list.entries.iter().position(|entry| entry.id == id);
+        let removed = at.map(|at| list.entries.remove(at));
+        drop(list);
+        drop(removed);
     }
 
     /// Removes the closed arenas that have no memory left, which frees their names and places. The
-    /// caller drops them, with no lock held.
+    /// caller drops them, with no lock held; their pools have no buffer left.
     pub(super) fn take_closed(&self) -> Vec<DeviceArena> {
         // A close that finds live blocks is undone, and a close that fails in the driver leaves
         // memory.

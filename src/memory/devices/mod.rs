@@ -162,7 +162,7 @@ impl Shared {
     /// Ends the management of arenas after the threads have ended, and reports what is live.
     pub(super) fn end_devices(&self, report: &mut Shutdown) {
         self.end_empty_sleeps();
-        report.device_live = self.arenas().iter().map(|arena| arena.glance().live).sum();
+        report.device_live = self.device_arenas().map(|arena| arena.glance().live).sum();
     }
 
     /// Returns the memory committed by arenas that the kernel does not count, although it is the
@@ -176,7 +176,10 @@ impl Shared {
     pub(super) fn committed_in_process(&self) -> ByteSize {
         let driver = self.devices.driver.as_ref();
         let is_host = driver.is_some_and(|driver| driver.capabilities().host_backed);
-        if is_host { self.device_committed() } else { ByteSize::ZERO }
+        if !is_host {
+            return ByteSize::ZERO;
+        }
+        self.arenas().iter().map(|arena| arena.glance().committed).sum()
     }
 }
 

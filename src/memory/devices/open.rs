@@ -1,9 +1,13 @@
-//! Opens arenas, lists them, and releases their idle memory.
+//! Opens arenas and pinned pools, lists them, and releases their idle memory.
+//!
+//! The handles of pools' arenas stay in this folder, which frees no blocks.
+#![expect(unsafe_code, reason = "the arena of a pool could free the pool's blocks")]
 
 use std::sync::Arc;
 
 use crate::bytes::ByteSize;
-use crate::device::{ArenaConfig, ArenaOccupancy, DeviceArena};
+use crate::device::driver::Backend;
+use crate::device::{ArenaConfig, ArenaOccupancy, DeviceArena, PinnedConfig, PinnedPool};
 use crate::memory::Memory;
 use crate::memory::error::{Diagnostic, MemoryError};
 use crate::memory::shared::Shared;
@@ -32,6 +36,43 @@ impl Memory {
         shared.open_arena(config)
     }
 
+    /// Opens a pool of host memory for copies to and from the device, with the configured driver
+    /// and decay time. Its arena has the name of the pool, and is managed like one of
+    /// [`Memory::open_arena`], until the pool is closed with [`PinnedPool::close`]. Its memory
+    /// counts in the host's budget.
+    ///
+    /// ```
+    /// use lowtide::device::driver::Backend;
+    /// use lowtide::device::{PinnedConfig, PinnedKind};
+    /// use lowtide::{ByteSize, Memory};
+    ///
+    /// let memory = Memory::builder().start()?;
+    /// // Page-locked if this process may lock memory.
+    /// let kind = PinnedKind::PageLockedOrPageable;
+    /// let limit = ByteSize::mib(256);
+    /// let config = PinnedConfig { kind, limit, ..PinnedConfig::new("staging") };
+    /// let pool = memory.open_pinned_pool(config)?;
+    /// let staging = pool.alloc_from(&[1.0_f32; 1024])?;
+    /// let [arena] = &memory.snapshot().devices.arenas[..] else { panic!("one arena") };
+    /// assert_eq!((arena.backend, arena.live), (Backend::PinnedHost, ByteSize::kib(4)));
+    /// # drop(staging);
+    /// # Ok::<(), lowtide::BoxError>(())
+    /// ```
+    ///
+    /// # Errors
+    /// The errors of [`Memory::open_arena`] and, as [`ArenaError::Driver`], those of
+    /// [`PinnedPool::open`].
+    pub fn open_pinned_pool(&self, config: PinnedConfig) -> Result<PinnedPool, MemoryError> {
+        let shared = &self.0.shared;
+        shared.check_here()?;
+        shared.sweep(); // so that what was closed, or has drained, takes no place
+        shared.devices.arenas.admit(&config.name, None)?;
+        let (pool, arena) = shared.open_pool_apart(config)?;
+        // Checked again: another thread may have opened one in the meantime.
+        shared.devices.arenas.add(&arena, Some(&pool), None)?;
+        Ok(pool)
+    }
+
     /// Returns the layout of each arena by name: serving arenas first, then draining ones. The
     /// layouts have at most `cells_max` cells in total, but at least 4 for each arena. Costs
     /// [`DeviceArena::occupancy`] for each.
@@ -49,13 +90,18 @@ impl Shared {
         if self.birth.is_here() { self.devices.arenas.all() } else { Vec::new() }
     }
 
+    /// Returns the arenas of device memory: all but those of pinned pools.
+    pub(super) fn device_arenas(&self) -> impl Iterator<Item = DeviceArena> + use<> {
+        self.arenas().into_iter().filter(|arena| arena.backend() != Backend::PinnedHost)
+    }
+
     fn open_arena(&self, config: ArenaConfig) -> Result<DeviceArena, MemoryError> {
         self.check_here()?;
         self.sweep(); // so that what was closed, or has drained, takes no place
         self.devices.arenas.admit(&config.name, None)?;
         let arena = self.open_apart(config)?;
         // Checked again: another thread may have opened one in the meantime.
-        self.devices.arenas.add(&arena, None)?;
+        self.devices.arenas.add(&arena, None, None)?;
         Ok(arena)
     }
 
@@ -69,6 +115,41 @@ impl Shared {
             .map_err(|error| ArenaError::Driver { arena: name, error })?;
         self.book_contents_of(&arena);
         Ok(arena)
+    }
+
+    /// Opens a pool that is not in the list, and returns its arena as well.
+    pub(super) fn open_pool_apart(
+        &self,
+        config: PinnedConfig,
+    ) -> Result<(PinnedPool, DeviceArena), ArenaError> {
+        let name = config.name.clone();
+        let Some(driver) = &self.devices.driver else {
+            return Err(ArenaError::NoDevice { arena: name });
+        };
+        let config = PinnedConfig { decay: self.config.device.decay.value, ..config };
+        let pool = PinnedPool::open(Arc::clone(driver), Arc::clone(&self.clock), config)
+            .map_err(|error| ArenaError::Driver { arena: name, error })?;
+        // SAFETY: no block is freed by its address: the handle stays in the list and with the slot,
+        // which use it for figures and the release of idle memory. A slot gives out the arena of
+        // device memory only (`Generation::device_arena`).
+        let arena = unsafe { pool.arena() }.clone();
+        Ok((pool, arena))
+    }
+
+    /// Returns the pinned pools, including draining ones; none in a forked child.
+    pub(super) fn pools(&self) -> Vec<PinnedPool> {
+        if self.birth.is_here() { self.devices.arenas.pools() } else { Vec::new() }
+    }
+
+    /// Frees the blocks of completed copies, and releases the memory of pools above their
+    /// watermarks.
+    pub(super) fn maintain_pools(&self) {
+        for pool in self.pools() {
+            if let Err(error) = pool.maintain() {
+                let text = format!("pinned pool {}: {error}", pool.name());
+                self.add_diagnostic(Diagnostic::warning("device", text));
+            }
+        }
     }
 
     /// Releases the idle memory of all arenas, and host memory kept for their next sleep. Returns
@@ -89,8 +170,12 @@ impl Shared {
         })
     }
 
-    /// Releases the idle memory of all arenas, as a reclaim step.
+    /// Releases the idle memory of all arenas of device memory, as a reclaim step; of pinned pools
+    /// as well, if that counts in the same budget.
     pub(super) fn purge_arenas(&self) -> Recovered {
-        Recovered::of(self.arenas().iter().map(|arena| self.purged(arena)).sum())
+        let is_own = self.devices.has_own_memory();
+        let arenas = self.arenas().into_iter();
+        let counted = arenas.filter(|arena| !is_own || arena.backend() != Backend::PinnedHost);
+        Recovered::of(counted.map(|arena| self.purged(&arena)).sum())
     }
 }

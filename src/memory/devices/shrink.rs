@@ -272,8 +272,8 @@ impl Shared {
         let mut released = self.arenas().iter().map(DeviceArena::release_stores).sum::<ByteSize>();
         let mut failed = None;
         let pools = self.pools();
-        for (pool, _) in &pools {
-            match pool.shrink() {
+        for pool in &pools {
+            match pool.purge() {
                 Ok(bytes) => released = released.saturating_add(bytes),
                 Err(error) => {
                     let arena = pool.name().to_owned();
@@ -317,7 +317,7 @@ impl Shared {
             return ShrinkOutcome::Unsupported { reason };
         }
         let (mut released, mut failed) = (ByteSize::ZERO, None);
-        for arena in self.arenas() {
+        for arena in self.device_arenas() {
             match arena.shrink() {
                 Ok(bytes) => released = released.saturating_add(bytes),
                 Err(error) => {

@@ -13,7 +13,8 @@ use crate::memory::shared::Shared;
 #[cfg_attr(feature = "serde", derive(serde::Serialize))]
 #[non_exhaustive]
 pub struct DevicesSnapshot {
-    /// The device arenas of this `Memory` that serve.
+    /// The arenas of this `Memory` that serve, including those of pinned pools
+    /// ([`Backend::PinnedHost`]).
     pub arenas: Vec<ArenaSnapshot>,
     /// Arenas that were replaced, or left by their last user, and still have live blocks.
     pub draining: Vec<ArenaSnapshot>,
@@ -48,7 +49,8 @@ impl DevicesSnapshot {
 
     /// Returns the names and committed bytes of arenas in host memory.
     pub(in crate::memory) fn on_host(&self) -> Vec<(String, ByteSize)> {
-        let on_host = self.all().filter(|arena| arena.backend == Backend::Host);
+        let is_host = |backend| matches!(backend, Backend::Host | Backend::PinnedHost);
+        let on_host = self.all().filter(|arena| is_host(arena.backend));
         on_host.map(|arena| (arena.name.clone(), arena.committed)).collect()
     }
 
@@ -63,8 +65,9 @@ impl DevicesSnapshot {
 
     /// Adds live and retained bytes to a sample of the history.
     pub(in crate::memory) fn add_to(&self, sample: &mut HistorySample) {
-        sample.device_live = self.all().map(|arena| arena.live.saturating_sub(arena.asleep)).sum();
-        sample.device_retained = self.all().map(ArenaSnapshot::retained).sum();
+        let on_device = || self.all().filter(|arena| arena.backend != Backend::PinnedHost);
+        sample.device_live = on_device().map(|arena| arena.live.saturating_sub(arena.asleep)).sum();
+        sample.device_retained = on_device().map(ArenaSnapshot::retained).sum();
     }
 }
 

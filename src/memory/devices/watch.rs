@@ -118,7 +118,7 @@ impl Shared {
     /// the released bytes.
     fn give_idle_back(&self, wanted: ByteSize) -> ByteSize {
         let mut arenas: Vec<_> =
-            self.arenas().into_iter().map(|arena| (arena.glance(), arena)).collect();
+            self.device_arenas().map(|arena| (arena.glance(), arena)).collect();
         arenas.sort_by_key(|(glance, _)| std::cmp::Reverse(glance.idle));
         let mut left = wanted;
         for (glance, arena) in arenas {
@@ -150,10 +150,10 @@ impl Shared {
     }
 
     pub(super) fn device_committed(&self) -> ByteSize {
-        self.arenas().iter().map(|arena| arena.glance().committed).sum()
+        self.device_arenas().map(|arena| arena.glance().committed).sum()
     }
 
     fn device_idle(&self) -> ByteSize {
-        self.arenas().iter().map(|arena| arena.glance().idle).sum()
+        self.device_arenas().map(|arena| arena.glance().idle).sum()
     }
 }

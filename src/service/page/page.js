@@ -85,7 +85,8 @@
   const COLUMNS = ["physical", "heap_live", "heap_retained"];
   const COLUMNS_OF_DEVICE = ["device_live", "device_retained"];
   // A build without device arenas reports no device.
-  const sumOf = (device, of) => [...device.arenas, ...device.draining].reduce((all, arena) => all + of(arena), 0);
+  const sumOf = (device, of) => [...device.arenas, ...device.draining]
+    .filter((arena) => arena.backend !== "pinned_host").reduce((all, arena) => all + of(arena), 0);
   const remember = (told) => {
     const columns = told.device ? [...COLUMNS, ...COLUMNS_OF_DEVICE] : COLUMNS;
     if (told.history) {

@@ -197,7 +197,9 @@ fn offered(
             let source = Source::Plain(Pieces::new(plain, managed));
             Ok(Way::Plain(Segments::new(source, unit)))
         }
-        Backend::Host | Backend::Custom => Err(Refusal::Backend(BackendFailure::NotCuda)),
+        Backend::Host | Backend::PinnedHost | Backend::Custom => {
+            Err(Refusal::Backend(BackendFailure::NotCuda))
+        }
     }
 }
 

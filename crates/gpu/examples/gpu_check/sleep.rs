@@ -37,7 +37,8 @@ const DISCARD: SleepOptions =
 pub(crate) fn keep(rig: &Rig<'_>, report: &mut Report<'_>) -> Outcome {
     let (block, seed) = (rig.args.block, rig.args.seed);
     let size = rig.fitting(rig.args.sleep_size.min(host_share()), block)?;
-    let pool = PinnedPool::open(rig.driver.clone(), PinnedConfig::new("staging"))?;
+    let config = PinnedConfig::new("staging");
+    let pool = PinnedPool::open(rig.driver.clone(), rig.clock.clone(), config)?;
     let mut pinned = pool.alloc::<u64>(words_of(block)?)?;
     let mut staging = vec![0_u64; words_of(block)?];
     let arena = rig.arena("sleep_keep", ByteSize::MAX, DecayTime::Never)?;

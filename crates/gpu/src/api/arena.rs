@@ -20,9 +20,8 @@ use crate::api::buffer::Buffer;
 use crate::api::config::ArenaConfig;
 use crate::api::lease::Lease;
 use crate::driver::{Backend, Capabilities, Driver};
-use crate::engine::raw_block;
 use crate::engine::suspend::next_sleep;
-use crate::engine::{resume, stores};
+use crate::engine::{raw_block, resume, stores};
 use crate::exec::front::{BlockHandle, CacheShard, CacheShards};
 use crate::exec::inner::ArenaInner;
 use crate::exec::kept;
@@ -218,7 +217,7 @@ impl DeviceArena {
         };
         let wanted = AllocRequest { requested: bytes.get(), ..wanted.by(Origin::RESERVE) };
         let placed = self.inner.alloc_block(region, wanted, None)?;
-        self.inner.lock().totals.reserves += 1;
+        self.inner.run_now(|state| state.totals.reserves += 1);
         Ok(Buffer::new(BlockHandle::new(Arc::clone(home), region, Some(placed)), len))
     }
 
@@ -274,9 +273,7 @@ impl DeviceArena {
     /// ```
     pub fn set_limit(&self, limit: ByteSize) {
         if self.inner.check_here().is_ok() {
-            let mut books = self.inner.lock();
-            books.set_limit(limit, &*self.inner.clock);
-            drop(books);
+            self.inner.run_now(|state| state.set_limit(limit, &*self.inner.clock));
             self.inner.flush_events();
             log!(info, arena = self.name(), %limit, "arena limit set");
         }
@@ -288,7 +285,7 @@ impl DeviceArena {
         if self.inner.check_here().is_err() {
             return ByteSize::ZERO;
         }
-        self.inner.lock().limit
+        self.inner.run_now(|state| state.limit)
     }
 
     /// Sets how many bytes of free blocks each thread or lane may cache
@@ -394,13 +391,12 @@ impl DeviceArena {
                 next_sleep: never,
             };
         }
-        let books = self.inner.lock();
-        ControlFigures {
-            committed: ByteSize::new(books.backed()),
-            idle: ByteSize::new(books.idle()),
-            next_decay: self.inner.next_look(&books),
-            next_sleep: next_sleep(&books),
-        }
+        self.inner.run_now(|state| ControlFigures {
+            committed: ByteSize::new(state.backed()),
+            idle: ByteSize::new(state.idle()),
+            next_decay: self.inner.next_look(state),
+            next_sleep: next_sleep(state),
+        })
     }
 
     /// Returns the driver's capabilities. Its granularity may be smaller than the arena's granule
@@ -541,7 +537,7 @@ impl ArenaInner {
     ) {
         let align = align.get();
         let request = AllocRequest { size: bytes, align, requested: bytes, origin };
-        self.lock().note_too_large(region, request, &*self.clock);
+        self.run_now(|state| state.note_too_large(region, request, &*self.clock));
         self.flush_events();
     }
 }

@@ -129,7 +129,7 @@ impl Drop for Lease {
             return;
         }
         self.arena.run_now(|state| {
-            if state.asynchronous {
+            if state.capabilities.asynchronous {
                 if self.is_for_all() {
                     state.sleep.note_used(StreamKey::CONTEXT);
                 }

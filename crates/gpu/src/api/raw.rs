@@ -144,6 +144,27 @@ impl DeviceArena {
         Ok(RawBlock::of(freed))
     }
 
+    /// Resizes a raw block in place; `None` if it cannot grow there. The rest of a smaller size is
+    /// free. Only the owner of the block calls this.
+    ///
+    /// # Errors
+    /// The errors of [`DeviceArena::free`], and those of [`DeviceArena::alloc_raw`]. The block is
+    /// unchanged.
+    pub(crate) fn resize_raw(
+        &self,
+        at: DeviceAddress,
+        size: ByteSize,
+    ) -> Result<Option<RawBlock>, DeviceError> {
+        let inner = self.inner();
+        inner.check_here()?;
+        let (region, placed) = inner.run_now(|state| raw_block::find(state, at))?;
+        let Some(resized) = inner.resize_in_place(region, placed, size.get())? else {
+            return Ok(None);
+        };
+        inner.run_now(|state| raw_block::note_resized(state, at, resized));
+        Ok(Some(RawBlock::of((region, resized))))
+    }
+
     /// Records that a lane's stream also uses a raw block: after the free, its work until then is
     /// waited for as well. If the lane is dropped before the block is freed, the memory is reused
     /// only after all work of the device.

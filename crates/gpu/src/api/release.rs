@@ -96,7 +96,7 @@ impl DeviceArena {
         if inner.check_here().is_err() {
             return Moment::NEVER;
         }
-        inner.next_look(&inner.lock())
+        inner.run_now(|state| inner.next_look(state))
     }
 
     /// Sets the time that idle memory stays; memory that is idle now counts as idle since now.
@@ -107,9 +107,7 @@ impl DeviceArena {
             if time == DecayTime::AtOnce {
                 inner.empty_fronts();
             }
-            let mut books = inner.lock();
-            books.set_decay(time, inner.clock.now());
-            drop(books);
+            inner.run_now(|state| state.set_decay(time, inner.clock.now()));
             inner.flush_events();
         }
     }

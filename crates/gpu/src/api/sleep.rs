@@ -348,11 +348,11 @@ impl Future for EnterFuture {
         let wake_timeout = match phase {
             Phase::Awake | Phase::Draining(_) => {
                 drop(state);
-                let Some(entered) = Lease::try_of(&this.arena).transpose() else {
-                    waker.wake(); // it fell asleep meanwhile
-                    return Poll::Pending;
-                };
-                return Poll::Ready(entered);
+                if let Some(entered) = Lease::try_of(&this.arena).transpose() {
+                    return Poll::Ready(entered);
+                }
+                context.waker().wake_by_ref(); // it fell asleep meanwhile
+                return Poll::Pending;
             }
             Phase::Asleep => {
                 if let Some(error) = state.sleep.failed_since(before) {

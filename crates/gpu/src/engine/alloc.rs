@@ -113,7 +113,7 @@ fn begin_at(
         finish(state, clock, target, placed);
         return Begun::Done(placed);
     }
-    state.region_mut(target.region).pins.pin(placed.id);
+    state.region_mut(target.region).pins.begin_operation(placed.id);
     Begun::Placed(placed, claim)
 }
 
@@ -159,7 +159,7 @@ pub(super) async fn complete(
         outcome = ordered.map_err(AllocFailure::of_driver);
     }
     port.with(|state| {
-        state.region_mut(region).pins.unpin(placed.id);
+        state.region_mut(region).pins.end_operation(placed.id);
         if outcome.is_ok() && state.is_closed {
             // Its memory came when the arena was closed already.
             let closed = DeviceError::Closed { arena: state.name.clone() };

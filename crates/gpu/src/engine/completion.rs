@@ -206,7 +206,7 @@ async fn record_uncaptured(
 /// # Errors
 /// The driver's.
 pub(crate) async fn look_for_ends(port: &Port<'_>, may_wait: bool) -> Result<(), DriverError> {
-    if !port.with(|state| state.asynchronous && state.is_awaiting()) {
+    if !port.with(|state| state.capabilities.asynchronous && state.is_awaiting()) {
         return Ok(());
     }
     let (mut is_provable, mut failed, mut last) = (true, None, None);
@@ -288,7 +288,7 @@ async fn event_to_record(port: &Port<'_>) -> Result<Event, DriverError> {
 /// # Errors
 /// `Capturing`; the driver's.
 pub(crate) async fn complete_used(port: &Port<'_>) -> Result<(), DeviceError> {
-    if !port.with(|state| state.asynchronous) {
+    if !port.with(|state| state.capabilities.asynchronous) {
         return Ok(());
     }
     check_capturing(port).await?;
@@ -311,7 +311,7 @@ pub(crate) async fn complete_used(port: &Port<'_>) -> Result<(), DeviceError> {
 /// # Errors
 /// `Capturing`; the driver's.
 pub(crate) async fn complete_pending(port: &Port<'_>) -> Result<(), DeviceError> {
-    if !port.with(|state| state.asynchronous && state.is_awaiting()) {
+    if !port.with(|state| state.capabilities.asynchronous && state.is_awaiting()) {
         return Ok(());
     }
     check_capturing(port).await?;
@@ -361,11 +361,11 @@ fn is_markable(port: &Port<'_>, stream: StreamKey) -> bool {
 /// synchronous work.
 ///
 /// # Errors
-/// The driver's: the device may still work. [`CAPTURES`](crate::types::error::CAPTURES) while the stream of a lane captures a
-/// graph, which the wait would invalidate. `Background` in background work, before any call: see
-/// the head of this file.
+/// The driver's: the device may still work. [`CAPTURES`](crate::types::error::CAPTURES) while the
+/// stream of a lane captures a graph, which the wait would invalidate. `Background` in background
+/// work, before any call: see the head of this file.
 pub(crate) async fn complete_all(port: &Port<'_>) -> Result<(), DriverError> {
-    if !port.with(|state| state.asynchronous) {
+    if !port.with(|state| state.capabilities.asynchronous) {
         return Ok(());
     }
     if port.caller.is_background {

@@ -248,7 +248,8 @@ fn refuses(
     id: BlockName,
     made: Move,
 ) -> Option<MoveOutcome> {
-    if state.leases > 0 || state.moves.entering > 0 || !state.sleep.is_awake() {
+    let is_moving = state.moves.moving.is_some() || state.moves.entering > 0;
+    if state.leases > 0 || is_moving || !state.sleep.is_awake() {
         return Some(MoveOutcome::Busy);
     }
     // Checked first: if the block is freed, its memory may be too.

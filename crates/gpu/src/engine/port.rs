@@ -77,7 +77,8 @@ pub(crate) trait Surroundings {
     /// Ends one [`Surroundings::shut_caches`].
     fn reopen_caches(&self);
 
-    /// Keeps the caches empty while the arena sleeps.
+    /// Keeps the caches empty while the arena sleeps. Takes no lock that is held while the lock of
+    /// the state is taken, so it may be called in a step.
     fn set_asleep(&self, is_asleep: bool);
 
     /// Takes the turn to call the callbacks for a shortage, if there are any; returns `true` if
@@ -120,7 +121,7 @@ impl Drop for Lent<'_, '_> {
 }
 
 /// Lets an operation make its next step on a state.
-pub(crate) fn step<F: Future>(
+pub(crate) fn step<F: Future + ?Sized>(
     port: &Port<'_>,
     slot: &mut Option<Box<ArenaState>>,
     operation: Pin<&mut F>,
@@ -133,7 +134,7 @@ pub(crate) fn step<F: Future>(
 }
 
 /// Lets an operation run the code that it asked to run with the lock released.
-pub(crate) fn run_outside<F: Future>(port: &Port<'_>, operation: Pin<&mut F>) {
+pub(crate) fn run_outside<F: Future + ?Sized>(port: &Port<'_>, operation: Pin<&mut F>) {
     let polled = operation.poll(&mut Context::from_waker(Waker::noop()));
     let is_back = matches!((polled, port.request.take()), (Poll::Pending, Some(Request::Inside)));
     assert!(is_back, "an operation that left the lock takes it again");
@@ -215,7 +216,8 @@ impl<'a> Port<'a> {
     }
 
     /// Releases the lock until another operation has changed the state. The caller checks its
-    /// condition again: it may return earlier.
+    /// condition again: it may return earlier. If it then waits again at once, no other operation
+    /// is notified: nothing that another waits for changes between the two.
     pub(crate) async fn wait(&self) {
         self.ask(Request::Wait).await;
     }

@@ -85,6 +85,13 @@ pub(crate) fn record_unknown_use(
     Ok(())
 }
 
+/// Records the new size of a raw block that was resized in place.
+pub(crate) fn note_resized(state: &mut ArenaState, at: DeviceAddress, resized: Placement) {
+    let raw = state.raw.get_mut(at);
+    debug_assert!(raw.is_some(), "only its owner resizes and frees it");
+    raw.into_iter().for_each(|raw| raw.placed = resized);
+}
+
 /// Returns the raw block at an address.
 ///
 /// # Errors

@@ -62,13 +62,13 @@ async fn attempt_in_place(
     port.with(|state| check_whole(state, region, placed)).map_err(AllocFailure::uncounted)?;
     let begun = port.with(|state| {
         let resized = state.begin_resize(region, placed, requested, port.clock)?;
-        state.region_mut(region).pins.pin(resized.id);
+        state.region_mut(region).pins.begin_operation(resized.id);
         Some(resized)
     });
     let Some(resized) = begun else { return Ok(None) };
     let outcome = ensure_committed(port, region, resized.span).await;
     port.with(|state| {
-        state.region_mut(region).pins.unpin(resized.id);
+        state.region_mut(region).pins.end_operation(resized.id);
         state.end_resize(region, [placed, resized], outcome.is_ok(), port.clock);
         if let Err(failure) = outcome {
             return Err(failure.with_figures(state));

@@ -34,6 +34,7 @@ use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::Bell;
 use lowtide_core::log;
 use lowtide_core::sync::caught;
+use tracing::level_filters::LevelFilter;
 
 /// The number of retries of a wake without enough memory.
 const RETRIES: u32 = 8;
@@ -213,8 +214,6 @@ async fn commit_all(
 ) -> Result<(), DeviceError> {
     let mut retries = RETRIES;
     let pause = wake_timeout / RETRIES;
-    // Never rung: only time passes.
-    let bell = Bell::new();
     let attempt = async |_: Search| commit_next(port, incoming).await;
     loop {
         let Some(next) = incoming.borrow().next() else { return Ok(()) };
@@ -228,7 +227,8 @@ async fn commit_all(
             Ok(()) => {}
             Err(failure) if failure.is_shortage() && retries > 0 && !pause.is_zero() => {
                 retries -= 1;
-                port.wait_until(bell.clone(), port.clock.now() + pause).await;
+                // Never rung: only time passes.
+                port.wait_until(Bell::new(), port.clock.now() + pause).await;
             }
             Err(failure) => return Err(without(failure.error, incoming.borrow().missing())),
         }
@@ -278,7 +278,7 @@ async fn make_room(port: &Port<'_>, incoming: &RefCell<Incoming>, bytes: u64) ->
 async fn finish(port: &Port<'_>, runs: &[IncomingRun], restored: ByteSize) -> WakeReport {
     let report = WakeReport { committed: runs.iter().map(|run| run.size).sum(), restored };
     // All memory is there. Before it is awake: it may be asleep again the moment after.
-    port.outside(|| port.surroundings.set_asleep(false)).await;
+    port.surroundings.set_asleep(false);
     let (wakers, excess) = port.with(|state| {
         for run in runs {
             state.end_commit(run.region, run.run, true, port.clock);
@@ -294,9 +294,11 @@ async fn finish(port: &Port<'_>, runs: &[IncomingRun], restored: ByteSize) -> Wa
     if let Some(excess) = excess {
         stores::release(port, excess).await;
     }
-    let arena = port.with(|state| state.name.clone());
-    let committed = report.committed;
-    port.outside(|| log!(info, arena, %committed, %restored, "arena woke up")).await;
+    if LevelFilter::current() >= LevelFilter::INFO {
+        let arena = port.with(|state| state.name.clone());
+        let committed = report.committed;
+        port.outside(|| log!(info, arena, %committed, %restored, "arena woke up")).await;
+    }
     report
 }
 

@@ -17,18 +17,20 @@ use std::pin::pin;
 use crate::driver::Driver;
 use crate::engine::port::{Caller, Port, Step, Surroundings, run_outside, step};
 use crate::exec::observer::{Batch, Observers};
-use crate::exec::published::Published;
 use crate::exec::{budget, callbacks};
 use crate::state::arena::ArenaState;
 use crate::state::event::EventQueue;
+use crate::types::region::Region;
 use lowtide_core::clock::Clock;
+use lowtide_core::sync::atomic::{AtomicU64, Ordering};
 use lowtide_core::sync::{Condvar, Mutex, MutexGuard, is_background, lock, try_lock, wait};
 
 /// The state of an arena, its lock, and what operations on it need.
 pub(crate) struct Executor {
     slot: Mutex<Slot>,
     changed: Condvar,
-    published: Published,
+    /// The number of moved blocks of each region, for readers without the lock.
+    moves: [AtomicU64; 2],
     /// `None` if nothing observes the arena.
     observers: Option<Observers>,
 }
@@ -46,6 +48,8 @@ pub(crate) struct Locked<'a> {
     executor: &'a Executor,
     /// `None` only in [`Locked::wait`].
     slot: Option<MutexGuard<'a, Slot>>,
+    /// `true` if the lock was taken by a wait, and not released since.
+    has_waited: bool,
 }
 
 impl Executor {
@@ -55,7 +59,8 @@ impl Executor {
         }
         let slot = Slot { state: Some(Box::new(state)), watchers: u32::from(observers.is_some()) };
         let (slot, changed) = (Mutex::new(slot), Condvar::new());
-        Self { slot, changed, published: Published::new(), observers }
+        let moves = [AtomicU64::new(0), AtomicU64::new(0)];
+        Self { slot, changed, moves, observers }
     }
 
     /// Returns what observes the arena.
@@ -73,7 +78,7 @@ impl Executor {
     #[cold]
     fn lock_contended(&self, clock: &dyn Clock) -> Locked<'_> {
         let from = clock.now();
-        let mut locked = Locked { executor: self, slot: Some(lock(&self.slot)) };
+        let mut locked = Locked { executor: self, slot: Some(lock(&self.slot)), has_waited: false };
         locked.totals.contended += 1;
         locked.totals.waited += clock.now() - from;
         locked
@@ -82,13 +87,26 @@ impl Executor {
     /// Locks the state if no other thread has it.
     #[inline]
     pub(crate) fn try_lock(&self) -> Option<Locked<'_>> {
-        Some(Locked { executor: self, slot: Some(try_lock(&self.slot)?) })
+        Some(Locked { executor: self, slot: Some(try_lock(&self.slot)?), has_waited: false })
     }
 
-    /// Returns the figures that need no lock.
+    /// Returns the number of moved blocks of a region when the lock was last released.
     #[inline]
-    pub(crate) const fn published(&self) -> &Published {
-        &self.published
+    pub(crate) fn moves(&self, region: Region) -> u64 {
+        self.moves[region.number()].load(Ordering::Relaxed)
+    }
+
+    /// Publishes the counts of moves, before the lock is released: a lease that is granted next
+    /// sees them.
+    #[inline]
+    fn publish(&self, state: &ArenaState) {
+        for region in Region::ALL {
+            let (published, moves) = (&self.moves[region.number()], state.region(region).moves());
+            // Read first: a cache line that all threads write would slow down its readers.
+            if published.load(Ordering::Relaxed) != moves {
+                published.store(moves, Ordering::Relaxed);
+            }
+        }
     }
 
     /// Notifies the threads that wait, releases the lock and delivers the events of the state.
@@ -108,14 +126,6 @@ impl Executor {
     pub(crate) fn get_mut(&mut self) -> Option<&mut ArenaState> {
         let slot = self.slot.get_mut().unwrap_or_else(std::sync::PoisonError::into_inner);
         slot.state.as_deref_mut()
-    }
-
-    /// Stores figures that have changed for readers without the lock, before it is released.
-    #[inline]
-    fn publish(&self, slot: &mut Slot) {
-        if let Some(state) = slot.state.as_deref_mut() {
-            self.published.update(state);
-        }
     }
 
     /// Runs an operation to its end.
@@ -162,7 +172,9 @@ fn caller() -> Caller {
 }
 
 impl Locked<'_> {
-    /// Releases the lock until another thread has changed the state; may also return earlier.
+    /// Releases the lock until another thread has changed the state; may also return earlier. A
+    /// wait that directly follows another only checks its condition again, and so notifies no
+    /// other thread: two that wait would wake each other in turns.
     pub(crate) fn wait(mut self) -> Self {
         let executor = self.executor;
         if let Some(observers) = &executor.observers {
@@ -171,14 +183,16 @@ impl Locked<'_> {
         }
         // Taken out, so that the drop of `self` does nothing.
         let Some(mut slot) = self.slot.take() else { return self };
-        executor.publish(&mut slot);
+        if let Some(state) = &slot.state {
+            executor.publish(state);
+        }
         slot.watchers += 1;
-        if slot.watchers > 1 {
+        if slot.watchers > 1 && !self.has_waited {
             executor.changed.notify_all(); // this thread may have changed the state
         }
         let mut slot = wait(&executor.changed, slot);
         slot.watchers -= 1;
-        Self { executor, slot: Some(slot) }
+        Self { executor, slot: Some(slot), has_waited: true }
     }
 
     /// Lets an operation make its next step on the state.
@@ -199,25 +213,31 @@ impl Deref for Locked<'_> {
 
     #[inline]
     fn deref(&self) -> &ArenaState {
-        self.slot.as_deref().and_then(|slot| slot.state.as_deref()).expect("the state is there")
+        match &self.slot {
+            Some(slot) => slot.state.as_deref().expect("no operation makes a step"),
+            None => unreachable!("only a wait has no slot"),
+        }
     }
 }
 
 impl DerefMut for Locked<'_> {
     #[inline]
     fn deref_mut(&mut self) -> &mut ArenaState {
-        let slot = self.slot.as_deref_mut();
-        slot.and_then(|slot| slot.state.as_deref_mut()).expect("the state is there")
+        match &mut self.slot {
+            Some(slot) => slot.state.as_deref_mut().expect("no operation makes a step"),
+            None => unreachable!("only a wait has no slot"),
+        }
     }
 }
 
 impl Drop for Locked<'_> {
-    /// Publishes changed figures, notifies the threads that wait for a change, and delivers the
-    /// events.
+    /// Publishes what changed, notifies the threads that wait for a change, and delivers events.
     #[inline]
     fn drop(&mut self) {
-        let Some(slot) = self.slot.as_deref_mut() else { return };
-        self.executor.publish(slot);
+        let Some(slot) = &self.slot else { return };
+        if let Some(state) = &slot.state {
+            self.executor.publish(state);
+        }
         if slot.watchers > 0 {
             self.executor.release(self.slot.take());
         }

@@ -229,16 +229,16 @@ impl ArenaInner {
         self.executor.try_lock()
     }
 
-    /// Reads or changes the state in one step.
+    /// Reads or changes the state, without a wait or a driver call.
     #[inline]
     pub(crate) fn run_now<T>(&self, act: impl FnOnce(&mut ArenaState) -> T) -> T {
         act(&mut self.lock())
     }
 
-    /// Returns the number of moved or lost blocks of a region.
+    /// Returns the number of moved blocks of a region, without the lock.
     #[inline]
     pub(crate) fn moves(&self, region: Region) -> u64 {
-        self.executor.published().moves(region)
+        self.executor.moves(region)
     }
 
     /// Returns `true` if this is the block's current place.
@@ -315,7 +315,7 @@ impl ArenaInner {
 
     /// Frees a block in the arena: bookkeeping only.
     pub(crate) fn release(&self, region: Region, placed: Placement) {
-        self.lock().release(region, placed, &*self.clock);
+        self.run_now(|state| state.release(region, placed, &*self.clock));
         self.flush_events();
     }
 
@@ -329,7 +329,7 @@ impl ArenaInner {
         let streams: Vec<_> = lanes.iter().filter_map(|lane| lane.key()).collect();
         let after = if lanes.is_empty() { After::All } else { After::Lanes };
         let how = (streams.as_slice(), FreeCause::Owner(after));
-        self.lock().release_after(region, placed, how, &*self.clock);
+        self.run_now(|state| state.release_after(region, placed, how, &*self.clock));
         self.flush_events();
     }
 
@@ -338,10 +338,9 @@ impl ArenaInner {
         if blocks.is_empty() {
             return;
         }
-        let mut books = self.lock();
-        for block in blocks {
-            books.release_swept(block, &*self.clock);
-        }
+        self.run_now(|state| {
+            blocks.into_iter().for_each(|block| state.release_swept(block, &*self.clock));
+        });
     }
 
     /// Returns the maximum bytes that a thread cache may keep now.
@@ -456,9 +455,11 @@ impl ArenaInner {
         let still: Vec<_> = homes.iter().map(|home| home.still()).collect();
         let mut fronts = CacheCounts::default();
         still.iter().for_each(|front| fronts.add(front.tally()));
-        let books = self.lock();
-        let mut snapshot = books.snapshot(&self.name, self.driver.backend(), &fronts);
-        books.outstanding.show(&mut snapshot);
+        let mut snapshot = self.run_now(|state| {
+            let mut snapshot = state.snapshot(&self.name, self.driver.backend(), &fronts);
+            state.outstanding.show(&mut snapshot);
+            snapshot
+        });
         let observers = self.executor.observers().map_or(0, Observers::metadata);
         snapshot.metadata = snapshot.metadata.saturating_add(ByteSize::of(observers));
         snapshot.lock_contended_total += self.fronts.contended.load(Ordering::Relaxed);
@@ -477,18 +478,18 @@ impl ArenaInner {
         if self.closed.swap(true, Ordering::Relaxed) {
             return Ok(false);
         }
-        self.lock().is_closed = true;
+        self.run_now(|state| state.is_closed = true);
         // From here on no cache hands out a block, being empty, and the arena checks `closed` under
         // its lock before it does.
         self.empty_all(&sweep);
         let snapshot = self.snapshot_under(&sweep);
         let count = snapshot.allocs_total - snapshot.frees_total;
-        let held = self.lock().outstanding.imported.held();
+        let held = self.run_now(|state| state.outstanding.imported.held());
         if count == 0 && held == 0 {
             return Ok(true);
         }
         self.closed.store(false, Ordering::Relaxed);
-        self.lock().is_closed = false;
+        self.run_now(|state| state.is_closed = false);
         if count == 0 {
             let (arena, bytes) = (self.name.clone(), snapshot.imported);
             return Err(DeviceError::ImportedHeld { arena, count: held, bytes });
@@ -499,16 +500,15 @@ impl ArenaInner {
     /// Returns a few figures, without the caches' locks.
     pub(crate) fn glance(&self) -> ArenaGlance {
         let cached = self.homes().map(|home| home.cached()).sum();
-        let books = self.lock();
-        ArenaGlance {
-            live: ByteSize::new(books.live().saturating_sub(cached)),
-            committed: ByteSize::new(books.backed()),
-            idle: ByteSize::new(books.idle()),
-        }
+        self.run_now(|state| ArenaGlance {
+            live: ByteSize::new(state.live().saturating_sub(cached)),
+            committed: ByteSize::new(state.backed()),
+            idle: ByteSize::new(state.idle()),
+        })
     }
 
     pub(crate) fn validate(&self) {
-        self.lock().validate();
+        self.run_now(|state| state.validate());
         self.snapshot().validate();
     }
 
@@ -573,20 +573,21 @@ impl Drop for ArenaInner {
             log!(warn, arena = self.name, count, %bytes, "imported memory not released");
         }
         self.run(stores::end);
-        let mut books = self.lock();
+        let Some(state) = self.executor.get_mut() else { return };
         // The use of raw blocks is unknown.
-        let is_raw_used = books.asynchronous && !books.raw.is_empty() && !books.sleep.is_quiet;
-        let is_used = books.pending() > 0 || books.sleep.may_be_copied() || is_raw_used;
+        let is_raw_used =
+            state.capabilities.asynchronous && !state.raw.is_empty() && !state.sleep.is_quiet;
+        let is_used = state.pending() > 0 || state.sleep.may_be_copied() || is_raw_used;
         if is_used {
-            let bytes = ByteSize::new(books.backed());
+            let bytes = ByteSize::new(state.backed());
             log!(warn, arena = self.name, %bytes, "arena dropped in use, memory leaked");
         }
-        if let Some(stream) = books.sleep.stream.take() {
+        if let Some(stream) = state.sleep.stream.take() {
             // SAFETY: the stream of the copies, which no operation uses: this is its end. Queued
             // copies still run.
             let _ = unsafe { self.driver.stream_destroy(stream) };
         }
-        for event in books.streams.take_events() {
+        for event in state.streams.take_events() {
             // SAFETY: the arena's own event, which no operation holds: this is its end.
             let _ = unsafe { self.driver.event_destroy(event) };
         }
@@ -594,10 +595,10 @@ impl Drop for ArenaInner {
             return; // the device may still work on it
         }
         for region in Region::ALL {
-            // SAFETY: the arena's own ground. This is the end of the last handle, buffer and lease,
+            // SAFETY: the arena's own memory. This is the end of the last handle, buffer and lease,
             // so that no block is live and no other thread is here; nothing pending, no copy of a
             // sleep and no raw block is in use: that returned above.
-            unsafe { reserve::give_up(&*self.driver, &books.region(region).segment) };
+            unsafe { reserve::give_up(&*self.driver, &state.region(region).segment) };
         }
     }
 }

@@ -91,7 +91,7 @@ impl LaneInner {
         let (mut key, mut number) = (None, None);
         if inner.capabilities.asynchronous || inner.is_observed() {
             inner.run_now(|state| {
-                key = state.asynchronous.then(|| state.streams.enter(stream));
+                key = state.capabilities.asynchronous.then(|| state.streams.enter(stream));
                 number = Some(state.open_lane(stream, &*inner.clock));
             });
         }

@@ -12,5 +12,4 @@ pub(crate) mod inner;
 pub(crate) mod kept;
 pub(crate) mod lane;
 pub(crate) mod observer;
-pub(crate) mod published;
 pub(crate) mod reserve;

@@ -3,7 +3,7 @@
 //! Called by users. A copy takes the pinned buffer by value and records its own event after it, so
 //! nothing depends on cudarc's event tracking. [`PinnedCopy::wait`] returns the buffer after the
 //! host has observed the event. If the copy is dropped instead, the block waits in the pool for the
-//! event (`settle`).
+//! event (`unfinished`).
 //!
 //! Invariant: from the moment in which a copy may be queued, the buffer is [`DeviceUse::Until`] an
 //! event that was recorded after it, or [`DeviceUse::Unproven`]; it is [`DeviceUse::None`] again
@@ -80,9 +80,10 @@ impl Lane {
     /// use lowtide_gpu::driver::StreamHandle;
     ///
     /// # let (driver, clock) = (Arc::new(HostDriver::new()), Arc::new(SystemClock::new()));
-    /// # let arena = DeviceArena::open(driver.clone(), clock, ArenaConfig::new("embedder"))?;
+    /// # let config = ArenaConfig::new("embedder");
+    /// # let arena = DeviceArena::open(driver.clone(), clock.clone(), config)?;
     /// let config = PinnedConfig { kind: PinnedKind::Pageable, ..PinnedConfig::new("staging") };
-    /// let pool = PinnedPool::open(driver, config)?;
+    /// let pool = PinnedPool::open(driver, clock, config)?;
     /// // SAFETY: the host driver has no streams, so any number will do.
     /// let lane = unsafe { arena.lane(StreamHandle::new(1))? };
     /// let mut tokens = lane.alloc::<u32>(3, Region::Dynamic)?;

@@ -1,40 +1,45 @@
-//! The pinned pool's interface: open, allocate, limit, figures, close.
+//! The pinned pool's interface: open, allocate, limit, figures, release, close.
 //!
-//! `obtain` finds blocks and allocates segments, `reclaim` releases them, `books` has the
-//! accounting. It owns no thread and reads no clock.
+//! A pool is an arena over [`PinnedDriver`], whose blocks are raw, so that nothing moves them. The
+//! arena does the accounting, finds blocks, and allocates, releases and decays segments. This file
+//! adds the watermarks, and frees the blocks of completed copies (`unfinished`) when memory is
+//! needed or released. It owns no thread.
 //!
-//! Invariants: those of [`PinnedSnapshot`]; one lock, no driver call under it; the pool lives as
-//! long as a handle or a buffer of it.
+//! Invariants: those of the arena; the arena's raw blocks are the buffers of the pool and its
+//! unfinished blocks; the pool lives as long as a handle or a buffer of it.
+#![expect(unsafe_code, reason = "a handle of the arena can free the memory of buffers")]
 
-use lowtide_core::log;
 use std::fmt;
+use std::mem::ManuallyDrop;
+use std::ptr::NonNull;
 use std::sync::Arc;
 
 use bytemuck::Pod;
 
-use super::books::{PinnedBlock, PinnedBooks};
+use super::PinnedBuffer;
 use super::config::{PinnedConfig, PinnedKind};
-use super::snapshot::{Label, PinnedGlance, PinnedSnapshot};
-use super::{PinnedBuffer, Range};
-use crate::driver::{Backend, Driver, HOST_ALIGNMENT};
-use crate::index::{End, Request};
-use crate::types::error::DeviceError;
+use super::driver::{PinnedDriver, SegmentFigures};
+use super::snapshot::PinnedSnapshot;
+use super::unfinished::UnfinishedBlocks;
+use crate::api::arena::DeviceArena;
+use crate::driver::{DeviceAddress, Driver, HostMemory};
+use crate::types::error::{Bound, DeviceError};
+use crate::types::region::Region;
+use crate::types::snapshot::ArenaGlance;
 use lowtide_core::bytes::ByteSize;
-use lowtide_core::fork::Birth;
-use lowtide_core::sync::{Condvar, Mutex, lock};
-
-/// The most bytes of a block: below `isize::MAX`, so that every block can be a slice.
-const BYTES_MAX: ByteSize = ByteSize::new(1 << 62);
+use lowtide_core::clock::Clock;
+use lowtide_core::log;
+use lowtide_core::sync::{Mutex, lock};
 
 /// A pool of host memory. A cheap handle: clones refer to the same pool.
 ///
-/// Idle memory stays in the pool until a call releases it: a service calls [`PinnedPool::maintain`]
-/// periodically, on a thread that may wait for the driver; [`PinnedBuffer::free`] releases
-/// immediately.
+/// Idle memory stays in the pool until a call releases it. A service calls [`PinnedPool::maintain`]
+/// periodically, on a thread that may wait for the driver: it releases what was idle for the decay
+/// time, and idle memory above the high watermark. [`PinnedBuffer::free`] does that too.
 ///
 /// ```
 /// use std::sync::Arc;
-/// use lowtide_gpu::ByteSize;
+/// use lowtide_gpu::{ByteSize, clock::SystemClock};
 /// use lowtide_gpu::{HostDriver, PinnedConfig, PinnedKind, PinnedPool};
 ///
 /// let config = PinnedConfig {
@@ -43,11 +48,12 @@ const BYTES_MAX: ByteSize = ByteSize::new(1 << 62);
 ///     low_watermark: ByteSize::mib(16),
 ///     ..PinnedConfig::new("staging")
 /// };
-/// let pool = PinnedPool::open(Arc::new(HostDriver::new()), config)?;
+/// let clock = Arc::new(SystemClock::new());
+/// let pool = PinnedPool::open(Arc::new(HostDriver::new()), clock, config)?;
 /// let buffers = [pool.alloc::<u8>(24 << 20)?, pool.alloc::<u8>(16 << 20)?];
 /// drop(buffers); // 40 MiB idle: more than the high watermark
 /// assert_eq!(pool.maintain()?, ByteSize::mib(24)); // down to the low one
-/// assert_eq!(pool.snapshot().idle, ByteSize::mib(16));
+/// assert_eq!(pool.glance().idle, ByteSize::mib(16));
 /// assert_eq!(pool.purge()?, ByteSize::mib(16));
 /// # Ok::<(), lowtide_gpu::DeviceError>(())
 /// ```
@@ -56,12 +62,27 @@ pub struct PinnedPool(Arc<PoolShared>);
 
 /// The state shared by the handles and buffers of one pool.
 pub(super) struct PoolShared {
-    pub(super) driver: Arc<dyn Driver>,
-    pub(super) books: Mutex<PinnedBooks>,
-    /// Notified whenever a driver call's result has been recorded.
-    pub(super) settled: Condvar,
-    pub(super) label: Label,
-    birth: Birth,
+    pub(super) arena: DeviceArena,
+    driver: Arc<PinnedDriver>,
+    kind: PinnedKind,
+    high_watermark: ByteSize,
+    low_watermark: ByteSize,
+    /// The size of a shared segment.
+    segment: ByteSize,
+    /// Held while a shared segment is allocated, so that threads which need one share it.
+    growth: Mutex<()>,
+    pub(super) unfinished: Mutex<UnfinishedBlocks>,
+}
+
+/// A live block of a pool.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct PinnedBlock {
+    pub(super) at: DeviceAddress,
+    /// The pointer to it, with the provenance of its segment.
+    pub(super) start: NonNull<u8>,
+    /// The size after rounding.
+    pub(super) size: ByteSize,
+    pub(super) memory: HostMemory,
 }
 
 impl PinnedPool {
@@ -70,50 +91,49 @@ impl PinnedPool {
     /// # Errors
     /// [`DeviceError::Watermarks`]; [`DeviceError::Unsupported`] if page-locked memory is required
     /// and the driver has none.
-    pub fn open(driver: Arc<dyn Driver>, config: PinnedConfig) -> Result<Self, DeviceError> {
+    pub fn open(
+        driver: Arc<dyn Driver>,
+        clock: Arc<dyn Clock>,
+        config: PinnedConfig,
+    ) -> Result<Self, DeviceError> {
         config.check()?;
-        let backend = driver.backend();
-        if config.kind == PinnedKind::PageLocked && !driver.capabilities().page_locked {
+        let (kind, backend) = (config.kind, driver.backend());
+        if kind == PinnedKind::PageLocked && !driver.capabilities().page_locked {
             return Err(DeviceError::Unsupported { what: "page-locked memory", backend });
         }
-        let first = config.kind.first();
-        let books = PinnedBooks::new(config.limit.get(), config.segment_size(), first);
-        let label = Label {
-            name: config.name,
-            backend,
-            kind: config.kind,
-            high_watermark: config.high_watermark,
-            low_watermark: config.low_watermark,
-        };
-        let PinnedConfig { limit, .. } = config;
-        let (pool, kind) = (&label.name, label.kind.name());
-        log!(info, pool, %backend, kind, %limit, "pinned pool opened");
+        let PinnedConfig { high_watermark, low_watermark, limit, .. } = config;
+        let segment = config.segment_size();
+        let driver = Arc::new(PinnedDriver::new(driver, kind));
+        let arena = DeviceArena::open(Arc::clone(&driver) as _, clock, config.arena())?;
+        let (pool, kind_name) = (arena.name(), kind.name());
+        log!(info, pool, %backend, kind = kind_name, %limit, "pinned pool opened");
         Ok(Self(Arc::new(PoolShared {
+            arena,
             driver,
-            books: Mutex::new(books),
-            settled: Condvar::new(),
-            label,
-            birth: Birth::now(),
+            kind,
+            high_watermark,
+            low_watermark,
+            segment,
+            growth: Mutex::default(),
+            unfinished: Mutex::default(),
         })))
     }
 
     /// Allocates `len` elements. Their contents are unspecified: zero, or data of an earlier buffer
     /// of this pool.
     ///
-    /// The size is rounded up to 256 bytes; a buffer of 0 bytes takes no block. In the worst case
-    /// it searches every segment; if none has room, it calls the driver, or waits for another
-    /// thread's call that brings enough.
+    /// The size is rounded up to 256 bytes; a buffer of 0 bytes takes no block. If no segment has
+    /// room, it frees the blocks of completed copies, and then calls the driver.
     ///
     /// # Errors
     /// [`DeviceError::OutOfMemory`] if releasing the pool's idle segments is not enough;
-    /// [`DeviceError::TooLarge`], [`DeviceError::Alignment`], [`DeviceError::TooManySegments`],
-    /// [`DeviceError::Closed`], [`DeviceError::Forked`]; [`DeviceError::Driver`], with
-    /// [`DriverError::LockLimit`] if the process may not lock that much. The pool stays usable
-    /// after each.
+    /// [`DeviceError::TooLarge`], [`DeviceError::Alignment`], [`DeviceError::Closed`],
+    /// [`DeviceError::Forked`]; [`DeviceError::Driver`], with [`DriverError::LockLimit`] if the
+    /// process may not lock that much. The pool stays usable after each.
     ///
     /// [`DriverError::LockLimit`]: crate::driver::DriverError::LockLimit
     pub fn alloc<T: Pod>(&self, len: usize) -> Result<PinnedBuffer<T>, DeviceError> {
-        self.0.buffer(len)
+        PinnedBuffer::alloc(&self.0, len)
     }
 
     /// Allocates a buffer and copies `data` to it.
@@ -121,61 +141,86 @@ impl PinnedPool {
     /// # Errors
     /// The errors of [`PinnedPool::alloc`].
     pub fn alloc_from<T: Pod>(&self, data: &[T]) -> Result<PinnedBuffer<T>, DeviceError> {
-        let mut buffer = self.0.buffer(data.len())?;
+        let mut buffer = self.alloc(data.len())?;
         buffer.write_at(0, data)?;
         Ok(buffer)
     }
 
-    /// Sets the limit of committed memory. Memory above a lowered limit stays until it is free and
-    /// released; nothing more is allocated from the driver until then.
+    /// Releases the memory that has been idle for the decay time. Then, if more than the high
+    /// watermark is idle, releases idle memory until at most the low watermark is. Returns the
+    /// bytes released.
+    ///
+    /// # Errors
+    /// [`DeviceError::Driver`], with earlier releases accounted for; [`DeviceError::Forked`].
+    pub fn maintain(&self) -> Result<ByteSize, DeviceError> {
+        self.0.maintain()
+    }
+
+    /// Releases idle memory until at most `keep` bytes are committed, or nothing is idle, and
+    /// returns the bytes released. One driver call per segment.
+    ///
+    /// # Errors
+    /// The errors of [`PinnedPool::maintain`].
+    pub fn trim(&self, keep: ByteSize) -> Result<ByteSize, DeviceError> {
+        self.0.check_here()?;
+        self.0.free_completed();
+        self.0.arena.trim(keep)
+    }
+
+    /// Releases all idle memory, regardless of the watermarks, and returns the bytes released.
+    ///
+    /// # Errors
+    /// The errors of [`PinnedPool::maintain`].
+    pub fn purge(&self) -> Result<ByteSize, DeviceError> {
+        self.trim(ByteSize::ZERO)
+    }
+
+    /// Sets the limit of committed memory, like [`DeviceArena::set_limit`].
     pub fn set_limit(&self, limit: ByteSize) {
-        if self.0.check_here().is_ok() {
-            lock(&self.0.books).limit = limit.get();
-            log!(info, pool = self.name(), %limit, "pinned pool limit set");
-        }
+        self.0.arena.set_limit(limit);
     }
 
     /// Returns the limit of committed memory; zero in a forked child.
     #[must_use]
     pub fn limit(&self) -> ByteSize {
-        if self.0.check_here().is_err() {
-            return ByteSize::ZERO;
-        }
-        ByteSize::new(lock(&self.0.books).limit)
+        self.0.arena.limit()
     }
 
-    /// Returns all figures at one instant, without a driver call; all zero in a forked child.
-    ///
-    /// Holds the lock while it searches the largest free span: usually a few free blocks per
-    /// segment, in the worst case all.
+    /// Returns all figures, without a driver call; all zero in a forked child.
     #[must_use]
     pub fn snapshot(&self) -> PinnedSnapshot {
         let shared = &self.0;
-        if shared.check_here().is_err() {
-            return PinnedSnapshot::of(&shared.label, None);
+        let mut snapshot = PinnedSnapshot {
+            arena: shared.arena.snapshot(),
+            kind: shared.kind,
+            pending: ByteSize::ZERO,
+            quarantined: ByteSize::ZERO,
+            page_locked: ByteSize::ZERO,
+            pageable: ByteSize::ZERO,
+            fallbacks_total: 0,
+            high_watermark: shared.high_watermark,
+            low_watermark: shared.low_watermark,
+        };
+        if shared.check_here().is_ok() {
+            let segments = shared.driver.figures();
+            (snapshot.page_locked, snapshot.pageable) = (segments.page_locked, segments.pageable);
+            snapshot.fallbacks_total = segments.fallbacks_total;
+            let blocks = lock(&shared.unfinished);
+            (snapshot.pending, snapshot.quarantined) = (blocks.pending, blocks.quarantined);
         }
-        PinnedSnapshot::of(&shared.label, Some(&lock(&shared.books)))
+        snapshot
     }
 
-    /// Returns committed and idle memory at one instant, for sampling: no allocation, no driver
-    /// call, and the lock is held for one check of each segment. Zero in a forked child.
+    /// Returns live, committed and idle memory, like [`DeviceArena::glance`].
     #[must_use]
-    pub fn glance(&self) -> PinnedGlance {
-        if self.0.check_here().is_err() {
-            return PinnedGlance::default();
-        }
-        let books = lock(&self.0.books);
-        PinnedGlance {
-            live: ByteSize::new(books.live()),
-            committed: ByteSize::new(books.committed()),
-            idle: ByteSize::new(books.idle() + books.leaving()),
-        }
+    pub fn glance(&self) -> ArenaGlance {
+        self.0.arena.glance()
     }
 
     /// Returns the kind of memory that the pool was opened for.
     #[must_use]
     pub fn kind(&self) -> PinnedKind {
-        self.0.label.kind
+        self.0.kind
     }
 
     /// Returns the pool's name.
@@ -184,24 +229,30 @@ impl PinnedPool {
         self.0.name()
     }
 
-    /// Returns the backend of the driver.
+    /// Returns the pool's arena, for its figures and the release of idle memory. Its backend is
+    /// [`Backend::PinnedHost`](crate::driver::Backend::PinnedHost), which makes no copies.
+    ///
+    /// # Safety
+    /// The raw blocks of the arena are the memory of the pool's buffers. No handle of the arena is
+    /// used to free one by its address, or all of them ([`DeviceArena::free`],
+    /// [`Lane::free`](crate::Lane::free), [`DeviceArena::reset`]), or to move them
+    /// ([`CompactOptions::moves_raw`](crate::CompactOptions::moves_raw)).
     #[must_use]
-    pub fn backend(&self) -> Backend {
-        self.0.label.backend
+    pub unsafe fn arena(&self) -> &DeviceArena {
+        &self.0.arena
     }
 
-    /// Frees everything and closes the pool: its other handles cannot allocate any more. Waits for
-    /// copies of freed buffers. Quarantined memory stays with the process. Optional: dropping the
-    /// last holder does the same, and logs nothing.
+    /// Releases all memory and closes the pool: no handle of it can allocate any more. Waits for
+    /// copies of dropped buffers. Optional: dropping the last holder does the same.
     ///
     /// # Errors
-    /// Returns the pool, still usable, and the reason: [`DeviceError::LiveBlocks`],
-    /// [`DeviceError::Driver`] with earlier releases accounted for, [`DeviceError::Forked`].
-    pub fn close(self) -> Result<(), (Self, DeviceError)> {
-        match self.0.close() {
-            Ok(()) => Ok(()),
-            Err(error) => Err((self, error)),
-        }
+    /// [`DeviceError::LiveBlocks`] if a buffer exists, or memory is quarantined: the pool stays
+    /// open. [`DeviceError::Driver`] if the driver did not release everything: the pool is closed.
+    /// [`DeviceError::Forked`].
+    pub fn close(&self) -> Result<(), DeviceError> {
+        self.0.check_here()?;
+        self.0.wait_for_copies();
+        self.0.arena.close()
     }
 
     /// Checks every invariant by walking all metadata; for tests.
@@ -210,108 +261,100 @@ impl PinnedPool {
     /// If an invariant is violated.
     #[doc(hidden)]
     pub fn validate(&self) {
-        self.0.validate();
-    }
-
-    pub(super) fn shared(&self) -> &PoolShared {
-        &self.0
+        self.0.arena.validate();
+        self.snapshot().validate();
     }
 }
 
 impl PoolShared {
-    /// Fails in a forked child, in which the lock may be held by a thread that does not exist
-    /// there.
+    /// Fails in a forked child, in which a lock may be held by a thread that does not exist there.
     pub(super) fn check_here(&self) -> Result<(), DeviceError> {
-        if self.birth.is_here() { Ok(()) } else { Err(DeviceError::Forked) }
+        self.arena.inner().check_here()
     }
 
     pub(super) fn name(&self) -> &str {
-        &self.label.name
+        self.arena.name()
     }
 
-    /// Returns the bytes of `len` elements, if such a buffer is possible at all.
-    pub(super) fn bytes_of<T: Pod>(&self, len: usize) -> Result<u64, DeviceError> {
-        let (element, requested) = (ByteSize::of(size_of::<T>()), ByteSize::of(align_of::<T>()));
-        let refused = if requested > HOST_ALIGNMENT {
-            DeviceError::Alignment { requested, largest: HOST_ALIGNMENT }
-        } else {
-            match element.checked_mul(ByteSize::of(len).get()) {
-                Some(bytes) if bytes <= BYTES_MAX => return Ok(bytes.get()),
-                _ => DeviceError::TooLarge { len, element, largest: BYTES_MAX },
-            }
-        };
-        lock(&self.books).totals.failures.size += 1;
-        Err(refused)
-    }
-
-    pub(super) fn buffer<T: Pod>(
-        self: &Arc<Self>,
+    /// Allocates a block for `len` elements; none if they have no bytes.
+    pub(super) fn alloc_block<T: Pod>(
+        &self,
         len: usize,
-    ) -> Result<PinnedBuffer<T>, DeviceError> {
-        self.check_here()?;
-        let size = self.bytes_of::<T>(len)?;
-        let align = ByteSize::of(align_of::<T>()).get();
-        let placed = match size {
-            0 => None,
-            _ => Some(self.obtain(Request { size, align, end: End::Low })?),
-        };
-        Ok(PinnedBuffer::new(Arc::clone(self), placed, len))
+    ) -> Result<Option<PinnedBlock>, DeviceError> {
+        let (size, align) = self.arena.inner().layout::<T>(len, Region::Dynamic)?;
+        if size.is_zero() {
+            return Ok(None);
+        }
+        // The query of an event invalidates a capture, as an allocation from the driver does: it is
+        // made only where that would follow.
+        if self.has_pending() && !self.has_room(size) {
+            self.free_completed();
+        }
+        let grows = size < self.segment && !self.has_room(size);
+        let _growth = grows.then(|| lock(&self.growth));
+        let alloc = || self.arena.alloc_raw(size, align, Region::Dynamic);
+        let mut allocated = alloc();
+        if allocated.as_ref().is_err_and(DeviceError::is_out_of_memory) && self.free_completed() {
+            allocated = alloc();
+        }
+        let block = allocated.map_err(|error| self.or_lock_limit(error))?;
+        let (at, size) = (block.at, block.size);
+        let (start, memory) = self.driver.find(at).ok_or(DeviceError::NotLive { at })?;
+        Ok(Some(PinnedBlock { at, start, size, memory }))
     }
 
-    /// Resizes a block in place; returns `true` if it fits.
-    pub(super) fn resize_in_place(&self, placed: &mut PinnedBlock, bytes: u64) -> bool {
-        lock(&self.books).resize(placed, bytes)
+    fn has_pending(&self) -> bool {
+        !lock(&self.unfinished).pending.is_zero()
     }
 
-    /// Frees a block: bookkeeping only. In a forked child does nothing.
-    pub(super) fn release(&self, placed: PinnedBlock) {
-        if self.check_here().is_ok() {
-            lock(&self.books).release(&placed);
+    /// Returns `true` if at least `size` bytes of the segments that are there are free.
+    fn has_room(&self, size: ByteSize) -> bool {
+        let SegmentFigures { page_locked, pageable, .. } = self.driver.figures();
+        let live = self.arena.glance().live;
+        page_locked.saturating_add(pageable).saturating_sub(live) >= size
+    }
+
+    /// Returns the lock limit in the place of the error that it caused.
+    fn or_lock_limit(&self, error: DeviceError) -> DeviceError {
+        match (&error, self.driver.lock_limit()) {
+            (DeviceError::OutOfMemory { bound: Bound::Driver, .. }, Some(limit)) => limit.into(),
+            _ => error,
         }
     }
 
-    fn validate(&self) {
-        let books = lock(&self.books);
-        books.validate();
-        PinnedSnapshot::of(&self.label, Some(&books)).validate();
-    }
-
-    /// Gives a piece back.
-    ///
-    /// # Safety
-    /// The range is a whole piece that this pool obtained and has not given back. No block of it is
-    /// live, pending or quarantined, and none is placed in it any more.
-    pub(super) unsafe fn give(&self, range: Range) -> Result<(), DeviceError> {
-        let Range { start, size, memory } = range;
-        // SAFETY: a whole allocation of this driver, of which every use is complete: a block is
-        // free only if the host has observed the end of each copy of it (contract of this
-        // function).
-        Ok(unsafe { self.driver.host_free(start, size, memory) }?)
+    pub(super) fn maintain(&self) -> Result<ByteSize, DeviceError> {
+        self.check_here()?;
+        self.free_completed();
+        let decayed = self.arena.decay(self.arena.inner().clock.now())?.released;
+        let ArenaGlance { committed, idle, .. } = self.arena.glance();
+        if idle <= self.high_watermark {
+            return Ok(decayed);
+        }
+        let active = committed.saturating_sub(idle);
+        let trimmed = self.arena.trim(active.saturating_add(self.low_watermark))?;
+        Ok(decayed.saturating_add(trimmed))
     }
 }
 
 impl Drop for PoolShared {
-    /// Frees everything: no block is held, and no thread waits for the lock. Waits for copies of
-    /// freed buffers, as the driver may do to free page-locked memory. Memory that the driver
-    /// refuses to free, and quarantined memory, stays with the process. Does nothing in a forked
-    /// child.
+    /// Waits for copies of dropped buffers: the arena then has no raw block, and its memory is
+    /// freed with its last handle. If a block is quarantined, or its copy could not be waited for,
+    /// its segment stays until the process ends. Does nothing in a forked child.
     fn drop(&mut self) {
-        if self.check_here().is_ok() {
-            let books = self.settle_all(lock(&self.books));
-            for range in books.ranges() {
-                // SAFETY: nobody has the pool, so that no block is live and none is placed. Pieces
-                // with pending or quarantined blocks are not among these ranges.
-                let _ = unsafe { self.give(range) };
-            }
+        if self.check_here().is_err() {
+            return;
+        }
+        self.wait_for_copies();
+        let blocks = lock(&self.unfinished);
+        if !blocks.pending.is_zero() || !blocks.quarantined.is_zero() {
+            let _ = self.arena.purge();
+            let _for_good = ManuallyDrop::new(self.arena.clone());
         }
     }
 }
 
 impl fmt::Debug for PoolShared {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Shared")
-            .field("label", &self.label)
-            .field("driver", &self.driver)
-            .finish_non_exhaustive()
+        f.debug_struct("PoolShared").field("arena", &self.arena).finish_non_exhaustive()
     }
 }

@@ -73,8 +73,6 @@ pub(crate) struct ArenaState {
     /// `true` if the driver may keep memory of released segments until a trim.
     pub(crate) untrimmed: bool,
     pub(crate) streams: Streams,
-    /// Work goes on after the call that started it.
-    pub(crate) asynchronous: bool,
     /// Blocks given out by address, by that address.
     pub(crate) raw: RawBlocks,
     /// Exports, and imported memory that is not released.
@@ -112,7 +110,6 @@ impl ArenaState {
             steps: Steps::new(config.growth),
             untrimmed: false,
             streams: Streams::new(),
-            asynchronous: capabilities.asynchronous,
             backend,
             raw: RawBlocks::default(),
             outstanding: Outstanding::default(),
@@ -599,7 +596,7 @@ impl ArenaState {
     /// Returns the uses to wait for when a block used by these streams, or by unknown ones, is
     /// freed.
     pub(crate) fn uses(&mut self, streams: &[StreamKey]) -> Uses {
-        if !self.asynchronous {
+        if !self.capabilities.asynchronous {
             return Uses::NONE;
         }
         if streams.is_empty() {

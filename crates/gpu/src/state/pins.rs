@@ -36,6 +36,8 @@ impl PinEntry {
 #[derive(Debug, Default)]
 pub(crate) struct Pins {
     entries: BTreeMap<BlockName, PinEntry>,
+    /// Blocks that an operation has placed and not completed: about one for each thread.
+    busy: Vec<BlockName>,
 }
 
 impl Pins {
@@ -48,6 +50,18 @@ impl Pins {
     pub(crate) fn unpin(&mut self, id: BlockName) {
         if self.entries.contains_key(&id) {
             self.change(id, |entry| entry.pins = entry.pins.saturating_sub(1));
+        }
+    }
+
+    /// A block stays while an operation goes on with it; at most one does.
+    pub(crate) fn begin_operation(&mut self, id: BlockName) {
+        self.busy.push(id);
+    }
+
+    /// The operation has ended.
+    pub(crate) fn end_operation(&mut self, id: BlockName) {
+        if let Some(at) = self.busy.iter().position(|busy| *busy == id) {
+            self.busy.swap_remove(at);
         }
     }
 
@@ -98,7 +112,7 @@ impl Pins {
     /// Returns the hold of a block that belongs to this end.
     pub(crate) fn hold(&self, id: BlockName, end: End) -> Hold {
         let entry = self.entries.get(&id).copied().unwrap_or(PinEntry::NONE);
-        if entry.pins > 0 || entry.is_lost {
+        if entry.pins > 0 || entry.is_lost || self.busy.contains(&id) {
             return Hold::Stays;
         }
         Hold::Moves { end, align: entry.align }
@@ -110,6 +124,7 @@ impl Pins {
     /// If it is violated.
     pub(crate) fn validate(&self, is_live: impl Fn(BlockName) -> bool) {
         assert!(self.entries.iter().all(|(&id, &entry)| is_live(id) && entry != PinEntry::NONE));
+        assert!(self.busy.iter().all(|&id| is_live(id)));
     }
 
     fn change(&mut self, id: BlockName, act: impl FnOnce(&mut PinEntry)) {

@@ -276,14 +276,6 @@ pub enum DeviceError {
         /// Idle memory above which some is released.
         high: ByteSize,
     },
-    /// The pool has the maximum number of segments.
-    #[error("cannot allocate {requested}: the pool has {limit} segments; use larger segments")]
-    TooManySegments {
-        /// The size of the requested block.
-        requested: ByteSize,
-        /// The maximum number of segments.
-        limit: usize,
-    },
     /// The arena or the pool is closed.
     #[error("{arena:?} is closed")]
     Closed {
@@ -403,7 +395,6 @@ impl DeviceError {
             self,
             Self::OutOfMemory { .. }
                 | Self::OutOfAddresses { .. }
-                | Self::TooManySegments { .. }
                 | Self::Driver(DriverError::OutOfMemory { .. } | DriverError::LockLimit { .. })
         )
     }

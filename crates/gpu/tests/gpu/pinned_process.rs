@@ -8,6 +8,7 @@
 use std::sync::Arc;
 
 use lowtide_gpu::ByteSize;
+use lowtide_gpu::clock::SystemClock;
 use lowtide_gpu::driver::{DriverError, HostMemory};
 use lowtide_gpu::{DeviceError, HostDriver, PinnedBuffer, PinnedConfig, PinnedKind, PinnedPool};
 
@@ -18,7 +19,8 @@ const LIMIT: ByteSize = ByteSize::kib(128);
 
 fn open(kind: PinnedKind) -> PinnedPool {
     let config = PinnedConfig { kind, segment: SIZE, ..PinnedConfig::new("process") };
-    PinnedPool::open(Arc::new(HostDriver::new()), config).expect("open")
+    let clock = Arc::new(SystemClock::new());
+    PinnedPool::open(Arc::new(HostDriver::new()), clock, config).expect("open")
 }
 
 fn bytes(pool: &PinnedPool, size: ByteSize) -> Result<PinnedBuffer<u8>, DeviceError> {
@@ -82,7 +84,7 @@ fn under_a_limit() -> i32 {
     let third = bytes(&strict, SIZE);
     let refused = DriverError::LockLimit { requested: SIZE, limit: LIMIT };
     let refused = matches!(third, Err(DeviceError::Driver(error)) if error == refused);
-    let works_on = strict.snapshot().committed == LIMIT && two.iter().all(Result::is_ok);
+    let works_on = strict.glance().committed == LIMIT && two.iter().all(Result::is_ok);
     let lax = open(PinnedKind::PageLockedOrPageable);
     let fallen = bytes(&lax, SIZE);
     drop(two);
@@ -102,7 +104,7 @@ fn under_a_limit() -> i32 {
 /// A child of a process with a pool: its memory is not locked, and every act is refused.
 fn with_an_inherited_pool(pool: &PinnedPool, mut buffer: PinnedBuffer<u8>) -> i32 {
     let unlocked = status("VmLck").is_zero();
-    let snapshot = pool.snapshot();
+    let glance = pool.glance();
     first_broken(&[
         unlocked,
         matches!(buffer.to_vec(), Err(DeviceError::Forked)),
@@ -112,8 +114,8 @@ fn with_an_inherited_pool(pool: &PinnedPool, mut buffer: PinnedBuffer<u8>) -> i3
         matches!(buffer.resize(1), Err(DeviceError::Forked)),
         matches!(pool.purge(), Err(DeviceError::Forked)),
         matches!(pool.maintain(), Err(DeviceError::Forked)),
-        matches!(pool.clone().close(), Err((_, DeviceError::Forked))),
-        pool.limit().is_zero() && snapshot.committed.is_zero() && pool.glance().live.is_zero(),
+        matches!(pool.close(), Err(DeviceError::Forked)),
+        pool.limit().is_zero() && glance.committed.is_zero() && pool.snapshot().live().is_zero(),
         matches!(buffer.free(), Err(DeviceError::Forked)),
     ])
 }
@@ -138,7 +140,7 @@ fn locked_memory_is_locked_within_the_limit_given_back_and_not_a_childs() {
     let child = forked(|| with_an_inherited_pool(&pool, buffer));
     assert_eq!(child, 0, "the act with this number was not refused");
     // The closure, and the buffer in it, ended here as well: the child's was a copy.
-    assert_eq!(pool.snapshot().live, ByteSize::ZERO);
+    assert_eq!(pool.snapshot().live(), ByteSize::ZERO);
     let mut buffer = bytes(&pool, SIZE).expect("room");
     let contents = vec![3; buffer.len()];
     assert_eq!(buffer.to_vec(), Ok(contents), "the child wrote to it");

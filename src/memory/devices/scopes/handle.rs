@@ -92,7 +92,7 @@ impl ArenaUse {
         act: impl FnOnce(&DeviceArena) -> Result<R, DeviceError>,
     ) -> Result<R, DeviceError> {
         let serving = self.serving()?;
-        let arena = serving.as_ref().and_then(|serving| serving.arena());
+        let arena = serving.as_ref().and_then(|serving| serving.device_arena());
         arena.map_or_else(|| self.refused("device memory in a slot of pinned memory"), act)
     }
 

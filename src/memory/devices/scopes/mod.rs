@@ -27,10 +27,9 @@ use std::sync::Arc;
 
 use crate::bytes::ByteSize;
 use crate::config::arena::{ArenaOptions, ArenaResolution, Conflict};
-use crate::device::{ArenaSnapshot, PinnedConfig, PinnedKind, PinnedPool, PinnedSnapshot};
+use crate::device::{ArenaSnapshot, PinnedSnapshot};
 use crate::sync::{Mutex, lock};
 
-use crate::memory::error::Diagnostic;
 use crate::memory::shared::Shared;
 use crate::memory::{ArenaError, Memory};
 
@@ -125,14 +124,13 @@ pub struct SlotSnapshot {
     pub users: u32,
     /// The options in force; `None` without an arena.
     pub resolution: Option<Arc<ArenaResolution>>,
-    /// The serving arena; `None` without one, and for pinned memory.
+    /// The serving arena; `None` without one. Blocks of dropped pinned buffers whose copies are not
+    /// complete count as live.
     pub arena: Option<ArenaSnapshot>,
     /// The arenas that were replaced, or left by their last user, oldest first.
     pub draining: Vec<ArenaSnapshot>,
     /// The serving pool, for pinned memory.
     pub pool: Option<PinnedSnapshot>,
-    /// The pools that were replaced, or left by their last user, oldest first.
-    pub draining_pools: Vec<PinnedSnapshot>,
 }
 
 /// The slots of a `Memory`.
@@ -228,14 +226,9 @@ impl Memory {
         let shared = &self.0.shared;
         let place = shared.place(slot)?;
         let done = place.act(shared, Act::Replace, options)?;
-        let (arena, pool) = done.old.as_ref().map_or((None, None), |old| (old.arena(), old.pool()));
-        let live = pool.map(|pool| pool.glance().live);
-        let draining = arena.map(|arena| arena.glance().live).or(live);
-        let released = match (arena, pool) {
-            (Some(arena), _) => shared.purged(arena),
-            (_, Some(pool)) => shared.purged_pool(pool),
-            (None, None) => ByteSize::ZERO,
-        };
+        let arena = done.old.as_ref().map(|old| old.any_arena());
+        let draining = arena.map(|arena| arena.glance().live);
+        let released = arena.map_or(ByteSize::ZERO, |arena| shared.purged(arena));
         begin_draining(done.old.as_deref());
         drop(done.old);
         shared.sweep();
@@ -312,59 +305,14 @@ impl Shared {
         }
         for drained in self.places().iter().flat_map(|place| place.take_drained()) {
             // An error stays with the arena: memory that it could not release goes with the driver.
-            let name = match drained {
-                Opened::Device(arena) => {
-                    let _ = self.purged(&arena);
-                    self.devices.gone.add(arena.snapshot());
-                    arena.name().to_owned()
-                }
-                Opened::Pinned(pool) => pool.name().to_owned(), // goes here, its segments with it
-            };
-            log!(debug, target: "lowtide", arena = name, "replaced arena drained");
+            let Opened { arena, pool } = drained;
+            let _ = self.purged(&arena);
+            self.devices.gone.add(arena.snapshot());
+            log!(debug, target: "lowtide", arena = arena.name(), "replaced arena drained");
+            drop((pool, arena));
         }
         for closed in self.devices.arenas.take_closed() {
             self.devices.gone.add(closed.snapshot());
         }
-    }
-
-    /// Opens a pool for copies to and from the device.
-    fn open_pool(&self, name: String, limit: ByteSize) -> Result<PinnedPool, ArenaError> {
-        let Some(driver) = &self.devices.driver else {
-            return Err(ArenaError::NoDevice { arena: name });
-        };
-        let kind = PinnedKind::PageLockedOrPageable;
-        let config = PinnedConfig { limit, kind, ..PinnedConfig::new(name.clone()) };
-        PinnedPool::open(Arc::clone(driver), config)
-            .map_err(|error| ArenaError::Driver { arena: name, error })
-    }
-
-    /// Returns the pools of all slots, and whether each drains; none in a forked child.
-    pub(in crate::memory) fn pools(&self) -> Vec<(PinnedPool, bool)> {
-        if self.check_here().is_err() {
-            return Vec::new();
-        }
-        self.places().iter().flat_map(|place| place.pools()).collect()
-    }
-
-    /// Releases the memory of pools above their watermarks, and all idle memory of draining pools.
-    pub(in crate::memory) fn maintain_pools(&self) {
-        for (pool, drains) in self.pools() {
-            let given = if drains { pool.purge() } else { pool.maintain() };
-            if let Err(error) = given {
-                let text = format!("pinned pool {}: {error}", pool.name());
-                self.add_diagnostic(Diagnostic::warning("device", text));
-            }
-        }
-    }
-
-    /// Purges a pool and returns the released bytes. An error becomes a diagnostic.
-    fn purged_pool(&self, pool: &PinnedPool) -> ByteSize {
-        pool.purge().unwrap_or_else(|error| {
-            self.add_diagnostic(Diagnostic::warning(
-                "device",
-                format!("pinned pool {}: {error}", pool.name()),
-            ));
-            ByteSize::ZERO
-        })
     }
 }

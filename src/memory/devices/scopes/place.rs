@@ -6,14 +6,13 @@
 //!
 //! Invariant: a generation is cloned only out of `serving`, so a draining generation with a single
 //! handle has no allocation in progress, and will have none.
-
 use std::sync::Arc;
 
 use crate::bytes::ByteSize;
 use crate::config::arena::{ArenaOptions, ArenaResolution, ArenaSource, Layers, Reason};
 use crate::decay::DecayTime;
 use crate::device::driver::Backend;
-use crate::device::{DeviceArena, PinnedPool};
+use crate::device::{DeviceArena, PinnedConfig, PinnedKind, PinnedPool};
 use crate::fork::Birth;
 use crate::memory::devices::arenas::{ArenaId, Arenas};
 use crate::memory::shared::Shared;
@@ -36,16 +35,17 @@ pub(super) enum Act {
 #[derive(Debug)]
 pub(super) struct Generation {
     resolution: Arc<ArenaResolution>,
-    /// Its number in the list of arenas; pools have none.
-    id: Option<ArenaId>,
+    /// Its number in the list of arenas.
+    id: ArenaId,
     opened: Opened,
 }
 
 /// The source of a slot's memory.
 #[derive(Clone, Debug)]
-pub(super) enum Opened {
-    Device(DeviceArena),
-    Pinned(PinnedPool),
+pub(super) struct Opened {
+    /// The arena; that of the pool, if there is one, whose memory only the pool hands out.
+    pub(super) arena: DeviceArena,
+    pub(super) pool: Option<PinnedPool>,
 }
 
 impl Opened {
@@ -53,33 +53,27 @@ impl Opened {
     /// handle must not be dropped before: memory without a lane would be leaked, and a pool would
     /// wait for its copies.
     fn has_blocks(&self) -> bool {
-        let held = match self {
-            Self::Device(arena) => {
-                let snapshot = arena.snapshot();
-                snapshot.live.saturating_add(snapshot.pending).saturating_add(snapshot.imported)
-            }
-            Self::Pinned(pool) => {
-                let snapshot = pool.snapshot();
-                snapshot.live.saturating_add(snapshot.pending)
-            }
-        };
-        !held.is_zero()
+        let snapshot = self.arena.snapshot();
+        let held = snapshot.live.saturating_add(snapshot.pending).saturating_add(snapshot.imported);
+        // Quarantined memory stays live for ever.
+        let lost = self.pool.as_ref().map_or(ByteSize::ZERO, |pool| pool.snapshot().quarantined);
+        held > lost
     }
 }
 
 impl Generation {
-    pub(super) fn arena(&self) -> Option<&DeviceArena> {
-        match &self.opened {
-            Opened::Device(arena) => Some(arena),
-            Opened::Pinned(_) => None,
-        }
+    /// Returns the arena of either kind of memory, for figures and the release of idle memory.
+    pub(super) const fn any_arena(&self) -> &DeviceArena {
+        &self.opened.arena
     }
 
-    pub(super) fn pool(&self) -> Option<&PinnedPool> {
-        match &self.opened {
-            Opened::Device(_) => None,
-            Opened::Pinned(pool) => Some(pool),
-        }
+    /// Returns the arena of a slot of device memory.
+    pub(super) fn device_arena(&self) -> Option<&DeviceArena> {
+        self.opened.pool.is_none().then_some(&self.opened.arena)
+    }
+
+    pub(super) const fn pool(&self) -> Option<&PinnedPool> {
+        self.opened.pool.as_ref()
     }
 }
 
@@ -152,7 +146,7 @@ impl Place {
                 {
                     return Ok(Done { report, old: None });
                 }
-                let replaced = state.serving.as_ref().and_then(|serving| serving.id);
+                let replaced = state.serving.as_ref().map(|serving| serving.id);
                 (state.changes, self.layers(&state, act, options), replaced)
             };
             let resolution = Arc::new(layers.resolve()?);
@@ -168,10 +162,7 @@ impl Place {
                 drop(opened);
                 continue;
             }
-            let id = match &opened {
-                Opened::Device(arena) => Some(self.arenas.add(arena, replaced)?),
-                Opened::Pinned(_) => None,
-            };
+            let id = self.arenas.add(&opened.arena, opened.pool.as_ref(), replaced)?;
             let conflicts = resolution.conflicts().to_vec();
             let report = ArenaReport { resolution, conflicts, opened: true };
             let resolution = Arc::clone(&report.resolution);
@@ -241,12 +232,15 @@ impl Place {
         replaced: Option<ArenaId>,
     ) -> Result<Opened, ScopeError> {
         let name = self.slot.to_string();
-        if self.slot.kind == SlotKind::Pinned {
-            return Ok(Opened::Pinned(shared.open_pool(name, resolution.limit())?));
-        }
         self.arenas.admit(&name, replaced)?;
+        if self.slot.kind == SlotKind::Pinned {
+            let (limit, kind) = (resolution.limit(), PinnedKind::PageLockedOrPageable);
+            let config = PinnedConfig { limit, kind, ..PinnedConfig::new(name) };
+            let (pool, arena) = shared.open_pool_apart(config)?;
+            return Ok(Opened { arena, pool: Some(pool) });
+        }
         let base = shared.arena_config(name);
-        Ok(Opened::Device(shared.open_apart(resolution.config(base))?))
+        Ok(Opened { arena: shared.open_apart(resolution.config(base))?, pool: None })
     }
 
     /// Returns the serving arena.
@@ -286,9 +280,7 @@ impl Place {
         let old = state.serving.take()?;
         state.changes += 1;
         state.layers = Layers::default();
-        if let Some(id) = old.id {
-            self.arenas.drain(id);
-        }
+        self.arenas.drain(old.id);
         state.draining.push(Arc::clone(&old));
         Some(old)
     }
@@ -308,18 +300,10 @@ impl Place {
         });
         drop(state);
         let removed = drained.into_iter().map(|(id, opened)| {
-            let _ = id.and_then(|id| self.arenas.remove(id));
+            self.arenas.remove(id);
             opened
         });
         removed.collect()
-    }
-
-    /// Returns the pools of this slot, and whether each drains.
-    pub(super) fn pools(&self) -> Vec<(PinnedPool, bool)> {
-        let state = lock(&self.state);
-        let serving = state.serving.iter().map(|serving| (serving, false));
-        let all = serving.chain(state.draining.iter().map(|draining| (draining, true)));
-        all.filter_map(|(one, drains)| Some((one.pool()?.clone(), drains))).collect()
     }
 
     /// Returns `true` if there is nothing to show.
@@ -330,17 +314,16 @@ impl Place {
 
     pub(super) fn snapshot(&self) -> SlotSnapshot {
         let state = lock(&self.state);
-        let figures = |generation: &Arc<Generation>| generation.arena().map(DeviceArena::snapshot);
+        let figures = |generation: &Arc<Generation>| generation.any_arena().snapshot();
         let pool = |generation: &Arc<Generation>| generation.pool().map(PinnedPool::snapshot);
         SlotSnapshot {
             slot: self.slot.clone(),
             shared: state.shared,
             users: state.users,
             resolution: state.serving.as_ref().map(|serving| Arc::clone(&serving.resolution)),
-            arena: state.serving.as_ref().and_then(figures),
-            draining: state.draining.iter().filter_map(figures).collect(),
+            arena: state.serving.as_ref().map(figures),
+            draining: state.draining.iter().map(figures).collect(),
             pool: state.serving.as_ref().and_then(pool),
-            draining_pools: state.draining.iter().filter_map(pool).collect(),
         }
     }
 }
@@ -348,7 +331,7 @@ impl Place {
 /// Schedules the release of a draining arena's idle memory at the worker's next turn. No driver
 /// call.
 pub(super) fn begin_draining(old: Option<&Generation>) {
-    if let Some(arena) = old.and_then(Generation::arena) {
-        arena.set_decay(DecayTime::AtOnce);
+    if let Some(old) = old {
+        old.any_arena().set_decay(DecayTime::AtOnce);
     }
 }

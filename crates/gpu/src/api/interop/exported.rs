@@ -183,7 +183,7 @@ impl Drop for Loan {
         self.inner.run_now(|state| {
             state.outstanding.exported.end(self.bytes);
             state.sleep.note_unused(self.inner.clock.now());
-            if state.asynchronous {
+            if state.capabilities.asynchronous {
                 state.sleep.note_used(StreamKey::CONTEXT);
             }
         });

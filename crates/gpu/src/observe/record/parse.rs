@@ -250,9 +250,10 @@ pub(super) fn header(line: u64, text: &str, version: u64) -> Read<Header> {
         Backend::CudaVirtualMemory,
         Backend::CudaPool,
         Backend::CudaPlain,
+        Backend::PinnedHost,
         Backend::Custom,
     ];
-    let expected = "host, cuda_virtual_memory, cuda_pool, cuda_plain or custom";
+    let expected = "host, cuda_virtual_memory, cuda_pool, cuda_plain, pinned_host or custom";
     let backend = words.one_of(expected, backend, &backends, Backend::name)?;
     let asynchronous = words.yes("asynchronous=")?;
     let started = words.time("clock=")?;

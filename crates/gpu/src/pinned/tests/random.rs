@@ -6,6 +6,7 @@ use std::sync::Mutex;
 use std::thread;
 
 use super::*;
+use lowtide_core::sync::lock;
 
 struct Chance(u64);
 
@@ -103,8 +104,8 @@ fn random_histories_keep_every_content_and_fail_only_when_the_limit_is_near() {
             if step % 40 == 0 {
                 check(&pool, &driver);
                 let requested = model.iter().map(|marked| marked.buffer.bytes()).sum();
-                assert_eq!(pool.snapshot().requested, requested);
-                assert!(pool.snapshot().committed <= limit);
+                assert_eq!(pool.snapshot().arena.requested, requested);
+                assert!(pool.glance().committed <= limit);
             }
         }
         assert!(failures > 10 && given > 0, "{failures} failures: the test is too tame");
@@ -160,7 +161,7 @@ fn threads_share_a_pool_and_nobody_writes_into_anothers_block() {
     lock(&shared).iter().for_each(Marked::assert_whole);
     lock(&shared).clear();
     check(&pool, &driver);
-    assert_eq!(pool.snapshot().live, ByteSize::ZERO);
+    assert_eq!(pool.snapshot().live(), ByteSize::ZERO);
     pool.purge().expect("all of it");
     assert_eq!(driver.host_memory(), (ByteSize::ZERO, 0));
 }

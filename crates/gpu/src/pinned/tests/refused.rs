@@ -1,35 +1,15 @@
 //! Requests that failed, and segments that arrived while a log subscriber panicked.
 
 use super::*;
-use crate::index::{End, Request};
-
-/// The bug: if several threads requested more than any host has, a sum of sizes overflowed.
-#[test]
-fn what_others_asked_for_in_vain_made_a_sum_that_wrapped() {
-    let (pool, driver) = open(ByteSize::MAX);
-    let mut books = lock(&pool.shared().books);
-    let need = 1 << 62;
-    let request = Request { size: need, align: 256, end: End::Low };
-    let slots = [(); 3].map(|()| books.begin_arrive(need, request).expect("a slot"));
-    assert_eq!(books.room(need), PinnedRoom::None);
-    books.limit = need;
-    assert_eq!(books.room(need), PinnedRoom::None);
-    for slot in slots {
-        assert!(books.end_arrive(slot, None, request).is_none());
-    }
-    assert_eq!(books.room(need), PinnedRoom::For(need));
-    drop(books);
-    check(&pool, &driver);
-}
 
 /// The bug: the peak of committed memory counted refused requests.
 #[test]
 fn a_request_that_was_refused_made_the_peak() {
     let (pool, driver) = open(ByteSize::MAX);
     pool.alloc::<u8>(1 << 62).expect_err("no host has it");
-    assert_eq!(pool.snapshot().committed_peak, ByteSize::ZERO);
+    assert_eq!(pool.snapshot().arena.committed_peak, ByteSize::ZERO);
     drop(mib(&pool, 6));
-    assert_eq!(pool.snapshot().committed_peak, ByteSize::mib(6));
+    assert_eq!(pool.snapshot().arena.committed_peak, ByteSize::mib(6));
     check(&pool, &driver);
 }
 
@@ -41,9 +21,9 @@ fn a_listener_that_panicked_lost_a_segment() {
         open_with(PinnedConfig { kind: PinnedKind::Pageable, ..config(ByteSize::MAX) });
     let listened = |act: &dyn Fn()| tracing::subscriber::with_default(Panics, act);
     listened(&|| drop(bytes(&pool, GRANULE).expect("room")));
-    assert_eq!(pool.snapshot().arriving, ByteSize::ZERO);
+    check(&pool, &driver);
     listened(&|| assert_eq!(pool.purge(), Ok(ByteSize::mib(1))));
-    assert_eq!(pool.snapshot().committed, ByteSize::ZERO);
+    assert_eq!(pool.glance().committed, ByteSize::ZERO);
     check(&pool, &driver);
 }
 

@@ -23,7 +23,7 @@ use std::thread;
 use std::time::Duration;
 
 use lowtide_gpu::ByteSize;
-use lowtide_gpu::clock::Clock;
+use lowtide_gpu::clock::{Clock, SystemClock};
 use lowtide_gpu::driver::{DeviceAddress, Driver};
 use lowtide_gpu::{
     Buffer, CompactOptions, Contents, DeviceArena, DeviceError, Lane, Lease, PinnedConfig,
@@ -530,7 +530,7 @@ fn pinned_copies(device: &dyn Device) -> Outcome {
     let bed = Bed::new(device)?;
     for kind in [PinnedKind::PageLockedOrPageable, PinnedKind::Pageable] {
         let config = PinnedConfig { kind, ..PinnedConfig::new("contract") };
-        let pool = PinnedPool::open(device.driver(), config)?;
+        let pool = PinnedPool::open(device.driver(), Arc::new(SystemClock::new()), config)?;
         for (value, len) in (1..).zip([1, 255, 4_096, 100_000]) {
             let mut buffer = bed.lane.alloc::<u8>(len, Region::Dynamic)?;
             let sent = bed.lane.copy_to_device(pool.alloc_from(&vec![value; len])?, &mut buffer);
@@ -552,7 +552,7 @@ fn pinned_copies(device: &dyn Device) -> Outcome {
             let last = bed.lane.copy_to_host(&mut buffer, other).map_err(DeviceError::from)?;
             ensure!(last.wait()?.to_vec()? == vec![100; len], "a dropped copy was changed");
         }
-        pool.close().map_err(|(_, error)| error)?;
+        pool.close()?;
     }
     bed.end()
 }

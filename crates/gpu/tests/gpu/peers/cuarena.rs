@@ -21,6 +21,7 @@
 use std::sync::Arc;
 
 use lowtide_gpu::ByteSize;
+use lowtide_gpu::clock::SystemClock;
 use lowtide_gpu::driver::{Backend, DeviceAddress};
 use lowtide_gpu::{
     ArenaConfig, Bound, Buffer, DeviceArena, DeviceError, HostDriver, PinnedConfig, PinnedKind,
@@ -286,11 +287,12 @@ fn combination(limits: [ByteSize; 2], kind: PinnedKind) -> [DeviceArena; 2] {
         assert!(headroom(&arena.snapshot()) > ByteSize::ZERO);
     }
     let config = PinnedConfig { limit: GRANULE, kind, ..PinnedConfig::new("beside") };
-    let host = PinnedPool::open(Arc::new(HostDriver::new()), config).expect("every machine");
+    let host = PinnedPool::open(Arc::new(HostDriver::new()), Arc::new(SystemClock::new()), config);
+    let host = host.expect("every machine");
     assert_eq!((host.kind(), host.limit()), (kind, GRANULE));
     let blocks = arenas.each_ref().map(|arena| raw(arena, GRANULE, Region::Dynamic).expect("room"));
     assert_apart(blocks);
-    assert_eq!(host.snapshot().live, ByteSize::ZERO, "device blocks are none of the pool's");
+    assert_eq!(host.glance().live, ByteSize::ZERO, "device blocks are none of the pool's");
     for (arena, block) in arenas.iter().zip(blocks.iter().rev()) {
         let foreign = DeviceError::ForeignAddress { at: block.at, arena: "peers".to_owned() };
         assert_eq!(arena.free(block.at), Err(foreign), "a block of the other arena");

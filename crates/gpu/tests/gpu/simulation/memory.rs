@@ -6,6 +6,7 @@ use lowtide_cuda_sim::{
     Call, Fault, Handles, Order, Outcome, Pattern, SimDriver, SimOptions, WorkKind,
 };
 use lowtide_gpu::ByteSize;
+use lowtide_gpu::clock::SystemClock;
 use lowtide_gpu::driver::{DeviceAddress, Driver as _, DriverError, HostMemory, StoreSpan};
 use lowtide_gpu::{DeviceError, PinnedConfig, PinnedPool};
 
@@ -320,7 +321,8 @@ fn neighbouring_reservations_are_not_one_range() {
 #[test]
 fn a_pinned_pool_lives_on_the_simulation_and_meets_its_failures() {
     let sim = Arc::new(device(Order::Lazy));
-    let pool = PinnedPool::open(sim.clone(), PinnedConfig::new("test")).expect("a driver");
+    let (clock, config) = (Arc::new(SystemClock::new()), PinnedConfig::new("test"));
+    let pool = PinnedPool::open(sim.clone(), clock, config).expect("a driver");
     let buffer = pool.alloc_from(&[7_u8; 1000]).expect("host memory");
     assert_eq!((buffer.to_vec(), sim.leaks().host_blocks), (Ok(vec![7; 1000]), 1));
     sim.lose_context();

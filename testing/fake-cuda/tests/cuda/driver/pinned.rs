@@ -10,6 +10,7 @@ use std::sync::Arc;
 use cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCaptureMode};
 use lowtide::ByteSize;
 use lowtide_fake_cuda::{Fake, Guard, Options};
+use lowtide_gpu::clock::SystemClock;
 use lowtide_gpu::{Buffer, DeviceError, Lane, PinnedBuffer, PinnedConfig, PinnedPool, Region};
 
 use super::pinned_schedule::{self, Done};
@@ -21,7 +22,7 @@ const LEN: usize = 4 << 10;
 
 fn pool(bed: &Bed) -> PinnedPool {
     let config = PinnedConfig { segment: SEGMENT, ..PinnedConfig::new("staging") };
-    PinnedPool::open(bed.driver.clone(), config).expect("a pool")
+    PinnedPool::open(bed.driver.clone(), Arc::new(SystemClock::new()), config).expect("a pool")
 }
 
 fn filled(pool: &PinnedPool, byte: u8) -> PinnedBuffer<u8> {
@@ -94,7 +95,7 @@ fn memory_of_a_dropped_copy_is_not_reused_or_freed_before_the_copy_is_complete()
     drop(copy);
     assert_eq!(pool.purge(), Ok(ByteSize::ZERO));
     let snapshot = pool.snapshot();
-    assert_eq!((snapshot.live, snapshot.pending), (ByteSize::ZERO, ByteSize::of(LEN)));
+    assert_eq!((snapshot.live(), snapshot.pending), (ByteSize::ZERO, ByteSize::of(LEN)));
     pool.validate();
     // All other blocks of the segment, and of the next one.
     let others: Vec<_> = (0..31).map(|_| filled(&pool, 2)).collect();
@@ -114,7 +115,7 @@ fn a_pending_block_is_used_again_once_its_copy_is_complete() {
     drop(lane.copy_to_device(filled(&pool, 1), &mut to).expect("queued"));
     bed.one.synchronize().expect("done");
     drop(filled(&pool, 3));
-    assert_eq!(pool.snapshot().committed, SEGMENT, "no second segment");
+    assert_eq!(pool.glance().committed, SEGMENT, "no second segment");
     drop((full, to, pool));
     end((fake, bed, arena, lane));
 }
@@ -131,11 +132,11 @@ fn a_copy_returns_its_buffer_when_it_is_complete() {
     let mut again = sent.wait().expect("complete");
     again.fill(6).expect("it is ours again");
     drop((again, middle));
-    // The last holder of a pool waits for what is queued.
+    // The end of a pool waits for what is queued.
     let mut other = device(&lane);
     drop(lane.copy_to_device(filled(&pool, 1), &mut other).expect("queued"));
     pool.close().expect("nothing is live");
-    drop(other);
+    drop((other, pool));
     end((fake, bed, arena, lane));
 }
 
@@ -242,7 +243,7 @@ fn assert_quarantined(pool: &PinnedPool, mut buffer: PinnedBuffer<u8>) {
     drop(buffer);
     assert_eq!(pool.purge(), Ok(ByteSize::ZERO));
     let snapshot = pool.snapshot();
-    assert_eq!((snapshot.live, snapshot.quarantined), (ByteSize::ZERO, ByteSize::of(LEN)));
+    assert_eq!((snapshot.live(), snapshot.quarantined), (ByteSize::ZERO, ByteSize::of(LEN)));
     pool.validate();
 }
 

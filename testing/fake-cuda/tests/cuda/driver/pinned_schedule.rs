@@ -173,7 +173,8 @@ impl<'a> Bed<'a> {
         // Small segments, so that freed blocks are soon another's, and segments soon idle.
         let segment = ByteSize::kib(64);
         let pool = PinnedConfig { segment, ..PinnedConfig::new("schedules") };
-        let pool = PinnedPool::open(self.driver.clone(), pool).expect("a pool");
+        let pool = PinnedPool::open(self.driver.clone(), Arc::new(ManualClock::new()), pool)
+            .expect("a pool");
         let sides = (0..1 + chance.below(2)).map(|_| self.side()).collect();
         let before = self.fake.faults().matches(GONE).count();
         let mut run = Run {

@@ -1,0 +1,598 @@
+//! Random schedules that step the engine's operations in one thread.
+//!
+//! A seed gives a schedule. Operations begin at random and are stepped in a random order, so that
+//! any of them is in any of its steps while another goes on. Driver calls are made when their turn
+//! comes, and their results return in any order; some calls fail, and some results are lost: then
+//! the operation ends in the midst. Work of streams writes and reads blocks meanwhile, in an order
+//! that the seed chooses.
+//!
+//! `LOWTIDE_STEPS` sets the number of schedules, `LOWTIDE_STEPS_FROM` the first seed.
+//!
+//! Invariants: the simulation sees no breach of the driver's contract; a block keeps what was
+//! written to it; the state is valid after each schedule; without a lost result nothing is left
+//! committed.
+
+use std::fmt;
+use std::pin::Pin;
+
+use super::*;
+use crate::driver::{DeviceAddress, Driver, StreamHandle};
+use crate::engine::alloc::{self, AllocTarget, Begun};
+use crate::engine::call::Call;
+use crate::engine::port::{Called, Caller, Port, Step, Surroundings, run_outside, step};
+use crate::engine::{completion, enter, move_block, release, resize, resume, stores, suspend};
+use crate::exec::reserve;
+use crate::state::arena::ArenaState;
+use crate::state::compact::plan::Move;
+use crate::state::event::{After, FreeCause};
+use crate::state::region::{AllocRequest, Placement, RegionState};
+use crate::state::streams::StreamKey;
+use crate::types::compact::CompactOptions;
+use crate::types::shortage::Shortage;
+use lowtide_cuda_sim::{Order, Pattern, SimDriver, SimOptions, sample};
+
+/// Acts of a schedule.
+const ACTS: usize = 400;
+/// Operations in progress at most.
+const OPERATIONS_MAX: usize = 4;
+/// Blocks at most.
+const BLOCKS_MAX: usize = 24;
+const STEP_GRANULE: ByteSize = ByteSize::kib(4);
+
+/// An arena without caches and callbacks.
+struct NoSurroundings;
+
+impl Surroundings for NoSurroundings {
+    fn shut_caches(&self) -> bool {
+        false
+    }
+
+    fn reopen_caches(&self) {}
+
+    fn set_asleep(&self, _: bool) {}
+
+    fn take_callback_turn(&self) -> Option<bool> {
+        None
+    }
+
+    fn end_callback_turn(&self) {}
+
+    fn call_callbacks(&self, _: &Shortage<'_>) -> Option<Called> {
+        Some(Called::default())
+    }
+
+    fn call_budget(&self, act: &mut dyn FnMut()) -> Result<(), String> {
+        act();
+        Ok(())
+    }
+}
+
+/// A live block.
+#[derive(Debug)]
+struct StepBlock {
+    region: Region,
+    placed: Placement,
+    lane: usize,
+    /// What was written, and how much.
+    written: Option<(Pattern, ByteSize)>,
+}
+
+/// The outcome of an operation.
+enum Ended {
+    Allocated(Option<StepBlock>),
+    /// The block, and its new place if it was resized.
+    Resized(StepBlock, Option<Placement>),
+    Entered(bool),
+    Other,
+}
+
+/// What an operation asks for.
+enum Asked {
+    Step,
+    Call(Call),
+    /// A change of the state after this many.
+    Change(u64),
+}
+
+struct Running<'a> {
+    port: usize,
+    operation: Pin<Box<dyn Future<Output = Ended> + 'a>>,
+    asked: Asked,
+}
+
+struct Lane {
+    handle: StreamHandle,
+    key: StreamKey,
+}
+
+struct World<'a> {
+    chance: Chance,
+    slot: Option<Box<ArenaState>>,
+    sim: &'a SimDriver,
+    clock: &'a ManualClock,
+    ports: &'a [Port<'a>],
+    free_ports: Vec<usize>,
+    running: Vec<Running<'a>>,
+    blocks: Vec<StepBlock>,
+    lanes: Vec<Lane>,
+    leases: u32,
+    changes: u64,
+    mark: u64,
+    is_lossy: bool,
+    done: Totals,
+}
+
+/// What happened in the schedules.
+#[derive(Clone, Copy, Debug, Default)]
+struct Totals {
+    steps: u64,
+    calls: u64,
+    lost: u64,
+    sleeps: u64,
+    moves: u64,
+    refused: u64,
+}
+
+impl fmt::Debug for World<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("World").field("done", &self.done).finish_non_exhaustive()
+    }
+}
+
+impl<'a> World<'a> {
+    fn state(&mut self) -> &mut ArenaState {
+        self.slot.as_deref_mut().expect("no operation makes a step")
+    }
+
+    fn one_in(&mut self, of: u64) -> bool {
+        self.chance.below(of) == 0
+    }
+
+    fn pick(&mut self, from: usize) -> usize {
+        usize::try_from(self.chance.below(from as u64)).expect("small")
+    }
+
+    /// Begins an operation.
+    fn begin<F: Future<Output = Ended> + 'a>(&mut self, operation: impl FnOnce(&'a Port<'a>) -> F) {
+        let Some(port) = self.free_ports.pop() else { return };
+        let operation = Box::pin(operation(&self.ports[port]));
+        self.running.push(Running { port, operation, asked: Asked::Step });
+    }
+
+    /// Lets a random operation go on.
+    fn go_on(&mut self) {
+        if self.running.is_empty() {
+            return;
+        }
+        let nth = self.pick(self.running.len());
+        let asked = std::mem::replace(&mut self.running[nth].asked, Asked::Step);
+        match asked {
+            Asked::Step => {}
+            Asked::Change(seen) if seen == self.changes => {
+                self.running[nth].asked = Asked::Change(seen);
+                return;
+            }
+            Asked::Change(_) => {}
+            Asked::Call(call) => {
+                self.done.calls += 1;
+                let completion = call.perform(self.sim);
+                if self.is_lossy && self.one_in(400) {
+                    self.done.lost += 1;
+                    self.free_ports.push(self.running.swap_remove(nth).port);
+                    self.changes += 1;
+                    return;
+                }
+                self.ports[self.running[nth].port].complete(completion);
+            }
+        }
+        self.step(nth);
+    }
+
+    /// Makes one step of an operation.
+    fn step(&mut self, nth: usize) {
+        self.done.steps += 1;
+        let running = &mut self.running[nth];
+        let port = &self.ports[running.port];
+        loop {
+            match step(port, &mut self.slot, running.operation.as_mut()) {
+                Step::Done(ended) => {
+                    self.free_ports.push(running.port);
+                    drop(self.running.swap_remove(nth));
+                    self.end(ended);
+                    break;
+                }
+                Step::Call(call) => {
+                    running.asked = Asked::Call(call);
+                    break;
+                }
+                Step::Wait => {
+                    self.changes += 1;
+                    running.asked = Asked::Change(self.changes);
+                    return;
+                }
+                // No time passes for it: the deadline of a drain is now.
+                Step::WaitUntil(..) => {}
+                Step::Outside => run_outside(port, running.operation.as_mut()),
+            }
+        }
+        self.changes += 1;
+    }
+
+    fn end(&mut self, ended: Ended) {
+        match ended {
+            Ended::Allocated(Some(block)) => self.blocks.push(block),
+            Ended::Allocated(None) => self.done.refused += 1,
+            Ended::Resized(mut block, resized) => {
+                if let Some(placed) = resized {
+                    block.placed = placed;
+                    let size = ByteSize::new(placed.requested);
+                    block.written =
+                        block.written.map(|(pattern, written)| (pattern, written.min(size)));
+                }
+                self.blocks.push(block);
+            }
+            Ended::Entered(is_in) => self.leases += u32::from(is_in),
+            Ended::Other => {}
+        }
+    }
+
+    /// Makes one random act.
+    fn act(&mut self) {
+        match self.chance.below(24) {
+            0..5 if self.blocks.len() + self.running.len() < BLOCKS_MAX => self.alloc(),
+            5..9 => self.free(),
+            9 => self.resize(),
+            10..13 => self.use_block(),
+            13 => self.release(),
+            14 => self.enter(),
+            15 | 16 => self.leave(),
+            17 => self.sleep(),
+            18 => self.move_block(),
+            19 => self.complete(),
+            20 => {
+                self.clock.advance(Duration::from_secs(self.chance.below(8)));
+            }
+            21 => {
+                self.sim.advance(1 + self.pick(8));
+            }
+            22 if self.one_in(8) => self.set_limit(),
+            _ => {}
+        }
+    }
+
+    fn alloc(&mut self) {
+        let bits = 6 + self.chance.below(9);
+        let size = ByteSize::new(1 + self.chance.below(1 << bits));
+        let region = if self.one_in(8) { Region::Stable } else { Region::Dynamic };
+        let lane = self.pick(self.lanes.len());
+        let wanted = AllocRequest::new(size, ByteSize::new(256)).expect("not empty");
+        let target = AllocTarget { region, wanted, taker: Some(self.lanes[lane].key) };
+        let clock = self.clock;
+        let begun = alloc::begin(self.state(), clock, target);
+        self.changes += 1;
+        let block = move |placed| StepBlock { region, placed, lane, written: None };
+        if let Begun::Done(placed) = begun {
+            self.blocks.push(block(placed));
+            return;
+        }
+        if self.free_ports.is_empty() {
+            // The first step needs the rest.
+            if let Begun::Placed(placed, claim) = begun {
+                let state = self.state();
+                state.region_mut(region).pins.end_operation(placed.id);
+                state.withdraw(region, placed, claim, clock);
+            }
+            return;
+        }
+        self.begin(|port| async move {
+            let outcome = match alloc::alloc(port, target, begun).await {
+                Err(failure) if failure.is_shortage() => {
+                    alloc::alloc_after_shortage(port, target).await
+                }
+                outcome => outcome,
+            };
+            Ended::Allocated(outcome.ok().map(block))
+        });
+    }
+
+    fn free(&mut self) {
+        if self.blocks.is_empty() {
+            return;
+        }
+        let nth = self.pick(self.blocks.len());
+        let block = self.blocks.swap_remove(nth);
+        self.check(&block);
+        self.free_block(&block);
+    }
+
+    fn free_block(&mut self, block: &StepBlock) {
+        let (key, clock) = (self.lanes[block.lane].key, self.clock);
+        let cause = FreeCause::Owner(After::Lanes);
+        self.state().release_after(block.region, block.placed, (&[key], cause), clock);
+        self.changes += 1;
+    }
+
+    /// Returns the address of a block under a lease.
+    fn address(&mut self, block: &StepBlock) -> DeviceAddress {
+        let region = self.state().region(block.region);
+        region.refreshed(block.placed).at
+    }
+
+    /// Queues a check of what was written to a block, if a lease is held.
+    fn check(&mut self, block: &StepBlock) {
+        let Some((pattern, size)) = block.written.filter(|_| self.leases > 0) else { return };
+        let (at, stream) = (self.address(block), self.lanes[block.lane].handle);
+        self.sim.check(stream, at, size, pattern).expect("queued");
+        self.note_used(block.lane);
+    }
+
+    fn note_used(&mut self, lane: usize) {
+        let key = self.lanes[lane].key;
+        self.state().sleep.note_used(key);
+    }
+
+    fn use_block(&mut self) {
+        if self.leases == 0 || self.blocks.is_empty() {
+            return;
+        }
+        let nth = self.pick(self.blocks.len());
+        let block = self.blocks.swap_remove(nth);
+        self.check(&block);
+        self.mark += 1;
+        let (pattern, size) = (Pattern::new(self.mark), ByteSize::new(block.placed.requested));
+        let (at, stream) = (self.address(&block), self.lanes[block.lane].handle);
+        self.sim.fill(stream, at, size, pattern).expect("queued");
+        self.note_used(block.lane);
+        self.blocks.push(StepBlock { written: Some((pattern, size)), ..block });
+    }
+
+    fn resize(&mut self) {
+        if self.blocks.is_empty() || self.free_ports.is_empty() {
+            return;
+        }
+        let nth = self.pick(self.blocks.len());
+        let block = self.blocks.swap_remove(nth);
+        let size = 1 + self.chance.below(1 << 14);
+        self.begin(|port| async move {
+            let resized = resize::resize_in_place(port, block.region, block.placed, size).await;
+            Ended::Resized(block, resized.ok().flatten())
+        });
+    }
+
+    fn release(&mut self) {
+        let (now, keep) = (self.clock.now(), ByteSize::kib(4 * self.chance.below(16)));
+        let decays = self.one_in(2);
+        self.begin(|port| async move {
+            let _ = completion::look_for_ends(port, !decays).await;
+            if decays {
+                let ages = port.with(|state| state.aging.ages(now));
+                let given = release::give_back(port, u64::MAX, Some(ages)).await;
+                port.with(|state| state.set_looked(now, given.error.is_some()));
+            } else {
+                let _ = release::release_down_to(port, keep).await;
+            }
+            Ended::Other
+        });
+    }
+
+    fn enter(&mut self) {
+        self.begin(|port| async move { Ended::Entered(enter::enter(port).await.is_ok()) });
+    }
+
+    fn leave(&mut self) {
+        if self.leases > 0 {
+            self.leases -= 1;
+            let clock = self.clock;
+            self.state().leave(clock);
+            self.changes += 1;
+        }
+    }
+
+    fn sleep(&mut self) {
+        let options = SleepOptions { drain: Duration::ZERO, ..SleepOptions::default() };
+        let sleeps = self.one_in(2);
+        self.begin(|port| async move {
+            if sleeps {
+                let _ = suspend::suspend(port, options).await;
+            } else {
+                let _ = resume::wake_at_once(port).await;
+            }
+            Ended::Other
+        });
+    }
+
+    /// Moves a block to a free place below it.
+    fn move_block(&mut self) {
+        if self.blocks.is_empty() {
+            return;
+        }
+        let nth = self.pick(self.blocks.len());
+        let (region, id) = (self.blocks[nth].region, self.blocks[nth].placed.id);
+        let state = self.state();
+        let Ok(span) = state.region(region).index.span_of(id) else { return };
+        let places = state.region(region).index.blocks();
+        let free: Vec<_> = places.filter(|(_, name)| name.is_none()).map(|(at, _)| at).collect();
+        let fits = free.iter().find(|at| at.size >= span.size && at.offset < span.offset);
+        let Some(to) = fits.map(|at| at.offset) else { return };
+        let made = Move { from: span.offset, to, size: span.size };
+        let options = CompactOptions::new(region);
+        self.begin(|port| async move {
+            let _ = move_block::move_block(port, options, id, made).await;
+            Ended::Other
+        });
+    }
+
+    fn complete(&mut self) {
+        let lane = self.pick(self.lanes.len());
+        let (key, waits) = (self.lanes[lane].key, self.one_in(2));
+        self.begin(|port| async move {
+            if waits {
+                let _ = completion::complete_pending(port).await;
+            } else {
+                let _ = completion::mark_end(port, key).await;
+            }
+            Ended::Other
+        });
+    }
+
+    fn set_limit(&mut self) {
+        let granules = 8 + self.chance.below(56);
+        self.state().limit = ByteSize::new(granules * STEP_GRANULE.get());
+        self.changes += 1;
+    }
+
+    /// Ends every operation, frees every block, and releases all memory.
+    fn finish(&mut self) {
+        self.sim.forget_failures();
+        self.state().limit = ByteSize::MAX;
+        self.changes += 1;
+        // An operation ends in a number of steps, or waits for one that does; or for a lost result.
+        let turns_max = if self.is_lossy { 2_000 } else { 200_000 };
+        for _ in 0..turns_max {
+            if self.running.is_empty() {
+                break;
+            }
+            self.go_on();
+        }
+        assert!(self.is_lossy || self.running.is_empty(), "an operation never ended");
+        if self.is_lossy {
+            self.running.clear();
+            return;
+        }
+        while self.leases > 0 {
+            self.leave();
+        }
+        self.enter();
+        self.drive();
+        for block in std::mem::take(&mut self.blocks) {
+            self.check(&block);
+            self.free_block(&block);
+        }
+        self.leave();
+        self.begin(|port| async move {
+            completion::complete_all(port).await.expect("nothing fails");
+            let _ = release::release_down_to(port, ByteSize::ZERO).await;
+            stores::end(port).await;
+            Ended::Other
+        });
+        self.drive();
+        let state = self.state();
+        let (live, backed, pending) = (state.live(), state.backed(), state.pending());
+        assert_eq!((live, backed, pending), (0, 0, 0), "memory is left");
+    }
+
+    fn drive(&mut self) {
+        while !self.running.is_empty() {
+            self.go_on();
+        }
+    }
+}
+
+/// Returns the device of a schedule.
+fn device(seed: u64, chance: &mut Chance, clock: &ManualClock) -> SimDriver {
+    let virtual_memory = chance.below(4) > 0;
+    SimDriver::new(SimOptions {
+        order: if chance.below(2) == 0 { Order::Lazy } else { Order::Random { seed } },
+        granularity: STEP_GRANULE,
+        handles: lowtide_cuda_sim::Handles::Fixed(STEP_GRANULE),
+        capacity: if chance.below(4) == 0 { ByteSize::kib(128) } else { ByteSize::gib(1) },
+        context_overhead: ByteSize::ZERO,
+        virtual_memory,
+        pool: chance.below(2) == 0,
+        remap: chance.below(2) == 0,
+        clock: clock.clone(),
+        ..SimOptions::default()
+    })
+}
+
+/// Runs the schedule of a seed.
+fn play(seed: u64) -> Totals {
+    let mut chance = Chance(seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1);
+    for _ in 0..4 {
+        chance.below(2);
+    }
+    let clock = ManualClock::new();
+    let sim = device(seed, &mut chance, &clock);
+    let config = ArenaConfig {
+        limit: ByteSize::new((12 + chance.below(52)) * STEP_GRANULE.get()),
+        reserve: ByteSize::kib(512),
+        decay: DecayTime::Within(10 * SECOND),
+        ..ArenaConfig::new("steps")
+    };
+    let capabilities = sim.capabilities();
+    let backings = reserve::grounds(&sim, STEP_GRANULE, config.reserve).expect("addresses");
+    let regions = backings.map(|backing| RegionState::new(backing, STEP_GRANULE));
+    let of_driver = (capabilities, sim.backend());
+    let mut state =
+        ArenaState::new(regions, STEP_GRANULE, config.state_config(), of_driver, clock.now());
+    let lanes = (0..3).map(|_| {
+        let handle = sim.stream_create().expect("a stream");
+        Lane { handle, key: state.streams.enter(handle) }
+    });
+    let lanes: Vec<_> = lanes.collect();
+    let port = |_| Port::new(&clock, Caller::default(), &NoSurroundings);
+    let ports: Vec<_> = (0..OPERATIONS_MAX).map(port).collect();
+    let mut world = World {
+        slot: Some(Box::new(state)),
+        sim: &sim,
+        clock: &clock,
+        ports: &ports,
+        free_ports: (0..OPERATIONS_MAX).collect(),
+        running: Vec::new(),
+        blocks: Vec::new(),
+        lanes,
+        leases: 0,
+        changes: 0,
+        mark: 0,
+        is_lossy: chance.below(4) == 0,
+        done: Totals::default(),
+        chance,
+    };
+    for _ in 0..ACTS {
+        world.act();
+        for _ in 0..1 + world.pick(4) {
+            world.go_on();
+        }
+    }
+    world.done.sleeps = world.state().sleep.totals()[0];
+    world.done.moves = world.state().totals.moves;
+    world.finish();
+    world.state().validate();
+    let World { done, mut slot, is_lossy, .. } = world;
+    sim.run_all();
+    sim.validate();
+    assert_eq!((sim.faults_total(), sim.differences()), (0, 0), "{:?}", sim.faults());
+    let mut state = slot.take().expect("no operation makes a step");
+    for event in state.streams.take_events() {
+        sim.event_destroy(event).expect("an event of the arena");
+    }
+    if !is_lossy {
+        let leaks = sim.leaks();
+        assert_eq!((leaks.handles, leaks.segments, leaks.host_stores), (0, 0, 0), "{leaks:?}");
+    }
+    done
+}
+
+#[expect(clippy::disallowed_methods, reason = "a setting of this test, not of the library")]
+fn number(name: &str) -> Option<u64> {
+    std::env::var(name).ok().map(|text| text.parse().expect("a number"))
+}
+
+#[test]
+fn random_steps_keep_every_byte_and_leave_nothing_behind() {
+    let from = number("LOWTIDE_STEPS_FROM").unwrap_or(0);
+    let count = number("LOWTIDE_STEPS").unwrap_or(sample(20_000));
+    let mut all = Totals::default();
+    for seed in from..from + count {
+        let played = std::panic::catch_unwind(|| play(seed));
+        let Ok(done) = played else { panic!("seed {seed}") };
+        all.steps += done.steps;
+        all.calls += done.calls;
+        all.lost += done.lost;
+        all.sleeps += done.sleeps;
+        all.moves += done.moves;
+        all.refused += done.refused;
+    }
+    println!("{count} schedules from seed {from}: {all:?}");
+    assert!(count < 100 || (all.sleeps > 0 && all.moves > 0 && all.refused > 0 && all.lost > 0));
+}
