@@ -99,8 +99,9 @@ const MUTANTS: &[Mutant] = &[
     Mutant {
         name: "lost-claim",
         about: "a failed allocation frees its space as if nothing had been pending there",
-        text: "                state.withdraw(region, placed, claim, port.clock);\n",
-        replacement: "                state.withdraw(region, placed, Claim::default(), port.clock);\n",
+        text: "state.withdraw(region, placed, claim, port.clock);\n                Err(failure",
+        replacement: "state.withdraw(region, placed, Claim::default(), port.clock);\n\
+                      Err(failure",
         test: SCHEDULES,
         is_sample: false,
     },
@@ -141,7 +142,8 @@ const MUTANTS: &[Mutant] = &[
     Mutant {
         name: "sleep-before-done",
         about: "the arena falls asleep without waiting for work under leases",
-        text: "        complete_used(port).await?;\n        stores::complete_copies(port).await?;\n",
+        text: "        complete_used(port).await?;\n        \
+               stores::complete_copies(port).await?;\n",
         replacement: "",
         test: SCHEDULES,
         is_sample: false,

@@ -435,7 +435,7 @@ pub(crate) async fn alloc_after_shortage(
     .await
 }
 
-/// Tries to find memory that needs no wait, or that can be committed, if a capture forbids the wait.
+/// Tries to find memory that needs no wait, or that can be committed, if a capture forbids a wait.
 async fn without_wait(
     port: &Port<'_>,
     target: AllocTarget,

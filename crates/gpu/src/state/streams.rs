@@ -38,8 +38,8 @@ pub(crate) struct Use {
     pub(crate) epoch: u64,
 }
 
-/// An event of the arena. An operation that has one holds it, until it releases it: the event is not
-/// recorded again before.
+/// An event of the arena. An operation that has one holds it until it releases it; the event is not
+/// recorded again before that.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Event {
     nth: usize,
