@@ -361,9 +361,9 @@ fn is_markable(port: &Port<'_>, stream: StreamKey) -> bool {
 /// synchronous work.
 ///
 /// # Errors
-/// The driver's: the device may still work. [`CAPTURES`](crate::types::error::CAPTURES) while the stream of a lane captures a
-/// graph, which the wait would invalidate. `Background` in background work, before any call: see
-/// the head of this file.
+/// The driver's: the device may still work. [`CAPTURES`](crate::types::error::CAPTURES) while the
+/// stream of a lane captures a graph, which the wait would invalidate. `Background` in background
+/// work, before any call: see the head of this file.
 pub(crate) async fn complete_all(port: &Port<'_>) -> Result<(), DriverError> {
     if !port.with(|state| state.capabilities.asynchronous) {
         return Ok(());

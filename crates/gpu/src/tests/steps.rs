@@ -523,7 +523,8 @@ fn play(seed: u64) -> Totals {
     let backings = reserve::grounds(&sim, STEP_GRANULE, config.reserve).expect("addresses");
     let regions = backings.map(|backing| RegionState::new(backing, STEP_GRANULE));
     let of_driver = (capabilities, sim.backend());
-    let mut state = ArenaState::new(regions, STEP_GRANULE, &config, of_driver, clock.now());
+    let mut state =
+        ArenaState::new(regions, STEP_GRANULE, config.state_config(), of_driver, clock.now());
     let lanes = (0..3).map(|_| {
         let handle = sim.stream_create().expect("a stream");
         Lane { handle, key: state.streams.enter(handle) }
