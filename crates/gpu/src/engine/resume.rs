@@ -230,7 +230,7 @@ async fn commit_all(
                 // Never rung: only time passes.
                 port.wait_until(Bell::new(), port.clock.now() + pause).await;
             }
-            Err(failure) => return Err(without(failure.error, incoming.borrow().missing())),
+            Err(failure) => return Err(without(*failure.error, incoming.borrow().missing())),
         }
     }
 }
@@ -252,7 +252,7 @@ async fn commit_next(port: &Port<'_>, incoming: &RefCell<Incoming>) -> Result<()
                 }
                 Err(DriverError::OutOfMemory { .. }) => Cause::Device,
                 Err(error) => {
-                    return Err(AllocFailure { cause: Cause::Driver, error: error.into() });
+                    return Err(AllocFailure::of_driver(error));
                 }
             }
         };
