@@ -97,6 +97,25 @@ impl Executor {
         self.moves[region.number()].load(Ordering::Relaxed)
     }
 
+    /// Reads or changes the state, without a wait or a driver call.
+    #[inline]
+    pub(crate) fn run_now<T>(
+        &self,
+        clock: &dyn Clock,
+        act: impl FnOnce(&mut ArenaState) -> T,
+    ) -> T {
+        let Some(mut guard) = try_lock(&self.guarded) else {
+            return act(&mut self.lock_state_contended(clock));
+        };
+        let state = guard.state.as_deref_mut().expect("no operation makes a step");
+        let outcome = act(state);
+        self.publish(state);
+        if guard.watchers > 0 {
+            self.release(Some(guard));
+        }
+        outcome
+    }
+
     /// Publishes the counts of moves, before the lock is released: a lease that is granted next
     /// sees them.
     #[inline]

@@ -232,7 +232,7 @@ impl ArenaInner {
     /// Reads or changes the state, without a wait or a driver call.
     #[inline]
     pub(crate) fn run_now<T>(&self, act: impl FnOnce(&mut ArenaState) -> T) -> T {
-        act(&mut self.lock_state())
+        self.executor.run_now(&*self.clock, act)
     }
 
     /// Returns the number of moved blocks of a region, without the lock.
