@@ -6,7 +6,7 @@
 //! Invariant: each figure is printed by one function.
 
 mod api;
-mod arena;
+pub(crate) mod arena;
 mod benches;
 mod clone;
 mod footprint;

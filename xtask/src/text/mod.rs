@@ -23,6 +23,7 @@ use yaml_rust2::YamlLoader;
 
 use self::code::Code;
 use crate::ci;
+use crate::figures::arena::check_layers;
 use crate::tree::{self, Faults, Tree};
 
 /// Runs all checks, and prints the faults.
@@ -54,6 +55,7 @@ fn check(tree: &Tree) -> Vec<String> {
         }
     }
     tidy::check(tree, &faults);
+    check_layers(tree, &faults);
     documents::check(tree, &code, &faults);
     dashboards::check(tree, &faults);
     deploying::check(tree, &code, &faults);

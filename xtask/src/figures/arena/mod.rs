@@ -13,6 +13,8 @@ use super::product::product;
 use super::{Figure, Measure, count, figure};
 use crate::tree::{self, Tree};
 
+pub(crate) use modules::check_layers;
+
 /// The folder of the package.
 const FOLDER: &str = "crates/gpu/";
 

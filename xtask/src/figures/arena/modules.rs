@@ -9,7 +9,7 @@ use super::super::product::product;
 use super::super::{Figure, count, figure};
 use super::FOLDER;
 use crate::text::tidy::imports::{Map, Path, paths};
-use crate::tree::{self, Package, Source, Tree};
+use crate::tree::{self, Faults, Package, Source, Tree};
 
 /// The layers of the arena's package from the bottom up, and their modules. A module is in the
 /// layer of the longest prefix of its path that is listed. The crate root is above all of them.
@@ -144,17 +144,32 @@ fn reached<'a, N: Ord>(edges: &BTreeMap<&'a N, BTreeSet<&'a N>>, start: &'a N) -
 
 /// Counts the pairs of modules of which the lower one imports the higher one.
 pub(super) fn measure_imports_up() -> Result<Vec<Figure>, String> {
-    let tree = Tree::read(&tree::root())?;
+    let up = all_imports_up(&Tree::read(&tree::root())?)?;
+    for text in &up {
+        println!("  {text}");
+    }
+    Ok(vec![figure("imports_up", count(up.len()), "imports", Some(0.0))])
+}
+
+/// Checks that no module of the arena imports one of a higher layer.
+pub(crate) fn check_layers(tree: &Tree, faults: &Faults) {
+    match all_imports_up(tree) {
+        Ok(up) => up.into_iter().for_each(|text| faults.say(format!("{FOLDER}: {text}"))),
+        Err(error) => faults.say(error),
+    }
+}
+
+/// Describes each import of a higher layer.
+fn all_imports_up(tree: &Tree) -> Result<Vec<String>, String> {
     let packages = tree.packages();
     let package = packages.iter().find(|package| package.folder == FOLDER);
-    let imports = imports(&tree, package.ok_or("no package of arenas")?)?;
-    let up = imports_up(&imports, LAYERS)?;
-    for (from, to) in &up {
-        let to: Vec<_> = to.iter().map(|(layer, module)| format!("{module} ({layer})")).collect();
-        println!("  {} ({}) imports {}", from.1, from.0, to.join(", "));
-    }
-    let all = up.values().map(BTreeSet::len).sum();
-    Ok(vec![figure("imports_up", count(all), "imports", Some(0.0))])
+    let imports = imports(tree, package.ok_or("no package of arenas")?)?;
+    let up = imports_up(&imports, LAYERS)?.into_iter();
+    let pairs = up.flat_map(|(from, to)| to.into_iter().map(move |to| (from.clone(), to)));
+    let text = |((here, from), (there, to)): (Placed, Placed)| {
+        format!("{from} ({here}) imports {to} ({there})")
+    };
+    Ok(pairs.map(text).collect())
 }
 
 /// A layer and a module in it.
