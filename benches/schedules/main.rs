@@ -1,6 +1,6 @@
 //! Many random schedules of an arena with streams; `crates/gpu/tests/gpu/schedules` runs a few.
 //!
-//! It measures nothing but how many ran. Two threads run schedules, a seed each; a schedule that
+//! It counts how many ran, and how long they took. Two threads run schedules, a seed each; a schedule that
 //! fails is shown with its seed, order and workers, and can be run again alone.
 //!
 //! Exit codes: 0 all held; 1 one failed.
@@ -18,6 +18,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 
 use clap::Parser;
+use lowtide::clock::{Clock as _, SystemClock};
 
 use crate::harness::Schedule;
 
@@ -64,12 +65,15 @@ fn main() -> ExitCode {
     }
     let cli = Cli::parse();
     let (from, count) = cli.seed.map_or((cli.from, cli.count), |seed| (seed, 1));
-    let totals = Totals::default();
+    let (totals, clock) = (Totals::default(), SystemClock::new());
+    let start = clock.now();
     thread::scope(|scope| {
         for _ in 0..cli.threads.max(1) {
             scope.spawn(|| run(&totals, from, count));
         }
     });
+    let seconds = (clock.now() - start).as_secs_f64();
+    println!("{} schedules in {seconds:.1} s", totals.run.load(Ordering::Relaxed));
     let figure = |name: &str, of: &AtomicU64, unit: &str| {
         println!("figure schedules.{name} {} {unit}", of.load(Ordering::Relaxed));
     };

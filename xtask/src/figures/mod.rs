@@ -23,10 +23,17 @@ struct Figure {
     unit: &'static str,
     /// The highest value that is accepted.
     goal: Option<f64>,
+    /// The lowest value that is accepted.
+    floor: Option<f64>,
 }
 
 fn figure(name: &'static str, value: f64, unit: &'static str, goal: Option<f64>) -> Figure {
-    Figure { name, value, unit, goal }
+    Figure { name, value, unit, goal, floor: None }
+}
+
+/// A figure whose goal is the lowest value that is accepted.
+fn at_least(name: &'static str, value: f64, unit: &'static str, floor: f64) -> Figure {
+    Figure { name, value, unit, goal: None, floor: Some(floor) }
 }
 
 /// Returns a number of things as the value of a figure.
@@ -136,7 +143,7 @@ fn measure(subject: &str, measures: &[Measure], only: &[String]) -> Result<(), S
         }
         match (measure.run)() {
             Ok(figures) => figures.iter().filter(|one| !print(subject, one)).for_each(|one| {
-                failed.push(format!("{} is above its goal", one.name));
+                failed.push(format!("{} misses its goal", one.name));
             }),
             Err(error) => failed.push(format!("{}: {error}", measure.names.join(", "))),
         }
@@ -146,15 +153,17 @@ fn measure(subject: &str, measures: &[Measure], only: &[String]) -> Result<(), S
 
 /// Prints a figure, and returns whether its goal holds.
 fn print(subject: &str, figure: &Figure) -> bool {
-    let Figure { name, value, unit, goal } = figure;
+    let Figure { name, value, unit, goal, floor } = figure;
     let digits = match *unit {
         "ratio" => 3,
         _ => usize::from(value.fract() != 0.0),
     };
     println!("figure {subject}.{name} {value:.digits$} {unit}");
-    let holds = goal.is_none_or(|goal| *value <= goal);
-    if let Some(goal) = goal {
-        println!("  goal: at most {goal}: {}", if holds { "held" } else { "missed" });
+    let holds = goal.is_none_or(|goal| *value <= goal) && floor.is_none_or(|floor| *value >= floor);
+    for (word, bound) in [("most", goal), ("least", floor)] {
+        if let Some(bound) = bound {
+            println!("  goal: at {word} {bound}: {}", if holds { "held" } else { "missed" });
+        }
     }
     holds
 }

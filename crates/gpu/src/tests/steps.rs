@@ -6,7 +6,8 @@
 //! the operation ends in the midst. Work of streams writes and reads blocks meanwhile, in an order
 //! that the seed chooses.
 //!
-//! `LOWTIDE_STEPS` at build time sets the number of schedules, `LOWTIDE_STEPS_FROM` the first seed.
+//! `cargo xtask figures arena` compares their number per second with that of the schedules that
+//! drive a whole arena. `LOWTIDE_STEPS` at build time sets the number of schedules, `LOWTIDE_STEPS_FROM` the first seed.
 //!
 //! Invariants: the simulation sees no breach of the driver's contract; a block keeps what was
 //! written to it; the state is valid after each schedule; without a lost result nothing is left
@@ -581,7 +582,8 @@ fn number(text: Option<&str>) -> Option<u64> {
 fn random_steps_keep_every_byte_and_leave_nothing_behind() {
     let from = number(option_env!("LOWTIDE_STEPS_FROM")).unwrap_or(0);
     let count = number(option_env!("LOWTIDE_STEPS")).unwrap_or(sample(20_000));
-    let mut all = Totals::default();
+    let (mut all, clock) = (Totals::default(), SystemClock::new());
+    let start = clock.now();
     for seed in from..from + count {
         let played = std::panic::catch_unwind(|| play(seed));
         let Ok(done) = played else { panic!("seed {seed}") };
@@ -592,6 +594,7 @@ fn random_steps_keep_every_byte_and_leave_nothing_behind() {
         all.moves += done.moves;
         all.refused += done.refused;
     }
-    println!("{count} schedules from seed {from}: {all:?}");
+    let seconds = (clock.now() - start).as_secs_f64();
+    println!("{count} schedules from seed {from} in {seconds:.1} s: {all:?}");
     assert!(count < 100 || (all.sleeps > 0 && all.moves > 0 && all.refused > 0 && all.lost > 0));
 }

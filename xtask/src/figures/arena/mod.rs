@@ -8,6 +8,7 @@ mod callgrind;
 mod locks;
 mod modules;
 mod paths;
+mod schedules;
 
 use super::product::product;
 use super::{Figure, Measure, count, figure};
@@ -35,6 +36,7 @@ pub(super) const ARENA: &[Measure] = &[
         ],
         run: paths::measure_ratios,
     },
+    Measure { names: &["schedules_per_s_ratio", "schedules.failed"], run: schedules::measure },
 ];
 
 /// Counts the lines of the package that are neither empty nor comments.
