@@ -124,8 +124,14 @@ const MUTANTS: &[Mutant] = &[
     Mutant {
         name: "lock-across-call",
         about: "a driver call is made with the arena's lock held",
-        text: "                    drop(locked);\n                    port.complete",
-        replacement: "                    port.complete",
+        text: "            drop(locked);\n            match step {\n                \
+               Step::Done(outcome) => return outcome,\n                \
+               Step::Call(call) => port.complete(call.perform(driver)),\n",
+        replacement: "            if let Step::Call(call) = step {\n                \
+                      port.complete(call.perform(driver));\n                continue;\n            \
+                      }\n            drop(locked);\n            match step {\n                \
+                      Step::Done(outcome) => return outcome,\n                \
+                      Step::Call(_) => {}\n",
         test: "schedules::calls::no_call_is_made_with_the_lock_held",
         is_sample: true,
     },

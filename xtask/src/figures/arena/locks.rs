@@ -73,11 +73,11 @@ mod tests {
     #[test]
     fn each_way_to_lock_the_state_is_counted() {
         for (text, expected) in [
-            ("self.books().live(); shared\n    .books()\n    .idle();", 2),
-            ("let books = lock(&self.shared.books); try_lock(&self.books);", 2),
-            ("self.books.get_mut(); self.books.lock();", 2),
-            ("fn books(&self) {} books.lock; lock(&self.rules); other.lock(&self.books)", 0),
-            ("// lock(&self.books)\n \".books()\"; self.books", 0),
+            ("self.lock_state(clock).live(); shared\n    .try_lock_state()\n    .idle();", 2),
+            ("let slot = lock(&self.shared.guarded); try_lock(&self.guarded);", 2),
+            ("self.guarded.get_mut(); self.guarded.lock();", 2),
+            ("fn lock_state(&self) {} lock(&self.rules); other.lock(&self.guarded)", 0),
+            ("// lock(&self.guarded)\n \".lock_state()\"; self.guarded", 0),
         ] {
             assert_eq!(lock_sites(&code(&tokens(text))), expected, "{text}");
         }
@@ -86,10 +86,10 @@ mod tests {
     #[test]
     fn an_impl_of_the_state_is_found() {
         for (text, expected) in [
-            ("impl Books {}", true),
-            ("impl fmt::Debug for Books {}", true),
-            ("impl From<Books> for Other {} struct Books;", false),
-            ("fn f(of: impl FnOnce(&mut Books)) {}", false),
+            ("impl ArenaState {}", true),
+            ("impl fmt::Debug for ArenaState {}", true),
+            ("impl From<ArenaState> for Other {} struct ArenaState;", false),
+            ("fn f(of: impl FnOnce(&mut ArenaState)) {}", false),
         ] {
             assert_eq!(has_impl(&code(&tokens(text))), expected, "{text}");
         }
