@@ -221,7 +221,7 @@ pub(crate) async fn end_copies(port: &Port<'_>) -> Result<bool, DriverError> {
     Ok(port.with(|state| !state.sleep.may_be_copied()))
 }
 
-/// Sets whether stores are kept between sleeps, and releases the kept ones if not.
+/// Sets whether stores are kept between sleeps, and releases those kept until now.
 pub(crate) async fn set_keep_stores(port: &Port<'_>, keep_stores: bool) {
     if let Some(kept) = port.with(|state| state.sleep.set_keep_stores(keep_stores)) {
         release(port, kept).await;
