@@ -71,7 +71,7 @@ pub enum DriverError {
         /// The unit of addresses and sizes.
         granularity: ByteSize,
     },
-    /// Device work accessed an address with no memory behind it (CUDA result 700). Every later call
+    /// Device work accessed an address without memory (CUDA result 700). Every later call
     /// in the context fails: its memory is lost, and the process must be restarted or the device
     /// reset.
     #[error(

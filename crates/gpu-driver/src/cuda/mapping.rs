@@ -26,7 +26,7 @@ impl Mapping {
         Self { calls, retain, device }
     }
 
-    /// Returns `true` if the handle behind an address can be queried.
+    /// Returns `true` if the handle of an address can be queried.
     pub(super) const fn can_retain(&self) -> bool {
         self.retain.is_some()
     }

@@ -112,7 +112,7 @@ group! {
 }
 
 group! {
-    /// The handle behind an address: since CUDA 11.
+    /// The handle of an address: since CUDA 11.
     Retain {
         handle_of = "cuMemRetainAllocationHandle"(*mut u64, u64);
     }

@@ -67,7 +67,7 @@ impl DeviceArena {
     /// cannot restore a live block at its address: an arena on it sleeps only if nothing is live.
     ///
     /// Use of memory without a lease is at the caller's own risk: raw blocks and captured graphs
-    /// find no memory behind their addresses until the arena is awake again.
+    /// have no memory at their addresses until the arena is awake again.
     ///
     /// ```
     /// # use std::sync::Arc;

@@ -1,4 +1,4 @@
-//! Waking: commits memory behind every granule that a block touches, then restores the contents.
+//! Waking: commits every granule that a block touches, then restores the contents.
 //!
 //! Operations that need memory wait here until the arena is awake, and wake it if it sleeps.
 //!

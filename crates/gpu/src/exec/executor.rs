@@ -1,8 +1,9 @@
 //! Runs operations of the engine on the calling thread.
 //!
 //! The executor takes the lock of the state, lets the operation make its next step, and releases
-//! the lock before doing what the step asks for: a driver call, a wait, or other code. So no driver
-//! call is made and no foreign code runs with the lock held. Contended acquisitions are counted.
+//! the lock before it serves the request of the step: a driver call, a wait, or other code. So no
+//! driver call is made and no foreign code runs with the lock held. Contended acquisitions are
+//! counted.
 //!
 //! The thread that releases the lock then delivers the events of the state.
 //!

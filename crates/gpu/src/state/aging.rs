@@ -2,9 +2,9 @@
 //!
 //! Each granule has the time of its last use as a [`Stamp`]: 32 bits that count fractions of the
 //! decay time. Memory that has been idle for the whole decay time expires and is released; no
-//! memory is released earlier. While memory is in use, checks are a sixteenth of the decay time
-//! apart, so that memory that became idle at about the same time leaves in few calls. The clock is
-//! read only when memory becomes idle. This module releases nothing.
+//! memory is released earlier. While memory is in use, a check is made every sixteenth of the
+//! decay time, so that memory that became idle at about the same time leaves in few calls. The
+//! clock is read only when memory becomes idle. This module releases nothing.
 //!
 //! Invariants: expired memory has been idle for at least the decay time; while memory is idle and
 //! the time is finite, `due` is at most a decay time and two fractions after the last check or

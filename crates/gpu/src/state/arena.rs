@@ -279,7 +279,7 @@ impl ArenaState {
         self.committed_peak = self.committed_peak.max(self.there());
     }
 
-    /// Returns the bytes of granules with memory behind them, without commits in progress.
+    /// Returns the bytes of backed granules, without commits in progress.
     fn there(&self) -> u64 {
         self.backed() - self.committing()
     }

@@ -1,4 +1,4 @@
-//! The events of an arena: what happened to it, in the order in which it took effect.
+//! The events of an arena, in the order in which they took effect.
 //!
 //! The state adds an event to its queue, under its lock, after the change that the event describes
 //! and after every clock reading of that change. The executor takes the events out when it releases

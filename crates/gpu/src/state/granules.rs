@@ -21,7 +21,7 @@ use crate::state::aging::{Ages, Stamp};
 struct Word {
     /// A live block covers a part of the granule.
     touched: u64,
-    /// Memory is behind the granule, or on the way there or away.
+    /// The granule has memory, or is committing or leaving.
     backed: u64,
     /// A commit is in progress: the granule is backed, but has no memory yet. If not backed:
     /// arriving.
@@ -162,7 +162,7 @@ impl Granules {
         masks(range).map(known).sum()
     }
 
-    /// Returns the number of bare granules without memory on its way.
+    /// Returns the number of granules that have no memory and are not arriving.
     pub(crate) fn bare(&self, range: Range<usize>) -> u64 {
         let known = |(at, mask): (usize, u64)| {
             count(mask & self.words.get(at).copied().unwrap_or_default().bare())

@@ -1,4 +1,4 @@
-//! The memory behind the blocks of a region: one reserved segment with granules, or pieces that a
+//! The memory for the blocks of a region: one reserved segment with granules, or pieces that a
 //! driver allocates and frees as a whole.
 //!
 //! Both kinds have the same interface, so placing and counting are independent of the kind. An
@@ -17,7 +17,7 @@ use crate::state::ranges::RegionIndex;
 use crate::state::segment::{Run, Segment};
 use lowtide_core::bytes::ByteSize;
 
-/// The memory behind the offsets of a region.
+/// The memory for the offsets of a region.
 #[derive(Debug)]
 pub(crate) enum Backing {
     /// Addresses that were reserved once.
@@ -26,7 +26,7 @@ pub(crate) enum Backing {
     SegmentList(SegmentList),
 }
 
-/// The state of a granule with memory behind it.
+/// The state of a committed granule.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum GranuleState {
@@ -108,7 +108,7 @@ impl Backing {
         }
     }
 
-    /// Returns the bytes with memory behind them, or on the way there or away.
+    /// Returns the bytes of committed memory, including memory that is committing or leaving.
     #[inline]
     pub(crate) const fn backed(&self) -> u64 {
         either!(self, it => it.backed())
@@ -345,7 +345,7 @@ impl Backing {
         self.reserved_mut().map_or_else(Vec::new, Segment::begin_return)
     }
 
-    /// Returns the bytes of a block that have no memory behind them.
+    /// Returns the bytes of a block that have no memory.
     pub(crate) fn bare_bytes(&self, span: Span) -> u64 {
         self.reserved_segment().map_or(0, |segment| segment.bare_bytes(span))
     }

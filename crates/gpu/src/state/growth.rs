@@ -1,4 +1,4 @@
-//! Computes how much to commit beyond what the block needs: doubling steps, or nothing.
+//! Computes the memory to commit beyond the need of a block: doubling steps, or nothing.
 //!
 //! Pure arithmetic: ONNX Runtime's `kNextPowerOfTwo` with one difference: the cap also applies to
 //! growth forced by a request, so 1.1 GiB under a cap of 1 GiB commits 1.1 GiB and not 2.

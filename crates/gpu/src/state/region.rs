@@ -4,8 +4,8 @@
 //! driver nor clock. A block is arriving from its placement until its memory is committed; only
 //! then is it live.
 //!
-//! Invariants: `requested + cached <= live`; `live + arriving + held = index.live`, with no memory
-//! behind held ranges; `live <= active`.
+//! Invariants: `requested + cached <= live`; `live + arriving + held = index.live`, held ranges
+//! have no memory; `live <= active`.
 
 use crate::driver::DeviceAddress;
 use crate::index::{ALIGN, End, Request, Span, StaleBlock};
@@ -373,8 +373,8 @@ impl RegionState {
         self.index.largest(|span| span.size)
     }
 
-    /// Returns the size of the longest free span with memory behind it. At worst examines every
-    /// free block and every granule.
+    /// Returns the size of the longest free span of committed memory. At worst examines every free
+    /// block and every granule.
     pub(crate) fn largest_free(&self) -> u64 {
         self.index.largest(|span| self.segment.committed_run_max(span))
     }
@@ -414,7 +414,7 @@ impl RegionState {
         self.live_blocks().map(|(span, _)| span)
     }
 
-    /// Returns the live bytes without memory behind them.
+    /// Returns the live bytes that have no memory.
     pub(crate) fn asleep(&self) -> u64 {
         self.live_spans().map(|span| self.segment.bare_bytes(span)).sum()
     }

@@ -113,7 +113,7 @@ impl Segment {
         self.granularity
     }
 
-    /// Returns the bytes with memory behind them, or on the way there or away.
+    /// Returns the bytes of committed granules, including those that are committing or leaving.
     pub(crate) const fn backed(&self) -> u64 {
         (self.low.backed() + self.high.backed()) * self.granularity
     }
@@ -217,8 +217,7 @@ impl Segment {
         self.in_halves(self.granules_of(span), 0, |half, range, sum| sum + half.inactive(range))
     }
 
-    /// Returns the number of granules of the span without memory, and without memory on the way
-    /// there.
+    /// Returns the number of granules of the span that have no memory and are not arriving.
     pub(crate) fn bare(&self, span: Span) -> u64 {
         self.in_halves(self.granules_of(span), 0, |half, range, sum| sum + half.bare(range))
     }
@@ -247,7 +246,7 @@ impl Segment {
     }
 
     /// Marks the first bare granules of a touched span, at most this many, as arriving: memory of
-    /// other granules, which still counts there, is on the way. Returns them in runs.
+    /// other granules, which still counts there, is being moved here. Returns them in runs.
     pub(crate) fn begin_arrive(&mut self, span: Span, granules_max: u64) -> Vec<Run> {
         let mut runs = Vec::new();
         let count = self.count;
@@ -356,7 +355,7 @@ impl Segment {
         runs
     }
 
-    /// Returns the bytes of a span that have no memory behind them. Takes a step for each granule.
+    /// Returns the bytes of a span that have no memory. Takes a step for each granule.
     pub(crate) fn bare_bytes(&self, span: Span) -> u64 {
         let bare = |granule: usize| {
             let (half, at) = self.half(granule);

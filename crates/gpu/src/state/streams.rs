@@ -349,7 +349,7 @@ impl Streams {
         self.holders[event.nth] -= 1;
     }
 
-    /// Returns `true` if so many events are recorded that they should be queried.
+    /// Returns `true` if enough events are recorded that they should be queried.
     pub(crate) const fn is_crowded(&self) -> bool {
         self.recorded_count() >= self.crowd
     }

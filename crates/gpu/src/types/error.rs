@@ -95,7 +95,7 @@ pub enum DeviceError {
         /// Free bytes between live blocks, on granules that these keep. Upper bound of the memory
         /// that compaction can make idle.
         holes: ByteSize,
-        /// The longest free span with memory behind it.
+        /// The longest free span of committed memory.
         largest_free: ByteSize,
         /// Bytes of granules that [`DeviceArena::compact`](crate::DeviceArena::compact) would make
         /// idle with [`Goal::Granules`](crate::Goal::Granules), over both regions. A lower bound:

@@ -53,7 +53,7 @@ pub struct ArenaSnapshot {
     pub pending: ByteSize,
     /// Bytes of active granules that are neither live nor pending.
     pub holes: ByteSize,
-    /// The longest free span with memory behind it.
+    /// The longest free span of committed memory.
     pub largest_free: ByteSize,
     /// The limit of committed memory.
     pub limit: ByteSize,
@@ -103,8 +103,8 @@ pub struct ArenaSnapshot {
     pub committed_bytes_total: u64,
     /// Bytes decommitted by those calls.
     pub decommitted_bytes_total: u64,
-    /// The number of driver calls that moved memory of idle granules to where it was needed,
-    /// instead of a decommit and a commit.
+    /// The number of driver calls that moved memory of idle granules to other granules, instead of
+    /// a decommit and a commit.
     pub remaps_total: u64,
     /// Bytes moved by those calls.
     pub remapped_bytes_total: u64,
@@ -140,7 +140,7 @@ pub struct ArenaSnapshot {
 pub struct ArenaGlance {
     /// Bytes of blocks held by callers, after rounding.
     pub live: ByteSize,
-    /// Bytes of granules with memory behind them.
+    /// Bytes of granules with committed memory.
     pub committed: ByteSize,
     /// Bytes of committed granules that no block touches.
     pub idle: ByteSize,
@@ -279,7 +279,7 @@ pub struct RegionSnapshot {
     pub pending: ByteSize,
     /// Bytes of active granules that are neither live nor pending.
     pub holes: ByteSize,
-    /// The longest free span with memory behind it.
+    /// The longest free span of committed memory.
     pub largest_free: ByteSize,
 }
 
@@ -328,7 +328,7 @@ impl RegionSnapshot {
 pub struct AllocFailures {
     /// The arena's limit was reached.
     pub limit: u64,
-    /// The device, or the host behind it, was out of memory.
+    /// The device was out of memory, or the host that provides its memory.
     pub device: u64,
     /// The region had no free span of addresses, or is smaller than the block.
     pub addresses: u64,

@@ -73,8 +73,8 @@ impl LayoutModel {
         lowest.next().map(|&(size, offset)| Span { offset, size })
     }
 
-    /// Returns the free spans that hold this many bytes, the smallest first, on the side of the
-    /// wall on which the offset `beside` is.
+    /// Returns the free spans that hold this many bytes, the smallest first, on the same side
+    /// of the wall as the offset `beside`.
     pub(super) fn at_least(&self, size: u64, beside: u64) -> impl DoubleEndedIterator<Item = Span> {
         let spans = self.by_size[self.side(beside)].range((size, 0)..);
         spans.map(|&(size, offset)| Span { offset, size })
