@@ -287,8 +287,8 @@ impl PoolGovernor {
         &self.device
     }
 
-    /// Returns the number of pools that governors of this process did not destroy, because they were
-    /// in use when the governor ended, or because CUDA failed to report or destroy them.
+    /// Returns the number of pools that governors of this process did not destroy, because they
+    /// were in use when the governor ended, or because CUDA failed to report or destroy them.
     #[must_use]
     pub fn left_total() -> u64 {
         LEFT.load(Ordering::Relaxed)

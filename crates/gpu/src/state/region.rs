@@ -4,8 +4,8 @@
 //! driver nor clock. A block is arriving from its placement until its memory is committed; only
 //! then is it live.
 //!
-//! Invariants: `requested + cached <= live`; `live + arriving + held = index.live`, held ranges
-//! have no memory; `live <= active`.
+//! Invariants: `requested + cached <= live`; `live + arriving + held = index.live`, and held
+//! ranges have no memory; `live <= active`.
 
 use crate::driver::DeviceAddress;
 use crate::index::{ALIGN, End, Request, Span, StaleBlock};
