@@ -56,7 +56,7 @@ impl Model {
     /// Checks that the caller holds no lock of the arena.
     fn unlocked(&self) {
         if let Some(arena) = self.arena.get().and_then(Weak::upgrade) {
-            drop(arena.lock());
+            drop(arena.lock_state());
         }
     }
 
@@ -149,7 +149,7 @@ unsafe impl Driver for Model {
         self.assert_there(from, size);
         self.assert_there(to, size);
         if let Some(arena) = self.arena.get().and_then(Weak::upgrade) {
-            assert_eq!(arena.lock().leases, 0, "a block moves under a lease");
+            assert_eq!(arena.lock_state().leases, 0, "a block moves under a lease");
         }
         Ok(())
     }

@@ -424,7 +424,7 @@ mod fenced_tests {
         let start = buffer.start.as_ptr();
         let held = Arc::clone(&buffer.pool);
         // As if another thread, which the child does not have, held the locks at the fork.
-        let locks = (held.arena.inner().lock(), lock(&held.unfinished));
+        let locks = (held.arena.inner().lock_state(), lock(&held.unfinished));
         let locks = ManuallyDrop::new(locks);
         // SAFETY: the child drops a buffer and handles, reads a byte, and ends with `_exit`.
         let child = unsafe { libc::fork() };

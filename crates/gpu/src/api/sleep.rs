@@ -342,33 +342,35 @@ impl Future for EnterFuture {
         }
         // The clone and the drop of a waker are foreign code, called with the lock released.
         let waker = context.waker().clone();
-        let mut state = this.arena.lock();
-        let ended = state.sleep.attempts;
-        let before = *this.before.get_or_insert(ended);
-        let phase = state.sleep.phase;
-        let wake_timeout = match phase {
-            Phase::Awake | Phase::Draining(_) => {
-                drop(state);
+        let (before, waits) = (&mut this.before, &mut this.waits);
+        let wait = this.arena.run_now(|state| {
+            let before = *before.get_or_insert(state.sleep.attempts);
+            let wake_timeout = match state.sleep.phase {
+                Phase::Awake | Phase::Draining(_) => return Ok(None),
+                Phase::Asleep => {
+                    if let Some(error) = state.sleep.failed_since(before) {
+                        return Err(error);
+                    }
+                    Some(begin_wake(state))
+                }
+                Phase::Suspending | Phase::Waking => None,
+            };
+            Ok(Some((wake_timeout, state.sleep.register(waits, waker))))
+        });
+        match wait {
+            Err(error) => Poll::Ready(Err(error)),
+            Ok(None) => {
                 if let Some(entered) = Lease::try_of(&this.arena).transpose() {
                     return Poll::Ready(entered);
                 }
                 context.waker().wake_by_ref(); // the arena fell asleep meanwhile
-                return Poll::Pending;
+                Poll::Pending
             }
-            Phase::Asleep => {
-                if let Some(error) = state.sleep.failed_since(before) {
-                    return Poll::Ready(Err(error));
-                }
-                Some(begin_wake(&mut state))
-            }
-            Phase::Suspending | Phase::Waking => None,
-        };
-        let replaced = state.sleep.register(&mut this.waits, waker);
-        drop(state);
-        drop(replaced);
-        match wake_timeout.map(|timeout| spawn_wake(&this.arena, timeout)) {
-            Some(Err(error)) => Poll::Ready(Err(error)),
-            _ => Poll::Pending,
+            Ok(Some((None, _replaced))) => Poll::Pending,
+            Ok(Some((Some(timeout), _replaced))) => match spawn_wake(&this.arena, timeout) {
+                Err(error) => Poll::Ready(Err(error)),
+                Ok(()) => Poll::Pending,
+            },
         }
     }
 }

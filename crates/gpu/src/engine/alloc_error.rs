@@ -31,7 +31,8 @@ pub(crate) async fn record_failure(
     failure: AllocFailure,
     request: FailedRequest,
 ) -> DeviceError {
-    let AllocFailure { cause, mut error } = failure;
+    let AllocFailure { cause, error } = failure;
+    let mut error = *error;
     let arena = port.with(|state| state.name.clone());
     if matches!(cause, Cause::Uncounted) {
         log!(debug, arena, %error, "allocation failed");

@@ -81,7 +81,7 @@ pub(crate) async fn move_block(
         // The lock was released if there was memory to commit or a call to wait for.
         Ok(()) => port.with(|state| refuses(state, options, id, made)).map(Ok),
         Err(failure) if failure.error.is_out_of_memory() => Some(Ok(MoveOutcome::Skipped)),
-        Err(failure) => Some(Err(failure.error)),
+        Err(failure) => Some(Err(*failure.error)),
     };
     if let Some(refused) = refused {
         port.with(|state| state.withdraw(region, new.placed, Claim::default(), port.clock));

@@ -231,7 +231,7 @@ async fn commit_all(
                 // The bell never rings: only time passes.
                 port.wait_until(Bell::new(), port.clock.now() + pause).await;
             }
-            Err(failure) => return Err(without(failure.error, incoming.borrow().missing())),
+            Err(failure) => return Err(without(*failure.error, incoming.borrow().missing())),
         }
     }
 }
@@ -253,7 +253,7 @@ async fn commit_next(port: &Port<'_>, incoming: &RefCell<Incoming>) -> Result<()
                 }
                 Err(DriverError::OutOfMemory { .. }) => Cause::Device,
                 Err(error) => {
-                    return Err(AllocFailure { cause: Cause::Driver, error: error.into() });
+                    return Err(AllocFailure::of_driver(error));
                 }
             }
         };

@@ -134,7 +134,7 @@ pub(crate) async fn call_for_room<T>(
 
 /// Returns the figures of a failure for the callbacks.
 fn figures(failure: &AllocFailure) -> (ByteSize, ShortageInfo) {
-    let requested = match failure.error {
+    let requested = match *failure.error {
         DeviceError::OutOfMemory { requested, .. }
         | DeviceError::OutOfAddresses { requested, .. } => requested,
         _ => ByteSize::ZERO,

@@ -306,7 +306,7 @@ async fn finish(
     let kept = runs.iter().filter(|run| run.contents == Contents::Keep);
     let offloaded = kept.map(|run| run.place.size).sum();
     let mut report = SleepReport { offloaded, ..SleepReport::default() };
-    port.outside(|| port.surroundings.set_asleep(true)).await;
+    port.surroundings.set_asleep(true);
     let wakers = port.with(|state| {
         note_discarded(state, &runs);
         for (OutgoingRun { place, .. }, &is_gone) in runs.iter().zip(gone) {

@@ -33,10 +33,11 @@ impl ArenaInner {
         target: AllocTarget,
         what: FailedRequest,
     ) -> Result<Placement, DeviceError> {
-        let mut state = self.lock();
-        let begun = alloc::begin(&mut state, &*self.clock, target);
-        self.fronts.note_live(state.live(), state.limit.get());
-        drop(state);
+        let begun = self.run_now(|state| {
+            let begun = alloc::begin(state, &*self.clock, target);
+            self.fronts.note_live(state.live(), state.limit.get());
+            begun
+        });
         let outcome = match begun {
             Begun::Done(placed) => Ok(placed),
             begun => self.alloc_slowly(target, begun, what),
@@ -59,6 +60,9 @@ impl ArenaInner {
             }
             outcome => outcome,
         };
+        if outcome.is_ok() {
+            self.run_now(|state| self.fronts.note_live(state.live(), state.limit.get()));
+        }
         outcome.map_err(|failure| self.record_failure(target.region, failure, what))
     }
 

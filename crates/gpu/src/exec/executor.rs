@@ -28,7 +28,7 @@ use lowtide_core::sync::{Condvar, Mutex, MutexGuard, is_background, lock, try_lo
 
 /// The state of an arena, its lock, and everything that operations on it need.
 pub(crate) struct Executor {
-    slot: Mutex<Slot>,
+    guarded: Mutex<Slot>,
     changed: Condvar,
     /// The number of moved blocks of each region, for readers without the lock.
     moves: [AtomicU64; 2],
@@ -59,9 +59,9 @@ impl Executor {
             state.events = EventQueue::observed();
         }
         let slot = Slot { state: Some(Box::new(state)), watchers: u32::from(observers.is_some()) };
-        let (slot, changed) = (Mutex::new(slot), Condvar::new());
+        let (guarded, changed) = (Mutex::new(slot), Condvar::new());
         let moves = [AtomicU64::new(0), AtomicU64::new(0)];
-        Self { slot, changed, moves, observers }
+        Self { guarded, changed, moves, observers }
     }
 
     /// Returns the observers of the arena.
@@ -72,14 +72,15 @@ impl Executor {
 
     /// Locks the state. Measures the wait if another thread holds the lock.
     #[inline]
-    pub(crate) fn lock(&self, clock: &dyn Clock) -> Locked<'_> {
-        self.try_lock().unwrap_or_else(|| self.lock_contended(clock))
+    pub(crate) fn lock_state(&self, clock: &dyn Clock) -> Locked<'_> {
+        self.try_lock_state().unwrap_or_else(|| self.lock_state_contended(clock))
     }
 
     #[cold]
-    fn lock_contended(&self, clock: &dyn Clock) -> Locked<'_> {
+    fn lock_state_contended(&self, clock: &dyn Clock) -> Locked<'_> {
         let from = clock.now();
-        let mut locked = Locked { executor: self, slot: Some(lock(&self.slot)), has_waited: false };
+        let mut locked =
+            Locked { executor: self, slot: Some(lock(&self.guarded)), has_waited: false };
         locked.totals.contended += 1;
         locked.totals.waited += clock.now() - from;
         locked
@@ -87,14 +88,33 @@ impl Executor {
 
     /// Locks the state if no other thread holds the lock.
     #[inline]
-    pub(crate) fn try_lock(&self) -> Option<Locked<'_>> {
-        Some(Locked { executor: self, slot: Some(try_lock(&self.slot)?), has_waited: false })
+    pub(crate) fn try_lock_state(&self) -> Option<Locked<'_>> {
+        Some(Locked { executor: self, slot: Some(try_lock(&self.guarded)?), has_waited: false })
     }
 
     /// Returns the number of moved blocks of a region when the lock was last released.
     #[inline]
     pub(crate) fn moves(&self, region: Region) -> u64 {
         self.moves[region.number()].load(Ordering::Relaxed)
+    }
+
+    /// Reads or changes the state, without a wait or a driver call.
+    #[inline]
+    pub(crate) fn run_now<T>(
+        &self,
+        clock: &dyn Clock,
+        act: impl FnOnce(&mut ArenaState) -> T,
+    ) -> T {
+        let Some(mut guard) = try_lock(&self.guarded) else {
+            return act(&mut self.lock_state_contended(clock));
+        };
+        let state = guard.state.as_deref_mut().expect("no operation makes a step");
+        let outcome = act(state);
+        self.publish(state);
+        if guard.watchers > 0 {
+            self.release(Some(guard));
+        }
+        outcome
     }
 
     /// Publishes the counts of moves before the lock is released, so that the next lease sees them.
@@ -124,7 +144,7 @@ impl Executor {
 
     /// Returns the state without the lock, for the only owner of the executor.
     pub(crate) fn get_mut(&mut self) -> Option<&mut ArenaState> {
-        let slot = self.slot.get_mut().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let slot = self.guarded.get_mut().unwrap_or_else(std::sync::PoisonError::into_inner);
         slot.state.as_deref_mut()
     }
 
@@ -137,27 +157,24 @@ impl Executor {
     ) -> T {
         let port = Port::new(clock, caller(), surroundings);
         let mut operation = pin!(operation(&port));
-        let mut locked = self.lock(clock);
+        let mut locked = self.lock_state(clock);
         loop {
-            match locked.step(&port, operation.as_mut()) {
-                Step::Done(outcome) => return outcome,
-                Step::Call(call) => {
-                    drop(locked);
-                    port.complete(call.perform(driver));
-                    locked = self.lock(clock);
-                }
-                Step::Wait => locked = locked.wait(),
-                Step::WaitUntil(bell, deadline) => {
-                    drop(locked);
-                    clock.wait_until(&bell, deadline);
-                    locked = self.lock(clock);
-                }
-                Step::Outside => {
-                    drop(locked);
-                    run_outside(&port, operation.as_mut());
-                    locked = self.lock(clock);
-                }
+            let step = locked.step(&port, operation.as_mut());
+            if matches!(step, Step::Wait) {
+                locked = locked.wait();
+                continue;
             }
+            drop(locked);
+            match step {
+                Step::Done(outcome) => return outcome,
+                Step::Call(call) => port.complete(call.perform(driver)),
+                Step::Wait => {}
+                Step::WaitUntil(bell, deadline) => {
+                    clock.wait_until(&bell, deadline);
+                }
+                Step::Outside => run_outside(&port, operation.as_mut()),
+            }
+            locked = self.lock_state(clock);
         }
     }
 }

@@ -199,7 +199,7 @@ impl CacheShard {
     /// shard's lane has ended.
     pub(crate) fn retire(&self) {
         let mut front = brief(&self.front);
-        let mut books = self.inner.lock();
+        let mut books = self.inner.lock_state();
         self.empty_into(&mut front, &mut books);
         books.add_front(&std::mem::take(&mut front.tally));
         drop((books, front));
@@ -210,7 +210,7 @@ impl CacheShard {
     pub(crate) fn give_up(&self) {
         if self.cached() > 0 {
             let mut front = brief(&self.front);
-            self.empty_into(&mut front, &mut self.inner.lock());
+            self.empty_into(&mut front, &mut self.inner.lock_state());
         }
     }
 
@@ -239,7 +239,7 @@ impl CacheShard {
             if front.tally.cached() == 0 {
                 return None;
             }
-            self.empty_into(&mut front, &mut *self.inner.try_lock()?);
+            self.empty_into(&mut front, &mut *self.inner.try_lock_state()?);
             return None;
         }
         self.cached.store(front.tally.cached(), Ordering::Relaxed);

@@ -219,20 +219,20 @@ impl ArenaInner {
 
     /// Locks the state.
     #[inline]
-    pub(crate) fn lock(&self) -> Locked<'_> {
-        self.executor.lock(&*self.clock)
+    pub(crate) fn lock_state(&self) -> Locked<'_> {
+        self.executor.lock_state(&*self.clock)
     }
 
     /// Locks the state if no other thread holds the lock.
     #[inline]
-    pub(crate) fn try_lock(&self) -> Option<Locked<'_>> {
-        self.executor.try_lock()
+    pub(crate) fn try_lock_state(&self) -> Option<Locked<'_>> {
+        self.executor.try_lock_state()
     }
 
     /// Reads or changes the state, without a wait or a driver call.
     #[inline]
     pub(crate) fn run_now<T>(&self, act: impl FnOnce(&mut ArenaState) -> T) -> T {
-        act(&mut self.lock())
+        self.executor.run_now(&*self.clock, act)
     }
 
     /// Returns the number of moved blocks of a region, without the lock.

@@ -185,13 +185,13 @@ mod tests {
     #[test]
     fn the_buffers_of_events_stay_as_they_are_and_are_empty_after_each_call() {
         let (arena, seen) = observed(Arc::new(ManualClock::new()));
-        let buffers = arena.inner().lock().events.metadata();
+        let buffers = arena.inner().lock_state().events.metadata();
         assert!(buffers > 0 && arena.snapshot().metadata >= ByteSize::of(buffers));
         for _ in 0..1000 {
             drop(arena.alloc::<u8>(1000, Region::Dynamic).expect("memory"));
-            assert!(arena.inner().lock().events.is_empty());
+            assert!(arena.inner().lock_state().events.is_empty());
         }
-        assert_eq!(arena.inner().lock().events.metadata(), buffers);
+        assert_eq!(arena.inner().lock_state().events.metadata(), buffers);
         assert!(lock(&seen[0]).len() > 2000);
     }
 
@@ -231,6 +231,6 @@ mod tests {
         arena.purge().expect("nothing fails");
         arena.set_limit(ByteSize::gib(1));
         assert_eq!(clock.reads.load(Ordering::Relaxed), before);
-        assert_eq!(arena.inner().lock().events.metadata(), 0);
+        assert_eq!(arena.inner().lock_state().events.metadata(), 0);
     }
 }

@@ -201,7 +201,7 @@ impl ArenaState {
                 largest_span: ByteSize::new(books.largest_span()),
                 compacted_span: ByteSize::ZERO,
             };
-            AllocFailure { cause: Cause::Addresses, error }
+            AllocFailure::new(Cause::Addresses, error)
         })
     }
 

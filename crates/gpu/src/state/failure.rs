@@ -39,13 +39,18 @@ pub(crate) enum Cause {
 #[derive(Debug)]
 pub(crate) struct AllocFailure {
     pub(crate) cause: Cause,
-    pub(crate) error: DeviceError,
+    pub(crate) error: Box<DeviceError>,
 }
 
 impl AllocFailure {
+    /// Creates a failure. Its error is boxed, so that the results of operations are small.
+    pub(crate) fn new(cause: Cause, error: impl Into<DeviceError>) -> Self {
+        Self { cause, error: Box::new(error.into()) }
+    }
+
     /// Creates the failure of an allocation for lack of memory. [`AllocFailure::with_figures`] adds
     /// its figures.
-    pub(crate) const fn of(cause: Cause, requested: u64) -> Self {
+    pub(crate) fn of(cause: Cause, requested: u64) -> Self {
         const NONE: ByteSize = ByteSize::ZERO;
         let error = DeviceError::OutOfMemory {
             requested: ByteSize::new(requested),
@@ -58,30 +63,30 @@ impl AllocFailure {
             largest_free: NONE,
             recoverable: NONE,
         };
-        Self { cause, error }
+        Self::new(cause, error)
     }
 
     /// Adds the current figures. The block that found no memory has no place any more, and so
     /// occupies no free space.
     pub(crate) fn with_figures(self, state: &ArenaState) -> Self {
-        match self.error {
+        match *self.error {
             DeviceError::OutOfMemory { requested, .. } => {
                 let bound = if self.cause == Cause::Device { Bound::Driver } else { Bound::Limit };
-                Self { error: out_of_memory(state, requested, bound), ..self }
+                Self::new(self.cause, out_of_memory(state, requested, bound))
             }
             _ => self,
         }
     }
 
     /// Returns `true` if memory or addresses were short, in an arena that is awake.
-    pub(crate) const fn is_shortage(&self) -> bool {
+    pub(crate) fn is_shortage(&self) -> bool {
         !matches!(self.cause, Cause::Uncounted) && self.error.is_out_of_memory()
     }
 
     /// Returns `true` if there is room under the limit by the failure's own figures.
     pub(crate) fn is_contradicted(&self, granule: ByteSize) -> bool {
         let DeviceError::OutOfMemory { requested, active, limit, bound: Bound::Limit, .. } =
-            self.error
+            *self.error
         else {
             return false;
         };
@@ -91,17 +96,17 @@ impl AllocFailure {
 
     /// Returns `true` if a wait would have helped, but a capture forbids it, or may forbid it.
     pub(crate) fn is_by_capture(&self) -> bool {
-        matches!(&self.error, DeviceError::Driver(error) if is_unwaited(error))
+        matches!(&*self.error, DeviceError::Driver(error) if is_unwaited(error))
     }
 
     /// Creates the failure of a driver call.
     pub(crate) fn of_driver(error: DriverError) -> Self {
-        Self { cause: Cause::Driver, error: error.into() }
+        Self::new(Cause::Driver, error)
     }
 
     /// Creates a failure that is not a lack of memory.
-    pub(crate) const fn uncounted(error: DeviceError) -> Self {
-        Self { cause: Cause::Uncounted, error }
+    pub(crate) fn uncounted(error: DeviceError) -> Self {
+        Self::new(Cause::Uncounted, error)
     }
 }
 

@@ -30,14 +30,14 @@ fn nearly_full(granules: u64) -> (DeviceArena, Arc<TrialDriver>, Buffer<u8>) {
 /// Places a block that waits for its memory.
 fn place(arena: &DeviceArena, size: ByteSize) -> Placement {
     let wanted = AllocRequest::new(size, ALIGN).expect("not empty");
-    let placed = arena.inner().lock().place(DYNAMIC, wanted, Search::Usual, None);
+    let placed = arena.inner().lock_state().place(DYNAMIC, wanted, Search::Usual, None);
     placed.expect("room").0
 }
 
 /// Removes a placed block, as after a failed call.
 fn withdraw(arena: &DeviceArena, placed: Placement) {
     let inner = arena.inner();
-    inner.lock().withdraw(DYNAMIC, placed, Claim::default(), &*inner.clock);
+    inner.lock_state().withdraw(DYNAMIC, placed, Claim::default(), &*inner.clock);
 }
 
 /// Places two blocks that wait for their memory, with this gap between them.
@@ -83,7 +83,7 @@ fn a_block_that_fits_at_no_granules_start_waits_for_the_calls_of_its_neighbours(
     // A call is in progress: idle memory leaves.
     drop(bytes(&arena, GRANULE, Region::Stable).expect("room"));
     let mut cursors = [Cursor::START; 2];
-    let leaving = arena.inner().lock().begin_leave(1, &mut cursors, None).expect("idle");
+    let leaving = arena.inner().lock_state().begin_leave(1, &mut cursors, None).expect("idle");
     let (asked, short) = std::sync::mpsc::channel();
     let callback = arena.on_shortage(move |_| asked.send(()).is_err());
     let waiting = {
@@ -98,7 +98,7 @@ fn a_block_that_fits_at_no_granules_start_waits_for_the_calls_of_its_neighbours(
     neighbours.into_iter().for_each(|placed| withdraw(&arena, placed));
     // SAFETY: an idle granule, marked as leaving above.
     unsafe { driver.decommit(leaving.at, leaving.size) }.expect("committed");
-    arena.inner().lock().end_leave(leaving, true, &*arena.inner().clock);
+    arena.inner().lock_state().end_leave(leaving, true, &*arena.inner().clock);
     let block = waiting.join().expect("no panic").expect("there is room");
     drop((block, callback, live));
     arena.validate();

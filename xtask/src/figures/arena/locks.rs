@@ -11,9 +11,9 @@ use crate::tree::{self, Tree};
 /// The type behind the lock.
 const TYPE: &str = "ArenaState";
 /// The field with the mutex.
-const FIELD: &str = "slot";
+const FIELD: &str = "guarded";
 /// The methods that lock it.
-const METHODS: &[&str] = &["lock", "try_lock"];
+const METHODS: &[&str] = &["lock_state", "try_lock_state"];
 
 /// Counts both.
 pub(super) fn measure() -> Result<Vec<Figure>, String> {

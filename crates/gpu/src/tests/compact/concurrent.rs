@@ -41,7 +41,7 @@ fn who_wants_a_lease_waits_for_one_move_and_no_other_follows() {
             let arena = arena.clone();
             thread::spawn(move || arena.enter())
         };
-        wait_until(|| arena.inner().lock().moves.entering == 1);
+        wait_until(|| arena.inner().lock_state().moves.entering == 1);
         assert!(!entering.is_finished(), "a lease was given while a block moves");
         arena.validate();
         driver.let_go();
@@ -114,7 +114,7 @@ fn beside_a_move_others_allocate_and_free_the_moving_block_among_them() {
             })
         };
         driver.wait_until_held(1);
-        let moving = arena.inner().lock().moves.moving.expect("one is moving");
+        let moving = arena.inner().lock_state().moves.moving.expect("one is moving");
         // Neither call waits for the copy that is held.
         drop(arena.alloc::<u64>(1 << 19, Region::Dynamic).expect("room"));
         arena.validate();
@@ -254,7 +254,7 @@ fn a_resize_waits_for_the_blocks_move_and_goes_on_from_there() {
             let arena = arena.clone();
             thread::spawn(move || arena.compact(ALL, |_| {}))
         };
-        wait_until(|| arena.inner().lock().moves.moving.is_some());
+        wait_until(|| arena.inner().lock_state().moves.moving.is_some());
         let resizing = thread::spawn(move || moving.resize(mib << 17).map(|()| moving));
         // This never happens; without the wait it soon would.
         for _ in 0..2000 {
