@@ -1,7 +1,7 @@
 //! Driver errors, and the meaning of CUDA result codes.
 //!
-//! It knows which results mean that the context is lost, and makes no calls: a driver looks up the
-//! names of codes itself, and an error without a name still has its code.
+//! This module knows which results mean that the context is lost, and makes no calls: a driver
+//! looks up the names of codes itself, and an error without a name still has its code.
 //!
 //! Invariant: `DriverError::of_cuda(_, code, _).code()` is `code`, or `None` if the variant stands
 //! for that one code.
@@ -71,7 +71,7 @@ pub enum DriverError {
         /// The unit of addresses and sizes.
         granularity: ByteSize,
     },
-    /// Device work accessed an address with no memory behind it (CUDA result 700). Every later call
+    /// Device work accessed an address without memory (CUDA result 700). Every later call
     /// in the context fails: its memory is lost, and the process must be restarted or the device
     /// reset.
     #[error(
@@ -113,7 +113,7 @@ impl DriverError {
         Self::of_cuda_named(call, code, requested, || None)
     }
 
-    /// As [`DriverError::of_cuda`], with the name that the driver gives the result.
+    /// Like [`DriverError::of_cuda`], with the name that the driver has for the result.
     pub(super) fn of_cuda_named(
         call: &'static str,
         code: u32,
@@ -169,9 +169,9 @@ const ILLEGAL_ADDRESS: u32 = 700;
 /// `CUDA_ERROR_NOT_SUPPORTED`
 const NOT_SUPPORTED: u32 = 801;
 
-/// Results of cuda.h with which the context is lost: "the context cannot be used anymore", "leaves
-/// the process in an inconsistent state and any further CUDA work will return the same error", or
-/// the context does not exist any more. In order.
+/// Results of cuda.h that mean that the context is lost: "the context cannot be used anymore",
+/// "leaves the process in an inconsistent state and any further CUDA work will return the same
+/// error", or the context no longer exists. In ascending order.
 const STICKY: &[u32] = &[
     4,   // DEINITIALIZED
     214, // ECC_UNCORRECTABLE
@@ -192,8 +192,8 @@ const STICKY: &[u32] = &[
     911, // EXTERNAL_DEVICE
 ];
 
-/// Names of results in cuda.h, for drivers that are not asked: those that the simulation answers
-/// and those that this crate treats by themselves. In order.
+/// The names in cuda.h of results for which the driver is not queried: those that the simulation
+/// returns and those that this crate treats specially. In ascending order.
 const NAMES: &[(u32, &str)] = &[
     (1, "CUDA_ERROR_INVALID_VALUE"),
     (OUT_OF_MEMORY, "CUDA_ERROR_OUT_OF_MEMORY"),
@@ -236,7 +236,7 @@ const NAMES: &[(u32, &str)] = &[
     (999, "CUDA_ERROR_UNKNOWN"),
 ];
 
-/// The name of a CUDA result in cuda.h, or "unnamed" where this table does not have it.
+/// Returns the name of a CUDA result in cuda.h, or "unnamed" if this table does not have it.
 fn cuda_result_name(code: u32) -> &'static str {
     NAMES.iter().find(|row| row.0 == code).map_or("unnamed", |row| row.1)
 }
@@ -269,7 +269,7 @@ pub(super) const fn advice(code: u32) -> Option<&'static str> {
     })
 }
 
-/// A name, and what an operator can do.
+/// Returns a name with advice for the operator.
 fn described(code: u32, name: String) -> String {
     advice(code).map_or_else(|| name.clone(), |advice| format!("{name}: {advice}"))
 }
@@ -309,7 +309,8 @@ mod tests {
         assert!(STICKY.windows(2).all(|pair| pair[0] < pair[1]));
     }
 
-    /// 721 and later ones counted as errors of one call, so that calls were tried again for ever.
+    /// Regression test: 721 and later codes counted as errors of one call, so calls were retried
+    /// forever.
     #[test]
     fn results_that_end_the_context_by_the_header_are_known_as_such() {
         let lost = |code| DriverError::of_cuda("cuEventQuery", code, ByteSize::ZERO);

@@ -15,7 +15,7 @@ impl StreamHandle {
     /// CUDA's legacy default stream (`CU_STREAM_LEGACY`), for code that queues its work there, such
     /// as PyTorch. Its work waits for that of every stream that was not created as non-blocking,
     /// and the other way round. A handle of 0 and the default stream of a thread (2) are rejected:
-    /// the first is usually a mistake, the second is another stream in each thread.
+    /// the first is usually a mistake, and the second is a different stream in each thread.
     pub const LEGACY: Self = Self(1);
 
     /// Creates a handle from its number.

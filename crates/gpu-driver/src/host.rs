@@ -1,8 +1,8 @@
 //! The host driver: private anonymous memory of this process, used like device memory.
 //!
 //! It is a supported backend, not a test double: it provides the same arenas, limits and decay on
-//! machines without a GPU. Work completes at once. It keeps no metadata, since the kernel does.
-//! Transparent huge pages follow the system's setting.
+//! machines without a GPU. Work completes at once. The driver keeps no metadata, because the kernel
+//! does. Transparent huge pages follow the system's setting.
 //!
 //! It does not support remapping: `mremap` onto a fixed address removes the target's mapping before
 //! it can fail, and another mapping could then take a hole in a reservation. Releasing pages and
@@ -11,10 +11,10 @@
 //! Host memory is mapped separately and page-locked with mlock. It is not marked `MADV_DONTFORK`:
 //! no device of this driver reads its physical pages, so a copy on write after a fork does no harm,
 //! while a hole in the child would crash any code there that still holds a slice. This memory is
-//! private: the child has a copy, which is not locked, since locks are not inherited (mlock(2)).
+//! private: the child has a copy, which is not locked, because locks are not inherited (mlock(2)).
 //! CUDA's host memory is shared with the child instead.
 //!
-//! Invariant: `accessible = committed`; a bare granule is `PROT_NONE` and has no page behind it.
+//! Invariant: `accessible = committed`; a bare granule is `PROT_NONE` and has no page.
 #![expect(unsafe_code, reason = "address space comes from mmap, mprotect and madvise")]
 
 use std::io;
@@ -30,7 +30,7 @@ use lowtide_core::bytes::ByteSize;
 /// GPUs map, and a multiple of every page size in use (4, 16, 64 KiB).
 const GRANULARITY: ByteSize = ByteSize::mib(2);
 
-/// A driver for memory in this process's own address space.
+/// A driver for memory in the address space of this process.
 #[derive(Debug, Default)]
 #[non_exhaustive]
 pub struct HostDriver {}
@@ -207,7 +207,7 @@ unsafe impl Driver for HostDriver {
     }
 }
 
-/// Whole granules of this process's address space.
+/// A range of whole granules in this process's address space.
 #[derive(Clone, Copy)]
 struct AddressRange {
     start: *mut libc::c_void,
@@ -236,7 +236,7 @@ impl AddressRange {
         self.outcome("mprotect", result)
     }
 
-    /// Gives the pages back, so that they read as zero when they are next accessible.
+    /// Releases the pages, so that they read as zero when they are next accessible.
     ///
     /// # Safety
     /// The range lies in one reservation, and every use of it is complete.
@@ -249,8 +249,8 @@ impl AddressRange {
         self.outcome("madvise", result)
     }
 
-    /// Gives the pages back by a new mapping over the old one: `MADV_DONTNEED` of other systems
-    /// keeps the contents.
+    /// Releases the pages by a new mapping over the old one: `MADV_DONTNEED` of other systems keeps
+    /// the contents.
     ///
     /// # Safety
     /// The range lies in one reservation, and every use of it is complete.
@@ -265,7 +265,7 @@ impl AddressRange {
     }
 }
 
-/// Maps address space with nothing behind it.
+/// Maps address space without access and without memory.
 ///
 /// # Safety
 /// With `MAP_FIXED` in `flags`, the range at `at` is part of a reservation, and nothing uses it.
@@ -283,7 +283,7 @@ unsafe fn map_bare(
     if start == libc::MAP_FAILED { Err(last_error("mmap", length)) } else { Ok(start) }
 }
 
-/// The length of host memory, of which a driver gives whole parts only.
+/// Returns the length of host memory, which consists of whole units.
 fn host_length(at: DeviceAddress, size: ByteSize) -> Result<usize, DriverError> {
     if size.is_zero() || !size.get().is_multiple_of(HOST_GRANULARITY.get()) {
         return Err(DriverError::Misaligned { at, size, granularity: HOST_GRANULARITY });
@@ -312,7 +312,7 @@ fn lock_error(size: ByteSize) -> DriverError {
     DriverError::Refused { call: "mlock", code: i64::from(code), message: error.to_string() }
 }
 
-/// Unmaps a range of a mapping of ours; no length is no work.
+/// Unmaps a range of our own mapping; does nothing if the length is zero.
 ///
 /// # Safety
 /// The range lies in a mapping that `reserve` or `host_alloc` made, and nothing uses it any more.

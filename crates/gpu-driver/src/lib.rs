@@ -113,7 +113,7 @@ pub unsafe trait Driver: fmt::Debug + Send + Sync {
         None
     }
 
-    /// Reserves address space, with no memory behind it, at a multiple of the granularity.
+    /// Reserves address space, without memory, at a multiple of the granularity.
     ///
     /// # Errors
     /// [`DriverError::OutOfMemory`] if no such range is free; a smaller one may be.
@@ -146,7 +146,7 @@ pub unsafe trait Driver: fmt::Debug + Send + Sync {
     /// # Safety
     /// The range lies in one reservation of this driver and is committed. No other call for any of
     /// it is in progress. Every use of it is complete: no work of the device accesses it, and no
-    /// pointer or reference into it is used again before it is committed anew.
+    /// pointer or reference into it is used again before it is committed again.
     ///
     /// # Errors
     /// Any [`DriverError`]; the range then stays committed and its contents are lost.

@@ -29,7 +29,7 @@ impl DeviceUuid {
 }
 
 impl fmt::Display for DeviceUuid {
-    /// As nvidia-smi writes it: `GPU-` and groups of 8, 4, 4, 4 and 12 digits.
+    /// Writes the UUID like nvidia-smi: `GPU-` and groups of 8, 4, 4, 4 and 12 digits.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("GPU")?;
         for (at, byte) in self.0.iter().enumerate() {
@@ -43,7 +43,7 @@ impl fmt::Display for DeviceUuid {
 }
 
 impl fmt::Debug for DeviceUuid {
-    /// As its text.
+    /// Writes the UUID as its text.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         fmt::Display::fmt(self, f)
     }

@@ -1,7 +1,7 @@
 //! Device memory: drivers, and arenas that allocate from them. Independent of services and
 //! policies.
 //!
-//! A [`DeviceArena`] reserves address space, commits memory behind blocks by the granule, and
+//! A [`DeviceArena`] reserves address space, commits memory for blocks by the granule, and
 //! releases granules that no block has used for some time. When to release, and under which
 //! pressure, is decided elsewhere.
 //!

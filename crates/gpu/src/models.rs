@@ -1,11 +1,11 @@
 //! The arena under loom: every interleaving of a few calls, up to the bound on preemptions.
 //!
-//! The driver here is a model that keeps a bit for each granule, and for streams their queued
-//! and completed work (`work`). It takes the accounting's lock in every call: if its caller held
-//! that lock, loom would see the deadlock. It refuses nothing, and no stream captures.
+//! The driver is a model that keeps a bit for each granule, and for each stream its queued and
+//! completed work (`work`). It takes the lock of the state in every call: if its caller held that
+//! lock, loom would detect the deadlock. The model rejects nothing, and no stream captures.
 //!
-//! Invariant of each model: the driver's contract is kept, the accounting is right when the threads
-//! have ended, and after a purge nothing is committed.
+//! Invariant of each model: the driver's contract is kept, the figures are right when the threads
+//! have ended, and after a purge no memory is committed.
 #![expect(unsafe_code, reason = "the model is a driver, and its lanes are of any number")]
 
 mod fronts;
@@ -31,7 +31,7 @@ use work::Work;
 
 const GRANULE: u64 = 512;
 const GRANULES: usize = 4;
-/// The start of the first reservation; the second follows.
+/// The start of the first reservation. The second follows it.
 const BASE: u64 = 1 << 20;
 
 #[derive(Default)]
@@ -41,7 +41,7 @@ struct Model {
     reserved: Mutex<u64>,
     committed: Mutex<[bool; 2 * GRANULES]>,
     work: Mutex<Work>,
-    /// Work goes on after its call.
+    /// `true` if work continues after its call.
     asynchronous: bool,
     arena: OnceLock<Weak<ArenaInner>>,
 }
@@ -53,14 +53,14 @@ impl std::fmt::Debug for Model {
 }
 
 impl Model {
-    /// The caller holds no lock of the arena.
+    /// Checks that the caller holds no lock of the arena.
     fn unlocked(&self) {
         if let Some(arena) = self.arena.get().and_then(Weak::upgrade) {
             drop(arena.lock_state());
         }
     }
 
-    /// There is memory behind a range of whole granules.
+    /// Asserts that a range of whole granules has memory.
     fn assert_there(&self, at: DeviceAddress, size: ByteSize) {
         let [first, count] = granules(at, size);
         let there = lock(&self.committed)[first..first + count].iter().all(|&there| there);
@@ -78,7 +78,7 @@ impl Model {
     }
 }
 
-/// The first granule of a range, and how many it covers.
+/// Returns the first granule of a range, and the number of granules in it.
 fn granules(at: DeviceAddress, size: ByteSize) -> [usize; 2] {
     [at.get() - BASE, size.get()].map(|bytes| usize::try_from(bytes / GRANULE).expect("small"))
 }
@@ -213,7 +213,7 @@ fn open(limit_granules: u64) -> (DeviceArena, Arc<Model>) {
     open_on(limit_granules, Model::default())
 }
 
-/// An arena whose driver's work goes on after its calls.
+/// Opens an arena whose driver's work continues after its calls.
 fn open_beside_streams(limit_granules: u64) -> (DeviceArena, Arc<Model>) {
     open_on(limit_granules, Model { asynchronous: true, ..Model::default() })
 }
@@ -232,7 +232,7 @@ fn open_on(limit_granules: u64, driver: Model) -> (DeviceArena, Arc<Model>) {
     (arena, driver)
 }
 
-/// Allocates this much and frees it; whether there was room.
+/// Allocates this many bytes and frees them. Returns `true` if there was room.
 fn pass(arena: &DeviceArena, bytes: usize) -> bool {
     match arena.alloc::<u8>(bytes, Region::Dynamic) {
         Ok(buffer) => {
@@ -254,7 +254,7 @@ fn end(arena: &DeviceArena, driver: &Model) {
     assert!(lock(&driver.committed).iter().all(|committed| !committed));
 }
 
-/// Runs both at once on an arena, and looks at it afterwards.
+/// Runs both closures at once on an arena, and checks the arena afterwards.
 fn both(
     arena: DeviceArena,
     driver: &Model,

@@ -1,8 +1,8 @@
 //! The pinned pool: host memory for data on its way to a device or back, page-locked by choice.
 //!
 //! Page-locking is slow, so a pool keeps its memory: it is a device arena over host memory of the
-//! driver (`driver`), with watermarks (`pool`). This file has the typed buffer, and the pool's one
-//! kind of pointer.
+//! driver (`driver`), with watermarks (`pool`). This file has the typed buffer, and the only kind
+//! of pointer to the pool's memory.
 //!
 //! A copy from or to page-locked memory is asynchronous: the device reads or writes the memory
 //! after the call returned. cudarc does not wait for such a copy if it is given a plain slice. So
@@ -50,7 +50,7 @@ pub use self::cuda::PinnedView;
 pub use self::pool::PinnedPool;
 pub use self::snapshot::PinnedSnapshot;
 
-/// Elements in memory of a pinned pool, freed when this is dropped.
+/// Elements in memory of a pinned pool. Freed when dropped.
 ///
 /// Elements are copied in and out: [`PinnedBuffer::write_at`], [`PinnedBuffer::read_at`],
 /// [`PinnedBuffer::fill`], [`PinnedBuffer::to_vec`]. It does not deref to a slice: a copy from or
@@ -89,7 +89,7 @@ pub use self::snapshot::PinnedSnapshot;
 /// ```
 ///
 /// There is no slice of a buffer for cudarc, which would not wait for the copy. Neither of these
-/// compiles:
+/// examples compiles:
 /// ```compile_fail,E0608
 /// use std::sync::Arc;
 /// use cudarc::driver::{CudaSlice, CudaStream};
@@ -112,7 +112,7 @@ pub use self::snapshot::PinnedSnapshot;
 /// ```
 pub struct PinnedBuffer<T: Pod> {
     pool: Arc<PoolShared>,
-    /// `None` if the elements have no bytes.
+    /// The block; `None` if the elements have no bytes.
     block: Option<PinnedBlock>,
     start: NonNull<T>,
     len: usize,
@@ -122,11 +122,11 @@ pub struct PinnedBuffer<T: Pod> {
 /// The possible use of a buffer by a device.
 #[derive(Debug)]
 enum DeviceUse {
-    /// No: the host has observed that every copy is complete.
+    /// None: the host has observed that every copy is complete.
     None,
-    /// Until this event is complete.
+    /// Possible until this event is complete.
     Until(DriverEvent),
-    /// Perhaps: a copy was queued, and its end cannot be observed.
+    /// Unknown: a copy was queued, and its end cannot be observed.
     Unproven,
 }
 
@@ -148,7 +148,7 @@ impl<T: Pod> PinnedBuffer<T> {
         Ok(Self::new(Arc::clone(pool), pool.alloc_block::<T>(len)?, len))
     }
 
-    /// Creates the owner of a live block, or of none if the elements have no bytes.
+    /// Creates the owner of a live block; of no block if the elements have no bytes.
     ///
     /// # Panics
     /// If the block is too small, or not aligned.
@@ -190,7 +190,7 @@ impl<T: Pod> PinnedBuffer<T> {
     /// complete.
     ///
     /// # Panics
-    /// If the buffer ends before the last of them.
+    /// If the elements do not fit in the buffer from `start` on.
     pub fn write_at(&mut self, start: usize, elements: &[T]) -> Result<(), DeviceError> {
         self.check()?;
         self.elements_mut()[start..][..elements.len()].copy_from_slice(elements);
@@ -203,7 +203,7 @@ impl<T: Pod> PinnedBuffer<T> {
     /// The errors of [`PinnedBuffer::write_at`].
     ///
     /// # Panics
-    /// If the buffer ends before the last of them.
+    /// If the buffer has too few elements from `start` on.
     pub fn read_at(&self, start: usize, into: &mut [T]) -> Result<(), DeviceError> {
         self.check()?;
         into.copy_from_slice(&self.elements()[start..][..into.len()]);
@@ -246,8 +246,8 @@ impl<T: Pod> PinnedBuffer<T> {
     /// Returns the elements as a mutable slice.
     ///
     /// # Safety
-    /// As for [`PinnedBuffer::as_slice`]; nor does the caller read the elements while a copy into
-    /// them is queued.
+    /// As for [`PinnedBuffer::as_slice`]; in addition, the caller does not read the elements while
+    /// a copy into them is queued.
     ///
     /// # Errors
     /// The errors of [`PinnedBuffer::write_at`].
@@ -295,7 +295,7 @@ impl<T: Pod> PinnedBuffer<T> {
         pool.maintain()
     }
 
-    /// Refuses access in a forked child, and while a device may be using the elements.
+    /// Fails in a forked child, and while a device may be using the elements.
     fn check(&self) -> Result<(), DeviceError> {
         self.pool.check_here()?;
         match self.device_use {
@@ -306,7 +306,7 @@ impl<T: Pod> PinnedBuffer<T> {
         }
     }
 
-    /// The elements. They never leave this module as a slice that safe code could keep.
+    /// Returns the elements. They never leave this module as a slice that safe code could keep.
     fn elements(&self) -> &[T] {
         // SAFETY: `start` is aligned for T (asserted in `new`; else dangling and aligned, if
         // there are no bytes). If there are, it has the provenance of the block's segment
@@ -322,7 +322,7 @@ impl<T: Pod> PinnedBuffer<T> {
         unsafe { slice::from_raw_parts(self.start.as_ptr(), self.len) }
     }
 
-    /// The elements, to write.
+    /// Returns the elements for writing.
     fn elements_mut(&mut self) -> &mut [T] {
         // SAFETY: as in `elements`; `&mut self` is borrowed for as long as the slice lives, so that
         // no other slice of this block exists, and no copy reads it. The memory may be written
@@ -341,9 +341,9 @@ fn assert_holds<T>(block: Option<&PinnedBlock>, len: usize) {
 }
 
 impl<T: Pod> Drop for PinnedBuffer<T> {
-    /// Frees the block: bookkeeping under the arena's lock, no driver call, unless this was the
-    /// last holder of the pool. A block that a device may still use is free once its copy is
-    /// complete, or quarantined. In a forked child does nothing.
+    /// Frees the block: only updates bookkeeping under the arena's lock. Makes no driver call,
+    /// unless this was the last holder of the pool. A block that a device may still use is freed
+    /// when its copy is complete, or quarantined. Does nothing in a forked child.
     fn drop(&mut self) {
         let Some(block) = self.block.take() else { return };
         match std::mem::replace(&mut self.device_use, DeviceUse::None) {
@@ -384,7 +384,7 @@ mod fenced_tests {
         PinnedPool::open(Arc::new(HostDriver::new()), clock, config).expect("open")
     }
 
-    /// Aligned to more than a page of most systems.
+    /// A type aligned to more than a page of most systems.
     #[derive(Clone, Copy)]
     #[repr(C, align(8192))]
     struct Wide([u8; 8192]);
@@ -393,7 +393,7 @@ mod fenced_tests {
     // SAFETY: as above; any bytes are a value, size and alignment are equal, no pointer is inside.
     unsafe impl Pod for Wide {}
 
-    /// Aligned to a page.
+    /// A type aligned to a page.
     #[derive(Clone, Copy)]
     #[repr(C, align(4096))]
     struct Page([u8; 4096]);
@@ -423,7 +423,7 @@ mod fenced_tests {
         let buffer = pool.alloc_from(&[7_u8; 100]).expect("room");
         let start = buffer.start.as_ptr();
         let held = Arc::clone(&buffer.pool);
-        // As if another thread, which the child does not have, had them at the fork.
+        // As if another thread, which the child does not have, held the locks at the fork.
         let locks = (held.arena.inner().lock_state(), lock(&held.unfinished));
         let locks = ManuallyDrop::new(locks);
         // SAFETY: the child drops a buffer and handles, reads a byte, and ends with `_exit`.

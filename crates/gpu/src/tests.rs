@@ -1,4 +1,5 @@
-//! The arena over a watched driver: failures at every call, calls that are held, threads at once.
+//! Tests of the arena over a watched driver: failures at every call, held calls, concurrent
+//! threads.
 
 use std::sync::Arc;
 use std::thread;
@@ -50,7 +51,7 @@ fn wait_until(condition: impl Fn() -> bool) {
     }
 }
 
-/// Bytes of blocks of the dynamic region that wait for their memory.
+/// Returns the bytes of blocks in the dynamic region that wait for their memory.
 fn arriving(arena: &DeviceArena) -> ByteSize {
     ByteSize::new(arena.inner().lock_state().region(Region::Dynamic).arriving())
 }
@@ -66,7 +67,7 @@ impl Chance {
     }
 }
 
-/// Every kind of act once, going on after each failure; validates after each.
+/// Performs every kind of act once, and continues after each failure. Validates after each act.
 fn scenario(driver: &Arc<TrialDriver>) {
     let clock = ManualClock::new();
     let opened =
@@ -101,16 +102,16 @@ fn scenario(driver: &Arc<TrialDriver>) {
     check(&arena);
 }
 
-/// The bug: under a limit on addresses each arena took half or more of those that were left, and
-/// the heap of the process had none.
+/// Regression test: under a limit on addresses each arena took at least half of the remaining ones,
+/// and left none for the heap of the process.
 #[test]
 fn an_arena_that_did_not_get_its_addresses_took_nearly_all_that_were_left() {
     let (driver, clock) = (Arc::new(TrialDriver::new()), ManualClock::new());
     driver.fail(Failure { nth: 0, out_of_memory: true });
     let arena = DeviceArena::open(driver.clone(), Arc::new(clock), config(ByteSize::MAX));
     let arena = arena.expect("opens");
-    // 1 GiB and the share of small blocks was refused, half of it accepted and released;
-    // the other region got its full size.
+    // 1 GiB plus the share of small blocks was rejected; half of it was accepted and released. The
+    // other region got its full size.
     let regions = arena.snapshot().regions.map(|region| region.reserved);
     assert_eq!(regions, [74, 1024 + 128 + 2].map(ByteSize::mib));
     drop(arena);
@@ -172,7 +173,7 @@ fn a_full_device_is_asked_again_after_the_arenas_own_idle_memory_is_given_back()
     driver.assert_no_faults();
 }
 
-/// The bug: the peak of committed memory counted refused requests.
+/// Regression test: the peak of committed memory counted failed requests.
 #[test]
 fn a_commit_that_was_refused_made_the_peak() {
     let (arena, driver, _) = open(ByteSize::MAX);
@@ -257,7 +258,7 @@ fn an_allocation_waits_for_a_leaving_granule_only_where_it_needs_it() {
     arena.validate();
     let snapshot = arena.snapshot();
     assert_eq!((snapshot.committed, snapshot.idle), (ByteSize::mib(8), ByteSize::mib(6)));
-    // The next needs the room, or the granules, that are on their way out.
+    // The next operations need the room, or the granules, that are leaving.
     let needing = {
         let arena = arena.clone();
         thread::spawn(move || bytes(&arena, ByteSize::mib(4), Region::Dynamic).map(drop))
@@ -289,7 +290,7 @@ fn an_allocation_in_a_granule_that_is_being_committed_waits_for_it_and_commits_w
         let first = half(&arena);
         driver.wait_until_held(1);
         let second = half(&arena);
-        // Placing and beginning to wait are one step under the lock.
+        // Placing and starting to wait are one step under the lock.
         wait_until(|| arriving(&arena) == GRANULE);
         arena.validate();
         driver.let_go();
@@ -304,8 +305,9 @@ fn an_allocation_in_a_granule_that_is_being_committed_waits_for_it_and_commits_w
     }
 }
 
-/// The place next to a neighbour without memory was taken for the cheapest, cost a granule more
-/// than the block needs, and was refused while there was room by the error's own figures.
+/// Regression test: the place next to a neighbour without memory seemed the cheapest. It cost one
+/// granule more than the block needs, and the request failed although there was room by the error's
+/// own figures.
 #[test]
 fn a_block_does_not_count_on_the_granule_of_a_neighbour_that_waits_for_its_memory() {
     let (arena, driver, _) = open(ByteSize::mib(16));
@@ -410,7 +412,7 @@ fn many_threads_keep_contents_books_and_limit() {
     assert_eq!((arena.snapshot().committed, driver.committed().0), Default::default());
 }
 
-/// A cached block holds its home, and the home its cache.
+/// A cached block holds its shard, and the shard its cache.
 #[test]
 fn an_arena_whose_fronts_hold_blocks_is_gone_with_its_last_handle() {
     let (arena, driver, _) = open(ByteSize::gib(1));
@@ -442,7 +444,7 @@ fn an_arena_is_gone_whenever_its_last_handle_goes_while_others_free() {
     }
 }
 
-/// Some live blocks of one size, and others of it that are free in this thread's cache.
+/// Returns some live blocks of one size, and frees others of that size into this thread's cache.
 fn heat(arena: &DeviceArena) -> Vec<Buffer<u8>> {
     let mut blocks = Vec::new();
     for _ in 0..4 {

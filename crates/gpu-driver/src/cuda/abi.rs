@@ -6,13 +6,13 @@
 //!
 //! Invariant: each structure has the size that cuda.h specifies on 64-bit machines.
 
-/// `CUresult`: done.
+/// `CUresult`: success.
 pub(super) const SUCCESS: u32 = 0;
 /// `CUDA_ERROR_STUB_LIBRARY`
 pub(super) const STUB_LIBRARY: u32 = 34;
 /// `CUDA_ERROR_NO_DEVICE`
 pub(super) const NO_DEVICE: u32 = 100;
-/// `CUDA_ERROR_NOT_READY`: work is not done yet; no error.
+/// `CUDA_ERROR_NOT_READY`: work is not complete yet. Not an error.
 pub(super) const NOT_READY: u32 = 600;
 
 /// `CU_DEVICE_ATTRIBUTE_INTEGRATED`
@@ -25,7 +25,7 @@ pub(super) const ATTRIBUTE_MANAGED: i32 = 83;
 /// `CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED`
 pub(super) const ATTRIBUTE_POOLS: i32 = 115;
 
-/// `CU_MEM_ATTACH_GLOBAL`: any stream of any device reaches the managed memory.
+/// `CU_MEM_ATTACH_GLOBAL`: any stream of any device can access the managed memory.
 pub(super) const ATTACH_GLOBAL: u32 = 1;
 /// `CU_MEMPOOL_ATTR_RELEASE_THRESHOLD`
 pub(super) const POOL_THRESHOLD: i32 = 4;
@@ -38,7 +38,7 @@ pub(super) const POOL_USED: i32 = 7;
 /// `CU_MEMPOOL_ATTR_USED_MEM_HIGH`
 pub(super) const POOL_USED_HIGH: i32 = 8;
 
-/// `CU_STREAM_LEGACY`: the legacy default stream, however the program was compiled.
+/// `CU_STREAM_LEGACY`: the legacy default stream, regardless of how the program was compiled.
 pub(super) const STREAM_LEGACY: usize = 1;
 /// `CUDA_ERROR_STREAM_CAPTURE_IMPLICIT`: the legacy default stream depends on a stream that
 /// captures a graph.
@@ -85,7 +85,7 @@ pub(super) struct Location {
     id: i32,
 }
 
-/// `CUmemAllocationProp`: memory of a device, not to be shared with another process.
+/// `CUmemAllocationProp`: memory of a device that cannot be shared with another process.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub(super) struct AllocationProperties {
@@ -119,8 +119,8 @@ impl Access {
     }
 }
 
-/// `CUmemPoolProps`: memory of a device, not to be shared with another process. Its limit counts
-/// from CUDA 12.2 on; before that its place is one of those that must be zero.
+/// `CUmemPoolProps`: memory of a device that cannot be shared with another process. The limit has
+/// an effect since CUDA 12.2; before that its field must be zero.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub(super) struct PoolProperties {
@@ -134,7 +134,7 @@ pub(super) struct PoolProperties {
 }
 
 impl PoolProperties {
-    /// A limit of 0 is none.
+    /// Returns the properties for a device. A limit of 0 means none.
     pub(super) const fn on(device: i32, limit: usize) -> Self {
         let location = Location { kind: LOCATION_DEVICE, id: device };
         let (kind, rest) = (ALLOCATION_PINNED, [0; 56]);

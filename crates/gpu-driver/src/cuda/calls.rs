@@ -33,10 +33,10 @@ use lowtide_core::sync::{Mutex, lock};
 
 pub(super) type Answer<T = ()> = Result<T, DriverError>;
 
-/// Most errors of calls that were to undo others that are kept for the log.
+/// The maximum number of errors of rollback calls that are kept for the log.
 const NOT_UNDONE_MAX: usize = 16;
 
-/// Characters of a device's name that are read.
+/// The maximum length of a device's name.
 const NAME_LENGTH: u8 = 255;
 
 /// The functions of the driver.
@@ -60,8 +60,8 @@ impl Calls {
         self.made.load(Ordering::Relaxed)
     }
 
-    /// Keeps the error of a call that was to undo another. It is logged once the thread's context
-    /// and capture mode are restored, because a subscriber is not ours.
+    /// Keeps the error of a rollback call. The error is logged once the thread's context and
+    /// capture mode are restored, because a log subscriber is foreign code.
     pub(super) fn note_not_undone(&self, error: DriverError) {
         let mut errors = lock(&self.not_undone);
         if errors.len() < NOT_UNDONE_MAX {
@@ -77,7 +77,7 @@ impl Calls {
         }
     }
 
-    /// Counts a call, and makes an error of its result.
+    /// Counts a call, and converts its result.
     pub(super) fn done(&self, call: &'static str, code: u32, requested: ByteSize) -> Answer {
         self.made.fetch_add(1, Ordering::Relaxed);
         match code {
@@ -89,7 +89,7 @@ impl Calls {
         }
     }
 
-    /// The name that the driver gives a result; `None` if it knows none.
+    /// Returns the driver's name of a result; `None` if the driver has none.
     pub(super) fn error_name(&self, code: u32) -> Option<String> {
         let mut text = std::ptr::null();
         // SAFETY: any code may be asked for; it writes one pointer, null for a code without a name.
@@ -129,7 +129,7 @@ impl Calls {
         Ok(u32::try_from(count).unwrap_or(0))
     }
 
-    /// The device with this number, among those that this process sees.
+    /// Returns the device with this number, among those visible to this process.
     pub(super) fn device(&self, ordinal: u32) -> Answer<i32> {
         let mut device = 0;
         let ordinal = i32::try_from(ordinal).unwrap_or(i32::MAX);
@@ -149,7 +149,7 @@ impl Calls {
         Ok(String::from_utf8_lossy(&name[..end]).into_owned())
     }
 
-    /// The UUID of the device, or of the share of it that this process sees.
+    /// Returns the UUID of the device, or of the part of it that this process sees.
     pub(super) fn device_uuid(&self, device: i32) -> Answer<[u8; 16]> {
         let mut uuid = [0; 16];
         let function = self.table.share.map_or(self.table.base.device_uuid, |it| it.device_uuid);
@@ -190,7 +190,7 @@ impl Calls {
         self.plain("cuDevicePrimaryCtxRelease", code)
     }
 
-    /// The context that is current in this thread; 0 for none.
+    /// Returns the context that is current in this thread; 0 for none.
     pub(super) fn context_current(&self) -> Answer<usize> {
         let mut context = 0;
         // SAFETY: it writes one pointer, into an integer of its size.
@@ -205,7 +205,8 @@ impl Calls {
         self.plain("cuCtxSetCurrent", code)
     }
 
-    /// Sets this thread's mode towards captures of graphs (`CUstreamCaptureMode`); the one before.
+    /// Sets this thread's mode towards captures of graphs (`CUstreamCaptureMode`). Returns the old
+    /// mode.
     pub(super) fn exchange_capture_mode(&self, mode: u32) -> Answer<u32> {
         let mut mode = mode;
         // SAFETY: it reads one enum of 32 bits and writes one in its place.
@@ -214,8 +215,8 @@ impl Calls {
         Ok(mode)
     }
 
-    /// Waits for all work of the context, as its flags say: they are the primary context's, which
-    /// others share, and stay as they are.
+    /// Waits for all work of the context as the context's flags specify. The primary context is
+    /// shared with other code, so its flags stay unchanged.
     pub(super) fn context_synchronize(&self) -> Answer {
         // SAFETY: no precondition.
         let code = unsafe { (self.table.base.context_synchronize)() };
@@ -231,7 +232,7 @@ impl Calls {
         Ok((ByteSize::of(free), ByteSize::of(total)))
     }
 
-    /// Whose memory lies at an address. An error if the driver knows none there.
+    /// Returns the owner of the memory at an address. Fails if the driver knows no memory there.
     pub(super) fn owner_of(&self, at: u64) -> Answer<PointerOwner> {
         let (call, Ok(Pointer { attribute })) = ("cuPointerGetAttribute", self.table.pointer)
         else {
@@ -256,7 +257,7 @@ impl Calls {
         Ok(PointerOwner { context, ordinal, is_host: kind == MEMORY_HOST && !is_managed })
     }
 
-    /// Page-locked memory of the host, every byte of it zero.
+    /// Allocates page-locked memory of the host, all bytes zero.
     pub(super) fn host_alloc(&self, size: ByteSize) -> Answer<Locked> {
         let (mut at, call) = (std::ptr::null_mut::<c_void>(), "cuMemHostAlloc");
         let none = || DriverError::OutOfMemory { call, requested: size };
@@ -284,7 +285,7 @@ impl Calls {
         self.done("cuMemcpyDtoDAsync", code, ByteSize::of(bytes))
     }
 
-    /// Queues a copy into a part of host memory, which stays and is not read meanwhile.
+    /// Queues a copy into a part of host memory, which exists and is not read meanwhile.
     pub(super) fn copy_to_host(
         &self,
         from: u64,
@@ -299,7 +300,7 @@ impl Calls {
         self.done("cuMemcpyDtoHAsync", code, ByteSize::of(bytes))
     }
 
-    /// Queues a copy of a part of host memory, which stays and is not written meanwhile.
+    /// Queues a copy of a part of host memory, which exists and is not written meanwhile.
     pub(super) fn copy_to_device(
         &self,
         (from, part): (&Locked, Range<usize>),
@@ -326,10 +327,10 @@ impl Calls {
         self.plain("cuStreamDestroy", code)
     }
 
-    /// Waits until all work now queued on a stream is done. The host sleeps meanwhile:
-    /// `cuStreamSynchronize` waits as the flags of the primary context say, which by default spins
-    /// a core, and those flags are not ours to change, because others share the context. So an
-    /// event is recorded that blocks. Only without an event it is `cuStreamSynchronize`.
+    /// Waits until all work queued on a stream now is complete. The host sleeps meanwhile:
+    /// `cuStreamSynchronize` waits as the flags of the primary context specify, which by default
+    /// spins a core, and other code shares the context, so the flags stay unchanged. So a blocking
+    /// event is recorded and waited for. `cuStreamSynchronize` is called only if there is no event.
     pub(super) fn stream_synchronize(&self, stream: usize) -> Answer {
         let spare = lock(&self.spare_events).pop();
         let Some(event) = spare.or_else(|| self.event_create().ok()) else {
@@ -343,7 +344,7 @@ impl Calls {
         waited
     }
 
-    /// Destroys the events with which streams were waited for.
+    /// Destroys the events that were used to wait for streams.
     pub(super) fn destroy_spare_events(&self) {
         let events = std::mem::take(&mut *lock(&self.spare_events));
         for event in events {
@@ -361,7 +362,7 @@ impl Calls {
         let mut status = CAPTURE_NONE;
         // SAFETY: a stream, as the head says; it writes one enum of 32 bits.
         let code = unsafe { (self.table.base.stream_is_capturing)(stream, &raw mut status) };
-        // The legacy default stream: a stream that it waits for captures.
+        // The legacy default stream waits for a stream that captures.
         if code == CAPTURE_IMPLICIT {
             return Ok(true);
         }
@@ -369,7 +370,7 @@ impl Calls {
         Ok(status != CAPTURE_NONE)
     }
 
-    /// An event for which the host sleeps while it waits.
+    /// Creates an event for which the host sleeps while it waits.
     pub(super) fn event_create(&self) -> Answer<usize> {
         let (mut event, flags) = (0, EVENT_BLOCKING | EVENT_DISABLE_TIMING);
         // SAFETY: it writes one pointer, into an integer of its size.
@@ -406,22 +407,22 @@ impl Calls {
     }
 }
 
-/// Whose memory lies at an address.
+/// The owner of the memory at an address.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct PointerOwner {
-    /// 0 for memory of no single context.
+    /// The context; 0 for memory that belongs to no single context.
     pub(super) context: usize,
-    /// The device; of page-locked host memory that of the context which locked it.
+    /// The device; for page-locked host memory, the device of the context that locked it.
     pub(super) ordinal: i32,
-    /// It is memory of the host, and not managed.
+    /// `true` for host memory that is not managed.
     pub(super) is_host: bool,
 }
 
-/// Memory of the host, page-locked if it is from [`Calls::host_alloc`], by its address. It frees
-/// nothing.
+/// Memory of the host by its address, page-locked if it is from [`Calls::host_alloc`]. Dropping it
+/// frees nothing.
 #[derive(Debug)]
 pub(super) struct Locked {
-    /// Exposed: it leads to all of the memory.
+    /// The address, with exposed provenance for all of the memory.
     at: usize,
     bytes: usize,
 }
@@ -438,12 +439,12 @@ impl Locked {
         std::ptr::with_exposed_provenance_mut(self.at)
     }
 
-    /// All of it.
+    /// Returns the range of all bytes.
     pub(super) const fn whole(&self) -> Range<usize> {
         0..self.bytes
     }
 
-    /// A part of it and its length.
+    /// Returns the start and the length of a part.
     fn part(&self, part: Range<usize>) -> Answer<(*mut c_void, usize)> {
         if part.start > part.end || part.end > self.bytes {
             let what = "the copy does not fit the host memory";
@@ -452,14 +453,13 @@ impl Locked {
         Ok((self.start().wrapping_add(part.start).cast(), part.end - part.start))
     }
 
-    /// Writes one value to every byte. No other slice of the memory exists, and no copy is in
-    /// flight.
+    /// Sets every byte to `value`. No other slice of the memory exists, and no copy is in progress.
     pub(super) fn fill(&mut self, value: u8) {
         // SAFETY: it is `bytes` bytes of host memory that this owns.
         unsafe { self.start().write_bytes(value, self.bytes) };
     }
 
-    /// Returns `true` if every byte has this value. No writer exists, and no copy is in flight.
+    /// Returns `true` if every byte equals `value`. No writer exists, and no copy is in progress.
     pub(super) fn holds(&self, value: u8) -> bool {
         // SAFETY: it is `bytes` bytes of host memory that this owns, all initialised by
         // `host_alloc`.

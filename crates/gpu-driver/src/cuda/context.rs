@@ -31,14 +31,14 @@ pub(super) struct Context {
     birth: Birth,
 }
 
-/// Restores the calling thread's context and capture mode when it is dropped.
+/// Restores the calling thread's context and capture mode when dropped.
 struct Entered<'a> {
     calls: &'a Calls,
-    /// The context to restore, 0 for none; `None` if it is the same.
+    /// The context to restore, 0 for none; `None` if it is unchanged.
     context: Option<usize>,
-    /// The mode to restore; `None` if it is the same.
+    /// The mode to restore; `None` if it is unchanged.
     mode: Option<u32>,
-    /// Both are the thread's, so that this must end there.
+    /// Both belong to the thread, so this value must be dropped there.
     _here: PhantomData<*const ()>,
 }
 
@@ -55,7 +55,7 @@ impl<'a> Entered<'a> {
         Ok(entered)
     }
 
-    /// Relaxes the thread's capture mode alone: for calls that need no context.
+    /// Relaxes only the thread's capture mode, for calls that need no context.
     fn relaxed(calls: &'a Calls) -> Answer<Self> {
         let mut entered = Self::bare(calls);
         entered.relax()?;
@@ -79,14 +79,15 @@ impl Drop for Entered<'_> {
             let _ = self.calls.exchange_capture_mode(mode);
         }
         if let Some(context) = self.context {
-            // If that fails the context is gone, and its owner finds out.
+            // If this fails the context is gone, and its owner will find out.
             let _ = self.calls.context_set(context);
         }
     }
 }
 
 impl Context {
-    /// Retains the primary context of a device. The first in a process makes it, which takes long.
+    /// Retains the primary context of a device. The first call in a process creates it, which is
+    /// slow.
     pub(super) fn retain(calls: Calls, device: i32) -> Answer<Self> {
         let entered = Entered::relaxed(&calls)?;
         let handle = calls.context_retain(device)?;
@@ -94,7 +95,7 @@ impl Context {
         Ok(Self { calls, device, handle, birth: Birth::now() })
     }
 
-    /// For calls that need no context.
+    /// Returns the calls that need no context.
     pub(super) const fn calls(&self) -> &Calls {
         &self.calls
     }
@@ -104,7 +105,7 @@ impl Context {
         self.calls.made()
     }
 
-    /// Its number.
+    /// Returns the number of the context.
     pub(super) const fn number(&self) -> u64 {
         self.handle as u64
     }
@@ -114,8 +115,8 @@ impl Context {
         self.birth.is_here()
     }
 
-    /// Makes calls in this context with the thread's capture mode relaxed, whatever the thread had.
-    /// `act` runs no code of the program.
+    /// Makes calls in this context with the thread's capture mode relaxed, regardless of the
+    /// thread's own context. `act` runs no code of the program.
     pub(super) fn call<T>(&self, act: impl FnOnce(&Calls) -> Answer<T>) -> Answer<T> {
         let entered = Entered::new(&self.calls, self.handle)?;
         let outcome = act(&self.calls);
@@ -126,7 +127,7 @@ impl Context {
 }
 
 impl Drop for Context {
-    /// Releases it: one call. In a forked child does nothing.
+    /// Releases the context with one call. Does nothing in a forked child.
     fn drop(&mut self) {
         if self.birth.is_here() {
             let _relaxed = Entered::relaxed(&self.calls);
@@ -146,7 +147,7 @@ pub(super) struct Seat {
 }
 
 impl Seat {
-    /// Retains the context of a device and makes the stream; holds nothing where either fails.
+    /// Retains the context of a device and creates the stream. Holds nothing if either fails.
     pub(super) fn take(calls: Calls, device: i32) -> Answer<Self> {
         let context = Context::retain(calls, device)?;
         let own = context.call(Calls::stream_create)?;
@@ -156,14 +157,14 @@ impl Seat {
         Ok(Self { context, own, floor })
     }
 
-    /// As [`Context::call`].
+    /// Like [`Context::call`].
     pub(super) fn call<T>(&self, act: impl FnOnce(&Calls) -> Answer<T>) -> Answer<T> {
         self.context.call(act)
     }
 }
 
 impl Drop for Seat {
-    /// In a forked child does nothing.
+    /// Destroys the stream and the spare events. Does nothing in a forked child.
     fn drop(&mut self) {
         if self.context.is_here() {
             let _ = self.call(|calls| {

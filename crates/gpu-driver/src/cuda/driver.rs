@@ -93,7 +93,7 @@ impl CudaDriver {
 }
 
 impl Drop for CudaDriver {
-    /// In a forked child does nothing.
+    /// Closes the device. Does nothing in a forked child.
     fn drop(&mut self) {
         if self.seat.context.is_here() {
             let _ = self.memory.close(&self.seat);
@@ -209,10 +209,10 @@ unsafe impl Driver for CudaDriver {
             Err(error) => return Err(error),
         };
         let ordinal = i32::try_from(self.device.ordinal).unwrap_or(-1);
-        // Mapped and pooled memory is of a device, and of no single context.
+        // Mapped and pooled memory belongs to a device, but to no single context.
         let is_ours = |context: usize| context == 0 || context as u64 == self.seat.context.number();
         let ends = [first, last];
-        // Page-locked memory has a device, too: that of the context which locked it.
+        // Page-locked memory has a device as well: that of the context which locked it.
         if ends.iter().any(|of| of.is_host) {
             return Ok(Owner::Elsewhere("host memory"));
         }

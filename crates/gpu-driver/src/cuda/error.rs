@@ -85,7 +85,7 @@ pub struct Skipped {
     pub cause: BackendFailure,
 }
 
-/// The cause why a backend does not work.
+/// The reason that a backend does not work.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum BackendFailure {

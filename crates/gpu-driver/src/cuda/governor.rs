@@ -2,9 +2,9 @@
 //! keeps a limit and releases unused memory.
 //!
 //! cudarc, and code that allocates through it, names no pool: it allocates from the device's
-//! current one (`cuMemAllocAsync`). The governor makes a pool of its own the current one. That pool
-//! caches freed memory, up to a limit, which saves driver calls under load, and releases what was
-//! not needed for a while. It sees no single allocation and moves none.
+//! current one (`cuMemAllocAsync`). The governor makes its own pool the current one. That pool
+//! caches freed memory up to a limit, which saves driver calls under load, and releases memory that
+//! was not needed for a while. The governor sees no single allocation and moves none.
 //!
 //! Invariant: a device has at most one governor in this process; after the governor ends, the
 //! current pool is the previous one, or the one that other code has set meanwhile.
@@ -35,13 +35,14 @@ use lowtide_core::clock::Moment;
 use lowtide_core::decay::DecayTime;
 use lowtide_core::sync::{Mutex, is_background, lock};
 
-/// The devices that have a governor, a bit for each number; the last stands for all beyond.
+/// The devices that have a governor, a bit for each number; the last bit stands for all higher
+/// numbers.
 static GOVERNED: AtomicU64 = AtomicU64::new(0);
 
-/// Pools that were left because they were in use.
+/// The number of pools that were left because they were in use.
 static LEFT: AtomicU64 = AtomicU64::new(0);
 
-/// In how many parts the time of the decay is looked at.
+/// The number of checks per decay time.
 const PARTS: u32 = 8;
 
 /// Options of a [`PoolGovernor`].
@@ -49,8 +50,8 @@ const PARTS: u32 = 8;
 pub struct GovernorOptions {
     /// The device. Default: the first visible one.
     pub device: DeviceChoice,
-    /// The most memory that the pool may hold, in use and cached; further allocations fail with out
-    /// of memory. At least 64 KiB, or more if the driver allocates in larger units. Requires a
+    /// The maximum memory that the pool may hold, in use and cached; further allocations fail with
+    /// out of memory. At least 64 KiB, or more if the driver allocates in larger units. Requires a
     /// driver for CUDA 12.2 or newer. Default: `None`, no limit.
     pub limit: Option<ByteSize>,
     /// The time after which unused memory is released. Default: 5 s.
@@ -194,7 +195,7 @@ struct Needs {
     parts: VecDeque<(Moment, Moment, u64)>,
     /// The highest peak ever.
     high: u64,
-    /// No trim before this time, because the last one released nothing.
+    /// No trim is made before this time, because the last one released nothing.
     rest_until: Option<Moment>,
 }
 
@@ -241,7 +242,7 @@ impl PoolGovernor {
     /// Creates a pool, tests it once, and makes it the device's current one. Retains the primary
     /// context.
     ///
-    /// Cost: as [`CudaDriver::open`](super::CudaDriver::open).
+    /// Cost: that of [`CudaDriver::open`](super::CudaDriver::open).
     ///
     /// # Errors
     /// [`GovernorError`]; nothing has changed then.
@@ -249,7 +250,7 @@ impl PoolGovernor {
         let calls = start(&|_| true)?;
         let device = choose(&calls, options.device)?;
         let ordinal = device.ordinal;
-        // With less, not even the trial fits; and the driver takes 0 as no limit.
+        // With less, not even the trial fits; and the driver treats 0 as no limit.
         if let Some(requested) = options.limit.filter(|&limit| limit < UNIT_MIN) {
             return Err(CudaError::PoolLimit { requested, unit: UNIT_MIN }.into());
         }
@@ -286,8 +287,8 @@ impl PoolGovernor {
         &self.device
     }
 
-    /// Returns the number of pools that governors of this process left behind, because something in
-    /// them was in use when the governor ended, or because CUDA failed to report or destroy them.
+    /// Returns the number of pools that governors of this process did not destroy, because they
+    /// were in use when the governor ended, or because CUDA failed to report or destroy them.
     #[must_use]
     pub fn left_total() -> u64 {
         LEFT.load(Ordering::Relaxed)
@@ -369,7 +370,7 @@ impl PoolGovernor {
                 return Ok(ByteSize::ZERO);
             }
             let released = self.trim_to(calls, (read.reserved, keep))?;
-            // A block that is partly in use cannot be released: don't wait again at each call.
+            // A block that is partly in use cannot be released: do not wait again at each call.
             let rests = released.is_zero().then(|| now + time);
             lock(&self.needs).rest_until = rests;
             Ok(released)
@@ -380,7 +381,7 @@ impl PoolGovernor {
     /// like [`PoolGovernor::decay`] if there is memory to release.
     ///
     /// # Errors
-    /// As for [`PoolGovernor::decay`].
+    /// The errors of [`PoolGovernor::decay`].
     pub fn trim(&self) -> Result<ByteSize, DriverError> {
         self.seat.call(|calls| {
             let reserved = self.bytes(calls, POOL_RESERVED)?;
@@ -406,8 +407,8 @@ impl PoolGovernor {
 
     /// Trims the pool and returns the number of bytes released.
     fn trim_to(&self, calls: &Calls, (before, keep): (u64, u64)) -> Answer<ByteSize> {
-        // The frees were of streams that are not ours, and of any number. Background work goes
-        // without: the pool gives up what a wait of the program has shown to be free.
+        // The frees were on streams of other code, in any number. Background work does not wait:
+        // the pool then releases only memory that a wait of the program has shown to be free.
         if !is_background() {
             calls.context_synchronize()?;
         }
@@ -423,7 +424,7 @@ impl PoolGovernor {
             return Ok(());
         }
         self.current.set(calls, self.before).or_else(|_| {
-            // Whose it was may have given it up meanwhile.
+            // The previous owner of the pool may have destroyed it meanwhile.
             let default = self.pool.pooling.of_device(calls)?;
             self.current.set(calls, default)
         })
@@ -443,7 +444,7 @@ impl PoolGovernor {
 }
 
 impl Drop for PoolGovernor {
-    /// Waits for no work. In a forked child does nothing.
+    /// Restores the previous pool, without waiting for work. Does nothing in a forked child.
     fn drop(&mut self) {
         if !self.seat.context.is_here() {
             return;
@@ -468,7 +469,7 @@ impl fmt::Debug for PoolGovernor {
     }
 }
 
-/// The calls of pools and of the current one, where functions and attribute say that there are any.
+/// Returns the calls of pools and of the current pool, if functions and attribute support them.
 fn offered(calls: &Calls, device: i32) -> Result<(Pooling, Current), BackendFailure> {
     let pooling = Pooling::new(calls.table.pools?, device);
     let current = Current::new(calls.table.current_pool?, device);
@@ -478,7 +479,7 @@ fn offered(calls: &Calls, device: i32) -> Result<(Pooling, Current), BackendFail
     Ok((pooling, current))
 }
 
-/// Logs a failed rollback call, since no caller can receive the error.
+/// Logs a failed rollback call, because no caller can receive the error.
 fn undone(outcome: Answer) {
     if let Err(error) = outcome {
         log!(warn, %error, "rollback of a driver call failed, memory may leak");
@@ -494,12 +495,12 @@ mod tests {
         let (time, mut needs) = (Duration::from_secs(8), Needs::default());
         let at = |millis| Moment::ORIGIN + Duration::from_millis(millis);
         assert_eq!(needs.note(at(0), 100, time), 100);
-        // Looked at often or rarely, used a little: the most counts.
+        // Checked often or rarely, and used a little: the highest use counts.
         for millis in (100..8_000).step_by(100) {
             assert_eq!(needs.note(at(millis), 3, time), 100, "{millis}");
         }
         assert!(needs.parts.len() <= 9, "{:?}", needs.parts);
-        // The last look at it was in the first part, which is an eighth of the time.
+        // The last check of it was in the first part, which is an eighth of the time.
         assert_eq!(needs.note(at(8_900), 3, time), 3);
         assert_eq!(needs.note(at(90_000), 0, time), 0);
         assert_eq!((needs.high, needs.parts.len()), (100, 1));

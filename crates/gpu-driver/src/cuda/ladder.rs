@@ -24,13 +24,13 @@ use crate::Backend;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::log;
 
-/// The best first.
+/// The backends, the best first.
 const LADDER: [Backend; 3] = [Backend::CudaVirtualMemory, Backend::CudaPool, Backend::CudaPlain];
 
 /// The first driver that limits a pool: CUDA 12.2.
 pub(super) const POOL_LIMITS: u32 = 12_020;
 
-/// A device on which a way to memory is looked for.
+/// A device for which a backend is being selected.
 pub(super) struct Ground {
     pub(super) device: CudaDevice,
     /// The device's handle.
@@ -45,7 +45,7 @@ pub(super) struct Found {
     pub(super) skipped: Vec<Skipped>,
 }
 
-/// A way that the driver's functions and the device's attributes allow.
+/// A backend that the driver's functions and the device's attributes allow.
 enum Way {
     Virtual(VirtualMemory),
     /// A pool with this limit, and the unit of segment sizes.
@@ -73,8 +73,8 @@ impl From<Missing> for BackendFailure {
     }
 }
 
-/// Takes the first way that works, or the one that is wanted. No context is made before a way is
-/// found that might.
+/// Selects the first backend that works, or the requested one. Creates no context before a backend
+/// is found that may work.
 pub(super) fn climb(
     calls: Calls,
     ground: &Ground,
@@ -203,7 +203,7 @@ fn offered(
     }
 }
 
-/// The size of the pieces in which memory comes.
+/// Returns the unit in which memory is allocated.
 fn unit_of(
     asked: Option<ByteSize>,
     granularity: ByteSize,
@@ -216,7 +216,7 @@ fn unit_of(
     Ok(requested)
 }
 
-/// Takes a way and tries it once.
+/// Opens a backend and tries it once.
 fn take(seat: &Seat, way: Way) -> Result<Memory, BackendFailure> {
     match way {
         Way::Virtual(memory) => tried(seat, Memory::Virtual(memory)),
@@ -232,7 +232,7 @@ fn take(seat: &Seat, way: Way) -> Result<Memory, BackendFailure> {
             if let BackendFailure::Driver(error) = &cause
                 && (error.is_context_lost() || error.is_out_of_memory())
             {
-                return Err(cause); // another pool has no more
+                return Err(cause); // another pool has no more memory either
             }
             let Ok(memory) = with(seat.call(|calls| Pool::of_device(calls, pooling))) else {
                 return Err(cause);
@@ -306,7 +306,7 @@ fn write_and_read(seat: &Seat, calls: &Calls, (at, unit): (u64, ByteSize)) -> An
     let written = calls
         .copy_to_device((&locked, all.clone()), at, seat.own)
         .and_then(|()| calls.stream_synchronize(seat.own));
-    // After an error of the wait the copy may be under way still.
+    // After an error of the wait the copy may still be in progress.
     let read = written.and_then(|()| {
         locked.fill(0);
         calls.copy_to_host(at, (&locked, all), seat.own)?;
@@ -314,7 +314,7 @@ fn write_and_read(seat: &Seat, calls: &Calls, (at, unit): (u64, ByteSize)) -> An
     });
     let held = read.map(|()| locked.holds(0x5A));
     if held.is_err() && calls.stream_synchronize(seat.own).is_err() {
-        return held; // the host memory is left to the copies
+        return held; // the host memory stays allocated for the copies
     }
     let freed = calls.host_free(&locked);
     held.and_then(|held| freed.map(|()| held))

@@ -1,10 +1,10 @@
 //! Opens the CUDA driver library and finds its functions, with the loader alone.
 //!
-//! It calls none of them. cudarc panics if the library or a function is missing, so this module
-//! looks for both first, under the same names and in the same order as cudarc. It finds the same
-//! library as cudarc, except for a toolkit's stub, which this module skips and cudarc does not. A
-//! library that is used stays open for the rest of the process, because `cuInit` may start threads
-//! in it.
+//! This module calls none of them. cudarc panics if the library or a function is missing, so this
+//! module looks for both first, under the same names and in the same order as cudarc. It finds the
+//! same library as cudarc, except for a toolkit's stub, which this module skips and cudarc does
+//! not. A library that is used stays open for the rest of the process, because `cuInit` may start
+//! threads in it.
 //!
 //! Invariant: a function is `Some` only if the open library has a symbol of that name.
 #![expect(unsafe_code, reason = "opening a library and looking a symbol up")]
@@ -79,7 +79,7 @@ pub(super) fn search<T>(
 }
 
 impl Library {
-    /// The library of this name; else what the loader said.
+    /// Opens the library of this name. The error is the loader's message.
     fn open(name: &str) -> Result<Self, String> {
         let name = CString::new(name).map_err(|error| error.to_string())?;
         // SAFETY: the name is a C string that outlives the call. "dlopen() ... returns NULL" on
@@ -89,7 +89,7 @@ impl Library {
         NonNull::new(opened).map(Self).ok_or_else(loader_error)
     }
 
-    /// Gives up a library that did not start anything.
+    /// Closes a library that has not started anything.
     fn close(self) {
         // SAFETY: the handle came from `dlopen` and is closed once, here; `Look::Passed` says that
         // nothing found in it is kept.
@@ -118,7 +118,7 @@ fn loader_error() -> String {
 mod tests {
     use super::*;
 
-    /// cudarc's names go by the version of its bindings in part; what remains is in its order.
+    /// Some of cudarc's names depend on the version of its bindings; the others are in its order.
     #[test]
     fn the_names_are_cudarcs_in_its_order() {
         let theirs = cudarc::get_lib_name_candidates("cuda");

@@ -26,12 +26,12 @@ impl Mapping {
         Self { calls, retain, device }
     }
 
-    /// Returns `true` if the handle behind an address can be queried.
+    /// Returns `true` if the handle of an address can be queried.
     pub(super) const fn can_retain(&self) -> bool {
         self.retain.is_some()
     }
 
-    /// The smallest unit of memory that is mapped.
+    /// Returns the smallest unit of memory that can be mapped.
     pub(super) fn granularity(&self, count: &Calls) -> Answer<ByteSize> {
         let (mut unit, of) = (0, AllocationProperties::on(self.device));
         // SAFETY: it reads one structure of that shape and writes one size.
@@ -41,7 +41,7 @@ impl Mapping {
         Ok(ByteSize::of(unit))
     }
 
-    /// Address space that begins at a multiple of `align`.
+    /// Reserves address space that begins at a multiple of `align`.
     pub(super) fn reserve(&self, count: &Calls, bytes: usize, align: usize) -> Answer<u64> {
         let mut at = 0;
         // SAFETY: it writes one address; no wish for one, no flags.
@@ -56,7 +56,7 @@ impl Mapping {
         count.done("cuMemAddressFree", code, ByteSize::ZERO)
     }
 
-    /// New memory of the device, behind no address; its handle.
+    /// Allocates memory of the device without an address. Returns its handle.
     pub(super) fn create(&self, count: &Calls, bytes: usize) -> Answer<u64> {
         let (mut handle, of) = (0, AllocationProperties::on(self.device));
         // SAFETY: it reads one structure of that shape and writes one handle.
@@ -65,7 +65,7 @@ impl Mapping {
         Ok(handle)
     }
 
-    /// Gives a handle up; its memory goes with its last mapping.
+    /// Releases a handle. The memory is freed with its last mapping.
     pub(super) fn release(&self, count: &Calls, handle: u64) -> Answer {
         // SAFETY: numbers only, as the head says.
         let code = unsafe { (self.calls.release)(handle) };
@@ -94,7 +94,7 @@ impl Mapping {
         count.done("cuMemSetAccess", code, ByteSize::of(bytes))
     }
 
-    /// The handle of the mapping at an address, to be released once more.
+    /// Returns the handle of the mapping at an address, which must be released once more.
     pub(super) fn handle_of(&self, count: &Calls, at: u64) -> Answer<u64> {
         let (mut handle, call) = (0, "cuMemRetainAllocationHandle");
         let Some(retain) = self.retain else {

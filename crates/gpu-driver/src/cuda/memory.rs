@@ -1,7 +1,7 @@
 //! The memory of a device, with the selected backend.
 //!
-//! It only dispatches between the two kinds; a call that the backend does not support is a typed
-//! error.
+//! This module only dispatches between the two kinds. A call that the backend does not support is a
+//! typed error.
 //!
 //! Invariant: `backend = CudaVirtualMemory <=> Virtual`.
 
@@ -85,7 +85,7 @@ impl Memory {
         }
     }
 
-    /// The end, when nothing of it is left.
+    /// Closes the backend, of which no memory is left.
     pub(super) fn close(&self, seat: &Seat) -> Answer {
         match self {
             Self::Virtual(_) => Ok(()),

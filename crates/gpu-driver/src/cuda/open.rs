@@ -54,7 +54,7 @@ pub struct CudaOptions {
     /// calls, a small one leaves less memory unused. Default: `None`, the device's granularity (2
     /// MiB on data-centre devices), or 2 MiB for the pool and plain backends.
     pub handle: Option<ByteSize>,
-    /// The most memory that the private pool may hold, in use and cached, with
+    /// The maximum memory that the private pool may hold, in use and cached, with
     /// [`Backend::CudaPool`]. It has no effect with a driver older than CUDA 12.2, or if the device
     /// refuses a private pool and its default pool is used; an arena's limit applies in any case.
     /// Default: `None`, no limit.
@@ -76,7 +76,7 @@ impl Default for CudaOptions {
 impl CudaDriver {
     /// Returns the devices visible to this process, in the order of their ordinals.
     ///
-    /// Cost: as [`probe`](super::probe).
+    /// Cost: that of [`probe`](super::probe).
     ///
     /// # Errors
     /// [`CudaError::Unavailable`] without a driver or device; [`CudaError::Driver`] if a call
@@ -101,7 +101,7 @@ impl CudaDriver {
     /// Like [`CudaDriver::open`], with some functions of the library hidden; for tests.
     ///
     /// # Errors
-    /// As for [`CudaDriver::open`].
+    /// The errors of [`CudaDriver::open`].
     #[doc(hidden)]
     pub fn open_with(options: CudaOptions, has: &dyn Fn(&str) -> bool) -> Result<Self, CudaError> {
         let calls = start(has)?;

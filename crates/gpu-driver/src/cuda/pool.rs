@@ -14,10 +14,10 @@ use super::pooling::Pooling;
 use crate::DriverError;
 use lowtide_core::bytes::ByteSize;
 
-/// Nothing that is freed goes back before a trim.
+/// The threshold at which the pool releases no freed memory before a trim.
 const KEEP_ALL: u64 = u64::MAX;
 
-/// A pool that keeps all that is freed.
+/// A pool that caches all freed memory.
 #[derive(Clone, Copy)]
 pub(super) struct Pool {
     pub(super) pooling: Pooling,
@@ -47,7 +47,7 @@ impl Pool {
         Ok(Self { pooling, number, owner: PoolOwner::Us })
     }
 
-    /// The pool that the device came with.
+    /// Returns the device's default pool.
     pub(super) fn of_device(calls: &Calls, pooling: Pooling) -> Answer<Self> {
         let number = pooling.of_device(calls)?;
         let threshold = pooling.bytes(calls, number, POOL_THRESHOLD)?;
@@ -60,7 +60,7 @@ impl Pool {
         self.owner != PoolOwner::Us
     }
 
-    /// Memory that is there when this returns.
+    /// Allocates memory, which exists when this returns.
     pub(super) fn take(&self, calls: &Calls, bytes: usize, stream: usize) -> Answer<Taken> {
         let at = self.pooling.alloc(calls, self.number, bytes, stream)?;
         let waited = calls.stream_synchronize(stream);
@@ -97,7 +97,7 @@ impl Pool {
     }
 }
 
-/// Memory of a pool, and whether its allocation has completed; if not, it must be freed again.
+/// Memory of a pool. If its allocation has not completed, it must be freed again.
 pub(super) struct Taken {
     pub(super) at: u64,
     pub(super) waited: Result<(), DriverError>,

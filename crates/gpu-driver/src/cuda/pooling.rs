@@ -26,7 +26,7 @@ impl Pooling {
         Self { calls, device }
     }
 
-    /// A new pool; a limit of 0 bytes is none.
+    /// Creates a pool. A limit of 0 bytes means none.
     pub(super) fn create(&self, count: &Calls, limit: usize) -> Answer<usize> {
         let (mut pool, of) = (0, PoolProperties::on(self.device, limit));
         // SAFETY: it reads one structure of that shape, and writes one pointer, into an integer of
@@ -45,7 +45,7 @@ impl Pooling {
         count.done("cuMemPoolDestroy", code, ByteSize::ZERO)
     }
 
-    /// The pool that the device came with.
+    /// Returns the device's default pool.
     pub(super) fn of_device(&self, count: &Calls) -> Answer<usize> {
         let mut pool = 0;
         // SAFETY: it writes one pointer, into an integer of its size.
@@ -61,7 +61,7 @@ impl Pooling {
         count.done("cuMemPoolTrimTo", code, ByteSize::ZERO)
     }
 
-    /// A number of bytes that a pool tells: one of the attributes that are a `cuuint64_t`.
+    /// Returns a number of bytes of a pool: an attribute of type `cuuint64_t`.
     pub(super) fn bytes(&self, count: &Calls, pool: usize, attribute: i32) -> Answer<u64> {
         let mut value = 0_u64;
         let to = (&raw mut value).cast::<c_void>();
@@ -71,7 +71,7 @@ impl Pooling {
         Ok(value)
     }
 
-    /// Sets one of those attributes.
+    /// Sets an attribute of type `cuuint64_t`.
     pub(super) fn set_bytes(
         &self,
         count: &Calls,
@@ -85,7 +85,7 @@ impl Pooling {
         count.done("cuMemPoolSetAttribute", code, ByteSize::ZERO)
     }
 
-    /// Memory of a pool, there when the stream has come so far.
+    /// Allocates memory of a pool, in stream order.
     pub(super) fn alloc(
         &self,
         count: &Calls,
@@ -120,7 +120,7 @@ impl Current {
         Self { calls, device }
     }
 
-    /// The pool that those use who name none.
+    /// Returns the pool for allocations that name no pool.
     pub(super) fn get(&self, count: &Calls) -> Answer<usize> {
         let mut pool = 0;
         // SAFETY: it writes one pointer, into an integer of its size.
@@ -129,7 +129,7 @@ impl Current {
         Ok(pool)
     }
 
-    /// Lets those use this pool from now on.
+    /// Sets the pool for allocations that name no pool.
     pub(super) fn set(&self, count: &Calls, pool: usize) -> Answer {
         // SAFETY: a pool of the device; one that its maker destroyed meanwhile is an error.
         let code = unsafe { (self.calls.set)(self.device, pool) };
@@ -154,7 +154,7 @@ impl Pieces {
         self.managed.is_some()
     }
 
-    /// Memory that is there at once.
+    /// Allocates memory, which exists when this returns.
     pub(super) fn alloc(&self, count: &Calls, bytes: usize) -> Answer<u64> {
         let mut at = 0;
         let (code, call) = match self.managed {

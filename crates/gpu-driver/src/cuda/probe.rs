@@ -1,8 +1,8 @@
 //! Detects a CUDA driver with the loader alone, and describes the result in one sentence.
 //!
-//! It creates no context and allocates nothing on a device; the driver itself reads the environment
-//! (`CUDA_VISIBLE_DEVICES`). Result codes stay integers, so that a code newer than this file is a
-//! number and not undefined behaviour.
+//! Detection creates no context and allocates nothing on a device; the driver itself reads the
+//! environment (`CUDA_VISIBLE_DEVICES`). Result codes stay integers, so that a code newer than this
+//! file is a number and not undefined behaviour.
 //!
 //! Invariant: every exit is a value of [`Probe`]; `Devices { count, .. } => count >= 1`.
 #![expect(unsafe_code, reason = "calling C functions by pointer")]
@@ -140,7 +140,7 @@ struct ProbeFunctions {
 }
 
 impl ProbeFunctions {
-    /// The functions by name, or the name of the first that is missing.
+    /// Returns the functions by name, or the name of the first that is missing.
     fn resolve(library: Library) -> Result<Self, &'static str> {
         let init = library.symbol(c"cuInit");
         let driver_version = library.symbol(c"cuDriverGetVersion");
@@ -184,7 +184,8 @@ impl ProbeFunctions {
         }
     }
 
-    /// The number a call gives; a negative one, which no driver gives, counts as 0.
+    /// Returns the number that a call writes. A negative number, which no driver writes, counts as
+    /// 0.
     fn read(&self, function: ReadInt, call: &'static str) -> Result<u32, Probe> {
         let mut value: c_int = 0;
         // SAFETY: the function writes one int through a pointer to a local that outlives it.

@@ -20,7 +20,7 @@ use lowtide_core::sync::{Mutex, lock};
 /// smaller segment would hold no less memory, and a larger one would leave more unused.
 pub(super) const UNIT: ByteSize = ByteSize::mib(2);
 
-/// The least that they can be multiples of: what host memory to offload into comes in.
+/// The smallest unit of segment sizes: the unit of the host memory that contents are offloaded to.
 pub(super) const UNIT_MIN: ByteSize = crate::HOST_GRANULARITY;
 
 /// The source of segments.
@@ -35,7 +35,7 @@ pub(super) struct Segments {
     source: Source,
     /// The unit of addresses and sizes; a power of two.
     unit: ByteSize,
-    /// The driver has returned an unaligned address.
+    /// `true` if the driver has returned an unaligned address.
     is_odd: AtomicBool,
     /// For each segment that begins inside its allocation: the start of the allocation.
     began: Mutex<BTreeMap<u64, u64>>,
@@ -95,8 +95,8 @@ impl Segments {
         Ok(at)
     }
 
-    /// Gives a segment back: to the pool, which keeps it, or to the device, for which the call
-    /// waits until all its work is done.
+    /// Releases a segment: to the pool, which caches it, or to the device. In the latter case the
+    /// call waits until all work of the device is complete.
     pub(super) fn destroy(
         &self,
         calls: &Calls,
@@ -104,7 +104,7 @@ impl Segments {
         stream: usize,
     ) -> Answer {
         self.whole(at, size)?;
-        // Out of the table first: the address may be given again before the call returns.
+        // Removed from the table first: the address may be reused before the call returns.
         let began = lock(&self.began).remove(&at.get());
         let given = self.give(calls, began.unwrap_or_else(|| at.get()), stream);
         if let (Err(_), Some(began)) = (&given, began) {
@@ -113,7 +113,7 @@ impl Segments {
         given
     }
 
-    /// Gives to the device what the pool keeps.
+    /// Releases the memory that the pool caches to the device.
     pub(super) fn trim(&self, calls: &Calls, stream: usize) -> Answer {
         match &self.source {
             Source::Pool(pool) => pool.trim(calls, stream),
@@ -121,7 +121,7 @@ impl Segments {
         }
     }
 
-    /// The end, when no segment is left.
+    /// Closes the source, of which no segment is left.
     pub(super) fn close(&self, calls: &Calls, stream: usize) -> Answer {
         match &self.source {
             Source::Pool(pool) => pool.close(calls, stream),
@@ -147,7 +147,7 @@ impl Segments {
         }
     }
 
-    /// Counts a call that was to undo another and failed.
+    /// Counts a failed rollback call.
     fn back(&self, calls: &Calls, outcome: Answer) {
         if let Err(error) = outcome {
             self.stuck.fetch_add(1, Ordering::Relaxed);
@@ -155,7 +155,7 @@ impl Segments {
         }
     }
 
-    /// The bytes of a whole number of units.
+    /// Returns the bytes of a range of whole units.
     fn whole(&self, at: DeviceAddress, size: ByteSize) -> Answer<usize> {
         let is_whole = !size.is_zero()
             && at.is_multiple_of(self.unit)
@@ -165,7 +165,7 @@ impl Segments {
     }
 }
 
-/// The error of a call, for the segment that was asked for.
+/// Returns the error of a call with the requested size of the segment.
 fn of_segment(error: DriverError, size: ByteSize) -> DriverError {
     match error {
         DriverError::OutOfMemory { call, .. } => DriverError::OutOfMemory { call, requested: size },

@@ -34,7 +34,8 @@ impl Stores {
 
     /// Frees a store; the store stays if the driver refuses.
     pub(super) fn destroy(&self, calls: &Calls, store: HostStore) -> Answer {
-        // Out of the table first: the call may block for as long as other work of the device takes.
+        // Removed from the table first: the call may block as long as other work of the device
+        // takes.
         let locked = lock(&self.kept).stores.remove(&store.get()).ok_or_else(unknown)?;
         let outcome = calls.host_free(&locked);
         if outcome.is_err() {
@@ -43,7 +44,7 @@ impl Stores {
         outcome
     }
 
-    /// Does something with the part of a store that a span names.
+    /// Calls a function with the part of a store that a span names.
     pub(super) fn with(
         &self,
         span: StoreSpan,

@@ -18,7 +18,7 @@ use super::abi::{Access, AllocationProperties, PoolProperties};
 /// Finds a symbol by its name.
 pub(super) type Find<'a> = &'a dyn Fn(&CStr) -> Option<NonNull<c_void>>;
 
-/// A function that no driver in use has.
+/// A function that the driver lacks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Missing(pub(super) &'static str);
 
@@ -33,7 +33,7 @@ macro_rules! group {
         }
 
         impl $group {
-            /// All of them, or the first that is missing.
+            /// Returns all functions of the group, or the name of the first that is missing.
             pub(super) fn find(find: Find<'_>) -> Result<Self, Missing> {
                 Ok(Self {
                     $($field: {
@@ -55,7 +55,7 @@ macro_rules! group {
     };
 }
 
-/// A name that the macro above ended with a zero.
+/// Returns a name that the macro above ended with a zero.
 fn name_of(name: &'static str) -> &'static CStr {
     CStr::from_bytes_with_nul(name.as_bytes()).unwrap_or_default()
 }
@@ -112,7 +112,7 @@ group! {
 }
 
 group! {
-    /// The handle behind an address: since CUDA 11.
+    /// The handle of an address: since CUDA 11.
     Retain {
         handle_of = "cuMemRetainAllocationHandle"(*mut u64, u64);
     }
@@ -184,7 +184,7 @@ pub(super) struct Table {
 }
 
 impl Table {
-    /// The functions, or the first without which there is no CUDA.
+    /// Returns the table, or the name of the first function without which there is no CUDA.
     pub(super) fn find(find: Find<'_>) -> Result<Self, Missing> {
         Ok(Self {
             base: Base::find(find)?,

@@ -1,7 +1,7 @@
 //! Memory in segments over the fake driver library, through the driver's own calls.
 //!
-//! Arena behaviour is tested with the arenas; these tests cover addresses, limits, shared pools,
-//! and the state after a failure.
+//! The arena's tests cover its behaviour; these tests cover addresses, limits, shared pools, and
+//! the state after a failure.
 //!
 //! Invariant: a test ends with no recorded fault and no leak.
 #![expect(unsafe_code, reason = "segments are released and copied here")]
@@ -17,7 +17,7 @@ use lowtide_core::bytes::ByteSize;
 
 const UNIT: ByteSize = ByteSize::kib(64);
 
-/// Work is done as late as may be, and addresses are no multiples of a unit.
+/// Work completes as late as possible, and addresses are not multiples of a unit.
 const LAZY: Options = Options {
     order: 0,
     flags: 0,
@@ -95,8 +95,8 @@ fn a_pool_keeps_what_is_freed_until_a_trim_and_plain_memory_goes_at_once() {
         let driver = CudaDriver::open(options).expect("a device");
         let before = taken(&fake);
         let at = driver.segment_create(units(4)).expect("memory");
-        // The fake's managed memory is host memory, which may begin at any page. A unit more is
-        // taken for it, unless it happens to begin at a multiple of a unit.
+        // The fake's managed memory is host memory, which may begin at any page. One unit more is
+        // allocated for it, unless it happens to begin at a multiple of a unit.
         let most = units(if options == MANAGED { 5 } else { 4 });
         let more = taken(&fake) - before;
         assert!((units(4).get()..=most.get()).contains(&more), "{options:?}: {more}");
@@ -177,7 +177,7 @@ fn a_pools_limit_holds_where_the_driver_knows_it() {
     }
 }
 
-/// Calls of a driver, and the device's pool.
+/// Returns the release threshold of the device's default pool.
 fn threshold(driver: &CudaDriver) -> u64 {
     let of = |calls: &Calls| {
         let pooling = Pooling::new(calls.table.pools.expect("pools"), 0);
@@ -219,7 +219,7 @@ fn the_devices_own_pool_is_used_where_ours_is_refused_and_left_as_it_was() {
     set_threshold(&other, 5);
     drop(driver);
     assert_eq!(threshold(&other), 5);
-    // Two of them, in either order.
+    // Two drivers, closed in either order.
     for first in [0, 1] {
         set_threshold(&other, 7);
         let mut both = vec![
@@ -256,7 +256,7 @@ fn memory_of_a_pool_that_could_not_be_waited_for_goes_back() {
     let driver = CudaDriver::open(POOL).expect("a device");
     for nth in 1..=2 {
         fake.fail(c"cuEventSynchronize", nth, 999);
-        // The first address is odd, and the second is waited for as well.
+        // The first address is unaligned, and the second allocation is waited for as well.
         let outcome = driver.segment_create(UNIT);
         fake.forget_failures();
         if let Ok(at) = outcome {

@@ -19,7 +19,7 @@ pub(super) struct VirtualMemory {
     mapping: Mapping,
     /// The size of a handle; a power of two.
     unit: ByteSize,
-    /// Rollback calls that failed: memory or addresses are lost until the process ends.
+    /// The number of failed rollback calls: memory or addresses are lost until the process ends.
     stuck: AtomicU64,
 }
 
@@ -32,7 +32,7 @@ struct HandleRange {
 }
 
 impl HandleRange {
-    /// The same, with the first so many bytes only.
+    /// Returns the first part of the range, of this many bytes.
     const fn first(self, bytes: usize) -> Self {
         Self { bytes, ..self }
     }
@@ -88,7 +88,7 @@ impl VirtualMemory {
         outcome.map_err(|error| of_whole(error, size))
     }
 
-    /// New memory behind one bare handle's place.
+    /// Creates memory for one bare handle's range.
     fn create_at(&self, calls: &Calls, at: u64, unit: usize) -> Answer {
         let handle = self.mapping.create(calls, unit)?;
         let mapped = self.mapping.map(calls, at, unit, handle);
@@ -97,7 +97,7 @@ impl VirtualMemory {
             (Ok(()), Ok(())) => Ok(()),
             (Ok(()), Err(error)) => {
                 self.back(calls, self.mapping.unmap(calls, at, unit));
-                self.back(calls, Err(error.clone())); // its memory has no owner that could free it
+                self.back(calls, Err(error.clone())); // no owner could free the memory
                 Err(error)
             }
             (Err(error), released) => {
@@ -143,7 +143,7 @@ impl VirtualMemory {
         outcome
     }
 
-    /// Counts a call that was to undo another and failed.
+    /// Counts a failed rollback call.
     fn back(&self, calls: &Calls, outcome: Answer) {
         if let Err(error) = outcome {
             self.stuck.fetch_add(1, Ordering::Relaxed);
@@ -151,7 +151,7 @@ impl VirtualMemory {
         }
     }
 
-    /// A range of whole handles, none of them beyond the last address.
+    /// Returns a range of whole handles that does not exceed the last address.
     fn whole(&self, at: DeviceAddress, size: ByteSize) -> Answer<HandleRange> {
         let bytes = size.as_usize().filter(|_| {
             let ends = at.get().checked_add(size.get()).is_some();
@@ -166,7 +166,7 @@ impl VirtualMemory {
     }
 }
 
-/// The error of one handle, for all that was asked for.
+/// Returns the error of one handle for the whole requested range.
 fn of_whole(error: DriverError, size: ByteSize) -> DriverError {
     match error {
         DriverError::OutOfMemory { call, .. } => DriverError::OutOfMemory { call, requested: size },

@@ -1,10 +1,10 @@
-//! A device arena: allocates blocks from reserved address space, with memory behind them only while
-//! needed.
+//! A device arena: allocates blocks from reserved address space, and commits memory only while it
+//! is needed.
 //!
-//! This file has the callers' interface: open, allocate, enter, limit, snapshot. The mechanisms:
-//! `commit` puts memory behind blocks, `reclaim` releases idle memory, `books` has the accounting.
-//! The arena owns no thread, and reads the clock only when memory becomes idle; callers release
-//! memory with [`DeviceArena::decay`].
+//! This file has the callers' interface: open, allocate, enter, limit, snapshot. The mechanisms are
+//! elsewhere: `engine::alloc` commits memory for blocks, `engine::release` releases idle memory,
+//! and `state` keeps the accounts. The arena owns no thread, and reads the clock only when memory
+//! becomes idle; callers release memory with [`DeviceArena::decay`].
 //!
 //! Invariants: those of [`ArenaSnapshot`](crate::ArenaSnapshot); no driver call under the lock; the
 //! arena lives as long as one of its handles, buffers or leases.
@@ -57,7 +57,7 @@ use lowtide_core::clock::{Clock, Moment};
 #[derive(Clone)]
 pub struct DeviceArena {
     inner: Arc<ArenaInner>,
-    /// The homes of each thread's blocks.
+    /// The cache shards of the threads.
     homes: Arc<CacheShards>,
 }
 
@@ -78,7 +78,7 @@ impl DeviceArena {
         Self::open_observed((driver, clock), config, Vec::new())
     }
 
-    /// Opens an arena with these observers, and those of the configuration.
+    /// Opens an arena with these observers and with those of the configuration.
     ///
     /// # Errors
     /// The errors of [`DeviceArena::open`].
@@ -160,7 +160,7 @@ impl DeviceArena {
         Ok(Buffer::new(owned, len))
     }
 
-    /// As [`DeviceArena::alloc`], for the stream of a lane.
+    /// Like [`DeviceArena::alloc`], for the stream of a lane.
     pub(crate) fn alloc_on<T: Pod>(
         &self,
         lane: &Arc<LaneInner>,
@@ -179,8 +179,8 @@ impl DeviceArena {
         self.alloc_as(wanted, Some(lane), len, region)
     }
 
-    /// Allocates a buffer of `len` elements on a block as requested; for the stream of a lane, if
-    /// given.
+    /// Allocates a block as requested, for the stream of a lane if given. Returns a buffer of `len`
+    /// elements on the block.
     pub(crate) fn alloc_as<T: Pod>(
         &self,
         wanted: Option<AllocRequest>,
@@ -293,7 +293,7 @@ impl DeviceArena {
     /// has a recorder.
     pub fn set_thread_cache(&self, front: ByteSize) {
         if self.inner.check_here().is_ok() {
-            // They would hide events.
+            // Thread caches would hide events.
             let front = if self.inner.is_observed() { ByteSize::ZERO } else { front };
             self.inner.fronts.set_room(front);
             self.inner.empty_fronts();
@@ -337,14 +337,14 @@ impl DeviceArena {
         closed
     }
 
-    /// Returns `true` if it was closed by any handle, or while a close checks for live blocks.
+    /// Returns `true` if any handle closed the arena, or while a close checks for live blocks.
     #[must_use]
     pub fn is_closed(&self) -> bool {
         self.inner.is_closed()
     }
 
-    /// Frees all raw blocks ([`DeviceArena::alloc_raw`]) and returns their bytes. Buffers keep
-    /// theirs. Makes no driver call; memory that becomes idle decays.
+    /// Frees all raw blocks ([`DeviceArena::alloc_raw`]) and returns their bytes. The blocks of
+    /// buffers stay. Makes no driver call; memory that becomes idle decays.
     ///
     /// # Errors
     /// [`DeviceError::Forked`].
@@ -377,8 +377,8 @@ impl DeviceArena {
         self.inner.glance()
     }
 
-    /// Returns the figures for a control loop: no allocation, no driver call, and the lock is taken
-    /// once, for a few additions. Nothing in a forked child.
+    /// Returns the figures for a control loop, without an allocation or a driver call. The lock is
+    /// taken once, for a few additions. All zero in a forked child.
     #[doc(hidden)]
     #[must_use]
     pub fn control_figures(&self) -> ControlFigures {
@@ -436,7 +436,7 @@ impl DeviceArena {
         &self.inner
     }
 
-    /// Returns a block from a cache, if that has one.
+    /// Returns a block from a cache, if the cache has one.
     #[inline]
     fn kept(
         &self,
@@ -444,7 +444,7 @@ impl DeviceArena {
         region: Region,
         wanted: AllocRequest,
     ) -> Option<Box<BlockHandle>> {
-        // Larger alignments have an entry in the arena's metadata.
+        // Blocks with larger alignments have an entry in the arena's metadata.
         if wanted.size > home.room() || wanted.align > ALIGN {
             return None;
         }
@@ -453,13 +453,13 @@ impl DeviceArena {
         if self.inner.is_fresh(region, placed) {
             return Some(owned);
         }
-        // It was moved while it was cached: the arena knows its address.
+        // The block was moved while it was cached: only the arena knows its address.
         self.inner.release_all(vec![home.swept(region, *placed)]);
         None
     }
 }
 
-/// Refuses a driver whose capabilities do not fit together, and a granule that does not fit it.
+/// Checks that the driver's capabilities are consistent, and that the granule fits the driver.
 fn check_driver(driver: &dyn Driver, granule: ByteSize) -> Result<(), DeviceError> {
     let capabilities = driver.capabilities();
     let granularity = capabilities.granularity;
@@ -492,7 +492,7 @@ impl fmt::Debug for DeviceArena {
 }
 
 impl ArenaInner {
-    /// Bytes and alignment of `len` elements of a buffer.
+    /// Returns the bytes and the alignment of `len` elements of a buffer.
     #[inline]
     pub(crate) fn layout<T: Pod>(
         &self,
@@ -502,7 +502,7 @@ impl ArenaInner {
         self.layout_by::<T>(len, region, Origin::BUFFER)
     }
 
-    /// The same, for another origin.
+    /// Returns the bytes and the alignment of `len` elements, for a request of this origin.
     #[inline]
     pub(crate) fn layout_by<T: Pod>(
         &self,
@@ -527,7 +527,7 @@ impl ArenaInner {
         }
     }
 
-    /// Counts a block that is too large for any memory.
+    /// Counts a block that is larger than its region. Returns the error.
     pub(crate) fn refuse_too_large(
         &self,
         region: Region,

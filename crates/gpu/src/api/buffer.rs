@@ -1,7 +1,7 @@
 //! A typed block of device memory, freed on drop.
 //!
-//! It keeps its arena alive. On backends with host access it is a slice of host memory, available
-//! with a lease. Without a lease it has no address, and it stores no pointer.
+//! A buffer keeps its arena alive. On backends with host access it is a slice of host memory,
+//! available with a lease. Without a lease it has no address, and it stores no pointer.
 //!
 //! Contents: a new buffer has unspecified contents: zero, or data of an earlier buffer of the same
 //! arena. Every byte is initialised.
@@ -65,8 +65,8 @@ pub struct Buffer<T: Pod> {
 }
 
 impl<T: Pod> Buffer<T> {
-    /// The owner of a live block, which holds `len` elements at their alignment; of none, where
-    /// they have no bytes.
+    /// Creates a buffer of `len` elements on a live block that has room for them at their
+    /// alignment. There is no block if the elements have no bytes.
     #[inline]
     pub(crate) fn new(owned: Box<BlockHandle>, len: usize) -> Self {
         if let Some(block) = &owned.block {
@@ -227,7 +227,7 @@ impl<T: Pod> Buffer<T> {
                 lane_of: lane.arena().name().to_owned(),
             });
         }
-        // Of a buffer of no lane all work is waited for already.
+        // Buffers without a lane already wait for all device work.
         let lanes = &self.owned.lanes;
         if !lanes.is_empty() && !lanes.iter().any(|lane| lane.is_beside(known)) {
             self.add_lane(lane);
@@ -245,7 +245,7 @@ impl<T: Pod> Buffer<T> {
         let region = self.region();
         let BlockHandle { home, block, .. } = &mut **self.owned;
         if let Some(block) = block {
-            // It is not cached when freed: a cache would keep this setting.
+            // The block is not cached when freed: a cache would keep this setting.
             block.moves = Placement::STALE;
             let (inner, id) = (&home.inner, block.id);
             inner.run_now(|state| {
@@ -270,7 +270,7 @@ impl<T: Pod> Buffer<T> {
         inner.run_now(|state| state.region_mut(self.region()).pins.take_discarded(block.id))
     }
 
-    /// Adds a lane to those that use the buffer.
+    /// Adds a lane to the lanes that use the buffer.
     pub(crate) fn add_lane(&mut self, lane: &Lane) {
         self.owned.lanes.push(Arc::clone(lane.known()));
         if let Some(block) = self.owned.block {
@@ -287,23 +287,24 @@ impl<T: Pod> Buffer<T> {
         &self.owned.home.inner
     }
 
-    /// The lane that it was taken on.
+    /// Returns the lane that the buffer was allocated on.
     #[cfg(feature = "cuda")]
     pub(crate) fn lane(&self) -> Option<&LaneInner> {
         self.owned.lanes.first().map(AsRef::as_ref)
     }
 
-    /// Notes that foreign code uses it: when it is freed, all work of the device is waited for.
+    /// Records that foreign code uses the buffer: when it is freed, all work of the device is
+    /// waited for.
     pub(crate) fn note_foreign(&mut self) {
         self.owned.foreign = true;
     }
 
-    /// The bytes of its block.
+    /// Returns the bytes of the buffer's block.
     pub(crate) fn block_bytes(&self) -> u64 {
         self.owned.block.map_or(0, |block| block.span.size)
     }
 
-    /// Lets it be one that any stream used, for the little that it still lives.
+    /// Records that any stream may have used the buffer, just before it is dropped.
     #[cfg(feature = "cuda")]
     pub(crate) fn forget_lanes(&mut self) {
         self.owned.lanes.clear();
@@ -326,10 +327,10 @@ impl<T: Pod> Buffer<T> {
 }
 
 impl BlockPlace {
-    /// Returns the block's address, for a holder of a lease: nothing moves while it is held, and it
-    /// was entered under the lock that counted the last move. So all concurrent callers read the
-    /// same count and store the same address, and a thread that reads that count from `moves` reads
-    /// the address stored before it.
+    /// Returns the block's address, for a holder of a lease. No block moves while the lease is
+    /// held, and the lease was granted under the lock that counted the last move. So all concurrent
+    /// callers read the same count and store the same address, and a thread that reads that count
+    /// from `moves` reads the address stored before it.
     fn get(
         &self,
         inner: &ArenaInner,
@@ -348,8 +349,8 @@ impl BlockPlace {
 }
 
 impl<T: Pod> Drop for Buffer<T> {
-    /// Frees the block: bookkeeping under the arena's lock, no driver call, unless this was the
-    /// last holder of the arena. In a forked child does nothing.
+    /// Frees the block: only updates bookkeeping under the arena's lock. Makes no driver call,
+    /// unless this was the last holder of the arena. Does nothing in a forked child.
     #[inline]
     fn drop(&mut self) {
         #[cfg(feature = "cuda")]

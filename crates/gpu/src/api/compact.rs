@@ -1,14 +1,14 @@
 //! Compaction: moves live blocks so that whole granules become idle or free space becomes
 //! contiguous.
 //!
-//! First a plan, made from a copy of the metadata with the lock released; then its moves, one by
-//! one, each checked before it starts and complete in itself. Other threads allocate and free
-//! meanwhile; moves that no longer fit are skipped. Buffers find their block by id, so they need no
-//! update; a callback reports each move to owners of addresses.
+//! First a plan is made from a copy of the metadata, with the lock released. Then its moves are
+//! made one by one; each is checked before it starts and is complete in itself. Other threads
+//! allocate and free meanwhile, and moves that no longer fit are skipped. Buffers find their block
+//! by id, so they need no update; a callback reports each move to owners of addresses.
 //!
-//! It decides the moves, never the time: a control thread or the program calls it.
+//! This module decides the moves, never the time: a control thread or the program calls it.
 //!
-//! Invariants: `moved <= budget`; nothing moves while a lease is held; a pinned block does not
+//! Invariants: `moved <= budget`; no block moves while a lease is held; a pinned block does not
 //! move.
 
 use lowtide_core::log;
@@ -36,12 +36,12 @@ use lowtide_core::sync::caught;
 pub struct BlockPin {
     inner: Arc<ArenaInner>,
     region: Region,
-    /// `None` if there is no block to pin.
+    /// The pinned block; `None` if the buffer has no block.
     id: Option<BlockName>,
 }
 
 impl BlockPin {
-    /// Waits for the end of the block's move, if it moves.
+    /// Pins a block, after waiting for the end of its move if it moves.
     pub(crate) fn new(inner: &Arc<ArenaInner>, region: Region, id: Option<BlockName>) -> Self {
         if let Some(id) = id {
             inner.run(async |port| place::pin(port, region, id).await);
@@ -52,7 +52,7 @@ impl BlockPin {
 }
 
 impl Drop for BlockPin {
-    /// Takes the arena's lock; in a forked child does nothing.
+    /// Unpins the block, under the arena's lock. Does nothing in a forked child.
     fn drop(&mut self) {
         let Some(id) = self.id else { return };
         if self.inner.check_here().is_ok() {
@@ -73,9 +73,9 @@ impl DeviceArena {
     /// Buffers follow automatically and need no entry in `moved`: it serves tables of raw blocks,
     /// which move if [`moves_raw`](CompactOptions::moves_raw) is set.
     ///
-    /// Nothing moves while a lease is held: the compaction ends after the current move, as `Busy`,
+    /// No block moves while a lease is held: the compaction ends after the current move, as `Busy`,
     /// and entering waits only for that move. Other threads allocate and free meanwhile. Holds the
-    /// lock to copy the metadata, O(blocks), and for the accounting of each move.
+    /// lock to copy the metadata, O(blocks), and to record each move.
     ///
     /// It does not release idle memory: call [`DeviceArena::decay`] or [`DeviceArena::purge`].
     ///
@@ -197,14 +197,14 @@ fn make_moves(
         if !is_freed {
             caught(|| moved(Moved { region, from, to, size }))
                 .map_err(|message| DeviceError::Callback { message })?;
-            // It may have forked.
+            // The callback may have forked.
             inner.check_here()?;
         }
     }
     Ok(StopReason::Finished)
 }
 
-/// The turn of the one compaction that is in progress.
+/// The turn of a compaction. At most one is in progress.
 struct Turn<'a>(&'a ArenaInner);
 
 impl<'a> Turn<'a> {

@@ -1,6 +1,7 @@
 //! The configuration of an arena: plain values.
 //!
-//! It reads no environment and knows no profile. The header of a recording holds a part of it.
+//! This module reads no environment and knows no profile. The header of a recording holds a part of
+//! the configuration.
 //!
 //! Invariant: every value is valid; values that do not fit the driver are rounded or halved at
 //! open.

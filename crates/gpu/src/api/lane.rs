@@ -1,8 +1,8 @@
 //! A lane: one stream of the device on one arena.
 //!
 //! A lane can reuse memory that it freed immediately, because its work runs in order. Another lane
-//! gets it after an event that its stream waits for, or when the work is complete. A lane uses the
-//! stream's handle, and neither creates nor destroys the stream.
+//! gets the memory after an event that its stream waits for, or when the work is complete. A lane
+//! uses the stream's handle, but neither creates nor destroys the stream.
 //!
 //! Invariant: the arena knows the stream while its lane, or a buffer or a lease of it, exists.
 #![expect(unsafe_code, reason = "only the caller knows that a stream is there")]
@@ -101,10 +101,10 @@ impl DeviceArena {
         unsafe { self.lane_with(stream, Keeps::Others) }
     }
 
-    /// The lane of a stream that it keeps.
+    /// Returns the lane of a stream, and keeps the stream alive.
     ///
     /// # Errors
-    /// As [`DeviceArena::lane`].
+    /// The errors of [`DeviceArena::lane`].
     pub(crate) fn lane_on(&self, own: &Arc<OwnStream>) -> Result<Lane, DeviceError> {
         own.assert_of(self.inner());
         // SAFETY: the lane keeps the stream, which the driver of this arena created: asserted

@@ -45,9 +45,9 @@ use lowtide_core::sync::atomic::{AtomicBool, Ordering};
 #[must_use = "an arena is awake only while the lease is held"]
 pub struct Lease {
     pub(crate) arena: Arc<ArenaInner>,
-    /// The streams that use memory; empty for any stream.
+    /// The lanes whose streams use memory; empty for any stream.
     lanes: Vec<Arc<LaneInner>>,
-    /// `true` if cudarc got a view under it, which any stream may use.
+    /// `true` if cudarc was given a view under this lease. Any stream may use the view.
     #[cfg(feature = "cuda")]
     viewed: AtomicBool,
 }
@@ -61,20 +61,21 @@ impl Lease {
         Ok(Self::new(arena))
     }
 
-    /// One for the stream of a lane.
+    /// Creates a lease for the stream of a lane.
     pub(crate) fn on(lane: &Arc<LaneInner>, arena: &Arc<ArenaInner>) -> Result<Self, DeviceError> {
         let mut lease = Self::of(arena)?;
         lease.lanes.push(Arc::clone(lane));
         Ok(lease)
     }
 
-    /// Creates a lease of an arena that is awake; `None` if it sleeps. Waits for a move as well.
+    /// Creates a lease of an arena that is awake; returns `None` if it sleeps. Also waits for a
+    /// move in progress.
     pub(crate) fn try_of(arena: &Arc<ArenaInner>) -> Result<Option<Self>, DeviceError> {
         let is_entered = arena.run(try_enter)?;
         Ok(is_entered.then(|| Self::new(arena)))
     }
 
-    /// A lease that is counted already.
+    /// Creates the value for a lease that is already counted.
     fn new(arena: &Arc<ArenaInner>) -> Self {
         Self {
             arena: Arc::clone(arena),
@@ -84,13 +85,13 @@ impl Lease {
         }
     }
 
-    /// Notes that cudarc was given a view under it.
+    /// Records that cudarc was given a view under this lease.
     #[cfg(feature = "cuda")]
     pub(crate) fn note_view(&self) {
         self.viewed.store(true, Ordering::Relaxed);
     }
 
-    /// Returns `true` if streams that it does not name use memory under it.
+    /// Returns `true` if streams that the lease does not name may use memory under it.
     fn is_for_all(&self) -> bool {
         #[cfg(feature = "cuda")]
         if self.viewed.load(Ordering::Relaxed) {
@@ -122,8 +123,8 @@ impl Lease {
 }
 
 impl Drop for Lease {
-    /// Takes the arena's lock for a subtraction, and a note of the streams; makes no call of the
-    /// driver. In a forked child does nothing.
+    /// Ends the lease. Takes the arena's lock for a subtraction and to record the streams; makes no
+    /// driver call. Does nothing in a forked child.
     fn drop(&mut self) {
         if self.arena.check_here().is_err() {
             return;

@@ -1,7 +1,7 @@
-//! Pictures of an arena: all blocks and granules, or a coarse one in cells.
+//! Maps of an arena: all blocks and granules, or a summary in cells.
 //!
 //! [`observe::map`](crate::observe::map) and [`observe::occupancy`](crate::observe::occupancy)
-//! compute them from the state.
+//! compute the maps from the state.
 
 use crate::api::arena::DeviceArena;
 use crate::observe::history::History;

@@ -1,8 +1,8 @@
 //! A plan's memory in an arena: reserved once, looked up without a search.
 //!
-//! Each of the plan's segments is one block on its own granules. The arena treats them like any
-//! block: they count as live, sleep and wake with it and keep their addresses, and may move in a
-//! compaction between two leases. Planning is elsewhere.
+//! Each of the plan's segments is one block on its own granules. The arena treats these blocks like
+//! any others: they count as live, sleep and wake with the arena and keep their addresses, and may
+//! move in a compaction between two leases. Planning is elsewhere.
 //!
 //! Invariant: every segment of the plan has a block of at least its size, also after an error.
 
@@ -52,7 +52,7 @@ pub struct PlannedMemory {
     arena: DeviceArena,
     region: Region,
     places: Vec<Place>,
-    /// Bytes of each segment that the plan needs; further segments are kept for other plans.
+    /// The bytes of each segment that the plan needs. Further segments are kept for other plans.
     needed: Vec<ByteSize>,
     segments: Vec<Buffer<u8>>,
     contents: Option<Contents>,
@@ -129,7 +129,7 @@ impl PlannedMemory {
                 None => self.segments.push(segment),
             }
         }
-        // At least one, for lookups of buffers that need no memory.
+        // At least one base, for lookups of buffers that need no memory.
         self.bases.resize(self.segments.len().max(1), 0);
         Ok(())
     }
@@ -167,7 +167,7 @@ impl PlannedMemory {
         Ok(())
     }
 
-    /// A block of granules of its own.
+    /// Allocates a block on its own granules.
     fn segment(&self, size: ByteSize) -> Result<Buffer<u8>, DeviceError> {
         let length = size.as_usize().unwrap_or(usize::MAX);
         let mut segment = self.arena.reserve::<u8>(length, self.region)?;
@@ -222,7 +222,7 @@ impl PlannedMemory {
     /// The errors of [`Buffer::slice`].
     ///
     /// # Panics
-    /// As [`PlannedMemory::slice`].
+    /// See [`PlannedMemory::slice`].
     pub fn slice_mut<'a>(
         &'a mut self,
         lease: &'a Lease,
@@ -243,7 +243,7 @@ impl PlannedMemory {
     /// The errors of [`Buffer::slice`].
     ///
     /// # Panics
-    /// As [`PlannedMemory::slice`], and if two of them overlap.
+    /// See [`PlannedMemory::slice`]; also if two of the buffers overlap.
     pub fn slices_mut<'a, const N: usize>(
         &'a mut self,
         lease: &'a Lease,
@@ -265,7 +265,7 @@ impl PlannedMemory {
             }
         }
         for nth in next {
-            slices[nth] = &mut [][..ranges[nth].len()]; // of no bytes, or not in the plan's memory
+            slices[nth] = &mut [][..ranges[nth].len()]; // no bytes, or not in the plan's memory
         }
         Ok(slices)
     }
@@ -277,7 +277,7 @@ impl PlannedMemory {
     }
 }
 
-/// Bytes between one buffer and the next.
+/// Returns the bytes between one buffer and the next.
 fn left_out(end: usize, start: usize) -> usize {
     assert!(end <= start, "planned buffers overlap at offset {start}");
     start - end

@@ -1,11 +1,12 @@
 //! Raw blocks: allocated and freed by address, for code that keeps addresses and not buffers.
 //!
 //! ONNX Runtime's allocator callbacks and C code need an address from an allocation, and free by
-//! address. The owner is responsible for every use of it; nothing here reads or writes the memory.
-//! A raw block is freed by [`DeviceArena::free`], [`Lane::free`] or [`DeviceArena::reset`], or with
-//! the arena. If the device may still use it then, the arena's memory is leaked.
+//! address. The owner is responsible for every use of the block; this module neither reads nor
+//! writes the memory. A raw block is freed by [`DeviceArena::free`], [`Lane::free`] or
+//! [`DeviceArena::reset`], or with the arena. If the device may still use the block then, the
+//! arena's memory is leaked.
 //!
-//! Invariant: an address is known from the call that returned it until it is freed.
+//! Invariant: an address is known from the call that returned it until the block is freed.
 
 use std::fmt;
 use std::sync::Arc;
@@ -23,7 +24,7 @@ use lowtide_core::bytes::ByteSize;
 
 /// A raw block from [`DeviceArena::alloc_raw`].
 ///
-/// It describes the block and does not own it: dropping this frees nothing.
+/// It describes the block and does not own it: dropping the value frees nothing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct RawBlock {
@@ -144,8 +145,8 @@ impl DeviceArena {
         Ok(RawBlock::of(freed))
     }
 
-    /// Resizes a raw block in place; `None` if it cannot grow there. The rest of a smaller size is
-    /// free. Only the owner of the block calls this.
+    /// Resizes a raw block in place; returns `None` if the block cannot grow there. When the block
+    /// shrinks, the rest is free. Only the owner of the block calls this.
     ///
     /// # Errors
     /// The errors of [`DeviceArena::free`], and those of [`DeviceArena::alloc_raw`]. The block is

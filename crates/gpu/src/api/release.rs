@@ -1,14 +1,15 @@
 //! Releases idle memory: after its idle time (decay), all of it (purge), or down to a size (trim).
 //!
-//! It decides how much and in which order, never when; a control thread or the program calls it. It
-//! needs neither a stream nor a lease, because only granules that no block touches leave.
+//! This module decides how much to release and in which order, never when; a control thread or the
+//! program calls it. It needs neither a stream nor a lease, because only granules that no block
+//! touches leave.
 //!
 //! The rule of decommit: a granule leaves only when every use of it is complete. On a driver with
-//! synchronous work a freed block has no uses left; on others freed memory is pending, and so
-//! active, until its uses are known to be complete (`proof`).
+//! synchronous work a freed block has no uses left. On other drivers freed memory is pending, and
+//! so active, until its uses are known to be complete (`engine::completion`).
 //!
-//! Invariants: a decay releases no memory that was in use within the decay time; after it, with as
-//! many calls as the bound per call requires, no memory has been idle for longer.
+//! Invariants: a decay releases no memory that was in use within the decay time; after enough
+//! calls, given the bound per call, no memory has been idle for longer.
 
 use lowtide_core::log;
 use std::time::Duration;
@@ -165,7 +166,7 @@ impl DeviceArena {
         self.inner().complete_pending()
     }
 
-    /// Gives all idle memory back, as a part of something else.
+    /// Releases all idle memory, as a part of another operation.
     pub(crate) fn empty(&self) -> Result<(), DeviceError> {
         self.down_to(ByteSize::ZERO, ReleaseCause::Close, note_trim).map(drop)
     }
@@ -214,7 +215,7 @@ impl ArenaInner {
             if self.fronts_hold() { books.due().min(books.aging.front_due()) } else { books.due() };
         // Counted from the last check, not from now: otherwise the time would move with each call.
         let again = books.aging.looked_at() + LOOK_AGAIN;
-        // Uses that no event proves wait for a call of the program, which checks by itself.
+        // Uses that no event proves wait for a call of the program, which checks them itself.
         let is_pending = books.pending() > 0 && books.streams.is_provable();
         if sleeps_empty(books) {
             Moment::ORIGIN

@@ -1,8 +1,8 @@
-//! Replays a recording on an arena of its own, in one thread, and compares the outcomes.
+//! Replays a recording on a separate arena, in one thread, and compares the outcomes.
 //!
 //! The arena has a clock that shows the recording's times, and a recorder whose hash is compared:
-//! outcomes are computed by the code that recorded them. No block is read or written, and no work
-//! is queued on any stream. If the replay was refused a block that the recording has, later
+//! the code that recorded the outcomes also computes them. No block is read or written, and no work
+//! is queued on any stream. If the replay could not allocate a block of the recording, later
 //! operations on that block are skipped and counted.
 //!
 //! Invariant: the same recording on arenas with the same settings, over drivers that respond alike,
@@ -49,7 +49,7 @@ pub struct Replayed {
     pub first_difference: Option<u64>,
     /// The number of operations replayed.
     pub operations: u64,
-    /// The number of operations skipped, because the replay was refused their block or lane before.
+    /// The number of operations skipped, because their block or lane could not be created before.
     pub skipped: u64,
     /// The arena's figures at the end, while the remaining blocks are live.
     pub snapshot: ArenaSnapshot,
@@ -96,7 +96,7 @@ pub struct Replay<'a> {
     log: &'a Log,
     next: usize,
     held: BTreeMap<u64, Held>,
-    /// The numbers of raw blocks.
+    /// The numbers of raw blocks, by address.
     raw: BTreeMap<DeviceAddress, u64>,
     lanes: BTreeMap<u64, Lane>,
     streams: BTreeMap<u64, Weak<OwnStream>>,
@@ -104,13 +104,13 @@ pub struct Replay<'a> {
     clock: ManualClock,
     budget: Arc<Budget>,
     recorder: Recorder,
-    /// The recording's hash up to here; `None` if outcomes are not recorded.
+    /// The recording's hash so far; `None` if outcomes are not recorded.
     expected: Option<OperationHash>,
     first_difference: Option<u64>,
     skipped: u64,
 }
 
-/// The host budget of the replay: it refuses when that of the recording did.
+/// The host budget of the replay. It rejects when the budget of the recording did.
 #[derive(Debug, Default)]
 struct Budget {
     refuses: AtomicBool,
@@ -139,13 +139,13 @@ enum Done {
 }
 
 impl Log {
-    /// Replays the whole recording on a new arena over this driver;
-    /// [`header().config()`](crate::record::Header::config) opens one like the recorded one.
+    /// Replays the whole recording on a new arena over this driver.
+    /// [`header().config()`](crate::record::Header::config) opens an arena like the recorded one.
     ///
-    /// A refused call of the arena is not an error here: it is an outcome, and part of the hash.
+    /// A failed request is not an error here: it is an outcome, and part of the hash.
     ///
     /// # Errors
-    /// As for [`DeviceArena::open`].
+    /// The errors of [`DeviceArena::open`].
     pub fn replay(
         &self,
         driver: Arc<dyn Driver>,
@@ -159,7 +159,7 @@ impl Log {
     /// Opens the arena for a replay. A recorder in `config` records the replay.
     ///
     /// # Errors
-    /// As for [`DeviceArena::open`].
+    /// The errors of [`DeviceArena::open`].
     pub fn start(
         &self,
         driver: Arc<dyn Driver>,
@@ -199,7 +199,7 @@ impl Log {
 }
 
 impl Replay<'_> {
-    /// Replays the next operation; returns `false` if there is none left.
+    /// Replays the next operation. Returns `false` if none is left.
     pub fn step(&mut self) -> bool {
         let log = self.log;
         let Some(entry) = log.entries().get(self.next) else { return false };
@@ -229,7 +229,7 @@ impl Replay<'_> {
     #[must_use]
     pub fn finish(self) -> Replayed {
         let snapshot = self.arena.snapshot();
-        let _ = self.recorder.finish(); // its owner asks it
+        let _ = self.recorder.finish(); // the recorder's owner asks for its error
         Replayed {
             hash: self.recorder.hash(),
             closing: self.log.closing(),
@@ -244,7 +244,7 @@ impl Replay<'_> {
         lowtide_core::clock::Clock::now(&self.clock)
     }
 
-    /// Holds what came of the operations against what the recording says.
+    /// Compares the outcome of the operation with the recorded one.
     fn compare(&mut self, line: u64) {
         if self.recorder.error().is_some() {
             self.expected = None;
@@ -255,7 +255,7 @@ impl Replay<'_> {
         }
     }
 
-    /// Does an operation. What the arena answers is in the recorder's hash.
+    /// Performs an operation. The arena's answer becomes part of the recorder's hash.
     fn perform(&mut self, entry: &Entry) -> Done {
         let arena = &self.arena;
         match &entry.operation {
@@ -332,7 +332,7 @@ impl Replay<'_> {
         Done::Done
     }
 
-    /// Repeats a refused request; if it succeeds, the block is freed.
+    /// Repeats a failed request. If it succeeds, frees the block.
     fn refuse(&self, asked: Asked) -> Done {
         let Some(lane) = self.lane_of(asked) else { return Done::Skipped };
         if let Ok(Held::Raw(at)) = take(&self.arena, asked, lane) {
@@ -350,7 +350,7 @@ impl Replay<'_> {
         match self.held.remove(&id) {
             Some(Held::Buffer(mut buffer, pins)) => {
                 if after == After::All {
-                    drop(buffer.resize(0)); // as if no lane had used it
+                    drop(buffer.resize(0)); // as if no lane had used the buffer
                 }
                 drop(buffer);
                 drop(pins);
@@ -383,14 +383,14 @@ impl Replay<'_> {
         Done::Done
     }
 
-    /// Takes a lease if the arena is awake and a lease should be held; wakes no arena.
+    /// Takes a lease if the arena is awake and a lease should be held. Wakes no arena.
     fn lease_if(&self, is_held: bool) -> Option<Lease> {
         let is_held = is_held && self.arena.state() == SleepState::Awake;
         is_held.then(|| self.arena.enter().ok()).flatten()
     }
 
-    /// Makes the arena fall asleep or not, as in the recording: if it stayed awake there, it does
-    /// here, unless the driver was the reason.
+    /// Puts the arena to sleep, or not, as in the recording. If the arena stayed awake in the
+    /// recording, it stays awake here, unless the driver was the reason.
     fn sleep(&self, stable: Contents, dynamic: Contents, outcome: Fallen) {
         let (why, state) = match outcome {
             Fallen::Asleep(_) => (None, SleepState::Asleep),
@@ -406,7 +406,7 @@ impl Replay<'_> {
         let _ = self.arena.sleep(SleepOptions { drain: Duration::ZERO, stable, dynamic });
     }
 
-    /// Compacts; with `busy`, while a lease is held.
+    /// Compacts a region; with `busy`, while a lease is held.
     fn compact(&mut self, options: CompactOptions, busy: bool) {
         let _lease = self.lease_if(busy);
         let (raw, held) = (&mut self.raw, &mut self.held);
@@ -421,7 +421,7 @@ impl Replay<'_> {
 }
 
 impl Drop for Replay<'_> {
-    /// Leaves nothing behind: all is freed, and what the device may still do is waited for.
+    /// Frees all blocks, and waits for all work of the device.
     fn drop(&mut self) {
         let _ = self.recorder.finish();
         self.held.clear();
@@ -431,7 +431,7 @@ impl Drop for Replay<'_> {
     }
 }
 
-/// Takes a block as it was asked for.
+/// Allocates a block as requested.
 fn take(arena: &DeviceArena, asked: Asked, lane: Option<&Lane>) -> Result<Held, DeviceError> {
     let (region, bytes, align) = (asked.region, asked.bytes, asked.align);
     let len = bytes.as_usize().unwrap_or(usize::MAX);

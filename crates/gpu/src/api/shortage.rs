@@ -60,7 +60,7 @@ impl DeviceArena {
 }
 
 impl Drop for ShortageCallback {
-    /// Waits for no call. In a forked child does nothing.
+    /// Removes the callback without waiting for a call in progress. Does nothing in a forked child.
     fn drop(&mut self) {
         self.callbacks.forget(self.number);
     }

@@ -6,14 +6,14 @@
 //! transition completes or is undone: if a driver call fails, the arena is unchanged; if undoing
 //! fails too, it is asleep with its contents saved.
 //!
-//! `engine::suspend` and `engine::resume` are the transitions, `engine::stores` the copies. A
-//! future that enters needs no runtime: a separate thread wakes a sleeping arena and ends
-//! afterwards, since the driver's calls block.
+//! `engine::suspend` and `engine::resume` are the transitions, `engine::stores` the copies. Driver
+//! calls block, so a separate thread wakes a sleeping arena for a future that enters, and ends
+//! afterwards. A future needs no runtime.
 //!
 //! Invariants: no memory leaves under a lease, nor before the host has seen that every use is
 //! complete; host memory is reserved with the host budget before the first copy; after an error the
 //! arena is awake or asleep, and no memory, store or address is lost; a future that waits is woken
-//! at least once when the wait is over, and a dropped future blocks no one.
+//! at least once when the wait is over, and a dropped future blocks no operation.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -45,9 +45,9 @@ const AGAIN: Duration = Duration::from_secs(10);
 #[must_use = "a future does nothing unless it is awaited"]
 pub struct EnterFuture {
     arena: Arc<ArenaInner>,
-    /// The number of wakes that had ended when it began to wait.
+    /// The number of wakes that had ended when the wait began.
     before: Option<u64>,
-    /// The id of its wait.
+    /// The id of the wait.
     waits: Option<u64>,
 }
 
@@ -67,7 +67,7 @@ impl DeviceArena {
     /// cannot restore a live block at its address: an arena on it sleeps only if nothing is live.
     ///
     /// Use of memory without a lease is at the caller's own risk: raw blocks and captured graphs
-    /// find no memory behind their addresses until the arena is awake again.
+    /// have no memory at their addresses until the arena is awake again.
     ///
     /// ```
     /// # use std::sync::Arc;
@@ -162,21 +162,21 @@ impl DeviceArena {
         inner.run_now(|state| state.sleep.state())
     }
 
-    /// Returns `true` if a thread waits for it to be awake; for tests.
+    /// Returns `true` if a thread waits for the arena to be awake; for tests.
     #[doc(hidden)]
     #[must_use]
     pub fn is_wanted(&self) -> bool {
         self.inner().run_now(|state| state.sleep.is_wanted())
     }
 
-    /// Returns `true` if a call is in progress that a sleep waits for; for tests.
+    /// Returns `true` if a call that a sleep waits for is in progress; for tests.
     #[doc(hidden)]
     #[must_use]
     pub fn is_busy(&self) -> bool {
         self.inner().run_now(|state| is_busy(state))
     }
 
-    /// Sets if the host memory for contents is kept between sleeps
+    /// Sets whether the host memory for contents is kept between sleeps
     /// ([`SleepConfig::keep_stores`](crate::SleepConfig::keep_stores)), and releases memory kept
     /// until now.
     ///
@@ -190,7 +190,8 @@ impl DeviceArena {
     }
 
     /// Releases the host memory kept between sleeps and returns its bytes. If the driver refuses,
-    /// it is retried later ([`DeviceArena::decay`]). Contents of a sleeping arena are not affected.
+    /// the release is retried later ([`DeviceArena::decay`]). Contents of a sleeping arena are not
+    /// affected.
     pub fn release_stores(&self) -> ByteSize {
         let inner = self.inner();
         if inner.check_here().is_err() {
@@ -240,7 +241,7 @@ impl DeviceArena {
     pub fn set_host_budget(&self, budget: Arc<dyn HostBudget>) {
         if self.inner().check_here().is_ok() {
             let before = self.inner().run_now(|state| state.sleep.budget.replace(budget));
-            drop(before); // not ours, and so with no lock held
+            drop(before); // foreign code, dropped with no lock held
         }
     }
 
@@ -277,13 +278,13 @@ impl DeviceArena {
         let options = SleepOptions { drain: Duration::ZERO, ..config.options };
         let outcome = self.try_sleep(options);
         let Err(error) = outcome else { return outcome.map(Some) };
-        // An allocation that cancels it is no lease: without a pause it would be tried at once
-        // again, and contents copied for nothing.
+        // An allocation that cancels the sleep is not a lease. Without a pause the sleep would be
+        // tried again at once, and contents would be copied for nothing.
         let again = inner.clock.now() + AGAIN;
         inner.run_now(|state| state.sleep.postpone(again));
         log!(debug, arena = self.name(), %error, "arena idle sleep failed");
         match error {
-            // Another thread was faster, and so it is not idle.
+            // Another thread was faster, so the arena is not idle.
             DeviceError::Leased { .. }
             | DeviceError::Exported { .. }
             | DeviceError::SleepCancelled { .. }
@@ -292,7 +293,7 @@ impl DeviceArena {
         }
     }
 
-    /// In place of a sleep whose memory could not be restored at the same addresses.
+    /// Releases idle memory, if a sleep could not restore memory at the same addresses.
     fn release_idle_instead(&self) -> Result<(), DeviceError> {
         let inner = self.inner();
         let again = inner.clock.now() + AGAIN;
@@ -339,7 +340,7 @@ impl Future for EnterFuture {
         if let Err(error) = this.arena.check_open() {
             return Poll::Ready(Err(error));
         }
-        // Its clone and its drop are foreign code: with the lock released.
+        // The clone and the drop of a waker are foreign code, called with the lock released.
         let waker = context.waker().clone();
         let (before, waits) = (&mut this.before, &mut this.waits);
         let wait = this.arena.run_now(|state| {
@@ -362,7 +363,7 @@ impl Future for EnterFuture {
                 if let Some(entered) = Lease::try_of(&this.arena).transpose() {
                     return Poll::Ready(entered);
                 }
-                context.waker().wake_by_ref(); // it fell asleep meanwhile
+                context.waker().wake_by_ref(); // the arena fell asleep meanwhile
                 Poll::Pending
             }
             Ok(Some((None, _replaced))) => Poll::Pending,
@@ -374,7 +375,7 @@ impl Future for EnterFuture {
     }
 }
 
-/// Starts a thread that wakes an arena, which is marked as waking.
+/// Starts a thread that wakes an arena, which is already marked as waking.
 fn spawn_wake(arena: &Arc<ArenaInner>, wake_timeout: Duration) -> Result<(), DeviceError> {
     let inner = Arc::clone(arena);
     let wake = move || {
@@ -390,15 +391,15 @@ fn spawn_wake(arena: &Arc<ArenaInner>, wake_timeout: Duration) -> Result<(), Dev
 }
 
 impl Drop for EnterFuture {
-    /// Gives up the wait. In a forked child does nothing.
+    /// Cancels the wait. Does nothing in a forked child.
     fn drop(&mut self) {
         let Some(waits) = self.waits.filter(|_| self.arena.check_here().is_ok()) else { return };
         let waker = self.arena.run_now(|state| state.sleep.unregister(waits));
-        let _ = caught(|| drop(waker)); // foreign code; nothing unwinds out of a drop
+        let _ = caught(|| drop(waker)); // foreign code; nothing may unwind out of a drop
     }
 }
 
-/// Passes on what a wake recorded, and checks the state in debug builds.
+/// Delivers the events of a wake, and checks the state in debug builds.
 fn finish_wake(
     inner: &ArenaInner,
     outcome: Result<WakeReport, DeviceError>,

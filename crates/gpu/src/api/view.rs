@@ -1,12 +1,12 @@
-//! Buffers and imported memory as cudarc sees them: a borrowed `CudaSlice`, or a
-//! `CudaViewMut`, under a lease.
+//! Buffers and imported memory as seen by cudarc: a borrowed `CudaSlice` or `CudaViewMut`, under a
+//! lease.
 //!
 //! cudarc orders the streams that use a slice by two events that the slice keeps. So a buffer keeps
 //! one slice while it stays at its address, and hands out references to it: the next view waits for
 //! the events of the previous one. A buffer that is never viewed makes no call. The slice is never
-//! handed out by value, since its drop would free the arena's memory. When the slice is discarded,
-//! its stream waits for the events of other streams, so that the lane's order includes them. If
-//! that fails, the buffer is freed as one without a lane, after all work of the device.
+//! handed out by value, because dropping it would free the arena's memory. When the slice is
+//! discarded, its stream waits for the events of other streams, so that the lane's order includes
+//! them. If that fails, the buffer is freed like one without a lane, after all work of the device.
 //!
 //! Without cudarc's event tracking nothing is recorded, and uses of other streams must be passed to
 //! [`Buffer::record_use`].
@@ -35,8 +35,8 @@ use crate::types::error::DeviceError;
 use lowtide_core::sync::atomic::Ordering;
 use lowtide_core::sync::{Mutex, caught, lock};
 
-/// The slice that a buffer keeps after its first view. On the heap, so that it does not move while
-/// references to it exist.
+/// The slice that a buffer keeps after its first view. It is on the heap, so that it does not move
+/// while references to it exist.
 #[derive(Debug)]
 pub(crate) struct View<T> {
     slot: Mutex<Slot<T>>,
@@ -224,16 +224,16 @@ impl<T: Pod> Imported<T> {
         self.view.kept_mut().map(|slice| slice.as_view_mut()).ok_or(no_stream)
     }
 
-    /// Lets the slice go, at the end of the value, after which all work of the device is waited
-    /// for. In a forked child does nothing.
+    /// Discards the slice at the end of the value, after which all work of the device is waited
+    /// for. Does nothing in a forked child.
     pub(crate) fn let_view_go(&mut self) {
         let _ = self.view.let_go(&self.inner);
     }
 }
 
 impl<T: Pod> View<T> {
-    /// Returns the slice kept for this place; creates one if there is none. It is replaced when
-    /// `place` changes, and only `let_go` discards it.
+    /// Returns the slice kept for this place; creates a slice if there is none. The slice is
+    /// replaced when `place` changes, and only `let_go` discards it.
     fn keep(
         &self,
         inner: &ArenaInner,
@@ -243,8 +243,8 @@ impl<T: Pod> View<T> {
         let mut slot = lock(&self.slot);
         let is_there = |kept: &KeptSlice<T>| (kept.at, kept.slice.len()) == place;
         if !slot.kept.as_deref().is_some_and(is_there) {
-            // There is no reference to a replaced slice: it would be under a lease, and nothing
-            // moves, nor is resized, while one is held.
+            // No reference to a replaced slice exists: it would be under a lease, and no buffer
+            // moves or is resized while a lease is held.
             let kept = slot.kept.take();
             slot.loose |= !forget(inner, kept);
             if slot.loose {
@@ -262,7 +262,7 @@ impl<T: Pod> View<T> {
         slot.kept.as_deref_mut().map(|kept| &mut *kept.slice)
     }
 
-    /// Lets the slice go; whether its stream comes after all that cudarc ordered.
+    /// Discards the slice. Returns `true` if its stream comes after all work that cudarc ordered.
     fn let_go(&mut self, inner: &ArenaInner) -> bool {
         let slot = self.slot.get_mut().unwrap_or_else(std::sync::PoisonError::into_inner);
         let (kept, loose) = (slot.kept.take(), slot.loose);
@@ -287,14 +287,14 @@ fn make<T: Pod>(
     Ok(KeptSlice { slice: ManuallyDrop::new(slice), at })
 }
 
-/// Lets a slice go; whether its stream comes after all that cudarc ordered.
+/// Discards a slice. Returns `true` if its stream comes after all work that cudarc ordered.
 fn forget<T>(inner: &ArenaInner, kept: Option<Box<KeptSlice<T>>>) -> bool {
     let Some(kept) = kept else { return true };
     if inner.check_here().is_err() {
-        let _ = ManuallyDrop::new(kept); // its context is the parent's
+        let _ = ManuallyDrop::new(kept); // its context belongs to the parent
         return true;
     }
-    // cudarc unwraps nothing here; if it did, nothing would unwind out of a drop.
+    // cudarc unwraps nothing here. If it did, nothing would unwind out of a drop.
     let stream = Arc::clone(kept.slice.stream());
     let outcome = keeping_current(&stream, || kept.let_go());
     if let Ok(Ok(())) = outcome {
@@ -309,8 +309,8 @@ fn no_stream(inner: &ArenaInner) -> DeviceError {
     DeviceError::NoStream { arena: inner.name.clone() }
 }
 
-/// Calls cudarc, which makes the context of its stream current: the context that the thread had, or
-/// none, is restored afterwards, as after all calls of the arena. Returns cudarc's message if it
+/// Calls cudarc, which makes the context of its stream current. Afterwards the thread's earlier
+/// context, or none, is restored, as after all calls of the arena. Returns cudarc's message if it
 /// panicked.
 fn keeping_current<T>(stream: &CudaStream, act: impl FnOnce() -> T) -> Result<T, String> {
     let before = get_current();

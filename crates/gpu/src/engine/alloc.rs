@@ -1,15 +1,16 @@
 //! Allocates blocks: finds a place and commits its missing granules, within the limit.
 //!
-//! The first step places a block. If all of its memory is there and nothing else uses it, that is
-//! all. Else the operation goes on with the block pinned: it commits the missing granules, or
-//! allocates a segment on drivers without virtual memory, and orders the block after the uses of
-//! its memory. Only an operation that needs a granule of a call in progress waits for its result.
+//! The first step places a block. If all of the block's memory is committed and nothing else uses
+//! it, the operation is complete. Otherwise the block is pinned and the operation continues: it
+//! commits the missing granules, or allocates a segment on drivers without virtual memory, and
+//! orders the block after earlier uses of its memory. An operation waits for another one's driver
+//! call only if it needs a granule of that call.
 //!
-//! What follows a shortage is in `retry`.
+//! The module `retry` has the steps after a shortage.
 //!
 //! Invariants: `backed + being committed <= limit` at every commit; the limit fails an allocation
-//! only if `active` plus the granules or the segment that the block needs exceed it; after an error
-//! the block is free again, and memory committed for it is idle.
+//! only if `active` plus the granules or the segment that the block needs exceed the limit; after
+//! an error the block is free again, and memory that was committed for it is idle.
 
 use super::call::{Answer, CallKind};
 use super::completion::come_after;
@@ -30,8 +31,8 @@ use crate::types::error::DeviceError;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::Clock;
 
-/// Attempts of an allocation on a full device in addition to one per idle granule: each attempt
-/// releases at least one granule, so more are needed only against other processes.
+/// The attempts of an allocation on a full device in addition to one per idle granule. Each attempt
+/// releases at least one granule, so more attempts are needed only if other processes take memory.
 pub(super) const ATTEMPTS_BESIDE: u64 = 16;
 
 /// A block to allocate.
@@ -39,7 +40,7 @@ pub(super) const ATTEMPTS_BESIDE: u64 = 16;
 pub(crate) struct AllocTarget {
     pub(crate) region: Region,
     pub(crate) wanted: AllocRequest,
-    /// The stream that may use it immediately, in its order; any stream, if none is given.
+    /// The stream that may use the block immediately, in stream order; any stream if `None`.
     pub(crate) taker: Option<StreamKey>,
 }
 
@@ -48,45 +49,45 @@ pub(crate) struct AllocTarget {
 pub(crate) enum Begun {
     /// The block is live.
     Done(Placement),
-    /// It has a place and is pinned there, but lacks memory, or its memory is in use.
+    /// The block has a place and is pinned there, but lacks memory, or its memory is in use.
     Placed(Placement, Claim),
-    /// There is no place, or the arena is not awake.
+    /// No place was found, or the arena is not awake.
     Not,
 }
 
 /// The bound that a commit would exceed.
 #[derive(Clone, Copy)]
 enum ExceededBound {
-    /// The arena's limit: so many bytes are wanted.
+    /// The arena's limit, for a commit of this many bytes.
     Limit(u64),
-    /// The device has no more: so many granules are wanted.
+    /// The device's memory, for a commit of this many granules.
     Device(u64),
 }
 
-/// How to go on with a commit.
+/// The next action of a commit.
 enum NextCommit {
-    /// All of it is committed.
+    /// Nothing is left to commit.
     Nothing,
-    /// Wait for a call in progress.
+    /// Wait for a driver call in progress.
     Wait,
-    /// Commit these runs, which are marked.
+    /// Commit these runs, which are marked as committing.
     Runs(Vec<Run>),
     Short(ExceededBound),
 }
 
-/// The result of acting on a shortage.
+/// The outcome of making room after a shortage.
 enum ShortageOutcome {
-    /// Idle granules were released, or moved to where they are needed.
+    /// Idle granules were released, or moved to the granules that need memory.
     Made,
-    /// The lock was released without a gain: check again.
+    /// The lock was released and nothing was gained: check again.
     Tried,
     /// Another operation is releasing idle granules, or committing ahead.
     Coming,
-    /// All idle granules together are too few.
+    /// All idle granules together are not enough.
     None(Cause),
 }
 
-/// The first step of an allocation.
+/// Makes the first step of an allocation.
 #[inline]
 pub(crate) fn begin(state: &mut ArenaState, clock: &dyn Clock, target: AllocTarget) -> Begun {
     if !state.sleep.is_open() {
@@ -99,7 +100,7 @@ pub(crate) fn begin(state: &mut ArenaState, clock: &dyn Clock, target: AllocTarg
     }
 }
 
-/// Ends the allocation of a placed block if its memory is there, else pins it.
+/// Completes the allocation of a placed block if its memory is committed; otherwise pins the block.
 #[inline]
 fn begin_at(
     state: &mut ArenaState,
@@ -117,12 +118,12 @@ fn begin_at(
     Begun::Placed(placed, claim)
 }
 
-/// Records that a placed block has its memory, and may be used.
+/// Records that a placed block has memory and may be used.
 fn finish(state: &mut ArenaState, clock: &dyn Clock, target: AllocTarget, placed: Placement) {
     state.arrive(target.region, target.wanted, placed, clock);
 }
 
-/// One attempt of an allocation, with the extent of the search.
+/// Makes one attempt of an allocation, with this extent of the search.
 pub(super) async fn attempt(
     port: &Port<'_>,
     target: AllocTarget,
@@ -145,7 +146,7 @@ pub(super) async fn attempt(
     }
 }
 
-/// Completes the allocation of a block that has a place and is pinned there.
+/// Completes the allocation of a block that is placed and pinned.
 pub(super) async fn complete(
     port: &Port<'_>,
     target: AllocTarget,
@@ -161,7 +162,7 @@ pub(super) async fn complete(
     port.with(|state| {
         state.region_mut(region).pins.end_operation(placed.id);
         if outcome.is_ok() && state.is_closed {
-            // Its memory came when the arena was closed already.
+            // The arena was closed while the memory was being committed.
             let closed = DeviceError::Closed { arena: state.name.clone() };
             outcome = Err(AllocFailure::uncounted(closed));
         }
@@ -180,9 +181,9 @@ pub(super) async fn complete(
 
 /// Commits every granule of a placed span.
 ///
-/// Each turn of its loop commits something, makes some room or waits for a driver call. Under the
-/// limit it ends when there is no room to be made, and not before: a turn in vain is one in which
-/// other operations committed.
+/// Each turn of the loop commits something, makes some room or waits for a driver call. Under the
+/// limit the loop ends only when no room can be made: if a turn gains nothing, other operations
+/// have committed.
 pub(crate) async fn ensure_committed(
     port: &Port<'_>,
     region: Region,
@@ -195,16 +196,16 @@ pub(crate) async fn ensure_committed(
     loop {
         let shortage = match port.with(|state| next_commit(state, region, span, grow)) {
             NextCommit::Nothing => return Ok(()),
-            // Ends with the calls in progress: no granule of a placed span starts to leave, and a
-            // commit in progress by a neighbour ends as committed or as bare.
+            // This ends with the calls in progress: no granule of a placed span starts to leave,
+            // and a neighbour's commit in progress ends as committed or as bare.
             NextCommit::Wait => {
                 port.wait().await;
                 continue;
             }
-            // The runs were all that was bare, and what blocks touch does not leave.
+            // The runs were all that was bare, and memory that blocks touch does not leave.
             NextCommit::Runs(runs) => match commit(port, region, runs).await {
                 Ok(()) => return Ok(()),
-                // It may succeed without the growth.
+                // The commit may succeed without the growth.
                 Err(DriverError::OutOfMemory { .. }) if grow => {
                     grow = false;
                     continue;
@@ -245,7 +246,7 @@ fn next_commit(state: &mut ArenaState, region: Region, span: Span, grow: bool) -
     }
 }
 
-/// Commits marked runs in order until one fails, and records each result.
+/// Commits marked runs in order until one fails, and records every result.
 async fn commit(port: &Port<'_>, region: Region, runs: Vec<Run>) -> Result<(), DriverError> {
     let mut outcome = Ok(());
     let mut runs = runs.into_iter();
@@ -262,7 +263,7 @@ async fn commit(port: &Port<'_>, region: Region, runs: Vec<Run>) -> Result<(), D
     outcome
 }
 
-/// Moves idle granules to where a span needs them, or releases them, if that can help.
+/// Moves idle granules to a span that needs memory, or releases them, if that can help.
 async fn make_room(
     port: &Port<'_>,
     (region, span): (Region, Span),
@@ -273,7 +274,7 @@ async fn make_room(
         Ok(granules) => granules,
         Err(cause) => return Ok(ShortageOutcome::None(cause)),
     };
-    // An excess beyond the need exists only if the limit was lowered: it leaves.
+    // More granules must leave than the span needs only if the limit was lowered.
     let wanting = port.with(|state| state.region(region).segment.wanting(span));
     if *remaps && granules <= wanting {
         let moved = remap_idle(port, region, span, granules).await;
@@ -289,23 +290,23 @@ async fn make_room(
     release_idle(port, leave).await
 }
 
-/// Releases about so many idle granules.
+/// Releases about this many idle granules.
 async fn release_idle(port: &Port<'_>, granules: u64) -> Result<ShortageOutcome, AllocFailure> {
     match give_back(port, granules, None).await {
-        // There is room without a trim as well, or the driver reports an error.
+        // A failed trim is ignored: there is room without it, or the driver reports an error.
         Released { error: Some(error), is_of_trim: false, .. } => {
             Err(AllocFailure::of_driver(error))
         }
         Released { granules: 1.., .. } => Ok(ShortageOutcome::Made),
         Released { unlocked: true, .. } => Ok(ShortageOutcome::Tried),
-        // Nothing could be marked, so the idle granules counted above are on their way: out, or
-        // here ahead of another operation's block.
+        // No granule could be marked, so another operation is releasing the idle granules counted
+        // above, or is committing them ahead.
         Released { .. } => Ok(ShortageOutcome::Coming),
     }
 }
 
-/// Returns how many idle granules must leave because of a shortage, or the cause of the error if
-/// all of them are too few.
+/// Returns the number of idle granules to release for a shortage, or the cause of the error if all
+/// idle granules are too few.
 fn assess(state: &ArenaState, shortage: ExceededBound) -> Result<u64, Cause> {
     let idle = state.granules_for(state.idle());
     match shortage {
@@ -322,11 +323,11 @@ fn assess(state: &ArenaState, shortage: ExceededBound) -> Result<u64, Cause> {
     }
 }
 
-/// Places a block that found no place, on a driver that allocates whole segments: the index offers
-/// only memory that exists, so the segment comes first. Other operations allocate segments of their
-/// own meanwhile, or wait if the limit leaves no other way.
+/// Places a block that found no place, on a driver that allocates whole segments. The index offers
+/// only memory that exists, so the segment is allocated first. Other operations may allocate their
+/// own segments meanwhile, or wait if only the limit prevents that.
 ///
-/// Each turn of its loop allocates a segment, makes some room or waits for a driver call.
+/// Each turn of the loop allocates a segment, makes some room or waits for a driver call.
 async fn place_in_new_segment(
     port: &Port<'_>,
     mut no_place: AllocFailure,
@@ -349,7 +350,7 @@ async fn place_in_new_segment(
             shortage = match create_segment(port, query, span).await {
                 Ok(Some(placed)) => return Ok((placed, Claim::default())),
                 Ok(None) => return Err(no_place),
-                // It may succeed without the growth.
+                // The call may succeed without the growth.
                 Err(DriverError::OutOfMemory { .. }) if grow => {
                     grow = false;
                     continue;
@@ -370,7 +371,7 @@ async fn place_in_new_segment(
         match room {
             ShortageOutcome::Made | ShortageOutcome::Tried => {}
             ShortageOutcome::Coming => port.wait().await,
-            // A segment that arrives for another operation may have room for this one as well.
+            // A segment that arrives for another operation may have room for this block as well.
             ShortageOutcome::None(Cause::Limit { .. })
                 if port.with(|state| state.region(region).segment.committing()) > 0 =>
             {
@@ -378,7 +379,7 @@ async fn place_in_new_segment(
             }
             ShortageOutcome::None(cause) => return Err(fail(port, cause)),
         }
-        // It may have fallen asleep: nothing of this block was recorded.
+        // The arena may have fallen asleep: nothing of this block was recorded.
         awake(port).await.map_err(AllocFailure::uncounted)?;
         match port.with(|state| state.place(region, wanted, search, taker)) {
             Ok(found) => return Ok(found),
@@ -404,7 +405,7 @@ async fn create_segment(
     })
 }
 
-/// Goes on with an allocation after its first step.
+/// Continues an allocation after its first step.
 ///
 /// # Errors
 /// A shortage, after which [`alloc_after_shortage`] may succeed; the errors of a wake.
@@ -435,7 +436,8 @@ pub(crate) async fn alloc_after_shortage(
     .await
 }
 
-/// Tries to find memory that needs no wait, or that can be committed, if a capture forbids a wait.
+/// Retries a failed allocation with memory that needs no wait, or that can be committed, if a
+/// stream capture forbids a wait.
 async fn without_wait(
     port: &Port<'_>,
     target: AllocTarget,

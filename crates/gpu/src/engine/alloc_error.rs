@@ -1,6 +1,7 @@
 //! Counts failed allocations, and adds the gain of a compaction to their errors.
 //!
-//! The gain is planned on a copy with the lock released, and only for an error that a caller gets.
+//! The gain is planned on a copy of the state with the lock released, and only for errors that
+//! reach a caller.
 
 use super::compact::first_parts;
 use super::port::Port;
@@ -15,15 +16,15 @@ use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::Moment;
 use lowtide_core::log;
 
-/// The number of blocks and free spans planned for in each range of each region: a plan then takes
-/// about 4 ms (`benches/time`).
+/// The number of blocks and free spans that a plan covers in each range of each region. A plan then
+/// takes about 4 ms (`benches/time`).
 const PARTS_MAX: usize = 256;
 
-/// The time between plans, as a multiple of the last plan's duration: errors come in bursts, and
-/// all of their plans together take no more than a 32nd of a core.
+/// The time between plans, as a multiple of the last plan's duration. Errors come in bursts: with
+/// this pause all of their plans together take at most a 32nd of a core.
 const PLANS_APART: u32 = 31;
 
-/// Counts a failure, and returns its error with the figures for its caller.
+/// Counts a failure. Returns the error for the caller, with its figures.
 pub(crate) async fn record_failure(
     port: &Port<'_>,
     region: Region,
@@ -64,7 +65,7 @@ pub(crate) async fn record_failure(
     error
 }
 
-/// Begins a plan, if the last one was long enough ago; returns the time.
+/// Begins a plan if the last one was long enough ago. Returns the time of the start.
 fn begin_plan(port: &Port<'_>) -> Option<Moment> {
     let from = port.clock.now();
     port.with(|state| {
@@ -76,7 +77,7 @@ fn begin_plan(port: &Port<'_>) -> Option<Moment> {
     })
 }
 
-/// Ends a plan, with the bytes that a compaction would make idle, if that was planned.
+/// Ends a plan. Records the bytes that a compaction would make idle, if they were planned.
 fn end_plan(port: &Port<'_>, from: Moment, recoverable: Option<u64>) {
     let now = port.clock.now();
     port.with(|state| {
@@ -95,7 +96,7 @@ async fn recoverable_bytes(port: &Port<'_>) -> u64 {
                 let of = state.region(region);
                 let used = of.live() + of.pending.bytes();
                 let holes = of.segment.active().saturating_sub(used);
-                // Nothing moves to memory that the device may still use.
+                // No block moves to memory that the device may still use.
                 let helps = holes >= granule && of.pending.bytes() == 0;
                 helps.then(|| {
                     let parts = first_parts(state, CompactOptions::new(region), end, PARTS_MAX);

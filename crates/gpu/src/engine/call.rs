@@ -1,12 +1,12 @@
 //! Driver calls as values.
 //!
-//! An operation asks for a [`Call`], the executor performs it with the lock released, and the
+//! An operation asks for a [`Call`], the executor performs the call with the lock released, and the
 //! operation gets the answer. The engine builds a call only after it has marked the ranges of the
-//! call in the state: that is the proof which the unsafe calls of a driver need. A call cannot be
-//! copied, and is used up when it is performed.
+//! call in the state: the marks are the precondition of the driver's unsafe calls. A call cannot be
+//! copied, and is consumed when it is performed.
 //!
 //! Invariant: until the answer of a call is recorded, its marks keep other operations from its
-//! ranges; an answer that never comes leaves them marked.
+//! ranges; if no answer is recorded, the ranges stay marked.
 #![expect(unsafe_code, reason = "the calls of drivers that take memory away are unsafe")]
 
 use crate::driver::{
@@ -15,7 +15,7 @@ use crate::driver::{
 use crate::state::arena::ArenaState;
 use lowtide_core::bytes::ByteSize;
 
-/// The number of a call of an arena; never given twice.
+/// The number of a call of an arena. No number is used twice.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct CallId(u64);
 
@@ -26,7 +26,7 @@ pub(crate) struct Call {
     kind: CallKind,
 }
 
-/// The call, with the reason that it is sound.
+/// The kind of a call, with the reason that the call is sound.
 #[derive(Debug)]
 pub(super) enum CallKind {
     /// Bare granules of a reservation, marked as committing, or as leaving by the same operation.
@@ -133,7 +133,7 @@ pub(crate) struct Completion {
 }
 
 impl ArenaState {
-    /// Builds a call, whose ranges are marked.
+    /// Builds a call. The ranges of the call are already marked.
     pub(super) fn new_call(&mut self, kind: CallKind) -> Call {
         self.calls += 1;
         Call { id: CallId(self.calls), kind }
@@ -145,7 +145,7 @@ impl Call {
         self.id
     }
 
-    /// Makes the call, once. The driver is that of the state which built the call.
+    /// Makes the call, once. `driver` is the driver of the state that built the call.
     pub(crate) fn perform(self, driver: &dyn Driver) -> Completion {
         let Self { id, kind } = self;
         Completion { id, answer: perform(kind, driver) }

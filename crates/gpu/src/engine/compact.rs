@@ -1,6 +1,6 @@
 //! The layout of a region for the plan of a compaction.
 //!
-//! A plan is made from a copy of the layout, with the lock released; [`move_block`] then makes each
+//! A plan is made from a copy of the layout, with the lock released. [`move_block`] then makes each
 //! of its moves.
 //!
 //! [`move_block`]: super::move_block
@@ -48,8 +48,8 @@ impl Layout {
     }
 }
 
-/// Returns blocks and free spans in address order, and the name of each block; the wall between
-/// the ranges as a block that stays.
+/// Returns blocks and free spans in address order, and the name of each block. The wall between the
+/// ranges is included as a block that does not move.
 fn parts(state: &ArenaState, options: CompactOptions) -> Vec<(Part, Option<BlockName>)> {
     let index = &state.region(options.region).index;
     let part = |(span, id): (Span, Option<BlockName>)| {
@@ -62,7 +62,7 @@ fn parts(state: &ArenaState, options: CompactOptions) -> Vec<(Part, Option<Block
             Goal::Granules => {
                 parts.insert(nth, (Part { span: wall, hold: Some(Hold::Wall) }, None));
             }
-            // The free span that is wanted is for a large block.
+            // The requested free span is for a large block.
             Goal::Contiguous(_) => parts.truncate(nth),
         }
     }
@@ -91,7 +91,7 @@ pub(crate) fn first_parts(
     parts
 }
 
-/// Returns the hold of a block.
+/// Returns if and how a block may move.
 pub(super) fn hold(state: &ArenaState, options: CompactOptions, id: BlockName, span: Span) -> Hold {
     let region = state.region(options.region);
     if region.segment.is_held(span.offset) {

@@ -6,13 +6,14 @@
 //!
 //! Two kinds of use have no event: memory used without naming a stream ([`StreamKey::CONTEXT`]),
 //! and a stream that ended before an event could be recorded on it. Only a wait for the whole
-//! context proves those ([`complete_all`]): events on all known streams prove nothing, because the
-//! work may be on another stream, and an event of the whole context (`cuCtxRecordEvent`) breaks
-//! captures like the wait does. While any stream captures a graph, the wait fails and invalidates
-//! every capture in the context, and an arena sees only the streams of its lanes. So it is made
-//! only in calls of the program, which knows when it captures: an allocation that takes the memory,
-//! a purge, trim, shrink, sleep, compaction, move or close. A decay never waits so, nor does
-//! background work: such memory stays pending until a call of the program has proved it.
+//! context ([`complete_all`]) proves that these are complete. Events on all known streams prove
+//! nothing, because the work may be on another stream; an event of the whole context
+//! (`cuCtxRecordEvent`) breaks captures like the wait does. If any stream captures a graph, the
+//! wait fails and invalidates every capture in the context, and an arena knows only the streams of
+//! its lanes. So only calls of the program make this wait, because the program knows when it
+//! captures: an allocation that takes the memory, a purge, trim, shrink, sleep, compaction, move or
+//! close. A decay or background work never waits for the context: such memory stays pending until a
+//! call of the program has proved its uses complete.
 //!
 //! Invariants: a use counts as complete only after the host has seen it; neither a decay nor
 //! background work waits for the context.
@@ -24,12 +25,12 @@ use crate::state::pending::Uses;
 use crate::state::streams::{Event, Pick, StreamKey, Use, Wait};
 use crate::types::error::{DeviceError, captures, is_captures};
 
-/// Orders the next work of a stream, or of the next user if none is given, after these uses. With a
-/// stream the device waits; without one this thread does. While a stream captures a graph no wait
-/// that would invalidate it is made.
+/// Orders the next work of a stream after these uses, or the next user if no stream is given. With
+/// a stream the device waits; without a stream this thread waits. While a stream captures a graph,
+/// no wait is made that would invalidate the capture.
 ///
 /// # Errors
-/// The driver's; [`CAPTURES`](crate::types::error::CAPTURES) for a capture. Nothing is reused then.
+/// The driver's; [`CAPTURES`](crate::types::error::CAPTURES) for a capture. Then nothing is reused.
 pub(super) async fn come_after(
     port: &Port<'_>,
     taker: Option<StreamKey>,
@@ -45,8 +46,8 @@ pub(super) async fn come_after(
     Ok(())
 }
 
-/// Returns the event to wait for so that `taker` comes after a use, and its epoch; `None` if it
-/// already does.
+/// Returns the event to wait for so that `taker` comes after a use, and the event's epoch. Returns
+/// `None` if `taker` already comes after the use.
 async fn event_after(
     port: &Port<'_>,
     of: Use,
@@ -58,7 +59,7 @@ async fn event_after(
             Wait::For(event, epoch) => return Ok(Some((event, epoch))),
             Wait::Record(epoch) => match record(port, of.stream, epoch).await {
                 Some(Ok(event)) => return Ok(Some((event, epoch))),
-                // It ended meanwhile, and so has an event, or is waited for with all others.
+                // The stream ended meanwhile: it has an event, or is waited for with all others.
                 None => continue,
                 Some(Err(_)) => {}
             },
@@ -68,7 +69,7 @@ async fn event_after(
     }
 }
 
-/// Lets a taker's stream, or this thread, wait for an event that was recorded after a use.
+/// Makes a taker's stream, or this thread, wait for an event that was recorded after a use.
 async fn wait_for(
     port: &Port<'_>,
     event: Event,
@@ -100,7 +101,7 @@ fn settle(port: &Port<'_>, of: Use) {
     port.with(|state| state.settle(of.stream, of.epoch, port.clock));
 }
 
-/// Records the end of a stream's work until now, so that others can wait for it. Does not wait.
+/// Records the end of a stream's work so far, so that others can wait for it. Does not wait.
 ///
 /// # Errors
 /// The driver's; [`CAPTURES`](crate::types::error::CAPTURES) while the stream captures a graph.
@@ -112,13 +113,13 @@ pub(crate) async fn mark_end(port: &Port<'_>, stream: StreamKey) -> Result<(), D
     Ok(())
 }
 
-/// Records that a lane is dropped, and with the last of its stream that stream: marks the end of
-/// its work, if that can be done, and forgets it.
+/// Records that a lane is dropped. If the stream has no other lane, marks the end of the stream's
+/// work, if possible, and forgets the stream.
 pub(crate) async fn leave_stream(port: &Port<'_>, stream: StreamKey) {
     let is_last = port.with(|state| {
         let is_last = state.streams.leave(stream);
         if is_last && state.sleep.forget_used(stream) {
-            // Its work under leases is waited for by an event, or with all other work.
+            // Work of the stream under leases is waited for by an event, or with all other work.
             state.streams.use_now(stream);
         }
         is_last
@@ -129,8 +130,8 @@ pub(crate) async fn leave_stream(port: &Port<'_>, stream: StreamKey) {
     }
 }
 
-/// Forgets a stream of which the last lane is gone; no call is made with its handle any more when
-/// this returns.
+/// Forgets a stream whose last lane was dropped. When this returns, no call uses the stream's
+/// handle any more.
 pub(crate) async fn end_stream(port: &Port<'_>, stream: StreamKey) {
     port.with(|state| state.streams.retire(stream));
     while port.with(|state| state.streams.is_lent(stream)) {
@@ -151,7 +152,7 @@ pub(crate) async fn is_any_capturing(port: &Port<'_>) -> Result<bool, DriverErro
     Ok(false)
 }
 
-/// Asks if a stream captures a graph; `None` if it has ended.
+/// Returns `true` if a stream captures a graph; `None` if the stream has ended.
 async fn is_capturing(port: &Port<'_>, key: StreamKey) -> Option<Result<bool, DriverError>> {
     let stream = port.with(|state| state.streams.export(key))?;
     let answer = port.asks(CallKind::IsCapturing { stream }).await;
@@ -159,13 +160,13 @@ async fn is_capturing(port: &Port<'_>, key: StreamKey) -> Option<Result<bool, Dr
     Some(answer)
 }
 
-/// Records an event of a closed epoch, and returns it held; `None` if the stream has ended.
+/// Records an event of a closed epoch and returns the event, held; `None` if the stream has ended.
 async fn record(port: &Port<'_>, key: StreamKey, epoch: u64) -> Option<Result<Event, DriverError>> {
     let event = match event_to_record(port).await {
         Ok(event) => event,
         Err(error) => return Some(Err(error)),
     };
-    // The drop of the last lane waits in `end_stream` until the handle is returned below.
+    // Dropping the last lane waits in `end_stream` until the handle is returned below.
     let Some(stream) = port.with(|state| state.streams.export(key)) else {
         port.with(|state| state.streams.put_back(event));
         return None;
@@ -181,9 +182,9 @@ async fn record(port: &Port<'_>, key: StreamKey, epoch: u64) -> Option<Result<Ev
     Some(recorded.map(|()| event))
 }
 
-/// Records an event, unless the stream captures a graph: the event would become part of that, never
-/// complete, and querying it would invalidate the capture. Another thread may begin one at any
-/// time, so this is checked again after the record.
+/// Records an event, unless the stream captures a graph: the event would become part of the graph
+/// and never complete, and querying it would invalidate the capture. Another thread may begin a
+/// capture at any time, so this is checked again after the record.
 async fn record_uncaptured(
     port: &Port<'_>,
     event: Event,
@@ -199,9 +200,10 @@ async fn record_uncaptured(
     Ok(())
 }
 
-/// Checks which freed memory is no longer used, and records it: records missing events, and queries
-/// recorded ones. If that cannot prove everything it waits for the whole device if it may, unless a
-/// lane's stream captures a graph. Otherwise the rest stays pending, as in background work.
+/// Determines which freed memory is no longer used, and records it: records missing events, and
+/// queries recorded ones. If that is not enough and `may_wait` is set, waits for the whole device,
+/// unless a lane's stream captures a graph. Otherwise the rest stays pending, as in background
+/// work.
 ///
 /// # Errors
 /// The driver's.
@@ -227,8 +229,9 @@ pub(crate) async fn look_for_ends(port: &Port<'_>, may_wait: bool) -> Result<(),
     failed.filter(|error| !is_captures(error)).map_or(Ok(()), Err)
 }
 
-/// Queries the recorded events, and records completed ones. One or two queries for a stream that
-/// has completed nothing or everything; else a binary search, because events complete in order.
+/// Queries the recorded events, and records the completed ones. One or two queries are enough for a
+/// stream that has completed nothing or everything. Otherwise a binary search is made, because
+/// events complete in order.
 ///
 /// # Errors
 /// The driver's.
@@ -258,9 +261,10 @@ pub(crate) async fn query_events(port: &Port<'_>) -> Result<(), DriverError> {
     Ok(())
 }
 
-/// Returns an event to record: one that no operation holds any more, else a new one. If many are
-/// recorded those are queried first, so that there are at most about twice as many as epochs in
-/// progress, even if no thread checks for idle memory. The next check reports its failure.
+/// Returns an event to record: one that no operation holds any more, or a new one. If many events
+/// are recorded, they are queried first, so that there are at most about twice as many events as
+/// epochs in progress, even if no thread checks for idle memory. A failed query is reported by the
+/// next check.
 async fn event_to_record(port: &Port<'_>) -> Result<Event, DriverError> {
     if let Some(event) = port.with(|state| state.streams.spare()) {
         return Ok(event);
@@ -281,8 +285,8 @@ async fn event_to_record(port: &Port<'_>) -> Result<Event, DriverError> {
     }
 }
 
-/// Waits until every recorded use is complete: of freed memory, of the streams of lanes, and of
-/// leases. If a stream is unknown, raw blocks exist, or memory is imported, it waits for the whole
+/// Waits until every recorded use is complete: uses of freed memory, of the streams of lanes, and
+/// of leases. If a stream is unknown, raw blocks exist, or memory is imported, waits for the whole
 /// device. No lease is held, and none is granted meanwhile.
 ///
 /// # Errors
@@ -305,8 +309,8 @@ pub(crate) async fn complete_used(port: &Port<'_>) -> Result<(), DeviceError> {
     Ok(())
 }
 
-/// Waits until the work of all freed memory is complete: for events of its streams, or for the
-/// whole device if a stream is unknown.
+/// Waits until all work on freed memory is complete: for events of its streams, or for the whole
+/// device if a stream is unknown.
 ///
 /// # Errors
 /// `Capturing`; the driver's.
@@ -332,8 +336,8 @@ pub(super) async fn check_capturing(port: &Port<'_>) -> Result<(), DeviceError> 
     Ok(())
 }
 
-/// Waits for an event behind the recorded uses of every stream; returns `false` if a use has none
-/// and can get none.
+/// Waits for an event after the recorded uses of every stream. Returns `false` if a use has no
+/// event and can get none.
 async fn complete_by_events(port: &Port<'_>) -> Result<bool, DriverError> {
     let mut last = None;
     while let Some(stream) = port.with(|state| state.streams.next_unmarked(last)) {
@@ -348,17 +352,17 @@ async fn complete_by_events(port: &Port<'_>) -> Result<bool, DriverError> {
         waited?;
         settle(port, of);
     }
-    // One that ended meanwhile may have done so without an event.
+    // A stream that ended meanwhile may have no event.
     Ok(port.with(|state| state.streams.next_unmarked(None)).is_none())
 }
 
-/// Returns `true` if an event can be recorded on a stream: on one that has not ended.
+/// Returns `true` if an event can be recorded on a stream, which is so until the stream ends.
 fn is_markable(port: &Port<'_>, stream: StreamKey) -> bool {
     port.with(|state| state.streams.handle(stream)).is_some()
 }
 
-/// Waits until the device has completed all its work, and records it. Does nothing on a driver with
-/// synchronous work.
+/// Waits until the device has completed all its work, and records that. Does nothing on a driver
+/// with synchronous work.
 ///
 /// # Errors
 /// The driver's: the device may still work. [`CAPTURES`](crate::types::error::CAPTURES) while the

@@ -1,4 +1,4 @@
-//! Leases: an arena is open, and no block moves, while one is held.
+//! Leases: while a lease is held, the arena is open and no block moves.
 //!
 //! Invariant: `leases held = leases entered - leases dropped`, in the process of the arena.
 
@@ -7,7 +7,7 @@ use super::port::Port;
 use super::resume::awake;
 use crate::types::error::DeviceError;
 
-/// Waits until the arena is awake, wakes it if it sleeps, and counts a lease.
+/// Waits until the arena is awake, waking it if it sleeps, and counts a lease.
 ///
 /// # Errors
 /// The errors of a wake.
@@ -20,15 +20,15 @@ pub(crate) async fn enter(port: &Port<'_>) -> Result<(), DeviceError> {
     }
 }
 
-/// Counts a lease after the end of the move in progress. Returns `false` if the arena sleeps: it
-/// must be woken first.
+/// Counts a lease after the end of a move in progress. Returns `false` if the arena sleeps and must
+/// be woken first.
 ///
 /// # Errors
-/// As the sleep state refuses leases.
+/// Those of the sleep state, which rejects leases.
 pub(crate) async fn try_enter(port: &Port<'_>) -> Result<bool, DeviceError> {
     wait_for_move(port).await;
     port.with(|state| {
-        // It may have fallen asleep meanwhile.
+        // The arena may have fallen asleep meanwhile.
         if !state.sleep.is_open() {
             return Ok(false);
         }

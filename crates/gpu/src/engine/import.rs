@@ -1,9 +1,9 @@
-//! Imported memory: recorded, and released to its owner when no work uses it.
+//! Imported memory: records it, and releases it to its owner when no work uses it.
 //!
 //! Release functions are foreign code: they are called and dropped with the lock released.
 //!
-//! Invariant: a release function is taken out of the state once, after its uses are complete; only
-//! the end of the arena takes the others.
+//! Invariant: a release function is taken out of the state once, after the uses of its memory are
+//! complete; only the end of the arena takes functions earlier.
 
 use lowtide_core::log;
 use std::mem::ManuallyDrop;
@@ -17,8 +17,8 @@ use crate::types::region::Region;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::sync::caught;
 
-/// Records an imported range, which does not wrap. If it overlaps known memory, returns the reason
-/// and the release function.
+/// Records an imported range, which does not wrap. If the range overlaps known memory, returns the
+/// reason and the release function.
 pub(crate) fn import(
     state: &mut ArenaState,
     at: DeviceAddress,
@@ -37,15 +37,16 @@ pub(crate) fn import(
     Ok(())
 }
 
-/// Records that an imported value was dropped: it is released when all work of now is complete.
+/// Records that an imported value was dropped: its memory is released when all work of this moment
+/// is complete.
 pub(crate) fn let_go(state: &mut ArenaState, at: DeviceAddress) {
     let after = state.uses(&[]);
     state.outstanding.imported.let_go(at.get(), after);
 }
 
-/// Calls the release functions of values that are dropped and whose work is complete; at most as
-/// many as wait now, so that a function which imports and drops more does not keep this call
-/// running. Returns their number.
+/// Calls the release functions of values that are dropped and whose work is complete. Calls at most
+/// as many as wait now, so that a function which imports and drops more does not keep this call
+/// running. Returns the number of calls.
 pub(crate) async fn release_imports(port: &Port<'_>) -> u64 {
     let mut called = 0;
     let waiting = port.with(|state| state.outstanding.imported.waiting());
@@ -75,21 +76,21 @@ async fn call_release(port: &Port<'_>, Due { at, size, release }: Due) {
     }
 }
 
-/// At the end of the arena: releases memory that the device no longer uses, and drops the other
-/// release functions uncalled. Returns the number of those, and their bytes.
+/// Releases imported memory that the device no longer uses, at the end of the arena, and drops the
+/// other release functions uncalled. Returns the number of those, and their bytes.
 pub(crate) async fn end_imports(port: &Port<'_>) -> (u64, ByteSize) {
     release_imports(port).await;
     let mut left = (0, ByteSize::ZERO);
     while let Some(due) = port.with(|state| state.outstanding.imported.take_any()) {
         let Due { size, release, .. } = due;
         left = (left.0 + 1, left.1.saturating_add(size));
-        // Not ours, and nothing unwinds out of a drop.
+        // The function is foreign code, and nothing may unwind out of a drop.
         let _ = port.outside(|| caught(|| drop(release))).await;
     }
     left
 }
 
-/// In a forked child: leaves release functions to be neither called nor dropped. They are of
+/// Forgets the release functions in a forked child, without a call or a drop: they belong to
 /// another process.
 pub(crate) fn forget_imports(state: &mut ArenaState) {
     let _ = ManuallyDrop::new(std::mem::take(&mut state.outstanding.imported));

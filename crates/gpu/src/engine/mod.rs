@@ -1,4 +1,4 @@
-//! The steps of every operation on the state of an arena.
+//! The operations of an arena, as sequences of steps on its state.
 
 pub(crate) mod alloc;
 pub(crate) mod alloc_error;

@@ -1,11 +1,12 @@
-//! One move: takes a place, copies the contents with the lock released, and moves the block there.
+//! Moves one block: takes a place, copies the contents with the lock released, and moves the block
+//! there.
 //!
-//! No lease is held while a block moves, and entering waits for the end of this one move. The
-//! block's owner may free it meanwhile: the move ends, then the block is freed. Pinning or resizing
-//! it waits.
+//! No lease is held while a block moves, and entering waits for the end of this one move. If the
+//! block's owner frees the block meanwhile, the move ends first, and then the block is freed.
+//! Pinning or resizing the block waits.
 //!
 //! A failed copy is undone: for a slide, each piece is copied back, in reverse order. Only if that
-//! fails too are the contents lost, and every further use of the block is an error.
+//! fails too are the contents lost; then every further use of the block is an error.
 //!
 //! Invariant: a block is whole at its recorded place, or known to be lost.
 
@@ -35,32 +36,32 @@ pub(crate) enum MoveOutcome {
     Moved {
         from: DeviceAddress,
         to: DeviceAddress,
-        /// Its owner freed it meanwhile.
+        /// The owner freed the block meanwhile.
         is_freed: bool,
-        /// Bytes of granules that were active and are idle by this move, and the reverse.
+        /// The bytes of granules that this move made idle, and the bytes that it made active.
         idle: u64,
         active: u64,
     },
     /// The block or its new place has changed, or there is no memory for it.
     Skipped,
-    /// A lease is held or requested; or the arena sleeps, or is falling asleep.
+    /// A lease is held or requested, or the arena sleeps or is falling asleep.
     Busy,
 }
 
-/// A place that is taken for a block, and the bytes of granules that are active by it.
+/// The place that was taken for a block, and the bytes of granules that the place made active.
 #[derive(Clone, Copy, Debug)]
 struct NewPlace {
     placed: Placement,
     active: u64,
 }
 
-/// A copy that failed, and whether it could not be undone.
+/// A copy that failed; `true` if it could not be undone either.
 struct FailedCopy {
     error: DriverError,
     is_lost: bool,
 }
 
-/// Moves a block, if it may still move and is still where the plan found it.
+/// Moves a block if it may still move and is still at the place that the plan recorded.
 ///
 /// # Errors
 /// Those of the commit of its new place and of the copy, with the block at its old place;
@@ -77,7 +78,7 @@ pub(crate) async fn move_block(
         Err(refused) => return Ok(refused),
     };
     let refused = match ensure_committed(port, region, new.placed.span).await {
-        // The lock was released if there was something to commit or to wait for.
+        // The lock was released if there was memory to commit or a call to wait for.
         Ok(()) => port.with(|state| refuses(state, options, id, made)).map(Ok),
         Err(failure) if failure.error.is_out_of_memory() => Some(Ok(MoveOutcome::Skipped)),
         Err(failure) => Some(Err(*failure.error)),
@@ -100,7 +101,7 @@ pub(crate) async fn move_block(
     }
 }
 
-/// Takes the planned place for a block, arriving.
+/// Takes the planned place for a block, as arriving.
 fn take_place(
     state: &mut ArenaState,
     options: CompactOptions,
@@ -118,15 +119,15 @@ fn take_place(
     Ok(NewPlace { placed, active })
 }
 
-/// Marks a block as moving; returns both of its addresses.
+/// Marks a block as moving. Returns its old and its new address.
 fn begin(state: &mut ArenaState, region: Region, id: BlockName, made: Move) -> [DeviceAddress; 2] {
     state.moves.moving = Some(Moving { region, id, freed: None });
     let segment = &state.region(region).segment;
     [made.from, made.to].map(|offset| segment.address_of(ByteSize::new(offset)))
 }
 
-/// Records the end of a move; returns `true` if the block's owner freed it meanwhile, and the bytes
-/// of granules that became idle.
+/// Records the end of a move. Returns `true` if the block's owner freed the block meanwhile, and
+/// the bytes of granules that became idle.
 fn end(
     state: &mut ArenaState,
     (region, id): (Region, BlockName),
@@ -153,8 +154,8 @@ fn end(
     (freed.is_some(), idle)
 }
 
-/// Copies a block when no work uses it. No lease is held and none is granted, so no work starts;
-/// work that was started is waited for.
+/// Copies a block that no work uses: waits for started work first. No lease is held and none is
+/// granted, so no new work starts.
 async fn copy_unused(
     port: &Port<'_>,
     ends: [DeviceAddress; 2],
@@ -172,7 +173,7 @@ async fn copy_unused(
     Ok(())
 }
 
-/// Copies pieces back, the last first.
+/// Copies pieces back, in reverse order.
 async fn undo(
     port: &Port<'_>,
     ends: [DeviceAddress; 2],
@@ -186,8 +187,8 @@ async fn undo(
 }
 
 /// Copies a piece of a block. Both places are committed: the block is live, and the move holds the
-/// new place. `moving` keeps leases from being granted, and so slices and new work from the block.
-/// The ends of one piece do not overlap: [`Move::pieces`] cuts a slide so.
+/// new place. While `moving` is set no lease is granted, and so no slice and no new work of the
+/// block. The ends of one piece do not overlap: [`Move::pieces`] cuts a slide accordingly.
 async fn copy_piece(
     port: &Port<'_>,
     ends: [DeviceAddress; 2],
@@ -205,7 +206,7 @@ async fn copy_piece(
     port.does(CallKind::Copy { from, to, size: ByteSize::new(piece.size) }).await
 }
 
-/// Moves a block of this size to the place taken for it; returns the bytes of granules that are no
+/// Moves a block of this size to the place taken for it. Returns the bytes of granules that are no
 /// longer active.
 fn trade(
     state: &mut ArenaState,
@@ -225,7 +226,7 @@ fn trade(
         }
     }
     let to = address_of(state, region, id);
-    // The requested size is not known here: the event shows the block's size.
+    // The requested size is not known here, so the event has the block's size.
     let (size, segment) = (ByteSize::new(size), &state.region(region).segment);
     let [from, to] = [from, to].map(|address| Location {
         offset: segment.offset_of(address).unwrap_or_default(),
@@ -241,7 +242,7 @@ fn address_of(state: &ArenaState, region: Region, id: BlockName) -> DeviceAddres
     region.segment.address_of(ByteSize::new(offset))
 }
 
-/// Returns the reason a move cannot be made now, if any.
+/// Returns the reason a move cannot be made now; `None` if it can.
 fn refuses(
     state: &ArenaState,
     options: CompactOptions,
@@ -252,7 +253,7 @@ fn refuses(
     if state.leases > 0 || is_moving || !state.sleep.is_awake() {
         return Some(MoveOutcome::Busy);
     }
-    // Checked first: if the block is freed, its memory may be too.
+    // Checked first: if the block was freed, its memory may be gone too.
     if state.region(options.region).span_of(id) != Ok(made.source()) {
         return Some(MoveOutcome::Skipped);
     }
@@ -260,7 +261,7 @@ fn refuses(
         Hold::Moves { align, .. } => made.to.is_multiple_of(align),
         Hold::Stays | Hold::Wall => false,
     };
-    // Blocks keep to their range.
+    // A block stays in its range.
     let is_beside = state.region(options.region).is_of_one_range(made.source(), made.destination());
     (!fits || !is_beside).then_some(MoveOutcome::Skipped)
 }

@@ -1,4 +1,4 @@
-//! The current place of a block, and waits for the move in progress.
+//! Finds the current place of a block, and waits for a move in progress.
 //!
 //! Invariant: a place that is returned under a lease stays until the lease ends.
 
@@ -16,7 +16,8 @@ pub(crate) async fn wait_for_move(port: &Port<'_>) {
     if port.with(|state| state.moves.moving.is_none()) {
         return;
     }
-    // The compaction sees this and makes no further move: each thread waits for one at most.
+    // A compaction in progress sees this and makes no further move, so each thread waits for at
+    // most one.
     port.with(|state| state.moves.entering += 1);
     while port.with(|state| state.moves.moving.is_some()) {
         port.wait().await;
@@ -47,7 +48,7 @@ pub(crate) async fn resolve(
     })
 }
 
-/// Refuses a block whose contents were lost in a move.
+/// Checks that the contents of a block were not lost in a move.
 ///
 /// # Errors
 /// `ContentsLost`.
@@ -63,7 +64,7 @@ pub(crate) fn check_whole(
     Ok(())
 }
 
-/// Prevents moves of a block until it is unpinned, after the end of the move in progress.
+/// Pins a block after the end of a move in progress. A pinned block does not move.
 pub(crate) async fn pin(port: &Port<'_>, region: Region, id: BlockName) {
     wait_until_still(port, region, id).await;
     port.with(|state| {

@@ -1,14 +1,14 @@
-//! The way of an operation to the state and to the world outside it.
+//! The access of an operation to the state and to the world outside of the state.
 //!
-//! An operation is an `async` function over a [`Port`]. It is never polled by a runtime: each poll
-//! is one step, made by [`step`] with the state lent to the port. Between two awaits an operation
-//! reads and changes the state as it likes, and all of that is atomic. What needs the lock to be
-//! released is asked for by an await: a driver call, a wait, or other code. So an operation knows
-//! no driver, lock or thread, and can be stepped by a test in any order with others.
+//! An operation is an `async` function over a [`Port`]. No runtime polls it: each poll is one step,
+//! made by [`step`] with the state lent to the port. Between two awaits an operation reads and
+//! changes the state freely, and all of that is atomic. To have the lock released, an operation
+//! awaits a request: a driver call, a wait, or other code. So an operation knows no driver, lock or
+//! thread, and a test can interleave its steps with other operations in any order.
 //!
 //! Invariants: the state is lent only during a step; a step ends with its outcome or with exactly
 //! one request; an operation that is dropped between a call and its answer leaves the marks of the
-//! call in the state, so that its ranges are never used again.
+//! call in the state, so that the ranges of the call are never used again.
 
 use std::cell::Cell;
 use std::fmt;
@@ -29,7 +29,7 @@ pub(crate) enum Step<T> {
     Done(T),
     /// Make this driver call, and step again with its completion.
     Call(Call),
-    /// Step again when another operation has changed the state.
+    /// Step again after another operation has changed the state.
     Wait,
     /// Step again when the bell rings, or at the deadline.
     WaitUntil(Arc<Bell>, Moment),
@@ -37,25 +37,25 @@ pub(crate) enum Step<T> {
     Outside,
 }
 
-/// What an operation waits for.
+/// The request of an operation.
 enum Request {
     Call(Call),
     Wait,
     WaitUntil(Arc<Bell>, Moment),
-    /// The operation has left the lock, and wants it again.
+    /// The operation runs outside of the lock, and needs the lock again.
     Inside,
-    /// Release the lock, and let the operation run.
+    /// Release the lock, and run the operation outside of it.
     Outside,
 }
 
-/// What matters about the thread that runs an operation.
+/// The facts about the thread that runs an operation.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Caller {
-    /// It is inside a shortage callback, and must not wait for another one.
+    /// The thread is inside a shortage callback, and must not wait for another one.
     pub(crate) is_within_callback: bool,
-    /// It is inside a call of a host budget, and must not wait for the end of a sleep.
+    /// The thread is inside a call of a host budget, and must not wait for the end of a sleep.
     pub(crate) is_within_budget: bool,
-    /// It does background work, which never waits for the whole device.
+    /// The thread does background work, which never waits for the whole device.
     pub(crate) is_background: bool,
 }
 
@@ -68,41 +68,42 @@ pub(crate) struct Called {
     pub(crate) released: bool,
 }
 
-/// The parts of an arena outside its state. Called with the lock released ([`Port::outside`]).
+/// The parts of an arena outside its state. They are called with the lock released
+/// ([`Port::outside`]).
 pub(crate) trait Surroundings {
-    /// Keeps the caches of threads and lanes empty from here on, and frees what they hold; returns
-    /// `true` if they held any block.
+    /// Keeps the caches of threads and lanes empty from here on, and frees the blocks in them.
+    /// Returns `true` if there were any.
     fn shut_caches(&self) -> bool;
 
     /// Ends one [`Surroundings::shut_caches`].
     fn reopen_caches(&self);
 
-    /// Keeps the caches empty while the arena sleeps. Takes no lock that is held while the lock of
-    /// the state is taken, so it may be called in a step.
+    /// Keeps the caches empty while the arena sleeps. May be called in a step: takes no lock that
+    /// is held while the state's lock is taken.
     fn set_asleep(&self, is_asleep: bool);
 
-    /// Takes the turn to call the callbacks for a shortage, if there are any; returns `true` if
-    /// another thread's run was waited for. `None` if this thread must not wait for that.
+    /// Takes the turn to call the callbacks for a shortage, if there are any. Returns `true` after
+    /// a wait for another thread's run; `None` if this thread must not wait for that run.
     fn take_callback_turn(&self) -> Option<bool>;
 
-    /// Ends the turn.
+    /// Ends the turn to call the callbacks.
     fn end_callback_turn(&self);
 
-    /// Calls the callbacks; `None` in the child of a callback's fork.
+    /// Calls the callbacks. Returns `None` if a callback forked, in the child.
     fn call_callbacks(&self, shortage: &Shortage<'_>) -> Option<Called>;
 
     /// Calls or drops the foreign code of a host budget, and marks the thread meanwhile
-    /// ([`Caller::is_within_budget`]). The error is the message of its panic.
+    /// ([`Caller::is_within_budget`]). The error is the message of a panic in that code.
     fn call_budget(&self, act: &mut dyn FnMut()) -> Result<(), String>;
 }
 
-/// Lends the state to an operation, and takes its requests.
+/// Lends the state to an operation, and takes the operation's requests.
 pub(crate) struct Port<'a> {
     state: Cell<Option<Box<ArenaState>>>,
     request: Cell<Option<Request>>,
     awaited: Cell<Option<CallId>>,
     answer: Cell<Option<Result<Answer, DriverError>>>,
-    /// The time, for operations that need it.
+    /// The clock, for operations that need the time.
     pub(crate) clock: &'a dyn Clock,
     pub(crate) caller: Caller,
     pub(crate) surroundings: &'a dyn Surroundings,
@@ -120,7 +121,7 @@ impl Drop for Lent<'_, '_> {
     }
 }
 
-/// Lets an operation make its next step on a state.
+/// Runs the next step of an operation on a state.
 pub(crate) fn step<F: Future + ?Sized>(
     port: &Port<'_>,
     slot: &mut Option<Box<ArenaState>>,
@@ -133,7 +134,7 @@ pub(crate) fn step<F: Future + ?Sized>(
     answer_of(polled, port)
 }
 
-/// Lets an operation run the code that it asked to run with the lock released.
+/// Runs the code that an operation asked to run with the lock released.
 pub(crate) fn run_outside<F: Future + ?Sized>(port: &Port<'_>, operation: Pin<&mut F>) {
     let polled = operation.poll(&mut Context::from_waker(Waker::noop()));
     let is_back = matches!((polled, port.request.take()), (Poll::Pending, Some(Request::Inside)));
@@ -181,14 +182,14 @@ impl<'a> Port<'a> {
     /// Reads or changes the state.
     ///
     /// # Panics
-    /// If it is called within itself, or by code that runs outside the lock.
+    /// If this is called within itself, or by code that runs outside the lock.
     #[inline]
     pub(crate) fn with<R>(&self, act: impl FnOnce(&mut ArenaState) -> R) -> R {
         let mut borrowed = Borrowed { port: self, state: self.state.take() };
         act(borrowed.state.as_deref_mut().expect("the state is lent during a step"))
     }
 
-    /// Makes a driver call, with the lock released. The ranges of the call are marked.
+    /// Makes a driver call with the lock released. The ranges of the call are already marked.
     ///
     /// # Errors
     /// The driver's.
@@ -199,7 +200,7 @@ impl<'a> Port<'a> {
         self.answer.take().expect("a call is answered before the next step")
     }
 
-    /// Makes a driver call that has no result.
+    /// Makes a driver call that returns nothing.
     ///
     /// # Errors
     /// The driver's.
@@ -207,7 +208,7 @@ impl<'a> Port<'a> {
         self.perform(kind).await.map(drop)
     }
 
-    /// Makes a driver call that answers yes or no.
+    /// Makes a driver call that returns a boolean.
     ///
     /// # Errors
     /// The driver's.
@@ -215,14 +216,15 @@ impl<'a> Port<'a> {
         Ok(matches!(self.perform(kind).await?, Answer::Bool(true)))
     }
 
-    /// Releases the lock until another operation has changed the state. The caller checks its
-    /// condition again: it may return earlier. If it then waits again at once, no other operation
-    /// is notified: nothing that another waits for changes between the two.
+    /// Releases the lock until another operation has changed the state. May return earlier, so the
+    /// caller checks its condition again. If the caller then waits again at once, no other
+    /// operation is notified: between two such waits nothing changes that another operation waits
+    /// for.
     pub(crate) async fn wait(&self) {
         self.ask(Request::Wait).await;
     }
 
-    /// Releases the lock until the bell rings, or the deadline.
+    /// Releases the lock until the bell rings or the deadline passes.
     pub(crate) async fn wait_until(&self, bell: Arc<Bell>, deadline: Moment) {
         self.ask(Request::WaitUntil(bell, deadline)).await;
     }

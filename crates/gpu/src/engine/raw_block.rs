@@ -1,6 +1,6 @@
-//! Raw blocks: known by address from their allocation to their free.
+//! Raw blocks: identified by address from their allocation until they are freed.
 //!
-//! An address that is not known is an error that says why, and changes nothing.
+//! An unknown address is an error with the reason, and changes nothing.
 
 use super::place::wait_until_still;
 use super::port::Port;
@@ -16,8 +16,8 @@ use crate::types::region::Region;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::Clock;
 
-/// Records an allocated block as raw, and returns its place: it may have been moved since its
-/// allocation; from here on it stays.
+/// Records an allocated block as raw. Returns the block's place, which may have changed since the
+/// allocation and is fixed from here on.
 pub(crate) async fn register(
     port: &Port<'_>,
     region: Region,
@@ -32,10 +32,10 @@ pub(crate) async fn register(
     })
 }
 
-/// Frees a raw block after its last use, by a lane if one is given.
+/// Frees a raw block. Its last use was by the lane, if one is given.
 ///
 /// # Errors
-/// As [`find`].
+/// Those of [`find`].
 pub(crate) fn free(
     state: &mut ArenaState,
     at: DeviceAddress,
@@ -55,7 +55,7 @@ pub(crate) fn free(
 /// Records that the stream of a lane uses a raw block.
 ///
 /// # Errors
-/// As [`find`].
+/// Those of [`find`].
 pub(crate) fn record_use(
     state: &mut ArenaState,
     at: DeviceAddress,
@@ -73,7 +73,7 @@ pub(crate) fn record_use(
 /// Records that any stream may use a raw block.
 ///
 /// # Errors
-/// As [`find`].
+/// Those of [`find`].
 pub(crate) fn record_unknown_use(
     state: &mut ArenaState,
     at: DeviceAddress,
@@ -107,7 +107,7 @@ pub(crate) fn find(
 /// Returns the raw block that contains an address.
 ///
 /// # Errors
-/// As [`find`].
+/// Those of [`find`].
 pub(crate) fn find_containing(
     state: &ArenaState,
     at: DeviceAddress,
@@ -116,7 +116,7 @@ pub(crate) fn find_containing(
     Ok((raw.region, raw.placed))
 }
 
-/// Frees every raw block; returns their bytes.
+/// Frees every raw block. Returns their bytes.
 pub(crate) fn reset(state: &mut ArenaState, clock: &dyn Clock) -> ByteSize {
     let all = state.raw.take_all();
     all.iter().for_each(|raw| release(state, raw, true, clock));
@@ -126,7 +126,7 @@ pub(crate) fn reset(state: &mut ArenaState, clock: &dyn Clock) -> ByteSize {
     bytes
 }
 
-/// Frees a raw block that is no longer known by its address.
+/// Frees a raw block whose address has already been forgotten.
 fn release(state: &mut ArenaState, raw: &RawUse, is_reset: bool, clock: &dyn Clock) {
     raw.with_users(|streams, after| {
         let cause = if is_reset { FreeCause::Reset } else { FreeCause::Owner(after) };
@@ -145,7 +145,7 @@ fn note_use(
     }
 }
 
-/// Returns the reason an address is not known. Walks the blocks of a region.
+/// Returns the reason an address is unknown. Walks the blocks of a region.
 fn unknown(state: &ArenaState, at: DeviceAddress) -> DeviceError {
     for region in Region::ALL {
         let region = state.region(region);

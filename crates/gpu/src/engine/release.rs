@@ -1,9 +1,9 @@
 //! Releases idle memory to the driver.
 //!
-//! It decides how much and in which order, never when. The rule of decommit: a granule leaves only
-//! when every use of it is complete. On a driver with synchronous work a freed block has no uses
-//! left; on others freed memory is pending, and so active, until its uses are known to be complete
-//! (`completion`).
+//! This module decides how much to release and in which order, never when. The rule of decommit: a
+//! granule leaves only when every use of it is complete. On a driver with synchronous work a freed
+//! block has no uses left. On other drivers freed memory is pending, and so active, until its uses
+//! are known to be complete (`completion`).
 //!
 //! Invariant: only granules that no block touches leave.
 
@@ -17,7 +17,8 @@ use crate::state::region::Region;
 use crate::state::segment::Cursor;
 use lowtide_core::bytes::ByteSize;
 
-/// Driver calls that one look at idle memory makes at most. A guess, to be measured per driver.
+/// The maximum number of driver calls in one pass over idle memory. A guess, to be measured per
+/// driver.
 pub(crate) const CALLS_MAX: usize = 32;
 
 /// The result of a release.
@@ -34,7 +35,7 @@ pub(crate) struct Released {
 }
 
 /// Releases up to `granules` idle granules, in at most [`CALLS_MAX`] calls; with ages, only expired
-/// ones. A segment leaves whole, and then the driver must keep none of them.
+/// ones. A segment leaves whole, and then the driver is trimmed so that it keeps no segment.
 pub(crate) async fn give_back(port: &Port<'_>, granules: u64, ages: Option<Ages>) -> Released {
     let mut released = Released::default();
     if port.with(|state| state.sleep.may_be_copied()) {
@@ -64,22 +65,22 @@ pub(crate) async fn give_back(port: &Port<'_>, granules: u64, ages: Option<Ages>
     released
 }
 
-/// Releases idle memory until at most `keep` bytes are committed, or nothing is idle; returns the
+/// Releases idle memory until at most `keep` bytes are committed, or nothing is idle. Returns the
 /// granules released, and the driver's error.
 pub(crate) async fn release_down_to(port: &Port<'_>, keep: ByteSize) -> (u64, Option<DriverError>) {
-    // Memory that the driver kept is to be trimmed as well: one turn at least.
+    // Memory that the driver kept is trimmed as well, so at least one turn is made.
     let (granules, mut untrimmed) = port.with(|state| {
         let stays = state.backed().saturating_sub(state.leaving());
         let excess = stays.saturating_sub(keep.get());
         (state.granules_for(excess.min(state.idle())), state.untrimmed)
     });
     let mut released = 0;
-    // Each turn but the last releases at least one granule: at most `granules` turns.
+    // Each turn except the last releases at least one granule: at most `granules` turns.
     while released < granules || std::mem::take(&mut untrimmed) {
         untrimmed = false;
         let given = give_back(port, granules.saturating_sub(released), None).await;
         released += given.granules;
-        // Without any, another operation took the idle memory.
+        // If none was released, another operation took the idle memory.
         if given.error.is_some() || given.granules == 0 {
             return (released, given.error);
         }
@@ -87,8 +88,8 @@ pub(crate) async fn release_down_to(port: &Port<'_>, keep: ByteSize) -> (u64, Op
     (released, None)
 }
 
-/// Releases the memory of a marked run, of a segment that came whole all of it, and records the
-/// result.
+/// Releases the memory of a marked run, or the whole segment on drivers that allocate segments, and
+/// records the result.
 async fn take_away(port: &Port<'_>, leaving: Leaving) -> Result<(), DriverError> {
     let Leaving { at, size, .. } = leaving;
     let is_whole = port.with(|state| state.is_whole());
@@ -102,7 +103,7 @@ async fn take_away(port: &Port<'_>, leaving: Leaving) -> Result<(), DriverError>
     outcome
 }
 
-/// Makes the driver keep no memory of released segments.
+/// Trims the driver, so that it keeps no memory of released segments.
 async fn trim(port: &Port<'_>, untrimmed: bool, released: &mut Released) {
     let is_whole = port.with(|state| state.is_whole());
     if !untrimmed && (!is_whole || released.granules == 0) {

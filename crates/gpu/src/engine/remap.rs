@@ -1,15 +1,15 @@
-//! Moves memory from idle granules to granules that need it, if the driver can.
+//! Moves memory from idle granules to granules that need it, if the driver supports that.
 //!
-//! A commit that the limit or the device refuses can use idle granules. If these were released
-//! first, another process on the device could take their memory, and the device would create new
-//! handles; a remap releases nothing. So idle memory is never lost to fragmented addresses. The
-//! oldest idle granules go first: memory used or committed recently is likely to be requested
-//! again.
+//! When the limit or the device rejects a commit, idle granules can supply the memory. If the
+//! granules were released first, another process on the device could take their memory, and the
+//! device would create new handles; a remap releases nothing. So no idle memory is lost to
+//! fragmented addresses. The oldest idle granules go first: memory that was used or committed
+//! recently is likely to be requested again.
 //!
-//! As for every driver call the lock is released: source granules are marked as leaving, target
-//! granules as arriving, and a thread that needs one waits for its result. The memory counts at the
-//! source until it has arrived, so that it is never counted twice. `commit` decides when to remap,
-//! and falls back to release and commit.
+//! As for every driver call, the lock is released: source granules are marked as leaving, target
+//! granules as arriving, and a thread that needs one of them waits for the result. The memory
+//! counts at the source until it has arrived, so it is never counted twice. The module `alloc`
+//! decides when to remap, and falls back to releasing and committing.
 //!
 //! Invariant: the sum of backed granules is the same before, during and after.
 
@@ -26,7 +26,7 @@ use crate::state::segment::{Cursor, Run};
 use lowtide_core::clock::Clock;
 use lowtide_core::log;
 
-/// Granules whose memory goes to others: one driver call.
+/// The granules of one driver call: the source and the target of the memory.
 #[derive(Clone, Copy, Debug)]
 struct Pair {
     from: Leaving,
@@ -39,14 +39,14 @@ struct Pair {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Remapped {
     pub(crate) granules: u64,
-    /// `true` if the driver failed: the rest must be committed in another way.
+    /// `true` if the driver failed: the remaining granules must be committed in another way.
     pub(crate) failed: bool,
 }
 
-/// Puts the memory of idle granules behind bare ones of a placed span, at most this many.
+/// Moves the memory of idle granules to bare ones of a placed span, at most this many.
 ///
-/// Holds the lock while it checks every idle granule. At most [`CALLS_MAX`] driver calls, and one
-/// more for each gap in the bare granules.
+/// Holds the lock while it checks every idle granule. Makes at most [`CALLS_MAX`] driver calls,
+/// plus one for each gap in the bare granules.
 pub(super) async fn remap_idle(
     port: &Port<'_>,
     region: Region,
@@ -71,8 +71,8 @@ pub(super) async fn remap_idle(
     remapped
 }
 
-/// Marks up to so many idle granules as leaving, those first that have been idle longest, and
-/// as many bare ones of a touched span as arriving.
+/// Marks up to this many idle granules as leaving, the longest idle ones first, and as many bare
+/// granules of a touched span as arriving.
 fn begin_remap(
     state: &mut ArenaState,
     region: Region,
@@ -81,7 +81,7 @@ fn begin_remap(
     clock: &dyn Clock,
 ) -> Vec<Pair> {
     if state.sleep.may_be_copied() {
-        return Vec::new(); // releasing it shows if that is over
+        return Vec::new(); // a release waits for the copies first
     }
     let granules = granules.min(state.region(region).segment.bare(span));
     let ages = state.aging.ages(clock.now());
@@ -102,7 +102,7 @@ fn begin_remap(
     pairs(state, region, leaving, runs)
 }
 
-/// Runs that leave and runs that memory comes to, as many granules of each, cut to fit.
+/// Returns pairs of leaving and arriving runs of the same length, cut to fit.
 fn pairs(state: &ArenaState, region: Region, leaving: Vec<Leaving>, runs: Vec<Run>) -> Vec<Pair> {
     let mut pairs = Vec::with_capacity(leaving.len() + runs.len());
     let mut runs = runs.into_iter();
@@ -123,8 +123,8 @@ fn pairs(state: &ArenaState, region: Region, leaving: Vec<Leaving>, runs: Vec<Ru
     pairs
 }
 
-/// Returns the age that this many idle granules, and no fewer, have or exceed; of all, if there
-/// are fewer. `None` if none may leave.
+/// Returns the greatest age that at least this many idle granules have or exceed; the lowest age if
+/// there are fewer granules. Returns `None` if no granule may leave.
 fn age_of_oldest(state: &ArenaState, granules: u64, ages: Ages) -> Option<u32> {
     let idle = Region::ALL.iter().flat_map(|&of| state.region(of).segment.idle_ages(ages));
     let mut idle: Vec<u32> = idle.collect();

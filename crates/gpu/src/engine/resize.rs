@@ -1,4 +1,4 @@
-//! Resizes live blocks: in place, or by a copy to another block.
+//! Resizes live blocks in place, or by copying them to another block.
 //!
 //! Invariant: after an error the block is unchanged.
 
@@ -16,7 +16,7 @@ use crate::state::region::Placement;
 use crate::types::region::Region;
 use lowtide_core::bytes::ByteSize;
 
-/// Resizes a live block in place; `None` if it cannot grow there.
+/// Resizes a live block in place; returns `None` if the block cannot grow there.
 ///
 /// # Errors
 /// A shortage, after which [`resize_after_shortage`] may succeed; `ContentsLost`. The block is
@@ -50,7 +50,8 @@ async fn attempt_in_place(
     placed: Placement,
     requested: u64,
 ) -> Result<Option<Placement>, AllocFailure> {
-    // It may fall asleep while the block moves, and move while it wakes.
+    // The arena may fall asleep while the block moves, and the block may move while the arena
+    // wakes.
     loop {
         awake(port).await.map_err(AllocFailure::uncounted)?;
         if !port.with(|state| state.moves.is_moving(region, placed.id)) {
@@ -58,7 +59,7 @@ async fn attempt_in_place(
         }
         wait_until_still(port, region, placed.id).await;
     }
-    // The block's place is current here: a later check would not happen.
+    // The block's place is current here: no later check is made.
     port.with(|state| check_whole(state, region, placed)).map_err(AllocFailure::uncounted)?;
     let begun = port.with(|state| {
         let resized = state.begin_resize(region, placed, requested, port.clock)?;
@@ -78,7 +79,7 @@ async fn attempt_in_place(
 }
 
 /// Copies the contents of a live block to a new one, and frees the old one. The caller holds a
-/// lease, so that neither moves.
+/// lease, so neither block moves.
 ///
 /// # Errors
 /// The driver's: the old block is unchanged, and the new one free.
@@ -89,8 +90,8 @@ pub(crate) async fn copy_to(
     mut new: Placement,
 ) -> Result<Placement, DriverError> {
     let size = ByteSize::new(old.requested.min(new.requested));
-    // Uses of the old block by streams come before the copy. The caller owns that block and holds a
-    // lease, so that neither moves or loses its memory; only this operation knows the new one.
+    // Uses of the old block by streams precede the copy. The caller owns the old block and holds a
+    // lease, so neither block moves or loses its memory. Only this operation knows the new block.
     let mut copied = complete_all(port).await;
     if copied.is_ok() {
         copied = port.does(CallKind::Copy { from: old.at, to: new.at, size }).await;

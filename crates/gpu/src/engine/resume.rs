@@ -1,11 +1,11 @@
-//! Waking: commits memory behind every granule that a block touches, then restores the contents.
+//! Waking: commits every granule that a block touches, then restores the contents.
 //!
 //! Operations that need memory wait here until the arena is awake, and wake it if it sleeps.
 //!
 //! Entering is possible only after the host has seen the last copy complete. If memory is short,
-//! the part of blocks freed meanwhile is skipped, and the wake is retried for some time. A failed
-//! wake is undone: the arena stays asleep, with complete copies. The copies are discarded only when
-//! it is awake.
+//! the memory of blocks that were freed meanwhile is skipped, and the wake is retried for some
+//! time. A failed wake is undone: the arena stays asleep, and its copies are complete. The copies
+//! are discarded only when the arena is awake.
 //!
 //! Invariants: while the arena is not awake, all kept contents are in the copies; nothing is copied
 //! to an address without a block.
@@ -36,7 +36,7 @@ use lowtide_core::log;
 use lowtide_core::sync::caught;
 use tracing::level_filters::LevelFilter;
 
-/// The number of retries of a wake without enough memory.
+/// The number of retries of a wake that found too little memory.
 const RETRIES: u32 = 8;
 
 /// Granules whose memory is restored.
@@ -48,7 +48,7 @@ struct IncomingRun {
     size: ByteSize,
 }
 
-/// All granules to restore, and how many of the runs are committed.
+/// All granules to restore, and the number of runs that are committed.
 #[derive(Debug)]
 struct Incoming {
     runs: Vec<IncomingRun>,
@@ -64,14 +64,14 @@ impl Incoming {
         self.runs.iter().map(|run| run.size).sum()
     }
 
-    /// Bytes that are not committed yet.
+    /// Returns the bytes that are not committed yet.
     fn missing(&self) -> ByteSize {
         self.runs[self.committed..].iter().map(|run| run.size).sum()
     }
 }
 
-/// Waits until the arena is awake; wakes it if it sleeps. Costs one branch if it is awake. It may
-/// fall asleep again when the operation waits next.
+/// Waits until the arena is awake, waking it if it sleeps. Costs one branch if the arena is awake.
+/// The arena may fall asleep again at the operation's next wait.
 ///
 /// # Errors
 /// The errors of a wake.
@@ -89,10 +89,10 @@ async fn wait_awake(port: &Port<'_>) -> Result<(), DeviceError> {
     loop {
         match port.with(|state| state.sleep.phase) {
             Phase::Awake | Phase::Draining(_) => return Ok(()),
-            // Perhaps the thread that wakes it, which waits for this callback.
+            // This may be the callback that the waking thread waits for.
             Phase::Waking if port.caller.is_within_callback => return Err(not_awake(port)),
             Phase::Waking => port.wait().await,
-            // Perhaps the thread that puts it to sleep.
+            // This may be the thread that puts the arena to sleep.
             Phase::Suspending if port.caller.is_within_budget => return Err(not_awake(port)),
             Phase::Suspending => {
                 port.with(|state| state.sleep.entering += 1);
@@ -110,12 +110,12 @@ async fn wait_awake(port: &Port<'_>) -> Result<(), DeviceError> {
     }
 }
 
-/// Returns the error of an operation that the arena's state does not allow.
+/// Returns the error for an operation that the arena's sleep state does not allow.
 pub(super) fn not_awake(port: &Port<'_>) -> DeviceError {
     port.with(|state| DeviceError::State { arena: state.name.clone(), state: state.sleep.state() })
 }
 
-/// Wakes the arena, or waits for the operation that does.
+/// Wakes the arena, or waits for the operation that is waking it.
 ///
 /// # Errors
 /// `State` if it is awake; the errors of the wake.
@@ -139,8 +139,7 @@ pub(crate) async fn wake(port: &Port<'_>) -> Result<WakeReport, DeviceError> {
     }
 }
 
-/// Wakes the arena if it is asleep, without waiting: neither for a transition in progress, nor for
-/// memory.
+/// Wakes the arena if it is asleep, without waiting for a transition in progress or for memory.
 ///
 /// # Errors
 /// `State` if it is not asleep; the errors of the wake.
@@ -152,20 +151,20 @@ pub(crate) async fn wake_at_once(port: &Port<'_>) -> Result<WakeReport, DeviceEr
     resume(port, Duration::ZERO).await
 }
 
-/// Wakes an arena that sleeps with no block left to wake for, which releases its copies. Makes no
-/// other driver call.
+/// Wakes a sleeping arena that has no blocks left, which releases its copies. Makes no other driver
+/// call.
 pub(crate) async fn wake_if_empty(port: &Port<'_>) {
     let is_empty = port.with(|state| sleeps_empty(state));
     let has_unreleased = port.with(|state| !state.sleep.unreleased.is_empty());
     if is_empty {
-        let _ = wake(port).await; // another may be quicker
+        let _ = wake(port).await; // another thread may have woken it first
     }
     if is_empty || has_unreleased {
         stores::retry_release(port).await;
     }
 }
 
-/// Returns `true` if the arena sleeps, and has no block left to wake for.
+/// Returns `true` if the arena sleeps and has no blocks left.
 pub(crate) fn sleeps_empty(state: &ArenaState) -> bool {
     state.sleep.phase == Phase::Asleep && state.live() == 0
 }
@@ -176,7 +175,8 @@ pub(crate) fn begin_wake(state: &mut ArenaState) -> Duration {
     state.sleep.config.wake_timeout
 }
 
-/// From waking to awake, or asleep again; if memory is short it waits so long.
+/// Completes a wake: the arena is awake, or asleep again after an error. If memory is short,
+/// retries for `wake_timeout`.
 pub(crate) async fn resume(
     port: &Port<'_>,
     wake_timeout: Duration,
@@ -197,7 +197,7 @@ async fn restore(
     incoming: &RefCell<Incoming>,
     wake_timeout: Duration,
 ) -> Result<ByteSize, DeviceError> {
-    // A capture would be invalidated by the wait for the copies.
+    // The wait for the copies would invalidate a capture.
     if port.with(|state| !touched_copies(state).is_empty()) {
         check_capturing(port).await?;
     }
@@ -206,7 +206,8 @@ async fn restore(
     restored.map_err(|error| stores::copy_error(port, error))
 }
 
-/// Commits all memory to restore; calls the callbacks if memory is short, and waits a while.
+/// Commits all memory to restore. If memory is short, calls the callbacks and waits between
+/// retries.
 async fn commit_all(
     port: &Port<'_>,
     incoming: &RefCell<Incoming>,
@@ -227,7 +228,7 @@ async fn commit_all(
             Ok(()) => {}
             Err(failure) if failure.is_shortage() && retries > 0 && !pause.is_zero() => {
                 retries -= 1;
-                // Never rung: only time passes.
+                // The bell never rings: only time passes.
                 port.wait_until(Bell::new(), port.clock.now() + pause).await;
             }
             Err(failure) => return Err(without(*failure.error, incoming.borrow().missing())),
@@ -235,8 +236,8 @@ async fn commit_all(
     }
 }
 
-/// Commits the next run to restore. Memory in progress counts as committed, and so against a limit
-/// that was lowered meanwhile.
+/// Commits the next run to restore. Memory being committed counts as committed, and so counts
+/// against a limit that was lowered meanwhile.
 async fn commit_next(port: &Port<'_>, incoming: &RefCell<Incoming>) -> Result<(), AllocFailure> {
     // Each turn but the last skips a granule to restore, or releases one that is idle.
     loop {
@@ -265,7 +266,7 @@ async fn commit_next(port: &Port<'_>, incoming: &RefCell<Incoming>) -> Result<()
 }
 
 /// Skips memory of blocks that were freed meanwhile, or else releases idle memory, such as that of
-/// a freed block that was to stay; returns `true` if there was any.
+/// a freed block with [`Contents::Stay`](crate::Contents::Stay). Returns `true` if there was any.
 async fn make_room(port: &Port<'_>, incoming: &RefCell<Incoming>, bytes: u64) -> bool {
     if port.with(|state| skip_freed(port, state, &mut incoming.borrow_mut())) {
         return true;
@@ -274,17 +275,18 @@ async fn make_room(port: &Port<'_>, incoming: &RefCell<Incoming>, bytes: u64) ->
     give_back(port, granules, None).await.granules > 0
 }
 
-/// Makes the arena awake: the copies are released, and their host memory unless it is kept.
+/// Makes the arena awake, and releases the copies. Releases their host memory unless it is kept.
 async fn finish(port: &Port<'_>, runs: &[IncomingRun], restored: ByteSize) -> WakeReport {
     let report = WakeReport { committed: runs.iter().map(|run| run.size).sum(), restored };
-    // All memory is there. Before it is awake: it may be asleep again the moment after.
+    // All memory is committed. This comes before the arena is awake, because it may be asleep again
+    // the moment after.
     port.surroundings.set_asleep(false);
     let (wakers, excess) = port.with(|state| {
         for run in runs {
             state.end_commit(run.region, run.run, true, port.clock);
         }
         state.note_committed();
-        // Kept stores stay accounted for.
+        // Kept stores stay in the accounting.
         let excess = state.sleep.saved.take().and_then(|saved| state.sleep.keep(saved));
         state.sleep.end_wake(None, port.clock.now());
         state.events.push(port.clock, || ArenaEvent::Woke { report });
@@ -302,7 +304,7 @@ async fn finish(port: &Port<'_>, runs: &[IncomingRun], restored: ByteSize) -> Wa
     report
 }
 
-/// Releases the memory of a failed wake: the arena is asleep again.
+/// Releases the memory of a failed wake. The arena is asleep again.
 async fn abort(
     port: &Port<'_>,
     runs: &[IncomingRun],
@@ -332,7 +334,7 @@ async fn abort(
     error
 }
 
-/// Ends a wake that no thread could be started for: the arena is asleep again.
+/// Ends a wake for which no thread could be started. The arena is asleep again.
 pub(crate) async fn fail_wake(port: &Port<'_>, error: &DeviceError) {
     let wakers = port.with(|state| {
         state.sleep.end_wake(Some(error.clone()), port.clock.now());
@@ -341,7 +343,7 @@ pub(crate) async fn fail_wake(port: &Port<'_>, error: &DeviceError) {
     call_wakers(port, wakers).await;
 }
 
-/// Wakes the futures that wait.
+/// Wakes the futures that wait for the end of a transition.
 pub(super) async fn call_wakers(port: &Port<'_>, wakers: Vec<Waker>) {
     if wakers.is_empty() {
         return;
@@ -350,8 +352,7 @@ pub(super) async fn call_wakers(port: &Port<'_>, wakers: Vec<Waker>) {
     port.outside(|| wakers.into_iter().for_each(wake)).await;
 }
 
-/// Returns the error of a wake, of which so many bytes did not come: they were counted as
-/// committed.
+/// Returns the error of a wake. `missing` bytes were counted as committed but were never committed.
 fn without(mut error: DeviceError, missing: ByteSize) -> DeviceError {
     if let DeviceError::OutOfMemory { committed, .. } = &mut error {
         *committed = committed.saturating_sub(missing);
@@ -377,7 +378,7 @@ fn mark_incoming(state: &mut ArenaState) -> Vec<IncomingRun> {
     runs
 }
 
-/// Skips memory still to restore that no block touches any more; returns `true` if there was any.
+/// Skips memory to restore that no block touches any more. Returns `true` if there was any.
 fn skip_freed(port: &Port<'_>, state: &mut ArenaState, incoming: &mut Incoming) -> bool {
     let before = incoming.bytes();
     for run in incoming.runs.split_off(incoming.committed) {

@@ -1,9 +1,10 @@
-//! The steps after a shortage, from the cheapest to the last: thread caches, pending work of
-//! streams, every free span instead of the likely ones, callbacks of the program, and places that
-//! depend on no neighbour. `alloc_error` makes the error that remains.
+//! The steps after a shortage, from the cheapest to the last: empty the thread caches, wait for
+//! pending work of streams, search every free span instead of the likely ones, call the program's
+//! callbacks, and try places that depend on no neighbour. If all steps fail, `alloc_error` makes
+//! the error.
 //!
-//! Runs of callbacks do not overlap. An operation that is short during another thread's run waits
-//! for its end and checks if that was enough.
+//! Runs of callbacks do not overlap. If an operation is short of memory during another thread's
+//! run, it waits for the end of that run and checks if the released memory was enough.
 //!
 //! Invariant: each step is made at most once, except for the last, which has a bound.
 
@@ -26,7 +27,7 @@ impl Drop for ShutCaches<'_> {
     }
 }
 
-/// The turn to call the callbacks.
+/// The turn to call the callbacks. Ends when dropped.
 struct CallbackTurn<'a>(&'a dyn Surroundings);
 
 impl Drop for CallbackTurn<'_> {
@@ -35,7 +36,7 @@ impl Drop for CallbackTurn<'_> {
     }
 }
 
-/// The steps after the first attempt. The caches are kept empty meanwhile.
+/// Makes the steps after the first attempt. The caches are kept empty meanwhile.
 pub(super) async fn run_ladder<T>(
     port: &Port<'_>,
     region: Region,
@@ -45,7 +46,7 @@ pub(super) async fn run_ladder<T>(
     let _shut = ShutCaches(port.surroundings);
     let mut outcome = Err(AllocFailure::of(Cause::Device, 0));
     if held {
-        // Their blocks may be usable in stream order, before any thread waits for them.
+        // The blocks of the caches may be usable in stream order, before any thread waits for them.
         outcome = attempt(Search::Usual).await;
     }
     if outcome.as_ref().is_err_and(AllocFailure::is_shortage) {
@@ -57,16 +58,17 @@ pub(super) async fn run_ladder<T>(
         }
         outcome => outcome,
     };
-    // A neighbour that was freed meanwhile, or has no memory yet, left its granule to this one.
+    // A neighbour that was freed meanwhile, or has no memory yet, left its granule to this block.
     let granule = ByteSize::new(port.with(|state| state.bytes_of(1)));
     let has_room = |failure: &AllocFailure| failure.is_contradicted(granule);
     for nth in 0..ATTEMPTS_BESIDE {
         if !outcome.as_ref().is_err_and(has_room) {
             break;
         }
-        // The next result of a driver call, if one is in progress: an operation that has a place
-        // without memory makes one or waits for one. While a wake is in progress the next try waits
-        // for its end, or fails: the waking thread may wait for this thread's callback.
+        // Waits for the next result of a driver call if one is in progress: an operation whose
+        // block lacks memory makes a call or waits for one. While a wake is in progress the next
+        // attempt waits for its end, or fails: the waking thread may wait for this thread's
+        // callback.
         let is_awaited = |state: &mut crate::state::arena::ArenaState| {
             state.sleep.is_open() && state.leaving() + state.committing() > 0
         };
@@ -81,18 +83,18 @@ pub(super) async fn run_ladder<T>(
     outcome
 }
 
-/// Tries after pending memory has become idle, at every free span.
+/// Makes an attempt at every free span after pending memory has become idle.
 async fn after_pending<T>(
     port: &Port<'_>,
     attempt: &impl AsyncFn(Search) -> Result<T, AllocFailure>,
 ) -> Result<T, AllocFailure> {
     if port.with(|state| state.pending()) > 0 {
-        let _ = complete_all(port).await; // if it fails, memory stays pending
+        let _ = complete_all(port).await; // if this fails, memory stays pending
     }
     attempt(Search::Cheapest).await
 }
 
-/// Calls the callbacks and tries again; the earlier failure stands if no callback released memory.
+/// Calls the callbacks and tries again. Returns the earlier failure if no callback released memory.
 pub(crate) async fn call_for_room<T>(
     port: &Port<'_>,
     region: Region,
@@ -103,7 +105,7 @@ pub(crate) async fn call_for_room<T>(
     let Some(has_waited) = taken else { return Err(failure) };
     let turn = CallbackTurn(port.surroundings);
     if has_waited {
-        // Memory released for another thread may be enough for this one as well.
+        // Memory that was released for another thread may be enough for this operation as well.
         match after_pending(port, attempt).await {
             Err(again) if again.is_shortage() => failure = again,
             outcome => return outcome,
@@ -130,7 +132,7 @@ pub(crate) async fn call_for_room<T>(
     outcome
 }
 
-/// Returns the figures of a failure for callbacks.
+/// Returns the figures of a failure for the callbacks.
 fn figures(failure: &AllocFailure) -> (ByteSize, ShortageInfo) {
     let requested = match *failure.error {
         DeviceError::OutOfMemory { requested, .. }

@@ -1,12 +1,12 @@
-//! Contents in host memory: reserves it with the host budget, copies contents out and back, and
+//! Contents in host memory: reserves host memory from the budget, copies contents out and back, and
 //! releases the stores.
 //!
-//! Copies run on the arena's own stream, one for each run of granules, all queued and then waited
-//! for once.
+//! Copies run on the arena's own stream, one copy for each run of granules. All copies are queued
+//! first, and then waited for once.
 //!
-//! Invariants: saved contents are reserved with the host budget while their store exists; a store
-//! is released only after the host has seen every copy from and to it complete, and overwritten
-//! only after those copies, on the same stream.
+//! Invariants: while a store exists, its bytes stay reserved in the host budget; a store is
+//! released only after the host has seen every copy from and to the store complete, and is
+//! overwritten only by later copies on the same stream.
 
 use std::sync::Arc;
 
@@ -22,7 +22,7 @@ use crate::types::sleep::{Contents, HostBudget};
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::log;
 
-/// Calls or drops the foreign code of a budget; the error is the message of its panic.
+/// Calls or drops the foreign code of a budget. The error is the message of a panic in that code.
 async fn call_budget<T>(port: &Port<'_>, act: impl FnOnce() -> T) -> Result<T, String> {
     let (mut act, mut result) = (Some(act), None);
     let mut call = || result = act.take().map(|act| act());
@@ -30,12 +30,12 @@ async fn call_budget<T>(port: &Port<'_>, act: impl FnOnce() -> T) -> Result<T, S
     Ok(result.expect("the closure has run"))
 }
 
-/// Copies contents to keep into host memory, which is reserved first, and waits for the copies;
-/// `None` if there is nothing to keep.
+/// Reserves host memory, copies the contents to keep into it, and waits for the copies. Returns
+/// `None` if no contents are kept.
 ///
 /// # Errors
-/// `HostBudget`, `Capturing`, or the driver's. No memory was released, and nothing stays reserved
-/// except for stores that the driver does not free.
+/// `HostBudget`, `Capturing`, or the driver's. No device memory was released, and nothing stays
+/// reserved except for stores that the driver does not free.
 pub(super) async fn save(
     port: &Port<'_>,
     outgoing: &[OutgoingRun],
@@ -71,8 +71,8 @@ pub(super) async fn save(
     }
 }
 
-/// Returns the stores kept after the last wake; `None` if there are none, or they are too small and
-/// released.
+/// Returns the stores kept after the last wake. Returns `None` if there are none, or if they were
+/// too small; they are released then.
 async fn kept_stores(port: &Port<'_>, sizes: &[ByteSize]) -> Option<Saved> {
     let kept = port.with(|state| state.sleep.kept.take())?;
     let mut pairs = sizes.iter().zip(&kept.stores);
@@ -83,7 +83,7 @@ async fn kept_stores(port: &Port<'_>, sizes: &[ByteSize]) -> Option<Saved> {
     None
 }
 
-/// Returns the error for copies that could not be made or waited for.
+/// Returns the error for copies that could not be queued or waited for.
 pub(super) fn copy_error(port: &Port<'_>, error: DriverError) -> DeviceError {
     if is_captures(&error) {
         return DeviceError::Capturing { arena: port.with(|state| state.name.clone()) };
@@ -91,7 +91,7 @@ pub(super) fn copy_error(port: &Port<'_>, error: DriverError) -> DeviceError {
     error.into()
 }
 
-/// Reserves host memory, if there is a budget.
+/// Reserves host memory if the arena has a budget.
 async fn reserve(
     port: &Port<'_>,
     bytes: ByteSize,
@@ -127,7 +127,7 @@ async fn copy_out(
     wait_for_own(port, stream).await
 }
 
-/// Copies saved contents back, and waits; returns the bytes copied.
+/// Copies saved contents back and waits for the copies. Returns the bytes copied.
 ///
 /// # Errors
 /// The driver's; copies may still be in progress.
@@ -139,7 +139,7 @@ pub(super) async fn copy_back(
         return Ok(ByteSize::ZERO);
     }
     let stream = begin_copies(port).await?;
-    // Frees continue, but from here on no idle memory leaves: current places stay valid.
+    // Frees continue, but no idle memory leaves from here on: current places stay valid.
     let copies = port.with(|state| copies(state));
     for &(at, from) in &copies {
         port.does(CallKind::Restore { from, at, stream }).await?;
@@ -148,7 +148,7 @@ pub(super) async fn copy_back(
     Ok(copies.iter().map(|(_, span)| span.size).sum())
 }
 
-/// Returns the stream of the copies, of which some may be in progress from here on.
+/// Returns the stream for copies. From here on, copies may be in progress on it.
 async fn begin_copies(port: &Port<'_>) -> Result<StreamHandle, DriverError> {
     let stream = match port.with(|state| state.sleep.stream) {
         Some(stream) => stream,
@@ -164,14 +164,15 @@ async fn begin_copies(port: &Port<'_>) -> Result<StreamHandle, DriverError> {
     Ok(stream)
 }
 
-/// Waits for the copies of this operation, which suspends or resumes the arena and has queued all.
+/// Waits for the copies of this operation, which suspends or resumes the arena and has queued them
+/// all.
 async fn wait_for_own(port: &Port<'_>, stream: StreamHandle) -> Result<(), DriverError> {
     port.with(|state| state.sleep.is_queueing = false);
     wait_for_copies(port, stream).await
 }
 
-/// Waits for the copies that are queued now. While an operation queues more, only that operation
-/// knows when they are complete. Not if a stream captures a graph.
+/// Waits for the copies that are queued now. While another operation queues more, only that
+/// operation knows when they are complete. Fails if a stream captures a graph.
 async fn wait_for_copies(port: &Port<'_>, stream: StreamHandle) -> Result<(), DriverError> {
     let queued = port.with(|state| state.sleep.queued());
     if is_any_capturing(port).await? {
@@ -182,7 +183,7 @@ async fn wait_for_copies(port: &Port<'_>, stream: StreamHandle) -> Result<(), Dr
     Ok(())
 }
 
-/// Returns the stream on which copies may be in progress.
+/// Returns the stream on which copies may be in progress, if any.
 fn busy_stream(port: &Port<'_>) -> Option<StreamHandle> {
     port.with(|state| state.sleep.stream.filter(|_| state.sleep.may_be_copied()))
 }
@@ -190,7 +191,7 @@ fn busy_stream(port: &Port<'_>) -> Option<StreamHandle> {
 /// Waits for the copies of an earlier sleep or wake, if any may be in progress.
 ///
 /// # Errors
-/// The driver's: they may still be in progress.
+/// The driver's: the copies may still be in progress.
 pub(super) async fn complete_copies(port: &Port<'_>) -> Result<(), DriverError> {
     match busy_stream(port) {
         Some(stream) => wait_for_copies(port, stream).await,
@@ -198,7 +199,7 @@ pub(super) async fn complete_copies(port: &Port<'_>) -> Result<(), DriverError> 
     }
 }
 
-/// Returns `true` if no copy of this operation is in progress, as the host has seen.
+/// Returns `true` if the host has seen every copy of this operation complete.
 pub(super) async fn are_own_copies_complete(port: &Port<'_>) -> bool {
     match busy_stream(port) {
         Some(stream) => wait_for_own(port, stream).await.is_ok(),
@@ -206,12 +207,13 @@ pub(super) async fn are_own_copies_complete(port: &Port<'_>) -> bool {
     }
 }
 
-/// Waits for copies that could not be waited for when they were made; returns `true` if none is in
-/// progress. Not for those of an operation that queues more: it waits for them itself, before it is
-/// done. An operation that has a place without memory never meets such an operation.
+/// Waits for copies that could not be waited for when they were made. Returns `true` if no copy is
+/// in progress. Does not wait for the copies of an operation that still queues more: that operation
+/// waits for them itself before it ends. An operation whose block lacks memory never meets such an
+/// operation.
 ///
 /// # Errors
-/// The driver's: they may still be in progress.
+/// The driver's: the copies may still be in progress.
 pub(crate) async fn end_copies(port: &Port<'_>) -> Result<bool, DriverError> {
     let stream = port.with(|state| state.sleep.stream.filter(|_| !state.sleep.is_queueing));
     let Some(stream) = stream else { return Ok(false) };
@@ -219,14 +221,14 @@ pub(crate) async fn end_copies(port: &Port<'_>) -> Result<bool, DriverError> {
     Ok(port.with(|state| !state.sleep.may_be_copied()))
 }
 
-/// Sets if stores are kept between sleeps; releases the kept ones.
+/// Sets whether stores are kept between sleeps, and releases those kept until now.
 pub(crate) async fn set_keep_stores(port: &Port<'_>, keep_stores: bool) {
     if let Some(kept) = port.with(|state| state.sleep.set_keep_stores(keep_stores)) {
         release(port, kept).await;
     }
 }
 
-/// Releases the stores kept between sleeps; returns their bytes.
+/// Releases the stores kept between sleeps. Returns their bytes.
 pub(crate) async fn release_kept(port: &Port<'_>) -> ByteSize {
     let Some(kept) = port.with(|state| state.sleep.kept.take()) else { return ByteSize::ZERO };
     let bytes = kept.bytes();
@@ -234,7 +236,7 @@ pub(crate) async fn release_kept(port: &Port<'_>) -> ByteSize {
     bytes
 }
 
-/// Releases stores and their reservation; those that the driver does not free are retried later,
+/// Releases stores and their reservation. Stores that the driver does not free are retried later,
 /// and stay reserved.
 pub(super) async fn release(port: &Port<'_>, saved: Saved) {
     port.with(|state| state.sleep.give_up(saved));
@@ -243,7 +245,8 @@ pub(super) async fn release(port: &Port<'_>, saved: Saved) {
 
 /// Tries again to release the stores that the driver has not freed.
 pub(super) async fn retry_release(port: &Port<'_>) {
-    // Together with its stores: a concurrent caller must not release a reservation before them.
+    // Taken together with the stores: a concurrent caller must not release a reservation before
+    // them.
     let (mut stores, reservations) = port.with(|state| state.sleep.take_unreleased());
     if stores.is_empty() && reservations.is_empty() {
         return;
@@ -266,8 +269,8 @@ pub(super) async fn retry_release(port: &Port<'_>) {
     }
 }
 
-/// Releases the host memory of sleep at the end of the arena. Does not wait, so that stores which a
-/// copy may still use are leaked.
+/// Releases the host memory of sleep at the end of the arena. Does not wait: stores that a copy may
+/// still use are leaked.
 pub(crate) async fn end(port: &Port<'_>) {
     let is_copying = port.with(|state| {
         let sleep = &mut state.sleep;

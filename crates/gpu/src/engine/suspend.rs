@@ -1,16 +1,18 @@
-//! Sleeping: waits for leases and for all work, saves contents, and releases the memory.
+//! Puts an arena to sleep: waits for leases and for all work, saves contents, and releases memory.
 //!
-//! The order makes it safe. From the moment without a lease no operation can enter; then the host
-//! waits for every recorded use; then contents are copied out, and the copies are waited for; only
-//! then the first granule leaves. Until then only marks have changed. If a granule cannot be
+//! The order makes this safe. Once no lease is held, no operation can enter. Then the host waits
+//! for every recorded use. Then contents are copied out, and the copies are waited for. Only then
+//! does the first granule leave; until then only marks have changed. If a granule cannot be
 //! released, the released ones are committed again and filled from the copies. If that fails too,
-//! the rest is released as far as possible, and the arena sleeps: the copies are complete.
+//! the remaining granules are released as far as possible, and the arena sleeps: the copies are
+//! complete.
 //!
-//! It does not decide the time: callers of [`sleep_if_idle`](crate::DeviceArena::sleep_if_idle) do.
+//! This module does not decide when: callers of
+//! [`sleep_if_idle`](crate::DeviceArena::sleep_if_idle) do.
 //!
 //! Invariants: every granule that was committed is marked until its call's result is recorded; when
-//! the arena is asleep, memory still committed was to stay, or was refused by the driver and is in
-//! the copies;
+//! the arena is asleep, memory that is still committed was to stay, or the driver did not release
+//! it and its contents are in the copies;
 //! `idle sleep => now >= last lease's end + idle_after, now >= awake since + min_awake`.
 
 use super::call::CallKind;
@@ -30,8 +32,8 @@ use crate::types::sleep::{Contents, SleepOptions, SleepReport, SleepState};
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::{Clock, Moment};
 
-/// The number of waits for all uses, if more memory is freed meanwhile, before the arena stays
-/// awake. A guess.
+/// The maximum number of waits for all uses. If more memory is freed during each of them, the arena
+/// stays awake. A guess.
 const ROUNDS_MAX: usize = 16;
 
 /// A sleep in progress.
@@ -51,13 +53,13 @@ pub(crate) async fn suspend(
     options: SleepOptions,
 ) -> Result<SleepReport, DeviceError> {
     port.with(|state| check_same_address(state))?;
-    // Before the state is visible: a clock advanced from then on reaches the deadline.
+    // Read before the state is visible: a clock advanced from then on reaches the deadline.
     let deadline = port.clock.now() + options.drain;
     let Some(drain) = port.with(|state| state.sleep.begin_drain()) else {
         let error = not_awake(port);
         return Err(port.with(|state| recorded(state, port.clock, options, error)));
     };
-    // Cached blocks have memory, and are handed out without the arena's lock.
+    // Cached blocks have memory, and caches hand them out without the arena's lock.
     port.outside(|| port.surroundings.shut_caches()).await;
     let outcome = match drain_leases(port, (drain, deadline), options).await {
         Ok(()) => release_memory(port, options).await,
@@ -67,7 +69,7 @@ pub(crate) async fn suspend(
     outcome
 }
 
-/// Fails if a block is live whose address could not be restored.
+/// Fails if a block is live and the driver cannot restore its address.
 fn check_same_address(state: &ArenaState) -> Result<(), DeviceError> {
     if state.capabilities.same_address_wake || state.live() == 0 {
         return Ok(());
@@ -76,7 +78,7 @@ fn check_same_address(state: &ArenaState) -> Result<(), DeviceError> {
     Err(DeviceError::Unsupported { what, backend: state.backend })
 }
 
-/// Waits until no lease is held, and blocks entering from then on.
+/// Waits until no lease is held, and then blocks new leases.
 async fn drain_leases(
     port: &Port<'_>,
     (drain, deadline): (u64, Moment),
@@ -115,7 +117,7 @@ fn cancelled(state: &ArenaState) -> DeviceError {
     DeviceError::SleepCancelled { arena: state.name.clone() }
 }
 
-/// Records the reason the arena does not fall asleep; returns the error.
+/// Records the reason the arena does not fall asleep, and returns the error.
 fn recorded(
     state: &mut ArenaState,
     clock: &dyn Clock,
@@ -127,7 +129,8 @@ fn recorded(
     error
 }
 
-/// From the last lease to asleep, or back.
+/// Runs the steps from the last lease to the end of the sleep. The arena is awake again after an
+/// error.
 async fn release_memory(
     port: &Port<'_>,
     options: SleepOptions,
@@ -145,15 +148,15 @@ async fn release_memory(
     }
 }
 
-/// Marks the memory to release, and saves its contents. Nothing has left if it fails.
+/// Marks the memory to release, and saves its contents. If this fails, no memory has left.
 async fn prepare(port: &Port<'_>, suspension: &mut Suspension) -> Result<(), DeviceError> {
     suspension.runs = mark_outgoing(port, suspension.options).await?;
     suspension.saved = stores::save(port, &suspension.runs).await?;
     port.with(|state| if state.sleep.is_wanted() { Err(cancelled(state)) } else { Ok(()) })
 }
 
-/// Waits for calls in progress when the last lease was dropped, and for all uses of memory; then
-/// marks the memory to release.
+/// Waits for the calls that were in progress when the last lease was dropped, and for all uses of
+/// memory. Then marks the memory to release.
 async fn mark_outgoing(
     port: &Port<'_>,
     options: SleepOptions,
@@ -164,7 +167,7 @@ async fn mark_outgoing(
         }
         complete_used(port).await?;
         stores::complete_copies(port).await?;
-        // The uses of memory freed meanwhile are waited for as well.
+        // This also waits for the uses of memory that was freed meanwhile.
         if !port.with(|state| is_busy(state) || state.pending() > 0) {
             port.with(|state| check_same_address(state))?;
             return Ok(port.with(|state| {
@@ -176,7 +179,7 @@ async fn mark_outgoing(
     Err(port.with(|state| cancelled(state)))
 }
 
-/// Returns `true` if calls are in progress that place, move, commit or release.
+/// Returns `true` while calls that place, move, commit or release are in progress.
 pub(crate) fn is_busy(state: &ArenaState) -> bool {
     let moving = |region: &RegionState| {
         region.arriving + region.segment.committing() + region.segment.leaving()
@@ -184,8 +187,8 @@ pub(crate) fn is_busy(state: &ArenaState) -> bool {
     state.moves.moving.is_some() || state.total(moving) > 0
 }
 
-/// Marks all memory as leaving except that which stays: memory without kept contents last, since
-/// only that is lost if a later run is not released.
+/// Marks all memory as leaving except memory that stays. Memory without kept contents comes last:
+/// if a later run is not released, only such memory is lost.
 fn outgoing_runs(state: &mut ArenaState, options: SleepOptions) -> Vec<OutgoingRun> {
     let granules_max = usize::try_from(state.run_max()).unwrap_or(usize::MAX);
     let is_host = state.capabilities.counts_as_host();
@@ -198,8 +201,8 @@ fn outgoing_runs(state: &mut ArenaState, options: SleepOptions) -> Vec<OutgoingR
     runs
 }
 
-/// Releases the memory of all runs, in their order. The error has the number of the run that was
-/// not released: those before it are.
+/// Releases the memory of all runs, in order. The error has the number of the run that was not
+/// released; the runs before it are released.
 async fn release_runs(port: &Port<'_>, runs: &[OutgoingRun]) -> Result<(), (usize, DriverError)> {
     for (nth, run) in runs.iter().enumerate() {
         release_run(port, run).await.map_err(|error| (nth, error))?;
@@ -220,7 +223,7 @@ async fn release_run(port: &Port<'_>, run: &OutgoingRun) -> Result<(), DriverErr
     port.does(kind).await
 }
 
-/// Nothing has left: the arena is awake again.
+/// Undoes a sleep of which no memory has left: the arena is awake again.
 async fn abort(port: &Port<'_>, suspension: Suspension, error: DeviceError) -> DeviceError {
     let Suspension { options, runs, saved } = suspension;
     let wakers = port.with(|state| {
@@ -235,7 +238,8 @@ async fn abort(port: &Port<'_>, suspension: Suspension, error: DeviceError) -> D
     error
 }
 
-/// A run was not released: those before it are restored. If that fails, all runs leave that can.
+/// Restores the runs before one that was not released. If that fails, releases all runs that can
+/// be.
 async fn rollback(
     port: &Port<'_>,
     suspension: Suspension,
@@ -244,7 +248,7 @@ async fn rollback(
 ) -> DeviceError {
     let error = DeviceError::from(error);
     if port.with(|state| state.is_whole()) {
-        // No block is live, so none is lost.
+        // No block is live, so no block is lost.
         let wakers = port.with(|state| {
             for (at, run) in suspension.runs.iter().enumerate() {
                 state.end_leave(run.place, at < nth, port.clock);
@@ -326,7 +330,7 @@ async fn finish(
     report
 }
 
-/// Notes the blocks whose contents are lost with these runs.
+/// Records which blocks lose their contents with these runs.
 fn note_discarded(state: &mut ArenaState, runs: &[OutgoingRun]) {
     for region in Region::ALL {
         let is_lost =
@@ -339,7 +343,7 @@ fn note_discarded(state: &mut ArenaState, runs: &[OutgoingRun]) {
 /// Returns the time at which an arena that stays idle may fall asleep by itself.
 pub(crate) fn next_sleep(state: &ArenaState) -> Moment {
     let is_used = state.leases > 0 || !state.raw.is_empty() || state.outstanding.exported.count > 0;
-    // Without a way back to the same addresses only idle memory is released.
+    // If the driver cannot restore the same addresses, only idle memory is released.
     let is_empty = if state.capabilities.same_address_wake {
         state.backed() == 0
     } else {

@@ -13,8 +13,8 @@ use crate::types::error::DeviceError;
 use crate::types::region::Region;
 
 impl ArenaInner {
-    /// Allocates a block with memory behind it, which a stream may use immediately, in its order;
-    /// any stream, if none is given. O(1), plus its granules if some must be committed.
+    /// Allocates a block with committed memory. The stream may use the block immediately, in stream
+    /// order; any stream may if `None`. O(1), plus the granules if some must be committed.
     ///
     /// # Errors
     /// `OutOfAddresses`, `OutOfMemory`, or `Driver`.
@@ -66,7 +66,7 @@ impl ArenaInner {
         outcome.map_err(|failure| self.record_failure(target.region, failure, what))
     }
 
-    /// Counts a failure, and returns its error.
+    /// Counts a failure, and returns the error for the caller.
     fn record_failure(
         &self,
         region: Region,
@@ -74,12 +74,12 @@ impl ArenaInner {
         what: FailedRequest,
     ) -> DeviceError {
         if self.check_here().is_err() {
-            return DeviceError::Forked; // a callback forked, and this is the child
+            return DeviceError::Forked; // a callback forked, and this process is the child
         }
         self.run(async |port| record_failure(port, region, failure, what).await)
     }
 
-    /// Resizes a live block in place; `None` if it cannot grow there.
+    /// Resizes a live block in place; returns `None` if the block cannot grow there.
     ///
     /// # Errors
     /// The errors of an allocation, or `ContentsLost`; the block is unchanged.
@@ -102,8 +102,8 @@ impl ArenaInner {
         outcome.map_err(|failure| self.record_failure(region, failure, what))
     }
 
-    /// Allocates a larger block, copies the contents of a live one and frees that. The caller holds
-    /// a lease, so that neither moves.
+    /// Allocates a larger block, copies the contents of a live block to it, and frees the old
+    /// block. The caller holds a lease, so neither block moves.
     ///
     /// # Errors
     /// The errors of an allocation, or the driver's if the copy fails; the old block is unchanged.

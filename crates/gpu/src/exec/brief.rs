@@ -1,7 +1,7 @@
-//! Locks for critical sections of a few instructions, or loom's in a build for model checking.
+//! Locks for critical sections of a few instructions. In a build for model checking, loom's locks.
 
-/// A lock for critical sections of a few instructions that is almost never contended. Taking it
-/// costs one atomic operation, releasing it none. A waiting thread yields.
+/// A lock for critical sections of a few instructions that is almost never contended. Acquiring the
+/// lock costs one atomic operation, and releasing it none. A waiting thread yields.
 #[cfg(not(lowtide_loom))]
 pub(crate) type Brief<T> = spin::mutex::SpinMutex<T, spin::Yield>;
 #[cfg(not(lowtide_loom))]

@@ -1,4 +1,4 @@
-//! Calls of a host budget, which is foreign code, and the mark of the thread that makes one.
+//! Calls a host budget, which is foreign code, and marks the calling thread meanwhile.
 //!
 //! Invariant: a thread is marked exactly while it is within such a call.
 
@@ -16,14 +16,14 @@ loom::thread_local! {
     static WITHIN: Cell<bool> = Cell::new(false);
 }
 
-/// Returns `true` if this thread is within a call of a host budget, and so may be the one that puts
-/// the arena to sleep: it must not wait for the end of that.
+/// Returns `true` if this thread is within a call of a host budget. Such a thread may be the one
+/// that puts the arena to sleep, and so must not wait for the end of that sleep.
 pub(crate) fn is_within() -> bool {
     WITHIN.with(Cell::get)
 }
 
-/// Calls or drops the foreign code of a budget, with no lock held; the error is the message of its
-/// panic.
+/// Calls or drops the foreign code of a budget, with no lock held. The error is the message of a
+/// panic in that code.
 pub(crate) fn call(act: &mut dyn FnMut()) -> Result<(), String> {
     let before = WITHIN.with(|of| of.replace(true));
     let outcome = caught(act);

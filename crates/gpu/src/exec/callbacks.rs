@@ -1,12 +1,15 @@
-//! Callbacks that release memory when an arena has none left: the last step before an error.
+//! Callbacks that release memory when an arena has no idle memory left: the last step before an
+//! error.
 //!
-//! They run after the arena's own steps: thread caches, idle memory, pending work of streams. No
-//! lock is held while one runs, so it may use the arena freely: free, allocate, purge, compact.
+//! Callbacks run after the arena's own steps: thread caches, idle memory, pending work of streams.
+//! No lock is held while a callback runs, so it may use the arena freely: free, allocate, purge,
+//! compact.
 //!
-//! Runs do not overlap. A thread that is short during another thread's run waits for its end and
-//! checks if that was enough, so ten threads that are short do not unload ten models. Only then it
-//! starts its own run. A thread inside a callback, of this arena or of another, waits for no run,
-//! and its allocations fail if there is no room: so there is neither recursion nor a deadlock.
+//! Runs do not overlap. If a thread is short of memory during another thread's run, it waits for
+//! the end of that run and checks if the released memory was enough; only then does it start its
+//! own run. So ten threads that are short of memory do not unload ten models. A thread inside a
+//! callback, of this arena or of another, waits for no run, and its allocations fail if there is no
+//! room. So there is neither recursion nor a deadlock.
 //!
 //! Invariants: a callback starts only while it is registered; a run calls each callback that was
 //! registered at its start at most once, in the order of registration; a thread that makes a run
@@ -24,15 +27,15 @@ use lowtide_core::sync::{Condvar, Mutex, caught, lock, wait};
 
 pub(crate) type Callback = Box<dyn Fn(&Shortage<'_>) -> bool + Send + Sync>;
 
-/// A callback, for as long as it is registered or runs.
+/// A callback, while it is registered or runs.
 struct Registration {
     number: u64,
-    /// Taken out when it is dropped.
+    /// The callback; taken out when the registration is dropped.
     callback: Option<Callback>,
 }
 
 impl Drop for Registration {
-    /// A callback's captures are foreign code; no panic leaves a drop.
+    /// Drops the callback. Its captures are foreign code, so a panic is caught.
     fn drop(&mut self) {
         let callback = self.callback.take();
         let _ = caught(|| drop(callback));
@@ -48,9 +51,9 @@ pub(crate) struct Callbacks {
 
 #[derive(Default)]
 struct CallbacksState {
-    /// In the order of their numbers.
+    /// The registrations, in the order of their numbers.
     entries: Vec<Arc<Registration>>,
-    /// The number of the last one.
+    /// The number of the last registration.
     numbered: u64,
     /// The run in progress.
     run: Option<Run>,
@@ -58,9 +61,9 @@ struct CallbacksState {
 
 /// A run of the callbacks.
 struct Run {
-    /// The last callback that was registered when it began.
+    /// The number of the last callback that was registered when the run began.
     last: u64,
-    /// The thread was within a callback of another arena before.
+    /// `true` if the thread was within a callback of another arena before.
     within: bool,
 }
 
@@ -106,11 +109,11 @@ impl Callbacks {
         let found = state.entries.binary_search_by_key(&number, |entry| entry.number);
         let entry = found.ok().map(|nth| state.entries.remove(nth));
         drop(state);
-        drop(entry); // its captures may lock anything
+        drop(entry); // the captures may take any lock
     }
 
-    /// Takes the turn to call callbacks, if there are any; returns `true` if another run was waited
-    /// for. `None` within a callback while the turn is taken.
+    /// Takes the turn to call the callbacks, if there are any. Returns `true` after a wait for
+    /// another run; `None` if this thread is within a callback and another run is in progress.
     pub(crate) fn take_turn(&self) -> Option<bool> {
         let mut state = lock(&self.state);
         let within = is_within();
@@ -141,7 +144,8 @@ impl Callbacks {
         self.ended.notify_all();
     }
 
-    /// Calls all of them, in this thread's turn; `None` in the child of a callback's fork.
+    /// Calls all callbacks, in this thread's turn. Returns `None` if a callback forked, in the
+    /// child.
     pub(crate) fn call(&self, shortage: &Shortage<'_>) -> Option<Called> {
         let last = lock(&self.state).run.as_ref().map_or(0, |run| run.last);
         let mut called = Called::default();
@@ -154,7 +158,7 @@ impl Callbacks {
                 Ok(released) => called.released |= released,
                 Err(message) => {
                     called.panics += 1;
-                    called.released = true; // its progress is unknown
+                    called.released = true; // some memory may have been released before the panic
                     let arena = shortage.arena;
                     log!(warn, arena, message, "shortage callback panicked");
                 }
@@ -166,7 +170,7 @@ impl Callbacks {
         Some(called)
     }
 
-    /// Returns the first callback after a number, up to another.
+    /// Returns the first callback whose number is greater than `after` and at most `last`.
     fn next(&self, after: u64, last: u64) -> Option<Arc<Registration>> {
         let state = lock(&self.state);
         let nth = state.entries.partition_point(|entry| entry.number <= after);

@@ -1,14 +1,15 @@
 //! Runs operations of the engine on the calling thread.
 //!
-//! It takes the lock of the state, lets the operation make its next step, and releases the lock
-//! before it does what the step asks for: a driver call, a wait, or other code. So no driver call
-//! is made and no foreign code runs with the lock held. Contended acquisitions are counted.
+//! The executor takes the lock of the state, lets the operation make its next step, and releases
+//! the lock before it serves the request of the step: a driver call, a wait, or other code. So no
+//! driver call is made and no foreign code runs with the lock held. Contended acquisitions are
+//! counted.
 //!
-//! Events are delivered when the lock is released, by the thread that releases it.
+//! The thread that releases the lock then delivers the events of the state.
 //!
-//! Invariants: the state is in its slot, and its queue of events empty, whenever the lock is free;
-//! every thread that waits for a change is notified when the lock is released after one; the
-//! published counts of moves are those of the state whenever the lock is free.
+//! Invariants: whenever the lock is free, the state is in its slot, its queue of events is empty,
+//! and the published counts of moves are those of the state; every thread that waits for a change
+//! is notified when the lock is released after a change.
 
 use std::fmt;
 use std::ops::{Deref, DerefMut};
@@ -25,28 +26,28 @@ use lowtide_core::clock::Clock;
 use lowtide_core::sync::atomic::{AtomicU64, Ordering};
 use lowtide_core::sync::{Condvar, Mutex, MutexGuard, is_background, lock, try_lock, wait};
 
-/// The state of an arena, its lock, and what operations on it need.
+/// The state of an arena, its lock, and everything that operations on it need.
 pub(crate) struct Executor {
     guarded: Mutex<Slot>,
     changed: Condvar,
     /// The number of moved blocks of each region, for readers without the lock.
     moves: [AtomicU64; 2],
-    /// `None` if nothing observes the arena.
+    /// The observers; `None` if the arena has none.
     observers: Option<Observers>,
 }
 
-/// The place of the state.
+/// The slot of the state under the lock.
 struct Slot {
-    /// `None` while an operation makes a step.
+    /// The state; `None` while an operation makes a step.
     state: Option<Box<ArenaState>>,
-    /// The number of threads that wait for a change, and one for the observers, if there are any.
+    /// The number of threads that wait for a change, plus one for the observers, if there are any.
     watchers: u32,
 }
 
 /// The locked state.
 pub(crate) struct Locked<'a> {
     executor: &'a Executor,
-    /// `None` only in [`Locked::wait`].
+    /// The slot; `None` only in [`Locked::wait`].
     slot: Option<MutexGuard<'a, Slot>>,
     /// `true` if the lock was taken by a wait, and not released since.
     has_waited: bool,
@@ -63,13 +64,13 @@ impl Executor {
         Self { guarded, changed, moves, observers }
     }
 
-    /// Returns what observes the arena.
+    /// Returns the observers of the arena.
     #[inline]
     pub(crate) const fn observers(&self) -> Option<&Observers> {
         self.observers.as_ref()
     }
 
-    /// Locks the state; counts the time if another thread has it.
+    /// Locks the state. Measures the wait if another thread holds the lock.
     #[inline]
     pub(crate) fn lock_state(&self, clock: &dyn Clock) -> Locked<'_> {
         self.try_lock_state().unwrap_or_else(|| self.lock_state_contended(clock))
@@ -85,7 +86,7 @@ impl Executor {
         locked
     }
 
-    /// Locks the state if no other thread has it.
+    /// Locks the state if no other thread holds the lock.
     #[inline]
     pub(crate) fn try_lock_state(&self) -> Option<Locked<'_>> {
         Some(Locked { executor: self, slot: Some(try_lock(&self.guarded)?), has_waited: false })
@@ -116,8 +117,7 @@ impl Executor {
         outcome
     }
 
-    /// Publishes the counts of moves, before the lock is released: a lease that is granted next
-    /// sees them.
+    /// Publishes the counts of moves before the lock is released, so that the next lease sees them.
     #[inline]
     fn publish(&self, state: &ArenaState) {
         for region in Region::ALL {
@@ -142,7 +142,7 @@ impl Executor {
         batch.into_iter().for_each(Batch::deliver);
     }
 
-    /// Returns the state without the lock, for the only owner.
+    /// Returns the state without the lock, for the only owner of the executor.
     pub(crate) fn get_mut(&mut self) -> Option<&mut ArenaState> {
         let slot = self.guarded.get_mut().unwrap_or_else(std::sync::PoisonError::into_inner);
         slot.state.as_deref_mut()
@@ -189,16 +189,16 @@ fn caller() -> Caller {
 }
 
 impl Locked<'_> {
-    /// Releases the lock until another thread has changed the state; may also return earlier. A
-    /// wait that directly follows another only checks its condition again, and so notifies no
-    /// other thread: two that wait would wake each other in turns.
+    /// Releases the lock until another thread has changed the state. May return earlier. A wait
+    /// that directly follows another wait only checks its condition again, and so notifies no other
+    /// thread; otherwise two waiting threads would wake each other in turns.
     pub(crate) fn wait(mut self) -> Self {
         let executor = self.executor;
         if let Some(observers) = &executor.observers {
             // With the lock held: the wait releases it.
             observers.take(&mut self.events).into_iter().for_each(Batch::deliver);
         }
-        // Taken out, so that the drop of `self` does nothing.
+        // Taken out so that the drop of `self` does nothing.
         let Some(mut slot) = self.slot.take() else { return self };
         if let Some(state) = &slot.state {
             executor.publish(state);
@@ -248,7 +248,7 @@ impl DerefMut for Locked<'_> {
 }
 
 impl Drop for Locked<'_> {
-    /// Publishes what changed, notifies the threads that wait for a change, and delivers events.
+    /// Publishes the changes, notifies the threads that wait for a change, and delivers events.
     #[inline]
     fn drop(&mut self) {
         let Some(slot) = &self.slot else { return };

@@ -1,25 +1,28 @@
 //! The thread cache: freed blocks of frequent sizes, reused without the arena's lock.
 //!
-//! Each thread has a home (threads share homes if there are more threads than homes), and each home
-//! has a cache behind its own lock, contended only by reclaim and by other threads of that home. A
-//! block returns to the home that it was taken from. A size is hot if it was requested `HOT` times
-//! recently. In the arena's accounting a cached block is live; the cache knows its bytes. It makes
-//! no driver calls. Reclaim empties the caches first, so that a cache never keeps memory that the
-//! arena needs. [`kept`](crate::exec::kept) selects the blocks.
+//! Each thread has a shard (threads share shards if there are more threads than shards), and each
+//! shard has a cache with its own lock. Only a release of idle memory and other threads of that
+//! shard contend for the lock. A block returns to the shard that it was taken from. A size is hot
+//! if it was requested `HOT` times recently. In the arena's state a cached block is live; the cache
+//! knows the bytes that it holds. The cache makes no driver calls. The caches are emptied before
+//! idle memory is released, so that a cache never keeps memory that the arena needs.
+//! [`kept`](crate::exec::kept) selects the blocks to keep.
 //!
-//! On drivers with asynchronous work threads cache nothing, because the next block might go to
-//! another stream. There each lane has a home, whose cache holds blocks that only this lane used;
-//! it can reuse them immediately, because its work runs in order. When such a block returns to the
-//! arena, it is freed with the lane's use at that time, which is no earlier than the block's.
+//! On drivers with asynchronous work threads cache nothing, because the next buffer might use
+//! another stream. Instead each lane has a shard, whose cache holds blocks that only this lane
+//! used. The lane can reuse them immediately, because its work runs in order. When such a block
+//! returns to the arena, it is freed with the lane's latest use at that time, which is no earlier
+//! than the block's.
 //!
-//! A cached block keeps the reference to its home that its buffer held, and the next buffer takes
-//! it over: so an alloc/free pair touches no reference count, which would cost as much as its two
-//! locks. A home with a non-empty cache therefore keeps itself alive; the arena's last handle
-//! empties all caches for good, and the end of a lane that lane's. A cached block holds no lane.
+//! A cached block keeps the reference to its shard that its buffer held, and the next buffer takes
+//! the reference over. So an alloc/free pair touches no reference count, which would cost as much
+//! as the two locks of the pair. A shard with a non-empty cache therefore keeps itself alive;
+//! dropping the arena's last handle empties all caches for good, and the end of a lane empties that
+//! lane's cache. A cached block holds no lane.
 //!
 //! Invariants: `cached = sum of the blocks in the cache <= room`; a cached block is handed out at
-//! most once; no cache lock is taken under the arena's lock; without a handle of the arena every
-//! cache is empty.
+//! most once; no cache lock is taken while the state's lock is held; when the arena has no handle,
+//! every cache is empty.
 #![expect(unsafe_code, reason = "a block that holds its home is put into that home")]
 
 use std::cell::Cell;
@@ -38,26 +41,27 @@ use crate::state::region::{Placement, Region};
 use crate::state::streams::StreamKey;
 use lowtide_core::sync::atomic::{AtomicU64, Ordering};
 
-/// Homes of an arena at most.
+/// The maximum number of shards of an arena.
 const HOMES_MAX: usize = 64;
 
-/// A block with its home, owned by a buffer or by a cache. On the heap, so that it is passed on as
-/// a pointer.
+/// A block and its shard, owned by a buffer or by a cache. Allocated on the heap, so that it is
+/// passed on as a pointer.
 #[derive(Debug)]
 pub(crate) struct BlockHandle {
     pub(crate) home: Arc<CacheShard>,
     pub(crate) region: Region,
-    /// `None` if a buffer's elements have no bytes; never `None` in a cache.
+    /// The place of the block; `None` if the buffer's elements have no bytes; never `None` in a
+    /// cache.
     pub(crate) block: Option<Placement>,
     /// The last known place of the block.
     pub(crate) place: BlockPlace,
-    /// The lanes that use the block, first the one that allocated it. Empty in a cache.
+    /// The lanes that use the block, starting with the lane that allocated it. Empty in a cache.
     pub(crate) lanes: Vec<Arc<LaneInner>>,
-    /// Its address was out with code that uses streams of its own.
+    /// `true` if code with its own streams has had the block's address.
     pub(crate) foreign: bool,
 }
 
-/// The place of a block at a count of moves of its region.
+/// The place of a block at a given count of moves of its region.
 #[derive(Debug)]
 pub(crate) struct BlockPlace {
     pub(crate) at: AtomicU64,
@@ -87,8 +91,8 @@ impl BlockHandle {
         })
     }
 
-    /// Frees the block: into its home's cache if its size is hot, else in the arena. Does nothing
-    /// in a forked child.
+    /// Frees the block: into its shard's cache if its size is hot, otherwise in the arena. Does
+    /// nothing in a forked child.
     #[inline]
     pub(crate) fn release(mut self: Box<Self>) {
         let Some(placed) = &self.block else { return };
@@ -103,7 +107,7 @@ impl BlockHandle {
         if !fits {
             return self.free();
         }
-        // Released last: if it is the last of its lane, the lane's end empties the cache.
+        // Dropped last: if this is the last reference to the lane, its end empties the cache.
         let lane = self.lanes.pop();
         if let Some(mut left) = self.give() {
             left.lanes.extend(lane);
@@ -119,21 +123,21 @@ impl BlockHandle {
         }
     }
 
-    /// Puts the block into its home's cache; returns it if the arena must free it: its size is not
-    /// hot, there is no room, or the cache is busy.
+    /// Puts the block into its shard's cache. Returns the block if the arena must free it: its size
+    /// is not hot, there is no room, or the cache is busy.
     #[inline]
     fn give(self: Box<Self>) -> Option<Box<Self>> {
-        // SAFETY: this block holds the home until it is put into the cache below. Once the cache's
-        // lock is released after that, another thread may take it out and release the home: so
-        // `home` is not used after that, and the guard's last act is a store to the lock, an
-        // atomic, whose reference need not outlive the store.
+        // SAFETY: this block holds the shard until the block is put into the cache below. Once the
+        // cache's lock is released after that, another thread may take the block out and release
+        // the shard: so `home` is not used after that, and the guard's last act is a store to the
+        // lock, an atomic, whose reference need not outlive the store.
         let home = unsafe { &*Arc::as_ptr(&self.home) };
         let Some(mut front) = try_brief(&home.front) else {
             home.inner.note_contended();
             return Some(self);
         };
-        // Both under the cache's lock: a thread that empties it after shutting the caches finds
-        // this block, or this finds no room.
+        // The room is read under the cache's lock: a thread that empties the cache after shutting
+        // the caches either finds this block in the cache, or this block finds no room.
         let Some(vacant) = front.admit(&self, home.room()) else { return Some(self) };
         *vacant = Some(self);
         home.inner.note_kept();
@@ -142,12 +146,12 @@ impl BlockHandle {
     }
 }
 
-/// The home of blocks of some threads, or of one lane. Buffers hold it, so that neither allocating
-/// nor freeing touches a count that other threads use.
+/// The cache shard of some threads, or of one lane. Buffers hold a reference, so that neither
+/// allocating nor freeing touches a count that other threads use.
 #[repr(align(128))]
 pub(crate) struct CacheShard {
     pub(crate) inner: Arc<ArenaInner>,
-    /// The stream, for a lane's home.
+    /// The stream, for a lane's shard.
     stream: Option<StreamKey>,
     front: Brief<ThreadCache>,
     /// Cached byte count, readable without the lock.
@@ -160,14 +164,14 @@ impl CacheShard {
         Self { inner, stream, front, cached: AtomicU64::new(0) }
     }
 
-    /// The home of a lane, known to the arena until [`CacheShard::retire`].
+    /// Creates the shard of a lane. The arena knows it until [`CacheShard::retire`].
     pub(crate) fn of_lane(inner: &Arc<ArenaInner>, stream: StreamKey) -> Arc<Self> {
         let home = Arc::new(Self::new(Arc::clone(inner), Some(stream)));
         inner.fronts.add(&home);
         home
     }
 
-    /// Returns the maximum bytes that its cache may keep now.
+    /// Returns the maximum bytes that the shard's cache may keep now.
     #[inline]
     pub(crate) fn room(&self) -> u64 {
         match self.stream {
@@ -176,12 +180,12 @@ impl CacheShard {
         }
     }
 
-    /// Returns a block of its cache in the form for freeing it in the arena.
+    /// Describes a block of the shard's cache so that the arena can free it.
     pub(crate) const fn swept(&self, region: Region, placed: Placement) -> Swept {
         ((region, placed), self.stream)
     }
 
-    /// Returns `true` if a block used by these lanes may be kept in its cache.
+    /// Returns `true` if the shard's cache may keep a block used by these lanes.
     #[inline]
     fn is_of(&self, lanes: &[Arc<LaneInner>]) -> bool {
         match (lanes, self.stream) {
@@ -191,8 +195,8 @@ impl CacheShard {
         }
     }
 
-    /// Frees the cached blocks in the arena and adds the cache's counts to the arena's: its lane
-    /// has ended.
+    /// Frees the cached blocks in the arena and adds the cache's counts to the arena's, after the
+    /// shard's lane has ended.
     pub(crate) fn retire(&self) {
         let mut front = brief(&self.front);
         let mut books = self.inner.lock_state();
@@ -216,15 +220,15 @@ impl CacheShard {
         self.cached.store(0, Ordering::Relaxed);
     }
 
-    /// Takes a block of this size from the cache; `None` if it has none, or is busy.
+    /// Takes a block of this size from the cache; returns `None` if the cache has none or is busy.
     ///
-    /// If it has none, all its blocks return to the arena unless that is busy: the request is then
-    /// placed with all free space available, as closely as without caches.
+    /// If the cache has no such block, all its blocks return to the arena unless the arena is busy.
+    /// The request can then be placed in all free space, as closely as without caches.
     #[inline]
     pub(crate) fn take(&self, key: Key, requested: u64) -> Option<Box<BlockHandle>> {
         let Some(mut front) = try_brief(&self.front) else {
             self.inner.note_contended();
-            // Loom runs an execution again and again: nothing may outlive one.
+            // Loom runs an execution many times, so no cached block may outlive one.
             if !cfg!(lowtide_loom) {
                 move_thread();
             }
@@ -242,13 +246,13 @@ impl CacheShard {
         taken
     }
 
-    /// Takes all blocks out.
+    /// Takes all blocks out of the cache.
     pub(crate) fn empty(&self, out: &mut Vec<Swept>) {
         self.sweep(out, |_| true);
     }
 
-    /// Halves the heat of every size and takes out the blocks of those that are no longer hot;
-    /// returns `true` if any stay.
+    /// Halves the heat of every size and takes out the blocks of sizes that are no longer hot.
+    /// Returns `true` if any blocks stay.
     pub(crate) fn cool(&self, out: &mut Vec<Swept>) -> bool {
         let mut front = brief(&self.front);
         front.cool();
@@ -256,13 +260,13 @@ impl CacheShard {
         self.sweep(out, |heat| heat < HOT)
     }
 
-    /// Returns the cached bytes, read without the lock.
+    /// Returns the cached bytes; read without the lock.
     #[inline]
     pub(crate) fn cached(&self) -> u64 {
         self.cached.load(Ordering::Relaxed)
     }
 
-    /// Locks the cache: its figures are valid until the guard is dropped.
+    /// Locks the cache. Its figures are valid until the guard is dropped.
     pub(crate) fn still(&self) -> Still<'_> {
         Still(brief(&self.front))
     }
@@ -275,12 +279,12 @@ impl CacheShard {
     }
 }
 
-/// All homes of an arena, held by its handles.
+/// All shards of an arena. The arena's handles hold them.
 #[derive(Debug)]
 pub(crate) struct CacheShards(Box<[Arc<CacheShard>]>);
 
 impl CacheShards {
-    /// Makes the homes of an arena, and makes them known to it.
+    /// Creates the shards of an arena, and registers them with it.
     pub(crate) fn new(inner: &Arc<ArenaInner>) -> Self {
         let homes: Box<[_]> =
             (0..homes()).map(|_| Arc::new(CacheShard::new(Arc::clone(inner), None))).collect();
@@ -288,16 +292,16 @@ impl CacheShards {
         Self(homes)
     }
 
-    /// The home of this thread.
+    /// Returns the shard of this thread.
     #[inline]
     pub(crate) fn here(&self) -> &Arc<CacheShard> {
-        // Indexed by `homes`: a power of two, at least two.
+        // The number of shards is a power of two and at least two.
         &self.0[thread_number() & (self.0.len() - 1)]
     }
 }
 
 impl Drop for CacheShards {
-    /// Empties the caches for good: the last handle of the arena was dropped.
+    /// Empties the caches for good, because the last handle of the arena was dropped.
     fn drop(&mut self) {
         if let Some(home) = self.0.first() {
             home.inner.retire_fronts();
@@ -320,29 +324,29 @@ impl fmt::Debug for CacheShard {
     }
 }
 
-/// Returns the number of homes of an arena: four for each thread that can run at once, so that
-/// threads which move from a busy home find their own.
+/// Returns the number of shards of an arena: four for each thread that can run at once, so that
+/// threads which move away from a busy shard find a free one.
 fn homes() -> usize {
     let threads = thread::available_parallelism().map_or(1, usize::from);
     threads.saturating_mul(4).next_power_of_two().clamp(8, HOMES_MAX)
 }
 
-/// Numbers of threads, counted up.
+/// The next thread number.
 static NEXT: Number = Number::new(0);
 
 thread_local! {
     static NUMBER: Cell<usize> = const { Cell::new(usize::MAX) };
 }
 
-/// Returns the number of this thread, which selects its home.
+/// Returns the number of this thread, which selects its shard.
 #[inline]
 fn thread_number() -> usize {
-    // A thread that is ending has no number any more: any home will do.
+    // A thread that is ending has no number any more: any shard will do.
     let number = NUMBER.try_with(Cell::get).unwrap_or(0);
     if number == usize::MAX { move_thread() } else { number }
 }
 
-/// Gives this thread a new number, and so a new home: another thread uses the one it had.
+/// Moves this thread to a new number, and so to a new shard: another thread uses the old one.
 fn move_thread() -> usize {
     let number = NEXT.fetch_add(1, Ordering::Relaxed);
     let _ = NUMBER.try_with(|current| current.set(number));

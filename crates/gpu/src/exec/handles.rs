@@ -1,12 +1,12 @@
 //! Streams and events of a driver, as values whose handles are good.
 //!
-//! A driver does not check handles. An owner of a [`DriverEvent`] owns one that exists; a
-//! [`LiveStream`] proves that the stream exists for as long as that lives. Only the constructors of
-//! [`LiveStream`] need a proof; the calls then are safe, because their one precondition is that the
-//! handles are good. Called by the accounting's proofs (`proof`), the copies of a sleep and the
-//! pinned pool. It makes no decisions.
+//! A driver does not check handles. The owner of a [`DriverEvent`] owns an event that exists; a
+//! [`LiveStream`] proves that its stream exists while the value lives. Only the constructor of
+//! [`LiveStream`] needs a proof. The calls then are safe, because their one precondition is that
+//! the handles are valid. The pinned pool and lanes use these types. This module makes no
+//! decisions.
 //!
-//! Invariant: each call gets handles of objects that exist, and that belong to the driver called.
+//! Invariant: each call gets handles of objects that exist and belong to the called driver.
 #![expect(unsafe_code, reason = "drivers do not check handles")]
 
 use std::fmt;
@@ -16,7 +16,7 @@ use std::sync::Arc;
 use crate::driver::{Driver, DriverError, EventHandle, StreamHandle};
 use lowtide_core::fork::Birth;
 
-/// An event of a driver, destroyed when this is dropped.
+/// An event of a driver. Destroyed when this value is dropped.
 pub(crate) struct DriverEvent {
     driver: Arc<dyn Driver>,
     handle: EventHandle,
@@ -24,7 +24,7 @@ pub(crate) struct DriverEvent {
 }
 
 impl DriverEvent {
-    /// Creates an event that marks nothing.
+    /// Creates an event that marks no work.
     ///
     /// # Errors
     /// The driver's.
@@ -33,10 +33,10 @@ impl DriverEvent {
         Ok(Self { driver: Arc::clone(driver), handle, birth: Birth::now() })
     }
 
-    /// Marks the work that the stream has now.
+    /// Marks the work that the stream has now, with this event.
     ///
     /// # Errors
-    /// The driver's; the mark is unspecified then.
+    /// The driver's; the marked work is unspecified then.
     pub(crate) fn record(&self, stream: LiveStream<'_>) -> Result<(), DriverError> {
         self.assert_of(stream);
         // SAFETY: this owns the event, and the stream exists while `stream` lives; both are of this
@@ -69,7 +69,7 @@ impl DriverEvent {
 }
 
 impl Drop for DriverEvent {
-    /// Destroys the event, which waits for nothing. In a forked child does nothing.
+    /// Destroys the event without waiting. Does nothing in a forked child.
     fn drop(&mut self) {
         if self.birth.is_here() {
             // SAFETY: this owns the event, and nothing can be called with it any more.
@@ -84,7 +84,7 @@ impl fmt::Debug for DriverEvent {
     }
 }
 
-/// A stream that exists for as long as this.
+/// A stream that exists as long as this value.
 #[derive(Clone, Copy)]
 pub(crate) struct LiveStream<'a> {
     driver: &'a dyn Driver,
@@ -114,14 +114,14 @@ impl<'a> LiveStream<'a> {
     /// Waits until all work of the stream is complete.
     ///
     /// # Errors
-    /// The driver's: no work is known to be complete.
+    /// The driver's: the work may still be in progress.
     pub(crate) fn synchronize(self) -> Result<(), DriverError> {
         // SAFETY: the stream exists while this lives.
         unsafe { self.driver.stream_synchronize(self.handle) }
     }
 }
 
-/// A stream that was created here, destroyed when this is dropped.
+/// A stream that was created here. Destroyed when this value is dropped.
 pub(crate) struct OwnedStream {
     driver: Arc<dyn Driver>,
     handle: StreamHandle,
@@ -143,8 +143,7 @@ impl OwnedStream {
 }
 
 impl Drop for OwnedStream {
-    /// Destroys the stream, which waits for nothing: queued work still runs. In a forked child does
-    /// nothing.
+    /// Destroys the stream without waiting: queued work still runs. Does nothing in a forked child.
     fn drop(&mut self) {
         if self.birth.is_here() {
             // SAFETY: this owns the stream, and nothing can be called with it any more.

@@ -1,11 +1,11 @@
-//! The state shared by the handles, buffers and leases of one arena: its driver, accounting and
-//! thread caches.
+//! The parts of one arena that its handles, buffers and leases share: the driver, the state, and
+//! the thread caches.
 //!
-//! The lock of the accounting is taken here, and elsewhere only around driver calls; contended
-//! acquisitions are counted. It makes no decisions.
+//! Operations on the state go through the executor, which takes the lock and counts contended
+//! acquisitions. This module makes no decisions.
 //!
 //! Invariants: no driver call under a lock; locks are taken in the order sweep, thread cache,
-//! accounting; the arena's memory lives as long as a handle, a buffer or a lease of it.
+//! state; the arena's memory lives as long as a handle, a buffer or a lease of the arena.
 #![expect(unsafe_code, reason = "the end of the arena gives its memory up")]
 
 use lowtide_core::log;
@@ -40,7 +40,7 @@ use lowtide_core::fork::Birth;
 use lowtide_core::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use lowtide_core::sync::{Mutex, MutexGuard, lock};
 
-/// The shared state.
+/// The shared parts of an arena.
 pub(crate) struct ArenaInner {
     pub(crate) name: String,
     pub(crate) driver: Arc<dyn Driver>,
@@ -54,47 +54,47 @@ pub(crate) struct ArenaInner {
     pub(crate) fronts: ArenaCaches,
     /// The callbacks for shortage of memory.
     pub(crate) callbacks: Arc<Callbacks>,
-    /// Nothing more is handed out.
+    /// `true` if the arena hands out nothing more.
     pub(crate) closed: AtomicBool,
     pub(crate) birth: Birth,
-    /// Errors of CUDA that a freed buffer's view left with cudarc.
+    /// CUDA errors that the view of a freed buffer left with cudarc.
     #[cfg(feature = "cuda")]
     pub(crate) parked: AtomicU64,
 }
 
-/// The number of lanes that may cache as much as a thread; with more, each caches less, so that all
-/// together keep about this many times as much. A guess.
+/// The number of lanes that may each cache as much as a thread. With more lanes each caches less,
+/// so that all lanes together keep about this many times as much. A guess.
 const LANES: u64 = 8;
 
 /// The arena's view of the caches of its threads and lanes.
 #[derive(Debug, Default)]
 pub(crate) struct ArenaCaches {
-    /// The threads' homes; set once, when the arena is opened.
+    /// The shards of threads; set once, when the arena is opened.
     homes: OnceLock<Box<[Weak<CacheShard>]>>,
-    /// The lanes' homes.
+    /// The shards of lanes.
     lanes: Mutex<Vec<Weak<CacheShard>>>,
     /// The maximum bytes that the cache of each thread, or of each lane, may keep now, computed
-    /// from the rules; read under a cache's lock, so that a cache which was emptied after this
+    /// from the rules. Read under a cache's lock, so that a cache which was emptied after this
     /// became zero stays empty.
     room: AtomicU64,
     lane_room: AtomicU64,
     rules: Mutex<Rules>,
     /// `true` if little is left under the limit: cached memory would be missing elsewhere.
     tight: AtomicBool,
-    /// `true` if some cache may hold a block; set under that cache's lock.
+    /// `true` if some cache may hold a block. Set under that cache's lock.
     hold: AtomicBool,
-    /// Held from taking blocks out of the caches until they are in the accounting: meanwhile
-    /// neither counts them as free.
+    /// Held while blocks are taken out of the caches, until the state has them: in between, neither
+    /// counts them as free.
     sweep: Mutex<()>,
-    /// The number of times that a cache was busy.
+    /// The number of times that a thread found a cache busy.
     contended: AtomicU64,
 }
 
-/// The maximum size of a cache, and the reasons for zero.
+/// The maximum size of a cache, and the reasons for which it is zero.
 #[derive(Debug, Default)]
 struct Rules {
     room_max: ByteSize,
-    /// Freed blocks may still be worked on: threads keep none.
+    /// `true` if the device may still use freed blocks: threads then cache none.
     asynchronous: bool,
     /// The number of lanes with a cache.
     lanes: u64,
@@ -106,7 +106,7 @@ struct Rules {
     shut: u32,
 }
 
-/// Keeps all caches from taking in blocks.
+/// Keeps all caches from accepting blocks until dropped.
 pub(crate) struct Shut<'a>(&'a ArenaCaches);
 
 impl Drop for Shut<'_> {
@@ -130,25 +130,25 @@ impl ArenaCaches {
         fronts
     }
 
-    /// Makes the homes known, once.
+    /// Registers the shards of threads, once.
     pub(crate) fn know(&self, homes: Box<[Weak<CacheShard>]>) {
         let known = self.homes.set(homes);
         debug_assert!(known.is_ok(), "the homes are made once");
     }
 
-    /// Makes the home of a lane known.
+    /// Registers the shard of a lane.
     pub(crate) fn add(&self, home: &Arc<CacheShard>) {
         lock(&self.lanes).push(Arc::downgrade(home));
         self.set(|rules| rules.lanes += 1);
     }
 
-    /// Forgets the home of a lane.
+    /// Removes the shard of a lane.
     pub(crate) fn remove(&self, home: &CacheShard) {
         lock(&self.lanes).retain(|known| !ptr::eq(known.as_ptr(), home));
         self.set(|rules| rules.lanes -= 1);
     }
 
-    /// Sets how much each may keep.
+    /// Sets the maximum bytes of each cache.
     pub(crate) fn set_room(&self, room_max: ByteSize) {
         self.set(|rules| rules.room_max = room_max);
     }
@@ -162,12 +162,12 @@ impl ArenaCaches {
         }
     }
 
-    /// Sets the decay time: if idle memory does not stay at all, caches keep nothing.
+    /// Sets the decay time. If idle memory is released immediately, caches keep nothing.
     pub(crate) fn set_decay(&self, decay: DecayTime) {
         self.set(|rules| rules.at_once = decay == DecayTime::AtOnce);
     }
 
-    /// Keeps caches from taking in blocks until the guard is dropped.
+    /// Keeps caches from accepting blocks until the guard is dropped.
     pub(crate) fn shut(&self) -> Shut<'_> {
         self.set(|rules| rules.shut += 1);
         Shut(self)
@@ -189,7 +189,7 @@ impl ArenaCaches {
 }
 
 impl ArenaInner {
-    /// Joins the parts of an arena.
+    /// Creates the shared parts of an arena.
     pub(crate) fn new(
         (driver, clock): (Arc<dyn Driver>, Arc<dyn Clock>),
         (thread_cache, decay): (ByteSize, DecayTime),
@@ -223,7 +223,7 @@ impl ArenaInner {
         self.executor.lock_state(&*self.clock)
     }
 
-    /// Locks the state if no other thread has it.
+    /// Locks the state if no other thread holds the lock.
     #[inline]
     pub(crate) fn try_lock_state(&self) -> Option<Locked<'_>> {
         self.executor.try_lock_state()
@@ -247,13 +247,13 @@ impl ArenaInner {
         placed.moves == self.moves(region)
     }
 
-    /// Returns `true` if something observes the arena: thread caches are off then.
+    /// Returns `true` if the arena has observers. Thread caches are off then.
     #[inline]
     pub(crate) const fn is_observed(&self) -> bool {
         self.executor.observers().is_some()
     }
 
-    /// Adds an event of something that did not change the state.
+    /// Adds an event for something that did not change the state.
     pub(crate) fn push_event(&self, event: impl FnOnce() -> ArenaEvent) {
         if self.is_observed() {
             self.run_now(|state| state.events.push(&*self.clock, event));
@@ -261,8 +261,8 @@ impl ArenaInner {
         }
     }
 
-    /// Lets the observers write the events that wait. Called at the end of an operation, without
-    /// holding a lock: it may block, and may use the arena.
+    /// Lets the observers write their buffered events. Called at the end of an operation, without
+    /// holding a lock: an observer may block, and may use the arena.
     #[inline]
     pub(crate) fn flush_events(&self) {
         if let Some(observers) = self.executor.observers() {
@@ -270,8 +270,8 @@ impl ArenaInner {
         }
     }
 
-    /// Returns the observer of a type, after the delivery in progress. Under the lock of the state
-    /// it has seen all events up to that hold of the lock.
+    /// Returns the observer of a type, after the delivery in progress. If the state is locked, the
+    /// observer has seen all events up to that acquisition of the lock.
     pub(crate) fn observer<T: Observer>(&self) -> Option<&T> {
         self.executor.observers()?.find()
     }
@@ -281,21 +281,20 @@ impl ArenaInner {
         self.executor.run((&*self.driver, &*self.clock), self, operation)
     }
 
-    /// Fails in a forked child, in which the lock may be held by a thread that does not exist
-    /// there.
+    /// Fails in a forked child, in which a thread that does not exist there may hold the lock.
     #[inline]
     pub(crate) fn check_here(&self) -> Result<(), DeviceError> {
         if self.birth.is_here() { Ok(()) } else { Err(DeviceError::Forked) }
     }
 
-    /// Refuses in a forked child, and once the arena is closed.
+    /// Fails in a forked child, and once the arena is closed.
     #[inline]
     pub(crate) fn check_open(&self) -> Result<(), DeviceError> {
         self.check_here()?;
         if self.is_closed() { Err(self.was_closed()) } else { Ok(()) }
     }
 
-    /// Returns `true` if no more blocks are handed out; certain under the lock of the accounting.
+    /// Returns `true` if the arena hands out no more blocks; certain only if the state is locked.
     #[inline]
     pub(crate) fn is_closed(&self) -> bool {
         self.closed.load(Ordering::Relaxed)
@@ -313,7 +312,7 @@ impl ArenaInner {
         DeviceError::Unsupported { what: "host access", backend: self.driver.backend() }
     }
 
-    /// Frees a block in the arena: bookkeeping only.
+    /// Frees a block in the arena: only updates bookkeeping.
     pub(crate) fn release(&self, region: Region, placed: Placement) {
         self.run_now(|state| state.release(region, placed, &*self.clock));
         self.flush_events();
@@ -376,23 +375,23 @@ impl ArenaInner {
         self.fronts.hold.load(Ordering::Relaxed)
     }
 
-    /// Frees all cached blocks in the arena; returns `true` if there were any.
+    /// Frees all cached blocks in the arena. Returns `true` if there were any.
     pub(crate) fn empty_fronts(&self) -> bool {
         let sweep = lock(&self.fronts.sweep);
         self.empty_under(&sweep)
     }
 
-    /// Keeps caches from taking in blocks until the guard is dropped, and frees all cached blocks
-    /// in the arena; returns `true` if there were any. It locks each cache: a block taken in before
-    /// that is found, and one after it finds no room.
+    /// Keeps caches from accepting blocks until the guard is dropped, and frees all cached blocks
+    /// in the arena. Returns `true` if there were any. Locks each cache: a block that was put into
+    /// a cache earlier is found, and a later block finds no room.
     pub(crate) fn shut_fronts(&self) -> (Shut<'_>, bool) {
         let shut = self.fronts.shut();
         let held = self.empty_all(&lock(&self.fronts.sweep));
         (shut, held)
     }
 
-    /// Keeps caches from taking in blocks for good, and empties them: no handle of the arena is
-    /// left. Does nothing in a forked child.
+    /// Keeps caches from accepting blocks for good, and empties them, because the arena has no
+    /// handle left. Does nothing in a forked child.
     pub(crate) fn retire_fronts(&self) {
         if self.check_here().is_ok() {
             let _for_good = ManuallyDrop::new(self.fronts.shut());
@@ -401,18 +400,18 @@ impl ArenaInner {
     }
 
     fn empty_under(&self, sweep: &MutexGuard<'_, ()>) -> bool {
-        // Blocks cached from here on set the flag again.
+        // Blocks that are cached from here on set the flag again.
         self.fronts.hold.swap(false, Ordering::Relaxed) && self.empty_all(sweep)
     }
 
-    /// The same, regardless of the flag.
+    /// Frees all cached blocks in the arena, regardless of the flag.
     fn empty_all(&self, sweep: &MutexGuard<'_, ()>) -> bool {
         let mut blocks = Vec::new();
         self.homes().for_each(|home| home.empty(&mut blocks));
         self.release_swept(blocks, sweep)
     }
 
-    /// Frees cached blocks of sizes that are no longer hot.
+    /// Frees cached blocks whose sizes are no longer hot.
     pub(crate) fn cool_fronts(&self) {
         let sweep = lock(&self.fronts.sweep);
         if !self.fronts.hold.swap(false, Ordering::Relaxed) {
@@ -427,7 +426,7 @@ impl ArenaInner {
         self.release_swept(blocks, &sweep);
     }
 
-    /// Frees blocks taken out of the caches in the arena; returns `true` if there were any.
+    /// Frees blocks that were taken out of the caches. Returns `true` if there were any.
     fn release_swept(&self, blocks: Vec<Swept>, _: &MutexGuard<'_, ()>) -> bool {
         if blocks.is_empty() {
             return false;
@@ -436,21 +435,21 @@ impl ArenaInner {
         true
     }
 
-    /// The homes of threads, then those of lanes.
+    /// Returns the shards of threads, then those of lanes.
     fn homes(&self) -> impl Iterator<Item = Arc<CacheShard>> {
         let of_lanes = lock(&self.fronts.lanes).clone();
         let homes = self.fronts.homes.get().into_iter().flatten().cloned();
         homes.chain(of_lanes).filter_map(|home| home.upgrade())
     }
 
-    /// Returns all figures at one instant: locks the caches, and then the accounting.
+    /// Returns all figures at one instant: locks the caches, and then the state.
     pub(crate) fn snapshot(&self) -> ArenaSnapshot {
         let sweep = lock(&self.fronts.sweep);
         self.snapshot_under(&sweep)
     }
 
     fn snapshot_under(&self, _: &MutexGuard<'_, ()>) -> ArenaSnapshot {
-        // Dropped last: the last holder of a home takes the lock of the accounting.
+        // Dropped last: dropping the last reference to a shard locks the state.
         let homes: Vec<_> = self.homes().collect();
         let still: Vec<_> = homes.iter().map(|home| home.still()).collect();
         let mut fronts = CacheCounts::default();
@@ -470,8 +469,8 @@ impl ArenaInner {
         snapshot
     }
 
-    /// Stops handing out blocks, if nothing is live; returns `true` if it was open. Another thread
-    /// that closes it waits for the result.
+    /// Closes the arena if no block is live and no imported value is held. Returns `true` if the
+    /// arena was open. Another thread that closes the arena waits for the result.
     pub(crate) fn close(&self) -> Result<bool, DeviceError> {
         let _shut = self.fronts.shut();
         let sweep = lock(&self.fronts.sweep);
@@ -479,8 +478,8 @@ impl ArenaInner {
             return Ok(false);
         }
         self.run_now(|state| state.is_closed = true);
-        // From here on no cache hands out a block, being empty, and the arena checks `closed` under
-        // its lock before it does.
+        // From here on the caches are empty and hand out no block, and the arena checks `closed`
+        // under its lock before handing one out.
         self.empty_all(&sweep);
         let snapshot = self.snapshot_under(&sweep);
         let count = snapshot.allocs_total - snapshot.frees_total;
@@ -497,7 +496,7 @@ impl ArenaInner {
         Err(DeviceError::LiveBlocks { arena: self.name.clone(), count, bytes: snapshot.live })
     }
 
-    /// Returns a few figures, without the caches' locks.
+    /// Returns a few figures, without locking the caches.
     pub(crate) fn glance(&self) -> ArenaGlance {
         let cached = self.homes().map(|home| home.cached()).sum();
         self.run_now(|state| ArenaGlance {
@@ -512,7 +511,7 @@ impl ArenaInner {
         self.snapshot().validate();
     }
 
-    /// Validates in debug builds.
+    /// Validates the state in debug builds.
     pub(crate) fn debug_validate(&self) {
         if cfg!(debug_assertions) {
             self.validate();
@@ -529,7 +528,7 @@ impl Surroundings for ArenaInner {
 
     fn reopen_caches(&self) {
         if self.check_here().is_err() {
-            return; // its lock may be taken by a thread of the parent
+            return; // a thread of the parent may hold its lock
         }
         self.fronts.reopen();
     }
@@ -556,9 +555,9 @@ impl Surroundings for ArenaInner {
 }
 
 impl Drop for ArenaInner {
-    /// Releases everything to the driver: no block is held, and no thread waits for the lock. If
-    /// the driver refuses, or the device may still use it, the range stays reserved. Does nothing
-    /// in a forked child.
+    /// Releases everything to the driver. No block is live, and no thread waits for the lock. If
+    /// the driver refuses, or the device may still use a range, the range stays reserved. Does
+    /// nothing in a forked child.
     fn drop(&mut self) {
         if self.check_here().is_err() {
             if let Some(state) = self.executor.get_mut() {
@@ -567,14 +566,14 @@ impl Drop for ArenaInner {
             return;
         }
         log!(info, arena = self.name, "arena dropped");
-        let _ = self.run(query_events); // asks, and waits for nothing
+        let _ = self.run(query_events); // queries without waiting
         let (count, bytes) = self.run(end_imports);
         if count > 0 {
             log!(warn, arena = self.name, count, %bytes, "imported memory not released");
         }
         self.run(stores::end);
         let Some(state) = self.executor.get_mut() else { return };
-        // The use of raw blocks is unknown.
+        // The uses of raw blocks are unknown.
         let is_raw_used =
             state.capabilities.asynchronous && !state.raw.is_empty() && !state.sleep.is_quiet;
         let is_used = state.pending() > 0 || state.sleep.may_be_copied() || is_raw_used;
@@ -592,7 +591,7 @@ impl Drop for ArenaInner {
             let _ = unsafe { self.driver.event_destroy(event) };
         }
         if is_used {
-            return; // the device may still work on it
+            return; // the device may still use it
         }
         for region in Region::ALL {
             // SAFETY: the arena's own memory. This is the end of the last handle, buffer and lease,

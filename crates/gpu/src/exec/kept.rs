@@ -1,22 +1,23 @@
-//! The blocks of one thread cache by size, for hot sizes. Plain values, under the cache's lock.
+//! The blocks of one thread cache, by size, for hot sizes. Plain values, protected by the cache's
+//! lock.
 //!
-//! A size is hot if it was requested [`HOT`] times recently; each check, and each request of an
-//! unknown size, cools it.
+//! A size is hot if it was requested [`HOT`] times recently. Each check, and each request for an
+//! unknown size, cools the sizes.
 //!
-//! Invariants: `cached = sum of its blocks`; a block that was handed out is not in it.
+//! Invariants: `cached = sum of its blocks`; a block that was handed out is not in the cache.
 
 use crate::exec::front::BlockHandle;
 use crate::state::cached::{CacheCounts, Kept};
 use crate::types::region::Region;
 
-/// The number of requests of a size, less its cooling.
+/// The number of requests for a size, reduced when the size cools.
 pub(crate) type Heat = u8;
 
-/// Requests for a size since it was last cooled, from which on it is hot. A guess: twice for a
-/// coincidence, and as often again.
+/// The number of requests for a size since it last cooled, from which on the size is hot. A guess:
+/// two may be a coincidence, so twice as many.
 pub(crate) const HOT: Heat = 4;
 
-/// The most that a size's heat comes to: it is cold at the second look after its last use.
+/// The maximum heat of a size: the size is cold at the second check after its last use.
 const HEAT_MAX: Heat = 4 * HOT - 1;
 
 /// The maximum number of blocks of one size in a cache: a request seldom frees more of one size
@@ -28,24 +29,24 @@ const BLOCKS_MAX: usize = 4;
 const SETS: usize = 8;
 const WAYS: usize = 2;
 
-/// The key of a block in a cache.
+/// The key of a block size in a cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Key(u64);
 
 impl Key {
-    /// No block has it.
+    /// The key of no block.
     const NONE: Self = Self(0);
 
-    /// For blocks of this size, a positive multiple of 256 bytes, in this region.
+    /// Creates the key for blocks of this size, a positive multiple of 256 bytes, in this region.
     #[inline]
     pub(crate) const fn new(region: Region, size: u64) -> Self {
         Self(size | region.number() as u64)
     }
 
-    /// Returns the start of its set's ways.
+    /// Returns the index of the first way of the key's set.
     #[inline]
     fn ways(self) -> usize {
-        // Fibonacci hashing: the top bits of the product.
+        // Fibonacci hashing: the top bits of the product select the set.
         let hash =
             self.0.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> (u64::BITS - SETS.trailing_zeros());
         usize::try_from(hash).unwrap_or(0) * WAYS
@@ -66,7 +67,7 @@ impl Class {
         Self { key: Key::NONE, heat: 0, kept: 0, blocks: [const { None }; BLOCKS_MAX] };
 }
 
-/// The blocks kept for one home.
+/// The blocks in the cache of one shard.
 #[derive(Debug, Default)]
 pub(crate) struct ThreadCache {
     /// Empty until the first request, then `SETS x WAYS`.
@@ -75,7 +76,8 @@ pub(crate) struct ThreadCache {
 }
 
 impl ThreadCache {
-    /// Returns the entry of a size; takes that of a cold one without blocks, if it has none.
+    /// Returns the entry of a size. If the size has no entry, replaces that of a cold size without
+    /// blocks.
     #[inline]
     fn claim(&mut self, key: Key) -> Option<&mut Class> {
         if self.classes.is_empty() {
@@ -86,7 +88,7 @@ impl ThreadCache {
         if let Some(way) = ways.iter().position(|class| class.key == key) {
             return Some(&mut ways[way]);
         }
-        // Each miss cools the set, so that a size which came once does not stay in the way.
+        // Each miss cools the set, so that a size which was requested once does not stay in it.
         for class in &mut *ways {
             class.heat = class.heat.saturating_sub(1);
         }
@@ -110,7 +112,7 @@ impl ThreadCache {
         Some(owned)
     }
 
-    /// Counts a block, and returns its slot; `None` if the arena must free it.
+    /// Counts a freed block and returns its slot; returns `None` if the arena must free the block.
     #[inline]
     pub(crate) fn admit(
         &mut self,
@@ -132,13 +134,13 @@ impl ThreadCache {
         Some(vacant)
     }
 
-    /// Takes out the blocks of the sizes that `gone` names.
+    /// Takes out the blocks of the sizes whose heat `gone` selects.
     pub(crate) fn empty(&mut self, gone: impl Fn(Heat) -> bool, mut out: impl FnMut(Kept)) {
         for class in self.classes.iter_mut().filter(|class| gone(class.heat)) {
             class.kept = 0;
             for owned in class.blocks.iter_mut().filter_map(Option::take) {
                 let Some(placed) = owned.block else { continue };
-                // The arena counts its release: the cache no longer freed it.
+                // The arena counts the release, so the cache does not.
                 self.tally.frees -= 1;
                 self.tally.went(owned.region, placed.span.size, placed.requested);
                 out((owned.region, placed));

@@ -1,7 +1,7 @@
 //! The streams that the arena knows, and their owners.
 //!
 //! A [`LaneInner`] is shared by the handles, buffers and leases of one lane. It uses the stream's
-//! handle, and neither creates nor destroys the stream; [`OwnStream`] does.
+//! handle, but neither creates nor destroys the stream: [`OwnStream`] does.
 //!
 //! Invariant: the arena knows the stream while its [`LaneInner`] exists.
 #![expect(unsafe_code, reason = "only the caller knows that a stream is there")]
@@ -21,15 +21,16 @@ use crate::state::streams::StreamKey;
 use crate::types::error::DeviceError;
 use crate::types::region::Region;
 
-/// A stream known to the arena, while it may be used.
+/// A stream that the arena knows, for as long as the stream may be used.
 pub(crate) struct LaneInner {
     inner: Arc<ArenaInner>,
     stream: StreamHandle,
-    /// `None` if the driver's work needs no order.
+    /// The stream's key; `None` if the driver's work needs no order.
     key: Option<StreamKey>,
-    /// The home of blocks that it alone used; `None` if the driver's work needs no order.
+    /// The shard for blocks that only this lane used; `None` if the driver's work needs no order.
     home: Option<Arc<CacheShard>>,
-    /// `None` if the driver's work needs no order and nothing observes the arena.
+    /// The lane's number; `None` if the driver's work needs no order and nothing observes the
+    /// arena.
     number: Option<LaneNumber>,
     #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "it is there to be dropped"))]
     keeps: Keeps,
@@ -42,23 +43,23 @@ pub(crate) enum Keeps {
     Others,
     /// The arena.
     Own { _stream: Arc<OwnStream> },
-    /// The lane has a part in it.
+    /// cudarc's stream, of which the lane holds a reference.
     #[cfg(feature = "cuda")]
     Cuda(Arc<cudarc::driver::CudaStream>),
 }
 
-/// A stream of an arena's driver that exists for as long as this.
+/// A stream of an arena's driver that exists as long as this value.
 #[derive(Debug)]
 pub(crate) struct OwnStream {
     inner: Arc<ArenaInner>,
     handle: StreamHandle,
-    /// `None` on a driver without streams.
+    /// The driver's stream; `None` on a driver without streams.
     _stream: Option<OwnedStream>,
 }
 
 impl OwnStream {
     /// # Panics
-    /// If the stream is of another arena.
+    /// If the stream belongs to another arena.
     pub(crate) fn assert_of(&self, arena: &Arc<ArenaInner>) {
         assert!(Arc::ptr_eq(arena, &self.inner), "a stream of another arena");
     }
@@ -67,10 +68,10 @@ impl OwnStream {
         self.handle
     }
 
-    /// A new stream; a number and no more, on a driver that has none.
+    /// Creates a stream. On a driver without streams, it is only a number.
     ///
     /// # Errors
-    /// As the driver.
+    /// The driver's.
     pub(crate) fn new(arena: &Arc<ArenaInner>, number: u64) -> Result<Arc<Self>, DeviceError> {
         let inner = Arc::clone(arena);
         let has_streams = inner.capabilities.asynchronous;
@@ -116,7 +117,7 @@ impl LaneInner {
         self.number
     }
 
-    /// Returns it as a user of raw blocks.
+    /// Returns this lane as a user of raw blocks.
     pub(crate) const fn user(&self) -> LaneUser {
         LaneUser { stream: self.key, number: self.number }
     }
@@ -128,13 +129,13 @@ impl LaneInner {
         unsafe { LiveStream::new(&*self.inner.driver, self.stream) }
     }
 
-    /// Returns the stream, if it is one of cudarc's.
+    /// Returns the cudarc stream of the lane, if it has one.
     #[cfg(feature = "cuda")]
     pub(crate) const fn cuda(&self) -> Option<&Arc<cudarc::driver::CudaStream>> {
         if let Keeps::Cuda(stream) = &self.keeps { Some(stream) } else { None }
     }
 
-    /// Returns `true` if both are of one stream.
+    /// Returns `true` if both lanes use the same stream.
     pub(crate) fn is_beside(&self, other: &Self) -> bool {
         self.stream == other.stream
     }
@@ -150,11 +151,11 @@ impl ArenaInner {
 }
 
 impl Drop for LaneInner {
-    /// The arena forgets the stream, after recording an event for its remaining work: one driver
-    /// call that does not wait. If that fails, the next user of its memory waits for all work of
-    /// the device. A call that another thread makes with the handle ends first, which is no wait
-    /// for the device either: the stream may be destroyed after this drop. Does nothing in a forked
-    /// child.
+    /// Makes the arena forget the stream, after recording an event for its remaining work: one
+    /// driver call that does not wait. If that call fails, the next user of the stream's memory
+    /// waits for all work of the device. If another thread makes a call with the handle, that call
+    /// ends first, so the stream may be destroyed after this drop; this is no wait for the device
+    /// either. Does nothing in a forked child.
     fn drop(&mut self) {
         if self.inner.check_here().is_err() {
             return;

@@ -1,9 +1,9 @@
-//! Delivers the events of an arena to what observes it: a recorder, a history.
+//! Delivers the events of an arena to its observers: a recorder, a history.
 //!
 //! The executor takes the events out of the state's queue when it releases the state's lock, and
-//! delivers them on the same thread, with no lock of the state held. The lock of the delivery is
-//! taken before that of the state is released, so that batches arrive in the order of the state.
-//! It makes no decisions, and an arena without observers has no [`Observers`].
+//! delivers them on the same thread, without holding the state's lock. It takes the lock of the
+//! delivery before it releases the state's lock, so that batches arrive in the order of the state.
+//! This module makes no decisions, and an arena without observers has no [`Observers`].
 //!
 //! Invariant: every observer sees every event once, in the order of the sequence numbers.
 
@@ -13,17 +13,16 @@ use std::fmt;
 use crate::state::event::{EventQueue, SequencedEvent};
 use lowtide_core::sync::{Mutex, MutexGuard, lock};
 
-/// Observes the events of an arena. It is dropped when the arena is gone.
+/// Observes the events of an arena. Dropped when the arena is dropped.
 pub(crate) trait Observer: Any + Send + Sync {
-    /// Takes note of events, on the thread that caused them. It does not block and does not use the
-    /// arena.
+    /// Takes note of events, on the thread that caused them. Must not block or use the arena.
     fn observe(&self, events: &[SequencedEvent]);
 
-    /// Writes what waits to be written; may block, and may use the arena. Called at the end of an
-    /// operation, with no lock held.
+    /// Writes buffered events. May block, and may use the arena. Called at the end of an operation,
+    /// with no lock held.
     fn flush(&self) {}
 
-    /// Returns the bytes of its own memory that belong to the arena's metadata.
+    /// Returns the bytes of this observer's memory that count as metadata of the arena.
     fn metadata(&self) -> usize {
         0
     }
@@ -50,7 +49,7 @@ pub(crate) struct Batch<'a> {
 }
 
 impl Observers {
-    /// Returns `None` if there are none.
+    /// Creates the observers of an arena; returns `None` if there are none.
     pub(crate) fn new(all: Vec<Box<dyn Observer>>) -> Option<Self> {
         if all.is_empty() {
             return None;
@@ -59,8 +58,8 @@ impl Observers {
         Some(Self { all, delivery: Mutex::new(delivery) })
     }
 
-    /// Takes the events of the queue. The caller holds the lock of the state, and releases it
-    /// before it delivers the batch.
+    /// Takes the events of the queue. The caller holds the state's lock, and releases it before
+    /// delivering the batch.
     pub(crate) fn take(&self, queue: &mut EventQueue) -> Option<Batch<'_>> {
         if queue.is_empty() {
             return None;
@@ -70,12 +69,12 @@ impl Observers {
         Some(Batch { observers: self, delivery })
     }
 
-    /// Lets the observers write what waits.
+    /// Lets the observers write their buffered events.
     pub(crate) fn flush(&self) {
         self.all.iter().for_each(|observer| observer.flush());
     }
 
-    /// Returns the first observer of a type, after the delivery that is in progress.
+    /// Returns the first observer of a type, after the delivery in progress has ended.
     pub(crate) fn find<T: Observer>(&self) -> Option<&T> {
         drop(lock(&self.delivery));
         self.all.iter().find_map(|observer| (&**observer as &dyn Any).downcast_ref())

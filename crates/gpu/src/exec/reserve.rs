@@ -1,10 +1,11 @@
-//! Reserves the address space of an arena's regions at open, as much as requested or a fair share
-//! of what is available, and releases it at the end; on drivers with segments, only offsets.
+//! Reserves the address space of an arena's regions at open, and releases it at the end. Reserves
+//! as much as requested or a fair share of the available address space; on drivers with segments,
+//! only offsets.
 //!
-//! It commits nothing and has no accounting.
+//! This module commits nothing and has no accounting.
 //!
-//! Invariant: the returned ranges are reserved, and no others stay so, unless the driver refuses to
-//! release address space.
+//! Invariant: the returned ranges are reserved, and no others stay reserved, unless the driver
+//! refuses to release address space.
 #![expect(unsafe_code, reason = "memory and addresses are given back to the driver")]
 
 use crate::driver::{DeviceAddress, Driver, DriverError};
@@ -18,11 +19,11 @@ use lowtide_core::bytes::ByteSize;
 /// and a multiple of every granule.
 const RESERVE_MAX: ByteSize = ByteSize::new(1 << 62);
 
-/// The extent of the offsets of pieces, as a multiple of the largest block: walls between them and
-/// gaps that are too small waste only offsets.
+/// The extent of the offsets of pieces, as a multiple of the largest block. Walls between pieces,
+/// and gaps that are too small, waste only offsets.
 const ROOM_FOR_WALLS: u64 = 4;
 
-/// The ground of both regions.
+/// Creates the backing of both regions.
 pub(crate) fn grounds(
     driver: &dyn Driver,
     granule: ByteSize,
@@ -43,10 +44,10 @@ pub(crate) fn grounds(
 }
 
 /// Releases a region's memory and addresses to the driver. If the driver refuses, addresses stay
-/// reserved, or a segment stays.
+/// reserved, or a segment stays allocated.
 ///
 /// # Safety
-/// The ground is of this driver, and is not used afterwards, nor by another thread meanwhile. No
+/// The backing is of this driver, and is not used afterwards, nor by another thread meanwhile. No
 /// block is live in it, and all work with its memory is complete.
 pub(crate) unsafe fn give_up(driver: &dyn Driver, ground: &Backing) {
     match ground {
@@ -77,7 +78,7 @@ pub(crate) unsafe fn give_up(driver: &dyn Driver, ground: &Backing) {
     }
 }
 
-/// Returns offsets for the pieces of a region, whose largest piece is `wanted`.
+/// Creates the offsets for the pieces of a region, whose largest piece is `wanted`.
 fn offsets(granule: ByteSize, wanted: ByteSize) -> Backing {
     let largest = wanted.min(RESERVE_MAX).max(granule).next_multiple_of(granule);
     let largest = largest.unwrap_or(RESERVE_MAX).min(RESERVE_MAX).get();
@@ -87,8 +88,8 @@ fn offsets(granule: ByteSize, wanted: ByteSize) -> Backing {
 }
 
 /// Reserves address space for a region: the requested size or, if the driver refuses that, an
-/// eighth of the size that it accepts, a quarter for both regions. Addresses are short then
-/// (`ulimit -v`), and the heap, stacks and other arenas need some too.
+/// eighth of the size that it accepts, and so a quarter for both regions. In that case addresses
+/// are scarce (`ulimit -v`), and the heap, stacks and other arenas need some too.
 fn reserve_region(
     driver: &dyn Driver,
     granularity: ByteSize,
@@ -106,14 +107,14 @@ fn reserve_region(
     }
     // SAFETY: the whole reservation just made: nothing is committed in it, and nobody knows it.
     if unsafe { driver.unreserve(base, size) }.is_err() {
-        // If it cannot be released it is kept.
+        // If the range cannot be released, it is kept.
         return Ok(Segment::new(base, size, granularity));
     }
     let (base, size) = reserve_or_halve(driver, granularity, part)?;
     Ok(Segment::new(base, size, granularity))
 }
 
-/// Reserves this size, halved until the driver accepts it; returns the accepted size.
+/// Reserves this size, halved until the driver accepts it. Returns the accepted size.
 fn reserve_or_halve(
     driver: &dyn Driver,
     granularity: ByteSize,

@@ -1,8 +1,8 @@
 //! The bins: maps sizes to bins and back, and tracks which bins are not empty.
 //!
 //! Sizes are counted in units of [`ALIGN`] bytes. Below [`COLUMNS`] units each size has its own
-//! bin; above, each power of two is divided into [`COLUMNS`] bins, so that sizes within a bin
-//! differ by less than 1/16. It holds the heads of the lists and knows nothing of blocks.
+//! bin. Above, each power of two is divided into [`COLUMNS`] bins, so that sizes within a bin
+//! differ by less than 1/16. This module holds the heads of the lists and knows no blocks.
 //!
 //! Invariants: `bin.size_min() <= size <= bin.size_max()` for `bin = Bin::of(size)`; bins in order
 //! hold sizes in order; `bit set <=> list not empty`.
@@ -10,15 +10,15 @@
 use super::ALIGN;
 use super::records::NONE;
 
-/// log2 of the bins that a power of two is cut into. 16 bins: of 4, 8, 16, 32 and 64 the fewest
-/// failures at 90 % load, with 8 close (`docs/BENCHMARKS_APPENDIX.md`, measured by
+/// log2 of the number of bins per power of two. 16 bins: of 4, 8, 16, 32 and 64 this gives the
+/// fewest failures at 90 % load, and 8 comes close (`docs/BENCHMARKS_APPENDIX.md`, measured by
 /// `benches/index`).
 const COLUMN_BITS: u32 = 4;
-/// Bins that a power of two is cut into.
+/// The number of bins per power of two.
 const COLUMNS: usize = 1 << COLUMN_BITS;
 /// One row for the small sizes, and one for each power of two up to 2^64 bytes.
 const ROWS: usize = (u64::BITS - ALIGN.trailing_zeros() - COLUMN_BITS + 1) as usize;
-/// All bins.
+/// The number of bins.
 const BINS: usize = ROWS * COLUMNS;
 
 const _: () = assert!(ALIGN.is_power_of_two());
@@ -29,31 +29,31 @@ const _: () = assert!(WORDS < u32::BITS as usize, "a bit of the summary for each
 pub(super) struct Bin(usize);
 
 impl Bin {
-    /// The bin of a block of this size, a positive multiple of [`ALIGN`].
+    /// Returns the bin of a block of this size, a positive multiple of [`ALIGN`].
     #[inline]
     pub(super) const fn of(size: u64) -> Self {
         let units = size / ALIGN;
-        // 0 for the first row, without a branch that no predictor knows.
+        // 0 for the first row, without a branch that would be mispredicted.
         let shift = (units | COLUMNS as u64).ilog2() - COLUMN_BITS;
         // Above it `units >> shift` has COLUMN_BITS + 1 bits, the highest of which is the row's.
         Self::from_units((units >> shift) + (shift as u64) * COLUMNS as u64)
     }
 
-    /// Returns the lowest bin of which every block holds `size` bytes, if there is one.
+    /// Returns the lowest bin in which every block holds `size` bytes, if there is one.
     pub(super) fn holding(size: u64) -> Option<Self> {
         let own = Self::of(size.checked_next_multiple_of(ALIGN)?);
         let bin = if own.size_min() >= size { own.0 } else { own.0 + 1 };
         (bin < BINS).then_some(Self(bin))
     }
 
-    /// The smallest size of the bin, in bytes.
+    /// Returns the smallest size of the bin, in bytes.
     pub(super) const fn size_min(self) -> u64 {
         let (row, column) = (self.0 / COLUMNS, self.0 % COLUMNS);
         let units = if row == 0 { column } else { (COLUMNS + column) << (row - 1) };
         units as u64 * ALIGN
     }
 
-    /// The largest size of the bin, in bytes.
+    /// Returns the largest size of the bin, in bytes.
     pub(super) const fn size_max(self) -> u64 {
         if self.0 + 1 == BINS {
             u64::MAX - (ALIGN - 1)
@@ -69,7 +69,7 @@ impl Bin {
     }
 }
 
-/// Bins in one word of the bitmap.
+/// The number of bins in one word of the bitmap.
 const WORD: usize = u64::BITS as usize;
 const WORDS: usize = BINS.div_ceil(WORD);
 
@@ -77,9 +77,9 @@ const WORDS: usize = BINS.div_ceil(WORD);
 #[derive(Debug)]
 pub(super) struct Bins {
     heads: Box<[u32; BINS]>,
-    /// A bit for each bin: not empty.
+    /// A bit for each bin: 1 if the bin is not empty.
     words: [u64; WORDS],
-    /// A bit for each word: not 0.
+    /// A bit for each word: 1 if the word is not 0.
     summary: u32,
 }
 
@@ -88,17 +88,17 @@ impl Bins {
         Self { heads: Box::new([NONE; BINS]), words: [0; WORDS], summary: 0 }
     }
 
-    /// Bytes that the heads take.
+    /// Returns the bytes of the heads and bitmaps.
     pub(super) const fn metadata(&self) -> usize {
         size_of::<[u32; BINS]>()
     }
 
-    /// The first of the bin's list.
+    /// Returns the first record of the bin's list.
     pub(super) fn head(&self, bin: Bin) -> u32 {
         self.heads[bin.0]
     }
 
-    /// Makes `slot`, or nothing, the first of the bin's list.
+    /// Makes `slot` the first record of the bin's list; `NONE` empties it.
     pub(super) fn set_head(&mut self, bin: Bin, slot: u32) {
         self.heads[bin.0] = slot;
         let (word, bit) = (bin.0 / WORD, bin.0 % WORD);
@@ -107,7 +107,7 @@ impl Bins {
         self.summary = self.summary & !(1 << word) | u32::from(bits != 0) << word;
     }
 
-    /// The first bin from `bin` upward that is not empty.
+    /// Returns the first bin from `bin` upward that is not empty.
     pub(super) fn at_or_above(&self, bin: Bin) -> Option<Bin> {
         let (word, bit) = (bin.0 / WORD, bin.0 % WORD);
         let here = self.words[word] & (u64::MAX << bit);
@@ -122,12 +122,12 @@ impl Bins {
         Some(Bin(word * WORD + self.words[word].trailing_zeros() as usize))
     }
 
-    /// The first bin above `bin` that is not empty.
+    /// Returns the first bin above `bin` that is not empty.
     pub(super) fn above(&self, bin: Bin) -> Option<Bin> {
         if bin.0 + 1 == BINS { None } else { self.at_or_above(Bin(bin.0 + 1)) }
     }
 
-    /// The first bin below `bin` that is not empty.
+    /// Returns the first bin below `bin` that is not empty.
     pub(super) fn below(&self, bin: Bin) -> Option<Bin> {
         let (word, bit) = (bin.0 / WORD, bin.0 % WORD);
         let here = self.words[word] & ((1 << bit) - 1);
@@ -137,7 +137,7 @@ impl Bins {
         self.highest(self.summary & ((1 << word) - 1))
     }
 
-    /// The bin of the largest blocks that is not empty.
+    /// Returns the last bin that is not empty: the one with the largest blocks.
     pub(super) fn last(&self) -> Option<Bin> {
         self.highest(self.summary)
     }

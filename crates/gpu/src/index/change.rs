@@ -1,7 +1,7 @@
-//! In-place changes of blocks: resize, placement at a given offset, exchange.
+//! Changes of blocks in place: resize, placement at a given offset, exchange.
 //!
-//! It does not move contents: the caller does, before or after, and updates users of the old
-//! offset.
+//! This module does not move contents: the caller moves them before or after the call, and updates
+//! users of the old offset.
 //!
 //! Invariants: those of the index; a failed call changes nothing.
 
@@ -47,7 +47,7 @@ impl BlockIndex {
         let next = self.records[id.slot].next;
         let after = self.records[next];
         let beside = if next != NONE && after.is_free() { after.size } else { 0 };
-        // The range is below 2^64, and both are in it.
+        // The range is below 2^64, and both spans are in it.
         let rest = match (span.size + beside).checked_sub(size) {
             None => return Ok(None),
             Some(rest) if rest == beside => return Ok(Some(span)),
@@ -107,7 +107,7 @@ impl BlockIndex {
         Ok(())
     }
 
-    /// The free block that holds all of a span.
+    /// Returns the free block that holds all of a span.
     fn free_around(&self, span: Span) -> Option<u32> {
         let mut bin = self.bins.at_or_above(Bin::of(span.size));
         while let Some(at) = bin {

@@ -1,6 +1,6 @@
-//! Chooses the place of a request: which free blocks are examined, and which is best.
+//! Chooses the place of a request: examines some free blocks, and picks the best place.
 //!
-//! It changes nothing.
+//! This module changes nothing.
 //!
 //! Invariants: at most `(BINS_LOOKED + 1) x LOOKS_PER_BIN` blocks are examined, except for
 //! `take_cheapest`; the place found is in a free block and at a multiple of the request's
@@ -29,8 +29,8 @@ pub(super) struct FreePlace {
 }
 
 impl BlockIndex {
-    /// The best place for a request whose size is a multiple of [`ALIGN`], and whose alignment is
-    /// no less.
+    /// Returns the best place for a request whose size is a multiple of [`ALIGN`], and whose
+    /// alignment is at least that.
     pub(super) fn find(&self, wanted: Request, cost: &impl Fn(Span) -> u64) -> Option<FreePlace> {
         let mut bin = self.bins.at_or_above(Bin::of(wanted.size))?;
         let mut best = FreePlace { slot: NONE, bin, start: 0, cost: u64::MAX };
@@ -40,7 +40,7 @@ impl BlockIndex {
                 break;
             }
             bin = match self.bins.above(bin) {
-                // Every block of this bin holds the request, wherever it begins.
+                // Every block of this bin holds the request, at any offset.
                 Some(above) if looked == BINS_LOOKED => {
                     let sure = Bin::holding(wanted.size.checked_add(wanted.align - ALIGN)?)?;
                     self.bins.at_or_above(sure.max(above))?
@@ -52,8 +52,8 @@ impl BlockIndex {
         (best.slot != NONE).then_some(best)
     }
 
-    /// The cheapest place of all, at either end of any free block; the first of equals, and of
-    /// those that cost nothing.
+    /// Returns the cheapest place of all, at either end of any free block; of equal places the
+    /// first. Stops at a place that costs nothing.
     pub(super) fn find_cheapest(
         &self,
         wanted: Request,
@@ -80,8 +80,8 @@ impl BlockIndex {
         best
     }
 
-    /// Looks at the first blocks of a bin for a place that is better than the best so far. What
-    /// costs the same in an earlier bin is a better fit.
+    /// Examines the first blocks of a bin for a better place than the best so far. At the same
+    /// cost, a place in an earlier bin fits better.
     fn look(&self, bin: Bin, wanted: Request, cost: &impl Fn(Span) -> u64, best: &mut FreePlace) {
         let mut slot = self.bins.head(bin);
         for _ in 0..LOOKS_PER_BIN {
@@ -94,7 +94,7 @@ impl BlockIndex {
                 if cost < best.cost || best.slot == NONE {
                     *best = FreePlace { slot, bin, start, cost };
                     if cost == 0 && wanted.end == End::Low {
-                        return; // a bin begins with its lowest, as far as filing looked
+                        return; // a bin begins with its lowest block, as far as filing compared
                     }
                 } else if cost == best.cost && bin == best.bin {
                     let nearer = match wanted.end {

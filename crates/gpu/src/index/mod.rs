@@ -95,21 +95,22 @@ pub struct BlockId {
 }
 
 impl BlockId {
-    /// The same name with a bit of the caller's own in it; not one for the index.
+    /// Returns the same id with the caller's own bit set to `mark`. The index does not accept a
+    /// marked id.
     pub(crate) const fn marked(self, mark: bool) -> Self {
         Self { slot: self.slot & !MARK | if mark { MARK } else { 0 }, ..self }
     }
 
-    /// The bit of the caller's own.
+    /// Returns the caller's own bit.
     pub(crate) const fn mark(self) -> bool {
         self.slot & MARK != 0
     }
 }
 
-/// The bit that no number of a record has.
+/// A bit that no record number uses.
 const MARK: u32 = 1 << 31;
 
-/// Before the generation of the first block.
+/// The value before the generation of the first block.
 const ANCESTOR: NonZeroU64 = NonZeroU64::MIN.saturating_add(LIVE);
 
 /// The block is not live: it was released before.
@@ -117,7 +118,7 @@ const ANCESTOR: NonZeroU64 = NonZeroU64::MIN.saturating_add(LIVE);
 #[error("block is not live: already released")]
 pub struct StaleBlock;
 
-/// The reason two blocks cannot be exchanged.
+/// The reason that two blocks cannot be exchanged.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ExchangeError {
@@ -377,7 +378,7 @@ impl BlockIndex {
         }
     }
 
-    /// Makes a span of a free block of that bin live, under a new id; the rest on each side stays
+    /// Makes a span of a free block of this bin live, under a new id. The rest on each side stays
     /// free.
     #[inline(always)]
     fn carve(&mut self, slot: u32, bin: Bin, span: Span) -> BlockId {
@@ -391,7 +392,7 @@ impl BlockIndex {
             self.records[slot].set_generation(generation.get());
             return BlockId { slot, generation };
         }
-        // The rest keeps the record, so that it need not leave its bin if that is still right.
+        // The rest keeps the record, so that it stays in its bin if that is still right.
         let rest = Span { offset: span.end(), size: back };
         if front == 0 {
             self.reshape(slot, bin, rest);
@@ -407,12 +408,12 @@ impl BlockIndex {
         BlockId { slot: cut, generation }
     }
 
-    /// Changes the ends of a free block that is in bin `was`, within the span of it and its
-    /// neighbours, and moves it to another bin if needed.
+    /// Changes the ends of a free block that is in bin `was`, within the span of the block and its
+    /// neighbours, and moves the block to another bin if needed.
     fn reshape(&mut self, slot: u32, was: Bin, span: Span) {
         let is = Bin::of(span.size);
         if was == is {
-            // Free blocks lie to each other as they did: its place in the bin is right.
+            // The order of free blocks is unchanged, so its place in the bin is right.
             let record = &mut self.records[slot];
             (record.offset, record.size) = (span.offset, span.size);
         } else {
@@ -421,26 +422,26 @@ impl BlockIndex {
         }
     }
 
-    /// Puts a block into the bin of its size, as a free one of this span.
+    /// Puts a block into the bin of its size, as a free block of this span.
     fn file(&mut self, slot: u32, span: Span) {
         self.file_in(Bin::of(span.size), slot, span);
     }
 
-    /// The same for a known bin. It goes before blocks of higher addresses, within the search
-    /// bound.
+    /// Puts a block into a known bin, before blocks of higher addresses, within the search bound.
     #[inline]
     fn file_in(&mut self, bin: Bin, slot: u32, span: Span) {
         let mut table = self.records.table();
         let (mut before, mut after) = (NONE, self.bins.head(bin));
         for _ in 0..STEPS_TO_FILE {
             let other = &table[after];
-            // The sentinel's offset is above all. Chosen and not branched upon, here a branch is
-            // taken as often as not; once it is not, the later steps choose the same again.
+            // The sentinel's offset is above all others. The next step is selected without a
+            // branch, because a branch would go either way equally often. Once a step does not
+            // pass, the later ones choose the same again.
             let passes = other.offset < span.offset;
             before = select_unpredictable(passes, after, before);
             after = select_unpredictable(passes, other.bin_next, after);
         }
-        table[after].bin_prev = slot; // no block's if it is the last
+        table[after].bin_prev = slot; // the sentinel's if it is the last
         let record = &mut table[slot];
         (record.offset, record.size) = (span.offset, span.size);
         (record.bin_prev, record.bin_next) = (before, after);
@@ -452,27 +453,27 @@ impl BlockIndex {
         self.unfile_from(Bin::of(self.records[slot].size), slot);
     }
 
-    /// Takes a free block out of the bin in which it is.
+    /// Takes a free block out of this bin, in which it is.
     #[inline(always)]
     fn unfile_from(&mut self, bin: Bin, slot: u32) {
         let mut table = self.records.table();
         let Record { bin_prev, bin_next, .. } = table[slot];
-        table[bin_next].bin_prev = bin_prev; // no block's if it was the last
+        table[bin_next].bin_prev = bin_prev; // the sentinel's if it was the last
         self.lead(bin, bin_prev, bin_next);
     }
 
-    /// Links a block of the bin, or its head if there is none, to the next one. Selected without a
-    /// branch, as in [`BlockIndex::file_in`].
+    /// Links a block of the bin, or the bin's head if there is none, to the next one. Selected
+    /// without a branch, as in [`BlockIndex::file_in`].
     #[inline(always)]
     fn lead(&mut self, bin: Bin, from: u32, to: u32) {
         let first = from == NONE;
         self.bins.set_head(bin, select_unpredictable(first, to, self.bins.head(bin)));
         let link = &mut self.records[from].bin_next;
-        // The sentinel's link stays: it marks it as not free.
+        // The sentinel's link stays, because it marks the sentinel as not free.
         *link = select_unpredictable(first, *link, to);
     }
 
-    /// The blocks of a bin, from its head.
+    /// Returns the blocks of a bin, from its head.
     fn filed(&self, bin: Bin) -> impl Iterator<Item = u32> {
         let mut at = self.bins.head(bin);
         std::iter::from_fn(move || {

@@ -1,42 +1,44 @@
 //! Block records: their table, and the list that joins them in address order.
 //!
-//! The table is one piece, so that following a link is one load: with segments each operation took
-//! a third longer. It grows by half, with one copy. It knows nothing of bins and ids.
+//! The table is one allocation, so that following a link is one load: with several, each operation
+//! took a third longer. The table grows by half, with one copy. This module knows no bins and ids.
 //!
 //! Invariants: record 0 is the sentinel, before the first block and after the last, and never free;
-//! following `next` from it visits every block once in address order, and `prev` is the reverse; a
-//! record is free, live or vacant, and the vacant ones are linked.
+//! following `next` from the sentinel visits every block once in address order, and `prev` is the
+//! reverse; a record is free, live or vacant, and the vacant ones are linked.
 
 use std::ops::{Index, IndexMut};
 
 use super::Span;
 
-/// The sentinel's place, and "no record" in a link.
+/// The number of the sentinel; in a link: "no record".
 pub(super) const NONE: u32 = 0;
 
-/// Records that the first table has room for.
+/// The number of records that the first table has room for.
 const ROOM_MIN: usize = 128;
 
-/// The generation of a free block that is in no bin yet, and of a record that describes nothing.
+/// The generation of a free block that is not in a bin yet, and of a vacant record.
 pub(super) const FREE: u64 = 0;
 
-/// Below every generation of a live block, and above whatever the links of a free one read as.
+/// Below every generation of a live block, and above any value that the links of a free block read
+/// as.
 pub(super) const LIVE: u64 = 1 << 63;
 
-/// Records at most: their numbers leave the bit of [`LIVE`] alone.
+/// The maximum number of records: their numbers do not use the bit of [`LIVE`].
 const RECORDS_MAX: usize = 1 << 31;
 
-/// One block. Two stand in a line of the cache, none across two.
+/// One block. Two records fit in one cache line, and none crosses two.
 #[derive(Clone, Copy, Debug)]
 #[repr(C, align(32))]
 pub(super) struct Record {
     pub(super) offset: u64,
     pub(super) size: u64,
-    /// Neighbours in the bin, of a free block; of a live one both together are the generation of
-    /// its name, `bin_next` its upper half. No block is both, and a line that is not read is won.
+    /// For a free block, its neighbours in the bin. For a live block, both fields together are the
+    /// generation of its id, with `bin_next` as the upper half. No block needs both, so a record
+    /// stays small.
     pub(super) bin_prev: u32,
     pub(super) bin_next: u32,
-    /// Neighbours in address order; of a vacant record, `next` is the next vacant one.
+    /// The neighbours in address order; for a vacant record, `next` is the next vacant one.
     pub(super) prev: u32,
     pub(super) next: u32,
 }
@@ -55,12 +57,12 @@ impl Record {
         (self.bin_next as u64) << u32::BITS < LIVE
     }
 
-    /// The generation of a live block's name; of no live block's for every other record.
+    /// Returns the generation of a live block's id; for any other record, a value below [`LIVE`].
     pub(super) const fn generation(&self) -> u64 {
         (self.bin_next as u64) << u32::BITS | self.bin_prev as u64
     }
 
-    /// Marks it as a live block's, or with [`FREE`] as free.
+    /// Marks the record as that of a live block, or with [`FREE`] as free.
     #[expect(clippy::cast_possible_truncation, reason = "each half is what it says")]
     pub(super) const fn set_generation(&mut self, generation: u64) {
         self.bin_prev = generation as u32;
@@ -76,9 +78,10 @@ pub(super) struct Records {
 }
 
 impl Records {
-    /// With room for this many blocks, and for the sentinel.
+    /// Creates a table with room for this many blocks, and for the sentinel.
     pub(super) fn new(blocks: usize) -> Self {
-        // It reads as live, whatever its `bin_prev` is, and its offset is above all.
+        // The sentinel reads as live for any value of `bin_prev`, and its offset is above all
+        // others.
         let sentinel = Record { offset: u64::MAX, bin_next: u32::MAX, ..Record::VACANT };
         let mut records = Self {
             records: Vec::with_capacity(blocks.saturating_add(1).max(ROOM_MIN)),
@@ -93,17 +96,17 @@ impl Records {
         self.records.len() < RECORDS_MAX - 2
     }
 
-    /// Bytes that the table takes.
+    /// Returns the bytes of the table.
     pub(super) const fn metadata(&self) -> usize {
         self.records.capacity() * size_of::<Record>()
     }
 
-    /// Returns the record of that number, if there is one.
+    /// Returns the record of this number, if there is one.
     pub(super) fn find(&self, slot: u32) -> Option<&Record> {
         self.records.get(slot as usize)
     }
 
-    /// Every live block, in the order of the table, which is none.
+    /// Returns every live block, in the order of the table.
     pub(super) fn live(&self) -> impl Iterator<Item = Span> {
         let records = self.records.iter().skip(1); // the sentinel reads as live
         records.filter(|record| !record.is_free()).map(Record::span)
@@ -114,7 +117,7 @@ impl Records {
         Table(&mut self.records)
     }
 
-    /// A record for a block between two neighbours, which are linked to it.
+    /// Creates a record for a block between two neighbours, and links them to it.
     pub(super) fn insert(&mut self, span: Span, generation: u64, prev: u32, next: u32) -> u32 {
         debug_assert!(span.size > 0 && self[prev].next == next && self[next].prev == prev);
         if self.vacant == NONE {
@@ -133,7 +136,7 @@ impl Records {
         slot
     }
 
-    /// Takes a record out of the list of neighbours; it is vacant then.
+    /// Takes a record out of the list of neighbours. It is vacant then.
     pub(super) fn remove(&mut self, slot: u32) {
         debug_assert_ne!(slot, NONE);
         let vacant = std::mem::replace(&mut self.vacant, slot);
@@ -145,7 +148,7 @@ impl Records {
         table[next].prev = prev;
     }
 
-    /// Two neighbours, the first before the second, change places.
+    /// Exchanges two neighbours, of which the first is before the second.
     pub(super) fn swap_neighbours(&mut self, first: u32, second: u32) {
         debug_assert_eq!(self[first].next, second);
         let (before, after) = (self[first].prev, self[second].next);
@@ -157,7 +160,7 @@ impl Records {
         self[after].prev = first;
     }
 
-    /// Two blocks of one size that are no neighbours change places.
+    /// Exchanges two blocks of equal size that are not neighbours.
     pub(super) fn swap_equals(&mut self, one: u32, other: u32) {
         let (mut left, mut right) = (self[one], self[other]);
         debug_assert!(left.size == right.size && left.next != other && right.next != one);
@@ -171,7 +174,7 @@ impl Records {
         }
     }
 
-    /// One more record that describes nothing.
+    /// Adds a vacant record.
     #[cold]
     #[expect(clippy::cast_possible_truncation, reason = "there are RECORDS_MAX at most")]
     fn add(&mut self) -> u32 {
@@ -198,7 +201,7 @@ impl IndexMut<u32> for Records {
     }
 }
 
-/// All records, to be changed.
+/// All records, for changes.
 pub(super) struct Table<'a>(&'a mut [Record]);
 
 impl Index<u32> for Table<'_> {

@@ -1,6 +1,6 @@
 //! Thread caches under loom: one thread uses a cache while others empty it.
 //!
-//! Invariant: a block is in a cache, in the arena or a buffer's, and never in two of them.
+//! Invariant: a block is in a cache, in the arena or owned by a buffer, and never in two of them.
 
 use super::*;
 
@@ -9,7 +9,7 @@ fn a_front_that_is_emptied_hands_nothing_out_twice() {
     loom::model(|| emptied_beside(1));
 }
 
-/// With one preemption less than the others: there are ten times as many steps.
+/// With one preemption less than the other models, because it has ten times as many steps.
 #[test]
 fn a_front_that_is_emptied_hands_two_blocks_out_once_each() {
     let mut few = loom::model::Builder::new();
@@ -17,7 +17,7 @@ fn a_front_that_is_emptied_hands_two_blocks_out_once_each() {
     few.check(|| emptied_beside(2));
 }
 
-/// The number of allocations from a cache while it is emptied.
+/// Returns the number of allocations from a cache while it is emptied.
 fn emptied_beside(count: usize) {
     let (arena, driver) = open(4);
     for _ in 0..6 {
@@ -30,8 +30,8 @@ fn emptied_beside(count: usize) {
     both(arena, &driver, trim, move |arena| {
         let alloc = |_| arena.alloc::<u8>(256, Region::Dynamic).expect("room");
         let held: Vec<_> = (0..count).map(alloc).collect();
-        // A block between the cache and the arena counts as live meanwhile. A block
-        // that was handed out twice would be freed twice, which the arena detects.
+        // A block between the cache and the arena counts as live meanwhile. A block that was handed
+        // out twice would be freed twice, which the arena detects.
         assert!(arena.glance().live >= ByteSize::of(256 * count));
         drop(held);
     });

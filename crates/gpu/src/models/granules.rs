@@ -1,7 +1,7 @@
-//! Granules under loom: one that is committed or leaves while others need it.
+//! Granules under loom: a granule is committed or leaves while other threads need it.
 //!
-//! Invariant: each driver call of a granule is made by one thread, and threads that wait for it
-//! continue.
+//! Invariant: each driver call of a granule is made by one thread, and threads that wait for the
+//! call continue.
 
 use super::*;
 
@@ -11,7 +11,7 @@ fn one_granule_of_limit_serves_two_threads_one_at_a_time() {
         let (arena, driver) = open(1);
         let granule = usize::try_from(GRANULE).expect("small");
         let act = move |arena: &DeviceArena| {
-            let _ = pass(arena, granule); // there is room or not
+            let _ = pass(arena, granule); // there may be room or not
         };
         both(arena, &driver, act, act);
     });
@@ -46,7 +46,7 @@ fn all_who_wait_for_a_granule_on_its_way_out_get_it() {
         assert!(pass(&arena, 256));
         let others = [arena.clone(), arena.clone()].map(|arena| {
             loom::thread::spawn(move || {
-                let _ = pass(&arena, 256); // there is room, or the other has it
+                let _ = pass(&arena, 256); // there is room, or the other thread has it
             })
         });
         arena.purge().expect("gives back");

@@ -1,18 +1,18 @@
 //! Lanes under loom: memory that one stream freed and another takes, while a third thread checks
-//! for ends, and streams that end.
+//! for completed work, and streams that end.
 //!
 //! Invariant: work on a span comes after all earlier work on it, by its own stream's order or by a
 //! wait; no call is made with the handle of a destroyed stream.
 
 use super::*;
 
-/// A lane of the stream of this number; the model looks whether a stream is there.
+/// Creates a lane of the stream with this number. The model checks that the stream exists.
 pub(super) fn lane(arena: &DeviceArena, number: u64) -> Lane {
     // SAFETY: the model looks whether a stream is there.
     unsafe { arena.lane(StreamHandle::new(number)) }.expect("a lane")
 }
 
-/// Gives a lane's stream work on a buffer.
+/// Queues work on a buffer on a lane's stream.
 pub(super) fn give(driver: &Model, lane: &Lane, buffer: &Buffer<u8>) {
     let lease = buffer.enter().expect("a lease");
     let at = buffer.address(&lease).expect("ours").expect("not empty");
@@ -32,7 +32,7 @@ fn what_one_lane_frees_another_takes_after_its_work() {
         give(&driver, &one, &buffer);
         let device = Arc::clone(&driver);
         let take = move |_: &DeviceArena| {
-            // There is room once the other has freed it.
+            // There is room once the other thread has freed it.
             if let Ok(buffer) = granule(&two) {
                 give(&device, &two, &buffer);
             }

@@ -1,10 +1,10 @@
-//! Moves under loom: a compaction with concurrent leases, frees, and the work that a lease let in.
+//! Moves under loom: a compaction with concurrent leases, frees, and work started under a lease.
 //!
-//! Invariant: nothing moves under a lease, nor while the device works on it.
+//! Invariant: no block moves under a lease, nor while the device works on it.
 
 use super::*;
 
-/// Two separate blocks of a region: a compaction moves one.
+/// Allocates two separate blocks of a region. A compaction moves one.
 pub(super) fn fragmented(arena: &DeviceArena) -> [Buffer<u8>; 2] {
     let block = || arena.alloc::<u8>(512, Region::Dynamic).expect("room");
     let (first, gone, second) = (block(), block(), block());

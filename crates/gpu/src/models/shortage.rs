@@ -1,6 +1,6 @@
-//! Callbacks on shortage under loom: threads that are short at once.
+//! Shortage callbacks under loom: several threads are short of memory at once.
 //!
-//! Invariant: runs do not overlap, and a thread that waits for one continues.
+//! Invariant: runs do not overlap, and a thread that waits for a run continues.
 
 use super::*;
 
@@ -12,7 +12,7 @@ fn threads_that_are_short_at_once_ask_one_after_the_other_and_both_come_to_an_en
         let held = Mutex::new(Some(arena.alloc::<u8>(512, Region::Dynamic).expect("room")));
         let guard = arena.on_shortage(move |_| lock(&held).take().is_some());
         let act = |arena: &DeviceArena| {
-            let _ = pass(arena, 512); // there is room or not
+            let _ = pass(arena, 512); // there may be room or not
         };
         both(arena, &driver, act, act);
         drop(guard);

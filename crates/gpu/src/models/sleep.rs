@@ -1,7 +1,7 @@
-//! Sleep under loom: enters, allocations, frees and moves with a sleep, two threads that wake it,
-//! and the work of streams that it waits for (`streams`).
+//! Sleep under loom: concurrent leases, allocations, frees and moves, two threads that wake the
+//! arena, and the work of streams that a sleep waits for (`streams`).
 //!
-//! Contents are discarded, so that no copies are made; no lease is waited for, so that no bell is.
+//! Contents are discarded, so no copies are made. No lease is waited for, so no bell is either.
 //!
 //! Invariant: under a lease every block has memory, and one wake serves all threads that enter.
 
@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use super::*;
 
-/// Waits for no lease, and keeps nothing.
+/// Options that wait for no lease and keep no contents.
 const NOW: SleepOptions =
     SleepOptions { drain: Duration::ZERO, stable: Contents::Discard, dynamic: Contents::Discard };
 
@@ -19,7 +19,7 @@ fn open_sleeper(limit_granules: u64) -> (DeviceArena, Arc<Model>) {
     open_on(limit_granules, Model { same_address_wake: true, ..Model::default() })
 }
 
-/// Sleeps, unless other threads use the arena.
+/// Puts the arena to sleep, unless other threads use it.
 fn sleep(arena: &DeviceArena) {
     match arena.sleep(NOW) {
         Ok(_) | Err(DeviceError::Leased { .. } | DeviceError::SleepCancelled { .. }) => {}
@@ -31,7 +31,7 @@ fn granule(arena: &DeviceArena) -> Buffer<u8> {
     arena.alloc(512, Region::Dynamic).expect("room")
 }
 
-/// Asserts that there is memory behind a buffer of one granule.
+/// Asserts that a buffer of one granule has memory.
 fn assert_backed(driver: &Model, buffer: &Buffer<u8>, lease: &Lease) {
     let at = buffer.address(lease).expect("ours").expect("not empty");
     let nth = usize::try_from((at.get() - BASE) / GRANULE).expect("small");
@@ -94,8 +94,8 @@ fn a_block_of_a_front_is_handed_out_beside_a_sleep_with_memory_behind_it() {
     beside_a_front(false);
 }
 
-/// The bug: the sleep skipped caches that were marked empty, while one was about to take a
-/// block in.
+/// Regression test: the sleep skipped caches that were marked empty while one was about to accept a
+/// block.
 #[test]
 fn a_front_that_held_nothing_takes_nothing_in_beside_a_sleep() {
     beside_a_front(true);
@@ -134,7 +134,7 @@ fn what_is_freed_beside_a_sleep_leaves_nothing_and_the_rest_comes_back() {
         thread.join().expect("no panic");
         let lease = stays.enter().expect("woken");
         assert_backed(&driver, &stays, &lease);
-        // A freed block is not restored; if it was freed after the wake it would be idle.
+        // A freed block is not restored. If it was freed after the wake, its memory is idle.
         arena.purge().expect("gives back");
         assert_eq!(arena.snapshot().committed, ByteSize::new(GRANULE));
         drop((lease, stays));
@@ -158,7 +158,7 @@ fn a_block_moves_before_or_after_a_sleep_and_never_meanwhile() {
     });
 }
 
-/// Waiting for a move releases the lock: the arena may sleep when it is taken again.
+/// Waiting for a move releases the lock: the arena may sleep when the lock is taken again.
 #[test]
 fn who_waits_for_a_move_beside_a_sleep_enters_an_arena_that_is_awake() {
     let mut model = loom::model::Builder::new();

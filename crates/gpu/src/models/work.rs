@@ -1,10 +1,10 @@
-//! The work of the model's streams, queued and completed: a count for each, and its dependencies.
+//! The queued and completed work of the model's streams: a count for each, and the dependencies.
 //!
-//! Work completes by an explicit step: a wait of the host, or a thread of the model. A piece is a
-//! range that a stream touches.
+//! Work completes by an explicit step: a wait of the host, or a thread of the model. A piece of
+//! work is a range that a stream touches.
 //!
-//! Invariant: a queued piece overlaps no uncompleted one of another stream, unless its stream comes
-//! after that one.
+//! Invariant: a queued piece overlaps no uncompleted piece of another stream, unless its stream
+//! comes after that piece.
 
 use std::collections::BTreeMap;
 
@@ -25,13 +25,13 @@ pub(super) struct Work {
 struct Stream {
     pieces: Vec<(u64, u64)>,
     done: usize,
-    /// The progress of other streams that its next work comes after.
+    /// The progress of other streams that precedes this stream's next work.
     after: Reached,
     destroyed: bool,
 }
 
 impl Work {
-    /// Gives a stream work on a range.
+    /// Queues work on a range.
     pub(super) fn give(&mut self, stream: StreamHandle, at: DeviceAddress, size: ByteSize) {
         self.assert_there(stream);
         let range = (at.get(), at.get() + size.get());
@@ -61,7 +61,7 @@ impl Work {
         assert!(!destroyed, "a call with the handle of a stream that is gone");
     }
 
-    /// The stream is destroyed; its work goes on.
+    /// Destroys the stream. Its work continues.
     pub(super) fn destroy(&mut self, stream: StreamHandle) {
         self.streams.entry(stream).or_default().destroyed = true;
     }
@@ -93,7 +93,7 @@ impl Work {
         self.events[index(event)].iter().all(|(stream, &count)| done(stream, count))
     }
 
-    /// Completes the work up to an event, and its dependencies.
+    /// Completes the work up to an event, and the work that it depends on.
     pub(super) fn finish_event(&mut self, event: EventHandle) {
         for (&stream, &count) in &self.events[index(event)] {
             let its = self.streams.entry(stream).or_default();
@@ -108,7 +108,7 @@ impl Work {
     }
 }
 
-/// The index of an event.
+/// Returns the index of an event.
 fn index(event: EventHandle) -> usize {
     usize::try_from(event.get() - 1).expect("small")
 }

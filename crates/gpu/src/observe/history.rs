@@ -1,7 +1,7 @@
 //! The last events of an arena, in a ring of fixed size.
 //!
-//! An observer of an arena that was opened with a history. The ring is allocated once; when it is
-//! full, a new event replaces the oldest. It keeps what a map shows of an event.
+//! A history observes an arena that was opened with one. The ring is allocated once; when it is
+//! full, a new event replaces the oldest. It keeps the parts of an event that a map shows.
 //!
 //! Invariant: `events <= capacity <= HISTORY_MAX`, oldest first.
 
@@ -13,8 +13,8 @@ use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::Moment;
 use lowtide_core::sync::{Mutex, lock};
 
-/// The most events that an arena keeps: 262,144, which are 8 MiB, and about 40 MiB as a snapshot
-/// for `memory_viz`. Its viewer is slow above 100 MiB.
+/// The maximum number of events that an arena keeps: 262,144, which are 8 MiB, and about 40 MiB as
+/// a snapshot for `memory_viz`. Its viewer is slow above 100 MiB.
 pub(crate) const HISTORY_MAX: usize = 1 << 18;
 
 /// The kept events of an arena.
@@ -27,12 +27,12 @@ pub(crate) struct History {
 #[derive(Debug)]
 struct Ring {
     events: Vec<MapEvent>,
-    /// The place of the next event, once the ring is full.
+    /// The index of the next event, once the ring is full.
     next: usize,
 }
 
 impl History {
-    /// Keeps the last `events`, at most [`HISTORY_MAX`]; `None` for 0.
+    /// Creates a history of the last `events` events, at most [`HISTORY_MAX`]; `None` for 0.
     pub(crate) fn new(events: usize) -> Option<Self> {
         let capacity = events.min(HISTORY_MAX);
         let ring = || Ring { events: Vec::with_capacity(capacity), next: 0 };
@@ -73,7 +73,7 @@ impl Ring {
     }
 }
 
-/// Returns what a map shows of an event: a move is a free and an allocation.
+/// Returns the entries of an event in a map: a move is a free and an allocation.
 fn shown(at: Moment, event: &ArenaEvent) -> [Option<MapEvent>; 2] {
     let alloc = |Placement { at: address, requested, .. }: Placement| {
         let (address, size) = (address.get(), ByteSize::new(requested));

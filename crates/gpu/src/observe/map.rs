@@ -1,7 +1,7 @@
-//! Takes a map of an arena from its metadata, under the lock.
+//! Creates a map of an arena from its metadata, under the lock.
 //!
 //! A granule that is being committed or released counts as committed. A block whose memory is not
-//! there yet, or that is growing in place, counts as free, as in a snapshot.
+//! committed yet, or that is growing in place, counts as free, as in a snapshot.
 //!
 //! Invariant: the map shows one instant; its events lead up to that instant.
 
@@ -46,8 +46,8 @@ pub(crate) fn segments(state: &ArenaState, region: Region) -> Vec<SegmentMap> {
     ground.stretches().into_iter().map(map).collect()
 }
 
-/// Distinguishes active from idle granules by the blocks that touch them, arriving ones as well, in
-/// one pass.
+/// Distinguishes active from idle granules by the blocks that touch them, including arriving
+/// blocks, in one pass.
 struct Touched<'a> {
     spans: &'a [Span],
     next: usize,

@@ -1,4 +1,4 @@
-//! Observers of an arena: recordings, history and pictures.
+//! Observers of an arena: recordings, history and maps.
 
 pub(crate) mod history;
 pub(crate) mod map;

@@ -14,7 +14,7 @@ use crate::state::segment::Run;
 use crate::types::region::Region;
 use lowtide_core::bytes::ByteSize;
 
-/// Bytes of the smallest cell: a picture of an arena does not resolve smaller ones.
+/// The size of the smallest cell in bytes: a picture of an arena does not resolve smaller ones.
 const CELL_MIN: u64 = 4 << 10;
 
 /// A map of an arena in cells.
@@ -41,7 +41,7 @@ pub struct RegionOccupancy {
     pub occupancy: Vec<OccupancyCell>,
 }
 
-/// The usage of one cell. The rest of it has no memory.
+/// The usage of one cell. The rest of the cell has no memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct OccupancyCell {
@@ -84,8 +84,8 @@ pub(crate) fn region_cells(
             }
         }
     }
-    // Usually all blocks have memory, so that the cells are known, and any order works. A sleeping
-    // block may lie elsewhere.
+    // Usually all blocks have memory, so that the cells are known and any order works. A sleeping
+    // block may lie in other cells.
     let spread = spread(of.live_spans_unordered(), &backed);
     let (live, blocks) = spread.unwrap_or_else(|| {
         let (mut live, mut blocks) = (strip(), 0);
@@ -101,12 +101,12 @@ pub(crate) fn region_cells(
     RegionOccupancy { region: region.name(), cell: ByteSize::new(cell), blocks, occupancy }
 }
 
-/// Adds spans, in any order, to the cells with memory, and returns the number of spans. `None` if
-/// one lies in another cell.
+/// Adds spans, in any order, to the cells with memory, and returns the number of spans. Returns
+/// `None` if one lies in another cell.
 fn spread(spans: impl Iterator<Item = Span>, backed: &CellSums) -> Option<(CellSums, u64)> {
     let shift = backed.size.trailing_zeros(); // a power of two
     let mut sums: Vec<_> = backed.sums.iter().map(|(nth, _)| (*nth, 0)).collect();
-    // Runs of cells: the first, the one after the last, and the place of the first.
+    // Runs of cells: the first cell, the one after the last, and the index of the first.
     let mut runs: Vec<(u64, u64, usize)> = Vec::new();
     for (place, (nth, _)) in sums.iter().enumerate() {
         match runs.last_mut() {
@@ -133,11 +133,11 @@ fn spread(spans: impl Iterator<Item = Span>, backed: &CellSums) -> Option<(CellS
     Some((CellSums { size: backed.size, most: backed.most, sums }, count))
 }
 
-/// Cells with all four sums (live, pending, active, backed), of the smallest size of which there
-/// are few enough.
+/// Returns cells with all four sums (live, pending, active, backed), of the smallest size with
+/// which there are at most `cells_max`.
 fn joined(mut strips: [CellSums; 4], cells_max: usize) -> (u64, Vec<OccupancyCell>) {
     let mut size = strips.iter().map(|strip| strip.size).max().unwrap_or(CELL_MIN);
-    // Ends: with each turn cells are twice as large, and one holds everything at last.
+    // Ends, because each turn doubles the cells and at last one cell holds everything.
     loop {
         strips.iter_mut().for_each(|strip| strip.fold_to(size));
         let mut places: Vec<_> =
@@ -162,11 +162,11 @@ fn joined(mut strips: [CellSums; 4], cells_max: usize) -> (u64, Vec<OccupancyCel
     }
 }
 
-/// The bytes of spans that come in address order, by cell; cells without any are left out.
+/// The bytes of spans in address order, by cell. Cells without any are left out.
 struct CellSums {
     size: u64,
     most: usize,
-    /// The cell's index and its bytes.
+    /// The index of each cell, and its bytes.
     sums: Vec<(u64, u64)>,
 }
 
@@ -175,13 +175,13 @@ impl CellSums {
         Self { size: CELL_MIN, most, sums: Vec::new() }
     }
 
-    /// Adds the bytes of a span, which begins at or after the end of the last one.
+    /// Adds the bytes of a span, which begins at or after the end of the last span.
     #[inline]
     fn add(&mut self, span: Span) {
         if span.size == 0 {
             return;
         }
-        // Ends: a span of whatever length lies in two cells at last, and all others in as many.
+        // Ends, because a span of any length lies in two cells at last, and so do all others.
         while span.size / self.size >= (self.most - self.most.min(self.sums.len())) as u64
             && span.size / self.size > 0
         {
@@ -202,7 +202,7 @@ impl CellSums {
         }
     }
 
-    /// Makes its cells so large.
+    /// Enlarges the cells to this size.
     fn fold_to(&mut self, size: u64) {
         if size == self.size {
             return;

@@ -1,6 +1,6 @@
 //! The configuration of a pinned pool: plain values.
 //!
-//! It reads no environment and knows no driver.
+//! This module reads no environment and knows no driver.
 //!
 //! Invariants: `low_watermark <= high_watermark` in every open pool; the segment size is rounded
 //! and clamped, never rejected.
@@ -19,13 +19,13 @@ const SEGMENT: ByteSize = ByteSize::mib(16);
 /// The largest segment that several buffers share.
 const SEGMENT_MAX: ByteSize = ByteSize::gib(1);
 
-/// The default of idle memory that stays: one segment, and four before any is released. A guess, to
+/// The defaults of idle memory that stays: one segment, or four before any is released. A guess, to
 /// be measured.
 const LOW_WATERMARK: ByteSize = SEGMENT;
 const HIGH_WATERMARK: ByteSize = ByteSize::mib(64);
 
-/// The part of the limit that a shared segment takes at most, so that a small buffer does not hold
-/// most of a small pool.
+/// The divisor of the limit for the maximum size of a shared segment, so that a small buffer does
+/// not hold most of a small pool.
 const LIMIT_PART: u64 = 8;
 
 /// The kind of memory of a pool.
@@ -111,13 +111,13 @@ impl PinnedConfig {
         Ok(())
     }
 
-    /// Returns the configuration of the pool's arena: one that grows by segments, without caches,
-    /// since its blocks are raw.
+    /// Returns the configuration of the pool's arena. It grows by segments and has no caches,
+    /// because its blocks are raw.
     pub(super) fn arena(self) -> ArenaConfig {
         let segment = self.segment_size();
         ArenaConfig {
             limit: self.limit,
-            reserve: ByteSize::MAX, // only numbers: the driver allocates segments
+            reserve: ByteSize::MAX, // only offsets: the driver allocates segments
             granule: Some(HOST_GRANULARITY),
             decay: self.decay,
             growth: Growth::NextPowerOfTwo {

@@ -1,16 +1,16 @@
 //! Asynchronous copies between a pinned buffer and a buffer of an arena, on a lane.
 //!
-//! Called by users. A copy takes the pinned buffer by value and records its own event after it, so
-//! nothing depends on cudarc's event tracking. [`PinnedCopy::wait`] returns the buffer after the
+//! Users call this. A copy takes the pinned buffer by value and records its own event after it, so
+//! it does not depend on cudarc's event tracking. [`PinnedCopy::wait`] returns the buffer after the
 //! host has observed the event. If the copy is dropped instead, the block waits in the pool for the
 //! event (`unfinished`).
 //!
-//! Invariant: from the moment in which a copy may be queued, the buffer is [`DeviceUse::Until`] an
+//! Invariant: from the moment at which a copy may be queued, the buffer is [`DeviceUse::Until`] an
 //! event that was recorded after it, or [`DeviceUse::Unproven`]; it is [`DeviceUse::None`] again
-//! only after the host has observed the end.
+//! only after the host has observed the end of the copy.
 //!
-//! It does not detect a capture that another thread begins and ends on the stream while the copy is
-//! being queued: a stream in capture must not be used by another thread.
+//! A capture that another thread begins and ends on the stream while the copy is being queued is
+//! not detected: no other thread may use a stream in capture.
 #![expect(unsafe_code, reason = "drivers copy by address")]
 
 use std::fmt;
@@ -51,7 +51,7 @@ pub struct PinnedCopyError<T: Pod> {
 }
 
 impl<T: Pod> From<PinnedCopyError<T>> for DeviceError {
-    /// The error; the buffer is freed.
+    /// Returns the error; the buffer is freed.
     fn from(refused: PinnedCopyError<T>) -> Self {
         refused.error
     }
@@ -68,9 +68,9 @@ impl Lane {
     /// Queues a copy of a pinned buffer to the first elements of `to` on this lane's stream, and
     /// returns immediately. The copy owns the pinned buffer until it is complete.
     ///
-    /// It runs after earlier work of this stream. It ignores what cudarc recorded about views of
-    /// `to` on other streams. If the pinned memory is pageable, or the driver's calls are
-    /// synchronous, it waits for the copy.
+    /// It runs after earlier work of this stream. It ignores events that cudarc recorded for views
+    /// of `to` on other streams. If the pinned memory is pageable, or the driver's calls are
+    /// synchronous, the call waits for the copy.
     ///
     /// ```
     /// # use std::sync::Arc;
@@ -169,7 +169,7 @@ impl Lane {
         }
     }
 
-    /// Queues the copy and an event after it, and notes that event with the buffer.
+    /// Queues the copy and an event after it, and records the event in the buffer.
     fn queue_copy<T: Pod>(
         &self,
         host: &mut PinnedBuffer<T>,
@@ -200,8 +200,8 @@ impl Lane {
         host.device_use = DeviceUse::Unproven;
         let queued = start_copy();
         let recorded = queued.is_ok() && event.record(stream).is_ok();
-        // A capture that began meanwhile took the copy and the event: asking the event would spoil
-        // it, and the copy may be replayed at any time.
+        // A capture that began meanwhile contains the copy and the event: a query of the event
+        // would invalidate the capture, and the copy may be replayed at any time.
         if stream.is_capturing()? {
             return Err(DeviceError::Capturing { arena: shared.name.clone() });
         }
@@ -223,7 +223,7 @@ fn assert_room<T: Pod>(host: &PinnedBuffer<T>, device: &Buffer<T>) {
     assert!(wanted <= there, "cannot copy {wanted} elements: the device buffer has {there}");
 }
 
-/// Queues a copy; on a synchronous driver, copies.
+/// Queues a copy; copies at once on a synchronous driver.
 ///
 /// # Safety
 /// As for [`Driver::copy_from_host`] or [`Driver::copy_to_host`].

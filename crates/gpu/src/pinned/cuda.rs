@@ -1,14 +1,15 @@
 //! A pinned buffer for cudarc's own copies: `CudaStream::memcpy_htod` and `memcpy_dtoh`.
 //!
-//! Called by users. cudarc asks a [`HostSlice`] for a slice and for what to do after the copy was
-//! queued. A view answers [`SyncOnDrop::Sync`]: the call waits for the stream. It never answers
-//! `Record`, which does nothing while cudarc's tracking of events is off, and drops errors. cudarc
-//! does not wait either if any call parked an error with its context meanwhile, as a failed record
-//! of an event does. So the view waits for the stream again when it is dropped, and if that fails
+//! Users call this. cudarc asks a [`HostSlice`] for a slice, and how to synchronize after the copy
+//! was queued. A view answers [`SyncOnDrop::Sync`]: the call waits for the stream. It never answers
+//! `Record`, which does nothing while cudarc's event tracking is off, and drops errors. cudarc does
+//! not wait either if any call parked an error with its context meanwhile, as a failed record of an
+//! event does. So the view waits for the stream again when it is dropped, and if that wait fails
 //! the buffer is quarantined.
 //!
-//! Invariant: the buffer is [`DeviceUse::Unproven`] from the moment in which cudarc has the slice
-//! until the host has observed the end of the stream's work. A view that is forgotten leaves it so.
+//! Invariant: the buffer is [`DeviceUse::Unproven`] from the moment at which cudarc has the slice
+//! until the host has observed the end of the stream's work. If a view is forgotten, the buffer
+//! stays so.
 #![expect(unsafe_code, reason = "cudarc asks for slices by unsafe functions")]
 
 use lowtide_core::log;
@@ -30,7 +31,7 @@ use lowtide_core::sync::atomic::{AtomicBool, Ordering};
 pub struct PinnedView<'a, T: Pod> {
     buffer: &'a mut PinnedBuffer<T>,
     lane: Lane,
-    /// `true` if cudarc has got the slice.
+    /// `true` if cudarc has the slice.
     exported: AtomicBool,
 }
 
@@ -107,15 +108,16 @@ impl<T: Pod> HostSlice<T> for PinnedView<'_, T> {
 }
 
 impl<T: Pod> Drop for PinnedView<'_, T> {
-    /// Waits for the stream, which cudarc has done already unless something failed. If that cannot
-    /// be done, the buffer is quarantined. In a forked child does nothing.
+    /// Waits for the stream, which cudarc has done already unless a call failed. If the wait fails,
+    /// the buffer is quarantined. Does nothing in a forked child.
     fn drop(&mut self) {
         if self.buffer.pool.check_here().is_err() {
             return;
         }
         if self.exported.load(Ordering::Relaxed) {
             let (shared, stream) = (self.lane.arena().inner(), self.lane.known().live());
-            // A stream that captures cannot be waited for, and an attempt would spoil the capture.
+            // A stream that captures cannot be waited for, and an attempt would invalidate the
+            // capture.
             let waited = match stream.is_capturing() {
                 Ok(false) => stream.synchronize().map_err(Into::into),
                 Ok(true) => Err(DeviceError::Capturing { arena: shared.name.clone() }),

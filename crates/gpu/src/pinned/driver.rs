@@ -1,14 +1,15 @@
 //! The driver of a pool's arena: host memory of another driver, as whole segments.
 //!
-//! Called by the arena, and by the pool for the pointer and the kind of a block. A segment is one
-//! [`Driver::host_alloc`] of the other driver. Host memory aligns to [`HOST_ALIGNMENT`] only, which
-//! is therefore the granularity, and the largest alignment of a block; the arena's granule is
-//! [`HOST_GRANULARITY`](crate::driver::HOST_GRANULARITY), the unit of sizes.
+//! The arena calls this driver, and the pool asks it for the pointer and the kind of a block. A
+//! segment is one [`Driver::host_alloc`] of the other driver. Host memory is aligned to
+//! [`HOST_ALIGNMENT`] only, which is therefore the granularity, and the largest alignment of a
+//! block. The arena's granule is [`HOST_GRANULARITY`](crate::driver::HOST_GRANULARITY), the unit of
+//! sizes.
 //!
-//! A lock limit is reported to the arena as memory that is not there, so that the arena releases
-//! idle segments and asks for a smaller one. [`PinnedDriver::lock_limit`] has the error itself.
+//! The driver reports a lock limit to the arena as a lack of memory, so that the arena releases
+//! idle segments and requests a smaller one. [`PinnedDriver::lock_limit`] has the error itself.
 //!
-//! It copies nothing: a copy between host and device goes through the other driver.
+//! This driver copies nothing: copies between host and device go through the other driver.
 //!
 //! Invariant: `segments = allocations of the other driver that are not freed`.
 #![expect(unsafe_code, reason = "host memory is freed, and the contract of a driver is kept")]
@@ -36,7 +37,7 @@ pub(super) struct PinnedDriver {
 #[derive(Debug, Default)]
 struct Segments {
     by_start: BTreeMap<DeviceAddress, HostSegment>,
-    /// The error of the last allocation, if that was a lock limit.
+    /// The error of the last allocation, if it was a lock limit.
     lock_limit: Option<DriverError>,
     figures: SegmentFigures,
 }
@@ -226,7 +227,7 @@ unsafe impl Driver for PinnedDriver {
     }
 }
 
-/// What a driver with segments lacks.
+/// A capability that a driver with segments lacks.
 const ADDRESSES: &str = "addresses without memory";
 
 #[cfg(all(test, not(lowtide_loom)))]

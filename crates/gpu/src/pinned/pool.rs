@@ -1,12 +1,12 @@
 //! The pinned pool's interface: open, allocate, limit, figures, release, close.
 //!
-//! A pool is an arena over [`PinnedDriver`], whose blocks are raw, so that nothing moves them. The
-//! arena does the accounting, finds blocks, and allocates, releases and decays segments. This file
+//! A pool is an arena over [`PinnedDriver`], whose blocks are raw, so that no block moves. The
+//! arena keeps the accounts, finds blocks, and allocates, releases and decays segments. This file
 //! adds the watermarks, and frees the blocks of completed copies (`unfinished`) when memory is
-//! needed or released. It owns no thread.
+//! needed or released. A pool owns no thread.
 //!
 //! Invariants: those of the arena; the arena's raw blocks are the buffers of the pool and its
-//! unfinished blocks; the pool lives as long as a handle or a buffer of it.
+//! unfinished blocks; the pool lives as long as one of its handles or buffers.
 #![expect(unsafe_code, reason = "a handle of the arena can free the memory of buffers")]
 
 use std::fmt;
@@ -69,7 +69,7 @@ pub(super) struct PoolShared {
     low_watermark: ByteSize,
     /// The size of a shared segment.
     segment: ByteSize,
-    /// Held while a shared segment is allocated, so that threads which need one share it.
+    /// Held while a shared segment is allocated, so that threads which need a segment share it.
     growth: Mutex<()>,
     pub(super) unfinished: Mutex<UnfinishedBlocks>,
 }
@@ -78,7 +78,7 @@ pub(super) struct PoolShared {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct PinnedBlock {
     pub(super) at: DeviceAddress,
-    /// The pointer to it, with the provenance of its segment.
+    /// The pointer to the block, with the provenance of its segment.
     pub(super) start: NonNull<u8>,
     /// The size after rounding.
     pub(super) size: ByteSize,
@@ -267,7 +267,7 @@ impl PinnedPool {
 }
 
 impl PoolShared {
-    /// Fails in a forked child, in which a lock may be held by a thread that does not exist there.
+    /// Fails in a forked child, in which a thread that does not exist there may hold a lock.
     pub(super) fn check_here(&self) -> Result<(), DeviceError> {
         self.arena.inner().check_here()
     }
@@ -276,7 +276,7 @@ impl PoolShared {
         self.arena.name()
     }
 
-    /// Allocates a block for `len` elements; none if they have no bytes.
+    /// Allocates a block for `len` elements; returns `None` if they have no bytes.
     pub(super) fn alloc_block<T: Pod>(
         &self,
         len: usize,
@@ -285,8 +285,8 @@ impl PoolShared {
         if size.is_zero() {
             return Ok(None);
         }
-        // The query of an event invalidates a capture, as an allocation from the driver does: it is
-        // made only where that would follow.
+        // The query of an event invalidates a capture, as an allocation from the driver does. So it
+        // is made only if such an allocation would follow.
         if self.has_pending() && !self.has_room(size) {
             self.free_completed();
         }
@@ -307,14 +307,14 @@ impl PoolShared {
         !lock(&self.unfinished).pending.is_zero()
     }
 
-    /// Returns `true` if at least `size` bytes of the segments that are there are free.
+    /// Returns `true` if the existing segments have at least `size` free bytes.
     fn has_room(&self, size: ByteSize) -> bool {
         let SegmentFigures { page_locked, pageable, .. } = self.driver.figures();
         let live = self.arena.glance().live;
         page_locked.saturating_add(pageable).saturating_sub(live) >= size
     }
 
-    /// Returns the lock limit in the place of the error that it caused.
+    /// Returns the lock limit in place of the error that it caused.
     fn or_lock_limit(&self, error: DeviceError) -> DeviceError {
         match (&error, self.driver.lock_limit()) {
             (DeviceError::OutOfMemory { bound: Bound::Driver, .. }, Some(limit)) => limit.into(),

@@ -1,7 +1,7 @@
-//! The figures of a pinned pool: those of its arena, and what the arena does not know.
+//! The figures of a pinned pool: those of its arena, and those that the arena does not know.
 //!
-//! Plain values; it calls no driver. The parts are read one after the other, so that calls of other
-//! threads may be in some and not in others.
+//! Plain values; this module calls no driver. The parts are read one after the other, so calls of
+//! other threads may be included in some and not in others.
 //!
 //! Invariants, without such calls: `page_locked + pageable = arena.committed`;
 //! `pending + quarantined <= arena.live`.
@@ -18,7 +18,7 @@ pub struct PinnedSnapshot {
     /// The figures of the pool's arena. Its live blocks are those of buffers, and the pending and
     /// quarantined ones.
     pub arena: ArenaSnapshot,
-    /// The kind of memory that it was opened for.
+    /// The kind of memory that the pool was opened for.
     pub kind: PinnedKind,
     /// Bytes of blocks whose buffers were dropped while a copy was queued that is not known to be
     /// complete. They become free in [`PinnedPool::maintain`](super::PinnedPool::maintain), or in

@@ -1,7 +1,7 @@
-//! The pool over a watched driver: watermarks, failures at every call, calls that are held, limits.
+//! Tests of the pool over a watched driver: watermarks, failures at every call, held calls, limits.
 //!
-//! The driver locks no page, so that these tests hold under any `ulimit -l`; page-locking
-//! by the kernel is tested in a separate process.
+//! The driver locks no page, so that these tests pass under any `ulimit -l`. Page-locking by the
+//! kernel is tested in a separate process.
 
 use std::sync::Arc;
 
@@ -18,7 +18,7 @@ mod threads;
 
 const GRANULE: ByteSize = ByteSize::kib(64);
 
-/// Segments of 1 MiB; more than 3 MiB idle shrinks to 1 MiB.
+/// Returns a configuration with segments of 1 MiB; more than 3 MiB idle shrinks to 1 MiB.
 fn config(limit: ByteSize) -> PinnedConfig {
     PinnedConfig {
         limit,
@@ -50,7 +50,7 @@ fn mib(pool: &PinnedPool, mib: u64) -> PinnedBuffer<u8> {
     bytes(pool, ByteSize::mib(mib)).expect("room")
 }
 
-/// Checks that the accounting, the driver and the snapshot agree.
+/// Checks that the state, the driver and the snapshot agree.
 fn check(pool: &PinnedPool, driver: &TrialDriver) {
     pool.validate();
     driver.assert_no_faults();
@@ -71,14 +71,14 @@ fn idle_memory_stays_below_the_high_watermark_and_goes_down_to_the_low_one_above
     assert_eq!(pool.maintain(), Ok(ByteSize::mib(3)));
     check(&pool, &driver);
     let calls = driver.calls();
-    // Between the marks it neither releases nor allocates.
+    // Between the watermarks it neither releases nor allocates.
     for _ in 0..100 {
         let one = mib(&pool, 1);
         drop(one);
         assert_eq!(pool.maintain(), Ok(ByteSize::ZERO));
     }
     assert_eq!((driver.calls(), idle()), (calls, ByteSize::mib(1)));
-    // A free above the mark releases immediately.
+    // A free above the high watermark releases immediately.
     let four: Vec<_> = (0..4).map(|_| mib(&pool, 1)).collect();
     let given: Vec<_> = four.into_iter().map(|buffer| buffer.free().expect("freed")).collect();
     let mibs = [0, 0, 0, 3].map(ByteSize::mib);
@@ -168,7 +168,7 @@ fn a_limit_may_change_while_buffers_live() {
     pool.set_limit(ByteSize::mib(1));
     assert_eq!((held.len(), pool.limit()), (2 << 20, ByteSize::mib(1)));
     assert!(bytes(&pool, ByteSize::mib(2)).is_err(), "above the limit");
-    // Its memory may be handed out again; no more is allocated.
+    // The memory may be handed out again, and no more is allocated.
     drop(mib(&pool, 1));
     check(&pool, &driver);
     drop(held);
@@ -189,7 +189,7 @@ fn a_buffer_has_a_segment_of_its_size_where_the_host_has_no_larger_piece() {
     assert!(matches!(refused, DeviceError::OutOfMemory { bound: Bound::Driver, .. }), "{refused}");
     assert_eq!(pool.snapshot().arena.alloc_failures_total.device, 1);
     drop(buffer);
-    // The idle segment goes back to make room for a larger one.
+    // The idle segment is released to make room for a larger one.
     let larger = bytes(&pool, ByteSize::kib(257)).expect("after the idle one is given back");
     drop(larger);
     check(&pool, &driver);
@@ -211,7 +211,7 @@ fn a_lock_limit_is_a_typed_error_and_never_a_silent_pageable_buffer() {
     drop(mib(&pool, 1)); // in the idle segment
     let larger = bytes(&pool, ByteSize::kib(1500)).expect("half of what may be locked is idle");
     drop(larger);
-    // Another shortage than that of locked memory is no lock limit.
+    // A shortage that is not caused by locking is no lock limit.
     driver.set_host_limit(ByteSize::mib(1));
     pool.purge().expect("nothing is live");
     let refused = bytes(&pool, ByteSize::kib(1500)).expect_err("the host has no more");
@@ -360,7 +360,7 @@ fn elements_without_bytes_take_no_block() {
     check(&pool, &driver);
 }
 
-/// Every kind of act once, going on after each failure; validates after each.
+/// Performs every kind of act once, and continues after each failure. Validates after each act.
 fn scenario(driver: &Arc<TrialDriver>) {
     let pool = open_over(driver.clone(), config(ByteSize::mib(8))).expect("open");
     let mut kept: Vec<PinnedBuffer<u8>> = Vec::new();
@@ -421,7 +421,7 @@ fn a_block_is_placed_in_the_smallest_idle_segment_so_that_larger_ones_can_go() {
     drop([mib(&pool, 8), mib(&pool, 2), mib(&pool, 5)]);
     let small = bytes(&pool, ByteSize::mib(1)).expect("room");
     assert_eq!(pool.purge(), Ok(ByteSize::mib(13)));
-    // A second one goes into the first one's segment.
+    // A second buffer goes into the segment of the first.
     drop(bytes(&pool, ByteSize::mib(1)).expect("room"));
     assert_eq!(driver.host_memory().1, 1);
     drop(small);

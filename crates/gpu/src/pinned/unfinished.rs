@@ -1,10 +1,10 @@
 //! Blocks of buffers that were dropped before the host observed the end of their copies.
 //!
-//! Called by the drop of a buffer, and by the pool's calls that need or release memory. Such a
-//! block stays live in the arena, so that the arena neither reuses it nor frees or closes its
-//! segment. It is pending while its event is not known to be complete, and is freed in the arena
-//! then. If the event cannot be queried, or there is none, the block is quarantined: nothing frees
-//! it, and its segment stays until the process ends.
+//! The drop of a buffer calls this, and the pool's calls that need or release memory. Such a block
+//! stays live in the arena, so that the arena neither reuses it nor frees or closes its segment.
+//! The block is pending while its event is not known to be complete, and is then freed in the
+//! arena. If the event cannot be queried, or there is none, the block is quarantined: it is never
+//! freed, and its segment stays until the process ends.
 //!
 //! The list has at most one entry per live block. Events are queried with no lock held.
 //!
@@ -36,13 +36,13 @@ struct WaitingBlock {
 }
 
 impl PoolShared {
-    /// Frees a block that no copy uses. In a forked child does nothing.
+    /// Frees a block that no copy uses. Does nothing in a forked child.
     pub(super) fn free(&self, at: DeviceAddress) {
         let freed = self.arena.free(at);
         debug_assert!(freed.is_ok() || self.check_here().is_err(), "{at} is live: {freed:?}");
     }
 
-    /// Frees a block once its copy is complete. In a forked child does nothing.
+    /// Frees a block once its copy is complete. Does nothing in a forked child.
     pub(super) fn free_after(&self, at: DeviceAddress, event: DriverEvent) {
         let Some(size) = self.size_of(at) else { return };
         let mut blocks = lock(&self.unfinished);
@@ -50,7 +50,7 @@ impl PoolShared {
         blocks.waiting.push(WaitingBlock { at, size, event });
     }
 
-    /// Quarantines a block. In a forked child does nothing.
+    /// Quarantines a block. Does nothing in a forked child.
     pub(super) fn quarantine(&self, at: DeviceAddress) {
         let Some(bytes) = self.size_of(at) else { return };
         let mut blocks = lock(&self.unfinished);
@@ -59,7 +59,7 @@ impl PoolShared {
         log!(warn, pool = self.name(), %bytes, "pinned block quarantined");
     }
 
-    /// Frees the pending blocks whose copies are complete, without waiting for any; returns `true`
+    /// Frees the pending blocks whose copies are complete, without waiting for any. Returns `true`
     /// if there was one.
     pub(super) fn free_completed(&self) -> bool {
         self.free_completed_by(DriverEvent::is_complete)
@@ -83,7 +83,7 @@ impl PoolShared {
                 false
             }
             Ok(false) => true,
-            // Not queried: a stream captures a graph.
+            // The event was not queried, because a stream captures a graph.
             Err(error) if is_captures(&error) => true,
             Err(error) => {
                 let (pool, bytes) = (self.name(), block.size);

@@ -2,9 +2,9 @@
 //!
 //! Each granule has the time of its last use as a [`Stamp`]: 32 bits that count fractions of the
 //! decay time. Memory that has been idle for the whole decay time expires and is released; no
-//! memory is released earlier. While memory is in use, checks are a sixteenth of the decay time
-//! apart, so that memory that became idle at about the same time leaves in few calls. The clock is
-//! read only when memory becomes idle. This module releases nothing.
+//! memory is released earlier. While memory is in use, a check is made every sixteenth of the
+//! decay time, so that memory that became idle at about the same time leaves in few calls. The
+//! clock is read only when memory becomes idle. This module releases nothing.
 //!
 //! Invariants: expired memory has been idle for at least the decay time; while memory is idle and
 //! the time is finite, `due` is at most a decay time and two fractions after the last check or
@@ -15,22 +15,23 @@ use std::time::Duration;
 use lowtide_core::clock::Moment;
 use lowtide_core::decay::DecayTime;
 
-/// A decay time has from so many parts to twice as many: no age is more than two parts wrong,
-/// 1/256 of the decay time.
+/// A decay time has from this many parts to twice as many, so no age is wrong by more than two
+/// parts, 1/256 of the decay time.
 const PARTS: u64 = 512;
 
-/// Checks per decay time at most, while memory is used: idle memory stays up to a sixteenth longer
-/// than necessary. A guess.
+/// The maximum number of checks per decay time while memory is used. Idle memory stays up to a
+/// sixteenth of the decay time longer than necessary. A guess.
 const LOOKS: u32 = 16;
 
-/// Checks per decay time of the thread caches, whose blocks are cold after two of them. A guess.
+/// The number of checks of the thread caches per decay time. Cached blocks are cold after two
+/// checks. A guess.
 const FRONT_LOOKS: u32 = 200;
 
 /// The delay after a failed check, so that a failing driver is not called continuously.
 const RETRY_AFTER: Duration = Duration::from_millis(100);
 
 /// The last use of a granule, in parts of the decay time. Wraps after 4 million decay times; memory
-/// not checked for that long may stay for one decay time more.
+/// that is not checked for that long may stay one decay time longer.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Stamp(u32);
 
@@ -44,7 +45,7 @@ impl Stamp {
     }
 }
 
-/// A moment, seen as stamps see it.
+/// A moment in parts of the decay time, to compare stamps with.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Ages {
     now: u32,
@@ -52,10 +53,11 @@ pub(crate) struct Ages {
 }
 
 impl Ages {
-    /// For how many parts memory with this stamp has been idle.
+    /// Returns the number of parts for which memory with this stamp has been idle.
     pub(crate) const fn of(self, stamp: Stamp) -> u32 {
         let age = self.now.wrapping_sub(stamp.0);
-        // Stamps are rounded up, so that nothing leaves early: one of just now is a part ahead.
+        // Stamps are rounded up, so that no memory leaves early: a stamp of this moment is a part
+        // ahead.
         if age == u32::MAX { 0 } else { age }
     }
 
@@ -64,23 +66,24 @@ impl Ages {
         Self { wait, ..self }
     }
 
-    /// Returns `true` if its time is over.
+    /// Returns `true` if memory with this stamp has expired.
     pub(crate) const fn is_over(self, stamp: Stamp) -> bool {
         self.of(stamp) >= self.wait
     }
 }
 
-/// The decay time of an arena, and when the next look is due.
+/// The decay time of an arena, and the time of the next check.
 #[derive(Debug)]
 pub(crate) struct Aging {
     time: DecayTime,
-    /// A part is this power of two in nanoseconds.
+    /// The length of a part is this power of two, in nanoseconds.
     shift: u32,
-    /// Parts after which idle memory is over; of [`DecayTime::Never`] more than any age.
+    /// The number of parts after which idle memory expires; for [`DecayTime::Never`] more than any
+    /// age.
     wait: u32,
-    /// The latest time of a stamp, so that ages are never negative. Not the time of a check, which
-    /// may be called with a time ahead of the clock: memory that became idle afterwards would never
-    /// expire.
+    /// The latest time of a stamp, so that ages are never negative. Not the time of a check: a
+    /// check may be called with a time ahead of the clock, and memory that became idle afterwards
+    /// would never expire.
     latest: Moment,
     looked_at: Moment,
     due: Moment,
@@ -131,13 +134,13 @@ impl Aging {
         Stamp(low_half(self.part_of(self.latest).wrapping_add(1)))
     }
 
-    /// Ages at `now`.
+    /// Returns the ages at `now`.
     pub(crate) fn ages(&self, now: Moment) -> Ages {
         Ages { now: low_half(self.part_of(self.latest.max(now))), wait: self.wait }
     }
 
-    /// Schedules the next check after one at `now`, by the age of the longest idle memory that
-    /// stayed; `failed` if the driver failed.
+    /// Schedules the check after one at `now`, by the age of the longest idle memory that stayed.
+    /// `failed` is `true` if the driver failed.
     pub(crate) fn set_looked(&mut self, now: Moment, oldest: Option<u32>, failed: bool) {
         self.looked_at = now;
         let again = now + self.portion(LOOKS);
@@ -147,17 +150,17 @@ impl Aging {
             (_, Some(age)) if age >= self.wait => now,
             (DecayTime::AtOnce, _) => now,
             (DecayTime::Within(_), Some(age)) => self.over_at(self.latest.max(now), age).max(again),
-            // Idle memory is leaving; if it stays, it must be checked.
+            // Idle memory is leaving. If it stays, it must be checked.
             (DecayTime::Within(_), None) => again,
         };
     }
 
-    /// Notes that nothing is idle any more.
+    /// Records that no memory is idle any more.
     pub(crate) const fn clear(&mut self) {
         self.due = Moment::NEVER;
     }
 
-    /// Sets the decay time; the stamp is for all that is idle now.
+    /// Sets the decay time. Returns the stamp for all memory that is idle now.
     pub(crate) fn set_time(&mut self, time: DecayTime, now: Moment) -> Stamp {
         *self = Self { latest: self.latest.max(now), looked_at: now, ..Self::new(time) };
         self.due =
@@ -170,12 +173,12 @@ impl Aging {
         self.looked_at
     }
 
-    /// When the next look is due, while something is idle.
+    /// Returns the time of the next check, if any memory is idle.
     pub(crate) const fn due(&self) -> Moment {
         self.due
     }
 
-    /// Returns the due time of the next check of the thread caches.
+    /// Returns the time of the next check of the thread caches.
     pub(crate) fn front_due(&self) -> Moment {
         match self.time {
             DecayTime::Never => Moment::NEVER,
@@ -183,12 +186,12 @@ impl Aging {
         }
     }
 
-    /// When memory will be over that is so many parts old at a time.
+    /// Returns the time at which memory expires that is `age` parts old at `at`.
     fn over_at(&self, at: Moment, age: u32) -> Moment {
         if self.time == DecayTime::AtOnce {
             return at;
         }
-        // Memory without an age yet was stamped a part ahead.
+        // Memory whose age is 0 may have been stamped a part ahead.
         let left = u64::from(self.wait.saturating_sub(age)) + u64::from(age == 0);
         let part = self.part_of(at).saturating_add(left);
         let nanos = part.saturating_mul(1 << self.shift);
@@ -199,7 +202,7 @@ impl Aging {
         nanos_of(at.since_origin()) >> self.shift
     }
 
-    /// One in so many of the decay time.
+    /// Returns this fraction of the decay time.
     fn portion(&self, of: u32) -> Duration {
         match self.time {
             DecayTime::Within(time) => time / of,
@@ -208,12 +211,12 @@ impl Aging {
     }
 }
 
-/// Held at 584 years.
+/// Returns the nanoseconds of a duration, at most 584 years.
 fn nanos_of(time: Duration) -> u64 {
     u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
 }
 
-/// Returns the part that wraps.
+/// Returns the low half of a part number, which wraps.
 #[expect(clippy::cast_possible_truncation, reason = "stamps wrap")]
 const fn low_half(part: u64) -> u32 {
     part as u32
@@ -224,7 +227,7 @@ mod tests {
     use super::*;
     use lowtide_core::clock::{Clock as _, ManualClock};
 
-    /// Decay times of all sizes, and a moment well after the origin.
+    /// Calls `check` with decay times of all sizes, at a moment well after the origin.
     fn each(check: impl Fn(Duration, &ManualClock)) {
         for nanos in [1, 7, 511, 512, 1_000_000, 1_500_000_000, 10_000_000_000, u64::MAX / 8] {
             let clock = ManualClock::new();
@@ -256,7 +259,8 @@ mod tests {
         assert!(!aging.ages(Moment::ORIGIN).is_over(stamp));
     }
 
-    /// The bug: memory that became idle after a check at a time ahead of the clock never expired.
+    /// Regression test: memory that became idle after a check at a time ahead of the clock never
+    /// expired.
     #[test]
     fn a_look_ahead_of_the_clock_kept_all_that_went_idle_later() {
         for ahead in [Duration::from_secs(3600), Duration::MAX] {

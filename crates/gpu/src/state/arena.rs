@@ -1,7 +1,7 @@
 //! The state of an arena under its one lock: regions, limit, ages, counts.
 //!
-//! It calls no driver. `commit` and `reclaim` make the driver calls, with the lock released, and
-//! record the results here.
+//! This module calls no driver. The operations in `engine` request the driver calls, which are made
+//! with the lock released, and record the results here.
 //!
 //! Invariants: those of [`ArenaSnapshot`]; `backed <= limit`, unless the limit was lowered below
 //! it; those of [`Aging`].
@@ -35,8 +35,8 @@ use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::{Clock, Moment};
 use lowtide_core::decay::DecayTime;
 
-/// Bytes in one decommit at most, beyond one granule, so that no single call of the driver is
-/// unbounded. A guess; a figure for each driver is to be measured.
+/// The maximum bytes of one decommit, if a granule is no larger, so that no single driver call is
+/// unbounded. A guess, to be measured per driver.
 const RUN_MAX: ByteSize = ByteSize::gib(1);
 
 /// A run that is leaving, and its place.
@@ -48,19 +48,19 @@ pub(crate) struct Leaving {
     pub(crate) size: ByteSize,
 }
 
-/// The accounting of an arena.
+/// The state of an arena.
 #[derive(Debug)]
 pub(crate) struct ArenaState {
     /// The arena's name, for errors.
     pub(crate) name: String,
     regions: [RegionState; 2],
     granularity: u64,
-    /// What the driver can do.
+    /// The driver's capabilities.
     pub(crate) capabilities: Capabilities,
     pub(crate) backend: Backend,
-    /// No more blocks are handed out.
+    /// `true` if the arena hands out no more blocks.
     pub(crate) is_closed: bool,
-    /// The number of driver calls asked for.
+    /// The number of driver calls requested.
     pub(crate) calls: u64,
     pub(crate) leases: u32,
     pub(crate) sleep: Sleep,
@@ -73,12 +73,12 @@ pub(crate) struct ArenaState {
     /// `true` if the driver may keep memory of released segments until a trim.
     pub(crate) untrimmed: bool,
     pub(crate) streams: Streams,
-    /// Blocks given out by address, by that address.
+    /// The live raw blocks, by address.
     pub(crate) raw: RawBlocks,
     /// Exports, and imported memory that is not released.
     pub(crate) outstanding: Outstanding,
     pub(crate) moves: MoveState,
-    /// What happened since the lock was taken, if anything observes the arena.
+    /// The events since the lock was taken, if the arena has observers.
     pub(crate) events: EventQueue,
     /// The number of lanes that were opened.
     lanes: u64,
@@ -156,7 +156,7 @@ impl ArenaState {
         self.total(|region| region.segment.leaving())
     }
 
-    /// The smallest number of granules that holds so many bytes.
+    /// Returns the smallest number of granules that holds this many bytes.
     pub(crate) const fn granules_for(&self, bytes: u64) -> u64 {
         bytes.div_ceil(self.granularity)
     }
@@ -165,12 +165,12 @@ impl ArenaState {
         granules * self.granularity
     }
 
-    /// The most granules that one decommit is for.
+    /// Returns the maximum number of granules of one decommit.
     pub(crate) fn run_max(&self) -> u64 {
         (RUN_MAX.get() / self.granularity).max(1)
     }
 
-    /// By how many bytes committing so many more would pass the limit.
+    /// Returns by how many bytes a commit of this many more would exceed the limit.
     pub(crate) fn over_limit(&self, bytes: u64) -> u64 {
         self.backed().saturating_add(bytes).saturating_sub(self.limit.get())
     }
@@ -181,8 +181,7 @@ impl ArenaState {
         self.raw.readdress(from, id, moved);
     }
 
-    /// Finds addresses for a block, and returns the uses that must complete before the block is
-    /// used.
+    /// Finds addresses for a block. Returns the uses that must complete before the block is used.
     pub(crate) fn place(
         &mut self,
         region: Region,
@@ -206,7 +205,7 @@ impl ArenaState {
         })
     }
 
-    /// Records that a placed block has its memory: it is allocated.
+    /// Records that a placed block has its memory and is allocated.
     pub(crate) fn arrive(
         &mut self,
         region: Region,
@@ -221,7 +220,7 @@ impl ArenaState {
         self.live_peak = self.live_peak.max(self.live());
     }
 
-    /// Starts resizing a live block in place; `None` if there is no room.
+    /// Starts resizing a live block in place; returns `None` if there is no room.
     pub(crate) fn begin_resize(
         &mut self,
         region: Region,
@@ -280,7 +279,7 @@ impl ArenaState {
         self.committed_peak = self.committed_peak.max(self.there());
     }
 
-    /// Bytes of granules with memory behind them, without those on their way.
+    /// Returns the bytes of backed granules, without commits in progress.
     fn there(&self) -> u64 {
         self.backed() - self.committing()
     }
@@ -343,7 +342,7 @@ impl ArenaState {
         self.release_after(region, placed, (&[], FreeCause::Owner(After::All)), clock);
     }
 
-    /// Frees a block whose contents are in another one now.
+    /// Frees a block whose contents were copied to another block.
     pub(crate) fn replace(
         &mut self,
         region: Region,
@@ -396,9 +395,9 @@ impl ArenaState {
         }
     }
 
-    /// Marks the next run of idle granules as leaving, at most so many; with ages, only expired
-    /// ones. The stable region comes first: its idle memory is the least likely to be requested
-    /// again.
+    /// Marks the next run of idle granules as leaving, at most this many; with ages, only expired
+    /// ones. The stable region comes first, because its idle memory is the least likely to be
+    /// requested again.
     pub(crate) fn begin_leave(
         &mut self,
         granules: u64,
@@ -428,12 +427,12 @@ impl ArenaState {
         }
     }
 
-    /// When the next look is due.
+    /// Returns the time of the next check.
     pub(crate) fn due(&self) -> Moment {
         if self.idle() == 0 { Moment::NEVER } else { self.aging.due() }
     }
 
-    /// Schedules the next check after one at `now`; `failed` if the driver failed.
+    /// Schedules the check after one at `now`. `failed` is `true` if the driver failed.
     pub(crate) fn set_looked(&mut self, now: Moment, failed: bool) {
         let ages = self.aging.ages(now);
         let oldest = self.regions.iter().filter_map(|region| region.segment.oldest(ages)).max();
@@ -462,7 +461,7 @@ impl ArenaState {
         lane
     }
 
-    /// Records that the arena did not fall asleep, or not as it should.
+    /// Records that the arena did not fall asleep, or only in part.
     pub(crate) fn note_sleepless(
         &mut self,
         clock: &dyn Clock,
@@ -514,7 +513,7 @@ impl ArenaState {
         self.events.push(clock, || ArenaEvent::TooLarge { region, request });
     }
 
-    /// Notes that granules of a span went idle.
+    /// Records that granules of a span became idle.
     pub(crate) fn note_idle(&mut self, region: Region, span: Span, clock: &dyn Clock) {
         if let Some(stamp) = self.aging.note_idle(|| clock.now()) {
             self.region_mut(region).segment.stamp(span, stamp);
@@ -593,8 +592,8 @@ impl ArenaState {
             + self.events.metadata()
     }
 
-    /// Returns the uses to wait for when a block used by these streams, or by unknown ones, is
-    /// freed.
+    /// Returns the uses to wait for when a block is freed that these streams, or unknown ones,
+    /// used.
     pub(crate) fn uses(&mut self, streams: &[StreamKey]) -> Uses {
         if !self.capabilities.asynchronous {
             return Uses::NONE;
@@ -605,12 +604,12 @@ impl ArenaState {
         Uses::of(streams.iter().map(|&stream| self.streams.use_now(stream)))
     }
 
-    /// Returns `true` if something waits for the end of work.
+    /// Returns `true` if freed or imported memory waits for the end of work.
     pub(crate) fn is_awaiting(&self) -> bool {
         self.pending() > 0 || self.outstanding.imported.is_waiting()
     }
 
-    /// Bytes that were freed and may still be worked on.
+    /// Returns the bytes that were freed and that the device may still use.
     pub(crate) fn pending(&self) -> u64 {
         self.total(|region| region.pending.bytes())
     }
@@ -626,19 +625,19 @@ impl ArenaState {
         self.forget_stream(stream);
     }
 
-    /// Forgets a stream that has ended and left nothing pending.
+    /// Forgets a stream that has ended and has no pending uses.
     pub(crate) fn forget_stream(&mut self, stream: StreamKey) {
         let is_pending = Region::ALL.iter().any(|&region| self.region(region).pending.has(stream));
         self.streams.forget(stream, is_pending);
     }
 
-    /// Returns `true` if every granule counts against the limit, and all blocks share them.
+    /// Returns `true` if every granule counts against the limit and all blocks share granules.
     pub(crate) fn shares_granules(&self) -> bool {
         self.limit.get() / self.bytes_of(1) < APART_FROM
     }
 
-    /// Marks a segment for the block as committing, including the growth; `None` if there are no
-    /// offsets for it.
+    /// Marks a segment for the block as committing, including the growth. Returns `None` if there
+    /// are no offsets for it.
     pub(crate) fn begin_segment(
         &mut self,
         query: PlacementQuery,
@@ -653,7 +652,7 @@ impl ArenaState {
         let books = self.region_mut(region);
         let is_small = end_of(wanted.size) == End::High && books.index.bounds(End::High).size > 0;
         let end = if is_small && !is_shared { End::High } else { End::Low };
-        // If offsets are short, without the growth, and a small block among the large.
+        // If offsets are scarce: first without the growth, then a small block among the large ones.
         let ways = [(end, size), (end, needed), (End::Low, needed)];
         ways.into_iter().find_map(|(end, size)| books.begin_segment(end, size))
     }

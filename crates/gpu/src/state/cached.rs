@@ -1,4 +1,5 @@
-//! Blocks in the caches of threads and lanes, as the state sees them: live, and counted there.
+//! Blocks in the caches of threads and lanes, as the state sees them: live, and counted by the
+//! caches.
 //!
 //! The caches count their allocations and frees without the state's lock. A snapshot adds the
 //! counts, and the state takes them over when a cache is dropped.
@@ -10,18 +11,19 @@ use crate::types::region::Region;
 /// A block of a region.
 pub(crate) type Kept = (Region, Placement);
 
-/// A block taken out of a cache, and the stream of the lane whose cache that was.
+/// A block that was taken out of a cache, and the stream of the cache's lane, if it has one.
 pub(crate) type Swept = (Kept, Option<StreamKey>);
 
 /// The counts of a cache since the arena was opened.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct CacheCounts {
-    /// Blocks handed out of it, and taken in; blocks passed on to the arena later do not count.
+    /// The numbers of blocks handed out and put in. Blocks that later went from the cache to the
+    /// arena do not count.
     pub(crate) allocs: u64,
     pub(crate) frees: u64,
-    /// Bytes in it now, by region.
+    /// The bytes in the cache now, by region.
     pub(crate) cached: [u64; 2],
-    /// Requested bytes of blocks handed out less those taken in, by region; wraps.
+    /// The requested bytes of blocks handed out minus those of blocks put in, by region. Wraps.
     pub(crate) requested: [u64; 2],
 }
 
@@ -50,7 +52,7 @@ impl CacheCounts {
         *sum = sum.wrapping_add(requested);
     }
 
-    /// Counts a block that was taken in.
+    /// Counts a block that was put in.
     #[inline]
     pub(crate) fn came(&mut self, region: Region, placed: &Placement) {
         self.cached[region.number()] += placed.span.size;

@@ -3,7 +3,7 @@
 //! Pure arithmetic over spans and runs. A granule that several blocks touch gets the strongest of
 //! their settings.
 //!
-//! Invariant: every committed granule is in exactly one part; a part is of one kind, and lies in
+//! Invariant: every committed granule is in exactly one part; a part has one treatment, and lies in
 //! one half of its segment.
 
 use std::ops::Range;
@@ -14,7 +14,7 @@ use crate::state::region::{Region, RegionState};
 use crate::state::segment::Run;
 use crate::types::sleep::Contents;
 
-/// Adjoining granules on their way out.
+/// Adjoining granules that are leaving for a sleep.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct OutgoingRun {
     pub(crate) place: Leaving,
@@ -23,14 +23,14 @@ pub(crate) struct OutgoingRun {
 
 impl RegionState {
     /// Marks committed granules as leaving, except those that stay. Contents are treated as `usual`
-    /// unless their block has its own setting; on host memory kept contents stay in place.
+    /// unless their block has its own setting. In host memory, kept contents stay in place.
     pub(crate) fn begin_suspend(
         &mut self,
         region: Region,
         (usual, is_host): (Contents, bool),
         granules_max: usize,
     ) -> Vec<OutgoingRun> {
-        // A segment leaves whole.
+        // A segment leaves as a whole.
         let granules_max = if self.segment.is_whole() { usize::MAX / 2 } else { granules_max };
         let of = |name: BlockName| match self.pins.contents(name).unwrap_or(usual) {
             Contents::Keep if is_host => Contents::Stay,
@@ -54,8 +54,8 @@ impl RegionState {
         outgoing.into_iter().map(mark).collect()
     }
 
-    /// Notes the blocks whose contents are lost with these granules. An owner learns it once for
-    /// one or several losses.
+    /// Records which blocks lose their contents with these granules. The owner of a block learns of
+    /// one or several losses once.
     pub(crate) fn note_discarded(&mut self, mut lost: Vec<Range<usize>>) {
         if lost.is_empty() {
             return;
@@ -68,20 +68,20 @@ impl RegionState {
         let blocks = self.live_blocks();
         let blocks = blocks.filter(|(span, _)| is_lost(self.segment.granules_of(*span)));
         let names: Vec<_> = blocks.map(|(_, name)| name).collect();
-        // Buffers of older blocks are not cached when freed, since a cache would keep this entry.
+        // Buffers of older blocks are not cached when freed, because a cache would keep this entry.
         self.moves += 1;
         names.into_iter().for_each(|name| self.pins.discard(name));
     }
 }
 
-/// Returns granules and the treatment of their blocks, from blocks in address order.
+/// Returns granules and the treatment of their contents, from blocks in address order.
 fn wanted(blocks: impl Iterator<Item = (Range<usize>, Contents)>) -> Vec<(Range<usize>, Contents)> {
     let mut all: Vec<(Range<usize>, Contents)> = Vec::new();
     for (mut range, contents) in blocks {
         if let Some((last, theirs)) = all.last_mut()
             && last.end > range.start
         {
-            // They share one granule: the last of theirs, the first of this.
+            // Both blocks share one granule: the last of the earlier block, the first of this one.
             let most = contents.max(*theirs);
             if last.len() == 1 {
                 *theirs = most;
@@ -95,7 +95,7 @@ fn wanted(blocks: impl Iterator<Item = (Range<usize>, Contents)>) -> Vec<(Range<
             all.push((range, contents));
         }
     }
-    // Granules without kept contents are like untouched ones.
+    // Granules whose contents are discarded are like untouched ones.
     all.retain(|(_, contents)| *contents != Contents::Discard);
     all.dedup_by(|next, last| {
         let joins = last.0.end == next.0.start && last.1 == next.1;
@@ -107,8 +107,8 @@ fn wanted(blocks: impl Iterator<Item = (Range<usize>, Contents)>) -> Vec<(Range<
     all
 }
 
-/// Cuts a run of committed granules into pieces of one kind each, of at most `granules_max`; what
-/// no block touches has nothing to keep.
+/// Cuts a run of committed granules into pieces with one treatment each, of at most `granules_max`
+/// granules. Granules that no block touches have nothing to keep.
 fn cut(
     run: Range<usize>,
     wanted: &[(Range<usize>, Contents)],

@@ -1,11 +1,11 @@
-//! The events of an arena: what happened to it, in the order in which it took effect.
+//! The events of an arena, in the order in which they took effect.
 //!
 //! The state adds an event to its queue, under its lock, after the change that the event describes
-//! and after all that reads the clock for it. The executor takes the events out when it releases
-//! the lock. The state does not know what reads them.
+//! and after every clock reading of that change. The executor takes the events out when it releases
+//! the lock. The state does not know its observers.
 //!
-//! Invariants: sequence numbers ascend without a gap; an arena that nothing observes builds no
-//! event, does not read the clock for one and has no memory for the queue.
+//! Invariants: sequence numbers ascend without a gap; an arena without observers builds no event,
+//! does not read the clock for one and has no memory for the queue.
 
 use std::mem;
 use std::num::NonZeroU64;
@@ -22,8 +22,8 @@ use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::{Clock, Moment};
 use lowtide_core::decay::DecayTime;
 
-/// The number of events that the queue of an observed arena holds without allocating. More occur
-/// under one hold of the lock only in a reset of raw blocks and in a transition of a sleep.
+/// The number of events that the queue of an observed arena holds without allocating. Only a reset
+/// of raw blocks or a transition of sleep adds more in one hold of the lock.
 const EVENTS: usize = 64;
 
 /// The number of a lane of an arena, from 1.
@@ -57,7 +57,7 @@ pub enum After {
 pub(crate) struct Origin {
     /// `None` for the new block of a resize.
     pub(crate) kind: Option<BlockKind>,
-    /// The lane that it is for.
+    /// The lane that the request is for.
     pub(crate) lane: Option<LaneNumber>,
 }
 
@@ -73,7 +73,7 @@ impl Origin {
 pub(crate) enum FailedRequest {
     /// A block.
     Alloc(Region, AllocRequest),
-    /// A resize of a block to so many bytes.
+    /// A resize of a block to this many bytes.
     Resize(Region, BlockName, u64),
 }
 
@@ -89,11 +89,11 @@ pub(crate) struct MemoryShortage {
 /// The reason that a block was freed.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum FreeCause {
-    /// Its owner freed it.
+    /// The owner freed the block.
     Owner(After),
-    /// All raw blocks are freed: an [`ArenaEvent::RawReset`] follows.
+    /// All raw blocks were freed: an [`ArenaEvent::RawReset`] follows.
     Reset,
-    /// A resize copied its contents to this block.
+    /// A resize copied the contents to this block.
     MovedTo(Placement),
 }
 
@@ -102,11 +102,11 @@ pub(crate) enum FreeCause {
 pub(crate) enum ReleaseCause {
     /// A decay pass for this moment.
     Decay { now: Moment },
-    /// A trim to so many committed bytes.
+    /// A trim to this many committed bytes.
     Trim { keep: ByteSize },
     /// A shrink.
     Shrink,
-    /// The arena is closed.
+    /// The arena was closed.
     Close,
 }
 
@@ -118,7 +118,7 @@ pub(crate) struct Location {
     pub(crate) address: DeviceAddress,
 }
 
-/// What happened to an arena.
+/// An event of an arena.
 #[derive(Clone, Debug)]
 pub(crate) enum ArenaEvent {
     /// A block was allocated.
@@ -133,7 +133,7 @@ pub(crate) enum ArenaEvent {
     Resized { region: Region, before: Placement, after: Placement },
     /// A compaction moved a block.
     Moved { region: Region, id: BlockName, from: Location, to: Location, size: ByteSize },
-    /// A lane uses a block.
+    /// A lane started to use a block.
     Used { region: Region, id: BlockName, lane: LaneNumber },
     /// A block was pinned to its place.
     Pinned { region: Region, id: BlockName },
@@ -149,7 +149,7 @@ pub(crate) enum ArenaEvent {
     Decommitted { at: DeviceAddress, size: ByteSize },
     /// Memory was moved from idle granules to others.
     Remapped { from: DeviceAddress, to: DeviceAddress, size: ByteSize },
-    /// Memory became idle; it ages from the moment of this event.
+    /// Memory became idle. It ages from the moment of this event.
     Idle,
     /// Idle memory was released, or an attempt to do so ended.
     Released { cause: ReleaseCause, released: ByteSize, done: bool },
@@ -167,13 +167,13 @@ pub(crate) enum ArenaEvent {
     Compacted { options: CompactOptions, report: CompactReport },
     /// The arena fell asleep.
     Asleep { options: SleepOptions, report: SleepReport },
-    /// The arena did not fall asleep, or not as it should, and is in this state now.
+    /// The arena did not fall asleep, or only in part, and is in this state now.
     SleepFailed { options: SleepOptions, error: DeviceError, state: SleepState },
     /// The arena woke up.
     Woke { report: WakeReport },
     /// The arena is still asleep after an attempt to wake it.
     WakeFailed,
-    /// A close ended, without an error if the arena is closed and its memory released.
+    /// A close ended. If it has no error, the arena is closed and its memory released.
     CloseEnded { error: Option<DeviceError> },
 }
 
@@ -196,18 +196,18 @@ pub(crate) struct EventQueue {
 }
 
 impl EventQueue {
-    /// Returns the buffer of a queue, and of the one it is exchanged with.
+    /// Creates a buffer for a queue, or for the one that the queue is exchanged with.
     pub(crate) fn buffer() -> Vec<SequencedEvent> {
         Vec::with_capacity(EVENTS)
     }
 
-    /// Creates the queue of an observed arena. The default is that of an arena without observers,
-    /// which takes in no events.
+    /// Creates the queue of an observed arena. The default queue is that of an arena without
+    /// observers, which accepts no events.
     pub(crate) fn observed() -> Self {
         Self { is_observed: true, next: 0, events: Self::buffer() }
     }
 
-    /// Returns `true` if events are built.
+    /// Returns `true` if the queue accepts events.
     #[inline]
     pub(crate) const fn is_observed(&self) -> bool {
         self.is_observed
@@ -221,7 +221,7 @@ impl EventQueue {
         }
     }
 
-    /// Adds an event that took effect at a moment that was read under this hold of the lock.
+    /// Adds an event that took effect at a moment that was read during this hold of the lock.
     #[inline]
     pub(crate) fn push_at(&mut self, at: Moment, event: impl FnOnce() -> ArenaEvent) {
         if self.is_observed {
@@ -246,7 +246,7 @@ impl EventQueue {
         mem::swap(&mut self.events, buffer);
     }
 
-    /// Bytes of both buffers.
+    /// Returns the bytes of both buffers.
     pub(crate) const fn metadata(&self) -> usize {
         2 * self.events.capacity() * size_of::<SequencedEvent>()
     }

@@ -15,7 +15,7 @@ use lowtide_core::clock::Moment;
 /// The result of the last plan for an error.
 #[derive(Debug, Default)]
 pub(crate) struct CompactionEstimate {
-    /// When the next may be made; never, while one is.
+    /// The time at which the next plan may be made; never while one is being made.
     pub(crate) next: Moment,
     pub(crate) recoverable: u64,
 }
@@ -23,14 +23,15 @@ pub(crate) struct CompactionEstimate {
 /// The reason an allocation failed, as the failures are counted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Cause {
-    /// So many bytes of granules would have to fall idle.
+    /// This many bytes of granules would have to become idle.
     Limit {
         over: u64,
     },
     Device,
     Addresses,
     Driver,
-    /// The arena was closed, or the block was lost: no want of memory, and not counted.
+    /// The arena was closed, or the block was lost. No memory was short, and the failure is not
+    /// counted.
     Uncounted,
 }
 
@@ -47,7 +48,8 @@ impl AllocFailure {
         Self { cause, error: Box::new(error.into()) }
     }
 
-    /// Creates a refusal for lack of memory. [`AllocFailure::with_figures`] adds its figures.
+    /// Creates the failure of an allocation for lack of memory. [`AllocFailure::with_figures`] adds
+    /// its figures.
     pub(crate) fn of(cause: Cause, requested: u64) -> Self {
         const NONE: ByteSize = ByteSize::ZERO;
         let error = DeviceError::OutOfMemory {
@@ -64,8 +66,8 @@ impl AllocFailure {
         Self::new(cause, error)
     }
 
-    /// Adds the current figures: the block that found no memory has no place any more, and so takes
-    /// no free space.
+    /// Adds the current figures. The block that found no memory has no place any more, and so
+    /// occupies no free space.
     pub(crate) fn with_figures(self, state: &ArenaState) -> Self {
         match *self.error {
             DeviceError::OutOfMemory { requested, .. } => {
@@ -81,7 +83,7 @@ impl AllocFailure {
         !matches!(self.cause, Cause::Uncounted) && self.error.is_out_of_memory()
     }
 
-    /// Returns `true` if by its own figures there is room under the limit.
+    /// Returns `true` if there is room under the limit by the failure's own figures.
     pub(crate) fn is_contradicted(&self, granule: ByteSize) -> bool {
         let DeviceError::OutOfMemory { requested, active, limit, bound: Bound::Limit, .. } =
             *self.error
@@ -92,7 +94,7 @@ impl AllocFailure {
         self.is_shortage() && active.saturating_add(needed) <= limit
     }
 
-    /// Returns `true` if there was something to wait for that a capture forbids, or may forbid.
+    /// Returns `true` if a wait would have helped, but a capture forbids it, or may forbid it.
     pub(crate) fn is_by_capture(&self) -> bool {
         matches!(&*self.error, DeviceError::Driver(error) if is_unwaited(error))
     }
@@ -102,13 +104,13 @@ impl AllocFailure {
         Self::new(Cause::Driver, error)
     }
 
-    /// Creates a failure that is no want of memory.
+    /// Creates a failure that is not a lack of memory.
     pub(crate) fn uncounted(error: DeviceError) -> Self {
         Self::new(Cause::Uncounted, error)
     }
 }
 
-/// Creates the error of an allocation that finds no memory.
+/// Creates the error of an allocation that found no memory.
 fn out_of_memory(state: &ArenaState, requested: ByteSize, bound: Bound) -> DeviceError {
     let regions = Region::ALL.map(|region| state.region(region));
     let largest_free = regions.into_iter().map(RegionState::largest_free).max();

@@ -1,12 +1,12 @@
 //! The granules of one end of a segment, as bitmaps counted from that end. Pure accounting.
 //!
 //! A granule is bare, committing, committed, leaving or arriving (memory of another granule is
-//! being moved here, and is still counted there). It is touched while a live block covers any byte
-//! of it. Granules that a block covers wholly are bits; only the two at its edges, which it may
-//! share with other blocks, have counts. For an untouched granule the count's place holds the time
-//! of its last use.
+//! being moved here, and still counts there). A granule is touched while a live block covers any
+//! byte of it. Granules that a block covers wholly are bits. Only the two granules at the block's
+//! edges, which may be shared with other blocks, have counts. The count of an untouched granule is
+//! replaced by the time of its last use.
 //!
-//! Memory: 36 bytes for 8 granules, up to the farthest one ever touched: 1/466,000 of 2 MiB.
+//! Memory: 36 bytes for 8 granules, up to the farthest granule ever touched: 1/466,000 of 2 MiB.
 //!
 //! Invariants: `backed = committing + committed + leaving`, arriving is not backed;
 //! `active = backed and touched`; `idle = backed - active`; every granule that may leave is before
@@ -19,13 +19,14 @@ use crate::state::aging::{Ages, Stamp};
 /// 64 granules: bit `i` is granule `64 x word + i`.
 #[derive(Clone, Copy, Debug, Default)]
 struct Word {
-    /// A live block covers some of it.
+    /// A live block covers a part of the granule.
     touched: u64,
-    /// There is memory behind it, or on the way there or away.
+    /// The granule has memory, or is committing or leaving.
     backed: u64,
-    /// A commit is in progress: backed, no memory yet. If not backed: arriving.
+    /// A commit is in progress: the granule is backed, but has no memory yet. If not backed:
+    /// arriving.
     committing: u64,
-    /// A decommit is under way: backed still.
+    /// A decommit is in progress: the granule is still backed.
     leaving: u64,
 }
 
@@ -47,8 +48,8 @@ impl Word {
 #[derive(Debug, Default)]
 pub(crate) struct Granules {
     words: Vec<Word>,
-    /// The number of blocks that cover a part of the granule, but not all of it; if no block
-    /// touches it, the [`Stamp`] of its last use.
+    /// The number of blocks that cover a part of the granule, but not all of it. If no block
+    /// touches the granule: the [`Stamp`] of its last use.
     partly: Vec<u32>,
     backed: u64,
     active: u64,
@@ -138,7 +139,8 @@ impl Granules {
         self.idle_ages(ages).max()
     }
 
-    /// The age of each that may leave. A step for each of them, and for each 64 granules.
+    /// Returns the age of each granule that may leave. Takes a step for each of them, and for each
+    /// 64 granules.
     pub(crate) fn idle_ages(&self, ages: Ages) -> impl Iterator<Item = u32> {
         let words = self.words.iter().enumerate().take(self.idle_end.div_ceil(64));
         let idle =
@@ -146,12 +148,12 @@ impl Granules {
         idle.map(move |granule| ages.of(Stamp::new(self.partly[granule])))
     }
 
-    /// Returns `true` if a block covers any of it.
+    /// Returns `true` if a block covers any byte of the granule.
     pub(crate) fn is_touched(&self, granule: usize) -> bool {
         self.words.get(granule / 64).is_some_and(|word| word.touched >> (granule % 64) & 1 == 1)
     }
 
-    /// Returns the number of inactive granules: an arriving block may touch them.
+    /// Returns the number of inactive granules. An arriving block may touch them.
     pub(crate) fn inactive(&self, range: Range<usize>) -> u64 {
         let known = |(at, mask): (usize, u64)| {
             let word = self.words.get(at).copied().unwrap_or_default();
@@ -160,7 +162,7 @@ impl Granules {
         masks(range).map(known).sum()
     }
 
-    /// Returns the number of bare granules without memory on its way.
+    /// Returns the number of granules that have no memory and are not arriving.
     pub(crate) fn bare(&self, range: Range<usize>) -> u64 {
         let known = |(at, mask): (usize, u64)| {
             count(mask & self.words.get(at).copied().unwrap_or_default().bare())
@@ -177,21 +179,21 @@ impl Granules {
         masks(range).map(known).sum()
     }
 
-    /// Returns `true` if all of them are committed, and stay so.
+    /// Returns `true` if all granules are committed, and none is leaving.
     pub(crate) fn are_committed(&self, range: Range<usize>) -> bool {
         masks(range).all(|(at, mask)| {
             self.words.get(at).is_some_and(|word| word.committed() & mask == mask)
         })
     }
 
-    /// Returns `true` if a driver call is in progress for one of them.
+    /// Returns `true` if a driver call is in progress for one of the granules.
     pub(crate) fn is_moving(&self, range: Range<usize>) -> bool {
         masks(range).any(|(at, mask)| {
             self.words.get(at).is_some_and(|word| (word.committing | word.leaving) & mask != 0)
         })
     }
 
-    /// Marks the bare ones as committing; calls `each` with every run of them.
+    /// Marks the bare granules as committing; calls `each` with every run of them.
     pub(crate) fn begin_commit(&mut self, range: Range<usize>, mut each: impl FnMut(Range<usize>)) {
         if range.is_empty() {
             return; // no entries for granules beyond the other half
@@ -211,8 +213,8 @@ impl Granules {
         run.into_iter().for_each(each);
     }
 
-    /// Marks the first bare ones, at most so many, as arriving; calls `each` with every run of
-    /// them. Returns how many.
+    /// Marks the first bare granules, at most this many, as arriving; calls `each` with every run
+    /// of them. Returns their number.
     pub(crate) fn begin_arrive(
         &mut self,
         range: Range<usize>,
@@ -227,7 +229,7 @@ impl Granules {
         for (at, mask) in masks(range) {
             let mut bare = mask & self.words[at].bare();
             while count(bare) > left {
-                bare &= !(1 << (u64::BITS - 1 - bare.leading_zeros())); // the last of them
+                bare &= !(1 << (u64::BITS - 1 - bare.leading_zeros())); // the last bare granule
             }
             left -= count(bare);
             self.words[at].committing |= bare;
@@ -237,7 +239,7 @@ impl Granules {
         granules_max - left
     }
 
-    /// Records the result for memory that was to arrive.
+    /// Records the result for memory that was arriving.
     pub(crate) fn end_arrive(&mut self, range: Range<usize>, done: bool) {
         for (at, mask) in masks(range.clone()) {
             let word = &mut self.words[at];
@@ -253,7 +255,7 @@ impl Granules {
         self.idle_end = self.idle_end.max(range.end);
     }
 
-    /// Calls `each` with every run of committed granules. Skips words without one.
+    /// Calls `each` with every run of committed granules. Skips words without any.
     pub(crate) fn committed_runs(&self, range: Range<usize>, mut each: impl FnMut(Range<usize>)) {
         let mut run = None;
         for (at, mask) in masks(range.start..range.end.min(self.known())) {
@@ -263,7 +265,7 @@ impl Granules {
         run.into_iter().for_each(each);
     }
 
-    /// Returns `true` if it has memory, arriving or leaving included.
+    /// Returns `true` if the granule has memory, also if that is arriving or leaving.
     pub(crate) fn is_backed(&self, granule: usize) -> bool {
         self.words.get(granule / 64).is_some_and(|word| word.backed >> (granule % 64) & 1 == 1)
     }
@@ -278,7 +280,8 @@ impl Granules {
         run.into_iter().for_each(each);
     }
 
-    /// Marks those that blocks touch and that are bare as committing; calls `each` with every run.
+    /// Marks the bare granules that blocks touch as committing; calls `each` with every run of
+    /// them.
     pub(crate) fn begin_return(&mut self, mut each: impl FnMut(Range<usize>)) {
         let mut run: Option<Range<usize>> = None;
         for (at, word) in self.words.iter_mut().enumerate() {
@@ -313,9 +316,9 @@ impl Granules {
     /// Marks the innermost run of idle granules before `end`, at most `granules_max` of them, as
     /// leaving; with ages, only expired ones.
     ///
-    /// The innermost, because blocks are placed towards the end: granules far from it are needed
-    /// least. Amortised, each word is visited once for each time that one of it became idle, or
-    /// once per check with ages.
+    /// The innermost run is chosen because blocks are placed towards the end: granules far from it
+    /// are needed least. Amortised, each word is visited once for each time that one of its
+    /// granules became idle, or once per check with ages.
     pub(crate) fn begin_leave(
         &mut self,
         end: usize,
@@ -374,7 +377,7 @@ impl Granules {
         }
     }
 
-    /// Every run of backed granules, from the end inward.
+    /// Returns every run of backed granules, from the end inward.
     pub(crate) fn backed_runs(&self) -> Vec<Range<usize>> {
         let mut runs: Vec<Range<usize>> = Vec::new();
         for (at, word) in self.words.iter().enumerate() {
@@ -389,7 +392,7 @@ impl Granules {
         runs
     }
 
-    /// Counts everything again; `partly` and `touched` are the live blocks' effect on a granule.
+    /// Counts everything again. `expected` returns the effect of the live blocks on a granule.
     ///
     /// # Panics
     /// If a figure is wrong.
@@ -414,14 +417,14 @@ impl Granules {
         }
     }
 
-    /// Returns `true` if it may leave, and, with ages, its time is over.
+    /// Returns `true` if the granule may leave and, with ages, has expired.
     fn leaves(&self, granule: usize, ages: Option<Ages>) -> bool {
         let word = self.words.get(granule / 64);
         word.is_some_and(|word| word.may_leave() >> (granule % 64) & 1 == 1)
             && ages.is_none_or(|ages| ages.is_over(Stamp::new(self.partly[granule])))
     }
 
-    /// The last granule before `end` that leaves.
+    /// Returns the last granule before `end` that may leave.
     fn idle_before(&self, end: usize, ages: Option<Ages>) -> Option<usize> {
         let words = self.words.iter().enumerate().take(end.div_ceil(64)).rev();
         let mut idle = words.flat_map(|(at, word)| {
@@ -431,7 +434,7 @@ impl Granules {
         idle.find(|&granule| self.leaves(granule, ages))
     }
 
-    /// Makes entries for all granules before `end`.
+    /// Creates entries for all granules before `end`.
     fn reach(&mut self, end: usize) {
         if self.partly.len() < end {
             self.partly.resize(end, 0);
@@ -440,7 +443,7 @@ impl Granules {
     }
 }
 
-/// Takes in the next word of a walk: joins its granules to the run so far, or ends that.
+/// Adds the next word of a walk: joins its granules to the current run, or ends the run.
 fn extend(
     run: &mut Option<Range<usize>>,
     at: usize,
@@ -463,14 +466,14 @@ fn count(bits: u64) -> u64 {
     u64::from(bits.count_ones())
 }
 
-/// The bits of a word that are set, from the lowest.
+/// Returns the set bits of a word, from the lowest.
 fn bits(word: u64) -> impl DoubleEndedIterator<Item = usize> {
     let range =
         if word == 0 { 0..0 } else { word.trailing_zeros()..u64::BITS - word.leading_zeros() };
     range.filter(move |bit| word >> bit & 1 == 1).map(|bit| bit as usize)
 }
 
-/// The lowest bits, at most 64 of them.
+/// Returns a word with this many lowest bits set, at most 64.
 const fn low(bits: u32) -> u64 {
     if bits >= u64::BITS { u64::MAX } else { (1 << bits) - 1 }
 }
@@ -479,7 +482,7 @@ const fn low64(bits: usize) -> u64 {
     if bits >= 64 { u64::MAX } else { (1 << bits) - 1 }
 }
 
-/// The words that hold these granules, and which bits of each.
+/// Returns the words that hold these granules, and the bits of the granules in each.
 fn masks(range: Range<usize>) -> impl Iterator<Item = (usize, u64)> {
     let Range { start, end } = range;
     let words = if start < end { start / 64..end.div_ceil(64) } else { 0..0 };

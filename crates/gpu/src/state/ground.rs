@@ -1,8 +1,9 @@
-//! The memory below the blocks of a region: one reserved segment with granules, or pieces that a
-//! driver allocates and frees whole.
+//! The memory for the blocks of a region: one reserved segment with granules, or pieces that a
+//! driver allocates and frees as a whole.
 //!
-//! Both have the same interface, so placing and counting are independent of the kind. An operation
-//! that only one kind supports, such as committing single granules, does nothing on the other.
+//! Both kinds have the same interface, so placing and counting are independent of the kind. An
+//! operation that only one kind supports, such as committing single granules, does nothing on the
+//! other.
 //!
 //! Invariants: those of [`Segment`] and of [`SegmentList`].
 
@@ -16,33 +17,33 @@ use crate::state::ranges::RegionIndex;
 use crate::state::segment::{Run, Segment};
 use lowtide_core::bytes::ByteSize;
 
-/// The memory behind the offsets of a region.
+/// The memory for the offsets of a region.
 #[derive(Debug)]
 pub(crate) enum Backing {
     /// Addresses that were reserved once.
     Reserved(Segment),
-    /// Segments, each with an address of its own.
+    /// Segments, each with its own address.
     SegmentList(SegmentList),
 }
 
-/// The state of a granule with memory behind it.
+/// The state of a committed granule.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum GranuleState {
-    /// A live or pending block touches it.
+    /// A live or pending block touches the granule.
     Active,
-    /// No block touches it: it may be released.
+    /// No block touches the granule: it may be released.
     Idle,
 }
 
-/// Adjoining addresses, as pictures show them.
+/// Adjoining addresses, as maps show them.
 #[derive(Debug)]
 pub(crate) struct Stretch {
-    /// Its first address.
+    /// The first address.
     pub(crate) at: DeviceAddress,
-    /// Its offsets in the region.
+    /// The offsets in the region.
     pub(crate) span: Span,
-    /// Spans with memory; and if a block touches them, unless that differs per granule.
+    /// The spans with memory, and if a block touches them; `None` if that differs per granule.
     pub(crate) backed: Vec<(Span, Option<GranuleState>)>,
 }
 
@@ -57,7 +58,7 @@ macro_rules! either {
 }
 
 impl Backing {
-    /// Returns `true` if memory comes and goes in whole pieces.
+    /// Returns `true` if memory is allocated and freed in whole pieces.
     #[inline]
     pub(crate) const fn is_whole(&self) -> bool {
         matches!(self, Self::SegmentList(_))
@@ -75,7 +76,8 @@ impl Backing {
         }
     }
 
-    /// Bytes of addresses that it has: of pieces those with memory, there are no others.
+    /// Returns the bytes of addresses. For pieces: of those with memory, because there are no
+    /// others.
     pub(crate) const fn reserved(&self) -> u64 {
         match self {
             Self::Reserved(segment) => segment.reserved(),
@@ -90,7 +92,7 @@ impl Backing {
         }
     }
 
-    /// Bytes that the index takes for live, and no block has.
+    /// Returns the bytes that the index counts as live, but that no block has.
     pub(crate) const fn held(&self) -> u64 {
         match self {
             Self::Reserved(_) => 0,
@@ -106,30 +108,30 @@ impl Backing {
         }
     }
 
-    /// Bytes with memory behind them, or on the way there or away.
+    /// Returns the bytes of committed memory, including memory that is committing or leaving.
     #[inline]
     pub(crate) const fn backed(&self) -> u64 {
         either!(self, it => it.backed())
     }
 
-    /// Bytes of memory that a block touches, or that is on its way for one.
+    /// Returns the bytes of memory that a block touches, or that is being committed for a block.
     #[inline]
     pub(crate) const fn active(&self) -> u64 {
         either!(self, it => it.active())
     }
 
-    /// Bytes of memory that no block touches.
+    /// Returns the bytes of memory that no block touches.
     #[inline]
     pub(crate) const fn idle(&self) -> u64 {
         self.backed() - self.active()
     }
 
-    /// Bytes on their way here, which may be refused.
+    /// Returns the bytes that are being committed, which the driver may refuse.
     pub(crate) const fn committing(&self) -> u64 {
         either!(self, it => it.committing())
     }
 
-    /// Bytes that are leaving.
+    /// Returns the bytes that are leaving.
     pub(crate) const fn leaving(&self) -> u64 {
         either!(self, it => it.leaving())
     }
@@ -139,7 +141,7 @@ impl Backing {
         either!(self, it => it.metadata())
     }
 
-    /// The address and the size of a run, which lies in one piece.
+    /// Returns the address and the size of a run, which lies in one piece.
     pub(crate) fn place_of(&self, run: Run) -> (DeviceAddress, ByteSize) {
         match self {
             Self::Reserved(segment) => segment.place_of(run),
@@ -150,7 +152,7 @@ impl Backing {
         }
     }
 
-    /// The address of an offset.
+    /// Returns the address of an offset.
     #[inline]
     pub(crate) fn address_of(&self, offset: ByteSize) -> DeviceAddress {
         match self {
@@ -159,7 +161,7 @@ impl Backing {
         }
     }
 
-    /// Returns the offset of an address, if it is in this region.
+    /// Returns the offset of an address, if the address is in this region.
     pub(crate) fn offset_of(&self, at: DeviceAddress) -> Option<ByteSize> {
         match self {
             Self::Reserved(segment) => {
@@ -169,8 +171,8 @@ impl Backing {
         }
     }
 
-    /// Returns `true` if any of these addresses belongs to it permanently. For pieces one step
-    /// each.
+    /// Returns `true` if any of these addresses belongs to the backing permanently. For pieces: one
+    /// step for each.
     pub(crate) fn overlaps(&self, at: DeviceAddress, size: ByteSize) -> bool {
         let meets = |from: DeviceAddress, bytes: u64| {
             let (from, at) = (from.get(), at.get());
@@ -185,7 +187,7 @@ impl Backing {
         }
     }
 
-    /// Records a block there.
+    /// Records a block in a span.
     #[inline]
     pub(crate) fn touch(&mut self, span: Span) {
         either!(self, it => it.touch(span));
@@ -207,21 +209,21 @@ impl Backing {
     pub(crate) fn is_moving(&self, span: Span) -> bool {
         match self {
             Self::Reserved(segment) => segment.is_moving(span),
-            Self::SegmentList(_) => false, // no block is in a piece that is not there to stay
+            Self::SegmentList(_) => false, // a block is only in a piece that stays
         }
     }
 
-    /// Granules of the span that have no memory behind them to stay.
+    /// Returns the number of granules of the span that have no memory or lose it.
     #[inline]
     pub(crate) fn wanting(&self, span: Span) -> u64 {
         match self {
             Self::Reserved(segment) => segment.wanting(span),
-            Self::SegmentList(_) => 0, // the index offers none
+            Self::SegmentList(_) => 0, // the index offers no such granules
         }
     }
 
-    /// Returns the cost of a block there beyond its size: see [`Segment::cost`]. For pieces, the
-    /// bytes that it keeps from becoming idle.
+    /// Returns the cost of placing a block in a span, beyond its size: see [`Segment::cost`]. For
+    /// pieces: the bytes that the block keeps from becoming idle.
     #[inline]
     pub(crate) fn cost(&self, span: Span) -> u64 {
         match self {
@@ -230,7 +232,7 @@ impl Backing {
         }
     }
 
-    /// By how many granules more are active, with a block there.
+    /// Returns the number of additional active granules if a block is placed in a span.
     pub(crate) fn inactive(&self, span: Span) -> u64 {
         match self {
             Self::Reserved(segment) => segment.inactive(span),
@@ -238,30 +240,30 @@ impl Backing {
         }
     }
 
-    /// As [`Segment::bare`].
+    /// Like [`Segment::bare`].
     pub(crate) fn bare(&self, span: Span) -> u64 {
         self.reserved_segment().map_or(0, |segment| segment.bare(span))
     }
 
-    /// As [`Segment::begin_commit`].
+    /// Like [`Segment::begin_commit`].
     pub(crate) fn begin_commit(&mut self, span: Span, ahead: u64) -> Vec<Run> {
         self.reserved_mut().map_or_else(Vec::new, |segment| segment.begin_commit(span, ahead))
     }
 
-    /// As [`Segment::end_commit`].
+    /// Like [`Segment::end_commit`].
     pub(crate) fn end_commit(&mut self, run: Run, done: bool) {
         if let Some(segment) = self.reserved_mut() {
             segment.end_commit(run, done);
         }
     }
 
-    /// As [`Segment::begin_arrive`].
+    /// Like [`Segment::begin_arrive`].
     pub(crate) fn begin_arrive(&mut self, span: Span, granules_max: u64) -> Vec<Run> {
         let segment = self.reserved_mut();
         segment.map_or_else(Vec::new, |segment| segment.begin_arrive(span, granules_max))
     }
 
-    /// As [`Segment::end_arrive`].
+    /// Like [`Segment::end_arrive`].
     pub(crate) fn end_arrive(&mut self, run: Run, done: bool) {
         if let Some(segment) = self.reserved_mut() {
             segment.end_arrive(run, done);
@@ -278,22 +280,22 @@ impl Backing {
         either!(self, it => it.oldest(ages))
     }
 
-    /// The age of each granule that may leave, and whose memory may go elsewhere.
+    /// Returns the age of each granule that may leave, and whose memory may be moved elsewhere.
     pub(crate) fn idle_ages(&self, ages: Ages) -> impl Iterator<Item = u32> {
         let segment = self.reserved_segment().into_iter();
         segment.flat_map(move |segment| segment.idle_ages(ages))
     }
 
-    /// The longest part of a free span that has memory, in bytes.
+    /// Returns the bytes of the longest part of a free span that has memory.
     pub(crate) fn committed_run_max(&self, span: Span) -> u64 {
         match self {
             Self::Reserved(segment) => segment.committed_run_max(span),
-            Self::SegmentList(_) => span.size, // no more is free than has memory
+            Self::SegmentList(_) => span.size, // all free space has memory
         }
     }
 
-    /// Returns the granules that can leave for a sleep, in runs: all committed ones; for pieces the
-    /// idle ones, since the others cannot be restored.
+    /// Returns the granules that can leave for a sleep, in runs: all committed granules. For
+    /// pieces: only the idle ones, because the others cannot be restored.
     pub(crate) fn committed_runs(&self) -> Vec<Range<usize>> {
         match self {
             Self::Reserved(segment) => segment.committed_runs(),
@@ -301,7 +303,7 @@ impl Backing {
         }
     }
 
-    /// Returns the spans of its segments, in order, on drivers that allocate segments.
+    /// Returns the spans of the segments in order, on drivers that allocate segments.
     pub(crate) fn segments(&self) -> Option<Vec<Span>> {
         match self {
             Self::Reserved(_) => None,
@@ -309,7 +311,7 @@ impl Backing {
         }
     }
 
-    /// Every stretch of addresses, in the order of offsets.
+    /// Returns every stretch of addresses, in the order of offsets.
     pub(crate) fn stretches(&self) -> Vec<Stretch> {
         match self {
             Self::Reserved(segment) => {
@@ -333,22 +335,22 @@ impl Backing {
         }
     }
 
-    /// As [`Segment::touched_runs`].
+    /// Like [`Segment::touched_runs`].
     pub(crate) fn touched_runs(&self, run: Run) -> Vec<Run> {
         self.reserved_segment().map_or_else(Vec::new, |segment| segment.touched_runs(run))
     }
 
-    /// As [`Segment::begin_return`].
+    /// Like [`Segment::begin_return`].
     pub(crate) fn begin_return(&mut self) -> Vec<Run> {
         self.reserved_mut().map_or_else(Vec::new, Segment::begin_return)
     }
 
-    /// Bytes of a block that have no memory behind them.
+    /// Returns the bytes of a block that have no memory.
     pub(crate) fn bare_bytes(&self, span: Span) -> u64 {
         self.reserved_segment().map_or(0, |segment| segment.bare_bytes(span))
     }
 
-    /// The granules that a span touches.
+    /// Returns the granules that a span touches.
     pub(crate) fn granules_of(&self, span: Span) -> Range<usize> {
         either!(self, it => it.granules_of(span))
     }

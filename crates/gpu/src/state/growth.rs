@@ -1,4 +1,4 @@
-//! Computes how much to commit beyond the block that needs memory: doubling steps, or nothing.
+//! Computes the memory to commit beyond the need of a block: doubling steps, or nothing.
 //!
 //! Pure arithmetic: ONNX Runtime's `kNextPowerOfTwo` with one difference: the cap also applies to
 //! growth forced by a request, so 1.1 GiB under a cap of 1 GiB commits 1.1 GiB and not 2.
@@ -11,7 +11,7 @@ use crate::types::config::Growth;
 #[derive(Debug)]
 pub(crate) struct Steps {
     growth: Growth,
-    /// The next one, in bytes.
+    /// The next step, in bytes.
     next: u64,
 }
 
@@ -78,7 +78,7 @@ mod tests {
         assert_eq!(steps.commit(MIB, u64::MAX), 2 * MIB);
     }
 
-    /// The bug of ONNX Runtime's arena: its cap bounds the automatic growth only.
+    /// Regression test for a bug of ONNX Runtime's arena: its cap bounds the automatic growth only.
     #[test]
     fn the_cap_holds_for_growth_that_a_request_forces() {
         let mut steps = doubling();

@@ -1,4 +1,4 @@
-//! The state of an arena as plain values: no driver, no lock, no thread.
+//! The state of an arena as plain values, without a driver, a lock or a thread.
 
 pub(crate) mod aging;
 pub(crate) mod arena;

@@ -11,7 +11,7 @@ use crate::types::region::Region;
 pub(crate) struct Moving {
     pub(crate) region: Region,
     pub(crate) id: BlockName,
-    /// Its owner has freed it.
+    /// Set if the owner has freed the block.
     pub(crate) freed: Option<Placement>,
 }
 
@@ -20,7 +20,7 @@ pub(crate) struct Moving {
 pub(crate) struct MoveState {
     /// The block that a compaction moves now.
     pub(crate) moving: Option<Moving>,
-    /// The number of threads that wait for a lease until that is done.
+    /// The number of threads that wait for a lease until the move has ended.
     pub(crate) entering: u32,
     /// `true` while a compaction is in progress.
     pub(crate) is_compacting: bool,
@@ -32,7 +32,7 @@ impl MoveState {
         self.moving.is_some_and(|moving| (moving.region, moving.id) == (region, id))
     }
 
-    /// Leaves the freeing of a moving block to the move; returns `true` if it moves.
+    /// Leaves the freeing of a moving block to the move. Returns `true` if the block is moving.
     pub(crate) fn defer_release(&mut self, region: Region, placed: Placement) -> bool {
         match &mut self.moving {
             Some(Moving { region: its, id, freed }) if (*its, *id) == (region, placed.id) => {

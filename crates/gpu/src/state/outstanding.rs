@@ -1,9 +1,9 @@
-//! Exports, and imported memory that is held or to be released: pure accounting under the arena's
-//! lock.
+//! Exports, and imported memory that is held or waits for its release. Pure accounting under the
+//! arena's lock.
 //!
-//! A value holds its imported range. When it is dropped, the range waits for the end of its uses;
-//! then its release function is taken, once, to be called without a lock. It calls nothing and
-//! knows no driver.
+//! A value holds its imported range. After the value is dropped, the range waits for the end of its
+//! uses. Then its release function is taken out, once, to be called without a lock. This module
+//! calls nothing and knows no driver.
 //!
 //! Invariants: imported ranges do not overlap; `bytes = sum of the ranges`;
 //! `waiting = ranges without a holder`.
@@ -28,7 +28,7 @@ pub(crate) struct Outstanding {
 }
 
 impl Outstanding {
-    /// Puts its figures into a snapshot.
+    /// Adds the figures to a snapshot.
     pub(crate) fn show(&self, snapshot: &mut ArenaSnapshot) {
         let size = ByteSize::new;
         (snapshot.exported, snapshot.exported_count) =
@@ -40,7 +40,7 @@ impl Outstanding {
     }
 }
 
-/// The sum of exports.
+/// The number and the bytes of exports.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Exports {
     pub(crate) count: u64,
@@ -65,7 +65,7 @@ impl Exports {
 struct ImportedRange {
     size: u64,
     release: Release,
-    /// The uses that must complete before its release, once it is dropped.
+    /// The uses that must complete before the release, once the value is dropped.
     after: Option<Uses>,
 }
 
@@ -91,7 +91,7 @@ pub(crate) struct Imports {
     entries: BTreeMap<u64, ImportedRange>,
     bytes: u64,
     waiting: u64,
-    /// Release functions that were called, and how many of those panicked.
+    /// The number of release functions that were called, and the number of those that panicked.
     pub(crate) released: u64,
     pub(crate) panics: u64,
 }
@@ -107,18 +107,18 @@ impl Imports {
         self.count() - self.waiting
     }
 
-    /// Returns `true` if a range is to be released.
+    /// Returns `true` if a range waits for its release.
     pub(crate) const fn is_waiting(&self) -> bool {
         self.waiting > 0
     }
 
     /// Returns the approximate bytes of this metadata.
     pub(crate) fn metadata(&self) -> usize {
-        // A tree's nodes are at least half full, and mostly two thirds.
+        // The nodes of a tree are at least half full, and mostly two thirds.
         self.entries.len() * size_of::<(u64, ImportedRange)>() * 3 / 2
     }
 
-    /// Returns `true` if a range, which does not wrap, overlaps one of these.
+    /// Returns `true` if a range, which does not wrap, overlaps an imported range.
     pub(crate) fn overlaps(&self, at: u64, size: u64) -> bool {
         let before = self.entries.range(..at.saturating_add(size)).next_back();
         before.is_some_and(|(&start, entry)| start.saturating_add(entry.size) > at)
@@ -141,12 +141,12 @@ impl Imports {
         }
     }
 
-    /// Returns the number of ranges to be released.
+    /// Returns the number of ranges that wait for their release.
     pub(crate) const fn waiting(&self) -> u64 {
         self.waiting
     }
 
-    /// Takes a range out whose uses are all done.
+    /// Takes out a range whose uses are all complete.
     fn take(&mut self, is_done: impl Fn(Use) -> bool) -> Option<Due> {
         let is_due =
             |entry: &ImportedRange| entry.after.as_ref().is_some_and(|of| of.iter().all(&is_done));
@@ -154,14 +154,14 @@ impl Imports {
         self.remove(at)
     }
 
-    /// Takes a range out whose uses are all done, to be released.
+    /// Takes out a range whose uses are all complete, to release it.
     pub(crate) fn take_due(&mut self, is_done: impl Fn(Use) -> bool) -> Option<Due> {
         let due = self.take(is_done)?;
         self.released += 1;
         Some(due)
     }
 
-    /// Takes the first range out, whatever it waits for.
+    /// Takes out the first range, regardless of its uses.
     pub(crate) fn take_any(&mut self) -> Option<Due> {
         let (&at, _) = self.entries.first_key_value()?;
         self.remove(at)

@@ -1,9 +1,9 @@
 //! Spans that were freed while the device may still use them. Pure accounting over the addresses of
 //! a region.
 //!
-//! A block that a stream used is free space in the index when it is freed, and has an entry here
-//! until its uses are known to be complete. An allocation of the space learns what it must wait
-//! for. Streams are numbers here; this module orders nothing and calls no driver.
+//! When a block that a stream used is freed, it becomes free space in the index and gets an entry
+//! here until its uses are known to be complete. An allocation of the space learns which uses it
+//! must wait for. Streams are numbers here. This module orders nothing and calls no driver.
 //!
 //! Invariants: entries overlap neither each other nor a live block; every entry has a use that is
 //! not known to be complete; `bytes = sum of the entries`.
@@ -13,7 +13,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use crate::index::Span;
 use crate::state::streams::{StreamKey, Use};
 
-/// Uses that must be complete: at most one for each stream, in the order of streams.
+/// Uses that must be complete: at most one per stream, in the order of streams.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Uses(Vec<Use>);
 
@@ -27,7 +27,7 @@ impl Uses {
         all
     }
 
-    /// One more; of two on one stream the later stays.
+    /// Adds a use. Of two uses on one stream, the later stays.
     pub(crate) fn add(&mut self, of: Use) {
         match self.0.binary_search_by_key(&of.stream, |known| known.stream) {
             Ok(at) => self.0[at].epoch = self.0[at].epoch.max(of.epoch),
@@ -39,7 +39,7 @@ impl Uses {
         self.0.is_empty()
     }
 
-    /// Those of which this holds.
+    /// Keeps the uses for which `holds` returns `true`.
     pub(crate) fn only(mut self, holds: impl Fn(Use) -> bool) -> Self {
         self.0.retain(|&of| holds(of));
         self
@@ -61,8 +61,8 @@ struct PendingSpan {
     uses: Uses,
 }
 
-/// The pending parts of a span that a block got, to be pending again if the block is freed before
-/// its first use.
+/// The pending parts of a span that was taken for a block. They become pending again if the block
+/// is freed before its first use.
 #[derive(Debug, Default)]
 pub(crate) struct Claim {
     /// Uses that must complete before the block's first use.
@@ -75,7 +75,8 @@ pub(crate) struct Claim {
 #[derive(Debug, Default)]
 pub(crate) struct Taken {
     pub(crate) claim: Claim,
-    /// The former entries, and their parts that are still pending, before and after the span.
+    /// The entries before the span was taken, and the parts of them before and after the span,
+    /// which are still pending.
     pub(crate) were: Vec<Span>,
     pub(crate) left: Vec<Span>,
 }
@@ -84,13 +85,13 @@ pub(crate) struct Taken {
 #[derive(Debug, Default)]
 pub(crate) struct Pending {
     entries: BTreeMap<u64, PendingSpan>,
-    /// Every use of every entry, with the entry's offset.
+    /// Every use of every entry, with the offset of the entry.
     by_use: BTreeSet<(Use, u64)>,
     bytes: u64,
 }
 
 impl Pending {
-    /// Bytes of all entries.
+    /// Returns the bytes of all entries.
     pub(crate) const fn bytes(&self) -> u64 {
         self.bytes
     }
@@ -109,18 +110,18 @@ impl Pending {
         self.entries.insert(span.offset, PendingSpan { size: span.size, uses });
     }
 
-    /// Returns `true` if nothing in a span is pending.
+    /// Returns `true` if no part of a span is pending.
     pub(crate) fn is_clear(&self, span: Span) -> bool {
         self.over(span).next().is_none()
     }
 
-    /// Returns `true` if a user on this stream, or on none, must wait before it uses a span.
+    /// Returns `true` if a user on this stream, or on no stream, must wait before using a span.
     pub(crate) fn is_foreign(&self, span: Span, stream: Option<StreamKey>) -> bool {
         !self.entries.is_empty() && self.over(span).any(|(_, entry)| !entry.uses.is_of(stream))
     }
 
-    /// Returns the first place of this size and alignment in a span that a user on this stream need
-    /// not wait for.
+    /// Returns the first place of this size and alignment in a span for which a user on this stream
+    /// need not wait.
     pub(crate) fn first_clear(
         &self,
         within: Span,
@@ -139,7 +140,7 @@ impl Pending {
         }
     }
 
-    /// Takes a span out: it is a live block's from here on.
+    /// Takes a span out of the entries: from here on it belongs to a live block.
     pub(crate) fn take(&mut self, span: Span) -> Taken {
         let mut taken = Taken::default();
         let over: Vec<_> = self.over(span).map(|(was, _)| was).collect();
@@ -161,8 +162,8 @@ impl Pending {
         taken
     }
 
-    /// Records that a stream has completed all uses up to an epoch; entries without other uses are
-    /// no longer pending.
+    /// Records that a stream has completed all uses up to an epoch. Entries without other uses are
+    /// no longer pending. Returns their spans.
     pub(crate) fn complete(&mut self, stream: StreamKey, epoch: u64) -> Vec<Span> {
         let first = Use { stream, epoch: 0 };
         let last = Use { stream, epoch };
@@ -188,12 +189,12 @@ impl Pending {
         self.by_use.range(first..).next().is_some_and(|(of, _)| of.stream == stream)
     }
 
-    /// All entries, in the order of addresses.
+    /// Returns the spans of all entries, in the order of addresses.
     pub(crate) fn spans(&self) -> impl Iterator<Item = Span> {
         self.entries.iter().map(|(&offset, entry)| Span { offset, size: entry.size })
     }
 
-    /// The entries that overlap a span, from the last.
+    /// Returns the entries that overlap a span, in descending order.
     fn over(&self, span: Span) -> impl Iterator<Item = (Span, &PendingSpan)> {
         let before = self.entries.range(..span.end()).rev();
         let spans = before.map(|(&offset, entry)| (Span { offset, size: entry.size }, entry));

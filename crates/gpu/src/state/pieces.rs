@@ -1,11 +1,11 @@
-//! The memory of a region in pieces: segments that a driver without virtual memory allocates whole,
-//! at addresses of its choice. Pure accounting, no driver and no lock.
+//! The memory of a region in pieces: segments that a driver without virtual memory allocates as a
+//! whole, at addresses of its choice. Pure accounting, no driver and no lock.
 //!
-//! The region's offsets are only numbers, without an address until a piece is there. Ranges without
-//! a piece are held by walls: blocks of the index without an owner, so that the index offers only
-//! memory. A granule of wall stays between two pieces, so that no free span and no block crosses
-//! their border. A piece is active as a whole while it has any live or pending byte; it arrives and
-//! leaves whole.
+//! The region's offsets are only numbers, and have an address only while a piece covers them. Walls
+//! hold the ranges without a piece: entries of the index without an owner, so that the index offers
+//! only memory. A granule of wall stays between two pieces, so that no free span and no block
+//! crosses their border. A piece is active as a whole while any byte in it is live or pending, and
+//! is allocated and released as a whole.
 //!
 //! Invariants: walls and pieces tile the ranges of the index; no two pieces adjoin, nor two walls;
 //! `backed = committing + committed + leaving`; `active = committing + touched`;
@@ -21,11 +21,11 @@ use crate::state::ranges::{BlockName, RegionIndex};
 use crate::state::segment::Run;
 use lowtide_core::bytes::ByteSize;
 
-/// A wall or a piece; it begins at its key in the table.
+/// A wall or a piece. It begins at its key in the table.
 #[derive(Debug)]
 struct PieceEntry {
     size: u64,
-    /// The block id that holds its offsets in the index; `None` if blocks use them.
+    /// The block that holds the offsets in the index; `None` if blocks may use them.
     hold: Option<BlockName>,
     piece: Option<Piece>,
 }
@@ -34,9 +34,9 @@ struct PieceEntry {
 struct Piece {
     at: DeviceAddress,
     state: PieceState,
-    /// Spans in it that are live, pending or arriving.
+    /// The number of live, pending or arriving spans in the piece.
     touched: u64,
-    /// Its last use, if nothing touches it.
+    /// The last use, if no block touches the piece.
     stamp: Stamp,
 }
 
@@ -45,7 +45,7 @@ enum PieceState {
     /// Requested from the driver.
     Committing,
     Committed,
-    /// On its way back.
+    /// Being released to the driver.
     Leaving,
 }
 
@@ -63,12 +63,12 @@ impl Piece {
 #[derive(Debug)]
 pub(crate) struct SegmentList {
     granularity: u64,
-    /// All offsets.
+    /// The end of all offsets.
     extent: u64,
-    /// The largest block that there may ever be.
+    /// The size of the largest block that the region can ever have.
     largest: u64,
     entries: BTreeMap<u64, PieceEntry>,
-    /// Bytes of offsets that the index takes for live, and no block has.
+    /// The bytes of offsets that the index counts as live, but that no block has.
     held: u64,
     backed: u64,
     active: u64,
@@ -76,18 +76,18 @@ pub(crate) struct SegmentList {
     leaving: u64,
 }
 
-/// A piece as pictures show it.
+/// A piece as maps show it.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct PieceView {
     pub(crate) span: Span,
     pub(crate) at: DeviceAddress,
     pub(crate) is_active: bool,
-    /// Its addresses may be another's already.
+    /// `true` if the piece is leaving: its addresses may already belong to another allocation.
     pub(crate) is_leaving: bool,
 }
 
 impl SegmentList {
-    /// None yet, over so many offsets; `granularity` is a power of two.
+    /// Creates a list without pieces, over this many offsets. `granularity` is a power of two.
     pub(crate) fn new(extent: u64, largest: u64, granularity: ByteSize) -> Self {
         assert!(granularity.get().is_power_of_two(), "{granularity} is no power of two");
         Self {
@@ -103,7 +103,7 @@ impl SegmentList {
         }
     }
 
-    /// Takes all offsets of an index in which nothing is live.
+    /// Takes all offsets of an index in which no block is live.
     pub(crate) fn wall_off(&mut self, index: &mut RegionIndex) {
         for end in [End::Low, End::High] {
             self.put_wall(index, index.bounds(end));
@@ -142,19 +142,20 @@ impl SegmentList {
         self.leaving
     }
 
-    /// Returns the approximate bytes of this metadata: a tree's nodes are mostly two thirds full.
+    /// Returns the approximate bytes of this metadata. The nodes of a tree are mostly two thirds
+    /// full.
     pub(crate) fn metadata(&self) -> usize {
         self.entries.len() * size_of::<(u64, PieceEntry)>() * 3 / 2
     }
 
-    /// Finds offsets for a piece at an end of the region, the outermost that fit, and marks it as
-    /// committing; `None` if there are none. One step per wall.
+    /// Finds offsets for a piece at an end of the region, the outermost that fit, and marks the
+    /// piece as committing. Returns `None` if there are none. Takes one step per wall.
     pub(crate) fn begin(&mut self, index: &mut RegionIndex, end: End, size: u64) -> Option<Span> {
         let bounds = index.bounds(end);
         let walls = self.entries.range(bounds.offset..bounds.end());
         let walls = walls.filter(|(_, entry)| entry.piece.is_none());
         let mut walls = walls.map(|(&offset, entry)| Span { offset, size: entry.size });
-        // A wall stays on each side that may have another piece.
+        // A wall stays on each side on which another piece may be.
         let room = |wall: Span| {
             let from = wall.offset + self.gap(wall.offset > bounds.offset);
             let to = wall.end() - self.gap(wall.end() < bounds.end());
@@ -184,8 +185,8 @@ impl SegmentList {
         Some(span)
     }
 
-    /// Records the result: its address, if it was allocated. Its span is then free, and no other
-    /// thread has been notified.
+    /// Records the result of an allocation: the address of the piece, if it was allocated. The span
+    /// is then free, and no other thread has been notified.
     pub(crate) fn end(&mut self, index: &mut RegionIndex, offset: u64, at: Option<DeviceAddress>) {
         let Some((size, piece)) = self.piece_mut(offset) else { return };
         debug_assert_eq!(piece.state, PieceState::Committing, "it was asked for");
@@ -199,8 +200,8 @@ impl SegmentList {
         }
     }
 
-    /// Marks an idle piece as leaving, with ages only an expired one: the smallest that has this
-    /// many bytes, else the largest. One step per piece.
+    /// Marks an idle piece as leaving; with ages, only an expired one. Chooses the smallest piece
+    /// that has this many bytes, or else the largest. Takes one step per piece.
     pub(crate) fn begin_leave(
         &mut self,
         index: &mut RegionIndex,
@@ -220,7 +221,7 @@ impl SegmentList {
         self.mark_leaving(index, span).then_some(span)
     }
 
-    /// Marks an idle piece as leaving; returns `true` if it is one.
+    /// Marks a piece as leaving if it is idle. Returns `true` if it is.
     pub(crate) fn mark_leaving(&mut self, index: &mut RegionIndex, span: Span) -> bool {
         let Some(entry) = self.entries.get_mut(&span.offset) else { return false };
         let Some(piece) = entry.piece.as_mut().filter(|piece| piece.is_idle()) else {
@@ -235,7 +236,7 @@ impl SegmentList {
         true
     }
 
-    /// Records the result: if it stays, its span is free again.
+    /// Records the result of a release. If the piece stays, its span is free again.
     pub(crate) fn end_leave(&mut self, index: &mut RegionIndex, offset: u64, done: bool) {
         let Some((size, piece)) = self.piece_mut(offset) else { return };
         debug_assert_eq!(piece.state, PieceState::Leaving, "it was on its way");
@@ -248,7 +249,7 @@ impl SegmentList {
         }
     }
 
-    /// Records a block there, or that a freed one is still pending.
+    /// Records a block in a span, or that a freed block is still pending there.
     pub(crate) fn touch(&mut self, span: Span) {
         let Some((size, piece)) = self.piece_mut(span.offset) else { return };
         piece.touched += 1;
@@ -257,7 +258,7 @@ impl SegmentList {
         }
     }
 
-    /// Records that it is gone; returns `true` if the piece became idle.
+    /// Records that a block is gone. Returns `true` if the piece became idle.
     pub(crate) fn untouch(&mut self, span: Span) -> bool {
         let Some((size, piece)) = self.piece_mut(span.offset) else { return false };
         piece.touched -= 1;
@@ -268,7 +269,7 @@ impl SegmentList {
         is_idle
     }
 
-    /// Returns the granules of a place's piece, if the place would be the first to touch it.
+    /// Returns the granules of a span's piece if the span would be the first to touch the piece.
     pub(crate) fn opened(&self, span: Span) -> u64 {
         let found = self.find(span.offset).filter(|(_, piece)| !piece.is_active());
         found.map_or(0, |(whole, _)| whole.size / self.granularity)
@@ -287,7 +288,7 @@ impl SegmentList {
         self.entries.get(&offset).is_some_and(|entry| entry.hold.is_some())
     }
 
-    /// The address of an offset, which lies in a piece.
+    /// Returns the address of an offset, which lies in a piece.
     pub(crate) fn address_of(&self, offset: u64) -> DeviceAddress {
         let found = self.find(offset);
         debug_assert!(found.is_some(), "{offset} is in no piece");
@@ -296,8 +297,8 @@ impl SegmentList {
         address.unwrap_or(DeviceAddress::new(0))
     }
 
-    /// Returns the offset of an address, if it is in a piece that stays: the driver may already
-    /// have reused the addresses of a leaving one. One step per piece.
+    /// Returns the offset of an address if it is in a piece that stays. The driver may already have
+    /// reused the addresses of a leaving piece. Takes one step per piece.
     pub(crate) fn offset_of(&self, at: DeviceAddress) -> Option<u64> {
         self.pieces().find_map(|(span, piece)| {
             let into = at.offset_from(piece.at)?.get();
@@ -305,7 +306,7 @@ impl SegmentList {
         })
     }
 
-    /// Records the last use of a span's pieces that are idle.
+    /// Records the last use of the idle pieces in a span.
     pub(crate) fn stamp(&mut self, span: Span, stamp: Stamp) {
         let first = self.find(span.offset).map_or(span.offset, |(whole, _)| whole.offset);
         for (_, entry) in self.entries.range_mut(first..span.end().max(first)) {
@@ -321,7 +322,7 @@ impl SegmentList {
         idle.map(|(_, piece)| ages.of(piece.stamp)).max()
     }
 
-    /// Every piece that is there, in the order of offsets.
+    /// Returns every piece that has memory, in the order of offsets.
     pub(crate) fn there(&self) -> impl Iterator<Item = PieceView> {
         let there = self.pieces().filter(|(_, piece)| piece.state != PieceState::Committing);
         there.map(|(span, piece)| {
@@ -330,30 +331,31 @@ impl SegmentList {
         })
     }
 
-    /// Those that are idle, as runs.
+    /// Returns the idle pieces, as runs.
     pub(crate) fn idle_runs(&self) -> Vec<Run> {
         let idle = self.pieces().filter(|(_, piece)| piece.is_idle());
         idle.map(|(span, _)| self.run_of(span)).collect()
     }
 
-    /// A piece as a run of granules of the region.
+    /// Returns a piece as a run of granules of the region.
     pub(crate) fn run_of(&self, span: Span) -> Run {
         Run::of(&self.granules_of(span))
     }
 
-    /// The span of a run.
+    /// Returns the span of a run.
     pub(crate) fn span_of(&self, run: Run) -> Span {
         let offset = run.range().start as u64 * self.granularity;
         Span { offset, size: run.granules() * self.granularity }
     }
 
-    /// The granules that a span touches.
+    /// Returns the granules that a span touches.
     pub(crate) fn granules_of(&self, span: Span) -> Range<usize> {
         let granule = |at: u64| usize::try_from(at / self.granularity).unwrap_or(usize::MAX);
         granule(span.offset)..granule(span.end() + (self.granularity - 1))
     }
 
-    /// Returns the wall that stays at an end with a possible neighbour.
+    /// Returns the size of the wall that stays at an end of a piece, if a neighbour is possible
+    /// there.
     const fn gap(&self, is_needed: bool) -> u64 {
         if is_needed { self.granularity } else { 0 }
     }
@@ -364,14 +366,14 @@ impl SegmentList {
         })
     }
 
-    /// The piece that an offset lies in.
+    /// Returns the piece that an offset lies in.
     fn find(&self, offset: u64) -> Option<(Span, &Piece)> {
         let (&start, entry) = self.entries.range(..=offset).next_back()?;
         let span = Span { offset: start, size: entry.size };
         entry.piece.as_ref().filter(|_| offset < span.end()).map(|piece| (span, piece))
     }
 
-    /// The same, and how large it is.
+    /// Returns the piece that an offset lies in, and its size.
     fn piece_mut(&mut self, offset: u64) -> Option<(u64, &mut Piece)> {
         let found = self.entries.range_mut(..=offset).next_back();
         let found = found.filter(|(start, entry)| offset - **start < entry.size);
@@ -380,14 +382,14 @@ impl SegmentList {
         found
     }
 
-    /// Puts a wall there, if there is room for one.
+    /// Puts a wall into a span, unless the span is empty.
     fn put_wall(&mut self, index: &mut RegionIndex, span: Span) {
         if span.size > 0 {
             self.put(index, span, None);
         }
     }
 
-    /// Puts an entry there, and takes its offsets, which are free.
+    /// Puts an entry into a span, and takes the span's offsets, which are free.
     fn put(&mut self, index: &mut RegionIndex, span: Span, piece: Option<Piece>) {
         let hold = index.take_at(span);
         debug_assert!(hold.is_some(), "{span:?} is free");
@@ -395,7 +397,7 @@ impl SegmentList {
         self.entries.insert(span.offset, PieceEntry { size: span.size, hold, piece });
     }
 
-    /// Lets the blocks have the offsets of an entry.
+    /// Releases the offsets of an entry, so that blocks may use them.
     fn release(&mut self, index: &mut RegionIndex, offset: u64) {
         let Some(entry) = self.entries.get_mut(&offset) else { return };
         if let Some(hold) = entry.hold.take() {
@@ -405,13 +407,14 @@ impl SegmentList {
         }
     }
 
-    /// Removes an entry, with its offsets free; returns its size.
+    /// Removes an entry and frees its offsets. Returns its size.
     fn remove(&mut self, index: &mut RegionIndex, offset: u64) -> u64 {
         self.release(index, offset);
         self.entries.remove(&offset).map_or(0, |entry| entry.size)
     }
 
-    /// A piece is not there any more, or never was: its offsets are wall, one with its neighbours'.
+    /// Removes a piece that has no memory any more, or never had. Joins its offsets and the
+    /// neighbouring walls into one wall.
     fn drop_piece(&mut self, index: &mut RegionIndex, offset: u64) {
         let size = self.remove(index, offset);
         self.backed -= size;
@@ -430,7 +433,7 @@ impl SegmentList {
         self.put_wall(index, wall);
     }
 
-    /// Counts everything again; `spans` are those that touch pieces, in order.
+    /// Counts everything again. `spans` are the spans that touch pieces, in order.
     ///
     /// # Panics
     /// If a figure is wrong.

@@ -1,7 +1,7 @@
-//! Per-block restrictions of moves: pins, and alignments.
+//! Per-block settings: pins and alignments, which restrict moves, and the treatment of contents.
 //!
-//! Most blocks have no entry: they may move to any multiple of 256 bytes. It knows no region and
-//! moves nothing.
+//! Most blocks have no entry: they may move to any multiple of 256 bytes. This module knows no
+//! region and moves nothing.
 //!
 //! Invariant: an entry is not empty, and its block is live.
 
@@ -12,18 +12,18 @@ use crate::state::compact::plan::Hold;
 use crate::state::ranges::BlockName;
 use crate::types::sleep::Contents;
 
-/// A block that is not like the others.
+/// The settings of a block that differs from the default.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct PinEntry {
     /// The number of pins.
     pins: u32,
     /// The alignment of its offset.
     align: u64,
-    /// Its contents were lost in a move.
+    /// `true` if the contents were lost in a move.
     is_lost: bool,
-    /// The treatment of its contents during sleep, if not the region's.
+    /// The treatment of the contents during sleep; `None` for the region's.
     contents: Option<Contents>,
-    /// `true` if they were discarded, and the owner has not asked yet.
+    /// `true` if the contents were discarded, and the owner has not asked yet.
     is_discarded: bool,
 }
 
@@ -32,45 +32,45 @@ impl PinEntry {
         Self { pins: 0, align: ALIGN, is_lost: false, contents: None, is_discarded: false };
 }
 
-/// The blocks of a region that are not like the others.
+/// The blocks of a region that differ from the default.
 #[derive(Debug, Default)]
 pub(crate) struct Pins {
     entries: BTreeMap<BlockName, PinEntry>,
-    /// Blocks that an operation has placed and not completed: about one for each thread.
+    /// Blocks that an operation has placed but not yet completed: about one per thread.
     busy: Vec<BlockName>,
 }
 
 impl Pins {
-    /// A block stays until it is unpinned as often.
+    /// Pins a block. It does not move until it is unpinned as often as it was pinned.
     pub(crate) fn pin(&mut self, id: BlockName) {
         self.change(id, |entry| entry.pins = entry.pins.saturating_add(1));
     }
 
-    /// Does nothing if the block is freed.
+    /// Unpins a block. Does nothing if the block was freed.
     pub(crate) fn unpin(&mut self, id: BlockName) {
         if self.entries.contains_key(&id) {
             self.change(id, |entry| entry.pins = entry.pins.saturating_sub(1));
         }
     }
 
-    /// A block stays while an operation goes on with it; at most one does.
+    /// Keeps a block from moving while an operation continues with it. At most one operation does.
     pub(crate) fn begin_operation(&mut self, id: BlockName) {
         self.busy.push(id);
     }
 
-    /// The operation has ended.
+    /// Ends the operation of a block.
     pub(crate) fn end_operation(&mut self, id: BlockName) {
         if let Some(at) = self.busy.iter().position(|busy| *busy == id) {
             self.busy.swap_remove(at);
         }
     }
 
-    /// A block may move to multiples of `align` only.
+    /// Restricts a block to multiples of `align`.
     pub(crate) fn align(&mut self, id: BlockName, align: u64) {
         self.change(id, |entry| entry.align = align.max(ALIGN));
     }
 
-    /// The contents of a block were lost.
+    /// Records that the contents of a block were lost.
     pub(crate) fn lose(&mut self, id: BlockName) {
         self.change(id, |entry| entry.is_lost = true);
     }
@@ -88,12 +88,12 @@ impl Pins {
         self.entries.get(&id)?.contents
     }
 
-    /// The contents of a block were discarded.
+    /// Records that the contents of a block were discarded.
     pub(crate) fn discard(&mut self, id: BlockName) {
         self.change(id, |entry| entry.is_discarded = true);
     }
 
-    /// Returns `true` if they were discarded since the last call.
+    /// Returns `true` if the contents were discarded since the last call.
     pub(crate) fn take_discarded(&mut self, id: BlockName) -> bool {
         let is_discarded = self.entries.get(&id).is_some_and(|entry| entry.is_discarded);
         if is_discarded {
@@ -109,7 +109,7 @@ impl Pins {
         }
     }
 
-    /// Returns the hold of a block that belongs to this end.
+    /// Returns if and how a block of this end may move.
     pub(crate) fn hold(&self, id: BlockName, end: End) -> Hold {
         let entry = self.entries.get(&id).copied().unwrap_or(PinEntry::NONE);
         if entry.pins > 0 || entry.is_lost || self.busy.contains(&id) {
@@ -121,7 +121,7 @@ impl Pins {
     /// Checks the invariant.
     ///
     /// # Panics
-    /// If it is violated.
+    /// If the invariant is violated.
     pub(crate) fn validate(&self, is_live: impl Fn(BlockName) -> bool) {
         assert!(self.entries.iter().all(|(&id, &entry)| is_live(id) && entry != PinEntry::NONE));
         assert!(self.busy.iter().all(|&id| is_live(id)));

@@ -1,26 +1,27 @@
 //! The addresses of a region in two ranges: large blocks from the low end, small blocks in a
 //! separate range at the high end.
 //!
-//! A small block that stays would pin a granule among large blocks; so small blocks share granules
-//! with small blocks. The small range is a ninth of the addresses, which cost nothing. If it is
-//! full, or memory is short, a small block is placed among the large ones. Between the ranges is a
-//! wall, a granule without an owner, so that no free span crosses the border.
+//! A small block that stays would pin a granule among large blocks, so small blocks share granules
+//! with small blocks. The small range is a ninth of the addresses, which cost nothing. If the small
+//! range is full, or memory is short, a small block is placed among the large ones. Between the
+//! ranges is a wall, a granule without an owner, so that no free span crosses the border.
 //!
-//! It joins two indexes under one set of block ids and makes no decision about memory.
+//! This module joins two indexes under one set of block ids, and decides nothing about memory.
 //!
 //! Invariants: large range, wall and small range tile `[0, span)`; an id always refers to one
 //! range.
 
 use crate::index::{BlockId, BlockIndex, End, ExchangeError, Request, Span, StaleBlock};
 
-/// The part of the addresses that the small range gets: one in so many.
+/// The small range gets one in this many addresses.
 const SMALL_PART: u64 = 9;
 
-/// Granules from which on there are two ranges: with fewer, each granule counts. A guess.
+/// The number of granules from which on there are two ranges: with fewer, each granule counts. A
+/// guess.
 pub(crate) const APART_FROM: u64 = 64;
 
-/// The name of one live block of a region; never given twice. That of its index, marked in the
-/// high range.
+/// The name of one live block of a region. No name is used twice. It is the id in the block's
+/// index, marked if that is the index of the high range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct BlockName(BlockId);
 
@@ -29,12 +30,12 @@ impl BlockName {
         Self(id.marked(matches!(end, End::High)))
     }
 
-    /// The end of the region that its range is at.
+    /// Returns the end of the region at which the block's range is.
     pub(crate) const fn end(self) -> End {
         if self.0.mark() { End::High } else { End::Low }
     }
 
-    /// The name in its index.
+    /// Returns the block's id in its index.
     const fn id(self) -> BlockId {
         self.0.marked(false)
     }
@@ -60,7 +61,8 @@ pub(crate) fn span_for(large: u64, granule: u64) -> u64 {
 }
 
 impl RegionIndex {
-    /// All of it free. With fewer than [`APART_FROM`] granules there is no small range.
+    /// Creates an index of free addresses. With fewer than [`APART_FROM`] granules there is no
+    /// small range.
     pub(crate) fn new(span: u64, granule: u64) -> Self {
         let part = if span / granule < APART_FROM { 0 } else { span / SMALL_PART };
         let small = part / granule * granule;
@@ -69,7 +71,7 @@ impl RegionIndex {
         Self { low: BlockIndex::new(high_at - wall), high: BlockIndex::new(small), high_at }
     }
 
-    /// The addresses that large blocks can have.
+    /// Returns the bytes of addresses that large blocks can have.
     pub(crate) const fn large(&self) -> u64 {
         self.low.span()
     }
@@ -80,8 +82,8 @@ impl RegionIndex {
         if span.size > 0 { Some(span) } else { None }
     }
 
-    /// Like [`BlockIndex::take`], in the range at the request's end; a small block that finds no
-    /// address there is placed among the large.
+    /// Like [`BlockIndex::take`], in the range at the request's end. A small block that finds no
+    /// address there is placed among the large ones.
     pub(crate) fn take(
         &mut self,
         request: Request,
@@ -98,7 +100,7 @@ impl RegionIndex {
         Some((BlockName::new(id, End::Low), span))
     }
 
-    /// As [`BlockIndex::take`], in the range at the request's end and in no other.
+    /// Like [`BlockIndex::take`], only in the range at the request's end.
     pub(crate) fn take_within(
         &mut self,
         request: Request,
@@ -110,7 +112,7 @@ impl RegionIndex {
         Some((BlockName::new(id, end), up(span, at)))
     }
 
-    /// All offsets of the range at an end.
+    /// Returns all offsets of the range at an end.
     pub(crate) const fn bounds(&self, end: End) -> Span {
         match end {
             End::Low => Span { offset: 0, size: self.low.span() },
@@ -118,12 +120,12 @@ impl RegionIndex {
         }
     }
 
-    /// The range that an offset lies in.
+    /// Returns the end whose range an offset lies in.
     pub(crate) const fn end_at(&self, offset: u64) -> End {
         if offset >= self.high_at { End::High } else { End::Low }
     }
 
-    /// As [`BlockIndex::take_cheapest`], in both ranges for a small block.
+    /// Like [`BlockIndex::take_cheapest`], in both ranges for a small block.
     pub(crate) fn take_cheapest(
         &mut self,
         request: Request,
@@ -141,7 +143,7 @@ impl RegionIndex {
         Some((BlockName::new(id, End::Low), span))
     }
 
-    /// As [`BlockIndex::take_at`].
+    /// Like [`BlockIndex::take_at`].
     pub(crate) fn take_at(&mut self, span: Span) -> Option<BlockName> {
         let end = self.end_at(span.offset);
         let (index, at) = self.at_end(end);
@@ -149,19 +151,19 @@ impl RegionIndex {
         Some(BlockName::new(id, end))
     }
 
-    /// As [`BlockIndex::release`].
+    /// Like [`BlockIndex::release`].
     pub(crate) fn release(&mut self, name: BlockName) -> Result<Span, StaleBlock> {
         let (index, at) = self.of_mut(name);
         Ok(up(index.release(name.id())?, at))
     }
 
-    /// As [`BlockIndex::span_of`].
+    /// Like [`BlockIndex::span_of`].
     pub(crate) fn span_of(&self, name: BlockName) -> Result<Span, StaleBlock> {
         let (index, at) = self.of(name);
         Ok(up(index.span_of(name.id())?, at))
     }
 
-    /// As [`BlockIndex::resize`]; a block stays in its range.
+    /// Like [`BlockIndex::resize`]; a block stays in its range.
     pub(crate) fn resize(
         &mut self,
         name: BlockName,
@@ -171,7 +173,7 @@ impl RegionIndex {
         Ok(index.resize(name.id(), size)?.map(|span| up(span, at)))
     }
 
-    /// As [`BlockIndex::exchange`], of two blocks of one range.
+    /// Like [`BlockIndex::exchange`], for two blocks of one range.
     pub(crate) fn exchange(
         &mut self,
         name: BlockName,
@@ -184,24 +186,24 @@ impl RegionIndex {
         self.of_mut(name).0.exchange(name.id(), other.id())
     }
 
-    /// Bytes of all live blocks.
+    /// Returns the bytes of all live blocks.
     pub(crate) const fn live(&self) -> u64 {
         self.low.live() + self.high.live()
     }
 
-    /// Bytes that the indexes themselves take.
+    /// Returns the bytes of the indexes themselves.
     pub(crate) const fn metadata(&self) -> usize {
         self.low.metadata() + self.high.metadata()
     }
 
-    /// As [`BlockIndex::largest`].
+    /// Like [`BlockIndex::largest`].
     pub(crate) fn largest(&self, measure: impl Fn(Span) -> u64) -> u64 {
         let high = self.high.largest(|span| measure(up(span, self.high_at)));
         high.max(self.low.largest(measure))
     }
 
-    /// As [`BlockIndex::blocks`]: those of the low range, then those of the high one. The wall is
-    /// not among them.
+    /// Like [`BlockIndex::blocks`]: the blocks of the low range, then those of the high range. The
+    /// wall is not included.
     pub(crate) fn blocks(&self) -> impl Iterator<Item = (Span, Option<BlockName>)> {
         let named = |end: End| move |id: BlockId| BlockName::new(id, end);
         let low = self.low.blocks().map(move |(span, id)| (span, id.map(named(End::Low))));
@@ -210,13 +212,13 @@ impl RegionIndex {
         low.chain(high)
     }
 
-    /// As [`BlockIndex::live_blocks_unordered`], of both ranges.
+    /// Like [`BlockIndex::live_blocks_unordered`], for both ranges.
     pub(crate) fn live_unordered(&self) -> impl Iterator<Item = Span> {
         let high = self.high.live_blocks_unordered().map(|span| up(span, self.high_at));
         self.low.live_blocks_unordered().chain(high)
     }
 
-    /// As [`RegionIndex::blocks`], of one range.
+    /// Like [`RegionIndex::blocks`], for one range.
     pub(crate) fn blocks_of(&self, end: End) -> impl Iterator<Item = (Span, Option<BlockName>)> {
         let (index, at) = match end {
             End::Low => (&self.low, 0),
@@ -252,7 +254,7 @@ impl RegionIndex {
     }
 }
 
-/// A span of a range that begins at `at`.
+/// Returns the span in the region for a span in a range that begins at `at`.
 const fn up(span: Span, at: u64) -> Span {
     Span { offset: span.offset + at, size: span.size }
 }

@@ -1,10 +1,11 @@
 //! Raw blocks by their address, and the streams that use them.
 //!
-//! A raw block has the streams that use it, or none: then any stream may, and only a wait for the
-//! whole device proves that its memory is unused. It holds streams by number and no lane, because
-//! a lane holds the arena. A stream that ends before the block is freed counts as unknown.
+//! A raw block has a list of the streams that use it. If the list is unknown, any stream may use
+//! the block, and only a wait for the whole device proves that its memory is unused. The block
+//! refers to streams by number and holds no lane, because a lane holds the arena. A stream that
+//! ends before the block is freed counts as unknown.
 //!
-//! Invariant: an address is known from the call that returned it until it is freed.
+//! Invariant: an address is known from the call that returned it until the block is freed.
 
 use std::collections::BTreeMap;
 
@@ -15,16 +16,16 @@ use crate::state::region::{Placement, RegionState};
 use crate::state::streams::StreamKey;
 use crate::types::region::Region;
 
-/// The most streams that a raw block remembers; one more, and it counts as used by any stream.
-/// Twice the 32 streams that PyTorch has in a pool.
+/// The maximum number of streams that a raw block remembers. With one more, the block counts as
+/// used by any stream. Twice the 32 streams that PyTorch has in a pool.
 const USERS_MAX: usize = 64;
 
 /// The streams that use a raw block: two words, because most blocks have one stream.
 #[derive(Debug)]
 pub(crate) struct Users {
-    /// The stream that it was allocated on; [`StreamKey::CONTEXT`] if any stream may use it.
+    /// The stream that the block was allocated on; [`StreamKey::CONTEXT`] if any stream may use it.
     first: StreamKey,
-    /// The others, each once.
+    /// The other streams, each once.
     others: Option<Box<Others>>,
 }
 
@@ -32,15 +33,15 @@ pub(crate) struct Users {
 struct Others(Vec<StreamKey>);
 
 impl Users {
-    /// A block that any stream may use.
+    /// The users of a block that any stream may use.
     const ANY: Self = Self { first: StreamKey::CONTEXT, others: None };
 
     fn of(first: Option<StreamKey>) -> Self {
         Self { first: first.unwrap_or(StreamKey::CONTEXT), others: None }
     }
 
-    /// Adds a stream; returns `true` if it was unknown. Of a block that any stream may use, nothing
-    /// more needs to be known.
+    /// Adds a stream. Returns `true` if it was unknown; for a block that any stream may use, none
+    /// is.
     fn add(&mut self, stream: StreamKey) -> bool {
         if self.first == StreamKey::CONTEXT || self.first == stream {
             return false;
@@ -94,7 +95,7 @@ impl RawUse {
         user.stream.is_none_or(|stream| self.users.add(stream))
     }
 
-    /// Any stream may use it from here on.
+    /// Records that any stream may use the block from here on.
     pub(crate) fn add_any(&mut self) {
         self.users = Users::ANY;
     }
@@ -118,7 +119,7 @@ impl RawBlocks {
 
     /// Returns the approximate bytes of this metadata.
     pub(crate) fn metadata(&self) -> usize {
-        // A tree's nodes are at least half full, and mostly two thirds.
+        // The nodes of a tree are at least half full, and mostly two thirds.
         self.blocks.len() * size_of::<(DeviceAddress, RawUse)>() * 3 / 2
     }
 
@@ -136,7 +137,7 @@ impl RawBlocks {
         (at.get() - start.get() < raw.placed.span.size).then_some(raw)
     }
 
-    /// Records a block that a stream uses, or any if none is given.
+    /// Records a block that a stream uses, or that any stream may use if none is given.
     pub(crate) fn insert(&mut self, region: Region, placed: Placement, user: Option<StreamKey>) {
         let before =
             self.blocks.insert(placed.at, RawUse { region, placed, users: Users::of(user) });

@@ -1,10 +1,11 @@
 //! One region of an arena: the part for one kind of lifetime, with its own addresses.
 //!
-//! It joins the block index (free offsets) with the ground (memory) and calls neither driver nor
-//! clock. A block is arriving from its placement until its memory is there; only then is it live.
+//! A region joins the block index (free offsets) with the backing (memory), and calls neither
+//! driver nor clock. A block is arriving from its placement until its memory is committed; only
+//! then is it live.
 //!
-//! Invariants: `requested + cached <= live`; `live + arriving + held = index.live`, with no memory
-//! behind held ranges; `live <= active`.
+//! Invariants: `requested + cached <= live`; `live + arriving + held = index.live`, and held
+//! ranges have no memory; `live <= active`.
 
 use crate::driver::DeviceAddress;
 use crate::index::{ALIGN, End, Request, Span, StaleBlock};
@@ -21,22 +22,22 @@ pub(crate) use crate::types::region::Region;
 use crate::types::snapshot::RegionSnapshot;
 use lowtide_core::bytes::ByteSize;
 
-/// Blocks below this size are placed in the region's range for small ones. Half a granule of 2 MiB,
-/// and `kSmallSize` of PyTorch's caching allocator. Measured by `benches/index`: after the large
-/// blocks of a mix are freed, 928 MiB of small ones keep 1.0 GiB active in a separate range, and
-/// 4.9 GiB if they share one with the large.
+/// Blocks below this size are placed in the region's range for small blocks. Half a granule of 2
+/// MiB, and `kSmallSize` of PyTorch's caching allocator. Measured by `benches/index`: after the
+/// large blocks of a mix are freed, 928 MiB of small blocks keep 1.0 GiB active in a separate
+/// range, and 4.9 GiB in a shared one.
 const SMALL_BELOW: u64 = 1 << 20;
 
 /// The cost of a place that a stream must wait for, and of one whose memory must be committed, in
-/// [`Backing::cost`]'s measure, while anything is pending: memory that only needs a wait is used
-/// before more is committed, and memory without a wait before that.
+/// the measure of [`Backing::cost`], while any span is pending. Memory without a wait is used
+/// first, then memory that only needs a wait, and only then is more committed.
 const COST_OF_WAITING: u64 = 1 << 34;
 const COST_OF_COMMITTING: u64 = 1 << 35;
 
-/// The part of that measure which is granules to commit.
+/// The part of the cost that counts granules to commit.
 const COMMITS: u64 = (1 << 32) - 1;
 
-/// The end of a region to which blocks of a size belong.
+/// Returns the end of a region to which blocks of a size belong.
 pub(crate) const fn end_of(size: u64) -> End {
     if size < SMALL_BELOW { End::High } else { End::Low }
 }
@@ -44,16 +45,16 @@ pub(crate) const fn end_of(size: u64) -> End {
 /// The places to search for a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Search {
-    /// In a bounded number of free spans, small blocks among small ones.
+    /// In a bounded number of free spans; small blocks among small ones.
     Usual,
-    /// The same, small blocks among large ones.
+    /// In a bounded number of free spans; small blocks among large ones.
     AmongLarge,
-    /// In all of them: the place by which the fewest granules are active more.
+    /// In all free spans: the place that makes the fewest granules active.
     Cheapest,
-    /// The same, of those that begin with a granule: such a place touches no more granules than the
-    /// block's size needs, whatever becomes of its neighbours.
+    /// The same, among places that begin at a granule's start. Such a place touches no more
+    /// granules than the block's size needs, whatever happens to its neighbours.
     Apart,
-    /// In all of them among the large ones: a place that needs no wait.
+    /// In all free spans among large blocks: a place that needs no wait.
     Clear,
 }
 
@@ -71,13 +72,13 @@ pub(crate) struct AllocRequest {
 }
 
 impl AllocRequest {
-    /// The same, for another origin.
+    /// Returns the same request with another origin.
     #[inline]
     pub(crate) const fn by(self, origin: Origin) -> Self {
         Self { origin, ..self }
     }
 
-    /// Creates a request of this many bytes, rounded up to the unit of sizes; `None` for none.
+    /// Creates a request for this many bytes, rounded up to the unit of sizes; `None` for 0 bytes.
     #[inline]
     pub(crate) fn new(bytes: ByteSize, align: ByteSize) -> Option<Self> {
         if bytes.is_zero() {
@@ -89,7 +90,7 @@ impl AllocRequest {
     }
 }
 
-/// A requested block, and the manner of the search.
+/// A requested block, and the extent of the search.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct PlacementQuery {
     pub(crate) region: Region,
@@ -106,28 +107,28 @@ pub(crate) struct Placement {
     pub(crate) at: DeviceAddress,
     /// The requested size in bytes.
     pub(crate) requested: u64,
-    /// The number of moves of the region's blocks for which `span` and `at` are valid.
+    /// The number of moves in the region for which `span` and `at` are valid.
     pub(crate) moves: u64,
 }
 
 impl Placement {
-    /// As `moves`: more than there ever are, so that the block's place must be looked up.
+    /// A value of `moves` that is never reached, so that the block's place must be looked up.
     pub(crate) const STALE: u64 = u64::MAX;
 }
 
-/// The accounting of one region.
+/// The state of one region.
 #[derive(Debug)]
 pub(crate) struct RegionState {
     pub(crate) segment: Backing,
     pub(crate) index: RegionIndex,
-    /// Wraps: a block that a cache took in and handed out again was allocated with one size, and is
-    /// freed with another; together with the caches' counts the sum is right.
+    /// Wraps: a block that a cache kept and handed out again was allocated with one requested size,
+    /// and is freed with another. Together with the caches' counts the sum is right.
     requested: u64,
     live: u64,
     pub(crate) arriving: u64,
     pub(crate) pins: Pins,
     pub(crate) moves: u64,
-    /// Freed memory that may still be used. It is free in the index, and keeps its granules.
+    /// Freed memory that the device may still use. It is free in the index, and keeps its granules.
     pub(crate) pending: Pending,
 }
 
@@ -140,7 +141,7 @@ impl RegionState {
         Self { segment, index, requested: 0, live: 0, arriving: 0, pins, moves: 0, pending }
     }
 
-    /// The largest block that it could ever have.
+    /// Returns the size of the largest block that the region could ever have.
     pub(crate) const fn largest_ever(&self) -> ByteSize {
         ByteSize::new(match &self.segment {
             Backing::Reserved(_) => self.index.large(),
@@ -152,7 +153,7 @@ impl RegionState {
         self.live
     }
 
-    /// Adds a cache's requested bytes less its freed ones; wraps.
+    /// Adds a cache's sum of requested bytes, which wraps.
     pub(crate) const fn add_requested(&mut self, requested: u64) {
         self.requested = self.requested.wrapping_add(requested);
     }
@@ -162,16 +163,17 @@ impl RegionState {
         self.index.metadata() + self.segment.metadata() + self.pending.metadata()
     }
 
-    /// Bytes of blocks that have a place and no memory yet.
+    /// Returns the bytes of blocks that have a place but no memory yet.
     #[cfg(all(test, not(lowtide_loom)))]
     pub(crate) const fn arriving(&self) -> u64 {
         self.arriving
     }
 
-    /// Finds a place, preferring those that cost the fewest granules, and marks it arriving;
-    /// returns the uses that must complete before its first use, by the taker's stream or by none.
+    /// Finds a place, preferring those that cost the fewest granules, and marks it as arriving.
+    /// Returns the uses that must complete before its first use by the taker's stream, or by no
+    /// stream.
     ///
-    /// Small blocks are separate unless the search includes the large ones.
+    /// Small blocks are placed separately unless the search includes the large ones.
     pub(crate) fn place(
         &mut self,
         wanted: AllocRequest,
@@ -201,7 +203,7 @@ impl RegionState {
                 self.index.take_cheapest(Request { align, ..request }, inactive)?
             }
             Search::Clear => self.take_clear(wanted, taker)?,
-            // A piece for small blocks is as easy to get as a place among the large.
+            // A piece for small blocks is as easy to get as a place among the large ones.
             Search::Usual if segment.is_whole() => self.index.take_within(request, cost)?,
             Search::Usual | Search::AmongLarge => self.index.take(request, cost)?,
         };
@@ -209,7 +211,7 @@ impl RegionState {
         Some((self.put(wanted, id, span), claim))
     }
 
-    /// Records a block at a place that was taken for it, arriving.
+    /// Records a block at the place that was taken for it, as arriving.
     pub(crate) fn put(&mut self, wanted: AllocRequest, id: BlockName, span: Span) -> Placement {
         self.segment.touch(span);
         self.arriving += span.size;
@@ -220,8 +222,8 @@ impl RegionState {
         Placement { id, span, at, requested: wanted.requested, moves: self.moves }
     }
 
-    /// Finds a place among the large blocks that needs no wait. It walks the blocks: for callers
-    /// that must not wait.
+    /// Finds a place among the large blocks that needs no wait. Walks the blocks: for callers that
+    /// must not wait.
     fn take_clear(
         &mut self,
         wanted: AllocRequest,
@@ -237,7 +239,7 @@ impl RegionState {
         Some((self.index.take_at(place)?, place))
     }
 
-    /// Takes the pending parts out of a span that a block gets; returns the uses to wait for.
+    /// Takes the pending parts out of a span that a block gets. Returns the uses to wait for.
     fn claim(&mut self, span: Span) -> Claim {
         if self.pending.bytes() == 0 {
             return Claim::default();
@@ -252,7 +254,7 @@ impl RegionState {
         taken.claim
     }
 
-    /// Frees a block's span, immediately or when its uses are complete; returns `true` if granules
+    /// Frees a block's span, immediately or when its uses are complete. Returns `true` if granules
     /// became idle.
     fn let_go(&mut self, span: Span, uses: Uses) -> bool {
         if uses.is_empty() {
@@ -262,7 +264,7 @@ impl RegionState {
         false
     }
 
-    /// Records that a stream has completed all uses up to an epoch; returns the spans whose
+    /// Records that a stream has completed all uses up to an epoch. Returns the spans whose
     /// granules became idle.
     pub(crate) fn settle(&mut self, stream: StreamKey, epoch: u64) -> Vec<Span> {
         let mut spans = self.pending.complete(stream, epoch);
@@ -270,7 +272,7 @@ impl RegionState {
         spans
     }
 
-    /// Records that the memory behind an arriving block is there.
+    /// Records that the memory of an arriving block is committed.
     pub(crate) fn arrive(&mut self, placed: Placement) {
         debug_assert_eq!(self.segment.wanting(placed.span), 0, "a live block has memory");
         self.arriving -= placed.span.size;
@@ -278,7 +280,7 @@ impl RegionState {
         self.requested = self.requested.wrapping_add(placed.requested);
     }
 
-    /// Removes an arriving block, and restores its pending parts; returns `true` if granules became
+    /// Removes an arriving block, and restores its pending parts. Returns `true` if granules became
     /// idle.
     pub(crate) fn withdraw(
         &mut self,
@@ -297,7 +299,7 @@ impl RegionState {
         Ok(self.segment.idle() > idle)
     }
 
-    /// Frees a live block with these uses; returns `true` if granules became idle.
+    /// Frees a live block with these uses. Returns `true` if granules became idle.
     pub(crate) fn release(&mut self, placed: Placement, uses: Uses) -> Result<bool, StaleBlock> {
         let span = self.index.release(placed.id)?;
         self.pins.forget(placed.id);
@@ -306,9 +308,9 @@ impl RegionState {
         Ok(self.let_go(span, uses))
     }
 
-    /// Starts resizing a live block with these uses in place. The part that it grows by is arriving
-    /// until [`RegionState::end_resize`]; `None` if there is no room after it, or that may still be
-    /// in use.
+    /// Starts resizing a live block with these uses in place. The part that the block grows by is
+    /// arriving until [`RegionState::end_resize`]. Returns `None` if there is no room after the
+    /// block, or if that room may still be in use.
     pub(crate) fn begin_resize(
         &mut self,
         placed: Placement,
@@ -338,7 +340,7 @@ impl RegionState {
         Ok(Some(Placement { span, requested, ..placed }))
     }
 
-    /// Records that the memory which a block grew by is there, or undoes the growth.
+    /// Records that the memory which a block grew by is committed, or undoes the growth.
     pub(crate) fn end_resize(&mut self, before: Placement, after: Placement, done: bool) {
         let grown = after.span.size.saturating_sub(before.span.size);
         self.arriving -= grown;
@@ -355,7 +357,7 @@ impl RegionState {
         self.segment.touch(before);
     }
 
-    /// The live block that covers an offset. It walks the blocks: for reports of errors.
+    /// Returns the live block that covers an offset. Walks the blocks: for error reports.
     pub(crate) fn block_around(&self, offset: u64) -> Option<Span> {
         self.live_spans().find(|span| span.offset <= offset && offset < span.end())
     }
@@ -366,13 +368,13 @@ impl RegionState {
         is_high(span) == is_high(other)
     }
 
-    /// The longest free span of addresses.
+    /// Returns the size of the longest free span of addresses.
     pub(crate) fn largest_span(&self) -> u64 {
         self.index.largest(|span| span.size)
     }
 
-    /// The longest free span with memory behind it. At worst it looks at every free block and
-    /// every granule.
+    /// Returns the size of the longest free span of committed memory. At worst examines every free
+    /// block and every granule.
     pub(crate) fn largest_free(&self) -> u64 {
         self.index.largest(|span| self.segment.committed_run_max(span))
     }
@@ -385,7 +387,8 @@ impl RegionState {
         is_open: bool,
     ) -> RegionSnapshot {
         let size = ByteSize::new;
-        // A block that waits for its memory is no sleeper: there are none unless it is awake.
+        // A block that waits for its memory does not sleep: no block waits unless the arena is
+        // awake.
         let asleep = if is_open { 0 } else { self.asleep() };
         let cached = fronts.cached[region.number()];
         let live = self.live - cached;
@@ -406,28 +409,28 @@ impl RegionState {
         }
     }
 
-    /// Every block that is live or arriving, in address order.
+    /// Returns every block that is live or arriving, in address order.
     pub(crate) fn live_spans(&self) -> impl Iterator<Item = Span> {
         self.live_blocks().map(|(span, _)| span)
     }
 
-    /// Live bytes without memory behind them.
+    /// Returns the live bytes that have no memory.
     pub(crate) fn asleep(&self) -> u64 {
         self.live_spans().map(|span| self.segment.bare_bytes(span)).sum()
     }
 
-    /// The same in no order, in a part of the time.
+    /// Returns the live spans without an order, in less time.
     pub(crate) fn live_spans_unordered(&self) -> impl Iterator<Item = Span> {
         self.index.live_unordered().filter(|span| !self.segment.is_held(span.offset))
     }
 
-    /// The same, with their names.
+    /// Returns the live spans with the names of their blocks.
     pub(crate) fn live_blocks(&self) -> impl Iterator<Item = (Span, BlockName)> {
         let blocks = self.index.blocks().filter_map(|(span, name)| Some((span, name?)));
         blocks.filter(|(span, _)| !self.segment.is_held(span.offset))
     }
 
-    /// Returns the number of times that blocks of the region were moved, or lost.
+    /// Returns the number of times that blocks of the region were moved or lost.
     pub(crate) const fn moves(&self) -> u64 {
         self.moves
     }
@@ -453,13 +456,13 @@ impl RegionState {
         self.pins.is_lost(id)
     }
 
-    /// Records that the contents of a block are lost; its owner gets an error at the next use.
+    /// Records that the contents of a block are lost. Its owner gets an error at the next use.
     pub(crate) fn lose(&mut self, id: BlockName) {
         self.pins.lose(id);
         self.moves += 1;
     }
 
-    /// Takes a free span for a block to move to, arriving.
+    /// Takes a free span for a block to move to, as arriving.
     pub(crate) fn take_room(&mut self, span: Span) -> Option<Placement> {
         if !self.pending.is_clear(span) {
             return None;
@@ -471,7 +474,7 @@ impl RegionState {
         Some(Placement { id, span, at, requested: 0, moves: self.moves })
     }
 
-    /// Moves a block to the place taken for it and frees the old one; returns `true` if granules
+    /// Moves a block to the place taken for it and frees the old place. Returns `true` if granules
     /// became idle.
     pub(crate) fn trade(&mut self, id: BlockName, room: Placement) -> bool {
         let old = self.index.span_of(id);
@@ -489,7 +492,7 @@ impl RegionState {
         self.segment.idle() > idle
     }
 
-    /// Marks a segment as committing; `None` if there are no offsets for it.
+    /// Marks a segment as committing; returns `None` if there are no offsets for it.
     pub(crate) fn begin_segment(&mut self, end: End, size: u64) -> Option<Span> {
         match &mut self.segment {
             Backing::SegmentList(pieces) => pieces.begin(&mut self.index, end, size),
@@ -504,8 +507,8 @@ impl RegionState {
         }
     }
 
-    /// Places a block in a free span that holds it, at that end of the span at which such blocks
-    /// begin; arriving.
+    /// Places a block, as arriving, in a free span that holds it: at the end of the span at which
+    /// blocks of its size are placed.
     pub(crate) fn place_in(&mut self, wanted: AllocRequest, within: Span) -> Option<Placement> {
         let offset = match self.index.end_at(within.offset) {
             End::Low => within.offset,
@@ -517,8 +520,8 @@ impl RegionState {
         Some(self.put(wanted, id?, span))
     }
 
-    /// Marks the next run of idle memory as leaving, of about this many granules; with ages, only
-    /// expired memory. A segment leaves whole.
+    /// Marks the next run of idle memory as leaving, about this many granules; with ages, only
+    /// expired memory. A segment leaves as a whole.
     pub(crate) fn begin_leave(
         &mut self,
         cursor: &mut Cursor,

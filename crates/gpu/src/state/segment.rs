@@ -3,11 +3,11 @@
 //!
 //! A granule is bare, committing, committed, leaving or arriving. The transitional states mark a
 //! driver call in progress outside the arena's lock: a thread that needs such a granule waits until
-//! the call's result is recorded here. A granule is active while a block covers any of it; a backed
-//! granule that is not active is idle, and only idle ones may leave.
+//! the call's result is recorded here. A granule is active while a block covers any byte of it. A
+//! backed granule that is not active is idle, and only idle granules may leave.
 //!
-//! Blocks come from both ends (large from the low end, small from the high end), so the granules
-//! are stored in two halves, each counted from its end: metadata grows with use.
+//! Blocks are placed from both ends (large ones from the low end, small ones from the high end), so
+//! the granules are stored in two halves, each counted from its end: metadata grows with use.
 //!
 //! Invariants: `backed = committing + committed + leaving`; `active = backed and touched`;
 //! `idle = backed - active`.
@@ -20,7 +20,7 @@ use crate::state::aging::{Ages, Stamp};
 use crate::state::granules::Granules;
 use lowtide_core::bytes::ByteSize;
 
-/// Adjoining granules, for one driver call; all in one half.
+/// Adjoining granules of one half, for one driver call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Run {
     first: usize,
@@ -33,19 +33,19 @@ impl Run {
         self.count as u64
     }
 
-    /// Returns its first granules, at most this many, and the rest.
+    /// Returns the first granules, at most this many, and the rest.
     pub(crate) fn split(self, granules: u64) -> (Self, Option<Self>) {
         let count = usize::try_from(granules).unwrap_or(usize::MAX).min(self.count);
         let left = Self { first: self.first + count, count: self.count - count };
         (Self { count, ..self }, (left.count > 0).then_some(left))
     }
 
-    /// As a range of granules of the segment.
+    /// Returns the run as a range of granules of the segment.
     pub(crate) const fn range(self) -> Range<usize> {
         self.first..self.first + self.count
     }
 
-    /// The run of these granules, which are not none and lie in one half.
+    /// Creates the run of these granules, which lie in one half and are at least one.
     pub(crate) const fn of(range: &Range<usize>) -> Self {
         Self { first: range.start, count: range.end - range.start }
     }
@@ -64,9 +64,9 @@ impl Cursor {
 
 /// The granules that a block covers.
 struct Cover {
-    /// Granules that it covers in part, and may share.
+    /// Granules that the block covers in part, and may share.
     partly: [Option<usize>; 2],
-    /// Granules that it covers wholly.
+    /// Granules that the block covers wholly.
     wholly: Range<usize>,
 }
 
@@ -81,12 +81,12 @@ pub(crate) struct Segment {
     /// The first granule of the high half.
     middle: usize,
     low: Granules,
-    /// Counted from the high end downward.
+    /// Granules counted from the high end downward.
     high: Granules,
 }
 
 impl Segment {
-    /// A segment of bare granules; `granularity` is a power of two.
+    /// Creates a segment of bare granules. `granularity` is a power of two.
     pub(crate) fn new(base: DeviceAddress, reserved: ByteSize, granularity: ByteSize) -> Self {
         assert!(granularity.get().is_power_of_two(), "{granularity} is no power of two");
         let count = usize::try_from(reserved.get() / granularity.get()).unwrap_or(usize::MAX);
@@ -113,27 +113,27 @@ impl Segment {
         self.granularity
     }
 
-    /// Bytes with memory behind them, or on the way there or away.
+    /// Returns the bytes of committed granules, including those that are committing or leaving.
     pub(crate) const fn backed(&self) -> u64 {
         (self.low.backed() + self.high.backed()) * self.granularity
     }
 
-    /// Bytes of backed granules that a block touches.
+    /// Returns the bytes of backed granules that a block touches.
     pub(crate) const fn active(&self) -> u64 {
         (self.low.active() + self.high.active()) * self.granularity
     }
 
-    /// Bytes of backed granules that no block touches.
+    /// Returns the bytes of backed granules that no block touches.
     pub(crate) const fn idle(&self) -> u64 {
         self.backed() - self.active()
     }
 
-    /// Bytes of granules on their way here, which may be refused.
+    /// Returns the bytes of granules that are being committed, which the driver may refuse.
     pub(crate) const fn committing(&self) -> u64 {
         (self.low.committing() + self.high.committing()) * self.granularity
     }
 
-    /// Bytes of granules that are leaving.
+    /// Returns the bytes of granules that are leaving.
     pub(crate) const fn leaving(&self) -> u64 {
         (self.low.leaving() + self.high.leaving()) * self.granularity
     }
@@ -143,21 +143,21 @@ impl Segment {
         self.low.metadata() + self.high.metadata()
     }
 
-    /// The address and the size of a run.
+    /// Returns the address and the size of a run.
     pub(crate) fn place_of(&self, run: Run) -> (DeviceAddress, ByteSize) {
         let offset = ByteSize::new(run.first as u64 * self.granularity);
         let size = ByteSize::new(run.granules() * self.granularity);
         (self.address_of(offset), size)
     }
 
-    /// The address of an offset in the segment.
+    /// Returns the address of an offset in the segment.
     pub(crate) fn address_of(&self, offset: ByteSize) -> DeviceAddress {
         debug_assert!(offset.get() <= self.reserved);
-        // The driver reserved `base + reserved` without wrapping; held at the base otherwise.
+        // The driver reserved `base + reserved` without wrapping. The base is only a fallback.
         self.base.checked_add(offset).unwrap_or(self.base)
     }
 
-    /// Records a block there.
+    /// Records a block in a span.
     pub(crate) fn touch(&mut self, span: Span) {
         let cover = self.cover_of(span);
         self.each_part(cover.wholly, Granules::touch);
@@ -194,14 +194,14 @@ impl Segment {
         })
     }
 
-    /// Granules of the span that have no memory behind them to stay.
+    /// Returns the number of granules of the span that have no memory or lose it.
     pub(crate) fn wanting(&self, span: Span) -> u64 {
         self.in_halves(self.granules_of(span), 0, |half, range, sum| sum + half.wanting(range))
     }
 
-    /// Returns the cost of a block there beyond its size: granules to commit first, then those at
-    /// its edges that no other block touches and that it would keep from becoming idle. O(1) and a
-    /// word for each 64 granules.
+    /// Returns the cost of placing a block in a span, beyond its size: granules to commit first,
+    /// then granules at its edges that no other block touches and that the block would keep from
+    /// becoming idle. O(1), plus one step for each 64 granules.
     pub(crate) fn cost(&self, span: Span) -> u64 {
         let cover = self.cover_of(span);
         let opened = cover.partly.into_iter().flatten().filter(|&granule| {
@@ -211,19 +211,19 @@ impl Segment {
         opened.count() as u64 * (1 << 32) + self.wanting(span)
     }
 
-    /// Granules of the span that are not active: by so many more are, with a block there. A
-    /// neighbour that waits for its memory has none yet, and may never get any.
+    /// Returns the number of inactive granules of the span, which a block there would make active.
+    /// A neighbour that waits for its memory has none yet, and may never get any.
     pub(crate) fn inactive(&self, span: Span) -> u64 {
         self.in_halves(self.granules_of(span), 0, |half, range, sum| sum + half.inactive(range))
     }
 
-    /// Granules of the span with nothing behind them and nothing on its way there.
+    /// Returns the number of granules of the span that have no memory and are not arriving.
     pub(crate) fn bare(&self, span: Span) -> u64 {
         self.in_halves(self.granules_of(span), 0, |half, range, sum| sum + half.bare(range))
     }
 
-    /// Marks the bare granules of a touched span as committing, and up to `ahead` of those that
-    /// follow it away from its end; returns them in runs.
+    /// Marks the bare granules of a touched span as committing, and up to `ahead` granules that
+    /// follow the span away from its end. Returns them in runs.
     pub(crate) fn begin_commit(&mut self, span: Span, ahead: u64) -> Vec<Run> {
         let Range { start, end } = self.granules_of(span);
         let ahead = usize::try_from(ahead).unwrap_or(usize::MAX);
@@ -246,7 +246,7 @@ impl Segment {
     }
 
     /// Marks the first bare granules of a touched span, at most this many, as arriving: memory of
-    /// other granules, which is counted there, is on its way. Returns them in runs.
+    /// other granules, which still counts there, is being moved here. Returns them in runs.
     pub(crate) fn begin_arrive(&mut self, span: Span, granules_max: u64) -> Vec<Run> {
         let mut runs = Vec::new();
         let count = self.count;
@@ -257,7 +257,7 @@ impl Segment {
         runs
     }
 
-    /// Records the result for memory that was to arrive.
+    /// Records the result for memory that was arriving.
     pub(crate) fn end_arrive(&mut self, run: Run, done: bool) {
         self.each_part(run.range(), |half, range| half.end_arrive(range, done));
     }
@@ -273,13 +273,13 @@ impl Segment {
         self.low.oldest(ages).max(self.high.oldest(ages))
     }
 
-    /// The age of each granule that may leave.
+    /// Returns the age of each granule that may leave.
     pub(crate) fn idle_ages(&self, ages: Ages) -> impl Iterator<Item = u32> {
         self.low.idle_ages(ages).chain(self.high.idle_ages(ages))
     }
 
-    /// Marks the next run of idle granules, the innermost first, at most `granules_max` of them, as
-    /// leaving; with ages, only expired ones.
+    /// Marks the next run of idle granules as leaving, the innermost first and at most
+    /// `granules_max`; with ages, only expired ones.
     pub(crate) fn begin_leave(
         &mut self,
         cursor: &mut Cursor,
@@ -302,15 +302,15 @@ impl Segment {
         self.each_part(run.range(), |half, range| half.end_leave(range, done));
     }
 
-    /// The longest part of a span that is committed throughout, in bytes. Takes a step for each run
-    /// of committed granules, and for each 64 granules.
+    /// Returns the bytes of the longest part of a span that is committed throughout. Takes a step
+    /// for each run of committed granules, and for each 64 granules.
     pub(crate) fn committed_run_max(&self, span: Span) -> u64 {
         let [low, high] = self.parts(self.granules_of(span));
         let (mut best, mut across) = (0, 0);
         let mut see = |run: Range<usize>| {
             let start = span.offset.max(run.start as u64 * self.granularity);
             let bytes = span.end().min(run.end as u64 * self.granularity) - start;
-            // A run that ends at the border of the halves continues in the other.
+            // A run that ends at the border of the halves continues in the other half.
             let meets = run.start == self.middle || run.end == self.middle;
             across += if meets { bytes } else { 0 };
             best = best.max(bytes).max(across);
@@ -320,7 +320,7 @@ impl Segment {
         best
     }
 
-    /// Every run of committed granules, from the low end.
+    /// Returns every run of committed granules, from the low end.
     pub(crate) fn committed_runs(&self) -> Vec<Range<usize>> {
         let all = 0..self.count;
         let [low, high] = self.parts(all);
@@ -341,12 +341,12 @@ impl Segment {
         runs
     }
 
-    /// Marks committed granules as leaving, touched or not: their blocks sleep.
+    /// Marks committed granules as leaving, touched or not, because their blocks sleep.
     pub(crate) fn begin_part(&mut self, run: Run) {
         self.each_part(run.range(), Granules::begin_part);
     }
 
-    /// Marks touched granules without memory as committing; returns them in runs.
+    /// Marks touched granules without memory as committing. Returns them in runs.
     pub(crate) fn begin_return(&mut self) -> Vec<Run> {
         let mut runs = Vec::new();
         let count = self.count;
@@ -355,7 +355,7 @@ impl Segment {
         runs
     }
 
-    /// Bytes of a span that have no memory behind them. A step for each granule.
+    /// Returns the bytes of a span that have no memory. Takes a step for each granule.
     pub(crate) fn bare_bytes(&self, span: Span) -> u64 {
         let bare = |granule: usize| {
             let (half, at) = self.half(granule);
@@ -366,14 +366,14 @@ impl Segment {
         self.granules_of(span).map(bare).sum()
     }
 
-    /// Every run of backed granules, for the end of the segment and for its picture.
+    /// Returns every run of backed granules, for the end of the segment and for its map.
     pub(crate) fn backed_runs(&self) -> Vec<Run> {
         let high = self.high.backed_runs().into_iter().rev();
         let high = high.map(|range| mirrored(self.count, range));
         self.low.backed_runs().into_iter().chain(high).map(|range| Run::of(&range)).collect()
     }
 
-    /// Counts everything again; `blocks` are the live blocks in address order.
+    /// Counts everything again. `blocks` are the live blocks in address order.
     ///
     /// # Panics
     /// If a figure is wrong.
@@ -404,7 +404,7 @@ impl Segment {
         assert!(self.backed() <= self.reserved, "committed <= reserved");
     }
 
-    /// The granules that a span touches.
+    /// Returns the granules that a span touches.
     pub(crate) fn granules_of(&self, span: Span) -> Range<usize> {
         let shift = self.granularity.trailing_zeros();
         let granule = |at: u64| usize::try_from(at >> shift).unwrap_or(usize::MAX);
@@ -430,14 +430,14 @@ impl Segment {
         Cover { partly, wholly: start..end }
     }
 
-    /// The parts of a range in the two halves, counted as each half counts.
+    /// Returns the parts of a range in the two halves, counted as each half counts.
     fn parts(&self, range: Range<usize>) -> [Range<usize>; 2] {
         let low = range.start.min(self.middle)..range.end.min(self.middle);
         let high = range.start.max(self.middle)..range.end.max(self.middle);
         [low, mirrored(self.count, high)]
     }
 
-    /// Folds over the parts of a range in the two halves; most lie in one.
+    /// Folds over the parts of a range in the two halves. Most ranges lie in one half.
     fn in_halves<R>(
         &self,
         range: Range<usize>,
@@ -484,7 +484,7 @@ impl Segment {
     }
 }
 
-/// A range counted from the other end.
+/// Returns a range as counted from the other end.
 const fn mirrored(count: usize, range: Range<usize>) -> Range<usize> {
     count - range.end..count - range.start
 }

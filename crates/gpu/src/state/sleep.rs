@@ -1,7 +1,8 @@
-//! The sleep of an arena as a value: its phase, who waits for it, and its host memory.
+//! The sleep of an arena as a value: its phase, the operations that wait for it, and its host
+//! memory.
 //!
-//! There is one more phase than the public states: a draining arena without a lease is being
-//! suspended, and from then on entering waits for the end of that.
+//! There is one more phase than public states: a draining arena whose last lease has ended is being
+//! suspended, and from then on entering waits for the end of the sleep.
 //!
 //! Invariants: `leases > 0 => awake or draining`; one operation at a time suspends or resumes the
 //! arena; an operation that waits for a wake gets its result, and one wake serves all that wait;
@@ -23,7 +24,7 @@ use crate::types::sleep::{HostBudget, SleepConfig, SleepState};
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::{Bell, Moment};
 
-/// The largest store, if granules are no larger.
+/// The maximum size of a store, if a granule is no larger.
 const STORE_MAX: ByteSize = ByteSize::gib(1);
 
 /// The phase of an arena between awake and asleep.
@@ -31,12 +32,12 @@ const STORE_MAX: ByteSize = ByteSize::gib(1);
 pub(crate) enum Phase {
     #[default]
     Awake,
-    /// Waits for leases: the number of the drain.
+    /// Waiting for leases. The number identifies the drain.
     Draining(u64),
-    /// Releases its memory: entering is blocked.
+    /// Releasing memory: entering is blocked.
     Suspending,
     Asleep,
-    /// Restores its memory.
+    /// Restoring memory.
     Waking,
 }
 
@@ -72,45 +73,46 @@ pub(crate) struct Saved {
 pub(crate) struct Sleep {
     pub(crate) config: SleepConfig,
     pub(crate) phase: Phase,
-    /// Drains begun.
+    /// The number of drains begun.
     drains: u64,
-    /// Rung when the last lease is dropped, or the drain is cancelled.
+    /// Rings when the last lease is dropped or the drain is cancelled.
     pub(crate) bell: Option<Arc<Bell>>,
     /// The number of operations that want to enter while the arena is being suspended.
     pub(crate) entering: u32,
-    /// Every use of every block is known to be complete, and none begins before it is awake: memory
-    /// freed now has only completed uses.
+    /// `true` if every use of every block is known to be complete, and none can begin before the
+    /// arena is awake: memory that is freed now has only completed uses.
     pub(crate) is_quiet: bool,
-    /// Streams on which leases were used, since that was last waited for.
+    /// Streams on which leases were used, and whose work was not waited for since.
     used: BTreeSet<StreamKey>,
-    /// Wakes that have ended, and how the last one failed.
+    /// The number of wakes that have ended, and the error of the last one.
     pub(crate) attempts: u64,
     failure: Option<DeviceError>,
-    /// Wakers of futures, by the id of the wait; and the last id.
+    /// The wakers of futures, by the id of the wait, and the last id.
     wakers: BTreeMap<u64, Waker>,
     waits: u64,
-    /// The stream of the copies, once there was one.
+    /// The stream of the copies, once it was created.
     pub(crate) stream: Option<StreamHandle>,
     pub(crate) budget: Option<Arc<dyn HostBudget>>,
     /// The contents of sleeping blocks.
     pub(crate) saved: Option<Saved>,
-    /// The stores of the last sleep, if they are kept until the next.
+    /// The stores of the last sleep, if they are kept for the next one.
     pub(crate) kept: Option<Saved>,
-    /// Times that copies were begun on that stream; up to which of them the host has seen the end.
+    /// The number of times that copies were begun on the stream, and the last of these whose end
+    /// the host has seen.
     copying: u64,
     copied: u64,
-    /// `true` if the operation that began the last of them may queue more: only that operation
-    /// knows when the last one is done.
+    /// `true` if the operation that began the last copies may queue more. Only that operation knows
+    /// when the last copy is complete.
     pub(crate) is_queueing: bool,
     /// Stores that the driver has not freed, and their reservations until it has.
     pub(crate) unreleased: Vec<Store>,
     unreleased_reservations: Vec<HostReservation>,
-    /// Since when a lease was held without a pause; when the last one was dropped.
+    /// The start of the period in which leases were held without a pause, and its end.
     pub(crate) leased_since: Moment,
     left_at: Moment,
-    /// When it was opened or woken.
+    /// The time at which the arena was opened or last woken.
     awake_since: Moment,
-    /// It does not fall asleep by itself before: the last time it failed.
+    /// The arena does not fall asleep by itself before this time, because the last attempt failed.
     not_before: Moment,
     /// `true` if it was logged that the arena cannot sleep on its driver.
     has_logged_unsupported: bool,
@@ -120,7 +122,7 @@ pub(crate) struct Sleep {
 }
 
 impl Sleep {
-    /// Creates the state of an arena that is opened now.
+    /// Creates the sleep state of an arena that is opened now.
     pub(crate) fn new(now: Moment, config: &SleepConfig) -> Self {
         Self {
             config: *config,
@@ -140,7 +142,7 @@ impl Sleep {
         }
     }
 
-    /// Returns `true` if memory may be used and handed out.
+    /// Returns `true` if the arena may use and hand out memory.
     #[inline]
     pub(crate) const fn is_open(&self) -> bool {
         matches!(self.phase, Phase::Awake | Phase::Draining(_))
@@ -151,7 +153,7 @@ impl Sleep {
         self.phase == Phase::Awake
     }
 
-    /// Sleeps, wakes, and wakes that failed.
+    /// Returns the numbers of sleeps, wakes and failed wakes.
     pub(crate) const fn totals(&self) -> [u64; 3] {
         [self.sleeps, self.wakes, self.wake_failures]
     }
@@ -161,7 +163,7 @@ impl Sleep {
         self.entering > 0 || !self.wakers.is_empty()
     }
 
-    /// Begins to wait for leases, if the arena is awake; returns the drain's number.
+    /// Begins to wait for leases if the arena is awake. Returns the drain's number.
     pub(crate) fn begin_drain(&mut self) -> Option<u64> {
         if self.phase != Phase::Awake {
             return None;
@@ -172,12 +174,12 @@ impl Sleep {
         Some(self.drains)
     }
 
-    /// Ends the wait for leases. Its own operation does so, and rings no bell.
+    /// Ends the wait for leases. The waiting operation itself calls this, so no bell is rung.
     pub(crate) fn end_drain(&mut self, phase: Phase) {
         (self.phase, self.bell) = (phase, None);
     }
 
-    /// Ends a drain, if there is one, because the arena is used.
+    /// Cancels a drain, if there is one, because the arena is used.
     fn cancel_drain(&mut self) {
         if matches!(self.phase, Phase::Draining(_)) {
             self.phase = Phase::Awake;
@@ -187,7 +189,7 @@ impl Sleep {
         }
     }
 
-    /// Records a lease, which cancels a drain; `is_first` if no other is held.
+    /// Records a lease, which cancels a drain. `is_first` is `true` if no other lease is held.
     pub(crate) fn enter(&mut self, is_first: bool, now: impl FnOnce() -> Moment) {
         debug_assert!(self.is_open(), "a lease is granted only while the arena is open");
         if is_first {
@@ -204,8 +206,8 @@ impl Sleep {
         }
     }
 
-    /// Ends a sleep or a wake, or what was begun of it; the returned wakers are called with the
-    /// lock released.
+    /// Ends a sleep or a wake, or an attempt. The caller calls the returned wakers with the lock
+    /// released.
     #[must_use]
     pub(crate) fn finish(&mut self, phase: Phase) -> Vec<Waker> {
         self.phase = phase;
@@ -226,12 +228,12 @@ impl Sleep {
         self.failure = failure;
     }
 
-    /// Returns the error of the wake that was in progress, or came, since this many had ended.
+    /// Returns the error of a wake that has failed since this many wakes had ended.
     pub(crate) fn failed_since(&self, attempts: u64) -> Option<DeviceError> {
         self.failure.clone().filter(|_| self.attempts > attempts)
     }
 
-    /// Registers a waker for the end of a wait; returns the waker registered before.
+    /// Registers a waker for the end of a wait. Returns the waker that was registered before.
     pub(crate) fn register(&mut self, wait: &mut Option<u64>, waker: Waker) -> Option<Waker> {
         let number = *wait.get_or_insert_with(|| {
             self.waits += 1;
@@ -255,12 +257,12 @@ impl Sleep {
         self.left_at = self.left_at.max(now);
     }
 
-    /// Forgets a stream; returns `true` if it was used under a lease, and that was not waited for.
+    /// Forgets a stream. Returns `true` if it was used under a lease, and was not waited for.
     pub(crate) fn forget_used(&mut self, stream: StreamKey) -> bool {
         self.used.remove(&stream)
     }
 
-    /// Returns `true` if the streams used under leases until now are all known.
+    /// Returns `true` if all streams used under leases until now are known.
     pub(crate) fn is_use_known(&self) -> bool {
         !self.used.contains(&StreamKey::CONTEXT)
     }
@@ -282,12 +284,13 @@ impl Sleep {
         self.not_before = self.not_before.max(until);
     }
 
-    /// Returns `true` the first time: it is logged once that the arena cannot sleep.
+    /// Records that the arena cannot sleep. Returns `true` the first time, so that it is logged
+    /// once.
     pub(crate) fn note_unsupported(&mut self) -> bool {
         !std::mem::replace(&mut self.has_logged_unsupported, true)
     }
 
-    /// Returns `true` if a copy of a sleep or a wake may still use memory of the arena.
+    /// Returns `true` if a copy of a sleep or a wake may still use the arena's memory.
     pub(crate) const fn may_be_copied(&self) -> bool {
         self.copied < self.copying
     }
@@ -298,7 +301,7 @@ impl Sleep {
         self.is_queueing = true;
     }
 
-    /// Returns the number of the last copies, unless an operation queues more of them.
+    /// Returns the number of the last copies, unless an operation still queues more.
     pub(crate) fn queued(&self) -> Option<u64> {
         (!self.is_queueing).then_some(self.copying)
     }
@@ -308,30 +311,30 @@ impl Sleep {
         self.copied = self.copied.max(queued.unwrap_or(0));
     }
 
-    /// Keeps stores for the next sleep, if stores are kept; returns those to release.
+    /// Keeps stores for the next sleep, if stores are kept. Returns the stores to release.
     pub(crate) fn keep(&mut self, saved: Saved) -> Option<Saved> {
         if self.config.keep_stores { self.kept.replace(saved) } else { Some(saved) }
     }
 
-    /// Sets if stores are kept between sleeps; returns those kept until now.
+    /// Sets whether stores are kept between sleeps. Returns the stores kept until now.
     pub(crate) fn set_keep_stores(&mut self, keep_stores: bool) -> Option<Saved> {
         self.config.keep_stores = keep_stores;
         self.kept.take()
     }
 
-    /// Adds stores to those to release.
+    /// Adds stores to those that are to be released.
     pub(crate) fn give_up(&mut self, saved: Saved) {
         self.unreleased.extend(saved.stores);
         self.unreleased_reservations.extend(saved.reservation);
     }
 
-    /// Takes the stores to release, and their reservations.
+    /// Takes out the stores to release, and their reservations.
     pub(crate) fn take_unreleased(&mut self) -> (Vec<Store>, Vec<HostReservation>) {
         let stores = std::mem::take(&mut self.unreleased);
         (stores, std::mem::take(&mut self.unreleased_reservations))
     }
 
-    /// Records the stores that the driver has not freed: their reservations stay. Returns the
+    /// Records the stores that the driver has not freed. Their reservations stay. Returns the
     /// reservations to drop.
     pub(crate) fn put_unreleased(
         &mut self,
@@ -345,7 +348,8 @@ impl Sleep {
         reservations
     }
 
-    /// Host memory that holds contents, or is kept for them, or that the driver has not freed.
+    /// Returns the host memory that holds contents, is kept for them, or was not freed by the
+    /// driver.
     pub(crate) fn offloaded(&self) -> ByteSize {
         let stores = [&self.saved, &self.kept].into_iter().flatten().map(Saved::bytes);
         stores.chain(self.unreleased.iter().map(|(_, size)| *size)).sum()
@@ -362,12 +366,12 @@ impl fmt::Debug for Sleep {
 }
 
 impl Saved {
-    /// Host memory of its stores.
+    /// Returns the host memory of the stores.
     pub(crate) fn bytes(&self) -> ByteSize {
         self.stores.iter().map(|(_, size)| *size).sum()
     }
 
-    /// Returns the copies of all that was saved.
+    /// Returns the copies of all saved contents.
     pub(crate) fn copies<'a>(&self, of: impl Fn(Region) -> &'a Backing) -> Vec<StoredCopy> {
         let place = |saved: &SavedRun| self.place(saved, saved.run, of(saved.region));
         self.runs.iter().map(place).collect()
@@ -383,7 +387,7 @@ impl Saved {
         self.runs.iter().flat_map(touched).collect()
     }
 
-    /// Returns the current and saved place of the granules of a saved run, or some of them.
+    /// Returns the current place of a saved run, or of a part of it, and its place in the store.
     fn place(&self, saved: &SavedRun, run: Run, backing: &Backing) -> StoredCopy {
         let (at, size) = backing.place_of(run);
         let (from, _) = backing.place_of(saved.run);
@@ -393,8 +397,8 @@ impl Saved {
     }
 }
 
-/// Lays granules out over stores; returns the sizes of these. A store is at most 1 GiB, so that no
-/// single allocation is as large as the device.
+/// Lays granules out over stores. Returns the sizes of the stores. A store is at most 1 GiB, so
+/// that no single allocation is as large as the device.
 pub(crate) fn lay_out(
     kept: impl Iterator<Item = (Region, Run)>,
     granularity: ByteSize,

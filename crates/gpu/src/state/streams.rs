@@ -1,28 +1,28 @@
 //! The streams that an arena knows: which of their work is known to be complete, and which stream
-//! waits for which. Pure accounting: no driver call, no lock. Events are handles here, which are
+//! waits for which. Pure accounting: no driver call, no lock. Events are handles here. They are
 //! reused, and destroyed at the end of the arena.
 //!
 //! Frees are counted in epochs. A use belongs to the epoch that was open when the block was freed.
-//! An event recorded after an epoch was closed is complete only when every use of that epoch and
-//! the earlier ones is. So one event serves all blocks freed since the last one, and a stream whose
-//! blocks only it reuses needs none.
+//! An event recorded after an epoch was closed completes only when every use of that epoch and of
+//! earlier ones is complete. So one event serves all blocks freed since the last event, and a
+//! stream that alone reuses its blocks needs no event.
 //!
 //! Invariants: `done < open`; an event belongs to a closed epoch; stream numbers are never reused,
-//! so a handle that the driver reuses is another stream.
+//! so if the driver reuses a handle, that is another stream.
 
 use std::collections::BTreeMap;
 use std::ops::{Bound, Range};
 
 use crate::driver::{EventHandle, StreamHandle};
 
-/// The number of a stream in its arena; never given twice.
+/// The number of a stream in its arena. No number is used twice.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct StreamKey(u64);
 
 impl StreamKey {
-    /// No particular stream: any work of the device. For a block whose stream is unknown, and for a
-    /// stream that ended before an event could be recorded on it. Only a wait for the whole device
-    /// proves the end of such a use, which only calls of the program make.
+    /// No particular stream: any work of the device. Used for a block whose stream is unknown, and
+    /// for a stream that ended before an event could be recorded on it. Only a wait for the whole
+    /// device proves the end of such a use, and only calls of the program make that wait.
     pub(crate) const CONTEXT: Self = Self(0);
 
     #[cfg(test)]
@@ -31,22 +31,23 @@ impl StreamKey {
     }
 }
 
-/// A use of a block: complete when all work that its stream had at the end of the epoch is.
+/// A use of a block. It is complete when all work that the stream had at the end of the epoch is
+/// complete.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Use {
     pub(crate) stream: StreamKey,
     pub(crate) epoch: u64,
 }
 
-/// An event of the arena. An operation that has one holds it until it releases it; the event is not
-/// recorded again before that.
+/// An event of the arena. An operation that got the event holds it until it releases it; the event
+/// is not recorded again before that.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Event {
     nth: usize,
     pub(crate) handle: EventHandle,
 }
 
-/// One of two events to look at, while the complete ones are counted.
+/// The choice of an event to query in the search for the last complete one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Pick {
     First,
@@ -57,20 +58,20 @@ pub(crate) enum Pick {
 /// The way to wait for a stream's uses.
 #[derive(Clone, Debug)]
 pub(crate) enum Wait {
-    /// They are complete, or come before the asking stream's next work already.
+    /// The uses are complete, or already precede the next work of the asking stream.
     Nothing,
-    /// For this event, of that epoch.
+    /// Wait for this event, of that epoch.
     For(Event, u64),
-    /// For an event that is to be recorded on the use's stream; it will be of that epoch, which is
-    /// closed now.
+    /// Wait for an event that is still to be recorded on the stream of the use. Its epoch is this
+    /// one, which is closed now.
     Record(u64),
-    /// For everything.
+    /// Wait for all work of the device.
     Context,
 }
 
 #[derive(Debug)]
 struct Stream {
-    /// None for the context, and for a stream that has ended.
+    /// `None` for the context, and for a stream that has ended.
     handle: Option<StreamHandle>,
     lanes: usize,
     /// The number of driver calls in progress with the handle, by threads without a lane of the
@@ -80,11 +81,11 @@ struct Stream {
     open: u64,
     /// All uses up to this epoch are known to be complete.
     done: u64,
-    /// The epoch of its last use.
+    /// The epoch of the last use.
     used: u64,
     /// The recorded events by epoch.
     events: BTreeMap<u64, Event>,
-    /// Up to which epochs of other streams this one's next work comes after.
+    /// For other streams, the epoch up to which their uses precede this stream's next work.
     after: BTreeMap<StreamKey, u64>,
 }
 
@@ -96,7 +97,7 @@ impl Stream {
 }
 
 impl Stream {
-    /// Returns `true` if there is a use without a later event.
+    /// Returns `true` if the stream has a use without a later event.
     fn is_unmarked(&self) -> bool {
         let last = self.events.last_key_value().map_or(self.done, |(&epoch, _)| epoch);
         self.used > last
@@ -109,16 +110,16 @@ pub(crate) struct Streams {
     known: BTreeMap<StreamKey, Stream>,
     by_handle: BTreeMap<StreamHandle, StreamKey>,
     last: StreamKey,
-    /// The operations that hold each event, by its number.
+    /// The number of operations that hold each event, by the event's number.
     holders: Vec<u32>,
     /// Events that are not recorded.
     spare: Vec<Event>,
-    /// With this many non-spare events, they are queried before another is created.
+    /// When this many events are in use, they are queried before another one is created.
     crowd: usize,
 }
 
 /// The minimum number of recorded events before an arena queries them for reuse. A guess: many
-/// times the events of a service's lanes in progress between two checks for idle memory.
+/// times the number of events that a service's lanes have in progress between two checks.
 const CROWD_MIN: usize = 64;
 
 impl Streams {
@@ -148,15 +149,16 @@ impl Streams {
         key
     }
 
-    /// Records that a lane is dropped; returns `true` if it was the last of its stream, which then
-    /// has ended for the arena.
+    /// Records that a lane is dropped. Returns `true` if it was the last lane of the stream, which
+    /// has then ended for the arena.
     pub(crate) fn leave(&mut self, key: StreamKey) -> bool {
         let Some(stream) = self.known.get_mut(&key) else { return false };
         stream.lanes = stream.lanes.saturating_sub(1);
         stream.lanes == 0
     }
 
-    /// Forgets the handle of a stream without lanes: the driver may give it to another.
+    /// Forgets the handle of a stream without lanes. The driver may reuse the handle for another
+    /// stream.
     pub(crate) fn retire(&mut self, key: StreamKey) {
         let Some(stream) = self.known.get_mut(&key).filter(|stream| stream.lanes == 0) else {
             return;
@@ -166,7 +168,7 @@ impl Streams {
         }
     }
 
-    /// The handle of a stream that has not ended, for one driver call.
+    /// Returns the handle of a stream that has not ended, for one driver call.
     pub(crate) fn export(&mut self, key: StreamKey) -> Option<StreamHandle> {
         let stream = self.known.get_mut(&key)?;
         let handle = stream.handle?;
@@ -174,7 +176,7 @@ impl Streams {
         Some(handle)
     }
 
-    /// Records that the call is made; returns `true` if a thread may wait for that.
+    /// Records that the call has ended. Returns `true` if a thread may be waiting for that.
     pub(crate) fn returned(&mut self, key: StreamKey) -> bool {
         let Some(stream) = self.known.get_mut(&key) else { return false };
         stream.exported -= 1;
@@ -192,7 +194,8 @@ impl Streams {
             stream.handle.is_none() && stream.exported == 0 && stream.done >= stream.used
         };
         if key != StreamKey::CONTEXT && !is_pending && self.known.get(&key).is_some_and(ended) {
-            // Two who waited at once recorded an event each: the later one is not looked at.
+            // Two threads that waited at the same time recorded an event each: the later one is not
+            // queried.
             let gone = self.known.remove(&key);
             self.spare.extend(gone.into_iter().flat_map(|stream| stream.events.into_values()));
             for stream in self.known.values_mut() {
@@ -201,7 +204,7 @@ impl Streams {
         }
     }
 
-    /// A use that ends now, of a block that is being freed.
+    /// Returns a use that ends now, for a block that is being freed.
     pub(crate) fn use_now(&mut self, key: StreamKey) -> Use {
         let is_there = self.handle(key).is_some();
         let stream = if is_there { key } else { StreamKey::CONTEXT };
@@ -217,8 +220,8 @@ impl Streams {
         self.known.get(&of.stream).is_none_or(|stream| stream.done >= of.epoch)
     }
 
-    /// Returns the epoch of the event, closed now, that is needed so that a stream about to end can
-    /// be waited for; `None` if none is needed.
+    /// Closes the epoch that is needed so that a stream about to end can be waited for. Returns the
+    /// epoch of the event to record; `None` if no event is needed.
     pub(crate) fn close(&mut self, key: StreamKey) -> Option<u64> {
         let stream = self.known.get_mut(&key)?;
         if !stream.is_unmarked() {
@@ -229,12 +232,12 @@ impl Streams {
         Some(epoch)
     }
 
-    /// The handle of a stream that has not ended.
+    /// Returns the handle of a stream that has not ended.
     pub(crate) fn handle(&self, key: StreamKey) -> Option<StreamHandle> {
         self.known.get(&key)?.handle
     }
 
-    /// Returns the way for `taker`, or the host, to come after a use.
+    /// Returns the way to order `taker`, or the host, after a use.
     pub(crate) fn how(&mut self, of: Use, taker: Option<StreamKey>) -> Wait {
         if taker == Some(of.stream) {
             return Wait::Nothing;
@@ -244,7 +247,7 @@ impl Streams {
         {
             return Wait::Nothing;
         }
-        // A stream that is not known any more has no pending uses.
+        // A stream that is no longer known has no pending uses.
         let Some(stream) = self.known.get_mut(&of.stream) else { return Wait::Nothing };
         if stream.done >= of.epoch {
             return Wait::Nothing;
@@ -261,7 +264,7 @@ impl Streams {
         Wait::Record(epoch)
     }
 
-    /// Records an event that was recorded after its epoch was closed.
+    /// Records that an event was recorded after its epoch was closed.
     pub(crate) fn recorded(&mut self, key: StreamKey, epoch: u64, event: Event) {
         match self.known.get_mut(&key) {
             Some(stream) if stream.done < epoch => {
@@ -271,7 +274,7 @@ impl Streams {
         }
     }
 
-    /// Records that the next work of `taker` comes after all uses up to that epoch.
+    /// Records that the next work of `taker` comes after all uses of `of` up to that epoch.
     pub(crate) fn ordered(&mut self, taker: StreamKey, of: StreamKey, epoch: u64) {
         if let Some(taker) = self.known.get_mut(&taker) {
             let after = taker.after.entry(of).or_default();
@@ -279,7 +282,7 @@ impl Streams {
         }
     }
 
-    /// Records that a stream is known to be done up to an epoch.
+    /// Records that a stream has completed its uses up to an epoch.
     pub(crate) fn complete(&mut self, key: StreamKey, epoch: u64) {
         let Some(stream) = self.known.get_mut(&key) else { return };
         stream.done = stream.done.max(epoch);
@@ -288,7 +291,7 @@ impl Streams {
         self.spare.extend(done.into_values());
     }
 
-    /// Ends the present epoch of every stream: memory freed until now is of closed ones.
+    /// Closes the current epoch of every stream: memory freed until now belongs to closed epochs.
     pub(crate) fn close_all(&mut self) -> Vec<Use> {
         let close = |(&stream, of): (&StreamKey, &mut Stream)| {
             of.open += 1;
@@ -297,7 +300,7 @@ impl Streams {
         self.known.iter_mut().map(close).collect()
     }
 
-    /// Returns the first recorded event that is not known to be complete, of any stream, and holds
+    /// Returns the first recorded event, of any stream, that is not known to be complete, and holds
     /// it.
     pub(crate) fn waiting(&mut self) -> Option<(Use, Event)> {
         let first = |(&stream, of): (&StreamKey, &Stream)| {
@@ -314,7 +317,8 @@ impl Streams {
         self.next_after(after, |stream| !stream.events.is_empty())
     }
 
-    /// Returns an event of a stream between two epochs, and holds it; `None` if there is none.
+    /// Returns an event of a stream between two epochs, and holds the event; `None` if there is
+    /// none.
     pub(crate) fn event_between(
         &mut self,
         stream: StreamKey,
@@ -334,24 +338,24 @@ impl Streams {
         Some((epoch, event))
     }
 
-    /// Takes in an event that was created, held by its operation.
+    /// Adds an event that was created. The creating operation holds it.
     pub(crate) fn add_event(&mut self, handle: EventHandle) -> Event {
         self.holders.push(1);
         Event { nth: self.holders.len() - 1, handle }
     }
 
-    /// Ends the use of an event by an operation.
+    /// Releases an event that an operation holds.
     pub(crate) fn release_event(&mut self, event: Event) {
         self.holders[event.nth] -= 1;
     }
 
-    /// Returns `true` if so many events are recorded that they should be queried.
+    /// Returns `true` if enough events are recorded that they should be queried.
     pub(crate) const fn is_crowded(&self) -> bool {
         self.recorded_count() >= self.crowd
     }
 
-    /// Records that they were queried: not again before there are twice as many as are left, so
-    /// that each is queried a few times at most.
+    /// Records that the events were queried. They are queried again only when there are twice as
+    /// many as are left, so that each is queried a few times at most.
     pub(crate) fn note_asked(&mut self) {
         self.crowd = self.recorded_count().saturating_mul(2).max(CROWD_MIN);
     }
@@ -375,7 +379,7 @@ impl Streams {
         later.find(|(_, stream)| is_wanted(stream)).map(|(&key, _)| key)
     }
 
-    /// Takes an event that no operation holds, to be recorded again, and holds it.
+    /// Returns an event that no operation holds, to be recorded again, and holds it.
     pub(crate) fn spare(&mut self) -> Option<Event> {
         let at = self.spare.iter().position(|event| self.holders[event.nth] == 0)?;
         let event = self.spare.swap_remove(at);
@@ -397,25 +401,25 @@ impl Streams {
         all.into_iter().map(|event| event.handle).collect()
     }
 
-    /// Returns `true` if there are uses whose end an event proves, or will once it is recorded.
+    /// Returns `true` if an event proves the end of some use, or will once it is recorded.
     pub(crate) fn is_provable(&self) -> bool {
         let marks = |stream: &Stream| stream.handle.is_some() && stream.is_unmarked();
         self.known.values().any(|stream| !stream.events.is_empty() || marks(stream))
     }
 
-    /// Returns the next stream after one whose uses no event covers yet, the context among them.
+    /// Returns the next stream after one whose uses no event covers yet, including the context.
     pub(crate) fn next_unmarked(&self, after: Option<StreamKey>) -> Option<StreamKey> {
         self.next_after(after, Stream::is_unmarked)
     }
 
-    /// Counts the work of every stream until now as used memory.
+    /// Counts all work of every stream until now as uses of memory.
     pub(crate) fn use_all_now(&mut self) {
         for stream in self.known.values_mut().filter(|stream| stream.handle.is_some()) {
             stream.used = stream.open;
         }
     }
 
-    /// Streams that it knows, without the context.
+    /// Returns the number of known streams, without the context.
     #[cfg(test)]
     pub(crate) fn count(&self) -> usize {
         self.known.len() - 1
@@ -483,13 +487,13 @@ mod tests {
         assert_eq!(streams.count(), 0);
     }
 
-    /// The event was lost: it was never destroyed, nor recorded again.
+    /// Regression test: such an event was lost. It was never destroyed, nor recorded again.
     #[test]
     fn an_event_that_nobody_needed_any_more_when_its_stream_was_forgotten_is_spare() {
         let mut streams = Streams::new();
         let key = streams.enter(StreamHandle::new(11));
         let of = streams.use_now(key);
-        // Two wait for it at once: neither finds an event.
+        // Two threads wait for the use at the same time: neither finds an event.
         let waits = [streams.how(of, None), streams.how(of, None)];
         let [Wait::Record(first), Wait::Record(second)] = waits else { panic!("an event") };
         for (epoch, handle) in [(first, 1), (second, 2)] {

@@ -1,4 +1,4 @@
-//! The counters of an arena: sums that never decrease. Plain values, under the accounting's lock.
+//! The counters of an arena: sums that never decrease. Plain values, protected by the state's lock.
 //!
 //! Invariant: those of [`ArenaSnapshot`](crate::ArenaSnapshot).
 
@@ -11,7 +11,7 @@ use crate::types::snapshot::AllocFailures;
 pub(crate) struct Totals {
     pub(crate) allocs: u64,
     pub(crate) frees: u64,
-    /// The part by caches of dropped lanes.
+    /// The allocations from caches of dropped lanes.
     pub(crate) front_allocs: u64,
     pub(crate) failures: AllocFailures,
     pub(crate) commits: u64,
@@ -20,7 +20,7 @@ pub(crate) struct Totals {
     pub(crate) decommitted_bytes: u64,
     pub(crate) remaps: u64,
     pub(crate) remapped_bytes: u64,
-    /// Calls of callbacks on shortage, and how many of those panicked.
+    /// The number of calls of shortage callbacks, and the number of those that panicked.
     pub(crate) shortage_calls: u64,
     pub(crate) shortage_panics: u64,
     pub(crate) reserves: u64,
@@ -31,9 +31,9 @@ pub(crate) struct Totals {
     pub(crate) trimmed_bytes: u64,
     pub(crate) shrinks: u64,
     pub(crate) shrunk_bytes: u64,
-    /// The largest block handed out.
+    /// The size of the largest block handed out.
     pub(crate) alloc_size_max: u64,
-    /// Times that a thread found the lock taken, and how long they waited for it.
+    /// The number of times that a thread found the lock taken, and the total time of those waits.
     pub(crate) contended: u64,
     pub(crate) waited: Duration,
 }

@@ -1,4 +1,4 @@
-//! Compaction of an arena over a watched driver: contents, addresses, failures, threads.
+//! Tests of compaction over a watched driver: contents, addresses, failures, threads.
 //!
 //! Invariant: a block that moves keeps its contents and its owner, whatever happens concurrently.
 
@@ -22,12 +22,12 @@ pub(super) const ALL: CompactOptions = CompactOptions {
     ..CompactOptions::new(Region::Dynamic)
 };
 
-/// An arena whose addresses are as short as its memory.
+/// Opens an arena whose addresses are as scarce as its memory.
 pub(super) fn fixed(size: ByteSize) -> (DeviceArena, Arc<TrialDriver>) {
     open(ArenaConfig { limit: size, reserve: size, ..ArenaConfig::new("fixed") })
 }
 
-/// An arena with more addresses than memory.
+/// Opens an arena with more addresses than memory.
 pub(super) fn virtual_memory(limit: ByteSize) -> (DeviceArena, Arc<TrialDriver>) {
     open(ArenaConfig { limit, reserve: ByteSize::gib(1), ..ArenaConfig::new("virtual") })
 }
@@ -38,10 +38,10 @@ pub(super) fn open(config: ArenaConfig) -> (DeviceArena, Arc<TrialDriver>) {
     (arena.expect("open"), driver)
 }
 
-/// Elements between marks: every 256 bytes have one.
+/// The number of elements between marks: every 256 bytes have one.
 pub(super) const STRIDE: usize = 32;
 
-/// A block with marks all over.
+/// Allocates a block filled with marks.
 pub(super) fn marked(
     arena: &DeviceArena,
     size: ByteSize,
@@ -71,7 +71,7 @@ pub(super) fn address(arena: &DeviceArena, buffer: &Buffer<u64>) -> u64 {
     buffer.slice(&lease).expect("own lease").as_ptr().addr() as u64
 }
 
-/// Blocks with their marks, of which every other one is freed.
+/// Allocates blocks with marks, and frees every other one.
 pub(super) fn alternating(
     arena: &DeviceArena,
     count: u64,
@@ -89,7 +89,8 @@ pub(super) fn assert_all_marked(arena: &DeviceArena, blocks: &[(u64, Buffer<u64>
     }
 }
 
-/// In 16 MiB: 6 free, 2 live, 2 live and pinned, 6 free. The 2 will go to the end.
+/// Lays out 16 MiB: 6 free, 2 live, 2 live and pinned, 6 free. The movable block will go to the
+/// end.
 pub(super) fn beside_a_pinned_one(arena: &DeviceArena) -> (Buffer<u64>, Buffer<u64>, BlockPin) {
     let gone = marked(arena, ByteSize::mib(6), 0).expect("room");
     let moving = marked(arena, ByteSize::mib(2), 1).expect("room");
@@ -183,7 +184,7 @@ fn the_other_region_stays() {
     assert_all_marked(&arena, &blocks);
 }
 
-/// The bug: a block that moves by less than its size was copied in one piece onto itself.
+/// Regression test: a block that moves by less than its size was copied in one piece onto itself.
 #[test]
 fn a_block_that_slides_by_less_than_its_size_is_not_copied_onto_itself() {
     let (arena, driver) = fixed(ByteSize::mib(12));
@@ -288,14 +289,14 @@ fn nothing_moves_while_a_lease_is_held() {
     assert!(done.moves > 0);
 }
 
-/// The bug: an exception during a move left the accounting moved and the contents not.
+/// Regression test: a panic during a move left the accounting moved and the contents not.
 #[test]
 fn a_callback_that_panics_ends_the_compaction_after_a_whole_move() {
     let (arena, driver) = fixed(ByteSize::mib(64));
     let blocks = alternating(&arena, 8, ByteSize::mib(8));
     let failed = arena.compact(ALL, |_| panic!("enough")).expect_err("it panics");
     assert_eq!(failed.error, DeviceError::Callback { message: "enough".to_owned() });
-    // The bug: it said that it had finished.
+    // Regression test: the compaction reported that it had finished.
     assert_eq!((failed.done.moves, failed.done.stopped), (1, StopReason::Failed));
     assert_all_marked(&arena, &blocks);
     arena.validate();
@@ -305,7 +306,7 @@ fn a_callback_that_panics_ends_the_compaction_after_a_whole_move() {
     driver.assert_no_faults();
 }
 
-/// Jumps, slides in pieces, and places that have no memory yet.
+/// Performs jumps, slides in pieces, and moves to places that have no memory yet.
 fn scenario(driver: &Arc<TrialDriver>, nth: Option<u64>) -> u64 {
     let size = ByteSize::mib(32);
     let config = ArenaConfig { limit: size, reserve: size, ..ArenaConfig::new("trial") };
@@ -358,13 +359,13 @@ fn contents_that_a_slide_lost_are_never_shown_again() {
     let (arena, driver) = fixed(ByteSize::mib(12));
     let gone = marked(&arena, ByteSize::mib(1), 0).expect("room");
     let mut lost = marked(&arena, ByteSize::mib(8), 1).expect("room");
-    // Of a hot size: otherwise it would be cached when it is dropped.
+    // A hot size: otherwise the block would be cached when it is dropped.
     for _ in 0..8 {
         drop(lost);
         lost = marked(&arena, ByteSize::mib(8), 1).expect("room");
     }
     drop(gone);
-    // The fourth piece and all that would undo the others.
+    // Fails the fourth piece and all copies that would undo the others.
     driver.fail_from(Some(driver.calls() + 3));
     let failed = arena.compact(ALL, |_| {}).expect_err("a trial");
     let expected = DeviceError::ContentsLost { region: Region::Dynamic, size: ByteSize::mib(8) };
@@ -383,7 +384,7 @@ fn contents_that_a_slide_lost_are_never_shown_again() {
     driver.assert_no_faults();
 }
 
-/// The bug: a resize in place made a block whose contents were lost look whole again.
+/// Regression test: after a resize in place, a block whose contents were lost looked whole again.
 #[test]
 fn a_resize_in_place_showed_contents_that_were_lost() {
     for bytes in [4 << 20, 8 << 20] {

@@ -1,9 +1,9 @@
-//! Blocks whose neighbours have a place and no memory yet: the search, and the waits.
+//! Tests of blocks whose neighbours have a place but no memory yet: the search, and the waits.
 //!
-//! The neighbours are put into the accounting by hand, as calls in progress would leave them, so
-//! that each case is certain.
+//! The neighbours are put into the state by hand, as calls in progress would leave them, so that
+//! each case is deterministic.
 //!
-//! Invariant: an error has no room by its own figures, whatever its neighbours wait for.
+//! Invariant: if an error is returned, there is no room by the error's own figures.
 #![expect(unsafe_code, reason = "a driver call is made by hand")]
 
 use super::*;
@@ -15,8 +15,8 @@ use crate::state::segment::Cursor;
 const DYNAMIC: Region = Region::Dynamic;
 const ALIGN: ByteSize = ByteSize::new(256);
 
-/// An arena of so many granules of addresses a region, with one live granule, and room under its
-/// limit for one more.
+/// Opens an arena with this many granules of addresses per region, one live granule, and room under
+/// the limit for one more.
 fn nearly_full(granules: u64) -> (DeviceArena, Arc<TrialDriver>, Buffer<u8>) {
     let driver = Arc::new(TrialDriver::new());
     let reserve = ByteSize::new(granules * GRANULE.get());
@@ -27,28 +27,28 @@ fn nearly_full(granules: u64) -> (DeviceArena, Arc<TrialDriver>, Buffer<u8>) {
     (arena, driver, live)
 }
 
-/// A block that has a place, and waits for its memory.
+/// Places a block that waits for its memory.
 fn place(arena: &DeviceArena, size: ByteSize) -> Placement {
     let wanted = AllocRequest::new(size, ALIGN).expect("not empty");
     let placed = arena.inner().lock_state().place(DYNAMIC, wanted, Search::Usual, None);
     placed.expect("room").0
 }
 
-/// Its call has failed.
+/// Removes a placed block, as after a failed call.
 fn withdraw(arena: &DeviceArena, placed: Placement) {
     let inner = arena.inner();
     inner.lock_state().withdraw(DYNAMIC, placed, Claim::default(), &*inner.clock);
 }
 
-/// Two that wait, with so much between them.
+/// Places two blocks that wait for their memory, with this gap between them.
 fn apart(arena: &DeviceArena, gap: u64) -> [Placement; 2] {
     let [before, gone, after] = [3, gap, 5].map(|mib| place(arena, ByteSize::mib(mib)));
     withdraw(arena, gone);
     [before, after]
 }
 
-/// At both ends of the free span it would share a granule with a neighbour, and so need one more
-/// than there is.
+/// At both ends of the free span the block would share a granule with a neighbour, and so need one
+/// more granule than there is.
 #[test]
 fn a_block_beside_one_that_waits_for_its_memory_is_placed_where_a_granule_begins() {
     let (arena, driver, live) = nearly_full(6);
@@ -67,7 +67,7 @@ fn a_block_beside_one_that_waits_for_its_memory_is_placed_where_a_granule_begins
 fn a_block_that_fits_at_no_granules_start_is_short_of_memory_and_not_of_addresses() {
     let (arena, driver, live) = nearly_full(5);
     let neighbours = apart(&arena, 2);
-    // No call is under way, so that nothing is waited for.
+    // No call is in progress, so nothing is waited for.
     let refused = bytes(&arena, GRANULE, DYNAMIC).expect_err("it needs two granules there");
     assert!(matches!(refused, DeviceError::OutOfMemory { .. }), "{refused}");
     neighbours.into_iter().for_each(|placed| withdraw(&arena, placed));
@@ -80,7 +80,7 @@ fn a_block_that_fits_at_no_granules_start_is_short_of_memory_and_not_of_addresse
 fn a_block_that_fits_at_no_granules_start_waits_for_the_calls_of_its_neighbours() {
     let (arena, driver, live) = nearly_full(5);
     let neighbours = apart(&arena, 2);
-    // A call is under way: idle memory leaves.
+    // A call is in progress: idle memory leaves.
     drop(bytes(&arena, GRANULE, Region::Stable).expect("room"));
     let mut cursors = [Cursor::START; 2];
     let leaving = arena.inner().lock_state().begin_leave(1, &mut cursors, None).expect("idle");

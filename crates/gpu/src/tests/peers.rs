@@ -1,8 +1,8 @@
-//! Bugs of other projects' arenas with failing or slow drivers, over the watched driver.
+//! Bugs of other projects' arenas with failing or slow drivers, tested over the watched driver.
 //!
-//! The other tests of peers' bugs are in `tests/gpu/peers`.
+//! The other tests of such bugs are in `tests/gpu/peers`.
 //!
-//! Invariant: the driver's contract is kept, and nothing stays reserved, whatever fails.
+//! Invariant: the driver's contract is kept, and no range stays reserved, whichever call fails.
 
 use super::*;
 
@@ -20,8 +20,8 @@ fn doubling() -> Growth {
     }
 }
 
-/// cuArena 6: a pool that could not be made left its stable part behind, to be handed out from the
-/// null address.
+/// cuArena 6: a pool that could not be created left its stable part behind, and handed out blocks
+/// from the null address.
 #[test]
 fn an_arena_that_cannot_be_opened_leaves_nothing_behind() {
     for nth in 0..2 {
@@ -36,7 +36,7 @@ fn an_arena_that_cannot_be_opened_leaves_nothing_behind() {
     }
 }
 
-/// cuArena 7: its destructor throws if the driver fails, and so ends the program.
+/// cuArena 7: its destructor throws if the driver fails, which ends the program.
 #[test]
 fn a_driver_that_fails_at_the_end_stops_nobody() {
     for out_of_memory in [false, true] {
@@ -45,13 +45,13 @@ fn a_driver_that_fails_at_the_end_stops_nobody() {
         driver.fail(Failure { nth: driver.calls(), out_of_memory });
         drop(arena);
         drop(held);
-        // Memory that it did not release stays reserved, without an owner.
+        // Memory that the driver did not release stays reserved, without an owner.
         assert_eq!(driver.reservations(), 1);
         driver.assert_no_faults();
     }
 }
 
-/// ORT's `TestBackoffDoesntHang`: a device that has nothing at all.
+/// ORT's `TestBackoffDoesntHang`: a device without any memory.
 #[test]
 fn a_device_that_never_has_memory_is_asked_a_few_times_and_refused() {
     for growth in [Growth::SameAsRequested, doubling()] {
@@ -64,8 +64,8 @@ fn a_device_that_never_has_memory_is_asked_a_few_times_and_refused() {
             assert!(matches!(refused, DeviceError::OutOfMemory { .. }), "{refused}");
         }
         let calls = driver.calls() - before;
-        // Each is tried at likely places, then at those that need least; a try that is to
-        // grow asks once more without.
+        // Each request is tried at likely places, then at those that need the least memory. An
+        // attempt with growth calls the driver once more without growth.
         assert!(calls <= 12, "{calls} calls for three requests");
         assert_eq!(arena.snapshot().alloc_failures_total.device, 3);
         assert_eq!(arena.snapshot().committed, ByteSize::ZERO);
@@ -73,7 +73,7 @@ fn a_device_that_never_has_memory_is_asked_a_few_times_and_refused() {
     }
 }
 
-/// ORT 2.4: a GiB of growth kept its lock for 26 to 30 ms, and the driver's call as well.
+/// ORT 2.4: a GiB of growth held its lock for 26 to 30 ms, during the driver's call as well.
 #[test]
 fn other_threads_allocate_and_free_while_a_commit_is_held() {
     let (arena, driver, clock) = open(ByteSize::MAX);
@@ -101,11 +101,11 @@ fn other_threads_allocate_and_free_while_a_commit_is_held() {
     driver.assert_no_faults();
 }
 
-/// The bug: a buffer whose growth failed half way left idle memory behind, and no look was due.
+/// Regression test: a buffer whose growth failed half-way left idle memory, and no check was due.
 #[test]
 fn growth_that_failed_half_way_left_idle_memory_that_never_decayed() {
     let driver = Arc::new(TrialDriver::new());
-    // Four granules a region: growth over the middle of it is two calls.
+    // Four granules per region: growth across the middle takes two calls.
     let config = ArenaConfig { reserve: ByteSize::mib(8), ..config(ByteSize::MAX) };
     let (arena, clock) = opened(&driver, config);
     let mut buffer = bytes(&arena, GRANULE, Region::Dynamic).expect("room");
@@ -127,8 +127,8 @@ fn growth_that_failed_half_way_left_idle_memory_that_never_decayed() {
     driver.assert_no_faults();
 }
 
-/// The bug: memory to be committed ahead counted as idle for the decay, and still did after the
-/// commit failed.
+/// Regression test: memory that was being committed ahead counted as idle for the decay, and still
+/// did after the commit failed.
 #[test]
 fn memory_that_was_to_come_ahead_and_did_not_stayed_idle_for_the_decay() {
     let driver = Arc::new(TrialDriver::new());
@@ -152,7 +152,7 @@ fn memory_that_was_to_come_ahead_and_did_not_stayed_idle_for_the_decay() {
     driver.assert_no_faults();
 }
 
-/// The bug: a block whose memory came when the arena was closed was handed out all the same.
+/// Regression test: a block whose memory was committed after the arena was closed was handed out.
 #[test]
 fn a_block_arrived_after_the_arena_was_closed() {
     let (arena, driver, _) = open(ByteSize::MAX);
@@ -172,8 +172,8 @@ fn a_block_arrived_after_the_arena_was_closed() {
     driver.assert_no_faults();
 }
 
-/// The bug: an allocation failed while another thread was committing memory ahead that no block
-/// needed.
+/// Regression test: an allocation failed while another thread was committing memory ahead that no
+/// block needed.
 #[test]
 fn memory_committed_ahead_by_another_thread_was_missing_to_who_was_short() {
     let driver = Arc::new(TrialDriver::new());

@@ -1,16 +1,16 @@
-//! Random schedules that step the engine's operations in one thread.
+//! Random schedules that step the engine's operations in a single thread.
 //!
-//! A seed gives a schedule. Operations begin at random and are stepped in a random order, so that
-//! any of them is in any of its steps while another goes on. Driver calls are made when their turn
-//! comes, and their results return in any order; some calls fail, and some results are lost: then
-//! the operation ends in the midst. Work of streams writes and reads blocks meanwhile, in an order
-//! that the seed chooses.
+//! A seed determines a schedule. Operations begin at random and are stepped in a random order, so
+//! any of them may be in any of its steps while another continues. Driver calls are made when their
+//! turn comes, and their results return in any order. Some calls fail, and some results are lost:
+//! the operation then ends in the middle. Meanwhile the work of streams writes and reads blocks, in
+//! an order that the seed determines.
 //!
 //! `cargo xtask figures arena` compares their number per second with that of the schedules that
 //! drive a whole arena. `LOWTIDE_STEPS` at build time sets the number of schedules, `LOWTIDE_STEPS_FROM` the first seed.
 //!
-//! Invariants: the simulation sees no breach of the driver's contract; a block keeps what was
-//! written to it; the state is valid after each schedule; without a lost result nothing is left
+//! Invariants: the simulation detects no breach of the driver's contract; a block keeps the data
+//! written to it; the state is valid after each schedule; without a lost result no memory stays
 //! committed.
 
 use std::fmt;
@@ -32,11 +32,11 @@ use crate::types::compact::CompactOptions;
 use crate::types::shortage::Shortage;
 use lowtide_cuda_sim::{Order, Pattern, SimDriver, SimOptions, sample};
 
-/// Acts of a schedule.
+/// The number of acts of a schedule.
 const ACTS: usize = 400;
-/// Operations in progress at most.
+/// The maximum number of operations in progress.
 const OPERATIONS_MAX: usize = 4;
-/// Blocks at most.
+/// The maximum number of blocks.
 const BLOCKS_MAX: usize = 24;
 const STEP_GRANULE: ByteSize = ByteSize::kib(4);
 
@@ -74,7 +74,7 @@ struct StepBlock {
     region: Region,
     placed: Placement,
     lane: usize,
-    /// What was written, and how much.
+    /// The written pattern, and its size.
     written: Option<(Pattern, ByteSize)>,
 }
 
@@ -87,11 +87,11 @@ enum Ended {
     Other,
 }
 
-/// What an operation asks for.
+/// A request of an operation.
 enum Asked {
     Step,
     Call(Call),
-    /// A change of the state after this many.
+    /// A change of the state after this many changes.
     Change(u64),
 }
 
@@ -123,7 +123,7 @@ struct World<'a> {
     done: Totals,
 }
 
-/// What happened in the schedules.
+/// The events that occurred in the schedules.
 #[derive(Clone, Copy, Debug, Default)]
 struct Totals {
     steps: u64,
@@ -160,7 +160,7 @@ impl<'a> World<'a> {
         self.running.push(Running { port, operation, asked: Asked::Step });
     }
 
-    /// Lets a random operation go on.
+    /// Continues a random operation.
     fn go_on(&mut self) {
         if self.running.is_empty() {
             return;
@@ -211,7 +211,7 @@ impl<'a> World<'a> {
                     running.asked = Asked::Change(self.changes);
                     return;
                 }
-                // No time passes for it: the deadline of a drain is now.
+                // No time passes for the operation: the deadline of a drain is now.
                 Step::WaitUntil(..) => {}
                 Step::Outside => run_outside(port, running.operation.as_mut()),
             }
@@ -237,7 +237,7 @@ impl<'a> World<'a> {
         }
     }
 
-    /// Makes one random act.
+    /// Performs one random act.
     fn act(&mut self) {
         match self.chance.below(24) {
             0..5 if self.blocks.len() + self.running.len() < BLOCKS_MAX => self.alloc(),
@@ -277,7 +277,7 @@ impl<'a> World<'a> {
             return;
         }
         if self.free_ports.is_empty() {
-            // The first step needs the rest.
+            // The first step needs the others.
             if let Begun::Placed(placed, claim) = begun {
                 let state = self.state();
                 state.region_mut(region).pins.end_operation(placed.id);
@@ -319,7 +319,7 @@ impl<'a> World<'a> {
         region.refreshed(block.placed).at
     }
 
-    /// Queues a check of what was written to a block, if a lease is held.
+    /// Queues a check of the data written to a block, if a lease is held.
     fn check(&mut self, block: &StepBlock) {
         let Some((pattern, size)) = block.written.filter(|_| self.leases > 0) else { return };
         let (at, stream) = (self.address(block), self.lanes[block.lane].handle);
@@ -447,7 +447,8 @@ impl<'a> World<'a> {
         self.sim.forget_failures();
         self.state().limit = ByteSize::MAX;
         self.changes += 1;
-        // An operation ends in a number of steps, or waits for one that does; or for a lost result.
+        // An operation ends in a number of steps, waits for one that does, or waits for a lost
+        // result.
         let turns_max = if self.is_lossy { 2_000 } else { 200_000 };
         for _ in 0..turns_max {
             if self.running.is_empty() {

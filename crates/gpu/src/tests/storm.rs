@@ -1,7 +1,7 @@
-//! Everything that an arena can do, on many threads at once, over a driver that fails now and then.
+//! All operations of an arena on many threads at once, over a driver that fails now and then.
 //!
-//! Invariant: no block loses its contents or is doubled, the limit holds, and at the end nothing is
-//! left.
+//! Invariant: no block loses its contents or is handed out twice, the limit holds, and at the end
+//! no memory is left.
 
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -12,7 +12,7 @@ use super::*;
 const THREADS: u64 = 4;
 const STEPS: u64 = 400;
 
-/// Elements between marks.
+/// The number of elements between marks.
 const STRIDE: usize = 32;
 
 #[derive(Debug, Default)]
@@ -182,7 +182,7 @@ impl Worker<'_> {
         }
     }
 
-    /// One of any thread; a reset may have been faster, and a move.
+    /// Frees a raw block of any thread. A reset or a move may have been faster.
     fn free_raw(&self) {
         let Some(at) = lock(&self.seen.raw).pop() else { return };
         match self.arena.free(at) {
@@ -223,7 +223,7 @@ impl Worker<'_> {
     }
 }
 
-/// Compacts until the others are done, with callbacks that use the arena.
+/// Compacts until the other threads are done, with callbacks that use the arena.
 fn compact(arena: &DeviceArena, seen: &Seen, mut chance: Chance, moves_raw: bool) {
     while !seen.done.load(Ordering::Relaxed) {
         let goal = match chance.below(3) {
@@ -321,7 +321,8 @@ fn a_storm_over_a_driver_that_fails_now_and_then_loses_nothing() {
     }
 }
 
-/// Storms until one is short of memory that is idle elsewhere: the first, nearly always.
+/// The maximum number of storms until one is short of memory that is idle elsewhere: nearly always
+/// the first is.
 const ROUNDS_MAX: u64 = 20;
 
 #[test]
@@ -331,7 +332,7 @@ fn a_storm_where_idle_memory_is_remapped_loses_nothing() {
         println!("seed {seed:#x}, a failure in {odds:?} calls");
         let granule = (nth > 0).then_some(ByteSize::mib(4));
         let config = ArenaConfig { granule, ..config(ByteSize::mib(40)) };
-        // With one active thread at a time, a storm may be short of nothing.
+        // With one active thread at a time, a storm may never be short of memory.
         let is_any_remapped = (0..ROUNDS_MAX).any(|round| {
             let mut driver = TrialDriver::new();
             driver.capabilities.remap = true;

@@ -11,8 +11,9 @@ use lowtide_core::bytes::ByteSize;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Goal {
-    /// Maximizes idle granules for the bytes moved; a decay or purge then releases them. For arenas
-    /// with more addresses than memory. On drivers that allocate whole segments: idle segments.
+    /// As many idle granules as possible for the bytes moved; a decay or purge then releases them.
+    /// For arenas with more addresses than memory. On drivers that allocate whole segments: idle
+    /// segments.
     Granules,
     /// One free span of addresses of at least this size, or the largest possible; [`ByteSize::MAX`]
     /// to join all free space. For arenas whose addresses are as scarce as memory. Within one
@@ -27,8 +28,8 @@ pub struct CompactOptions {
     pub region: Region,
     /// The goal.
     pub goal: Goal,
-    /// The maximum of bytes moved in this call; a larger block does not move. Less than about two
-    /// granules may be too little to clear any.
+    /// The maximum of bytes moved in this call; a larger block does not move. With less than about
+    /// two granules it may be impossible to clear any.
     pub budget: ByteSize,
     /// `true` if raw blocks may move as well; their owner takes the new addresses from the
     /// callback, and does not use them meanwhile. Default: `false`.
@@ -72,7 +73,7 @@ pub enum StopReason {
 }
 
 impl StopReason {
-    /// Returns its name in events.
+    /// Returns the reason's name in events.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -98,7 +99,8 @@ pub struct CompactReport {
     pub recovered: ByteSize,
     /// The longest free span of addresses in the region afterwards.
     pub largest_span: ByteSize,
-    /// The reason it ended. After [`StopReason::Busy`] more may be possible: try again later.
+    /// The reason the compaction ended. After [`StopReason::Busy`] more may be possible: try again
+    /// later.
     pub stopped: StopReason,
 }
 

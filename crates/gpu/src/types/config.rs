@@ -1,4 +1,4 @@
-//! Settings of an arena's state, and the defaults that a recording without settings is read with.
+//! Settings of an arena's state, and the defaults for reading a recording without settings.
 
 use std::time::Duration;
 

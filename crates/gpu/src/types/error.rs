@@ -34,7 +34,7 @@ pub enum ImportError {
     Null,
     /// It has no bytes.
     Empty,
-    /// Its address is not a multiple of this.
+    /// Its address is not a multiple of this size.
     Misaligned(ByteSize),
     /// It ends beyond the last address, or is larger than any object may be.
     Endless,
@@ -95,7 +95,7 @@ pub enum DeviceError {
         /// Free bytes between live blocks, on granules that these keep. Upper bound of the memory
         /// that compaction can make idle.
         holes: ByteSize,
-        /// The longest free span with memory behind it.
+        /// The longest free span of committed memory.
         largest_free: ByteSize,
         /// Bytes of granules that [`DeviceArena::compact`](crate::DeviceArena::compact) would make
         /// idle with [`Goal::Granules`](crate::Goal::Granules), over both regions. A lower bound:
@@ -379,7 +379,7 @@ pub enum DeviceError {
     Driver(#[from] DriverError),
 }
 
-/// The bound of an allocation, as text.
+/// Returns the bound of an allocation as text.
 fn bound_text(bound: Bound, limit: ByteSize) -> String {
     match bound {
         Bound::Limit => format!("limit {limit}"),
@@ -388,7 +388,7 @@ fn bound_text(bound: Bound, limit: ByteSize) -> String {
 }
 
 impl DeviceError {
-    /// Returns `true` if there was no room: waiting or releasing memory may help.
+    /// Returns `true` if memory or addresses were exhausted: waiting or releasing memory may help.
     #[must_use]
     pub const fn is_out_of_memory(&self) -> bool {
         matches!(
@@ -401,20 +401,20 @@ impl DeviceError {
 }
 
 /// `CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED`: the driver's answer to a wait that would invalidate a
-/// capture, returned here without calling it.
+/// capture. Returned here without calling the driver.
 pub(crate) const CAPTURES: u32 = 900;
 
-/// Returns the answer to a call that is not made, because a stream captures a graph.
+/// Returns the error for a call that is not made because a stream captures a graph.
 pub(crate) fn captures(call: &'static str) -> DriverError {
     DriverError::of_cuda(call, CAPTURES, ByteSize::ZERO)
 }
 
-/// Returns `true` for that answer, or the driver's own of that kind.
+/// Returns `true` for the error of [`captures`], or the driver's own error of that kind.
 pub(crate) fn is_captures(error: &DriverError) -> bool {
     error.code() == Some(i64::from(CAPTURES))
 }
 
-/// Returns `true` if a wait was refused because of a capture, or because there may be one.
+/// Returns `true` if a wait was not made because of a capture, or because there may be one.
 pub(crate) fn is_unwaited(error: &DriverError) -> bool {
     is_captures(error) || matches!(error, DriverError::Background { .. })
 }

@@ -29,7 +29,7 @@ pub enum Region {
 }
 
 impl Region {
-    /// Both regions, in the order of their numbers.
+    /// Both regions, in the order of [`Region::number`].
     pub const ALL: [Self; 2] = [Self::Stable, Self::Dynamic];
 
     /// Returns its index in [`Region::ALL`].

@@ -24,7 +24,7 @@ pub enum SleepState {
 }
 
 impl SleepState {
-    /// All of them.
+    /// All states.
     pub(crate) const ALL: [Self; 4] = [Self::Awake, Self::Draining, Self::Asleep, Self::Waking];
 
     /// Returns its name in metrics and endpoints.
@@ -117,15 +117,15 @@ pub struct WakeReport {
 
 /// A budget of host memory, from which a sleep reserves before it copies contents.
 ///
-/// The arena is falling asleep during these calls: operations that would wait for the end of that,
-/// such as entering or allocating there, fail with
-/// [`DeviceError::State`](crate::DeviceError::State). A panic counts as a refusal.
+/// The arena is falling asleep during these calls. Operations that would wait for the end of the
+/// sleep, such as entering or allocating, fail there with
+/// [`DeviceError::State`](crate::DeviceError::State). A panic counts as a rejection.
 pub trait HostBudget: Send + Sync {
-    /// Reserves `bytes` until the returned value is dropped, which happens on any thread after the
-    /// host memory was released. Called with no lock held.
+    /// Reserves `bytes` until the returned value is dropped. Any thread may drop it, after the host
+    /// memory was released. Called with no lock held.
     ///
     /// # Errors
-    /// The reason for a refusal, as text: the arena then stays awake.
+    /// The reason for the rejection, as text: the arena then stays awake.
     fn reserve(&self, bytes: ByteSize) -> Result<Box<dyn Any + Send>, String>;
 
     /// Called when the host memory of a reservation is allocated and filled: from here on it is
@@ -145,8 +145,8 @@ pub enum Contents {
     /// place.
     #[default]
     Keep,
-    /// Contents and memory stay in place: for memory whose address others hold, such as buffers
-    /// registered with NCCL.
+    /// Contents and memory stay in place: for memory whose address other code holds, such as
+    /// buffers registered with NCCL.
     Stay,
 }
 

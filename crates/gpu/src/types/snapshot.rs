@@ -1,8 +1,8 @@
 //! The figures of an arena at one instant, taken under one lock.
 //!
-//! Plain values in the terms of the glossary; it calls no driver. A commit or decommit in progress
-//! counts as committed, so `committed` errs upward; a block whose memory is not there yet counts as
-//! a hole.
+//! Plain values in the terms of the glossary; this module calls no driver. A commit or decommit in
+//! progress counts as committed, so `committed` errs upward. A block whose memory is not committed
+//! yet counts as a hole.
 //!
 //! Invariants, for the arena and for each region: `requested <= live`;
 //! `(live - asleep) + pending + holes = active`; `active + idle = committed <= reserved`.
@@ -28,7 +28,7 @@ pub struct ArenaSnapshot {
     pub requested: ByteSize,
     /// Bytes of blocks held by callers, after rounding.
     pub live: ByteSize,
-    /// Bytes of live blocks without memory behind them, because the arena sleeps.
+    /// Bytes of live blocks that have no memory because the arena sleeps.
     pub asleep: ByteSize,
     /// Bytes of host memory that hold the contents of sleeping blocks, are kept for the next sleep,
     /// or could not be released to the driver.
@@ -41,7 +41,7 @@ pub struct ArenaSnapshot {
     pub active: ByteSize,
     /// Bytes of committed granules that no block touches.
     pub idle: ByteSize,
-    /// Bytes of granules with memory behind them.
+    /// Bytes of granules with committed memory.
     pub committed: ByteSize,
     /// The maximum of `committed` since the arena was opened, without commits in progress.
     pub committed_peak: ByteSize,
@@ -53,7 +53,7 @@ pub struct ArenaSnapshot {
     pub pending: ByteSize,
     /// Bytes of active granules that are neither live nor pending.
     pub holes: ByteSize,
-    /// The longest free span with memory behind it.
+    /// The longest free span of committed memory.
     pub largest_free: ByteSize,
     /// The limit of committed memory.
     pub limit: ByteSize,
@@ -103,8 +103,8 @@ pub struct ArenaSnapshot {
     pub committed_bytes_total: u64,
     /// Bytes decommitted by those calls.
     pub decommitted_bytes_total: u64,
-    /// The number of driver calls that moved memory of idle granules to where it was needed,
-    /// instead of a decommit and a commit.
+    /// The number of driver calls that moved memory of idle granules to other granules, instead of
+    /// a decommit and a commit.
     pub remaps_total: u64,
     /// Bytes moved by those calls.
     pub remapped_bytes_total: u64,
@@ -140,7 +140,7 @@ pub struct ArenaSnapshot {
 pub struct ArenaGlance {
     /// Bytes of blocks held by callers, after rounding.
     pub live: ByteSize,
-    /// Bytes of granules with memory behind them.
+    /// Bytes of granules with committed memory.
     pub committed: ByteSize,
     /// Bytes of committed granules that no block touches.
     pub idle: ByteSize,
@@ -150,18 +150,18 @@ pub struct ArenaGlance {
 #[doc(hidden)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ControlFigures {
-    /// As in [`ArenaGlance`].
+    /// The same as in [`ArenaGlance`].
     pub committed: ByteSize,
-    /// As in [`ArenaGlance`].
+    /// The same as in [`ArenaGlance`].
     pub idle: ByteSize,
-    /// As [`DeviceArena::next_decay`](crate::DeviceArena::next_decay) returns it.
+    /// The time that [`DeviceArena::next_decay`](crate::DeviceArena::next_decay) returns.
     pub next_decay: Moment,
-    /// As [`DeviceArena::next_sleep`](crate::DeviceArena::next_sleep) returns it.
+    /// The time that [`DeviceArena::next_sleep`](crate::DeviceArena::next_sleep) returns.
     pub next_sleep: Moment,
 }
 
 impl ArenaSnapshot {
-    /// An arena of which nothing is known but its name, in a forked child.
+    /// Returns the figures in a forked child: only the name and the backend are known.
     pub(crate) fn unknown(name: &str, backend: Backend) -> Self {
         const NONE: ByteSize = ByteSize::ZERO;
         Self {
@@ -263,7 +263,7 @@ pub struct RegionSnapshot {
     pub requested: ByteSize,
     /// Bytes of blocks held by callers, after rounding.
     pub live: ByteSize,
-    /// Bytes of live blocks without memory behind them.
+    /// Bytes of live blocks that have no memory because the arena sleeps.
     pub asleep: ByteSize,
     /// Bytes of free blocks in thread caches.
     pub cached: ByteSize,
@@ -271,7 +271,7 @@ pub struct RegionSnapshot {
     pub active: ByteSize,
     /// Bytes of committed granules that no block touches.
     pub idle: ByteSize,
-    /// Bytes of granules with memory behind them.
+    /// Bytes of granules with committed memory.
     pub committed: ByteSize,
     /// Bytes of reserved address space.
     pub reserved: ByteSize,
@@ -279,7 +279,7 @@ pub struct RegionSnapshot {
     pub pending: ByteSize,
     /// Bytes of active granules that are neither live nor pending.
     pub holes: ByteSize,
-    /// The longest free span with memory behind it.
+    /// The longest free span of committed memory.
     pub largest_free: ByteSize,
 }
 
@@ -301,7 +301,7 @@ impl RegionSnapshot {
         assert!(self.largest_free <= self.committed, "largest_free <= committed: {self:?}");
     }
 
-    /// A region of which nothing is known, in a forked child.
+    /// Returns the figures of a region in a forked child: all zero.
     pub(crate) const fn unknown(region: Region) -> Self {
         const NONE: ByteSize = ByteSize::ZERO;
         Self {
@@ -328,7 +328,7 @@ impl RegionSnapshot {
 pub struct AllocFailures {
     /// The arena's limit was reached.
     pub limit: u64,
-    /// The device, or the host behind it, was out of memory.
+    /// The device was out of memory, or the host that provides its memory.
     pub device: u64,
     /// The region had no free span of addresses, or is smaller than the block.
     pub addresses: u64,

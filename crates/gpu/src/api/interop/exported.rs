@@ -1,8 +1,8 @@
-//! A buffer whose address foreign code has: a C library, ONNX Runtime, a captured graph.
+//! A buffer whose address is known to foreign code: a C library, ONNX Runtime, a captured graph.
 //!
 //! The export owns the buffer, so safe code cannot free, resize or move it meanwhile; forgetting
-//! the export leaks both. While one exists the arena does not sleep. When it ends, the use by
-//! foreign streams is unknown, so all of their work is waited for.
+//! the export leaks both. While an export exists the arena does not sleep. When the export ends,
+//! the uses by foreign streams are unknown, so all work of the device is waited for.
 //!
 //! Invariant: `exports of the arena = Exported values that are not dropped`.
 
@@ -46,7 +46,7 @@ pub struct ExportError<T: Pod> {
 }
 
 impl<T: Pod> From<ExportError<T>> for DeviceError {
-    /// The error; the buffer is freed.
+    /// Returns the error; the buffer is freed.
     fn from(refused: ExportError<T>) -> Self {
         refused.error
     }
@@ -107,8 +107,8 @@ impl<T: Pod> Buffer<T> {
     }
 
     fn begin_loan(&mut self) -> Result<(Loan, BlockPin, DeviceAddress), DeviceError> {
-        // While it is held the arena is awake and nothing moves: when it is dropped, the export is
-        // recorded.
+        // While the lease is held the arena is awake and no block moves. When it is dropped, the
+        // export is recorded.
         let lease = self.enter()?;
         let at = self.address(&lease)?.ok_or(DeviceError::ZeroSize)?;
         let pin = self.pin()?;
@@ -127,7 +127,7 @@ impl<T: Pod> Exported<T> {
         self.at
     }
 
-    /// Returns the bytes of its elements, before rounding.
+    /// Returns the bytes of the elements, before rounding.
     #[must_use]
     pub const fn bytes(&self) -> ByteSize {
         self.buffer.bytes()
@@ -168,14 +168,15 @@ impl<T: Pod> fmt::Debug for Exported<T> {
     }
 }
 
-/// Keeps an arena from sleeping.
+/// A count that keeps an arena from sleeping.
 struct Loan {
     inner: Arc<ArenaInner>,
     bytes: u64,
 }
 
 impl Drop for Loan {
-    /// Bookkeeping under the arena's lock. In a forked child does nothing.
+    /// Ends the export: only updates bookkeeping under the arena's lock. Does nothing in a forked
+    /// child.
     fn drop(&mut self) {
         if self.inner.check_here().is_err() {
             return;
@@ -191,7 +192,7 @@ impl Drop for Loan {
 }
 
 impl Lease {
-    /// Refuses a lease that is not of this arena.
+    /// Checks that a lease belongs to this arena.
     ///
     /// # Errors
     /// `ForeignLease`, `Forked`.

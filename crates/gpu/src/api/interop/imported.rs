@@ -1,16 +1,16 @@
 //! Memory allocated by foreign code, used under the arena's leases and released by a
 //! function of that code.
 //!
-//! The arena does not commit, move or offload it; it provides leases, views, and the knowledge of
-//! when the device is done. Dropping a value only updates bookkeeping, because a release may take
-//! long, as `cuMemFree` does. The program's next call that looks for idle memory (a purge, a trim,
-//! a close) waits until the whole context is done, and calls the release function. A decay and the
-//! worker of a `Memory` do not wait: they call release functions only of values whose work is known
-//! to be done.
+//! The arena does not commit, move or offload such memory. It provides leases, views, and the
+//! knowledge of when the device has completed its work. Dropping a value only updates bookkeeping,
+//! because a release may take long, as `cuMemFree` does. The program's next call that looks for
+//! idle memory (a purge, a trim, a close) waits until the whole context has completed its work, and
+//! calls the release function. A decay and the worker of a `Memory` do not wait: they call release
+//! functions only for values whose work is known to be complete.
 //!
-//! Invariant: a release function is called at most once, after the host saw complete all work that
-//! the context had been given before the value was dropped; it is dropped uncalled only if the
-//! arena's last holder is dropped while the device may still work.
+//! Invariant: a release function is called at most once, after the host has seen the completion of
+//! all work that the context had when the value was dropped. The function is dropped uncalled only
+//! if the arena's last holder is dropped while the device may still work.
 #![expect(unsafe_code, reason = "memory of others is seen as slices")]
 
 use std::fmt;
@@ -34,7 +34,8 @@ use lowtide_core::bytes::ByteSize;
 
 /// Elements in memory that foreign code allocated; from [`DeviceArena::import`].
 ///
-/// Dropping it schedules the release, as described there. It keeps its arena alive.
+/// Dropping it schedules the release, as [`DeviceArena::import`] describes. It keeps its arena
+/// alive.
 pub struct Imported<T: Pod> {
     pub(crate) inner: Arc<ArenaInner>,
     at: DeviceAddress,
@@ -160,14 +161,14 @@ impl<T: Pod> Imported<T> {
         self.len
     }
 
-    /// Returns their bytes.
+    /// Returns the bytes of the elements.
     #[must_use]
     pub const fn bytes(&self) -> ByteSize {
         ByteSize::of(self.len * size_of::<T>())
     }
 
-    /// Returns their address for work on the device while the lease is held, in any stream of the
-    /// context.
+    /// Returns the address of the elements for work on the device while the lease is held, in any
+    /// stream of the context.
     ///
     /// # Errors
     /// [`DeviceError::ForeignLease`], [`DeviceError::Forked`].
@@ -233,8 +234,8 @@ impl<T: Pod> Imported<T> {
 }
 
 impl<T: Pod> Drop for Imported<T> {
-    /// Bookkeeping under the arena's lock; a value with a view makes its stream wait for those that
-    /// used it, as a buffer does. In a forked child does nothing.
+    /// Updates bookkeeping under the arena's lock. A value with a view makes its stream wait for
+    /// the streams that used the view, as a buffer does. Does nothing in a forked child.
     fn drop(&mut self) {
         #[cfg(feature = "cuda")]
         self.let_view_go();
@@ -257,7 +258,7 @@ impl<T: Pod> fmt::Debug for Imported<T> {
 }
 
 impl ArenaInner {
-    /// Records imported memory; only with the guarantees of the caller of `DeviceArena::import`.
+    /// Records imported memory. The caller has the guarantees of `DeviceArena::import`.
     fn import<T: Pod>(
         self: &Arc<Self>,
         at: DeviceAddress,
@@ -278,7 +279,7 @@ impl ArenaInner {
             false => import::import(state, at, size, release)
                 .map_err(|(why, release)| (refused(why), release)),
         })
-        // The release function is foreign: it is dropped with the lock released.
+        // The release function is foreign code: it is dropped with the lock released.
         .map_err(|(error, _release)| error)?;
         Ok(Imported {
             inner: Arc::clone(self),
@@ -292,7 +293,7 @@ impl ArenaInner {
     }
 }
 
-/// Checks a range by itself.
+/// Checks a range on its own.
 fn look<T>(at: DeviceAddress, bytes: Option<usize>) -> Result<(), ImportError> {
     let align = ByteSize::of(align_of::<T>());
     if at.get() == 0 {

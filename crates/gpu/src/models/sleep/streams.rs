@@ -1,8 +1,8 @@
-//! Sleep and streams under loom: work that leases let in, streams that end, memory that is taken
+//! Sleep and streams under loom: work started under leases, streams that end, memory that is taken
 //! from another stream.
 //!
-//! Invariant: no memory leaves before the work on it is done, as the host has seen; the model's
-//! decommit looks.
+//! Invariant: no memory leaves before the host has seen the work on it complete; the model's
+//! decommit checks that.
 
 use super::*;
 use crate::models::lanes::{give, granule as on_lane, lane};

@@ -1,8 +1,8 @@
 //! Consistency checks over the lines of a recording: blocks are live when used, lanes exist, places
 //! lie in their region, and time does not go back.
 //!
-//! It does not check for overlapping places: a recording of several threads has them in the order
-//! in which they were recorded, and a replay places blocks itself.
+//! This module does not check for overlapping places: a recording of several threads has them in
+//! the order in which they were recorded, and a replay places blocks itself.
 //!
 //! Invariant: after a line is accepted, everything that it names is known.
 
@@ -18,15 +18,15 @@ use lowtide_core::bytes::ByteSize;
 
 type Checked = Result<(), LogFault>;
 
-/// The largest number of a block or lane: one more than any is a number still, so that none is
-/// given twice.
+/// The largest number of a block or lane. One more than any of them is still a number, so that no
+/// number is used twice.
 const NUMBER_MAX: u64 = u64::MAX - 1;
 
 /// The state after the lines so far.
 pub(super) struct Check {
     layout: Option<Layout>,
     last: Duration,
-    /// Each block that was allocated.
+    /// Each block that was allocated, by its number.
     blocks: BTreeMap<u64, CheckedBlock>,
     last_block: u64,
     lanes: BTreeSet<u64>,
@@ -36,7 +36,7 @@ pub(super) struct Check {
 struct CheckedBlock {
     is_raw: bool,
     pins: u64,
-    /// The line in which it was freed.
+    /// The line in which the block was freed.
     freed: Option<u64>,
 }
 
@@ -152,7 +152,7 @@ impl Check {
         asked.lane.map_or(Ok(()), |lane| self.lane(lane))
     }
 
-    /// Accepts a place for so many bytes.
+    /// Accepts a place for this many bytes.
     fn place(&self, place: Place, bytes: ByteSize) -> Checked {
         at_least("size=", place.size.get(), bytes.get())?;
         let reserved = self.reserved(place.region);

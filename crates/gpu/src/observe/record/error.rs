@@ -10,10 +10,10 @@ use thiserror::Error;
 
 use lowtide_core::bytes::ByteSize;
 
-/// Characters of a file that an error repeats at most.
+/// The maximum number of characters of a file that an error quotes.
 const FOUND_MAX: usize = 80;
 
-/// The reason why a recorder stopped. The arena continues to work.
+/// The reason that a recorder stopped. The arena continues to work.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum RecordError {
@@ -35,10 +35,11 @@ pub enum RecordError {
         /// The size limit.
         most: ByteSize,
     },
-    /// Too many lines wait to be written, because the sink itself uses the arena without end.
+    /// Too many lines are waiting to be written, because the sink itself uses the arena without
+    /// end.
     #[error("the recording's sink is too slow: {waiting} wait to be written, limit {most}")]
     Overrun {
-        /// The bytes that wait.
+        /// The bytes that are waiting.
         waiting: ByteSize,
         /// The limit of waiting bytes.
         most: ByteSize,
@@ -176,7 +177,7 @@ impl LogFault {
         Self::Unexpected { expected, found: Found::new(found) }
     }
 
-    /// In this line.
+    /// Returns the error of this fault in a line.
     pub(super) const fn at(self, line: u64) -> LogError {
         LogError { line, fault: self }
     }

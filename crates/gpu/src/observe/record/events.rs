@@ -1,7 +1,7 @@
-//! The operation that an event of the arena is in a recording.
+//! Converts events of the arena to operations of a recording.
 //!
-//! Called by `lines`, in the order of the events. Events that are a part of another operation's
-//! outcome have none.
+//! `lines` calls it, in the order of the events. Events that are a part of another operation's
+//! outcome have no operation.
 
 use super::numbers::Numbers;
 use super::operation::{Asked, Closed, Fallen, GivenUp, Operation, Place, Resized, Sleepless, Why};
@@ -17,8 +17,8 @@ use crate::types::sleep::SleepOptions;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::Moment;
 
-/// Returns the operation of an event in a recording that started at this moment; `None` if it has
-/// none.
+/// Returns the operation of an event in a recording that started at this moment; `None` if the
+/// event has none.
 pub(super) fn operation(
     event: &ArenaEvent,
     numbers: &mut Numbers,
@@ -167,7 +167,7 @@ const fn sleep(options: SleepOptions, outcome: Fallen) -> Operation {
 
 const fn sleepless(error: &DeviceError) -> Sleepless {
     match error {
-        // Replayed with a lease: a recording shows no loan.
+        // Replayed with a lease: a recording does not show exports.
         DeviceError::Leased { .. } | DeviceError::Exported { .. } => Sleepless::Leased,
         DeviceError::SleepCancelled { .. } => Sleepless::Cancelled,
         DeviceError::Capturing { .. } => Sleepless::Capturing,

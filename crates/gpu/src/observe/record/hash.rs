@@ -1,7 +1,7 @@
 //! The operation hash: FNV-1a over the outcome of each operation, in order.
 //!
-//! The input is the same text as in a recording, so the hash can be computed from a recording with
-//! a few lines of code. It knows no arena.
+//! The input is the same text as in a recording, so that a few lines of code can compute the hash
+//! from a recording. This module knows no arena.
 //!
 //! Invariant: equal outcomes in equal order have equal hashes, on every machine.
 
@@ -70,7 +70,7 @@ impl fmt::Debug for OperationHash {
 mod tests {
     use super::*;
 
-    /// The test vectors that the authors of FNV publish.
+    /// The test vectors published by the authors of FNV.
     #[test]
     fn it_is_fnv_1a() {
         let known = [("", OFFSET_BASIS), ("a", 0xAF63_DC4C_8601_EC8C)];

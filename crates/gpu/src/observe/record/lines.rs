@@ -1,9 +1,9 @@
-//! The lines that a recorder has written and not yet passed on, the numbers, and the hash so far.
+//! The lines that a recorder has written but not yet passed on, the numbers, and the hash so far.
 //!
-//! It has its own lock, under which nothing of the arena is called. The lines are passed on to the
-//! sink elsewhere.
+//! The lines have their own lock, under which no code of the arena is called. The recorder passes
+//! the lines on to the sink.
 //!
-//! Invariants: lines are complete; the hash is that of the lines written; after the end nothing is
+//! Invariants: lines are complete; the hash is that of the lines written; after the end no line is
 //! written.
 
 use std::fmt::Write as _;
@@ -19,17 +19,18 @@ use crate::state::event::{ArenaEvent, SequencedEvent};
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::Moment;
 
-/// The most bytes that wait for the sink. Reached only if the sink uses the arena itself, since a
-/// thread that finds [`WAIT_FROM`] waits for the sink.
+/// The maximum number of bytes that wait for the sink. Reached only if the sink itself uses the
+/// arena, because a thread that finds [`WAIT_FROM`] waits for the sink.
 pub(super) const WAITING_MAX: usize = 1 << 20;
 
-/// Bytes that wait from which on they are passed on. A guess: one write for a thousand operations.
+/// The number of waiting bytes from which on they are passed on. A guess: one write for a thousand
+/// operations.
 pub(super) const DUE_FROM: usize = 64 << 10;
 
-/// Bytes that wait from which on threads wait for a sink that is slow. A guess.
+/// The number of waiting bytes from which on threads wait for a slow sink. A guess.
 pub(super) const WAIT_FROM: usize = 256 << 10;
 
-/// Bytes kept for the last line of a recording of bounded length.
+/// Bytes reserved for the last line of a recording of bounded length.
 const LAST_LINE: usize = 160;
 
 /// The progress of a recording.
@@ -47,7 +48,7 @@ pub(super) struct WaitingLines {
     state: RecordingState,
     /// The arena's name, once it is open.
     arena: Option<String>,
-    /// The text that waits for the sink.
+    /// The text that is waiting for the sink.
     waiting: String,
     /// `true` if only the hash is computed and no text is kept.
     is_bare: bool,
@@ -59,8 +60,8 @@ pub(super) struct WaitingLines {
     numbers: Numbers,
     started: Moment,
     last: Duration,
-    /// The moment at which memory became idle in the current operation, which is that of the
-    /// operation's line: so memory becomes idle at the same moment in a replay.
+    /// The moment at which memory became idle in the current operation. It is the time of the
+    /// operation's line, so that memory becomes idle at the same moment in a replay.
     seen: Option<Moment>,
     /// The thread of the first operation, and `true` if there were others.
     thread: Option<usize>,
@@ -95,7 +96,7 @@ impl WaitingLines {
     /// Begins the recording.
     ///
     /// # Errors
-    /// The name of the arena for which it was begun before.
+    /// The name of the arena for which the recording was begun before.
     pub(super) fn open(&mut self, header: &Header) -> Result<(), String> {
         if let Some(arena) = &self.arena {
             return Err(arena.clone());
@@ -149,12 +150,12 @@ impl WaitingLines {
         };
         self.over();
         if !self.is_bare {
-            // Writing to a string cannot fail; room was kept for it.
+            // Writing to a string cannot fail, and room for the line was reserved.
             let _ = writeln!(self.waiting, "{closing}");
         }
     }
 
-    /// Ends the recording here.
+    /// Stops the recording with this error.
     pub(super) fn stop(&mut self, error: RecordError) {
         self.over();
         self.waiting = String::new();
@@ -166,7 +167,7 @@ impl WaitingLines {
         self.numbers = Numbers::new();
     }
 
-    /// Writes lines if there is room for them; returns `true` if there was.
+    /// Writes lines if there is room for them. Returns `true` if there was.
     fn put(&mut self, write: impl FnOnce(&mut String) -> std::fmt::Result) -> bool {
         if self.is_bare {
             return true;
@@ -197,25 +198,25 @@ impl WaitingLines {
         true
     }
 
-    /// Takes what waits, and leaves `spare`, which is empty, in its place.
+    /// Takes the waiting text, and leaves the empty buffer `spare` in its place.
     pub(super) const fn take(&mut self, spare: String) -> String {
         std::mem::replace(&mut self.waiting, spare)
     }
 
-    /// Returns the number of waiting bytes; at least the threshold if no more will come.
+    /// Returns the number of waiting bytes; at least the threshold if no more will follow.
     pub(super) fn waiting(&self) -> usize {
         let is_last = self.is_over() && (self.error.is_some() && !self.is_said);
         if is_last { self.waiting.len().max(DUE_FROM) } else { self.waiting.len() }
     }
 
-    /// Returns the reason of the stop, once.
+    /// Returns the reason that the recording stopped, once.
     pub(super) fn unsaid(&mut self) -> Option<RecordError> {
         let error = self.error.clone().filter(|_| !self.is_said);
         self.is_said |= error.is_some();
         error
     }
 
-    /// Returns `true` if nothing more will be written.
+    /// Returns `true` if no more lines will be written.
     pub(super) fn is_over(&self) -> bool {
         self.state == RecordingState::Over
     }

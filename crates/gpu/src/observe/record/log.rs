@@ -1,10 +1,10 @@
 //! A recording read from a file: its header, its operations, and its last line if there is one.
 //!
-//! It reads one bounded line at a time and stops at the first invalid one, since later lines cannot
-//! be trusted. It opens no arena; `replay` does.
+//! The reader reads one bounded line at a time and stops at the first invalid one, because later
+//! lines cannot be trusted. It opens no arena; `replay` does.
 //!
 //! Invariants: `log.to_string()` is the recorder's output, byte for byte; memory use depends on the
-//! length of the input and on no number in it.
+//! length of the input and not on any number in it.
 
 use std::fmt;
 use std::io::{BufRead, BufReader, Read};
@@ -53,7 +53,7 @@ impl Log {
     /// its length, with O(log n) per line in the blocks that it names.
     ///
     /// # Errors
-    /// As for [`Log::parse`], and [`LogFault::Read`].
+    /// The errors of [`Log::parse`], and [`LogFault::Read`].
     pub fn read(from: impl Read) -> Result<Self, LogError> {
         let mut lines = Lines::new(from);
         let Some(first) = lines.next()? else {
@@ -144,7 +144,7 @@ impl<R: Read> Lines<R> {
         Self { is_lenient: true, ..Self::new(from) }
     }
 
-    /// The next line without its newline.
+    /// Returns the next line without its newline.
     pub(super) fn next(&mut self) -> Result<Option<&str>, LogError> {
         self.number += 1;
         let fault = |fault: LogFault| Err(fault.at(self.number));

@@ -1,7 +1,7 @@
 //! The numbers of blocks and streams in a recording: small, ascending, never reused.
 //!
-//! The arena's name of a block changes when a resize moves it; its number does not. Lanes have the
-//! arena's numbers.
+//! The arena's name of a block changes when a resize moves the block; its number does not. Lanes
+//! have the arena's numbers.
 //!
 //! Invariant:
 //! `known blocks = blocks of the arena that were recorded as allocated and not as freed`.
@@ -39,7 +39,7 @@ impl Numbers {
         Self { blocks: BTreeMap::new(), last_block: 0, streams: BTreeMap::new(), last_stream: 0 }
     }
 
-    /// The number of a block that was handed out.
+    /// Returns a new number for a block that was allocated.
     pub(super) fn give(&mut self, region: Region, id: BlockName, is_raw: bool) -> u64 {
         self.last_block += 1;
         let known = NumberedBlock { number: self.last_block, is_raw };
@@ -52,12 +52,12 @@ impl Numbers {
         self.blocks.get(&(region.number(), id)).map(|known| known.number)
     }
 
-    /// The same, for a block that is freed.
+    /// Returns and removes the number of a block that is freed.
     pub(super) fn take(&mut self, region: Region, id: BlockName) -> Option<u64> {
         self.blocks.remove(&(region.number(), id)).map(|known| known.number)
     }
 
-    /// Gives the number of a block to the one that takes its place.
+    /// Passes the number of a block on to the block that replaces it.
     pub(super) fn pass(&mut self, region: Region, from: BlockName, to: BlockName) -> Option<u64> {
         let known = self.blocks.remove(&(region.number(), from))?;
         self.blocks.insert((region.number(), to), known);
@@ -79,7 +79,7 @@ impl Numbers {
         stream.number
     }
 
-    /// Records that a lane of a stream is gone.
+    /// Records that a lane of a stream was dropped.
     pub(super) fn leave(&mut self, handle: StreamHandle) {
         if let Some(stream) = self.streams.get_mut(&handle) {
             stream.lanes -= 1;

@@ -2,8 +2,8 @@
 //!
 //! `text` writes them, and `parse` reads them.
 //!
-//! Invariant: nothing here contains an address: a place is a region and an offset from its start,
-//! the same on every machine.
+//! Invariant: no value contains an address: a place is a region and an offset from its start, the
+//! same on every machine.
 
 use std::time::Duration;
 
@@ -29,7 +29,7 @@ pub struct Header {
     pub backend: Backend,
     /// `true` if the driver has asynchronous work.
     pub asynchronous: bool,
-    /// The time of its clock at the open.
+    /// The time of the arena's clock at the open.
     pub started: Duration,
     /// The limit of committed memory; [`ByteSize::MAX`] for none.
     pub limit: ByteSize,
@@ -66,7 +66,7 @@ pub enum Operation {
         /// The place; `None` if unknown.
         place: Option<Place>,
     },
-    /// A request for a block was refused.
+    /// A request for a block failed.
     Refuse {
         /// The request.
         asked: Asked,
@@ -171,11 +171,11 @@ pub enum Operation {
     Compact {
         /// The options.
         options: CompactOptions,
-        /// The reason why it ended.
+        /// The reason that the compaction ended.
         stopped: StopReason,
         /// The number of blocks moved.
         moves: u64,
-        /// Bytes of these blocks.
+        /// The bytes of the moved blocks.
         moved: ByteSize,
         /// The number of skipped moves.
         skipped: u64,
@@ -184,7 +184,7 @@ pub enum Operation {
     Reset {
         /// The number of blocks.
         blocks: u64,
-        /// Bytes of these blocks.
+        /// The bytes of the freed blocks.
         bytes: ByteSize,
     },
     /// The arena was asked to close.
@@ -244,7 +244,7 @@ pub struct Place {
     pub size: ByteSize,
 }
 
-/// The reason why a block was refused.
+/// The reason that a request failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Why {
@@ -264,11 +264,11 @@ pub enum Why {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Resized {
-    /// It was resized in place.
+    /// The block was resized in place.
     InPlace(Place),
-    /// It was resized and moved.
+    /// The block was resized and moved.
     Moved(Place),
-    /// It was refused and is unchanged.
+    /// The resize failed, and the block is unchanged.
     Refused(Why),
 }
 
@@ -309,7 +309,7 @@ pub enum Fallen {
     },
 }
 
-/// The reason why an arena did not fall asleep.
+/// The reason that an arena did not fall asleep.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Sleepless {
@@ -350,13 +350,13 @@ pub struct Closing {
     /// `true` if all operations came from one thread. Otherwise the order in which they were
     /// recorded may differ from the order in which places were chosen.
     pub one_thread: bool,
-    /// The reason why the recording ended.
+    /// The reason that the recording ended.
     pub ended: Ended,
     /// The hash of the outcomes.
     pub hash: OperationHash,
 }
 
-/// The reason why a recording ended.
+/// The reason that a recording ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Ended {

@@ -1,7 +1,7 @@
-//! Parses one line of a recording. `text` writes them.
+//! Parses one line of a recording. `text` writes lines.
 //!
-//! Every field is expected at its place, under its name: nothing is skipped, nothing is guessed. It
-//! keeps no state between lines; `check` does.
+//! Every field is expected at its position, with its name: no field is skipped or guessed. The
+//! parser keeps no state between lines; `check` does.
 //!
 //! Invariant: no text causes a panic, and the only allocations are a name and the texts of errors,
 //! all bounded by the length of the line.
@@ -23,7 +23,7 @@ use crate::types::sleep::{Contents, SleepReport, SleepState, WakeReport};
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::decay::DecayTime;
 
-/// The most bytes that an arena reserves, and so of any place in it: 2^62.
+/// The maximum number of bytes that an arena reserves, and so of any place in it: 2^62.
 pub(super) const BYTES_MAX: u64 = 1 << 62;
 
 type Read<T> = Result<T, LogError>;
@@ -53,7 +53,7 @@ impl<'a> Words<'a> {
         self.fault(LogFault::unexpected(expected, found))
     }
 
-    /// Returns the next word; words are separated by one space.
+    /// Returns the next word. Words are separated by one space.
     fn word(&mut self, expected: &'static str) -> Read<&'a str> {
         let Some(rest) = self.rest else { return self.unexpected(expected, "") };
         let (word, rest) = match rest.split_once(' ') {
@@ -64,7 +64,7 @@ impl<'a> Words<'a> {
         if word.is_empty() { self.unexpected(expected, "") } else { Ok(word) }
     }
 
-    /// Returns the text after `key` in the next word, which must begin with it.
+    /// Returns the text after `key` in the next word, which must begin with `key`.
     fn value(&mut self, key: &'static str) -> Read<&'a str> {
         let word = self.word(key)?;
         match word.strip_prefix(key) {
@@ -86,7 +86,7 @@ impl<'a> Words<'a> {
         self.number(key, u64::MAX).map(Duration::from_nanos)
     }
 
-    /// A decimal number, of digits only.
+    /// Parses a decimal number of digits only.
     fn number_in(&self, field: &'static str, text: &str, most: u64) -> Read<u64> {
         let digits = !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
         let number = if digits { text.parse::<u64>().ok() } else { None };
@@ -96,7 +96,7 @@ impl<'a> Words<'a> {
         }
     }
 
-    /// `none`, or a number of bytes.
+    /// Parses `none`, or a number of bytes.
     fn limit_in(&self, field: &'static str, text: &str) -> Read<ByteSize> {
         match text {
             "none" => Ok(ByteSize::MAX),
@@ -109,7 +109,7 @@ impl<'a> Words<'a> {
         self.limit_in(key, value)
     }
 
-    /// One of these, by its name.
+    /// Parses the name of one of these values.
     fn one_of<T: Copy>(
         &self,
         expected: &'static str,
@@ -162,7 +162,7 @@ impl<'a> Words<'a> {
         self.outcome().map(|()| true)
     }
 
-    /// The mark before an outcome.
+    /// Parses the mark before an outcome.
     fn outcome(&mut self) -> Read<()> {
         match self.word("->")? {
             "->" => Ok(()),
@@ -194,7 +194,7 @@ impl<'a> Words<'a> {
         Ok(Asked { kind, region, bytes, align, lane })
     }
 
-    /// A region and an offset in it.
+    /// Parses a region and an offset in it.
     fn at(&mut self, key: &'static str) -> Read<(Region, ByteSize)> {
         let value = self.value(key)?;
         let Some((region, offset)) = value.split_once(':') else {
@@ -221,7 +221,7 @@ impl<'a> Words<'a> {
     }
 }
 
-/// The first line: the version.
+/// Parses the first line: the version.
 pub(super) fn first(line: u64, text: &str) -> Read<u64> {
     let mut words = Words::new(line, text);
     let mut found = words.value("lowtide-recording")?;
@@ -235,7 +235,7 @@ pub(super) fn first(line: u64, text: &str) -> Read<u64> {
     words.end().map(|()| version)
 }
 
-/// The second line.
+/// Parses the second line: the header.
 pub(super) fn header(line: u64, text: &str, version: u64) -> Read<Header> {
     let mut words = Words::new(line, text);
     let at = words.word("0")?;
@@ -299,7 +299,7 @@ fn growth(words: &mut Words<'_>) -> Read<Growth> {
     Ok(Growth::NextPowerOfTwo { initial, after_shrink, cap })
 }
 
-/// A name, with `%` and two hexadecimal digits for bytes that are not visible ASCII.
+/// Parses a name, with `%` and two hexadecimal digits for bytes that are not visible ASCII.
 fn name(words: &mut Words<'_>) -> Read<String> {
     let value = words.value("name=")?;
     let mut bytes = Vec::with_capacity(value.len());
@@ -329,7 +329,7 @@ fn layout(words: &mut Words<'_>) -> Read<Layout> {
     Ok(Layout { granularity, reserved })
 }
 
-/// A line after the first two.
+/// Parses a line after the first two.
 pub(super) fn line(line: u64, text: &str, version: u64) -> Read<Line> {
     let mut words = Words::new(line, text);
     let at = words.word("a time")?;

@@ -1,10 +1,10 @@
 //! The recorder: writes the operations of an arena to a sink, in the order in which they take
 //! effect.
 //!
-//! It observes the events of the arena. Lines are made on the thread that caused the event and wait
-//! in a bounded buffer; the thread that finds enough of them passes them on to the sink, without
-//! holding a lock of the arena. It calls no driver and makes no decisions. An error stops only the
-//! recording.
+//! The recorder observes the events of the arena. The thread that caused an event writes its line
+//! into a bounded buffer. The thread that finds enough waiting lines passes them on to the sink,
+//! without holding a lock of the arena. The recorder calls no driver and makes no decisions. An
+//! error stops only the recording.
 //!
 //! Invariant: the sink receives complete lines in order, or an error is stored.
 
@@ -68,16 +68,16 @@ pub struct Recorder {
 
 struct Inner {
     lines: Mutex<WaitingLines>,
-    /// The number of waiting bytes: a copy, readable without the lock.
+    /// The number of waiting bytes: a copy that is readable without the lock.
     waiting: AtomicUsize,
     sink: Mutex<Sink>,
-    /// The thread that is writing to the sink, 0 for none.
+    /// The thread that is writing to the sink; 0 for none.
     writer: AtomicUsize,
     birth: Birth,
 }
 
 struct Sink {
-    /// `None` once the recording is over.
+    /// The sink; `None` once the recording is over.
     to: Option<Box<dyn Write + Send>>,
     /// The last written text, cleared, as a spare buffer.
     spare: String,
@@ -90,7 +90,7 @@ impl Recorder {
         Self::with(Some(Box::new(sink)), usize::MAX)
     }
 
-    /// Creates a recorder that writes at most `most` bytes, including a last line that states the
+    /// Creates a recorder that writes at most `most` bytes, including a last line that names the
     /// limit as the reason of the end.
     #[must_use]
     pub fn bounded(sink: impl Write + Send + 'static, most: ByteSize) -> Self {
@@ -110,7 +110,8 @@ impl Recorder {
         Self { inner: Arc::new(Inner { lines, waiting, sink, writer, birth: Birth::now() }) }
     }
 
-    /// Returns the hash of the operations recorded so far; in a forked child that of none.
+    /// Returns the hash of the operations recorded so far; in a forked child the hash of no
+    /// operations.
     #[must_use]
     pub fn hash(&self) -> OperationHash {
         self.lines().map_or(OperationHash::EMPTY, |lines| lines.hash)
@@ -122,7 +123,7 @@ impl Recorder {
         self.lines().map_or(0, |lines| lines.operations)
     }
 
-    /// Returns the reason why the recording stopped early; `None` while it runs or after it was
+    /// Returns the reason that the recording stopped early; `None` while it runs or after it was
     /// finished.
     #[must_use]
     pub fn error(&self) -> Option<RecordError> {
@@ -133,7 +134,7 @@ impl Recorder {
     /// itself.
     ///
     /// # Errors
-    /// As for [`Recorder::error`].
+    /// The error of [`Recorder::error`].
     pub fn flush(&self) -> Result<(), RecordError> {
         if !self.inner.birth.is_here() {
             return Err(RecordError::Forked);
@@ -149,7 +150,7 @@ impl Recorder {
     /// unrecorded. Without this call the recording ends when the arena is dropped.
     ///
     /// # Errors
-    /// As for [`Recorder::error`].
+    /// The error of [`Recorder::error`].
     pub fn finish(&self) -> Result<OperationHash, RecordError> {
         self.end(Ended::Finished);
         self.flush().map(|()| self.hash())
@@ -161,12 +162,12 @@ impl Recorder {
         }
     }
 
-    /// Returns the lines; `None` in a forked child, where another thread may have held the lock.
+    /// Returns the lines; `None` in a forked child, in which another thread may have held the lock.
     fn lines(&self) -> Option<MutexGuard<'_, WaitingLines>> {
         self.inner.birth.is_here().then(|| lock(&self.inner.lines))
     }
 
-    /// Passes lines on to the sink if enough of them wait. No lock is held.
+    /// Passes lines on to the sink if enough of them are waiting. No lock is held.
     fn pass_on(&self) {
         let inner = &*self.inner;
         let waiting = inner.waiting.load(Ordering::Relaxed);
@@ -181,7 +182,7 @@ impl Recorder {
     }
 }
 
-/// The recording of one arena, which it ends when it is dropped.
+/// The recording of one arena. Ends when dropped.
 pub(crate) struct Recording(Recorder);
 
 impl Recording {
@@ -210,10 +211,10 @@ impl Observer for Recording {
 }
 
 impl Drop for Recording {
-    /// The arena is gone.
+    /// Ends the recording: the arena was dropped.
     fn drop(&mut self) {
         self.0.end(Ended::Gone);
-        let _ = self.0.flush(); // was said
+        let _ = self.0.flush(); // the error was logged
     }
 }
 
@@ -234,7 +235,7 @@ impl Inner {
         log!(warn, arena, %error, "recording stopped");
     }
 
-    /// Writes what waits; says whether the recording ended meanwhile.
+    /// Writes the waiting lines. Returns `true` if the recording ended meanwhile.
     fn write(&self, sink: &mut Sink, flush: bool) -> bool {
         let spare = mem::take(&mut sink.spare);
         let (mut text, is_over) = {
@@ -256,7 +257,7 @@ impl Inner {
             };
         }
         let done = if is_over || failed.is_some() { sink.to.take() } else { None };
-        // Dropping it runs code of the program.
+        // Dropping the sink runs code of the program.
         let _ = caught(|| drop(done));
         self.writer.store(0, Ordering::Relaxed);
         text.clear();
@@ -270,18 +271,18 @@ impl Inner {
 }
 
 impl Drop for Inner {
-    /// The sink is not ours, and nothing unwinds out of a drop.
+    /// Drops the sink, which is foreign code: nothing may unwind out of a drop.
     fn drop(&mut self) {
-        // In a forked child another thread may have had the lock.
+        // In a forked child another thread may have held the lock.
         let sink = try_lock(&self.sink).and_then(|mut sink| sink.to.take());
         let _ = caught(|| drop(sink));
     }
 }
 
-/// A number for this thread that no other has while it runs; not 0.
+/// Returns a number of this thread that no other thread has while it runs; not 0.
 fn here() -> usize {
     thread_local! {
-        /// It has no drop, so that it is there to the thread's end.
+        /// It has no drop, so that it exists until the thread's end.
         static HERE: u8 = const { 0 };
     }
     HERE.with(|here| std::ptr::from_ref(here).addr())

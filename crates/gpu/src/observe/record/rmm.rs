@@ -1,10 +1,10 @@
 //! Reads the log of RMM, the allocator of RAPIDS, as a recording.
 //!
 //! Its `logging_resource_adaptor` writes a line for each allocation and free:
-//! `Thread,Time,Action,Pointer,Size,Stream`. Each stream becomes a lane, created when it is first
-//! named; a block freed by another stream counts as used by that stream too. Threads are ignored:
-//! the lines are in the order in which they were written. The addresses of RMM's blocks are not
-//! kept.
+//! `Thread,Time,Action,Pointer,Size,Stream`. Each stream becomes a lane, created when the stream is
+//! first named; a block freed by another stream counts as used by that stream too. Threads are
+//! ignored: the lines are in the order in which they were written. The addresses of RMM's blocks
+//! are not kept.
 //!
 //! Invariant: `operations = lines read + lanes created + uses by other streams`.
 
@@ -25,12 +25,12 @@ use lowtide_core::bytes::ByteSize;
 /// The first line.
 const HEAD: &str = "Thread,Time,Action,Pointer,Size,Stream";
 
-/// RMM aligns to so many bytes (`CUDA_ALLOCATION_ALIGNMENT`).
+/// RMM aligns to this many bytes (`CUDA_ALLOCATION_ALIGNMENT`).
 const ALIGN: ByteSize = ByteSize::new(256);
 
 const DAY: Duration = Duration::from_secs(24 * 60 * 60);
 
-/// By how much lines may be out of order at midnight. A guess.
+/// The time by which lines may be out of order at midnight. A guess.
 const LATE: Duration = Duration::from_secs(60);
 
 impl Log {
@@ -139,7 +139,7 @@ impl Import {
                 let pointer = hexadecimal("Pointer", pointer)?;
                 self.free(line, at, pointer, size, lane)
             }
-            // There is no pointer to read.
+            // The line of a failed allocation has no pointer to read.
             "allocate failure" => {
                 self.push(line, at, Operation::Refuse { asked, why: None });
                 Ok(())
@@ -162,7 +162,7 @@ impl Import {
     ) -> Result<(), LogFault> {
         let bytes = asked.bytes.get();
         if bytes == 0 {
-            return Ok(()); // RMM gives no memory for it, and no address that is its own
+            return Ok(()); // RMM allocates no memory for 0 bytes, and returns no address of its own
         }
         if let Some(live) = self.live.get(&pointer) {
             return Err(LogFault::LivePointer { pointer, line: live.line });
@@ -198,7 +198,7 @@ impl Import {
         Ok(())
     }
 
-    /// The lane of a stream.
+    /// Returns the lane of a stream.
     fn lane(&mut self, line: u64, at: Duration, stream: u64) -> u64 {
         if let Some(&lane) = self.lanes.get(&stream) {
             return lane;
@@ -209,9 +209,10 @@ impl Import {
         lane
     }
 
-    /// The time since the first line, of a time of day. Lines of several threads may be a bit out
-    /// of order: a time that goes back stands still, one that goes back by more than half a day is
-    /// the next day's, and one that goes forward by a day but a minute the day's before.
+    /// Returns the time since the first line for a time of day. Lines of several threads may be
+    /// slightly out of order. A time that goes back is replaced by the last time. A time that goes
+    /// back by more than half a day belongs to the next day. A time that goes forward by nearly a
+    /// day (all but a minute) belongs to the day before.
     fn time(&mut self, text: &str) -> Result<Duration, LogFault> {
         let of_day = time_of_day(text)
             .ok_or_else(|| LogFault::unexpected("a time such as 23:59:59.999999", text))?;
@@ -233,7 +234,7 @@ impl Import {
     }
 }
 
-/// Hours, minutes and seconds, and up to nine digits of a second after a point or a colon.
+/// Parses hours, minutes and seconds, and up to nine digits of a second after a point or a colon.
 fn time_of_day(text: &str) -> Option<Duration> {
     let number = |text: &str, most: u64| {
         let digits = (1..=9).contains(&text.len()) && text.bytes().all(|b| b.is_ascii_digit());
@@ -261,7 +262,7 @@ fn decimal(field: &'static str, text: &str, most: u64) -> Result<u64, LogFault> 
     number.filter(|&number| number <= most).ok_or_else(fault)
 }
 
-/// A number in hexadecimal, with or without `0x`; `(nil)` for 0, as C's `printf` writes it.
+/// Parses a hexadecimal number, with or without `0x`; `(nil)` is 0, as C's `printf` writes it.
 fn hexadecimal(field: &'static str, text: &str) -> Result<u64, LogFault> {
     let bare = text.strip_prefix("0x").unwrap_or(text);
     let digits = !bare.is_empty() && bare.bytes().all(|byte| byte.is_ascii_hexdigit());

@@ -1,7 +1,7 @@
 //! Writes recordings: the words and fields of each line. `docs/RECORDING.md` describes the same
 //! format for users.
 //!
-//! It only writes; `parse` reads.
+//! This module only writes; `parse` reads.
 //!
 //! Invariant: `parse` reads each written line as the same value, and no line is longer than
 //! [`LINE_MAX`].
@@ -19,20 +19,20 @@ use crate::types::sleep::{Contents, SleepReport, WakeReport};
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::decay::DecayTime;
 
-/// The version that is written, and the last that is read.
+/// The version that is written, and the newest that is read.
 pub(crate) const VERSION: u64 = 2;
 
-/// The first line, but for the version.
+/// The first line, without the version number.
 pub(super) const FIRST: &str = "lowtide-recording version=";
 
-/// The most bytes of a line. Three times that of the longest that is written: the header's, with a
-/// name of 256 bytes that are all escaped.
+/// The maximum number of bytes of a line. Three times the longest line that is written: the header,
+/// with a name of 256 bytes that are all escaped.
 pub(super) const LINE_MAX: usize = 4096;
 
-/// Bytes of a name that are written.
+/// The number of bytes of a name that are written.
 const NAME_MAX: usize = 256;
 
-/// Something that writes itself by a closure.
+/// A value that a closure writes.
 struct Written<F>(F);
 
 impl<F: Fn(&mut fmt::Formatter<'_>) -> fmt::Result> Display for Written<F> {
@@ -41,13 +41,13 @@ impl<F: Fn(&mut fmt::Formatter<'_>) -> fmt::Result> Display for Written<F> {
     }
 }
 
-/// Nanoseconds, held at 584 years.
+/// Returns the nanoseconds of a duration, at most 584 years.
 pub(super) fn nanos(time: std::time::Duration) -> u64 {
     u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
 }
 
 impl BlockKind {
-    /// All, in no order that means anything.
+    /// All kinds, in no particular order.
     pub(super) const ALL: [Self; 3] = [Self::Buffer, Self::Raw, Self::Reserve];
 
     /// Returns the name used in recordings.
@@ -137,7 +137,7 @@ impl Sleepless {
     }
 }
 
-/// The name under which a recording shows what becomes of a buffer's contents.
+/// Returns the name of the treatment of a buffer's contents in a recording.
 pub(super) const fn contents(contents: Option<Contents>) -> &'static str {
     match contents {
         Some(contents) => contents.name(),
@@ -145,7 +145,7 @@ pub(super) const fn contents(contents: Option<Contents>) -> &'static str {
     }
 }
 
-/// The name under which a recording shows whether something is so.
+/// Returns the word for a boolean in a recording.
 pub(super) const fn yes(is_so: bool) -> &'static str {
     if is_so { "yes" } else { "no" }
 }
@@ -154,7 +154,7 @@ const fn done(done: bool) -> &'static str {
     if done { "done" } else { "failed" }
 }
 
-/// A number of bytes, `none` for the most.
+/// Writes a number of bytes, or `none` for the maximum.
 fn limit(limit: ByteSize) -> impl Display {
     Written(move |f: &mut fmt::Formatter<'_>| match limit {
         ByteSize::MAX => f.write_str("none"),
@@ -179,7 +179,7 @@ fn growth(growth: Growth) -> impl Display {
     })
 }
 
-/// A name in visible ASCII, the rest as `%` and two hexadecimal digits for each byte.
+/// Writes a name in visible ASCII, and any other byte as `%` and two hexadecimal digits.
 fn escaped(name: &str) -> impl Display {
     let mut end = name.len().min(NAME_MAX);
     while !name.is_char_boundary(end) {
@@ -249,7 +249,7 @@ impl Header {
 }
 
 impl Display for Header {
-    /// Two lines, with their newlines.
+    /// Writes two lines, with their newlines.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(f, "{FIRST}{}", self.version)?;
         let asynchronous = yes(self.asynchronous);
@@ -266,7 +266,7 @@ impl Display for Header {
 }
 
 impl Operation {
-    /// Returns the word with which its line begins.
+    /// Returns the first word of the operation in its line.
     #[must_use]
     pub const fn word(&self) -> &'static str {
         match self {
@@ -355,11 +355,11 @@ impl Operation {
                 write!(f, " done committed={committed} restored={restored}")
             }
             Self::Wake { woken: None } => f.write_str(" failed"),
-            _ => Ok(()), // there is none: see `has_outcome`
+            _ => Ok(()), // no outcome: see `has_outcome`
         })
     }
 
-    /// Returns `true` if its line has an outcome.
+    /// Returns `true` if the operation's line has an outcome.
     const fn has_outcome(&self) -> bool {
         !matches!(
             self,
@@ -379,7 +379,7 @@ impl Operation {
 }
 
 impl Display for Operation {
-    /// Without its time and newline.
+    /// Writes the operation without its time and newline.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}{}", self.word(), self.request())?;
         if self.has_outcome() { write!(f, " ->{}", self.outcome()) } else { Ok(()) }
@@ -398,14 +398,14 @@ fn compaction(options: CompactOptions) -> impl Display {
 }
 
 impl Display for Entry {
-    /// Without its newline.
+    /// Writes the line without its newline.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} {}", nanos(self.at), self.operation)
     }
 }
 
 impl Display for Closing {
-    /// Without its newline.
+    /// Writes the line without its newline.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (at, operations, ended) = (nanos(self.at), self.operations, self.ended.name());
         let threads = if self.one_thread { "one" } else { "many" };

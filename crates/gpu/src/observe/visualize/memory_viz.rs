@@ -61,7 +61,7 @@ struct TraceEntry<'a> {
     frames: Vec<Frame<'a>>,
 }
 
-/// A line of a stack; here the place of a block.
+/// A line of a stack. Here it names the place of a block.
 #[derive(Clone, Copy, Serialize)]
 struct Frame<'a> {
     filename: &'a str,
@@ -71,7 +71,7 @@ struct Frame<'a> {
 
 pub(super) fn write(map: &ArenaMap, mut to: impl Write) -> io::Result<()> {
     let segments = map.segments.iter().flat_map(|segment| segments(map, segment)).collect();
-    // The viewers find a device's events by its number: the lists before it are empty.
+    // The viewers find a device's events by its number, so the lists before it are empty.
     let mut device_traces: Vec<Vec<TraceEntry<'_>>> = Vec::new();
     device_traces.resize_with(usize::try_from(map.device).unwrap_or(0), Vec::new);
     device_traces.push(map.events.iter().flat_map(|event| entries(map, event)).collect());
@@ -82,7 +82,7 @@ pub(super) fn write(map: &ArenaMap, mut to: impl Write) -> io::Result<()> {
     })
 }
 
-/// A segment for each stretch of committed memory.
+/// Returns a segment for each stretch of committed memory.
 fn segments<'a>(
     map: &'a ArenaMap,
     segment: &'a SegmentMap,
@@ -114,7 +114,7 @@ fn segments<'a>(
     })
 }
 
-/// The blocks of a stretch, with the free ones between them.
+/// Returns the blocks of a stretch, and the free ones between them.
 fn tiles<'a>(
     segment: &SegmentMap,
     blocks: &[BlockSpan],
@@ -182,7 +182,7 @@ fn entries<'a>(map: &'a ArenaMap, event: &MapEvent) -> impl Iterator<Item = Trac
     })
 }
 
-/// The name of the region that has an address.
+/// Returns the name of the region that contains an address.
 fn region_at(map: &ArenaMap, address: u64) -> &str {
     let holds = |segment: &&SegmentMap| {
         address.checked_sub(segment.base).is_some_and(|offset| offset < segment.size.get())
@@ -198,7 +198,7 @@ fn micros(time: Duration) -> i64 {
     limited(u64::try_from(time.as_micros()).unwrap_or(u64::MAX))
 }
 
-/// As a signed number, held at its largest.
+/// Returns the number as a signed one, at most the maximum.
 fn limited(number: u64) -> i64 {
     i64::try_from(number).unwrap_or(i64::MAX)
 }

@@ -49,7 +49,7 @@ pub struct SegmentMap {
     pub base: u64,
     /// Its address space in bytes.
     pub size: ByteSize,
-    /// Runs of granules with memory behind them, in address order; the others have none.
+    /// Runs of granules with committed memory, in address order. The other granules have none.
     pub granules: Vec<GranuleRun>,
     /// Live and pending blocks, in address order; the space between them is free.
     pub blocks: Vec<BlockSpan>,
@@ -157,7 +157,7 @@ impl MapEvent {
 }
 
 impl ArenaMap {
-    /// A map of nothing.
+    /// Returns a map without segments.
     pub(crate) const fn empty(name: String) -> Self {
         Self {
             name,
@@ -171,7 +171,7 @@ impl ArenaMap {
     }
 
     /// Returns an SVG picture of the address space: live, pending, free, idle, active, bare. It
-    /// shows sizes, and a tooltip with a block's own.
+    /// shows sizes, and a tooltip with the size of each block.
     ///
     /// At most 4 MiB for any map, usually under 100 KiB: spans narrower than two pixels are shaded,
     /// and long bare ranges become a line.
@@ -206,17 +206,17 @@ impl ArenaMap {
 }
 
 impl SegmentMap {
-    /// Bytes of granules in a state.
+    /// Returns the bytes of granules in a state.
     fn backed(&self, state: GranuleState) -> ByteSize {
         self.granules.iter().filter(|run| run.state == state).map(|run| run.size).sum()
     }
 
-    /// Bytes of blocks in a state.
+    /// Returns the bytes of blocks in a state.
     fn taken(&self, state: BlockState) -> ByteSize {
         self.blocks.iter().filter(|block| block.state == state).map(|block| block.size).sum()
     }
 
-    /// Returns the maximal ranges with memory behind them: start and end.
+    /// Returns the start and the end of each maximal range with committed memory.
     fn stretches(&self) -> Vec<(u64, u64)> {
         let mut stretches: Vec<(u64, u64)> = Vec::new();
         for run in &self.granules {

@@ -1,4 +1,4 @@
-//! Tests of maps and of the pictures made of them: by hand-made maps, and by maps of an arena.
+//! Tests of maps and pictures: with maps made by hand, and with maps of an arena.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -10,7 +10,7 @@ use lowtide_cuda_sim::trial::TrialDriver;
 
 const MIB: u64 = 1 << 20;
 
-/// A segment of 64 GiB: granules of 2 MiB at these offsets in MiB, and blocks in bytes.
+/// Returns a segment of 64 GiB: granules of 2 MiB at these offsets in MiB, and blocks in bytes.
 fn segment(granules: &[(u64, u64, GranuleState)], blocks: &[(u64, u64, BlockState)]) -> SegmentMap {
     let run = |&(offset, size, state): &(u64, u64, GranuleState)| GranuleRun {
         offset: ByteSize::mib(offset),
@@ -51,7 +51,7 @@ fn sample() -> ArenaMap {
     map("embedder", vec![segment(&granules, &blocks)])
 }
 
-/// An arena that keeps its last events, with its clock.
+/// Opens an arena that keeps its last events. Returns it with its clock.
 fn arena(history: usize, limit: ByteSize) -> (DeviceArena, ManualClock) {
     let clock = ManualClock::new();
     let reserve = ByteSize::gib(1);
@@ -175,7 +175,7 @@ fn kind_and_size(event: &MapEvent) -> (&'static str, ByteSize) {
     }
 }
 
-/// The committed memory after these events.
+/// Returns the committed memory after these events.
 fn arena_committed(events: &[MapEvent]) -> ByteSize {
     let of = |kind| events.iter().map(kind_and_size).filter(move |event| event.0 == kind);
     let sum = |kind| of(kind).map(|(_, size)| size).sum();
@@ -183,7 +183,7 @@ fn arena_committed(events: &[MapEvent]) -> ByteSize {
     committed.checked_sub(given).expect("given back after it was committed")
 }
 
-/// Every start tag with its attributes; fails if the text is not well formed.
+/// Returns every start tag with its attributes; fails if the text is not well formed.
 fn elements(svg: &str) -> Vec<&str> {
     let mut open = Vec::new();
     let mut found = Vec::new();
@@ -268,7 +268,7 @@ fn the_size_of_a_picture_is_bounded_whatever_the_map() {
         }
         segments.push(segment(&granules, &blocks));
     }
-    // Such blocks have no memory behind them; a picture draws its input.
+    // Such blocks have no memory. A picture draws its input as it is.
     let svg = map("crowded", segments).to_svg();
     let drawn = elements(&svg).len();
     assert!(svg.len() < 4 << 20, "{} bytes", svg.len());
@@ -427,7 +427,7 @@ mod memory_viz {
             arena.decay(clock.now()).expect("decay");
         }
         let snapshot = pickled(&arena.map());
-        // As the viewer does: the final state, then every event undone.
+        // As the viewer does: starts from the final state, and undoes every event.
         let mut blocks = BTreeMap::new();
         let mut backed = 0;
         for segment in list(field(&snapshot, "segments")) {

@@ -1,14 +1,15 @@
-//! cuArena's tests of its pools of host memory, for this pool, and its bug that keeps an empty
-//! pool from being used again.
+//! cuArena's tests of its pools of host memory, applied to this pool, and its bug that keeps an
+//! empty pool from being used again.
 //!
-//! Their reset, which makes every pointer invalid, has no counterpart here: buffers own their
-//! blocks. Its purpose holds: with no buffer left, all of the pool can be allocated again.
+//! cuArena's reset, which makes every pointer invalid, has no counterpart here, because buffers own
+//! their blocks. Its purpose is met: when no buffer is left, all of the pool can be allocated
+//! again.
 
 use super::*;
 
 const BOTH: [PinnedKind; 2] = [PinnedKind::PageLocked, PinnedKind::Pageable];
 
-/// A pool of this limit with the default segments.
+/// Opens a pool of this limit with the default segments.
 fn pool(kind: PinnedKind, limit_mib: u64) -> PinnedPool {
     let config =
         PinnedConfig { kind, limit: ByteSize::mib(limit_mib), ..PinnedConfig::new("cu_arena") };
@@ -113,7 +114,8 @@ fn nothing_is_asked_for_nothing() {
     assert_eq!(pool.snapshot().arena.allocs_total, 0);
 }
 
-/// The bug: 40 MiB of 64 were freed, and 50 MiB were refused although nothing was live.
+/// Regression test: 40 MiB of 64 were freed, and a request for 50 MiB failed although no block was
+/// live.
 #[test]
 fn an_empty_pool_could_not_be_used_again() {
     for kind in BOTH {

@@ -1,6 +1,6 @@
-//! Long histories by chance: one thread against a model, several threads with marks in the memory.
+//! Long random histories: one thread against a model, several threads with marks in the memory.
 //!
-//! The model knows each buffer's contents and the live bytes; it knows nothing of segments.
+//! The model knows each buffer's contents and the live bytes, but no segments.
 
 use std::sync::Mutex;
 use std::thread;
@@ -24,7 +24,7 @@ impl Chance {
     }
 }
 
-/// A buffer of words that are all its mark.
+/// A buffer of words that all equal its mark.
 struct Marked {
     buffer: PinnedBuffer<u64>,
     mark: u64,
@@ -44,7 +44,7 @@ impl Marked {
         );
     }
 
-    /// The reason it could not be resized, if so.
+    /// Resizes the buffer. Returns the error if that failed.
     fn resize(&mut self, len: usize) -> Option<DeviceError> {
         let kept = self.buffer.len().min(len);
         let refused = self.buffer.resize(len).err();
@@ -128,7 +128,7 @@ fn threads_share_a_pool_and_nobody_writes_into_anothers_block() {
             match chance.below(10) {
                 0..5 => own.extend(Marked::new(&pool, chance.len() / 4, step * 8 + seed)),
                 5 => {
-                    // Freed, and later checked, by whichever thread comes by.
+                    // Any thread frees it later, and checks it.
                     let mut shared = lock(&shared);
                     shared.extend(own.pop());
                     let taken = if shared.len() > 8 { shared.pop() } else { None };

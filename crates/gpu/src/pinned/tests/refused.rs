@@ -1,8 +1,8 @@
-//! Requests that failed, and segments that arrived while a log subscriber panicked.
+//! Tests of requests that fail, and of segments that arrive while a log subscriber panics.
 
 use super::*;
 
-/// The bug: the peak of committed memory counted refused requests.
+/// Regression test: the peak of committed memory counted failed requests.
 #[test]
 fn a_request_that_was_refused_made_the_peak() {
     let (pool, driver) = open(ByteSize::MAX);
@@ -13,8 +13,8 @@ fn a_request_that_was_refused_made_the_peak() {
     check(&pool, &driver);
 }
 
-/// The bug: if a log subscriber panicked, a segment was arriving, or leaving, forever, and its
-/// memory was lost.
+/// Regression test: if a log subscriber panicked, a segment was arriving, or leaving, forever, and
+/// its memory was lost.
 #[test]
 fn a_listener_that_panicked_lost_a_segment() {
     let (pool, driver) =
@@ -27,7 +27,7 @@ fn a_listener_that_panicked_lost_a_segment() {
     check(&pool, &driver);
 }
 
-/// Listens to the log, and cannot bear it.
+/// A log subscriber that panics.
 struct Panics;
 
 impl tracing::Subscriber for Panics {

@@ -1,4 +1,4 @@
-//! Driver calls that are held: the operations possible meanwhile, and those that wait.
+//! Tests with held driver calls: the operations that are possible meanwhile, and those that wait.
 
 use std::thread;
 
@@ -69,7 +69,7 @@ fn an_allocation_waits_for_what_another_thread_gives_back() {
             let _let_go = LetGo(&driver);
             let giving = scope.spawn(|| pool.purge());
             driver.wait_until_held(1);
-            // The limit allows it, and the host has no room until the purge has ended.
+            // The limit allows it, but the host has no room until the purge has ended.
             let obtaining = scope.spawn(|| mib(&pool, 3));
             driver.wait_until_held(2);
             driver.let_go();

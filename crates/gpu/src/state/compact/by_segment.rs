@@ -1,9 +1,9 @@
-//! Empties whole segments, on drivers that release segments and not granules: moves the blocks of
-//! one into holes of others that stay active.
+//! Empties whole segments, on drivers that release segments and not granules: moves the blocks of a
+//! segment into holes of other segments that stay active.
 //!
-//! Segments with the fewest bytes to move per byte made idle come first; each is emptied as a whole
-//! or not at all. No idle segment is used as target. An emptied segment takes no block, so each
-//! pass empties at least one or is the last.
+//! Segments with the fewest bytes to move per byte made idle come first. Each segment is emptied
+//! completely or not at all. No idle segment is used as a target. An emptied segment takes no
+//! block, so each pass empties at least one segment or is the last.
 //!
 //! Invariant: after each emptied segment, the bytes of active segments are fewer than before.
 
@@ -15,20 +15,20 @@ use crate::index::{ALIGN, Span};
 /// The number of free spans examined for one block, the smallest that fit first.
 const LOOKS: usize = 16;
 
-/// The number of blocks that touch each of the segments, which are in the order of offsets.
+/// The number of blocks that touch each segment. Segments are in the order of offsets.
 struct Counts<'a> {
     segments: &'a [Span],
     blocks: Vec<usize>,
 }
 
 impl Counts<'_> {
-    /// The segment that an offset lies in.
+    /// Returns the index of the segment that an offset lies in.
     fn nth(&self, offset: u64) -> Option<usize> {
         let nth = self.segments.partition_point(|span| span.end() <= offset);
         self.segments.get(nth).filter(|span| span.offset <= offset).map(|_| nth)
     }
 
-    /// Bytes of those that a block touches.
+    /// Returns the bytes of the segments that a block touches.
     fn active(&self) -> u64 {
         let active = self.segments.iter().zip(&self.blocks).filter(|(_, blocks)| **blocks > 0);
         active.map(|(span, _)| span.size).sum()
@@ -42,7 +42,7 @@ impl Counts<'_> {
     }
 }
 
-/// Plans, and returns the bytes of active segments before and after.
+/// Makes the plan. Returns the bytes of active segments before and after.
 pub(super) fn plan(draft: &mut Draft, segments: &[Span]) -> [u64; 2] {
     let blocks = segments.iter().map(|&span| draft.model.touching(span).len()).collect();
     let mut counts = Counts { segments, blocks };
@@ -56,8 +56,8 @@ pub(super) fn plan(draft: &mut Draft, segments: &[Span]) -> [u64; 2] {
     [before, counts.active()]
 }
 
-/// Returns the segments that might be emptied with the bytes of their blocks, those with the least
-/// cost per gain first.
+/// Returns the segments that might be emptied, with the bytes of their blocks. Segments with the
+/// least cost per gain come first.
 fn candidates(draft: &Draft, counts: &Counts<'_>) -> Vec<(u64, usize)> {
     let assess = |nth: usize| {
         let blocks = draft.model.touching(counts.segments[nth]);
@@ -67,7 +67,7 @@ fn candidates(draft: &Draft, counts: &Counts<'_>) -> Vec<(u64, usize)> {
         worth.then_some((bytes, counts.segments[nth].size, nth))
     };
     let mut candidates: Vec<_> = (0..counts.segments.len()).filter_map(assess).collect();
-    // Bytes moved for each byte freed, without a division.
+    // Compares the bytes moved per byte freed, without a division.
     candidates.sort_by(|a, b| {
         let product = |bytes: u64, size: u64| u128::from(bytes) * u128::from(size);
         product(a.0, b.1).cmp(&product(b.0, a.1)).then(a.2.cmp(&b.2))
@@ -76,14 +76,14 @@ fn candidates(draft: &Draft, counts: &Counts<'_>) -> Vec<(u64, usize)> {
 }
 
 /// Moves all blocks out of a segment, or none if other blocks have moved here since it was
-/// assessed; returns `true` if done.
+/// assessed. Returns `true` if the segment was emptied.
 fn empty(draft: &mut Draft, counts: &mut Counts<'_>, nth: usize, assessed: u64) -> bool {
     let mut blocks = draft.model.touching(counts.segments[nth]);
     let bytes = blocks.iter().map(|block| block.span.size).sum::<u64>();
     if bytes != assessed || bytes > draft.left() {
         return false;
     }
-    // The largest first: the holes that take them are the fewest.
+    // The largest blocks first, because the fewest holes can take them.
     blocks.sort_by_key(|block| std::cmp::Reverse(block.span.size));
     let moves = draft.moves.len();
     for block in blocks {
@@ -100,7 +100,7 @@ fn empty(draft: &mut Draft, counts: &mut Counts<'_>, nth: usize, assessed: u64) 
     true
 }
 
-/// A place for a block in another segment that is active anyway: in the smallest free span.
+/// Returns a place for a block in another active segment: in the smallest free span that fits.
 fn place(draft: &Draft, counts: &Counts<'_>, block: Block, from: usize) -> Option<u64> {
     let Hold::Moves { align, .. } = block.hold else { return None };
     let size = block.span.size;
@@ -122,7 +122,7 @@ mod tests {
 
     const GRANULE: u64 = 4096;
 
-    /// Segments of random sizes with walls between, and blocks in them.
+    /// Returns segments of random sizes with walls between them, and blocks in them.
     fn layout(chance: &mut Chance) -> (Vec<Part>, Vec<Span>) {
         let (mut parts, mut segments, mut at) = (Vec::new(), Vec::new(), 0);
         for _ in 0..=chance.below(20) {
@@ -152,7 +152,7 @@ mod tests {
         (parts, segments)
     }
 
-    /// Applies the moves in order to the parts; each goes into space that is free then.
+    /// Applies the moves to the parts, in order. Each move goes into space that is free then.
     fn carry_out(parts: &[Part], plan: &Plan) -> Vec<Span> {
         let blocks = parts.iter().filter(|part| part.hold.is_some());
         let mut blocks: Vec<Span> = blocks.map(|part| part.span).collect();

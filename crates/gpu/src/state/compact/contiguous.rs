@@ -1,13 +1,13 @@
 //! Makes free space contiguous: clears a window into holes elsewhere, or slides blocks together.
 //!
-//! A window is a range of the wanted size without a fixed block; its blocks move into holes
-//! outside, each to a separate place. If no window can be cleared, or sliding moves fewer bytes,
-//! the blocks between some neighbouring gaps slide together, low ones down and high ones up, which
-//! joins these gaps into one. Nothing slides past a fixed block; if one limits the result, blocks
-//! next to the largest free span move into holes elsewhere.
+//! A window is a range of the wanted size without a fixed block. Its blocks move into holes outside
+//! of the window, each to a separate place. If no window can be cleared, or if sliding moves fewer
+//! bytes, the blocks between some neighbouring gaps slide together, low ones down and high ones up,
+//! which joins these gaps into one. No block slides past a fixed block. If a fixed block limits the
+//! result, blocks next to the largest free span move into holes elsewhere.
 //!
-//! With a budget only the first of these moves are made. The rest then costs less than before, so
-//! further calls continue with it or with a cheaper alternative, and terminate.
+//! With a budget only the first of these moves are made. The remaining ones then cost less than
+//! before, so further calls continue with them or with a cheaper alternative, and terminate.
 //!
 //! Invariant: the largest free span never becomes smaller, not even between moves.
 
@@ -17,7 +17,7 @@ use super::layout_model::Block;
 use super::plan::{Draft, Hold, PIECES_MAX, Part};
 use crate::index::{ALIGN, End, Span};
 
-/// Windows that it tries to clear in one pass, the cheapest first. A guess.
+/// The maximum number of windows to try to clear in one pass, the cheapest first. A guess.
 const WINDOWS_MAX: usize = 8;
 
 /// A stretch to clear, and the bytes of the blocks that touch it.
@@ -30,12 +30,12 @@ struct Window {
 struct GapRun {
     blocks: Vec<Block>,
     bytes: u64,
-    /// `true` if all of the blocks may slide down, and up, without too many copies.
+    /// For each direction, down and up: `true` if all blocks may slide without too many copies.
     ways: [bool; 2],
 }
 
 pub(super) fn plan(draft: &mut Draft, size: u64) {
-    // Mostly once is enough.
+    // Usually one pass is enough.
     for _ in 0..draft.passes {
         let before = draft.largest();
         pass(draft, size);
@@ -67,7 +67,7 @@ fn pass(draft: &mut Draft, size: u64) {
 }
 
 /// Clears the cheapest window that can be cleared for at most this many bytes, as far as the budget
-/// allows; returns `true` if there is one.
+/// allows. Returns `true` if there is one.
 fn clear_a_window(draft: &mut Draft, parts: &[Part], size: u64, bytes_max: u64) -> bool {
     let spared = draft.model.largest();
     for window in windows(draft, parts, size, bytes_max) {
@@ -90,9 +90,9 @@ fn clear_a_window(draft: &mut Draft, parts: &[Part], size: u64, bytes_max: u64) 
     false
 }
 
-/// The cheapest windows, the highest first among equals.
+/// Returns the cheapest windows; of equal ones the highest first.
 fn windows(draft: &Draft, parts: &[Part], size: u64, bytes_max: u64) -> Vec<Window> {
-    // Before each part: bytes of blocks, and the number of blocks that stay.
+    // Sums before each part: the bytes of blocks, and the number of blocks that stay.
     let mut sums = Vec::with_capacity(parts.len() + 1);
     let mut sum = (0, 0);
     for &part in parts {
@@ -159,7 +159,8 @@ fn free_bytes(section: &[Part]) -> u64 {
     section.iter().filter(|part| part.hold.is_none()).map(|part| part.span.size).sum()
 }
 
-/// Neighbouring gaps of at least so many bytes with the fewest bytes between them. O(parts).
+/// Returns the neighbouring gaps of at least this many bytes in total with the fewest bytes between
+/// them. O(parts).
 fn cheapest_run(draft: &Draft, parts: &[Part], size: u64) -> Option<GapRun> {
     let mut best: Option<(u64, &[Part], [bool; 2])> = None;
     for section in sections(draft, parts) {
@@ -197,10 +198,10 @@ fn cheapest_run(draft: &Draft, parts: &[Part], size: u64) -> Option<GapRun> {
     Some(GapRun { blocks: blocks.collect(), bytes, ways })
 }
 
-/// The largest block of a stretch of which both ends move on: each is taken in and let go once.
+/// The largest block of a sliding range of parts. Each block is added and removed once.
 #[derive(Default)]
 struct Tallest {
-    /// Place and size: those that a later one is not as large as, so that sizes fall.
+    /// Place and size of the blocks that are larger than every later block, so sizes decrease.
     blocks: VecDeque<(usize, u64)>,
 }
 
@@ -212,7 +213,7 @@ impl Tallest {
         self.blocks.push_back((at, size));
     }
 
-    /// Returns the size of the largest block from that place on; 0 if there is none.
+    /// Returns the size of the largest block from this place on; 0 if there is none.
     fn of_those_from(&mut self, first: usize) -> u64 {
         while self.blocks.front().is_some_and(|&(at, _)| at < first) {
             self.blocks.pop_front();
@@ -221,8 +222,8 @@ impl Tallest {
     }
 }
 
-/// Returns `true`, per direction, if the first gap of a run lets all of its blocks, up to the
-/// largest, slide down, and the last gap up: the gap grows on the way.
+/// Returns `true`, per direction, if all blocks of a run, up to the largest, can slide: down into
+/// the first gap, and up into the last. The gap grows on the way.
 fn ways(ends: [Part; 2], largest: u64) -> [bool; 2] {
     ends.map(|gap| gap.span.size.saturating_mul(PIECES_MAX) >= largest)
 }
@@ -274,7 +275,8 @@ mod tests {
     use super::*;
     use crate::tests::compact::Chance;
 
-    /// The bug: each stretch was walked for its largest block: 9 billion steps for 100,000 blocks.
+    /// Regression test: each range was walked for its largest block, 9 billion steps for 100,000
+    /// blocks.
     #[test]
     fn the_largest_block_of_a_stretch_was_looked_for_in_all_of_it() {
         let seed = 0x51ED_270B;

@@ -1,8 +1,8 @@
 //! Clears granules: moves the blocks that touch one into holes of other active granules.
 //!
-//! Granules are tried in the order of bytes to move per granule freed, each as a whole or not at
-//! all. A pass that frees a granule is followed by another, since moved blocks leave holes; a pass
-//! that frees none is the last.
+//! Granules are tried in the order of bytes to move per granule freed, each completely or not at
+//! all. A pass that frees a granule is followed by another, because moved blocks leave holes. A
+//! pass that frees none is the last.
 //!
 //! Invariant: after each cleared granule, fewer granules are active than before it.
 
@@ -10,16 +10,16 @@ use super::layout_model::{Block, LayoutModel};
 use super::plan::{Draft, Hold};
 use crate::index::Span;
 
-/// Granules, or segments, in a row that could not be cleared before a pass ends: those after them
-/// cost more.
+/// The number of granules, or segments, in a row that could not be cleared before a pass ends.
+/// Later ones cost more.
 const MISSES_MAX: usize = 256;
 
 /// A granule that might be cleared.
 struct Candidate {
     granule: u64,
-    /// Bytes of the blocks that touch it.
+    /// The bytes of the blocks that touch the granule.
     bytes: u64,
-    /// Granules that are free without them.
+    /// The number of granules that are free without these blocks.
     freed: u64,
 }
 
@@ -32,8 +32,8 @@ pub(super) fn plan(draft: &mut Draft) {
     }
 }
 
-/// Makes one pass: tries each candidate in turn, until too many in a row failed; returns `true` if
-/// any succeeded.
+/// Makes one pass: tries each candidate in turn, until too many in a row have failed. Returns
+/// `true` if any succeeded.
 pub(super) fn try_each<T>(candidates: Vec<T>, mut done: impl FnMut(T) -> bool) -> bool {
     let (mut gained, mut misses) = (false, 0);
     for candidate in candidates {
@@ -69,7 +69,7 @@ fn candidates(draft: &Draft) -> Vec<Candidate> {
         worth.then(|| Candidate { granule, bytes, freed: model.alone(hull) })
     };
     let mut candidates: Vec<Candidate> = granules.into_iter().filter_map(assess).collect();
-    // Bytes for each granule freed, without a division.
+    // Compares the bytes moved per granule freed, without a division.
     candidates.sort_by(|a, b| {
         let product =
             |c: &Candidate, other: &Candidate| u128::from(c.bytes) * u128::from(other.freed.max(1));
@@ -78,7 +78,7 @@ fn candidates(draft: &Draft) -> Vec<Candidate> {
     candidates
 }
 
-/// Moves all blocks out of a granule, or none; returns `true` if done.
+/// Moves all blocks out of a granule, or none. Returns `true` if the granule was cleared.
 fn clear(draft: &mut Draft, granule: u64) -> bool {
     let cleared = span_of(&draft.model, granule);
     let mut touching = draft.model.touching(cleared);
@@ -89,7 +89,7 @@ fn clear(draft: &mut Draft, granule: u64) -> bool {
         return false;
     }
     let (moves, active, freed) = (draft.moves.len(), draft.model.active(), draft.model.alone(hull));
-    // The largest first: the holes that take them are the fewest.
+    // The largest blocks first, because the fewest holes can take them.
     touching.sort_by_key(|block| std::cmp::Reverse(block.span.size));
     let mut made_active = 0;
     for block in touching {
@@ -112,7 +112,7 @@ fn span_of(model: &LayoutModel, granule: u64) -> Span {
     Span { offset: granule * model.granule(), size: model.granule() }
 }
 
-/// From the first block to the end of the last.
+/// Returns the span from the first block to the end of the last.
 fn hull(blocks: &[Block]) -> Option<Span> {
     let (first, last) = (blocks.first()?.span, blocks.last()?.span);
     Some(Span { offset: first.offset, size: last.end() - first.offset })

@@ -1,7 +1,7 @@
 //! A model of a region: its blocks and free spans, on which moves are tried and undone.
 //!
-//! Plain values in address order; it knows neither budget nor goal. Its size grows with the number
-//! of blocks, not with bytes or granules.
+//! Plain values in address order. The model knows neither budget nor goal. Its size grows with the
+//! number of blocks, not with bytes or granules.
 //!
 //! Invariant: blocks and free spans tile `[0, end)`, no two free spans touch, and `active` is the
 //! number of granules that a block touches.
@@ -22,11 +22,11 @@ pub(super) struct Block {
 #[derive(Clone, Debug)]
 pub(super) struct LayoutModel {
     granule: u64,
-    /// By offset: size and hold.
+    /// The size and hold of each block, by offset.
     blocks: BTreeMap<u64, (u64, Hold)>,
-    /// By offset: size.
+    /// The size of each free span, by offset.
     free: BTreeMap<u64, u64>,
-    /// Size and offset of each free span, before the wall and after it.
+    /// The size and offset of each free span, before the wall and after it.
     by_size: [BTreeSet<(u64, u64)>; 2],
     /// The wall, which no block passes.
     wall: Option<u64>,
@@ -34,7 +34,7 @@ pub(super) struct LayoutModel {
 }
 
 impl LayoutModel {
-    /// The parts are in address order and tile the region.
+    /// Creates a model of these parts, which are in address order and tile the region.
     pub(super) fn new(parts: &[Part], granule: u64) -> Self {
         let mut model = Self {
             granule,
@@ -60,12 +60,12 @@ impl LayoutModel {
         self.granule
     }
 
-    /// Granules that a block touches.
+    /// Returns the number of granules that a block touches.
     pub(super) const fn active(&self) -> u64 {
         self.active
     }
 
-    /// The largest free span, the lowest of equals.
+    /// Returns the largest free span; of equal ones the lowest.
     pub(super) fn largest(&self) -> Option<Span> {
         let sides = self.by_size.iter();
         let size = sides.filter_map(|side| Some(side.last()?.0)).max()?;
@@ -73,14 +73,14 @@ impl LayoutModel {
         lowest.next().map(|&(size, offset)| Span { offset, size })
     }
 
-    /// The free spans that hold so many bytes, the smallest first, on that side of the wall on
-    /// which an offset is.
+    /// Returns the free spans that hold this many bytes, the smallest first, on the same side
+    /// of the wall as the offset `beside`.
     pub(super) fn at_least(&self, size: u64, beside: u64) -> impl DoubleEndedIterator<Item = Span> {
         let spans = self.by_size[self.side(beside)].range((size, 0)..);
         spans.map(|&(size, offset)| Span { offset, size })
     }
 
-    /// Blocks and free spans in address order.
+    /// Returns blocks and free spans in address order.
     pub(super) fn parts(&self) -> Vec<Part> {
         let blocks = self
             .blocks
@@ -95,28 +95,28 @@ impl LayoutModel {
         parts
     }
 
-    /// The last block that begins before an offset.
+    /// Returns the last block that begins before an offset.
     pub(super) fn before(&self, offset: u64) -> Option<Block> {
         self.blocks.range(..offset).next_back().map(block)
     }
 
-    /// The first block that begins at an offset or after it.
+    /// Returns the first block that begins at an offset or after it.
     pub(super) fn after(&self, offset: u64) -> Option<Block> {
         self.blocks.range(offset..).next().map(block)
     }
 
-    /// The free span that ends at an offset.
+    /// Returns the free span that ends at an offset.
     pub(super) fn gap_below(&self, offset: u64) -> Option<Span> {
         let (&start, &size) = self.free.range(..offset).next_back()?;
         (start + size == offset).then_some(Span { offset: start, size })
     }
 
-    /// The free span that begins at an offset.
+    /// Returns the free span that begins at an offset.
     pub(super) fn gap_above(&self, offset: u64) -> Option<Span> {
         self.free.get(&offset).map(|&size| Span { offset, size })
     }
 
-    /// The blocks that touch a span, in address order.
+    /// Returns the blocks that touch a span, in address order.
     pub(super) fn touching(&self, span: Span) -> Vec<Block> {
         let below = self.blocks.range(..span.end()).rev().map(block);
         let mut touching: Vec<Block> =
@@ -125,7 +125,8 @@ impl LayoutModel {
         touching
     }
 
-    /// Returns the number of granules that a span touches and no block before or after it does.
+    /// Returns the number of granules that a span touches and that no block before or after it
+    /// touches.
     pub(super) fn alone(&self, span: Span) -> u64 {
         let first = span.offset / self.granule;
         let end = span.end().div_ceil(self.granule);
@@ -134,7 +135,7 @@ impl LayoutModel {
         end.min(above).saturating_sub(first.max(below))
     }
 
-    /// Takes a block off the model: its span is free.
+    /// Takes a block off the model. Its span becomes free.
     pub(super) fn lift(&mut self, block: Block) {
         self.blocks.remove(&block.span.offset);
         self.active -= self.alone(block.span);
@@ -180,7 +181,7 @@ impl LayoutModel {
         self.by_size[side].remove(&(span.size, span.offset));
     }
 
-    /// On which side of the wall an offset is.
+    /// Returns the side of the wall on which an offset is: 0 before, 1 after.
     fn side(&self, offset: u64) -> usize {
         usize::from(self.wall.is_some_and(|wall| offset > wall))
     }

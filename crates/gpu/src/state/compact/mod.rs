@@ -1,4 +1,4 @@
-//! Plans compactions: which blocks to move where, from a copy of a region's layout.
+//! Plans compactions: which blocks to move, and to which place, from a copy of a region's layout.
 //!
 //! Pure: spans in, moves out ([`plan`](plan::plan)). It knows no region, driver or lock. Files:
 //! `layout_model` (blocks and free spans on which moves are tried), `granules`, `by_segment` and

@@ -1,17 +1,18 @@
-//! Plans which blocks to move where, so that granules become free or free space contiguous.
+//! Plans which blocks to move to which place, so that granules become free or free space
+//! contiguous.
 //!
-//! Pure: blocks in, moves out. It calls no driver, takes no lock and reads no contents; the
-//! executor checks that a block still exists before its move. Each move is possible once those
+//! Pure: blocks in, moves out. The plan calls no driver, takes no lock and reads no contents; the
+//! executor checks that a block still exists before its move. Each move is possible once the moves
 //! before it are done.
 //!
-//! * `Granules`: clears a granule by moving its blocks into holes of other active granules, those
-//!   first that free most for the bytes moved.
+//! * `Granules`: clears a granule by moving its blocks into holes of other active granules; those
+//!   that free most for the bytes moved come first.
 //! * `Segments`: the same for whole segments.
 //! * `Contiguous`: clears a window into holes elsewhere, or slides blocks together, whichever moves
 //!   fewer bytes.
 //!
 //! Fixed blocks never move. Small and large blocks stay among their kind, towards the [`End`] that
-//! they were placed from. The plan is good, not optimal: that is a packing problem.
+//! they were placed from. The plan is good, not optimal: the optimum is a packing problem.
 //!
 //! Invariants: `bytes = sum of move sizes <= budget`; no fewer granules are idle after the moves
 //! than before (`Granules`, `Segments`), and the largest free span is no smaller (`Contiguous`); if
@@ -26,17 +27,17 @@ use crate::index::{ALIGN, End, Span};
 /// The restriction of a block's moves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Hold {
-    /// It may move, to a multiple of `align` bytes, and belongs to this end of the region.
+    /// The block may move to a multiple of `align` bytes, and belongs to this end of the region.
     Moves { end: End, align: u64 },
-    /// It stays.
+    /// The block stays.
     Stays,
-    /// It stays, and nothing passes it; at most one.
+    /// The block stays, and no block passes it. At most one block has this hold.
     Wall,
 }
 
 impl Hold {
-    /// Returns `true` if a block of this kind may be next to one of the other kind without mixing
-    /// small and large ones.
+    /// Returns `true` if a block of this kind may be next to a block of the other kind without
+    /// mixing small and large blocks.
     fn is_kin(self, other: Self) -> bool {
         match (self, other) {
             (Self::Moves { end, .. }, Self::Moves { end: other, .. }) => end == other,
@@ -49,23 +50,23 @@ impl Hold {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Part {
     pub(crate) span: Span,
-    /// `None`: it is free.
+    /// The restriction of the block; `None` for a free span.
     pub(crate) hold: Option<Hold>,
 }
 
 /// The target of a plan.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Target<'a> {
-    /// As many granules as possible that no block touches.
+    /// As many granules as possible without a block.
     Granules,
-    /// As many bytes as possible of these segments, which are in the order of offsets with walls
-    /// between them, that no block touches a segment of.
+    /// As many bytes as possible in segments without a block. The segments are in the order of
+    /// offsets, with walls between them.
     Segments(&'a [Span]),
     /// A free span of this size, or the largest possible.
     Contiguous(u64),
 }
 
-/// One block's move. The places may overlap; then they adjoin once the gap between is added.
+/// One block's move. If the old and the new place overlap, the block slides into the adjoining gap.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Move {
     pub(crate) from: u64,
@@ -74,12 +75,12 @@ pub(crate) struct Move {
 }
 
 impl Move {
-    /// By how much the block moves.
+    /// Returns the distance of the move.
     pub(crate) const fn distance(self) -> u64 {
         self.from.abs_diff(self.to)
     }
 
-    /// Returns `true` if it takes more than [`PIECES_MAX`] copies.
+    /// Returns `true` if the move takes more than [`PIECES_MAX`] copies.
     pub(crate) const fn is_tedious(self) -> bool {
         self.distance().saturating_mul(PIECES_MAX) < self.size
     }
@@ -97,7 +98,8 @@ impl Move {
         Span { offset: self.to, size: self.size }
     }
 
-    /// Returns the span that must be free for it: the new place, less the block's own part of it.
+    /// Returns the span that must be free for the move: the new place, without the block's own part
+    /// of it.
     pub(crate) const fn room(self) -> Span {
         if !self.overlaps() {
             self.destination()
@@ -108,8 +110,8 @@ impl Move {
         }
     }
 
-    /// Returns copies that overlap neither themselves nor bytes still to be copied: one if the
-    /// places are disjoint, else pieces of at most the distance, the foremost first.
+    /// Returns copies that overlap neither themselves nor bytes still to be copied: one copy if the
+    /// places are disjoint, otherwise pieces of at most the distance, the foremost first.
     pub(crate) fn pieces(self) -> impl Iterator<Item = Self> {
         let longest = if self.overlaps() { self.distance() } else { self.size };
         let mut done = 0;
@@ -122,19 +124,19 @@ impl Move {
     }
 }
 
-/// Moves, and their sum.
+/// Moves, and their figures.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Plan {
     pub(crate) moves: Vec<Move>,
-    /// Bytes that are moved; a slide counts once.
+    /// The bytes that are moved. A slide counts once.
     pub(crate) bytes: u64,
-    /// Granules that a block touches, or whose segment one touches, before and after.
+    /// The granules that a block touches, or whose segment a block touches, before and after.
     pub(crate) active: [u64; 2],
     /// The largest free span, before and after.
     pub(crate) largest: [u64; 2],
 }
 
-/// Plans for a region: its parts in address order, tiling it.
+/// Plans a compaction of a region. Its parts are in address order and tile the region.
 ///
 /// O(n log n) for each pass over n blocks; another pass follows only if the last one gained
 /// something.
@@ -142,7 +144,7 @@ pub(crate) fn plan(parts: &[Part], granule: u64, target: Target<'_>, budget: u64
     plan_in(PASSES_MAX, parts, granule, target, budget)
 }
 
-/// Returns a lower bound of what a plan without a budget would gain: a plan of a few passes.
+/// Returns a lower bound of the gain of a plan without a budget: makes a plan with few passes.
 pub(crate) fn outlook(parts: &[Part], granule: u64, target: Target<'_>) -> Plan {
     plan_in(OUTLOOK_PASSES, parts, granule, target, u64::MAX)
 }
@@ -164,7 +166,7 @@ fn plan_in(passes: usize, parts: &[Part], granule: u64, target: Target<'_>, budg
     Plan { bytes: draft.bytes, moves: draft.moves, active, largest: [before.1, after.1] }
 }
 
-/// A plan as it grows.
+/// A plan in the making.
 #[derive(Clone, Debug)]
 pub(super) struct Draft {
     pub(super) model: LayoutModel,
@@ -174,14 +176,15 @@ pub(super) struct Draft {
     pub(super) passes: usize,
 }
 
-/// Passes over all blocks at most. A guess.
+/// The maximum number of passes over all blocks. A guess.
 const PASSES_MAX: usize = 64;
 
-/// Passes if only the gain is of interest. A guess: the first gains most of it.
+/// The number of passes if only the gain is of interest. A guess: the first gains most of it.
 const OUTLOOK_PASSES: usize = 1;
 
-/// Copies for one block at most. A slide by a tiny part of the block takes a driver call for each
-/// such part, and gains no more than that. A guess: a thousand calls of a few microseconds each.
+/// The maximum number of copies for one block. A slide by a tiny part of the block takes a driver
+/// call for each such part, and gains no more than that part. A guess: a thousand calls of a few
+/// microseconds each.
 pub(super) const PIECES_MAX: u64 = 1024;
 
 /// The number of free spans examined for one block, the smallest that fit first.
@@ -197,12 +200,12 @@ impl Draft {
         self.model.largest().map_or(0, |span| span.size)
     }
 
-    /// Returns `true` if a block may move and this budget can ever pay for it.
+    /// Returns `true` if a block may move and the budget can ever pay for the move.
     pub(super) const fn is_movable(&self, block: Block) -> bool {
         matches!(block.hold, Hold::Moves { .. }) && block.span.size <= self.budget
     }
 
-    /// Moves a block on the model and writes the move down.
+    /// Moves a block on the model and records the move.
     pub(super) fn relocate(&mut self, block: Block, to: u64) {
         let Span { offset: from, size } = block.span;
         self.model.lift(block);
@@ -211,7 +214,7 @@ impl Draft {
         self.bytes += size;
     }
 
-    /// Takes the moves after the first `count` back.
+    /// Undoes the moves after the first `count`.
     pub(super) fn undo(&mut self, count: usize) {
         while self.moves.len() > count {
             let Some(Move { from, to, size }) = self.moves.pop() else { break };
@@ -225,9 +228,10 @@ impl Draft {
         }
     }
 
-    /// Returns the best place for a block outside of `cleared` and of `spared`, and the granules
-    /// that it makes active there: the fewest of these, then disjoint from its place, then in the
-    /// smallest free span, then nearest to its end. Examines [`LOOKS`] free spans and the largest.
+    /// Returns the best place for a block outside of `cleared` and of `spared`, and the number of
+    /// granules that become active there. The fewest granules are best, then a place disjoint from
+    /// the old one, then the smallest free span, then the place nearest to the block's end.
+    /// Examines [`LOOKS`] free spans and the largest.
     pub(super) fn place(
         &mut self,
         block: Block,
@@ -258,7 +262,7 @@ impl Draft {
         best.map(|[active, _, _, far]| (if end == End::Low { far } else { u64::MAX - far }, active))
     }
 
-    /// Returns `true` if the nearest block, on one side or the other, is of the same kind.
+    /// Returns `true` if the nearest block on either side is of the same kind.
     fn is_among_kin(&self, place: Span, hold: Hold) -> bool {
         let below = self.model.before(place.offset);
         let below = below.map(|block| (place.offset - block.span.end(), block.hold));
@@ -270,7 +274,8 @@ impl Draft {
     }
 }
 
-/// Returns the places at the ends of a free span, and next to the range to clear, if that cuts it.
+/// Returns the places at the ends of a free span, and next to the range to clear if that cuts the
+/// span.
 pub(super) fn places(
     free: Span,
     cleared: Span,

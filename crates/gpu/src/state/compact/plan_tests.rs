@@ -1,6 +1,6 @@
-//! Plans checked against a region of cells that is moved piece by piece.
+//! Checks plans against a region of cells that is moved piece by piece.
 //!
-//! Invariant: a plan that breaks one of its promises fails here.
+//! Invariant: a plan that violates a promise fails here.
 
 use lowtide_cuda_sim::sample;
 
@@ -10,7 +10,7 @@ use crate::index::{ALIGN, End, Span};
 const LOW: Hold = Hold::Moves { end: End::Low, align: ALIGN };
 const HIGH: Hold = Hold::Moves { end: End::High, align: ALIGN };
 
-/// A region of cells of 256 bytes; each has its block and its index in that.
+/// A region of cells of 256 bytes. Each cell has its block and its index in that block.
 #[derive(Clone, Debug)]
 struct Cells {
     cells: Vec<Option<(usize, u64)>>,
@@ -19,7 +19,7 @@ struct Cells {
 }
 
 impl Cells {
-    /// Parts of so many cells each.
+    /// Creates parts of this many cells each.
     fn new(parts: &[(u64, Option<Hold>)], granule: u64) -> Self {
         let mut region = Self { cells: Vec::new(), blocks: Vec::new(), granule };
         for &(cells, hold) in parts {
@@ -49,7 +49,7 @@ impl Cells {
         plan(&self.parts(), self.granule * ALIGN, target, budget.saturating_mul(ALIGN))
     }
 
-    /// Copies the pieces of each move, and checks that nothing is lost on the way.
+    /// Copies the pieces of each move, and checks that no cell is lost.
     fn execute(&mut self, plan: &Plan) {
         for &made in &plan.moves {
             let (from, to) = (made.from / ALIGN, made.to / ALIGN);
@@ -87,7 +87,7 @@ impl Cells {
         self.cells.copy_within(cells(piece.source()), to);
     }
 
-    /// Cells of active granules, and of the largest free span.
+    /// Returns the cells of active granules, and of the largest free span.
     fn figures(&self) -> [u64; 2] {
         let granules = self.cells.chunks(index(self.granule));
         let active = granules.filter(|cells| cells.iter().any(Option::is_some)).count() as u64;
@@ -107,7 +107,7 @@ impl Cells {
         self.blocks.iter().any(|block| block.2 == Hold::Stays)
     }
 
-    /// Plans, checks every promise, executes; returns the plan.
+    /// Makes a plan, checks every promise, and executes the plan. Returns the plan.
     fn check(&mut self, target: Target<'_>, budget: u64) -> Plan {
         let before = self.figures();
         let plan = self.plan(target, budget);
@@ -155,7 +155,7 @@ impl Chance {
     }
 }
 
-/// A region of about so many parts; `stays` of 100 blocks stay.
+/// Creates a region of about this many parts, in which `stays` of 100 blocks stay.
 fn random(chance: &mut Chance, parts: u64, cells_max: u64, stays: u64, granule: u64) -> Cells {
     let mut all: Vec<(u64, Option<Hold>)> = Vec::new();
     for _ in 0..parts {
@@ -172,7 +172,7 @@ fn random(chance: &mut Chance, parts: u64, cells_max: u64, stays: u64, granule: 
     Cells::new(&all, granule)
 }
 
-/// Every region of so many cells: calls with each.
+/// Calls a function with every region of this many cells.
 fn every(
     cells: u64,
     parts: &mut Vec<(u64, Option<Hold>)>,
@@ -242,7 +242,7 @@ fn many_small_calls_reach_what_one_large_call_does() {
             let whole_plan = whole.check(target, u64::MAX);
             let mut parts = region.clone();
             let mut calls = 0;
-            // The largest block is the least budget with which all can move.
+            // The least budget with which all blocks can move is the largest block.
             while !parts.check(target, 12 + chance.below(12)).moves.is_empty() {
                 calls += 1;
                 assert!(calls < 400, "it goes on for ever");
@@ -266,7 +266,7 @@ fn many_small_calls_free_as_many_granules_as_one_large_call() {
         whole.check(Target::Granules, u64::MAX);
         let mut parts = region.clone();
         let mut calls = 0;
-        // Enough for any one granule: 16 cells, and a block over each of its ends.
+        // Enough for any granule: 16 cells, and a block over each of its ends.
         while !parts.check(Target::Granules, 40).moves.is_empty() {
             calls += 1;
             assert!(calls < 400, "it goes on for ever");
@@ -280,7 +280,7 @@ fn many_small_calls_free_as_many_granules_as_one_large_call() {
     assert!(parts_active.abs_diff(whole_active) * 50 <= before - whole_active, "{parts_active}");
 }
 
-/// Eight blocks, every other one free.
+/// Creates eight blocks, every other one free.
 fn alternating(stays: Option<usize>) -> Cells {
     let hold = |nth| if Some(nth) == stays { Hold::Stays } else { LOW };
     let parts: Vec<_> = (0..8).map(|nth| (32, (nth % 2 == 1).then(|| hold(nth)))).collect();
@@ -358,7 +358,7 @@ fn large_blocks_are_moved_where_that_frees_granules() {
 fn small_blocks_and_large_ones_are_not_mixed() {
     let parts = [(4, Some(LOW)), (12, None), (3, Some(HIGH)), (5, None), (8, Some(HIGH))];
     let mut region = Cells::new(&parts, 8);
-    // The only hole in another active granule is among the large ones.
+    // The only hole in another active granule is among the large blocks.
     assert_eq!(region.check(Target::Granules, u64::MAX).moves, []);
 }
 

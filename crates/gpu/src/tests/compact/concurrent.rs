@@ -1,7 +1,7 @@
-//! Operations during a compaction: enter, allocate, free, resize, from other threads and from the
-//! callback; and the events that they see.
+//! Tests of operations during a compaction: enter, allocate, free, resize, from other threads and
+//! from the callback; and of the events that they see.
 //!
-//! Invariant: no thread waits longer than for one move, or sees half of one.
+//! Invariant: no thread waits longer than for one move, or sees half of a move.
 
 use std::thread;
 use std::time::Duration;
@@ -27,7 +27,7 @@ fn wait_until(condition: impl Fn() -> bool) {
 
 #[test]
 fn who_wants_a_lease_waits_for_one_move_and_no_other_follows() {
-    // Without the count of waiting threads the mover sometimes wins: a few times.
+    // Without the count of waiting threads the compaction sometimes wins, so this is repeated.
     for _ in 0..4 {
         let (arena, driver) = fixed(ByteSize::mib(64));
         let blocks = alternating(&arena, 8, ByteSize::mib(8));
@@ -81,7 +81,7 @@ fn a_lease_that_is_had_while_the_new_place_gets_its_memory_stops_the_move() {
 fn a_block_that_a_resize_copies_does_not_move_meanwhile() {
     let (arena, driver) = fixed(ByteSize::mib(16));
     let (mut moving, _after, pin) = beside_a_pinned_one(&arena);
-    // All blocks have memory: the held call is the copy.
+    // All blocks have memory, so the held call is the copy.
     drop([6, 6].map(|mib| arena.alloc::<u8>(mib << 20, Region::Dynamic).expect("room")));
     drop(pin);
     driver.hold();
@@ -97,7 +97,7 @@ fn a_block_that_a_resize_copies_does_not_move_meanwhile() {
     driver.assert_no_faults();
 }
 
-/// The bug: an old pointer freed during a compaction was not known, and a new block could be
+/// Regression test: an old pointer freed during a compaction was unknown, and a new block could be
 /// placed at the source of a copy in progress.
 #[test]
 fn beside_a_move_others_allocate_and_free_the_moving_block_among_them() {
@@ -115,7 +115,7 @@ fn beside_a_move_others_allocate_and_free_the_moving_block_among_them() {
         };
         driver.wait_until_held(1);
         let moving = arena.inner().lock_state().moves.moving.expect("one is moving");
-        // Neither waits for the copy that is held.
+        // Neither call waits for the copy that is held.
         drop(arena.alloc::<u64>(1 << 19, Region::Dynamic).expect("room"));
         arena.validate();
         let is_it = |block: &Buffer<u64>| block.block_id() == Some(moving.id);
@@ -126,7 +126,7 @@ fn beside_a_move_others_allocate_and_free_the_moving_block_among_them() {
         let (moves, told) = compacting.join().expect("no panic").expect("no error");
         if front.is_zero() {
             assert_eq!(moves, told + 1, "nobody is told of a block that is gone");
-        } // else it waits in the front for its next owner
+        } // otherwise it waits in the cache for its next owner
         assert_eq!(arena.snapshot().live, ByteSize::mib(24));
         let next = marked(&arena, ByteSize::mib(8), 77).expect("room");
         assert_marked(&arena, &next, 77);
@@ -243,11 +243,11 @@ fn threads_keep_their_contents_while_everything_moves() {
 
 #[test]
 fn a_resize_waits_for_the_blocks_move_and_goes_on_from_there() {
-    // It shrinks, grows in place, or is copied to its old place.
+    // The block shrinks, grows in place, or is copied to its old place.
     for mib in [1, 4, 7] {
         let (arena, driver) = fixed(ByteSize::mib(16));
         let (mut moving, after, pin) = beside_a_pinned_one(&arena);
-        // All blocks have memory: the held call is the copy.
+        // All blocks have memory, so the held call is the copy.
         drop([6, 6].map(|mib| arena.alloc::<u8>(mib << 20, Region::Dynamic).expect("room")));
         driver.hold();
         let compacting = {
@@ -256,7 +256,7 @@ fn a_resize_waits_for_the_blocks_move_and_goes_on_from_there() {
         };
         wait_until(|| arena.inner().lock_state().moves.moving.is_some());
         let resizing = thread::spawn(move || moving.resize(mib << 17).map(|()| moving));
-        // It never comes to pass; without the wait it soon would.
+        // This never happens; without the wait it soon would.
         for _ in 0..2000 {
             assert!(!resizing.is_finished(), "a block was resized while it moves");
             thread::yield_now();
@@ -279,7 +279,7 @@ fn a_resize_waits_for_the_blocks_move_and_goes_on_from_there() {
 fn a_block_in_a_front_is_not_handed_out_by_an_address_that_it_left() {
     let (arena, driver) = fixed(ByteSize::mib(64));
     let blocks = alternating(&arena, 8, ByteSize::mib(8));
-    // In the middle of a compaction one is freed into the cache and moved there.
+    // In the middle of a compaction a block is freed into the cache and moved there.
     let mut given = Some(blocks);
     let done = arena.compact(ALL, |_| drop(given.take())).expect("no error");
     assert!(done.moves >= 1, "{done:?}");
@@ -290,13 +290,13 @@ fn a_block_in_a_front_is_not_handed_out_by_an_address_that_it_left() {
     driver.assert_no_faults();
 }
 
-/// The bug: a hole behind the wall between the ranges was planned with, though no block passes it;
-/// the same move was planned and left out each time, and nothing else was.
+/// Regression test: a plan used a hole behind the wall between the ranges, though no block passes
+/// the wall. The same move was planned and skipped each time, and no other move was.
 #[test]
 fn a_hole_in_the_other_range_kept_a_block_from_one_in_its_own() {
     let (arena, driver) = virtual_memory(ByteSize::gib(1));
     let block = |mark, size| (mark, marked(&arena, size, mark).expect("room"));
-    // All of the small range, and next to the wall a hole that just holds the last block.
+    // Fills the small range, with a hole next to the wall that just holds the last block.
     let mut small: Vec<_> = (0..256).map(|mark| block(mark, ByteSize::kib(512))).collect();
     small.sort_by_key(|(_, buffer)| address(&arena, buffer));
     small.drain(..2);

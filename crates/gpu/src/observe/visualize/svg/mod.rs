@@ -1,7 +1,7 @@
 //! A map as an SVG file: the address space in rows, blocks above, granules below.
 //!
-//! Text and arithmetic. The file is self-contained, without scripts, fonts and links; it follows
-//! the reader's dark or light mode.
+//! Text and arithmetic only. The file is self-contained, without scripts, fonts and links, and
+//! follows the reader's dark or light mode.
 //!
 //! Invariant: at most `ROWS_MAX` rows of at most `3 x BARS_MAX` bars; every text from outside is
 //! escaped and cut to `TEXT_MAX` characters.
@@ -15,14 +15,14 @@ use lowtide_core::bytes::ByteSize;
 
 /// Width of the picture in pixels.
 const WIDTH: usize = 1100;
-/// The left edge of rows; offsets are to the left.
+/// The left edge of rows. Offsets are written to the left of it.
 const LEFT: usize = 104;
 /// Width of a row.
 const ROW_WIDTH: usize = 960;
 /// The longest text from outside, in characters.
 const TEXT_MAX: usize = 48;
 
-/// Colours, first light, then dark: as classes, because not every viewer knows variables.
+/// Colours, first light, then dark. They are classes, because not every viewer knows variables.
 const STYLE: &str = "\
 text{font-family:system-ui,-apple-system,'Segoe UI',Roboto,sans-serif;font-size:12px;fill:#1d2433}\
 .title{font-size:21px;font-weight:650}.name{font-size:15px;font-weight:650}\
@@ -79,7 +79,7 @@ impl Sums {
 #[derive(Debug)]
 struct Page {
     body: String,
-    /// The next thing begins here.
+    /// The vertical position of the next element.
     y: usize,
 }
 
@@ -89,7 +89,7 @@ impl Page {
         self.body.push('\n');
     }
 
-    /// A line of text that is not from outside, or is escaped.
+    /// Adds a line of text, which is escaped already or not from outside.
     fn text(&mut self, x: usize, y: usize, class: &str, text: &str) {
         self.push(&format!("<text x=\"{x}\" y=\"{y}\" class=\"{class}\">{text}</text>"));
     }
@@ -101,7 +101,7 @@ impl Page {
     }
 }
 
-/// The whole file.
+/// Returns the whole file.
 pub(super) fn draw(map: &ArenaMap) -> String {
     let mut page = Page { body: String::new(), y: 46 };
     let sums = Sums::of(map);
@@ -128,7 +128,7 @@ pub(super) fn draw(map: &ArenaMap) -> String {
     )
 }
 
-/// The name, the sums, and a bar of committed memory.
+/// Draws the name, the sums, and a bar of committed memory.
 fn head(page: &mut Page, map: &ArenaMap, sums: &Sums) {
     const COLUMN: usize = 137;
     page.text(36, page.y, "title", &escaped(&map.name));
@@ -183,14 +183,14 @@ fn legend(page: &mut Page, map: &ArenaMap, row: u64) {
     page.text(36, page.y, "muted", &scale);
 }
 
-/// A size for comparing: always in MiB, with thousands separators.
+/// Returns a size for comparing: always in MiB, with thousands separators.
 fn mib(size: ByteSize) -> String {
     let tenths = format!("{:.1}", size.as_f64() / ByteSize::mib(1).as_f64());
     let (whole, tenth) = tenths.split_once('.').unwrap_or((&tenths, "0"));
     format!("{}.{tenth} MiB", grouped(whole))
 }
 
-/// Digits in groups of three.
+/// Returns digits in groups of three.
 fn grouped(digits: &str) -> String {
     let mut text = String::new();
     for (nth, digit) in digits.chars().enumerate() {
@@ -202,7 +202,7 @@ fn grouped(digits: &str) -> String {
     text
 }
 
-/// A text from outside, made safe for an element: cut, escaped, without characters that XML
+/// Returns a text from outside, made safe for an element: cut, escaped, without characters that XML
 /// forbids.
 fn escaped(text: &str) -> String {
     let mut escaped = String::new();
@@ -225,7 +225,7 @@ fn escaped(text: &str) -> String {
     escaped
 }
 
-/// A coordinate with two decimals at most.
+/// Returns a coordinate with at most two decimals.
 fn short(number: f64) -> String {
     let text = format!("{number:.2}");
     text.trim_end_matches('0').trim_end_matches('.').to_owned()

@@ -7,19 +7,19 @@
 
 use super::super::SegmentMap;
 
-/// Rows of all segments together.
+/// The maximum number of rows of all segments together.
 pub(super) const ROWS_MAX: usize = 24;
-/// Segments that are drawn.
+/// The maximum number of segments that are drawn.
 pub(super) const SEGMENTS_MAX: usize = 8;
-/// The least that a row shows: 16 MiB.
+/// The minimum number of bytes that a row shows: 16 MiB.
 const ROW_MIN: u64 = 16 << 20;
 
 const _: () = assert!(SEGMENTS_MAX <= ROWS_MAX, "on the largest scale each segment is one row");
 
-/// Returns the bytes of a row: the least power of two with which all rows fit.
+/// Returns the number of bytes per row: the smallest power of two with which all rows fit.
 pub(super) fn row_bytes(segments: &[SegmentMap]) -> u64 {
     let mut row = ROW_MIN;
-    // At 2^63 bytes a row, each segment has two rows at most; no arena has so many addresses.
+    // At 2^63 bytes per row, each segment has at most two rows; no arena has so many addresses.
     while row < 1 << 62 {
         let count: usize = segments.iter().map(|segment| rows(segment, row).len()).sum();
         if count <= ROWS_MAX {
@@ -30,7 +30,7 @@ pub(super) fn row_bytes(segments: &[SegmentMap]) -> u64 {
     row
 }
 
-/// The rows of a segment that have something committed, by number; not more than are ever drawn.
+/// Returns the numbers of a segment's rows with committed memory, at most as many as are drawn.
 pub(super) fn rows(segment: &SegmentMap, row: u64) -> Vec<u64> {
     let mut rows: Vec<u64> = Vec::new();
     for (start, end) in segment.stretches() {

@@ -12,7 +12,7 @@ const BLOCKS_HEIGHT: usize = 24;
 const GRANULES_HEIGHT: usize = 5;
 const ROW_HEIGHT: usize = 44;
 
-/// From this width on a granule is set off from the next by a gap, and a block by a line.
+/// The width from which on a gap separates a granule from the next, and a line a block.
 const APART_FROM: f64 = 3.0;
 const APART: f64 = 1.0;
 /// The minimum width of a block with a tooltip.
@@ -53,7 +53,7 @@ fn heading(page: &mut Page, segment: &SegmentMap) {
     page.y += 14;
 }
 
-/// A line for addresses that are not drawn, because nothing of them is committed.
+/// Draws a line for addresses that are left out, because no memory is committed there.
 fn bare(page: &mut Page, from: u64, to: u64) {
     if from >= to {
         return;
@@ -84,7 +84,7 @@ fn draw_row(page: &mut Page, segment: &SegmentMap, part: Row, row: u64, granule:
                 continue;
             }
             whole.add(start, end);
-            // Granules too narrow to be visible are drawn as their run.
+            // If granules are too narrow to be visible, their run is drawn.
             let step = if row / granule <= 240 { granule } else { row };
             let mut at = start;
             while at < end {
@@ -102,7 +102,7 @@ fn draw_row(page: &mut Page, segment: &SegmentMap, part: Row, row: u64, granule:
     page.y += ROW_HEIGHT;
 }
 
-/// Returns the start of a row from the nearer end of its segment: blocks come from both.
+/// Returns the offset of a row from the nearer end of its segment, because blocks come from both.
 fn offset(segment: &SegmentMap, start: u64) -> String {
     let from_end = segment.size.get().saturating_sub(start);
     if start <= from_end {
@@ -112,7 +112,7 @@ fn offset(segment: &SegmentMap, start: u64) -> String {
     }
 }
 
-/// The blocks of one state in a row.
+/// Draws the blocks of one state in a row.
 fn blocks(
     page: &mut Page,
     segment: &SegmentMap,
@@ -158,14 +158,14 @@ fn blocks(
     }
 }
 
-/// Bars as one path for each shade.
+/// Draws bars, as one path for each shade.
 fn paths(page: &mut Page, class: &str, bars: &[Bar], (y, height): (usize, usize), gap: f64) {
     let mut shades: Vec<f64> = bars.iter().map(|bar| bar.shade).collect();
     shades.sort_unstable_by(f64::total_cmp);
     shades.dedup();
     for shade in shades {
         let mut path = String::new();
-        // Shades are eighths, and compared as they are made.
+        // Shades are eighths, and are compared exactly.
         for bar in bars.iter().filter(|bar| bar.shade.total_cmp(&shade).is_eq()) {
             let apart = if bar.width >= APART_FROM { gap } else { 0.0 };
             let (x, width) = (short(f64_of(LEFT) + bar.left), short(bar.width - apart));

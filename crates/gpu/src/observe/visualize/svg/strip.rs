@@ -1,25 +1,25 @@
 //! A range of addresses as a strip of pixels: large spans exact, small ones as shades.
 //!
-//! Pure arithmetic. A span of at least `WIDE` pixels keeps its edges. Narrower ones are summed up
-//! in pixel columns, each span in proportion to its part of a column, and columns of one shade are
+//! Pure arithmetic. A span of at least `WIDE` pixels keeps its edges. Narrower spans are summed up
+//! in pixel columns, each in proportion to its part of a column. Adjacent columns of one shade are
 //! one bar.
 //!
 //! Invariant: at most `width + width / WIDE` bars, for any input.
 
-/// From how many pixels on a span is drawn by itself.
+/// The number of pixels from which on a span is drawn separately.
 pub(super) const WIDE: f64 = 2.0;
 
-/// Shades between none and full.
+/// The number of shades between empty and full.
 const SHADES: f64 = 8.0;
 
-/// Something to draw, in pixels from the strip's left.
+/// A bar to draw, in pixels from the strip's left.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Bar {
     pub(super) left: f64,
     pub(super) width: f64,
     /// The covered fraction, above 0 and at most 1.
     pub(super) shade: f64,
-    /// The index of the span in the order of adding, if it is just one.
+    /// The index of the span in the order of adding, if the bar is a single span.
     pub(super) span: Option<usize>,
 }
 
@@ -34,7 +34,7 @@ pub(super) struct Strip {
 }
 
 impl Strip {
-    /// An empty strip of so many pixels for the addresses from `start` to `end`.
+    /// Creates an empty strip of this many pixels for the addresses from `start` to `end`.
     pub(super) fn new(start: u64, end: u64, pixels: usize) -> Self {
         Self { start, end, bars: Vec::new(), columns: vec![0.0; pixels], added: 0 }
     }
@@ -82,7 +82,7 @@ impl Strip {
     }
 }
 
-/// Shades are eighths, which are exact.
+/// Compares shades, which are eighths and so exact.
 fn same(one: f64, other: f64) -> bool {
     (one - other).abs() < 1.0 / SHADES / 2.0
 }
