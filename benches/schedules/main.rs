@@ -1,7 +1,7 @@
 //! Many random schedules of an arena with streams; `crates/gpu/tests/gpu/schedules` runs a few.
 //!
-//! It counts how many ran, and how long they took. Two threads run schedules, a seed each; a schedule that
-//! fails is shown with its seed, order and workers, and can be run again alone.
+//! It counts how many ran, and how long they took. Two threads run schedules, a seed each; a
+//! schedule that fails is shown with its seed, order and workers, and can be run again alone.
 //!
 //! Exit codes: 0 all held; 1 one failed.
 #![expect(clippy::print_stdout, clippy::print_stderr, reason = "a program that shows something")]

@@ -139,7 +139,7 @@ const MUTANTS: &[Mutant] = &[
         name: "lost-result",
         about: "granules of a call whose result is not recorded yet count as released",
         text: "    let outcome = port.does(kind).await;\n",
-        replacement: "    port.with(|state| state.end_leave(leaving, true));\n    \
+        replacement: "    port.with(|state| state.end_leave(leaving, true, port.clock));\n    \
                       let outcome = port.does(kind).await;\n    if outcome.is_ok() {\n        \
                       return outcome;\n    }\n",
         test: SCHEDULES,

@@ -18,6 +18,7 @@ mod neighbours;
 mod peers;
 mod steps;
 mod storm;
+mod waits;
 
 const GRANULE: ByteSize = ByteSize::mib(2);
 const SECOND: Duration = Duration::from_secs(1);

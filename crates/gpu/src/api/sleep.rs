@@ -341,7 +341,7 @@ impl Future for EnterFuture {
             return Poll::Ready(Err(error));
         }
         // The clone and the drop of a waker are foreign code, called with the lock released.
-        let waker = context.waker().clone();
+        let mut waker = Some(context.waker().clone());
         let (before, waits) = (&mut this.before, &mut this.waits);
         let wait = this.arena.run_now(|state| {
             let before = *before.get_or_insert(state.sleep.attempts);
@@ -355,7 +355,7 @@ impl Future for EnterFuture {
                 }
                 Phase::Suspending | Phase::Waking => None,
             };
-            Ok(Some((wake_timeout, state.sleep.register(waits, waker))))
+            Ok(Some((wake_timeout, waker.take().map(|waker| state.sleep.register(waits, waker)))))
         });
         match wait {
             Err(error) => Poll::Ready(Err(error)),

@@ -199,7 +199,7 @@ pub(crate) async fn ensure_committed(
             // This ends with the calls in progress: no granule of a placed span starts to leave,
             // and a neighbour's commit in progress ends as committed or as bare.
             NextCommit::Wait => {
-                port.wait().await;
+                port.wait_while(|state| state.region(region).segment.is_moving(span)).await;
                 continue;
             }
             // The runs were all that was bare, and memory that blocks touch does not leave.
@@ -224,7 +224,7 @@ pub(crate) async fn ensure_committed(
         };
         match make_room(port, (region, span), shortage, &mut remaps).await? {
             ShortageOutcome::Made | ShortageOutcome::Tried => {}
-            ShortageOutcome::Coming => port.wait().await,
+            ShortageOutcome::Coming => port.wait_for_result(|_| true).await,
             ShortageOutcome::None(cause) => return Err(AllocFailure::of(cause, span.size)),
         }
     }
@@ -370,12 +370,12 @@ async fn place_in_new_segment(
         };
         match room {
             ShortageOutcome::Made | ShortageOutcome::Tried => {}
-            ShortageOutcome::Coming => port.wait().await,
+            ShortageOutcome::Coming => port.wait_for_result(|state| state.sleep.is_open()).await,
             // A segment that arrives for another operation may have room for this block as well.
             ShortageOutcome::None(Cause::Limit { .. })
                 if port.with(|state| state.region(region).segment.committing()) > 0 =>
             {
-                port.wait().await;
+                port.wait_for_result(|state| state.sleep.is_open()).await;
             }
             ShortageOutcome::None(cause) => return Err(fail(port, cause)),
         }

@@ -35,7 +35,7 @@ pub(crate) async fn record_failure(
     let mut error = *error;
     let arena = port.with(|state| state.name.clone());
     if matches!(cause, Cause::Uncounted) {
-        log!(debug, arena, %error, "allocation failed");
+        port.outside(|| log!(debug, arena, %error, "allocation failed")).await;
         return error;
     }
     match &mut error {
@@ -61,7 +61,7 @@ pub(crate) async fn record_failure(
         _ => {}
     }
     port.with(|state| state.note_failure(request, (cause, &error), port.clock));
-    log!(debug, arena, %error, "allocation failed");
+    port.outside(|| log!(debug, arena, %error, "allocation failed")).await;
     error
 }
 

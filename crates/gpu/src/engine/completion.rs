@@ -134,9 +134,7 @@ pub(crate) async fn leave_stream(port: &Port<'_>, stream: StreamKey) {
 /// handle any more.
 pub(crate) async fn end_stream(port: &Port<'_>, stream: StreamKey) {
     port.with(|state| state.streams.retire(stream));
-    while port.with(|state| state.streams.is_lent(stream)) {
-        port.wait().await;
-    }
+    port.wait_while(|state| state.streams.is_lent(stream)).await;
     port.with(|state| state.forget_stream(stream));
 }
 
@@ -221,7 +219,7 @@ pub(crate) async fn look_for_ends(port: &Port<'_>, may_wait: bool) -> Result<(),
         is_provable &= marked == Some(Ok(()));
         failed = failed.or_else(|| marked.and_then(Result::err));
     }
-    let waits = may_wait && !port.caller.is_background;
+    let waits = may_wait && !port.is_background();
     if !is_provable && waits && !is_any_capturing(port).await? {
         return complete_all(port).await;
     }
@@ -372,7 +370,7 @@ pub(crate) async fn complete_all(port: &Port<'_>) -> Result<(), DriverError> {
     if !port.with(|state| state.capabilities.asynchronous) {
         return Ok(());
     }
-    if port.caller.is_background {
+    if port.is_background() {
         return Err(DriverError::Background { call: "cuCtxSynchronize" });
     }
     if is_any_capturing(port).await? {

@@ -19,17 +19,13 @@ pub(crate) async fn wait_for_move(port: &Port<'_>) {
     // A compaction in progress sees this and makes no further move, so each thread waits for at
     // most one.
     port.with(|state| state.moves.entering += 1);
-    while port.with(|state| state.moves.moving.is_some()) {
-        port.wait().await;
-    }
+    port.wait_while(|state| state.moves.moving.is_some()).await;
     port.with(|state| state.moves.entering -= 1);
 }
 
 /// Waits until this block does not move.
 pub(crate) async fn wait_until_still(port: &Port<'_>, region: Region, id: BlockName) {
-    while port.with(|state| state.moves.is_moving(region, id)) {
-        port.wait().await;
-    }
+    port.wait_while(|state| state.moves.is_moving(region, id)).await;
 }
 
 /// Returns the current place of a live block.

@@ -29,8 +29,9 @@ pub(crate) enum Step<T> {
     Done(T),
     /// Make this driver call, and step again with its completion.
     Call(Call),
-    /// Step again after another operation has changed the state.
-    Wait,
+    /// Step again after another operation has changed the state. Nothing has changed since the
+    /// last wait if it is repeated.
+    Wait { is_repeated: bool },
     /// Step again when the bell rings, or at the deadline.
     WaitUntil(Arc<Bell>, Moment),
     /// Call [`run_outside`] with the lock released, and step again.
@@ -40,7 +41,9 @@ pub(crate) enum Step<T> {
 /// The request of an operation.
 enum Request {
     Call(Call),
-    Wait,
+    Wait {
+        is_repeated: bool,
+    },
     WaitUntil(Arc<Bell>, Moment),
     /// The operation runs outside of the lock, and needs the lock again.
     Inside,
@@ -105,7 +108,9 @@ pub(crate) struct Port<'a> {
     answer: Cell<Option<Result<Answer, DriverError>>>,
     /// The clock, for operations that need the time.
     pub(crate) clock: &'a dyn Clock,
-    pub(crate) caller: Caller,
+    caller: Caller,
+    /// `true` while the operation has the turn to call the callbacks.
+    has_turn: Cell<bool>,
     pub(crate) surroundings: &'a dyn Surroundings,
 }
 
@@ -145,7 +150,7 @@ fn answer_of<T>(polled: Poll<T>, port: &Port<'_>) -> Step<T> {
     match (polled, port.request.take()) {
         (Poll::Ready(outcome), _) => Step::Done(outcome),
         (Poll::Pending, Some(Request::Call(call))) => Step::Call(call),
-        (Poll::Pending, Some(Request::Wait)) => Step::Wait,
+        (Poll::Pending, Some(Request::Wait { is_repeated })) => Step::Wait { is_repeated },
         (Poll::Pending, Some(Request::WaitUntil(bell, deadline))) => {
             Step::WaitUntil(bell, deadline)
         }
@@ -153,6 +158,43 @@ fn answer_of<T>(polled: Poll<T>, port: &Port<'_>) -> Step<T> {
         (Poll::Pending, None | Some(Request::Inside)) => {
             unreachable!("an operation that waits has asked for something")
         }
+    }
+}
+
+/// The turn to call the callbacks. Ends when dropped.
+pub(super) struct CallbackTurn<'a, 'b>(&'a Port<'b>);
+
+impl<'a, 'b> CallbackTurn<'a, 'b> {
+    /// Takes the turn if there are callbacks; also returns `true` if another run was waited for.
+    /// Returns `None` if this thread must not wait for that.
+    pub(super) async fn take(port: &'a Port<'b>) -> Option<(Self, bool)> {
+        let has_waited = port.outside(|| port.surroundings.take_callback_turn()).await?;
+        port.has_turn.set(true);
+        Some((Self(port), has_waited))
+    }
+}
+
+impl Drop for CallbackTurn<'_, '_> {
+    fn drop(&mut self) {
+        self.0.has_turn.set(false);
+        self.0.surroundings.end_callback_turn();
+    }
+}
+
+/// Keeps the caches of an arena empty until it is dropped.
+pub(super) struct ShutCaches<'a>(&'a dyn Surroundings);
+
+impl<'a> ShutCaches<'a> {
+    /// Empties the caches; also returns `true` if they held a block.
+    pub(super) async fn shut(port: &Port<'a>) -> (Self, bool) {
+        let held = port.outside(|| port.surroundings.shut_caches()).await;
+        (Self(port.surroundings), held)
+    }
+}
+
+impl Drop for ShutCaches<'_> {
+    fn drop(&mut self) {
+        self.0.reopen_caches();
     }
 }
 
@@ -176,7 +218,25 @@ impl<'a> Port<'a> {
     ) -> Self {
         let (state, request) = (Cell::new(None), Cell::new(None));
         let (awaited, answer) = (Cell::new(None), Cell::new(None));
-        Self { state, request, awaited, answer, clock, caller, surroundings }
+        let has_turn = Cell::new(false);
+        Self { state, request, awaited, answer, clock, caller, has_turn, surroundings }
+    }
+
+    /// Returns `true` if the operation must not wait for a wake: its thread is inside a shortage
+    /// callback, or the operation has the turn to call them. The wake may wait for that turn.
+    pub(super) fn is_within_callback(&self) -> bool {
+        self.caller.is_within_callback || self.has_turn.get()
+    }
+
+    /// Returns `true` if the operation must not wait for the end of a sleep: its thread is inside a
+    /// call of a host budget.
+    pub(super) const fn is_within_budget(&self) -> bool {
+        self.caller.is_within_budget
+    }
+
+    /// Returns `true` if the thread does background work.
+    pub(super) const fn is_background(&self) -> bool {
+        self.caller.is_background
     }
 
     /// Reads or changes the state.
@@ -216,12 +276,26 @@ impl<'a> Port<'a> {
         Ok(matches!(self.perform(kind).await?, Answer::Bool(true)))
     }
 
-    /// Releases the lock until another operation has changed the state. May return earlier, so the
-    /// caller checks its condition again. If the caller then waits again at once, no other
-    /// operation is notified: between two such waits nothing changes that another operation waits
-    /// for.
-    pub(crate) async fn wait(&self) {
-        self.ask(Request::Wait).await;
+    /// Releases the lock until other operations have changed the state such that the condition is
+    /// false. The condition only reads. So a repeated wait notifies no other operation: two that
+    /// wait would wake each other in turns.
+    pub(crate) async fn wait_while(&self, condition: impl Fn(&ArenaState) -> bool) {
+        let mut is_repeated = false;
+        while self.with(|state| condition(state)) {
+            self.ask(Request::Wait { is_repeated }).await;
+            is_repeated = true;
+        }
+    }
+
+    /// Waits for the next result of a driver call on granules, while such a call is in progress and
+    /// the condition holds.
+    pub(super) async fn wait_for_result(&self, condition: impl Fn(&ArenaState) -> bool) {
+        let results = self.with(|state| state.results);
+        self.wait_while(|state| {
+            let is_in_progress = state.leaving() + state.committing() > 0;
+            state.results == results && is_in_progress && condition(state)
+        })
+        .await;
     }
 
     /// Releases the lock until the bell rings or the deadline passes.

@@ -55,18 +55,23 @@ pub(super) async fn remap_idle(
 ) -> Remapped {
     let pairs = port.with(|state| begin_remap(state, region, span, granules, port.clock));
     let mut remapped = Remapped { granules: 0, failed: false };
+    let mut failure = None;
     for pair in pairs {
         if !remapped.failed {
             let Leaving { at, size, .. } = pair.from;
             let moved = port.does(CallKind::Remap { from: at, to: pair.at, size }).await;
             if let Err(error) = moved {
-                log!(debug, arena = port.with(|state| state.name.clone()), %error, "remap failed");
                 remapped.failed = true;
+                failure = Some(error);
             } else {
                 remapped.granules += pair.to.granules();
             }
         }
         port.with(|state| end_remap(state, pair, !remapped.failed, port.clock));
+    }
+    if let Some(error) = failure {
+        let arena = port.with(|state| state.name.clone());
+        port.outside(|| log!(debug, arena, %error, "remap failed")).await;
     }
     remapped
 }
@@ -138,6 +143,7 @@ fn end_remap(state: &mut ArenaState, pair: Pair, done: bool, clock: &dyn Clock) 
     let Pair { from, region, to, at } = pair;
     state.region_mut(from.region).end_leave(from.run, done);
     state.region_mut(region).segment.end_arrive(to, done);
+    state.results += 1;
     if done {
         state.totals.remaps += 1;
         state.totals.remapped_bytes += from.size.get();

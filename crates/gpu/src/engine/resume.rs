@@ -90,13 +90,13 @@ async fn wait_awake(port: &Port<'_>) -> Result<(), DeviceError> {
         match port.with(|state| state.sleep.phase) {
             Phase::Awake | Phase::Draining(_) => return Ok(()),
             // This may be the callback that the waking thread waits for.
-            Phase::Waking if port.caller.is_within_callback => return Err(not_awake(port)),
-            Phase::Waking => port.wait().await,
+            Phase::Waking if port.is_within_callback() => return Err(not_awake(port)),
+            Phase::Waking => port.wait_while(|state| state.sleep.phase == Phase::Waking).await,
             // This may be the thread that puts the arena to sleep.
-            Phase::Suspending if port.caller.is_within_budget => return Err(not_awake(port)),
+            Phase::Suspending if port.is_within_budget() => return Err(not_awake(port)),
             Phase::Suspending => {
                 port.with(|state| state.sleep.entering += 1);
-                port.wait().await;
+                port.wait_while(is_suspending).await;
                 port.with(|state| state.sleep.entering -= 1);
             }
             Phase::Asleep => {
@@ -108,6 +108,10 @@ async fn wait_awake(port: &Port<'_>) -> Result<(), DeviceError> {
             }
         }
     }
+}
+
+fn is_suspending(state: &ArenaState) -> bool {
+    state.sleep.phase == Phase::Suspending
 }
 
 /// Returns the error for an operation that the arena's sleep state does not allow.
@@ -122,16 +126,13 @@ pub(super) fn not_awake(port: &Port<'_>) -> DeviceError {
 pub(crate) async fn wake(port: &Port<'_>) -> Result<WakeReport, DeviceError> {
     let before = port.with(|state| state.sleep.attempts);
     // A sleep in progress ends first.
-    while port.with(|state| state.sleep.phase) == Phase::Suspending && !port.caller.is_within_budget
-    {
-        port.wait().await;
+    if !port.is_within_budget() {
+        port.wait_while(is_suspending).await;
     }
     match port.with(|state| state.sleep.phase) {
         Phase::Asleep => resume(port, port.with(begin_wake)).await,
-        Phase::Waking if !port.caller.is_within_callback => {
-            while port.with(|state| state.sleep.phase) == Phase::Waking {
-                port.wait().await;
-            }
+        Phase::Waking if !port.is_within_callback() => {
+            port.wait_while(|state| state.sleep.phase == Phase::Waking).await;
             let failed = port.with(|state| state.sleep.failed_since(before));
             failed.map_or_else(|| Ok(WakeReport::default()), Err)
         }

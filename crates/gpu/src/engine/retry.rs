@@ -10,7 +10,7 @@
 
 use super::alloc::ATTEMPTS_BESIDE;
 use super::completion::complete_all;
-use super::port::{Port, Surroundings};
+use super::port::{CallbackTurn, Called, Port, ShutCaches};
 use crate::state::failure::{AllocFailure, Cause};
 use crate::state::region::{Region, Search};
 use crate::types::error::DeviceError;
@@ -18,32 +18,15 @@ use crate::types::shortage::{Shortage, ShortageInfo};
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::log;
 
-/// Keeps the caches of an arena empty.
-struct ShutCaches<'a>(&'a dyn Surroundings);
-
-impl Drop for ShutCaches<'_> {
-    fn drop(&mut self) {
-        self.0.reopen_caches();
-    }
-}
-
-/// The turn to call the callbacks. Ends when dropped.
-struct CallbackTurn<'a>(&'a dyn Surroundings);
-
-impl Drop for CallbackTurn<'_> {
-    fn drop(&mut self) {
-        self.0.end_callback_turn();
-    }
-}
-
 /// Makes the steps after the first attempt. The caches are kept empty meanwhile.
 pub(super) async fn run_ladder<T>(
     port: &Port<'_>,
     region: Region,
     attempt: impl AsyncFn(Search) -> Result<T, AllocFailure>,
 ) -> Result<T, AllocFailure> {
-    let held = port.outside(|| port.surroundings.shut_caches()).await;
-    let _shut = ShutCaches(port.surroundings);
+    // Before the callbacks: after a fork in one of them the state is out of reach.
+    let granule = ByteSize::new(port.with(|state| state.bytes_of(1)));
+    let (_shut, held) = ShutCaches::shut(port).await;
     let mut outcome = Err(AllocFailure::of(Cause::Device, 0));
     if held {
         // The blocks of the caches may be usable in stream order, before any thread waits for them.
@@ -59,7 +42,6 @@ pub(super) async fn run_ladder<T>(
         outcome => outcome,
     };
     // A neighbour that was freed meanwhile, or has no memory yet, left its granule to this block.
-    let granule = ByteSize::new(port.with(|state| state.bytes_of(1)));
     let has_room = |failure: &AllocFailure| failure.is_contradicted(granule);
     for nth in 0..ATTEMPTS_BESIDE {
         if !outcome.as_ref().is_err_and(has_room) {
@@ -69,11 +51,8 @@ pub(super) async fn run_ladder<T>(
         // block lacks memory makes a call or waits for one. While a wake is in progress the next
         // attempt waits for its end, or fails: the waking thread may wait for this thread's
         // callback.
-        let is_awaited = |state: &mut crate::state::arena::ArenaState| {
-            state.sleep.is_open() && state.leaving() + state.committing() > 0
-        };
-        if nth > 0 && port.with(is_awaited) {
-            port.wait().await;
+        if nth > 0 {
+            port.wait_for_result(|state| state.sleep.is_open()).await;
         }
         outcome = match attempt(Search::Apart).await {
             Err(failure) if failure.cause == Cause::Addresses => attempt(Search::Cheapest).await,
@@ -101,9 +80,7 @@ pub(crate) async fn call_for_room<T>(
     mut failure: AllocFailure,
     attempt: &impl AsyncFn(Search) -> Result<T, AllocFailure>,
 ) -> Result<T, AllocFailure> {
-    let taken = port.outside(|| port.surroundings.take_callback_turn()).await;
-    let Some(has_waited) = taken else { return Err(failure) };
-    let turn = CallbackTurn(port.surroundings);
+    let Some((turn, has_waited)) = CallbackTurn::take(port).await else { return Err(failure) };
     if has_waited {
         // Memory that was released for another thread may be enough for this operation as well.
         match after_pending(port, attempt).await {
@@ -120,14 +97,9 @@ pub(crate) async fn call_for_room<T>(
         state.totals.shortage_calls += called.calls;
         state.totals.shortage_panics += called.panics;
     });
-    log!(
-        debug,
-        arena,
-        calls = called.calls,
-        released = called.released,
-        "shortage callbacks called"
-    );
-    let outcome = if called.released { after_pending(port, attempt).await } else { Err(failure) };
+    let Called { calls, released, .. } = called;
+    port.outside(|| log!(debug, arena, calls, released, "shortage callbacks called")).await;
+    let outcome = if released { after_pending(port, attempt).await } else { Err(failure) };
     drop(turn);
     outcome
 }

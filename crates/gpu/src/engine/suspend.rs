@@ -17,7 +17,7 @@
 
 use super::call::CallKind;
 use super::completion::complete_used;
-use super::port::Port;
+use super::port::{Port, ShutCaches};
 use super::resume::{call_wakers, not_awake};
 use super::stores;
 use crate::driver::DriverError;
@@ -60,13 +60,11 @@ pub(crate) async fn suspend(
         return Err(port.with(|state| recorded(state, port.clock, options, error)));
     };
     // Cached blocks have memory, and caches hand them out without the arena's lock.
-    port.outside(|| port.surroundings.shut_caches()).await;
-    let outcome = match drain_leases(port, (drain, deadline), options).await {
+    let _shut = ShutCaches::shut(port).await;
+    match drain_leases(port, (drain, deadline), options).await {
         Ok(()) => release_memory(port, options).await,
         Err(error) => Err(error),
-    };
-    port.outside(|| port.surroundings.reopen_caches()).await;
-    outcome
+    }
 }
 
 /// Fails if a block is live and the driver cannot restore its address.
@@ -162,9 +160,7 @@ async fn mark_outgoing(
     options: SleepOptions,
 ) -> Result<Vec<OutgoingRun>, DeviceError> {
     for _ in 0..ROUNDS_MAX {
-        while port.with(|state| is_busy(state)) {
-            port.wait().await;
-        }
+        port.wait_while(is_busy).await;
         complete_used(port).await?;
         stores::complete_copies(port).await?;
         // This also waits for the uses of memory that was freed meanwhile.

@@ -13,7 +13,7 @@
 
 use std::fmt;
 use std::ops::{Deref, DerefMut};
-use std::pin::pin;
+use std::pin::{Pin, pin};
 
 use crate::driver::Driver;
 use crate::engine::port::{Caller, Port, Step, Surroundings, run_outside, step};
@@ -23,6 +23,7 @@ use crate::state::arena::ArenaState;
 use crate::state::event::EventQueue;
 use crate::types::region::Region;
 use lowtide_core::clock::Clock;
+use lowtide_core::fork::Birth;
 use lowtide_core::sync::atomic::{AtomicU64, Ordering};
 use lowtide_core::sync::{Condvar, Mutex, MutexGuard, is_background, lock, try_lock, wait};
 
@@ -34,6 +35,7 @@ pub(crate) struct Executor {
     moves: [AtomicU64; 2],
     /// The observers; `None` if the arena has none.
     observers: Option<Observers>,
+    birth: Birth,
 }
 
 /// The slot of the state under the lock.
@@ -49,8 +51,6 @@ pub(crate) struct Locked<'a> {
     executor: &'a Executor,
     /// The slot; `None` only in [`Locked::wait`].
     slot: Option<MutexGuard<'a, Slot>>,
-    /// `true` if the lock was taken by a wait, and not released since.
-    has_waited: bool,
 }
 
 impl Executor {
@@ -61,7 +61,7 @@ impl Executor {
         let slot = Slot { state: Some(Box::new(state)), watchers: u32::from(observers.is_some()) };
         let (guarded, changed) = (Mutex::new(slot), Condvar::new());
         let moves = [AtomicU64::new(0), AtomicU64::new(0)];
-        Self { guarded, changed, moves, observers }
+        Self { guarded, changed, moves, observers, birth: Birth::now() }
     }
 
     /// Returns the observers of the arena.
@@ -79,8 +79,7 @@ impl Executor {
     #[cold]
     fn lock_state_contended(&self, clock: &dyn Clock) -> Locked<'_> {
         let from = clock.now();
-        let mut locked =
-            Locked { executor: self, slot: Some(lock(&self.guarded)), has_waited: false };
+        let mut locked = Locked { executor: self, slot: Some(lock(&self.guarded)) };
         locked.totals.contended += 1;
         locked.totals.waited += clock.now() - from;
         locked
@@ -89,7 +88,7 @@ impl Executor {
     /// Locks the state if no other thread holds the lock.
     #[inline]
     pub(crate) fn try_lock_state(&self) -> Option<Locked<'_>> {
-        Some(Locked { executor: self, slot: Some(try_lock(&self.guarded)?), has_waited: false })
+        Some(Locked { executor: self, slot: Some(try_lock(&self.guarded)?) })
     }
 
     /// Returns the number of moved blocks of a region when the lock was last released.
@@ -160,22 +159,40 @@ impl Executor {
         let mut locked = self.lock_state(clock);
         loop {
             let step = locked.step(&port, operation.as_mut());
-            if matches!(step, Step::Wait) {
-                locked = locked.wait();
+            if let Step::Wait { is_repeated } = step {
+                locked = locked.wait(is_repeated);
                 continue;
             }
             drop(locked);
             match step {
                 Step::Done(outcome) => return outcome,
                 Step::Call(call) => port.complete(call.perform(driver)),
-                Step::Wait => {}
+                Step::Wait { .. } => {}
                 Step::WaitUntil(bell, deadline) => {
                     clock.wait_until(&bell, deadline);
                 }
-                Step::Outside => run_outside(&port, operation.as_mut()),
+                Step::Outside => {
+                    run_outside(&port, operation.as_mut());
+                    if !self.birth.is_here() {
+                        return end_in_child(&port, operation.as_mut());
+                    }
+                }
             }
             locked = self.lock_state(clock);
         }
+    }
+}
+
+/// Ends an operation whose foreign code forked, in the child: a thread that does not exist there
+/// may hold the lock, so the operation continues without the state.
+///
+/// # Panics
+/// If the operation needs the state: it did not expect a fork.
+#[cold]
+fn end_in_child<F: Future>(port: &Port<'_>, operation: Pin<&mut F>) -> F::Output {
+    match step(port, &mut None, operation) {
+        Step::Done(outcome) => outcome,
+        _ => panic!("in the child of a fork, an arena makes no calls"),
     }
 }
 
@@ -189,10 +206,9 @@ fn caller() -> Caller {
 }
 
 impl Locked<'_> {
-    /// Releases the lock until another thread has changed the state. May return earlier. A wait
-    /// that directly follows another wait only checks its condition again, and so notifies no other
-    /// thread; otherwise two waiting threads would wake each other in turns.
-    pub(crate) fn wait(mut self) -> Self {
+    /// Releases the lock until another thread has changed the state. May return earlier. A
+    /// repeated wait notifies no other thread: this thread has changed nothing since the last one.
+    pub(crate) fn wait(mut self, is_repeated: bool) -> Self {
         let executor = self.executor;
         if let Some(observers) = &executor.observers {
             // With the lock held: the wait releases it.
@@ -204,20 +220,16 @@ impl Locked<'_> {
             executor.publish(state);
         }
         slot.watchers += 1;
-        if slot.watchers > 1 && !self.has_waited {
+        if slot.watchers > 1 && !is_repeated {
             executor.changed.notify_all(); // this thread may have changed the state
         }
         let mut slot = wait(&executor.changed, slot);
         slot.watchers -= 1;
-        Self { executor, slot: Some(slot), has_waited: true }
+        Self { executor, slot: Some(slot) }
     }
 
     /// Lets an operation make its next step on the state.
-    fn step<F: Future>(
-        &mut self,
-        port: &Port<'_>,
-        operation: std::pin::Pin<&mut F>,
-    ) -> Step<F::Output> {
+    fn step<F: Future>(&mut self, port: &Port<'_>, operation: Pin<&mut F>) -> Step<F::Output> {
         match self.slot.as_deref_mut() {
             Some(slot) => step(port, &mut slot.state, operation),
             None => unreachable!("only a wait has no slot"),

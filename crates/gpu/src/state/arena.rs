@@ -62,6 +62,8 @@ pub(crate) struct ArenaState {
     pub(crate) is_closed: bool,
     /// The number of driver calls requested.
     pub(crate) calls: u64,
+    /// The number of recorded results of driver calls on granules.
+    pub(crate) results: u64,
     pub(crate) leases: u32,
     pub(crate) sleep: Sleep,
     pub(crate) limit: ByteSize,
@@ -100,6 +102,7 @@ impl ArenaState {
             capabilities,
             is_closed: false,
             calls: 0,
+            results: 0,
             leases: 0,
             sleep: Sleep::new(now, &config.sleep),
             limit: config.limit,
@@ -289,6 +292,7 @@ impl ArenaState {
         let segment = &mut self.region_mut(region).segment;
         let (at, size) = segment.place_of(run);
         segment.end_commit(run, done);
+        self.results += 1;
         if done {
             self.events.push(clock, || ArenaEvent::Committed { at, size });
             self.totals.commits += 1;
@@ -416,6 +420,7 @@ impl ArenaState {
     /// Records the result of a decommit.
     pub(crate) fn end_leave(&mut self, leaving: Leaving, done: bool, clock: &dyn Clock) {
         self.region_mut(leaving.region).end_leave(leaving.run, done);
+        self.results += 1;
         if done {
             self.totals.decommits += 1;
             self.totals.decommitted_bytes += leaving.size.get();
@@ -666,6 +671,7 @@ impl ArenaState {
         clock: &dyn Clock,
     ) {
         self.region_mut(region).end_segment(span, at);
+        self.results += 1;
         if let Some(at) = at {
             let size = ByteSize::new(span.size);
             self.events.push(clock, || ArenaEvent::Committed { at, size });

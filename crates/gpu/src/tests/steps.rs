@@ -7,7 +7,8 @@
 //! an order that the seed determines.
 //!
 //! `cargo xtask figures arena` compares their number per second with that of the schedules that
-//! drive a whole arena. `LOWTIDE_STEPS` at build time sets the number of schedules, `LOWTIDE_STEPS_FROM` the first seed.
+//! drive a whole arena. `LOWTIDE_STEPS` at build time sets the number of schedules,
+//! `LOWTIDE_STEPS_FROM` the first seed.
 //!
 //! Invariants: the simulation detects no breach of the driver's contract; a block keeps the data
 //! written to it; the state is valid after each schedule; without a lost result no memory stays
@@ -41,7 +42,7 @@ const BLOCKS_MAX: usize = 24;
 const STEP_GRANULE: ByteSize = ByteSize::kib(4);
 
 /// An arena without caches and callbacks.
-struct NoSurroundings;
+pub(super) struct NoSurroundings;
 
 impl Surroundings for NoSurroundings {
     fn shut_caches(&self) -> bool {
@@ -206,8 +207,8 @@ impl<'a> World<'a> {
                     running.asked = Asked::Call(call);
                     break;
                 }
-                Step::Wait => {
-                    self.changes += 1;
+                Step::Wait { is_repeated } => {
+                    self.changes += u64::from(!is_repeated);
                     running.asked = Asked::Change(self.changes);
                     return;
                 }
@@ -491,7 +492,7 @@ impl<'a> World<'a> {
 }
 
 /// Returns the device of a schedule.
-fn device(seed: u64, chance: &mut Chance, clock: &ManualClock) -> SimDriver {
+pub(super) fn device(seed: u64, chance: &mut Chance, clock: &ManualClock) -> SimDriver {
     let virtual_memory = chance.below(4) > 0;
     SimDriver::new(SimOptions {
         order: if chance.below(2) == 0 { Order::Lazy } else { Order::Random { seed } },
@@ -505,6 +506,14 @@ fn device(seed: u64, chance: &mut Chance, clock: &ManualClock) -> SimDriver {
         clock: clock.clone(),
         ..SimOptions::default()
     })
+}
+
+/// Returns the state of a new arena.
+pub(super) fn state(sim: &SimDriver, clock: &ManualClock, config: &ArenaConfig) -> ArenaState {
+    let backings = reserve::grounds(sim, STEP_GRANULE, config.reserve).expect("addresses");
+    let regions = backings.map(|backing| RegionState::new(backing, STEP_GRANULE));
+    let of_driver = (sim.capabilities(), sim.backend());
+    ArenaState::new(regions, STEP_GRANULE, config.state_config(), of_driver, clock.now())
 }
 
 /// Runs the schedule of a seed.
@@ -521,12 +530,7 @@ fn play(seed: u64) -> Totals {
         decay: DecayTime::Within(10 * SECOND),
         ..ArenaConfig::new("steps")
     };
-    let capabilities = sim.capabilities();
-    let backings = reserve::grounds(&sim, STEP_GRANULE, config.reserve).expect("addresses");
-    let regions = backings.map(|backing| RegionState::new(backing, STEP_GRANULE));
-    let of_driver = (capabilities, sim.backend());
-    let mut state =
-        ArenaState::new(regions, STEP_GRANULE, config.state_config(), of_driver, clock.now());
+    let mut state = state(&sim, &clock, &config);
     let lanes = (0..3).map(|_| {
         let handle = sim.stream_create().expect("a stream");
         Lane { handle, key: state.streams.enter(handle) }
