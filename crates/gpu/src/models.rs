@@ -8,7 +8,7 @@
 //! have ended, and after a purge no memory is committed.
 #![expect(unsafe_code, reason = "the model is a driver, and its lanes are of any number")]
 
-mod fronts;
+mod caches;
 mod granules;
 mod lanes;
 mod moves;

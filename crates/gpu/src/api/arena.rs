@@ -22,12 +22,12 @@ use crate::api::lease::Lease;
 use crate::driver::{Backend, Capabilities, Driver};
 use crate::engine::suspend::next_sleep;
 use crate::engine::{raw_block, resume, stores};
-use crate::exec::front::{BlockHandle, CacheShard, CacheShards};
+use crate::exec::cache_bins;
 use crate::exec::inner::ArenaInner;
-use crate::exec::kept;
 use crate::exec::lane::LaneInner;
 use crate::exec::observer::Observer;
 use crate::exec::reserve;
+use crate::exec::thread_cache::{BlockHandle, CacheShard, CacheShards};
 use crate::index::ALIGN;
 use crate::observe::history::History;
 use crate::observe::record::{Header, Recording};
@@ -324,7 +324,7 @@ impl DeviceArena {
         let is_closing = was_open.is_ok();
         let closed = was_open.and_then(|_| {
             inner.complete_all()?;
-            inner.release_adopted();
+            inner.release_imports();
             inner.run(resume::wake_if_empty);
             inner.run(stores::release_kept);
             self.empty()
@@ -448,7 +448,7 @@ impl DeviceArena {
         if wanted.size > home.room() || wanted.align > ALIGN {
             return None;
         }
-        let owned = home.take(kept::Key::new(region, wanted.size), wanted.requested)?;
+        let owned = home.take(cache_bins::Key::new(region, wanted.size), wanted.requested)?;
         let placed = owned.block.as_ref()?;
         if self.inner.is_fresh(region, placed) {
             return Some(owned);

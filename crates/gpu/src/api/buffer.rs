@@ -23,10 +23,10 @@ use crate::api::lane::Lane;
 use crate::api::lease::Lease;
 use crate::driver::DeviceAddress;
 use crate::engine::place::resolve;
-use crate::exec::front::{BlockHandle, BlockPlace};
 use crate::exec::inner::ArenaInner;
 #[cfg(feature = "cuda")]
 use crate::exec::lane::LaneInner;
+use crate::exec::thread_cache::{BlockHandle, BlockPlace};
 use crate::state::event::ArenaEvent;
 use crate::state::region::{AllocRequest, Placement, Region};
 use crate::types::error::DeviceError;
@@ -279,7 +279,7 @@ impl<T: Pod> Buffer<T> {
     }
 
     #[cfg(all(test, not(lowtide_loom)))]
-    pub(crate) fn block_id(&self) -> Option<crate::state::ranges::BlockName> {
+    pub(crate) fn block_id(&self) -> Option<crate::state::region_index::BlockName> {
         self.owned.block.map(|block| block.id)
     }
 

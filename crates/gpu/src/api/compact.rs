@@ -20,7 +20,7 @@ use crate::engine::move_block::{MoveOutcome, move_block};
 use crate::engine::place;
 use crate::exec::inner::ArenaInner;
 use crate::state::event::ArenaEvent;
-use crate::state::ranges::BlockName;
+use crate::state::region_index::BlockName;
 use crate::types::compact::{CompactError, CompactOptions, CompactReport, Moved, StopReason};
 use crate::types::error::DeviceError;
 use crate::types::region::Region;

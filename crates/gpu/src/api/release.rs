@@ -64,7 +64,7 @@ impl DeviceArena {
         inner.cool_fronts();
         inner.run(wake_if_empty);
         inner.look_for_ends(false)?;
-        inner.release_adopted();
+        inner.release_imports();
         let (given, released, next) = inner.run(async |port| {
             let ages = port.with(|state| state.aging.ages(now));
             let given = give_back(port, u64::MAX, Some(ages)).await;
@@ -182,7 +182,7 @@ impl DeviceArena {
         inner.empty_fronts();
         inner.run(wake_if_empty);
         inner.look_for_ends(true)?;
-        inner.release_adopted();
+        inner.release_imports();
         let (released, error) = inner.run(async |port| {
             let (granules, error) = release_down_to(port, keep).await;
             port.with(|state| {

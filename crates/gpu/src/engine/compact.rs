@@ -10,7 +10,7 @@ use std::collections::BTreeMap;
 use crate::index::{End, Span};
 use crate::state::arena::ArenaState;
 use crate::state::compact::plan::{self, Hold, Part, Plan, Target};
-use crate::state::ranges::BlockName;
+use crate::state::region_index::BlockName;
 use crate::types::compact::{CompactOptions, Goal};
 use lowtide_core::bytes::ByteSize;
 

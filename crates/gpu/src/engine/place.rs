@@ -5,8 +5,8 @@
 use super::port::Port;
 use crate::state::arena::ArenaState;
 use crate::state::event::ArenaEvent;
-use crate::state::ranges::BlockName;
 use crate::state::region::Placement;
+use crate::state::region_index::BlockName;
 use crate::types::error::DeviceError;
 use crate::types::region::Region;
 use lowtide_core::bytes::ByteSize;

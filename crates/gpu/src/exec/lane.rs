@@ -11,12 +11,12 @@ use std::sync::Arc;
 
 use crate::driver::StreamHandle;
 use crate::engine::completion::leave_stream;
-use crate::exec::front::CacheShard;
 use crate::exec::handles::{LiveStream, OwnedStream};
 use crate::exec::inner::ArenaInner;
+use crate::exec::thread_cache::CacheShard;
 use crate::state::event::{ArenaEvent, LaneNumber};
-use crate::state::ranges::BlockName;
 use crate::state::raw::LaneUser;
+use crate::state::region_index::BlockName;
 use crate::state::streams::StreamKey;
 use crate::types::error::DeviceError;
 use crate::types::region::Region;

@@ -9,10 +9,10 @@
 #![expect(unsafe_code, reason = "memory and addresses are given back to the driver")]
 
 use crate::driver::{DeviceAddress, Driver, DriverError};
-use crate::state::ground::Backing;
-use crate::state::pieces::SegmentList;
-use crate::state::ranges;
+use crate::state::backing::Backing;
+use crate::state::region_index;
 use crate::state::segment::Segment;
+use crate::state::segment_list::SegmentList;
 use lowtide_core::bytes::ByteSize;
 
 /// The maximum address space to request: below `isize::MAX`, so that every block can be a slice,
@@ -82,7 +82,7 @@ pub(crate) unsafe fn give_up(driver: &dyn Driver, ground: &Backing) {
 fn offsets(granule: ByteSize, wanted: ByteSize) -> Backing {
     let largest = wanted.min(RESERVE_MAX).max(granule).next_multiple_of(granule);
     let largest = largest.unwrap_or(RESERVE_MAX).min(RESERVE_MAX).get();
-    let extent = ranges::span_for(largest.saturating_mul(ROOM_FOR_WALLS), granule.get());
+    let extent = region_index::span_for(largest.saturating_mul(ROOM_FOR_WALLS), granule.get());
     let extent = extent.min(RESERVE_MAX.get());
     Backing::SegmentList(SegmentList::new(extent, largest, granule))
 }
@@ -97,7 +97,7 @@ fn reserve_region(
 ) -> Result<Segment, DriverError> {
     let whole = wanted.min(RESERVE_MAX).max(granularity).next_multiple_of(granularity);
     // Plus the share of small blocks.
-    let whole = ranges::span_for(whole.unwrap_or(RESERVE_MAX).get(), granularity.get());
+    let whole = region_index::span_for(whole.unwrap_or(RESERVE_MAX).get(), granularity.get());
     let whole = ByteSize::new(whole).min(RESERVE_MAX);
     let (base, size) = reserve_or_halve(driver, granularity, whole)?;
     let part = ByteSize::new(size.get() / 8).next_multiple_of(granularity);

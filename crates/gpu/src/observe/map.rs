@@ -8,7 +8,7 @@
 use crate::index::Span;
 use crate::observe::visualize::{BlockSpan, BlockState, GranuleRun, GranuleState, SegmentMap};
 use crate::state::arena::ArenaState;
-use crate::state::ground::Stretch;
+use crate::state::backing::Stretch;
 use crate::types::region::Region;
 use lowtide_core::bytes::ByteSize;
 

@@ -9,7 +9,7 @@
 
 use crate::index::Span;
 use crate::state::arena::ArenaState;
-use crate::state::ground::GranuleState;
+use crate::state::backing::GranuleState;
 use crate::state::segment::Run;
 use crate::types::region::Region;
 use lowtide_core::bytes::ByteSize;

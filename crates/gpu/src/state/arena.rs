@@ -18,11 +18,11 @@ use crate::state::growth::Steps;
 use crate::state::moves::MoveState;
 use crate::state::outstanding::Outstanding;
 use crate::state::pending::{Claim, Uses};
-use crate::state::ranges::{APART_FROM, BlockName};
 use crate::state::raw::RawBlocks;
 use crate::state::region::{
     AllocRequest, Placement, PlacementQuery, Region, RegionState, Search, end_of,
 };
+use crate::state::region_index::{APART_FROM, BlockName};
 use crate::state::segment::{Cursor, Run};
 use crate::state::sleep::Sleep;
 use crate::state::streams::{StreamKey, Streams};

@@ -9,8 +9,8 @@
 use std::ops::Range;
 
 use crate::state::arena::Leaving;
-use crate::state::ranges::BlockName;
 use crate::state::region::{Region, RegionState};
+use crate::state::region_index::BlockName;
 use crate::state::segment::Run;
 use crate::types::sleep::Contents;
 

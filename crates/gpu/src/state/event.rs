@@ -12,8 +12,8 @@ use std::num::NonZeroU64;
 
 use crate::driver::{DeviceAddress, StreamHandle};
 use crate::state::failure::Cause;
-use crate::state::ranges::BlockName;
 use crate::state::region::{AllocRequest, Placement};
+use crate::state::region_index::BlockName;
 use crate::types::compact::{CompactOptions, CompactReport};
 use crate::types::error::DeviceError;
 use crate::types::region::Region;

@@ -2,23 +2,23 @@
 
 pub(crate) mod aging;
 pub(crate) mod arena;
+pub(crate) mod backing;
 pub(crate) mod cached;
 pub(crate) mod compact;
 pub(crate) mod contents;
 pub(crate) mod event;
 pub(crate) mod failure;
 pub(crate) mod granules;
-pub(crate) mod ground;
 pub(crate) mod growth;
 pub(crate) mod moves;
 pub(crate) mod outstanding;
 pub(crate) mod pending;
-pub(crate) mod pieces;
 pub(crate) mod pins;
-pub(crate) mod ranges;
 pub(crate) mod raw;
 pub(crate) mod region;
+pub(crate) mod region_index;
 pub(crate) mod segment;
+pub(crate) mod segment_list;
 pub(crate) mod sleep;
 pub(crate) mod streams;
 pub(crate) mod totals;

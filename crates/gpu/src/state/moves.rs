@@ -2,8 +2,8 @@
 //!
 //! Invariant: a block that moves is live in the index until the move has ended.
 
-use crate::state::ranges::BlockName;
 use crate::state::region::Placement;
+use crate::state::region_index::BlockName;
 use crate::types::region::Region;
 
 /// The block that moves now.

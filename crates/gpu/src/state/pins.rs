@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 
 use crate::index::{ALIGN, End};
 use crate::state::compact::plan::Hold;
-use crate::state::ranges::BlockName;
+use crate::state::region_index::BlockName;
 use crate::types::sleep::Contents;
 
 /// The settings of a block that differs from the default.

@@ -11,8 +11,8 @@ use std::collections::BTreeMap;
 
 use crate::driver::DeviceAddress;
 use crate::state::event::{After, LaneNumber};
-use crate::state::ranges::BlockName;
 use crate::state::region::{Placement, RegionState};
+use crate::state::region_index::BlockName;
 use crate::state::streams::StreamKey;
 use crate::types::region::Region;
 

@@ -10,12 +10,12 @@
 use crate::driver::DeviceAddress;
 use crate::index::{ALIGN, End, Request, Span, StaleBlock};
 use crate::state::aging::Ages;
+use crate::state::backing::Backing;
 use crate::state::cached::CacheCounts;
 use crate::state::event::Origin;
-use crate::state::ground::Backing;
 use crate::state::pending::{Claim, Pending, Uses};
 use crate::state::pins::Pins;
-use crate::state::ranges::{BlockName, RegionIndex};
+use crate::state::region_index::{BlockName, RegionIndex};
 use crate::state::segment::{Cursor, Run};
 use crate::state::streams::StreamKey;
 pub(crate) use crate::types::region::Region;

@@ -15,7 +15,7 @@ use std::sync::Arc;
 use std::task::Waker;
 
 use crate::driver::{DeviceAddress, HOST_GRANULARITY, HostStore, StoreSpan, StreamHandle};
-use crate::state::ground::Backing;
+use crate::state::backing::Backing;
 use crate::state::segment::Run;
 use crate::state::streams::StreamKey;
 use crate::types::error::DeviceError;

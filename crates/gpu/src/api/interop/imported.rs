@@ -220,7 +220,7 @@ impl<T: Pod> Imported<T> {
             return Err(DeviceError::Capturing { arena: inner.name.clone() });
         }
         inner.complete_all()?;
-        inner.release_adopted();
+        inner.release_imports();
         Ok(())
     }
 

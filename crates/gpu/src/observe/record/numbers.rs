@@ -9,8 +9,8 @@
 use std::collections::BTreeMap;
 
 use crate::driver::StreamHandle;
-use crate::state::ranges::BlockName;
 use crate::state::region::Region;
+use crate::state::region_index::BlockName;
 
 /// The numbers of one recording.
 #[derive(Debug)]

@@ -14,7 +14,7 @@ mod tests;
 
 use std::time::Duration;
 
-pub use crate::state::ground::GranuleState;
+pub use crate::state::backing::GranuleState;
 
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::Moment;

@@ -6,7 +6,7 @@
 //! if it was requested `HOT` times recently. In the arena's state a cached block is live; the cache
 //! knows the bytes that it holds. The cache makes no driver calls. The caches are emptied before
 //! idle memory is released, so that a cache never keeps memory that the arena needs.
-//! [`kept`](crate::exec::kept) selects the blocks to keep.
+//! [`kept`](crate::exec::cache_bins) selects the blocks to keep.
 //!
 //! On drivers with asynchronous work threads cache nothing, because the next buffer might use
 //! another stream. Instead each lane has a shard, whose cache holds blocks that only this lane
@@ -32,8 +32,8 @@ use std::sync::atomic::AtomicUsize as Number;
 use std::thread;
 
 use crate::exec::brief::{Brief, BriefGuard, brief, try_brief};
+use crate::exec::cache_bins::{HOT, Heat, Key, ThreadCache};
 use crate::exec::inner::ArenaInner;
-use crate::exec::kept::{HOT, Heat, Key, ThreadCache};
 use crate::exec::lane::LaneInner;
 use crate::state::arena::ArenaState;
 use crate::state::cached::{CacheCounts, Swept};

@@ -1,9 +1,10 @@
-//! Allocates and resizes blocks for the handles of an arena: runs the operations one after the
-//! other, from the first step to the error.
+//! Runs operations of the engine for the handles of an arena. An allocation and a resize run
+//! several, one after the other, from the first step to the error.
 
+use crate::driver::DriverError;
 use crate::engine::alloc::{self, AllocTarget, Begun};
 use crate::engine::alloc_error::record_failure;
-use crate::engine::resize;
+use crate::engine::{completion, import, resize};
 use crate::exec::inner::ArenaInner;
 use crate::state::event::{FailedRequest, Origin};
 use crate::state::failure::AllocFailure;
@@ -119,5 +120,25 @@ impl ArenaInner {
         let copied = self.run(async |port| resize::copy_to(port, region, old, new).await);
         self.flush_events();
         copied.map_err(Into::into)
+    }
+
+    pub(crate) fn complete_all(&self) -> Result<(), DriverError> {
+        self.run(completion::complete_all)
+    }
+
+    pub(crate) fn complete_pending(&self) -> Result<(), DeviceError> {
+        self.run(completion::complete_pending)
+    }
+
+    pub(crate) fn is_any_capturing(&self) -> Result<bool, DriverError> {
+        self.run(completion::is_any_capturing)
+    }
+
+    pub(crate) fn look_for_ends(&self, may_wait: bool) -> Result<(), DriverError> {
+        self.run(async |port| completion::look_for_ends(port, may_wait).await)
+    }
+
+    pub(crate) fn release_imports(&self) -> u64 {
+        self.run(import::release_imports)
     }
 }

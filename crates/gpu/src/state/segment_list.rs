@@ -17,7 +17,7 @@ use std::ops::Range;
 use crate::driver::DeviceAddress;
 use crate::index::{End, Span};
 use crate::state::aging::{Ages, Stamp};
-use crate::state::ranges::{BlockName, RegionIndex};
+use crate::state::region_index::{BlockName, RegionIndex};
 use crate::state::segment::Run;
 use lowtide_core::bytes::ByteSize;
 

@@ -6,7 +6,7 @@
 //!
 //! Invariants: `cached = sum of its blocks`; a block that was handed out is not in the cache.
 
-use crate::exec::front::BlockHandle;
+use crate::exec::thread_cache::BlockHandle;
 use crate::state::cached::{CacheCounts, Kept};
 use crate::types::region::Region;
 

@@ -12,9 +12,9 @@ use std::ops::Range;
 use crate::driver::DeviceAddress;
 use crate::index::Span;
 use crate::state::aging::{Ages, Stamp};
-use crate::state::pieces::{PieceView, SegmentList};
-use crate::state::ranges::RegionIndex;
+use crate::state::region_index::RegionIndex;
 use crate::state::segment::{Run, Segment};
+use crate::state::segment_list::{PieceView, SegmentList};
 use lowtide_core::bytes::ByteSize;
 
 /// The memory for the offsets of a region.
