@@ -58,7 +58,7 @@ use lowtide_core::clock::{Clock, Moment};
 pub struct DeviceArena {
     inner: Arc<ArenaInner>,
     /// The cache shards of the threads.
-    homes: Arc<CacheShards>,
+    shards: Arc<CacheShards>,
 }
 
 impl DeviceArena {
@@ -90,14 +90,14 @@ impl DeviceArena {
         let capabilities = driver.capabilities();
         let granule = config.granule.unwrap_or(capabilities.granularity);
         check_driver(&*driver, granule)?;
-        let grounds = reserve::grounds(&*driver, granule, config.reserve)?;
+        let backings = reserve::backings(&*driver, granule, config.reserve)?;
         if let Some(recorder) = &config.recorder {
-            let reserved = grounds.each_ref().map(|ground| ByteSize::new(ground.extent()));
+            let reserved = backings.each_ref().map(|ground| ByteSize::new(ground.extent()));
             let header = Header::of(&config, &*driver, &*clock, reserved);
             match Recording::new(recorder, &header) {
                 Ok(recording) => observers.push(Box::new(recording)),
                 Err(taken) => {
-                    for ground in &grounds {
+                    for ground in &backings {
                         // SAFETY: reserved above from this driver, and nothing of it is handed out.
                         unsafe { reserve::give_up(&*driver, ground) };
                     }
@@ -108,16 +108,16 @@ impl DeviceArena {
         if let Some(history) = History::new(config.history) {
             observers.push(Box::new(history));
         }
-        let regions = grounds.map(|ground| RegionState::new(ground, granule));
+        let regions = backings.map(|ground| RegionState::new(ground, granule));
         let device = (capabilities, driver.backend());
         let state = ArenaState::new(regions, granule, config.state_config(), device, clock.now());
         let limit = config.limit;
         let cache = (config.thread_cache, config.decay);
         let inner = Arc::new(ArenaInner::new((driver, clock), cache, state, observers));
-        let homes = Arc::new(CacheShards::new(&inner));
+        let shards = Arc::new(CacheShards::new(&inner));
         let (arena, backend) = (&inner.name, inner.driver.backend());
         log!(info, arena, %backend, %limit, "arena opened");
-        Ok(Self { inner, homes })
+        Ok(Self { inner, shards })
     }
 
     /// Allocates `len` elements. Their contents are unspecified: zero, or data of an earlier buffer
@@ -146,15 +146,15 @@ impl DeviceArena {
     /// usable after each.
     pub fn alloc<T: Pod>(&self, len: usize, region: Region) -> Result<Buffer<T>, DeviceError> {
         let (bytes, align) = self.inner.layout::<T>(len, region)?;
-        let home = self.homes.here();
+        let shard = self.shards.here();
         let Some(wanted) = AllocRequest::new(bytes, align) else {
-            return Ok(Buffer::new(BlockHandle::new(Arc::clone(home), region, None), len));
+            return Ok(Buffer::new(BlockHandle::new(Arc::clone(shard), region, None), len));
         };
-        let owned = match self.kept(home, region, wanted) {
+        let owned = match self.kept(shard, region, wanted) {
             Some(owned) => owned,
             None => {
                 let placed = self.inner.alloc_block(region, wanted, None)?;
-                BlockHandle::new(Arc::clone(home), region, Some(placed))
+                BlockHandle::new(Arc::clone(shard), region, Some(placed))
             }
         };
         Ok(Buffer::new(owned, len))
@@ -170,8 +170,8 @@ impl DeviceArena {
         let origin = Origin { lane: lane.number(), ..Origin::BUFFER };
         let (bytes, align) = self.inner.layout_by::<T>(len, region, origin)?;
         let wanted = AllocRequest::new(bytes, align).map(|of| of.by(origin));
-        if let (Some(wanted), Some(home)) = (wanted, lane.home())
-            && let Some(mut owned) = self.kept(home, region, wanted)
+        if let (Some(wanted), Some(shard)) = (wanted, lane.shard())
+            && let Some(mut owned) = self.kept(shard, region, wanted)
         {
             owned.lanes.push(Arc::clone(lane));
             return Ok(Buffer::new(owned, len));
@@ -188,11 +188,11 @@ impl DeviceArena {
         len: usize,
         region: Region,
     ) -> Result<Buffer<T>, DeviceError> {
-        let home = lane.and_then(|lane| lane.home()).unwrap_or_else(|| self.homes.here());
-        let home = Arc::clone(home);
+        let shard = lane.and_then(|lane| lane.shard()).unwrap_or_else(|| self.shards.here());
+        let shard = Arc::clone(shard);
         let taker = lane.and_then(|lane| lane.key());
         let placed = wanted.map(|wanted| self.inner.alloc_block(region, wanted, taker));
-        let mut owned = BlockHandle::new(home, region, placed.transpose()?);
+        let mut owned = BlockHandle::new(shard, region, placed.transpose()?);
         owned.lanes.extend(lane.cloned());
         Ok(Buffer::new(owned, len))
     }
@@ -209,16 +209,16 @@ impl DeviceArena {
     /// The errors of [`DeviceArena::alloc`].
     pub fn reserve<T: Pod>(&self, len: usize, region: Region) -> Result<Buffer<T>, DeviceError> {
         let (bytes, _) = self.inner.layout_by::<T>(len, region, Origin::RESERVE)?;
-        let home = self.homes.here();
+        let shard = self.shards.here();
         let granule = self.inner.granule;
         let whole = bytes.next_multiple_of(granule).unwrap_or(bytes);
         let Some(wanted) = AllocRequest::new(whole, granule) else {
-            return Ok(Buffer::new(BlockHandle::new(Arc::clone(home), region, None), len));
+            return Ok(Buffer::new(BlockHandle::new(Arc::clone(shard), region, None), len));
         };
         let wanted = AllocRequest { requested: bytes.get(), ..wanted.by(Origin::RESERVE) };
         let placed = self.inner.alloc_block(region, wanted, None)?;
         self.inner.run_now(|state| state.totals.reserves += 1);
-        Ok(Buffer::new(BlockHandle::new(Arc::clone(home), region, Some(placed)), len))
+        Ok(Buffer::new(BlockHandle::new(Arc::clone(shard), region, Some(placed)), len))
     }
 
     /// Allocates a buffer and copies `data` to it.
@@ -291,12 +291,12 @@ impl DeviceArena {
     /// Sets how many bytes of free blocks each thread or lane may cache
     /// ([`ArenaConfig::thread_cache`]); zero for none. Has no effect if the arena keeps events or
     /// has a recorder.
-    pub fn set_thread_cache(&self, front: ByteSize) {
+    pub fn set_thread_cache(&self, cache: ByteSize) {
         if self.inner.check_here().is_ok() {
             // Thread caches would hide events.
-            let front = if self.inner.is_observed() { ByteSize::ZERO } else { front };
-            self.inner.fronts.set_room(front);
-            self.inner.empty_fronts();
+            let cache = if self.inner.is_observed() { ByteSize::ZERO } else { cache };
+            self.inner.caches.set_room(cache);
+            self.inner.empty_caches();
         }
     }
 
@@ -440,21 +440,21 @@ impl DeviceArena {
     #[inline]
     fn kept(
         &self,
-        home: &CacheShard,
+        shard: &CacheShard,
         region: Region,
         wanted: AllocRequest,
     ) -> Option<Box<BlockHandle>> {
         // Blocks with larger alignments have an entry in the arena's metadata.
-        if wanted.size > home.room() || wanted.align > ALIGN {
+        if wanted.size > shard.room() || wanted.align > ALIGN {
             return None;
         }
-        let owned = home.take(cache_bins::Key::new(region, wanted.size), wanted.requested)?;
+        let owned = shard.take(cache_bins::Key::new(region, wanted.size), wanted.requested)?;
         let placed = owned.block.as_ref()?;
         if self.inner.is_fresh(region, placed) {
             return Some(owned);
         }
         // The block was moved while it was cached: only the arena knows its address.
-        self.inner.release_all(vec![home.swept(region, *placed)]);
+        self.inner.release_all(vec![shard.swept(region, *placed)]);
         None
     }
 }

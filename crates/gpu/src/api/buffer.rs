@@ -243,11 +243,11 @@ impl<T: Pod> Buffer<T> {
     pub fn set_contents(&mut self, contents: Option<Contents>) -> Result<(), DeviceError> {
         self.inner().check_here()?;
         let region = self.region();
-        let BlockHandle { home, block, .. } = &mut **self.owned;
+        let BlockHandle { shard, block, .. } = &mut **self.owned;
         if let Some(block) = block {
             // The block is not cached when freed: a cache would keep this setting.
             block.moves = Placement::STALE;
-            let (inner, id) = (&home.inner, block.id);
+            let (inner, id) = (&shard.inner, block.id);
             inner.run_now(|state| {
                 state.region_mut(region).pins.set_contents(id, contents);
                 let event = || ArenaEvent::ContentsSet { region, id, contents };
@@ -284,7 +284,7 @@ impl<T: Pod> Buffer<T> {
     }
 
     pub(crate) fn inner(&self) -> &Arc<ArenaInner> {
-        &self.owned.home.inner
+        &self.owned.shard.inner
     }
 
     /// Returns the lane that the buffer was allocated on.

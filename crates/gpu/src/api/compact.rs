@@ -132,7 +132,7 @@ impl DeviceArena {
             return Ok(done);
         };
         // Cached blocks are free.
-        inner.empty_fronts();
+        inner.empty_caches();
         let outcome = make_moves(inner, options, &mut done, &mut moved);
         if let Err(error) = inner.check_here() {
             return Err(CompactError { error, done });

@@ -184,8 +184,8 @@ impl Lane {
         let inner = self.arena.inner();
         inner.check_here()?;
         // Cached blocks were freed before the mark.
-        if let Some(home) = self.known.home() {
-            home.give_up();
+        if let Some(shard) = self.known.shard() {
+            shard.give_up();
         }
         let ended = self
             .known

@@ -40,7 +40,7 @@ impl DeviceArena {
         if inner.check_here().is_err() {
             return empty;
         }
-        inner.empty_fronts();
+        inner.empty_caches();
         let map = inner.run_now(|state| ArenaMap {
             taken: inner.clock.now(),
             segments: Region::ALL.iter().flat_map(|&region| segments(state, region)).collect(),

@@ -61,7 +61,7 @@ impl DeviceArena {
     pub fn decay(&self, now: Moment) -> Result<DecayReport, DeviceError> {
         let inner = self.inner();
         inner.check_here()?;
-        inner.cool_fronts();
+        inner.cool_caches();
         inner.run(wake_if_empty);
         inner.look_for_ends(false)?;
         inner.release_imports();
@@ -104,9 +104,9 @@ impl DeviceArena {
     pub fn set_decay(&self, time: DecayTime) {
         let inner = self.inner();
         if inner.check_here().is_ok() {
-            inner.fronts.set_decay(time);
+            inner.caches.set_decay(time);
             if time == DecayTime::AtOnce {
-                inner.empty_fronts();
+                inner.empty_caches();
             }
             inner.run_now(|state| state.set_decay(time, inner.clock.now()));
             inner.flush_events();
@@ -138,10 +138,10 @@ impl DeviceArena {
     /// # Errors
     /// The errors of [`DeviceArena::purge`].
     pub fn shrink(&self) -> Result<ByteSize, DeviceError> {
-        self.down_to(ByteSize::ZERO, ReleaseCause::Shrink, |books, bytes| {
-            books.totals.shrinks += 1;
-            books.totals.shrunk_bytes += bytes;
-            books.steps.shrunk();
+        self.down_to(ByteSize::ZERO, ReleaseCause::Shrink, |state, bytes| {
+            state.totals.shrinks += 1;
+            state.totals.shrunk_bytes += bytes;
+            state.steps.shrunk();
         })
     }
 
@@ -179,7 +179,7 @@ impl DeviceArena {
     ) -> Result<ByteSize, DeviceError> {
         let inner = self.inner();
         inner.check_here()?;
-        inner.empty_fronts();
+        inner.empty_caches();
         inner.run(wake_if_empty);
         inner.look_for_ends(true)?;
         inner.release_imports();
@@ -202,24 +202,24 @@ impl DeviceArena {
     }
 }
 
-fn note_trim(books: &mut ArenaState, bytes: u64) {
-    books.totals.trims += 1;
-    books.totals.trimmed_bytes += bytes;
+fn note_trim(state: &mut ArenaState, bytes: u64) {
+    state.totals.trims += 1;
+    state.totals.trimmed_bytes += bytes;
 }
 
 impl ArenaInner {
     /// Returns the time of the next check of idle memory, caches, pending memory, or the host
     /// memory of a sleeping arena without blocks.
-    pub(crate) fn next_look(&self, books: &ArenaState) -> Moment {
+    pub(crate) fn next_look(&self, state: &ArenaState) -> Moment {
         let due =
-            if self.fronts_hold() { books.due().min(books.aging.front_due()) } else { books.due() };
+            if self.caches_hold() { state.due().min(state.aging.cache_due()) } else { state.due() };
         // Counted from the last check, not from now: otherwise the time would move with each call.
-        let again = books.aging.looked_at() + LOOK_AGAIN;
+        let again = state.aging.looked_at() + LOOK_AGAIN;
         // Uses that no event proves wait for a call of the program, which checks them itself.
-        let is_pending = books.pending() > 0 && books.streams.is_provable();
-        if sleeps_empty(books) {
+        let is_pending = state.pending() > 0 && state.streams.is_provable();
+        if sleeps_empty(state) {
             Moment::ORIGIN
-        } else if is_pending || books.untrimmed || books.outstanding.imported.is_waiting() {
+        } else if is_pending || state.untrimmed || state.outstanding.imported.is_waiting() {
             due.min(again)
         } else {
             due

@@ -109,7 +109,7 @@ impl DeviceArena {
     fn try_sleep(&self, options: SleepOptions) -> Result<SleepReport, DeviceError> {
         let inner = self.inner();
         inner.check_open()?;
-        inner.empty_fronts();
+        inner.empty_caches();
         let outcome = inner.run(async |port| suspend(port, options).await);
         inner.flush_events();
         inner.debug_validate();

@@ -11,14 +11,14 @@ use crate::state::cached::{CacheCounts, Kept};
 use crate::types::region::Region;
 
 /// The number of requests for a size, reduced when the size cools.
-pub(crate) type Heat = u8;
+pub(crate) type UseCount = u8;
 
 /// The number of requests for a size since it last cooled, from which on the size is hot. A guess:
 /// two may be a coincidence, so twice as many.
-pub(crate) const HOT: Heat = 4;
+pub(crate) const HOT: UseCount = 4;
 
-/// The maximum heat of a size: the size is cold at the second check after its last use.
-const HEAT_MAX: Heat = 4 * HOT - 1;
+/// The maximum uses of a size: the size is cold at the second check after its last use.
+const USES_MAX: UseCount = 4 * HOT - 1;
 
 /// The maximum number of blocks of one size in a cache: a request seldom frees more of one size
 /// than it soon allocates again. A guess.
@@ -57,14 +57,14 @@ impl Key {
 #[derive(Debug)]
 struct Class {
     key: Key,
-    heat: Heat,
+    uses: UseCount,
     kept: usize,
     blocks: [Option<Box<BlockHandle>>; BLOCKS_MAX],
 }
 
 impl Class {
     const VACANT: Self =
-        Self { key: Key::NONE, heat: 0, kept: 0, blocks: [const { None }; BLOCKS_MAX] };
+        Self { key: Key::NONE, uses: 0, kept: 0, blocks: [const { None }; BLOCKS_MAX] };
 }
 
 /// The blocks in the cache of one shard.
@@ -90,9 +90,9 @@ impl ThreadCache {
         }
         // Each miss cools the set, so that a size which was requested once does not stay in it.
         for class in &mut *ways {
-            class.heat = class.heat.saturating_sub(1);
+            class.uses = class.uses.saturating_sub(1);
         }
-        let cold = ways.iter_mut().find(|class| class.heat == 0 && class.kept == 0)?;
+        let cold = ways.iter_mut().find(|class| class.uses == 0 && class.kept == 0)?;
         *cold = Class { key, ..Class::VACANT };
         Some(cold)
     }
@@ -100,7 +100,7 @@ impl ThreadCache {
     #[inline]
     pub(crate) fn take(&mut self, key: Key, requested: u64) -> Option<Box<BlockHandle>> {
         let class = self.claim(key)?;
-        class.heat = HEAT_MAX.min(class.heat + 1);
+        class.uses = USES_MAX.min(class.uses + 1);
         let last = class.kept.checked_sub(1)?;
         let mut owned = class.blocks[last].take()?;
         class.kept = last;
@@ -126,7 +126,7 @@ impl ThreadCache {
         let key = Key::new(owned.region, placed.span.size);
         let set = key.ways();
         let mut ways = self.classes[set..set + WAYS].iter_mut();
-        let class = ways.find(|class| class.key == key && class.heat >= HOT)?;
+        let class = ways.find(|class| class.key == key && class.uses >= HOT)?;
         let vacant = class.blocks.get_mut(class.kept)?;
         class.kept += 1;
         self.tally.frees += 1;
@@ -134,9 +134,9 @@ impl ThreadCache {
         Some(vacant)
     }
 
-    /// Takes out the blocks of the sizes whose heat `gone` selects.
-    pub(crate) fn empty(&mut self, gone: impl Fn(Heat) -> bool, mut out: impl FnMut(Kept)) {
-        for class in self.classes.iter_mut().filter(|class| gone(class.heat)) {
+    /// Takes out the blocks of the sizes whose uses `gone` selects.
+    pub(crate) fn empty(&mut self, gone: impl Fn(UseCount) -> bool, mut out: impl FnMut(Kept)) {
+        for class in self.classes.iter_mut().filter(|class| gone(class.uses)) {
             class.kept = 0;
             for owned in class.blocks.iter_mut().filter_map(Option::take) {
                 let Some(placed) = owned.block else { continue };
@@ -148,10 +148,10 @@ impl ThreadCache {
         }
     }
 
-    /// Halves the heat of every size.
+    /// Halves the uses of every size.
     pub(crate) fn cool(&mut self) {
         for class in &mut self.classes {
-            class.heat /= 2;
+            class.uses /= 2;
         }
     }
 }

@@ -51,7 +51,7 @@ pub(crate) struct ArenaInner {
     pub(crate) granule: ByteSize,
     /// The largest block that each region could ever have.
     pub(crate) largest: [ByteSize; 2],
-    pub(crate) fronts: ArenaCaches,
+    pub(crate) caches: ArenaCaches,
     /// The callbacks for shortage of memory.
     pub(crate) callbacks: Arc<Callbacks>,
     /// `true` if the arena hands out nothing more.
@@ -70,7 +70,7 @@ const LANES: u64 = 8;
 #[derive(Debug, Default)]
 pub(crate) struct ArenaCaches {
     /// The shards of threads; set once, when the arena is opened.
-    homes: OnceLock<Box<[Weak<CacheShard>]>>,
+    shards: OnceLock<Box<[Weak<CacheShard>]>>,
     /// The shards of lanes.
     lanes: Mutex<Vec<Weak<CacheShard>>>,
     /// The maximum bytes that the cache of each thread, or of each lane, may keep now, computed
@@ -123,28 +123,28 @@ impl ArenaCaches {
 
     /// Creates caches of this maximum size each; zero for threads if work is `asynchronous`.
     pub(crate) fn new(room_max: ByteSize, decay: DecayTime, asynchronous: bool) -> Self {
-        let fronts = Self::default();
-        fronts.set(|rules| rules.asynchronous = asynchronous);
-        fronts.set_room(room_max);
-        fronts.set_decay(decay);
-        fronts
+        let caches = Self::default();
+        caches.set(|rules| rules.asynchronous = asynchronous);
+        caches.set_room(room_max);
+        caches.set_decay(decay);
+        caches
     }
 
     /// Registers the shards of threads, once.
-    pub(crate) fn know(&self, homes: Box<[Weak<CacheShard>]>) {
-        let known = self.homes.set(homes);
-        debug_assert!(known.is_ok(), "the homes are made once");
+    pub(crate) fn know(&self, shards: Box<[Weak<CacheShard>]>) {
+        let known = self.shards.set(shards);
+        debug_assert!(known.is_ok(), "the shards are made once");
     }
 
     /// Registers the shard of a lane.
-    pub(crate) fn add(&self, home: &Arc<CacheShard>) {
-        lock(&self.lanes).push(Arc::downgrade(home));
+    pub(crate) fn add(&self, shard: &Arc<CacheShard>) {
+        lock(&self.lanes).push(Arc::downgrade(shard));
         self.set(|rules| rules.lanes += 1);
     }
 
     /// Removes the shard of a lane.
-    pub(crate) fn remove(&self, home: &CacheShard) {
-        lock(&self.lanes).retain(|known| !ptr::eq(known.as_ptr(), home));
+    pub(crate) fn remove(&self, shard: &CacheShard) {
+        lock(&self.lanes).retain(|known| !ptr::eq(known.as_ptr(), shard));
         self.set(|rules| rules.lanes -= 1);
     }
 
@@ -156,7 +156,7 @@ impl ArenaCaches {
     /// Updates the live share of the limit: from seven eighths on, caches keep nothing.
     pub(crate) fn note_live(&self, live: u64, limit: u64) {
         let tight = live > limit - limit / 8;
-        // Read first, as in `ArenaInner::note_kept`.
+        // Read first, as in `ArenaInner::note_cached`.
         if self.tight.load(Ordering::Relaxed) != tight {
             self.tight.store(tight, Ordering::Relaxed);
         }
@@ -199,7 +199,7 @@ impl ArenaInner {
         let capabilities = driver.capabilities();
         // Thread caches would hide events.
         let is_observed = !observers.is_empty();
-        let front = if is_observed { ByteSize::ZERO } else { thread_cache };
+        let cache = if is_observed { ByteSize::ZERO } else { thread_cache };
         Self {
             name: state.name.clone(),
             driver,
@@ -208,7 +208,7 @@ impl ArenaInner {
             granule: ByteSize::new(state.bytes_of(1)),
             largest: Region::ALL.map(|region| state.region(region).largest_ever()),
             executor: Executor::new(state, Observers::new(observers)),
-            fronts: ArenaCaches::new(front, decay, capabilities.asynchronous),
+            caches: ArenaCaches::new(cache, decay, capabilities.asynchronous),
             callbacks: Arc::new(Callbacks::new()),
             closed: AtomicBool::new(false),
             birth: Birth::now(),
@@ -344,83 +344,83 @@ impl ArenaInner {
 
     /// Returns the maximum bytes that a thread cache may keep now.
     #[inline]
-    pub(crate) fn front_room(&self) -> u64 {
-        let tight = self.fronts.tight.load(Ordering::Relaxed);
-        if tight { 0 } else { self.fronts.room.load(Ordering::Relaxed) }
+    pub(crate) fn cache_room(&self) -> u64 {
+        let tight = self.caches.tight.load(Ordering::Relaxed);
+        if tight { 0 } else { self.caches.room.load(Ordering::Relaxed) }
     }
 
     /// Returns the maximum bytes that a lane's cache may keep now.
     #[inline]
     pub(crate) fn lane_room(&self) -> u64 {
-        let tight = self.fronts.tight.load(Ordering::Relaxed);
-        if tight { 0 } else { self.fronts.lane_room.load(Ordering::Relaxed) }
+        let tight = self.caches.tight.load(Ordering::Relaxed);
+        if tight { 0 } else { self.caches.lane_room.load(Ordering::Relaxed) }
     }
 
     /// Records that a cache holds a block.
     #[inline]
-    pub(crate) fn note_kept(&self) {
+    pub(crate) fn note_cached(&self) {
         // Read first: a cache line that all threads write would defeat the caches.
-        if !self.fronts.hold.load(Ordering::Relaxed) {
-            self.fronts.hold.store(true, Ordering::Relaxed);
+        if !self.caches.hold.load(Ordering::Relaxed) {
+            self.caches.hold.store(true, Ordering::Relaxed);
         }
     }
 
     /// Counts a busy cache.
     pub(crate) fn note_contended(&self) {
-        self.fronts.contended.fetch_add(1, Ordering::Relaxed);
+        self.caches.contended.fetch_add(1, Ordering::Relaxed);
     }
 
     /// Returns `true` if a cache may hold a block.
-    pub(crate) fn fronts_hold(&self) -> bool {
-        self.fronts.hold.load(Ordering::Relaxed)
+    pub(crate) fn caches_hold(&self) -> bool {
+        self.caches.hold.load(Ordering::Relaxed)
     }
 
     /// Frees all cached blocks in the arena. Returns `true` if there were any.
-    pub(crate) fn empty_fronts(&self) -> bool {
-        let sweep = lock(&self.fronts.sweep);
+    pub(crate) fn empty_caches(&self) -> bool {
+        let sweep = lock(&self.caches.sweep);
         self.empty_under(&sweep)
     }
 
     /// Keeps caches from accepting blocks until the guard is dropped, and frees all cached blocks
     /// in the arena. Returns `true` if there were any. Locks each cache: a block that was put into
     /// a cache earlier is found, and a later block finds no room.
-    pub(crate) fn shut_fronts(&self) -> (Shut<'_>, bool) {
-        let shut = self.fronts.shut();
-        let held = self.empty_all(&lock(&self.fronts.sweep));
+    pub(crate) fn shut_thread_caches(&self) -> (Shut<'_>, bool) {
+        let shut = self.caches.shut();
+        let held = self.empty_all(&lock(&self.caches.sweep));
         (shut, held)
     }
 
     /// Keeps caches from accepting blocks for good, and empties them, because the arena has no
     /// handle left. Does nothing in a forked child.
-    pub(crate) fn retire_fronts(&self) {
+    pub(crate) fn retire_caches(&self) {
         if self.check_here().is_ok() {
-            let _for_good = ManuallyDrop::new(self.fronts.shut());
-            self.empty_all(&lock(&self.fronts.sweep));
+            let _for_good = ManuallyDrop::new(self.caches.shut());
+            self.empty_all(&lock(&self.caches.sweep));
         }
     }
 
     fn empty_under(&self, sweep: &MutexGuard<'_, ()>) -> bool {
         // Blocks that are cached from here on set the flag again.
-        self.fronts.hold.swap(false, Ordering::Relaxed) && self.empty_all(sweep)
+        self.caches.hold.swap(false, Ordering::Relaxed) && self.empty_all(sweep)
     }
 
     /// Frees all cached blocks in the arena, regardless of the flag.
     fn empty_all(&self, sweep: &MutexGuard<'_, ()>) -> bool {
         let mut blocks = Vec::new();
-        self.homes().for_each(|home| home.empty(&mut blocks));
+        self.shards().for_each(|shard| shard.empty(&mut blocks));
         self.release_swept(blocks, sweep)
     }
 
     /// Frees cached blocks whose sizes are no longer hot.
-    pub(crate) fn cool_fronts(&self) {
-        let sweep = lock(&self.fronts.sweep);
-        if !self.fronts.hold.swap(false, Ordering::Relaxed) {
+    pub(crate) fn cool_caches(&self) {
+        let sweep = lock(&self.caches.sweep);
+        if !self.caches.hold.swap(false, Ordering::Relaxed) {
             return;
         }
         let mut blocks = Vec::new();
-        for home in self.homes() {
-            if home.cool(&mut blocks) {
-                self.note_kept();
+        for shard in self.shards() {
+            if shard.cool(&mut blocks) {
+                self.note_cached();
             }
         }
         self.release_swept(blocks, &sweep);
@@ -436,32 +436,32 @@ impl ArenaInner {
     }
 
     /// Returns the shards of threads, then those of lanes.
-    fn homes(&self) -> impl Iterator<Item = Arc<CacheShard>> {
-        let of_lanes = lock(&self.fronts.lanes).clone();
-        let homes = self.fronts.homes.get().into_iter().flatten().cloned();
-        homes.chain(of_lanes).filter_map(|home| home.upgrade())
+    fn shards(&self) -> impl Iterator<Item = Arc<CacheShard>> {
+        let of_lanes = lock(&self.caches.lanes).clone();
+        let shards = self.caches.shards.get().into_iter().flatten().cloned();
+        shards.chain(of_lanes).filter_map(|shard| shard.upgrade())
     }
 
     /// Returns all figures at one instant: locks the caches, and then the state.
     pub(crate) fn snapshot(&self) -> ArenaSnapshot {
-        let sweep = lock(&self.fronts.sweep);
+        let sweep = lock(&self.caches.sweep);
         self.snapshot_under(&sweep)
     }
 
     fn snapshot_under(&self, _: &MutexGuard<'_, ()>) -> ArenaSnapshot {
         // Dropped last: dropping the last reference to a shard locks the state.
-        let homes: Vec<_> = self.homes().collect();
-        let still: Vec<_> = homes.iter().map(|home| home.still()).collect();
-        let mut fronts = CacheCounts::default();
-        still.iter().for_each(|front| fronts.add(front.tally()));
+        let shards: Vec<_> = self.shards().collect();
+        let still: Vec<_> = shards.iter().map(|shard| shard.still()).collect();
+        let mut caches = CacheCounts::default();
+        still.iter().for_each(|cache| caches.add(cache.tally()));
         let mut snapshot = self.run_now(|state| {
-            let mut snapshot = state.snapshot(&self.name, self.driver.backend(), &fronts);
+            let mut snapshot = state.snapshot(&self.name, self.driver.backend(), &caches);
             state.outstanding.show(&mut snapshot);
             snapshot
         });
         let observers = self.executor.observers().map_or(0, Observers::metadata);
         snapshot.metadata = snapshot.metadata.saturating_add(ByteSize::of(observers));
-        snapshot.lock_contended_total += self.fronts.contended.load(Ordering::Relaxed);
+        snapshot.lock_contended_total += self.caches.contended.load(Ordering::Relaxed);
         #[cfg(feature = "cuda")]
         {
             snapshot.parked_errors_total = self.parked.load(Ordering::Relaxed);
@@ -472,8 +472,8 @@ impl ArenaInner {
     /// Closes the arena if no block is live and no imported value is held. Returns `true` if the
     /// arena was open. Another thread that closes the arena waits for the result.
     pub(crate) fn close(&self) -> Result<bool, DeviceError> {
-        let _shut = self.fronts.shut();
-        let sweep = lock(&self.fronts.sweep);
+        let _shut = self.caches.shut();
+        let sweep = lock(&self.caches.sweep);
         if self.closed.swap(true, Ordering::Relaxed) {
             return Ok(false);
         }
@@ -498,7 +498,7 @@ impl ArenaInner {
 
     /// Returns a few figures, without locking the caches.
     pub(crate) fn glance(&self) -> ArenaGlance {
-        let cached = self.homes().map(|home| home.cached()).sum();
+        let cached = self.shards().map(|shard| shard.cached()).sum();
         self.run_now(|state| ArenaGlance {
             live: ByteSize::new(state.live().saturating_sub(cached)),
             committed: ByteSize::new(state.backed()),
@@ -521,7 +521,7 @@ impl ArenaInner {
 
 impl Surroundings for ArenaInner {
     fn shut_caches(&self) -> bool {
-        let (shut, held) = self.shut_fronts();
+        let (shut, held) = self.shut_thread_caches();
         let _until_reopened = ManuallyDrop::new(shut);
         held
     }
@@ -530,11 +530,11 @@ impl Surroundings for ArenaInner {
         if self.check_here().is_err() {
             return; // a thread of the parent may hold its lock
         }
-        self.fronts.reopen();
+        self.caches.reopen();
     }
 
     fn set_asleep(&self, is_asleep: bool) {
-        self.fronts.set_asleep(is_asleep);
+        self.caches.set_asleep(is_asleep);
     }
 
     fn take_callback_turn(&self) -> Option<bool> {

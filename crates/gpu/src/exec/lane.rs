@@ -28,7 +28,7 @@ pub(crate) struct LaneInner {
     /// The stream's key; `None` if the driver's work needs no order.
     key: Option<StreamKey>,
     /// The shard for blocks that only this lane used; `None` if the driver's work needs no order.
-    home: Option<Arc<CacheShard>>,
+    shard: Option<Arc<CacheShard>>,
     /// The lane's number; `None` if the driver's work needs no order and nothing observes the
     /// arena.
     number: Option<LaneNumber>,
@@ -97,8 +97,8 @@ impl LaneInner {
             });
         }
         inner.flush_events();
-        let home = key.map(|key| CacheShard::of_lane(inner, key));
-        Self { inner: Arc::clone(inner), stream, key, home, number, keeps }
+        let shard = key.map(|key| CacheShard::of_lane(inner, key));
+        Self { inner: Arc::clone(inner), stream, key, shard, number, keeps }
     }
 
     pub(crate) const fn stream(&self) -> StreamHandle {
@@ -109,8 +109,8 @@ impl LaneInner {
         self.key
     }
 
-    pub(crate) const fn home(&self) -> Option<&Arc<CacheShard>> {
-        self.home.as_ref()
+    pub(crate) const fn shard(&self) -> Option<&Arc<CacheShard>> {
+        self.shard.as_ref()
     }
 
     pub(crate) const fn number(&self) -> Option<LaneNumber> {
@@ -160,8 +160,8 @@ impl Drop for LaneInner {
         if self.inner.check_here().is_err() {
             return;
         }
-        if let Some(home) = &self.home {
-            home.retire();
+        if let Some(shard) = &self.shard {
+            shard.retire();
         }
         if let Some(key) = self.key {
             self.inner.run(async |port| leave_stream(port, key).await);

@@ -36,7 +36,7 @@ impl ArenaInner {
     ) -> Result<Placement, DeviceError> {
         let begun = self.run_now(|state| {
             let begun = alloc::begin(state, &*self.clock, target);
-            self.fronts.note_live(state.live(), state.limit.get());
+            self.caches.note_live(state.live(), state.limit.get());
             begun
         });
         let outcome = match begun {
@@ -62,7 +62,7 @@ impl ArenaInner {
             outcome => outcome,
         };
         if outcome.is_ok() {
-            self.run_now(|state| self.fronts.note_live(state.live(), state.limit.get()));
+            self.run_now(|state| self.caches.note_live(state.live(), state.limit.get()));
         }
         outcome.map_err(|failure| self.record_failure(target.region, failure, what))
     }

@@ -24,7 +24,7 @@ const RESERVE_MAX: ByteSize = ByteSize::new(1 << 62);
 const ROOM_FOR_WALLS: u64 = 4;
 
 /// Creates the backing of both regions.
-pub(crate) fn grounds(
+pub(crate) fn backings(
     driver: &dyn Driver,
     granule: ByteSize,
     wanted: ByteSize,

@@ -23,7 +23,7 @@
 //! Invariants: `cached = sum of the blocks in the cache <= room`; a cached block is handed out at
 //! most once; no cache lock is taken while the state's lock is held; when the arena has no handle,
 //! every cache is empty.
-#![expect(unsafe_code, reason = "a block that holds its home is put into that home")]
+#![expect(unsafe_code, reason = "a block that holds its shard is put into that shard")]
 
 use std::cell::Cell;
 use std::fmt;
@@ -32,7 +32,7 @@ use std::sync::atomic::AtomicUsize as Number;
 use std::thread;
 
 use crate::exec::brief::{Brief, BriefGuard, brief, try_brief};
-use crate::exec::cache_bins::{HOT, Heat, Key, ThreadCache};
+use crate::exec::cache_bins::{HOT, Key, ThreadCache, UseCount};
 use crate::exec::inner::ArenaInner;
 use crate::exec::lane::LaneInner;
 use crate::state::arena::ArenaState;
@@ -48,7 +48,7 @@ const HOMES_MAX: usize = 64;
 /// passed on as a pointer.
 #[derive(Debug)]
 pub(crate) struct BlockHandle {
-    pub(crate) home: Arc<CacheShard>,
+    pub(crate) shard: Arc<CacheShard>,
     pub(crate) region: Region,
     /// The place of the block; `None` if the buffer's elements have no bytes; never `None` in a
     /// cache.
@@ -77,12 +77,12 @@ impl BlockPlace {
 
 impl BlockHandle {
     pub(crate) fn new(
-        home: Arc<CacheShard>,
+        shard: Arc<CacheShard>,
         region: Region,
         block: Option<Placement>,
     ) -> Box<Self> {
         Box::new(Self {
-            home,
+            shard,
             region,
             block,
             place: BlockPlace::of(block),
@@ -96,13 +96,13 @@ impl BlockHandle {
     #[inline]
     pub(crate) fn release(mut self: Box<Self>) {
         let Some(placed) = &self.block else { return };
-        let (home, inner) = (&self.home, &self.home.inner);
+        let (shard, inner) = (&self.shard, &self.shard.inner);
         if inner.check_here().is_err() {
             return;
         }
         let fits = inner.is_fresh(self.region, placed)
-            && placed.span.size <= home.room()
-            && home.is_of(&self.lanes)
+            && placed.span.size <= shard.room()
+            && shard.is_of(&self.lanes)
             && !self.foreign;
         if !fits {
             return self.free();
@@ -119,7 +119,7 @@ impl BlockHandle {
     fn free(&self) {
         if let Some(placed) = self.block {
             let lanes = if self.foreign { &[][..] } else { &self.lanes };
-            self.home.inner.release_after(self.region, placed, lanes);
+            self.shard.inner.release_after(self.region, placed, lanes);
         }
     }
 
@@ -129,19 +129,19 @@ impl BlockHandle {
     fn give(self: Box<Self>) -> Option<Box<Self>> {
         // SAFETY: this block holds the shard until the block is put into the cache below. Once the
         // cache's lock is released after that, another thread may take the block out and release
-        // the shard: so `home` is not used after that, and the guard's last act is a store to the
+        // the shard: so `shard` is not used after that, and the guard's last act is a store to the
         // lock, an atomic, whose reference need not outlive the store.
-        let home = unsafe { &*Arc::as_ptr(&self.home) };
-        let Some(mut front) = try_brief(&home.front) else {
-            home.inner.note_contended();
+        let shard = unsafe { &*Arc::as_ptr(&self.shard) };
+        let Some(mut cache) = try_brief(&shard.cache) else {
+            shard.inner.note_contended();
             return Some(self);
         };
         // The room is read under the cache's lock: a thread that empties the cache after shutting
         // the caches either finds this block in the cache, or this block finds no room.
-        let Some(vacant) = front.admit(&self, home.room()) else { return Some(self) };
+        let Some(vacant) = cache.admit(&self, shard.room()) else { return Some(self) };
         *vacant = Some(self);
-        home.inner.note_kept();
-        home.cached.store(front.tally.cached(), Ordering::Relaxed);
+        shard.inner.note_cached();
+        shard.cached.store(cache.tally.cached(), Ordering::Relaxed);
         None
     }
 }
@@ -153,22 +153,22 @@ pub(crate) struct CacheShard {
     pub(crate) inner: Arc<ArenaInner>,
     /// The stream, for a lane's shard.
     stream: Option<StreamKey>,
-    front: Brief<ThreadCache>,
+    cache: Brief<ThreadCache>,
     /// Cached byte count, readable without the lock.
     cached: AtomicU64,
 }
 
 impl CacheShard {
     fn new(inner: Arc<ArenaInner>, stream: Option<StreamKey>) -> Self {
-        let front = Brief::new(ThreadCache::default());
-        Self { inner, stream, front, cached: AtomicU64::new(0) }
+        let cache = Brief::new(ThreadCache::default());
+        Self { inner, stream, cache, cached: AtomicU64::new(0) }
     }
 
     /// Creates the shard of a lane. The arena knows it until [`CacheShard::retire`].
     pub(crate) fn of_lane(inner: &Arc<ArenaInner>, stream: StreamKey) -> Arc<Self> {
-        let home = Arc::new(Self::new(Arc::clone(inner), Some(stream)));
-        inner.fronts.add(&home);
-        home
+        let shard = Arc::new(Self::new(Arc::clone(inner), Some(stream)));
+        inner.caches.add(&shard);
+        shard
     }
 
     /// Returns the maximum bytes that the shard's cache may keep now.
@@ -176,7 +176,7 @@ impl CacheShard {
     pub(crate) fn room(&self) -> u64 {
         match self.stream {
             Some(_) => self.inner.lane_room(),
-            None => self.inner.front_room(),
+            None => self.inner.cache_room(),
         }
     }
 
@@ -198,25 +198,25 @@ impl CacheShard {
     /// Frees the cached blocks in the arena and adds the cache's counts to the arena's, after the
     /// shard's lane has ended.
     pub(crate) fn retire(&self) {
-        let mut front = brief(&self.front);
-        let mut books = self.inner.lock_state();
-        self.empty_into(&mut front, &mut books);
-        books.add_front(&std::mem::take(&mut front.tally));
-        drop((books, front));
-        self.inner.fronts.remove(self);
+        let mut cache = brief(&self.cache);
+        let mut state = self.inner.lock_state();
+        self.empty_into(&mut cache, &mut state);
+        state.add_cache(&std::mem::take(&mut cache.tally));
+        drop((state, cache));
+        self.inner.caches.remove(self);
     }
 
     /// Frees the cached blocks in the arena.
     pub(crate) fn give_up(&self) {
         if self.cached() > 0 {
-            let mut front = brief(&self.front);
-            self.empty_into(&mut front, &mut self.inner.lock_state());
+            let mut cache = brief(&self.cache);
+            self.empty_into(&mut cache, &mut self.inner.lock_state());
         }
     }
 
-    fn empty_into(&self, front: &mut ThreadCache, books: &mut ArenaState) {
+    fn empty_into(&self, cache: &mut ThreadCache, state: &mut ArenaState) {
         let clock = &*self.inner.clock;
-        front.empty(|_| true, |kept| books.release_swept((kept, self.stream), clock));
+        cache.empty(|_| true, |kept| state.release_swept((kept, self.stream), clock));
         self.cached.store(0, Ordering::Relaxed);
     }
 
@@ -226,7 +226,7 @@ impl CacheShard {
     /// The request can then be placed in all free space, as closely as without caches.
     #[inline]
     pub(crate) fn take(&self, key: Key, requested: u64) -> Option<Box<BlockHandle>> {
-        let Some(mut front) = try_brief(&self.front) else {
+        let Some(mut cache) = try_brief(&self.cache) else {
             self.inner.note_contended();
             // Loom runs an execution many times, so no cached block may outlive one.
             if !cfg!(lowtide_loom) {
@@ -234,15 +234,15 @@ impl CacheShard {
             }
             return None;
         };
-        let taken = front.take(key, requested);
+        let taken = cache.take(key, requested);
         if taken.is_none() {
-            if front.tally.cached() == 0 {
+            if cache.tally.cached() == 0 {
                 return None;
             }
-            self.empty_into(&mut front, &mut *self.inner.try_lock_state()?);
+            self.empty_into(&mut cache, &mut *self.inner.try_lock_state()?);
             return None;
         }
-        self.cached.store(front.tally.cached(), Ordering::Relaxed);
+        self.cached.store(cache.tally.cached(), Ordering::Relaxed);
         taken
     }
 
@@ -254,9 +254,9 @@ impl CacheShard {
     /// Halves the heat of every size and takes out the blocks of sizes that are no longer hot.
     /// Returns `true` if any blocks stay.
     pub(crate) fn cool(&self, out: &mut Vec<Swept>) -> bool {
-        let mut front = brief(&self.front);
-        front.cool();
-        drop(front);
+        let mut cache = brief(&self.cache);
+        cache.cool();
+        drop(cache);
         self.sweep(out, |heat| heat < HOT)
     }
 
@@ -268,14 +268,14 @@ impl CacheShard {
 
     /// Locks the cache. Its figures are valid until the guard is dropped.
     pub(crate) fn still(&self) -> Still<'_> {
-        Still(brief(&self.front))
+        Still(brief(&self.cache))
     }
 
-    fn sweep(&self, out: &mut Vec<Swept>, gone: impl Fn(Heat) -> bool) -> bool {
-        let mut front = brief(&self.front);
-        front.empty(gone, |kept| out.push((kept, self.stream)));
-        self.cached.store(front.tally.cached(), Ordering::Relaxed);
-        front.tally.cached() > 0
+    fn sweep(&self, out: &mut Vec<Swept>, gone: impl Fn(UseCount) -> bool) -> bool {
+        let mut cache = brief(&self.cache);
+        cache.empty(gone, |kept| out.push((kept, self.stream)));
+        self.cached.store(cache.tally.cached(), Ordering::Relaxed);
+        cache.tally.cached() > 0
     }
 }
 
@@ -286,10 +286,10 @@ pub(crate) struct CacheShards(Box<[Arc<CacheShard>]>);
 impl CacheShards {
     /// Creates the shards of an arena, and registers them with it.
     pub(crate) fn new(inner: &Arc<ArenaInner>) -> Self {
-        let homes: Box<[_]> =
-            (0..homes()).map(|_| Arc::new(CacheShard::new(Arc::clone(inner), None))).collect();
-        inner.fronts.know(homes.iter().map(Arc::downgrade).collect());
-        Self(homes)
+        let shards: Box<[_]> =
+            (0..shards()).map(|_| Arc::new(CacheShard::new(Arc::clone(inner), None))).collect();
+        inner.caches.know(shards.iter().map(Arc::downgrade).collect());
+        Self(shards)
     }
 
     /// Returns the shard of this thread.
@@ -303,8 +303,8 @@ impl CacheShards {
 impl Drop for CacheShards {
     /// Empties the caches for good, because the last handle of the arena was dropped.
     fn drop(&mut self) {
-        if let Some(home) = self.0.first() {
-            home.inner.retire_fronts();
+        if let Some(shard) = self.0.first() {
+            shard.inner.retire_caches();
         }
     }
 }
@@ -326,7 +326,7 @@ impl fmt::Debug for CacheShard {
 
 /// Returns the number of shards of an arena: four for each thread that can run at once, so that
 /// threads which move away from a busy shard find a free one.
-fn homes() -> usize {
+fn shards() -> usize {
     let threads = thread::available_parallelism().map_or(1, usize::from);
     threads.saturating_mul(4).next_power_of_two().clamp(8, HOMES_MAX)
 }

@@ -5,13 +5,13 @@
 use super::*;
 
 #[test]
-fn a_front_that_is_emptied_hands_nothing_out_twice() {
+fn a_cache_that_is_emptied_hands_nothing_out_twice() {
     loom::model(|| emptied_beside(1));
 }
 
 /// With one preemption less than the other models, because it has ten times as many steps.
 #[test]
-fn a_front_that_is_emptied_hands_two_blocks_out_once_each() {
+fn a_cache_that_is_emptied_hands_two_blocks_out_once_each() {
     let mut few = loom::model::Builder::new();
     few.preemption_bound = Some(2);
     few.check(|| emptied_beside(2));
@@ -38,7 +38,7 @@ fn emptied_beside(count: usize) {
 }
 
 #[test]
-fn what_is_freed_while_an_arena_is_closed_is_kept_by_no_front() {
+fn what_is_freed_while_an_arena_is_closed_is_kept_by_no_cache() {
     loom::model(|| {
         let (arena, driver) = open(4);
         for _ in 0..6 {

@@ -90,18 +90,18 @@ fn what_is_allocated_beside_a_sleep_has_memory_when_it_is_used() {
 }
 
 #[test]
-fn a_block_of_a_front_is_handed_out_beside_a_sleep_with_memory_behind_it() {
-    beside_a_front(false);
+fn a_block_of_a_cache_is_handed_out_beside_a_sleep_with_memory_behind_it() {
+    beside_a_cache(false);
 }
 
 /// Regression test: the sleep skipped caches that were marked empty while one was about to accept a
 /// block.
 #[test]
-fn a_front_that_held_nothing_takes_nothing_in_beside_a_sleep() {
-    beside_a_front(true);
+fn a_cache_that_held_nothing_takes_nothing_in_beside_a_sleep() {
+    beside_a_cache(true);
 }
 
-fn beside_a_front(is_empty: bool) {
+fn beside_a_cache(is_empty: bool) {
     let mut model = loom::model::Builder::new();
     model.preemption_bound = Some(2);
     model.check(move || {
@@ -111,7 +111,7 @@ fn beside_a_front(is_empty: bool) {
         }
         assert!(!arena.snapshot().cached.is_zero(), "the size is hot");
         if is_empty {
-            arena.shared_arc().empty_fronts();
+            arena.shared_arc().empty_caches();
         }
         let device = Arc::clone(&driver);
         both(arena, &driver, sleep, move |arena| {

@@ -8,7 +8,7 @@
 use crate::index::Span;
 use crate::observe::visualize::{BlockSpan, BlockState, GranuleRun, GranuleState, SegmentMap};
 use crate::state::arena::ArenaState;
-use crate::state::backing::Stretch;
+use crate::state::backing::AddressRange;
 use crate::types::region::Region;
 use lowtide_core::bytes::ByteSize;
 
@@ -17,7 +17,7 @@ pub(crate) fn segments(state: &ArenaState, region: Region) -> Vec<SegmentMap> {
     let ground = &state.region(region).segment;
     let spans: Vec<_> = state.region(region).live_spans().collect();
     let mut touched = Touched::new(&spans);
-    let map = |Stretch { at, span, backed }: Stretch| {
+    let map = |AddressRange { at, span, backed }: AddressRange| {
         let first = spans.partition_point(|block| block.offset < span.offset);
         let inside = spans[first..].iter().take_while(|block| block.offset < span.end());
         let arrived = |block: &&Span| ground.wanting(**block) == 0 && !ground.is_moving(**block);

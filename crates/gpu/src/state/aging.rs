@@ -179,7 +179,7 @@ impl Aging {
     }
 
     /// Returns the time of the next check of the thread caches.
-    pub(crate) fn front_due(&self) -> Moment {
+    pub(crate) fn cache_due(&self) -> Moment {
         match self.time {
             DecayTime::Never => Moment::NEVER,
             DecayTime::Within(_) | DecayTime::AtOnce => self.looked_at + self.portion(FRONT_LOOKS),

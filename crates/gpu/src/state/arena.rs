@@ -196,12 +196,12 @@ impl ArenaState {
         let search = if shares { Search::AmongLarge } else { search };
         let placed = self.region_mut(region).place(wanted, search, taker);
         placed.ok_or_else(|| {
-            let books = self.region(region);
+            let state = self.region(region);
             let error = DeviceError::OutOfAddresses {
                 requested: ByteSize::new(wanted.size),
-                reserved: ByteSize::new(books.segment.reserved()),
-                live: ByteSize::new(books.live()),
-                largest_span: ByteSize::new(books.largest_span()),
+                reserved: ByteSize::new(state.segment.reserved()),
+                live: ByteSize::new(state.live()),
+                largest_span: ByteSize::new(state.largest_span()),
                 compacted_span: ByteSize::ZERO,
             };
             AllocFailure::new(Cause::Addresses, error)
@@ -332,9 +332,9 @@ impl ArenaState {
         claim: Claim,
         clock: &dyn Clock,
     ) {
-        let (streams, books) = (&self.streams, &mut self.regions[region.number()]);
+        let (streams, state) = (&self.streams, &mut self.regions[region.number()]);
         let left = |(part, uses): (Span, Uses)| (part, uses.only(|of| !streams.is_done(of)));
-        let gone = books.withdraw(placed, claim.parts.into_iter().map(left));
+        let gone = state.withdraw(placed, claim.parts.into_iter().map(left));
         debug_assert!(gone.is_ok(), "a placed block is known to the index");
         if gone == Ok(true) {
             self.note_idle(region, placed.span, clock);
@@ -365,10 +365,10 @@ impl ArenaState {
     }
 
     /// Adds the counts of a dropped cache, which is empty.
-    pub(crate) fn add_front(&mut self, tally: &CacheCounts) {
-        debug_assert_eq!(tally.cached(), 0, "what it held is in the books");
+    pub(crate) fn add_cache(&mut self, tally: &CacheCounts) {
+        debug_assert_eq!(tally.cached(), 0, "what it held is in the state");
         self.totals.allocs += tally.allocs;
-        self.totals.front_allocs += tally.allocs;
+        self.totals.cache_allocs += tally.allocs;
         self.totals.frees += tally.frees;
         for (region, requested) in self.regions.iter_mut().zip(tally.requested) {
             region.add_requested(requested);
@@ -410,9 +410,9 @@ impl ArenaState {
     ) -> Option<Leaving> {
         let most = granules.min(self.run_max());
         Region::ALL.into_iter().zip(cursors).find_map(|(region, cursor)| {
-            let books = self.region_mut(region);
-            let run = books.begin_leave(cursor, most, ages)?;
-            let (at, size) = books.segment.place_of(run);
+            let state = self.region_mut(region);
+            let run = state.begin_leave(cursor, most, ages)?;
+            let (at, size) = state.segment.place_of(run);
             Some(Leaving { region, run, at, size })
         })
     }
@@ -531,20 +531,20 @@ impl ArenaState {
         &self,
         name: &str,
         backend: Backend,
-        fronts: &CacheCounts,
+        caches: &CacheCounts,
     ) -> ArenaSnapshot {
         let size = ByteSize::new;
         let is_open = self.sleep.is_open();
-        let of = |region| self.region(region).snapshot(region, fronts, is_open);
+        let of = |region| self.region(region).snapshot(region, caches, is_open);
         let regions = Region::ALL.map(of);
         let [sleeps_total, wakes_total, wake_failures_total] = self.sleep.totals();
         let totals = &self.totals;
         ArenaSnapshot {
             requested: regions.iter().map(|region| region.requested).sum(),
-            cached: size(fronts.cached()),
+            cached: size(caches.cached()),
             holes: regions.iter().map(|region| region.holes).sum(),
             largest_free: regions.iter().map(|r| r.largest_free).max().unwrap_or_default(),
-            live: size(self.live() - fronts.cached()),
+            live: size(self.live() - caches.cached()),
             live_peak: size(self.live_peak),
             active: size(self.active()),
             idle: size(self.idle()),
@@ -561,9 +561,9 @@ impl ArenaState {
             wakes_total,
             wake_failures_total,
             metadata: ByteSize::of(self.total_metadata()),
-            allocs_total: totals.allocs + fronts.allocs,
-            frees_total: totals.frees + fronts.frees,
-            thread_cache_allocs_total: totals.front_allocs + fronts.allocs,
+            allocs_total: totals.allocs + caches.allocs,
+            frees_total: totals.frees + caches.frees,
+            thread_cache_allocs_total: totals.cache_allocs + caches.allocs,
             reserves_total: totals.reserves,
             resizes_total: totals.resizes,
             moves_total: totals.moves,
@@ -654,12 +654,12 @@ impl ArenaState {
         let whole = if grow { self.steps.commit(needed, room) } else { needed };
         let size = needed + self.bytes_of((whole - needed) / self.bytes_of(1));
         let is_shared = self.shares_granules() || search == Search::AmongLarge;
-        let books = self.region_mut(region);
-        let is_small = end_of(wanted.size) == End::High && books.index.bounds(End::High).size > 0;
+        let state = self.region_mut(region);
+        let is_small = end_of(wanted.size) == End::High && state.index.bounds(End::High).size > 0;
         let end = if is_small && !is_shared { End::High } else { End::Low };
         // If offsets are scarce: first without the growth, then a small block among the large ones.
         let ways = [(end, size), (end, needed), (End::Low, needed)];
-        ways.into_iter().find_map(|(end, size)| books.begin_segment(end, size))
+        ways.into_iter().find_map(|(end, size)| state.begin_segment(end, size))
     }
 
     /// Records the result of allocating a segment.
@@ -697,7 +697,7 @@ impl ArenaState {
         self.outstanding.imported.validate();
         let totals = &self.totals;
         let settled = totals.committed_bytes - totals.decommitted_bytes;
-        assert!(self.backed() >= settled, "every byte committed is on the books");
+        assert!(self.backed() >= settled, "every byte committed is on the state");
         assert!(self.there() <= self.committed_peak, "no more is there than at the peak");
     }
 }

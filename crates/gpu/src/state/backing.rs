@@ -38,7 +38,7 @@ pub enum GranuleState {
 
 /// Adjoining addresses, as maps show them.
 #[derive(Debug)]
-pub(crate) struct Stretch {
+pub(crate) struct AddressRange {
     /// The first address.
     pub(crate) at: DeviceAddress,
     /// The offsets in the region.
@@ -312,7 +312,7 @@ impl Backing {
     }
 
     /// Returns every stretch of addresses, in the order of offsets.
-    pub(crate) fn stretches(&self) -> Vec<Stretch> {
+    pub(crate) fn stretches(&self) -> Vec<AddressRange> {
         match self {
             Self::Reserved(segment) => {
                 let span = Span { offset: 0, size: segment.reserved() };
@@ -321,14 +321,14 @@ impl Backing {
                     let offset = at.offset_from(segment.base()).unwrap_or_default().get();
                     (Span { offset, size: size.get() }, None)
                 });
-                vec![Stretch { at: segment.base(), span, backed: backed.collect() }]
+                vec![AddressRange { at: segment.base(), span, backed: backed.collect() }]
             }
             Self::SegmentList(pieces) => {
                 let stretch = |piece: PieceView| {
                     let is_active = piece.is_active;
                     let state = if is_active { GranuleState::Active } else { GranuleState::Idle };
                     let backed = vec![(piece.span, Some(state))];
-                    Stretch { at: piece.at, span: piece.span, backed }
+                    AddressRange { at: piece.at, span: piece.span, backed }
                 };
                 pieces.there().map(stretch).collect()
             }

@@ -383,16 +383,16 @@ impl RegionState {
     pub(crate) fn snapshot(
         &self,
         region: Region,
-        fronts: &CacheCounts,
+        caches: &CacheCounts,
         is_open: bool,
     ) -> RegionSnapshot {
         let size = ByteSize::new;
         // A block that waits for its memory does not sleep: no block waits unless the arena is
         // awake.
         let asleep = if is_open { 0 } else { self.asleep() };
-        let cached = fronts.cached[region.number()];
+        let cached = caches.cached[region.number()];
         let live = self.live - cached;
-        let requested = self.requested.wrapping_add(fronts.requested[region.number()]);
+        let requested = self.requested.wrapping_add(caches.requested[region.number()]);
         RegionSnapshot {
             region,
             requested: size(requested),

@@ -12,7 +12,7 @@ pub(crate) struct Totals {
     pub(crate) allocs: u64,
     pub(crate) frees: u64,
     /// The allocations from caches of dropped lanes.
-    pub(crate) front_allocs: u64,
+    pub(crate) cache_allocs: u64,
     pub(crate) failures: AllocFailures,
     pub(crate) commits: u64,
     pub(crate) decommits: u64,

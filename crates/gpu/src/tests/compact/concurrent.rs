@@ -101,9 +101,9 @@ fn a_block_that_a_resize_copies_does_not_move_meanwhile() {
 /// placed at the source of a copy in progress.
 #[test]
 fn beside_a_move_others_allocate_and_free_the_moving_block_among_them() {
-    for front in [ByteSize::ZERO, ByteSize::mib(8)] {
+    for cache in [ByteSize::ZERO, ByteSize::mib(8)] {
         let (arena, driver) = fixed(ByteSize::mib(64));
-        arena.set_thread_cache(front);
+        arena.set_thread_cache(cache);
         let mut blocks = alternating(&arena, 8, ByteSize::mib(8));
         driver.hold();
         let compacting = {
@@ -124,7 +124,7 @@ fn beside_a_move_others_allocate_and_free_the_moving_block_among_them() {
         arena.validate();
         driver.let_go();
         let (moves, told) = compacting.join().expect("no panic").expect("no error");
-        if front.is_zero() {
+        if cache.is_zero() {
             assert_eq!(moves, told + 1, "nobody is told of a block that is gone");
         } // otherwise it waits in the cache for its next owner
         assert_eq!(arena.snapshot().live, ByteSize::mib(24));
@@ -276,7 +276,7 @@ fn a_resize_waits_for_the_blocks_move_and_goes_on_from_there() {
 }
 
 #[test]
-fn a_block_in_a_front_is_not_handed_out_by_an_address_that_it_left() {
+fn a_block_in_a_cache_is_not_handed_out_by_an_address_that_it_left() {
     let (arena, driver) = fixed(ByteSize::mib(64));
     let blocks = alternating(&arena, 8, ByteSize::mib(8));
     // In the middle of a compaction a block is freed into the cache and moved there.
