@@ -99,8 +99,8 @@ const MUTANTS: &[Mutant] = &[
     Mutant {
         name: "lost-claim",
         about: "a failed allocation frees its space as if nothing had been pending there",
-        text: "state.withdraw(region, placed, claim, port.clock);\n                Err(failure",
-        replacement: "state.withdraw(region, placed, Claim::default(), port.clock);\n\
+        text: "state.cancel_placement(region, placed, claim, port.clock);\n                Err(failure",
+        replacement: "state.cancel_placement(region, placed, Claim::default(), port.clock);\n\
                       Err(failure",
         test: SCHEDULES,
         is_sample: false,

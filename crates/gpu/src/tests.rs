@@ -11,7 +11,7 @@ use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::{Clock, ManualClock, SystemClock};
 use lowtide_core::decay::DecayTime;
 use lowtide_core::sync::lock;
-use lowtide_cuda_sim::trial::{Failure, TrialDriver};
+use lowtide_cuda_sim::trial::{Failure, FaultInjectingDriver};
 
 pub(crate) mod compact;
 mod neighbours;
@@ -32,8 +32,8 @@ fn config(limit: ByteSize) -> ArenaConfig {
     }
 }
 
-fn open(limit: ByteSize) -> (DeviceArena, Arc<TrialDriver>, ManualClock) {
-    let (driver, clock) = (Arc::new(TrialDriver::new()), ManualClock::new());
+fn open(limit: ByteSize) -> (DeviceArena, Arc<FaultInjectingDriver>, ManualClock) {
+    let (driver, clock) = (Arc::new(FaultInjectingDriver::new()), ManualClock::new());
     let arena = DeviceArena::open(driver.clone(), Arc::new(clock.clone()), config(limit));
     (arena.expect("open"), driver, clock)
 }
@@ -69,7 +69,7 @@ impl Chance {
 }
 
 /// Performs every kind of act once, and continues after each failure. Validates after each act.
-fn scenario(driver: &Arc<TrialDriver>) {
+fn scenario(driver: &Arc<FaultInjectingDriver>) {
     let clock = ManualClock::new();
     let opened =
         DeviceArena::open(driver.clone(), Arc::new(clock.clone()), config(ByteSize::mib(20)));
@@ -107,7 +107,7 @@ fn scenario(driver: &Arc<TrialDriver>) {
 /// and left none for the heap of the process.
 #[test]
 fn an_arena_that_did_not_get_its_addresses_took_nearly_all_that_were_left() {
-    let (driver, clock) = (Arc::new(TrialDriver::new()), ManualClock::new());
+    let (driver, clock) = (Arc::new(FaultInjectingDriver::new()), ManualClock::new());
     driver.fail(Failure { nth: 0, out_of_memory: true });
     let arena = DeviceArena::open(driver.clone(), Arc::new(clock), config(ByteSize::MAX));
     let arena = arena.expect("opens");
@@ -122,7 +122,7 @@ fn an_arena_that_did_not_get_its_addresses_took_nearly_all_that_were_left() {
 
 #[test]
 fn a_failure_at_any_driver_call_leaves_the_books_right() {
-    let whole = Arc::new(TrialDriver::new());
+    let whole = Arc::new(FaultInjectingDriver::new());
     scenario(&whole);
     let calls = whole.calls();
     assert!(calls > 12, "only {calls} calls: the scenario is too tame");
@@ -130,7 +130,7 @@ fn a_failure_at_any_driver_call_leaves_the_books_right() {
     for (out_of_memory, remap) in [(false, false), (true, false), (false, true), (true, true)] {
         for nth in 0..calls {
             println!("call {nth} fails, out of memory: {out_of_memory}, remap: {remap}");
-            let mut driver = TrialDriver::new();
+            let mut driver = FaultInjectingDriver::new();
             driver.capabilities.remap = remap;
             let driver = Arc::new(driver);
             driver.fail(Failure { nth, out_of_memory });
@@ -204,7 +204,7 @@ fn the_last_holder_gives_everything_back_to_the_driver() {
 
 #[test]
 fn address_space_is_halved_until_the_driver_accepts_it() {
-    let driver = Arc::new(TrialDriver::new());
+    let driver = Arc::new(FaultInjectingDriver::new());
     let clock = Arc::new(ManualClock::new());
     let config = ArenaConfig { reserve: ByteSize::MAX, ..ArenaConfig::new("vast") };
     let arena = DeviceArena::open(driver.clone(), clock, config).expect("a smaller range");
@@ -216,7 +216,7 @@ fn address_space_is_halved_until_the_driver_accepts_it() {
 #[test]
 fn a_driver_that_is_not_understood_is_refused_at_open() {
     for what in 0..3 {
-        let mut driver = TrialDriver::new();
+        let mut driver = FaultInjectingDriver::new();
         match what {
             0 => driver.capabilities.virtual_memory = false,
             1 => driver.capabilities.asynchronous = true,
@@ -230,7 +230,7 @@ fn a_driver_that_is_not_understood_is_refused_at_open() {
 
 #[test]
 fn without_host_access_there_are_blocks_and_no_slices() {
-    let mut driver = TrialDriver::new();
+    let mut driver = FaultInjectingDriver::new();
     driver.capabilities.host_access = false;
     let clock = Arc::new(ManualClock::new());
     let arena = DeviceArena::open(Arc::new(driver), clock, config(ByteSize::MAX)).expect("open");

@@ -62,7 +62,7 @@ impl Seen {
 
 /// The watched driver.
 #[derive(Debug)]
-pub struct TrialDriver {
+pub struct FaultInjectingDriver {
     host: HostDriver,
     seen: Mutex<Seen>,
     changed: Condvar,
@@ -70,13 +70,13 @@ pub struct TrialDriver {
     pub capabilities: Capabilities,
 }
 
-impl Default for TrialDriver {
+impl Default for FaultInjectingDriver {
     fn default() -> Self {
         Self::new()
     }
 }
 
-impl TrialDriver {
+impl FaultInjectingDriver {
     /// Creates a driver whose calls all succeed.
     pub fn new() -> Self {
         let host = HostDriver::new();
@@ -125,7 +125,7 @@ impl TrialDriver {
         (ByteSize::new(seen.host_bytes(None)), seen.host.len())
     }
 
-    /// Holds every call that moves memory from now on until [`TrialDriver::let_go`].
+    /// Holds every call that moves memory from now on until [`FaultInjectingDriver::let_go`].
     pub fn hold(&self) {
         lock(&self.seen).holding = true;
     }
@@ -225,7 +225,7 @@ fn granules(at: DeviceAddress, size: ByteSize) -> impl Iterator<Item = u64> + Cl
 
 // SAFETY: all memory is the host driver's, which keeps the promises; a call that fails here makes
 // none there, except that a failed `remap` is not followed by another use of the range.
-unsafe impl Driver for TrialDriver {
+unsafe impl Driver for FaultInjectingDriver {
     fn backend(&self) -> Backend {
         Backend::Host
     }

@@ -120,7 +120,7 @@ fn begin_at(
 
 /// Records that a placed block has memory and may be used.
 fn finish(state: &mut ArenaState, clock: &dyn Clock, target: AllocTarget, placed: Placement) {
-    state.arrive(target.region, target.wanted, placed, clock);
+    state.mark_live(target.region, target.wanted, placed, clock);
 }
 
 /// Makes one attempt of an allocation, with this extent of the search.
@@ -172,7 +172,7 @@ pub(super) async fn complete(
                 Ok(placed)
             }
             Err(failure) => {
-                state.withdraw(region, placed, claim, port.clock);
+                state.cancel_placement(region, placed, claim, port.clock);
                 Err(failure.with_figures(state))
             }
         }

@@ -92,13 +92,13 @@ async fn wait_for(
         return Err(captures("cuEventSynchronize"));
     }
     port.does(CallKind::WaitForEvent { event }).await?;
-    settle(port, of);
+    mark_complete(port, of);
     Ok(())
 }
 
 /// Records that all uses of a stream up to an epoch are complete.
-fn settle(port: &Port<'_>, of: Use) {
-    port.with(|state| state.settle(of.stream, of.epoch, port.clock));
+fn mark_complete(port: &Port<'_>, of: Use) {
+    port.with(|state| state.mark_complete(of.stream, of.epoch, port.clock));
 }
 
 /// Records the end of a stream's work so far, so that others can wait for it. Does not wait.
@@ -249,7 +249,7 @@ pub(crate) async fn query_events(port: &Port<'_>) -> Result<(), DriverError> {
                 _ => Pick::Middle,
             };
             if is_complete? {
-                settle(port, Use { stream, epoch });
+                mark_complete(port, Use { stream, epoch });
                 unknown.start = epoch + 1;
             } else {
                 unknown.end = epoch;
@@ -348,7 +348,7 @@ async fn complete_by_events(port: &Port<'_>) -> Result<bool, DriverError> {
         let waited = port.does(CallKind::WaitForEvent { event: event.handle }).await;
         port.with(|state| state.streams.release_event(event));
         waited?;
-        settle(port, of);
+        mark_complete(port, of);
     }
     // A stream that ended meanwhile may have no event.
     Ok(port.with(|state| state.streams.next_unmarked(None)).is_none())
@@ -378,6 +378,6 @@ pub(crate) async fn complete_all(port: &Port<'_>) -> Result<(), DriverError> {
     }
     let closed = port.with(|state| state.streams.close_all());
     port.does(CallKind::SynchronizeContext).await?;
-    closed.into_iter().for_each(|of| settle(port, of));
+    closed.into_iter().for_each(|of| mark_complete(port, of));
     Ok(())
 }

@@ -84,7 +84,7 @@ pub(crate) async fn move_block(
         Err(failure) => Some(Err(*failure.error)),
     };
     if let Some(refused) = refused {
-        port.with(|state| state.withdraw(region, new.placed, Claim::default(), port.clock));
+        port.with(|state| state.cancel_placement(region, new.placed, Claim::default(), port.clock));
         return refused;
     }
     let ends = port.with(|state| begin(state, region, id, made));
@@ -143,7 +143,7 @@ fn end(
         idle = trade(state, region, (id, made.size), new.placed, clock);
         state.readdress(region, from, id);
     } else {
-        state.withdraw(region, new.placed, Claim::default(), clock);
+        state.cancel_placement(region, new.placed, Claim::default(), clock);
     }
     if copied.as_ref().is_err_and(|failed| failed.is_lost) && freed.is_none() {
         state.region_mut(region).lose(id);

@@ -9,7 +9,7 @@ use super::*;
 use crate::Bound;
 use crate::driver::{Driver as _, DriverError};
 use lowtide_core::clock::SystemClock;
-use lowtide_cuda_sim::trial::{Failure, TrialDriver};
+use lowtide_cuda_sim::trial::{Failure, FaultInjectingDriver};
 
 mod cu_arena;
 mod random;
@@ -29,16 +29,19 @@ fn config(limit: ByteSize) -> PinnedConfig {
     }
 }
 
-fn open_with(config: PinnedConfig) -> (PinnedPool, Arc<TrialDriver>) {
-    let driver = Arc::new(TrialDriver::new());
+fn open_with(config: PinnedConfig) -> (PinnedPool, Arc<FaultInjectingDriver>) {
+    let driver = Arc::new(FaultInjectingDriver::new());
     (open_over(driver.clone(), config).expect("open"), driver)
 }
 
-fn open_over(driver: Arc<TrialDriver>, config: PinnedConfig) -> Result<PinnedPool, DeviceError> {
+fn open_over(
+    driver: Arc<FaultInjectingDriver>,
+    config: PinnedConfig,
+) -> Result<PinnedPool, DeviceError> {
     PinnedPool::open(driver, Arc::new(SystemClock::new()), config)
 }
 
-fn open(limit: ByteSize) -> (PinnedPool, Arc<TrialDriver>) {
+fn open(limit: ByteSize) -> (PinnedPool, Arc<FaultInjectingDriver>) {
     open_with(config(limit))
 }
 
@@ -51,7 +54,7 @@ fn mib(pool: &PinnedPool, mib: u64) -> PinnedBuffer<u8> {
 }
 
 /// Checks that the state, the driver and the snapshot agree.
-fn check(pool: &PinnedPool, driver: &TrialDriver) {
+fn check(pool: &PinnedPool, driver: &FaultInjectingDriver) {
     pool.validate();
     driver.assert_no_faults();
     assert_eq!(driver.host_memory().0, pool.snapshot().arena.committed);
@@ -104,7 +107,7 @@ fn what_stays_idle_is_what_fits_under_the_low_watermark() {
 fn watermarks_that_cross_are_refused_with_their_numbers() {
     let (low_watermark, high_watermark) = (ByteSize::mib(2), ByteSize::mib(1));
     let crossed = PinnedConfig { low_watermark, high_watermark, ..config(ByteSize::MAX) };
-    let refused = open_over(Arc::new(TrialDriver::new()), crossed).expect_err("crossed");
+    let refused = open_over(Arc::new(FaultInjectingDriver::new()), crossed).expect_err("crossed");
     assert_eq!(refused, DeviceError::Watermarks { low: low_watermark, high: high_watermark });
 }
 
@@ -238,7 +241,7 @@ fn a_fall_back_to_pageable_memory_is_asked_for_by_name_and_shown() {
 
 #[test]
 fn a_driver_without_page_locking_is_refused_at_open_unless_pageable_will_do() {
-    let mut driver = TrialDriver::new();
+    let mut driver = FaultInjectingDriver::new();
     driver.capabilities.page_locked = false;
     let driver = Arc::new(driver);
     let backend = driver.backend();
@@ -361,7 +364,7 @@ fn elements_without_bytes_take_no_block() {
 }
 
 /// Performs every kind of act once, and continues after each failure. Validates after each act.
-fn scenario(driver: &Arc<TrialDriver>) {
+fn scenario(driver: &Arc<FaultInjectingDriver>) {
     let pool = open_over(driver.clone(), config(ByteSize::mib(8))).expect("open");
     let mut kept: Vec<PinnedBuffer<u8>> = Vec::new();
     for kib in [100, 3000, 2000, 200] {
@@ -399,14 +402,14 @@ fn scenario(driver: &Arc<TrialDriver>) {
 
 #[test]
 fn a_failure_at_any_driver_call_leaves_the_books_right() {
-    let whole = Arc::new(TrialDriver::new());
+    let whole = Arc::new(FaultInjectingDriver::new());
     scenario(&whole);
     let calls = whole.calls();
     assert!(calls > 10, "only {calls} calls: the scenario is too tame");
     for out_of_memory in [false, true] {
         for nth in 0..calls {
             println!("call {nth} fails, out of memory: {out_of_memory}");
-            let driver = Arc::new(TrialDriver::new());
+            let driver = Arc::new(FaultInjectingDriver::new());
             driver.fail(Failure { nth, out_of_memory });
             scenario(&driver);
             driver.assert_no_faults();

@@ -209,14 +209,14 @@ impl ArenaState {
     }
 
     /// Records that a placed block has its memory and is allocated.
-    pub(crate) fn arrive(
+    pub(crate) fn mark_live(
         &mut self,
         region: Region,
         request: AllocRequest,
         placed: Placement,
         clock: &dyn Clock,
     ) {
-        self.region_mut(region).arrive(placed);
+        self.region_mut(region).mark_live(placed);
         self.events.push(clock, || ArenaEvent::Allocated { region, request, placed });
         self.totals.allocs += 1;
         self.totals.alloc_size_max = self.totals.alloc_size_max.max(placed.span.size);
@@ -325,7 +325,7 @@ impl ArenaState {
     }
 
     /// Removes a placed block that got no memory, or whose earlier uses could not be waited for.
-    pub(crate) fn withdraw(
+    pub(crate) fn cancel_placement(
         &mut self,
         region: Region,
         placed: Placement,
@@ -334,7 +334,7 @@ impl ArenaState {
     ) {
         let (streams, state) = (&self.streams, &mut self.regions[region.number()]);
         let left = |(part, uses): (Span, Uses)| (part, uses.only(|of| !streams.is_done(of)));
-        let gone = state.withdraw(placed, claim.parts.into_iter().map(left));
+        let gone = state.cancel_placement(placed, claim.parts.into_iter().map(left));
         debug_assert!(gone.is_ok(), "a placed block is known to the index");
         if gone == Ok(true) {
             self.note_idle(region, placed.span, clock);
@@ -620,10 +620,10 @@ impl ArenaState {
     }
 
     /// Records that a stream has completed all uses up to an epoch.
-    pub(crate) fn settle(&mut self, stream: StreamKey, epoch: u64, clock: &dyn Clock) {
+    pub(crate) fn mark_complete(&mut self, stream: StreamKey, epoch: u64, clock: &dyn Clock) {
         self.streams.complete(stream, epoch);
         for region in Region::ALL {
-            for span in self.region_mut(region).settle(stream, epoch) {
+            for span in self.region_mut(region).mark_complete(stream, epoch) {
                 self.note_idle(region, span, clock);
             }
         }

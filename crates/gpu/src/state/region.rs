@@ -256,7 +256,7 @@ impl RegionState {
 
     /// Frees a block's span, immediately or when its uses are complete. Returns `true` if granules
     /// became idle.
-    fn let_go(&mut self, span: Span, uses: Uses) -> bool {
+    fn free_or_defer(&mut self, span: Span, uses: Uses) -> bool {
         if uses.is_empty() {
             return self.segment.untouch(span);
         }
@@ -266,14 +266,14 @@ impl RegionState {
 
     /// Records that a stream has completed all uses up to an epoch. Returns the spans whose
     /// granules became idle.
-    pub(crate) fn settle(&mut self, stream: StreamKey, epoch: u64) -> Vec<Span> {
+    pub(crate) fn mark_complete(&mut self, stream: StreamKey, epoch: u64) -> Vec<Span> {
         let mut spans = self.pending.complete(stream, epoch);
         spans.retain(|&span| self.segment.untouch(span));
         spans
     }
 
     /// Records that the memory of an arriving block is committed.
-    pub(crate) fn arrive(&mut self, placed: Placement) {
+    pub(crate) fn mark_live(&mut self, placed: Placement) {
         debug_assert_eq!(self.segment.wanting(placed.span), 0, "a live block has memory");
         self.arriving -= placed.span.size;
         self.live += placed.span.size;
@@ -282,7 +282,7 @@ impl RegionState {
 
     /// Removes an arriving block, and restores its pending parts. Returns `true` if granules became
     /// idle.
-    pub(crate) fn withdraw(
+    pub(crate) fn cancel_placement(
         &mut self,
         placed: Placement,
         parts: impl IntoIterator<Item = (Span, Uses)>,
@@ -305,7 +305,7 @@ impl RegionState {
         self.pins.forget(placed.id);
         self.live -= span.size;
         self.requested = self.requested.wrapping_sub(placed.requested);
-        Ok(self.let_go(span, uses))
+        Ok(self.free_or_defer(span, uses))
     }
 
     /// Starts resizing a live block with these uses in place. The part that the block grows by is

@@ -14,7 +14,7 @@ use crate::{
 };
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::ManualClock;
-use lowtide_cuda_sim::trial::{Failure, TrialDriver};
+use lowtide_cuda_sim::trial::{Failure, FaultInjectingDriver};
 
 pub(super) const DYNAMIC: CompactOptions = CompactOptions::new(Region::Dynamic);
 pub(super) const ALL: CompactOptions = CompactOptions {
@@ -23,17 +23,17 @@ pub(super) const ALL: CompactOptions = CompactOptions {
 };
 
 /// Opens an arena whose addresses are as scarce as its memory.
-pub(super) fn fixed(size: ByteSize) -> (DeviceArena, Arc<TrialDriver>) {
+pub(super) fn fixed(size: ByteSize) -> (DeviceArena, Arc<FaultInjectingDriver>) {
     open(ArenaConfig { limit: size, reserve: size, ..ArenaConfig::new("fixed") })
 }
 
 /// Opens an arena with more addresses than memory.
-pub(super) fn virtual_memory(limit: ByteSize) -> (DeviceArena, Arc<TrialDriver>) {
+pub(super) fn virtual_memory(limit: ByteSize) -> (DeviceArena, Arc<FaultInjectingDriver>) {
     open(ArenaConfig { limit, reserve: ByteSize::gib(1), ..ArenaConfig::new("virtual") })
 }
 
-pub(super) fn open(config: ArenaConfig) -> (DeviceArena, Arc<TrialDriver>) {
-    let driver = Arc::new(TrialDriver::new());
+pub(super) fn open(config: ArenaConfig) -> (DeviceArena, Arc<FaultInjectingDriver>) {
+    let driver = Arc::new(FaultInjectingDriver::new());
     let arena = DeviceArena::open(driver.clone(), Arc::new(ManualClock::new()), config);
     (arena.expect("open"), driver)
 }
@@ -307,7 +307,7 @@ fn a_callback_that_panics_ends_the_compaction_after_a_whole_move() {
 }
 
 /// Performs jumps, slides in pieces, and moves to places that have no memory yet.
-fn scenario(driver: &Arc<TrialDriver>, nth: Option<u64>) -> u64 {
+fn scenario(driver: &Arc<FaultInjectingDriver>, nth: Option<u64>) -> u64 {
     let size = ByteSize::mib(32);
     let config = ArenaConfig { limit: size, reserve: size, ..ArenaConfig::new("trial") };
     let arena = DeviceArena::open(driver.clone(), Arc::new(ManualClock::new()), config);
@@ -346,11 +346,11 @@ fn scenario(driver: &Arc<TrialDriver>, nth: Option<u64>) -> u64 {
 
 #[test]
 fn a_call_that_fails_at_any_turn_leaves_every_block_whole() {
-    let calls = scenario(&Arc::new(TrialDriver::new()), None);
+    let calls = scenario(&Arc::new(FaultInjectingDriver::new()), None);
     assert!(calls > 8, "only {calls} calls: the scenario is too tame");
     for nth in 0..calls {
         println!("call {nth} fails");
-        scenario(&Arc::new(TrialDriver::new()), Some(nth));
+        scenario(&Arc::new(FaultInjectingDriver::new()), Some(nth));
     }
 }
 

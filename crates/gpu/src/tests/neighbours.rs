@@ -17,8 +17,8 @@ const ALIGN: ByteSize = ByteSize::new(256);
 
 /// Opens an arena with this many granules of addresses per region, one live granule, and room under
 /// the limit for one more.
-fn nearly_full(granules: u64) -> (DeviceArena, Arc<TrialDriver>, Buffer<u8>) {
-    let driver = Arc::new(TrialDriver::new());
+fn nearly_full(granules: u64) -> (DeviceArena, Arc<FaultInjectingDriver>, Buffer<u8>) {
+    let driver = Arc::new(FaultInjectingDriver::new());
     let reserve = ByteSize::new(granules * GRANULE.get());
     let config = ArenaConfig { reserve, ..config(ByteSize::mib(4)) };
     let arena = DeviceArena::open(driver.clone(), Arc::new(ManualClock::new()), config);
@@ -35,15 +35,15 @@ fn place(arena: &DeviceArena, size: ByteSize) -> Placement {
 }
 
 /// Removes a placed block, as after a failed call.
-fn withdraw(arena: &DeviceArena, placed: Placement) {
+fn cancel(arena: &DeviceArena, placed: Placement) {
     let inner = arena.inner();
-    inner.lock_state().withdraw(DYNAMIC, placed, Claim::default(), &*inner.clock);
+    inner.lock_state().cancel_placement(DYNAMIC, placed, Claim::default(), &*inner.clock);
 }
 
 /// Places two blocks that wait for their memory, with this gap between them.
 fn apart(arena: &DeviceArena, gap: u64) -> [Placement; 2] {
     let [before, gone, after] = [3, gap, 5].map(|mib| place(arena, ByteSize::mib(mib)));
-    withdraw(arena, gone);
+    cancel(arena, gone);
     [before, after]
 }
 
@@ -57,7 +57,7 @@ fn a_block_beside_one_that_waits_for_its_memory_is_placed_where_a_granule_begins
     let at = block.address(&block.enter().expect("a lease")).expect("ours").expect("not empty");
     assert_eq!(at.offset_from(neighbours[0].at), Some(ByteSize::mib(4)));
     assert_eq!(arena.snapshot().committed, ByteSize::mib(4));
-    neighbours.into_iter().for_each(|placed| withdraw(&arena, placed));
+    neighbours.into_iter().for_each(|placed| cancel(&arena, placed));
     drop((block, live));
     arena.validate();
     driver.assert_no_faults();
@@ -70,7 +70,7 @@ fn a_block_that_fits_at_no_granules_start_is_short_of_memory_and_not_of_addresse
     // No call is in progress, so nothing is waited for.
     let refused = bytes(&arena, GRANULE, DYNAMIC).expect_err("it needs two granules there");
     assert!(matches!(refused, DeviceError::OutOfMemory { .. }), "{refused}");
-    neighbours.into_iter().for_each(|placed| withdraw(&arena, placed));
+    neighbours.into_iter().for_each(|placed| cancel(&arena, placed));
     drop((bytes(&arena, GRANULE, DYNAMIC).expect("they are gone"), live));
     arena.validate();
     driver.assert_no_faults();
@@ -97,7 +97,7 @@ fn a_block_that_fits_at_no_granules_start_waits_for_the_calls_of_its_neighbours(
         assert!(!waiting.is_finished(), "it is refused though by its figures there is room");
         thread::yield_now();
     }
-    neighbours.into_iter().for_each(|placed| withdraw(&arena, placed));
+    neighbours.into_iter().for_each(|placed| cancel(&arena, placed));
     // SAFETY: an idle granule, marked as leaving above.
     unsafe { driver.decommit(leaving.at, leaving.size) }.expect("committed");
     arena.inner().lock_state().end_leave(leaving, true, &*arena.inner().clock);

@@ -6,7 +6,7 @@
 
 use super::*;
 
-fn opened(driver: &Arc<TrialDriver>, config: ArenaConfig) -> (DeviceArena, ManualClock) {
+fn opened(driver: &Arc<FaultInjectingDriver>, config: ArenaConfig) -> (DeviceArena, ManualClock) {
     let clock = ManualClock::new();
     let arena = DeviceArena::open(driver.clone(), Arc::new(clock.clone()), config);
     (arena.expect("open"), clock)
@@ -25,7 +25,7 @@ fn doubling() -> Growth {
 #[test]
 fn an_arena_that_cannot_be_opened_leaves_nothing_behind() {
     for nth in 0..2 {
-        let driver = Arc::new(TrialDriver::new());
+        let driver = Arc::new(FaultInjectingDriver::new());
         driver.fail(Failure { nth, out_of_memory: true });
         let config = ArenaConfig { reserve: GRANULE, ..config(ByteSize::MAX) };
         let clock = Arc::new(ManualClock::new());
@@ -55,7 +55,7 @@ fn a_driver_that_fails_at_the_end_stops_nobody() {
 #[test]
 fn a_device_that_never_has_memory_is_asked_a_few_times_and_refused() {
     for growth in [Growth::SameAsRequested, doubling()] {
-        let driver = Arc::new(TrialDriver::new());
+        let driver = Arc::new(FaultInjectingDriver::new());
         driver.set_device_granules(0);
         let (arena, _) = opened(&driver, ArenaConfig { growth, ..config(ByteSize::MAX) });
         let before = driver.calls();
@@ -104,7 +104,7 @@ fn other_threads_allocate_and_free_while_a_commit_is_held() {
 /// Regression test: a buffer whose growth failed half-way left idle memory, and no check was due.
 #[test]
 fn growth_that_failed_half_way_left_idle_memory_that_never_decayed() {
-    let driver = Arc::new(TrialDriver::new());
+    let driver = Arc::new(FaultInjectingDriver::new());
     // Four granules per region: growth across the middle takes two calls.
     let config = ArenaConfig { reserve: ByteSize::mib(8), ..config(ByteSize::MAX) };
     let (arena, clock) = opened(&driver, config);
@@ -131,7 +131,7 @@ fn growth_that_failed_half_way_left_idle_memory_that_never_decayed() {
 /// did after the commit failed.
 #[test]
 fn memory_that_was_to_come_ahead_and_did_not_stayed_idle_for_the_decay() {
-    let driver = Arc::new(TrialDriver::new());
+    let driver = Arc::new(FaultInjectingDriver::new());
     let config = ArenaConfig { growth: doubling(), ..config(ByteSize::MAX) };
     let (arena, clock) = opened(&driver, config);
     driver.fail(Failure { nth: driver.calls(), out_of_memory: false });
@@ -176,7 +176,7 @@ fn a_block_arrived_after_the_arena_was_closed() {
 /// block needed.
 #[test]
 fn memory_committed_ahead_by_another_thread_was_missing_to_who_was_short() {
-    let driver = Arc::new(TrialDriver::new());
+    let driver = Arc::new(FaultInjectingDriver::new());
     let config = ArenaConfig { growth: doubling(), ..config(ByteSize::mib(16)) };
     let (arena, _) = opened(&driver, config);
     driver.hold();

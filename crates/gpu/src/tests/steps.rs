@@ -282,7 +282,7 @@ impl<'a> World<'a> {
             if let Begun::Placed(placed, claim) = begun {
                 let state = self.state();
                 state.region_mut(region).pins.end_operation(placed.id);
-                state.withdraw(region, placed, claim, clock);
+                state.cancel_placement(region, placed, claim, clock);
             }
             return;
         }

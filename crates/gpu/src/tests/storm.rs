@@ -258,16 +258,16 @@ fn compact(arena: &DeviceArena, seen: &Seen, mut chance: Chance, moves_raw: bool
 }
 
 fn storm(seed: u64, config: ArenaConfig, odds: Option<u64>, max: u64) {
-    storm_over(TrialDriver::new(), seed, config, odds, max);
+    storm_over(FaultInjectingDriver::new(), seed, config, odds, max);
 }
 
 fn storm_over(
-    driver: TrialDriver,
+    driver: FaultInjectingDriver,
     seed: u64,
     config: ArenaConfig,
     odds: Option<u64>,
     max: u64,
-) -> Arc<TrialDriver> {
+) -> Arc<FaultInjectingDriver> {
     let (limit, moves_raw) = (config.limit, seed.is_multiple_of(2));
     let (driver, clock) = (Arc::new(driver), ManualClock::new());
     let arena = DeviceArena::open(driver.clone(), Arc::new(clock.clone()), config).expect("open");
@@ -334,7 +334,7 @@ fn a_storm_where_idle_memory_is_remapped_loses_nothing() {
         let config = ArenaConfig { granule, ..config(ByteSize::mib(40)) };
         // With one active thread at a time, a storm may never be short of memory.
         let is_any_remapped = (0..ROUNDS_MAX).any(|round| {
-            let mut driver = TrialDriver::new();
+            let mut driver = FaultInjectingDriver::new();
             driver.capabilities.remap = true;
             storm_over(driver, seed ^ round, config.clone(), odds, 19).remapped() > 0
         });

@@ -45,7 +45,7 @@ fn only_a_wait_that_repeats_its_condition_notifies_nobody() {
 /// waited for that turn.
 #[test]
 fn an_allocation_with_the_turn_to_call_callbacks_does_not_wait_for_a_wake() {
-    let (driver, clock) = (Arc::new(TrialDriver::new()), Arc::new(ManualClock::new()));
+    let (driver, clock) = (Arc::new(FaultInjectingDriver::new()), Arc::new(ManualClock::new()));
     let sleep = SleepConfig { wake_timeout: Duration::ZERO, ..SleepConfig::default() };
     let config = ArenaConfig { sleep, ..config(ByteSize::mib(6)) };
     let arena = DeviceArena::open(driver, clock, config).expect("open");
@@ -101,7 +101,7 @@ impl tracing::Subscriber for Reads {
 /// Regression test: subscribers were called with the lock of the state held.
 #[test]
 fn a_log_subscriber_may_use_the_arena() {
-    let mut driver = TrialDriver::new();
+    let mut driver = FaultInjectingDriver::new();
     driver.capabilities.remap = true;
     let (driver, clock) = (Arc::new(driver), Arc::new(ManualClock::new()));
     let arena = DeviceArena::open(driver.clone(), clock, config(ByteSize::mib(6))).expect("open");

@@ -6,7 +6,7 @@ use std::time::Duration;
 use super::*;
 use crate::{ArenaConfig, Buffer, DeviceArena, Region};
 use lowtide_core::clock::{Clock, ManualClock};
-use lowtide_cuda_sim::trial::TrialDriver;
+use lowtide_cuda_sim::trial::FaultInjectingDriver;
 
 const MIB: u64 = 1 << 20;
 
@@ -56,7 +56,7 @@ fn arena(history: usize, limit: ByteSize) -> (DeviceArena, ManualClock) {
     let clock = ManualClock::new();
     let reserve = ByteSize::gib(1);
     let config = ArenaConfig { history, limit, reserve, ..ArenaConfig::new("trial") };
-    let driver = Arc::new(TrialDriver::new());
+    let driver = Arc::new(FaultInjectingDriver::new());
     let arena = DeviceArena::open(driver, Arc::new(clock.clone()), config);
     (arena.expect("open"), clock)
 }
@@ -92,7 +92,7 @@ fn a_map_and_a_snapshot_of_one_arena_agree() {
 
 #[test]
 fn a_block_whose_memory_is_on_its_way_is_free_and_its_granules_are_active() {
-    let driver = Arc::new(TrialDriver::new());
+    let driver = Arc::new(FaultInjectingDriver::new());
     let clock = Arc::new(ManualClock::new());
     let config = ArenaConfig { history: 10, ..ArenaConfig::new("trial") };
     let arena = DeviceArena::open(driver.clone(), clock, config).expect("open");

@@ -13,7 +13,7 @@ const BOTH: [PinnedKind; 2] = [PinnedKind::PageLocked, PinnedKind::Pageable];
 fn pool(kind: PinnedKind, limit_mib: u64) -> PinnedPool {
     let config =
         PinnedConfig { kind, limit: ByteSize::mib(limit_mib), ..PinnedConfig::new("cu_arena") };
-    open_over(Arc::new(TrialDriver::new()), config).expect("open")
+    open_over(Arc::new(FaultInjectingDriver::new()), config).expect("open")
 }
 
 #[test]

@@ -5,7 +5,7 @@ use std::thread;
 use super::*;
 
 /// Releases the held driver calls if a test ends early, so that it fails and does not hang.
-struct LetGo<'a>(&'a TrialDriver);
+struct LetGo<'a>(&'a FaultInjectingDriver);
 
 impl Drop for LetGo<'_> {
     fn drop(&mut self) {
