@@ -74,8 +74,8 @@ const MUTANTS: &[Mutant] = &[
     Mutant {
         name: "stale-call",
         about: "the end of a stream does not wait for calls that use its handle",
-        text: "while port.with(|state| state.streams.is_lent(stream)) {",
-        replacement: "while false {",
+        text: "    port.wait_while(|state| state.streams.is_lent(stream)).await;\n",
+        replacement: "",
         test: "schedules::calls::no_call_is_made_with_the_handle_of_a_stream_that_is_gone",
         is_sample: false,
     },
@@ -99,7 +99,8 @@ const MUTANTS: &[Mutant] = &[
     Mutant {
         name: "lost-claim",
         about: "a failed allocation frees its space as if nothing had been pending there",
-        text: "state.cancel_placement(region, placed, claim, port.clock);\n                Err(failure",
+        text: "state.cancel_placement(region, placed, claim, port.clock);\n                \
+               Err(failure",
         replacement: "state.cancel_placement(region, placed, Claim::default(), port.clock);\n\
                       Err(failure",
         test: SCHEDULES,
