@@ -168,9 +168,12 @@ impl<'a, 'b> CallbackTurn<'a, 'b> {
     /// Takes the turn if there are callbacks; also returns `true` if another run was waited for.
     /// Returns `None` if this thread must not wait for that.
     pub(super) async fn take(port: &'a Port<'b>) -> Option<(Self, bool)> {
-        let has_waited = port.outside(|| port.surroundings.take_callback_turn()).await?;
-        port.has_turn.set(true);
-        Some((Self(port), has_waited))
+        let take = || {
+            let has_waited = port.surroundings.take_callback_turn()?;
+            port.has_turn.set(true);
+            Some((Self(port), has_waited))
+        };
+        port.outside(take).await
     }
 }
 
@@ -187,8 +190,12 @@ pub(super) struct ShutCaches<'a>(&'a dyn Surroundings);
 impl<'a> ShutCaches<'a> {
     /// Empties the caches; also returns `true` if they held a block.
     pub(super) async fn shut(port: &Port<'a>) -> (Self, bool) {
-        let held = port.outside(|| port.surroundings.shut_caches()).await;
-        (Self(port.surroundings), held)
+        let surroundings = port.surroundings;
+        let shut = || {
+            let held = surroundings.shut_caches();
+            (Self(surroundings), held)
+        };
+        port.outside(shut).await
     }
 }
 
