@@ -345,6 +345,8 @@ fn many_threads_keep_contents_books_and_limit() {
     const THREADS: u64 = 4;
     let limit = ByteSize::mib(24);
     let (arena, driver, clock) = open(limit);
+    // So little room is left that a single thread reaches the limit, even if none runs beside it.
+    let held = bytes(&arena, ByteSize::mib(20), Region::Stable).expect("room");
     let worker = |number: u64| {
         let (arena, clock) = (arena.clone(), clock.clone());
         move || {
@@ -400,6 +402,7 @@ fn many_threads_keep_contents_books_and_limit() {
     };
     let threads: Vec<_> = (1..=THREADS).map(|number| thread::spawn(worker(number))).collect();
     let refusals: u64 = threads.into_iter().map(|thread| thread.join().expect("no panic")).sum();
+    drop(held);
     arena.validate();
     driver.assert_no_faults();
     let snapshot = arena.snapshot();
