@@ -259,7 +259,6 @@ async fn commit(port: &Port<'_>, region: Region, runs: Vec<Run>) -> Result<(), D
         port.with(|state| state.end_commit(region, run, outcome.is_ok(), port.clock));
         next = runs.next();
     }
-    port.with(ArenaState::note_committed);
     outcome
 }
 

@@ -286,7 +286,6 @@ async fn finish(port: &Port<'_>, runs: &[IncomingRun], restored: ByteSize) -> Wa
         for run in runs {
             state.end_commit(run.region, run.run, true, port.clock);
         }
-        state.note_committed();
         // Kept stores stay in the accounting.
         let excess = state.sleep.saved.take().and_then(|saved| state.sleep.keep(saved));
         state.sleep.end_wake(None, port.clock.now());
@@ -324,7 +323,6 @@ async fn abort(
         for (run, &stays) in runs.iter().zip(&stays) {
             state.end_commit(run.region, run.run, stays, port.clock);
         }
-        state.note_committed();
         state.sleep.end_wake(Some(error.clone()), port.clock.now());
         state.events.push(port.clock, || ArenaEvent::WakeFailed);
         state.sleep.finish(Phase::Asleep)

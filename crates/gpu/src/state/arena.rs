@@ -278,7 +278,7 @@ impl ArenaState {
     }
 
     /// Updates the peak of committed memory after a commit; a failed commit does not count.
-    pub(crate) fn note_committed(&mut self) {
+    fn note_committed(&mut self) {
         self.committed_peak = self.committed_peak.max(self.there());
     }
 
@@ -297,6 +297,7 @@ impl ArenaState {
             self.events.push(clock, || ArenaEvent::Committed { at, size });
             self.totals.commits += 1;
             self.totals.committed_bytes += size.get();
+            self.note_committed();
         }
         if done && self.idle() > 0 {
             let offset = self.region(region).segment.offset_of(at).unwrap_or_default();
@@ -366,7 +367,7 @@ impl ArenaState {
 
     /// Adds the counts of a dropped cache, which is empty.
     pub(crate) fn add_cache(&mut self, tally: &CacheCounts) {
-        debug_assert_eq!(tally.cached(), 0, "what it held is in the state");
+        debug_assert_eq!(tally.cached(), 0, "its blocks were freed");
         self.totals.allocs += tally.allocs;
         self.totals.cache_allocs += tally.allocs;
         self.totals.frees += tally.frees;
@@ -697,7 +698,7 @@ impl ArenaState {
         self.outstanding.imported.validate();
         let totals = &self.totals;
         let settled = totals.committed_bytes - totals.decommitted_bytes;
-        assert!(self.backed() >= settled, "every byte committed is on the state");
+        assert!(self.backed() >= settled, "every committed byte is backed");
         assert!(self.there() <= self.committed_peak, "no more is there than at the peak");
     }
 }

@@ -27,7 +27,7 @@ use crate::exec::reserve;
 use crate::state::arena::ArenaState;
 use crate::state::compact::plan::Move;
 use crate::state::event::{After, FreeCause};
-use crate::state::region::{AllocRequest, Placement, RegionState};
+use crate::state::region::{AllocRequest, Placement, RegionState, Search};
 use crate::state::streams::StreamKey;
 use crate::types::compact::CompactOptions;
 use crate::types::shortage::Shortage;
@@ -602,4 +602,21 @@ fn random_steps_keep_every_byte_and_leave_nothing_behind() {
     let seconds = (clock.now() - start).as_secs_f64();
     println!("{count} schedules from seed {from} in {seconds:.1} s: {all:?}");
     assert!(count < 100 || (all.sleeps > 0 && all.moves > 0 && all.refused > 0 && all.lost > 0));
+}
+
+/// Regression test: the peak of committed memory was updated after the last of several calls only,
+/// so it missed memory that left meanwhile, and all of it if a result was lost.
+#[test]
+fn the_peak_of_committed_memory_counts_each_commit() {
+    let clock = ManualClock::new();
+    let sim = device(1, &mut Chance(1), &clock);
+    let mut state =
+        state(&sim, &clock, &ArenaConfig { reserve: ByteSize::kib(512), ..config(ByteSize::MAX) });
+    let wanted = AllocRequest::new(STEP_GRANULE, ByteSize::new(256)).expect("not empty");
+    let (placed, _) = state.place(Region::Dynamic, wanted, Search::Usual, None).expect("room");
+    let runs = state.begin_commit(Region::Dynamic, placed.span, STEP_GRANULE.get(), false);
+    for run in runs {
+        state.end_commit(Region::Dynamic, run, true, &clock);
+        state.validate();
+    }
 }
