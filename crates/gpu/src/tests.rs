@@ -381,12 +381,8 @@ fn many_threads_keep_contents_books_and_limit() {
                         clock.advance(Duration::from_millis(700));
                         arena.decay(clock.now()).expect("decay");
                     }
-                    9 if chance.below(2) == 0 => {
-                        arena.purge().expect("purge");
-                    }
-                    9 => {
-                        arena.trim(ByteSize::mib(chance.below(24))).expect("trim");
-                    }
+                    9 if chance.below(2) == 0 => drop(arena.purge().expect("purge")),
+                    9 => drop(arena.trim(ByteSize::mib(chance.below(24))).expect("trim")),
                     _ => {}
                 }
                 if kept.len() > 24 {
