@@ -36,7 +36,6 @@ use crate::types::snapshot::{ArenaGlance, ArenaSnapshot};
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::Clock;
 use lowtide_core::decay::DecayTime;
-use lowtide_core::fork::Birth;
 use lowtide_core::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use lowtide_core::sync::{Mutex, MutexGuard, lock};
 
@@ -56,7 +55,6 @@ pub(crate) struct ArenaInner {
     pub(crate) callbacks: Arc<Callbacks>,
     /// `true` if the arena hands out nothing more.
     pub(crate) closed: AtomicBool,
-    pub(crate) birth: Birth,
     /// CUDA errors that the view of a freed buffer left with cudarc.
     #[cfg(feature = "cuda")]
     pub(crate) parked: AtomicU64,
@@ -116,11 +114,6 @@ impl Drop for Shut<'_> {
 }
 
 impl ArenaCaches {
-    /// Keeps caches empty while the arena sleeps.
-    pub(crate) fn set_asleep(&self, is_asleep: bool) {
-        self.set(|rules| rules.asleep = is_asleep);
-    }
-
     /// Creates caches of this maximum size each; zero for threads if work is `asynchronous`.
     pub(crate) fn new(room_max: ByteSize, decay: DecayTime, asynchronous: bool) -> Self {
         let caches = Self::default();
@@ -167,6 +160,11 @@ impl ArenaCaches {
         self.set(|rules| rules.at_once = decay == DecayTime::AtOnce);
     }
 
+    /// Keeps caches empty while the arena sleeps.
+    pub(crate) fn set_asleep(&self, is_asleep: bool) {
+        self.set(|rules| rules.asleep = is_asleep);
+    }
+
     /// Keeps caches from accepting blocks until the guard is dropped.
     pub(crate) fn shut(&self) -> Shut<'_> {
         self.set(|rules| rules.shut += 1);
@@ -211,7 +209,6 @@ impl ArenaInner {
             caches: ArenaCaches::new(cache, decay, capabilities.asynchronous),
             callbacks: Arc::new(Callbacks::new()),
             closed: AtomicBool::new(false),
-            birth: Birth::now(),
             #[cfg(feature = "cuda")]
             parked: AtomicU64::new(0),
         }
@@ -284,7 +281,7 @@ impl ArenaInner {
     /// Fails in a forked child, in which a thread that does not exist there may hold the lock.
     #[inline]
     pub(crate) fn check_here(&self) -> Result<(), DeviceError> {
-        if self.birth.is_here() { Ok(()) } else { Err(DeviceError::Forked) }
+        if self.executor.is_here() { Ok(()) } else { Err(DeviceError::Forked) }
     }
 
     /// Fails in a forked child, and once the arena is closed.
@@ -379,15 +376,6 @@ impl ArenaInner {
     pub(crate) fn empty_caches(&self) -> bool {
         let sweep = lock(&self.caches.sweep);
         self.empty_under(&sweep)
-    }
-
-    /// Keeps caches from accepting blocks until the guard is dropped, and frees all cached blocks
-    /// in the arena. Returns `true` if there were any. Locks each cache: a block that was put into
-    /// a cache earlier is found, and a later block finds no room.
-    pub(crate) fn shut_thread_caches(&self) -> (Shut<'_>, bool) {
-        let shut = self.caches.shut();
-        let held = self.empty_all(&lock(&self.caches.sweep));
-        (shut, held)
     }
 
     /// Keeps caches from accepting blocks for good, and empties them, because the arena has no
@@ -521,7 +509,9 @@ impl ArenaInner {
 
 impl Surroundings for ArenaInner {
     fn shut_caches(&self) -> bool {
-        let (shut, held) = self.shut_thread_caches();
+        // A block that was put into a cache earlier is found, and a later block finds no room.
+        let shut = self.caches.shut();
+        let held = self.empty_all(&lock(&self.caches.sweep));
         let _until_reopened = ManuallyDrop::new(shut);
         held
     }
