@@ -30,7 +30,8 @@ use lowtide_core::bytes::ByteSize;
 /// GPUs map, and a multiple of every page size in use (4, 16, 64 KiB).
 const GRANULARITY: ByteSize = ByteSize::mib(2);
 
-/// A driver for memory in the address space of this process.
+/// A driver for memory in the address space of this process: granules of 2 MiB, no streams, and
+/// the same addresses after a wake.
 #[derive(Debug, Default)]
 #[non_exhaustive]
 pub struct HostDriver {}

@@ -84,7 +84,8 @@
 //! borrows a buffer as a cudarc slice.
 //! Events are logged through `tracing`; `docs/OPERATING.md` lists them.
 //!
-//! Invariant: `active + idle = committed <= reserved`, for every arena at every instant.
+//! Invariant: `active + idle = committed <= reserved`, for every arena at every instant. (These are
+//! [`ByteSize`]s, which have no operators: use [`ByteSize::saturating_add`] or [`ByteSize::get`].)
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
 mod api;

@@ -138,8 +138,9 @@ impl DeviceArena {
     /// (`bytemuck` 1 with its feature `derive`).
     ///
     /// # Errors
-    /// [`DeviceError::OutOfMemory`] if releasing the arena's idle memory, searching every free span
-    /// and calling shortage callbacks ([`DeviceArena::on_shortage`]) is not enough. The errors of
+    /// [`DeviceError::OutOfMemory`] if all idle memory of the arena, every free span and what
+    /// shortage callbacks ([`DeviceArena::on_shortage`]) release are not enough; idle memory then
+    /// stays committed. The errors of
     /// [`DeviceArena::wake`] if the arena sleeps, with the figures of the wake.
     /// [`DeviceError::OutOfAddresses`], [`DeviceError::TooLarge`], [`DeviceError::Alignment`],
     /// [`DeviceError::Driver`], [`DeviceError::Closed`], [`DeviceError::Forked`]. The arena stays

@@ -68,7 +68,8 @@ impl Drop for BlockPin {
 
 impl DeviceArena {
     /// Moves live blocks of a region, up to the budget, so that whole granules become idle or free
-    /// space becomes contiguous. Calls `moved` for each block, in order, with no lock held.
+    /// space becomes contiguous. Calls `moved` after each move, in the order of the moves, with no
+    /// lock held. A block may move more than once: its next move begins where the last one ended.
     ///
     /// Buffers follow automatically and need no entry in `moved`: it serves tables of raw blocks,
     /// which move if [`moves_raw`](CompactOptions::moves_raw) is set.

@@ -15,9 +15,9 @@ pub struct ShortageCallback {
 }
 
 impl DeviceArena {
-    /// Registers a callback that releases memory when this arena has none left: after thread
-    /// caches, its own idle memory and pending work of streams, and before an allocation, a resize
-    /// or a wake fails. All registered callbacks are called in order of registration, on the thread
+    /// Registers a callback that releases memory when this arena has too little left: thread caches
+    /// are empty, pending work of streams is complete, and all idle memory together would not be
+    /// enough (then it stays committed). Called before an allocation, a resize or a wake fails. All registered callbacks are called in order of registration, on the thread
     /// that is short. Each returns `true` if it released memory. If any did, the allocation is
     /// retried once.
     ///

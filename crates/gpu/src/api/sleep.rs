@@ -52,16 +52,18 @@ pub struct EnterFuture {
 }
 
 impl DeviceArena {
-    /// Releases all memory of the arena, including that of live blocks. The next lease, allocation
-    /// or resize restores it at the same addresses. Frees are possible meanwhile.
+    /// Releases the memory of the arena, including that of live blocks. The next lease, allocation
+    /// or resize restores it at the same addresses. Frees are possible meanwhile. Memory with
+    /// [`Contents::Stay`](crate::Contents::Stay) stays committed; on a driver whose memory is host
+    /// memory, so does memory with [`Contents::Keep`](crate::Contents::Keep), as a copy would need
+    /// as much.
     ///
     /// Waits for leases until the drain timeout of the options, then for the device's work, without
     /// a timeout. Entering during the wait or the copies cancels the sleep.
     ///
     /// Driver calls: a decommit for each run of at most 1 GiB, and a copy if contents are kept;
     /// none per block. Host memory: whole granules of kept contents, rounded up to 64 KiB, reserved
-    /// with the budget of [`DeviceArena::set_host_budget`] before the first copy. If device memory
-    /// is host memory, kept contents stay in place.
+    /// with the budget of [`DeviceArena::set_host_budget`] before the first copy.
     ///
     /// A driver without [`same_address_wake`](crate::driver::Capabilities::same_address_wake)
     /// cannot restore a live block at its address: an arena on it sleeps only if nothing is live.
@@ -323,6 +325,7 @@ impl DeviceArena {
     /// Returns a lease, like [`DeviceArena::enter`], without blocking while a sleeping arena wakes:
     /// a separate thread wakes it. Needs no runtime. While blocks are being moved it may block for
     /// the duration of one copy.
+    /// The output is `Result<Lease, DeviceError>`.
     ///
     /// # Errors
     /// The future returns the errors of [`DeviceArena::enter`], and [`DeviceError::Thread`] if no

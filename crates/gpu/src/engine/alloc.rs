@@ -100,7 +100,8 @@ pub(crate) fn begin(state: &mut ArenaState, clock: &dyn Clock, target: AllocTarg
     }
 }
 
-/// Completes the allocation of a placed block if its memory is committed; otherwise pins the block.
+/// Completes the allocation of a placed block if its memory is committed and no other stream may
+/// still use it; otherwise pins the block.
 #[inline]
 fn begin_at(
     state: &mut ArenaState,
@@ -110,7 +111,8 @@ fn begin_at(
     claim: Claim,
 ) -> Begun {
     let region = state.region_mut(target.region);
-    if claim.uses.is_empty() && region.segment.is_committed(placed.span) && !state.is_closed {
+    let is_ordered = claim.uses.is_of(target.taker);
+    if is_ordered && region.segment.is_committed(placed.span) && !state.is_closed {
         finish(state, clock, target, placed);
         return Begun::Done(placed);
     }

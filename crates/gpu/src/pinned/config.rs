@@ -33,7 +33,8 @@ const LIMIT_PART: u64 = 8;
 #[cfg_attr(feature = "serde", derive(serde::Serialize), serde(rename_all = "snake_case"))]
 #[non_exhaustive]
 pub enum PinnedKind {
-    /// Page-locked; the allocation fails if locking fails.
+    /// Page-locked. The first allocation of a segment fails if the segment cannot be locked: on the
+    /// host driver a process without `CAP_IPC_LOCK` may lock `RLIMIT_MEMLOCK` bytes.
     #[default]
     PageLocked,
     /// Page-locked as far as the system allows, then pageable, with slower copies. Buffers and the

@@ -50,7 +50,7 @@ impl Uses {
     }
 
     /// Returns `true` if all uses are on this stream, which then need not wait.
-    fn is_of(&self, stream: Option<StreamKey>) -> bool {
+    pub(crate) fn is_of(&self, stream: Option<StreamKey>) -> bool {
         self.0.iter().all(|of| Some(of.stream) == stream)
     }
 }

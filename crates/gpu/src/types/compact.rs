@@ -11,7 +11,7 @@ use lowtide_core::bytes::ByteSize;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Goal {
-    /// As many idle granules as possible for the bytes moved; a decay or purge then releases them.
+    /// As many idle granules as possible; a decay or purge then releases them.
     /// For arenas with more addresses than memory. On drivers that allocate whole segments: idle
     /// segments.
     Granules,
@@ -88,7 +88,7 @@ impl StopReason {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct CompactReport {
-    /// The number of blocks moved.
+    /// The number of moves. A block may move more than once.
     pub moves: u64,
     /// Bytes moved.
     pub moved: ByteSize,

@@ -17,7 +17,7 @@ pub enum SleepState {
     Awake,
     /// The arena is falling asleep: it waits for the last lease, or its contents are being copied.
     Draining,
-    /// The memory is released; entering wakes the arena.
+    /// The memory is released, except for memory that stays; entering wakes the arena.
     Asleep,
     /// The memory is being committed and restored.
     Waking,
@@ -101,7 +101,8 @@ pub struct SleepReport {
     pub released: ByteSize,
     /// Bytes copied to host memory, in whole granules.
     pub offloaded: ByteSize,
-    /// Bytes that stay committed.
+    /// Bytes that stay committed: those with [`Contents::Stay`], and on a driver whose memory is
+    /// host memory also those with [`Contents::Keep`].
     pub stayed: ByteSize,
 }
 
@@ -135,7 +136,7 @@ pub trait HostBudget: Send + Sync {
     }
 }
 
-/// The treatment of contents when the arena falls asleep.
+/// The treatment of contents when the arena falls asleep. [`Contents::Keep`] is the default.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[non_exhaustive]
 pub enum Contents {

@@ -173,7 +173,7 @@ pub enum Operation {
         options: CompactOptions,
         /// The reason that the compaction ended.
         stopped: StopReason,
-        /// The number of blocks moved.
+        /// The number of moves.
         moves: u64,
         /// The bytes of the moved blocks.
         moved: ByteSize,
