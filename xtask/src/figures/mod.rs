@@ -10,6 +10,7 @@ pub(crate) mod arena;
 mod benches;
 mod clone;
 mod footprint;
+mod gpu;
 mod measured;
 mod product;
 mod room;
@@ -70,7 +71,7 @@ pub(crate) struct Arguments {
     /// The subject.
     #[arg(required_unless_present = "list")]
     subject: Option<String>,
-    /// Measures this figure of `workspace`, `arena`, `measured` or `room` alone; may be repeated.
+    /// Measures this figure of `workspace`, `arena`, `gpu`, `measured` or `room` alone; may be repeated.
     #[arg(long, value_name = "FIGURE")]
     only: Vec<String>,
     /// Lists the subjects.
@@ -82,6 +83,7 @@ pub(crate) struct Arguments {
 const SUBJECTS: &[(&str, &str)] = &[
     ("workspace", "what it costs to build, test and learn the workspace: some 20 minutes"),
     ("arena", "how the arena is built: imports, locks, functions and instructions; some minutes"),
+    ("gpu", "an arena on a GPU, over the simulation: calls, bytes, order; some minutes"),
     ("faults", "faults that were found and fixed: what goes wrong now, with a real ONNX Runtime"),
     ("measured", "requests that are measured: errors, costs, overload; over an hour"),
     ("room", "requests that wait for room, evictions of models, leaks: some 75 minutes"),
@@ -99,6 +101,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), String> {
     match subject {
         "workspace" => workspace(&arguments.only),
         "arena" => measure("arena", arena::ARENA, &arguments.only),
+        "gpu" => benches::measure(gpu::BENCHES, &arguments.only),
         "faults" => {
             let faults = cargo("bench --locked --bench faults").run();
             let engines = Run::new(".ci/engines").run();

@@ -1,0 +1,56 @@
+//! Figures of an arena on a GPU that need no GPU: driver calls, bytes and their order over the
+//! simulation, instructions, and ratios of times in one run.
+//!
+//! `--part NAME` measures one part; without it, all. A figure with a goal prints whether it holds.
+//!
+//! Exit codes: 0 every goal held; 1 one was missed, or a part failed.
+#![expect(clippy::print_stdout, clippy::print_stderr, reason = "a program that shows something")]
+
+mod figures;
+
+use std::process::ExitCode;
+
+use clap::Parser;
+use lowtide::BoxError;
+
+use crate::figures::Figures;
+
+type Measure = fn(&mut Figures) -> Result<(), BoxError>;
+
+/// The parts, in the order in which they run.
+const PARTS: &[(&str, Measure)] = &[];
+
+#[derive(Clone, Debug, Parser)]
+#[command(about = "Figures of an arena on a GPU, over the simulation")]
+struct Cli {
+    /// Measures only this part; may be repeated.
+    #[arg(long, value_name = "NAME", value_parser = part_names())]
+    part: Vec<String>,
+    /// Cargo passes this to benches.
+    #[arg(long, hide = true)]
+    bench: bool,
+}
+
+fn part_names() -> Vec<&'static str> {
+    PARTS.iter().map(|(name, _)| *name).collect()
+}
+
+fn main() -> ExitCode {
+    // Cargo's tests start benches too, without that word and with arguments of their own.
+    if !std::env::args().any(|argument| argument == "--bench") {
+        println!("gpu: a bench: run `cargo bench --bench gpu`");
+        return ExitCode::SUCCESS;
+    }
+    let cli = Cli::parse();
+    let is_wanted = |name: &str| cli.part.is_empty() || cli.part.iter().any(|part| part == name);
+    let mut all_held = true;
+    for (name, measure) in PARTS.iter().filter(|(name, _)| is_wanted(name)) {
+        let mut figures = Figures::default();
+        if let Err(error) = measure(&mut figures) {
+            eprintln!("{name}: {error}");
+            all_held = false;
+        }
+        all_held &= figures.print();
+    }
+    if all_held { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}
