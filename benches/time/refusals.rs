@@ -12,7 +12,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use lowtide::{BoxError, ByteSize};
-use lowtide_cuda_sim::{DriverCosts, Handles, SimDriver, SimOptions};
+use lowtide_cuda_sim::{DriverCosts, SimDriver, SimOptions};
 use lowtide_gpu::clock::{Clock, SystemClock};
 use lowtide_gpu::{ArenaConfig, Bound, Buffer, DeviceArena, DeviceError, Growth, Region};
 
@@ -55,8 +55,8 @@ pub(crate) fn measure(seeds: &[u64], figures: &mut Figures) -> Result<(), BoxErr
 
 fn device(remap: bool) -> Arc<SimDriver> {
     let costs = DriverCosts::zero();
-    let (granularity, handles) = (GRANULE, Handles::Fixed(GRANULE));
-    let options = SimOptions { costs, granularity, handles, remap, ..SimOptions::default() };
+    let (granularity, handle_min) = (GRANULE, GRANULE);
+    let options = SimOptions { costs, granularity, handle_min, remap, ..SimOptions::default() };
     Arc::new(SimDriver::new(options))
 }
 

@@ -122,7 +122,7 @@ fn simulation(figures: &mut Figures) -> Result<(), BoxError> {
     let sim = device();
     let size = ByteSize::mib(2);
     let at = sim.reserve(size)?;
-    sim.commit(at, size)?;
+    sim.commit(at, size, size)?;
     let (one, two) = (sim.stream_create()?, sim.stream_create()?);
     let event = sim.event_create()?;
     let start = Instant::now();

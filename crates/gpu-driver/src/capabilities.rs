@@ -63,6 +63,9 @@ pub struct Capabilities {
     pub asynchronous: bool,
     /// Host memory can be page-locked. A system limit may still refuse it.
     pub page_locked: bool,
+    /// Memory is committed in handles, each of which is released as a whole. A call costs per
+    /// handle, so large handles are cheaper; memory in use anywhere in a handle keeps all of it.
+    pub handles: bool,
     /// The smallest unit that can be committed; a power of two. Every address and size passed to
     /// the driver is a multiple of it.
     pub granularity: ByteSize,

@@ -61,6 +61,7 @@ unsafe impl Driver for HostDriver {
             remap: false,
             asynchronous: false,
             page_locked: true,
+            handles: false,
             granularity: GRANULARITY,
         }
     }
@@ -90,13 +91,23 @@ unsafe impl Driver for HostDriver {
         unsafe { unmap(range.start, range.length) }
     }
 
-    unsafe fn commit(&self, at: DeviceAddress, size: ByteSize) -> Result<(), DriverError> {
+    unsafe fn commit(
+        &self,
+        at: DeviceAddress,
+        size: ByteSize,
+        _handle: ByteSize,
+    ) -> Result<(), DriverError> {
         let range = AddressRange::of(at, size)?;
         // SAFETY: a part of a reservation (contract of `commit`); access is only added.
         unsafe { range.protect(libc::PROT_READ | libc::PROT_WRITE) }
     }
 
-    unsafe fn decommit(&self, at: DeviceAddress, size: ByteSize) -> Result<(), DriverError> {
+    unsafe fn decommit(
+        &self,
+        at: DeviceAddress,
+        size: ByteSize,
+        _handle: ByteSize,
+    ) -> Result<(), DriverError> {
         let range = AddressRange::of(at, size)?;
         // SAFETY: a part of a reservation of which every use is complete (contract of `decommit`).
         unsafe { range.discard() }?;
@@ -354,14 +365,14 @@ mod tests {
         let at = base.checked_add(GRANULARITY).expect("inside");
         for round in 0..2_u8 {
             // SAFETY: a bare granule of the reservation.
-            unsafe { driver.commit(at, GRANULARITY) }.expect("memory");
+            unsafe { driver.commit(at, GRANULARITY, GRANULARITY) }.expect("memory");
             let bytes = driver.host_pointer(at).expect("host access").as_ptr();
             // SAFETY: the granule at `at` is committed, ours, and initialised by the kernel.
             let granule = unsafe { std::slice::from_raw_parts_mut(bytes, GRANULE) };
             assert!(granule.iter().all(|&byte| byte == 0), "round {round}");
             granule.fill(0xA5);
             // SAFETY: committed above; the slice is not used again.
-            unsafe { driver.decommit(at, GRANULARITY) }.expect("decommit");
+            unsafe { driver.decommit(at, GRANULARITY, GRANULARITY) }.expect("decommit");
         }
         // SAFETY: the whole reservation, of which the only committed granule is bare again.
         unsafe { driver.unreserve(base, size) }.expect("unreserve");
@@ -404,7 +415,7 @@ mod tests {
         }
         let odd = DeviceAddress::new(4096);
         // SAFETY: an address between granules is refused before any call of the system.
-        let refused = unsafe { driver.commit(odd, GRANULARITY) };
+        let refused = unsafe { driver.commit(odd, GRANULARITY, GRANULARITY) };
         assert!(matches!(refused, Err(DriverError::Misaligned { .. })), "{refused:?}");
     }
 

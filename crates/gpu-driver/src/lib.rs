@@ -91,7 +91,7 @@ pub const HOST_ALIGNMENT: ByteSize = ByteSize::kib(4);
 ///
 /// let mine = [7_u8; 64];
 /// let at = DeviceAddress::new(mine.as_ptr() as u64);
-/// let _ = HostDriver::new().decommit(at, ByteSize::mib(2)); // would unmap it
+/// let _ = HostDriver::new().decommit(at, ByteSize::mib(2), ByteSize::mib(2)); // would unmap it
 /// ```
 #[expect(unsafe_code, reason = "its answers decide when memory may be used")]
 pub unsafe trait Driver: fmt::Debug + Send + Sync {
@@ -132,16 +132,30 @@ pub unsafe trait Driver: fmt::Debug + Send + Sync {
 
     /// Commits memory to a bare part of a reservation. Its contents are unspecified (host: zero).
     ///
+    /// The range is divided into handles of `handle` bytes, of which the last may be smaller. Each
+    /// is memory that is released as a whole ([`Capabilities::handles`]). `handle` is a nonzero
+    /// multiple of the granularity; drivers without handles ignore it. The cost grows with the
+    /// number of handles, not with the bytes (`cuMemCreate`, `cuMemMap` and `cuMemRelease` for each
+    /// handle, then one `cuMemSetAccess`).
+    ///
     /// # Safety
     /// The range lies in one reservation of this driver and is bare: none of it is committed. No
     /// other call for any of it is in progress.
     ///
     /// # Errors
     /// [`DriverError::OutOfMemory`] if the device has no memory left; the range then stays bare.
-    unsafe fn commit(&self, at: DeviceAddress, size: ByteSize) -> Result<(), DriverError>;
+    /// Smaller handles may succeed.
+    unsafe fn commit(
+        &self,
+        at: DeviceAddress,
+        size: ByteSize,
+        handle: ByteSize,
+    ) -> Result<(), DriverError>;
 
-    /// Releases the memory of a committed part. The part may span several commits, or
-    /// a portion of one.
+    /// Releases the memory of a committed part: whole handles of `handle` bytes each, of which the
+    /// last may be smaller. On drivers without handles ([`Capabilities::handles`]) the part may
+    /// span several commits, or a portion of one, and `handle` is ignored (`cuMemUnmap` for each
+    /// handle).
     ///
     /// # Safety
     /// The range lies in one reservation of this driver and is committed. No other call for any of
@@ -149,11 +163,17 @@ pub unsafe trait Driver: fmt::Debug + Send + Sync {
     /// pointer or reference into it is used again before it is committed again.
     ///
     /// # Errors
-    /// Any [`DriverError`]; the range then stays committed and its contents are lost.
-    unsafe fn decommit(&self, at: DeviceAddress, size: ByteSize) -> Result<(), DriverError>;
+    /// Any [`DriverError`]; the range then stays committed and its contents are lost. If a handle
+    /// is still mapped after others were released, the driver commits these again.
+    unsafe fn decommit(
+        &self,
+        at: DeviceAddress,
+        size: ByteSize,
+        handle: ByteSize,
+    ) -> Result<(), DriverError>;
 
-    /// Moves the memory of a committed part to a bare part of the same or another reservation of
-    /// this driver. `from` is bare afterwards.
+    /// Moves the memory of a committed part, whole handles as for [`Driver::decommit`], to a bare
+    /// part of the same or another reservation of this driver. `from` is bare afterwards.
     ///
     /// The memory is never released in between, so no other process can take it. The contents of
     /// `to` are unspecified (`cuMemMap` of the same handles, `cuMemSetAccess`, then `cuMemUnmap` of
@@ -170,8 +190,9 @@ pub unsafe trait Driver: fmt::Debug + Send + Sync {
         from: DeviceAddress,
         to: DeviceAddress,
         size: ByteSize,
+        handle: ByteSize,
     ) -> Result<(), DriverError> {
-        let _ = (from, to, size);
+        let _ = (from, to, size, handle);
         Err(DriverError::Unsupported { what: "moving memory between addresses" })
     }
 
@@ -630,7 +651,7 @@ mod tests {
             driver.synchronize(),
             driver.segment_create(size).map(drop),
             answer!(driver.segment_destroy(at, size)),
-            answer!(driver.remap(at, at, size)),
+            answer!(driver.remap(at, at, size, size)),
             answer!(driver.copy_async(at, at, size, stream)),
             driver.host_store_create(size).map(drop),
             answer!(driver.host_store_destroy(store)),

@@ -197,6 +197,7 @@ unsafe impl Driver for NoDriver {
             remap: false,
             asynchronous: false,
             page_locked: false,
+            handles: false,
             granularity: ByteSize::of(GRANULE),
         }
     }
@@ -209,11 +210,16 @@ unsafe impl Driver for NoDriver {
         Ok(())
     }
 
-    unsafe fn commit(&self, _: DeviceAddress, _: ByteSize) -> Result<(), DriverError> {
+    unsafe fn commit(&self, _: DeviceAddress, _: ByteSize, _: ByteSize) -> Result<(), DriverError> {
         Ok(())
     }
 
-    unsafe fn decommit(&self, _: DeviceAddress, _: ByteSize) -> Result<(), DriverError> {
+    unsafe fn decommit(
+        &self,
+        _: DeviceAddress,
+        _: ByteSize,
+        _: ByteSize,
+    ) -> Result<(), DriverError> {
         Ok(())
     }
 

@@ -99,6 +99,7 @@ unsafe impl Driver for Model {
             same_address_wake: self.same_address_wake,
             remap: self.remap,
             asynchronous: self.asynchronous,
+            handles: false,
             granularity: ByteSize::new(GRANULE),
         }
     }
@@ -114,12 +115,22 @@ unsafe impl Driver for Model {
         Ok(())
     }
 
-    unsafe fn commit(&self, at: DeviceAddress, size: ByteSize) -> Result<(), DriverError> {
+    unsafe fn commit(
+        &self,
+        at: DeviceAddress,
+        size: ByteSize,
+        handle: ByteSize,
+    ) -> Result<(), DriverError> {
         self.set(at, size, true);
         Ok(())
     }
 
-    unsafe fn decommit(&self, at: DeviceAddress, size: ByteSize) -> Result<(), DriverError> {
+    unsafe fn decommit(
+        &self,
+        at: DeviceAddress,
+        size: ByteSize,
+        handle: ByteSize,
+    ) -> Result<(), DriverError> {
         lock(&self.work).assert_done(at, size);
         self.set(at, size, false);
         Ok(())
@@ -130,6 +141,7 @@ unsafe impl Driver for Model {
         from: DeviceAddress,
         to: DeviceAddress,
         size: ByteSize,
+        handle: ByteSize,
     ) -> Result<(), DriverError> {
         self.set(from, size, false);
         self.set(to, size, true);

@@ -40,9 +40,9 @@ impl SimDriver {
     ///
     /// # Errors
     /// As for [`Driver::commit`].
-    pub fn commit(&self, at: DeviceAddress, size: ByteSize) -> Answer {
+    pub fn commit(&self, at: DeviceAddress, size: ByteSize, handle: ByteSize) -> Answer {
         let mut model = self.model();
-        let range = model.whole(at, size)?;
+        let range = model.in_handles(at, size, handle)?;
         model.commit(range)
     }
 
@@ -50,9 +50,9 @@ impl SimDriver {
     ///
     /// # Errors
     /// As for [`Driver::decommit`].
-    pub fn decommit(&self, at: DeviceAddress, size: ByteSize) -> Answer {
+    pub fn decommit(&self, at: DeviceAddress, size: ByteSize, handle: ByteSize) -> Answer {
         let mut model = self.model();
-        let range = model.whole(at, size)?;
+        let range = model.in_handles(at, size, handle)?;
         model.decommit(range)
     }
 
@@ -60,10 +60,16 @@ impl SimDriver {
     ///
     /// # Errors
     /// As for [`Driver::remap`].
-    pub fn remap(&self, from: DeviceAddress, to: DeviceAddress, size: ByteSize) -> Answer {
+    pub fn remap(
+        &self,
+        from: DeviceAddress,
+        to: DeviceAddress,
+        size: ByteSize,
+        handle: ByteSize,
+    ) -> Answer {
         let mut model = self.model();
-        let ranges = (model.whole(from, size)?, model.whole(to, size)?);
-        model.remap(ranges.0, ranges.1)
+        let (from, to) = (model.in_handles(from, size, handle)?, model.whole(to, size)?);
+        model.remap(from, to)
     }
 
     /// Like [`Driver::segment_destroy`].
@@ -235,19 +241,25 @@ unsafe impl Driver for SimDriver {
         Self::unreserve(self, at, size)
     }
 
-    unsafe fn commit(&self, at: DeviceAddress, size: ByteSize) -> Answer {
+    unsafe fn commit(&self, at: DeviceAddress, size: ByteSize, handle: ByteSize) -> Answer {
         let _relaxed = self.enter(Call::Create);
-        Self::commit(self, at, size)
+        Self::commit(self, at, size, handle)
     }
 
-    unsafe fn decommit(&self, at: DeviceAddress, size: ByteSize) -> Answer {
+    unsafe fn decommit(&self, at: DeviceAddress, size: ByteSize, handle: ByteSize) -> Answer {
         let _relaxed = self.enter(Call::Unmap);
-        Self::decommit(self, at, size)
+        Self::decommit(self, at, size, handle)
     }
 
-    unsafe fn remap(&self, from: DeviceAddress, to: DeviceAddress, size: ByteSize) -> Answer {
+    unsafe fn remap(
+        &self,
+        from: DeviceAddress,
+        to: DeviceAddress,
+        size: ByteSize,
+        handle: ByteSize,
+    ) -> Answer {
         let _relaxed = self.enter(Call::Map);
-        Self::remap(self, from, to, size)
+        Self::remap(self, from, to, size, handle)
     }
 
     fn segment_create(&self, size: ByteSize) -> Answer<DeviceAddress> {

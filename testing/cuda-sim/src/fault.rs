@@ -178,6 +178,13 @@ pub enum Fault {
         /// The size of the handle.
         handle_size: ByteSize,
     },
+    /// A call treated several handles as one, or divided a range in another way than its commit.
+    UnmapSeveral {
+        /// The start of the range.
+        at: DeviceAddress,
+        /// The size of the range.
+        size: ByteSize,
+    },
     /// A reservation was released while memory was mapped in it.
     UnreserveMapped {
         /// The start of the reservation.

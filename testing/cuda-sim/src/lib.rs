@@ -21,7 +21,7 @@
 //! let sim = SimDriver::new(SimOptions::default());
 //! let size = ByteSize::mib(2);
 //! let at = sim.reserve(size)?;
-//! sim.commit(at, size)?;
+//! sim.commit(at, size, size)?;
 //! let (writer, reader) = (sim.stream_create()?, sim.stream_create()?);
 //! sim.fill(writer, at, size, Pattern::new(7))?;
 //! let written = sim.event_create()?;
@@ -30,7 +30,7 @@
 //! let found = sim.check(reader, at, size, Pattern::new(7))?;
 //! sim.stream_synchronize(reader)?;
 //! assert_eq!(sim.outcome(found), Outcome::Held);
-//! sim.decommit(at, size)?;
+//! sim.decommit(at, size, size)?;
 //! sim.assert_no_faults();
 //! # Ok::<(), lowtide_gpu_driver::DriverError>(())
 //! ```
@@ -74,7 +74,7 @@ pub use control::Leaks;
 pub use fault::{Fault, HandleKind, SimError, WorkKind};
 pub use graph::{CaptureMode, GraphHandle};
 pub use model::LogEntry;
-pub use options::{Handles, Order, SimOptions};
+pub use options::{Order, SimOptions};
 pub use work::{Outcome, Pattern, Ticket};
 
 use hooks::Hooks;
@@ -117,6 +117,7 @@ impl SimDriver {
             remap: options.virtual_memory && options.remap,
             asynchronous: true,
             page_locked: options.page_locked,
+            handles: options.virtual_memory,
             granularity: options.unit(),
         };
         let clock = options.clock.clone();
@@ -176,10 +177,10 @@ mod tests {
         }
         let round = || -> Result<(), DriverError> {
             let at = driver.reserve(size)?;
-            call!(driver.commit(at, size))?;
+            let part = ByteSize::mib(2);
+            call!(driver.commit(at, size, part))?;
             let (stream, event) = (driver.stream_create()?, driver.event_create()?);
             let store = driver.host_store_create(size)?;
-            let part = ByteSize::mib(2);
             let span = StoreSpan { store, offset: part, size: part };
             let second = DeviceAddress::new(at.get() + part.get());
             call!(driver.copy(at, second, part))?;
@@ -196,9 +197,9 @@ mod tests {
             call!(driver.host_store_destroy(store))?;
             call!(driver.event_destroy(event))?;
             call!(driver.stream_destroy(stream))?;
-            call!(driver.decommit(second, part))?;
-            call!(driver.remap(at, second, part))?;
-            call!(driver.decommit(second, part))?;
+            call!(driver.decommit(second, part, part))?;
+            call!(driver.remap(at, second, part, part))?;
+            call!(driver.decommit(second, part, part))?;
             call!(driver.unreserve(at, size))?;
             let host = driver.host_alloc(size, HostMemory::PageLocked)?;
             call!(driver.host_free(host, size, HostMemory::PageLocked))

@@ -1,7 +1,8 @@
 //! Address space and the memory behind it: reserve, commit, decommit, remap, copy.
 //!
 //! A commit is create, map and release for each handle, then one set-access; the release leaves the
-//! mapping as the only owner of the handle, so that an unmap frees it. A commit that fails half way
+//! mapping as the only owner of the handle, so that an unmap frees it. A decommit is one unmap for
+//! each handle: the manual does not say that one unmap may take several. A call that fails half way
 //! is rolled back by calls that are counted and do not fail. A remap maps the same handles at their
 //! new place and enables access there before it unmaps the old place, so that a failure before the
 //! last call loses nothing; it is assumed that the driver knows the handles, because it keeps them
@@ -15,7 +16,7 @@ use super::call::Call;
 use super::fault::{Fault, SimError};
 use super::memory::{Obstacle, Range};
 use super::model::{INVALID_VALUE, Model, named};
-use super::options::Handles;
+use super::sparse::index;
 use super::work::{Pattern, Work};
 use lowtide_core::bytes::ByteSize;
 use lowtide_gpu_driver::{DeviceAddress, DriverError};
@@ -71,26 +72,34 @@ impl Model {
         Ok(())
     }
 
-    pub(super) fn commit(&mut self, range: Range) -> Result<(), DriverError> {
-        let step = match self.options.handles {
-            Handles::Fixed(size) => size.get(),
-            Handles::PerCommit => range.size,
-        };
+    /// Checks a range of whole granules that is divided into handles of this size.
+    pub(super) fn in_handles(
+        &self,
+        at: DeviceAddress,
+        size: ByteSize,
+        handle: ByteSize,
+    ) -> Result<(Range, u64), DriverError> {
+        self.whole(at, handle)?;
+        Ok((self.whole(at, size)?, handle.get()))
+    }
+
+    pub(super) fn commit(&mut self, (range, handle): (Range, u64)) -> Result<(), DriverError> {
         let requested = ByteSize::new(range.size);
         let mut mapped = Range { at: range.at, size: 0 };
         let mut result = Ok(());
         while mapped.size < range.size && result.is_ok() {
-            let piece = Range { at: mapped.end(), size: step };
+            let size = handle.min(range.size - mapped.size);
+            let piece = Range { at: mapped.end(), size };
             result = self.create_and_map(piece, range);
             if result.is_ok() {
-                mapped.size += step;
+                mapped.size += size;
                 // The handle is the mapping's alone from here on.
                 result = self.enter(Call::Release, requested);
             }
         }
         if result.is_ok() {
             result = self.enter(Call::SetAccess, requested);
-            self.charge(Call::SetAccess, range.size / step, requested);
+            self.charge(Call::SetAccess, range.size.div_ceil(handle), requested);
         }
         match result {
             Ok(()) => self.memory.set_access(range),
@@ -140,70 +149,127 @@ impl Model {
 
     /// Undoes the mapped part of a commit.
     fn roll_back(&mut self, mapped: Range) {
-        if mapped.size > 0 {
-            if self.lost.is_none() {
+        if mapped.size == 0 {
+            return;
+        }
+        if self.lost.is_none() {
+            for _ in self.memory.handles_in(mapped) {
                 self.count(Call::Unmap);
             }
-            self.memory.unmap(mapped);
         }
+        self.memory.unmap(mapped);
     }
 
-    pub(super) fn decommit(&mut self, range: Range) -> Result<(), DriverError> {
-        let call = Call::Unmap;
-        let entered = self.enter_virtual(call, ByteSize::ZERO);
-        let handles = self.memory.whole_mappings(range);
-        if let Err(error) = entered {
-            if handles.is_ok() {
-                self.memory.wipe(range); // the range stays, its contents need not
+    pub(super) fn decommit(&mut self, (range, handle): (Range, u64)) -> Result<(), DriverError> {
+        self.check_whole(range)?;
+        let mut gone = Range { at: range.at, size: 0 };
+        while gone.size < range.size {
+            let size = handle.min(range.size - gone.size);
+            let piece = Range { at: gone.end(), size };
+            if let Err(error) = self.unmap_one(piece) {
+                self.commit_back(gone, handle);
+                if self.memory.whole_mappings(range).is_ok() {
+                    self.memory.wipe(range); // the range stays, its contents need not
+                }
+                return Err(error);
             }
-            return Err(error);
+            gone.size += size;
         }
+        Ok(())
+    }
+
+    /// Unmaps one handle.
+    fn unmap_one(&mut self, handle: Range) -> Result<(), DriverError> {
+        if self.memory.whole_mappings(handle).is_ok_and(|handles| handles > 1) {
+            let (at, size) = named(handle);
+            return Err(self.refuse(Call::Unmap, Fault::UnmapSeveral { at, size }, INVALID_VALUE));
+        }
+        self.unmap(handle)
+    }
+
+    /// Unmaps whole handles by one call.
+    pub(super) fn unmap(&mut self, range: Range) -> Result<(), DriverError> {
+        self.enter_virtual(Call::Unmap, ByteSize::ZERO)?;
         let handles = self.check_unmap(range)?;
-        self.charge(call, handles, ByteSize::new(range.size));
+        self.charge(Call::Unmap, handles, ByteSize::new(range.size));
         self.memory.unmap(range);
         Ok(())
+    }
+
+    /// Commits memory again for handles that were unmapped.
+    fn commit_back(&mut self, gone: Range, handle: u64) {
+        let mut back = Range { at: gone.at, size: 0 };
+        while back.size < gone.size {
+            let size = handle.min(gone.size - back.size);
+            self.memory.map(Range { at: back.end(), size });
+            back.size += size;
+        }
+        self.memory.set_access(gone);
+        self.count_commit(gone.size.div_ceil(handle));
+    }
+
+    /// Counts the calls of a commit of this many handles that undoes something.
+    fn count_commit(&mut self, handles: u64) {
+        if handles == 0 || self.lost.is_some() {
+            return;
+        }
+        for _ in 0..handles {
+            self.count(Call::Create);
+            self.count(Call::Map);
+            self.count(Call::Release);
+        }
+        self.count(Call::SetAccess);
     }
 
     /// Returns the number of handles that an unmap removes, if it is valid; unfinished work there
     /// is recorded.
     fn check_unmap(&mut self, range: Range) -> Result<u64, DriverError> {
-        let call = Call::Unmap;
-        self.in_one_reservation(call, range)?;
-        let (at, size) = named(range);
-        let handles = match self.memory.whole_mappings(range) {
-            Ok(handles) => handles,
-            Err(obstacle) => {
-                let fault = match obstacle {
-                    Obstacle::Bare(bare) => {
-                        Fault::UnmapBare { at, size, bare: DeviceAddress::new(bare) }
-                    }
-                    Obstacle::Part(handle) => {
-                        let (handle_at, handle_size) = named(handle);
-                        Fault::UnmapPart { at, size, handle_at, handle_size }
-                    }
-                };
-                return Err(self.refuse(call, fault, INVALID_VALUE));
-            }
-        };
+        let handles = self.check_whole(range)?;
         if let Some((stream, work)) = self.unfinished_in(range) {
+            let (at, size) = named(range);
             self.faults.add(Fault::UnmapBeforeDone { at, size, stream, work });
         }
         Ok(handles)
     }
 
+    /// Returns the number of handles in a range of whole handles.
+    fn check_whole(&mut self, range: Range) -> Result<u64, DriverError> {
+        let call = Call::Unmap;
+        self.in_one_reservation(call, range)?;
+        let (at, size) = named(range);
+        self.memory.whole_mappings(range).map_err(|obstacle| {
+            let fault = match obstacle {
+                Obstacle::Bare(bare) => {
+                    Fault::UnmapBare { at, size, bare: DeviceAddress::new(bare) }
+                }
+                Obstacle::Part(handle) => {
+                    let (handle_at, handle_size) = named(handle);
+                    Fault::UnmapPart { at, size, handle_at, handle_size }
+                }
+            };
+            self.refuse(call, fault, INVALID_VALUE)
+        })
+    }
+
     /// The handles behind one range, behind another.
-    pub(super) fn remap(&mut self, from: Range, to: Range) -> Result<(), DriverError> {
+    pub(super) fn remap(
+        &mut self,
+        (from, handle): (Range, u64),
+        to: Range,
+    ) -> Result<(), DriverError> {
         if !(self.options.virtual_memory && self.options.remap) {
             return Err(DriverError::Unsupported { what: "remap" });
         }
-        let mut mapped = false;
-        let outcome = self.try_remap(from, to, &mut mapped);
+        let (mut mapped, mut unmapped) = (0, Range { at: from.at, size: 0 });
+        let outcome = self.try_remap((from, handle), to, &mut mapped, &mut unmapped);
         match outcome {
             Ok(()) => self.memory.remap(from, to),
             Err(_) => {
-                if mapped && self.lost.is_none() {
-                    self.count(Call::Unmap); // of what was mapped at the new place
+                if self.lost.is_none() {
+                    // Of the handles that were mapped at the new place.
+                    (0..mapped).for_each(|_| self.count(Call::Unmap));
                 }
+                self.count_commit(unmapped.size.div_ceil(handle));
                 if self.memory.whole_mappings(from).is_ok() {
                     self.memory.wipe(from);
                 }
@@ -212,13 +278,25 @@ impl Model {
         outcome
     }
 
-    /// The calls of a remap; notes whether any of its new place is mapped.
-    fn try_remap(&mut self, from: Range, to: Range, mapped: &mut bool) -> Result<(), DriverError> {
+    /// The calls of a remap. Counts the handles mapped at the new place, and notes what was
+    /// unmapped at the old one.
+    fn try_remap(
+        &mut self,
+        (from, handle): (Range, u64),
+        to: Range,
+        mapped: &mut u64,
+        unmapped: &mut Range,
+    ) -> Result<(), DriverError> {
         if self.memory.whole_mappings(from).is_err() {
             return self.check_unmap(from).map(drop); // no handles to make a call with
         }
         let requested = ByteSize::new(from.size);
         let handles = self.memory.handles_in(from);
+        let cut = (0..from.size).step_by(index(handle)).map(|at| handle.min(from.size - at));
+        if !cut.eq(handles.iter().copied()) {
+            let (at, size) = named(from);
+            return Err(self.refuse(Call::Map, Fault::UnmapSeveral { at, size }, INVALID_VALUE));
+        }
         for &size in &handles {
             self.enter_virtual(Call::Map, requested)?;
             self.in_one_reservation(Call::Map, to)?;
@@ -227,13 +305,16 @@ impl Model {
                 return Err(self.refuse(Call::Map, Fault::DoubleMap { at, size }, INVALID_VALUE));
             }
             self.charge(Call::Map, 1, ByteSize::new(size));
-            *mapped = true;
+            *mapped += 1;
         }
         self.enter(Call::SetAccess, requested)?;
         self.charge(Call::SetAccess, handles.len() as u64, requested);
-        self.enter(Call::Unmap, ByteSize::ZERO)?;
-        let count = self.check_unmap(from)?;
-        self.charge(Call::Unmap, count, requested);
+        for &size in &handles {
+            self.enter(Call::Unmap, ByteSize::ZERO)?;
+            self.check_unmap(Range { at: unmapped.end(), size })?;
+            self.charge(Call::Unmap, 1, ByteSize::new(size));
+            unmapped.size += size;
+        }
         Ok(())
     }
 

@@ -30,16 +30,6 @@ pub enum Order {
     Synchronous,
 }
 
-/// The size of physical handles.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Handles {
-    /// Each handle has this size, which is then the granularity that the driver reports.
-    Fixed(ByteSize),
-    /// One handle for each commit, of any size. A handle cannot be unmapped in part, so a decommit
-    /// of a part of a commit is a fault.
-    PerCommit,
-}
-
 /// Options of a simulated device.
 #[derive(Clone, Debug)]
 #[expect(clippy::struct_excessive_bools, reason = "independent facts, each with its name")]
@@ -48,9 +38,9 @@ pub struct SimOptions {
     pub order: Order,
     /// The smallest unit that the device maps: a power of two of at least 4 KiB. Default: 2 MiB.
     pub granularity: ByteSize,
-    /// The size of physical handles; a power of two and a multiple of the granularity. Default:
-    /// fixed, of 2 MiB.
-    pub handles: Handles,
+    /// The size of the smallest handle, which is the granularity that the driver reports: a power
+    /// of two and a multiple of the granularity. Default: 2 MiB.
+    pub handle_min: ByteSize,
     /// The start of the address space: a multiple of 64 GiB below 2^60. Default: 64 GiB. Devices of
     /// one process must not overlap.
     pub address_base: u64,
@@ -87,7 +77,7 @@ impl Default for SimOptions {
         Self {
             order: Order::Lazy,
             granularity: ByteSize::mib(2),
-            handles: Handles::Fixed(ByteSize::mib(2)),
+            handle_min: ByteSize::mib(2),
             address_base: SPACE_BASE,
             address_space: ByteSize::gib(128 << 10),
             capacity: ByteSize::gib(80),
@@ -107,10 +97,7 @@ impl Default for SimOptions {
 impl SimOptions {
     /// The granularity that the driver reports.
     pub(super) const fn unit(&self) -> ByteSize {
-        match self.handles {
-            Handles::Fixed(size) => size,
-            Handles::PerCommit => self.granularity,
-        }
+        self.handle_min
     }
 
     /// # Panics
@@ -154,13 +141,12 @@ mod tests {
         };
         assert!(accepted(|_| {}));
         assert!(accepted(|it| it.granularity = ByteSize::kib(64)));
-        assert!(accepted(|it| it.handles = Handles::PerCommit));
         assert!(accepted(|it| it.address_space = ByteSize::mib(2)));
         assert!(!accepted(|it| it.granularity = ByteSize::mib(3)));
         assert!(!accepted(|it| it.granularity = ByteSize::ZERO));
         assert!(!accepted(|it| it.granularity = ByteSize::mib(4)));
-        assert!(!accepted(|it| it.handles = Handles::Fixed(ByteSize::mib(3))));
-        assert!(!accepted(|it| it.handles = Handles::Fixed(ByteSize::kib(1))));
+        assert!(!accepted(|it| it.handle_min = ByteSize::mib(3)));
+        assert!(!accepted(|it| it.handle_min = ByteSize::kib(1)));
         assert!(!accepted(|it| it.address_space = ByteSize::mib(1)));
         assert!(!accepted(|it| it.address_space = ByteSize::MAX));
     }

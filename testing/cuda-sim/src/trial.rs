@@ -254,7 +254,12 @@ unsafe impl Driver for FaultInjectingDriver {
         unsafe { self.host.unreserve(at, size) }
     }
 
-    unsafe fn commit(&self, at: DeviceAddress, size: ByteSize) -> Result<(), DriverError> {
+    unsafe fn commit(
+        &self,
+        at: DeviceAddress,
+        size: ByteSize,
+        handle: ByteSize,
+    ) -> Result<(), DriverError> {
         self.wait_while_held();
         self.call("commit", size)?;
         let mut seen = lock(&self.seen);
@@ -273,15 +278,20 @@ unsafe impl Driver for FaultInjectingDriver {
         seen.committed_peak = seen.committed_peak.max(seen.committed.len());
         drop(seen);
         // SAFETY: the contract of this call, whose reservations are the host driver's.
-        unsafe { self.host.commit(at, size) }
+        unsafe { self.host.commit(at, size, handle) }
     }
 
-    unsafe fn decommit(&self, at: DeviceAddress, size: ByteSize) -> Result<(), DriverError> {
+    unsafe fn decommit(
+        &self,
+        at: DeviceAddress,
+        size: ByteSize,
+        handle: ByteSize,
+    ) -> Result<(), DriverError> {
         self.wait_while_held();
         self.call("decommit", size)?;
         // The memory is released before the metadata changes, so that a premature commit is seen.
         // SAFETY: the contract of this call, whose reservations are the host driver's.
-        unsafe { self.host.decommit(at, size) }?;
+        unsafe { self.host.decommit(at, size, handle) }?;
         let mut seen = lock(&self.seen);
         for granule in granules(at, size) {
             if !seen.committed.remove(&granule) {
@@ -297,6 +307,7 @@ unsafe impl Driver for FaultInjectingDriver {
         from: DeviceAddress,
         to: DeviceAddress,
         size: ByteSize,
+        handle: ByteSize,
     ) -> Result<(), DriverError> {
         self.wait_while_held();
         self.call("remap", size)?;
@@ -315,9 +326,9 @@ unsafe impl Driver for FaultInjectingDriver {
         seen.remapped += granules(from, size).count();
         drop(seen);
         // SAFETY: `to` is bare and in a reservation of the host driver's (contract of this call).
-        unsafe { self.host.commit(to, size) }?;
+        unsafe { self.host.commit(to, size, handle) }?;
         // SAFETY: `from` is committed, and every use of it complete (contract of this call).
-        unsafe { self.host.decommit(from, size) }
+        unsafe { self.host.decommit(from, size, handle) }
     }
 
     unsafe fn copy(

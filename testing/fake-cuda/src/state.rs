@@ -126,7 +126,7 @@ fn simulation(options: &Options, device: usize) -> Arc<SimDriver> {
             _ => Order::Synchronous,
         },
         granularity,
-        handles: lowtide_cuda_sim::Handles::Fixed(granularity),
+        handle_min: granularity,
         address_base: usual.address_base + device as u64 * APART,
         address_space: size(options.address_space, ByteSize::gib(8 << 10)),
         capacity: size(options.capacity, usual.capacity),

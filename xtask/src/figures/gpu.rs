@@ -2,4 +2,12 @@
 
 use super::benches::Bench;
 
-pub(super) const BENCHES: &[Bench] = &[];
+pub(super) const BENCHES: &[Bench] = &[Bench {
+    arguments: "bench --locked --bench gpu -- --part wake",
+    figures: &[
+        ("gpu.wake.calls", None),
+        ("gpu.wake.bytes_before_first_copy", None),
+        ("gpu.wake.small_blocks.calls", None),
+        ("gpu.wake.holes.calls", None),
+    ],
+}];

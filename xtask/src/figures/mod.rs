@@ -71,7 +71,8 @@ pub(crate) struct Arguments {
     /// The subject.
     #[arg(required_unless_present = "list")]
     subject: Option<String>,
-    /// Measures this figure of `workspace`, `arena`, `gpu`, `measured` or `room` alone; may be repeated.
+    /// Measures this figure of `workspace`, `arena`, `gpu`, `measured` or `room` alone; may be
+    /// repeated.
     #[arg(long, value_name = "FIGURE")]
     only: Vec<String>,
     /// Lists the subjects.

@@ -120,6 +120,7 @@ unsafe impl Driver for CudaDriver {
             remap: self.memory.can_remap(),
             asynchronous: true,
             page_locked: true,
+            handles: matches!(self.memory, Memory::Virtual(_)),
             granularity: self.memory.unit(),
         }
     }
@@ -142,19 +143,25 @@ unsafe impl Driver for CudaDriver {
         self.call(|calls| space.unreserve(calls, at, size))
     }
 
-    unsafe fn commit(&self, at: DeviceAddress, size: ByteSize) -> Answer {
+    unsafe fn commit(&self, at: DeviceAddress, size: ByteSize, handle: ByteSize) -> Answer {
         let space = self.memory.space()?;
-        self.call(|calls| space.commit(calls, at, size))
+        self.call(|calls| space.commit(calls, at, size, handle))
     }
 
-    unsafe fn decommit(&self, at: DeviceAddress, size: ByteSize) -> Answer {
+    unsafe fn decommit(&self, at: DeviceAddress, size: ByteSize, handle: ByteSize) -> Answer {
         let space = self.memory.space()?;
-        self.call(|calls| space.decommit(calls, at, size))
+        self.call(|calls| space.decommit(calls, at, size, handle))
     }
 
-    unsafe fn remap(&self, from: DeviceAddress, to: DeviceAddress, size: ByteSize) -> Answer {
+    unsafe fn remap(
+        &self,
+        from: DeviceAddress,
+        to: DeviceAddress,
+        size: ByteSize,
+        handle: ByteSize,
+    ) -> Answer {
         let space = self.memory.space()?;
-        self.call(|calls| space.remap(calls, from, to, size))
+        self.call(|calls| space.remap(calls, (from, to), size, handle))
     }
 
     fn segment_create(&self, size: ByteSize) -> Answer<DeviceAddress> {

@@ -274,11 +274,11 @@ fn round_trip(seat: &Seat, memory: &Memory) -> Result<(), BackendFailure> {
     let held = seat.call(|calls| match memory {
         Memory::Virtual(memory) => {
             let at = memory.reserve(calls, size)?;
-            let held = match memory.commit(calls, at, size) {
+            let held = match memory.commit(calls, at, size, size) {
                 Ok(()) => {
                     let held = write_and_read(seat, calls, (at.get(), size));
                     // Memory that stays mapped keeps its addresses.
-                    memory.decommit(calls, at, size)?;
+                    memory.decommit(calls, at, size, size)?;
                     held
                 }
                 Err(error) => Err(error),

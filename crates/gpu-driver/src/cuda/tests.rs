@@ -131,9 +131,9 @@ fn each_rung_says_what_it_cannot_do() {
         for answer in [
             driver.reserve(size).map(drop),
             answer!(driver.unreserve(at, size)),
-            answer!(driver.commit(at, size)),
-            answer!(driver.decommit(at, size)),
-            answer!(driver.remap(at, at, size)),
+            answer!(driver.commit(at, size, size)),
+            answer!(driver.decommit(at, size, size)),
+            answer!(driver.remap(at, at, size, size)),
         ] {
             assert!(matches!(answer, Err(DriverError::Unsupported { .. })), "{answer:?}");
         }

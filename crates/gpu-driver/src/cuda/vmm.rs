@@ -1,9 +1,11 @@
 //! The first backend: address space reserved once, with memory mapped to parts of it.
 //!
-//! Memory is allocated in handles of one size, which is the granularity that an arena sees, because
-//! a handle cannot be unmapped in part. A handle is released as soon as it is mapped, so that an
-//! unmap frees its memory; a remap retains it again by its address. The arena, not this module,
-//! tracks the mappings.
+//! Memory is allocated in handles. A handle cannot be unmapped in part, so the caller says how a
+//! range is divided into handles, and names whole handles when the range leaves. The granularity
+//! that an arena sees is the smallest handle. A handle is released as soon as it is mapped, so that
+//! an unmap frees its memory; a remap retains it again by its address. The arena, not this module,
+//! tracks the mappings. Each handle is unmapped by a call of its own: the manual does not say that
+//! one call may unmap several.
 //!
 //! Invariant: a failed call leaves the ranges unchanged, except for failed rollbacks, which are
 //! counted.
@@ -17,7 +19,7 @@ use lowtide_core::sync::atomic::{AtomicU64, Ordering};
 /// Virtual memory of one device.
 pub(super) struct VirtualMemory {
     mapping: Mapping,
-    /// The size of a handle; a power of two.
+    /// The size of the smallest handle; a power of two.
     unit: ByteSize,
     /// The number of failed rollback calls: memory or addresses are lost until the process ends.
     stuck: AtomicU64,
@@ -28,18 +30,17 @@ pub(super) struct VirtualMemory {
 struct HandleRange {
     at: u64,
     bytes: usize,
-    unit: usize,
+    /// The size of a handle. The last one may be smaller.
+    handle: usize,
 }
 
 impl HandleRange {
-    /// Returns the first part of the range, of this many bytes.
-    const fn first(self, bytes: usize) -> Self {
-        Self { bytes, ..self }
-    }
-
-    /// Returns the start addresses of its handles.
-    fn handles(self) -> impl Iterator<Item = u64> {
-        (0..self.bytes).step_by(self.unit).map(move |offset| self.at + offset as u64)
+    /// Returns the address and the size of each handle.
+    fn handles(self) -> impl Iterator<Item = (u64, usize)> {
+        let Self { at, bytes, handle } = self;
+        (0..bytes)
+            .step_by(handle)
+            .map(move |offset| (at.saturating_add(offset as u64), handle.min(bytes - offset)))
     }
 }
 
@@ -61,42 +62,48 @@ impl VirtualMemory {
     }
 
     pub(super) fn reserve(&self, calls: &Calls, size: ByteSize) -> Answer<DeviceAddress> {
-        let range = self.whole(DeviceAddress::new(0), size)?;
-        self.mapping.reserve(calls, range.bytes, range.unit).map(DeviceAddress::new)
+        let range = self.whole(DeviceAddress::new(0), size, self.unit)?;
+        self.mapping.reserve(calls, range.bytes, range.handle).map(DeviceAddress::new)
     }
 
     pub(super) fn unreserve(&self, calls: &Calls, at: DeviceAddress, size: ByteSize) -> Answer {
-        let range = self.whole(at, size)?;
+        let range = self.whole(at, size, self.unit)?;
         self.mapping.unreserve(calls, range.at, range.bytes)
     }
 
-    pub(super) fn commit(&self, calls: &Calls, at: DeviceAddress, size: ByteSize) -> Answer {
-        let range = self.whole(at, size)?;
+    pub(super) fn commit(
+        &self,
+        calls: &Calls,
+        at: DeviceAddress,
+        size: ByteSize,
+        handle: ByteSize,
+    ) -> Answer {
+        let range = self.whole(at, size, handle)?;
         let mut mapped = 0;
         let mut outcome = Ok(());
-        for at in range.handles() {
-            outcome = self.create_at(calls, at, range.unit);
+        for (at, bytes) in range.handles() {
+            outcome = self.create_at(calls, at, bytes);
             if outcome.is_err() {
                 break;
             }
-            mapped += range.unit;
+            mapped += bytes;
         }
         outcome = outcome.and_then(|()| self.mapping.set_access(calls, range.at, range.bytes));
-        if outcome.is_err() && mapped > 0 {
-            self.back(calls, self.mapping.unmap(calls, range.at, range.first(mapped).bytes));
+        if outcome.is_err() {
+            self.unmap_back(calls, range, mapped);
         }
         outcome.map_err(|error| of_whole(error, size))
     }
 
     /// Creates memory for one bare handle's range.
-    fn create_at(&self, calls: &Calls, at: u64, unit: usize) -> Answer {
-        let handle = self.mapping.create(calls, unit)?;
-        let mapped = self.mapping.map(calls, at, unit, handle);
+    fn create_at(&self, calls: &Calls, at: u64, bytes: usize) -> Answer {
+        let handle = self.mapping.create(calls, bytes)?;
+        let mapped = self.mapping.map(calls, at, bytes, handle);
         let released = self.mapping.release(calls, handle);
         match (mapped, released) {
             (Ok(()), Ok(())) => Ok(()),
             (Ok(()), Err(error)) => {
-                self.back(calls, self.mapping.unmap(calls, at, unit));
+                self.back(calls, self.mapping.unmap(calls, at, bytes));
                 self.back(calls, Err(error.clone())); // no owner could free the memory
                 Err(error)
             }
@@ -107,24 +114,45 @@ impl VirtualMemory {
         }
     }
 
-    pub(super) fn decommit(&self, calls: &Calls, at: DeviceAddress, size: ByteSize) -> Answer {
-        let range = self.whole(at, size)?;
-        self.mapping.unmap(calls, range.at, range.bytes)
+    /// Unmaps each handle. If one stays, memory is committed again for those before it.
+    pub(super) fn decommit(
+        &self,
+        calls: &Calls,
+        at: DeviceAddress,
+        size: ByteSize,
+        handle: ByteSize,
+    ) -> Answer {
+        let range = self.whole(at, size, handle)?;
+        let mut left = 0;
+        for (at, bytes) in range.handles() {
+            if let Err(error) = self.mapping.unmap(calls, at, bytes) {
+                if left > 0 {
+                    let left = ByteSize::of(left);
+                    self.back(
+                        calls,
+                        self.commit(calls, DeviceAddress::new(range.at), left, handle),
+                    );
+                }
+                return Err(error);
+            }
+            left += bytes;
+        }
+        Ok(())
     }
 
     pub(super) fn remap(
         &self,
         calls: &Calls,
-        from: DeviceAddress,
-        to: DeviceAddress,
+        (from, to): (DeviceAddress, DeviceAddress),
         size: ByteSize,
+        handle: ByteSize,
     ) -> Answer {
-        let (from, to) = (self.whole(from, size)?, self.whole(to, size)?);
+        let (from, to) = (self.whole(from, size, handle)?, self.whole(to, size, handle)?);
         let mut mapped = 0;
         let mut outcome = Ok(());
-        for (old, new) in from.handles().zip(to.handles()) {
+        for ((old, bytes), (new, _)) in from.handles().zip(to.handles()) {
             let moved = self.mapping.handle_of(calls, old).and_then(|handle| {
-                let mapped = self.mapping.map(calls, new, from.unit, handle);
+                let mapped = self.mapping.map(calls, new, bytes, handle);
                 self.back(calls, self.mapping.release(calls, handle));
                 mapped
             });
@@ -132,15 +160,33 @@ impl VirtualMemory {
             if outcome.is_err() {
                 break;
             }
-            mapped += from.unit;
+            mapped += bytes;
         }
-        outcome = outcome
-            .and_then(|()| self.mapping.set_access(calls, to.at, to.bytes))
-            .and_then(|()| self.mapping.unmap(calls, from.at, from.bytes));
-        if outcome.is_err() && mapped > 0 {
-            self.back(calls, self.mapping.unmap(calls, to.at, to.first(mapped).bytes));
+        // The memory is at both places now, so the old ones can be mapped again.
+        let mut left = 0;
+        outcome = outcome.and_then(|()| self.mapping.set_access(calls, to.at, to.bytes));
+        outcome = outcome.and_then(|()| {
+            from.handles().try_for_each(|(at, bytes)| {
+                self.mapping.unmap(calls, at, bytes)?;
+                left += bytes;
+                Ok(())
+            })
+        });
+        if outcome.is_err() {
+            self.unmap_back(calls, to, mapped);
+            if left > 0 {
+                let (at, left) = (DeviceAddress::new(from.at), ByteSize::of(left));
+                self.back(calls, self.commit(calls, at, left, handle));
+            }
         }
         outcome
+    }
+
+    /// Unmaps the handles in the first bytes of a range again.
+    fn unmap_back(&self, calls: &Calls, range: HandleRange, bytes: usize) {
+        for (at, bytes) in (HandleRange { bytes, ..range }).handles() {
+            self.back(calls, self.mapping.unmap(calls, at, bytes));
+        }
     }
 
     /// Counts a failed rollback call.
@@ -152,17 +198,17 @@ impl VirtualMemory {
     }
 
     /// Returns a range of whole handles that does not exceed the last address.
-    fn whole(&self, at: DeviceAddress, size: ByteSize) -> Answer<HandleRange> {
+    fn whole(&self, at: DeviceAddress, size: ByteSize, handle: ByteSize) -> Answer<HandleRange> {
+        let is_whole =
+            |bytes: ByteSize| !bytes.is_zero() && bytes.get().is_multiple_of(self.unit.get());
         let bytes = size.as_usize().filter(|_| {
             let ends = at.get().checked_add(size.get()).is_some();
-            ends && !size.is_zero()
-                && at.is_multiple_of(self.unit)
-                && size.get().is_multiple_of(self.unit.get())
+            ends && at.is_multiple_of(self.unit) && is_whole(size)
         });
+        let handle = handle.as_usize().filter(|_| is_whole(handle));
         let misaligned = DriverError::Misaligned { at, size, granularity: self.unit };
-        let unit = self.unit.as_usize();
-        let (bytes, unit) = bytes.zip(unit).ok_or(misaligned)?;
-        Ok(HandleRange { at: at.get(), bytes, unit })
+        let (bytes, handle) = bytes.zip(handle).ok_or(misaligned)?;
+        Ok(HandleRange { at: at.get(), bytes, handle })
     }
 }
 

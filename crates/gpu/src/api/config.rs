@@ -14,6 +14,9 @@ use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::Clock;
 use lowtide_core::decay::DecayTime;
 
+/// The default maximum size of a handle.
+const HANDLE_MAX: ByteSize = ByteSize::mib(64);
+
 /// The default size of a thread cache: two blocks of 8 MiB. A guess.
 const FRONT: ByteSize = ByteSize::mib(16);
 
@@ -34,6 +37,12 @@ pub struct ArenaConfig {
     /// not per byte: a power of two and a multiple of the driver's granularity. Default: that
     /// granularity. Larger units need fewer calls, but a live block keeps more memory committed.
     pub granule: Option<ByteSize>,
+    /// The maximum size of a handle, which a driver with handles allocates and releases as a whole
+    /// ([`Capabilities::handles`](crate::driver::Capabilities::handles)): the cost of a commit
+    /// grows with the number of handles. Larger handles than a granule are used for a block that
+    /// covers them, and for adjoining blocks on a wake. Default: 64 MiB, the maximum of NVIDIA
+    /// DALI. At most a 64th of the limit. Less than two granules: each granule is a handle.
+    pub handle_max: ByteSize,
     /// Time that idle memory stays. Memory used within this time is not released, and idle memory
     /// stays at most a sixteenth longer. jemalloc's curve, which releases half of the memory by
     /// half of the time, would make driver calls in each pause; on a device these are expensive.
@@ -57,9 +66,9 @@ pub struct ArenaConfig {
 }
 
 impl ArenaConfig {
-    /// Creates a configuration with the defaults: no limit, 512 GiB of addresses per region, decay
-    /// of 10 s, no growth beyond the request, 16 MiB thread cache, no events, no recorder, no idle
-    /// sleep.
+    /// Creates a configuration with the defaults: no limit, 512 GiB of addresses per region,
+    /// handles of at most 64 MiB, decay of 10 s, no growth beyond the request, 16 MiB thread cache,
+    /// no events, no recorder, no idle sleep.
     #[must_use]
     pub fn new(name: impl Into<String>) -> Self {
         Self {
@@ -67,6 +76,7 @@ impl ArenaConfig {
             limit: ByteSize::MAX,
             reserve: RESERVE,
             granule: None,
+            handle_max: HANDLE_MAX,
             decay: DECAY,
             growth: Growth::SameAsRequested,
             thread_cache: FRONT,
@@ -78,8 +88,8 @@ impl ArenaConfig {
 
     /// Returns the settings of the state.
     pub(crate) fn state_config(&self) -> StateConfig {
-        let Self { limit, decay, growth, sleep, .. } = *self;
-        StateConfig { name: self.name.clone(), limit, decay, growth, sleep }
+        let Self { limit, handle_max, decay, growth, sleep, .. } = *self;
+        StateConfig { name: self.name.clone(), limit, handle_max, decay, growth, sleep }
     }
 }
 

@@ -17,9 +17,9 @@ pub struct ShortageCallback {
 impl DeviceArena {
     /// Registers a callback that releases memory when this arena has too little left: thread caches
     /// are empty, pending work of streams is complete, and all idle memory together would not be
-    /// enough (then it stays committed). Called before an allocation, a resize or a wake fails. All registered callbacks are called in order of registration, on the thread
-    /// that is short. Each returns `true` if it released memory. If any did, the allocation is
-    /// retried once.
+    /// enough (then it stays committed). Called before an allocation, a resize or a wake fails. All
+    /// registered callbacks are called in order of registration, on the thread that is short. Each
+    /// returns `true` if it released memory. If any did, the allocation is retried once.
     ///
     /// A callback runs without a lock and may use the arena. Its own allocations call no callbacks;
     /// they fail if the arena is being woken. It must not wait for a thread that allocates here,

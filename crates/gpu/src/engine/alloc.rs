@@ -24,7 +24,7 @@ use crate::index::Span;
 use crate::state::arena::ArenaState;
 use crate::state::failure::{AllocFailure, Cause};
 use crate::state::pending::Claim;
-use crate::state::region::{AllocRequest, Placement, PlacementQuery, Region, Search};
+use crate::state::region::{AllocRequest, Leaving, Placement, PlacementQuery, Region, Search};
 use crate::state::segment::Run;
 use crate::state::streams::StreamKey;
 use crate::types::error::DeviceError;
@@ -191,12 +191,14 @@ pub(crate) async fn ensure_committed(
     region: Region,
     span: Span,
 ) -> Result<(), AllocFailure> {
-    let (mut attempts, mut grow, mut remaps) = port.with(|state| {
-        let attempts = ATTEMPTS_BESIDE + state.granules_for(state.idle());
-        (attempts, state.steps.grow(), state.capabilities.remap)
+    let (mut attempts, mut remaps, mut grow, mut is_large) = port.with(|state| {
+        let attempts = ATTEMPTS_BESIDE + state.granules_for(state.releasable());
+        let is_large = state.region(region).segment.has_large_handles(span);
+        (attempts, state.capabilities.remap, state.steps.grow(), is_large)
     });
     loop {
-        let shortage = match port.with(|state| next_commit(state, region, span, grow)) {
+        let wish = (grow, is_large);
+        let shortage = match port.with(|state| next_commit(state, region, span, wish)) {
             NextCommit::Nothing => return Ok(()),
             // This ends with the calls in progress: no granule of a placed span starts to leave,
             // and a neighbour's commit in progress ends as committed or as bare.
@@ -207,9 +209,9 @@ pub(crate) async fn ensure_committed(
             // The runs were all that was bare, and memory that blocks touch does not leave.
             NextCommit::Runs(runs) => match commit(port, region, runs).await {
                 Ok(()) => return Ok(()),
-                // The commit may succeed without the growth.
-                Err(DriverError::OutOfMemory { .. }) if grow => {
-                    grow = false;
+                // The commit may succeed without the growth, or with small handles.
+                Err(DriverError::OutOfMemory { .. }) if grow || is_large => {
+                    (grow, is_large) = (false, grow && is_large);
                     continue;
                 }
                 Err(DriverError::OutOfMemory { .. }) if attempts > 0 => {
@@ -233,7 +235,12 @@ pub(crate) async fn ensure_committed(
 }
 
 /// Returns how to go on with the commit of a placed span, and marks the runs to commit.
-fn next_commit(state: &mut ArenaState, region: Region, span: Span, grow: bool) -> NextCommit {
+fn next_commit(
+    state: &mut ArenaState,
+    region: Region,
+    span: Span,
+    wish: (bool, bool),
+) -> NextCommit {
     let segment = &state.region(region).segment;
     if segment.is_moving(span) {
         return NextCommit::Wait;
@@ -244,7 +251,7 @@ fn next_commit(state: &mut ArenaState, region: Region, span: Span, grow: bool) -
     } else if state.over_limit(bytes) > 0 {
         NextCommit::Short(ExceededBound::Limit(bytes))
     } else {
-        NextCommit::Runs(state.begin_commit(region, span, bytes, grow))
+        NextCommit::Runs(state.begin_commit(region, span, bytes, wish))
     }
 }
 
@@ -255,8 +262,9 @@ async fn commit(port: &Port<'_>, region: Region, runs: Vec<Run>) -> Result<(), D
     let mut next = runs.next();
     while let Some(run) = next {
         if outcome.is_ok() {
-            let (at, size) = port.with(|state| state.region(region).segment.place_of(run));
-            outcome = port.does(CallKind::Commit { at, size }).await;
+            let Leaving { at, size, handle, .. } =
+                port.with(|state| state.region(region).leaving(region, run));
+            outcome = port.does(CallKind::Commit { at, size, handle }).await;
         }
         port.with(|state| state.end_commit(region, run, outcome.is_ok(), port.clock));
         next = runs.next();
@@ -309,15 +317,15 @@ async fn release_idle(port: &Port<'_>, granules: u64) -> Result<ShortageOutcome,
 /// Returns the number of idle granules to release for a shortage, or the cause of the error if all
 /// idle granules are too few.
 fn assess(state: &ArenaState, shortage: ExceededBound) -> Result<u64, Cause> {
-    let idle = state.granules_for(state.idle());
+    let idle = state.granules_for(state.releasable());
     match shortage {
         ExceededBound::Limit(bytes) => {
             let granules = state.granules_for(state.over_limit(bytes));
             if idle >= granules {
                 return Ok(granules);
             }
-            let active = state.active().saturating_add(bytes);
-            Err(Cause::Limit { over: active.saturating_sub(state.limit.get()) })
+            let stays = (state.backed() - state.releasable()).saturating_add(bytes);
+            Err(Cause::Limit { over: stays.saturating_sub(state.limit.get()) })
         }
         ExceededBound::Device(_) if idle == 0 && !state.untrimmed => Err(Cause::Device),
         ExceededBound::Device(granules) => Ok(granules),

@@ -33,18 +33,22 @@ pub(super) enum CallKind {
     Commit {
         at: DeviceAddress,
         size: ByteSize,
+        handle: ByteSize,
     },
-    /// Committed granules of a reservation, marked as leaving, or as committing by the same
-    /// operation: every use of them is complete.
+    /// Committed granules of a reservation, whole handles of this size, marked as leaving, or as
+    /// committing by the same operation: every use of them is complete.
     Decommit {
         at: DeviceAddress,
         size: ByteSize,
+        handle: ByteSize,
     },
-    /// Granules that are marked as leaving, and bare ones that are marked as arriving.
+    /// Granules that are marked as leaving, whole handles of this size, and bare ones that are
+    /// marked as arriving.
     Remap {
         from: DeviceAddress,
         to: DeviceAddress,
         size: ByteSize,
+        handle: ByteSize,
     },
     /// A segment for offsets that are marked as committing.
     CreateSegment {
@@ -161,12 +165,18 @@ fn perform(kind: CallKind, driver: &dyn Driver) -> Result<Answer, DriverError> {
         CallKind::CreateEvent => driver.event_create().map(Answer::Event),
         CallKind::SynchronizeContext => driver.synchronize().map(done),
         CallKind::CreateStore { size } => driver.host_store_create(size).map(Answer::Store),
-        // SAFETY: the ranges are marked by the operation, and bare; see `CallKind`.
-        CallKind::Commit { at, size } => unsafe { driver.commit(at, size) }.map(done),
-        // SAFETY: the ranges are marked by the operation, and every use of them is complete.
-        CallKind::Decommit { at, size } => unsafe { driver.decommit(at, size) }.map(done),
-        // SAFETY: the source is marked as leaving and unused, the target as arriving.
-        CallKind::Remap { from, to, size } => unsafe { driver.remap(from, to, size) }.map(done),
+        CallKind::Commit { at, size, handle } => {
+            // SAFETY: the ranges are marked by the operation, and bare; see `CallKind`.
+            unsafe { driver.commit(at, size, handle) }.map(done)
+        }
+        CallKind::Decommit { at, size, handle } => {
+            // SAFETY: the ranges are marked by the operation, and every use of them is complete.
+            unsafe { driver.decommit(at, size, handle) }.map(done)
+        }
+        CallKind::Remap { from, to, size, handle } => {
+            // SAFETY: the source is marked as leaving and unused, the target as arriving.
+            unsafe { driver.remap(from, to, size, handle) }.map(done)
+        }
         CallKind::DestroySegment { at, size } => {
             // SAFETY: a whole segment that is marked as leaving and unused.
             unsafe { driver.segment_destroy(at, size) }.map(done)

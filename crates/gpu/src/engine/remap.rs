@@ -9,7 +9,8 @@
 //! As for every driver call, the lock is released: source granules are marked as leaving, target
 //! granules as arriving, and a thread that needs one of them waits for the result. The memory
 //! counts at the source until it has arrived, so it is never counted twice. The module `alloc`
-//! decides when to remap, and falls back to releasing and committing.
+//! decides when to remap, and falls back to releasing and committing. Only handles of one granule
+//! are remapped: it costs as many calls per handle to release a large one and to commit again.
 //!
 //! Invariant: the sum of backed granules is the same before, during and after.
 
@@ -19,9 +20,9 @@ use super::release::CALLS_MAX;
 use crate::driver::DeviceAddress;
 use crate::index::Span;
 use crate::state::aging::Ages;
-use crate::state::arena::{ArenaState, Leaving};
+use crate::state::arena::ArenaState;
 use crate::state::event::ArenaEvent;
-use crate::state::region::Region;
+use crate::state::region::{Leaving, Region};
 use crate::state::segment::{Cursor, Run};
 use lowtide_core::clock::Clock;
 use lowtide_core::log;
@@ -58,8 +59,8 @@ pub(super) async fn remap_idle(
     let mut failure = None;
     for pair in pairs {
         if !remapped.failed {
-            let Leaving { at, size, .. } = pair.from;
-            let moved = port.does(CallKind::Remap { from: at, to: pair.at, size }).await;
+            let Leaving { at: from, size, handle, .. } = pair.from;
+            let moved = port.does(CallKind::Remap { from, to: pair.at, size, handle }).await;
             if let Err(error) = moved {
                 remapped.failed = true;
                 failure = Some(error);
@@ -97,7 +98,8 @@ fn begin_remap(
         let mut cursors = [Cursor::START; Region::ALL.len()];
         while leaving.len() < CALLS_MAX {
             let left = granules - sum_of(&leaving);
-            let Some(next) = state.begin_leave(left, &mut cursors, Some(ages)) else { break };
+            let next = state.begin_leave_in(left, 1, &mut cursors, Some(ages));
+            let Some(next) = next else { break };
             leaving.push(next);
         }
     }

@@ -1,4 +1,5 @@
-//! Waking: commits every granule that a block touches, then restores the contents.
+//! Waking: commits every granule that a block touches, and restores the contents. Contents are
+//! copied while later granules are being committed.
 //!
 //! Operations that need memory wait here until the arena is awake, and wake it if it sleeps.
 //!
@@ -19,7 +20,7 @@ use super::completion::check_capturing;
 use super::port::Port;
 use super::release::give_back;
 use super::retry::call_for_room;
-use super::stores;
+use super::stores::{self, copy_error};
 use crate::driver::{DeviceAddress, DriverError};
 use crate::state::arena::ArenaState;
 use crate::state::event::ArenaEvent;
@@ -39,6 +40,10 @@ use tracing::level_filters::LevelFilter;
 /// The number of retries of a wake that found too little memory.
 const RETRIES: u32 = 8;
 
+/// The bytes to commit at a time: the copy of one part runs while the next part is being committed.
+/// A guess: a commit of four handles of 64 MiB takes about 1 ms, and their copy 5 ms.
+const COMMIT_STEP: ByteSize = ByteSize::mib(256);
+
 /// Granules whose memory is restored.
 #[derive(Clone, Copy, Debug)]
 struct IncomingRun {
@@ -46,6 +51,7 @@ struct IncomingRun {
     run: Run,
     at: DeviceAddress,
     size: ByteSize,
+    handle: ByteSize,
 }
 
 /// All granules to restore, and the number of runs that are committed.
@@ -182,7 +188,7 @@ pub(crate) async fn resume(
     port: &Port<'_>,
     wake_timeout: Duration,
 ) -> Result<WakeReport, DeviceError> {
-    let runs = port.with(mark_incoming);
+    let runs = port.with(|state| mark_incoming(state, true));
     let incoming = RefCell::new(Incoming { runs, committed: 0 });
     let outcome = restore(port, &incoming, wake_timeout).await;
     let Incoming { runs, committed } = incoming.into_inner();
@@ -199,23 +205,50 @@ async fn restore(
     wake_timeout: Duration,
 ) -> Result<ByteSize, DeviceError> {
     // The wait for the copies would invalidate a capture.
-    if port.with(|state| !touched_copies(state).is_empty()) {
+    let has_copies = |state: &ArenaState| {
+        let incoming = incoming.borrow();
+        incoming.runs.iter().any(|&run| !touched_copies(state, run).is_empty())
+    };
+    if port.with(|state| has_copies(state)) {
         check_capturing(port).await?;
     }
-    commit_all(port, incoming, wake_timeout).await?;
-    let restored = stores::copy_back(port, touched_copies).await;
-    restored.map_err(|error| stores::copy_error(port, error))
+    let (mut restored, mut retries) = (ByteSize::ZERO, RETRIES);
+    let mut queued = 0;
+    while incoming.borrow().next().is_some() {
+        commit_step(port, incoming, (&mut retries, wake_timeout / RETRIES)).await?;
+        let copied = copy_step(port, incoming, &mut queued).await;
+        restored = restored.saturating_add(copied.map_err(|error| copy_error(port, error))?);
+    }
+    stores::complete_own_copies(port).await.map_err(|error| copy_error(port, error))?;
+    Ok(restored)
 }
 
-/// Commits all memory to restore. If memory is short, calls the callbacks and waits between
-/// retries.
-async fn commit_all(
+/// Queues the copies of the contents of all runs that are committed and have no copies yet.
+async fn copy_step(
     port: &Port<'_>,
     incoming: &RefCell<Incoming>,
-    wake_timeout: Duration,
+    queued: &mut usize,
+) -> Result<ByteSize, DriverError> {
+    let mut copied = ByteSize::ZERO;
+    loop {
+        let next = {
+            let incoming = incoming.borrow();
+            incoming.runs[..incoming.committed].get(*queued).copied()
+        };
+        let Some(run) = next else { return Ok(copied) };
+        let bytes = stores::queue_copies(port, |state| touched_copies(state, run)).await?;
+        copied = copied.saturating_add(bytes);
+        *queued += 1;
+    }
+}
+
+/// Commits the next run to restore. If memory is short, calls the callbacks and waits between
+/// retries.
+async fn commit_step(
+    port: &Port<'_>,
+    incoming: &RefCell<Incoming>,
+    (retries, pause): (&mut u32, Duration),
 ) -> Result<(), DeviceError> {
-    let mut retries = RETRIES;
-    let pause = wake_timeout / RETRIES;
     let attempt = async |_: Search| commit_next(port, incoming).await;
     loop {
         let Some(next) = incoming.borrow().next() else { return Ok(()) };
@@ -226,9 +259,9 @@ async fn commit_all(
             outcome => outcome,
         };
         match outcome {
-            Ok(()) => {}
-            Err(failure) if failure.is_shortage() && retries > 0 && !pause.is_zero() => {
-                retries -= 1;
+            Ok(()) => return Ok(()),
+            Err(failure) if failure.is_shortage() && *retries > 0 && !pause.is_zero() => {
+                *retries -= 1;
                 // The bell never rings: only time passes.
                 port.wait_until(Bell::new(), port.clock.now() + pause).await;
             }
@@ -242,15 +275,20 @@ async fn commit_all(
 async fn commit_next(port: &Port<'_>, incoming: &RefCell<Incoming>) -> Result<(), AllocFailure> {
     // Each turn but the last skips a granule to restore, or releases one that is idle.
     loop {
-        let Some(IncomingRun { at, size, .. }) = incoming.borrow().next() else { return Ok(()) };
+        let Some(next) = incoming.borrow().next() else { return Ok(()) };
+        let IncomingRun { at, size, handle, .. } = next;
         let over = port.with(|state| state.over_limit(0));
         let cause = if over > 0 {
             Cause::Limit { over }
         } else {
-            match port.does(CallKind::Commit { at, size }).await {
+            match port.does(CallKind::Commit { at, size, handle }).await {
                 Ok(()) => {
                     incoming.borrow_mut().committed += 1;
                     return Ok(());
+                }
+                Err(DriverError::OutOfMemory { .. }) if next.run.has_large_handles() => {
+                    port.with(|state| in_small_handles(port, state, &mut incoming.borrow_mut()));
+                    continue;
                 }
                 Err(DriverError::OutOfMemory { .. }) => Cause::Device,
                 Err(error) => {
@@ -271,6 +309,10 @@ async fn commit_next(port: &Port<'_>, incoming: &RefCell<Incoming>) -> Result<()
 async fn make_room(port: &Port<'_>, incoming: &RefCell<Incoming>, bytes: u64) -> bool {
     if port.with(|state| skip_freed(port, state, &mut incoming.borrow_mut())) {
         return true;
+    }
+    // Memory of a block that was freed may still be the target of a copy.
+    if stores::complete_own_copies(port).await.is_err() {
+        return false;
     }
     let granules = port.with(|state| state.granules_for(bytes));
     give_back(port, granules, None).await.granules > 0
@@ -312,11 +354,11 @@ async fn abort(
     error: DeviceError,
 ) -> DeviceError {
     // Copies in progress keep their memory here: the next wake fills it again.
-    let is_done = stores::are_own_copies_complete(port).await;
+    let is_done = stores::complete_own_copies(port).await.is_ok();
     let mut stays = Vec::with_capacity(runs.len());
-    for (nth, &IncomingRun { at, size, .. }) in runs.iter().enumerate() {
+    for (nth, &IncomingRun { at, size, handle, .. }) in runs.iter().enumerate() {
         let has_left = nth >= committed
-            || (is_done && port.does(CallKind::Decommit { at, size }).await.is_ok());
+            || (is_done && port.does(CallKind::Decommit { at, size, handle }).await.is_ok());
         stays.push(!has_left);
     }
     let wakers = port.with(|state| {
@@ -359,22 +401,27 @@ fn without(mut error: DeviceError, missing: ByteSize) -> DeviceError {
     error
 }
 
-/// Marks the memory to restore as committing.
-fn mark_incoming(state: &mut ArenaState) -> Vec<IncomingRun> {
-    let granules_max = usize::try_from(state.run_max()).unwrap_or(usize::MAX);
+/// Marks the memory to restore as committing, in large handles if `is_large`. No handle has a
+/// granule that no block touches.
+fn mark_incoming(state: &mut ArenaState, is_large: bool) -> Vec<IncomingRun> {
+    let granules_max = usize::try_from(state.granules_for(COMMIT_STEP.get())).unwrap_or(1);
     let mut runs = Vec::new();
     for region in Region::ALL {
         let segment = &mut state.region_mut(region).segment;
-        for whole in segment.begin_return() {
-            let range = whole.range();
-            for start in range.clone().step_by(granules_max) {
-                let run = Run::of(&(start..range.end.min(start + granules_max)));
-                let (at, size) = segment.place_of(run);
-                runs.push(IncomingRun { region, run, at, size });
-            }
+        for run in segment.begin_return(granules_max, is_large) {
+            let ((at, size), handle) = (segment.place_of(run), segment.handle_size(run));
+            runs.push(IncomingRun { region, run, at, size, handle });
         }
     }
     runs
+}
+
+/// Divides the next run to restore into handles of one granule.
+fn in_small_handles(port: &Port<'_>, state: &mut ArenaState, incoming: &mut Incoming) {
+    let Some(next) = incoming.next() else { return };
+    state.end_commit(next.region, next.run, false, port.clock);
+    let small = mark_incoming(state, false);
+    incoming.runs.splice(incoming.committed..=incoming.committed, small);
 }
 
 /// Skips memory to restore that no block touches any more. Returns `true` if there was any.
@@ -383,12 +430,13 @@ fn skip_freed(port: &Port<'_>, state: &mut ArenaState, incoming: &mut Incoming) 
     for run in incoming.runs.split_off(incoming.committed) {
         state.end_commit(run.region, run.run, false, port.clock);
     }
-    incoming.runs.extend(mark_incoming(state));
+    incoming.runs.extend(mark_incoming(state, true));
     incoming.bytes() < before
 }
 
-/// Returns the copies of saved contents that blocks still touch.
-fn touched_copies(state: &ArenaState) -> Vec<StoredCopy> {
-    let of = |region| &state.region(region).segment;
-    state.sleep.saved.as_ref().map(|saved| saved.touched_copies(of)).unwrap_or_default()
+/// Returns the copies of the saved contents of a run that blocks still touch.
+fn touched_copies(state: &ArenaState, run: IncomingRun) -> Vec<StoredCopy> {
+    let (IncomingRun { region, run, .. }, saved) = (run, state.sleep.saved.as_ref());
+    let segment = &state.region(region).segment;
+    saved.map(|saved| saved.touched_copies(region, run, segment)).unwrap_or_default()
 }

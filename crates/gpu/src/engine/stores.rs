@@ -127,11 +127,12 @@ async fn copy_out(
     wait_for_own(port, stream).await
 }
 
-/// Copies saved contents back and waits for the copies. Returns the bytes copied.
+/// Queues copies of saved contents to their places, and does not wait for them. Returns the bytes.
+/// From here on, frees continue, but no idle memory leaves: current places stay valid.
 ///
 /// # Errors
-/// The driver's; copies may still be in progress.
-pub(super) async fn copy_back(
+/// The driver's; copies may be in progress.
+pub(super) async fn queue_copies(
     port: &Port<'_>,
     copies: impl Fn(&ArenaState) -> Vec<StoredCopy>,
 ) -> Result<ByteSize, DriverError> {
@@ -139,17 +140,30 @@ pub(super) async fn copy_back(
         return Ok(ByteSize::ZERO);
     }
     let stream = begin_copies(port).await?;
-    // Frees continue, but no idle memory leaves from here on: current places stay valid.
     let copies = port.with(|state| copies(state));
     for &(at, from) in &copies {
         port.does(CallKind::Restore { from, at, stream }).await?;
     }
-    wait_for_own(port, stream).await?;
     Ok(copies.iter().map(|(_, span)| span.size).sum())
+}
+
+/// Waits for the copies that this operation has queued.
+///
+/// # Errors
+/// The driver's; copies may still be in progress.
+pub(super) async fn complete_own_copies(port: &Port<'_>) -> Result<(), DriverError> {
+    match busy_stream(port) {
+        Some(stream) => wait_for_own(port, stream).await,
+        None => Ok(()),
+    }
 }
 
 /// Returns the stream for copies. From here on, copies may be in progress on it.
 async fn begin_copies(port: &Port<'_>) -> Result<StreamHandle, DriverError> {
+    if let Some(stream) = port.with(|state| state.sleep.stream.filter(|_| state.sleep.is_queueing))
+    {
+        return Ok(stream);
+    }
     let stream = match port.with(|state| state.sleep.stream) {
         Some(stream) => stream,
         None => match port.perform(CallKind::CreateStream).await? {
@@ -196,14 +210,6 @@ pub(super) async fn complete_copies(port: &Port<'_>) -> Result<(), DriverError> 
     match busy_stream(port) {
         Some(stream) => wait_for_copies(port, stream).await,
         None => Ok(()),
-    }
-}
-
-/// Returns `true` if the host has seen every copy of this operation complete.
-pub(super) async fn are_own_copies_complete(port: &Port<'_>) -> bool {
-    match busy_stream(port) {
-        Some(stream) => wait_for_own(port, stream).await.is_ok(),
-        None => true,
     }
 }
 

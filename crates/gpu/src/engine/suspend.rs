@@ -24,7 +24,7 @@ use crate::driver::DriverError;
 use crate::state::arena::ArenaState;
 use crate::state::contents::OutgoingRun;
 use crate::state::event::ArenaEvent;
-use crate::state::region::RegionState;
+use crate::state::region::{Leaving, RegionState};
 use crate::state::sleep::{Phase, Saved};
 use crate::types::error::DeviceError;
 use crate::types::region::Region;
@@ -186,12 +186,12 @@ pub(crate) fn is_busy(state: &ArenaState) -> bool {
 /// Marks all memory as leaving except memory that stays. Memory without kept contents comes last:
 /// if a later run is not released, only such memory is lost.
 fn outgoing_runs(state: &mut ArenaState, options: SleepOptions) -> Vec<OutgoingRun> {
-    let granules_max = usize::try_from(state.run_max()).unwrap_or(usize::MAX);
+    let run_max = state.run_max();
     let is_host = state.capabilities.counts_as_host();
     let mut runs = Vec::new();
     for (region, usual) in [(Region::Stable, options.stable), (Region::Dynamic, options.dynamic)] {
         let of = state.region_mut(region);
-        runs.extend(of.begin_suspend(region, (usual, is_host), granules_max));
+        runs.extend(of.begin_suspend(region, (usual, is_host), run_max));
     }
     runs.sort_by_key(|run| run.contents != Contents::Keep);
     runs
@@ -210,11 +210,11 @@ async fn release_runs(port: &Port<'_>, runs: &[OutgoingRun]) -> Result<(), (usiz
 }
 
 async fn release_run(port: &Port<'_>, run: &OutgoingRun) -> Result<(), DriverError> {
-    let (at, size) = (run.place.at, run.place.size);
+    let Leaving { at, size, handle, .. } = run.place;
     let kind = if port.with(|state| state.is_whole()) {
         CallKind::DestroySegment { at, size }
     } else {
-        CallKind::Decommit { at, size }
+        CallKind::Decommit { at, size, handle }
     };
     port.does(kind).await
 }
@@ -263,7 +263,7 @@ async fn rollback(
         return abort(port, suspension, error).await;
     }
     // Copies in progress keep their memory here.
-    let is_done = stores::are_own_copies_complete(port).await;
+    let is_done = stores::complete_own_copies(port).await.is_ok();
     let mut gone = Vec::with_capacity(suspension.runs.len());
     for (at, run) in suspension.runs.iter().enumerate() {
         let is_gone = at < nth && at >= committed;
@@ -281,14 +281,16 @@ async fn restore(
     committed: &mut usize,
 ) -> Result<(), DriverError> {
     for run in &suspension.runs[..nth] {
-        port.does(CallKind::Commit { at: run.place.at, size: run.place.size }).await?;
+        let Leaving { at, size, handle, .. } = run.place;
+        port.does(CallKind::Commit { at, size, handle }).await?;
         *committed += 1;
     }
     let copies = |state: &ArenaState| {
         let of = |region| &state.region(region).segment;
         suspension.saved.as_ref().map(|saved| saved.copies(of)).unwrap_or_default()
     };
-    stores::copy_back(port, copies).await.map(drop)
+    stores::queue_copies(port, copies).await?;
+    stores::complete_own_copies(port).await
 }
 
 /// Makes the arena asleep, and records the released runs; with an error if one was not released.

@@ -52,11 +52,13 @@ pub(crate) fn backings(
 pub(crate) unsafe fn give_up(driver: &dyn Driver, ground: &Backing) {
     match ground {
         Backing::Reserved(segment) => {
-            let bare = segment.backed_runs().into_iter().all(|run| {
-                let (at, size) = segment.place_of(run);
+            let runs = segment.backed_runs().into_iter();
+            let runs = runs.flat_map(|run| segment.runs_of(run.range(), usize::MAX, usize::MAX));
+            let bare = runs.fold(true, |bare, run| {
+                let ((at, size), handle) = (segment.place_of(run), segment.handle_size(run));
                 // SAFETY: backed granules of the reservation, which no call is in progress for and
                 // nothing uses (contract of this function).
-                unsafe { driver.decommit(at, size) }.is_ok()
+                bare & unsafe { driver.decommit(at, size, handle) }.is_ok()
             });
             if bare {
                 let size = ByteSize::new(segment.reserved());

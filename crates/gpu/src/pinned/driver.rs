@@ -156,6 +156,7 @@ unsafe impl Driver for PinnedDriver {
             remap: false,
             asynchronous: false,
             page_locked: self.host.capabilities().page_locked,
+            handles: false,
             granularity: HOST_ALIGNMENT,
         }
     }
@@ -168,11 +169,16 @@ unsafe impl Driver for PinnedDriver {
         Err(DriverError::Unsupported { what: ADDRESSES })
     }
 
-    unsafe fn commit(&self, _: DeviceAddress, _: ByteSize) -> Result<(), DriverError> {
+    unsafe fn commit(&self, _: DeviceAddress, _: ByteSize, _: ByteSize) -> Result<(), DriverError> {
         Err(DriverError::Unsupported { what: ADDRESSES })
     }
 
-    unsafe fn decommit(&self, _: DeviceAddress, _: ByteSize) -> Result<(), DriverError> {
+    unsafe fn decommit(
+        &self,
+        _: DeviceAddress,
+        _: ByteSize,
+        _: ByteSize,
+    ) -> Result<(), DriverError> {
         Err(DriverError::Unsupported { what: ADDRESSES })
     }
 

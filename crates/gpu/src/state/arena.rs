@@ -14,13 +14,14 @@ use crate::state::event::{
     After, ArenaEvent, EventQueue, FailedRequest, FreeCause, LaneNumber, MemoryShortage,
 };
 use crate::state::failure::{AllocFailure, Cause, CompactionEstimate};
+use crate::state::granules::Leave;
 use crate::state::growth::Steps;
 use crate::state::moves::MoveState;
 use crate::state::outstanding::Outstanding;
 use crate::state::pending::{Claim, Uses};
 use crate::state::raw::RawBlocks;
 use crate::state::region::{
-    AllocRequest, Placement, PlacementQuery, Region, RegionState, Search, end_of,
+    AllocRequest, Leaving, Placement, PlacementQuery, Region, RegionState, Search, end_of,
 };
 use crate::state::region_index::{APART_FROM, BlockName};
 use crate::state::segment::{Cursor, Run};
@@ -39,14 +40,14 @@ use lowtide_core::decay::DecayTime;
 /// unbounded. A guess, to be measured per driver.
 const RUN_MAX: ByteSize = ByteSize::gib(1);
 
-/// A run that is leaving, and its place.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Leaving {
-    pub(crate) region: Region,
-    pub(crate) run: Run,
-    pub(crate) at: DeviceAddress,
-    pub(crate) size: ByteSize,
-}
+/// The minimum number of handles of the maximum size that an arena may have under its limit. An
+/// idle granule in a handle in use is not available to other blocks, so few large handles would
+/// waste much of a small limit. A guess: 1.6 % of the limit for each such handle.
+const HANDLES_MIN: u64 = 64;
+
+/// The maximum number of handles of one decommit: .8 ms at the 25.6 us that an A100 takes to unmap
+/// one (kvcached's `bench_vmm`). Other calls of the driver wait meanwhile.
+const UNMAPS_MAX: usize = 32;
 
 /// The state of an arena.
 #[derive(Debug)]
@@ -67,6 +68,8 @@ pub(crate) struct ArenaState {
     pub(crate) leases: u32,
     pub(crate) sleep: Sleep,
     pub(crate) limit: ByteSize,
+    /// The maximum size of a handle, if the limit is high enough.
+    handle_max: u64,
     pub(crate) totals: Totals,
     live_peak: u64,
     committed_peak: u64,
@@ -95,7 +98,7 @@ impl ArenaState {
         (capabilities, backend): (Capabilities, Backend),
         now: Moment,
     ) -> Self {
-        Self {
+        let mut state = Self {
             name: config.name,
             regions,
             granularity: granularity.get(),
@@ -106,6 +109,7 @@ impl ArenaState {
             leases: 0,
             sleep: Sleep::new(now, &config.sleep),
             limit: config.limit,
+            handle_max: config.handle_max.get(),
             totals: Totals::default(),
             live_peak: 0,
             committed_peak: 0,
@@ -120,7 +124,16 @@ impl ArenaState {
             events: EventQueue::default(),
             lanes: 0,
             outlook: CompactionEstimate::default(),
-        }
+        };
+        state.set_handle_max();
+        state
+    }
+
+    /// Derives the maximum size of a handle from the limit.
+    fn set_handle_max(&mut self) {
+        let most = if self.capabilities.handles { self.handle_max } else { 0 };
+        let most = most.min(self.limit.get() / HANDLES_MIN);
+        self.regions.iter_mut().for_each(|region| region.segment.set_handle_max(most));
     }
 
     pub(crate) const fn region(&self, region: Region) -> &RegionState {
@@ -151,6 +164,11 @@ impl ArenaState {
         self.total(|region| region.segment.idle())
     }
 
+    /// Returns the bytes of idle memory that may leave.
+    pub(crate) fn releasable(&self) -> u64 {
+        self.total(|region| region.segment.idle() - region.segment.stuck())
+    }
+
     pub(crate) fn committing(&self) -> u64 {
         self.total(|region| region.segment.committing())
     }
@@ -168,9 +186,11 @@ impl ArenaState {
         granules * self.granularity
     }
 
-    /// Returns the maximum number of granules of one decommit.
-    pub(crate) fn run_max(&self) -> u64 {
-        (RUN_MAX.get() / self.granularity).max(1)
+    /// Returns the maximum numbers of granules and of handles of one decommit.
+    pub(crate) fn run_max(&self) -> (usize, usize) {
+        let granules = (RUN_MAX.get() / self.granularity).max(1);
+        let handles = if self.capabilities.handles { UNMAPS_MAX } else { usize::MAX };
+        (usize::try_from(granules).unwrap_or(usize::MAX), handles)
     }
 
     /// Returns by how many bytes a commit of this many more would exceed the limit.
@@ -269,12 +289,12 @@ impl ArenaState {
         region: Region,
         span: Span,
         needed: u64,
-        grow: bool,
+        (grow, is_large): (bool, bool),
     ) -> Vec<Run> {
         let room = self.limit.get().saturating_sub(self.backed());
         let whole = if grow { self.steps.commit(needed, room) } else { needed };
         let ahead = (whole - needed) / self.granularity;
-        self.region_mut(region).segment.begin_commit(span, ahead)
+        self.region_mut(region).segment.begin_commit(span, ahead, is_large)
     }
 
     /// Updates the peak of committed memory after a commit; a failed commit does not count.
@@ -400,21 +420,33 @@ impl ArenaState {
         }
     }
 
-    /// Marks the next run of idle granules as leaving, at most this many; with ages, only expired
-    /// ones. The stable region comes first, because its idle memory is the least likely to be
-    /// requested again.
+    /// Marks the next run of idle granules as leaving, at most this many, but at least one handle;
+    /// with ages, only expired ones. The stable region comes first, because its idle memory is the
+    /// least likely to be requested again.
     pub(crate) fn begin_leave(
         &mut self,
         granules: u64,
         cursors: &mut [Cursor; 2],
         ages: Option<Ages>,
     ) -> Option<Leaving> {
-        let most = granules.min(self.run_max());
+        self.begin_leave_in(granules, usize::MAX, cursors, ages)
+    }
+
+    /// Like [`ArenaState::begin_leave`], but only handles of at most this many granules.
+    pub(crate) fn begin_leave_in(
+        &mut self,
+        granules: u64,
+        handle_max: usize,
+        cursors: &mut [Cursor; 2],
+        ages: Option<Ages>,
+    ) -> Option<Leaving> {
+        let (granules_max, handles_max) = self.run_max();
+        let granules_max = usize::try_from(granules).unwrap_or(usize::MAX).min(granules_max);
+        let leave = Leave { granules_max, handles_max, handle_max, ages };
         Region::ALL.into_iter().zip(cursors).find_map(|(region, cursor)| {
             let state = self.region_mut(region);
-            let run = state.begin_leave(cursor, most, ages)?;
-            let (at, size) = state.segment.place_of(run);
-            Some(Leaving { region, run, at, size })
+            let run = state.begin_leave(cursor, &leave)?;
+            Some(state.leaving(region, run))
         })
     }
 
@@ -435,7 +467,7 @@ impl ArenaState {
 
     /// Returns the time of the next check.
     pub(crate) fn due(&self) -> Moment {
-        if self.idle() == 0 { Moment::NEVER } else { self.aging.due() }
+        if self.releasable() == 0 { Moment::NEVER } else { self.aging.due() }
     }
 
     /// Schedules the check after one at `now`. `failed` is `true` if the driver failed.
@@ -456,6 +488,7 @@ impl ArenaState {
 
     pub(crate) fn set_limit(&mut self, limit: ByteSize, clock: &dyn Clock) {
         self.limit = limit;
+        self.set_handle_max();
         self.events.push(clock, || ArenaEvent::LimitSet { limit });
     }
 

@@ -126,6 +126,49 @@ impl Backing {
         self.backed() - self.active()
     }
 
+    /// Like [`Segment::stuck`].
+    pub(crate) fn stuck(&self) -> u64 {
+        self.reserved_segment().map_or(0, Segment::stuck)
+    }
+
+    /// Like [`Segment::handle_size`]. For pieces: the granularity.
+    pub(crate) fn handle_size(&self, run: Run) -> ByteSize {
+        match self {
+            Self::Reserved(segment) => segment.handle_size(run),
+            Self::SegmentList(pieces) => ByteSize::new(pieces.granularity()),
+        }
+    }
+
+    /// Like [`Segment::set_handle_max`].
+    pub(crate) fn set_handle_max(&mut self, handle_max: u64) {
+        if let Some(segment) = self.reserved_mut() {
+            segment.set_handle_max(handle_max);
+        }
+    }
+
+    /// Like [`Segment::has_large_handles`].
+    pub(crate) fn has_large_handles(&self, span: Span) -> bool {
+        self.reserved_segment().is_some_and(|segment| segment.has_large_handles(span))
+    }
+
+    /// Like [`Segment::runs_of`]. A piece is one run.
+    pub(crate) fn runs_of(
+        &self,
+        range: Range<usize>,
+        granules_max: usize,
+        handles_max: usize,
+    ) -> Vec<Run> {
+        match self {
+            Self::Reserved(segment) => segment.runs_of(range, granules_max, handles_max),
+            Self::SegmentList(_) => vec![Run::of(&range)],
+        }
+    }
+
+    /// Like [`Segment::handle_of`].
+    pub(crate) fn handle_of(&self, granule: usize) -> Range<usize> {
+        self.reserved_segment().map_or(granule..granule + 1, |segment| segment.handle_of(granule))
+    }
+
     /// Returns the bytes that are being committed, which the driver may refuse.
     pub(crate) const fn committing(&self) -> u64 {
         either!(self, it => it.committing())
@@ -246,8 +289,9 @@ impl Backing {
     }
 
     /// Like [`Segment::begin_commit`].
-    pub(crate) fn begin_commit(&mut self, span: Span, ahead: u64) -> Vec<Run> {
-        self.reserved_mut().map_or_else(Vec::new, |segment| segment.begin_commit(span, ahead))
+    pub(crate) fn begin_commit(&mut self, span: Span, ahead: u64, is_large: bool) -> Vec<Run> {
+        let segment = self.reserved_mut();
+        segment.map_or_else(Vec::new, |segment| segment.begin_commit(span, ahead, is_large))
     }
 
     /// Like [`Segment::end_commit`].
@@ -341,8 +385,9 @@ impl Backing {
     }
 
     /// Like [`Segment::begin_return`].
-    pub(crate) fn begin_return(&mut self) -> Vec<Run> {
-        self.reserved_mut().map_or_else(Vec::new, Segment::begin_return)
+    pub(crate) fn begin_return(&mut self, granules_max: usize, is_large: bool) -> Vec<Run> {
+        let segment = self.reserved_mut();
+        segment.map_or_else(Vec::new, |segment| segment.begin_return(granules_max, is_large))
     }
 
     /// Returns the bytes of a block that have no memory.

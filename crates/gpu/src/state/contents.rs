@@ -8,10 +8,8 @@
 
 use std::ops::Range;
 
-use crate::state::arena::Leaving;
-use crate::state::region::{Region, RegionState};
+use crate::state::region::{Leaving, Region, RegionState};
 use crate::state::region_index::BlockName;
-use crate::state::segment::Run;
 use crate::types::sleep::Contents;
 
 /// Adjoining granules that are leaving for a sleep.
@@ -28,10 +26,8 @@ impl RegionState {
         &mut self,
         region: Region,
         (usual, is_host): (Contents, bool),
-        granules_max: usize,
+        (granules_max, handles_max): (usize, usize),
     ) -> Vec<OutgoingRun> {
-        // A segment leaves as a whole.
-        let granules_max = if self.segment.is_whole() { usize::MAX / 2 } else { granules_max };
         let of = |name: BlockName| match self.pins.contents(name).unwrap_or(usual) {
             Contents::Keep if is_host => Contents::Stay,
             contents => contents,
@@ -40,16 +36,21 @@ impl RegionState {
         let wanted = wanted(live.map(|(span, name)| (self.segment.granules_of(span), of(name))));
         let mut outgoing = Vec::new();
         for committed in self.segment.committed_runs() {
-            cut(committed, &wanted, granules_max, |range, contents| {
-                if contents != Contents::Stay {
-                    outgoing.push((Run::of(&range), contents));
-                }
-            });
+            cut(
+                committed,
+                &wanted,
+                |granule| self.segment.handle_of(granule),
+                |range, contents| {
+                    if contents != Contents::Stay {
+                        let runs = self.segment.runs_of(range, granules_max, handles_max);
+                        outgoing.extend(runs.into_iter().map(|run| (run, contents)));
+                    }
+                },
+            );
         }
         let mark = |(run, contents)| {
-            let (at, size) = self.segment.place_of(run);
             self.begin_part(run);
-            OutgoingRun { place: Leaving { region, run, at, size }, contents }
+            OutgoingRun { place: self.leaving(region, run), contents }
         };
         outgoing.into_iter().map(mark).collect()
     }
@@ -107,29 +108,44 @@ fn wanted(blocks: impl Iterator<Item = (Range<usize>, Contents)>) -> Vec<(Range<
     all
 }
 
-/// Cuts a run of committed granules into pieces with one treatment each, of at most `granules_max`
-/// granules. Granules that no block touches have nothing to keep.
+/// Cuts a run of committed granules into pieces of whole handles with one treatment each. Granules
+/// that no block touches have nothing to keep. A handle gets the strongest treatment of its
+/// granules.
 fn cut(
     run: Range<usize>,
     wanted: &[(Range<usize>, Contents)],
-    granules_max: usize,
+    handle_of: impl Fn(usize) -> Range<usize>,
     mut each: impl FnMut(Range<usize>, Contents),
 ) {
-    let mut at = run.start;
-    let mut nth = wanted.partition_point(|(range, _)| range.end <= at);
-    while at < run.end {
-        let here = wanted.get(nth).filter(|(range, _)| range.start <= at);
-        let (end, contents) = match (here, wanted.get(nth)) {
-            (Some((range, contents)), _) => (range.end, *contents),
-            (None, Some((next, _))) => (next.start, Contents::Discard),
-            (None, None) => (run.end, Contents::Discard),
+    let piece_at = |at: usize| {
+        let nth = wanted.partition_point(|(range, _)| range.end <= at);
+        let (end, contents) = match wanted.get(nth) {
+            Some((range, contents)) if range.start <= at => (range.end, *contents),
+            Some((next, _)) => (next.start, Contents::Discard),
+            None => (run.end, Contents::Discard),
         };
-        nth += usize::from(here.is_some());
-        let end = end.min(run.end);
-        for start in (at..end).step_by(granules_max) {
-            each(start..end.min(start + granules_max), contents);
+        (end.min(run.end), contents)
+    };
+    let mut at = run.start;
+    while at < run.end {
+        let (end, contents) = piece_at(at);
+        // The handle at the end of the piece, if it continues in the next one.
+        let cut = (end < run.end).then(|| handle_of(end)).filter(|handle| handle.start < end);
+        let Some(handle) = cut else {
+            each(at..end, contents);
+            at = end;
+            continue;
+        };
+        if at < handle.start {
+            each(at..handle.start, contents);
         }
-        at = end;
+        let (mut next, mut most) = (handle.start, contents);
+        while next < handle.end {
+            let (end, contents) = piece_at(next);
+            (next, most) = (end, most.max(contents));
+        }
+        at = handle.end;
+        each(handle, most);
     }
 }
 
@@ -152,17 +168,20 @@ mod tests {
     }
 
     #[test]
-    fn runs_are_cut_where_the_kind_changes_and_where_they_are_too_long() {
-        let of = |run: Range<usize>, max| {
+    fn runs_are_cut_where_the_treatment_changes_and_never_inside_a_handle() {
+        let of = |run: Range<usize>, handle: usize| {
             let wanted = [(2..4, Keep), (7..20, Stay)];
             let mut parts = Vec::new();
-            cut(run, &wanted, max, |range, contents| parts.push((range, contents)));
+            let handle_of = |at: usize| at / handle * handle..(at / handle + 1) * handle;
+            cut(run, &wanted, handle_of, |range, contents| parts.push((range, contents)));
             parts
         };
-        assert_eq!(of(0..9, 100), [(0..2, Discard), (2..4, Keep), (4..7, Discard), (7..9, Stay)]);
+        assert_eq!(of(0..9, 1), [(0..2, Discard), (2..4, Keep), (4..7, Discard), (7..9, Stay)]);
         assert_eq!(of(3..4, 1), [(3..4, Keep)]);
-        assert_eq!(of(8..13, 2), [(8..10, Stay), (10..12, Stay), (12..13, Stay)]);
-        assert_eq!(of(30..32, 2), [(30..32, Discard)]);
-        assert_eq!(of(5..5, 2), []);
+        assert_eq!(of(8..13, 1), [(8..13, Stay)]);
+        assert_eq!(of(30..32, 1), [(30..32, Discard)]);
+        assert_eq!(of(5..5, 1), []);
+        assert_eq!(of(0..12, 3), [(0..3, Keep), (3..6, Keep), (6..9, Stay), (9..12, Stay)]);
+        assert_eq!(of(0..12, 12), [(0..12, Stay)]);
     }
 }

@@ -9,10 +9,10 @@
 
 use crate::driver::DeviceAddress;
 use crate::index::{ALIGN, End, Request, Span, StaleBlock};
-use crate::state::aging::Ages;
 use crate::state::backing::Backing;
 use crate::state::cached::CacheCounts;
 use crate::state::event::Origin;
+use crate::state::granules::Leave;
 use crate::state::pending::{Claim, Pending, Uses};
 use crate::state::pins::Pins;
 use crate::state::region_index::{BlockName, RegionIndex};
@@ -114,6 +114,17 @@ pub(crate) struct Placement {
 impl Placement {
     /// A value of `moves` that is never reached, so that the block's place must be looked up.
     pub(crate) const STALE: u64 = u64::MAX;
+}
+
+/// A run that is leaving, and its place.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Leaving {
+    pub(crate) region: Region,
+    pub(crate) run: Run,
+    pub(crate) at: DeviceAddress,
+    pub(crate) size: ByteSize,
+    /// The size of its handles.
+    pub(crate) handle: ByteSize,
 }
 
 /// The state of one region.
@@ -520,22 +531,22 @@ impl RegionState {
         Some(self.put(wanted, id?, span))
     }
 
-    /// Marks the next run of idle memory as leaving, about this many granules; with ages, only
-    /// expired memory. A segment leaves as a whole.
-    pub(crate) fn begin_leave(
-        &mut self,
-        cursor: &mut Cursor,
-        granules_max: u64,
-        ages: Option<Ages>,
-    ) -> Option<Run> {
+    /// Marks the next run of idle memory as leaving. A segment leaves as a whole.
+    pub(crate) fn begin_leave(&mut self, cursor: &mut Cursor, leave: &Leave) -> Option<Run> {
         match &mut self.segment {
-            Backing::Reserved(segment) => segment.begin_leave(cursor, granules_max, ages),
+            Backing::Reserved(segment) => segment.begin_leave(cursor, leave),
             Backing::SegmentList(pieces) => {
-                let bytes = granules_max.saturating_mul(pieces.granularity());
-                let span = pieces.begin_leave(&mut self.index, bytes, ages)?;
+                let bytes = (leave.granules_max as u64).saturating_mul(pieces.granularity());
+                let span = pieces.begin_leave(&mut self.index, bytes, leave.ages)?;
                 Some(pieces.run_of(span))
             }
         }
+    }
+
+    /// Returns a run with its place.
+    pub(crate) fn leaving(&self, region: Region, run: Run) -> Leaving {
+        let ((at, size), handle) = (self.segment.place_of(run), self.segment.handle_size(run));
+        Leaving { region, run, at, size, handle }
     }
 
     /// Marks committed granules as leaving, for a sleep.

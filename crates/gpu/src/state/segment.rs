@@ -17,7 +17,7 @@ use std::ops::Range;
 use crate::driver::DeviceAddress;
 use crate::index::Span;
 use crate::state::aging::{Ages, Stamp};
-use crate::state::granules::Granules;
+use crate::state::granules::{Granules, Leave};
 use lowtide_core::bytes::ByteSize;
 
 /// Adjoining granules of one half, for one driver call.
@@ -25,6 +25,8 @@ use lowtide_core::bytes::ByteSize;
 pub(crate) struct Run {
     first: usize,
     count: usize,
+    /// The granules of each of its handles. The last handle may have fewer.
+    handle: usize,
 }
 
 impl Run {
@@ -33,10 +35,11 @@ impl Run {
         self.count as u64
     }
 
-    /// Returns the first granules, at most this many, and the rest.
+    /// Returns the first granules, at most this many, and the rest. Each granule is a handle.
     pub(crate) fn split(self, granules: u64) -> (Self, Option<Self>) {
+        debug_assert_eq!(self.handle, 1, "a handle cannot be split");
         let count = usize::try_from(granules).unwrap_or(usize::MAX).min(self.count);
-        let left = Self { first: self.first + count, count: self.count - count };
+        let left = Self { first: self.first + count, count: self.count - count, ..self };
         (Self { count, ..self }, (left.count > 0).then_some(left))
     }
 
@@ -45,9 +48,26 @@ impl Run {
         self.first..self.first + self.count
     }
 
-    /// Creates the run of these granules, which lie in one half and are at least one.
+    /// Creates the run of these granules, which lie in one half and are at least one. Each granule
+    /// is a handle.
     pub(crate) const fn of(range: &Range<usize>) -> Self {
-        Self { first: range.start, count: range.end - range.start }
+        Self::in_handles(range, 1)
+    }
+
+    /// Creates the run of these granules in handles of this many.
+    const fn in_handles(range: &Range<usize>, handle: usize) -> Self {
+        Self { first: range.start, count: range.end - range.start, handle }
+    }
+
+    /// Returns `true` if it has handles of more than one granule.
+    pub(crate) const fn has_large_handles(self) -> bool {
+        self.handle > 1
+    }
+
+    /// Returns the ranges of its handles.
+    fn handles(self) -> impl Iterator<Item = Range<usize>> {
+        let Range { start, end } = self.range();
+        (start..end).step_by(self.handle).map(move |at| at..end.min(at + self.handle))
     }
 }
 
@@ -80,13 +100,16 @@ pub(crate) struct Segment {
     count: usize,
     /// The first granule of the high half.
     middle: usize,
+    /// The maximum number of granules of a handle.
+    handle_max: usize,
     low: Granules,
     /// Granules counted from the high end downward.
     high: Granules,
 }
 
 impl Segment {
-    /// Creates a segment of bare granules. `granularity` is a power of two.
+    /// Creates a segment of bare granules. `granularity` is a power of two. Each handle is one
+    /// granule.
     pub(crate) fn new(base: DeviceAddress, reserved: ByteSize, granularity: ByteSize) -> Self {
         assert!(granularity.get().is_power_of_two(), "{granularity} is no power of two");
         let count = usize::try_from(reserved.get() / granularity.get()).unwrap_or(usize::MAX);
@@ -96,9 +119,16 @@ impl Segment {
             granularity: granularity.get(),
             count,
             middle: count.div_ceil(2),
+            handle_max: 1,
             low: Granules::default(),
             high: Granules::default(),
         }
+    }
+
+    /// Sets the maximum size of the handles of later commits, of at least one granule.
+    pub(crate) fn set_handle_max(&mut self, handle_max: u64) {
+        let granules = usize::try_from(handle_max / self.granularity).unwrap_or(usize::MAX);
+        self.handle_max = granules.max(1);
     }
 
     pub(crate) const fn base(&self) -> DeviceAddress {
@@ -126,6 +156,16 @@ impl Segment {
     /// Returns the bytes of backed granules that no block touches.
     pub(crate) const fn idle(&self) -> u64 {
         self.backed() - self.active()
+    }
+
+    /// Returns the bytes of idle granules that cannot leave, because a block touches their handle.
+    pub(crate) const fn stuck(&self) -> u64 {
+        (self.low.stuck() + self.high.stuck()) * self.granularity
+    }
+
+    /// Returns the size of the handles of a run.
+    pub(crate) const fn handle_size(&self, run: Run) -> ByteSize {
+        ByteSize::new(run.handle as u64 * self.granularity)
     }
 
     /// Returns the bytes of granules that are being committed, which the driver may refuse.
@@ -223,8 +263,9 @@ impl Segment {
     }
 
     /// Marks the bare granules of a touched span as committing, and up to `ahead` granules that
-    /// follow the span away from its end. Returns them in runs.
-    pub(crate) fn begin_commit(&mut self, span: Span, ahead: u64) -> Vec<Run> {
+    /// follow the span away from its end. Returns them in runs. Granules that the span covers
+    /// wholly get large handles if `is_large`: they are in use and leave together.
+    pub(crate) fn begin_commit(&mut self, span: Span, ahead: u64, is_large: bool) -> Vec<Run> {
         let Range { start, end } = self.granules_of(span);
         let ahead = usize::try_from(ahead).unwrap_or(usize::MAX);
         let range = if start < self.middle {
@@ -237,7 +278,31 @@ impl Segment {
         let [low, high] = self.parts(range);
         self.low.begin_commit(low, |range| runs.push(Run::of(&range)));
         self.high.begin_commit(high, |range| runs.push(Run::of(&mirrored(count, range))));
-        runs
+        if !is_large || !self.has_large_handles(span) {
+            return runs;
+        }
+        let wholly = self.cover_of(span).wholly;
+        let runs = runs.into_iter().flat_map(|run| cut_at(run.range(), &wholly));
+        let runs: Vec<_> = runs.collect();
+        let is_inside = |run: &Run| wholly.contains(&run.first);
+        runs.into_iter().map(|run| if is_inside(&run) { self.join(run) } else { run }).collect()
+    }
+
+    /// Returns `true` if a block in a span may get handles of more than one granule.
+    pub(crate) fn has_large_handles(&self, span: Span) -> bool {
+        self.handle_max > 1 && self.cover_of(span).wholly.len() > 1
+    }
+
+    /// Divides granules that are being committed into handles as large as possible.
+    fn join(&mut self, run: Run) -> Run {
+        let handle = self.handle_max.min(run.count);
+        let run = Run { handle, ..run };
+        if handle > 1 {
+            for handle in run.handles() {
+                self.each_part(handle, Granules::join);
+            }
+        }
+        run
     }
 
     /// Records the result of a commit.
@@ -278,23 +343,51 @@ impl Segment {
         self.low.idle_ages(ages).chain(self.high.idle_ages(ages))
     }
 
-    /// Marks the next run of idle granules as leaving, the innermost first and at most
-    /// `granules_max`; with ages, only expired ones.
-    pub(crate) fn begin_leave(
-        &mut self,
-        cursor: &mut Cursor,
-        granules_max: u64,
-        ages: Option<Ages>,
-    ) -> Option<Run> {
-        let granules_max = usize::try_from(granules_max).unwrap_or(usize::MAX);
-        if let Some(range) = self.low.begin_leave(cursor.low, granules_max, ages) {
+    /// Marks the next idle handles of one size as leaving, the innermost first.
+    pub(crate) fn begin_leave(&mut self, cursor: &mut Cursor, leave: &Leave) -> Option<Run> {
+        if let Some(range) = self.low.begin_leave(cursor.low, leave) {
             cursor.low = range.start;
-            return Some(Run::of(&range));
+            let handle = self.low.handle_of(range.start).len();
+            return Some(Run::in_handles(&range, handle));
         }
         cursor.low = 0;
-        let range = self.high.begin_leave(cursor.high, granules_max, ages)?;
+        let range = self.high.begin_leave(cursor.high, leave)?;
         cursor.high = range.start;
-        Some(Run::of(&mirrored(self.count, range)))
+        let handle = self.high.handle_of(range.start).len();
+        Some(Run::in_handles(&mirrored(self.count, range), handle))
+    }
+
+    /// Divides committed granules, whole handles, into runs of at most this many granules and
+    /// handles. A run may be larger if it is one handle.
+    pub(crate) fn runs_of(
+        &self,
+        range: Range<usize>,
+        granules_max: usize,
+        handles_max: usize,
+    ) -> Vec<Run> {
+        let mut runs: Vec<Run> = Vec::new();
+        let mut at = range.start;
+        while at < range.end {
+            let next = self.handle_of(at);
+            at = next.end;
+            let fits = |run: &Run| {
+                let is_open = run.count.is_multiple_of(run.handle) && next.len() <= run.handle;
+                let handles = run.count / run.handle;
+                is_open && handles < handles_max && run.count + next.len() <= granules_max
+            };
+            match runs.last_mut().filter(|run| fits(run)) {
+                Some(run) => run.count += next.len(),
+                None => runs.push(Run::in_handles(&next, next.len())),
+            }
+        }
+        runs
+    }
+
+    /// Returns the granules of the handle of a granule; the granule alone if it is bare.
+    pub(crate) fn handle_of(&self, granule: usize) -> Range<usize> {
+        let (half, at) = self.half(granule);
+        let handle = half.handle_of(at);
+        if granule < self.middle { handle } else { mirrored(self.count, handle) }
     }
 
     /// Records the result of a decommit.
@@ -346,13 +439,20 @@ impl Segment {
         self.each_part(run.range(), Granules::begin_part);
     }
 
-    /// Marks touched granules without memory as committing. Returns them in runs.
-    pub(crate) fn begin_return(&mut self) -> Vec<Run> {
-        let mut runs = Vec::new();
+    /// Marks touched granules without memory as committing. Returns them in runs of at most this
+    /// many granules, in large handles if `is_large`.
+    pub(crate) fn begin_return(&mut self, granules_max: usize, is_large: bool) -> Vec<Run> {
+        let mut ranges = Vec::new();
         let count = self.count;
-        self.low.begin_return(|range| runs.push(Run::of(&range)));
-        self.high.begin_return(|range| runs.push(Run::of(&mirrored(count, range))));
-        runs
+        self.low.begin_return(|range| ranges.push(range));
+        self.high.begin_return(|range| ranges.push(mirrored(count, range)));
+        let step = if is_large { granules_max.max(self.handle_max) } else { granules_max };
+        let step = step / self.handle_max.min(step) * self.handle_max.min(step);
+        let parts = ranges.into_iter().flat_map(|Range { start, end }| {
+            (start..end).step_by(step).map(move |at| Run::of(&(at..end.min(at + step))))
+        });
+        let parts: Vec<_> = parts.collect();
+        parts.into_iter().map(|run| if is_large { self.join(run) } else { run }).collect()
     }
 
     /// Returns the bytes of a span that have no memory. Takes a step for each granule.
@@ -484,6 +584,14 @@ impl Segment {
     }
 }
 
+/// Returns the parts of a range before, in and after another range, each as a run.
+fn cut_at(range: Range<usize>, at: &Range<usize>) -> impl Iterator<Item = Run> {
+    let Range { start, end } = range;
+    let (first, last) = (at.start.clamp(start, end), at.end.clamp(start, end));
+    let parts = [start..first, first..last, last..end];
+    parts.into_iter().filter(|part| !part.is_empty()).map(|part| Run::of(&part))
+}
+
 /// Returns a range as counted from the other end.
 const fn mirrored(count: usize, range: Range<usize>) -> Range<usize> {
     count - range.end..count - range.start
@@ -509,9 +617,66 @@ mod tests {
         Span { offset: first, size: end - first }
     }
 
+    fn leave_of(granules_max: usize, ages: Option<Ages>) -> Leave {
+        Leave { granules_max, handles_max: usize::MAX, handle_max: usize::MAX, ages }
+    }
+
+    /// Random blocks come and go over handles of up to eight granules, and some memory leaves: the
+    /// segment's own count of everything holds each time, and what leaves is whole handles.
+    #[test]
+    fn handles_leave_as_a_whole_and_only_if_no_block_touches_them() {
+        let mut state = 0x9E37_79B9_7F4A_7C15_u64;
+        println!("seed {state:#x}");
+        let mut chance = |bound: u64| {
+            state ^= state << 13;
+            state ^= state >> 7;
+            state ^= state << 17;
+            state % bound
+        };
+        let mut stuck = 0;
+        for _ in 0..60 {
+            let mut segment = segment();
+            segment.set_handle_max(8 * GRANULE);
+            let mut blocks: Vec<Span> = Vec::new();
+            for _ in 0..200 {
+                let offset = chance(60 * GRANULE);
+                let of = span(offset, offset + 1 + chance(20 * GRANULE).min(64 * GRANULE - offset));
+                let is_free = |block: &Span| block.end() <= of.offset || of.end() <= block.offset;
+                if chance(3) > 0 && of.end() <= 64 * GRANULE && blocks.iter().all(is_free) {
+                    segment.touch(of);
+                    for run in segment.begin_commit(of, chance(3), chance(4) > 0) {
+                        segment.end_commit(run, chance(8) > 0);
+                    }
+                    if segment.is_committed(of) {
+                        blocks.push(of);
+                    } else {
+                        segment.untouch(of);
+                    }
+                } else if !blocks.is_empty() {
+                    let nth = usize::try_from(chance(blocks.len() as u64)).expect("small");
+                    segment.untouch(blocks.swap_remove(nth));
+                }
+                if chance(4) == 0 {
+                    let granules = usize::try_from(1 + chance(9)).expect("small");
+                    let leaves = leave_of(granules, None);
+                    if let Some(run) = segment.begin_leave(&mut Cursor::START.clone(), &leaves) {
+                        let whole = segment.runs_of(run.range(), usize::MAX, usize::MAX);
+                        assert_eq!(whole, [run], "whole handles of one size");
+                        segment.end_leave(run, chance(5) > 0);
+                    }
+                }
+                blocks.sort_unstable_by_key(|block| block.offset);
+                segment.validate(blocks.iter().copied());
+                assert!(segment.stuck() <= segment.idle());
+                stuck += segment.stuck();
+            }
+        }
+        assert!(stuck > 0, "no handle was ever touched in part");
+    }
+
     fn committed(segment: &mut Segment, of: Span) {
         segment.touch(of);
-        for run in segment.begin_commit(of, 0) {
+        for run in segment.begin_commit(of, 0, true) {
             segment.end_commit(run, true);
         }
     }
@@ -566,8 +731,8 @@ mod tests {
         segment.touch(head);
         segment.touch(tail);
         assert_eq!(segment.wanting(all), 5);
-        let runs = segment.begin_commit(all, 0);
-        assert_eq!(runs, [Run { first: 0, count: 2 }, Run { first: 3, count: 3 }]);
+        let runs = segment.begin_commit(all, 0, true);
+        assert_eq!(runs, [Run::of(&(0..2)), Run::of(&(3..6))]);
         assert!(segment.is_moving(all) && !segment.is_moving(middle));
         segment.end_commit(runs[0], true);
         segment.end_commit(runs[1], false);
@@ -584,18 +749,18 @@ mod tests {
             committed(&mut segment, part);
         }
         let leave = |segment: &mut Segment, granules_max| {
-            segment.begin_leave(&mut Cursor::START.clone(), granules_max, None)
+            segment.begin_leave(&mut Cursor::START.clone(), &leave_of(granules_max, None))
         };
-        assert_eq!(leave(&mut segment, u64::MAX), None);
+        assert_eq!(leave(&mut segment, usize::MAX), None);
         assert!(segment.untouch(low) && segment.untouch(top));
         assert_eq!(segment.idle(), 7 * GRANULE);
         let first = leave(&mut segment, 2).expect("idle");
-        assert_eq!(first, Run { first: 6, count: 2 });
-        assert_eq!(leave(&mut segment, u64::MAX), Some(Run { first: 5, count: 1 }));
-        assert_eq!(leave(&mut segment, u64::MAX), Some(Run { first: 0, count: 4 }));
-        assert_eq!(leave(&mut segment, u64::MAX), None);
+        assert_eq!(first, Run::of(&(6..8)));
+        assert_eq!(leave(&mut segment, usize::MAX), Some(Run::of(&(5..6))));
+        assert_eq!(leave(&mut segment, usize::MAX), Some(Run::of(&(0..4))));
+        assert_eq!(leave(&mut segment, usize::MAX), None);
         segment.end_leave(first, false);
-        assert_eq!(leave(&mut segment, u64::MAX), Some(first), "a failed one may try again");
+        assert_eq!(leave(&mut segment, usize::MAX), Some(first), "a failed one may try again");
         segment.validate([kept].into_iter());
     }
 
@@ -616,20 +781,20 @@ mod tests {
         }
         let ages = aging.ages(clock.now());
         let mut cursor = Cursor::START;
-        let mut leave = || segment.begin_leave(&mut cursor, 2, Some(ages));
-        assert_eq!(leave(), Some(Run { first: 1, count: 2 }), "the first was idle for 1.5 s");
-        assert_eq!(leave(), Some(Run { first: 0, count: 1 }));
+        let mut leave = || segment.begin_leave(&mut cursor, &leave_of(2, Some(ages)));
+        assert_eq!(leave(), Some(Run::of(&(1..3))), "the first was idle for 1.5 s");
+        assert_eq!(leave(), Some(Run::of(&(0..1))));
         assert_eq!(leave(), None, "the second for 1 s and less than a part");
         let oldest = segment.oldest(ages).expect("idle");
         assert!(oldest < 1024 && oldest > 500, "{oldest} of 512 to 1024 parts");
         clock.advance(Duration::from_millis(10));
         let ages = aging.ages(clock.now());
-        let run = segment.begin_leave(&mut Cursor::START.clone(), 9, Some(ages));
-        assert_eq!(run, Some(Run { first: 3, count: 2 }));
+        let run = segment.begin_leave(&mut Cursor::START.clone(), &leave_of(9, Some(ages)));
+        assert_eq!(run, Some(Run::of(&(3..5))));
         clock.advance(Duration::from_millis(500));
         let ages = aging.ages(clock.now());
-        let run = segment.begin_leave(&mut Cursor::START.clone(), 9, Some(ages));
-        assert_eq!(run, Some(Run { first: 62, count: 2 }), "the high end's");
+        let run = segment.begin_leave(&mut Cursor::START.clone(), &leave_of(9, Some(ages)));
+        assert_eq!(run, Some(Run::of(&(62..64))), "the high end's");
         segment.validate(std::iter::empty());
     }
 

@@ -11,6 +11,7 @@
 use std::any::Any;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
+use std::ops::Range;
 use std::sync::Arc;
 use std::task::Waker;
 
@@ -377,14 +378,27 @@ impl Saved {
         self.runs.iter().map(place).collect()
     }
 
-    /// Returns the copies of memory that blocks still touch.
-    pub(crate) fn touched_copies<'a>(&self, of: impl Fn(Region) -> &'a Backing) -> Vec<StoredCopy> {
-        let touched = |saved: &SavedRun| {
-            let backing = of(saved.region);
-            let runs = backing.touched_runs(saved.run).into_iter();
-            runs.map(|run| self.place(saved, run, backing)).collect::<Vec<_>>()
-        };
-        self.runs.iter().flat_map(touched).collect()
+    /// Returns the copies of the memory of a run that blocks still touch.
+    pub(crate) fn touched_copies(
+        &self,
+        region: Region,
+        run: Run,
+        backing: &Backing,
+    ) -> Vec<StoredCopy> {
+        let Range { start, end } = run.range();
+        let key = |saved: &SavedRun| (saved.region.number(), saved.run.range().end);
+        let first = self.runs.partition_point(|saved| key(saved) <= (region.number(), start));
+        let inside = self.runs[first..].iter();
+        let inside =
+            inside.take_while(|saved| saved.region == region && saved.run.range().start < end);
+        inside
+            .flat_map(|saved| {
+                let range = saved.run.range();
+                let part = range.start.max(start)..range.end.min(end);
+                let runs = backing.touched_runs(Run::of(&part)).into_iter();
+                runs.map(move |run| self.place(saved, run, backing))
+            })
+            .collect()
     }
 
     /// Returns the current place of a saved run, or of a part of it, and its place in the store.
@@ -397,8 +411,8 @@ impl Saved {
     }
 }
 
-/// Lays granules out over stores. Returns the sizes of the stores. A store is at most 1 GiB, so
-/// that no single allocation is as large as the device.
+/// Lays granules out over stores, adjoining ones together. Returns the sizes of the stores. A store
+/// is at most 1 GiB, so that no single allocation is as large as the device.
 pub(crate) fn lay_out(
     kept: impl Iterator<Item = (Region, Run)>,
     granularity: ByteSize,
@@ -419,12 +433,20 @@ pub(crate) fn lay_out(
             let end = range.end.min(at.saturating_add(room));
             let run = Run::of(&(at..end));
             let (store, offset) = (sizes.len() - 1, bytes(used));
-            saved.push(SavedRun { region, run, store, offset });
+            // Adjoining runs are one copy.
+            let adjoins = |last: &&mut SavedRun| {
+                (last.region, last.store, last.run.range().end) == (region, store, at)
+            };
+            match saved.last_mut().filter(adjoins) {
+                Some(last) => last.run = Run::of(&(last.run.range().start..end)),
+                None => saved.push(SavedRun { region, run, store, offset }),
+            }
             used += run.granules();
             sizes[store] = bytes(used);
             at = end;
         }
     }
+    saved.sort_unstable_by_key(|saved: &SavedRun| (saved.region.number(), saved.run.range().start));
     for size in &mut sizes {
         *size = size.next_multiple_of(HOST_GRANULARITY).unwrap_or(*size);
     }

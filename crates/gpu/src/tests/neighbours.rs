@@ -99,7 +99,7 @@ fn a_block_that_fits_at_no_granules_start_waits_for_the_calls_of_its_neighbours(
     }
     neighbours.into_iter().for_each(|placed| cancel(&arena, placed));
     // SAFETY: an idle granule, marked as leaving above.
-    unsafe { driver.decommit(leaving.at, leaving.size) }.expect("committed");
+    unsafe { driver.decommit(leaving.at, leaving.size, leaving.handle) }.expect("committed");
     arena.inner().lock_state().end_leave(leaving, true, &*arena.inner().clock);
     let block = waiting.join().expect("no panic").expect("there is room");
     drop((block, callback, live));

@@ -497,7 +497,7 @@ pub(super) fn device(seed: u64, chance: &mut Chance, clock: &ManualClock) -> Sim
     SimDriver::new(SimOptions {
         order: if chance.below(2) == 0 { Order::Lazy } else { Order::Random { seed } },
         granularity: STEP_GRANULE,
-        handles: lowtide_cuda_sim::Handles::Fixed(STEP_GRANULE),
+        handle_min: STEP_GRANULE,
         capacity: if chance.below(4) == 0 { ByteSize::kib(128) } else { ByteSize::gib(1) },
         context_overhead: ByteSize::ZERO,
         virtual_memory,
@@ -614,7 +614,7 @@ fn the_peak_of_committed_memory_counts_each_commit() {
         state(&sim, &clock, &ArenaConfig { reserve: ByteSize::kib(512), ..config(ByteSize::MAX) });
     let wanted = AllocRequest::new(STEP_GRANULE, ByteSize::new(256)).expect("not empty");
     let (placed, _) = state.place(Region::Dynamic, wanted, Search::Usual, None).expect("room");
-    let runs = state.begin_commit(Region::Dynamic, placed.span, STEP_GRANULE.get(), false);
+    let runs = state.begin_commit(Region::Dynamic, placed.span, STEP_GRANULE.get(), (false, true));
     for run in runs {
         state.end_commit(Region::Dynamic, run, true, &clock);
         state.validate();

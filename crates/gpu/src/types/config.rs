@@ -38,6 +38,7 @@ pub enum Growth {
 pub(crate) struct StateConfig {
     pub(crate) name: String,
     pub(crate) limit: ByteSize,
+    pub(crate) handle_max: ByteSize,
     pub(crate) decay: DecayTime,
     pub(crate) growth: Growth,
     pub(crate) sleep: SleepConfig,

@@ -68,6 +68,7 @@ unsafe impl Driver for Slab {
             remap: false,
             asynchronous: false,
             page_locked: false,
+            handles: false,
             granularity: GRANULE,
         }
     }
@@ -92,7 +93,12 @@ unsafe impl Driver for Slab {
         Ok(())
     }
 
-    unsafe fn commit(&self, at: DeviceAddress, size: ByteSize) -> Result<(), DriverError> {
+    unsafe fn commit(
+        &self,
+        at: DeviceAddress,
+        size: ByteSize,
+        _: ByteSize,
+    ) -> Result<(), DriverError> {
         let before = self.committed.fetch_add(size.get(), Ordering::Relaxed);
         if before + size.get() > self.capacity {
             self.committed.fetch_sub(size.get(), Ordering::Relaxed);
@@ -104,7 +110,12 @@ unsafe impl Driver for Slab {
         Ok(())
     }
 
-    unsafe fn decommit(&self, _: DeviceAddress, size: ByteSize) -> Result<(), DriverError> {
+    unsafe fn decommit(
+        &self,
+        _: DeviceAddress,
+        size: ByteSize,
+        _: ByteSize,
+    ) -> Result<(), DriverError> {
         self.committed.fetch_sub(size.get(), Ordering::Relaxed);
         Ok(())
     }

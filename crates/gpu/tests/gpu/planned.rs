@@ -10,7 +10,7 @@ mod plans;
 
 use std::sync::Arc;
 
-use lowtide_cuda_sim::{Call, DriverCosts, Handles, Outcome, Pattern, SimDriver, SimOptions};
+use lowtide_cuda_sim::{Call, DriverCosts, Outcome, Pattern, SimDriver, SimOptions};
 use lowtide_gpu::ByteSize;
 use lowtide_gpu::clock::ManualClock;
 use lowtide_gpu::driver::{DeviceAddress, Driver as _, StreamHandle};
@@ -111,7 +111,7 @@ fn simulated(mib: u64) -> (Arc<SimDriver>, DeviceArena, StreamHandle) {
     let options = SimOptions {
         costs: DriverCosts::zero(),
         granularity,
-        handles: Handles::Fixed(granularity),
+        handle_min: granularity,
         capacity: ByteSize::mib(mib),
         context_overhead: ByteSize::ZERO,
         ..SimOptions::default()

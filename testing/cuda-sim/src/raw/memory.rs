@@ -143,7 +143,7 @@ impl Raw<'_> {
 
     /// `cuMemUnmap`: whole mappings without a hole. Does not wait.
     pub fn unmap(&self, at: u64, size: u64) -> Answer {
-        self.model().decommit(Range { at, size }).map_err(code)
+        self.model().unmap(Range { at, size }).map_err(code)
     }
 
     /// `cuMemAlloc`: plain memory.

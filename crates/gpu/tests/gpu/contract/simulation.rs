@@ -4,9 +4,7 @@
 
 use std::sync::{Arc, Mutex, PoisonError};
 
-use lowtide_cuda_sim::{
-    DriverCosts, Handles, Order, Outcome as Found, Pattern, SimDriver, SimOptions,
-};
+use lowtide_cuda_sim::{DriverCosts, Order, Outcome as Found, Pattern, SimDriver, SimOptions};
 use lowtide_gpu::ByteSize;
 use lowtide_gpu::driver::{DeviceAddress, Driver, StreamHandle};
 use lowtide_gpu::{Buffer, DeviceArena, Lane, Lease, RawBlock};
@@ -123,7 +121,7 @@ fn the_simulation_keeps_it_when_work_is_done_in_random_order() {
 #[test]
 fn the_simulation_keeps_it_with_other_handles_and_without_remap() {
     run(Order::Synchronous, |options| options.remap = false);
-    run(Order::Lazy, |options| options.handles = Handles::Fixed(ByteSize::mib(16)));
+    run(Order::Lazy, |options| options.handle_min = ByteSize::mib(16));
 }
 
 #[test]

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use lowtide_cuda_sim::{Call, Handles, sample};
+use lowtide_cuda_sim::{Call, sample};
 use lowtide_gpu::ByteSize;
 use lowtide_gpu::clock::ManualClock;
 use lowtide_gpu::{ArenaConfig, DeviceArena, DeviceError, HostDriver};
@@ -17,7 +17,7 @@ fn of(granule: Option<ByteSize>, limit: ByteSize) -> ArenaConfig {
 fn calls_for_a_gibibyte_fall_as_the_granule_grows() {
     let mut falls = Vec::new();
     for granule in [2, 8, 32, 128].map(ByteSize::mib) {
-        let sim = device(|options| options.handles = Handles::Fixed(GRANULE));
+        let sim = device(|options| options.handle_min = GRANULE);
         let arena = on_device(&sim, of(Some(granule), ByteSize::MAX));
         let blocks: Vec<_> = (0..512).map(|_| mib(&arena, 2).expect("room")).collect();
         let committing = sim.calls(Call::SetAccess);

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::thread;
 
-use lowtide_cuda_sim::{Handles, Order, SimDriver, sample};
+use lowtide_cuda_sim::{Order, SimDriver, sample};
 use lowtide_gpu::ByteSize;
 use lowtide_gpu::driver::Driver as _;
 use lowtide_gpu::{
@@ -203,12 +203,15 @@ fn over_device(seed: u64, threads: u64) -> (DeviceArena, Arc<SimDriver>, ByteSiz
     let sim = device(|options| {
         options.order = order;
         options.granularity = granule;
-        options.handles = Handles::Fixed(granule);
+        options.handle_min = granule;
         options.remap = !seed.is_multiple_of(5);
     });
     let limit = ByteSize::new(ByteSize::mib(2).get() * threads + seed * 4096 % 65536);
     let reserve = if seed.is_multiple_of(7) { ByteSize::mib(3) } else { ByteSize::gib(1) };
-    let config = ArenaConfig { reserve, growth: growth(seed), ..config(limit) };
+    // Idle memory in a large handle that a block touches is not available, so refusals are exact
+    // only with small handles.
+    let handle_max = ByteSize::ZERO;
+    let config = ArenaConfig { reserve, handle_max, growth: growth(seed), ..config(limit) };
     let arena = super::on_device(&sim, config);
     (arena, sim, reserve)
 }

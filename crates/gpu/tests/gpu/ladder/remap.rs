@@ -7,7 +7,7 @@ use std::sync::{Arc, mpsc};
 use std::thread;
 use std::time::Duration;
 
-use lowtide_cuda_sim::{Call, Handles, Outcome, Pattern, SimDriver, SimError, Ticket};
+use lowtide_cuda_sim::{Call, Outcome, Pattern, SimDriver, SimError, Ticket};
 use lowtide_gpu::ByteSize;
 use lowtide_gpu::driver::{Driver as _, StreamHandle};
 use lowtide_gpu::{Buffer, DeviceArena, DeviceError, Lane, Region};
@@ -270,14 +270,17 @@ fn other_threads_wait_for_a_granule_that_is_on_its_way_and_for_nothing_else() {
 
 #[test]
 fn only_whole_handles_are_remapped() {
-    let sim = device(|options| options.handles = Handles::PerCommit);
+    let sim = device(|_| ());
     let at = sim.reserve(ByteSize::mib(16)).expect("addresses");
     let on = |mib| at.checked_add(ByteSize::mib(mib)).expect("inside");
-    sim.commit(at, ByteSize::mib(4)).expect("memory");
-    let refused = sim.remap(at, on(8), GRANULE).expect_err("half a handle");
-    assert_eq!(refused.code(), Some(1));
-    assert_eq!(sim.faults_total(), 1);
-    sim.remap(at, on(8), ByteSize::mib(4)).expect("all of it");
+    let whole = ByteSize::mib(4);
+    sim.commit(at, whole, whole).expect("memory");
+    for (size, handle) in [(GRANULE, GRANULE), (whole, GRANULE)] {
+        let refused = sim.remap(at, on(8), size, handle).expect_err("half a handle");
+        assert_eq!(refused.code(), Some(1));
+    }
+    assert_eq!(sim.faults_total(), 2);
+    sim.remap(at, on(8), whole, whole).expect("all of it");
     assert_eq!((sim.leaks().handles, sim.leaks().committed), (1, ByteSize::mib(4)));
-    sim.decommit(on(8), ByteSize::mib(4)).expect("there it is");
+    sim.decommit(on(8), whole, whole).expect("there it is");
 }

@@ -18,7 +18,7 @@ use std::io::{self, Write};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use lowtide_cuda_sim::{DriverCosts, Handles, Order, SimDriver, SimOptions};
+use lowtide_cuda_sim::{DriverCosts, Order, SimDriver, SimOptions};
 use lowtide_gpu::ByteSize;
 use lowtide_gpu::clock::ManualClock;
 use lowtide_gpu::driver::{Driver, StreamHandle};
@@ -66,17 +66,17 @@ fn host() -> Arc<dyn Driver> {
 
 /// A device that does its work before a call returns, or as late as it may; calls cost nothing.
 fn simulation(order: Order) -> Arc<SimDriver> {
-    let (granularity, handles) = (GRANULE, Handles::Fixed(GRANULE));
+    let (granularity, handle_min) = (GRANULE, GRANULE);
     let costs = DriverCosts::zero();
-    let options = SimOptions { order, costs, granularity, handles, ..SimOptions::default() };
+    let options = SimOptions { order, costs, granularity, handle_min, ..SimOptions::default() };
     Arc::new(SimDriver::new(options))
 }
 
 /// A device that has its memory in segments.
 fn segments(pool: bool) -> Arc<SimDriver> {
-    let (granularity, handles) = (GRANULE, Handles::Fixed(GRANULE));
+    let (granularity, handle_min) = (GRANULE, GRANULE);
     let (costs, virtual_memory) = (DriverCosts::zero(), false);
-    let device = SimOptions { costs, granularity, handles, ..SimOptions::default() };
+    let device = SimOptions { costs, granularity, handle_min, ..SimOptions::default() };
     Arc::new(SimDriver::new(SimOptions { virtual_memory, pool, ..device }))
 }
 

@@ -29,8 +29,8 @@ fn captured_work_is_done_when_the_graph_is_launched_and_at_its_addresses() {
     sim.stream_synchronize(stream).expect("done");
     assert_eq!(sim.outcome(found), Outcome::Held);
     // Other memory behind the same addresses: the graph is still good.
-    sim.decommit(at, GRANULE).expect("done with");
-    sim.commit(at, GRANULE).expect("memory");
+    sim.decommit(at, GRANULE, GRANULE).expect("done with");
+    sim.commit(at, GRANULE, GRANULE).expect("memory");
     sim.graph_launch(graph, stream).expect("queued");
     sim.stream_synchronize(stream).expect("done");
     sim.graph_destroy(graph).expect("there");
@@ -44,7 +44,7 @@ fn a_graph_launched_after_its_memory_went_loses_the_context() {
     let at = committed(&sim, 1);
     sim.fill(stream, at, SIZE, Pattern::new(1)).expect("captured");
     let graph = sim.end_capture(stream).expect("sound");
-    sim.decommit(at, GRANULE).expect("nothing is queued");
+    sim.decommit(at, GRANULE, GRANULE).expect("nothing is queued");
     sim.assert_no_faults();
     sim.graph_launch(graph, stream).expect("queued");
     assert_eq!(code(sim.stream_synchronize(stream)), Some(700));

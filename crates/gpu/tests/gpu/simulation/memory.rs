@@ -2,9 +2,7 @@
 
 use std::sync::Arc;
 
-use lowtide_cuda_sim::{
-    Call, Fault, Handles, Order, Outcome, Pattern, SimDriver, SimOptions, WorkKind,
-};
+use lowtide_cuda_sim::{Call, Fault, Order, Outcome, Pattern, SimDriver, SimOptions, WorkKind};
 use lowtide_gpu::ByteSize;
 use lowtide_gpu::clock::SystemClock;
 use lowtide_gpu::driver::{DeviceAddress, Driver as _, DriverError, HostMemory, StoreSpan};
@@ -23,7 +21,7 @@ fn only_whole_granules_are_reserved_and_committed() {
     }
     let at = sim.reserve(GRANULE).expect("addresses");
     assert!(at.is_multiple_of(GRANULE));
-    let odd = sim.commit(on(at, 4096), GRANULE);
+    let odd = sim.commit(on(at, 4096), GRANULE, GRANULE);
     assert!(matches!(odd, Err(DriverError::Misaligned { .. })), "{odd:?}");
     assert_eq!(sim.calls(Call::Create), 0);
     sim.assert_no_faults();
@@ -57,32 +55,32 @@ fn a_commit_makes_a_handle_for_each_granule_and_sets_access_once() {
 }
 
 #[test]
-fn any_run_of_whole_handles_is_taken_away_by_one_call() {
+fn any_run_of_whole_handles_is_taken_away_by_a_call_for_each() {
     let sim = device(Order::Lazy);
     let at = committed(&sim, 8);
-    sim.decommit(on(at, 3 * GRANULE.get()), ByteSize::mib(4)).expect("whole handles");
-    sim.commit(on(at, 4 * GRANULE.get()), GRANULE).expect("bare now");
-    sim.decommit(at, ByteSize::mib(6)).expect("whole handles");
-    assert_eq!((sim.calls(Call::Unmap), sim.leaks().handles), (2, 4));
+    sim.decommit(on(at, 3 * GRANULE.get()), ByteSize::mib(4), GRANULE).expect("whole handles");
+    sim.commit(on(at, 4 * GRANULE.get()), GRANULE, GRANULE).expect("bare now");
+    sim.decommit(at, ByteSize::mib(6), GRANULE).expect("whole handles");
+    assert_eq!((sim.calls(Call::Unmap), sim.leaks().handles), (5, 4));
     sim.assert_no_faults();
     sim.validate();
 }
 
 #[test]
 fn mapping_twice_unmapping_the_bare_and_a_part_of_a_handle_are_refused_and_on_record() {
-    let options = SimOptions { handles: Handles::PerCommit, ..SimOptions::default() };
-    let sim = SimDriver::new(options);
+    let sim = SimDriver::new(SimOptions::default());
     let size = ByteSize::mib(8);
-    let at = committed(&sim, 4);
+    let at = sim.reserve(size).expect("addresses");
+    sim.commit(at, size, size).expect("memory");
     assert_eq!(sim.leaks().handles, 1);
-    assert_eq!(code(sim.commit(on(at, GRANULE.get()), GRANULE)), Some(1));
-    assert_eq!(code(sim.decommit(at, GRANULE)), Some(1));
+    assert_eq!(code(sim.commit(on(at, GRANULE.get()), GRANULE, GRANULE)), Some(1));
+    assert_eq!(code(sim.decommit(at, GRANULE, GRANULE)), Some(1));
     assert_eq!(code(sim.unreserve(at, size)), Some(1));
     assert_eq!(code(sim.unreserve(at, GRANULE)), Some(1));
     let outside = on(at, size.get());
-    assert_eq!(code(sim.commit(outside, GRANULE)), Some(1));
-    sim.decommit(at, size).expect("whole");
-    assert_eq!(code(sim.decommit(at, size)), Some(1));
+    assert_eq!(code(sim.commit(outside, GRANULE, GRANULE)), Some(1));
+    sim.decommit(at, size, size).expect("whole");
+    assert_eq!(code(sim.decommit(at, size, size)), Some(1));
     let twice = on(at, GRANULE.get());
     assert_eq!(
         sim.faults(),
@@ -112,10 +110,10 @@ fn a_commit_beyond_the_device_fails_whole_and_neighbours_count() {
     let at = sim.reserve(ByteSize::mib(64)).expect("addresses");
     let requested = ByteSize::mib(10);
     let refused = DriverError::OutOfMemory { call: "cuMemCreate", requested };
-    assert_eq!(sim.commit(at, requested), Err(refused));
+    assert_eq!(sim.commit(at, requested, GRANULE), Err(refused));
     assert_eq!(sim.leaks().handles, 0);
     assert_eq!(sim.headroom(), Ok(Some(ByteSize::mib(8))));
-    sim.commit(at, ByteSize::mib(8)).expect("just fits");
+    sim.commit(at, ByteSize::mib(8), GRANULE).expect("just fits");
     assert_eq!(sim.headroom(), Ok(Some(ByteSize::ZERO)));
     sim.set_neighbours(ByteSize::gib(1)); // they take more than there is
     assert_eq!(sim.headroom(), Ok(Some(ByteSize::ZERO)));
@@ -135,8 +133,8 @@ fn contents_are_kept_while_committed_and_unspecified_after() {
     let held = sim.check(stream, odd, size, PATTERN).expect("queued");
     sim.stream_synchronize(stream).expect("done");
     assert_eq!(sim.outcome(held), Outcome::Held);
-    sim.decommit(at, ByteSize::mib(4)).expect("nothing refers to it");
-    sim.commit(at, ByteSize::mib(4)).expect("memory");
+    sim.decommit(at, ByteSize::mib(4), GRANULE).expect("nothing refers to it");
+    sim.commit(at, ByteSize::mib(4), GRANULE).expect("memory");
     let gone = sim.check(stream, odd, size, PATTERN).expect("queued");
     sim.stream_synchronize(stream).expect("done");
     assert!(matches!(sim.outcome(gone), Outcome::Differs { .. }));
@@ -150,7 +148,7 @@ fn a_decommit_waits_for_nothing_and_the_work_that_comes_later_loses_the_context(
     let at = committed(&sim, 1);
     let part = ByteSize::kib(1);
     sim.fill(stream, at, part, PATTERN).expect("queued");
-    sim.decommit(at, GRANULE).expect("an unmap succeeds all the same");
+    sim.decommit(at, GRANULE, GRANULE).expect("an unmap succeeds all the same");
     assert_eq!((sim.unfinished(), sim.unsafe_unmaps()), (1, 1));
     let lost = DriverError::IllegalAddress { call: "cuStreamSynchronize" };
     assert_eq!(sim.stream_synchronize(stream), Err(lost));
@@ -171,8 +169,8 @@ fn a_decommit_beside_work_that_refers_to_other_memory_is_no_fault() {
     let stream = sim.stream_create().expect("stream");
     let at = committed(&sim, 3);
     sim.fill(stream, on(at, GRANULE.get()), GRANULE, PATTERN).expect("queued");
-    sim.decommit(at, GRANULE).expect("before it");
-    sim.decommit(on(at, 2 * GRANULE.get()), GRANULE).expect("behind it");
+    sim.decommit(at, GRANULE, GRANULE).expect("before it");
+    sim.decommit(on(at, 2 * GRANULE.get()), GRANULE, GRANULE).expect("behind it");
     sim.synchronize().expect("done");
     sim.assert_no_faults();
 }
@@ -224,8 +222,8 @@ fn contents_go_to_a_store_and_come_back_to_the_same_addresses() {
     sim.fill(stream, on(at, 3), written, PATTERN).expect("queued");
     sim.offload(at, span, stream).expect("queued");
     sim.stream_synchronize(stream).expect("done");
-    sim.decommit(at, size).expect("done with");
-    sim.commit(at, size).expect("memory");
+    sim.decommit(at, size, GRANULE).expect("done with");
+    sim.commit(at, size, GRANULE).expect("memory");
     sim.restore(span, at, stream).expect("queued");
     let held = sim.check(stream, on(at, 3), written, PATTERN).expect("queued");
     sim.stream_synchronize(stream).expect("done");
@@ -309,10 +307,10 @@ fn neighbouring_reservations_are_not_one_range() {
     let (first, second) = (committed(&sim, 2), committed(&sim, 2));
     assert_eq!(second, on(first, ByteSize::mib(4).get()));
     let (across, size) = (on(first, GRANULE.get()), ByteSize::mib(4));
-    assert_eq!(code(sim.decommit(across, size)), Some(1));
-    sim.decommit(across, GRANULE).expect("in the first");
-    sim.decommit(second, GRANULE).expect("in the second");
-    assert_eq!(code(sim.commit(across, size)), Some(1));
+    assert_eq!(code(sim.decommit(across, size, GRANULE)), Some(1));
+    sim.decommit(across, GRANULE, GRANULE).expect("in the first");
+    sim.decommit(second, GRANULE, GRANULE).expect("in the second");
+    assert_eq!(code(sim.commit(across, size, GRANULE)), Some(1));
     let refused = |call| Fault::NotReserved { call, at: across, size };
     assert_eq!(sim.faults(), [refused(Call::Unmap), refused(Call::Map)]);
     assert_eq!(sim.leaks().handles, 2);

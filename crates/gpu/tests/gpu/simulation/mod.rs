@@ -29,7 +29,7 @@ pub(crate) fn device(order: Order) -> SimDriver {
 pub(crate) fn committed(sim: &SimDriver, granules: u64) -> DeviceAddress {
     let size = ByteSize::new(granules * GRANULE.get());
     let at = sim.reserve(size).expect("addresses");
-    sim.commit(at, size).expect("memory");
+    sim.commit(at, size, GRANULE).expect("memory");
     at
 }
 

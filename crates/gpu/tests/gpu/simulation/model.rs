@@ -105,7 +105,7 @@ fn step(sim: &SimDriver, naive: &mut Naive, numbers: &mut Numbers, base: u64) {
             let bare = naive.committed_in(first, count) == 0;
             let room = naive.committed.len() as u64 + count <= MEMORY;
             let right = naive.is_reserved(first, count) && bare && room;
-            assert_eq!(sim.commit(at, size).is_ok(), right, "{size} at {at}");
+            assert_eq!(sim.commit(at, size, GRANULE).is_ok(), right, "{size} at {at}");
             if right {
                 naive.committed.extend(first..first + count);
             }
@@ -113,7 +113,7 @@ fn step(sim: &SimDriver, naive: &mut Naive, numbers: &mut Numbers, base: u64) {
         5 => {
             let whole = naive.committed_in(first, count) == count;
             let right = whole && naive.is_reserved(first, count);
-            assert_eq!(sim.decommit(at, size).is_ok(), right, "{size} at {at}");
+            assert_eq!(sim.decommit(at, size, GRANULE).is_ok(), right, "{size} at {at}");
             naive.committed.retain(|granule| !right || !(first..first + count).contains(granule));
         }
         _ => {

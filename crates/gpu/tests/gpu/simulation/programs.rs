@@ -107,8 +107,8 @@ fn give_back(run: &Run) -> Result<(), DriverError> {
         if !run.wrong {
             sim.event_synchronize(mark)?;
         }
-        sim.decommit(at, GRANULE)?;
-        sim.commit(at, GRANULE)?;
+        sim.decommit(at, GRANULE, GRANULE)?;
+        sim.commit(at, GRANULE, GRANULE)?;
     }
     sim.synchronize()
 }

@@ -15,6 +15,11 @@ use super::support::{Bed, MIB, at};
 const NOW: SleepOptions =
     SleepOptions { drain: Duration::ZERO, stable: Contents::Keep, dynamic: Contents::Keep };
 
+/// A bed whose driver allocates each granule by itself.
+fn small_handles() -> Bed {
+    Bed::with(Order::Lazy, |config| config.handle_max = ByteSize::ZERO)
+}
+
 /// vLLM #43020 and #45615 (Xid 31), TensorRT-LLM #11641, cuda-python #2886: memory was unmapped
 /// while kernels ran on it.
 #[test]
@@ -53,7 +58,7 @@ fn vllm_28714_a_sleep_in_the_middle_of_a_request_is_refused() {
 /// lost.
 #[test]
 fn vllm_34600_a_wake_that_fails_half_way_gives_back_what_it_has_got() {
-    let bed = Bed::new(Order::Lazy);
+    let bed = small_handles();
     let kept = [1, 2].map(|mark| bed.marked(MIB, Region::ALL[mark - 1], mark as u64));
     bed.arena.sleep(NOW).expect("asleep");
     let free = bed.sim.headroom().expect("known");
@@ -71,7 +76,7 @@ fn vllm_34600_a_wake_that_fails_half_way_gives_back_what_it_has_got() {
 /// Ours: what had not come back was told as committed.
 #[test]
 fn a_wake_that_finds_no_room_says_what_the_arena_holds() {
-    let bed = Bed::new(Order::Lazy);
+    let bed = small_handles();
     let kept = [1, 2].map(|mark| bed.marked(MIB, Region::ALL[mark - 1], mark as u64));
     bed.arena.sleep(NOW).expect("asleep");
     for (nth, held) in [(0, ByteSize::ZERO), (16, ByteSize::mib(1))] {
@@ -95,7 +100,7 @@ fn a_wake_that_finds_no_room_says_what_the_arena_holds() {
 /// told for a new call.
 #[test]
 fn vllm_36651_a_second_sleep_releases_nothing_and_an_old_error_is_not_told_again() {
-    let bed = Bed::new(Order::Lazy);
+    let bed = small_handles();
     let kept = bed.marked(MIB, Region::Stable, 1);
     bed.arena.sleep(NOW).expect("asleep");
     let released = bed.sim.calls(Call::Unmap);

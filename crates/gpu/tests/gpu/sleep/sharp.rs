@@ -70,9 +70,9 @@ fn what_is_freed_while_contents_are_copied_out_waits_for_nothing() {
     bed.end();
 }
 
-/// No single call of the driver is for more than a gibibyte, either way; the calls are counted.
+/// A call releases at most a gibibyte, and commits at most 256 MiB, so that copies begin early.
 #[test]
-fn three_gibibytes_leave_and_come_back_in_three_calls() {
+fn three_gibibytes_leave_in_three_calls_and_come_back_in_twelve() {
     let (costs, capacity) = (DriverCosts::zero(), ByteSize::gib(8));
     let options = SimOptions { costs, capacity, ..SimOptions::default() };
     let bed = Bed::over(std::sync::Arc::new(SimDriver::new(options)), |_| {});
@@ -83,7 +83,7 @@ fn three_gibibytes_leave_and_come_back_in_three_calls() {
     assert_eq!(asleep.decommits_total - before.decommits_total, 3);
     assert_eq!(asleep.decommitted_bytes_total - before.decommitted_bytes_total, 3 << 30);
     bed.arena.wake().expect("awake");
-    assert_eq!(bed.arena.snapshot().commits_total - asleep.commits_total, 3);
+    assert_eq!(bed.arena.snapshot().commits_total - asleep.commits_total, 12);
     drop(cache);
     bed.end();
 }
@@ -183,5 +183,38 @@ fn a_sleeper_is_looked_at_only_when_no_block_is_left_to_wake_for() {
     assert!(bed.arena.next_decay() <= bed.sim.clock().now());
     bed.arena.decay(bed.sim.clock().now()).expect("no error");
     assert_eq!(bed.arena.next_decay(), Moment::NEVER);
+    bed.end();
+}
+
+/// A handle that the device cannot create is replaced by smaller ones, with no copy missing.
+#[test]
+fn a_wake_takes_small_handles_if_a_large_one_is_not_to_be_had() {
+    let bed = Bed::new(Order::Lazy);
+    let kept = [1, 2].map(|mark| bed.marked(4 * MIB, Region::Stable, mark));
+    let before = bed.sim.calls(Call::Create);
+    assert_eq!(before, 2, "a handle for each");
+    bed.arena.sleep(NOW).expect("asleep");
+    bed.sim.fail_nth(Some(Call::Create), 0, SimError::OutOfMemory);
+    bed.arena.wake().expect("awake");
+    assert_eq!(bed.sim.calls(Call::Create) - before, 1 + 8 * 16, "64 KiB each");
+    for (mark, buffer) in (1..).zip(&kept) {
+        bed.assert_marked(buffer, mark);
+    }
+    drop(kept);
+    bed.end();
+}
+
+/// Memory leaves in whole handles: a small block where a large one was keeps all of its handle.
+#[test]
+fn a_handle_stays_while_a_block_touches_it() {
+    let bed = Bed::new(Order::Lazy);
+    let large = bed.arena.alloc::<u8>(8 * MIB, Region::Dynamic).expect("room");
+    drop(large);
+    let small = bed.arena.alloc::<u8>(2 * MIB, Region::Dynamic).expect("room");
+    bed.arena.purge().expect("nothing to release");
+    assert_eq!(bed.arena.snapshot().committed, ByteSize::mib(8));
+    drop(small);
+    bed.arena.purge().expect("all of it");
+    assert_eq!(bed.arena.snapshot().committed, ByteSize::ZERO);
     bed.end();
 }

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
-use lowtide_cuda_sim::{DriverCosts, Handles, Order, Outcome, Pattern, SimDriver, SimOptions};
+use lowtide_cuda_sim::{DriverCosts, Order, Outcome, Pattern, SimDriver, SimOptions};
 use lowtide_gpu::ByteSize;
 use lowtide_gpu::clock::{Clock as _, SystemClock};
 use lowtide_gpu::driver::{DeviceAddress, Driver as _, StreamHandle};
@@ -29,8 +29,8 @@ impl Bed {
 
     pub(crate) fn with(order: Order, change: impl FnOnce(&mut ArenaConfig)) -> Self {
         let granularity = ByteSize::kib(64);
-        let (handles, costs) = (Handles::Fixed(granularity), DriverCosts::zero());
-        let options = SimOptions { order, costs, granularity, handles, ..SimOptions::default() };
+        let (handle_min, costs) = (granularity, DriverCosts::zero());
+        let options = SimOptions { order, costs, granularity, handle_min, ..SimOptions::default() };
         Self::over(Arc::new(SimDriver::new(options)), change)
     }
 

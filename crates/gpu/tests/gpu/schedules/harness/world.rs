@@ -10,7 +10,7 @@ use std::cell::Cell;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 
-use lowtide_cuda_sim::{DriverCosts, GraphHandle, Handles, Pattern, SimDriver, SimOptions, Ticket};
+use lowtide_cuda_sim::{DriverCosts, GraphHandle, Pattern, SimDriver, SimOptions, Ticket};
 use lowtide_gpu::ByteSize;
 use lowtide_gpu::driver::{DeviceAddress, Driver as _, DriverError, StreamHandle};
 use lowtide_gpu::{
@@ -167,7 +167,7 @@ impl World {
             order: schedule.order,
             costs: DriverCosts::zero(),
             granularity: schedule.granule,
-            handles: Handles::Fixed(schedule.granule),
+            handle_min: schedule.granule,
             capacity: schedule.capacity,
             context_overhead: ByteSize::ZERO,
             virtual_memory: schedule.memory == Memory::Virtual,
