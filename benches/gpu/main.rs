@@ -6,7 +6,14 @@
 //! Exit codes: 0 every goal held; 1 one was missed, or a part failed.
 #![expect(clippy::print_stdout, clippy::print_stderr, reason = "a program that shows something")]
 
+#[path = "../index/chance.rs"]
+#[allow(dead_code, reason = "others use more of it")]
+mod chance;
 mod figures;
+#[path = "../replay/trace.rs"]
+#[allow(dead_code, reason = "others use more of it")]
+mod recorded;
+mod trace;
 mod wake;
 
 use std::process::ExitCode;
@@ -19,7 +26,7 @@ use crate::figures::Figures;
 type Measure = fn(&mut Figures) -> Result<(), BoxError>;
 
 /// The parts, in the order in which they run.
-const PARTS: &[(&str, Measure)] = &[("wake", wake::measure)];
+const PARTS: &[(&str, Measure)] = &[("trace", trace::measure), ("wake", wake::measure)];
 
 #[derive(Clone, Debug, Parser)]
 #[command(about = "Figures of an arena on a GPU, over the simulation")]

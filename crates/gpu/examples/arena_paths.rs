@@ -2,7 +2,8 @@
 //! functions inside [`measured`] and nothing else.
 //!
 //! `cargo xtask figures arena` builds it against two versions of the arena, so it uses only the
-//! public interface. By hand:
+//! public interface. `lowtide_reference` is set for the older one, whose drivers have no handles. By
+//! hand:
 //!
 //! ```text
 //! valgrind --tool=callgrind --collect-atstart=no --toggle-collect='*::measured*' \
@@ -197,6 +198,7 @@ unsafe impl Driver for NoDriver {
             remap: false,
             asynchronous: false,
             page_locked: false,
+            #[cfg(not(lowtide_reference))]
             handles: false,
             granularity: ByteSize::of(GRANULE),
         }
@@ -210,16 +212,28 @@ unsafe impl Driver for NoDriver {
         Ok(())
     }
 
+    #[cfg(not(lowtide_reference))]
     unsafe fn commit(&self, _: DeviceAddress, _: ByteSize, _: ByteSize) -> Result<(), DriverError> {
         Ok(())
     }
 
+    #[cfg(lowtide_reference)]
+    unsafe fn commit(&self, _: DeviceAddress, _: ByteSize) -> Result<(), DriverError> {
+        Ok(())
+    }
+
+    #[cfg(not(lowtide_reference))]
     unsafe fn decommit(
         &self,
         _: DeviceAddress,
         _: ByteSize,
         _: ByteSize,
     ) -> Result<(), DriverError> {
+        Ok(())
+    }
+
+    #[cfg(lowtide_reference)]
+    unsafe fn decommit(&self, _: DeviceAddress, _: ByteSize) -> Result<(), DriverError> {
         Ok(())
     }
 

@@ -2,7 +2,7 @@
 //!
 //! It passes every call on to the host driver, and records each breach of the contract of
 //! [`Driver`] by its caller: committing a range that is not bare, decommitting one that is not
-//! committed, releasing one that is not entirely bare. It does not model a device. It locks no
+//! committed or not divided into handles in the same way, releasing one that is not entirely bare. It does not model a device. It locks no
 //! page: memory that it calls page-locked counts against its own limit.
 //!
 //! Invariant: `faults` is empty as long as the arena above keeps the contract.
@@ -34,6 +34,8 @@ pub struct Failure {
 struct Seen {
     reserved: BTreeMap<u64, u64>,
     committed: BTreeSet<u64>,
+    /// The size of each handle, by its address.
+    handles: BTreeMap<u64, u64>,
     committed_peak: usize,
     calls: u64,
     failure: Option<Failure>,
@@ -53,6 +55,21 @@ struct Seen {
 }
 
 impl Seen {
+    /// Records the handles of committed memory.
+    fn join(&mut self, at: DeviceAddress, size: ByteSize, handle: ByteSize) {
+        self.handles.extend(cut(at, size, handle));
+    }
+
+    /// Removes handles, and records a fault if they were committed with other sizes.
+    fn part(&mut self, at: DeviceAddress, size: ByteSize, handle: ByteSize) {
+        for (at, size) in cut(at, size, handle) {
+            let was = self.handles.remove(&at);
+            if was != Some(size) {
+                self.faults.push(format!("{size} bytes left at {at:#x} of a handle of {was:?}"));
+            }
+        }
+    }
+
     /// Host memory of a kind, or of both.
     fn host_bytes(&self, memory: Option<HostMemory>) -> u64 {
         let counts = |of: HostMemory| memory.is_none_or(|memory| memory == of);
@@ -219,6 +236,13 @@ fn refused(call: &'static str) -> DriverError {
     DriverError::Refused { call, code: 1, message: "a trial".to_owned() }
 }
 
+/// Returns the address and the size of each handle of a range.
+fn cut(at: DeviceAddress, size: ByteSize, handle: ByteSize) -> impl Iterator<Item = (u64, u64)> {
+    let (at, size, handle) = (at.get(), size.get(), handle.get().max(1));
+    let step = usize::try_from(handle).unwrap_or(usize::MAX);
+    (0..size).step_by(step).map(move |from| (at + from, handle.min(size - from)))
+}
+
 fn granules(at: DeviceAddress, size: ByteSize) -> impl Iterator<Item = u64> + Clone {
     (at.get()..at.get() + size.get()).step_by(2 << 20)
 }
@@ -276,6 +300,9 @@ unsafe impl Driver for FaultInjectingDriver {
             }
         }
         seen.committed_peak = seen.committed_peak.max(seen.committed.len());
+        if self.capabilities.handles {
+            seen.join(at, size, handle);
+        }
         drop(seen);
         // SAFETY: the contract of this call, whose reservations are the host driver's.
         unsafe { self.host.commit(at, size, handle) }
@@ -293,6 +320,9 @@ unsafe impl Driver for FaultInjectingDriver {
         // SAFETY: the contract of this call, whose reservations are the host driver's.
         unsafe { self.host.decommit(at, size, handle) }?;
         let mut seen = lock(&self.seen);
+        if self.capabilities.handles {
+            seen.part(at, size, handle);
+        }
         for granule in granules(at, size) {
             if !seen.committed.remove(&granule) {
                 seen.faults.push(format!("{granule:#x} was decommitted bare"));
@@ -324,6 +354,10 @@ unsafe impl Driver for FaultInjectingDriver {
             }
         }
         seen.remapped += granules(from, size).count();
+        if self.capabilities.handles {
+            seen.part(from, size, handle);
+            seen.join(to, size, handle);
+        }
         drop(seen);
         // SAFETY: `to` is bare and in a reservation of the host driver's (contract of this call).
         unsafe { self.host.commit(to, size, handle) }?;

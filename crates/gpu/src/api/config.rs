@@ -41,7 +41,7 @@ pub struct ArenaConfig {
     /// ([`Capabilities::handles`](crate::driver::Capabilities::handles)): the cost of a commit
     /// grows with the number of handles. Larger handles than a granule are used for a block that
     /// covers them, and for adjoining blocks on a wake. Default: 64 MiB, the maximum of NVIDIA
-    /// DALI. At most a 64th of the limit. Less than two granules: each granule is a handle.
+    /// DALI. At most a 64th of the committed memory. Less than two granules: each granule is one.
     pub handle_max: ByteSize,
     /// Time that idle memory stays. Memory used within this time is not released, and idle memory
     /// stays at most a sixteenth longer. jemalloc's curve, which releases half of the memory by

@@ -193,8 +193,7 @@ pub(crate) async fn ensure_committed(
 ) -> Result<(), AllocFailure> {
     let (mut attempts, mut remaps, mut grow, mut is_large) = port.with(|state| {
         let attempts = ATTEMPTS_BESIDE + state.granules_for(state.releasable());
-        let is_large = state.region(region).segment.has_large_handles(span);
-        (attempts, state.capabilities.remap, state.steps.grow(), is_large)
+        (attempts, state.capabilities.remap, state.steps.grow(), state.capabilities.handles)
     });
     loop {
         let wish = (grow, is_large);
@@ -207,23 +206,26 @@ pub(crate) async fn ensure_committed(
                 continue;
             }
             // The runs were all that was bare, and memory that blocks touch does not leave.
-            NextCommit::Runs(runs) => match commit(port, region, runs).await {
-                Ok(()) => return Ok(()),
-                // The commit may succeed without the growth, or with small handles.
-                Err(DriverError::OutOfMemory { .. }) if grow || is_large => {
-                    (grow, is_large) = (false, grow && is_large);
-                    continue;
+            NextCommit::Runs(runs) => {
+                is_large = runs.iter().any(|run| run.has_large_handles());
+                match commit(port, region, runs).await {
+                    Ok(()) => return Ok(()),
+                    // The commit may succeed without the growth, or with small handles.
+                    Err(DriverError::OutOfMemory { .. }) if grow || is_large => {
+                        (grow, is_large) = (false, grow && is_large);
+                        continue;
+                    }
+                    Err(DriverError::OutOfMemory { .. }) if attempts > 0 => {
+                        attempts -= 1;
+                        let wanting = port.with(|state| state.region(region).segment.wanting(span));
+                        ExceededBound::Device(wanting)
+                    }
+                    Err(DriverError::OutOfMemory { .. }) => {
+                        return Err(AllocFailure::of(Cause::Device, span.size));
+                    }
+                    Err(error) => return Err(AllocFailure::of_driver(error)),
                 }
-                Err(DriverError::OutOfMemory { .. }) if attempts > 0 => {
-                    attempts -= 1;
-                    let wanting = port.with(|state| state.region(region).segment.wanting(span));
-                    ExceededBound::Device(wanting)
-                }
-                Err(DriverError::OutOfMemory { .. }) => {
-                    return Err(AllocFailure::of(Cause::Device, span.size));
-                }
-                Err(error) => return Err(AllocFailure::of_driver(error)),
-            },
+            }
             NextCommit::Short(shortage) => shortage,
         };
         match make_room(port, (region, span), shortage, &mut remaps).await? {

@@ -405,10 +405,12 @@ fn without(mut error: DeviceError, missing: ByteSize) -> DeviceError {
 /// granule that no block touches.
 fn mark_incoming(state: &mut ArenaState, is_large: bool) -> Vec<IncomingRun> {
     let granules_max = usize::try_from(state.granules_for(COMMIT_STEP.get())).unwrap_or(1);
+    let committed = state.backed().max(state.live());
+    let handle_max = if is_large { state.handle_max(committed) } else { 1 };
     let mut runs = Vec::new();
     for region in Region::ALL {
         let segment = &mut state.region_mut(region).segment;
-        for run in segment.begin_return(granules_max, is_large) {
+        for run in segment.begin_return(granules_max, handle_max) {
             let ((at, size), handle) = (segment.place_of(run), segment.handle_size(run));
             runs.push(IncomingRun { region, run, at, size, handle });
         }

@@ -40,10 +40,9 @@ use lowtide_core::decay::DecayTime;
 /// unbounded. A guess, to be measured per driver.
 const RUN_MAX: ByteSize = ByteSize::gib(1);
 
-/// The minimum number of handles of the maximum size that an arena may have under its limit. An
-/// idle granule in a handle in use is not available to other blocks, so few large handles would
-/// waste much of a small limit. A guess: 1.6 % of the limit for each such handle.
-const HANDLES_MIN: u64 = 64;
+/// The part of the committed memory that one handle may have: a 64th. An idle granule in a handle
+/// in use cannot leave, so a few large handles would waste much of a small arena.
+const HANDLE_PART: u64 = 64;
 
 /// The maximum number of handles of one decommit: .8 ms at the 25.6 us that an A100 takes to unmap
 /// one (kvcached's `bench_vmm`). Other calls of the driver wait meanwhile.
@@ -68,7 +67,7 @@ pub(crate) struct ArenaState {
     pub(crate) leases: u32,
     pub(crate) sleep: Sleep,
     pub(crate) limit: ByteSize,
-    /// The maximum size of a handle, if the limit is high enough.
+    /// The maximum size of a handle, if the arena is large enough.
     handle_max: u64,
     pub(crate) totals: Totals,
     live_peak: u64,
@@ -98,7 +97,7 @@ impl ArenaState {
         (capabilities, backend): (Capabilities, Backend),
         now: Moment,
     ) -> Self {
-        let mut state = Self {
+        Self {
             name: config.name,
             regions,
             granularity: granularity.get(),
@@ -124,16 +123,7 @@ impl ArenaState {
             events: EventQueue::default(),
             lanes: 0,
             outlook: CompactionEstimate::default(),
-        };
-        state.set_handle_max();
-        state
-    }
-
-    /// Derives the maximum size of a handle from the limit.
-    fn set_handle_max(&mut self) {
-        let most = if self.capabilities.handles { self.handle_max } else { 0 };
-        let most = most.min(self.limit.get() / HANDLES_MIN);
-        self.regions.iter_mut().for_each(|region| region.segment.set_handle_max(most));
+        }
     }
 
     pub(crate) const fn region(&self, region: Region) -> &RegionState {
@@ -191,6 +181,13 @@ impl ArenaState {
         let granules = (RUN_MAX.get() / self.granularity).max(1);
         let handles = if self.capabilities.handles { UNMAPS_MAX } else { usize::MAX };
         (usize::try_from(granules).unwrap_or(usize::MAX), handles)
+    }
+
+    /// Returns the maximum number of granules of a handle, if this many bytes are committed.
+    pub(crate) fn handle_max(&self, committed: u64) -> usize {
+        let most = if self.capabilities.handles { self.handle_max } else { 0 };
+        let granules = most.min(committed / HANDLE_PART) / self.granularity;
+        usize::try_from(granules).unwrap_or(usize::MAX).max(1)
     }
 
     /// Returns by how many bytes a commit of this many more would exceed the limit.
@@ -291,10 +288,11 @@ impl ArenaState {
         needed: u64,
         (grow, is_large): (bool, bool),
     ) -> Vec<Run> {
+        let handle_max = if is_large { self.handle_max(self.backed() + needed) } else { 1 };
         let room = self.limit.get().saturating_sub(self.backed());
         let whole = if grow { self.steps.commit(needed, room) } else { needed };
         let ahead = (whole - needed) / self.granularity;
-        self.region_mut(region).segment.begin_commit(span, ahead, is_large)
+        self.region_mut(region).segment.begin_commit(span, ahead, handle_max)
     }
 
     /// Updates the peak of committed memory after a commit; a failed commit does not count.
@@ -488,7 +486,6 @@ impl ArenaState {
 
     pub(crate) fn set_limit(&mut self, limit: ByteSize, clock: &dyn Clock) {
         self.limit = limit;
-        self.set_handle_max();
         self.events.push(clock, || ArenaEvent::LimitSet { limit });
     }
 

@@ -139,18 +139,6 @@ impl Backing {
         }
     }
 
-    /// Like [`Segment::set_handle_max`].
-    pub(crate) fn set_handle_max(&mut self, handle_max: u64) {
-        if let Some(segment) = self.reserved_mut() {
-            segment.set_handle_max(handle_max);
-        }
-    }
-
-    /// Like [`Segment::has_large_handles`].
-    pub(crate) fn has_large_handles(&self, span: Span) -> bool {
-        self.reserved_segment().is_some_and(|segment| segment.has_large_handles(span))
-    }
-
     /// Like [`Segment::runs_of`]. A piece is one run.
     pub(crate) fn runs_of(
         &self,
@@ -289,9 +277,9 @@ impl Backing {
     }
 
     /// Like [`Segment::begin_commit`].
-    pub(crate) fn begin_commit(&mut self, span: Span, ahead: u64, is_large: bool) -> Vec<Run> {
+    pub(crate) fn begin_commit(&mut self, span: Span, ahead: u64, handle_max: usize) -> Vec<Run> {
         let segment = self.reserved_mut();
-        segment.map_or_else(Vec::new, |segment| segment.begin_commit(span, ahead, is_large))
+        segment.map_or_else(Vec::new, |segment| segment.begin_commit(span, ahead, handle_max))
     }
 
     /// Like [`Segment::end_commit`].
@@ -385,9 +373,9 @@ impl Backing {
     }
 
     /// Like [`Segment::begin_return`].
-    pub(crate) fn begin_return(&mut self, granules_max: usize, is_large: bool) -> Vec<Run> {
+    pub(crate) fn begin_return(&mut self, granules_max: usize, handle_max: usize) -> Vec<Run> {
         let segment = self.reserved_mut();
-        segment.map_or_else(Vec::new, |segment| segment.begin_return(granules_max, is_large))
+        segment.map_or_else(Vec::new, |segment| segment.begin_return(granules_max, handle_max))
     }
 
     /// Returns the bytes of a block that have no memory.

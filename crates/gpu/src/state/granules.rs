@@ -50,6 +50,9 @@ impl Word {
     }
 }
 
+/// The handles at both ends of a range that lie only in part in it.
+type CutHandles = [Option<Range<usize>>; 2];
+
 /// The granules, from the end of the segment inward.
 #[derive(Debug, Default)]
 pub(crate) struct Granules {
@@ -62,6 +65,8 @@ pub(crate) struct Granules {
     committing: u64,
     leaving: u64,
     stuck: u64,
+    /// The number of joined granules.
+    joined: u64,
     idle_end: usize,
 }
 
@@ -101,31 +106,26 @@ impl Granules {
     pub(crate) fn touch(&mut self, range: Range<usize>) {
         self.reach(range.end);
         self.partly[range.clone()].fill(0);
-        let cut = self.cut_handles(&range);
-        self.stuck -= self.stuck_in(&cut);
+        let cut = self.begin_change(&range);
         for (at, mask) in masks(range) {
             let word = &mut self.words[at];
             debug_assert_eq!(word.touched & mask, 0, "a granule wholly covered is nobody else's");
             word.touched |= mask;
             self.active += count(word.backed & mask);
         }
-        self.stuck += self.stuck_in(&cut);
+        self.end_change(cut.as_ref());
     }
 
     /// Records that a block which covered all of these granules is freed.
     pub(crate) fn untouch(&mut self, range: Range<usize>) {
-        let cut = self.cut_handles(&range);
-        self.stuck -= self.stuck_in(&cut);
+        let cut = self.begin_change(&range);
         for (at, mask) in masks(range.clone()) {
             let word = &mut self.words[at];
             debug_assert_eq!(word.touched & mask, mask, "it was touched");
             word.touched &= !mask;
             self.active -= count(word.backed & mask);
         }
-        self.stuck += self.stuck_in(&cut);
-        // A neighbour in the same handle may leave too from here on.
-        let end = cut.iter().flatten().map(|handle| handle.end).fold(range.end, usize::max);
-        self.idle_end = self.idle_end.max(end);
+        self.idle_end = self.idle_end.max(range.end).max(self.end_change(cut.as_ref()));
     }
 
     /// Records a block that covers a part of this granule.
@@ -464,6 +464,8 @@ impl Granules {
             stuck += self.stuck_in(&[Some(handle), None]);
         }
         assert_eq!(self.stuck, stuck, "stuck granules");
+        let joined: u64 = self.words.iter().map(|word| count(word.joined)).sum();
+        assert_eq!(self.joined, joined);
     }
 
     /// Returns `true` if the granule may leave and, with ages, has expired.
@@ -478,11 +480,15 @@ impl Granules {
         for (at, mask) in masks(handle.start + 1..handle.end) {
             self.words[at].joined |= mask;
         }
+        self.joined += handle.len() as u64 - 1;
         self.stuck += self.stuck_in(&[Some(handle), None]);
     }
 
     /// Records that these whole handles back nothing any more.
     fn part(&mut self, range: Range<usize>) {
+        if self.joined == 0 {
+            return;
+        }
         let mut at = range.start;
         while at < range.end {
             let handle = self.handle_of(at);
@@ -490,8 +496,31 @@ impl Granules {
             self.stuck -= self.stuck_in(&[Some(handle), None]);
         }
         for (at, mask) in masks(range) {
-            self.words[at].joined &= !mask;
+            let word = &mut self.words[at];
+            self.joined -= count(word.joined & mask);
+            word.joined &= !mask;
         }
+    }
+
+    /// Begins to change which granules of a range are touched. Returns the handles that lie only in
+    /// part in the range.
+    #[inline]
+    fn begin_change(&mut self, range: &Range<usize>) -> Option<CutHandles> {
+        if self.joined == 0 {
+            return None;
+        }
+        let cut = self.cut_handles(range);
+        self.stuck -= self.stuck_in(&cut);
+        Some(cut)
+    }
+
+    /// Ends a change, with the handles from its beginning. Returns the end of the last of them: its
+    /// other granules may leave as well from here on.
+    #[inline]
+    fn end_change(&mut self, cut: Option<&CutHandles>) -> usize {
+        let Some(cut) = cut else { return 0 };
+        self.stuck += self.stuck_in(cut);
+        cut.iter().flatten().map(|handle| handle.end).max().unwrap_or(0)
     }
 
     fn is_joined(&self, granule: usize) -> bool {
@@ -511,7 +540,7 @@ impl Granules {
     }
 
     /// Returns the handles that lie only in part in a range: at most one at each end.
-    fn cut_handles(&self, range: &Range<usize>) -> [Option<Range<usize>>; 2] {
+    fn cut_handles(&self, range: &Range<usize>) -> CutHandles {
         let first = self.is_joined(range.start).then(|| self.handle_of(range.start));
         let is_new = first.as_ref().is_none_or(|first| first.end <= range.end);
         let last = (is_new && self.is_joined(range.end)).then(|| self.handle_of(range.end));
@@ -519,7 +548,7 @@ impl Granules {
     }
 
     /// Returns the number of granules of handles that are stuck.
-    fn stuck_in(&self, handles: &[Option<Range<usize>>; 2]) -> u64 {
+    fn stuck_in(&self, handles: &CutHandles) -> u64 {
         let stuck = |handle: &Range<usize>| {
             let (mut touched, mut idle) = (false, 0);
             for (at, mask) in masks(handle.clone()) {

@@ -100,8 +100,6 @@ pub(crate) struct Segment {
     count: usize,
     /// The first granule of the high half.
     middle: usize,
-    /// The maximum number of granules of a handle.
-    handle_max: usize,
     low: Granules,
     /// Granules counted from the high end downward.
     high: Granules,
@@ -119,16 +117,9 @@ impl Segment {
             granularity: granularity.get(),
             count,
             middle: count.div_ceil(2),
-            handle_max: 1,
             low: Granules::default(),
             high: Granules::default(),
         }
-    }
-
-    /// Sets the maximum size of the handles of later commits, of at least one granule.
-    pub(crate) fn set_handle_max(&mut self, handle_max: u64) {
-        let granules = usize::try_from(handle_max / self.granularity).unwrap_or(usize::MAX);
-        self.handle_max = granules.max(1);
     }
 
     pub(crate) const fn base(&self) -> DeviceAddress {
@@ -264,8 +255,8 @@ impl Segment {
 
     /// Marks the bare granules of a touched span as committing, and up to `ahead` granules that
     /// follow the span away from its end. Returns them in runs. Granules that the span covers
-    /// wholly get large handles if `is_large`: they are in use and leave together.
-    pub(crate) fn begin_commit(&mut self, span: Span, ahead: u64, is_large: bool) -> Vec<Run> {
+    /// wholly get handles of at most `handle_max` granules: they are in use and leave together.
+    pub(crate) fn begin_commit(&mut self, span: Span, ahead: u64, handle_max: usize) -> Vec<Run> {
         let Range { start, end } = self.granules_of(span);
         let ahead = usize::try_from(ahead).unwrap_or(usize::MAX);
         let range = if start < self.middle {
@@ -278,24 +269,20 @@ impl Segment {
         let [low, high] = self.parts(range);
         self.low.begin_commit(low, |range| runs.push(Run::of(&range)));
         self.high.begin_commit(high, |range| runs.push(Run::of(&mirrored(count, range))));
-        if !is_large || !self.has_large_handles(span) {
+        let wholly = self.cover_of(span).wholly;
+        if handle_max == 1 || wholly.len() < 2 {
             return runs;
         }
-        let wholly = self.cover_of(span).wholly;
         let runs = runs.into_iter().flat_map(|run| cut_at(run.range(), &wholly));
         let runs: Vec<_> = runs.collect();
         let is_inside = |run: &Run| wholly.contains(&run.first);
-        runs.into_iter().map(|run| if is_inside(&run) { self.join(run) } else { run }).collect()
+        let join = |run| if is_inside(&run) { self.join(run, handle_max) } else { run };
+        runs.into_iter().map(join).collect()
     }
 
-    /// Returns `true` if a block in a span may get handles of more than one granule.
-    pub(crate) fn has_large_handles(&self, span: Span) -> bool {
-        self.handle_max > 1 && self.cover_of(span).wholly.len() > 1
-    }
-
-    /// Divides granules that are being committed into handles as large as possible.
-    fn join(&mut self, run: Run) -> Run {
-        let handle = self.handle_max.min(run.count);
+    /// Divides granules that are being committed into handles of at most this many.
+    fn join(&mut self, run: Run, handle_max: usize) -> Run {
+        let handle = handle_max.min(run.count);
         let run = Run { handle, ..run };
         if handle > 1 {
             for handle in run.handles() {
@@ -440,19 +427,18 @@ impl Segment {
     }
 
     /// Marks touched granules without memory as committing. Returns them in runs of at most this
-    /// many granules, in large handles if `is_large`.
-    pub(crate) fn begin_return(&mut self, granules_max: usize, is_large: bool) -> Vec<Run> {
+    /// many granules, in handles of at most `handle_max`.
+    pub(crate) fn begin_return(&mut self, granules_max: usize, handle_max: usize) -> Vec<Run> {
         let mut ranges = Vec::new();
         let count = self.count;
         self.low.begin_return(|range| ranges.push(range));
         self.high.begin_return(|range| ranges.push(mirrored(count, range)));
-        let step = if is_large { granules_max.max(self.handle_max) } else { granules_max };
-        let step = step / self.handle_max.min(step) * self.handle_max.min(step);
+        let step = granules_max.max(handle_max) / handle_max * handle_max;
         let parts = ranges.into_iter().flat_map(|Range { start, end }| {
             (start..end).step_by(step).map(move |at| Run::of(&(at..end.min(at + step))))
         });
         let parts: Vec<_> = parts.collect();
-        parts.into_iter().map(|run| if is_large { self.join(run) } else { run }).collect()
+        parts.into_iter().map(|run| self.join(run, handle_max)).collect()
     }
 
     /// Returns the bytes of a span that have no memory. Takes a step for each granule.
@@ -636,7 +622,6 @@ mod tests {
         let mut stuck = 0;
         for _ in 0..60 {
             let mut segment = segment();
-            segment.set_handle_max(8 * GRANULE);
             let mut blocks: Vec<Span> = Vec::new();
             for _ in 0..200 {
                 let offset = chance(60 * GRANULE);
@@ -644,7 +629,9 @@ mod tests {
                 let is_free = |block: &Span| block.end() <= of.offset || of.end() <= block.offset;
                 if chance(3) > 0 && of.end() <= 64 * GRANULE && blocks.iter().all(is_free) {
                     segment.touch(of);
-                    for run in segment.begin_commit(of, chance(3), chance(4) > 0) {
+                    for run in
+                        segment.begin_commit(of, chance(3), if chance(4) > 0 { 8 } else { 1 })
+                    {
                         segment.end_commit(run, chance(8) > 0);
                     }
                     if segment.is_committed(of) {
@@ -676,7 +663,7 @@ mod tests {
 
     fn committed(segment: &mut Segment, of: Span) {
         segment.touch(of);
-        for run in segment.begin_commit(of, 0, true) {
+        for run in segment.begin_commit(of, 0, 1) {
             segment.end_commit(run, true);
         }
     }
@@ -731,7 +718,7 @@ mod tests {
         segment.touch(head);
         segment.touch(tail);
         assert_eq!(segment.wanting(all), 5);
-        let runs = segment.begin_commit(all, 0, true);
+        let runs = segment.begin_commit(all, 0, 1);
         assert_eq!(runs, [Run::of(&(0..2)), Run::of(&(3..6))]);
         assert!(segment.is_moving(all) && !segment.is_moving(middle));
         segment.end_commit(runs[0], true);

@@ -116,7 +116,8 @@ fn build(name: &str, tree: &Path, profile: &str) -> Result<PathBuf, String> {
         .map_err(|error| format!("{}: {error}", folder.display()))?;
     let target = folder.join("target");
     let build = cargo("build --quiet --profile").arg(profile).arg("--target-dir").arg(&target);
-    build.folder(&folder).run()?;
+    let flags = if tree == root { "" } else { "--cfg lowtide_reference" };
+    build.env("RUSTFLAGS", flags).folder(&folder).run()?;
     let folder = if profile == "dev" { "debug" } else { profile };
     Ok(target.join(folder).join("arena-paths"))
 }
