@@ -2,8 +2,8 @@
 //! functions inside [`measured`] and nothing else.
 //!
 //! `cargo xtask figures arena` builds it against two versions of the arena, so it uses only the
-//! public interface. `lowtide_reference` is set for the older one, whose drivers have no handles. By
-//! hand:
+//! public interface. `lowtide_reference` is set for the older one, whose drivers have no handles.
+//! By hand:
 //!
 //! ```text
 //! valgrind --tool=callgrind --collect-atstart=no --toggle-collect='*::measured*' \

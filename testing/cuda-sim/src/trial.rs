@@ -2,8 +2,9 @@
 //!
 //! It passes every call on to the host driver, and records each breach of the contract of
 //! [`Driver`] by its caller: committing a range that is not bare, decommitting one that is not
-//! committed or not divided into handles in the same way, releasing one that is not entirely bare. It does not model a device. It locks no
-//! page: memory that it calls page-locked counts against its own limit.
+//! committed or not divided into handles in the same way, releasing one that is not entirely bare.
+//! It does not model a device. It locks no page: memory that it calls page-locked counts against
+//! its own limit.
 //!
 //! Invariant: `faults` is empty as long as the arena above keeps the contract.
 #![expect(unsafe_code, reason = "the calls of the trait that take memory away are unsafe")]
