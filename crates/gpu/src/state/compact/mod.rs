@@ -2,10 +2,11 @@
 //!
 //! Pure: spans in, moves out ([`plan`](plan::plan)). It knows no region, driver or lock. Files:
 //! `layout_model` (blocks and free spans on which moves are tried), `granules`, `by_segment` and
-//! `contiguous` (one for each target).
+//! `contiguous` (one for each target), `detours` (moves that can be left out).
 
 mod by_segment;
 mod contiguous;
+mod detours;
 mod granules;
 mod layout_model;
 pub(crate) mod plan;
