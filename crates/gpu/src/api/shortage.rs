@@ -1,10 +1,11 @@
-//! Registers callbacks for shortage of memory.
+//! Registers callbacks for shortage of memory, and sets the costs by which the arena makes room.
 
 use std::fmt;
 use std::sync::Arc;
 
 use super::arena::DeviceArena;
 use crate::exec::callbacks::Callbacks;
+use crate::types::costs::DeviceCosts;
 use crate::types::shortage::Shortage;
 
 /// Keeps a callback registered; see [`DeviceArena::on_shortage`].
@@ -17,9 +18,9 @@ pub struct ShortageCallback {
 impl DeviceArena {
     /// Registers a callback that releases memory when this arena has too little left: thread caches
     /// are empty, pending work of streams is complete, and all idle memory together would not be
-    /// enough (then it stays committed). Called before an allocation, a resize or a wake fails. All registered callbacks are called in order of registration, on the thread
-    /// that is short. Each returns `true` if it released memory. If any did, the allocation is
-    /// retried once.
+    /// enough (then it stays committed). Called before an allocation, a resize or a wake fails. All
+    /// registered callbacks are called in order of registration, on the thread that is short. Each
+    /// returns `true` if it released memory. If any did, the allocation is retried once.
     ///
     /// A callback runs without a lock and may use the arena. Its own allocations call no callbacks;
     /// they fail if the arena is being woken. It must not wait for a thread that allocates here,
@@ -56,6 +57,15 @@ impl DeviceArena {
         let callbacks = Arc::clone(&self.inner().callbacks);
         let number = callbacks.register(Box::new(callback));
         ShortageCallback { callbacks, number }
+    }
+
+    /// Sets the costs of the device's calls, for later operations. Does nothing in a forked child.
+    ///
+    /// They bound the batches of a [compaction](DeviceArena::compact).
+    pub fn set_costs(&self, costs: DeviceCosts) {
+        if self.inner().check_here().is_ok() {
+            self.inner().run_now(|state| state.costs = costs);
+        }
     }
 }
 

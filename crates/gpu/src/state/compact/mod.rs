@@ -2,8 +2,10 @@
 //!
 //! Pure: spans in, moves out ([`plan`](plan::plan)). It knows no region, driver or lock. Files:
 //! `layout_model` (blocks and free spans on which moves are tried), `granules`, `by_segment` and
-//! `contiguous` (one for each target), `detours` (moves that can be left out).
+//! `contiguous` (one for each target), `detours` (moves that can be left out), `batch` (moves that
+//! are copied at the same time).
 
+pub(crate) mod batch;
 mod by_segment;
 mod contiguous;
 mod detours;

@@ -88,6 +88,11 @@ impl Move {
         self.distance().saturating_mul(PIECES_MAX) < self.size
     }
 
+    /// Returns the number of copies that the move takes.
+    pub(crate) const fn copies(self) -> u64 {
+        if self.overlaps() { self.size.div_ceil(self.distance()) } else { 1 }
+    }
+
     /// Returns `true` if the old and the new place overlap.
     pub(crate) const fn overlaps(self) -> bool {
         self.distance() < self.size
