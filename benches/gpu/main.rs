@@ -9,6 +9,7 @@
 #[path = "../index/chance.rs"]
 #[allow(dead_code, reason = "others use more of it")]
 mod chance;
+mod compact;
 mod figures;
 #[path = "../replay/trace.rs"]
 #[allow(dead_code, reason = "others use more of it")]
@@ -26,7 +27,8 @@ use crate::figures::Figures;
 type Measure = fn(&mut Figures) -> Result<(), BoxError>;
 
 /// The parts, in the order in which they run.
-const PARTS: &[(&str, Measure)] = &[("trace", trace::measure), ("wake", wake::measure)];
+const PARTS: &[(&str, Measure)] =
+    &[("compact", compact::measure), ("trace", trace::measure), ("wake", wake::measure)];
 
 #[derive(Clone, Debug, Parser)]
 #[command(about = "Figures of an arena on a GPU, over the simulation")]

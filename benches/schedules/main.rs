@@ -52,6 +52,7 @@ struct Totals {
     failed: AtomicU64,
     acts: AtomicU64,
     sleeps: AtomicU64,
+    moves: AtomicU64,
     refused: AtomicU64,
     driver_calls: AtomicU64,
     unsafe_unmaps: AtomicU64,
@@ -81,6 +82,7 @@ fn main() -> ExitCode {
     figure("failed", &totals.failed, "schedules");
     figure("acts", &totals.acts, "acts");
     figure("sleeps", &totals.sleeps, "sleeps");
+    figure("moves", &totals.moves, "moves");
     figure("refused", &totals.refused, "bookings");
     figure("driver_calls", &totals.driver_calls, "calls");
     figure("unsafe_unmaps", &totals.unsafe_unmaps, "unmaps");
@@ -101,6 +103,7 @@ fn run(totals: &Totals, from: u64, count: u64) {
             Ok(done) => {
                 add(&totals.acts, done.acts);
                 add(&totals.sleeps, done.sleeps);
+                add(&totals.moves, done.moves);
                 add(&totals.refused, done.refused);
                 add(&totals.driver_calls, done.driver_calls);
                 add(&totals.unsafe_unmaps, done.unsafe_unmaps);

@@ -89,11 +89,20 @@ const MUTANTS: &[Mutant] = &[
     },
     Mutant {
         name: "move-before-done",
-        about: "a compaction copies before the work on the block is complete",
-        text: "    complete_all(port).await\
-               .map_err(|error| FailedCopy { error, is_lost: false })?;\n",
-        replacement: "",
-        test: SCHEDULES,
+        about: "a compaction copies before the work on the blocks is complete",
+        text: "Wait::Context => return Ok(false),\n        };\n        \
+               let waited = port.does(CallKind::WaitForEvent { event: event.handle }).await;\n",
+        replacement: "Wait::Context => return Ok(false),\n        };\n        \
+                      let waited: Result<(), DriverError> = Ok(());\n",
+        test: "streams::batches::a_batch_waits_once_for_each_stream_and_once_for_its_copies",
+        is_sample: false,
+    },
+    Mutant {
+        name: "unwaited-copies",
+        about: "a compaction lets leases in before its copies are complete",
+        text: "        waited = port.does(CallKind::SynchronizeStream { stream }).await;\n",
+        replacement: "        let _ = stream;\n",
+        test: "streams::batches::a_batch_waits_once_for_each_stream_and_once_for_its_copies",
         is_sample: false,
     },
     Mutant {

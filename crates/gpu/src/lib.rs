@@ -123,6 +123,7 @@ pub use pinned::{
 };
 pub use types::compact::{CompactError, CompactOptions, CompactReport, Goal, Moved, StopReason};
 pub use types::config::Growth;
+pub use types::costs::DeviceCosts;
 pub use types::error::{Bound, DeviceError, ImportError};
 pub use types::region::Region;
 pub use types::shortage::{Shortage, ShortageInfo};

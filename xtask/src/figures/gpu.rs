@@ -2,12 +2,31 @@
 
 use super::benches::Bench;
 
-pub(super) const BENCHES: &[Bench] = &[Bench {
-    arguments: "bench --locked --bench gpu -- --part wake",
-    figures: &[
-        ("gpu.wake.calls", None),
-        ("gpu.wake.bytes_before_first_copy", None),
-        ("gpu.wake.small_blocks.calls", None),
-        ("gpu.wake.holes.calls", None),
-    ],
-}];
+pub(super) const BENCHES: &[Bench] = &[
+    Bench {
+        arguments: "bench --locked --bench gpu -- --part compact",
+        figures: &[
+            ("gpu.context_waits", None),
+            ("gpu.compact.moves_per_block", None),
+            ("gpu.compact.copies_per_move", None),
+            ("gpu.compact.calls_per_move", None),
+        ],
+    },
+    Bench {
+        arguments: "bench --locked --bench gpu -- --part trace",
+        figures: &[
+            ("gpu.trace.added_committed_per_live", None),
+            ("gpu.trace.small_handles.committed_per_live", None),
+            ("gpu.trace.committed_per_live", None),
+        ],
+    },
+    Bench {
+        arguments: "bench --locked --bench gpu -- --part wake",
+        figures: &[
+            ("gpu.wake.calls", None),
+            ("gpu.wake.bytes_before_first_copy", None),
+            ("gpu.wake.small_blocks.calls", None),
+            ("gpu.wake.holes.calls", None),
+        ],
+    },
+];

@@ -147,6 +147,8 @@ pub(crate) fn compact(rig: &Rig<'_>, report: &mut Report<'_>) -> Outcome {
         rig.settle(&arena)?;
         let goal = Goal::Contiguous(ByteSize::MAX);
         let options = CompactOptions { goal, ..CompactOptions::new(Region::Dynamic) };
+        // The blocks were viewed, so any stream may use them.
+        arena.wait_for_pending()?;
         let (took, done) = rig.timed(|| arena.compact(options, |_| {}))?;
         if done.stopped != StopReason::Finished || done.moved.is_zero() {
             let how = done.stopped.name();

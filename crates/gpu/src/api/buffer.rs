@@ -175,7 +175,7 @@ impl<T: Pod> Buffer<T> {
             (Some(wanted), Some(old)) => match inner.resize_in_place(region, old, bytes.get())? {
                 Some(resized) => Some(resized),
                 None => {
-                    let _lease = Lease::of(inner)?;
+                    let _lease = Lease::for_lanes(inner, &self.owned.lanes)?;
                     let old = inner.run(async |port| resolve(port, region, old).await)?;
                     Some(inner.resize_by_copy(region, old, wanted)?)
                 }

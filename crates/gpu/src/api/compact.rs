@@ -2,9 +2,10 @@
 //! contiguous.
 //!
 //! First a plan is made from a copy of the metadata, with the lock released. Then its moves are
-//! made one by one; each is checked before it starts and is complete in itself. Other threads
-//! allocate and free meanwhile, and moves that no longer fit are skipped. Buffers find their block
-//! by id, so they need no update; a callback reports each move to owners of addresses.
+//! made in batches; each move is checked before its batch starts, and each batch is complete in
+//! itself. Other threads allocate and free meanwhile, and moves that no longer fit are skipped.
+//! Buffers find their block by id, so they need no update; a callback reports each move to owners
+//! of addresses.
 //!
 //! This module decides the moves, never the time: a control thread or the program calls it.
 //!
@@ -15,10 +16,11 @@ use lowtide_core::log;
 use std::sync::Arc;
 
 use crate::api::arena::DeviceArena;
-use crate::engine::compact::Layout;
-use crate::engine::move_block::{MoveOutcome, move_block};
+use crate::engine::compact::{Layout, batch_limit};
+use crate::engine::move_block::{BatchOutcome, MovedBlock, Refusal, move_batch};
 use crate::engine::place;
 use crate::exec::inner::ArenaInner;
+use crate::state::compact::batch::first_batch;
 use crate::state::event::ArenaEvent;
 use crate::state::region_index::BlockName;
 use crate::types::compact::{CompactError, CompactOptions, CompactReport, Moved, StopReason};
@@ -68,21 +70,32 @@ impl Drop for BlockPin {
 
 impl DeviceArena {
     /// Moves live blocks of a region, up to the budget, so that whole granules become idle or free
-    /// space becomes contiguous. Calls `moved` after each move, in the order of the moves, with no
+    /// space becomes contiguous. Calls `moved` for each move, in the order of the moves, with no
     /// lock held. A block may move more than once: its next move begins where the last one ended.
     ///
     /// Buffers follow automatically and need no entry in `moved`: it serves tables of raw blocks,
     /// which move if [`moves_raw`](CompactOptions::moves_raw) is set.
     ///
-    /// No block moves while a lease is held: the compaction ends after the current move, as `Busy`,
-    /// and entering waits only for that move. Other threads allocate and free meanwhile. Holds the
-    /// lock to copy the metadata, O(blocks), and to record each move.
+    /// No block moves while a lease is held: the compaction ends after the current batch, as
+    /// `Busy`, and entering waits only for that batch. Other threads allocate and free meanwhile.
+    /// Holds the lock to copy the metadata, O(blocks), and to record each batch.
+    ///
+    /// A driver without streams moves one block at a time. On a driver with streams, a batch has as
+    /// many blocks as can be copied within about a millisecond by [`DeviceArena::set_costs`]; a
+    /// larger block moves alone. Its copies are queued and waited for once, and `moved` is called
+    /// after that. Before a batch that follows a lease, events prove that the work of all lanes is
+    /// complete; the wait for them does not block leases.
     ///
     /// It does not release idle memory: call [`DeviceArena::decay`] or [`DeviceArena::purge`].
     ///
-    /// On a driver with streams each move waits for all work of the device. Free memory that a
-    /// stream may still use is not a target; such moves are `skipped`. Call a decay first, which
-    /// checks for completed work.
+    /// A compaction never waits for the whole device (`cuCtxSynchronize`). If work of unknown
+    /// streams may use live blocks, its moves are `skipped`: after a lease that names no lane, a
+    /// view for cudarc, an export; for raw blocks without a lane. Call
+    /// [`DeviceArena::wait_for_pending`] first, which waits for such work, except that of raw
+    /// blocks. The moves are also `skipped` while a lane's stream captures a graph.
+    ///
+    /// Free memory that a stream may still use is not a target; such moves are `skipped`. Call a
+    /// decay first, which checks for completed work.
     ///
     /// ```
     /// use std::sync::Arc;
@@ -162,47 +175,66 @@ impl DeviceArena {
     }
 }
 
-/// Plans a compaction and makes its moves, each with its callback.
+/// Plans a compaction and makes its moves in batches, each move with its callback.
 fn make_moves(
     inner: &ArenaInner,
     options: CompactOptions,
     done: &mut CompactReport,
     moved: &mut impl FnMut(Moved),
 ) -> Result<StopReason, DeviceError> {
-    let region = options.region;
-    let mut layout = inner.run_now(|state| Layout::of(state, options));
+    let (mut layout, limit) =
+        inner.run_now(|state| (Layout::of(state, options), batch_limit(state)));
     let plan = layout.plan(options);
     let (mut made_idle, mut made_active) = (0, 0);
-    for made in plan.moves {
-        let outcome = match layout.names.get(&made.from) {
-            Some(&id) => inner.run(async |port| move_block(port, options, id, made).await)?,
-            None => MoveOutcome::Skipped,
-        };
-        let (from, to, is_freed) = match outcome {
-            MoveOutcome::Moved { from, to, is_freed, idle, active } => {
-                (made_idle, made_active) = (made_idle + idle, made_active + active);
-                (from, to, is_freed)
-            }
-            MoveOutcome::Skipped => {
-                done.skipped += 1;
-                continue;
-            }
-            MoveOutcome::Busy => return Ok(StopReason::Busy),
-        };
-        let names = &mut layout.names;
-        names.remove(&made.from).and_then(|id| names.insert(made.to, id));
-        let size = ByteSize::new(made.size);
-        done.moves += 1;
-        done.moved = done.moved.saturating_add(size);
+    let mut rest = plan.moves.as_slice();
+    while !rest.is_empty() {
+        let (planned, later) = rest.split_at(first_batch(rest, limit));
+        rest = later;
+        let named = planned.iter().filter_map(|made| Some((*layout.names.get(&made.from)?, *made)));
+        let named: Vec<_> = named.collect();
+        done.skipped += (planned.len() - named.len()) as u64;
+        let outcome = inner.run(async |port| move_batch(port, options, &named).await);
+        (made_idle, made_active) = (made_idle + outcome.idle, made_active + outcome.active);
+        for &MovedBlock { id, made, .. } in &outcome.moved {
+            layout.names.remove(&made.from);
+            layout.names.insert(made.to, id);
+            done.moves += 1;
+            done.moved = done.moved.saturating_add(ByteSize::new(made.size));
+        }
         done.recovered = ByteSize::new(made_idle.saturating_sub(made_active));
-        if !is_freed {
-            caught(|| moved(Moved { region, from, to, size }))
-                .map_err(|message| DeviceError::Callback { message })?;
-            // The callback may have forked.
-            inner.check_here()?;
+        done.skipped += outcome.skipped;
+        report(inner, options.region, &outcome, moved)?;
+        match (outcome.error, outcome.refusal) {
+            (Some(error), _) => return Err(error),
+            (None, Some(Refusal::Busy)) => return Ok(StopReason::Busy),
+            // It may be known after a call of the program, and not during this one.
+            (None, Some(Refusal::Unprovable)) => {
+                done.skipped += rest.len() as u64;
+                break;
+            }
+            (None, None) => {}
         }
     }
     Ok(StopReason::Finished)
+}
+
+/// Calls the callback for each block of a batch that has an owner. After a panic it is still called
+/// for the others, which have moved as well.
+fn report(
+    inner: &ArenaInner,
+    region: Region,
+    outcome: &BatchOutcome,
+    moved: &mut impl FnMut(Moved),
+) -> Result<(), DeviceError> {
+    let mut panicked = Ok(());
+    for &MovedBlock { made, from, to, .. } in outcome.moved.iter().filter(|it| !it.is_freed) {
+        let size = ByteSize::new(made.size);
+        let called = caught(|| moved(Moved { region, from, to, size }));
+        // The callback may have forked.
+        inner.check_here()?;
+        panicked = panicked.and(called);
+    }
+    panicked.map_err(|message| DeviceError::Callback { message })
 }
 
 /// The turn of a compaction. At most one is in progress.

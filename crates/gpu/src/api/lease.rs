@@ -61,10 +61,13 @@ impl Lease {
         Ok(Self::new(arena))
     }
 
-    /// Creates a lease for the stream of a lane.
-    pub(crate) fn on(lane: &Arc<LaneInner>, arena: &Arc<ArenaInner>) -> Result<Self, DeviceError> {
+    /// Creates a lease for the streams of these lanes; for any stream if there are none.
+    pub(crate) fn for_lanes(
+        arena: &Arc<ArenaInner>,
+        lanes: &[Arc<LaneInner>],
+    ) -> Result<Self, DeviceError> {
         let mut lease = Self::of(arena)?;
-        lease.lanes.push(Arc::clone(lane));
+        lease.lanes.extend(lanes.iter().map(Arc::clone));
         Ok(lease)
     }
 

@@ -155,8 +155,10 @@ impl DeviceArena {
     }
 
     /// Waits until the work of all freed memory is complete, so that a following
-    /// [`DeviceArena::purge`] releases it. Memory freed on lanes needs an event of each lane's
-    /// stream; other memory needs the whole device. Returns at once if nothing is pending.
+    /// [`DeviceArena::purge`] releases it, and the work of earlier leases that name no lane, so
+    /// that a following [`DeviceArena::compact`] moves blocks. Memory freed on lanes needs an event
+    /// of each lane's stream; other memory and such leases need the whole device. Returns at once
+    /// if there is no such work.
     ///
     /// # Errors
     /// [`DeviceError::Capturing`] while the stream of a lane captures a graph, before any wait;

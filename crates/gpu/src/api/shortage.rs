@@ -1,10 +1,11 @@
-//! Registers callbacks for shortage of memory.
+//! Registers callbacks for shortage of memory, and sets the costs by which the arena makes room.
 
 use std::fmt;
 use std::sync::Arc;
 
 use super::arena::DeviceArena;
 use crate::exec::callbacks::Callbacks;
+use crate::types::costs::DeviceCosts;
 use crate::types::shortage::Shortage;
 
 /// Keeps a callback registered; see [`DeviceArena::on_shortage`].
@@ -56,6 +57,15 @@ impl DeviceArena {
         let callbacks = Arc::clone(&self.inner().callbacks);
         let number = callbacks.register(Box::new(callback));
         ShortageCallback { callbacks, number }
+    }
+
+    /// Sets the costs of the device's calls, for later operations. Does nothing in a forked child.
+    ///
+    /// They bound the batches of a [compaction](DeviceArena::compact).
+    pub fn set_costs(&self, costs: DeviceCosts) {
+        if self.inner().check_here().is_ok() {
+            self.inner().run_now(|state| state.costs = costs);
+        }
     }
 }
 

@@ -67,6 +67,15 @@ pub(super) enum CallKind {
         to: DeviceAddress,
         size: ByteSize,
     },
+    /// Two committed ranges that do not overlap. The operation holds both blocks until it has seen
+    /// the end of the copy; no work uses them, except copies queued earlier on the same stream. The
+    /// stream is the arena's.
+    QueueCopy {
+        from: DeviceAddress,
+        to: DeviceAddress,
+        size: ByteSize,
+        stream: StreamHandle,
+    },
     /// A stream that exists until the answer is recorded.
     IsCapturing {
         stream: StreamHandle,
@@ -183,6 +192,11 @@ fn perform(kind: CallKind, driver: &dyn Driver) -> Result<Answer, DriverError> {
         }
         // SAFETY: two committed ranges that the operation holds, and that no work uses.
         CallKind::Copy { from, to, size } => unsafe { driver.copy(from, to, size) }.map(done),
+        CallKind::QueueCopy { from, to, size, stream } => {
+            // SAFETY: two committed ranges that the operation holds until the copy is complete.
+            // Only earlier copies on the same stream, the arena's own, use them.
+            unsafe { driver.copy_async(from, to, size, stream) }.map(done)
+        }
         CallKind::IsCapturing { stream } => {
             // SAFETY: the stream exists until the answer is recorded.
             unsafe { driver.is_capturing(stream) }.map(Answer::Bool)

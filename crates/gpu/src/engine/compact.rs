@@ -1,18 +1,23 @@
 //! The layout of a region for the plan of a compaction.
 //!
-//! A plan is made from a copy of the layout, with the lock released. [`move_block`] then makes each
-//! of its moves.
+//! A plan is made from a copy of the layout, with the lock released. [`move_block`] then makes its
+//! moves, in batches.
 //!
 //! [`move_block`]: super::move_block
 
 use std::collections::BTreeMap;
+use std::time::Duration;
 
 use crate::index::{End, Span};
 use crate::state::arena::ArenaState;
+use crate::state::compact::batch::BatchLimit;
 use crate::state::compact::plan::{self, Hold, Part, Plan, Target};
 use crate::state::region_index::BlockName;
 use crate::types::compact::{CompactOptions, Goal};
 use lowtide_core::bytes::ByteSize;
+
+/// The time for which the copies of a batch may block leases, unless one block needs more.
+const BLOCKED_MAX: Duration = Duration::from_millis(1);
 
 /// The layout of a region at one instant.
 #[derive(Debug)]
@@ -45,6 +50,17 @@ impl Layout {
             Goal::Contiguous(size) => Target::Contiguous(size.get()),
         };
         plan::plan(&self.parts, self.granule, target, options.budget.get())
+    }
+}
+
+/// Returns the bounds of a batch: one block on a driver that copies before its call returns, which
+/// a batch would not make faster.
+pub(crate) fn batch_limit(state: &ArenaState) -> BatchLimit {
+    if state.capabilities.asynchronous {
+        let [bytes, copies] = state.costs.copied_within(BLOCKED_MAX);
+        BatchLimit { bytes, copies }
+    } else {
+        BatchLimit { bytes: 0, copies: 0 }
     }
 }
 

@@ -11,16 +11,16 @@
 //! (`cuCtxRecordEvent`) breaks captures like the wait does. If any stream captures a graph, the
 //! wait fails and invalidates every capture in the context, and an arena knows only the streams of
 //! its lanes. So only calls of the program make this wait, because the program knows when it
-//! captures: an allocation that takes the memory, a purge, trim, shrink, sleep, compaction, move or
-//! close. A decay or background work never waits for the context: such memory stays pending until a
-//! call of the program has proved its uses complete.
+//! captures: an allocation that takes the memory, a purge, trim, shrink, sleep or close. A decay,
+//! a compaction or background work never waits for the context: such memory stays pending, and
+//! blocks stay where they are, until a call of the program has proved the uses complete.
 //!
-//! Invariants: a use counts as complete only after the host has seen it; neither a decay nor
-//! background work waits for the context.
+//! Invariants: a use counts as complete only after the host has seen it; neither a decay, a
+//! compaction nor background work waits for the context.
 
 use super::call::{Answer, CallKind};
 use super::port::Port;
-use crate::driver::DriverError;
+use crate::driver::{DriverError, StreamHandle};
 use crate::state::pending::Uses;
 use crate::state::streams::{Event, Pick, StreamKey, Use, Wait};
 use crate::types::error::{DeviceError, captures, is_captures};
@@ -186,7 +186,7 @@ async fn record(port: &Port<'_>, key: StreamKey, epoch: u64) -> Option<Result<Ev
 async fn record_uncaptured(
     port: &Port<'_>,
     event: Event,
-    stream: crate::driver::StreamHandle,
+    stream: StreamHandle,
 ) -> Result<(), DriverError> {
     if port.asks(CallKind::IsCapturing { stream }).await? {
         return Err(captures("cuEventRecord"));
@@ -307,20 +307,73 @@ pub(crate) async fn complete_used(port: &Port<'_>) -> Result<(), DeviceError> {
     Ok(())
 }
 
-/// Waits until all work on freed memory is complete: for events of its streams, or for the whole
-/// device if a stream is unknown.
+/// Waits until all work on freed memory is complete, and work under leases that may be on any
+/// stream: for events of the streams, or for the whole device if a stream is unknown.
 ///
 /// # Errors
 /// `Capturing`; the driver's.
 pub(crate) async fn complete_pending(port: &Port<'_>) -> Result<(), DeviceError> {
-    if !port.with(|state| state.capabilities.asynchronous && state.is_awaiting()) {
+    let is_known = port.with(|state| state.sleep.is_use_known());
+    if !port.with(|state| state.capabilities.asynchronous && (!is_known || state.is_awaiting())) {
         return Ok(());
     }
     check_capturing(port).await?;
-    if !complete_by_events(port).await? {
+    if !(is_known && complete_by_events(port).await?) {
         complete_all(port).await?;
     }
     Ok(())
+}
+
+/// Waits by events until no work uses live blocks, and records that in [`MoveState`]. Makes no call
+/// if it is known and `again` is not set. Leases may be granted meanwhile; then nothing is
+/// recorded. Uses of freed memory on unknown streams do not matter here.
+///
+/// Returns `false` if events cannot prove it: a stream is unknown or ended without an event, or
+/// captures a graph, which a wait would invalidate.
+///
+/// # Errors
+/// The driver's.
+///
+/// [`MoveState`]: crate::state::moves::MoveState
+pub(super) async fn complete_live(port: &Port<'_>, again: bool) -> Result<bool, DriverError> {
+    if !port.with(|state| state.capabilities.asynchronous) {
+        return Ok(true);
+    }
+    if !port.with(|state| state.sleep.is_use_known()) || is_any_capturing(port).await? {
+        return Ok(false);
+    }
+    if !again && port.with(|state| state.moves.is_proved()) {
+        return Ok(true);
+    }
+    let leases = port.with(|state| state.unleased());
+    let uses = port.with(|state| {
+        state.streams.use_all_now();
+        state.streams.unfinished()
+    });
+    for of in &uses {
+        match mark_end(port, of.stream).await {
+            Err(error) if is_captures(&error) => return Ok(false),
+            marked => marked?,
+        }
+    }
+    for of in uses {
+        let (event, epoch) = match port.with(|state| state.streams.how(of, None)) {
+            Wait::Nothing => continue,
+            Wait::For(event, epoch) => (event, epoch),
+            // The stream has ended without an event.
+            Wait::Record(_) | Wait::Context => return Ok(false),
+        };
+        let waited = port.does(CallKind::WaitForEvent { event: event.handle }).await;
+        port.with(|state| state.streams.release_event(event));
+        waited?;
+        mark_complete(port, Use { epoch, ..of });
+    }
+    port.with(|state| {
+        if state.sleep.is_use_known() {
+            state.note_complete(leases)
+        }
+    });
+    Ok(true)
 }
 
 /// Fails if a stream captures a graph, which a wait would invalidate.
@@ -354,6 +407,23 @@ async fn complete_by_events(port: &Port<'_>) -> Result<bool, DriverError> {
     Ok(port.with(|state| state.streams.next_unmarked(None)).is_none())
 }
 
+/// Returns the arena's own stream, on which it queues copies. Creates it at the first use.
+///
+/// # Errors
+/// The driver's.
+pub(super) async fn own_stream(port: &Port<'_>) -> Result<StreamHandle, DriverError> {
+    if let Some(stream) = port.with(|state| state.sleep.stream) {
+        return Ok(stream);
+    }
+    match port.perform(CallKind::CreateStream).await? {
+        Answer::Stream(stream) => {
+            port.with(|state| state.sleep.stream = Some(stream));
+            Ok(stream)
+        }
+        answer => unreachable!("{answer:?} to the creation of a stream"),
+    }
+}
+
 /// Returns `true` if an event can be recorded on a stream, which is so until the stream ends.
 fn is_markable(port: &Port<'_>, stream: StreamKey) -> bool {
     port.with(|state| state.streams.handle(stream)).is_some()
@@ -376,8 +446,12 @@ pub(crate) async fn complete_all(port: &Port<'_>) -> Result<(), DriverError> {
     if is_any_capturing(port).await? {
         return Err(captures("cuCtxSynchronize"));
     }
-    let closed = port.with(|state| state.streams.close_all());
+    let (closed, leases) = port.with(|state| {
+        let is_exported = state.outstanding.exported.count > 0;
+        (state.streams.close_all(), state.unleased().filter(|_| !is_exported))
+    });
     port.does(CallKind::SynchronizeContext).await?;
     closed.into_iter().for_each(|of| mark_complete(port, of));
+    port.with(|state| state.note_complete(leases));
     Ok(())
 }

@@ -1,104 +1,210 @@
-//! Moves one block: takes a place, copies the contents with the lock released, and moves the block
-//! there.
+//! Moves blocks in batches: takes their places, waits until no work uses live blocks, copies the
+//! contents with the lock released, and moves the blocks.
 //!
-//! No lease is held while a block moves, and entering waits for the end of this one move. If the
-//! block's owner frees the block meanwhile, the move ends first, and then the block is freed.
-//! Pinning or resizing the block waits.
+//! Leases are granted until the copies start, and again after the last has ended. The wait for work
+//! that was started earlier does not block them: if a lease was granted meanwhile, the wait is
+//! repeated. While the batch moves no lease is granted, so no new work starts. If the owner of a
+//! block frees it meanwhile, the move ends first, and then the block is freed. Pinning or resizing
+//! a block of the batch waits.
+//!
+//! On a driver with streams all copies are queued on the arena's own stream, and then waited for
+//! once. The proof that work is complete uses events only: a block that work of an unknown stream
+//! may use stays ([`complete_live`]).
 //!
 //! A failed copy is undone: for a slide, each piece is copied back, in reverse order. Only if that
-//! fails too are the contents lost; then every further use of the block is an error.
+//! fails too are the contents lost; then every further use of the block is an error. If the end of
+//! queued copies cannot be observed, the blocks stay at their old places. The new places, and the
+//! old ones when their blocks are freed, are reused only after later proofs.
 //!
 //! Invariant: a block is whole at its recorded place, or known to be lost.
 
 use super::alloc::ensure_committed;
 use super::call::CallKind;
 use super::compact::hold;
-use super::completion::complete_all;
+use super::completion::{complete_live, leave_stream, own_stream};
 use super::port::Port;
-use crate::driver::{DeviceAddress, DriverError};
+use crate::driver::{DeviceAddress, DriverError, StreamHandle};
 use crate::state::arena::ArenaState;
 use crate::state::compact::plan::{Hold, Move};
 use crate::state::event::{ArenaEvent, Location};
-use crate::state::moves::Moving;
-use crate::state::pending::Claim;
+use crate::state::moves::MovingBatch;
+use crate::state::pending::{Claim, Uses};
 use crate::state::region::Placement;
 use crate::state::region_index::BlockName;
+use crate::state::streams::StreamKey;
 use crate::types::compact::CompactOptions;
 use crate::types::error::DeviceError;
 use crate::types::region::Region;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::Clock;
 
-/// The result of one move.
+/// The number of waits for work that leases let in, before a batch is given up as busy. A guess:
+/// each is as long as that work.
+const ROUNDS_MAX: usize = 3;
+
+/// A block that moved.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum MoveOutcome {
-    /// The block is at its new place.
-    Moved {
-        from: DeviceAddress,
-        to: DeviceAddress,
-        /// The owner freed the block meanwhile.
-        is_freed: bool,
-        /// The bytes of granules that this move made idle, and the bytes that it made active.
-        idle: u64,
-        active: u64,
-    },
-    /// The block or its new place has changed, or there is no memory for it.
-    Skipped,
+pub(crate) struct MovedBlock {
+    pub(crate) id: BlockName,
+    pub(crate) made: Move,
+    pub(crate) from: DeviceAddress,
+    pub(crate) to: DeviceAddress,
+    /// The owner freed the block meanwhile.
+    pub(crate) is_freed: bool,
+}
+
+/// The reason that a batch moved nothing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Refusal {
     /// A lease is held or requested, or the arena sleeps or is falling asleep.
+    Busy,
+    /// Work of an unknown stream may use live blocks, or a stream captures a graph.
+    Unprovable,
+}
+
+/// The result of a batch.
+#[derive(Debug, Default)]
+pub(crate) struct BatchOutcome {
+    /// The blocks that moved, in the order of the plan.
+    pub(crate) moved: Vec<MovedBlock>,
+    /// The number of blocks that stay, although no error occurred: the block or its new place has
+    /// changed, there is no memory for it, or its uses are unknown.
+    pub(crate) skipped: u64,
+    pub(crate) refusal: Option<Refusal>,
+    /// The bytes of granules that the moves made idle, and the bytes that they made active.
+    pub(crate) idle: u64,
+    pub(crate) active: u64,
+    /// The first error: that of the commit of a new place or of a copy, with the block at its old
+    /// place; `ContentsLost`.
+    pub(crate) error: Option<DeviceError>,
+}
+
+/// The reason that a block does not move now.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Refused {
+    /// No block moves now.
+    Busy,
+    /// The block or its new place has changed, or its uses are unknown.
+    Skipped,
+}
+
+/// A block with the place that was taken for it, as arriving.
+#[derive(Clone, Copy, Debug)]
+struct Taken {
+    id: BlockName,
+    made: Move,
+    placed: Placement,
+    /// The bytes of granules that the place made active.
+    active: u64,
+    /// `true` if work may use the block without a lease.
+    is_raw: bool,
+}
+
+/// A batch in progress.
+#[derive(Debug)]
+struct Batch {
+    options: CompactOptions,
+    taken: Vec<Taken>,
+    /// The stream of the copies; `None` if the driver copies before its call returns.
+    stream: Option<StreamHandle>,
+    outcome: BatchOutcome,
+}
+
+/// The progress of a batch towards its copies.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Start {
+    /// The blocks of the batch are marked as moving, if any are left.
+    Begun,
+    /// A lease was granted and dropped since the work was waited for.
+    Again,
     Busy,
 }
 
-/// The place that was taken for a block, and the bytes of granules that the place made active.
-#[derive(Clone, Copy, Debug)]
-struct NewPlace {
-    placed: Placement,
-    active: u64,
+/// The contents of a block after the copies.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Copied {
+    /// They are at the new place.
+    Whole,
+    /// They are at the old place.
+    Undone,
+    Lost,
 }
 
-/// A copy that failed; `true` if it could not be undone either.
-struct FailedCopy {
-    error: DriverError,
-    is_lost: bool,
+/// The result of the copies of a batch.
+#[derive(Debug, Default)]
+struct Copies {
+    /// The contents of each block that was reached before an error.
+    contents: Vec<Copied>,
+    error: Option<DriverError>,
+    /// `true` if the end of queued copies was not observed.
+    is_unfinished: bool,
 }
 
-/// Moves a block if it may still move and is still at the place that the plan recorded.
-///
-/// # Errors
-/// Those of the commit of its new place and of the copy, with the block at its old place;
-/// `ContentsLost`.
-pub(crate) async fn move_block(
+/// Moves blocks that may still move and are still at the place that the plan recorded. No place of
+/// one block overlaps a place of another.
+pub(crate) async fn move_batch(
     port: &Port<'_>,
     options: CompactOptions,
-    id: BlockName,
-    made: Move,
-) -> Result<MoveOutcome, DeviceError> {
-    let region = options.region;
-    let new = match port.with(|state| take_place(state, options, id, made)) {
-        Ok(new) => new,
-        Err(refused) => return Ok(refused),
-    };
-    let refused = match ensure_committed(port, region, new.placed.span).await {
-        // The lock was released if there was memory to commit or a call to wait for.
-        Ok(()) => port.with(|state| refuses(state, options, id, made)).map(Ok),
-        Err(failure) if failure.error.is_out_of_memory() => Some(Ok(MoveOutcome::Skipped)),
-        Err(failure) => Some(Err(*failure.error)),
-    };
-    if let Some(refused) = refused {
-        port.with(|state| state.cancel_placement(region, new.placed, Claim::default(), port.clock));
-        return refused;
-    }
-    let ends = port.with(|state| begin(state, region, id, made));
-    let copied = copy_unused(port, ends, made).await;
-    let (is_freed, idle) =
-        port.with(|state| end(state, (region, id), made, new, &copied, port.clock));
-    let [from, to] = ends;
-    match copied {
-        Ok(()) => Ok(MoveOutcome::Moved { from, to, is_freed, idle, active: new.active }),
-        Err(FailedCopy { is_lost: true, .. }) if !is_freed => {
-            Err(DeviceError::ContentsLost { region, size: ByteSize::new(made.size) })
+    moves: &[(BlockName, Move)],
+) -> BatchOutcome {
+    let taken = Vec::with_capacity(moves.len());
+    let mut batch = Batch { options, taken, stream: None, outcome: BatchOutcome::default() };
+    match prepare(port, moves, &mut batch).await {
+        Ok(true) => {
+            let copies = copy_all(port, &batch).await;
+            end(port, &mut batch, copies).await;
         }
-        Err(failed) => Err(failed.error.into()),
+        stopped => {
+            batch.outcome.error = stopped.err();
+            port.with(|state| batch.cancel_all(state, port.clock));
+        }
     }
+    batch.outcome
+}
+
+/// Takes the places, commits them, waits until no work uses live blocks, and marks the blocks as
+/// moving. Returns `false` if no block moves.
+async fn prepare(
+    port: &Port<'_>,
+    moves: &[(BlockName, Move)],
+    batch: &mut Batch,
+) -> Result<bool, DeviceError> {
+    for &(id, made) in moves {
+        match port.with(|state| take_place(state, batch.options, id, made)) {
+            Ok(taken) => batch.taken.push(taken),
+            Err(Refused::Skipped) => {
+                batch.outcome.skipped += 1;
+                continue;
+            }
+            Err(Refused::Busy) => return Ok(batch.refuse(Refusal::Busy)),
+        }
+        match ensure_committed(port, batch.options.region, made.room()).await {
+            Err(failure) if failure.error.is_out_of_memory() => {
+                let last = batch.taken.len() - 1;
+                port.with(|state| batch.skip(state, last, port.clock));
+            }
+            committed => committed.map_err(|failure| *failure.error)?,
+        }
+    }
+    if batch.taken.is_empty() {
+        return Ok(false);
+    }
+    if port.with(|state| state.capabilities.asynchronous) {
+        batch.stream = Some(own_stream(port).await?);
+    }
+    let has_raw = batch.taken.iter().any(|taken| taken.is_raw);
+    for _ in 0..ROUNDS_MAX {
+        if !complete_live(port, has_raw).await? {
+            batch.outcome.skipped += batch.taken.len() as u64;
+            return Ok(batch.refuse(Refusal::Unprovable));
+        }
+        match port.with(|state| batch.begin(state, port.clock)) {
+            Start::Begun => return Ok(!batch.taken.is_empty()),
+            Start::Again => {}
+            Start::Busy => break,
+        }
+    }
+    Ok(batch.refuse(Refusal::Busy))
 }
 
 /// Takes the planned place for a block, as arriving.
@@ -107,66 +213,148 @@ fn take_place(
     options: CompactOptions,
     id: BlockName,
     made: Move,
-) -> Result<NewPlace, MoveOutcome> {
-    if let Some(refused) = refuses(state, options, id, made) {
-        return Err(refused);
+) -> Result<Taken, Refused> {
+    if is_busy(state) {
+        return Err(Refused::Busy);
+    }
+    if !may_move(state, options, id, made) {
+        return Err(Refused::Skipped);
     }
     let (region, span) = (options.region, made.room());
+    let at = state.region(region).segment.address_of(ByteSize::new(made.from));
+    let is_raw = state.raw.get(at).is_some();
     let active = state.active();
-    let placed = state.region_mut(region).take_room(span).ok_or(MoveOutcome::Skipped)?;
+    let placed = state.region_mut(region).take_room(span).ok_or(Refused::Skipped)?;
     let wanting = state.region(region).segment.wanting(span);
     let active = state.active() - active + state.bytes_of(wanting);
-    Ok(NewPlace { placed, active })
+    Ok(Taken { id, made, placed, active, is_raw })
 }
 
-/// Marks a block as moving. Returns its old and its new address.
-fn begin(state: &mut ArenaState, region: Region, id: BlockName, made: Move) -> [DeviceAddress; 2] {
-    state.moves.moving = Some(Moving { region, id, freed: None });
-    let segment = &state.region(region).segment;
-    [made.from, made.to].map(|offset| segment.address_of(ByteSize::new(offset)))
+/// Returns `true` if no block moves now.
+fn is_busy(state: &ArenaState) -> bool {
+    let is_moving = state.moves.moving.is_some() || state.moves.entering > 0;
+    state.leases > 0 || is_moving || !state.sleep.is_awake()
 }
 
-/// Records the end of a move. Returns `true` if the block's owner freed the block meanwhile, and
-/// the bytes of granules that became idle.
-fn end(
-    state: &mut ArenaState,
-    (region, id): (Region, BlockName),
-    made: Move,
-    new: NewPlace,
-    copied: &Result<(), FailedCopy>,
-    clock: &dyn Clock,
-) -> (bool, u64) {
-    let freed = state.moves.moving.take().and_then(|moving| moving.freed);
-    let mut idle = 0;
-    if copied.is_ok() {
-        let from = address_of(state, region, id);
-        idle = trade(state, region, (id, made.size), new.placed, clock);
-        state.readdress(region, from, id);
-    } else {
-        state.cancel_placement(region, new.placed, Claim::default(), clock);
+/// Returns `true` if a block may still make its move.
+fn may_move(state: &ArenaState, options: CompactOptions, id: BlockName, made: Move) -> bool {
+    let region = state.region(options.region);
+    // Checked first: if the block was freed, its memory may be gone too.
+    if region.span_of(id) != Ok(made.source()) {
+        return false;
     }
-    if copied.as_ref().is_err_and(|failed| failed.is_lost) && freed.is_none() {
-        state.region_mut(region).lose(id);
-    }
-    if let Some(freed) = freed {
-        state.release(region, freed, clock);
-    }
-    (freed.is_some(), idle)
+    let fits = match hold(state, options, id, made.source()) {
+        Hold::Moves { align, .. } => made.to.is_multiple_of(align),
+        Hold::Stays | Hold::Wall => false,
+    };
+    // A block stays in its range.
+    fits && region.is_of_one_range(made.source(), made.destination())
+        && is_known(state, options, made)
 }
 
-/// Copies a block that no work uses: waits for started work first. No lease is held and none is
-/// granted, so no new work starts.
-async fn copy_unused(
+/// Returns `true` unless the block is raw and work of unknown streams may use it.
+fn is_known(state: &ArenaState, options: CompactOptions, made: Move) -> bool {
+    if !state.capabilities.asynchronous || state.raw.is_empty() {
+        return true;
+    }
+    let at = state.region(options.region).segment.address_of(ByteSize::new(made.from));
+    let is_alive = |&stream: &StreamKey| state.streams.handle(stream).is_some();
+    state.raw.get(at).is_none_or(|raw| {
+        raw.with_users(|streams, _| !streams.is_empty() && streams.iter().all(is_alive))
+    })
+}
+
+impl Batch {
+    /// Records that no block moves. Returns `false`.
+    const fn refuse(&mut self, refusal: Refusal) -> bool {
+        self.outcome.refusal = Some(refusal);
+        false
+    }
+
+    /// Returns a taken place, and counts its block as skipped.
+    fn skip(&mut self, state: &mut ArenaState, nth: usize, clock: &dyn Clock) {
+        let taken = self.taken.remove(nth);
+        state.cancel_placement(self.options.region, taken.placed, Claim::default(), clock);
+        self.outcome.skipped += 1;
+    }
+
+    /// Returns all taken places.
+    fn cancel_all(&mut self, state: &mut ArenaState, clock: &dyn Clock) {
+        for taken in self.taken.drain(..) {
+            state.cancel_placement(self.options.region, taken.placed, Claim::default(), clock);
+        }
+    }
+
+    /// Marks the blocks that may still move as moving, if no lease was granted since the work was
+    /// waited for. Skips the others.
+    fn begin(&mut self, state: &mut ArenaState, clock: &dyn Clock) -> Start {
+        if is_busy(state) {
+            return Start::Busy;
+        }
+        let is_proved = state.moves.is_proved() && state.sleep.is_use_known();
+        if state.capabilities.asynchronous && !is_proved {
+            return Start::Again;
+        }
+        for nth in (0..self.taken.len()).rev() {
+            let Taken { id, made, .. } = self.taken[nth];
+            if !may_move(state, self.options, id, made) {
+                self.skip(state, nth, clock);
+            }
+        }
+        if !self.taken.is_empty() {
+            let ids = self.taken.iter().map(|taken| taken.id);
+            state.moves.moving = Some(MovingBatch::new(self.options.region, ids));
+        }
+        Start::Begun
+    }
+}
+
+/// Copies the blocks of a batch, in order, until a copy fails, and waits for the end of the copies.
+async fn copy_all(port: &Port<'_>, batch: &Batch) -> Copies {
+    let mut copies = Copies::default();
+    for taken in &batch.taken {
+        let ends = port.with(|state| ends_of(state, batch.options.region, taken.made));
+        match copy_block(port, batch.stream, ends, taken.made).await {
+            Ok(()) => copies.contents.push(Copied::Whole),
+            Err((error, contents)) => {
+                copies.contents.push(contents);
+                copies.error = Some(error);
+                break;
+            }
+        }
+    }
+    let Some(stream) = batch.stream else { return copies };
+    // Asked twice: if the wait fails but once, the copies are known to be complete.
+    let mut waited = Ok(());
+    for _ in 0..2 {
+        waited = port.does(CallKind::SynchronizeStream { stream }).await;
+        if waited.is_ok() {
+            return copies;
+        }
+    }
+    copies.is_unfinished = true;
+    copies.error = copies.error.or_else(|| waited.err());
+    for (contents, taken) in copies.contents.iter_mut().zip(&batch.taken) {
+        *contents = if taken.made.overlaps() { Copied::Lost } else { Copied::Undone };
+    }
+    copies
+}
+
+/// Copies a block, or queues its copies.
+///
+/// # Errors
+/// The driver's, and where the contents are then.
+async fn copy_block(
     port: &Port<'_>,
+    stream: Option<StreamHandle>,
     ends: [DeviceAddress; 2],
     made: Move,
-) -> Result<(), FailedCopy> {
-    complete_all(port).await.map_err(|error| FailedCopy { error, is_lost: false })?;
+) -> Result<(), (DriverError, Copied)> {
     let mut done = Vec::new();
     for piece in made.pieces() {
-        if let Err(error) = copy_piece(port, ends, made, piece).await {
-            let is_lost = undo(port, ends, made, done).await.is_err();
-            return Err(FailedCopy { error, is_lost });
+        if let Err(error) = copy_piece(port, stream, (ends, made), piece).await {
+            let undone = undo(port, stream, (ends, made), done).await;
+            return Err((error, undone.map_or(Copied::Lost, |()| Copied::Undone)));
         }
         done.push(piece);
     }
@@ -176,23 +364,24 @@ async fn copy_unused(
 /// Copies pieces back, in reverse order.
 async fn undo(
     port: &Port<'_>,
-    ends: [DeviceAddress; 2],
-    made: Move,
+    stream: Option<StreamHandle>,
+    block: ([DeviceAddress; 2], Move),
     done: Vec<Move>,
 ) -> Result<(), DriverError> {
     for Move { from, to, size } in done.into_iter().rev() {
-        copy_piece(port, ends, made, Move { from: to, to: from, size }).await?;
+        copy_piece(port, stream, block, Move { from: to, to: from, size }).await?;
     }
     Ok(())
 }
 
 /// Copies a piece of a block. Both places are committed: the block is live, and the move holds the
-/// new place. While `moving` is set no lease is granted, and so no slice and no new work of the
-/// block. The ends of one piece do not overlap: [`Move::pieces`] cuts a slide accordingly.
+/// new place. While the batch moves no lease is granted, and so no slice and no new work of the
+/// block. The ends of one piece do not overlap: [`Move::pieces`] cuts a slide accordingly, and its
+/// copies run in the order of the stream.
 async fn copy_piece(
     port: &Port<'_>,
-    ends: [DeviceAddress; 2],
-    made: Move,
+    stream: Option<StreamHandle>,
+    (ends, made): ([DeviceAddress; 2], Move),
     piece: Move,
 ) -> Result<(), DriverError> {
     // Overlapping places are one range of addresses; others are separate.
@@ -202,8 +391,93 @@ async fn copy_piece(
         let (start, at) = if is_old { old } else { new };
         at.checked_add(ByteSize::new(offset.saturating_sub(start))).unwrap_or(at)
     };
-    let (from, to) = (address(piece.from), address(piece.to));
-    port.does(CallKind::Copy { from, to, size: ByteSize::new(piece.size) }).await
+    let (from, to, size) = (address(piece.from), address(piece.to), ByteSize::new(piece.size));
+    port.does(match stream {
+        Some(stream) => CallKind::QueueCopy { from, to, size, stream },
+        None => CallKind::Copy { from, to, size },
+    })
+    .await
+}
+
+/// Records the end of a batch: the blocks that were copied are at their new places.
+async fn end(port: &Port<'_>, batch: &mut Batch, copies: Copies) {
+    let Copies { contents, error, is_unfinished } = copies;
+    batch.outcome.error = error.map(Into::into);
+    let unfinished = port.with(|state| {
+        let stream = batch.stream.filter(|_| is_unfinished).map(|it| state.streams.enter(it));
+        let uses = stream.map(|key| Uses::of([state.streams.use_now(key)]));
+        let moving = state.moves.moving.take();
+        for (nth, taken) in std::mem::take(&mut batch.taken).into_iter().enumerate() {
+            let freed = moving.as_ref().and_then(|moving| moving.freed(taken.id));
+            let of = contents.get(nth).copied();
+            if of == Some(Copied::Whole) {
+                batch.end_move(state, taken, freed.is_some(), port.clock);
+            } else {
+                let uses = uses.clone().filter(|_| of.is_some());
+                batch.undo_move(state, taken, (of, uses), freed.is_some(), port.clock);
+            }
+            if let Some(freed) = freed {
+                state.release(batch.options.region, freed, port.clock);
+            }
+        }
+        stream
+    });
+    if let Some(stream) = unfinished {
+        leave_stream(port, stream).await;
+    }
+}
+
+impl Batch {
+    /// Records that a block is at its new place.
+    fn end_move(
+        &mut self,
+        state: &mut ArenaState,
+        taken: Taken,
+        is_freed: bool,
+        clock: &dyn Clock,
+    ) {
+        let Taken { id, made, placed, active, .. } = taken;
+        let region = self.options.region;
+        let [from, to] = ends_of(state, region, made);
+        self.outcome.idle += trade(state, region, (id, made.size), placed, clock);
+        self.outcome.active += active;
+        state.readdress(region, from, id);
+        self.outcome.moved.push(MovedBlock { id, made, from, to, is_freed });
+    }
+
+    /// Records that a block stays at its old place, perhaps without its contents. With uses, copies
+    /// from or to it may still run.
+    fn undo_move(
+        &mut self,
+        state: &mut ArenaState,
+        taken: Taken,
+        (contents, uses): (Option<Copied>, Option<Uses>),
+        is_freed: bool,
+        clock: &dyn Clock,
+    ) {
+        let Taken { id, made, placed, .. } = taken;
+        let region = self.options.region;
+        let is_copied = uses.is_some();
+        let parts = uses.into_iter().map(|uses| (placed.span, uses)).collect();
+        state.cancel_placement(region, placed, Claim { parts, ..Claim::default() }, clock);
+        if is_freed {
+            return;
+        }
+        if is_copied {
+            state.region_mut(region).pins.note_copied(id);
+        }
+        if contents == Some(Copied::Lost) {
+            state.region_mut(region).lose(id);
+            let size = ByteSize::new(made.size);
+            self.outcome.error = Some(DeviceError::ContentsLost { region, size });
+        }
+    }
+}
+
+/// Returns the old and the new address of a block.
+fn ends_of(state: &ArenaState, region: Region, made: Move) -> [DeviceAddress; 2] {
+    let segment = &state.region(region).segment;
+    [made.from, made.to].map(|offset| segment.address_of(ByteSize::new(offset)))
 }
 
 /// Moves a block of this size to the place taken for it. Returns the bytes of granules that are no
@@ -240,28 +514,4 @@ fn address_of(state: &ArenaState, region: Region, id: BlockName) -> DeviceAddres
     let region = state.region(region);
     let offset = region.span_of(id).map_or(0, |span| span.offset);
     region.segment.address_of(ByteSize::new(offset))
-}
-
-/// Returns the reason a move cannot be made now; `None` if it can.
-fn refuses(
-    state: &ArenaState,
-    options: CompactOptions,
-    id: BlockName,
-    made: Move,
-) -> Option<MoveOutcome> {
-    let is_moving = state.moves.moving.is_some() || state.moves.entering > 0;
-    if state.leases > 0 || is_moving || !state.sleep.is_awake() {
-        return Some(MoveOutcome::Busy);
-    }
-    // Checked first: if the block was freed, its memory may be gone too.
-    if state.region(options.region).span_of(id) != Ok(made.source()) {
-        return Some(MoveOutcome::Skipped);
-    }
-    let fits = match hold(state, options, id, made.source()) {
-        Hold::Moves { align, .. } => made.to.is_multiple_of(align),
-        Hold::Stays | Hold::Wall => false,
-    };
-    // A block stays in its range.
-    let is_beside = state.region(options.region).is_of_one_range(made.source(), made.destination());
-    (!fits || !is_beside).then_some(MoveOutcome::Skipped)
 }

@@ -11,7 +11,7 @@
 use std::sync::Arc;
 
 use super::call::{Answer, CallKind};
-use super::completion::is_any_capturing;
+use super::completion::{is_any_capturing, own_stream};
 use super::port::Port;
 use crate::driver::{DriverError, StreamHandle};
 use crate::state::arena::ArenaState;
@@ -164,17 +164,8 @@ async fn begin_copies(port: &Port<'_>) -> Result<StreamHandle, DriverError> {
     {
         return Ok(stream);
     }
-    let stream = match port.with(|state| state.sleep.stream) {
-        Some(stream) => stream,
-        None => match port.perform(CallKind::CreateStream).await? {
-            Answer::Stream(stream) => stream,
-            answer => unreachable!("{answer:?} to the creation of a stream"),
-        },
-    };
-    port.with(|state| {
-        state.sleep.stream = Some(stream);
-        state.sleep.begin_copies();
-    });
+    let stream = own_stream(port).await?;
+    port.with(|state| state.sleep.begin_copies());
     Ok(stream)
 }
 

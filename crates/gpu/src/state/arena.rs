@@ -29,6 +29,7 @@ use crate::state::sleep::Sleep;
 use crate::state::streams::{StreamKey, Streams};
 use crate::state::totals::Totals;
 use crate::types::config::StateConfig;
+use crate::types::costs::DeviceCosts;
 use crate::types::error::DeviceError;
 use crate::types::sleep::{SleepOptions, SleepState};
 use crate::types::snapshot::ArenaSnapshot;
@@ -82,6 +83,7 @@ pub(crate) struct ArenaState {
     /// Exports, and imported memory that is not released.
     pub(crate) outstanding: Outstanding,
     pub(crate) moves: MoveState,
+    pub(crate) costs: DeviceCosts,
     /// The events since the lock was taken, if the arena has observers.
     pub(crate) events: EventQueue,
     /// The number of lanes that were opened.
@@ -120,6 +122,7 @@ impl ArenaState {
             raw: RawBlocks::default(),
             outstanding: Outstanding::default(),
             moves: MoveState::default(),
+            costs: DeviceCosts::default(),
             events: EventQueue::default(),
             lanes: 0,
             outlook: CompactionEstimate::default(),
@@ -331,6 +334,7 @@ impl ArenaState {
     pub(crate) fn enter(&mut self, clock: &dyn Clock) -> Result<(), DeviceError> {
         let leases = self.leases.checked_add(1);
         self.leases = leases.ok_or(DeviceError::TooManyLeases { limit: u32::MAX })?;
+        self.moves.leases_total += 1;
         self.sleep.enter(self.leases == 1, || clock.now());
         Ok(())
     }
@@ -340,6 +344,19 @@ impl ArenaState {
         self.leases -= 1;
         if self.leases == 0 {
             self.sleep.leave(clock.now());
+        }
+    }
+
+    /// Returns the number of leases granted until now; `None` while one is held.
+    pub(crate) fn unleased(&self) -> Option<u64> {
+        (self.leases == 0).then_some(self.moves.leases_total)
+    }
+
+    /// Records that all work under this many leases is complete, if no other was granted since.
+    pub(crate) fn note_complete(&mut self, leases: Option<u64>) {
+        if leases == Some(self.moves.leases_total) {
+            self.moves.prove_all();
+            self.sleep.complete();
         }
     }
 
@@ -405,6 +422,9 @@ impl ArenaState {
         if self.moves.defer_release(region, placed) {
             return;
         }
+        // A copy that was not waited for may be on no stream of the block.
+        let is_copied = self.region(region).pins.is_copied(placed.id);
+        let streams = if is_copied { &[] } else { streams };
         let uses = if self.sleep.is_quiet { Uses::NONE } else { self.uses(streams) };
         let placed = self.region(region).refreshed(placed);
         let gone = self.region_mut(region).release(placed, uses);

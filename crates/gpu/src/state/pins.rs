@@ -1,4 +1,5 @@
-//! Per-block settings: pins and alignments, which restrict moves, and the treatment of contents.
+//! Per-block settings: pins, alignments and copies in progress, which restrict moves, and the
+//! treatment of contents.
 //!
 //! Most blocks have no entry: they may move to any multiple of 256 bytes. This module knows no
 //! region and moves nothing.
@@ -21,6 +22,8 @@ struct PinEntry {
     align: u64,
     /// `true` if the contents were lost in a move.
     is_lost: bool,
+    /// `true` if a copy whose end was not observed may still use the block.
+    is_copied: bool,
     /// The treatment of the contents during sleep; `None` for the region's.
     contents: Option<Contents>,
     /// `true` if the contents were discarded, and the owner has not asked yet.
@@ -28,8 +31,14 @@ struct PinEntry {
 }
 
 impl PinEntry {
-    const NONE: Self =
-        Self { pins: 0, align: ALIGN, is_lost: false, contents: None, is_discarded: false };
+    const NONE: Self = Self {
+        pins: 0,
+        align: ALIGN,
+        is_lost: false,
+        is_copied: false,
+        contents: None,
+        is_discarded: false,
+    };
 }
 
 /// The blocks of a region that differ from the default.
@@ -79,6 +88,15 @@ impl Pins {
         self.entries.get(&id).is_some_and(|entry| entry.is_lost)
     }
 
+    /// Records that a copy whose end was not observed may still use a block.
+    pub(crate) fn note_copied(&mut self, id: BlockName) {
+        self.change(id, |entry| entry.is_copied = true);
+    }
+
+    pub(crate) fn is_copied(&self, id: BlockName) -> bool {
+        self.entries.get(&id).is_some_and(|entry| entry.is_copied)
+    }
+
     /// Sets the treatment of a block's contents; `None` for the region's.
     pub(crate) fn set_contents(&mut self, id: BlockName, contents: Option<Contents>) {
         self.change(id, |entry| entry.contents = contents);
@@ -112,7 +130,7 @@ impl Pins {
     /// Returns if and how a block of this end may move.
     pub(crate) fn hold(&self, id: BlockName, end: End) -> Hold {
         let entry = self.entries.get(&id).copied().unwrap_or(PinEntry::NONE);
-        if entry.pins > 0 || entry.is_lost || self.busy.contains(&id) {
+        if entry.pins > 0 || entry.is_lost || entry.is_copied || self.busy.contains(&id) {
             return Hold::Stays;
         }
         Hold::Moves { end, align: entry.align }

@@ -419,6 +419,14 @@ impl Streams {
         }
     }
 
+    /// Returns the last use of every stream that is not known to be complete, except those of
+    /// unknown streams.
+    pub(crate) fn unfinished(&self) -> Vec<Use> {
+        let known = self.known.iter().filter(|(stream, _)| **stream != StreamKey::CONTEXT);
+        let unfinished = known.filter(|(_, of)| of.used > of.done);
+        unfinished.map(|(&stream, of)| Use { stream, epoch: of.used }).collect()
+    }
+
     /// Returns the number of known streams, without the context.
     #[cfg(test)]
     pub(crate) fn count(&self) -> usize {

@@ -419,7 +419,7 @@ impl<'a> World<'a> {
         let made = Move { from: span.offset, to, size: span.size };
         let options = CompactOptions::new(region);
         self.begin(|port| async move {
-            let _ = move_block::move_block(port, options, id, made).await;
+            let _ = move_block::move_batch(port, options, &[(id, made)]).await;
             Ended::Other
         });
     }

@@ -88,12 +88,12 @@ impl StopReason {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct CompactReport {
-    /// The number of moves. A block may move more than once.
+    /// The number of moves. A block moves more than once only if others need its place meanwhile.
     pub moves: u64,
     /// Bytes moved.
     pub moved: ByteSize,
-    /// The number of planned moves skipped: the block or its new place had changed, or there was no
-    /// memory for it.
+    /// The number of planned moves skipped: the block or its new place had changed, there was no
+    /// memory for it, or events could not prove that no work uses the block.
     pub skipped: u64,
     /// Bytes of granules that became idle: those left by the moves, minus those made active.
     pub recovered: ByteSize,

@@ -2,6 +2,7 @@
 
 pub(crate) mod compact;
 pub(crate) mod config;
+pub(crate) mod costs;
 pub(crate) mod error;
 pub(crate) mod region;
 pub(crate) mod shortage;

@@ -11,6 +11,8 @@
 //! * `Contiguous`: clears a window into holes elsewhere, or slides blocks together, whichever moves
 //!   fewer bytes.
 //!
+//! For granules and segments, a block that would move twice moves once if possible (`detours`).
+//!
 //! Fixed blocks never move. Small and large blocks stay among their kind, towards the [`End`] that
 //! they were placed from. The plan is good, not optimal: the optimum is a packing problem.
 //!
@@ -20,6 +22,7 @@
 
 use super::by_segment;
 use super::contiguous;
+use super::detours::without_detours;
 use super::granules;
 use super::layout_model::{Block, LayoutModel};
 use crate::index::{ALIGN, End, Span};
@@ -83,6 +86,11 @@ impl Move {
     /// Returns `true` if the move takes more than [`PIECES_MAX`] copies.
     pub(crate) const fn is_tedious(self) -> bool {
         self.distance().saturating_mul(PIECES_MAX) < self.size
+    }
+
+    /// Returns the number of copies that the move takes.
+    pub(crate) const fn copies(self) -> u64 {
+        if self.overlaps() { self.size.div_ceil(self.distance()) } else { 1 }
     }
 
     /// Returns `true` if the old and the new place overlap.
@@ -159,6 +167,10 @@ fn plan_in(passes: usize, parts: &[Part], granule: u64, target: Target<'_>, budg
         Target::Granules => granules::plan(&mut draft),
         Target::Segments(segments) => segment_bytes = Some(by_segment::plan(&mut draft, segments)),
         Target::Contiguous(size) => contiguous::plan(&mut draft, size),
+    }
+    if !matches!(target, Target::Contiguous(_)) {
+        draft.moves = without_detours(&draft.moves);
+        draft.bytes = draft.moves.iter().map(|made| made.size).sum();
     }
     let after = (draft.model.active(), draft.largest());
     let active = segment_bytes.map_or([before.0, after.0], |bytes| bytes.map(|of| of / granule));

@@ -1,8 +1,9 @@
 //! Tests of operations during a compaction: enter, allocate, free, resize, from other threads and
 //! from the callback; and of the events that they see.
 //!
-//! Invariant: no thread waits longer than for one move, or sees half of a move.
+//! Invariant: no thread waits longer than for one batch, or sees half of a move.
 
+use std::sync::{Arc, mpsc};
 use std::thread;
 use std::time::Duration;
 
@@ -11,9 +12,12 @@ use super::{
     beside_a_pinned_one, fixed, marked, open, virtual_memory,
 };
 use crate::observe::visualize::MapEvent;
-use crate::{ArenaConfig, Buffer, CompactOptions, Goal, Region, StopReason};
+use crate::{
+    ArenaConfig, Buffer, CompactOptions, DeviceArena, DeviceCosts, Goal, Region, StopReason,
+};
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::{Clock, SystemClock};
+use lowtide_cuda_sim::{Call, SimDriver, SimOptions};
 
 /// Waits for an action of another thread.
 fn wait_until(condition: impl Fn() -> bool) {
@@ -114,13 +118,15 @@ fn beside_a_move_others_allocate_and_free_the_moving_block_among_them() {
             })
         };
         driver.wait_until_held(1);
-        let moving = arena.inner().lock_state().moves.moving.expect("one is moving");
+        let is_moving = |block: &Buffer<u64>| {
+            let id = block.block_id().expect("not empty");
+            arena.inner().lock_state().moves.is_moving(Region::Dynamic, id)
+        };
+        let moving = blocks.iter().position(|(_, block)| is_moving(block)).expect("it is ours");
         // Neither call waits for the copy that is held.
         drop(arena.alloc::<u64>(1 << 19, Region::Dynamic).expect("room"));
         arena.validate();
-        let is_it = |block: &Buffer<u64>| block.block_id() == Some(moving.id);
-        let freed = blocks.iter().position(|(_, block)| is_it(block)).expect("it is ours");
-        drop(blocks.swap_remove(freed));
+        drop(blocks.swap_remove(moving));
         arena.validate();
         driver.let_go();
         let (moves, told) = compacting.join().expect("no panic").expect("no error");
@@ -335,4 +341,41 @@ fn the_events_show_where_each_block_went() {
     let segment = &map.segments[Region::Dynamic.number()];
     let shown = segment.blocks.iter().map(|block| segment.base + block.offset.get());
     assert!(shown.eq(live), "the events lead up to the map");
+}
+
+/// A thread that enters while a batch is copied waits for that batch, and the compaction for the
+/// thread.
+#[test]
+fn a_thread_that_enters_amid_the_copies_waits_for_their_batch_only() {
+    let sim = Arc::new(SimDriver::new(SimOptions::default()));
+    let config = ArenaConfig::new("batches");
+    let arena = DeviceArena::open(sim.clone(), Arc::new(sim.clock()), config).expect("open");
+    let block = |_| arena.alloc::<u8>(256 << 10, Region::Dynamic).expect("room");
+    let mut blocks: Vec<_> = (0..256).map(block).collect();
+    let mut nth = 0;
+    blocks.retain(|_| {
+        nth += 1;
+        nth % 8 == 3
+    });
+    arena.wait_for_pending().expect("idle");
+    let costs = DeviceCosts { copy_per_second: ByteSize::mib(1_000), ..DeviceCosts::default() };
+    arena.set_costs(costs); // four blocks in a batch
+    let (tell, told) = mpsc::channel();
+    let entering = arena.clone();
+    sim.before(Call::CopyAsync, 5, move || {
+        let other = entering.clone();
+        let thread = thread::spawn(move || drop(other.enter().expect("after the batch")));
+        wait_until(|| entering.inner().lock_state().moves.entering > 0);
+        tell.send(thread).expect("listens");
+    });
+    let done = arena.compact(DYNAMIC, |_| {}).expect("no error");
+    assert_eq!((done.moves, done.stopped), (8, StopReason::Busy));
+    told.recv().expect("it ran").join().expect("no panic");
+    arena.wait_for_pending().expect("the lease named no lane");
+    let done = arena.compact(DYNAMIC, |_| {}).expect("no error");
+    assert!(done.moves > 8 && done.stopped == StopReason::Finished, "{done:?}");
+    arena.validate();
+    drop(blocks);
+    arena.close().expect("nothing is live");
+    sim.assert_no_faults();
 }

@@ -320,6 +320,8 @@ fn compacts(device: &dyn Device) -> Outcome {
     bed.settle()?;
     bed.arena.purge()?;
     let before = bed.arena.snapshot().committed;
+    // Views may be used on any stream.
+    bed.arena.wait_for_pending()?;
     bed.arena.compact(CompactOptions::new(Region::Dynamic), |_| {})?;
     bed.settle()?;
     bed.arena.purge()?;

@@ -23,6 +23,7 @@ fn random_schedules_keep_every_byte_and_leave_nothing_behind() {
     let all = run(Memory::Virtual, |all| all.refused > 0);
     println!("{all:?}");
     assert!(all.sleeps > SEEDS / 2 && all.refused > 0);
+    assert!(all.moves > 0, "no block moved");
 }
 
 #[test]
@@ -45,6 +46,7 @@ fn run(memory: Memory, is_enough: impl Fn(&Done) -> bool) -> Done {
             Ok(done) => {
                 all.acts += done.acts;
                 all.sleeps += done.sleeps;
+                all.moves += done.moves;
                 all.refused += done.refused;
                 all.driver_calls += done.driver_calls;
                 all.unsafe_unmaps += done.unsafe_unmaps;

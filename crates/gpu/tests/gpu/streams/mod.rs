@@ -6,6 +6,7 @@
 
 #![expect(unsafe_code, reason = "a lane is of a stream that the caller vouches for")]
 
+mod batches;
 mod bugs;
 mod capture;
 mod ends;
@@ -317,6 +318,10 @@ fn a_resize_and_a_compaction_wait_for_the_work_on_what_they_copy() {
     let mut buffers: Vec<_> =
         (0..8).map(|_| lane.alloc::<u8>(3 * MIB, DYNAMIC).expect("room")).collect();
     let pattern = Pattern::new(9);
+    let at = |buffer: &Buffer<u8>| {
+        let lease = lane.enter().expect("a lease");
+        buffer.address(&lease).expect("ours").expect("not empty")
+    };
     for buffer in &buffers {
         sim.fill(lane.stream(), at(buffer), buffer.bytes(), pattern).expect("queued");
     }
@@ -326,8 +331,10 @@ fn a_resize_and_a_compaction_wait_for_the_work_on_what_they_copy() {
     buffers[0].resize(5 * MIB).expect("moved");
     let goal = Goal::Contiguous(ByteSize::MAX);
     let options = CompactOptions { goal, ..CompactOptions::new(DYNAMIC) };
+    let waits = sim.calls(Call::Synchronize);
     let done = arena.compact(options, |_| {}).expect("no error");
     assert!(done.moves > 0, "{done:?}");
+    assert_eq!(sim.calls(Call::Synchronize), waits, "events are enough");
     let checks: Vec<_> = buffers
         .iter()
         .map(|buffer| sim.check(lane.stream(), at(buffer), ByteSize::mib(3), pattern))

@@ -103,6 +103,8 @@ pub(crate) struct Failure {
 pub(crate) struct Done {
     pub(crate) acts: u64,
     pub(crate) sleeps: u64,
+    /// Blocks that compactions moved.
+    pub(crate) moves: u64,
     /// Bookings that the host's budget refused.
     pub(crate) refused: u64,
     pub(crate) driver_calls: u64,
@@ -228,7 +230,8 @@ impl Schedule {
             });
         }
         let acts = world.acts.load(Ordering::Relaxed);
-        let sleeps = world.arena.snapshot().sleeps_total;
+        let snapshot = world.arena.snapshot();
+        let (sleeps, moves) = (snapshot.sleeps_total, snapshot.moves_total);
         let refused = world.host.as_ref().map_or(0, |host| host.booked().refused);
         let sim = Arc::clone(&world.sim);
         let ended = self.finish(world, &sim);
@@ -236,7 +239,7 @@ impl Schedule {
         ended
             .map(|()| {
                 let driver_calls = sim.calls_total();
-                Done { acts, sleeps, refused, driver_calls, unsafe_unmaps }
+                Done { acts, sleeps, moves, refused, driver_calls, unsafe_unmaps }
             })
             .map_err(|what| (what, unsafe_unmaps))
     }

@@ -7,10 +7,9 @@ use std::time::Duration;
 use lowtide_gpu::ByteSize;
 use lowtide_gpu::clock::Clock as _;
 use lowtide_gpu::decay::DecayTime;
-use lowtide_gpu::{CompactOptions, DeviceError, Goal};
+use lowtide_gpu::{CompactOptions, DeviceError, Goal, Region};
 
 use super::super::world::{Act, Worker, World};
-use super::memory::region;
 
 pub(super) fn purge(world: &World, _: &mut Worker) -> Act {
     world.take(world.arena.purge())?;
@@ -48,6 +47,7 @@ pub(super) fn limit(world: &World, worker: &mut Worker) -> Act {
     Ok(())
 }
 
+/// Leases without a lane let unknown streams use memory, so mostly the device is waited for first.
 pub(super) fn compact(world: &World, worker: &mut Worker) -> Act {
     let goal = match worker.chance.below(4) {
         0 => Goal::Contiguous(ByteSize::MAX),
@@ -55,9 +55,15 @@ pub(super) fn compact(world: &World, worker: &mut Worker) -> Act {
         _ => Goal::Granules,
     };
     let budget = if worker.one_in(2) { ByteSize::MAX } else { ByteSize::kib(20) };
-    let options = CompactOptions { goal, budget, ..CompactOptions::new(region(worker)) };
-    let done = world.arena.compact(options, |_| {}).map_err(DeviceError::from);
-    world.take(done).map(drop)
+    if !worker.one_in(4) {
+        world.take(world.arena.wait_for_pending())?;
+    }
+    for region in Region::ALL {
+        let options = CompactOptions { goal, budget, ..CompactOptions::new(region) };
+        let done = world.arena.compact(options, |_| {}).map_err(DeviceError::from);
+        world.take(done)?;
+    }
+    Ok(())
 }
 
 /// A lease that is kept: nothing moves or sleeps until it is given up.
