@@ -17,6 +17,7 @@ use std::time::Duration;
 use crate::api::arena::DeviceArena;
 use crate::engine::release::{give_back, release_down_to};
 use crate::engine::resume::{sleeps_empty, wake_if_empty};
+use crate::engine::split::release_stuck;
 use crate::exec::inner::ArenaInner;
 use crate::state::arena::ArenaState;
 use crate::state::event::{ArenaEvent, ReleaseCause};
@@ -67,7 +68,8 @@ impl DeviceArena {
         inner.release_imports();
         let (given, released, next) = inner.run(async |port| {
             let ages = port.with(|state| state.aging.ages(now));
-            let given = give_back(port, u64::MAX, Some(ages)).await;
+            let mut given = give_back(port, u64::MAX, Some(ages)).await;
+            given.granules += release_stuck(port).await;
             port.with(|state| {
                 state.set_looked(now, given.error.is_some());
                 let released = ByteSize::new(state.bytes_of(given.granules));

@@ -258,7 +258,11 @@ fn next_commit(
 }
 
 /// Commits marked runs in order until one fails, and records every result.
-async fn commit(port: &Port<'_>, region: Region, runs: Vec<Run>) -> Result<(), DriverError> {
+pub(super) async fn commit(
+    port: &Port<'_>,
+    region: Region,
+    runs: Vec<Run>,
+) -> Result<(), DriverError> {
     let mut outcome = Ok(());
     let mut runs = runs.into_iter();
     let mut next = runs.next();

@@ -16,5 +16,6 @@ pub(crate) mod remap;
 pub(crate) mod resize;
 pub(crate) mod resume;
 pub(crate) mod retry;
+pub(crate) mod split;
 pub(crate) mod stores;
 pub(crate) mod suspend;

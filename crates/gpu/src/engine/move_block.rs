@@ -40,7 +40,7 @@ use lowtide_core::clock::Clock;
 
 /// The number of waits for work that leases let in, before a batch is given up as busy. A guess:
 /// each is as long as that work.
-const ROUNDS_MAX: usize = 3;
+pub(super) const ROUNDS_MAX: usize = 3;
 
 /// A block that moved.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -231,7 +231,7 @@ fn take_place(
 }
 
 /// Returns `true` if no block moves now.
-fn is_busy(state: &ArenaState) -> bool {
+pub(super) fn is_busy(state: &ArenaState) -> bool {
     let is_moving = state.moves.moving.is_some() || state.moves.entering > 0;
     state.leases > 0 || is_moving || !state.sleep.is_awake()
 }

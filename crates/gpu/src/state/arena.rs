@@ -45,6 +45,9 @@ const RUN_MAX: ByteSize = ByteSize::gib(1);
 /// in use cannot leave, so a few large handles would waste much of a small arena.
 const HANDLE_PART: u64 = 64;
 
+/// The part of the committed memory that may be idle in handles in use: a hundredth.
+const STUCK_PART: u64 = 100;
+
 /// The maximum number of handles of one decommit: .8 ms at the 25.6 us that an A100 takes to unmap
 /// one (kvcached's `bench_vmm`). Other calls of the driver wait meanwhile.
 const UNMAPS_MAX: usize = 32;
@@ -160,6 +163,12 @@ impl ArenaState {
     /// Returns the bytes of idle memory that may leave.
     pub(crate) fn releasable(&self) -> u64 {
         self.total(|region| region.segment.idle() - region.segment.stuck())
+    }
+
+    /// Returns `true` if too much idle memory cannot leave.
+    pub(crate) fn is_stuck(&self) -> bool {
+        let stuck = self.total(|region| region.segment.stuck());
+        stuck > self.backed() / STUCK_PART
     }
 
     pub(crate) fn committing(&self) -> u64 {
@@ -425,7 +434,10 @@ impl ArenaState {
         // A copy that was not waited for may be on no stream of the block.
         let is_copied = self.region(region).pins.is_copied(placed.id);
         let streams = if is_copied { &[] } else { streams };
-        let uses = if self.sleep.is_quiet { Uses::NONE } else { self.uses(streams) };
+        // No work is started on a block whose contents are lost, and its memory may be lost too.
+        let is_unused =
+            self.sleep.is_quiet || (self.region(region).is_lost(placed.id) && !is_copied);
+        let uses = if is_unused { Uses::NONE } else { self.uses(streams) };
         let placed = self.region(region).refreshed(placed);
         let gone = self.region_mut(region).release(placed, uses);
         debug_assert!(gone.is_ok(), "only its buffer frees a block, once");
@@ -485,7 +497,8 @@ impl ArenaState {
 
     /// Returns the time of the next check.
     pub(crate) fn due(&self) -> Moment {
-        if self.releasable() == 0 { Moment::NEVER } else { self.aging.due() }
+        let is_stuck = self.leases == 0 && self.is_stuck();
+        if self.releasable() == 0 && !is_stuck { Moment::NEVER } else { self.aging.due() }
     }
 
     /// Schedules the check after one at `now`. `failed` is `true` if the driver failed.

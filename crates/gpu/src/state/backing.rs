@@ -152,6 +152,17 @@ impl Backing {
         }
     }
 
+    /// Like [`Segment::stuck_handles`].
+    pub(crate) fn stuck_handles(&self) -> Vec<(Run, u64)> {
+        self.reserved_segment().map_or_else(Vec::new, Segment::stuck_handles)
+    }
+
+    /// Like [`Segment::begin_commit_of`].
+    pub(crate) fn begin_commit_of(&mut self, run: Run) -> Vec<Run> {
+        let segment = self.reserved_mut();
+        segment.map_or_else(Vec::new, |segment| segment.begin_commit_of(run))
+    }
+
     /// Like [`Segment::handle_of`].
     pub(crate) fn handle_of(&self, granule: usize) -> Range<usize> {
         self.reserved_segment().map_or(granule..granule + 1, |segment| segment.handle_of(granule))

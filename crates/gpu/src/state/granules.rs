@@ -561,6 +561,19 @@ impl Granules {
         handles.iter().flatten().map(stuck).sum()
     }
 
+    /// Calls `each` with every handle that has stuck granules, and the number of these.
+    pub(crate) fn stuck_handles(&self, mut each: impl FnMut(Range<usize>, u64)) {
+        let mut at = 0;
+        while self.stuck > 0 && at < self.known() {
+            let handle = self.handle_of(at);
+            at = handle.end;
+            let stuck = self.stuck_in(&[Some(handle.clone()), None]);
+            if stuck > 0 {
+                each(handle, stuck);
+            }
+        }
+    }
+
     fn is_stuck(&self, granule: usize) -> bool {
         let handle = self.handle_of(granule);
         handle.len() > 1 && masks(handle).any(|(at, mask)| self.words[at].touched & mask != 0)

@@ -28,6 +28,11 @@ impl MovingBatch {
         self.region == region && self.blocks.contains_key(&id)
     }
 
+    /// Returns the blocks, and the place of each that its owner has freed meanwhile.
+    pub(crate) fn into_blocks(self) -> impl Iterator<Item = (BlockName, Option<Placement>)> {
+        self.blocks.into_iter()
+    }
+
     /// Returns the place of a block that its owner has freed meanwhile.
     pub(crate) fn freed(&self, id: BlockName) -> Option<Placement> {
         self.blocks.get(&id).copied().flatten()

@@ -84,6 +84,11 @@ impl Pins {
         self.change(id, |entry| entry.is_lost = true);
     }
 
+    /// Returns the blocks whose contents were lost.
+    pub(crate) fn lost(&self) -> impl Iterator<Item = BlockName> {
+        self.entries.iter().filter(|(_, entry)| entry.is_lost).map(|(&id, _)| id)
+    }
+
     pub(crate) fn is_lost(&self, id: BlockName) -> bool {
         self.entries.get(&id).is_some_and(|entry| entry.is_lost)
     }

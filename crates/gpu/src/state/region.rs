@@ -213,7 +213,7 @@ impl RegionState {
                 let align = wanted.align.max(segment.granularity());
                 self.index.take_cheapest(Request { align, ..request }, inactive)?
             }
-            Search::Clear => self.take_clear(wanted, taker)?,
+            Search::Clear => self.take_clear(wanted, taker, Span { offset: 0, size: 0 })?,
             // A piece for small blocks is as easy to get as a place among the large ones.
             Search::Usual if segment.is_whole() => self.index.take_within(request, cost)?,
             Search::Usual | Search::AmongLarge => self.index.take(request, cost)?,
@@ -233,16 +233,25 @@ impl RegionState {
         Placement { id, span, at, requested: wanted.requested, moves: self.moves }
     }
 
-    /// Finds a place among the large blocks that needs no wait. Walks the blocks: for callers that
-    /// must not wait.
+    /// Finds a place for the contents of a handle among the large blocks, outside the handle, and
+    /// marks it as arriving. Walks the blocks.
+    pub(crate) fn place_beside(&mut self, wanted: AllocRequest, handle: Span) -> Option<Placement> {
+        let (id, span) = self.take_clear(wanted, None, handle)?;
+        Some(self.put(wanted, id, span))
+    }
+
+    /// Finds a place among the large blocks that needs no wait, in free spans that do not touch
+    /// `avoid`. Walks the blocks: for callers that must not wait.
     fn take_clear(
         &mut self,
         wanted: AllocRequest,
         taker: Option<StreamKey>,
+        avoid: Span,
     ) -> Option<(BlockName, Span)> {
         let wall = self.index.wall().map_or(u64::MAX, |wall| wall.offset);
         let low = self.index.blocks().take_while(|(span, _)| span.offset < wall);
-        let free = low.filter(|(_, name)| name.is_none());
+        let is_apart = |span: &Span| span.end() <= avoid.offset || avoid.end() <= span.offset;
+        let free = low.filter(|(span, name)| name.is_none() && is_apart(span));
         let places = free.filter_map(|(span, _)| {
             self.pending.first_clear(span, (wanted.size, wanted.align), taker)
         });
@@ -400,7 +409,7 @@ impl RegionState {
         let size = ByteSize::new;
         // A block that waits for its memory does not sleep: no block waits unless the arena is
         // awake.
-        let asleep = if is_open { 0 } else { self.asleep() };
+        let asleep = if is_open { self.lost() } else { self.asleep() };
         let cached = caches.cached[region.number()];
         let live = self.live - cached;
         let requested = self.requested.wrapping_add(caches.requested[region.number()]);
@@ -428,6 +437,18 @@ impl RegionState {
     /// Returns the live bytes that have no memory.
     pub(crate) fn asleep(&self) -> u64 {
         self.live_spans().map(|span| self.segment.bare_bytes(span)).sum()
+    }
+
+    /// Returns the blocks that overlap a span, live or arriving. Walks the blocks.
+    pub(crate) fn blocks_over(&self, of: Span) -> impl Iterator<Item = (Span, BlockName)> {
+        let blocks = self.live_blocks().skip_while(move |(span, _)| span.end() <= of.offset);
+        blocks.take_while(move |(span, _)| span.offset < of.end())
+    }
+
+    /// Returns the bytes without memory of blocks whose contents were lost.
+    fn lost(&self) -> u64 {
+        let spans = self.pins.lost().filter_map(|id| self.index.span_of(id).ok());
+        spans.map(|span| self.segment.bare_bytes(span)).sum()
     }
 
     /// Returns the live spans without an order, in less time.

@@ -280,6 +280,24 @@ impl Segment {
         runs.into_iter().map(join).collect()
     }
 
+    /// Marks the granules of a run, which are bare, as committing, in one handle.
+    pub(crate) fn begin_commit_of(&mut self, run: Run) -> Vec<Run> {
+        let (start, size) = (run.first as u64, run.granules());
+        let span = Span { offset: start * self.granularity, size: size * self.granularity };
+        self.begin_commit(span, 0, run.count)
+    }
+
+    /// Returns the handles that have stuck granules, and the number of these.
+    pub(crate) fn stuck_handles(&self) -> Vec<(Run, u64)> {
+        let mut handles = Vec::new();
+        let mut push = |range: Range<usize>, stuck| {
+            handles.push((Run::in_handles(&range, range.len()), stuck));
+        };
+        self.low.stuck_handles(&mut push);
+        self.high.stuck_handles(|range, stuck| push(mirrored(self.count, range), stuck));
+        handles
+    }
+
     /// Divides granules that are being committed into handles of at most this many.
     fn join(&mut self, run: Run, handle_max: usize) -> Run {
         let handle = handle_max.min(run.count);

@@ -6,6 +6,7 @@ mod budget;
 mod commits;
 mod copies;
 mod faults;
+mod handles;
 mod host;
 mod idle;
 mod known_bugs;

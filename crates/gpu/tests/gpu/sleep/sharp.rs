@@ -70,9 +70,10 @@ fn what_is_freed_while_contents_are_copied_out_waits_for_nothing() {
     bed.end();
 }
 
-/// A call releases at most a gibibyte, and commits at most 256 MiB, so that copies begin early.
+/// A call releases at most a gibibyte in at most 32 handles, and commits at most 256 MiB, so that
+/// copies begin early. A handle has a 64th of the three gibibytes, 48 MiB.
 #[test]
-fn three_gibibytes_leave_in_three_calls_and_come_back_in_twelve() {
+fn three_gibibytes_leave_in_four_calls_and_come_back_in_thirteen() {
     let (costs, capacity) = (DriverCosts::zero(), ByteSize::gib(8));
     let options = SimOptions { costs, capacity, ..SimOptions::default() };
     let bed = Bed::over(std::sync::Arc::new(SimDriver::new(options)), |_| {});
@@ -80,10 +81,10 @@ fn three_gibibytes_leave_in_three_calls_and_come_back_in_twelve() {
     let before = bed.arena.snapshot();
     bed.arena.sleep(DISCARD).expect("asleep");
     let asleep = bed.arena.snapshot();
-    assert_eq!(asleep.decommits_total - before.decommits_total, 3);
+    assert_eq!(asleep.decommits_total - before.decommits_total, 4);
     assert_eq!(asleep.decommitted_bytes_total - before.decommitted_bytes_total, 3 << 30);
     bed.arena.wake().expect("awake");
-    assert_eq!(bed.arena.snapshot().commits_total - asleep.commits_total, 12);
+    assert_eq!(bed.arena.snapshot().commits_total - asleep.commits_total, 13);
     drop(cache);
     bed.end();
 }
@@ -192,11 +193,11 @@ fn a_wake_takes_small_handles_if_a_large_one_is_not_to_be_had() {
     let bed = Bed::new(Order::Lazy);
     let kept = [1, 2].map(|mark| bed.marked(4 * MIB, Region::Stable, mark));
     let before = bed.sim.calls(Call::Create);
-    assert_eq!(before, 2, "a handle for each");
+    assert_eq!(before, 64 + 32, "64 KiB, and 128 KiB when 8 MiB are committed");
     bed.arena.sleep(NOW).expect("asleep");
     bed.sim.fail_nth(Some(Call::Create), 0, SimError::OutOfMemory);
     bed.arena.wake().expect("awake");
-    assert_eq!(bed.sim.calls(Call::Create) - before, 1 + 8 * 16, "64 KiB each");
+    assert_eq!(bed.sim.calls(Call::Create) - before, 1 + 8 * 16, "all in one call, and then 64 KiB each");
     for (mark, buffer) in (1..).zip(&kept) {
         bed.assert_marked(buffer, mark);
     }
@@ -208,11 +209,11 @@ fn a_wake_takes_small_handles_if_a_large_one_is_not_to_be_had() {
 #[test]
 fn a_handle_stays_while_a_block_touches_it() {
     let bed = Bed::new(Order::Lazy);
-    let large = bed.arena.alloc::<u8>(8 * MIB, Region::Dynamic).expect("room");
+    let large = bed.arena.alloc::<u8>(64 * MIB, Region::Dynamic).expect("room");
     drop(large);
-    let small = bed.arena.alloc::<u8>(2 * MIB, Region::Dynamic).expect("room");
-    bed.arena.purge().expect("nothing to release");
-    assert_eq!(bed.arena.snapshot().committed, ByteSize::mib(8));
+    let small = bed.arena.alloc::<u8>(3 * MIB / 2, Region::Dynamic).expect("room");
+    bed.arena.purge().expect("all other handles");
+    assert_eq!(bed.arena.snapshot().committed, ByteSize::mib(2), "two handles of a 64th");
     drop(small);
     bed.arena.purge().expect("all of it");
     assert_eq!(bed.arena.snapshot().committed, ByteSize::ZERO);
