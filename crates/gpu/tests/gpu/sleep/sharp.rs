@@ -197,7 +197,11 @@ fn a_wake_takes_small_handles_if_a_large_one_is_not_to_be_had() {
     bed.arena.sleep(NOW).expect("asleep");
     bed.sim.fail_nth(Some(Call::Create), 0, SimError::OutOfMemory);
     bed.arena.wake().expect("awake");
-    assert_eq!(bed.sim.calls(Call::Create) - before, 1 + 8 * 16, "all in one call, and then 64 KiB each");
+    assert_eq!(
+        bed.sim.calls(Call::Create) - before,
+        1 + 8 * 16,
+        "all in one call, and then 64 KiB each"
+    );
     for (mark, buffer) in (1..).zip(&kept) {
         bed.assert_marked(buffer, mark);
     }
