@@ -21,6 +21,7 @@
 use super::call::{Answer, CallKind};
 use super::port::Port;
 use crate::driver::{DriverError, StreamHandle};
+use crate::state::arena::ArenaState;
 use crate::state::pending::Uses;
 use crate::state::streams::{Event, Pick, StreamKey, Use, Wait};
 use crate::types::error::{DeviceError, captures, is_captures};
@@ -313,7 +314,7 @@ pub(crate) async fn complete_used(port: &Port<'_>) -> Result<(), DeviceError> {
 /// # Errors
 /// `Capturing`; the driver's.
 pub(crate) async fn complete_pending(port: &Port<'_>) -> Result<(), DeviceError> {
-    let is_known = port.with(|state| state.sleep.is_use_known());
+    let is_known = port.with(|state| state.sleep.is_use_known() && !state.streams.has_lost_uses());
     if !port.with(|state| state.capabilities.asynchronous && (!is_known || state.is_awaiting())) {
         return Ok(());
     }
@@ -342,13 +343,17 @@ pub(super) async fn complete_live(port: &Port<'_>, again: bool) -> Result<bool, 
     if !port.with(|state| state.sleep.is_use_known()) || is_any_capturing(port).await? {
         return Ok(false);
     }
-    if !again && port.with(|state| state.moves.is_proved()) {
+    // Work on raw blocks needs no lease. Another block may have their memory by now.
+    let is_known = |state: &mut ArenaState| {
+        state.moves.is_proved() && state.streams.unfinished().next().is_none()
+    };
+    if !again && port.with(is_known) {
         return Ok(true);
     }
     let leases = port.with(|state| state.unleased());
-    let uses = port.with(|state| {
+    let uses: Vec<_> = port.with(|state| {
         state.streams.use_all_now();
-        state.streams.unfinished()
+        state.streams.unfinished().collect()
     });
     for of in &uses {
         match mark_end(port, of.stream).await {

@@ -11,12 +11,12 @@ use crate::types::error::DeviceError;
 use crate::types::region::Region;
 use lowtide_core::bytes::ByteSize;
 
-/// Waits for the end of the move in progress, before a lease is granted.
+/// Waits for the end of the batch of moves in progress, before a lease is granted.
 pub(crate) async fn wait_for_move(port: &Port<'_>) {
     if port.with(|state| state.moves.moving.is_none()) {
         return;
     }
-    // A compaction in progress sees this and makes no further move, so each thread waits for at
+    // A compaction in progress sees this and starts no further batch, so each thread waits for at
     // most one.
     port.with(|state| state.moves.entering += 1);
     port.wait_while(|state| state.moves.moving.is_some()).await;

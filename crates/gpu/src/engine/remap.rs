@@ -9,8 +9,9 @@
 //! As for every driver call, the lock is released: source granules are marked as leaving, target
 //! granules as arriving, and a thread that needs one of them waits for the result. The memory
 //! counts at the source until it has arrived, so it is never counted twice. The module `alloc`
-//! decides when to remap, and falls back to releasing and committing. Only handles of one granule
-//! are remapped: it costs as many calls per handle to release a large one and to commit again.
+//! asks for a remap when memory is short, and falls back to releasing and committing. It does that
+//! too if the device's costs say that committing anew takes less time, and for handles of several
+//! granules: releasing one and committing again costs as many calls as a remap.
 //!
 //! Invariant: the sum of backed granules is the same before, during and after.
 
@@ -88,6 +89,9 @@ fn begin_remap(
 ) -> Vec<Pair> {
     if state.sleep.may_be_copied() {
         return Vec::new(); // a release waits for the copies first
+    }
+    if !state.costs.prefers_remap() {
+        return Vec::new();
     }
     let granules = granules.min(state.region(region).segment.bare(span));
     let ages = state.aging.ages(clock.now());

@@ -22,8 +22,6 @@ struct PinEntry {
     align: u64,
     /// `true` if the contents were lost in a move.
     is_lost: bool,
-    /// `true` if a copy whose end was not observed may still use the block.
-    is_copied: bool,
     /// The treatment of the contents during sleep; `None` for the region's.
     contents: Option<Contents>,
     /// `true` if the contents were discarded, and the owner has not asked yet.
@@ -31,14 +29,8 @@ struct PinEntry {
 }
 
 impl PinEntry {
-    const NONE: Self = Self {
-        pins: 0,
-        align: ALIGN,
-        is_lost: false,
-        is_copied: false,
-        contents: None,
-        is_discarded: false,
-    };
+    const NONE: Self =
+        Self { pins: 0, align: ALIGN, is_lost: false, contents: None, is_discarded: false };
 }
 
 /// The blocks of a region that differ from the default.
@@ -47,6 +39,8 @@ pub(crate) struct Pins {
     entries: BTreeMap<BlockName, PinEntry>,
     /// Blocks that an operation has placed but not yet completed: about one per thread.
     busy: Vec<BlockName>,
+    /// Blocks that a copy whose end was not observed may still use: none, unless the driver failed.
+    copied: Vec<BlockName>,
 }
 
 impl Pins {
@@ -95,11 +89,12 @@ impl Pins {
 
     /// Records that a copy whose end was not observed may still use a block.
     pub(crate) fn note_copied(&mut self, id: BlockName) {
-        self.change(id, |entry| entry.is_copied = true);
+        self.copied.push(id);
     }
 
+    #[inline]
     pub(crate) fn is_copied(&self, id: BlockName) -> bool {
-        self.entries.get(&id).is_some_and(|entry| entry.is_copied)
+        self.copied.contains(&id)
     }
 
     /// Sets the treatment of a block's contents; `None` for the region's.
@@ -125,17 +120,21 @@ impl Pins {
         is_discarded
     }
 
-    /// Removes the entry of a freed block. One comparison if no block has an entry.
+    /// Removes the settings of a freed block. Two comparisons if no block has any.
     pub(crate) fn forget(&mut self, id: BlockName) {
         if !self.entries.is_empty() {
             self.entries.remove(&id);
+        }
+        if !self.copied.is_empty() {
+            self.copied.retain(|&copied| copied != id);
         }
     }
 
     /// Returns if and how a block of this end may move.
     pub(crate) fn hold(&self, id: BlockName, end: End) -> Hold {
         let entry = self.entries.get(&id).copied().unwrap_or(PinEntry::NONE);
-        if entry.pins > 0 || entry.is_lost || entry.is_copied || self.busy.contains(&id) {
+        let is_in_use = self.busy.contains(&id) || self.copied.contains(&id);
+        if entry.pins > 0 || entry.is_lost || is_in_use {
             return Hold::Stays;
         }
         Hold::Moves { end, align: entry.align }
@@ -147,7 +146,7 @@ impl Pins {
     /// If the invariant is violated.
     pub(crate) fn validate(&self, is_live: impl Fn(BlockName) -> bool) {
         assert!(self.entries.iter().all(|(&id, &entry)| is_live(id) && entry != PinEntry::NONE));
-        assert!(self.busy.iter().all(|&id| is_live(id)));
+        assert!(self.busy.iter().chain(&self.copied).all(|&id| is_live(id)));
     }
 
     fn change(&mut self, id: BlockName, act: impl FnOnce(&mut PinEntry)) {

@@ -419,12 +419,18 @@ impl Streams {
         }
     }
 
+    /// Returns `true` if a stream has ended before an event could be recorded after its uses.
+    pub(crate) fn has_lost_uses(&self) -> bool {
+        let mut known = self.known.iter().filter(|(stream, _)| **stream != StreamKey::CONTEXT);
+        known.any(|(_, of)| of.handle.is_none() && of.is_unmarked())
+    }
+
     /// Returns the last use of every stream that is not known to be complete, except those of
     /// unknown streams.
-    pub(crate) fn unfinished(&self) -> Vec<Use> {
+    pub(crate) fn unfinished(&self) -> impl Iterator<Item = Use> {
         let known = self.known.iter().filter(|(stream, _)| **stream != StreamKey::CONTEXT);
         let unfinished = known.filter(|(_, of)| of.used > of.done);
-        unfinished.map(|(&stream, of)| Use { stream, epoch: of.used }).collect()
+        unfinished.map(|(&stream, of)| Use { stream, epoch: of.used })
     }
 
     /// Returns the number of known streams, without the context.

@@ -369,7 +369,8 @@ fn a_thread_that_enters_amid_the_copies_waits_for_their_batch_only() {
         tell.send(thread).expect("listens");
     });
     let done = arena.compact(DYNAMIC, |_| {}).expect("no error");
-    assert_eq!((done.moves, done.stopped), (8, StopReason::Busy));
+    // The next batch finds the lease, or that it named no lane.
+    assert!(done.moves == 8 && (done.stopped == StopReason::Busy || done.skipped > 0), "{done:?}");
     told.recv().expect("it ran").join().expect("no panic");
     arena.wait_for_pending().expect("the lease named no lane");
     let done = arena.compact(DYNAMIC, |_| {}).expect("no error");

@@ -10,7 +10,7 @@ use std::time::Duration;
 use lowtide_cuda_sim::{Call, Outcome, Pattern, SimDriver, SimError, Ticket};
 use lowtide_gpu::ByteSize;
 use lowtide_gpu::driver::{Driver as _, StreamHandle};
-use lowtide_gpu::{Buffer, DeviceArena, DeviceError, Lane, Region};
+use lowtide_gpu::{Buffer, DeviceArena, DeviceCosts, DeviceError, Lane, Region};
 
 use super::{DYNAMIC, GRANULE, config, device, mib, on_device};
 
@@ -81,6 +81,23 @@ fn idle_memory_in_pieces_goes_behind_one_block_and_none_is_given_back_for_it() {
     arena.close().expect("nothing is live");
     drop(arena);
     assert_eq!(sim.leaks().handles, 0);
+    sim.assert_no_faults();
+}
+
+#[test]
+fn idle_memory_is_released_and_committed_anew_if_that_costs_less() {
+    let sim = device(|_| {});
+    let arena = on_device(&sim, config(ByteSize::mib(16)));
+    arena.set_costs(DeviceCosts { recommit: Duration::from_micros(62), ..DeviceCosts::default() });
+    let stay = scattered(&arena);
+    let [created, released] = traffic(&sim);
+    let whole = mib(&arena, 8).expect("its memory is there, in pieces");
+    assert_eq!(traffic(&sim), [created + 4, released + 4]);
+    let snapshot = arena.snapshot();
+    assert_eq!((snapshot.remaps_total, snapshot.decommits_total), (0, 4));
+    assert_eq!((snapshot.committed, snapshot.idle), (ByteSize::mib(16), ByteSize::ZERO));
+    arena.validate();
+    drop((stay, whole));
     sim.assert_no_faults();
 }
 

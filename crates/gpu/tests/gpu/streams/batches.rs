@@ -283,3 +283,55 @@ fn a_raw_block_moves_if_its_streams_are_known() {
     stay.into_iter().for_each(|(_, at)| free(at));
     arena.close().expect("nothing is live");
 }
+
+/// A block takes the place of a raw one in the order of their stream, without a lease. Its old
+/// place is released after the work on the raw block.
+#[test]
+fn a_place_that_moved_blocks_leave_is_released_after_the_work_of_raw_blocks_there() {
+    let (arena, sim) = open(Order::Lazy, ByteSize::mib(64));
+    arena.set_thread_cache(ByteSize::ZERO);
+    let (one, two) = (lane(&arena, &sim), lane(&arena, &sim));
+    drop(arena.enter().expect("a lease"));
+    arena.wait_for_pending().expect("all work is known to be complete");
+    let alloc = |of: &Lane| of.alloc::<u8>(MIB, DYNAMIC).expect("room");
+    let (stays, gone) = (alloc(&two), alloc(&two));
+    let pin = stays.pin().expect("here");
+    let size = ByteSize::mib(1);
+    let raw = one.alloc_raw(size, ByteSize::new(256), DYNAMIC).expect("room").at;
+    sim.fill(one.stream(), raw, size, Pattern::new(1)).expect("queued");
+    assert_eq!(one.free(raw).expect("live").at, raw);
+    let moves = alloc(&one); // where the raw block was
+    drop(gone);
+    arena.set_decay(DecayTime::AtOnce);
+    arena.decay(sim.clock().now()).expect("records events");
+    sim.stream_synchronize(two.stream()).expect("one of them is complete");
+    arena.decay(sim.clock().now()).expect("queries them");
+    let done = arena.compact(COMPACT, |moved| assert_eq!(moved.from, raw)).expect("no error");
+    assert_eq!(done.moves, 1, "{done:?}");
+    arena.decay(sim.clock().now()).expect("releases what is idle");
+    assert_eq!(arena.snapshot().committed, GRANULE);
+    sim.assert_no_faults();
+    assert_eq!((sim.unsafe_unmaps(), sim.calls(Call::Synchronize)), (0, 1));
+    drop((pin, stays, moves, one, two));
+    arena.close().expect("nothing is live");
+}
+
+#[test]
+fn work_of_a_lane_that_ended_in_a_capture_is_waited_for_with_the_device() {
+    let mut all = Scattered::new(256);
+    let third = lane(&all.arena, &all.sim);
+    let stream = third.stream();
+    drop(third.enter().expect("a lease"));
+    all.sim.begin_capture(stream).expect("captures");
+    drop(third);
+    let graph = all.sim.end_capture(stream).expect("nothing broke it");
+    all.sim.graph_destroy(graph).expect("it is there");
+    let done = all.arena.compact(COMPACT, |_| {}).expect("no error");
+    assert!(done.moves == 0 && done.skipped > 20, "{done:?}");
+    all.check();
+    all.arena.wait_for_pending().expect("waits for the device");
+    all.waits += 1;
+    assert!(all.arena.compact(COMPACT, |_| {}).expect("no error").moves > 20);
+    all.check();
+    all.end();
+}
