@@ -11,9 +11,13 @@ use std::time::Duration;
 use clap::{Parser, ValueEnum};
 use lowtide_gpu::ByteSize;
 
-/// A part of the check.
+use super::process::{Plant, plant};
+
+/// A part of the check, in the order in which they run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Part {
+    /// The device's name and properties; runs always.
+    Device,
     /// The contract that an arena keeps over every driver, case by case, on each backend.
     Contract,
     /// An allocation and its free, alone and next to cudarc's.
@@ -38,6 +42,31 @@ pub(crate) enum Part {
     Governor,
 }
 
+impl Part {
+    /// All parts, in order.
+    pub(crate) fn all() -> impl Iterator<Item = Self> {
+        Self::value_variants().iter().copied()
+    }
+
+    /// The name on the command line and in results.
+    pub(crate) const fn name(self) -> &'static str {
+        match self {
+            Self::Device => "device",
+            Self::Contract => "contract",
+            Self::Pair => "pair",
+            Self::Lanes => "lanes",
+            Self::Cuarena => "cuarena",
+            Self::Decay => "decay",
+            Self::SleepKeep => "sleep-keep",
+            Self::SleepDiscard => "sleep-discard",
+            Self::Fragmentation => "fragmentation",
+            Self::Remap => "remap",
+            Self::Compact => "compact",
+            Self::Governor => "governor",
+        }
+    }
+}
+
 /// Checks lowtide's guarantees on this machine's GPU, and measures their costs.
 #[derive(Clone, Debug, Parser)]
 #[command(args_override_self = true)]
@@ -51,9 +80,25 @@ pub(crate) struct Args {
     /// The unit in which memory is allocated; default: the device's granularity.
     #[arg(long)]
     pub(crate) handle: Option<ByteSize>,
-    /// Writes everything to this file as well, as JSON.
+    /// Writes everything to this file as well, as JSON; replaced after each part.
     #[arg(long)]
     pub(crate) json: Option<PathBuf>,
+    /// The time for all parts together. A part that does not fit is killed or skipped.
+    #[arg(long, default_value = "9m 30s", value_parser = humantime::parse_duration)]
+    pub(crate) budget: Duration,
+    /// The time after which each part is killed, or with `PART=` that part; with commas between
+    /// them. Default: 1 to 3 minutes, by part.
+    #[arg(long, value_parser = deadline, value_delimiter = ',')]
+    pub(crate) deadline: Vec<(Option<Part>, Duration)>,
+    /// Runs all parts in this process, without deadlines: for debuggers and sanitizers.
+    #[arg(long)]
+    pub(crate) in_process: bool,
+    /// Runs this part as a child process.
+    #[arg(long, value_enum, hide = true)]
+    pub(crate) child: Option<Part>,
+    /// Lets a part abort, hang or panic after its first result, to test this program.
+    #[arg(long, value_parser = plant, value_delimiter = ',', hide = true)]
+    pub(crate) plant: Vec<(Plant, Part)>,
     /// The number of measurements per median.
     #[arg(long, default_value_t = 5, value_parser = at_least_one)]
     pub(crate) repetitions: usize,
@@ -119,8 +164,31 @@ pub(crate) struct Args {
 impl Args {
     /// Returns `true` if a part should run.
     pub(crate) fn wants(&self, part: Part) -> bool {
-        self.only.is_empty() || self.only.contains(&part)
+        part == Part::Device || self.only.is_empty() || self.only.contains(&part)
     }
+
+    /// The time after which a part is killed. At the default sizes each needs a third of it or
+    /// less, by the costs that other projects have measured.
+    pub(crate) fn deadline(&self, part: Part) -> Duration {
+        let given = |of: Option<Part>| self.deadline.iter().rev().find(|(it, _)| *it == of);
+        let given = given(Some(part)).or_else(|| given(None)).map(|(_, time)| *time);
+        let usual = match part {
+            Part::Contract => 120,
+            Part::SleepKeep => 180,
+            _ => 60,
+        };
+        given.unwrap_or_else(|| Duration::from_secs(usual))
+    }
+}
+
+/// Reads `DURATION` or `PART=DURATION`.
+fn deadline(text: &str) -> Result<(Option<Part>, Duration), String> {
+    let (part, time) = match text.split_once('=') {
+        Some((part, time)) => (Some(Part::from_str(part, false)?), time),
+        None => (None, text),
+    };
+    let time = humantime::parse_duration(time).map_err(|error| format!("{error}: {time}"))?;
+    Ok((part, time))
 }
 
 fn at_least_one(text: &str) -> Result<usize, String> {

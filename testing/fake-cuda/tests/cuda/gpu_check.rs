@@ -11,11 +11,12 @@
 mod program;
 
 use std::collections::BTreeMap;
+use std::process::Command;
 
 use clap::Parser;
 use lowtide_fake_cuda::{Fake, Options};
-use program::report::{GOALS, Report};
-use program::{Args, check};
+use program::report::{Ended, GOALS, Report};
+use program::{Args, check, check_apart, child};
 
 /// A granule of 64 KiB and work that is done at once, so that there are few bytes to move.
 const SMALL: Options = Options {
@@ -126,6 +127,105 @@ fn counted(figures: &BTreeMap<String, f64>) {
     assert!(figures["gpu.fragmentation.one_remap_bytes"] > 0.0);
 }
 
+/// The variable with the arguments of a child process: this test binary, for one test.
+const CHILD: &str = "LOWTIDE_GPU_CHECK_CHILD";
+
+/// The test that is the program if it runs as a child process.
+const PROGRAM: &str = "gpu_check::a_part_runs_in_a_process_of_its_own";
+
+/// Runs the program with a process for each part; the exit code and what was written.
+fn run_apart(more: &[&str]) -> (u8, String, Found) {
+    let mut out = Vec::new();
+    let mut report = Report::new(&mut out);
+    let all: Vec<&str> = TINY.iter().chain(more).copied().collect();
+    let start = |part: program::Part| {
+        let arguments = [&all[..], &["--child", part.name()]].concat().join("\n");
+        let mut command = Command::new(std::env::current_exe()?);
+        command.args([PROGRAM, "--exact", "--nocapture", "--test-threads=2"]);
+        command.env(CHILD, arguments);
+        Ok(command)
+    };
+    let code = check_apart(&args(more), &mut report, &start);
+    let parts = report.parts.iter().map(|(name, ended, _)| (*name, ended.clone())).collect();
+    let figures = report.figures.keys().cloned().collect();
+    (code, String::from_utf8(out).expect("text"), Found { parts, figures })
+}
+
+struct Found {
+    parts: BTreeMap<&'static str, Ended>,
+    figures: Vec<String>,
+}
+
+impl Found {
+    fn has(&self, figure: &str) -> bool {
+        self.figures.iter().any(|it| it == figure)
+    }
+}
+
+#[test]
+#[expect(clippy::disallowed_methods, reason = "a child process gets its arguments by a variable")]
+fn a_part_runs_in_a_process_of_its_own() {
+    if let Ok(given) = std::env::var(CHILD) {
+        let _fake = Fake::start(SMALL);
+        let args = Args::try_parse_from(given.lines()).expect("a command line");
+        // The harness may have begun a line.
+        println!();
+        let mut out = std::io::stdout();
+        child(&args, args.child.expect("a part"), &mut Report::records(&mut out));
+        return;
+    }
+    let (code, text, found) = run_apart(&["--only=pair,compact"]);
+    assert_eq!(code, 0, "{text}");
+    assert!(found.has("gpu.pair.median_ns") && found.has("gpu.compact.bytes_changed"), "{text}");
+    let ran: Vec<_> = found.parts.iter().collect();
+    let all = ["compact", "device", "pair"];
+    assert_eq!(ran, all.iter().zip([&Ended::Ran; 3]).collect::<Vec<_>>(), "{text}");
+    assert!(text.contains("device: lowtide simulated device 0"), "{text}");
+}
+
+#[test]
+fn parts_that_abort_hang_or_panic_leave_the_results_of_the_others_and_their_own() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = folder.path().join("figures.json");
+    let (code, text, found) = run_apart(&[
+        "--only=contract,pair,lanes,decay,compact",
+        "--plant=abort=pair,hang=lanes,panic=decay",
+        "--deadline=lanes=10s",
+        &format!("--json={}", path.display()),
+    ]);
+    assert_eq!(code, 2, "{text}");
+    assert_eq!(found.parts["contract"], Ended::Ran, "{text}");
+    assert!(matches!(&found.parts["pair"], Ended::Died(how) if how.contains("signal")), "{text}");
+    assert!(matches!(found.parts["lanes"], Ended::Killed(_)), "{text}");
+    assert_eq!(found.parts["decay"], Ended::Failed, "{text}");
+    assert_eq!(found.parts["compact"], Ended::Ran, "{text}");
+    // The first figure of each part came before its end.
+    for name in [
+        "gpu.pair.median_ns",
+        "gpu.lanes.one_thread_pairs_per_s",
+        "gpu.decay.burst_bytes",
+        "gpu.compact.copy_rate_ratio",
+    ] {
+        assert!(found.has(name), "{name}: {text}");
+    }
+    assert!(text.contains("part FAILED: decay: panicked: a planted panic"), "{text}");
+    let saved = std::fs::read_to_string(path).expect("a file");
+    let saved: serde_json::Value = serde_json::from_str(&saved).expect("JSON");
+    assert_eq!(saved["parts"].as_array().map(Vec::len), Some(6), "{saved}");
+    assert_eq!(saved["parts"][3]["ended"], "killed");
+    assert_eq!(saved["cases"].as_array().map(Vec::len), Some(3 * CASES));
+}
+
+#[test]
+fn parts_beyond_the_budget_are_skipped_and_listed() {
+    let arguments = ["--only=pair,compact", "--plant=hang=pair", "--budget=10s"];
+    let (code, text, found) = run_apart(&arguments);
+    assert_eq!(code, 2, "{text}");
+    assert!(matches!(found.parts["pair"], Ended::Killed(_)), "{text}");
+    let skipped = Ended::Skipped("no time left of the budget");
+    assert_eq!(found.parts["compact"], skipped, "{text}");
+}
+
 #[test]
 fn parts_are_chosen() {
     let fake = Fake::start(SMALL);
@@ -181,7 +281,10 @@ fn a_device_that_is_not_there_is_a_part_that_could_not_run() {
 
 #[test]
 fn numbers_that_make_no_sense_are_refused() {
-    for wrong in ["--cycles=0", "--threads=0", "--threads=many", "--block=big", "--only=all"] {
+    for wrong in ["--cycles=0", "--threads=0", "--threads=many", "--block=big", "--only=all"]
+        .into_iter()
+        .chain(["--deadline=soon", "--deadline=none=1s", "--budget=much", "--plant=abort"])
+    {
         assert!(Args::try_parse_from(["gpu_check", wrong]).is_err(), "{wrong}");
     }
 }
