@@ -2,8 +2,7 @@
 //!
 //! It is one program to copy to that machine, which needs the driver and no toolkit. It identifies
 //! the device, runs the contract that an arena keeps over every driver, measures part by part, and
-//! ends with a table of goals. `docs/BENCHMARKS_APPENDIX.md` explains the figures. `vmm_costs`
-//! measures the driver's single calls.
+//! ends with a table of goals. `docs/BENCHMARKS_APPENDIX.md` explains the figures.
 //!
 //! It has not run on a GPU yet: its logic was tested with a fake driver library, which says nothing
 //! about time.
@@ -26,6 +25,8 @@ use clap::Parser;
 use lowtide_gpu::driver::cuda::{CudaError, CudaOptions, probe};
 use lowtide_gpu::driver::{Backend, Driver};
 
+#[path = "gpu_check/calls/mod.rs"]
+mod calls;
 #[path = "../tests/gpu/contract/cases.rs"]
 mod cases;
 #[path = "gpu_check/cli.rs"]
@@ -58,10 +59,10 @@ use rig::Rig;
 
 type Measure = fn(&Rig<'_>, &mut Report<'_>) -> Outcome;
 
-/// What a part measures; the device and the contract have no such function.
+/// What a part measures with an arena; the other parts have no such function.
 const fn measure(part: Part) -> Option<Measure> {
     Some(match part {
-        Part::Device | Part::Contract => return None,
+        Part::Device | Part::Contract | Part::Calls | Part::Provoke => return None,
         Part::Pair => pairs::pair,
         Part::Lanes => pairs::lanes,
         Part::Cuarena => cuarena::cuarena,
@@ -133,6 +134,8 @@ pub(crate) fn child(args: &Args, part: Part, report: &mut Report<'_>) -> u8 {
 fn run(args: &Args, part: Part, report: &mut Report<'_>) {
     guarded(report, part.name(), |report| match (part, measure(part)) {
         (Part::Contract, _) => contract(args, report),
+        (Part::Calls, _) => calls::calls(args, report),
+        (Part::Provoke, _) => calls::provoke(args, report),
         (_, Some(measure)) => measure(&Rig::open(args)?, report),
         (_, None) => identified(args, report),
     });

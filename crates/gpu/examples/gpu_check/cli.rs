@@ -20,6 +20,8 @@ pub(crate) enum Part {
     Device,
     /// The contract that an arena keeps over every driver, case by case, on each backend.
     Contract,
+    /// The driver's single calls: cost, stalls, and a sweep over handle sizes.
+    Calls,
     /// An allocation and its free, alone and next to cudarc's.
     Pair,
     /// The same from many threads.
@@ -40,6 +42,8 @@ pub(crate) enum Part {
     Compact,
     /// cudarc's own allocations from a governed pool.
     Governor,
+    /// Memory unmapped while a kernel uses it, once; only on request, as it breaks the context.
+    Provoke,
 }
 
 impl Part {
@@ -53,6 +57,7 @@ impl Part {
         match self {
             Self::Device => "device",
             Self::Contract => "contract",
+            Self::Calls => "calls",
             Self::Pair => "pair",
             Self::Lanes => "lanes",
             Self::Cuarena => "cuarena",
@@ -63,6 +68,7 @@ impl Part {
             Self::Remap => "remap",
             Self::Compact => "compact",
             Self::Governor => "governor",
+            Self::Provoke => "provoke",
         }
     }
 }
@@ -99,6 +105,9 @@ pub(crate) struct Args {
     /// Lets a part abort, hang or panic after its first result, to test this program.
     #[arg(long, value_parser = plant, value_delimiter = ',', hide = true)]
     pub(crate) plant: Vec<(Plant, Part)>,
+    /// Measures more calls, of more handles, in the part `calls`: 7 minutes instead of 45 s.
+    #[arg(long)]
+    pub(crate) thorough: bool,
     /// The number of measurements per median.
     #[arg(long, default_value_t = 5, value_parser = at_least_one)]
     pub(crate) repetitions: usize,
@@ -164,7 +173,11 @@ pub(crate) struct Args {
 impl Args {
     /// Returns `true` if a part should run.
     pub(crate) fn wants(&self, part: Part) -> bool {
-        part == Part::Device || self.only.is_empty() || self.only.contains(&part)
+        match part {
+            Part::Device => true,
+            Part::Provoke => self.only.contains(&part),
+            _ => self.only.is_empty() || self.only.contains(&part),
+        }
     }
 
     /// The time after which a part is killed. At the default sizes each needs a third of it or
@@ -174,6 +187,8 @@ impl Args {
         let given = given(Some(part)).or_else(|| given(None)).map(|(_, time)| *time);
         let usual = match part {
             Part::Contract => 120,
+            Part::Calls if self.thorough => 480,
+            Part::Calls => 90,
             Part::SleepKeep => 180,
             _ => 60,
         };

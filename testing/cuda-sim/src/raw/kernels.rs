@@ -63,6 +63,14 @@ pub const KERNELS: &[Kernel] = &[
         touches: |a| vec![(a[0], ROW * WIDTH as u64), (a[1], ROW), (a[2], ROW)],
         run: project,
     },
+    // touch(u32 *at, u64 mask, u64 rounds): reads and writes somewhere in a buffer; here nothing
+    // changes
+    Kernel {
+        name: "touch",
+        sizes: &[8, 8, 8],
+        touches: |a| vec![(a[0], a[1].saturating_add(4))],
+        run: |device, a| device.check(a[0], a[1].saturating_add(4)),
+    },
     // spin(u64 cycles): no time passes, and nothing is touched
     Kernel { name: "spin", sizes: &[8], touches: |_| Vec::new(), run: |_, _| Ok(()) },
 ];

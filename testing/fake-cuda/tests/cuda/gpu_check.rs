@@ -82,6 +82,17 @@ fn all_parts_run_what_is_counted_is_right_and_everything_is_in_the_file() {
     assert_eq!(text.matches("case held: ").count(), 3 * CASES);
     counted(&figures);
     assert!(figures["gpu.decay.returned_ratio"] >= 0.95);
+    // A call of each kind at several sizes, and the costs made of them.
+    for name in ["create", "map", "set_access", "unmap", "release"] {
+        for mib in [2, 4, 8, 16, 32, 64] {
+            let name = format!("gpu.calls.{name}_{mib}mib_us");
+            assert!(figures.contains_key(&name), "{name}: {text}");
+        }
+    }
+    for name in ["cuMemCreate", "cuMemSetAccess", "cuMemUnmap", "cuMemcpyHtoDAsync"] {
+        assert!(figures.contains_key(&format!("gpu.costs.{name}.mib_ns")), "{name}: {text}");
+    }
+    assert!(text.contains(".with(Call::SetAccess, Cost { call_ns: "), "{text}");
     let unmeasured = |name: &&str| !figures.contains_key(*name);
     let unmeasured: Vec<_> = GOALS.iter().map(|(name, _)| *name).filter(unmeasured).collect();
     // Between two of its samples the fake may have given all back.
@@ -214,6 +225,15 @@ fn parts_that_abort_hang_or_panic_leave_the_results_of_the_others_and_their_own(
     assert_eq!(saved["parts"].as_array().map(Vec::len), Some(6), "{saved}");
     assert_eq!(saved["parts"][3]["ended"], "killed");
     assert_eq!(saved["cases"].as_array().map(Vec::len), Some(3 * CASES));
+}
+
+#[test]
+fn the_part_that_breaks_the_context_runs_only_on_request() {
+    let (code, text, found) = run_apart(&["--only=provoke"]);
+    assert_eq!(code, 0, "{text}");
+    assert!(text.contains("unmap took "), "{text}");
+    assert_eq!(found.parts.len(), 2, "{text}");
+    assert!(!args(&[]).wants(program::Part::Provoke));
 }
 
 #[test]
