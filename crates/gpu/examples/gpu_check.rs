@@ -51,9 +51,12 @@ pub(crate) mod report;
 mod rig;
 #[path = "gpu_check/sleep.rs"]
 mod sleep;
+#[path = "gpu_check/torture/mod.rs"]
+mod torture;
 
 use cases::{CASES, Fault, Outcome};
 pub(crate) use cli::{Args, Part};
+use process::Plant;
 use report::Report;
 use rig::Rig;
 
@@ -73,6 +76,7 @@ const fn measure(part: Part) -> Option<Measure> {
         Part::Remap => holes::remap,
         Part::Compact => holes::compact,
         Part::Governor => governor::governor,
+        Part::Torture => torture::torture,
     })
 }
 
@@ -136,7 +140,13 @@ fn run(args: &Args, part: Part, report: &mut Report<'_>) {
         (Part::Contract, _) => contract(args, report),
         (Part::Calls, _) => calls::calls(args, report),
         (Part::Provoke, _) => calls::provoke(args, report),
-        (_, Some(measure)) => measure(&Rig::open(args)?, report),
+        (_, Some(measure)) => {
+            let rig = Rig::open(args)?;
+            if report.plant == Some(Plant::Lose) {
+                torture::lose_context(&rig)?;
+            }
+            measure(&rig, report)
+        }
         (_, None) => identified(args, report),
     });
 }

@@ -12,6 +12,7 @@ use clap::{Parser, ValueEnum};
 use lowtide_gpu::ByteSize;
 
 use super::process::{Plant, plant};
+use super::torture::LANES;
 
 /// A part of the check, in the order in which they run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -42,6 +43,9 @@ pub(crate) enum Part {
     Compact,
     /// cudarc's own allocations from a governed pool.
     Governor,
+    /// Random work of kernels on eight lanes with every word checked, under sleeps, decay and
+    /// compactions.
+    Torture,
     /// Memory unmapped while a kernel uses it, once; only on request, as it breaks the context.
     Provoke,
 }
@@ -68,6 +72,7 @@ impl Part {
             Self::Remap => "remap",
             Self::Compact => "compact",
             Self::Governor => "governor",
+            Self::Torture => "torture",
             Self::Provoke => "provoke",
         }
     }
@@ -93,7 +98,7 @@ pub(crate) struct Args {
     #[arg(long, default_value = "9m 30s", value_parser = humantime::parse_duration)]
     pub(crate) budget: Duration,
     /// The time after which each part is killed, or with `PART=` that part; with commas between
-    /// them. Default: 1 to 3 minutes, by part.
+    /// them. Default: 1 to 4 minutes, by part; more with `--thorough`.
     #[arg(long, value_parser = deadline, value_delimiter = ',')]
     pub(crate) deadline: Vec<(Option<Part>, Duration)>,
     /// Runs all parts in this process, without deadlines: for debuggers and sanitizers.
@@ -168,6 +173,21 @@ pub(crate) struct Args {
     /// The size of each block in the compaction part.
     #[arg(long, default_value = "32MiB")]
     pub(crate) compact_block: ByteSize,
+    /// The time of the torture.
+    #[arg(long, default_value = "30s", value_parser = seconds)]
+    pub(crate) torture_seconds: Duration,
+    /// The steps of each thread in the torture; 0: until its time is over.
+    #[arg(long, default_value_t = 0)]
+    pub(crate) torture_steps: u64,
+    /// The limit of the arena in the torture; half of it is live.
+    #[arg(long, default_value = "2GiB")]
+    pub(crate) torture_size: ByteSize,
+    /// The largest block in the torture.
+    #[arg(long, default_value = "32MiB")]
+    pub(crate) torture_block: ByteSize,
+    /// Host threads in the torture, 1 to 8; they share out its eight lanes.
+    #[arg(long, default_value_t = 2, value_parser = one_to_eight)]
+    pub(crate) torture_threads: usize,
 }
 
 impl Args {
@@ -185,14 +205,15 @@ impl Args {
     pub(crate) fn deadline(&self, part: Part) -> Duration {
         let given = |of: Option<Part>| self.deadline.iter().rev().find(|(it, _)| *it == of);
         let given = given(Some(part)).or_else(|| given(None)).map(|(_, time)| *time);
-        let usual = match part {
+        let usual = Duration::from_secs(match part {
             Part::Contract => 120,
             Part::Calls if self.thorough => 480,
             Part::Calls => 90,
-            Part::SleepKeep => 180,
+            Part::SleepKeep => 240,
             _ => 60,
-        };
-        given.unwrap_or_else(|| Duration::from_secs(usual))
+        });
+        let usual = if part == Part::Torture { usual + self.torture_seconds } else { usual };
+        given.unwrap_or(usual)
     }
 }
 
@@ -204,6 +225,19 @@ fn deadline(text: &str) -> Result<(Option<Part>, Duration), String> {
     };
     let time = humantime::parse_duration(time).map_err(|error| format!("{error}: {time}"))?;
     Ok((part, time))
+}
+
+/// Reads a number of seconds, or a time with a unit.
+fn seconds(text: &str) -> Result<Duration, String> {
+    let seconds = text.parse().map(Duration::from_secs);
+    seconds.or_else(|_| humantime::parse_duration(text).map_err(|it| format!("{it}: {text}")))
+}
+
+fn one_to_eight(text: &str) -> Result<usize, String> {
+    match text.parse() {
+        Ok(count @ 1..=LANES) => Ok(count),
+        _ => Err(format!("{text}: expected 1 to {LANES}")),
+    }
 }
 
 fn at_least_one(text: &str) -> Result<usize, String> {

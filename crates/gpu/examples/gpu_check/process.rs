@@ -162,10 +162,12 @@ pub(crate) enum Plant {
     Hang,
     /// Panics.
     Panic,
+    /// Loses the device's context, before the part begins.
+    Lose,
 }
 
 impl Plant {
-    /// Does it.
+    /// Does it; a lost context is the work of the part's start.
     #[expect(clippy::panic, reason = "a planted fault")]
     pub(crate) fn set_off(self) {
         match self {
@@ -174,6 +176,7 @@ impl Plant {
                 thread::park();
             },
             Self::Panic => panic!("a planted panic"),
+            Self::Lose => {}
         }
     }
 }

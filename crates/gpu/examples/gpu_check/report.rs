@@ -80,6 +80,8 @@ pub(crate) const GOALS: &[(&str, Wanted)] = &[
     ("gpu.compact.copy_rate_ratio", AtLeast(0.85)),
     ("gpu.governor.p50_speedup", AtLeast(10.0)),
     ("gpu.governor.idle_held_bytes", AtMost(0.0)),
+    ("gpu.torture.wrong_words", AtMost(0.0)),
+    ("gpu.torture.added_launch_p99_us", AtMost(1_000.0)),
 ];
 
 /// How a part ended.

@@ -1,9 +1,9 @@
 //! Sleep and wake of an arena: the memory released, the copy rates of its contents, and a check of
 //! every byte.
 //!
-//! It needs no kernel: a pattern is copied in, and compared when it is copied out. The baselines are
-//! plain copies of as many bytes, queued, with page-locked memory, in each direction, in the same
-//! run.
+//! It needs no kernel: a pattern is copied in, and compared when it is copied out. The baselines
+//! are plain copies of as many bytes, queued, with page-locked memory, in each direction, in the
+//! same run.
 //!
 //! Invariant: after each wake every block is sampled, and after the last one all bytes are
 //! compared.

@@ -53,6 +53,10 @@ const TINY: &[&str] = &[
     "--remap-block=128KiB",
     "--compact-size=1MiB",
     "--compact-block=128KiB",
+    "--torture-seconds=60",
+    "--torture-steps=2000",
+    "--torture-size=16MiB",
+    "--torture-block=256KiB",
 ];
 
 /// Cases of the contract, each of which runs on three rungs.
@@ -195,12 +199,12 @@ fn a_part_runs_in_a_process_of_its_own() {
 }
 
 #[test]
-fn parts_that_abort_hang_or_panic_leave_the_results_of_the_others_and_their_own() {
+fn parts_that_abort_hang_panic_or_lose_the_context_leave_all_results_until_then() {
     let folder = tempfile::tempdir().expect("a folder");
     let path = folder.path().join("figures.json");
     let (code, text, found) = run_apart(&[
-        "--only=contract,pair,lanes,decay,compact",
-        "--plant=abort=pair,hang=lanes,panic=decay",
+        "--only=contract,pair,lanes,decay,remap,compact",
+        "--plant=abort=pair,hang=lanes,panic=decay,lose=remap",
         "--deadline=lanes=10s",
         &format!("--json={}", path.display()),
     ]);
@@ -209,6 +213,8 @@ fn parts_that_abort_hang_or_panic_leave_the_results_of_the_others_and_their_own(
     assert!(matches!(&found.parts["pair"], Ended::Died(how) if how.contains("signal")), "{text}");
     assert!(matches!(found.parts["lanes"], Ended::Killed(_)), "{text}");
     assert_eq!(found.parts["decay"], Ended::Failed, "{text}");
+    assert_eq!(found.parts["remap"], Ended::Failed, "{text}");
+    assert!(text.contains("part FAILED: remap: "), "{text}");
     assert_eq!(found.parts["compact"], Ended::Ran, "{text}");
     // The first figure of each part came before its end.
     for name in [
@@ -222,7 +228,7 @@ fn parts_that_abort_hang_or_panic_leave_the_results_of_the_others_and_their_own(
     assert!(text.contains("part FAILED: decay: panicked: a planted panic"), "{text}");
     let saved = std::fs::read_to_string(path).expect("a file");
     let saved: serde_json::Value = serde_json::from_str(&saved).expect("JSON");
-    assert_eq!(saved["parts"].as_array().map(Vec::len), Some(6), "{saved}");
+    assert_eq!(saved["parts"].as_array().map(Vec::len), Some(7), "{saved}");
     assert_eq!(saved["parts"][3]["ended"], "killed");
     assert_eq!(saved["cases"].as_array().map(Vec::len), Some(3 * CASES));
 }
@@ -244,6 +250,45 @@ fn parts_beyond_the_budget_are_skipped_and_listed() {
     assert!(matches!(found.parts["pair"], Ended::Killed(_)), "{text}");
     let skipped = Ended::Skipped("no time left of the budget");
     assert_eq!(found.parts["compact"], skipped, "{text}");
+}
+
+/// Work in random order, as the device does it: only then does a missing wait show.
+fn random(seed: u64) -> Options {
+    Options { order: 1, seed, ..SMALL }
+}
+
+#[test]
+fn the_torture_finds_a_missing_wait_between_lanes_and_names_the_block() {
+    for seed in 1..=5 {
+        let fake = Fake::start(random(seed));
+        fake.drop_waits(10);
+        let run_seed = format!("--seed={seed}");
+        let arguments =
+            ["--only=torture", "--torture-threads=1", "--torture-steps=20000", &run_seed];
+        let (code, text, figures) = run(&arguments);
+        assert_eq!(code, 2, "seed {seed}: {text}");
+        assert!(figures["gpu.torture.wrong_words"] > 0.0, "seed {seed}: {text}");
+        assert!(fake.dropped_waits() > 0, "seed {seed}");
+        let named = format!(" of the run with seed {seed}");
+        assert!(text.contains("part FAILED: torture: ") && text.contains(&named), "{text}");
+    }
+}
+
+#[test]
+fn the_torture_finds_nothing_without_a_fault_while_the_arena_sleeps_and_releases() {
+    for (seed, threads) in [(1, 1), (2, 2), (3, 8)] {
+        let fake = Fake::start(random(seed));
+        let (run_seed, threads) =
+            (format!("--seed={seed}"), format!("--torture-threads={threads}"));
+        let (code, text, figures) = run(&["--only=torture", &run_seed, &threads]);
+        assert_eq!(code, 0, "seed {seed}: {text}");
+        assert_eq!(figures["gpu.torture.wrong_words"], 0.0, "seed {seed}: {text}");
+        for name in ["blocks", "sleeps", "released_bytes", "launch_p99_us"] {
+            assert!(figures[&format!("gpu.torture.{name}")] > 0.0, "seed {seed}, {name}: {text}");
+        }
+        fake.validate(0);
+        fake.assert_clean();
+    }
 }
 
 #[test]
