@@ -7,6 +7,7 @@
 #![expect(clippy::print_stdout, clippy::print_stderr, reason = "a program that shows something")]
 
 mod figures;
+mod torture;
 
 use std::process::ExitCode;
 
@@ -18,7 +19,7 @@ use crate::figures::Figures;
 type Measure = fn(&mut Figures) -> Result<(), BoxError>;
 
 /// The parts, in the order in which they run.
-const PARTS: &[(&str, Measure)] = &[];
+const PARTS: &[(&str, Measure)] = &[("torture", torture::measure), ("binary", torture::binary)];
 
 #[derive(Clone, Debug, Parser)]
 #[command(about = "Figures of an arena on a GPU, over the simulation")]
@@ -36,6 +37,9 @@ fn part_names() -> Vec<&'static str> {
 }
 
 fn main() -> ExitCode {
+    if let Some(code) = torture::child() {
+        return code;
+    }
     // Cargo's tests start benches too, without that word and with arguments of their own.
     if !std::env::args().any(|argument| argument == "--bench") {
         println!("gpu: a bench: run `cargo bench --bench gpu`");

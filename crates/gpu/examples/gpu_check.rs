@@ -94,6 +94,10 @@ fn main() -> ExitCode {
 fn itself(part: Part) -> io::Result<Command> {
     let mut command = Command::new(std::env::current_exe()?);
     command.args(std::env::args_os().skip(1)).args(["--child", part.name()]);
+    if part == Part::Torture {
+        // By default streams share eight hardware queues, and one may wait for another's kernel.
+        command.env("CUDA_DEVICE_MAX_CONNECTIONS", "32");
+    }
     Ok(command)
 }
 

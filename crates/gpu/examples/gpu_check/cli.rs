@@ -107,7 +107,8 @@ pub(crate) struct Args {
     /// Runs this part as a child process.
     #[arg(long, value_enum, hide = true)]
     pub(crate) child: Option<Part>,
-    /// Lets a part abort, hang or panic after its first result, to test this program.
+    /// Lets a part abort, hang or panic after its first result, or lose the context before, to test
+    /// this program.
     #[arg(long, value_parser = plant, value_delimiter = ',', hide = true)]
     pub(crate) plant: Vec<(Plant, Part)>,
     /// Measures more calls, of more handles, in the part `calls`: 7 minutes instead of 45 s.

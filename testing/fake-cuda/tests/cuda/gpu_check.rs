@@ -150,6 +150,11 @@ const PROGRAM: &str = "gpu_check::a_part_runs_in_a_process_of_its_own";
 
 /// Runs the program with a process for each part; the exit code and what was written.
 fn run_apart(more: &[&str]) -> (u8, String, Found) {
+    run_seeing(None, more)
+}
+
+/// The same with the devices that a variable leaves visible.
+fn run_seeing(visible: Option<&str>, more: &[&str]) -> (u8, String, Found) {
     let mut out = Vec::new();
     let mut report = Report::new(&mut out);
     let all: Vec<&str> = TINY.iter().chain(more).copied().collect();
@@ -158,6 +163,7 @@ fn run_apart(more: &[&str]) -> (u8, String, Found) {
         let mut command = Command::new(std::env::current_exe()?);
         command.args([PROGRAM, "--exact", "--nocapture", "--test-threads=2"]);
         command.env(CHILD, arguments);
+        command.envs(visible.map(|devices| ("CUDA_VISIBLE_DEVICES", devices)));
         Ok(command)
     };
     let code = check_apart(&args(more), &mut report, &start);
@@ -231,6 +237,15 @@ fn parts_that_abort_hang_panic_or_lose_the_context_leave_all_results_until_then(
     assert_eq!(saved["parts"].as_array().map(Vec::len), Some(7), "{saved}");
     assert_eq!(saved["parts"][3]["ended"], "killed");
     assert_eq!(saved["cases"].as_array().map(Vec::len), Some(3 * CASES));
+}
+
+#[test]
+fn without_a_device_nothing_runs_and_nothing_fails() {
+    let (code, text, found) = run_seeing(Some(""), &[]);
+    assert_eq!(code, 0, "{text}");
+    assert!(text.contains("skipped: no device"), "{text}");
+    assert!(!text.contains("goal "), "{text}");
+    assert_eq!(found.parts.into_keys().collect::<Vec<_>>(), ["device"], "{text}");
 }
 
 #[test]

@@ -20,7 +20,7 @@ const TEXT: &str = include_str!("torture.ptx");
 
 /// Few enough threads for eight kernels at once on a small device.
 const GRID: LaunchConfig =
-    LaunchConfig { grid_dim: (32, 1, 1), block_dim: (256, 1, 1), shared_mem_bytes: 0 };
+    LaunchConfig { grid_dim: (16, 1, 1), block_dim: (256, 1, 1), shared_mem_bytes: 0 };
 
 /// The words of the counts: wrong words, the seed of a block with one, a word found there.
 const COUNTS: usize = 3;
