@@ -9,7 +9,7 @@
 //! Invariant: exit code 1 <=> a case of the contract failed; else 2 <=> a part did not run to its
 //! end.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File};
 use std::io::{self, Write};
 use std::path::Path;
@@ -314,7 +314,11 @@ impl<'a> Report<'a> {
             self.line(&format!("{name:<34} {:>8} {measured:>12}  {holds}", wanted.text()));
         }
         let wrong = self.cases.iter().filter(|(_, fault)| fault.is_some()).count();
-        let (cases, failed) = (self.cases.len(), self.failed.len());
+        let cases = self.cases.len();
+        let unfinished = self.parts.iter().filter(|(_, ended, _)| *ended != Ended::Ran);
+        let unfinished = unfinished.map(|(name, ..)| *name);
+        let failed = self.failed.iter().map(|(part, _)| part.as_str());
+        let failed = failed.chain(unfinished).collect::<BTreeSet<_>>().len();
         self.line(&format!("failed cases: {wrong} of {cases}"));
         for (name, ended, took) in self.parts.clone() {
             let (word, detail) = (ended.word(), ended.detail());
@@ -323,7 +327,7 @@ impl<'a> Report<'a> {
                 took.as_secs_f64()
             ));
         }
-        self.line(&format!("parts that could not run: {failed}"));
+        self.line(&format!("parts that did not run to their end: {failed}"));
     }
 
     /// Everything, for programs.

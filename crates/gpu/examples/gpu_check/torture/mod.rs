@@ -3,9 +3,10 @@
 //!
 //! Kernels of 1 to 50 ms write a pattern of their own into each block and compare it later; they
 //! begin with their delay, so a missing wait between two lanes changes words. An unrelated stream
-//! measures the latency of launches meanwhile. Host threads share the lanes, without locks of their
-//! own. The arena's waits between lanes are the only ones: the program itself orders other uses by
-//! waits of the host.
+//! measures the latency of launches meanwhile. Host threads share out the lanes. Every second
+//! sleep or compaction has the arena alone, since a lease ends it; the others meet the other
+//! threads. The arena's waits between lanes are the only ones: the program itself orders other
+//! uses by waits of the host.
 //!
 //! Bounds: [`QUEUED`] kernels a lane, half of `--torture-size` live, `--torture-seconds`.
 //!
@@ -14,8 +15,8 @@
 mod kernels;
 
 use std::collections::VecDeque;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, PoisonError, RwLock};
 use std::thread;
 use std::time::Duration;
 
@@ -40,6 +41,9 @@ const QUEUED: usize = 16;
 
 /// Steps of a thread between two looks at the counts.
 const LOOK: u64 = 16;
+
+/// Of a thousand steps, those from this one on are compactions and sleeps.
+const ALONE: u64 = 992;
 
 /// Idle memory is released after this.
 const DECAY: Duration = Duration::from_millis(100);
@@ -86,6 +90,8 @@ struct Shared<'a> {
     /// The live bytes of each thread, at most.
     room: ByteSize,
     end: Moment,
+    /// Read during a step, written during one that has the arena alone.
+    turn: RwLock<()>,
     /// Set if a thread failed or found a wrong word.
     stop: AtomicBool,
 }
@@ -108,6 +114,7 @@ pub(crate) fn torture(rig: &Rig<'_>, report: &mut Report<'_>) -> Outcome {
         seed: AtomicU32::new(1),
         room: size.scaled(0.5 / float(threads as u64)),
         end: start + args.torture_seconds,
+        turn: RwLock::new(()),
         stop: AtomicBool::new(false),
     };
     let ended = AtomicBool::new(false);
@@ -301,7 +308,18 @@ impl<'a> Worker<'a> {
     }
 
     fn step(&mut self) -> Outcome {
-        match self.chance.below(1_000) {
+        let what = self.chance.below(1_000);
+        let turn = &self.shared.turn;
+        if what >= ALONE && self.chance.below(2) == 0 {
+            let _turn = turn.write().unwrap_or_else(PoisonError::into_inner);
+            return self.act(what);
+        }
+        let _turn = turn.read().unwrap_or_else(PoisonError::into_inner);
+        self.act(what)
+    }
+
+    fn act(&mut self, what: u64) -> Outcome {
+        match what {
             0..480 => self.alloc(),
             480..820 => self.free(),
             820..920 => self.check_one(),
@@ -311,8 +329,8 @@ impl<'a> Worker<'a> {
                 Ok(self.queues[lane].lane.end_run()?)
             }
             960..988 => self.decay(),
-            988..992 => self.purge(),
-            992..996 => self.compact(),
+            988..ALONE => self.purge(),
+            ALONE..996 => self.compact(),
             _ => self.sleep(),
         }
     }
