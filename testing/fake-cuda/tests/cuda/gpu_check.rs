@@ -10,6 +10,7 @@
 #[path = "../../../../crates/gpu/examples/gpu_check.rs"]
 mod program;
 
+use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::process::Command;
 
@@ -237,6 +238,26 @@ fn parts_that_abort_hang_panic_or_lose_the_context_leave_all_results_until_then(
     assert_eq!(saved["parts"].as_array().map(Vec::len), Some(7), "{saved}");
     assert_eq!(saved["parts"][3]["ended"], "killed");
     assert_eq!(saved["cases"].as_array().map(Vec::len), Some(3 * CASES));
+}
+
+#[test]
+fn the_results_file_is_replaced_after_each_part() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = folder.path().join("figures.json");
+    let parts_seen = RefCell::new(Vec::new());
+    let start = |_| {
+        let saved = std::fs::read_to_string(&path).unwrap_or_default();
+        let saved: serde_json::Value = serde_json::from_str(&saved).unwrap_or_default();
+        parts_seen.borrow_mut().push(saved["parts"].as_array().map(Vec::len));
+        let mut command = Command::new("sh");
+        command.args(["-c", r#"echo '{"record":"ended"}'"#]);
+        Ok(command)
+    };
+    let (mut out, json) = (Vec::new(), format!("--json={}", path.display()));
+    let code =
+        check_apart(&args(&["--only=pair,lanes", &json]), &mut Report::new(&mut out), &start);
+    assert_eq!(code, 0, "{}", String::from_utf8_lossy(&out));
+    assert_eq!(*parts_seen.borrow(), [None, Some(1), Some(2)]);
 }
 
 #[test]
