@@ -14,6 +14,7 @@ mod figures;
 #[path = "../replay/trace.rs"]
 #[allow(dead_code, reason = "others use more of it")]
 mod recorded;
+mod torture;
 mod trace;
 mod wake;
 
@@ -27,8 +28,13 @@ use crate::figures::Figures;
 type Measure = fn(&mut Figures) -> Result<(), BoxError>;
 
 /// The parts, in the order in which they run.
-const PARTS: &[(&str, Measure)] =
-    &[("compact", compact::measure), ("trace", trace::measure), ("wake", wake::measure)];
+const PARTS: &[(&str, Measure)] = &[
+    ("binary", torture::binary),
+    ("compact", compact::measure),
+    ("torture", torture::measure),
+    ("trace", trace::measure),
+    ("wake", wake::measure),
+];
 
 #[derive(Clone, Debug, Parser)]
 #[command(about = "Figures of an arena on a GPU, over the simulation")]
@@ -46,6 +52,9 @@ fn part_names() -> Vec<&'static str> {
 }
 
 fn main() -> ExitCode {
+    if let Some(code) = torture::child() {
+        return code;
+    }
     // Cargo's tests start benches too, without that word and with arguments of their own.
     if !std::env::args().any(|argument| argument == "--bench") {
         println!("gpu: a bench: run `cargo bench --bench gpu`");

@@ -2,26 +2,31 @@
 //!
 //! It is one program to copy to that machine, which needs the driver and no toolkit. It identifies
 //! the device, runs the contract that an arena keeps over every driver, measures part by part, and
-//! ends with a table of goals. `docs/BENCHMARKS_APPENDIX.md` explains the figures. `vmm_costs`
-//! measures the driver's single calls.
+//! ends with a table of goals. `docs/BENCHMARKS_APPENDIX.md` explains the figures.
 //!
 //! It has not run on a GPU yet: its logic was tested with a fake driver library, which says nothing
 //! about time.
 //!
-//! A part that fails prints its error, and the others continue. Exit code 0: all parts ran, or
-//! there is no device (`skipped`); 1: a case of the contract failed; 2: a part could not run.
+//! Each part runs in a process of its own with a deadline, and all of them within a budget. A part
+//! that fails, aborts, hangs or loses the context leaves the results of the others. Results are
+//! written as they are found, and the results file after each part.
+//!
+//! Exit code 0: all parts ran, or there is no device (`skipped`); 1: a case of the contract failed;
+//! 2: a part did not run to its end.
 //!
 //! Invariant: a missed goal is printed and changes no exit code.
 
 use std::any::Any;
-use std::io::{self, Write};
+use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::process::ExitCode;
+use std::process::{Command, ExitCode};
 
 use clap::Parser;
 use lowtide_gpu::driver::cuda::{CudaError, CudaOptions, probe};
 use lowtide_gpu::driver::{Backend, Driver};
 
+#[path = "gpu_check/calls/mod.rs"]
+mod calls;
 #[path = "../tests/gpu/contract/cases.rs"]
 mod cases;
 #[path = "gpu_check/cli.rs"]
@@ -38,88 +43,132 @@ mod governor;
 mod holes;
 #[path = "gpu_check/pairs.rs"]
 mod pairs;
+#[path = "gpu_check/process.rs"]
+mod process;
 #[path = "gpu_check/report.rs"]
 pub(crate) mod report;
 #[path = "gpu_check/rig.rs"]
 mod rig;
 #[path = "gpu_check/sleep.rs"]
 mod sleep;
+#[path = "gpu_check/torture/mod.rs"]
+mod torture;
 
 use cases::{CASES, Fault, Outcome};
 pub(crate) use cli::{Args, Part};
+use process::Plant;
 use report::Report;
 use rig::Rig;
 
 type Measure = fn(&Rig<'_>, &mut Report<'_>) -> Outcome;
 
-/// The parts that measure, in the order in which they run.
-const MEASURES: &[(Part, &str, Measure)] = &[
-    (Part::Pair, "pair", pairs::pair),
-    (Part::Lanes, "lanes", pairs::lanes),
-    (Part::Cuarena, "cuarena", cuarena::cuarena),
-    (Part::Decay, "decay", decay::decay),
-    (Part::SleepKeep, "sleep-keep", sleep::keep),
-    (Part::SleepDiscard, "sleep-discard", sleep::discard),
-    (Part::Fragmentation, "fragmentation", holes::fragmentation),
-    (Part::Remap, "remap", holes::remap),
-    (Part::Compact, "compact", holes::compact),
-    (Part::Governor, "governor", governor::governor),
-];
+/// What a part measures with an arena; the other parts have no such function.
+const fn measure(part: Part) -> Option<Measure> {
+    Some(match part {
+        Part::Device | Part::Contract | Part::Calls | Part::Provoke => return None,
+        Part::Pair => pairs::pair,
+        Part::Lanes => pairs::lanes,
+        Part::Cuarena => cuarena::cuarena,
+        Part::Decay => decay::decay,
+        Part::SleepKeep => sleep::keep,
+        Part::SleepDiscard => sleep::discard,
+        Part::Fragmentation => holes::fragmentation,
+        Part::Remap => holes::remap,
+        Part::Compact => holes::compact,
+        Part::Governor => governor::governor,
+        Part::Torture => torture::torture,
+    })
+}
 
 fn main() -> ExitCode {
     let args = Args::parse();
     let mut out = io::stdout();
-    let mut report = Report::new(&mut out);
-    ExitCode::from(check(&args, &mut report))
+    ExitCode::from(match args.child {
+        Some(part) => child(&args, part, &mut Report::records(&mut out)),
+        None if args.in_process => check(&args, &mut Report::new(&mut out)),
+        None => check_apart(&args, &mut Report::new(&mut out), &itself),
+    })
 }
 
-/// Runs everything that is wanted; returns the exit code.
+/// This program, with the same arguments, for one part.
+fn itself(part: Part) -> io::Result<Command> {
+    let mut command = Command::new(std::env::current_exe()?);
+    command.args(std::env::args_os().skip(1)).args(["--child", part.name()]);
+    if part == Part::Torture {
+        // By default streams share eight hardware queues, and one may wait for another's kernel.
+        command.env("CUDA_DEVICE_MAX_CONNECTIONS", "32");
+    }
+    Ok(command)
+}
+
+/// Runs everything that is wanted, each part in a process of its own; returns the exit code.
+pub(crate) fn check_apart(args: &Args, report: &mut Report<'_>, start: process::Start<'_>) -> u8 {
+    process::supervise(args, report, start);
+    finish(args, report)
+}
+
+/// Runs everything that is wanted in this process; returns the exit code.
 pub(crate) fn check(args: &Args, report: &mut Report<'_>) -> u8 {
-    let found = probe();
-    if !found.is_usable() {
-        report.line(&format!("skipped: no device ({found})"));
-        return 0;
-    }
-    report.fact("driver", found.to_string());
-    if let Some(rig) = guarded(report, "device", |report| identified(args, report)) {
-        if args.wants(Part::Contract) {
-            guarded(report, "contract", |report| contract(args, report));
-        }
-        for &(part, name, measure) in MEASURES {
-            if args.wants(part) {
-                report.line(&format!("part: {name}"));
-                guarded(report, name, |report| measure(&rig, report));
-            }
+    for part in Part::all().filter(|part| args.wants(*part)) {
+        report.line(&format!("part: {}", part.name()));
+        run(args, part, report);
+        let is_unknown = part == Part::Device && !report.failed.is_empty();
+        if is_unknown || report.no_device {
+            break;
         }
     }
-    report.goals();
+    finish(args, report)
+}
+
+fn finish(args: &Args, report: &mut Report<'_>) -> u8 {
+    if !report.no_device {
+        report.goals();
+    }
     if let Some(path) = &args.json {
-        let written = std::fs::File::create(path).and_then(|mut file| {
-            serde_json::to_writer_pretty(&mut file, &report.json())?;
-            writeln!(file)
-        });
-        if let Err(error) = written {
-            report.fail("json", format!("{}: {error}", path.display()));
-        }
+        report.save(path);
     }
     report.exit_code()
 }
 
+/// Runs a part as a child process; returns the exit code.
+pub(crate) fn child(args: &Args, part: Part, report: &mut Report<'_>) -> u8 {
+    report.plant = args.plant.iter().find(|(_, of)| *of == part).map(|(plant, _)| *plant);
+    run(args, part, report);
+    report.end();
+    report.exit_code()
+}
+
+/// Runs a part in this process.
+fn run(args: &Args, part: Part, report: &mut Report<'_>) {
+    guarded(report, part.name(), |report| match (part, measure(part)) {
+        (Part::Contract, _) => contract(args, report),
+        (Part::Calls, _) => calls::calls(args, report),
+        (Part::Provoke, _) => calls::provoke(args, report),
+        (_, Some(measure)) => {
+            let rig = Rig::open(args)?;
+            if report.plant == Some(Plant::Lose) {
+                torture::lose_context(&rig)?;
+            }
+            measure(&rig, report)
+        }
+        (_, None) => identified(args, report),
+    });
+}
+
 /// Runs a part; if it fails or panics, the report contains the error.
-fn guarded<T>(
+fn guarded(
     report: &mut Report<'_>,
     name: &'static str,
-    act: impl FnOnce(&mut Report<'_>) -> Result<T, Fault>,
-) -> Option<T> {
+    act: impl FnOnce(&mut Report<'_>) -> Outcome,
+) {
     // A report is lines and lists: nothing of it is half done when a part panics.
     let outcome = catch_unwind(AssertUnwindSafe(|| act(report)));
     let cause = match outcome {
-        Ok(Ok(done)) => return Some(done),
+        Ok(Ok(())) => return,
         Ok(Err(fault)) => fault.to_string(),
         Err(panic) => panicked(&*panic),
     };
     report.fail(name, cause);
-    None
 }
 
 fn panicked(panic: &(dyn Any + Send)) -> String {
@@ -129,7 +178,13 @@ fn panicked(panic: &(dyn Any + Send)) -> String {
 }
 
 /// Opens the device and prints its properties.
-fn identified<'a>(args: &'a Args, report: &mut Report<'_>) -> Result<Rig<'a>, Fault> {
+fn identified(args: &Args, report: &mut Report<'_>) -> Outcome {
+    let found = probe();
+    if !found.is_usable() {
+        report.no_device(&found.to_string());
+        return Ok(());
+    }
+    report.fact("driver", found.to_string());
     let rig = Rig::open(args)?;
     let (device, (headroom, total)) = (rig.driver.device(), rig.memory()?);
     let version = rig.driver.driver_version();
@@ -147,7 +202,7 @@ fn identified<'a>(args: &'a Args, report: &mut Report<'_>) -> Result<Rig<'a>, Fa
     let floor = rig.driver.context_overhead().unwrap_or(taken);
     report.figure("gpu.memory.context_overhead_bytes", floor.as_f64(), "bytes");
     report.figure("gpu.memory.unmanaged_bytes", taken.saturating_sub(floor).as_f64(), "bytes");
-    Ok(rig)
+    Ok(())
 }
 
 /// Runs the contract, case by case, on each backend that the device supports.

@@ -224,7 +224,7 @@ impl Model {
             return Ok(());
         }
         // A real launch blocks if the device's queue is full; which work then proceeds is open.
-        if self.queues.unfinished() >= QUEUED_MAX {
+        while self.queues.unfinished() >= QUEUED_MAX {
             self.take_turn();
             self.lost_in(call)?;
         }
@@ -294,6 +294,9 @@ impl Model {
     }
 
     fn run(&mut self, number: u64) {
+        if self.is_delayed(number) {
+            return;
+        }
         let Some(work) = self.queues.take(number) else { return };
         let stream = StreamHandle::new(number);
         let entry = match work {

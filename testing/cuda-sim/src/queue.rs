@@ -124,6 +124,11 @@ impl Queues {
         self.busy.len()
     }
 
+    /// Returns the next work of a stream.
+    pub(super) fn next(&self, stream: u64) -> Option<&Work> {
+        self.streams.get(stream)?.work.front()
+    }
+
     /// Takes the next work off a stream, as done.
     pub(super) fn take(&mut self, stream: u64) -> Option<Work> {
         let from = self.streams.get_mut(stream)?;

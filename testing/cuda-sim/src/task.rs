@@ -173,6 +173,8 @@ pub type Job = Box<dyn FnMut(&mut DeviceBytes<'_>) -> Result<(), Unreachable> + 
 pub(super) struct Task {
     pub(super) touches: Vec<Range>,
     uses: u64,
+    /// The turns of its stream that pass before it runs; in a graph, at its first launch.
+    delay: u64,
     /// `None` while it runs.
     job: Option<Job>,
 }
@@ -193,8 +195,20 @@ impl Model {
         touches: Vec<Range>,
         job: Job,
     ) -> Result<(), DriverError> {
+        self.start_slow_task(call, stream, kind, (touches, 0), job)
+    }
+
+    /// Queues a task that runs after a delay.
+    pub(super) fn start_slow_task(
+        &mut self,
+        call: Call,
+        stream: u64,
+        kind: WorkKind,
+        (touches, delay): (Vec<Range>, u64),
+        job: Job,
+    ) -> Result<(), DriverError> {
         self.live_stream(call, stream)?;
-        let task = self.tasks.insert(Task { touches, uses: 1, job: Some(job) });
+        let task = self.tasks.insert(Task { touches, uses: 1, delay, job: Some(job) });
         let work = Work::Task(task, kind);
         let queued = self.queue(call, stream, work);
         if queued.is_err() && self.lost.is_none() {
@@ -212,6 +226,14 @@ impl Model {
     ) -> Result<(), DriverError> {
         self.use_task(&work);
         self.queue(call, stream, work)
+    }
+
+    /// Lets a turn pass for the next work of a stream: `true` if it is not its turn to run yet.
+    pub(super) fn is_delayed(&mut self, stream: u64) -> bool {
+        let Some(Work::Task(task, _)) = self.queues.next(stream) else { return false };
+        let delay = self.tasks.get_mut(*task).map(|task| &mut task.delay);
+        let left = delay.and_then(|delay| Some((delay.checked_sub(1)?, delay)));
+        left.map(|(left, delay)| *delay = left).is_some()
     }
 
     /// Counts one use more of a task.

@@ -227,6 +227,15 @@ control! {
         state().spins
     }
 
+    fn fake_drop_waits(every: u64) -> u32 = 999; {
+        state().drop_every = every;
+        0
+    }
+
+    fn fake_dropped_waits() -> u64 = u64::MAX; {
+        state().dropped
+    }
+
     fn fake_numbers(device: u32, to: Out<Row>) -> u32 = 999; {
         of(seat(device).and_then(|seat| {
             let retains = state().devices[seat.device].retains;

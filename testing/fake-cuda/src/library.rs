@@ -26,6 +26,7 @@ type Ask = unsafe extern "C" fn(u32, *mut Row) -> u32;
 type Text = unsafe extern "C" fn(*mut c_char, usize) -> usize;
 type Poison = unsafe extern "C" fn(u32, u32) -> u32;
 type SetBytes = unsafe extern "C" fn(u32, u64) -> u32;
+type Set = unsafe extern "C" fn(u64) -> u32;
 type Run = unsafe extern "C" fn(u32, u64) -> u64;
 type Check = unsafe extern "C" fn(u32) -> u32;
 
@@ -37,6 +38,8 @@ pub struct Fake {
     forget_failures: Bare,
     calls: Count,
     spins: Number,
+    drop_waits: Set,
+    dropped_waits: Number,
     numbers: Ask,
     faults: Text,
     leaks: Text,
@@ -122,6 +125,8 @@ impl Fake {
             forget_failures: resolve!(library, c"fake_forget_failures", Bare),
             calls: resolve!(library, c"fake_calls", Count),
             spins: resolve!(library, c"fake_spins", Number),
+            drop_waits: resolve!(library, c"fake_drop_waits", Set),
+            dropped_waits: resolve!(library, c"fake_dropped_waits", Number),
             numbers: resolve!(library, c"fake_numbers", Ask),
             faults: resolve!(library, c"fake_faults", Text),
             leaks: resolve!(library, c"fake_leaks", Text),
@@ -193,6 +198,24 @@ impl Guard {
     pub fn spins(&self) -> u64 {
         // SAFETY: no precondition.
         unsafe { (self.fake.spins)() }
+    }
+
+    /// Plants a missing wait: of the calls of `cuStreamWaitEvent` from now on, every so many-th
+    /// succeeds and orders nothing. 0 ends it.
+    ///
+    /// # Panics
+    /// If the library is broken.
+    pub fn drop_waits(&self, every: u64) {
+        // SAFETY: a number only.
+        let done = unsafe { (self.fake.drop_waits)(every) };
+        assert_eq!(done, 0);
+    }
+
+    /// Returns the number of waits that were dropped.
+    #[must_use]
+    pub fn dropped_waits(&self) -> u64 {
+        // SAFETY: no precondition.
+        unsafe { (self.fake.dropped_waits)() }
     }
 
     fn row(&self, device: u32) -> (Numbers, u64) {

@@ -57,6 +57,10 @@ pub(crate) struct State {
     pub(crate) modules_loaded: u64,
     /// Waits of the host that would keep a core busy: those without a blocking event.
     pub(crate) spins: u64,
+    /// Of waits of streams for events, every so many-th is dropped; 0 for none.
+    pub(crate) drop_every: u64,
+    pub(crate) dropped: u64,
+    waits: u64,
     calls: BTreeMap<&'static str, u64>,
     plans: Vec<Plan>,
     record: Vec<String>,
@@ -154,6 +158,9 @@ impl State {
             visible: None,
             modules_loaded: 0,
             spins: 0,
+            drop_every: 0,
+            dropped: 0,
+            waits: 0,
             calls: BTreeMap::new(),
             plans: Vec::new(),
             record: Vec::new(),
@@ -176,6 +183,14 @@ impl State {
             }
         }
         hit.map(|at| self.plans.remove(at).code)
+    }
+
+    /// Counts a wait of a stream for an event: `true` if it is to be dropped.
+    pub(crate) fn drops_wait(&mut self) -> bool {
+        self.waits += 1;
+        let is_dropped = self.drop_every > 0 && self.waits.is_multiple_of(self.drop_every);
+        self.dropped += u64::from(is_dropped);
+        is_dropped
     }
 
     pub(crate) fn calls(&self, name: &str) -> u64 {

@@ -29,4 +29,12 @@ pub(super) const BENCHES: &[Bench] = &[
             ("gpu.wake.holes.calls", None),
         ],
     },
+    Bench {
+        arguments: "bench --locked --bench gpu -- --part torture",
+        figures: &[("gpu.torture.found_s", None), ("gpu.killed_part.results_kept", None)],
+    },
+    Bench {
+        arguments: "bench --locked --bench gpu -- --part binary",
+        figures: &[("gpu.check.binary_mib", None)],
+    },
 ];

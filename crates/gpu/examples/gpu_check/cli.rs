@@ -11,11 +11,18 @@ use std::time::Duration;
 use clap::{Parser, ValueEnum};
 use lowtide_gpu::ByteSize;
 
-/// A part of the check.
+use super::process::{Plant, plant};
+use super::torture::LANES;
+
+/// A part of the check, in the order in which they run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Part {
+    /// The device's name and properties; runs always.
+    Device,
     /// The contract that an arena keeps over every driver, case by case, on each backend.
     Contract,
+    /// The driver's single calls: cost, stalls, and a sweep over handle sizes.
+    Calls,
     /// An allocation and its free, alone and next to cudarc's.
     Pair,
     /// The same from many threads.
@@ -36,6 +43,39 @@ pub(crate) enum Part {
     Compact,
     /// cudarc's own allocations from a governed pool.
     Governor,
+    /// Random work of kernels on eight lanes with every word checked, under sleeps, decay and
+    /// compactions.
+    Torture,
+    /// Memory unmapped while a kernel uses it, once; only on request, as it breaks the context.
+    Provoke,
+}
+
+impl Part {
+    /// All parts, in order.
+    pub(crate) fn all() -> impl Iterator<Item = Self> {
+        Self::value_variants().iter().copied()
+    }
+
+    /// The name on the command line and in results.
+    pub(crate) const fn name(self) -> &'static str {
+        match self {
+            Self::Device => "device",
+            Self::Contract => "contract",
+            Self::Calls => "calls",
+            Self::Pair => "pair",
+            Self::Lanes => "lanes",
+            Self::Cuarena => "cuarena",
+            Self::Decay => "decay",
+            Self::SleepKeep => "sleep-keep",
+            Self::SleepDiscard => "sleep-discard",
+            Self::Fragmentation => "fragmentation",
+            Self::Remap => "remap",
+            Self::Compact => "compact",
+            Self::Governor => "governor",
+            Self::Torture => "torture",
+            Self::Provoke => "provoke",
+        }
+    }
 }
 
 /// Checks lowtide's guarantees on this machine's GPU, and measures their costs.
@@ -51,9 +91,29 @@ pub(crate) struct Args {
     /// The unit in which memory is allocated; default: the device's granularity.
     #[arg(long)]
     pub(crate) handle: Option<ByteSize>,
-    /// Writes everything to this file as well, as JSON.
+    /// Writes everything to this file as well, as JSON; replaced after each part.
     #[arg(long)]
     pub(crate) json: Option<PathBuf>,
+    /// The time for all parts together. A part that does not fit is killed or skipped.
+    #[arg(long, default_value = "9m 30s", value_parser = humantime::parse_duration)]
+    pub(crate) budget: Duration,
+    /// The time after which each part is killed, or with `PART=` that part; with commas between
+    /// them. Default: 1 to 4 minutes, by part; more with `--thorough`.
+    #[arg(long, value_parser = deadline, value_delimiter = ',')]
+    pub(crate) deadline: Vec<(Option<Part>, Duration)>,
+    /// Runs all parts in this process, without deadlines: for debuggers and sanitizers.
+    #[arg(long)]
+    pub(crate) in_process: bool,
+    /// Runs this part as a child process.
+    #[arg(long, value_enum, hide = true)]
+    pub(crate) child: Option<Part>,
+    /// Lets a part abort, hang or panic after its first result, or lose the context before, to test
+    /// this program.
+    #[arg(long, value_parser = plant, value_delimiter = ',', hide = true)]
+    pub(crate) plant: Vec<(Plant, Part)>,
+    /// Measures more calls, of more handles, in the part `calls`: 7 minutes instead of 45 s.
+    #[arg(long)]
+    pub(crate) thorough: bool,
     /// The number of measurements per median.
     #[arg(long, default_value_t = 5, value_parser = at_least_one)]
     pub(crate) repetitions: usize,
@@ -114,12 +174,70 @@ pub(crate) struct Args {
     /// The size of each block in the compaction part.
     #[arg(long, default_value = "32MiB")]
     pub(crate) compact_block: ByteSize,
+    /// The time of the torture.
+    #[arg(long, default_value = "30s", value_parser = seconds)]
+    pub(crate) torture_seconds: Duration,
+    /// The steps of each thread in the torture; 0: until its time is over.
+    #[arg(long, default_value_t = 0)]
+    pub(crate) torture_steps: u64,
+    /// The limit of the arena in the torture; half of it is live.
+    #[arg(long, default_value = "2GiB")]
+    pub(crate) torture_size: ByteSize,
+    /// The largest block in the torture.
+    #[arg(long, default_value = "32MiB")]
+    pub(crate) torture_block: ByteSize,
+    /// Host threads in the torture, 1 to 8; they share out its eight lanes.
+    #[arg(long, default_value_t = 2, value_parser = one_to_eight)]
+    pub(crate) torture_threads: usize,
 }
 
 impl Args {
     /// Returns `true` if a part should run.
     pub(crate) fn wants(&self, part: Part) -> bool {
-        self.only.is_empty() || self.only.contains(&part)
+        match part {
+            Part::Device => true,
+            Part::Provoke => self.only.contains(&part),
+            _ => self.only.is_empty() || self.only.contains(&part),
+        }
+    }
+
+    /// The time after which a part is killed. At the default sizes each needs a third of it or
+    /// less, by the costs that other projects have measured.
+    pub(crate) fn deadline(&self, part: Part) -> Duration {
+        let given = |of: Option<Part>| self.deadline.iter().rev().find(|(it, _)| *it == of);
+        let given = given(Some(part)).or_else(|| given(None)).map(|(_, time)| *time);
+        let usual = Duration::from_secs(match part {
+            Part::Contract => 120,
+            Part::Calls if self.thorough => 480,
+            Part::Calls => 90,
+            Part::SleepKeep => 240,
+            _ => 60,
+        });
+        let usual = if part == Part::Torture { usual + self.torture_seconds } else { usual };
+        given.unwrap_or(usual)
+    }
+}
+
+/// Reads `DURATION` or `PART=DURATION`.
+fn deadline(text: &str) -> Result<(Option<Part>, Duration), String> {
+    let (part, time) = match text.split_once('=') {
+        Some((part, time)) => (Some(Part::from_str(part, false)?), time),
+        None => (None, text),
+    };
+    let time = humantime::parse_duration(time).map_err(|error| format!("{error}: {time}"))?;
+    Ok((part, time))
+}
+
+/// Reads a number of seconds, or a time with a unit.
+fn seconds(text: &str) -> Result<Duration, String> {
+    let seconds = text.parse().map(Duration::from_secs);
+    seconds.or_else(|_| humantime::parse_duration(text).map_err(|it| format!("{it}: {text}")))
+}
+
+fn one_to_eight(text: &str) -> Result<usize, String> {
+    match text.parse() {
+        Ok(count @ 1..=LANES) => Ok(count),
+        _ => Err(format!("{text}: expected 1 to {LANES}")),
     }
 }
 

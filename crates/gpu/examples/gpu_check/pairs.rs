@@ -1,4 +1,5 @@
-//! An allocation and its free: alone, with a view, from cudarc's own pool, from many threads.
+//! An allocation and its free: alone, with a view, by cudarc, by the driver's own calls, from many
+//! threads.
 //!
 //! Pairs are timed many at once, since the clock costs as much as one. No work is queued.
 //!
@@ -15,7 +16,7 @@ use lowtide_gpu::{Lane, Region};
 
 use super::cases::{Fault, Outcome};
 use super::report::Report;
-use super::rig::{Rig, float, median, plain, stream};
+use super::rig::{Rig, float, median, plain, raw_pair, stream};
 
 /// Pairs before the first that is timed.
 const WARM: usize = 100;
@@ -52,6 +53,14 @@ pub(crate) fn pair(rig: &Rig<'_>, report: &mut Report<'_>) -> Outcome {
     other.synchronize()?;
     report.figure("gpu.pair.async_median_ns", theirs, "ns");
     report.figure("gpu.pair.speedup_over_async", theirs / ours, "times");
+    rig.context.bind_to_thread()?;
+    for _ in 0..WARM {
+        raw_pair(&other, len)?;
+    }
+    let raw = batches(rig, || raw_pair(&other, len))?;
+    other.synchronize()?;
+    report.figure("gpu.pair.raw_async_median_ns", raw, "ns");
+    report.figure("gpu.pair.speedup_over_raw_async", raw / ours, "times");
     stream(&lane)?.synchronize()?;
     drop(lane);
     Ok(arena.close()?)

@@ -3,12 +3,12 @@
 //! Copies are cudarc's, unmodified; time is the crate's clock. It decides nothing.
 //!
 //! Invariant: `words(n, at, seed)` always returns the same value.
-#![expect(unsafe_code, reason = "cudarc's own allocation, whose contents are never read")]
+#![expect(unsafe_code, reason = "allocations without an arena, whose contents are never read")]
 
 use std::sync::Arc;
 use std::time::Duration;
 
-use cudarc::driver::{CudaContext, CudaSlice, CudaStream};
+use cudarc::driver::{CudaContext, CudaSlice, CudaStream, PinnedHostSlice, result};
 use lowtide_gpu::ByteSize;
 use lowtide_gpu::clock::{Clock, SystemClock};
 use lowtide_gpu::decay::DecayTime;
@@ -203,6 +203,48 @@ fn different(found: &[u64], (number, start): (usize, usize), seed: u64) -> u64 {
 pub(crate) fn plain(stream: &Arc<CudaStream>, len: usize) -> Result<CudaSlice<u8>, Fault> {
     // SAFETY: the uninitialised contents are never read.
     Ok(unsafe { stream.alloc(len) }?)
+}
+
+/// Page-locked host memory, not from a pool of ours.
+pub(crate) fn page_locked(rig: &Rig<'_>, words: usize) -> Result<PinnedHostSlice<u64>, Fault> {
+    // SAFETY: any bytes are numbers. Flags 0: cached, as the stores of a sleep are.
+    Ok(unsafe { rig.context.alloc_pinned_with_flags(words, 0) }?)
+}
+
+/// The direction of a copy.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Direction {
+    ToHost,
+    ToDevice,
+}
+
+/// Queues a copy between page-locked memory and each of these blocks, and waits once, at the end.
+/// Each block has as many words as the host memory.
+pub(crate) fn queued_copies(
+    stream: &CudaStream,
+    host: &mut PinnedHostSlice<u64>,
+    (blocks, direction): (&[u64], Direction),
+) -> Outcome {
+    let words = host.as_mut_slice()?;
+    let queued = blocks.iter().try_for_each(|&block| match direction {
+        // SAFETY: the host memory outlives the copy, for which the call below waits, and its
+        // contents do not matter; a bad device address is an error code.
+        Direction::ToHost => unsafe { result::memcpy_dtoh_async(words, block, stream.cu_stream()) },
+        // SAFETY: as above.
+        Direction::ToDevice => unsafe {
+            result::memcpy_htod_async(block, words, stream.cu_stream())
+        },
+    });
+    stream.synchronize()?;
+    Ok(queued?)
+}
+
+/// `cuMemAllocAsync` and `cuMemFreeAsync`, and nothing else. The stream's context is current.
+pub(crate) fn raw_pair(stream: &CudaStream, len: usize) -> Outcome {
+    // SAFETY: the stream is alive; the contents are never read.
+    let at = unsafe { result::malloc_async(stream.cu_stream(), len) }?;
+    // SAFETY: allocated above, freed once, in the order of the same stream.
+    Ok(unsafe { result::free_async(at, stream.cu_stream()) }?)
 }
 
 /// Measures a copy within the device, from one block into another.

@@ -1,8 +1,9 @@
 //! Sleep and wake of an arena: the memory released, the copy rates of its contents, and a check of
 //! every byte.
 //!
-//! It needs no kernel: a pattern is copied in, and compared when it is copied out. The baseline is
-//! plain copies of as many bytes with page-locked memory, in the same run.
+//! It needs no kernel: a pattern is copied in, and compared when it is copied out. The baselines
+//! are plain copies of as many bytes, queued, with page-locked memory, in each direction, in the
+//! same run.
 //!
 //! Invariant: after each wake every block is sampled, and after the last one all bytes are
 //! compared.
@@ -13,46 +14,49 @@ use lowtide_gpu::ByteSize;
 use lowtide_gpu::clock::{Bell, Clock};
 use lowtide_gpu::decay::DecayTime;
 use lowtide_gpu::driver::Driver;
-use lowtide_gpu::{
-    Buffer, Contents, DeviceArena, Lane, PinnedBuffer, PinnedConfig, PinnedPool, SleepOptions,
-};
+use lowtide_gpu::{Buffer, Contents, DeviceArena, Lane, SleepOptions};
 
 use super::cases::{Fault, Outcome};
 use super::report::Report;
 use super::rig::{
-    Rig, blocks, changed, changed_samples, fill, float, median, rate, stream, whole_blocks,
-    words_of,
+    Direction, Rig, blocks, changed, changed_samples, fill, float, median, page_locked,
+    queued_copies, rate, stream, whole_blocks, words_of,
 };
 
 /// The time allowed for the driver to report memory as free, which may lag.
 const PATIENCE: Duration = Duration::from_secs(2);
 
-const KEEP: SleepOptions =
-    SleepOptions { drain: Duration::ZERO, stable: Contents::Keep, dynamic: Contents::Keep };
-
 const DISCARD: SleepOptions =
     SleepOptions { drain: Duration::ZERO, stable: Contents::Discard, dynamic: Contents::Discard };
 
-/// Keeps contents in host memory, allocated for each sleep, and in memory that is reused.
+/// Keeps contents in host memory: with all options as they are by default, and then in memory that
+/// is reused.
 pub(crate) fn keep(rig: &Rig<'_>, report: &mut Report<'_>) -> Outcome {
     let (block, seed) = (rig.args.block, rig.args.seed);
     let size = rig.fitting(rig.args.sleep_size.min(host_share()), block)?;
-    let config = PinnedConfig::new("staging");
-    let pool = PinnedPool::open(rig.driver.clone(), rig.clock.clone(), config)?;
-    let mut pinned = pool.alloc::<u64>(words_of(block)?)?;
     let mut staging = vec![0_u64; words_of(block)?];
     let arena = rig.arena("sleep_keep", ByteSize::MAX, DecayTime::Never)?;
     let lane = rig.lane(&arena)?;
     let mut held = blocks(&lane, size, block)?;
     report.figure("gpu.sleep_keep.bytes", size.as_f64(), "bytes");
-    let plain = plain_rate(rig, &lane, &mut held, &mut pinned)?;
+    let Plain { to_host, to_device, both: plain } = plain(rig, &lane, &held, block)?;
+    report.figure("gpu.baseline.to_host_bytes_per_s", to_host, "bytes/s");
+    report.figure("gpu.baseline.to_device_bytes_per_s", to_device, "bytes/s");
     report.figure("gpu.sleep_keep.plain_bytes_per_s", plain, "bytes/s");
     fill(&lane, &mut held, &mut staging, seed)?;
     let mut seen = Seen { freed: f64::INFINITY, ..Seen::default() };
     let addresses = addresses(&lane, &held)?;
-    let mut released = Seen { freed: f64::INFINITY, ..Seen::default() };
+    let mut usual = Seen { freed: f64::INFINITY, ..Seen::default() };
     for _ in 0..rig.args.repetitions {
-        cycle(rig, &arena, &mut released)?;
+        cycle(rig, &arena, &mut usual)?;
+    }
+    for (what, rates, alone) in [("sleep", &usual.down, to_host), ("wake", &usual.up, to_device)] {
+        let (first, warm) = rates.split_first().ok_or("no cycle")?;
+        for (when, rate) in [("first", *first), ("warm", median(warm))] {
+            let name = format!("gpu.sleep_keep.{when}_{what}");
+            report.figure(&format!("{name}_bytes_per_s"), rate, "bytes/s");
+            report.figure(&format!("{name}_ratio"), rate / alone, "of a plain copy");
+        }
     }
     arena.set_keep_stores(true);
     let outcome = (0..rig.args.cycles).try_for_each(|round| {
@@ -70,7 +74,7 @@ pub(crate) fn keep(rig: &Rig<'_>, report: &mut Report<'_>) -> Outcome {
     if let Some(&first) = seen.both.first() {
         report.figure("gpu.sleep_keep.first_bytes_per_s", first, "bytes/s");
     }
-    let ratio = median(&released.both) / plain;
+    let ratio = median(&usual.both) / plain;
     report.figure("gpu.sleep_keep.released_rate_ratio", ratio, "of a plain copy");
     report.figure("gpu.sleep_keep.cycles", float(seen.cycles), "cycles");
     outcome?;
@@ -100,7 +104,7 @@ struct Seen {
 fn cycle(rig: &Rig<'_>, arena: &DeviceArena, seen: &mut Seen) -> Outcome {
     let committed = arena.snapshot().committed;
     let before = rig.headroom()?;
-    let (down, slept) = rig.timed(|| arena.sleep(KEEP))?;
+    let (down, slept) = rig.timed(|| arena.sleep(SleepOptions::default()))?;
     seen.freed = seen.freed.min(freed(rig, before, committed)?);
     let (up, woken) = rig.timed(|| arena.wake())?;
     if slept.offloaded != woken.restored {
@@ -127,30 +131,36 @@ fn freed(rig: &Rig<'_>, before: ByteSize, committed: ByteSize) -> Result<f64, Fa
     }
 }
 
-/// Bytes a second of plain copies, all blocks out and all in.
-fn plain_rate(
+/// Bytes a second of plain copies.
+struct Plain {
+    to_host: f64,
+    to_device: f64,
+    /// All blocks out and all in.
+    both: f64,
+}
+
+/// Queues a copy of every block in one direction, waits, and then in the other.
+fn plain(
     rig: &Rig<'_>,
     lane: &Lane,
-    held: &mut [Buffer<u64>],
-    staging: &mut PinnedBuffer<u64>,
-) -> Result<f64, Fault> {
-    let stream = stream(lane)?;
-    let mut rates = Vec::new();
+    held: &[Buffer<u64>],
+    block: ByteSize,
+) -> Result<Plain, Fault> {
+    let mut host = page_locked(rig, words_of(block)?)?;
+    let (lease, stream, blocks) = (lane.enter()?, stream(lane)?, addresses(lane, held)?);
+    let (mut to_host, mut to_device, mut both) = (Vec::new(), Vec::new(), Vec::new());
+    let bytes: ByteSize = held.iter().map(Buffer::bytes).sum();
     for _ in 0..rig.args.repetitions {
-        let bytes: ByteSize = held.iter().map(Buffer::bytes).sum();
-        let (took, ()) = rig.timed(|| -> Outcome {
-            let lease = lane.enter()?;
-            for block in held.iter() {
-                stream.memcpy_dtoh(block.cuda(&lease)?, &mut staging.cuda(lane)?)?;
-            }
-            for block in &mut *held {
-                stream.memcpy_htod(&staging.cuda(lane)?, &mut block.cuda_mut(&lease)?)?;
-            }
-            Ok(stream.synchronize()?)
-        })?;
-        rates.push(rate(bytes.saturating_add(bytes), took));
+        let mut copies =
+            |way| rig.timed(|| queued_copies(stream, &mut host, (blocks.as_slice(), way)));
+        let ((down, ()), (up, ())) = (copies(Direction::ToHost)?, copies(Direction::ToDevice)?);
+        to_host.push(rate(bytes, down));
+        to_device.push(rate(bytes, up));
+        both.push(rate(bytes.saturating_add(bytes), down + up));
     }
-    Ok(median(&rates))
+    drop(lease);
+    let (to_host, to_device) = (median(&to_host), median(&to_device));
+    Ok(Plain { to_host, to_device, both: median(&both) })
 }
 
 fn addresses(lane: &Lane, held: &[Buffer<u64>]) -> Result<Vec<u64>, Fault> {

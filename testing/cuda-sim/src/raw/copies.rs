@@ -156,10 +156,12 @@ impl Raw<'_> {
             return Err(1);
         }
         let arguments = arguments.to_vec();
+        let delay = (kernel.delay)(&arguments);
         let ranges = (kernel.touches)(&arguments).into_iter();
         let touches = ranges.map(|(at, size)| Range { at, size }).collect();
         let job: Job = Box::new(move |device| (kernel.run)(device, &arguments));
-        model.start_task(Call::Launch, stream, WorkKind::Kernel, touches, job).map_err(code)
+        let kind = WorkKind::Kernel;
+        model.start_slow_task(Call::Launch, stream, kind, (touches, delay), job).map_err(code)
     }
 
     /// Queues a host function. It runs under the device's lock: it must not call CUDA, and must not

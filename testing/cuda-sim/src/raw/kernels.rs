@@ -18,13 +18,20 @@ pub struct Kernel {
     pub sizes: &'static [usize],
     /// Returns the ranges that it touches: address and bytes.
     pub touches: fn(&[u64]) -> Vec<(u64, u64)>,
+    /// Returns the turns of the device that pass before it runs: as many as it takes milliseconds.
+    pub delay: fn(&[u64]) -> u64,
     /// Runs the kernel.
     pub run: fn(&mut DeviceBytes<'_>, &[u64]) -> Result<(), Unreachable>,
 }
 
 /// A kernel of which nothing is known: it takes its turn on its stream, and touches nothing.
-pub const UNKNOWN: Kernel =
-    Kernel { name: "unknown", sizes: &[], touches: |_| Vec::new(), run: |_, _| Ok(()) };
+pub const UNKNOWN: Kernel = Kernel {
+    name: "unknown",
+    sizes: &[],
+    touches: |_| Vec::new(),
+    delay: |_| 0,
+    run: |_, _| Ok(()),
+};
 
 /// All kernels whose work is modelled.
 pub const KERNELS: &[Kernel] = &[
@@ -33,6 +40,7 @@ pub const KERNELS: &[Kernel] = &[
         name: "fill_u32",
         sizes: &[8, 4, 8],
         touches: |a| vec![(a[0], bytes(a[2], 4))],
+        delay: |_| 0,
         run: fill_u32,
     },
     // add_f32(const float *a, const float *b, float *out, u64 count)
@@ -40,6 +48,7 @@ pub const KERNELS: &[Kernel] = &[
         name: "add_f32",
         sizes: &[8, 8, 8, 8],
         touches: |a| a[..3].iter().map(|at| (*at, bytes(a[3], 4))).collect(),
+        delay: |_| 0,
         run: add_f32,
     },
     // copy_u8(const u8 *from, u8 *to, u64 count)
@@ -47,6 +56,7 @@ pub const KERNELS: &[Kernel] = &[
         name: "copy_u8",
         sizes: &[8, 8, 8],
         touches: |a| vec![(a[0], a[2]), (a[1], a[2])],
+        delay: |_| 0,
         run: copy_u8,
     },
     // gather_sum(const float *table, u64 table_rows, const u32 *rows, u64 count, float *out)
@@ -54,6 +64,7 @@ pub const KERNELS: &[Kernel] = &[
         name: "gather_sum",
         sizes: &[8, 8, 8, 8, 8],
         touches: |a| vec![(a[0], bytes(a[1], ROW)), (a[2], bytes(a[3], 4)), (a[4], ROW)],
+        delay: |_| 0,
         run: gather_sum,
     },
     // project(const float *matrix, const float *vector, float *out)
@@ -61,10 +72,36 @@ pub const KERNELS: &[Kernel] = &[
         name: "project",
         sizes: &[8, 8, 8],
         touches: |a| vec![(a[0], ROW * WIDTH as u64), (a[1], ROW), (a[2], ROW)],
+        delay: |_| 0,
         run: project,
     },
+    // touch(u32 *at, u64 mask, u64 rounds): reads and writes somewhere in a buffer; here nothing
+    // changes
+    Kernel {
+        name: "touch",
+        sizes: &[8, 8, 8],
+        touches: |a| vec![(a[0], a[1].saturating_add(4))],
+        delay: |_| 0,
+        run: |device, a| device.check(a[0], a[1].saturating_add(4)),
+    },
+    // torture_fill(u32 *at, u64 words, u32 seed, u64 ns)
+    Kernel {
+        name: "torture_fill",
+        sizes: &[8, 8, 4, 8],
+        touches: |a| vec![(a[0], bytes(a[1], 4))],
+        delay: |a| a[3] / 1_000_000,
+        run: torture_fill,
+    },
+    // torture_check(const u32 *at, u64 words, u32 seed, u64 ns, u64 *result)
+    Kernel {
+        name: "torture_check",
+        sizes: &[8, 8, 4, 8, 8],
+        touches: |a| vec![(a[0], bytes(a[1], 4)), (a[4], 24)],
+        delay: |a| a[3] / 1_000_000,
+        run: torture_check,
+    },
     // spin(u64 cycles): no time passes, and nothing is touched
-    Kernel { name: "spin", sizes: &[8], touches: |_| Vec::new(), run: |_, _| Ok(()) },
+    Kernel { name: "spin", sizes: &[8], touches: |_| Vec::new(), delay: |_| 0, run: |_, _| Ok(()) },
 ];
 
 /// Numbers in a row of the two kernels of the proxy's model, and its bytes.
@@ -92,6 +129,47 @@ fn fill_u32(device: &mut DeviceBytes<'_>, a: &[u64]) -> Result<(), Unreachable> 
     let value = a[1].to_le_bytes();
     for (from, count) in parts(a[2]) {
         device.write(a[0] + from * 4, &value[..4].repeat(count))?;
+    }
+    Ok(())
+}
+
+/// A word of the pattern of a seed; the upper halves of the arguments count for nothing.
+fn torture_word(index: u64, seed: u64) -> [u8; 4] {
+    let mixed = index.wrapping_mul(0x9E37_79B1).wrapping_add(seed.wrapping_mul(0x85EB_CA77));
+    let low = mixed & u64::from(u32::MAX);
+    let [a, b, c, d, ..] = (low ^ (low >> 15)).to_le_bytes();
+    [a, b, c, d]
+}
+
+fn torture_fill(device: &mut DeviceBytes<'_>, a: &[u64]) -> Result<(), Unreachable> {
+    device.check(a[0], bytes(a[1], 4))?;
+    for (from, count) in parts(a[1]) {
+        let words = (from..).take(count).flat_map(|index| torture_word(index, a[2]));
+        device.write(a[0] + from * 4, &words.collect::<Vec<_>>())?;
+    }
+    Ok(())
+}
+
+fn torture_check(device: &mut DeviceBytes<'_>, a: &[u64]) -> Result<(), Unreachable> {
+    device.check(a[0], bytes(a[1], 4))?;
+    device.check(a[4], 24)?;
+    let (mut wrong, mut last) = (0_u64, [0; 4]);
+    for (from, count) in parts(a[1]) {
+        let mut found = vec![0; count * 4];
+        device.read(a[0] + from * 4, &mut found)?;
+        for (index, word) in (from..).zip(found.chunks_exact(4)) {
+            if word != torture_word(index, a[2]) {
+                wrong += 1;
+                last.copy_from_slice(word);
+            }
+        }
+    }
+    if wrong > 0 {
+        let mut sum = [0; 8];
+        device.read(a[4], &mut sum)?;
+        device.write(a[4], &u64::from_le_bytes(sum).wrapping_add(wrong).to_le_bytes())?;
+        device.write(a[4] + 8, &a[2].to_le_bytes())?;
+        device.write(a[4] + 16, &u64::from(u32::from_le_bytes(last)).to_le_bytes())?;
     }
     Ok(())
 }

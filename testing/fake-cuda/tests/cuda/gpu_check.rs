@@ -10,12 +10,14 @@
 #[path = "../../../../crates/gpu/examples/gpu_check.rs"]
 mod program;
 
+use std::cell::RefCell;
 use std::collections::BTreeMap;
+use std::process::Command;
 
 use clap::Parser;
 use lowtide_fake_cuda::{Fake, Options};
-use program::report::{GOALS, Report};
-use program::{Args, check};
+use program::report::{Ended, GOALS, Report};
+use program::{Args, check, check_apart, child};
 
 /// A granule of 64 KiB and work that is done at once, so that there are few bytes to move.
 const SMALL: Options = Options {
@@ -52,6 +54,10 @@ const TINY: &[&str] = &[
     "--remap-block=128KiB",
     "--compact-size=1MiB",
     "--compact-block=128KiB",
+    "--torture-seconds=60",
+    "--torture-steps=2000",
+    "--torture-size=16MiB",
+    "--torture-block=256KiB",
 ];
 
 /// Cases of the contract, each of which runs on three rungs.
@@ -81,6 +87,17 @@ fn all_parts_run_what_is_counted_is_right_and_everything_is_in_the_file() {
     assert_eq!(text.matches("case held: ").count(), 3 * CASES);
     counted(&figures);
     assert!(figures["gpu.decay.returned_ratio"] >= 0.95);
+    // A call of each kind at several sizes, and the costs made of them.
+    for name in ["create", "map", "set_access", "unmap", "release"] {
+        for mib in [2, 4, 8, 16, 32, 64] {
+            let name = format!("gpu.calls.{name}_{mib}mib_us");
+            assert!(figures.contains_key(&name), "{name}: {text}");
+        }
+    }
+    for name in ["cuMemCreate", "cuMemSetAccess", "cuMemUnmap", "cuMemcpyHtoDAsync"] {
+        assert!(figures.contains_key(&format!("gpu.costs.{name}.mib_ns")), "{name}: {text}");
+    }
+    assert!(text.contains(".with(Call::SetAccess, Cost { call_ns: "), "{text}");
     let unmeasured = |name: &&str| !figures.contains_key(*name);
     let unmeasured: Vec<_> = GOALS.iter().map(|(name, _)| *name).filter(unmeasured).collect();
     // Between two of its samples the fake may have given all back.
@@ -124,6 +141,190 @@ fn counted(figures: &BTreeMap<String, f64>) {
         assert_eq!(figures.get(name), Some(&value), "{name}");
     }
     assert!(figures["gpu.fragmentation.one_remap_bytes"] > 0.0);
+}
+
+/// The variable with the arguments of a child process: this test binary, for one test.
+const CHILD: &str = "LOWTIDE_GPU_CHECK_CHILD";
+
+/// The test that is the program if it runs as a child process.
+const PROGRAM: &str = "gpu_check::a_part_runs_in_a_process_of_its_own";
+
+/// Runs the program with a process for each part; the exit code and what was written.
+fn run_apart(more: &[&str]) -> (u8, String, Found) {
+    run_seeing(None, more)
+}
+
+/// The same with the devices that a variable leaves visible.
+fn run_seeing(visible: Option<&str>, more: &[&str]) -> (u8, String, Found) {
+    let mut out = Vec::new();
+    let mut report = Report::new(&mut out);
+    let all: Vec<&str> = TINY.iter().chain(more).copied().collect();
+    let start = |part: program::Part| {
+        let arguments = [&all[..], &["--child", part.name()]].concat().join("\n");
+        let mut command = Command::new(std::env::current_exe()?);
+        command.args([PROGRAM, "--exact", "--nocapture", "--test-threads=2"]);
+        command.env(CHILD, arguments);
+        command.envs(visible.map(|devices| ("CUDA_VISIBLE_DEVICES", devices)));
+        Ok(command)
+    };
+    let code = check_apart(&args(more), &mut report, &start);
+    let parts = report.parts.iter().map(|(name, ended, _)| (*name, ended.clone())).collect();
+    let figures = report.figures.keys().cloned().collect();
+    (code, String::from_utf8(out).expect("text"), Found { parts, figures })
+}
+
+struct Found {
+    parts: BTreeMap<&'static str, Ended>,
+    figures: Vec<String>,
+}
+
+impl Found {
+    fn has(&self, figure: &str) -> bool {
+        self.figures.iter().any(|it| it == figure)
+    }
+}
+
+#[test]
+#[expect(clippy::disallowed_methods, reason = "a child process gets its arguments by a variable")]
+fn a_part_runs_in_a_process_of_its_own() {
+    if let Ok(given) = std::env::var(CHILD) {
+        let _fake = Fake::start(SMALL);
+        let args = Args::try_parse_from(given.lines()).expect("a command line");
+        // The harness may have begun a line.
+        println!();
+        let mut out = std::io::stdout();
+        child(&args, args.child.expect("a part"), &mut Report::records(&mut out));
+        return;
+    }
+    let (code, text, found) = run_apart(&["--only=pair,compact"]);
+    assert_eq!(code, 0, "{text}");
+    assert!(found.has("gpu.pair.median_ns") && found.has("gpu.compact.bytes_changed"), "{text}");
+    let ran: Vec<_> = found.parts.iter().collect();
+    let all = ["compact", "device", "pair"];
+    assert_eq!(ran, all.iter().zip([&Ended::Ran; 3]).collect::<Vec<_>>(), "{text}");
+    assert!(text.contains("device: lowtide simulated device 0"), "{text}");
+}
+
+#[test]
+fn parts_that_abort_hang_panic_or_lose_the_context_leave_all_results_until_then() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = folder.path().join("figures.json");
+    let (code, text, found) = run_apart(&[
+        "--only=contract,pair,lanes,decay,remap,compact",
+        "--plant=abort=pair,hang=lanes,panic=decay,lose=remap",
+        "--deadline=lanes=10s",
+        &format!("--json={}", path.display()),
+    ]);
+    assert_eq!(code, 2, "{text}");
+    assert_eq!(found.parts["contract"], Ended::Ran, "{text}");
+    assert!(matches!(&found.parts["pair"], Ended::Died(how) if how.contains("signal")), "{text}");
+    assert!(matches!(found.parts["lanes"], Ended::Killed(_)), "{text}");
+    assert_eq!(found.parts["decay"], Ended::Failed, "{text}");
+    assert_eq!(found.parts["remap"], Ended::Failed, "{text}");
+    assert!(text.contains("part FAILED: remap: "), "{text}");
+    assert_eq!(found.parts["compact"], Ended::Ran, "{text}");
+    // The first figure of each part came before its end.
+    for name in [
+        "gpu.pair.median_ns",
+        "gpu.lanes.one_thread_pairs_per_s",
+        "gpu.decay.burst_bytes",
+        "gpu.compact.copy_rate_ratio",
+    ] {
+        assert!(found.has(name), "{name}: {text}");
+    }
+    assert!(text.contains("part FAILED: decay: panicked: a planted panic"), "{text}");
+    let saved = std::fs::read_to_string(path).expect("a file");
+    let saved: serde_json::Value = serde_json::from_str(&saved).expect("JSON");
+    assert_eq!(saved["parts"].as_array().map(Vec::len), Some(7), "{saved}");
+    assert_eq!(saved["parts"][3]["ended"], "killed");
+    assert_eq!(saved["cases"].as_array().map(Vec::len), Some(3 * CASES));
+}
+
+#[test]
+fn the_results_file_is_replaced_after_each_part() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = folder.path().join("figures.json");
+    let parts_seen = RefCell::new(Vec::new());
+    let start = |_| {
+        let saved = std::fs::read_to_string(&path).unwrap_or_default();
+        let saved: serde_json::Value = serde_json::from_str(&saved).unwrap_or_default();
+        parts_seen.borrow_mut().push(saved["parts"].as_array().map(Vec::len));
+        let mut command = Command::new("sh");
+        command.args(["-c", r#"echo '{"record":"ended"}'"#]);
+        Ok(command)
+    };
+    let (mut out, json) = (Vec::new(), format!("--json={}", path.display()));
+    let code =
+        check_apart(&args(&["--only=pair,lanes", &json]), &mut Report::new(&mut out), &start);
+    assert_eq!(code, 0, "{}", String::from_utf8_lossy(&out));
+    assert_eq!(*parts_seen.borrow(), [None, Some(1), Some(2)]);
+}
+
+#[test]
+fn without_a_device_nothing_runs_and_nothing_fails() {
+    let (code, text, found) = run_seeing(Some(""), &[]);
+    assert_eq!(code, 0, "{text}");
+    assert!(text.contains("skipped: no device"), "{text}");
+    assert!(!text.contains("goal "), "{text}");
+    assert_eq!(found.parts.into_keys().collect::<Vec<_>>(), ["device"], "{text}");
+}
+
+#[test]
+fn the_part_that_breaks_the_context_runs_only_on_request() {
+    let (code, text, found) = run_apart(&["--only=provoke"]);
+    assert_eq!(code, 0, "{text}");
+    assert!(text.contains("unmap took "), "{text}");
+    assert_eq!(found.parts.len(), 2, "{text}");
+    assert!(!args(&[]).wants(program::Part::Provoke));
+}
+
+#[test]
+fn parts_beyond_the_budget_are_skipped_and_listed() {
+    let arguments = ["--only=pair,compact", "--plant=hang=pair", "--budget=10s"];
+    let (code, text, found) = run_apart(&arguments);
+    assert_eq!(code, 2, "{text}");
+    assert!(matches!(found.parts["pair"], Ended::Killed(_)), "{text}");
+    let skipped = Ended::Skipped("no time left of the budget");
+    assert_eq!(found.parts["compact"], skipped, "{text}");
+}
+
+/// Work in random order, as the device does it: only then does a missing wait show.
+fn random(seed: u64) -> Options {
+    Options { order: 1, seed, ..SMALL }
+}
+
+#[test]
+fn the_torture_finds_a_missing_wait_between_lanes_and_names_the_block() {
+    for seed in 1..=5 {
+        let fake = Fake::start(random(seed));
+        fake.drop_waits(10);
+        let run_seed = format!("--seed={seed}");
+        let arguments =
+            ["--only=torture", "--torture-threads=1", "--torture-steps=20000", &run_seed];
+        let (code, text, figures) = run(&arguments);
+        assert_eq!(code, 2, "seed {seed}: {text}");
+        assert!(figures["gpu.torture.wrong_words"] > 0.0, "seed {seed}: {text}");
+        assert!(fake.dropped_waits() > 0, "seed {seed}");
+        let named = format!(" of the run with seed {seed}");
+        assert!(text.contains("part FAILED: torture: ") && text.contains(&named), "{text}");
+    }
+}
+
+#[test]
+fn the_torture_finds_nothing_without_a_fault_while_the_arena_sleeps_and_releases() {
+    for (seed, threads) in [(1, 1), (2, 2), (3, 8)] {
+        let fake = Fake::start(random(seed));
+        let (run_seed, threads) =
+            (format!("--seed={seed}"), format!("--torture-threads={threads}"));
+        let (code, text, figures) = run(&["--only=torture", &run_seed, &threads]);
+        assert_eq!(code, 0, "seed {seed}: {text}");
+        assert_eq!(figures["gpu.torture.wrong_words"], 0.0, "seed {seed}: {text}");
+        for name in ["blocks", "sleeps", "released_bytes", "launch_p99_us"] {
+            assert!(figures[&format!("gpu.torture.{name}")] > 0.0, "seed {seed}, {name}: {text}");
+        }
+        fake.validate(0);
+        fake.assert_clean();
+    }
 }
 
 #[test]
@@ -181,7 +382,10 @@ fn a_device_that_is_not_there_is_a_part_that_could_not_run() {
 
 #[test]
 fn numbers_that_make_no_sense_are_refused() {
-    for wrong in ["--cycles=0", "--threads=0", "--threads=many", "--block=big", "--only=all"] {
+    for wrong in ["--cycles=0", "--threads=0", "--threads=many", "--block=big", "--only=all"]
+        .into_iter()
+        .chain(["--deadline=soon", "--deadline=none=1s", "--budget=much", "--plant=abort"])
+    {
         assert!(Args::try_parse_from(["gpu_check", wrong]).is_err(), "{wrong}");
     }
 }

@@ -180,6 +180,33 @@ fn a_capture_that_was_spoiled_keeps_no_task() {
 }
 
 #[test]
+fn a_kernel_with_a_delay_lets_as_many_turns_pass_as_it_takes_milliseconds() {
+    let sim = device(Order::Lazy);
+    let raw = sim.raw();
+    let (stream, at) = (raw.stream_create(false).unwrap(), raw.alloc(SIZE).unwrap());
+    raw.launch(kernel("torture_fill"), &[at, 16, 1, 3_000_000], stream).unwrap();
+    for _ in 0..3 {
+        sim.advance(1);
+        assert!(!raw.stream_query(stream).unwrap());
+    }
+    sim.advance(1);
+    assert!(raw.stream_query(stream).unwrap());
+    // Of other seeds every word differs, and a wait runs through any delay.
+    let counts = at + MIB;
+    raw.set_async(counts, &[0], 24, stream).unwrap();
+    for seed in [1, 2] {
+        let arguments = [at, 16, seed, 50_000_000, counts];
+        raw.launch(kernel("torture_check"), &arguments, stream).unwrap();
+    }
+    let found = Bytes::new(24, 9);
+    let (to, from) = (Place::Host(found.clone(), 0), Place::Device(counts));
+    raw.copy_async(to, from, 24, stream).unwrap();
+    raw.stream_synchronize(stream).unwrap();
+    let found = found.0.lock().expect("no panic");
+    assert_eq!((found[0], found[8]), (16, 2));
+}
+
+#[test]
 fn the_default_stream_and_those_that_block_wait_for_each_other() {
     let sim = device(Order::Lazy);
     let raw = sim.raw();

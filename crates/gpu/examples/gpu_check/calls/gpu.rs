@@ -8,7 +8,7 @@
 
 use std::ffi::c_char;
 
-use crate::driver::{Access, Fault, Location, Prop, Table};
+use super::driver::{Access, Fault, Location, Prop, Table};
 
 /// cuda.h, `CUdevice_attribute`.
 pub(crate) const MULTIPROCESSORS: u32 = 16;
@@ -291,6 +291,19 @@ impl<'g> Plain<'g> {
         self.end()
     }
 
+    /// Copies the first bytes of another one here, and waits.
+    pub(crate) fn copy_from(
+        &self,
+        from: &Self,
+        bytes: usize,
+        stream: &Stream<'_>,
+    ) -> Result<(), Fault> {
+        let (to, from) = (self.base.unwrap_or(0), from.base.unwrap_or(0));
+        // SAFETY: both are alive until the wait below; a bad range is an error code.
+        unsafe { self.gpu.table.within(to, from, bytes, stream.raw) }?;
+        stream.synchronize()
+    }
+
     fn end(&mut self) -> Result<(), Fault> {
         let Some(base) = self.base.take() else { return Ok(()) };
         // SAFETY: `take` makes this the only free of an address the driver gave.
@@ -324,15 +337,23 @@ impl<'g> Stream<'g> {
         unsafe { self.gpu.table.stream_synchronize(self.raw) }
     }
 
-    /// Allocates from the default pool and frees again, in this stream's order.
-    pub(crate) fn pool_round(&self, bytes: usize) -> Result<(), Fault> {
+    /// Allocates from the default pool, in this stream's order.
+    pub(crate) fn pool_alloc(&self, bytes: usize) -> Result<PoolMemory, Fault> {
         let mut base = 0;
         // SAFETY: the reference outlives the call, the stream its owner.
         unsafe { self.gpu.table.pool_alloc(&mut base, bytes, self.raw) }?;
-        // SAFETY: the address was given by the call above and is freed once.
+        Ok(PoolMemory(base))
+    }
+
+    /// Frees what [`Stream::pool_alloc`] returned, in this stream's order.
+    pub(crate) fn pool_free(&self, PoolMemory(base): PoolMemory) -> Result<(), Fault> {
+        // SAFETY: the address was given by `pool_alloc` and, being consumed, is freed once.
         unsafe { self.gpu.table.pool_free(base, self.raw) }
     }
 }
+
+/// Memory of the default pool.
+pub(crate) struct PoolMemory(u64);
 
 impl Drop for Stream<'_> {
     fn drop(&mut self) {

@@ -1,19 +1,21 @@
 //! Tables A to D: cost of a call, stall of another stream, waiting, growth with handles.
 //!
 //! Invariant: a table never holds more than nine tenths of the idle device memory.
-#![expect(clippy::print_stdout, reason = "the tables are the product")]
 #![expect(clippy::disallowed_methods, reason = "a benchmark reads the clock")]
 
 use std::time::Instant;
 
-use crate::driver::Fault;
-use crate::figures::Figures;
-use crate::gpu::Gpu;
-use crate::measure::{Call, Load, Watch, quantile};
-use crate::{Effort, float, rss_bytes};
+use super::driver::Fault;
+use super::figures::Figures;
+use super::gpu::Gpu;
+use super::measure::{Call, Load, Watch, quantile};
+use super::{Effort, float, rss_bytes};
 
-pub(crate) const SIZES_MIB: [usize; 5] = [2, 20, 64, 256, 1024];
-const HANDLES: [usize; 3] = [1, 16, 256];
+/// The sizes of handles: powers of two, and PyTorch's default of 20 MiB.
+pub(crate) const SIZES_MIB: [usize; 10] = [2, 4, 8, 16, 20, 32, 64, 128, 256, 1024];
+/// The number of handles in the calls over a whole range whose cost is a figure.
+pub(crate) const ALL_HANDLES: usize = 16;
+const HANDLES: [usize; 3] = [1, ALL_HANDLES, 256];
 /// Cycles for one row at most, whatever the time.
 const CYCLES_MAX: usize = 400;
 
@@ -32,7 +34,7 @@ pub(crate) fn costs<'g>(
     gpu: &'g Gpu<'g>,
     effort: Effort,
     mut load: Option<&mut Load<'g>>,
-    figures: &mut Figures,
+    figures: &mut Figures<'_, '_>,
 ) -> Result<(), Fault> {
     let busy = load.as_ref().map(|load| load.kernel_us);
     let beside = match busy {
@@ -41,12 +43,26 @@ pub(crate) fn costs<'g>(
             format!("next to a kernel of {us:.0} us on another stream, restarted at its end")
         }
     };
-    println!("\ntable A: host time of each call, {beside}");
-    println!("  a row = the calls of 2 or more cycles, at least {} calls; _all =", effort.samples);
-    println!("  one call for the whole range; outlasted = calls that the kernel did not outlive");
-    println!(
+    say!(figures, "\ntable A: host time of each call, {beside}");
+    say!(
+        figures,
+        "  a row = the calls of 2 or more cycles, at least {} calls; _all =",
+        effort.samples
+    );
+    say!(
+        figures,
+        "  one call for the whole range; outlasted = calls that the kernel did not outlive"
+    );
+    say!(
+        figures,
         "  {:<14} {:>5} {:>7} {:>6} {:>11} {:>11} {:>9}",
-        "call", "MiB", "handles", "n", "median us", "p99 us", "outlasted"
+        "call",
+        "MiB",
+        "handles",
+        "n",
+        "median us",
+        "p99 us",
+        "outlasted"
     );
     let end = effort.until(18);
     let mut left = SIZES_MIB.len() * HANDLES.len();
@@ -56,13 +72,13 @@ pub(crate) fn costs<'g>(
             let slice = end.saturating_duration_since(Instant::now()) / u32_of(left);
             left -= 1;
             if piece(gpu, mib).saturating_mul(count) > room(gpu)? {
-                println!("  {:<14} {mib:>5} {count:>7} does not fit in memory", "-");
+                say!(figures, "  {:<14} {mib:>5} {count:>7} does not fit in memory", "-");
                 continue;
             }
             let mut watch = Watch::new(load.as_deref_mut());
             let size = (piece(gpu, mib), count);
             if let Err(fault) = repeat(gpu, &mut watch, size, effort, Instant::now() + slice) {
-                println!("  {:<14} {mib:>5} {count:>7} stopped: {fault}", "-");
+                say!(figures, "  {:<14} {mib:>5} {count:>7} stopped: {fault}", "-");
                 first_fault.get_or_insert(fault);
             }
             print_costs(&watch, (mib, count), busy.is_some(), figures);
@@ -99,7 +115,7 @@ fn print_costs(
     watch: &Watch<'_, '_>,
     (mib, count): (usize, usize),
     busy: bool,
-    figures: &mut Figures,
+    figures: &mut Figures<'_, '_>,
 ) {
     for call in Call::EVERY {
         let seen = watch.of(call);
@@ -107,14 +123,15 @@ fn print_costs(
             continue;
         }
         let (median, p99) = (quantile(&seen.costs_us, 0.5), quantile(&seen.costs_us, 0.99));
-        println!(
+        say!(
+            figures,
             "  {:<14} {mib:>5} {count:>7} {:>6} {median:>11.2} {p99:>11.2} {:>9}",
             call.name(),
             seen.costs_us.len(),
             if busy { seen.outlasted.to_string() } else { "-".to_owned() }
         );
         // The cost of a handle is taken from rows of 16, and of 1 where 16 do not fit.
-        if count <= 16 {
+        if count <= ALL_HANDLES {
             let suffix = if busy { "_busy_us" } else { "_us" };
             figures.set(format!("{}_{mib}mib{suffix}", call.name()), median, "us");
         }
@@ -126,22 +143,32 @@ pub(crate) fn stalls<'g>(
     gpu: &'g Gpu<'g>,
     effort: Effort,
     load: &mut Load<'g>,
-    figures: &mut Figures,
+    figures: &mut Figures<'_, '_>,
 ) -> Result<(), Fault> {
     let chains = if effort.quick { 5 } else { 50 };
-    println!("\ntable B: device time between events of another stream while calls are made");
-    println!("  a chain of 200 kernels of {:.1} us, an event after each; the", load.kernel_us);
-    println!("  first row is {chains} chains with no call; then 16 handles, at least 2 cycles");
-    println!(
+    say!(figures, "\ntable B: device time between events of another stream while calls are made");
+    say!(figures, "  a chain of 200 kernels of {:.1} us, an event after each; the", load.kernel_us);
+    say!(
+        figures,
+        "  first row is {chains} chains with no call; then 16 handles, at least 2 cycles"
+    );
+    say!(
+        figures,
         "  {:<14} {:>5} {:>6} {:>7} {:>10} {:>10} {:>11}",
-        "call", "MiB", "calls", "events", "median us", "p99 us", "longest us"
+        "call",
+        "MiB",
+        "calls",
+        "events",
+        "median us",
+        "p99 us",
+        "longest us"
     );
     let mut quiet = Vec::new();
     for _ in 0..chains {
         load.launch()?;
         load.finish(&mut quiet)?;
     }
-    print_gaps("none", 0, 0, &quiet);
+    print_gaps(figures, "none", 0, 0, &quiet);
     let quiet_us = quantile(&quiet, 1.0);
     figures.set("no_call_longest_us", quiet_us, "us");
     let end = effort.until(18);
@@ -150,7 +177,7 @@ pub(crate) fn stalls<'g>(
     for (index, mib) in sizes.into_iter().enumerate() {
         let size = (piece(gpu, mib), 16);
         if size.0 * size.1 > room(gpu)? {
-            println!("  {:<14} {mib:>5} does not fit in memory", "-");
+            say!(figures, "  {:<14} {mib:>5} does not fit in memory", "-");
             continue;
         }
         let slice = end.saturating_duration_since(Instant::now()) / u32_of(sizes.len() - index);
@@ -159,7 +186,7 @@ pub(crate) fn stalls<'g>(
         for call in Call::EVERY {
             let seen = watch.of(call);
             if !seen.gaps_us.is_empty() {
-                print_gaps(call.name(), mib, seen.costs_us.len(), &seen.gaps_us);
+                print_gaps(figures, call.name(), mib, seen.costs_us.len(), &seen.gaps_us);
                 let longest = quantile(&seen.gaps_us, 1.0);
                 longest_us[call as usize] = longest_us[call as usize].max(longest);
             }
@@ -172,8 +199,15 @@ pub(crate) fn stalls<'g>(
     Ok(())
 }
 
-fn print_gaps(name: &str, mib: usize, calls: usize, gaps_us: &[f64]) {
-    println!(
+fn print_gaps(
+    figures: &mut Figures<'_, '_>,
+    name: &str,
+    mib: usize,
+    calls: usize,
+    gaps_us: &[f64],
+) {
+    say!(
+        figures,
         "  {name:<14} {mib:>5} {calls:>6} {:>7} {:>10.2} {:>10.2} {:>11.2}",
         gaps_us.len(),
         quantile(gaps_us, 0.5),
@@ -187,18 +221,24 @@ pub(crate) fn waits<'g>(
     gpu: &'g Gpu<'g>,
     effort: Effort,
     load: &mut Load<'g>,
-    figures: &mut Figures,
+    figures: &mut Figures<'_, '_>,
 ) -> Result<(), Fault> {
     let cycles = if effort.quick { 3 } else { 10 };
-    println!("\ntable C: does a call wait for a kernel that uses other memory?");
-    println!(
+    say!(figures, "\ntable C: does a call wait for a kernel that uses other memory?");
+    say!(
+        figures,
         "  a kernel of {:.1} ms works on one range, the call is on another of 20 MiB;",
         load.kernel_us / 1e3
     );
-    println!("  {cycles} times; plain_free (cuMemFree) is the control that should wait");
-    println!(
+    say!(figures, "  {cycles} times; plain_free (cuMemFree) is the control that should wait");
+    say!(
+        figures,
         "  {:<14} {:>3} {:>11} {:>15} {:>9}",
-        "call", "n", "median us", "kernel left us", "waits"
+        "call",
+        "n",
+        "median us",
+        "kernel left us",
+        "waits"
     );
     let mut watch = Watch::new(Some(load));
     let end = effort.until(10);
@@ -216,7 +256,8 @@ pub(crate) fn waits<'g>(
             continue;
         }
         let waits = seen.outlasted * 2 > count;
-        println!(
+        say!(
+            figures,
             "  {:<14} {count:>3} {:>11.2} {:>15.2} {:>9}",
             call.name(),
             quantile(&seen.costs_us, 0.5),
@@ -232,14 +273,23 @@ pub(crate) fn waits<'g>(
 pub(crate) fn many_handles<'g>(
     gpu: &'g Gpu<'g>,
     effort: Effort,
-    figures: &mut Figures,
+    figures: &mut Figures<'_, '_>,
 ) -> Result<(), Fault> {
     let unit = gpu.granularity.0.max(1);
-    println!("\ntable D: many handles of {unit} bytes in one range; one cycle each, and one more");
-    println!("  with access and unmapping as one call (_all)");
-    println!(
+    say!(
+        figures,
+        "\ntable D: many handles of {unit} bytes in one range; one cycle each, and one more"
+    );
+    say!(figures, "  with access and unmapping as one call (_all)");
+    say!(
+        figures,
         "  {:<14} {:>7} {:>10} {:>15} {:>15} {:>7}",
-        "call", "n", "calls/s", "first tenth us", "last tenth us", "growth"
+        "call",
+        "n",
+        "calls/s",
+        "first tenth us",
+        "last tenth us",
+        "growth"
     );
     let wanted: &[usize] = if effort.quick { &[10_000] } else { &[10_000, 50_000] };
     let mut handle_host_bytes = 0.0_f64;
@@ -247,11 +297,11 @@ pub(crate) fn many_handles<'g>(
     for &wanted in wanted {
         let mut count = wanted.min(room(gpu)? / unit);
         if count < wanted {
-            println!("  of {wanted} handles {count} fit in memory");
+            say!(figures, "  of {wanted} handles {count} fit in memory");
         }
         for all in [false, true] {
             if Instant::now() > end {
-                println!("  no time left for {count} handles, all = {all}");
+                say!(figures, "  no time left for {count} handles, all = {all}");
                 continue;
             }
             // If the driver refuses the number, try half of it, and so on, at most six times.
@@ -259,11 +309,11 @@ pub(crate) fn many_handles<'g>(
                 let rss_before = rss_bytes();
                 let mut watch = Watch::new(None);
                 let result = watch.cycle(gpu, (unit, count), all);
-                print_growth(&watch, all);
+                print_growth(&watch, all, figures);
                 let Err(fault) = result else {
                     let grown = usize::try_from(watch.mapped_rss.saturating_sub(rss_before));
                     let per_handle = float(grown.unwrap_or(0)) / float(count.max(1));
-                    println!("  {count} handles: {per_handle:.0} bytes of host memory each");
+                    say!(figures, "  {count} handles: {per_handle:.0} bytes of host memory each");
                     // Later cycles find the host memory of earlier ones, so the most is kept.
                     handle_host_bytes = per_handle.max(handle_host_bytes);
                     figures.set("handle_host_bytes", handle_host_bytes, "bytes");
@@ -271,7 +321,7 @@ pub(crate) fn many_handles<'g>(
                     set_growth(&watch, count, figures);
                     break;
                 };
-                println!("  {count} handles: {fault}");
+                say!(figures, "  {count} handles: {fault}");
                 if attempt == 6 || count < 2 {
                     return Err(fault);
                 }
@@ -289,7 +339,7 @@ fn tenths(costs_us: &[f64]) -> (f64, f64) {
     (quantile(&costs_us[..tenth], 0.5), quantile(last, 0.5))
 }
 
-fn print_growth(watch: &Watch<'_, '_>, all: bool) {
+fn print_growth(watch: &Watch<'_, '_>, all: bool, figures: &mut Figures<'_, '_>) {
     let both = [Call::Reserve, Call::Create, Call::Map, Call::Release, Call::AddressFree];
     let one =
         if all { [Call::SetAccessAll, Call::UnmapAll] } else { [Call::SetAccess, Call::Unmap] };
@@ -300,7 +350,8 @@ fn print_growth(watch: &Watch<'_, '_>, all: bool) {
         }
         let (first, last) = tenths(costs);
         let rate = float(costs.len()) * 1e6 / costs.iter().sum::<f64>().max(1e-3);
-        println!(
+        say!(
+            figures,
             "  {:<14} {:>7} {rate:>10.0} {first:>15.2} {last:>15.2} {:>7.2}",
             call.name(),
             costs.len(),
@@ -309,7 +360,7 @@ fn print_growth(watch: &Watch<'_, '_>, all: bool) {
     }
 }
 
-fn set_growth(watch: &Watch<'_, '_>, count: usize, figures: &mut Figures) {
+fn set_growth(watch: &Watch<'_, '_>, count: usize, figures: &mut Figures<'_, '_>) {
     for call in [Call::Create, Call::Map, Call::SetAccess, Call::Unmap, Call::Release] {
         let costs = &watch.of(call).costs_us;
         if costs.len() > 1 {

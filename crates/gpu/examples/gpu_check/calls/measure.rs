@@ -8,8 +8,8 @@
 
 use std::time::{Duration, Instant};
 
-use crate::driver::Fault;
-use crate::gpu::{Event, Gpu, Kernel, Physical, Plain, Range, Stream};
+use super::driver::Fault;
+use super::gpu::{Event, Gpu, Kernel, Physical, Plain, Range, Stream};
 
 /// The timed calls. `All` = one call for the whole range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -104,8 +104,8 @@ impl<'g> Load<'g> {
         // The first pass warms up, the second measures, the third checks the result.
         load.measure_kernel()?;
         let round_us = (load.measure_kernel()? / 2000.0).max(1e-4);
-        load.rounds = crate::whole(kernel_us / round_us).max(1);
-        load.plug_rounds = crate::whole(15.0 * crate::float(kernels) / round_us);
+        load.rounds = super::whole(kernel_us / round_us).max(1);
+        load.plug_rounds = super::whole(15.0 * super::float(kernels) / round_us);
         load.kernel_us = load.measure_kernel()?;
         Ok(load)
     }
@@ -242,7 +242,7 @@ impl<'l, 'g> Watch<'l, 'g> {
         } else {
             self.phase(Call::SetAccess, count, |index| range.set_access(index))?;
         }
-        self.mapped_rss = self.mapped_rss.max(crate::rss_bytes());
+        self.mapped_rss = self.mapped_rss.max(super::rss_bytes());
         match self.phase(Call::Retain, count.min(16), |index| range.retain(index)) {
             // Not every library has it, and nothing after it needs it.
             Ok(_) | Err(Fault::NoSymbol { .. }) => {}
@@ -274,6 +274,6 @@ pub(crate) fn quantile(samples: &[f64], share: f64) -> f64 {
     let mut sorted = samples.to_vec();
     sorted.sort_by(f64::total_cmp);
     let last = sorted.len().saturating_sub(1);
-    let index = usize::try_from(crate::whole((crate::float(last) * share).round())).unwrap_or(last);
+    let index = usize::try_from(super::whole((super::float(last) * share).round())).unwrap_or(last);
     sorted.get(index.min(last)).copied().unwrap_or(f64::NAN)
 }

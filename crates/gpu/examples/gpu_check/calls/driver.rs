@@ -75,7 +75,7 @@ impl Library {
         let mut error = String::new();
         for name in [c"libcuda.so.1", c"libcuda.so"] {
             // SAFETY: the name is a C string; a driver's initialisers have no demand on the
-            // caller, and the program has one thread here.
+            // caller.
             let handle = unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
             if !handle.is_null() {
                 return Ok(Self { handle, name: name.to_str().unwrap_or("libcuda") });
@@ -96,7 +96,7 @@ impl Library {
 }
 
 fn loader_error() -> String {
-    // SAFETY: `dlerror` has no precondition; this program has one thread.
+    // SAFETY: `dlerror` has no precondition; its text is this thread's own.
     let text = unsafe { libc::dlerror() };
     if text.is_null() {
         return "no message from the loader".to_owned();
@@ -198,6 +198,7 @@ calls! {
     "cuMemHostAlloc" host_alloc(out: &mut usize, bytes: usize, flags: u32);
     "cuMemFreeHost" host_free(address: usize);
     "cuMemcpyHtoDAsync_v2" to_device(device: u64, host: usize, bytes: usize, stream: usize);
+    "cuMemcpyDtoDAsync_v2" within(to: u64, from: u64, bytes: usize, stream: usize);
     "cuMemcpyDtoHAsync_v2" to_host(host: usize, device: u64, bytes: usize, stream: usize);
     "cuStreamCreate" stream_create(out: &mut usize, flags: u32);
     "cuStreamDestroy_v2" stream_destroy(stream: usize);
