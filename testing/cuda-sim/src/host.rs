@@ -128,7 +128,8 @@ impl Model {
     /// Returns the kind of memory of the next store: page-locked within the limit.
     fn store_memory(&self, size: ByteSize) -> HostMemory {
         let locked = self.host_bytes(Some(HostMemory::PageLocked)).saturating_add(size);
-        if self.options.page_locked && locked <= self.lock_limit {
+        let limit = self.lock_limit.min(self.store_lock_limit);
+        if self.options.page_locked && locked <= limit {
             HostMemory::PageLocked
         } else {
             HostMemory::Pageable

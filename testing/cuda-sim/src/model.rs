@@ -75,6 +75,7 @@ pub(super) struct Model {
     pub(super) neighbours: ByteSize,
     pub(super) host_limit: ByteSize,
     pub(super) lock_limit: ByteSize,
+    pub(super) store_lock_limit: ByteSize,
     /// Host memory given out by address.
     pub(super) host_blocks: BTreeMap<usize, (ByteSize, HostMemory)>,
     /// Copies with host memory at one end, of which some are not done.
@@ -123,6 +124,7 @@ impl Model {
             neighbours: ByteSize::ZERO,
             host_limit: ByteSize::MAX,
             lock_limit: ByteSize::MAX,
+            store_lock_limit: ByteSize::MAX,
             host_blocks: BTreeMap::new(),
             host_copies: Vec::new(),
             differences: 0,

@@ -85,8 +85,8 @@ pub(crate) struct Schedule {
     discards: [bool; 2],
     /// Leases for work name its stream.
     names: bool,
-    /// The KiB of host memory that can be page-locked: contents beyond go through a ring.
-    lockable: Option<u16>,
+    /// Contents go through a ring, of which this many KiB can be page-locked.
+    ring: Option<u16>,
     /// The KiB that the host has room for, and that it refuses one booking in so many; where it is
     /// asked.
     host: Option<(u16, u8)>,
@@ -141,7 +141,7 @@ impl Schedule {
         let room = *pick(&mut chance, &[64, 256, 4096]);
         let refuses = *pick(&mut chance, &[2, 3, 5]);
         let host = (chance.below(3) > 0).then_some((room, refuses));
-        let lockable = (chance.below(3) == 0).then(|| *pick(&mut chance, &[0, 64, 5000, 10000]));
+        let ring = (chance.below(3) == 0).then(|| *pick(&mut chance, &[0, 5000, 10_000]));
         Self {
             seed,
             memory: Memory::Virtual,
@@ -157,7 +157,7 @@ impl Schedule {
             end,
             discards,
             names,
-            lockable,
+            ring,
             host,
         }
     }
@@ -165,6 +165,11 @@ impl Schedule {
     /// The same on a device that has this memory to offer.
     pub(crate) fn over(self, memory: Memory) -> Self {
         Self { memory, ..self }
+    }
+
+    /// The same with a ring of page-locked buffers, and room on the host for all contents.
+    pub(crate) fn through_ring(self) -> Self {
+        Self { ring: Some(10_000), host: None, discards: [false; 2], ..self }
     }
 
     /// Returns `true` if a sleep may discard the contents of a region.

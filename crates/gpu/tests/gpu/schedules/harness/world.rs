@@ -175,7 +175,8 @@ impl World {
             ..SimOptions::default()
         };
         let sim = Arc::new(SimDriver::new(options));
-        if let Some(kib) = schedule.lockable {
+        if let Some(kib) = schedule.ring {
+            sim.set_store_lock_limit(ByteSize::ZERO);
             sim.set_lock_limit(ByteSize::kib(kib.into()));
         }
         let (limit, reserve, sleep) = (schedule.limit, schedule.reserve, schedule.sleep());
