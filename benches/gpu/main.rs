@@ -14,6 +14,7 @@ mod figures;
 #[path = "../replay/trace.rs"]
 #[allow(dead_code, reason = "others use more of it")]
 mod recorded;
+mod stores;
 mod torture;
 mod trace;
 mod wake;
@@ -31,6 +32,7 @@ type Measure = fn(&mut Figures) -> Result<(), BoxError>;
 const PARTS: &[(&str, Measure)] = &[
     ("binary", torture::binary),
     ("compact", compact::measure),
+    ("stores", stores::measure),
     ("torture", torture::measure),
     ("trace", trace::measure),
     ("wake", wake::measure),

@@ -572,7 +572,7 @@ fn settings(config: &Config, is_host: bool) -> admission::Settings {
     }
 }
 
-/// Reclaims idle device memory first, then idle resources: each for the budget that it relieves.
+/// Reclaims idle memory of arenas first, then idle resources: each for the budget that it relieves.
 fn ladder(
     joined: &Arc<Mutex<Option<Arc<Shared>>>>,
     resources: &Resources,
@@ -580,8 +580,8 @@ fn ladder(
 ) -> Ladder {
     let relieves = if is_host { Budget::Host } else { Budget::Device };
     let of_resources = [Budget::Host, Budget::Device].map(|budget| resources.reclaimer(budget));
-    let steps = devices::idle_memory(joined, relieves).into_iter().chain(of_resources).collect();
-    // At most three steps, fewer than the limit.
+    let steps = devices::reclaim_steps(joined, relieves).into_iter().chain(of_resources).collect();
+    // At most four steps, fewer than the limit.
     Ladder::new(steps).unwrap_or_default()
 }
 

@@ -66,11 +66,11 @@ pub(super) const fn limit(_: &Config) -> ByteSize {
     ByteSize::MAX
 }
 
-pub(super) fn idle_memory(
+pub(super) fn reclaim_steps(
     _: &Arc<Mutex<Option<Arc<Shared>>>>,
     _: Budget,
-) -> Option<Arc<dyn Reclaim>> {
-    None
+) -> Vec<Arc<dyn Reclaim>> {
+    Vec::new()
 }
 
 impl Shared {

@@ -141,7 +141,9 @@ fn an_idle_arena_sleeps_in_its_time_and_wakes_with_its_use_and_nobody_calls_for_
         bed.assert_marked(&arena, &model, 7);
         let found = figures(&memory, "weights");
         assert_eq!((found.state, found.wakes_total), (SleepState::Awake, round + 1));
-        assert_eq!((found.offloaded, standing(&memory)), (ByteSize::ZERO, ByteSize::ZERO));
+        // The copies' memory stays for the next time.
+        assert_eq!((found.offloaded, standing(&memory)), (MODEL, MODEL));
+        assert_eq!(bed.sim.calls(Call::HostAlloc), 1, "in round {round}");
     }
     assert!(
         memory.diagnostics().iter().all(|note| note.about != "device"),
@@ -151,6 +153,32 @@ fn an_idle_arena_sleeps_in_its_time_and_wakes_with_its_use_and_nobody_calls_for_
     drop(model);
     assert!(memory.shutdown(SOON).is_clean());
     drop(memory);
+    bed.end([arena]);
+}
+
+/// What stays for the next sleep is the host's again when it is short, and at the end.
+#[test]
+fn host_memory_for_the_next_sleep_goes_under_pressure_and_with_the_manager() {
+    let bed = Bed::new();
+    let memory = bed.builder().start().expect("starts");
+    let arena = memory.open_arena("weights").expect("opens");
+    let model = bed.model(&arena, Region::Stable, 7);
+    let turn = || {
+        bed.clock.advance(IDLE + TICK);
+        falls_asleep(&arena);
+        bed.assert_marked(&arena, &model, 7);
+        assert_eq!((arena.snapshot().offloaded, standing(&memory)), (MODEL, MODEL));
+    };
+    turn();
+    bed.tree.hold(450);
+    advance_until(&bed.clock, TICK, "the worker releases it", || standing(&memory).is_zero());
+    assert_eq!(arena.state(), SleepState::Awake);
+    bed.tree.hold(10);
+    advance_until(&bed.clock, TICK, "the level falls", || memory.level() == Level::None);
+    turn();
+    assert!(!memory.shutdown(SOON).is_clean(), "the model is live");
+    assert_eq!(arena.snapshot().offloaded, ByteSize::ZERO);
+    drop((model, memory));
     bed.end([arena]);
 }
 
@@ -423,7 +451,9 @@ fn a_shutdown_while_it_sleeps_leaves_the_contents_to_their_owner() {
     let standing = || admission.ledger(Budget::Host).resource_reservations();
     drop(memory);
     bed.assert_marked(&arena, &model, 9);
-    assert_eq!(standing(), ByteSize::ZERO, "given back with the wake");
+    assert_eq!(standing(), MODEL, "nobody looks after it any more");
+    assert_eq!(arena.release_stores(), MODEL);
+    assert_eq!(standing(), ByteSize::ZERO);
     let refused = arena.sleep(SleepOptions::default()).expect_err("admission is closed");
     assert!(refused.to_string().contains("shutting down"), "{refused}");
     bed.assert_marked(&arena, &model, 9);

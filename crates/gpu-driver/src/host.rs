@@ -219,6 +219,16 @@ unsafe impl Driver for HostDriver {
     }
 }
 
+/// Returns the physical memory of the host, or `None` if the system does not say.
+#[must_use]
+pub fn physical_memory() -> Option<ByteSize> {
+    // SAFETY: it reads a figure of the system.
+    let [pages, page] =
+        [libc::_SC_PHYS_PAGES, libc::_SC_PAGESIZE].map(|name| unsafe { libc::sysconf(name) });
+    let bytes = u64::try_from(pages).ok()?.checked_mul(u64::try_from(page).ok()?)?;
+    (bytes > 0).then(|| ByteSize::new(bytes))
+}
+
 /// A range of whole granules in this process's address space.
 #[derive(Clone, Copy)]
 struct AddressRange {
@@ -341,7 +351,7 @@ fn length_of(size: ByteSize) -> Result<usize, DriverError> {
     size.as_usize().ok_or(DriverError::OutOfMemory { call: "mmap", requested: size })
 }
 
-fn last_error(call: &'static str, length: usize) -> DriverError {
+pub(super) fn last_error(call: &'static str, length: usize) -> DriverError {
     let error = io::Error::last_os_error();
     let code = error.raw_os_error().unwrap_or_default();
     if code == libc::ENOMEM {

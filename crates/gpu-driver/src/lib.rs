@@ -15,6 +15,8 @@ pub mod cuda;
 mod error;
 mod handle;
 pub mod host;
+pub mod staging;
+mod touched;
 mod uuid;
 
 use std::fmt;
@@ -26,6 +28,8 @@ pub use address::DeviceAddress;
 pub use capabilities::{Backend, Capabilities, HostMemory};
 pub use error::DriverError;
 pub use handle::{DeviceMemory, EventHandle, HostStore, Owner, StoreSpan, StreamHandle};
+#[doc(hidden)]
+pub use touched::TouchedMemory;
 pub use uuid::{DeviceUuid, UuidError};
 
 /// The unit of sizes for [`Driver::host_alloc`]. 64 KiB is the largest page size in use, so it is a
@@ -502,17 +506,18 @@ pub unsafe trait Driver: fmt::Debug + Send + Sync {
         Err(DriverError::Unsupported { what: STREAMS })
     }
 
-    /// Allocates host memory for offloading, page-locked with [`Capabilities::page_locked`]. `size`
-    /// is a nonzero multiple of [`HOST_GRANULARITY`] (`cuMemHostAlloc`).
+    /// Allocates host memory for offloading; its contents are unspecified. `size` is a nonzero
+    /// multiple of [`HOST_GRANULARITY`]. The memory is page-locked if possible
+    /// (`cuMemHostRegister`); copies from and to other memory are slower and partly synchronous.
     ///
     /// # Errors
-    /// As for [`Driver::host_alloc`].
+    /// [`DriverError::OutOfMemory`], [`DriverError::Misaligned`] or any other [`DriverError`].
     fn host_store_create(&self, size: ByteSize) -> Result<HostStore, DriverError> {
         let _ = size;
         Err(DriverError::Unsupported { what: STORES })
     }
 
-    /// Frees a store. May block as long as other work of the device takes (`cuMemFreeHost`).
+    /// Frees a store. May block as long as other work of the device takes (`cuMemHostUnregister`).
     ///
     /// # Safety
     /// The store is one of this driver's that is not destroyed yet. Every copy from and to it is
@@ -525,8 +530,9 @@ pub unsafe trait Driver: fmt::Debug + Send + Sync {
         Err(DriverError::Unsupported { what: STORES })
     }
 
-    /// Queues a copy of `into.size` bytes of committed device memory into a store, and returns
-    /// without waiting. Device memory and store stay until it is done (`cuMemcpyDtoHAsync`).
+    /// Queues a copy of `into.size` bytes of committed device memory into a store. Returns without
+    /// waiting if the store is page-locked. Device memory and store stay until it is done
+    /// (`cuMemcpyDtoHAsync`).
     ///
     /// # Safety
     /// Until the copy is complete, `from` stays committed and unchanged, and the part of the store
@@ -534,7 +540,8 @@ pub unsafe trait Driver: fmt::Debug + Send + Sync {
     /// stream is as for [`Driver::stream_synchronize`].
     ///
     /// # Errors
-    /// Any [`DriverError`]; nothing is queued then.
+    /// Any [`DriverError`]. Nothing is queued then, except by a copy with a store that is not
+    /// page-locked.
     unsafe fn offload(
         &self,
         from: DeviceAddress,
@@ -554,7 +561,7 @@ pub unsafe trait Driver: fmt::Debug + Send + Sync {
     /// reference into it exists. The stream is as for [`Driver::stream_synchronize`].
     ///
     /// # Errors
-    /// Any [`DriverError`]; nothing is queued then.
+    /// As for [`Driver::offload`].
     unsafe fn restore(
         &self,
         from: StoreSpan,

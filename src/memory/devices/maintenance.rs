@@ -42,6 +42,7 @@ impl Shared {
     /// Ends the management of arenas after the threads have ended, and reports what is live.
     pub(in crate::memory) fn end_devices(&self, report: &mut Shutdown) {
         self.end_empty_sleeps();
+        self.release_stores();
         report.device_live = self.device_arenas().map(|arena| arena.glance().live).sum();
     }
 

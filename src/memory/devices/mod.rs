@@ -37,7 +37,7 @@ pub use scopes::{ArenaReport, ArenaUse, Replaced, ScopeError, Slot, SlotKind, Sl
 pub use shrink::{Run, ShrinkError, ShrinkFailure, ShrinkOutcome, Shrunk, ShrunkTarget};
 pub use snapshot::{DeviceSnapshot, DevicesSnapshot};
 
-pub(super) use reclaim::idle_memory;
+pub(super) use reclaim::reclaim_steps;
 pub(super) use resource::ResourceArena;
 pub(super) use sensor::ArenasSensor;
 pub(super) use series::Series;

@@ -155,8 +155,13 @@ impl Shared {
     /// Releases the idle memory of all arenas, and host memory kept for their next sleep. Returns
     /// the released bytes.
     pub(in crate::memory) fn purge_devices(&self) -> ByteSize {
-        let of = |arena: &DeviceArena| self.purged(arena).saturating_add(arena.release_stores());
-        self.arenas().iter().map(of).sum()
+        let purged: ByteSize = self.arenas().iter().map(|arena| self.purged(arena)).sum();
+        purged.saturating_add(self.release_stores())
+    }
+
+    /// Releases the host memory that arenas keep for their next sleep. Returns its bytes.
+    pub(super) fn release_stores(&self) -> ByteSize {
+        self.arenas().iter().map(DeviceArena::release_stores).sum()
     }
 
     /// Purges an arena and returns the released bytes. An error becomes a diagnostic.

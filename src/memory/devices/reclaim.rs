@@ -1,4 +1,5 @@
-//! The reclaim step that releases the idle memory of arenas.
+//! The reclaim steps that release the idle memory of arenas, and their host memory without
+//! contents.
 
 use std::sync::Arc;
 
@@ -6,13 +7,39 @@ use crate::memory::shared::Shared;
 use crate::sync::{Mutex, lock};
 use lowtide_admission::{Ask, Budget, Reclaim, Recovered};
 
-/// Returns the step, for the budget in which arenas count. `joined` is set once the parts are
+/// Returns the steps, for the budget in which arenas count. `joined` is set once the parts are
 /// connected.
-pub(in crate::memory) fn idle_memory(
+pub(in crate::memory) fn reclaim_steps(
     joined: &Arc<Mutex<Option<Arc<Shared>>>>,
     relieves: Budget,
-) -> Option<Arc<dyn Reclaim>> {
-    Some(Arc::new(IdleMemory { shared: Arc::clone(joined), relieves }))
+) -> Vec<Arc<dyn Reclaim>> {
+    let shared = || Arc::clone(joined);
+    let stores = Arc::new(IdleStores { shared: shared() });
+    vec![stores, Arc::new(IdleMemory { shared: shared(), relieves })]
+}
+
+/// The host memory that arenas keep for their next sleep.
+struct IdleStores {
+    shared: Arc<Mutex<Option<Arc<Shared>>>>,
+}
+
+impl Reclaim for IdleStores {
+    fn name(&self) -> &'static str {
+        "host memory for sleeping arenas"
+    }
+
+    fn relieves(&self) -> Budget {
+        Budget::Host
+    }
+
+    fn cost_rank(&self) -> u8 {
+        0
+    }
+
+    fn reclaim(&self, _ask: Ask) -> Recovered {
+        let shared = lock(&self.shared).clone();
+        shared.map_or(Recovered::NOTHING, |shared| Recovered::of(shared.release_stores()))
+    }
 }
 
 struct IdleMemory {

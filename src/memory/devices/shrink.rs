@@ -18,7 +18,7 @@ use thiserror::Error;
 
 use crate::bytes::ByteSize;
 use crate::config::arena::{RunOptions, SelectorError, Target, TargetKind, Targets};
-use crate::device::{DeviceArena, DeviceError};
+use crate::device::DeviceError;
 use lowtide_admission::Job;
 use lowtide_heap::{HostError, Outcome};
 
@@ -250,7 +250,7 @@ impl Shared {
 
     /// Shrinks the heap, the pinned pools, and host memory kept between sleeps.
     fn shrink_host(&self) -> ShrinkOutcome {
-        let mut released = self.arenas().iter().map(DeviceArena::release_stores).sum::<ByteSize>();
+        let mut released = self.release_stores();
         let mut failed = None;
         let pools = self.pools();
         for pool in &pools {

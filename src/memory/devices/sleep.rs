@@ -1,8 +1,10 @@
 //! Puts idle arenas to sleep, one at a time, and reserves host memory for their contents.
 //!
 //! The control thread finds the arena that is due ([`DeviceArena::next_sleep`]), and the worker
-//! puts it to sleep. This does not relieve the host: copied contents need host memory, which is
-//! reserved as resource memory in the host's ledger before the first copy. Using an arena wakes it.
+//! prepares its host memory and puts it to sleep. This does not relieve the host: copied contents
+//! need host memory, which is reserved as resource memory in the host's ledger before it is
+//! allocated. Using an arena wakes it. Its host memory stays for the next sleep; the worker
+//! releases it when the host is under pressure, and at a decay what the arena does not need.
 //!
 //! Invariant: `resource reservations of the host >= offloaded bytes of all arenas that were opened
 //! here`, if a limit is known.
@@ -52,11 +54,17 @@ impl fmt::Debug for HostRoom {
 impl Shared {
     /// The default configuration of an arena.
     pub(in crate::memory) fn arena_config(&self, name: impl Into<String>) -> ArenaConfig {
-        ArenaConfig {
-            decay: self.config.device.decay.value,
-            sleep: self.config.device.sleep(),
-            ..ArenaConfig::new(name)
-        }
+        let mut sleep = self.config.device.sleep();
+        sleep.stores_max = sleep.stores_max.min(self.stores_max());
+        let decay = self.config.device.decay.value;
+        ArenaConfig { decay, sleep, ..ArenaConfig::new(name) }
+    }
+
+    /// Returns the host memory that an arena may keep for its next sleep: a quarter of the limit,
+    /// because requests cannot use it.
+    fn stores_max(&self) -> ByteSize {
+        let limit = self.state.limit();
+        if limit == ByteSize::MAX { limit } else { ByteSize::new(limit.get() / 4) }
     }
 
     /// Makes an arena reserve host memory for its contents while it sleeps.

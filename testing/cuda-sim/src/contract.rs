@@ -174,7 +174,7 @@ impl SimDriver {
     /// # Errors
     /// As for [`Driver::host_store_destroy`].
     pub fn host_store_destroy(&self, store: HostStore) -> Answer {
-        self.model().store_destroy(store.get())
+        self.store_destroy(store)
     }
 
     /// Like [`Driver::offload`].
@@ -182,7 +182,7 @@ impl SimDriver {
     /// # Errors
     /// As for [`Driver::offload`].
     pub fn offload(&self, from: DeviceAddress, into: StoreSpan, stream: StreamHandle) -> Answer {
-        self.model().transfer(Call::Offload, stream.get(), from.get(), into)
+        self.transfer(Call::Offload, (from, into), stream)
     }
 
     /// Like [`Driver::restore`].
@@ -190,7 +190,7 @@ impl SimDriver {
     /// # Errors
     /// As for [`Driver::restore`].
     pub fn restore(&self, from: StoreSpan, to: DeviceAddress, stream: StreamHandle) -> Answer {
-        self.model().transfer(Call::Restore, stream.get(), to.get(), from)
+        self.transfer(Call::Restore, (to, from), stream)
     }
 }
 
@@ -392,7 +392,7 @@ unsafe impl Driver for SimDriver {
 
     fn host_store_create(&self, size: ByteSize) -> Answer<HostStore> {
         let _relaxed = self.enter(Call::HostAlloc);
-        self.model().store_create(size)
+        self.store_create(size)
     }
 
     unsafe fn host_store_destroy(&self, store: HostStore) -> Answer {

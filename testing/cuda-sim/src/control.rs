@@ -112,6 +112,12 @@ impl SimDriver {
         self.model().lock_limit = limit;
     }
 
+    /// Sets the limit of page-locked stores, within the limit of page-locked memory. Initially
+    /// unlimited. Zero is a driver that page-locks only what it allocates itself.
+    pub fn set_store_lock_limit(&self, limit: ByteSize) {
+        self.model().store_lock_limit = limit;
+    }
+
     /// Loses the context as after a device fault: every later call returns this error, and queued
     /// work is never done.
     pub fn poison(&self, error: SimError) {

@@ -1,7 +1,9 @@
 //! Host memory: blocks for pinned pools, and stores for offloading.
 //!
 //! Blocks for pools are real memory from the host driver and are never locked; the limits here are
-//! the model's. Stores hold only the bytes written, so an arena of many GiB can be offloaded.
+//! the model's. Stores hold only the bytes written, so an arena of many GiB can be offloaded. A
+//! store beyond the lock limit is pageable, and is copied through the rings of
+//! [`Staging`](lowtide_gpu_driver::staging::Staging), as by the CUDA driver.
 //!
 //! Copies from and to host memory follow the manual: page-locked memory is read and written when
 //! the copy is done, and a copy with other memory is synchronous.
@@ -19,12 +21,13 @@ use super::fault::{Fault, HandleKind, SimError, WorkKind};
 use super::memory::Range;
 use super::model::Model;
 use super::raw::Place;
-use super::sparse::Sparse;
+use super::sparse::{Sparse, index};
 use super::task::HostBytes;
 use lowtide_core::bytes::ByteSize;
 use lowtide_gpu_driver::host::HostDriver;
 use lowtide_gpu_driver::{
-    DeviceAddress, Driver as _, DriverError, HOST_GRANULARITY, HostMemory, HostStore, StreamHandle,
+    DeviceAddress, Driver as _, DriverError, HOST_GRANULARITY, HostMemory, HostStore, StoreSpan,
+    StreamHandle,
 };
 
 impl Model {
@@ -110,11 +113,103 @@ impl Model {
             let at = DeviceAddress::new(0);
             return Err(DriverError::Misaligned { at, size, granularity: HOST_GRANULARITY });
         }
-        self.enter_host(size, self.store_memory())?;
+        let memory = self.store_memory(size);
+        self.enter_host(size, memory)?;
         if size.as_usize().is_none() {
             return Err(self.fail(Call::HostAlloc, SimError::OutOfMemory, size));
         }
-        Ok(HostStore::new(self.stores.insert(Sparse::new(size))))
+        let store = self.stores.insert(Sparse::new(size));
+        if memory == HostMemory::Pageable {
+            self.pageable_stores.insert(store);
+        }
+        Ok(HostStore::new(store))
+    }
+
+    /// Returns the kind of memory of the next store: page-locked within the limit.
+    fn store_memory(&self, size: ByteSize) -> HostMemory {
+        let locked = self.host_bytes(Some(HostMemory::PageLocked)).saturating_add(size);
+        let limit = self.lock_limit.min(self.store_lock_limit);
+        if self.options.page_locked && locked <= limit {
+            HostMemory::PageLocked
+        } else {
+            HostMemory::Pageable
+        }
+    }
+
+    /// Returns `true` if a store is not page-locked.
+    pub(super) fn is_pageable(&self, store: HostStore) -> bool {
+        self.pageable_stores.contains(&store.get())
+    }
+}
+
+impl SimDriver {
+    /// Creates a store, with a ring if it is the first that is not page-locked.
+    pub(super) fn store_create(&self, size: ByteSize) -> Result<HostStore, DriverError> {
+        let store = self.model().store_create(size)?;
+        if self.model().is_pageable(store) {
+            self.staging.add_store(self);
+        }
+        Ok(store)
+    }
+
+    /// Destroys a store, after the rings if it is the last that is not page-locked.
+    pub(super) fn store_destroy(&self, store: HostStore) -> Result<(), DriverError> {
+        let is_pageable = self.model().is_pageable(store);
+        if is_pageable {
+            // SAFETY: the model records a fault if a copy of a ring is not complete.
+            unsafe { self.staging.remove_store(self) }?;
+        }
+        let outcome = self.model().store_destroy(store.get());
+        if is_pageable && outcome.is_err() {
+            self.staging.add_store(self);
+        }
+        outcome
+    }
+
+    /// Copies between device memory and a store: through a ring if that is not page-locked.
+    pub(super) fn transfer(
+        &self,
+        call: Call,
+        (device, span): (DeviceAddress, StoreSpan),
+        stream: StreamHandle,
+    ) -> Result<(), DriverError> {
+        let mut model = self.model();
+        if !model.is_pageable(span.store) {
+            return model.transfer(call, stream.get(), device.get(), span);
+        }
+        model.check_span(call, span)?;
+        drop(model);
+        let place = (device, span.size);
+        let at = |offset: u64| span.offset.get() + offset;
+        if call == Call::Offload {
+            let put = &mut |offset, bytes: &[u8]| self.model().write_store(span, at(offset), bytes);
+            // SAFETY: the ring is host memory of this driver, and the model looks up the rest.
+            return unsafe { self.staging.offload(self, place, stream, put) };
+        }
+        let get = &mut |offset, bytes: &mut [u8]| self.model().read_store(span, at(offset), bytes);
+        // SAFETY: as above.
+        unsafe { self.staging.restore(self, place, stream, get) }
+    }
+}
+
+impl Model {
+    fn write_store(&mut self, span: StoreSpan, mut at: u64, mut from: &[u8]) {
+        let Some(store) = self.stores.get_mut(span.store.get()) else { return };
+        while !from.is_empty() {
+            let length = from.len().min(Sparse::left_in_page(index(at)));
+            store.write(index(at), length).copy_from_slice(&from[..length]);
+            (from, at) = (&from[length..], at + length as u64);
+        }
+    }
+
+    fn read_store(&mut self, span: StoreSpan, mut at: u64, mut into: &mut [u8]) {
+        let Some(store) = self.stores.get(span.store.get()) else { return };
+        while !into.is_empty() {
+            let length = into.len().min(Sparse::left_in_page(index(at)));
+            let (part, rest) = into.split_at_mut(length);
+            store.read(index(at), part);
+            (into, at) = (rest, at + length as u64);
+        }
     }
 }
 

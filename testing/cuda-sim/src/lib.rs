@@ -82,6 +82,7 @@ use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::ManualClock;
 use lowtide_core::sync::{Mutex, MutexGuard, lock};
 use lowtide_gpu_driver::Capabilities;
+use lowtide_gpu_driver::staging::Staging;
 use model::Model;
 
 /// A simulated CUDA device with a virtual memory driver. For tests only.
@@ -99,6 +100,7 @@ pub struct SimDriver {
     clock: ManualClock,
     /// The context's own memory.
     floor: ByteSize,
+    staging: Staging,
 }
 
 impl SimDriver {
@@ -128,6 +130,7 @@ impl SimDriver {
             capabilities,
             clock,
             floor,
+            staging: Staging::default(),
         }
     }
 

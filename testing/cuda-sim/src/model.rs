@@ -62,6 +62,8 @@ pub(super) struct Model {
     pub(super) queues: Queues,
     pub(super) events: Slots<Marked>,
     pub(super) stores: Slots<Sparse>,
+    /// The stores that are not page-locked.
+    pub(super) pageable_stores: BTreeSet<u64>,
     pub(super) graphs: Slots<Vec<Work>>,
     pub(super) captures: BTreeMap<u64, Capture>,
     pub(super) faults: Faults,
@@ -73,6 +75,7 @@ pub(super) struct Model {
     pub(super) neighbours: ByteSize,
     pub(super) host_limit: ByteSize,
     pub(super) lock_limit: ByteSize,
+    pub(super) store_lock_limit: ByteSize,
     /// Host memory given out by address.
     pub(super) host_blocks: BTreeMap<usize, (ByteSize, HostMemory)>,
     /// Copies with host memory at one end, of which some are not done.
@@ -110,6 +113,7 @@ impl Model {
             queues: Queues::default(),
             events: Slots::default(),
             stores: Slots::default(),
+            pageable_stores: BTreeSet::new(),
             graphs: Slots::default(),
             captures: BTreeMap::new(),
             faults: Faults::default(),
@@ -120,6 +124,7 @@ impl Model {
             neighbours: ByteSize::ZERO,
             host_limit: ByteSize::MAX,
             lock_limit: ByteSize::MAX,
+            store_lock_limit: ByteSize::MAX,
             host_blocks: BTreeMap::new(),
             host_copies: Vec::new(),
             differences: 0,
@@ -406,8 +411,17 @@ impl Model {
     /// Host memory given out: of a kind, or all of it with the stores.
     pub(super) fn host_bytes(&self, of: Option<HostMemory>) -> ByteSize {
         let blocks = self.host_blocks.values().filter(|(_, kind)| of.is_none_or(|of| of == *kind));
-        let locked = of.is_none_or(|of| of == self.store_memory());
-        let stores = self.stores.values().filter(|_| locked).map(|it| ByteSize::of(it.size()));
+        let sum = |stores: &mut dyn Iterator<Item = &Sparse>| -> ByteSize {
+            stores.map(|store| ByteSize::of(store.size())).sum()
+        };
+        let all = sum(&mut self.stores.values());
+        let pageable = self.pageable_stores.iter().filter_map(|store| self.stores.get(*store));
+        let pageable = sum(&mut { pageable });
+        let stores = match of {
+            None => all,
+            Some(HostMemory::PageLocked) => all.saturating_sub(pageable),
+            Some(HostMemory::Pageable) => pageable,
+        };
         let ranges = if of == Some(HostMemory::Pageable) {
             ByteSize::ZERO
         } else {
@@ -415,14 +429,8 @@ impl Model {
         };
         blocks
             .map(|(size, _)| *size)
-            .chain(stores)
-            .chain([ranges])
+            .chain([stores, ranges])
             .fold(ByteSize::ZERO, ByteSize::saturating_add)
-    }
-
-    /// The kind of memory that stores are made of.
-    pub(super) const fn store_memory(&self) -> HostMemory {
-        if self.options.page_locked { HostMemory::PageLocked } else { HostMemory::Pageable }
     }
 
     /// Checks the whole state. Cost: O(all objects).

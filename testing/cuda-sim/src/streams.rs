@@ -195,6 +195,18 @@ impl Model {
     ) -> Result<(), DriverError> {
         self.enter(call, span.size)?;
         self.live_stream(call, stream)?;
+        self.check_span(call, span)?;
+        let range = Range { at: device, size: span.size.get() };
+        let part = InStore { store: span.store.get(), offset: span.offset.get() };
+        let work = match call {
+            Call::Offload => Work::Offload(range, part),
+            _ => Work::Restore(part, range),
+        };
+        self.queue(call, stream, work)
+    }
+
+    /// Checks that the span lies inside a store.
+    pub(super) fn check_span(&mut self, call: Call, span: StoreSpan) -> Result<(), DriverError> {
         let store = span.store.get();
         let Some(kept) = self.stores.get(store) else {
             return Err(self.stale(call, HandleKind::Store, store));
@@ -204,13 +216,7 @@ impl Model {
             let fault = Fault::OutsideStore { call, store: span.store };
             return Err(self.refuse(call, fault, INVALID_VALUE));
         }
-        let range = Range { at: device, size: span.size.get() };
-        let part = InStore { store, offset: span.offset.get() };
-        let work = match call {
-            Call::Offload => Work::Offload(range, part),
-            _ => Work::Restore(part, range),
-        };
-        self.queue(call, stream, work)
+        Ok(())
     }
 
     pub(super) fn store_destroy(&mut self, store: u64) -> Result<(), DriverError> {
@@ -226,6 +232,7 @@ impl Model {
             self.faults.add(Fault::StoreGoneBeforeDone { store, stream, work });
         }
         self.stores.remove(store);
+        self.pageable_stores.remove(&store);
         Ok(())
     }
 }

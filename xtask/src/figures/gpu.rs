@@ -37,4 +37,12 @@ pub(super) const BENCHES: &[Bench] = &[
         arguments: "bench --locked --bench gpu -- --part binary",
         figures: &[("gpu.check.binary_mib", None)],
     },
+    Bench {
+        arguments: "bench --locked --bench gpu -- --part stores",
+        figures: &[
+            ("gpu.lease.calls_before", None),
+            ("gpu.stores.touch_threads_ratio", None),
+            ("gpu.stores.touch_threads_ratio_best", None),
+        ],
+    },
 ];

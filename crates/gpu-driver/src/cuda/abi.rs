@@ -17,6 +17,9 @@ pub(super) const NOT_READY: u32 = 600;
 
 /// `CU_DEVICE_ATTRIBUTE_INTEGRATED`
 pub(super) const ATTRIBUTE_INTEGRATED: i32 = 18;
+/// `CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID`: the node of the host that is closest to the device; -1 if
+/// there are no nodes. Since CUDA 12.2.
+pub(super) const ATTRIBUTE_HOST_NODE: i32 = 134;
 /// `CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED`
 pub(super) const ATTRIBUTE_VIRTUAL_MEMORY: i32 = 102;
 

@@ -26,7 +26,7 @@ use super::abi::{
     MEMORY_HOST, NOT_READY, STREAM_NON_BLOCKING, SUCCESS,
 };
 use super::table::{Pointer, Table};
-use crate::DriverError;
+use crate::{DriverError, TouchedMemory};
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::sync::atomic::{AtomicU64, Ordering};
 use lowtide_core::sync::{Mutex, lock};
@@ -277,6 +277,22 @@ impl Calls {
         // hold the key, have proved that it is no longer used.
         let code = unsafe { (self.table.base.host_free)(locked.start().cast()) };
         self.plain("cuMemFreeHost", code)
+    }
+
+    /// Page-locks memory of this process for every context.
+    pub(super) fn host_register(&self, memory: &TouchedMemory) -> Answer {
+        let (at, bytes) = (memory.start().cast(), memory.bytes());
+        // SAFETY: the memory is mapped, and stays so until it is unregistered: its owner unmaps it
+        // only afterwards. The flag has the value of `CU_MEMHOSTREGISTER_PORTABLE`.
+        let code = unsafe { (self.table.base.host_register)(at, bytes, HOST_PORTABLE) };
+        self.done("cuMemHostRegister", code, ByteSize::of(bytes))
+    }
+
+    pub(super) fn host_unregister(&self, memory: &TouchedMemory) -> Answer {
+        // SAFETY: registered by `host_register` and not unregistered yet; the arena, which holds
+        // the key, has proved that no copy uses it.
+        let code = unsafe { (self.table.base.host_unregister)(memory.start().cast()) };
+        self.plain("cuMemHostUnregister", code)
     }
 
     pub(super) fn copy_on_device(&self, from: u64, to: u64, bytes: usize, stream: usize) -> Answer {

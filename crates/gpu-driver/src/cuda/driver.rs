@@ -17,7 +17,7 @@ use super::context::Seat;
 use super::device::CudaDevice;
 use super::error::Skipped;
 use super::memory::Memory;
-use super::stores::Stores;
+use super::stores::{Found, Stores};
 use crate::host::HostDriver;
 use crate::{
     Backend, Capabilities, DeviceAddress, DeviceMemory, Driver, DriverError, EventHandle,
@@ -87,7 +87,7 @@ impl CudaDriver {
         self.seat.context.calls_made()
     }
 
-    fn call<T>(&self, act: impl FnOnce(&Calls) -> Answer<T>) -> Answer<T> {
+    pub(super) fn call<T>(&self, act: impl FnOnce(&Calls) -> Answer<T>) -> Answer<T> {
         self.seat.call(act)
     }
 }
@@ -315,25 +315,42 @@ unsafe impl Driver for CudaDriver {
 
     fn host_store_create(&self, size: ByteSize) -> Answer<HostStore> {
         check_host_size(size)?;
-        self.call(|calls| self.stores.create(calls, size))
+        self.stores.create(self, size)
     }
 
     unsafe fn host_store_destroy(&self, store: HostStore) -> Answer {
-        self.call(|calls| self.stores.destroy(calls, store))
+        // SAFETY: the contract of this call.
+        unsafe { self.stores.destroy(self, store) }
     }
 
     unsafe fn offload(&self, from: DeviceAddress, into: StoreSpan, stream: StreamHandle) -> Answer {
-        let stream = number(stream.get())?;
-        self.call(|calls| {
-            self.stores.with(into, |part| calls.copy_to_host(from.get(), part, stream))
-        })
+        match self.stores.find(into)? {
+            Found::Locked(part) => {
+                let (memory, stream) = (Locked::of(part, into.size), number(stream.get())?);
+                let whole = (&memory, memory.whole());
+                self.call(|calls| calls.copy_to_host(from.get(), whole, stream))
+            }
+            Found::Pageable(part) => {
+                let put = &mut |offset, bytes: &[u8]| part.write(offset, bytes);
+                // SAFETY: the contract of this call.
+                unsafe { self.stores.staging.offload(self, (from, into.size), stream, put) }
+            }
+        }
     }
 
     unsafe fn restore(&self, from: StoreSpan, to: DeviceAddress, stream: StreamHandle) -> Answer {
-        let stream = number(stream.get())?;
-        self.call(|calls| {
-            self.stores.with(from, |part| calls.copy_to_device(part, to.get(), stream))
-        })
+        match self.stores.find(from)? {
+            Found::Locked(part) => {
+                let (memory, stream) = (Locked::of(part, from.size), number(stream.get())?);
+                let whole = (&memory, memory.whole());
+                self.call(|calls| calls.copy_to_device(whole, to.get(), stream))
+            }
+            Found::Pageable(part) => {
+                let get = &mut |offset, bytes: &mut [u8]| part.read(offset, bytes);
+                // SAFETY: the contract of this call.
+                unsafe { self.stores.staging.restore(self, (to, from.size), stream, get) }
+            }
+        }
     }
 
     unsafe fn copy_from_host(

@@ -80,6 +80,8 @@ group! {
         memory_info = "cuMemGetInfo_v2"(*mut usize, *mut usize);
         host_alloc = "cuMemHostAlloc"(*mut *mut c_void, usize, u32);
         host_free = "cuMemFreeHost"(*mut c_void);
+        host_register = "cuMemHostRegister_v2"(*mut c_void, usize, u32);
+        host_unregister = "cuMemHostUnregister"(*mut c_void);
         copy_on_device = "cuMemcpyDtoDAsync_v2"(u64, u64, usize, usize);
         copy_to_host = "cuMemcpyDtoHAsync_v2"(*mut c_void, u64, usize, usize);
         copy_to_device = "cuMemcpyHtoDAsync_v2"(u64, *const c_void, usize, usize);

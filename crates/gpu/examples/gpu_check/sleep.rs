@@ -58,7 +58,7 @@ pub(crate) fn keep(rig: &Rig<'_>, report: &mut Report<'_>) -> Outcome {
             report.figure(&format!("{name}_ratio"), rate / alone, "of a plain copy");
         }
     }
-    arena.set_keep_stores(true);
+    arena.set_stores_max(ByteSize::MAX);
     let outcome = (0..rig.args.cycles).try_for_each(|round| {
         cycle(rig, &arena, &mut seen)?;
         for it in held.iter().enumerate() {

@@ -327,7 +327,7 @@ impl DeviceArena {
             inner.complete_all()?;
             inner.release_imports();
             inner.run(resume::wake_if_empty);
-            inner.run(stores::release_kept);
+            inner.run(stores::release_idle);
             self.empty()
         });
         let error = || closed.as_ref().err().cloned();

@@ -18,6 +18,7 @@ use crate::api::arena::DeviceArena;
 use crate::engine::release::{give_back, release_down_to};
 use crate::engine::resume::{sleeps_empty, wake_if_empty};
 use crate::engine::split::release_stuck;
+use crate::engine::stores;
 use crate::exec::inner::ArenaInner;
 use crate::state::arena::ArenaState;
 use crate::state::event::{ArenaEvent, ReleaseCause};
@@ -64,6 +65,7 @@ impl DeviceArena {
         inner.check_here()?;
         inner.cool_caches();
         inner.run(wake_if_empty);
+        inner.run(async |port| stores::decay(port, now).await);
         inner.look_for_ends(false)?;
         inner.release_imports();
         let (given, released, next) = inner.run(async |port| {
@@ -185,6 +187,7 @@ impl DeviceArena {
         inner.check_here()?;
         inner.empty_caches();
         inner.run(wake_if_empty);
+        inner.run(stores::release_over_limit);
         inner.look_for_ends(true)?;
         inner.release_imports();
         let (released, error) = inner.run(async |port| {
@@ -212,13 +215,15 @@ fn note_trim(state: &mut ArenaState, bytes: u64) {
 }
 
 impl ArenaInner {
-    /// Returns the time of the next check of idle memory, caches, pending memory, or the host
-    /// memory of a sleeping arena without blocks.
+    /// Returns the time of the next check of idle memory, caches, pending memory, idle stores, or
+    /// the host memory of a sleeping arena without blocks.
     pub(crate) fn next_look(&self, state: &ArenaState) -> Moment {
         let due =
             if self.caches_hold() { state.due().min(state.aging.cache_due()) } else { state.due() };
         // Counted from the last check, not from now: otherwise the time would move with each call.
         let again = state.aging.looked_at() + LOOK_AGAIN;
+        // A store that the driver does not free stays due.
+        let due = due.min(stores::store_due(state).max(again));
         // Uses that no event proves wait for a call of the program, which checks them itself.
         let is_pending = state.pending() > 0 && state.streams.is_provable();
         if sleeps_empty(state) {

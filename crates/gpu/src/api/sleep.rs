@@ -178,28 +178,45 @@ impl DeviceArena {
         self.inner().run_now(|state| is_busy(state))
     }
 
-    /// Sets whether the host memory for contents is kept between sleeps
-    /// ([`SleepConfig::keep_stores`](crate::SleepConfig::keep_stores)), and releases memory kept
-    /// until now.
+    /// Allocates the host memory that a sleep with these options would need now, so that the sleep
+    /// itself only copies. Returns the bytes allocated; zero if there is enough, or if another
+    /// thread is doing this. Leases may be held meanwhile, and others can enter.
     ///
-    /// The next sleep uses kept memory if its contents fit, and releases it otherwise.
-    /// [`DeviceArena::release_stores`] and the end of the arena release it too.
-    pub fn set_keep_stores(&self, keep_stores: bool) {
+    /// Reserves with the budget, and takes about 0.1 to 0.4 s for each GiB. A decay releases what
+    /// live blocks no longer need. [`DeviceArena::sleep_if_idle`] does this itself.
+    ///
+    /// # Errors
+    /// [`DeviceError::State`] if the arena is not awake, [`DeviceError::HostBudget`] if the budget
+    /// refuses, [`DeviceError::Callback`] if it panics, [`DeviceError::Driver`]: memory allocated
+    /// before the error stays. [`DeviceError::Closed`], [`DeviceError::Forked`].
+    pub fn prepare_stores(&self, options: SleepOptions) -> Result<ByteSize, DeviceError> {
+        let inner = self.inner();
+        inner.check_open()?;
+        inner.run(async |port| stores::prepare(port, options, |_| true).await)
+    }
+
+    /// Sets the maximum host memory for contents that stays allocated after a wake
+    /// ([`SleepConfig::stores_max`](crate::SleepConfig::stores_max)), and releases what exceeds it.
+    ///
+    /// The next sleep uses this memory, and allocates what is missing. [`DeviceArena::decay`]
+    /// releases what live blocks do not need after the decay time. [`DeviceArena::release_stores`]
+    /// and the end of the arena release all of it.
+    pub fn set_stores_max(&self, stores_max: ByteSize) {
         let inner = self.inner();
         if inner.check_here().is_ok() {
-            inner.run(async |port| stores::set_keep_stores(port, keep_stores).await);
+            inner.run(async |port| stores::set_stores_max(port, stores_max).await);
         }
     }
 
-    /// Releases the host memory kept between sleeps and returns its bytes. If the driver refuses,
-    /// the release is retried later ([`DeviceArena::decay`]). Contents of a sleeping arena are not
-    /// affected.
+    /// Releases the host memory that is allocated for the next sleep and returns its bytes. If the
+    /// driver refuses, the memory stays. Releases nothing while the arena wakes, and no contents of
+    /// a sleeping arena.
     pub fn release_stores(&self) -> ByteSize {
         let inner = self.inner();
         if inner.check_here().is_err() {
             return ByteSize::ZERO;
         }
-        inner.run(stores::release_kept)
+        inner.run(stores::release_idle)
     }
 
     /// Sets the budget from which a sleep reserves host memory before it copies contents; without
@@ -257,6 +274,8 @@ impl DeviceArena {
     /// On a driver without [`same_address_wake`](crate::driver::Capabilities) it releases
     /// idle memory instead, stays awake and returns `None`.
     ///
+    /// Allocates host memory for contents first, while others can still enter.
+    ///
     /// Allocations and frees do not count as leases. An arena without memory stays awake, and so
     /// does one with raw blocks or exported buffers. If a lease or a free interrupts it, it returns
     /// `None`, and does not try again for 10 s; the same holds after an error.
@@ -278,7 +297,9 @@ impl DeviceArena {
         }
         let config = inner.run_now(|state| state.sleep.config);
         let options = SleepOptions { drain: Duration::ZERO, ..config.options };
-        let outcome = self.try_sleep(options);
+        let prepared =
+            inner.run(async |port| stores::prepare(port, options, |state| state.leases == 0).await);
+        let outcome = prepared.and_then(|_| self.try_sleep(options));
         let Err(error) = outcome else { return outcome.map(Some) };
         // An allocation that cancels the sleep is not a lease. Without a pause the sleep would be
         // tried again at once, and contents would be copied for nothing.

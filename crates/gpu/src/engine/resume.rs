@@ -158,16 +158,12 @@ pub(crate) async fn wake_at_once(port: &Port<'_>) -> Result<WakeReport, DeviceEr
     resume(port, Duration::ZERO).await
 }
 
-/// Wakes a sleeping arena that has no blocks left, which releases its copies. Makes no other driver
+/// Wakes a sleeping arena that has no blocks left, and releases its stores. Makes no other driver
 /// call.
 pub(crate) async fn wake_if_empty(port: &Port<'_>) {
-    let is_empty = port.with(|state| sleeps_empty(state));
-    let has_unreleased = port.with(|state| !state.sleep.unreleased.is_empty());
-    if is_empty {
+    if port.with(|state| sleeps_empty(state)) {
         let _ = wake(port).await; // another thread may have woken it first
-    }
-    if is_empty || has_unreleased {
-        stores::retry_release(port).await;
+        stores::release_idle(port).await;
     }
 }
 
@@ -318,26 +314,24 @@ async fn make_room(port: &Port<'_>, incoming: &RefCell<Incoming>, bytes: u64) ->
     give_back(port, granules, None).await.granules > 0
 }
 
-/// Makes the arena awake, and releases the copies. Releases their host memory unless it is kept.
+/// Makes the arena awake. The stores become idle, and stay in the accounting.
 async fn finish(port: &Port<'_>, runs: &[IncomingRun], restored: ByteSize) -> WakeReport {
     let report = WakeReport { committed: runs.iter().map(|run| run.size).sum(), restored };
     // All memory is committed. This comes before the arena is awake, because it may be asleep again
     // the moment after.
     port.surroundings.set_asleep(false);
-    let (wakers, excess) = port.with(|state| {
+    let wakers = port.with(|state| {
         for run in runs {
             state.end_commit(run.region, run.run, true, port.clock);
         }
-        // Kept stores stay in the accounting.
-        let excess = state.sleep.saved.take().and_then(|saved| state.sleep.keep(saved));
-        state.sleep.end_wake(None, port.clock.now());
+        let now = port.clock.now();
+        let stores = state.sleep.saved.take().map(|saved| saved.stores);
+        state.sleep.idle.put(stores.into_iter().flatten(), now);
+        state.sleep.end_wake(None, now);
         state.events.push(port.clock, || ArenaEvent::Woke { report });
-        (state.sleep.finish(Phase::Awake), excess)
+        state.sleep.finish(Phase::Awake)
     });
     call_wakers(port, wakers).await;
-    if let Some(excess) = excess {
-        stores::release(port, excess).await;
-    }
     if LevelFilter::current() >= LevelFilter::INFO {
         let arena = port.with(|state| state.name.clone());
         let committed = report.committed;

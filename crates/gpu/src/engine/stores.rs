@@ -4,22 +4,32 @@
 //! Copies run on the arena's own stream, one copy for each run of granules. All copies are queued
 //! first, and then waited for once.
 //!
+//! Page-locking host memory, and releasing it, takes longer than filling it. So stores are created
+//! ahead of a sleep ([`prepare`]), and a wake only makes them idle. Idle stores are used by the
+//! next sleep. A decay, a purge or a sleep that failed releases them: those beyond the limit, and
+//! those that live blocks do not need.
+//!
 //! Invariants: while a store exists, its bytes stay reserved in the host budget; a store is
 //! released only after the host has seen every copy from and to the store complete, and is
-//! overwritten only by later copies on the same stream.
+//! overwritten only by later copies on the same stream; no store is created or released during a
+//! wake.
 
-use std::sync::Arc;
+use std::cell::{Cell, RefCell};
 
 use super::call::{Answer, CallKind};
 use super::completion::{is_any_capturing, own_stream};
 use super::port::Port;
+use super::resume::not_awake;
 use crate::driver::{DriverError, StreamHandle};
 use crate::state::arena::ArenaState;
 use crate::state::contents::OutgoingRun;
-use crate::state::sleep::{HostReservation, Saved, StoredCopy, lay_out};
+use crate::state::sleep::{Phase, Saved, StoredCopy, lay_out};
+use crate::state::stores::{HostReservation, Store};
 use crate::types::error::{DeviceError, captures, is_captures};
-use crate::types::sleep::{Contents, HostBudget};
+use crate::types::region::Region;
+use crate::types::sleep::{Contents, HostBudget, SleepOptions};
 use lowtide_core::bytes::ByteSize;
+use lowtide_core::clock::Moment;
 use lowtide_core::log;
 
 /// Calls or drops the foreign code of a budget. The error is the message of a panic in that code.
@@ -30,57 +40,90 @@ async fn call_budget<T>(port: &Port<'_>, act: impl FnOnce() -> T) -> Result<T, S
     Ok(result.expect("the closure has run"))
 }
 
-/// Reserves host memory, copies the contents to keep into it, and waits for the copies. Returns
-/// `None` if no contents are kept.
+/// Copies the contents to keep into idle stores, creates the stores that are missing, and waits for
+/// the copies. Returns `None` if no contents are kept.
 ///
 /// # Errors
-/// `HostBudget`, `Capturing`, or the driver's. No device memory was released, and nothing stays
-/// reserved except for stores that the driver does not free.
+/// `HostBudget`, `Capturing`, or the driver's. No device memory was released, and the stores are
+/// idle.
 pub(super) async fn save(
     port: &Port<'_>,
     outgoing: &[OutgoingRun],
 ) -> Result<Option<Saved>, DeviceError> {
     let kept = outgoing.iter().filter(|run| run.contents == Contents::Keep);
     let kept = kept.map(|run| (run.place.region, run.place.run));
-    let (runs, sizes) = lay_out(kept, ByteSize::new(port.with(|state| state.bytes_of(1))));
-    if runs.is_empty() {
-        return Ok(None);
-    }
-    let (budget, mut saved) = match kept_stores(port, &sizes).await {
-        Some(kept) => (None, Saved { runs, ..kept }),
-        None => {
-            let (budget, reservation) = reserve(port, sizes.iter().copied().sum()).await?.unzip();
-            (budget, Saved { runs, stores: Vec::new(), reservation })
-        }
-    };
-    let outcome = copy_out(port, &mut saved, &sizes).await;
-    if let Some(budget) = budget {
-        if outcome.is_ok()
-            && let Some(reservation) = &mut saved.reservation
-        {
-            let _ = call_budget(port, || budget.settle(&mut **reservation)).await;
-        }
-        let _ = call_budget(port, || drop(budget)).await; // another may have taken its place
-    }
+    let (mut saved, missing) = port.with(|state| {
+        let stores = state.sleep.idle.take();
+        let sizes: Vec<_> = stores.iter().map(|store| store.size).collect();
+        let (runs, missing) = lay_out(kept, ByteSize::new(state.bytes_of(1)), &sizes);
+        (Saved { runs, stores }, missing)
+    });
+    let is_empty = saved.runs.is_empty();
+    let outcome = if is_empty { Ok(()) } else { fill(port, &mut saved, &missing).await };
+    let surplus = if outcome.is_ok() { saved.take_surplus() } else { Vec::new() };
+    port.with(|state| state.sleep.idle.put(surplus, port.clock.now()));
     match outcome {
-        Ok(()) => Ok(Some(saved)),
+        Ok(()) => Ok((!is_empty).then_some(saved)),
         Err(error) => {
-            release(port, saved).await;
-            Err(copy_error(port, error))
+            put_back(port, saved);
+            Err(error)
         }
     }
 }
 
-/// Returns the stores kept after the last wake. Returns `None` if there are none, or if they were
-/// too small; they are released then.
-async fn kept_stores(port: &Port<'_>, sizes: &[ByteSize]) -> Option<Saved> {
-    let kept = port.with(|state| state.sleep.kept.take())?;
-    let mut pairs = sizes.iter().zip(&kept.stores);
-    if sizes.len() <= kept.stores.len() && pairs.all(|(size, (_, has))| size <= has) {
-        return Some(kept);
+/// Makes the stores of a sleep that did not happen idle.
+pub(super) fn put_back(port: &Port<'_>, saved: Saved) {
+    port.with(|state| state.sleep.idle.put(saved.stores, port.clock.now()));
+}
+
+/// Creates the missing stores, and copies the contents into all of them.
+async fn fill(port: &Port<'_>, saved: &mut Saved, missing: &[ByteSize]) -> Result<(), DeviceError> {
+    let stores = RefCell::new(&mut saved.stores);
+    let add = |store| {
+        stores.borrow_mut().push(store);
+        true
+    };
+    create(port, missing, add).await?;
+    copy_out(port, saved).await.map_err(|error| copy_error(port, error))
+}
+
+/// Creates the stores that a sleep with these options would need, while `goes_on` holds and the
+/// arena is awake. Returns the bytes created; zero if another operation creates some.
+///
+/// # Errors
+/// `State` if the arena is not awake, `HostBudget`, or the driver's; stores created before stay.
+pub(crate) async fn prepare(
+    port: &Port<'_>,
+    options: SleepOptions,
+    goes_on: impl Fn(&ArenaState) -> bool,
+) -> Result<ByteSize, DeviceError> {
+    if !port.with(|state| state.sleep.is_open()) {
+        return Err(not_awake(port));
     }
-    release(port, kept).await;
-    None
+    let Some(missing) = port.with(|state| {
+        let kept = ByteSize::new(state.bytes_of(kept_granules(state, options)));
+        state.sleep.idle.begin_prepare(kept, ByteSize::new(state.bytes_of(1)))
+    }) else {
+        return Ok(ByteSize::ZERO);
+    };
+    let created = Cell::new(ByteSize::ZERO);
+    let add = |store: Store| {
+        created.set(created.get().saturating_add(store.size));
+        port.with(|state| {
+            state.sleep.idle.put([store], port.clock.now());
+            state.sleep.is_open() && goes_on(state)
+        })
+    };
+    let outcome = create(port, &missing, add).await;
+    port.with(|state| state.sleep.idle.end_prepare());
+    outcome.map(|()| created.get())
+}
+
+/// Returns the number of granules whose contents a sleep with these options would copy.
+fn kept_granules(state: &ArenaState, options: SleepOptions) -> u64 {
+    let is_host = state.capabilities.counts_as_host();
+    let of = |(region, usual)| state.region(region).kept_granules((usual, is_host));
+    [(Region::Stable, options.stable), (Region::Dynamic, options.dynamic)].map(of).iter().sum()
 }
 
 /// Returns the error for copies that could not be queued or waited for.
@@ -91,34 +134,70 @@ pub(super) fn copy_error(port: &Port<'_>, error: DriverError) -> DeviceError {
     error.into()
 }
 
-/// Reserves host memory if the arena has a budget.
-async fn reserve(
+/// Creates stores, until `add` returns `false`. All of them are reserved before the first is
+/// created.
+async fn create(
     port: &Port<'_>,
-    bytes: ByteSize,
-) -> Result<Option<(Arc<dyn HostBudget>, HostReservation)>, DeviceError> {
-    let Some(budget) = port.with(|state| state.sleep.budget.clone()) else { return Ok(None) };
-    let arena = port.with(|state| state.name.clone());
-    let error = match call_budget(port, || budget.reserve(bytes)).await {
-        Ok(Ok(reservation)) => return Ok(Some((budget, reservation))),
-        Ok(Err(reason)) => DeviceError::HostBudget { arena, bytes, reason },
-        Err(message) => DeviceError::Callback { message },
-    };
-    let _ = call_budget(port, || drop(budget)).await; // another may have taken its place
-    Err(error)
+    sizes: &[ByteSize],
+    add: impl Fn(Store) -> bool,
+) -> Result<(), DeviceError> {
+    if sizes.is_empty() {
+        return Ok(());
+    }
+    let budget = port.with(|state| state.sleep.budget.clone());
+    let mut reserved = Vec::new();
+    let outcome = create_reserved(port, budget.as_deref(), (sizes, &mut reserved), add).await;
+    // The budget may have been replaced meanwhile, so this may drop it.
+    let _ = call_budget(port, || drop((reserved, budget))).await;
+    outcome
 }
 
-/// Creates the missing stores, and copies contents into them.
-async fn copy_out(
+async fn create_reserved(
     port: &Port<'_>,
-    saved: &mut Saved,
-    sizes: &[ByteSize],
-) -> Result<(), DriverError> {
-    for &size in sizes.iter().skip(saved.stores.len()) {
-        match port.perform(CallKind::CreateStore { size }).await? {
-            Answer::Store(store) => saved.stores.push((store, size)),
+    budget: Option<&dyn HostBudget>,
+    (sizes, reserved): (&[ByteSize], &mut Vec<HostReservation>),
+    add: impl Fn(Store) -> bool,
+) -> Result<(), DeviceError> {
+    if let Some(budget) = budget {
+        reserve(port, budget, sizes, reserved).await?;
+    }
+    for &size in sizes {
+        let handle = match port.perform(CallKind::CreateStore { size }).await? {
+            Answer::Store(store) => store,
             answer => unreachable!("{answer:?} to the creation of a store"),
+        };
+        let mut reservation = reserved.pop();
+        if let (Some(budget), Some(reservation)) = (budget, &mut reservation) {
+            let _ = call_budget(port, || budget.settle(&mut **reservation)).await;
+        }
+        if !add(Store { handle, size, reservation }) {
+            break;
         }
     }
+    Ok(())
+}
+
+/// Reserves host memory for each store, the last one first.
+async fn reserve(
+    port: &Port<'_>,
+    budget: &dyn HostBudget,
+    sizes: &[ByteSize],
+    reserved: &mut Vec<HostReservation>,
+) -> Result<(), DeviceError> {
+    for &size in sizes.iter().rev() {
+        let arena = port.with(|state| state.name.clone());
+        let bytes = sizes.iter().copied().sum();
+        match call_budget(port, || budget.reserve(size)).await {
+            Ok(Ok(reservation)) => reserved.push(reservation),
+            Ok(Err(reason)) => return Err(DeviceError::HostBudget { arena, bytes, reason }),
+            Err(message) => return Err(DeviceError::Callback { message }),
+        }
+    }
+    Ok(())
+}
+
+/// Copies contents into their stores.
+async fn copy_out(port: &Port<'_>, saved: &Saved) -> Result<(), DriverError> {
     let stream = begin_copies(port).await?;
     let copies = port.with(|state| saved.copies(|region| &state.region(region).segment));
     for (at, to) in copies {
@@ -218,67 +297,82 @@ pub(crate) async fn end_copies(port: &Port<'_>) -> Result<bool, DriverError> {
     Ok(port.with(|state| !state.sleep.may_be_copied()))
 }
 
-/// Sets whether stores are kept between sleeps, and releases those kept until now.
-pub(crate) async fn set_keep_stores(port: &Port<'_>, keep_stores: bool) {
-    if let Some(kept) = port.with(|state| state.sleep.set_keep_stores(keep_stores)) {
-        release(port, kept).await;
-    }
+/// Sets the limit of idle stores, and releases what exceeds it.
+pub(crate) async fn set_stores_max(port: &Port<'_>, stores_max: ByteSize) {
+    port.with(|state| state.sleep.config.stores_max = stores_max);
+    release_over_limit(port).await;
 }
 
-/// Releases the stores kept between sleeps. Returns their bytes.
-pub(crate) async fn release_kept(port: &Port<'_>) -> ByteSize {
-    let Some(kept) = port.with(|state| state.sleep.kept.take()) else { return ByteSize::ZERO };
-    let bytes = kept.bytes();
-    release(port, kept).await;
-    bytes
+/// Releases all idle stores. Returns their bytes.
+pub(crate) async fn release_idle(port: &Port<'_>) -> ByteSize {
+    release_while(port, |_| true).await
 }
 
-/// Releases stores and their reservation. Stores that the driver does not free are retried later,
-/// and stay reserved.
-pub(super) async fn release(port: &Port<'_>, saved: Saved) {
-    port.with(|state| state.sleep.give_up(saved));
-    retry_release(port).await;
+/// Releases the idle stores beyond the limit.
+pub(crate) async fn release_over_limit(port: &Port<'_>) {
+    release_while(port, |state| state.sleep.is_over_limit()).await;
 }
 
-/// Tries again to release the stores that the driver has not freed.
-pub(super) async fn retry_release(port: &Port<'_>) {
-    // Taken together with the stores: a concurrent caller must not release a reservation before
-    // them.
-    let (mut stores, reservations) = port.with(|state| state.sleep.take_unreleased());
-    if stores.is_empty() && reservations.is_empty() {
-        return;
-    }
-    let is_done = stores.is_empty() || complete_copies(port).await.is_ok();
-    let mut left = Vec::new();
-    for (store, size) in stores.drain(..) {
-        if !is_done || port.does(CallKind::DestroyStore { store }).await.is_err() {
-            left.push((store, size));
+/// Releases the idle stores that are due at `now`.
+pub(crate) async fn decay(port: &Port<'_>, now: Moment) {
+    release_while(port, |state| store_due(state) <= now).await;
+}
+
+/// Returns the time at which the next idle store is to be released.
+pub(crate) fn store_due(state: &ArenaState) -> Moment {
+    let need = if state.sleep.is_open() { state.active() } else { 0 };
+    state.sleep.store_due(ByteSize::new(need), state.aging.time())
+}
+
+/// Releases idle stores, the last one first, while they are in excess, and returns their bytes.
+/// Ends when a wake begins: releasing a store keeps the driver busy. Stores that the driver does
+/// not free stay idle.
+async fn release_while(port: &Port<'_>, is_excess: impl Fn(&ArenaState) -> bool) -> ByteSize {
+    let (mut released, mut left) = (ByteSize::ZERO, Vec::new());
+    loop {
+        let last = port.with(|state| {
+            let may = state.sleep.phase != Phase::Waking;
+            if may && is_excess(state) { state.sleep.idle.pop() } else { None }
+        });
+        let Some(store) = last else { break };
+        match destroy(port, &store).await {
+            Ok(()) => {
+                released = released.saturating_add(store.size);
+                if store.reservation.is_some() {
+                    let _ = call_budget(port, || drop(store)).await;
+                }
+            }
+            Err(_) => left.push(store),
         }
     }
-    let bytes: ByteSize = left.iter().map(|(_, size)| *size).sum();
-    let released = port.with(|state| state.sleep.put_unreleased(left, reservations));
-    if !released.is_empty() {
-        let _ = call_budget(port, || drop(released)).await;
-    }
-    if !bytes.is_zero() {
-        let arena = port.with(|state| state.name.clone());
+    if !left.is_empty() {
+        let bytes: ByteSize = left.iter().map(|store| store.size).sum();
+        let arena = port.with(|state| {
+            state.sleep.idle.put(left.into_iter().rev(), port.clock.now());
+            state.name.clone()
+        });
         port.outside(|| log!(warn, arena, %bytes, "host memory of a sleep not released yet")).await;
     }
+    released
+}
+
+/// Destroys a store that is no longer in the state, once no copy is in progress.
+async fn destroy(port: &Port<'_>, store: &Store) -> Result<(), DriverError> {
+    complete_copies(port).await?;
+    port.does(CallKind::DestroyStore { store: store.handle }).await
 }
 
 /// Releases the host memory of sleep at the end of the arena. Does not wait: stores that a copy may
 /// still use are leaked.
 pub(crate) async fn end(port: &Port<'_>) {
     let is_copying = port.with(|state| {
-        let sleep = &mut state.sleep;
-        for saved in [sleep.saved.take(), sleep.kept.take()].into_iter().flatten() {
-            sleep.give_up(saved);
-        }
-        sleep.may_be_copied()
+        let stores = state.sleep.saved.take().map(|saved| saved.stores);
+        state.sleep.idle.put(stores.into_iter().flatten(), port.clock.now());
+        state.sleep.may_be_copied()
     });
     if !is_copying {
-        retry_release(port).await;
+        release_idle(port).await;
     }
-    let left = port.with(|state| (state.sleep.budget.take(), state.sleep.take_unreleased()));
+    let left = port.with(|state| (state.sleep.budget.take(), state.sleep.idle.take()));
     let _ = call_budget(port, || drop(left)).await; // nothing unwinds out of a drop
 }

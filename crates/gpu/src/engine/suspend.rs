@@ -228,8 +228,14 @@ async fn abort(port: &Port<'_>, suspension: Suspension, error: DeviceError) -> D
         state.sleep.finish(Phase::Awake)
     });
     call_wakers(port, wakers).await;
+    // The arena is open: nothing waits for this.
     if let Some(saved) = saved {
-        stores::release(port, saved).await;
+        stores::put_back(port, saved);
+    }
+    if matches!(error, DeviceError::SleepCancelled { .. }) {
+        stores::release_over_limit(port).await;
+    } else {
+        stores::release_idle(port).await;
     }
     error
 }

@@ -178,6 +178,11 @@ impl Aging {
         self.due
     }
 
+    /// Returns the decay time.
+    pub(crate) const fn time(&self) -> DecayTime {
+        self.time
+    }
+
     /// Returns the time of the next check of the thread caches.
     pub(crate) fn cache_due(&self) -> Moment {
         match self.time {

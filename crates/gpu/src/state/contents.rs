@@ -28,12 +28,7 @@ impl RegionState {
         (usual, is_host): (Contents, bool),
         (granules_max, handles_max): (usize, usize),
     ) -> Vec<OutgoingRun> {
-        let of = |name: BlockName| match self.pins.contents(name).unwrap_or(usual) {
-            Contents::Keep if is_host => Contents::Stay,
-            contents => contents,
-        };
-        let live = self.live_blocks();
-        let wanted = wanted(live.map(|(span, name)| (self.segment.granules_of(span), of(name))));
+        let wanted = self.wanted_contents(usual, is_host);
         let mut outgoing = Vec::new();
         for committed in self.segment.committed_runs() {
             cut(
@@ -53,6 +48,23 @@ impl RegionState {
             OutgoingRun { place: self.leaving(region, run), contents }
         };
         outgoing.into_iter().map(mark).collect()
+    }
+
+    /// Returns the number of granules whose contents a sleep now would copy.
+    pub(crate) fn kept_granules(&self, (usual, is_host): (Contents, bool)) -> u64 {
+        let wanted = self.wanted_contents(usual, is_host).into_iter();
+        let kept = wanted.filter(|(_, contents)| *contents == Contents::Keep);
+        kept.map(|(range, _)| range.len() as u64).sum()
+    }
+
+    /// Returns the treatment of the granules of live blocks.
+    fn wanted_contents(&self, usual: Contents, is_host: bool) -> Vec<(Range<usize>, Contents)> {
+        let of = |name: BlockName| match self.pins.contents(name).unwrap_or(usual) {
+            Contents::Keep if is_host => Contents::Stay,
+            contents => contents,
+        };
+        let live = self.live_blocks();
+        wanted(live.map(|(span, name)| (self.segment.granules_of(span), of(name))))
     }
 
     /// Records which blocks lose their contents with these granules. The owner of a block learns of

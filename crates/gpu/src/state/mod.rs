@@ -20,5 +20,6 @@ pub(crate) mod region_index;
 pub(crate) mod segment;
 pub(crate) mod segment_list;
 pub(crate) mod sleep;
+pub(crate) mod stores;
 pub(crate) mod streams;
 pub(crate) mod totals;

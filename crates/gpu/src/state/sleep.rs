@@ -5,28 +5,25 @@
 //! suspended, and from then on entering waits for the end of the sleep.
 //!
 //! Invariants: `leases > 0 => awake or draining`; one operation at a time suspends or resumes the
-//! arena; an operation that waits for a wake gets its result, and one wake serves all that wait;
-//! saved contents stay reserved with the host budget while their stores exist.
+//! arena; an operation that waits for a wake gets its result, and one wake serves all that wait.
 
-use std::any::Any;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
 use std::task::Waker;
 
-use crate::driver::{DeviceAddress, HOST_GRANULARITY, HostStore, StoreSpan, StreamHandle};
+use crate::driver::{DeviceAddress, StoreSpan, StreamHandle};
 use crate::state::backing::Backing;
 use crate::state::segment::Run;
+use crate::state::stores::{IdleStores, Store, store_max, store_size};
 use crate::state::streams::StreamKey;
 use crate::types::error::DeviceError;
 use crate::types::region::Region;
 use crate::types::sleep::{HostBudget, SleepConfig, SleepState};
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::{Bell, Moment};
-
-/// The maximum size of a store, if a granule is no larger.
-const STORE_MAX: ByteSize = ByteSize::gib(1);
+use lowtide_core::decay::DecayTime;
 
 /// The phase of an arena between awake and asleep.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -55,18 +52,10 @@ pub(crate) struct SavedRun {
 /// One copy: the device address and the span of a store.
 pub(crate) type StoredCopy = (DeviceAddress, StoreSpan);
 
-/// Host memory for contents, and its size.
-pub(crate) type Store = (HostStore, ByteSize);
-
-/// A reservation with the host budget, released when it is dropped.
-pub(crate) type HostReservation = Box<dyn Any + Send>;
-
-/// Saved contents; between sleeps, the stores for them.
+/// Saved contents.
 pub(crate) struct Saved {
     pub(crate) runs: Vec<SavedRun>,
     pub(crate) stores: Vec<Store>,
-    /// Dropped when the stores are released.
-    pub(crate) reservation: Option<HostReservation>,
 }
 
 /// The sleep state of an arena.
@@ -96,8 +85,8 @@ pub(crate) struct Sleep {
     pub(crate) budget: Option<Arc<dyn HostBudget>>,
     /// The contents of sleeping blocks.
     pub(crate) saved: Option<Saved>,
-    /// The stores of the last sleep, if they are kept for the next one.
-    pub(crate) kept: Option<Saved>,
+    /// The stores without contents.
+    pub(crate) idle: IdleStores,
     /// The number of times that copies were begun on the stream, and the last of these whose end
     /// the host has seen.
     copying: u64,
@@ -105,9 +94,6 @@ pub(crate) struct Sleep {
     /// `true` if the operation that began the last copies may queue more. Only that operation knows
     /// when the last copy is complete.
     pub(crate) is_queueing: bool,
-    /// Stores that the driver has not freed, and their reservations until it has.
-    pub(crate) unreleased: Vec<Store>,
-    unreleased_reservations: Vec<HostReservation>,
     /// The start of the period in which leases were held without a pause, and its end.
     pub(crate) leased_since: Moment,
     left_at: Moment,
@@ -223,6 +209,7 @@ impl Sleep {
         if failure.is_none() {
             self.wakes += 1;
             (self.awake_since, self.left_at) = (now, now);
+            self.idle.end_wake(now);
         } else {
             self.wake_failures += 1;
         }
@@ -312,48 +299,24 @@ impl Sleep {
         self.copied = self.copied.max(queued.unwrap_or(0));
     }
 
-    /// Keeps stores for the next sleep, if stores are kept. Returns the stores to release.
-    pub(crate) fn keep(&mut self, saved: Saved) -> Option<Saved> {
-        if self.config.keep_stores { self.kept.replace(saved) } else { Some(saved) }
+    /// Returns `true` if there are more idle stores than the limit.
+    pub(crate) fn is_over_limit(&self) -> bool {
+        self.idle.is_over(self.config.stores_max)
     }
 
-    /// Sets whether stores are kept between sleeps. Returns the stores kept until now.
-    pub(crate) fn set_keep_stores(&mut self, keep_stores: bool) -> Option<Saved> {
-        self.config.keep_stores = keep_stores;
-        self.kept.take()
-    }
-
-    /// Adds stores to those that are to be released.
-    pub(crate) fn give_up(&mut self, saved: Saved) {
-        self.unreleased.extend(saved.stores);
-        self.unreleased_reservations.extend(saved.reservation);
-    }
-
-    /// Takes out the stores to release, and their reservations.
-    pub(crate) fn take_unreleased(&mut self) -> (Vec<Store>, Vec<HostReservation>) {
-        let stores = std::mem::take(&mut self.unreleased);
-        (stores, std::mem::take(&mut self.unreleased_reservations))
-    }
-
-    /// Records the stores that the driver has not freed. Their reservations stay. Returns the
-    /// reservations to drop.
-    pub(crate) fn put_unreleased(
-        &mut self,
-        stores: Vec<Store>,
-        mut reservations: Vec<HostReservation>,
-    ) -> Vec<HostReservation> {
-        if !stores.is_empty() {
-            self.unreleased.extend(stores);
-            self.unreleased_reservations.append(&mut reservations);
+    /// Returns the time at which the last idle store is to be released, if blocks of this size are
+    /// live; never during a wake.
+    pub(crate) fn store_due(&self, need: ByteSize, decay: DecayTime) -> Moment {
+        if self.phase == Phase::Waking {
+            return Moment::NEVER;
         }
-        reservations
+        self.idle.due(self.config.stores_max, need, decay)
     }
 
-    /// Returns the host memory that holds contents, is kept for them, or was not freed by the
-    /// driver.
+    /// Returns the host memory of all stores, with or without contents.
     pub(crate) fn offloaded(&self) -> ByteSize {
-        let stores = [&self.saved, &self.kept].into_iter().flatten().map(Saved::bytes);
-        stores.chain(self.unreleased.iter().map(|(_, size)| *size)).sum()
+        let saved = self.saved.iter().flat_map(|saved| &saved.stores);
+        saved.map(|store| store.size).chain([self.idle.bytes()]).sum()
     }
 }
 
@@ -367,9 +330,10 @@ impl fmt::Debug for Sleep {
 }
 
 impl Saved {
-    /// Returns the host memory of the stores.
-    pub(crate) fn bytes(&self) -> ByteSize {
-        self.stores.iter().map(|(_, size)| *size).sum()
+    /// Takes out the stores without contents.
+    pub(crate) fn take_surplus(&mut self) -> Vec<Store> {
+        let used = self.runs.iter().map(|run| run.store + 1).max().unwrap_or(0);
+        self.stores.split_off(used.min(self.stores.len()))
     }
 
     /// Returns the copies of all saved contents.
@@ -406,33 +370,34 @@ impl Saved {
         let (at, size) = backing.place_of(run);
         let (from, _) = backing.place_of(saved.run);
         let into = at.offset_from(from).unwrap_or_default();
-        let (store, _) = self.stores[saved.store];
+        let store = self.stores[saved.store].handle;
         (at, StoreSpan { store, offset: saved.offset.saturating_add(into), size })
     }
 }
 
-/// Lays granules out over stores, adjoining ones together. Returns the sizes of the stores. A store
-/// is at most 1 GiB, so that no single allocation is as large as the device.
+/// Lays granules out over stores, adjoining ones together: first over those of the sizes in `have`,
+/// then over more. Returns the sizes of the stores to create.
 pub(crate) fn lay_out(
     kept: impl Iterator<Item = (Region, Run)>,
     granularity: ByteSize,
+    have: &[ByteSize],
 ) -> (Vec<SavedRun>, Vec<ByteSize>) {
-    let store_granules = (STORE_MAX.get() / granularity.get()).max(1);
+    let most = store_max(granularity);
+    let fits = |size: ByteSize| size.get() / granularity.get();
     let bytes = |granules: u64| ByteSize::new(granules * granularity.get());
-    let (mut saved, mut sizes) = (Vec::new(), Vec::new());
-    let mut used = store_granules; // of the last store
+    let (mut saved, mut used) = (Vec::new(), Vec::<u64>::new());
+    let mut room = 0; // granules in the last of `used`
     for (region, run) in kept {
         let range = run.range();
         let mut at = range.start;
         while at < range.end {
-            if used == store_granules {
-                sizes.push(ByteSize::ZERO);
-                used = 0;
+            while room == 0 {
+                room = fits(have.get(used.len()).copied().unwrap_or(most));
+                used.push(0);
             }
-            let room = usize::try_from(store_granules - used).unwrap_or(usize::MAX);
-            let end = range.end.min(at.saturating_add(room));
+            let end = range.end.min(at.saturating_add(usize::try_from(room).unwrap_or(usize::MAX)));
             let run = Run::of(&(at..end));
-            let (store, offset) = (sizes.len() - 1, bytes(used));
+            let (store, offset) = (used.len() - 1, bytes(used[used.len() - 1]));
             // Adjoining runs are one copy.
             let adjoins = |last: &&mut SavedRun| {
                 (last.region, last.store, last.run.range().end) == (region, store, at)
@@ -441,27 +406,26 @@ pub(crate) fn lay_out(
                 Some(last) => last.run = Run::of(&(last.run.range().start..end)),
                 None => saved.push(SavedRun { region, run, store, offset }),
             }
-            used += run.granules();
-            sizes[store] = bytes(used);
+            used[store] += run.granules();
+            room -= run.granules();
             at = end;
         }
     }
     saved.sort_unstable_by_key(|saved: &SavedRun| (saved.region.number(), saved.run.range().start));
-    for size in &mut sizes {
-        *size = size.next_multiple_of(HOST_GRANULARITY).unwrap_or(*size);
-    }
-    (saved, sizes)
+    let missing = used.iter().skip(have.len()).map(|granules| store_size(bytes(*granules)));
+    (saved, missing.collect())
 }
 
 #[cfg(all(test, not(lowtide_loom)))]
 mod tests {
     use super::*;
+    use crate::driver::HOST_GRANULARITY;
 
     #[test]
     fn contents_are_saved_in_stores_of_a_gibibyte_at_most() {
         let runs = [0..500, 600..1200, 2000..2001];
         let runs = runs.each_ref().map(|range| (Region::Dynamic, Run::of(range)));
-        let (saved, sizes) = lay_out(runs.into_iter(), ByteSize::mib(2));
+        let (saved, sizes) = lay_out(runs.into_iter(), ByteSize::mib(2), &[]);
         assert_eq!(sizes, [ByteSize::gib(1), ByteSize::gib(1), ByteSize::mib(2 * 77)]);
         let seen: Vec<_> = saved
             .iter()
@@ -477,8 +441,23 @@ mod tests {
                 (2000..2001, 2, 76),
             ]
         );
-        let (saved, sizes) = lay_out(runs[2..].iter().copied(), ByteSize::kib(4));
+        let (saved, sizes) = lay_out(runs[2..].iter().copied(), ByteSize::kib(4), &[]);
         assert_eq!((saved.len(), sizes), (1, vec![HOST_GRANULARITY]));
-        assert_eq!(lay_out([].into_iter(), ByteSize::mib(2)), (Vec::new(), Vec::new()));
+        assert_eq!(lay_out([].into_iter(), ByteSize::mib(2), &[]), (Vec::new(), Vec::new()));
+    }
+    #[test]
+    fn stores_that_exist_are_filled_before_more_are_created() {
+        let run = [(Region::Stable, Run::of(&(0..10)))];
+        let of = |have: &[ByteSize]| lay_out(run.iter().copied(), ByteSize::mib(2), have);
+        let places = |saved: &[SavedRun]| -> Vec<_> {
+            saved.iter().map(|saved| (saved.run.range(), saved.store)).collect()
+        };
+        // A store that is smaller than a granule holds nothing.
+        let have = [ByteSize::mib(7), ByteSize::kib(64), ByteSize::mib(4)];
+        let (saved, missing) = of(&have);
+        assert_eq!(places(&saved), [(0..3, 0), (3..5, 2), (5..10, 3)]);
+        assert_eq!(missing, [ByteSize::mib(10)]);
+        let (saved, missing) = of(&[ByteSize::mib(20), ByteSize::mib(2)]);
+        assert_eq!((places(&saved), missing), (vec![(0..10, 0)], Vec::new()));
     }
 }

@@ -5,6 +5,7 @@ use std::fmt;
 use std::str::FromStr;
 use std::time::Duration;
 
+use crate::driver::host::physical_memory;
 use lowtide_core::bytes::ByteSize;
 
 /// The sleep state of an arena.
@@ -73,22 +74,24 @@ pub struct SleepConfig {
     /// to fail immediately. Measured by the arena's clock: with a manual clock that is not
     /// advanced, such a wake waits forever.
     pub wake_timeout: Duration,
-    /// `true` to keep the host memory for contents, and its reservation, between sleeps: allocating
-    /// page-locked memory takes longer than filling it. Otherwise it is released after each wake.
-    /// See [`DeviceArena::set_keep_stores`](crate::DeviceArena::set_keep_stores).
-    pub keep_stores: bool,
+    /// The maximum host memory for contents that stays allocated, and reserved, after a wake for
+    /// the next sleep: page-locking memory takes longer than filling it. A decay soon after the
+    /// wake releases the rest; with zero, all of it. See
+    /// [`DeviceArena::set_stores_max`](crate::DeviceArena::set_stores_max).
+    pub stores_max: ByteSize,
 }
 
 impl Default for SleepConfig {
     /// No idle sleep; a wake retries for 2 s: memory freed by another process shows within 1.5 s.
-    /// No host memory is kept.
+    /// After a wake at most half of the host's physical memory stays, as much as Linux gives a
+    /// tmpfs; nothing if that size is unknown.
     fn default() -> Self {
         Self {
             idle_after: None,
             min_awake: Duration::ZERO,
             options: SleepOptions::default(),
             wake_timeout: Duration::from_secs(2),
-            keep_stores: false,
+            stores_max: ByteSize::new(physical_memory().unwrap_or_default().get() / 2),
         }
     }
 }
@@ -118,8 +121,8 @@ pub struct WakeReport {
 
 /// A budget of host memory, from which a sleep reserves before it copies contents.
 ///
-/// The arena is falling asleep during these calls. Operations that would wait for the end of the
-/// sleep, such as entering or allocating, fail there with
+/// The arena may be falling asleep during these calls. Operations that would wait for the end of
+/// the sleep, such as entering or allocating, fail there with
 /// [`DeviceError::State`](crate::DeviceError::State). A panic counts as a rejection.
 pub trait HostBudget: Send + Sync {
     /// Reserves `bytes` until the returned value is dropped. Any thread may drop it, after the host
@@ -129,8 +132,8 @@ pub trait HostBudget: Send + Sync {
     /// The reason for the rejection, as text: the arena then stays awake.
     fn reserve(&self, bytes: ByteSize) -> Result<Box<dyn Any + Send>, String>;
 
-    /// Called when the host memory of a reservation is allocated and filled: from here on it is
-    /// part of measured memory. Called with no lock held. Does nothing by default.
+    /// Called when the host memory of a reservation is allocated: from here on its pages are part
+    /// of measured memory. Called with no lock held. Does nothing by default.
     fn settle(&self, booked: &mut (dyn Any + Send)) {
         let _ = booked;
     }

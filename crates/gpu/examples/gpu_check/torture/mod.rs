@@ -466,7 +466,8 @@ impl<'a> Worker<'a> {
     /// Lets the arena sleep; the next use wakes it.
     fn sleep(&mut self) -> Outcome {
         let arena = &self.shared.arena;
-        arena.set_keep_stores(self.chance.below(2) == 0);
+        let stores_max = if self.chance.below(2) == 0 { ByteSize::ZERO } else { ByteSize::MAX };
+        arena.set_stores_max(stores_max);
         let options = SleepOptions { drain: Duration::from_millis(10), ..SleepOptions::default() };
         match arena.sleep(options) {
             Ok(_) => add(&self.shared.counts.sleeps, 1),

@@ -20,7 +20,7 @@ const SEEDS: u64 = sample(ALL_SEEDS);
 /// Few schedules are refused memory: more run until one is.
 #[test]
 fn random_schedules_keep_every_byte_and_leave_nothing_behind() {
-    let all = run(Memory::Virtual, |all| all.refused > 0);
+    let all = run(Schedule::of, |all| all.refused > 0);
     println!("{all:?}");
     assert!(all.sleeps > SEEDS / 2 && all.refused > 0);
     assert!(all.moves > 0, "no block moved");
@@ -28,21 +28,27 @@ fn random_schedules_keep_every_byte_and_leave_nothing_behind() {
 
 #[test]
 fn random_schedules_on_plain_segments_keep_every_byte_and_leave_nothing_behind() {
-    println!("{:?}", run(Memory::Plain, |_| true));
+    println!("{:?}", run(|seed| Schedule::of(seed).over(Memory::Plain), |_| true));
 }
 
 #[test]
 fn random_schedules_on_segments_of_a_pool_keep_every_byte_and_leave_nothing_behind() {
-    println!("{:?}", run(Memory::Pool, |_| true));
+    println!("{:?}", run(|seed| Schedule::of(seed).over(Memory::Pool), |_| true));
 }
 
-fn run(memory: Memory, is_enough: impl Fn(&Done) -> bool) -> Done {
+/// Seeds of which many use a buffer of a ring twice in one sleep or wake.
+#[test]
+fn random_schedules_through_a_ring_keep_every_byte_and_leave_nothing_behind() {
+    println!("{:?}", run(|seed| Schedule::of(ALL_SEEDS + seed).through_ring(), |_| true));
+}
+
+fn run(of: impl Fn(u64) -> Schedule, is_enough: impl Fn(&Done) -> bool) -> Done {
     let mut all = Done::default();
     for seed in 0..ALL_SEEDS {
         if seed >= SEEDS && is_enough(&all) {
             break;
         }
-        match Schedule::of(seed).over(memory).run() {
+        match of(seed).run() {
             Ok(done) => {
                 all.acts += done.acts;
                 all.sleeps += done.sleeps;

@@ -2,7 +2,9 @@
 
 use std::sync::Arc;
 
-use lowtide_cuda_sim::{Call, Fault, Order, Outcome, Pattern, SimDriver, SimOptions, WorkKind};
+use lowtide_cuda_sim::{
+    Call, Fault, Order, Outcome, Pattern, SimDriver, SimError, SimOptions, WorkKind,
+};
 use lowtide_gpu::ByteSize;
 use lowtide_gpu::clock::SystemClock;
 use lowtide_gpu::driver::{DeviceAddress, Driver as _, DriverError, HostMemory, StoreSpan};
@@ -234,6 +236,66 @@ fn contents_go_to_a_store_and_come_back_to_the_same_addresses() {
     assert_eq!(code(sim.offload(at, gone, stream)), Some(400));
 }
 
+/// The ring: its buffers are used again and again, and hold what the device wrote only once that
+/// is done.
+#[test]
+fn what_cannot_be_locked_goes_to_a_store_and_comes_back_through_a_small_ring() {
+    let orders = [Order::Lazy, Order::Synchronous, Order::Random { seed: 7 }];
+    for (order, limit) in orders.into_iter().flat_map(|order| [(order, 0), (order, 5), (order, 8)])
+    {
+        let sim = device(order);
+        // Of a ring of 4 x 2 MiB, this many MiB can be locked.
+        sim.set_lock_limit(ByteSize::mib(limit));
+        let stream = sim.stream_create().expect("stream");
+        let (at, size) = (committed(&sim, 24), ByteSize::mib(48));
+        let (taken, offset) = (ByteSize::mib(37), ByteSize::new(3 << 20 | 5));
+        let store = sim.host_store_create(size).expect("pageable, then");
+        let locked = sim.calls(Call::HostAlloc);
+        for mark in 1..=2 {
+            let span = StoreSpan { store, offset, size: taken };
+            sim.fill(stream, at, size, Pattern::new(mark)).expect("queued");
+            sim.offload(at, span, stream).expect("copied");
+            sim.fill(stream, at, size, Pattern::new(99)).expect("queued");
+            sim.restore(span, at, stream).expect("queued");
+            let held = sim.check(stream, at, taken, Pattern::new(mark)).expect("queued");
+            sim.stream_synchronize(stream).expect("done");
+            assert_eq!(sim.outcome(held), Outcome::Held, "{order:?}, {limit} MiB locked");
+        }
+        let gone = StoreSpan { store, offset, size };
+        assert_eq!(code(sim.offload(at, gone, stream)), Some(1), "beyond the store");
+        assert_eq!(sim.calls(Call::HostAlloc), locked, "one ring for all copies");
+        sim.host_store_destroy(store).expect("done with");
+        assert_eq!(sim.leaks().host_blocks, 0, "the ring goes with the last store");
+        assert!(sim.faults().iter().all(|fault| matches!(fault, Fault::OutsideStore { .. })));
+    }
+}
+
+/// While the end of its copies is not known, a ring is not used again, and it is freed in the end.
+#[test]
+fn a_ring_whose_copies_may_still_be_in_progress_is_set_aside() {
+    let sim = device(Order::Lazy);
+    sim.set_lock_limit(ByteSize::mib(64));
+    let stream = sim.stream_create().expect("stream");
+    let (at, size) = (committed(&sim, 64), ByteSize::mib(128));
+    let store = sim.host_store_create(size).expect("pageable, then");
+    let span = StoreSpan { store, offset: ByteSize::ZERO, size };
+    for nth in 0..5 {
+        let blocks = sim.leaks().host_blocks;
+        sim.fail_nth(Some(Call::Offload), 3, SimError::Unknown);
+        sim.fail_nth(Some(Call::StreamSynchronize), 0, SimError::Unknown);
+        assert!(sim.offload(at, span, stream).is_err());
+        sim.forget_failures();
+        let more = if nth == 0 || nth == 4 { 0 } else { 4 };
+        assert_eq!(sim.leaks().host_blocks, blocks + more, "in attempt {nth}");
+    }
+    let refused = sim.restore(span, at, stream);
+    assert!(matches!(refused, Err(DriverError::OutOfMemory { .. })), "{refused:?}");
+    sim.synchronize().expect("done");
+    sim.host_store_destroy(store).expect("done with");
+    assert_eq!(sim.leaks().host_blocks, 0);
+    sim.assert_no_faults();
+}
+
 #[test]
 fn a_range_beyond_a_store_is_refused_and_a_store_is_not_given_back_before_its_copies() {
     let sim = device(Order::Lazy);
@@ -270,11 +332,11 @@ fn host_memory_has_a_limit_and_page_locking_one_of_its_own() {
     let limit = ByteSize::kib(128);
     let refused = Err(DriverError::LockLimit { requested: size, limit });
     assert_eq!(sim.host_alloc(size, HostMemory::PageLocked), refused);
-    assert_eq!(sim.host_store_create(size).map(drop), refused.map(drop));
     sim.host_alloc(size, HostMemory::Pageable).expect("within the host's");
     let requested = size;
     let full = DriverError::OutOfMemory { call: "cuMemHostAlloc", requested };
-    assert_eq!(sim.host_alloc(size, HostMemory::Pageable), Err(full));
+    assert_eq!(sim.host_alloc(size, HostMemory::Pageable), Err(full.clone()));
+    assert_eq!(sim.host_store_create(size).map(drop), Err(full));
     assert_eq!((sim.leaks().host_blocks, sim.leaks().host_stores), (2, 1));
     sim.host_store_destroy(store).expect("nothing refers to it");
     for size in [ByteSize::ZERO, ByteSize::new(1)] {

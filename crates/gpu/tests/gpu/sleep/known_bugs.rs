@@ -7,6 +7,7 @@ use lowtide_cuda_sim::{
     Call, DriverCosts, Order, Outcome, Pattern, SimDriver, SimError, SimOptions,
 };
 use lowtide_gpu::ByteSize;
+use lowtide_gpu::clock::Clock as _;
 use lowtide_gpu::driver::Driver as _;
 use lowtide_gpu::{Buffer, Contents, DeviceError, Region, SleepOptions, SleepState};
 
@@ -204,6 +205,10 @@ fn torch_memory_saver_90_the_host_has_its_memory_back_after_the_wake() {
         assert_eq!(bed.arena.snapshot().offloaded, ByteSize::mib(8));
         assert_eq!(bed.sim.leaks().host_stores, 1);
         bed.arena.wake().expect("awake");
+        let soon = bed.sim.clock().now() + Duration::from_millis(100);
+        assert_eq!(bed.arena.next_decay(), soon, "what stays is limited to nothing");
+        bed.sim.clock().advance(Duration::from_millis(100));
+        bed.arena.decay(soon).expect("no error");
         assert_eq!(bed.arena.snapshot().offloaded, ByteSize::ZERO);
         assert_eq!(bed.sim.leaks().host_stores, 0);
     }

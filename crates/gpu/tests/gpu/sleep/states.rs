@@ -44,6 +44,8 @@ fn what_is_kept_is_at_the_same_addresses_with_the_same_contents() {
         assert_eq!(bed.sim.leaks().handles, 0);
         assert_eq!(places(&bed), before, "the lease woke it");
         assert_eq!(bed.arena.state(), SleepState::Awake);
+        assert_eq!(bed.sim.leaks().host_stores, 1, "the caller waits for no store");
+        bed.arena.purge().expect("no error");
         assert_eq!(bed.sim.leaks().host_stores, 0, "given back");
         for (nth, buffer) in (0..).zip(&buffers) {
             bed.assert_marked(buffer, nth);

@@ -35,7 +35,9 @@ impl Bed {
     }
 
     pub(crate) fn over(sim: Arc<SimDriver>, change: impl FnOnce(&mut ArenaConfig)) -> Self {
-        let sleep = SleepConfig { wake_timeout: Duration::ZERO, ..SleepConfig::default() };
+        // No host memory stays after a wake: what is looked after goes.
+        let (wake_timeout, stores_max) = (Duration::ZERO, ByteSize::ZERO);
+        let sleep = SleepConfig { wake_timeout, stores_max, ..SleepConfig::default() };
         let reserve = ByteSize::gib(8);
         let mut config = ArenaConfig { reserve, sleep, ..ArenaConfig::new("sleeper") };
         change(&mut config);

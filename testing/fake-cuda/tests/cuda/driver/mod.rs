@@ -15,5 +15,6 @@ mod governor;
 mod open;
 mod pinned;
 mod pinned_schedule;
+mod stores;
 mod support;
 mod views;

@@ -35,6 +35,8 @@ pub(crate) const BASE: &[&CStr] = &[
     c"cuMemGetInfo_v2",
     c"cuMemHostAlloc",
     c"cuMemFreeHost",
+    c"cuMemHostRegister_v2",
+    c"cuMemHostUnregister",
     c"cuMemcpyDtoDAsync_v2",
     c"cuMemcpyDtoHAsync_v2",
     c"cuMemcpyHtoDAsync_v2",

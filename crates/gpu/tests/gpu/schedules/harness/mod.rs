@@ -85,6 +85,8 @@ pub(crate) struct Schedule {
     discards: [bool; 2],
     /// Leases for work name its stream.
     names: bool,
+    /// Contents go through a ring, of which this many KiB can be page-locked.
+    ring: Option<u16>,
     /// The KiB that the host has room for, and that it refuses one booking in so many; where it is
     /// asked.
     host: Option<(u16, u8)>,
@@ -141,6 +143,7 @@ impl Schedule {
         let room = *pick(&mut chance, &[64, 256, 4096]);
         let refuses = *pick(&mut chance, &[2, 3, 5]);
         let host = (chance.below(3) > 0).then_some((room, refuses));
+        let ring = (chance.below(3) == 0).then(|| *pick(&mut chance, &[0, 5000, 10_000]));
         Self {
             seed,
             memory: Memory::Virtual,
@@ -156,6 +159,7 @@ impl Schedule {
             end,
             discards,
             names,
+            ring,
             host,
         }
     }
@@ -165,14 +169,19 @@ impl Schedule {
         Self { memory, ..self }
     }
 
+    /// The same with a ring of page-locked buffers, and room on the host for all contents.
+    pub(crate) fn through_ring(self) -> Self {
+        Self { ring: Some(10_000), host: None, discards: [false; 2], ..self }
+    }
+
     /// Returns `true` if a sleep may discard the contents of a region.
     fn discards(&self, region: Region) -> bool {
         self.discards[usize::from(region == Region::Dynamic)]
     }
 
-    /// Returns `true` if host memory is kept between sleeps.
-    pub(crate) fn keeps_stores(&self) -> bool {
-        self.seed.is_multiple_of(3)
+    /// The most host memory that stays between sleeps.
+    fn stores_max(&self) -> ByteSize {
+        [ByteSize::ZERO, ByteSize::kib(128), ByteSize::MAX][(self.seed % 3) as usize]
     }
 
     /// When the arena falls asleep by itself.
@@ -186,8 +195,8 @@ impl Schedule {
         };
         // Nobody lets time go by for who waits.
         let (idle_after, wake_timeout) = (Some(Duration::from_secs(5)), Duration::ZERO);
-        let keep_stores = self.keeps_stores();
-        SleepConfig { idle_after, wake_timeout, options, keep_stores, ..SleepConfig::default() }
+        let stores_max = self.stores_max();
+        SleepConfig { idle_after, wake_timeout, options, stores_max, ..SleepConfig::default() }
     }
 
     /// Runs it in a thread of its own.

@@ -175,6 +175,10 @@ impl World {
             ..SimOptions::default()
         };
         let sim = Arc::new(SimDriver::new(options));
+        if let Some(kib) = schedule.ring {
+            sim.set_store_lock_limit(ByteSize::ZERO);
+            sim.set_lock_limit(ByteSize::kib(kib.into()));
+        }
         let (limit, reserve, sleep) = (schedule.limit, schedule.reserve, schedule.sleep());
         let config = ArenaConfig { limit, reserve, sleep, ..ArenaConfig::new("schedule") };
         let arena = DeviceArena::open(sim.clone(), Arc::new(sim.clock()), config);

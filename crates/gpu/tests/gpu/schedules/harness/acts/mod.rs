@@ -93,6 +93,7 @@ const TABLE: &[Entry] = &[
     entry("leave", 8, Amid::Moves, arena::leave),
     Entry { sleeps: true, ..entry("sleep", 8, Amid::Events, sleep::sleep) },
     Entry { sleeps: true, ..entry("sleep if idle", 3, Amid::Events, sleep::sleep_if_idle) },
+    entry("prepare", 2, Amid::Events, sleep::prepare),
     entry("wake", 2, Amid::Commits, sleep::wake),
     entry("set contents", 3, Amid::Commits, sleep::set_contents),
     entry("look", 2, Amid::Events, arena::look),

@@ -10,16 +10,12 @@
 use std::future::Future as _;
 use std::pin::pin;
 use std::task::{Context, Waker};
-use std::thread;
 use std::time::Duration;
 
 use lowtide_gpu::clock::Clock as _;
-use lowtide_gpu::{Contents, DeviceError, Region, SleepOptions, SleepReport, SleepState};
+use lowtide_gpu::{Contents, DeviceError, Region, SleepOptions, SleepReport};
 
 use super::super::world::{Act, Worker, World};
-
-/// The largest number of times that the end of another thread is looked for.
-const LOOKS_MAX: usize = 1000;
 
 pub(super) fn sleep(world: &World, worker: &mut Worker) -> Act {
     let mut contents = |region| {
@@ -61,6 +57,16 @@ fn fall(world: &World, sleep: impl FnOnce() -> Result<Option<SleepReport>, Devic
             | DeviceError::State { .. },
         ) => Ok(()),
         Err(error) => world.allowed(error),
+    }
+}
+
+/// Host memory for the next sleep, and perhaps for more than that.
+pub(super) fn prepare(world: &World, worker: &mut Worker) -> Act {
+    let mut contents = || Contents::ALL[worker.chance.below(3)];
+    let options = SleepOptions { drain: Duration::ZERO, stable: contents(), dynamic: contents() };
+    match world.arena.prepare_stores(options) {
+        Err(DeviceError::State { .. }) => Ok(()),
+        prepared => world.take(prepared).map(drop),
     }
 }
 
@@ -110,18 +116,10 @@ pub(super) fn begin_to_enter(world: &World, _: &mut Worker) -> Act {
     if world.schedule.captures && !world.schedule.turns {
         return Ok(()); // one might begin before that thread has ended
     }
-    let was_asleep = world.arena.state() == SleepState::Asleep;
     {
         let mut entering = pin!(world.arena.enter_async());
         drop(entering.as_mut().poll(&mut Context::from_waker(Waker::noop())));
     }
-    let Some(_lease) = world.take(world.arena.enter())? else { return Ok(()) };
-    for _ in 0..LOOKS_MAX {
-        let is_back = world.schedule.keeps_stores() || world.arena.snapshot().offloaded.is_zero();
-        if !was_asleep || is_back {
-            break;
-        }
-        thread::yield_now();
-    }
-    Ok(())
+    // After that it makes no call.
+    world.take(world.arena.enter()).map(drop)
 }
