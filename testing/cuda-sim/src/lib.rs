@@ -81,7 +81,7 @@ use hooks::Hooks;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::ManualClock;
 use lowtide_core::sync::{Mutex, MutexGuard, lock};
-use lowtide_gpu_driver::Capabilities;
+use lowtide_gpu_driver::{Capabilities, DeviceUuid};
 use model::Model;
 
 /// A simulated CUDA device with a virtual memory driver. For tests only.
@@ -99,6 +99,8 @@ pub struct SimDriver {
     clock: ManualClock,
     /// The context's own memory.
     floor: ByteSize,
+    ordinal: Option<u32>,
+    uuid: Option<DeviceUuid>,
 }
 
 impl SimDriver {
@@ -121,12 +123,15 @@ impl SimDriver {
         };
         let clock = options.clock.clone();
         let floor = options.context_overhead.min(options.capacity);
+        let (ordinal, uuid) = (options.ordinal, options.uuid);
         Self {
             model: Mutex::new(Model::new(options)),
             hooks: Hooks::default(),
             capabilities,
             clock,
             floor,
+            ordinal,
+            uuid,
         }
     }
 
