@@ -6,6 +6,8 @@
 //! Exit codes: 0 every goal held; 1 one was missed, or a part failed.
 #![expect(clippy::print_stdout, clippy::print_stderr, reason = "a program that shows something")]
 
+mod device_schedules;
+mod devices;
 mod figures;
 
 use std::process::ExitCode;
@@ -18,7 +20,7 @@ use crate::figures::Figures;
 type Measure = fn(&mut Figures) -> Result<(), BoxError>;
 
 /// The parts, in the order in which they run.
-const PARTS: &[(&str, Measure)] = &[];
+const PARTS: &[(&str, Measure)] = &[("devices", devices::measure)];
 
 #[derive(Clone, Debug, Parser)]
 #[command(about = "Figures of an arena on a GPU, over the simulation")]

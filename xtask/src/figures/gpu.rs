@@ -2,4 +2,7 @@
 
 use super::benches::Bench;
 
-pub(super) const BENCHES: &[Bench] = &[];
+pub(super) const BENCHES: &[Bench] = &[Bench {
+    arguments: "bench --locked --bench gpu -- --part devices",
+    figures: &[("gpu.devices.faults", None)],
+}];
