@@ -250,7 +250,7 @@ impl World {
         self.note(device, "close", answer);
         drop(arena);
         // Closed arenas are dropped now, and not when some device's memory is due to decay.
-        let unknown = self.memory.open_arena_on(DeviceSelector::Number(99), &name);
+        let unknown = self.memory.open_arena_on(DeviceSelector::Number(99), "none");
         if !matches!(
             unknown,
             Err(MemoryError::Arena(ArenaError::Device {
@@ -272,6 +272,8 @@ impl World {
 
     /// Checks what is known of a loss once the memory has worked.
     fn check_loss(&mut self) {
+        // Twice: the last job of the first may be told of the loss.
+        self.work(Duration::from_secs(1));
         self.work(Duration::from_secs(1));
         let lost: Vec<_> = self.sims.iter().map(|sim| sim.lost().is_some()).collect();
         for (device, status) in self.memory.devices().iter().enumerate() {
@@ -280,10 +282,11 @@ impl World {
             let reports = reports.iter().filter(|it| it.text.contains(&format!("{name} is lost")));
             let found = (status.lost.is_some(), status.name == name, reports.count());
             if found != (lost[device], true, usize::from(lost[device])) {
-                self.faults.push(format!("device {device} is shown as {status:?}"));
+                self.faults
+                    .push(format!("device {device} is shown as {found:?}, {:?}", status.lost));
             }
             if lost[device] && status.memory.is_some() {
-                self.faults.push(format!("the lost device {device} has memory: {status:?}"));
+                self.faults.push(format!("the lost device {device} has {:?}", status.memory));
             }
         }
         let roomiest = self.memory.device(DeviceSelector::MostHeadroom);
@@ -302,8 +305,12 @@ impl World {
                 drop(lane);
                 let answer = arena.close();
                 self.note(device, "close", answer);
-                if self.sims[device].lost().is_none() {
-                    self.sims[device].stream_destroy(stream).expect("a stream");
+                let sim = &self.sims[device];
+                if sim.lost().is_none()
+                    && let Err(error) = sim.stream_destroy(stream)
+                    && !error.is_context_lost()
+                {
+                    self.faults.push(format!("stream of device {device}: {error}"));
                 }
             }
         }

@@ -23,7 +23,7 @@ use crate::support::{Tree, advance_until};
 use crate::{device_schedules, recorder};
 
 /// The seeds that a test runs; `benches/gpu` runs 10,000.
-const SEEDS: u64 = 12;
+const SEEDS: u64 = 40;
 const SOON: Duration = Duration::from_secs(5);
 const TICK: Duration = Duration::from_millis(250);
 const MIB: usize = 1 << 20;

@@ -133,14 +133,16 @@ impl Arenas {
         drop(removed);
     }
 
-    /// Removes the closed arenas that have no memory left, which frees their names and places. The
-    /// caller drops them, with no lock held; their pools have no buffer left.
+    /// Removes the closed arenas that have no memory left, or whose device is lost and releases
+    /// none, which frees their names and places. The caller drops them, with no lock held; their
+    /// pools have no buffer left.
     pub(super) fn take_closed(&self) -> Vec<Listed> {
         // A close that finds live blocks is undone, and a close that fails in the driver leaves
         // memory.
         let is_over = |entry: &Entry| {
             let glance = entry.arena.glance();
-            entry.arena.is_closed() && glance.live.is_zero() && glance.committed.is_zero()
+            let has_none = glance.committed.is_zero() || entry.device.is_lost();
+            entry.arena.is_closed() && glance.live.is_zero() && has_none
         };
         let mut list = lock(&self.0);
         let (over, kept) = list.entries.drain(..).partition(is_over);
