@@ -10,6 +10,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use lowtide::clock::ManualClock;
+use lowtide::config::Profile;
 use lowtide::decay::DecayTime;
 use lowtide::device::driver::{DeviceUuid, Driver, StreamHandle};
 use lowtide::device::{Buffer, DeviceArena, DeviceError, Lane, Region, SleepOptions};
@@ -121,6 +122,7 @@ impl World {
         let sims: Vec<_> = (0..devices).map(sim).collect();
         let builder = Memory::builder()
             .clock(Arc::new(clock.clone()))
+            .profile(Profile::Throughput) // which purges no heap while nothing is short
             .memory_limit(ByteSize::gib(1 << 20))
             .drivers(sims.iter().map(|sim| Arc::clone(sim) as Arc<dyn Driver>))
             .device_limit(ByteSize::gib(1))

@@ -82,6 +82,7 @@ impl Shared {
         {
             self.note_awake(&arena, &error.to_string());
         }
+        self.report_losses();
         more
     }
 
