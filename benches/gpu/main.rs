@@ -10,6 +10,8 @@
 #[allow(dead_code, reason = "others use more of it")]
 mod chance;
 mod compact;
+mod device_schedules;
+mod devices;
 mod figures;
 #[path = "../replay/trace.rs"]
 #[allow(dead_code, reason = "others use more of it")]
@@ -32,6 +34,7 @@ type Measure = fn(&mut Figures) -> Result<(), BoxError>;
 const PARTS: &[(&str, Measure)] = &[
     ("binary", torture::binary),
     ("compact", compact::measure),
+    ("devices", devices::measure),
     ("stores", stores::measure),
     ("torture", torture::measure),
     ("trace", trace::measure),

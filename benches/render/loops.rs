@@ -206,7 +206,7 @@ fn written(memory: &Memory) -> Result<(f64, f64), BoxError> {
     let snapshot = memory.snapshot();
     let write = || {
         snapshot.heap.iter().for_each(record::heap);
-        snapshot.devices.arenas.iter().for_each(record::devices::arena);
+        snapshot.devices.arenas.iter().for_each(|arena| record::devices::arena("0", arena));
         for budget in [Budget::Host, Budget::Device] {
             record::ledger(memory.admission().ledger(budget), budget);
         }

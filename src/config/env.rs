@@ -50,8 +50,9 @@ pub struct Variable {
 ///   at most 1; unset: 0.8, rising to 0.93 while measured growth allows it
 /// * `LOWTIDE_CORRECTION_FACTOR`: memory that a request is assumed to need per estimated byte until
 ///   that is measured: 1 if estimates are exact, at most 5
-/// * `LOWTIDE_DEVICE`: auto, cuda, cuda:1 (a number), cuda:GPU-... or cuda:MIG-... (a UUID), host
-///   or none: where device arenas allocate
+/// * `LOWTIDE_DEVICE`: auto, cuda, cuda:1 (a number), cuda:GPU-... or cuda:MIG-... (a UUID),
+///   cuda:all, a list such as cuda:0,cuda:1 (the default device first), host or none: where device
+///   arenas allocate
 /// * `LOWTIDE_DEVICE_BACKEND`: auto, virtual-memory, pool, plain or managed: how CUDA memory is
 ///   allocated
 /// * `LOWTIDE_DEVICE_LIMIT`: limit of device memory for an arena, e.g. 8g; unset: no limit
@@ -105,8 +106,9 @@ pub const VARIABLES: &[Variable] = &[
     },
     Variable {
         name: "LOWTIDE_DEVICE",
-        help: "auto, cuda, cuda:1 (a number), cuda:GPU-... or cuda:MIG-... (a UUID), host or none: \
-               where device arenas allocate",
+        help: "auto, cuda, cuda:1 (a number), cuda:GPU-... or cuda:MIG-... (a UUID), cuda:all, a \
+               list such as cuda:0,cuda:1 (the default device first), host or none: where device \
+               arenas allocate",
         put: device::choice,
     },
     Variable {
@@ -322,6 +324,7 @@ mod tests {
             correction_factor: Some(1.5),
             device: DeviceSettings {
                 choice: Some(DeviceChoice::Host),
+                further: Some(vec![]),
                 backend: Some(DeviceBackend::Pool),
                 limit: Some(ByteSize::gib(1)),
                 watermark: Some(0.1),

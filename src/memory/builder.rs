@@ -22,7 +22,7 @@ use lowtide_heap::{self as heap, ArenaBinding};
 
 use super::admin_tasks::AdminTasks;
 use super::claim::{Claim, THREADS};
-use super::devices::{self, Devices, GivenDriver};
+use super::devices::{self, Devices, GivenDrivers};
 use super::error::{Diagnostic, StartError};
 use super::hands::{Hook, MaintenanceExecutor};
 use super::heap::{SettledHeap, settle_heap};
@@ -55,7 +55,7 @@ pub struct Builder {
     recall_hook: Option<Hook>,
     stack: Option<ByteSize>,
     signals: Option<Signals>,
-    pub(super) driver: GivenDriver,
+    pub(super) drivers: GivenDrivers,
 }
 
 macro_rules! setting {
@@ -231,33 +231,49 @@ impl Builder {
         let config = Config::resolve(&self.code, &environment)?;
         let claim = if self.is_detached { Claim::of_none() } else { Claim::take()? };
         let unread = (!self.ignores_environment).then(unread_by_jemalloc).flatten();
-        self.start_claimed(config, claim, unread)
+        let stack = self.stack.unwrap_or(STACK);
+        let parts = self.assemble(config, claim, unread)?;
+        let memory = launch(&parts.shared, parts.maintenance, parts.worker, stack)?;
+        report(&memory, parts.background_threads);
+        Ok(memory)
     }
 
-    /// Releases the claim if the start fails.
-    fn start_claimed(
+    /// Starts a detached memory manager without threads, whose work the caller does in steps: for
+    /// tests of what it does, in an order that repeats.
+    ///
+    /// # Errors
+    /// The same as for [`Builder::start`].
+    #[doc(hidden)]
+    pub fn start_stepped(self) -> Result<(Memory, Steps), StartError> {
+        let builder = self.detached();
+        let config = Config::resolve(&builder.code, &Settings::default())?;
+        let parts = builder.assemble(config, Claim::of_none(), None)?;
+        let running = Arc::new(running(&parts.shared));
+        let clock = Arc::clone(&parts.shared.clock);
+        let memory = Memory::of(parts.shared, running);
+        Ok((memory, Steps { maintenance: parts.maintenance, worker: parts.worker, clock }))
+    }
+
+    /// Creates the parts and connects them. Releases the claim if that fails.
+    fn assemble(
         self,
         config: Config,
         claim: Arc<Claim>,
         unread: Option<String>,
-    ) -> Result<Memory, StartError> {
+    ) -> Result<Parts, StartError> {
         let names = if self.ignores_environment { Vec::new() } else { env::of_devices() };
-        let mut diagnostics = Vec::new();
-        diagnostics.extend(variables_of_devices(&names, HAS_DEVICES));
-        let devices = Devices::open(&config, self.driver, &mut diagnostics)?;
+        let mut diagnostics = Vec::from_iter(variables_of_devices(&names, HAS_DEVICES));
+        let devices = Devices::open(&config, self.drivers, &mut diagnostics)?;
         let (signals, heap) = if self.is_detached {
             (settle_limit(&config, Signals::none(), &mut diagnostics), SettledHeap::default())
         } else {
-            let signals = open_signals(&config, self.signals, &mut diagnostics);
-            let heap = settle_heap(&config, &signals, unread, &mut diagnostics);
-            (signals, heap)
+            settle_host(&config, self.signals, unread, &mut diagnostics)
         };
         let clock = self.clock.unwrap_or_else(|| Arc::new(SystemClock::new()));
         check_limit(&config, &signals, &*clock, &mut diagnostics)?;
         let signals = Arc::new(signals);
         let (admission, resources) = (Admission::new(), Resources::new());
         devices.settle_budgets(&admission, &mut diagnostics);
-        let is_host = !devices.has_own_memory();
         let sensor = MemorySensor {
             clock: Arc::clone(&clock),
             signals: SignalTracker::new(Arc::clone(&signals)),
@@ -267,8 +283,8 @@ impl Builder {
             libc: LibcIdle::default(),
         };
         let joined = Arc::default();
-        let ladder = ladder(&joined, &resources, is_host);
-        let settings = settings(&config, is_host);
+        let ladder = ladder(&joined, &resources, !devices.has_own_memory());
+        let settings = settings(&config, devices.any_own_memory());
         let settings = admission::Settings { heap_decay_interval: heap.decay_interval, ..settings };
         let mut maintenance = Maintenance::new(
             settings,
@@ -277,6 +293,7 @@ impl Builder {
             resources.clone(),
             ladder,
         )?;
+        devices.add_budgets(&mut maintenance);
         let shared = Arc::new(Shared {
             config,
             clock,
@@ -305,13 +322,51 @@ impl Builder {
         let hands = MaintenanceExecutor::new(&shared, self.hook, self.recall_hook);
         let worker = maintenance.worker(Box::new(hands));
         // The first sample is taken here, so that the first request finds a measured allowance.
-        let first = maintenance.tick(shared.clock.now());
-        shared.queue.push(first.jobs);
-        let memory = launch(&shared, maintenance, worker, self.stack.unwrap_or(STACK))?;
-        report(&memory, heap.background_threads);
-        Ok(memory)
+        shared.queue.push(maintenance.tick(shared.clock.now()).jobs);
+        let background_threads = heap.background_threads;
+        Ok(Parts { shared, maintenance, worker, background_threads })
     }
 }
+
+/// The connected parts of a `Memory` that does not run yet.
+struct Parts {
+    shared: Arc<Shared>,
+    maintenance: Maintenance,
+    worker: Worker,
+    background_threads: u32,
+}
+
+/// The work of a `Memory` without threads.
+#[doc(hidden)]
+#[derive(Debug)]
+pub struct Steps {
+    maintenance: Maintenance,
+    worker: Worker,
+    clock: Arc<dyn Clock>,
+}
+
+impl Steps {
+    /// Takes a sample, decides, and runs the jobs on this thread until none is left; at most
+    /// [`JOBS_MAX`], which are more than one step can post. Returns `false` if some are left.
+    pub fn step(&mut self) -> bool {
+        let queue = self.maintenance.queue();
+        queue.push(self.maintenance.tick(self.clock.now()).jobs);
+        for _ in 0..JOBS_MAX {
+            let Some(job) = queue.pop() else { return true };
+            self.worker.run(job, &*self.clock);
+        }
+        false
+    }
+
+    /// Returns the number of jobs that have panicked.
+    #[must_use]
+    pub const fn panics_total(&self) -> u64 {
+        self.worker.panics_total()
+    }
+}
+
+/// The maximum number of jobs of a step: each arena may be put to sleep by one of its own.
+const JOBS_MAX: usize = 1024;
 
 impl Memory {
     /// Returns a builder with default settings.
@@ -370,6 +425,18 @@ fn unread_by_jemalloc() -> Option<String> {
     found.and_then(|found| env::of_others(found.unread_variable()))
 }
 
+/// Opens the signals, and applies the settings of the heap.
+fn settle_host(
+    config: &Config,
+    given: Option<Signals>,
+    unread: Option<String>,
+    diagnostics: &mut Vec<Diagnostic>,
+) -> (Signals, SettledHeap) {
+    let signals = open_signals(config, given, diagnostics);
+    let heap = settle_heap(config, &signals, unread, diagnostics);
+    (signals, heap)
+}
+
 /// Opens the signals with the configured limit, and adds a diagnostic if some are missing.
 fn open_signals(
     config: &Config,
@@ -416,6 +483,23 @@ fn evict_when_short(shared: &Arc<Shared>, is_detached: bool) {
     }
 }
 
+/// Returns what ends the threads, of which none runs yet.
+fn running(shared: &Shared) -> Running {
+    let threads = Threads {
+        stop: Arc::default(),
+        bell: Bell::new(),
+        started: Mutex::new(Vec::with_capacity(THREADS)),
+    };
+    Running {
+        is_ending: AtomicBool::new(false),
+        threads,
+        queue: Arc::clone(&shared.queue),
+        claim: Arc::clone(&shared.claim),
+        admission: shared.admission.clone(),
+        events: Arc::clone(&shared.events),
+    }
+}
+
 /// Starts the two threads. On failure the running one is signalled to end.
 fn launch(
     shared: &Arc<Shared>,
@@ -423,20 +507,8 @@ fn launch(
     mut worker: Worker,
     stack: ByteSize,
 ) -> Result<Memory, StartError> {
-    let threads = Threads {
-        stop: Arc::default(),
-        bell: Bell::new(),
-        started: Mutex::new(Vec::with_capacity(THREADS)),
-    };
-    let (stop, bell) = (Arc::clone(&threads.stop), Arc::clone(&threads.bell));
-    let running = Arc::new(Running {
-        is_ending: AtomicBool::new(false),
-        threads,
-        queue: Arc::clone(&shared.queue),
-        claim: Arc::clone(&shared.claim),
-        admission: shared.admission.clone(),
-        events: Arc::clone(&shared.events),
-    });
+    let running = Arc::new(running(shared));
+    let (stop, bell) = (Arc::clone(&running.threads.stop), Arc::clone(&running.threads.bell));
     let (joined, shared, clock) = (shared, Arc::clone(shared), Arc::clone(&shared.clock));
     let ends = || Ends { end: Arc::default(), claim: Arc::clone(&shared.claim) };
     let (ends_worker, ends_control) = (ends(), ends());
@@ -551,7 +623,7 @@ const DEVICE_INTERVAL_MAX: Duration = Duration::from_secs(1);
 /// started together are out of step after some ten ticks.
 const JITTER: f64 = 0.1;
 
-fn settings(config: &Config, is_host: bool) -> admission::Settings {
+fn settings(config: &Config, has_devices: bool) -> admission::Settings {
     let published = config.metrics_interval.value;
     let defaults = admission::Settings::default();
     admission::Settings {
@@ -567,7 +639,7 @@ fn settings(config: &Config, is_host: bool) -> admission::Settings {
         publish_interval: Some(published),
         jitter: JITTER,
         exhaustion_policy: config.exhaustion_policy.value,
-        device_interval: (!is_host).then(|| published.min(DEVICE_INTERVAL_MAX)),
+        device_interval: has_devices.then(|| published.min(DEVICE_INTERVAL_MAX)),
         ..defaults
     }
 }

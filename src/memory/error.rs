@@ -48,6 +48,22 @@ pub enum StartError {
         /// The cause.
         cause: String,
     },
+    /// A device was given or configured twice.
+    #[cfg(feature = "device")]
+    #[error("device {device} is given twice: expected each device once")]
+    SameDevice {
+        /// The device's UUID, or its place in the list if the driver knows none.
+        device: String,
+    },
+    /// There are more devices than a `Memory` may have.
+    #[cfg(feature = "device")]
+    #[error("{count} devices: expected at most {max}; name some, or set CUDA_VISIBLE_DEVICES")]
+    TooManyDevices {
+        /// The number of devices.
+        count: usize,
+        /// The maximum.
+        max: usize,
+    },
     /// The Prometheus recorder could not be installed.
     #[error(
         "cannot install the Prometheus recorder: {error}; expected no other recorder, or \

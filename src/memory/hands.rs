@@ -77,7 +77,7 @@ impl MaintenanceActions for MaintenanceExecutor {
     }
 
     fn sample_device(&mut self, now: Moment) {
-        self.shared.sample_device(now);
+        self.shared.sample_devices(now);
     }
 
     fn report_exhaustion(&mut self) {

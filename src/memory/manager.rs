@@ -271,6 +271,7 @@ impl Memory {
             return Shutdown { forked: true, ..Shutdown::default() };
         }
         shared.admission.close();
+        shared.devices.close();
         let end = shared.clock.now() + deadline;
         let mut report = Shutdown { exhausted: shared.ends_exhausted(), ..Shutdown::default() };
         for resource in shared.resources.all() {
@@ -281,7 +282,7 @@ impl Memory {
         self.0.running.threads.end();
         self.0.running.threads.join(&*shared.clock, end, &mut report);
         shared.end_devices(&mut report);
-        report.requests = shared.admission.stats().held();
+        report.requests = shared.admission.stats().held() + shared.devices.held();
         report
     }
 }

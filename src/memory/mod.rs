@@ -44,9 +44,12 @@ mod threads;
 
 pub use admin_tasks::{AdminCommand, AdminError, AdminTask, AdminTaskState};
 pub use builder::Builder;
+#[doc(hidden)]
+pub use builder::Steps;
 #[cfg(feature = "device")]
 pub use devices::{
-    ArenaError, ArenaReport, ArenaUse, DeviceSnapshot, DevicesSnapshot, Replaced, Run, ScopeError,
+    ArenaError, ArenaReport, ArenaUse, DeviceReservation, DeviceReserveError, DeviceSelectError,
+    DeviceSelector, DeviceSnapshot, DeviceStatus, DevicesSnapshot, Replaced, Run, ScopeError,
     ShrinkError, ShrinkFailure, ShrinkOutcome, Shrunk, ShrunkTarget, Slot, SlotKind, SlotSnapshot,
 };
 pub use error::{Diagnostic, MemoryError, Severity, StartError};

@@ -8,7 +8,7 @@ use crate::bytes::ByteSize;
 use crate::clock::Moment;
 use crate::config::Config;
 use crate::sync::Mutex;
-use lowtide_admission::{Admission, Budget, Reclaim, Sample};
+use lowtide_admission::{Admission, Budget, DeviceFigures, Maintenance, Reclaim, Sample};
 
 use super::admin_tasks::{AdminCommand, AdminError};
 use super::error::{Diagnostic, StartError};
@@ -21,7 +21,7 @@ use super::snapshot::MemorySnapshot;
 pub(super) const COMMANDS: &[&str] = &["purge", "unload"];
 
 /// No driver can be given.
-pub(super) type GivenDriver = ();
+pub(super) type GivenDrivers = ();
 
 /// No device.
 pub(super) struct Devices;
@@ -29,7 +29,7 @@ pub(super) struct Devices;
 impl Devices {
     pub(super) const fn open(
         _: &Config,
-        (): GivenDriver,
+        (): GivenDrivers,
         _: &mut Vec<Diagnostic>,
     ) -> Result<Self, StartError> {
         Ok(Self)
@@ -41,6 +41,18 @@ impl Devices {
 
     pub(super) const fn has_own_memory(&self) -> bool {
         false
+    }
+
+    pub(super) const fn any_own_memory(&self) -> bool {
+        false
+    }
+
+    pub(super) const fn add_budgets(&self, _: &mut Maintenance) {}
+
+    pub(super) const fn close(&self) {}
+
+    pub(super) const fn held(&self) -> u64 {
+        0
     }
 
     pub(super) const fn is_unified(&self) -> bool {
@@ -55,7 +67,11 @@ impl Devices {
 pub(super) struct ArenasSensor;
 
 impl ArenasSensor {
-    pub(super) const fn add_to(&self, _: &mut Sample) {}
+    pub(super) const fn add_to(&mut self, _: &mut Sample) {}
+
+    pub(super) const fn further_device(&self, _: usize) -> DeviceFigures {
+        DeviceFigures { committed: ByteSize::ZERO, idle: ByteSize::ZERO, limit: None }
+    }
 }
 
 pub(super) const fn choice(_: &Config) -> Option<String> {
@@ -80,7 +96,7 @@ impl Shared {
         false
     }
 
-    pub(super) const fn sample_device(&self, _: Moment) {}
+    pub(super) const fn sample_devices(&self, _: Moment) {}
 
     pub(super) const fn maintain_devices(&self, _: Moment) {}
 

@@ -18,7 +18,7 @@ use std::time::Duration;
 
 use crate::bytes::ByteSize;
 use crate::clock::{Clock, Moment};
-use lowtide_admission::{Sample, Sensor, Signal, SignalTracker};
+use lowtide_admission::{DeviceFigures, Sample, Sensor, Signal, SignalTracker};
 use lowtide_heap::{self as heap, HeapProbe, HeapSnapshot};
 
 use super::devices::ArenasSensor;
@@ -133,6 +133,10 @@ impl Sensor for MemorySensor {
         }
         self.arenas.add_to(&mut sample);
         sample
+    }
+
+    fn further_device(&self, nth: usize) -> DeviceFigures {
+        self.arenas.further_device(nth)
     }
 
     fn libc_idle(&mut self, now: Moment) -> ByteSize {

@@ -279,23 +279,17 @@ impl Shared {
         if self.birth.is_here() { lock(&self.diagnostics).clone() } else { Vec::new() }
     }
 
+    /// Returns the figures of a budget of the admission.
+    pub(super) fn budget(&self, budget: Budget) -> BudgetSnapshot {
+        let snapshot = BudgetSnapshot::of(&self.admission, budget, self.state.level(budget));
+        let has_parts = budget == Budget::Host && snapshot.ceiling != ByteSize::MAX;
+        let ceiling_parts = has_parts.then(|| self.state.ceiling_parts());
+        BudgetSnapshot { ceiling_parts, ..snapshot }
+    }
+
     /// Returns all figures; in a forked child only those that need no lock.
     pub(super) fn snapshot(&self) -> MemorySnapshot {
         let here = self.birth.is_here();
-        let budget = |budget| {
-            let ledger = self.admission.ledger(budget);
-            BudgetSnapshot {
-                reserved: ledger.reserved_bytes(),
-                allowance: ledger.allowance_bytes(),
-                ceiling: ledger.ceiling(),
-                ceiling_parts: (budget == Budget::Host && ledger.ceiling() != ByteSize::MAX)
-                    .then(|| self.state.ceiling_parts()),
-                correction_factor: ledger.correction_factor(),
-                level: self.state.level(budget),
-                reserved_headroom: ledger.reserved_headroom(),
-                classes: self.admission.classes(budget),
-            }
-        };
         let signal = self.signals.sample();
         let heap = self.heap.as_ref().and_then(|heap| heap.snapshot().ok());
         let heap_arenas = if here && heap.is_some() { heap_arenas() } else { Vec::new() };
@@ -315,8 +309,8 @@ impl Shared {
             unified: self.devices.is_unified(),
             purgeable: self.state.purgeable(),
             exhausted: self.state.is_exhausted(),
-            host: budget(Budget::Host),
-            device: budget(Budget::Device),
+            host: self.budget(Budget::Host),
+            device: self.budget(Budget::Device),
             admission: self.admission.stats(),
             resources: if here { resource_stats(&self.resources) } else { Vec::new() },
             reclaimers: self.resources.reclaimer_stats(),

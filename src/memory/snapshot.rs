@@ -8,8 +8,8 @@ use crate::bytes::ByteSize;
 use crate::clock::Moment;
 use crate::config::Profile;
 use lowtide_admission::{
-    AdmissionStats, CeilingParts, ClassStats, Cpus, Level, MemoryEvents, Psi, ReclaimerStats,
-    ResourceStats, Signal, SizeClass,
+    Admission, AdmissionStats, Budget, CeilingParts, ClassStats, Cpus, Level, MemoryEvents, Psi,
+    ReclaimerStats, ResourceStats, Signal, SizeClass,
 };
 use lowtide_heap::{HeapSnapshot, HostArenaStats};
 
@@ -206,4 +206,21 @@ pub struct BudgetSnapshot {
     pub reserved_headroom: ByteSize,
     /// The requests by size class.
     pub classes: [ClassStats; SizeClass::COUNT],
+}
+
+impl BudgetSnapshot {
+    /// Creates the figures of a budget of this admission, without the parts of its ceiling.
+    pub(super) fn of(admission: &Admission, budget: Budget, level: Level) -> Self {
+        let ledger = admission.ledger(budget);
+        Self {
+            reserved: ledger.reserved_bytes(),
+            allowance: ledger.allowance_bytes(),
+            ceiling: ledger.ceiling(),
+            ceiling_parts: None,
+            correction_factor: ledger.correction_factor(),
+            level,
+            reserved_headroom: ledger.reserved_headroom(),
+            classes: admission.classes(budget),
+        }
+    }
 }

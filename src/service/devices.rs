@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 use crate::bytes::ByteSize;
 use crate::clock::Moment;
 use crate::device::{ArenaOccupancy, ArenaSnapshot, OccupancyCell, RegionOccupancy};
-use crate::memory::{HistorySample, Memory, MemorySnapshot};
+use crate::memory::{DeviceSnapshot, DeviceStatus, HistorySample, Memory, MemorySnapshot};
 use crate::sync::{Mutex, lock};
 
 use super::answer::{budget, limit};
@@ -49,26 +49,46 @@ pub(super) fn add_states(snapshot: &MemorySnapshot, body: &mut Value) {
 /// Adds the figures of arenas and device to those of `/memory`.
 pub(super) fn add_figures(snapshot: &MemorySnapshot, document: &mut Value) {
     let devices = &snapshot.devices;
+    let mut arenas = devices.placed().map(arena);
     document["device"] = json!({
         "unified": snapshot.unified,
         "budget": budget(&snapshot.device),
-        "memory": devices.memory.as_ref().map(|device| json!({
-            "total_bytes": device.total.get(),
-            "free_bytes": device.free.get(),
-            "context_overhead_bytes": device.context_overhead.map(ByteSize::get),
-            "unmanaged_bytes": device.unmanaged.map(ByteSize::get),
-            "short": device.is_short,
-            "watermark_released_bytes": device.watermark_released_total,
-        })),
+        "memory": devices.memory.as_ref().map(memory),
         "rollback_failures": devices.rollback_failures_total,
-        "arenas": devices.arenas.iter().map(arena).collect::<Vec<_>>(),
-        "draining": devices.draining.iter().map(arena).collect::<Vec<_>>(),
+        "devices": devices.devices.iter().map(device).collect::<Vec<_>>(),
+        "arenas": arenas.by_ref().take(devices.arenas.len()).collect::<Vec<_>>(),
+        "draining": arenas.collect::<Vec<_>>(),
     });
 }
 
-fn arena(arena: &ArenaSnapshot) -> Value {
+fn memory(device: &DeviceSnapshot) -> Value {
+    json!({
+        "total_bytes": device.total.get(),
+        "free_bytes": device.free.get(),
+        "context_overhead_bytes": device.context_overhead.map(ByteSize::get),
+        "unmanaged_bytes": device.unmanaged.map(ByteSize::get),
+        "short": device.is_short,
+        "watermark_released_bytes": device.watermark_released_total,
+    })
+}
+
+fn device(device: &DeviceStatus) -> Value {
+    json!({
+        "name": device.name,
+        "number": device.number,
+        "ordinal": device.ordinal,
+        "backend": device.backend.name(),
+        "lost": device.lost,
+        "budget": device.budget.as_ref().map(budget),
+        "memory": device.memory.as_ref().map(memory),
+        "rollback_failures": device.rollback_failures_total,
+    })
+}
+
+fn arena((device, arena): (&DeviceStatus, &ArenaSnapshot)) -> Value {
     json!({
         "name": arena.name,
+        "device": device.name,
         "backend": arena.backend.name(),
         "state": arena.state.name(),
         "live_bytes": arena.live.get(),

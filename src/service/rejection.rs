@@ -7,6 +7,7 @@ use http::header::{CONTENT_TYPE, RETRY_AFTER};
 use http::request::Parts;
 use http::{HeaderValue, Response, StatusCode};
 
+use crate::bytes::ByteSize;
 use lowtide_admission::{AcquireError, Rejected};
 
 /// `DEADLINE_EXCEEDED`, `RESOURCE_EXHAUSTED` and `UNAVAILABLE` of gRPC.
@@ -117,6 +118,10 @@ fn percent_encoded(text: &str) -> String {
 pub fn rejection(rejected: &Rejected) -> Response<String> {
     let retry_after = rejected.retry_after().unwrap_or(MIN_WAIT);
     let (status, title, retry_after) = match rejected {
+        // A device that is lost: another instance may have one.
+        Rejected::TooLarge { ceiling: ByteSize::ZERO, .. } => {
+            (StatusCode::SERVICE_UNAVAILABLE, NO_MEMORY, Duration::ZERO)
+        }
         Rejected::TooLarge { .. } | Rejected::Outgrown { retry_after: None, .. } => {
             (StatusCode::PAYLOAD_TOO_LARGE, NO_MEMORY, retry_after)
         }

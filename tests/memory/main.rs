@@ -12,6 +12,8 @@ mod app;
 mod chance;
 #[path = "../../examples/proxy/cli.rs"]
 mod cli;
+#[path = "../../benches/gpu/device_schedules.rs"]
+mod device_schedules;
 #[path = "../../examples/proxy/embed.rs"]
 mod embed;
 #[path = "../../benches/overload/figures.rs"]
@@ -41,6 +43,7 @@ mod exporter;
 mod memory_arenas;
 mod memory_detached;
 mod memory_device;
+mod memory_devices;
 mod memory_heap;
 mod memory_kernel;
 mod memory_life;

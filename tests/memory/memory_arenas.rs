@@ -344,7 +344,10 @@ fn a_slot_that_cannot_be_is_a_typed_error() {
     let elsewhere = Slot::device(NAME, 1);
     let refused = |slot: &Slot| memory.share_arena(slot, &none).expect_err("refused");
     assert_eq!(refused(&Slot::device("", 0)), ScopeError::NoName);
-    assert_eq!(refused(&elsewhere), ScopeError::UnknownDevice { slot: elsewhere.clone() });
+    assert_eq!(
+        refused(&elsewhere),
+        ScopeError::UnknownDevice { slot: elsewhere.clone(), devices: 1 }
+    );
     // A slot's arena and one that was opened by name would be one in metrics.
     let opened = memory.open_arena(NAME).expect("free");
     let duplicate = ArenaError::Duplicate { arena: NAME.to_owned() };

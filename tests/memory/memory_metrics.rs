@@ -97,7 +97,10 @@ fn every_series_stands_in_the_table(scrape: &Scrape) {
 }
 
 /// Metrics that a device has, and host memory does not: `memory_device` looks for these.
-const OF_A_DEVICE: [&str; 5] = [
+const OF_A_DEVICE: [&str; 8] = [
+    "lowtide_device_budget_reserved_bytes",
+    "lowtide_device_budget_ceiling_bytes",
+    "lowtide_device_budget_allowance_bytes",
     "lowtide_device_total_bytes",
     "lowtide_device_free_bytes",
     "lowtide_device_context_overhead_bytes",

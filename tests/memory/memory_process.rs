@@ -381,7 +381,8 @@ fn a_bad_value_is_an_error_with_variable_value_and_what_was_expected() {
     let expected = "refused: LOWTIDE_CEILING=\"180%\": expected a number in (0, 1], or a \
                     percentage up to 100%; \
                     LOWTIDE_DEVICE=\"gpu\": expected auto, cuda, cuda:1 (a number), cuda:GPU-... \
-                    or cuda:MIG-... (a UUID), host or none";
+                    or cuda:MIG-... (a UUID), cuda:all, a list such as cuda:0,cuda:1, host or \
+                    none";
     assert_eq!(bare, expected);
 }
 

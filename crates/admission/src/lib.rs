@@ -79,8 +79,9 @@ pub use large::{RequestMemory, RequestPhase};
 pub use ledger::{Books, Correction, Ledger, Measured, Shortfall, Turnover};
 pub use level_watch::{LevelChanged, LevelWatch};
 pub use maintenance::{
-    Job, JobQueue, Jobs, Maintenance, MaintenanceActions, PressureState, PurgeGrowth, Sample,
-    Sensor, Settings, SettingsError, Tick, Trigger, Worker, run_control, run_worker,
+    DeviceFigures, Job, JobQueue, Jobs, Maintenance, MaintenanceActions, PressureState,
+    PurgeGrowth, Sample, Sensor, Settings, SettingsError, Tick, Trigger, Worker, run_control,
+    run_worker,
 };
 pub use managed::{
     Acquire, AcquireError, AddError, Backoff, LoadError, LoadScope, Managed, ManagedBuilder,

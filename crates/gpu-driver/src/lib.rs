@@ -13,6 +13,7 @@ mod capabilities;
 #[cfg(feature = "cuda")]
 pub mod cuda;
 mod error;
+mod guarded;
 mod handle;
 pub mod host;
 pub mod staging;
@@ -27,6 +28,7 @@ pub use lowtide_core::{ByteSize, clock};
 pub use address::DeviceAddress;
 pub use capabilities::{Backend, Capabilities, HostMemory};
 pub use error::DriverError;
+pub use guarded::Guarded;
 pub use handle::{DeviceMemory, EventHandle, HostStore, Owner, StoreSpan, StreamHandle};
 #[doc(hidden)]
 pub use touched::TouchedMemory;
@@ -114,6 +116,12 @@ pub unsafe trait Driver: fmt::Debug + Send + Sync {
     /// Returns the device's ordinal among those visible to this process; `None` if the driver is
     /// not for a device.
     fn ordinal(&self) -> Option<u32> {
+        None
+    }
+
+    /// Returns the device's UUID, which stays the same across restarts; `None` if the driver is not
+    /// for a device, or does not know it. Makes no driver call.
+    fn uuid(&self) -> Option<DeviceUuid> {
         None
     }
 

@@ -20,8 +20,10 @@ use crate::device::{Contents, SleepConfig, SleepOptions};
 /// profile or default.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct DeviceSettings {
-    /// The device on which arenas allocate.
+    /// The device on which arenas allocate: the default one if there are several.
     pub choice: Option<DeviceChoice>,
+    /// Further CUDA devices, each once.
+    pub further: Option<Vec<DeviceChoice>>,
     /// The way in which CUDA memory is allocated.
     pub backend: Option<DeviceBackend>,
     /// The limit of device memory for each arena. Unset: no limit.
@@ -45,6 +47,18 @@ impl DeviceSettings {
     /// Validates the values. `demand` takes whether one holds, its setting, the value, and what
     /// was expected.
     pub(super) fn check(&self, demand: &mut impl FnMut(bool, &str, String, &str)) {
+        let further = self.further.iter().flatten();
+        if self.further.as_ref().is_some_and(|further| !further.is_empty()) {
+            let mut all = self.choice.iter().chain(further);
+            let expected = "CUDA devices by number or UUID";
+            let wrong = all.find(|device| !device.is_one_cuda_device());
+            demand(
+                wrong.is_none(),
+                "devices",
+                wrong.map_or_else(String::new, ToString::to_string),
+                expected,
+            );
+        }
         if let Some(part) = self.watermark {
             let holds = (0.0..1.0).contains(&part);
             demand(holds, "device_watermark", part.to_string(), "a number in [0, 1)");
@@ -64,8 +78,10 @@ impl DeviceSettings {
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct DeviceConfig {
-    /// The device on which arenas allocate.
+    /// The device on which arenas allocate: the default one if there are several.
     pub choice: Resolved<DeviceChoice>,
+    /// Further CUDA devices.
+    pub further: Resolved<Vec<DeviceChoice>>,
     /// The way in which CUDA memory is allocated.
     pub backend: Resolved<DeviceBackend>,
     /// The limit of each device arena; [`ByteSize::MAX`] for none.
@@ -100,6 +116,7 @@ impl DeviceConfig {
     ) -> Self {
         Self {
             choice: pick_or(environment.choice, code.choice, DeviceChoice::Auto),
+            further: pick_or(environment.further.clone(), code.further.clone(), Vec::new()),
             backend: pick_or(environment.backend, code.backend, DeviceBackend::Auto),
             limit: pick_or(environment.limit, code.limit, ByteSize::MAX),
             watermark: pick_or(environment.watermark, code.watermark, Self::WATERMARK),
@@ -152,6 +169,10 @@ pub enum DeviceChoice {
     Auto,
     /// The first CUDA device that is visible to this process. Start-up fails if there is none.
     Cuda,
+    /// Every CUDA device that is visible to this process, in the driver's order
+    /// (`CUDA_VISIBLE_DEVICES`), at most 16. Start-up fails if there is none, or one cannot be
+    /// opened.
+    CudaAll,
     /// The CUDA device with this number, among those visible to this process, or an error.
     CudaOrdinal(u32),
     /// The CUDA device or MIG instance with this UUID, or an error.
@@ -167,6 +188,7 @@ impl fmt::Display for DeviceChoice {
         match self {
             Self::Auto => f.write_str("auto"),
             Self::Cuda => f.write_str("cuda"),
+            Self::CudaAll => f.write_str("cuda:all"),
             Self::CudaOrdinal(ordinal) => write!(f, "cuda:{ordinal}"),
             Self::CudaUuid(uuid) => write!(f, "cuda:{uuid}"),
             Self::Host => f.write_str("host"),
@@ -175,15 +197,38 @@ impl fmt::Display for DeviceChoice {
     }
 }
 
+/// The texts that name a device.
+const EXPECTED: &str = "auto, cuda, cuda:1 (a number), cuda:GPU-... or cuda:MIG-... (a UUID), \
+                        cuda:all, a list such as cuda:0,cuda:1, host or none";
+
+impl DeviceChoice {
+    /// Returns `true` if this names one CUDA device, as a list of devices must.
+    const fn is_one_cuda_device(&self) -> bool {
+        matches!(self, Self::Cuda | Self::CudaOrdinal(_) | Self::CudaUuid(_))
+    }
+}
+
+/// Reads a device, or a list of CUDA devices with the default one first.
+pub(super) fn list(text: &str) -> Result<(DeviceChoice, Vec<DeviceChoice>), &'static str> {
+    let mut devices = text.split(',').map(|one| one.trim().parse::<DeviceChoice>());
+    let first = devices.next().ok_or(EXPECTED)??;
+    let further = devices.collect::<Result<Vec<_>, _>>()?;
+    let mut all = std::iter::once(&first).chain(&further);
+    if !further.is_empty() && !all.all(DeviceChoice::is_one_cuda_device) {
+        return Err(EXPECTED);
+    }
+    Ok((first, further))
+}
+
 impl FromStr for DeviceChoice {
     type Err = &'static str;
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
-        let expected = "auto, cuda, cuda:1 (a number), cuda:GPU-... or cuda:MIG-... (a UUID), host \
-                        or none";
+        let expected = EXPECTED;
         Ok(match text {
             "auto" => Self::Auto,
             "cuda" => Self::Cuda,
+            "cuda:all" => Self::CudaAll,
             "host" => Self::Host,
             "none" => Self::None,
             _ => {
@@ -259,7 +304,7 @@ mod tests {
             read(&format!("cuda:{}", uuid.replace("GPU", "MIG"))),
             read(&format!("cuda:{uuid}"))
         );
-        let all = ["auto", "cuda", "cuda:0", "cuda:4294967295", "host", "none"];
+        let all = ["auto", "cuda", "cuda:0", "cuda:4294967295", "cuda:all", "host", "none"];
         for text in all.into_iter().chain([&*format!("cuda:{uuid}")]) {
             assert_eq!(read(text).expect(text).to_string(), text);
         }
@@ -273,6 +318,30 @@ mod tests {
             assert_eq!((name.parse(), backend.to_string()), (Ok(backend), name.to_owned()));
         }
         assert!("cuda_pool".parse::<DeviceBackend>().is_err());
+    }
+
+    #[test]
+    fn a_list_names_cuda_devices_and_the_default_one_comes_first() {
+        let (zero, one) = (DeviceChoice::CudaOrdinal(0), DeviceChoice::CudaOrdinal(1));
+        assert_eq!(list("cuda:1, cuda:0"), Ok((one, vec![zero])));
+        assert_eq!(list("cuda:all"), Ok((DeviceChoice::CudaAll, vec![])));
+        for text in ["cuda:0,", ",cuda:0", "cuda:0,host", "cuda:all,cuda:0", "auto,cuda:0", "0,1"] {
+            assert_eq!(list(text), Err(EXPECTED), "{text}");
+        }
+        let further = Some(vec![one, DeviceChoice::Host]);
+        let device = DeviceSettings { choice: Some(zero), further, ..DeviceSettings::default() };
+        let code = Settings { device, ..Settings::default() };
+        let error = Config::resolve(&code, &Settings::default()).expect_err("host in a list");
+        assert!(error.to_string().contains("host"), "{error}");
+        // A device of the environment replaces the whole list of the code.
+        let mut environment = Settings::default();
+        variables::choice(&mut environment, "cuda:3").expect("a device");
+        let further = Some(vec![one]);
+        let device = DeviceSettings { choice: Some(zero), further, ..DeviceSettings::default() };
+        let code = Settings { device, ..Settings::default() };
+        let device = Config::resolve(&code, &environment).expect("valid").device;
+        assert_eq!(device.choice.value, DeviceChoice::CudaOrdinal(3));
+        assert_eq!(device.further.value, vec![]);
     }
 
     #[test]

@@ -15,7 +15,6 @@ macro_rules! variables {
 }
 
 variables! {
-    choice: str::parse;
     backend: str::parse;
     limit: positive;
     watermark: share;
@@ -24,6 +23,14 @@ variables! {
     min_awake: time_or_zero;
     sleep_stable: str::parse;
     sleep_dynamic: str::parse;
+}
+
+/// Reads the device, or the list of devices.
+pub(in crate::config) fn choice(settings: &mut Settings, text: &str) -> Result<(), String> {
+    let (first, further) = super::list(text)?;
+    settings.device.choice = Some(first);
+    settings.device.further = Some(further);
+    Ok(())
 }
 
 fn share(text: &str) -> Result<f64, &'static str> {

@@ -10,6 +10,7 @@ use std::sync::Arc;
 use crate::device::{DeviceArena, PinnedPool};
 use crate::sync::{Mutex, lock};
 
+use super::device::Device;
 use super::error::ArenaError;
 
 /// The maximum number of arenas, including draining ones; the sampler visits each.
@@ -36,33 +37,55 @@ struct Entry {
     arena: DeviceArena,
     /// The pinned pool whose arena it is.
     pool: Option<PinnedPool>,
+    device: Arc<Device>,
     drains: bool,
+}
+
+/// An arena and its device.
+#[derive(Clone, Debug)]
+pub(super) struct Listed {
+    pub(super) arena: DeviceArena,
+    pub(super) device: Arc<Device>,
+}
+
+impl Entry {
+    fn listed(&self) -> Listed {
+        Listed { arena: self.arena.clone(), device: Arc::clone(&self.device) }
+    }
 }
 
 impl Arenas {
     /// Visits all arenas under the lock, without copying the list. For short calls.
-    pub(super) fn each(&self, mut see: impl FnMut(&DeviceArena)) {
-        lock(&self.0).entries.iter().for_each(|entry| see(&entry.arena));
+    pub(super) fn each(&self, mut see: impl FnMut(&Device, &DeviceArena)) {
+        lock(&self.0).entries.iter().for_each(|entry| see(&entry.device, &entry.arena));
     }
 
     /// Returns all arenas.
-    pub(super) fn all(&self) -> Vec<DeviceArena> {
-        lock(&self.0).entries.iter().map(|entry| entry.arena.clone()).collect()
+    pub(super) fn all(&self) -> Vec<Listed> {
+        lock(&self.0).entries.iter().map(Entry::listed).collect()
     }
 
-    /// Returns all pinned pools.
+    /// Returns all pinned pools whose device is not lost.
     pub(super) fn pools(&self) -> Vec<PinnedPool> {
-        lock(&self.0).entries.iter().filter_map(|entry| entry.pool.clone()).collect()
+        let list = lock(&self.0);
+        let working = list.entries.iter().filter(|entry| !entry.device.is_lost());
+        working.filter_map(|entry| entry.pool.clone()).collect()
     }
 
     /// Returns the serving arenas and the draining ones.
-    pub(super) fn parted(&self) -> (Vec<DeviceArena>, Vec<DeviceArena>) {
+    pub(super) fn parted(&self) -> (Vec<Listed>, Vec<Listed>) {
         let list = lock(&self.0);
         let of = |drains| {
             let those = list.entries.iter().filter(move |entry| entry.drains == drains);
-            those.map(|entry| entry.arena.clone()).collect()
+            those.map(Entry::listed).collect()
         };
         (of(false), of(true))
+    }
+
+    /// Returns the number of arenas on a device.
+    pub(super) fn count_on(&self, device: &Device) -> usize {
+        let list = lock(&self.0);
+        list.entries.iter().filter(|entry| entry.device.number == device.number).count()
     }
 
     /// Checks that an arena of this name can be added in the place of `replaced`.
@@ -82,6 +105,7 @@ impl Arenas {
         &self,
         arena: &DeviceArena,
         pool: Option<&PinnedPool>,
+        device: &Arc<Device>,
         replaced: Option<ArenaId>,
     ) -> Result<ArenaId, ArenaError> {
         let mut list = lock(&self.0);
@@ -90,7 +114,8 @@ impl Arenas {
         let id = ArenaId(list.given);
         list.drain(replaced);
         let pool = pool.cloned();
-        list.entries.push(Entry { id, arena: arena.clone(), pool, drains: false });
+        let (arena, device) = (arena.clone(), Arc::clone(device));
+        list.entries.push(Entry { id, arena, pool, device, drains: false });
         Ok(id)
     }
 
@@ -108,19 +133,23 @@ impl Arenas {
         drop(removed);
     }
 
-    /// Removes the closed arenas that have no memory left, which frees their names and places. The
-    /// caller drops them, with no lock held; their pools have no buffer left.
-    pub(super) fn take_closed(&self) -> Vec<DeviceArena> {
+    /// Removes the closed arenas that have no memory left, or whose device is lost and releases
+    /// none, which frees their names and places. The caller drops them, with no lock held; their
+    /// pools have no buffer left.
+    pub(super) fn take_closed(&self) -> Vec<Listed> {
         // A close that finds live blocks is undone, and a close that fails in the driver leaves
         // memory.
         let is_over = |entry: &Entry| {
             let glance = entry.arena.glance();
-            entry.arena.is_closed() && glance.live.is_zero() && glance.committed.is_zero()
+            let has_none = glance.committed.is_zero() || entry.device.is_lost();
+            entry.arena.is_closed() && glance.live.is_zero() && has_none
         };
         let mut list = lock(&self.0);
         let (over, kept) = list.entries.drain(..).partition(is_over);
         list.entries = kept;
-        over.into_iter().map(|entry: Entry| entry.arena).collect()
+        over.into_iter()
+            .map(|entry: Entry| Listed { arena: entry.arena, device: entry.device })
+            .collect()
     }
 }
 

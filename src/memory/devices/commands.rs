@@ -16,8 +16,9 @@ impl Shared {
 
     fn arena_named(&self, name: &str) -> Result<DeviceArena, AdminError> {
         let (serving, _) = self.devices.arenas.parted();
-        serving.iter().find(|arena| arena.name() == name).cloned().ok_or_else(|| {
-            let known = serving.iter().map(|arena| arena.name().to_owned()).collect();
+        let found = serving.iter().find(|listed| listed.arena.name() == name);
+        found.map(|listed| listed.arena.clone()).ok_or_else(|| {
+            let known = serving.iter().map(|listed| listed.arena.name().to_owned()).collect();
             AdminError::UnknownArena { name: name.to_owned(), known }
         })
     }

@@ -1,8 +1,10 @@
-//! Opens the driver of a `Memory`'s arenas according to the configuration.
+//! Opens the drivers of a `Memory`'s arenas according to the configuration: one for each device.
 //!
-//! Invariant: a fallback to the host is a diagnostic, and a warning unless there is no GPU; if a
-//! requested device cannot be opened, that is an error.
+//! Invariants: no device is opened twice, and at most [`DEVICES_MAX`] are; a fallback to the host
+//! is a diagnostic, and a warning unless there is no GPU; if a requested device cannot be opened,
+//! that is an error.
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use crate::config::{Config, DeviceBackend, DeviceChoice};
@@ -11,13 +13,16 @@ use crate::device::driver::host::HostDriver;
 
 use crate::memory::error::{Diagnostic, Severity, StartError};
 
-/// Opens the configured driver, unless one is given.
-pub(super) fn open_driver(
+use super::device::DEVICES_MAX;
+use super::state::GivenDrivers;
+
+/// Opens the configured drivers, unless some are given.
+pub(super) fn open_drivers(
     config: &Config,
-    given: Option<Arc<dyn Driver>>,
+    given: GivenDrivers,
     diagnostics: &mut Vec<Diagnostic>,
-) -> Result<Option<Arc<dyn Driver>>, StartError> {
-    if given.is_some() {
+) -> Result<GivenDrivers, StartError> {
+    if !given.is_empty() {
         return Ok(given);
     }
     let (choice, backend) = (config.device.choice.value, config.device.backend.value);
@@ -29,21 +34,54 @@ pub(super) fn open_driver(
         );
         diagnostics.push(Diagnostic::warning("device", text));
     }
-    let host = || Some(Arc::new(HostDriver::new()) as Arc<dyn Driver>);
+    let host = || vec![Arc::new(HostDriver::new()) as Arc<dyn Driver>];
+    let failed = |device, NoCuda { cause, .. }| StartError::NoCuda { device, cause };
     match choice {
-        DeviceChoice::None => Ok(None),
+        DeviceChoice::None => Ok(Vec::new()),
         DeviceChoice::Host => Ok(host()),
-        DeviceChoice::Cuda | DeviceChoice::CudaOrdinal(_) | DeviceChoice::CudaUuid(_) => {
-            let opened = open_cuda(choice, backend).map(Some);
-            opened.map_err(|NoCuda { cause, .. }| StartError::NoCuda { device: choice, cause })
+        DeviceChoice::CudaAll => {
+            let count = count_cuda().map_err(|error| failed(choice, error))?;
+            check_count(count)?;
+            let all = (0..).take(count).map(DeviceChoice::CudaOrdinal);
+            all.map(|one| open_cuda(one, backend).map_err(|error| failed(one, error))).collect()
         }
-        DeviceChoice::Auto => Ok(open_cuda(choice, backend).map(Some).unwrap_or_else(|no_cuda| {
-            let NoCuda { severity, cause } = no_cuda;
-            let text = format!("device arenas use host memory: {cause}");
-            diagnostics.push(Diagnostic { severity, about: "device", text });
-            host()
-        })),
+        DeviceChoice::Cuda | DeviceChoice::CudaOrdinal(_) | DeviceChoice::CudaUuid(_) => {
+            let further = &config.device.further.value;
+            check_count(1 + further.len())?;
+            let all = std::iter::once(choice).chain(further.iter().copied());
+            all.map(|one| open_cuda(one, backend).map_err(|error| failed(one, error))).collect()
+        }
+        DeviceChoice::Auto => {
+            let opened = open_cuda(choice, backend).map(|driver| vec![driver]);
+            Ok(opened.unwrap_or_else(|NoCuda { severity, cause }| {
+                let text = format!("device arenas use host memory: {cause}");
+                diagnostics.push(Diagnostic { severity, about: "device", text });
+                host()
+            }))
+        }
     }
+}
+
+/// Checks that the drivers are of different devices, and not too many.
+pub(super) fn check(drivers: &[Arc<dyn Driver>]) -> Result<(), StartError> {
+    check_count(drivers.len())?;
+    let mut uuids = BTreeSet::new();
+    for (nth, driver) in drivers.iter().enumerate() {
+        let is_again = drivers.iter().take(nth).any(|other| Arc::ptr_eq(other, driver));
+        let uuid = driver.uuid();
+        if is_again || uuid.is_some_and(|uuid| !uuids.insert(uuid)) {
+            let device = uuid.map_or_else(|| nth.to_string(), |uuid| uuid.to_string());
+            return Err(StartError::SameDevice { device });
+        }
+    }
+    Ok(())
+}
+
+const fn check_count(count: usize) -> Result<(), StartError> {
+    if count > DEVICES_MAX {
+        return Err(StartError::TooManyDevices { count, max: DEVICES_MAX });
+    }
+    Ok(())
 }
 
 /// The reason that there is no CUDA device, and its severity: only informational on a machine
@@ -57,9 +95,7 @@ struct NoCuda {
 #[cfg(feature = "cuda")]
 fn open_cuda(choice: DeviceChoice, backend: DeviceBackend) -> Result<Arc<dyn Driver>, NoCuda> {
     use crate::device::driver::Backend;
-    use crate::device::driver::cuda::{
-        self, CudaDriver, CudaError, CudaOptions, MemoryKind, Probe,
-    };
+    use crate::device::driver::cuda::{self, CudaDriver, CudaOptions, MemoryKind};
     let device = match choice {
         DeviceChoice::CudaOrdinal(ordinal) => cuda::DeviceChoice::Ordinal(ordinal),
         DeviceChoice::CudaUuid(uuid) => cuda::DeviceChoice::Uuid(uuid),
@@ -73,20 +109,41 @@ fn open_cuda(choice: DeviceChoice, backend: DeviceBackend) -> Result<Arc<dyn Dri
         DeviceBackend::Managed => (Some(Backend::CudaPlain), MemoryKind::Managed),
     };
     let options = CudaOptions { device, backend, memory, ..CudaOptions::default() };
-    let driver = CudaDriver::open(options).map_err(|error| NoCuda {
-        severity: match error {
-            CudaError::Unavailable(Probe::NoLibrary { .. } | Probe::NoDevice) => Severity::Info,
-            _ => Severity::Warning,
-        },
-        cause: error.to_string(),
-    })?;
+    let driver = CudaDriver::open(options).map_err(|error| no_cuda(&error))?;
     let (device, backend) = (driver.device(), driver.backend());
     log!(info, %device, %backend, "device arenas use CUDA memory");
     Ok(Arc::new(driver))
 }
 
+/// Returns the number of CUDA devices visible to this process, at least 1.
+#[cfg(feature = "cuda")]
+fn count_cuda() -> Result<usize, NoCuda> {
+    use crate::device::driver::cuda::CudaDriver;
+    CudaDriver::devices().map(|devices| devices.len()).map_err(|error| no_cuda(&error))
+}
+
+#[cfg(feature = "cuda")]
+fn no_cuda(error: &crate::device::driver::cuda::CudaError) -> NoCuda {
+    use crate::device::driver::cuda::{CudaError, Probe};
+    let severity = match error {
+        CudaError::Unavailable(Probe::NoLibrary { .. } | Probe::NoDevice) => Severity::Info,
+        _ => Severity::Warning,
+    };
+    NoCuda { severity, cause: error.to_string() }
+}
+
 #[cfg(not(feature = "cuda"))]
 fn open_cuda(_: DeviceChoice, _: DeviceBackend) -> Result<Arc<dyn Driver>, NoCuda> {
+    Err(not_built())
+}
+
+#[cfg(not(feature = "cuda"))]
+fn count_cuda() -> Result<usize, NoCuda> {
+    Err(not_built())
+}
+
+#[cfg(not(feature = "cuda"))]
+fn not_built() -> NoCuda {
     let cause = "feature `cuda` is not enabled in this build".to_owned();
-    Err(NoCuda { severity: Severity::Info, cause })
+    NoCuda { severity: Severity::Info, cause }
 }

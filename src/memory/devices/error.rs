@@ -4,6 +4,8 @@ use thiserror::Error;
 
 use crate::device::DeviceError;
 
+use super::select::DeviceSelectError;
+
 /// The reason that an arena, or a pool of pinned memory, was not opened.
 #[derive(Clone, Debug, Error, PartialEq)]
 #[non_exhaustive]
@@ -13,6 +15,14 @@ pub enum ArenaError {
     NoDevice {
         /// The arena's name.
         arena: String,
+    },
+    /// No device was chosen for the arena: it is unknown or lost.
+    #[error("cannot open arena {arena:?}: {error}")]
+    Device {
+        /// The arena's name.
+        arena: String,
+        /// The cause, which names the device.
+        error: DeviceSelectError,
     },
     /// The driver failed to open the arena.
     #[error("cannot open arena {arena:?}: {error}")]

@@ -47,6 +47,11 @@ impl Shared {
         let all = lock(&self.devices.governors).clone();
         for governor in all.iter().filter_map(Weak::upgrade) {
             if let Err(error) = governor.decay(now) {
+                // A lost device is asked for nothing more.
+                if error.is_context_lost() {
+                    let lost = Arc::downgrade(&governor);
+                    lock(&self.devices.governors).retain(|one| !one.ptr_eq(&lost));
+                }
                 let text = format!("pool governor of {}: {error}", governor.device());
                 self.add_diagnostic(Diagnostic::warning("device", text));
             }

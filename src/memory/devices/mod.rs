@@ -2,7 +2,8 @@
 //!
 //! The rest of `memory` reaches them only through the items of this file; without the feature
 //! `device` the same items in `no_devices.rs` do nothing. [`Devices`] (`state`) is owned by
-//! `Shared`. The parts: `driver` opens the device, `arenas` lists the arenas, `open` and `scopes`
+//! `Shared`. The parts: `driver` opens the devices, `device` is one of them, `select` chooses one,
+//! `arenas` lists the arenas, `open` and `scopes`
 //! open them, `watch` and `watermark` keep device memory free for others, `maintenance`, `sleep`,
 //! `shrink` and `reclaim` release memory, `sensor`, `published`, `series` and `snapshot` report it,
 //! `commands` and `resource` serve operators and resources.
@@ -11,6 +12,7 @@
 
 mod arenas;
 mod commands;
+mod device;
 mod driver;
 mod error;
 #[cfg(feature = "cuda")]
@@ -21,6 +23,7 @@ mod published;
 mod reclaim;
 mod resource;
 mod scopes;
+mod select;
 mod sensor;
 mod series;
 mod settings;
@@ -34,11 +37,12 @@ mod watermark;
 
 pub use error::ArenaError;
 pub use scopes::{ArenaReport, ArenaUse, Replaced, ScopeError, Slot, SlotKind, SlotSnapshot};
+pub use select::{DeviceReservation, DeviceReserveError, DeviceSelectError, DeviceSelector};
 pub use shrink::{Run, ShrinkError, ShrinkFailure, ShrinkOutcome, Shrunk, ShrunkTarget};
-pub use snapshot::{DeviceSnapshot, DevicesSnapshot};
+pub use snapshot::{DeviceSnapshot, DeviceStatus, DevicesSnapshot};
 
 pub(super) use reclaim::reclaim_steps;
 pub(super) use resource::ResourceArena;
 pub(super) use sensor::ArenasSensor;
 pub(super) use series::Series;
-pub(super) use state::{COMMANDS, Devices, GivenDriver, choice, limit};
+pub(super) use state::{COMMANDS, Devices, GivenDrivers, choice, limit};

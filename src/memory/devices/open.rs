@@ -7,13 +7,19 @@ use std::sync::Arc;
 
 use crate::bytes::ByteSize;
 use crate::device::driver::Backend;
-use crate::device::{ArenaConfig, ArenaOccupancy, DeviceArena, PinnedConfig, PinnedPool};
+use crate::device::{
+    ArenaConfig, ArenaOccupancy, DeviceArena, DeviceError, PinnedConfig, PinnedPool,
+};
 use crate::memory::error::{Diagnostic, MemoryError};
 use crate::memory::manager::Memory;
 use crate::memory::shared::Shared;
 use lowtide_admission::Recovered;
 
+use super::arenas::Listed;
+use super::device::Device;
 use super::error::ArenaError;
+use super::select::{DeviceSelectError, DeviceSelector};
+use super::sensor::Counted;
 
 impl Memory {
     /// Opens a device arena with the configured driver, limit, decay time and sleep settings. The
@@ -30,10 +36,41 @@ impl Memory {
     /// [`MemoryError::Arena`] if the configured device is `none`, the driver fails, the name is in
     /// use, or too many arenas are open; [`MemoryError::Forked`].
     pub fn open_arena(&self, name: &str) -> Result<DeviceArena, MemoryError> {
+        self.open_arena_on(DeviceSelector::Default, name)
+    }
+
+    /// Like [`Memory::open_arena`], on the device that the selector names. Names of arenas are
+    /// unique across devices. A resource is on the device of its arena ([`Memory::managed_in`]).
+    ///
+    /// ```
+    /// use lowtide::Memory;
+    /// use lowtide::memory::DeviceSelector;
+    ///
+    /// let memory = Memory::builder().start()?;
+    /// let arena = memory.open_arena_on(DeviceSelector::MostHeadroom, "embedder")?;
+    /// # drop(arena);
+    /// # Ok::<(), lowtide::BoxError>(())
+    /// ```
+    ///
+    /// # Errors
+    /// Those of [`Memory::open_arena`], and [`ArenaError::Device`] if there is no such device, or
+    /// it is lost.
+    pub fn open_arena_on(
+        &self,
+        selector: DeviceSelector,
+        name: &str,
+    ) -> Result<DeviceArena, MemoryError> {
         let shared = &self.0.shared;
-        let config =
-            ArenaConfig { limit: shared.config.device.limit.value, ..shared.arena_config(name) };
-        shared.open_arena(config)
+        shared.check_here()?;
+        let limit = shared.config.device.limit.value;
+        let config = ArenaConfig { limit, ..shared.arena_config(name) };
+        shared.sweep(); // so that what was closed, or has drained, takes no place
+        shared.devices.arenas.admit(name, None)?;
+        let device = shared.device_for(selector, name)?;
+        let arena = shared.open_apart(&device, config)?;
+        // Checked again: another thread may have opened one in the meantime.
+        shared.devices.arenas.add(&arena, None, &device, None)?;
+        Ok(arena)
     }
 
     /// Opens a pool of host memory for copies to and from the device, with the configured driver
@@ -63,13 +100,28 @@ impl Memory {
     /// The errors of [`Memory::open_arena`] and, as [`ArenaError::Driver`], those of
     /// [`PinnedPool::open`].
     pub fn open_pinned_pool(&self, config: PinnedConfig) -> Result<PinnedPool, MemoryError> {
+        self.open_pinned_pool_on(DeviceSelector::Default, config)
+    }
+
+    /// Like [`Memory::open_pinned_pool`], for copies to and from the device that the selector
+    /// names.
+    ///
+    /// # Errors
+    /// Those of [`Memory::open_pinned_pool`], and [`ArenaError::Device`] if there is no such
+    /// device, or it is lost.
+    pub fn open_pinned_pool_on(
+        &self,
+        selector: DeviceSelector,
+        config: PinnedConfig,
+    ) -> Result<PinnedPool, MemoryError> {
         let shared = &self.0.shared;
         shared.check_here()?;
         shared.sweep(); // so that what was closed, or has drained, takes no place
         shared.devices.arenas.admit(&config.name, None)?;
-        let (pool, arena) = shared.open_pool_apart(config)?;
+        let device = shared.device_for(selector, &config.name)?;
+        let (pool, arena) = shared.open_pool_apart(&device, config)?;
         // Checked again: another thread may have opened one in the meantime.
-        shared.devices.arenas.add(&arena, Some(&pool), None)?;
+        shared.devices.arenas.add(&arena, Some(&pool), &device, None)?;
         Ok(pool)
     }
 
@@ -80,38 +132,51 @@ impl Memory {
     pub fn occupancy(&self, cells_max: usize) -> Vec<(String, ArenaOccupancy)> {
         let arenas = self.0.shared.arenas();
         let each = cells_max / (2 * arenas.len()).max(1);
-        arenas.iter().map(|arena| (arena.name().to_owned(), arena.occupancy(each))).collect()
+        let one = |Listed { arena, .. }: &Listed| (arena.name().to_owned(), arena.occupancy(each));
+        arenas.iter().map(one).collect()
     }
 }
 
 impl Shared {
     /// Returns the arenas; none in a forked child, as for [`Shared::diagnostics`].
-    pub(super) fn arenas(&self) -> Vec<DeviceArena> {
+    pub(super) fn arenas(&self) -> Vec<Listed> {
         if self.birth.is_here() { self.devices.arenas.all() } else { Vec::new() }
     }
 
-    /// Returns the arenas of device memory: all but those of pinned pools.
-    pub(super) fn device_arenas(&self) -> impl Iterator<Item = DeviceArena> + use<> {
-        self.arenas().into_iter().filter(|arena| arena.backend() != Backend::PinnedHost)
+    /// Returns the arenas whose device is not lost.
+    pub(super) fn working_arenas(&self) -> impl Iterator<Item = DeviceArena> + use<> {
+        let working = self.arenas().into_iter().filter(|listed| !listed.device.is_lost());
+        working.map(|listed| listed.arena)
     }
 
-    fn open_arena(&self, config: ArenaConfig) -> Result<DeviceArena, MemoryError> {
-        self.check_here()?;
-        self.sweep(); // so that what was closed, or has drained, takes no place
-        self.devices.arenas.admit(&config.name, None)?;
-        let arena = self.open_apart(config)?;
-        // Checked again: another thread may have opened one in the meantime.
-        self.devices.arenas.add(&arena, None, None)?;
-        Ok(arena)
+    /// Returns the arenas of one device's memory: all but those of pinned pools.
+    pub(super) fn arenas_on(&self, device: &Device) -> impl Iterator<Item = DeviceArena> + use<> {
+        let number = device.number;
+        let there = self.arenas().into_iter().filter(move |it| it.device.number == number);
+        there.map(|it| it.arena).filter(|arena| arena.backend() != Backend::PinnedHost)
+    }
+
+    /// Returns the device for an arena of this name.
+    pub(super) fn device_for(
+        &self,
+        selector: DeviceSelector,
+        arena: &str,
+    ) -> Result<Arc<Device>, ArenaError> {
+        let arena = || arena.to_owned();
+        self.select(selector).map_err(|error| match error {
+            DeviceSelectError::NoDevice => ArenaError::NoDevice { arena: arena() },
+            error => ArenaError::Device { arena: arena(), error },
+        })
     }
 
     /// Opens an arena that is not in the list.
-    pub(super) fn open_apart(&self, config: ArenaConfig) -> Result<DeviceArena, ArenaError> {
+    pub(super) fn open_apart(
+        &self,
+        device: &Device,
+        config: ArenaConfig,
+    ) -> Result<DeviceArena, ArenaError> {
         let name = config.name.clone();
-        let Some(driver) = &self.devices.driver else {
-            return Err(ArenaError::NoDevice { arena: name });
-        };
-        let arena = DeviceArena::open(Arc::clone(driver), Arc::clone(&self.clock), config)
+        let arena = DeviceArena::open(device.driver(), Arc::clone(&self.clock), config)
             .map_err(|error| ArenaError::Driver { arena: name, error })?;
         self.book_contents_of(&arena);
         Ok(arena)
@@ -120,14 +185,12 @@ impl Shared {
     /// Opens a pool that is not in the list, and returns its arena as well.
     pub(super) fn open_pool_apart(
         &self,
+        device: &Device,
         config: PinnedConfig,
     ) -> Result<(PinnedPool, DeviceArena), ArenaError> {
         let name = config.name.clone();
-        let Some(driver) = &self.devices.driver else {
-            return Err(ArenaError::NoDevice { arena: name });
-        };
         let config = PinnedConfig { decay: self.config.device.decay.value, ..config };
-        let pool = PinnedPool::open(Arc::clone(driver), Arc::clone(&self.clock), config)
+        let pool = PinnedPool::open(device.driver(), Arc::clone(&self.clock), config)
             .map_err(|error| ArenaError::Driver { arena: name, error })?;
         // SAFETY: no block is freed by its address: the handle stays in the list and with the slot,
         // which use it for figures and the release of idle memory. A slot gives out the arena of
@@ -136,7 +199,8 @@ impl Shared {
         Ok((pool, arena))
     }
 
-    /// Returns the pinned pools, including draining ones; none in a forked child.
+    /// Returns the pinned pools whose device is not lost, including draining ones; none in a forked
+    /// child.
     pub(super) fn pools(&self) -> Vec<PinnedPool> {
         if self.birth.is_here() { self.devices.arenas.pools() } else { Vec::new() }
     }
@@ -145,7 +209,9 @@ impl Shared {
     /// watermarks.
     pub(super) fn maintain_pools(&self) {
         for pool in self.pools() {
-            if let Err(error) = pool.maintain() {
+            if let Err(error) = pool.maintain()
+                && !is_loss(&error)
+            {
                 let text = format!("pinned pool {}: {error}", pool.name());
                 self.add_diagnostic(Diagnostic::warning("device", text));
             }
@@ -155,18 +221,22 @@ impl Shared {
     /// Releases the idle memory of all arenas, and host memory kept for their next sleep. Returns
     /// the released bytes.
     pub(in crate::memory) fn purge_devices(&self) -> ByteSize {
-        let purged: ByteSize = self.arenas().iter().map(|arena| self.purged(arena)).sum();
+        let purged: ByteSize = self.working_arenas().map(|arena| self.purged(&arena)).sum();
         purged.saturating_add(self.release_stores())
     }
 
     /// Releases the host memory that arenas keep for their next sleep. Returns its bytes.
     pub(super) fn release_stores(&self) -> ByteSize {
-        self.arenas().iter().map(DeviceArena::release_stores).sum()
+        self.working_arenas().map(|arena| arena.release_stores()).sum()
     }
 
-    /// Purges an arena and returns the released bytes. An error becomes a diagnostic.
+    /// Purges an arena and returns the released bytes. An error becomes a diagnostic, unless the
+    /// device is lost, which is reported once for all its arenas.
     pub(super) fn purged(&self, arena: &DeviceArena) -> ByteSize {
         arena.purge().unwrap_or_else(|error| {
+            if is_loss(&error) {
+                return ByteSize::ZERO;
+            }
             self.add_diagnostic(Diagnostic::warning(
                 "device",
                 format!("arena {}: purge failed: {error}", arena.name()),
@@ -175,12 +245,22 @@ impl Shared {
         })
     }
 
-    /// Releases the idle memory of all arenas of device memory, as a reclaim step; of pinned pools
-    /// as well, if that counts in the same budget.
+    /// Releases the idle memory of all arenas that count in the first device's budget, as a reclaim
+    /// step: of the first device if it has memory of its own, otherwise of all in host memory.
     pub(super) fn purge_arenas(&self) -> Recovered {
         let is_own = self.devices.has_own_memory();
-        let arenas = self.arenas().into_iter();
-        let counted = arenas.filter(|arena| !is_own || arena.backend() != Backend::PinnedHost);
-        Recovered::of(counted.map(|arena| self.purged(&arena)).sum())
+        let is_counted = |listed: &Listed| {
+            let on_host = listed.device.counted != Counted::OnDevice
+                || listed.arena.backend() == Backend::PinnedHost;
+            if is_own { listed.device.number == 0 && !on_host } else { on_host }
+        };
+        let arenas = self.arenas().into_iter().filter(|listed| !listed.device.is_lost());
+        let counted = arenas.filter(is_counted);
+        Recovered::of(counted.map(|listed| self.purged(&listed.arena)).sum())
     }
+}
+
+/// Returns `true` if the error is that of a lost device.
+pub(super) const fn is_loss(error: &DeviceError) -> bool {
+    matches!(error, DeviceError::Driver(error) if error.is_context_lost())
 }

@@ -1,4 +1,5 @@
-//! The arenas' figures for metrics: one set per name, even if several arenas have used the name.
+//! The arenas' figures for metrics: one set per device and name, even if several arenas have used
+//! the name.
 //!
 //! A replaced arena drains while another has its name, and is then dropped. The series of a name
 //! must not lose the bytes of a draining arena, its counters must not fall, and the last sizes of a
@@ -8,21 +9,27 @@
 //! Invariant: `sum of published committed = sum of committed`, of all arenas at one instant.
 
 use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
 
 use crate::bytes::ByteSize;
 use crate::device::{ArenaSnapshot, SleepState};
 use crate::sync::{Mutex, lock};
 
+use super::snapshot::DevicesSnapshot;
+
 /// The maximum number of names of dropped arenas: as many as arenas can be open at once.
 const NAMES_MAX: usize = 64;
 
-/// The counts of dropped arenas, by name.
+/// The names of a device and an arena.
+pub(super) type OnDevice = (String, String);
+
+/// The counts of dropped arenas, by device and name.
 #[derive(Debug, Default)]
-pub(in crate::memory) struct Gone(Mutex<BTreeMap<String, ArenaSnapshot>>);
+pub(in crate::memory) struct Gone(Mutex<BTreeMap<OnDevice, ArenaSnapshot>>);
 
 impl Gone {
     /// Keeps the counts of an arena, unless there are too many names.
-    pub(in crate::memory) fn add(&self, mut last: ArenaSnapshot) {
+    pub(in crate::memory) fn add(&self, device: &str, mut last: ArenaSnapshot) {
         const NONE: ByteSize = ByteSize::ZERO;
         (last.live, last.requested, last.active, last.idle) = (NONE, NONE, NONE, NONE);
         (last.committed, last.reserved, last.holes) = (NONE, NONE, NONE);
@@ -32,30 +39,30 @@ impl Gone {
         (last.pending, last.cached, last.metadata) = (NONE, NONE, NONE);
         last.state = SleepState::default();
         let mut gone = lock(&self.0);
-        if let Some(sum) = gone.get_mut(&last.name) {
+        let key = (device.to_owned(), last.name.clone());
+        if let Some(sum) = gone.get_mut(&key) {
             add(sum, &last);
         } else if gone.len() < NAMES_MAX {
-            gone.insert(last.name.clone(), last);
+            gone.insert(key, last);
         }
     }
 
-    /// Returns one snapshot for each name of serving, draining and dropped arenas.
-    pub(in crate::memory) fn published(
-        &self,
-        serving: &[ArenaSnapshot],
-        draining: &[ArenaSnapshot],
-    ) -> Vec<ArenaSnapshot> {
+    /// Returns one snapshot for each device and name of serving, draining and dropped arenas.
+    pub(super) fn published(&self, devices: &DevicesSnapshot) -> BTreeMap<OnDevice, ArenaSnapshot> {
         let mut sums = lock(&self.0).clone();
+        let mut placed: Vec<_> = devices.placed().collect();
         // Serving arenas come last: limit, backend and state are theirs.
-        for arena in draining.iter().chain(serving) {
-            match sums.get_mut(&arena.name) {
-                Some(sum) => add(sum, arena),
-                None => {
-                    sums.insert(arena.name.clone(), arena.clone());
+        let serving = devices.arenas.len().min(placed.len());
+        placed.rotate_left(serving);
+        for (device, arena) in placed {
+            match sums.entry((device.name.clone(), arena.name.clone())) {
+                Entry::Occupied(mut sum) => add(sum.get_mut(), arena),
+                Entry::Vacant(place) => {
+                    place.insert(arena.clone());
                 }
             }
         }
-        sums.into_values().collect()
+        sums
     }
 }
 
@@ -132,6 +139,17 @@ mod tests {
         DeviceArena::open(driver, clock, config).expect("opens")
     }
 
+    /// Arenas of one device, as metrics see them.
+    fn published(
+        gone: &Gone,
+        serving: &[&DeviceArena],
+        draining: &[&DeviceArena],
+    ) -> Vec<ArenaSnapshot> {
+        let snapshots = |arenas: &[&DeviceArena]| arenas.iter().map(|it| it.snapshot()).collect();
+        let devices = DevicesSnapshot::of_one("0", snapshots(serving), snapshots(draining));
+        gone.published(&devices).into_values().collect()
+    }
+
     #[test]
     fn a_name_keeps_the_bytes_of_what_drains_and_the_counts_of_what_is_gone() {
         let gone = Gone::default();
@@ -140,20 +158,20 @@ mod tests {
         let held = old.alloc::<u8>(3 << 20, Region::Dynamic).expect("room");
         let fresh = new.alloc::<u8>(1 << 20, Region::Dynamic).expect("room");
         assert!(new.alloc::<u8>(5 << 20, Region::Dynamic).is_err());
-        let serving = || [new.snapshot(), other.snapshot()];
-        let [a, b] = &gone.published(&serving(), &[old.snapshot()])[..] else { panic!("two") };
+        let serving = [&new, &other];
+        let [a, b] = &published(&gone, &serving, &[&old])[..] else { panic!("two") };
         assert_eq!((a.name.as_str(), b.name.as_str()), ("a", "b"));
         assert_eq!((a.live, a.committed), (ByteSize::mib(4), ByteSize::mib(6)));
         assert_eq!((a.limit, b.limit), (ByteSize::mib(4), ByteSize::MAX));
         assert_eq!((a.allocs_total, a.alloc_failures_total.total()), (2, 1));
         drop(held);
-        gone.add(old.snapshot());
-        let [a, _] = &gone.published(&serving(), &[])[..] else { panic!("two") };
+        gone.add("0", old.snapshot());
+        let [a, _] = &published(&gone, &serving, &[])[..] else { panic!("two") };
         assert_eq!((a.live, a.committed), (ByteSize::mib(1), ByteSize::mib(2)));
         assert_eq!((a.allocs_total, a.frees_total), (2, 1));
         drop(fresh);
-        gone.add(new.snapshot());
-        let [a, _] = &gone.published(&[other.snapshot()], &[])[..] else { panic!("two") };
+        gone.add("0", new.snapshot());
+        let [a, _] = &published(&gone, &[&other], &[])[..] else { panic!("two") };
         assert!(a.live.is_zero() && a.committed.is_zero() && a.reserved.is_zero(), "{a:?}");
         assert_eq!((a.allocs_total, a.frees_total), (2, 2));
     }
@@ -167,12 +185,12 @@ mod tests {
         let discard = crate::device::Contents::Discard;
         let options = crate::device::SleepOptions { dynamic: discard, ..Default::default() };
         old.sleep(options).expect("asleep");
-        let [a] = &gone.published(&[new.snapshot()], &[old.snapshot()])[..] else { panic!("one") };
+        let [a] = &published(&gone, &[&new], &[&old])[..] else { panic!("one") };
         assert_eq!((a.live, a.asleep), (ByteSize::mib(6), ByteSize::mib(4)));
         assert_eq!((a.committed, a.retained()), (ByteSize::mib(2), ByteSize::ZERO));
         assert_eq!((a.sleeps_total, a.wakes_total), (1, 0));
-        gone.add(old.snapshot());
-        let [a] = &gone.published(&[new.snapshot()], &[])[..] else { panic!("one") };
+        gone.add("0", old.snapshot());
+        let [a] = &published(&gone, &[&new], &[])[..] else { panic!("one") };
         assert_eq!((a.asleep, a.sleeps_total), (ByteSize::ZERO, 1));
         drop((held, fresh));
     }
@@ -183,8 +201,8 @@ mod tests {
         let mut last = arena("a", ByteSize::MAX).snapshot();
         for nth in 0..NAMES_MAX + 9 {
             last.name = nth.to_string();
-            gone.add(last.clone());
+            gone.add("0", last.clone());
         }
-        assert_eq!(gone.published(&[], &[]).len(), NAMES_MAX);
+        assert_eq!(published(&gone, &[], &[]).len(), NAMES_MAX);
     }
 }

@@ -7,12 +7,20 @@
 //! the machine's memory. It is added here, and nowhere else. Memory of pinned pools is always the
 //! host's, and counted by the kernel: as anonymous memory of the host driver, and as shared memory
 //! of CUDA.
+//!
+//! A device that is lost holds nothing, and its limit is zero, so that nothing more is admitted for
+//! it. Its arenas are due for nothing.
+//!
+//! Invariant: the figures of a device are the sums over its own arenas.
+
+use std::sync::Arc;
 
 use crate::bytes::ByteSize;
 use crate::device::driver::{Backend, Driver};
-use lowtide_admission::Sample;
+use lowtide_admission::{DeviceFigures, Sample};
 
 use super::arenas::Arenas;
+use super::device::Device;
 
 /// The budget in which the memory of arenas counts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -26,10 +34,10 @@ pub(super) enum Counted {
 }
 
 impl Counted {
-    pub(super) fn of(driver: Option<&dyn Driver>) -> Self {
-        match driver.map(Driver::capabilities) {
-            Some(can) if can.unified => Self::BesideKernel,
-            Some(can) if !can.host_backed => Self::OnDevice,
+    pub(super) fn of(driver: &dyn Driver) -> Self {
+        match driver.capabilities() {
+            can if can.unified => Self::BesideKernel,
+            can if !can.host_backed => Self::OnDevice,
             _ => Self::ByKernel,
         }
     }
@@ -38,46 +46,68 @@ impl Counted {
 /// The arenas, as the control thread reads them.
 pub(in crate::memory) struct ArenasSensor {
     arenas: Arenas,
-    counted: Counted,
-    limit: ByteSize,
+    list: Vec<Arc<Device>>,
+    /// The figures of the last sample, by the number of the device.
+    figures: Vec<DeviceFigures>,
+    limit: Option<ByteSize>,
 }
 
 impl ArenasSensor {
-    pub(super) const fn new(arenas: Arenas, counted: Counted, limit: ByteSize) -> Self {
-        Self { arenas, counted, limit }
+    /// `limit` is that of each device; [`ByteSize::MAX`] for none.
+    pub(super) fn new(arenas: Arenas, list: &[Arc<Device>], limit: ByteSize) -> Self {
+        let figures = vec![DeviceFigures::default(); list.len()];
+        let limit = (limit != ByteSize::MAX).then_some(limit);
+        Self { arenas, list: list.to_vec(), figures, limit }
     }
 
     /// Adds the arenas to a sample of kernel and heap.
-    pub(in crate::memory) fn add_to(&self, sample: &mut Sample) {
-        let (mut committed, mut idle) = (ByteSize::ZERO, ByteSize::ZERO);
-        let (mut pinned_committed, mut pinned_idle) = (ByteSize::ZERO, ByteSize::ZERO);
-        self.arenas.each(|arena| {
+    pub(in crate::memory) fn add_to(&mut self, sample: &mut Sample) {
+        for (figures, device) in self.figures.iter_mut().zip(&self.list) {
+            let limit = if device.is_lost() { Some(ByteSize::ZERO) } else { self.limit };
+            *figures = DeviceFigures { limit, ..DeviceFigures::default() };
+        }
+        let by_device = &mut self.figures;
+        self.arenas.each(|device, arena| {
             let figures = arena.control_figures();
-            let (all, unused) = match arena.backend() {
-                Backend::PinnedHost => (&mut pinned_committed, &mut pinned_idle),
-                _ => (&mut committed, &mut idle),
-            };
-            *all = all.saturating_add(figures.committed);
-            *unused = unused.saturating_add(figures.idle);
+            let (committed, idle) = (figures.committed, figures.idle);
+            let is_pinned = arena.backend() == Backend::PinnedHost;
+            if device.counted == Counted::BesideKernel && !is_pinned {
+                sample.physical = sample.physical.saturating_add(committed);
+            }
+            if device.is_lost() {
+                return;
+            }
             sample.device_decay_due = sample.device_decay_due.min(figures.next_decay);
             sample.device_sleep_due = sample.device_sleep_due.min(figures.next_sleep);
+            if device.counted == Counted::OnDevice && !is_pinned {
+                if let Some(sum) = by_device.get_mut(device.number as usize) {
+                    sum.committed = sum.committed.saturating_add(committed);
+                    sum.idle = sum.idle.saturating_add(idle);
+                }
+                return;
+            }
+            sample.purgeable = sample.purgeable.saturating_add(idle);
+            sample.decaying = sample.decaying.saturating_add(idle);
+            if device.counted == Counted::ByKernel {
+                let other = sample.untracked_anonymous.saturating_sub(committed);
+                sample.untracked_anonymous = other;
+            }
         });
-        sample.purgeable = sample.purgeable.saturating_add(pinned_idle);
-        sample.decaying = pinned_idle;
-        if self.counted == Counted::OnDevice {
-            sample.device_sleep_takes_host = true;
-            sample.device_committed = committed;
-            sample.device_idle = idle;
-            sample.device_limit = (self.limit != ByteSize::MAX).then_some(self.limit);
-            return;
+        let is_own = |device: &Arc<Device>| device.counted == Counted::OnDevice;
+        sample.device_sleep_takes_host = self.list.iter().any(is_own);
+        if let Some(figures) =
+            self.figures.first().filter(|_| self.list.first().is_some_and(is_own))
+        {
+            sample.device_committed = figures.committed;
+            sample.device_idle = figures.idle;
+            sample.device_limit = figures.limit;
         }
-        sample.purgeable = sample.purgeable.saturating_add(idle);
-        sample.decaying = sample.decaying.saturating_add(idle);
-        if self.counted == Counted::ByKernel {
-            let committed = committed.saturating_add(pinned_committed);
-            sample.untracked_anonymous = sample.untracked_anonymous.saturating_sub(committed);
-        } else {
-            sample.physical = sample.physical.saturating_add(committed);
-        }
+    }
+
+    /// Returns the figures of the last sample of the `nth` device that has an account of its own.
+    pub(in crate::memory) fn further_device(&self, nth: usize) -> DeviceFigures {
+        let with_account =
+            self.list.iter().zip(&self.figures).filter(|it| it.0.admission.is_some());
+        with_account.map(|(_, figures)| *figures).nth(nth).unwrap_or_default()
     }
 }

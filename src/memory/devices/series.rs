@@ -5,60 +5,70 @@ use crate::memory::MemorySnapshot;
 use crate::memory::shared::Shared;
 use crate::metrics::record::devices as record;
 
-use super::snapshot::{DeviceSnapshot, DevicesSnapshot};
+use super::snapshot::{DeviceStatus, DevicesSnapshot};
 
-/// The maximum number of device arenas and backends with metrics series.
+/// The maximum number of arenas and backends with series of their own, on all devices.
 const RUNGS_MAX: usize = 64;
 
 /// The series that were published.
 #[derive(Default)]
 pub(in crate::memory) struct Series {
-    /// The device arenas that were published, and the backend of each.
-    backends: Vec<(String, Backend)>,
-    /// `true` if the device's memory was published the last time.
-    knows_device: bool,
+    /// The arenas that were published, with the names of device and arena, and the backend.
+    backends: Vec<(String, String, Backend)>,
+    /// The numbers of the devices whose memory was published the last time; at most all devices.
+    known: Vec<u32>,
 }
 
 impl Series {
     pub(in crate::memory) fn publish(&mut self, shared: &Shared, snapshot: &MemorySnapshot) {
         let devices = &snapshot.devices;
-        for arena in &shared.devices.gone.published(&devices.arenas, &devices.draining) {
-            record::arena(arena);
+        for ((device, _), arena) in &shared.devices.gone.published(devices) {
+            record::arena(device, arena);
         }
         self.publish_rungs(devices);
-        self.publish_device(devices.rollback_failures_total, devices.memory.as_ref());
+        devices.devices.iter().for_each(|device| self.publish_device(device));
     }
 
     /// Publishes the backend of each device arena. A published pair stays, with value 0 after the
     /// arena is closed; beyond [`RUNGS_MAX`] pairs, new ones are not published.
     fn publish_rungs(&mut self, devices: &DevicesSnapshot) {
-        let open = || devices.arenas.iter().chain(&devices.draining);
-        for arena in open() {
-            let is_known = |(name, backend): &(String, Backend)| {
-                *name == arena.name && *backend == arena.backend
+        for (device, arena) in devices.placed() {
+            let is_known = |(on, name, backend): &(String, String, Backend)| {
+                *on == device.name && *name == arena.name && *backend == arena.backend
             };
             if self.backends.len() < RUNGS_MAX && !self.backends.iter().any(is_known) {
-                self.backends.push((arena.name.clone(), arena.backend));
+                self.backends.push((device.name.clone(), arena.name.clone(), arena.backend));
             }
         }
-        for (name, backend) in &self.backends {
-            let is_open = open().any(|arena| arena.name == *name && arena.backend == *backend);
-            record::arena_info(name, *backend, is_open);
+        for (on, name, backend) in &self.backends {
+            let is_open = devices.placed().any(|(device, arena)| {
+                device.name == *on && arena.name == *name && arena.backend == *backend
+            });
+            record::arena_info(on, name, *backend, is_open);
         }
     }
 
-    fn publish_device(&mut self, rollback_failures_total: u64, device: Option<&DeviceSnapshot>) {
-        let figures = device.map(|device| record::Device {
+    fn publish_device(&mut self, status: &DeviceStatus) {
+        let figures = status.memory.map(|device| record::Device {
             total: device.total,
             free: device.free,
             context_overhead: device.context_overhead,
             unmanaged: device.unmanaged,
             watermark_released_total: device.watermark_released_total,
         });
-        record::device(rollback_failures_total, figures);
-        if self.knows_device && device.is_none() {
-            record::device_unknown();
+        let name = &status.name;
+        record::device(name, status.lost.is_some(), status.rollback_failures_total, figures);
+        if let Some(budget) = &status.budget {
+            let (reserved, ceiling) = (budget.reserved, budget.ceiling);
+            let budget = record::DeviceBudget { reserved, ceiling, allowance: budget.allowance };
+            record::device_budget(name, budget);
         }
-        self.knows_device = device.is_some();
+        let was_known = self.known.contains(&status.number);
+        self.known.retain(|known| *known != status.number);
+        if status.memory.is_some() {
+            self.known.push(status.number);
+        } else if was_known {
+            record::device_unknown(name);
+        }
     }
 }

@@ -24,11 +24,13 @@ macro_rules! setting {
 /// Device arenas.
 impl Builder {
     setting! {
-        /// Sets the device on which arenas allocate. Default: the best that works.
+        /// Sets the device on which arenas allocate: the default device if there are several.
+        /// [`DeviceChoice::CudaAll`] opens every visible one. Default: the best that works.
         device => choice: DeviceChoice;
         /// Sets the way in which CUDA memory is allocated. Default: the first that works.
         device_backend => backend: DeviceBackend;
-        /// Sets the limit of device memory for each arena. Default: none.
+        /// Sets the limit of device memory for each arena, and of the budget of each device.
+        /// Default: none.
         device_limit => limit: ByteSize;
         /// Sets the share of the device's memory, in [0, 1), to keep free for its other users.
         /// Default: 0.05; 0 for none. If less is free, idle memory of our arenas is released before
@@ -70,8 +72,37 @@ impl Builder {
     /// # Ok::<(), lowtide::BoxError>(())
     /// ```
     #[must_use]
-    pub fn driver(mut self, driver: Arc<dyn Driver>) -> Self {
-        self.driver = Some(driver);
+    pub fn driver(self, driver: Arc<dyn Driver>) -> Self {
+        self.drivers([driver])
+    }
+
+    /// Like [`Builder::driver`], for several devices, the default one first: at most 16, each once.
+    #[must_use]
+    pub fn drivers(mut self, drivers: impl IntoIterator<Item = Arc<dyn Driver>>) -> Self {
+        self.drivers = drivers.into_iter().collect();
+        self
+    }
+
+    /// Sets several CUDA devices, the default one first: at most 16, each once. Each has a budget,
+    /// a watermark and series of its own; name one with a
+    /// [`DeviceSelector`](crate::memory::DeviceSelector). The start fails if one cannot be opened.
+    /// Every opened device holds a CUDA context: several hundred MiB of its memory.
+    ///
+    /// ```no_run
+    /// use lowtide::Memory;
+    /// use lowtide::config::DeviceChoice;
+    /// use lowtide::memory::DeviceSelector;
+    ///
+    /// let both = [DeviceChoice::CudaOrdinal(0), DeviceChoice::CudaOrdinal(1)];
+    /// let memory = Memory::builder().devices(both).start()?;
+    /// let arena = memory.open_arena_on(DeviceSelector::Ordinal(1), "embedder")?;
+    /// # Ok::<(), lowtide::BoxError>(())
+    /// ```
+    #[must_use]
+    pub fn devices(mut self, devices: impl IntoIterator<Item = DeviceChoice>) -> Self {
+        let mut devices = devices.into_iter();
+        self.code.device.choice = Some(devices.next().unwrap_or(DeviceChoice::None));
+        self.code.device.further = Some(devices.collect());
         self
     }
 }

@@ -1,7 +1,8 @@
 //! Shrinks by selector (`cpu:0;gpu:0`), now or at the end of a run.
 //!
-//! `gpu:0` means every device arena of this `Memory`, including draining ones, on every backend:
-//! arenas of the host driver also belong to the device that it replaces. `cpu:0` means the process
+//! `gpu:0` means every arena of the first device, including draining ones, on every backend: arenas
+//! of the host driver also belong to the device that it replaces. `gpu:1` means those of the
+//! second. `cpu:0` means the process
 //! heap (jemalloc's and the C library's, in the role of ONNX Runtime's arena in host memory), the
 //! pinned pools of slots, and host memory kept between sleeps. A selector therefore has the same
 //! meaning on a machine without a GPU.
@@ -26,7 +27,7 @@ use crate::memory::error::{Diagnostic, MemoryError};
 use crate::memory::manager::Memory;
 use crate::memory::shared::Shared;
 
-use super::shrinks_asked::TARGETS;
+use super::shrinks_asked::known;
 
 /// The reason that nothing was shrunk.
 #[derive(Clone, Debug, Error, PartialEq)]
@@ -36,18 +37,20 @@ pub enum ShrinkError {
     #[error(transparent)]
     Selector(#[from] SelectorError),
     /// There is no such device.
-    #[error("no target {target}: expected {}", known())]
+    #[error("no target {target}: expected {}", names(*devices))]
     UnknownTarget {
         /// The target in the selector.
         target: Target,
+        /// The number of devices, at least 1.
+        devices: usize,
     },
     /// This `Memory` cannot do it now, for example in a forked child.
     #[error(transparent)]
     Memory(#[from] MemoryError),
 }
 
-fn known() -> String {
-    TARGETS.map(|target| target.to_string()).join(" or ")
+fn names(devices: usize) -> String {
+    known(devices).map(|target| target.to_string()).collect::<Vec<_>>().join(" or ")
 }
 
 /// The result of a shrink, by target.
@@ -223,8 +226,10 @@ impl fmt::Debug for Run {
 impl Shared {
     fn check_targets(&self, targets: &Targets) -> Result<(), ShrinkError> {
         self.check_here()?;
-        let unknown = targets.iter().find(|target| !TARGETS.contains(target));
-        unknown.map_or(Ok(()), |target| Err(ShrinkError::UnknownTarget { target }))
+        let devices = self.devices.list.len().max(1);
+        let exists = |target: &Target| known(devices).any(|known| known == *target);
+        let unknown = targets.iter().find(|target| !exists(target));
+        unknown.map_or(Ok(()), |target| Err(ShrinkError::UnknownTarget { target, devices }))
     }
 
     /// Shrinks the targets of dropped runs.
@@ -241,7 +246,7 @@ impl Shared {
             let start = self.clock.now();
             let outcome = match target.kind {
                 TargetKind::Cpu => self.shrink_host(),
-                TargetKind::Gpu => self.shrink_arenas(),
+                TargetKind::Gpu => self.shrink_arenas(target.id),
             };
             ShrunkTarget { target, outcome, took: self.clock.now() - start }
         };
@@ -292,13 +297,13 @@ impl Shared {
         }
     }
 
-    fn shrink_arenas(&self) -> ShrinkOutcome {
-        if self.devices.driver.is_none() {
+    fn shrink_arenas(&self, number: u32) -> ShrinkOutcome {
+        let Some(device) = self.devices.list.iter().find(|it| it.number == number) else {
             let reason = "the configured device is none".to_owned();
             return ShrinkOutcome::Unsupported { reason };
-        }
+        };
         let (mut released, mut failed) = (ByteSize::ZERO, None);
-        for arena in self.device_arenas() {
+        for arena in self.arenas_on(device) {
             match arena.shrink() {
                 Ok(bytes) => released = released.saturating_add(bytes),
                 Err(error) => {

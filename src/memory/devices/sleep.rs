@@ -21,6 +21,8 @@ use lowtide_admission::{Admission, Cost, Permit, Rejected};
 use crate::memory::error::Diagnostic;
 use crate::memory::shared::Shared;
 
+use super::open::is_loss;
+
 /// The host's ledger, for contents of sleeping arenas. It holds only the accounts, so that an arena
 /// may outlive its `Memory`.
 pub(in crate::memory) struct HostRoom {
@@ -78,15 +80,17 @@ impl Shared {
         if self.admission.is_closed() || self.queue.is_closed() {
             return false;
         }
-        let arenas = self.arenas().into_iter().map(|arena| (arena.next_sleep(), arena));
+        let arenas = self.working_arenas().map(|arena| (arena.next_sleep(), arena));
         let mut due: Vec<_> = arenas.filter(|(due, _)| *due <= now).collect();
         due.sort_by_key(|(due, _)| *due);
         let more = due.len() > 1;
         if let Some((_, arena)) = due.into_iter().next()
             && let Err(error) = arena.sleep_if_idle(now)
+            && !is_loss(&error)
         {
             self.note_awake(&arena, &error.to_string());
         }
+        self.report_losses();
         more
     }
 
@@ -101,7 +105,7 @@ impl Shared {
     /// Releases the host memory of sleeping arenas that have no block left: nothing wakes them, and
     /// the worker has ended.
     pub(in crate::memory) fn end_empty_sleeps(&self) {
-        for arena in self.arenas() {
+        for arena in self.working_arenas() {
             if arena.state() == SleepState::Asleep && arena.glance().live.is_zero() {
                 self.purged(&arena);
             }

@@ -6,8 +6,9 @@ use crate::bytes::ByteSize;
 use crate::device::ArenaSnapshot;
 use crate::device::driver::Backend;
 use crate::memory::history::HistorySample;
+use crate::memory::snapshot::BudgetSnapshot;
 
-/// The device arenas of a [`Memory`](crate::Memory), and its device, at one instant.
+/// The device arenas of a [`Memory`](crate::Memory), and its devices, at one instant.
 #[derive(Clone, Debug)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize))]
 #[non_exhaustive]
@@ -17,15 +18,51 @@ pub struct DevicesSnapshot {
     pub arenas: Vec<ArenaSnapshot>,
     /// Arenas that were replaced, or left by their last user, and still have live blocks.
     pub draining: Vec<ArenaSnapshot>,
-    /// The whole device as last sampled by the worker, about a second ago; `None` if device memory
-    /// is host memory, or the device reports nothing.
+    /// The number of the device of each arena: first of those that serve, then of those that
+    /// drain.
+    pub arena_devices: Vec<u32>,
+    /// The devices, in the order of their numbers, the default one first.
+    pub devices: Vec<DeviceStatus>,
+    /// The default device as a whole, as last sampled by the worker, about a second ago; `None` if
+    /// device memory is host memory, or the device reports nothing.
     pub memory: Option<DeviceSnapshot>,
     /// The number of failed driver calls that should have undone an earlier call
-    /// ([`rollback_failures_total`](crate::device::driver::Driver::rollback_failures_total)).
+    /// ([`rollback_failures_total`](crate::device::driver::Driver::rollback_failures_total)), of
+    /// all devices.
     pub rollback_failures_total: u64,
 }
 
 impl DevicesSnapshot {
+    /// Creates the snapshot of one device with these arenas.
+    #[cfg(test)]
+    pub(super) fn of_one(
+        name: &str,
+        arenas: Vec<ArenaSnapshot>,
+        draining: Vec<ArenaSnapshot>,
+    ) -> Self {
+        let device = DeviceStatus {
+            number: 0,
+            name: name.to_owned(),
+            ordinal: None,
+            backend: Backend::Host,
+            lost: None,
+            budget: None,
+            memory: None,
+            rollback_failures_total: 0,
+        };
+        let arena_devices = vec![0; arenas.len() + draining.len()];
+        let (devices, memory) = (vec![device], None);
+        Self { arenas, draining, arena_devices, devices, memory, rollback_failures_total: 0 }
+    }
+
+    /// Returns each arena with its device: first those that serve, then those that drain.
+    pub fn placed(&self) -> impl Iterator<Item = (&DeviceStatus, &ArenaSnapshot)> {
+        self.all().zip(&self.arena_devices).filter_map(|(arena, number)| {
+            let device = self.devices.iter().find(|device| device.number == *number)?;
+            Some((device, arena))
+        })
+    }
+
     fn all(&self) -> impl Iterator<Item = &ArenaSnapshot> {
         self.arenas.iter().chain(&self.draining)
     }
@@ -52,6 +89,31 @@ impl DevicesSnapshot {
         sample.device_live = on_device().map(|arena| arena.live.saturating_sub(arena.asleep)).sum();
         sample.device_retained = on_device().map(ArenaSnapshot::retained).sum();
     }
+}
+
+/// A device of a [`Memory`](crate::Memory) at one instant.
+#[derive(Clone, Debug)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize))]
+#[non_exhaustive]
+pub struct DeviceStatus {
+    /// Its place among the devices, from 0: the default device has 0.
+    pub number: u32,
+    /// Its name in metrics and errors: the UUID, or the number if the driver knows none.
+    pub name: String,
+    /// Its ordinal in CUDA, among the devices visible to the process.
+    pub ordinal: Option<u32>,
+    /// The way in which its memory is allocated.
+    pub backend: Backend,
+    /// The error by which its loss became known; `None` while it works. A lost device gets no
+    /// further driver call and admits nothing, and its arenas fail, until the process restarts.
+    pub lost: Option<String>,
+    /// Its budget; `None` if its memory counts in the host's. Only the first device has a level.
+    pub budget: Option<BudgetSnapshot>,
+    /// The whole device as last sampled by the worker, about a second ago; `None` if its memory is
+    /// host memory, or the device reports nothing.
+    pub memory: Option<DeviceSnapshot>,
+    /// The number of failed driver calls that should have undone an earlier call.
+    pub rollback_failures_total: u64,
 }
 
 /// The memory of a device, with all its users.

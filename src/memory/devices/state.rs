@@ -1,4 +1,4 @@
-//! The device of a `Memory`, and the state of its arenas.
+//! The devices of a `Memory`, and the state of its arenas.
 //!
 //! Part of the state that the handle and the threads share. It acts on no arena.
 
@@ -8,57 +8,57 @@ use crate::bytes::ByteSize;
 use crate::config::Config;
 use crate::device::driver::Driver;
 use crate::memory::error::{Diagnostic, StartError};
-use lowtide_admission::Admission;
+use lowtide_admission::{Admission, Maintenance};
 
 use super::arenas::Arenas;
+use super::device::Device;
 use super::driver;
 use super::published::Gone;
 use super::scopes::Scopes;
 use super::sensor::{ArenasSensor, Counted};
 use super::shrinks_asked::ShrinksAsked;
-use super::watch::DeviceWatch;
 
 /// The names of all admin commands.
 pub(in crate::memory) const COMMANDS: &[&str] =
     &["purge", "trim", "sleep", "wake", "unload", "snapshot"];
 
-/// A driver that the application has opened.
-pub(in crate::memory) type GivenDriver = Option<Arc<dyn Driver>>;
+/// The drivers that the application has opened; without one, the configured devices are.
+pub(in crate::memory) type GivenDrivers = Vec<Arc<dyn Driver>>;
 
 /// The registered governors, of which some may have been dropped.
 #[cfg(feature = "cuda")]
 pub(super) type Governors =
     crate::sync::Mutex<Vec<std::sync::Weak<crate::device::driver::cuda::PoolGovernor>>>;
 
-/// The device and the arenas of a `Memory`.
+/// The devices and the arenas of a `Memory`.
 pub(in crate::memory) struct Devices {
-    pub(super) driver: Option<Arc<dyn Driver>>,
-    pub(super) counted: Counted,
+    /// By number, the default one first; empty if the configured device is `none`.
+    pub(super) list: Vec<Arc<Device>>,
     pub(super) arenas: Arenas,
     pub(super) scopes: Scopes,
     pub(super) gone: Gone,
     pub(super) shrinks: ShrinksAsked,
-    pub(super) watch: DeviceWatch,
     #[cfg(feature = "cuda")]
     pub(super) governors: Governors,
 }
 
 impl Devices {
-    /// Opens the configured device, unless one is given.
+    /// Opens the configured devices, unless drivers are given.
     pub(in crate::memory) fn open(
         config: &Config,
-        given: GivenDriver,
+        given: GivenDrivers,
         diagnostics: &mut Vec<Diagnostic>,
     ) -> Result<Self, StartError> {
-        let driver = driver::open_driver(config, given, diagnostics)?;
+        let drivers = driver::open_drivers(config, given, diagnostics)?;
+        driver::check(&drivers)?;
+        let watermark = config.device.watermark.value;
+        let device = |(number, driver)| Arc::new(Device::new(number, driver, watermark));
         Ok(Self {
-            counted: Counted::of(driver.as_deref()),
-            driver,
+            list: (0..).zip(drivers).map(device).collect(),
             arenas: Arenas::default(),
             scopes: Scopes::default(),
             gone: Gone::default(),
             shrinks: ShrinksAsked::default(),
-            watch: DeviceWatch::new(config.device.watermark.value),
             #[cfg(feature = "cuda")]
             governors: Governors::default(),
         })
@@ -73,32 +73,58 @@ impl Devices {
         if !self.has_own_memory() {
             admission.unify();
         }
-        if self.counted == Counted::BesideKernel {
+        if self.list.iter().any(|device| device.counted == Counted::BesideKernel) {
             let text = "the device has no memory of its own: memory committed by arenas counts \
                         against the host's memory limit, and there is no device budget";
             diagnostics.push(Diagnostic::info("device", text.to_owned()));
         }
     }
 
-    /// Returns `true` if arenas have another budget than the host.
+    /// Returns `true` if the arenas of the default device have another budget than the host.
     pub(in crate::memory) fn has_own_memory(&self) -> bool {
-        self.counted == Counted::OnDevice
+        self.list.first().is_some_and(|device| device.counted == Counted::OnDevice)
     }
 
-    /// Returns `true` if the device's memory is the host's.
+    /// Returns `true` if some device has memory of its own.
+    pub(in crate::memory) fn any_own_memory(&self) -> bool {
+        self.list.iter().any(|device| device.counted == Counted::OnDevice)
+    }
+
+    /// Returns `true` if the default device's memory is the host's.
     pub(in crate::memory) fn is_unified(&self) -> bool {
-        self.driver.as_ref().is_some_and(|driver| driver.capabilities().counts_as_host())
+        self.list.first().is_some_and(|device| device.driver.capabilities().counts_as_host())
     }
 
     /// Returns what the control thread reads of the arenas.
     pub(in crate::memory) fn sensor(&self, config: &Config) -> ArenasSensor {
-        ArenasSensor::new(self.arenas.clone(), self.counted, config.device.limit.value)
+        ArenasSensor::new(self.arenas.clone(), &self.list, config.device.limit.value)
+    }
+
+    /// Adds the budgets of further devices to the control loop.
+    pub(in crate::memory) fn add_budgets(&self, maintenance: &mut Maintenance) {
+        self.budgets().for_each(|budget| maintenance.add_device(budget.clone()));
+    }
+
+    /// Closes the budgets of further devices.
+    pub(in crate::memory) fn close(&self) {
+        self.budgets().for_each(Admission::close);
+    }
+
+    /// Returns the number of reservations held in the budgets of further devices.
+    pub(in crate::memory) fn held(&self) -> u64 {
+        self.budgets().map(|budget| budget.stats().held()).sum()
+    }
+
+    fn budgets(&self) -> impl Iterator<Item = &Admission> {
+        self.list.iter().filter_map(|device| device.admission.as_ref())
     }
 }
 
-/// Returns the chosen device, for the log.
+/// Returns the chosen devices, for the log.
 pub(in crate::memory) fn choice(config: &Config) -> Option<String> {
-    Some(config.device.choice.value.to_string())
+    let further = config.device.further.value.iter();
+    let all = std::iter::once(&config.device.choice.value).chain(further);
+    Some(all.map(ToString::to_string).collect::<Vec<_>>().join(","))
 }
 
 /// Returns the limit of device memory, which cannot rise while a `Memory` runs.

@@ -26,14 +26,12 @@ struct WatchState {
     watermark: Watermark,
     /// The last sample.
     last: Option<DeviceSample>,
-    /// `true` once the driver's context is lost.
-    is_lost: bool,
 }
 
 impl DeviceWatch {
     /// Creates it with a watermark at this share of the device's memory.
     pub(super) fn new(part: f64) -> Self {
-        let state = WatchState { watermark: Watermark::new(part), last: None, is_lost: false };
+        let state = WatchState { watermark: Watermark::new(part), last: None };
         Self { state: Mutex::new(state), given_back: AtomicU64::new(0) }
     }
 
@@ -62,11 +60,6 @@ impl DeviceWatch {
         self.given_back.load(Ordering::Relaxed)
     }
 
-    /// Returns `true` once the driver's context is lost.
-    pub(super) fn is_lost(&self) -> bool {
-        lock(&self.state).is_lost
-    }
-
     /// Takes a sample. Returns what to do about it, and the watermark.
     pub(super) fn add_sample(&self, now: Moment, sample: DeviceSample) -> (Decision, ByteSize) {
         let mut state = lock(&self.state);
@@ -81,9 +74,9 @@ impl DeviceWatch {
 
     /// Discards the last sample until the device answers again, which never happens after its
     /// context is lost.
-    pub(super) fn forget(&self, is_lost: bool) {
+    pub(super) fn forget(&self) {
         let mut state = lock(&self.state);
-        (state.last, state.is_lost) = (None, is_lost);
+        state.last = None;
         state.watermark.forget();
     }
 }

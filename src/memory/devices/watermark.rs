@@ -5,43 +5,63 @@
 //! decay time, most of it from the arena with the most. Live memory is not touched. A driver that
 //! has lost its context is not queried again.
 //!
-//! Invariant: no driver call under a lock.
+//! The idle memory of a further device is also released before its decay time if its arenas hold
+//! most of its limit. For the first device that is a reclaim step of its budget's level.
+//!
+//! Invariants: no driver call under a lock; a device releases memory of its own arenas only, and an
+//! error of one ends nothing for the others.
 
 use crate::bytes::ByteSize;
 use crate::clock::Moment;
-use crate::device::driver::DriverError;
+use crate::device::driver::{Driver as _, DriverError};
 use crate::memory::error::Diagnostic;
 use crate::memory::shared::Shared;
 use lowtide_admission::watermark::{DeviceSample, Trend};
+use lowtide_admission::{Level, Thresholds};
+
+use super::device::Device;
+use super::open::is_loss;
 
 impl Shared {
-    /// Samples the device's memory, and releases idle memory if little is free.
-    pub(in crate::memory) fn sample_device(&self, now: Moment) {
-        let Some(driver) = &self.devices.driver else { return };
-        if self.devices.watch.is_lost() {
-            return;
+    /// Samples the memory of each device, and releases idle memory if little is free.
+    pub(in crate::memory) fn sample_devices(&self, now: Moment) {
+        for device in &self.devices.list {
+            if device.is_lost() {
+                device.watch.forget();
+                continue;
+            }
+            self.sample_device(device, now);
+            if device.admission.is_some() {
+                self.keep_below_limit(device);
+            }
         }
+        self.report_losses();
+    }
+
+    fn sample_device(&self, device: &Device, now: Moment) {
         // Memory that is committed or released during the query counts as ours, not as unmanaged.
-        let before = self.device_committed();
-        let memory = match driver.device_memory() {
+        let before = self.committed_on(device);
+        let memory = match device.driver.device_memory() {
             Ok(Some(memory)) => memory,
             Ok(None) => return,
-            Err(error) => return self.device_is_silent(&error),
+            Err(error) => return self.device_is_silent(device, &error),
         };
-        let committed = before.max(self.device_committed());
+        let committed = before.max(self.committed_on(device));
         let look = DeviceSample { total: memory.total, free: memory.free, committed };
-        let (verdict, low) = self.devices.watch.add_sample(now, look);
-        let (free, idle) = (look.free, self.device_idle());
+        let (verdict, low) = device.watch.add_sample(now, look);
+        let (free, idle) = (look.free, self.idle_on(device));
         if !verdict.wanted.is_zero() {
-            let given = self.give_idle_back(verdict.wanted);
-            self.devices.watch.add_released(given);
+            let given = self.give_idle_back(device, verdict.wanted);
+            device.watch.add_released(given);
         }
+        let name = &device.name;
         match verdict.trend {
             Trend::Same => {}
             Trend::Short => {
                 log!(
                     info,
                     target: "lowtide",
+                    device = %name,
                     %free,
                     watermark = %low,
                     %idle,
@@ -49,16 +69,30 @@ impl Shared {
                 );
             }
             Trend::Room => {
-                log!(info, target: "lowtide", %free, "device memory recovered");
+                log!(info, target: "lowtide", device = %name, %free, "device memory recovered");
             }
         }
     }
 
-    /// Releases `wanted` idle bytes of the arenas, starting with those that have the most. Returns
-    /// the released bytes.
-    fn give_idle_back(&self, wanted: ByteSize) -> ByteSize {
+    /// Releases idle memory of a device if its arenas hold more of the limit than the lowest level
+    /// allows.
+    fn keep_below_limit(&self, device: &Device) {
+        let limit = self.config.device.limit.value;
+        let thresholds = Thresholds::default();
+        let Some(band) = thresholds.band(Level::Elevated).filter(|_| limit != ByteSize::MAX) else {
+            return;
+        };
+        let committed = self.committed_on(device);
+        if committed > limit.scaled(band.up) {
+            self.give_idle_back(device, committed.saturating_sub(limit.scaled(band.down)));
+        }
+    }
+
+    /// Releases `wanted` idle bytes of a device's arenas, starting with those that have the most.
+    /// Returns the released bytes.
+    fn give_idle_back(&self, device: &Device, wanted: ByteSize) -> ByteSize {
         let mut arenas: Vec<_> =
-            self.device_arenas().map(|arena| (arena.glance(), arena)).collect();
+            self.arenas_on(device).map(|arena| (arena.glance(), arena)).collect();
         arenas.sort_by_key(|(glance, _)| std::cmp::Reverse(glance.idle));
         let mut left = wanted;
         for (glance, arena) in arenas {
@@ -68,6 +102,7 @@ impl Shared {
             }
             match arena.trim(glance.committed.saturating_sub(part)) {
                 Ok(given) => left = left.saturating_sub(given),
+                Err(error) if is_loss(&error) => break,
                 Err(error) => {
                     let text = format!("arena {}: trim failed: {error}", arena.name());
                     self.add_diagnostic(Diagnostic::warning("device", text));
@@ -79,17 +114,17 @@ impl Shared {
 
     /// Discards the last sample until the device answers again, which never happens after its
     /// context is lost.
-    fn device_is_silent(&self, error: &DriverError) {
-        self.devices.watch.forget(error.is_context_lost());
-        let start = "cannot query the device's memory: ";
-        self.add_diagnostic_once(start, Diagnostic::warning("device", format!("{start}{error}")));
+    fn device_is_silent(&self, device: &Device, error: &DriverError) {
+        device.watch.forget();
+        let start = format!("device {}: cannot query the device's memory: ", device.name);
+        self.add_diagnostic_once(&start, Diagnostic::warning("device", format!("{start}{error}")));
     }
 
-    pub(super) fn device_committed(&self) -> ByteSize {
-        self.device_arenas().map(|arena| arena.glance().committed).sum()
+    pub(super) fn committed_on(&self, device: &Device) -> ByteSize {
+        self.arenas_on(device).map(|arena| arena.glance().committed).sum()
     }
 
-    fn device_idle(&self) -> ByteSize {
-        self.device_arenas().map(|arena| arena.glance().idle).sum()
+    fn idle_on(&self, device: &Device) -> ByteSize {
+        self.arenas_on(device).map(|arena| arena.glance().idle).sum()
     }
 }

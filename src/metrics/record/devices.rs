@@ -8,10 +8,9 @@ use crate::device::ArenaSnapshot;
 use crate::device::driver::Backend;
 use crate::metrics::names as name;
 
-/// Publishes a device arena.
-pub fn arena(arena: &ArenaSnapshot) {
-    // One device so far: the host's memory, or the first of its kind.
-    let labels = [("device", SharedString::const_str("0")), ("arena", shared(&arena.name))];
+/// Publishes an arena of the device with this name.
+pub fn arena(device: &str, arena: &ArenaSnapshot) {
+    let labels = [("device", shared(device)), ("arena", shared(&arena.name))];
     let limit = (arena.limit != ByteSize::MAX).then_some((name::DEVICE_LIMIT, arena.limit));
     let sizes = [
         (name::DEVICE_LIVE, arena.live),
@@ -80,8 +79,8 @@ fn arena_totals(arena: &ArenaSnapshot, labels: &[(&'static str, SharedString); 2
 }
 
 /// Publishes the backend of an arena, and whether the arena is open.
-pub fn arena_info(arena: &str, backend: Backend, is_open: bool) {
-    let labels = [("device", "0"), ("arena", arena), ("backend", backend.name())]
+pub fn arena_info(device: &str, arena: &str, backend: Backend, is_open: bool) {
+    let labels = [("device", device), ("arena", arena), ("backend", backend.name())]
         .map(|(label, value)| (label, value.to_owned()));
     gauge!(name::DEVICE_ARENA_INFO.name, &labels).set(f64::from(u8::from(is_open)));
 }
@@ -102,11 +101,11 @@ pub struct Device {
     pub watermark_released_total: u64,
 }
 
-/// Publishes the device: failed rollbacks, and its memory if known.
-pub fn device(rollback_failures_total: u64, device: Option<Device>) {
-    // One device so far, as in `arena`.
-    counter!(name::DEVICE_ROLLBACK_FAILURES.name, "device" => "0")
-        .absolute(rollback_failures_total);
+/// Publishes a device: its state, failed rollbacks, and its memory if known.
+pub fn device(name: &str, is_lost: bool, rollback_failures_total: u64, device: Option<Device>) {
+    let label = [("device", shared(name))];
+    gauge!(name::DEVICE_LOST.name, &label).set(f64::from(u8::from(is_lost)));
+    counter!(name::DEVICE_ROLLBACK_FAILURES.name, &label).absolute(rollback_failures_total);
     let Some(device) = device else { return };
     for (metric, bytes) in [
         (name::DEVICE_TOTAL, Some(device.total)),
@@ -115,21 +114,44 @@ pub fn device(rollback_failures_total: u64, device: Option<Device>) {
         (name::DEVICE_UNMANAGED, device.unmanaged),
     ] {
         if let Some(bytes) = bytes {
-            gauge!(metric.name, "device" => "0").set(bytes.as_f64());
+            gauge!(metric.name, &label).set(bytes.as_f64());
         }
     }
-    counter!(name::DEVICE_WATERMARK_RELEASED.name, "device" => "0")
+    counter!(name::DEVICE_WATERMARK_RELEASED.name, &label)
         .absolute(device.watermark_released_total);
 }
 
+/// The budget of a device.
+#[derive(Clone, Copy, Debug)]
+#[expect(clippy::exhaustive_structs, reason = "the published figures")]
+pub struct DeviceBudget {
+    /// The reserved bytes.
+    pub reserved: ByteSize,
+    /// The most bytes that may be held in total; [`ByteSize::MAX`] without a limit.
+    pub ceiling: ByteSize,
+    /// The most bytes that may be reserved now.
+    pub allowance: ByteSize,
+}
+
+/// Publishes the budget of a device.
+pub fn device_budget(name: &str, budget: DeviceBudget) {
+    let label = [("device", shared(name))];
+    gauge!(name::DEVICE_BUDGET_RESERVED.name, &label).set(budget.reserved.as_f64());
+    if budget.ceiling != ByteSize::MAX {
+        gauge!(name::DEVICE_BUDGET_CEILING.name, &label).set(budget.ceiling.as_f64());
+        gauge!(name::DEVICE_BUDGET_ALLOWANCE.name, &label).set(budget.allowance.as_f64());
+    }
+}
+
 /// Publishes NaN after the device no longer reports its memory, so that no old value stays.
-pub fn device_unknown() {
+pub fn device_unknown(name: &str) {
+    let label = [("device", shared(name))];
     for metric in [
         name::DEVICE_TOTAL,
         name::DEVICE_FREE,
         name::DEVICE_CONTEXT_OVERHEAD,
         name::DEVICE_UNMANAGED,
     ] {
-        gauge!(metric.name, "device" => "0").set(f64::NAN);
+        gauge!(metric.name, &label).set(f64::NAN);
     }
 }

@@ -18,8 +18,8 @@ use super::memory::Range;
 use super::raw::Found;
 use lowtide_core::bytes::ByteSize;
 use lowtide_gpu_driver::{
-    Backend, Capabilities, DeviceAddress, DeviceMemory, Driver, DriverError, EventHandle,
-    HostMemory, HostStore, Owner, StoreSpan, StreamHandle,
+    Backend, Capabilities, DeviceAddress, DeviceMemory, DeviceUuid, Driver, DriverError,
+    EventHandle, HostMemory, HostStore, Owner, StoreSpan, StreamHandle,
 };
 
 type Answer<T = ()> = Result<T, DriverError>;
@@ -229,6 +229,14 @@ unsafe impl Driver for SimDriver {
 
     fn capabilities(&self) -> Capabilities {
         self.capabilities
+    }
+
+    fn ordinal(&self) -> Option<u32> {
+        self.ordinal
+    }
+
+    fn uuid(&self) -> Option<DeviceUuid> {
+        self.uuid
     }
 
     fn reserve(&self, size: ByteSize) -> Answer<DeviceAddress> {

@@ -81,8 +81,8 @@ use hooks::Hooks;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::ManualClock;
 use lowtide_core::sync::{Mutex, MutexGuard, lock};
-use lowtide_gpu_driver::Capabilities;
 use lowtide_gpu_driver::staging::Staging;
+use lowtide_gpu_driver::{Capabilities, DeviceUuid};
 use model::Model;
 
 /// A simulated CUDA device with a virtual memory driver. For tests only.
@@ -101,6 +101,8 @@ pub struct SimDriver {
     /// The context's own memory.
     floor: ByteSize,
     staging: Staging,
+    ordinal: Option<u32>,
+    uuid: Option<DeviceUuid>,
 }
 
 impl SimDriver {
@@ -124,6 +126,7 @@ impl SimDriver {
         };
         let clock = options.clock.clone();
         let floor = options.context_overhead.min(options.capacity);
+        let (ordinal, uuid) = (options.ordinal, options.uuid);
         Self {
             model: Mutex::new(Model::new(options)),
             hooks: Hooks::default(),
@@ -131,6 +134,8 @@ impl SimDriver {
             clock,
             floor,
             staging: Staging::default(),
+            ordinal,
+            uuid,
         }
     }
 

@@ -8,6 +8,7 @@
 use super::call::DriverCosts;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::ManualClock;
+use lowtide_gpu_driver::DeviceUuid;
 
 /// The start of the address space: not 0, so that no address is mistaken for "none".
 const SPACE_BASE: u64 = 64 << 30;
@@ -49,6 +50,10 @@ pub struct SimOptions {
     pub address_space: ByteSize,
     /// The memory of the device. Default: 80 GiB.
     pub capacity: ByteSize,
+    /// The ordinal of the device, among several of one process. Default: `None`.
+    pub ordinal: Option<u32>,
+    /// The UUID of the device. Default: `None`.
+    pub uuid: Option<DeviceUuid>,
     /// `true` if its memory is the host's, as in an integrated GPU. Default: false.
     pub unified: bool,
     /// The memory that the context itself uses. Default: 512 MiB, a guess: 300 to 600 MiB are
@@ -81,6 +86,8 @@ impl Default for SimOptions {
             address_base: SPACE_BASE,
             address_space: ByteSize::gib(128 << 10),
             capacity: ByteSize::gib(80),
+            ordinal: None,
+            uuid: None,
             unified: false,
             context_overhead: ByteSize::mib(512),
             virtual_memory: true,

@@ -45,4 +45,8 @@ pub(super) const BENCHES: &[Bench] = &[
             ("gpu.stores.touch_threads_ratio_best", None),
         ],
     },
+    Bench {
+        arguments: "bench --locked --bench gpu -- --part devices",
+        figures: &[("gpu.devices.faults", None)],
+    },
 ];

@@ -11,6 +11,7 @@
 //! levels depend on physical bytes, allowances on required ones.
 
 mod account;
+mod devices;
 mod jobs;
 mod pacer;
 mod purging;
@@ -38,8 +39,10 @@ use super::reclaim::{Ladder, Pace};
 use super::rejected::RejectReason;
 use super::signal::Limit;
 use account::Account;
+use devices::{DeviceAccount, Turns};
 use purging::{Growth, purgeable_now};
 
+pub use devices::DeviceFigures;
 pub use jobs::{Job, JobQueue, Jobs, Trigger};
 pub use purging::PurgeGrowth;
 pub use settings::{Settings, SettingsError};
@@ -75,7 +78,7 @@ pub struct Sample {
     pub device_committed: ByteSize,
     /// The part of `device_committed` that is wholly idle.
     pub device_idle: ByteSize,
-    /// The device's limit, if there is a device.
+    /// The device's limit, if there is a device; zero if it is lost.
     pub device_limit: Option<ByteSize>,
     /// The time when an arena's idle memory is due to decay; [`Moment::NEVER`] if none is.
     pub device_decay_due: Moment,
@@ -131,6 +134,13 @@ pub trait Sensor: Send {
         let _ = now;
         ByteSize::ZERO
     }
+
+    /// Returns the figures of the last sample for a further device: the one that was added with the
+    /// `nth` call of [`Maintenance::add_device`], from 0. Default: nothing held, no limit.
+    fn further_device(&self, nth: usize) -> DeviceFigures {
+        let _ = nth;
+        DeviceFigures::default()
+    }
 }
 
 /// The decision of a tick.
@@ -156,10 +166,10 @@ pub struct Maintenance {
     purge: Arc<Pace>,
     host: Account,
     device: Account,
+    further: Vec<DeviceAccount>,
     ceiling: Ceiling,
     last: Option<Sample>,
-    /// The time of the last tick, and the requests that had ended by then.
-    ticked: (Moment, u64),
+    turns: Turns,
     /// The time for which the next tick is planned.
     planned: Moment,
     /// The requests admitted by the last tick, and the time since which none has arrived or been
@@ -212,9 +222,10 @@ impl Maintenance {
             purge: Arc::default(),
             host: account(Budget::Host),
             device: account(Budget::Device),
+            further: Vec::new(),
             ceiling: Ceiling::new(settings.ceiling, settings.ceiling_max),
             last: None,
-            ticked: (Moment::ORIGIN, 0),
+            turns: Turns::default(),
             planned: Moment::NEVER,
             admitted: 0,
             quiet_since: None,
@@ -231,6 +242,12 @@ impl Maintenance {
             looked_at: None,
             chance: RandomState::new().hash_one(0_u8) | 1,
         })
+    }
+
+    /// Adds the budget of a further device: the device's bytes in `admission`, which has no other
+    /// user for them. Called before the first tick.
+    pub fn add_device(&mut self, admission: Admission) {
+        self.further.push(DeviceAccount::new(admission, &self.settings));
     }
 
     /// Returns the queue that receives the jobs.
@@ -357,6 +374,7 @@ impl Maintenance {
         for account in [&mut self.host, &mut self.device] {
             account.leave(&self.admission);
         }
+        self.further.iter_mut().for_each(DeviceAccount::leave);
         self.admission.set_level(Level::None);
         self.admission.set_unowned(ByteSize::ZERO);
         self.admission.desk().host.set_single(ByteSize::ZERO);
@@ -410,16 +428,15 @@ impl Maintenance {
 
     /// Updates levels, allowances and reserved headroom.
     fn account(&mut self, sample: &Sample, stats: &AdmissionStats, now: Moment) {
-        let turnover = self.turnover(stats, now);
+        let turnover = self.turns.next(stats, now);
         let limit = if sample.limit.is_known() { sample.limit.bytes } else { ByteSize::MAX };
         let device_limit = sample.device_limit.unwrap_or(ByteSize::MAX);
         let _ = self.host.pressure.update(now, sample.physical, limit);
-        let _ = self.device.pressure.update(now, sample.device_committed, device_limit);
+        // A device that is lost admits nothing, and nothing that is released relieves it.
+        let pressed = if device_limit.is_zero() { ByteSize::MAX } else { device_limit };
+        let _ = self.device.pressure.update(now, sample.device_committed, pressed);
         let ceiling = self.host_ceiling(sample, limit, turnover, now);
-        let device_ceiling = match device_limit {
-            ByteSize::MAX => ByteSize::MAX,
-            limit => limit.scaled(self.settings.ceiling),
-        };
+        let device_ceiling = devices::ceiling(device_limit, self.settings.ceiling);
         let (committed, idle) = (sample.device_committed, sample.device_idle);
         let budgets = [
             (&mut self.host, sample.physical, sample.purgeable, limit, ceiling),
@@ -438,6 +455,9 @@ impl Maintenance {
                 physical.saturating_sub(limit.scaled(mark))
             }
         });
+        for (nth, device) in self.further.iter_mut().enumerate() {
+            device.update(self.sensor.further_device(nth), self.settings.ceiling, now);
+        }
         self.state.set_sample(sample, limit, now);
         self.state.set_entered(&self.host.pressure);
         // The device's level unloads; only the host's rejects, since a cost that does not fit the
@@ -474,13 +494,6 @@ impl Maintenance {
         });
         self.state.set_ceiling_parts(parts);
         ceiling
-    }
-
-    /// Returns the progress of requests since the last tick.
-    fn turnover(&mut self, stats: &AdmissionStats, now: Moment) -> Turnover {
-        let (then, ended) = std::mem::replace(&mut self.ticked, (now, stats.finished_total));
-        let ended = stats.finished_total.saturating_sub(ended);
-        Turnover { time: now - then, ended, held: stats.held() }
     }
 
     /// Returns `true` if no request has been held or admitted for the quiet time.
@@ -525,7 +538,10 @@ impl Maintenance {
         let held = |budget| !self.admission.ledger(budget).requests().is_zero();
         let pressed = self.host.pressure.level().max(self.device.pressure.level()) > Level::None;
         let waits = !self.admission.desk().queue.is_empty();
-        filled || grows || pressed || waits || held(Budget::Host) || held(Budget::Device)
+        let is_held = held(Budget::Host)
+            || held(Budget::Device)
+            || self.further.iter().any(DeviceAccount::is_held);
+        filled || grows || pressed || waits || is_held
     }
 }
 

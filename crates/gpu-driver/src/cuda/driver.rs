@@ -20,8 +20,8 @@ use super::memory::Memory;
 use super::stores::{Found, Stores};
 use crate::host::HostDriver;
 use crate::{
-    Backend, Capabilities, DeviceAddress, DeviceMemory, Driver, DriverError, EventHandle,
-    HOST_GRANULARITY, HostMemory, HostStore, Owner, StoreSpan, StreamHandle,
+    Backend, Capabilities, DeviceAddress, DeviceMemory, DeviceUuid, Driver, DriverError,
+    EventHandle, HOST_GRANULARITY, HostMemory, HostStore, Owner, StoreSpan, StreamHandle,
 };
 use lowtide_core::bytes::ByteSize;
 
@@ -131,6 +131,10 @@ unsafe impl Driver for CudaDriver {
 
     fn ordinal(&self) -> Option<u32> {
         Some(self.device.ordinal)
+    }
+
+    fn uuid(&self) -> Option<DeviceUuid> {
+        Some(self.device.uuid)
     }
 
     fn reserve(&self, size: ByteSize) -> Answer<DeviceAddress> {

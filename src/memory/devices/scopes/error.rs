@@ -8,6 +8,14 @@ use crate::memory::error::MemoryError;
 
 use super::slot::Slot;
 
+/// Returns the names of this many devices.
+fn gpus(devices: usize) -> String {
+    match devices.saturating_sub(1) {
+        0 => "gpu:0".to_owned(),
+        last => format!("gpu:0 to gpu:{last}"),
+    }
+}
+
 /// An error of sharing, using or replacing the arena of a slot.
 #[derive(Clone, Debug, Error, PartialEq)]
 #[non_exhaustive]
@@ -25,10 +33,12 @@ pub enum ScopeError {
     #[error("the slot's name is empty: expected the name of a provider")]
     NoName,
     /// There is no such device.
-    #[error("{slot}: unknown device; expected gpu:0")]
+    #[error("{slot}: unknown device; expected {}", gpus(*devices))]
     UnknownDevice {
         /// The slot.
         slot: Slot,
+        /// The number of devices, at least 1.
+        devices: usize,
     },
     /// The slot has no shared arena.
     #[error("{slot} has no shared arena (never shared, or sharing has ended)")]

@@ -101,7 +101,7 @@ impl ArenaUse {
     }
 
     fn refused<R>(&self, what: &'static str) -> Result<R, DeviceError> {
-        Err(DeviceError::Unsupported { what, backend: self.place.backend })
+        Err(DeviceError::Unsupported { what, backend: self.place.backend() })
     }
 
     /// Returns the slot.

@@ -26,14 +26,15 @@ use std::sync::Arc;
 
 use crate::bytes::ByteSize;
 use crate::config::arena::{ArenaOptions, ArenaResolution};
-use crate::device::driver::Backend;
 use crate::device::{DeviceArena, PinnedConfig, PinnedKind, PinnedPool};
 use crate::sync::lock;
 
 use crate::memory::manager::Memory;
 use crate::memory::shared::Shared;
 
+use super::device::Device;
 use super::error::ArenaError;
+use super::select::DeviceSelector;
 
 pub use error::ScopeError;
 pub use handle::ArenaUse;
@@ -180,12 +181,14 @@ impl Shared {
         if slot.name.is_empty() {
             return Err(ScopeError::NoName);
         }
-        if slot.device > 0 {
-            return Err(ScopeError::UnknownDevice { slot: slot.clone() });
-        }
-        if self.devices.driver.is_none() {
+        let list = &self.devices.list;
+        if list.is_empty() && slot.device == 0 {
             return Err(ArenaError::NoDevice { arena: slot.to_string() }.into());
         }
+        let Some(device) = list.iter().find(|device| device.number == slot.device) else {
+            let (slot, devices) = (slot.clone(), list.len().max(1));
+            return Err(ScopeError::UnknownDevice { slot, devices });
+        };
         let mut places = lock(&self.devices.scopes.0);
         if let Some(place) = places.get(slot) {
             return Ok(Arc::clone(place));
@@ -201,9 +204,8 @@ impl Shared {
             SlotKind::Device => self.config.device.limit.value,
             SlotKind::Pinned => ByteSize::MAX,
         };
-        let backend = self.devices.driver.as_ref().map_or(Backend::Host, |driver| driver.backend());
-        let arenas = self.devices.arenas.clone();
-        let place = Place::new(slot.clone(), self.birth, device_limit, backend, arenas);
+        let (device, arenas) = (Arc::clone(device), self.devices.arenas.clone());
+        let place = Place::new(slot.clone(), self.birth, device_limit, device, arenas);
         let place = Arc::new(place);
         places.insert(slot.clone(), Arc::clone(&place));
         Ok(place)
@@ -219,16 +221,19 @@ impl Shared {
         if self.check_here().is_err() {
             return;
         }
-        for drained in self.places().iter().flat_map(|place| place.take_drained()) {
+        let drained = self.places().into_iter().flat_map(|place| {
+            let device = Arc::clone(&place.device);
+            place.take_drained().into_iter().map(move |drained| (Arc::clone(&device), drained))
+        });
+        for (device, Opened { arena, pool }) in drained {
             // An error stays with the arena: memory that it could not release goes with the driver.
-            let Opened { arena, pool } = drained;
             let _ = self.purged(&arena);
-            self.devices.gone.add(arena.snapshot());
+            self.devices.gone.add(&device.name, arena.snapshot());
             log!(debug, target: "lowtide", arena = arena.name(), "replaced arena drained");
             drop((pool, arena));
         }
         for closed in self.devices.arenas.take_closed() {
-            self.devices.gone.add(closed.snapshot());
+            self.devices.gone.add(&closed.device.name, closed.arena.snapshot());
         }
     }
 }
@@ -240,18 +245,22 @@ impl OpenMemory for Shared {
 
     fn open_arena(
         &self,
+        device: &Device,
         name: String,
         resolution: &ArenaResolution,
     ) -> Result<DeviceArena, ArenaError> {
-        self.open_apart(resolution.config(self.arena_config(name)))
+        self.device_for(DeviceSelector::Number(device.number), &name)?; // unless it is lost
+        self.open_apart(device, resolution.config(self.arena_config(name)))
     }
 
     fn open_pool(
         &self,
+        device: &Device,
         name: String,
         limit: ByteSize,
     ) -> Result<(PinnedPool, DeviceArena), ArenaError> {
+        self.device_for(DeviceSelector::Number(device.number), &name)?; // unless it is lost
         let kind = PinnedKind::PageLockedOrPageable;
-        self.open_pool_apart(PinnedConfig { limit, kind, ..PinnedConfig::new(name) })
+        self.open_pool_apart(device, PinnedConfig { limit, kind, ..PinnedConfig::new(name) })
     }
 }

@@ -13,10 +13,11 @@ use std::sync::Arc;
 use crate::bytes::ByteSize;
 use crate::config::arena::{ArenaOptions, ArenaResolution, ArenaSource, Layers, Reason};
 use crate::decay::DecayTime;
-use crate::device::driver::Backend;
+use crate::device::driver::{Backend, Driver as _};
 use crate::device::{DeviceArena, PinnedPool};
 use crate::fork::Birth;
 use crate::memory::devices::arenas::{ArenaId, Arenas};
+use crate::memory::devices::device::Device;
 use crate::memory::devices::error::ArenaError;
 use crate::sync::{Mutex, lock};
 
@@ -26,7 +27,7 @@ use super::slot::{ArenaReport, Slot, SlotKind, SlotSnapshot};
 /// The maximum number of attempts. An estimate: each time another thread has changed the same slot.
 const ATTEMPTS_MAX: u32 = 8;
 
-/// Opens the memory of slots, with the device and the settings of a `Memory`.
+/// Opens the memory of slots, with the settings of a `Memory`.
 pub(super) trait OpenMemory {
     /// Drops the arenas that have drained.
     fn sweep(&self);
@@ -34,6 +35,7 @@ pub(super) trait OpenMemory {
     /// Opens an arena of device memory, which no list contains yet.
     fn open_arena(
         &self,
+        device: &Device,
         name: String,
         resolution: &ArenaResolution,
     ) -> Result<DeviceArena, ArenaError>;
@@ -42,6 +44,7 @@ pub(super) trait OpenMemory {
     /// arena as well.
     fn open_pool(
         &self,
+        device: &Device,
         name: String,
         limit: ByteSize,
     ) -> Result<(PinnedPool, DeviceArena), ArenaError>;
@@ -107,7 +110,7 @@ pub(super) struct Place {
     birth: Birth,
     /// lowtide's own limit, if it bounds this kind of memory.
     device_limit: ByteSize,
-    pub(super) backend: Backend,
+    pub(super) device: Arc<Device>,
     arenas: Arenas,
     state: Mutex<State>,
 }
@@ -141,10 +144,14 @@ impl Place {
         slot: Slot,
         birth: Birth,
         device_limit: ByteSize,
-        backend: Backend,
+        device: Arc<Device>,
         arenas: Arenas,
     ) -> Self {
-        Self { slot, birth, device_limit, backend, arenas, state: Mutex::default() }
+        Self { slot, birth, device_limit, device, arenas, state: Mutex::default() }
+    }
+
+    pub(super) fn backend(&self) -> Backend {
+        self.device.driver.backend()
     }
 
     pub(super) fn slot(&self) -> &Slot {
@@ -188,7 +195,8 @@ impl Place {
                 drop(opened);
                 continue;
             }
-            let id = self.arenas.add(&opened.arena, opened.pool.as_ref(), replaced)?;
+            let id =
+                self.arenas.add(&opened.arena, opened.pool.as_ref(), &self.device, replaced)?;
             let conflicts = resolution.conflicts().to_vec();
             let report = ArenaReport { resolution, conflicts, opened: true };
             let resolution = Arc::clone(&report.resolution);
@@ -260,10 +268,10 @@ impl Place {
         let name = self.slot.to_string();
         self.arenas.admit(&name, replaced)?;
         if self.slot.kind == SlotKind::Pinned {
-            let (pool, arena) = memory.open_pool(name, resolution.limit())?;
+            let (pool, arena) = memory.open_pool(&self.device, name, resolution.limit())?;
             return Ok(Opened { arena, pool: Some(pool) });
         }
-        Ok(Opened { arena: memory.open_arena(name, resolution)?, pool: None })
+        Ok(Opened { arena: memory.open_arena(&self.device, name, resolution)?, pool: None })
     }
 
     /// Returns the serving arena.

@@ -10,7 +10,7 @@ use cudarc::driver::CudaContext;
 use lowtide::admission::{Budget, Cost};
 use lowtide::config::{DeviceBackend, DeviceChoice};
 use lowtide::decay::DecayTime;
-use lowtide::memory::StartError;
+use lowtide::memory::{DeviceSelector, StartError};
 use lowtide::{ByteSize, Memory};
 use lowtide_fake_cuda::{Fake, Options};
 use lowtide_gpu::driver::Backend;
@@ -46,6 +46,29 @@ fn arenas_lie_on_the_device_where_cuda_is_asked_for() {
     drop(arena);
     assert!(memory.shutdown(SOON).is_clean());
     drop((memory, context));
+    fake.assert_clean();
+}
+
+#[test]
+fn every_visible_device_is_opened_and_an_arena_lies_on_the_one_that_is_named() {
+    let fake = Fake::start(Options { devices: 2, ..Options::default() });
+    let memory = Memory::builder().device(DeviceChoice::CudaAll).start().expect("two devices");
+    let devices = CudaDriver::devices().expect("two devices");
+    let names: Vec<_> = devices.iter().map(|device| device.uuid.to_string()).collect();
+    let found: Vec<_> = memory.devices().into_iter().map(|device| device.name).collect();
+    assert_eq!(found, names, "in the order of the driver");
+    let second = DeviceSelector::Uuid(devices[1].uuid);
+    let arena = memory.open_arena_on(second, "embedder").expect("an arena");
+    assert_eq!(arena.cuda_ordinal(), Some(1));
+    let buffer = arena.alloc::<u8>(1 << 20, Region::Stable).expect("room");
+    assert_eq!([0, 1].map(|device| fake.numbers(device).mappings), [0, 1]);
+    drop(buffer);
+    arena.close().expect("nothing is live");
+    assert!(memory.shutdown(SOON).is_clean());
+    drop((memory, arena));
+    let one = [DeviceChoice::CudaOrdinal(1), DeviceChoice::CudaUuid(devices[1].uuid)];
+    let failed = Memory::builder().devices(one).start();
+    assert!(matches!(failed, Err(StartError::SameDevice { .. })), "{failed:?}");
     fake.assert_clean();
 }
 
