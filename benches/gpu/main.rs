@@ -7,6 +7,7 @@
 #![expect(clippy::print_stdout, clippy::print_stderr, reason = "a program that shows something")]
 
 mod figures;
+mod pairs;
 
 use std::process::ExitCode;
 
@@ -18,7 +19,7 @@ use crate::figures::Figures;
 type Measure = fn(&mut Figures) -> Result<(), BoxError>;
 
 /// The parts, in the order in which they run.
-const PARTS: &[(&str, Measure)] = &[];
+const PARTS: &[(&str, Measure)] = &[("pairs", pairs::measure)];
 
 #[derive(Clone, Debug, Parser)]
 #[command(about = "Figures of an arena on a GPU, over the simulation")]
