@@ -20,14 +20,15 @@ use crate::engine::import::{end_imports, forget_imports};
 use crate::engine::port::{Called, Port, Surroundings};
 use crate::engine::stores;
 use crate::exec::budget;
+use crate::exec::cache_bins::BlockList;
 use crate::exec::callbacks::Callbacks;
 use crate::exec::executor::{Executor, Locked};
 use crate::exec::lane::LaneInner;
 use crate::exec::observer::{Observer, Observers};
 use crate::exec::reserve;
-use crate::exec::thread_cache::CacheShard;
+use crate::exec::thread_cache::{BlockHandle, CacheShard};
 use crate::state::arena::ArenaState;
-use crate::state::cached::{CacheCounts, Swept};
+use crate::state::cached::CacheCounts;
 use crate::state::event::{After, ArenaEvent, FreeCause};
 use crate::state::region::{Placement, Region};
 use crate::types::error::DeviceError;
@@ -221,7 +222,7 @@ impl ArenaInner {
     }
 
     /// Locks the state if no other thread holds the lock.
-    #[inline]
+    #[cfg(all(test, not(lowtide_loom)))]
     pub(crate) fn try_lock_state(&self) -> Option<Locked<'_>> {
         self.executor.try_lock_state()
     }
@@ -329,14 +330,16 @@ impl ArenaInner {
         self.flush_events();
     }
 
-    /// Frees blocks in the arena.
-    pub(crate) fn release_all(&self, blocks: Vec<Swept>) {
+    /// Frees cached blocks in the arena, and drops their handles without a lock.
+    pub(crate) fn release_all(&self, blocks: BlockList) {
         if blocks.is_empty() {
             return;
         }
         self.run_now(|state| {
-            blocks.into_iter().for_each(|block| state.release_swept(block, &*self.clock));
+            let swept = blocks.iter().filter_map(BlockHandle::swept);
+            swept.for_each(|swept| state.release_swept(swept, &*self.clock));
         });
+        drop(blocks);
     }
 
     /// Returns the maximum bytes that a thread cache may keep now.
@@ -372,6 +375,17 @@ impl ArenaInner {
         self.caches.hold.load(Ordering::Relaxed)
     }
 
+    /// Returns `true` if the caches together hold more than one may.
+    pub(crate) fn is_cache_excessive(&self) -> bool {
+        let room_max = lock(&self.caches.rules).room_max.get();
+        self.caches_hold() && self.cached() > room_max
+    }
+
+    /// Returns the bytes in all caches, without locking them.
+    fn cached(&self) -> u64 {
+        self.shards().map(|shard| shard.cached()).sum()
+    }
+
     /// Frees all cached blocks in the arena. Returns `true` if there were any.
     pub(crate) fn empty_caches(&self) -> bool {
         let sweep = lock(&self.caches.sweep);
@@ -394,7 +408,7 @@ impl ArenaInner {
 
     /// Frees all cached blocks in the arena, regardless of the flag.
     fn empty_all(&self, sweep: &MutexGuard<'_, ()>) -> bool {
-        let mut blocks = Vec::new();
+        let mut blocks = BlockList::default();
         self.shards().for_each(|shard| shard.empty(&mut blocks));
         self.release_swept(blocks, sweep)
     }
@@ -405,7 +419,7 @@ impl ArenaInner {
         if !self.caches.hold.swap(false, Ordering::Relaxed) {
             return;
         }
-        let mut blocks = Vec::new();
+        let mut blocks = BlockList::default();
         for shard in self.shards() {
             if shard.cool(&mut blocks) {
                 self.note_cached();
@@ -415,7 +429,7 @@ impl ArenaInner {
     }
 
     /// Frees blocks that were taken out of the caches. Returns `true` if there were any.
-    fn release_swept(&self, blocks: Vec<Swept>, _: &MutexGuard<'_, ()>) -> bool {
+    fn release_swept(&self, blocks: BlockList, _: &MutexGuard<'_, ()>) -> bool {
         if blocks.is_empty() {
             return false;
         }
@@ -486,7 +500,7 @@ impl ArenaInner {
 
     /// Returns a few figures, without locking the caches.
     pub(crate) fn glance(&self) -> ArenaGlance {
-        let cached = self.shards().map(|shard| shard.cached()).sum();
+        let cached = self.cached();
         self.run_now(|state| ArenaGlance {
             live: ByteSize::new(state.live().saturating_sub(cached)),
             committed: ByteSize::new(state.backed()),

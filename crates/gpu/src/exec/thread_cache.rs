@@ -32,7 +32,7 @@ use std::sync::atomic::AtomicUsize as Number;
 use std::thread;
 
 use crate::exec::brief::{Brief, BriefGuard, brief, try_brief};
-use crate::exec::cache_bins::{HOT, Key, ThreadCache, UseCount};
+use crate::exec::cache_bins::{BlockList, Key, ThreadCache};
 use crate::exec::inner::ArenaInner;
 use crate::exec::lane::LaneInner;
 use crate::state::arena::ArenaState;
@@ -59,6 +59,8 @@ pub(crate) struct BlockHandle {
     pub(crate) lanes: Vec<Arc<LaneInner>>,
     /// `true` if code with its own streams has had the block's address.
     pub(crate) foreign: bool,
+    /// The next block of the same size in a cache; `None` outside.
+    pub(crate) next: Option<Box<Self>>,
 }
 
 /// The place of a block at a given count of moves of its region.
@@ -88,6 +90,7 @@ impl BlockHandle {
             place: BlockPlace::of(block),
             lanes: Vec::new(),
             foreign: false,
+            next: None,
         })
     }
 
@@ -109,10 +112,15 @@ impl BlockHandle {
         }
         // Dropped last: if this is the last reference to the lane, its end empties the cache.
         let lane = self.lanes.pop();
-        if let Some(mut left) = self.give() {
+        if let Err(mut left) = self.give() {
             left.lanes.extend(lane);
             left.free();
         }
+    }
+
+    /// Describes a cached block so that the arena can free it.
+    pub(crate) fn swept(&self) -> Option<Swept> {
+        Some(((self.region, self.block?), self.shard.stream))
     }
 
     /// Frees the block in the arena.
@@ -126,7 +134,7 @@ impl BlockHandle {
     /// Puts the block into its shard's cache. Returns the block if the arena must free it: its size
     /// is not hot, there is no room, or the cache is busy.
     #[inline]
-    fn give(self: Box<Self>) -> Option<Box<Self>> {
+    fn give(self: Box<Self>) -> Result<(), Box<Self>> {
         // SAFETY: this block holds the shard until the block is put into the cache below. Once the
         // cache's lock is released after that, another thread may take the block out and release
         // the shard: so `shard` is not used after that, and the guard's last act is a store to the
@@ -134,15 +142,14 @@ impl BlockHandle {
         let shard = unsafe { &*Arc::as_ptr(&self.shard) };
         let Some(mut cache) = try_brief(&shard.cache) else {
             shard.inner.note_contended();
-            return Some(self);
+            return Err(self);
         };
         // The room is read under the cache's lock: a thread that empties the cache after shutting
         // the caches either finds this block in the cache, or this block finds no room.
-        let Some(vacant) = cache.admit(&self, shard.room()) else { return Some(self) };
-        *vacant = Some(self);
+        cache.admit(self, shard.room())?;
         shard.inner.note_cached();
         shard.cached.store(cache.tally.cached(), Ordering::Relaxed);
-        None
+        Ok(())
     }
 }
 
@@ -180,11 +187,6 @@ impl CacheShard {
         }
     }
 
-    /// Describes a block of the shard's cache so that the arena can free it.
-    pub(crate) const fn swept(&self, region: Region, placed: Placement) -> Swept {
-        ((region, placed), self.stream)
-    }
-
     /// Returns `true` if the shard's cache may keep a block used by these lanes.
     #[inline]
     fn is_of(&self, lanes: &[Arc<LaneInner>]) -> bool {
@@ -198,9 +200,10 @@ impl CacheShard {
     /// Frees the cached blocks in the arena and adds the cache's counts to the arena's, after the
     /// shard's lane has ended.
     pub(crate) fn retire(&self) {
+        let mut blocks = BlockList::default();
         let mut cache = brief(&self.cache);
         let mut state = self.inner.lock_state();
-        self.empty_into(&mut cache, &mut state);
+        self.empty_into(&mut cache, &mut state, &mut blocks);
         state.add_cache(&std::mem::take(&mut cache.tally));
         drop((state, cache));
         self.inner.caches.remove(self);
@@ -209,21 +212,23 @@ impl CacheShard {
     /// Frees the cached blocks in the arena.
     pub(crate) fn give_up(&self) {
         if self.cached() > 0 {
+            let mut blocks = BlockList::default();
             let mut cache = brief(&self.cache);
-            self.empty_into(&mut cache, &mut self.inner.lock_state());
+            self.empty_into(&mut cache, &mut self.inner.lock_state(), &mut blocks);
+            drop(cache);
         }
     }
 
-    fn empty_into(&self, cache: &mut ThreadCache, state: &mut ArenaState) {
-        let clock = &*self.inner.clock;
-        cache.empty(|_| true, |kept| state.release_swept((kept, self.stream), clock));
+    /// Frees the cached blocks in the arena. The handles are left to be dropped without a lock.
+    fn empty_into(&self, cache: &mut ThreadCache, state: &mut ArenaState, blocks: &mut BlockList) {
+        cache.empty(blocks);
+        for swept in blocks.iter().filter_map(BlockHandle::swept) {
+            state.release_swept(swept, &*self.inner.clock);
+        }
         self.cached.store(0, Ordering::Relaxed);
     }
 
     /// Takes a block of this size from the cache; returns `None` if the cache has none or is busy.
-    ///
-    /// If the cache has no such block, all its blocks return to the arena unless the arena is busy.
-    /// The request can then be placed in all free space, as closely as without caches.
     #[inline]
     pub(crate) fn take(&self, key: Key, requested: u64) -> Option<Box<BlockHandle>> {
         let Some(mut cache) = try_brief(&self.cache) else {
@@ -234,30 +239,25 @@ impl CacheShard {
             }
             return None;
         };
-        let taken = cache.take(key, requested);
-        if taken.is_none() {
-            if cache.tally.cached() == 0 {
-                return None;
-            }
-            self.empty_into(&mut cache, &mut *self.inner.try_lock_state()?);
-            return None;
-        }
+        let taken = cache.take(key, requested)?;
         self.cached.store(cache.tally.cached(), Ordering::Relaxed);
-        taken
+        Some(taken)
     }
 
     /// Takes all blocks out of the cache.
-    pub(crate) fn empty(&self, out: &mut Vec<Swept>) {
-        self.sweep(out, |_| true);
+    pub(crate) fn empty(&self, out: &mut BlockList) {
+        let mut cache = brief(&self.cache);
+        cache.empty(out);
+        self.cached.store(0, Ordering::Relaxed);
     }
 
-    /// Halves the heat of every size and takes out the blocks of sizes that are no longer hot.
-    /// Returns `true` if any blocks stay.
-    pub(crate) fn cool(&self, out: &mut Vec<Swept>) -> bool {
+    /// Halves the heat of every size, and takes out the blocks of sizes that are no longer hot and
+    /// those that were not needed since the last call. Returns `true` if any blocks stay.
+    pub(crate) fn cool(&self, out: &mut BlockList) -> bool {
         let mut cache = brief(&self.cache);
-        cache.cool();
-        drop(cache);
-        self.sweep(out, |heat| heat < HOT)
+        cache.cool(out);
+        self.cached.store(cache.tally.cached(), Ordering::Relaxed);
+        cache.tally.cached() > 0
     }
 
     /// Returns the cached bytes; read without the lock.
@@ -269,13 +269,6 @@ impl CacheShard {
     /// Locks the cache. Its figures are valid until the guard is dropped.
     pub(crate) fn still(&self) -> Still<'_> {
         Still(brief(&self.cache))
-    }
-
-    fn sweep(&self, out: &mut Vec<Swept>, gone: impl Fn(UseCount) -> bool) -> bool {
-        let mut cache = brief(&self.cache);
-        cache.empty(gone, |kept| out.push((kept, self.stream)));
-        self.cached.store(cache.tally.cached(), Ordering::Relaxed);
-        cache.tally.cached() > 0
     }
 }
 
