@@ -457,7 +457,7 @@ impl DeviceArena {
         // The block was moved while it was cached: only the arena knows its address.
         let mut moved = BlockList::default();
         moved.push(owned);
-        self.inner.release_all(moved);
+        self.inner.release_all(&moved);
         None
     }
 }

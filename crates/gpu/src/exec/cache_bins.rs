@@ -183,21 +183,31 @@ impl ThreadCache {
         room: u64,
     ) -> Result<(), Box<BlockHandle>> {
         let Some(placed) = &owned.block else { return Err(owned) };
-        let is_full = self.kept >= BLOCKS_MAX || self.tally.cached() + placed.span.size > room;
-        if self.classes.is_empty() || is_full {
+        if self.kept >= BLOCKS_MAX || self.tally.cached() + placed.span.size > room {
             return Err(owned);
         }
-        let key = Key::new(owned.region, placed.span.size);
-        let set = key.ways();
-        let mut ways = self.classes[set..set + WAYS].iter_mut();
-        let Some(class) = ways.find(|class| class.key == key && class.uses >= HOT) else {
+        let Some(hot) = self.hot(Key::new(owned.region, placed.span.size)) else {
             return Err(owned);
         };
         self.kept += 1;
         self.tally.frees += 1;
         self.tally.came(owned.region, placed);
-        class.blocks.push(owned);
+        self.classes[hot].blocks.push(owned);
         Ok(())
+    }
+
+    /// Returns `true` if blocks of this size are kept.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn is_hot(&self, key: Key) -> bool {
+        self.hot(key).is_some()
+    }
+
+    /// Returns the entry of a size if the size is hot.
+    #[inline]
+    fn hot(&self, key: Key) -> Option<usize> {
+        let set = key.ways();
+        let mut ways = self.classes.get(set..set + WAYS)?.iter();
+        ways.position(|class| class.key == key && class.uses >= HOT).map(|way| set + way)
     }
 
     /// Takes out all blocks.

@@ -330,8 +330,8 @@ impl ArenaInner {
         self.flush_events();
     }
 
-    /// Frees cached blocks in the arena, and drops their handles without a lock.
-    pub(crate) fn release_all(&self, blocks: BlockList) {
+    /// Frees cached blocks in the arena. Their handles are to be dropped without a lock.
+    pub(crate) fn release_all(&self, blocks: &BlockList) {
         if blocks.is_empty() {
             return;
         }
@@ -339,7 +339,6 @@ impl ArenaInner {
             let swept = blocks.iter().filter_map(BlockHandle::swept);
             swept.for_each(|swept| state.release_swept(swept, &*self.clock));
         });
-        drop(blocks);
     }
 
     /// Returns the maximum bytes that a thread cache may keep now.
@@ -388,8 +387,10 @@ impl ArenaInner {
 
     /// Frees all cached blocks in the arena. Returns `true` if there were any.
     pub(crate) fn empty_caches(&self) -> bool {
+        let mut blocks = BlockList::default();
         let sweep = lock(&self.caches.sweep);
-        self.empty_under(&sweep)
+        // Blocks that are cached from here on set the flag again.
+        self.caches.hold.swap(false, Ordering::Relaxed) && self.empty_all(&sweep, &mut blocks)
     }
 
     /// Keeps caches from accepting blocks for good, and empties them, because the arena has no
@@ -397,44 +398,37 @@ impl ArenaInner {
     pub(crate) fn retire_caches(&self) {
         if self.check_here().is_ok() {
             let _for_good = ManuallyDrop::new(self.caches.shut());
-            self.empty_all(&lock(&self.caches.sweep));
+            let mut blocks = BlockList::default();
+            self.empty_all(&lock(&self.caches.sweep), &mut blocks);
         }
     }
 
-    fn empty_under(&self, sweep: &MutexGuard<'_, ()>) -> bool {
-        // Blocks that are cached from here on set the flag again.
-        self.caches.hold.swap(false, Ordering::Relaxed) && self.empty_all(sweep)
-    }
-
-    /// Frees all cached blocks in the arena, regardless of the flag.
-    fn empty_all(&self, sweep: &MutexGuard<'_, ()>) -> bool {
-        let mut blocks = BlockList::default();
-        self.shards().for_each(|shard| shard.empty(&mut blocks));
+    /// Frees all cached blocks in the arena, regardless of the flag. Their handles are put into
+    /// `blocks`, to be dropped without a lock.
+    fn empty_all(&self, sweep: &MutexGuard<'_, ()>, blocks: &mut BlockList) -> bool {
+        self.shards().for_each(|shard| shard.empty(blocks));
         self.release_swept(blocks, sweep)
     }
 
     /// Frees cached blocks whose sizes are no longer hot.
     pub(crate) fn cool_caches(&self) {
+        let mut blocks = BlockList::default();
         let sweep = lock(&self.caches.sweep);
         if !self.caches.hold.swap(false, Ordering::Relaxed) {
             return;
         }
-        let mut blocks = BlockList::default();
         for shard in self.shards() {
             if shard.cool(&mut blocks) {
                 self.note_cached();
             }
         }
-        self.release_swept(blocks, &sweep);
+        self.release_swept(&blocks, &sweep);
     }
 
     /// Frees blocks that were taken out of the caches. Returns `true` if there were any.
-    fn release_swept(&self, blocks: BlockList, _: &MutexGuard<'_, ()>) -> bool {
-        if blocks.is_empty() {
-            return false;
-        }
+    fn release_swept(&self, blocks: &BlockList, _: &MutexGuard<'_, ()>) -> bool {
         self.release_all(blocks);
-        true
+        !blocks.is_empty()
     }
 
     /// Returns the shards of threads, then those of lanes.
@@ -475,6 +469,7 @@ impl ArenaInner {
     /// arena was open. Another thread that closes the arena waits for the result.
     pub(crate) fn close(&self) -> Result<bool, DeviceError> {
         let _shut = self.caches.shut();
+        let mut blocks = BlockList::default();
         let sweep = lock(&self.caches.sweep);
         if self.closed.swap(true, Ordering::Relaxed) {
             return Ok(false);
@@ -482,7 +477,7 @@ impl ArenaInner {
         self.run_now(|state| state.is_closed = true);
         // From here on the caches are empty and hand out no block, and the arena checks `closed`
         // under its lock before handing one out.
-        self.empty_all(&sweep);
+        self.empty_all(&sweep, &mut blocks);
         let snapshot = self.snapshot_under(&sweep);
         let count = snapshot.allocs_total - snapshot.frees_total;
         let held = self.run_now(|state| state.outstanding.imported.held());
@@ -525,7 +520,8 @@ impl Surroundings for ArenaInner {
     fn shut_caches(&self) -> bool {
         // A block that was put into a cache earlier is found, and a later block finds no room.
         let shut = self.caches.shut();
-        let held = self.empty_all(&lock(&self.caches.sweep));
+        let mut blocks = BlockList::default();
+        let held = self.empty_all(&lock(&self.caches.sweep), &mut blocks);
         let _until_reopened = ManuallyDrop::new(shut);
         held
     }

@@ -162,6 +162,8 @@ impl Drop for LaneInner {
         }
         if let Some(shard) = &self.shard {
             shard.retire();
+            #[cfg(feature = "cuda")]
+            shard.discard_views(true);
         }
         if let Some(key) = self.key {
             self.inner.run(async |port| leave_stream(port, key).await);

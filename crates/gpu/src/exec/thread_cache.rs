@@ -27,6 +27,8 @@
 
 use std::cell::Cell;
 use std::fmt;
+#[cfg(feature = "cuda")]
+use std::mem::ManuallyDrop;
 use std::sync::Arc;
 use std::sync::atomic::AtomicUsize as Number;
 use std::thread;
@@ -35,11 +37,15 @@ use crate::exec::brief::{Brief, BriefGuard, brief, try_brief};
 use crate::exec::cache_bins::{BlockList, Key, ThreadCache};
 use crate::exec::inner::ArenaInner;
 use crate::exec::lane::LaneInner;
+#[cfg(feature = "cuda")]
+use crate::exec::view::{self, EndedViews, ViewSlot};
 use crate::state::arena::ArenaState;
 use crate::state::cached::{CacheCounts, Swept};
 use crate::state::region::{Placement, Region};
 use crate::state::streams::StreamKey;
 use lowtide_core::sync::atomic::{AtomicU64, Ordering};
+#[cfg(feature = "cuda")]
+use lowtide_core::sync::{Mutex, lock};
 
 /// The maximum number of shards of an arena.
 const HOMES_MAX: usize = 64;
@@ -61,6 +67,8 @@ pub(crate) struct BlockHandle {
     pub(crate) foreign: bool,
     /// The next block of the same size in a cache; `None` outside.
     pub(crate) next: Option<Box<Self>>,
+    #[cfg(feature = "cuda")]
+    pub(crate) view: ViewSlot,
 }
 
 /// The place of a block at a given count of moves of its region.
@@ -91,6 +99,8 @@ impl BlockHandle {
             lanes: Vec::new(),
             foreign: false,
             next: None,
+            #[cfg(feature = "cuda")]
+            view: ViewSlot::default(),
         })
     }
 
@@ -98,15 +108,12 @@ impl BlockHandle {
     /// nothing in a forked child.
     #[inline]
     pub(crate) fn release(mut self: Box<Self>) {
-        let Some(placed) = &self.block else { return };
-        let (shard, inner) = (&self.shard, &self.shard.inner);
-        if inner.check_here().is_err() {
+        if self.shard.inner.check_here().is_err() {
             return;
         }
-        let fits = inner.is_fresh(self.region, placed)
-            && placed.span.size <= shard.room()
-            && shard.is_of(&self.lanes)
-            && !self.foreign;
+        let fits = self.fits();
+        #[cfg(feature = "cuda")]
+        let fits = self.end_view(fits);
         if !fits {
             return self.free();
         }
@@ -114,8 +121,43 @@ impl BlockHandle {
         let lane = self.lanes.pop();
         if let Err(mut left) = self.give() {
             left.lanes.extend(lane);
+            #[cfg(feature = "cuda")]
+            left.end_view(false);
             left.free();
         }
+    }
+
+    /// Returns `true` if the block's shard may cache the block.
+    #[inline]
+    fn fits(&self) -> bool {
+        let (shard, inner) = (&self.shard, &self.shard.inner);
+        let Some(placed) = &self.block else { return false };
+        inner.is_fresh(self.region, placed)
+            && placed.span.size <= shard.room()
+            && shard.is_of(&self.lanes)
+            && !self.foreign
+    }
+
+    /// Ends the use of the block's view, which stays with the block if that is cached. If its
+    /// stream could not wait for others, all work of the device comes before the memory's next use.
+    /// Returns `true` if the block may be cached.
+    #[cfg(feature = "cuda")]
+    #[inline]
+    fn end_view(&mut self, stays: bool) -> bool {
+        // A cold block is not cached, and its view would be discarded after all.
+        let stays = stays && (!self.view.is_used() || self.is_hot());
+        let inner = &self.shard.inner;
+        let is_ordered = if stays { self.view.settle(inner) } else { self.view.discard(inner) };
+        if !is_ordered {
+            self.lanes.clear();
+        }
+        stays && is_ordered
+    }
+
+    #[cfg(feature = "cuda")]
+    fn is_hot(&self) -> bool {
+        let cache = brief(&self.shard.cache);
+        self.block.is_some_and(|placed| cache.is_hot(Key::new(self.region, placed.span.size)))
     }
 
     /// Describes a cached block so that the arena can free it.
@@ -153,6 +195,20 @@ impl BlockHandle {
     }
 }
 
+#[cfg(feature = "cuda")]
+impl Drop for BlockHandle {
+    /// Leaves the view of a block that left the cache to the lane.
+    fn drop(&mut self) {
+        let Some(kept) = self.view.take() else { return };
+        if self.shard.inner.check_here().is_err() {
+            let _ = ManuallyDrop::new(kept); // its context belongs to the parent
+            return;
+        }
+        let kept = lock(&self.shard.views).add(kept);
+        view::discard(&self.shard.inner, kept);
+    }
+}
+
 /// The cache shard of some threads, or of one lane. Buffers hold a reference, so that neither
 /// allocating nor freeing touches a count that other threads use.
 #[repr(align(128))]
@@ -163,12 +219,32 @@ pub(crate) struct CacheShard {
     cache: Brief<ThreadCache>,
     /// Cached byte count, readable without the lock.
     cached: AtomicU64,
+    /// The views of blocks that left the cache of a lane.
+    #[cfg(feature = "cuda")]
+    views: Mutex<EndedViews>,
 }
 
 impl CacheShard {
     fn new(inner: Arc<ArenaInner>, stream: Option<StreamKey>) -> Self {
         let cache = Brief::new(ThreadCache::default());
-        Self { inner, stream, cache, cached: AtomicU64::new(0) }
+        Self {
+            inner,
+            stream,
+            cache,
+            cached: AtomicU64::new(0),
+            #[cfg(feature = "cuda")]
+            views: Mutex::default(),
+        }
+    }
+
+    /// Discards the views of blocks that left the cache; if the lane is `over`, also later ones.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn discard_views(&self, over: bool) {
+        let views = lock(&self.views).take(over);
+        for kept in views {
+            // The stream waited for the view's uses before the block was cached.
+            let _ = view::discard(&self.inner, Some(kept));
+        }
     }
 
     /// Creates the shard of a lane. The arena knows it until [`CacheShard::retire`].
