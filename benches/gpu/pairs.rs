@@ -208,8 +208,20 @@ fn pairs(figures: &mut Figures) -> Result<(), BoxError> {
     for ((name, _, goal), ratios) in CASES.into_iter().zip(ratios) {
         figures.at_most(format!("{name}.ratio"), median(ratios), "ratio", goal);
     }
+    uncached(figures)?;
     for ((name, theirs, goal), took) in CU_ARENA.into_iter().zip(loops) {
         figures.at_most(format!("{name}.ratio"), median(took) / theirs, "ratio", goal);
+    }
+    Ok(())
+}
+
+/// Nanoseconds of pairs that no cache serves: each free is pending until the next allocation.
+fn uncached(figures: &mut Figures) -> Result<(), BoxError> {
+    let bed = Bed::new()?;
+    bed.arena.set_thread_cache(ByteSize::ZERO);
+    for (name, live) in [("1", 1), ("512", 512)] {
+        let all = (0..=ROUNDS).map(|_| bed.burst(live)).collect::<Result<Vec<_>, _>>()?;
+        figures.add(format!("gpu.pair.uncached.{name}_ns"), median(all), "ns");
     }
     Ok(())
 }

@@ -174,7 +174,7 @@ impl DeviceArena {
         if let (Some(wanted), Some(shard)) = (wanted, lane.shard())
             && let Some(mut owned) = self.kept(shard, region, wanted)
         {
-            owned.lanes.push(Arc::clone(lane));
+            owned.lanes.add(Arc::clone(lane));
             return Ok(Buffer::new(owned, len));
         }
         self.alloc_as(wanted, Some(lane), len, region)
@@ -194,7 +194,7 @@ impl DeviceArena {
         let taker = lane.and_then(|lane| lane.key());
         let placed = wanted.map(|wanted| self.inner.alloc_block(region, wanted, taker));
         let mut owned = BlockHandle::new(shard, region, placed.transpose()?);
-        owned.lanes.extend(lane.cloned());
+        lane.into_iter().for_each(|lane| owned.lanes.add(Arc::clone(lane)));
         Ok(Buffer::new(owned, len))
     }
 

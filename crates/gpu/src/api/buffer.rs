@@ -161,7 +161,7 @@ impl<T: Pod> Buffer<T> {
             (None, _) => None,
             (Some(wanted), None) => {
                 let placed = inner.alloc_block(region, wanted, None)?;
-                for lane in &self.owned.lanes {
+                for lane in self.owned.lanes.iter() {
                     inner.note_use(region, placed.id, lane);
                 }
                 Some(placed)
@@ -266,7 +266,7 @@ impl<T: Pod> Buffer<T> {
 
     /// Adds a lane to the lanes that use the buffer.
     pub(crate) fn add_lane(&mut self, lane: &Lane) {
-        self.owned.lanes.push(Arc::clone(lane.known()));
+        self.owned.lanes.add(Arc::clone(lane.known()));
         if let Some(block) = self.owned.block {
             self.inner().note_use(self.region(), block.id, lane.known());
         }

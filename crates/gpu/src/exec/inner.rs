@@ -23,7 +23,7 @@ use crate::exec::budget;
 use crate::exec::cache_bins::BlockList;
 use crate::exec::callbacks::Callbacks;
 use crate::exec::executor::{Executor, Locked};
-use crate::exec::lane::LaneInner;
+use crate::exec::lane::Lanes;
 use crate::exec::observer::{Observer, Observers};
 use crate::exec::reserve;
 use crate::exec::thread_cache::{BlockHandle, CacheShard};
@@ -316,16 +316,22 @@ impl ArenaInner {
         self.flush_events();
     }
 
-    /// Frees a block that these lanes used, in the arena.
-    pub(crate) fn release_after(
-        &self,
-        region: Region,
-        placed: Placement,
-        lanes: &[Arc<LaneInner>],
-    ) {
-        let streams: Vec<_> = lanes.iter().filter_map(|lane| lane.key()).collect();
-        let after = if lanes.is_empty() { After::All } else { After::Lanes };
-        let how = (streams.as_slice(), FreeCause::Owner(after));
+    /// Frees a block that these lanes, or unknown ones, used, in the arena.
+    pub(crate) fn release_after(&self, region: Region, placed: Placement, lanes: Option<&Lanes>) {
+        let lanes = lanes.filter(|lanes| !lanes.is_empty());
+        let after = if lanes.is_some() { After::Lanes } else { After::All };
+        let (only, all);
+        let streams = match lanes {
+            Some(lanes) if lanes.only().is_none() => {
+                all = lanes.iter().filter_map(|lane| lane.key()).collect::<Vec<_>>();
+                all.as_slice()
+            }
+            lanes => {
+                only = lanes.and_then(Lanes::only).and_then(|lane| lane.key());
+                only.as_slice()
+            }
+        };
+        let how = (streams, FreeCause::Owner(after));
         self.run_now(|state| state.release_after(region, placed, how, &*self.clock));
         self.flush_events();
     }
@@ -376,8 +382,7 @@ impl ArenaInner {
 
     /// Returns `true` if the caches together hold more than one may.
     pub(crate) fn is_cache_excessive(&self) -> bool {
-        let room_max = lock(&self.caches.rules).room_max.get();
-        self.caches_hold() && self.cached() > room_max
+        self.caches_hold() && self.cached() > lock(&self.caches.rules).room_max.get()
     }
 
     /// Returns the bytes in all caches, without locking them.

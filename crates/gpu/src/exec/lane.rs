@@ -36,6 +36,51 @@ pub(crate) struct LaneInner {
     keeps: Keeps,
 }
 
+/// The lanes that use a block, in the order in which they were added. One takes no memory of its own.
+#[derive(Debug, Default)]
+pub(crate) struct Lanes {
+    first: Option<Arc<LaneInner>>,
+    others: Vec<Arc<LaneInner>>,
+}
+
+impl Lanes {
+    #[inline]
+    pub(crate) fn add(&mut self, lane: Arc<LaneInner>) {
+        match self.first {
+            None => self.first = Some(lane),
+            Some(_) => self.others.push(lane),
+        }
+    }
+
+    /// Returns the lane that was added first.
+    #[inline]
+    pub(crate) fn first(&self) -> Option<&Arc<LaneInner>> {
+        self.first.as_ref()
+    }
+
+    /// Returns the lane if there is only one.
+    #[inline]
+    pub(crate) fn only(&self) -> Option<&Arc<LaneInner>> {
+        if self.others.is_empty() { self.first() } else { None }
+    }
+
+    /// Takes out the lane that was added first; there is no other.
+    #[inline]
+    pub(crate) fn take_only(&mut self) -> Option<Arc<LaneInner>> {
+        debug_assert!(self.others.is_empty(), "others would be lost");
+        self.first.take()
+    }
+
+    pub(crate) fn iter(&self) -> impl Iterator<Item = &Arc<LaneInner>> {
+        self.first.iter().chain(&self.others)
+    }
+
+    #[inline]
+    pub(crate) const fn is_empty(&self) -> bool {
+        self.first.is_none()
+    }
+}
+
 /// The owner of a lane's stream.
 #[derive(Debug)]
 pub(crate) enum Keeps {

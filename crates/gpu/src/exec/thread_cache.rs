@@ -36,7 +36,7 @@ use std::thread;
 use crate::exec::brief::{Brief, BriefGuard, brief, try_brief};
 use crate::exec::cache_bins::{BlockList, Key, ThreadCache};
 use crate::exec::inner::ArenaInner;
-use crate::exec::lane::LaneInner;
+use crate::exec::lane::Lanes;
 #[cfg(feature = "cuda")]
 use crate::exec::view::{self, EndedViews, ViewSlot};
 use crate::state::arena::ArenaState;
@@ -62,7 +62,7 @@ pub(crate) struct BlockHandle {
     /// The last known place of the block.
     pub(crate) place: BlockPlace,
     /// The lanes that use the block, starting with the lane that allocated it. Empty in a cache.
-    pub(crate) lanes: Vec<Arc<LaneInner>>,
+    pub(crate) lanes: Lanes,
     /// `true` if code with its own streams has had the block's address.
     pub(crate) foreign: bool,
     /// The next block of the same size in a cache; `None` outside.
@@ -96,7 +96,7 @@ impl BlockHandle {
             region,
             block,
             place: BlockPlace::of(block),
-            lanes: Vec::new(),
+            lanes: Lanes::default(),
             foreign: false,
             next: None,
             #[cfg(feature = "cuda")]
@@ -118,9 +118,9 @@ impl BlockHandle {
             return self.free();
         }
         // Dropped last: if this is the last reference to the lane, its end empties the cache.
-        let lane = self.lanes.pop();
+        let lane = self.lanes.take_only();
         if let Err(mut left) = self.give() {
-            left.lanes.extend(lane);
+            lane.into_iter().for_each(|lane| left.lanes.add(lane));
             #[cfg(feature = "cuda")]
             left.end_view(false);
             left.free();
@@ -132,8 +132,8 @@ impl BlockHandle {
     fn fits(&self) -> bool {
         let (shard, inner) = (&self.shard, &self.shard.inner);
         let Some(placed) = &self.block else { return false };
-        inner.is_fresh(self.region, placed)
-            && placed.span.size <= shard.room()
+        placed.span.size <= shard.room()
+            && inner.is_fresh(self.region, placed)
             && shard.is_of(&self.lanes)
             && !self.foreign
     }
@@ -149,7 +149,7 @@ impl BlockHandle {
         let inner = &self.shard.inner;
         let is_ordered = if stays { self.view.settle(inner) } else { self.view.discard(inner) };
         if !is_ordered {
-            self.lanes.clear();
+            self.lanes = Lanes::default();
         }
         stays && is_ordered
     }
@@ -168,7 +168,7 @@ impl BlockHandle {
     /// Frees the block in the arena.
     fn free(&self) {
         if let Some(placed) = self.block {
-            let lanes = if self.foreign { &[][..] } else { &self.lanes };
+            let lanes = (!self.foreign).then_some(&self.lanes);
             self.shard.inner.release_after(self.region, placed, lanes);
         }
     }
@@ -265,11 +265,10 @@ impl CacheShard {
 
     /// Returns `true` if the shard's cache may keep a block used by these lanes.
     #[inline]
-    fn is_of(&self, lanes: &[Arc<LaneInner>]) -> bool {
-        match (lanes, self.stream) {
-            ([], None) => true,
-            ([lane], Some(stream)) => lane.key() == Some(stream),
-            _ => false,
+    fn is_of(&self, lanes: &Lanes) -> bool {
+        match self.stream {
+            None => lanes.is_empty(),
+            Some(stream) => lanes.only().is_some_and(|lane| lane.key() == Some(stream)),
         }
     }
 

@@ -13,14 +13,19 @@ use std::collections::{BTreeMap, BTreeSet};
 use crate::index::Span;
 use crate::state::streams::{StreamKey, Use};
 
-/// Uses that must be complete: at most one per stream, in the order of streams.
+/// Uses that must be complete: at most one per stream, in the order of streams. One takes no memory
+/// of its own.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Uses(Vec<Use>);
+pub(crate) struct Uses {
+    first: Option<Use>,
+    others: Vec<Use>,
+}
 
 impl Uses {
-    pub(crate) const NONE: Self = Self(Vec::new());
+    pub(crate) const NONE: Self = Self { first: None, others: Vec::new() };
 
     /// Creates the uses of a block.
+    #[inline]
     pub(crate) fn of(uses: impl IntoIterator<Item = Use>) -> Self {
         let mut all = Self::NONE;
         uses.into_iter().for_each(|of| all.add(of));
@@ -28,30 +33,47 @@ impl Uses {
     }
 
     /// Adds a use. Of two uses on one stream, the later stays.
-    pub(crate) fn add(&mut self, of: Use) {
-        match self.0.binary_search_by_key(&of.stream, |known| known.stream) {
-            Ok(at) => self.0[at].epoch = self.0[at].epoch.max(of.epoch),
-            Err(at) => self.0.insert(at, of),
+    #[inline]
+    pub(crate) fn add(&mut self, mut of: Use) {
+        let Some(first) = &mut self.first else {
+            self.first = Some(of);
+            return;
+        };
+        if first.stream == of.stream {
+            first.epoch = first.epoch.max(of.epoch);
+            return;
+        }
+        if of.stream < first.stream {
+            std::mem::swap(first, &mut of);
+        }
+        match self.others.binary_search_by_key(&of.stream, |known| known.stream) {
+            Ok(at) => self.others[at].epoch = self.others[at].epoch.max(of.epoch),
+            Err(at) => self.others.insert(at, of),
         }
     }
 
-    pub(crate) fn is_empty(&self) -> bool {
-        self.0.is_empty()
+    #[inline]
+    pub(crate) const fn is_empty(&self) -> bool {
+        self.first.is_none()
+    }
+
+    /// Returns the number of uses.
+    fn len(&self) -> usize {
+        self.iter().count()
     }
 
     /// Keeps the uses for which `holds` returns `true`.
-    pub(crate) fn only(mut self, holds: impl Fn(Use) -> bool) -> Self {
-        self.0.retain(|&of| holds(of));
-        self
+    pub(crate) fn only(self, holds: impl Fn(Use) -> bool) -> Self {
+        Self::of(self.iter().filter(|&of| holds(of)))
     }
 
     pub(crate) fn iter(&self) -> impl Iterator<Item = Use> {
-        self.0.iter().copied()
+        self.first.into_iter().chain(self.others.iter().copied())
     }
 
     /// Returns `true` if all uses are on this stream, which then need not wait.
     pub(crate) fn is_of(&self, stream: Option<StreamKey>) -> bool {
-        self.0.iter().all(|of| Some(of.stream) == stream)
+        self.iter().all(|of| Some(of.stream) == stream)
     }
 }
 
@@ -172,7 +194,7 @@ impl Pending {
         for (of, offset) in done {
             self.by_use.remove(&(of, offset));
             let Some(entry) = self.entries.get_mut(&offset) else { continue };
-            entry.uses.0.retain(|known| *known != of);
+            entry.uses = std::mem::take(&mut entry.uses).only(|known| known != of);
             if entry.uses.is_empty() {
                 let size = entry.size;
                 self.entries.remove(&offset);
@@ -224,7 +246,7 @@ impl Pending {
             for of in entry.uses.iter() {
                 assert!(self.by_use.contains(&(of, offset)), "{of:?} is not found by its use");
             }
-            uses += entry.uses.0.len();
+            uses += entry.uses.len();
             bytes += entry.size;
             end = offset + entry.size;
         }
