@@ -36,7 +36,8 @@ pub(crate) struct LaneInner {
     keeps: Keeps,
 }
 
-/// The lanes that use a block, in the order in which they were added. One takes no memory of its own.
+/// The lanes that use a block, in the order in which they were added. One lane takes no memory of
+/// its own.
 #[derive(Debug, Default)]
 pub(crate) struct Lanes {
     first: Option<Arc<LaneInner>>,
