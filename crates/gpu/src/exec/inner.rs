@@ -31,6 +31,7 @@ use crate::state::arena::ArenaState;
 use crate::state::cached::CacheCounts;
 use crate::state::event::{After, ArenaEvent, FreeCause};
 use crate::state::region::{Placement, Region};
+use crate::state::streams::StreamKey;
 use crate::types::error::DeviceError;
 use crate::types::shortage::Shortage;
 use crate::types::snapshot::{ArenaGlance, ArenaSnapshot};
@@ -318,20 +319,20 @@ impl ArenaInner {
 
     /// Frees a block that these lanes, or unknown ones, used, in the arena.
     pub(crate) fn release_after(&self, region: Region, placed: Placement, lanes: Option<&Lanes>) {
-        let lanes = lanes.filter(|lanes| !lanes.is_empty());
-        let after = if lanes.is_some() { After::Lanes } else { After::All };
-        let (only, all);
-        let streams = match lanes {
-            Some(lanes) if lanes.only().is_none() => {
-                all = lanes.iter().filter_map(|lane| lane.key()).collect::<Vec<_>>();
-                all.as_slice()
-            }
-            lanes => {
-                only = lanes.and_then(Lanes::only).and_then(|lane| lane.key());
-                only.as_slice()
-            }
+        let Some(lanes) = lanes.filter(|lanes| !lanes.is_empty()) else {
+            return self.release(region, placed);
         };
-        let how = (streams, FreeCause::Owner(after));
+        match lanes.only() {
+            Some(lane) => self.release_by(region, placed, lane.key().as_slice()),
+            None => {
+                let streams: Vec<_> = lanes.iter().filter_map(|lane| lane.key()).collect();
+                self.release_by(region, placed, &streams);
+            }
+        }
+    }
+
+    fn release_by(&self, region: Region, placed: Placement, streams: &[StreamKey]) {
+        let how = (streams, FreeCause::Owner(After::Lanes));
         self.run_now(|state| state.release_after(region, placed, how, &*self.clock));
         self.flush_events();
     }

@@ -41,15 +41,20 @@ pub(crate) struct LaneInner {
 #[derive(Debug, Default)]
 pub(crate) struct Lanes {
     first: Option<Arc<LaneInner>>,
-    others: Vec<Arc<LaneInner>>,
+    /// Boxed, so that a block's handle has one of malloc's small sizes.
+    others: Option<Box<OtherLanes>>,
 }
+
+#[derive(Debug, Default)]
+struct OtherLanes(Vec<Arc<LaneInner>>);
 
 impl Lanes {
     #[inline]
     pub(crate) fn add(&mut self, lane: Arc<LaneInner>) {
-        match self.first {
-            None => self.first = Some(lane),
-            Some(_) => self.others.push(lane),
+        if self.first.is_none() {
+            self.first = Some(lane);
+        } else {
+            self.others.get_or_insert_default().0.push(lane);
         }
     }
 
@@ -62,18 +67,18 @@ impl Lanes {
     /// Returns the lane if there is only one.
     #[inline]
     pub(crate) fn only(&self) -> Option<&Arc<LaneInner>> {
-        if self.others.is_empty() { self.first() } else { None }
+        if self.others.is_none() { self.first() } else { None }
     }
 
     /// Takes out the lane that was added first; there is no other.
     #[inline]
     pub(crate) fn take_only(&mut self) -> Option<Arc<LaneInner>> {
-        debug_assert!(self.others.is_empty(), "others would be lost");
+        debug_assert!(self.others.is_none(), "others would be lost");
         self.first.take()
     }
 
     pub(crate) fn iter(&self) -> impl Iterator<Item = &Arc<LaneInner>> {
-        self.first.iter().chain(&self.others)
+        self.first.iter().chain(self.others.iter().flat_map(|others| &others.0))
     }
 
     #[inline]

@@ -260,6 +260,7 @@ impl RegionState {
 
     /// Records a touched span as pending, joined with its neighbours of the same uses. A segment of
     /// a driver without virtual memory has no neighbours.
+    #[inline(never)]
     fn defer(&mut self, span: Span, uses: Uses) {
         let gone = self.pending.insert(span, uses, !self.segment.is_whole());
         for (left, right) in gone.into_iter().flatten() {
