@@ -13,6 +13,7 @@ mod compact;
 mod device_schedules;
 mod devices;
 mod figures;
+mod pairs;
 #[path = "../replay/trace.rs"]
 #[allow(dead_code, reason = "others use more of it")]
 mod recorded;
@@ -35,6 +36,7 @@ const PARTS: &[(&str, Measure)] = &[
     ("binary", torture::binary),
     ("compact", compact::measure),
     ("devices", devices::measure),
+    ("pairs", pairs::measure),
     ("stores", stores::measure),
     ("torture", torture::measure),
     ("trace", trace::measure),

@@ -22,7 +22,7 @@ use crate::api::lease::Lease;
 use crate::driver::{Backend, Capabilities, Driver};
 use crate::engine::suspend::next_sleep;
 use crate::engine::{raw_block, resume, stores};
-use crate::exec::cache_bins;
+use crate::exec::cache_bins::{BlockList, Key};
 use crate::exec::inner::ArenaInner;
 use crate::exec::lane::LaneInner;
 use crate::exec::observer::Observer;
@@ -174,7 +174,7 @@ impl DeviceArena {
         if let (Some(wanted), Some(shard)) = (wanted, lane.shard())
             && let Some(mut owned) = self.kept(shard, region, wanted)
         {
-            owned.lanes.push(Arc::clone(lane));
+            owned.lanes.add(Arc::clone(lane));
             return Ok(Buffer::new(owned, len));
         }
         self.alloc_as(wanted, Some(lane), len, region)
@@ -194,7 +194,7 @@ impl DeviceArena {
         let taker = lane.and_then(|lane| lane.key());
         let placed = wanted.map(|wanted| self.inner.alloc_block(region, wanted, taker));
         let mut owned = BlockHandle::new(shard, region, placed.transpose()?);
-        owned.lanes.extend(lane.cloned());
+        lane.into_iter().for_each(|lane| owned.lanes.add(Arc::clone(lane)));
         Ok(Buffer::new(owned, len))
     }
 
@@ -449,13 +449,15 @@ impl DeviceArena {
         if wanted.size > shard.room() || wanted.align > ALIGN {
             return None;
         }
-        let owned = shard.take(cache_bins::Key::new(region, wanted.size), wanted.requested)?;
+        let owned = shard.take(Key::new(region, wanted.size), wanted.requested)?;
         let placed = owned.block.as_ref()?;
         if self.inner.is_fresh(region, placed) {
             return Some(owned);
         }
         // The block was moved while it was cached: only the arena knows its address.
-        self.inner.release_all(vec![shard.swept(region, *placed)]);
+        let mut moved = BlockList::default();
+        moved.push(owned);
+        self.inner.release_all(&moved);
         None
     }
 }

@@ -27,6 +27,8 @@ use crate::exec::inner::ArenaInner;
 #[cfg(feature = "cuda")]
 use crate::exec::lane::LaneInner;
 use crate::exec::thread_cache::{BlockHandle, BlockPlace};
+#[cfg(feature = "cuda")]
+use crate::exec::view::ViewSlot;
 use crate::state::event::ArenaEvent;
 use crate::state::region::{AllocRequest, Placement, Region};
 use crate::types::error::DeviceError;
@@ -60,8 +62,6 @@ pub struct Buffer<T: Pod> {
     owned: ManuallyDrop<Box<BlockHandle>>,
     len: usize,
     elements: PhantomData<T>,
-    #[cfg(feature = "cuda")]
-    pub(crate) view: crate::api::view::View<T>,
 }
 
 impl<T: Pod> Buffer<T> {
@@ -73,13 +73,7 @@ impl<T: Pod> Buffer<T> {
             assert!(block.span.size >= ByteSize::of(len * size_of::<T>()).get(), "block too small");
             assert!(block.at.is_multiple_of(ByteSize::of(align_of::<T>())), "block not aligned");
         }
-        Self {
-            owned: ManuallyDrop::new(owned),
-            len,
-            elements: PhantomData,
-            #[cfg(feature = "cuda")]
-            view: crate::api::view::View::default(),
-        }
+        Self { owned: ManuallyDrop::new(owned), len, elements: PhantomData }
     }
 
     /// Returns the number of elements.
@@ -167,7 +161,7 @@ impl<T: Pod> Buffer<T> {
             (None, _) => None,
             (Some(wanted), None) => {
                 let placed = inner.alloc_block(region, wanted, None)?;
-                for lane in &self.owned.lanes {
+                for lane in self.owned.lanes.iter() {
                     inner.note_use(region, placed.id, lane);
                 }
                 Some(placed)
@@ -175,7 +169,7 @@ impl<T: Pod> Buffer<T> {
             (Some(wanted), Some(old)) => match inner.resize_in_place(region, old, bytes.get())? {
                 Some(resized) => Some(resized),
                 None => {
-                    let _lease = Lease::for_lanes(inner, &self.owned.lanes)?;
+                    let _lease = Lease::for_lanes(inner, self.owned.lanes.iter().cloned())?;
                     let old = inner.run(async |port| resolve(port, region, old).await)?;
                     Some(inner.resize_by_copy(region, old, wanted)?)
                 }
@@ -272,7 +266,7 @@ impl<T: Pod> Buffer<T> {
 
     /// Adds a lane to the lanes that use the buffer.
     pub(crate) fn add_lane(&mut self, lane: &Lane) {
-        self.owned.lanes.push(Arc::clone(lane.known()));
+        self.owned.lanes.add(Arc::clone(lane.known()));
         if let Some(block) = self.owned.block {
             self.inner().note_use(self.region(), block.id, lane.known());
         }
@@ -304,10 +298,14 @@ impl<T: Pod> Buffer<T> {
         self.owned.block.map_or(0, |block| block.span.size)
     }
 
-    /// Records that any stream may have used the buffer, just before it is dropped.
     #[cfg(feature = "cuda")]
-    pub(crate) fn forget_lanes(&mut self) {
-        self.owned.lanes.clear();
+    pub(crate) fn view(&self) -> &ViewSlot {
+        &self.owned.view
+    }
+
+    #[cfg(feature = "cuda")]
+    pub(crate) fn view_mut(&mut self) -> &mut ViewSlot {
+        &mut self.owned.view
     }
 
     /// Returns the pointer to the elements, for a holder of this arena's lease.
@@ -350,11 +348,10 @@ impl BlockPlace {
 
 impl<T: Pod> Drop for Buffer<T> {
     /// Frees the block: only updates bookkeeping under the arena's lock. Makes no driver call,
-    /// unless this was the last holder of the arena. Does nothing in a forked child.
+    /// unless the buffer was viewed, or this was the last holder of the arena. Does nothing in a
+    /// forked child.
     #[inline]
     fn drop(&mut self) {
-        #[cfg(feature = "cuda")]
-        self.let_view_go();
         // SAFETY: dropping is the last use of the buffer, and happens once.
         let owned = unsafe { ManuallyDrop::take(&mut self.owned) };
         owned.release();

@@ -17,8 +17,9 @@ use lowtide_core::decay::DecayTime;
 /// The default maximum size of a handle.
 const HANDLE_MAX: ByteSize = ByteSize::mib(64);
 
-/// The default size of a thread cache: two blocks of 8 MiB. A guess.
-const FRONT: ByteSize = ByteSize::mib(16);
+/// The default size of a thread cache: one block of each size from 1 to 128 MiB that is a power of
+/// two, as in a benchmark of cuArena. All caches together cost no more memory than this.
+const FRONT: ByteSize = ByteSize::mib(256);
 
 /// The configuration of a device arena.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -49,10 +50,11 @@ pub struct ArenaConfig {
     pub decay: DecayTime,
     /// The amount to commit at a time.
     pub growth: Growth,
-    /// Bytes of free blocks of frequent sizes that each thread may cache for its next allocations.
-    /// Other threads cannot use them until memory is short or they age; zero for no cache. Nothing
-    /// is cached if idle memory is released immediately. On a driver with asynchronous work each
-    /// lane has a cache instead, for blocks that only it used; with more than eight lanes each
+    /// Bytes of free blocks of frequent sizes that each thread may cache for its next allocations,
+    /// at most 1,024 blocks; zero for no cache. If all caches together hold more, they are emptied
+    /// before memory is committed. Blocks that were not needed between two decays leave the cache.
+    /// Nothing is cached if idle memory is released immediately. On a driver with asynchronous work
+    /// each lane has a cache instead, for blocks that only it used; with more than eight lanes each
     /// caches less, so that all together keep about as much as eight.
     pub thread_cache: ByteSize,
     /// The number of past events to keep for a [map](crate::DeviceArena::map): 0 by default, at
@@ -67,7 +69,7 @@ pub struct ArenaConfig {
 
 impl ArenaConfig {
     /// Creates a configuration with the defaults: no limit, 512 GiB of addresses per region,
-    /// handles of at most 64 MiB, decay of 10 s, no growth beyond the request, 16 MiB thread cache,
+    /// handles of at most 64 MiB, decay of 10 s, no growth beyond the request, 256 MiB thread cache,
     /// no events, no recorder, no idle sleep.
     #[must_use]
     pub fn new(name: impl Into<String>) -> Self {

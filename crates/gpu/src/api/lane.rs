@@ -170,7 +170,7 @@ impl Lane {
     /// # Errors
     /// The errors of [`DeviceArena::enter`].
     pub fn enter(&self) -> Result<Lease, DeviceError> {
-        Lease::for_lanes(self.arena.inner(), std::slice::from_ref(&self.known))
+        Lease::for_lanes(self.arena.inner(), std::iter::once(Arc::clone(&self.known)))
     }
 
     /// Marks the end of a run: lanes that take memory freed until now wait for the work up to here,

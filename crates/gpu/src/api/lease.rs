@@ -64,10 +64,10 @@ impl Lease {
     /// Creates a lease for the streams of these lanes; for any stream if there are none.
     pub(crate) fn for_lanes(
         arena: &Arc<ArenaInner>,
-        lanes: &[Arc<LaneInner>],
+        lanes: impl Iterator<Item = Arc<LaneInner>>,
     ) -> Result<Self, DeviceError> {
         let mut lease = Self::of(arena)?;
-        lease.lanes.extend(lanes.iter().map(Arc::clone));
+        lease.lanes.extend(lanes);
         Ok(lease)
     }
 

@@ -100,6 +100,29 @@ pub(crate) fn begin(state: &mut ArenaState, clock: &dyn Clock, target: AllocTarg
     }
 }
 
+/// Returns `true` if a block has no place, or a place without memory.
+pub(crate) fn lacks_memory(state: &ArenaState, region: Region, begun: &Begun) -> bool {
+    match begun {
+        Begun::Done(_) => false,
+        Begun::Placed(placed, _) => !state.region(region).segment.is_committed(placed.span),
+        Begun::Not => true,
+    }
+}
+
+/// Makes the first step again, after memory was freed. A block that was placed gives its place up.
+pub(crate) fn begin_again(
+    state: &mut ArenaState,
+    clock: &dyn Clock,
+    target: AllocTarget,
+    begun: Begun,
+) -> Begun {
+    if let Begun::Placed(placed, claim) = begun {
+        state.region_mut(target.region).pins.end_operation(placed.id);
+        state.cancel_placement(target.region, placed, claim, clock);
+    }
+    begin(state, clock, target)
+}
+
 /// Completes the allocation of a placed block if its memory is committed and no other stream may
 /// still use it; otherwise pins the block.
 #[inline]

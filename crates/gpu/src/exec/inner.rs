@@ -20,16 +20,18 @@ use crate::engine::import::{end_imports, forget_imports};
 use crate::engine::port::{Called, Port, Surroundings};
 use crate::engine::stores;
 use crate::exec::budget;
+use crate::exec::cache_bins::BlockList;
 use crate::exec::callbacks::Callbacks;
 use crate::exec::executor::{Executor, Locked};
-use crate::exec::lane::LaneInner;
+use crate::exec::lane::Lanes;
 use crate::exec::observer::{Observer, Observers};
 use crate::exec::reserve;
-use crate::exec::thread_cache::CacheShard;
+use crate::exec::thread_cache::{BlockHandle, CacheShard};
 use crate::state::arena::ArenaState;
-use crate::state::cached::{CacheCounts, Swept};
+use crate::state::cached::CacheCounts;
 use crate::state::event::{After, ArenaEvent, FreeCause};
 use crate::state::region::{Placement, Region};
+use crate::state::streams::StreamKey;
 use crate::types::error::DeviceError;
 use crate::types::shortage::Shortage;
 use crate::types::snapshot::{ArenaGlance, ArenaSnapshot};
@@ -221,7 +223,7 @@ impl ArenaInner {
     }
 
     /// Locks the state if no other thread holds the lock.
-    #[inline]
+    #[cfg(all(test, not(lowtide_loom)))]
     pub(crate) fn try_lock_state(&self) -> Option<Locked<'_>> {
         self.executor.try_lock_state()
     }
@@ -315,27 +317,34 @@ impl ArenaInner {
         self.flush_events();
     }
 
-    /// Frees a block that these lanes used, in the arena.
-    pub(crate) fn release_after(
-        &self,
-        region: Region,
-        placed: Placement,
-        lanes: &[Arc<LaneInner>],
-    ) {
-        let streams: Vec<_> = lanes.iter().filter_map(|lane| lane.key()).collect();
-        let after = if lanes.is_empty() { After::All } else { After::Lanes };
-        let how = (streams.as_slice(), FreeCause::Owner(after));
+    /// Frees a block that these lanes, or unknown ones, used, in the arena.
+    pub(crate) fn release_after(&self, region: Region, placed: Placement, lanes: Option<&Lanes>) {
+        let Some(lanes) = lanes.filter(|lanes| !lanes.is_empty()) else {
+            return self.release(region, placed);
+        };
+        match lanes.only() {
+            Some(lane) => self.release_by(region, placed, lane.key().as_slice()),
+            None => {
+                let streams: Vec<_> = lanes.iter().filter_map(|lane| lane.key()).collect();
+                self.release_by(region, placed, &streams);
+            }
+        }
+    }
+
+    fn release_by(&self, region: Region, placed: Placement, streams: &[StreamKey]) {
+        let how = (streams, FreeCause::Owner(After::Lanes));
         self.run_now(|state| state.release_after(region, placed, how, &*self.clock));
         self.flush_events();
     }
 
-    /// Frees blocks in the arena.
-    pub(crate) fn release_all(&self, blocks: Vec<Swept>) {
+    /// Frees cached blocks in the arena. Their handles are to be dropped without a lock.
+    pub(crate) fn release_all(&self, blocks: &BlockList) {
         if blocks.is_empty() {
             return;
         }
         self.run_now(|state| {
-            blocks.into_iter().for_each(|block| state.release_swept(block, &*self.clock));
+            let swept = blocks.iter().filter_map(BlockHandle::swept);
+            swept.for_each(|swept| state.release_swept(swept, &*self.clock));
         });
     }
 
@@ -372,10 +381,22 @@ impl ArenaInner {
         self.caches.hold.load(Ordering::Relaxed)
     }
 
+    /// Returns `true` if the caches together hold more than one may.
+    pub(crate) fn is_cache_excessive(&self) -> bool {
+        self.caches_hold() && self.cached() > lock(&self.caches.rules).room_max.get()
+    }
+
+    /// Returns the bytes in all caches, without locking them.
+    fn cached(&self) -> u64 {
+        self.shards().map(|shard| shard.cached()).sum()
+    }
+
     /// Frees all cached blocks in the arena. Returns `true` if there were any.
     pub(crate) fn empty_caches(&self) -> bool {
+        let mut blocks = BlockList::default();
         let sweep = lock(&self.caches.sweep);
-        self.empty_under(&sweep)
+        // Blocks that are cached from here on set the flag again.
+        self.caches.hold.swap(false, Ordering::Relaxed) && self.empty_all(&sweep, &mut blocks)
     }
 
     /// Keeps caches from accepting blocks for good, and empties them, because the arena has no
@@ -383,44 +404,37 @@ impl ArenaInner {
     pub(crate) fn retire_caches(&self) {
         if self.check_here().is_ok() {
             let _for_good = ManuallyDrop::new(self.caches.shut());
-            self.empty_all(&lock(&self.caches.sweep));
+            let mut blocks = BlockList::default();
+            self.empty_all(&lock(&self.caches.sweep), &mut blocks);
         }
     }
 
-    fn empty_under(&self, sweep: &MutexGuard<'_, ()>) -> bool {
-        // Blocks that are cached from here on set the flag again.
-        self.caches.hold.swap(false, Ordering::Relaxed) && self.empty_all(sweep)
-    }
-
-    /// Frees all cached blocks in the arena, regardless of the flag.
-    fn empty_all(&self, sweep: &MutexGuard<'_, ()>) -> bool {
-        let mut blocks = Vec::new();
-        self.shards().for_each(|shard| shard.empty(&mut blocks));
+    /// Frees all cached blocks in the arena, regardless of the flag. Their handles are put into
+    /// `blocks`, to be dropped without a lock.
+    fn empty_all(&self, sweep: &MutexGuard<'_, ()>, blocks: &mut BlockList) -> bool {
+        self.shards().for_each(|shard| shard.empty(blocks));
         self.release_swept(blocks, sweep)
     }
 
     /// Frees cached blocks whose sizes are no longer hot.
     pub(crate) fn cool_caches(&self) {
+        let mut blocks = BlockList::default();
         let sweep = lock(&self.caches.sweep);
         if !self.caches.hold.swap(false, Ordering::Relaxed) {
             return;
         }
-        let mut blocks = Vec::new();
         for shard in self.shards() {
             if shard.cool(&mut blocks) {
                 self.note_cached();
             }
         }
-        self.release_swept(blocks, &sweep);
+        self.release_swept(&blocks, &sweep);
     }
 
     /// Frees blocks that were taken out of the caches. Returns `true` if there were any.
-    fn release_swept(&self, blocks: Vec<Swept>, _: &MutexGuard<'_, ()>) -> bool {
-        if blocks.is_empty() {
-            return false;
-        }
+    fn release_swept(&self, blocks: &BlockList, _: &MutexGuard<'_, ()>) -> bool {
         self.release_all(blocks);
-        true
+        !blocks.is_empty()
     }
 
     /// Returns the shards of threads, then those of lanes.
@@ -461,6 +475,7 @@ impl ArenaInner {
     /// arena was open. Another thread that closes the arena waits for the result.
     pub(crate) fn close(&self) -> Result<bool, DeviceError> {
         let _shut = self.caches.shut();
+        let mut blocks = BlockList::default();
         let sweep = lock(&self.caches.sweep);
         if self.closed.swap(true, Ordering::Relaxed) {
             return Ok(false);
@@ -468,7 +483,7 @@ impl ArenaInner {
         self.run_now(|state| state.is_closed = true);
         // From here on the caches are empty and hand out no block, and the arena checks `closed`
         // under its lock before handing one out.
-        self.empty_all(&sweep);
+        self.empty_all(&sweep, &mut blocks);
         let snapshot = self.snapshot_under(&sweep);
         let count = snapshot.allocs_total - snapshot.frees_total;
         let held = self.run_now(|state| state.outstanding.imported.held());
@@ -486,7 +501,7 @@ impl ArenaInner {
 
     /// Returns a few figures, without locking the caches.
     pub(crate) fn glance(&self) -> ArenaGlance {
-        let cached = self.shards().map(|shard| shard.cached()).sum();
+        let cached = self.cached();
         self.run_now(|state| ArenaGlance {
             live: ByteSize::new(state.live().saturating_sub(cached)),
             committed: ByteSize::new(state.backed()),
@@ -511,7 +526,8 @@ impl Surroundings for ArenaInner {
     fn shut_caches(&self) -> bool {
         // A block that was put into a cache earlier is found, and a later block finds no room.
         let shut = self.caches.shut();
-        let held = self.empty_all(&lock(&self.caches.sweep));
+        let mut blocks = BlockList::default();
+        let held = self.empty_all(&lock(&self.caches.sweep), &mut blocks);
         let _until_reopened = ManuallyDrop::new(shut);
         held
     }

@@ -36,6 +36,57 @@ pub(crate) struct LaneInner {
     keeps: Keeps,
 }
 
+/// The lanes that use a block, in the order in which they were added. One lane takes no memory of
+/// its own.
+#[derive(Debug, Default)]
+pub(crate) struct Lanes {
+    first: Option<Arc<LaneInner>>,
+    /// Boxed, so that a block's handle has one of malloc's small sizes.
+    others: Option<Box<OtherLanes>>,
+}
+
+#[derive(Debug, Default)]
+struct OtherLanes(Vec<Arc<LaneInner>>);
+
+impl Lanes {
+    #[inline]
+    pub(crate) fn add(&mut self, lane: Arc<LaneInner>) {
+        if self.first.is_none() {
+            self.first = Some(lane);
+        } else {
+            self.others.get_or_insert_default().0.push(lane);
+        }
+    }
+
+    /// Returns the lane that was added first.
+    #[inline]
+    pub(crate) fn first(&self) -> Option<&Arc<LaneInner>> {
+        self.first.as_ref()
+    }
+
+    /// Returns the lane if there is only one.
+    #[inline]
+    pub(crate) fn only(&self) -> Option<&Arc<LaneInner>> {
+        if self.others.is_none() { self.first() } else { None }
+    }
+
+    /// Takes out the lane that was added first; there is no other.
+    #[inline]
+    pub(crate) fn take_only(&mut self) -> Option<Arc<LaneInner>> {
+        debug_assert!(self.others.is_none(), "others would be lost");
+        self.first.take()
+    }
+
+    pub(crate) fn iter(&self) -> impl Iterator<Item = &Arc<LaneInner>> {
+        self.first.iter().chain(self.others.iter().flat_map(|others| &others.0))
+    }
+
+    #[inline]
+    pub(crate) const fn is_empty(&self) -> bool {
+        self.first.is_none()
+    }
+}
+
 /// The owner of a lane's stream.
 #[derive(Debug)]
 pub(crate) enum Keeps {
@@ -162,6 +213,8 @@ impl Drop for LaneInner {
         }
         if let Some(shard) = &self.shard {
             shard.retire();
+            #[cfg(feature = "cuda")]
+            shard.discard_views(true);
         }
         if let Some(key) = self.key {
             self.inner.run(async |port| leave_stream(port, key).await);

@@ -12,3 +12,5 @@ pub(crate) mod observer;
 pub(crate) mod operations;
 pub(crate) mod reserve;
 pub(crate) mod thread_cache;
+#[cfg(feature = "cuda")]
+pub(crate) mod view;

@@ -41,13 +41,34 @@ impl ArenaInner {
         });
         let outcome = match begun {
             Begun::Done(placed) => Ok(placed),
-            begun => self.alloc_slowly(target, begun, what),
+            begun => self.alloc_without_caches(target, begun, what),
         };
         self.flush_events();
         outcome
     }
 
+    /// Continues an allocation that found no place, or whose place needs memory or a wait. If the
+    /// caches together hold more than one may, empties them first, so that no more than that is
+    /// committed because of caches.
     #[cold]
+    fn alloc_without_caches(
+        &self,
+        target: AllocTarget,
+        begun: Begun,
+        what: FailedRequest,
+    ) -> Result<Placement, DeviceError> {
+        let is_short = || self.run_now(|state| alloc::lacks_memory(state, target.region, &begun));
+        let begun = if self.is_cache_excessive() && is_short() && self.empty_caches() {
+            self.run_now(|state| alloc::begin_again(state, &*self.clock, target, begun))
+        } else {
+            begun
+        };
+        match begun {
+            Begun::Done(placed) => Ok(placed),
+            begun => self.alloc_slowly(target, begun, what),
+        }
+    }
+
     fn alloc_slowly(
         &self,
         target: AllocTarget,

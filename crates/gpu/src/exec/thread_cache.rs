@@ -27,19 +27,25 @@
 
 use std::cell::Cell;
 use std::fmt;
+#[cfg(feature = "cuda")]
+use std::mem::ManuallyDrop;
 use std::sync::Arc;
 use std::sync::atomic::AtomicUsize as Number;
 use std::thread;
 
 use crate::exec::brief::{Brief, BriefGuard, brief, try_brief};
-use crate::exec::cache_bins::{HOT, Key, ThreadCache, UseCount};
+use crate::exec::cache_bins::{BlockList, Key, ThreadCache};
 use crate::exec::inner::ArenaInner;
-use crate::exec::lane::LaneInner;
+use crate::exec::lane::Lanes;
+#[cfg(feature = "cuda")]
+use crate::exec::view::{self, EndedViews, ViewSlot};
 use crate::state::arena::ArenaState;
 use crate::state::cached::{CacheCounts, Swept};
 use crate::state::region::{Placement, Region};
 use crate::state::streams::StreamKey;
 use lowtide_core::sync::atomic::{AtomicU64, Ordering};
+#[cfg(feature = "cuda")]
+use lowtide_core::sync::{Mutex, lock};
 
 /// The maximum number of shards of an arena.
 const HOMES_MAX: usize = 64;
@@ -56,9 +62,13 @@ pub(crate) struct BlockHandle {
     /// The last known place of the block.
     pub(crate) place: BlockPlace,
     /// The lanes that use the block, starting with the lane that allocated it. Empty in a cache.
-    pub(crate) lanes: Vec<Arc<LaneInner>>,
+    pub(crate) lanes: Lanes,
     /// `true` if code with its own streams has had the block's address.
     pub(crate) foreign: bool,
+    /// The next block of the same size in a cache; `None` outside.
+    pub(crate) next: Option<Box<Self>>,
+    #[cfg(feature = "cuda")]
+    pub(crate) view: ViewSlot,
 }
 
 /// The place of a block at a given count of moves of its region.
@@ -86,8 +96,11 @@ impl BlockHandle {
             region,
             block,
             place: BlockPlace::of(block),
-            lanes: Vec::new(),
+            lanes: Lanes::default(),
             foreign: false,
+            next: None,
+            #[cfg(feature = "cuda")]
+            view: ViewSlot::default(),
         })
     }
 
@@ -95,30 +108,67 @@ impl BlockHandle {
     /// nothing in a forked child.
     #[inline]
     pub(crate) fn release(mut self: Box<Self>) {
-        let Some(placed) = &self.block else { return };
-        let (shard, inner) = (&self.shard, &self.shard.inner);
-        if inner.check_here().is_err() {
+        if self.shard.inner.check_here().is_err() {
             return;
         }
-        let fits = inner.is_fresh(self.region, placed)
-            && placed.span.size <= shard.room()
-            && shard.is_of(&self.lanes)
-            && !self.foreign;
+        let fits = self.fits();
+        #[cfg(feature = "cuda")]
+        let fits = self.end_view(fits);
         if !fits {
             return self.free();
         }
         // Dropped last: if this is the last reference to the lane, its end empties the cache.
-        let lane = self.lanes.pop();
-        if let Some(mut left) = self.give() {
-            left.lanes.extend(lane);
+        let lane = self.lanes.take_only();
+        if let Err(mut left) = self.give() {
+            lane.into_iter().for_each(|lane| left.lanes.add(lane));
+            #[cfg(feature = "cuda")]
+            left.end_view(false);
             left.free();
         }
+    }
+
+    /// Returns `true` if the block's shard may cache the block.
+    #[inline]
+    fn fits(&self) -> bool {
+        let (shard, inner) = (&self.shard, &self.shard.inner);
+        let Some(placed) = &self.block else { return false };
+        placed.span.size <= shard.room()
+            && inner.is_fresh(self.region, placed)
+            && shard.is_of(&self.lanes)
+            && !self.foreign
+    }
+
+    /// Ends the use of the block's view, which stays with the block if that is cached. If its
+    /// stream could not wait for others, all work of the device comes before the memory's next use.
+    /// Returns `true` if the block may be cached.
+    #[cfg(feature = "cuda")]
+    #[inline]
+    fn end_view(&mut self, stays: bool) -> bool {
+        // A cold block is not cached, and its view would be discarded after all.
+        let stays = stays && (!self.view.is_used() || self.is_hot());
+        let inner = &self.shard.inner;
+        let is_ordered = if stays { self.view.settle(inner) } else { self.view.discard(inner) };
+        if !is_ordered {
+            self.lanes = Lanes::default();
+        }
+        stays && is_ordered
+    }
+
+    #[cfg(feature = "cuda")]
+    fn is_hot(&self) -> bool {
+        let cache = brief(&self.shard.cache);
+        self.block.is_some_and(|placed| cache.is_hot(Key::new(self.region, placed.span.size)))
+    }
+
+    /// Describes a cached block so that the arena can free it.
+    pub(crate) fn swept(&self) -> Option<Swept> {
+        Some(((self.region, self.block?), self.shard.stream))
     }
 
     /// Frees the block in the arena.
     fn free(&self) {
         if let Some(placed) = self.block {
-            let lanes = if self.foreign { &[][..] } else { &self.lanes };
+            let lanes = (!self.foreign).then_some(&self.lanes);
             self.shard.inner.release_after(self.region, placed, lanes);
         }
     }
@@ -126,7 +176,7 @@ impl BlockHandle {
     /// Puts the block into its shard's cache. Returns the block if the arena must free it: its size
     /// is not hot, there is no room, or the cache is busy.
     #[inline]
-    fn give(self: Box<Self>) -> Option<Box<Self>> {
+    fn give(self: Box<Self>) -> Result<(), Box<Self>> {
         // SAFETY: this block holds the shard until the block is put into the cache below. Once the
         // cache's lock is released after that, another thread may take the block out and release
         // the shard: so `shard` is not used after that, and the guard's last act is a store to the
@@ -134,15 +184,28 @@ impl BlockHandle {
         let shard = unsafe { &*Arc::as_ptr(&self.shard) };
         let Some(mut cache) = try_brief(&shard.cache) else {
             shard.inner.note_contended();
-            return Some(self);
+            return Err(self);
         };
         // The room is read under the cache's lock: a thread that empties the cache after shutting
         // the caches either finds this block in the cache, or this block finds no room.
-        let Some(vacant) = cache.admit(&self, shard.room()) else { return Some(self) };
-        *vacant = Some(self);
+        cache.admit(self, shard.room())?;
         shard.inner.note_cached();
         shard.cached.store(cache.tally.cached(), Ordering::Relaxed);
-        None
+        Ok(())
+    }
+}
+
+#[cfg(feature = "cuda")]
+impl Drop for BlockHandle {
+    /// Leaves the view of a block that left the cache to the lane.
+    fn drop(&mut self) {
+        let Some(kept) = self.view.take() else { return };
+        if self.shard.inner.check_here().is_err() {
+            let _ = ManuallyDrop::new(kept); // its context belongs to the parent
+            return;
+        }
+        let kept = lock(&self.shard.views).add(kept);
+        view::discard(&self.shard.inner, kept);
     }
 }
 
@@ -156,12 +219,32 @@ pub(crate) struct CacheShard {
     cache: Brief<ThreadCache>,
     /// Cached byte count, readable without the lock.
     cached: AtomicU64,
+    /// The views of blocks that left the cache of a lane.
+    #[cfg(feature = "cuda")]
+    views: Mutex<EndedViews>,
 }
 
 impl CacheShard {
     fn new(inner: Arc<ArenaInner>, stream: Option<StreamKey>) -> Self {
         let cache = Brief::new(ThreadCache::default());
-        Self { inner, stream, cache, cached: AtomicU64::new(0) }
+        Self {
+            inner,
+            stream,
+            cache,
+            cached: AtomicU64::new(0),
+            #[cfg(feature = "cuda")]
+            views: Mutex::default(),
+        }
+    }
+
+    /// Discards the views of blocks that left the cache; if the lane is `over`, also later ones.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn discard_views(&self, over: bool) {
+        let views = lock(&self.views).take(over);
+        for kept in views {
+            // The stream waited for the view's uses before the block was cached.
+            let _ = view::discard(&self.inner, Some(kept));
+        }
     }
 
     /// Creates the shard of a lane. The arena knows it until [`CacheShard::retire`].
@@ -180,27 +263,22 @@ impl CacheShard {
         }
     }
 
-    /// Describes a block of the shard's cache so that the arena can free it.
-    pub(crate) const fn swept(&self, region: Region, placed: Placement) -> Swept {
-        ((region, placed), self.stream)
-    }
-
     /// Returns `true` if the shard's cache may keep a block used by these lanes.
     #[inline]
-    fn is_of(&self, lanes: &[Arc<LaneInner>]) -> bool {
-        match (lanes, self.stream) {
-            ([], None) => true,
-            ([lane], Some(stream)) => lane.key() == Some(stream),
-            _ => false,
+    fn is_of(&self, lanes: &Lanes) -> bool {
+        match self.stream {
+            None => lanes.is_empty(),
+            Some(stream) => lanes.only().is_some_and(|lane| lane.key() == Some(stream)),
         }
     }
 
     /// Frees the cached blocks in the arena and adds the cache's counts to the arena's, after the
     /// shard's lane has ended.
     pub(crate) fn retire(&self) {
+        let mut blocks = BlockList::default();
         let mut cache = brief(&self.cache);
         let mut state = self.inner.lock_state();
-        self.empty_into(&mut cache, &mut state);
+        self.empty_into(&mut cache, &mut state, &mut blocks);
         state.add_cache(&std::mem::take(&mut cache.tally));
         drop((state, cache));
         self.inner.caches.remove(self);
@@ -209,21 +287,23 @@ impl CacheShard {
     /// Frees the cached blocks in the arena.
     pub(crate) fn give_up(&self) {
         if self.cached() > 0 {
+            let mut blocks = BlockList::default();
             let mut cache = brief(&self.cache);
-            self.empty_into(&mut cache, &mut self.inner.lock_state());
+            self.empty_into(&mut cache, &mut self.inner.lock_state(), &mut blocks);
+            drop(cache);
         }
     }
 
-    fn empty_into(&self, cache: &mut ThreadCache, state: &mut ArenaState) {
-        let clock = &*self.inner.clock;
-        cache.empty(|_| true, |kept| state.release_swept((kept, self.stream), clock));
+    /// Frees the cached blocks in the arena. The handles are left to be dropped without a lock.
+    fn empty_into(&self, cache: &mut ThreadCache, state: &mut ArenaState, blocks: &mut BlockList) {
+        cache.empty(blocks);
+        for swept in blocks.iter().filter_map(BlockHandle::swept) {
+            state.release_swept(swept, &*self.inner.clock);
+        }
         self.cached.store(0, Ordering::Relaxed);
     }
 
     /// Takes a block of this size from the cache; returns `None` if the cache has none or is busy.
-    ///
-    /// If the cache has no such block, all its blocks return to the arena unless the arena is busy.
-    /// The request can then be placed in all free space, as closely as without caches.
     #[inline]
     pub(crate) fn take(&self, key: Key, requested: u64) -> Option<Box<BlockHandle>> {
         let Some(mut cache) = try_brief(&self.cache) else {
@@ -234,30 +314,25 @@ impl CacheShard {
             }
             return None;
         };
-        let taken = cache.take(key, requested);
-        if taken.is_none() {
-            if cache.tally.cached() == 0 {
-                return None;
-            }
-            self.empty_into(&mut cache, &mut *self.inner.try_lock_state()?);
-            return None;
-        }
+        let taken = cache.take(key, requested)?;
         self.cached.store(cache.tally.cached(), Ordering::Relaxed);
-        taken
+        Some(taken)
     }
 
     /// Takes all blocks out of the cache.
-    pub(crate) fn empty(&self, out: &mut Vec<Swept>) {
-        self.sweep(out, |_| true);
+    pub(crate) fn empty(&self, out: &mut BlockList) {
+        let mut cache = brief(&self.cache);
+        cache.empty(out);
+        self.cached.store(0, Ordering::Relaxed);
     }
 
-    /// Halves the heat of every size and takes out the blocks of sizes that are no longer hot.
-    /// Returns `true` if any blocks stay.
-    pub(crate) fn cool(&self, out: &mut Vec<Swept>) -> bool {
+    /// Halves the heat of every size, and takes out the blocks of sizes that are no longer hot and
+    /// those that were not needed since the last call. Returns `true` if any blocks stay.
+    pub(crate) fn cool(&self, out: &mut BlockList) -> bool {
         let mut cache = brief(&self.cache);
-        cache.cool();
-        drop(cache);
-        self.sweep(out, |heat| heat < HOT)
+        cache.cool(out);
+        self.cached.store(cache.tally.cached(), Ordering::Relaxed);
+        cache.tally.cached() > 0
     }
 
     /// Returns the cached bytes; read without the lock.
@@ -269,13 +344,6 @@ impl CacheShard {
     /// Locks the cache. Its figures are valid until the guard is dropped.
     pub(crate) fn still(&self) -> Still<'_> {
         Still(brief(&self.cache))
-    }
-
-    fn sweep(&self, out: &mut Vec<Swept>, gone: impl Fn(UseCount) -> bool) -> bool {
-        let mut cache = brief(&self.cache);
-        cache.empty(gone, |kept| out.push((kept, self.stream)));
-        self.cached.store(cache.tally.cached(), Ordering::Relaxed);
-        cache.tally.cached() > 0
     }
 }
 

@@ -5,6 +5,9 @@
 //! here until its uses are known to be complete. An allocation of the space learns which uses it
 //! must wait for. Streams are numbers here. This module orders nothing and calls no driver.
 //!
+//! Memory that a stream freed since its last event has one use, however many blocks it was: entries
+//! that adjoin and have the same uses are joined, which loses nothing.
+//!
 //! Invariants: entries overlap neither each other nor a live block; every entry has a use that is
 //! not known to be complete; `bytes = sum of the entries`.
 
@@ -13,14 +16,19 @@ use std::collections::{BTreeMap, BTreeSet};
 use crate::index::Span;
 use crate::state::streams::{StreamKey, Use};
 
-/// Uses that must be complete: at most one per stream, in the order of streams.
+/// Uses that must be complete: at most one per stream, in the order of streams. One takes no memory
+/// of its own.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Uses(Vec<Use>);
+pub(crate) struct Uses {
+    first: Option<Use>,
+    others: Vec<Use>,
+}
 
 impl Uses {
-    pub(crate) const NONE: Self = Self(Vec::new());
+    pub(crate) const NONE: Self = Self { first: None, others: Vec::new() };
 
     /// Creates the uses of a block.
+    #[inline]
     pub(crate) fn of(uses: impl IntoIterator<Item = Use>) -> Self {
         let mut all = Self::NONE;
         uses.into_iter().for_each(|of| all.add(of));
@@ -28,30 +36,47 @@ impl Uses {
     }
 
     /// Adds a use. Of two uses on one stream, the later stays.
-    pub(crate) fn add(&mut self, of: Use) {
-        match self.0.binary_search_by_key(&of.stream, |known| known.stream) {
-            Ok(at) => self.0[at].epoch = self.0[at].epoch.max(of.epoch),
-            Err(at) => self.0.insert(at, of),
+    #[inline]
+    pub(crate) fn add(&mut self, mut of: Use) {
+        let Some(first) = &mut self.first else {
+            self.first = Some(of);
+            return;
+        };
+        if first.stream == of.stream {
+            first.epoch = first.epoch.max(of.epoch);
+            return;
+        }
+        if of.stream < first.stream {
+            std::mem::swap(first, &mut of);
+        }
+        match self.others.binary_search_by_key(&of.stream, |known| known.stream) {
+            Ok(at) => self.others[at].epoch = self.others[at].epoch.max(of.epoch),
+            Err(at) => self.others.insert(at, of),
         }
     }
 
-    pub(crate) fn is_empty(&self) -> bool {
-        self.0.is_empty()
+    #[inline]
+    pub(crate) const fn is_empty(&self) -> bool {
+        self.first.is_none()
+    }
+
+    /// Returns the number of uses.
+    fn len(&self) -> usize {
+        self.iter().count()
     }
 
     /// Keeps the uses for which `holds` returns `true`.
-    pub(crate) fn only(mut self, holds: impl Fn(Use) -> bool) -> Self {
-        self.0.retain(|&of| holds(of));
-        self
+    pub(crate) fn only(self, holds: impl Fn(Use) -> bool) -> Self {
+        Self::of(self.iter().filter(|&of| holds(of)))
     }
 
     pub(crate) fn iter(&self) -> impl Iterator<Item = Use> {
-        self.0.iter().copied()
+        self.first.into_iter().chain(self.others.iter().copied())
     }
 
     /// Returns `true` if all uses are on this stream, which then need not wait.
     pub(crate) fn is_of(&self, stream: Option<StreamKey>) -> bool {
-        self.0.iter().all(|of| Some(of.stream) == stream)
+        self.iter().all(|of| Some(of.stream) == stream)
     }
 }
 
@@ -71,14 +96,15 @@ pub(crate) struct Claim {
     pub(crate) parts: Vec<(Span, Uses)>,
 }
 
+/// Two adjoining spans that became one entry, or one entry that became two.
+pub(crate) type Border = (Span, Span);
+
 /// The changes of entries after a span was taken.
 #[derive(Debug, Default)]
 pub(crate) struct Taken {
     pub(crate) claim: Claim,
-    /// The entries before the span was taken, and the parts of them before and after the span,
-    /// which are still pending.
-    pub(crate) were: Vec<Span>,
-    pub(crate) left: Vec<Span>,
+    /// The borders at which entries were cut, in the order of the cuts.
+    pub(crate) cuts: Vec<Border>,
 }
 
 /// The pending spans of one region.
@@ -102,12 +128,31 @@ impl Pending {
         self.entries.len() * size_of::<(u64, PendingSpan)>() + uses
     }
 
-    /// Records a freed span.
-    pub(crate) fn insert(&mut self, span: Span, uses: Uses) {
+    /// Records a freed span. If it may be `joined`, it becomes one entry with adjoining ones of the
+    /// same uses, which complete together. Returns the borders that are gone.
+    pub(crate) fn insert(&mut self, span: Span, uses: Uses, joined: bool) -> [Option<Border>; 2] {
         debug_assert!(!uses.is_empty() && self.is_clear(span), "freed once, and used");
-        self.by_use.extend(uses.iter().map(|of| (of, span.offset)));
-        self.bytes += span.size;
-        self.entries.insert(span.offset, PendingSpan { size: span.size, uses });
+        let (mut gone, mut whole) = ([None, None], span);
+        let after = if joined { self.entries.get(&span.end()) } else { None };
+        if let Some(after) = after.filter(|after| after.uses == uses) {
+            let after = Span { offset: span.end(), size: after.size };
+            self.remove(after.offset);
+            gone[0] = Some((span, after));
+            whole.size += after.size;
+        }
+        self.bytes += whole.size;
+        let before = if joined { self.entries.range_mut(..span.offset).next_back() } else { None };
+        if let Some((&offset, before)) = before
+            && offset + before.size == span.offset
+            && before.uses == uses
+        {
+            gone[1] = Some((Span { offset, size: before.size }, whole));
+            before.size += whole.size;
+            return gone;
+        }
+        self.by_use.extend(uses.iter().map(|of| (of, whole.offset)));
+        self.entries.insert(whole.offset, PendingSpan { size: whole.size, uses });
+        gone
     }
 
     /// Returns `true` if no part of a span is pending.
@@ -143,23 +188,34 @@ impl Pending {
     /// Takes a span out of the entries: from here on it belongs to a live block.
     pub(crate) fn take(&mut self, span: Span) -> Taken {
         let mut taken = Taken::default();
-        let over: Vec<_> = self.over(span).map(|(was, _)| was).collect();
-        for was in over {
-            let uses = self.remove(was.offset);
+        loop {
+            let over = self.over(span).next();
+            let Some((was, uses)) = over.map(|(was, entry)| (was, entry.uses.clone())) else {
+                return taken;
+            };
             uses.iter().for_each(|of| taken.claim.uses.add(of));
-            taken.were.push(was);
             let offset = was.offset.max(span.offset);
             let part = Span { offset, size: was.end().min(span.end()) - offset };
-            taken.claim.parts.push((part, uses.clone()));
-            let before = Span { size: span.offset.saturating_sub(was.offset), ..was };
-            let after = was.end().saturating_sub(span.end());
-            let after = Span { offset: was.end() - after, size: after };
-            for left in [before, after].into_iter().filter(|left| left.size > 0) {
-                self.insert(left, uses.clone());
-                taken.left.push(left);
+            let before = Span { size: part.offset - was.offset, ..was };
+            let after = Span { offset: part.end(), size: was.end() - part.end() };
+            if before.size == 0 {
+                self.remove(was.offset);
+                self.bytes += was.size;
+            } else if let Some(entry) = self.entries.get_mut(&was.offset) {
+                entry.size = before.size;
+                taken
+                    .cuts
+                    .push((before, Span { offset: part.offset, size: part.size + after.size }));
             }
+            if after.size > 0 {
+                self.by_use.extend(uses.iter().map(|of| (of, after.offset)));
+                self.entries
+                    .insert(after.offset, PendingSpan { size: after.size, uses: uses.clone() });
+                taken.cuts.push((part, after));
+            }
+            self.bytes -= part.size;
+            taken.claim.parts.push((part, uses));
         }
-        taken
     }
 
     /// Records that a stream has completed all uses up to an epoch. Entries without other uses are
@@ -172,7 +228,7 @@ impl Pending {
         for (of, offset) in done {
             self.by_use.remove(&(of, offset));
             let Some(entry) = self.entries.get_mut(&offset) else { continue };
-            entry.uses.0.retain(|known| *known != of);
+            entry.uses = std::mem::take(&mut entry.uses).only(|known| known != of);
             if entry.uses.is_empty() {
                 let size = entry.size;
                 self.entries.remove(&offset);
@@ -224,7 +280,7 @@ impl Pending {
             for of in entry.uses.iter() {
                 assert!(self.by_use.contains(&(of, offset)), "{of:?} is not found by its use");
             }
-            uses += entry.uses.0.len();
+            uses += entry.uses.len();
             bytes += entry.size;
             end = offset + entry.size;
         }
@@ -247,9 +303,9 @@ mod tests {
     #[test]
     fn who_takes_a_part_comes_after_its_uses_and_the_rest_stays_pending() {
         let mut pending = Pending::default();
-        pending.insert(span(0, 10), Uses::of([on(1, 3)]));
-        pending.insert(span(10, 20), Uses::of([on(1, 4), on(2, 1)]));
-        pending.insert(span(30, 40), Uses::of([on(2, 9)]));
+        pending.insert(span(0, 10), Uses::of([on(1, 3)]), true);
+        pending.insert(span(10, 20), Uses::of([on(1, 4), on(2, 1)]), true);
+        pending.insert(span(30, 40), Uses::of([on(2, 9)]), true);
         let one = Some(StreamKey::new(1));
         assert!(!pending.is_foreign(span(0, 10), one) && !pending.is_foreign(span(20, 30), None));
         assert!(pending.is_foreign(span(0, 10), None) && pending.is_foreign(span(5, 11), one));
@@ -257,17 +313,38 @@ mod tests {
         assert_eq!(taken.claim.uses, Uses::of([on(2, 1), on(1, 3), on(1, 4)]));
         let parts: Vec<_> = taken.claim.parts.iter().map(|(part, _)| *part).collect();
         assert_eq!(parts, [span(10, 12), span(5, 10)]);
-        assert_eq!((taken.were.len(), taken.left), (2, vec![span(12, 20), span(0, 5)]));
+        let cuts = [(span(10, 12), span(12, 20)), (span(0, 5), span(5, 10))];
+        assert_eq!(taken.cuts, cuts);
         assert_eq!(pending.bytes(), 23);
         pending.validate();
         assert!(pending.take(span(20, 30)).claim.uses.is_empty());
     }
 
     #[test]
+    fn adjoining_entries_of_the_same_uses_are_one() {
+        let mut pending = Pending::default();
+        let insert = |pending: &mut Pending, at, epoch| {
+            pending.insert(span(at, at + 10), Uses::of([on(1, epoch)]), true)
+        };
+        assert_eq!(insert(&mut pending, 0, 3), [None, None]);
+        assert_eq!(insert(&mut pending, 20, 3), [None, None]);
+        assert_eq!(insert(&mut pending, 30, 4), [None, None], "used later");
+        let gone = [(span(10, 20), span(20, 30)), (span(0, 10), span(10, 30))];
+        assert_eq!(insert(&mut pending, 10, 3), gone.map(Some));
+        assert_eq!(pending.spans().collect::<Vec<_>>(), [span(0, 30), span(30, 40)]);
+        pending.validate();
+        let taken = pending.take(span(10, 20));
+        assert_eq!(taken.cuts, [(span(0, 10), span(10, 30)), (span(10, 20), span(20, 30))]);
+        assert_eq!(pending.bytes(), 30);
+        pending.validate();
+        assert_eq!(pending.complete(StreamKey::new(1), 3), [span(0, 10), span(20, 30)]);
+    }
+
+    #[test]
     fn the_first_clear_place_is_after_what_others_use_and_may_be_ones_own() {
         let mut pending = Pending::default();
-        pending.insert(span(0, 10), Uses::of([on(1, 3)]));
-        pending.insert(span(20, 30), Uses::of([on(2, 1)]));
+        pending.insert(span(0, 10), Uses::of([on(1, 3)]), true);
+        pending.insert(span(20, 30), Uses::of([on(2, 1)]), true);
         let clear = |size, align, stream| {
             pending.first_clear(span(0, 64), (size, align), Some(StreamKey::new(stream)))
         };
@@ -283,8 +360,8 @@ mod tests {
     #[test]
     fn an_entry_is_pending_until_its_last_use_is_complete() {
         let mut pending = Pending::default();
-        pending.insert(span(0, 10), Uses::of([on(1, 1), on(2, 5)]));
-        pending.insert(span(10, 20), Uses::of([on(1, 2)]));
+        pending.insert(span(0, 10), Uses::of([on(1, 1), on(2, 5)]), true);
+        pending.insert(span(10, 20), Uses::of([on(1, 2)]), true);
         assert!(pending.has(StreamKey::new(2)) && !pending.has(StreamKey::new(3)));
         assert_eq!(pending.complete(StreamKey::new(1), 1), []);
         assert_eq!(pending.complete(StreamKey::new(2), 4), []);

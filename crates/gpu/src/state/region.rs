@@ -265,13 +265,54 @@ impl RegionState {
             return Claim::default();
         }
         let taken = self.pending.take(span);
-        for were in taken.were {
-            self.segment.untouch(were);
+        for (left, right) in taken.cuts {
+            self.border_parts(left, right, |segment, left, right, both| {
+                segment.untouch(both);
+                segment.touch(left);
+                segment.touch(right);
+            });
         }
-        for left in taken.left {
-            self.segment.touch(left);
+        for (part, _) in &taken.claim.parts {
+            self.segment.untouch(*part);
         }
         taken.claim
+    }
+
+    /// Records a touched span as pending, joined with its neighbours of the same uses. A segment of
+    /// a driver without virtual memory has no neighbours.
+    #[inline(never)]
+    fn defer(&mut self, span: Span, uses: Uses) {
+        let gone = self.pending.insert(span, uses, !self.segment.is_whole());
+        for (left, right) in gone.into_iter().flatten() {
+            self.border_parts(left, right, |segment, left, right, both| {
+                segment.untouch(left);
+                segment.untouch(right);
+                segment.touch(both);
+            });
+        }
+    }
+
+    /// Calls `change` with the parts of two adjoining spans that count differently if the spans are
+    /// one: those in the granule of their border, or all. None if a granule begins at the border.
+    fn border_parts(
+        &mut self,
+        left: Span,
+        right: Span,
+        change: impl FnOnce(&mut Backing, Span, Span, Span),
+    ) {
+        let (mut start, mut end) = (left.offset, right.end());
+        if !self.segment.is_whole() {
+            let granule = self.segment.granularity();
+            let first = right.offset / granule * granule;
+            if first == right.offset {
+                return;
+            }
+            (start, end) = (start.max(first), end.min(first + granule));
+        }
+        let left = Span { offset: start, size: right.offset - start };
+        let right = Span { size: end - right.offset, ..right };
+        let both = Span { offset: start, size: end - start };
+        change(&mut self.segment, left, right, both);
     }
 
     /// Frees a block's span, immediately or when its uses are complete. Returns `true` if granules
@@ -280,7 +321,7 @@ impl RegionState {
         if uses.is_empty() {
             return self.segment.untouch(span);
         }
-        self.pending.insert(span, uses);
+        self.defer(span, uses);
         false
     }
 
@@ -314,7 +355,7 @@ impl RegionState {
         self.segment.untouch(span);
         for (part, uses) in parts.into_iter().filter(|(_, uses)| !uses.is_empty()) {
             self.segment.touch(part);
-            self.pending.insert(part, uses);
+            self.defer(part, uses);
         }
         Ok(self.segment.idle() > idle)
     }
@@ -351,7 +392,7 @@ impl RegionState {
         if grown == 0 && span.size < placed.span.size && !uses.is_empty() {
             let less = Span { offset: span.end(), size: placed.span.size - span.size };
             self.segment.touch(less);
-            self.pending.insert(less, uses);
+            self.defer(less, uses);
         }
         self.live -= placed.span.size.saturating_sub(span.size);
         self.arriving += span.size.saturating_sub(placed.span.size);

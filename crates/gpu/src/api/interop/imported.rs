@@ -44,7 +44,7 @@ pub struct Imported<T: Pod> {
     pub(crate) lane: Option<Arc<LaneInner>>,
     elements: PhantomData<T>,
     #[cfg(feature = "cuda")]
-    pub(crate) view: crate::api::view::View<T>,
+    pub(crate) view: crate::exec::view::ViewSlot,
 }
 
 impl DeviceArena {
@@ -288,7 +288,7 @@ impl ArenaInner {
             lane,
             elements: PhantomData,
             #[cfg(feature = "cuda")]
-            view: crate::api::view::View::default(),
+            view: crate::exec::view::ViewSlot::default(),
         })
     }
 }

@@ -76,8 +76,9 @@ impl<'a> Bed<'a> {
     /// Waits until all work of the device is done: what was freed is idle then.
     pub(crate) fn settle(&self) -> Outcome {
         if self.arena.capabilities().asynchronous {
-            // The first look marks what was freed by an event, the second one sees it done.
-            for _ in 0..2 {
+            // The second look takes out what the lane cached, the third marks what was freed by an
+            // event, and the fourth sees it done.
+            for _ in 0..4 {
                 self.device.driver().synchronize()?;
                 self.arena.decay(self.clock.now())?;
             }

@@ -101,15 +101,16 @@ fn a_block_that_two_lanes_used_waits_in_no_front() {
 #[test]
 fn many_lanes_keep_together_about_what_eight_threads_do() {
     let (arena, sim) = open(Order::Lazy, ByteSize::gib(8));
+    arena.set_thread_cache(ByteSize::mib(16));
     let lanes: Vec<_> = (0..64).map(|_| lane(&arena, &sim)).collect();
     for lane in &lanes {
         for _ in 0..TURNS {
-            let both = [8 * MIB, MIB].map(|len| lane.alloc::<u8>(len, DYNAMIC).expect("room"));
+            let both = [4 * MIB, MIB / 8].map(|len| lane.alloc::<u8>(len, DYNAMIC).expect("room"));
             drop(both);
         }
     }
     // Of 16 MiB for each front an eighth: what is larger goes to the books.
-    assert_eq!(arena.snapshot().cached, ByteSize::mib(64));
+    assert_eq!(arena.snapshot().cached, ByteSize::mib(8));
     drop(lanes);
     assert_eq!(arena.snapshot().cached, ByteSize::ZERO);
     arena.validate();
@@ -149,4 +150,76 @@ fn lanes_that_come_and_go_on_two_threads_beside_a_purge_lose_no_count() {
     assert_eq!((snapshot.allocs_total, snapshot.frees_total), (all, all));
     assert_eq!((snapshot.requested, snapshot.cached), (ByteSize::ZERO, ByteSize::ZERO));
     sim.assert_no_faults();
+}
+
+/// Regression test: a front kept four blocks of a size, so each further one took the lock.
+#[test]
+fn a_front_keeps_as_many_blocks_as_were_live_up_to_its_bounds() {
+    let (arena, sim) = open(Order::Lazy, ByteSize::mib(256));
+    let lane = lane(&arena, &sim);
+    let turn = |count: usize, len: usize| {
+        let blocks = (0..count).map(|_| lane.alloc::<u8>(len, DYNAMIC).expect("room"));
+        drop(blocks.collect::<Vec<_>>());
+    };
+    turn(512, 4 << 10);
+    assert_eq!(arena.snapshot().cached, ByteSize::kib(4 * 512));
+    let before = arena.snapshot().thread_cache_allocs_total;
+    turn(512, 4 << 10);
+    assert_eq!(arena.snapshot().thread_cache_allocs_total, before + 512);
+    turn(1_500, 4 << 10);
+    assert_eq!(arena.snapshot().cached, ByteSize::kib(4 * 1_024), "bounded by their number");
+    arena.set_thread_cache(ByteSize::mib(1));
+    turn(512, 4 << 10);
+    assert_eq!(arena.snapshot().cached, ByteSize::mib(1), "bounded by their bytes");
+    arena.validate();
+}
+
+#[test]
+fn blocks_that_a_front_did_not_need_between_two_decays_leave_it() {
+    let (arena, sim) = open(Order::Lazy, ByteSize::mib(256));
+    let lane = lane(&arena, &sim);
+    let turn = |count: usize| {
+        let blocks = (0..count).map(|_| lane.alloc::<u8>(64 << 10, DYNAMIC).expect("room"));
+        drop(blocks.collect::<Vec<_>>());
+    };
+    turn(64);
+    let decay = || {
+        arena.decay(arena.next_decay()).expect("no driver error");
+        arena.snapshot().cached
+    };
+    assert_eq!(decay(), ByteSize::kib(64 * 64), "all were needed");
+    (0..3).for_each(|_| turn(10));
+    assert_eq!(decay(), ByteSize::kib(64 * 10), "ten were");
+    decay();
+    assert_eq!(decay(), ByteSize::ZERO);
+    arena.validate();
+}
+
+/// Many sizes that are requested in turn do not displace one another.
+#[test]
+fn the_sizes_of_a_forward_pass_are_all_kept() {
+    let (arena, sim) = open(Order::Lazy, ByteSize::mib(256));
+    let lane = lane(&arena, &sim);
+    let pass = || {
+        for size in 1..=24 {
+            drop(lane.alloc::<u8>(size * (96 << 10), DYNAMIC).expect("room"));
+        }
+    };
+    (0..4).for_each(|_| pass());
+    let before = arena.snapshot().thread_cache_allocs_total;
+    pass();
+    assert_eq!(arena.snapshot().thread_cache_allocs_total, before + 24);
+}
+
+#[test]
+fn no_more_is_committed_because_of_fronts_than_one_may_keep() {
+    let (arena, sim) = open(Order::Lazy, ByteSize::gib(1));
+    arena.set_thread_cache(ByteSize::mib(16));
+    let lanes: Vec<_> = (0..4).map(|_| lane(&arena, &sim)).collect();
+    for lane in &lanes {
+        (0..TURNS).for_each(|_| drop(lane.alloc::<u8>(12 * MIB, DYNAMIC).expect("room")));
+    }
+    let after = arena.snapshot();
+    assert_eq!(after.committed, ByteSize::mib(24), "two fronts were emptied for the others");
+    arena.validate();
 }

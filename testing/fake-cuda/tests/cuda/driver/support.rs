@@ -75,7 +75,9 @@ impl Bed {
 
     /// Waits until all work is done and what was freed is idle.
     pub(crate) fn settle(&self, arena: &DeviceArena) {
-        for _ in 0..2 {
+        // The second look takes out what the lane cached, the third marks what was freed by an
+        // event, and the fourth sees it done.
+        for _ in 0..4 {
             self.driver.synchronize().expect("done");
             arena.decay(self.clock.now()).expect("looked at");
         }

@@ -7,7 +7,9 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use cudarc::driver::{CudaContext, CudaStream, DevicePtr as _, LaunchConfig, PushKernelArg as _};
+use cudarc::driver::{
+    CudaContext, CudaStream, DevicePtr as _, LaunchConfig, PushKernelArg as _, result,
+};
 use cudarc::nvrtc::Ptx;
 use lowtide::clock::ManualClock;
 use lowtide_gpu::{
@@ -331,4 +333,88 @@ fn a_kernel_on_another_stream_works_on_a_view() {
     assert_eq!(found, vec![7; 1_000]);
     drop((lease, numbers, fill, module));
     end((fake, bed, arena, lane));
+}
+
+/// Uses a buffer by a view, often enough that its size is cached.
+fn heat(bed: &Bed, lane: &Lane) {
+    for value in 0..8 {
+        let mut buffer = alloc(lane, 2 * UNIT);
+        write(&bed.one, &mut buffer, value).expect("queued");
+    }
+}
+
+#[test]
+fn a_warm_request_with_a_view_creates_no_event_and_adds_three_calls_to_cudarcs() {
+    let (fake, bed, arena, lane) = start();
+    heat(&bed, &lane);
+    let mut buffer = alloc(&lane, 2 * UNIT);
+    let before = fake.calls_total();
+    write(&bed.one, &mut buffer, 1).expect("queued");
+    let cudarcs = fake.calls_total() - before;
+    drop(buffer);
+    let (before, created) = (fake.calls_total(), fake.calls(c"cuEventCreate"));
+    let mut buffer = alloc(&lane, 2 * UNIT);
+    write(&bed.one, &mut buffer, 1).expect("queued");
+    drop(buffer);
+    assert_eq!(fake.calls_total() - before, cudarcs + 3, "a query of the context, two waits");
+    drop(alloc(&lane, 2 * UNIT));
+    assert_eq!(fake.calls_total() - before, cudarcs + 3, "none without a view");
+    assert_eq!(fake.calls(c"cuEventCreate"), created);
+    end((fake, bed, arena, lane));
+}
+
+/// The lane's stream waited for the other stream, so the lane may use the address alone.
+#[test]
+fn what_another_stream_does_by_a_view_is_done_before_a_cached_block_is_used_by_address() {
+    let (fake, bed, arena, lane) = start();
+    heat(&bed, &lane);
+    for value in 0..8 {
+        let mut buffer = alloc(&lane, 2 * UNIT);
+        write(&bed.two, &mut buffer, 100).expect("queued");
+        drop(buffer);
+        let next = alloc(&lane, 2 * UNIT);
+        let lease = lane.enter().expect("awake");
+        let at = next.address(&lease).expect("ours").expect("not empty").get();
+        // SAFETY: a live block of this size, which the lane's stream may write.
+        let queued = unsafe { result::memset_d8_async(at, value, 2 * UNIT, bed.one.cu_stream()) };
+        queued.expect("queued");
+        drop(lease);
+        bed.one.synchronize().expect("done");
+        bed.two.synchronize().expect("done");
+        check(&bed.one, &next, value);
+    }
+    end((fake, bed, arena, lane));
+}
+
+#[test]
+fn a_cached_block_of_another_type_or_length_gets_a_view_of_its_own() {
+    let (fake, bed, arena, lane) = start();
+    heat(&bed, &lane);
+    let lease = lane.enter().expect("awake");
+    let numbers = lane.alloc::<u32>(UNIT / 2, Region::Dynamic).expect("room");
+    assert_eq!(numbers.cuda(&lease).expect("a view").len(), UNIT / 2);
+    drop(numbers);
+    let shorter = alloc(&lane, 2 * UNIT - 1);
+    assert_eq!(shorter.cuda(&lease).expect("a view").len(), 2 * UNIT - 1);
+    drop((lease, shorter));
+    end((fake, bed, arena, lane));
+}
+
+/// Whoever empties a cache makes no calls on the lane's stream, which may capture.
+#[test]
+fn views_of_blocks_that_left_a_cache_are_discarded_by_their_lane() {
+    let (fake, bed, arena, lane) = start();
+    heat(&bed, &lane);
+    assert!(!arena.snapshot().cached.is_zero());
+    let before = [c"cuStreamWaitEvent", c"cuEventDestroy_v2"].map(|name| fake.calls(name));
+    arena.set_thread_cache(lowtide::ByteSize::mib(1)); // empties the caches
+    let after = [c"cuStreamWaitEvent", c"cuEventDestroy_v2"].map(|name| fake.calls(name));
+    assert_eq!(before, after);
+    let other = alloc(&lane, UNIT);
+    let lease = lane.enter().expect("awake");
+    let _ = other.cuda(&lease).expect("a view");
+    assert_eq!(fake.calls(c"cuEventDestroy_v2"), before[1] + 2, "the cached block's");
+    drop((lease, other));
+    heat(&bed, &lane);
+    end((fake, bed, arena, lane)); // nothing is left
 }

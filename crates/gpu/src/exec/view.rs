@@ -1,0 +1,300 @@
+//! The cudarc slice of a block, which stays with the block in a lane's cache.
+//!
+//! A slice has two events by which cudarc orders the streams that use it. When a buffer is dropped,
+//! the lane's stream waits for both, so that the lane's order includes the other streams. Then the
+//! slice stays for the next buffer of that type, length and place, without a call.
+//!
+//! A block that leaves a cache leaves its slice to the lane: the lane discards it with the next
+//! slice that it makes, or at its end. Whoever empties a cache may hold locks or work in the
+//! background, and discarding makes calls on the lane's stream.
+//!
+//! Invariant: a slice has the address and the length of its buffer while any reference to it is
+//! alive.
+#![expect(unsafe_code, reason = "a slice of cudarc's is made of the arena's memory")]
+
+use std::any::Any;
+use std::fmt;
+use std::mem::ManuallyDrop;
+use std::ptr::with_exposed_provenance_mut;
+use std::sync::Arc;
+
+use bytemuck::Pod;
+use cudarc::driver::result::ctx::{get_current, set_current};
+use cudarc::driver::result::stream::wait_event;
+use cudarc::driver::sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;
+use cudarc::driver::{
+    CudaSlice, CudaStream, DevicePtr as _, DevicePtrMut as _, DriverError, SyncOnDrop,
+};
+use lowtide_core::log;
+
+use crate::exec::inner::ArenaInner;
+use crate::exec::lane::LaneInner;
+use crate::types::error::DeviceError;
+use lowtide_core::sync::atomic::Ordering;
+use lowtide_core::sync::{Mutex, caught, lock};
+
+/// The slice of a block, if the block was viewed.
+#[derive(Default)]
+pub(crate) struct ViewSlot(Mutex<Slot>);
+
+#[derive(Default)]
+struct Slot {
+    kept: Option<Box<dyn Kept>>,
+    /// `true` if other streams may have used the slice since the lane's stream waited for them.
+    is_used: bool,
+    /// `true` if the stream could not wait for the events that others recorded on a dropped slice.
+    loose: bool,
+}
+
+/// A slice of elements of some type.
+pub(crate) trait Kept: Any + Send + Sync {
+    fn stream(&self) -> &Arc<CudaStream>;
+
+    /// Makes the stream wait for the events of the slice. The stream's context is current.
+    fn settle(&mut self) -> Result<(), DriverError>;
+
+    /// Discards the slice without freeing its memory: its stream waits for the events recorded on
+    /// it. Returns an error if cudarc parked one meanwhile.
+    fn let_go(self: Box<Self>) -> Result<(), DriverError>;
+}
+
+/// On the heap, so that it does not move while references to the slice exist.
+struct KeptSlice<T> {
+    slice: ManuallyDrop<CudaSlice<T>>,
+    at: u64,
+    /// The handles of the slice's events, once they are known; zero for none.
+    events: Option<[usize; 2]>,
+}
+
+impl<T: Pod> Kept for KeptSlice<T> {
+    fn stream(&self) -> &Arc<CudaStream> {
+        self.slice.stream()
+    }
+
+    fn settle(&mut self) -> Result<(), DriverError> {
+        let stream = Arc::clone(self.slice.stream());
+        let Some(events) = self.events else {
+            return apart(&stream, || self.events = Some(events_of(&mut self.slice, &stream)));
+        };
+        for event in events.into_iter().filter(|&event| event != 0) {
+            let event = with_exposed_provenance_mut(event);
+            // SAFETY: a stream and an event of one context, which the slice keeps.
+            unsafe { wait_event(stream.cu_stream(), event, CU_EVENT_WAIT_DEFAULT) }?;
+        }
+        Ok(())
+    }
+
+    fn let_go(mut self: Box<Self>) -> Result<(), DriverError> {
+        let stream = Arc::clone(self.slice.stream());
+        apart(&stream, || {
+            // SAFETY: taken once: `self` is gone after this.
+            let slice = unsafe { ManuallyDrop::take(&mut self.slice) };
+            let _ = slice.leak();
+        })
+    }
+}
+
+/// Makes a stream wait for the events of a slice, and returns the handles of the events.
+fn events_of<T>(slice: &mut CudaSlice<T>, stream: &CudaStream) -> [usize; 2] {
+    let handle = |mut recorded: SyncOnDrop<'_>| match &mut recorded {
+        // Taken out, so that nothing is recorded.
+        SyncOnDrop::Record(target) => {
+            target.take().map_or(0, |(event, _)| event.cu_event().expose_provenance())
+        }
+        SyncOnDrop::Sync(_) => 0,
+    };
+    let written = handle(slice.device_ptr_mut(stream).1);
+    let read = handle(slice.device_ptr(stream).1);
+    [read, written]
+}
+
+/// Calls cudarc, and returns the error that it parked. An error that other code parked stays.
+fn apart(stream: &CudaStream, act: impl FnOnce()) -> Result<(), DriverError> {
+    let context = stream.context();
+    let before = context.check_err();
+    act();
+    let ours = context.check_err();
+    context.record_err(before);
+    ours
+}
+
+impl ViewSlot {
+    /// Returns the slice kept for this place; creates a slice if there is none. The slice is
+    /// replaced when the place or the type changes.
+    pub(crate) fn keep<T: Pod>(
+        &self,
+        inner: &ArenaInner,
+        lane: Option<&LaneInner>,
+        place: (u64, usize),
+    ) -> Result<*const CudaSlice<T>, DeviceError> {
+        let mut slot = lock(&self.0);
+        let is_there = |kept: &KeptSlice<T>| (kept.at, kept.slice.len()) == place;
+        if !slot.slice::<T>().is_some_and(is_there) {
+            // No reference to a replaced slice exists: it would be under a lease, and no buffer
+            // moves or is resized while a lease is held.
+            let kept = slot.kept.take();
+            slot.loose |= !discard(inner, kept);
+            if slot.loose {
+                inner.complete_all()?;
+                slot.loose = false;
+            }
+            if let Some(shard) = lane.and_then(LaneInner::shard) {
+                shard.discard_views(false);
+            }
+            slot.kept = Some(Box::new(make::<T>(inner, lane, place)?));
+        }
+        slot.is_used = true;
+        let Some(kept) = slot.slice::<T>() else { return Err(no_stream(inner)) };
+        Ok(&raw const *kept.slice)
+    }
+
+    pub(crate) fn kept_mut<T: Pod>(&mut self) -> Option<&mut CudaSlice<T>> {
+        let kept: &mut dyn Any = self.slot_mut().kept.as_deref_mut()?;
+        kept.downcast_mut::<KeptSlice<T>>().map(|kept| &mut *kept.slice)
+    }
+
+    /// Makes the slice's stream wait for the streams that used the slice, and keeps the slice.
+    /// Discards the slice if that fails. Returns `true` if the stream comes after all work that
+    /// cudarc ordered.
+    pub(crate) fn settle(&mut self, inner: &ArenaInner) -> bool {
+        let slot = self.slot_mut();
+        if slot.loose {
+            return self.discard(inner);
+        }
+        let Some(kept) = slot.kept.as_deref_mut().filter(|_| slot.is_used) else { return true };
+        let stream = Arc::clone(kept.stream());
+        if !stream.context().is_managing_stream_synchronization() {
+            return true;
+        }
+        let outcome = keeping_current(&stream, || kept.settle());
+        if outcome != Ok(Ok(())) {
+            note_parked(inner, &outcome);
+            return self.discard(inner);
+        }
+        slot.is_used = false;
+        true
+    }
+
+    /// Returns `true` if other streams may have used the slice.
+    pub(crate) fn is_used(&mut self) -> bool {
+        let slot = self.slot_mut();
+        slot.is_used || slot.loose
+    }
+
+    /// Discards the slice. Returns `true` if its stream comes after all work that cudarc ordered.
+    pub(crate) fn discard(&mut self, inner: &ArenaInner) -> bool {
+        let slot = std::mem::take(self.slot_mut());
+        discard(inner, slot.kept) && !slot.loose
+    }
+
+    /// Takes the slice out.
+    pub(crate) fn take(&mut self) -> Option<Box<dyn Kept>> {
+        self.slot_mut().kept.take()
+    }
+
+    fn slot_mut(&mut self) -> &mut Slot {
+        self.0.get_mut().unwrap_or_else(std::sync::PoisonError::into_inner)
+    }
+}
+
+impl Slot {
+    fn slice<T: Pod>(&self) -> Option<&KeptSlice<T>> {
+        let kept: &dyn Any = self.kept.as_deref()?;
+        kept.downcast_ref()
+    }
+}
+
+impl fmt::Debug for ViewSlot {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ViewSlot").finish_non_exhaustive()
+    }
+}
+
+/// The slices of blocks that left a lane's cache.
+#[derive(Default)]
+pub(crate) struct EndedViews {
+    slices: Vec<Box<dyn Kept>>,
+    /// `true` if the lane has ended: nothing discards the slices later.
+    is_over: bool,
+}
+
+impl EndedViews {
+    /// Adds a slice. Returns the slice if the caller must discard it.
+    pub(crate) fn add(&mut self, kept: Box<dyn Kept>) -> Option<Box<dyn Kept>> {
+        if self.is_over {
+            return Some(kept);
+        }
+        self.slices.push(kept);
+        None
+    }
+
+    /// Takes out all slices.
+    pub(crate) fn take(&mut self, is_over: bool) -> Vec<Box<dyn Kept>> {
+        self.is_over |= is_over;
+        std::mem::take(&mut self.slices)
+    }
+}
+
+/// Creates a cudarc slice over the elements of a block, or of imported memory.
+fn make<T: Pod>(
+    inner: &ArenaInner,
+    lane: Option<&LaneInner>,
+    (at, len): (u64, usize),
+) -> Result<KeptSlice<T>, DeviceError> {
+    let stream = lane.and_then(LaneInner::cuda).ok_or_else(|| no_stream(inner))?;
+    let made = keeping_current(stream, || {
+        // SAFETY: the block is live, or the memory imported and not released; it has room for the
+        // elements, and stays so until the slice is discarded, which frees nothing. The elements
+        // are bytes of a Pod: any are a value.
+        unsafe { stream.upgrade_device_ptr::<T>(at, len) }
+    });
+    let slice = made.map_err(|message| DeviceError::View { message })?;
+    Ok(KeptSlice { slice: ManuallyDrop::new(slice), at, events: None })
+}
+
+/// Discards a slice. Returns `true` if its stream comes after all work that cudarc ordered.
+pub(crate) fn discard(inner: &ArenaInner, kept: Option<Box<dyn Kept>>) -> bool {
+    let Some(kept) = kept else { return true };
+    if inner.check_here().is_err() {
+        let _ = ManuallyDrop::new(kept); // its context belongs to the parent
+        return true;
+    }
+    // cudarc unwraps nothing here. If it did, nothing would unwind out of a drop.
+    let stream = Arc::clone(kept.stream());
+    let outcome = keeping_current(&stream, || kept.let_go());
+    if let Ok(Ok(())) = outcome {
+        return true;
+    }
+    note_parked(inner, &outcome);
+    false
+}
+
+/// Counts an error that a view left with cudarc.
+fn note_parked(inner: &ArenaInner, outcome: &Result<Result<(), DriverError>, String>) {
+    inner.parked.fetch_add(1, Ordering::Relaxed);
+    log!(warn, arena = inner.name, ?outcome, "buffer view free failed");
+}
+
+pub(crate) fn no_stream(inner: &ArenaInner) -> DeviceError {
+    DeviceError::NoStream { arena: inner.name.clone() }
+}
+
+/// Calls cudarc with the context of its stream current. Afterwards the thread's earlier context, or
+/// none, is restored, as after all calls of the arena. Returns cudarc's message if it panicked.
+fn keeping_current<T>(stream: &CudaStream, act: impl FnOnce() -> T) -> Result<T, String> {
+    let ours = stream.context().cu_ctx();
+    let before = get_current().map(|context| context.unwrap_or(std::ptr::null_mut()));
+    let other = before.ok().filter(|&context| context != ours);
+    if other.is_some() {
+        // SAFETY: the context of a stream of cudarc's, which keeps it. If it is lost, each call
+        // below is an error.
+        let _ = unsafe { set_current(ours) };
+    }
+    let outcome = caught(act);
+    if let Some(context) = other {
+        // SAFETY: it was current in this thread, or null, for none. If it is gone by now, that is
+        // an error.
+        let _ = unsafe { set_current(context) };
+    }
+    outcome
+}
