@@ -191,11 +191,11 @@ mod tests {
             Ok(())
         }
 
-        unsafe fn commit(&self, _: DeviceAddress, _: ByteSize) -> Answer {
+        unsafe fn commit(&self, _: DeviceAddress, _: ByteSize, _: ByteSize) -> Answer {
             Ok(())
         }
 
-        unsafe fn decommit(&self, _: DeviceAddress, _: ByteSize) -> Answer {
+        unsafe fn decommit(&self, _: DeviceAddress, _: ByteSize, _: ByteSize) -> Answer {
             Ok(())
         }
 

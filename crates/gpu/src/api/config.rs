@@ -69,8 +69,8 @@ pub struct ArenaConfig {
 
 impl ArenaConfig {
     /// Creates a configuration with the defaults: no limit, 512 GiB of addresses per region,
-    /// handles of at most 64 MiB, decay of 10 s, no growth beyond the request, 256 MiB thread cache,
-    /// no events, no recorder, no idle sleep.
+    /// handles of at most 64 MiB, decay of 10 s, no growth beyond the request, 256 MiB thread
+    /// cache, no events, no recorder, no idle sleep.
     #[must_use]
     pub fn new(name: impl Into<String>) -> Self {
         Self {
