@@ -336,11 +336,16 @@ fn a_purge_gives_dirty_pages_and_idle_granules_back_and_says_how_much() {
     let fallen = before.retained().saturating_sub(after.retained());
     assert!(fallen >= ByteSize::mib(48), "{before:?} {after:?}");
 
-    // What the snapshots in between left behind may go with the next one; then nothing is left.
+    // What the snapshots in between left behind may go with the next one; then nothing is left, but
+    // perhaps a page of what a purge itself allocates.
     until("nothing is left to give back", || {
         let purged = memory.purge().expect("not forked");
         assert!(purged.device.is_zero());
-        purged.heap.expect("jemalloc purges").jemalloc.outcome == Outcome::NothingToRelease
+        match purged.heap.expect("jemalloc purges").jemalloc.outcome {
+            Outcome::NothingToRelease => true,
+            Outcome::Released(bytes) => bytes <= ByteSize::kib(4),
+            _ => false,
+        }
     });
     assert!(memory.shutdown(SOON).is_clean());
 }

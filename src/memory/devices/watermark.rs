@@ -89,19 +89,19 @@ impl Shared {
     }
 
     /// Releases `wanted` idle bytes of a device's arenas, starting with those that have the most.
-    /// Returns the released bytes.
+    /// Returns the released bytes, which may be more: memory leaves in whole handles.
     fn give_idle_back(&self, device: &Device, wanted: ByteSize) -> ByteSize {
         let mut arenas: Vec<_> =
             self.arenas_on(device).map(|arena| (arena.glance(), arena)).collect();
         arenas.sort_by_key(|(glance, _)| std::cmp::Reverse(glance.idle));
-        let mut left = wanted;
+        let mut released = ByteSize::ZERO;
         for (glance, arena) in arenas {
-            let part = glance.idle.min(left);
+            let part = glance.idle.min(wanted.saturating_sub(released));
             if part.is_zero() {
                 break;
             }
             match arena.trim(glance.committed.saturating_sub(part)) {
-                Ok(given) => left = left.saturating_sub(given),
+                Ok(given) => released = released.saturating_add(given),
                 Err(error) if is_loss(&error) => break,
                 Err(error) => {
                     let text = format!("arena {}: trim failed: {error}", arena.name());
@@ -109,7 +109,7 @@ impl Shared {
                 }
             }
         }
-        wanted.saturating_sub(left)
+        released
     }
 
     /// Discards the last sample until the device answers again, which never happens after its
