@@ -23,10 +23,11 @@ struct Bed {
 }
 
 impl Bed {
-    fn open() -> Result<Self, BoxError> {
+    fn open(handle_max: ByteSize) -> Result<Self, BoxError> {
         let (costs, capacity) = (DriverCosts::zero(), ByteSize::gib(90));
         let sim = Arc::new(SimDriver::new(SimOptions { costs, capacity, ..SimOptions::default() }));
-        let config = ArenaConfig { limit: ByteSize::gib(80), ..ArenaConfig::new("wake") };
+        let limit = ByteSize::gib(80);
+        let config = ArenaConfig { limit, handle_max, ..ArenaConfig::new("wake") };
         let arena = DeviceArena::open(Arc::clone(&sim) as _, Arc::new(sim.clock()), config)?;
         Ok(Self { sim, arena })
     }
@@ -61,8 +62,16 @@ impl Bed {
 }
 
 pub(crate) fn measure(figures: &mut Figures) -> Result<(), BoxError> {
-    let bed = Bed::open()?;
+    let (default, granule) = (ArenaConfig::new("").handle_max, ByteSize::ZERO);
     let total = usize::try_from(LIVE.get() >> 20)?;
+    let bed = Bed::open(granule)?;
+    let blocks = bed.fill(std::iter::repeat_n(512, total / 512))?;
+    let (calls, _) = bed.sleep_and_wake()?;
+    figures.add("gpu.wake.small_handles.calls", calls as f64, "calls");
+    drop(blocks);
+    bed.close()?;
+
+    let bed = Bed::open(default)?;
     let blocks = bed.fill(std::iter::repeat_n(512, total / 512))?;
     let (calls, first) = bed.sleep_and_wake()?;
     figures.at_most("gpu.wake.calls", calls as f64, "calls", 2_500.0);
@@ -72,7 +81,7 @@ pub(crate) fn measure(figures: &mut Figures) -> Result<(), BoxError> {
     bed.close()?;
 
     // Small blocks adjoin, and share granules.
-    let bed = Bed::open()?;
+    let bed = Bed::open(default)?;
     let blocks = bed.fill(std::iter::repeat_n(5, total / 5))?;
     let (calls, _) = bed.sleep_and_wake()?;
     figures.add("gpu.wake.small_blocks.calls", calls as f64, "calls");
@@ -80,7 +89,7 @@ pub(crate) fn measure(figures: &mut Figures) -> Result<(), BoxError> {
     bed.close()?;
 
     // Each block of 40 MiB is followed by a hole of 5 %.
-    let bed = Bed::open()?;
+    let bed = Bed::open(default)?;
     let sizes = (0..2 * BLOCKS).map(|nth| if nth % 2 == 0 { 40 } else { 2 });
     let mut blocks = bed.fill(sizes)?;
     let mut nth = 0;

@@ -23,6 +23,7 @@ pub(super) const BENCHES: &[Bench] = &[
     Bench {
         arguments: "bench --locked --bench gpu -- --part wake",
         figures: &[
+            ("gpu.wake.small_handles.calls", None),
             ("gpu.wake.calls", None),
             ("gpu.wake.bytes_before_first_copy", None),
             ("gpu.wake.small_blocks.calls", None),
