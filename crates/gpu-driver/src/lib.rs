@@ -187,9 +187,9 @@ pub unsafe trait Driver: fmt::Debug + Send + Sync {
     /// Moves the memory of a committed part, whole handles as for [`Driver::decommit`], to a bare
     /// part of the same or another reservation of this driver. `from` is bare afterwards.
     ///
-    /// The memory is never released in between, so no other process can take it. The contents of
-    /// `to` are unspecified (`cuMemMap` of the same handles, `cuMemSetAccess`, then `cuMemUnmap` of
-    /// the old place).
+    /// The memory is never released in between, so no other process can take it, and its contents
+    /// move with it (`cuMemMap` of the same handles, `cuMemSetAccess`, then `cuMemUnmap` of the old
+    /// place).
     ///
     /// # Safety
     /// For `from` as for [`Driver::decommit`], for `to` as for [`Driver::commit`].

@@ -332,7 +332,8 @@ unsafe impl Driver for FaultInjectingDriver {
         Ok(())
     }
 
-    /// Supported if the capability is set: a decommit and a commit, with no other call in between.
+    /// Supported if the capability is set: a commit, a copy and a decommit, with no other call in
+    /// between.
     unsafe fn remap(
         &self,
         from: DeviceAddress,
@@ -362,6 +363,8 @@ unsafe impl Driver for FaultInjectingDriver {
         drop(seen);
         // SAFETY: `to` is bare and in a reservation of the host driver's (contract of this call).
         unsafe { self.host.commit(to, size, handle) }?;
+        // SAFETY: both are committed, and nothing else uses them (contract of this call).
+        unsafe { self.host.copy(from, to, size) }?;
         // SAFETY: `from` is committed, and every use of it complete (contract of this call).
         unsafe { self.host.decommit(from, size, handle) }
     }

@@ -17,9 +17,13 @@ use lowtide_core::decay::DecayTime;
 /// The default maximum size of a handle.
 const HANDLE_MAX: ByteSize = ByteSize::mib(64);
 
+/// The default minimum number of handles.
+const HANDLES_MIN: u32 = 64;
+
 /// The default size of a thread cache: one block of each size from 1 to 128 MiB that is a power of
-/// two, as in a benchmark of cuArena. All caches together cost no more memory than this.
-const FRONT: ByteSize = ByteSize::mib(256);
+/// two, as in a benchmark of cuArena. An arena that needs to commit memory first empties caches
+/// that together hold more than this.
+const THREAD_CACHE: ByteSize = ByteSize::mib(256);
 
 /// The configuration of a device arena.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -40,10 +44,14 @@ pub struct ArenaConfig {
     pub granule: Option<ByteSize>,
     /// The maximum size of a handle, which a driver with handles allocates and releases as a whole
     /// ([`Capabilities::handles`](crate::driver::Capabilities::handles)): the cost of a commit
-    /// grows with the number of handles. Larger handles than a granule are used for a block that
-    /// covers them, and for adjoining blocks on a wake. Default: 64 MiB, the maximum of NVIDIA
-    /// DALI. At most a 64th of the committed memory. Less than two granules: each granule is one.
+    /// grows with the number of handles. Blocks that cover several granules, and adjoining blocks
+    /// on a wake, get handles of more than one granule. Default: 64 MiB, the maximum of NVIDIA
+    /// DALI. Below two granules, 0 included, each handle is one granule.
     pub handle_max: ByteSize,
+    /// The minimum number of handles: each has at most this part of the committed memory. An idle
+    /// granule in a handle in use cannot leave, so a few large handles would waste much of a small
+    /// arena. Default: 64. 0 and 1: no such limit.
+    pub handles_min: u32,
     /// Time that idle memory stays. Memory used within this time is not released, and idle memory
     /// stays at most a sixteenth longer. jemalloc's curve, which releases half of the memory by
     /// half of the time, would make driver calls in each pause; on a device these are expensive.
@@ -79,9 +87,10 @@ impl ArenaConfig {
             reserve: RESERVE,
             granule: None,
             handle_max: HANDLE_MAX,
+            handles_min: HANDLES_MIN,
             decay: DECAY,
             growth: Growth::SameAsRequested,
-            thread_cache: FRONT,
+            thread_cache: THREAD_CACHE,
             history: 0,
             sleep: SleepConfig::default(),
             recorder: None,
@@ -90,8 +99,9 @@ impl ArenaConfig {
 
     /// Returns the settings of the state.
     pub(crate) fn state_config(&self) -> StateConfig {
-        let Self { limit, handle_max, decay, growth, sleep, .. } = *self;
-        StateConfig { name: self.name.clone(), limit, handle_max, decay, growth, sleep }
+        let Self { limit, handle_max, handles_min, decay, growth, sleep, .. } = *self;
+        let name = self.name.clone();
+        StateConfig { name, limit, handle_max, handles_min, decay, growth, sleep }
     }
 }
 

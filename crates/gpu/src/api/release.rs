@@ -71,7 +71,7 @@ impl DeviceArena {
         let (given, released, next) = inner.run(async |port| {
             let ages = port.with(|state| state.aging.ages(now));
             let mut given = give_back(port, u64::MAX, Some(ages)).await;
-            given.granules += release_stuck(port).await;
+            given.granules += release_stuck(port, Some(ages)).await;
             port.with(|state| {
                 state.set_looked(now, given.error.is_some());
                 let released = ByteSize::new(state.bytes_of(given.granules));
@@ -191,7 +191,14 @@ impl DeviceArena {
         inner.look_for_ends(true)?;
         inner.release_imports();
         let (released, error) = inner.run(async |port| {
-            let (granules, error) = release_down_to(port, keep).await;
+            let (mut granules, error) = release_down_to(port, keep).await;
+            // Each turn but the last divides a handle. New handles are stuck in none.
+            while error.is_none() && port.with(|state| state.backed()) > keep.get() {
+                match release_stuck(port, None).await {
+                    0 => break,
+                    released => granules += released,
+                }
+            }
             port.with(|state| {
                 let bytes = state.bytes_of(granules);
                 note(state, bytes);
@@ -224,6 +231,8 @@ impl ArenaInner {
         let again = state.aging.looked_at() + LOOK_AGAIN;
         // A store that the driver does not free stays due.
         let due = due.min(stores::store_due(state).max(again));
+        // A handle that cannot be divided now stays due.
+        let due = due.min(state.stuck_due().max(again));
         // Uses that no event proves wait for a call of the program, which checks them itself.
         let is_pending = state.pending() > 0 && state.streams.is_provable();
         if sleeps_empty(state) {

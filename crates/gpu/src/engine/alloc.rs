@@ -281,11 +281,7 @@ fn next_commit(
 }
 
 /// Commits marked runs in order until one fails, and records every result.
-pub(super) async fn commit(
-    port: &Port<'_>,
-    region: Region,
-    runs: Vec<Run>,
-) -> Result<(), DriverError> {
+async fn commit(port: &Port<'_>, region: Region, runs: Vec<Run>) -> Result<(), DriverError> {
     let mut outcome = Ok(());
     let mut runs = runs.into_iter();
     let mut next = runs.next();

@@ -325,18 +325,29 @@ pub(crate) async fn complete_pending(port: &Port<'_>) -> Result<(), DeviceError>
     Ok(())
 }
 
-/// Waits by events until no work uses live blocks, and records that in [`MoveState`]. Makes no call
-/// if it is known and `again` is not set. Leases may be granted meanwhile; then nothing is
-/// recorded. Uses of freed memory on unknown streams do not matter here.
+/// The way to prove that no work uses live blocks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Proof {
+    /// Queries events, and waits for nothing.
+    Query,
+    /// Waits for events, unless it is known.
+    Wait,
+    /// Waits for events in any case, because raw blocks are used without a lease.
+    WaitAgain,
+}
+
+/// Proves by events that no work uses live blocks, and records that in [`MoveState`]. Makes no call
+/// if it is known. Leases may be granted meanwhile; then nothing is recorded. Uses of freed memory
+/// on unknown streams do not matter here.
 ///
 /// Returns `false` if events cannot prove it: a stream is unknown or ended without an event, or
-/// captures a graph, which a wait would invalidate.
+/// captures a graph, which a wait would invalidate; or if work is queried and not complete.
 ///
 /// # Errors
 /// The driver's.
 ///
 /// [`MoveState`]: crate::state::moves::MoveState
-pub(super) async fn complete_live(port: &Port<'_>, again: bool) -> Result<bool, DriverError> {
+pub(super) async fn complete_live(port: &Port<'_>, proof: Proof) -> Result<bool, DriverError> {
     if !port.with(|state| state.capabilities.asynchronous) {
         return Ok(true);
     }
@@ -347,7 +358,7 @@ pub(super) async fn complete_live(port: &Port<'_>, again: bool) -> Result<bool, 
     let is_known = |state: &mut ArenaState| {
         state.moves.is_proved() && state.streams.unfinished().next().is_none()
     };
-    if !again && port.with(is_known) {
+    if proof != Proof::WaitAgain && port.with(is_known) {
         return Ok(true);
     }
     let leases = port.with(|state| state.unleased());
@@ -368,9 +379,15 @@ pub(super) async fn complete_live(port: &Port<'_>, again: bool) -> Result<bool, 
             // The stream has ended without an event.
             Wait::Record(_) | Wait::Context => return Ok(false),
         };
-        let waited = port.does(CallKind::WaitForEvent { event: event.handle }).await;
+        let is_complete = if proof == Proof::Query {
+            port.asks(CallKind::QueryEvent { event: event.handle }).await
+        } else {
+            port.does(CallKind::WaitForEvent { event: event.handle }).await.map(|()| true)
+        };
         port.with(|state| state.streams.release_event(event));
-        waited?;
+        if !is_complete? {
+            return Ok(false);
+        }
         mark_complete(port, Use { epoch, ..of });
     }
     port.with(|state| {

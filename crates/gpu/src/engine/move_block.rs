@@ -21,7 +21,7 @@
 use super::alloc::ensure_committed;
 use super::call::CallKind;
 use super::compact::hold;
-use super::completion::{complete_live, leave_stream, own_stream};
+use super::completion::{Proof, complete_live, leave_stream, own_stream};
 use super::port::Port;
 use crate::driver::{DeviceAddress, DriverError, StreamHandle};
 use crate::state::arena::ArenaState;
@@ -40,7 +40,7 @@ use lowtide_core::clock::Clock;
 
 /// The number of waits for work that leases let in, before a batch is given up as busy. A guess:
 /// each is as long as that work.
-pub(super) const ROUNDS_MAX: usize = 3;
+const ROUNDS_MAX: usize = 3;
 
 /// A block that moved.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -193,8 +193,9 @@ async fn prepare(
         batch.stream = Some(own_stream(port).await?);
     }
     let has_raw = batch.taken.iter().any(|taken| taken.is_raw);
+    let proof = if has_raw { Proof::WaitAgain } else { Proof::Wait };
     for _ in 0..ROUNDS_MAX {
-        if !complete_live(port, has_raw).await? {
+        if !complete_live(port, proof).await? {
             batch.outcome.skipped += batch.taken.len() as u64;
             return Ok(batch.refuse(Refusal::Unprovable));
         }
@@ -225,6 +226,8 @@ fn take_place(
     let is_raw = state.raw.get(at).is_some();
     let active = state.active();
     let placed = state.region_mut(region).take_room(span).ok_or(Refused::Skipped)?;
+    // Its handle is not divided meanwhile.
+    state.region_mut(region).pins.begin_operation(placed.id);
     let wanting = state.region(region).segment.wanting(span);
     let active = state.active() - active + state.bytes_of(wanting);
     Ok(Taken { id, made, placed, active, is_raw })
@@ -274,6 +277,7 @@ impl Batch {
     /// Returns a taken place, and counts its block as skipped.
     fn skip(&mut self, state: &mut ArenaState, nth: usize, clock: &dyn Clock) {
         let taken = self.taken.remove(nth);
+        state.region_mut(self.options.region).pins.end_operation(taken.placed.id);
         state.cancel_placement(self.options.region, taken.placed, Claim::default(), clock);
         self.outcome.skipped += 1;
     }
@@ -281,6 +285,7 @@ impl Batch {
     /// Returns all taken places.
     fn cancel_all(&mut self, state: &mut ArenaState, clock: &dyn Clock) {
         for taken in self.taken.drain(..) {
+            state.region_mut(self.options.region).pins.end_operation(taken.placed.id);
             state.cancel_placement(self.options.region, taken.placed, Claim::default(), clock);
         }
     }
@@ -408,6 +413,7 @@ async fn end(port: &Port<'_>, batch: &mut Batch, copies: Copies) {
         let uses = stream.map(|key| Uses::of([state.streams.use_now(key)]));
         let moving = state.moves.moving.take();
         for (nth, taken) in std::mem::take(&mut batch.taken).into_iter().enumerate() {
+            state.region_mut(batch.options.region).pins.end_operation(taken.placed.id);
             let freed = moving.as_ref().and_then(|moving| moving.freed(taken.id));
             let of = contents.get(nth).copied();
             if of == Some(Copied::Whole) {

@@ -30,11 +30,11 @@ use lowtide_core::log;
 
 /// The granules of one driver call: the source and the target of the memory.
 #[derive(Clone, Copy, Debug)]
-struct Pair {
-    from: Leaving,
-    region: Region,
-    to: Run,
-    at: DeviceAddress,
+pub(super) struct Pair {
+    pub(super) from: Leaving,
+    pub(super) region: Region,
+    pub(super) to: Run,
+    pub(super) at: DeviceAddress,
 }
 
 /// The result of a remap.
@@ -145,7 +145,7 @@ fn age_of_oldest(state: &ArenaState, granules: u64, ages: Ages) -> Option<u32> {
 }
 
 /// Records the result of a remap.
-fn end_remap(state: &mut ArenaState, pair: Pair, done: bool, clock: &dyn Clock) {
+pub(super) fn end_remap(state: &mut ArenaState, pair: Pair, done: bool, clock: &dyn Clock) {
     let Pair { from, region, to, at } = pair;
     state.region_mut(from.region).end_leave(from.run, done);
     state.region_mut(region).segment.end_arrive(to, done);

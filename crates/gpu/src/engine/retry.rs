@@ -11,6 +11,7 @@
 use super::alloc::ATTEMPTS_BESIDE;
 use super::completion::complete_all;
 use super::port::{CallbackTurn, Called, Port, ShutCaches};
+use super::split::release_stuck;
 use crate::state::failure::{AllocFailure, Cause};
 use crate::state::region::{Region, Search};
 use crate::types::error::DeviceError;
@@ -34,6 +35,10 @@ pub(super) async fn run_ladder<T>(
     }
     if outcome.as_ref().is_err_and(AllocFailure::is_shortage) {
         outcome = after_pending(port, &attempt).await;
+    }
+    if outcome.as_ref().is_err_and(AllocFailure::is_shortage) && release_stuck(port, None).await > 0
+    {
+        outcome = attempt(Search::Cheapest).await;
     }
     outcome = match outcome {
         Err(failure) if failure.is_shortage() => {

@@ -1,27 +1,33 @@
 //! Releases the idle memory of handles that blocks touch in part.
 //!
-//! A handle leaves as a whole, so its idle granules are stuck while a block touches another one. If
-//! more than a hundredth of the committed memory is stuck, the contents of a handle are copied out,
-//! the handle is released, and the granules that blocks touch get handles of their own, at the same
-//! addresses and with the same contents.
+//! A handle leaves as a whole, so its idle granules are stuck while a block touches another one. A
+//! division copies the granules that blocks touch to new memory, in handles of one granule, releases
+//! the handle, and moves the new memory to the same addresses ([`Driver::remap`]). From the first
+//! call on nothing is allocated, so another process cannot prevent the end. A decay divides handles
+//! if more than a hundredth of the committed memory is stuck and has expired; a purge, and an
+//! allocation that is short of memory, divide all they can.
 //!
 //! It is like a move of the blocks ([`move_block`](super::move_block)) to the place where they are:
 //! no lease is held meanwhile, entering waits for the end of one handle, and a block that may not
-//! move keeps its handle.
+//! move keeps its handle. It does not wait for work: while work may use a block, every handle
+//! stays. Without room for the new memory, or without remaps, handles stay as well.
 //!
-//! If memory for the touched granules cannot be committed again, or their contents cannot be
-//! copied, the contents are lost; then every further use of the blocks is an error.
+//! If the driver fails after it has released the handle, the contents are lost; then every further
+//! use of the blocks is an error.
 //!
 //! Invariant: a block is whole at its address, or known to be lost.
+//!
+//! [`Driver::remap`]: crate::driver::Driver::remap
 
-use super::alloc::{commit, ensure_committed};
 use super::call::CallKind;
 use super::compact::hold;
-use super::completion::complete_live;
-use super::move_block::{ROUNDS_MAX, is_busy};
+use super::completion::{Proof, complete_live};
+use super::move_block::is_busy;
 use super::port::Port;
+use super::remap::{Pair, end_remap};
 use crate::driver::{DeviceAddress, DriverError};
 use crate::index::Span;
+use crate::state::aging::Ages;
 use crate::state::arena::ArenaState;
 use crate::state::compact::plan::Hold;
 use crate::state::moves::MovingBatch;
@@ -43,7 +49,7 @@ struct Split {
     handle: Leaving,
     /// The granules that blocks touched at the start, in runs.
     touched: Vec<Run>,
-    /// The place for their contents meanwhile.
+    /// The new memory.
     scratch: Placement,
 }
 
@@ -53,52 +59,84 @@ struct Failure {
     is_lost: bool,
 }
 
-/// Divides handles until no more than a hundredth of the committed memory is stuck, or none can be
-/// divided. Returns the number of granules released. A failure is logged.
-pub(crate) async fn release_stuck(port: &Port<'_>) -> u64 {
+/// Divides handles. With ages, only if too much memory is stuck, and only handles whose idle
+/// memory has expired. Returns the number of granules released; 0 if no handle can be divided now.
+/// A failure is logged.
+pub(crate) async fn release_stuck(port: &Port<'_>, ages: Option<Ages>) -> u64 {
     let mut granules = 0;
     for _ in 0..HANDLES_MAX {
-        let Some(handle) = port.with(|state| choose(state)) else { break };
-        let Some(released) = split(port, handle).await else { break };
+        if !port.with(|state| may_begin(state, ages)) {
+            break;
+        }
+        if !complete_live(port, Proof::Query).await.unwrap_or(false) {
+            break;
+        }
+        let Some(handle) = port.with(|state| choose(state, ages)) else {
+            port.with(|state| state.is_undividable = true);
+            break;
+        };
+        let Some(released) = split(port, handle).await else {
+            port.with(|state| state.is_undividable = true);
+            break;
+        };
         granules += released;
     }
     granules
 }
 
+/// Returns `true` if handles may be divided at all.
+fn may_begin(state: &ArenaState, ages: Option<Ages>) -> bool {
+    let is_wanted = if ages.is_some() { state.is_stuck() } else { state.stuck() > 0 };
+    is_wanted && state.capabilities.remap && !is_busy(state) && !state.sleep.may_be_copied()
+}
+
 /// Returns the handle with the most stuck memory of those whose blocks may move.
-fn choose(state: &ArenaState) -> Option<Leaving> {
-    if !state.is_stuck() || is_busy(state) || state.sleep.may_be_copied() {
-        return None;
-    }
-    let handles = Region::ALL.into_iter().flat_map(|region| {
-        let stuck = state.region(region).segment.stuck_handles();
-        stuck.into_iter().map(move |(run, idle)| (region, run, idle))
-    });
-    let mut handles: Vec<_> = handles.collect();
-    handles.sort_by_key(|&(.., idle)| std::cmp::Reverse(idle));
-    let mut handles = handles.into_iter();
-    let (region, run, _) = handles.find(|&(region, run, _)| may_divide(state, region, run))?;
-    Some(state.region(region).leaving(region, run))
+fn choose(state: &ArenaState, ages: Option<Ages>) -> Option<Leaving> {
+    let best = |region: Region| {
+        let of = state.region(region);
+        let mut handles = of.segment.stuck_handles(ages);
+        if handles.is_empty() {
+            return None;
+        }
+        handles.sort_by_key(|&(_, idle)| std::cmp::Reverse(idle));
+        let blocks: Vec<_> = of.live_blocks().collect();
+        let found = |&(run, _): &(Run, u64)| may_divide(state, region, run, &blocks);
+        handles.into_iter().find(found).map(|(run, idle)| (of.leaving(region, run), idle))
+    };
+    let best = Region::ALL.into_iter().filter_map(best).max_by_key(|&(_, idle)| idle);
+    best.map(|(handle, _)| handle)
 }
 
 /// Returns `true` if every block that touches a handle may move, and nothing there is pending.
-fn may_divide(state: &ArenaState, region: Region, handle: Run) -> bool {
+/// `blocks` are the blocks of the region in address order.
+fn may_divide(
+    state: &ArenaState,
+    region: Region,
+    handle: Run,
+    blocks: &[(Span, BlockName)],
+) -> bool {
     let options = CompactOptions::new(region);
     let span = span_of(state, region, handle);
-    let moves = |&(span, id): &(Span, BlockName)| {
-        matches!(hold(state, options, id, span), Hold::Moves { .. })
-    };
-    let region = state.region(region);
-    region.pending.is_clear(span) && region.blocks_over(span).all(|block| moves(&block))
+    let mut blocks = over(blocks, span).iter();
+    state.region(region).pending.is_clear(span)
+        && blocks.all(|&(span, id)| matches!(hold(state, options, id, span), Hold::Moves { .. }))
+}
+
+/// Returns those of the blocks, in address order, that overlap a span.
+fn over(blocks: &[(Span, BlockName)], of: Span) -> &[(Span, BlockName)] {
+    let first = blocks.partition_point(|(span, _)| span.end() <= of.offset);
+    let end = blocks.partition_point(|(span, _)| span.offset < of.end());
+    &blocks[first..end]
 }
 
 /// Divides a handle. Returns the number of granules released; `None` if it stays.
 async fn split(port: &Port<'_>, handle: Leaving) -> Option<u64> {
+    let region = handle.region;
     let scratch = take_scratch(port, handle).await?;
     let mut released = None;
-    if let Some(split) = begin(port, handle, scratch).await {
+    if let Some(split) = port.with(|state| begin(state, handle, scratch)) {
         let divided = divide(port, &split).await;
-        port.with(|state| end(port, state, handle.region, divided.as_ref().err()));
+        port.with(|state| end(port, state, region, divided.as_ref().err()));
         match divided {
             Ok(()) => released = Some(handle.run.granules() - sum_of(&split.touched)),
             Err(Failure { error, is_lost }) => {
@@ -108,101 +146,118 @@ async fn split(port: &Port<'_>, handle: Leaving) -> Option<u64> {
             }
         }
     }
-    port.with(|state| {
-        state.region_mut(handle.region).pins.end_operation(scratch.id);
-        state.cancel_placement(handle.region, scratch, Claim::default(), port.clock);
-    });
+    return_scratch(port, region, scratch);
     released
 }
 
-/// Takes a place for the contents of a handle, and commits it. Returns `None` if there is no room.
+/// Takes a place without memory, and commits it in handles of one granule. Returns `None` if there
+/// is no room.
 async fn take_scratch(port: &Port<'_>, handle: Leaving) -> Option<Placement> {
     let region = handle.region;
-    let scratch = port.with(|state| {
+    let (scratch, run) = port.with(|state| {
         let touched = state.region(region).segment.touched_runs(handle.run);
         let size = ByteSize::new(state.bytes_of(sum_of(&touched)));
+        if state.over_limit(size.get()) > 0 {
+            return None;
+        }
         let wanted = AllocRequest::new(size, ByteSize::new(state.bytes_of(1)))?;
-        let beside = span_of(state, region, handle.run);
-        let scratch = state.region_mut(region).place_beside(wanted, beside)?;
+        let scratch = state.region_mut(region).place_bare(wanted)?;
         state.region_mut(region).pins.begin_operation(scratch.id);
-        Some(scratch)
+        let mut runs = state.begin_commit(region, scratch.span, size.get(), (false, false));
+        debug_assert_eq!(runs.len(), 1, "all of it was bare, in one half");
+        Some((scratch, runs.pop()?))
     })?;
-    if ensure_committed(port, region, scratch.span).await.is_ok() {
+    let Leaving { at, size, handle, .. } =
+        port.with(|state| state.region(region).leaving(region, run));
+    let committed = port.does(CallKind::Commit { at, size, handle }).await;
+    port.with(|state| state.end_commit(region, run, committed.is_ok(), port.clock));
+    if committed.is_ok() {
         return Some(scratch);
     }
+    return_scratch(port, region, scratch);
+    None
+}
+
+fn return_scratch(port: &Port<'_>, region: Region, scratch: Placement) {
     port.with(|state| {
         state.region_mut(region).pins.end_operation(scratch.id);
         state.cancel_placement(region, scratch, Claim::default(), port.clock);
     });
-    None
 }
 
-/// Waits until no work uses live blocks, and marks the handle as leaving and its blocks as moving.
-async fn begin(port: &Port<'_>, handle: Leaving, scratch: Placement) -> Option<Split> {
-    for _ in 0..ROUNDS_MAX {
-        if !complete_live(port, false).await.unwrap_or(false) {
-            return None;
-        }
-        let begun = port.with(|state| {
-            let is_proved = state.moves.is_proved() && state.sleep.is_use_known();
-            if state.capabilities.asynchronous && !is_proved {
-                return Some(None); // a lease was granted meanwhile
-            }
-            try_begin(state, handle, scratch).map(Some)
-        })?;
-        if let Some(split) = begun {
-            return Some(split);
-        }
-    }
-    None
-}
-
-/// Marks the handle and its blocks, if they are still as they were chosen.
-fn try_begin(state: &mut ArenaState, handle: Leaving, scratch: Placement) -> Option<Split> {
+/// Marks the handle as leaving and its blocks as moving, if they are still as they were chosen, and
+/// no work uses live blocks.
+fn begin(state: &mut ArenaState, handle: Leaving, scratch: Placement) -> Option<Split> {
     let Leaving { region, run, .. } = handle;
+    let is_proved = state.moves.is_proved() && state.sleep.is_use_known();
+    if (state.capabilities.asynchronous && !is_proved)
+        || is_busy(state)
+        || state.sleep.may_be_copied()
+    {
+        return None;
+    }
     let segment = &state.region(region).segment;
     let span = span_of(state, region, run);
     let touched = segment.touched_runs(run);
     let is_same = segment.handle_of(run.range().start) == run.range() && segment.is_committed(span);
-    let fits = state.bytes_of(sum_of(&touched)) <= scratch.span.size;
-    let is_free = !is_busy(state) && !state.sleep.may_be_copied();
-    if !(is_same && fits && is_free && may_divide(state, region, run)) {
+    let fits = state.bytes_of(sum_of(&touched)) == scratch.span.size;
+    let blocks: Vec<_> = state.region(region).live_blocks().collect();
+    if !(is_same && fits && may_divide(state, region, run, &blocks)) {
         return None;
     }
-    let blocks: Vec<_> = state.region(region).blocks_over(span).map(|(_, id)| id).collect();
-    state.moves.moving = Some(MovingBatch::new(region, blocks.into_iter()));
+    let ids: Vec<_> = over(&blocks, span).iter().map(|&(_, id)| id).collect();
+    state.moves.moving = Some(MovingBatch::new(region, ids.into_iter()));
     state.region_mut(region).begin_part(run);
     Some(Split { handle, touched, scratch })
 }
 
-/// Copies the contents out, replaces the handle, and copies them back.
+/// Copies the contents to the new memory, releases the handle, and moves the new memory to where
+/// the contents were.
 async fn divide(port: &Port<'_>, split: &Split) -> Result<(), Failure> {
-    let Leaving { region, at, size, handle, .. } = split.handle;
-    let stays = |port: &Port<'_>| {
-        port.with(|state| state.end_leave(split.handle, false, port.clock));
-    };
+    let Leaving { at, size, handle, .. } = split.handle;
     if let Err(error) = copy(port, split, Direction::Out).await {
-        stays(port);
+        port.with(|state| state.end_leave(split.handle, false, port.clock));
         return Err(Failure { error, is_lost: false });
     }
     if let Err(error) = port.does(CallKind::Decommit { at, size, handle }).await {
         // The handle is still there, without its contents.
-        stays(port);
         let is_lost = copy(port, split, Direction::Back).await.is_err();
+        port.with(|state| state.end_leave(split.handle, false, port.clock));
         return Err(Failure { error, is_lost });
     }
-    let runs = port.with(|state| {
-        state.end_leave(split.handle, true, port.clock);
-        let segment = &mut state.region_mut(region).segment;
-        let runs = split.touched.iter().flat_map(|&run| segment.begin_commit_of(run));
-        runs.collect()
-    });
-    let lost = |error| Failure { error, is_lost: true };
-    commit(port, region, runs).await.map_err(lost)?;
-    copy(port, split, Direction::Back).await.map_err(lost)
+    let mut failure = None;
+    for pair in port.with(|state| begin_remaps(port, state, split)) {
+        let Leaving { at: from, size, handle, .. } = pair.from;
+        if failure.is_none() {
+            failure = port.does(CallKind::Remap { from, to: pair.at, size, handle }).await.err();
+        }
+        port.with(|state| end_remap(state, pair, failure.is_none(), port.clock));
+    }
+    failure.map_or(Ok(()), |error| Err(Failure { error, is_lost: true }))
 }
 
-/// The direction of a copy: from the handle to the scratch memory, or back.
+/// Records that the handle is released, and marks the new memory as leaving for the granules that
+/// blocks touch. Returns the runs in pairs of the same length.
+fn begin_remaps(port: &Port<'_>, state: &mut ArenaState, split: &Split) -> Vec<Pair> {
+    let Split { handle, touched, scratch } = split;
+    state.end_leave(*handle, true, port.clock);
+    let of = state.region_mut(handle.region);
+    let mut first = of.segment.granules_of(scratch.span).start;
+    let mut pairs = Vec::with_capacity(touched.len());
+    for run in touched {
+        let count = run.range().len();
+        let from = Run::of(&(first..first + count));
+        first += count;
+        of.begin_part(from);
+        of.segment.begin_arrive_of(*run);
+        let (at, _) = of.segment.place_of(*run);
+        let from = of.leaving(handle.region, from);
+        pairs.push(Pair { from, region: handle.region, to: *run, at });
+    }
+    pairs
+}
+
+/// The direction of a copy: from the handle to the new memory, or back.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Direction {
     Out,

@@ -41,10 +41,6 @@ use lowtide_core::decay::DecayTime;
 /// unbounded. A guess, to be measured per driver.
 const RUN_MAX: ByteSize = ByteSize::gib(1);
 
-/// The part of the committed memory that one handle may have: a 64th. An idle granule in a handle
-/// in use cannot leave, so a few large handles would waste much of a small arena.
-const HANDLE_PART: u64 = 64;
-
 /// The part of the committed memory that may be idle in handles in use: a hundredth.
 const STUCK_PART: u64 = 100;
 
@@ -71,8 +67,11 @@ pub(crate) struct ArenaState {
     pub(crate) leases: u32,
     pub(crate) sleep: Sleep,
     pub(crate) limit: ByteSize,
-    /// The maximum size of a handle, if the arena is large enough.
+    /// The maximum size of a handle, and the minimum number of handles.
     handle_max: u64,
+    handles_min: u64,
+    /// `true` if no handle could be divided since memory last became idle.
+    pub(crate) is_undividable: bool,
     pub(crate) totals: Totals,
     live_peak: u64,
     committed_peak: u64,
@@ -114,6 +113,8 @@ impl ArenaState {
             sleep: Sleep::new(now, &config.sleep),
             limit: config.limit,
             handle_max: config.handle_max.get(),
+            handles_min: u64::from(config.handles_min).max(1),
+            is_undividable: false,
             totals: Totals::default(),
             live_peak: 0,
             committed_peak: 0,
@@ -165,10 +166,20 @@ impl ArenaState {
         self.total(|region| region.segment.idle() - region.segment.stuck())
     }
 
+    /// Returns the bytes of idle memory that cannot leave.
+    pub(crate) fn stuck(&self) -> u64 {
+        self.total(|region| region.segment.stuck())
+    }
+
     /// Returns `true` if too much idle memory cannot leave.
     pub(crate) fn is_stuck(&self) -> bool {
-        let stuck = self.total(|region| region.segment.stuck());
-        stuck > self.backed() / STUCK_PART
+        self.stuck() > self.backed() / STUCK_PART
+    }
+
+    /// Returns the time of the next check of memory that cannot leave.
+    pub(crate) fn stuck_due(&self) -> Moment {
+        let may_leave = self.is_stuck() && self.leases == 0 && !self.is_undividable;
+        if may_leave { self.aging.due() } else { Moment::NEVER }
     }
 
     pub(crate) fn committing(&self) -> u64 {
@@ -198,7 +209,7 @@ impl ArenaState {
     /// Returns the maximum number of granules of a handle, if this many bytes are committed.
     pub(crate) fn handle_max(&self, committed: u64) -> usize {
         let most = if self.capabilities.handles { self.handle_max } else { 0 };
-        let granules = most.min(committed / HANDLE_PART) / self.granularity;
+        let granules = most.min(committed / self.handles_min) / self.granularity;
         usize::try_from(granules).unwrap_or(usize::MAX).max(1)
     }
 
@@ -497,8 +508,7 @@ impl ArenaState {
 
     /// Returns the time of the next check.
     pub(crate) fn due(&self) -> Moment {
-        let is_stuck = self.leases == 0 && self.is_stuck();
-        if self.releasable() == 0 && !is_stuck { Moment::NEVER } else { self.aging.due() }
+        if self.releasable() == 0 { Moment::NEVER } else { self.aging.due() }
     }
 
     /// Schedules the check after one at `now`. `failed` is `true` if the driver failed.
@@ -584,6 +594,7 @@ impl ArenaState {
 
     /// Records that granules of a span became idle.
     pub(crate) fn note_idle(&mut self, region: Region, span: Span, clock: &dyn Clock) {
+        self.is_undividable = false;
         if let Some(stamp) = self.aging.note_idle(|| clock.now()) {
             self.region_mut(region).segment.stamp(span, stamp);
             self.events.push_at(self.aging.latest(), || ArenaEvent::Idle);

@@ -152,15 +152,22 @@ impl Backing {
         }
     }
 
-    /// Like [`Segment::stuck_handles`].
-    pub(crate) fn stuck_handles(&self) -> Vec<(Run, u64)> {
-        self.reserved_segment().map_or_else(Vec::new, Segment::stuck_handles)
+    /// Like [`Segment::is_in_one_half`].
+    pub(crate) fn is_in_one_half(&self, span: Span) -> bool {
+        self.reserved_segment().is_some_and(|segment| segment.is_in_one_half(span))
     }
 
-    /// Like [`Segment::begin_commit_of`].
-    pub(crate) fn begin_commit_of(&mut self, run: Run) -> Vec<Run> {
-        let segment = self.reserved_mut();
-        segment.map_or_else(Vec::new, |segment| segment.begin_commit_of(run))
+    /// Like [`Segment::stuck_handles`].
+    pub(crate) fn stuck_handles(&self, ages: Option<Ages>) -> Vec<(Run, u64)> {
+        let segment = self.reserved_segment();
+        segment.map_or_else(Vec::new, |segment| segment.stuck_handles(ages))
+    }
+
+    /// Like [`Segment::begin_arrive_of`].
+    pub(crate) fn begin_arrive_of(&mut self, run: Run) {
+        if let Some(segment) = self.reserved_mut() {
+            segment.begin_arrive_of(run);
+        }
     }
 
     /// Like [`Segment::handle_of`].

@@ -159,14 +159,26 @@ impl Granules {
         self.idle_ages(ages).max()
     }
 
-    /// Returns the age of each granule that may leave. Takes a step for each of them, and for each
-    /// 64 granules.
+    /// Returns the age of each granule that may leave: that of its handle, which is as old as its
+    /// youngest granule. Takes a step for each of them, and for each 64 granules.
     pub(crate) fn idle_ages(&self, ages: Ages) -> impl Iterator<Item = u32> {
         let words = self.words.iter().enumerate().take(self.idle_end.div_ceil(64));
         let idle =
             words.flat_map(|(at, word)| bits(word.may_leave()).map(move |bit| at * 64 + bit));
-        let idle = idle.filter(|&granule| self.stuck == 0 || !self.is_stuck(granule));
-        idle.map(move |granule| ages.of(Stamp::new(self.partly[granule])))
+        let age = move |granule: usize| ages.of(Stamp::new(self.partly[granule]));
+        // The handle and the age of the granule before.
+        let mut last = (0..0, None);
+        idle.filter_map(move |granule| {
+            if self.joined == 0 {
+                return Some(age(granule));
+            }
+            if !last.0.contains(&granule) {
+                let handle = self.handle_of(granule);
+                let leaves = handle.clone().all(|granule| self.leaves(granule, None));
+                last = (handle.clone(), handle.map(age).min().filter(|_| leaves));
+            }
+            last.1
+        })
     }
 
     /// Returns `true` if a block covers any byte of the granule.
@@ -561,14 +573,20 @@ impl Granules {
         handles.iter().flatten().map(stuck).sum()
     }
 
-    /// Calls `each` with every handle that has stuck granules, and the number of these.
-    pub(crate) fn stuck_handles(&self, mut each: impl FnMut(Range<usize>, u64)) {
+    /// Calls `each` with every committed handle that has stuck granules, and the number of these;
+    /// with ages, only if all its idle granules have expired.
+    pub(crate) fn stuck_handles(
+        &self,
+        ages: Option<Ages>,
+        mut each: impl FnMut(Range<usize>, u64),
+    ) {
         let mut at = 0;
         while self.stuck > 0 && at < self.known() {
             let handle = self.handle_of(at);
             at = handle.end;
             let stuck = self.stuck_in(&[Some(handle.clone()), None]);
-            if stuck > 0 {
+            let leaves = |granule| self.is_touched(granule) || self.leaves(granule, ages);
+            if stuck > 0 && handle.clone().all(leaves) {
                 each(handle, stuck);
             }
         }

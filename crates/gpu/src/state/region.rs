@@ -213,7 +213,7 @@ impl RegionState {
                 let align = wanted.align.max(segment.granularity());
                 self.index.take_cheapest(Request { align, ..request }, inactive)?
             }
-            Search::Clear => self.take_clear(wanted, taker, Span { offset: 0, size: 0 })?,
+            Search::Clear => self.take_clear(wanted, taker)?,
             // A piece for small blocks is as easy to get as a place among the large ones.
             Search::Usual if segment.is_whole() => self.index.take_within(request, cost)?,
             Search::Usual | Search::AmongLarge => self.index.take(request, cost)?,
@@ -233,25 +233,37 @@ impl RegionState {
         Placement { id, span, at, requested: wanted.requested, moves: self.moves }
     }
 
-    /// Finds a place for the contents of a handle among the large blocks, outside the handle, and
-    /// marks it as arriving. Walks the blocks.
-    pub(crate) fn place_beside(&mut self, wanted: AllocRequest, handle: Span) -> Option<Placement> {
-        let (id, span) = self.take_clear(wanted, None, handle)?;
-        Some(self.put(wanted, id, span))
+    /// Finds a place of whole granules among the large blocks that has no memory, and marks it as
+    /// arriving. Walks the blocks.
+    pub(crate) fn place_bare(&mut self, wanted: AllocRequest) -> Option<Placement> {
+        let wall = self.index.wall().map_or(u64::MAX, |wall| wall.offset);
+        let low = self.index.blocks().take_while(|(span, _)| span.offset < wall);
+        let mut free = low.filter(|(_, name)| name.is_none());
+        // At the end of a free span, which is least likely to have memory.
+        let place = free.find_map(|(span, _)| {
+            let offset = span.end().checked_sub(wanted.size)? / wanted.align * wanted.align;
+            let place = Span { offset, size: wanted.size };
+            let granules = self.segment.granules_of(place).len() as u64;
+            let is_bare = offset >= span.offset
+                && self.segment.bare(place) == granules
+                && self.segment.is_in_one_half(place);
+            is_bare.then_some(place)
+        })?;
+        drop(free);
+        let id = self.index.take_at(place)?;
+        Some(self.put(wanted, id, place))
     }
 
-    /// Finds a place among the large blocks that needs no wait, in free spans that do not touch
-    /// `avoid`. Walks the blocks: for callers that must not wait.
+    /// Finds a place among the large blocks that needs no wait. Walks the blocks: for callers that
+    /// must not wait.
     fn take_clear(
         &mut self,
         wanted: AllocRequest,
         taker: Option<StreamKey>,
-        avoid: Span,
     ) -> Option<(BlockName, Span)> {
         let wall = self.index.wall().map_or(u64::MAX, |wall| wall.offset);
         let low = self.index.blocks().take_while(|(span, _)| span.offset < wall);
-        let is_apart = |span: &Span| span.end() <= avoid.offset || avoid.end() <= span.offset;
-        let free = low.filter(|(span, name)| name.is_none() && is_apart(span));
+        let free = low.filter(|(_, name)| name.is_none());
         let places = free.filter_map(|(span, _)| {
             self.pending.first_clear(span, (wanted.size, wanted.align), taker)
         });
@@ -478,12 +490,6 @@ impl RegionState {
     /// Returns the live bytes that have no memory.
     pub(crate) fn asleep(&self) -> u64 {
         self.live_spans().map(|span| self.segment.bare_bytes(span)).sum()
-    }
-
-    /// Returns the blocks that overlap a span, live or arriving. Walks the blocks.
-    pub(crate) fn blocks_over(&self, of: Span) -> impl Iterator<Item = (Span, BlockName)> {
-        let blocks = self.live_blocks().skip_while(move |(span, _)| span.end() <= of.offset);
-        blocks.take_while(move |(span, _)| span.offset < of.end())
     }
 
     /// Returns the bytes without memory of blocks whose contents were lost.

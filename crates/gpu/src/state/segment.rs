@@ -280,21 +280,29 @@ impl Segment {
         runs.into_iter().map(join).collect()
     }
 
-    /// Marks the granules of a run, which are bare, as committing, in one handle.
-    pub(crate) fn begin_commit_of(&mut self, run: Run) -> Vec<Run> {
-        let (start, size) = (run.first as u64, run.granules());
-        let span = Span { offset: start * self.granularity, size: size * self.granularity };
-        self.begin_commit(span, 0, run.count)
+    /// Returns `true` if a span does not cross the border of the halves.
+    pub(crate) fn is_in_one_half(&self, span: Span) -> bool {
+        let Range { start, end } = self.granules_of(span);
+        end <= self.middle || start >= self.middle
     }
 
-    /// Returns the handles that have stuck granules, and the number of these.
-    pub(crate) fn stuck_handles(&self) -> Vec<(Run, u64)> {
+    /// Marks the granules of a run, which are bare, as arriving.
+    pub(crate) fn begin_arrive_of(&mut self, run: Run) {
+        self.each_part(run.range(), |half, range| {
+            let arriving = half.begin_arrive(range.clone(), range.len() as u64, |_| {});
+            debug_assert_eq!(arriving, range.len() as u64, "all of it was bare");
+        });
+    }
+
+    /// Returns the handles that have stuck granules, and the number of these; with ages, only those
+    /// whose idle granules have all expired.
+    pub(crate) fn stuck_handles(&self, ages: Option<Ages>) -> Vec<(Run, u64)> {
         let mut handles = Vec::new();
         let mut push = |range: Range<usize>, stuck| {
             handles.push((Run::in_handles(&range, range.len()), stuck));
         };
-        self.low.stuck_handles(&mut push);
-        self.high.stuck_handles(|range, stuck| push(mirrored(self.count, range), stuck));
+        self.low.stuck_handles(ages, &mut push);
+        self.high.stuck_handles(ages, |range, stuck| push(mirrored(self.count, range), stuck));
         handles
     }
 

@@ -528,6 +528,8 @@ fn play(seed: u64) -> Totals {
         limit: ByteSize::new((12 + chance.below(52)) * STEP_GRANULE.get()),
         reserve: ByteSize::kib(512),
         decay: DecayTime::Within(10 * SECOND),
+        handle_max: ByteSize::new(STEP_GRANULE.get() * (1 + chance.below(4))),
+        handles_min: 0,
         ..ArenaConfig::new("steps")
     };
     let mut state = state(&sim, &clock, &config);

@@ -39,6 +39,7 @@ pub(crate) struct StateConfig {
     pub(crate) name: String,
     pub(crate) limit: ByteSize,
     pub(crate) handle_max: ByteSize,
+    pub(crate) handles_min: u32,
     pub(crate) decay: DecayTime,
     pub(crate) growth: Growth,
     pub(crate) sleep: SleepConfig,

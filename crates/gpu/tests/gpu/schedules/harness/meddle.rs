@@ -31,7 +31,7 @@ const MOMENTS: &[(Call, Amid)] = &[
     (Call::Restore, Amid::Moves),
     (Call::StreamSynchronize, Amid::Moves),
     (Call::Create, Amid::Commits),
-    (Call::Unmap, Amid::Commits),
+    (Call::Unmap, Amid::Moves), // the division of a handle, perhaps
     (Call::StreamIsCapturing, Amid::Moves),
     (Call::Synchronize, Amid::Moves),
     (Call::Copy, Amid::Moves),

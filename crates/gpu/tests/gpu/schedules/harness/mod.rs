@@ -73,6 +73,8 @@ pub(crate) struct Schedule {
     /// The workers take turns in one thread.
     turns: bool,
     granule: ByteSize,
+    /// The maximum size of a handle.
+    handle_max: ByteSize,
     limit: ByteSize,
     reserve: ByteSize,
     capacity: ByteSize,
@@ -143,6 +145,7 @@ impl Schedule {
         let room = *pick(&mut chance, &[64, 256, 4096]);
         let refuses = *pick(&mut chance, &[2, 3, 5]);
         let host = (chance.below(3) > 0).then_some((room, refuses));
+        let handle_max = ByteSize::new(granule.get() * pick(&mut chance, &[0, 2, 8]));
         let ring = (chance.below(3) == 0).then(|| *pick(&mut chance, &[0, 5000, 10_000]));
         Self {
             seed,
@@ -151,6 +154,7 @@ impl Schedule {
             workers,
             turns,
             granule,
+            handle_max,
             limit,
             reserve,
             capacity,

@@ -180,7 +180,15 @@ impl World {
             sim.set_lock_limit(ByteSize::kib(kib.into()));
         }
         let (limit, reserve, sleep) = (schedule.limit, schedule.reserve, schedule.sleep());
-        let config = ArenaConfig { limit, reserve, sleep, ..ArenaConfig::new("schedule") };
+        let (handle_max, handles_min) = (schedule.handle_max, 0);
+        let config = ArenaConfig {
+            limit,
+            reserve,
+            sleep,
+            handle_max,
+            handles_min,
+            ..ArenaConfig::new("schedule")
+        };
         let arena = DeviceArena::open(sim.clone(), Arc::new(sim.clock()), config);
         let arena = arena.map_err(|error| error.to_string())?;
         let account =
