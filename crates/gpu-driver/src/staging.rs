@@ -87,31 +87,30 @@ impl Staging {
     /// # Errors
     /// The driver's, if it does not free a buffer. The store still counts then.
     pub unsafe fn remove_store(&self, driver: &dyn Driver) -> Result<(), DriverError> {
-        let rings = {
-            let mut state = lock(&self.state);
-            if state.stores > 1 {
-                state.stores -= 1;
-                return Ok(());
+        // Each turn but the last frees the rings of a store that came and went during the one before.
+        loop {
+            let rings = {
+                let mut state = lock(&self.state);
+                if state.stores > 1 || (state.idle.is_empty() && state.stuck.is_empty()) {
+                    state.stores = state.stores.saturating_sub(1);
+                    return Ok(());
+                }
+                let mut rings = std::mem::take(&mut state.idle);
+                rings.append(&mut state.stuck);
+                rings
+            };
+            let mut outcome = Ok(());
+            let mut left = Vec::new();
+            for mut ring in rings {
+                // SAFETY: this is the last store, and every copy of every store is complete.
+                if let Err(error) = unsafe { ring.close(driver) } {
+                    outcome = Err(error);
+                    left.push(ring);
+                }
             }
-            let mut rings = std::mem::take(&mut state.idle);
-            rings.append(&mut state.stuck);
-            rings
-        };
-        let mut outcome = Ok(());
-        let mut left = Vec::new();
-        for mut ring in rings {
-            // SAFETY: this is the last store, and every copy of every store is complete.
-            if let Err(error) = unsafe { ring.close(driver) } {
-                outcome = Err(error);
-                left.push(ring);
-            }
+            lock(&self.state).idle.append(&mut left);
+            outcome?;
         }
-        let mut state = lock(&self.state);
-        state.idle.append(&mut left);
-        if outcome.is_ok() {
-            state.stores = state.stores.saturating_sub(1);
-        }
-        outcome
     }
 
     /// Copies device memory to pageable memory, in order with the work of the stream, and waits for

@@ -300,9 +300,14 @@ impl Schedule {
         faults.extend(soon(|| {
             let leaks = sim.leaks();
             let left = if all_back { leaks } else { without_memory(leaks) };
-            // A copy whose end nobody saw may still work on its store.
-            let stores = if all_back || !self.fails { left.host_stores } else { 0 };
-            let is_back = (Leaks { host_stores: stores, ..left }).is_empty();
+            // A copy whose end nobody saw may still work on its store, and on the ring of the stores.
+            let may_work = !all_back && self.fails && left.host_stores > 0;
+            let rest = if may_work {
+                Leaks { host_stores: 0, host_blocks: 0, events: 0, ..left }
+            } else {
+                left
+            };
+            let is_back = rest.is_empty();
             (!is_back).then(|| format!("left behind: {leaks:?}"))
         }));
         faults.extend(host.and_then(|host| soon(|| host.fault())));
