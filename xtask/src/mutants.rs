@@ -90,11 +90,17 @@ const MUTANTS: &[Mutant] = &[
     Mutant {
         name: "move-before-done",
         about: "a compaction copies before the work on the blocks is complete",
-        text: "Wait::Context => return Ok(false),\n        };\n        \
-               let waited = port.does(CallKind::WaitForEvent { event: event.handle }).await;\n",
-        replacement: "Wait::Context => return Ok(false),\n        };\n        \
-                      let waited: Result<(), DriverError> = Ok(());\n",
+        text: "port.does(CallKind::WaitForEvent { event: event.handle }).await.map(|()| true)\n",
+        replacement: "Ok::<_, DriverError>(true)\n",
         test: "streams::batches::a_batch_waits_once_for_each_stream_and_once_for_its_copies",
+        is_sample: false,
+    },
+    Mutant {
+        name: "divide-in-use",
+        about: "a handle is divided before the work on its blocks is complete",
+        text: "        if !is_complete? {\n",
+        replacement: "        if !is_complete? && false {\n",
+        test: "sleep::handles::no_handle_is_divided_while_work_may_use_its_blocks",
         is_sample: false,
     },
     Mutant {

@@ -87,7 +87,8 @@ impl Staging {
     /// # Errors
     /// The driver's, if it does not free a buffer. The store still counts then.
     pub unsafe fn remove_store(&self, driver: &dyn Driver) -> Result<(), DriverError> {
-        // Each turn but the last frees the rings of a store that came and went during the one before.
+        // Each turn but the last frees the rings of a store that came and went during the one
+        // before.
         loop {
             let rings = {
                 let mut state = lock(&self.state);

@@ -1,11 +1,11 @@
 //! Releases the idle memory of handles that blocks touch in part.
 //!
 //! A handle leaves as a whole, so its idle granules are stuck while a block touches another one. A
-//! division copies the granules that blocks touch to new memory, in handles of one granule, releases
-//! the handle, and moves the new memory to the same addresses ([`Driver::remap`]). From the first
-//! call on nothing is allocated, so another process cannot prevent the end. A decay divides handles
-//! if more than a hundredth of the committed memory is stuck and has expired; a purge, and an
-//! allocation that is short of memory, divide all they can.
+//! division copies the granules that blocks touch to new memory, in handles of one granule,
+//! releases the handle, and moves the new memory to the same addresses ([`Driver::remap`]). From
+//! the first call on nothing is allocated, so another process cannot prevent the end. A decay
+//! divides handles if more than a hundredth of the committed memory is stuck and has expired; a
+//! purge, and an allocation that is short of memory, divide all they can.
 //!
 //! It is like a move of the blocks ([`move_block`](super::move_block)) to the place where they are:
 //! no lease is held meanwhile, entering waits for the end of one handle, and a block that may not

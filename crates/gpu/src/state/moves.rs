@@ -52,6 +52,8 @@ pub(crate) struct MoveState {
     pub(crate) leases_total: u64,
     /// The number of leases granted when all work under leases was last known to be complete.
     proved: Option<u64>,
+    /// The number of leases granted when it was last queried.
+    asked: Option<u64>,
 }
 
 impl MoveState {
@@ -74,6 +76,12 @@ impl MoveState {
     /// Records that the work under all leases until now is complete. No lease is held.
     pub(crate) const fn prove_all(&mut self) {
         self.proved = Some(self.leases_total);
+    }
+
+    /// Records a query after this many leases. Returns `true` if it was made before.
+    pub(crate) fn is_asked(&mut self, leases: Option<u64>) -> bool {
+        let asked = std::mem::replace(&mut self.asked, leases);
+        leases.is_some() && asked == leases
     }
 
     /// Returns `true` if the work under all leases until now is known to be complete.

@@ -204,3 +204,29 @@ fn a_purge_divides_handles_and_a_decay_only_those_that_have_expired() {
     drop(blocks);
     bed.end();
 }
+
+/// A decay does not wait for work either.
+#[test]
+fn no_handle_is_divided_while_work_may_use_its_blocks() {
+    let bed = Bed::new(Order::Lazy);
+    let blocks = scattered(&bed);
+    let lane = bed.lane();
+    let lease = lane.enter().expect("a lease");
+    for (mark, buffer) in &blocks {
+        bed.mark(buffer, &lease, *mark);
+    }
+    drop(lease);
+    let before = bed.arena.snapshot().committed;
+    let waits = bed.sim.calls(Call::EventSynchronize);
+    bed.arena.decay(later(&bed)).expect("no error");
+    assert_eq!(bed.arena.snapshot().committed, before, "the work is queued");
+    assert_eq!(bed.sim.calls(Call::EventSynchronize), waits);
+    bed.sim.run_all();
+    bed.arena.decay(later(&bed)).expect("no error");
+    assert!(bed.arena.snapshot().committed < before);
+    for (mark, buffer) in &blocks {
+        bed.assert_marked(buffer, *mark);
+    }
+    drop((blocks, lane));
+    bed.end();
+}

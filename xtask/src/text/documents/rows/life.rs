@@ -39,7 +39,10 @@ pub(super) fn rows(code: &Code<'_>) -> Vec<Row> {
                 "along a curve that ends after {}. jemalloc's",
                 values![seconds(&of_profile(code, "Balanced", "heap_decay"))],
             ),
-            ("a freed block of that size, kept within {}.", values![code.constant("FRONT").size()]),
+            (
+                "a freed block of that size, kept within {}.",
+                values![code.constant("THREAD_CACHE").size()],
+            ),
             (
                 "Memory that has been idle for {} is released:",
                 values![seconds(&of_profile(code, "Balanced", "device_decay"))],

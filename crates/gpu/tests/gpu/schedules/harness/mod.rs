@@ -97,7 +97,7 @@ pub(crate) struct Schedule {
 /// A fault, and the run in which it occurred.
 #[derive(Debug)]
 pub(crate) struct Failure {
-    pub(crate) schedule: Schedule,
+    pub(crate) schedule: Box<Schedule>,
     pub(crate) what: String,
     pub(crate) unsafe_unmaps: u64,
 }
@@ -117,7 +117,7 @@ pub(crate) struct Done {
 
 impl fmt::Display for Failure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Schedule { seed, order, workers, turns, .. } = self.schedule;
+        let Schedule { seed, order, workers, turns, .. } = *self.schedule;
         let how = if turns { "in turns" } else { "threads" };
         writeln!(f, "seed {seed}, {order:?}, {workers} {how}: {}", self.what)?;
         write!(f, "{:?}, {} unsafe unmaps", self.schedule, self.unsafe_unmaps)
@@ -206,7 +206,8 @@ impl Schedule {
     /// Runs it in a thread of its own.
     pub(crate) fn run(self) -> Result<Done, Failure> {
         let (tell, told) = mpsc::channel();
-        let failed = |(what, unsafe_unmaps)| Failure { schedule: self, what, unsafe_unmaps };
+        let failed =
+            |(what, unsafe_unmaps)| Failure { schedule: Box::new(self), what, unsafe_unmaps };
         let spawned = thread::Builder::new().name(format!("seed {}", self.seed)).spawn(move || {
             let run = catch_unwind(AssertUnwindSafe(|| self.play()));
             // Nobody listens any more where it took too long.
@@ -300,7 +301,8 @@ impl Schedule {
         faults.extend(soon(|| {
             let leaks = sim.leaks();
             let left = if all_back { leaks } else { without_memory(leaks) };
-            // A copy whose end nobody saw may still work on its store, and on the ring of the stores.
+            // A copy whose end nobody saw may still work on its store, and on the ring of the
+            // stores.
             let may_work = !all_back && self.fails && left.host_stores > 0;
             let rest = if may_work {
                 Leaks { host_stores: 0, host_blocks: 0, events: 0, ..left }
