@@ -55,7 +55,8 @@ pub struct Variable {
 ///   arenas allocate
 /// * `LOWTIDE_DEVICE_BACKEND`: auto, virtual-memory, pool, plain or managed: how CUDA memory is
 ///   allocated
-/// * `LOWTIDE_DEVICE_LIMIT`: limit of device memory for an arena, e.g. 8g; unset: no limit
+/// * `LOWTIDE_DEVICE_LIMIT`: limit of device memory for each arena and for the budget of each
+///   device, e.g. 8g; unset: no limit
 /// * `LOWTIDE_DEVICE_WATERMARK`: share of the device's memory to keep free for its other users:
 ///   0.05, 5%, or 0 for none
 /// * `LOWTIDE_DEVICE_DECAY`: time after which idle device memory is released: a time such as 5s, 0

@@ -215,15 +215,15 @@ table! {
         "1 once the device is lost: it gets no further driver call and admits nothing, and its \
          arenas fail until the process restarts; else 0.";
     DEVICE_BUDGET_RESERVED: Gauge "lowtide_device_budget_reserved_bytes" Bytes ["device"]
-        "Bytes of the device's memory that admitted requests and loaded resources have reserved; \
-         absent if its memory is the host's.";
+        "Bytes of the device's memory that requests, and on the first device loaded resources, \
+         have reserved; absent if its memory is the host's.";
     DEVICE_BUDGET_CEILING: Gauge "lowtide_device_budget_ceiling_bytes" Bytes ["device"]
         "Bytes of the device that requests, resources and other memory of arenas may fill \
-         together: LOWTIDE_CEILING times LOWTIDE_DEVICE_LIMIT, 0 once the device is lost; absent \
-         without a limit.";
+         together: LOWTIDE_CEILING times LOWTIDE_DEVICE_LIMIT; absent without a limit; 0 once the \
+         device is lost.";
     DEVICE_BUDGET_ALLOWANCE: Gauge "lowtide_device_budget_allowance_bytes" Bytes ["device"]
         "Sum of reserved bytes of the device up to which requests are admitted now; absent without \
-         a limit.";
+         a limit; 0 once the device is lost.";
     DEVICE_ROLLBACK_FAILURES: Counter "lowtide_device_rollback_failures_total" Count ["device"]
         "Driver calls that failed while undoing another call. Each may leak memory or addresses \
          until the process ends.";

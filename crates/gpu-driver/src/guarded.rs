@@ -1,11 +1,11 @@
 //! A driver that makes no further call once its context is lost.
 //!
 //! A lost context is lost for good, so a further call only repeats the error, and may block in a
-//! driver that is being reset. All arenas of a device share one [`Guarded`] driver: the first that
-//! is told of the loss tells the others. It retries nothing and releases nothing.
+//! driver that is being reset. All arenas of a device share one [`Guarded`] driver, so an error
+//! that one arena gets stops the calls of all. It retries nothing and releases nothing.
 //!
-//! Invariant: after the answer of a call was [`DriverError::is_context_lost`], no later call
-//! reaches the driver. Calls that other threads have begun by then end as they do.
+//! Invariant: after a call has failed with [`DriverError::is_context_lost`], no later call reaches
+//! the driver. Calls that other threads have already begun return their own results.
 #![expect(unsafe_code, reason = "the calls of the trait that take memory away are passed on")]
 
 use std::ptr::NonNull;

@@ -40,7 +40,8 @@ impl Memory {
     }
 
     /// Like [`Memory::open_arena`], on the device that the selector names. Names of arenas are
-    /// unique across devices. A resource is on the device of its arena ([`Memory::managed_in`]).
+    /// unique across devices. The memory of a resource is on the device of its arena
+    /// ([`Memory::managed_in`]), but its cost is reserved in the first device's budget.
     ///
     /// ```
     /// use lowtide::Memory;

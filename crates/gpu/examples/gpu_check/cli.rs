@@ -3,7 +3,8 @@
 //! The default sizes are those of the goals, for a device with 80 GiB or more; on a smaller device
 //! a part uses less and prints that. It measures nothing.
 //!
-//! Invariant: without arguments every part runs, at the size of its goal.
+//! Invariant: without arguments every part but `provoke` runs, at the size of its goal; only the
+//! number of sleeps is 10 instead of 100.
 
 use std::path::PathBuf;
 use std::time::Duration;

@@ -131,8 +131,8 @@ impl DeviceArena {
     /// device proves that its memory is unused. Background work never waits for that: after the
     /// drop the memory stays pending until an allocation takes it, or the program calls
     /// [`DeviceArena::purge`], [`DeviceArena::trim`], [`DeviceArena::shrink`],
-    /// [`DeviceArena::sleep`], [`DeviceArena::compact`] or [`DeviceArena::close`]. Buffers of a
-    /// [`Lane`](crate::Lane) avoid this.
+    /// [`DeviceArena::sleep`], [`DeviceArena::wait_for_pending`] or [`DeviceArena::close`]. Buffers
+    /// of a [`Lane`](crate::Lane) avoid this.
     ///
     /// `T` is plain data (bytemuck's `Pod`): numbers, arrays of them, and structs that derive it
     /// (`bytemuck` 1 with its feature `derive`).

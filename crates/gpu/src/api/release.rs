@@ -46,15 +46,18 @@ impl DeviceArena {
     /// use, expired memory may stay for up to a sixteenth of the decay time longer, so that it
     /// leaves in few calls.
     ///
-    /// Makes at most 32 decommits; if that is not enough, `next` is `now`. Never waits for another
-    /// thread's call, a stream or the device: memory that a stream may still use stays, and `next`
-    /// is soon. So it can be called at any time, even while a stream of the context captures a
-    /// graph.
+    /// Makes at most 32 decommits; if that is not enough, `next` is `now`. Never waits for a stream
+    /// or the device: memory that a stream may still use stays, and `next` is soon. So it can be
+    /// called at any time, even while a stream of the context captures a graph.
+    ///
+    /// On a driver with handles and remaps it also divides up to 16 handles that blocks use in
+    /// part, if more than a hundredth of the committed memory is idle in such handles, and if it
+    /// has expired. Leases wait while the contents of one handle are copied: well below 1 ms.
     ///
     /// On a driver with streams, memory freed without a lane (buffers of [`DeviceArena::alloc`],
     /// exported buffers, imported memory) stays pending until a call of the program has waited for
     /// the device: an allocation that takes it, [`DeviceArena::purge`], [`DeviceArena::trim`],
-    /// [`DeviceArena::shrink`], [`DeviceArena::sleep`], [`DeviceArena::compact`] or
+    /// [`DeviceArena::shrink`], [`DeviceArena::sleep`], [`DeviceArena::wait_for_pending`] or
     /// [`DeviceArena::close`]. Calls the release functions of imported memory whose work is known
     /// to be complete. Holds the lock while it checks every idle granule.
     ///

@@ -61,8 +61,8 @@ impl DeviceArena {
 
     /// Sets the costs of the device's calls, for later operations. Does nothing in a forked child.
     ///
-    /// They decide if an arena that is short of memory moves idle memory to another address, or
-    /// releases it and commits anew; and they bound the batches of a
+    /// They determine whether an arena that is short of memory remaps idle memory, or releases it
+    /// and commits other memory. They also limit the batches of a
     /// [compaction](DeviceArena::compact).
     pub fn set_costs(&self, costs: DeviceCosts) {
         if self.inner().check_here().is_ok() {

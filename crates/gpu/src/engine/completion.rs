@@ -11,9 +11,10 @@
 //! (`cuCtxRecordEvent`) breaks captures like the wait does. If any stream captures a graph, the
 //! wait fails and invalidates every capture in the context, and an arena knows only the streams of
 //! its lanes. So only calls of the program make this wait, because the program knows when it
-//! captures: an allocation that takes the memory, a purge, trim, shrink, sleep or close. A decay,
-//! a compaction or background work never waits for the context: such memory stays pending, and
-//! blocks stay where they are, until a call of the program has proved the uses complete.
+//! captures: an allocation that takes the memory, a purge, trim, shrink, sleep, close or
+//! `wait_for_pending`. A decay, a compaction or background work never waits for the context: such
+//! memory stays pending, and blocks stay where they are, until such a call has proved the uses
+//! complete.
 //!
 //! Invariants: a use counts as complete only after the host has seen it; neither a decay, a
 //! compaction nor background work waits for the context.

@@ -9,9 +9,9 @@
 //! As for every driver call, the lock is released: source granules are marked as leaving, target
 //! granules as arriving, and a thread that needs one of them waits for the result. The memory
 //! counts at the source until it has arrived, so it is never counted twice. The module `alloc`
-//! asks for a remap when memory is short, and falls back to releasing and committing. It does that
-//! too if the device's costs say that committing anew takes less time, and for handles of several
-//! granules: releasing one and committing again costs as many calls as a remap.
+//! asks for a remap when memory is short. It releases and commits instead if a remap fails, if the
+//! device's costs favour that, or if the idle handles have several granules: releasing such a
+//! handle and committing again takes as many calls as a remap.
 //!
 //! Invariant: the sum of backed granules is the same before, during and after.
 

@@ -5,8 +5,8 @@
 //! slice stays for the next buffer of that type, length and place, without a call.
 //!
 //! A block that leaves a cache leaves its slice to the lane: the lane discards it with the next
-//! slice that it makes, or at its end. Whoever empties a cache may hold locks or work in the
-//! background, and discarding makes calls on the lane's stream.
+//! slice that it makes, or at its end. A cache may be emptied with locks held or in the background,
+//! and discarding a slice makes calls on the lane's stream.
 //!
 //! Invariant: a slice has the address and the length of its buffer while any reference to it is
 //! alive.

@@ -39,9 +39,9 @@ impl Default for DeviceCosts {
 }
 
 impl DeviceCosts {
-    /// Returns `true` if an arena that is short of memory moves idle granules to where they are
-    /// needed, and `false` if it releases them and commits anew. At equal costs it moves them: what
-    /// is released another process may take.
+    /// Returns `true` if an arena that is short of memory remaps idle granules, and `false` if it
+    /// releases them and commits other memory. At equal costs it remaps: another process may take
+    /// memory that is released.
     pub(crate) fn prefers_remap(&self) -> bool {
         self.remap <= self.recommit
     }

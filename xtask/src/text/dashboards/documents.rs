@@ -27,8 +27,8 @@ values of a label may come with any version.
 Label values that the table does not list:
 
 - `arena` and `resource`: the names that the application chose.
-- `device`: always `0`. A `Memory` has one device; its number in CUDA does not matter here. Use
-  `instance` to tell processes on several devices from each other.
+- `device`: the UUID of the device, or its number in the `Memory` (from 0) if the driver knows no
+  UUID, as with the host driver.
 - `budget`: `host` or `device`.
 - `size_class`: the upper bound of the class, such as `2MiB`, or `larger`.
 - `method` and `route`: the HTTP method, and the pattern of axum, gRPC method or first path segment
