@@ -13,11 +13,31 @@ use crate::bytes::ByteSize;
 use crate::device::driver::{Driver, DriverError, Guarded};
 use lowtide_admission::{Admission, Budget, Ledger};
 
-use super::sensor::Counted;
 use super::watch::DeviceWatch;
 
 /// The maximum number of devices: each has series of its own in metrics.
 pub(super) const DEVICES_MAX: usize = 16;
+
+/// The budget in which the memory of arenas counts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Counted {
+    /// The host's budget; the kernel's figures contain it.
+    ByKernel,
+    /// The host's budget; it is added to the kernel's figures.
+    BesideKernel,
+    /// The device's budget.
+    OnDevice,
+}
+
+impl Counted {
+    pub(super) fn of(driver: &dyn Driver) -> Self {
+        match driver.capabilities() {
+            can if can.unified => Self::BesideKernel,
+            can if !can.host_backed => Self::OnDevice,
+            _ => Self::ByKernel,
+        }
+    }
+}
 
 /// A device, its driver and its account.
 #[derive(Debug)]

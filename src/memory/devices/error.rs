@@ -4,7 +4,7 @@ use thiserror::Error;
 
 use crate::device::DeviceError;
 
-use super::select::DeviceSelectError;
+use super::selector::DeviceSelectError;
 
 /// The reason that an arena, or a pool of pinned memory, was not opened.
 #[derive(Clone, Debug, Error, PartialEq)]

@@ -12,9 +12,9 @@ use crate::memory::snapshot::BudgetSnapshot;
 use lowtide_admission::{Budget, Level};
 
 use super::arenas::Listed;
+use super::device::Counted;
 use super::device::Device;
 use super::open::is_loss;
-use super::sensor::Counted;
 use super::snapshot::{DeviceStatus, DevicesSnapshot};
 
 impl Shared {

@@ -24,6 +24,7 @@ mod reclaim;
 mod resource;
 mod scopes;
 mod select;
+mod selector;
 mod sensor;
 mod series;
 mod settings;
@@ -37,7 +38,8 @@ mod watermark;
 
 pub use error::ArenaError;
 pub use scopes::{ArenaReport, ArenaUse, Replaced, ScopeError, Slot, SlotKind, SlotSnapshot};
-pub use select::{DeviceReservation, DeviceReserveError, DeviceSelectError, DeviceSelector};
+pub use select::DeviceReservation;
+pub use selector::{DeviceReserveError, DeviceSelectError, DeviceSelector};
 pub use shrink::{Run, ShrinkError, ShrinkFailure, ShrinkOutcome, Shrunk, ShrunkTarget};
 pub use snapshot::{DeviceSnapshot, DeviceStatus, DevicesSnapshot};
 

@@ -16,10 +16,10 @@ use crate::memory::shared::Shared;
 use lowtide_admission::Recovered;
 
 use super::arenas::Listed;
+use super::device::Counted;
 use super::device::Device;
 use super::error::ArenaError;
-use super::select::{DeviceSelectError, DeviceSelector};
-use super::sensor::Counted;
+use super::selector::{DeviceSelectError, DeviceSelector};
 
 impl Memory {
     /// Opens a device arena with the configured driver, limit, decay time and sleep settings. The

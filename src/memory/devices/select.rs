@@ -3,102 +3,18 @@
 //! Invariant: a device that is lost is never chosen; the error names it.
 
 use std::cmp::Reverse;
-use std::fmt;
 use std::sync::Arc;
 
-use thiserror::Error;
-
 use crate::bytes::ByteSize;
-use crate::device::driver::{DeviceUuid, Driver as _, DriverError};
-use crate::memory::error::{Diagnostic, MemoryError};
+use crate::device::driver::{Driver as _, DriverError};
+use crate::memory::error::Diagnostic;
 use crate::memory::manager::Memory;
 use crate::memory::shared::Shared;
-use lowtide_admission::{Cost, Permit, Rejected};
+use lowtide_admission::{Cost, Permit};
 
-use super::device::Device;
-use super::sensor::Counted;
+use super::device::{Counted, Device};
+use super::selector::{DeviceReserveError, DeviceSelectError, DeviceSelector};
 use super::snapshot::DeviceStatus;
-
-/// Names one of the devices of a [`Memory`].
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum DeviceSelector {
-    /// The first device.
-    #[default]
-    Default,
-    /// The device with this number: its place in [`Memory::devices`], from 0. Slots and shrink
-    /// targets (`gpu:1`) count the same way.
-    Number(u32),
-    /// The device with this ordinal in CUDA, among those visible to the process.
-    Ordinal(u32),
-    /// The device with this UUID.
-    Uuid(DeviceUuid),
-    /// The device on which most memory can still be committed: free on the device, and within its
-    /// budget. Of equal ones, the one with the fewest arenas. Devices that are lost, or cannot be
-    /// queried, are left out.
-    MostHeadroom,
-}
-
-impl fmt::Display for DeviceSelector {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Default => f.write_str("default"),
-            Self::Number(number) => write!(f, "number {number}"),
-            Self::Ordinal(ordinal) => write!(f, "cuda:{ordinal}"),
-            Self::Uuid(uuid) => write!(f, "cuda:{uuid}"),
-            Self::MostHeadroom => f.write_str("most headroom"),
-        }
-    }
-}
-
-/// The reason that no device was chosen.
-#[derive(Clone, Debug, Error, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum DeviceSelectError {
-    /// The configured device is `none`.
-    #[error("the configured device is none")]
-    NoDevice,
-    /// No device of this `Memory` has this name.
-    #[error("unknown device {selector}: expected one of {}", known.join(", "))]
-    Unknown {
-        /// The name.
-        selector: DeviceSelector,
-        /// The names of the devices in metrics, in the order of their numbers.
-        known: Vec<String>,
-    },
-    /// The device is lost, or all are and this is the first. Its memory is gone until the process
-    /// restarts.
-    #[error("device {device} is lost: {error}")]
-    Lost {
-        /// The device's name in metrics.
-        device: String,
-        /// The error by which the loss became known.
-        error: DriverError,
-    },
-    /// The device could not be queried.
-    #[error("cannot query device {device}: {error}")]
-    Silent {
-        /// The device's name in metrics.
-        device: String,
-        /// The cause.
-        error: DriverError,
-    },
-}
-
-/// The reason that bytes of a device were not reserved.
-#[derive(Clone, Debug, Error, PartialEq)]
-#[non_exhaustive]
-pub enum DeviceReserveError {
-    /// No device was chosen.
-    #[error(transparent)]
-    Device(#[from] DeviceSelectError),
-    /// The bytes do not fit.
-    #[error(transparent)]
-    Rejected(#[from] Rejected),
-    /// This `Memory` cannot do it now, for example in a forked child.
-    #[error(transparent)]
-    Memory(#[from] MemoryError),
-}
 
 /// Reserved bytes of a device.
 #[derive(Debug)]

@@ -16,32 +16,11 @@
 use std::sync::Arc;
 
 use crate::bytes::ByteSize;
-use crate::device::driver::{Backend, Driver};
+use crate::device::driver::Backend;
 use lowtide_admission::{DeviceFigures, Sample};
 
 use super::arenas::Arenas;
-use super::device::Device;
-
-/// The budget in which the memory of arenas counts.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Counted {
-    /// The host's budget; the kernel's figures contain it.
-    ByKernel,
-    /// The host's budget; it is added to the kernel's figures.
-    BesideKernel,
-    /// The device's budget.
-    OnDevice,
-}
-
-impl Counted {
-    pub(super) fn of(driver: &dyn Driver) -> Self {
-        match driver.capabilities() {
-            can if can.unified => Self::BesideKernel,
-            can if !can.host_backed => Self::OnDevice,
-            _ => Self::ByKernel,
-        }
-    }
-}
+use super::device::{Counted, Device};
 
 /// The arenas, as the control thread reads them.
 pub(in crate::memory) struct ArenasSensor {

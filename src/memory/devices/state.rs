@@ -11,11 +11,11 @@ use crate::memory::error::{Diagnostic, StartError};
 use lowtide_admission::{Admission, Maintenance};
 
 use super::arenas::Arenas;
-use super::device::Device;
+use super::device::{Counted, Device};
 use super::driver;
 use super::published::Gone;
 use super::scopes::Scopes;
-use super::sensor::{ArenasSensor, Counted};
+use super::sensor::ArenasSensor;
 use super::shrinks_asked::ShrinksAsked;
 
 /// The names of all admin commands.

@@ -34,7 +34,7 @@ use crate::memory::shared::Shared;
 
 use super::device::Device;
 use super::error::ArenaError;
-use super::select::DeviceSelector;
+use super::selector::DeviceSelector;
 
 pub use error::ScopeError;
 pub use handle::ArenaUse;
