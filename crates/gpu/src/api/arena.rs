@@ -394,7 +394,7 @@ impl DeviceArena {
         }
         self.inner.run_now(|state| ControlFigures {
             committed: ByteSize::new(state.backed()),
-            idle: ByteSize::new(state.idle()),
+            idle: ByteSize::new(state.releasable()),
             next_decay: self.inner.next_look(state),
             next_sleep: next_sleep(state),
         })

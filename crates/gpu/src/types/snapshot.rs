@@ -152,7 +152,8 @@ pub struct ArenaGlance {
 pub struct ControlFigures {
     /// The same as in [`ArenaGlance`].
     pub committed: ByteSize,
-    /// The same as in [`ArenaGlance`].
+    /// Bytes of committed granules that no block touches, without those in handles that a block
+    /// touches: they cannot be released now.
     pub idle: ByteSize,
     /// The time that [`DeviceArena::next_decay`](crate::DeviceArena::next_decay) returns.
     pub next_decay: Moment,
