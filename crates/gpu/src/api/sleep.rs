@@ -304,7 +304,10 @@ impl DeviceArena {
         // An allocation that cancels the sleep is not a lease. Without a pause the sleep would be
         // tried again at once, and contents would be copied for nothing.
         let again = inner.clock.now() + AGAIN;
-        inner.run_now(|state| state.sleep.postpone(again));
+        inner.run_now(|state| {
+            state.sleep.postpone(again);
+            state.sleep.idle.unprepare();
+        });
         log!(debug, arena = self.name(), %error, "arena idle sleep failed");
         match error {
             // Another thread was faster, so the arena is not idle.

@@ -299,7 +299,10 @@ pub(crate) async fn end_copies(port: &Port<'_>) -> Result<bool, DriverError> {
 
 /// Sets the limit of idle stores, and releases what exceeds it.
 pub(crate) async fn set_stores_max(port: &Port<'_>, stores_max: ByteSize) {
-    port.with(|state| state.sleep.config.stores_max = stores_max);
+    port.with(|state| {
+        state.sleep.config.stores_max = stores_max;
+        state.sleep.idle.unprepare();
+    });
     release_over_limit(port).await;
 }
 

@@ -98,6 +98,11 @@ impl IdleStores {
         self.is_preparing = false;
     }
 
+    /// Records that no sleep uses what was prepared: only the limit counts from here on.
+    pub(crate) const fn unprepare(&mut self) {
+        self.prepared = ByteSize::ZERO;
+    }
+
     /// Returns `true` if there is more than this limit and what was prepared.
     pub(crate) fn is_over(&self, stores_max: ByteSize) -> bool {
         self.bytes() > stores_max.max(self.prepared)

@@ -3,7 +3,7 @@
 //!
 //! Invariant: `booked >= offloaded`.
 
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, mpsc};
 use std::time::Duration;
 
 use lowtide_cuda_sim::{Call, Order, SimError};
@@ -244,6 +244,31 @@ fn stores_that_no_block_needs_decay_and_none_leaves_during_a_wake() {
     bed.sim.before(Call::Create, 0, move || assert_eq!(arena.release_stores(), ByteSize::ZERO));
     bed.arena.wake().expect("awake");
     assert_eq!((bed.sim.calls(Call::HostFree), offloaded()), (free, ByteSize::mib(1)));
+    drop(kept);
+    bed.end();
+}
+
+/// Bug: stores that were prepared for a sleep that did not come stayed beyond the limit.
+#[test]
+fn stores_for_a_sleep_that_was_interrupted_leave_down_to_the_limit() {
+    let bed = Bed::with(Order::Lazy, |config| {
+        config.sleep.idle_after = Some(Duration::from_secs(1));
+        config.sleep.stores_max = ByteSize::ZERO;
+        config.sleep.options.stable = Contents::Keep;
+    });
+    let kept = bed.marked(MIB, Region::Stable, 1);
+    bed.arena.wait_for_pending().expect("idle");
+    let arena = bed.arena.clone();
+    let (tell, told) = mpsc::channel();
+    bed.sim.before(Call::HostAlloc, 0, move || {
+        tell.send(arena.enter().expect("a lease")).expect("listens");
+    });
+    bed.sim.clock().advance(Duration::from_secs(60));
+    assert!(bed.arena.sleep_if_idle(bed.sim.clock().now()).expect("no error").is_none());
+    drop(told.recv().expect("it entered"));
+    bed.sim.clock().advance(Duration::from_secs(1));
+    bed.arena.decay(bed.sim.clock().now()).expect("no error");
+    assert_eq!(bed.arena.snapshot().offloaded, ByteSize::ZERO);
     drop(kept);
     bed.end();
 }
