@@ -78,12 +78,13 @@ impl Rig {
         Ok(Self { sim, arena, lanes, blocks })
     }
 
-    /// Does the work that the worker does with an arena, twice: the first time records events.
+    /// Does the work that the worker does with an arena, four times: cached blocks leave at the
+    /// second, and the next records the events of their last uses.
     fn work(&self, later: Duration) -> Result<bool, BoxError> {
         let _background = background();
         let clock = self.sim.clock();
         let mut has_slept = false;
-        for _ in 0..2 {
+        for _ in 0..4 {
             self.sim.advance(1 << 20);
             clock.advance(later);
             self.arena.decay(clock.now())?;

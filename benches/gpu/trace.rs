@@ -29,7 +29,7 @@ struct Bed {
 impl Bed {
     fn open(handle_max: ByteSize) -> Result<Self, BoxError> {
         let mut driver = FaultInjectingDriver::new();
-        driver.capabilities.handles = true;
+        (driver.capabilities.handles, driver.capabilities.remap) = (true, true);
         let (driver, clock) = (Arc::new(driver), Arc::new(ManualClock::new()));
         let decay = DecayTime::AtOnce;
         let config = ArenaConfig { handle_max, decay, ..ArenaConfig::new("trace") };
