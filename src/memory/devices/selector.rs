@@ -17,8 +17,8 @@ pub enum DeviceSelector {
     /// The first device.
     #[default]
     Default,
-    /// The device with this number: its place in [`Memory::devices`], from 0. Slots and shrink
-    /// targets (`gpu:1`) count the same way.
+    /// The device with this number: its place in [`Memory::devices`](crate::Memory::devices), from
+    /// 0. Slots and shrink targets (`gpu:1`) count the same way.
     Number(u32),
     /// The device with this ordinal in CUDA, among those visible to the process.
     Ordinal(u32),
