@@ -72,9 +72,9 @@ impl Memory {
     /// ([`Admission`](crate::admission::Admission)). Bytes of a device without memory of its own
     /// are reserved in the host's budget.
     ///
-    /// Each device has a budget: [`device_limit`](crate::memory::Builder::device_limit) times the ceiling,
-    /// less the memory that its arenas have committed for nothing that is reserved. Without a limit
-    /// everything is admitted. Costs some nanoseconds more than
+    /// Each device has a budget: [`device_limit`](crate::memory::Builder::device_limit) times the
+    /// ceiling, less the memory that its arenas have committed for nothing that is reserved.
+    /// Without a limit everything is admitted. Costs some nanoseconds more than
     /// [`Admission::try_admit`](crate::admission::Admission::try_admit), and for
     /// [`DeviceSelector::MostHeadroom`] those of [`Memory::device`].
     ///
