@@ -21,10 +21,10 @@ use super::resume::awake;
 use super::retry::run_ladder;
 use crate::driver::DriverError;
 use crate::index::Span;
-use crate::state::arena::ArenaState;
+use crate::state::arena::{ArenaState, CommitOptions};
 use crate::state::failure::{AllocFailure, Cause};
 use crate::state::pending::Claim;
-use crate::state::region::{AllocRequest, Leaving, Placement, PlacementQuery, Region, Search};
+use crate::state::region::{AllocRequest, PlacedRun, Placement, PlacementQuery, Region, Search};
 use crate::state::segment::Run;
 use crate::state::streams::StreamKey;
 use crate::types::error::DeviceError;
@@ -214,13 +214,13 @@ pub(crate) async fn ensure_committed(
     region: Region,
     span: Span,
 ) -> Result<(), AllocFailure> {
-    let (mut attempts, mut remaps, mut grow, mut is_large) = port.with(|state| {
+    let (mut attempts, mut remaps, mut options) = port.with(|state| {
         let attempts = ATTEMPTS_BESIDE + state.granules_for(state.releasable());
-        (attempts, state.capabilities.remap, state.steps.grow(), state.capabilities.handles)
+        let (grow, large_handles) = (state.steps.grow(), state.capabilities.handles);
+        (attempts, state.capabilities.remap, CommitOptions { grow, large_handles })
     });
     loop {
-        let wish = (grow, is_large);
-        let shortage = match port.with(|state| next_commit(state, region, span, wish)) {
+        let shortage = match port.with(|state| next_commit(state, region, span, options)) {
             NextCommit::Nothing => return Ok(()),
             // This ends with the calls in progress: no granule of a placed span starts to leave,
             // and a neighbour's commit in progress ends as committed or as bare.
@@ -230,12 +230,13 @@ pub(crate) async fn ensure_committed(
             }
             // The runs were all that was bare, and memory that blocks touch does not leave.
             NextCommit::Runs(runs) => {
-                is_large = runs.iter().any(|run| run.has_large_handles());
+                let large_handles = runs.iter().any(|run| run.has_large_handles());
                 match commit(port, region, runs).await {
                     Ok(()) => return Ok(()),
                     // The commit may succeed without the growth, or with small handles.
-                    Err(DriverError::OutOfMemory { .. }) if grow || is_large => {
-                        (grow, is_large) = (false, grow && is_large);
+                    Err(DriverError::OutOfMemory { .. }) if options.grow || large_handles => {
+                        let large_handles = options.grow && large_handles;
+                        options = CommitOptions { grow: false, large_handles };
                         continue;
                     }
                     Err(DriverError::OutOfMemory { .. }) if attempts > 0 => {
@@ -264,7 +265,7 @@ fn next_commit(
     state: &mut ArenaState,
     region: Region,
     span: Span,
-    wish: (bool, bool),
+    options: CommitOptions,
 ) -> NextCommit {
     let segment = &state.region(region).segment;
     if segment.is_moving(span) {
@@ -276,7 +277,7 @@ fn next_commit(
     } else if state.over_limit(bytes) > 0 {
         NextCommit::Short(ExceededBound::Limit(bytes))
     } else {
-        NextCommit::Runs(state.begin_commit(region, span, bytes, wish))
+        NextCommit::Runs(state.begin_commit(region, span, bytes, options))
     }
 }
 
@@ -287,8 +288,8 @@ async fn commit(port: &Port<'_>, region: Region, runs: Vec<Run>) -> Result<(), D
     let mut next = runs.next();
     while let Some(run) = next {
         if outcome.is_ok() {
-            let Leaving { at, size, handle, .. } =
-                port.with(|state| state.region(region).leaving(region, run));
+            let PlacedRun { at, size, handle, .. } =
+                port.with(|state| state.region(region).placed_run(region, run));
             outcome = port.does(CallKind::Commit { at, size, handle }).await;
         }
         port.with(|state| state.end_commit(region, run, outcome.is_ok(), port.clock));

@@ -296,8 +296,7 @@ impl Batch {
         if is_busy(state) {
             return Start::Busy;
         }
-        let is_proved = state.moves.is_proved() && state.sleep.is_use_known();
-        if state.capabilities.asynchronous && !is_proved {
+        if !state.are_live_unused() {
             return Start::Again;
         }
         for nth in (0..self.taken.len()).rev() {

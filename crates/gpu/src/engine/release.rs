@@ -12,7 +12,7 @@ use super::port::Port;
 use super::stores::end_copies;
 use crate::driver::DriverError;
 use crate::state::aging::Ages;
-use crate::state::region::{Leaving, Region};
+use crate::state::region::{PlacedRun, Region};
 use crate::state::segment::Cursor;
 use lowtide_core::bytes::ByteSize;
 
@@ -89,17 +89,24 @@ pub(crate) async fn release_down_to(port: &Port<'_>, keep: ByteSize) -> (u64, Op
 
 /// Releases the memory of a marked run, or the whole segment on drivers that allocate segments, and
 /// records the result.
-async fn take_away(port: &Port<'_>, leaving: Leaving) -> Result<(), DriverError> {
-    let Leaving { at, size, handle, .. } = leaving;
-    let is_whole = port.with(|state| state.is_whole());
-    let kind = if is_whole {
+async fn take_away(port: &Port<'_>, leaving: PlacedRun) -> Result<(), DriverError> {
+    let outcome = call_to_release(port, leaving).await;
+    port.with(|state| state.end_leave(leaving, outcome.is_ok(), port.clock));
+    outcome
+}
+
+/// Makes the call that releases the memory of a marked run. The caller records the result.
+pub(super) async fn call_to_release(
+    port: &Port<'_>,
+    leaving: PlacedRun,
+) -> Result<(), DriverError> {
+    let PlacedRun { at, size, handle, .. } = leaving;
+    let kind = if port.with(|state| state.is_whole()) {
         CallKind::DestroySegment { at, size }
     } else {
         CallKind::Decommit { at, size, handle }
     };
-    let outcome = port.does(kind).await;
-    port.with(|state| state.end_leave(leaving, outcome.is_ok(), port.clock));
-    outcome
+    port.does(kind).await
 }
 
 /// Trims the driver, so that it keeps no memory of released segments.

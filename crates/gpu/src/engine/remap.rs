@@ -23,7 +23,7 @@ use crate::index::Span;
 use crate::state::aging::Ages;
 use crate::state::arena::ArenaState;
 use crate::state::event::ArenaEvent;
-use crate::state::region::{Leaving, Region};
+use crate::state::region::{PlacedRun, Region};
 use crate::state::segment::{Cursor, Run};
 use lowtide_core::clock::Clock;
 use lowtide_core::log;
@@ -31,7 +31,7 @@ use lowtide_core::log;
 /// The granules of one driver call: the source and the target of the memory.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Pair {
-    pub(super) from: Leaving,
+    pub(super) from: PlacedRun,
     pub(super) region: Region,
     pub(super) to: Run,
     pub(super) at: DeviceAddress,
@@ -60,7 +60,7 @@ pub(super) async fn remap_idle(
     let mut failure = None;
     for pair in pairs {
         if !remapped.failed {
-            let Leaving { at: from, size, handle, .. } = pair.from;
+            let PlacedRun { at: from, size, handle, .. } = pair.from;
             let moved = port.does(CallKind::Remap { from, to: pair.at, size, handle }).await;
             if let Err(error) = moved {
                 remapped.failed = true;
@@ -114,7 +114,7 @@ fn begin_remap(
 }
 
 /// Returns pairs of leaving and arriving runs of the same length, cut to fit.
-fn pairs(state: &ArenaState, region: Region, leaving: Vec<Leaving>, runs: Vec<Run>) -> Vec<Pair> {
+fn pairs(state: &ArenaState, region: Region, leaving: Vec<PlacedRun>, runs: Vec<Run>) -> Vec<Pair> {
     let mut pairs = Vec::with_capacity(leaving.len() + runs.len());
     let mut runs = runs.into_iter();
     let mut next = runs.next();
@@ -126,7 +126,7 @@ fn pairs(state: &ArenaState, region: Region, leaving: Vec<Leaving>, runs: Vec<Ru
             rest = more;
             next = more_to.or_else(|| runs.next());
             let (at, size) = state.region(from.region).segment.place_of(run);
-            let from = Leaving { run, at, size, ..from };
+            let from = PlacedRun { run, at, size, ..from };
             let (at, _) = state.region(region).segment.place_of(to);
             pairs.push(Pair { from, region, to, at });
         }
@@ -161,6 +161,6 @@ pub(super) fn end_remap(state: &mut ArenaState, pair: Pair, done: bool, clock: &
     }
 }
 
-fn sum_of(leaving: &[Leaving]) -> u64 {
+fn sum_of(leaving: &[PlacedRun]) -> u64 {
     leaving.iter().map(|part| part.run.granules()).sum()
 }

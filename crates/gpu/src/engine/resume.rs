@@ -21,11 +21,11 @@ use super::port::Port;
 use super::release::give_back;
 use super::retry::call_for_room;
 use super::stores::{self, copy_error};
-use crate::driver::{DeviceAddress, DriverError};
+use crate::driver::DriverError;
 use crate::state::arena::ArenaState;
 use crate::state::event::ArenaEvent;
 use crate::state::failure::{AllocFailure, Cause};
-use crate::state::region::Search;
+use crate::state::region::{PlacedRun, Search};
 use crate::state::segment::Run;
 use crate::state::sleep::{Phase, StoredCopy};
 use crate::types::error::DeviceError;
@@ -44,25 +44,15 @@ const RETRIES: u32 = 8;
 /// A guess: a commit of four handles of 64 MiB takes about 1 ms, and their copy 5 ms.
 const COMMIT_STEP: ByteSize = ByteSize::mib(256);
 
-/// Granules whose memory is restored.
-#[derive(Clone, Copy, Debug)]
-struct IncomingRun {
-    region: Region,
-    run: Run,
-    at: DeviceAddress,
-    size: ByteSize,
-    handle: ByteSize,
-}
-
 /// All granules to restore, and the number of runs that are committed.
 #[derive(Debug)]
 struct Incoming {
-    runs: Vec<IncomingRun>,
+    runs: Vec<PlacedRun>,
     committed: usize,
 }
 
 impl Incoming {
-    fn next(&self) -> Option<IncomingRun> {
+    fn next(&self) -> Option<PlacedRun> {
         self.runs.get(self.committed).copied()
     }
 
@@ -208,7 +198,7 @@ async fn restore(
     let has_copies = |state: &ArenaState| {
         let incoming = incoming.borrow();
         let mut runs = incoming.runs.iter();
-        let is_filled = |it: &IncomingRun| !touched_copies(state, it.region, it.run).is_empty();
+        let is_filled = |it: &PlacedRun| !touched_copies(state, it.region, it.run).is_empty();
         runs.any(is_filled) || !stayed(state).is_empty()
     };
     if port.with(|state| has_copies(state)) {
@@ -281,7 +271,7 @@ async fn commit_next(port: &Port<'_>, incoming: &RefCell<Incoming>) -> Result<()
     // Each turn but the last skips a granule to restore, or releases one that is idle.
     loop {
         let Some(next) = incoming.borrow().next() else { return Ok(()) };
-        let IncomingRun { at, size, handle, .. } = next;
+        let PlacedRun { at, size, handle, .. } = next;
         let over = port.with(|state| state.over_limit(0));
         let cause = if over > 0 {
             Cause::Limit { over }
@@ -324,7 +314,7 @@ async fn make_room(port: &Port<'_>, incoming: &RefCell<Incoming>, bytes: u64) ->
 }
 
 /// Makes the arena awake. The stores become idle, and stay in the accounting.
-async fn finish(port: &Port<'_>, runs: &[IncomingRun], restored: ByteSize) -> WakeReport {
+async fn finish(port: &Port<'_>, runs: &[PlacedRun], restored: ByteSize) -> WakeReport {
     let report = WakeReport { committed: runs.iter().map(|run| run.size).sum(), restored };
     // All memory is committed. This comes before the arena is awake, because it may be asleep again
     // the moment after.
@@ -352,14 +342,14 @@ async fn finish(port: &Port<'_>, runs: &[IncomingRun], restored: ByteSize) -> Wa
 /// Releases the memory of a failed wake. The arena is asleep again.
 async fn abort(
     port: &Port<'_>,
-    runs: &[IncomingRun],
+    runs: &[PlacedRun],
     committed: usize,
     error: DeviceError,
 ) -> DeviceError {
     // Copies in progress keep their memory here: the next wake fills it again.
     let is_done = stores::complete_own_copies(port).await.is_ok();
     let mut stays = Vec::with_capacity(runs.len());
-    for (nth, &IncomingRun { at, size, handle, .. }) in runs.iter().enumerate() {
+    for (nth, &PlacedRun { at, size, handle, .. }) in runs.iter().enumerate() {
         let has_left = nth >= committed
             || (is_done && port.does(CallKind::Decommit { at, size, handle }).await.is_ok());
         stays.push(!has_left);
@@ -406,17 +396,15 @@ fn without(mut error: DeviceError, missing: ByteSize) -> DeviceError {
 
 /// Marks the memory to restore as committing, in large handles if `is_large`. No handle has a
 /// granule that no block touches.
-fn mark_incoming(state: &mut ArenaState, is_large: bool) -> Vec<IncomingRun> {
+fn mark_incoming(state: &mut ArenaState, is_large: bool) -> Vec<PlacedRun> {
     let granules_max = usize::try_from(state.granules_for(COMMIT_STEP.get())).unwrap_or(1);
     let committed = state.backed().max(state.live());
     let handle_max = if is_large { state.handle_max(committed) } else { 1 };
     let mut runs = Vec::new();
     for region in Region::ALL {
-        let segment = &mut state.region_mut(region).segment;
-        for run in segment.begin_return(granules_max, handle_max) {
-            let ((at, size), handle) = (segment.place_of(run), segment.handle_size(run));
-            runs.push(IncomingRun { region, run, at, size, handle });
-        }
+        let of = state.region_mut(region);
+        let marked = of.segment.begin_return(granules_max, handle_max);
+        runs.extend(marked.into_iter().map(|run| of.placed_run(region, run)));
     }
     runs
 }

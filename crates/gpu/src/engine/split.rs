@@ -28,11 +28,11 @@ use super::remap::{Pair, end_remap};
 use crate::driver::{DeviceAddress, DriverError};
 use crate::index::Span;
 use crate::state::aging::Ages;
-use crate::state::arena::ArenaState;
+use crate::state::arena::{ArenaState, CommitOptions};
 use crate::state::compact::plan::Hold;
 use crate::state::moves::MovingBatch;
 use crate::state::pending::Claim;
-use crate::state::region::{AllocRequest, Leaving, Placement};
+use crate::state::region::{AllocRequest, PlacedRun, Placement};
 use crate::state::region_index::BlockName;
 use crate::state::segment::Run;
 use crate::types::compact::CompactOptions;
@@ -46,7 +46,7 @@ const HANDLES_MAX: usize = 16;
 
 /// A handle that is being divided.
 struct Split {
-    handle: Leaving,
+    handle: PlacedRun,
     /// The granules that blocks touched at the start, in runs.
     touched: Vec<Run>,
     /// The new memory.
@@ -91,7 +91,7 @@ fn may_begin(state: &ArenaState, ages: Option<Ages>) -> bool {
 }
 
 /// Returns the handle with the most stuck memory of those whose blocks may move.
-fn choose(state: &ArenaState, ages: Option<Ages>) -> Option<Leaving> {
+fn choose(state: &ArenaState, ages: Option<Ages>) -> Option<PlacedRun> {
     let best = |region: Region| {
         let of = state.region(region);
         let mut handles = of.segment.stuck_handles(ages);
@@ -101,7 +101,7 @@ fn choose(state: &ArenaState, ages: Option<Ages>) -> Option<Leaving> {
         handles.sort_by_key(|&(_, idle)| std::cmp::Reverse(idle));
         let blocks: Vec<_> = of.live_blocks().collect();
         let found = |&(run, _): &(Run, u64)| may_divide(state, region, run, &blocks);
-        handles.into_iter().find(found).map(|(run, idle)| (of.leaving(region, run), idle))
+        handles.into_iter().find(found).map(|(run, idle)| (of.placed_run(region, run), idle))
     };
     let best = Region::ALL.into_iter().filter_map(best).max_by_key(|&(_, idle)| idle);
     best.map(|(handle, _)| handle)
@@ -130,7 +130,7 @@ fn over(blocks: &[(Span, BlockName)], of: Span) -> &[(Span, BlockName)] {
 }
 
 /// Divides a handle. Returns the number of granules released; `None` if it stays.
-async fn split(port: &Port<'_>, handle: Leaving) -> Option<u64> {
+async fn split(port: &Port<'_>, handle: PlacedRun) -> Option<u64> {
     let region = handle.region;
     let scratch = take_scratch(port, handle).await?;
     let mut released = None;
@@ -152,7 +152,7 @@ async fn split(port: &Port<'_>, handle: Leaving) -> Option<u64> {
 
 /// Takes a place without memory, and commits it in handles of one granule. Returns `None` if there
 /// is no room.
-async fn take_scratch(port: &Port<'_>, handle: Leaving) -> Option<Placement> {
+async fn take_scratch(port: &Port<'_>, handle: PlacedRun) -> Option<Placement> {
     let region = handle.region;
     let (scratch, run) = port.with(|state| {
         let touched = state.region(region).segment.touched_runs(handle.run);
@@ -163,12 +163,13 @@ async fn take_scratch(port: &Port<'_>, handle: Leaving) -> Option<Placement> {
         let wanted = AllocRequest::new(size, ByteSize::new(state.bytes_of(1)))?;
         let scratch = state.region_mut(region).place_bare(wanted)?;
         state.region_mut(region).pins.begin_operation(scratch.id);
-        let mut runs = state.begin_commit(region, scratch.span, size.get(), (false, false));
+        let options = CommitOptions { grow: false, large_handles: false };
+        let mut runs = state.begin_commit(region, scratch.span, size.get(), options);
         debug_assert_eq!(runs.len(), 1, "all of it was bare, in one half");
         Some((scratch, runs.pop()?))
     })?;
-    let Leaving { at, size, handle, .. } =
-        port.with(|state| state.region(region).leaving(region, run));
+    let PlacedRun { at, size, handle, .. } =
+        port.with(|state| state.region(region).placed_run(region, run));
     let committed = port.does(CallKind::Commit { at, size, handle }).await;
     port.with(|state| state.end_commit(region, run, committed.is_ok(), port.clock));
     if committed.is_ok() {
@@ -187,13 +188,9 @@ fn return_scratch(port: &Port<'_>, region: Region, scratch: Placement) {
 
 /// Marks the handle as leaving and its blocks as moving, if they are still as they were chosen, and
 /// no work uses live blocks.
-fn begin(state: &mut ArenaState, handle: Leaving, scratch: Placement) -> Option<Split> {
-    let Leaving { region, run, .. } = handle;
-    let is_proved = state.moves.is_proved() && state.sleep.is_use_known();
-    if (state.capabilities.asynchronous && !is_proved)
-        || is_busy(state)
-        || state.sleep.may_be_copied()
-    {
+fn begin(state: &mut ArenaState, handle: PlacedRun, scratch: Placement) -> Option<Split> {
+    let PlacedRun { region, run, .. } = handle;
+    if !state.are_live_unused() || is_busy(state) || state.sleep.may_be_copied() {
         return None;
     }
     let segment = &state.region(region).segment;
@@ -214,7 +211,7 @@ fn begin(state: &mut ArenaState, handle: Leaving, scratch: Placement) -> Option<
 /// Copies the contents to the new memory, releases the handle, and moves the new memory to where
 /// the contents were.
 async fn divide(port: &Port<'_>, split: &Split) -> Result<(), Failure> {
-    let Leaving { at, size, handle, .. } = split.handle;
+    let PlacedRun { at, size, handle, .. } = split.handle;
     if let Err(error) = copy(port, split, Direction::Out).await {
         port.with(|state| state.end_leave(split.handle, false, port.clock));
         return Err(Failure { error, is_lost: false });
@@ -227,7 +224,7 @@ async fn divide(port: &Port<'_>, split: &Split) -> Result<(), Failure> {
     }
     let mut failure = None;
     for pair in port.with(|state| begin_remaps(port, state, split)) {
-        let Leaving { at: from, size, handle, .. } = pair.from;
+        let PlacedRun { at: from, size, handle, .. } = pair.from;
         if failure.is_none() {
             failure = port.does(CallKind::Remap { from, to: pair.at, size, handle }).await.err();
         }
@@ -251,7 +248,7 @@ fn begin_remaps(port: &Port<'_>, state: &mut ArenaState, split: &Split) -> Vec<P
         of.begin_part(from);
         of.segment.begin_arrive_of(*run);
         let (at, _) = of.segment.place_of(*run);
-        let from = of.leaving(handle.region, from);
+        let from = of.placed_run(handle.region, from);
         pairs.push(Pair { from, region: handle.region, to: *run, at });
     }
     pairs

@@ -18,13 +18,14 @@
 use super::call::CallKind;
 use super::completion::complete_used;
 use super::port::{Port, ShutCaches};
+use super::release::call_to_release;
 use super::resume::{call_wakers, not_awake};
 use super::stores;
 use crate::driver::DriverError;
 use crate::state::arena::ArenaState;
 use crate::state::contents::OutgoingRun;
 use crate::state::event::ArenaEvent;
-use crate::state::region::{Leaving, RegionState};
+use crate::state::region::{PlacedRun, RegionState};
 use crate::state::sleep::{Phase, Saved};
 use crate::types::error::DeviceError;
 use crate::types::region::Region;
@@ -201,22 +202,12 @@ fn outgoing_runs(state: &mut ArenaState, options: SleepOptions) -> Vec<OutgoingR
 /// released; the runs before it are released.
 async fn release_runs(port: &Port<'_>, runs: &[OutgoingRun]) -> Result<(), (usize, DriverError)> {
     for (nth, run) in runs.iter().enumerate() {
-        release_run(port, run).await.map_err(|error| (nth, error))?;
+        call_to_release(port, run.place).await.map_err(|error| (nth, error))?;
     }
     if port.with(|state| state.is_whole()) && port.does(CallKind::Trim).await.is_err() {
         port.with(|state| state.untrimmed = true); // for the next decay
     }
     Ok(())
-}
-
-async fn release_run(port: &Port<'_>, run: &OutgoingRun) -> Result<(), DriverError> {
-    let Leaving { at, size, handle, .. } = run.place;
-    let kind = if port.with(|state| state.is_whole()) {
-        CallKind::DestroySegment { at, size }
-    } else {
-        CallKind::Decommit { at, size, handle }
-    };
-    port.does(kind).await
 }
 
 /// Undoes a sleep of which no memory has left: the arena is awake again.
@@ -273,7 +264,7 @@ async fn rollback(
     let mut gone = Vec::with_capacity(suspension.runs.len());
     for (at, run) in suspension.runs.iter().enumerate() {
         let is_gone = at < nth && at >= committed;
-        gone.push(is_gone || (is_done && release_run(port, run).await.is_ok()));
+        gone.push(is_gone || (is_done && call_to_release(port, run.place).await.is_ok()));
     }
     finish(port, suspension, &gone, Some(&error)).await;
     error
@@ -287,7 +278,7 @@ async fn restore(
     committed: &mut usize,
 ) -> Result<(), DriverError> {
     for run in &suspension.runs[..nth] {
-        let Leaving { at, size, handle, .. } = run.place;
+        let PlacedRun { at, size, handle, .. } = run.place;
         port.does(CallKind::Commit { at, size, handle }).await?;
         *committed += 1;
     }

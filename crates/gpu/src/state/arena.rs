@@ -21,7 +21,7 @@ use crate::state::outstanding::Outstanding;
 use crate::state::pending::{Claim, Uses};
 use crate::state::raw::RawBlocks;
 use crate::state::region::{
-    AllocRequest, Leaving, Placement, PlacementQuery, Region, RegionState, Search, end_of,
+    AllocRequest, PlacedRun, Placement, PlacementQuery, Region, RegionState, Search, end_of,
 };
 use crate::state::region_index::{APART_FROM, BlockName};
 use crate::state::segment::{Cursor, Run};
@@ -47,6 +47,15 @@ const STUCK_PART: u64 = 100;
 /// The maximum number of handles of one decommit: .8 ms at the 25.6 us that an A100 takes to unmap
 /// one (kvcached's `bench_vmm`). Other calls of the driver wait meanwhile.
 const UNMAPS_MAX: usize = 32;
+
+/// How to commit the memory of a block.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct CommitOptions {
+    /// Commits the growth as well.
+    pub(crate) grow: bool,
+    /// Uses handles of several granules where the block covers them.
+    pub(crate) large_handles: bool,
+}
 
 /// The state of an arena.
 #[derive(Debug)]
@@ -309,9 +318,10 @@ impl ArenaState {
         region: Region,
         span: Span,
         needed: u64,
-        (grow, is_large): (bool, bool),
+        options: CommitOptions,
     ) -> Vec<Run> {
-        let handle_max = if is_large { self.handle_max(self.backed() + needed) } else { 1 };
+        let CommitOptions { grow, large_handles } = options;
+        let handle_max = if large_handles { self.handle_max(self.backed() + needed) } else { 1 };
         let room = self.limit.get().saturating_sub(self.backed());
         let whole = if grow { self.steps.commit(needed, room) } else { needed };
         let ahead = (whole - needed) / self.granularity;
@@ -370,6 +380,12 @@ impl ArenaState {
     /// Returns the number of leases granted until now; `None` while one is held.
     pub(crate) fn unleased(&self) -> Option<u64> {
         (self.leases == 0).then_some(self.moves.leases_total)
+    }
+
+    /// Returns `true` if no work uses live blocks, except raw ones.
+    pub(crate) fn are_live_unused(&self) -> bool {
+        let is_proved = self.moves.is_proved() && self.sleep.is_use_known();
+        !self.capabilities.asynchronous || is_proved
     }
 
     /// Records that all work under this many leases is complete, if no other was granted since.
@@ -469,7 +485,7 @@ impl ArenaState {
         granules: u64,
         cursors: &mut [Cursor; 2],
         ages: Option<Ages>,
-    ) -> Option<Leaving> {
+    ) -> Option<PlacedRun> {
         self.begin_leave_in(granules, usize::MAX, cursors, ages)
     }
 
@@ -480,25 +496,25 @@ impl ArenaState {
         handle_max: usize,
         cursors: &mut [Cursor; 2],
         ages: Option<Ages>,
-    ) -> Option<Leaving> {
+    ) -> Option<PlacedRun> {
         let (granules_max, handles_max) = self.run_max();
         let granules_max = usize::try_from(granules).unwrap_or(usize::MAX).min(granules_max);
         let leave = Leave { granules_max, handles_max, handle_max, ages };
         Region::ALL.into_iter().zip(cursors).find_map(|(region, cursor)| {
             let state = self.region_mut(region);
             let run = state.begin_leave(cursor, &leave)?;
-            Some(state.leaving(region, run))
+            Some(state.placed_run(region, run))
         })
     }
 
     /// Records the result of a decommit.
-    pub(crate) fn end_leave(&mut self, leaving: Leaving, done: bool, clock: &dyn Clock) {
+    pub(crate) fn end_leave(&mut self, leaving: PlacedRun, done: bool, clock: &dyn Clock) {
         self.region_mut(leaving.region).end_leave(leaving.run, done);
         self.results += 1;
         if done {
             self.totals.decommits += 1;
             self.totals.decommitted_bytes += leaving.size.get();
-            let Leaving { at, size, .. } = leaving;
+            let PlacedRun { at, size, .. } = leaving;
             self.events.push(clock, || ArenaEvent::Decommitted { at, size });
         }
         if self.idle() == 0 {

@@ -8,14 +8,14 @@
 
 use std::ops::Range;
 
-use crate::state::region::{Leaving, Region, RegionState};
+use crate::state::region::{PlacedRun, Region, RegionState};
 use crate::state::region_index::BlockName;
 use crate::types::sleep::Contents;
 
 /// Adjoining granules that are leaving for a sleep.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct OutgoingRun {
-    pub(crate) place: Leaving,
+    pub(crate) place: PlacedRun,
     pub(crate) contents: Contents,
 }
 
@@ -45,7 +45,7 @@ impl RegionState {
         }
         let mark = |(run, contents)| {
             self.begin_part(run);
-            OutgoingRun { place: self.leaving(region, run), contents }
+            OutgoingRun { place: self.placed_run(region, run), contents }
         };
         outgoing.into_iter().map(mark).collect()
     }

@@ -116,9 +116,9 @@ impl Placement {
     pub(crate) const STALE: u64 = u64::MAX;
 }
 
-/// A run that is leaving, and its place.
+/// A run of a region, and its place.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Leaving {
+pub(crate) struct PlacedRun {
     pub(crate) region: Region,
     pub(crate) run: Run,
     pub(crate) at: DeviceAddress,
@@ -612,9 +612,9 @@ impl RegionState {
     }
 
     /// Returns a run with its place.
-    pub(crate) fn leaving(&self, region: Region, run: Run) -> Leaving {
+    pub(crate) fn placed_run(&self, region: Region, run: Run) -> PlacedRun {
         let ((at, size), handle) = (self.segment.place_of(run), self.segment.handle_size(run));
-        Leaving { region, run, at, size, handle }
+        PlacedRun { region, run, at, size, handle }
     }
 
     /// Marks committed granules as leaving, for a sleep.

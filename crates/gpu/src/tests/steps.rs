@@ -24,7 +24,7 @@ use crate::engine::call::Call;
 use crate::engine::port::{Called, Caller, Port, Step, Surroundings, run_outside, step};
 use crate::engine::{completion, enter, move_block, release, resize, resume, stores, suspend};
 use crate::exec::reserve;
-use crate::state::arena::ArenaState;
+use crate::state::arena::{ArenaState, CommitOptions};
 use crate::state::compact::plan::Move;
 use crate::state::event::{After, FreeCause};
 use crate::state::region::{AllocRequest, Placement, RegionState, Search};
@@ -616,7 +616,8 @@ fn the_peak_of_committed_memory_counts_each_commit() {
         state(&sim, &clock, &ArenaConfig { reserve: ByteSize::kib(512), ..config(ByteSize::MAX) });
     let wanted = AllocRequest::new(STEP_GRANULE, ByteSize::new(256)).expect("not empty");
     let (placed, _) = state.place(Region::Dynamic, wanted, Search::Usual, None).expect("room");
-    let runs = state.begin_commit(Region::Dynamic, placed.span, STEP_GRANULE.get(), (false, true));
+    let options = CommitOptions { grow: false, large_handles: true };
+    let runs = state.begin_commit(Region::Dynamic, placed.span, STEP_GRANULE.get(), options);
     for run in runs {
         state.end_commit(Region::Dynamic, run, true, &clock);
         state.validate();

@@ -198,7 +198,7 @@ fn an_idle_sleep_prepares_its_stores_while_the_arena_can_be_entered() {
     assert!(sleep(60).expect("no error").is_some(), "the lease ended again");
     bed.arena.wake().expect("awake");
     bed.arena.purge().expect("no error");
-    let (arena, (send, leases)) = (bed.arena.clone(), std::sync::mpsc::channel());
+    let (arena, (send, leases)) = (bed.arena.clone(), mpsc::channel());
     bed.sim.before(Call::HostAlloc, 0, move || {
         send.send(arena.enter().expect("it is awake")).expect("heard");
     });
