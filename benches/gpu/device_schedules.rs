@@ -21,6 +21,12 @@ use lowtide::memory::{
 use lowtide::{ByteSize, Memory};
 use lowtide_cuda_sim::{DriverCosts, Order, SimDriver, SimError, SimOptions};
 
+use self::chance::Chance;
+
+#[path = "../index/chance.rs"]
+#[allow(dead_code, reason = "others use more of it")]
+pub(crate) mod chance;
+
 /// The steps of a schedule.
 const STEPS: usize = 120;
 /// The most blocks of an arena, and reservations of a device.
@@ -29,23 +35,6 @@ const ARENAS: usize = 2;
 /// The most calls that a lost device may get after the call that reported the loss: those that undo
 /// that call.
 const UNDOES_MAX: u64 = 8;
-
-/// The generator `SplitMix64`.
-struct Chance(u64);
-
-impl Chance {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
-        let mut mixed = self.0;
-        mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
-        mixed ^ (mixed >> 31)
-    }
-
-    fn below(&mut self, bound: u64) -> u64 {
-        self.next() % bound
-    }
-}
 
 /// The loss of a device at a step.
 #[derive(Clone, Copy, Debug)]
@@ -59,7 +48,7 @@ struct Loss {
 
 impl Loss {
     fn of(seed: u64, devices: usize) -> Self {
-        let mut chance = Chance(!seed);
+        let mut chance = Chance::new(!seed);
         let errors = [
             SimError::EccUncorrectable,
             SimError::IllegalAddress,
@@ -67,16 +56,12 @@ impl Loss {
             SimError::Code(709),
         ];
         Self {
-            device: index(chance.below(devices as u64)),
-            at: index(chance.below(STEPS as u64)),
-            nth_call: (chance.below(2) == 0).then(|| chance.below(40)),
-            error: errors[index(chance.below(4))],
+            device: chance.below(devices),
+            at: chance.below(STEPS),
+            nth_call: (chance.below(2) == 0).then(|| chance.below(40) as u64),
+            error: errors[chance.below(4)],
         }
     }
-}
-
-fn index(number: u64) -> usize {
-    usize::try_from(number).expect("small")
 }
 
 struct Place {
@@ -164,9 +149,9 @@ impl World {
 
     /// One step. Draws the same numbers whatever the answers are.
     fn step(&mut self, chance: &mut Chance) {
-        let device = index(chance.below(self.sims.len() as u64));
-        let (nth, act) = (index(chance.below(ARENAS as u64)), chance.below(16));
-        let (size, pick) = (1 + index(chance.below(12 << 20)), index(chance.below(64)));
+        let device = chance.below(self.sims.len());
+        let (nth, act) = (chance.below(ARENAS), chance.below(16));
+        let (size, pick) = (1 + chance.below(12 << 20), chance.below(64));
         let place = &mut self.places[device][nth];
         match act {
             0..=3 => {
@@ -355,7 +340,7 @@ struct Trace {
 }
 
 fn run(seed: u64, devices: usize, loss: Option<Loss>) -> Trace {
-    let (mut world, mut chance) = (World::new(seed, devices), Chance(seed));
+    let (mut world, mut chance) = (World::new(seed, devices), Chance::new(seed));
     for at in 0..STEPS {
         if let Some(loss) = loss.filter(|loss| loss.at == at) {
             let sim = &world.sims[loss.device];

@@ -6,9 +6,6 @@
 //! Exit codes: 0 every goal held; 1 one was missed, or a part failed.
 #![expect(clippy::print_stdout, clippy::print_stderr, reason = "a program that shows something")]
 
-#[path = "../index/chance.rs"]
-#[allow(dead_code, reason = "others use more of it")]
-mod chance;
 mod compact;
 mod device_schedules;
 mod devices;

@@ -10,7 +10,7 @@ use lowtide_gpu::clock::{Clock as _, ManualClock};
 use lowtide_gpu::decay::DecayTime;
 use lowtide_gpu::{ArenaConfig, Buffer, Contents, DeviceArena, Region, SleepOptions};
 
-use crate::chance::Chance;
+use crate::device_schedules::chance::Chance;
 use crate::figures::Figures;
 use crate::recorded::{Event, Trace};
 

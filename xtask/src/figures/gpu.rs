@@ -53,6 +53,8 @@ pub(super) const BENCHES: &[Bench] = &[
     Bench {
         arguments: "bench --locked --bench gpu -- --part pairs",
         figures: &[
+            ("gpu.pair.ping_pong_ns", None),
+            ("gpu.pair.uncached.512_ns", None),
             ("gpu.pair.8.ratio", None),
             ("gpu.pair.128.ratio", None),
             ("gpu.pair.512.ratio", None),
@@ -62,6 +64,7 @@ pub(super) const BENCHES: &[Bench] = &[
             ("gpu.cuarena.b4.ratio", None),
             ("gpu.cuarena.b5.ratio", None),
             ("gpu.view.calls", None),
+            ("gpu.view.calls_of_cudarc", None),
             ("gpu.view.event_creations", None),
         ],
     },

@@ -629,22 +629,27 @@ mod tests {
         Span { offset: first, size: end - first }
     }
 
+    /// Returns a function that returns random numbers below a bound.
+    fn chance(seed: u64) -> impl FnMut(u64) -> u64 {
+        println!("seed {seed:#x}");
+        let mut state = seed;
+        move |bound| {
+            state ^= state << 13;
+            state ^= state >> 7;
+            state ^= state << 17;
+            state % bound
+        }
+    }
+
     fn leave_of(granules_max: usize, ages: Option<Ages>) -> Leave {
         Leave { granules_max, handles_max: usize::MAX, handle_max: usize::MAX, ages }
     }
 
     /// Random blocks come and go over handles of up to eight granules, and some memory leaves: the
-    /// segment's own count of everything holds each time, and what leaves is whole handles.
+    /// segment's counters are checked each time, and only whole handles leave.
     #[test]
     fn handles_leave_as_a_whole_and_only_if_no_block_touches_them() {
-        let mut state = 0x9E37_79B9_7F4A_7C15_u64;
-        println!("seed {state:#x}");
-        let mut chance = |bound: u64| {
-            state ^= state << 13;
-            state ^= state >> 7;
-            state ^= state << 17;
-            state % bound
-        };
+        let mut chance = chance(0x9E37_79B9_7F4A_7C15);
         let mut stuck = 0;
         for _ in 0..60 {
             let mut segment = segment();
@@ -696,14 +701,7 @@ mod tests {
 
     #[test]
     fn the_longest_committed_part_is_what_a_look_at_each_granule_finds() {
-        let mut state = 0x2545_F491_4F6C_DD1D_u64;
-        println!("seed {state:#x}");
-        let mut chance = |bound: u64| {
-            state ^= state << 13;
-            state ^= state >> 7;
-            state ^= state << 17;
-            state % bound
-        };
+        let mut chance = chance(0x2545_F491_4F6C_DD1D);
         // Halves of 100 and 99 granules: runs cross words, and the border of the halves.
         let (base, size) = (DeviceAddress::new(1 << 40), ByteSize::mib(199));
         for _ in 0..40 {

@@ -147,24 +147,6 @@ fn another_process_that_takes_all_free_memory_takes_no_contents() {
     bed.end();
 }
 
-/// Bug: a wake that failed left memory committed whose contents the driver had lost, and the next
-/// wake did not fill it again.
-#[test]
-fn memory_that_a_failed_wake_could_not_release_is_filled_by_the_next() {
-    let bed = Bed::with(Order::Lazy, |config| config.handle_max = ByteSize::ZERO);
-    let kept = [1, 2].map(|mark| bed.marked(MIB, Region::ALL[mark - 1], mark as u64));
-    bed.arena.sleep(NOW).expect("asleep");
-    bed.sim.fail_nth(Some(Call::Create), 16, SimError::OutOfMemory);
-    bed.sim.fail_nth(Some(Call::Unmap), 3, SimError::InvalidValue);
-    bed.arena.wake().expect_err("the second region finds no memory");
-    bed.arena.wake().expect("awake");
-    for (mark, buffer) in (1..).zip(&kept) {
-        bed.assert_marked(buffer, mark);
-    }
-    drop(kept);
-    bed.end();
-}
-
 /// Bug: a handle with memory of several ages was due from the oldest on, and left at the youngest:
 /// a program that calls decay when it is due made calls without an effect.
 #[test]

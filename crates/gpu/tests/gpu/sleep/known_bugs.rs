@@ -97,6 +97,24 @@ fn a_wake_that_finds_no_room_says_what_the_arena_holds() {
     bed.end();
 }
 
+/// Ours: a wake that failed left memory committed whose contents the driver had lost, and the next
+/// wake did not fill it again.
+#[test]
+fn memory_that_a_failed_wake_could_not_release_is_filled_by_the_next() {
+    let bed = small_handles();
+    let kept = [1, 2].map(|mark| bed.marked(MIB, Region::ALL[mark - 1], mark as u64));
+    bed.arena.sleep(NOW).expect("asleep");
+    bed.sim.fail_nth(Some(Call::Create), 16, SimError::OutOfMemory);
+    bed.sim.fail_nth(Some(Call::Unmap), 3, SimError::InvalidValue);
+    bed.arena.wake().expect_err("the second region finds no memory");
+    bed.arena.wake().expect("awake");
+    for (mark, buffer) in (1..).zip(&kept) {
+        bed.assert_marked(buffer, mark);
+    }
+    drop(kept);
+    bed.end();
+}
+
 /// vLLM #36651: without a state for each piece a second sleep released twice, and an old error was
 /// told for a new call.
 #[test]
