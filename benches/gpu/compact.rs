@@ -23,7 +23,7 @@ const LANES: usize = 4;
 /// The blocks that stay live, and their size.
 const KEPT: usize = 1_000;
 const SIZE: usize = 64 << 10;
-/// One block in so many stays.
+/// One block in eight stays.
 const ONE_IN: usize = 8;
 
 /// Device calls at one instant.
@@ -60,7 +60,7 @@ impl Rig {
         let mut lanes = Vec::new();
         for _ in 0..LANES {
             let stream = sim.stream_create()?;
-            // SAFETY: the simulation looks whether a stream is there; this one outlives the lane.
+            // SAFETY: the simulation checks that a stream exists; this one outlives the lane.
             lanes.push(unsafe { arena.lane(stream) }?);
         }
         let mut blocks = Vec::new();

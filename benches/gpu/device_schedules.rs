@@ -330,7 +330,7 @@ impl World {
     }
 }
 
-/// What is compared.
+/// The results that are compared.
 struct Trace {
     /// Of all calls and work of each device.
     hashes: Vec<u64>,

@@ -1,6 +1,6 @@
 //! The figures of a part, and the goals of those that have one.
 
-/// What the value of a figure must be.
+/// The goal of a figure.
 #[derive(Clone, Copy, Debug)]
 enum Goal {
     AtMost(f64),

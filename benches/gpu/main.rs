@@ -59,7 +59,7 @@ fn main() -> ExitCode {
     if let Some(code) = torture::child() {
         return code;
     }
-    // Cargo's tests start benches too, without that word and with arguments of their own.
+    // `cargo test` starts benches too, without `--bench` and with arguments of its own.
     if !std::env::args().any(|argument| argument == "--bench") {
         println!("gpu: a bench: run `cargo bench --bench gpu`");
         return ExitCode::SUCCESS;

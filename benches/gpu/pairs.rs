@@ -1,5 +1,5 @@
-//! What lanes cost: pairs of an allocation and its free, in time, and a request with a view, in
-//! driver calls.
+//! The costs of lanes: time per pair of an allocation and its free, and driver calls of a request
+//! with a view.
 //!
 //! Pairs run over the simulation without costs: no pair makes a call, so the times are the arena's
 //! own. The cases take turns in each round, and a ratio is the median of the rounds' ratios. The
@@ -247,7 +247,7 @@ fn views(figures: &mut Figures) -> Result<(), BoxError> {
     let (calls, created) = counts(&fake);
     request()?;
     let (calls, created) = (counts(&fake).0 - calls, counts(&fake).1 - created);
-    // What cudarc itself calls to clear a slice with its two events.
+    // The calls of cudarc itself to clear a slice with its two events.
     let mut slice = stream.alloc_zeros::<u8>(SIZE)?;
     let before = fake.calls_total();
     stream.memset_zeros(&mut slice)?;

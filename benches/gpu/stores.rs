@@ -38,8 +38,8 @@ pub(crate) fn measure(figures: &mut Figures) -> Result<(), BoxError> {
     Ok(())
 }
 
-/// Returns the most calls of a wake that lock host pages or free them, from its begin to the lease.
-/// Another thread looks after the arena before each driver call that commits memory.
+/// Returns the maximum number of calls that lock or free host pages, from the start of a wake to
+/// its lease. Before commits, another thread runs a decay and releases stores.
 fn calls_before_lease(stores_max: Option<ByteSize>, is_ring: bool) -> Result<u32, BoxError> {
     let options = SimOptions { costs: DriverCosts::zero(), ..SimOptions::default() };
     let sim = Arc::new(SimDriver::new(options));

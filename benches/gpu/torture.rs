@@ -23,7 +23,7 @@ use program::{Args, check, check_apart};
 /// The first argument of a child process.
 const CHILD: &str = "--gpu-check";
 
-/// Of the waits of streams for events, every so many-th is dropped.
+/// Every tenth wait of a stream for an event is dropped.
 const DROPPED: u64 = 10;
 
 /// Runs of the torture, each with a seed of its own.

@@ -238,8 +238,8 @@ impl Builder {
         Ok(memory)
     }
 
-    /// Starts a detached memory manager without threads, whose work the caller does in steps: for
-    /// tests of what it does, in an order that repeats.
+    /// Starts a detached memory manager without threads, for tests: the caller runs its work step
+    /// by step, so the order repeats.
     ///
     /// # Errors
     /// The same as for [`Builder::start`].
@@ -483,7 +483,7 @@ fn evict_when_short(shared: &Arc<Shared>, is_detached: bool) {
     }
 }
 
-/// Returns what ends the threads, of which none runs yet.
+/// Returns the value that ends the threads. No thread runs yet.
 fn running(shared: &Shared) -> Running {
     let threads = Threads {
         stop: Arc::default(),

@@ -118,7 +118,7 @@ fn percent_encoded(text: &str) -> String {
 pub fn rejection(rejected: &Rejected) -> Response<String> {
     let retry_after = rejected.retry_after().unwrap_or(MIN_WAIT);
     let (status, title, retry_after) = match rejected {
-        // A device that is lost: another instance may have one.
+        // The device is lost. Another instance may have a working one.
         Rejected::TooLarge { ceiling: ByteSize::ZERO, .. } => {
             (StatusCode::SERVICE_UNAVAILABLE, NO_MEMORY, Duration::ZERO)
         }

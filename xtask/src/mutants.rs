@@ -154,10 +154,10 @@ const MUTANTS: &[Mutant] = &[
     Mutant {
         name: "lost-result",
         about: "granules of a call whose result is not recorded yet count as released",
-        text: "    let outcome = port.does(kind).await;\n",
+        text: "    let outcome = call_to_release(port, leaving).await;\n",
         replacement: "    port.with(|state| state.end_leave(leaving, true, port.clock));\n    \
-                      let outcome = port.does(kind).await;\n    if outcome.is_ok() {\n        \
-                      return outcome;\n    }\n",
+                      let outcome = call_to_release(port, leaving).await;\n    \
+                      if outcome.is_ok() {\n        return outcome;\n    }\n",
         test: SCHEDULES,
         is_sample: false,
     },

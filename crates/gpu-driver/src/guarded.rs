@@ -19,7 +19,7 @@ use lowtide_core::bytes::ByteSize;
 
 type Answer<T = ()> = Result<T, DriverError>;
 
-/// A driver that passes calls on to another until that reports that its context is lost, and
+/// A driver that passes calls on to another until the other reports that its context is lost, and
 /// answers every later call with that error. Costs one atomic read per call.
 ///
 /// Pageable host memory needs no context: it can still be allocated and freed.
@@ -57,7 +57,7 @@ impl Guarded {
         if let Err(error) = &answer
             && error.is_context_lost()
         {
-            // Another thread may have been told first.
+            // Another thread may have set it first.
             let _ = self.lost.set(error.clone());
         }
         answer
@@ -213,7 +213,7 @@ mod tests {
         }
 
         unsafe fn host_free(&self, at: NonNull<u8>, size: ByteSize, memory: HostMemory) -> Answer {
-            // SAFETY: `host_alloc` had it of the host driver.
+            // SAFETY: `host_alloc` allocated it with the host driver.
             unsafe { self.host.host_free(at, size, memory) }
         }
     }

@@ -1,14 +1,14 @@
 //! Copies between device memory and pageable host memory, through rings of page-locked buffers.
 //!
-//! A driver uses this for stores that it could not page-lock: the device would copy such memory
-//! slowly, and with one copy of the driver's own in between. A ring has a few small buffers, each
+//! A driver uses this for stores that it cannot page-lock: the device would copy such memory
+//! slowly, through a buffer of the driver library. A ring has a few small buffers, each
 //! with an event. Before a buffer is used again, the host waits for the event of its last copy; in
 //! the meantime it moves the bytes of the other buffers. If not even a buffer can be page-locked,
 //! a ring has one pageable buffer, with which every copy is synchronous.
 //!
-//! The bytes in host memory are read and written by functions of the driver, one call for each
-//! part. A ring is made for the first store and for each copy at the same time, and freed with the
-//! last store: then every copy of every store is complete.
+//! The driver's functions read and write the host memory, one call for each part. The first store
+//! creates a ring, and so does each concurrent copy. Freeing the last store frees all rings,
+//! because every copy is then complete.
 //!
 //! Invariants: a buffer is read or written by the host only after its last copy is complete; a ring
 //! is used by one copy at a time, and a ring whose copies may still be in progress by none.

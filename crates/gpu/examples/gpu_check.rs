@@ -62,7 +62,7 @@ use rig::Rig;
 
 type Measure = fn(&Rig<'_>, &mut Report<'_>) -> Outcome;
 
-/// What a part measures with an arena; the other parts have no such function.
+/// Returns the function that measures a part with an arena, if it has one.
 const fn measure(part: Part) -> Option<Measure> {
     Some(match part {
         Part::Device | Part::Contract | Part::Calls | Part::Provoke => return None,

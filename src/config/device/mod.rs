@@ -50,7 +50,7 @@ impl DeviceSettings {
         let further = self.further.iter().flatten();
         if self.further.as_ref().is_some_and(|further| !further.is_empty()) {
             let mut all = self.choice.iter().chain(further);
-            let expected = "CUDA devices by number or UUID";
+            let expected = "CUDA devices: cuda, cuda:1 (a number) or cuda: and a UUID";
             let wrong = all.find(|device| !device.is_one_cuda_device());
             demand(
                 wrong.is_none(),

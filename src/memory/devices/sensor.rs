@@ -8,8 +8,8 @@
 //! host's, and counted by the kernel: as anonymous memory of the host driver, and as shared memory
 //! of CUDA.
 //!
-//! A device that is lost holds nothing, and its limit is zero, so that nothing more is admitted for
-//! it. Its arenas are due for nothing.
+//! A lost device counts as empty with a limit of zero, so nothing more is admitted for it. Its
+//! arenas are due for neither decay nor sleep.
 //!
 //! Invariant: the figures of a device are the sums over its own arenas.
 

@@ -37,7 +37,7 @@ pub enum ShrinkError {
     #[error(transparent)]
     Selector(#[from] SelectorError),
     /// There is no such device.
-    #[error("no target {target}: expected {}", names(*devices))]
+    #[error("unknown target {target}: expected {}", names(*devices))]
     UnknownTarget {
         /// The target in the selector.
         target: Target,

@@ -432,7 +432,7 @@ impl Maintenance {
         let limit = if sample.limit.is_known() { sample.limit.bytes } else { ByteSize::MAX };
         let device_limit = sample.device_limit.unwrap_or(ByteSize::MAX);
         let _ = self.host.pressure.update(now, sample.physical, limit);
-        // A device that is lost admits nothing, and nothing that is released relieves it.
+        // A lost device has no pressure: it admits nothing, and releasing memory would not help.
         let pressed = if device_limit.is_zero() { ByteSize::MAX } else { device_limit };
         let _ = self.device.pressure.update(now, sample.device_committed, pressed);
         let ceiling = self.host_ceiling(sample, limit, turnover, now);

@@ -171,5 +171,5 @@ fn node_of(calls: &Calls, driver: &CudaDriver) -> Answer<u32> {
 }
 
 fn unknown() -> DriverError {
-    DriverError::Unsupported { what: "a host store that it did not create, or a part outside it" }
+    DriverError::Unsupported { what: "host stores of another driver, or spans outside a store" }
 }

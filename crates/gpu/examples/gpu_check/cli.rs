@@ -95,11 +95,13 @@ pub(crate) struct Args {
     /// Writes everything to this file as well, as JSON; replaced after each part.
     #[arg(long)]
     pub(crate) json: Option<PathBuf>,
-    /// The time for all parts together. A part that does not fit is killed or skipped.
+    /// The time for all parts together. At its end the running part is killed and the rest are
+    /// skipped.
     #[arg(long, default_value = "9m 30s", value_parser = humantime::parse_duration)]
     pub(crate) budget: Duration,
-    /// The time after which each part is killed, or with `PART=` that part; with commas between
-    /// them. Default: 1 to 4 minutes, by part; more with `--thorough`.
+    /// The time after which a part is killed: DURATION for all parts, PART=DURATION for one,
+    /// separated by commas. Default: 1 to 4 minutes, by part; 8 for `calls` with `--thorough`;
+    /// `--torture-seconds` and 1 minute for `torture`.
     #[arg(long, value_parser = deadline, value_delimiter = ',')]
     pub(crate) deadline: Vec<(Option<Part>, Duration)>,
     /// Runs all parts in this process, without deadlines: for debuggers and sanitizers.
@@ -175,19 +177,19 @@ pub(crate) struct Args {
     /// The size of each block in the compaction part.
     #[arg(long, default_value = "32MiB")]
     pub(crate) compact_block: ByteSize,
-    /// The time of the torture.
+    /// The duration of the torture: seconds, or a time with a unit.
     #[arg(long, default_value = "30s", value_parser = seconds)]
     pub(crate) torture_seconds: Duration,
-    /// The steps of each thread in the torture; 0: until its time is over.
+    /// The steps of each thread in the torture; 0 for no limit.
     #[arg(long, default_value_t = 0)]
     pub(crate) torture_steps: u64,
-    /// The limit of the arena in the torture; half of it is live.
+    /// The limit of the arena in the torture; at most half of it is live.
     #[arg(long, default_value = "2GiB")]
     pub(crate) torture_size: ByteSize,
     /// The largest block in the torture.
     #[arg(long, default_value = "32MiB")]
     pub(crate) torture_block: ByteSize,
-    /// Host threads in the torture, 1 to 8; they share out its eight lanes.
+    /// The host threads of the torture, 1 to 8; its eight lanes are divided among them.
     #[arg(long, default_value_t = 2, value_parser = one_to_eight)]
     pub(crate) torture_threads: usize,
 }

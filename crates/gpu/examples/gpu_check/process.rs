@@ -45,7 +45,7 @@ pub(crate) fn supervise(args: &Args, report: &mut Report<'_>, start: Start<'_>) 
     for part in Part::all().filter(|part| args.wants(*part)) {
         let left = end - clock.now();
         let limit = args.deadline(part).min(left);
-        let is_late = (left < LEAST).then_some("no time left of the budget");
+        let is_late = (left < LEAST).then_some("no time left in the budget");
         if let Some(why) = skipped.or(is_late) {
             report.part(part.name(), Ended::Skipped(why), Duration::ZERO);
         } else {
@@ -93,7 +93,7 @@ fn run(
         // An error means that it has just ended.
         let _ = child.kill();
         if wait(clock, &mut child, clock.now() + DYING).is_none() {
-            report.line(&format!("process {} of the part does not die", child.id()));
+            report.line(&format!("process {} did not exit within 5 s of being killed", child.id()));
         }
         return Ended::Killed(limit);
     };
@@ -148,12 +148,12 @@ fn wait(clock: &SystemClock, child: &mut Child, end: Moment) -> Option<ExitStatu
         if now >= end {
             return None;
         }
-        // No other thread rings this bell: the wait ends by time alone.
+        // No other thread notifies this bell, so this waits until the time.
         clock.wait_until(&bell, (now + LOOK).min(end));
     }
 }
 
-/// What a planted fault does to the process of its part.
+/// A planted fault in the process of a part.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Plant {
     /// Ends the process by a signal.

@@ -134,7 +134,7 @@ pub(crate) struct Report<'a> {
     form: Form,
     /// The first write error; nothing is written after it.
     broken: Option<io::Error>,
-    /// What the first figure or case sets off, if a fault was planted.
+    /// The planted fault, which the first figure or case triggers.
     pub(crate) plant: Option<Plant>,
     pub(crate) figures: BTreeMap<String, (f64, String)>,
     /// The cases of the contract, with the error of each failed one.
@@ -299,7 +299,7 @@ impl<'a> Report<'a> {
             fs::rename(&beside, path)
         });
         if let Err(error) = saved {
-            self.fail(JSON, format!("{}: {error}", path.display()));
+            self.fail(JSON, format!("cannot write {}: {error}", path.display()));
         }
     }
 

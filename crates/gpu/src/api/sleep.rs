@@ -182,13 +182,13 @@ impl DeviceArena {
     /// itself only copies. Returns the bytes allocated; zero if there is enough, or if another
     /// thread is doing this. Leases may be held meanwhile, and others can enter.
     ///
-    /// Reserves with the budget, and takes about 0.1 to 0.4 s for each GiB. A decay releases what
-    /// live blocks no longer need. [`DeviceArena::sleep_if_idle`] does this itself.
+    /// Reserves the memory in the host budget. Takes about 0.1 to 0.4 s for each GiB. A decay
+    /// releases what live blocks no longer need. [`DeviceArena::sleep_if_idle`] does this itself.
     ///
     /// # Errors
     /// [`DeviceError::State`] if the arena is not awake, [`DeviceError::HostBudget`] if the budget
-    /// refuses, [`DeviceError::Callback`] if it panics, [`DeviceError::Driver`]: memory allocated
-    /// before the error stays. [`DeviceError::Closed`], [`DeviceError::Forked`].
+    /// rejects the bytes, [`DeviceError::Callback`] if it panics, [`DeviceError::Driver`]: memory
+    /// allocated before the error stays. [`DeviceError::Closed`], [`DeviceError::Forked`].
     pub fn prepare_stores(&self, options: SleepOptions) -> Result<ByteSize, DeviceError> {
         let inner = self.inner();
         inner.check_open()?;

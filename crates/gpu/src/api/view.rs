@@ -127,10 +127,10 @@ impl<T: Pod> Buffer<T> {
         lease.note_view();
         let slice = self.view().keep(self.inner(), self.lane(), (at, self.len()))?;
         // SAFETY: the slice is on the heap and stays there until the buffer is dropped or resized,
-        // which takes `&mut` or the value, or until it is replaced (`ViewSlot::keep`): if the
-        // buffer had moved, which it does not while `lease` is borrowed, or at the first call, if
-        // the slice is of an earlier buffer. Only shared references to it exist meanwhile:
-        // `cuda_mut` takes `&mut self`.
+        // which takes `&mut` or the value, or until `ViewSlot::keep` replaces it. It does so only
+        // if the buffer has moved, which it does not while `lease` is borrowed, or on the first
+        // call, when no reference exists yet. Only shared references exist meanwhile: `cuda_mut`
+        // takes `&mut self`.
         Ok(unsafe { &*slice })
     }
 

@@ -38,8 +38,8 @@ use crate::types::region::Region;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::Clock;
 
-/// The number of waits for work that leases let in, before a batch is given up as busy. A guess:
-/// each is as long as that work.
+/// The maximum number of waits for work of new leases before a batch is given up as busy. A guess:
+/// each takes as long as that work.
 const ROUNDS_MAX: usize = 3;
 
 /// A block that moved.
@@ -328,7 +328,7 @@ async fn copy_all(port: &Port<'_>, batch: &Batch) -> Copies {
         }
     }
     let Some(stream) = batch.stream else { return copies };
-    // Asked twice: if the wait fails but once, the copies are known to be complete.
+    // Two attempts: if the second wait succeeds, the copies are complete.
     let mut waited = Ok(());
     for _ in 0..2 {
         waited = port.does(CallKind::SynchronizeStream { stream }).await;

@@ -115,7 +115,7 @@ impl Drop for BlockList {
 struct Class {
     key: Key,
     uses: UseCount,
-    /// The fewest blocks since the last check: so many were not needed.
+    /// The smallest number of blocks since the last check: that many were not needed.
     least: u32,
     blocks: BlockList,
 }

@@ -17,8 +17,8 @@ use lowtide_core::decay::DecayTime;
 /// The maximum size of a store, if a granule is no larger.
 const STORE_MAX: ByteSize = ByteSize::gib(1);
 
-/// The time after a wake in which no store is released: the caller that woke the arena has returned
-/// and started its work before the driver is busy with that. A guess.
+/// The time after a wake in which no store is released, so that the work of the caller that woke
+/// the arena starts before releases keep the driver busy. A guess.
 const QUIET_AFTER_WAKE: Duration = Duration::from_millis(100);
 
 /// A reservation with the host budget, released when it is dropped.

@@ -284,7 +284,7 @@ fn parts_beyond_the_budget_are_skipped_and_listed() {
     let (code, text, found) = run_apart(&arguments);
     assert_eq!(code, 2, "{text}");
     assert!(matches!(found.parts["pair"], Ended::Killed(_)), "{text}");
-    let skipped = Ended::Skipped("no time left of the budget");
+    let skipped = Ended::Skipped("no time left in the budget");
     assert_eq!(found.parts["compact"], skipped, "{text}");
 }
 

@@ -73,7 +73,8 @@ impl Kernels {
         Ok(self.context.synchronize()?)
     }
 
-    /// A check of the right pattern finds nothing, one of another pattern every word.
+    /// Checks that the kernel finds no wrong word in a correct block, and every word in a wrong
+    /// one.
     fn try_out(&self) -> Outcome {
         let stream = self.context.new_stream()?;
         // SAFETY: written by the first kernel below before it is read.
@@ -93,8 +94,8 @@ impl Kernels {
         match ran? {
             (0, all) if all == words.count => Ok(()),
             (right, all) => Err(format!(
-                "the kernel that checks found {right} wrong words in a right block of {} words, \
-                 and then {all} in all with a wrong one of that size",
+                "the check kernel found {right} wrong words in a correct block, and {all} in total \
+                 after a wrong block: expected 0 and {}",
                 words.count
             )
             .into()),

@@ -3,10 +3,9 @@
 //!
 //! Kernels of 1 to 50 ms write a pattern of their own into each block and compare it later; they
 //! begin with their delay, so a missing wait between two lanes changes words. An unrelated stream
-//! measures the latency of launches meanwhile. Host threads share out the lanes. Every second
-//! sleep or compaction has the arena alone, since a lease ends it; the others meet the other
-//! threads. The arena's waits between lanes are the only ones: the program itself orders other
-//! uses by waits of the host.
+//! measures the latency of launches meanwhile. The lanes are divided among the host threads. Every
+//! second sleep or compaction runs while no other thread makes a step; the others run concurrently.
+//! Only the arena orders work between lanes; for all other orders the program waits on the host.
 //!
 //! Bounds: [`QUEUED`] kernels a lane, half of `--torture-size` live, `--torture-seconds`.
 //!
@@ -63,7 +62,7 @@ const DELAYS: (Duration, Duration) = (Duration::from_millis(1), Duration::from_m
 /// The smallest block.
 const SMALLEST: ByteSize = ByteSize::kib(4);
 
-/// What was done, counted by all threads.
+/// The number of operations of each kind, over all threads.
 #[derive(Debug, Default)]
 struct Counts {
     steps: AtomicU64,
@@ -79,7 +78,7 @@ fn add(to: &AtomicU64, count: u64) {
     to.fetch_add(count, Ordering::Relaxed);
 }
 
-/// What the threads share.
+/// The state that the threads share.
 struct Shared<'a> {
     rig: &'a Rig<'a>,
     arena: DeviceArena,
@@ -157,8 +156,8 @@ pub(crate) fn torture(rig: &Rig<'_>, report: &mut Report<'_>) -> Outcome {
     Ok(shared.arena.close()?)
 }
 
-/// Launches to an unrelated stream until `ended` is set, at most so many; microseconds of each, to
-/// the end of its work.
+/// Launches kernels on an unrelated stream until `ended` is set, at most `most`. Returns the
+/// microseconds from each launch to the end of its work.
 fn latencies(
     rig: &Rig<'_>,
     kernels: &Kernels,
@@ -170,7 +169,7 @@ fn latencies(
     while took_us.len() < most && !ended.load(Ordering::Relaxed) {
         let (took, ()) = rig.timed(|| kernels.launch_and_wait(stream))?;
         took_us.push(took.as_secs_f64() * 1e6);
-        // No other thread rings this bell: the wait ends by time alone.
+        // No other thread notifies this bell, so this waits until the time.
         rig.clock.wait_until(&bell, rig.clock.now() + PACE);
     }
     Ok(took_us)
