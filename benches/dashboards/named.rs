@@ -60,6 +60,8 @@ pub(crate) const PANELS: &[Named] = &[
     constant("Device memory by owner", "ABCD", STAND_IN),
     constant("Released for other processes", "A", NEIGHBOUR),
     constant("Exported and imported memory by arena", "AB", FOREIGN),
+    constant("Budget by device", "C", LIMIT),
+    constant("Lost devices", "A", FAULTLESS),
     constant("Interoperability and driver errors", "ABC", FAULTLESS),
     constant("Memory against the limit", "E", LIMIT),
     empty("Memory against the limit", "D", CGROUP),
