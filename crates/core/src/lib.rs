@@ -2,7 +2,7 @@
 //! events that cannot fail the caller, and synchronisation from std or loom.
 //!
 //! The other packages re-export [`ByteSize`], [`clock`] and [`decay`], so applications need no
-//! dependency on this one. [`fork`], [`sync`] and [`log!`] are for the lowtide packages only and
+//! dependency on this one. [`fork`], [`rate`], [`sync`] and [`log!`] are for the lowtide packages only and
 //! may change in any release.
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
@@ -14,6 +14,7 @@ pub mod bytes;
 pub mod clock;
 pub mod decay;
 pub mod fork;
+pub mod rate;
 pub mod sync;
 
 pub use bytes::ByteSize;

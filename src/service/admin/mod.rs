@@ -10,7 +10,6 @@
 //! each of those requests is logged.
 
 mod guard;
-mod rate;
 mod token;
 
 use std::fmt;
@@ -24,6 +23,7 @@ use serde_json::json;
 use crate::bytes::ParseByteSizeError;
 use crate::clock::{Clock, Moment};
 use crate::memory::{AdminCommand, AdminError, Memory};
+use crate::rate::Bucket;
 use crate::sync::{Mutex, lock};
 
 use super::answer::{JSON, answer, pretty};
@@ -35,7 +35,6 @@ pub use guard::Peer;
 pub use token::{AdminToken, TokenError};
 
 use guard::Refused;
-use rate::Bucket;
 
 /// The burst of commands, and the time until another one is accepted. Estimates: a person is not
 /// faster.

@@ -9,7 +9,7 @@ use crate::clock::Moment;
 
 /// A token bucket (not related to the secret token).
 #[derive(Debug)]
-pub(super) struct Bucket {
+pub struct Bucket {
     burst: u32,
     every: Duration,
     left: u32,
@@ -20,12 +20,16 @@ pub(super) struct Bucket {
 impl Bucket {
     /// Creates a full bucket: `burst` at once, and one more after each `every`, which is above
     /// zero.
-    pub(super) const fn new(burst: u32, every: Duration, now: Moment) -> Self {
+    #[must_use]
+    pub const fn new(burst: u32, every: Duration, now: Moment) -> Self {
         Self { burst, every, left: burst, counted: now }
     }
 
-    /// Takes one, or returns the time until one is available.
-    pub(super) fn take(&mut self, now: Moment) -> Result<(), Duration> {
+    /// Takes one.
+    ///
+    /// # Errors
+    /// The time until one is available.
+    pub fn take(&mut self, now: Moment) -> Result<(), Duration> {
         let back = (now - self.counted).as_nanos() / self.every.as_nanos().max(1);
         let back = u32::try_from(back).unwrap_or(u32::MAX);
         if back >= self.burst - self.left {
