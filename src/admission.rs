@@ -6,9 +6,10 @@
 
 pub use lowtide_admission::{
     Acquire, AcquireError, AddError, Admission, AdmissionStats, Backoff, Budget, CeilingParts,
-    ClassStats, Cost, Cpus, EventCounts, Ledger, Level, LevelChanged, LevelWatch, Limit,
-    LimitSource, LoadError, LoadScope, Managed, ManagedBuilder, MemoryEvents, MemoryUsage, Permit,
-    Priority, Psi, Reclaimable, Reclaimer, ReclaimerStats, RejectReason, Rejected, RequestMemory,
-    RequestPhase, Resource, ResourceStats, RouteUsage, SettingsError, Signal, Signals, SizeClass,
-    Stall, TenantUsage, UnloadError, UnloadReason, Unloads, Use,
+    ClassStats, Cost, Cpus, EventCounts, EvictionCause, LastUnload, Ledger, Level, LevelChanged,
+    LevelWatch, Limit, LimitSource, LoadError, LoadScope, Managed, ManagedBuilder, MemoryEvents,
+    MemoryUsage, Permit, Priority, Psi, Reclaimable, Reclaimer, ReclaimerStats, RejectReason,
+    Rejected, RequestMemory, RequestPhase, Requester, Resource, ResourceStats, RouteUsage,
+    SettingsError, Signal, Signals, SizeClass, Stall, TenantUsage, UnloadError, UnloadReason,
+    Unloads, Use,
 };

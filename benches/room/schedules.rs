@@ -232,7 +232,7 @@ impl World {
         let priority = priority[self.chance.below(4)];
         let tenant = self.chance.below(3) as u64;
         self.arrived += 1;
-        match self.admission.try_admit_uncounted(cost, priority) {
+        match self.admission.try_admit_uncounted(cost, priority, None) {
             Ok(permit) => self.admitted(permit, self.arrived),
             Err(rejected) if rejected.may_wait() => {
                 let within = Some(WITHIN);
@@ -361,9 +361,9 @@ impl World {
             };
             let (cost, priority) = (request.cost, request.priority);
             let tried = if is_turn {
-                request.waiting.try_admit(cost, priority)
+                request.waiting.try_admit(cost, priority, None)
             } else {
-                self.admission.try_admit_uncounted(cost, priority)
+                self.admission.try_admit_uncounted(cost, priority, None)
             };
             match tried {
                 Ok(permit) => {

@@ -43,7 +43,9 @@ use crate::clock::{Clock, Moment, SystemClock};
 use crate::config::Config;
 use crate::memory::add_request_event;
 use lowtide_admission::learning::{Kind, LASTS, Needs, TooManyRunning};
-use lowtide_admission::{Admission, Budget, Cost, GRACE, Priority, Rejected, Waiting};
+use lowtide_admission::{
+    Admission, Budget, Cost, GRACE, Priority, Rejected, RequestLabel, Waiting,
+};
 use lowtide_heap::is_measured;
 
 use super::body::{RequestBody, ResponseBody};
@@ -419,9 +421,11 @@ impl<E: Estimate> MemoryLayer<E> {
                 })?;
             }
         }
+        let name = format_args!("{method} {route}");
+        let label: RequestLabel<'_> = Some(&name);
         let permit = match waiting {
-            Some(waiting) => waiting.try_admit(cost, priority),
-            None => settings.admission.try_admit_uncounted(cost, priority),
+            Some(waiting) => waiting.try_admit(cost, priority, label),
+            None => settings.admission.try_admit_uncounted(cost, priority, label),
         };
         let permit = permit.map_err(|rejected| NotAdmitted { rejected, cost, priority })?;
         // A trusted estimate may cover memory that is not measured, so it is not replaced.

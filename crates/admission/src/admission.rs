@@ -19,6 +19,7 @@ use lowtide_core::clock::Moment;
 use super::cost::Budget;
 use super::desk::{Desk, Stood};
 use super::eviction::Evictor;
+use super::eviction::RequestLabel;
 use super::large::{LargeRequest, LargeRequests, RequestMemory};
 use super::ledger::Ledger;
 use super::permit::Permit;
@@ -189,11 +190,17 @@ impl Admission {
         self.desk.admit(cost, priority)
     }
 
-    /// Like [`Admission::try_admit_with`], but a rejection is not counted.
+    /// Like [`Admission::try_admit_with`], but a rejection is not counted, and a resource that is
+    /// evicted for the request records its label.
     #[doc(hidden)]
     #[inline]
-    pub fn try_admit_uncounted(&self, cost: Cost, priority: Priority) -> Result<Permit, Rejected> {
-        self.desk.admit_uncounted(cost, priority)
+    pub fn try_admit_uncounted(
+        &self,
+        cost: Cost,
+        priority: Priority,
+        label: RequestLabel<'_>,
+    ) -> Result<Permit, Rejected> {
+        self.desk.admit_uncounted(cost, priority, label)
     }
 
     #[inline]
@@ -212,8 +219,13 @@ impl Admission {
 
     /// Like [`Admission::try_reserve_resource`], but claims idle resources whose
     /// unload makes room if there is none. Reclaimers are asked if `asks` is set.
-    pub(super) fn stand_or_evict(&self, cost: Cost, asks: bool) -> Result<Stood, Rejected> {
-        self.desk.stand_or_evict(cost, asks)
+    pub(super) fn stand_or_evict(
+        &self,
+        cost: Cost,
+        asks: bool,
+        resource: &Arc<str>,
+    ) -> Result<Stood, Rejected> {
+        self.desk.stand_or_evict(cost, asks, resource)
     }
 
     /// Unloads idle resources of this registry to make room for requests and loads that do not fit.

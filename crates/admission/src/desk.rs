@@ -17,7 +17,7 @@ use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::{Bell, Moment};
 
 use super::cost::{Budget, Cost, Priority};
-use super::eviction::{Eviction, Evictor, Hint};
+use super::eviction::{Eviction, Evictor, Hint, RequestLabel};
 use super::large::LargeRequests;
 use super::ledger::{Ledger, Reservation, Shortfall, Standing};
 use super::level_watches::LevelWatches;
@@ -159,9 +159,10 @@ impl Desk {
         &'static self,
         cost: Cost,
         priority: Priority,
+        label: RequestLabel<'_>,
     ) -> Result<Permit, Rejected> {
         let admitted = self.admit_at_once(cost, priority);
-        admitted.map_or_else(|| self.try_admit(None, cost, priority), Ok)
+        admitted.map_or_else(|| self.try_admit(None, cost, priority, label), Ok)
     }
 
     /// Admits a request that needs no device memory, if nothing has to be considered except that it
@@ -187,7 +188,7 @@ impl Desk {
 
     #[cold]
     fn admit_or_reject(&'static self, cost: Cost, priority: Priority) -> Result<Permit, Rejected> {
-        self.try_admit(None, cost, priority).map_err(|rejected| self.reject(rejected))
+        self.try_admit(None, cost, priority, None).map_err(|rejected| self.reject(rejected))
     }
 
     /// Admits a request, which may be in the queue. A rejection is not counted.
@@ -196,6 +197,7 @@ impl Desk {
         waits: Option<&WaitId>,
         cost: Cost,
         priority: Priority,
+        label: RequestLabel<'_>,
     ) -> Result<Permit, Rejected> {
         let cost = self.by_budget(cost);
         let place = Place::here();
@@ -215,10 +217,12 @@ impl Desk {
                 if priority == Priority::High { Ledger::try_book_more } else { Ledger::try_book };
             match self.book(cost, how) {
                 Ok(booked) => booked,
-                Err((budget, short)) => return Err(self.refuse(cost, budget, short, place)),
+                Err((budget, short)) => {
+                    return Err(self.refuse(cost, budget, short, place, label));
+                }
             }
         } else {
-            self.book_in_order(waits, cost, priority, place)?
+            self.book_in_order(waits, cost, priority, place, label)?
         };
         tally.admit(place, booked.host, booked.device);
         Ok(Permit::request(self, booked, exempt))
@@ -252,6 +256,7 @@ impl Desk {
         cost: Cost,
         priority: Priority,
         place: Place,
+        label: RequestLabel<'_>,
     ) -> Result<Cost, Rejected> {
         let ceilings = [self.host.ceiling(), self.device.ceiling()];
         let book = || self.book(cost, Ledger::try_book_more);
@@ -262,7 +267,7 @@ impl Desk {
         }
         passed.map_err(|error| match error {
             PassError::Behind { .. } => self.comes_later(cost, place),
-            PassError::NoRoom(budget, short) => self.refuse(cost, budget, short, place),
+            PassError::NoRoom(budget, short) => self.refuse(cost, budget, short, place, label),
         })
     }
 
@@ -283,8 +288,9 @@ impl Desk {
         budget: Budget,
         short: Shortfall,
         place: Place,
+        label: RequestLabel<'_>,
     ) -> Rejected {
-        self.full(budget, short, place, || self.make_room(cost))
+        self.full(budget, short, place, || self.make_room(cost, label))
     }
 
     /// Returns the rejection of a request for which there is room that others wait for.
@@ -368,10 +374,16 @@ impl Desk {
     /// Reserves the bytes of a resource, or claims idle resources whose unload makes room for it.
     /// Reclaimers of the application are asked first if `asks` is set. Must not be called with the
     /// lock of a resource held.
-    pub(super) fn stand_or_evict(&'static self, cost: Cost, asks: bool) -> Result<Stood, Rejected> {
+    pub(super) fn stand_or_evict(
+        &'static self,
+        cost: Cost,
+        asks: bool,
+        resource: &Arc<str>,
+    ) -> Result<Stood, Rejected> {
         let cost = self.by_budget(cost);
         let mut eviction = None;
-        let evict = || match self.evictor().map(|evictor| evictor.for_load(self, cost, asks)) {
+        let load = |evictor: Arc<Evictor>| evictor.for_load(self, cost, asks, resource);
+        let evict = || match self.evictor().map(load) {
             Some(Ok(claimed)) => {
                 eviction = Some(claimed);
                 Hint::Unknown
@@ -585,7 +597,7 @@ impl Desk {
     ) -> Result<ByteSize, Rejected> {
         let place = Place::here();
         let cost = Cost::host(bytes);
-        let booked = self.book_in_order(waits, cost, priority, place)?;
+        let booked = self.book_in_order(waits, cost, priority, place, None)?;
         self.tally(place).grow(place, booked.host);
         Ok(booked.host)
     }
@@ -706,9 +718,9 @@ impl Desk {
     }
 
     /// Asks reclaimers and unloads idle resources if that makes room for a rejected request.
-    fn make_room(&'static self, cost: Cost) -> Hint {
+    fn make_room(&'static self, cost: Cost, label: RequestLabel<'_>) -> Hint {
         let evictor = self.evictor();
-        evictor.map_or(Hint::Unknown, |evictor| evictor.for_request(self, cost))
+        evictor.map_or(Hint::Unknown, |evictor| evictor.for_request(self, cost, label))
     }
 
     /// Reserves more host memory for a request of this size. Returns the bytes reserved.
@@ -723,7 +735,7 @@ impl Desk {
             let total = held.saturating_add(bytes);
             let never = total > self.host.ceiling();
             let short = Shortfall { asked: if never { total } else { bytes }, ..short };
-            self.full(Budget::Host, short, place, || self.make_room(Cost::host(bytes)))
+            self.full(Budget::Host, short, place, || self.make_room(Cost::host(bytes), None))
         })
     }
 

@@ -36,7 +36,7 @@ use lowtide_core::clock::{Bell, Clock, Moment};
 use lowtide_core::fork::Birth;
 use lowtide_core::sync::{Mutex, caught, lock};
 
-use super::cost::Cost;
+use super::cost::{Budget, Cost};
 use super::desk::{Desk, Stood};
 use super::ledger::Reservation;
 use super::permit::Permit;
@@ -63,6 +63,79 @@ const ROUNDING: u64 = 4096;
 /// The time between its attempts: a tick of a busy service.
 const OBSERVED_STEP: Duration = Duration::from_millis(10);
 
+/// A description of a request, for events and logs; `None` if it has none.
+pub type RequestLabel<'a> = Option<&'a dyn fmt::Display>;
+
+/// The caller for which room is made.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Requester {
+    /// A request, by its method and route if it came through a layer.
+    Request(Option<Box<str>>),
+    /// Requests that wait for room.
+    WaitingRequests,
+    /// The load of the resource of this name.
+    Load(Arc<str>),
+}
+
+impl Requester {
+    fn request(label: RequestLabel<'_>) -> Self {
+        Self::Request(label.map(|label| label.to_string().into()))
+    }
+}
+
+impl fmt::Display for Requester {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Request(Some(label)) => write!(f, "a request {label}"),
+            Self::Request(None) => f.write_str("a request"),
+            Self::WaitingRequests => f.write_str("waiting requests"),
+            Self::Load(name) => write!(f, "the load of {name:?}"),
+        }
+    }
+}
+
+/// The reason for an eviction, with the figures at that time.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct EvictionCause {
+    /// The caller that had no room.
+    pub requester: Requester,
+    /// The budget that had no room.
+    pub budget: Budget,
+    /// The bytes that the caller needs of this budget.
+    pub needed: ByteSize,
+    /// The bytes reserved in this budget.
+    pub reserved: ByteSize,
+    /// The bytes that may be reserved in this budget.
+    pub allowance: ByteSize,
+}
+
+impl EvictionCause {
+    fn new(requester: Requester, desk: &Desk, cost: Cost) -> Self {
+        let host_fits = desk.host.fits(cost.host, ByteSize::ZERO);
+        let budget =
+            if host_fits && !cost.device.is_zero() { Budget::Device } else { Budget::Host };
+        let (ledger, needed) = match budget {
+            Budget::Host => (&desk.host, cost.host),
+            Budget::Device => (&desk.device, cost.device),
+        };
+        let (reserved, allowance) = (ledger.reserved_bytes(), ledger.allowance_bytes());
+        Self { requester, budget, needed, reserved, allowance }
+    }
+}
+
+impl fmt::Display for EvictionCause {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { requester, budget, needed, reserved, allowance } = self;
+        write!(
+            f,
+            "evicted for {requester}, which needed {needed} of {budget} memory while {reserved} of \
+             {allowance} were reserved"
+        )
+    }
+}
+
 /// A resource that can be taken out of use.
 pub(super) trait Claimable: Send + Sync {
     /// Takes it out of use if it may be evicted now. Callers that acquire it then wait. A divisible
@@ -76,7 +149,7 @@ pub(super) trait Claimed: Send {
     fn cost(&self) -> Cost;
 
     /// Unloads it on this thread and returns its reservation, if it has one.
-    fn unload(self: Box<Self>) -> Option<Permit>;
+    fn unload(self: Box<Self>, cause: &EvictionCause) -> Option<Permit>;
 }
 
 /// A resource that may be evicted, now or after its minimum residency.
@@ -182,7 +255,12 @@ impl Evictor {
     }
 
     /// Makes room for a rejected request, unless other unloads already make enough.
-    pub(super) fn for_request(self: &Arc<Self>, desk: &'static Desk, cost: Cost) -> Hint {
+    pub(super) fn for_request(
+        self: &Arc<Self>,
+        desk: &'static Desk,
+        cost: Cost,
+        label: RequestLabel<'_>,
+    ) -> Hint {
         if !self.birth.is_here() {
             return Hint::Unknown;
         }
@@ -190,13 +268,15 @@ impl Evictor {
         if desk.fits(cost, coming) {
             return Hint::Unloading(takes);
         }
-        if let Some(rest) = self.ask_for_request(desk, cost) {
+        if let Some(rest) = self.ask_for_request(desk, cost, label) {
             return Hint::Unloading(rest);
         }
         // Read again for each choice: another thread may have started unloads.
         let fits = |freed: Cost| desk.fits(cost, self.coming().0.and(freed));
         let choice = |idle| choose(idle, fits);
-        match self.claim(desk, Vec::new, choice, |claims| Some(self.announce(claims))) {
+        let cause = || EvictionCause::new(Requester::request(label), desk, cost);
+        let announce = |claims: &Claims| Some(self.announce(claims));
+        match self.claim(desk, Vec::new, choice, announce, cause) {
             // Room became free. Nothing runs on this thread, which may belong to an async runtime.
             Ok((claims, _)) if claims.list.is_empty() => Hint::Unloading(self.coming().1),
             Ok((claims, coming)) => {
@@ -222,16 +302,20 @@ impl Evictor {
         desk: &'static Desk,
         cost: Cost,
         asks: bool,
+        resource: &Arc<str>,
     ) -> Result<Eviction, Option<Duration>> {
         if !self.birth.is_here() {
             return Err(None);
         }
         if asks && self.may_ask() {
-            return Ok(Eviction::Asks { desk, evictor: Arc::clone(self), cost });
+            let (evictor, resource) = (Arc::clone(self), Arc::clone(resource));
+            return Ok(Eviction::Asks { desk, evictor, cost, resource });
         }
         let book = |claims: &Claims| desk.reserve(cost, claims.cost());
         let fits = |freed| desk.fits_standing(cost, freed);
-        let (claims, reserved) = self.claim(desk, Vec::new, |idle| choose(idle, fits), book)?;
+        let cause = || EvictionCause::new(Requester::Load(Arc::clone(resource)), desk, cost);
+        let choice = |idle| choose(idle, fits);
+        let (claims, reserved) = self.claim(desk, Vec::new, choice, book, cause)?;
         let of = Made::Reserved { cost, reserved: Some(reserved) };
         let owed = Owed { desk, evictor: Arc::clone(self), of };
         Ok(Eviction::Unloads(UnloadStep { claims, owed }))
@@ -239,7 +323,12 @@ impl Evictor {
 
     /// Starts the thread that asks reclaimers for requests, unless it runs. Returns the time for
     /// which requests wait for it; `None` if it does not help.
-    fn ask_for_request(self: &Arc<Self>, desk: &'static Desk, cost: Cost) -> Option<Duration> {
+    fn ask_for_request(
+        self: &Arc<Self>,
+        desk: &'static Desk,
+        cost: Cost,
+        label: RequestLabel<'_>,
+    ) -> Option<Duration> {
         self.pool.next_ask()?;
         let mut rounds = lock(&self.rounds);
         if rounds.has_thread && rounds.until <= self.clock.now() {
@@ -252,8 +341,9 @@ impl Evictor {
         if starts {
             // Also while reclaimers pause: the request may wait until they can be asked.
             let evictor = Arc::clone(self);
+            let requester = Requester::request(label);
             let thread = thread::Builder::new().name("lowtide-reclaim".to_owned());
-            if thread.spawn(move || evictor.run_rounds(desk, cost, begun)).is_err() {
+            if thread.spawn(move || evictor.run_rounds(desk, cost, begun, requester)).is_err() {
                 *lock(&self.rounds) = Rounds::default();
                 return None;
             }
@@ -293,14 +383,22 @@ impl Evictor {
 
     /// Runs rounds on this thread while requests wait for bytes. The first one may have begun, for
     /// a request of this cost.
-    fn run_rounds(self: &Arc<Self>, desk: &'static Desk, mut cost: Cost, mut begun: bool) {
+    fn run_rounds(
+        self: &Arc<Self>,
+        desk: &'static Desk,
+        mut cost: Cost,
+        mut begun: bool,
+        mut requester: Requester,
+    ) {
         let mut ended_at = 0;
         let ticks = || desk.ticks.load(Ordering::Relaxed);
         // Ends when no request waits, at its deadline at the latest, or with the last reclaimer.
         // Each iteration waits for the pause.
         loop {
             if begun {
-                let helps = caught(|| self.round_for_requests(desk, cost)).unwrap_or(false);
+                let round = || self.round_for_requests(desk, cost, &requester);
+                let helps = caught(round).unwrap_or(false);
+                requester = Requester::WaitingRequests;
                 // Longer than the pause of this thread, so that the next round is not begun by a
                 // request, but by this thread.
                 self.end_round(2 * PAUSE_MIN, helps);
@@ -336,27 +434,40 @@ impl Evictor {
 
     /// Chooses among reclaimers and idle resources for a request, and for all that wait. Returns
     /// `true` if any were chosen.
-    fn round_for_requests(self: &Arc<Self>, desk: &'static Desk, cost: Cost) -> bool {
+    fn round_for_requests(
+        self: &Arc<Self>,
+        desk: &'static Desk,
+        cost: Cost,
+        requester: &Requester,
+    ) -> bool {
         let all = desk.queue.lacking(|_| true).map_or(Cost::ZERO, |(_, all)| all);
         let all = Cost { host: all.host.max(cost.host), device: all.device.max(cost.device) };
         let fits = |cost, freed| desk.fits(cost, self.coming().0.and(freed));
-        self.round(desk, |idle| {
+        let choice = |idle| {
             let mut chosen = choose(idle, |freed| fits(cost, freed))?;
             divide(&mut chosen, |freed| fits(all, freed));
             Ok(chosen)
-        })
+        };
+        self.round(desk, choice, || EvictionCause::new(requester.clone(), desk, cost))
     }
 
     /// Chooses reclaimers for a load.
-    fn round_for_load(self: &Arc<Self>, desk: &'static Desk, cost: Cost) -> bool {
+    fn round_for_load(
+        self: &Arc<Self>,
+        desk: &'static Desk,
+        cost: Cost,
+        resource: &Arc<str>,
+    ) -> bool {
         let fits = |freed| desk.fits_standing(cost, freed);
-        self.round(desk, |idle| {
+        let choice = |idle| {
             let mut chosen = choose(idle, fits)?;
             divide(&mut chosen, fits);
             // Resources are exchanged in one step, by what is still needed then.
             chosen.retain(|idle| idle.is_divisible);
             Ok(chosen)
-        })
+        };
+        let requester = || Requester::Load(Arc::clone(resource));
+        self.round(desk, choice, || EvictionCause::new(requester(), desk, cost))
     }
 
     /// Asks and unloads what was chosen, and waits for that for at most [`ROUND_MAX`]. Returns
@@ -365,13 +476,13 @@ impl Evictor {
         self: &Arc<Self>,
         desk: &'static Desk,
         choice: impl Fn(Vec<Idle>) -> Result<Vec<Idle>, Option<Duration>>,
+        cause: impl Fn() -> EvictionCause,
     ) -> bool {
         let deadline = self.clock.now() + ROUND_MAX;
         let announce = |claims: &Claims| Some(self.announce(claims));
-        let Ok((claims, coming)) = self.claim(desk, || self.pool.reclaimers(), choice, announce)
-        else {
-            return false;
-        };
+        let reclaimers = || self.pool.reclaimers();
+        let claimed = self.claim(desk, reclaimers, choice, announce, cause);
+        let Ok((claims, coming)) = claimed else { return false };
         if claims.list.is_empty() {
             return false;
         }
@@ -390,6 +501,7 @@ impl Evictor {
         self: &Arc<Self>,
         desk: &'static Desk,
         cost: Cost,
+        resource: &Arc<str>,
     ) -> Result<Permit, EvictionError> {
         let deadline = self.clock.now() + 2 * ROUND_MAX;
         // Ends at the deadline at the latest: each iteration waits for the end of another round.
@@ -406,8 +518,8 @@ impl Evictor {
         };
         if begun {
             // Not on this thread, which may be the caller's, and hold locks of the application.
-            let evictor = Arc::clone(self);
-            let round = move || evictor.round_for_load(desk, cost);
+            let (evictor, of) = (Arc::clone(self), Arc::clone(resource));
+            let round = move || evictor.round_for_load(desk, cost, &of);
             let helps = elsewhere(&*self.clock, 2 * ROUND_MAX, round).unwrap_or(false);
             desk.hurry();
             let stood = if helps { self.observe(desk, cost) } else { None };
@@ -416,7 +528,7 @@ impl Evictor {
                 return Ok(permit);
             }
         }
-        match desk.stand_or_evict(cost, false) {
+        match desk.stand_or_evict(cost, false, resource) {
             Ok(Stood::Booked(permit)) => Ok(permit),
             Ok(Stood::Evicting(eviction)) => eviction.run(),
             Err(_) => Err(EvictionError::NoRoom),
@@ -445,6 +557,7 @@ impl Evictor {
         reclaimers: impl Fn() -> Vec<Idle>,
         choice: impl Fn(Vec<Idle>) -> Result<Vec<Idle>, Option<Duration>>,
         book: impl Fn(&Claims) -> Option<B>,
+        cause: impl Fn() -> EvictionCause,
     ) -> Result<(Claims, B), Option<Duration>> {
         for _ in 0..CHOICES_MAX {
             // Dropped after the lock: the last handle of a resource runs its unload.
@@ -460,7 +573,8 @@ impl Evictor {
             let count = chosen.len();
             let claimed = |idle: Idle| idle.resource.claim(idle.cost.host);
             let list: Vec<_> = chosen.into_iter().map_while(claimed).collect();
-            let claims = Claims { list, takes };
+            let cause = (!list.is_empty()).then(|| Arc::new(cause()));
+            let claims = Claims { list, takes, cause };
             if claims.list.len() == count
                 && let Some(reserved) = book(&claims)
             {
@@ -565,6 +679,8 @@ struct Claims {
     list: Vec<Box<dyn Claimed>>,
     /// The expected duration of their unloads.
     takes: Duration,
+    /// `None` only without resources.
+    cause: Option<Arc<EvictionCause>>,
 }
 
 impl Claims {
@@ -616,7 +732,7 @@ pub(super) enum Eviction {
     /// Claimed resources are unloaded.
     Unloads(UnloadStep),
     /// Reclaimers are asked first.
-    Asks { desk: &'static Desk, evictor: Arc<Evictor>, cost: Cost },
+    Asks { desk: &'static Desk, evictor: Arc<Evictor>, cost: Cost, resource: Arc<str> },
 }
 
 /// Resources claimed to make room.
@@ -642,7 +758,9 @@ impl Eviction {
     pub(super) fn run(self) -> Result<Permit, EvictionError> {
         match self {
             Self::Unloads(unloads) => unloads.run(),
-            Self::Asks { desk, evictor, cost } => evictor.room_for_load(desk, cost),
+            Self::Asks { desk, evictor, cost, resource } => {
+                evictor.room_for_load(desk, cost, &resource)
+            }
         }
     }
 }
@@ -668,13 +786,17 @@ impl UnloadStep {
 
     /// Unloads the claimed resources on separate threads.
     fn start(self) -> io::Result<Arc<UnloadsInProgress>> {
-        let Self { claims: Claims { list, .. }, owed } = self;
+        let Self { claims: Claims { list, cause, .. }, owed } = self;
         let (count, after) = (list.len(), Arc::clone(&owed.evictor));
         let freed = Vec::with_capacity(count);
         let state =
             UnloadsState { claims: list, unloading: count, freed, owed: Some(owed), made: None };
-        let unloads =
-            Arc::new(UnloadsInProgress { after, state: Mutex::new(state), bell: Bell::new() });
+        let unloads = Arc::new(UnloadsInProgress {
+            after,
+            cause,
+            state: Mutex::new(state),
+            bell: Bell::new(),
+        });
         if count == 0 {
             unloads.finish();
         }
@@ -699,6 +821,8 @@ impl UnloadStep {
 /// Unloads in progress.
 struct UnloadsInProgress {
     after: Arc<Evictor>,
+    /// `None` only without resources.
+    cause: Option<Arc<EvictionCause>>,
     state: Mutex<UnloadsState>,
     bell: Arc<Bell>,
 }
@@ -718,10 +842,11 @@ struct UnloadsState {
 impl UnloadsInProgress {
     /// Unloads the resources that no other thread has taken.
     fn work(&self) {
+        let Some(cause) = &self.cause else { return };
         // Ends: each iteration takes one of the claims.
         loop {
             let Some(claimed) = lock(&self.state).claims.pop() else { return };
-            let permit = claimed.unload();
+            let permit = claimed.unload(cause);
             let mut state = lock(&self.state);
             state.freed.extend(permit);
             state.unloading -= 1;

@@ -70,8 +70,9 @@ pub use lowtide_core::{BoxError, ByteSize, clock};
 pub use admission::{Admission, AdmissionStats};
 pub use ceiling::CeilingParts;
 pub use cost::{Budget, Cost, Priority};
+pub use eviction::{EvictionCause, Requester};
 #[doc(hidden)]
-pub use eviction::Idle;
+pub use eviction::{Idle, RequestLabel};
 pub use exhaustion::ExhaustionPolicy;
 #[doc(hidden)]
 pub use large::{GRACE, LARGE_MIN, LargeRequest, REGISTERED_MIN, SLOW_AFTER};
@@ -84,8 +85,8 @@ pub use maintenance::{
     run_worker,
 };
 pub use managed::{
-    Acquire, AcquireError, AddError, Backoff, LoadError, LoadScope, Managed, ManagedBuilder,
-    Resource, ResourceStats, Resources, UnloadError, UnloadReason, Unloads, Use,
+    Acquire, AcquireError, AddError, Backoff, LastUnload, LoadError, LoadScope, Managed,
+    ManagedBuilder, Resource, ResourceStats, Resources, UnloadError, UnloadReason, Unloads, Use,
 };
 pub use permit::{Permit, Released};
 pub use pressure::{Band, Level, Pressure, Thresholds, ThresholdsError};

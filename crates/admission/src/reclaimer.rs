@@ -26,7 +26,7 @@ use lowtide_core::sync::{Mutex, caught, lock};
 
 use super::cost::Cost;
 use super::desk::Desk;
-use super::eviction::{Claimable, Claimed, Idle};
+use super::eviction::{Claimable, Claimed, EvictionCause, Idle};
 use super::managed::AddError;
 use super::permit::Permit;
 use super::reclaim::{Pace, Recovered};
@@ -362,7 +362,7 @@ impl Claimed for Asked {
         Cost::host(self.wanted)
     }
 
-    fn unload(self: Box<Self>) -> Option<Permit> {
+    fn unload(self: Box<Self>, _: &EvictionCause) -> Option<Permit> {
         let wanted = self.wanted;
         self.run(wanted);
         None

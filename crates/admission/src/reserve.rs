@@ -15,6 +15,7 @@ use lowtide_core::bytes::ByteSize;
 use super::admission::Admission;
 use super::cost::{Cost, Priority};
 use super::desk::Desk;
+use super::eviction::RequestLabel;
 use super::permit::Permit;
 use super::rejected::Rejected;
 use super::waiting::{Lack, WaitId, WaitTerms};
@@ -49,8 +50,13 @@ impl Waiting {
     ///
     /// # Errors
     /// As for [`Admission::try_admit_with`], and [`Rejected::Full`] if others come first.
-    pub fn try_admit(&self, cost: Cost, priority: Priority) -> Result<Permit, Rejected> {
-        self.desk.try_admit(Some(&self.id), cost, priority)
+    pub fn try_admit(
+        &self,
+        cost: Cost,
+        priority: Priority,
+        label: RequestLabel<'_>,
+    ) -> Result<Permit, Rejected> {
+        self.desk.try_admit(Some(&self.id), cost, priority, label)
     }
 
     /// Records why an attempt of a load was rejected, so that the queue keeps room for it.
@@ -105,8 +111,8 @@ impl Future for Reserve {
             };
             let (cost, priority) = (self.cost, self.priority);
             let tried = match self.waiting.as_ref().filter(|_| !is_last) {
-                Some(waiting) => waiting.try_admit(cost, priority),
-                None => self.admission.try_admit_uncounted(cost, priority),
+                Some(waiting) => waiting.try_admit(cost, priority, None),
+                None => self.admission.try_admit_uncounted(cost, priority, None),
             };
             let rejected = match tried {
                 Ok(permit) => {

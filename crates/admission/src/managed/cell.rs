@@ -26,19 +26,20 @@ use std::time::Duration;
 
 use crate::admission::Admission;
 use crate::cost::Cost;
-use crate::eviction::Eviction;
+use crate::eviction::{Eviction, EvictionCause};
 use crate::permit::Permit;
 use crate::rejected::Rejected;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::{Bell, Clock, Moment};
 use lowtide_core::fork::Birth;
+use lowtide_core::rate::Bucket;
 use lowtide_core::sync::atomic::AtomicU64;
 use lowtide_core::sync::{Condvar, Mutex, MutexGuard, caught, foreground, lock, wait};
 
 use super::error::{AcquireError, LoadError, UnloadError};
 use super::load::is_unloading;
 use super::parts::Parts;
-use super::resource::{ResourceStats, UnloadReason, Unloads};
+use super::resource::{LastUnload, ResourceStats, UnloadReason, Unloads};
 use super::slot::{Guard, Handle, Slot};
 use super::ticket::Ticket;
 use super::uses::Uses;
@@ -47,6 +48,8 @@ use super::uses::Uses;
 const HUNG_LOADS_MAX: usize = 2;
 /// The least time for which a shutdown waits for a clean-up that it began.
 const CLEAN_UP_MIN: Duration = Duration::from_secs(1);
+/// Log lines about loads and unloads of a resource at once, and the time for one more.
+const LINES: (u32, Duration) = (10, Duration::from_secs(10));
 
 enum Phase {
     Empty,
@@ -109,6 +112,9 @@ pub(super) struct State {
     /// No load asks reclaimers before: they did not release enough.
     asks_from: Moment,
     unloads: Unloads,
+    last_unload: Option<LastUnload>,
+    /// Limits the log lines about loads and unloads.
+    lines: Bucket,
     unload_panics: u64,
     load_time: Duration,
     unload_time: Duration,
@@ -174,6 +180,8 @@ impl<T: Send + Sync + 'static> Cell<T> {
             refusal: None,
             asks_from: Moment::ORIGIN,
             unloads: Unloads::default(),
+            last_unload: None,
+            lines: Bucket::new(LINES.0, LINES.1, clock.now()),
             unload_panics: 0,
             load_time: Duration::ZERO,
             unload_time: Duration::ZERO,
@@ -405,6 +413,7 @@ impl<T: Send + Sync + 'static> Cell<T> {
             return;
         };
         let mut permit = loading.permit.take();
+        let failure = loaded.as_ref().err().map(ToString::to_string);
         match loaded {
             Ok(value) => {
                 // A hung loader may hold memory in the same arena.
@@ -424,7 +433,18 @@ impl<T: Send + Sync + 'static> Cell<T> {
                 self.fail(&mut state, error, now);
             }
         }
+        let (measured, logs) = (state.measured, state.lines.take(now).is_ok());
         self.wake_all(state);
+        if logs {
+            let resource = &*self.parts.name;
+            match failure {
+                None => {
+                    let Cost { host, device } = measured.unwrap_or_default();
+                    log!(info, target: "lowtide", resource, ?took, %host, %device, "resource loaded");
+                }
+                Some(error) => log!(warn, target: "lowtide", resource, ?took, error, "load failed"),
+            }
+        }
     }
 
     fn fail(&self, state: &mut State, error: LoadError, now: Moment) {
@@ -594,10 +614,16 @@ impl<T: Send + Sync + 'static> Cell<T> {
     fn take_apart(&self, loaded: Loaded<T>, reason: UnloadReason) {
         let Loaded { value, permit } = loaded;
         // Only after the cleanup: its bytes stay reserved until they are released.
-        self.take_apart_with(value, reason, || drop(permit));
+        self.take_apart_with(value, reason, None, || drop(permit));
     }
 
-    fn take_apart_with(&self, value: T, reason: UnloadReason, cleaned_up: impl FnOnce()) {
+    fn take_apart_with(
+        &self,
+        value: T,
+        reason: UnloadReason,
+        cause: Option<&EvictionCause>,
+        cleaned_up: impl FnOnce(),
+    ) {
         let start = self.clock.now();
         let recovered = self.clean_up(value);
         if !self.birth.is_here() {
@@ -613,7 +639,28 @@ impl<T: Send + Sync + 'static> Cell<T> {
         let recovered = recovered.ok().flatten().unwrap_or_default();
         state.recovered = state.recovered.and_host(recovered.host).and_device(recovered.device);
         state.unload_time = took;
+        let at = start + took;
+        let last = LastUnload { at, reason, cause: cause.cloned() };
+        let logs = state.lines.take(at).is_ok();
+        state.last_unload = Some(last);
         self.wake_all(state);
+        if logs {
+            let resource = &*self.parts.name;
+            let (host, device) = (recovered.host, recovered.device);
+            let cause = cause.map(tracing::field::display);
+            let reason = reason.name();
+            log!(
+                info,
+                target: "lowtide",
+                resource,
+                reason,
+                %host,
+                %device,
+                ?took,
+                cause,
+                "resource unloaded"
+            );
+        }
     }
 
     /// Runs the cleanup. Returns the bytes released, or the panic's message.
@@ -653,6 +700,7 @@ impl<T: Send + Sync + 'static> Cell<T> {
             loads_failed_total: state.loads_failed,
             loads_refused_total: state.loads_refused,
             unloads: state.unloads,
+            last_unload: state.last_unload.clone(),
             unload_panics_total: state.unload_panics,
             last_used: state.last_used,
             use_interval: state.uses.interval(state.loaded_at, now),

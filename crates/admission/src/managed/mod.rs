@@ -52,7 +52,7 @@ use ticket::Ticket;
 pub use error::{AcquireError, AddError, LoadError, UnloadError};
 pub use load_scope::LoadScope;
 pub use parts::Backoff;
-pub use resource::{Resource, ResourceStats, Resources, UnloadReason, Unloads};
+pub use resource::{LastUnload, Resource, ResourceStats, Resources, UnloadReason, Unloads};
 
 /// A builder for a [`Managed`].
 pub struct ManagedBuilder<T: Send + Sync + 'static> {

@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use crate::admission::Admission;
 use crate::cost::{Budget, Cost};
-use crate::eviction::{Evictor, Idle, Pool};
+use crate::eviction::{EvictionCause, Evictor, Idle, Pool};
 use crate::pressure::Level;
 use crate::reclaim::{Ask, Reclaim, Recovered};
 use crate::reclaimer::{Reclaimable, Reclaimer, ReclaimerStats, Reclaimers, Registered};
@@ -85,6 +85,27 @@ impl Unloads {
     }
 }
 
+/// The last unload of a resource.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct LastUnload {
+    /// The time when it had ended.
+    pub at: Moment,
+    /// The reason.
+    pub reason: UnloadReason,
+    /// The caller that needed the room, with the figures at that time; `None` unless it was evicted.
+    pub cause: Option<EvictionCause>,
+}
+
+impl fmt::Display for LastUnload {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.cause {
+            Some(cause) => cause.fmt(f),
+            None => write!(f, "unloaded: {}", self.reason.name()),
+        }
+    }
+}
+
 /// The state and counters of a resource at one instant.
 #[derive(Clone, Debug)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize))]
@@ -111,6 +132,9 @@ pub struct ResourceStats {
     pub loads_refused_total: u64,
     /// Unloads, by reason.
     pub unloads: Unloads,
+    /// The last unload; `None` before.
+    #[cfg_attr(feature = "serde", serde(skip))]
+    pub last_unload: Option<LastUnload>,
     /// Cleanups that panicked.
     pub unload_panics_total: u64,
     /// The time when the last guard was released, or up to one tick of the control loop later;
@@ -149,6 +173,7 @@ impl ResourceStats {
             loads_failed_total: 0,
             loads_refused_total: 0,
             unloads: Unloads::default(),
+            last_unload: None,
             unload_panics_total: 0,
             last_used: None,
             use_interval: Duration::ZERO,

@@ -722,11 +722,11 @@ fn a_request_that_waits_for_single_ones_is_woken_when_one_ends() {
         let waiting = rig.admission.wait(cost, Priority::Normal, 0, second).expect("it may wait");
         let cx = Context::from_waker(Waker::noop());
         assert_eq!(waiting.poll_turn(&cx), Poll::Ready(true), "its first attempt");
-        waiting.try_admit(cost, Priority::Normal).map(drop).expect_err("others run");
+        waiting.try_admit(cost, Priority::Normal, None).map(drop).expect_err("others run");
         assert_eq!(waiting.poll_turn(&cx), Poll::Pending);
         drop(run.pop());
         assert_eq!(waiting.poll_turn(&cx), Poll::Ready(true));
-        drop(waiting.try_admit(cost, Priority::Normal).expect("it fits"));
+        drop(waiting.try_admit(cost, Priority::Normal, None).expect("it fits"));
     }
 }
 

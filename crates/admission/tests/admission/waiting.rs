@@ -83,7 +83,7 @@ impl Waits {
         loop {
             match self.waiting.poll_turn(&cx) {
                 Poll::Pending => return Poll::Pending,
-                Poll::Ready(true) => match self.waiting.try_admit(self.cost, self.priority) {
+                Poll::Ready(true) => match self.waiting.try_admit(self.cost, self.priority, None) {
                     Err(rejected) if rejected.may_wait() => {}
                     tried => return Poll::Ready(tried),
                 },

@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use crate::cost::Cost;
 use crate::desk::Stood;
-use crate::eviction::{Claimable, Claimed, Eviction, EvictionError, Idle};
+use crate::eviction::{Claimable, Claimed, Eviction, EvictionCause, EvictionError, Idle};
 use crate::permit::Permit;
 use crate::reclaim::PAUSE_MIN;
 use crate::rejected::Rejected;
@@ -41,7 +41,7 @@ impl<T: Send + Sync + 'static> Cell<T> {
     ) -> Result<Option<Eviction>, Rejected> {
         let Some(door) = &self.admission else { return Ok(None) };
         let asks = asks && self.clock.now() >= lock(&self.state).asks_from;
-        match door.stand_or_evict(cost, asks)? {
+        match door.stand_or_evict(cost, asks, &self.parts.name)? {
             Stood::Booked(permit) => {
                 self.has_room(number, permit);
                 Ok(None)
@@ -202,9 +202,9 @@ impl<T: Send + Sync + 'static> Claimed for Claim<T> {
         permit.map_or(Cost::ZERO, Permit::cost)
     }
 
-    fn unload(mut self: Box<Self>) -> Option<Permit> {
+    fn unload(mut self: Box<Self>, cause: &EvictionCause) -> Option<Permit> {
         let Loaded { value, permit } = self.loaded.take()?;
-        self.cell.take_apart_with(value, UnloadReason::Eviction, || {});
+        self.cell.take_apart_with(value, UnloadReason::Eviction, Some(cause), || {});
         permit
     }
 }

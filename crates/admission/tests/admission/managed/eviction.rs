@@ -11,8 +11,8 @@ use lowtide_admission::ByteSize;
 use lowtide_admission::clock::{Clock as _, ManualClock};
 use lowtide_admission::ledger::{Correction, Measured};
 use lowtide_admission::{
-    AcquireError, Admission, Budget, Cost, Managed, ManagedBuilder, Rejected, Resource, Resources,
-    UnloadReason,
+    AcquireError, Admission, Budget, Cost, Managed, ManagedBuilder, Priority, Rejected, Requester,
+    Resource, Resources, UnloadReason,
 };
 use lowtide_core::sync::lock;
 
@@ -115,6 +115,40 @@ fn an_idle_model_blocked_another_model_and_a_large_request_for_its_whole_idle_ti
     assert_eq!((evictions(&second), rig.purges.load(Ordering::SeqCst)), (1, 2));
     drop(permit);
     assert_eq!(rig.reserved(), ByteSize::ZERO);
+}
+
+/// An operator asks who evicted a model: a load by its name, a request by its label, with the
+/// figures at that time.
+#[test]
+fn an_eviction_records_for_whom_room_was_made_and_the_figures_at_that_time() {
+    let rig = Rig::with_limit(100);
+    let (first, second) = (rig.model("first", 60), rig.model("second", 60));
+    drop(first.acquire_blocking().expect("fits"));
+    assert_eq!(first.stats().last_unload, None);
+    drop(second.acquire_blocking().expect("fits once the first is unloaded"));
+    let last = first.stats().last_unload.expect("it was evicted");
+    assert_eq!(
+        (last.reason, last.to_string().as_str()),
+        (
+            UnloadReason::Eviction,
+            "evicted for the load of \"second\", which needed 60.0 MiB of host memory while 60.0 MiB \
+             of 100.0 MiB were reserved"
+        )
+    );
+    let label: &dyn std::fmt::Display = &"POST /rerank";
+    let rejected = rig.admission.try_admit_uncounted(mib(45), Priority::Normal, Some(label));
+    assert!(matches!(rejected, Err(Rejected::Full { .. })));
+    until("the second is unloaded", || second.stats().last_unload.is_some());
+    let cause = second.stats().last_unload.and_then(|last| last.cause).expect("it was evicted");
+    assert_eq!(cause.requester, Requester::Request(Some("POST /rerank".into())));
+    assert_eq!((cause.budget, cause.needed), (Budget::Host, ByteSize::mib(45)));
+    drop(first.acquire_blocking().expect("fits again"));
+    assert!(first.unload(UnloadReason::Manual));
+    let last = first.stats().last_unload.expect("it was unloaded");
+    assert_eq!(
+        (last.reason, last.to_string().as_str()),
+        (UnloadReason::Manual, "unloaded: manual")
+    );
 }
 
 /// The bug: bookings are rounded up and what an eviction frees was rounded down, so that one byte
