@@ -124,10 +124,8 @@
 #[macro_use(log)]
 extern crate lowtide_core;
 
-#[cfg(feature = "service")]
-use lowtide_core::rate;
 pub use lowtide_core::{BoxError, bytes, clock, decay};
-use lowtide_core::{fork, sync};
+use lowtide_core::{fork, rate, sync};
 
 #[cfg(feature = "device")]
 pub use lowtide_gpu as device;

@@ -671,7 +671,7 @@ fn report(memory: &Memory, background_threads: u32) {
         profile = %config.profile.value,
         limit,
         device = devices::choice(config).map(tracing::field::display),
-        heap_decay = ?config.heap_decay.value,
+        heap_decay = %config.heap_decay.value,
         background_threads,
         cpus = cpus.whole(),
         cpu_quota_milli = cpus.quota_milli,

@@ -1,27 +1,38 @@
-//! The last events of a `Memory`, for people: purges, levels, sleeps, loads, calls of reclaimers,
-//! rejections, cancelled requests, OOM kills, diagnostics and admin tasks.
+//! The last events of a `Memory`, for people: purges, levels, limits, sleeps, loads, evictions,
+//! calls of reclaimers, rejections, cancelled requests, OOM kills, diagnostics and admin tasks.
 //!
 //! The worker finds most of them as differences between two snapshots when it publishes. They are
-//! therefore as old as a publication, and a change that is reverted between two snapshots is not
-//! seen. This is not a log: use `tracing` for lasting records.
+//! therefore as old as a publication; of a level that was reached and left between two snapshots
+//! only the highest is known. Changes that nothing else logs are logged here as well: levels, the
+//! limit, and episodes of rejections.
 //!
-//! Invariant: `events <= EVENTS_MAX`; adjacent events of one kind about one subject are merged,
-//! except admin tasks.
+//! Invariant: `events of a kind <= KIND_MAX`, so no kind removes another's. Adjacent events of one
+//! kind about one subject within [`MERGED`] are one event with the sum of their amounts, except
+//! admin tasks.
 
 use std::collections::{BTreeMap, VecDeque};
-use std::fmt::Write as _;
 use std::time::Duration;
 
 use crate::bytes::ByteSize;
+use crate::clock::Moment;
+use crate::rate::Bucket;
 use crate::sync::{Mutex, lock};
-use lowtide_admission::{Level, ReclaimerStats, RejectReason, ResourceStats, UnloadReason};
+use lowtide_admission::{
+    LastUnload, Level, ReclaimerStats, RejectReason, ResourceStats, UnloadReason,
+};
 
 use super::snapshot::MemorySnapshot;
 
-/// The maximum number of events: one screen.
-const EVENTS_MAX: usize = 64;
+/// The maximum number of events of a kind.
+const KIND_MAX: usize = 16;
 /// The maximum length of an event's text, in bytes.
 const TEXT_MAX: usize = 400;
+/// The longest time between two events that are merged.
+const MERGED: Duration = Duration::from_secs(60);
+/// An episode of rejections ends after this time without one.
+const EPISODE_GAP: Duration = Duration::from_secs(30);
+/// Log lines about levels at once, and the time for one more.
+const LINES: (u32, Duration) = (10, Duration::from_secs(10));
 
 /// An event.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -30,90 +41,268 @@ const TEXT_MAX: usize = 400;
 pub struct Event {
     /// The time of its last occurrence, since the Unix epoch.
     pub at: Duration,
-    /// The kind: `purge`, `level`, `sleep`, `wake`, `load`, `unload`, `reclaim`, `reject`,
-    /// `cancel`, `kill`, `diagnostic` or `admin`.
+    /// The time of its first occurrence.
+    pub since: Duration,
+    /// The kind: `purge`, `level`, `limit`, `sleep`, `wake`, `load`, `unload`, `evict`, `reclaim`,
+    /// `reject`, `cancel`, `kill`, `diagnostic` or `admin`.
     pub kind: &'static str,
-    /// The subject: an arena, a resource, a reclaimer, a budget, a trigger, a route.
+    /// The subject: an arena, a resource, a reclaimer, a budget, a trigger, a route, a reason.
     pub about: String,
-    /// A description of the last occurrence.
+    /// A description of all occurrences together.
     pub text: String,
     /// The number of consecutive occurrences.
     pub times: u64,
+    /// The sum over all occurrences: bytes of `purge` and `reclaim`, requests of `reject`,
+    /// processes of `kill`, otherwise 0.
+    pub sum: u64,
 }
 
-/// The ring of events.
+/// The events, in a ring for each kind.
 #[derive(Debug, Default)]
-pub(super) struct Events(Mutex<VecDeque<Event>>);
+pub(super) struct Events(Mutex<BTreeMap<&'static str, VecDeque<Event>>>);
 
 impl Events {
-    /// Adds an event and drops the oldest if the ring is full.
-    pub(super) fn add(&self, at: Duration, kind: &'static str, about: &str, mut text: String) {
-        while text.len() > TEXT_MAX {
-            text.pop();
-        }
-        let mut events = lock(&self.0);
-        if let Some(last) = events.back_mut().filter(|last| last.kind == kind)
-            && last.about == about
-            && kind != "admin"
-        {
-            (last.at, last.text, last.times) = (at, text, last.times.saturating_add(1));
-            return;
-        }
-        if events.len() == EVENTS_MAX {
-            events.pop_front();
-        }
-        events.push_back(Event { at, kind, about: about.to_owned(), text, times: 1 });
+    /// Adds an event without an amount.
+    pub(super) fn add(&self, at: Duration, kind: &'static str, about: &str, text: String) {
+        self.add_sum(at, kind, about, 0, |_| text);
     }
 
-    /// Returns the events, oldest first.
-    pub(super) fn all(&self) -> Vec<Event> {
-        lock(&self.0).iter().cloned().collect()
+    /// Adds an event with an amount, and drops the oldest of its kind if the ring is full. `text`
+    /// describes the sum of the amounts.
+    pub(super) fn add_sum(
+        &self,
+        at: Duration,
+        kind: &'static str,
+        about: &str,
+        amount: u64,
+        text: impl FnOnce(u64) -> String,
+    ) {
+        let mut events = lock(&self.0);
+        let ring = events.entry(kind).or_default();
+        if let Some(last) = ring.back_mut().filter(|last| last.about == about)
+            && at.saturating_sub(last.at) <= MERGED
+            && kind != "admin"
+        {
+            last.sum = last.sum.saturating_add(amount);
+            (last.at, last.times) = (at, last.times.saturating_add(1));
+            last.text = bounded(text(last.sum));
+            return;
+        }
+        if ring.len() == KIND_MAX {
+            ring.pop_front();
+        }
+        let (about, text) = (about.to_owned(), bounded(text(amount)));
+        ring.push_back(Event { at, since: at, kind, about, text, times: 1, sum: amount });
     }
+
+    /// Returns the events, by the time of their last occurrence, oldest first.
+    pub(super) fn all(&self) -> Vec<Event> {
+        let mut all: Vec<_> = lock(&self.0).values().flatten().cloned().collect();
+        all.sort_by_key(|event| event.at);
+        all
+    }
+}
+
+fn bounded(mut text: String) -> String {
+    while text.len() > TEXT_MAX {
+        text.pop();
+    }
+    text
 }
 
 /// The last snapshot of the worker, to find the changes since then.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct Watch {
     seen: Option<Seen>,
+    episode: Option<Episode>,
+    lines: Bucket,
+}
+
+impl Default for Watch {
+    fn default() -> Self {
+        Self { seen: None, episode: None, lines: Bucket::new(LINES.0, LINES.1, Moment::ORIGIN) }
+    }
+}
+
+/// Rejections without a pause of [`EPISODE_GAP`].
+#[derive(Debug)]
+struct Episode {
+    began: Moment,
+    last: Moment,
+    counts: [u64; RejectReason::ALL.len()],
 }
 
 #[derive(Debug)]
 struct Seen {
     levels: [Level; 2],
+    /// The number of times that the host has entered each level.
+    entered: [u64; Level::ALL.len()],
+    limit: ByteSize,
     /// Sleeps, wakes and failed wakes, by name.
     arenas: BTreeMap<String, [u64; 3]>,
-    /// Loads, failures, and unloads by reason; by name.
-    resources: BTreeMap<String, ([u64; 2], [u64; UnloadReason::ALL.len()])>,
+    resources: BTreeMap<String, ResourceCounts>,
     /// The calls of each reclaimer, and the bytes that they reported.
     reclaimers: BTreeMap<String, (u64, ByteSize)>,
     shed: [u64; RejectReason::ALL.len()],
     kills: u64,
 }
 
-impl Watch {
-    /// Adds an event for each change since the last snapshot.
-    pub(super) fn see(&mut self, snapshot: &MemorySnapshot, events: &Events) {
-        let now = Seen::of(snapshot);
-        if let Some(before) = self.seen.take() {
-            now.since(&before, |kind, about, text| {
-                events.add(snapshot.since_epoch, kind, about, text);
-            });
+/// The loads and unloads of a resource.
+#[derive(Debug, Default)]
+struct ResourceCounts {
+    loads: u64,
+    failures: u64,
+    unloads: [u64; UnloadReason::ALL.len()],
+    last: Option<LastUnload>,
+}
+
+/// A change between two snapshots.
+#[derive(Debug)]
+struct Change<'a> {
+    kind: &'static str,
+    about: &'a str,
+    amount: u64,
+    text: Text,
+}
+
+/// The text of a change, which may have been merged with earlier ones.
+#[derive(Debug)]
+enum Text {
+    Fixed(String),
+    Bytes,
+    Requests,
+    Kills,
+}
+
+impl Text {
+    fn of(self, sum: u64) -> String {
+        match self {
+            Self::Fixed(text) => text,
+            Self::Bytes => format!("{} released", ByteSize::new(sum)),
+            Self::Requests if sum == 1 => "1 request rejected".to_owned(),
+            Self::Requests => format!("{sum} requests rejected"),
+            Self::Kills => format!("processes killed by the kernel (OOM): {sum}"),
         }
-        self.seen = Some(now);
     }
 }
 
+impl Watch {
+    /// Adds an event for each change since the last snapshot, and logs changes that nothing else
+    /// logs. `entered` is how often the host has entered each level.
+    pub(super) fn see(
+        &mut self,
+        snapshot: &MemorySnapshot,
+        entered: [u64; Level::ALL.len()],
+        events: &Events,
+    ) {
+        let now = Seen::of(snapshot, entered);
+        let Some(before) = self.seen.take() else {
+            self.seen = Some(now);
+            return;
+        };
+        now.since(&before, |Change { kind, about, amount, text }| {
+            events.add_sum(snapshot.since_epoch, kind, about, amount, |sum| text.of(sum));
+        });
+        self.log_level(&now, &before, snapshot);
+        if now.limit != before.limit {
+            let (limit, was) = (shown(now.limit), shown(before.limit));
+            let source = snapshot.signal.limit.source.name();
+            log!(info, target: "lowtide", limit, was, source, "memory limit changed");
+        }
+        self.log_rejections(now.new_rejections(&before), snapshot);
+        self.seen = Some(now);
+    }
+
+    fn log_level(&mut self, now: &Seen, before: &Seen, snapshot: &MemorySnapshot) {
+        let highest = now.highest_since(before).map(Level::name);
+        let [level, was] = [now.levels[0], before.levels[0]].map(Level::name);
+        if (level == was && highest.is_none()) || self.lines.take(snapshot.now).is_err() {
+            return;
+        }
+        let (physical, limit) = (snapshot.physical, shown(snapshot.signal.limit.bytes));
+        let (required, reserved) = (snapshot.required(), snapshot.host.reserved);
+        log!(
+            info,
+            target: "lowtide",
+            level,
+            was,
+            highest,
+            %physical,
+            %required,
+            %reserved,
+            limit,
+            "pressure level changed"
+        );
+    }
+
+    /// Logs the first rejections of an episode, and the total when it has ended.
+    fn log_rejections(&mut self, new: [u64; RejectReason::ALL.len()], snapshot: &MemorySnapshot) {
+        let now = snapshot.now;
+        let any = new.iter().any(|count| *count > 0);
+        if any && self.episode.is_none() {
+            self.episode =
+                Some(Episode { began: now, last: now, counts: [0; RejectReason::ALL.len()] });
+            let (physical, limit) = (snapshot.physical, shown(snapshot.signal.limit.bytes));
+            let (host, held) = (&snapshot.host, snapshot.admission.held());
+            log!(
+                warn,
+                target: "lowtide",
+                reasons = by_reason(&new),
+                level = host.level.name(),
+                %physical,
+                limit,
+                reserved = %host.reserved,
+                allowance = shown(host.allowance),
+                held,
+                waiting = snapshot.admission.waiting,
+                "requests rejected"
+            );
+        }
+        let Some(episode) = &mut self.episode else { return };
+        for (total, count) in episode.counts.iter_mut().zip(new) {
+            *total += count;
+        }
+        if any {
+            episode.last = now;
+        } else if now - episode.last >= EPISODE_GAP {
+            let rejected: u64 = episode.counts.iter().sum();
+            let (reasons, lasted) = (by_reason(&episode.counts), episode.last - episode.began);
+            self.episode = None;
+            let lasted_seconds = lasted.as_secs();
+            log!(info, target: "lowtide", rejected, reasons, lasted_seconds, "rejections ended");
+        }
+    }
+}
+
+/// Formats the counts that are not zero, such as `3 full, 1 pressure`.
+fn by_reason(counts: &[u64; RejectReason::ALL.len()]) -> String {
+    let counts = counts.iter().zip(RejectReason::ALL).filter(|(count, _)| **count > 0);
+    let list: Vec<_> = counts.map(|(count, why)| format!("{count} {}", why.name())).collect();
+    list.join(", ")
+}
+
+fn shown(limit: ByteSize) -> String {
+    if limit == ByteSize::MAX { "none".to_owned() } else { limit.to_string() }
+}
+
 impl Seen {
-    fn of(snapshot: &MemorySnapshot) -> Self {
+    fn of(snapshot: &MemorySnapshot, entered: [u64; Level::ALL.len()]) -> Self {
         let resource = |stats: &ResourceStats| {
-            let loads = [stats.loads_ok_total, stats.loads_failed_total];
-            (stats.name.to_string(), (loads, UnloadReason::ALL.map(|why| stats.unloads.total(why))))
+            let counts = ResourceCounts {
+                loads: stats.loads_ok_total,
+                failures: stats.loads_failed_total,
+                unloads: UnloadReason::ALL.map(|why| stats.unloads.total(why)),
+                last: stats.last_unload.clone(),
+            };
+            (stats.name.to_string(), counts)
         };
         let reclaimer = |stats: &ReclaimerStats| {
             (stats.name.to_string(), (stats.calls_total, stats.released_total))
         };
         Self {
             levels: [snapshot.host.level, snapshot.device.level],
+            entered,
+            limit: snapshot.signal.limit.bytes,
             arenas: snapshot.devices.sleeps(),
             resources: snapshot.resources.iter().map(resource).collect(),
             reclaimers: snapshot.reclaimers.iter().map(reclaimer).collect(),
@@ -122,57 +311,91 @@ impl Seen {
         }
     }
 
-    fn since(&self, before: &Self, mut tell: impl FnMut(&'static str, &str, String)) {
+    /// Returns the highest level that the host has entered since then, if any.
+    fn highest_since(&self, before: &Self) -> Option<Level> {
+        let entered = self.entered.iter().zip(&before.entered).zip(Level::ALL).skip(1);
+        entered.filter(|((now, was), _)| now > was).map(|(_, level)| level).next_back()
+    }
+
+    /// Returns the rejections since then for lack of memory: not those during shutdown, and not of
+    /// slow clients.
+    fn new_rejections(&self, before: &Self) -> [u64; RejectReason::ALL.len()] {
+        let mut new = [0; RejectReason::ALL.len()];
+        let counts = self.shed.iter().zip(&before.shed).zip(RejectReason::ALL);
+        for (place, ((now, was), why)) in new.iter_mut().zip(counts) {
+            if !matches!(why, RejectReason::ShuttingDown | RejectReason::SlowClient) {
+                *place = now.saturating_sub(*was);
+            }
+        }
+        new
+    }
+
+    fn since<'a>(&'a self, before: &Self, mut tell: impl FnMut(Change<'a>)) {
+        let mut fixed = |kind, about, text: String| {
+            tell(Change { kind, about, amount: 0, text: Text::Fixed(text) });
+        };
+        let highest = self.highest_since(before);
         let levels = self.levels.into_iter().zip(before.levels).zip(["host", "device"]);
-        for ((level, was), budget) in levels.filter(|((level, was), _)| level != was) {
-            tell("level", budget, format!("pressure {}, was {}", level.name(), was.name()));
+        for ((level, was), budget) in levels {
+            let passed = highest.filter(|high| budget == "host" && *high > level.max(was));
+            match passed {
+                Some(high) => {
+                    let (high, level, was) = (high.name(), level.name(), was.name());
+                    fixed("level", budget, format!("pressure {level}, was {was}, reached {high}"));
+                }
+                None if level != was => {
+                    let text = format!("pressure {}, was {}", level.name(), was.name());
+                    fixed("level", budget, text);
+                }
+                None => {}
+            }
+        }
+        if self.limit != before.limit {
+            let text = format!("limit {}, was {}", shown(self.limit), shown(before.limit));
+            fixed("limit", "host", text);
         }
         for (name, counts) in &self.arenas {
             let was = before.arenas.get(name).unwrap_or(&[0; 3]);
             let said = [("sleep", "fell asleep"), ("wake", "woke"), ("wake", "wake failed")];
             for ((count, was), (kind, text)) in counts.iter().zip(was).zip(said) {
                 if count > was {
-                    tell(kind, name, text.to_owned());
+                    fixed(kind, name, text.to_owned());
                 }
             }
         }
-        for (name, ([loads, failures], unloads)) in &self.resources {
-            let (none, no_unload) = ([0; 2], [0; UnloadReason::ALL.len()]);
-            let was = before.resources.get(name);
-            let (was_loads, was_unloads) =
-                was.map_or((&none, &no_unload), |(loads, unloads)| (loads, unloads));
-            if *failures > was_loads[1] {
-                tell("load", name, "load failed".to_owned());
+        for (name, counts) in &self.resources {
+            let none = ResourceCounts::default();
+            let was = before.resources.get(name).unwrap_or(&none);
+            if counts.failures > was.failures {
+                fixed("load", name, "load failed".to_owned());
             }
-            let unloads = unloads.iter().zip(was_unloads).zip(UnloadReason::ALL);
+            let unloads = counts.unloads.iter().zip(&was.unloads).zip(UnloadReason::ALL);
             for (_, why) in unloads.filter(|((count, was), _)| count > was) {
-                tell("unload", name, format!("unloaded: {}", why.name()));
+                let kind = if why == UnloadReason::Eviction { "evict" } else { "unload" };
+                let last = counts.last.as_ref().filter(|last| last.reason == why);
+                let unknown = || format!("unloaded: {}", why.name());
+                fixed(kind, name, last.map_or_else(unknown, LastUnload::to_string));
             }
-            if *loads > was_loads[0] {
-                tell("load", name, "loaded".to_owned());
+            if counts.loads > was.loads {
+                fixed("load", name, "loaded".to_owned());
             }
         }
         for (name, (calls, released)) in &self.reclaimers {
             let (was_calls, was_released) =
                 before.reclaimers.get(name).copied().unwrap_or_default();
             if *calls > was_calls {
-                let released = released.saturating_sub(was_released);
-                tell("reclaim", name, format!("{released} released"));
+                let amount = released.saturating_sub(was_released).get();
+                tell(Change { kind: "reclaim", about: name, amount, text: Text::Bytes });
             }
         }
-        let mut text = String::new();
         let shed = self.shed.iter().zip(&before.shed).zip(RejectReason::ALL);
         for ((count, was), why) in shed.filter(|((count, was), _)| count > was) {
-            let comma = if text.is_empty() { "" } else { ", " };
-            // Writing to a string does not fail.
-            let _ = write!(text, "{comma}{} {}", count - was, why.name());
-        }
-        if !text.is_empty() {
-            tell("reject", "requests", format!("rejected: {text}"));
+            let (about, amount) = (why.name(), count - was);
+            tell(Change { kind: "reject", about, amount, text: Text::Requests });
         }
         if self.kills > before.kills {
-            let killed = self.kills - before.kills;
-            tell("kill", "cgroup", format!("processes killed by the kernel (OOM): {killed}"));
+            let amount = self.kills - before.kills;
+            tell(Change { kind: "kill", about: "cgroup", amount, text: Text::Kills });
         }
     }
 }
@@ -189,44 +412,88 @@ mod tests {
             events.add(at, "diagnostic", &about, "ä".repeat(500));
         }
         let kept = events.all();
-        assert_eq!(kept.len(), EVENTS_MAX);
+        assert_eq!(kept.len(), KIND_MAX);
         assert!(kept.iter().all(|event| event.times == 2 && event.text.len() <= TEXT_MAX));
         assert_eq!(kept.last().map(|event| event.at), Some(Duration::from_secs(199)));
-        assert_eq!(kept[0].about, "36", "the oldest made way");
+        assert_eq!(kept[0].about, "84", "the oldest made way");
     }
 
+    /// The bug: rejections of one minute removed the eviction that an operator looked for, and of
+    /// merged rejections only the last count was shown.
     #[test]
-    fn a_difference_is_told_once_with_what_it_is_about() {
-        let before = Seen {
+    fn no_kind_removes_another_and_merged_events_keep_their_sum() {
+        let events = Events::default();
+        let at = Duration::from_secs;
+        events.add(at(0), "evict", "embedder", "evicted for the load of \"ranker\"".to_owned());
+        for nth in 1..=1_000 {
+            let about = if nth % 2 == 0 { "full" } else { "pressure" };
+            events.add_sum(at(nth), "reject", about, 1, |sum| Text::Requests.of(sum));
+        }
+        for nth in 1_001..=1_050 {
+            events.add_sum(at(nth), "reject", "full", 3, |sum| Text::Requests.of(sum));
+        }
+        let all = events.all();
+        assert_eq!(all[0].kind, "evict", "still there");
+        let last = all.last().expect("many");
+        assert_eq!((last.times, last.sum, last.since), (51, 151, at(1_000)));
+        assert_eq!(last.text, "151 requests rejected");
+        // A later episode is an event of its own.
+        events.add_sum(at(1_200), "reject", "full", 1, |sum| Text::Requests.of(sum));
+        assert_eq!(events.all().last().map(|event| event.sum), Some(1));
+    }
+
+    fn seen() -> Seen {
+        Seen {
             levels: [Level::None; 2],
+            entered: [0; 4],
+            limit: ByteSize::gib(1),
             arenas: BTreeMap::new(),
             resources: BTreeMap::new(),
             reclaimers: BTreeMap::new(),
             shed: [0, 7, 0, 0, 0, 0, 0, 0, 0],
             kills: 1,
-        };
+        }
+    }
+
+    #[test]
+    fn a_difference_is_told_once_with_what_it_is_about() {
+        let before = seen();
+        let model = ResourceCounts { loads: 1, failures: 1, unloads: [0, 1, 0, 0, 0], last: None };
         let now = Seen {
             levels: [Level::High, Level::None],
+            entered: [0, 1, 1, 0],
+            limit: ByteSize::mib(512),
             arenas: BTreeMap::from([("a".to_owned(), [1, 1, 0])]),
-            resources: BTreeMap::from([("m".to_owned(), ([1, 1], [0, 1, 0, 0, 0]))]),
+            resources: BTreeMap::from([("m".to_owned(), model)]),
             reclaimers: BTreeMap::from([("c".to_owned(), (2, ByteSize::mib(3)))]),
             shed: [1, 10, 0, 0, 0, 0, 0, 0, 0],
             kills: 3,
         };
-        let mut told = Vec::new();
-        now.since(&before, |kind, about, text| told.push(format!("{kind} {about}: {text}")));
+        let told = |now: &Seen, before: &Seen| {
+            let mut told = Vec::new();
+            now.since(before, |Change { kind, about, amount, text }| {
+                told.push(format!("{kind} {about}: {}", text.of(amount)));
+            });
+            told
+        };
         let expected = [
             "level host: pressure high, was none",
+            "limit host: limit 512.0 MiB, was 1.0 GiB",
             "sleep a: fell asleep",
             "wake a: woke",
             "load m: load failed",
             "unload m: unloaded: pressure",
             "load m: loaded",
             "reclaim c: 3.0 MiB released",
-            "reject requests: rejected: 1 too_large, 3 full",
+            "reject too_large: 1 request rejected",
+            "reject full: 3 requests rejected",
             "kill cgroup: processes killed by the kernel (OOM): 2",
         ];
-        assert_eq!(told, expected);
-        now.since(&now, |kind, about, text| panic!("nothing new: {kind} {about}: {text}"));
+        assert_eq!(told(&now, &before), expected);
+        assert!(told(&now, &now).is_empty(), "nothing new");
+        // A level that was reached and left in between.
+        let after = Seen { entered: [1, 1, 1, 1], levels: [Level::None; 2], ..seen() };
+        let expected = ["level host: pressure none, was none, reached critical"];
+        assert_eq!(told(&after, &before), expected);
     }
 }

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use crate::clock::Moment;
 use crate::metrics::record;
-use lowtide_admission::{MaintenanceActions, ReclaimerStats, Recovered, Trigger};
+use lowtide_admission::{Level, MaintenanceActions, ReclaimerStats, Recovered, Trigger};
 use lowtide_heap::{self as heap, HostArenaStats};
 
 use super::devices::Series;
@@ -99,7 +99,8 @@ impl MaintenanceActions for MaintenanceExecutor {
         self.shared.maintain_devices(now);
         let start = self.shared.clock.now();
         let snapshot = self.shared.snapshot();
-        self.watch.see(&snapshot, &self.shared.events);
+        let entered = Level::ALL.map(|level| self.shared.state.entered_total(level));
+        self.watch.see(&snapshot, entered, &self.shared.events);
         snapshot.reclaimers.iter().for_each(|reclaimer| self.note_panic(reclaimer));
         self.shared.history.add(snapshot.history_sample());
         if !self.shared.claim.is_attached {

@@ -178,7 +178,7 @@ impl Memory {
         self.0.shared.snapshot()
     }
 
-    /// Returns the last events, oldest first: at most 64. Empty in a forked child.
+    /// Returns the last events, oldest first: at most 16 of each kind. Empty in a forked child.
     #[must_use]
     pub fn events(&self) -> Vec<Event> {
         let shared = &self.0.shared;

@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use crate::bytes::ByteSize;
-use crate::clock::Clock;
+use crate::clock::{Clock, short};
 use crate::config::{Config, ExhaustionPolicy};
 use crate::fork::Birth;
 use crate::metrics::record;
@@ -150,15 +150,16 @@ impl Shared {
         self.purges.by_trigger[trigger as usize].fetch_add(1, Ordering::Relaxed);
         let purged = Purged { heap, device, took };
         if !purged.released().is_zero() {
-            let text = format!("{} released", purged.released());
-            self.events.add(self.clock.since_epoch(), "purge", trigger.name(), text);
+            let (at, released) = (self.clock.since_epoch(), purged.released().get());
+            let text = |sum| format!("{} released", ByteSize::new(sum));
+            self.events.add_sum(at, "purge", trigger.name(), released, text);
         }
         log!(
             debug,
             target: "lowtide",
             trigger = trigger.name(),
             released = %purged.released(),
-            took = ?took,
+            took = %short(took),
             "memory purged"
         );
         purged

@@ -119,10 +119,12 @@ fn history(points: &[HistorySample]) -> Value {
 fn event(event: &Event) -> Value {
     json!({
         "at_seconds": seconds(event.at),
+        "since_seconds": seconds(event.since),
         "kind": event.kind,
         "about": event.about,
         "text": event.text,
         "times": event.times,
+        "sum": event.sum,
     })
 }
 

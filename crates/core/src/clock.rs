@@ -63,6 +63,25 @@ impl Sub for Moment {
     }
 }
 
+/// Formats a duration for people, in one unit: `250 µs`, `12.3 ms`, `3.2 s`, `14.0 min`, `3.1 h`.
+#[doc(hidden)]
+#[must_use]
+pub fn short(duration: Duration) -> impl fmt::Display {
+    struct Short(f64);
+    impl fmt::Display for Short {
+        fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+            match self.0 {
+                seconds if seconds < 1e-3 => write!(f, "{:.0} µs", seconds * 1e6),
+                seconds if seconds < 1.0 => write!(f, "{:.1} ms", seconds * 1e3),
+                seconds if seconds < 120.0 => write!(f, "{seconds:.1} s"),
+                seconds if seconds < 7200.0 => write!(f, "{:.1} min", seconds / 60.0),
+                seconds => write!(f, "{:.1} h", seconds / 3600.0),
+            }
+        }
+    }
+    Short(duration.as_secs_f64())
+}
+
 /// A source of time.
 pub trait Clock: fmt::Debug + Send + Sync {
     /// Returns the current time. Never decreases.
@@ -253,6 +272,13 @@ mod tests {
     use super::*;
 
     const PATIENCE: Duration = Duration::from_secs(20);
+
+    #[test]
+    fn durations_are_shown_in_one_unit() {
+        let shown = [0, 250, 12_345, 3_210_000, 840_000_000, 11_160_000_000]
+            .map(|micros| short(Duration::from_micros(micros)).to_string());
+        assert_eq!(shown, ["0 µs", "250 µs", "12.3 ms", "3.2 s", "14.0 min", "3.1 h"]);
+    }
 
     #[test]
     fn a_waiting_thread_wakes_when_the_time_comes_and_not_before() {

@@ -8,7 +8,10 @@
 //!
 //! Invariant: a constructor never returns [`DecayTime::Within`] with a zero duration.
 
+use std::fmt;
 use std::time::Duration;
+
+use crate::clock::short;
 
 /// The time that idle memory may stay.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -36,6 +39,16 @@ impl DecayTime {
     }
 }
 
+impl fmt::Display for DecayTime {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::AtOnce => f.write_str("at once"),
+            Self::Within(time) => write!(f, "{}", short(*time)),
+            Self::Never => f.write_str("never"),
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -43,6 +56,8 @@ mod tests {
     #[test]
     fn no_time_is_at_once() {
         assert_eq!(DecayTime::from_millis(0), DecayTime::AtOnce);
+        let shown = [0, 5_000].map(|ms| DecayTime::from_millis(ms).to_string());
+        assert_eq!(shown, ["at once", "5.0 s"]);
         assert_eq!(DecayTime::from_millis(1), DecayTime::Within(Duration::from_millis(1)));
     }
 }

@@ -189,7 +189,7 @@ impl Admin {
                     command = name,
                     subject,
                     admin_task,
-                    ?peer,
+                    peer = peer.map(tracing::field::display),
                     "admin task requested"
                 );
                 let told = json!({ "admin_task": admin_task, "command": name, "subject": subject });
@@ -213,7 +213,8 @@ impl Admin {
             }
             std::mem::take(&mut buckets.unlogged)
         };
-        log!(warn, target: "lowtide", path, reason, ?peer, unlogged, "admin request rejected");
+        let peer = peer.map(tracing::field::display);
+        log!(warn, target: "lowtide", path, reason, peer, unlogged, "admin request rejected");
     }
 }
 

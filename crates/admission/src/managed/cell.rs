@@ -30,7 +30,7 @@ use crate::eviction::{Eviction, EvictionCause};
 use crate::permit::Permit;
 use crate::rejected::Rejected;
 use lowtide_core::bytes::ByteSize;
-use lowtide_core::clock::{Bell, Clock, Moment};
+use lowtide_core::clock::{Bell, Clock, Moment, short};
 use lowtide_core::fork::Birth;
 use lowtide_core::rate::Bucket;
 use lowtide_core::sync::atomic::AtomicU64;
@@ -409,7 +409,7 @@ impl<T: Send + Sync + 'static> Cell<T> {
             state.hung -= 1;
             drop(state);
             let resource = &*self.parts.name;
-            log!(warn, target: "lowtide", resource, ?took, "hung loader returned");
+            log!(warn, target: "lowtide", resource, took = %short(took), "hung loader returned");
             return;
         };
         let mut permit = loading.permit.take();
@@ -436,13 +436,22 @@ impl<T: Send + Sync + 'static> Cell<T> {
         let (measured, logs) = (state.measured, state.lines.take(now).is_ok());
         self.wake_all(state);
         if logs {
-            let resource = &*self.parts.name;
+            let (resource, took) = (&*self.parts.name, short(took));
             match failure {
                 None => {
-                    let Cost { host, device } = measured.unwrap_or_default();
-                    log!(info, target: "lowtide", resource, ?took, %host, %device, "resource loaded");
+                    let held = measured.unwrap_or_default();
+                    let (host, device) = (held.host, held.device);
+                    log!(
+                        info,
+                        target: "lowtide",
+                        resource,
+                        %took,
+                        %host,
+                        %device,
+                        "resource loaded"
+                    );
                 }
-                Some(error) => log!(warn, target: "lowtide", resource, ?took, error, "load failed"),
+                Some(error) => log!(warn, target: "lowtide", resource, %took, error, "load failed"),
             }
         }
     }
@@ -469,7 +478,7 @@ impl<T: Send + Sync + 'static> Cell<T> {
         self.fail(&mut state, LoadError::TimedOut { timeout, hung }, now);
         self.wake_all(state);
         let resource = &*self.parts.name;
-        log!(warn, target: "lowtide", resource, ?timeout, hung, "load timed out");
+        log!(warn, target: "lowtide", resource, timeout = %short(timeout), hung, "load timed out");
     }
 
     /// Wakes all waiters after releasing the lock. A waker that panics does not affect the others.
@@ -656,7 +665,7 @@ impl<T: Send + Sync + 'static> Cell<T> {
                 reason,
                 %host,
                 %device,
-                ?took,
+                took = %short(took),
                 cause,
                 "resource unloaded"
             );

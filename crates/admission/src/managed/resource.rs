@@ -93,7 +93,7 @@ pub struct LastUnload {
     pub at: Moment,
     /// The reason.
     pub reason: UnloadReason,
-    /// The caller that needed the room, with the figures at that time; `None` unless it was evicted.
+    /// The caller that needed the room, with the figures at that time; `None` unless evicted.
     pub cause: Option<EvictionCause>,
 }
 

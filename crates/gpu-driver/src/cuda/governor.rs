@@ -277,7 +277,7 @@ impl PoolGovernor {
         let needs = Mutex::default();
         let of = Self { seat, device, pool, current, before, limit, decay, needs, _claim: claim };
         let device = &of.device;
-        log!(info, %device, limit = ?limit, "pool governor started");
+        log!(info, %device, limit = limit.map(tracing::field::display), "pool governor started");
         Ok(of)
     }
 

@@ -146,7 +146,7 @@ impl Memory {
             info,
             target: "lowtide",
             slot = %slot,
-            draining = ?draining,
+            draining = draining.map(tracing::field::display),
             conflicts = done.report.conflicts.len(),
             "arena replaced"
         );

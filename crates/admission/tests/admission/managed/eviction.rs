@@ -131,8 +131,8 @@ fn an_eviction_records_for_whom_room_was_made_and_the_figures_at_that_time() {
         (last.reason, last.to_string().as_str()),
         (
             UnloadReason::Eviction,
-            "evicted for the load of \"second\", which needed 60.0 MiB of host memory while 60.0 MiB \
-             of 100.0 MiB were reserved"
+            "evicted for the load of \"second\", which needed 60.0 MiB of host memory while 60.0 \
+             MiB of 100.0 MiB were reserved"
         )
     );
     let label: &dyn std::fmt::Display = &"POST /rerank";
