@@ -294,10 +294,12 @@ impl Builder {
             ladder,
         )?;
         devices.add_budgets(&mut maintenance);
+        let started_at = clock.since_epoch();
         let shared = Arc::new(Shared {
             config,
             clock,
             birth: Birth::now(),
+            started_at,
             admission,
             resources,
             state: maintenance.state(),

@@ -9,10 +9,14 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use crate::bytes::ByteSize;
+#[cfg(feature = "service")]
+use crate::clock::Moment;
 use crate::config::Config;
 use lowtide_admission::{Admission, Budget, Cost, Job, Trigger};
 use lowtide_admission::{Level, RequestMemory, RouteUsage, TenantUsage};
+use lowtide_heap::SizeClass;
 
+use super::breakdown::Breakdown;
 use super::error::{Diagnostic, MemoryError};
 use super::events::Event;
 use super::history::HistorySample;
@@ -20,6 +24,7 @@ use super::running::Running;
 use super::shared::{Purged, Shared};
 use super::shutdown::Shutdown;
 use super::snapshot::MemorySnapshot;
+use super::verdict::{RequestTotals, Verdict};
 
 /// The memory manager of a service. A cheap handle; all clones refer to the same manager.
 ///
@@ -176,6 +181,54 @@ impl Memory {
     #[must_use]
     pub fn snapshot(&self) -> MemorySnapshot {
         self.0.shared.snapshot()
+    }
+
+    /// Returns the holders of the host's physical memory. Costs a snapshot.
+    #[must_use]
+    pub fn breakdown(&self) -> Breakdown {
+        self.0.shared.breakdown(&self.snapshot())
+    }
+
+    /// Returns the answer to "where did the memory go, and is anything wrong?" in sentences. Costs
+    /// a snapshot.
+    #[must_use]
+    pub fn verdict(&self) -> Verdict {
+        self.explain(&self.snapshot()).0
+    }
+
+    /// Returns the verdict on a snapshot, and the holders of its memory.
+    pub(crate) fn explain(&self, snapshot: &MemorySnapshot) -> (Verdict, Breakdown) {
+        let breakdown = self.0.shared.breakdown(snapshot);
+        let ledger = self.admission().ledger(Budget::Host);
+        let requests = RequestTotals {
+            reserved: ledger.requests(),
+            room: ledger.request_room(),
+            oldest: self.oldest_requests(),
+        };
+        (Verdict::new(snapshot, &breakdown, &requests, &self.events()), breakdown)
+    }
+
+    /// Returns the time on the manager's clock.
+    #[cfg(feature = "service")]
+    pub(crate) fn now(&self) -> Moment {
+        self.0.shared.clock.now()
+    }
+
+    /// Returns the heap's size classes, the smallest first; none if jemalloc's statistics cannot be
+    /// read. Costs a refresh of the statistics and about 6 us.
+    #[must_use]
+    pub fn size_classes(&self) -> Vec<SizeClass> {
+        let mut classes = Vec::new();
+        if let Some(heap) = &self.0.shared.heap {
+            let _ = heap.each_class(|class| classes.push(class));
+        }
+        classes
+    }
+
+    /// Returns the time when this `Memory` was started, since the Unix epoch.
+    #[must_use]
+    pub fn started_at(&self) -> Duration {
+        self.0.shared.started_at
     }
 
     /// Returns the last events, oldest first: at most 16 of each kind. Empty in a forked child.

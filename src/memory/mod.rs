@@ -17,6 +17,7 @@
 
 mod admin_tasks;
 mod admin_worker;
+mod breakdown;
 mod builder;
 mod claim;
 #[cfg_attr(not(feature = "device"), path = "no_devices.rs")]
@@ -41,8 +42,10 @@ mod shared;
 mod shutdown;
 mod snapshot;
 mod threads;
+mod verdict;
 
 pub use admin_tasks::{AdminCommand, AdminError, AdminTask, AdminTaskState};
+pub use breakdown::{Breakdown, Part, PartKind};
 pub use builder::Builder;
 #[doc(hidden)]
 pub use builder::Steps;
@@ -62,3 +65,4 @@ pub use shared::Purged;
 pub use shutdown::Shutdown;
 pub use snapshot::{BudgetSnapshot, MemorySnapshot};
 pub use threads::on_thread_start;
+pub use verdict::{Finding, Verdict};

@@ -147,6 +147,14 @@ impl DevicesSnapshot {
         Vec::new()
     }
 
+    pub(super) const fn first_lost(&self) -> Option<(&str, &str)> {
+        None
+    }
+
+    pub(super) const fn offloaded(&self) -> ByteSize {
+        ByteSize::ZERO
+    }
+
     pub(super) const fn sleeps(&self) -> BTreeMap<String, [u64; 3]> {
         BTreeMap::new()
     }

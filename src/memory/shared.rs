@@ -23,14 +23,17 @@ use lowtide_admission::{
 use lowtide_heap::{self as heap, HeapProbe, HostArena, HostArenaStats, HostError, PurgeReport};
 
 use super::admin_tasks::AdminTasks;
+use super::breakdown::{Breakdown, Part, PartKind};
 use super::claim::Claim;
 use super::devices::{self, Devices};
 use super::error::{Diagnostic, MemoryError, Severity};
 use super::events::Events;
 use super::history::MetricsHistory;
 use super::loads::Loads;
-use super::snapshot::{BudgetSnapshot, Holders, MemorySnapshot};
+use super::snapshot::{BudgetSnapshot, MemorySnapshot};
 
+/// The maximum number of holders that are named when memory is exhausted.
+const HOLDERS_MAX: usize = 5;
 /// The maximum number of diagnostics.
 const NOTES_MAX: usize = 64;
 
@@ -38,6 +41,8 @@ pub(super) struct Shared {
     pub(super) config: Config,
     pub(super) clock: Arc<dyn Clock>,
     pub(super) birth: Birth,
+    /// The time of the start, since the Unix epoch.
+    pub(super) started_at: Duration,
     pub(super) admission: Admission,
     pub(super) resources: Resources,
     pub(super) state: Arc<PressureState>,
@@ -224,18 +229,23 @@ impl Shared {
     /// Adds an event first. The largest holders are listed.
     pub(super) fn report_exhaustion(&self, exhausted: bool) {
         let snapshot = self.snapshot();
-        let holders = snapshot.holders();
+        let breakdown = self.breakdown(&snapshot);
+        let largest = list(&breakdown.largest(HOLDERS_MAX));
         let text = if exhausted {
-            format!("no room for requests: {holders}")
+            format!("no room for requests: {largest}")
         } else {
             "room for requests again".to_owned()
         };
         // A separate subject, because the host's level changes at the same moment, and one event
         // would replace the other.
         self.events.add(snapshot.since_epoch, "level", "requests", text);
-        let Holders { heap_live, heap_retained, arenas, resources, untracked, .. } = &holders;
         let (physical, ceiling) = (snapshot.physical, snapshot.host.ceiling);
         if exhausted {
+            let heap = snapshot.heap.unwrap_or_default();
+            let (heap_live, heap_retained) = (heap.live, heap.retained());
+            let [arenas, resources, untracked] =
+                [PartKind::Arena, PartKind::Resource, PartKind::Untracked]
+                    .map(|kind| breakdown.total(kind));
             log!(
                 error,
                 target: "lowtide",
@@ -247,7 +257,7 @@ impl Shared {
                 %arenas,
                 %resources,
                 %untracked,
-                largest = %holders,
+                largest,
                 "memory exhausted"
             );
         } else {
@@ -288,6 +298,13 @@ impl Shared {
         BudgetSnapshot { ceiling_parts, ..snapshot }
     }
 
+    /// Divides the physical memory of a snapshot among its holders.
+    pub(super) fn breakdown(&self, snapshot: &MemorySnapshot) -> Breakdown {
+        let of_routes = || self.admission.usage_by_route().iter().map(|of| of.memory.live).sum();
+        let here = self.birth.is_here();
+        Breakdown::new(snapshot, if here { of_routes() } else { ByteSize::ZERO })
+    }
+
     /// Returns all figures; in a forked child only those that need no lock.
     pub(super) fn snapshot(&self) -> MemorySnapshot {
         let here = self.birth.is_here();
@@ -320,6 +337,11 @@ impl Shared {
             since_epoch: self.clock.since_epoch(),
         }
     }
+}
+
+/// Formats parts of memory.
+fn list(parts: &[&Part]) -> String {
+    parts.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ")
 }
 
 /// Returns the stats of every registered resource.

@@ -1,6 +1,5 @@
 //! A snapshot of all figures of a `Memory`: plain values for endpoints, metrics and tests.
 
-use std::fmt;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -98,41 +97,6 @@ impl MemorySnapshot {
         Some(self.signal.rss?.saturating_sub(self.heap.as_ref()?.resident))
     }
 
-    /// Returns the holders of the host's memory.
-    pub(super) fn holders(&self) -> Holders {
-        let heap = self.heap.as_ref();
-        let of_heap = |bytes: fn(&HeapSnapshot) -> ByteSize| heap.map_or(ByteSize::ZERO, bytes);
-        let arenas = self.devices.on_host();
-        let loaded = || self.resources.iter().filter(|resource| resource.loaded);
-        let held = |resource: &ResourceStats| {
-            resource.measured.unwrap_or_default().host.max(resource.cost.host)
-        };
-        let committed: ByteSize = arenas.iter().map(|(_, committed)| *committed).sum();
-        let tracked = of_heap(|heap| heap.resident).saturating_add(committed);
-        let (heap_live, heap_retained) =
-            (of_heap(|heap| heap.live), of_heap(HeapSnapshot::retained));
-        let untracked = self.physical.saturating_sub(tracked);
-        let mut largest = vec![
-            ("live heap".to_owned(), heap_live),
-            ("retained heap".to_owned(), heap_retained),
-            ("untracked memory".to_owned(), untracked),
-        ];
-        largest.extend(
-            arenas.into_iter().map(|(name, committed)| (format!("arena {name:?}"), committed)),
-        );
-        largest.extend(loaded().map(|of| (format!("resource {:?}", of.name), held(of))));
-        largest.sort_by_key(|(_, bytes)| std::cmp::Reverse(*bytes));
-        largest.truncate(HOLDERS_MAX);
-        Holders {
-            heap_live,
-            heap_retained,
-            arenas: committed,
-            resources: loaded().map(held).sum(),
-            untracked,
-            largest,
-        }
-    }
-
     /// Returns the figures that the history keeps.
     pub(super) fn history_sample(&self) -> HistorySample {
         let heap = self.heap.as_ref();
@@ -151,35 +115,6 @@ impl MemorySnapshot {
     #[must_use]
     pub fn on_wall(&self, moment: Moment) -> Duration {
         self.since_epoch.saturating_sub(self.now - moment)
-    }
-}
-
-/// The maximum number of holders named in an error.
-const HOLDERS_MAX: usize = 5;
-
-/// The holders of the host's memory. Memory of resources is also in the heap or in arenas.
-#[derive(Debug)]
-pub(super) struct Holders {
-    pub(super) heap_live: ByteSize,
-    pub(super) heap_retained: ByteSize,
-    /// The memory committed by device arenas in host memory.
-    pub(super) arenas: ByteSize,
-    pub(super) resources: ByteSize,
-    /// The memory outside the heap and the arenas: heaps of C code, stacks, mapped files, other
-    /// processes of the cgroup.
-    pub(super) untracked: ByteSize,
-    /// The largest holders.
-    largest: Vec<(String, ByteSize)>,
-}
-
-/// Formats the largest holders.
-impl fmt::Display for Holders {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        for (nth, (name, bytes)) in self.largest.iter().enumerate() {
-            let comma = if nth > 0 { ", " } else { "" };
-            write!(f, "{comma}{name} {bytes}")?;
-        }
-        Ok(())
     }
 }
 

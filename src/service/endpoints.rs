@@ -17,7 +17,7 @@ use http::{HeaderValue, Request, Response, StatusCode};
 use serde_json::{Value, json};
 
 use crate::bytes::ByteSize;
-use crate::memory::{Memory, MemorySnapshot};
+use crate::memory::{self, Breakdown, Finding, Memory, MemorySnapshot};
 use crate::metrics::record::{BUDGETS, part};
 use crate::sync::atomic::{AtomicBool, Ordering};
 use lowtide_admission::{
@@ -30,7 +30,7 @@ use super::answer::{JSON, answer, budget, limit, pretty, seconds};
 use super::asked::{Format, Query, QueryError};
 use super::devices::{self, Maps};
 use super::page;
-use super::parts::Part;
+use super::parts::{MappingsCache, Part};
 use super::rejection::problem;
 
 const TEXT: &str = "text/plain; charset=utf-8";
@@ -57,6 +57,7 @@ pub struct Endpoints {
     hosts: Vec<String>,
     is_ending: AtomicBool,
     maps: Maps,
+    mappings: MappingsCache,
 }
 
 impl Endpoints {
@@ -76,6 +77,7 @@ impl Endpoints {
             hosts: Vec::new(),
             is_ending: AtomicBool::new(false),
             maps: Maps::default(),
+            mappings: MappingsCache::default(),
         }
     }
 
@@ -139,8 +141,8 @@ impl Endpoints {
     /// host is 403 ([`Endpoints::with_hosts`]). `/memory` answers with the live page if the
     /// `Accept` header prefers HTML (`?format=json` and `?format=html` override the header).
     /// `?with=` adds parts to the JSON: `map`, `history`, `events`, `admin_tasks`,
-    /// `largest_requests`, `permits` (the oldest requests), `routes`, `tenants`, separated by
-    /// commas. An invalid query is 400.
+    /// `largest_requests`, `permits` (the oldest requests), `routes`, `tenants`, `size_classes`,
+    /// `mappings`, separated by commas. An invalid query is 400.
     ///
     /// ```
     /// use http::Request;
@@ -265,11 +267,13 @@ impl Endpoints {
         let mut body = self
             .memory
             .as_ref()
-            .map_or_else(|| json!({ "managed": false }), |memory| document(&memory.snapshot()));
+            .map_or_else(|| json!({ "schema": SCHEMA, "managed": false }), document);
         let body = match (&self.memory, &mut body) {
             (Some(memory), Value::Object(members)) if !parts.is_empty() => {
                 let needs_token = self.admin.as_ref().map(Admin::needs_token);
-                parts.iter().for_each(|part| part.add(memory, &self.maps, needs_token, members));
+                parts.iter().for_each(|part| {
+                    part.add(memory, &self.maps, &self.mappings, needs_token, members)
+                });
                 format!("{body}\n")
             }
             (_, body) => pretty(body),
@@ -295,35 +299,25 @@ impl fmt::Debug for Endpoints {
     }
 }
 
+/// The version of the JSON document. It rises if a key is removed or changes its meaning.
+const SCHEMA: u32 = 1;
+
 /// Returns every figure as JSON; amounts are in bytes, and null means no limit.
-fn document(snapshot: &MemorySnapshot) -> Value {
+fn document(memory: &Memory) -> Value {
+    let snapshot = &memory.snapshot();
+    let (verdict, breakdown) = memory.explain(snapshot);
     let mut document = json!({
+        "schema": SCHEMA,
         "managed": true,
+        "verdict": verdict.summary,
+        "findings": verdict.findings.iter().map(finding).collect::<Vec<_>>(),
+        "process": {
+            "pid": std::process::id(),
+            "started_at_seconds": seconds(memory.started_at()),
+        },
         "profile": snapshot.profile.name(),
         "at_seconds": seconds(snapshot.since_epoch),
-        "host": {
-            "rss_bytes": snapshot.signal.rss.map(ByteSize::get),
-            "other_bytes": snapshot.other().map(ByteSize::get),
-            "physical_bytes": snapshot.physical.get(),
-            "purgeable_bytes": snapshot.purgeable.get(),
-            "required_bytes": snapshot.required().get(),
-            "exhausted": snapshot.exhausted,
-            "charged_bytes": snapshot.signal.charged.map(ByteSize::get),
-            "oom_kills": snapshot.oom_kills,
-            "events": snapshot.events.map(|events| json!({
-                "own": counts(events.own),
-                "above": counts(events.above),
-            })),
-            "psi": snapshot.psi.map(|psi| json!({
-                "some": stall(psi.some),
-                "full": stall(psi.full),
-            })),
-            "cgroup": snapshot.cgroup.as_ref().map(|folder| folder.display().to_string()),
-            "limit_is_stale": snapshot.signal.limit_is_stale,
-            "limit_bytes": limit(snapshot.signal.limit.bytes),
-            "limit_source": snapshot.signal.limit.source.name(),
-            "budget": budget(&snapshot.host),
-        },
+        "host": host(snapshot, &breakdown),
         "heap": snapshot.heap.map(|heap| json!({
             "live_bytes": heap.live.get(),
             "active_bytes": heap.active.get(),
@@ -360,6 +354,42 @@ fn document(snapshot: &MemorySnapshot) -> Value {
     });
     devices::add_figures(snapshot, &mut document);
     document
+}
+
+fn host(snapshot: &MemorySnapshot, breakdown: &Breakdown) -> Value {
+    json!({
+        "rss_bytes": snapshot.signal.rss.map(ByteSize::get),
+        "other_bytes": snapshot.other().map(ByteSize::get),
+        "physical_bytes": snapshot.physical.get(),
+        "parts": breakdown.parts.iter().map(part_of_memory).collect::<Vec<_>>(),
+        "headroom_bytes": breakdown.headroom.map(ByteSize::get),
+        "purgeable_bytes": snapshot.purgeable.get(),
+        "required_bytes": snapshot.required().get(),
+        "exhausted": snapshot.exhausted,
+        "charged_bytes": snapshot.signal.charged.map(ByteSize::get),
+        "oom_kills": snapshot.oom_kills,
+        "events": snapshot.events.map(|events| json!({
+            "own": counts(events.own),
+            "above": counts(events.above),
+        })),
+        "psi": snapshot.psi.map(|psi| json!({
+            "some": stall(psi.some),
+            "full": stall(psi.full),
+        })),
+        "cgroup": snapshot.cgroup.as_ref().map(|folder| folder.display().to_string()),
+        "limit_is_stale": snapshot.signal.limit_is_stale,
+        "limit_bytes": limit(snapshot.signal.limit.bytes),
+        "limit_source": snapshot.signal.limit.source.name(),
+        "budget": budget(&snapshot.host),
+    })
+}
+
+fn finding(finding: &Finding) -> Value {
+    json!({ "about": finding.about, "is_problem": finding.is_problem, "text": finding.text })
+}
+
+fn part_of_memory(part: &memory::Part) -> Value {
+    json!({ "kind": part.kind.name(), "name": part.name, "bytes": part.bytes.get() })
 }
 
 /// Returns counts under the kernel's names; null if not reported.

@@ -1,17 +1,28 @@
 //! The optional parts of `/memory`: maps of arenas, history, events, admin tasks, the largest
-//! and oldest requests, the memory of routes and tenants.
+//! and oldest requests, the memory of routes and tenants, size classes of the heap, and mappings of
+//! the process.
 //!
 //! Each part is bounded. The figures themselves are in `endpoints`, the maps in `devices`.
+
+use std::time::Duration;
 
 use serde_json::{Map, Value, json};
 
 use crate::bytes::ByteSize;
+use crate::clock::Moment;
 use crate::memory::{AdminTask, Event, HistorySample, Memory};
-use lowtide_admission::{MemoryUsage, RequestMemory, RouteUsage, TenantUsage};
+use crate::sync::{Mutex, lock};
+use lowtide_admission::{Mappings, MemoryUsage, RequestMemory, RouteUsage, TenantUsage};
+use lowtide_heap::SizeClass as HeapSizeClass;
 
 use super::answer::seconds;
 use super::asked::QueryError;
 use super::devices::{self, Maps};
+
+/// The maximum number of size classes, and of mapped files.
+const ROWS_MAX: usize = 16;
+/// The age at which mappings are read again.
+const MAPPINGS_AGE: Duration = Duration::from_secs(10);
 
 /// An optional part, by its name in the query and in the JSON.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -24,10 +35,12 @@ pub(super) enum Part {
     Permits,
     Routes,
     Tenants,
+    SizeClasses,
+    Mappings,
 }
 
 impl Part {
-    const ALL: [Self; 8] = [
+    const ALL: [Self; 10] = [
         Self::Map,
         Self::MetricsHistory,
         Self::Events,
@@ -36,6 +49,8 @@ impl Part {
         Self::Permits,
         Self::Routes,
         Self::Tenants,
+        Self::SizeClasses,
+        Self::Mappings,
     ];
 
     const fn name(self) -> &'static str {
@@ -48,6 +63,8 @@ impl Part {
             Self::Permits => "permits",
             Self::Routes => "routes",
             Self::Tenants => "tenants",
+            Self::SizeClasses => "size_classes",
+            Self::Mappings => "mappings",
         }
     }
 
@@ -78,6 +95,7 @@ impl Part {
         self,
         memory: &Memory,
         maps: &Maps,
+        mappings: &MappingsCache,
         needs_token: Option<bool>,
         to: &mut Map<String, Value>,
     ) {
@@ -96,9 +114,67 @@ impl Part {
             Self::Permits => memory.oldest_requests().iter().map(request).collect(),
             Self::Routes => memory.usage_by_route().iter().map(route).collect(),
             Self::Tenants => memory.usage_by_tenant().iter().map(tenant).collect(),
+            Self::SizeClasses => size_classes(memory),
+            Self::Mappings => mappings.value(memory.now()),
         };
         to.insert(self.name().to_owned(), value);
     }
+}
+
+/// Returns the heap's size classes with the most free space in their pages, at most 16; null if the
+/// statistics cannot be read.
+fn size_classes(memory: &Memory) -> Value {
+    let mut classes = memory.size_classes();
+    classes.sort_by_key(|class| std::cmp::Reverse(class.slack()));
+    classes.truncate(ROWS_MAX);
+    let class = |class: &HeapSizeClass| {
+        json!({
+            "size_bytes": class.size.get(),
+            "blocks": class.blocks,
+            "held_bytes": class.group_bytes.get().saturating_mul(class.groups),
+            "slack_bytes": class.slack().get(),
+            "utilisation": class.utilisation(),
+        })
+    };
+    classes.iter().map(class).collect()
+}
+
+/// The resident memory by mapping as last read, because reading it is slow.
+#[derive(Debug, Default)]
+pub(super) struct MappingsCache(Mutex<Option<(Moment, Value)>>);
+
+impl MappingsCache {
+    /// Returns the mappings, at most ten seconds old; null if they cannot be read. Other callers
+    /// wait meanwhile.
+    fn value(&self, now: Moment) -> Value {
+        let mut last = lock(&self.0);
+        if let Some((at, value)) = &*last
+            && now - *at < MAPPINGS_AGE
+        {
+            return value.clone();
+        }
+        let value = Mappings::read().map_or(Value::Null, |found| mappings(&found));
+        *last = Some((now, value.clone()));
+        value
+    }
+}
+
+fn mappings(found: &Mappings) -> Value {
+    let files = found.files.iter().take(ROWS_MAX);
+    let libc = lowtide_heap::libc_heap().ok();
+    json!({
+        "files": files
+            .map(|(path, bytes)| json!({ "path": path, "resident_bytes": bytes.get() }))
+            .collect::<Vec<_>>(),
+        "file_count": found.files.len(),
+        "file_bytes": found.files.iter().map(|(_, bytes)| *bytes).sum::<ByteSize>().get(),
+        "anonymous_bytes": found.anonymous.get(),
+        "program_break_bytes": found.program_break.get(),
+        "main_stack_bytes": found.main_stack.get(),
+        "c_heap_live_bytes": libc.map(|heap| heap.live.get()),
+        "c_heap_idle_bytes": libc.map(|heap| heap.idle.get()),
+        "truncated": found.is_truncated,
+    })
 }
 
 /// Returns the history by column, so that names appear once.

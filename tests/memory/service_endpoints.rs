@@ -121,7 +121,10 @@ fn without_a_memory_everything_answers_and_says_so() {
     assert_eq!(get(&endpoints, "/healthz").status(), StatusCode::OK);
     let ready = json!({ "ready": true, "managed": false, "ending": false });
     assert_eq!(get_json(&endpoints, "/readyz"), (StatusCode::OK, ready));
-    assert_eq!(get_json(&endpoints, "/memory"), (StatusCode::OK, json!({ "managed": false })));
+    assert_eq!(
+        get_json(&endpoints, "/memory"),
+        (StatusCode::OK, json!({ "managed": false, "schema": 1 }))
+    );
 }
 
 #[test]
@@ -259,6 +262,12 @@ fn a_leak_made_a_zombie_with_green_probes() {
         told.inspect(|event| assert_eq!(event.about, "requests")).count()
     };
     advance_until(&clock, step, "it is told", || told("no room for requests: ") == 1);
+    let verdict = memory.verdict();
+    assert!(
+        verdict.summary.starts_with("Memory that no request owns leaves no room"),
+        "{verdict:?}"
+    );
+    assert!(verdict.summary.contains("untracked memory"), "{verdict:?}");
     tree.hold(10);
     advance_until(&clock, step, "it is ready again", || ready().0 == StatusCode::OK);
     drop(request().expect("fits"));
@@ -492,7 +501,11 @@ fn the_memory_document_holds_every_figure_in_bytes_and_null_for_no_limit() {
         "host",
         "managed",
         "diagnostics",
+        "findings",
+        "process",
         "profile",
+        "schema",
+        "verdict",
         "reclaimers",
         "requests",
         "resources",
@@ -500,6 +513,8 @@ fn the_memory_document_holds_every_figure_in_bytes_and_null_for_no_limit() {
     assert_eq!(keys(&told), BTreeSet::from(whole));
     assert_eq!((&told["profile"], &told["diagnostics"]), (&json!("balanced"), &json!([])));
     check_host(&told["host"]);
+    assert_eq!((&told["schema"], &told["process"]["pid"]), (&json!(1), &json!(std::process::id())));
+    assert!(told["process"]["started_at_seconds"].as_f64().is_some_and(|at| at >= 1_000.0));
     let snapshot = memory.snapshot();
     let heap = snapshot.heap.expect("jemalloc tells");
     assert_eq!(keys(&told["heap"]).len(), 11);
@@ -556,6 +571,10 @@ fn check_host(host: &Value) {
     let figure = |key: &str| host[key].as_u64().unwrap_or_else(|| panic!("{key}"));
     let required = figure("physical_bytes").saturating_sub(figure("purgeable_bytes"));
     assert_eq!(figure("required_bytes"), required);
+    let parts = host["parts"].as_array().expect("a list");
+    let sum: u64 = parts.iter().map(|part| part["bytes"].as_u64().expect("bytes")).sum();
+    assert_eq!(sum, figure("physical_bytes"), "the parts sum to the whole: {parts:?}");
+    assert_eq!(sum + figure("headroom_bytes"), figure("limit_bytes"));
     let budget = &host["budget"];
     assert_eq!((&budget["level"], &budget["reserved_bytes"]), (&json!("none"), &mib(8)));
     let class = json!({

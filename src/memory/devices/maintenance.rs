@@ -122,10 +122,4 @@ impl Memory {
     pub(crate) fn arena_names(&self) -> Vec<String> {
         self.0.shared.arenas().iter().map(|listed| listed.arena.name().to_owned()).collect()
     }
-
-    /// Returns the time on the manager's clock.
-    #[cfg(feature = "service")]
-    pub(crate) fn now(&self) -> Moment {
-        self.0.shared.clock.now()
-    }
 }

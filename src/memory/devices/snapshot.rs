@@ -74,6 +74,16 @@ impl DevicesSnapshot {
         on_host.map(|arena| (arena.name.clone(), arena.committed)).collect()
     }
 
+    /// Returns the name of the first lost device, and the error.
+    pub(in crate::memory) fn first_lost(&self) -> Option<(&str, &str)> {
+        self.devices.iter().find_map(|device| Some((&*device.name, device.lost.as_deref()?)))
+    }
+
+    /// Returns the host memory that holds contents of sleeping arenas, or is kept for that.
+    pub(in crate::memory) fn offloaded(&self) -> ByteSize {
+        self.all().map(|arena| arena.offloaded).sum()
+    }
+
     /// Returns the sleeps, wakes and failed wakes of each arena that serves.
     pub(in crate::memory) fn sleeps(&self) -> BTreeMap<String, [u64; 3]> {
         let of = |arena: &ArenaSnapshot| {

@@ -1,0 +1,206 @@
+//! Divides the host's physical memory among its holders.
+//!
+//! Called for the endpoints, the verdict and the error about exhaustion. It relies on a snapshot
+//! and on the memory of running requests; it measures nothing itself.
+//!
+//! Invariant: `sum of parts = physical`. The figures are read one after the other and by different
+//! counters, so a part is cut if the parts before it leave less.
+
+use std::fmt;
+
+use crate::bytes::ByteSize;
+use lowtide_heap::HeapSnapshot;
+
+use super::snapshot::MemorySnapshot;
+
+/// The kind of a holder of host memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize), serde(rename_all = "snake_case"))]
+#[non_exhaustive]
+pub enum PartKind {
+    /// Heap blocks and frames of running requests, as measured.
+    Requests,
+    /// A loaded resource: its heap arena, and memory outside the heap as measured at its load.
+    Resource,
+    /// Live heap blocks that belong to neither: caches and state of the application, connections,
+    /// leaks.
+    HeapLive,
+    /// Freed blocks in jemalloc's thread caches.
+    ThreadCaches,
+    /// Free parts of heap pages that contain live or cached blocks. A purge does not release them.
+    Fragmentation,
+    /// Free heap pages, dirty and muzzy. A purge releases them.
+    FreePages,
+    /// jemalloc's metadata.
+    HeapMetadata,
+    /// A device arena in host memory, or a pinned pool: its committed memory.
+    Arena,
+    /// Contents of sleeping arenas in host memory, and memory kept for the next sleep.
+    Offloaded,
+    /// Everything else: heaps of C code, stacks, and other processes of the cgroup; mapped files if
+    /// the resident set is what counts.
+    Untracked,
+}
+
+impl PartKind {
+    /// Returns the name in JSON.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Requests => "requests",
+            Self::Resource => "resource",
+            Self::HeapLive => "heap_live",
+            Self::ThreadCaches => "thread_caches",
+            Self::Fragmentation => "fragmentation",
+            Self::FreePages => "free_pages",
+            Self::HeapMetadata => "heap_metadata",
+            Self::Arena => "arena",
+            Self::Offloaded => "offloaded",
+            Self::Untracked => "untracked",
+        }
+    }
+
+    const fn description(self) -> &'static str {
+        match self {
+            Self::Requests => "running requests",
+            Self::Resource => "resource",
+            Self::HeapLive => "live heap outside requests and resources",
+            Self::ThreadCaches => "thread caches",
+            Self::Fragmentation => "heap fragmentation",
+            Self::FreePages => "free heap pages",
+            Self::HeapMetadata => "heap metadata",
+            Self::Arena => "arena",
+            Self::Offloaded => "contents of sleeping arenas",
+            Self::Untracked => "untracked memory",
+        }
+    }
+}
+
+/// A part of the host's physical memory.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize))]
+#[non_exhaustive]
+pub struct Part {
+    /// The kind of its holder.
+    pub kind: PartKind,
+    /// The name of a resource or arena; otherwise `None`.
+    pub name: Option<String>,
+    /// Its bytes.
+    pub bytes: ByteSize,
+}
+
+impl fmt::Display for Part {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.kind.description())?;
+        if let Some(name) = &self.name {
+            write!(f, " {name:?}")?;
+        }
+        write!(f, " {}", self.bytes)
+    }
+}
+
+/// The host's physical memory by holder.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize))]
+#[non_exhaustive]
+pub struct Breakdown {
+    /// The parts that are not empty. Their sum is the physical memory.
+    pub parts: Vec<Part>,
+    /// The rest up to the limit; `None` without a limit.
+    pub headroom: Option<ByteSize>,
+}
+
+/// The maximum number of resources, and of arenas, with a part of their own. The others share one.
+const NAMED_MAX: usize = 32;
+
+impl Breakdown {
+    /// Divides the physical memory of a snapshot. `requests` are the bytes that running requests
+    /// hold.
+    pub(super) fn new(snapshot: &MemorySnapshot, requests: ByteSize) -> Self {
+        let mut rest = Rest { bytes: snapshot.physical, parts: Vec::new() };
+        let heap = snapshot.heap.unwrap_or_default();
+        let mut live = heap.live;
+        rest.take_from(&mut live, PartKind::Requests, None, requests);
+        let mut foreign = Vec::new();
+        let loaded = snapshot.resources.iter().filter(|resource| resource.loaded);
+        for resource in loaded.take(NAMED_MAX) {
+            let arena = snapshot.heap_arenas.iter().find(|(name, _)| **name == *resource.name);
+            let in_heap = arena.map_or(ByteSize::ZERO, |(_, arena)| arena.live);
+            let active = arena.map_or(ByteSize::ZERO, |(_, arena)| arena.active);
+            rest.take_from(&mut live, PartKind::Resource, Some(&resource.name), in_heap);
+            let measured = resource.measured.unwrap_or_default().host;
+            foreign.push((&resource.name, measured.saturating_sub(active)));
+        }
+        rest.take(PartKind::HeapLive, None, live);
+        let HeapSnapshot { thread_caches, active, metadata, .. } = heap;
+        rest.take(PartKind::ThreadCaches, None, thread_caches);
+        let filled = heap.live.saturating_add(thread_caches);
+        rest.take(PartKind::Fragmentation, None, active.saturating_sub(filled));
+        rest.take(PartKind::FreePages, None, heap.purgeable());
+        rest.take(PartKind::HeapMetadata, None, metadata);
+        let arenas = snapshot.devices.on_host();
+        for (name, committed) in arenas.iter().take(NAMED_MAX) {
+            rest.take(PartKind::Arena, Some(name), *committed);
+        }
+        let others = arenas.iter().skip(NAMED_MAX).map(|(_, committed)| *committed).sum();
+        rest.take(PartKind::Arena, None, others);
+        rest.take(PartKind::Offloaded, None, snapshot.devices.offloaded());
+        for (name, bytes) in foreign {
+            rest.take(PartKind::Resource, Some(name), bytes);
+        }
+        let bytes = rest.bytes;
+        rest.take(PartKind::Untracked, None, bytes);
+        let limit = snapshot.signal.limit.bytes;
+        let headroom = (limit != ByteSize::MAX).then(|| limit.saturating_sub(snapshot.physical));
+        Self { parts: rest.parts, headroom }
+    }
+
+    /// Returns the bytes of all parts of a kind.
+    #[must_use]
+    pub fn total(&self, kind: PartKind) -> ByteSize {
+        self.parts.iter().filter(|part| part.kind == kind).map(|part| part.bytes).sum()
+    }
+
+    /// Returns the largest parts.
+    pub(super) fn largest(&self, count: usize) -> Vec<&Part> {
+        let mut parts: Vec<_> = self.parts.iter().collect();
+        parts.sort_by_key(|part| std::cmp::Reverse(part.bytes));
+        parts.truncate(count);
+        parts
+    }
+}
+
+/// The memory that is not divided yet.
+struct Rest {
+    bytes: ByteSize,
+    parts: Vec<Part>,
+}
+
+impl Rest {
+    /// Adds a part of at most the rest. A second part of the same holder is added to the first.
+    fn take(&mut self, kind: PartKind, name: Option<&str>, bytes: ByteSize) {
+        let bytes = bytes.min(self.bytes);
+        if bytes.is_zero() {
+            return;
+        }
+        self.bytes = self.bytes.saturating_sub(bytes);
+        let same = |part: &&mut Part| part.kind == kind && part.name.as_deref() == name;
+        match self.parts.iter_mut().find(same) {
+            Some(part) => part.bytes = part.bytes.saturating_add(bytes),
+            None => self.parts.push(Part { kind, name: name.map(str::to_owned), bytes }),
+        }
+    }
+
+    /// Adds a part of at most `of`, and subtracts it from that.
+    fn take_from(
+        &mut self,
+        of: &mut ByteSize,
+        kind: PartKind,
+        name: Option<&str>,
+        bytes: ByteSize,
+    ) {
+        let bytes = bytes.min(*of);
+        *of = of.saturating_sub(bytes);
+        self.take(kind, name, bytes);
+    }
+}

@@ -1,0 +1,272 @@
+//! Answers "where did the memory go, and is anything wrong?" in sentences.
+//!
+//! Called for the endpoints. It relies on a snapshot, the breakdown of the physical memory, the
+//! running requests and the last events; it measures nothing itself. Each finding is one sentence
+//! that names its figures. The rules are in the order of their urgency, so the first finding that
+//! is a problem is the summary.
+//!
+//! Invariant: without a problem the summary says that memory is in order.
+
+use std::time::Duration;
+
+use crate::bytes::ByteSize;
+use crate::clock::short;
+use lowtide_admission::{Level, RequestMemory, RequestPhase};
+
+use super::breakdown::{Breakdown, Part, PartKind};
+use super::events::Event;
+use super::snapshot::MemorySnapshot;
+
+/// Rejections in this time are a problem of now.
+const RECENT: Duration = Duration::from_secs(60);
+/// Evictions in this time are mentioned.
+const EVICTED: Duration = Duration::from_secs(3600);
+/// Memory that is not live is mentioned from this size on, if it is also half of what is physical.
+const RETAINED_MIN: ByteSize = ByteSize::mib(32);
+/// The factor from which requests use memory that is not attributed to them.
+const FACTOR_HIGH: f64 = 1.6;
+
+/// The state of the host's memory in sentences.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize))]
+#[non_exhaustive]
+pub struct Verdict {
+    /// The most urgent problem, or that memory is in order.
+    pub summary: String,
+    /// All findings, the most urgent first.
+    pub findings: Vec<Finding>,
+}
+
+/// A finding of a [`Verdict`].
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize))]
+#[non_exhaustive]
+pub struct Finding {
+    /// The subject: `exhausted`, `rejections`, `level`, `retained`, `untracked`, `device` or
+    /// `eviction`.
+    pub about: &'static str,
+    /// `true` if it needs attention.
+    pub is_problem: bool,
+    /// A sentence with the figures.
+    pub text: String,
+}
+
+/// The running requests as a whole.
+pub(super) struct RequestTotals {
+    /// The bytes that they have reserved.
+    pub(super) reserved: ByteSize,
+    /// The bytes that all of them may reserve; [`ByteSize::MAX`] without a limit.
+    pub(super) room: ByteSize,
+    /// Those that were admitted first.
+    pub(super) oldest: Vec<RequestMemory>,
+}
+
+impl Verdict {
+    pub(super) fn new(
+        snapshot: &MemorySnapshot,
+        breakdown: &Breakdown,
+        requests: &RequestTotals,
+        events: &[Event],
+    ) -> Self {
+        let rules = [
+            exhausted(snapshot, breakdown),
+            rejections(snapshot, breakdown, requests, events),
+            level(snapshot, breakdown),
+            retained(snapshot, breakdown),
+            untracked(snapshot, breakdown),
+            lost_device(snapshot),
+            eviction(snapshot, events),
+        ];
+        let findings: Vec<_> = rules.into_iter().flatten().collect();
+        let problem = findings.iter().find(|finding| finding.is_problem);
+        let summary = match problem {
+            Some(problem) => problem.text.clone(),
+            None => format!("Memory is in order: {}.", used(snapshot, breakdown)),
+        };
+        Self { summary, findings }
+    }
+}
+
+/// Returns the physical memory against the limit, with its largest parts.
+fn used(snapshot: &MemorySnapshot, breakdown: &Breakdown) -> String {
+    let (physical, limit) = (snapshot.physical, snapshot.signal.limit.bytes);
+    let of_limit = match percent(physical, limit) {
+        Some(percent) => format!("{physical} of {limit} ({percent} %)"),
+        None => format!("{physical}"),
+    };
+    let largest = breakdown.largest(2);
+    let largest: Vec<_> = largest.into_iter().map(Part::to_string).collect();
+    if largest.is_empty() {
+        of_limit
+    } else {
+        format!("{of_limit}, mostly {}", largest.join(" and "))
+    }
+}
+
+fn percent(part: ByteSize, whole: ByteSize) -> Option<u64> {
+    let known = whole != ByteSize::MAX && !whole.is_zero();
+    known.then(|| part.get().saturating_mul(100) / whole.get())
+}
+
+fn problem(about: &'static str, text: String) -> Option<Finding> {
+    Some(Finding { about, is_problem: true, text })
+}
+
+fn exhausted(snapshot: &MemorySnapshot, breakdown: &Breakdown) -> Option<Finding> {
+    if !snapshot.exhausted {
+        return None;
+    }
+    let ceiling = snapshot.host.ceiling;
+    let held = breakdown.largest(3);
+    let held: Vec<_> = held.into_iter().filter(|part| part.kind != PartKind::Requests).collect();
+    let held: Vec<_> = held.into_iter().map(Part::to_string).collect();
+    let text = format!(
+        "Memory that no request owns leaves no room for requests below the ceiling of {ceiling}: \
+         {}.",
+        held.join(", ")
+    );
+    problem("exhausted", text)
+}
+
+fn rejections(
+    snapshot: &MemorySnapshot,
+    breakdown: &Breakdown,
+    requests: &RequestTotals,
+    events: &[Event],
+) -> Option<Finding> {
+    let since = snapshot.since_epoch.saturating_sub(RECENT);
+    let ignored = ["shutting_down", "slow_client"];
+    let recent = events.iter().filter(|event| event.kind == "reject" && event.at >= since);
+    let recent = recent.filter(|event| !ignored.contains(&&*event.about));
+    let most = recent.max_by_key(|event| event.sum)?;
+    let cause = match &*most.about {
+        "full" => full(snapshot, breakdown, requests),
+        "pressure" => format!(
+            "the pressure level was {} or higher; now {}",
+            Level::High.name(),
+            used(snapshot, breakdown)
+        ),
+        "too_large" => format!(
+            "each needs more than the ceiling of {}; look for a client that sends unusually large \
+             requests",
+            snapshot.host.ceiling
+        ),
+        "exhausted" => {
+            format!("memory that no request owns fills the ceiling of {}", snapshot.host.ceiling)
+        }
+        "slow_start" => "large requests arrived together at routes that are not measured yet; it \
+                         ends after eight successes"
+            .to_owned(),
+        "outgrown" => {
+            "they held far more than they had reserved while memory was short; the events \
+                       `cancel` name their routes"
+                .to_owned()
+        }
+        "held_too_long" => "they held their memory for longer than they may".to_owned(),
+        other => other.to_owned(),
+    };
+    let (count, reason) = (most.sum, &most.about);
+    let ago = short(snapshot.since_epoch.saturating_sub(most.at));
+    let were = if count == 1 { "request was" } else { "requests were" };
+    let text = format!("{count} {were} rejected as `{reason}`, the last {ago} ago: {cause}.");
+    problem("rejections", text)
+}
+
+/// Explains why requests did not fit, from the running ones.
+fn full(snapshot: &MemorySnapshot, breakdown: &Breakdown, requests: &RequestTotals) -> String {
+    let RequestTotals { reserved, room, oldest } = requests;
+    let (ceiling, physical) = (snapshot.host.ceiling, snapshot.physical);
+    let live = breakdown.total(PartKind::Requests);
+    let held = snapshot.admission.held();
+    let factor = snapshot.host.correction_factor;
+    let waits = |phase| matches!(phase, RequestPhase::Receiving | RequestPhase::Suspended);
+    let slow = oldest.iter().filter(|request| waits(request.phase)).count();
+    let at = match percent(physical, snapshot.signal.limit.bytes) {
+        Some(percent) => format!("physical memory is at {percent} % of the limit"),
+        None => format!("physical memory is {physical}"),
+    };
+    let reserves = format!("{held} requests have reserved {reserved} of {room} and hold {live}");
+    if 4 * room.get().min(u64::MAX / 4) < ceiling.get() {
+        let owner = breakdown.largest(3);
+        let owner = owner.into_iter().find(|part| part.kind != PartKind::Requests);
+        let owner = owner.map_or_else(String::new, |part| format!(", mostly {part}"));
+        return format!(
+            "{at}, and memory that no request owns leaves requests {room} of the ceiling of \
+             {ceiling}{owner}"
+        );
+    }
+    if slow > 0 && 2 * slow >= oldest.len() && live.get() < reserved.get() / 2 {
+        return format!(
+            "{at}, but room is reserved, not used: {reserves}, because {slow} of the {} oldest \
+             wait for their clients to send bodies; see the minimum data rate",
+            oldest.len()
+        );
+    }
+    if factor >= FACTOR_HIGH {
+        return format!(
+            "{at}; {reserves}, and the process needs {factor:.1} bytes for each of them: memory \
+             of requests is not attributed to them (spawned work without a scope, C code), or \
+             estimates are too low"
+        );
+    }
+    format!("{at}; {reserves}: the service is at its capacity for requests of this size")
+}
+
+fn level(snapshot: &MemorySnapshot, breakdown: &Breakdown) -> Option<Finding> {
+    if snapshot.host.level < Level::High {
+        return None;
+    }
+    let used = used(snapshot, breakdown);
+    problem("level", format!("Pressure is {}: {used}.", snapshot.host.level.name()))
+}
+
+/// Explains physical memory of the heap that is not live.
+fn retained(snapshot: &MemorySnapshot, breakdown: &Breakdown) -> Option<Finding> {
+    let heap = snapshot.heap?;
+    let kinds = [
+        (PartKind::FreePages, "which decay or a purge releases"),
+        (PartKind::Fragmentation, "which no purge releases: see the size classes"),
+        (PartKind::ThreadCaches, "which threads release when they park"),
+    ];
+    let total: ByteSize = kinds.iter().map(|(kind, _)| breakdown.total(*kind)).sum();
+    if total < RETAINED_MIN || total.get() < snapshot.physical.get() / 2 {
+        return None;
+    }
+    let (kind, release) = kinds.into_iter().max_by_key(|(kind, _)| breakdown.total(*kind))?;
+    let parts = Part { kind, name: None, bytes: breakdown.total(kind) };
+    let text = format!(
+        "{} are physical and {} live: the heap keeps {total} that are free, mostly {parts}, \
+         {release}.",
+        snapshot.physical, heap.live
+    );
+    let is_problem = percent(snapshot.physical, snapshot.signal.limit.bytes) >= Some(50);
+    Some(Finding { about: "retained", is_problem, text })
+}
+
+fn untracked(snapshot: &MemorySnapshot, breakdown: &Breakdown) -> Option<Finding> {
+    let bytes = breakdown.total(PartKind::Untracked);
+    if bytes < RETAINED_MIN || bytes.get() < snapshot.physical.get() / 2 {
+        return None;
+    }
+    let text = format!(
+        "{bytes} of {} physical memory are neither heap nor arenas: C code, stacks, mapped files \
+         or other processes of the container; `/memory?with=mappings` lists those of this process.",
+        snapshot.physical
+    );
+    let is_problem = percent(snapshot.physical, snapshot.signal.limit.bytes) >= Some(50);
+    Some(Finding { about: "untracked", is_problem, text })
+}
+
+fn lost_device(snapshot: &MemorySnapshot) -> Option<Finding> {
+    let (name, error) = snapshot.devices.first_lost()?;
+    problem("device", format!("Device {name} is lost until the process restarts: {error}."))
+}
+
+/// Names the last eviction.
+fn eviction(snapshot: &MemorySnapshot, events: &[Event]) -> Option<Finding> {
+    let since = snapshot.since_epoch.saturating_sub(EVICTED);
+    let last = events.iter().rfind(|event| event.kind == "evict" && event.at >= since)?;
+    let ago = short(snapshot.since_epoch.saturating_sub(last.at));
+    let text = format!("{:?} was {}, {ago} ago.", last.about, last.text);
+    Some(Finding { about: "eviction", is_problem: false, text })
+}
