@@ -494,27 +494,12 @@ fn the_memory_document_holds_every_figure_in_bytes_and_null_for_no_limit() {
     let endpoints = Endpoints::new(Some(memory.clone()));
     let (status, told) = get_json(&endpoints, "/memory");
     assert_eq!(status, StatusCode::OK);
-    let whole = [
-        "at_seconds",
-        "device",
-        "heap",
-        "host",
-        "managed",
-        "diagnostics",
-        "findings",
-        "process",
-        "profile",
-        "schema",
-        "verdict",
-        "reclaimers",
-        "requests",
-        "resources",
-    ];
-    assert_eq!(keys(&told), BTreeSet::from(whole));
+    let whole = "at_seconds device diagnostics findings heap host managed process profile reclaimers \
+                 requests resources schema verdict";
+    assert_eq!(keys(&told), whole.split_whitespace().collect());
     assert_eq!((&told["profile"], &told["diagnostics"]), (&json!("balanced"), &json!([])));
     check_host(&told["host"]);
-    assert_eq!((&told["schema"], &told["process"]["pid"]), (&json!(1), &json!(std::process::id())));
-    assert!(told["process"]["started_at_seconds"].as_f64().is_some_and(|at| at >= 1_000.0));
+    check_process(&told);
     let snapshot = memory.snapshot();
     let heap = snapshot.heap.expect("jemalloc tells");
     assert_eq!(keys(&told["heap"]).len(), 11);
@@ -557,6 +542,11 @@ fn the_memory_document_holds_every_figure_in_bytes_and_null_for_no_limit() {
 }
 
 /// A process of 10 MiB under a cgroup's limit of 100 MiB.
+fn check_process(told: &Value) {
+    assert_eq!((&told["schema"], &told["process"]["pid"]), (&json!(1), &json!(std::process::id())));
+    assert!(told["process"]["started_at_seconds"].as_f64().is_some_and(|at| at >= 1_000.0));
+}
+
 fn check_host(host: &Value) {
     let mib = |count| json!(ByteSize::mib(count).get());
     for (key, value) in [

@@ -89,9 +89,13 @@
     .filter((arena) => arena.backend !== "pinned_host").reduce((all, arena) => all + of(arena), 0);
   const remember = (told) => {
     const columns = told.device ? [...COLUMNS, ...COLUMNS_OF_DEVICE] : COLUMNS;
+    // A clock that was set back: what lies in its future is not drawn.
+    while (history.length && history[history.length - 1].at >= told.at_seconds) history.pop();
     if (told.history) {
       history.length = 0;
       told.history.at_seconds.forEach((at, nth) => {
+        while (history.length && history[history.length - 1].at >= at) history.pop();
+        if (at >= told.at_seconds) return;
         const point = { at };
         for (const name of columns) point[name] = told.history[`${name}_bytes`][nth];
         history.push(point);
@@ -109,7 +113,81 @@
     });
     while (history.length > 2 * SPAN_S || (history.length && history[0].at < told.at_seconds - SPAN_S)) history.shift();
   };
+  // The parts of the physical memory and the free rest: one bar for the whole limit.
+  const PARTS = { requests: "running requests", resource: "resource", heap_live: "other live heap", thread_caches: "thread caches",
+    fragmentation: "heap fragmentation", free_pages: "free heap pages", heap_metadata: "heap metadata", arena: "arena",
+    offloaded: "sleeping arenas' contents", untracked: "untracked: C code, stacks, other processes", headroom: "free up to the limit" };
+  const parts = (told) => {
+    const { host } = told;
+    const list = host.parts.map((part) => ({ ...part, text: PARTS[part.kind] + (part.name === null ? "" : ` ${part.name}`) }));
+    if (host.headroom_bytes !== null) list.push({ kind: "headroom", name: null, bytes: host.headroom_bytes, text: PARTS.headroom });
+    const whole = Math.max(1, list.reduce((all, part) => all + part.bytes, 0));
+    const place = $("parts");
+    if (!place.firstChild) place.append(
+      make("p", { class: "none" }), make("div", { class: "stack", "aria-hidden": "true" }), make("ul", { class: "key parts" }));
+    const [head, bar, key] = place.children;
+    write(head, `${size(host.physical_bytes)} physical` + (host.limit_bytes === null ? ", no limit" : ` of ${bound(host.limit_bytes)} (${host.limit_source})`));
+    const keyOf = (part) => `${part.kind}/${part.name}`;
+    keep(bar, list, keyOf, (part) => make("span", { class: `part-${part.kind}` }),
+      (piece, part) => { piece.style.width = `${100 * part.bytes / whole}%`; piece.title = `${part.text}: ${size(part.bytes)}`; });
+    keep(key, list, keyOf, (part) => make("li", {}, make("span", { class: `swatch part-${part.kind}`, "aria-hidden": "true" }), make("span")),
+      (item, part) => write(item.lastChild, `${part.text} ${size(part.bytes)}`));
+  };
+  const verdict = (told) => {
+    const now = $("verdict"), bad = told.findings.some((one) => one.is_problem);
+    write(now, told.verdict);
+    now.className = `box verdict${bad ? " trouble" : ""}`;
+    const others = told.findings.filter((one) => one.text !== told.verdict);
+    keep($("findings"), others, (one) => one.about, () => make("li", { class: "wide" }), (item, one) => write(item, one.text));
+  };
+
   const swatch = (kind, text) => make("li", {}, make("span", { class: `swatch of-${kind}`, "aria-hidden": "true" }), text);
+  // Physical memory against the limit; bands are the times in which requests were rejected.
+  const physical = (told) => {
+    const place = $("physical");
+    if (!place.firstChild) {
+      const picture = drawn("svg", { class: "chart", viewBox: "0 0 300 100", preserveAspectRatio: "none", role: "img",
+        "aria-label": "Physical memory over the last minutes against the limit; the figures are above" });
+      picture.append(drawn("g"), drawn("path", { class: "physical" }), drawn("line", { class: "limit", x1: 0, x2: 300 }));
+      place.append(make("figure", {}, make("div", { class: "axis" }, make("span"), make("span")), picture,
+        make("div", { class: "axis" }, make("span"), make("span", {}, "now")),
+        make("figcaption", {}, "Physical memory. The line is the limit; red bands are times with rejected requests.")));
+    }
+    const now = history[history.length - 1], limit = told.host.limit_bytes;
+    const most = Math.max(1, ...history.map((point) => point.physical)), top = limit === null ? most : Math.max(most, limit);
+    const span = Math.min(SPAN_S, Math.max(60, Math.ceil((now.at - history[0].at) / 60) * 60));
+    const x = (at) => Math.max(0, 300 * (1 - (now.at - at) / span)).toFixed(1), y = (bytes) => (100 - 96 * bytes / top).toFixed(1);
+    place.querySelector("path").setAttribute("d",
+      `M${x(history[0].at)},100L${history.map((point) => `${x(point.at)},${y(point.physical)}`).join("L")}L300,100Z`);
+    const line = place.querySelector("line");
+    line.setAttribute("visibility", limit === null ? "hidden" : "visible");
+    if (limit !== null) for (const end of ["y1", "y2"]) line.setAttribute(end, y(limit));
+    const bands = told.events.filter((event) => event.kind === "reject" && event.at_seconds > now.at - span);
+    keep(place.querySelector("g"), bands, (band) => `${band.since_seconds}/${band.about}`, () => drawn("rect", { class: "band", y: 0, height: 100 }),
+      (rect, band) => { const from = x(band.since_seconds); rect.setAttribute("x", from); rect.setAttribute("width", Math.max(1, x(band.at_seconds) - from)); });
+    const [high, present] = place.querySelector(".axis").children;
+    write(high, limit === null ? `highest ${size(most)}` : `highest ${size(most)} of ${size(limit)}`);
+    write(present, `now ${size(now.physical)}`);
+    write(place.querySelectorAll(".axis")[1].firstChild, `${span / 60} min ago`);
+  };
+  const inside = (told) => {
+    if (told.size_classes) table($("size_classes").lastElementChild, "A purge does not release this free space", [
+      ["Size class", (row) => size(row.size_bytes), "number"],
+      ["Live or cached blocks", (row) => row.blocks, "number"],
+      ["Pages", (row) => size(row.held_bytes), "number"],
+      ["Free in them", (row) => size(row.slack_bytes), "number"],
+      ["Used", (row) => `${Math.round(100 * row.utilisation)} %`, "number"],
+    ], told.size_classes, (row) => row.size_bytes, "jemalloc reports no size classes.");
+    const of = told.mappings;
+    if (of === undefined) return;
+    const rows = of === null ? [] : [...of.files.map((file) => [file.path, file.resident_bytes]),
+      ["C library's heap, live (address space)", of.c_heap_live_bytes], ["C library's heap, free", of.c_heap_idle_bytes],
+      ["Stack of the main thread", of.main_stack_bytes],
+      ["Anonymous: heap, arenas, stacks of threads", of.anonymous_bytes + of.program_break_bytes]];
+    table($("mappings").lastElementChild, "Resident memory of this process by mapping, at most ten seconds old", [
+      ["Mapping", (row) => row[0], "wide"], ["Resident", (row) => size(row[1]), "number"],
+    ], rows, (row) => row[0], "The mappings cannot be read.");
+  };
   const chart = (place, what) => {
     const names = [`${what}_live`, `${what}_retained`];
     if (!place.firstChild) {
@@ -163,7 +241,7 @@
   };
   // Cells in order. A short gap is drawn as bare cells, a long one as a break.
   const BARE_MAX = 8, BREAK = null;
-  const cellsOf = (region) => {
+  const cellsOf = (region, asleep) => {
     const list = [];
     let next = region.cells.length ? region.cells[0][0] : 0;
     for (const [first, times, ...bytes] of region.cells) {
@@ -171,6 +249,7 @@
       if (bare > BARE_MAX) list.push(BREAK);
       else for (let nth = 0; nth < bare; nth++) list.push(parted(region.cell_bytes, 0, 0, 0, 0));
       const parts = parted(region.cell_bytes, ...bytes);
+      if (asleep) { parts.asleep += parts.live; parts.live = 0; }
       for (let nth = 0; nth < times; nth++) list.push(parts);
       next = first + times;
     }
@@ -245,7 +324,7 @@
         make("figure", { class: "region" }, make("canvas", { role: "img",
           "aria-label": `Map of the ${region.region} region of ${item.arena.name}; the sums are in the table below` }),
         make("figcaption")), (figure, region) => {
-        const cells = cellsOf(region);
+        const cells = cellsOf(region, item.arena.state === "asleep");
         map(figure.firstChild, region, cells);
         write(figure.lastChild, `${region.region}: ${plural(region.blocks, "block")}; each cell covers ` +
           `${size(region.cell_bytes)} of addresses` +
@@ -257,7 +336,7 @@
       const sums = regions.map((region) => {
         const sum = { region: region.region, blocks: region.blocks };
         for (const kind of KINDS) sum[kind] = 0;
-        for (const parts of cellsOf(region).filter((one) => one !== BREAK))
+        for (const parts of cellsOf(region, item.arena.state === "asleep").filter((one) => one !== BREAK))
           for (const kind of KINDS) sum[kind] += parts[kind];
         return sum;
       });
@@ -326,6 +405,14 @@
   ];
   const ROWS_MAX = 16;
   const requests = (told) => {
+    $("permits").hidden = told.permits.length === 0;
+    table($("permits"), "Requests that were admitted first", [
+      ["Route", (row) => `${row.method} ${row.route}`, "wide"],
+      ["Phase", (row) => row.phase],
+      ["Reserved", (row) => size(row.reserved_bytes), "number"],
+      ["Live", (row) => size(row.live_bytes), "number"],
+      ["Age", (row) => lasting(row.age_seconds), "number"],
+    ], told.permits, (row) => `${row.method}/${row.route}/${row.tenant}`, "");
     table($("largest"), "Running requests that hold most memory, from 256 KiB", [
       ["Route", (row) => `${row.method} ${row.route}`, "wide"],
       ["Tenant", (row) => row.tenant === null ? "–" : row.tenant, "wide"],
@@ -486,6 +573,10 @@
     if (!told.managed) throw new Error("no Memory runs in this process");
     if (told.map) takeMaps(told.map);
     remember(told);
+    verdict(told);
+    parts(told);
+    physical(told);
+    inside(told);
     admin_tasks(told);
     tiles(told);
     chart($("heap"), "heap");
@@ -510,8 +601,8 @@
     if (asking || document.hidden) return;
     asking = new AbortController();
     const late = setTimeout(() => asking && asking.abort(new Error("no answer within 5 s")), PATIENCE_MS);
-    const parts = ["events", "admin_tasks", "largest_requests", "routes", "tenants", ...(gap ? ["history"] : []),
-      ...(gap || performance.now() >= mapsAt ? ["map"] : [])];
+    const parts = ["events", "admin_tasks", "largest_requests", "permits", "routes", "tenants", ...(gap ? ["history"] : []),
+      ...(gap || performance.now() >= mapsAt ? ["map"] : []), ...["size_classes", "mappings"].filter((id) => $(id).open)];
     let next = EVERY_MS;
     try {
       const answer = await fetch(`${location.pathname}?format=json&with=${parts}`,
