@@ -122,6 +122,8 @@ impl Breakdown {
         let mut live = heap.live;
         rest.take_from(&mut live, PartKind::Requests, None, requests);
         let mut foreign = Vec::new();
+        let arenas = snapshot.devices.on_host();
+        let committed: ByteSize = arenas.iter().map(|(_, committed)| *committed).sum();
         let loaded = snapshot.resources.iter().filter(|resource| resource.loaded);
         for resource in loaded.take(NAMED_MAX) {
             let arena = snapshot.heap_arenas.iter().find(|(name, _)| **name == *resource.name);
@@ -129,7 +131,9 @@ impl Breakdown {
             let active = arena.map_or(ByteSize::ZERO, |(_, arena)| arena.active);
             rest.take_from(&mut live, PartKind::Resource, Some(&resource.name), in_heap);
             let measured = resource.measured.unwrap_or_default().host;
-            foreign.push((&resource.name, measured.saturating_sub(active)));
+            // Measured by the growth of the process, which includes arenas in host memory.
+            foreign
+                .push((&resource.name, measured.saturating_sub(active).saturating_sub(committed)));
         }
         rest.take(PartKind::HeapLive, None, live);
         let HeapSnapshot { thread_caches, active, metadata, .. } = heap;
@@ -138,7 +142,6 @@ impl Breakdown {
         rest.take(PartKind::Fragmentation, None, active.saturating_sub(filled));
         rest.take(PartKind::FreePages, None, heap.purgeable());
         rest.take(PartKind::HeapMetadata, None, metadata);
-        let arenas = snapshot.devices.on_host();
         for (name, committed) in arenas.iter().take(NAMED_MAX) {
             rest.take(PartKind::Arena, Some(name), *committed);
         }
