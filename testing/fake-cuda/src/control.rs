@@ -14,6 +14,7 @@ pub use lowtide_cuda_sim::raw::Numbers;
 
 use crate::call::{Answer, INVALID_VALUE};
 use crate::ffi::{In, Out, Text, put_text};
+use crate::nvml::Process;
 use crate::state::{reset, seats, state};
 
 /// The settings of the devices, from a reset on.
@@ -51,6 +52,8 @@ impl Options {
     pub const CLAIMS_VIRTUAL_MEMORY: u32 = 8;
     /// The device has no memory of its own: attribute 18 is 1.
     pub const INTEGRATED: u32 = 16;
+    /// NVML knows the devices as MIG instances.
+    pub const MIG: u32 = 64;
     /// Modules have every kernel that is asked for. One that is not modelled takes its turn on its
     /// stream and touches nothing: real engines run, allocate and free, and compute nothing.
     pub const UNKNOWN_KERNELS: u32 = 32;
@@ -270,6 +273,27 @@ control! {
     fn fake_run(device: u32, count: u64) -> u64 = 0; {
         let count = usize::try_from(count).unwrap_or(usize::MAX);
         seat(device).map_or(0, |seat| seat.sim.advance(count) as u64)
+    }
+
+    fn fake_process(device: u32, kind: u32, pid: u32, used: u64) -> u32 = 999; {
+        of(seat(device).map(|seat| {
+            let process = Process { device: seat.device, kind, pid, used };
+            state().nvml.processes.push(process);
+        }))
+    }
+
+    fn fake_own_pid(pid: u32) -> u32 = 999; {
+        state().nvml.own_pid = pid;
+        0
+    }
+
+    fn fake_entry_words(words: u32) -> u32 = 999; {
+        state().nvml.words = usize::try_from(words).unwrap_or(3);
+        0
+    }
+
+    fn fake_nvml_sessions() -> u64 = u64::MAX; {
+        state().nvml.sessions
     }
 
     fn fake_validate(device: u32) -> u32 = 999; {

@@ -31,7 +31,7 @@ pub(crate) const fn uuid(device: usize) -> [u8; 16] {
 }
 
 /// The UUID as programs write it.
-fn uuid_text(device: usize) -> String {
+pub(crate) fn uuid_text(device: usize) -> String {
     let hex: String = uuid(device).iter().map(|byte| format!("{byte:02x}")).collect();
     let parts = [&hex[..8], &hex[8..12], &hex[12..16], &hex[16..20], &hex[20..]];
     format!("GPU-{}", parts.join("-"))

@@ -31,6 +31,14 @@ impl<T> Out<T> {
         Ok(())
     }
 
+    /// Returns what is there before the answer: for an argument that goes both ways.
+    pub(crate) fn get(&self) -> Answer<T>
+    where
+        T: Copy,
+    {
+        In(self.0.cast_const()).get()
+    }
+
     /// As [`Out::put`], where the caller may leave the answer out.
     pub(crate) fn put_if_asked(self, value: T) {
         let _ = self.put(value);

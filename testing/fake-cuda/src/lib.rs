@@ -12,7 +12,7 @@
 //! Files: `ffi` and `host` (everything unsafe at the boundary), `handle` (numbers that cross it),
 //! `call` (the common path of calls), `state` (devices, contexts, threads), then the calls by
 //! subject: `devices`, `memory`, `virtual_memory`, `pool`, `copy`, `stream`, `event`, `module`,
-//! `graph`, `control`. `library` is the Rust part.
+//! `graph`, `nvml` (another library, of the same state), `control`. `library` is the Rust part.
 //!
 //! It depends on no package that links jemalloc: `dlopen` cannot load jemalloc, whose thread-local
 //! memory must exist when the program starts.
@@ -33,6 +33,7 @@ mod memory;
 mod missing;
 mod module;
 mod names;
+mod nvml;
 mod pool;
 mod state;
 mod stream;

@@ -17,6 +17,9 @@ use crate::control::{Numbers, Options, Row, numbers};
 /// name.
 const FILES: [&str; 2] = ["liblowtide_fake_cuda.so", "liblowtide_fake_alias.so"];
 
+/// The driver under the name of NVML.
+const NVML: &str = "liblowtide_fake_nvml.so";
+
 type Reset = unsafe extern "C" fn(*const Options) -> u32;
 type Fail = unsafe extern "C" fn(*const c_char, u64, u32) -> u32;
 type Bare = unsafe extern "C" fn() -> u32;
@@ -29,6 +32,7 @@ type SetBytes = unsafe extern "C" fn(u32, u64) -> u32;
 type Set = unsafe extern "C" fn(u64) -> u32;
 type Run = unsafe extern "C" fn(u32, u64) -> u64;
 type Check = unsafe extern "C" fn(u32) -> u32;
+type Process = unsafe extern "C" fn(u32, u32, u32, u64) -> u32;
 
 /// The functions of the loaded library, which is never closed.
 #[derive(Debug)]
@@ -49,6 +53,10 @@ pub struct Fake {
     lock_limit: SetBytes,
     run: Run,
     validate: Check,
+    process: Process,
+    own_pid: Check,
+    entry_words: Check,
+    nvml_sessions: Number,
 }
 
 /// The library, for one test: the others in the process wait until it is dropped.
@@ -136,6 +144,10 @@ impl Fake {
             lock_limit: resolve!(library, c"fake_lock_limit", SetBytes),
             run: resolve!(library, c"fake_run", Run),
             validate: resolve!(library, c"fake_validate", Check),
+            process: resolve!(library, c"fake_process", Process),
+            own_pid: resolve!(library, c"fake_own_pid", Check),
+            entry_words: resolve!(library, c"fake_entry_words", Check),
+            nvml_sessions: resolve!(library, c"fake_nvml_sessions", Number),
         })
     }
 
@@ -277,6 +289,56 @@ impl Guard {
         // SAFETY: numbers only.
         let done = unsafe { (self.fake.neighbours)(device, bytes) };
         assert_eq!(done, 0, "there is no device {device}");
+    }
+
+    /// Loads NVML, which stays in the process.
+    ///
+    /// # Panics
+    /// If the library is not there.
+    pub fn nvml(&self) {
+        static LOADED: OnceLock<Result<(), String>> = OnceLock::new();
+        if let Err(error) = LOADED.get_or_init(|| open(NVML).map(drop)) {
+            panic!("{error}");
+        }
+    }
+
+    /// Adds a process to the list of NVML: 0 for one that computes, 1 for one that draws, 2 for a
+    /// client of the multi-process service. Takes no memory of the device; `u64::MAX` is memory
+    /// that NVML does not know.
+    ///
+    /// # Panics
+    /// If there is no such device.
+    pub fn process(&self, device: u32, kind: u32, pid: u32, used: u64) {
+        // SAFETY: numbers only.
+        let done = unsafe { (self.fake.process)(device, kind, pid, used) };
+        assert_eq!(done, 0, "there is no device {device}");
+    }
+
+    /// Sets the number under which NVML lists this process; 0 hides it.
+    ///
+    /// # Panics
+    /// If the library is broken.
+    pub fn own_pid(&self, pid: u32) {
+        // SAFETY: a number only.
+        let done = unsafe { (self.fake.own_pid)(pid) };
+        assert_eq!(done, 0);
+    }
+
+    /// Sets the size of an entry in NVML's lists, in units of 8 bytes: 2, 3 (the usual) or 4.
+    ///
+    /// # Panics
+    /// If the library is broken.
+    pub fn entry_words(&self, words: u32) {
+        // SAFETY: a number only.
+        let done = unsafe { (self.fake.entry_words)(words) };
+        assert_eq!(done, 0);
+    }
+
+    /// Returns the number of sessions of NVML that have not ended.
+    #[must_use]
+    pub fn nvml_sessions(&self) -> u64 {
+        // SAFETY: no precondition.
+        unsafe { (self.fake.nvml_sessions)() }
     }
 
     /// Sets the memory of a device in bytes, until its context ends.

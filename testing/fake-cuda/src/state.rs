@@ -20,6 +20,7 @@ use crate::call::{
 };
 use crate::control::Options;
 use crate::handle::{Handle, Kind, LIVES};
+use crate::nvml::Nvml;
 
 /// The address space between the devices of a process, in bytes.
 const APART: u64 = 1 << 44;
@@ -60,6 +61,7 @@ pub(crate) struct State {
     /// Of waits of streams for events, every so many-th is dropped; 0 for none.
     pub(crate) drop_every: u64,
     pub(crate) dropped: u64,
+    pub(crate) nvml: Nvml,
     waits: u64,
     calls: BTreeMap<&'static str, u64>,
     plans: Vec<Plan>,
@@ -160,6 +162,7 @@ impl State {
             spins: 0,
             drop_every: 0,
             dropped: 0,
+            nvml: Nvml::default(),
             waits: 0,
             calls: BTreeMap::new(),
             plans: Vec::new(),

@@ -43,6 +43,14 @@ impl Raw<'_> {
         self.model().options.capacity.get()
     }
 
+    /// Returns the free bytes, and the bytes of other processes. Works without a context, and after
+    /// it is lost.
+    #[must_use]
+    pub fn free_and_neighbours(&self) -> (u64, u64) {
+        let model = self.model();
+        (model.headroom().get(), model.neighbours.get())
+    }
+
     /// `cuMemGetAllocationGranularity`, in bytes.
     pub fn granularity(&self) -> Answer<u64> {
         let model = self.model();
