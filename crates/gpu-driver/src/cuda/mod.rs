@@ -17,6 +17,7 @@ mod ladder;
 mod library;
 mod mapping;
 mod memory;
+mod nvml;
 mod open;
 mod pool;
 mod pooling;
@@ -32,6 +33,7 @@ pub use device::CudaDevice;
 pub use driver::CudaDriver;
 pub use error::{BackendFailure, CudaError, Skipped};
 pub use governor::{GovernorError, GovernorOptions, GovernorReport, PoolGovernor};
+pub use nvml::{DeviceUsage, Nvml, NvmlError, ProcessUsage};
 pub use open::{CudaOptions, DeviceChoice, MemoryKind};
 pub use probe::{Probe, probe};
 

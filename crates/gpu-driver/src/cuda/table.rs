@@ -10,7 +10,6 @@
 #![expect(unsafe_code, reason = "symbols become functions of the types that cuda.h gives them")]
 
 use std::ffi::{CStr, c_char, c_void};
-use std::mem::transmute;
 use std::ptr::NonNull;
 
 use super::abi::{Access, AllocationProperties, PoolProperties};
@@ -37,13 +36,14 @@ macro_rules! group {
             pub(super) fn find(find: Find<'_>) -> Result<Self, Missing> {
                 Ok(Self {
                     $($field: {
-                        let symbol = find(name_of(concat!($name, "\0")));
+                        let symbol = find($crate::cuda::table::name_of(concat!($name, "\0")));
                         // SAFETY: both are as large as a pointer, and `None` is null in both. The
                         // symbol of this name is a function with these arguments in cuda.h of
-                        // CUDA 10.2 to 13, and its result an enum of 32 bits.
+                        // CUDA 10.2 to 13 (of NVML: in nvml.h of driver 510 to 580), and its
+                        // result an enum of 32 bits.
                         let found = unsafe {
-                            transmute::<
-                                Option<NonNull<c_void>>,
+                            std::mem::transmute::<
+                                Option<std::ptr::NonNull<std::ffi::c_void>>,
                                 Option<unsafe extern "C" fn($($argument),*) -> u32>,
                             >(symbol)
                         };
@@ -55,8 +55,10 @@ macro_rules! group {
     };
 }
 
+pub(super) use group;
+
 /// Returns a name that the macro above ended with a zero.
-fn name_of(name: &'static str) -> &'static CStr {
+pub(super) fn name_of(name: &'static str) -> &'static CStr {
     CStr::from_bytes_with_nul(name.as_bytes()).unwrap_or_default()
 }
 

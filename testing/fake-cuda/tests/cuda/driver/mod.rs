@@ -1,5 +1,5 @@
 //! The CUDA driver layer over the fake of the driver's library: opening, a failure at each call,
-//! contexts of threads, captures of graphs, views for cudarc, bad input.
+//! contexts of threads, captures of graphs, views for cudarc, bad input, the processes by NVML.
 //!
 //! What an arena keeps over every driver is in `crates/gpu/tests/gpu/contract`; here is what only
 //! this one does. Nothing here says how a real driver behaves where the manual is silent.
@@ -12,6 +12,7 @@ mod captures;
 mod contexts;
 mod faults;
 mod governor;
+mod nvml;
 mod open;
 mod pinned;
 mod pinned_schedule;
