@@ -49,6 +49,8 @@ pub use breakdown::{Breakdown, Part, PartKind};
 pub use builder::Builder;
 #[doc(hidden)]
 pub use builder::Steps;
+#[cfg(feature = "cuda")]
+pub use devices::DeviceProcesses;
 #[cfg(feature = "device")]
 pub use devices::{
     ArenaError, ArenaReport, ArenaUse, DeviceReservation, DeviceReserveError, DeviceSelectError,

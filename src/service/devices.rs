@@ -14,6 +14,8 @@ use crate::device::{ArenaOccupancy, ArenaSnapshot, OccupancyCell, RegionOccupanc
 use crate::memory::{DeviceSnapshot, DeviceStatus, HistorySample, Memory, MemorySnapshot};
 use crate::sync::{Mutex, lock};
 
+#[cfg(feature = "cuda")]
+use super::answer::seconds;
 use super::answer::{budget, limit};
 
 /// The paths of the admin commands.
@@ -135,6 +137,43 @@ pub(super) fn add_history(points: &[HistorySample], columns: &mut Value) {
     };
     columns["device_live_bytes"] = bytes(|point| point.device_live);
     columns["device_retained_bytes"] = bytes(|point| point.device_retained);
+}
+
+/// Returns the processes on each device; `None` in a build without CUDA.
+#[cfg(feature = "cuda")]
+pub(super) fn processes(memory: &Memory) -> Option<Value> {
+    let bytes = |size: Option<ByteSize>| size.map(ByteSize::get);
+    let process = |process: &crate::device::driver::cuda::ProcessUsage| {
+        json!({
+            "pid": process.pid,
+            "name": process.name,
+            "used_bytes": bytes(process.used),
+            "is_this_process": process.is_this_process,
+        })
+    };
+    let list = memory.device_processes();
+    let devices = list.iter().map(|of| {
+        json!({
+            "device": of.device,
+            "number": of.number,
+            "age_seconds": seconds(of.age),
+            "error": of.error,
+            "used_bytes": bytes(of.used),
+            "arena_bytes": of.arenas.get(),
+            "context_overhead_bytes": bytes(of.context_overhead),
+            "own_unmanaged_bytes": bytes(of.own_unmanaged),
+            "other_process_bytes": bytes(of.other_processes),
+            "unattributed_bytes": bytes(of.unattributed),
+            "processes": of.processes.iter().map(process).collect::<Vec<_>>(),
+            "omitted": of.omitted,
+        })
+    });
+    Some(devices.collect())
+}
+
+#[cfg(not(feature = "cuda"))]
+pub(super) const fn processes(_: &Memory) -> Option<Value> {
+    None
 }
 
 /// The last maps. Requests in between get the same maps, so the number of clients does not increase

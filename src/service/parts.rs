@@ -1,6 +1,6 @@
 //! The optional parts of `/memory`: maps of arenas, history, events, admin tasks, the largest
-//! and oldest requests, the memory of routes and tenants, size classes of the heap, and mappings of
-//! the process.
+//! and oldest requests, the memory of routes and tenants, size classes of the heap, mappings of the
+//! process, and the processes on each device.
 //!
 //! Each part is bounded. The figures themselves are in `endpoints`, the maps in `devices`.
 
@@ -37,10 +37,11 @@ pub(super) enum Part {
     Tenants,
     SizeClasses,
     Mappings,
+    DeviceProcesses,
 }
 
 impl Part {
-    const ALL: [Self; 10] = [
+    const ALL: [Self; 11] = [
         Self::Map,
         Self::MetricsHistory,
         Self::Events,
@@ -51,6 +52,7 @@ impl Part {
         Self::Tenants,
         Self::SizeClasses,
         Self::Mappings,
+        Self::DeviceProcesses,
     ];
 
     const fn name(self) -> &'static str {
@@ -65,6 +67,7 @@ impl Part {
             Self::Tenants => "tenants",
             Self::SizeClasses => "size_classes",
             Self::Mappings => "mappings",
+            Self::DeviceProcesses => "device_processes",
         }
     }
 
@@ -116,6 +119,10 @@ impl Part {
             Self::Tenants => memory.usage_by_tenant().iter().map(tenant).collect(),
             Self::SizeClasses => size_classes(memory),
             Self::Mappings => mappings.value(memory.now()),
+            Self::DeviceProcesses => match devices::processes(memory) {
+                Some(processes) => processes,
+                None => return, // a build without CUDA
+            },
         };
         to.insert(self.name().to_owned(), value);
     }

@@ -17,8 +17,8 @@ use crate::support::{Tree, advance_until};
 
 const SOON: Duration = Duration::from_secs(5);
 const SECOND: Duration = Duration::from_secs(1);
-const ANY_PART: &str =
-    "expected map, history, events, admin_tasks, largest_requests, permits, routes, tenants";
+const ANY_PART: &str = "expected map, history, events, admin_tasks, largest_requests, permits, \
+                        routes, tenants, device_processes";
 const PARTS: [&str; 8] =
     ["map", "history", "events", "admin_tasks", "largest_requests", "permits", "routes", "tenants"];
 const ALL: &str = "/memory?format=json&with=map,history,events,admin_tasks";

@@ -40,6 +40,8 @@ pub(in crate::memory) struct Devices {
     pub(super) shrinks: ShrinksAsked,
     #[cfg(feature = "cuda")]
     pub(super) governors: Governors,
+    #[cfg(feature = "cuda")]
+    pub(super) processes: super::processes::ProcessLists,
 }
 
 impl Devices {
@@ -61,6 +63,8 @@ impl Devices {
             shrinks: ShrinksAsked::default(),
             #[cfg(feature = "cuda")]
             governors: Governors::default(),
+            #[cfg(feature = "cuda")]
+            processes: super::processes::ProcessLists::default(),
         })
     }
 

@@ -205,6 +205,7 @@ fn of(answer: Answer) -> u32 {
 control! {
     fn fake_reset(options: In<Options>) -> u32 = 999; {
         let Ok(options) = options.get() else { return INVALID_VALUE };
+        crate::nvml::hold(false);
         reset(options);
         0
     }
@@ -289,6 +290,11 @@ control! {
 
     fn fake_entry_words(words: u32) -> u32 = 999; {
         state().nvml.words = usize::try_from(words).unwrap_or(3);
+        0
+    }
+
+    fn fake_hold_nvml(is_held: u32) -> u32 = 999; {
+        crate::nvml::hold(is_held != 0);
         0
     }
 

@@ -56,6 +56,7 @@ pub struct Fake {
     process: Process,
     own_pid: Check,
     entry_words: Check,
+    hold_nvml: Check,
     nvml_sessions: Number,
 }
 
@@ -147,6 +148,7 @@ impl Fake {
             process: resolve!(library, c"fake_process", Process),
             own_pid: resolve!(library, c"fake_own_pid", Check),
             entry_words: resolve!(library, c"fake_entry_words", Check),
+            hold_nvml: resolve!(library, c"fake_hold_nvml", Check),
             nvml_sessions: resolve!(library, c"fake_nvml_sessions", Number),
         })
     }
@@ -331,6 +333,16 @@ impl Guard {
     pub fn entry_words(&self, words: u32) {
         // SAFETY: a number only.
         let done = unsafe { (self.fake.entry_words)(words) };
+        assert_eq!(done, 0);
+    }
+
+    /// Lets the lists of NVML not return until it is called with `false`, or a reset.
+    ///
+    /// # Panics
+    /// If the library is broken.
+    pub fn hold_nvml(&self, is_held: bool) {
+        // SAFETY: a number only.
+        let done = unsafe { (self.fake.hold_nvml)(u32::from(is_held)) };
         assert_eq!(done, 0);
     }
 

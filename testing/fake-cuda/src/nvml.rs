@@ -10,6 +10,7 @@
 #![expect(unsafe_code, reason = "exports functions under C names: the attribute alone")]
 
 use std::ffi::{c_char, c_uint};
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
 use crate::call::Answer;
 use crate::control::Options;
@@ -52,6 +53,24 @@ impl Default for Nvml {
     fn default() -> Self {
         Self { sessions: 0, own_pid: std::process::id(), words: 3, processes: Vec::new() }
     }
+}
+
+/// `true` while the lists of computing processes do not return, as with some faults of a device.
+static HELD: Mutex<bool> = Mutex::new(false);
+static RELEASED: Condvar = Condvar::new();
+
+fn held() -> MutexGuard<'static, bool> {
+    HELD.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+pub(crate) fn hold(is_held: bool) {
+    *held() = is_held;
+    RELEASED.notify_all();
+}
+
+fn wait_until_released() {
+    let waited = RELEASED.wait_while(held(), |is_held| *is_held);
+    drop(waited.unwrap_or_else(PoisonError::into_inner));
 }
 
 fn started() -> Answer {
@@ -153,6 +172,7 @@ export! {
     fn nvmlDeviceGetComputeRunningProcesses_v3(
         handle: usize, count: Out<c_uint>, list: Out<u64>,
     ) {
+        wait_until_released();
         put_list(handle, 0, count, list)
     }
 

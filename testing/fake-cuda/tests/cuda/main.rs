@@ -12,3 +12,4 @@ mod embed;
 mod fake;
 mod gpu_check;
 mod memory;
+mod processes;

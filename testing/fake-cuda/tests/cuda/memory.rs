@@ -1,7 +1,7 @@
 //! A `Memory` whose device arenas lie in CUDA memory, over the fake of the driver's library.
 
 #[path = "../../../../tests/support/mod.rs"]
-mod support;
+pub(crate) mod support;
 
 use std::sync::Arc;
 use std::time::Duration;

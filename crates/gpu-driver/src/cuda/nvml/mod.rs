@@ -76,12 +76,13 @@ impl fmt::Debug for Nvml {
 
 /// The memory of a device, by process.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize))]
 #[non_exhaustive]
 pub struct DeviceUsage {
     /// The memory in use, by all processes; `None` if NVML does not know it. Drivers before 510
     /// include the memory that they reserve for themselves.
     pub used: Option<ByteSize>,
-    /// The processes, those with most memory first, at most 64. Processes in other PID namespaces
+    /// The processes, those with most memory first, at most 64, with the calling one. Processes in other PID namespaces
     /// may be missing.
     pub processes: Vec<ProcessUsage>,
     /// The number of further processes.
@@ -92,6 +93,7 @@ pub struct DeviceUsage {
 
 /// A process that uses a device.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize))]
 #[non_exhaustive]
 pub struct ProcessUsage {
     /// The number under which NVML lists it: in a container, of the host or of the container,
@@ -215,6 +217,11 @@ impl Nvml {
         let owned = OwnPids::read().find(&pids, |pid| comm(pid).is_some());
         let mut all: Vec<_> = by_pid.into_iter().collect();
         all.sort_by_key(|(pid, used)| (std::cmp::Reverse(*used), *pid));
+        // This process is listed in any case.
+        let is_own = |(pid, _): &(u32, _)| owned == Owned::Known(Some(*pid));
+        if let Some(at) = all.iter().position(is_own).filter(|at| *at >= PROCESSES_MAX) {
+            all.swap(at, PROCESSES_MAX - 1);
+        }
         let further = all.split_off(all.len().min(PROCESSES_MAX));
         let process = |(pid, used)| ProcessUsage {
             pid,

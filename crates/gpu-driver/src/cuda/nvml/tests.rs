@@ -1,3 +1,5 @@
+//! The lists of processes as drivers write them, and libraries that are not NVML.
+
 use super::*;
 
 /// A list as a driver writes it, with entries of so many words.

@@ -155,11 +155,18 @@ fn of_many_processes_the_64_with_most_memory_are_listed() {
     for nth in 0..300 {
         fake.process(0, 0, NOBODY + nth, u64::from(nth) << 10);
     }
-    let usage = usage(uuid).expect("the list is asked for again with more room");
-    assert_eq!((usage.processes.len(), usage.omitted), (64, 237));
-    assert_eq!(pids(&usage)[..2], [std::process::id(), NOBODY + 299]);
-    assert_eq!(usage.omitted_bytes, ByteSize::kib((0..237).sum()));
+    let found = usage(uuid).expect("the list is asked for again with more room");
+    assert_eq!((found.processes.len(), found.omitted), (64, 237));
+    assert_eq!(pids(&found)[..2], [std::process::id(), NOBODY + 299]);
+    assert_eq!(found.omitted_bytes, ByteSize::kib((0..237).sum()));
     assert_eq!(fake.calls(COMPUTE), 2);
+    // This process stays in the list, with the number of a process that has least.
+    fake.own_pid(0);
+    fake.process(0, 0, std::process::id(), 0);
+    let usage = usage(uuid).expect("listed");
+    assert_eq!((usage.processes.len(), usage.omitted), (64, 237));
+    let is_certain = usage.processes.iter().all(|it| it.is_this_process.is_some());
+    assert_eq!(own(&usage).is_some(), is_certain);
 }
 
 #[test]
