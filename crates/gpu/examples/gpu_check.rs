@@ -45,6 +45,8 @@ mod holes;
 mod pairs;
 #[path = "gpu_check/process.rs"]
 mod process;
+#[path = "gpu_check/processes.rs"]
+mod processes;
 #[path = "gpu_check/report.rs"]
 pub(crate) mod report;
 #[path = "gpu_check/rig.rs"]
@@ -66,6 +68,7 @@ type Measure = fn(&Rig<'_>, &mut Report<'_>) -> Outcome;
 const fn measure(part: Part) -> Option<Measure> {
     Some(match part {
         Part::Device | Part::Contract | Part::Calls | Part::Provoke => return None,
+        Part::Processes => processes::processes,
         Part::Pair => pairs::pair,
         Part::Lanes => pairs::lanes,
         Part::Cuarena => cuarena::cuarena,

@@ -20,6 +20,8 @@ use super::torture::LANES;
 pub(crate) enum Part {
     /// The device's name and properties; runs always.
     Device,
+    /// The processes on the device, as NVML lists them.
+    Processes,
     /// The contract that an arena keeps over every driver, case by case, on each backend.
     Contract,
     /// The driver's single calls: cost, stalls, and a sweep over handle sizes.
@@ -61,6 +63,7 @@ impl Part {
     pub(crate) const fn name(self) -> &'static str {
         match self {
             Self::Device => "device",
+            Self::Processes => "processes",
             Self::Contract => "contract",
             Self::Calls => "calls",
             Self::Pair => "pair",

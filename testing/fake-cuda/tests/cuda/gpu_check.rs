@@ -288,6 +288,35 @@ fn parts_beyond_the_budget_are_skipped_and_listed() {
     assert_eq!(found.parts["compact"], skipped, "{text}");
 }
 
+#[test]
+fn the_processes_are_listed_next_to_the_memory_that_cuda_reports() {
+    let fake = Fake::start(SMALL);
+    fake.nvml();
+    fake.process(0, 0, 1, 48 << 20);
+    fake.process(0, 0, 5_000_000, u64::MAX);
+    let (code, text, figures) = run(&["--only=processes"]);
+    assert_eq!(code, 0, "{text}");
+    for (when, used) in [("without an arena", "16.0"), ("with 64.0 MiB committed", "80.0")] {
+        let both = format!("NVML {used} MiB in use, cuMemGetInfo {used} MiB in use of 1.0 GiB");
+        assert!(text.contains(&format!("{when}: {both}")), "{text}");
+    }
+    assert!(text.contains("  process 1: ") && text.contains(", 48.0 MiB, this process"), "{text}");
+    assert!(text.contains("  process 5000000: ") && text.contains(", unknown, "), "{text}");
+    for name in ["open_us", "list_us", "resident_bytes"] {
+        assert!(figures.contains_key(&format!("gpu.nvml.{name}")), "{name}: {text}");
+    }
+    // A part that NVML refuses fails alone.
+    fake.fail(c"nvmlDeviceGetComputeRunningProcesses_v3", 1, 3);
+    let (code, text, _) = run(&["--only=processes"]);
+    assert_eq!(code, 2, "{text}");
+    assert!(text.contains("part FAILED: processes: ") && text.contains("NOT_SUPPORTED"), "{text}");
+    fake.fail(c"nvmlInit_v2", 1, 9);
+    let (code, text, _) = run(&["--only=processes"]);
+    assert_eq!(code, 0, "{text}");
+    assert!(text.contains("processes not listed: nvmlInit_v2 failed: "), "{text}");
+    fake.assert_clean();
+}
+
 /// Work in random order, as the device does it: only then does a missing wait show.
 fn random(seed: u64) -> Options {
     Options { order: 1, seed, ..SMALL }
