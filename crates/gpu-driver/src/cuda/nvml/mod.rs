@@ -82,8 +82,8 @@ pub struct DeviceUsage {
     /// The memory in use, by all processes; `None` if NVML does not know it. Drivers before 510
     /// include the memory that they reserve for themselves.
     pub used: Option<ByteSize>,
-    /// The processes, those with most memory first, at most 64, with the calling one. Processes in other PID namespaces
-    /// may be missing.
+    /// The processes, those with most memory first, at most 64, with the calling one.
+    /// Processes in other PID namespaces may be missing.
     pub processes: Vec<ProcessUsage>,
     /// The number of further processes.
     pub omitted: usize,

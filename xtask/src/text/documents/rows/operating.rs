@@ -405,6 +405,18 @@ fn device(code: &Code<'_>) -> Rows {
         ("the last {} of the device are not kept idle", values![percent(low * RELEASED_UNTIL)]),
         ("when the target has been free for {},", values![spoken(calm)]),
         ("released after the decay time ({})", values![time(decay)]),
+        (
+            "A list is kept for {}, whatever the number of clients",
+            values![time(code.constant("processes::KEPT").time())],
+        ),
+        (
+            "the answer waits for it for at most {};",
+            values![time(code.constant("processes::ANSWER_WAIT").time())],
+        ),
+        (
+            "`is_this_process`. At most {}, those with most memory first",
+            values![code.constant("nvml::PROCESSES_MAX").count()],
+        ),
     ]
 }
 
