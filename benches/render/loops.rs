@@ -18,7 +18,8 @@ use std::time::{Duration, Instant};
 use lowtide::clock::{Bell, Clock, Moment, SystemClock, Wake};
 use lowtide::config::DeviceChoice;
 use lowtide::device::Region;
-use lowtide::metrics::record;
+use lowtide::metrics::MetricsTier;
+use lowtide::metrics::record::MetricsWriter;
 use lowtide::{BoxError, ByteSize, Memory};
 use lowtide_admission::{Budget, Cost, Signals};
 use lowtide_heap::{purge_now, thread_totals};
@@ -205,12 +206,13 @@ pub(crate) fn measure() -> Result<bool, BoxError> {
 fn written(memory: &Memory) -> Result<(f64, f64), BoxError> {
     let snapshot = memory.snapshot();
     let write = || {
-        snapshot.heap.iter().for_each(record::heap);
-        snapshot.devices.arenas.iter().for_each(|arena| record::devices::arena("0", arena));
+        let to = MetricsWriter::new(MetricsTier::Detail, true);
+        snapshot.heap.iter().for_each(|heap| to.heap(heap));
+        snapshot.devices.arenas.iter().for_each(|arena| to.arena("0", arena));
         for budget in [Budget::Host, Budget::Device] {
-            record::ledger(memory.admission().ledger(budget), budget);
+            to.ledger(memory.admission().ledger(budget), budget);
         }
-        record::admission(&snapshot.admission);
+        to.admission(&snapshot.admission);
     };
     // How many they are, another recorder shows.
     let other = PrometheusBuilder::new().build_recorder();

@@ -16,8 +16,8 @@ use std::time::Duration;
 use super::device::variables as device;
 use super::error::{ConfigError, Fault};
 use super::parse::{
-    correction_factor, decay_time, exhaustion_policy, positive, put, ratio, time, time_or_never,
-    time_or_zero, whole,
+    correction_factor, decay_time, exhaustion_policy, on_or_off, positive, put, ratio, time,
+    time_or_never, time_or_zero, version, whole,
 };
 use super::settings::Settings;
 
@@ -78,6 +78,11 @@ pub struct Variable {
 /// * `LOWTIDE_MAX_WAIT`: longest time that a request waits for room behind a layer without its own
 ///   setting: a time such as 2s, or 0
 /// * `LOWTIDE_METRICS_INTERVAL`: time between publications of metrics, e.g. 1s
+/// * `LOWTIDE_METRICS`: basic or detail: the metrics that are published
+/// * `LOWTIDE_PROCESS_METRICS`: on or off: whether the process_* metrics are published; off if the
+///   application does
+/// * `LOWTIDE_SERVICE_VERSION`: version of the service, a label of its metrics: 1 to 64 bytes
+///   without control characters
 /// * `LOWTIDE_EXHAUSTION_POLICY`: report, serve-one or exit: what follows if memory that no request
 ///   owns leaves no room for requests; serve-one:5m with a grace period, exit:1m with a minimum
 ///   uptime
@@ -119,7 +124,8 @@ pub const VARIABLES: &[Variable] = &[
     },
     Variable {
         name: "LOWTIDE_DEVICE_LIMIT",
-        help: "limit of device memory for an arena, e.g. 8g; unset: no limit",
+        help: "limit of device memory for each arena and for the budget of each device, e.g. 8g; \
+               unset: no limit",
         put: device::limit,
     },
     Variable {
@@ -191,6 +197,22 @@ pub const VARIABLES: &[Variable] = &[
         name: "LOWTIDE_METRICS_INTERVAL",
         help: "time between publications of metrics, e.g. 1s",
         put: |settings, text| put(&mut settings.metrics_interval, time(text)),
+    },
+    Variable {
+        name: "LOWTIDE_METRICS",
+        help: "basic or detail: the metrics that are published",
+        put: |settings, text| put(&mut settings.metrics, text.parse()),
+    },
+    Variable {
+        name: "LOWTIDE_PROCESS_METRICS",
+        help: "on or off: whether the process_* metrics are published; off if the application does",
+        put: |settings, text| put(&mut settings.process_metrics, on_or_off(text)),
+    },
+    Variable {
+        name: "LOWTIDE_SERVICE_VERSION",
+        help: "version of the service, a label of its metrics: 1 to 64 bytes without control \
+               characters",
+        put: |settings, text| put(&mut settings.service_version, version(text)),
     },
     Variable {
         name: "LOWTIDE_EXHAUSTION_POLICY",
@@ -287,6 +309,7 @@ mod tests {
     use crate::config::{DeviceBackend, DeviceChoice, DeviceSettings, Profile};
     use crate::decay::DecayTime;
     use crate::device::Contents;
+    use crate::metrics::MetricsTier;
     use lowtide_admission::ExhaustionPolicy;
 
     fn given(pairs: &[(&str, &str)]) -> Result<Settings, ConfigError> {
@@ -315,6 +338,9 @@ mod tests {
             ("LOWTIDE_IDLE_UNLOAD", "90s"),
             ("LOWTIDE_MAX_WAIT", "0"),
             ("LOWTIDE_METRICS_INTERVAL", "2s"),
+            ("LOWTIDE_METRICS", "detail"),
+            ("LOWTIDE_PROCESS_METRICS", "off"),
+            ("LOWTIDE_SERVICE_VERSION", "2.4.1"),
             ("LOWTIDE_EXHAUSTION_POLICY", "exit:10m"),
             ("PATH", "/bin"),
         ]);
@@ -341,12 +367,15 @@ mod tests {
             idle_unload: Some(Duration::from_secs(90)),
             max_wait: Some(Duration::ZERO),
             metrics_interval: Some(Duration::from_secs(2)),
+            metrics: Some(MetricsTier::Detail),
+            process_metrics: Some(false),
+            service_version: Some("2.4.1".to_owned()),
             exhaustion_policy: Some(ExhaustionPolicy::Exit {
                 min_uptime: Duration::from_secs(600),
             }),
         };
         assert_eq!(found, Ok(expected));
-        assert_eq!(VARIABLES.len(), 20, "a variable was added that this test does not name");
+        assert_eq!(VARIABLES.len(), 23, "a variable was added that this test does not name");
     }
 
     /// The bug: `LOWTIDE_MEMORY_LIMIT=` stopped the start, which is what a template with a missing
@@ -407,6 +436,21 @@ mod tests {
             );
             assert_eq!(error.to_string(), expected);
         }
+    }
+
+    #[test]
+    fn a_tier_a_switch_and_a_version_are_checked() {
+        let long = "1".repeat(65);
+        for (name, value, expected) in [
+            ("LOWTIDE_METRICS", "all", "basic or detail"),
+            ("LOWTIDE_PROCESS_METRICS", "true", "on or off"),
+            ("LOWTIDE_SERVICE_VERSION", "1\n2", "without control characters"),
+            ("LOWTIDE_SERVICE_VERSION", &long, "1 to 64 bytes"),
+        ] {
+            let error = given(&[(name, value)]).expect_err("a fault").to_string();
+            assert!(error.contains(name) && error.contains(expected), "{error}");
+        }
+        assert!(given(&[("LOWTIDE_SERVICE_VERSION", &long[1..])]).is_ok());
     }
 
     #[test]

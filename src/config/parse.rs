@@ -98,3 +98,26 @@ fn expected_time(more: &str) -> String {
 fn duration(text: &str) -> Option<Duration> {
     humantime::parse_duration(text).ok()
 }
+
+/// The maximum length of the version of a service, in bytes: it is a label of a metric.
+const VERSION_MAX: usize = 64;
+
+/// The versions that are accepted.
+pub(super) const VERSION_EXPECTED: &str = "1 to 64 bytes without control characters";
+
+/// Returns `true` if the text is accepted as the version of a service.
+pub(super) fn is_version(text: &str) -> bool {
+    (1..=VERSION_MAX).contains(&text.len()) && !text.chars().any(char::is_control)
+}
+
+pub(super) fn version(text: &str) -> Result<String, &'static str> {
+    if is_version(text) { Ok(text.to_owned()) } else { Err(VERSION_EXPECTED) }
+}
+
+pub(super) fn on_or_off(text: &str) -> Result<bool, &'static str> {
+    match text {
+        "on" => Ok(true),
+        "off" => Ok(false),
+        _ => Err("on or off"),
+    }
+}

@@ -5,11 +5,13 @@
 use std::time::Duration;
 
 use super::error::{ConfigError, Fault};
+use super::parse::{VERSION_EXPECTED, is_version};
 use super::profile::Profile;
 use super::resolved::{Resolved, pick, pick_or};
 use super::settings::Settings;
 use crate::bytes::ByteSize;
 use crate::decay::DecayTime;
+use crate::metrics::MetricsTier;
 use lowtide_admission::ledger::{K_MAX, K_MIN, K_START};
 use lowtide_admission::{ExhaustionPolicy, PurgeGrowth};
 
@@ -46,6 +48,12 @@ pub struct Config {
     pub max_wait: Resolved<Duration>,
     /// The time between publications of metrics.
     pub metrics_interval: Resolved<Duration>,
+    /// The metrics that are published.
+    pub metrics: Resolved<MetricsTier>,
+    /// `false` if the application publishes the `process_*` metrics itself.
+    pub process_metrics: Resolved<bool>,
+    /// The version of the service, for `lowtide_build_info`.
+    pub service_version: Resolved<Option<String>>,
     /// The policy for memory that no request owns and that leaves no room for requests.
     pub exhaustion_policy: Resolved<ExhaustionPolicy>,
 }
@@ -103,6 +111,13 @@ impl Config {
                 code.metrics_interval,
                 Self::METRICS_INTERVAL,
             ),
+            metrics: pick_or(environment.metrics, code.metrics, MetricsTier::Basic),
+            process_metrics: pick_or(environment.process_metrics, code.process_metrics, true),
+            service_version: pick_or(
+                environment.service_version.clone().map(Some),
+                code.service_version.clone().map(Some),
+                None,
+            ),
             exhaustion_policy: pick_or(
                 environment.exhaustion_policy,
                 code.exhaustion_policy,
@@ -140,6 +155,9 @@ fn check(settings: &Settings) -> Result<(), ConfigError> {
         if let Some(time) = time {
             demand(!time.is_zero(), name, format!("{time:?}"), "a time above zero");
         }
+    }
+    if let Some(version) = &settings.service_version {
+        demand(is_version(version), "service_version", version.clone(), VERSION_EXPECTED);
     }
     #[cfg(feature = "device")]
     settings.device.check(&mut demand);

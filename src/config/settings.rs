@@ -5,6 +5,7 @@ use std::time::Duration;
 use super::profile::Profile;
 use crate::bytes::ByteSize;
 use crate::decay::DecayTime;
+use crate::metrics::MetricsTier;
 use lowtide_admission::ExhaustionPolicy;
 
 /// Settings from code or from the environment. `None` leaves a setting to the profile or default.
@@ -38,6 +39,13 @@ pub struct Settings {
     pub max_wait: Option<Duration>,
     /// The time between publications of metrics. Must not be zero.
     pub metrics_interval: Option<Duration>,
+    /// The metrics that are published.
+    pub metrics: Option<MetricsTier>,
+    /// `false` if the application publishes the `process_*` metrics itself.
+    pub process_metrics: Option<bool>,
+    /// The version of the service, for `lowtide_build_info`: 1 to 64 bytes without control
+    /// characters.
+    pub service_version: Option<String>,
     /// The policy for memory that no request owns and that leaves no room for requests.
     pub exhaustion_policy: Option<ExhaustionPolicy>,
 }

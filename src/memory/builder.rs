@@ -13,6 +13,7 @@ use crate::bytes::ByteSize;
 use crate::clock::{Bell, Clock, SystemClock};
 use crate::config::{Config, ExhaustionPolicy, Profile, Settings, Source, env};
 use crate::fork::Birth;
+use crate::metrics::MetricsTier;
 use crate::sync::{Mutex, lock};
 use lowtide_admission::{
     self as admission, Admission, Budget, Ladder, LimitSource, Maintenance, Resources, Signal,
@@ -103,10 +104,30 @@ impl Builder {
         max_wait: Duration;
         /// Sets the time between publications of metrics. Default: 1 s.
         metrics_interval: Duration;
+        /// Sets which metrics are published. Default: [`MetricsTier::Basic`], those that alerts and
+        /// the main dashboards need.
+        metrics: MetricsTier;
+        /// Sets whether the standard `process_*` metrics are published. Default: `true`. Set
+        /// `false` if the application publishes them itself, for example through the crate
+        /// `metrics-process`.
+        process_metrics: bool;
         /// Sets the policy for memory that no request owns and that leaves no room for requests,
         /// such as a leak. Default: [`ExhaustionPolicy::Report`]. The others need a supervisor
         /// that restarts the process.
         exhaustion_policy: ExhaustionPolicy;
+    }
+
+    /// Sets the version of the service, 1 to 64 bytes without control characters: the label
+    /// `service_version` of `lowtide_build_info`, by which dashboards mark deployments. Default:
+    /// `unknown`.
+    ///
+    /// ```
+    /// let memory = lowtide::Memory::builder().service_version(env!("CARGO_PKG_VERSION"));
+    /// ```
+    #[must_use]
+    pub fn service_version(mut self, version: impl Into<String>) -> Self {
+        self.code.service_version = Some(version.into());
+        self
     }
 
     /// Ignores the `LOWTIDE_*` variables of the environment, which otherwise override settings made

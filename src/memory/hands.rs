@@ -7,13 +7,15 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::clock::Moment;
-use crate::metrics::record;
+use crate::metrics::process::ProcessReader;
+use crate::metrics::record::{self, MetricsWriter};
 use lowtide_admission::{Level, MaintenanceActions, ReclaimerStats, Recovered, Trigger};
 use lowtide_heap::{self as heap, HostArenaStats};
 
 use super::devices::Series;
 use super::error::{Diagnostic, Severity};
 use super::events::Watch;
+use super::recent_peak::RecentPeak;
 use super::shared::Shared;
 use super::snapshot::MemorySnapshot;
 
@@ -40,6 +42,9 @@ pub(super) struct MaintenanceExecutor {
     devices: Series,
     /// The OOM kills in the own cgroup that have been logged.
     kills_logged: u64,
+    /// The largest number of physical bytes of late.
+    peak: RecentPeak,
+    process: ProcessReader,
     /// The state at the last publication.
     watch: Watch,
     /// `true` while exhaustion is reported.
@@ -106,46 +111,27 @@ impl MaintenanceActions for MaintenanceExecutor {
         if !self.shared.claim.is_attached {
             return; // its figures would mix with those of the process
         }
+        let to = self.shared.metrics();
         if upkeep {
-            record::describe();
+            to.describe();
         }
-        record::build_info(snapshot.profile.name());
-        if let Some(heap) = &snapshot.heap {
-            record::heap(heap);
-        }
-        self.publish_heap_arenas(&snapshot.heap_arenas);
-        if let Some(other) = snapshot.other() {
-            record::process_other(other);
-        }
-        for trigger in Trigger::ALL {
-            record::purges(trigger.name(), self.shared.purges.total(trigger));
-        }
-        for (heap, bytes) in self.shared.purges.bytes() {
-            record::purged(heap, bytes);
-        }
+        let version = self.shared.config.service_version.value.as_deref();
+        to.build_info(snapshot.profile.name(), version);
+        self.publish_host(to, &snapshot, now);
         self.devices.publish(&self.shared, &snapshot);
-        record::pressure(&snapshot.signal, &self.shared.state);
-        self.publish_kernel(&snapshot);
-        for &budget in record::BUDGETS {
-            record::ledger(self.shared.admission.ledger(budget), budget);
-            record::classes(budget, &self.shared.admission.classes(budget));
-        }
-        record::admission(&snapshot.admission);
-        #[cfg(feature = "service")]
-        crate::metrics::connections::publish();
-        self.shared.admission.usage_by_route().iter().for_each(record::route);
-        self.shared.admission.usage_by_tenant().iter().for_each(record::tenant);
+        self.publish_kernel(to, &snapshot);
+        self.publish_requests(to, &snapshot);
         for resource in &snapshot.resources {
             if resource.loads_refused_total > 0 {
                 self.shared.note_misfit(resource);
             }
-            record::resource(resource, resource.last_used.map(|moment| snapshot.on_wall(moment)));
+            to.resource(resource, resource.last_used.map(|moment| snapshot.on_wall(moment)));
         }
-        snapshot.reclaimers.iter().for_each(record::reclaimer);
+        snapshot.reclaimers.iter().for_each(|reclaimer| to.reclaimer(reclaimer));
         let is_warning = |diagnostic: &&Diagnostic| diagnostic.severity == Severity::Warning;
-        record::diagnostics(snapshot.diagnostics.iter().filter(is_warning).count());
-        record::ticks(self.shared.state.ticks_total(), self.shared.state.take_lateness());
-        record::sampler(snapshot.since_epoch, self.shared.clock.now() - start);
+        to.diagnostics(snapshot.diagnostics.iter().filter(is_warning).count());
+        to.ticks(self.shared.state.ticks_total(), self.shared.state.take_lateness());
+        to.sampler(snapshot.since_epoch, self.shared.clock.now() - start);
         #[cfg(feature = "prometheus")]
         if upkeep {
             crate::metrics::prometheus::run_upkeep();
@@ -168,15 +154,59 @@ impl MaintenanceExecutor {
             heap_arenas: Vec::new(),
             devices: Series::default(),
             kills_logged: 0,
+            peak: RecentPeak::default(),
+            process: ProcessReader::default(),
             watch: Watch::default(),
             exhausted: false,
             needs_restart: false,
         }
     }
 
+    /// Publishes the heap, the process, and the limit with its parts.
+    fn publish_host(&mut self, to: MetricsWriter, snapshot: &MemorySnapshot, now: Moment) {
+        if let Some(heap) = &snapshot.heap {
+            to.heap(heap);
+        }
+        if to.has_detail() {
+            self.publish_heap_arenas(to, &snapshot.heap_arenas);
+        }
+        for trigger in Trigger::ALL {
+            to.purges(trigger.name(), self.shared.purges.total(trigger));
+        }
+        for (heap, bytes) in self.shared.purges.bytes() {
+            to.purged(heap, bytes);
+        }
+        if self.shared.config.process_metrics.value {
+            to.process(snapshot.signal.rss, &self.process.read(to.has_detail()));
+        }
+        let peak = self.peak.add(now, self.shared.state.take_physical_peak());
+        to.pressure(&snapshot.signal, &self.shared.state, peak);
+    }
+
+    /// Publishes the budgets and the requests.
+    fn publish_requests(&self, to: MetricsWriter, snapshot: &MemorySnapshot) {
+        let admission = &self.shared.admission;
+        for &budget in record::BUDGETS {
+            to.ledger(admission.ledger(budget), budget);
+            if to.has_detail() {
+                to.classes(budget, &admission.classes(budget));
+            }
+        }
+        to.admission(&snapshot.admission);
+        #[cfg(feature = "service")]
+        crate::metrics::connections::publish(to);
+        let routes = admission.usage_by_route();
+        routes.iter().for_each(|route| to.route(route));
+        if to.has_detail() {
+            admission.usage_by_tenant().iter().for_each(|tenant| to.tenant(tenant));
+        }
+        let requests = routes.iter().map(|route| route.memory.live).sum();
+        to.parts(snapshot.limit_parts(requests).by_name());
+    }
+
     /// Publishes the named heap arenas, and zeros for those that no longer exist. A name is kept
     /// once it was published; beyond [`HEAP_ARENAS_MAX`] names, new ones are not published.
-    fn publish_heap_arenas(&mut self, arenas: &[(String, HostArenaStats)]) {
+    fn publish_heap_arenas(&mut self, to: MetricsWriter, arenas: &[(String, HostArenaStats)]) {
         for (name, stats) in arenas {
             if !self.heap_arenas.contains(name) {
                 if self.heap_arenas.len() == HEAP_ARENAS_MAX {
@@ -184,11 +214,11 @@ impl MaintenanceExecutor {
                 }
                 self.heap_arenas.push(name.clone());
             }
-            record::heap_arena(name, stats);
+            to.heap_arena(name, stats);
         }
         let is_gone = |name: &&String| !arenas.iter().any(|(other, _)| other == *name);
         for name in self.heap_arenas.iter().filter(is_gone) {
-            record::heap_arena(name, &HostArenaStats::default());
+            to.heap_arena(name, &HostArenaStats::default());
         }
     }
 
@@ -201,13 +231,13 @@ impl MaintenanceExecutor {
     }
 
     /// Publishes the kernel's counts for the cgroup. An OOM kill is logged once.
-    fn publish_kernel(&mut self, snapshot: &MemorySnapshot) {
+    fn publish_kernel(&mut self, to: MetricsWriter, snapshot: &MemorySnapshot) {
         if let Some(total) = snapshot.oom_kills {
-            record::oom_kills(total);
+            to.oom_kills(total);
         }
         if let Some(events) = &snapshot.events {
-            record::events("own", events.own);
-            record::events("above", events.above);
+            to.events("own", events.own);
+            to.events("above", events.above);
             let kills = events.own.oom_kill.unwrap_or(0);
             if kills > self.kills_logged {
                 let killed = kills - self.kills_logged;
@@ -223,7 +253,7 @@ impl MaintenanceExecutor {
             }
         }
         if let Some(psi) = snapshot.psi {
-            record::psi(psi);
+            to.psi(psi);
         }
         if snapshot.signal.limit_is_stale {
             let start = "cannot read a limit of the cgroup any more";

@@ -30,9 +30,11 @@ mod found;
 mod hands;
 mod heap;
 mod history;
+mod limit_parts;
 mod loads;
 mod manager;
 mod own_arena;
+mod recent_peak;
 mod resources;
 mod running;
 #[cfg(feature = "tokio")]

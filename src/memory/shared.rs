@@ -14,7 +14,7 @@ use crate::bytes::ByteSize;
 use crate::clock::{Clock, short};
 use crate::config::{Config, ExhaustionPolicy};
 use crate::fork::Birth;
-use crate::metrics::record;
+use crate::metrics::record::MetricsWriter;
 use crate::sync::{Mutex, lock};
 use lowtide_admission::{
     Admission, Budget, Cost, JobQueue, PressureState, Resource, ResourceStats, Resources, Signals,
@@ -170,14 +170,20 @@ impl Shared {
         purged
     }
 
+    /// Returns a writer of the metrics that are published.
+    pub(super) fn metrics(&self) -> MetricsWriter {
+        MetricsWriter::new(self.config.metrics.value, self.config.process_metrics.value)
+    }
+
     /// Purges the heap and counts the bytes. An error also becomes a diagnostic.
     pub(super) fn purge_heap(&self) -> Result<PurgeReport, HostError> {
         let heap = heap::purge(&*self.clock);
         match &heap {
             Ok(report) => {
                 self.purges.add(report);
-                record::purge_duration("jemalloc", report.jemalloc.took);
-                record::purge_duration("libc", report.libc.took);
+                let to = self.metrics();
+                to.purge_duration("jemalloc", report.jemalloc.took);
+                to.purge_duration("libc", report.libc.took);
             }
             Err(error) => self.add_diagnostic(Diagnostic::warning("heap", error.to_string())),
         }

@@ -2,7 +2,7 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use super::record;
+use super::record::MetricsWriter;
 
 /// The open connections.
 pub(crate) static OPEN: AtomicU64 = AtomicU64::new(0);
@@ -48,8 +48,8 @@ impl CloseReason {
 }
 
 /// Publishes the counts.
-pub(crate) fn publish() {
+pub(crate) fn publish(writer: MetricsWriter) {
     let closed = CloseReason::ALL.iter().zip(&CLOSED);
     let closed = closed.map(|(reason, total)| (reason.name(), total.load(Ordering::Relaxed)));
-    record::connections(OPEN.load(Ordering::Relaxed), closed);
+    writer.connections(OPEN.load(Ordering::Relaxed), closed);
 }

@@ -13,10 +13,15 @@
 pub(crate) mod connections;
 #[doc(hidden)]
 pub mod names;
+#[doc(hidden)]
+pub mod process;
 #[cfg(feature = "prometheus")]
 pub mod prometheus;
 #[doc(hidden)]
 pub mod record;
+mod tier;
+
+pub use tier::MetricsTier;
 
 use names::{Kind, SECONDS_BUCKETS, TABLE};
 

@@ -13,6 +13,7 @@ use lowtide::decay::DecayTime;
 use lowtide::device::driver::Driver as _;
 use lowtide::device::{DeviceArena, Lane, PinnedConfig, Region, SleepOptions};
 use lowtide::memory::{Builder, DeviceSnapshot};
+use lowtide::metrics::MetricsTier;
 use lowtide::{ByteSize, Memory};
 use lowtide_admission::{Budget, Cost, Level};
 use lowtide_cuda_sim::{Call, DriverCosts, Order, SimDriver, SimError, SimOptions};
@@ -65,6 +66,7 @@ impl Bed {
             .driver(self.sim.clone())
             .device_watermark(0.1)
             .device_decay(DecayTime::Never)
+            .metrics(MetricsTier::Detail)
     }
 
     /// Lets the worker look at the device once more, and once again: what the first look found is

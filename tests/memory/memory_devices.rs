@@ -14,6 +14,7 @@ use lowtide::memory::{
     ArenaError, Builder, DeviceReserveError, DeviceSelectError, DeviceSelector, MemoryError,
     ScopeError, ShrinkOutcome, Slot, StartError,
 };
+use lowtide::metrics::MetricsTier;
 use lowtide::{ByteSize, Memory};
 use lowtide_admission::{Cost, Rejected};
 use lowtide_cuda_sim::{DriverCosts, SimDriver, SimError, SimOptions};
@@ -80,6 +81,7 @@ impl Bed {
             .signals(self.tree.open())
             .drivers(drivers)
             .device_decay(DecayTime::from_millis(2_000))
+            .metrics(MetricsTier::Detail)
     }
 }
 

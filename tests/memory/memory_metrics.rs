@@ -12,8 +12,10 @@ use lowtide::clock::{Clock, ManualClock};
 use lowtide::config::DeviceChoice;
 use lowtide::decay::DecayTime;
 use lowtide::device::Region;
+use lowtide::metrics::MetricsTier;
 use lowtide::metrics::names::{Kind, Metric, TABLE};
-use lowtide::metrics::record;
+use lowtide::metrics::process::ProcessStats;
+use lowtide::metrics::record::MetricsWriter;
 use lowtide::{ByteSize, Memory};
 use lowtide_admission::ledger::{Correction, Measured};
 use lowtide_admission::{
@@ -174,6 +176,8 @@ fn the_scrape_and_the_table_say_the_same_once_there_is_a_recorder() {
         .device(DeviceChoice::Host)
         .device_limit(ByteSize::mib(4))
         .device_decay(DecayTime::Never)
+        .metrics(MetricsTier::Detail)
+        .service_version("2.4.1")
         .after_publish(hook)
         .start()
         .expect("starts");
@@ -214,7 +218,49 @@ fn the_scrape_and_the_table_say_the_same_once_there_is_a_recorder() {
     every_series_stands_in_the_table(&scrape);
     every_metric_of_the_table_is_published(&scrape);
     figures(&scrape);
+    parts_add_up_to(ByteSize::mib(100), &scrape);
     assert!(hooks() >= 3);
+}
+
+#[test]
+fn the_basic_tier_publishes_its_metrics_and_no_other() {
+    let (clock, tree) = (Arc::new(ManualClock::new()), Tree::new(ByteSize::mib(100)));
+    let recorder = recorder::builder().install_recorder().expect("the first of this process");
+    let memory = Memory::builder()
+        .clock(Arc::clone(&clock) as Arc<dyn Clock>)
+        .signals(tree.open())
+        .device(DeviceChoice::Host)
+        .device_limit(ByteSize::mib(4))
+        .start()
+        .expect("starts");
+    live(&memory);
+    let is_whole = || {
+        let text = recorder.render();
+        text.contains("lowtide_admission_route_live_bytes{")
+            && text.contains("# HELP lowtide_build_info")
+    };
+    advance_until(&clock, TICK, "published and described", is_whole);
+    assert!(memory.shutdown(SOON).is_clean());
+    let scrape = Scrape::parse(&recorder.render());
+    every_series_stands_in_the_table(&scrape);
+    let found: BTreeSet<_> = scrape.kind.keys().map(String::as_str).collect();
+    let basic = TABLE.iter().filter(|metric| metric.tier == MetricsTier::Basic);
+    let names = basic.map(|metric| metric.name).filter(|name| !OF_A_DEVICE.contains(name));
+    assert_eq!(found, names.collect());
+}
+
+#[test]
+fn the_metrics_of_the_process_can_be_left_to_the_application() {
+    let published = |has_process| {
+        let recorder = PrometheusBuilder::new().build_recorder();
+        let stats = ProcessStats { cpu: Some(SOON), start: Some(SOON), ..ProcessStats::default() };
+        metrics::with_local_recorder(&recorder, || {
+            let to = MetricsWriter::new(MetricsTier::Detail, has_process);
+            to.process(Some(COST), &stats);
+        });
+        Scrape::parse(&recorder.handle().render()).series.len()
+    };
+    assert_eq!((published(true), published(false)), (3, 0));
 }
 
 #[test]
@@ -226,7 +272,9 @@ fn a_resource_is_published_as_booked_with_all_its_bytes() {
     let model = admission.try_reserve_resource(Cost::host(ByteSize::mib(64))).expect("fits");
     let permit = admission.try_admit(Cost::host(ByteSize::mib(1))).expect("fits");
     let recorder = PrometheusBuilder::new().build_recorder();
-    metrics::with_local_recorder(&recorder, || record::ledger(ledger, Budget::Host));
+    metrics::with_local_recorder(&recorder, || {
+        MetricsWriter::new(MetricsTier::Basic, true).ledger(ledger, Budget::Host)
+    });
     let scrape = Scrape::parse(&recorder.handle().render());
     let one = |name: &str| scrape.series.iter().find(|(found, ..)| found == name).map(|s| s.2);
     assert_eq!(one("lowtide_admission_reserved_bytes"), Some(ByteSize::mib(65).as_f64()));
@@ -237,13 +285,20 @@ fn a_resource_is_published_as_booked_with_all_its_bytes() {
     drop((model, permit));
 }
 
+fn parts_add_up_to(limit: ByteSize, scrape: &Scrape) {
+    let parts = scrape.series.iter().filter(|(name, ..)| name == "lowtide_pressure_part_bytes");
+    let sum: f64 = parts.map(|(.., value)| value).sum();
+    assert!((sum - limit.as_f64()).abs() < 0.5, "{sum}");
+}
+
 /// Figures of which the test knows what they must be, among them totals from before the recorder.
 fn figures(scrape: &Scrape) {
     let mib = |count: u64| ByteSize::mib(count).as_f64();
     for (name, label, expected) in [
         ("lowtide_pressure_physical_bytes", None, mib(10)),
         ("lowtide_pressure_charged_bytes", None, mib(10)),
-        ("lowtide_process_resident_bytes", None, mib(10)),
+        ("lowtide_pressure_physical_peak_bytes", None, mib(10)),
+        ("process_resident_memory_bytes", None, mib(10)),
         ("lowtide_pressure_limit_bytes", None, mib(100)),
         ("lowtide_pressure_level", None, 0.0),
         ("lowtide_admission_admitted_total", None, 2.0),
@@ -276,6 +331,7 @@ fn figures(scrape: &Scrape) {
         ("lowtide_resource_unloads_total", Some(("reason", "manual")), 1.0),
         ("lowtide_resource_loaded", Some(("resource", "broken")), 0.0),
         ("lowtide_build_info", Some(("profile", "balanced")), 1.0),
+        ("lowtide_build_info", Some(("service_version", "2.4.1")), 1.0),
         ("lowtide_build_info", Some(("version", env!("CARGO_PKG_VERSION"))), 1.0),
     ] {
         let found: Vec<_> = scrape

@@ -12,6 +12,7 @@ use lowtide::clock::{Clock as _, SystemClock};
 use lowtide::decay::DecayTime;
 use lowtide::device::{DeviceArena, Region};
 use lowtide::memory::Memory;
+use lowtide::metrics::MetricsTier;
 use lowtide_admission::{Backoff, Budget, Cost, Resource as _};
 use lowtide_cuda_sim::{SimDriver, SimOptions};
 use lowtide_heap::{HostArena, HostArenaStats};
@@ -65,7 +66,7 @@ fn what_a_loader_allocates_is_in_an_arena_of_the_resources_name_and_goes_with_it
 fn a_resources_arena_is_in_the_metrics_and_reads_zero_once_it_is_unloaded() {
     let builder = crate::recorder::builder();
     let recorder = builder.install_recorder().expect("the only one");
-    let memory = Memory::builder().start().expect("starts");
+    let memory = Memory::builder().metrics(MetricsTier::Detail).start().expect("starts");
     let seen = memory.register(memory.managed("seen", || Ok(model()))).expect("registered");
     let shows = |what: &dyn Fn(f64) -> bool| {
         let clock = SystemClock::new();
@@ -87,7 +88,8 @@ fn a_resources_arena_is_in_the_metrics_and_reads_zero_once_it_is_unloaded() {
     assert_eq!(named.iter().map(|(name, _)| name.as_str()).collect::<Vec<_>>(), ["seen"]);
     shows(&|bytes| bytes > 4e6);
     let text = recorder.render();
-    let other = text.lines().find_map(|line| line.strip_prefix("lowtide_process_other_bytes "));
+    let line = "lowtide_pressure_part_bytes{part=\"other\"} ";
+    let other = text.lines().find_map(|found| found.strip_prefix(line));
     let other: f64 = other.expect("published").parse().expect("a number");
     assert!(other > 1e6, "the program's own pages at least: {other}");
     drop(held);

@@ -224,6 +224,9 @@ fn describe(memory: &Memory) -> String {
         idle_unload,
         max_wait,
         metrics_interval,
+        metrics,
+        process_metrics,
+        service_version,
         exhaustion_policy,
         ..
     } = memory.config();
@@ -261,6 +264,9 @@ fn describe(memory: &Memory) -> String {
         format!("idle_unload={:?} ({})", idle_unload.value, idle_unload.source),
         format!("max_wait={:?} ({})", max_wait.value, max_wait.source),
         format!("metrics_interval={:?} ({})", metrics_interval.value, metrics_interval.source),
+        format!("metrics={} ({})", metrics.value, metrics.source),
+        format!("process_metrics={} ({})", process_metrics.value, process_metrics.source),
+        format!("service_version={:?} ({})", service_version.value, service_version.source),
         format!("exhaustion={:?} ({})", exhaustion_policy.value, exhaustion_policy.source),
     ]
     .join("; ")
@@ -304,6 +310,9 @@ fn each_variable_reaches_what_it_sets() {
         ("LOWTIDE_IDLE_UNLOAD", "90s"),
         ("LOWTIDE_MAX_WAIT", "3s"),
         ("LOWTIDE_METRICS_INTERVAL", "250ms"),
+        ("LOWTIDE_METRICS", "detail"),
+        ("LOWTIDE_PROCESS_METRICS", "off"),
+        ("LOWTIDE_SERVICE_VERSION", "2.4.1"),
         ("LOWTIDE_EXHAUSTION_POLICY", "exit:10m"),
     ]);
     for part in [
@@ -331,13 +340,16 @@ fn each_variable_reaches_what_it_sets() {
         "idle_unload=90s (environment)",
         "max_wait=3s (environment)",
         "metrics_interval=250ms (environment)",
+        "metrics=detail (environment)",
+        "process_metrics=false (environment)",
+        "service_version=Some(\"2.4.1\") (environment)",
         "exhaustion=Exit { min_uptime: 600s } (environment)",
     ] {
         assert!(bare.contains(part), "{part:?} is missing in {bare}");
     }
     let (bare, _) = with_variables(&[("LOWTIDE_BACKGROUND_THREADS", "0")]);
     assert!(bare.contains(" threads, on: false; background_threads=0 (environment)"), "{bare}");
-    assert_eq!(env::VARIABLES.len(), 20, "a variable was added that this test does not name");
+    assert_eq!(env::VARIABLES.len(), 23, "a variable was added that this test does not name");
 }
 
 #[test]

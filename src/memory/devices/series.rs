@@ -3,7 +3,8 @@
 use crate::device::driver::Backend;
 use crate::memory::MemorySnapshot;
 use crate::memory::shared::Shared;
-use crate::metrics::record::devices as record;
+use crate::metrics::record::MetricsWriter;
+use crate::metrics::record::devices::{Device, DeviceBudget};
 
 use super::snapshot::{DeviceStatus, DevicesSnapshot};
 
@@ -22,16 +23,17 @@ pub(in crate::memory) struct Series {
 impl Series {
     pub(in crate::memory) fn publish(&mut self, shared: &Shared, snapshot: &MemorySnapshot) {
         let devices = &snapshot.devices;
+        let to = shared.metrics();
         for ((device, _), arena) in &shared.devices.gone.published(devices) {
-            record::arena(device, arena);
+            to.arena(device, arena);
         }
-        self.publish_rungs(devices);
-        devices.devices.iter().for_each(|device| self.publish_device(device));
+        self.publish_rungs(to, devices);
+        devices.devices.iter().for_each(|device| self.publish_device(to, device));
     }
 
     /// Publishes the backend of each device arena. A published pair stays, with value 0 after the
     /// arena is closed; beyond [`RUNGS_MAX`] pairs, new ones are not published.
-    fn publish_rungs(&mut self, devices: &DevicesSnapshot) {
+    fn publish_rungs(&mut self, to: MetricsWriter, devices: &DevicesSnapshot) {
         for (device, arena) in devices.placed() {
             let is_known = |(on, name, backend): &(String, String, Backend)| {
                 *on == device.name && *name == arena.name && *backend == arena.backend
@@ -44,12 +46,12 @@ impl Series {
             let is_open = devices.placed().any(|(device, arena)| {
                 device.name == *on && arena.name == *name && arena.backend == *backend
             });
-            record::arena_info(on, name, *backend, is_open);
+            to.arena_info(on, name, *backend, is_open);
         }
     }
 
-    fn publish_device(&mut self, status: &DeviceStatus) {
-        let figures = status.memory.map(|device| record::Device {
+    fn publish_device(&mut self, to: MetricsWriter, status: &DeviceStatus) {
+        let figures = status.memory.map(|device| Device {
             total: device.total,
             free: device.free,
             context_overhead: device.context_overhead,
@@ -57,18 +59,18 @@ impl Series {
             watermark_released_total: device.watermark_released_total,
         });
         let name = &status.name;
-        record::device(name, status.lost.is_some(), status.rollback_failures_total, figures);
+        to.device(name, status.lost.is_some(), status.rollback_failures_total, figures);
         if let Some(budget) = &status.budget {
             let (reserved, ceiling) = (budget.reserved, budget.ceiling);
-            let budget = record::DeviceBudget { reserved, ceiling, allowance: budget.allowance };
-            record::device_budget(name, budget);
+            let budget = DeviceBudget { reserved, ceiling, allowance: budget.allowance };
+            to.device_budget(name, budget);
         }
         let was_known = self.known.contains(&status.number);
         self.known.retain(|known| *known != status.number);
         if status.memory.is_some() {
             self.known.push(status.number);
         } else if was_known {
-            record::device_unknown(name);
+            to.device_unknown(name);
         }
     }
 }

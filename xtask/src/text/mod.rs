@@ -12,6 +12,9 @@ mod dashboards;
 mod deploying;
 mod documents;
 mod header;
+#[path = "../../../src/config/metrics_tier.rs"]
+#[allow(dead_code, unreachable_pub, reason = "it is the library's")]
+mod metrics_tier;
 /// The table of metrics, which the checks compare with everything that names one.
 #[path = "../../../src/metrics/names.rs"]
 #[allow(dead_code, unreachable_pub, reason = "it is the library's")]
@@ -22,6 +25,7 @@ pub(crate) mod words;
 use yaml_rust2::YamlLoader;
 
 use self::code::Code;
+use self::metrics_tier::MetricsTier;
 use crate::ci;
 use crate::figures::arena::check_layers;
 use crate::tree::{self, Faults, Tree};

@@ -21,6 +21,7 @@ use super::{Sample, Trigger};
 #[derive(Debug, Default)]
 pub struct PressureState {
     physical: AtomicU64,
+    physical_peak: AtomicU64,
     purgeable: AtomicU64,
     decaying: AtomicU64,
     limit: AtomicU64,
@@ -42,6 +43,13 @@ impl PressureState {
     #[must_use]
     pub fn physical(&self) -> ByteSize {
         ByteSize::new(self.physical.load(Ordering::Relaxed))
+    }
+
+    /// Returns the largest physical bytes of a sample since the last call of this method; zero
+    /// without a sample.
+    #[must_use]
+    pub fn take_physical_peak(&self) -> ByteSize {
+        ByteSize::new(self.physical_peak.swap(0, Ordering::Relaxed))
     }
 
     /// Returns the part of the physical bytes that a purge releases.
@@ -170,6 +178,7 @@ impl PressureState {
 
     pub(super) fn set_sample(&self, sample: &Sample, limit: ByteSize, now: Moment) {
         self.physical.store(sample.physical.get(), Ordering::Relaxed);
+        self.physical_peak.fetch_max(sample.physical.get(), Ordering::Relaxed);
         self.purgeable.store(sample.purgeable.get(), Ordering::Relaxed);
         self.decaying.store(sample.decaying.get(), Ordering::Relaxed);
         self.limit.store(limit.get(), Ordering::Relaxed);
