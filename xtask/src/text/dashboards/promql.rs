@@ -17,12 +17,16 @@ use promql_parser::parser::{
 
 use crate::text::names::{Kind, TABLE};
 
-/// Labels that Prometheus gives each series it scrapes.
-const TARGET: [&str; 2] = ["job", "instance"];
+/// Labels that Prometheus gives each series it scrapes; `namespace` and `pod` in Kubernetes only,
+/// and elsewhere they are empty.
+const TARGET: [&str; 4] = ["namespace", "job", "pod", "instance"];
 /// The label that panels choose by besides, where a series has it.
 const DEVICE: &str = "device";
-/// Stands for Grafana's variable, which does not parse; a range that nobody writes.
+/// Stand for Grafana's variables, which do not parse: ranges that nobody writes.
 const RATE_INTERVAL: &str = "4m17s";
+const RANGE: &str = "3m51s";
+/// Functions over a range that choose among its values, so that a panel may fix the range.
+const CHOOSING: [&str; 2] = ["min_over_time", "max_over_time"];
 
 /// Labels of the series of an expression; `None` for a number.
 pub(crate) type Labels = Option<BTreeSet<String>>;
@@ -94,7 +98,8 @@ pub(crate) struct Findings {
 /// Checks one expression.
 pub(crate) fn check(text: &str, place: Place, known: &Known) -> Findings {
     let mut check = Check { place, known, found: Findings::default() };
-    match parser::parse(&text.replace("$__rate_interval", RATE_INTERVAL)) {
+    let parsed = text.replace("$__rate_interval", RATE_INTERVAL).replace("$__range", RANGE);
+    match parser::parse(&parsed) {
         Ok(expr) => check.found.labels = check.expr(&expr),
         Err(error) => check.fault(error),
     }
@@ -213,8 +218,12 @@ impl Check<'_> {
         }
         match modifier.map(|modifier| &modifier.card) {
             None | Some(VectorMatchCardinality::OneToOne) => Some(kept(&left, by)),
+            Some(VectorMatchCardinality::ManyToOne(added)) => {
+                self.all_in(&added.labels, &right, "takes the label");
+                Some(left.into_iter().chain(added.labels.iter().cloned()).collect())
+            }
             Some(_) => {
-                self.fault("group_left and group_right: this check does not know them");
+                self.fault("group_right: this check does not know it");
                 Some(left)
             }
         }
@@ -225,10 +234,10 @@ impl Check<'_> {
         match (call.func.name, arguments.as_slice()) {
             ("time", []) => None,
             (
-                name @ ("rate" | "increase" | "resets" | "delta" | "deriv" | "last_over_time"),
+                name @ ("rate" | "increase" | "changes" | "deriv" | "last_over_time"
+                | "min_over_time" | "max_over_time"),
                 [range],
             ) => self.range(name, range),
-            (name @ "predict_linear", [range, _]) => self.range(name, range),
             ("histogram_quantile", [_, buckets]) => {
                 let mut labels = self.expr(buckets).unwrap_or_default();
                 if !labels.remove("le") {
@@ -248,12 +257,12 @@ impl Check<'_> {
             self.fault(format!("{function} over something else than a range"));
             return None;
         };
-        // 4m17s, as it is parsed.
-        let variable = range.range == Duration::from_secs(4 * 60 + 17);
-        if variable != (self.place == Place::Panel) {
+        // 4m17s and 3m51s, as they are parsed.
+        let variable = [4 * 60 + 17, 3 * 60 + 51].map(Duration::from_secs).contains(&range.range);
+        if variable != (self.place == Place::Panel) && !CHOOSING.contains(&function) {
             self.fault("$__rate_interval is for panels, and panels have no other range");
         }
-        self.selector(&range.vs, matches!(function, "rate" | "increase" | "resets"))
+        self.selector(&range.vs, matches!(function, "rate" | "increase"))
     }
 
     fn all_in(&mut self, labels: &[String], among: &BTreeSet<String>, what: &str) {

@@ -18,12 +18,21 @@ pub(super) struct Alert<'c> {
 
 impl<'c> Alert<'c> {
     pub(super) fn named(code: &'c Code<'c>, name: &'static str) -> Self {
+        Self::of(code, "alert", name)
+    }
+
+    /// Reads a recording rule.
+    pub(super) fn recorded(code: &'c Code<'c>, name: &'static str) -> Self {
+        Self::of(code, "record", name)
+    }
+
+    fn of(code: &'c Code<'c>, kind: &str, name: &'static str) -> Self {
         let rules = code.within("dashboards/lowtide.rules.yml", "groups:\n", "\u{0}");
         let rules = YamlLoader::load_from_str(&format!("groups:\n{rules}")).unwrap_or_default();
         let groups = rules.first().and_then(|file| file["groups"].as_vec());
         let rules = groups.into_iter().flatten().filter_map(|group| group["rules"].as_vec());
-        let found = rules.flatten().find(|rule| rule["alert"].as_str() == Some(name));
-        code.faults.expect(found.is_some(), || format!("{name}: no such alert"));
+        let found = rules.flatten().find(|rule| rule[kind].as_str() == Some(name));
+        code.faults.expect(found.is_some(), || format!("{name}: no such rule"));
         let rule = found.unwrap_or(&Yaml::BadValue);
         let lasts = rule["for"].as_str().map_or(Duration::ZERO, |time| duration(code, time));
         Self { code, name, expr: super::flat(rule["expr"].as_str().unwrap_or_default()), lasts }
@@ -35,7 +44,10 @@ impl<'c> Alert<'c> {
         let after = if let [_, after] = parts.as_slice() { *after } else { "" };
         let is_part = |c: char| c.is_ascii_digit() || matches!(c, '.' | '*' | ' ');
         let product: String = after.chars().take_while(|&c| is_part(c)).collect();
-        let factors = product.split('*').map(|factor| factor.trim().parse::<f64>());
+        let factors = product
+            .trim_end_matches(['*', ' '])
+            .split('*')
+            .map(|factor| factor.trim().parse::<f64>());
         factors.product::<Result<f64, _>>().unwrap_or_else(|_| {
             self.code.faults.say(format!("{}: no number after {mark:?}: {}", self.name, self.expr));
             0.0

@@ -443,21 +443,21 @@ fn heap_alerts(code: &Code<'_>) -> Rows {
     let fragmented = Alert::named(code, "LowtideHeapFragmented");
     vec![
         (
-            "for {} the heap has held more than {} resident bytes for each live one, and more \
-             than {} of them are retained",
+            "for {} more than {} of the heap has been retained, and more than {} of the memory \
+             limit",
             values![
                 spoken(retained.lasts),
-                word(retained.after("per_live:ratio > ")),
-                retained.size_after("retained_bytes > ")
+                percent(retained.after("live_bytes > 0) > ")),
+                percent(retained.after("retained_bytes > "))
             ],
         ),
         (
-            "for {} more than {} of the bytes in active pages (those with a live or a cached \
-             block) have not been live, and more than {} of them are holes",
+            "for {} more than {} of the heap (live and fragmentation) has been fragmentation, and \
+             more than {} of the memory limit",
             values![
                 spoken(fragmented.lasts),
-                percent(fragmented.after("fragmentation:ratio > ")),
-                fragmented.size_after("thread_cache_bytes > ")
+                percent(fragmented.after("> 0 ) > ")),
+                percent(fragmented.after("> on (job, instance) "))
             ],
         ),
     ]
@@ -467,6 +467,8 @@ fn host_alerts(code: &Code<'_>) -> Rows {
     let up = |level| percent(band(code, level)[0]);
     let near = Alert::named(code, "LowtideMemoryNearLimit");
     let hours = Alert::named(code, "LowtideMemoryLimitInHours");
+    let fast = Alert::recorded(code, "instance:lowtide_pressure_limit_fast:hours");
+    let slow = Alert::recorded(code, "instance:lowtide_pressure_limit_slow:hours");
     let stale = Alert::named(code, "LowtideLimitStale");
     let sampler = Alert::named(code, "LowtideSamplerStale");
     let old = Duration::from_secs_f64(sampler.after("timestamp_seconds > "));
@@ -507,15 +509,20 @@ fn host_alerts(code: &Code<'_>) -> Rows {
         ),
         ("at least {} old (`exit:10m` sets another time)", values![time(of("EXIT", "min_uptime"))]),
         (
-            "has grown by more than {} in {}, at a rate that reaches the limit within {} hours, \
-             and the service uses more than {} of its limit",
+            "growth of the last hour would reach the limit within {} hours, from at least {} of it",
+            values![word(fast.after(" > 0 ) < ")), percent(fast.after("min10m > "))],
+        ),
+        (
+            "growth of the last six hours, at least {} of the limit, would reach it within {} \
+             hours, from at least {}, or {} if the process has run for a day",
             values![
-                hours.size_after("[1h]) > "),
-                spoken(hours.window()),
-                word(hours.after("[1h], ") / 3600.0),
-                percent(hours.after("per_limit:ratio > "))
+                percent(slow.after("6h > ")),
+                word(slow.after("_bytes ) < ")),
+                percent(slow.after(" and ( instance:lowtide_pressure_required:min10m > ")),
+                percent(slow.after("or ( instance:lowtide_pressure_required:min10m > "))
             ],
         ),
+        ("It must last for {}.", values![spoken(hours.lasts)]),
         ("**Meaning:** for {} the cgroup file", values![spoken(stale.lasts)]),
         ("has not updated its figures for {}. The", values![spoken(old)]),
         ("if `LOWTIDE_METRICS_INTERVAL` is above {}, raise", values![spoken(old)]),
@@ -529,12 +536,11 @@ fn request_alerts(code: &Code<'_>) -> Rows {
     let kill = Alert::named(code, "LowtideOomKill");
     let down = Alert::named(code, "LowtideDown");
     let restarts = Alert::named(code, "LowtideRestarts");
-    let each = Duration::from_secs_f64(1.0 / shed.after("rate5m > "));
     vec![
         (
-            "**Meaning:** for {} more than {} of the requests were rejected, and more than one \
-             every {}.",
-            values![spoken(shed.lasts), percent(shed.after("ratio5m > ")), spoken(each)],
+            "**Meaning:** more than {} of the requests of the last minute, or more than {} of \
+             those of the last half hour, were rejected.",
+            values![percent(shed.after("ratio1m > ")), percent(shed.after("ratio30m > "))],
         ),
         (
             "a resource was loaded more than {} times in {}.",
@@ -544,7 +550,7 @@ fn request_alerts(code: &Code<'_>) -> Rows {
         ("for memory within the last {} (`lowtide_pressure", values![spoken(kill.window())]),
         ("**Meaning:** for {} an instance that was scraped", values![spoken(down.lasts)]),
         (
-            "has started {} times or more within {}: `lowtide_sampler",
+            "has started {} times or more within {}: `process_start",
             values![word(restarts.after("[30m])) > ") + 1.0), spoken(restarts.window())],
         ),
     ]
@@ -564,8 +570,11 @@ fn device_alerts(code: &Code<'_>) -> Rows {
         ),
         (
             "more than half of the device memory of an arena has been without a live block for \
-             {}, and that is more than {}.",
-            values![spoken(retained.lasts), retained.size_after("device_retained_bytes > ")],
+             {}, and that is more than {} of the device's memory",
+            values![
+                spoken(retained.lasts),
+                percent(retained.after("> on (job, instance, device) group_left () "))
+            ],
         ),
         ("was used within the last {} and could", values![spoken(wake.window())]),
         (
