@@ -11,10 +11,17 @@ use serde_json::Value;
 use yaml_rust2::{Yaml, YamlLoader};
 
 /// The dashboards.
-const FILES: [&str; 5] = ["overview", "heap", "device", "pressure_and_admission", "resources"];
-/// Variables, and what they stand for; a range holds five scrapes.
-const VARIABLES: [(&str, &str); 4] =
-    [("$__rate_interval", "5s"), ("$job", ".+"), ("$instance", ".+"), ("$device", ".+")];
+const FILES: [&str; 3] = ["overview", "device", "detail"];
+/// Variables, and what they stand for. A range holds five scrapes; the shown time is the load's.
+const VARIABLES: [(&str, &str); 7] = [
+    ("$__rate_interval", "5s"),
+    ("$__range", "80s"),
+    ("$namespace", ".*"),
+    ("$job", ".*"),
+    ("$pod", ".*"),
+    ("$instance", ".*"),
+    ("$device", ".*"),
+];
 
 /// One query.
 #[derive(Clone, Debug)]
@@ -99,7 +106,8 @@ pub(crate) fn rules() -> Result<Vec<Rule>, BoxError> {
 /// The metrics of the table that a text names, be it by a part of a histogram.
 pub(crate) fn metrics(text: &str) -> BTreeSet<&'static str> {
     let words = text.split(|c: char| !c.is_ascii_alphanumeric() && c != '_' && c != ':');
-    let words: BTreeSet<_> = words.filter(|word| word.starts_with("lowtide_")).collect();
+    let words: BTreeSet<_> =
+        words.filter(|word| word.starts_with("lowtide_") || word.starts_with("process_")).collect();
     let named = |name: &str, kind: Kind| match kind {
         Kind::Histogram => words.iter().any(|word| {
             let part = word.strip_prefix(name).unwrap_or_default();

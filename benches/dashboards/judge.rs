@@ -8,6 +8,8 @@ use std::process::ExitCode;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use lowtide::BoxError;
+use lowtide::metrics::MetricsTier;
+use lowtide::metrics::names::TABLE;
 use serde_json::Value;
 
 use crate::boards::{self, Panel, Rule};
@@ -177,7 +179,8 @@ pub(crate) async fn rules(
     Ok(())
 }
 
-/// Checks that metrics in panels and rules are scraped, and that scraped ones are in one of them.
+/// Checks that metrics in panels and rules are scraped, and that those which are published by
+/// default are in one of them.
 pub(crate) fn names(panels: &[Panel], rules: &[Rule], text: &str, report: &mut Report) {
     let panels = panels.iter().flat_map(|panel| &panel.queries).map(|query| query.expr.as_str());
     let rules = rules.iter().map(|rule| rule.expr.as_str());
@@ -192,7 +195,13 @@ pub(crate) fn names(panels: &[Panel], rules: &[Rule], text: &str, report: &mut R
             report.faults.push(format!("{name}: named, and not scraped"));
         }
     }
-    let unshown: Vec<_> = scraped.difference(&used).collect();
+    let is_basic = |name: &&&str| {
+        let metric = TABLE.iter().find(|metric| metric.name == **name);
+        metric.is_some_and(|metric| metric.tier == MetricsTier::Basic)
+    };
+    let of_lowtide = |name: &&&str| name.starts_with("lowtide_");
+    let basic = scraped.iter().filter(is_basic).filter(of_lowtide).copied().collect();
+    let unshown: Vec<_> = BTreeSet::difference(&basic, &used).collect();
     for name in &unshown {
         report.faults.push(format!("{name}: scraped, and on no panel and in no rule"));
     }

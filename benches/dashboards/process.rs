@@ -25,7 +25,7 @@ const PATIENCE: Duration = Duration::from_secs(60);
 
 /// The settings of the proxies: small and impatient, so that within a minute all happens that
 /// happens in a day elsewhere.
-const SETTINGS: [(&str, &str); 11] = [
+const SETTINGS: [(&str, &str); 12] = [
     ("LOWTIDE_MEMORY_LIMIT", "132m"),
     ("LOWTIDE_CEILING", "0.92"),
     ("LOWTIDE_DEVICE_LIMIT", "128m"),
@@ -35,6 +35,7 @@ const SETTINGS: [(&str, &str); 11] = [
     ("LOWTIDE_HEAP_DECAY", "2s"),
     ("LOWTIDE_PURGE_INTERVAL", "5s"),
     ("LOWTIDE_METRICS_INTERVAL", "500ms"),
+    ("LOWTIDE_METRICS", "detail"),
     ("PROXY_IDLE_UNLOAD", "10s"),
     ("RUST_LOG", "error"),
 ];
@@ -121,10 +122,11 @@ impl Proxy {
         }
         command.envs(SETTINGS).env("PROXY_LISTEN", address.to_string());
         match driver {
-            None => command.env("LOWTIDE_DEVICE", "host"),
+            None => command.env("LOWTIDE_DEVICE", "host").env("LOWTIDE_SERVICE_VERSION", "1.0.0"),
             // Room for its device, which is this machine's memory, and for what sleeps.
             Some(library) => command
                 .env("LOWTIDE_DEVICE", "cuda")
+                .env("LOWTIDE_SERVICE_VERSION", "1.1.0")
                 .env("LOWTIDE_MEMORY_LIMIT", "384m")
                 .env("LD_PRELOAD", library),
         };

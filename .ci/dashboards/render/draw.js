@@ -62,18 +62,26 @@ function look(panel, name, nth) {
 function timeseries(box, panel, width, height) {
   const times = Array.from({ length: TO - FROM + 1 }, (_, at) => FROM + at);
   const data = [times], series = [{}], used = new Map();
+  // Each line of a stack lies on the sum of those before it.
+  const stacked = defaults(panel).custom?.stacking?.mode === "normal", sums = times.map(() => 0);
   panel.lines.forEach((line, nth) => {
     const points = new Map(line.points);
-    data.push(times.map((at) => { const value = points.get(at); return value === undefined || Number.isNaN(value) ? null : value; }));
+    data.push(times.map((at, nth) => {
+      const value = points.get(at);
+      if (value === undefined || Number.isNaN(value)) return null;
+      return stacked ? (sums[nth] += value) : value;
+    }));
     const style = look(panel, line.name, nth);
     // The second series of one look is told apart by its width.
     const again = used.get(style.color) ?? 0;
     used.set(style.color, again + 1);
     series.push({ stroke: style.color + (again ? "99" : ""), dash: again && !style.dash.length ? [2, 3] : style.dash,
-      width: 1.5, fill: style.fill && !again ? style.color + "14" : undefined, points: { show: false }, spanGaps: false });
+      width: 1.5, fill: style.fill && !again && !stacked ? style.color + "14" : undefined, points: { show: false }, spanGaps: false });
     line.color = style.color;
     line.again = again;
   });
+  // The first of a stack lies on the axis, and has no line below it to fill to.
+  if (stacked && series[1]) series[1].fill = panel.lines[0].color + "90";
   const legend = document.createElement("div");
   legend.className = "legend";
   for (const line of panel.lines) {
@@ -97,6 +105,7 @@ function timeseries(box, panel, width, height) {
     axes: [{ ...axis, size: 22, splits: () => Array.from({ length: 9 }, (_, at) => FROM + at * 10).filter((at) => at <= TO), values: (_, splits) => splits.map(clock) },
       { ...axis, size: 62, splits: () => Array.from({ length: Math.round(top / step) + 1 }, (_, at) => at * step), values: (_, splits) => splits.map((value) => shown(value, unit)) }],
     series,
+    bands: stacked ? panel.lines.map((line, nth) => ({ series: nth ? [nth + 1, nth] : [1, 0], fill: line.color + "90" })).slice(1) : undefined,
     hooks: { drawAxes: [(chart) => {
       const { ctx, bbox } = chart;
       for (const { at, color: name } of marks) {

@@ -16,7 +16,8 @@ const [server, from, to] = ["LOWTIDE_PROMETHEUS", "LOWTIDE_FROM", "LOWTIDE_TO"].
 const WIDTH = 1440, LINE = 30, GAP = 8, HEAD = 46;
 
 // What the variables stand for when all is chosen; a range holds five scrapes.
-const VARIABLES = { $__rate_interval: "5s", $job: ".+", $instance: ".+", $device: ".+" };
+const VARIABLES = { $__rate_interval: "5s", $__range: `${to - from}s`, $namespace: ".*", $job: ".*",
+  $pod: ".*", $instance: ".*", $device: ".*" };
 const replaced = (expr) =>
   Object.entries(VARIABLES).reduce((text, [name, value]) => text.replaceAll(name, value), expr);
 
@@ -28,7 +29,7 @@ async function series(expr) {
 }
 
 const named = (format, labels) =>
-  format.replace(/{{\s*(\w+)\s*}}/g, (_, label) => labels[label] ?? "");
+  format.replace(/{{\s*(\w+)\s*}}/g, (_, label) => labels[label] ?? "").trim();
 
 const dashboard = JSON.parse(readFileSync(file, "utf8"));
 const panels = [];

@@ -12,9 +12,9 @@ mod dashboards;
 mod deploying;
 mod documents;
 mod header;
-#[path = "../../../src/config/metrics_tier.rs"]
+#[path = "../../../src/metrics/tier.rs"]
 #[allow(dead_code, unreachable_pub, reason = "it is the library's")]
-mod metrics_tier;
+pub(crate) mod metrics_tier;
 /// The table of metrics, which the checks compare with everything that names one.
 #[path = "../../../src/metrics/names.rs"]
 #[allow(dead_code, unreachable_pub, reason = "it is the library's")]

@@ -20,6 +20,12 @@ application installed. Counters start at 0 with the process. A histogram has the
 `_sum` and `_count`. Prometheus adds the labels `job` and `instance`.
 [OPERATING.md](OPERATING.md) explains what to do if a value is too high.
 
+Metrics of the tier `detail` are published only with `LOWTIDE_METRICS=detail`. The metrics
+`process_*` are those of other Prometheus clients; with `LOWTIDE_PROCESS_METRICS=off` they are left
+to the application. The last column has the metric of
+OpenTelemetry's semantic conventions with the same or nearly the same meaning, for those who
+translate; lowtide publishes none of these.
+
 Names, types and labels of metrics are part of the API: they change only with a new major version,
 and before 1.0 only with a new minor version. The changelog names each change; new metrics and new
 values of a label may come with any version.
@@ -35,7 +41,8 @@ Label values that the table does not list:
   that [named the route](OPERATING.md#memory-by-route-and-by-tenant). `tenant`: the name that the
   application gave. `other` stands for all beyond 64 routes and 32 tenants.
 - `version`: the version of the crate. `profile`: `low-memory`, `balanced` or `throughput`.
-  `allocator`: `jemalloc`.
+  `service_version`: what `LOWTIDE_SERVICE_VERSION` or `Builder::service_version` says, or
+  `unknown`.
 
 The series of each `trigger`, `reason`, `outcome` and `to` exist from the start, with the value 0.
 The series of a size class, a route and a tenant appear with its first request.

@@ -22,6 +22,7 @@ use serde_json::Value;
 
 use self::promql::Known;
 use self::rules::Rules;
+use super::metrics_tier::MetricsTier;
 use super::names::TABLE;
 use crate::tree::{Faults, Tree};
 
@@ -32,12 +33,19 @@ struct Shipped<'a> {
     dashboards: Vec<Value>,
 }
 
-/// The dashboards that are shipped, in the order of their links.
-const DASHBOARDS: [&str; 5] = ["overview", "heap", "device", "pressure_and_admission", "resources"];
+/// The dashboards that are shipped, in the order of their links, with the highest tier of the
+/// metrics that they may show.
+const DASHBOARDS: [(&str, MetricsTier); 3] = [
+    ("overview", MetricsTier::Basic),
+    ("device", MetricsTier::Basic),
+    ("detail", MetricsTier::Detail),
+];
+/// The beginning of the standard metrics of a process, which dashboards of others show.
+const PROCESS: &str = "process_";
 
 impl<'a> Shipped<'a> {
     fn read(tree: &'a Tree, faults: &'a Faults) -> Self {
-        let dashboard = |name| {
+        let dashboard = |(name, _)| {
             let name = format!("dashboards/{name}.json");
             serde_json::from_str(tree.text(&name, faults)).unwrap_or_else(|error| {
                 faults.say(format!("{name}: {error}"));
@@ -84,7 +92,13 @@ pub(super) fn check(tree: &Tree, faults: &Faults) {
     let tests = "dashboards/tests/lowtide.rules.test.yml";
     let untested = rules.untested(shipped.text(tests));
     faults.extend(untested.into_iter().map(|what| format!("{tests}: {what}")));
-    faults.extend(missing(&shipped.metrics()));
+    let shown = shipped.metrics().into_iter().chain(rules.check().metrics).collect();
+    faults.extend(missing(&shown));
+    faults.extend(of_other_tiers(
+        "dashboards/lowtide.rules.yml",
+        MetricsTier::Basic,
+        &rules.check().metrics,
+    ));
     let list = shipped.text("docs/METRICS.md");
     faults.expect(list == documents::metrics(), || {
         "docs/METRICS.md is not what the table says: run cargo xtask text --write".to_owned()
@@ -107,27 +121,36 @@ pub(super) fn write(root: &std::path::Path) -> std::io::Result<&'static str> {
 
 /// The dashboards keep the rules of the linter, and each has an address of its own.
 fn check_dashboards(shipped: &Shipped<'_>) {
-    for (name, dashboard) in DASHBOARDS.iter().zip(&shipped.dashboards) {
-        let faults = layout::check(dashboard, &Known::table()).faults;
+    for ((name, tier), dashboard) in DASHBOARDS.iter().zip(&shipped.dashboards) {
+        let found = layout::check(dashboard, &Known::table());
         let at = |fault| format!("dashboards/{name}.json: {fault}");
-        shipped.faults.extend(faults.into_iter().map(at));
+        shipped.faults.extend(found.faults.into_iter().map(at));
+        shipped.faults.extend(of_other_tiers(&format!("{name}.json"), *tier, &found.metrics));
     }
     for file in &shipped.tree.files {
         let name = file.name.strip_prefix("dashboards/").and_then(|n| n.strip_suffix(".json"));
-        let is_known = name.is_none_or(|name| name.contains('/') || DASHBOARDS.contains(&name));
+        let is_listed = |name| DASHBOARDS.iter().any(|(listed, _)| *listed == name);
+        let is_known = name.is_none_or(|name| name.contains('/') || is_listed(name));
         shipped.faults.expect(is_known, || format!("{}: not in the list of dashboards", file.name));
     }
     let uids: BTreeSet<_> = shipped.dashboards.iter().map(|one| one["uid"].to_string()).collect();
     shipped.faults.expect(uids.len() == DASHBOARDS.len(), || format!("equal uids: {uids:?}"));
 }
 
-/// The metrics of the table that are not among these.
+/// The metrics that are published by default and are not among these.
 fn missing(shown: &BTreeSet<String>) -> Vec<String> {
     TABLE
         .iter()
+        .filter(|metric| metric.tier == MetricsTier::Basic && !metric.name.starts_with(PROCESS))
         .filter(|metric| !shown.contains(metric.name))
-        .map(|metric| format!("{}: on no panel", metric.name))
+        .map(|metric| format!("{}: published by default, on no panel and in no rule", metric.name))
         .collect()
+}
+
+/// Faults for metrics above this tier: the file would show nothing by default.
+fn of_other_tiers(file: &str, tier: MetricsTier, names: &BTreeSet<String>) -> Vec<String> {
+    let above = TABLE.iter().filter(|metric| metric.tier > tier && names.contains(metric.name));
+    above.map(|metric| format!("{file}: {} is of the tier {}", metric.name, metric.tier)).collect()
 }
 
 /// Checks that the queries and metrics that may be empty on a machine without a GPU exist, and
@@ -142,7 +165,14 @@ fn check_excused(shipped: &Shipped<'_>) {
                 targets.is_some_and(|them| them.iter().any(|one| one["refId"] == letter.as_str()))
             })
         };
-        let exists = !named.letters.is_empty() && named.letters.chars().all(has);
+        // Annotations have no letters.
+        let annotations = shipped.dashboards.iter().map(|one| &one["annotations"]["list"]);
+        let mut annotations = annotations.filter_map(Value::as_array).flatten();
+        let exists = if named.letters.is_empty() {
+            annotations.any(|one| one["name"] == named.title)
+        } else {
+            named.letters.chars().all(has)
+        };
         let what = || format!("benches/dashboards/named.rs: {}: no such query", named.title);
         shipped.faults.expect(exists, what);
     }

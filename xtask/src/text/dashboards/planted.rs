@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 
 use super::promql::{self, Known, Place};
 use super::rules::Rules;
-use super::{DASHBOARDS, Shipped, documents, layout, missing};
+use super::{DASHBOARDS, MetricsTier, Shipped, documents, layout, missing, of_other_tiers};
 use crate::tree::{self, Faults, Tree};
 
 /// Calls with what is shipped.
@@ -31,7 +31,7 @@ fn dashboards() -> Vec<Value> {
 }
 
 fn dashboard(name: &str) -> Value {
-    let at = DASHBOARDS.iter().position(|other| *other == name).expect("a dashboard");
+    let at = DASHBOARDS.iter().position(|(other, _)| *other == name).expect("a dashboard");
     dashboards().remove(at)
 }
 
@@ -58,21 +58,21 @@ fn faults_of_the_dashboards_head_and_variables_are_found() {
         ("/title", json!(""), "no title"),
         ("/graphTooltip", json!(0), "graphTooltip"),
         ("/editable", json!(true), "editable"),
-        ("/templating/list/0/name", json!("ds"), "expected datasource, job, instance and device"),
+        ("/templating/list/0/name", json!("ds"), "expected datasource, namespace"),
         ("/templating/list/0/query", json!("loki"), "of type prometheus"),
-        ("/templating/list/1/type", json!("custom"), "variable job: expected type query"),
+        ("/templating/list/1/type", json!("custom"), "variable namespace: expected type query"),
         ("/templating/list/1/datasource/uid", json!("abc"), "the chosen data source"),
         ("/templating/list/1/multi", json!(false), "expected multi"),
-        ("/templating/list/2/allValue", json!(".*"), "allValue"),
+        ("/templating/list/2/allValue", json!(".+"), "allValue"),
         ("/templating/list/2/refresh", json!(1), "refresh"),
-        ("/templating/list/2/query/query", json!("label_values(up, instance)"), "the values of"),
-        ("/templating/list/3/query/query", json!("label_values(up, device)"), "the values of"),
+        ("/templating/list/4/query/query", json!("label_values(up, instance)"), "the values of"),
+        ("/templating/list/5/query/query", json!("label_values(up, device)"), "the values of"),
         ("/tags", json!([]), "tags: expected lowtide"),
         ("/links/0/tags", json!(["other"]), "links: expected"),
         ("/links/0/includeVars", json!(false), "links: expected"),
         ("/annotations/list/0/name", json!("nap"), "annotations"),
-        ("/annotations/list/0/datasource/uid", json!("abc"), "annotation sleep: expected the"),
-        ("/annotations/list/1/enable", json!(false), "annotation wake: expected it enabled"),
+        ("/annotations/list/0/datasource/uid", json!("abc"), "annotation deploy: expected the"),
+        ("/annotations/list/1/enable", json!(false), "annotation restart: expected it enabled"),
         ("/annotations/list/2/iconColor", json!(""), "annotation unload: expected a colour"),
         ("/annotations/list/3/expr", json!("lowtide_nods > 0"), "is in no table"),
         ("/annotations/list/3/expr", json!("lowtide_diagnostics"), "expected what is above 0"),
@@ -87,25 +87,25 @@ fn faults_of_the_dashboards_head_and_variables_are_found() {
 
 #[test]
 fn faults_of_panels_are_found() {
-    // Panel 0 is a row, panel 1 a stat, and panel 7 the first with several series.
+    // Panel 0 is a row, panel 2 a stat, and panel 7 has several series.
     for (pointer, value, expected) in [
         ("/panels/0/collapsed", json!(true), "collapsed"),
-        ("/panels/1/id", json!(1), "stands twice"),
-        ("/panels/1/title", json!(""), "no title"),
-        ("/panels/1/description", json!("Memory."), "asks no question"),
-        ("/panels/1/type", json!("graph"), "type graph"),
-        ("/panels/1/fieldConfig/defaults/unit", json!(""), "unit"),
-        ("/panels/1/fieldConfig/defaults/unit", json!("decbytes"), "unit"),
-        ("/panels/1/datasource/uid", json!("abc"), "data source \"abc\""),
-        ("/panels/1/targets", json!([]), "no query"),
-        ("/panels/1/targets/0/datasource/uid", json!("abc"), "a query of data source"),
-        ("/panels/1/targets/0/legendFormat", json!(""), "legend"),
+        ("/panels/2/id", json!(1), "stands twice"),
+        ("/panels/2/title", json!(""), "no title"),
+        ("/panels/2/description", json!("Memory."), "asks no question"),
+        ("/panels/2/type", json!("graph"), "type graph"),
+        ("/panels/2/fieldConfig/defaults/unit", json!(""), "unit"),
+        ("/panels/2/fieldConfig/defaults/unit", json!("decbytes"), "unit"),
+        ("/panels/2/datasource/uid", json!("abc"), "data source \"abc\""),
+        ("/panels/2/targets", json!([]), "no query"),
+        ("/panels/2/targets/0/datasource/uid", json!("abc"), "a query of data source"),
+        ("/panels/2/targets/0/legendFormat", json!(""), "legend"),
         ("/panels/7/targets/1/refId", json!("A"), "refId"),
         ("/panels/7/targets/0/legendFormat", json!("{{arena}} {{instance}}"), "label arena"),
         ("/panels/7/targets/0/legendFormat", json!("live"), "leaves instance out"),
         ("/panels/7/gridPos/w", json!(9), "lies over"),
         ("/panels/7/gridPos/x", json!(17), "of 24 columns"),
-        ("/panels/1/gridPos/y", json!(500), "in another order"),
+        ("/panels/2/gridPos/y", json!(500), "in another order"),
     ] {
         finds(expected, &changed(pointer, value));
     }
@@ -113,7 +113,7 @@ fn faults_of_panels_are_found() {
 
 #[test]
 fn faults_of_a_panels_query_are_found() {
-    let selected = r#"{job=~"$job", instance=~"$instance"}"#;
+    let selected = r#"{namespace=~"$namespace", job=~"$job", pod=~"$pod", instance=~"$instance"}"#;
     for (query, expected) in [
         ("lowtide_heap_live_byte@", "is in no table"),
         ("lowtide_sampler_duration_seconds@", "is in no table"),
@@ -121,6 +121,12 @@ fn faults_of_a_panels_query_are_found() {
         ("lowtide_heap_live_bytes", "expected job=~\"$job\""),
         (r#"lowtide_heap_live_bytes{job=~"$job"}"#, "expected instance=~"),
         (r#"lowtide_heap_live_bytes{job="$job", instance=~"$instance"}"#, "expected job=~"),
+        (r#"lowtide_heap_live_bytes{job=~"$job"}"#, "expected namespace=~"),
+        ("increase(lowtide_heap_purges_total@[1h])", "panels have no other range"),
+        (
+            "lowtide_heap_live_bytes@ * on (job) group_left (arena) lowtide_build_info@",
+            "label arena",
+        ),
         ("lowtide_device_allocs_total@", "a total without rate"),
         ("rate(lowtide_heap_live_bytes@[$__rate_interval])", "a gauge in rate"),
         ("deriv(lowtide_device_allocs_total@[$__rate_interval])", "a total without rate"),
@@ -150,21 +156,16 @@ fn faults_of_rules_are_found() {
     let text = read("dashboards/lowtide.rules.yml");
     for (from, to, expected) in [
         ("lowtide_heap_live_bytes > 0", "lowtide_heap_alive_bytes > 0", "is in no table"),
-        ("/ lowtide_pressure_limit_bytes", "/ lowtide_device_live_bytes", "never match"),
+        ("bytes / lowtide_pressure_limit_bytes", "bytes / lowtide_device_lost", "never match"),
         ("instance_arena:lowtide", "instance_resource:lowtide", "no label resource"),
-        ("instance:lowtide_heap_purgeable:bytes", "lowtide_heap_purgeable", "level:metric"),
+        ("instance:lowtide_pressure_required:min10m", "lowtide_pressure_required", "level:metric"),
         ("alert: LowtideHeapFragmented", "alert: HeapFragmented", "the prefix"),
         ("alert: LowtideHeapFragmented", "alert: LowtideHeapRetainedHigh", "stands twice"),
         ("severity: critical", "severity: page", "expected a severity"),
-        ("summary: '{{ $labels.instance }} holds", "about: '{{ $labels.instance }}", "a summary"),
-        ("description: More than half", "text: More than half", "a description"),
+        ("summary: '{{ $labels.instance }} rejects", "about: '{{ $labels.instance }}", "a summary"),
+        ("description: Required memory", "text: Required memory", "a description"),
         ("#lowtideheapretainedhigh", "#heap", "expected runbook"),
         ("{{ $labels.resource }} on", "{{ $labels.arena }} on", "$labels.arena is no label"),
-        (
-            "and on (job, instance) lowtide_heap_retained_bytes > 256 * 1024 * 1024",
-            "",
-            "a ratio alone",
-        ),
     ] {
         assert!(text.contains(from), "{from:?} is not in the rules any more");
         finds(expected, &Rules::read(&text.replace(from, to)).check().faults);
@@ -183,9 +184,11 @@ fn an_alert_without_a_firing_or_a_silent_test_is_found() {
 #[test]
 fn a_metric_that_nothing_shows_is_found() {
     let mut shown = with(|shipped| shipped.metrics());
-    assert!(shown.remove("lowtide_device_leases"));
-    finds("lowtide_device_leases: on no panel", &missing(&shown));
-    assert_eq!(missing(&BTreeSet::new()).len(), crate::text::names::TABLE.len());
+    assert!(shown.remove("lowtide_device_state"));
+    finds("lowtide_device_state: published by default, on no panel", &missing(&shown));
+    let detail = BTreeSet::from(["lowtide_device_leases".to_owned()]);
+    finds("is of the tier detail", &of_other_tiers("f", MetricsTier::Basic, &detail));
+    assert!(of_other_tiers("f", MetricsTier::Detail, &detail).is_empty());
 }
 
 #[test]

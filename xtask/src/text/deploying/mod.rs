@@ -101,7 +101,7 @@ impl<'a> Deploying<'a> {
             humantime::format_duration(found.time()).to_string()
         };
         let name = |found: Found<'_>| self.code.name_of(&found.value);
-        let rows: [(&str, Written<'_>); 17] = [
+        let rows: [(&str, Written<'_>); 18] = [
             ("CEILING", &ratio),
             ("CORRECTION_FACTOR", &plain),
             ("DEVICE", &name),
@@ -118,6 +118,7 @@ impl<'a> Deploying<'a> {
             ("IDLE_UNLOAD", &time),
             ("MAX_WAIT", &time),
             ("METRICS_INTERVAL", &time),
+            ("METRICS", &name),
             ("EXHAUSTION_POLICY", &name),
         ];
         for (at, profile) in ["LowMemory", "Balanced", "Throughput"].into_iter().enumerate() {
