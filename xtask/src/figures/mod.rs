@@ -5,6 +5,7 @@
 //!
 //! Invariant: each figure is printed by one function.
 
+mod alerts;
 mod api;
 pub(crate) mod arena;
 mod benches;
@@ -89,6 +90,7 @@ const SUBJECTS: &[(&str, &str)] = &[
     ("measured", "requests that are measured: errors, costs, overload; over an hour"),
     ("room", "requests that wait for room, evictions of models, leaks: some 75 minutes"),
     ("engines", "ONNX Runtime and candle in a service, and the C library: some 45 minutes"),
+    ("alerts", "metrics, panels, and how early alerts fire, by promtool: a minute"),
     ("envoy", "thresholds on the heap, in Envoy, and lowtide: quick and slow bodies"),
 ];
 
@@ -116,6 +118,8 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), String> {
             let c = cargo("bench --locked --bench c").run();
             onnx_runtime.and(candle).and(c)
         }
+        // Among the figures of `questions`.
+        "alerts" => measure("questions", alerts::MEASURES, &arguments.only),
         "envoy" => Run::new(".ci/envoy").run(),
         other => {
             let names: Vec<_> = SUBJECTS.iter().map(|(name, _)| *name).collect();
