@@ -142,8 +142,8 @@ impl Endpoints {
     /// `Accept` header prefers HTML (`?format=json` and `?format=html` override the header).
     /// `?with=` adds parts to the JSON: `map`, `history`, `events`, `admin_tasks`,
     /// `largest_requests`, `permits` (the oldest requests), `routes`, `tenants`, `size_classes`,
-    /// `mappings`, `device_processes` (for at most 50 ms; see `Memory::device_processes`), separated
-    /// by commas. An invalid query is 400.
+    /// `mappings`, `device_processes` (for at most 50 ms; see `Memory::device_processes`),
+    /// separated by commas. An invalid query is 400.
     ///
     /// ```
     /// use http::Request;
