@@ -153,8 +153,8 @@ impl LargeRequest for Admitted {
 
     fn wake(&self) {}
 
-    fn describe(&self, _: Moment) -> Option<RequestMemory> {
-        None
+    fn describe(&self, _: Moment, _: &mut RequestMemory) -> bool {
+        false
     }
 }
 

@@ -39,11 +39,15 @@ impl RouteLabel {
     pub(super) fn as_bytes(&self) -> &[u8] {
         self.text.get(..self.length.into()).unwrap_or_default()
     }
+
+    pub(super) fn as_str(&self) -> &str {
+        std::str::from_utf8(self.as_bytes()).unwrap_or_default()
+    }
 }
 
 impl fmt::Display for RouteLabel {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(std::str::from_utf8(self.as_bytes()).unwrap_or_default())
+        f.write_str(self.as_str())
     }
 }
 

@@ -229,8 +229,8 @@ impl LargeRequest for WeakPace {
         }
     }
 
-    fn describe(&self, _: Moment) -> Option<RequestMemory> {
-        None
+    fn describe(&self, _: Moment, _: &mut RequestMemory) -> bool {
+        false
     }
 }
 

@@ -970,22 +970,28 @@ impl LargeRequest for WeakPermit {
         }
     }
 
-    fn describe(&self, now: Moment) -> Option<RequestMemory> {
-        let account = self.0.upgrade()?;
+    fn describe(&self, now: Moment, into: &mut RequestMemory) -> bool {
+        let Some(account) = self.0.upgrade() else { return false };
         let (AccountMemory { live, peak, .. }, admitted) = (account.memory(), account.owner());
         let Origin { method, route, tenant, .. } = &admitted.origin;
-        Some(RequestMemory {
-            method: method.to_string(),
-            route: route.to_string(),
-            tenant: tenant.as_ref().map(|tenant| tenant.name().to_owned()),
-            phase: admitted.phase(),
-            reserved: ByteSize::new(admitted.covered.load(Ordering::Relaxed)),
-            live,
-            peak,
-            claim: admitted.claim(),
-            age: now - admitted.admitted_at,
-            is_cancelled: admitted.is_cancelled.load(Ordering::Relaxed),
-        })
+        for (text, of) in [(&mut into.method, method.as_str()), (&mut into.route, route.as_str())] {
+            text.clear();
+            text.push_str(of);
+        }
+        match tenant {
+            None => into.tenant = None,
+            Some(tenant) => {
+                let text = into.tenant.get_or_insert_default();
+                text.clear();
+                text.push_str(tenant.name());
+            }
+        }
+        into.phase = admitted.phase();
+        into.reserved = ByteSize::new(admitted.covered.load(Ordering::Relaxed));
+        (into.live, into.peak, into.claim) = (live, peak, admitted.claim());
+        into.age = now - admitted.admitted_at;
+        into.is_cancelled = admitted.is_cancelled.load(Ordering::Relaxed);
+        true
     }
 }
 

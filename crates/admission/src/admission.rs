@@ -302,6 +302,14 @@ impl Admission {
         self.desk.large.oldest(most, now)
     }
 
+    /// Describes the running requests that have reserved most memory, the largest first, among
+    /// those of [`Admission::oldest`]: as many as `into` has places, and at most 16. Returns their
+    /// number. Allocates nothing if the texts in `into` have room.
+    #[doc(hidden)]
+    pub fn largest_reserved(&self, into: &mut [RequestMemory], now: Moment) -> usize {
+        self.desk.large.largest_reserved(into, now)
+    }
+
     /// Returns the memory of measured requests by route, the largest first: at most 65 routes.
     /// Allocates, and takes a lock for about a microsecond.
     #[doc(hidden)]

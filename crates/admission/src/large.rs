@@ -33,6 +33,7 @@ use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::Moment;
 
 use super::pressure::Level;
+use super::usage::NAME_MAX;
 
 /// A request that holds at least this much is registered. An estimate: well above what a small
 /// request needs.
@@ -58,6 +59,9 @@ const LARGE_MAX: usize = 4096;
 const TIME_CHECKED_EVERY: Duration = Duration::from_millis(100);
 /// The minimum number of registered requests at which those that have ended are looked for.
 const SWEPT_MIN: usize = 64;
+
+/// The maximum number of requests that are described without allocations.
+const TOP_MAX: usize = 16;
 
 /// A full registry is searched for one of so many requests that are no larger than its smallest. An
 /// estimate: a search takes as long as some requests.
@@ -98,12 +102,13 @@ pub trait LargeRequest: Send + Sync {
         let _ = now;
     }
 
-    /// Describes it at this time, by the control loop's clock; `None` if it has ended.
-    fn describe(&self, now: Moment) -> Option<RequestMemory>;
+    /// Describes it at this time, by the control loop's clock. Returns `false`, with `into`
+    /// unchanged, if it has ended. Allocates nothing if the texts of `into` have room.
+    fn describe(&self, now: Moment, into: &mut RequestMemory) -> bool;
 }
 
 /// The memory of a running request.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize))]
 pub struct RequestMemory {
     /// The HTTP method.
@@ -129,8 +134,18 @@ pub struct RequestMemory {
     pub is_cancelled: bool,
 }
 
+impl RequestMemory {
+    /// Creates a place for a description, with room for its method, route and tenant.
+    #[doc(hidden)]
+    #[must_use]
+    pub fn with_room() -> Self {
+        let text = || String::with_capacity(NAME_MAX);
+        Self { method: text(), route: text(), tenant: Some(text()), ..Self::default() }
+    }
+}
+
 /// The phase of a running request.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize), serde(rename_all = "snake_case"))]
 #[non_exhaustive]
 pub enum RequestPhase {
@@ -139,6 +154,7 @@ pub enum RequestPhase {
     /// Its reservation is suspended: it waits for the rest of its body, and then for room.
     Suspended,
     /// Its handler works: its body has arrived, or it does not read it now.
+    #[default]
     Working,
     /// Its handler has answered.
     Answered,
@@ -259,7 +275,35 @@ impl LargeRequests {
             requests.retain(|request| request.reserved().is_some());
             requests.clone()
         };
-        requests.iter().filter_map(|request| request.describe(now)).collect()
+        let describe = |request: &Arc<dyn LargeRequest>| {
+            let mut described = RequestMemory::default();
+            request.describe(now, &mut described).then_some(described)
+        };
+        requests.iter().filter_map(describe).collect()
+    }
+
+    /// Describes the requests that have reserved the most memory, the largest first: as many as
+    /// `into` has places, and at most [`TOP_MAX`]. Returns their number. Allocates nothing if the
+    /// texts in `into` have room.
+    pub(super) fn largest_reserved(&self, into: &mut [RequestMemory], now: Moment) -> usize {
+        let mut top: [Option<(ByteSize, Arc<dyn LargeRequest>)>; TOP_MAX] = Default::default();
+        for request in self.each() {
+            let Some(reserved) = request.reserved() else { continue };
+            let is_less =
+                |of: &Option<(ByteSize, _)>| of.as_ref().is_none_or(|(other, _)| *other < reserved);
+            let at = top.partition_point(|of| !is_less(of));
+            if let Some(places) = top.get_mut(at..).filter(|places| !places.is_empty()) {
+                places.rotate_right(1);
+                places[0] = Some((reserved, request));
+            }
+        }
+        let mut count = 0;
+        for (_, request) in top.iter().flatten() {
+            if let Some(place) = into.get_mut(count) {
+                count += usize::from(request.describe(now, place));
+            }
+        }
+        count
     }
 
     /// Suspends requests that wait for their clients, one after the other, while `is_short`.
@@ -384,20 +428,11 @@ mod tests {
 
         fn wake(&self) {}
 
-        fn describe(&self, now: Moment) -> Option<RequestMemory> {
-            let live = self.reserved()?;
-            Some(RequestMemory {
-                phase: RequestPhase::Working,
-                reserved: live,
-                method: "POST".to_owned(),
-                route: "upload".to_owned(),
-                tenant: None,
-                live,
-                peak: live,
-                claim: ByteSize::ZERO,
-                age: now - Moment::ORIGIN,
-                is_cancelled: self.is_cancelled(),
-            })
+        fn describe(&self, now: Moment, into: &mut RequestMemory) -> bool {
+            let Some(live) = self.reserved() else { return false };
+            let age = now - Moment::ORIGIN;
+            *into = RequestMemory { reserved: live, live, age, ..RequestMemory::default() };
+            true
         }
     }
 
@@ -420,6 +455,14 @@ mod tests {
         let most = least + more;
         assert_eq!(live(usize::MAX), (least + 500..most).rev().collect::<Vec<_>>());
         assert_eq!(live(2), [most - 1, most - 2]);
+        let mut described = vec![RequestMemory::default(); 20];
+        let top = |into: &mut [RequestMemory]| -> Vec<u64> {
+            let count = large.largest_reserved(into, Moment::ORIGIN);
+            into.iter().take(count).map(|of| of.reserved.get()).collect()
+        };
+        let largest = |count: u64| (most - count..most).rev().collect::<Vec<_>>();
+        assert_eq!(top(&mut described), largest(TOP_MAX as u64));
+        assert_eq!(top(&mut described[..3]), largest(3));
         requests.iter().skip(600).for_each(|request| request.0.store(0, Ordering::Relaxed));
         assert_eq!(live(usize::MAX).len(), 100, "ended requests leave");
         assert_eq!(large.requests().len(), 100, "and are no longer kept");
