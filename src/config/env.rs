@@ -16,8 +16,8 @@ use std::time::Duration;
 use super::device::variables as device;
 use super::error::{ConfigError, Fault};
 use super::parse::{
-    correction_factor, decay_time, exhaustion_policy, on_or_off, positive, put, ratio, time,
-    time_or_never, time_or_zero, version, whole,
+    correction_factor, decay_time, exhaustion_policy, on_or_off, path_or_off, positive, put, ratio,
+    time, time_or_never, time_or_zero, version, whole,
 };
 use super::settings::Settings;
 
@@ -86,6 +86,8 @@ pub struct Variable {
 /// * `LOWTIDE_EXHAUSTION_POLICY`: report, serve-one or exit: what follows if memory that no request
 ///   owns leaves no room for requests; serve-one:5m with a grace period, exit:1m with a minimum
 ///   uptime
+/// * `LOWTIDE_FLIGHT_RECORDER`: absolute path of a file of 512 KiB that keeps the last five minutes
+///   for the next start, or off
 pub const VARIABLES: &[Variable] = &[
     Variable {
         name: "LOWTIDE_PROFILE",
@@ -220,6 +222,12 @@ pub const VARIABLES: &[Variable] = &[
                room for requests; serve-one:5m with a grace period, exit:1m with a minimum uptime",
         put: |settings, text| put(&mut settings.exhaustion_policy, exhaustion_policy(text)),
     },
+    Variable {
+        name: "LOWTIDE_FLIGHT_RECORDER",
+        help: "absolute path of a file of 512 KiB that keeps the last five minutes for the next \
+               start, or off",
+        put: |settings, text| put(&mut settings.flight_recorder, path_or_off(text)),
+    },
 ];
 
 /// Reads the environment of the process.
@@ -342,6 +350,7 @@ mod tests {
             ("LOWTIDE_PROCESS_METRICS", "off"),
             ("LOWTIDE_SERVICE_VERSION", "2.4.1"),
             ("LOWTIDE_EXHAUSTION_POLICY", "exit:10m"),
+            ("LOWTIDE_FLIGHT_RECORDER", "/run/lowtide/recording"),
             ("PATH", "/bin"),
         ]);
         let expected = Settings {
@@ -373,9 +382,10 @@ mod tests {
             exhaustion_policy: Some(ExhaustionPolicy::Exit {
                 min_uptime: Duration::from_secs(600),
             }),
+            flight_recorder: Some(Some("/run/lowtide/recording".into())),
         };
         assert_eq!(found, Ok(expected));
-        assert_eq!(VARIABLES.len(), 23, "a variable was added that this test does not name");
+        assert_eq!(VARIABLES.len(), 24, "a variable was added that this test does not name");
     }
 
     /// The bug: `LOWTIDE_MEMORY_LIMIT=` stopped the start, which is what a template with a missing
@@ -451,6 +461,18 @@ mod tests {
             assert!(error.contains(name) && error.contains(expected), "{error}");
         }
         assert!(given(&[("LOWTIDE_SERVICE_VERSION", &long[1..])]).is_ok());
+    }
+
+    #[test]
+    fn a_recording_has_an_absolute_path_or_is_off() {
+        let off = given(&[("LOWTIDE_FLIGHT_RECORDER", "off")]);
+        assert_eq!(off.map(|settings| settings.flight_recorder), Ok(Some(None)));
+        for text in ["true", "recording", "./recording"] {
+            let error = given(&[("LOWTIDE_FLIGHT_RECORDER", text)]).expect_err("a fault");
+            let expected =
+                format!("LOWTIDE_FLIGHT_RECORDER={text:?}: expected an absolute path, or off");
+            assert_eq!(error.to_string(), expected);
+        }
     }
 
     #[test]

@@ -1,5 +1,6 @@
 //! Parsers of the values of variables. An error describes the values that are accepted.
 
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use crate::bytes::ByteSize;
@@ -85,6 +86,18 @@ pub(super) fn exhaustion_policy(text: &str) -> Result<ExhaustionPolicy, &'static
         _ => None,
     };
     policy.ok_or("report, serve-one, exit, or the latter two with a time, such as exit:1m")
+}
+
+/// The accepted paths of a file that the crate writes: a relative one would depend on the folder in
+/// which the service is started.
+pub(super) const ABSOLUTE_PATH: &str = "an absolute path";
+
+pub(super) fn path_or_off(text: &str) -> Result<Option<PathBuf>, String> {
+    match Path::new(text) {
+        _ if text == "off" => Ok(None),
+        path if path.is_absolute() => Ok(Some(path.to_owned())),
+        _ => Err(format!("{ABSOLUTE_PATH}, or off")),
+    }
 }
 
 pub(super) fn time(text: &str) -> Result<Duration, String> {

@@ -2,10 +2,11 @@
 //!
 //! Pure: it reads neither the environment nor the machine.
 
+use std::path::PathBuf;
 use std::time::Duration;
 
 use super::error::{ConfigError, Fault};
-use super::parse::{VERSION_EXPECTED, is_version};
+use super::parse::{ABSOLUTE_PATH, VERSION_EXPECTED, is_version};
 use super::profile::Profile;
 use super::resolved::{Resolved, pick, pick_or};
 use super::settings::Settings;
@@ -56,6 +57,8 @@ pub struct Config {
     pub service_version: Resolved<Option<String>>,
     /// The policy for memory that no request owns and that leaves no room for requests.
     pub exhaustion_policy: Resolved<ExhaustionPolicy>,
+    /// The absolute path of the flight recorder's file; `None` records nothing.
+    pub flight_recorder: Resolved<Option<PathBuf>>,
 }
 
 impl Config {
@@ -123,6 +126,11 @@ impl Config {
                 code.exhaustion_policy,
                 ExhaustionPolicy::Report,
             ),
+            flight_recorder: pick_or(
+                environment.flight_recorder.clone(),
+                code.flight_recorder.clone(),
+                None,
+            ),
         })
     }
 }
@@ -158,6 +166,9 @@ fn check(settings: &Settings) -> Result<(), ConfigError> {
     }
     if let Some(version) = &settings.service_version {
         demand(is_version(version), "service_version", version.clone(), VERSION_EXPECTED);
+    }
+    if let Some(Some(path)) = &settings.flight_recorder {
+        demand(path.is_absolute(), "flight_recorder", path.display().to_string(), ABSOLUTE_PATH);
     }
     #[cfg(feature = "device")]
     settings.device.check(&mut demand);
@@ -209,6 +220,7 @@ mod tests {
             correction_factor: Some(0.9),
             memory_limit: Some(ByteSize::ZERO),
             idle_unload: Some(Duration::ZERO),
+            flight_recorder: Some(Some("recording".into())),
             device: DeviceSettings {
                 watermark: Some(1.0),
                 sleep_after: Some(Some(Duration::ZERO)),
@@ -216,8 +228,8 @@ mod tests {
             },
             ..Settings::default()
         };
-        let error = Config::resolve(&code, &Settings::default()).expect_err("six faults");
-        assert_eq!(error.faults.len(), 6, "{error}");
+        let error = Config::resolve(&code, &Settings::default()).expect_err("seven faults");
+        assert_eq!(error.faults.len(), 7, "{error}");
     }
 
     #[test]

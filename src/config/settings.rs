@@ -1,5 +1,6 @@
 //! Settings as given in code or in the environment: each may be unset, each value is valid.
 
+use std::path::PathBuf;
 use std::time::Duration;
 
 use super::profile::Profile;
@@ -48,4 +49,6 @@ pub struct Settings {
     pub service_version: Option<String>,
     /// The policy for memory that no request owns and that leaves no room for requests.
     pub exhaustion_policy: Option<ExhaustionPolicy>,
+    /// The absolute path of the flight recorder's file; `Some(None)` records nothing.
+    pub flight_recorder: Option<Option<PathBuf>>,
 }

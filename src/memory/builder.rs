@@ -4,8 +4,9 @@
 //! decay times.
 
 use std::fmt;
+use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::Duration;
 
@@ -25,6 +26,7 @@ use super::admin_tasks::AdminTasks;
 use super::claim::{Claim, THREADS};
 use super::devices::{self, Devices, GivenDrivers};
 use super::error::{Diagnostic, StartError};
+use super::flight::{Flight, FlightFile, LastExit, Recorder};
 use super::hands::{Hook, MaintenanceExecutor};
 use super::heap::{SettledHeap, settle_heap};
 use super::history::MetricsHistory;
@@ -127,6 +129,22 @@ impl Builder {
     #[must_use]
     pub fn service_version(mut self, version: impl Into<String>) -> Self {
         self.code.service_version = Some(version.into());
+        self
+    }
+
+    /// Records the last five minutes in this file, which survives a kill: samples, events, the
+    /// largest requests. The next start with the same path logs why this run ended, and
+    /// [`Memory::last_exit`] and `/memory?with=last_exit` have the recording. Default: nothing is
+    /// recorded.
+    ///
+    /// The path must be absolute, and the file must be local and of its own for each process. It
+    /// takes 512 KiB, which are allocated at the start; a third thread writes it, once a second and
+    /// when memory moves fast. If it cannot be created, allocated or locked, or if the path is that
+    /// of something else, nothing is recorded and a diagnostic has the cause. After a fork, the
+    /// child holds the lock too until it ends or calls `exec`.
+    #[must_use]
+    pub fn flight_recorder(mut self, path: impl Into<PathBuf>) -> Self {
+        self.code.flight_recorder = Some(Some(path.into()));
         self
     }
 
@@ -254,8 +272,9 @@ impl Builder {
         let unread = (!self.ignores_environment).then(unread_by_jemalloc).flatten();
         let stack = self.stack.unwrap_or(STACK);
         let parts = self.assemble(config, claim, unread)?;
-        let memory = launch(&parts.shared, parts.maintenance, parts.worker, stack)?;
-        report(&memory, parts.background_threads);
+        let background_threads = parts.background_threads;
+        let memory = launch(parts, stack)?;
+        report(&memory, background_threads);
         Ok(memory)
     }
 
@@ -292,6 +311,8 @@ impl Builder {
         };
         let clock = self.clock.unwrap_or_else(|| Arc::new(SystemClock::new()));
         check_limit(&config, &signals, &*clock, &mut diagnostics)?;
+        let path = config.flight_recorder.value.as_deref();
+        let (flight, recording) = Flight::open(path, &signals, &mut diagnostics);
         let signals = Arc::new(signals);
         let (admission, resources) = (Admission::new(), Resources::new());
         devices.settle_budgets(&admission, &mut diagnostics);
@@ -333,6 +354,7 @@ impl Builder {
             purges: Purges::default(),
             claim,
             events: Arc::default(),
+            flight: Arc::new(flight),
             history: MetricsHistory::default(),
             admin_tasks: AdminTasks::default(),
             loads: Loads::default(),
@@ -347,7 +369,7 @@ impl Builder {
         // The first sample is taken here, so that the first request finds a measured allowance.
         shared.queue.push(maintenance.tick(shared.clock.now()).jobs);
         let background_threads = heap.background_threads;
-        Ok(Parts { shared, maintenance, worker, background_threads })
+        Ok(Parts { shared, maintenance, worker, background_threads, recording })
     }
 }
 
@@ -357,6 +379,8 @@ struct Parts {
     maintenance: Maintenance,
     worker: Worker,
     background_threads: u32,
+    /// The file of the flight recorder.
+    recording: Option<FlightFile>,
 }
 
 /// The work of a `Memory` without threads.
@@ -511,7 +535,8 @@ fn running(shared: &Shared) -> Running {
     let threads = Threads {
         stop: Arc::default(),
         bell: Bell::new(),
-        started: Mutex::new(Vec::with_capacity(THREADS)),
+        flight_bell: Arc::clone(shared.flight.bell()),
+        started: Mutex::new(Vec::with_capacity(THREADS + 1)),
     };
     Running {
         is_ending: AtomicBool::new(false),
@@ -520,19 +545,17 @@ fn running(shared: &Shared) -> Running {
         claim: Arc::clone(&shared.claim),
         admission: shared.admission.clone(),
         events: Arc::clone(&shared.events),
+        flight: Arc::clone(&shared.flight),
     }
 }
 
-/// Starts the two threads. On failure the running one is signalled to end.
-fn launch(
-    shared: &Arc<Shared>,
-    mut maintenance: Maintenance,
-    mut worker: Worker,
-    stack: ByteSize,
-) -> Result<Memory, StartError> {
-    let running = Arc::new(running(shared));
+/// Starts the two threads, and that of the flight recorder. On failure the running ones are
+/// signalled to end.
+fn launch(parts: Parts, stack: ByteSize) -> Result<Memory, StartError> {
+    let Parts { shared: joined, mut maintenance, mut worker, recording, .. } = parts;
+    let running = Arc::new(running(&joined));
     let (stop, bell) = (Arc::clone(&running.threads.stop), Arc::clone(&running.threads.bell));
-    let (joined, shared, clock) = (shared, Arc::clone(shared), Arc::clone(&shared.clock));
+    let (shared, clock) = (Arc::clone(&joined), Arc::clone(&joined.clock));
     let ends = || Ends { end: Arc::default(), claim: Arc::clone(&shared.claim) };
     let (ends_worker, ends_control) = (ends(), ends());
     running.threads.spawn("lowtide-worker", stack, ends_worker, move || {
@@ -546,7 +569,22 @@ fn launch(
         // No more decisions follow: the worker ends after its queue.
         shared.queue.close();
     })?;
-    Ok(Memory::of(Arc::clone(joined), running))
+    if let Some(file) = recording {
+        launch_recorder(&joined, &running.threads, file, stack);
+    }
+    Ok(Memory::of(joined, running))
+}
+
+/// Starts the thread of the flight recorder. The claim is held until that has ended as well, so
+/// that the next `Memory` finds the file unlocked.
+fn launch_recorder(shared: &Arc<Shared>, threads: &Threads, file: FlightFile, stack: ByteSize) {
+    let recorder = Recorder::new(shared, file);
+    let (stop, claim) = (Arc::clone(&threads.stop), Arc::clone(&shared.claim));
+    claim.threads.fetch_add(1, Ordering::AcqRel);
+    let ends = Ends { end: Arc::default(), claim };
+    if let Err(error) = threads.spawn("lowtide-flight", stack, ends, move || recorder.run(&stop)) {
+        shared.add_diagnostic(Diagnostic::warning("flight_recorder", format!("off: {error}")));
+    }
 }
 
 impl Threads {
@@ -702,6 +740,20 @@ fn report(memory: &Memory, background_threads: u32) {
         heap_at_start = at_start,
         "memory manager started"
     );
+    if let Some(last) = memory.last_exit() {
+        report_last_exit(last);
+    }
+}
+
+/// Logs why the last run ended, once.
+fn report_last_exit(last: &LastExit) {
+    let LastExit { summary, pid, version, .. } = last;
+    let cause = last.cause.name();
+    if last.cause.is_orderly() {
+        log!(info, target: "lowtide", cause, pid, version, summary, "last run ended in order");
+        return;
+    }
+    log!(warn, target: "lowtide", cause, pid, version, summary, "last run did not end in order");
 }
 
 impl fmt::Debug for Builder {

@@ -95,6 +95,16 @@ impl Events {
         ring.push_back(Event { at, since: at, kind, about, text, times: 1, sum: amount });
     }
 
+    /// Passes the last events of each kind to `act`, about `most` in all, with the lock held.
+    /// Allocates nothing.
+    pub(super) fn last(&self, most: usize, mut act: impl FnMut(&Event)) {
+        let events = lock(&self.0);
+        let each = most / events.len().max(1);
+        for ring in events.values() {
+            ring.iter().skip(ring.len().saturating_sub(each)).for_each(&mut act);
+        }
+    }
+
     /// Returns the events, by the time of their last occurrence, oldest first.
     pub(super) fn all(&self) -> Vec<Event> {
         let mut all: Vec<_> = lock(&self.0).values().flatten().cloned().collect();

@@ -108,6 +108,7 @@ impl MaintenanceActions for MaintenanceExecutor {
         self.watch.see(&snapshot, entered, &self.shared.events);
         snapshot.reclaimers.iter().for_each(|reclaimer| self.note_panic(reclaimer));
         self.shared.history.add(snapshot.history_sample());
+        self.shared.flight.publish(&snapshot);
         if !self.shared.claim.is_attached {
             return; // its figures would mix with those of the process
         }

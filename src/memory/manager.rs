@@ -19,6 +19,7 @@ use lowtide_heap::SizeClass;
 use super::breakdown::Breakdown;
 use super::error::{Diagnostic, MemoryError};
 use super::events::Event;
+use super::flight::{LastExit, RunEnd};
 use super::history::HistorySample;
 use super::running::Running;
 use super::shared::{Purged, Shared};
@@ -287,11 +288,36 @@ impl Memory {
         if shared.birth.is_here() { shared.history.all() } else { Vec::new() }
     }
 
+    /// Returns the last run of this service and the reason why it ended, if that run had the
+    /// [flight recorder](super::Builder::flight_recorder) and this one has it at the same path;
+    /// `None` after the first run, and if the recording could not be read.
+    ///
+    /// ```
+    /// # let folder = std::env::temp_dir().join(format!("lowtide-{}", std::process::id()));
+    /// # std::fs::create_dir_all(&folder)?;
+    /// # let path = folder.join("recording");
+    /// use lowtide::Memory;
+    ///
+    /// let memory = Memory::builder().flight_recorder(path).start()?;
+    /// if let Some(last) = memory.last_exit() {
+    ///     println!("the last run (pid {}): {}", last.pid, last.summary);
+    /// }
+    /// # assert!(memory.last_exit().is_none());
+    /// # assert!(memory.shutdown(std::time::Duration::from_secs(5)).is_clean());
+    /// # std::fs::remove_dir_all(&folder)?;
+    /// # Ok::<(), lowtide::BoxError>(())
+    /// ```
+    #[must_use]
+    pub fn last_exit(&self) -> Option<&LastExit> {
+        self.0.shared.flight.last_exit()
+    }
+
     /// Makes `/readyz` answer 503 from now on, while the service still serves. Call it between a
     /// signal to shut down and the close of the listener, so that load balancers choose another
     /// instance. Admission is not changed.
     pub fn set_ending(&self) {
         self.0.running.is_ending.store(true, Ordering::Relaxed);
+        self.0.shared.flight.set_ending();
     }
 
     /// Returns `true` after [`Memory::set_ending`].
@@ -332,6 +358,7 @@ impl Memory {
                 report.resources.push(error.to_string());
             }
         }
+        shared.flight.end(if report.exhausted { RunEnd::Exhausted } else { RunEnd::ShutDown });
         self.0.running.threads.end();
         self.0.running.threads.join(&*shared.clock, end, &mut report);
         shared.end_devices(&mut report);

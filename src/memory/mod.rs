@@ -9,8 +9,8 @@
 //! and every [`Admission`] obtained from one, which every layer holds. The threads and resources
 //! hold no such handle, so they do not keep it running.
 //!
-//! Invariants: at most one `Memory` runs in a process; `threads = 2` while it runs, 0 after
-//! [`Memory::shutdown`]; dropping it never blocks.
+//! Invariants: at most one `Memory` runs in a process; `threads = 2` while it runs, or 3 with a
+//! flight recorder, and 0 after [`Memory::shutdown`]; dropping it never blocks.
 //!
 //! [`Config`]: crate::config::Config
 //! [`Admission`]: crate::admission::Admission
@@ -26,6 +26,7 @@ mod devices;
 mod ending;
 mod error;
 mod events;
+mod flight;
 mod found;
 mod hands;
 mod heap;
@@ -61,6 +62,7 @@ pub use devices::{
 };
 pub use error::{Diagnostic, MemoryError, Severity, StartError};
 pub use events::Event;
+pub use flight::{ExitCause, FlightEvent, FlightResource, FlightSample, LastExit};
 pub use history::HistorySample;
 #[cfg(feature = "service")]
 pub(crate) use manager::add_request_event;

@@ -1,4 +1,4 @@
-//! The two threads of a `Memory`, and their end.
+//! The two threads of a `Memory`, that of its flight recorder, and their end.
 //!
 //! `builder` starts them. They end when they are told to, or when the last handle is dropped.
 //!
@@ -15,6 +15,7 @@ use lowtide_admission::{Admission, JobQueue};
 
 use super::claim::{Claim, THREADS};
 use super::events::Events;
+use super::flight::{Flight, RunEnd};
 use super::shutdown::Shutdown;
 
 /// Ends the threads when the last handle is dropped. It holds no arena and no resource, so that
@@ -29,16 +30,19 @@ pub(super) struct Running {
     pub(super) admission: Admission,
     #[cfg_attr(not(feature = "service"), expect(dead_code, reason = "for layers"))]
     pub(super) events: Arc<Events>,
+    pub(super) flight: Arc<Flight>,
 }
 
 /// The minimum time that a shutdown waits for its threads, regardless of its deadline: idle threads
 /// end immediately, and a purge of 10 GiB takes this long.
 const JOIN_MIN: Duration = Duration::from_secs(1);
 
-/// The two threads. Dropping it signals them to end and does not wait.
+/// The threads. Dropping it signals them to end and does not wait.
 pub(super) struct Threads {
     pub(super) stop: Arc<AtomicBool>,
     pub(super) bell: Arc<Bell>,
+    /// Wakes the flight recorder.
+    pub(super) flight_bell: Arc<Bell>,
     pub(super) started: Mutex<Vec<Started>>,
 }
 
@@ -62,13 +66,14 @@ pub(super) struct End {
 impl Threads {
     /// Returns `true` if both threads were started and none was signalled to end.
     pub(super) fn is_running(&self) -> bool {
-        lock(&self.started).len() == THREADS && !self.stop.load(Ordering::Acquire)
+        lock(&self.started).len() >= THREADS && !self.stop.load(Ordering::Acquire)
     }
 
-    /// Signals both threads to end; the worker finishes its queue first.
+    /// Signals the threads to end; the worker finishes its queue first.
     pub(super) fn end(&self) {
         self.stop.store(true, Ordering::Release);
         self.bell.ring();
+        self.flight_bell.ring();
     }
 
     /// Waits for the threads until `deadline`, but at least [`JOIN_MIN`], and reports those that
@@ -142,6 +147,8 @@ impl Drop for Running {
             return;
         }
         let was_running = self.threads.is_running();
+        let panics = std::thread::panicking();
+        self.flight.end(if panics { RunEnd::Panicked } else { RunEnd::Dropped });
         self.queue.close();
         self.threads.end();
         self.claim.release();

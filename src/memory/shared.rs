@@ -28,6 +28,7 @@ use super::claim::Claim;
 use super::devices::{self, Devices};
 use super::error::{Diagnostic, MemoryError, Severity};
 use super::events::Events;
+use super::flight::Flight;
 use super::history::MetricsHistory;
 use super::loads::Loads;
 use super::snapshot::{BudgetSnapshot, MemorySnapshot};
@@ -55,6 +56,7 @@ pub(super) struct Shared {
     pub(super) purges: Purges,
     pub(super) claim: Arc<Claim>,
     pub(super) events: Arc<Events>,
+    pub(super) flight: Arc<Flight>,
     pub(super) history: MetricsHistory,
     pub(super) admin_tasks: AdminTasks,
     pub(super) loads: Loads,

@@ -143,7 +143,7 @@ impl Endpoints {
     /// `?with=` adds parts to the JSON: `map`, `history`, `events`, `admin_tasks`,
     /// `largest_requests`, `permits` (the oldest requests), `routes`, `tenants`, `size_classes`,
     /// `mappings`, `device_processes` (for at most 50 ms; see `Memory::device_processes`),
-    /// separated by commas. An invalid query is 400.
+    /// `last_exit` ([`Memory::last_exit`]), separated by commas. An invalid query is 400.
     ///
     /// ```
     /// use http::Request;

@@ -20,6 +20,7 @@ mod drain;
 mod endpoints;
 mod estimate;
 mod exempt;
+mod last_exit;
 mod layer;
 mod learned;
 mod origin;

@@ -1,6 +1,6 @@
 //! The optional parts of `/memory`: maps of arenas, history, events, admin tasks, the largest
 //! and oldest requests, the memory of routes and tenants, size classes of the heap, mappings of the
-//! process, and the processes on each device.
+//! process, the processes on each device, and the last run.
 //!
 //! Each part is bounded. The figures themselves are in `endpoints`, the maps in `devices`.
 
@@ -18,6 +18,7 @@ use lowtide_heap::SizeClass as HeapSizeClass;
 use super::answer::seconds;
 use super::asked::QueryError;
 use super::devices::{self, Maps};
+use super::last_exit::last_exit;
 
 /// The maximum number of size classes, and of mapped files.
 const ROWS_MAX: usize = 16;
@@ -38,10 +39,11 @@ pub(super) enum Part {
     SizeClasses,
     Mappings,
     DeviceProcesses,
+    LastExit,
 }
 
 impl Part {
-    const ALL: [Self; 11] = [
+    const ALL: [Self; 12] = [
         Self::Map,
         Self::MetricsHistory,
         Self::Events,
@@ -53,6 +55,7 @@ impl Part {
         Self::SizeClasses,
         Self::Mappings,
         Self::DeviceProcesses,
+        Self::LastExit,
     ];
 
     const fn name(self) -> &'static str {
@@ -68,6 +71,7 @@ impl Part {
             Self::SizeClasses => "size_classes",
             Self::Mappings => "mappings",
             Self::DeviceProcesses => "device_processes",
+            Self::LastExit => "last_exit",
         }
     }
 
@@ -123,6 +127,7 @@ impl Part {
                 Some(processes) => processes,
                 None => return, // a build without CUDA
             },
+            Self::LastExit => last_exit(memory.last_exit()),
         };
         to.insert(self.name().to_owned(), value);
     }
@@ -211,7 +216,7 @@ fn event(event: &Event) -> Value {
     })
 }
 
-fn request(request: &RequestMemory) -> Value {
+pub(super) fn request(request: &RequestMemory) -> Value {
     json!({
         "method": request.method,
         "route": request.route,

@@ -228,6 +228,7 @@ fn describe(memory: &Memory) -> String {
         process_metrics,
         service_version,
         exhaustion_policy,
+        flight_recorder,
         ..
     } = memory.config();
     let limit = memory_limit.value.map_or_else(|| "none".to_owned(), ByteSize::exact);
@@ -268,6 +269,7 @@ fn describe(memory: &Memory) -> String {
         format!("process_metrics={} ({})", process_metrics.value, process_metrics.source),
         format!("service_version={:?} ({})", service_version.value, service_version.source),
         format!("exhaustion={:?} ({})", exhaustion_policy.value, exhaustion_policy.source),
+        format!("flight_recorder={:?} ({})", flight_recorder.value, flight_recorder.source),
     ]
     .join("; ")
 }
@@ -314,6 +316,7 @@ fn each_variable_reaches_what_it_sets() {
         ("LOWTIDE_PROCESS_METRICS", "off"),
         ("LOWTIDE_SERVICE_VERSION", "2.4.1"),
         ("LOWTIDE_EXHAUSTION_POLICY", "exit:10m"),
+        ("LOWTIDE_FLIGHT_RECORDER", "/nonexistent/recording"),
     ]);
     for part in [
         "started: profile=low-memory (environment)",
@@ -344,12 +347,13 @@ fn each_variable_reaches_what_it_sets() {
         "process_metrics=false (environment)",
         "service_version=Some(\"2.4.1\") (environment)",
         "exhaustion=Exit { min_uptime: 600s } (environment)",
+        "flight_recorder=Some(\"/nonexistent/recording\") (environment)",
     ] {
         assert!(bare.contains(part), "{part:?} is missing in {bare}");
     }
     let (bare, _) = with_variables(&[("LOWTIDE_BACKGROUND_THREADS", "0")]);
     assert!(bare.contains(" threads, on: false; background_threads=0 (environment)"), "{bare}");
-    assert_eq!(env::VARIABLES.len(), 23, "a variable was added that this test does not name");
+    assert_eq!(env::VARIABLES.len(), 24, "a variable was added that this test does not name");
 }
 
 #[test]

@@ -18,9 +18,20 @@ use crate::support::{Tree, advance_until};
 const SOON: Duration = Duration::from_secs(5);
 const SECOND: Duration = Duration::from_secs(1);
 const ANY_PART: &str = "expected map, history, events, admin_tasks, largest_requests, permits, \
-                        routes, tenants, device_processes";
-const PARTS: [&str; 8] =
-    ["map", "history", "events", "admin_tasks", "largest_requests", "permits", "routes", "tenants"];
+                        routes, tenants, size_classes, mappings, device_processes, last_exit";
+const PARTS: [&str; 11] = [
+    "map",
+    "history",
+    "events",
+    "admin_tasks",
+    "largest_requests",
+    "permits",
+    "routes",
+    "tenants",
+    "size_classes",
+    "mappings",
+    "last_exit",
+];
 const ALL: &str = "/memory?format=json&with=map,history,events,admin_tasks";
 const BROWSER: &str = "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8";
 

@@ -57,6 +57,10 @@ fn limits(code: &Code<'_>) -> Vec<Row> {
             ("model that was idle for {} is unloaded", values![spoken(low("idle_unload").time())]),
             ("starts the proxy under {}, {} CPU and the low-memory profile", values![limit, cpus]),
             ("| memory requested = limit, {} MiB |", values![pod]),
+            (
+                "`LOWTIDE_FLIGHT_RECORDER` | absolute path of a file of {} for",
+                values![code.constant("flight::format::FILE_BYTES").size()],
+            ),
             ("such as `512m` means {}, as Docker reads it", values![mebibytes(code, "512m")]),
             ("sets the columns on the right; unset: `{}` |", values![code.name_of(&default)]),
         ],

@@ -45,6 +45,7 @@ pub(super) fn rows(code: &Code<'_>) -> Vec<Row> {
         threads,
         device,
         sleep,
+        last_exit,
     ];
     let rows = all.into_iter().flat_map(|rows| rows(code));
     rows.map(|(says, values)| Row { page: PAGE, says, values }).collect()
@@ -325,6 +326,35 @@ fn usage(code: &Code<'_>) -> Rows {
 fn kernel(code: &Code<'_>) -> Rows {
     let [moving, still] = ["MOVING_MAX", "STILL_MAX"].map(|name| time(code.constant(name).time()));
     vec![("at most {} later, or {} in an idle process", values![moving, still])]
+}
+
+fn last_exit(code: &Code<'_>) -> Rows {
+    let of = |name: &str| code.constant(&format!("flight::last_exit::{name}"));
+    let half = same(of("KILLED_NEARBY").number(), 0.5);
+    expect(code, half, "docs/OPERATING.md: half of the limit");
+    let of_format = |name: &str| code.constant(&format!("flight::format::{name}"));
+    let counts = ["EVENTS_MAX", "PERMITS_MAX", "RESOURCES_MAX"].map(|name| of_format(name).count());
+    let [events, permits, resources] = counts;
+    let look = code.constant("flight::recorder::LOOK_EVERY").time();
+    let moved = code.constant("flight::recorder::MOVED_PART").count();
+    vec![
+        ("its last five minutes in a file of {}, which", values![of_format("FILE_BYTES").size()]),
+        (
+            "physical memory was at {} of the limit, or at its growth would have been at {} \
+             within {};",
+            values![
+                percent(of("AT_LIMIT").number()),
+                percent(of("REACHED").number()),
+                time(of("EXPECTED").time())
+            ],
+        ),
+        (
+            "the last {} events, the {} requests that had reserved most memory, and {} \
+             resources. Physical memory is looked at every {} and written when it has moved by \
+             1/{} of the limit",
+            values![events, permits, resources, time(look), moved],
+        ),
+    ]
 }
 
 fn purges(code: &Code<'_>) -> Rows {
