@@ -27,6 +27,11 @@ COPY --from=build /image/ /
 ENV LOWTIDE_PROFILE=low-memory \
     _RJEM_MALLOC_CONF=background_thread:true,max_background_threads:1,narenas:2,dirty_decay_ms:1000,muzzy_decay_ms:0,thp:never,metadata_thp:disabled,cache_oblivious:false
 
+# Why the last run ended, also if it was killed: the recording outlives the process on this volume. A
+# start that cannot write it reports that and goes on.
+ENV LOWTIDE_FLIGHT_RECORDER=/var/lib/lowtide/recording
+VOLUME /var/lib/lowtide
+
 # jemalloc serves Rust code only. C code allocates from glibc's heap, which would have up to eight
 # arenas per core and never releases their inner pages by itself.
 ENV MALLOC_ARENA_MAX=2
