@@ -315,6 +315,7 @@ fn document(memory: &Memory) -> Value {
         "process": {
             "pid": std::process::id(),
             "started_at_seconds": seconds(memory.started_at()),
+            "service_version": memory.config().service_version.value,
         },
         "profile": snapshot.profile.name(),
         "at_seconds": seconds(snapshot.since_epoch),
