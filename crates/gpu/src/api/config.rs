@@ -46,11 +46,13 @@ pub struct ArenaConfig {
     /// ([`Capabilities::handles`](crate::driver::Capabilities::handles)): the cost of a commit
     /// grows with the number of handles. Blocks that cover several granules, and adjoining blocks
     /// on a wake, get handles of more than one granule. Default: 64 MiB, the maximum of NVIDIA
-    /// DALI. Below two granules, 0 included, each handle is one granule.
+    /// DALI. Rounded down to whole granules; below two granules, 0 included, each handle is one
+    /// granule. Drivers without handles, such as the host driver, ignore it.
     pub handle_max: ByteSize,
-    /// The minimum number of handles: each has at most this part of the committed memory. An idle
-    /// granule in a handle in use cannot leave, so a few large handles would waste much of a small
-    /// arena. Default: 64. 0 and 1: no such limit.
+    /// The minimum number of handles: a handle has at most `committed / handles_min` bytes. With
+    /// 64, handles reach 64 MiB only when 4 GiB are committed. An idle granule in a handle in use
+    /// cannot leave, so a few large handles would waste much of a small arena. Default: 64. 0 and
+    /// 1: no such limit. Drivers without handles ignore it.
     pub handles_min: u32,
     /// Time that idle memory stays. Memory used within this time is not released, and idle memory
     /// stays at most a sixteenth longer. jemalloc's curve, which releases half of the memory by
