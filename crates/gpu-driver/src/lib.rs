@@ -542,6 +542,10 @@ pub unsafe trait Driver: fmt::Debug + Send + Sync {
     /// waiting if the store is page-locked. Device memory and store stay until it is done
     /// (`cuMemcpyDtoHAsync`).
     ///
+    /// An arena copies on a stream of its own. So it can only keep contents during a sleep if the
+    /// driver has the calls for streams too, with or without [`Capabilities::asynchronous`]. A
+    /// driver whose memory counts as the host's ([`Capabilities::counts_as_host`]) needs neither.
+    ///
     /// # Safety
     /// Until the copy is complete, `from` stays committed and unchanged, and the part of the store
     /// exists and nothing else accesses it, except copies that are ordered after this one. The
