@@ -183,7 +183,13 @@ impl DeviceArena {
     /// thread is doing this. Leases may be held meanwhile, and others can enter.
     ///
     /// Reserves the memory in the host budget. Takes about 0.1 to 0.4 s for each GiB. A decay
-    /// releases what live blocks no longer need. [`DeviceArena::sleep_if_idle`] does this itself.
+    /// releases what live blocks no longer need. [`DeviceArena::sleep_if_idle`] does this itself,
+    /// with the options of [`ArenaConfig::sleep`](crate::ArenaConfig::sleep); in a `Memory` these
+    /// are `memory.config().device.sleep().options`.
+    ///
+    /// It may exceed [`SleepConfig::stores_max`](crate::SleepConfig::stores_max), which applies
+    /// again after the wake from the sleep that uses the memory. Does nothing if device memory is
+    /// host memory: such an arena copies nothing.
     ///
     /// # Errors
     /// [`DeviceError::State`] if the arena is not awake, [`DeviceError::HostBudget`] if the budget
@@ -196,11 +202,13 @@ impl DeviceArena {
     }
 
     /// Sets the maximum host memory for contents that stays allocated after a wake
-    /// ([`SleepConfig::stores_max`](crate::SleepConfig::stores_max)), and releases what exceeds it.
+    /// ([`SleepConfig::stores_max`](crate::SleepConfig::stores_max)), and releases what exceeds it,
+    /// prepared memory included. Releases whole stores of up to 1 GiB, so less than the maximum may
+    /// stay.
     ///
     /// The next sleep uses this memory, and allocates what is missing. [`DeviceArena::decay`]
     /// releases what live blocks do not need after the decay time. [`DeviceArena::release_stores`]
-    /// and the end of the arena release all of it.
+    /// and the end of the arena release all of it. Has no effect if device memory is host memory.
     pub fn set_stores_max(&self, stores_max: ByteSize) {
         let inner = self.inner();
         if inner.check_here().is_ok() {
@@ -210,7 +218,7 @@ impl DeviceArena {
 
     /// Releases the host memory that is allocated for the next sleep and returns its bytes. If the
     /// driver refuses, the memory stays. Releases nothing while the arena wakes, and no contents of
-    /// a sleeping arena.
+    /// a sleeping arena. There is none to release if device memory is host memory.
     pub fn release_stores(&self) -> ByteSize {
         let inner = self.inner();
         if inner.check_here().is_err() {

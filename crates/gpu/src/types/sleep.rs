@@ -76,10 +76,11 @@ pub struct SleepConfig {
     pub wake_timeout: Duration,
     /// The maximum host memory for contents that stays allocated, and reserved, after a wake for
     /// the next sleep: page-locking memory takes longer than filling it. A decay soon after the
-    /// wake releases the rest; with zero, all of it. See
-    /// [`DeviceArena::set_stores_max`](crate::DeviceArena::set_stores_max). Default: half of the
-    /// host's physical memory; 0 if its size is unknown. A `Memory` also limits it to a quarter of
-    /// its memory limit.
+    /// wake releases the rest; with zero, all of it. Host memory is released in whole stores of up
+    /// to 1 GiB, so less than the maximum may stay: nothing of a single store of 64 MiB if the
+    /// maximum is 32 MiB. See [`DeviceArena::set_stores_max`](crate::DeviceArena::set_stores_max).
+    /// Default: half of the host's physical memory; 0 if its size is unknown. A `Memory` also
+    /// limits it to a quarter of its memory limit.
     pub stores_max: ByteSize,
 }
 
