@@ -190,7 +190,10 @@ fn return_scratch(port: &Port<'_>, region: Region, scratch: Placement) {
 /// no work uses live blocks.
 fn begin(state: &mut ArenaState, handle: PlacedRun, scratch: Placement) -> Option<Split> {
     let PlacedRun { region, run, .. } = handle;
-    if !state.are_live_unused() || is_busy(state) || state.sleep.may_be_copied() {
+    // A block may have got the memory of a raw one since the proof, in the order of their stream:
+    // work on the raw one, which needs no lease, may still write to it.
+    let is_written = state.streams.unfinished().next().is_some();
+    if is_written || !state.are_live_unused() || is_busy(state) || state.sleep.may_be_copied() {
         return None;
     }
     let segment = &state.region(region).segment;

@@ -1,9 +1,9 @@
 //! Handles that blocks touch in part, after a wake that put several blocks into one handle.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use lowtide_cuda_sim::{Call, Order, SimError};
+use lowtide_cuda_sim::{Call, Order, Pattern, SimError};
 use lowtide_gpu::clock::{Clock as _, Moment};
 use lowtide_gpu::decay::DecayTime;
 use lowtide_gpu::driver::{DeviceAddress, Driver as _};
@@ -210,5 +210,55 @@ fn no_handle_is_divided_while_work_may_use_its_blocks() {
         bed.assert_marked(buffer, *mark);
     }
     drop((blocks, lane));
+    bed.end();
+}
+
+/// Bug: while the arena asked whether work was complete, a program could write to raw blocks, free
+/// them, and get blocks at their place in the order of the stream. The handle was released while
+/// the work still wrote to it.
+#[test]
+fn no_handle_is_divided_while_work_of_a_raw_block_writes_where_another_block_is_now() {
+    const SIZE: ByteSize = ByteSize::kib(128);
+    let bed = Bed::new(Order::Lazy);
+    let mut blocks: Vec<_> =
+        (0..256).map(|mark| (mark, bed.marked(MIB / 8, Region::Stable, mark))).collect();
+    bed.arena.sleep(NOW).expect("asleep");
+    bed.arena.wake().expect("awake");
+    let lane = bed.lane();
+    blocks.retain(|(mark, _)| mark % 4 != 2);
+    bed.arena.wait_for_pending().expect("idle");
+    let align = ByteSize::new(1);
+    let raw = |_| lane.alloc_raw(SIZE, align, Region::Stable).expect("room");
+    let raws: Vec<_> = (0..64).map(raw).collect();
+    blocks.retain(|(mark, _)| mark % 4 == 1);
+    bed.arena.wait_for_pending().expect("idle");
+    // The first check after a lease only records events.
+    for _ in 0..2 {
+        drop(lane.enter().expect("a lease"));
+        bed.arena.decay(later(&bed)).expect("no error");
+        bed.sim.run_all();
+    }
+    let taken = Arc::new(Mutex::new(Vec::new()));
+    let (sim, stream, program) = (Arc::downgrade(&bed.sim), bed.stream, lane.clone());
+    let (placed, count) = (Arc::clone(&taken), raws.len());
+    bed.sim.before(Call::EventQuery, 0, move || {
+        let Some(sim) = sim.upgrade() else { return };
+        for raw in raws {
+            sim.fill(stream, raw.at, raw.size, Pattern::new(999)).expect("queued");
+            program.free(raw.at).expect("a raw block");
+        }
+        let again = |_| program.alloc::<u8>(MIB / 8, Region::Stable).expect("room");
+        placed.lock().expect("no panic").extend((0..count).map(again));
+    });
+    bed.arena.decay(later(&bed)).expect("no error");
+    let taken = std::mem::take(&mut *taken.lock().expect("no panic"));
+    assert_eq!(taken.len(), 64, "the work was asked for");
+    assert_eq!(bed.sim.unsafe_unmaps(), 0);
+    bed.sim.run_all();
+    drop((taken, lane));
+    for (mark, buffer) in &blocks {
+        bed.assert_marked(buffer, *mark);
+    }
+    drop(blocks);
     bed.end();
 }
