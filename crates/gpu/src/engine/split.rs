@@ -72,7 +72,8 @@ pub(crate) async fn release_stuck(port: &Port<'_>, ages: Option<Ages>) -> u64 {
             break;
         }
         let Some(handle) = port.with(|state| choose(state, ages)) else {
-            port.with(|state| state.is_undividable = true);
+            // What has not expired yet is due later.
+            port.with(|state| state.is_undividable = choose(state, None).is_none());
             break;
         };
         let Some(released) = split(port, handle).await else {

@@ -262,3 +262,33 @@ fn no_handle_is_divided_while_work_of_a_raw_block_writes_where_another_block_is_
     drop(blocks);
     bed.end();
 }
+
+/// Bug: if the idle memory of a handle had not all expired at the first check, no other check was
+/// due, and it stayed.
+#[test]
+fn memory_of_a_handle_that_expires_after_the_first_check_leaves() {
+    let second = Duration::from_secs(1);
+    let bed = Bed::with(Order::Lazy, |config| config.decay = DecayTime::Within(10 * second));
+    let mut blocks: Vec<_> =
+        (0..256).map(|mark| (mark, bed.marked(MIB / 8, Region::Stable, mark))).collect();
+    bed.arena.sleep(NOW).expect("asleep");
+    bed.arena.wake().expect("awake");
+    for rest in [3, 2] {
+        blocks.retain(|(mark, _)| mark % 4 != rest);
+        bed.arena.wait_for_pending().expect("idle");
+        bed.sim.clock().advance(5 * second);
+    }
+    let (end, mut calls) = (bed.sim.clock().now() + 30 * second, 0);
+    while bed.sim.clock().now() < end {
+        bed.sim.clock().advance(second / 10);
+        if bed.arena.next_decay() <= bed.sim.clock().now() {
+            bed.arena.decay(bed.sim.clock().now()).expect("no error");
+            calls += 1;
+        }
+    }
+    let snapshot = bed.arena.snapshot();
+    assert_eq!(snapshot.committed, ByteSize::mib(16), "what is live: {snapshot:?}");
+    assert!(calls <= 40, "{calls} calls in 30 s");
+    drop(blocks);
+    bed.end();
+}
