@@ -36,7 +36,7 @@ pub struct Settings {
     /// [`Duration::MAX`] for never. Must not be zero.
     pub idle_unload: Option<Duration>,
     /// The longest time that a request waits for room behind a layer of
-    /// [`Memory::layer`](crate::Memory::layer) without its own setting; zero to reject immediately.
+    /// `Memory::layer` without its own setting; zero to reject immediately.
     pub max_wait: Option<Duration>,
     /// The time between publications of metrics. Must not be zero.
     pub metrics_interval: Option<Duration>,

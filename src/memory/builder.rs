@@ -102,7 +102,7 @@ impl Builder {
         /// [`Duration::MAX`](Duration::MAX) for never. Default: 60 s, 300 s or 900 s, by profile.
         idle_unload: Duration;
         /// Sets the longest time that a request waits for room behind a layer of
-        /// [`Memory::layer`] without its own setting; zero to reject immediately. Default: 2 s.
+        /// `Memory::layer` without its own setting; zero to reject immediately. Default: 2 s.
         max_wait: Duration;
         /// Sets the time between publications of metrics. Default: 1 s.
         metrics_interval: Duration;

@@ -17,8 +17,8 @@ use super::{Endpoints, Peer};
 
 impl Memory {
     /// Returns the operator endpoints (`/healthz`, `/readyz`, `/memory`, and `/metrics` after
-    /// [`Builder::prometheus`](crate::memory::Builder::prometheus)) as routes. Merge them after the
-    /// layer, so that they answer under overload:
+    /// `Builder::prometheus`) as routes. Merge them after the layer, so that they answer under
+    /// overload:
     ///
     /// ```
     /// use axum::{Router, routing::post};

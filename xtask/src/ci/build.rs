@@ -55,6 +55,18 @@ pub(super) fn with_jemalloc(run: Run) -> Run {
     }
 }
 
+/// Returns the arguments for a package without features, and with each feature alone.
+fn each_alone(package: &Package) -> Vec<String> {
+    const NONE: &str = "--no-default-features";
+    let alone = package.features.iter().map(|name| format!("{NONE} --features {name}"));
+    std::iter::once(NONE.to_owned()).chain(alone).collect()
+}
+
+/// Returns `true` if jemalloc is built for these features alone. Lints and documents never link it.
+fn has_own_jemalloc(features: &str) -> bool {
+    features.ends_with("interpose") || features.ends_with("profiling")
+}
+
 /// Each library alone: development dependencies would switch features on.
 pub(super) fn features(_: Length) -> Outcome {
     let mut failed = Vec::new();
@@ -62,14 +74,9 @@ pub(super) fn features(_: Length) -> Outcome {
         let lint = |features: &str| {
             let words = format!("clippy --locked --lib -p {} {features}", package.name);
             let lint = cargo(&words).words("-- -D warnings");
-            // They have a jemalloc of their own each, which a lint never links.
-            let has_own = features.ends_with("interpose") || features.ends_with("profiling");
-            if has_own { with_jemalloc(lint).run() } else { lint.run() }
+            if has_own_jemalloc(features) { with_jemalloc(lint).run() } else { lint.run() }
         };
-        let alone = package.features.iter();
-        let alone = alone.map(|name| format!("--no-default-features --features {name}"));
-        let mut all = vec!["--no-default-features".to_owned()];
-        all.extend(alone);
+        let mut all = each_alone(&package);
         if package.name == "lowtide" {
             // A web service without device arenas.
             all.push("--features axum,prometheus,service,tokio".to_owned());
@@ -116,16 +123,20 @@ pub(super) fn musl(_: Length) -> Outcome {
     Ok(over_musl("check -p lowtide --features service,prometheus,tokio")?)
 }
 
+/// With each feature alone, a link to an item of another feature is broken.
 pub(super) fn doc(_: Length) -> Outcome {
     let doc = |words: &str| {
         let doc = cargo(&format!("doc --locked --no-deps {words}"));
-        doc.env("RUSTDOCFLAGS", "-D warnings").run()
+        let doc = doc.env("RUSTDOCFLAGS", "-D warnings");
+        if has_own_jemalloc(words) { with_jemalloc(doc).run() } else { doc.run() }
     };
     let mut failed = Vec::new();
     failed.extend(doc("-p lowtide --features service,prometheus").err());
     for package in published()? {
-        let features = package.documented.join(",");
-        failed.extend(doc(&format!("-p {} --features={features}", package.name)).err());
+        let documented = format!("--features={}", package.documented.join(","));
+        let all = each_alone(&package).into_iter().chain([documented]);
+        let all = all.map(|features| format!("-p {} {features}", package.name));
+        failed.extend(all.filter_map(|words| doc(&words).err()));
     }
     if failed.is_empty() { Ok(()) } else { Err(failed.join("; ").into()) }
 }
