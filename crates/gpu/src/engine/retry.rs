@@ -1,12 +1,12 @@
 //! The steps after a shortage, from the cheapest to the last: empty the thread caches, wait for
-//! pending work of streams, search every free span instead of the likely ones, call the program's
-//! callbacks, and try places that depend on no neighbour. If all steps fail, `alloc_error` makes
-//! the error.
+//! pending work of streams, search every free span instead of the likely ones, divide handles that
+//! blocks use in part, call the program's callbacks, and try places that depend on no neighbour. If
+//! all steps fail, `alloc_error` makes the error.
 //!
 //! Runs of callbacks do not overlap. If an operation is short of memory during another thread's
 //! run, it waits for the end of that run and checks if the released memory was enough.
 //!
-//! Invariant: each step is made at most once, except for the last, which has a bound.
+//! Invariant: each step is made at most once, except for divisions and the last, which have bounds.
 
 use super::alloc::ATTEMPTS_BESIDE;
 use super::completion::complete_all;
@@ -36,7 +36,9 @@ pub(super) async fn run_ladder<T>(
     if outcome.as_ref().is_err_and(AllocFailure::is_shortage) {
         outcome = after_pending(port, &attempt).await;
     }
-    if outcome.as_ref().is_err_and(AllocFailure::is_shortage) && release_stuck(port, None).await > 0
+    // Each turn divides some handles for good: there are at most as many turns as handles.
+    while outcome.as_ref().is_err_and(AllocFailure::is_shortage)
+        && release_stuck(port, None).await > 0
     {
         outcome = attempt(Search::Cheapest).await;
     }

@@ -292,3 +292,20 @@ fn memory_of_a_handle_that_expires_after_the_first_check_leaves() {
     drop(blocks);
     bed.end();
 }
+
+/// Bug: an allocation at the limit divided 16 handles, and failed although more could be divided.
+#[test]
+fn an_allocation_at_the_limit_divides_as_many_handles_as_it_needs() {
+    let bed = Bed::with(Order::Lazy, |config| {
+        (config.limit, config.decay) = (ByteSize::mib(33), DecayTime::Never);
+    });
+    let blocks = scattered(&bed);
+    let snapshot = bed.arena.snapshot();
+    assert_eq!((snapshot.live, snapshot.committed), (ByteSize::mib(8), ByteSize::mib(32)));
+    drop(bed.arena.alloc::<u8>(16 * MIB, Region::Dynamic).expect("room"));
+    for (mark, buffer) in &blocks {
+        bed.assert_marked(buffer, *mark);
+    }
+    drop(blocks);
+    bed.end();
+}
