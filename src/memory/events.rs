@@ -460,7 +460,7 @@ mod tests {
             arenas: BTreeMap::new(),
             resources: BTreeMap::new(),
             reclaimers: BTreeMap::new(),
-            shed: [0, 7, 0, 0, 0, 0, 0, 0, 0],
+            shed: [0, 7, 0, 0, 0, 0, 0, 0, 0, 0],
             kills: 1,
         }
     }
@@ -476,7 +476,7 @@ mod tests {
             arenas: BTreeMap::from([("a".to_owned(), [1, 1, 0])]),
             resources: BTreeMap::from([("m".to_owned(), model)]),
             reclaimers: BTreeMap::from([("c".to_owned(), (2, ByteSize::mib(3)))]),
-            shed: [1, 10, 0, 0, 0, 0, 0, 0, 0],
+            shed: [1, 10, 0, 0, 0, 0, 0, 0, 0, 0],
             kills: 3,
         };
         let told = |now: &Seen, before: &Seen| {

@@ -304,8 +304,8 @@ table! {
         "Number of permits held now.";
     ADMISSION_REJECTED: Basic Counter "lowtide_admission_rejected_total" Count ["reason"]
         "Requests rejected, by reason (too_large, full, pressure, shutting_down, exhausted, \
-         slow_start, outgrown, slow_client, held_too_long). The last three had been admitted, and \
-         were ended while they ran.";
+         slow_start, device_lost, outgrown, slow_client, held_too_long). The last three had been \
+         admitted, and were ended while they ran.";
     ADMISSION_WAITING: Basic Gauge "lowtide_admission_waiting" Count []
         "Requests that wait for room now: before their bodies are read, or, if they were \
          suspended, before the end of their bodies.";

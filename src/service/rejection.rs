@@ -7,7 +7,6 @@ use http::header::{CONTENT_TYPE, RETRY_AFTER};
 use http::request::Parts;
 use http::{HeaderValue, Response, StatusCode};
 
-use crate::bytes::ByteSize;
 use lowtide_admission::{AcquireError, Rejected};
 
 /// `DEADLINE_EXCEEDED`, `RESOURCE_EXHAUSTED` and `UNAVAILABLE` of gRPC.
@@ -22,6 +21,7 @@ const RETRY_MAX: Duration = Duration::from_secs(24 * 3600);
 /// The titles of answers.
 const NO_MEMORY: &str = "not enough memory";
 const TIMEOUT: &str = "request timeout";
+const DEVICE_LOST: &str = "device lost";
 
 /// Creates the answer to a rejected request. Implemented for closures.
 ///
@@ -60,8 +60,9 @@ where
 ///
 /// A gRPC client reads a gRPC status instead of an HTTP status: `RESOURCE_EXHAUSTED` in a
 /// trailers-only response with `grpc-retry-pushback-ms`, which is the time until a retry, or -1 if
-/// a retry cannot succeed. A service that is shutting down answers `UNAVAILABLE` without it, so
-/// that the client tries another instance. `DEADLINE_EXCEEDED` says that a time limit has passed.
+/// a retry cannot succeed. A service that is shutting down, or has lost the device, answers
+/// `UNAVAILABLE` without it, so that the client tries another instance. `DEADLINE_EXCEEDED` says
+/// that a time limit has passed.
 ///
 /// Other clients get [`rejection`].
 pub(super) fn negotiated(rejected: &Rejected, head: &Parts) -> Response<String> {
@@ -75,7 +76,7 @@ pub(super) fn negotiated(rejected: &Rejected, head: &Parts) -> Response<String> 
 /// "Trailers-Only -> HTTP-Status Content-Type Trailers" (PROTOCOL-HTTP2.md of gRPC).
 fn trailers_only(rejected: &Rejected, kind: HeaderValue) -> Response<String> {
     let (status, pushback) = match rejected {
-        Rejected::ShuttingDown => (UNAVAILABLE, None),
+        Rejected::ShuttingDown | Rejected::DeviceLost { .. } => (UNAVAILABLE, None),
         Rejected::SlowClient { .. } | Rejected::HeldTooLong { .. } => (DEADLINE_EXCEEDED, None),
         _ => (RESOURCE_EXHAUSTED, Some(rejected.retry_after())),
     };
@@ -112,15 +113,15 @@ fn percent_encoded(text: &str) -> String {
 
 /// Returns the answer to a rejected request, as problem+json (RFC 9457): 413 if it is so large that
 /// a retry cannot succeed, 408 if the client sends its body too slowly, otherwise 503. That has
-/// Retry-After (in whole seconds, at least 1), unless the request has run for too long. For a
-/// resource that is not available, see [`unavailable`].
+/// Retry-After (in whole seconds, at least 1), unless the request has run for too long or the
+/// device is lost. For a resource that is not available, see [`unavailable`].
 #[must_use]
 pub fn rejection(rejected: &Rejected) -> Response<String> {
     let retry_after = rejected.retry_after().unwrap_or(MIN_WAIT);
     let (status, title, retry_after) = match rejected {
-        // The device is lost. Another instance may have a working one.
-        Rejected::TooLarge { ceiling: ByteSize::ZERO, .. } => {
-            (StatusCode::SERVICE_UNAVAILABLE, NO_MEMORY, Duration::ZERO)
+        // No retry succeeds here, but another instance may have a working device.
+        Rejected::DeviceLost { .. } => {
+            (StatusCode::SERVICE_UNAVAILABLE, DEVICE_LOST, Duration::ZERO)
         }
         Rejected::TooLarge { .. } | Rejected::Outgrown { retry_after: None, .. } => {
             (StatusCode::PAYLOAD_TOO_LARGE, NO_MEMORY, retry_after)
@@ -189,6 +190,7 @@ pub(super) fn problem(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::bytes::ByteSize;
 
     fn head(content_type: Option<&str>) -> Parts {
         let request = http::Request::post("/");
@@ -204,6 +206,19 @@ mod tests {
     fn a_wait_without_end_is_announced_as_a_day() {
         let answer = problem(StatusCode::SERVICE_UNAVAILABLE, "", "", "", Duration::MAX);
         assert_eq!(answer.headers()[RETRY_AFTER], "86400");
+    }
+
+    /// The bug: a lost device was answered as a request that is too large.
+    #[test]
+    fn a_lost_device_is_answered_as_unavailable_without_a_time_to_retry() {
+        let lost = Rejected::DeviceLost { asked: ByteSize::mib(1) };
+        let answer = negotiated(&lost, &head(None));
+        assert_eq!(answer.status(), 503);
+        assert!(!answer.headers().contains_key(RETRY_AFTER));
+        assert!(answer.body().contains("\"device_lost\""), "{}", answer.body());
+        let answer = negotiated(&lost, &head(Some("application/grpc")));
+        assert_eq!(answer.headers()["grpc-status"], "14");
+        assert!(!answer.headers().contains_key("grpc-retry-pushback-ms"));
     }
 
     #[test]

@@ -229,7 +229,7 @@ fn a_lost_device_is_published_as_lost_and_the_others_decay_and_admit_as_before()
     });
     // The default device is lost: nothing is admitted for it, at once.
     let rejected = memory.admission().try_admit(Cost::device(ByteSize::mib(1)));
-    assert!(matches!(rejected, Err(Rejected::TooLarge { ceiling: ByteSize::ZERO, .. })));
+    assert!(matches!(rejected, Err(Rejected::DeviceLost { .. })), "{rejected:?}");
     let opened = memory.open_arena("more").expect_err("lost");
     let MemoryError::Arena(ArenaError::Device { error, .. }) = &opened else { panic!("{opened}") };
     let DeviceSelectError::Lost { device, .. } = error else { panic!("{error}") };

@@ -444,7 +444,7 @@ fn a_resource_that_fits_no_longer_is_noted_once_when_its_load_is_refused() {
     advance_until(&clock, TICK, "it is noted", || diagnostics() > 0);
     clock.advance(10 * SECOND);
     assert_eq!((diagnostics(), model.stats().loads_refused_total), (1, 2));
-    assert_eq!(memory.admission().stats().rejected, [0; 9]);
+    assert_eq!(memory.admission().stats().rejected, [0; 10]);
     tree.limit(ByteSize::mib(512));
     advance_until(&clock, TICK, "the ceiling rises", || model.acquire_blocking().is_ok());
     assert!(memory.shutdown(SOON).is_clean());

@@ -527,8 +527,8 @@ fn the_memory_document_holds_every_figure_in_bytes_and_null_for_no_limit() {
     assert_eq!((&told["requests"]["admitted"], &told["requests"]["held"]), (&json!(1), &json!(1)));
     let shed = json!({
         "too_large": 1, "full": 0, "pressure": 0,
-        "shutting_down": 0, "exhausted": 0, "slow_start": 0, "outgrown": 0,
-        "slow_client": 0, "held_too_long": 0
+        "shutting_down": 0, "exhausted": 0, "slow_start": 0, "device_lost": 0,
+        "outgrown": 0, "slow_client": 0, "held_too_long": 0
     });
     assert_eq!(told["requests"]["rejected"], shed);
     let resource = &told["resources"][0];

@@ -194,7 +194,7 @@ fn clients_that_send_slowly_leave_their_room_to_others() {
         });
         honest.is_empty()
     });
-    assert_eq!((served, bed.stats().rejected), (4, [0; 9]));
+    assert_eq!((served, bed.stats().rejected), (4, [0; 10]));
     for (body, call) in bodies.iter().zip(&mut slow) {
         body.arrives(2);
         body.ends();
@@ -232,7 +232,7 @@ fn the_end_of_a_suspended_body_waits_until_its_claim_is_reserved_again() {
     let Poll::Ready(answer) = poll(&mut slow) else { panic!("there is room") };
     assert_eq!(crate::polled::now(text(answer)), (2 * FRAME).to_string());
     drop(rest);
-    assert_eq!((bed.reserved(), bed.stats().rejected), (ByteSize::ZERO, [0; 9]));
+    assert_eq!((bed.reserved(), bed.stats().rejected), (ByteSize::ZERO, [0; 10]));
 }
 
 #[test]

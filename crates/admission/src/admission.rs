@@ -286,6 +286,12 @@ impl Admission {
         self.desk.unowned.store(unowned.get(), Ordering::Relaxed);
     }
 
+    /// Says whether the device is lost. The ceiling of a lost one is zero. Called by the control
+    /// loop.
+    pub(super) fn set_device_lost(&self, is_lost: bool) {
+        self.desk.is_device_lost.store(is_lost, Ordering::Relaxed);
+    }
+
     /// Returns the `most` running requests that hold most memory, the largest first, among those
     /// that hold at least 256 KiB and are measured. Allocates, and takes a lock for some
     /// microseconds.
@@ -441,7 +447,7 @@ mod tests {
         assert_eq!(reserved(&admission), NOTHING);
         assert_eq!(
             admission.stats().rejected,
-            [0, 1, 0, 0, 0, 0, 0, 0, 0],
+            [0, 1, 0, 0, 0, 0, 0, 0, 0, 0],
             "a resource is no request"
         );
     }
@@ -587,7 +593,7 @@ mod tests {
         permit.shrink(ByteSize::MAX);
         assert_eq!(reserved(&admission), NOTHING);
         drop(permit);
-        assert_eq!((reserved(&admission), admission.stats().rejected), (NOTHING, [0; 9]));
+        assert_eq!((reserved(&admission), admission.stats().rejected), (NOTHING, [0; 10]));
     }
 
     /// The bug: without a limit, one estimate of 64 bits caused all others to be rejected.
@@ -675,7 +681,7 @@ mod tests {
         assert_eq!(count(Budget::Host, small), (0, 0, 0), "what lacks of the device");
         assert_eq!(count(Budget::Device, ByteSize::mib(96)), (0, 0, 1));
         assert_eq!(count(Budget::Device, small), (1, small.get(), 0));
-        assert_eq!(admission.stats().rejected, [1, 2, 0, 0, 0, 0, 0, 0, 0]);
+        assert_eq!(admission.stats().rejected, [1, 2, 0, 0, 0, 0, 0, 0, 0, 0]);
         assert_eq!((admission.stats().admitted_total, admission.stats().held()), (2, 2));
         drop((permit, exempt));
         assert_eq!(admission.stats().held(), 0);

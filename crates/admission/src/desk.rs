@@ -54,6 +54,8 @@ pub(super) struct Desk {
     pub(super) closed: AtomicBool,
     /// The bytes that no request owns while that leaves no room for requests, otherwise 0.
     pub(super) unowned: AtomicU64,
+    /// `true` once the device is lost: no device bytes are reserved.
+    pub(super) is_device_lost: AtomicBool,
     /// `true` if device memory is host memory: device bytes are reserved in the host's ledger.
     pub(super) unified: AtomicBool,
     pub(super) large: LargeRequests,
@@ -95,6 +97,7 @@ impl Desk {
         desk.level.store(Level::None.as_u8(), Ordering::Relaxed);
         desk.closed.store(false, Ordering::Release);
         desk.unowned.store(0, Ordering::Relaxed);
+        desk.is_device_lost.store(false, Ordering::Relaxed);
         desk.set_evictor(None);
         desk.has_reclaimers.store(false, Ordering::Relaxed);
         desk.unified.store(false, Ordering::Relaxed);
@@ -763,6 +766,9 @@ impl Desk {
     ) -> Rejected {
         let ledger = self.ledger(budget);
         let Shortfall { asked, reserved, allowance } = short;
+        if budget == Budget::Device && self.is_device_lost.load(Ordering::Relaxed) {
+            return Rejected::DeviceLost { asked };
+        }
         let ceiling = ledger.ceiling();
         if asked > ceiling {
             return Rejected::TooLarge { budget, asked, ceiling };

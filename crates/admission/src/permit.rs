@@ -527,7 +527,7 @@ mod tests {
         let mut grows = |priority| permit.grow_with(mib, priority).map_err(|it| it.reason());
         assert_eq!(grows(Priority::High), Err(RejectReason::TooLarge));
         assert_eq!(grows(Priority::Low), Err(RejectReason::Full));
-        assert_eq!(admission.stats().rejected, [0; 9], "none is counted");
+        assert_eq!(admission.stats().rejected, [0; 10], "none is counted");
         let reserved = permit.cost().host;
         assert_eq!(admission.ledger(Budget::Host).reserved(), reserved);
         drop(permit);
@@ -540,7 +540,7 @@ mod tests {
         let mut model = admission.try_reserve_resource(Cost::host(ByteSize::mib(1))).expect("fits");
         let error = model.grow_with(ByteSize::mib(1), Priority::Exempt).expect_err("a resource");
         assert_eq!(error.reason(), RejectReason::TooLarge);
-        assert_eq!(admission.stats().rejected, [0; 9]);
+        assert_eq!(admission.stats().rejected, [0; 10]);
     }
 
     #[test]

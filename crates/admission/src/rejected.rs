@@ -83,6 +83,13 @@ pub enum Rejected {
         /// The time after which to retry.
         retry_after: Duration,
     },
+    /// The device is lost, and its memory with it, until the process restarts. Answer with 503:
+    /// another instance may have a device that works.
+    #[error("cannot reserve {asked} of device memory: the device is lost")]
+    DeviceLost {
+        /// The bytes requested.
+        asked: ByteSize,
+    },
     /// A running request was cancelled: it holds more memory than it may while memory is short.
     /// Answer with 503, or with 413 if it alone holds more than half the ceiling, since a retry
     /// cannot succeed then.
@@ -129,6 +136,7 @@ impl Rejected {
             Self::Exhausted { .. } => RejectReason::Exhausted,
             Self::ShuttingDown => RejectReason::ShuttingDown,
             Self::SlowStart { .. } => RejectReason::SlowStart,
+            Self::DeviceLost { .. } => RejectReason::DeviceLost,
             Self::Outgrown { .. } => RejectReason::Outgrown,
             Self::SlowClient { .. } => RejectReason::SlowClient,
             Self::HeldTooLong { .. } => RejectReason::HeldTooLong,
@@ -143,6 +151,7 @@ impl Rejected {
             | Self::Pressure { .. }
             | Self::Exhausted { .. }
             | Self::SlowStart { .. }
+            | Self::DeviceLost { .. }
             | Self::Outgrown { .. }
             | Self::SlowClient { .. }
             | Self::HeldTooLong { .. }
@@ -168,6 +177,7 @@ impl Rejected {
             | Self::SlowStart { retry_after, .. } => Some(*retry_after),
             Self::Outgrown { retry_after, .. } => *retry_after,
             Self::TooLarge { .. }
+            | Self::DeviceLost { .. }
             | Self::ShuttingDown
             | Self::SlowClient { .. }
             | Self::HeldTooLong { .. } => None,
@@ -191,6 +201,8 @@ pub enum RejectReason {
     Exhausted,
     /// The memory need of the route was not measured yet.
     SlowStart,
+    /// The device was lost.
+    DeviceLost,
     /// The request was cancelled while it ran because it held more than its claim.
     Outgrown,
     /// The request was ended because its client sent or took data too slowly.
@@ -201,13 +213,14 @@ pub enum RejectReason {
 
 impl RejectReason {
     /// All reasons.
-    pub const ALL: [Self; 9] = [
+    pub const ALL: [Self; 10] = [
         Self::TooLarge,
         Self::Full,
         Self::Pressure,
         Self::ShuttingDown,
         Self::Exhausted,
         Self::SlowStart,
+        Self::DeviceLost,
         Self::Outgrown,
         Self::SlowClient,
         Self::HeldTooLong,
@@ -223,6 +236,7 @@ impl RejectReason {
             Self::ShuttingDown => "shutting_down",
             Self::Exhausted => "exhausted",
             Self::SlowStart => "slow_start",
+            Self::DeviceLost => "device_lost",
             Self::Outgrown => "outgrown",
             Self::SlowClient => "slow_client",
             Self::HeldTooLong => "held_too_long",

@@ -466,7 +466,7 @@ mod tests {
         }
         let all = EACH * threads;
         assert_eq!((counts.admitted, counts.finished, counts.held()), (all, all, 0));
-        assert_eq!(counts.rejected, [all, all, 0, 0, 0, 0, 0, 0, 0]);
+        assert_eq!(counts.rejected, [all, all, 0, 0, 0, 0, 0, 0, 0, 0]);
         assert_eq!(host.beside, 3 * all);
         let class = |bytes| host.classes[SizeClass::of(bytes).place()];
         assert_eq!(class(ByteSize::mib(1)).admitted_bytes_total, all << 20);

@@ -114,8 +114,9 @@ pub struct DeviceStatus {
     pub ordinal: Option<u32>,
     /// The way in which its memory is allocated.
     pub backend: Backend,
-    /// The error by which its loss became known; `None` while it works. A lost device gets no
-    /// further driver call and admits nothing, and its arenas fail, until the process restarts.
+    /// The error by which its loss became known; `None` while it works. Until the process restarts,
+    /// a lost device admits nothing, and every driver call for it fails with this error. A lease of
+    /// an awake arena still succeeds, and the snapshots of its arenas keep their last state.
     pub lost: Option<String>,
     /// Its budget; `None` if its memory counts in the host's. Only the first device has a level.
     pub budget: Option<BudgetSnapshot>,

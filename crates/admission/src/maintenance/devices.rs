@@ -28,6 +28,11 @@ pub struct DeviceFigures {
     pub limit: Option<ByteSize>,
 }
 
+/// Returns `true` if a device with this limit is lost.
+pub(super) fn is_lost(limit: Option<ByteSize>) -> bool {
+    limit == Some(ByteSize::ZERO)
+}
+
 /// Returns the most bytes that may be held of a device if requests may fill `share` of its limit.
 pub(super) const fn ceiling(limit: ByteSize, share: f64) -> ByteSize {
     match limit {
@@ -54,6 +59,7 @@ impl DeviceAccount {
     /// Updates the allowance.
     pub(super) fn update(&mut self, figures: DeviceFigures, share: f64, now: Moment) {
         let DeviceFigures { committed, idle, limit } = figures;
+        self.admission.set_device_lost(is_lost(limit));
         let limit = limit.unwrap_or(ByteSize::MAX);
         if self.account.is_unused(&self.admission, committed, limit) {
             return;
@@ -119,11 +125,11 @@ mod tests {
         assert!(matches!(ask(81), Err(Rejected::TooLarge { .. })));
         let lost = DeviceFigures { limit: Some(ByteSize::ZERO), ..DeviceFigures::default() };
         account.update(lost, 0.8, Moment::ORIGIN);
-        let ceiling = ByteSize::ZERO;
-        let (budget, asked) = (Budget::Device, ByteSize::mib(1));
-        let rejected = Rejected::TooLarge { budget, asked, ceiling };
+        let rejected = Rejected::DeviceLost { asked: ByteSize::mib(1) };
         assert_eq!(ask(1).map(drop), Err(rejected));
-        drop(held);
+        let host = admission.try_admit(Cost::host(ByteSize::mib(1)));
+        assert!(host.is_ok(), "what needs no device is admitted");
+        drop((held, host));
         assert!(!account.is_held());
         account.update(figures, 0.8, Moment::ORIGIN);
         assert!(ask(30).is_ok());

@@ -430,6 +430,7 @@ impl Maintenance {
     fn account(&mut self, sample: &Sample, stats: &AdmissionStats, now: Moment) {
         let turnover = self.turns.next(stats, now);
         let limit = if sample.limit.is_known() { sample.limit.bytes } else { ByteSize::MAX };
+        self.admission.set_device_lost(devices::is_lost(sample.device_limit));
         let device_limit = sample.device_limit.unwrap_or(ByteSize::MAX);
         let _ = self.host.pressure.update(now, sample.physical, limit);
         // A lost device has no pressure: it admits nothing, and releasing memory would not help.

@@ -447,6 +447,10 @@ fn device(code: &Code<'_>) -> Rows {
             "`is_this_process`. At most {}, those with most memory first",
             values![code.constant("nvml::PROCESSES_MAX").count()],
         ),
+        (
+            "as `device_lost` from the next tick of the sampler ({}), which makes",
+            values![ticks(code)],
+        ),
     ]
 }
 
@@ -458,6 +462,11 @@ fn sleep(code: &Code<'_>) -> Rows {
         (
             "waits for the memory, for up to {} if the device is full",
             values![spoken(code.default_with("wake_timeout").field("wake_timeout").time())],
+        ),
+        (
+            "It releases whole stores, each of up to {}, so less than the limit may stay: of one \
+             store of 64 MiB with a limit of 32 MiB, nothing.",
+            values![code.constant("stores::STORE_MAX").size()],
         ),
     ]
 }
