@@ -236,7 +236,7 @@ fn what_does_not_fit_now_is_a_503_that_says_when_to_come_again_and_why() {
     assert!(retry_after(&response).is_some_and(|seconds| (1..=60).contains(&seconds)));
     assert_eq!((&problem["status"], &problem["reason"]), (&503.into(), &"full".into()));
     let detail = problem["detail"].as_str().expect("a text");
-    for part in ["10.0 MiB of host memory now", "45.0 MiB of 50.0 MiB are reserved"] {
+    for part in ["10.0 MiB of host memory now", "45.0 MiB reserved, allowance 50.0 MiB"] {
         assert!(detail.contains(part), "{part:?} is missing in {detail:?}");
     }
     assert_eq!(reserved(&admission), ByteSize::mib(45), "nothing was booked for it");

@@ -39,7 +39,7 @@ pub use super::cost::Budget;
 
 /// A reservation that did not fit.
 #[derive(Clone, Copy, Debug, Error, PartialEq, Eq)]
-#[error("cannot reserve {asked}: {reserved} of {allowance} are reserved")]
+#[error("cannot reserve {asked}: {reserved} reserved, allowance {allowance}")]
 pub struct Shortfall {
     /// The bytes requested.
     pub asked: ByteSize,

@@ -28,8 +28,8 @@ pub enum Rejected {
     },
     /// The cost does not fit now. Answer with 503.
     #[error(
-        "cannot reserve {asked} of {budget} memory now: {reserved} of {allowance} are reserved; \
-         retry in {} s", retry_after.as_secs()
+        "cannot reserve {asked} of {budget} memory now: {reserved} reserved, allowance \
+         {allowance}; retry in {} s", retry_after.as_secs()
     )]
     Full {
         /// The budget that has no room.

@@ -294,7 +294,7 @@ fn an_error_names_consumer_bytes_and_what_was_available_and_is_bounded() {
     assert!(matches!(error, DataFusionError::ResourcesExhausted(_)), "{error:?}");
     let text = error.to_string();
     let named = "cannot reserve 5.0 MiB for HashJoinInput[3], which holds 1000 B: cannot reserve \
-                 5.0 MiB of host memory now: 100.0 MiB of 100.0 MiB are reserved";
+                 5.0 MiB of host memory now: 100.0 MiB reserved, allowance 100.0 MiB";
     assert!(text.contains(named), "{text}");
     let long = rig.other(&"x".repeat(100_000));
     let text = long.try_grow(5 * MIB).expect_err("full").to_string();

@@ -117,7 +117,15 @@ impl Shared {
             DeviceSelector::Uuid(uuid) => has(&|device| device.driver.uuid() == Some(uuid)),
         };
         let unknown = || {
-            let known = list.iter().map(|device| device.name.to_string()).collect();
+            let alike = |device: &Arc<Device>| match selector {
+                DeviceSelector::Ordinal(_) => device.driver.ordinal().map(DeviceSelector::Ordinal),
+                DeviceSelector::Uuid(_) => device.driver.uuid().map(DeviceSelector::Uuid),
+                _ => None,
+            };
+            let mut known: Vec<_> = list.iter().filter_map(alike).collect();
+            if known.is_empty() {
+                known.extend(list.iter().map(|device| DeviceSelector::Number(device.number)));
+            }
             DeviceSelectError::Unknown { selector, known }
         };
         let device = found.ok_or_else(unknown)?;

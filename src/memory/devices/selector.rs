@@ -50,12 +50,12 @@ pub enum DeviceSelectError {
     #[error("the configured device is none")]
     NoDevice,
     /// No device of this `Memory` has this name.
-    #[error("unknown device {selector}: expected one of {}", known.join(", "))]
+    #[error("unknown device {selector}: expected {}", one_of(known))]
     Unknown {
         /// The name.
         selector: DeviceSelector,
-        /// The names of the devices in metrics, in the order of their numbers.
-        known: Vec<String>,
+        /// The devices by the same kind of name, or by their numbers if none has such a name.
+        known: Vec<DeviceSelector>,
     },
     /// The device is lost, or all are and this is the first. Its memory is gone until the process
     /// restarts.
@@ -74,6 +74,10 @@ pub enum DeviceSelectError {
         /// The cause.
         error: DriverError,
     },
+}
+
+fn one_of(known: &[DeviceSelector]) -> String {
+    known.iter().map(ToString::to_string).collect::<Vec<_>>().join(" or ")
 }
 
 /// The reason that bytes of a device were not reserved.

@@ -34,7 +34,7 @@ impl HostBudget for HostRoom {
         match self.admission.try_reserve_resource(Cost::host(bytes)) {
             Ok(permit) => Ok(Box::new(permit)),
             Err(Rejected::Full { reserved, allowance, .. }) => {
-                Err(format!("{reserved} of an allowance of {allowance} reserved"))
+                Err(format!("{reserved} reserved, allowance {allowance}"))
             }
             Err(rejected) => Err(rejected.to_string()),
         }
