@@ -50,13 +50,12 @@ impl DeviceSettings {
         let further = self.further.iter().flatten();
         if self.further.as_ref().is_some_and(|further| !further.is_empty()) {
             let mut all = self.choice.iter().chain(further);
-            let expected = "CUDA devices: cuda, cuda:1 (a number) or cuda: and a UUID";
             let wrong = all.find(|device| !device.is_one_cuda_device());
             demand(
                 wrong.is_none(),
                 "devices",
                 wrong.map_or_else(String::new, ToString::to_string),
-                expected,
+                EXPECTED_IN_A_LIST,
             );
         }
         if let Some(part) = self.watermark {
@@ -201,6 +200,10 @@ impl fmt::Display for DeviceChoice {
 const EXPECTED: &str = "auto, cuda, cuda:1 (a number), cuda:GPU-... or cuda:MIG-... (a UUID), \
                         cuda:all, a list such as cuda:0,cuda:1, host or none";
 
+/// The texts that name a device in a list.
+const EXPECTED_IN_A_LIST: &str = "only CUDA devices in a list: each cuda, cuda:1 (a number), \
+                                  cuda:GPU-... or cuda:MIG-... (a UUID)";
+
 impl DeviceChoice {
     /// Returns `true` if this names one CUDA device, as a list of devices must.
     const fn is_one_cuda_device(&self) -> bool {
@@ -210,14 +213,14 @@ impl DeviceChoice {
 
 /// Reads a device, or a list of CUDA devices with the default one first.
 pub(super) fn list(text: &str) -> Result<(DeviceChoice, Vec<DeviceChoice>), &'static str> {
-    let mut devices = text.split(',').map(|one| one.trim().parse::<DeviceChoice>());
-    let first = devices.next().ok_or(EXPECTED)??;
-    let further = devices.collect::<Result<Vec<_>, _>>()?;
-    let mut all = std::iter::once(&first).chain(&further);
-    if !further.is_empty() && !all.all(DeviceChoice::is_one_cuda_device) {
-        return Err(EXPECTED);
-    }
-    Ok((first, further))
+    let Some((first, further)) = text.split_once(',') else {
+        return Ok((text.trim().parse()?, Vec::new()));
+    };
+    let one = |text: &str| {
+        let device = text.trim().parse().ok().filter(DeviceChoice::is_one_cuda_device);
+        device.ok_or(EXPECTED_IN_A_LIST)
+    };
+    Ok((one(first)?, further.split(',').map(one).collect::<Result<_, _>>()?))
 }
 
 impl FromStr for DeviceChoice {
@@ -326,8 +329,9 @@ mod tests {
         assert_eq!(list("cuda:1, cuda:0"), Ok((one, vec![zero])));
         assert_eq!(list("cuda:all"), Ok((DeviceChoice::CudaAll, vec![])));
         for text in ["cuda:0,", ",cuda:0", "cuda:0,host", "cuda:all,cuda:0", "auto,cuda:0", "0,1"] {
-            assert_eq!(list(text), Err(EXPECTED), "{text}");
+            assert_eq!(list(text), Err(EXPECTED_IN_A_LIST), "{text}");
         }
+        assert_eq!(list("gpu"), Err(EXPECTED));
         let further = Some(vec![one, DeviceChoice::Host]);
         let device = DeviceSettings { choice: Some(zero), further, ..DeviceSettings::default() };
         let code = Settings { device, ..Settings::default() };
