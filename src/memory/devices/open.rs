@@ -27,10 +27,14 @@ impl Memory {
     /// this `Memory` ends or the arena is closed with [`DeviceArena::close`], which makes its name
     /// available again. Dropping all handles does not close the arena.
     ///
-    /// All other settings are those of [`ArenaConfig::new`]; change them with
-    /// [`DeviceArena::set_limit`], [`DeviceArena::set_decay`] and
-    /// [`DeviceArena::set_thread_cache`]. For growth in steps, use [`Memory::share_arena`]. An
-    /// arena that is opened after [`Memory::shutdown`] is not managed.
+    /// All other settings are those of [`ArenaConfig::new`]. [`Memory::open_arena_with`] changes
+    /// any of them; [`DeviceArena::set_limit`], [`DeviceArena::set_decay`],
+    /// [`DeviceArena::set_thread_cache`] and [`DeviceArena::set_stores_max`] change those of one
+    /// open arena. The last is the host memory that the arena keeps for its next sleep: at first a
+    /// quarter of the limit of host memory, and at most half of the host's physical memory. It has
+    /// no variable and no setting of the [`Builder`](crate::memory::Builder). For growth in steps,
+    /// use [`Memory::share_arena`]. An arena that is opened after [`Memory::shutdown`] is not
+    /// managed.
     ///
     /// # Errors
     /// [`MemoryError::Arena`] if the configured device is `none`, the driver fails, the name is in
@@ -61,10 +65,44 @@ impl Memory {
         selector: DeviceSelector,
         name: &str,
     ) -> Result<DeviceArena, MemoryError> {
+        self.open_arena_with(selector, name, |_| {})
+    }
+
+    /// Like [`Memory::open_arena_on`], with settings of the arena that have no variable, such as
+    /// the size of its handles, its granule, or a recorder. `change` gets those that
+    /// [`Memory::open_arena`] uses. It may set a limit above
+    /// [`device_limit`](crate::memory::Builder::device_limit), which does not change the budget of
+    /// the device. It cannot change the name.
+    ///
+    /// ```
+    /// use lowtide::config::DeviceChoice;
+    /// use lowtide::memory::DeviceSelector;
+    /// use lowtide::{ByteSize, Memory};
+    ///
+    /// let memory = Memory::builder().device(DeviceChoice::Host).start()?;
+    /// let arena = memory.open_arena_with(DeviceSelector::Default, "embedder", |config| {
+    ///     config.handle_max = ByteSize::mib(16);
+    ///     config.history = 1024; // events, for `DeviceArena::map`
+    /// })?;
+    /// # drop(arena);
+    /// # Ok::<(), lowtide::BoxError>(())
+    /// ```
+    ///
+    /// # Errors
+    /// Those of [`Memory::open_arena_on`]. [`ArenaError::Driver`] also if the driver cannot have a
+    /// setting ([`DeviceArena::open`]).
+    pub fn open_arena_with(
+        &self,
+        selector: DeviceSelector,
+        name: &str,
+        change: impl FnOnce(&mut ArenaConfig),
+    ) -> Result<DeviceArena, MemoryError> {
         let shared = &self.0.shared;
         shared.check_here()?;
         let limit = shared.config.device.limit.value;
-        let config = ArenaConfig { limit, ..shared.arena_config(name) };
+        let mut config = ArenaConfig { limit, ..shared.arena_config(name) };
+        change(&mut config);
+        name.clone_into(&mut config.name);
         shared.sweep(); // so that what was closed, or has drained, takes no place
         shared.devices.arenas.admit(name, None)?;
         let device = shared.device_for(selector, name)?;
