@@ -73,10 +73,54 @@ impl Memory {
     /// are reserved in the host's budget.
     ///
     /// Each device has a budget: [`device_limit`](crate::memory::Builder::device_limit) times the
-    /// ceiling, less the memory that its arenas have committed for nothing that is reserved.
-    /// Without a limit everything is admitted. Costs some nanoseconds more than
-    /// [`Admission::try_admit`](crate::admission::Admission::try_admit), and for
-    /// [`DeviceSelector::MostHeadroom`] those of [`Memory::device`].
+    /// ceiling, less the memory that its arenas have committed for nothing that is reserved. What
+    /// may be reserved is this, divided by the
+    /// [correction factor](crate::memory::Builder::correction_factor): 2 until it is measured, so
+    /// at first about half of the ceiling. Without a limit everything is admitted. Costs some
+    /// nanoseconds more than [`Admission::try_admit`](crate::admission::Admission::try_admit), and
+    /// for [`DeviceSelector::MostHeadroom`] those of [`Memory::device`].
+    ///
+    /// A handler answers an error like a layer does:
+    ///
+    /// ```
+    /// # #[cfg(feature = "service")] {
+    /// use http::{Response, StatusCode};
+    /// use lowtide::admission::Rejected;
+    /// use lowtide::config::DeviceChoice;
+    /// use lowtide::memory::{DeviceReserveError, DeviceSelectError, DeviceSelector};
+    /// use lowtide::service::rejection;
+    /// use lowtide::{ByteSize, Memory};
+    ///
+    /// fn answer(error: &DeviceReserveError, asked: ByteSize) -> Response<String> {
+    ///     match error {
+    ///         // 503 with Retry-After, or 413 if the bytes can never fit.
+    ///         DeviceReserveError::Rejected(rejected) => rejection(rejected),
+    ///         // 503 without Retry-After: another instance may have a device that works.
+    ///         DeviceReserveError::Device(DeviceSelectError::Lost { .. }) => {
+    ///             rejection(&Rejected::DeviceLost { asked })
+    ///         }
+    ///         // An unknown device is a mistake of the program.
+    ///         _ => {
+    ///             let mut response = Response::new(String::new());
+    ///             *response.status_mut() = StatusCode::INTERNAL_SERVER_ERROR;
+    ///             response
+    ///         }
+    ///     }
+    /// }
+    ///
+    /// let memory = Memory::builder().device(DeviceChoice::Host).start()?;
+    /// let asked = ByteSize::mib(64);
+    /// match memory.reserve_on(DeviceSelector::MostHeadroom, asked) {
+    ///     Ok(reserved) => {
+    ///         let arena = memory.open_arena_on(reserved.device(), "request")?;
+    ///         // The request uses the arena while it holds `reserved`.
+    /// #       drop(arena);
+    ///     }
+    ///     Err(error) => println!("{}", answer(&error, asked).status()),
+    /// }
+    /// # }
+    /// # Ok::<(), lowtide::BoxError>(())
+    /// ```
     ///
     /// # Errors
     /// [`DeviceReserveError`] if there is no such device, it is lost, or the bytes do not fit.

@@ -30,7 +30,9 @@ impl Builder {
         /// Sets the way in which CUDA memory is allocated. Default: the first that works.
         device_backend => backend: DeviceBackend;
         /// Sets the limit of device memory for each arena, and of the budget of each device.
-        /// Default: none.
+        /// Default: none. The ceiling of a budget is this times [`Builder::ceiling`]; until the
+        /// [correction factor](Builder::correction_factor) is measured, half of that can be
+        /// reserved. Devices whose memory counts in the host's budget have no budget of their own.
         device_limit => limit: ByteSize;
         /// Sets the share of the device's memory, in [0, 1), to keep free for its other users.
         /// Default: 0.05; 0 for none. If less is free, idle memory of our arenas is released before
@@ -77,6 +79,28 @@ impl Builder {
     }
 
     /// Like [`Builder::driver`], for several devices, the default one first: at most 16, each once.
+    /// With an empty list the configured device is opened, as without this call;
+    /// [`Builder::devices`] with an empty list opens none.
+    ///
+    /// With several host drivers a program for several devices runs without a GPU. Their memory
+    /// counts in the host's budget, so [`Builder::device_limit`] limits their arenas, but not what
+    /// [`Memory::reserve_on`](crate::Memory::reserve_on) reserves.
+    ///
+    /// ```
+    /// use std::sync::Arc;
+    /// use lowtide::device::HostDriver;
+    /// use lowtide::device::driver::Driver;
+    /// use lowtide::memory::DeviceSelector;
+    /// use lowtide::{ByteSize, Memory};
+    ///
+    /// let two = [HostDriver::new(), HostDriver::new()].map(|it| Arc::new(it) as Arc<dyn Driver>);
+    /// let memory = Memory::builder().drivers(two).start()?;
+    /// let reserved = memory.reserve_on(DeviceSelector::Number(1), ByteSize::mib(8))?;
+    /// let arena = memory.open_arena_on(reserved.device(), "on the second")?;
+    /// assert_eq!(memory.devices().len(), 2);
+    /// # drop(arena);
+    /// # Ok::<(), lowtide::BoxError>(())
+    /// ```
     #[must_use]
     pub fn drivers(mut self, drivers: impl IntoIterator<Item = Arc<dyn Driver>>) -> Self {
         self.drivers = drivers.into_iter().collect();
@@ -86,7 +110,8 @@ impl Builder {
     /// Sets several CUDA devices, the default one first: at most 16, each once. Each has a budget,
     /// a watermark and series of its own; name one with a
     /// [`DeviceSelector`](crate::memory::DeviceSelector). The start fails if one cannot be opened.
-    /// Every opened device holds a CUDA context: several hundred MiB of its memory.
+    /// Every opened device holds a CUDA context: several hundred MiB of its memory. An empty list
+    /// opens no device ([`DeviceChoice::None`]).
     ///
     /// ```no_run
     /// use lowtide::Memory;
