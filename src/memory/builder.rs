@@ -731,7 +731,7 @@ fn report(memory: &Memory, background_threads: u32) {
         target: "lowtide",
         profile = %config.profile.value,
         limit,
-        device = devices::choice(config).map(tracing::field::display),
+        device = devices::choice(&memory.0.shared.devices, config).map(tracing::field::display),
         heap_decay = %config.heap_decay.value,
         background_threads,
         cpus = cpus.whole(),

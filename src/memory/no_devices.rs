@@ -74,7 +74,7 @@ impl ArenasSensor {
     }
 }
 
-pub(super) const fn choice(_: &Config) -> Option<String> {
+pub(super) const fn choice(_: &Devices, _: &Config) -> Option<String> {
     None
 }
 

@@ -34,6 +34,8 @@ pub(super) type Governors =
 pub(in crate::memory) struct Devices {
     /// By number, the default one first; empty if the configured device is `none`.
     pub(super) list: Vec<Arc<Device>>,
+    /// `true` if the application opened their drivers.
+    are_given: bool,
     pub(super) arenas: Arenas,
     pub(super) scopes: Scopes,
     pub(super) gone: Gone,
@@ -51,12 +53,14 @@ impl Devices {
         given: GivenDrivers,
         diagnostics: &mut Vec<Diagnostic>,
     ) -> Result<Self, StartError> {
+        let are_given = !given.is_empty();
         let drivers = driver::open_drivers(config, given, diagnostics)?;
         driver::check(&drivers)?;
         let watermark = config.device.watermark.value;
         let device = |(number, driver)| Arc::new(Device::new(number, driver, watermark));
         Ok(Self {
             list: (0..).zip(drivers).map(device).collect(),
+            are_given,
             arenas: Arenas::default(),
             scopes: Scopes::default(),
             gone: Gone::default(),
@@ -124,14 +128,40 @@ impl Devices {
     }
 }
 
-/// Returns the chosen devices, for the log.
-pub(in crate::memory) fn choice(config: &Config) -> Option<String> {
-    let further = config.device.further.value.iter();
-    let all = std::iter::once(&config.device.choice.value).chain(further);
-    Some(all.map(ToString::to_string).collect::<Vec<_>>().join(","))
+/// Returns the chosen devices, or the backends of the drivers that were given instead, for the log.
+pub(in crate::memory) fn choice(devices: &Devices, config: &Config) -> Option<String> {
+    let all: Vec<_> = if devices.are_given {
+        let backend = |device: &Arc<Device>| format!("driver:{}", device.driver.backend());
+        devices.list.iter().map(backend).collect()
+    } else {
+        let further = config.device.further.value.iter();
+        let all = std::iter::once(&config.device.choice.value).chain(further);
+        all.map(ToString::to_string).collect()
+    };
+    Some(all.join(","))
 }
 
 /// Returns the limit of device memory, which cannot rise while a `Memory` runs.
 pub(in crate::memory) const fn limit(config: &Config) -> ByteSize {
     config.device.limit.value
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::{DeviceChoice, DeviceSettings, Settings};
+    use crate::device::HostDriver;
+
+    /// The bug: the log named the configured device, which drivers that are given replace.
+    #[test]
+    fn the_log_names_the_drivers_that_were_given_instead_of_the_configured_device() {
+        let choice_of = |it| DeviceSettings { choice: Some(it), ..DeviceSettings::default() };
+        let code = Settings { device: choice_of(DeviceChoice::Host), ..Settings::default() };
+        let config = Config::resolve(&code, &Settings::default()).expect("valid");
+        let open = |given| Devices::open(&config, given, &mut Vec::new()).expect("opens");
+        let host = || Arc::new(HostDriver::new()) as Arc<dyn Driver>;
+        let chosen = |given| choice(&open(given), &config).unwrap_or_default();
+        assert_eq!(chosen(vec![host(), host()]), "driver:host,driver:host");
+        assert_eq!(chosen(Vec::new()), "host");
+    }
 }
