@@ -8,6 +8,7 @@
 //! Invariant: at most one admission owns a desk. A permit that outlives the handles finds the desk
 //! as they left it.
 
+use std::fmt;
 use std::num::NonZero;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, RwLock};
@@ -45,7 +46,7 @@ const WOKEN_OTHERS_TICK: usize = 16;
 static LEFT: Mutex<Vec<&'static Desk>> = Mutex::new(Vec::new());
 
 /// The shared state of one admission.
-#[derive(Debug, Default)]
+#[derive(Default)]
 pub(super) struct Desk {
     pub(super) host: Ledger,
     pub(super) device: Ledger,
@@ -78,6 +79,16 @@ pub(super) struct Desk {
     pub(super) has_reclaimers: AtomicBool,
     /// Makes room for requests and loads that do not fit. Read only on a rejection.
     evictor: RwLock<Option<Arc<Evictor>>>,
+}
+
+impl fmt::Debug for Desk {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Desk")
+            .field("level", &self.level())
+            .field("host", &self.host.reserved_bytes())
+            .field("device", &self.device.reserved_bytes())
+            .finish_non_exhaustive()
+    }
 }
 
 /// The result of a load's reservation that was not rejected.

@@ -10,6 +10,7 @@
 //! `unheld` is the sum of `reserved - held` of the requests that are measured, and its `suspended`
 //! the sum of what suspended ones have reserved.
 
+use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -61,11 +62,16 @@ impl Released {
 }
 
 /// The right to hold bytes. Dropping it releases them.
-#[derive(Debug)]
 #[must_use = "dropping a permit releases its bytes at once"]
 pub struct Permit {
     desk: &'static Desk,
     held: Held,
+}
+
+impl fmt::Debug for Permit {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Permit").field("cost", &self.cost()).finish_non_exhaustive()
+    }
 }
 
 impl Permit {
@@ -532,6 +538,15 @@ mod tests {
         assert_eq!(admission.ledger(Budget::Host).reserved(), reserved);
         drop(permit);
         assert_eq!(admission.ledger(Budget::Host).reserved(), ByteSize::ZERO);
+    }
+
+    /// The bug: it showed the whole account of the admission.
+    #[test]
+    fn the_debug_form_of_a_permit_is_its_cost() {
+        let admission = Admission::with_limit(ByteSize::mib(100));
+        let permit = admission.try_admit(Cost::host(ByteSize::mib(60))).expect("fits");
+        let expected = "Permit { cost: Cost { host: 60.0 MiB, device: 0 B }, .. }";
+        assert_eq!(format!("{permit:?}"), expected);
     }
 
     #[test]
