@@ -116,7 +116,7 @@ pub(crate) fn check(args: &Args, report: &mut Report<'_>) -> u8 {
         report.line(&format!("part: {}", part.name()));
         run(args, part, report);
         let is_unknown = part == Part::Device && !report.failed.is_empty();
-        if is_unknown || report.no_device {
+        if is_unknown || report.skipped.is_some() {
             break;
         }
     }
@@ -124,7 +124,7 @@ pub(crate) fn check(args: &Args, report: &mut Report<'_>) -> u8 {
 }
 
 fn finish(args: &Args, report: &mut Report<'_>) -> u8 {
-    if !report.no_device {
+    if report.skipped.is_none() {
         report.goals();
     }
     if let Some(path) = &args.json {

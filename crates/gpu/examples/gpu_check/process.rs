@@ -60,7 +60,7 @@ pub(crate) fn supervise(args: &Args, report: &mut Report<'_>, start: Start<'_>) 
         if let Some(path) = &args.json {
             report.save(path);
         }
-        if report.no_device {
+        if report.skipped.is_some() {
             return;
         }
     }

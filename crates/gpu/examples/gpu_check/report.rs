@@ -19,8 +19,8 @@ use serde_json::{Value, json};
 
 use super::process::Plant;
 
-/// The name under which a results file that cannot be written is a failed part.
-const JSON: &str = "json";
+/// The name under which a results file that cannot be written counts as a failed part.
+const RESULTS: &str = "results file";
 
 /// The goal of a figure.
 #[derive(Clone, Copy, Debug)]
@@ -144,8 +144,8 @@ pub(crate) struct Report<'a> {
     /// How each part ended, in order, and the time that it took.
     pub(crate) parts: Vec<(&'static str, Ended, Duration)>,
     facts: BTreeMap<String, String>,
-    /// Set if there is no device to check.
-    pub(crate) no_device: bool,
+    /// The reason that nothing was checked: there is no device.
+    pub(crate) skipped: Option<String>,
     /// Set once the part of a child process has ended.
     pub(crate) ended: bool,
 }
@@ -172,7 +172,7 @@ impl<'a> Report<'a> {
             failed: Vec::new(),
             parts: Vec::new(),
             facts: BTreeMap::new(),
-            no_device: false,
+            skipped: None,
             ended: false,
         }
     }
@@ -207,7 +207,7 @@ impl<'a> Report<'a> {
     pub(crate) fn no_device(&mut self, why: &str) {
         let record = json!({ "record": "no device", "why": why });
         self.put(&format!("skipped: no device ({why})"), &record);
-        self.no_device = true;
+        self.skipped = Some(format!("no device ({why})"));
     }
 
     /// Notes a figure. One that is no number is a part's failure and no figure.
@@ -287,7 +287,7 @@ impl<'a> Report<'a> {
     /// Replaces a file by everything found so far, on its disk when the call returns. The first
     /// failure is noted, and later calls do nothing.
     pub(crate) fn save(&mut self, path: &Path) {
-        if self.failed.iter().any(|(part, _)| part == JSON) {
+        if self.failed.iter().any(|(part, _)| part == RESULTS) {
             return;
         }
         let mut beside = path.as_os_str().to_owned();
@@ -299,7 +299,9 @@ impl<'a> Report<'a> {
             fs::rename(&beside, path)
         });
         if let Err(error) = saved {
-            self.fail(JSON, format!("cannot write {}: {error}", path.display()));
+            let after = self.parts.last().map(|(name, ..)| format!(" after part {name}"));
+            let after = after.unwrap_or_default();
+            self.fail(RESULTS, format!("cannot write {}{after}: {error}", path.display()));
         }
     }
 
@@ -352,6 +354,8 @@ impl<'a> Report<'a> {
             json!({ "part": part, "ended": word, "detail": detail, "s": took.as_secs_f64() })
         });
         json!({
+            "version": env!("CARGO_PKG_VERSION"),
+            "skipped": self.skipped,
             "device": self.facts,
             "cases": cases.collect::<Vec<_>>(),
             "figures": figures,

@@ -261,12 +261,34 @@ fn the_results_file_is_replaced_after_each_part() {
 }
 
 #[test]
-fn without_a_device_nothing_runs_and_nothing_fails() {
-    let (code, text, found) = run_seeing(Some(""), &[]);
+fn without_a_device_nothing_runs_nothing_fails_and_the_file_says_why() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = folder.path().join("figures.json");
+    let (code, text, found) = run_seeing(Some(""), &[&format!("--json={}", path.display())]);
     assert_eq!(code, 0, "{text}");
     assert!(text.contains("skipped: no device"), "{text}");
     assert!(!text.contains("goal "), "{text}");
     assert_eq!(found.parts.into_keys().collect::<Vec<_>>(), ["device"], "{text}");
+    let saved = std::fs::read_to_string(path).expect("a file");
+    let saved: serde_json::Value = serde_json::from_str(&saved).expect("JSON");
+    assert!(saved["skipped"].as_str().is_some_and(|why| why.starts_with("no device")), "{saved}");
+    assert!(saved["version"].is_string(), "{saved}");
+}
+
+#[test]
+fn a_results_file_that_cannot_be_written_is_named_with_the_part() {
+    let start = |_| {
+        let mut command = Command::new("sh");
+        command.args(["-c", r#"echo '{"record":"ended"}'"#]);
+        Ok(command)
+    };
+    let mut out = Vec::new();
+    let arguments = args(&["--only=pair", "--json=/nowhere/figures.json"]);
+    let code = check_apart(&arguments, &mut Report::new(&mut out), &start);
+    let text = String::from_utf8(out).expect("text");
+    assert_eq!(code, 2, "{text}");
+    let named = "part FAILED: results file: cannot write /nowhere/figures.json after part device: ";
+    assert!(text.contains(named), "{text}");
 }
 
 #[test]
