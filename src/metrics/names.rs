@@ -206,8 +206,8 @@ table! {
         ["device", "arena"]
         "CUDA errors that cudarc stored when it used views of buffers that were already freed.";
     DEVICE_LOST: Basic Gauge "lowtide_device_lost" Count ["device"]
-        "1 once the device is lost: it gets no further driver call and admits nothing, and its \
-         arenas fail until the process restarts; else 0.";
+        "1 once the device is lost: until the process restarts every driver call for it fails, and \
+         it admits nothing; else 0.";
     DEVICE_BUDGET_RESERVED: Detail Gauge "lowtide_device_budget_reserved_bytes" Bytes ["device"]
         "Bytes of the device's memory that requests, and on the first device loaded resources, \
          have reserved; absent if its memory is the host's.";

@@ -207,13 +207,15 @@ impl Shared {
         }
     }
 
-    /// Reports devices that were lost since the last call. Their arenas fail from now on.
+    /// Reports devices that were lost since the last call.
     pub(super) fn report_losses(&self) {
         for device in &self.devices.list {
             if let Some(error) = device.lost_once() {
                 let name = &device.name;
+                let works = self.devices.list.iter().any(|device| !device.is_lost());
+                let others = if works { "; other devices are unaffected" } else { "" };
                 let text = format!(
-                    "device {name} is lost: {error}; its arenas fail, other devices are unaffected"
+                    "device {name} is lost: {error}; it gets no call until a restart{others}"
                 );
                 self.add_diagnostic(Diagnostic::warning("device", text));
             }
