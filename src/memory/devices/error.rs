@@ -29,8 +29,8 @@ pub enum ArenaError {
     Driver {
         /// The arena's name.
         arena: String,
-        /// The cause.
-        error: DeviceError,
+        /// The cause; boxed, so that results are small.
+        error: Box<DeviceError>,
     },
     /// The name is in use; the arenas could not be distinguished in metrics.
     #[error("arena {arena:?} is already open: expected another name")]

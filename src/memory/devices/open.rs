@@ -216,7 +216,7 @@ impl Shared {
     ) -> Result<DeviceArena, ArenaError> {
         let name = config.name.clone();
         let arena = DeviceArena::open(device.driver(), Arc::clone(&self.clock), config)
-            .map_err(|error| ArenaError::Driver { arena: name, error })?;
+            .map_err(|error| ArenaError::Driver { arena: name, error: Box::new(error) })?;
         self.book_contents_of(&arena);
         Ok(arena)
     }
@@ -230,7 +230,7 @@ impl Shared {
         let name = config.name.clone();
         let config = PinnedConfig { decay: self.config.device.decay.value, ..config };
         let pool = PinnedPool::open(device.driver(), Arc::clone(&self.clock), config)
-            .map_err(|error| ArenaError::Driver { arena: name, error })?;
+            .map_err(|error| ArenaError::Driver { arena: name, error: Box::new(error) })?;
         // SAFETY: no block is freed by its address: the handle stays in the list and with the slot,
         // which use it for figures and the release of idle memory. A slot gives out the arena of
         // device memory only (`Generation::device_arena`).

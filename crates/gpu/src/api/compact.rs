@@ -139,7 +139,7 @@ impl DeviceArena {
         let mut done = CompactReport::default();
         let inner = self.inner();
         if let Err(error) = inner.check_here() {
-            return Err(CompactError { error, done });
+            return Err(CompactError { error, done: Box::new(done) });
         }
         let Some(_turn) = Turn::take(inner) else {
             done.stopped = StopReason::Busy;
@@ -149,7 +149,7 @@ impl DeviceArena {
         inner.empty_caches();
         let outcome = make_moves(inner, options, &mut done, &mut moved);
         if let Err(error) = inner.check_here() {
-            return Err(CompactError { error, done });
+            return Err(CompactError { error, done: Box::new(done) });
         }
         done.stopped = *outcome.as_ref().unwrap_or(&StopReason::Failed);
         inner.run_now(|state| {
@@ -170,7 +170,7 @@ impl DeviceArena {
         inner.debug_validate();
         match outcome {
             Ok(_) => Ok(done),
-            Err(error) => Err(CompactError { error, done }),
+            Err(error) => Err(CompactError { error, done: Box::new(done) }),
         }
     }
 }

@@ -145,6 +145,7 @@ fn idle_segments_make_room_under_the_limit_before_an_allocation_fails() {
     let (requested, live) = (ByteSize::mib(1), ByteSize::mib(8));
     let none = ByteSize::ZERO;
     let expected = DeviceError::OutOfMemory {
+        arena: pool.name().into(),
         requested,
         live,
         active: live,

@@ -53,6 +53,7 @@ impl AllocFailure {
     pub(crate) fn of(cause: Cause, requested: u64) -> Self {
         const NONE: ByteSize = ByteSize::ZERO;
         let error = DeviceError::OutOfMemory {
+            arena: Box::default(),
             requested: ByteSize::new(requested),
             live: NONE,
             active: NONE,
@@ -115,6 +116,7 @@ fn out_of_memory(state: &ArenaState, requested: ByteSize, bound: Bound) -> Devic
     let regions = Region::ALL.map(|region| state.region(region));
     let largest_free = regions.into_iter().map(RegionState::largest_free).max();
     DeviceError::OutOfMemory {
+        arena: state.name.as_str().into(),
         requested,
         live: ByteSize::new(state.live()),
         active: ByteSize::new(state.active()),

@@ -251,7 +251,7 @@ fn compact(arena: &DeviceArena, seen: &Seen, mut chance: Chance, moves_raw: bool
                 _ => {}
             }
         });
-        let done = outcome.unwrap_or_else(|failed| failed.done);
+        let done = outcome.unwrap_or_else(|failed| *failed.done);
         assert!(done.moved <= budget && told <= done.moved, "{done:?} of {budget}, {told} told");
         seen.moves.fetch_add(done.moves, Ordering::Relaxed);
     }

@@ -112,8 +112,8 @@ pub struct CompactError {
     /// The error.
     #[source]
     pub error: DeviceError,
-    /// The result of the moves before it.
-    pub done: CompactReport,
+    /// The result of the moves before it; boxed, so that a result is small.
+    pub done: Box<CompactReport>,
 }
 
 impl From<CompactError> for DeviceError {

@@ -74,12 +74,14 @@ pub enum DeviceError {
     /// block at a granule's start, a neighbour whose memory is being committed may cost one granule
     /// more: that is retried 16 times.
     #[error(
-        "cannot allocate {requested}: {}, {committed} committed, {live} live, {holes} free between \
-         live blocks, largest free span {largest_free}, {recoverable} or more recoverable by \
-         compaction",
-        bound_text(*bound, *limit)
+        "cannot allocate {requested} in arena {arena:?}: {}, {committed} committed, {live} live, \
+         {holes} free between live blocks, largest free span {largest_free}{}",
+        bound_text(*bound, *limit),
+        recoverable_text(*recoverable)
     )]
     OutOfMemory {
+        /// The name of the arena, or of the pool. A boxed string, so that results are small.
+        arena: Box<str>,
         /// The size of the requested block.
         requested: ByteSize,
         /// Bytes of live blocks.
@@ -385,6 +387,14 @@ fn bound_text(bound: Bound, limit: ByteSize) -> String {
         Bound::Limit => format!("limit {limit}"),
         Bound::Driver => "the driver is out of memory".to_owned(),
     }
+}
+
+/// Returns what compaction would recover at least; nothing if nothing is known.
+fn recoverable_text(recoverable: ByteSize) -> String {
+    if recoverable.is_zero() {
+        return String::new();
+    }
+    format!(", at least {recoverable} recoverable by compaction")
 }
 
 impl DeviceError {

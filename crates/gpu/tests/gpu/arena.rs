@@ -245,6 +245,7 @@ fn beyond_the_limit_is_a_typed_error_with_the_numbers_and_the_arena_works_on() {
     assert_eq!(
         refused,
         DeviceError::OutOfMemory {
+            arena: arena.name().into(),
             requested: ByteSize::mib(5),
             live: ByteSize::mib(3),
             active: ByteSize::mib(4),

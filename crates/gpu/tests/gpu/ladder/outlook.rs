@@ -119,9 +119,11 @@ fn an_error_of_the_device_named_a_limit_that_is_none() {
         assert_eq!((bound, said), (Bound::Driver, limit));
         assert_eq!(
             refused.to_string(),
-            "cannot allocate 6.0 MiB: the driver is out of memory, 4.0 MiB committed, 4.0 MiB \
-             live, 0 B free between live blocks, largest free span 0 B, 0 B or more recoverable by \
-             compaction"
+            format!(
+                "cannot allocate 6.0 MiB in arena {:?}: the driver is out of memory, 4.0 MiB \
+                 committed, 4.0 MiB live, 0 B free between live blocks, largest free span 0 B",
+                arena.name()
+            )
         );
         drop(kept);
     }

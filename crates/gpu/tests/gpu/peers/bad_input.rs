@@ -83,6 +83,7 @@ fn a_limit_below_a_granule_allows_nothing_and_can_be_raised() {
     for limit in [0, 1, 255, (2 << 20) - 1].map(ByteSize::new) {
         let (arena, _) = open_with(ArenaConfig { limit, ..config() });
         let expected = DeviceError::OutOfMemory {
+            arena: arena.name().into(),
             requested: ByteSize::new(256),
             live: ByteSize::ZERO,
             active: ByteSize::ZERO,

@@ -98,6 +98,7 @@ fn a_reserved_block_cannot_pass_the_limit_nor_make_it_wrap() {
     let arena = open(ByteSize::mib(8));
     let refused = arena.reserve::<u8>(16 << 20, Region::Stable).expect_err("8 MiB");
     let expected = DeviceError::OutOfMemory {
+        arena: arena.name().into(),
         requested: ByteSize::mib(16),
         live: ByteSize::ZERO,
         active: ByteSize::ZERO,

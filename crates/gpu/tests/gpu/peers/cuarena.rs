@@ -140,6 +140,7 @@ fn device_more_than_the_pool_is_a_typed_error_with_its_numbers() {
     let (arena, _) = open_with(ArenaConfig { limit: ByteSize::mib(4), ..config() });
     let refused = arena.alloc::<u8>(32 << 20, Region::Dynamic).expect_err("4 MiB");
     let expected = DeviceError::OutOfMemory {
+        arena: arena.name().into(),
         requested: ByteSize::mib(32),
         live: ByteSize::ZERO,
         active: ByteSize::ZERO,

@@ -139,6 +139,7 @@ fn a_buffer_that_cannot_have_both_places_at_once_keeps_its_own() {
     let before = arena.snapshot();
     let refused = buffer.resize(1 << 20).expect_err("4 and 8 at once, and 2");
     let expected = DeviceError::OutOfMemory {
+        arena: arena.name().into(),
         requested: ByteSize::mib(8),
         live: ByteSize::mib(6),
         active: ByteSize::mib(6),
