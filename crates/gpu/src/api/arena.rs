@@ -61,6 +61,11 @@ pub struct DeviceArena {
     shards: Arc<CacheShards>,
 }
 
+/// Returns a limit for the log.
+pub(crate) fn limit_text(limit: ByteSize) -> String {
+    if limit == ByteSize::MAX { "none".to_owned() } else { limit.to_string() }
+}
+
 impl DeviceArena {
     /// Opens an arena and reserves its address space, if the driver reserves addresses separately
     /// from memory. Commits nothing.
@@ -116,7 +121,7 @@ impl DeviceArena {
         let inner = Arc::new(ArenaInner::new((driver, clock), cache, state, observers));
         let shards = Arc::new(CacheShards::new(&inner));
         let (arena, backend) = (&inner.name, inner.driver.backend());
-        log!(info, arena, %backend, %limit, "arena opened");
+        log!(info, arena, %backend, limit = limit_text(limit), "arena opened");
         Ok(Self { inner, shards })
     }
 
@@ -276,7 +281,7 @@ impl DeviceArena {
         if self.inner.check_here().is_ok() {
             self.inner.run_now(|state| state.set_limit(limit, &*self.inner.clock));
             self.inner.flush_events();
-            log!(info, arena = self.name(), %limit, "arena limit set");
+            log!(info, arena = self.name(), limit = limit_text(limit), "arena limit set");
         }
     }
 

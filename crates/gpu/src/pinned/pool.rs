@@ -21,7 +21,7 @@ use super::config::{PinnedConfig, PinnedKind};
 use super::driver::{PinnedDriver, SegmentFigures};
 use super::snapshot::PinnedSnapshot;
 use super::unfinished::UnfinishedBlocks;
-use crate::api::arena::DeviceArena;
+use crate::api::arena::{DeviceArena, limit_text};
 use crate::driver::{DeviceAddress, Driver, HostMemory};
 use crate::types::error::{Bound, DeviceError};
 use crate::types::region::Region;
@@ -106,7 +106,8 @@ impl PinnedPool {
         let driver = Arc::new(PinnedDriver::new(driver, kind));
         let arena = DeviceArena::open(Arc::clone(&driver) as _, clock, config.arena())?;
         let (pool, kind_name) = (arena.name(), kind.name());
-        log!(info, pool, %backend, kind = kind_name, %limit, "pinned pool opened");
+        let limit = limit_text(limit);
+        log!(info, pool, %backend, kind = kind_name, limit, "pinned pool opened");
         Ok(Self(Arc::new(PoolShared {
             arena,
             driver,
