@@ -115,8 +115,15 @@ pub(crate) async fn prepare(
         })
     };
     let outcome = create(port, &missing, add).await;
-    port.with(|state| state.sleep.idle.end_prepare());
-    outcome.map(|()| created.get())
+    let arena = port.with(|state| {
+        state.sleep.idle.end_prepare();
+        state.name.clone()
+    });
+    let bytes = created.get();
+    if !bytes.is_zero() {
+        port.outside(|| log!(debug, arena, %bytes, "host memory for a sleep allocated")).await;
+    }
+    outcome.map(|()| bytes)
 }
 
 /// Returns the number of granules whose contents a sleep with these options would copy.
@@ -331,6 +338,29 @@ pub(crate) fn store_due(state: &ArenaState) -> Moment {
 /// Ends when a wake begins: releasing a store keeps the driver busy. Stores that the driver does
 /// not free stay idle.
 async fn release_while(port: &Port<'_>, is_excess: impl Fn(&ArenaState) -> bool) -> ByteSize {
+    let (released, left) = destroy_while(port, is_excess).await;
+    if !left.is_empty() {
+        let bytes: ByteSize = left.iter().map(|store| store.size).sum();
+        let arena = port.with(|state| {
+            state.sleep.idle.put(left.into_iter().rev(), port.clock.now());
+            state.name.clone()
+        });
+        port.outside(|| log!(warn, arena, %bytes, "host memory of a sleep not released yet")).await;
+    }
+    if !released.is_zero() {
+        let arena = port.with(|state| state.name.clone());
+        port.outside(|| log!(debug, arena, bytes = %released, "host memory of a sleep released"))
+            .await;
+    }
+    released
+}
+
+/// Destroys idle stores, the last one first, while they are in excess. Returns the bytes of those
+/// that are gone, and the others.
+async fn destroy_while(
+    port: &Port<'_>,
+    is_excess: impl Fn(&ArenaState) -> bool,
+) -> (ByteSize, Vec<Store>) {
     let (mut released, mut left) = (ByteSize::ZERO, Vec::new());
     loop {
         let last = port.with(|state| {
@@ -348,15 +378,7 @@ async fn release_while(port: &Port<'_>, is_excess: impl Fn(&ArenaState) -> bool)
             Err(_) => left.push(store),
         }
     }
-    if !left.is_empty() {
-        let bytes: ByteSize = left.iter().map(|store| store.size).sum();
-        let arena = port.with(|state| {
-            state.sleep.idle.put(left.into_iter().rev(), port.clock.now());
-            state.name.clone()
-        });
-        port.outside(|| log!(warn, arena, %bytes, "host memory of a sleep not released yet")).await;
-    }
-    released
+    (released, left)
 }
 
 /// Destroys a store that is no longer in the state, once no copy is in progress.
@@ -373,9 +395,17 @@ pub(crate) async fn end(port: &Port<'_>) {
         state.sleep.idle.put(stores.into_iter().flatten(), port.clock.now());
         state.sleep.may_be_copied()
     });
+    let mut left = Vec::new();
     if !is_copying {
-        release_idle(port).await;
+        (_, left) = destroy_while(port, |_| true).await;
     }
-    let left = port.with(|state| (state.sleep.budget.take(), state.sleep.idle.take()));
-    let _ = call_budget(port, || drop(left)).await; // nothing unwinds out of a drop
+    left.extend(port.with(|state| state.sleep.idle.take()));
+    if !left.is_empty() {
+        let bytes: ByteSize = left.iter().map(|store| store.size).sum();
+        let arena = port.with(|state| state.name.clone());
+        let log = || log!(warn, arena, %bytes, "arena dropped, host memory of its sleep leaked");
+        port.outside(log).await;
+    }
+    let budget = port.with(|state| state.sleep.budget.take());
+    let _ = call_budget(port, || drop((budget, left))).await; // nothing unwinds out of a drop
 }

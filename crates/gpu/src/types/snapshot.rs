@@ -31,7 +31,8 @@ pub struct ArenaSnapshot {
     /// Bytes of live blocks that have no memory because the arena sleeps.
     pub asleep: ByteSize,
     /// Bytes of host memory that hold the contents of sleeping blocks, are kept for the next sleep,
-    /// or could not be released to the driver.
+    /// or could not be released to the driver. While the arena falls asleep, the memory into which
+    /// contents are being copied does not count yet.
     pub offloaded: ByteSize,
     /// The maximum of `live` since the arena was opened. Errs upward by at most the thread caches.
     pub live_peak: ByteSize,

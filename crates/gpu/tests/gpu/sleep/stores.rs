@@ -3,6 +3,7 @@
 //!
 //! Invariant: `booked >= offloaded`.
 
+use std::fmt;
 use std::sync::{Arc, Mutex, mpsc};
 use std::time::Duration;
 
@@ -271,4 +272,62 @@ fn stores_for_a_sleep_that_was_interrupted_leave_down_to_the_limit() {
     assert_eq!(bed.arena.snapshot().offloaded, ByteSize::ZERO);
     drop(kept);
     bed.end();
+}
+
+/// A log subscriber that keeps the messages.
+#[derive(Clone, Default)]
+struct Messages(Arc<Mutex<Vec<String>>>);
+
+impl tracing::Subscriber for Messages {
+    fn enabled(&self, _: &tracing::Metadata<'_>) -> bool {
+        true
+    }
+
+    fn new_span(&self, _: &tracing::span::Attributes<'_>) -> tracing::span::Id {
+        tracing::span::Id::from_u64(1)
+    }
+
+    fn record(&self, _: &tracing::span::Id, _: &tracing::span::Record<'_>) {}
+
+    fn record_follows_from(&self, _: &tracing::span::Id, _: &tracing::span::Id) {}
+
+    fn event(&self, event: &tracing::Event<'_>) {
+        event.record(&mut |field: &tracing::field::Field, value: &dyn fmt::Debug| {
+            if field.name() == "message" {
+                self.0.lock().expect("whole").push(format!("{value:?}"));
+            }
+        });
+    }
+
+    fn enter(&self, _: &tracing::span::Id) {}
+
+    fn exit(&self, _: &tracing::span::Id) {}
+}
+
+/// The bug: host memory that the driver refused to free was logged as "not released yet" when the
+/// arena was dropped, though nothing tries again.
+#[test]
+fn host_memory_is_logged_when_it_is_allocated_released_and_leaked() {
+    let bed = Bed::with(Order::Lazy, |config| config.sleep.stores_max = ByteSize::MAX);
+    let kept = bed.marked(MIB, Region::Dynamic, 1);
+    let messages = Messages::default();
+    let said = || std::mem::take(&mut *messages.0.lock().expect("whole"));
+    let Bed { sim, arena, stream } = bed;
+    tracing::subscriber::with_default(messages.clone(), || {
+        arena.prepare_stores(NOW).expect("room");
+        assert_eq!(said(), ["host memory for a sleep allocated"]);
+        assert_eq!(arena.release_stores(), ByteSize::mib(1));
+        assert_eq!(said(), ["host memory of a sleep released"]);
+        arena.prepare_stores(NOW).expect("room");
+        sim.fail_always(Call::HostFree, Some(SimError::Unknown));
+        said();
+        drop((kept, arena));
+        let last = said();
+        let leaked = "arena dropped, host memory of its sleep leaked";
+        assert_eq!(
+            last.iter().filter(|it| it.contains("host memory")).collect::<Vec<_>>(),
+            [leaked]
+        );
+    });
+    sim.stream_destroy(stream).expect("a stream");
 }
