@@ -24,6 +24,7 @@ use super::compact::hold;
 use super::completion::{Proof, complete_live};
 use super::move_block::is_busy;
 use super::port::Port;
+use super::release::give_back;
 use super::remap::{Pair, end_remap};
 use crate::driver::{DeviceAddress, DriverError};
 use crate::index::Span;
@@ -76,6 +77,9 @@ pub(crate) async fn release_stuck(port: &Port<'_>, ages: Option<Ages>) -> u64 {
             port.with(|state| state.is_undividable = choose(state, None).is_none());
             break;
         };
+        if ages.is_none() && make_room(port, handle).await {
+            continue; // the handle may be gone
+        }
         let Some(released) = split(port, handle).await else {
             port.with(|state| state.is_undividable = true);
             break;
@@ -149,6 +153,16 @@ async fn split(port: &Port<'_>, handle: PlacedRun) -> Option<u64> {
     }
     return_scratch(port, region, scratch);
     released
+}
+
+/// Releases idle memory if the limit leaves no room for the new memory of a handle. Returns `true`
+/// if it has released some.
+async fn make_room(port: &Port<'_>, handle: PlacedRun) -> bool {
+    let over = port.with(|state| {
+        let touched = state.region(handle.region).segment.touched_runs(handle.run);
+        state.granules_for(state.over_limit(state.bytes_of(sum_of(&touched))))
+    });
+    over > 0 && give_back(port, over, None).await.granules > 0
 }
 
 /// Takes a place without memory, and commits it in handles of one granule. Returns `None` if there

@@ -309,3 +309,27 @@ fn an_allocation_at_the_limit_divides_as_many_handles_as_it_needs() {
     drop(blocks);
     bed.end();
 }
+
+/// Bug: an allocation at the limit divided no handle while other idle memory could leave, because
+/// there was no room for the copies.
+#[test]
+fn idle_memory_makes_room_for_a_division_at_the_limit() {
+    let bed = Bed::with(Order::Lazy, |config| {
+        (config.limit, config.decay) = (ByteSize::mib(36), DecayTime::Never);
+    });
+    let mut blocks: Vec<_> =
+        (0..64).map(|mark| (mark, bed.marked(MIB / 8, Region::Stable, mark))).collect();
+    let idle = bed.arena.alloc::<u8>(28 * MIB, Region::Dynamic).expect("room");
+    bed.arena.sleep(NOW).expect("asleep");
+    bed.arena.wake().expect("awake");
+    blocks.retain(|(mark, _)| mark % 4 == 1);
+    drop(idle);
+    bed.arena.wait_for_pending().expect("idle");
+    assert_eq!(bed.arena.snapshot().committed, ByteSize::mib(36), "28 MiB may leave, 6 are stuck");
+    drop(bed.arena.alloc::<u8>(30 * MIB, Region::Dynamic).expect("room"));
+    for (mark, buffer) in &blocks {
+        bed.assert_marked(buffer, *mark);
+    }
+    drop(blocks);
+    bed.end();
+}
