@@ -333,3 +333,62 @@ fn idle_memory_makes_room_for_a_division_at_the_limit() {
     drop(blocks);
     bed.end();
 }
+
+/// Small and large blocks have different ends of the addresses of each region.
+#[test]
+fn handles_are_divided_in_both_halves_of_both_regions() {
+    let bed = Bed::with(Order::Lazy, |config| {
+        (config.handles_min, config.handle_max) = (4, ByteSize::mib(8));
+    });
+    let block = |mark: u64| {
+        let kib =
+            if mark.is_multiple_of(4) { 1024 + mark * 37 % 700 } else { 20 + mark * 97 % 300 };
+        let region = Region::ALL[usize::from(mark % 8 < 4)];
+        (mark, bed.marked(usize::try_from(kib << 10).expect("small"), region, mark))
+    };
+    let mut blocks: Vec<_> = (0..160).map(block).collect();
+    bed.arena.sleep(NOW).expect("asleep");
+    bed.arena.wake().expect("awake");
+    blocks.retain(|(mark, _)| mark % 3 == 0);
+    bed.arena.wait_for_pending().expect("idle");
+    let before = addresses(&bed, &blocks);
+    assert!(bed.arena.snapshot().idle > ByteSize::mib(8), "much is idle");
+    committed(&bed);
+    let snapshot = bed.arena.snapshot();
+    assert_eq!(snapshot.idle, ByteSize::ZERO, "{snapshot:?}");
+    assert_eq!(addresses(&bed, &blocks), before);
+    for (mark, buffer) in &blocks {
+        bed.assert_marked(buffer, *mark);
+    }
+    drop(blocks);
+    bed.end();
+}
+
+#[test]
+fn a_device_that_is_lost_in_the_middle_of_a_division_leaves_the_arena_whole() {
+    for call in [Call::Create, Call::Copy, Call::Unmap, Call::Map] {
+        for nth in 0..3 {
+            let bed = Bed::with(Order::Lazy, |config| config.handles_min = 4);
+            let blocks = scattered(&bed);
+            let sim = Arc::downgrade(&bed.sim);
+            bed.sim.before(call, nth, move || {
+                if let Some(sim) = sim.upgrade() {
+                    sim.lose_context();
+                }
+            });
+            // A division that fails is logged; the next call of the decay may fail as well.
+            let _ = bed.arena.decay(later(&bed));
+            assert!(bed.sim.lost().is_some(), "{call:?} {nth}");
+            bed.arena.validate();
+            assert!(!bed.arena.is_busy(), "{call:?} {nth}");
+            let lease = bed.arena.enter().expect("an arena that is awake grants leases");
+            let known = |(_, buffer): &(u64, Buffer<u8>)| match buffer.address(&lease) {
+                Ok(_) => true,
+                Err(error) => matches!(error, DeviceError::ContentsLost { .. }),
+            };
+            assert!(blocks.iter().all(known), "{call:?} {nth}");
+            drop((lease, blocks));
+            bed.arena.validate();
+        }
+    }
+}
