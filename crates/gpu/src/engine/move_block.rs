@@ -422,7 +422,7 @@ async fn end(port: &Port<'_>, batch: &mut Batch, copies: Copies) {
                 batch.undo_move(state, taken, (of, uses), freed.is_some(), port.clock);
             }
             if let Some(freed) = freed {
-                state.release(batch.options.region, freed, port.clock);
+                state.release_deferred(batch.options.region, freed, port.clock);
             }
         }
         stream

@@ -303,7 +303,7 @@ fn end(port: &Port<'_>, state: &mut ArenaState, region: Region, failure: Option<
             state.region_mut(region).lose(id);
         }
         if let Some(freed) = freed {
-            state.release(region, freed, port.clock);
+            state.release_deferred(region, freed, port.clock);
         }
     }
 }

@@ -16,7 +16,7 @@ use crate::state::event::{
 use crate::state::failure::{AllocFailure, Cause, CompactionEstimate};
 use crate::state::granules::Leave;
 use crate::state::growth::Steps;
-use crate::state::moves::MoveState;
+use crate::state::moves::{DeferredRelease, MoveState};
 use crate::state::outstanding::Outstanding;
 use crate::state::pending::{Claim, Uses};
 use crate::state::raw::RawBlocks;
@@ -418,6 +418,18 @@ impl ArenaState {
         self.release_after(region, placed, (&[], FreeCause::Owner(After::All)), clock);
     }
 
+    /// Frees a block that its owner has freed while it moved.
+    pub(crate) fn release_deferred(
+        &mut self,
+        region: Region,
+        freed: DeferredRelease,
+        clock: &dyn Clock,
+    ) {
+        let DeferredRelease { placed, streams } = freed;
+        let after = if streams.is_empty() { After::All } else { After::Lanes };
+        self.release_after(region, placed, (&streams, FreeCause::Owner(after)), clock);
+    }
+
     /// Frees a block whose contents were copied to another block.
     pub(crate) fn replace(
         &mut self,
@@ -455,7 +467,7 @@ impl ArenaState {
         (streams, cause): (&[StreamKey], FreeCause),
         clock: &dyn Clock,
     ) {
-        if self.moves.defer_release(region, placed) {
+        if self.moves.defer_release(region, placed, streams) {
             return;
         }
         // A copy that was not waited for may be on no stream of the block.

@@ -8,14 +8,23 @@ use std::collections::BTreeMap;
 
 use crate::state::region::Placement;
 use crate::state::region_index::BlockName;
+use crate::state::streams::StreamKey;
 use crate::types::region::Region;
 
 /// The blocks that a compaction moves now: one batch.
 #[derive(Debug)]
 pub(crate) struct MovingBatch {
     region: Region,
-    /// The blocks, and the place that the owner has freed meanwhile.
-    blocks: BTreeMap<BlockName, Option<Placement>>,
+    /// The blocks, and what the owner has freed meanwhile.
+    blocks: BTreeMap<BlockName, Option<DeferredRelease>>,
+}
+
+/// The release of a block that its owner has freed while it moved.
+#[derive(Clone, Debug)]
+pub(crate) struct DeferredRelease {
+    pub(crate) placed: Placement,
+    /// The streams that used the block; none if they are unknown.
+    pub(crate) streams: Vec<StreamKey>,
 }
 
 impl MovingBatch {
@@ -28,14 +37,14 @@ impl MovingBatch {
         self.region == region && self.blocks.contains_key(&id)
     }
 
-    /// Returns the blocks, and the place of each that its owner has freed meanwhile.
-    pub(crate) fn into_blocks(self) -> impl Iterator<Item = (BlockName, Option<Placement>)> {
+    /// Returns the blocks, and the release of each that its owner has freed meanwhile.
+    pub(crate) fn into_blocks(self) -> impl Iterator<Item = (BlockName, Option<DeferredRelease>)> {
         self.blocks.into_iter()
     }
 
-    /// Returns the place of a block that its owner has freed meanwhile.
-    pub(crate) fn freed(&self, id: BlockName) -> Option<Placement> {
-        self.blocks.get(&id).copied().flatten()
+    /// Returns the release of a block that its owner has freed meanwhile.
+    pub(crate) fn freed(&self, id: BlockName) -> Option<DeferredRelease> {
+        self.blocks.get(&id).cloned().flatten()
     }
 }
 
@@ -63,13 +72,18 @@ impl MoveState {
     }
 
     /// Leaves the freeing of a moving block to the move. Returns `true` if the block is moving.
-    pub(crate) fn defer_release(&mut self, region: Region, placed: Placement) -> bool {
+    pub(crate) fn defer_release(
+        &mut self,
+        region: Region,
+        placed: Placement,
+        streams: &[StreamKey],
+    ) -> bool {
         let batch = self.moving.as_mut().filter(|batch| batch.region == region);
         let Some(freed) = batch.and_then(|batch| batch.blocks.get_mut(&placed.id)) else {
             return false;
         };
         debug_assert!(freed.is_none(), "only its owner frees a block, once");
-        *freed = Some(placed);
+        *freed = Some(DeferredRelease { placed, streams: streams.to_vec() });
         true
     }
 

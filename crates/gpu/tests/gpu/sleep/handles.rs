@@ -392,3 +392,31 @@ fn a_device_that_is_lost_in_the_middle_of_a_division_leaves_the_arena_whole() {
         }
     }
 }
+
+/// Bug: a block that was freed by its lane while its handle was divided stayed pending until a call
+/// of the program waited for the whole device.
+#[test]
+fn a_block_that_its_lane_frees_during_a_division_waits_for_that_lane_alone() {
+    let bed = Bed::new(Order::Lazy);
+    let lane = bed.lane();
+    let block = |_| lane.alloc::<u8>(MIB / 8, Region::Stable).expect("room");
+    let mut blocks: Vec<_> = (0..256).map(block).collect();
+    bed.arena.sleep(NOW).expect("asleep");
+    bed.arena.wake().expect("awake");
+    let mut nth = 0;
+    blocks.retain(|_| {
+        nth += 1;
+        nth % 4 == 1
+    });
+    bed.arena.wait_for_pending().expect("idle");
+    let mut blocks = Some(blocks);
+    bed.sim.before(Call::Unmap, 0, move || drop(blocks.take()));
+    for _ in 0..10 {
+        bed.arena.decay(later(&bed)).expect("no error");
+        bed.sim.run_all();
+    }
+    let snapshot = bed.arena.snapshot();
+    assert_eq!((snapshot.live, snapshot.pending), (ByteSize::ZERO, ByteSize::ZERO));
+    drop(lane);
+    bed.end();
+}
