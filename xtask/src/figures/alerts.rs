@@ -36,6 +36,9 @@ const MIB: f64 = (1_u32 << 20) as f64;
 const MINUTE: Duration = Duration::from_secs(60);
 /// The step of scrapes and evaluations in `dashboards/prometheus.yml`.
 const SCRAPE: Duration = Duration::from_secs(15);
+/// Prometheus evaluates groups in any order: this is the slowest, in which each sees the values of
+/// an evaluation before.
+const ORDER: &str = "group_eval_order: [lowtide-alerts, lowtide-growth, lowtide-figures]";
 const REQUIRED: &str = "lowtide_pressure_required_bytes";
 const PHYSICAL: &str = "lowtide_pressure_physical_bytes";
 const LIMIT: &str = "lowtide_pressure_limit_bytes";
@@ -82,7 +85,7 @@ fn first_fire(
     let seconds = step.as_secs();
     let rules = tree::root().join("dashboards/lowtide.rules.yml");
     let mut test = format!(
-        "rule_files: [{:?}]\nevaluation_interval: {seconds}s\n\
+        "rule_files: [{:?}]\nevaluation_interval: {seconds}s\n{ORDER}\n\
          tests:\n  - interval: {seconds}s\n    input_series:\n",
         rules.display().to_string()
     );
