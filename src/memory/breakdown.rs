@@ -9,7 +9,7 @@
 use std::fmt;
 
 use crate::bytes::ByteSize;
-use lowtide_heap::HeapSnapshot;
+use lowtide_heap::{ARENA_NAME_MAX, HeapSnapshot};
 
 use super::snapshot::MemorySnapshot;
 
@@ -126,7 +126,12 @@ impl Breakdown {
         let committed: ByteSize = arenas.iter().map(|(_, committed)| *committed).sum();
         let loaded = snapshot.resources.iter().filter(|resource| resource.loaded);
         for resource in loaded.take(NAMED_MAX) {
-            let arena = snapshot.heap_arenas.iter().find(|(name, _)| **name == *resource.name);
+            // The name of an arena is as much of the resource's name as fits.
+            let is_of = |name: &str| {
+                name == &*resource.name
+                    || (name.len() + 4 > ARENA_NAME_MAX && resource.name.starts_with(name))
+            };
+            let arena = snapshot.heap_arenas.iter().find(|(name, _)| is_of(name));
             let in_heap = arena.map_or(ByteSize::ZERO, |(_, arena)| arena.live);
             let active = arena.map_or(ByteSize::ZERO, |(_, arena)| arena.active);
             rest.take_from(&mut live, PartKind::Resource, Some(&resource.name), in_heap);
@@ -162,6 +167,22 @@ impl Breakdown {
     #[must_use]
     pub fn total(&self, kind: PartKind) -> ByteSize {
         self.parts.iter().filter(|part| part.kind == kind).map(|part| part.bytes).sum()
+    }
+
+    /// Returns the bytes by the label `part` in metrics, which sum to the limit.
+    pub(super) fn by_label(&self) -> [(&'static str, ByteSize); 8] {
+        use PartKind as Kind;
+        let sum = |kinds: &[Kind]| kinds.iter().map(|kind| self.total(*kind)).sum();
+        [
+            ("requests", sum(&[Kind::Requests])),
+            ("resources", sum(&[Kind::Resource])),
+            ("heap", sum(&[Kind::HeapLive])),
+            ("fragmentation", sum(&[Kind::ThreadCaches, Kind::Fragmentation, Kind::HeapMetadata])),
+            ("purgeable", sum(&[Kind::FreePages])),
+            ("arenas", sum(&[Kind::Arena, Kind::Offloaded])),
+            ("other", sum(&[Kind::Untracked])),
+            ("headroom", self.headroom.unwrap_or_default()),
+        ]
     }
 
     /// Returns the largest parts.
@@ -205,5 +226,38 @@ impl Rest {
         let bytes = bytes.min(*of);
         *of = of.saturating_sub(bytes);
         self.take(kind, name, bytes);
+    }
+}
+
+#[cfg(all(test, not(lowtide_loom)))]
+mod tests {
+    use super::*;
+
+    /// Figures of different moments contradict each other; the parts still add up.
+    #[test]
+    fn the_parts_add_up_whatever_the_figures_are() {
+        let sizes = [0, 1, 7, 100, 300].map(ByteSize::mib);
+        let mut random = 0x2545_F491_4F6C_DD1D_u64;
+        let mut pick = || {
+            random ^= random << 13;
+            random ^= random >> 7;
+            random ^= random << 17;
+            sizes[usize::try_from(random % 5).expect("small")]
+        };
+        for _ in 0..2_000 {
+            let physical = pick();
+            let mut rest = Rest { bytes: physical, parts: Vec::new() };
+            let mut live = pick();
+            rest.take_from(&mut live, PartKind::Requests, None, pick());
+            rest.take_from(&mut live, PartKind::Resource, Some("model"), pick());
+            rest.take(PartKind::HeapLive, None, live);
+            rest.take(PartKind::Resource, Some("model"), pick());
+            let bytes = rest.bytes;
+            rest.take(PartKind::Untracked, None, bytes);
+            let parts = Breakdown { parts: rest.parts, headroom: None };
+            let sum: ByteSize = parts.by_label().iter().map(|(_, bytes)| *bytes).sum();
+            assert_eq!(sum, physical, "{parts:?}");
+            assert!(parts.parts.iter().filter(|part| part.kind == PartKind::Resource).count() <= 1);
+        }
     }
 }

@@ -12,6 +12,7 @@ use crate::metrics::record::{self, MetricsWriter};
 use lowtide_admission::{Level, MaintenanceActions, ReclaimerStats, Recovered, Trigger};
 use lowtide_heap::{self as heap, HostArenaStats};
 
+use super::breakdown::Breakdown;
 use super::devices::Series;
 use super::error::{Diagnostic, Severity};
 use super::events::Watch;
@@ -202,7 +203,7 @@ impl MaintenanceExecutor {
             admission.usage_by_tenant().iter().for_each(|tenant| to.tenant(tenant));
         }
         let requests = routes.iter().map(|route| route.memory.live).sum();
-        to.parts(snapshot.limit_parts(requests).by_name());
+        to.parts(Breakdown::new(snapshot, requests).by_label().into_iter());
     }
 
     /// Publishes the named heap arenas, and zeros for those that no longer exist. A name is kept

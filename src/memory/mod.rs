@@ -31,7 +31,6 @@ mod found;
 mod hands;
 mod heap;
 mod history;
-mod limit_parts;
 mod loads;
 mod manager;
 mod own_arena;

@@ -44,7 +44,8 @@ impl Bed {
         let (clock, tree) = (Arc::new(ManualClock::new()), Tree::new(ByteSize::gib(1)));
         let of_all: Arc<dyn Clock> = clock.clone();
         let builder = Memory::builder().clock(of_all).signals(tree.open());
-        let memory = builder.device(DeviceChoice::None).start().expect("starts");
+        let builder = builder.device(DeviceChoice::None).metrics(MetricsTier::Detail);
+        let memory = builder.start().expect("starts");
         Self { layer: memory.layer(), memory, clock, _tree: tree }
     }
 
