@@ -23,6 +23,7 @@ use crate::sync::{Mutex, lock};
 pub use lowtide_admission::learning::ROUTES_MAX;
 use lowtide_admission::learning::{Compared, Record, Room, Routes, TooManyRunning, Trial, Trials};
 use lowtide_admission::{Cost, KeptUsage, Priority};
+use lowtide_core::buckets::{BUCKETS, bucket_of, largest_of};
 
 use super::estimate::{Estimate, Estimated};
 
@@ -33,11 +34,6 @@ const WINDOW: u32 = 128;
 const LESSONS_MIN: u32 = lowtide_admission::learning::LESSONS_MIN;
 /// The percentage of requests for which the estimate suffices.
 const PERCENTILE: u32 = 95;
-/// The number of buckets for each power of two.
-const PARTS: usize = 16;
-const PARTS_POWER: usize = PARTS.ilog2() as usize;
-/// The smallest amounts have a bucket each, followed by as many for each power of two.
-const BUCKETS: usize = (64 - PARTS_POWER + 1) * PARTS;
 
 /// Estimates requests by what earlier requests of their route held. An estimate costs a look-up
 /// under a lock, and an atomic load.
@@ -299,7 +295,7 @@ impl FadingHistogram {
             self.counts.iter_mut().for_each(|count| *count /= 2);
             self.count = self.counts.iter().copied().map(u32::from).sum();
         }
-        if let Some(count) = self.counts.get_mut(bucket(held.get())) {
+        if let Some(count) = self.counts.get_mut(bucket_of(held.get())) {
             *count += 1; // at most WINDOW
             self.count += 1;
         }
@@ -314,31 +310,11 @@ impl FadingHistogram {
         for (at, &count) in self.counts.iter().enumerate() {
             below += u32::from(count);
             if below >= wanted {
-                return ByteSize::new(most_of(at)).min(self.largest);
+                return ByteSize::new(largest_of(at)).min(self.largest);
             }
         }
         self.largest
     }
-}
-
-/// Returns the bucket of an amount.
-fn bucket(amount: u64) -> usize {
-    let power = amount.checked_ilog2().unwrap_or(0) as usize;
-    if power < PARTS_POWER {
-        return usize::try_from(amount).unwrap_or(0);
-    }
-    let part = usize::try_from(amount >> (power - PARTS_POWER)).unwrap_or(0) % PARTS;
-    (power - PARTS_POWER + 1) * PARTS + part
-}
-
-/// Returns the largest amount of a bucket.
-fn most_of(bucket: usize) -> u64 {
-    if bucket < PARTS {
-        return bucket as u64;
-    }
-    let (shift, part) = (bucket / PARTS - 1, (bucket % PARTS) as u64);
-    // The bucket after the last one would begin at 2^64, whose bits are shifted out.
-    ((PARTS as u64 + part + 1) << shift).wrapping_sub(1)
 }
 
 #[cfg(all(test, not(lowtide_loom)))]
@@ -347,21 +323,6 @@ mod tests {
 
     fn learn(route: &Route, held: impl IntoIterator<Item = u64>) {
         held.into_iter().for_each(|held| route.learn(ByteSize::new(held)));
-    }
-
-    #[test]
-    fn every_amount_lies_in_one_bucket_that_is_a_sixteenth_wide() {
-        let mut above = None;
-        for at in 0..BUCKETS {
-            let most = most_of(at);
-            assert_eq!(bucket(most), at, "{most}");
-            if let Some(first) = above {
-                assert_eq!(bucket(first), at, "{first}");
-                assert!(most - first <= first / 16, "{first} to {most}");
-            }
-            above = most.checked_add(1);
-        }
-        assert_eq!(above, None, "the last one ends where 64 bits do");
     }
 
     #[test]
@@ -398,7 +359,7 @@ mod tests {
         let window = usize::try_from(WINDOW).expect("small");
         for size in [8 << 20, 1 << 10, 100 << 20, 0] {
             learn(&route, std::iter::repeat_n(size, 4 * window));
-            let most = most_of(bucket(size));
+            let most = largest_of(bucket_of(size));
             assert!((size..=most).contains(&route.estimate().get()), "{}", route.estimate());
         }
     }

@@ -10,6 +10,8 @@
 #[macro_use]
 mod log;
 
+#[doc(hidden)]
+pub mod buckets;
 pub mod bytes;
 pub mod clock;
 pub mod decay;
