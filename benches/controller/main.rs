@@ -1,8 +1,9 @@
 //! The controller in virtual time, with many seeds; `crates/admission/tests/admission/simulated.rs`
 //! runs a few.
 //!
-//! Scenarios, each from a seed; a month of days; and goodput beside the best fixed budget. A run
-//! that fails is shown with its seed and can be run again alone.
+//! Scenarios, each from a seed; a month of days; goodput beside the best fixed budget; and the
+//! advice on smaller limits beside what they do. A run that fails is shown with its seed and can be
+//! run again alone.
 //!
 //! Exit codes: 0 all held; 1 one failed.
 #![expect(clippy::print_stdout, clippy::print_stderr, reason = "a program that shows something")]
@@ -14,12 +15,15 @@ use std::process::ExitCode;
 
 use clap::Parser;
 
+use crate::sim::advice::{self, Advised, LOADS};
 use crate::sim::claims::{self, Failure};
 use crate::sim::load::{CLASSES, MIXES};
 use crate::sim::scenario::{Kind, Scenario};
 use crate::sim::seen::Seen;
 use crate::sim::{best, days};
 
+/// Seconds of traffic that are recorded for an advice.
+const ADVISED_S: f64 = 300.0;
 /// Failures that are shown in full.
 const SHOWN: usize = 40;
 
@@ -44,6 +48,9 @@ struct Cli {
     /// Seeds of each comparison with a fixed budget; 0 for none.
     #[arg(long, default_value_t = 3)]
     compare: u64,
+    /// Seeds of each comparison of the advice on limits with what they do; 0 for none.
+    #[arg(long, default_value_t = 3)]
+    advice: u64,
     /// Cargo says this when benches are asked for.
     #[arg(long, hide = true)]
     bench: bool,
@@ -62,6 +69,9 @@ fn main() -> ExitCode {
     let mut failed = scenarios(&cli);
     if cli.compare > 0 {
         failed += compared(cli.compare);
+    }
+    if cli.advice > 0 {
+        failed += advised(cli.advice);
     }
     if cli.days > 0 {
         failed += month(cli.from, cli.days);
@@ -164,6 +174,30 @@ fn compared(seeds: u64) -> usize {
         }
     }
     failed
+}
+
+/// The advice on smaller limits beside what they do; how many runs were killed.
+fn advised(seeds: u64) -> usize {
+    let mut all = Vec::new();
+    for mix in MIXES {
+        for (load, of) in LOADS {
+            for seed in 0..seeds {
+                let Some(advised) = advice::compare(seed, mix, of, ADVISED_S) else { continue };
+                println!("{} {load}, seed {seed}: {advised:?}", mix.name);
+                all.push(advised);
+            }
+        }
+    }
+    let runs = count(all.len()).max(1.0);
+    let figure = |name: &str, of: &dyn Fn(&Advised) -> f64| {
+        let percent = 100.0 * all.iter().map(of).sum::<f64>() / runs;
+        println!("figure questions.advice.{name}_percent {percent:.3} %");
+    };
+    figure("smallest.predicted", &|one| one.smallest.predicted);
+    figure("smallest.real", &|one| one.smallest.real);
+    figure("half.predicted", &|one| one.half.predicted);
+    figure("half.real", &|one| one.half.real);
+    all.iter().filter(|one| one.killed).count()
 }
 
 /// A month; whether it failed.

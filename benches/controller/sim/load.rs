@@ -85,6 +85,27 @@ impl Load {
         }
     }
 
+    /// The same load so many times.
+    pub(crate) fn times(self, factor: f64) -> Self {
+        match self {
+            Self::Constant(load) => Self::Constant(factor * load),
+            Self::Step { from, to, at } => Self::Step { from: factor * from, to: factor * to, at },
+            Self::Ramp { from, to, within } => {
+                Self::Ramp { from: factor * from, to: factor * to, within }
+            }
+            Self::Square { low, high, period } => {
+                Self::Square { low: factor * low, high: factor * high, period }
+            }
+            Self::Sine { low, high, period } => {
+                Self::Sine { low: factor * low, high: factor * high, period }
+            }
+            Self::Spikes { low, high, period, width } => {
+                Self::Spikes { low: factor * low, high: factor * high, period, width }
+            }
+            Self::Days { high, day } => Self::Days { high: factor * high, day },
+        }
+    }
+
     /// The load at this second.
     pub(crate) fn at(self, second: f64) -> f64 {
         match self {

@@ -16,8 +16,8 @@ use lowtide_admission::ByteSize;
 use lowtide_admission::clock::{ManualClock, Moment};
 use lowtide_admission::learning::Needs;
 use lowtide_admission::{
-    Admission, Budget, Cost, Job, Ladder, Level, Maintenance, MaintenanceActions, Managed,
-    Recovered, Resources, Sample, Sensor, Settings, Trigger, Worker,
+    Admission, Budget, Cost, Job, Ladder, Level, LimitAdvice, Maintenance, MaintenanceActions,
+    Managed, Recovered, Resources, Sample, Sensor, Settings, Trigger, Worker,
 };
 use lowtide_core::sync::lock;
 
@@ -255,6 +255,11 @@ impl World {
         state.seen.look(second, k, allowance, reserved, &state.plant);
         let every = self.scenario.look_every();
         state.events.post(state.now + every, Event::Look);
+    }
+
+    /// Returns the advice on limits by what was recorded.
+    pub(crate) fn advice(&self) -> LimitAdvice {
+        lock(&self.maintenance).state().limit_advice()
     }
 
     /// Returns the observations, and the state at the end.

@@ -51,7 +51,7 @@ const K_DECAY_TIMES: f64 = 25.0;
 const GENERATIONS: usize = 3;
 /// `K` moves only if requests have reserved the ceiling divided by this. With fewer bytes, memory
 /// of threads or of other processes would be counted as theirs. It still counts once, as `other`.
-const EVIDENT_PART: u64 = 8;
+pub(super) const EVIDENT_PART: u64 = 8;
 /// The weight of the newest measurement in the average that shows if the first bodies are still
 /// arriving. A guess: 20 samples make two thirds of it.
 const TREND_WEIGHT: f64 = 0.05;
@@ -154,22 +154,27 @@ impl Peaks {
 /// Averages over the last second of what is held, and of what measured requests hold of it. Memory
 /// that is freed is held a little longer, so the ratio of two samples would be too high whenever
 /// many requests end.
-#[derive(Clone, Copy, Debug, Default)]
-struct Overhead {
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Overhead {
     held: f64,
     requests: f64,
 }
 
 impl Overhead {
-    fn add(&mut self, held: f64, requests: f64, turnover: Turnover) {
-        let weight = turnover.time.max(K_DECAY_TIME).as_secs_f64().min(1.0);
+    pub(super) const NONE: Self = Self { held: 0.0, requests: 0.0 };
+
+    /// Adds a measurement of this time.
+    pub(super) fn add(&mut self, held: f64, requests: f64, time: Duration) {
+        let weight = time.max(K_DECAY_TIME).as_secs_f64().min(1.0);
         let weight = if self.requests > 0.0 { weight } else { 1.0 };
         self.held += weight * (held - self.held);
         self.requests += weight * (requests - self.requests);
     }
 
-    fn ratio(self) -> f64 {
-        self.held / self.requests
+    /// Returns the correction factor; `None` if nothing was measured.
+    pub(super) fn correction_factor(self) -> Option<f64> {
+        let measured = K_MARGIN * self.held / self.requests;
+        (self.requests > 0.0).then(|| measured.clamp(K_MIN, K_MAX))
     }
 }
 
@@ -258,7 +263,7 @@ impl Correction {
             uncovered: ByteSize::ZERO,
             most: ByteSize::MAX,
             peaks: Peaks::new(),
-            overhead: Overhead { held: 0.0, requests: 0.0 },
+            overhead: Overhead::NONE,
         }
     }
 
@@ -271,6 +276,12 @@ impl Correction {
     /// Returns `true` if it was learned last from what measured requests hold.
     pub(super) const fn is_measured(&self) -> bool {
         self.overhead.requests > 0.0
+    }
+
+    /// Returns `true` if nothing was measured for a while, so that a nearly lone request counts
+    /// once.
+    pub(super) const fn trusts_lone(&self) -> bool {
+        self.unmeasured >= UNMEASURED
     }
 
     /// Returns the memory held while nothing is reserved.
@@ -348,7 +359,7 @@ impl Correction {
         }
         if self.unmeasured >= UNMEASURED {
             // The last measurement is too old.
-            (self.peaks, self.overhead) = (Peaks::new(), Overhead::default());
+            (self.peaks, self.overhead) = (Peaks::new(), Overhead::NONE);
         }
         self.unmeasured = 0;
         // The bytes of all resources are subtracted, loaded or not, so that a load does not look
@@ -365,8 +376,9 @@ impl Correction {
             // What measured requests hold is known, however much of their bodies has arrived, also
             // if that is all that they reserved.
             if evident {
-                self.overhead.add(held.as_f64(), requests.as_f64(), sample.turnover);
-                self.correction_factor = (K_MARGIN * self.overhead.ratio()).clamp(K_MIN, K_MAX);
+                self.overhead.add(held.as_f64(), requests.as_f64(), sample.turnover.time);
+                let measured = self.overhead.correction_factor();
+                self.correction_factor = measured.unwrap_or(self.correction_factor);
             }
             return;
         }

@@ -48,6 +48,7 @@ pub mod learning;
 pub mod ledger;
 mod level_watch;
 mod level_watches;
+mod limit_advice;
 pub mod maintenance;
 pub mod managed;
 mod permit;
@@ -79,6 +80,7 @@ pub use large::{GRACE, LARGE_MIN, LargeRequest, REGISTERED_MIN, SLOW_AFTER};
 pub use large::{RequestMemory, RequestPhase};
 pub use ledger::{Books, Correction, Ledger, Measured, Shortfall, Turnover};
 pub use level_watch::{LevelChanged, LevelWatch};
+pub use limit_advice::{LimitAdvice, LimitForecast, LimitHour};
 pub use maintenance::{
     DeviceFigures, Job, JobQueue, Jobs, Maintenance, MaintenanceActions, PressureState,
     PurgeGrowth, Sample, Sensor, Settings, SettingsError, Tick, Trigger, Worker, run_control,

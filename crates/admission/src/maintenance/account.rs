@@ -10,6 +10,8 @@ use crate::cost::Budget;
 use crate::fairness::{Fairness, Seen};
 use crate::ledger::{Balance, Correction, Measured};
 use crate::pressure::{Level, Pressure, Thresholds};
+use crate::size_class::SizeClass;
+use crate::tally::{BudgetCounts, ClassStats};
 use lowtide_core::bytes::ByteSize;
 
 /// The level and the learned figures of one budget.
@@ -22,6 +24,8 @@ pub(super) struct Account {
     pub(super) smallest: ByteSize,
     /// Requests admitted since start, without exempt ones.
     pub(super) admitted: u64,
+    /// Requests by class since start.
+    pub(super) classes: [ClassStats; SizeClass::COUNT],
     fairness: Fairness,
 }
 
@@ -30,7 +34,8 @@ impl Account {
         let (correction, fairness) =
             (Correction::starting_at(correction_factor), Fairness::default());
         let (pressure, smallest) = (Pressure::new(thresholds), ByteSize::new(1));
-        Self { budget, pressure, correction, smallest, admitted: 0, fairness }
+        let classes = BudgetCounts::default().classes;
+        Self { budget, pressure, correction, smallest, admitted: 0, classes, fairness }
     }
 
     /// Returns `true` if there is nothing to correct and nothing to share: no limit is known or in
@@ -57,6 +62,7 @@ impl Account {
         let counts = admission.counts(self.budget);
         self.smallest = counts.smallest();
         self.admitted = counts.classes.iter().map(|class| class.admitted_total).sum();
+        self.classes = counts.classes;
         let balance = self.fairness.update(Seen::of(ledger, since), &counts);
         ledger.balance(balance);
     }

@@ -33,6 +33,7 @@ use super::ceiling::{Ceiling, CeilingParts, CeilingSample};
 use super::cost::Budget;
 use super::exhaustion::{Exhaustion, Room};
 use super::ledger::{Measured, Turnover};
+use super::limit_advice::LimitSample;
 use super::managed::Resources;
 use super::pressure::Level;
 use super::reclaim::{Ladder, Pace};
@@ -287,6 +288,7 @@ impl Maintenance {
         // Once: it sums counters of all threads.
         let stats = self.admission.stats();
         self.account(&sample, &stats, now);
+        self.record_limits(&sample, &stats, now);
         self.may_fill_up = self.may_fill_up(&sample);
         self.admission.large().tend(self.host.pressure.level(), now);
         let worth = self.urgent_purge_worth(&sample);
@@ -468,6 +470,35 @@ impl Maintenance {
         for (account, wanted) in [&self.host, &self.device].into_iter().zip(wanted) {
             self.state.set_level(account.budget, account.pressure.level(), wanted);
         }
+    }
+
+    /// Records the needs of requests for the advice on limits.
+    fn record_limits(&self, sample: &Sample, stats: &AdmissionStats, now: Moment) {
+        let (ledger, correction) = (self.admission.ledger(Budget::Host), &self.host.correction);
+        let by_level = [RejectReason::Pressure, RejectReason::Exhausted];
+        let (required, reserved) = (sample.required(), ledger.requests());
+        let (unheld, resources) = (ledger.unheld(), ledger.resource_reservations());
+        let correction_factor = correction.correction_factor();
+        let (limit, other) = match sample.limit.is_known() {
+            true => (sample.limit.bytes, correction.other),
+            false => (ByteSize::MAX, required.saturating_sub(reserved.scaled(correction_factor))),
+        };
+        let limits = LimitSample {
+            now,
+            limit,
+            required,
+            resources,
+            loaded: resources.saturating_sub(ledger.loading()),
+            other,
+            correction_factor,
+            trusts_lone: correction.trusts_lone(),
+            reserved,
+            held: reserved.saturating_sub(unheld),
+            is_measured: !unheld.is_zero() || correction.is_measured(),
+            classes: self.host.classes,
+            rejected_by_level: by_level.map(|reason| stats.rejected_total(reason)).iter().sum(),
+        };
+        self.state.record_limits(limits, self.settings.ceiling);
     }
 
     /// Returns the host's ceiling, and publishes its parts.

@@ -1,15 +1,18 @@
 //! The figures of the last tick, shared with the worker, metrics and endpoints.
 //!
-//! Written by the control loop, read by any thread, without a lock. It decides nothing.
+//! Written by the control loop, read by any thread; the loop never waits for a lock. It decides
+//! nothing.
 //!
 //! Invariant: `required = physical - purgeable` as of one tick, or of two if a tick came in
 //! between.
 
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError, TryLockError};
 use std::time::Duration;
 
 use crate::ceiling::CeilingParts;
 use crate::cost::Budget;
+use crate::limit_advice::{LimitAdvice, LimitRecord, LimitSample};
 use crate::pressure::{Level, Pressure};
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::Moment;
@@ -36,6 +39,8 @@ pub struct PressureState {
     exhausted: AtomicBool,
     serves_one: AtomicBool,
     needs_restart: AtomicBool,
+    /// Not atomic: the control loop tries the lock, and adds what it missed at the next tick.
+    limits: Mutex<LimitRecord>,
 }
 
 impl PressureState {
@@ -167,6 +172,24 @@ impl PressureState {
     #[must_use]
     pub fn take_lateness(&self) -> Duration {
         Duration::from_nanos(self.late.swap(0, Ordering::Relaxed))
+    }
+
+    /// Returns what the recorded traffic has needed, for the choice of a limit. Allocates, and
+    /// takes a lock for some 50 us.
+    #[must_use]
+    pub fn limit_advice(&self) -> LimitAdvice {
+        self.limits.lock().unwrap_or_else(PoisonError::into_inner).advice()
+    }
+
+    /// Records a sample, unless the record is being read: then the next sample covers its time too.
+    pub(super) fn record_limits(&self, sample: LimitSample, ceiling_part: f64) {
+        match self.limits.try_lock() {
+            Ok(mut limits) => limits.add(sample, ceiling_part),
+            Err(TryLockError::Poisoned(poisoned)) => {
+                poisoned.into_inner().add(sample, ceiling_part);
+            }
+            Err(TryLockError::WouldBlock) => {}
+        }
     }
 
     /// Counts a tick that began with this delay.

@@ -11,6 +11,7 @@ use std::time::Duration;
 
 use lowtide_admission::{Settings, Thresholds};
 
+use sim::advice::{self, LOADS};
 use sim::claims::{self, judge, run};
 use sim::load::{Load, MIXES};
 use sim::scenario::{Kind, Late, Scenario};
@@ -119,5 +120,18 @@ fn a_loop_without_dwell_time_or_with_marks_beyond_the_limit_is_found() {
             !claims::faults(&scenario, &seen).is_empty()
         });
         assert!(found, "{what}");
+    }
+}
+
+/// With other arrivals than those that were recorded.
+#[test]
+fn the_smallest_advised_limit_rejects_next_to_nothing_and_half_of_it_about_what_is_predicted() {
+    for (name, load) in LOADS {
+        let advised = advice::compare(7, MIXES[1], load, 120.0).expect("enough requests");
+        println!("{name}, seed 7: {advised:?}");
+        assert!(!advised.killed, "{name}");
+        assert!(advised.smallest.real < 0.002, "{name}");
+        let ratio = advised.half.real / advised.half.predicted;
+        assert!((0.5..=1.5).contains(&ratio), "{name}: {ratio:.2}");
     }
 }

@@ -1,0 +1,977 @@
+//! Advice on a smaller limit: what it would have done to the recorded traffic.
+//!
+//! The control loop adds a sample at each tick ([`LimitRecord::add`]), and operators read the sums
+//! of the last 24 hours and the current one ([`LimitAdvice`]). Each hour has two histograms: the
+//! time by required memory, and the requests that ceilings from 1 MiB to the limit would have
+//! rejected. For the latter a ledger is kept for each of these ceilings ([`Shadow`]), to which the
+//! rule of `correction` is applied: `other + K x (reserved + requested) <= ceiling`, where
+//! `reserved` is only what that ledger admitted. As many of its bytes are released as of those that
+//! were really reserved.
+//!
+//! Counters and the real ledger are read only at ticks, which costs the requests nothing. Within an
+//! interval, arrivals and releases are taken to alternate. If nothing was reserved at either end of
+//! it, all its requests are taken to have run together.
+//!
+//! It ignores that requests would have waited, that idle resources would have been evicted, and
+//! that ceilings rise with evidence, so it overestimates rejections. It also ignores retries of
+//! clients, growth of admitted requests, and that estimates have a larger margin in a small limit.
+//!
+//! Pure: no clock, no signal. Allocates only when it is created and when it is read.
+//!
+//! Invariants: each moment and each request is recorded in one hour; a shadow's reserved bytes are
+//! at most the real ones; time that goes back adds nothing and loses nothing; at most [`HOURS`]
+//! hours of 2.7 KiB are kept.
+
+use std::fmt;
+use std::time::Duration;
+
+use lowtide_core::buckets::{bucket_of, largest_of};
+use lowtide_core::bytes::ByteSize;
+use lowtide_core::clock::Moment;
+
+use super::correction::{EVIDENT_PART, Overhead, few};
+use super::size_class::SizeClass;
+use super::tally::ClassStats;
+
+/// The number of hours: a day, and the current one.
+const HOURS: usize = 25;
+const HOUR: Duration = Duration::from_secs(3600);
+/// The longest time for which one sample counts. A loop that stood still knows nothing of the rest.
+const STEP_MAX: Duration = Duration::from_secs(1);
+/// Memory that no request owns counts if it was there for so long: the memory of a request that has
+/// ended is released a little later than its reservation.
+const LASTS: Duration = Duration::from_secs(1);
+/// The size of the smallest buckets, as a power of two: 64 KiB. From 1 MiB on there are sixteen for
+/// each power of two.
+const UNIT_POWER: u32 = 16;
+/// The number of buckets. The last one has everything from 1 TiB.
+const BUCKETS: usize = bucket_of(1 << (40 - UNIT_POWER)) + 1;
+/// The smallest limit rejects less than one request in so many: .1 %.
+const REJECTED_PART: u64 = 1000;
+/// The part of the time for which a percentile does not hold, as one in so many: .1 %.
+const EXCEEDED_PART: u64 = 1000;
+
+/// Microseconds or requests by amount of memory. An hour of microseconds fits 32 bits.
+type Histogram = [u32; BUCKETS];
+
+/// Returns the bucket of an amount.
+fn bucket(bytes: ByteSize) -> usize {
+    bucket_of(bytes.get() >> UNIT_POWER).min(BUCKETS - 1)
+}
+
+/// Returns the largest amount of a bucket.
+const fn most_of(bucket: usize) -> ByteSize {
+    if bucket >= BUCKETS - 1 {
+        return ByteSize::MAX;
+    }
+    ByteSize::new(((largest_of(bucket) + 1) << UNIT_POWER) - 1)
+}
+
+/// Returns the smallest amount of a bucket.
+fn least_of(bucket: usize) -> ByteSize {
+    let before = bucket.checked_sub(1).map(most_of);
+    before.map_or(ByteSize::ZERO, |most| most.saturating_add(ByteSize::new(1)))
+}
+
+fn add(histogram: &mut Histogram, bytes: ByteSize, count: u64) {
+    if let Some(place) = histogram.get_mut(bucket(bytes)) {
+        *place = place.saturating_add(u32::try_from(count).unwrap_or(u32::MAX));
+    }
+}
+
+/// Sums of histograms, by bucket.
+#[derive(Clone, Debug)]
+struct Sums(Vec<u64>);
+
+impl Default for Sums {
+    fn default() -> Self {
+        Self(vec![0; BUCKETS])
+    }
+}
+
+impl Sums {
+    fn add(&mut self, histogram: &Histogram) {
+        for (sum, count) in self.0.iter_mut().zip(histogram) {
+            *sum += u64::from(*count);
+        }
+    }
+
+    fn total(&self) -> u64 {
+        self.0.iter().sum()
+    }
+
+    /// Returns the count of the buckets with amounts above these bytes.
+    fn above(&self, bytes: ByteSize) -> u64 {
+        let larger = self.0.iter().enumerate().filter(|(at, _)| most_of(*at) > bytes);
+        larger.map(|(_, sum)| sum).sum()
+    }
+
+    /// Returns the largest amount of the first bucket above which lies at most this part of all:
+    /// one in so many. Zero if there is nothing.
+    fn all_but(&self, part: u64) -> ByteSize {
+        let allowed = self.total() / part;
+        let mut above = 0;
+        let found = self.0.iter().enumerate().rev().find(|(_, sum)| {
+            above += **sum;
+            above > allowed
+        });
+        found.map_or(ByteSize::ZERO, |(at, _)| most_of(at))
+    }
+}
+
+/// The state of the host's budget at a tick.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct LimitSample {
+    pub(super) now: Moment,
+    /// The limit in force; [`ByteSize::MAX`] if none is known.
+    pub(super) limit: ByteSize,
+    /// Physical less purgeable bytes.
+    pub(super) required: ByteSize,
+    /// The bytes that resources have reserved, and those of them that are loaded.
+    pub(super) resources: ByteSize,
+    pub(super) loaded: ByteSize,
+    /// The memory that no request owns.
+    pub(super) other: ByteSize,
+    pub(super) correction_factor: f64,
+    /// `true` if a request that is nearly alone counts once.
+    pub(super) trusts_lone: bool,
+    /// The bytes that requests have reserved, and those of them that they hold.
+    pub(super) reserved: ByteSize,
+    pub(super) held: ByteSize,
+    /// `true` if what requests hold is measured.
+    pub(super) is_measured: bool,
+    /// The requests by class since the start.
+    pub(super) classes: [ClassStats; SizeClass::COUNT],
+    /// The requests since the start that were rejected by level or because memory was exhausted.
+    pub(super) rejected_by_level: u64,
+}
+
+/// The values by which a ledger admits.
+#[derive(Clone, Copy, Debug)]
+struct Terms {
+    other: f64,
+    correction_factor: f64,
+}
+
+impl Terms {
+    /// Returns the most that requests may reserve below this ceiling.
+    fn room(self, ceiling: f64) -> f64 {
+        (ceiling - self.other) / self.correction_factor
+    }
+
+    /// Returns the most that a nearly lone request may reserve if it counts once.
+    fn alone(self, ceiling: ByteSize) -> f64 {
+        let few = few(ceiling).as_f64();
+        self.correction_factor.mul_add(-few, ceiling.as_f64() - self.other)
+    }
+}
+
+/// The requests of one class that were admitted between two ticks.
+#[derive(Clone, Copy, Debug, Default)]
+struct Arrivals {
+    count: u64,
+    /// The bytes of each.
+    bytes: f64,
+}
+
+/// The ledgers of all ceilings that are at most the limit: those of the smallest amount of each
+/// bucket.
+#[derive(Clone, Debug)]
+struct Shadow {
+    /// The bytes that requests have reserved.
+    reserved: [f64; BUCKETS],
+    /// The number of ceilings whose ledgers are kept.
+    kept: usize,
+    /// The memory held without requests and resources.
+    base: ByteSize,
+    /// What measured requests hold, and what is held for them.
+    overhead: Overhead,
+}
+
+impl Shadow {
+    const NEW: Self =
+        Self { reserved: [0.0; BUCKETS], kept: 0, base: ByteSize::MAX, overhead: Overhead::NONE };
+
+    /// Returns the terms of a ledger that has measured the correction factor. Smaller ceilings
+    /// measure it with fewer requests than the real one, so it is measured here as `correction`
+    /// does in the smallest ceiling in which the requests fit.
+    fn measure(&mut self, sample: &LimitSample, time: Duration) -> Option<Terms> {
+        let LimitSample { required, held, .. } = *sample;
+        let others = required.saturating_sub(sample.loaded);
+        self.base = match held <= few(required) {
+            true => others.saturating_sub(held),
+            false => self.base.min(others),
+        };
+        let covered = self.base.saturating_add(sample.resources);
+        let needed = sample.reserved.scaled(sample.correction_factor).saturating_add(sample.other);
+        if !sample.is_measured {
+            self.overhead = Overhead::NONE;
+        } else if !held.is_zero() && held.get() >= needed.get() / EVIDENT_PART {
+            let of_requests = required.saturating_sub(covered);
+            self.overhead.add(of_requests.as_f64(), held.as_f64(), time);
+        }
+        let correction_factor = self.overhead.correction_factor()?;
+        let other = required.saturating_sub(held.scaled(correction_factor)).max(covered);
+        Some(Terms { other: other.as_f64(), correction_factor })
+    }
+
+    /// Admits the requests between two samples, and counts those that are rejected.
+    fn admit(
+        &mut self,
+        from: &LimitSample,
+        to: &LimitSample,
+        arrivals: &[Arrivals],
+        rejected: &mut Histogram,
+    ) {
+        let terms = Terms { other: from.other.as_f64(), correction_factor: from.correction_factor };
+        let measured = self.measure(from, to.now - from.now).unwrap_or(terms);
+        if from.limit == ByteSize::MAX {
+            self.kept = 0;
+            return;
+        }
+        let kept = bucket(from.limit) + 1;
+        for reserved in self.reserved.iter_mut().take(kept).skip(self.kept) {
+            *reserved = from.reserved.as_f64();
+        }
+        self.kept = kept;
+        let each = |class: &Arrivals| ByteSize::new(class.count).as_f64() * class.bytes;
+        let all = from.reserved.as_f64() + arrivals.iter().map(each).sum::<f64>();
+        if all <= 0.0 {
+            return;
+        }
+        let left = to.reserved.as_f64() / all;
+        let is_seen = !from.reserved.is_zero() || !to.reserved.is_zero();
+        // The part of a request that is still reserved when the next one arrives.
+        let stays = if is_seen { left } else { 1.0 };
+        let ledgers = self.reserved.iter_mut().zip(rejected).take(kept).enumerate();
+        for (at, (reserved, rejected)) in ledgers {
+            let ceiling = least_of(at);
+            let is_evident = *reserved * ByteSize::new(EVIDENT_PART).as_f64() >= ceiling.as_f64();
+            let terms = if is_evident { measured } else { terms };
+            let room = terms.room(ceiling.as_f64());
+            *reserved *= left;
+            for class in arrivals {
+                let fit = fitting(room - *reserved, class.bytes, stays);
+                let is_lone = from.trusts_lone
+                    && *reserved <= few(ceiling).as_f64()
+                    && class.bytes <= terms.alone(ceiling);
+                let fit = fit.max(u64::from(is_lone)).min(class.count);
+                let lost = u32::try_from(class.count - fit).unwrap_or(u32::MAX);
+                *rejected = rejected.saturating_add(lost);
+                *reserved += ByteSize::new(fit).as_f64() * class.bytes * stays;
+            }
+            if !is_seen {
+                *reserved = 0.0;
+            }
+        }
+    }
+}
+
+/// Returns how many requests of these bytes fit into this room one after the other, if this part of
+/// each stays.
+#[expect(
+    clippy::cast_possible_truncation,
+    clippy::cast_sign_loss,
+    reason = "a float cast saturates, and the number is not negative"
+)]
+fn fitting(room: f64, bytes: f64, stays: f64) -> u64 {
+    if room < bytes {
+        return 0;
+    }
+    (((room - bytes) / (bytes * stays).max(1.0)) as u64).saturating_add(1)
+}
+
+/// One hour of the record.
+#[derive(Clone, Debug)]
+struct RecordedHour {
+    start: Moment,
+    /// Microseconds by required memory.
+    required: Histogram,
+    required_max: ByteSize,
+    /// The most that no request owned for [`LASTS`].
+    unowned: ByteSize,
+    /// The requests, and those that were rejected.
+    requests: u64,
+    rejected: u64,
+    /// Those of the others that each ceiling would have rejected: the smallest amount of a bucket.
+    shadowed: Histogram,
+}
+
+impl RecordedHour {
+    const fn starting_at(start: Moment) -> Self {
+        Self {
+            start,
+            required: [0; BUCKETS],
+            required_max: ByteSize::ZERO,
+            unowned: ByteSize::ZERO,
+            requests: 0,
+            rejected: 0,
+            shadowed: [0; BUCKETS],
+        }
+    }
+
+    fn add_time(&mut self, step: Duration, required: ByteSize, unowned: ByteSize) {
+        let micros = u64::try_from(step.as_micros()).unwrap_or(u64::MAX);
+        add(&mut self.required, required, micros);
+        self.required_max = self.required_max.max(required);
+        self.unowned = self.unowned.max(unowned);
+    }
+
+    /// Adds the requests between two samples, by the values in force meanwhile: those of the first.
+    fn add_requests(&mut self, shadow: &mut Shadow, from: &LimitSample, to: &LimitSample) {
+        let mut arrivals = [Arrivals::default(); SizeClass::COUNT];
+        let mut used = 0;
+        for (from, to) in from.classes.iter().zip(&to.classes) {
+            let count = to.admitted_total.saturating_sub(from.admitted_total);
+            let bytes = to.admitted_bytes_total.saturating_sub(from.admitted_bytes_total);
+            let rejected = to.rejected_total.saturating_sub(from.rejected_total);
+            self.rejected += rejected;
+            self.requests += count + rejected;
+            if let Some(place) = arrivals.get_mut(used).filter(|_| count > 0) {
+                let bytes = ByteSize::new(bytes).as_f64() / ByteSize::new(count).as_f64();
+                *place = Arrivals { count, bytes };
+                used += 1;
+            }
+        }
+        let by_level = to.rejected_by_level.saturating_sub(from.rejected_by_level);
+        self.rejected += by_level;
+        self.requests += by_level;
+        let arrivals = arrivals.get(..used).unwrap_or_default();
+        shadow.admit(from, to, arrivals, &mut self.shadowed);
+    }
+}
+
+/// The record of the last hours. Written by the control loop.
+pub(super) struct LimitRecord {
+    /// The part of a limit that its ceiling is at the start.
+    ceiling_part: f64,
+    /// By number modulo [`HOURS`].
+    hours: Box<[RecordedHour]>,
+    last: Option<LastTick>,
+    shadow: Box<Shadow>,
+}
+
+/// The state at the last tick.
+#[derive(Clone, Copy, Debug)]
+struct LastTick {
+    sample: LimitSample,
+    /// The time of the first sample.
+    begun: Moment,
+    /// The number of the hour since then.
+    hour: u64,
+    /// Since when memory that no request owns is observed, and the least since then.
+    unowned: (Moment, ByteSize),
+}
+
+impl Default for LimitRecord {
+    fn default() -> Self {
+        let hour = RecordedHour::starting_at(Moment::ORIGIN);
+        let (hours, shadow) = (vec![hour; HOURS].into_boxed_slice(), Box::new(Shadow::NEW));
+        Self { ceiling_part: 1.0, hours, last: None, shadow }
+    }
+}
+
+impl fmt::Debug for LimitRecord {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("LimitRecord").field("last", &self.last).finish_non_exhaustive()
+    }
+}
+
+impl LimitRecord {
+    /// Adds a sample. `ceiling_part` is the part of a limit that its ceiling is at the start.
+    /// Allocates nothing.
+    pub(super) fn add(&mut self, sample: LimitSample, ceiling_part: f64) {
+        self.ceiling_part = ceiling_part;
+        let Some(mut last) = self.last else {
+            let LimitSample { now, other, .. } = sample;
+            self.last = Some(LastTick { sample, begun: now, hour: 0, unowned: (now, other) });
+            return self.begin(0, now);
+        };
+        // If the clock goes back, no time passes until it is as late as before.
+        let now = sample.now.max(last.sample.now);
+        let hour = (now - last.begun).as_secs() / HOUR.as_secs();
+        for nth in (last.hour + 1).max(first_of(hour))..=hour {
+            self.begin(nth, last.begun);
+        }
+        let sample = LimitSample { now, ..sample };
+        let before = std::mem::replace(&mut last.sample, sample);
+        last.hour = hour;
+        let unowned = last.lasting_unowned();
+        self.last = Some(last);
+        if let Some(hour) = self.hours.get_mut(place(hour)) {
+            hour.add_time((now - before.now).min(STEP_MAX), sample.required, unowned);
+            hour.add_requests(&mut self.shadow, &before, &sample);
+        }
+    }
+
+    /// Begins the hour of this number.
+    fn begin(&mut self, nth: u64, begun: Moment) {
+        if let Some(hour) = self.hours.get_mut(place(nth)) {
+            let start = begun + HOUR * u32::try_from(nth).unwrap_or(u32::MAX);
+            *hour = RecordedHour::starting_at(start);
+        }
+    }
+
+    /// Returns the sums of all hours.
+    pub(super) fn advice(&self) -> LimitAdvice {
+        let mut advice = LimitAdvice { ceiling_part: self.ceiling_part, ..LimitAdvice::default() };
+        let Some(last) = &self.last else { return advice };
+        advice.limit = last.sample.limit;
+        for nth in first_of(last.hour)..=last.hour {
+            if let Some(hour) = self.hours.get(place(nth)) {
+                advice.add(hour);
+            }
+        }
+        advice
+    }
+}
+
+/// Returns the number of the oldest hour that is kept during this one.
+const fn first_of(hour: u64) -> u64 {
+    (hour + 1).saturating_sub(HOURS as u64)
+}
+
+/// Returns the index of the hour of this number.
+fn place(nth: u64) -> usize {
+    usize::try_from(nth % HOURS as u64).unwrap_or(0)
+}
+
+impl LastTick {
+    /// Returns the memory that no request has owned for [`LASTS`], or zero within such a time.
+    fn lasting_unowned(&mut self) -> ByteSize {
+        let LimitSample { now, other, .. } = self.sample;
+        let (since, least) = (self.unowned.0, self.unowned.1.min(other));
+        if now - since < LASTS {
+            self.unowned = (since, least);
+            return ByteSize::ZERO;
+        }
+        self.unowned = (now, other);
+        least
+    }
+}
+
+/// The memory that the recorded traffic has needed, for the choice of a limit: the last 24 hours
+/// and the current one, counted from the start of the process.
+///
+/// A prediction is an estimate, and usually too high: it ignores that requests would have waited
+/// for room and that idle resources would have been evicted, and it uses the ceiling that a limit
+/// has at the start, which rises with evidence. It also ignores retries of clients, growth of
+/// admitted requests beyond their reservations, and bursts that begin and end between two samples
+/// of a busy service (10 ms).
+///
+/// ```
+/// use lowtide_admission::{ByteSize, LimitAdvice};
+///
+/// let advice = LimitAdvice::default(); // nothing is recorded
+/// assert_eq!(advice.smallest_limit(), None);
+/// assert_eq!(advice.at(ByteSize::mib(256)).requests, 0);
+/// ```
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct LimitAdvice {
+    /// The hours, oldest first: at most 25. The last one is not over.
+    pub hours: Vec<LimitHour>,
+    /// The limit in force; [`ByteSize::MAX`] if none is known.
+    pub limit: ByteSize,
+    /// The recorded time, without times for which the control loop stood still.
+    pub observed: Duration,
+    /// The requests of that time, admitted or rejected for lack of host memory. Exempt ones are not
+    /// counted, nor those that a limit of this size can never admit.
+    pub requests: u64,
+    /// Those that were rejected.
+    pub rejected: u64,
+    /// The most memory that no request owned for a second.
+    pub unowned: ByteSize,
+    ceiling_part: f64,
+    required: Sums,
+    /// The requests that each ceiling would have rejected in addition.
+    shadowed: Sums,
+}
+
+/// The memory that one hour of the recorded traffic has needed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize))]
+#[non_exhaustive]
+pub struct LimitHour {
+    /// The start of the hour.
+    pub start: Moment,
+    /// The recorded time.
+    pub observed: Duration,
+    /// The required memory (physical less purgeable) that was not exceeded for 99.9 % of the time,
+    /// to a sixteenth.
+    pub required_p999: ByteSize,
+    /// The most memory that was required.
+    pub required_max: ByteSize,
+    /// The most memory that no request owned for a second.
+    pub unowned: ByteSize,
+    /// The requests, as in [`LimitAdvice::requests`].
+    pub requests: u64,
+    /// Those that were rejected.
+    pub rejected: u64,
+}
+
+impl Default for LimitAdvice {
+    /// Nothing recorded, no limit known.
+    fn default() -> Self {
+        Self {
+            hours: Vec::new(),
+            limit: ByteSize::MAX,
+            observed: Duration::ZERO,
+            requests: 0,
+            rejected: 0,
+            unowned: ByteSize::ZERO,
+            ceiling_part: 1.0,
+            required: Sums::default(),
+            shadowed: Sums::default(),
+        }
+    }
+}
+
+impl LimitAdvice {
+    /// The least number of requests for [`LimitAdvice::smallest_limit`]: if none of 3,000 is
+    /// rejected, the probability of a rejection is below .1 %, with a confidence of 95 %.
+    pub const REQUESTS_MIN: u64 = 3_000;
+
+    fn add(&mut self, hour: &RecordedHour) {
+        let RecordedHour { start, required_max, unowned, requests, rejected, .. } = *hour;
+        let mut required = Sums::default();
+        required.add(&hour.required);
+        let observed = Duration::from_micros(required.total());
+        self.required.add(&hour.required);
+        self.shadowed.add(&hour.shadowed);
+        self.observed += observed;
+        self.requests += requests;
+        self.rejected += rejected;
+        self.unowned = self.unowned.max(unowned);
+        let required_p999 = required.all_but(EXCEEDED_PART).min(required_max);
+        self.hours.push(LimitHour {
+            start,
+            observed,
+            required_p999,
+            required_max,
+            unowned,
+            requests,
+            rejected,
+        });
+    }
+
+    /// Returns the requests that a ceiling would have rejected, or any larger one.
+    fn rejected_at(&self, ceiling: ByteSize) -> u64 {
+        let from = self.shadowed.0.iter().skip(bucket(ceiling));
+        self.rejected + from.max().copied().unwrap_or(0)
+    }
+
+    /// Returns the smallest limit that would have rejected less than .1 % of the recorded requests,
+    /// rounded up to a MiB: at most the limit in force. `None` if no limit is known, if fewer than
+    /// [`LimitAdvice::REQUESTS_MIN`] requests are recorded, or if the limit in force has rejected
+    /// .1 % of them; the text of the advice gives the reason.
+    #[must_use]
+    pub fn smallest_limit(&self) -> Option<ByteSize> {
+        if self.limit == ByteSize::MAX || self.requests < Self::REQUESTS_MIN {
+            return None;
+        }
+        // Less than a thousandth, not as much as one.
+        let most = (self.requests - 1) / REJECTED_PART;
+        let enough = (0..BUCKETS).map(least_of).find(|ceiling| self.rejected_at(*ceiling) <= most);
+        let ceiling = enough.unwrap_or(ByteSize::MAX).max(self.unowned);
+        let limit = ceiling.scaled(self.ceiling_part.recip()).next_multiple_of(ByteSize::mib(1));
+        match limit.filter(|limit| *limit < self.limit) {
+            Some(limit) => Some(limit),
+            None => (self.rejected <= most).then_some(self.limit),
+        }
+    }
+
+    /// Returns what another limit would have done to the recorded requests. A larger limit than the
+    /// one in force is taken to reject as many as that one did.
+    #[must_use]
+    pub fn at(&self, limit: ByteSize) -> LimitForecast {
+        let ceiling = limit.scaled(self.ceiling_part);
+        let is_smaller = limit < self.limit;
+        let rejected = if is_smaller { self.rejected_at(ceiling) } else { self.rejected };
+        let time_above = |bytes| Duration::from_micros(self.required.above(bytes));
+        LimitForecast {
+            limit,
+            ceiling,
+            requests: self.requests,
+            rejected,
+            observed: self.observed,
+            over_ceiling: time_above(ceiling),
+            over_limit: time_above(limit),
+            unowned: self.unowned,
+        }
+    }
+}
+
+/// The effect that a limit would have had on the recorded traffic; its text is a sentence for
+/// people. See [`LimitAdvice`] for what it ignores.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize))]
+#[non_exhaustive]
+pub struct LimitForecast {
+    /// The limit.
+    pub limit: ByteSize,
+    /// Its ceiling at the start.
+    pub ceiling: ByteSize,
+    /// The recorded requests.
+    pub requests: u64,
+    /// Those that would have been rejected, by estimate.
+    pub rejected: u64,
+    /// The recorded time.
+    pub observed: Duration,
+    /// The time for which more memory was required than the ceiling. Part of it was that of
+    /// requests that the limit would have rejected.
+    pub over_ceiling: Duration,
+    /// The time for which more memory was required than the limit: if no request had been rejected,
+    /// the kernel would have killed the process.
+    pub over_limit: Duration,
+    /// The most memory that no request owned for a second.
+    pub unowned: ByteSize,
+}
+
+impl LimitForecast {
+    /// Returns the part of the requests that would have been rejected, from 0 to 1.
+    #[must_use]
+    pub fn rejected_share(&self) -> f64 {
+        ByteSize::new(self.rejected).as_f64() / ByteSize::new(self.requests.max(1)).as_f64()
+    }
+
+    /// Returns `true` if memory that no request owns would have left no room for requests.
+    #[must_use]
+    pub fn is_exhausted(&self) -> bool {
+        self.unowned > self.ceiling
+    }
+}
+
+impl fmt::Display for LimitForecast {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { limit, ceiling, unowned, .. } = self;
+        if self.is_exhausted() {
+            write!(f, "a limit of {limit} would be exhausted: memory that no request owns")?;
+            write!(f, " ({unowned}) exceeds its ceiling of {ceiling}")?;
+            let kills = unowned > limit;
+            return f.write_str(if kills { ", and the limit: the kernel would kill" } else { "" });
+        }
+        let recorded = Recorded(self.requests, self.observed);
+        write!(f, "with a limit of {limit} ")?;
+        match (self.requests, self.rejected) {
+            (0, _) => {
+                f.write_str("nothing would have been rejected, but no request is recorded")?
+            }
+            (_, 0) => write!(f, "none of {recorded} would have been rejected")?,
+            _ => {
+                let share = Percent(self.rejected_share());
+                write!(f, "about {share} of {recorded} would have been rejected")?;
+            }
+        }
+        write!(f, "; memory that no request owns ({unowned}) fits")
+    }
+}
+
+impl fmt::Display for LimitAdvice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let recorded = Recorded(self.requests, self.observed);
+        match self.smallest_limit() {
+            Some(limit) => {
+                write!(
+                    f,
+                    "{limit} is the smallest limit that rejects less than 0.1 % of {recorded}"
+                )
+            }
+            None if self.limit == ByteSize::MAX => f.write_str("no advice: no limit is known"),
+            None if self.requests < Self::REQUESTS_MIN => {
+                let least = Grouped(Self::REQUESTS_MIN);
+                write!(f, "no advice yet: {recorded} are recorded, expected at least {least}")
+            }
+            None => {
+                let share = Percent(self.at(self.limit).rejected_share());
+                write!(f, "no smaller limit: the limit of {} has rejected ", self.limit)?;
+                write!(f, "{share} of {recorded}")
+            }
+        }
+    }
+}
+
+/// Formats a number of requests and their time.
+struct Recorded(u64, Duration);
+
+impl fmt::Display for Recorded {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (number, unit) = match self.1.as_secs() {
+            seconds @ ..120 => (seconds, "s"),
+            seconds @ ..7200 => (seconds / 60, "min"),
+            seconds => (seconds / 3600, "h"),
+        };
+        write!(f, "{} requests of the last {number} {unit}", Grouped(self.0))
+    }
+}
+
+/// Formats a number with commas between groups of three digits.
+struct Grouped(u64);
+
+impl fmt::Display for Grouped {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.0 / 1000 {
+            0 => write!(f, "{}", self.0),
+            thousands => write!(f, "{},{:03}", Self(thousands), self.0 % 1000),
+        }
+    }
+}
+
+/// Formats a share in percent, with two significant digits below 1 %.
+struct Percent(f64);
+
+impl fmt::Display for Percent {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.0 * 100.0 {
+            percent if percent < 0.01 => f.write_str("0.01 %"),
+            percent if percent < 1.0 => write!(f, "{percent:.2} %"),
+            percent => write!(f, "{percent:.1} %"),
+        }
+    }
+}
+
+#[cfg(all(test, not(lowtide_loom)))]
+mod tests {
+    use super::*;
+
+    const TICK: Duration = Duration::from_millis(10);
+    const SEEDS: u64 = 20;
+    /// Requests since the start, and those that did not fit.
+    type Count = (u64, u64);
+
+    /// Marsaglia's xorshift: numbers below a bound.
+    struct Random(u64);
+
+    impl Random {
+        fn below(&mut self, bound: u64) -> u64 {
+            self.0 ^= self.0 << 13;
+            self.0 ^= self.0 >> 7;
+            self.0 ^= self.0 << 17;
+            (self.0 >> 11) % bound
+        }
+    }
+
+    /// A sample of a service with a limit of 1,000 MiB, of which 50 are required.
+    fn sample(now: Duration) -> LimitSample {
+        LimitSample {
+            now: Moment::after_origin(now),
+            limit: ByteSize::mib(1000),
+            required: ByteSize::mib(50),
+            resources: ByteSize::ZERO,
+            loaded: ByteSize::ZERO,
+            other: ByteSize::mib(50),
+            correction_factor: 1.0,
+            trusts_lone: false,
+            reserved: ByteSize::ZERO,
+            held: ByteSize::ZERO,
+            is_measured: false,
+            classes: SizeClass::all().map(|class| ClassStats { class, ..ClassStats::default() }),
+            rejected_by_level: 0,
+        }
+    }
+
+    /// The same after so many requests of 8 MiB.
+    fn after(now: Duration, (admitted, rejected): Count) -> LimitSample {
+        let mut sample = sample(now);
+        let class = &mut sample.classes[SizeClass::of(ByteSize::mib(8)).place()];
+        (class.admitted_total, class.admitted_bytes_total) = (admitted, admitted << 23);
+        (class.rejected_total, class.rejected_bytes_total) = (rejected, rejected << 23);
+        sample
+    }
+
+    /// Records ticks at which `reserved` MiB are reserved, with one arrival of 8 MiB each.
+    fn record(ticks: u64, reserved: impl Fn(u64) -> u64) -> LimitRecord {
+        let mut record = LimitRecord::default();
+        for nth in 0..=ticks {
+            let now = TICK * u32::try_from(nth).expect("few");
+            let reserved = ByteSize::mib(reserved(nth));
+            record.add(LimitSample { reserved, ..after(now, (nth, 0)) }, 0.8);
+        }
+        record
+    }
+
+    #[test]
+    fn an_hours_percentile_is_within_a_bucket_of_the_exact_one() {
+        for seed in 1..=SEEDS {
+            let (mut random, mut record) = (Random(seed), LimitRecord::default());
+            let (mut now, mut exact) = (Duration::ZERO, Vec::new());
+            record.add(sample(now), 0.8);
+            for _ in 0..20_000 {
+                let step = Duration::from_micros(1 + random.below(20_000));
+                let power = random.below(17);
+                let bytes = ByteSize::new((1 << (20 + power)) + random.below(1 << (20 + power)));
+                now += step;
+                record.add(LimitSample { required: bytes, ..sample(now) }, 0.8);
+                exact.push((bytes, step));
+            }
+            exact.sort_by_key(|(bytes, _)| *bytes);
+            let mut left = now / 1000;
+            let p999 = exact.iter().rev().find(|(_, step)| {
+                let is_in = *step > left;
+                left = left.saturating_sub(*step);
+                is_in
+            });
+            let (p999, max) = (p999.expect("some").0, exact.last().expect("some").0);
+            let [hour] = record.advice().hours[..] else { panic!("seed {seed}: one hour") };
+            assert_eq!((hour.observed, hour.required_max), (now, max), "seed {seed}");
+            let (found, wide) = (hour.required_p999, p999.scaled(17.0 / 16.0));
+            assert!((p999..=wide).contains(&found), "seed {seed}: {found}, exact {p999}");
+        }
+    }
+
+    #[test]
+    fn a_day_and_the_current_hour_are_kept_and_each_request_is_in_one_hour() {
+        let mut record = LimitRecord::default();
+        record.add(after(Duration::ZERO, (0, 0)), 0.8);
+        let minute = |nth: u64| Duration::from_secs(60 * nth);
+        for nth in 1..=(40 * 60) {
+            record.add(after(minute(nth), (nth, 0)), 0.8);
+        }
+        let advice = record.advice();
+        let starts: Vec<_> = advice.hours.iter().map(|hour| hour.start).collect();
+        let expected: Vec<_> = (16..=40_u64).map(|nth| Moment::ORIGIN + minute(60 * nth)).collect();
+        assert_eq!(starts, expected);
+        let requests: Vec<_> = advice.hours.iter().map(|hour| hour.requests).collect();
+        assert_eq!(requests, [vec![60; 24], vec![1]].concat());
+        assert_eq!(advice.requests, 24 * 60 + 1);
+        assert_eq!(advice.observed, STEP_MAX * 1441, "of each minute only a second is known");
+        record.add(after(minute(60 * 2000), (40 * 60, 0)), 0.8);
+        let advice = record.advice();
+        assert_eq!((advice.hours.len(), advice.requests), (25, 0), "long ago");
+    }
+
+    #[test]
+    fn a_clock_that_steps_back_loses_and_invents_nothing() {
+        for seed in 1..=SEEDS {
+            let (mut random, mut record) = (Random(seed), LimitRecord::default());
+            let (mut now, mut latest) = (3_600_000_u64, 3_600_000);
+            for nth in 0..5_000 {
+                record.add(after(Duration::from_millis(now), (nth, 0)), 0.8);
+                latest = latest.max(now);
+                now = (now + random.below(200)).saturating_sub(150 * random.below(2));
+            }
+            let advice = record.advice();
+            assert_eq!(advice.requests, 4_999, "seed {seed}");
+            let observed = Duration::from_millis(latest - 3_600_000);
+            assert_eq!(advice.observed, observed, "seed {seed}");
+        }
+    }
+
+    #[test]
+    fn requests_that_run_together_need_a_ceiling_for_all_of_them() {
+        // 80 MiB stay reserved: ten requests of 8 MiB, one of which ends at each tick.
+        let advice = record(10_000, |nth| 8 * nth.min(10)).advice();
+        assert_eq!((advice.requests, advice.rejected), (10_000, 0));
+        let limit = advice.smallest_limit().expect("enough requests");
+        let exact = ByteSize::mib(50 + 80).scaled(1.0 / 0.8);
+        assert!((exact..=exact.scaled(1.1)).contains(&limit), "{limit}, exact {exact}");
+        assert!(advice.at(limit).rejected_share() < 0.001);
+        // Half of the requests' memory serves half of them.
+        let half = advice.at(ByteSize::mib(50 + 40).scaled(1.0 / 0.8)).rejected_share();
+        assert!((0.4..=0.7).contains(&half), "{half}");
+        assert_eq!(advice.at(ByteSize::mib(50)).rejected, 10_000, "no room at all");
+        assert_eq!(advice.at(ByteSize::mib(1000)).rejected, 0);
+    }
+
+    #[test]
+    fn requests_that_no_tick_has_seen_are_taken_to_have_run_together() {
+        let mut record = LimitRecord::default();
+        for nth in 0..=1000_u32 {
+            record.add(after(250 * nth * TICK / 10, (4 * u64::from(nth), 0)), 0.8);
+        }
+        let limit = record.advice().smallest_limit().expect("enough requests");
+        let exact = ByteSize::mib(50 + 4 * 8).scaled(1.0 / 0.8);
+        assert!((exact..=exact.scaled(1.1)).contains(&limit), "{limit}, exact {exact}");
+    }
+
+    #[test]
+    fn a_lone_request_counts_once_while_nothing_is_measured() {
+        let need = |trusts_lone| {
+            let mut record = LimitRecord::default();
+            for nth in 0..=4000_u32 {
+                let sample = after(nth * TICK, (u64::from(nth), 0));
+                record.add(LimitSample { correction_factor: 5.0, trusts_lone, ..sample }, 0.8);
+            }
+            record.advice().smallest_limit().expect("enough requests").scaled(0.8)
+        };
+        // 50 + 5 x 8 MiB, or (50 + 8) / (1 - 5 / 32).
+        let needs = [need(false), need(true)].map(|need| need.get() >> 20);
+        assert!((90..=96).contains(&needs[0]) && (68..=73).contains(&needs[1]), "{needs:?}");
+    }
+
+    #[test]
+    fn smaller_limits_never_reject_less() {
+        for seed in 1..=SEEDS {
+            let mut random = Random(seed);
+            let load: Vec<u64> = (0..5_000).map(|_| 8 + random.below(300)).collect();
+            let advice = record(4_999, |nth| load[usize::try_from(nth).expect("few")]).advice();
+            let rejected: Vec<u64> =
+                (0..1000).map(|mib| advice.at(ByteSize::mib(mib)).rejected).collect();
+            assert!(rejected.is_sorted_by(|less, more| less >= more), "seed {seed}");
+            assert_eq!(rejected[0], advice.requests, "seed {seed}");
+        }
+    }
+
+    #[test]
+    fn the_ledgers_of_smaller_ceilings_never_hold_more_than_the_real_one() {
+        for seed in 1..=SEEDS {
+            let (mut random, mut record) = (Random(seed), LimitRecord::default());
+            let mut reserved = 0;
+            for nth in 0..5_000_u32 {
+                let now = after(nth * TICK, (u64::from(nth), 0));
+                record.add(LimitSample { reserved: ByteSize::mib(reserved), ..now }, 0.8);
+                let real = ByteSize::mib(reserved).as_f64() + 1.0;
+                let most = record.shadow.reserved.iter().copied().fold(0.0, f64::max);
+                assert!(most <= real, "seed {seed}: {most} of {real}");
+                reserved = (reserved + 8).saturating_sub(random.below(17));
+            }
+        }
+    }
+
+    #[test]
+    fn the_text_gives_the_advice_or_the_reason_why_there_is_none() {
+        let none = LimitAdvice::default();
+        assert_eq!(none.to_string(), "no advice: no limit is known");
+        assert_eq!(
+            none.at(ByteSize::mib(256)).to_string(),
+            "with a limit of 256.0 MiB nothing would have been rejected, but no request is \
+             recorded; memory that no request owns (0 B) fits"
+        );
+        assert_eq!(
+            record(200, |_| 8).advice().to_string(),
+            "no advice yet: 200 requests of the last 2 s are recorded, expected at least 3,000"
+        );
+        let advice = record(10_000, |nth| 8 * nth.min(10)).advice();
+        assert_eq!(
+            advice.to_string(),
+            "170.0 MiB is the smallest limit that rejects less than 0.1 % of 10,000 requests of \
+             the last 100 s"
+        );
+        let at = |mib| advice.at(ByteSize::mib(mib)).to_string();
+        assert_eq!(
+            at(170),
+            "with a limit of 170.0 MiB none of 10,000 requests of the last 100 s would have been \
+             rejected; memory that no request owns (50.0 MiB) fits"
+        );
+        assert_eq!(
+            at(60),
+            "a limit of 60.0 MiB would be exhausted: memory that no request owns (50.0 MiB) \
+             exceeds its ceiling of 48.0 MiB"
+        );
+        assert!(at(49).ends_with("and the limit: the kernel would kill"), "{}", at(49));
+        let mut record = LimitRecord::default();
+        for nth in 0..=4000_u32 {
+            let count = (u64::from(nth), u64::from(nth / 100));
+            record.add(after(nth * TICK, count), 0.8);
+        }
+        let advice = record.advice();
+        assert_eq!((advice.requests, advice.rejected, advice.smallest_limit()), (4040, 40, None));
+        assert_eq!(
+            advice.to_string(),
+            "no smaller limit: the limit of 1000.0 MiB has rejected 0.99 % of 4,040 requests of \
+             the last 40 s"
+        );
+        let shares = [0.00002, 0.0031, 0.031, 1.0].map(|share| Percent(share).to_string());
+        assert_eq!(shares, ["0.01 %", "0.31 %", "3.1 %", "100.0 %"]);
+    }
+}
