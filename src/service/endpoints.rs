@@ -35,7 +35,7 @@ use super::rejection::problem;
 
 const TEXT: &str = "text/plain; charset=utf-8";
 /// The query parameters of `/memory`.
-const NAMES: &[&str] = &["format", "with"];
+const NAMES: &[&str] = &["format", "limit", "with"];
 const METRICS: &str = "text/plain; version=0.0.4; charset=utf-8";
 
 /// The operator endpoints of a service.
@@ -143,7 +143,9 @@ impl Endpoints {
     /// `?with=` adds parts to the JSON: `map`, `history`, `events`, `admin_tasks`,
     /// `largest_requests`, `permits` (the oldest requests), `routes`, `tenants`, `size_classes`,
     /// `mappings`, `device_processes` (for at most 50 ms; see `Memory::device_processes`),
-    /// `last_exit` ([`Memory::last_exit`]), separated by commas. An invalid query is 400.
+    /// `last_exit` ([`Memory::last_exit`]), `limit_advice`, separated by commas.
+    /// `?with=limit_advice&limit=256Mi` adds what a limit of 256 MiB would have done. An invalid
+    /// query is 400.
     ///
     /// ```
     /// use http::Request;
@@ -187,7 +189,7 @@ impl Endpoints {
         match path {
             "/healthz" => Some(self.healthy()),
             "/readyz" => Some(self.ready()),
-            "/memory" => Some(self.memory(&[])),
+            "/memory" => Some(self.memory(&[], None)),
             "/metrics" => {
                 let render = self.metrics.as_ref()?;
                 Some(answer(StatusCode::OK, METRICS, render()))
@@ -246,7 +248,7 @@ impl Endpoints {
     }
 
     fn asked<B>(&self, request: &Request<B>) -> Result<Response<String>, QueryError> {
-        let query = Query::read(request.uri().query(), NAMES, "format or with")?;
+        let query = Query::read(request.uri().query(), NAMES, "format, limit or with")?;
         let format = match query.get("format") {
             None => Format::preferred(request.headers()),
             Some("json") => Format::Json,
@@ -257,14 +259,15 @@ impl Endpoints {
             }
         };
         let parts = Part::read(query.get("with").unwrap_or_default())?;
+        let limit = query.get("limit").map(|text| Part::read_limit(text, &parts)).transpose()?;
         Ok(match format {
             Format::Html => page::answer(),
-            Format::Json => self.memory(&parts),
+            Format::Json => self.memory(&parts, limit),
         })
     }
 
     /// Returns the figures and these parts. With parts the JSON is one line, since a page reads it.
-    fn memory(&self, parts: &[Part]) -> Response<String> {
+    fn memory(&self, parts: &[Part], limit: Option<ByteSize>) -> Response<String> {
         let mut body = self
             .memory
             .as_ref()
@@ -272,9 +275,9 @@ impl Endpoints {
         let body = match (&self.memory, &mut body) {
             (Some(memory), Value::Object(members)) if !parts.is_empty() => {
                 let needs_token = self.admin.as_ref().map(Admin::needs_token);
-                parts.iter().for_each(|part| {
-                    part.add(memory, &self.maps, &self.mappings, needs_token, members)
-                });
+                for part in parts {
+                    part.add(memory, (&self.maps, &self.mappings), needs_token, limit, members);
+                }
                 format!("{body}\n")
             }
             (_, body) => pretty(body),

@@ -1,6 +1,6 @@
 //! The optional parts of `/memory`: maps of arenas, history, events, admin tasks, the largest
 //! and oldest requests, the memory of routes and tenants, size classes of the heap, mappings of the
-//! process, the processes on each device, and the last run.
+//! process, the processes on each device, the last run, and the advice on limits.
 //!
 //! Each part is bounded. The figures themselves are in `endpoints`, the maps in `devices`.
 
@@ -8,14 +8,17 @@ use std::time::Duration;
 
 use serde_json::{Map, Value, json};
 
-use crate::bytes::ByteSize;
+use crate::bytes::{ByteSize, ParseByteSizeError};
 use crate::clock::Moment;
 use crate::memory::{AdminTask, Event, HistorySample, Memory};
 use crate::sync::{Mutex, lock};
-use lowtide_admission::{Mappings, MemoryUsage, RequestMemory, RouteUsage, TenantUsage};
+use lowtide_admission::{
+    LimitAdvice, LimitForecast, LimitHour, Mappings, MemoryUsage, RequestMemory, RouteUsage,
+    TenantUsage,
+};
 use lowtide_heap::SizeClass as HeapSizeClass;
 
-use super::answer::seconds;
+use super::answer::{self, seconds};
 use super::asked::QueryError;
 use super::devices::{self, Maps};
 use super::last_exit::last_exit;
@@ -40,10 +43,11 @@ pub(super) enum Part {
     Mappings,
     DeviceProcesses,
     LastExit,
+    LimitAdvice,
 }
 
 impl Part {
-    const ALL: [Self; 12] = [
+    const ALL: [Self; 13] = [
         Self::Map,
         Self::MetricsHistory,
         Self::Events,
@@ -56,6 +60,7 @@ impl Part {
         Self::Mappings,
         Self::DeviceProcesses,
         Self::LastExit,
+        Self::LimitAdvice,
     ];
 
     const fn name(self) -> &'static str {
@@ -72,6 +77,7 @@ impl Part {
             Self::Mappings => "mappings",
             Self::DeviceProcesses => "device_processes",
             Self::LastExit => "last_exit",
+            Self::LimitAdvice => "limit_advice",
         }
     }
 
@@ -96,14 +102,29 @@ impl Part {
         Ok(parts)
     }
 
+    /// Parses the limit for which advice is asked, of a query with these parts.
+    pub(super) fn read_limit(text: &str, parts: &[Self]) -> Result<ByteSize, QueryError> {
+        let expected = if !parts.contains(&Self::LimitAdvice) {
+            "with=limit_advice in the same query"
+        } else {
+            match text.parse() {
+                Ok(ByteSize::ZERO) => "an amount of memory above zero",
+                Ok(limit) => return Ok(limit),
+                Err(error) => ParseByteSizeError::expected(&error),
+            }
+        };
+        let (value, expected) = (text.to_owned(), expected.to_owned());
+        Err(QueryError::Value { name: "limit", value, expected })
+    }
+
     /// Adds the part to the document. `needs_token` is for admin tasks: `None` if they are
-    /// disabled.
+    /// disabled. `limit` is for the advice on limits.
     pub(super) fn add(
         self,
         memory: &Memory,
-        maps: &Maps,
-        mappings: &MappingsCache,
+        (maps, mappings): (&Maps, &MappingsCache),
         needs_token: Option<bool>,
+        limit: Option<ByteSize>,
         to: &mut Map<String, Value>,
     ) {
         let value = match self {
@@ -128,6 +149,7 @@ impl Part {
                 None => return, // a build without CUDA
             },
             Self::LastExit => last_exit(memory.last_exit()),
+            Self::LimitAdvice => limit_advice(memory, limit),
         };
         to.insert(self.name().to_owned(), value);
     }
@@ -251,6 +273,47 @@ fn named(mut named: Value, memory: &MemoryUsage) -> Value {
         named[name] = value.into();
     }
     named
+}
+
+fn limit_advice(memory: &Memory, limit: Option<ByteSize>) -> Value {
+    let advice = memory.limit_advice();
+    let hour = |hour: &LimitHour| {
+        json!({
+            "start_seconds": seconds(memory.on_wall(hour.start)),
+            "observed_seconds": seconds(hour.observed),
+            "required_p999_bytes": hour.required_p999.get(),
+            "required_max_bytes": hour.required_max.get(),
+            "unowned_bytes": hour.unowned.get(),
+            "requests": hour.requests,
+            "rejected": hour.rejected,
+        })
+    };
+    json!({
+        "limit_bytes": answer::limit(advice.limit),
+        "observed_seconds": seconds(advice.observed),
+        "requests": advice.requests,
+        "requests_min": LimitAdvice::REQUESTS_MIN,
+        "rejected": advice.rejected,
+        "unowned_bytes": advice.unowned.get(),
+        "smallest_limit_bytes": advice.smallest_limit().map(ByteSize::get),
+        "sentence": advice.to_string(),
+        "hours": advice.hours.iter().map(hour).collect::<Value>(),
+        "at": limit.map(|limit| forecast(&advice.at(limit))),
+    })
+}
+
+fn forecast(at: &LimitForecast) -> Value {
+    json!({
+        "limit_bytes": at.limit.get(),
+        "ceiling_bytes": at.ceiling.get(),
+        "requests": at.requests,
+        "rejected": at.rejected,
+        "rejected_share": at.rejected_share(),
+        "over_ceiling_seconds": seconds(at.over_ceiling),
+        "exceeded_seconds": seconds(at.over_limit),
+        "exhausted": at.is_exhausted(),
+        "sentence": at.to_string(),
+    })
 }
 
 fn admin_task(admin_task: &AdminTask) -> Value {

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use http::{Request, Response, StatusCode};
+use lowtide::admission::Cost;
 use lowtide::clock::{Clock, ManualClock};
 use lowtide::config::DeviceChoice;
 use lowtide::device::{Contents, Region, SleepOptions};
@@ -18,8 +19,9 @@ use crate::support::{Tree, advance_until};
 const SOON: Duration = Duration::from_secs(5);
 const SECOND: Duration = Duration::from_secs(1);
 const ANY_PART: &str = "expected map, history, events, admin_tasks, largest_requests, permits, \
-                        routes, tenants, size_classes, mappings, device_processes, last_exit";
-const PARTS: [&str; 11] = [
+                        routes, tenants, size_classes, mappings, device_processes, last_exit, \
+                        limit_advice";
+const PARTS: [&str; 12] = [
     "map",
     "history",
     "events",
@@ -31,6 +33,7 @@ const PARTS: [&str; 11] = [
     "size_classes",
     "mappings",
     "last_exit",
+    "limit_advice",
 ];
 const ALL: &str = "/memory?format=json&with=map,history,events,admin_tasks";
 const BROWSER: &str = "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8";
@@ -86,9 +89,13 @@ fn a_query_that_means_nothing_is_refused_by_name() {
         ("format=xml", r#"format="xml": expected json or html"#),
         ("with=map,everything", ANY_PART),
         ("with=map,history,map", r#""map" is given twice"#),
-        ("wth=map", r#"unknown query parameter "wth": expected format or with"#),
+        ("wth=map", r#"unknown query parameter "wth": expected format, limit or with"#),
         ("format=json&format=html", r#""format" is given twice"#),
         ("with=%zz", "the query is not percent-encoded"),
+        ("with=limit_advice&limit=256MB", r#"limit="256MB": expected digits, then B, k, m"#),
+        ("with=limit_advice&limit=", r#"limit="": expected digits, then B, k, m"#),
+        ("with=limit_advice&limit=0", r#"limit="0": expected an amount of memory above zero"#),
+        ("limit=256Mi", r#"limit="256Mi": expected with=limit_advice in the same query"#),
     ] {
         let response = ask(&endpoints, &format!("/memory?{query}"), Some(BROWSER));
         assert_eq!(response.status(), StatusCode::BAD_REQUEST, "{query}");
@@ -134,6 +141,36 @@ fn the_page_runs_nothing_but_its_own_script_and_asks_nobody_else() {
         "names of namespaces alone"
     );
     assert!(body.contains("<noscript>") && body.contains("?format=json"), "without a script");
+}
+
+#[test]
+fn the_advice_on_limits_has_the_recorded_hours_and_the_effect_of_the_limit_that_was_given() {
+    let (clock, tree) = (Arc::new(ManualClock::new()), Tree::new(ByteSize::mib(1000)));
+    let memory = start(&clock, &tree);
+    let endpoints = Endpoints::new(Some(memory.clone()));
+    let admit = || drop(memory.admission().try_admit(Cost::host(ByteSize::mib(8))));
+    advance_until(&clock, SECOND / 100, "requests are recorded", || {
+        admit();
+        memory.limit_advice().requests > 0
+    });
+    let told = |query: &str| told(&endpoints, &format!("/memory?{query}"))["limit_advice"].clone();
+    let advice = told("with=limit_advice&limit=1.5Mi");
+    assert_eq!(advice["limit_bytes"], ByteSize::mib(1000).get());
+    assert_eq!(advice["smallest_limit_bytes"], Value::Null);
+    assert_eq!(advice["requests_min"], 3_000);
+    let text = advice["sentence"].as_str().expect("a sentence");
+    assert!(text.starts_with("no advice yet: "), "{text}");
+    let [hour] = &advice["hours"].as_array().expect("hours")[..] else { panic!("{advice}") };
+    for key in ["start_seconds", "required_p999_bytes", "required_max_bytes", "requests"] {
+        assert!(hour[key].is_number(), "{key}: {hour}");
+    }
+    let at = &advice["at"];
+    assert_eq!(at["limit_bytes"], ByteSize::kib(1536).get());
+    assert_eq!((&at["rejected_share"], &at["requests"]), (&json!(1.0), &advice["requests"]));
+    assert!(at["exceeded_seconds"].is_number(), "{at}");
+    assert!(at["sentence"].as_str().expect("a sentence").contains("1.5 MiB"), "{at}");
+    assert_eq!(told("with=limit_advice")["at"], Value::Null);
+    assert!(memory.shutdown(SOON).is_clean());
 }
 
 #[test]

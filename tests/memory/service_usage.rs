@@ -15,6 +15,7 @@ use http_body_util::Empty;
 use lowtide::admission::{MemoryUsage, RouteUsage};
 use lowtide::clock::{Clock, ManualClock};
 use lowtide::config::DeviceChoice;
+use lowtide::metrics::MetricsTier;
 use lowtide::service::{ContentLength, Endpoints, Learned, MemoryLayer, Tenant};
 use lowtide::{ByteSize, Memory};
 use serde_json::Value;
