@@ -39,7 +39,7 @@ pub(super) const LAYERS: &[Layers] = &[
     },
     Layers {
         folder: "crates/core/",
-        floors: &[&["bytes", "clock", "fork", "sync"], &["decay", "log", "rate"]],
+        floors: &[&["buckets", "bytes", "clock", "fork", "sync"], &["decay", "log", "rate"]],
         walls: &[],
     },
     Layers {

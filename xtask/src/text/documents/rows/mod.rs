@@ -129,6 +129,12 @@ pub(crate) const FIGURES: &[(&str, &str, &str)] = &[
         "By default one allocation is sampled per 512 KiB allocated",
         "jemalloc's",
     ),
+    (
+        "docs/OPERATING.md",
+        "\"with a limit of 256.0 MiB about 3.1 % of 12,400 requests of the last 5 h would have \
+         been rejected; memory that no request owns (110.0 MiB) fits\"",
+        "an example",
+    ),
     ("docs/DEPLOYING.md", "(the default from 23.0 on)", "Docker's"),
     ("docs/DEPLOYING.md", "user and licences (10.7 MiB):", "measured"),
     ("docs/DEPLOYING.md", "In two runs of 5 s", "measured"),
