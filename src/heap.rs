@@ -8,7 +8,11 @@ pub use lowtide_heap::{
     Account, AccountMemory, AccountOwner, Applied, ArenaBinding, ArenaDecay, Cause, ConfSource,
     Difference, EffectiveConf, Heap, HeapGlance, HeapProbe, HeapProfile, HeapSettings,
     HeapSnapshot, HostArena, HostArenaError, HostArenaStats, HostError, LibcHeap, Outcome, Part,
-    PurgeReport, Unsupported, apply, effective, flush_tcache_if_requested, flush_thread_cache,
-    is_global, is_measured, libc_heap, on_thread_park, purge, purge_now, request_tcache_flush,
-    serves_c, unmeasured,
+    Profiler, PurgeReport, Unsupported, apply, effective, flush_tcache_if_requested,
+    flush_thread_cache, is_global, is_measured, libc_heap, on_thread_park, profiler, purge,
+    purge_now, request_tcache_flush, serves_c, unmeasured,
+};
+#[cfg(feature = "profiling")]
+pub use lowtide_heap::{
+    AllocationProfile, AllocationStack, ProfileError, ProfileMapping, take_profile, write_profile,
 };

@@ -116,7 +116,7 @@
 //! | `memory-viz` | `device::ArenaMap` as a snapshot for PyTorch's `memory_viz`; with `device` |
 //! | `interpose` | C and C++ libraries use jemalloc too; for engines in C++ |
 //! | `allocator-api2` | `heap::HostArena` as an `allocator-api2` allocator |
-//! | `profiling` | jemalloc's heap profiler |
+//! | `profiling` | jemalloc's heap profiler; profiles by HTTP, and before a kill by the kernel |
 //!
 //! Linux with glibc is supported in full; Windows is a compile error.
 #![cfg_attr(docsrs, feature(doc_cfg))]

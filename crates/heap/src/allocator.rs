@@ -73,12 +73,26 @@ unsafe impl GlobalAlloc for Heap {
 
     #[inline]
     unsafe fn dealloc(&self, block: *mut u8, layout: Layout) {
+        // A block that the profiler sampled begins at a page. In a build with the profiler, `free`
+        // with a size therefore takes a slow path for each block that does, sampled or not: 4 KiB
+        // cost 196 instructions instead of 141.
+        #[cfg(feature = "profiling")]
+        if layout.size() >= BEGINS_AT_PAGE {
+            // SAFETY: the caller promises that `block` came from this allocator, which means from
+            // jemalloc, and is freed once.
+            unsafe { tikv_jemalloc_sys::free(block.cast()) };
+            return;
+        }
         // SAFETY: the caller promises that `block` came from this allocator, which means from
         // jemalloc, with this layout, and is freed once. Its size class follows from size and
         // alignment in the same way for a block of an arena.
         unsafe { Jemalloc.dealloc(block, layout) }
     }
 }
+
+/// The size from which most blocks begin at a page.
+#[cfg(feature = "profiling")]
+const BEGINS_AT_PAGE: usize = 4096;
 
 /// Size of the block that tests which allocator serves an allocation.
 const TRIAL_BYTES: usize = 1024;

@@ -116,10 +116,32 @@ pub(super) const KNOBS: [Knob; 10] = [
     },
 ];
 
+/// The settings of the heap profiler, which the macro accepts in a build that has it. They are no
+/// part of a profile's comparison: whether a process is profiled changes nothing else.
+const PROFILER_KNOBS: [Knob; 2] = [
+    Knob {
+        name: "prof",
+        takes: BOOL,
+        default: Some("false"),
+        moves: false,
+        expected: "prof takes true or false",
+    },
+    Knob {
+        name: "lg_prof_sample",
+        takes: Takes::Number(19, 30),
+        default: Some("19"),
+        moves: false,
+        expected: "lg_prof_sample takes a whole number from 19 to 30 (2^19 bytes = 512 KiB, \
+                   2^23 = 8 MiB)",
+    },
+];
+
+const NO_PROFILER: &str = "prof and lg_prof_sample need the feature `profiling`, which builds the \
+                           heap profiler in";
 const UNKNOWN: &str = "expected a setting of background_thread, \
                        max_background_threads, narenas, tcache_max, dirty_decay_ms, \
                        muzzy_decay_ms, thp, metadata_thp, slab_sizes, \
-                       cache_oblivious";
+                       cache_oblivious, prof, lg_prof_sample";
 const HPA: &str = "hpa is not offered: it keeps twice the memory at rest; expected \
                    another setting, such as narenas";
 const TWICE: &str = "duplicate setting; expected each at most once";
@@ -128,10 +150,20 @@ const TOO_LONG: &str = "the settings together are too long";
 /// The setting of this name.
 pub(super) const fn knob(name: &str) -> Option<&'static Knob> {
     const TABLE: &[Knob] = &KNOBS;
+    named(TABLE, name)
+}
+
+/// The setting of the heap profiler of this name.
+const fn of_profiler(name: &str) -> Option<&'static Knob> {
+    const TABLE: &[Knob] = &PROFILER_KNOBS;
+    named(TABLE, name)
+}
+
+const fn named(table: &'static [Knob], name: &str) -> Option<&'static Knob> {
     let mut at = 0;
-    while at < TABLE.len() {
-        if same(TABLE[at].name.as_bytes(), name.as_bytes()) {
-            return Some(&TABLE[at]);
+    while at < table.len() {
+        if same(table[at].name.as_bytes(), name.as_bytes()) {
+            return Some(&table[at]);
         }
         at += 1;
     }
@@ -216,7 +248,11 @@ impl ConfText {
         let knob = match knob(name) {
             Some(knob) => knob,
             None if same(name.as_bytes(), b"hpa") => return Err(HPA),
-            None => return Err(UNKNOWN),
+            None => match of_profiler(name) {
+                Some(knob) if cfg!(feature = "profiling") => knob,
+                Some(_) => return Err(NO_PROFILER),
+                None => return Err(UNKNOWN),
+            },
         };
         if let Err(expected) = self.push(name.as_bytes()) {
             return Err(expected);
@@ -524,8 +560,20 @@ mod tests {
     }
 
     #[test]
+    fn the_profiler_is_set_only_in_a_build_that_has_it() {
+        let own = [("prof", "true"), ("lg_prof_sample", "23")];
+        let composed = composed(HeapProfile::Throughput, &own);
+        if cfg!(feature = "profiling") {
+            let text = composed.unwrap();
+            assert!(text.ends_with(",prof:true,lg_prof_sample:23"), "{text}");
+        } else {
+            assert_eq!(composed, Err(NO_PROFILER));
+        }
+    }
+
+    #[test]
     fn what_the_macro_says_is_what_the_table_checks() {
-        for knob in &KNOBS {
+        for knob in KNOBS.iter().chain(&PROFILER_KNOBS) {
             assert!(UNKNOWN.contains(knob.name), "{}", knob.name);
             assert!(knob.expected.contains(knob.name), "{}", knob.expected);
             let parts: Vec<String> = match knob.takes {
@@ -533,6 +581,8 @@ mod tests {
                 Takes::Word(words) => words.iter().map(|(word, _)| (*word).to_owned()).collect(),
             };
             assert!(parts.iter().all(|part| knob.expected.contains(part)), "{}", knob.expected);
+        }
+        for knob in &KNOBS {
             assert!(knob.default.is_none_or(|text| knob.meaning(text) != Meaning::Refused));
         }
     }

@@ -40,7 +40,10 @@ mod error;
 mod knobs;
 mod libc_heap;
 mod mallctl;
+#[cfg(feature = "profiling")]
+mod pprof;
 mod profile;
+mod profiler;
 mod purge;
 mod recall;
 mod redirect;
@@ -62,6 +65,11 @@ pub use effective::{ArenaDecay, EffectiveConf, effective};
 pub use error::{Act, HostError, Refusal, Unsupported};
 pub use libc_heap::{LibcHeap, libc_heap};
 pub use profile::HeapProfile;
+#[cfg(feature = "profiling")]
+pub use profiler::{
+    AllocationProfile, AllocationStack, ProfileError, ProfileMapping, take_profile, write_profile,
+};
+pub use profiler::{Profiler, profiler};
 pub use purge::{Outcome, Part, PurgeReport, decay_tick, flush_thread_cache, purge, purge_now};
 pub use recall::{flush_tcache_if_requested, on_thread_park, request_tcache_flush};
 pub use stats::{HeapGlance, HeapProbe, HeapSnapshot};

@@ -40,6 +40,10 @@ pub(crate) struct Counter;
 /// Marks a control whose value is a C string that a program could overwrite later.
 pub(crate) struct Copied;
 
+/// Marks a control to which the name of a file is written.
+#[cfg(feature = "profiling")]
+pub(crate) struct FileName;
+
 /// Kinds of text that C gives a pointer to.
 pub(crate) trait Pointed {}
 impl Pointed for Text {}
@@ -68,6 +72,9 @@ table! {
     VERSION: Text, 1, c"version";
     CONFIG_STATS: bool, 2, c"config.stats";
     CONFIG_PROF: bool, 2, c"config.prof";
+    OPT_PROF: bool, 2, c"opt.prof";
+    PROF_ACTIVE: bool, 2, c"prof.active";
+    PROF_LG_SAMPLE: usize, 2, c"prof.lg_sample";
     BACKGROUND_THREAD: bool, 1, c"background_thread";
     MAX_BACKGROUND_THREADS: usize, 1, c"max_background_threads";
 
@@ -139,6 +146,9 @@ table! {
     OPT_CONF_FROM_VARIABLE: Copied, 3, c"opt.malloc_conf.env_var";
     OPT_CONF_FROM_HARDER: Text, 3, c"opt.malloc_conf.global_var_2_conf_harder";
 }
+
+#[cfg(feature = "profiling")]
+pub(crate) static PROF_DUMP: Key<FileName, 2> = Key::new(c"prof.dump");
 
 impl<T, const N: usize> Key<T, N> {
     const fn new(name: &'static CStr) -> Self {
@@ -313,6 +323,19 @@ impl Key<Text, 3> {
         // SAFETY: the control takes a `const char *`, which is valid up to its NUL for the call;
         // jemalloc 5.3.1 copies at most `ARENA_NAME_LEN` bytes of it (`arena_name_set`).
         let written = unsafe { raw::write_mib(&numbers, text) };
+        written.map_err(|error| self.refused(Act::Write, Refusal::explained(error)))
+    }
+}
+
+#[cfg(feature = "profiling")]
+impl<const N: usize> Key<FileName, N> {
+    /// Writes the name of a file, which jemalloc creates and fills within the call.
+    pub(crate) fn write(&self, name: &CStr) -> Result<(), HostError> {
+        let numbers = self.numbers()?;
+        let name: *const c_char = name.as_ptr();
+        // SAFETY: the control takes a `const char *`, which is valid up to its NUL for the call;
+        // jemalloc 5.3.1 keeps no pointer to it (`prof_mdump`).
+        let written = unsafe { raw::write_mib(&numbers, name) };
         written.map_err(|error| self.refused(Act::Write, Refusal::explained(error)))
     }
 }

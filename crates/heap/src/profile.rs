@@ -122,6 +122,12 @@ impl fmt::Display for HeapProfile {
 /// | `metadata_thp` | `disabled`, `auto`, `always` |
 /// | `slab_sizes` | `default`, `one_page` |
 /// | `cache_oblivious` | `true`, `false` |
+/// | `prof` | `true`, `false`; with the feature `profiling` |
+/// | `lg_prof_sample` | 19 to 30; with the feature `profiling` |
+///
+/// `prof: true` starts jemalloc's heap profiler with the process. It records the stack of one
+/// allocation in each 2^`lg_prof_sample` bytes allocated, on average: 23, which is 8 MiB, is cheap
+/// enough to leave on (docs/OPERATING.md, "Taking a heap profile").
 ///
 /// Other settings and values do not compile, and the message names the expected ones:
 /// ```compile_fail
