@@ -88,6 +88,8 @@ pub struct Variable {
 ///   uptime
 /// * `LOWTIDE_FLIGHT_RECORDER`: absolute path of a file of 512 KiB that keeps the last five minutes
 ///   for the next start, or off
+/// * `LOWTIDE_HEAP_PROFILE_DIR`: folder for heap profiles, written as memory grows if the heap
+///   profiler is active; unset: none are written
 pub const VARIABLES: &[Variable] = &[
     Variable {
         name: "LOWTIDE_PROFILE",
@@ -228,6 +230,15 @@ pub const VARIABLES: &[Variable] = &[
                start, or off",
         put: |settings, text| put(&mut settings.flight_recorder, path_or_off(text)),
     },
+    Variable {
+        name: "LOWTIDE_HEAP_PROFILE_DIR",
+        help: "folder for heap profiles, written as memory grows if the heap profiler is active; \
+               unset: none are written",
+        put: |settings, text| {
+            settings.heap_profile_dir = Some(text.into());
+            Ok(())
+        },
+    },
 ];
 
 /// Reads the environment of the process.
@@ -351,6 +362,7 @@ mod tests {
             ("LOWTIDE_SERVICE_VERSION", "2.4.1"),
             ("LOWTIDE_EXHAUSTION_POLICY", "exit:10m"),
             ("LOWTIDE_FLIGHT_RECORDER", "/run/lowtide/recording"),
+            ("LOWTIDE_HEAP_PROFILE_DIR", "/profiles"),
             ("PATH", "/bin"),
         ]);
         let expected = Settings {
@@ -383,9 +395,10 @@ mod tests {
                 min_uptime: Duration::from_secs(600),
             }),
             flight_recorder: Some(Some("/run/lowtide/recording".into())),
+            heap_profile_dir: Some("/profiles".into()),
         };
         assert_eq!(found, Ok(expected));
-        assert_eq!(VARIABLES.len(), 24, "a variable was added that this test does not name");
+        assert_eq!(VARIABLES.len(), 25, "a variable was added that this test does not name");
     }
 
     /// The bug: `LOWTIDE_MEMORY_LIMIT=` stopped the start, which is what a template with a missing

@@ -59,6 +59,8 @@ pub struct Config {
     pub exhaustion_policy: Resolved<ExhaustionPolicy>,
     /// The absolute path of the flight recorder's file; `None` records nothing.
     pub flight_recorder: Resolved<Option<PathBuf>>,
+    /// The folder for heap profiles; `None`: none are written.
+    pub heap_profile_dir: Resolved<Option<PathBuf>>,
 }
 
 impl Config {
@@ -129,6 +131,11 @@ impl Config {
             flight_recorder: pick_or(
                 environment.flight_recorder.clone(),
                 code.flight_recorder.clone(),
+                None,
+            ),
+            heap_profile_dir: pick_or(
+                environment.heap_profile_dir.clone().map(Some),
+                code.heap_profile_dir.clone().map(Some),
                 None,
             ),
         })

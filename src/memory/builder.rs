@@ -32,13 +32,18 @@ use super::heap::{SettledHeap, settle_heap};
 use super::history::MetricsHistory;
 use super::loads::Loads;
 use super::manager::{Memory, WeakMemory};
+use super::profiles::{self, Captures};
 use super::running::{Ends, Running, Started, Threads};
 use super::sensor::{LibcIdle, MemorySensor};
 use super::shared::{Purges, Shared};
 use super::threads;
+use super::trend::QuietTimes;
 
 /// The stack size of the two threads. Both call little and touch a few KiB of it.
 const STACK: ByteSize = ByteSize::kib(256);
+
+/// The stack size of the profiler's thread, which reads symbols.
+const PROFILER_STACK: ByteSize = ByteSize::kib(512);
 
 /// The limit of a detached `Memory` that sets none.
 const DETACHED_LIMIT: ByteSize = ByteSize::gib(1);
@@ -117,6 +122,11 @@ impl Builder {
         /// such as a leak. Default: [`ExhaustionPolicy::Report`]. The others need a supervisor
         /// that restarts the process.
         exhaustion_policy: ExhaustionPolicy;
+        /// Sets the folder for heap profiles, which are written when the service has settled, when
+        /// memory grows, and near the limit, if the heap profiler is active (feature `profiling`,
+        /// `global_allocator!` with `prof: true`). At most 8 files of a run are kept, of about
+        /// 100 KB each. A folder belongs to one instance. Default: none, no profiles are written.
+        heap_profile_dir: PathBuf;
     }
 
     /// Sets the version of the service, 1 to 64 bytes without control characters: the label
@@ -313,6 +323,8 @@ impl Builder {
         check_limit(&config, &signals, &*clock, &mut diagnostics)?;
         let path = config.flight_recorder.value.as_deref();
         let (flight, recording) = Flight::open(path, &signals, &mut diagnostics);
+        let profiles =
+            (!self.is_detached).then(|| profiles::prepare(&config, &mut diagnostics)).flatten();
         let signals = Arc::new(signals);
         let (admission, resources) = (Admission::new(), Resources::new());
         devices.settle_budgets(&admission, &mut diagnostics);
@@ -323,18 +335,15 @@ impl Builder {
             arenas: devices.sensor(&config),
             last: None,
             libc: LibcIdle::default(),
+            captures: Captures::of(profiles.as_ref(), &config),
         };
         let joined = Arc::default();
         let ladder = ladder(&joined, &resources, !devices.has_own_memory());
         let settings = settings(&config, devices.any_own_memory());
         let settings = admission::Settings { heap_decay_interval: heap.decay_interval, ..settings };
-        let mut maintenance = Maintenance::new(
-            settings,
-            Box::new(sensor),
-            admission.clone(),
-            resources.clone(),
-            ladder,
-        )?;
+        let (admits, registry) = (admission.clone(), resources.clone());
+        let mut maintenance =
+            Maintenance::new(settings, Box::new(sensor), admits, registry, ladder)?;
         devices.add_budgets(&mut maintenance);
         let started_at = clock.since_epoch();
         let shared = Arc::new(Shared {
@@ -356,6 +365,8 @@ impl Builder {
             events: Arc::default(),
             flight: Arc::new(flight),
             history: MetricsHistory::default(),
+            quiet_times: QuietTimes::default(),
+            profiles,
             admin_tasks: AdminTasks::default(),
             loads: Loads::default(),
             #[cfg(feature = "tokio")]
@@ -536,7 +547,8 @@ fn running(shared: &Shared) -> Running {
         stop: Arc::default(),
         bell: Bell::new(),
         flight_bell: Arc::clone(shared.flight.bell()),
-        started: Mutex::new(Vec::with_capacity(THREADS + 1)),
+        profiles: shared.profiles.clone(),
+        started: Mutex::new(Vec::with_capacity(THREADS + 2)),
     };
     Running {
         is_ending: AtomicBool::new(false),
@@ -549,7 +561,7 @@ fn running(shared: &Shared) -> Running {
     }
 }
 
-/// Starts the two threads, and that of the flight recorder. On failure the running ones are
+/// Starts the two threads, and those of the profiler and the flight recorder. On failure the running ones are
 /// signalled to end.
 fn launch(parts: Parts, stack: ByteSize) -> Result<Memory, StartError> {
     let Parts { shared: joined, mut maintenance, mut worker, recording, .. } = parts;
@@ -558,6 +570,14 @@ fn launch(parts: Parts, stack: ByteSize) -> Result<Memory, StartError> {
     let (shared, clock) = (Arc::clone(&joined), Arc::clone(&joined.clock));
     let ends = || Ends { end: Arc::default(), claim: Arc::clone(&shared.claim) };
     let (ends_worker, ends_control) = (ends(), ends());
+    if let Some(profiles) = shared.profiles.clone() {
+        shared.claim.threads.fetch_add(1, Ordering::AcqRel);
+        let (clock, stop) = (Arc::clone(&clock), Arc::clone(&stop));
+        let folder = shared.config.heap_profile_dir.value.clone();
+        running.threads.spawn("lowtide-profiler", PROFILER_STACK, ends(), move || {
+            profiles::run(&profiles, folder.as_deref(), &*clock, &stop);
+        })?;
+    }
     running.threads.spawn("lowtide-worker", stack, ends_worker, move || {
         run_worker(&mut worker, &*clock);
     })?;

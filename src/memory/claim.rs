@@ -9,7 +9,7 @@ use crate::fork::Birth;
 
 use super::error::StartError;
 
-/// The number of threads of a `Memory`.
+/// The number of threads of a `Memory`, without that of the heap profiler.
 pub(super) const THREADS: usize = 2;
 
 /// The process generation in which a `Memory` runs, or [`NOWHERE`]. A forked child does not inherit
@@ -18,7 +18,7 @@ static STARTED: AtomicU64 = AtomicU64::new(NOWHERE);
 /// No `Memory` runs.
 const NOWHERE: u64 = u64::MAX;
 
-/// The right to run the one `Memory` of this process. Released once: by the last of the two threads
+/// The right to run the one `Memory` of this process. Released once: by the last of its threads
 /// when it ends, or when every handle is dropped.
 pub(super) struct Claim {
     held: AtomicBool,

@@ -19,6 +19,7 @@ use super::events::Watch;
 use super::recent_peak::RecentPeak;
 use super::shared::Shared;
 use super::snapshot::MemorySnapshot;
+use super::trend::QuietPoint;
 
 /// The minimum time between calls of the application's hook, and between descriptions of the
 /// metrics to the recorder, which may be installed late; a description costs a sixth of a
@@ -110,6 +111,7 @@ impl MaintenanceActions for MaintenanceExecutor {
         snapshot.reclaimers.iter().for_each(|reclaimer| self.note_panic(reclaimer));
         self.shared.history.add(snapshot.history_sample());
         self.shared.flight.publish(&snapshot);
+        self.add_quiet_time(now, &snapshot);
         if !self.shared.claim.is_attached {
             return; // its figures would mix with those of the process
         }
@@ -204,6 +206,19 @@ impl MaintenanceExecutor {
         }
         let requests = routes.iter().map(|route| route.memory.live).sum();
         to.parts(Breakdown::new(snapshot, requests).by_label().into_iter());
+    }
+
+    /// Adds the live memory to the trend, and has call sites compared at a quiet time, unless
+    /// memory is short.
+    fn add_quiet_time(&self, now: Moment, snapshot: &MemorySnapshot) {
+        let Some(heap) = &snapshot.heap else { return };
+        let point = QuietPoint { at: snapshot.since_epoch, live: heap.live };
+        if self.shared.quiet_times.add(now, point)
+            && snapshot.host.level == Level::None
+            && let Some(profiles) = &self.shared.profiles
+        {
+            profiles.compare();
+        }
     }
 
     /// Publishes the named heap arenas, and zeros for those that no longer exist. A name is kept

@@ -2,15 +2,17 @@
 //!
 //! [`Memory`] builds heap settings, device arenas, admission and resources from one [`Config`],
 //! connects policy to mechanism, owns the two threads (`lowtide-control` decides, `lowtide-worker`
-//! acts), and stops them. It contains no policy and no mechanism of its own. Heap, arenas and an
-//! [`Admission`] with a fixed limit also work without it; but then nothing is timed or published.
+//! acts; with an active heap profiler also `lowtide-profiler`), and stops them. It contains no
+//! policy and no mechanism of its own. Heap, arenas and an [`Admission`] with a fixed limit also
+//! work without it; but then nothing is timed or published.
 //!
 //! It runs until [`Memory::shutdown`], or until the last handle is dropped. Handles are [`Memory`]
 //! and every [`Admission`] obtained from one, which every layer holds. The threads and resources
 //! hold no such handle, so they do not keep it running.
 //!
-//! Invariants: at most one `Memory` runs in a process; `threads = 2` while it runs, or 3 with a
-//! flight recorder, and 0 after [`Memory::shutdown`]; dropping it never blocks.
+//! Invariants: at most one `Memory` runs in a process; `threads = 2` while it runs, one more with a
+//! flight recorder and one more with an active heap profiler, and 0 after [`Memory::shutdown`];
+//! dropping it never blocks.
 //!
 //! [`Config`]: crate::config::Config
 //! [`Admission`]: crate::admission::Admission
@@ -31,9 +33,12 @@ mod found;
 mod hands;
 mod heap;
 mod history;
+mod leaks;
 mod loads;
 mod manager;
 mod own_arena;
+#[cfg_attr(not(feature = "profiling"), path = "no_profiles.rs")]
+mod profiles;
 mod recent_peak;
 mod resources;
 mod running;
@@ -44,6 +49,7 @@ mod shared;
 mod shutdown;
 mod snapshot;
 mod threads;
+mod trend;
 mod verdict;
 
 pub use admin_tasks::{AdminCommand, AdminError, AdminTask, AdminTaskState};
@@ -63,6 +69,7 @@ pub use error::{Diagnostic, MemoryError, Severity, StartError};
 pub use events::Event;
 pub use flight::{ExitCause, FlightEvent, FlightResource, FlightSample, LastExit};
 pub use history::HistorySample;
+pub use leaks::{LeakReport, LeakSuspect, LeakSuspects};
 #[cfg(feature = "service")]
 pub(crate) use manager::add_request_event;
 pub use manager::{Memory, WeakMemory};
@@ -70,4 +77,5 @@ pub use shared::Purged;
 pub use shutdown::Shutdown;
 pub use snapshot::{BudgetSnapshot, MemorySnapshot};
 pub use threads::on_thread_start;
+pub use trend::{LiveTrend, QuietPoint};
 pub use verdict::{Finding, Verdict};

@@ -1,4 +1,4 @@
-//! The two threads of a `Memory`, that of its flight recorder, and their end.
+//! The two threads of a `Memory`, those of its flight recorder and profiler, and their end.
 //!
 //! `builder` starts them. They end when they are told to, or when the last handle is dropped.
 //!
@@ -16,6 +16,7 @@ use lowtide_admission::{Admission, JobQueue};
 use super::claim::{Claim, THREADS};
 use super::events::Events;
 use super::flight::{Flight, RunEnd};
+use super::profiles::Profiles;
 use super::shutdown::Shutdown;
 
 /// Ends the threads when the last handle is dropped. It holds no arena and no resource, so that
@@ -43,6 +44,8 @@ pub(super) struct Threads {
     pub(super) bell: Arc<Bell>,
     /// Wakes the flight recorder.
     pub(super) flight_bell: Arc<Bell>,
+    /// Wakes the profiler's thread, if there is one.
+    pub(super) profiles: Option<Arc<Profiles>>,
     pub(super) started: Mutex<Vec<Started>>,
 }
 
@@ -64,7 +67,7 @@ pub(super) struct End {
 }
 
 impl Threads {
-    /// Returns `true` if both threads were started and none was signalled to end.
+    /// Returns `true` if the threads were started and none was signalled to end.
     pub(super) fn is_running(&self) -> bool {
         lock(&self.started).len() >= THREADS && !self.stop.load(Ordering::Acquire)
     }
@@ -74,6 +77,9 @@ impl Threads {
         self.stop.store(true, Ordering::Release);
         self.bell.ring();
         self.flight_bell.ring();
+        if let Some(profiles) = &self.profiles {
+            profiles.wake();
+        }
     }
 
     /// Waits for the threads until `deadline`, but at least [`JOIN_MIN`], and reports those that

@@ -22,6 +22,7 @@ use lowtide_admission::{DeviceFigures, Sample, Sensor, Signal, SignalTracker};
 use lowtide_heap::{self as heap, HeapProbe, HeapSnapshot};
 
 use super::devices::ArenasSensor;
+use super::profiles::Captures;
 
 /// The share of a core for refreshing jemalloc's statistics: one in this number.
 const EPOCH_SHARE: u32 = 333;
@@ -38,6 +39,8 @@ pub(super) struct MemorySensor {
     /// The last refresh.
     pub(super) last: Option<Refresh>,
     pub(super) libc: LibcIdle,
+    /// Asks for heap profiles when memory grows; `None` if none are wanted.
+    pub(super) captures: Option<Captures>,
 }
 
 /// The last count of the free blocks of the C library's heap.
@@ -132,6 +135,10 @@ impl Sensor for MemorySensor {
             sample.untracked_anonymous = sample.anonymous.saturating_sub(heap.active);
         }
         self.arenas.add_to(&mut sample);
+        if let Some(captures) = &mut self.captures {
+            let required = sample.physical.saturating_sub(sample.purgeable);
+            captures.see(now, required, sample.limit.bytes);
+        }
         sample
     }
 

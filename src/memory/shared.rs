@@ -31,7 +31,9 @@ use super::events::Events;
 use super::flight::Flight;
 use super::history::MetricsHistory;
 use super::loads::Loads;
+use super::profiles::Profiles;
 use super::snapshot::{BudgetSnapshot, MemorySnapshot};
+use super::trend::QuietTimes;
 
 /// The maximum number of holders that are named when memory is exhausted.
 const HOLDERS_MAX: usize = 5;
@@ -58,6 +60,9 @@ pub(super) struct Shared {
     pub(super) events: Arc<Events>,
     pub(super) flight: Arc<Flight>,
     pub(super) history: MetricsHistory,
+    pub(super) quiet_times: QuietTimes,
+    /// `None` if the heap profiler is not active.
+    pub(super) profiles: Option<Arc<Profiles>>,
     pub(super) admin_tasks: AdminTasks,
     pub(super) loads: Loads,
     #[cfg(feature = "tokio")]

@@ -229,6 +229,7 @@ fn describe(memory: &Memory) -> String {
         service_version,
         exhaustion_policy,
         flight_recorder,
+        heap_profile_dir,
         ..
     } = memory.config();
     let limit = memory_limit.value.map_or_else(|| "none".to_owned(), ByteSize::exact);
@@ -270,6 +271,7 @@ fn describe(memory: &Memory) -> String {
         format!("service_version={:?} ({})", service_version.value, service_version.source),
         format!("exhaustion={:?} ({})", exhaustion_policy.value, exhaustion_policy.source),
         format!("flight_recorder={:?} ({})", flight_recorder.value, flight_recorder.source),
+        format!("profiles={:?} ({})", heap_profile_dir.value, heap_profile_dir.source),
     ]
     .join("; ")
 }
@@ -317,6 +319,7 @@ fn each_variable_reaches_what_it_sets() {
         ("LOWTIDE_SERVICE_VERSION", "2.4.1"),
         ("LOWTIDE_EXHAUSTION_POLICY", "exit:10m"),
         ("LOWTIDE_FLIGHT_RECORDER", "/nonexistent/recording"),
+        ("LOWTIDE_HEAP_PROFILE_DIR", "/profiles"),
     ]);
     for part in [
         "started: profile=low-memory (environment)",
@@ -348,12 +351,13 @@ fn each_variable_reaches_what_it_sets() {
         "service_version=Some(\"2.4.1\") (environment)",
         "exhaustion=Exit { min_uptime: 600s } (environment)",
         "flight_recorder=Some(\"/nonexistent/recording\") (environment)",
+        "profiles=Some(\"/profiles\") (environment)",
     ] {
         assert!(bare.contains(part), "{part:?} is missing in {bare}");
     }
     let (bare, _) = with_variables(&[("LOWTIDE_BACKGROUND_THREADS", "0")]);
     assert!(bare.contains(" threads, on: false; background_threads=0 (environment)"), "{bare}");
-    assert_eq!(env::VARIABLES.len(), 24, "a variable was added that this test does not name");
+    assert_eq!(env::VARIABLES.len(), 25, "a variable was added that this test does not name");
 }
 
 #[test]

@@ -1,0 +1,215 @@
+//! The trend of live memory at quiet times, which tells a leak from traffic.
+//!
+//! A quiet time is the moment of a window with the least live memory: between requests only what
+//! the service retains is live. Windows are 10 s long at first. When 32 are kept, each two become
+//! one, and windows are twice as long from then on, up to an hour; after that the oldest makes way.
+//! The worker adds a figure at each publication.
+//!
+//! Invariant: `points <= POINTS_MAX`, oldest first.
+
+use std::collections::VecDeque;
+use std::time::Duration;
+
+use crate::bytes::ByteSize;
+use crate::clock::Moment;
+use crate::sync::{Mutex, lock};
+
+/// The maximum number of quiet times kept.
+const POINTS_MAX: usize = 32;
+/// The first length of a window.
+const WINDOW_MIN: Duration = Duration::from_secs(10);
+/// The maximum length of a window: 32 of them are a day and a half.
+const WINDOW_MAX: Duration = Duration::from_secs(10 << 9);
+/// The number of quiet times from which there is a trend.
+const TREND_MIN: usize = 6;
+const HOUR: f64 = 3600.0;
+
+/// The live memory of the heap at a quiet time: the least of a window.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize))]
+#[non_exhaustive]
+pub struct QuietPoint {
+    /// The time, since the Unix epoch.
+    pub at: Duration,
+    /// The live bytes of the heap.
+    pub live: ByteSize,
+}
+
+/// The quiet times of this process, and the growth between them.
+#[derive(Clone, Debug, Default, PartialEq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize))]
+#[non_exhaustive]
+pub struct LiveTrend {
+    /// The quiet times, oldest first: at most 32.
+    pub points: Vec<QuietPoint>,
+    /// The length of a window, of which each quiet time is the minimum.
+    pub window: Duration,
+    /// The growth of live memory in bytes per hour: the median of the slopes between any two quiet
+    /// times, so that a few outliers or one step do not change it. `None` with fewer than 6 quiet
+    /// times, about a minute after the start.
+    pub growth_per_hour: Option<f64>,
+}
+
+/// The quiet times kept.
+#[derive(Debug)]
+pub(super) struct QuietTimes(Mutex<Windows>);
+
+#[derive(Debug)]
+struct Windows {
+    /// The length of the current window.
+    length: Duration,
+    /// The start of the current window; `None` before the first figure.
+    start: Option<Moment>,
+    /// The least figure of the current window so far.
+    lowest: Option<Seen>,
+    /// `true` once a quiet time of the current window was reported.
+    is_reported: bool,
+    points: VecDeque<Seen>,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Seen {
+    now: Moment,
+    point: QuietPoint,
+}
+
+impl Default for QuietTimes {
+    fn default() -> Self {
+        Self(Mutex::new(Windows {
+            length: WINDOW_MIN,
+            start: None,
+            lowest: None,
+            is_reported: false,
+            points: VecDeque::with_capacity(POINTS_MAX),
+        }))
+    }
+}
+
+impl QuietTimes {
+    /// Adds a figure. Returns `true` once in each window, at a time that is likely its quietest:
+    /// the first figure of the second half that is no larger than those of the first half, or else
+    /// the last figure.
+    pub(super) fn add(&self, now: Moment, point: QuietPoint) -> bool {
+        lock(&self.0).add(Seen { now, point })
+    }
+
+    pub(super) fn trend(&self) -> LiveTrend {
+        let windows = lock(&self.0);
+        let points: Vec<_> = windows.points.iter().copied().collect();
+        let window = windows.length;
+        drop(windows);
+        let growth_per_hour = growth_per_hour(&points);
+        let points = points.into_iter().map(|seen| seen.point).collect();
+        LiveTrend { points, window, growth_per_hour }
+    }
+}
+
+impl Windows {
+    fn add(&mut self, seen: Seen) -> bool {
+        let start = *self.start.get_or_insert(seen.now);
+        let elapsed = seen.now - start;
+        let is_lowest = self.lowest.is_none_or(|lowest| seen.point.live <= lowest.point.live);
+        if is_lowest {
+            self.lowest = Some(seen);
+        }
+        let is_over = elapsed >= self.length;
+        let reports = !self.is_reported && (is_over || is_lowest && elapsed * 2 >= self.length);
+        self.is_reported |= reports;
+        if is_over {
+            self.close(seen.now);
+        }
+        reports
+    }
+
+    /// Keeps the quiet time of the window, and begins the next window.
+    fn close(&mut self, now: Moment) {
+        self.points.extend(self.lowest.take());
+        (self.start, self.is_reported) = (Some(now), false);
+        if self.points.len() < POINTS_MAX {
+            return;
+        }
+        if self.length >= WINDOW_MAX {
+            self.points.pop_front();
+            return;
+        }
+        self.length *= 2;
+        let all = self.points.make_contiguous();
+        let lower = |pair: &[Seen]| pair.iter().min_by_key(|seen| seen.point.live).copied();
+        self.points = all.chunks(2).filter_map(lower).collect();
+    }
+}
+
+/// The median of the slopes between each two points (Theil 1950, Sen 1968): at most 496.
+fn growth_per_hour(points: &[Seen]) -> Option<f64> {
+    if points.len() < TREND_MIN {
+        return None;
+    }
+    let slope = |one: &Seen, other: &Seen| {
+        let seconds = (other.now - one.now).as_secs_f64();
+        let growth = other.point.live.as_f64() - one.point.live.as_f64();
+        (seconds > 0.0).then_some(growth / seconds * HOUR)
+    };
+    let later = |(at, one)| points[at + 1..].iter().filter_map(move |other| slope(one, other));
+    let mut slopes: Vec<_> = points.iter().enumerate().flat_map(later).collect();
+    slopes.sort_unstable_by(f64::total_cmp);
+    slopes.get(slopes.len() / 2).copied()
+}
+
+#[cfg(all(test, not(lowtide_loom)))]
+mod tests {
+    use super::*;
+
+    const MIB: f64 = 1024.0 * 1024.0;
+
+    /// Adds a figure for each second, and returns the seconds that were reported.
+    fn run(seconds: u64, live: impl Fn(u64) -> u64) -> (LiveTrend, Vec<u64>) {
+        let quiet = QuietTimes::default();
+        let add = |second: &u64| {
+            let at = Duration::from_secs(*second);
+            let live = ByteSize::new(live(*second));
+            quiet.add(Moment::after_origin(at), QuietPoint { at, live })
+        };
+        let reported = (0..seconds).filter(add).collect();
+        (quiet.trend(), reported)
+    }
+
+    #[test]
+    fn a_leak_below_bursts_is_a_slope_of_the_minima() {
+        // 50 MiB/h below bursts of 200 MiB, which last 7 of each 10 s.
+        let leak = |second: u64| ((second * 50) << 20) / 3600;
+        let live = |second: u64| leak(second) + if second % 10 < 7 { 200 << 20 } else { 0 };
+        for hours in [1, 8, 100] {
+            let (trend, _) = run(hours * 3600, live);
+            assert!((16..=32).contains(&trend.points.len()), "{trend:?}");
+            let growth = trend.growth_per_hour.expect("many windows") / MIB;
+            assert!((49.0..51.0).contains(&growth), "{growth} MiB/h after {hours} h");
+        }
+    }
+
+    #[test]
+    fn a_step_is_no_trend() {
+        let (trend, _) = run(3 * 3600, |second| if second > 600 { 100 << 20 } else { 20 << 20 });
+        assert_eq!(trend.growth_per_hour, Some(0.0));
+        assert_eq!(run(59, |_| 1).0.growth_per_hour, None, "too early");
+    }
+
+    #[test]
+    fn windows_grow_to_an_hour_and_a_half_at_most_and_the_oldest_makes_way() {
+        let (trend, _) = run(400 * 3600, |second| second);
+        assert_eq!(trend.window, WINDOW_MAX);
+        assert!(trend.points.len() < POINTS_MAX);
+        let oldest = trend.points[0].at;
+        assert!(oldest > Duration::from_secs(300 * 3600), "{oldest:?}");
+    }
+
+    #[test]
+    fn each_window_reports_one_quiet_time() {
+        let (_, reported) = run(32, |second| match second {
+            6 | 16 => 1,
+            20.. => second, // no figure of the second half is low
+            _ if second % 10 < 5 => 2,
+            _ => 3,
+        });
+        assert_eq!(reported, [6, 16, 30]);
+    }
+}
