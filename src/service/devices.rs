@@ -27,6 +27,7 @@ pub(super) const ADMIN_PATHS: &[&str] = &[
     "/memory/unload",
     "/memory/snapshot",
     "/memory/picture",
+    "/memory/profile",
 ];
 
 /// The maximum number of cells of all arenas: as many as a wide screen shows; each is at most some

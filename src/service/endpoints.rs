@@ -25,7 +25,7 @@ use lowtide_admission::{
 };
 use lowtide_heap::HostArenaStats;
 
-use super::admin::{Admin, host_refusal};
+use super::admin::{Admin, PROFILE, host_refusal};
 use super::answer::{JSON, answer, budget, limit, pretty, seconds};
 use super::asked::{Format, Query, QueryError};
 use super::devices::{self, Maps};
@@ -89,7 +89,7 @@ impl Endpoints {
     }
 
     /// Enables admin commands, which are disabled by default. Their paths are
-    /// [`Endpoints::ADMIN_PATHS`]; use [`Endpoints::answer_request`] for them.
+    /// [`Endpoints::ADMIN_PATHS`]; use [`Endpoints::answer_bytes`] for them.
     #[must_use]
     pub fn with_admin(mut self, admin: Admin) -> Self {
         self.admin = Some(admin);
@@ -143,7 +143,7 @@ impl Endpoints {
     /// `?with=` adds parts to the JSON: `map`, `history`, `events`, `admin_tasks`,
     /// `largest_requests`, `permits` (the oldest requests), `routes`, `tenants`, `size_classes`,
     /// `mappings`, `device_processes` (for at most 50 ms; see `Memory::device_processes`),
-    /// `last_exit` ([`Memory::last_exit`]), `limit_advice`, separated by commas.
+    /// `last_exit` ([`Memory::last_exit`]), `limit_advice`, `leaks`, separated by commas.
     /// `?with=limit_advice&limit=256Mi` adds what a limit of 256 MiB would have done. An invalid
     /// query is 400.
     ///
@@ -165,7 +165,7 @@ impl Endpoints {
         let path = request.uri().path();
         let shows_figures = path == "/memory" || (path == "/metrics" && self.metrics.is_some());
         let refusal = shows_figures.then(|| host_refusal(request, &self.hosts)).flatten();
-        let mut answer = if let Some(refusal) = refusal {
+        let answer = if let Some(refusal) = refusal {
             refusal
         } else if path == "/memory" {
             self.asked(request).unwrap_or_else(|error| {
@@ -176,10 +176,19 @@ impl Endpoints {
             let command = || self.admin.as_ref()?.answer(request, self.memory.as_ref());
             self.answer(path).or_else(command)?
         };
-        answer.headers_mut().insert(CACHE_CONTROL, HeaderValue::from_static("no-store"));
-        let nosniff = HeaderValue::from_static("nosniff");
-        answer.headers_mut().insert(X_CONTENT_TYPE_OPTIONS, nosniff);
-        Some(answer)
+        Some(guarded(answer))
+    }
+
+    /// Returns the answer to this request, as [`Endpoints::answer_request`], in bytes. It answers
+    /// `/memory/profile` as well, whose body is no text: the live heap by call stack for `pprof`,
+    /// gzipped. It needs [`Endpoints::with_admin`] and an active heap profiler
+    /// ([`heap::profiler`](crate::heap::profiler)), and blocks for some milliseconds.
+    #[must_use]
+    pub fn answer_bytes<B>(&self, request: &Request<B>) -> Option<Response<Vec<u8>>> {
+        if request.uri().path() != PROFILE {
+            return Some(self.answer_request(request)?.map(String::into_bytes));
+        }
+        Some(guarded(self.admin.as_ref()?.profile(request)))
     }
 
     /// Returns the answer for this path, without checks of host, query or headers; `None` if the
@@ -286,6 +295,14 @@ impl Endpoints {
         answer.headers_mut().insert(VARY, HeaderValue::from_static("Accept"));
         answer
     }
+}
+
+/// Adds the headers of every answer: it is not kept, and its type is not guessed.
+fn guarded<T>(mut answer: Response<T>) -> Response<T> {
+    answer.headers_mut().insert(CACHE_CONTROL, HeaderValue::from_static("no-store"));
+    let nosniff = HeaderValue::from_static("nosniff");
+    answer.headers_mut().insert(X_CONTENT_TYPE_OPTIONS, nosniff);
+    answer
 }
 
 /// A function that renders the metrics of the recorder that `Builder::prometheus` installed.

@@ -5,7 +5,7 @@ use serde_json::Value;
 use crate::memory::{HistorySample, Memory, MemorySnapshot};
 
 /// The paths of the admin commands.
-pub(super) const ADMIN_PATHS: &[&str] = &["/memory/purge", "/memory/unload"];
+pub(super) const ADMIN_PATHS: &[&str] = &["/memory/purge", "/memory/unload", "/memory/profile"];
 
 pub(super) const fn add_states(_: &MemorySnapshot, _: &mut Value) {}
 

@@ -1,6 +1,7 @@
 //! The optional parts of `/memory`: maps of arenas, history, events, admin tasks, the largest
 //! and oldest requests, the memory of routes and tenants, size classes of the heap, mappings of the
-//! process, the processes on each device, the last run, and the advice on limits.
+//! process, the processes on each device, the last run, the advice on limits, and the trend of live
+//! memory.
 //!
 //! Each part is bounded. The figures themselves are in `endpoints`, the maps in `devices`.
 
@@ -10,7 +11,8 @@ use serde_json::{Map, Value, json};
 
 use crate::bytes::{ByteSize, ParseByteSizeError};
 use crate::clock::Moment;
-use crate::memory::{AdminTask, Event, HistorySample, Memory};
+use crate::heap::Profiler;
+use crate::memory::{AdminTask, Event, HistorySample, LeakReport, LeakSuspect, Memory};
 use crate::sync::{Mutex, lock};
 use lowtide_admission::{
     LimitAdvice, LimitForecast, LimitHour, Mappings, MemoryUsage, RequestMemory, RouteUsage,
@@ -44,10 +46,11 @@ pub(super) enum Part {
     DeviceProcesses,
     LastExit,
     LimitAdvice,
+    Leaks,
 }
 
 impl Part {
-    const ALL: [Self; 13] = [
+    const ALL: [Self; 14] = [
         Self::Map,
         Self::MetricsHistory,
         Self::Events,
@@ -61,6 +64,7 @@ impl Part {
         Self::DeviceProcesses,
         Self::LastExit,
         Self::LimitAdvice,
+        Self::Leaks,
     ];
 
     const fn name(self) -> &'static str {
@@ -78,6 +82,7 @@ impl Part {
             Self::DeviceProcesses => "device_processes",
             Self::LastExit => "last_exit",
             Self::LimitAdvice => "limit_advice",
+            Self::Leaks => "leaks",
         }
     }
 
@@ -150,6 +155,7 @@ impl Part {
             },
             Self::LastExit => last_exit(memory.last_exit()),
             Self::LimitAdvice => limit_advice(memory, limit),
+            Self::Leaks => leaks(&memory.leaks()),
         };
         to.insert(self.name().to_owned(), value);
     }
@@ -313,6 +319,38 @@ fn forecast(at: &LimitForecast) -> Value {
         "exceeded_seconds": seconds(at.over_limit),
         "exhausted": at.is_exhausted(),
         "sentence": at.to_string(),
+    })
+}
+
+fn leaks(report: &LeakReport) -> Value {
+    let interval = match report.profiler {
+        Profiler::Active { interval } => Some(interval.get()),
+        _ => None,
+    };
+    let quiet =
+        report.trend.points.iter().map(
+            |point| json!({ "at_seconds": seconds(point.at), "live_bytes": point.live.get() }),
+        );
+    json!({
+        "quiet_live": quiet.collect::<Vec<_>>(),
+        "window_seconds": report.trend.window.as_secs(),
+        "growth_per_hour_bytes": report.trend.growth_per_hour.map(f64::round),
+        "profiler": report.profiler.name(),
+        "interval_bytes": interval,
+        "suspects": report.suspects.as_ref().map(|suspects| json!({
+            "from_seconds": seconds(suspects.from),
+            "to_seconds": seconds(suspects.to),
+            "list": suspects.sites.iter().map(suspect).collect::<Vec<_>>(),
+        })),
+    })
+}
+
+fn suspect(site: &LeakSuspect) -> Value {
+    json!({
+        "then_bytes": site.then.get(),
+        "now_bytes": site.now.get(),
+        "growth_bytes": site.growth().get(),
+        "frames": site.frames,
     })
 }
 

@@ -73,6 +73,7 @@ mod service_layer;
 mod service_linger;
 mod service_measured;
 mod service_page;
+mod service_profile;
 mod service_slow;
 mod service_time_limits;
 mod service_usage;

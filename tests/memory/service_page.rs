@@ -20,8 +20,8 @@ const SOON: Duration = Duration::from_secs(5);
 const SECOND: Duration = Duration::from_secs(1);
 const ANY_PART: &str = "expected map, history, events, admin_tasks, largest_requests, permits, \
                         routes, tenants, size_classes, mappings, device_processes, last_exit, \
-                        limit_advice";
-const PARTS: [&str; 12] = [
+                        limit_advice, leaks";
+const PARTS: [&str; 13] = [
     "map",
     "history",
     "events",
@@ -34,6 +34,7 @@ const PARTS: [&str; 12] = [
     "mappings",
     "last_exit",
     "limit_advice",
+    "leaks",
 ];
 const ALL: &str = "/memory?format=json&with=map,history,events,admin_tasks";
 const BROWSER: &str = "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8";

@@ -1,6 +1,7 @@
 //! Admin commands over HTTP: `POST /memory/purge`, `trim`, `sleep`, `wake`, `unload`, `snapshot`,
 //! and `GET /memory/picture`, the picture drawn by a snapshot. In a build without the feature
-//! `device` only `purge` and `unload`.
+//! `device` only `purge` and `unload`. `GET /memory/profile` answers with a heap profile
+//! (`profile`).
 //!
 //! Off unless [`Endpoints::with_admin`](super::Endpoints::with_admin) is called. This module checks
 //! authorization and rate; the worker executes the command ([`Memory::run_admin`]). It never reads
@@ -10,6 +11,7 @@
 //! each of those requests is logged.
 
 mod guard;
+mod profile;
 mod token;
 
 use std::fmt;
@@ -30,6 +32,8 @@ use super::answer::{JSON, answer, pretty};
 use super::asked::{Query, QueryError};
 use super::endpoints::Endpoints;
 use super::rejection::problem;
+
+pub(super) use profile::PROFILE;
 
 pub use guard::Peer;
 pub use token::{AdminToken, TokenError};
@@ -78,6 +82,7 @@ pub struct Admin {
 #[derive(Debug)]
 struct Buckets {
     commands: Bucket,
+    profiles: Bucket,
     logged: Bucket,
     /// The rejections since the last logged one.
     unlogged: u64,
@@ -105,7 +110,9 @@ impl Admin {
     fn new(clock: Arc<dyn Clock>, token: Option<AdminToken>) -> Self {
         let bucket = |(burst, every)| Bucket::new(burst, every, clock.now());
         let (commands, logged) = (bucket(COMMANDS), bucket(LOGGED));
-        Self { token, buckets: Mutex::new(Buckets { commands, logged, unlogged: 0 }), clock }
+        let profiles = bucket(profile::PROFILES);
+        let buckets = Mutex::new(Buckets { commands, profiles, logged, unlogged: 0 });
+        Self { token, buckets, clock }
     }
 
     pub(super) const fn needs_token(&self) -> bool {
@@ -152,16 +159,8 @@ impl Admin {
         let taken = lock(&self.buckets).commands.take(now);
         let wait = taken.err()?;
         self.log(now, path, "rate", peer);
-        let mut refusal = problem(
-            StatusCode::TOO_MANY_REQUESTS,
-            "too many admin requests",
-            "rate",
-            &format!("rate limit: {} requests at once, then one per second", COMMANDS.0),
-            Duration::ZERO,
-        );
-        let seconds = wait.as_secs() + u64::from(wait.subsec_nanos() > 0);
-        refusal.headers_mut().insert(RETRY_AFTER, HeaderValue::from(seconds.max(1)));
-        Some(refusal)
+        let detail = format!("rate limit: {} requests at once, then one per second", COMMANDS.0);
+        Some(too_many(wait, &detail))
     }
 
     /// Queues the command, and logs that or the rejection.
@@ -222,6 +221,15 @@ impl fmt::Debug for Admin {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Admin").field("needs_token", &self.needs_token()).finish_non_exhaustive()
     }
+}
+
+/// Returns the answer to a request above a rate limit.
+fn too_many(wait: Duration, detail: &str) -> Response<String> {
+    let (status, title) = (StatusCode::TOO_MANY_REQUESTS, "too many admin requests");
+    let mut refusal = problem(status, title, "rate", detail, Duration::ZERO);
+    let seconds = wait.as_secs() + u64::from(wait.subsec_nanos() > 0);
+    refusal.headers_mut().insert(RETRY_AFTER, HeaderValue::from(seconds.max(1)));
+    refusal
 }
 
 /// Parses the command of this name from the query.
