@@ -4,13 +4,13 @@
 FROM rust:1.95-bookworm AS build
 WORKDIR /build
 COPY . .
-# Symbol names are stripped. The files are touched because Cargo compares file times: the cached
+# Symbol names stay, for heap profiles; the profiler runs from the start. The files are touched because Cargo compares file times: the cached
 # target folder may contain a newer build of other sources.
 RUN --mount=type=cache,target=/usr/local/cargo/registry \
     --mount=type=cache,target=/build/target \
     find . -path ./target -prune -o -type f -exec touch {} + \
-    && CARGO_PROFILE_RELEASE_STRIP=symbols \
-    cargo build --release --locked --example proxy --features cuda \
+    && CARGO_PROFILE_RELEASE_STRIP=debuginfo \
+    cargo build --release --locked --example proxy --features cuda,profiling \
     && deploy/image-root target/release/examples/proxy /image
 
 # Only the binary, the C library and its loader, and an unprivileged user.

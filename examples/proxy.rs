@@ -29,6 +29,9 @@ mod upstream;
 use std::io::Write as _;
 use std::process::ExitCode;
 
+#[cfg(feature = "profiling")]
+lowtide::global_allocator!(balanced, prof: true, lg_prof_sample: 23);
+#[cfg(not(feature = "profiling"))]
 lowtide::global_allocator!(balanced);
 
 fn main() -> ExitCode {
