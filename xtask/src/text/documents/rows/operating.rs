@@ -38,6 +38,7 @@ pub(super) fn rows(code: &Code<'_>) -> Vec<Row> {
         time_limits,
         connections,
         caches,
+        profiles,
         routes,
         usage,
         kernel,
@@ -52,6 +53,26 @@ pub(super) fn rows(code: &Code<'_>) -> Vec<Row> {
 }
 
 type Rows = Vec<(&'static str, Vec<String>)>;
+
+/// Heap profiles.
+fn profiles(code: &Code<'_>) -> Rows {
+    let pair = code.constant("profile::PROFILES").list();
+    let each = pair.get(1).map_or_else(String::new, |each| time(each.time()));
+    vec![
+        ("on the thread that answers. One in {};", values![each]),
+        (
+            "when the service has run for {} (`baseline`)",
+            values![time(code.constant("trigger::SETTLED").time())],
+        ),
+        (
+            "At most {} files of a run are kept, of {} in all",
+            values![
+                code.constant("folder::FILES_MAX").count(),
+                code.constant("folder::BYTES_MAX").size()
+            ],
+        ),
+    ]
+}
 
 fn published(code: &Code<'_>) -> Rows {
     let hook = code.constant("HOOK_EVERY").time();
