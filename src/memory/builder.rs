@@ -561,8 +561,8 @@ fn running(shared: &Shared) -> Running {
     }
 }
 
-/// Starts the two threads, and those of the profiler and the flight recorder. On failure the running ones are
-/// signalled to end.
+/// Starts the two threads, and those of the profiler and the flight recorder. On failure the
+/// running ones are signalled to end.
 fn launch(parts: Parts, stack: ByteSize) -> Result<Memory, StartError> {
     let Parts { shared: joined, mut maintenance, mut worker, recording, .. } = parts;
     let running = Arc::new(running(&joined));
