@@ -206,10 +206,7 @@ impl Watch {
         events: &Events,
     ) {
         let now = Seen::of(snapshot, entered);
-        let Some(before) = self.seen.take() else {
-            self.seen = Some(now);
-            return;
-        };
+        let before = self.seen.take().unwrap_or_else(|| Seen::at_start(&now));
         now.since(&before, |Change { kind, about, amount, text }| {
             events.add_sum(snapshot.since_epoch, kind, about, amount, |sum| text.of(sum));
         });
@@ -318,6 +315,21 @@ impl Seen {
             reclaimers: snapshot.reclaimers.iter().map(reclaimer).collect(),
             shed: RejectReason::ALL.map(|why| snapshot.admission.rejected_total(why)),
             kills: snapshot.oom_kills.unwrap_or(0),
+        }
+    }
+
+    /// Returns the state before anything happened. The limit and the kills of the cgroup are older
+    /// than the process.
+    const fn at_start(first: &Self) -> Self {
+        Self {
+            levels: [Level::None; 2],
+            entered: [0; Level::ALL.len()],
+            limit: first.limit,
+            arenas: BTreeMap::new(),
+            resources: BTreeMap::new(),
+            reclaimers: BTreeMap::new(),
+            shed: [0; RejectReason::ALL.len()],
+            kills: first.kills,
         }
     }
 
@@ -501,6 +513,13 @@ mod tests {
         ];
         assert_eq!(told(&now, &before), expected);
         assert!(told(&now, &now).is_empty(), "nothing new");
+        // The bug: what happened before the first publication was never told.
+        let model = ResourceCounts { loads: 1, ..ResourceCounts::default() };
+        let first = Seen { resources: BTreeMap::from([("m".to_owned(), model)]), ..seen() };
+        assert_eq!(
+            told(&first, &Seen::at_start(&first)),
+            ["load m: loaded", "reject full: 7 requests rejected"]
+        );
         // A level that was reached and left in between.
         let after = Seen { entered: [1, 1, 1, 1], levels: [Level::None; 2], ..seen() };
         let expected = ["level host: pressure none, was none, reached critical"];

@@ -14,6 +14,7 @@ mod footprint;
 mod gpu;
 mod measured;
 mod product;
+mod questions;
 mod room;
 
 use crate::run::{Run, cargo};
@@ -90,7 +91,10 @@ const SUBJECTS: &[(&str, &str)] = &[
     ("measured", "requests that are measured: errors, costs, overload; over an hour"),
     ("room", "requests that wait for room, evictions of models, leaks: some 75 minutes"),
     ("engines", "ONNX Runtime and candle in a service, and the C library: some 45 minutes"),
-    ("alerts", "metrics, panels, and how early alerts fire, by promtool: a minute"),
+    (
+        "questions",
+        "an operator's questions, kills, alerts, the recorder and profiler: half an hour",
+    ),
     ("envoy", "thresholds on the heap, in Envoy, and lowtide: quick and slow bodies"),
 ];
 
@@ -119,7 +123,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), String> {
             onnx_runtime.and(candle).and(c)
         }
         // Among the figures of `questions`.
-        "alerts" => measure("questions", alerts::MEASURES, &arguments.only),
+        "questions" => questions::run(&arguments.only),
         "envoy" => Run::new(".ci/envoy").run(),
         other => {
             let names: Vec<_> = SUBJECTS.iter().map(|(name, _)| *name).collect();

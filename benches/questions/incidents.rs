@@ -1,0 +1,420 @@
+//! The incidents: each stages a cause and returns the text that names it.
+
+use std::future::Future;
+use std::hint::black_box;
+use std::io;
+use std::pin::Pin;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use axum::Router;
+use axum::body::{Body, Bytes};
+use axum::routing::post;
+use http::Request;
+use lowtide::admission::Cost;
+use lowtide::clock::{Clock, ManualClock};
+use lowtide::config::DeviceChoice;
+use lowtide::device::SleepOptions;
+use lowtide::service::Endpoints;
+use lowtide::{BoxError, ByteSize, Memory};
+use serde_json::Value;
+use tower::ServiceExt as _;
+
+const MIB: usize = 1 << 20;
+/// The time for which an incident waits until its cause is shown.
+const PATIENCE: Duration = Duration::from_secs(20);
+
+type Staged = Pin<Box<dyn Future<Output = Result<Answer, BoxError>>>>;
+
+/// A question of an operator.
+pub(crate) struct Incident {
+    pub(crate) name: &'static str,
+    pub(crate) question: &'static str,
+    pub(crate) stage: fn() -> Staged,
+}
+
+/// The text that names the cause, and the log line that does.
+pub(crate) struct Answer {
+    pub(crate) text: String,
+    pub(crate) log: Option<String>,
+}
+
+pub(crate) const INCIDENTS: &[Incident] = &[
+    Incident {
+        name: "rss",
+        question: "Why is RSS so high when little is live?",
+        stage: || Box::pin(rss()),
+    },
+    Incident { name: "evicted", question: "Who evicted my model?", stage: || Box::pin(evicted()) },
+    Incident {
+        name: "slow_bodies",
+        question: "Why are requests rejected at a fraction of the limit?",
+        stage: || Box::pin(slow_bodies()),
+    },
+    Incident { name: "leak", question: "Is it a leak?", stage: || Box::pin(leak()) },
+    Incident {
+        name: "route",
+        question: "Which route uses the memory?",
+        stage: || Box::pin(route()),
+    },
+    Incident {
+        name: "smaller_limit",
+        question: "What happens if I lower the limit?",
+        stage: || Box::pin(smaller_limit()),
+    },
+    Incident {
+        name: "deploy",
+        question: "Did the last deploy make it worse?",
+        stage: || Box::pin(deploy()),
+    },
+];
+
+/// Incidents that only the log must name, besides the eviction and the rejections.
+pub(crate) const LOGGED: &[Incident] = &[
+    Incident {
+        name: "broken_model",
+        question: "Why is my model not loaded?",
+        stage: || Box::pin(broken_model()),
+    },
+    Incident {
+        name: "pressure",
+        question: "When was memory short?",
+        stage: || Box::pin(full(0.80, &["pressure level changed", "was=\"none\""])),
+    },
+    Incident {
+        name: "exhausted",
+        question: "Why does it reject everything?",
+        stage: || Box::pin(full(0.92, &["memory exhausted", "live heap"])),
+    },
+    Incident { name: "asleep", question: "Where is my arena?", stage: || Box::pin(asleep()) },
+];
+
+/// Log lines, as a subscriber writes them.
+#[derive(Clone, Default)]
+struct Log(Arc<Mutex<Vec<u8>>>);
+
+impl Log {
+    fn start() -> Result<Self, BoxError> {
+        let log = Self::default();
+        let writer = log.clone();
+        let subscriber =
+            tracing_subscriber::fmt().with_ansi(false).with_writer(move || writer.clone());
+        subscriber.try_init()?;
+        Ok(log)
+    }
+
+    fn text(&self) -> String {
+        let bytes = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        String::from_utf8_lossy(&bytes).into_owned()
+    }
+
+    /// Returns the first line with all of these texts.
+    fn find(&self, texts: &[&str]) -> Option<String> {
+        let text = self.text();
+        let found = text.lines().find(|line| texts.iter().all(|text| line.contains(text)));
+        found.map(str::to_owned)
+    }
+}
+
+impl io::Write for Log {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).extend(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+fn memory(limit: ByteSize) -> Result<Memory, BoxError> {
+    let builder = Memory::builder().memory_limit(limit).device(DeviceChoice::None);
+    Ok(builder.max_wait(Duration::ZERO).without_environment().start()?)
+}
+
+/// Requests the document with these parts.
+fn document(memory: &Memory, parts: &str) -> Result<Value, BoxError> {
+    let endpoints = Endpoints::new(Some(memory.clone()));
+    let request = Request::get(format!("/memory?with={parts}")).body(())?;
+    let answer = endpoints.answer_request(&request).ok_or("/memory is not answered")?;
+    Ok(serde_json::from_str(answer.body())?)
+}
+
+/// Waits until a look returns a value.
+async fn until<T>(
+    what: &str,
+    mut look: impl FnMut() -> Result<Option<T>, BoxError>,
+) -> Result<T, BoxError> {
+    let begin = Instant::now();
+    loop {
+        if let Some(found) = look()? {
+            return Ok(found);
+        }
+        if begin.elapsed() > PATIENCE {
+            return Err(format!("never shown: {what}").into());
+        }
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
+}
+
+/// Returns the sentence about this subject, if it contains the text.
+fn finding(told: &Value, about: &str, text: &str) -> Option<String> {
+    let findings = told["findings"].as_array()?.iter();
+    let mut texts =
+        findings.filter(|one| one["about"] == about).filter_map(|one| one["text"].as_str());
+    texts.find(|one| one.contains(text)).map(str::to_owned)
+}
+
+/// Nine of ten blocks of 48 bytes are freed: their pages stay.
+async fn rss() -> Result<Answer, BoxError> {
+    let memory = memory(ByteSize::gib(1))?;
+    let mut blocks: Vec<Option<Box<[u8; 48]>>> =
+        (0..5_000_000).map(|_| Some(Box::new([1; 48]))).collect();
+    for (nth, block) in blocks.iter_mut().enumerate() {
+        if nth % 10 != 0 {
+            *block = None;
+        }
+    }
+    let text = until("fragmentation", || {
+        let told = document(&memory, "size_classes,mappings")?;
+        let worst = &told["size_classes"][0];
+        let is_class = worst["size_bytes"] == 48;
+        Ok(finding(&told, "retained", "heap fragmentation").filter(|_| is_class).map(|text| {
+            format!("{text} The worst size class is 48 B, with {} free.", worst["slack_bytes"])
+        }))
+    });
+    let text = text.await?;
+    drop(black_box(blocks));
+    Ok(Answer { text, log: None })
+}
+
+/// Two models that do not fit together.
+async fn evicted() -> Result<Answer, BoxError> {
+    let log = Log::start()?;
+    let memory = memory(ByteSize::gib(1))?;
+    let model = |name| memory.managed(name, || Ok(())).cost(Cost::host(ByteSize::mib(500)));
+    let first = memory.register(model("embedder"))?;
+    let second = memory.register(model("ranker"))?;
+    drop(first.acquire_blocking()?);
+    drop(second.acquire_blocking()?);
+    let text = until("the eviction", || {
+        let told = document(&memory, "events")?;
+        let events = told["events"].as_array().ok_or("no events")?;
+        let of = |event: &&Value| event["kind"] == "evict" && event["about"] == "embedder";
+        let text = events.iter().find(of).and_then(|event| event["text"].as_str());
+        Ok(text.filter(|text| text.contains("\"ranker\"")).map(str::to_owned))
+    });
+    let text = text.await?;
+    Ok(Answer { text, log: log.find(&["resource unloaded", "embedder", "ranker"]) })
+}
+
+/// A loader that fails.
+async fn broken_model() -> Result<Answer, BoxError> {
+    let log = Log::start()?;
+    let memory = memory(ByteSize::gib(1))?;
+    let fails = || Err::<(), _>(BoxError::from("no such file: weights.bin"));
+    let model = memory.register(memory.managed("ranker", fails))?;
+    if model.acquire_blocking().is_ok() {
+        return Err("the loader failed".into());
+    }
+    let line = log.find(&["load failed", "ranker", "weights.bin"]).ok_or("not logged")?;
+    Ok(Answer { text: "it is in the log".to_owned(), log: Some(line) })
+}
+
+/// Live memory that no request owns fills this part of the limit, and requests arrive.
+async fn full(part: f64, line: &[&str]) -> Result<Answer, BoxError> {
+    let log = Log::start()?;
+    let limit = ByteSize::mib(512);
+    let memory = memory(limit)?;
+    let cache = vec![1_u8; limit.scaled(part).as_usize().ok_or("too large")?];
+    let line = until("the line", || {
+        drop(memory.admission().try_admit(Cost::host(ByteSize::kib(64))));
+        Ok(log.find(line))
+    });
+    let line = line.await.map_err(|error| format!("{error}; log: {}", log.text()))?;
+    drop(black_box(cache));
+    Ok(Answer { text: "it is in the log".to_owned(), log: Some(line) })
+}
+
+/// An arena that sleeps on request.
+async fn asleep() -> Result<Answer, BoxError> {
+    let log = Log::start()?;
+    let builder = Memory::builder().memory_limit(ByteSize::gib(1)).device(DeviceChoice::Host);
+    let memory = builder.without_environment().start()?;
+    let arena = memory.open_arena("embedder")?;
+    arena.sleep(SleepOptions::default())?;
+    let line = log.find(&["arena fell asleep", "embedder"]).ok_or("not logged")?;
+    Ok(Answer { text: "it is in the log".to_owned(), log: Some(line) })
+}
+
+/// Bodies that never arrive hold reservations; then further requests are rejected.
+async fn slow_bodies() -> Result<Answer, BoxError> {
+    let log = Log::start()?;
+    let memory = memory(ByteSize::gib(1))?;
+    let read = async |body: Bytes| body.len().to_string();
+    let app = Router::new().route("/upload", post(read)).layer(memory.layer().without_slow_start());
+    let upload = |body| {
+        let request = Request::post("/upload").header("content-length", 60 * MIB).body(body);
+        request.map(|request| app.clone().oneshot(request))
+    };
+    let mut held = Vec::new();
+    for _ in 0..64 {
+        let never = futures_util::stream::pending::<Result<Bytes, io::Error>>();
+        held.push(tokio::spawn(upload(Body::from_stream(never))?));
+        tokio::task::yield_now().await;
+    }
+    let mut seen = String::new();
+    let text = until("the rejections", || {
+        let told = document(&memory, "events,permits")?;
+        seen = told["findings"].to_string();
+        Ok(finding(&told, "rejections", "wait for their clients"))
+    });
+    let text = text.await.map_err(|error| format!("{error}; findings {seen}"))?;
+    held.iter().for_each(tokio::task::JoinHandle::abort);
+    Ok(Answer { text, log: log.find(&["requests rejected", "full"]) })
+}
+
+#[inline(never)]
+fn a_cache_that_only_grows(cache: &mut Vec<Vec<u8>>) {
+    cache.push(vec![1; 4 * MIB]);
+}
+
+/// Live memory grows from one quiet time to the next; the call site is named.
+async fn leak() -> Result<Answer, BoxError> {
+    let clock = Arc::new(ManualClock::new());
+    let own: Arc<dyn Clock> = clock.clone();
+    let builder = Memory::builder().clock(own).memory_limit(ByteSize::gib(4));
+    let memory = builder.device(DeviceChoice::None).without_environment().start()?;
+    let mut cache = Vec::new();
+    for second in 0..150 {
+        if second % 5 == 0 {
+            a_cache_that_only_grows(&mut cache);
+        }
+        clock.advance(Duration::from_secs(1));
+        tokio::time::sleep(Duration::from_millis(40)).await;
+    }
+    let told = document(&memory, "leaks")?;
+    let leaks = &told["leaks"];
+    let growth = leaks["growth_per_hour_bytes"].as_f64().ok_or("no trend")?;
+    let frames = leaks["suspects"]["list"].to_string();
+    if growth < 1e9 || !frames.contains("a_cache_that_only_grows") {
+        return Err(format!("not named: {leaks}").into());
+    }
+    drop(black_box(cache));
+    let grown = ByteSize::new(leaks["suspects"]["list"][0]["growth_bytes"].as_u64().unwrap_or(0));
+    let text = format!(
+        "live memory after quiet times grows by {:.1} GiB an hour; `a_cache_that_only_grows` grew \
+         by {grown}",
+        growth / f64::from(1 << 30)
+    );
+    Ok(Answer { text, log: None })
+}
+
+/// One route holds far more than the other.
+async fn route() -> Result<Answer, BoxError> {
+    let memory = memory(ByteSize::gib(1))?;
+    let hold = |mib: usize| {
+        async move || {
+            let held = black_box(vec![1_u8; mib * MIB]);
+            std::future::pending::<()>().await;
+            held.len().to_string()
+        }
+    };
+    let routes = Router::new().route("/rerank", post(hold(40))).route("/embed", post(hold(2)));
+    let app = routes.layer(memory.layer());
+    let mut held = Vec::new();
+    for path in ["/embed", "/embed", "/rerank", "/embed", "/rerank"] {
+        held.push(tokio::spawn(app.clone().oneshot(Request::post(path).body(Body::empty())?)));
+    }
+    let text = until("the route", || {
+        let told = document(&memory, "routes")?;
+        let first = &told["routes"][0];
+        let live = first["live_bytes"].as_u64().unwrap_or(0);
+        let is_largest = first["route"] == "/rerank" && live >= 70 << 20;
+        Ok(is_largest.then(|| format!("POST /rerank holds {}", ByteSize::new(live))))
+    });
+    let text = text.await?;
+    held.iter().for_each(tokio::task::JoinHandle::abort);
+    Ok(Answer { text, log: None })
+}
+
+/// Traffic at 1 GiB that would not fit below 256 MiB.
+async fn smaller_limit() -> Result<Answer, BoxError> {
+    let memory = memory(ByteSize::gib(1))?;
+    let admission = memory.admission();
+    // Requests of 4 MiB, of which 64 run at the same time.
+    let mut running = std::collections::VecDeque::new();
+    let begin = Instant::now();
+    let mut last = Value::Null;
+    while begin.elapsed() < Duration::from_secs(15) {
+        for _ in 0..16 {
+            running.push_back(admission.try_admit(Cost::host(ByteSize::mib(4))));
+            if running.len() > 64 {
+                running.pop_front();
+            }
+        }
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    let endpoints = Endpoints::new(Some(memory.clone()));
+    let request = Request::get("/memory?with=limit_advice&limit=256Mi").body(())?;
+    if let Some(answer) = endpoints.answer_request(&request) {
+        last = serde_json::from_str(answer.body())?;
+    }
+    let at = &last["limit_advice"]["at"];
+    let share = at["rejected_share"].as_f64().ok_or_else(|| format!("no forecast: {last}"))?;
+    if share < 0.05 {
+        return Err(format!("too few would be rejected: {at}").into());
+    }
+    let text = at["sentence"].as_str().unwrap_or_default().to_owned();
+    Ok(Answer { text, log: None })
+}
+
+/// The bytes per request of two versions, as Prometheus would divide the counters.
+async fn deploy() -> Result<Answer, BoxError> {
+    let mut per_request = Vec::new();
+    for (version, size) in [("1.4.0", MIB), ("1.5.0", 4 * MIB)] {
+        let program = std::env::current_exe()?;
+        let child = std::process::Command::new(program)
+            .env("QUESTIONS_DEPLOY", format!("{size}"))
+            .env("LOWTIDE_SERVICE_VERSION", version)
+            .args(["--only", "deployed"])
+            .output()?;
+        let text = String::from_utf8_lossy(&child.stdout).into_owned();
+        let of_version = format!("service_version=\"{version}\"");
+        if !text.contains(&of_version) {
+            return Err(format!("{of_version} is not among the metrics: {text}").into());
+        }
+        let sum = |name: &str| -> f64 {
+            let lines = text.lines().filter(|line| line.starts_with(name));
+            lines.filter_map(|line| line.rsplit(' ').next()?.parse::<f64>().ok()).sum()
+        };
+        let requests = sum("lowtide_admission_route_requests_total{");
+        per_request.push(sum("lowtide_admission_route_peak_bytes_total{") / requests);
+    }
+    let [before, after] = per_request[..] else { return Err("two versions".into()) };
+    let ratio = after / before;
+    if !(3.0..5.0).contains(&ratio) {
+        return Err(format!("{before} and {after} bytes per request").into());
+    }
+    let text = format!("version 1.5.0 needs {ratio:.1} times the bytes per request of 1.4.0");
+    Ok(Answer { text, log: None })
+}
+
+/// Serves requests that need the bytes of the environment, and prints the metrics.
+pub(crate) async fn deployed() -> Result<(), BoxError> {
+    let size: usize = std::env::var("QUESTIONS_DEPLOY")?.parse()?;
+    let builder = Memory::builder().memory_limit(ByteSize::gib(1)).device(DeviceChoice::None);
+    let memory = builder.prometheus()?.start()?;
+    let work = async move || black_box(vec![1_u8; size]).len().to_string();
+    let app = Router::new().route("/embed", post(work)).layer(memory.layer());
+    for _ in 0..50 {
+        app.clone().oneshot(Request::post("/embed").body(Body::empty())?).await?;
+    }
+    let text = until("the metrics", || {
+        let endpoints = Endpoints::new(Some(memory.clone()));
+        let text = endpoints.answer("/metrics").ok_or("no metrics")?.into_body();
+        Ok(text.contains("route_requests_total{").then_some(text))
+    });
+    println!("{}", text.await?);
+    Ok(())
+}
