@@ -124,6 +124,7 @@ pub(crate) const FIGURES: &[(&str, &str, &str)] = &[
     ("docs/OPERATING.md", "(300 to 600 MiB are reported)", "other people's measurements"),
     ("docs/OPERATING.md", "by handle (2 MiB, or `CudaOptions::handle`)", "what devices say"),
     ("docs/OPERATING.md", "one sample in 8 MiB (2^23 bytes)", "the same line: 23"),
+    ("docs/OPERATING.md", "grows by less than about 8 MiB.", "the interval: 2^23 bytes"),
     ("docs/OPERATING.md", "without a file: 0.3 ms in the proxy", "measured"),
     ("docs/OPERATING.md", "| | 64 B | 4 KiB | 64 KiB | resident |", "the bench's sizes"),
     (
@@ -146,6 +147,8 @@ pub(crate) const FIGURES: &[(&str, &str, &str)] = &[
     ("docs/OPERATING.md", "jemalloc's own interval of 512 KiB", "jemalloc's"),
     ("docs/OPERATING.md", "that grew by 5 to 600 MiB/s until the kernel killed", "measured"),
     ("docs/OPERATING.md", "killed_profile.rs`; limit 192 MiB", "the bench's limit"),
+    ("docs/OPERATING.md", "With one sample in 16 MiB, which costs less, 1 of 80", "measured"),
+    ("docs/OPERATING.md", "with 8 MiB, none of 60 did", "measured"),
     ("docs/DEPLOYING.md", "(the default from 23.0 on)", "Docker's"),
     ("docs/DEPLOYING.md", "user and licences (14.4 MiB):", "measured"),
     ("docs/DEPLOYING.md", "keeps its symbol names (2.3 MiB on disk", "measured"),
