@@ -188,6 +188,46 @@
       ["Mapping", (row) => row[0], "wide"], ["Resident", (row) => size(row[1]), "number"],
     ], rows, (row) => row[0], "The mappings cannot be read.");
   };
+  // Answers that take longer to compute are requested while they are open.
+  const OPENED = ["size_classes", "mappings", "leaks", "limit_advice", "last_exit", "device_processes"];
+  const sentence = (id, text) => write($(id).querySelector("p"), text);
+  const over = (told) => {
+    const { leaks, limit_advice: advice, device_processes: devices } = told;
+    if (leaks) {
+      const growth = leaks.growth_per_hour_bytes, last = leaks.quiet_live[leaks.quiet_live.length - 1];
+      sentence("leaks", growth === null ? "No trend yet: it takes six quiet times, about a minute."
+        : `Between quiet times live memory ${growth < 0 ? "falls" : "grows"} by ${size(Math.abs(growth))} an hour; now ${size(last.live_bytes)}.` +
+          (leaks.suspects ? "" : ` The heap profiler is ${leaks.profiler}; it names call sites if it is active and two quiet times were compared.`));
+      table($("leaks").lastElementChild, "Call sites that grew most between two quiet times, as sampled", [
+        ["Growth", (row) => size(row.growth_bytes), "number"],
+        ["Now", (row) => size(row.now_bytes), "number"],
+        ["Call site, innermost first", (row) => row.frames.slice(0, 4).join(" < "), "wide"],
+      ], leaks.suspects ? leaks.suspects.list : [], (row) => row.frames.join(), "No call site grew.");
+    }
+    if (advice) {
+      sentence("limit_advice", `${advice.sentence[0].toUpperCase()}${advice.sentence.slice(1)}.`);
+      table($("limit_advice").lastElementChild, "Required memory and requests by hour; ?with=limit_advice&limit=256Mi tells of one limit", [
+        ["From", (row) => clock(row.start_seconds), "when"],
+        ["Required, p99.9", (row) => size(row.required_p999_bytes), "number"],
+        ["Required, most", (row) => size(row.required_max_bytes), "number"],
+        ["Requests", (row) => row.requests, "number"],
+        ["Rejected", (row) => row.rejected, "number"],
+      ], advice.hours, (row) => row.start_seconds, "No hour is recorded yet.");
+    }
+    if (told.last_exit !== undefined) sentence("last_exit", told.last_exit ? `${told.last_exit.summary} Last recorded at ${clock(told.last_exit.at_seconds)}.`
+      : "Nothing is recorded: there is no flight recorder, or this is its first run.");
+    if (devices) {
+      const errors = devices.filter((of) => of.error).map((of) => `${of.device}: ${of.error}`);
+      sentence("device_processes", errors.length ? errors.join("; ") : devices.length ? "As the driver lists them; unknown is not zero." : "No CUDA device is open.");
+      const rows = devices.flatMap((of) => of.processes.map((process) => ({ device: of.device, ...process })));
+      table($("device_processes").lastElementChild, "Processes on each device", [
+        ["Process", (row) => `${row.pid} ${row.name === null ? "" : row.name}`, "wide"],
+        ["Device", (row) => row.device, "wide"],
+        ["Used", (row) => row.used_bytes === null ? "unknown" : size(row.used_bytes), "number"],
+        ["This process", (row) => row.is_this_process === null ? "unknown" : row.is_this_process ? "yes" : "no"],
+      ], rows, (row) => `${row.device}/${row.pid}`, "No process is listed.");
+    } else if (told.managed && $("device_processes").open) sentence("device_processes", "This build has no CUDA.");
+  };
   const chart = (place, what) => {
     const names = [`${what}_live`, `${what}_retained`];
     if (!place.firstChild) {
@@ -577,6 +617,7 @@
     parts(told);
     physical(told);
     inside(told);
+    over(told);
     admin_tasks(told);
     tiles(told);
     chart($("heap"), "heap");
@@ -602,7 +643,7 @@
     asking = new AbortController();
     const late = setTimeout(() => asking && asking.abort(new Error("no answer within 5 s")), PATIENCE_MS);
     const parts = ["events", "admin_tasks", "largest_requests", "permits", "routes", "tenants", ...(gap ? ["history"] : []),
-      ...(gap || performance.now() >= mapsAt ? ["map"] : []), ...["size_classes", "mappings"].filter((id) => $(id).open)];
+      ...(gap || performance.now() >= mapsAt ? ["map"] : []), ...OPENED.filter((id) => $(id).open)];
     let next = EVERY_MS;
     try {
       const answer = await fetch(`${location.pathname}?format=json&with=${parts}`,
