@@ -1,6 +1,7 @@
 //! Answers to rejected requests, and to requests whose resource is not available: status, retry
 //! time and figures.
 
+use std::borrow::Cow;
 use std::time::Duration;
 
 use http::header::{CONTENT_TYPE, RETRY_AFTER};
@@ -84,7 +85,7 @@ fn trailers_only(rejected: &Rejected, kind: HeaderValue) -> Response<String> {
     let headers = response.headers_mut();
     headers.insert(CONTENT_TYPE, kind);
     headers.insert("grpc-status", HeaderValue::from(status));
-    if let Ok(message) = HeaderValue::from_str(&percent_encoded(&rejected.to_string())) {
+    if let Ok(message) = HeaderValue::from_str(&percent_encoded(&detail(rejected))) {
         headers.insert("grpc-message", message);
     }
     // "If the value for pushback is negative or unparseable, then it will be seen as the server
@@ -94,6 +95,26 @@ fn trailers_only(rejected: &Rejected, kind: HeaderValue) -> Response<String> {
         headers.insert("grpc-retry-pushback-ms", HeaderValue::from(ms));
     }
     response
+}
+
+/// Returns the reason without the figures of memory, which clients need not know. Log events, the
+/// events of a `Memory` and its metrics have them. Time limits are named: clients must keep them.
+fn detail(rejected: &Rejected) -> Cow<'static, str> {
+    let text = match rejected {
+        Rejected::TooLarge { .. } => "the request needs more memory than can ever be free",
+        Rejected::Full { .. } => "the request needs more memory than is free now",
+        Rejected::Pressure { .. } => "memory is short now",
+        Rejected::Exhausted { .. } => "no memory is left for requests on this instance",
+        Rejected::SlowStart { .. } => "too many requests of this kind run at once",
+        Rejected::Outgrown { .. } => "the request used far more memory than was expected",
+        Rejected::ShuttingDown => "the service is shutting down",
+        Rejected::SlowClient { .. } | Rejected::HeldTooLong { .. } => {
+            return rejected.to_string().into();
+        }
+        Rejected::DeviceLost { .. } => "the device of this instance has failed",
+        _ => "the request was rejected for lack of memory",
+    };
+    text.into()
 }
 
 /// Encodes for `grpc-message`: bytes that are not printable ASCII, and `%`, in hexadecimal.
@@ -130,7 +151,7 @@ pub fn rejection(rejected: &Rejected) -> Response<String> {
         Rejected::HeldTooLong { .. } => (StatusCode::SERVICE_UNAVAILABLE, TIMEOUT, Duration::ZERO),
         _ => (StatusCode::SERVICE_UNAVAILABLE, NO_MEMORY, retry_after),
     };
-    problem(status, title, rejected.reason().name(), &rejected.to_string(), retry_after)
+    problem(status, title, rejected.reason().name(), &detail(rejected), retry_after)
 }
 
 /// Returns the answer to a request whose resource cannot be acquired, as problem+json: always 503,
@@ -157,7 +178,11 @@ pub fn rejection(rejected: &Rejected) -> Response<String> {
 pub fn unavailable(error: &AcquireError) -> Response<String> {
     let (status, title) = (StatusCode::SERVICE_UNAVAILABLE, "resource not available");
     let retry_after = error.retry_after().map_or(Duration::ZERO, |time| time.max(MIN_WAIT));
-    problem(status, title, error.reason(), &error.to_string(), retry_after)
+    let detail = match error {
+        AcquireError::Rejected { rejected, .. } => detail(rejected),
+        other => other.to_string().into(),
+    };
+    problem(status, title, error.reason(), &detail, retry_after)
 }
 
 /// Creates an answer as problem+json (RFC 9457). Retry-After is set only with 503 and a time above
@@ -219,6 +244,28 @@ mod tests {
         let answer = negotiated(&lost, &head(Some("application/grpc")));
         assert_eq!(answer.headers()["grpc-status"], "14");
         assert!(!answer.headers().contains_key("grpc-retry-pushback-ms"));
+    }
+
+    /// The bug: any client learned from an answer how much memory the service has and uses.
+    #[test]
+    fn strangers_learn_no_figures_from_a_rejection() {
+        let (asked, reserved, allowance) = (ByteSize::mib(1), ByteSize::mib(45), ByteSize::mib(50));
+        let budget = lowtide_admission::Budget::Host;
+        let retry_after = Duration::from_secs(3);
+        let full = Rejected::Full { budget, asked, reserved, allowance, retry_after };
+        let large = Rejected::TooLarge { budget, asked, ceiling: allowance };
+        let acquire = AcquireError::Rejected { name: "model".into(), rejected: full.clone() };
+        let digits = |text: &str| text.bytes().any(|byte| byte.is_ascii_digit());
+        for rejected in [&full, &large] {
+            let body: serde_json::Value =
+                serde_json::from_str(rejection(rejected).body()).expect("JSON");
+            assert!(!digits(body["detail"].as_str().expect("a text")), "{body}");
+            let answer = negotiated(rejected, &head(Some("application/grpc")));
+            assert!(!digits(answer.headers()["grpc-message"].to_str().expect("text")));
+        }
+        let body: serde_json::Value =
+            serde_json::from_str(unavailable(&acquire).body()).expect("JSON");
+        assert!(!digits(body["detail"].as_str().expect("a text")), "{body}");
     }
 
     #[test]

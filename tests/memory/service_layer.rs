@@ -235,10 +235,7 @@ fn what_does_not_fit_now_is_a_503_that_says_when_to_come_again_and_why() {
     assert_eq!(response.status(), StatusCode::SERVICE_UNAVAILABLE);
     assert!(retry_after(&response).is_some_and(|seconds| (1..=60).contains(&seconds)));
     assert_eq!((&problem["status"], &problem["reason"]), (&503.into(), &"full".into()));
-    let detail = problem["detail"].as_str().expect("a text");
-    for part in ["10.0 MiB of host memory now", "45.0 MiB reserved, allowance 50.0 MiB"] {
-        assert!(detail.contains(part), "{part:?} is missing in {detail:?}");
-    }
+    assert_eq!(problem["detail"], "the request needs more memory than is free now");
     assert_eq!(reserved(&admission), ByteSize::mib(45), "nothing was booked for it");
     assert_eq!(admission.stats().rejected_total(RejectReason::Full), 1);
 }
@@ -251,7 +248,7 @@ fn what_can_never_fit_is_a_413_without_a_time_to_come_again() {
     assert_eq!(response.status(), StatusCode::PAYLOAD_TOO_LARGE);
     assert_eq!(retry_after(&response), None);
     assert_eq!((&problem["status"], &problem["reason"]), (&413.into(), &"too_large".into()));
-    assert!(problem["detail"].as_str().is_some_and(|detail| detail.contains("100.0 MiB")));
+    assert_eq!(problem["detail"], "the request needs more memory than can ever be free");
 }
 
 #[test]
@@ -262,7 +259,7 @@ fn pressure_and_the_end_of_the_service_are_503s_of_their_own_reasons() {
     assert_eq!(response.status(), StatusCode::SERVICE_UNAVAILABLE);
     assert!(retry_after(&response).is_some_and(|seconds| seconds >= 1));
     assert_eq!(problem["reason"], "pressure");
-    assert!(problem["detail"].as_str().is_some_and(|detail| detail.contains("high")));
+    assert_eq!(problem["detail"], "memory is short now");
 
     admission.close();
     let (response, problem) = refused(&admission, Cost::host(COST), Priority::Normal);
