@@ -48,7 +48,7 @@ pub struct Event {
     pub kind: &'static str,
     /// The subject: an arena, a resource, a reclaimer, a budget, a trigger, a route, a reason.
     pub about: String,
-    /// A description of all occurrences together.
+    /// The text of the last occurrence; amounts in it are sums over all occurrences.
     pub text: String,
     /// The number of consecutive occurrences.
     pub times: u64,

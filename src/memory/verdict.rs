@@ -33,7 +33,8 @@ const FACTOR_HIGH: f64 = 1.6;
 pub struct Verdict {
     /// The most urgent problem, or that memory is in order.
     pub summary: String,
-    /// All findings, the most urgent first.
+    /// All findings, in the fixed order of their subjects. The first that is a problem is the
+    /// summary.
     pub findings: Vec<Finding>,
 }
 
@@ -163,6 +164,7 @@ fn rejections(
                 .to_owned()
         }
         "held_too_long" => "they held their memory for longer than they may".to_owned(),
+        "device_lost" => "the device that they need is lost; restart the process".to_owned(),
         other => other.to_owned(),
     };
     let (count, reason) = (most.sum, &most.about);
@@ -204,9 +206,9 @@ fn full(snapshot: &MemorySnapshot, breakdown: &Breakdown, requests: &RequestTota
     }
     if factor >= FACTOR_HIGH {
         return format!(
-            "{at}; {reserves}, and the process needs {factor:.1} bytes for each of them: memory \
-             of requests is not attributed to them (spawned work without a scope, C code), or \
-             estimates are too low"
+            "{at}; {reserves}, but the process uses {factor:.1} bytes for each byte that requests \
+             hold: some memory of requests is not attributed to them (spawned work without a \
+             scope, C code), or estimates are too low"
         );
     }
     format!("{at}; {reserves}: the service is at its capacity for requests of this size")
@@ -235,8 +237,7 @@ fn retained(snapshot: &MemorySnapshot, breakdown: &Breakdown) -> Option<Finding>
     let (kind, release) = kinds.into_iter().max_by_key(|(kind, _)| breakdown.total(*kind))?;
     let parts = Part { kind, name: None, bytes: breakdown.total(kind) };
     let text = format!(
-        "{} are physical and {} live: the heap keeps {total} that are free, mostly {parts}, \
-         {release}.",
+        "physical memory is {}, live heap {}: the heap retains {total}, mostly {parts}, {release}.",
         snapshot.physical, heap.live
     );
     let is_problem = percent(snapshot.physical, snapshot.signal.limit.bytes) >= Some(50);

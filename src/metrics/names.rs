@@ -252,8 +252,8 @@ table! {
         "Memory that counts against the limit: the cgroup's usage without page cache, or the \
          resident set size.";
     PRESSURE_PHYSICAL_PEAK: Basic Gauge "lowtide_pressure_physical_peak_bytes" Bytes []
-        "Largest lowtide_pressure_physical_bytes of the last 30 to 60 s, as sampled every 5 to 100 \
-         ms: a scrape does not miss a short peak.";
+        "Largest lowtide_pressure_physical_bytes of the last 30 to 60 s, as sampled by \
+         the control loop, every 10 to 250 ms: a scrape does not miss a short peak.";
     PRESSURE_PART: Basic Gauge "lowtide_pressure_part_bytes" Bytes ["part"]
         "Parts of the limit of host memory: live blocks of the heap by owner (requests, resources, \
          heap for the rest), fragmentation (of the heap, thread caches and metadata included), \

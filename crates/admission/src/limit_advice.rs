@@ -649,7 +649,11 @@ impl fmt::Display for LimitForecast {
             write!(f, "a limit of {limit} would be exhausted: memory that no request owns")?;
             write!(f, " ({unowned}) exceeds its ceiling of {ceiling}")?;
             let kills = unowned > limit;
-            return f.write_str(if kills { ", and the limit: the kernel would kill" } else { "" });
+            return f.write_str(if kills {
+                ", and the limit itself: the kernel would kill the process"
+            } else {
+                ""
+            });
         }
         let recorded = Recorded(self.requests, self.observed);
         write!(f, "with a limit of {limit} ")?;

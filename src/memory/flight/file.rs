@@ -10,8 +10,8 @@
 //! or another. A forked child shares the lock until it ends or calls `exec`.
 //!
 //! Nothing here waits: a FIFO, a device, a folder or a symbolic link is an error, and so is a file
-//! that is locked or is not a recording. A file that is replaced or truncated while it is in use is
-//! written on, and lost.
+//! that is locked or is not a recording. If the file is replaced or truncated
+//! while it is in use, writes continue and the recording is lost.
 #![expect(unsafe_code, reason = "flock, getrlimit and posix_fallocate are C calls")]
 
 use std::fs::{File, OpenOptions};
@@ -29,7 +29,7 @@ const TOUCHED: usize = 64 << 10;
 /// Only the service's user may read it: it contains routes and tenants.
 const MODE: u32 = 0o600;
 
-/// Why there is no recording.
+/// An error that prevents a recording.
 #[derive(Debug, Error)]
 pub(super) enum FlightError {
     #[error("cannot open {path:?}: {error}")]

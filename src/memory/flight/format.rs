@@ -199,7 +199,7 @@ pub struct FlightEvent {
     pub kind: String,
     /// The subject.
     pub about: String,
-    /// A description of the last occurrence.
+    /// The text of the last occurrence; amounts in it are sums over all occurrences.
     pub text: String,
     /// The number of consecutive occurrences.
     pub times: u64,
@@ -258,7 +258,7 @@ impl RunEnd {
     }
 }
 
-/// What identifies a run.
+/// The identity of a run.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Run {
     pub(super) pid: u32,

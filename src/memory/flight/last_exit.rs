@@ -27,7 +27,7 @@ const EXPECTED: Duration = Duration::from_millis(100);
 /// The share of the memory by which it must be expected to grow for the growth to be named.
 const GROWTH_TOLD: f64 = 0.01;
 
-/// Why a run ended.
+/// The cause of the end of a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize), serde(rename_all = "snake_case"))]
 #[non_exhaustive]
@@ -118,7 +118,7 @@ pub struct LastExit {
 /// parts.
 const LARGEST_PART: f64 = 0.34;
 
-/// What is known at the next start.
+/// The kernel's state at the next start.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Now {
     pub(super) boot_id: [u8; 16],

@@ -1,7 +1,7 @@
 //! Heap profiles while the service runs: files for after a kill, and suspects for a leak.
 //!
-//! If the heap profiler is active, a third thread, `lowtide-profiler`, takes profiles on request.
-//! The sensor asks for a file when memory has settled, has grown, or nears the limit
+//! If the heap profiler is active, a thread of its own, `lowtide-profiler`, takes profiles on
+//! request. The sensor asks for a file when memory has settled, has grown, or nears the limit
 //! (`CaptureTrigger`); the worker asks for a comparison at quiet times. Both only set a flag and
 //! wake the thread, so that neither waits for a file. A profile takes some milliseconds.
 //!
@@ -31,7 +31,7 @@ use self::trigger::{CaptureCause, CaptureTrigger};
 use super::error::Diagnostic;
 use super::leaks::LeakSuspects;
 
-/// No capture is requested; a cause is requested as its index and 1.
+/// No capture is requested; a cause is requested as its index plus 1.
 const NONE: u8 = 0;
 
 /// The requests to the profiler's thread, and its last comparison.

@@ -1,8 +1,8 @@
 //! Compares heap profiles of two quiet times: which call stacks hold more than before.
 //!
-//! A profile is reduced to its largest stacks. Two are kept beside the newest: the base, to which
-//! it is compared, and one that becomes the base when the process is twice as old. So the growth of
-//! the start, of caches and pools, is left behind.
+//! A profile is reduced to its largest stacks. Two are kept in addition to the newest: the base, to
+//! which it is compared, and one that becomes the base when the process is twice as old. So the
+//! growth of the start, of caches and pools, is left behind.
 //!
 //! Invariant: at most three summaries of [`STACKS_MAX`] stacks are kept, some 100 KiB.
 

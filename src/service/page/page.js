@@ -89,7 +89,7 @@
     .filter((arena) => arena.backend !== "pinned_host").reduce((all, arena) => all + of(arena), 0);
   const remember = (told) => {
     const columns = told.device ? [...COLUMNS, ...COLUMNS_OF_DEVICE] : COLUMNS;
-    // A clock that was set back: what lies in its future is not drawn.
+    // A clock that was set back: later points are not drawn.
     while (history.length && history[history.length - 1].at >= told.at_seconds) history.pop();
     if (told.history) {
       history.length = 0;
@@ -190,6 +190,8 @@
   };
   // Answers that take longer to compute are requested while they are open.
   const OPENED = ["size_classes", "mappings", "leaks", "limit_advice", "last_exit", "device_processes"];
+  const capital = (text) => text[0].toUpperCase() + text.slice(1);
+  const PROFILER = { not_built: "not built in", off: "off", paused: "paused", active: "active, and waits for a second quiet time" };
   const sentence = (id, text) => write($(id).querySelector("p"), text);
   const over = (told) => {
     const { leaks, limit_advice: advice, device_processes: devices } = told;
@@ -197,16 +199,16 @@
       const growth = leaks.growth_per_hour_bytes, last = leaks.quiet_live[leaks.quiet_live.length - 1];
       sentence("leaks", growth === null ? "No trend yet: it takes six quiet times, about a minute."
         : `Between quiet times live memory ${growth < 0 ? "falls" : "grows"} by ${size(Math.abs(growth))} an hour; now ${size(last.live_bytes)}.` +
-          (leaks.suspects ? "" : ` The heap profiler is ${leaks.profiler}; it names call sites if it is active and two quiet times were compared.`));
-      table($("leaks").lastElementChild, "Call sites that grew most between two quiet times, as sampled", [
+          (leaks.suspects ? "" : ` Call sites are not known: the heap profiler is ${PROFILER[leaks.profiler] || leaks.profiler}.`));
+      if (leaks.suspects) table($("leaks").lastElementChild, "Call sites that grew most between two quiet times, as sampled", [
         ["Growth", (row) => size(row.growth_bytes), "number"],
         ["Now", (row) => size(row.now_bytes), "number"],
         ["Call site, innermost first", (row) => row.frames.slice(0, 4).join(" < "), "wide"],
-      ], leaks.suspects ? leaks.suspects.list : [], (row) => row.frames.join(), "No call site grew.");
+      ], leaks.suspects.list, (row) => row.frames.join(), "No call site grew.");
     }
     if (advice) {
-      sentence("limit_advice", `${advice.sentence[0].toUpperCase()}${advice.sentence.slice(1)}.`);
-      table($("limit_advice").lastElementChild, "Required memory and requests by hour; ?with=limit_advice&limit=256Mi tells of one limit", [
+      sentence("limit_advice", `${capital(advice.sentence)}.`);
+      table($("limit_advice").lastElementChild, "Required memory and requests by hour; ?with=limit_advice&limit=256Mi reports one limit", [
         ["From", (row) => clock(row.start_seconds), "when"],
         ["Required, p99.9", (row) => size(row.required_p999_bytes), "number"],
         ["Required, most", (row) => size(row.required_max_bytes), "number"],
@@ -214,7 +216,8 @@
         ["Rejected", (row) => row.rejected, "number"],
       ], advice.hours, (row) => row.start_seconds, "No hour is recorded yet.");
     }
-    if (told.last_exit !== undefined) sentence("last_exit", told.last_exit ? `${told.last_exit.summary} Last recorded at ${clock(told.last_exit.at_seconds)}.`
+    if (told.last_exit !== undefined) sentence("last_exit", told.last_exit ? `${capital(told.last_exit.summary)}.` +
+      (told.last_exit.at_seconds === null ? "" : ` Last sample: ${clock(told.last_exit.at_seconds)}.`)
       : "Nothing is recorded: there is no flight recorder, or this is its first run.");
     if (devices) {
       const errors = devices.filter((of) => of.error).map((of) => `${of.device}: ${of.error}`);

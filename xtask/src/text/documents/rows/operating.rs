@@ -59,7 +59,7 @@ fn profiles(code: &Code<'_>) -> Rows {
     let pair = code.constant("profile::PROFILES").list();
     let each = pair.get(1).map_or_else(String::new, |each| time(each.time()));
     vec![
-        ("on the thread that answers. One in {};", values![each]),
+        ("One profile is taken per {}; further requests", values![each]),
         (
             "when the service has run for {} (`baseline`)",
             values![time(code.constant("trigger::SETTLED").time())],
