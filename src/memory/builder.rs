@@ -574,9 +574,11 @@ fn launch(parts: Parts, stack: ByteSize) -> Result<Memory, StartError> {
         shared.claim.threads.fetch_add(1, Ordering::AcqRel);
         let (clock, stop) = (Arc::clone(&clock), Arc::clone(&stop));
         let folder = shared.config.heap_profile_dir.value.clone();
-        running.threads.spawn("lowtide-profiler", PROFILER_STACK, ends(), move || {
-            profiles::run(&profiles, folder.as_deref(), &*clock, &stop);
-        })?;
+        let run = move || profiles::run(&profiles, folder.as_deref(), &*clock, &stop);
+        if let Err(error) = running.threads.spawn("lowtide-profiler", PROFILER_STACK, ends(), run) {
+            let text = format!("no heap profiles: {error}");
+            shared.add_diagnostic(Diagnostic::warning("profiler", text));
+        }
     }
     running.threads.spawn("lowtide-worker", stack, ends_worker, move || {
         run_worker(&mut worker, &*clock);

@@ -6,9 +6,9 @@
 //! only the highest is known. Changes that nothing else logs are logged here as well: levels, the
 //! limit, and episodes of rejections.
 //!
-//! Invariant: `events of a kind <= KIND_MAX`, so no kind removes another's. Adjacent events of one
-//! kind about one subject within [`MERGED`] are one event with the sum of their amounts, except
-//! admin tasks.
+//! Invariant: `events of a kind <= KIND_MAX`, so no kind removes another's. Events of one kind
+//! about one subject within [`MERGED`] are one event with the sum of their amounts, except admin
+//! tasks.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
@@ -27,7 +27,7 @@ use super::snapshot::MemorySnapshot;
 const KIND_MAX: usize = 16;
 /// The maximum length of an event's text, in bytes.
 const TEXT_MAX: usize = 400;
-/// The longest time between two events that are merged.
+/// The longest time that a merged event spans.
 const MERGED: Duration = Duration::from_secs(60);
 /// An episode of rejections ends after this time without one.
 const EPISODE_GAP: Duration = Duration::from_secs(30);
@@ -50,7 +50,7 @@ pub struct Event {
     pub about: String,
     /// The text of the last occurrence; amounts in it are sums over all occurrences.
     pub text: String,
-    /// The number of consecutive occurrences.
+    /// The number of occurrences.
     pub times: u64,
     /// The sum over all occurrences: bytes of `purge` and `reclaim`, requests of `reject`,
     /// processes of `kill`, otherwise 0.
@@ -79,14 +79,17 @@ impl Events {
     ) {
         let mut events = lock(&self.0);
         let ring = events.entry(kind).or_default();
-        if let Some(last) = ring.back_mut().filter(|last| last.about == about)
-            && at.saturating_sub(last.at) <= MERGED
-            && kind != "admin"
-        {
-            last.sum = last.sum.saturating_add(amount);
-            (last.at, last.times) = (at, last.times.saturating_add(1));
-            last.text = bounded(text(last.sum));
-            return;
+        let same = ring.iter().rposition(|last| last.about == about).filter(|_| kind != "admin");
+        if let Some(mut last) = same.and_then(|place| ring.remove(place)) {
+            // A clock that was set back begins an event of its own.
+            if at >= last.at && at - last.since <= MERGED {
+                last.sum = last.sum.saturating_add(amount);
+                (last.at, last.times) = (at, last.times.saturating_add(1));
+                last.text = bounded(text(last.sum));
+                ring.push_back(last);
+                return;
+            }
+            ring.insert(same.unwrap_or_default(), last);
         }
         if ring.len() == KIND_MAX {
             ring.pop_front();
@@ -154,7 +157,8 @@ struct Seen {
     /// The calls of each reclaimer, and the bytes that they reported.
     reclaimers: BTreeMap<String, (u64, ByteSize)>,
     shed: [u64; RejectReason::ALL.len()],
-    kills: u64,
+    /// `None` while the kernel's count cannot be read.
+    kills: Option<u64>,
 }
 
 /// The loads and unloads of a resource.
@@ -314,7 +318,7 @@ impl Seen {
             resources: snapshot.resources.iter().map(resource).collect(),
             reclaimers: snapshot.reclaimers.iter().map(reclaimer).collect(),
             shed: RejectReason::ALL.map(|why| snapshot.admission.rejected_total(why)),
-            kills: snapshot.oom_kills.unwrap_or(0),
+            kills: snapshot.oom_kills,
         }
     }
 
@@ -415,8 +419,10 @@ impl Seen {
             let (about, amount) = (why.name(), count - was);
             tell(Change { kind: "reject", about, amount, text: Text::Requests });
         }
-        if self.kills > before.kills {
-            let amount = self.kills - before.kills;
+        // A count that could not be read is no kill when it is read again.
+        let kills = self.kills.zip(before.kills).map_or(0, |(now, was)| now.saturating_sub(was));
+        if kills > 0 {
+            let amount = kills;
             tell(Change { kind: "kill", about: "cgroup", amount, text: Text::Kills });
         }
     }
@@ -457,8 +463,19 @@ mod tests {
         let all = events.all();
         assert_eq!(all[0].kind, "evict", "still there");
         let last = all.last().expect("many");
-        assert_eq!((last.times, last.sum, last.since), (51, 151, at(1_000)));
-        assert_eq!(last.text, "151 requests rejected");
+        assert_eq!((&*last.about, last.at), ("full", at(1_050)));
+        assert!(last.sum > 2 * last.times && last.times > 10, "{last:?}");
+        assert_eq!(last.text, format!("{} requests rejected", last.sum));
+        // Two reasons that alternate are merged as well: the ring spans more than a few seconds.
+        let rejects = all.iter().filter(|event| event.kind == "reject");
+        assert!(
+            rejects.clone().count() == KIND_MAX
+                && rejects.map(|event| event.times).sum::<u64>() > 400
+        );
+        // The bug: after the clock was set back, new events were merged with those of the future.
+        events.add_sum(at(500), "reject", "full", 1, |sum| Text::Requests.of(sum));
+        let back = events.all().into_iter().find(|event| event.at == at(500) && event.sum == 1);
+        assert_eq!(back.map(|event| (event.since, event.times)), Some((at(500), 1)));
         // A later episode is an event of its own.
         events.add_sum(at(1_200), "reject", "full", 1, |sum| Text::Requests.of(sum));
         assert_eq!(events.all().last().map(|event| event.sum), Some(1));
@@ -473,7 +490,7 @@ mod tests {
             resources: BTreeMap::new(),
             reclaimers: BTreeMap::new(),
             shed: [0, 7, 0, 0, 0, 0, 0, 0, 0, 0],
-            kills: 1,
+            kills: Some(1),
         }
     }
 
@@ -489,7 +506,7 @@ mod tests {
             resources: BTreeMap::from([("m".to_owned(), model)]),
             reclaimers: BTreeMap::from([("c".to_owned(), (2, ByteSize::mib(3)))]),
             shed: [1, 10, 0, 0, 0, 0, 0, 0, 0, 0],
-            kills: 3,
+            kills: Some(3),
         };
         let told = |now: &Seen, before: &Seen| {
             let mut told = Vec::new();

@@ -137,7 +137,9 @@ fn rejections(
 ) -> Option<Finding> {
     let since = snapshot.since_epoch.saturating_sub(RECENT);
     let ignored = ["shutting_down", "slow_client"];
-    let recent = events.iter().filter(|event| event.kind == "reject" && event.at >= since);
+    let now = snapshot.since_epoch;
+    let is_recent = |event: &&Event| (since..=now).contains(&event.at);
+    let recent = events.iter().filter(|event| event.kind == "reject").filter(is_recent);
     let recent = recent.filter(|event| !ignored.contains(&&*event.about));
     let most = recent.max_by_key(|event| event.sum)?;
     let cause = match &*most.about {
@@ -266,7 +268,8 @@ fn lost_device(snapshot: &MemorySnapshot) -> Option<Finding> {
 /// Names the last eviction.
 fn eviction(snapshot: &MemorySnapshot, events: &[Event]) -> Option<Finding> {
     let since = snapshot.since_epoch.saturating_sub(EVICTED);
-    let last = events.iter().rfind(|event| event.kind == "evict" && event.at >= since)?;
+    let recent = since..=snapshot.since_epoch;
+    let last = events.iter().rfind(|event| event.kind == "evict" && recent.contains(&event.at))?;
     let ago = short(snapshot.since_epoch.saturating_sub(last.at));
     let text = format!("{:?} was {}, {ago} ago.", last.about, last.text);
     Some(Finding { about: "eviction", is_problem: false, text })

@@ -74,8 +74,9 @@ mod with_profiler {
     use std::fs::File;
     use std::io::{self, Read, Seek};
     use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
-    use std::os::unix::ffi::OsStrExt;
+    use std::os::unix::fs::OpenOptionsExt;
     use std::path::Path;
+    use std::sync::atomic::{AtomicBool, Ordering};
 
     use super::super::error::HostError;
     use super::super::mallctl as ctl;
@@ -91,8 +92,11 @@ mod with_profiler {
     pub enum ProfileError {
         /// The profiler is not active.
         NotActive(Profiler),
-        /// The path contains a zero byte.
-        Path,
+        /// Another profile is being taken.
+        Busy,
+        /// The process may write files only up to this size (`RLIMIT_FSIZE`), above which the
+        /// kernel would end it.
+        FileSizeLimit(ByteSize),
         /// jemalloc could not write the file.
         NotWritten(HostError),
         /// The file could not be created, read or renamed.
@@ -116,7 +120,12 @@ mod with_profiler {
                     "the heap profiler is not active: expected prof:true in jemalloc's settings \
                      when the process starts",
                 ),
-                Self::Path => f.write_str("the path contains a zero byte: expected none"),
+                Self::Busy => f.write_str("another heap profile is being taken: try again"),
+                Self::FileSizeLimit(limit) => write!(
+                    f,
+                    "no heap profile: file size limit {limit} (ulimit -f), expected at least {}",
+                    ByteSize::new(TEXT_MAX)
+                ),
                 Self::NotWritten(error) => write!(
                     f,
                     "cannot write the heap profile: expected a writable folder with free space \
@@ -264,16 +273,61 @@ mod with_profiler {
     }
 
     /// Writes the profile of the live heap to a new file, as text for `jeprof` and
-    /// [`AllocationProfile::parse`]. An existing file is overwritten. Blocks this thread for some
-    /// milliseconds; other threads wait for parts of that time when they take a sample.
+    /// [`AllocationProfile::parse`]. Only the owner may read it. Blocks this thread for some
+    /// milliseconds, and longer if the disk is slow; other threads wait for parts of the
+    /// milliseconds when they take a sample, but never for the disk.
     ///
     /// # Errors
-    /// [`ProfileError`] if the profiler is not active, or the file cannot be written. An incomplete
-    /// file may remain.
+    /// [`ProfileError`] if the profiler is not active, another profile is being taken, the file
+    /// exists, or it cannot be written. An incomplete file may remain.
     pub fn write_profile(path: &Path) -> Result<(), ProfileError> {
+        let mut text = dump()?.take(TEXT_MAX);
+        let mut options = File::options();
+        options.write(true).create_new(true).mode(0o600).custom_flags(libc::O_NOFOLLOW);
+        let mut file = options.open(path).map_err(ProfileError::File)?;
+        io::copy(&mut text, &mut file).map(drop).map_err(ProfileError::File)
+    }
+
+    /// `true` while a profile is being taken.
+    static IS_TAKEN: AtomicBool = AtomicBool::new(false);
+
+    /// Resets [`IS_TAKEN`].
+    struct Taken;
+
+    impl Drop for Taken {
+        fn drop(&mut self) {
+            IS_TAKEN.store(false, Ordering::Release);
+        }
+    }
+
+    /// Writes the profile to a file in memory. jemalloc holds locks of the profiler while it
+    /// writes, for which any thread that allocates may wait, so it must not write to a disk.
+    fn dump() -> Result<File, ProfileError> {
         check_active()?;
-        let name = CString::new(path.as_os_str().as_bytes()).map_err(|_| ProfileError::Path)?;
-        ctl::PROF_DUMP.write(&name).map_err(ProfileError::NotWritten)
+        if IS_TAKEN.swap(true, Ordering::Acquire) {
+            return Err(ProfileError::Busy);
+        }
+        let _taken = Taken;
+        let limit = file_size_limit();
+        if limit < TEXT_MAX {
+            return Err(ProfileError::FileSizeLimit(ByteSize::new(limit)));
+        }
+        let mut file = memory_file().map_err(ProfileError::File)?;
+        let name = CString::new(format!("/proc/self/fd/{}", file.as_raw_fd()))
+            .map_err(|error| ProfileError::File(error.into()))?;
+        ctl::PROF_DUMP.write(&name).map_err(ProfileError::NotWritten)?;
+        file.rewind().map_err(ProfileError::File)?;
+        Ok(file)
+    }
+
+    /// Returns the largest size of a file that this process may write; the kernel sends SIGXFSZ
+    /// above it, also for files in memory.
+    fn file_size_limit() -> u64 {
+        let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+        // SAFETY: `limit` is a valid place for the result.
+        let done = unsafe { libc::getrlimit(libc::RLIMIT_FSIZE, &raw mut limit) };
+        #[allow(clippy::useless_conversion, reason = "32 bits on some targets")]
+        if done == 0 { u64::from(limit.rlim_cur) } else { u64::MAX }
     }
 
     /// Returns the profile of the live heap. Needs no writable folder: it is written to a file in
@@ -283,10 +337,7 @@ mod with_profiler {
     /// # Errors
     /// [`ProfileError`] if the profiler is not active, or the profile cannot be written or read.
     pub fn take_profile() -> Result<AllocationProfile, ProfileError> {
-        check_active()?;
-        let mut file = memory_file().map_err(ProfileError::File)?;
-        write_profile(Path::new(&format!("/proc/self/fd/{}", file.as_raw_fd())))?;
-        file.rewind().map_err(ProfileError::File)?;
+        let file = dump()?;
         let mut text = Vec::new();
         file.take(TEXT_MAX).read_to_end(&mut text).map_err(ProfileError::File)?;
         AllocationProfile::parse(&String::from_utf8_lossy(&text))

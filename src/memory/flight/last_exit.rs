@@ -218,7 +218,8 @@ impl Recording {
             Kills::OnMachine if is_full || share >= KILLED_NEARBY => {
                 "by the kernel's OOM killer, which counts a kill on this machine"
             }
-            _ if is_full => "most likely by the kernel's OOM killer",
+            // Memory may be full at a shutdown: nothing counted a kill.
+            _ if is_full && !last.ending => "most likely by the kernel's OOM killer",
             _ if last.ending => {
                 let text = format!(
                     "killed after {after}, after it was asked to end: it took longer than its \

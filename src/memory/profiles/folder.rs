@@ -41,20 +41,27 @@ impl Folder {
         fs::create_dir_all(path)?;
         let mut earlier = Vec::new();
         for entry in fs::read_dir(path)? {
-            let path = entry?.path();
+            let Ok(entry) = entry else { continue };
+            // Names of others may be in the way: a folder, a link, a file of another user.
+            if !entry.file_type().is_ok_and(|kind| kind.is_file()) {
+                continue;
+            }
+            let path = entry.path();
             let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
             if !name.starts_with(START) {
                 continue;
             }
             if name.ends_with(UNFINISHED) {
-                fs::remove_file(&path)?;
+                let _ = fs::remove_file(&path);
             } else if name.ends_with(END) {
                 earlier.push(path);
             }
         }
         earlier.sort_unstable();
         let surplus = earlier.len().saturating_sub(EARLIER_MAX);
-        earlier.iter().take(surplus).try_for_each(fs::remove_file)?;
+        for path in earlier.iter().take(surplus) {
+            let _ = fs::remove_file(path);
+        }
         let run = format!("{:010}-{}", since_epoch.as_secs(), std::process::id());
         Ok(Self { path: path.to_owned(), run, count: 0, files: Vec::new() })
     }
