@@ -32,6 +32,8 @@ use super::last_exit::last_exit;
 const ROWS_MAX: usize = 16;
 /// The time for which an answer waits for the mappings.
 const MAPPINGS_WAIT: Duration = Duration::from_millis(50);
+/// The maximum length of a path, in characters.
+const PATH_MAX: usize = 256;
 /// The age at which mappings are read again.
 const MAPPINGS_AGE: Duration = Duration::from_secs(10);
 
@@ -239,12 +241,18 @@ impl MappingsCache {
     }
 }
 
+/// Returns the end of a path, of [`PATH_MAX`] characters at most.
+fn shortened(path: &str) -> String {
+    let skipped = path.chars().count().saturating_sub(PATH_MAX);
+    path.chars().skip(skipped).map(|one| if one.is_control() { ' ' } else { one }).collect()
+}
+
 fn mappings(found: &Mappings) -> Value {
     let files = found.files.iter().take(ROWS_MAX);
     let libc = lowtide_heap::libc_heap().ok();
     json!({
         "files": files
-            .map(|(path, bytes)| json!({ "path": path, "resident_bytes": bytes.get() }))
+            .map(|(path, bytes)| json!({ "path": shortened(path), "resident_bytes": bytes.get() }))
             .collect::<Vec<_>>(),
         "file_count": found.files.len(),
         "file_bytes": found.files.iter().map(|(_, bytes)| *bytes).sum::<ByteSize>().get(),

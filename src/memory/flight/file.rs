@@ -85,7 +85,9 @@ impl FlightFile {
         let read_all = (&file).take(FILE_BYTES as u64).read_to_end(&mut bytes);
         read_all.map_err(|error| FlightError::Read { path: owned(), error })?;
         let contents = read(&bytes);
-        if contents == Contents::Foreign {
+        // A longer file is not ours, even if it begins with zeros, as an image does.
+        let is_longer = found.len() > FILE_BYTES as u64;
+        if contents == Contents::Foreign || (contents == Contents::Nothing && is_longer) {
             return Err(FlightError::Foreign { path: owned() });
         }
         Ok((Self { file, path: owned(), halves: 0, looks: 0 }, contents))
@@ -107,11 +109,14 @@ impl FlightFile {
     fn fill(&self) -> io::Result<()> {
         self.file.set_len(FILE_BYTES as u64)?;
         allocate(&self.file)?;
+        // The mark first, and never over it: a start that is interrupted leaves a recording.
+        self.file.write_all_at(MARK, 0)?;
         let zeros = vec![0; TOUCHED];
         for at in (0..FILE_BYTES).step_by(TOUCHED) {
-            self.file.write_all_at(&zeros, at as u64)?;
+            let kept = if at == 0 { MARK.len() } else { 0 };
+            self.file.write_all_at(zeros.get(kept..).unwrap_or_default(), (at + kept) as u64)?;
         }
-        self.file.write_all_at(MARK, 0)
+        Ok(())
     }
 
     /// Returns the sequence number of the next half.

@@ -130,7 +130,27 @@ fn a_file_that_is_truncated_while_it_is_in_use_ends_nothing() {
     let length = File::open(&path).expect("there").read_at(&mut byte, 0).expect("read");
     assert_eq!((length, byte[0]), (1, 0), "the mark is gone");
     drop(file);
-    assert!(matches!(opened(&path), Err(FlightError::Foreign { .. })));
+    // The bug: it was taken for a file of another program, and nothing was recorded from then on.
+    assert!(matches!(opened(&path), Ok(Contents::Unreadable)));
+}
+
+/// The bug: the mark was written last, so that a start that was killed meanwhile left a file which
+/// no later start took for a recording.
+#[test]
+fn a_start_that_is_interrupted_leaves_a_recording() {
+    let folder = folder();
+    let path = folder.path().join("recording");
+    recorded(&path);
+    let file = File::options().write(true).open(&path).expect("there");
+    // As far as the first piece.
+    file.write_all_at(&[0; 4096], 64).expect("written");
+    assert!(opened(&path).is_ok());
+    // A longer file that begins with zeros is not ours.
+    let image = folder.path().join("image");
+    let file = File::create(&image).expect("created");
+    file.set_len(FILE_BYTES as u64 + 1).expect("longer");
+    assert!(matches!(opened(&image), Err(FlightError::Foreign { .. })));
+    assert_eq!(image.metadata().expect("there").len(), FILE_BYTES as u64 + 1, "as it was");
 }
 
 /// The bug that enabling it would have been: the kernel ends a process with SIGXFSZ that writes

@@ -458,13 +458,19 @@ const PHASES: [RequestPhase; 4] = [
     RequestPhase::Answered,
 ];
 
+/// The length of zeros at the start of a recording that was truncated: less than a page of any
+/// system.
+const HOLE: usize = 4096;
+
 /// Reads a file of any content.
 pub(super) fn read(file: &[u8]) -> Contents {
     if file.iter().all(|byte| *byte == 0) {
         return Contents::Nothing;
     }
+    // A recording that was truncated while it was in use begins with a hole.
+    let is_hole = file.get(..HOLE).is_some_and(|head| head.iter().all(|byte| *byte == 0));
     if !file.starts_with(MARK_OF_ALL) {
-        return Contents::Foreign;
+        return if is_hole { Contents::Unreadable } else { Contents::Foreign };
     }
     if !file.starts_with(MARK) {
         return Contents::Unreadable;
@@ -566,7 +572,9 @@ impl<'a> Reader<'a> {
     fn text(&mut self, most: usize) -> Option<String> {
         let length = usize::from(self.u16()?);
         let text = self.take(length).filter(|_| length <= most)?;
-        std::str::from_utf8(text).ok().map(str::to_owned)
+        let text = std::str::from_utf8(text).ok()?;
+        // In JSON a control character takes six bytes.
+        Some(text.chars().map(|one| if one.is_control() { ' ' } else { one }).collect())
     }
 
     fn list<T>(&mut self, most: usize, read: impl Fn(&mut Self) -> Option<T>) -> Option<Vec<T>> {

@@ -73,8 +73,13 @@ impl Admin {
         let profile = match crate::heap::take_profile() {
             Ok(profile) => profile,
             Err(error) => {
-                log!(warn, target: "lowtide", ?peer, %error, "heap profile not sent");
-                return failed(&error.to_string());
+                let peer = peer.map(tracing::field::display);
+                log!(warn, target: "lowtide", peer, %error, "heap profile not sent");
+                let mut answer = failed(&error.to_string());
+                if matches!(error, crate::heap::ProfileError::Busy) {
+                    *answer.status_mut() = StatusCode::SERVICE_UNAVAILABLE;
+                }
+                return answer;
             }
         };
         let stacks = profile.stacks.len();
@@ -83,10 +88,10 @@ impl Admin {
         log!(
             info,
             target: "lowtide",
-            ?peer,
+            peer = peer.map(tracing::field::display),
             stacks,
             size = %crate::ByteSize::of(body.len()),
-            ?took,
+            took = %crate::clock::short(took),
             "heap profile sent"
         );
         let mut answer = Response::new(body);
