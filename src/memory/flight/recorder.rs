@@ -9,7 +9,8 @@
 //! second, and writes a look if memory moved by a [`MOVED_PART`]th of the limit. Every
 //! [`SAMPLE_EVERY`] it writes everything.
 //!
-//! Invariant: once it has started, it allocates nothing; what it keeps is bounded by `format`.
+//! Invariant: once it has started, it allocates nothing but names of tenants, if requests with and
+//! without a tenant alternate; what it keeps is bounded by `format`.
 
 use std::collections::VecDeque;
 use std::fs::File;

@@ -20,7 +20,7 @@ use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 use std::time::Duration;
 
 use crate::bytes::ByteSize;
-use crate::clock::{Bell, Clock, Moment};
+use crate::clock::{Bell, Clock, Moment, short};
 use crate::config::Config;
 use crate::sync::{Mutex, lock};
 use lowtide_heap::{self as heap, ProfileError, Profiler};
@@ -172,7 +172,7 @@ impl Writer<'_> {
                     cause,
                     %required,
                     %size,
-                    ?took,
+                    took = %short(took),
                     "heap profile written"
                 );
             }
