@@ -32,7 +32,7 @@ use bytes::Bytes;
 use foldhash::quality::RandomState;
 use http::header::CONTENT_TYPE;
 use http::request::Parts;
-use http::{HeaderName, HeaderValue, Request, Response, Version};
+use http::{HeaderName, HeaderValue, Method, Request, Response, Version};
 use http_body::Body;
 use pin_project_lite::pin_project;
 use tower_layer::Layer;
@@ -421,7 +421,7 @@ impl<E: Estimate> MemoryLayer<E> {
                 })?;
             }
         }
-        let name = format_args!("{method} {route}");
+        let name = RequestName(method, &route);
         let label: RequestLabel<'_> = Some(&name);
         let permit = match waiting {
             Some(waiting) => waiting.try_admit(cost, priority, label),
@@ -498,6 +498,16 @@ impl<E: Estimate> MemoryLayer<E> {
         let path = head.uri.path();
         log!(debug, target: "lowtide", %rejected, path, "request rejected");
         self.settings.reject.reject(&rejected, head)
+    }
+}
+
+/// The method and the route of a request, as a label of evictions.
+struct RequestName<'a, R>(&'a Method, &'a R);
+
+impl<R: fmt::Display> fmt::Display for RequestName<'_, R> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self(method, route) = self;
+        write!(f, "{method} {route}")
     }
 }
 
