@@ -962,7 +962,11 @@ mod tests {
             "a limit of 60.0 MiB would be exhausted: memory that no request owns (50.0 MiB) \
              exceeds its ceiling of 48.0 MiB"
         );
-        assert!(at(49).ends_with("and the limit: the kernel would kill"), "{}", at(49));
+        assert!(
+            at(49).ends_with("and the limit itself: the kernel would kill the process"),
+            "{}",
+            at(49)
+        );
         let mut record = LimitRecord::default();
         for nth in 0..=4000_u32 {
             let count = (u64::from(nth), u64::from(nth / 100));
