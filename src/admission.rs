@@ -8,8 +8,8 @@ pub use lowtide_admission::{
     Acquire, AcquireError, AddError, Admission, AdmissionStats, Backoff, Budget, CeilingParts,
     ClassStats, Cost, Cpus, EventCounts, EvictionCause, LastUnload, Ledger, Level, LevelChanged,
     LevelWatch, Limit, LimitAdvice, LimitForecast, LimitHour, LimitSource, LoadError, LoadScope,
-    Managed, ManagedBuilder, MemoryEvents, MemoryUsage, Permit, Priority, Psi, Reclaimable,
-    Reclaimer, ReclaimerStats, RejectReason, Rejected, RequestMemory, RequestPhase, Requester,
-    Resource, ResourceStats, RouteUsage, SettingsError, Signal, Signals, SizeClass, Stall,
-    TenantUsage, UnloadError, UnloadReason, Unloads, Use,
+    Managed, ManagedBuilder, Mappings, MemoryEvents, MemoryUsage, Permit, Priority, Psi,
+    Reclaimable, Reclaimer, ReclaimerStats, RejectReason, Rejected, RequestMemory, RequestPhase,
+    Requester, Resource, ResourceStats, RouteUsage, SettingsError, Signal, Signals, SizeClass,
+    Stall, TenantUsage, UnloadError, UnloadReason, Unloads, Use,
 };

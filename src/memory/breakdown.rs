@@ -80,7 +80,7 @@ impl PartKind {
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize))]
 #[non_exhaustive]
-pub struct Part {
+pub struct MemoryPart {
     /// The kind of its holder.
     pub kind: PartKind,
     /// The name of a resource or arena; otherwise `None`.
@@ -89,7 +89,7 @@ pub struct Part {
     pub bytes: ByteSize,
 }
 
-impl fmt::Display for Part {
+impl fmt::Display for MemoryPart {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.kind.description())?;
         if let Some(name) = &self.name {
@@ -105,7 +105,7 @@ impl fmt::Display for Part {
 #[non_exhaustive]
 pub struct Breakdown {
     /// The parts that are not empty. Their sum is the physical memory.
-    pub parts: Vec<Part>,
+    pub parts: Vec<MemoryPart>,
     /// The rest up to the limit; `None` without a limit.
     pub headroom: Option<ByteSize>,
 }
@@ -186,7 +186,7 @@ impl Breakdown {
     }
 
     /// Returns the largest parts.
-    pub(super) fn largest(&self, count: usize) -> Vec<&Part> {
+    pub(super) fn largest(&self, count: usize) -> Vec<&MemoryPart> {
         let mut parts: Vec<_> = self.parts.iter().collect();
         parts.sort_by_key(|part| std::cmp::Reverse(part.bytes));
         parts.truncate(count);
@@ -197,7 +197,7 @@ impl Breakdown {
 /// The memory that is not divided yet.
 struct Rest {
     bytes: ByteSize,
-    parts: Vec<Part>,
+    parts: Vec<MemoryPart>,
 }
 
 impl Rest {
@@ -208,10 +208,10 @@ impl Rest {
             return;
         }
         self.bytes = self.bytes.saturating_sub(bytes);
-        let same = |part: &&mut Part| part.kind == kind && part.name.as_deref() == name;
+        let same = |part: &&mut MemoryPart| part.kind == kind && part.name.as_deref() == name;
         match self.parts.iter_mut().find(same) {
             Some(part) => part.bytes = part.bytes.saturating_add(bytes),
-            None => self.parts.push(Part { kind, name: name.map(str::to_owned), bytes }),
+            None => self.parts.push(MemoryPart { kind, name: name.map(str::to_owned), bytes }),
         }
     }
 

@@ -36,6 +36,7 @@ use super::profiles::{self, Captures};
 use super::running::{Ends, Running, Started, Threads};
 use super::sensor::{LibcIdle, MemorySensor};
 use super::shared::{Purges, Shared};
+use super::slow_value::SlowValue;
 use super::threads;
 use super::trend::QuietTimes;
 
@@ -366,6 +367,7 @@ impl Builder {
             flight: Arc::new(flight),
             history: MetricsHistory::default(),
             quiet_times: QuietTimes::default(),
+            mappings: SlowValue::default(),
             profiles,
             admin_tasks: AdminTasks::default(),
             loads: Loads::default(),

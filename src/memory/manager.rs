@@ -13,7 +13,7 @@ use crate::bytes::ByteSize;
 use crate::clock::Moment;
 use crate::config::Config;
 use lowtide_admission::{Admission, Budget, Cost, Job, Trigger};
-use lowtide_admission::{Level, LimitAdvice, RequestMemory, RouteUsage, TenantUsage};
+use lowtide_admission::{Level, LimitAdvice, Mappings, RequestMemory, RouteUsage, TenantUsage};
 use lowtide_heap::SizeClass;
 
 use super::breakdown::Breakdown;
@@ -93,6 +93,8 @@ pub(crate) fn add_request_event(admission: &Admission, at: Duration, route: &str
     }
 }
 
+/// The time for which mappings are kept.
+const MAPPINGS_KEPT: Duration = Duration::from_secs(10);
 /// The maximum number of requests that are listed.
 const LARGEST_MAX: usize = 16;
 
@@ -224,6 +226,19 @@ impl Memory {
             let _ = heap.each_class(|class| classes.push(class));
         }
         classes
+    }
+
+    /// Returns the resident memory of this process by mapping: what it holds outside the heap. The
+    /// kernel takes milliseconds for it, and seconds in a process with much memory, so a thread
+    /// reads it, and this call waits for at most 50 ms. `None` if it is not read by then (a later
+    /// call returns it), if it cannot be read, and in a forked child. It is kept for 10 s.
+    #[must_use]
+    pub fn mappings(&self) -> Option<Mappings> {
+        let shared = &self.0.shared;
+        shared.check_here().ok()?;
+        let read = || Mappings::read().ok();
+        let reading = shared.mappings.read(&*shared.clock, "lowtide-maps", MAPPINGS_KEPT, read);
+        reading.ok()?.last?.1
     }
 
     /// Returns the time when this `Memory` was started, since the Unix epoch.

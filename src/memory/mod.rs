@@ -47,13 +47,14 @@ mod runtime;
 mod sensor;
 mod shared;
 mod shutdown;
+mod slow_value;
 mod snapshot;
 mod threads;
 mod trend;
 mod verdict;
 
 pub use admin_tasks::{AdminCommand, AdminError, AdminTask, AdminTaskState};
-pub use breakdown::{Breakdown, Part, PartKind};
+pub use breakdown::{Breakdown, MemoryPart, PartKind};
 pub use builder::Builder;
 #[doc(hidden)]
 pub use builder::Steps;

@@ -17,13 +17,13 @@ use crate::fork::Birth;
 use crate::metrics::record::MetricsWriter;
 use crate::sync::{Mutex, lock};
 use lowtide_admission::{
-    Admission, Budget, Cost, JobQueue, PressureState, Resource, ResourceStats, Resources, Signals,
-    Trigger,
+    Admission, Budget, Cost, JobQueue, Mappings, PressureState, Resource, ResourceStats, Resources,
+    Signals, Trigger,
 };
 use lowtide_heap::{self as heap, HeapProbe, HostArena, HostArenaStats, HostError, PurgeReport};
 
 use super::admin_tasks::AdminTasks;
-use super::breakdown::{Breakdown, Part, PartKind};
+use super::breakdown::{Breakdown, MemoryPart, PartKind};
 use super::claim::Claim;
 use super::devices::{self, Devices};
 use super::error::{Diagnostic, MemoryError, Severity};
@@ -32,6 +32,7 @@ use super::flight::Flight;
 use super::history::MetricsHistory;
 use super::loads::Loads;
 use super::profiles::Profiles;
+use super::slow_value::SlowValue;
 use super::snapshot::{BudgetSnapshot, MemorySnapshot};
 use super::trend::QuietTimes;
 
@@ -61,6 +62,7 @@ pub(super) struct Shared {
     pub(super) flight: Arc<Flight>,
     pub(super) history: MetricsHistory,
     pub(super) quiet_times: QuietTimes,
+    pub(super) mappings: SlowValue<Option<Mappings>>,
     /// `None` if the heap profiler is not active.
     pub(super) profiles: Option<Arc<Profiles>>,
     pub(super) admin_tasks: AdminTasks,
@@ -353,7 +355,7 @@ impl Shared {
 }
 
 /// Formats parts of memory.
-fn list(parts: &[&Part]) -> String {
+fn list(parts: &[&MemoryPart]) -> String {
     parts.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ")
 }
 

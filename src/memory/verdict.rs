@@ -13,7 +13,7 @@ use crate::bytes::ByteSize;
 use crate::clock::short;
 use lowtide_admission::{Level, RequestMemory, RequestPhase};
 
-use super::breakdown::{Breakdown, Part, PartKind};
+use super::breakdown::{Breakdown, MemoryPart, PartKind};
 use super::events::Event;
 use super::snapshot::MemorySnapshot;
 
@@ -96,7 +96,7 @@ fn used(snapshot: &MemorySnapshot, breakdown: &Breakdown) -> String {
         None => format!("{physical}"),
     };
     let largest = breakdown.largest(2);
-    let largest: Vec<_> = largest.into_iter().map(Part::to_string).collect();
+    let largest: Vec<_> = largest.into_iter().map(MemoryPart::to_string).collect();
     if largest.is_empty() {
         of_limit
     } else {
@@ -120,7 +120,7 @@ fn exhausted(snapshot: &MemorySnapshot, breakdown: &Breakdown) -> Option<Finding
     let ceiling = snapshot.host.ceiling;
     let held = breakdown.largest(3);
     let held: Vec<_> = held.into_iter().filter(|part| part.kind != PartKind::Requests).collect();
-    let held: Vec<_> = held.into_iter().map(Part::to_string).collect();
+    let held: Vec<_> = held.into_iter().map(MemoryPart::to_string).collect();
     let text = format!(
         "Memory that no request owns leaves no room for requests below the ceiling of {ceiling}: \
          {}.",
@@ -237,7 +237,7 @@ fn retained(snapshot: &MemorySnapshot, breakdown: &Breakdown) -> Option<Finding>
         return None;
     }
     let (kind, release) = kinds.into_iter().max_by_key(|(kind, _)| breakdown.total(*kind))?;
-    let parts = Part { kind, name: None, bytes: breakdown.total(kind) };
+    let parts = MemoryPart { kind, name: None, bytes: breakdown.total(kind) };
     let text = format!(
         "physical memory is {}, live heap {}: the heap retains {total}, mostly {parts}, {release}.",
         snapshot.physical, heap.live

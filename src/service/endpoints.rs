@@ -30,7 +30,7 @@ use super::answer::{JSON, answer, budget, limit, pretty, seconds};
 use super::asked::{Format, Query, QueryError};
 use super::devices::{self, Maps};
 use super::page;
-use super::parts::{MappingsCache, Part};
+use super::parts::Part;
 use super::rejection::problem;
 
 const TEXT: &str = "text/plain; charset=utf-8";
@@ -57,7 +57,6 @@ pub struct Endpoints {
     hosts: Vec<String>,
     is_ending: AtomicBool,
     maps: Maps,
-    mappings: MappingsCache,
 }
 
 impl Endpoints {
@@ -77,7 +76,6 @@ impl Endpoints {
             hosts: Vec::new(),
             is_ending: AtomicBool::new(false),
             maps: Maps::default(),
-            mappings: MappingsCache::default(),
         }
     }
 
@@ -285,7 +283,7 @@ impl Endpoints {
             (Some(memory), Value::Object(members)) if !parts.is_empty() => {
                 let needs_token = self.admin.as_ref().map(Admin::needs_token);
                 for part in parts {
-                    part.add(memory, (&self.maps, &self.mappings), needs_token, limit, members);
+                    part.add(memory, &self.maps, needs_token, limit, members);
                 }
                 format!("{body}\n")
             }
@@ -410,7 +408,7 @@ fn finding(finding: &Finding) -> Value {
     json!({ "about": finding.about, "is_problem": finding.is_problem, "text": finding.text })
 }
 
-fn part_of_memory(part: &memory::Part) -> Value {
+fn part_of_memory(part: &memory::MemoryPart) -> Value {
     json!({ "kind": part.kind.name(), "name": part.name, "bytes": part.bytes.get() })
 }
 

@@ -5,18 +5,11 @@
 //!
 //! Each part is bounded. The figures themselves are in `endpoints`, the maps in `devices`.
 
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
-use std::thread;
-use std::time::Duration;
-
 use serde_json::{Map, Value, json};
 
 use crate::bytes::{ByteSize, ParseByteSizeError};
-use crate::clock::Moment;
 use crate::heap::Profiler;
 use crate::memory::{AdminTask, Event, HistorySample, LeakReport, LeakSuspect, Memory};
-use crate::sync::{Mutex, lock};
 use lowtide_admission::{
     LimitAdvice, LimitForecast, LimitHour, Mappings, MemoryUsage, RequestMemory, RouteUsage,
     TenantUsage,
@@ -30,12 +23,8 @@ use super::last_exit::last_exit;
 
 /// The maximum number of size classes, and of mapped files.
 const ROWS_MAX: usize = 16;
-/// The time for which an answer waits for the mappings.
-const MAPPINGS_WAIT: Duration = Duration::from_millis(50);
 /// The maximum length of a path, in characters.
 const PATH_MAX: usize = 256;
-/// The age at which mappings are read again.
-const MAPPINGS_AGE: Duration = Duration::from_secs(10);
 
 /// An optional part, by its name in the query and in the JSON.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -134,7 +123,7 @@ impl Part {
     pub(super) fn add(
         self,
         memory: &Memory,
-        (maps, mappings): (&Maps, &MappingsCache),
+        maps: &Maps,
         needs_token: Option<bool>,
         limit: Option<ByteSize>,
         to: &mut Map<String, Value>,
@@ -155,7 +144,7 @@ impl Part {
             Self::Routes => memory.usage_by_route().iter().map(route).collect(),
             Self::Tenants => memory.usage_by_tenant().iter().map(tenant).collect(),
             Self::SizeClasses => size_classes(memory),
-            Self::Mappings => mappings.value(memory),
+            Self::Mappings => memory.mappings().as_ref().map_or(Value::Null, mappings),
             Self::DeviceProcesses => match devices::processes(memory) {
                 Some(processes) => processes,
                 None => return, // a build without CUDA
@@ -184,61 +173,6 @@ fn size_classes(memory: &Memory) -> Value {
         })
     };
     classes.iter().map(class).collect()
-}
-
-/// The resident memory by mapping as last read, because reading it is slow.
-#[derive(Debug, Default)]
-pub(super) struct MappingsCache {
-    last: Mutex<Option<(Moment, Value)>>,
-    is_reading: AtomicBool,
-    /// Of the thread that reads.
-    ready: Mutex<Option<(Moment, Receiver<Value>)>>,
-}
-
-impl MappingsCache {
-    /// Returns the mappings, at most about ten seconds old; null if they cannot be read, or are not
-    /// read within [`MAPPINGS_WAIT`]. Then a later call finds them. The kernel takes seconds for a
-    /// process with much memory, so a thread of its own reads them, one at a time.
-    fn value(&self, memory: &Memory) -> Value {
-        let kept = |cache: &Self| {
-            let last = lock(&cache.last);
-            last.as_ref().filter(|(at, _)| memory.now() - *at < MAPPINGS_AGE).map(|of| of.1.clone())
-        };
-        if let Some(value) = kept(self) {
-            return value;
-        }
-        if !self.is_reading.swap(true, Ordering::AcqRel) {
-            let (done, ready) = mpsc::sync_channel(1);
-            let read = move || {
-                let value = Mappings::read().map_or(Value::Null, |found| mappings(&found));
-                // The receiver may have given up.
-                let _ = done.send(value);
-            };
-            *lock(&self.ready) = Some((memory.now(), ready));
-            let thread = thread::Builder::new().name("lowtide-maps".to_owned());
-            if thread.spawn(read).is_err() {
-                *lock(&self.ready) = None;
-                self.is_reading.store(false, Ordering::Release);
-                return Value::Null;
-            }
-        }
-        let Ok(mut ready) = self.ready.try_lock() else { return Value::Null };
-        let Some((began, receiver)) = &*ready else { return Value::Null };
-        match receiver.recv_timeout(MAPPINGS_WAIT) {
-            Ok(value) => {
-                *lock(&self.last) = Some((*began, value.clone()));
-                *ready = None;
-                self.is_reading.store(false, Ordering::Release);
-                value
-            }
-            Err(RecvTimeoutError::Timeout) => Value::Null,
-            Err(RecvTimeoutError::Disconnected) => {
-                *ready = None;
-                self.is_reading.store(false, Ordering::Release);
-                Value::Null
-            }
-        }
-    }
 }
 
 /// Returns the end of a path, of [`PATH_MAX`] characters at most.

@@ -1,37 +1,29 @@
 //! The processes on each device, as NVML lists them.
 //!
-//! Only [`Memory::device_processes`] queries NVML, on a thread that ends with the query: NVML may
-//! be slow, and hang if a device fails. The caller waits for [`ANSWER_WAIT`] at most; the control
-//! loop and the worker never query it.
+//! Only [`Memory::device_processes`] queries NVML, which may be slow, and hang if a device fails
+//! ([`SlowValue`]).
 //!
-//! Invariants: at most one query is in progress, and at most one begins in [`KEPT`]; if no figure
-//! of a device is `None`, `used = arenas + context_overhead + own_unmanaged +
-//! other_processes + unattributed`, but for memory that changes during the query.
+//! Invariant: if no figure of a device is `None`, `used = arenas + context_overhead +
+//! own_unmanaged + other_processes + unattributed`, but for memory that changes during the query.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::thread;
 use std::time::Duration;
 
 use crate::bytes::ByteSize;
-use crate::clock::{Bell, Moment};
+use crate::clock::short;
 use crate::device::driver::cuda::{DeviceUsage, Nvml, NvmlError, ProcessUsage};
 use crate::device::driver::{DeviceUuid, Driver as _};
 use crate::memory::error::Diagnostic;
 use crate::memory::manager::Memory;
 use crate::memory::shared::Shared;
-use crate::sync::{Mutex, caught, lock};
+use crate::memory::slow_value::SlowValue;
+use crate::sync::{Mutex, lock};
 
 use super::device::Device;
 
 /// The time for which a list is kept. Requests in between get the same list.
 const KEPT: Duration = Duration::from_secs(5);
-
-/// The longest wait for NVML in one call.
-const ANSWER_WAIT: Duration = Duration::from_millis(50);
-
-/// The stack size of the thread that queries NVML.
-const STACK: usize = 256 << 10;
 
 /// The memory of a device by its users, as NVML lists them.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -72,25 +64,19 @@ pub struct DeviceProcesses {
     pub omitted: usize,
 }
 
-/// The last list, and the query in progress.
+/// The last list, and what a query needs.
 #[derive(Debug, Default)]
-pub(super) struct ProcessLists(Arc<Mutex<Query>>);
-
-#[derive(Debug, Default)]
-struct Query {
+pub(super) struct ProcessLists {
+    last: SlowValue<Answers>,
     /// NVML, between two queries, once it was opened.
-    nvml: Option<Nvml>,
-    /// The begin of the query in progress.
-    begun: Option<Moment>,
-    last: Option<Answers>,
+    nvml: Arc<Mutex<Option<Nvml>>>,
     /// The least memory of this process outside its arenas that was seen, by device.
-    least: BTreeMap<u32, ByteSize>,
+    least: Mutex<BTreeMap<u32, ByteSize>>,
 }
 
 /// The answers of NVML by device.
 #[derive(Clone, Debug)]
 struct Answers {
-    at: Moment,
     by_device: BTreeMap<u32, Result<DeviceUsage, NvmlError>>,
     /// The memory committed by arenas at the begin of the query.
     arenas: BTreeMap<u32, ByteSize>,
@@ -119,98 +105,48 @@ impl Shared {
         if devices.is_empty() {
             return Vec::new();
         }
-        let now = self.clock.now();
-        if self.devices.processes.begin(now)
-            && let Err(error) = self.query(now, &devices)
+        let committed = || -> BTreeMap<u32, ByteSize> {
+            devices.iter().map(|(device, _)| (device.number, self.committed_on(device))).collect()
+        };
+        let lists = &self.devices.processes;
+        let arenas = committed();
+        let uuids: Vec<_> = devices.iter().map(|(device, uuid)| (device.number, *uuid)).collect();
+        let (nvml, before) = (Arc::clone(&lists.nvml), arenas.clone());
+        let ask = move || {
+            let opened = lock(&nvml).take();
+            let (opened, by_device) = ask(opened, &uuids);
+            *lock(&nvml) = opened;
+            Answers { by_device, arenas: before }
+        };
+        let reading = match lists.last.read(&*self.clock, "lowtide-nvml", KEPT, ask) {
+            Ok(reading) => reading,
+            Err(error) => {
+                let text = format!("cannot start the thread that queries NVML: {error}");
+                return devices.iter().map(|(device, _)| failed(device, text.clone())).collect();
+            }
+        };
+        let mut least = lock(&lists.least);
+        if let Some((_, answers)) = reading.last.as_ref().filter(|_| reading.is_new)
+            && arenas == committed()
         {
-            lock(&self.devices.processes.0).begun = None;
-            let text = format!("cannot start the thread that queries NVML: {error}");
-            return devices.iter().map(|(device, _)| failed(device, text.clone())).collect();
+            answers.see_least(&mut least);
         }
-        let (last, begun, least) = {
-            let query = lock(&self.devices.processes.0);
-            (query.last.clone(), query.begun, query.least.clone())
-        };
         let now = self.clock.now();
-        let waited = begun.map_or(Duration::ZERO, |begun| now - begun);
-        let of = |(device, _): &(Arc<Device>, DeviceUuid)| match &last {
-            Some(last) if waited < KEPT => last.of(device, now, least.get(&device.number).copied()),
-            _ => failed(device, format!("NVML has not answered for {waited:.1?}")),
+        let waited = reading.begun.map_or(Duration::ZERO, |begun| now - begun);
+        let of = |(device, _): &(Arc<Device>, DeviceUuid)| match &reading.last {
+            Some((at, last)) if waited < KEPT => {
+                last.of(device, now - *at, least.get(&device.number).copied())
+            }
+            _ => failed(device, format!("NVML has not answered for {}", short(waited))),
         };
-        let lists: Vec<_> = devices.iter().map(of).collect();
-        if let Some(error) = last.as_ref().and_then(Answers::failure) {
+        let found: Vec<_> = devices.iter().map(of).collect();
+        drop(least);
+        if let Some(error) = reading.last.as_ref().and_then(|(_, last)| last.failure()) {
             let start = "the processes on the device are unknown: ";
             let text = format!("{start}{error}");
             self.add_diagnostic_once(start, Diagnostic::info("device", text));
         }
-        lists
-    }
-
-    /// Queries NVML on a thread, and waits for it.
-    fn query(&self, now: Moment, devices: &[(Arc<Device>, DeviceUuid)]) -> std::io::Result<()> {
-        let committed = || -> BTreeMap<u32, ByteSize> {
-            devices.iter().map(|(device, _)| (device.number, self.committed_on(device))).collect()
-        };
-        let arenas = committed();
-        let uuids: Vec<_> = devices.iter().map(|(device, uuid)| (device.number, *uuid)).collect();
-        let (query, bell) = (Arc::clone(&self.devices.processes.0), Bell::new());
-        let (rings, before) = (Arc::clone(&bell), arenas.clone());
-        let thread = thread::Builder::new().name("lowtide-nvml".to_owned()).stack_size(STACK);
-        thread.spawn(move || {
-            let nvml = lock(&query).nvml.take();
-            let ran = caught(|| ask(nvml, &uuids));
-            let mut state = lock(&query);
-            if let Ok((nvml, by_device)) = ran {
-                state.nvml = nvml;
-                state.last = Some(Answers { at: now, by_device, arenas: before });
-            }
-            state.begun = None;
-            drop(state);
-            // Before the ring, so that the thread is not the last owner of NVML.
-            drop(query);
-            rings.ring();
-        })?;
-        let deadline = now + ANSWER_WAIT;
-        // Ends at the deadline at the latest: each iteration waits until then, or for the answer.
-        while lock(&self.devices.processes.0).begun.is_some() && self.clock.now() < deadline {
-            self.clock.wait_until(&bell, deadline);
-        }
-        let is_steady = arenas == committed();
-        let mut query = lock(&self.devices.processes.0);
-        if query.begun.is_none() && is_steady {
-            query.see_least();
-        }
-        Ok(())
-    }
-}
-
-impl ProcessLists {
-    /// Returns `true` if a query is due, and marks it as begun.
-    fn begin(&self, now: Moment) -> bool {
-        let mut query = lock(&self.0);
-        let is_kept = query.last.as_ref().is_some_and(|last| now - last.at < KEPT);
-        let is_due = query.begun.is_none() && !is_kept;
-        if is_due {
-            query.begun = Some(now);
-        }
-        is_due
-    }
-}
-
-impl Query {
-    /// Keeps the least memory of this process outside its arenas. Called only if these did not
-    /// change during the query.
-    fn see_least(&mut self) {
-        for (number, usage) in self.last.iter().flat_map(|last| &last.by_device) {
-            let arenas = self.last.iter().find_map(|last| last.arenas.get(number)).copied();
-            let own = usage.as_ref().ok().and_then(own);
-            let outside = own.zip(arenas).map(|(own, arenas)| own.saturating_sub(arenas));
-            // A context is never empty: arenas of managed memory may have more than is used.
-            if let Some(outside) = outside.filter(|outside| !outside.is_zero()) {
-                let least = self.least.entry(*number).or_insert(outside);
-                *least = outside.min(*least);
-            }
-        }
+        found
     }
 }
 
@@ -256,6 +192,21 @@ fn failed(device: &Device, error: String) -> DeviceProcesses {
 }
 
 impl Answers {
+    /// Keeps the least memory of this process outside its arenas. Called only if these did not
+    /// change during the query.
+    fn see_least(&self, least: &mut BTreeMap<u32, ByteSize>) {
+        for (number, usage) in &self.by_device {
+            let own = usage.as_ref().ok().and_then(own);
+            let outside =
+                own.zip(self.arenas.get(number)).map(|(own, arenas)| own.saturating_sub(*arenas));
+            // A context is never empty: arenas of managed memory may have more than is used.
+            if let Some(outside) = outside.filter(|outside| !outside.is_zero()) {
+                let least = least.entry(*number).or_insert(outside);
+                *least = outside.min(*least);
+            }
+        }
+    }
+
     /// Returns the first error if there is no list of any device.
     fn failure(&self) -> Option<&NvmlError> {
         let mut errors = self.by_device.values().map(|usage| usage.as_ref().err());
@@ -264,7 +215,7 @@ impl Answers {
     }
 
     /// Returns the list of a device.
-    fn of(&self, device: &Device, now: Moment, least: Option<ByteSize>) -> DeviceProcesses {
+    fn of(&self, device: &Device, age: Duration, least: Option<ByteSize>) -> DeviceProcesses {
         let arenas = self.arenas.get(&device.number).copied().unwrap_or_default();
         let mut list = match self.by_device.get(&device.number) {
             Some(Ok(usage)) => {
@@ -276,7 +227,7 @@ impl Answers {
             Some(Err(error)) => failed(device, error.to_string()),
             None => failed(device, "NVML was not queried".to_owned()),
         };
-        (list.age, list.arenas) = (now - self.at, arenas);
+        (list.age, list.arenas) = (age, arenas);
         list
     }
 }

@@ -462,7 +462,7 @@ fn device(code: &Code<'_>) -> Rows {
         ),
         (
             "the answer waits for it for at most {};",
-            values![time(code.constant("processes::ANSWER_WAIT").time())],
+            values![time(code.constant("slow_value::ANSWER_WAIT").time())],
         ),
         (
             "`is_this_process`. At most {}, those with most memory first",
