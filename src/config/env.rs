@@ -88,8 +88,8 @@ pub struct Variable {
 ///   uptime
 /// * `LOWTIDE_FLIGHT_RECORDER`: absolute path of a file of 512 KiB that keeps the last five minutes
 ///   for the next start, or off
-/// * `LOWTIDE_HEAP_PROFILE_DIR`: folder for heap profiles, written as memory grows if the heap
-///   profiler is active; unset: none are written
+/// * `LOWTIDE_HEAP_PROFILE_DIR`: absolute path of a folder for heap profiles, written as memory
+///   grows if the heap profiler is active, or off
 pub const VARIABLES: &[Variable] = &[
     Variable {
         name: "LOWTIDE_PROFILE",
@@ -232,12 +232,9 @@ pub const VARIABLES: &[Variable] = &[
     },
     Variable {
         name: "LOWTIDE_HEAP_PROFILE_DIR",
-        help: "folder for heap profiles, written as memory grows if the heap profiler is active; \
-               unset: none are written",
-        put: |settings, text| {
-            settings.heap_profile_dir = Some(text.into());
-            Ok(())
-        },
+        help: "absolute path of a folder for heap profiles, written as memory grows if the heap \
+               profiler is active, or off",
+        put: |settings, text| put(&mut settings.heap_profile_dir, path_or_off(text)),
     },
 ];
 
@@ -395,7 +392,7 @@ mod tests {
                 min_uptime: Duration::from_secs(600),
             }),
             flight_recorder: Some(Some("/run/lowtide/recording".into())),
-            heap_profile_dir: Some("/profiles".into()),
+            heap_profile_dir: Some(Some("/profiles".into())),
         };
         assert_eq!(found, Ok(expected));
         assert_eq!(VARIABLES.len(), 25, "a variable was added that this test does not name");

@@ -134,8 +134,8 @@ impl Config {
                 None,
             ),
             heap_profile_dir: pick_or(
-                environment.heap_profile_dir.clone().map(Some),
-                code.heap_profile_dir.clone().map(Some),
+                environment.heap_profile_dir.clone(),
+                code.heap_profile_dir.clone(),
                 None,
             ),
         })
@@ -174,8 +174,12 @@ fn check(settings: &Settings) -> Result<(), ConfigError> {
     if let Some(version) = &settings.service_version {
         demand(is_version(version), "service_version", version.clone(), VERSION_EXPECTED);
     }
-    if let Some(Some(path)) = &settings.flight_recorder {
-        demand(path.is_absolute(), "flight_recorder", path.display().to_string(), ABSOLUTE_PATH);
+    for (name, path) in [
+        ("flight_recorder", &settings.flight_recorder),
+        ("heap_profile_dir", &settings.heap_profile_dir),
+    ] {
+        let Some(Some(path)) = path else { continue };
+        demand(path.is_absolute(), name, path.display().to_string(), ABSOLUTE_PATH);
     }
     #[cfg(feature = "device")]
     settings.device.check(&mut demand);

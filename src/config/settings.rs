@@ -51,6 +51,6 @@ pub struct Settings {
     pub exhaustion_policy: Option<ExhaustionPolicy>,
     /// The absolute path of the flight recorder's file; `Some(None)` records nothing.
     pub flight_recorder: Option<Option<PathBuf>>,
-    /// The folder for heap profiles; unset: none are written.
-    pub heap_profile_dir: Option<PathBuf>,
+    /// The absolute path of the folder for heap profiles; `Some(None)`: none are written.
+    pub heap_profile_dir: Option<Option<PathBuf>>,
 }

@@ -99,6 +99,11 @@ impl fmt::Display for MemoryPart {
     }
 }
 
+/// Formats parts with this separator.
+pub(super) fn list(parts: &[&MemoryPart], separator: &str) -> String {
+    parts.iter().map(ToString::to_string).collect::<Vec<_>>().join(separator)
+}
+
 /// The host's physical memory by holder.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize))]
@@ -169,7 +174,8 @@ impl Breakdown {
         self.parts.iter().filter(|part| part.kind == kind).map(|part| part.bytes).sum()
     }
 
-    /// Returns the bytes by the label `part` in metrics, which sum to the limit.
+    /// Returns the bytes by the label `part` in metrics. Their sum is the limit, or the physical
+    /// memory if there is no limit or it is exceeded.
     pub(super) fn by_label(&self) -> [(&'static str, ByteSize); 8] {
         use PartKind as Kind;
         let sum = |kinds: &[Kind]| kinds.iter().map(|kind| self.total(*kind)).sum();

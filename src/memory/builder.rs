@@ -26,6 +26,7 @@ use super::admin_tasks::AdminTasks;
 use super::claim::{Claim, THREADS};
 use super::devices::{self, Devices, GivenDrivers};
 use super::error::{Diagnostic, StartError};
+use super::events::shown;
 use super::flight::{Flight, FlightFile, LastExit, Recorder};
 use super::hands::{Hook, MaintenanceExecutor};
 use super::heap::{SettledHeap, settle_heap};
@@ -123,11 +124,6 @@ impl Builder {
         /// such as a leak. Default: [`ExhaustionPolicy::Report`]. The others need a supervisor
         /// that restarts the process.
         exhaustion_policy: ExhaustionPolicy;
-        /// Sets the folder for heap profiles, which are written when the service has settled, when
-        /// memory grows, and near the limit, if the heap profiler is active (feature `profiling`,
-        /// `global_allocator!` with `prof: true`). At most 8 files of a run are kept, of about
-        /// 100 KB each. A folder belongs to one instance. Default: none, no profiles are written.
-        heap_profile_dir: PathBuf;
     }
 
     /// Sets the version of the service, 1 to 64 bytes without control characters: the label
@@ -143,16 +139,26 @@ impl Builder {
         self
     }
 
+    /// Writes heap profiles to this folder when the service has settled, when memory grows, and
+    /// near the limit, if the heap profiler is active (feature `profiling`, `global_allocator!`
+    /// with `prof: true`). The path must be absolute, and a folder belongs to one instance. At most
+    /// 8 files of a run are kept, of some KiB to some 100 KiB each. Default: none are written.
+    #[must_use]
+    pub fn heap_profile_dir(mut self, path: impl Into<PathBuf>) -> Self {
+        self.code.heap_profile_dir = Some(Some(path.into()));
+        self
+    }
+
     /// Records the last five minutes in this file, which survives a kill: samples, events, the
     /// largest requests. The next start with the same path logs why this run ended, and
     /// [`Memory::last_exit`] and `/memory?with=last_exit` have the recording. Default: nothing is
     /// recorded.
     ///
     /// The path must be absolute, and the file must be local and of its own for each process. It
-    /// takes 512 KiB, which are allocated at the start; a third thread writes it, once a second and
-    /// when memory moves fast. If it cannot be created, allocated or locked, or if the path is that
-    /// of something else, nothing is recorded and a diagnostic has the cause. After a fork, the
-    /// child holds the lock too until it ends or calls `exec`.
+    /// takes 512 KiB, which are allocated at the start; a thread of its own writes it, once a
+    /// second and when memory moves fast. If it cannot be created, allocated or locked, or if the
+    /// path is that of something else, nothing is recorded and a diagnostic has the cause. After a
+    /// fork, the child holds the lock too until it ends or calls `exec`.
     #[must_use]
     pub fn flight_recorder(mut self, path: impl Into<PathBuf>) -> Self {
         self.code.flight_recorder = Some(Some(path.into()));
@@ -545,11 +551,12 @@ fn evict_when_short(shared: &Arc<Shared>, is_detached: bool) {
 
 /// Returns the value that ends the threads. No thread runs yet.
 fn running(shared: &Shared) -> Running {
+    let mut other_bells = vec![Arc::clone(shared.flight.bell())];
+    other_bells.extend(shared.profiles.iter().map(|profiles| Arc::clone(profiles.bell())));
     let threads = Threads {
         stop: Arc::default(),
         bell: Bell::new(),
-        flight_bell: Arc::clone(shared.flight.bell()),
-        profiles: shared.profiles.clone(),
+        other_bells,
         started: Mutex::new(Vec::with_capacity(THREADS + 2)),
     };
     Running {
@@ -572,16 +579,6 @@ fn launch(parts: Parts, stack: ByteSize) -> Result<Memory, StartError> {
     let (shared, clock) = (Arc::clone(&joined), Arc::clone(&joined.clock));
     let ends = || Ends { end: Arc::default(), claim: Arc::clone(&shared.claim) };
     let (ends_worker, ends_control) = (ends(), ends());
-    if let Some(profiles) = shared.profiles.clone() {
-        shared.claim.threads.fetch_add(1, Ordering::AcqRel);
-        let (clock, stop) = (Arc::clone(&clock), Arc::clone(&stop));
-        let folder = shared.config.heap_profile_dir.value.clone();
-        let run = move || profiles::run(&profiles, folder.as_deref(), &*clock, &stop);
-        if let Err(error) = running.threads.spawn("lowtide-profiler", PROFILER_STACK, ends(), run) {
-            let text = format!("no heap profiles: {error}");
-            shared.add_diagnostic(Diagnostic::warning("profiler", text));
-        }
-    }
     running.threads.spawn("lowtide-worker", stack, ends_worker, move || {
         run_worker(&mut worker, &*clock);
     })?;
@@ -594,20 +591,37 @@ fn launch(parts: Parts, stack: ByteSize) -> Result<Memory, StartError> {
         shared.queue.close();
     })?;
     if let Some(file) = recording {
-        launch_recorder(&joined, &running.threads, file, stack);
+        let recorder = Recorder::new(&joined, file);
+        let stop = Arc::clone(&running.threads.stop);
+        let about = "flight_recorder";
+        launch_optional(&joined, &running.threads, ("lowtide-flight", about, stack), move || {
+            recorder.run(&stop);
+        });
+    }
+    if let Some(profiles) = joined.profiles.clone() {
+        let (clock, stop) = (Arc::clone(&joined.clock), Arc::clone(&running.threads.stop));
+        let folder = joined.config.heap_profile_dir.value.clone();
+        let thread = ("lowtide-profiler", "profiler", PROFILER_STACK);
+        launch_optional(&joined, &running.threads, thread, move || {
+            profiles::run(&profiles, folder.as_deref(), &*clock, &stop);
+        });
     }
     Ok(Memory::of(joined, running))
 }
 
-/// Starts the thread of the flight recorder. The claim is held until that has ended as well, so
-/// that the next `Memory` finds the file unlocked.
-fn launch_recorder(shared: &Arc<Shared>, threads: &Threads, file: FlightFile, stack: ByteSize) {
-    let recorder = Recorder::new(shared, file);
-    let (stop, claim) = (Arc::clone(&threads.stop), Arc::clone(&shared.claim));
-    claim.threads.fetch_add(1, Ordering::AcqRel);
-    let ends = Ends { end: Arc::default(), claim };
-    if let Err(error) = threads.spawn("lowtide-flight", stack, ends, move || recorder.run(&stop)) {
-        shared.add_diagnostic(Diagnostic::warning("flight_recorder", format!("off: {error}")));
+/// Starts a thread, by its name, the subject of a diagnostic and its stack, without which the
+/// `Memory` works too. The claim is held until it has ended, so that the next `Memory` finds what
+/// it used unlocked.
+fn launch_optional(
+    shared: &Arc<Shared>,
+    threads: &Threads,
+    (name, about, stack): (&'static str, &'static str, ByteSize),
+    run: impl FnOnce() + Send + 'static,
+) {
+    shared.claim.threads.fetch_add(1, Ordering::AcqRel);
+    let ends = Ends { end: Arc::default(), claim: Arc::clone(&shared.claim) };
+    if let Err(error) = threads.spawn(name, stack, ends, run) {
+        shared.add_diagnostic(Diagnostic::warning(about, format!("off: {error}")));
     }
 }
 
@@ -745,8 +759,7 @@ fn ladder(
 /// Logs the start, once.
 fn report(memory: &Memory, background_threads: u32) {
     let config = memory.config();
-    let limit = memory.0.shared.state.limit();
-    let limit = if limit == ByteSize::MAX { "none".to_owned() } else { limit.to_string() };
+    let limit = shown(memory.0.shared.state.limit());
     let cpus = memory.0.shared.signals.cpus();
     let at_start = heap::effective();
     let at_start = at_start.map_or_else(|error| error.to_string(), |conf| conf.to_string());

@@ -9,7 +9,7 @@ use crate::fork::Birth;
 
 use super::error::StartError;
 
-/// The number of threads of a `Memory`, without that of the heap profiler.
+/// The number of threads that every `Memory` has.
 pub(super) const THREADS: usize = 2;
 
 /// The process generation in which a `Memory` runs, or [`NOWHERE`]. A forked child does not inherit

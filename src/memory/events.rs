@@ -3,8 +3,8 @@
 //!
 //! The worker finds most of them as differences between two snapshots when it publishes. They are
 //! therefore as old as a publication; of a level that was reached and left between two snapshots
-//! only the highest is known. Changes that nothing else logs are logged here as well: levels, the
-//! limit, and episodes of rejections.
+//! only the highest is known. Changes that nothing else logs are logged here as well: levels of
+//! the host, the limit, and episodes of rejections.
 //!
 //! Invariant: `events of a kind <= KIND_MAX`, so no kind removes another's. Events of one kind
 //! about one subject within [`MERGED`] are one event with the sum of their amounts, except admin
@@ -13,9 +13,9 @@
 use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
 
-use crate::bytes::ByteSize;
+use crate::bytes::{ByteSize, prefix};
 use crate::clock::Moment;
-use crate::rate::Bucket;
+use crate::rate::TokenBucket;
 use crate::sync::{Mutex, lock};
 use lowtide_admission::{
     LastUnload, Level, ReclaimerStats, RejectReason, ResourceStats, UnloadReason,
@@ -79,17 +79,17 @@ impl Events {
     ) {
         let mut events = lock(&self.0);
         let ring = events.entry(kind).or_default();
-        let same = ring.iter().rposition(|last| last.about == about).filter(|_| kind != "admin");
+        // A clock that was set back begins an event of its own.
+        let merges = |last: &Event| {
+            kind != "admin" && last.about == about && at >= last.at && at - last.since <= MERGED
+        };
+        let same = ring.iter().rposition(merges);
         if let Some(mut last) = same.and_then(|place| ring.remove(place)) {
-            // A clock that was set back begins an event of its own.
-            if at >= last.at && at - last.since <= MERGED {
-                last.sum = last.sum.saturating_add(amount);
-                (last.at, last.times) = (at, last.times.saturating_add(1));
-                last.text = bounded(text(last.sum));
-                ring.push_back(last);
-                return;
-            }
-            ring.insert(same.unwrap_or_default(), last);
+            last.sum = last.sum.saturating_add(amount);
+            (last.at, last.times) = (at, last.times.saturating_add(1));
+            last.text = bounded(text(last.sum));
+            ring.push_back(last);
+            return;
         }
         if ring.len() == KIND_MAX {
             ring.pop_front();
@@ -117,9 +117,7 @@ impl Events {
 }
 
 fn bounded(mut text: String) -> String {
-    while text.len() > TEXT_MAX {
-        text.pop();
-    }
+    text.truncate(prefix(&text, TEXT_MAX).len());
     text
 }
 
@@ -128,12 +126,16 @@ fn bounded(mut text: String) -> String {
 pub(super) struct Watch {
     seen: Option<Seen>,
     episode: Option<Episode>,
-    lines: Bucket,
+    lines: TokenBucket,
 }
 
 impl Default for Watch {
     fn default() -> Self {
-        Self { seen: None, episode: None, lines: Bucket::new(LINES.0, LINES.1, Moment::ORIGIN) }
+        Self {
+            seen: None,
+            episode: None,
+            lines: TokenBucket::new(LINES.0, LINES.1, Moment::ORIGIN),
+        }
     }
 }
 
@@ -181,7 +183,7 @@ struct Change<'a> {
 
 /// The text of a change, which may have been merged with earlier ones.
 #[derive(Debug)]
-enum Text {
+pub(super) enum Text {
     Fixed(String),
     Bytes,
     Requests,
@@ -189,7 +191,7 @@ enum Text {
 }
 
 impl Text {
-    fn of(self, sum: u64) -> String {
+    pub(super) fn of(self, sum: u64) -> String {
         match self {
             Self::Fixed(text) => text,
             Self::Bytes => format!("{} released", ByteSize::new(sum)),
@@ -285,6 +287,11 @@ impl Watch {
     }
 }
 
+/// Returns `true` if requests are rejected for this reason for lack of memory.
+pub(super) const fn is_shortage(reason: RejectReason) -> bool {
+    !matches!(reason, RejectReason::ShuttingDown | RejectReason::SlowClient)
+}
+
 /// Formats the counts that are not zero, such as `3 full, 1 pressure`.
 fn by_reason(counts: &[u64; RejectReason::ALL.len()]) -> String {
     let counts = counts.iter().zip(RejectReason::ALL).filter(|(count, _)| **count > 0);
@@ -292,7 +299,8 @@ fn by_reason(counts: &[u64; RejectReason::ALL.len()]) -> String {
     list.join(", ")
 }
 
-fn shown(limit: ByteSize) -> String {
+/// Formats a limit.
+pub(super) fn shown(limit: ByteSize) -> String {
     if limit == ByteSize::MAX { "none".to_owned() } else { limit.to_string() }
 }
 
@@ -349,7 +357,7 @@ impl Seen {
         let mut new = [0; RejectReason::ALL.len()];
         let counts = self.shed.iter().zip(&before.shed).zip(RejectReason::ALL);
         for (place, ((now, was), why)) in new.iter_mut().zip(counts) {
-            if !matches!(why, RejectReason::ShuttingDown | RejectReason::SlowClient) {
+            if is_shortage(why) {
                 *place = now.saturating_sub(*was);
             }
         }

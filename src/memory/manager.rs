@@ -14,7 +14,7 @@ use crate::clock::Moment;
 use crate::config::Config;
 use lowtide_admission::{Admission, Budget, Cost, Job, Trigger};
 use lowtide_admission::{Level, LimitAdvice, Mappings, RequestMemory, RouteUsage, TenantUsage};
-use lowtide_heap::SizeClass;
+use lowtide_heap::HeapSizeClass;
 
 use super::breakdown::Breakdown;
 use super::error::{Diagnostic, MemoryError};
@@ -212,7 +212,7 @@ impl Memory {
     }
 
     /// Returns the time on the manager's clock.
-    #[cfg(feature = "service")]
+    #[cfg(all(feature = "service", feature = "device"))]
     pub(crate) fn now(&self) -> Moment {
         self.0.shared.clock.now()
     }
@@ -220,7 +220,7 @@ impl Memory {
     /// Returns the heap's size classes, the smallest first; none if jemalloc's statistics cannot be
     /// read. Costs a refresh of the statistics and about 6 us.
     #[must_use]
-    pub fn size_classes(&self) -> Vec<SizeClass> {
+    pub fn size_classes(&self) -> Vec<HeapSizeClass> {
         let mut classes = Vec::new();
         if let Some(heap) = &self.0.shared.heap {
             let _ = heap.each_class(|class| classes.push(class));
@@ -231,14 +231,16 @@ impl Memory {
     /// Returns the resident memory of this process by mapping: what it holds outside the heap. The
     /// kernel takes milliseconds for it, and seconds in a process with much memory, so a thread
     /// reads it, and this call waits for at most 50 ms. `None` if it is not read by then (a later
-    /// call returns it), if it cannot be read, and in a forked child. It is kept for 10 s.
+    /// call returns it), if it cannot be read, and in a forked child. At most 20 s old.
     #[must_use]
     pub fn mappings(&self) -> Option<Mappings> {
         let shared = &self.0.shared;
         shared.check_here().ok()?;
         let read = || Mappings::read().ok();
         let reading = shared.mappings.read(&*shared.clock, "lowtide-maps", MAPPINGS_KEPT, read);
-        reading.ok()?.last?.1
+        let (at, found) = reading.ok()?.last?;
+        // That of an earlier call, while the next one is read.
+        found.filter(|_| shared.clock.now() - at < MAPPINGS_KEPT * 2)
     }
 
     /// Returns the time when this `Memory` was started, since the Unix epoch.

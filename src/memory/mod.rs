@@ -1,10 +1,10 @@
 //! The running memory manager of a process.
 //!
 //! [`Memory`] builds heap settings, device arenas, admission and resources from one [`Config`],
-//! connects policy to mechanism, owns the two threads (`lowtide-control` decides, `lowtide-worker`
-//! acts; with an active heap profiler also `lowtide-profiler`), and stops them. It contains no
-//! policy and no mechanism of its own. Heap, arenas and an [`Admission`] with a fixed limit also
-//! work without it; but then nothing is timed or published.
+//! connects policy to mechanism, owns the threads (`lowtide-control` decides, `lowtide-worker`
+//! acts, and if they are on, `lowtide-flight` records and `lowtide-profiler` takes heap profiles),
+//! and stops them. It contains no policy and no mechanism of its own. Heap, arenas and an
+//! [`Admission`] with a fixed limit also work without it; but then nothing is timed or published.
 //!
 //! It runs until [`Memory::shutdown`], or until the last handle is dropped. Handles are [`Memory`]
 //! and every [`Admission`] obtained from one, which every layer holds. The threads and resources

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
 use crate::bytes::ByteSize;
-use crate::clock::{Clock, Moment};
+use crate::clock::{Bell, Clock, Moment};
 use crate::config::Config;
 
 use super::error::Diagnostic;
@@ -44,7 +44,7 @@ impl Profiles {
         match *self {}
     }
 
-    pub(super) const fn wake(&self) {
+    pub(super) const fn bell(&self) -> &Arc<Bell> {
         match *self {}
     }
 

@@ -16,7 +16,7 @@
 
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
-use crate::bytes::ByteSize;
+use crate::bytes::{ByteSize, prefix};
 use lowtide_admission::{Budget, Cost, LimitSource, LoadError, LoadScope, Trigger};
 use lowtide_core::sync::background;
 use lowtide_heap::{self as heap, ARENA_NAME_MAX, HostArena, HostArenaStats};
@@ -47,8 +47,7 @@ impl OwnArena {
         shared: &Arc<Shared>,
         device: ResourceArena,
     ) -> Arc<dyn LoadScope> {
-        let end = (0..=ARENA_NAME_MAX.min(name.len())).rev().find(|at| name.is_char_boundary(*at));
-        let name = name.get(..end.unwrap_or_default()).unwrap_or_default().to_owned();
+        let name = prefix(name, ARENA_NAME_MAX).to_owned();
         let (arena, grown) = (Mutex::new(None), Mutex::new(None));
         Arc::new(Self { name, arena, grown, device, shared: Arc::downgrade(shared) })
     }

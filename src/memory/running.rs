@@ -16,7 +16,6 @@ use lowtide_admission::{Admission, JobQueue};
 use super::claim::{Claim, THREADS};
 use super::events::Events;
 use super::flight::{Flight, RunEnd};
-use super::profiles::Profiles;
 use super::shutdown::Shutdown;
 
 /// Ends the threads when the last handle is dropped. It holds no arena and no resource, so that
@@ -42,10 +41,8 @@ const JOIN_MIN: Duration = Duration::from_secs(1);
 pub(super) struct Threads {
     pub(super) stop: Arc<AtomicBool>,
     pub(super) bell: Arc<Bell>,
-    /// Wakes the flight recorder.
-    pub(super) flight_bell: Arc<Bell>,
-    /// Wakes the profiler's thread, if there is one.
-    pub(super) profiles: Option<Arc<Profiles>>,
+    /// Those of the flight recorder and of the profiler.
+    pub(super) other_bells: Vec<Arc<Bell>>,
     pub(super) started: Mutex<Vec<Started>>,
 }
 
@@ -76,10 +73,7 @@ impl Threads {
     pub(super) fn end(&self) {
         self.stop.store(true, Ordering::Release);
         self.bell.ring();
-        self.flight_bell.ring();
-        if let Some(profiles) = &self.profiles {
-            profiles.wake();
-        }
+        self.other_bells.iter().for_each(|bell| bell.ring());
     }
 
     /// Waits for the threads until `deadline`, but at least [`JOIN_MIN`], and reports those that

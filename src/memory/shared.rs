@@ -23,11 +23,11 @@ use lowtide_admission::{
 use lowtide_heap::{self as heap, HeapProbe, HostArena, HostArenaStats, HostError, PurgeReport};
 
 use super::admin_tasks::AdminTasks;
-use super::breakdown::{Breakdown, MemoryPart, PartKind};
+use super::breakdown::{Breakdown, PartKind, list};
 use super::claim::Claim;
 use super::devices::{self, Devices};
 use super::error::{Diagnostic, MemoryError, Severity};
-use super::events::Events;
+use super::events::{Events, Text};
 use super::flight::Flight;
 use super::history::MetricsHistory;
 use super::loads::Loads;
@@ -165,8 +165,7 @@ impl Shared {
         let purged = Purged { heap, device, took };
         if !purged.released().is_zero() {
             let (at, released) = (self.clock.since_epoch(), purged.released().get());
-            let text = |sum| format!("{} released", ByteSize::new(sum));
-            self.events.add_sum(at, "purge", trigger.name(), released, text);
+            self.events.add_sum(at, "purge", trigger.name(), released, |sum| Text::Bytes.of(sum));
         }
         log!(
             debug,
@@ -245,7 +244,7 @@ impl Shared {
     pub(super) fn report_exhaustion(&self, exhausted: bool) {
         let snapshot = self.snapshot();
         let breakdown = self.breakdown(&snapshot);
-        let largest = list(&breakdown.largest(HOLDERS_MAX));
+        let largest = list(&breakdown.largest(HOLDERS_MAX), ", ");
         let text = if exhausted {
             format!("no room for requests: {largest}")
         } else {
@@ -352,11 +351,6 @@ impl Shared {
             since_epoch: self.clock.since_epoch(),
         }
     }
-}
-
-/// Formats parts of memory.
-fn list(parts: &[&MemoryPart]) -> String {
-    parts.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ")
 }
 
 /// Returns the stats of every registered resource.

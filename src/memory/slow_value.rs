@@ -38,8 +38,10 @@ pub(super) struct SlowReading<T> {
     /// The last value, with the begin of its read.
     pub(super) last: Option<(Moment, T)>,
     /// The begin of the read in progress.
+    #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "for devices"))]
     pub(super) begun: Option<Moment>,
     /// `true` if this call began a read, and that has ended.
+    #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "for devices"))]
     pub(super) is_new: bool,
 }
 

@@ -2,8 +2,8 @@
 //!
 //! A quiet time is the moment of a window with the least live memory: between requests only what
 //! the service retains is live. Windows are 10 s long at first. When 32 are kept, each two become
-//! one, and windows are twice as long from then on, up to an hour; after that the oldest makes way.
-//! The worker adds a figure at each publication.
+//! one, and windows are twice as long from then on, up to 85 minutes; after that the oldest is
+//! dropped. The worker adds a figure at each publication.
 //!
 //! Invariant: `points <= POINTS_MAX`, oldest first.
 
@@ -18,7 +18,7 @@ use crate::sync::{Mutex, lock};
 const POINTS_MAX: usize = 32;
 /// The first length of a window.
 const WINDOW_MIN: Duration = Duration::from_secs(10);
-/// The maximum length of a window: 32 of them are a day and a half.
+/// The maximum length of a window, 85 minutes: 31 of them are 44 hours.
 const WINDOW_MAX: Duration = Duration::from_secs(10 << 9);
 /// The number of quiet times from which there is a trend.
 const TREND_MIN: usize = 6;

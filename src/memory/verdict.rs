@@ -11,10 +11,10 @@ use std::time::Duration;
 
 use crate::bytes::ByteSize;
 use crate::clock::short;
-use lowtide_admission::{Level, RequestMemory, RequestPhase};
+use lowtide_admission::{Level, RejectReason, RequestMemory, RequestPhase};
 
-use super::breakdown::{Breakdown, MemoryPart, PartKind};
-use super::events::Event;
+use super::breakdown::{Breakdown, MemoryPart, PartKind, list};
+use super::events::{Event, is_shortage};
 use super::snapshot::MemorySnapshot;
 
 /// Rejections in this time are a problem of now.
@@ -95,13 +95,8 @@ fn used(snapshot: &MemorySnapshot, breakdown: &Breakdown) -> String {
         Some(percent) => format!("{physical} of {limit} ({percent} %)"),
         None => format!("{physical}"),
     };
-    let largest = breakdown.largest(2);
-    let largest: Vec<_> = largest.into_iter().map(MemoryPart::to_string).collect();
-    if largest.is_empty() {
-        of_limit
-    } else {
-        format!("{of_limit}, mostly {}", largest.join(" and "))
-    }
+    let largest = list(&breakdown.largest(2), " and ");
+    if largest.is_empty() { of_limit } else { format!("{of_limit}, mostly {largest}") }
 }
 
 fn percent(part: ByteSize, whole: ByteSize) -> Option<u64> {
@@ -120,11 +115,10 @@ fn exhausted(snapshot: &MemorySnapshot, breakdown: &Breakdown) -> Option<Finding
     let ceiling = snapshot.host.ceiling;
     let held = breakdown.largest(3);
     let held: Vec<_> = held.into_iter().filter(|part| part.kind != PartKind::Requests).collect();
-    let held: Vec<_> = held.into_iter().map(MemoryPart::to_string).collect();
+    let held = list(&held, ", ");
     let text = format!(
         "Memory that no request owns leaves no room for requests below the ceiling of {ceiling}: \
-         {}.",
-        held.join(", ")
+         {held}."
     );
     problem("exhausted", text)
 }
@@ -136,38 +130,45 @@ fn rejections(
     events: &[Event],
 ) -> Option<Finding> {
     let since = snapshot.since_epoch.saturating_sub(RECENT);
-    let ignored = ["shutting_down", "slow_client"];
     let now = snapshot.since_epoch;
     let is_recent = |event: &&Event| (since..=now).contains(&event.at);
     let recent = events.iter().filter(|event| event.kind == "reject").filter(is_recent);
-    let recent = recent.filter(|event| !ignored.contains(&&*event.about));
-    let most = recent.max_by_key(|event| event.sum)?;
-    let cause = match &*most.about {
-        "full" => full(snapshot, breakdown, requests),
-        "pressure" => format!(
+    let reason = |event: &Event| {
+        let why = RejectReason::ALL.into_iter().find(|why| why.name() == event.about);
+        why.filter(|why| is_shortage(*why))
+    };
+    let recent = recent.filter_map(|event| Some((event, reason(event)?)));
+    let (most, why) = recent.max_by_key(|(event, _)| event.sum)?;
+    let cause = match why {
+        RejectReason::Full => full(snapshot, breakdown, requests),
+        RejectReason::Pressure => format!(
             "the pressure level was {} or higher; now {}",
             Level::High.name(),
             used(snapshot, breakdown)
         ),
-        "too_large" => format!(
+        RejectReason::TooLarge => format!(
             "each needs more than the ceiling of {}; look for a client that sends unusually large \
              requests",
             snapshot.host.ceiling
         ),
-        "exhausted" => {
+        RejectReason::Exhausted => {
             format!("memory that no request owns fills the ceiling of {}", snapshot.host.ceiling)
         }
-        "slow_start" => "large requests arrived together at routes that are not measured yet; it \
+        RejectReason::SlowStart => {
+            "large requests arrived together at routes that are not measured yet; it \
                          ends after eight successes"
-            .to_owned(),
-        "outgrown" => {
+                .to_owned()
+        }
+        RejectReason::Outgrown => {
             "they held far more than they had reserved while memory was short; the events \
                        `cancel` name their routes"
                 .to_owned()
         }
-        "held_too_long" => "they held their memory for longer than they may".to_owned(),
-        "device_lost" => "the device that they need is lost; restart the process".to_owned(),
-        other => other.to_owned(),
+        RejectReason::HeldTooLong => "they held their memory for longer than they may".to_owned(),
+        RejectReason::DeviceLost => {
+            "the device that they need is lost; restart the process".to_owned()
+        }
+        _ => why.name().to_owned(),
     };
     let (count, reason) = (most.sum, &most.about);
     let ago = short(snapshot.since_epoch.saturating_sub(most.at));

@@ -14,7 +14,7 @@ use lowtide_admission::{
     LimitAdvice, LimitForecast, LimitHour, Mappings, MemoryUsage, RequestMemory, RouteUsage,
     TenantUsage,
 };
-use lowtide_heap::SizeClass as HeapSizeClass;
+use lowtide_heap::HeapSizeClass;
 
 use super::answer::{self, seconds};
 use super::asked::QueryError;
@@ -157,8 +157,8 @@ impl Part {
     }
 }
 
-/// Returns the heap's size classes with the most free space in their pages, at most 16; null if the
-/// statistics cannot be read.
+/// Returns the heap's size classes with the most free space in their pages, at most 16; empty if
+/// the statistics cannot be read.
 fn size_classes(memory: &Memory) -> Value {
     let mut classes = memory.size_classes();
     classes.sort_by_key(|class| std::cmp::Reverse(class.slack()));

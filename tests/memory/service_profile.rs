@@ -107,7 +107,7 @@ mod active {
             (Tree::new(ByteSize::mib(100)), tempfile::tempdir().expect("a folder"));
         tree.hold(20);
         let builder = Memory::builder().signals(tree.open());
-        let memory = builder.heap_profile_dir(folder.path().into()).start().expect("starts");
+        let memory = builder.heap_profile_dir(folder.path()).start().expect("starts");
         let files = || {
             let entries = fs::read_dir(folder.path()).expect("the folder");
             let paths = entries.map(|entry| entry.expect("an entry").path());

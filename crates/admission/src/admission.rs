@@ -18,8 +18,7 @@ use lowtide_core::clock::Moment;
 
 use super::cost::Budget;
 use super::desk::{Desk, Stood};
-use super::eviction::Evictor;
-use super::eviction::RequestLabel;
+use super::eviction::{Evictor, RequestLabel};
 use super::large::{LargeRequest, LargeRequests, RequestMemory};
 use super::ledger::Ledger;
 use super::permit::Permit;

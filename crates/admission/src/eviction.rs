@@ -113,7 +113,11 @@ pub struct EvictionCause {
 
 impl EvictionCause {
     fn new(requester: Requester, desk: &Desk, cost: Cost) -> Self {
-        let host_fits = desk.host.fits(cost.host, ByteSize::ZERO);
+        // The rule that decided: a resource is not multiplied by the correction factor.
+        let host_fits = match requester {
+            Requester::Load(_) => desk.host.fits_standing(cost.host, ByteSize::ZERO),
+            _ => desk.host.fits(cost.host, ByteSize::ZERO),
+        };
         let budget =
             if host_fits && !cost.device.is_zero() { Budget::Device } else { Budget::Host };
         let (ledger, needed) = match budget {

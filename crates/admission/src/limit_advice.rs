@@ -2,11 +2,11 @@
 //!
 //! The control loop adds a sample at each tick ([`LimitRecord::add`]), and operators read the sums
 //! of the last 24 hours and the current one ([`LimitAdvice`]). Each hour has two histograms: the
-//! time by required memory, and the requests that ceilings from 1 MiB to the limit would have
-//! rejected. For the latter a ledger is kept for each of these ceilings ([`Shadow`]), to which the
-//! rule of `correction` is applied: `other + K x (reserved + requested) <= ceiling`, where
-//! `reserved` is only what that ledger admitted. As many of its bytes are released as of those that
-//! were really reserved.
+//! time by required memory, and the requests that each ceiling up to the limit would have
+//! rejected. For the latter a ledger is kept for each ceiling ([`Shadow`]), to which the rule of
+//! `correction` is applied: `other + K x (reserved + requested) <= ceiling`, where `reserved` is
+//! only what that ledger admitted. At each tick it releases the same fraction of its bytes as the
+//! real ledger.
 //!
 //! Counters and the real ledger are read only at ticks, which costs the requests nothing. Within an
 //! interval, arrivals and releases are taken to alternate. If nothing was reserved at either end of
@@ -27,7 +27,7 @@ use std::time::Duration;
 
 use lowtide_core::buckets::{bucket_of, largest_of};
 use lowtide_core::bytes::ByteSize;
-use lowtide_core::clock::Moment;
+use lowtide_core::clock::{Moment, short};
 
 use super::correction::{EVIDENT_PART, Overhead, few};
 use super::size_class::SizeClass;
@@ -38,17 +38,17 @@ const HOURS: usize = 25;
 const HOUR: Duration = Duration::from_secs(3600);
 /// The longest time for which one sample counts. A loop that stood still knows nothing of the rest.
 const STEP_MAX: Duration = Duration::from_secs(1);
-/// Memory that no request owns counts if it was there for so long: the memory of a request that has
-/// ended is released a little later than its reservation.
+/// Memory that no request owns counts after it has stayed this long: the memory of a request that
+/// has ended is released a little later than its reservation.
 const LASTS: Duration = Duration::from_secs(1);
 /// The size of the smallest buckets, as a power of two: 64 KiB. From 1 MiB on there are sixteen for
 /// each power of two.
 const UNIT_POWER: u32 = 16;
 /// The number of buckets. The last one has everything from 1 TiB.
 const BUCKETS: usize = bucket_of(1 << (40 - UNIT_POWER)) + 1;
-/// The smallest limit rejects less than one request in so many: .1 %.
+/// The smallest limit rejects less than one request in this number: 0.1 %.
 const REJECTED_PART: u64 = 1000;
-/// The part of the time for which a percentile does not hold, as one in so many: .1 %.
+/// A percentile may be exceeded for one part in this number of the time: 0.1 %.
 const EXCEEDED_PART: u64 = 1000;
 
 /// Microseconds or requests by amount of memory. An hour of microseconds fits 32 bits.
@@ -359,7 +359,8 @@ struct LastTick {
     begun: Moment,
     /// The number of the hour since then.
     hour: u64,
-    /// Since when memory that no request owns is observed, and the least since then.
+    /// The start of the current window of [`LASTS`], and the least memory that no request owned in
+    /// it.
     unowned: (Moment, ByteSize),
 }
 
@@ -480,7 +481,7 @@ pub struct LimitAdvice {
     pub requests: u64,
     /// Those that were rejected.
     pub rejected: u64,
-    /// The most memory that no request owned for a second.
+    /// The most memory that no request owned for at least a second, in fixed windows.
     pub unowned: ByteSize,
     ceiling_part: f64,
     required: Sums,
@@ -502,7 +503,7 @@ pub struct LimitHour {
     pub required_p999: ByteSize,
     /// The most memory that was required.
     pub required_max: ByteSize,
-    /// The most memory that no request owned for a second.
+    /// The most memory that no request owned for at least a second, in fixed windows.
     pub unowned: ByteSize,
     /// The requests, as in [`LimitAdvice::requests`].
     pub requests: u64,
@@ -624,7 +625,7 @@ pub struct LimitForecast {
     /// The time for which more memory was required than the limit: if no request had been rejected,
     /// the kernel would have killed the process.
     pub over_limit: Duration,
-    /// The most memory that no request owned for a second.
+    /// The most memory that no request owned for at least a second, in fixed windows.
     pub unowned: ByteSize,
 }
 
@@ -700,12 +701,7 @@ struct Recorded(u64, Duration);
 
 impl fmt::Display for Recorded {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let (number, unit) = match self.1.as_secs() {
-            seconds @ ..120 => (seconds, "s"),
-            seconds @ ..7200 => (seconds / 60, "min"),
-            seconds => (seconds / 3600, "h"),
-        };
-        write!(f, "{} requests of the last {number} {unit}", Grouped(self.0))
+        write!(f, "{} requests of the last {}", Grouped(self.0), short(self.1))
     }
 }
 
@@ -943,18 +939,18 @@ mod tests {
         );
         assert_eq!(
             record(200, |_| 8).advice().to_string(),
-            "no advice yet: 200 requests of the last 2 s are recorded, expected at least 3,000"
+            "no advice yet: 200 requests of the last 2.0 s are recorded, expected at least 3,000"
         );
         let advice = record(10_000, |nth| 8 * nth.min(10)).advice();
         assert_eq!(
             advice.to_string(),
             "170.0 MiB is the smallest limit that rejects less than 0.1 % of 10,000 requests of \
-             the last 100 s"
+             the last 100.0 s"
         );
         let at = |mib| advice.at(ByteSize::mib(mib)).to_string();
         assert_eq!(
             at(170),
-            "with a limit of 170.0 MiB none of 10,000 requests of the last 100 s would have been \
+            "with a limit of 170.0 MiB none of 10,000 requests of the last 100.0 s would have been \
              rejected; memory that no request owns (50.0 MiB) fits"
         );
         assert_eq!(
@@ -977,7 +973,7 @@ mod tests {
         assert_eq!(
             advice.to_string(),
             "no smaller limit: the limit of 1000.0 MiB has rejected 0.99 % of 4,040 requests of \
-             the last 40 s"
+             the last 40.0 s"
         );
         let shares = [0.00002, 0.0031, 0.031, 1.0].map(|share| Percent(share).to_string());
         assert_eq!(shares, ["0.01 %", "0.31 %", "3.1 %", "100.0 %"]);

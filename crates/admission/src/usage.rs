@@ -16,7 +16,7 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
-use lowtide_core::bytes::ByteSize;
+use lowtide_core::bytes::{ByteSize, prefix};
 
 /// The maximum number of routes with a record of their own. An estimate: more than most services
 /// have, and some hundred series.
@@ -36,11 +36,7 @@ const METHODS: [&str; 9] =
 #[doc(hidden)]
 #[inline]
 pub fn shortened(name: &str) -> &str {
-    let mut length = name.len().min(NAME_MAX);
-    while !name.is_char_boundary(length) {
-        length -= 1;
-    }
-    name.get(..length).unwrap_or_default()
+    prefix(name, NAME_MAX)
 }
 
 /// The source of a name, which decides whether it may get a record.

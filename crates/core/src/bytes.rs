@@ -308,6 +308,18 @@ fn bytes_of(whole: &str, fraction: &str, scale: u64) -> Option<u64> {
     u64::try_from(total).ok()
 }
 
+/// Returns the beginning of a text of at most so many bytes, without an incomplete character.
+#[doc(hidden)]
+#[inline]
+#[must_use]
+pub fn prefix(text: &str, most: usize) -> &str {
+    let mut length = text.len().min(most);
+    while !text.is_char_boundary(length) {
+        length -= 1;
+    }
+    text.get(..length).unwrap_or_default()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -2,8 +2,8 @@
 //! events that cannot fail the caller, and synchronisation from std or loom.
 //!
 //! The other packages re-export [`ByteSize`], [`clock`] and [`decay`], so applications need no
-//! dependency on this one. [`fork`], [`rate`], [`sync`] and [`log!`] are for the lowtide packages
-//! only and may change in any release.
+//! dependency on this one. [`buckets`], [`fork`], [`rate`], [`sync`] and [`log!`] are for the
+//! lowtide packages only and may change in any release.
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
 // First, so that its macro is known to all below.

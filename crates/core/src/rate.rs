@@ -7,9 +7,9 @@ use std::time::Duration;
 
 use crate::clock::Moment;
 
-/// A token bucket (not related to the secret token).
+/// A token bucket.
 #[derive(Debug)]
-pub struct Bucket {
+pub struct TokenBucket {
     burst: u32,
     every: Duration,
     left: u32,
@@ -17,7 +17,7 @@ pub struct Bucket {
     counted: Moment,
 }
 
-impl Bucket {
+impl TokenBucket {
     /// Creates a full bucket: `burst` at once, and one more after each `every`, which is above
     /// zero.
     #[must_use]
@@ -55,7 +55,7 @@ mod tests {
     #[test]
     fn a_burst_passes_and_then_one_for_each_step_of_time() {
         let at = |ms| Moment::after_origin(Duration::from_millis(ms));
-        let mut bucket = Bucket::new(3, SECOND, at(0));
+        let mut bucket = TokenBucket::new(3, SECOND, at(0));
         let passed = (0..10).filter(|_| bucket.take(at(0)).is_ok()).count();
         assert_eq!(passed, 3);
         assert_eq!(bucket.take(at(400)), Err(Duration::from_millis(600)));

@@ -15,7 +15,7 @@ use super::stats::{HeapProbe, refresh};
 
 /// The blocks of one size, in all arenas.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct SizeClass {
+pub struct HeapSizeClass {
     /// Bytes of a block: requests are rounded up to it.
     pub size: ByteSize,
     /// The number of blocks that the application or a thread cache holds.
@@ -28,7 +28,7 @@ pub struct SizeClass {
     pub group_blocks: u64,
 }
 
-impl SizeClass {
+impl HeapSizeClass {
     /// Returns the bytes of free blocks in its groups, including remainders at their ends.
     #[must_use]
     pub fn slack(&self) -> ByteSize {
@@ -75,11 +75,11 @@ impl HeapProbe {
     ///
     /// # Errors
     /// The errors of [`HeapProbe::snapshot`].
-    pub fn each_class(&self, mut each: impl FnMut(SizeClass)) -> Result<(), HostError> {
+    pub fn each_class(&self, mut each: impl FnMut(HeapSizeClass)) -> Result<(), HostError> {
         self.check_birth()?;
         refresh()?;
         for class in 0..ctl::ARENAS_CLASSES.read()? {
-            each(SizeClass {
+            each(HeapSizeClass {
                 size: ByteSize::of(ctl::CLASS_SIZE.read_class(class)?),
                 blocks: ctl::STATS_CLASS_BLOCKS.read_class(class)? as u64,
                 groups: ctl::STATS_CLASS_GROUPS.read_class(class)? as u64,
@@ -97,7 +97,7 @@ mod tests {
 
     #[test]
     fn slack_and_utilisation_are_what_they_say() {
-        let class = SizeClass {
+        let class = HeapSizeClass {
             size: ByteSize::new(48),
             blocks: 100,
             groups: 2,
@@ -106,7 +106,7 @@ mod tests {
         };
         assert_eq!(class.slack(), ByteSize::new(2 * 12 * 1024 - 4800));
         assert!((class.utilisation() - 100.0 / 512.0).abs() < 1e-12);
-        let none = SizeClass { blocks: 0, groups: 0, ..class };
+        let none = HeapSizeClass { blocks: 0, groups: 0, ..class };
         assert_eq!((none.slack(), none.utilisation()), (ByteSize::ZERO, 1.0));
     }
 }

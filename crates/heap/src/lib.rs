@@ -59,7 +59,7 @@ pub use arenas::{
 pub use asked::HeapConf;
 pub use binding::ArenaBinding;
 pub use cause::{Cause, ConfSource, Difference};
-pub use classes::{SizeClass, ThreadTotals, thread_totals};
+pub use classes::{HeapSizeClass, ThreadTotals, thread_totals};
 pub use conf::{Applied, HeapSettings, apply, background_threads_supported};
 pub use effective::{ArenaDecay, EffectiveConf, effective};
 pub use error::{Act, HostError, Refusal, Unsupported};

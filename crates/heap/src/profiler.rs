@@ -72,11 +72,11 @@ mod with_profiler {
     use std::ffi::CString;
     use std::fmt;
     use std::fs::File;
-    use std::io::{self, Read, Seek};
-    use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+    use std::io::{self, Read};
+    use std::os::fd::AsRawFd;
     use std::os::unix::fs::OpenOptionsExt;
     use std::path::Path;
-    use std::sync::atomic::{AtomicBool, Ordering};
+    use std::sync::Mutex;
 
     use super::super::error::HostError;
     use super::super::mallctl as ctl;
@@ -281,42 +281,33 @@ mod with_profiler {
     /// [`ProfileError`] if the profiler is not active, another profile is being taken, the file
     /// exists, or it cannot be written. An incomplete file may remain.
     pub fn write_profile(path: &Path) -> Result<(), ProfileError> {
-        let mut text = dump()?.take(TEXT_MAX);
+        let mut text = dump()?;
         let mut options = File::options();
-        options.write(true).create_new(true).mode(0o600).custom_flags(libc::O_NOFOLLOW);
+        options.write(true).create_new(true).mode(0o600);
         let mut file = options.open(path).map_err(ProfileError::File)?;
         io::copy(&mut text, &mut file).map(drop).map_err(ProfileError::File)
     }
 
-    /// `true` while a profile is being taken.
-    static IS_TAKEN: AtomicBool = AtomicBool::new(false);
-
-    /// Resets [`IS_TAKEN`].
-    struct Taken;
-
-    impl Drop for Taken {
-        fn drop(&mut self) {
-            IS_TAKEN.store(false, Ordering::Release);
-        }
-    }
+    /// Held while a profile is being taken.
+    static TAKING: Mutex<()> = Mutex::new(());
 
     /// Writes the profile to a file in memory. jemalloc holds locks of the profiler while it
     /// writes, for which any thread that allocates may wait, so it must not write to a disk.
     fn dump() -> Result<File, ProfileError> {
         check_active()?;
-        if IS_TAKEN.swap(true, Ordering::Acquire) {
-            return Err(ProfileError::Busy);
-        }
-        let _taken = Taken;
+        let Ok(_taking) = TAKING.try_lock() else { return Err(ProfileError::Busy) };
         let limit = file_size_limit();
         if limit < TEXT_MAX {
             return Err(ProfileError::FileSizeLimit(ByteSize::new(limit)));
         }
-        let mut file = memory_file().map_err(ProfileError::File)?;
+        let file = memory_file().map_err(ProfileError::File)?;
         let name = CString::new(format!("/proc/self/fd/{}", file.as_raw_fd()))
             .map_err(|error| ProfileError::File(error.into()))?;
+        // jemalloc opens the file anew, so the position of this descriptor stays at its start.
         ctl::PROF_DUMP.write(&name).map_err(ProfileError::NotWritten)?;
-        file.rewind().map_err(ProfileError::File)?;
+        if file.metadata().map_err(ProfileError::File)?.len() > TEXT_MAX {
+            return Err(ProfileError::File(io::ErrorKind::FileTooLarge.into()));
+        }
         Ok(file)
     }
 
@@ -337,13 +328,20 @@ mod with_profiler {
     /// # Errors
     /// [`ProfileError`] if the profiler is not active, or the profile cannot be written or read.
     pub fn take_profile() -> Result<AllocationProfile, ProfileError> {
-        let file = dump()?;
         let mut text = Vec::new();
-        file.take(TEXT_MAX).read_to_end(&mut text).map_err(ProfileError::File)?;
+        dump()?.read_to_end(&mut text).map_err(ProfileError::File)?;
         AllocationProfile::parse(&String::from_utf8_lossy(&text))
     }
 
+    #[cfg(not(target_os = "linux"))]
     fn memory_file() -> io::Result<File> {
+        Err(io::ErrorKind::Unsupported.into())
+    }
+
+    #[cfg(target_os = "linux")]
+    fn memory_file() -> io::Result<File> {
+        use std::os::fd::{FromRawFd, OwnedFd};
+
         // SAFETY: the name ends in NUL; the call has no other precondition.
         let file =
             unsafe { libc::memfd_create(c"lowtide-heap-profile".as_ptr(), libc::MFD_CLOEXEC) };

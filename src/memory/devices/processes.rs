@@ -83,8 +83,8 @@ struct Answers {
 }
 
 impl Memory {
-    /// Returns the processes that use each CUDA device of this `Memory`, as NVML lists them: who
-    /// holds the device? Empty without CUDA devices, and in a forked child.
+    /// Returns the processes that use each CUDA device of this `Memory`, as NVML lists them.
+    /// Returns an empty list without CUDA devices, and in a forked child.
     ///
     /// NVML (`libnvidia-ml.so.1`) is loaded by the first call, and stays loaded. If it cannot be
     /// loaded, a diagnostic reports it once, and the lists contain the error. A list is kept for 5
@@ -125,22 +125,24 @@ impl Shared {
                 return devices.iter().map(|(device, _)| failed(device, text.clone())).collect();
             }
         };
-        let mut least = lock(&lists.least);
-        if let Some((_, answers)) = reading.last.as_ref().filter(|_| reading.is_new)
-            && arenas == committed()
-        {
-            answers.see_least(&mut least);
-        }
+        let is_steady = reading.is_new && arenas == committed();
+        let least = {
+            let mut least = lock(&lists.least);
+            if let Some((_, answers)) = reading.last.as_ref().filter(|_| is_steady) {
+                answers.see_least(&mut least);
+            }
+            least.clone()
+        };
         let now = self.clock.now();
         let waited = reading.begun.map_or(Duration::ZERO, |begun| now - begun);
         let of = |(device, _): &(Arc<Device>, DeviceUuid)| match &reading.last {
             Some((at, last)) if waited < KEPT => {
                 last.of(device, now - *at, least.get(&device.number).copied())
             }
+            _ if reading.begun.is_none() => failed(device, "the query of NVML failed".to_owned()),
             _ => failed(device, format!("NVML has not answered for {}", short(waited))),
         };
-        let found: Vec<_> = devices.iter().map(of).collect();
-        drop(least);
+        let found = devices.iter().map(of).collect();
         if let Some(error) = reading.last.as_ref().and_then(|(_, last)| last.failure()) {
             let start = "the processes on the device are unknown: ";
             let text = format!("{start}{error}");
@@ -175,11 +177,15 @@ fn own(usage: &DeviceUsage) -> Option<ByteSize> {
 }
 
 fn failed(device: &Device, error: String) -> DeviceProcesses {
+    DeviceProcesses { error: Some(error), ..empty(device) }
+}
+
+fn empty(device: &Device) -> DeviceProcesses {
     DeviceProcesses {
         number: device.number,
         device: device.name.to_string(),
         age: Duration::ZERO,
-        error: Some(error),
+        error: None,
         used: None,
         arenas: ByteSize::ZERO,
         context_overhead: None,
@@ -220,7 +226,7 @@ impl Answers {
         let mut list = match self.by_device.get(&device.number) {
             Some(Ok(usage)) => {
                 let overhead = device.driver.context_overhead().into_iter().chain(least).min();
-                let mut list = failed(device, String::new());
+                let mut list = empty(device);
                 list.divide(usage, arenas, overhead);
                 list
             }
@@ -243,14 +249,14 @@ impl DeviceProcesses {
         let others = processes.iter().filter(|process| process.is_this_process != Some(true));
         let others: ByteSize = others.filter_map(|process| process.used).sum();
         let others = others.saturating_add(usage.omitted_bytes);
-        // This process has a context, so one of a list that names none is this one.
+        // This process has a context, so an empty list is incomplete, and a process that is not
+        // identified may be this one.
         let is_known = !processes.is_empty()
             && processes.iter().all(|process| process.is_this_process.is_some());
         let attributed = match is_known {
             true => others.saturating_add(own.unwrap_or_default().max(arenas)),
             false => others.max(arenas),
         };
-        self.error = None;
         self.used = usage.used;
         self.context_overhead = context;
         self.own_unmanaged = outside.zip(context).map(|(all, part)| all.saturating_sub(part));

@@ -5,7 +5,7 @@ use std::os::unix::fs::{FileExt as _, symlink};
 use std::path::Path;
 
 use super::file::{FlightError, FlightFile};
-use super::format::{Contents, FILE_BYTES, MARK, Run, RunEnd, Writer};
+use super::format::{Contents, FILE_BYTES, FlightSample, MARK, Run, RunEnd, Writer};
 
 fn opened(path: &Path) -> Result<Contents, FlightError> {
     FlightFile::open(path).map(|(_, contents)| contents)
@@ -124,8 +124,10 @@ fn a_file_that_is_truncated_while_it_is_in_use_ends_nothing() {
     let (mut file, _) = FlightFile::open(&path).expect("opens");
     file.prepare().expect("room");
     File::options().write(true).open(&path).expect("there").set_len(0).expect("cut");
-    file.write_half(b"half").expect("written");
-    file.write_half(b"half").expect("written");
+    let (run, mut writer) = (Run::default(), Writer::new());
+    let look = writer.look(&run, file.next_look(), &FlightSample::default()).to_vec();
+    file.write_look(&look).expect("written");
+    file.write_look(&look).expect("written");
     let mut byte = [0; 1];
     let length = File::open(&path).expect("there").read_at(&mut byte, 0).expect("read");
     assert_eq!((length, byte[0]), (1, 0), "the mark is gone");
@@ -149,6 +151,8 @@ fn a_start_that_is_interrupted_leaves_a_recording() {
     let image = folder.path().join("image");
     let file = File::create(&image).expect("created");
     file.set_len(FILE_BYTES as u64 + 1).expect("longer");
+    assert!(matches!(opened(&image), Err(FlightError::Foreign { .. })));
+    file.write_all_at(b"CD001", 32 << 10).expect("written");
     assert!(matches!(opened(&image), Err(FlightError::Foreign { .. })));
     assert_eq!(image.metadata().expect("there").len(), FILE_BYTES as u64 + 1, "as it was");
 }

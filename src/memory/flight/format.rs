@@ -13,7 +13,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::bytes::ByteSize;
+use crate::bytes::{ByteSize, prefix};
 use lowtide_admission::{Level, RequestMemory, RequestPhase};
 
 /// The size of the file: 512 KiB.
@@ -441,12 +441,9 @@ impl Writer {
     }
 
     fn put_text(&mut self, text: &str, most: usize) {
-        let mut length = text.len().min(most);
-        while !text.is_char_boundary(length) {
-            length -= 1;
-        }
-        self.put(&u16::try_from(length).unwrap_or_default().to_le_bytes());
-        self.put(text.as_bytes().get(..length).unwrap_or_default());
+        let text = prefix(text, most);
+        self.put(&u16::try_from(text.len()).unwrap_or_default().to_le_bytes());
+        self.put(text.as_bytes());
     }
 }
 
@@ -458,19 +455,18 @@ const PHASES: [RequestPhase; 4] = [
     RequestPhase::Answered,
 ];
 
-/// The length of zeros at the start of a recording that was truncated: less than a page of any
-/// system.
-const HOLE: usize = 4096;
-
 /// Reads a file of any content.
 pub(super) fn read(file: &[u8]) -> Contents {
     if file.iter().all(|byte| *byte == 0) {
         return Contents::Nothing;
     }
-    // A recording that was truncated while it was in use begins with a hole.
-    let is_hole = file.get(..HOLE).is_some_and(|head| head.iter().all(|byte| *byte == 0));
     if !file.starts_with(MARK_OF_ALL) {
-        return if is_hole { Contents::Unreadable } else { Contents::Foreign };
+        // A recording that was truncated while it was in use has no mark, but whole blocks.
+        let has = |places: [usize; 2], most| {
+            places.into_iter().any(|at| Block::read(file, at, most).is_some())
+        };
+        let is_ours = has(HALVES_AT, HALF_BYTES) || has(LOOKS_AT, LOOK_BYTES);
+        return if is_ours { Contents::Unreadable } else { Contents::Foreign };
     }
     if !file.starts_with(MARK) {
         return Contents::Unreadable;

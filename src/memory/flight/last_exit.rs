@@ -170,7 +170,7 @@ impl LastExit {
     }
 }
 
-/// How the run was killed, by the kernel's counts.
+/// The kernel's evidence that the run was killed for memory.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Kills {
     /// A process of the same cgroup was.

@@ -50,9 +50,9 @@ const MOVED_PART: u64 = 64;
 pub(in crate::memory) struct Flight {
     /// The last run, if it was recorded.
     last_exit: Option<LastExit>,
-    /// What the worker published; `None` if nothing is recorded.
+    /// The figures that the worker published last; `None` if nothing is recorded.
     published: Option<Mutex<Published>>,
-    /// How the run ended, as a [`RunEnd`].
+    /// The end of the run, as a [`RunEnd`].
     end: AtomicU8,
     is_ending: AtomicBool,
     bell: Arc<Bell>,
@@ -276,18 +276,13 @@ impl Recorder {
         self.resources.clear();
         if let Some(published) = &shared.flight.published {
             let published = lock(published);
-            let looked = self.looked;
-            self.looked = FlightSample {
-                at: looked.at,
-                uptime: looked.uptime,
-                physical: looked.physical,
-                growth: looked.growth,
-                limit: looked.limit,
-                level: looked.level,
-                exhausted: looked.exhausted,
-                ending: looked.ending,
-                ..published.sample
-            };
+            let of = published.sample;
+            self.looked.required = of.required;
+            self.looked.heap_live = of.heap_live;
+            self.looked.heap_retained = of.heap_retained;
+            self.looked.other = of.other;
+            self.looked.device_live = of.device_live;
+            self.looked.device_retained = of.device_retained;
             self.resources.extend(published.resources.iter().cloned());
         }
         let [host, device] = [Budget::Host, Budget::Device].map(|of| shared.admission.ledger(of));

@@ -58,19 +58,14 @@ pub(super) fn prepare(config: &Config, diagnostics: &mut Vec<Diagnostic>) -> Opt
     if let Profiler::Active { .. } = heap::profiler() {
         return Some(Arc::default());
     }
-    diagnostics.extend(unusable(config));
-    None
-}
-
-/// Returns a warning if a folder for profiles is set, which no profile will be written to.
-pub(super) fn unusable(config: &Config) -> Option<Diagnostic> {
     let folder = config.heap_profile_dir.value.as_ref()?;
     let state = heap::profiler().name();
     let text = format!(
         "no heap profile is written to {folder:?}: the profiler is {state}; expected a build with \
          the feature `profiling`, and prof:true in jemalloc's settings at start"
     );
-    Some(Diagnostic::warning("profiler", text))
+    diagnostics.push(Diagnostic::warning("profiler", text));
+    None
 }
 
 impl Captures {
@@ -99,9 +94,9 @@ impl Profiles {
         self.bell.ring();
     }
 
-    /// Wakes the thread, for its end.
-    pub(super) fn wake(&self) {
-        self.bell.ring();
+    /// Returns the bell that ends the thread's wait.
+    pub(super) const fn bell(&self) -> &Arc<Bell> {
+        &self.bell
     }
 
     pub(super) fn suspects(&self) -> Option<LeakSuspects> {

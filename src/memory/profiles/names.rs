@@ -9,6 +9,7 @@ use std::collections::BTreeMap;
 use std::ffi::c_void;
 use std::path::Path;
 
+use crate::bytes::prefix;
 use lowtide_heap::ProfileMapping;
 
 /// The maximum number of frames of a stack.
@@ -99,10 +100,7 @@ fn names(address: u64, mappings: &[ProfileMapping]) -> Vec<String> {
 }
 
 fn cut(mut text: String) -> String {
-    if text.len() > NAME_MAX {
-        let end = (0..=NAME_MAX).rev().find(|&at| text.is_char_boundary(at)).unwrap_or(0);
-        text.truncate(end);
-    }
+    text.truncate(prefix(&text, NAME_MAX).len());
     text
 }
 

@@ -25,7 +25,7 @@ use serde_json::json;
 use crate::bytes::ParseByteSizeError;
 use crate::clock::{Clock, Moment};
 use crate::memory::{AdminCommand, AdminError, Memory};
-use crate::rate::Bucket;
+use crate::rate::TokenBucket;
 use crate::sync::{Mutex, lock};
 
 use super::answer::{JSON, answer, pretty};
@@ -81,9 +81,9 @@ pub struct Admin {
 
 #[derive(Debug)]
 struct Buckets {
-    commands: Bucket,
-    profiles: Bucket,
-    logged: Bucket,
+    commands: TokenBucket,
+    profiles: TokenBucket,
+    logged: TokenBucket,
     /// The rejections since the last logged one.
     unlogged: u64,
 }
@@ -108,7 +108,7 @@ impl Admin {
     }
 
     fn new(clock: Arc<dyn Clock>, token: Option<AdminToken>) -> Self {
-        let bucket = |(burst, every)| Bucket::new(burst, every, clock.now());
+        let bucket = |(burst, every)| TokenBucket::new(burst, every, clock.now());
         let (commands, logged) = (bucket(COMMANDS), bucket(LOGGED));
         let profiles = bucket(profile::PROFILES);
         let buckets = Mutex::new(Buckets { commands, profiles, logged, unlogged: 0 });

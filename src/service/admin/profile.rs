@@ -3,7 +3,7 @@
 //! It is taken on the caller's thread, which it blocks for some milliseconds. It reveals names of
 //! files and addresses, so it needs the authorization of admin commands.
 //!
-//! Invariant: at most one profile is taken in each step of the rate limit.
+//! Invariant: at most one profile is taken every five seconds.
 
 use std::time::Duration;
 

@@ -184,9 +184,9 @@
       ["C library's heap, live (address space)", of.c_heap_live_bytes], ["C library's heap, free", of.c_heap_idle_bytes],
       ["Stack of the main thread", of.main_stack_bytes],
       ["Anonymous: heap, arenas, stacks of threads", of.anonymous_bytes + of.program_break_bytes]];
-    table($("mappings").lastElementChild, "Resident memory of this process by mapping, at most ten seconds old", [
+    table($("mappings").lastElementChild, "Resident memory of this process by mapping, at most twenty seconds old", [
       ["Mapping", (row) => row[0], "wide"], ["Resident", (row) => size(row[1]), "number"],
-    ], rows, (row) => row[0], "The mappings cannot be read.");
+    ], rows, (row) => row[0], "Not read yet, or the mappings cannot be read.");
   };
   // Answers that take longer to compute are requested while they are open.
   const OPENED = ["size_classes", "mappings", "leaks", "limit_advice", "last_exit", "device_processes"];

@@ -32,7 +32,7 @@ use crate::rejected::Rejected;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::{Bell, Clock, Moment, short};
 use lowtide_core::fork::Birth;
-use lowtide_core::rate::Bucket;
+use lowtide_core::rate::TokenBucket;
 use lowtide_core::sync::atomic::AtomicU64;
 use lowtide_core::sync::{Condvar, Mutex, MutexGuard, caught, foreground, lock, wait};
 
@@ -114,7 +114,7 @@ pub(super) struct State {
     unloads: Unloads,
     last_unload: Option<LastUnload>,
     /// Limits the log lines about loads and unloads.
-    lines: Bucket,
+    lines: TokenBucket,
     unload_panics: u64,
     load_time: Duration,
     unload_time: Duration,
@@ -181,7 +181,7 @@ impl<T: Send + Sync + 'static> Cell<T> {
             asks_from: Moment::ORIGIN,
             unloads: Unloads::default(),
             last_unload: None,
-            lines: Bucket::new(LINES.0, LINES.1, clock.now()),
+            lines: TokenBucket::new(LINES.0, LINES.1, clock.now()),
             unload_panics: 0,
             load_time: Duration::ZERO,
             unload_time: Duration::ZERO,
@@ -649,9 +649,8 @@ impl<T: Send + Sync + 'static> Cell<T> {
         state.recovered = state.recovered.and_host(recovered.host).and_device(recovered.device);
         state.unload_time = took;
         let at = start + took;
-        let last = LastUnload { at, reason, cause: cause.cloned() };
         let logs = state.lines.take(at).is_ok();
-        state.last_unload = Some(last);
+        state.last_unload = Some(LastUnload { at, reason, cause: cause.cloned() });
         self.wake_all(state);
         if logs {
             let resource = &*self.parts.name;

@@ -10,6 +10,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use lowtide_core::BoxError;
+use lowtide_core::clock::short;
 use thiserror::Error;
 
 use crate::rejected::Rejected;
@@ -32,7 +33,7 @@ pub enum LoadError {
     },
     /// The loader did not return in time. Its reservation is released. Its thread runs until the
     /// loader returns; the value is then cleaned up.
-    #[error("the loader timed out after {timeout:.1?}; hung loader threads: {hung}")]
+    #[error("the loader timed out after {}; hung loader threads: {hung}", short(*timeout))]
     TimedOut {
         /// The timeout ([`ManagedBuilder::load_timeout`](super::ManagedBuilder::load_timeout)).
         timeout: Duration,
@@ -59,7 +60,7 @@ impl LoadError {
 #[non_exhaustive]
 pub enum AcquireError {
     /// The load failed. The first call after the pause tries again.
-    #[error("cannot load {name}: {error}; next attempt in {retry_in:.1?} at the earliest")]
+    #[error("cannot load {name}: {error}; next attempt in {} at the earliest", short(*retry_in))]
     Load {
         /// The name of the resource.
         name: Arc<str>,
@@ -170,8 +171,8 @@ pub enum AddError {
 pub enum UnloadError {
     /// The resource was still in use or loading when the wait ended. It stays loaded.
     #[error(
-        "{name} is still in use after {waited:.1?}: {guards} guard{}, {waiting} waiting",
-        if *guards == 1 { "" } else { "s" }
+        "{name} is still in use after {}: {guards} guard{}, {waiting} waiting",
+        short(*waited), if *guards == 1 { "" } else { "s" }
     )]
     Busy {
         /// The name of the resource.
@@ -209,7 +210,7 @@ mod tests {
             waiting: 0,
             waited: Duration::from_nanos(249_915_449),
         };
-        let text = "model is still in use after 249.9ms: 1 guard, 0 waiting";
+        let text = "model is still in use after 249.9 ms: 1 guard, 0 waiting";
         assert_eq!(busy(1).to_string(), text);
         assert!(busy(2).to_string().contains(": 2 guards,"));
         let failed = AcquireError::Load {
@@ -217,7 +218,7 @@ mod tests {
             error: LoadError::new("planted"),
             retry_in: Duration::from_nanos(249_915_449),
         };
-        assert!(failed.to_string().contains("attempt in 249.9ms at"), "{failed}");
+        assert!(failed.to_string().contains("attempt in 249.9 ms at"), "{failed}");
         assert_eq!(failed.retry_after(), Some(Duration::from_nanos(249_915_449)));
     }
 }

@@ -15,6 +15,7 @@ use crate::driver::{Backend, DeviceAddress, DriverError};
 use crate::types::region::Region;
 use crate::types::sleep::SleepState;
 use lowtide_core::bytes::ByteSize;
+use lowtide_core::clock::short;
 
 /// The bound that prevented an allocation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -222,7 +223,7 @@ pub enum DeviceError {
     /// Leases were held until the drain timeout; one of them may have been forgotten.
     #[error(
         "arena {arena:?} cannot sleep: {leases} leases are held, without a pause for \
-         {held_for:.1?}; end them, or look for a leaked lease"
+         {}; end them, or look for a leaked lease", short(*held_for)
     )]
     Leased {
         /// The arena.

@@ -4,10 +4,10 @@
 use std::hint::black_box;
 
 use lowtide_heap::ByteSize;
-use lowtide_heap::{HeapProbe, SizeClass, thread_totals};
+use lowtide_heap::{HeapProbe, HeapSizeClass, thread_totals};
 use test_fork::test;
 
-fn classes(probe: &HeapProbe) -> Vec<SizeClass> {
+fn classes(probe: &HeapProbe) -> Vec<HeapSizeClass> {
     let mut all = Vec::with_capacity(64);
     probe.each_class(|class| all.push(class)).expect("statistics");
     all
@@ -43,7 +43,7 @@ fn slack_sits_in_the_class_whose_blocks_were_freed_and_a_threads_totals_are_its_
 
     // The whole of it explains what is active and neither live nor cached.
     let heap = probe.snapshot().expect("statistics");
-    let slack: ByteSize = classes(&probe).iter().map(SizeClass::slack).sum();
+    let slack: ByteSize = classes(&probe).iter().map(HeapSizeClass::slack).sum();
     let unexplained = heap.active.saturating_sub(heap.live).saturating_sub(heap.thread_caches);
     let (most, least) = (slack.max(unexplained), slack.min(unexplained));
     assert!(most.saturating_sub(least) < ByteSize::mib(1), "{slack} of {unexplained}");

@@ -12,13 +12,17 @@ use lowtide_gpu::{Buffer, ByteSize, DeviceError, Region};
 use super::states::NOW;
 use super::support::{Bed, MIB, at};
 
-/// Blocks that a wake put into few handles, of which most were freed since. The mark of a block is
-/// its number.
-fn scattered(bed: &Bed) -> Vec<(u64, Buffer<u8>)> {
-    let mut blocks: Vec<_> =
-        (0..256).map(|mark| (mark, bed.marked(MIB / 8, Region::Stable, mark))).collect();
+/// Blocks that a wake put into few handles. The mark of a block is its number.
+fn packed(bed: &Bed) -> Vec<(u64, Buffer<u8>)> {
+    let blocks = (0..256).map(|mark| (mark, bed.marked(MIB / 8, Region::Stable, mark))).collect();
     bed.arena.sleep(NOW).expect("asleep");
     bed.arena.wake().expect("awake");
+    blocks
+}
+
+/// The same, of which most were freed since.
+fn scattered(bed: &Bed) -> Vec<(u64, Buffer<u8>)> {
+    let mut blocks = packed(bed);
     blocks.retain(|(mark, _)| mark % 4 == 1);
     bed.arena.wait_for_pending().expect("idle");
     blocks
@@ -39,6 +43,26 @@ fn later(bed: &Bed) -> Moment {
     bed.sim.clock().now() + Duration::from_secs(60)
 }
 
+/// Calls the decay whenever it is due for this time. Returns the number of calls.
+fn decays_when_due(bed: &Bed, time: Duration) -> u32 {
+    let clock = bed.sim.clock();
+    let (end, mut calls) = (clock.now() + time, 0);
+    while clock.now() < end {
+        clock.advance(Duration::from_millis(100));
+        if bed.arena.next_decay() <= clock.now() {
+            bed.arena.decay(clock.now()).expect("no error");
+            calls += 1;
+        }
+    }
+    calls
+}
+
+fn assert_whole(bed: &Bed, blocks: &[(u64, Buffer<u8>)]) {
+    for (mark, buffer) in blocks {
+        bed.assert_marked(buffer, *mark);
+    }
+}
+
 fn addresses(bed: &Bed, blocks: &[(u64, Buffer<u8>)]) -> Vec<DeviceAddress> {
     let lease = bed.arena.enter().expect("a lease");
     let addresses = blocks.iter().map(|(_, buffer)| at(buffer, &lease)).collect();
@@ -55,9 +79,7 @@ fn idle_memory_in_a_handle_leaves_and_the_blocks_stay_whole_where_they_are() {
     let committed = committed(&bed);
     assert!(committed <= ByteSize::mib(9), "{committed}: 64 blocks are live, 8 MiB");
     assert_eq!(addresses(&bed, &blocks), before);
-    for (mark, buffer) in &blocks {
-        bed.assert_marked(buffer, *mark);
-    }
+    assert_whole(&bed, &blocks);
     drop(blocks);
     bed.end();
 }
@@ -140,9 +162,7 @@ fn another_process_that_takes_all_free_memory_takes_no_contents() {
     for _ in 0..8 {
         bed.arena.decay(later(&bed)).expect("no error");
     }
-    for (mark, buffer) in &blocks {
-        bed.assert_marked(buffer, *mark);
-    }
+    assert_whole(&bed, &blocks);
     drop(blocks);
     bed.end();
 }
@@ -160,14 +180,7 @@ fn a_handle_is_due_when_its_youngest_memory_has_expired() {
     bed.sim.clock().advance(6 * second);
     drop(small);
     bed.arena.wait_for_pending().expect("idle");
-    let (end, mut calls) = (bed.sim.clock().now() + 12 * second, 0);
-    while bed.sim.clock().now() < end {
-        bed.sim.clock().advance(second / 10);
-        if bed.arena.next_decay() <= bed.sim.clock().now() {
-            bed.arena.decay(bed.sim.clock().now()).expect("no error");
-            calls += 1;
-        }
-    }
+    let calls = decays_when_due(&bed, 12 * second);
     assert_eq!(bed.arena.snapshot().committed, ByteSize::ZERO);
     assert!(calls <= 20, "{calls} calls in 12 s");
     bed.end();
@@ -206,9 +219,7 @@ fn no_handle_is_divided_while_work_may_use_its_blocks() {
     bed.sim.run_all();
     bed.arena.decay(later(&bed)).expect("no error");
     assert!(bed.arena.snapshot().committed < before);
-    for (mark, buffer) in &blocks {
-        bed.assert_marked(buffer, *mark);
-    }
+    assert_whole(&bed, &blocks);
     drop((blocks, lane));
     bed.end();
 }
@@ -220,10 +231,7 @@ fn no_handle_is_divided_while_work_may_use_its_blocks() {
 fn no_handle_is_divided_while_work_of_a_raw_block_writes_where_another_block_is_now() {
     const SIZE: ByteSize = ByteSize::kib(128);
     let bed = Bed::new(Order::Lazy);
-    let mut blocks: Vec<_> =
-        (0..256).map(|mark| (mark, bed.marked(MIB / 8, Region::Stable, mark))).collect();
-    bed.arena.sleep(NOW).expect("asleep");
-    bed.arena.wake().expect("awake");
+    let mut blocks = packed(&bed);
     let lane = bed.lane();
     blocks.retain(|(mark, _)| mark % 4 != 2);
     bed.arena.wait_for_pending().expect("idle");
@@ -256,9 +264,7 @@ fn no_handle_is_divided_while_work_of_a_raw_block_writes_where_another_block_is_
     assert_eq!(bed.sim.unsafe_unmaps(), 0);
     bed.sim.run_all();
     drop((taken, lane));
-    for (mark, buffer) in &blocks {
-        bed.assert_marked(buffer, *mark);
-    }
+    assert_whole(&bed, &blocks);
     drop(blocks);
     bed.end();
 }
@@ -269,23 +275,13 @@ fn no_handle_is_divided_while_work_of_a_raw_block_writes_where_another_block_is_
 fn memory_of_a_handle_that_expires_after_the_first_check_leaves() {
     let second = Duration::from_secs(1);
     let bed = Bed::with(Order::Lazy, |config| config.decay = DecayTime::Within(10 * second));
-    let mut blocks: Vec<_> =
-        (0..256).map(|mark| (mark, bed.marked(MIB / 8, Region::Stable, mark))).collect();
-    bed.arena.sleep(NOW).expect("asleep");
-    bed.arena.wake().expect("awake");
+    let mut blocks = packed(&bed);
     for rest in [3, 2] {
         blocks.retain(|(mark, _)| mark % 4 != rest);
         bed.arena.wait_for_pending().expect("idle");
         bed.sim.clock().advance(5 * second);
     }
-    let (end, mut calls) = (bed.sim.clock().now() + 30 * second, 0);
-    while bed.sim.clock().now() < end {
-        bed.sim.clock().advance(second / 10);
-        if bed.arena.next_decay() <= bed.sim.clock().now() {
-            bed.arena.decay(bed.sim.clock().now()).expect("no error");
-            calls += 1;
-        }
-    }
+    let calls = decays_when_due(&bed, 30 * second);
     let snapshot = bed.arena.snapshot();
     assert_eq!(snapshot.committed, ByteSize::mib(16), "what is live: {snapshot:?}");
     assert!(calls <= 40, "{calls} calls in 30 s");
@@ -303,9 +299,7 @@ fn an_allocation_at_the_limit_divides_as_many_handles_as_it_needs() {
     let snapshot = bed.arena.snapshot();
     assert_eq!((snapshot.live, snapshot.committed), (ByteSize::mib(8), ByteSize::mib(32)));
     drop(bed.arena.alloc::<u8>(16 * MIB, Region::Dynamic).expect("room"));
-    for (mark, buffer) in &blocks {
-        bed.assert_marked(buffer, *mark);
-    }
+    assert_whole(&bed, &blocks);
     drop(blocks);
     bed.end();
 }
@@ -327,9 +321,7 @@ fn idle_memory_makes_room_for_a_division_at_the_limit() {
     bed.arena.wait_for_pending().expect("idle");
     assert_eq!(bed.arena.snapshot().committed, ByteSize::mib(36), "28 MiB may leave, 6 are stuck");
     drop(bed.arena.alloc::<u8>(30 * MIB, Region::Dynamic).expect("room"));
-    for (mark, buffer) in &blocks {
-        bed.assert_marked(buffer, *mark);
-    }
+    assert_whole(&bed, &blocks);
     drop(blocks);
     bed.end();
 }
@@ -357,9 +349,7 @@ fn handles_are_divided_in_both_halves_of_both_regions() {
     let snapshot = bed.arena.snapshot();
     assert_eq!(snapshot.idle, ByteSize::ZERO, "{snapshot:?}");
     assert_eq!(addresses(&bed, &blocks), before);
-    for (mark, buffer) in &blocks {
-        bed.assert_marked(buffer, *mark);
-    }
+    assert_whole(&bed, &blocks);
     drop(blocks);
     bed.end();
 }

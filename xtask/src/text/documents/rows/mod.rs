@@ -134,7 +134,7 @@ pub(crate) const FIGURES: &[(&str, &str, &str)] = &[
     ),
     (
         "docs/OPERATING.md",
-        "\"with a limit of 256.0 MiB about 3.1 % of 12,400 requests of the last 5 h would have \
+        "\"with a limit of 256.0 MiB about 3.1 % of 12,400 requests of the last 5.0 h would have \
          been rejected; memory that no request owns (110.0 MiB) fits\"",
         "an example",
     ),
