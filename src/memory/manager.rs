@@ -208,7 +208,8 @@ impl Memory {
             room: ledger.request_room(),
             oldest: self.oldest_requests(),
         };
-        (Verdict::new(snapshot, &breakdown, &requests, &self.events()), breakdown)
+        let trend = self.0.shared.quiet_times.trend();
+        (Verdict::new(snapshot, &breakdown, &requests, &self.events(), &trend), breakdown)
     }
 
     /// Returns the time on the manager's clock.

@@ -322,8 +322,10 @@ impl Shared {
     /// Returns all figures; in a forked child only those that need no lock.
     pub(super) fn snapshot(&self) -> MemorySnapshot {
         let here = self.birth.is_here();
-        let signal = self.signals.sample();
+        // The heap first: a purge may delay it, and would leave an old figure of the kernel next to
+        // a new one of the heap.
         let heap = self.heap.as_ref().and_then(|heap| heap.snapshot().ok());
+        let signal = self.signals.sample();
         let heap_arenas = if here && heap.is_some() { heap_arenas() } else { Vec::new() };
         MemorySnapshot {
             profile: self.config.profile.value,

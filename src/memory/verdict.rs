@@ -16,6 +16,7 @@ use lowtide_admission::{Level, RejectReason, RequestMemory, RequestPhase};
 use super::breakdown::{Breakdown, MemoryPart, PartKind, list};
 use super::events::{Event, is_shortage};
 use super::snapshot::MemorySnapshot;
+use super::trend::LiveTrend;
 
 /// Rejections in this time are a problem of now.
 const RECENT: Duration = Duration::from_secs(60);
@@ -23,6 +24,14 @@ const RECENT: Duration = Duration::from_secs(60);
 const EVICTED: Duration = Duration::from_secs(3600);
 /// Memory that is not live is mentioned from this size on, if it is also half of what is physical.
 const RETAINED_MIN: ByteSize = ByteSize::mib(32);
+/// Below this part of the limit, in percent, a high level is a remainder of a peak.
+const FALLEN_PERCENT: u64 = 70;
+/// The time for which live memory is observed before its growth is mentioned.
+const OBSERVED_MIN: Duration = Duration::from_secs(600);
+/// A growth that fills the limit within this time is mentioned.
+const FULL_WITHIN: Duration = Duration::from_secs(24 * 3600);
+/// A growth that fills the limit within this time is a problem.
+const SOON_FULL: Duration = Duration::from_secs(6 * 3600);
 /// The factor from which requests use memory that is not attributed to them.
 const FACTOR_HIGH: f64 = 1.6;
 
@@ -43,8 +52,8 @@ pub struct Verdict {
 #[cfg_attr(feature = "serde", derive(serde::Serialize))]
 #[non_exhaustive]
 pub struct Finding {
-    /// The subject: `exhausted`, `rejections`, `level`, `retained`, `untracked`, `device` or
-    /// `eviction`.
+    /// The subject: `exhausted`, `rejections`, `level`, `leak`, `retained`, `untracked`, `device`
+    /// or `eviction`.
     pub about: &'static str,
     /// `true` if it needs attention.
     pub is_problem: bool,
@@ -68,11 +77,13 @@ impl Verdict {
         breakdown: &Breakdown,
         requests: &RequestTotals,
         events: &[Event],
+        trend: &LiveTrend,
     ) -> Self {
         let rules = [
             exhausted(snapshot, breakdown),
             rejections(snapshot, breakdown, requests, events),
             level(snapshot, breakdown),
+            leak(breakdown, trend),
             retained(snapshot, breakdown),
             untracked(snapshot, breakdown),
             lost_device(snapshot),
@@ -221,8 +232,34 @@ fn level(snapshot: &MemorySnapshot, breakdown: &Breakdown) -> Option<Finding> {
     if snapshot.host.level < Level::High {
         return None;
     }
-    let used = used(snapshot, breakdown);
-    problem("level", format!("Pressure is {}: {used}.", snapshot.host.level.name()))
+    let (used, level) = (used(snapshot, breakdown), snapshot.host.level.name());
+    if percent(snapshot.physical, snapshot.signal.limit.bytes) < Some(FALLEN_PERCENT) {
+        // A level is left one step at a time.
+        let text = format!("Pressure is still {level}, but physical memory has fallen to {used}.");
+        return Some(Finding { about: "level", is_problem: false, text });
+    }
+    problem("level", format!("Pressure is {level}: {used}."))
+}
+
+/// Extrapolates the growth of live memory between quiet times to the limit.
+fn leak(breakdown: &Breakdown, trend: &LiveTrend) -> Option<Finding> {
+    let growth = trend.growth_per_hour.filter(|growth| *growth > 0.0)?;
+    let (first, last) = (trend.points.first()?, trend.points.last()?);
+    if last.at.saturating_sub(first.at) < OBSERVED_MIN {
+        return None; // a service that warms up
+    }
+    let hours = breakdown.headroom?.as_f64() / growth;
+    let left = Duration::try_from_secs_f64(hours * 3600.0).ok()?;
+    if left > FULL_WITHIN {
+        return None;
+    }
+    let text = format!(
+        "Live memory between quiet times grows by {} an hour, and would fill the limit in {}; \
+         `/memory?with=leaks` lists the call sites that grow.",
+        ByteSize::new(1).scaled(growth),
+        short(left)
+    );
+    Some(Finding { about: "leak", is_problem: left <= SOON_FULL, text })
 }
 
 /// Explains physical memory of the heap that is not live.

@@ -20,7 +20,7 @@ pub(super) fn last_exit(last: Option<&LastExit>) -> Value {
         "summary": last.summary,
         "at_seconds": last.at.map(seconds),
         "started_at_seconds": seconds(last.started_at),
-        "pid": last.pid,
+        "pid": Some(last.pid).filter(|pid| *pid != 0),
         "service_version": Some(&last.version).filter(|version| !version.is_empty()),
         "samples": columns(&last.samples),
         "events": last.events.iter().map(event).collect::<Vec<_>>(),

@@ -234,9 +234,11 @@ impl ParseByteSizeError {
     #[must_use]
     pub const fn expected(&self) -> &'static str {
         match self {
-            Self::NoNumber { .. } => "digits, then B, k, m, g, t, KiB, MiB, GiB or TiB",
+            Self::NoNumber { .. } => {
+                "digits, then B, k, m, g, t, Ki, Mi, Gi, Ti, KiB, MiB, GiB or TiB"
+            }
             Self::Unit { .. } => {
-                "digits, then B, k, m, g, t, KiB, MiB, GiB or TiB \
+                "digits, then B, k, m, g, t, Ki, Mi, Gi, Ti, KiB, MiB, GiB or TiB \
                  (MB and other decimal units are ambiguous and not accepted)"
             }
             Self::Range { .. } => "a whole number of bytes below 2^64",

@@ -84,7 +84,11 @@ impl FlightFile {
         let mut bytes = Vec::with_capacity(FILE_BYTES);
         let read_all = (&file).take(FILE_BYTES as u64).read_to_end(&mut bytes);
         read_all.map_err(|error| FlightError::Read { path: owned(), error })?;
-        let contents = read(&bytes);
+        let contents = match read(&bytes) {
+            // The newest half may have been cut off.
+            Contents::Recording(_) if bytes.len() < FILE_BYTES => Contents::Unreadable,
+            other => other,
+        };
         // A longer file is not ours, even if it begins with zeros, as an image does.
         let is_longer = found.len() > FILE_BYTES as u64;
         if contents == Contents::Foreign || (contents == Contents::Nothing && is_longer) {

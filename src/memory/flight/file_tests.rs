@@ -101,13 +101,16 @@ fn a_file_of_something_else_is_left_as_it_is() {
 fn a_file_that_was_cut_or_extended_is_whole_again() {
     let folder = folder();
     let path = folder.path().join("recording");
-    for length in [0, 3, MARK.len() as u64, 5_000, 4 * FILE_BYTES as u64] {
+    for length in [0, 3, MARK.len() as u64, 5_000, 300_000, 4 * FILE_BYTES as u64] {
         recorded(&path);
         let file = File::options().write(true).open(&path).expect("there");
         file.set_len(length).expect("changed");
         let result = opened(&path);
         let is_mark_cut = 0 < length && length < MARK.len() as u64;
         assert_eq!(result.is_err(), is_mark_cut, "{length}");
+        // The bug: the older half of a file that was cut told of a kill that never was.
+        let is_read = matches!(result, Ok(Contents::Recording(_)));
+        assert_eq!(is_read, length > FILE_BYTES as u64, "{length}");
         if is_mark_cut {
             fs::remove_file(&path).expect("removed");
         }

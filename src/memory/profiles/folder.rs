@@ -36,6 +36,15 @@ pub(super) struct Folder {
 }
 
 impl Folder {
+    /// Checks at the start that files can be created in the folder, which is created if it does not
+    /// exist.
+    pub(super) fn check(path: &Path) -> io::Result<()> {
+        fs::create_dir_all(path)?;
+        let file = path.join(format!("{START}{}{UNFINISHED}", std::process::id()));
+        fs::File::create_new(&file)?;
+        fs::remove_file(&file)
+    }
+
     /// Creates the folder if it does not exist, and removes old profiles of earlier runs.
     pub(super) fn open(path: &Path, since_epoch: Duration) -> io::Result<Self> {
         fs::create_dir_all(path)?;

@@ -56,6 +56,14 @@ pub(super) struct Captures {
 /// profiler is not active.
 pub(super) fn prepare(config: &Config, diagnostics: &mut Vec<Diagnostic>) -> Option<Arc<Profiles>> {
     if let Profiler::Active { .. } = heap::profiler() {
+        if let Some(folder) = &config.heap_profile_dir.value
+            && let Err(error) = Folder::check(folder)
+        {
+            let text = format!(
+                "no heap profile can be written to {folder:?}: {error}; expected a writable folder"
+            );
+            diagnostics.push(Diagnostic::warning("profiler", text));
+        }
         return Some(Arc::default());
     }
     let folder = config.heap_profile_dir.value.as_ref()?;

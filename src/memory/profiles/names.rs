@@ -23,6 +23,7 @@ const ALLOCATORS: &[&str] = &[
     "__rg_",
     "__rdl_",
     "__rust_",
+    "__rustc::",
     "_RNv",
     "je_",
     "prof_",
@@ -66,8 +67,11 @@ fn trimmed(all: impl Iterator<Item = String>) -> Vec<String> {
 }
 
 fn is_allocator(name: &str) -> bool {
-    let name = name.trim_start_matches('<');
-    ALLOCATORS.iter().any(|start| name.starts_with(start))
+    // Of `<T as alloc::slice::hack::ConvertVec>::to_vec` the trait.
+    let inner = name.trim_start_matches('<');
+    let of_trait = inner.split_once(" as ").filter(|_| name.starts_with('<')).map(|it| it.1);
+    let is_one = |name: &str| ALLOCATORS.iter().any(|start| name.starts_with(start));
+    is_one(inner) || of_trait.is_some_and(is_one)
 }
 
 /// Returns the names of the function that returns to this address, the innermost inlined function
@@ -113,6 +117,8 @@ mod tests {
         let all = [
             "_rjem_je_prof_tctx_create",
             "__rust_alloc",
+            "__rustc::__rust_alloc (profile.rs:161)",
+            "<T as alloc::slice::hack::ConvertVec>::to_vec",
             "<alloc::vec::Vec<T> as core::clone::Clone>::clone",
             "service::cache::insert",
             "std::thread::spawn",

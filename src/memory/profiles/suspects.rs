@@ -117,12 +117,19 @@ impl Suspects {
 fn named(grown: &[(&AllocationStack, ByteSize)], mappings: &[ProfileMapping]) -> Vec<LeakSuspect> {
     let stacks: Vec<_> = grown.iter().map(|(stack, _)| &*stack.addresses).collect();
     let names = frames(&stacks, mappings);
-    let suspect = |(&(stack, then), frames): (&(&AllocationStack, ByteSize), _)| LeakSuspect {
-        then,
-        now: stack.bytes,
-        frames,
-    };
-    grown.iter().zip(names).map(suspect).collect()
+    let mut suspects: Vec<LeakSuspect> = Vec::new();
+    for (&(stack, then), frames) in grown.iter().zip(names) {
+        // Stacks that differ only beyond the frames that are shown are one.
+        match suspects.iter_mut().find(|suspect| suspect.frames == frames) {
+            Some(same) => {
+                same.then = same.then.saturating_add(then);
+                same.now = same.now.saturating_add(stack.bytes);
+            }
+            None => suspects.push(LeakSuspect { then, now: stack.bytes, frames }),
+        }
+    }
+    suspects.sort_by_key(|suspect| std::cmp::Reverse(suspect.growth()));
+    suspects
 }
 
 #[cfg(all(test, not(lowtide_loom)))]
