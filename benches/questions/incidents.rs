@@ -137,7 +137,7 @@ fn document(memory: &Memory, parts: &str) -> Result<Value, BoxError> {
     let endpoints = Endpoints::new(Some(memory.clone()));
     let request = Request::get(format!("/memory?with={parts}")).body(())?;
     let answer = endpoints.answer_request(&request).ok_or("/memory is not answered")?;
-    Ok(serde_json::from_str(answer.body())?)
+    Ok(serde_json::from_slice(answer.body())?)
 }
 
 /// Waits until a look returns a value.
@@ -358,7 +358,7 @@ async fn smaller_limit() -> Result<Answer, BoxError> {
     let endpoints = Endpoints::new(Some(memory.clone()));
     let request = Request::get("/memory?with=limit_advice&limit=256Mi").body(())?;
     if let Some(answer) = endpoints.answer_request(&request) {
-        last = serde_json::from_str(answer.body())?;
+        last = serde_json::from_slice(answer.body())?;
     }
     let at = &last["limit_advice"]["at"];
     let share = at["rejected_share"].as_f64().ok_or_else(|| format!("no forecast: {last}"))?;

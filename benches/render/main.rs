@@ -119,7 +119,7 @@ fn timed(endpoints: &Endpoints, address: &str, answers: usize) -> Result<(f64, u
         let answer = endpoints.answer_request(&request).ok_or("it is not answered")?;
         times.push(begun.elapsed());
         if !answer.status().is_success() {
-            return Err(format!("{address}: {}", answer.body()).into());
+            return Err(format!("{address}: {}", answer.status()).into());
         }
         bytes = answer.body().len();
     }

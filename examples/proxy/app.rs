@@ -280,7 +280,7 @@ fn operators_routes(routes: Router, own: Vec<&'static str>, endpoints: Arc<Endpo
             if let Some(ConnectInfo(peer)) = request.extensions().get().copied() {
                 request.extensions_mut().insert(Peer(peer));
             }
-            let answer = endpoints.answer_bytes(&request);
+            let answer = endpoints.answer_request(&request);
             answer.map_or_else(not_found, |answer| answer.map(Body::from))
         }
     };

@@ -312,3 +312,38 @@ fn eviction(snapshot: &MemorySnapshot, events: &[Event]) -> Option<Finding> {
     let text = format!("{:?} was {}, {ago} ago.", last.about, last.text);
     Some(Finding { about: "eviction", is_problem: false, text })
 }
+
+#[cfg(all(test, not(lowtide_loom)))]
+mod tests {
+    use super::*;
+    use crate::memory::trend::QuietPoint;
+
+    /// Live memory that grows by this many MiB an hour, observed for this time.
+    fn trend(mib: f64, minutes: u64) -> LiveTrend {
+        let point = |minute| {
+            let at = Duration::from_secs(minute * 60);
+            QuietPoint { at, live: ByteSize::mib(10) }
+        };
+        let points = vec![point(0), point(minutes)];
+        let growth = mib * ByteSize::mib(1).as_f64();
+        LiveTrend { points, window: Duration::from_secs(10), growth_per_hour: Some(growth) }
+    }
+
+    /// The bug: a leak that would fill the limit within half an hour was "in order".
+    #[test]
+    fn a_growth_that_fills_the_limit_is_a_problem_and_a_warm_up_is_not() {
+        let breakdown = |headroom: Option<u64>| Breakdown {
+            parts: Vec::new(),
+            headroom: headroom.map(ByteSize::mib),
+        };
+        let found = |mib, minutes, headroom| leak(&breakdown(headroom), &trend(mib, minutes));
+        let soon = found(100.0, 20, Some(50)).expect("half an hour");
+        let text = "Live memory between quiet times grows by 100.0 MiB an hour, and would fill the \
+                    limit in 30.0 min; `/memory?with=leaks` lists the call sites that grow.";
+        assert_eq!((soon.is_problem, soon.text.as_str()), (true, text));
+        assert!(!found(10.0, 20, Some(100)).expect("ten hours").is_problem);
+        assert!(found(10.0, 20, Some(10_000)).is_none(), "weeks");
+        assert!(found(100.0, 9, Some(50)).is_none(), "it may warm up");
+        assert!(found(-100.0, 20, Some(50)).is_none() && found(100.0, 20, None).is_none());
+    }
+}

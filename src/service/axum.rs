@@ -1,6 +1,6 @@
 //! The operator endpoints as routes of axum.
 //!
-//! Invariant: the routes answer as [`Endpoints::answer_bytes`] does, and no other path.
+//! Invariant: the routes answer as [`Endpoints::answer_request`] does, and no other path.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -59,7 +59,7 @@ fn answer(endpoints: &Endpoints, mut request: Request) -> Response<Body> {
     if let Some(peer) = peer {
         request.extensions_mut().insert(Peer(peer));
     }
-    match endpoints.answer_bytes(&request) {
+    match endpoints.answer_request(&request) {
         Some(answer) => answer.map(Body::from),
         None => {
             let mut missing = Response::new(Body::empty());

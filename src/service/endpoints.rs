@@ -87,7 +87,7 @@ impl Endpoints {
     }
 
     /// Enables admin commands, which are disabled by default. Their paths are
-    /// [`Endpoints::ADMIN_PATHS`]; use [`Endpoints::answer_bytes`] for them.
+    /// [`Endpoints::ADMIN_PATHS`]; use [`Endpoints::answer_request`] for them.
     #[must_use]
     pub fn with_admin(mut self, admin: Admin) -> Self {
         self.admin = Some(admin);
@@ -145,6 +145,10 @@ impl Endpoints {
     /// `?with=limit_advice&limit=256Mi` adds what a limit of 256 MiB would have done. An invalid
     /// query is 400.
     ///
+    /// `/memory/profile` answers with the live heap by call stack for `pprof`, gzipped, which is no
+    /// text. It needs [`Endpoints::with_admin`] and an active heap profiler
+    /// ([`heap::profiler`](crate::heap::profiler)), and blocks for some milliseconds.
+    ///
     /// ```
     /// use http::Request;
     /// use lowtide::service::Endpoints;
@@ -159,8 +163,11 @@ impl Endpoints {
     /// # Ok::<(), http::Error>(())
     /// ```
     #[must_use]
-    pub fn answer_request<B>(&self, request: &Request<B>) -> Option<Response<String>> {
+    pub fn answer_request<B>(&self, request: &Request<B>) -> Option<Response<Vec<u8>>> {
         let path = request.uri().path();
+        if path == PROFILE {
+            return Some(guarded(self.admin.as_ref()?.profile(request)));
+        }
         let shows_figures = path == "/memory" || (path == "/metrics" && self.metrics.is_some());
         let refusal = shows_figures.then(|| host_refusal(request, &self.hosts)).flatten();
         let answer = if let Some(refusal) = refusal {
@@ -174,19 +181,7 @@ impl Endpoints {
             let command = || self.admin.as_ref()?.answer(request, self.memory.as_ref());
             self.answer(path).or_else(command)?
         };
-        Some(guarded(answer))
-    }
-
-    /// Returns the answer to this request, as [`Endpoints::answer_request`], in bytes. It answers
-    /// `/memory/profile` as well, whose body is no text: the live heap by call stack for `pprof`,
-    /// gzipped. It needs [`Endpoints::with_admin`] and an active heap profiler
-    /// ([`heap::profiler`](crate::heap::profiler)), and blocks for some milliseconds.
-    #[must_use]
-    pub fn answer_bytes<B>(&self, request: &Request<B>) -> Option<Response<Vec<u8>>> {
-        if request.uri().path() != PROFILE {
-            return Some(self.answer_request(request)?.map(String::into_bytes));
-        }
-        Some(guarded(self.admin.as_ref()?.profile(request)))
+        Some(guarded(answer.map(String::into_bytes)))
     }
 
     /// Returns the answer for this path, without checks of host, query or headers; `None` if the

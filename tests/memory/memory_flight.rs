@@ -182,7 +182,7 @@ fn a_run_that_ended_in_order_is_told_by_the_next_one_in_json_and_in_one_log_line
     let endpoints = Endpoints::new(Some(memory.clone()));
     let request = Request::get("/memory?with=last_exit").body(()).expect("a request");
     let answer = endpoints.answer_request(&request).expect("an endpoint");
-    let body: serde_json::Value = serde_json::from_str(answer.body()).expect("JSON");
+    let body: serde_json::Value = serde_json::from_slice(answer.body()).expect("JSON");
     let part = &body["last_exit"];
     assert_eq!((&part["cause"], &part["orderly"]), (&"shutdown".into(), &true.into()));
     assert_eq!(part["pid"], service.0.id());

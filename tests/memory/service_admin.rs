@@ -118,7 +118,8 @@ impl Asked {
         if let Some(peer) = self.peer {
             request = request.extension(Peer(peer));
         }
-        endpoints.answer_request(&request.body(()).expect("a request"))
+        let answer = endpoints.answer_request(&request.body(()).expect("a request"))?;
+        Some(answer.map(|body| String::from_utf8(body).expect("UTF-8")))
     }
 }
 

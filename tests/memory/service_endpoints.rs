@@ -160,7 +160,7 @@ fn figures_were_told_whatever_host_was_asked() {
         }
         let answer = endpoints.answer_request(&request.body(()).expect("a request"));
         let answer = answer.expect("one of its paths");
-        (answer.status(), answer.into_body())
+        (answer.status(), String::from_utf8(answer.into_body()).expect("UTF-8"))
     };
     let open = || Endpoints::new(None).with_metrics(|| "metrics 1\n".to_owned());
     let endpoints = open();

@@ -45,7 +45,9 @@ fn ask(endpoints: &Endpoints, address: &str, accept: Option<&str>) -> Response<S
         request = request.header("accept", accept);
     }
     let request = request.body(()).expect("a request");
-    endpoints.answer_request(&request).unwrap_or_else(|| panic!("{address} is not answered"))
+    let answer = endpoints.answer_request(&request);
+    let answer = answer.unwrap_or_else(|| panic!("{address} is not answered"));
+    answer.map(|body| String::from_utf8(body).expect("UTF-8"))
 }
 
 fn told(endpoints: &Endpoints, address: &str) -> Value {

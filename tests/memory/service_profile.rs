@@ -14,7 +14,7 @@ fn ask(endpoints: &Endpoints, method: Method) -> Response<Vec<u8>> {
     let peer: SocketAddr = ([127, 0, 0, 1], 50_000).into();
     let request = Request::builder().method(method).uri("/memory/profile").extension(Peer(peer));
     let request = request.header("host", "localhost").header("lowtide-admin", "1");
-    endpoints.answer_bytes(&request.body(()).expect("a request")).expect("an answer")
+    endpoints.answer_request(&request.body(()).expect("a request")).expect("an answer")
 }
 
 fn reason(answer: &Response<Vec<u8>>) -> (u16, Value) {
@@ -37,10 +37,10 @@ fn without_an_active_profiler_the_route_says_so() {
     assert_eq!(reason(&ask(&endpoints, Method::POST)), (405, "method".into()));
     let request = Request::get("/memory/profile").header("host", "localhost").body(());
     let request = request.expect("a request");
-    let guarded = endpoints.answer_bytes(&request).expect("an answer");
+    let guarded = endpoints.answer_request(&request).expect("an answer");
     assert_eq!(reason(&guarded), (403, "header".into()));
     let plain = Endpoints::new(None);
-    assert!(plain.answer_bytes(&request).is_none(), "no admin commands, no profile");
+    assert!(plain.answer_request(&request).is_none(), "no admin commands, no profile");
 }
 
 #[cfg(feature = "profiling")]

@@ -66,7 +66,7 @@ impl Bed {
         let endpoints = Endpoints::new(Some(self.memory.clone()));
         let request = Request::get(format!("/memory?with={part}")).body(()).expect("a request");
         let answer = endpoints.answer_request(&request).expect("one of its paths");
-        serde_json::from_str::<Value>(answer.body()).expect("JSON")[part].clone()
+        serde_json::from_slice::<Value>(answer.body()).expect("JSON")[part].clone()
     }
 
     /// Calls a handler without a router, to its end. It answers with the status of the path.
@@ -287,6 +287,7 @@ fn hostile_names_stay_text_in_metrics_json_and_page() {
     let endpoints = Endpoints::new(Some(bed.memory.clone()));
     let page = Request::get("/memory?format=html").body(()).expect("a request");
     let page = endpoints.answer_request(&page).expect("one of its paths");
+    let page = page.map(|body| String::from_utf8(body).expect("UTF-8"));
     assert!(!page.body().contains("alert(1)"));
     let script = page.body().split("<script>").nth(1).expect("one script");
     for unsafe_word in ["innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval("] {

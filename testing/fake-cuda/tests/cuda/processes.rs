@@ -242,7 +242,7 @@ fn the_endpoint_shows_the_lists_only_on_request() {
     let json = |query: &str| -> Value {
         let request = Request::get(format!("/memory{query}")).body(()).expect("a request");
         let answer = endpoints.answer_request(&request).expect("a path of it");
-        serde_json::from_str(answer.body()).expect("JSON")
+        serde_json::from_slice(answer.body()).expect("JSON")
     };
     assert_eq!(json("").get("device_processes"), None);
     assert_eq!(fake.calls(c"nvmlInit_v2"), 0, "nothing is loaded");
