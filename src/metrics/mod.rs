@@ -13,8 +13,7 @@
 pub(crate) mod connections;
 #[doc(hidden)]
 pub mod names;
-#[doc(hidden)]
-pub mod process;
+pub(crate) mod process;
 #[cfg(feature = "prometheus")]
 pub mod prometheus;
 #[doc(hidden)]

@@ -17,20 +17,19 @@ const TICKS_PER_SECOND: u64 = 100;
 
 /// Figures of the process.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-#[expect(clippy::exhaustive_structs, reason = "the published figures")]
-pub struct ProcessStats {
+pub(crate) struct ProcessStats {
     /// The CPU time in user and system mode.
-    pub cpu: Option<Duration>,
+    pub(crate) cpu: Option<Duration>,
     /// The start, since the Unix epoch.
-    pub start: Option<Duration>,
+    pub(crate) start: Option<Duration>,
     /// The mapped addresses.
-    pub address_space: Option<ByteSize>,
+    pub(crate) address_space: Option<ByteSize>,
     /// The threads.
-    pub threads: Option<u64>,
+    pub(crate) threads: Option<u64>,
     /// The open file descriptors; read for the tier `detail`.
-    pub open_fds: Option<u64>,
+    pub(crate) open_fds: Option<u64>,
     /// The limit of file descriptors, if there is one; read for the tier `detail`.
-    pub max_fds: Option<u64>,
+    pub(crate) max_fds: Option<u64>,
 }
 
 /// The fields of `/proc/self/stat` that are used.

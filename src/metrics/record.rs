@@ -111,7 +111,7 @@ impl MetricsWriter {
     }
 
     /// Publishes the standard metrics of the process.
-    pub fn process(self, rss: Option<ByteSize>, stats: &ProcessStats) {
+    pub(crate) fn process(self, rss: Option<ByteSize>, stats: &ProcessStats) {
         if let Some(rss) = rss {
             self.bytes(name::PROCESS_RESIDENT, &[], rss);
         }
@@ -338,6 +338,9 @@ impl MetricsWriter {
 
     /// Publishes a reclaimer of the application.
     pub fn reclaimer(self, stats: &lowtide_admission::ReclaimerStats) {
+        if !self.has_detail() {
+            return;
+        }
         let labels = [("reclaimer", shared(&stats.name))];
         self.counter(name::RECLAIMER_CALLS, &labels, stats.calls_total);
         self.counter(name::RECLAIMER_RELEASED, &labels, stats.released_total.get());

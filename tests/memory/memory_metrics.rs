@@ -12,9 +12,9 @@ use lowtide::clock::{Clock, ManualClock};
 use lowtide::config::DeviceChoice;
 use lowtide::decay::DecayTime;
 use lowtide::device::Region;
+use lowtide::memory::Builder;
 use lowtide::metrics::MetricsTier;
 use lowtide::metrics::names::{Kind, Metric, TABLE};
-use lowtide::metrics::process::ProcessStats;
 use lowtide::metrics::record::MetricsWriter;
 use lowtide::{ByteSize, Memory};
 use lowtide_admission::ledger::{Correction, Measured};
@@ -222,17 +222,16 @@ fn the_scrape_and_the_table_say_the_same_once_there_is_a_recorder() {
     assert!(hooks() >= 3);
 }
 
-#[test]
-fn the_basic_tier_publishes_its_metrics_and_no_other() {
+/// Runs a memory with these settings until it has published once.
+fn published(with: fn(Builder) -> Builder) -> Scrape {
     let (clock, tree) = (Arc::new(ManualClock::new()), Tree::new(ByteSize::mib(100)));
     let recorder = recorder::builder().install_recorder().expect("the first of this process");
-    let memory = Memory::builder()
+    let builder = Memory::builder()
         .clock(Arc::clone(&clock) as Arc<dyn Clock>)
         .signals(tree.open())
         .device(DeviceChoice::Host)
-        .device_limit(ByteSize::mib(4))
-        .start()
-        .expect("starts");
+        .device_limit(ByteSize::mib(4));
+    let memory = with(builder).start().expect("starts");
     live(&memory);
     let is_whole = || {
         let text = recorder.render();
@@ -244,7 +243,12 @@ fn the_basic_tier_publishes_its_metrics_and_no_other() {
     };
     advance_until(&clock, TICK, "published and described", is_whole);
     assert!(memory.shutdown(SOON).is_clean());
-    let scrape = Scrape::parse(&recorder.render());
+    Scrape::parse(&recorder.render())
+}
+
+#[test]
+fn the_basic_tier_publishes_its_metrics_and_no_other() {
+    let scrape = published(|builder| builder);
     every_series_stands_in_the_table(&scrape);
     let found: BTreeSet<_> = scrape.kind.keys().map(String::as_str).collect();
     let basic = TABLE.iter().filter(|metric| metric.tier == MetricsTier::Basic);
@@ -254,16 +258,9 @@ fn the_basic_tier_publishes_its_metrics_and_no_other() {
 
 #[test]
 fn the_metrics_of_the_process_can_be_left_to_the_application() {
-    let published = |has_process| {
-        let recorder = PrometheusBuilder::new().build_recorder();
-        let stats = ProcessStats { cpu: Some(SOON), start: Some(SOON), ..ProcessStats::default() };
-        metrics::with_local_recorder(&recorder, || {
-            let to = MetricsWriter::new(MetricsTier::Detail, has_process);
-            to.process(Some(COST), &stats);
-        });
-        Scrape::parse(&recorder.handle().render()).series.len()
-    };
-    assert_eq!((published(true), published(false)), (3, 0));
+    let scrape = published(|builder| builder.metrics(MetricsTier::Detail).process_metrics(false));
+    let of_process = scrape.kind.keys().find(|name| name.starts_with("process_"));
+    assert_eq!(of_process, None);
 }
 
 #[test]

@@ -105,6 +105,9 @@ impl MetricsWriter {
 
     /// Publishes the backend of an arena, and whether the arena is open.
     pub fn arena_info(self, device: &str, arena: &str, backend: Backend, is_open: bool) {
+        if !self.has_detail() {
+            return;
+        }
         let labels = [
             ("device", shared(device)),
             ("arena", shared(arena)),
