@@ -4,8 +4,10 @@
 FROM rust:1.95-bookworm AS build
 WORKDIR /build
 COPY . .
-# Symbol names stay, for heap profiles; the profiler runs from the start. The files are touched because Cargo compares file times: the cached
-# target folder may contain a newer build of other sources.
+# Symbol names stay, for heap profiles; the profiler runs from the start.
+#
+# The files are touched because Cargo compares file times: the cached target folder may contain a newer
+# build of other sources.
 RUN --mount=type=cache,target=/usr/local/cargo/registry \
     --mount=type=cache,target=/build/target \
     find . -path ./target -prune -o -type f -exec touch {} + \
@@ -27,9 +29,10 @@ COPY --from=build /image/ /
 ENV LOWTIDE_PROFILE=low-memory \
     _RJEM_MALLOC_CONF=background_thread:true,max_background_threads:1,narenas:2,dirty_decay_ms:1000,muzzy_decay_ms:0,thp:never,metadata_thp:disabled,cache_oblivious:false
 
-# Why the last run ended, also if it was killed: the recording outlives the process on this volume. A
-# start that cannot write it reports that and goes on.
-ENV LOWTIDE_FLIGHT_RECORDER=/var/lib/lowtide/recording
+# Why the last run ended, also if it was killed, and heap profiles taken as memory grows: both outlive
+# the process on this volume. A start that cannot write them reports that and goes on.
+ENV LOWTIDE_FLIGHT_RECORDER=/var/lib/lowtide/recording \
+    LOWTIDE_HEAP_PROFILE_DIR=/var/lib/lowtide/profiles
 VOLUME /var/lib/lowtide
 
 # jemalloc serves Rust code only. C code allocates from glibc's heap, which would have up to eight

@@ -22,9 +22,11 @@ const PORT: &str = "8080";
 /// The port of the operators' routes, which are served on no other.
 const OPERATORS: &str = "8081";
 const USER: i64 = 10_001;
-/// The folder of the flight recorder in a container, and its variable.
-const RECORDING: &str = "/var/lib/lowtide";
-const RECORDER: &str = "LOWTIDE_FLIGHT_RECORDER";
+/// The folder in a container that outlives the process.
+const STATE: &str = "/var/lib/lowtide";
+/// The variables of what is written there, and the names.
+const WRITTEN: [(&str, &str); 2] =
+    [("LOWTIDE_FLIGHT_RECORDER", "recording"), ("LOWTIDE_HEAP_PROFILE_DIR", "profiles")];
 
 /// Checks all of them.
 pub(super) fn check(all: &Deploying<'_>) {
@@ -36,7 +38,7 @@ pub(super) fn check(all: &Deploying<'_>) {
     all.check_pod_ports();
     all.check_unit();
     all.check_ports();
-    all.check_recording();
+    all.check_state();
 }
 
 /// The value after `NAME=` in a text.
@@ -330,41 +332,43 @@ impl Deploying<'_> {
         self.holds(file, end < patience, &what);
     }
 
-    /// The flight recorder writes into a volume that outlives the process, since the rest is
-    /// read-only.
-    fn check_recording(&self) {
-        let expected = format!("{RECORDING}/recording");
+    /// The flight recorder and the heap profiler write into a volume that outlives the process,
+    /// since the rest is read-only.
+    fn check_state(&self) {
         let image = self.text("Dockerfile");
-        self.same("Dockerfile", RECORDER, set(image, RECORDER), &*expected);
-        let has_volume = image.contains(&format!("\nVOLUME {RECORDING}\n"));
-        self.holds("Dockerfile", has_volume, &format!("no volume {RECORDING}"));
-        let opens = format!("\nchmod 777 \"$root{RECORDING}\"\n");
+        let has_volume = image.contains(&format!("\nVOLUME {STATE}\n"));
+        self.holds("Dockerfile", has_volume, &format!("no volume {STATE}"));
+        let opens = format!("\nchmod 777 \"$root{STATE}\"\n");
         let is_open = self.text("deploy/image-root").contains(&opens);
         self.holds("deploy/image-root", is_open, &format!("no {opens:?}"));
 
-        let proxy = &self.yaml("compose.yaml")[0]["services"]["proxy"];
-        let path = proxy["environment"][RECORDER].as_str();
-        self.same("compose.yaml", RECORDER, path, Some(&*expected));
-        let volumes = strings(&proxy["volumes"]);
-        self.same("compose.yaml", "volumes", volumes, vec![&*format!("recording:{RECORDING}")]);
+        let compose = &self.yaml("compose.yaml")[0]["services"]["proxy"];
+        let volumes = strings(&compose["volumes"]);
+        self.same("compose.yaml", "volumes", volumes, vec![&*format!("recording:{STATE}")]);
 
-        let file = "deploy/kubernetes.yaml";
-        let pod = &self.yaml(file)[0]["spec"]["template"]["spec"];
+        let (manifests, unit) = ("deploy/kubernetes.yaml", "deploy/lowtide-proxy.service");
+        let pod = &self.yaml(manifests)[0]["spec"]["template"]["spec"];
         let proxy = &pod["containers"][0];
-        let mut variables = proxy["env"].as_vec().into_iter().flatten();
-        let path = variables.find(|one| one["name"].as_str() == Some(RECORDER));
-        let path = path.and_then(|one| one["value"].as_str());
-        self.same(file, RECORDER, path, Some(&*expected));
         let (mount, volume) = (&proxy["volumeMounts"][0], &pod["volumes"][0]);
-        self.same(file, "mountPath", mount["mountPath"].as_str(), Some(RECORDING));
-        self.same(file, "volume", &mount["name"], &volume["name"]);
-        let is_kept = volume["emptyDir"].as_hash().is_some();
-        self.holds(file, is_kept, "the recording is in no emptyDir");
+        self.same(manifests, "mountPath", mount["mountPath"].as_str(), Some(STATE));
+        self.same(manifests, "volume", &mount["name"], &volume["name"]);
+        // 32 MiB of profiles of a run, those of earlier ones, and the recording.
+        let size = volume["emptyDir"]["sizeLimit"].as_str();
+        self.same(manifests, "sizeLimit of the emptyDir", size, Some("64Mi"));
 
-        let (file, unit) =
-            ("deploy/lowtide-proxy.service", self.text("deploy/lowtide-proxy.service"));
-        let path = format!("/var/lib/{}/recording", set(unit, "StateDirectory"));
-        self.same(file, RECORDER, set(unit, RECORDER), &*path);
+        for (variable, name) in WRITTEN {
+            let expected = format!("{STATE}/{name}");
+            self.same("Dockerfile", variable, set(image, variable), &*expected);
+            let path = compose["environment"][variable].as_str();
+            self.same("compose.yaml", variable, path, Some(&*expected));
+            let mut variables = proxy["env"].as_vec().into_iter().flatten();
+            let path = variables.find(|one| one["name"].as_str() == Some(variable));
+            let path = path.and_then(|one| one["value"].as_str());
+            self.same(manifests, variable, path, Some(&*expected));
+            let text = self.text(unit);
+            let path = format!("/var/lib/{}/{name}", set(text, "StateDirectory"));
+            self.same(unit, variable, set(text, variable), &*path);
+        }
     }
 
     /// Bug: `/memory` was shown at the clients' port, which forwards it to the upstream.
