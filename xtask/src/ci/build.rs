@@ -19,7 +19,10 @@ pub(super) fn text(_: Length) -> Outcome {
 }
 
 pub(super) fn clippy(_: Length) -> Outcome {
-    Ok(cargo("clippy --locked --workspace --all-targets -- -D warnings").run()?)
+    let lint = |what: &str| cargo(&format!("clippy --locked {what} -- -D warnings"));
+    lint("--workspace --all-targets").run()?;
+    // The benches of the heap profiler.
+    Ok(with_jemalloc(lint("-p lowtide-benches --features profiling --benches")).run()?)
 }
 
 pub(super) fn published() -> Result<Vec<Package>, String> {
