@@ -8,7 +8,7 @@ import { createRequire } from "node:module";
 import { open, until } from "./browser.mjs";
 
 const [program, chromium, pictures] = process.argv.slice(2);
-const BYTES_MAX = 150 << 10, FIRST_MAX_MS = 1000;
+const BYTES_MAX = 60_000, FIRST_MAX_MS = 1000;
 const RULES = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa"];
 const axe = readFileSync(createRequire(import.meta.url).resolve("axe-core/axe.min.js"), "utf8");
 const faults = [];

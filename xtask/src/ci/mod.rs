@@ -16,6 +16,7 @@ mod package;
 mod system;
 
 pub(crate) use build::executables;
+pub(crate) use system::{Build, page_check};
 
 use std::collections::BTreeSet;
 use std::fs::{self, File};
@@ -30,7 +31,7 @@ use crate::tree::{Faults, Tree};
 
 /// The reason why a job did not pass.
 #[derive(Debug)]
-enum Stop {
+pub(crate) enum Stop {
     /// It cannot run on this machine.
     Skipped(String),
     Failed(String),

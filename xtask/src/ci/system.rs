@@ -2,7 +2,8 @@
 
 use std::{env, fs};
 
-use super::{Length, Outcome, skip};
+use super::build::target;
+use super::{Length, Outcome, Stop, skip};
 use crate::run::{FOLDER, Run, cargo, has};
 use crate::tree::{self, Tree};
 
@@ -80,16 +81,30 @@ pub(super) fn dashboards(_: Length) -> Outcome {
 
 /// The page at /memory of the proxy under load: errors, rules of WCAG, keys, widths.
 pub(super) fn page(_: Length) -> Outcome {
+    Ok(page_check(Build::Debug)?.run()?)
+}
+
+/// The build of a program.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Build {
+    Debug,
+    Release,
+}
+
+/// Builds the proxy, and returns the command that checks its page.
+pub(crate) fn page_check(build: Build) -> Result<Run, Stop> {
     if !has("chromium") || !has("npm") {
-        return skip("no chromium or no npm");
+        return Err(Stop::Skipped("no chromium or no npm".to_owned()));
     }
     let install = "ci --prefix .ci/page --no-audit --no-fund --loglevel=error";
-    if let Err(error) = Run::new("npm").words(install).run() {
-        return skip(error);
-    }
-    cargo("build --locked --example proxy").run()?;
-    let check = Run::new("node").words(".ci/page/check.mjs target/debug/examples/proxy chromium");
-    Ok(check.run()?)
+    Run::new("npm").words(install).run().map_err(Stop::Skipped)?;
+    let (profile, folder) = match build {
+        Build::Debug => ("dev", "debug"),
+        Build::Release => ("release", "release"),
+    };
+    cargo(&format!("build --locked --profile {profile} --example proxy")).run()?;
+    let proxy = target().join(folder).join("examples/proxy");
+    Ok(Run::new("node").arg(".ci/page/check.mjs").arg(proxy).arg("chromium"))
 }
 
 /// Each exits with 1 if a bound does not hold.

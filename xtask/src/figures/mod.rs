@@ -45,6 +45,7 @@ fn count(things: usize) -> f64 {
 }
 
 /// A function that measures one or more figures of a subject.
+#[derive(Clone, Copy)]
 struct Measure {
     /// The names of the figures that it prints.
     names: &'static [&'static str],
@@ -73,8 +74,8 @@ pub(crate) struct Arguments {
     /// The subject.
     #[arg(required_unless_present = "list")]
     subject: Option<String>,
-    /// Measures this figure of `workspace`, `arena`, `gpu`, `measured` or `room` alone; may be
-    /// repeated.
+    /// Measures this figure of `workspace`, `arena`, `gpu`, `measured`, `room` or `questions`
+    /// alone, by the name that is printed; may be repeated.
     #[arg(long, value_name = "FIGURE")]
     only: Vec<String>,
     /// Lists the subjects.
@@ -122,7 +123,6 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), String> {
             let c = cargo("bench --locked --bench c").run();
             onnx_runtime.and(candle).and(c)
         }
-        // Among the figures of `questions`.
         "questions" => questions::run(&arguments.only),
         "envoy" => Run::new(".ci/envoy").run(),
         other => {
@@ -141,15 +141,22 @@ fn workspace(only: &[String]) -> Result<(), String> {
     result
 }
 
-/// Measures these figures of a subject, or all, and prints them.
+/// Measures these figures of a subject, or all, and prints them. A name may begin with that of the
+/// subject, as it is printed.
 fn measure(subject: &str, measures: &[Measure], only: &[String]) -> Result<(), String> {
     let all: Vec<_> = measures.iter().flat_map(|measure| measure.names).copied().collect();
-    if let Some(unknown) = only.iter().find(|name| !all.contains(&name.as_str())) {
-        return Err(format!("unknown figure {unknown:?}: expected one of {}", all.join(", ")));
+    let prefix = format!("{subject}.");
+    let mut chosen = Vec::new();
+    for name in only {
+        let short = name.strip_prefix(&prefix).unwrap_or(name);
+        if !all.contains(&short) {
+            return Err(format!("unknown figure {name:?}: expected one of {}", all.join(", ")));
+        }
+        chosen.push(short);
     }
     let mut failed = Vec::new();
     for measure in measures {
-        let is_chosen = |name: &&str| only.is_empty() || only.iter().any(|one| one == name);
+        let is_chosen = |name: &&str| chosen.is_empty() || chosen.contains(name);
         if !measure.names.iter().any(is_chosen) {
             continue;
         }
@@ -178,4 +185,23 @@ fn print(subject: &str, figure: &Figure) -> bool {
         }
     }
     holds
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn run() -> Result<Vec<Figure>, String> {
+        Err("it ran".to_owned())
+    }
+
+    #[test]
+    fn a_figure_is_chosen_by_the_name_that_is_printed_and_without_its_subject() {
+        let measures = [Measure { names: &["leak.seconds"], run }];
+        let of = |name: &str| measure("room", &measures, &[name.to_owned()]);
+        let ran = Err("leak.seconds: it ran".to_owned());
+        assert_eq!((of("room.leak.seconds"), of("leak.seconds")), (ran.clone(), ran));
+        let unknown = "unknown figure \"room.gone\": expected one of leak.seconds";
+        assert_eq!(of("room.gone"), Err(unknown.to_owned()));
+    }
 }
