@@ -1,9 +1,9 @@
 //! The controller in virtual time, with many seeds; `crates/admission/tests/admission/simulated.rs`
 //! runs a few.
 //!
-//! Scenarios, each from a seed; a month of days; goodput beside the best fixed budget; and the
-//! advice on smaller limits beside what they do. A run that fails is shown with its seed and can be
-//! run again alone.
+//! Scenarios, each from a seed; a month of days; goodput compared with the best fixed budget, and
+//! the advice on smaller limits compared with their effect. A run that fails is shown with its seed
+//! and can be run again alone.
 //!
 //! Exit codes: 0 all held; 1 one failed.
 #![expect(clippy::print_stdout, clippy::print_stderr, reason = "a program that shows something")]
@@ -176,7 +176,7 @@ fn compared(seeds: u64) -> usize {
     failed
 }
 
-/// The advice on smaller limits beside what they do; how many runs were killed.
+/// Compares the advice on smaller limits with their effect. Returns the number of killed runs.
 fn advised(seeds: u64) -> usize {
     let mut all = Vec::new();
     for mix in MIXES {

@@ -2,9 +2,9 @@
 //! the log.
 //!
 //! Each incident runs in a process of its own (`--only NAME` runs one), with the real heap, and is
-//! answered if the texts that an operator sees name the cause. A seventh question, who holds a
-//! GPU, needs a driver: the figure of `cargo xtask figures questions` stages it with the tests of
-//! the fake driver.
+//! answered if the texts that an operator sees name the cause. The eighth question, who holds a
+//! GPU, needs a driver: `cargo xtask figures questions` stages it with the tests of the fake
+//! driver.
 //!
 //! Exit codes: 0 every question was answered; 1 one was not.
 #![expect(clippy::print_stdout, clippy::print_stderr, reason = "a program that prints figures")]
@@ -22,6 +22,8 @@ use crate::incidents::{INCIDENTS, Incident, LOGGED};
 
 lowtide::global_allocator!(balanced, prof: true, lg_prof_sample: 19);
 
+/// The incidents that the log must name: those of [`LOGGED`], an eviction and rejections.
+const NAMED_IN_LOG: usize = LOGGED.len() + 2;
 /// The time within which an answer must be found.
 const MINUTE: Duration = Duration::from_secs(60);
 
@@ -69,19 +71,18 @@ fn run(only: Option<&str>) -> Result<bool, BoxError> {
         print!("{text}");
         let in_time = begin.elapsed() <= MINUTE;
         let is_answered = child.status.success() && in_time;
-        answered += u32::from(is_answered && nth < INCIDENTS.len());
-        logged += u32::from(text.contains("\nlog: "));
+        answered += usize::from(is_answered && nth < INCIDENTS.len());
+        logged += usize::from(text.contains("\nlog: "));
         if !is_answered {
             let error = String::from_utf8_lossy(&child.stderr);
             println!("{}: not answered (in time: {in_time}): {error}", incident.name);
         }
     }
-    let all = u32::try_from(INCIDENTS.len())?;
-    println!("figure questions.staged {all} questions");
+    let all = INCIDENTS.len();
     println!("figure questions.staged_answered {answered} questions");
     println!("figure questions.logs.named {logged} incidents");
-    println!("figure questions.logs.staged {} incidents", LOGGED.len() + 2);
-    Ok(answered == all && logged as usize == LOGGED.len() + 2)
+    println!("of {all} questions and {NAMED_IN_LOG} incidents of the log");
+    Ok(answered == all && logged == NAMED_IN_LOG)
 }
 
 fn stage(incident: &Incident) -> Result<(), BoxError> {

@@ -98,7 +98,7 @@ fn run(cli: &Cli) -> Result<bool, BoxError> {
         match role {
             Role::Grow => killed::grow(needed?, cli.growth, cli.rate)?,
             Role::Tell => killed::tell(needed?)?,
-            Role::Serve => recorder::serve(recording)?,
+            Role::Serve => recorder::serve(needed?)?,
             Role::Idle => recorder::idle(recording)?,
         }
         return Ok(true);

@@ -345,7 +345,6 @@ async fn smaller_limit() -> Result<Answer, BoxError> {
     // Requests of 4 MiB, of which 64 run at the same time.
     let mut running = std::collections::VecDeque::new();
     let begin = Instant::now();
-    let mut last = Value::Null;
     while begin.elapsed() < Duration::from_secs(15) {
         for _ in 0..16 {
             running.push_back(admission.try_admit(Cost::host(ByteSize::mib(4))));
@@ -355,13 +354,9 @@ async fn smaller_limit() -> Result<Answer, BoxError> {
         }
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
-    let endpoints = Endpoints::new(Some(memory.clone()));
-    let request = Request::get("/memory?with=limit_advice&limit=256Mi").body(())?;
-    if let Some(answer) = endpoints.answer_request(&request) {
-        last = serde_json::from_slice(answer.body())?;
-    }
-    let at = &last["limit_advice"]["at"];
-    let share = at["rejected_share"].as_f64().ok_or_else(|| format!("no forecast: {last}"))?;
+    let told = document(&memory, "limit_advice&limit=256Mi")?;
+    let at = &told["limit_advice"]["at"];
+    let share = at["rejected_share"].as_f64().ok_or_else(|| format!("no forecast: {told}"))?;
     if share < 0.05 {
         return Err(format!("too few would be rejected: {at}").into());
     }

@@ -1,7 +1,7 @@
 //! Services that grow until the kernel kills them, and what the next start says of them.
 //!
 //! Each run has a cgroup of its own, and so has the start that follows, as with a container that is
-//! restarted: the kernel's count of kills begins anew. Controls are killed far below the limit.
+//! restarted: the kernel's count of kills starts at zero. Controls are killed far below the limit.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -113,7 +113,7 @@ pub(crate) fn measure() -> Result<bool, BoxError> {
         println!("control: {cause}: {summary}");
         false_alarms += u32::from(cause != "killed");
     }
-    println!("figure questions.killed.runs {runs} runs");
+    println!("of {runs} runs and {CONTROLS} controls");
     println!("figure questions.killed.cause_told {told} runs");
     println!("figure questions.killed.false_alarms {false_alarms} controls");
     Ok(told == runs && false_alarms == 0)

@@ -1,9 +1,10 @@
 //! Services that grow until they are killed: does a heap profile name the function that grew?
 //!
 //! `cargo bench -p lowtide-benches --features profiling --bench questions_killed_profile`. Each run
-//! is a process of its own in a memory cgroup, which the kernel kills, or without one, under
-//! `Builder::memory_limit`, which this program kills as it says that it is full. The profiles are
-//! read from the folder afterwards, as an operator does: the newest against the oldest of the run.
+//! is a process of its own in a memory cgroup, and the kernel kills it. If no cgroup can be made,
+//! the process runs under `Builder::memory_limit`, and this program kills it once it reports that
+//! it is full. Afterwards the newest profile in the folder is compared with the oldest of the run,
+//! as an operator does.
 //!
 //! Invariant: a run counts only if the process was killed by signal 9.
 #![expect(clippy::print_stdout, reason = "a program that prints figures")]
@@ -87,7 +88,7 @@ fn measure() -> Result<(), BoxError> {
             named += u64::from(found.contains(site));
         }
     }
-    println!("figure questions.killed.profile_runs {runs} runs");
+    println!("of {runs} runs");
     println!("figure questions.killed.profile_named {named} runs");
     if named == runs { Ok(()) } else { Err(format!("{} runs without a name", runs - named).into()) }
 }

@@ -31,15 +31,12 @@ const REQUESTS: usize = 64;
 /// The length that each declares.
 const LENGTH: u64 = 1 << 20;
 
-/// Is a service under steady load, with a recorder if a path is given. Prints its figures after
-/// [`SETTLE`] and [`COUNTED`].
-pub(crate) fn serve(recording: Option<&Path>) -> Result<(), BoxError> {
+/// Is a service under steady load with a recorder. Prints its figures after [`SETTLE`] and
+/// [`COUNTED`].
+pub(crate) fn serve(recording: &Path) -> Result<(), BoxError> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    let mut builder = Memory::builder().memory_limit(ByteSize::gib(1));
-    if let Some(path) = recording {
-        builder = builder.flight_recorder(path);
-    }
-    let memory = builder.start()?;
+    let builder = Memory::builder().memory_limit(ByteSize::gib(1));
+    let memory = builder.flight_recorder(recording).start()?;
     for found in memory.diagnostics() {
         eprintln!("{found}");
     }

@@ -1,4 +1,4 @@
-//! The advice on a smaller limit beside what that limit does.
+//! Compares the advice on a smaller limit with the effect of that limit.
 //!
 //! Traffic is recorded with a large limit. Then the same traffic runs with the smallest limit that
 //! the record advises, and with half of it.

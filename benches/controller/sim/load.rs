@@ -85,7 +85,7 @@ impl Load {
         }
     }
 
-    /// The same load so many times.
+    /// Returns this load multiplied by `factor`.
     pub(crate) fn times(self, factor: f64) -> Self {
         match self {
             Self::Constant(load) => Self::Constant(factor * load),
