@@ -20,9 +20,9 @@ use crate::text::names::{Kind, TABLE};
 /// Labels that Prometheus gives each series it scrapes; `namespace` and `pod` in Kubernetes only,
 /// and elsewhere they are empty.
 const TARGET: [&str; 4] = ["namespace", "job", "pod", "instance"];
-/// The label that panels choose by besides, where a series has it.
+/// A further label by which panels select, if a series has it.
 const DEVICE: &str = "device";
-/// Stand for Grafana's variables, which do not parse: ranges that nobody writes.
+/// Replace Grafana's variables, which do not parse. No query has these ranges itself.
 const RATE_INTERVAL: &str = "4m17s";
 const RANGE: &str = "3m51s";
 /// Functions over a range that choose among its values, so that a panel may fix the range.
