@@ -22,8 +22,6 @@ const BENCHES: &[Bench] = &[
     Bench {
         arguments: "bench --locked --bench flight",
         figures: &[
-            ("questions.killed.cause_told", None),
-            ("questions.killed.false_alarms", None),
             ("questions.recorder.cpu_percent", None),
             ("questions.recorder.allocations", None),
             ("questions.recorder.memory_bytes", None),
@@ -31,8 +29,12 @@ const BENCHES: &[Bench] = &[
     },
     Bench {
         arguments: "bench --locked -p lowtide-benches --features profiling \
-                    --bench questions_killed_profile",
-        figures: &[("questions.killed.profile_named", None)],
+                    --bench questions_killed",
+        figures: &[
+            ("questions.killed.cause_told", None),
+            ("questions.killed.profile_named", None),
+            ("questions.killed.false_alarms", None),
+        ],
     },
     Bench {
         arguments: "bench --locked -p lowtide-benches --features profiling \

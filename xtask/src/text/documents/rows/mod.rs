@@ -146,7 +146,7 @@ pub(crate) const FIGURES: &[(&str, &str, &str)] = &[
     ("docs/OPERATING.md", "| one sample in 16 MiB | +0.9 % | +5 % | +7 % | +0.9 MiB |", "measured"),
     ("docs/OPERATING.md", "jemalloc's own interval of 512 KiB", "jemalloc's"),
     ("docs/OPERATING.md", "that grew by 5 to 600 MiB/s until the kernel killed", "measured"),
-    ("docs/OPERATING.md", "killed_profile.rs`; limit 192 MiB", "the bench's limit"),
+    ("docs/OPERATING.md", "killed.rs`; limit 192 MiB", "the bench's limit"),
     ("docs/OPERATING.md", "With one sample in 16 MiB, which costs less, 1 of 80", "measured"),
     ("docs/OPERATING.md", "with 8 MiB, none of 60 did", "measured"),
     ("docs/DEPLOYING.md", "(the default from 23.0 on)", "Docker's"),
