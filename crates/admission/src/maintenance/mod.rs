@@ -15,6 +15,7 @@ mod devices;
 mod jobs;
 mod pacer;
 mod purging;
+mod saturation;
 mod settings;
 mod state;
 mod worker;
@@ -42,6 +43,7 @@ use super::signal::Limit;
 use account::Account;
 use devices::{DeviceAccount, Turns};
 use purging::{Growth, purgeable_now};
+use saturation::Saturation;
 
 pub use devices::DeviceFigures;
 pub use jobs::{Job, JobQueue, Jobs, Trigger};
@@ -189,6 +191,7 @@ pub struct Maintenance {
     loaded_at: Option<Moment>,
     growth: Growth,
     exhaustion: Exhaustion,
+    saturation: Saturation,
     decayed_at: Option<Moment>,
     published_at: Option<Moment>,
     /// The time of the last device sample.
@@ -238,6 +241,7 @@ impl Maintenance {
             loaded_at: None,
             growth: Growth::new(),
             exhaustion: Exhaustion::new(settings.exhaustion_policy),
+            saturation: Saturation::default(),
             decayed_at: None,
             published_at: None,
             looked_at: None,
@@ -301,6 +305,7 @@ impl Maintenance {
         self.admission.tend_queue(now);
         let mut jobs = Jobs::default();
         self.look_for_exhaustion(&sample, &stats, now, &mut jobs);
+        self.saturate(&stats, now);
         self.decide_purge(&sample, &stats, now, &mut jobs);
         self.climb(now, &mut jobs);
         let resources_due = self.resources.next_due();

@@ -18,9 +18,9 @@ pub(super) const ALL: [&str; 4] =
 const END_S: u64 = 5;
 /// The time that `docker stop` waits before it kills, in seconds.
 const DOCKER_STOP_S: u64 = 10;
-const PORT: &str = "8080";
+pub(super) const PORT: &str = "8080";
 /// The port of the operators' routes, which are served on no other.
-const OPERATORS: &str = "8081";
+pub(super) const OPERATORS: &str = "8081";
 const USER: i64 = 10_001;
 /// The folder in a container that outlives the process.
 const STATE: &str = "/var/lib/lowtide";
@@ -51,23 +51,29 @@ fn strings(of: &Yaml) -> Vec<&str> {
     of.as_vec().map(|all| all.iter().filter_map(Yaml::as_str).collect()).unwrap_or_default()
 }
 
-fn text_of(of: &Yaml) -> &str {
+pub(super) fn text_of(of: &Yaml) -> &str {
     of.as_str().unwrap_or_default()
 }
 
 impl Deploying<'_> {
     /// Adds a fault of a file if the condition does not hold.
-    fn holds(&self, file: &str, holds: bool, what: &str) {
+    pub(super) fn holds(&self, file: &str, holds: bool, what: &str) {
         self.expect(holds, || format!("{file}: {what}"));
     }
 
     /// Adds a fault of a file if the values differ.
-    fn same<T: PartialEq + std::fmt::Debug>(&self, file: &str, what: &str, is: T, expected: T) {
+    pub(super) fn same<T: PartialEq + std::fmt::Debug>(
+        &self,
+        file: &str,
+        what: &str,
+        is: T,
+        expected: T,
+    ) {
         self.expect(is == expected, || format!("{file}: {what}: {is:?}: expected {expected:?}"));
     }
 
     /// The documents of a file; one that cannot be read is a fault of its own.
-    fn yaml(&self, file: &str) -> Vec<Yaml> {
+    pub(super) fn yaml(&self, file: &str) -> Vec<Yaml> {
         let documents = YamlLoader::load_from_str(self.text(file)).unwrap_or_default();
         self.holds(file, !documents.is_empty(), "no document");
         if documents.is_empty() { vec![Yaml::BadValue] } else { documents }
@@ -178,6 +184,9 @@ impl Deploying<'_> {
         self.same(file, "swap of the proxy", &proxy["memswap_limit"], &proxy["mem_limit"]);
         let profile = proxy["environment"]["LOWTIDE_PROFILE"].as_str();
         self.same(file, "LOWTIDE_PROFILE", profile, Some("low-memory"));
+        let version = self.code.within("Cargo.toml", "\nversion = \"", "\"");
+        let service = proxy["environment"]["LOWTIDE_SERVICE_VERSION"].as_str();
+        self.same(file, "LOWTIDE_SERVICE_VERSION", service, Some(&*version));
         let patience = self.seconds(file, text_of(&proxy["stop_grace_period"]));
         let end = self.image_end_s();
         let what = format!("stop_grace_period {patience} s: expected more than {end} s");
@@ -256,6 +265,8 @@ impl Deploying<'_> {
             all.into_iter().find(|one| one["name"].as_str() == Some(name))?["value"].as_str()
         };
         self.same(file, "LOWTIDE_PROFILE", env("LOWTIDE_PROFILE"), Some("low-memory"));
+        let service = env("LOWTIDE_SERVICE_VERSION");
+        self.same(file, "LOWTIDE_SERVICE_VERSION, as the image", service, Some(&*version));
         let [drain, grace] = ["PROXY_DRAIN", "PROXY_GRACE"]
             .map(|name| self.seconds(file, env(name).unwrap_or_default()));
         // The image has no shell to sleep in.
