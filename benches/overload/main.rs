@@ -27,6 +27,8 @@ mod charge;
 #[path = "../../examples/proxy/embed.rs"]
 mod embed;
 mod envoy;
+#[path = "../envoy/mod.rs"]
+mod envoy_process;
 mod figures;
 #[path = "../../examples/proxy/forward.rs"]
 mod forward;
@@ -42,6 +44,7 @@ mod model;
 mod modes;
 mod oracle;
 mod policy;
+mod process;
 mod runner;
 mod schedule;
 mod service;
