@@ -203,6 +203,7 @@ fn all(cli: &Cli) -> Result<bool, BoxError> {
         sending: Sending {
             body_millis: schedule::millis(cli.body),
             is_chunked: cli.chunked,
+            copies: 0,
             has_giants: cli.giants,
         },
         one_copy: cli.one_copy,
