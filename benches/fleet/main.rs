@@ -70,6 +70,7 @@ lowtide::global_allocator!(balanced);
 
 #[derive(Clone, Debug, Parser)]
 #[command(about = "Three services with different memory limits behind Envoy")]
+#[expect(clippy::struct_excessive_bools, reason = "arguments of a command")]
 struct Cli {
     /// Envoy's program.
     #[arg(long, value_name = "FILE")]
@@ -92,8 +93,8 @@ struct Cli {
     /// Further copies of its body that each request holds, besides two.
     #[arg(long, default_value_t = 2)]
     copies: u32,
-    /// Memory that each service holds from its start, such as a model.
-    #[arg(long, default_value = "0")]
+    /// Memory that each service holds from its start, such as a cache or a small model.
+    #[arg(long, default_value = "32m")]
     resident: ByteSize,
     /// The time that is offered load and does not count: more than Envoy's blackout period.
     #[arg(long, default_value = "20s", value_parser = humantime::parse_duration)]

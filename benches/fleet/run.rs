@@ -24,6 +24,9 @@ pub(crate) const LIMITS: [ByteSize; 3] =
     [ByteSize::mib(128), ByteSize::mib(256), ByteSize::mib(512)];
 /// The body, collected whole, and a copy of it.
 const COPIES: u32 = 2;
+/// The time that is offered load after the time that counts, so that its last requests meet the same
+/// load as the others.
+const AFTER: Duration = Duration::from_secs(3);
 /// The time between two looks at the weights.
 const LOOK_EVERY: Duration = Duration::from_millis(250);
 
@@ -106,8 +109,11 @@ impl Run {
         let Self { has_retries, is_quick, .. } = *self;
         let changes = Changes { policy, has_retries, is_quick };
         let balancer = Balancer::start(&self.envoy, changes, &addresses)?;
-        let mut offer = Offer::steady(self.mix, self.rate(), self.warm + self.lasts, self.seed);
+        let mut offer =
+            Offer::steady(self.mix, self.rate(), self.warm + self.lasts + AFTER, self.seed);
         offer.sending = Sending { copies: self.copies, ..Sending::default() };
+        let at = self.warm..self.warm + self.lasts;
+        let offered = offer.arrivals().iter().filter(|one| at.contains(&one.at)).count() as u64;
         let order = Order { to: balancer.front, offer };
         let mut command = process::own()?;
         command.arg("--generate").arg(serde_json::to_string(&order)?);
@@ -128,7 +134,7 @@ impl Run {
         let tally: Tally =
             serde_json::from_str(&text).map_err(|error| format!("no tally: {error}"))?;
         let oom_kills = services.into_iter().map(Service::end).sum::<Result<u64, BoxError>>()?;
-        Ok(Outcome { oom_kills, ..self.outcome(&tally, looks) })
+        Ok(Outcome { oom_kills, ..self.outcome(&tally, offered, &looks) })
     }
 
     /// Looks at the weights until the load is over.
@@ -156,31 +162,25 @@ impl Run {
         Ok(looks)
     }
 
-    fn outcome(&self, tally: &Tally, looks: Looks) -> Outcome {
-        let warm_ms = self.warm.as_secs_f64() * 1e3;
-        let counted: Vec<_> = tally.seen.iter().filter(|one| one.at >= warm_ms).collect();
+    fn outcome(&self, tally: &Tally, offered: u64, looks: &Looks) -> Outcome {
+        let millis = |time: Duration| time.as_secs_f64() * 1e3;
+        let at = millis(self.warm)..millis(self.warm + self.lasts);
+        let counted: Vec<_> = tally.seen.iter().filter(|one| at.contains(&one.at)).collect();
         let number = |fate: Fate| counted.iter().filter(|one| one.fate == fate).count() as u64;
         let served = counted.iter().filter(|one| one.fate == Fate::Served);
         let bytes: u64 = served.map(|one| one.bytes).sum();
         let late: Vec<f64> = counted.iter().map(|one| one.late).collect();
-        let services = 0..LIMITS.len();
-        let [first, last] = [looks.counted.first(), looks.counted.last()];
-        let requests = |at: usize, look: Option<&Vec<Seen>>| look.map_or(0, |all| all[at].requests);
+        let (served, shed) = (number(Fate::Served), number(Fate::Shed));
         Outcome {
-            goodput_mib: ByteSize::new(bytes).as_f64()
-                / ByteSize::mib(1).as_f64()
+            goodput_mib: part(ByteSize::new(bytes).as_f64(), ByteSize::mib(1).as_f64())
                 / self.lasts.as_secs_f64(),
-            offered: counted.len() as u64,
-            served: number(Fate::Served),
-            shed: number(Fate::Shed),
-            failed: number(Fate::Failed),
-            requests: services.clone().map(|at| requests(at, last) - requests(at, first)).collect(),
-            weights: services
-                .map(|at| {
-                    let all = looks.counted.iter().map(|all| count(all[at].weight));
-                    quantile(&all.collect::<Vec<_>>(), 0.5)
-                })
-                .collect(),
+            offered,
+            served,
+            shed,
+            // Those without an answer too.
+            failed: offered.saturating_sub(served + shed),
+            requests: looks.requests(),
+            weights: looks.weights(),
             oom_kills: 0,
             late_ms: quantile(&late, 0.99),
             busy: looks.busy,
@@ -194,6 +194,26 @@ struct Looks {
     counted: Vec<Vec<Seen>>,
     ticks: Option<Ticks>,
     busy: f64,
+}
+
+impl Looks {
+    /// Returns the requests at each service.
+    fn requests(&self) -> Vec<u64> {
+        let (Some(first), Some(last)) = (self.counted.first(), self.counted.last()) else {
+            return Vec::new();
+        };
+        let pairs = first.iter().zip(last);
+        pairs.map(|(first, last)| last.requests.saturating_sub(first.requests)).collect()
+    }
+
+    /// Returns the median weight of each service.
+    fn weights(&self) -> Vec<f64> {
+        let weights = |at: usize| {
+            let all = self.counted.iter().filter_map(|look| look.get(at));
+            quantile(&all.map(|one| count(one.weight)).collect::<Vec<_>>(), 0.5)
+        };
+        (0..LIMITS.len()).map(weights).collect()
+    }
 }
 
 impl Outcome {
