@@ -567,6 +567,7 @@ fn running(shared: &Shared) -> Running {
         admission: shared.admission.clone(),
         events: Arc::clone(&shared.events),
         flight: Arc::clone(&shared.flight),
+        state: Arc::clone(&shared.state),
     }
 }
 

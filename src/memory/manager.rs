@@ -12,6 +12,8 @@ use crate::bytes::ByteSize;
 #[cfg(feature = "service")]
 use crate::clock::Moment;
 use crate::config::Config;
+#[cfg(feature = "service")]
+use lowtide_admission::PressureState;
 use lowtide_admission::{Admission, Budget, Cost, Job, Trigger};
 use lowtide_admission::{Level, LimitAdvice, Mappings, RequestMemory, RouteUsage, TenantUsage};
 use lowtide_heap::HeapSizeClass;
@@ -91,6 +93,13 @@ pub(crate) fn add_request_event(admission: &Admission, at: Duration, route: &str
     {
         running.events.add(at, "cancel", route, text);
     }
+}
+
+/// Returns what the control loop publishes, if the admission belongs to a `Memory`.
+#[cfg(feature = "service")]
+pub(crate) fn published_state(admission: &Admission) -> Option<Arc<PressureState>> {
+    let running = admission.kept()?.downcast_ref::<Running>()?;
+    Some(Arc::clone(&running.state))
 }
 
 /// The time for which mappings are kept.

@@ -90,6 +90,9 @@ pub(crate) struct Reservation {
 /// The part of the allowance that suspended requests may reserve. An estimate: a claim of three
 /// quarters still fits beside them, and bodies of a whole second do in most services.
 const SUSPENDED_PART: u64 = 4;
+/// The most that [`Ledger::utilization`] returns. A bound, so that the average of what an allowance
+/// of some bytes makes of it ends soon.
+const UTILIZATION_MAX: f64 = 100.0;
 
 /// The account of one budget. Starts without a limit, until the first correction. Reservations are
 /// made only through [`Admission`](super::admission::Admission), whose permits release exactly what
@@ -647,6 +650,22 @@ impl Ledger {
         let is_alone = self.requests() <= few(self.ceiling());
         let shared = if is_alone { ByteSize::ZERO } else { self.ceiling() };
         Room { all: self.request_room(), shared }
+    }
+
+    /// Returns the reserved part of the allowance; `None` if no limit is known. Above 1 if more is
+    /// reserved than allowed, at most 100. An allowance of zero is used up.
+    #[doc(hidden)]
+    #[must_use]
+    #[expect(clippy::cast_precision_loss, reason = "a ratio")]
+    pub fn utilization(&self) -> Option<f64> {
+        let (reserved, allowance) = (self.reserved(), self.allowance());
+        if allowance == ByteSize::MAX {
+            return None;
+        }
+        if allowance.is_zero() && reserved.is_zero() {
+            return Some(1.0);
+        }
+        Some((reserved.get() as f64 / allowance.get() as f64).min(UTILIZATION_MAX))
     }
 
     /// Returns the most bytes that may be held in total, or [`ByteSize::MAX`] if no limit is known.

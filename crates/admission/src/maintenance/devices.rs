@@ -70,6 +70,11 @@ impl DeviceAccount {
         self.account.correct(&self.admission, measured);
     }
 
+    /// Returns the reserved part of the allowance; `None` without a limit.
+    pub(super) fn utilization(&self) -> Option<f64> {
+        self.admission.ledger(Budget::Device).utilization()
+    }
+
     /// Returns `true` while requests hold bytes of the device.
     pub(super) fn is_held(&self) -> bool {
         !self.admission.ledger(Budget::Device).requests().is_zero()
