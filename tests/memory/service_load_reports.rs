@@ -131,6 +131,22 @@ fn a_report_has_what_is_reserved_and_the_rates() {
     drop(held);
 }
 
+/// Bug: an idle service reported 0, for which Envoy logs an error with each response.
+#[test]
+fn an_idle_service_reports_a_utilization_that_balancers_accept() {
+    let admission = admission();
+    let clock = Arc::new(ManualClock::new());
+    let layer = MemoryLayer::new(admission, Constant::new(Cost::ZERO)).clock(clock.clone());
+    let layer = layer.with_load_reports(LoadReportFormat::Text);
+    for _ in 0..20 {
+        clock.advance(SECOND / 10);
+        get(&layer);
+    }
+    let report = report(&layer);
+    assert_eq!(report["named_metrics.host_utilization"], 0.0, "{report:?}");
+    assert_eq!(report["application_utilization"], 0.01, "{report:?}");
+}
+
 #[test]
 fn without_a_limit_there_is_no_utilization() {
     let (layer, _clock) = layer(&Admission::new(), LoadReportFormat::Text);

@@ -32,6 +32,11 @@ use crate::sync::{Mutex, lock};
 use super::LoadReportFormat;
 use super::report::LoadReport;
 
+/// The least utilization of a service with a limit. Balancers ignore a report without one, and Envoy
+/// logs an error for each. Below it, the weight is in proportion to the rate of requests, so an idle
+/// fleet keeps its shares.
+const UTILIZATION_MIN: f64 = 0.01;
+
 /// The header of responses, and the metadata of gRPC.
 static METRICS: HeaderName = HeaderName::from_static("endpoint-load-metrics");
 static METRICS_BIN: HeaderName = HeaderName::from_static("endpoint-load-metrics-bin");
@@ -255,7 +260,7 @@ impl LoadReports {
         let application_utilization = if is_shedding {
             Some(fullest.unwrap_or(0.0).max(1.0) * rates.demand())
         } else {
-            fullest
+            fullest.map(|fullest| fullest.max(UTILIZATION_MIN))
         };
         let mem_utilization = self.state.as_ref().and_then(|state| {
             let (physical, limit) = (state.physical(), state.limit());
