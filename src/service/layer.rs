@@ -274,7 +274,8 @@ impl<E: Estimate> MemoryLayer<E> {
     /// * `application_utilization`: the reserved part of the allowance, of host or device,
     ///   whichever is largest, as an average over 2 s, and at least 0.01. For 1 s after the service
     ///   has rejected a request for lack of memory, while requests wait for room, and during
-    ///   shutdown, it is at least 1, times the requests that arrive for each one that is served;
+    ///   shutdown, it is at least 1, times what arrives for each part that is admitted, in requests
+    ///   or in bytes, whichever is most;
     /// * `rps_fractional` and `eps`: the responses of this layer and its clones in each second, and
     ///   those among them with a status of 5xx or a gRPC status that is a failure of the service,
     ///   as averages over the same time;

@@ -208,6 +208,25 @@ fn the_weight_of_a_service_that_sheds_is_at_most_what_it_serves() {
     }
 }
 
+/// Bug: one rejection among many requests hardly changed the weight, even if it was for most of the
+/// memory. A small instance then got more large requests than fit.
+#[test]
+fn a_service_that_rejects_large_requests_reports_the_memory_that_they_ask_for() {
+    let admission = admission();
+    let (layer, clock) = layer(&admission, LoadReportFormat::Text);
+    // Of 21 requests one is rejected, and 45 of 255 MiB.
+    for _ in 0..100 {
+        clock.advance(SECOND / 10);
+        let held = admission.try_admit(Cost::host(COST)).expect("fits");
+        (0..20).for_each(|_| assert_eq!(get(&layer).status(), StatusCode::OK));
+        admission.try_admit(Cost::host(ByteSize::mib(45))).expect_err("no room");
+        drop(held);
+    }
+    let report = report(&layer);
+    let demand = 1.0 + 45.0 / (21.0 * COST.as_f64() / ByteSize::mib(1).as_f64());
+    assert!((report["application_utilization"] - demand).abs() < 0.02, "{demand}: {report:?}");
+}
+
 #[test]
 fn an_allowance_of_zero_is_full() {
     let admission = admission();

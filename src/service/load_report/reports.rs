@@ -6,8 +6,8 @@
 //!
 //! A service that sheds answers fast and holds little memory, so a balancer that does not know it
 //! would send more. Therefore, for [`SHED_SHOWN`] after a rejection and while requests wait, the
-//! utilization is at least 1, times the requests that arrive for each one that is served: the
-//! weight that a balancer derives is then what the service can serve.
+//! utilization is at least 1, times what arrives for each part that is admitted, in requests or in
+//! bytes: the weight that a balancer derives is then what the service can serve.
 //!
 //! Invariants: the report of a rejection says that the service sheds. No response waits for a lock
 //! that another holds for longer than it takes to encode a report.
@@ -229,6 +229,7 @@ impl LoadReports {
             responses: self.responses.load(Ordering::Relaxed),
             errors: self.errors.load(Ordering::Relaxed),
             sheds: self.admission.sheds_total(),
+            bytes: [Budget::Host, Budget::Device].map(|budget| self.bytes(budget)),
         };
         rates.add(now, counts);
         let is_shedding = self.admission.has_waiting()
@@ -246,6 +247,13 @@ impl LoadReports {
             metadata: value(report.metadata()),
         };
         *self.encoded.write().unwrap_or_else(PoisonError::into_inner) = encoded;
+    }
+
+    /// Returns the bytes that were admitted in a budget, and those that did not fit.
+    fn bytes(&self, budget: Budget) -> [u64; 2] {
+        self.admission.classes(budget).iter().fold([0; 2], |[admitted, rejected], class| {
+            [admitted + class.admitted_bytes_total, rejected + class.rejected_bytes_total]
+        })
     }
 
     fn report(&self, rates: &Rates, is_shedding: bool) -> LoadReport {
@@ -268,7 +276,7 @@ impl LoadReports {
             let is_known = limit != ByteSize::MAX && !limit.is_zero();
             is_known.then(|| part(physical, limit))
         });
-        let [rps, eps, _] = rates.averages();
+        let [rps, eps, ..] = rates.averages();
         LoadReport { mem_utilization, application_utilization, rps, eps, ledgers }
     }
 }
@@ -313,6 +321,19 @@ struct Counts {
     responses: u64,
     errors: u64,
     sheds: u64,
+    /// Of each budget, the bytes that were admitted and those that did not fit.
+    bytes: [[u64; 2]; 2],
+}
+
+/// The number of counts.
+const COUNTS: usize = 7;
+
+impl Counts {
+    const fn all(&self) -> [u64; COUNTS] {
+        let [[host, host_rejected], [device, device_rejected]] = self.bytes;
+        let Self { responses, errors, sheds, .. } = *self;
+        [responses, errors, sheds, host, host_rejected, device, device_rejected]
+    }
 }
 
 /// The rates of counts, averaged over [`REPORT_WINDOW`].
@@ -323,14 +344,14 @@ struct Rates {
     /// The time of the last rejection, as far as it was looked at.
     shed_at: Option<Moment>,
     /// The sums of rates by their weights, and of the weights.
-    sums: [f64; 3],
+    sums: [f64; COUNTS],
     weight: f64,
 }
 
 impl Rates {
     fn new(now: Moment, sheds: u64) -> Self {
         let counts = Counts { sheds, ..Counts::default() };
-        Self { at: now, counts, shed_at: None, sums: [0.0; 3], weight: 0.0 }
+        Self { at: now, counts, shed_at: None, sums: [0.0; COUNTS], weight: 0.0 }
     }
 
     /// Adds what was counted since the last call.
@@ -346,27 +367,30 @@ impl Rates {
         let before = std::mem::replace(&mut self.counts, counts);
         self.at = now;
         let weight = load_weight(step);
-        let counted = [
-            counts.responses.wrapping_sub(before.responses),
-            counts.errors.wrapping_sub(before.errors),
-            counts.sheds.wrapping_sub(before.sheds),
-        ];
-        for (sum, count) in self.sums.iter_mut().zip(counted) {
+        let counted = counts.all().into_iter().zip(before.all());
+        for (sum, (now, before)) in self.sums.iter_mut().zip(counted) {
+            let count = now.wrapping_sub(before);
             *sum += weight * (count as f64 / step.as_secs_f64() - *sum);
         }
         self.weight += weight * (1.0 - self.weight);
     }
 
-    /// Returns the rates of responses, errors and rejections, in each second.
-    fn averages(&self) -> [f64; 3] {
+    /// Returns the rates of all counts, in each second.
+    fn averages(&self) -> [f64; COUNTS] {
         // The first response after the start is no rate yet.
         let weight = self.weight.max(load_weight(REPORT_WINDOW / 2));
         self.sums.map(|sum| sum / weight)
     }
 
-    /// Returns the requests for each one that is not rejected: 1 if none is.
+    /// Returns what arrives for each part that is admitted, in requests or in the bytes of a budget,
+    /// whichever is most: 1 if all is. If large requests are rejected and small ones fit, few
+    /// requests are rejected but much of the memory that they ask for.
     fn demand(&self) -> f64 {
-        let [rps, _, sheds] = self.averages();
-        if rps <= 0.0 { 1.0 } else { (rps / (rps - sheds).max(0.0)).clamp(1.0, DEMAND_MAX) }
+        let [rps, _, sheds, host, host_rejected, device, device_rejected] = self.averages();
+        let admitted = [rps - sheds, host, device];
+        let rejected = [sheds, host_rejected, device_rejected];
+        let demands = admitted.iter().zip(rejected).filter(|(_, rejected)| *rejected > 0.0);
+        let demands = demands.map(|(admitted, rejected)| 1.0 + rejected / admitted.max(0.0));
+        demands.fold(1.0, f64::max).min(DEMAND_MAX)
     }
 }
