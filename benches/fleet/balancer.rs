@@ -183,7 +183,10 @@ fn configuration(
 ) -> Result<Value, BoxError> {
     let documents = YamlLoader::load_from_str(CONFIGURATION)?;
     let mut all = to_json(documents.first().ok_or("envoy.yaml is empty")?)?;
-    let address = |at: SocketAddr| json!({ "socket_address": { "address": at.ip().to_string(), "port_value": at.port() } });
+    let address = |at: SocketAddr| {
+        let (ip, port) = (at.ip().to_string(), at.port());
+        json!({ "socket_address": { "address": ip, "port_value": port } })
+    };
     set(&mut all, "/admin/address", address(admin))?;
     set(&mut all, "/static_resources/listeners/0/address", address(front))?;
     let endpoints = services.iter().map(|at| {

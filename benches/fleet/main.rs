@@ -85,7 +85,7 @@ struct Cli {
     #[arg(long, default_value_t = 7)]
     seed: u64,
     /// The memory that requests hold on average, in parts of what the three services can hold.
-    #[arg(long, default_value_t = 0.9)]
+    #[arg(long, default_value_t = 0.95)]
     load: f64,
     /// Which sizes of bodies.
     #[arg(long, default_value = "small")]

@@ -24,8 +24,8 @@ pub(crate) const LIMITS: [ByteSize; 3] =
     [ByteSize::mib(128), ByteSize::mib(256), ByteSize::mib(512)];
 /// The body, collected whole, and a copy of it.
 const COPIES: u32 = 2;
-/// The time that is offered load after the time that counts, so that its last requests meet the same
-/// load as the others.
+/// The time for which load is offered after the time that counts, so that the last requests meet
+/// the same load as the others.
 const AFTER: Duration = Duration::from_secs(3);
 /// The time between two looks at the weights.
 const LOOK_EVERY: Duration = Duration::from_millis(250);

@@ -1,9 +1,10 @@
 //! A service of the fleet: `POST /hold` behind lowtide's layer, with the settings of a user who
-//! sets none. It ends when its standard input does.
+//! sets none but load reports. It ends when its standard input does.
 
 use std::net::{Ipv4Addr, SocketAddr};
 
 use lowtide::admission::Admission;
+use lowtide::service::LoadReportFormat;
 use lowtide::{BoxError, Memory};
 use serde::{Deserialize, Serialize};
 use tokio::net::TcpListener;
@@ -33,7 +34,7 @@ pub(crate) fn serve(settings: &str) -> Result<(), BoxError> {
 
 async fn start() -> Result<(SocketAddr, watch::Sender<Phase>), BoxError> {
     let memory = Memory::builder().start()?;
-    let layer = memory.layer();
+    let layer = memory.layer().with_load_reports(LoadReportFormat::Text);
     let routes = hold::routes(None, Unplaced::default(), true).layer(layer);
     let routes = routes.merge(memory.routes());
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await?;
