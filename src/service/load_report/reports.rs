@@ -32,9 +32,9 @@ use crate::sync::{Mutex, lock};
 use super::LoadReportFormat;
 use super::report::LoadReport;
 
-/// The least utilization of a service with a limit. Balancers ignore a report without one, and Envoy
-/// logs an error for each. Below it, the weight is in proportion to the rate of requests, so an idle
-/// fleet keeps its shares.
+/// The least utilization of a service with a limit. Balancers ignore a report of 0, and Envoy logs
+/// an error for each. Below it, the weight is in proportion to the rate of requests, so that an
+/// idle fleet keeps its shares.
 const UTILIZATION_MIN: f64 = 0.01;
 
 /// The header of responses, and the metadata of gRPC.
@@ -382,9 +382,9 @@ impl Rates {
         self.sums.map(|sum| sum / weight)
     }
 
-    /// Returns what arrives for each part that is admitted, in requests or in the bytes of a budget,
-    /// whichever is most: 1 if all is. If large requests are rejected and small ones fit, few
-    /// requests are rejected but much of the memory that they ask for.
+    /// Returns what arrives for each part that is admitted, in requests or in the bytes of a
+    /// budget, whichever is most: 1 if all is. If large requests are rejected and small ones fit,
+    /// few requests are rejected but much of the memory that they ask for.
     fn demand(&self) -> f64 {
         let [rps, _, sheds, host, host_rejected, device, device_rejected] = self.averages();
         let admitted = [rps - sheds, host, device];
