@@ -102,6 +102,13 @@ pub(crate) fn published_state(admission: &Admission) -> Option<Arc<PressureState
     Some(Arc::clone(&running.state))
 }
 
+/// Returns `true` if the admission belongs to a `Memory` that is about to end.
+#[cfg(feature = "service")]
+pub(crate) fn is_ending(admission: &Admission) -> bool {
+    let running = admission.kept().and_then(|kept| kept.downcast_ref::<Running>());
+    running.is_some_and(|running| running.is_ending.load(Ordering::Relaxed))
+}
+
 /// The time for which mappings are kept.
 const MAPPINGS_KEPT: Duration = Duration::from_secs(10);
 /// The maximum number of requests that are listed.

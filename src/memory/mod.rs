@@ -73,7 +73,7 @@ pub use history::HistorySample;
 pub use leaks::{LeakReport, LeakSuspect, LeakSuspects};
 pub use manager::{Memory, WeakMemory};
 #[cfg(feature = "service")]
-pub(crate) use manager::{add_request_event, published_state};
+pub(crate) use manager::{add_request_event, is_ending, published_state};
 pub use shared::Purged;
 pub use shutdown::Shutdown;
 pub use snapshot::{BudgetSnapshot, MemorySnapshot};

@@ -53,7 +53,9 @@ use super::connections::ConnectionHandle;
 use super::drain::Drain;
 use super::estimate::{ContentLength, Estimate, Estimated, UNDECLARED};
 use super::exempt::ExemptPaths;
-use super::load_report::{Carrier, LoadReportFormat, LoadReports};
+use super::load_report::{
+    Carrier, LOAD_REPORT_STREAM_PATH, LoadReportFormat, LoadReportService, LoadReports,
+};
 use super::origin::{Origin, RouteLabel, Tenant};
 use super::pace::{MinDataRate, RegisteredPace};
 use super::permit::{Resumes, SharedPermit, Terms};
@@ -294,7 +296,44 @@ impl<E: Estimate> MemoryLayer<E> {
         let settings = self.settings();
         let (admission, clock) = (settings.admission.clone(), Arc::clone(&settings.clock));
         settings.load_reports = Some(Arc::new(LoadReports::new(format, admission, clock)));
-        self
+        self.exempt_paths([LOAD_REPORT_STREAM_PATH])
+    }
+
+    /// Returns a service that streams the same reports to gRPC clients that ask for them:
+    /// `OpenRcaService.StreamCoreMetrics` of ORCA. Route [`LOAD_REPORT_STREAM_PATH`] to it, outside
+    /// the layer if you can. Under the layer that path is exempt, and a stream reserves 64 KiB.
+    ///
+    /// A client gets a report at once, and then one after each `report_interval`: 10 s if it names
+    /// none, at least 100 ms and at most an hour. A report may be 250 ms late, because the control
+    /// loop wakes the streams. An invalid request ends with `INVALID_ARGUMENT` and the value. At
+    /// most 256 streams are open; a further one ends with `RESOURCE_EXHAUSTED`. All end with
+    /// `UNAVAILABLE` after [`Memory::set_ending`] or when the service shuts down. Without a running
+    /// [`Memory`], a stream ends with `UNIMPLEMENTED`.
+    ///
+    /// ```
+    /// use axum::{Router, routing::get};
+    /// use lowtide::Memory;
+    /// use lowtide::service::{LOAD_REPORT_STREAM_PATH, LoadReportFormat};
+    ///
+    /// let memory = Memory::start()?;
+    /// let layer = memory.layer().with_load_reports(LoadReportFormat::Text);
+    /// let streams = layer.load_report_service();
+    /// let app: Router = Router::new()
+    ///     .route("/", get(async || "hello"))
+    ///     .layer(layer)
+    ///     .route_service(LOAD_REPORT_STREAM_PATH, streams);
+    /// # drop(app);
+    /// # Ok::<(), lowtide::BoxError>(())
+    /// ```
+    ///
+    /// # Panics
+    /// Panics without [`MemoryLayer::with_load_reports`].
+    #[must_use]
+    pub fn load_report_service(&self) -> LoadReportService {
+        let Some(reports) = &self.settings.load_reports else {
+            panic!("a layer without load reports has none to stream: call with_load_reports first")
+        };
+        LoadReportService::new(reports)
     }
 
     /// Replaces the machine's clock, for tests. Called before it is used.

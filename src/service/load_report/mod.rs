@@ -1,8 +1,9 @@
 //! ORCA load reports, which load balancers read: how full this service is, and what it serves.
 //!
-//! `report` has the figures and their three text forms, `protobuf` the binary form, and `reports`
+//! `report` has the figures and their forms in headers, `protobuf` the binary form, and `reports`
 //! what a layer keeps of its responses and the report that it sends with them. The layer calls
-//! `reports` for each response. The definitions are `xds.data.orca.v3` of github.com/cncf/xds,
+//! `reports` for each response. `service` streams the same reports to balancers that ask for them,
+//! as `request` says; `streams` has those that wait. The definitions are `xds.data.orca.v3` of github.com/cncf/xds,
 //! Envoy's parser of the header, and gRFC A51.
 //!
 //! Invariant: a report is encoded at most once for each tick of the control loop, and once more
@@ -11,8 +12,12 @@
 mod protobuf;
 mod report;
 mod reports;
+mod request;
+mod service;
+mod streams;
 
 pub(super) use reports::{Carrier, LoadReports};
+pub use service::{LOAD_REPORT_STREAM_PATH, LoadReportService, LoadReportStream};
 
 /// The format of the load reports in the response header `endpoint-load-metrics`.
 ///

@@ -116,6 +116,13 @@ impl LoadReport {
         message
     }
 
+    /// Returns the message with the prefix of gRPC: it is not compressed, and has this length.
+    pub(super) fn framed_message(&self) -> Vec<u8> {
+        let message = self.message();
+        let length = u32::try_from(message.len()).unwrap_or(u32::MAX);
+        [&[0], length.to_be_bytes().as_slice(), &message].concat()
+    }
+
     /// Returns the value of the gRPC metadata `endpoint-load-metrics-bin`.
     pub(super) fn metadata(&self) -> Vec<u8> {
         let mut metadata = Vec::new();

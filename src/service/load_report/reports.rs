@@ -26,11 +26,12 @@ use lowtide_admission::{Admission, Budget, PressureState, REPORT_WINDOW, load_we
 use crate::bytes::ByteSize;
 use crate::clock::{Clock, Moment};
 use crate::fork::Birth;
-use crate::memory::published_state;
+use crate::memory::{is_ending, published_state};
 use crate::sync::{Mutex, lock};
 
 use super::LoadReportFormat;
 use super::report::LoadReport;
+use super::streams::Streams;
 
 /// The least utilization of a service with a limit. Balancers ignore a report of 0, and Envoy logs
 /// an error for each. Below it, the weight is in proportion to the rate of requests, so that an
@@ -67,6 +68,7 @@ pub(in crate::service) struct LoadReports {
     is_shedding: AtomicBool,
     encoded: RwLock<Encoded>,
     rates: Mutex<Rates>,
+    streams: Streams,
 }
 
 /// A report as it is sent. Clones share its bytes.
@@ -74,6 +76,8 @@ pub(in crate::service) struct LoadReports {
 struct Encoded {
     header: HeaderValue,
     metadata: HeaderValue,
+    /// The message of a stream, with its prefix.
+    message: Bytes,
 }
 
 /// How a response carries its report.
@@ -95,6 +99,7 @@ impl LoadReports {
         let empty = Encoded {
             header: HeaderValue::from_static(""),
             metadata: HeaderValue::from_static(""),
+            message: Bytes::new(),
         };
         let reports = Self {
             format,
@@ -107,6 +112,7 @@ impl LoadReports {
             is_shedding: AtomicBool::new(false),
             encoded: RwLock::new(empty),
             rates: Mutex::new(Rates::new(now, sheds)),
+            streams: Streams::default(),
             admission,
             clock,
         };
@@ -150,6 +156,36 @@ impl LoadReports {
         }
         trailers.remove(&METRICS);
         self.put_metadata(trailers);
+    }
+
+    /// Returns the report as a message of gRPC; `None` in a forked child.
+    pub(super) fn message(&self) -> Option<Bytes> {
+        let mut message = None;
+        self.with_current(|encoded| message = Some(encoded.message.clone()));
+        message
+    }
+
+    pub(super) const fn streams(&self) -> &Streams {
+        &self.streams
+    }
+
+    pub(super) const fn admission(&self) -> &Admission {
+        &self.admission
+    }
+
+    /// Returns `true` if a control loop ticks.
+    pub(super) const fn has_ticks(&self) -> bool {
+        self.state.is_some()
+    }
+
+    /// Returns `false` in a forked child.
+    pub(super) fn is_here(&self) -> bool {
+        self.birth.is_here()
+    }
+
+    /// Returns `true` if the service shuts down, or is about to.
+    pub(super) fn is_ending(&self) -> bool {
+        self.admission.is_closed() || is_ending(&self.admission)
     }
 
     /// Counts a request for which there is no response.
@@ -233,7 +269,7 @@ impl LoadReports {
         };
         rates.add(now, counts);
         let is_shedding = self.admission.has_waiting()
-            || self.admission.is_closed()
+            || self.is_ending()
             || rates.shed_at.is_some_and(|at| now - at < SHED_SHOWN);
         self.known_sheds.store(counts.sheds, Ordering::Relaxed);
         self.is_shedding.store(is_shedding, Ordering::Relaxed);
@@ -245,6 +281,7 @@ impl LoadReports {
         let encoded = Encoded {
             header: value(report.header(self.format)),
             metadata: value(report.metadata()),
+            message: Bytes::from(report.framed_message()),
         };
         *self.encoded.write().unwrap_or_else(PoisonError::into_inner) = encoded;
     }

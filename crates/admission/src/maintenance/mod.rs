@@ -373,6 +373,11 @@ impl Maintenance {
         step.mul_f64(1.0 - self.settings.jitter * part)
     }
 
+    /// Wakes what waits for a tick, when this loop has ended and none follows.
+    pub fn wake_waiting(&self) {
+        self.admission.large().wake_all();
+    }
+
     /// Resets admission when this loop ends before the service: the level is cleared, and the
     /// allowance becomes `ceiling / K`, as if nothing were held but the reservations. Otherwise a
     /// critical level at that moment would reject requests forever. A closed admission stays
