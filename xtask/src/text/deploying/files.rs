@@ -11,17 +11,24 @@ use yaml_rust2::{Yaml, YamlLoader};
 use super::{Deploying, GUIDE};
 
 /// Those that set variables of the crate.
-pub(super) const ALL: [&str; 4] =
-    ["Dockerfile", "compose.yaml", "deploy/kubernetes.yaml", "deploy/lowtide-proxy.service"];
+pub(super) const ALL: [&str; 7] = [
+    "Dockerfile",
+    "compose.yaml",
+    "deploy/envoy/compose.yaml",
+    "deploy/envoy/kubernetes.yaml",
+    "deploy/envoy/run.sh",
+    "deploy/kubernetes.yaml",
+    "deploy/lowtide-proxy.service",
+];
 
 /// The longest time that the shutdown of the memory takes after the grace, in seconds.
-const END_S: u64 = 5;
+pub(super) const END_S: u64 = 5;
 /// The time that `docker stop` waits before it kills, in seconds.
 const DOCKER_STOP_S: u64 = 10;
-const PORT: &str = "8080";
+pub(super) const PORT: &str = "8080";
 /// The port of the operators' routes, which are served on no other.
-const OPERATORS: &str = "8081";
-const USER: i64 = 10_001;
+pub(super) const OPERATORS: &str = "8081";
+pub(super) const USER: i64 = 10_001;
 /// The folder in a container that outlives the process.
 const STATE: &str = "/var/lib/lowtide";
 /// The variables of what is written there, and the names.
@@ -47,33 +54,39 @@ fn set<'a>(text: &'a str, name: &str) -> &'a str {
     after.split([' ', '\n']).next().unwrap_or_default()
 }
 
-fn strings(of: &Yaml) -> Vec<&str> {
+pub(super) fn strings(of: &Yaml) -> Vec<&str> {
     of.as_vec().map(|all| all.iter().filter_map(Yaml::as_str).collect()).unwrap_or_default()
 }
 
-fn text_of(of: &Yaml) -> &str {
+pub(super) fn text_of(of: &Yaml) -> &str {
     of.as_str().unwrap_or_default()
 }
 
 impl Deploying<'_> {
     /// Adds a fault of a file if the condition does not hold.
-    fn holds(&self, file: &str, holds: bool, what: &str) {
+    pub(super) fn holds(&self, file: &str, holds: bool, what: &str) {
         self.expect(holds, || format!("{file}: {what}"));
     }
 
     /// Adds a fault of a file if the values differ.
-    fn same<T: PartialEq + std::fmt::Debug>(&self, file: &str, what: &str, is: T, expected: T) {
+    pub(super) fn same<T: PartialEq + std::fmt::Debug>(
+        &self,
+        file: &str,
+        what: &str,
+        is: T,
+        expected: T,
+    ) {
         self.expect(is == expected, || format!("{file}: {what}: {is:?}: expected {expected:?}"));
     }
 
     /// The documents of a file; one that cannot be read is a fault of its own.
-    fn yaml(&self, file: &str) -> Vec<Yaml> {
+    pub(super) fn yaml(&self, file: &str) -> Vec<Yaml> {
         let documents = YamlLoader::load_from_str(self.text(file)).unwrap_or_default();
         self.holds(file, !documents.is_empty(), "no document");
         if documents.is_empty() { vec![Yaml::BadValue] } else { documents }
     }
 
-    fn seconds(&self, file: &str, time: &str) -> u64 {
+    pub(super) fn seconds(&self, file: &str, time: &str) -> u64 {
         humantime::parse_duration(time).map_or_else(
             |error| {
                 self.holds(file, false, &format!("{time:?}: {error}"));
@@ -84,7 +97,7 @@ impl Deploying<'_> {
     }
 
     /// Returns the longest time that the end of the image's proxy takes, in seconds.
-    fn image_end_s(&self) -> u64 {
+    pub(super) fn image_end_s(&self) -> u64 {
         let image = self.text("Dockerfile");
         let [drain, grace] = ["PROXY_DRAIN", "PROXY_GRACE"].map(|name| set(image, name));
         self.seconds("Dockerfile", drain) + self.seconds("Dockerfile", grace) + END_S

@@ -1,11 +1,13 @@
 //! Checks that the files for operators agree with the code: variables, their defaults, the image,
-//! and the files for Compose, Kubernetes and systemd (`files`).
+//! and the files for Compose, Kubernetes and systemd (`files`), also
+//! behind Envoy (`fleet`).
 //!
 //! It reads text; that the image builds and runs is for `.ci/docker` and `.ci/image` to try.
 //!
 //! Invariant: a default, a name or a limit that stands in two places is the same in both.
 
 mod files;
+mod fleet;
 
 use std::collections::BTreeSet;
 
@@ -37,6 +39,7 @@ pub(super) fn check<'a>(tree: &'a Tree, code: &'a Code<'a>, faults: &'a Faults) 
     all.check_image();
     all.check_onnxruntime();
     files::check(&all);
+    fleet::check(&all);
 }
 
 /// Every name in a text that starts so.
