@@ -3,13 +3,12 @@
 //! The service's death is an outcome, not a fault. Every wait has an end, and both processes end
 //! with the cell. Invariant: the cgroup is gone when the cell is over.
 
-use std::io::{BufRead as _, BufReader, Read as _, Write as _};
+use std::io::{BufReader, Read as _, Write as _};
 use std::net::{SocketAddr, TcpStream};
 use std::os::unix::process::ExitStatusExt as _;
 use std::path::Path;
-use std::process::{Child, ChildStdin, Command, ExitStatus, Stdio};
+use std::process::{ChildStdin, ExitStatus};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
 use lowtide::{BoxError, ByteSize};
@@ -17,13 +16,10 @@ use lowtide::{BoxError, ByteSize};
 use crate::cgroup::Group;
 use crate::charge::{self, Ticks};
 use crate::load::{Order, Tally};
+use crate::process::{self, Process, remove};
 use crate::schedule::Offer;
 use crate::service::{Report, Settings};
 
-/// The longest time that the service may take to listen.
-const START_PATIENCE: Duration = Duration::from_secs(10);
-/// The longest time that a killed process may take to be gone, and its cgroup to be empty.
-const END_PATIENCE: Duration = Duration::from_secs(5);
 /// The longest time that the service may take to return its report.
 const ASK_PATIENCE: Duration = Duration::from_secs(2);
 /// The time between two looks at the cgroup.
@@ -184,26 +180,21 @@ fn set<T>(place: &std::sync::Mutex<T>, value: T) {
     *place.lock().unwrap_or_else(std::sync::PoisonError::into_inner) = value;
 }
 
-/// Starts the service inside the cgroup: a shell enters it and becomes the service, so that nothing
-/// of the service is charged elsewhere.
+/// Starts the service inside the cgroup.
 fn serve(settings: &Settings, group: &Group) -> Result<Process, BoxError> {
-    let enter = "ulimit -S -n \"$(ulimit -H -n)\"; echo $$ >\"$0\" && exec \"$@\"";
-    let mut command = Command::new("/bin/sh");
-    command.args(["-c", enter]).arg(group.entrance()).arg(std::env::current_exe()?);
+    let mut command = process::entering(group)?;
     command.arg("--serve").arg(serde_json::to_string(settings)?);
     if settings.decay_off {
         command.env("_RJEM_MALLOC_CONF", "dirty_decay_ms:-1,muzzy_decay_ms:-1");
     }
-    Ok(Process(command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn()?))
+    Process::start(command)
 }
 
-/// Starts the load process, which needs as many sockets as there are requests under way.
+/// Starts the load process.
 fn generate(order: &Order) -> Result<Process, BoxError> {
-    let run = "ulimit -S -n \"$(ulimit -H -n)\"; exec \"$@\"";
-    let mut command = Command::new("/bin/sh");
-    command.args(["-c", run, "load"]).arg(std::env::current_exe()?);
+    let mut command = process::own()?;
     command.arg("--generate").arg(serde_json::to_string(order)?);
-    Ok(Process(command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn()?))
+    Process::start(command)
 }
 
 fn how(status: ExitStatus, kills: u64) -> String {
@@ -211,62 +202,6 @@ fn how(status: ExitStatus, kills: u64) -> String {
         "OOM-killed".to_owned()
     } else {
         format!("died ({status}, {kills} OOM kills)")
-    }
-}
-
-/// A process of ours; it is killed when this is dropped.
-struct Process(Child);
-
-impl Process {
-    /// Waits until it listens, and says where.
-    fn addresses(&mut self) -> Result<(SocketAddr, SocketAddr), BoxError> {
-        let output = self.0.stdout.take().ok_or("no pipe from the service")?;
-        let (tell, told) = mpsc::sync_channel(1);
-        // Ends with the first line, or with the service.
-        std::thread::spawn(move || {
-            let mut line = String::new();
-            let read = BufReader::new(output).read_line(&mut line);
-            let _ = tell.send(read.map(|_| line));
-        });
-        let line = told.recv_timeout(START_PATIENCE)??;
-        let addresses =
-            line.trim().strip_prefix("listening ").and_then(|rest| rest.split_once(' '));
-        let (front, back) = addresses.ok_or_else(|| format!("the service said {line:?}"))?;
-        Ok((front.parse()?, back.parse()?))
-    }
-
-    /// Returns its exit status if it has ended.
-    fn ended(&mut self) -> Option<ExitStatus> {
-        self.0.try_wait().ok().flatten()
-    }
-
-    /// Kills it and waits until it is gone.
-    fn end(&mut self) -> Result<(), BoxError> {
-        let deadline = Instant::now() + END_PATIENCE;
-        let _ = self.0.kill();
-        while self.ended().is_none() {
-            if Instant::now() > deadline {
-                return Err("a process cannot be killed".into());
-            }
-            std::thread::sleep(LOOK_EVERY);
-        }
-        Ok(())
-    }
-}
-
-impl Drop for Process {
-    fn drop(&mut self) {
-        let _ = self.end();
-    }
-}
-
-/// Removes the cgroup, which may take a moment after its last process.
-fn remove(folder: &Path) {
-    let deadline = Instant::now() + END_PATIENCE;
-    while folder.exists() && Instant::now() < deadline {
-        if std::fs::remove_dir(folder).is_err() {
-            std::thread::sleep(LOOK_EVERY);
-        }
     }
 }
 

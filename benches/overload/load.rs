@@ -95,6 +95,7 @@ struct Shared {
     piece: Bytes,
     body: Duration,
     is_chunked: bool,
+    copies: u32,
     tally: Mutex<Tally>,
     under_way: AtomicUsize,
     stopped: Arc<AtomicBool>,
@@ -118,6 +119,7 @@ pub(crate) fn generate(order: &str) -> Result<(), BoxError> {
         piece: Bytes::from(vec![b'x'; PIECE]),
         body: Duration::from_millis(order.offer.sending.body_millis),
         is_chunked: order.offer.sending.is_chunked,
+        copies: order.offer.sending.copies,
         tally: Mutex::default(),
         under_way: AtomicUsize::new(0),
         stopped,
@@ -216,8 +218,9 @@ impl Shared {
         if !self.is_chunked {
             request = request.header(CONTENT_LENGTH, length);
         }
-        if arrival.is_giant {
-            request = request.header(COPIES_HEADER, GIANT);
+        let copies = if arrival.is_giant { GIANT } else { self.copies };
+        if copies > 0 {
+            request = request.header(COPIES_HEADER, copies);
         }
         let request = request
             .body(StreamBody::new(paced).boxed_unsync())

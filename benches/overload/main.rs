@@ -27,6 +27,8 @@ mod charge;
 #[path = "../../examples/proxy/embed.rs"]
 mod embed;
 mod envoy;
+#[path = "../envoy/mod.rs"]
+mod envoy_process;
 mod figures;
 #[path = "../../examples/proxy/forward.rs"]
 mod forward;
@@ -42,6 +44,7 @@ mod model;
 mod modes;
 mod oracle;
 mod policy;
+mod process;
 mod runner;
 mod schedule;
 mod service;
@@ -200,6 +203,7 @@ fn all(cli: &Cli) -> Result<bool, BoxError> {
         sending: Sending {
             body_millis: schedule::millis(cli.body),
             is_chunked: cli.chunked,
+            copies: 0,
             has_giants: cli.giants,
         },
         one_copy: cli.one_copy,

@@ -66,7 +66,7 @@ impl Mix {
     }
 
     /// The mean of a figure of the size over the classes.
-    fn mean(self, of: impl Fn(ByteSize) -> f64) -> f64 {
+    pub(crate) fn mean(self, of: impl Fn(ByteSize) -> f64) -> f64 {
         let parts = PARTS.map(|part| f64::from(u32::try_from(part).unwrap_or(0)) / 100.0);
         self.sizes().into_iter().zip(parts).map(|(size, part)| part * of(size)).sum()
     }

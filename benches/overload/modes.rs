@@ -125,6 +125,7 @@ pub(crate) fn survive(runner: &mut Runner, runs: u32) -> Result<bool, BoxError> 
         runner.sending = Sending {
             body_millis: BODIES[draw(BODIES.len())],
             is_chunked: draw(4) == 0,
+            copies: 0,
             has_giants: draw(4) == 0,
         };
         println!("seed {}: {:?}", runner.seed, runner.sending);

@@ -27,6 +27,8 @@ pub(crate) struct Sending {
     pub(crate) body_millis: u64,
     /// `true` if bodies do not announce their length.
     pub(crate) is_chunked: bool,
+    /// Further copies of its body that each request holds.
+    pub(crate) copies: u32,
     /// `true` if one small request in [`GIANT_EVERY`] needs [`GIANT`] times its body.
     pub(crate) has_giants: bool,
 }

@@ -26,7 +26,7 @@ use axum::response::{IntoResponse, Response};
 use axum::routing::{any, get, post};
 use lowtide::ByteSize;
 use lowtide::admission::{Admission, Cost};
-use lowtide::service::{Admin, AdminToken, Endpoints, MinDataRate, Peer};
+use lowtide::service::{Admin, AdminToken, Endpoints, LoadReportFormat, MinDataRate, Peer};
 use lowtide::{BoxError, Memory};
 use tokio::net::TcpListener;
 use tokio::sync::watch;
@@ -65,6 +65,8 @@ pub(crate) struct Options {
     pub(crate) idle_unload: Option<Duration>,
     /// The limits for clients.
     pub(crate) limits: Limits,
+    /// The format of load reports; `None` for none.
+    pub(crate) load_reports: Option<LoadReportFormat>,
     /// Whose verbs are heard.
     pub(crate) hears: Hears,
 }
@@ -103,6 +105,7 @@ impl Default for Options {
             model: model::Settings::default(),
             idle_unload: None,
             limits: Limits::default(),
+            load_reports: None,
             hears: Hears::default(),
         }
     }
@@ -209,7 +212,8 @@ pub(crate) async fn start(
     // little that forwarding them takes as well.
     let forward_waits = own_upstream.is_none();
     let rate = MinDataRate::new(RATE_MIN, options.limits.body_timeout);
-    let mut routes = clients_routes(forward, embedder, memory, forward_waits, rate);
+    let reports = options.load_reports;
+    let mut routes = clients_routes(forward, embedder, memory, forward_waits, rate, reports);
     let mut operators = address;
     if let Some((listener, at)) = aside {
         let limits = Limits { connections: OPERATORS, ..options.limits };
@@ -239,6 +243,7 @@ fn clients_routes(
     memory: Option<Memory>,
     forward_waits: bool,
     rate: MinDataRate,
+    reports: Option<LoadReportFormat>,
 ) -> Router {
     let embed = post(move |request| {
         let embedder = embedder.clone();
@@ -254,7 +259,11 @@ fn clients_routes(
     let (mut embed, mut forward) =
         (Router::new().route("/embed", embed), Router::new().fallback(forward));
     if let Some(memory) = memory {
-        let layer = memory.layer();
+        let mut layer = memory.layer();
+        if let Some(format) = reports {
+            // One for both routes: the rates are those of the proxy.
+            layer = layer.with_load_reports(format);
+        }
         let estimate = move |request: &Parts| {
             if request.uri.path() == "/embed" {
                 let announced = content_length(request).unwrap_or(0);

@@ -13,13 +13,13 @@ use std::time::Duration;
 use axum::http::Uri;
 use clap::builder::BoolishValueParser;
 use clap::error::ErrorKind;
-use clap::{CommandFactory as _, Parser, Subcommand};
+use clap::{CommandFactory as _, Parser, Subcommand, ValueEnum};
 use http_body_util::{BodyExt as _, Empty};
 use hyper_util::client::legacy::Client;
 use hyper_util::rt::TokioExecutor;
 use lowtide::memory::Shutdown;
 use lowtide::metrics::prometheus;
-use lowtide::service::AdminToken;
+use lowtide::service::{AdminToken, LoadReportFormat};
 use lowtide::{BoxError, Memory};
 use tokio::runtime::Handle;
 use tokio::signal::unix::{SignalKind, signal};
@@ -92,6 +92,10 @@ struct Cli {
     /// descriptors, and a quarter as many may wait: no more than (`ulimit -n` - 48) / 3.25.
     #[arg(long, env = "PROXY_CONNECTIONS", default_value = "512", value_parser = connections)]
     connections: usize,
+    /// Add an ORCA load report to each response, for load balancers, which should remove it: header
+    /// endpoint-load-metrics, in this format. Those of the upstream are always dropped.
+    #[arg(long, env = "PROXY_LOAD_REPORTS", value_enum, default_value = "off")]
+    load_reports: LoadReports,
     /// Accept admin commands (purge, trim, sleep, wake, unload, snapshot) from this machine, under
     /// /memory.
     #[arg(long, env = "PROXY_ADMIN", value_parser = BoolishValueParser::new())]
@@ -101,6 +105,26 @@ struct Cli {
     admin_token_file: Option<PathBuf>,
     #[command(subcommand)]
     command: Option<Command>,
+}
+
+/// The format of load reports.
+#[derive(Clone, Copy, Debug, ValueEnum)]
+enum LoadReports {
+    Off,
+    Text,
+    Json,
+    Binary,
+}
+
+impl LoadReports {
+    const fn format(self) -> Option<LoadReportFormat> {
+        match self {
+            Self::Off => None,
+            Self::Text => Some(LoadReportFormat::Text),
+            Self::Json => Some(LoadReportFormat::Json),
+            Self::Binary => Some(LoadReportFormat::Binary),
+        }
+    }
 }
 
 #[derive(Clone, Copy, Debug, Subcommand)]
@@ -231,6 +255,7 @@ async fn run(cli: Cli) -> Result<(), BoxError> {
             head_timeout: cli.head_timeout,
             connections: cli.connections,
         },
+        load_reports: cli.load_reports.format(),
         hears,
     };
     // Installed before it listens: a client that sees it listening may send a signal.

@@ -2,7 +2,8 @@
 //!
 //! It buffers only as much as the connection needs, follows no redirect and retries nothing.
 //! Hop-by-hop headers (RFC 9110, 7.6.1) are dropped. The client's address, the requested host and
-//! the scheme are added, replacing the client's own values. An upstream that fails is answered with
+//! the scheme are added, replacing the client's own values, and load reports of the upstream are
+//! dropped. An upstream that fails is answered with
 //! 502 and the reason, one that hangs with 504; an aborted request body with 400. It is not a
 //! tunnel: CONNECT is refused, and a request to upgrade is forwarded as a plain one.
 
@@ -36,6 +37,9 @@ pub(crate) const BUFFER_MAX: usize = 32 << 10;
 
 static KEEP_ALIVE: HeaderName = HeaderName::from_static("keep-alive");
 static PROXY_CONNECTION: HeaderName = HeaderName::from_static("proxy-connection");
+/// ORCA load reports, in heads and in trailers.
+static LOAD_REPORT: HeaderName = HeaderName::from_static("endpoint-load-metrics");
+static LOAD_REPORT_BIN: HeaderName = HeaderName::from_static("endpoint-load-metrics-bin");
 /// The addresses on the way, the client's own words first: only what proxies added is known.
 static FORWARDED_FOR: HeaderName = HeaderName::from_static("x-forwarded-for");
 static FORWARDED_HOST: HeaderName = HeaderName::from_static("x-forwarded-host");
@@ -116,7 +120,9 @@ impl Forward {
             Ok(answer) if answer.status() == StatusCode::SWITCHING_PROTOCOLS => {
                 self.failed("it switched protocols without a request to do so")
             }
-            Ok(answer) => answer_back(answer.map(|body| Body::new(Answered::new(body, silence)))),
+            Ok(answer) => answer_back(
+                answer.map(|body| Body::new(Answered::new(body, silence, drop_load_report))),
+            ),
             Err(error) => match ClientFault::of(&error) {
                 Some(fault) => broken_off(fault),
                 None => self.failed(&whole(&error)),
@@ -204,9 +210,16 @@ fn drop_claims(headers: &mut HeaderMap) {
     }
 }
 
+/// Drops a load report of the upstream, which a load balancer would take for the proxy's.
+fn drop_load_report(headers: &mut HeaderMap) {
+    headers.remove(&LOAD_REPORT);
+    headers.remove(&LOAD_REPORT_BIN);
+}
+
 /// The answer as the client is to see it.
 fn answer_back(mut answer: Response) -> Response {
     drop_connection_headers(answer.headers_mut());
+    drop_load_report(answer.headers_mut());
     // Each connection speaks its own version.
     *answer.version_mut() = Version::HTTP_11;
     if answer.body().is_end_stream() && !answer.headers().contains_key(CONTENT_LENGTH) {

@@ -15,6 +15,7 @@ use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
 use axum::body::{Bytes, HttpBody};
+use axum::http::HeaderMap;
 use http_body::{Frame, SizeHint};
 use tokio::time::{Instant, sleep, sleep_until};
 
@@ -131,11 +132,14 @@ pub(crate) struct Answered<B> {
     silence: Silence,
     /// The timer, while waiting for the upstream.
     passed: Option<Pin<Box<dyn Future<Output = Silent> + Send>>>,
+    /// Changes the trailers.
+    clean: fn(&mut HeaderMap),
 }
 
 impl<B> Answered<B> {
-    pub(crate) const fn new(body: B, silence: Silence) -> Self {
-        Self { body, silence, passed: None }
+    /// Wraps the body of a response. Its trailers are changed by `clean`.
+    pub(crate) const fn new(body: B, silence: Silence, clean: fn(&mut HeaderMap)) -> Self {
+        Self { body, silence, passed: None, clean }
     }
 }
 
@@ -150,8 +154,13 @@ where
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, Self::Error>>> {
-        if let Poll::Ready(frame) = Pin::new(&mut self.body).poll_frame(cx) {
+        if let Poll::Ready(mut frame) = Pin::new(&mut self.body).poll_frame(cx) {
             self.passed = None;
+            if let Some(Ok(frame)) = &mut frame
+                && let Some(trailers) = frame.trailers_mut()
+            {
+                (self.clean)(trailers);
+            }
             return Poll::Ready(frame.map(|frame| frame.map_err(Into::into)));
         }
         let Self { silence, passed, .. } = &mut *self;

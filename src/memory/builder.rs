@@ -567,6 +567,7 @@ fn running(shared: &Shared) -> Running {
         admission: shared.admission.clone(),
         events: Arc::clone(&shared.events),
         flight: Arc::clone(&shared.flight),
+        state: Arc::clone(&shared.state),
     }
 }
 
@@ -587,6 +588,7 @@ fn launch(parts: Parts, stack: ByteSize) -> Result<Memory, StartError> {
         if !shared.admission.is_closed() {
             maintenance.leave(); // dropped, not shut down: resources may still be loaded
         }
+        maintenance.wake_waiting();
         // No more decisions follow: the worker ends after its queue.
         shared.queue.close();
     })?;

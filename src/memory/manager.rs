@@ -12,6 +12,8 @@ use crate::bytes::ByteSize;
 #[cfg(feature = "service")]
 use crate::clock::Moment;
 use crate::config::Config;
+#[cfg(feature = "service")]
+use lowtide_admission::PressureState;
 use lowtide_admission::{Admission, Budget, Cost, Job, Trigger};
 use lowtide_admission::{Level, LimitAdvice, Mappings, RequestMemory, RouteUsage, TenantUsage};
 use lowtide_heap::HeapSizeClass;
@@ -91,6 +93,20 @@ pub(crate) fn add_request_event(admission: &Admission, at: Duration, route: &str
     {
         running.events.add(at, "cancel", route, text);
     }
+}
+
+/// Returns what the control loop publishes, if the admission belongs to a `Memory`.
+#[cfg(feature = "service")]
+pub(crate) fn published_state(admission: &Admission) -> Option<Arc<PressureState>> {
+    let running = admission.kept()?.downcast_ref::<Running>()?;
+    Some(Arc::clone(&running.state))
+}
+
+/// Returns `true` if the admission belongs to a `Memory` that is about to end.
+#[cfg(feature = "service")]
+pub(crate) fn is_ending(admission: &Admission) -> bool {
+    let running = admission.kept().and_then(|kept| kept.downcast_ref::<Running>());
+    running.is_some_and(|running| running.is_ending.load(Ordering::Relaxed))
 }
 
 /// The time for which mappings are kept.

@@ -71,9 +71,9 @@ pub use events::Event;
 pub use flight::{ExitCause, FlightEvent, FlightResource, FlightSample, LastExit};
 pub use history::HistorySample;
 pub use leaks::{LeakReport, LeakSuspect, LeakSuspects};
-#[cfg(feature = "service")]
-pub(crate) use manager::add_request_event;
 pub use manager::{Memory, WeakMemory};
+#[cfg(feature = "service")]
+pub(crate) use manager::{add_request_event, is_ending, published_state};
 pub use shared::Purged;
 pub use shutdown::Shutdown;
 pub use snapshot::{BudgetSnapshot, MemorySnapshot};

@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use crate::clock::{Bell, Clock, Moment};
 use crate::sync::{Mutex, lock};
-use lowtide_admission::{Admission, JobQueue};
+use lowtide_admission::{Admission, JobQueue, PressureState};
 
 use super::claim::{Claim, THREADS};
 use super::events::Events;
@@ -31,6 +31,8 @@ pub(super) struct Running {
     #[cfg_attr(not(feature = "service"), expect(dead_code, reason = "for layers"))]
     pub(super) events: Arc<Events>,
     pub(super) flight: Arc<Flight>,
+    #[cfg_attr(not(feature = "service"), expect(dead_code, reason = "for layers"))]
+    pub(super) state: Arc<PressureState>,
 }
 
 /// The minimum time that a shutdown waits for its threads, regardless of its deadline: idle threads

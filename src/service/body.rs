@@ -22,6 +22,7 @@
 //! request keeps neither the permit of its request nor the memory of its account.
 
 use std::pin::Pin;
+use std::sync::Arc;
 use std::task::{Context, Poll, Waker, ready};
 
 use bytes::Bytes;
@@ -33,6 +34,7 @@ use pin_project_lite::pin_project;
 use crate::BoxError;
 use crate::bytes::ByteSize;
 
+use super::load_report::LoadReports;
 use super::permit::{SharedPermit, WeakPermit};
 use super::scoped::Scoped;
 
@@ -379,7 +381,14 @@ pin_project! {
     #[derive(Debug)]
     enum Kind<R> {
         // With the number of frames that were not followed.
-        Admitted { #[pin] body: Scoped<R>, plain: u8, limited: Option<Box<Limited>> },
+        Admitted {
+            #[pin]
+            body: Scoped<R>,
+            plain: u8,
+            limited: Option<Box<Limited>>,
+            // Adds a load report to the trailers.
+            reports: Option<Arc<LoadReports>>,
+        },
         Rejected { text: Option<Bytes> },
     }
 }
@@ -429,10 +438,15 @@ impl<R> ResponseBody<R> {
 
 impl<R: Body> ResponseBody<R> {
     #[inline]
-    pub(super) fn admitted(body: R, permit: SharedPermit) -> Self {
+    pub(super) fn admitted(
+        body: R,
+        permit: SharedPermit,
+        reports: Option<Arc<LoadReports>>,
+    ) -> Self {
         let has_limits = permit.limits().is_some() && !body.is_end_stream();
         let limited = if has_limits { Limited::new(&permit) } else { None };
-        Self { kind: Kind::Admitted { body: Scoped::new(body, Some(permit)), plain: 0, limited } }
+        let body = Scoped::new(body, Some(permit));
+        Self { kind: Kind::Admitted { body, plain: 0, limited, reports } }
     }
 }
 
@@ -450,7 +464,7 @@ where
         cx: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
         match self.project().kind.project() {
-            KindProject::Admitted { mut body, plain, limited } => {
+            KindProject::Admitted { mut body, plain, limited, reports } => {
                 if let (Some(limits), Some(permit)) = (&mut *limited, body.permit()) {
                     if let Some(rejected) = permit.cut() {
                         body.end();
@@ -481,6 +495,9 @@ where
                         return Poll::Pending;
                     }
                 };
+                if let (Some(reports), Some(trailers)) = (reports, frame.trailers_mut()) {
+                    reports.attach_to_trailers(trailers);
+                }
                 if permit.is_measured() {
                     frame = frame.map_data(|data| ResponseFrame::send(data, permit, plain));
                 }

@@ -53,6 +53,9 @@ use super::connections::ConnectionHandle;
 use super::drain::Drain;
 use super::estimate::{ContentLength, Estimate, Estimated, UNDECLARED};
 use super::exempt::ExemptPaths;
+use super::load_report::{
+    Carrier, LOAD_REPORT_STREAM_PATH, LoadReportFormat, LoadReportService, LoadReports,
+};
 use super::origin::{Origin, RouteLabel, Tenant};
 use super::pace::{MinDataRate, RegisteredPace};
 use super::permit::{Resumes, SharedPermit, Terms};
@@ -91,6 +94,7 @@ struct LayerSettings {
     max_wait: Duration,
     min_data_rate: Option<MinDataRate>,
     max_hold: Option<Duration>,
+    load_reports: Option<Arc<LoadReports>>,
     clock: Arc<dyn Clock>,
 }
 
@@ -134,6 +138,7 @@ impl<E: Estimate> MemoryLayer<E> {
             max_wait: Config::MAX_WAIT,
             min_data_rate: None,
             max_hold: None,
+            load_reports: None,
             clock: Arc::new(SystemClock::new()),
         };
         Self { estimate: Arc::new(estimate), settings: Arc::new(settings) }
@@ -259,7 +264,79 @@ impl<E: Estimate> MemoryLayer<E> {
         self
     }
 
-    /// Replaces the machine's clock, for tests.
+    /// Adds an ORCA load report to each response, rejections included, for load balancers such as
+    /// Envoy's `client_side_weighted_round_robin` and gRPC's `weighted_round_robin`. By default
+    /// there is none.
+    ///
+    /// A response has it in the header `endpoint-load-metrics`, a gRPC response in the trailer
+    /// `endpoint-load-metrics-bin`. It replaces one that the handler has set, since that may be of
+    /// another service; the same headers of requests are ignored. The report has
+    ///
+    /// * `mem_utilization`: physical memory by its limit, from 0 to 1;
+    /// * `application_utilization`: the reserved part of the allowance, of host or device,
+    ///   whichever is largest, as an average over 2 s, and at least 0.01. For 1 s after the service
+    ///   has rejected a request for lack of memory, while requests wait for room, and during
+    ///   shutdown, it is at least 1, times what arrives for each part that is admitted, in requests
+    ///   or in bytes, whichever is most;
+    /// * `rps_fractional` and `eps`: the responses of this layer and its clones in each second, and
+    ///   those among them with a status of 5xx or a gRPC status that is a failure of the service,
+    ///   as averages over the same time;
+    /// * `named_metrics`: `host_utilization`, `device0_utilization`, `device1_utilization` and so
+    ///   on, the parts of which `application_utilization` is the largest.
+    ///
+    /// What needs a limit is missing while none is known. Without a running [`Memory`] there is no
+    /// `mem_utilization`, and utilizations are those of the moment.
+    ///
+    /// The report is encoded when the control loop has ticked, and when the service begins to shed.
+    /// Otherwise a response costs less than 200 ns and allocates nothing, unless its headers have
+    /// to grow. Clients that are not load balancers should not see it: it tells how full this
+    /// instance is. Let the balancer remove it.
+    #[must_use]
+    pub fn with_load_reports(mut self, format: LoadReportFormat) -> Self {
+        let settings = self.settings();
+        let (admission, clock) = (settings.admission.clone(), Arc::clone(&settings.clock));
+        settings.load_reports = Some(Arc::new(LoadReports::new(format, admission, clock)));
+        self.exempt_paths([LOAD_REPORT_STREAM_PATH])
+    }
+
+    /// Returns a service that streams the same reports to gRPC clients that ask for them:
+    /// `OpenRcaService.StreamCoreMetrics` of ORCA. Route [`LOAD_REPORT_STREAM_PATH`] to it, outside
+    /// the layer if you can. Under the layer that path is exempt, and a stream reserves 64 KiB.
+    ///
+    /// A client gets a report at once, and then one after each `report_interval`: 10 s if it names
+    /// none, at least 100 ms and at most an hour. A report may be 250 ms late, because the control
+    /// loop wakes the streams. An invalid request ends with `INVALID_ARGUMENT` and the value. At
+    /// most 256 streams are open; a further one ends with `RESOURCE_EXHAUSTED`. All end with
+    /// `UNAVAILABLE` after [`Memory::set_ending`] or when the service shuts down. Without a running
+    /// [`Memory`], a stream ends with `UNIMPLEMENTED`.
+    ///
+    /// ```
+    /// use axum::{Router, routing::get};
+    /// use lowtide::Memory;
+    /// use lowtide::service::{LOAD_REPORT_STREAM_PATH, LoadReportFormat};
+    ///
+    /// let memory = Memory::start()?;
+    /// let layer = memory.layer().with_load_reports(LoadReportFormat::Text);
+    /// let streams = layer.load_report_service();
+    /// let app: Router = Router::new()
+    ///     .route("/", get(async || "hello"))
+    ///     .layer(layer)
+    ///     .route_service(LOAD_REPORT_STREAM_PATH, streams);
+    /// # drop(app);
+    /// # Ok::<(), lowtide::BoxError>(())
+    /// ```
+    ///
+    /// # Panics
+    /// Panics without [`MemoryLayer::with_load_reports`].
+    #[must_use]
+    pub fn load_report_service(&self) -> LoadReportService {
+        let Some(reports) = &self.settings.load_reports else {
+            panic!("a layer without load reports has none to stream: call with_load_reports first")
+        };
+        LoadReportService::new(reports)
+    }
+
+    /// Replaces the machine's clock, for tests. Called before it is used.
     #[doc(hidden)]
     #[must_use]
     pub fn clock(mut self, clock: Arc<dyn Clock>) -> Self {
@@ -484,12 +561,18 @@ impl<E: Estimate> MemoryLayer<E> {
         permit.scope(future)
     }
 
-    /// Rejects a request, and returns what reads its body and then answers.
-    fn turn_away<Q: Body>(&self, head: &Parts, body: Q, rejected: Rejected) -> Pin<Box<Drain<Q>>> {
+    /// Rejects a request: its body is read, and then it is answered.
+    fn turn_away<S, F, Q: Body>(
+        &self,
+        head: &Parts,
+        body: Q,
+        rejected: Rejected,
+    ) -> State<S, E, F, Q> {
         let settings = &self.settings;
         let rate = settings.min_data_rate.filter(|_| settings.admission.is_managed());
         let pace = || Some(RegisteredPace::new(rate?, &settings.admission));
-        Box::pin(Drain::new(head, body, self.reject(head, rejected), pace))
+        let rest = Box::pin(Drain::new(head, body, self.reject(head, rejected), pace));
+        State::Rejected { rest, reports: settings.load_reports.clone() }
     }
 
     /// Counts and logs a rejection, and returns the answer.
@@ -642,8 +725,7 @@ impl<S: Clone, E: Estimate> MemoryService<S, E> {
         refused: NotAdmitted,
     ) -> State<S, E, F, Q> {
         let Some(waiting) = self.layer.wait(&head, &refused) else {
-            let rest = self.layer.turn_away(&head, body, refused.rejected);
-            return State::Rejected { rest };
+            return self.layer.turn_away(&head, body, refused.rejected);
         };
         // The service that is ready, not its clone, is called later.
         let next = self.inner.clone();
@@ -688,8 +770,7 @@ where
                 }
                 Err(refused) if is_turn && refused.rejected.may_wait() => {}
                 Err(refused) => {
-                    let rest = self.layer.turn_away(&head, body, refused.rejected);
-                    return Poll::Ready(State::Rejected { rest });
+                    return Poll::Ready(self.layer.turn_away(&head, body, refused.rejected));
                 }
             }
         }
@@ -717,8 +798,23 @@ pin_project! {
             // The time at which the layer saw that the request was cancelled.
             cancelled_at: Option<Moment>,
         },
-        Rejected { rest: Pin<Box<Drain<Q>>> },
+        Rejected {
+            rest: Pin<Box<Drain<Q>>>,
+            reports: Option<Arc<LoadReports>>,
+        },
     }
+}
+
+/// Returns the answer to a rejected request, with a load report if there are any.
+#[cold]
+fn reject_with<R>(
+    mut answer: Response<String>,
+    reports: Option<&LoadReports>,
+) -> Response<ResponseBody<R>> {
+    if let Some(reports) = reports {
+        reports.attach(&mut answer);
+    }
+    answer.map(ResponseBody::rejected)
 }
 
 impl<S, E, F, Q> fmt::Debug for ResponseFuture<S, E, F, Q> {
@@ -753,7 +849,10 @@ where
                         return Poll::Pending;
                     };
                     future.end();
-                    return Poll::Ready(Ok(response.map(ResponseBody::rejected)));
+                    return Poll::Ready(Ok(reject_with(
+                        response,
+                        settings.load_reports.as_deref(),
+                    )));
                 };
                 if let Some(rejected) = permit.cancellation().filter(|_| cancelled_at.is_none()) {
                     settings.report(permit, &rejected);
@@ -763,12 +862,26 @@ where
                     let is_whole = !body.is_end_stream() && body.size_hint().exact().is_some();
                     permit.answered(is_success(response, permit.may_be_grpc()), is_whole);
                 }
+                let mut trailers = None;
+                let answered = match (answered, &settings.load_reports) {
+                    (Ok(mut response), Some(reports)) => {
+                        if reports.attach(&mut response) == Carrier::Trailers {
+                            trailers = Some(Arc::clone(reports));
+                        }
+                        Ok(response)
+                    }
+                    (Err(error), Some(reports)) => {
+                        reports.count_lost();
+                        Err(error)
+                    }
+                    (answered, None) => answered,
+                };
                 Poll::Ready(answered.map(|response| {
-                    response.map(|body| ResponseBody::admitted(body, permit.clone()))
+                    response.map(|body| ResponseBody::admitted(body, permit.clone(), trailers))
                 }))
             }
-            StateProject::Rejected { rest } => {
-                rest.as_mut().poll(cx).map(|answer| Ok(answer.map(ResponseBody::rejected)))
+            StateProject::Rejected { rest, reports } => {
+                rest.as_mut().poll(cx).map(|answer| Ok(reject_with(answer, reports.as_deref())))
             }
         }
     }

@@ -23,6 +23,7 @@ mod exempt;
 mod last_exit;
 mod layer;
 mod learned;
+mod load_report;
 mod origin;
 mod pace;
 mod page;
@@ -46,6 +47,9 @@ pub use estimate::{Constant, ContentLength, Estimate, Estimated, FromHeader};
 pub use exempt::{EXEMPT_BODY_MAX, HEALTH_PATHS};
 pub use layer::{MemoryLayer, MemoryService, ResponseFuture};
 pub use learned::{Learned, Lesson, ROUTES_MAX};
+pub use load_report::{
+    LOAD_REPORT_STREAM_PATH, LoadReportFormat, LoadReportService, LoadReportStream,
+};
 pub use origin::Tenant;
 pub use pace::MinDataRate;
 pub use permit::SharedPermit;

@@ -118,7 +118,7 @@ fn detail(rejected: &Rejected) -> Cow<'static, str> {
 }
 
 /// Encodes for `grpc-message`: bytes that are not printable ASCII, and `%`, in hexadecimal.
-fn percent_encoded(text: &str) -> String {
+pub(super) fn percent_encoded(text: &str) -> String {
     use std::fmt::Write as _;
     let mut encoded = String::with_capacity(text.len());
     for byte in text.bytes() {

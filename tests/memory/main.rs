@@ -72,6 +72,8 @@ mod service_endpoints;
 mod service_estimates;
 mod service_layer;
 mod service_linger;
+mod service_load_report_streams;
+mod service_load_reports;
 mod service_measured;
 mod service_page;
 mod service_profile;

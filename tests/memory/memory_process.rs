@@ -27,7 +27,7 @@ use crate::support::{PATIENCE, run_again, threads, until_no_threads};
 const SOON: Duration = Duration::from_secs(5);
 
 /// Runs `act` in a forked child and says with which code the child ended.
-fn forked(act: impl FnOnce() -> i32) -> i32 {
+pub(crate) fn forked(act: impl FnOnce() -> i32) -> i32 {
     // SAFETY: the child runs `act` and ends with `_exit`. Other threads of this process wait on
     // locks that `act` does not touch, and jemalloc, whose locks it may need, holds them across a
     // fork.

@@ -368,6 +368,22 @@ impl Admission {
         }
     }
 
+    /// Returns how often a request was rejected that another instance may serve, since the start:
+    /// for lack of memory or of its device, or because the service shuts down. One atomic read.
+    #[doc(hidden)]
+    #[inline]
+    #[must_use]
+    pub fn sheds_total(&self) -> u64 {
+        self.desk.sheds.load(Ordering::Relaxed)
+    }
+
+    /// Returns `true` while requests wait for room. One atomic read.
+    #[doc(hidden)]
+    #[must_use]
+    pub fn has_waiting(&self) -> bool {
+        !self.desk.queue.is_empty()
+    }
+
     /// Returns the requests admitted and rejected for lack of room in a budget, by size class from
     /// the smallest. Device counts include only requests with device bytes.
     #[must_use]

@@ -24,7 +24,7 @@ use super::ledger::{Ledger, Reservation, Shortfall, Standing};
 use super::level_watches::LevelWatches;
 use super::permit::Permit;
 use super::pressure::Level;
-use super::rejected::Rejected;
+use super::rejected::{RejectReason, Rejected};
 use super::tally::{BudgetCounts, Counts, Place, STRIPES, Tally, used};
 use super::unused::UnusedPages;
 use super::usage::Usages;
@@ -73,6 +73,8 @@ pub(super) struct Desk {
     /// How often a reservation was suspended, since the start.
     pub(super) suspensions: AtomicU64,
     tallies: [Tally; STRIPES],
+    /// How often a request was rejected that another instance may serve, since the start.
+    pub(super) sheds: AtomicU64,
     /// The ticks of the control loop.
     pub(super) ticks: AtomicU64,
     /// `true` once a reclaimer was registered.
@@ -120,6 +122,7 @@ impl Desk {
         desk.is_slow.store(false, Ordering::Relaxed);
         desk.lacked.store(u64::MAX, Ordering::Relaxed);
         desk.suspensions.store(0, Ordering::Relaxed);
+        desk.sheds.store(0, Ordering::Relaxed);
         for tally in &desk.tallies {
             tally.begin();
         }
@@ -543,7 +546,7 @@ impl Desk {
             self.host.book_exempt(bytes)
         } else {
             self.book_more(held, bytes, place).inspect_err(|rejected| {
-                self.tally(place).rejected(place, rejected.reason(), None);
+                self.count_rejection(place, rejected.reason(), None);
             })?
         };
         self.tally(place).grow(place, reserved);
@@ -651,8 +654,20 @@ impl Desk {
     #[inline]
     pub(super) fn reject(&self, rejected: Rejected) -> Rejected {
         let place = Place::here();
-        self.tally(place).rejected(place, rejected.reason(), rejected.shortage());
+        self.count_rejection(place, rejected.reason(), rejected.shortage());
         rejected
+    }
+
+    fn count_rejection(
+        &self,
+        place: Place,
+        reason: RejectReason,
+        shortage: Option<(Budget, ByteSize)>,
+    ) {
+        self.tally(place).rejected(place, reason, shortage);
+        if reason.is_shed() {
+            self.sheds.fetch_add(1, Ordering::Relaxed);
+        }
     }
 
     pub(super) fn ledger(&self, budget: Budget) -> &Ledger {

@@ -327,6 +327,11 @@ impl LargeRequests {
         Moment::after_origin(Duration::from_nanos(self.now.load(Ordering::Relaxed)))
     }
 
+    /// Wakes all requests, when the control loop ends.
+    pub(super) fn wake_all(&self) {
+        self.each().for_each(|request| request.wake());
+    }
+
     /// Records that a request was cancelled.
     pub(super) fn note_cancelled(&self) {
         self.has_cancelled.store(true, Ordering::Release);

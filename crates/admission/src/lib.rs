@@ -86,6 +86,8 @@ pub use maintenance::{
     PurgeGrowth, Sample, Sensor, Settings, SettingsError, Tick, Trigger, Worker, run_control,
     run_worker,
 };
+#[doc(hidden)]
+pub use maintenance::{REPORT_WINDOW, SHED_SHOWN, mean_weight};
 pub use managed::{
     Acquire, AcquireError, AddError, Backoff, LastUnload, LoadError, LoadScope, Managed,
     ManagedBuilder, Resource, ResourceStats, Resources, UnloadError, UnloadReason, Unloads, Use,

@@ -226,6 +226,21 @@ impl RejectReason {
         Self::HeldTooLong,
     ];
 
+    /// Returns `true` if the service sheds load with it: another instance may serve the request
+    /// now. It does not if the request or its client is the reason.
+    pub(crate) const fn is_shed(self) -> bool {
+        match self {
+            Self::Full
+            | Self::Pressure
+            | Self::ShuttingDown
+            | Self::Exhausted
+            | Self::SlowStart
+            | Self::DeviceLost
+            | Self::Outgrown => true,
+            Self::TooLarge | Self::SlowClient | Self::HeldTooLong => false,
+        }
+    }
+
     /// Returns the label in metrics.
     #[must_use]
     pub const fn name(self) -> &'static str {

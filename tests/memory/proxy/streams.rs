@@ -7,10 +7,11 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use lowtide::ByteSize;
+use lowtide::service::LoadReportFormat;
 use lowtide_heap::HeapProbe;
 use tokio::io::AsyncReadExt as _;
 
-use super::support::{Managed, alone, ask, plain};
+use super::support::{Managed, alone, ask, embed, get, plain};
 use super::wire::{Upstream, Wire, until, within};
 use crate::app::Options;
 
@@ -314,4 +315,64 @@ async fn the_text_service_streams_what_it_is_sent_and_what_it_is_asked_for() {
     let answer = ask(proxy.at, super::support::post("/words", "text/plain", "b a B")).await;
     assert_eq!((answer.status(), answer.text().as_str()), (200, "3 words\n2 b\n1 a\n"));
     proxy.end().await;
+}
+
+/// The upstream's report is of the upstream: a balancer would take it for the proxy's.
+#[tokio::test]
+async fn load_reports_of_the_upstream_are_dropped() {
+    let upstream = Upstream::new().await;
+    let proxy = plain(&upstream).await;
+    let reports = "Endpoint-Load-Metrics: TEXT eps:1\r\nendpoint-load-metrics-bin: CQ==\r\n";
+    let pieces = "trailer: x-sum\r\ntransfer-encoding: chunked\r\n\r\n2\r\nok\r\n0\r\n";
+    let serve = async {
+        let mut wire = upstream.accept().await;
+        wire.request().await;
+        let head = format!("HTTP/1.1 200 OK\r\nx-own: 1\r\n{reports}");
+        wire.send(format!("{head}{pieces}x-sum: down\r\n{reports}\r\n")).await;
+    };
+    let request = "GET / HTTP/1.1\r\nhost: h\r\nte: trailers\r\n\r\n";
+    let ((), answer) = tokio::join!(serve, ask(proxy.address, request));
+    assert_eq!((answer.text().as_str(), answer.header("x-own").as_deref()), ("ok", Some("1")));
+    for name in ["endpoint-load-metrics", "endpoint-load-metrics-bin"] {
+        assert_eq!(answer.header(name), None, "in the head");
+    }
+    assert_eq!(answer.trailers, [("x-sum".to_owned(), "down".to_owned())]);
+}
+
+#[tokio::test]
+async fn with_the_option_answers_carry_the_load_report_of_the_proxy() {
+    let upstream = Upstream::new().await;
+    for (format, start) in [
+        (Some(LoadReportFormat::Text), Some("TEXT mem_utilization:")),
+        (Some(LoadReportFormat::Json), Some("JSON {\"mem_utilization\":")),
+        (Some(LoadReportFormat::Binary), Some("BIN ")),
+        (None, None),
+    ] {
+        let options = Options {
+            upstream: Some(upstream.uri("")),
+            load_reports: format,
+            ..Options::default()
+        };
+        let proxy = Managed::with(options, |builder| builder).await;
+        let serve = async {
+            let mut wire = upstream.accept().await;
+            wire.request().await;
+            let report = "endpoint-load-metrics: TEXT mem_utilization:0.125\r\n";
+            wire.send(format!("HTTP/1.1 200 OK\r\n{report}content-length: 2\r\n\r\nok")).await;
+        };
+        let at = proxy.running().address;
+        let ((), answer) = tokio::join!(serve, get(at, "/x"));
+        let report = answer.header("endpoint-load-metrics");
+        assert!(report.as_deref() != Some("TEXT mem_utilization:0.125"), "of the upstream");
+        match start {
+            Some(start) => assert!(report.expect("a report").starts_with(start), "{format:?}"),
+            None => assert_eq!(report, None),
+        }
+        // The small service of /embed is of the proxy as well.
+        let answer = embed(at, &["a text"]).await;
+        assert_eq!(answer.header("endpoint-load-metrics").is_some(), format.is_some());
+        let answer = get(at, "/healthz").await;
+        assert_eq!(answer.header("endpoint-load-metrics"), None, "for operators");
+        proxy.end().await;
+    }
 }

@@ -1,6 +1,6 @@
 //! Jobs that take long: `ci` runs a sample, `soak` the full length.
 
-use super::{Length, Outcome, skip};
+use super::{Length, Outcome, envoy, skip};
 use crate::mutants;
 use crate::run::{Run, cargo};
 
@@ -57,6 +57,15 @@ pub(super) fn overload(length: Length) -> Outcome {
         2 => skip("no memory cgroup can be made here"),
         status => Err(format!("the overload bench: status {status}").into()),
     }
+}
+
+/// Envoy accepts the configuration of the example, and sheds less by load reports than with round
+/// robin.
+pub(super) fn fleet(_: Length) -> Outcome {
+    let envoy = envoy()?;
+    let validate = Run::new(&envoy).words("--mode validate --log-level warn");
+    validate.words("-c deploy/envoy/envoy.yaml").run()?;
+    Ok(bench("fleet", "--ci --envoy").arg(envoy).run()?)
 }
 
 /// Reproduces each known fault.

@@ -16,7 +16,7 @@ mod package;
 mod system;
 
 pub(crate) use build::executables;
-pub(crate) use system::{Build, page_check};
+pub(crate) use system::{Build, envoy, page_check};
 
 use std::collections::BTreeSet;
 use std::fs::{self, File};
@@ -122,6 +122,7 @@ const JOBS: &[Job] = &[
     job("dashboards", "dashboards against a real Prometheus", LIVE, system::dashboards),
     long("controller", "the controller in virtual time", &[], long::controller),
     long("overload", "overload in a real memory cgroup", &[], long::overload),
+    job("fleet", "three services behind a real Envoy", &["python"], long::fleet),
     job("rules", "the Prometheus rules, by promtool", &["promtool"], system::rules),
     job("deployment", "unit, manifests, Compose file, Prometheus", LIVE, system::deployment),
     job("image", "the image's root file system under a limit", &["curl"], system::image),

@@ -85,13 +85,21 @@ pub(super) fn deployment(_: Length) -> Outcome {
         println!("skipped: no systemd-analyze");
     }
     if has("docker-compose") {
-        Run::new("docker-compose").words("-f compose.yaml config -q").run()?;
+        for file in ["compose.yaml", "deploy/envoy/compose.yaml"] {
+            Run::new("docker-compose").words(&format!("-f {file} config -q")).run()?;
+        }
     } else {
         println!("skipped: no docker-compose");
     }
     match validate_manifests() {
         Err(Stop::Skipped(why)) if !super::is_set("CI") => println!("skipped: {why}"),
         outcome => outcome?,
+    }
+    if has("kubectl") {
+        // It needs no cluster.
+        Run::new("kubectl").words("kustomize deploy/envoy").output()?;
+    } else {
+        println!("skipped: no kubectl");
     }
     if !has("promtool") {
         return skip("no promtool");
@@ -144,6 +152,13 @@ pub(crate) fn page_check(build: Build) -> Result<Run, Stop> {
     cargo(&format!("build --locked --profile {profile} --example proxy")).run()?;
     let proxy = target().join(folder).join("examples/proxy");
     Ok(Run::new("node").arg(".ci/page/check.mjs").arg(proxy).arg("chromium"))
+}
+
+/// Installs Envoy, and returns the path of its program.
+pub(crate) fn envoy() -> Result<String, Stop> {
+    let program = Run::new(".ci/install-envoy").output();
+    let program = program.map_err(|_| Stop::Skipped("Envoy cannot be installed".to_owned()))?;
+    Ok(program.trim().to_owned())
 }
 
 /// Each exits with 1 if a bound does not hold.

@@ -10,6 +10,7 @@ mod api;
 pub(crate) mod arena;
 mod benches;
 mod clone;
+mod fleet;
 mod footprint;
 mod gpu;
 mod measured;
@@ -74,8 +75,8 @@ pub(crate) struct Arguments {
     /// The subject.
     #[arg(required_unless_present = "list")]
     subject: Option<String>,
-    /// Measures this figure of `workspace`, `arena`, `gpu`, `measured`, `room` or `questions`
-    /// alone, by the name that is printed; may be repeated.
+    /// Measures this figure of `workspace`, `arena`, `gpu`, `measured`, `room`, `questions` or
+    /// `fleet` alone, by the name that is printed; may be repeated.
     #[arg(long, value_name = "FIGURE")]
     only: Vec<String>,
     /// Lists the subjects.
@@ -96,6 +97,7 @@ const SUBJECTS: &[(&str, &str)] = &[
         "questions",
         "an operator's questions, kills, alerts, the recorder and profiler: half an hour",
     ),
+    ("fleet", "three services behind Envoy by load reports, and round robin; some 10 minutes"),
     ("envoy", "thresholds on the heap, in Envoy, and lowtide: quick and slow bodies"),
 ];
 
@@ -124,6 +126,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), String> {
             onnx_runtime.and(candle).and(c)
         }
         "questions" => questions::run(&arguments.only),
+        "fleet" => measure("fleet", fleet::FLEET, &arguments.only),
         "envoy" => Run::new(".ci/envoy").run(),
         other => {
             let names: Vec<_> = SUBJECTS.iter().map(|(name, _)| *name).collect();
@@ -168,6 +171,14 @@ fn measure(subject: &str, measures: &[Measure], only: &[String]) -> Result<(), S
         }
     }
     if failed.is_empty() { Ok(()) } else { Err(failed.join("; ")) }
+}
+
+/// Returns the value of a figure in what a program printed.
+fn printed(text: &str, name: &str) -> Result<f64, String> {
+    let begin = format!("figure {name} ");
+    let line = text.lines().find_map(|line| line.strip_prefix(&*begin));
+    let value = line.and_then(|line| line.split(' ').next()?.parse().ok());
+    value.ok_or_else(|| format!("{name} was not printed"))
 }
 
 /// Prints a figure, and returns whether its goal holds.

@@ -2,7 +2,7 @@
 //! on limits, alerts, the page.
 
 use super::benches::Bench;
-use super::{Figure, Measure, alerts, at_least, benches, figure, measure};
+use super::{Figure, Measure, alerts, at_least, benches, figure, measure, printed};
 use crate::ci::{Build, page_check};
 use crate::run::cargo;
 
@@ -73,14 +73,6 @@ pub(super) fn run(only: &[String]) -> Result<(), String> {
     }
     let failed: Vec<_> = results.into_iter().filter_map(Result::err).collect();
     if failed.is_empty() { Ok(()) } else { Err(failed.join("; ")) }
-}
-
-/// Returns the value of a figure in what a program printed.
-fn printed(text: &str, name: &str) -> Result<f64, String> {
-    let begin = format!("figure {name} ");
-    let line = text.lines().find_map(|line| line.strip_prefix(&*begin));
-    let value = line.and_then(|line| line.split(' ').next()?.parse().ok());
-    value.ok_or_else(|| format!("{name} was not printed"))
 }
 
 fn measure_answered() -> Result<Vec<Figure>, String> {

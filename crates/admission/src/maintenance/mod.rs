@@ -18,6 +18,7 @@ mod purging;
 mod saturation;
 mod settings;
 mod state;
+mod utilization;
 mod worker;
 
 use std::fmt;
@@ -33,7 +34,7 @@ use super::admission::{Admission, AdmissionStats};
 use super::ceiling::{Ceiling, CeilingParts, CeilingSample};
 use super::cost::Budget;
 use super::exhaustion::{Exhaustion, Room};
-use super::ledger::{Measured, Turnover};
+use super::ledger::{Ledger, Measured, Turnover};
 use super::limit_advice::LimitSample;
 use super::managed::Resources;
 use super::pressure::Level;
@@ -44,12 +45,14 @@ use account::Account;
 use devices::{DeviceAccount, Turns};
 use purging::{Growth, purgeable_now};
 use saturation::Saturation;
+use utilization::LastAdded;
 
 pub use devices::DeviceFigures;
 pub use jobs::{Job, JobQueue, Jobs, Trigger};
 pub use purging::PurgeGrowth;
 pub use settings::{Settings, SettingsError};
 pub use state::PressureState;
+pub use utilization::{REPORT_WINDOW, SHED_SHOWN, mean_weight};
 pub use worker::{MaintenanceActions, Worker, run_control, run_worker};
 
 /// A sample of signals, heap and arenas.
@@ -198,6 +201,7 @@ pub struct Maintenance {
     looked_at: Option<Moment>,
     /// The state of the jitter's generator, different in each process.
     chance: u64,
+    utilization_added: LastAdded,
 }
 
 impl Maintenance {
@@ -246,6 +250,7 @@ impl Maintenance {
             published_at: None,
             looked_at: None,
             chance: RandomState::new().hash_one(0_u8) | 1,
+            utilization_added: LastAdded::default(),
         })
     }
 
@@ -373,6 +378,11 @@ impl Maintenance {
         step.mul_f64(1.0 - self.settings.jitter * part)
     }
 
+    /// Wakes what waits for a tick, when this loop has ended and none follows.
+    pub fn wake_waiting(&self) {
+        self.admission.large().wake_all();
+    }
+
     /// Resets admission when this loop ends before the service: the level is cleared, and the
     /// allowance becomes `ceiling / K`, as if nothing were held but the reservations. Otherwise a
     /// critical level at that moment would reject requests forever. A closed admission stays
@@ -466,6 +476,11 @@ impl Maintenance {
         for (nth, device) in self.further.iter_mut().enumerate() {
             device.update(self.sensor.further_device(nth), self.settings.ceiling, now);
         }
+        let further = self.further.iter().map(DeviceAccount::utilization);
+        let step = self.utilization_added.step(now);
+        let budgets = [Budget::Host, Budget::Device].map(|of| self.admission.ledger(of));
+        let utilizations = budgets.into_iter().map(Ledger::utilization).chain(further);
+        self.state.utilizations.add(step, utilizations);
         self.state.set_sample(sample, limit, now);
         self.state.set_entered(&self.host.pressure);
         // The device's level unloads; only the host's rejects, since a cost that does not fit the

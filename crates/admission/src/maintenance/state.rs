@@ -17,6 +17,7 @@ use crate::pressure::{Level, Pressure};
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::Moment;
 
+use super::utilization::Utilizations;
 use super::{Sample, Trigger};
 
 /// The figures of the last tick, for the worker, metrics and endpoints. Written by the control
@@ -43,6 +44,7 @@ pub struct PressureState {
     needs_restart: AtomicBool,
     /// Not atomic: the control loop tries the lock, and adds what it missed at the next tick.
     limits: Mutex<LimitRecord>,
+    pub(super) utilizations: Utilizations,
 }
 
 impl PressureState {
@@ -82,6 +84,13 @@ impl PressureState {
     #[must_use]
     pub fn limit(&self) -> ByteSize {
         ByteSize::new(self.limit.load(Ordering::Relaxed))
+    }
+
+    /// Returns the averages of [`Ledger::utilization`](crate::Ledger::utilization) over the last
+    /// seconds: the host's first, then those of the devices in their order.
+    #[doc(hidden)]
+    pub fn utilizations(&self) -> impl Iterator<Item = Option<f64>> {
+        self.utilizations.each()
     }
 
     /// Returns the level of a budget.

@@ -11,17 +11,24 @@ use yaml_rust2::{Yaml, YamlLoader};
 use super::{Deploying, GUIDE};
 
 /// Those that set variables of the crate.
-pub(super) const ALL: [&str; 4] =
-    ["Dockerfile", "compose.yaml", "deploy/kubernetes.yaml", "deploy/lowtide-proxy.service"];
+pub(super) const ALL: [&str; 7] = [
+    "Dockerfile",
+    "compose.yaml",
+    "deploy/envoy/compose.yaml",
+    "deploy/envoy/kubernetes.yaml",
+    "deploy/envoy/run.sh",
+    "deploy/kubernetes.yaml",
+    "deploy/lowtide-proxy.service",
+];
 
 /// The longest time that the shutdown of the memory takes after the grace, in seconds.
-const END_S: u64 = 5;
+pub(super) const END_S: u64 = 5;
 /// The time that `docker stop` waits before it kills, in seconds.
 const DOCKER_STOP_S: u64 = 10;
 pub(super) const PORT: &str = "8080";
 /// The port of the operators' routes, which are served on no other.
 pub(super) const OPERATORS: &str = "8081";
-const USER: i64 = 10_001;
+pub(super) const USER: i64 = 10_001;
 /// The folder in a container that outlives the process.
 const STATE: &str = "/var/lib/lowtide";
 /// The variables of what is written there, and the names.
@@ -47,7 +54,7 @@ fn set<'a>(text: &'a str, name: &str) -> &'a str {
     after.split([' ', '\n']).next().unwrap_or_default()
 }
 
-fn strings(of: &Yaml) -> Vec<&str> {
+pub(super) fn strings(of: &Yaml) -> Vec<&str> {
     of.as_vec().map(|all| all.iter().filter_map(Yaml::as_str).collect()).unwrap_or_default()
 }
 
@@ -79,7 +86,7 @@ impl Deploying<'_> {
         if documents.is_empty() { vec![Yaml::BadValue] } else { documents }
     }
 
-    fn seconds(&self, file: &str, time: &str) -> u64 {
+    pub(super) fn seconds(&self, file: &str, time: &str) -> u64 {
         humantime::parse_duration(time).map_or_else(
             |error| {
                 self.holds(file, false, &format!("{time:?}: {error}"));
@@ -90,7 +97,7 @@ impl Deploying<'_> {
     }
 
     /// Returns the longest time that the end of the image's proxy takes, in seconds.
-    fn image_end_s(&self) -> u64 {
+    pub(super) fn image_end_s(&self) -> u64 {
         let image = self.text("Dockerfile");
         let [drain, grace] = ["PROXY_DRAIN", "PROXY_GRACE"].map(|name| set(image, name));
         self.seconds("Dockerfile", drain) + self.seconds("Dockerfile", grace) + END_S

@@ -1,6 +1,6 @@
 //! Checks that the files for operators agree with the code: variables, their defaults, the image,
-//! the files for Compose, Kubernetes and systemd (`files`), and those for autoscalers
-//! (`autoscaling`).
+//! the files for Compose, Kubernetes and systemd (`files`), also behind Envoy (`fleet`), and those
+//! for autoscalers (`autoscaling`).
 //!
 //! It reads text; that the image builds and runs is for `.ci/docker` and `.ci/image` to try.
 //!
@@ -8,6 +8,7 @@
 
 pub(crate) mod autoscaling;
 mod files;
+mod fleet;
 
 use std::collections::BTreeSet;
 
@@ -40,6 +41,7 @@ pub(super) fn check<'a>(tree: &'a Tree, code: &'a Code<'a>, faults: &'a Faults) 
     all.check_onnxruntime();
     files::check(&all);
     autoscaling::check(&all);
+    fleet::check(&all);
 }
 
 /// Every name in a text that starts so.

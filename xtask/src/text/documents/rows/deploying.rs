@@ -18,7 +18,10 @@ const OTHER: f64 = 10.0;
 const BODY: f64 = 8.0;
 
 pub(super) fn rows(code: &Code<'_>) -> Vec<Row> {
-    [limits, formulas, proxy, times, autoscaling].into_iter().flat_map(|rows| rows(code)).collect()
+    [limits, formulas, proxy, times, autoscaling, balancer]
+        .into_iter()
+        .flat_map(|rows| rows(code))
+        .collect()
 }
 
 /// Mebibytes, as Docker and `ByteSize` read `512m`; the tests of `ByteSize` have that very text.
@@ -63,6 +66,28 @@ fn limits(code: &Code<'_>) -> Vec<Row> {
             ),
             ("such as `512m` means {}, as Docker reads it", values![mebibytes(code, "512m")]),
             ("sets the columns on the right; unset: `{}` |", values![code.name_of(&default)]),
+        ],
+    )
+}
+
+/// The example with Envoy.
+fn balancer(code: &Code<'_>) -> Vec<Row> {
+    const ENVOY: &str = "deploy/envoy/envoy.yaml";
+    let bytes = |file: &str, mark: &str, end: &str| {
+        let bytes = code.within(file, mark, end).parse();
+        bytes.ok().and_then(size).unwrap_or_default()
+    };
+    let text = bytes("deploy/envoy/run.sh", "head -c ", " ");
+    let kept = bytes(ENVOY, "request_body_buffer_limit: ", "\n");
+    let blackout = code.within(ENVOY, "blackout_period: ", "s\n");
+    of_page(
+        PAGE,
+        [
+            ("Envoy 1.40 and proxies of 128, 256 and 512 MiB: each proxy", vec![]),
+            ("The script sends texts of {} to `/words`", values![text]),
+            ("For {} s all proxies count the same", values![blackout.clone()]),
+            ("| `blackout_period: {}s` |", values![blackout]),
+            ("Envoy keeps up to {} of each body", values![kept]),
         ],
     )
 }

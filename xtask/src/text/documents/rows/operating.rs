@@ -36,6 +36,7 @@ pub(super) fn rows(code: &Code<'_>) -> Vec<Row> {
         levels,
         slow_clients,
         time_limits,
+        load_reports,
         connections,
         caches,
         profiles,
@@ -126,6 +127,14 @@ fn time_limits(code: &Code<'_>) -> Rows {
             "if more than {} requests wait, it looks",
             values![code.constant("large::LARGE_MAX").count()],
         ),
+    ]
+}
+
+fn load_reports(code: &Code<'_>) -> Rows {
+    let (window, shown) = (code.constant("REPORT_WINDOW"), code.constant("SHED_SHOWN"));
+    vec![
+        ("Utilizations and rates are averages over {}, except", values![time(window.time())]),
+        ("from the first rejection until {} after the last one,", values![time(shown.time())]),
     ]
 }
 

@@ -1,0 +1,237 @@
+//! Envoy with the configuration of `deploy/envoy`, and what its admin interface says about the
+//! services.
+
+use std::fmt;
+use std::net::{Ipv4Addr, SocketAddr, TcpListener};
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use http_body_util::{BodyExt as _, Empty};
+use hyper_util::client::legacy::Client;
+use hyper_util::client::legacy::connect::HttpConnector;
+use hyper_util::rt::TokioExecutor;
+use lowtide::BoxError;
+use serde_json::{Value, json};
+use yaml_rust2::{Yaml, YamlLoader};
+
+use crate::envoy;
+use crate::process::Process;
+
+const CONFIGURATION: &str = include_str!("../../deploy/envoy/envoy.yaml");
+const CLUSTER: &str = "/static_resources/clusters/0";
+/// The longest time until Envoy's health checks have found all services.
+const HEALTH_PATIENCE: Duration = Duration::from_secs(10);
+/// The time between two looks.
+const LOOK_EVERY: Duration = Duration::from_millis(100);
+
+/// A load balancing policy of Envoy.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub(crate) enum Policy {
+    /// Weighted round robin by the load that services report.
+    Orca,
+    /// All services in turn.
+    RoundRobin,
+    /// The service with fewer requests under way, of two that are drawn.
+    LeastRequest,
+}
+
+impl Policy {
+    /// Its name in figures.
+    pub(crate) const fn name(self) -> &'static str {
+        match self {
+            Self::Orca => "orca",
+            Self::RoundRobin => "round_robin",
+            Self::LeastRequest => "least_request",
+        }
+    }
+
+    /// Returns the extension of Envoy; `None` for that of `deploy/envoy`.
+    fn extension(self) -> Option<Value> {
+        let (name, kind) = match self {
+            Self::Orca => return None,
+            Self::RoundRobin => ("round_robin", "round_robin.v3.RoundRobin"),
+            Self::LeastRequest => ("least_request", "least_request.v3.LeastRequest"),
+        };
+        let kind = format!("type.googleapis.com/envoy.extensions.load_balancing_policies.{kind}");
+        Some(json!({
+            "name": format!("envoy.load_balancing_policies.{name}"),
+            "typed_config": { "@type": kind },
+        }))
+    }
+}
+
+impl fmt::Display for Policy {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.name())
+    }
+}
+
+/// The changes to the configuration.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Changes {
+    pub(crate) policy: Policy,
+    /// `true` if rejected requests are retried.
+    pub(crate) has_retries: bool,
+    /// `true` if the blackout period is 2 s.
+    pub(crate) is_quick: bool,
+}
+
+/// A service as Envoy sees it.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Seen {
+    pub(crate) weight: u64,
+    /// Requests so far.
+    pub(crate) requests: u64,
+    /// Requests under way.
+    pub(crate) active: u64,
+    is_healthy: bool,
+}
+
+/// An Envoy that runs.
+pub(crate) struct Balancer {
+    _envoy: Process,
+    pub(crate) front: SocketAddr,
+    admin: SocketAddr,
+    services: Vec<SocketAddr>,
+    client: Client<HttpConnector, Empty<Bytes>>,
+    runtime: tokio::runtime::Runtime,
+}
+
+impl Balancer {
+    /// Starts Envoy in front of these services, and waits until it has found all of them healthy.
+    pub(crate) fn start(
+        program: &Path,
+        changes: Changes,
+        services: &[SocketAddr],
+    ) -> Result<Self, BoxError> {
+        let [front, admin] = free_ports()?;
+        let configuration = configuration(changes, front, admin, services)?;
+        let envoy = Process(envoy::start(program, &configuration.to_string(), front)?);
+        let balancer = Self {
+            _envoy: envoy,
+            front,
+            admin,
+            services: services.to_vec(),
+            client: Client::builder(TokioExecutor::new()).build_http(),
+            runtime: tokio::runtime::Builder::new_current_thread().enable_all().build()?,
+        };
+        let end = Instant::now() + HEALTH_PATIENCE;
+        while !balancer.seen()?.iter().all(|service| service.is_healthy) {
+            if Instant::now() > end {
+                return Err("Envoy found no healthy services".into());
+            }
+            std::thread::sleep(LOOK_EVERY);
+        }
+        Ok(balancer)
+    }
+
+    /// Returns what Envoy says about each service, in their order.
+    pub(crate) fn seen(&self) -> Result<Vec<Seen>, BoxError> {
+        let text = self.runtime.block_on(async {
+            let uri = format!("http://{}/clusters?format=json", self.admin).parse()?;
+            let answer = self.client.get(uri).await?;
+            Ok::<_, BoxError>(answer.into_body().collect().await?.to_bytes())
+        })?;
+        let text: Value = serde_json::from_slice(&text)?;
+        let hosts = text.pointer("/cluster_statuses/0/host_statuses").and_then(Value::as_array);
+        let hosts = hosts.ok_or_else(|| format!("Envoy names no services: {text}"))?;
+        let of = |service: &SocketAddr| {
+            let port = |host: &&Value| {
+                let port = host.pointer("/address/socket_address/port_value");
+                port.and_then(Value::as_u64) == Some(service.port().into())
+            };
+            let host = hosts.iter().find(port);
+            host.map(read).ok_or_else(|| format!("Envoy does not know {service}").into())
+        };
+        self.services.iter().map(of).collect()
+    }
+}
+
+/// Reads the status of a service. Numbers that are 0 are left out.
+fn read(host: &Value) -> Seen {
+    let stats = host["stats"].as_array().map_or(&[][..], Vec::as_slice);
+    let stat = |name: &str| {
+        let found = stats.iter().find(|stat| stat["name"] == name);
+        let text = found.and_then(|stat| stat["value"].as_str());
+        text.and_then(|text| text.parse().ok()).unwrap_or(0)
+    };
+    let health = &host["health_status"];
+    Seen {
+        weight: host["weight"].as_u64().unwrap_or(0),
+        requests: stat("rq_total"),
+        active: stat("rq_active"),
+        is_healthy: health["failed_active_health_check"] != true
+            && health["eds_health_status"] == "HEALTHY",
+    }
+}
+
+/// Returns two free ports of this machine. Another program may take them before Envoy does.
+fn free_ports() -> Result<[SocketAddr; 2], BoxError> {
+    let bind = || TcpListener::bind((Ipv4Addr::LOCALHOST, 0));
+    let listeners = [bind()?, bind()?];
+    let [one, other] = &listeners;
+    Ok([one.local_addr()?, other.local_addr()?])
+}
+
+/// Returns the configuration of `deploy/envoy` with these changes.
+fn configuration(
+    changes: Changes,
+    front: SocketAddr,
+    admin: SocketAddr,
+    services: &[SocketAddr],
+) -> Result<Value, BoxError> {
+    let documents = YamlLoader::load_from_str(CONFIGURATION)?;
+    let mut all = to_json(documents.first().ok_or("envoy.yaml is empty")?)?;
+    let address = |at: SocketAddr| {
+        let (ip, port) = (at.ip().to_string(), at.port());
+        json!({ "socket_address": { "address": ip, "port_value": port } })
+    };
+    set(&mut all, "/admin/address", address(admin))?;
+    set(&mut all, "/static_resources/listeners/0/address", address(front))?;
+    let endpoints = services.iter().map(|at| {
+        let health = json!({ "port_value": at.port() });
+        json!({ "endpoint": { "address": address(*at), "health_check_config": health } })
+    });
+    let endpoints = endpoints.collect();
+    set(&mut all, &format!("{CLUSTER}/load_assignment/endpoints/0/lb_endpoints"), endpoints)?;
+    set(&mut all, &format!("{CLUSTER}/type"), json!("STATIC"))?;
+    let policy = format!("{CLUSTER}/load_balancing_policy/policies/0/typed_extension_config");
+    if let Some(extension) = changes.policy.extension() {
+        set(&mut all, &policy, extension)?;
+    } else if changes.is_quick {
+        set(&mut all, &format!("{policy}/typed_config/blackout_period"), json!("2s"))?;
+    }
+    if !changes.has_retries {
+        let route = "/static_resources/listeners/0/filter_chains/0/filters/0/typed_config\
+                     /route_config/virtual_hosts/0/routes/0/route/retry_policy";
+        set(&mut all, route, Value::Null)?;
+    }
+    Ok(all)
+}
+
+/// Replaces a value that the configuration has.
+fn set(all: &mut Value, path: &str, value: Value) -> Result<(), String> {
+    let place = all.pointer_mut(path).ok_or_else(|| format!("envoy.yaml has no {path}"))?;
+    *place = value;
+    Ok(())
+}
+
+fn to_json(yaml: &Yaml) -> Result<Value, BoxError> {
+    Ok(match yaml {
+        Yaml::Real(text) => Value::from(text.parse::<f64>()?),
+        Yaml::Integer(number) => Value::from(*number),
+        Yaml::String(text) => Value::from(text.as_str()),
+        Yaml::Boolean(is_so) => Value::from(*is_so),
+        Yaml::Array(all) => Value::Array(all.iter().map(to_json).collect::<Result<_, _>>()?),
+        Yaml::Hash(all) => {
+            let pair = |(key, value): (&Yaml, &Yaml)| {
+                let key = key.as_str().ok_or("a key of envoy.yaml is no text")?;
+                Ok::<_, BoxError>((key.to_owned(), to_json(value)?))
+            };
+            Value::Object(all.iter().map(pair).collect::<Result<_, _>>()?)
+        }
+        Yaml::Null => Value::Null,
+        Yaml::Alias(_) | Yaml::BadValue => return Err(format!("envoy.yaml: {yaml:?}").into()),
+    })
+}

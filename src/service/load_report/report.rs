@@ -1,0 +1,202 @@
+//! The figures of a load report, and their forms.
+//!
+//! Pure. Envoy's parser wants `TEXT `, `JSON ` or `BIN ` in front, names as in the message, and
+//! numbers that are finite.
+
+use std::fmt::Write as _;
+
+use super::LoadReportFormat;
+use super::protobuf::{
+    APPLICATION_UTILIZATION, EPS, MEM_UTILIZATION, NAMED_METRICS, RPS_FRACTIONAL, put_base64,
+    put_double, put_entry,
+};
+
+/// One report. `None` for what is unknown, because no limit is.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(super) struct LoadReport {
+    /// Physical memory by the limit, from 0 to 1.
+    pub(super) mem_utilization: Option<f64>,
+    /// How full the fullest ledger is, and 1 or more while the service sheds.
+    pub(super) application_utilization: Option<f64>,
+    /// The responses of each second.
+    pub(super) rps: f64,
+    /// The part of `rps` for which the service is to blame.
+    pub(super) eps: f64,
+    /// How full each ledger is: the host's, then the devices' in their order.
+    pub(super) ledgers: Vec<Option<f64>>,
+}
+
+/// Returns the name of the metric of a ledger.
+fn ledger_name(nth: usize) -> String {
+    match nth.checked_sub(1) {
+        None => "host_utilization".to_owned(),
+        Some(device) => format!("device{device}_utilization"),
+    }
+}
+
+/// Rounds to millionths, so that no number is longer than it says.
+fn rounded(value: f64) -> f64 {
+    (value * 1e6).round() / 1e6
+}
+
+impl LoadReport {
+    /// Returns the known figures, with the names of their fields.
+    fn fields(&self) -> impl Iterator<Item = (&'static str, f64)> {
+        [
+            ("mem_utilization", self.mem_utilization),
+            ("application_utilization", self.application_utilization),
+            ("rps_fractional", Some(self.rps)),
+            ("eps", Some(self.eps)),
+        ]
+        .into_iter()
+        .filter_map(|(name, value)| Some((name, value?)))
+    }
+
+    fn named_metrics(&self) -> impl Iterator<Item = (String, f64)> {
+        self.ledgers
+            .iter()
+            .enumerate()
+            .filter_map(|(nth, value)| Some((ledger_name(nth), (*value)?)))
+    }
+
+    /// Returns the value of the header `endpoint-load-metrics`.
+    pub(super) fn header(&self, format: LoadReportFormat) -> Vec<u8> {
+        match format {
+            LoadReportFormat::Text => self.text().into_bytes(),
+            LoadReportFormat::Json => self.json().into_bytes(),
+            LoadReportFormat::Binary => {
+                let mut header = b"BIN ".to_vec();
+                put_base64(&self.message(), &mut header);
+                header
+            }
+        }
+    }
+
+    fn text(&self) -> String {
+        let mut text = String::from("TEXT ");
+        for (nth, (name, value)) in self.fields().enumerate() {
+            let comma = if nth == 0 { "" } else { ", " };
+            // Writing to a string does not fail.
+            let _ = write!(text, "{comma}{name}:{}", rounded(value));
+        }
+        for (name, value) in self.named_metrics() {
+            let _ = write!(text, ", named_metrics.{name}:{}", rounded(value));
+        }
+        text
+    }
+
+    fn json(&self) -> String {
+        let mut text = String::from("JSON {");
+        for (name, value) in self.fields() {
+            // Writing to a string does not fail.
+            let _ = write!(text, "\"{name}\":{},", rounded(value));
+        }
+        text.push_str("\"named_metrics\":{");
+        for (nth, (name, value)) in self.named_metrics().enumerate() {
+            let comma = if nth == 0 { "" } else { "," };
+            let _ = write!(text, "{comma}\"{name}\":{}", rounded(value));
+        }
+        text.push_str("}}");
+        text
+    }
+
+    /// Returns the message `xds.data.orca.v3.OrcaLoadReport`.
+    pub(super) fn message(&self) -> Vec<u8> {
+        let mut message = Vec::with_capacity(128);
+        // In the order of their numbers.
+        let mut put = |number, value| put_double(number, value, &mut message);
+        put(MEM_UTILIZATION, self.mem_utilization.unwrap_or(0.0));
+        put(RPS_FRACTIONAL, self.rps);
+        put(EPS, self.eps);
+        for (name, value) in self.named_metrics() {
+            put_entry(NAMED_METRICS, &name, value, &mut message);
+        }
+        let utilization = self.application_utilization.unwrap_or(0.0);
+        put_double(APPLICATION_UTILIZATION, utilization, &mut message);
+        message
+    }
+
+    /// Returns the message with the prefix of gRPC: it is not compressed, and has this length.
+    pub(super) fn framed_message(&self) -> Vec<u8> {
+        let message = self.message();
+        let length = u32::try_from(message.len()).unwrap_or(u32::MAX);
+        [&[0], length.to_be_bytes().as_slice(), &message].concat()
+    }
+
+    /// Returns the value of the gRPC metadata `endpoint-load-metrics-bin`.
+    pub(super) fn metadata(&self) -> Vec<u8> {
+        let mut metadata = Vec::new();
+        put_base64(&self.message(), &mut metadata);
+        metadata
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn report() -> LoadReport {
+        LoadReport {
+            mem_utilization: Some(0.5),
+            application_utilization: Some(1.25),
+            rps: 100.123_456_789,
+            eps: 2.0,
+            ledgers: vec![Some(0.75), None, Some(1.25)],
+        }
+    }
+
+    fn header(report: &LoadReport, format: LoadReportFormat) -> String {
+        String::from_utf8(report.header(format)).expect("text")
+    }
+
+    #[test]
+    fn each_form_has_the_names_of_the_message() {
+        assert_eq!(
+            header(&report(), LoadReportFormat::Text),
+            "TEXT mem_utilization:0.5, application_utilization:1.25, rps_fractional:100.123457, \
+             eps:2, named_metrics.host_utilization:0.75, named_metrics.device1_utilization:1.25"
+        );
+        let json = header(&report(), LoadReportFormat::Json);
+        let json: serde_json::Value =
+            serde_json::from_str(json.strip_prefix("JSON ").expect("a format")).expect("JSON");
+        assert_eq!(
+            json,
+            serde_json::json!({
+                "mem_utilization": 0.5,
+                "application_utilization": 1.25,
+                "rps_fractional": 100.123_457,
+                "eps": 2,
+                "named_metrics": {"host_utilization": 0.75, "device1_utilization": 1.25},
+            })
+        );
+    }
+
+    #[test]
+    fn what_is_unknown_is_left_out() {
+        let nothing = LoadReport::default();
+        assert_eq!(header(&nothing, LoadReportFormat::Text), "TEXT rps_fractional:0, eps:0");
+        assert_eq!(
+            header(&nothing, LoadReportFormat::Json),
+            r#"JSON {"rps_fractional":0,"eps":0,"named_metrics":{}}"#
+        );
+        assert_eq!(nothing.message(), b"", "as proto3 leaves out zeros");
+    }
+
+    /// The bytes that `protobuf` 7 of Python has written for the same figures.
+    #[test]
+    fn the_message_is_that_of_another_encoder() {
+        let message = report().message();
+        assert_eq!(
+            header(&report(), LoadReportFormat::Binary).len(),
+            4 + message.len().div_ceil(3) * 4
+        );
+        let hex: String = message.iter().map(|byte| format!("{byte:02x}")).collect();
+        assert_eq!(hex, EXPECTED);
+        assert_eq!(report().metadata(), &report().header(LoadReportFormat::Binary)[4..]);
+    }
+
+    const EXPECTED: &str = "11000000000000e03f3159ce4db7e6075940390000000000000040\
+        421b0a10686f73745f7574696c697a6174696f6e11000000000000e83f\
+        421e0a13646576696365315f7574696c697a6174696f6e11000000000000f43f\
+        49000000000000f43f";
+}

@@ -1,0 +1,303 @@
+//! The request of a stream of load reports, `xds.service.orca.v3.OrcaLoadReportRequest`, as it
+//! arrives: a gRPC message with its prefix.
+//!
+//! Pure. Of the message only `report_interval` counts; names of request costs are accepted, and no
+//! costs are reported.
+
+use std::time::Duration;
+
+use bytes::Buf;
+use thiserror::Error;
+
+/// The time between two reports if the client names none, or zero: that of gRPC's clients.
+const INTERVAL_DEFAULT: Duration = Duration::from_secs(10);
+/// A shorter or longer interval counts as one of these. The control loop looks at streams every
+/// 100 ms.
+const INTERVAL_MIN: Duration = Duration::from_millis(100);
+const INTERVAL_MAX: Duration = Duration::from_secs(3600);
+
+/// The longest request. The names of costs may need some place.
+pub(super) const REQUEST_MAX: usize = 4096;
+/// The prefix of a message: a flag for compression and the length.
+pub(super) const PREFIX: usize = 5;
+
+const NANOS_MAX: i64 = 999_999_999;
+
+/// The reason why a request is invalid.
+#[derive(Clone, Debug, Error, PartialEq, Eq)]
+pub(super) enum RequestError {
+    #[error("message of {0} bytes: expected at most {REQUEST_MAX}")]
+    TooLong(usize),
+    #[error("compression flag {0}: expected 0, messages are not compressed")]
+    Compressed(u8),
+    #[error("request ended after {0} bytes: expected one message")]
+    Ended(usize),
+    #[error("invalid message at byte {at} of {length}: expected OrcaLoadReportRequest")]
+    Malformed { at: usize, length: usize },
+    #[error(
+        "report_interval of {seconds} s and {nanos} ns: expected 0 s or more, and 0 to {NANOS_MAX} ns"
+    )]
+    Interval { seconds: i64, nanos: i64 },
+}
+
+/// A request that has not arrived as a whole.
+#[derive(Debug, Default)]
+pub(super) struct PartialRequest(Vec<u8>);
+
+impl PartialRequest {
+    /// Adds what arrived. Returns the interval when the message is complete; what follows it is
+    /// ignored.
+    pub(super) fn add(&mut self, mut data: impl Buf) -> Result<Option<Duration>, RequestError> {
+        while data.has_remaining() {
+            let missing = self.length()?.saturating_sub(self.0.len());
+            if missing == 0 {
+                break;
+            }
+            let chunk = data.chunk();
+            let count = chunk.len().min(missing);
+            self.0.extend_from_slice(chunk.get(..count).unwrap_or_default());
+            data.advance(count);
+        }
+        if self.0.len() < PREFIX || self.0.len() < self.length()? {
+            return Ok(None);
+        }
+        interval(self.0.get(PREFIX..).unwrap_or_default()).map(Some)
+    }
+
+    /// Returns the error of a request that ends here.
+    pub(super) fn ended(&self) -> RequestError {
+        RequestError::Ended(self.0.len())
+    }
+
+    /// Returns the length of the whole, as far as it is known.
+    fn length(&self) -> Result<usize, RequestError> {
+        let Some((&[flag, length @ ..], _)) = self.0.split_first_chunk::<PREFIX>() else {
+            return Ok(PREFIX);
+        };
+        let length = usize::try_from(u32::from_be_bytes(length)).unwrap_or(usize::MAX);
+        match flag {
+            0 if length <= REQUEST_MAX => Ok(PREFIX + length),
+            0 => Err(RequestError::TooLong(length)),
+            flag => Err(RequestError::Compressed(flag)),
+        }
+    }
+}
+
+/// Returns the interval that a message asks for, within the bounds.
+fn interval(message: &[u8]) -> Result<Duration, RequestError> {
+    let (mut seconds, mut nanos) = (0, 0);
+    let mut fields = Fields { message, at: 0 };
+    while let Some((number, value)) = fields.next_field()? {
+        let (1, Value::Bytes(start, duration)) = (number, value) else { continue };
+        // Given more than once, the messages are merged.
+        let mut parts = Fields { message: duration, at: 0 };
+        let malformed = |error| match error {
+            RequestError::Malformed { at, .. } => fields.malformed(start + at),
+            error => error,
+        };
+        while let Some((number, value)) = parts.next_field().map_err(malformed)? {
+            match (number, value) {
+                (1, Value::Varint(value)) => seconds = value.cast_signed(),
+                (2, Value::Varint(value)) => nanos = value.cast_signed(),
+                _ => {}
+            }
+        }
+    }
+    let error = RequestError::Interval { seconds, nanos };
+    let whole = u64::try_from(seconds).map_err(|_| error.clone())?;
+    if !(0..=NANOS_MAX).contains(&nanos) {
+        return Err(error);
+    }
+    let interval = Duration::from_secs(whole)
+        .saturating_add(Duration::from_nanos(u64::try_from(nanos).unwrap_or(0)));
+    Ok(if interval.is_zero() {
+        INTERVAL_DEFAULT
+    } else {
+        interval.clamp(INTERVAL_MIN, INTERVAL_MAX)
+    })
+}
+
+/// A value of a field.
+enum Value<'a> {
+    Varint(u64),
+    /// With the place at which they begin.
+    Bytes(usize, &'a [u8]),
+    /// Of a type that no known field has.
+    Other,
+}
+
+/// The fields of a message.
+struct Fields<'a> {
+    message: &'a [u8],
+    at: usize,
+}
+
+impl<'a> Fields<'a> {
+    const fn malformed(&self, at: usize) -> RequestError {
+        RequestError::Malformed { at, length: self.message.len() }
+    }
+
+    /// Returns the number and the value of the next field; `None` at the end.
+    fn next_field(&mut self) -> Result<Option<(u64, Value<'a>)>, RequestError> {
+        if self.at == self.message.len() {
+            return Ok(None);
+        }
+        let start = self.at;
+        let tag = self.varint()?;
+        let value = match tag & 7 {
+            0 => Value::Varint(self.varint()?),
+            1 => self.take(8).map(|_| Value::Other)?,
+            2 => {
+                let length = usize::try_from(self.varint()?).unwrap_or(usize::MAX);
+                let at = self.at;
+                Value::Bytes(at, self.take(length)?)
+            }
+            5 => self.take(4).map(|_| Value::Other)?,
+            // Groups are no part of proto3.
+            _ => return Err(self.malformed(start)),
+        };
+        let number = tag >> 3;
+        if number == 0 { Err(self.malformed(start)) } else { Ok(Some((number, value))) }
+    }
+
+    fn take(&mut self, length: usize) -> Result<&'a [u8], RequestError> {
+        let end = self.at.saturating_add(length);
+        let taken = self.message.get(self.at..end).ok_or_else(|| self.malformed(self.at))?;
+        self.at = end;
+        Ok(taken)
+    }
+
+    fn varint(&mut self) -> Result<u64, RequestError> {
+        let start = self.at;
+        let mut value = 0;
+        // At most ten bytes.
+        for shift in (0..70).step_by(7) {
+            let &[byte] = self.take(1)? else { break };
+            // The last byte has one bit.
+            if shift == 63 && byte > 1 {
+                break;
+            }
+            value |= u64::from(byte & 0x7f) << shift;
+            if byte < 0x80 {
+                return Ok(value);
+            }
+        }
+        Err(self.malformed(start))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn framed(message: &[u8]) -> Vec<u8> {
+        let length = u32::try_from(message.len()).expect("short");
+        [&[0], length.to_be_bytes().as_slice(), message].concat()
+    }
+
+    fn read(message: &[u8]) -> Result<Duration, RequestError> {
+        PartialRequest::default().add(&*framed(message)).map(|read| read.expect("it is whole"))
+    }
+
+    const SECOND: Duration = Duration::from_secs(1);
+
+    #[test]
+    fn an_interval_is_read_within_its_bounds() {
+        // What `xds-protos` of Python has written.
+        for (message, expected) in [
+            ("", INTERVAL_DEFAULT),
+            ("0a00", INTERVAL_DEFAULT),
+            ("0a020805", 5 * SECOND),
+            ("0a0808011080cab5ee01", SECOND + SECOND / 2),
+            ("0a061080cab5ee01", SECOND / 2),
+            ("0a021001", INTERVAL_MIN),
+            ("0a04080a1001", 10 * SECOND + Duration::from_nanos(1)),
+            ("0a0608ff97d9b701", INTERVAL_MAX),
+            ("0a03089c1c1204636f7374120178", INTERVAL_MAX),
+            // Unknown fields of every type, and a second interval, which is merged.
+            (
+                "1801 2100000000 00000000 2d00000000 0a020803 0a03108001",
+                3 * SECOND + Duration::from_nanos(128),
+            ),
+        ] {
+            let message = bytes(message);
+            assert_eq!(read(&message), Ok(expected), "{message:x?}");
+        }
+    }
+
+    fn bytes(hex: &str) -> Vec<u8> {
+        let digits: Vec<u8> = hex
+            .chars()
+            .filter_map(|c| c.to_digit(16))
+            .map(|digit| u8::try_from(digit).expect("4 bits"))
+            .collect();
+        digits.chunks(2).map(|pair| pair[0] << 4 | pair[1]).collect()
+    }
+
+    #[test]
+    fn what_is_wrong_is_named() {
+        for (message, error) in [
+            // -5 s.
+            (
+                "0a0b08fbffffffffffffffff01",
+                "report_interval of -5 s and 0 ns: expected 0 s or more, and 0 to 999999999 ns",
+            ),
+            (
+                "0a06108094ebdc03",
+                "report_interval of 0 s and 1000000000 ns: expected 0 s or more, and 0 to 999999999 ns",
+            ),
+            ("0a05", "invalid message at byte 2 of 2: expected OrcaLoadReportRequest"),
+            ("0a", "invalid message at byte 1 of 1: expected OrcaLoadReportRequest"),
+            (
+                "ffffffffffffffffffffff",
+                "invalid message at byte 0 of 11: expected OrcaLoadReportRequest",
+            ),
+            ("0a0208", "invalid message at byte 2 of 3: expected OrcaLoadReportRequest"),
+            ("0a020880", "invalid message at byte 4 of 4: expected OrcaLoadReportRequest"),
+            ("0b", "invalid message at byte 0 of 1: expected OrcaLoadReportRequest"),
+            ("0001", "invalid message at byte 0 of 2: expected OrcaLoadReportRequest"),
+        ] {
+            assert_eq!(read(&bytes(message)).expect_err(message).to_string(), error, "{message}");
+        }
+        let add = |bytes: &[u8]| PartialRequest::default().add(bytes).expect_err("invalid");
+        assert_eq!(add(&[1, 0, 0, 0, 0]), RequestError::Compressed(1));
+        assert_eq!(add(&[0, 0, 0, 16, 1]), RequestError::TooLong(4097));
+    }
+
+    #[test]
+    fn a_request_arrives_in_any_pieces() {
+        let whole = framed(&bytes("0a020805"));
+        for size in 1..=whole.len() {
+            let mut request = PartialRequest::default();
+            let mut pieces = whole.chunks(size).peekable();
+            while let Some(piece) = pieces.next() {
+                let expected = pieces.peek().is_none().then_some(5 * SECOND);
+                assert_eq!(request.add(piece), Ok(expected), "{size}");
+            }
+        }
+        let mut request = PartialRequest::default();
+        assert_eq!(request.add(&whole[..4]), Ok(None));
+        assert_eq!(request.ended(), RequestError::Ended(4));
+        let more = [&whole[4..], &[0xff; 100_000]].concat();
+        assert_eq!(request.add(&*more), Ok(Some(5 * SECOND)), "no more than the message is kept");
+        assert!(request.0.capacity() < 2 * REQUEST_MAX);
+    }
+
+    #[test]
+    fn no_bytes_make_it_panic() {
+        // Every message of two bytes, and longer ones of a generator.
+        for bits in 0..=u16::MAX {
+            let _ = read(&bits.to_be_bytes());
+        }
+        let mut state = 0x9e37_79b9_7f4a_7c15_u64;
+        for _ in 0..100_000 {
+            let mut message = Vec::new();
+            for _ in 0..state % 24 {
+                state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+                message.push((state >> 56) as u8);
+            }
+            state = state.wrapping_add(1);
+            let _ = read(&message);
+        }
+    }
+}

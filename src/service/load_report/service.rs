@@ -1,0 +1,258 @@
+//! The gRPC service `xds.service.orca.v3.OpenRcaService` as a tower service: a stream of load
+//! reports for balancers that want them apart from responses.
+//!
+//! It needs no gRPC library. Its method has one request, of which an interval is read, and answers
+//! with a report at once and then after each interval, until the client or the service ends it. A
+//! stream whose client does not read is not polled, so it holds its place and no reports.
+//!
+//! Invariant: a stream holds at most its unread request, of [`REQUEST_MAX`] bytes, and one report.
+
+use std::convert::Infallible;
+use std::fmt;
+use std::future::{Ready, ready};
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll, ready as ready_or_return};
+use std::time::Duration;
+
+use bytes::Bytes;
+use http::header::{ALLOW, CONTENT_TYPE};
+use http::{HeaderMap, HeaderValue, Method, Request, Response, StatusCode};
+use http_body::{Body, Frame};
+use pin_project_lite::pin_project;
+use tower_service::Service;
+
+use crate::BoxError;
+use crate::clock::Moment;
+
+use super::super::rejection::percent_encoded;
+use super::LoadReports;
+use super::request::{PartialRequest, REQUEST_MAX};
+use super::streams::{STREAMS_MAX, StreamPlace, StreamTimer, Streams};
+
+/// The path of the gRPC method that streams load reports.
+pub const LOAD_REPORT_STREAM_PATH: &str = "/xds.service.orca.v3.OpenRcaService/StreamCoreMetrics";
+
+/// The time that a request may take to arrive.
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Statuses of gRPC.
+const INVALID_ARGUMENT: u16 = 3;
+const DEADLINE_EXCEEDED: u16 = 4;
+const RESOURCE_EXHAUSTED: u16 = 8;
+const UNIMPLEMENTED: u16 = 12;
+const UNAVAILABLE: u16 = 14;
+
+/// Streams the load reports of a layer, for gRPC clients and balancers that read them apart from
+/// responses (`enable_oob_load_report`). Created by
+/// [`MemoryLayer::load_report_service`](super::super::MemoryLayer::load_report_service).
+///
+/// It serves one path, [`LOAD_REPORT_STREAM_PATH`], over HTTP/2, and knows no other: route only
+/// that path to it.
+#[derive(Clone)]
+pub struct LoadReportService(Arc<LoadReports>);
+
+impl LoadReportService {
+    pub(in crate::service) fn new(reports: &Arc<LoadReports>) -> Self {
+        StreamTimer::register(reports);
+        Self(Arc::clone(reports))
+    }
+}
+
+impl fmt::Debug for LoadReportService {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("LoadReportService").finish_non_exhaustive()
+    }
+}
+
+impl<Q: Body> Service<Request<Q>> for LoadReportService {
+    type Response = Response<LoadReportStream<Q>>;
+    type Error = Infallible;
+    type Future = Ready<Result<Self::Response, Infallible>>;
+
+    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), Infallible>> {
+        Poll::Ready(Ok(()))
+    }
+
+    fn call(&mut self, request: Request<Q>) -> Self::Future {
+        ready(Ok(self.answer(request)))
+    }
+}
+
+impl LoadReportService {
+    fn answer<Q: Body>(&self, request: Request<Q>) -> Response<LoadReportStream<Q>> {
+        let kind = request.headers().get(CONTENT_TYPE).map(HeaderValue::as_bytes);
+        if request.method() != Method::POST {
+            let mut response = Response::new(LoadReportStream::empty());
+            *response.status_mut() = StatusCode::METHOD_NOT_ALLOWED;
+            response.headers_mut().insert(ALLOW, HeaderValue::from_static("POST"));
+            return response;
+        }
+        // "the server SHOULD respond with HTTP status of 415" (PROTOCOL-HTTP2.md of gRPC).
+        if !kind.is_some_and(|kind| kind.starts_with(b"application/grpc")) {
+            let mut response = Response::new(LoadReportStream::empty());
+            *response.status_mut() = StatusCode::UNSUPPORTED_MEDIA_TYPE;
+            return response;
+        }
+        let refused = |status, message: &str| {
+            let mut response = Response::new(LoadReportStream::empty());
+            put_status(response.headers_mut(), status, message);
+            response
+        };
+        let mut response = if !self.0.has_ticks() {
+            refused(UNIMPLEMENTED, "load reports are not streamed without a running Memory")
+        } else if self.0.is_ending() {
+            refused(UNAVAILABLE, ENDING)
+        } else if let Some(place) = Streams::enter(&self.0) {
+            Response::new(LoadReportStream::new(request.into_body(), place))
+        } else {
+            let text = format!("{STREAMS_MAX} streams of load reports exist: expected no more");
+            refused(RESOURCE_EXHAUSTED, &text)
+        };
+        let kind = HeaderValue::from_static("application/grpc");
+        response.headers_mut().insert(CONTENT_TYPE, kind);
+        response
+    }
+}
+
+const ENDING: &str = "the service is shutting down";
+
+fn put_status(headers: &mut HeaderMap, status: u16, message: &str) {
+    headers.insert("grpc-status", HeaderValue::from(status));
+    if let Ok(message) = HeaderValue::from_str(&percent_encoded(message)) {
+        headers.insert("grpc-message", message);
+    }
+}
+
+pin_project! {
+    /// The body of a response of [`LoadReportService`].
+    pub struct LoadReportStream<Q> {
+        // `None` once the request was read.
+        #[pin]
+        request: Option<Q>,
+        read: PartialRequest,
+        // `None` once the stream has ended.
+        place: Option<StreamPlace>,
+        interval: Duration,
+        // The time of the next report, or while the request arrives that of its timeout.
+        due: Moment,
+    }
+}
+
+impl<Q> fmt::Debug for LoadReportStream<Q> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("LoadReportStream").field("due", &self.due).finish_non_exhaustive()
+    }
+}
+
+impl<Q> LoadReportStream<Q> {
+    fn new(request: Q, place: StreamPlace) -> Self {
+        let due = place.reports().admission().last_tick() + REQUEST_TIMEOUT;
+        let request = Some(request);
+        Self { request, place: Some(place), due, ..Self::empty() }
+    }
+
+    fn empty() -> Self {
+        let (read, interval) = (PartialRequest::default(), Duration::ZERO);
+        Self { request: None, read, place: None, interval, due: Moment::NEVER }
+    }
+}
+
+/// The end of a stream: a status of gRPC, and its message.
+type End = (u16, String);
+
+impl<Q: Body> LoadReportStream<Q> {
+    /// Reads the request.
+    fn poll_request(
+        mut request: Pin<&mut Option<Q>>,
+        read: &mut PartialRequest,
+        cx: &mut Context<'_>,
+    ) -> Poll<Result<Duration, End>> {
+        // Ends: each frame is a part of the request, and empty ones are counted below.
+        for _ in 0..REQUEST_MAX {
+            let Some(body) = request.as_mut().as_pin_mut() else { break };
+            let frame = match ready_or_return!(body.poll_frame(cx)) {
+                Some(Ok(frame)) => frame.into_data().ok(),
+                Some(Err(_)) | None => None,
+            };
+            let interval = match frame {
+                Some(data) => read.add(data),
+                None => Err(read.ended()),
+            };
+            match interval {
+                Ok(None) => {}
+                Ok(Some(interval)) => {
+                    request.set(None);
+                    return Poll::Ready(Ok(interval));
+                }
+                Err(error) => return Poll::Ready(Err((INVALID_ARGUMENT, error.to_string()))),
+            }
+        }
+        Poll::Ready(Err((INVALID_ARGUMENT, read.ended().to_string())))
+    }
+
+    /// Waits for the next report.
+    fn poll_report(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Result<Bytes, End>> {
+        let this = self.project();
+        let Some(place) = this.place else { unreachable!("it has ended") };
+        let reports = place.reports();
+        if !reports.is_here() || reports.is_ending() {
+            return Poll::Ready(Err((UNAVAILABLE, ENDING.to_owned())));
+        }
+        let now = || reports.admission().last_tick();
+        let mut request = this.request;
+        if request.is_some()
+            && let Poll::Ready(read) = Self::poll_request(request.as_mut(), this.read, cx)
+        {
+            *this.interval = read?;
+            // The first report is due now.
+            *this.due = now();
+        }
+        if now() < *this.due {
+            place.wait(*this.due, cx.waker());
+            // The control loop may have looked before that.
+            if now() < *this.due && !reports.is_ending() {
+                return Poll::Pending;
+            }
+            cx.waker().wake_by_ref();
+            return Poll::Pending;
+        }
+        if request.is_some() {
+            let text = format!("no request within {REQUEST_TIMEOUT:?}");
+            return Poll::Ready(Err((DEADLINE_EXCEEDED, text)));
+        }
+        *this.due = now() + *this.interval;
+        let ended = || (UNAVAILABLE, ENDING.to_owned());
+        Poll::Ready(reports.message().ok_or_else(ended))
+    }
+}
+
+impl<Q: Body> Body for LoadReportStream<Q> {
+    type Data = Bytes;
+    type Error = BoxError;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
+        if self.place.is_none() {
+            return Poll::Ready(None);
+        }
+        let frame = match ready_or_return!(self.as_mut().poll_report(cx)) {
+            Ok(report) => Frame::data(report),
+            Err((status, message)) => {
+                let mut this = self.project();
+                *this.place = None;
+                this.request.set(None);
+                let mut trailers = HeaderMap::new();
+                put_status(&mut trailers, status, &message);
+                Frame::trailers(trailers)
+            }
+        };
+        Poll::Ready(Some(Ok(frame)))
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.place.is_none()
+    }
+}

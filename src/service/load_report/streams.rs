@@ -1,0 +1,152 @@
+//! The streams of load reports that wait for their next report.
+//!
+//! They need no timer of a runtime: the control loop looks at them with the requests that have time
+//! limits, every 100 ms or at its next tick, and wakes those that are due. It wakes all when the
+//! service is about to end.
+//!
+//! Invariants: at most [`STREAMS_MAX`] streams exist. No waker is called with the lock held.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Weak};
+use std::task::Waker;
+
+use lowtide_admission::{LargeRequest, RequestMemory};
+
+use crate::bytes::ByteSize;
+use crate::clock::Moment;
+use crate::sync::{Mutex, lock};
+
+use super::LoadReports;
+
+/// The streams of one layer at once. An estimate: balancers open one for each of their threads.
+pub(super) const STREAMS_MAX: usize = 256;
+
+/// The streams of one layer.
+#[derive(Debug, Default)]
+pub(super) struct Streams {
+    count: AtomicUsize,
+    waiting: Mutex<Vec<(u64, Moment, Waker)>>,
+    next: AtomicUsize,
+}
+
+impl Streams {
+    /// Returns the place of a further stream; `None` if there are too many.
+    pub(super) fn enter(reports: &Arc<LoadReports>) -> Option<StreamPlace> {
+        let streams = reports.streams();
+        let add = |count: usize| (count < STREAMS_MAX).then_some(count + 1);
+        streams.count.fetch_update(Ordering::Relaxed, Ordering::Relaxed, add).ok()?;
+        let number = streams.next.fetch_add(1, Ordering::Relaxed) as u64;
+        Some(StreamPlace { reports: Arc::clone(reports), number })
+    }
+
+    /// Wakes the streams that are due.
+    fn wake(&self, is_due: impl Fn(Moment) -> bool) {
+        // Bounded: none is added twice before it is polled, and then it is due later.
+        for _ in 0..STREAMS_MAX {
+            let mut waiting = lock(&self.waiting);
+            let Some(at) = waiting.iter().position(|(_, due, _)| is_due(*due)) else { return };
+            let (_, _, waker) = waiting.swap_remove(at);
+            drop(waiting);
+            waker.wake();
+        }
+    }
+}
+
+/// The place of one stream.
+#[derive(Debug)]
+pub(super) struct StreamPlace {
+    reports: Arc<LoadReports>,
+    number: u64,
+}
+
+impl StreamPlace {
+    pub(super) fn reports(&self) -> &LoadReports {
+        &self.reports
+    }
+
+    /// Wakes the task when it is due, by the control loop's clock. It has to look at the time again
+    /// after this.
+    pub(super) fn wait(&self, due: Moment, waker: &Waker) {
+        let waker = waker.clone();
+        let before = {
+            let mut waiting = lock(&self.reports.streams().waiting);
+            let found = waiting.iter_mut().find(|(number, ..)| *number == self.number);
+            match found {
+                Some(place) => Some(std::mem::replace(place, (self.number, due, waker))),
+                None => {
+                    waiting.push((self.number, due, waker));
+                    None
+                }
+            }
+        };
+        drop(before);
+    }
+}
+
+impl Drop for StreamPlace {
+    fn drop(&mut self) {
+        let streams = self.reports.streams();
+        streams.count.fetch_sub(1, Ordering::Relaxed);
+        // In a forked child another thread may have held the lock.
+        if self.reports.is_here() {
+            let mut waiting = lock(&streams.waiting);
+            let at = waiting.iter().position(|(number, ..)| *number == self.number);
+            let removed = at.map(|at| waiting.swap_remove(at));
+            drop(waiting);
+            drop(removed);
+        }
+    }
+}
+
+/// The streams of a layer in the control loop's registry, which keeps what has reserved most. They
+/// say that they have reserved more than any request, so that they are kept.
+pub(super) struct StreamTimer(Weak<LoadReports>);
+
+impl StreamTimer {
+    pub(super) fn register(reports: &Arc<LoadReports>) {
+        reports.admission().register(Arc::new(Self(Arc::downgrade(reports))));
+    }
+}
+
+impl LargeRequest for StreamTimer {
+    fn reserved(&self) -> Option<ByteSize> {
+        self.0.upgrade().map(|_| ByteSize::MAX)
+    }
+
+    fn admitted_at(&self) -> Option<Moment> {
+        None
+    }
+
+    fn excess(&self) -> ByteSize {
+        ByteSize::ZERO
+    }
+
+    fn is_cancelled(&self) -> bool {
+        false
+    }
+
+    fn cancel(&self) {}
+
+    fn suspend(&self, _: Moment) {}
+
+    fn wake(&self) {
+        if let Some(reports) = self.0.upgrade() {
+            reports.streams().wake(|_| true);
+        }
+    }
+
+    fn has_time_limit(&self) -> bool {
+        true
+    }
+
+    fn check_time(&self, now: Moment) {
+        if let Some(reports) = self.0.upgrade() {
+            let ends = reports.is_ending();
+            reports.streams().wake(|due| ends || due <= now);
+        }
+    }
+
+    fn describe(&self, _: Moment, _: &mut RequestMemory) -> bool {
+        false
+    }
+}

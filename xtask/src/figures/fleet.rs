@@ -1,0 +1,27 @@
+//! Figures of a fleet: what load balancers and autoscalers make of what a service reports.
+
+use super::{Figure, Measure, at_least, figure, printed};
+use crate::ci::envoy;
+use crate::run::{Run, cargo};
+
+pub(super) const FLEET: &[Measure] =
+    &[Measure { names: &["orca.goodput_ratio", "orca.shed_ratio"], run: measure_balancer }];
+
+/// Runs a bench, and returns what it printed.
+fn bench(run: Run) -> Result<String, String> {
+    match run.shown()? {
+        (text, true) => Ok(text),
+        (_, false) => Err("the bench failed".to_owned()),
+    }
+}
+
+/// Three services behind Envoy.
+fn measure_balancer() -> Result<Vec<Figure>, String> {
+    let envoy = envoy().map_err(|stop| stop.to_string())?;
+    let text = bench(cargo("bench --locked --bench fleet -- --envoy").arg(envoy))?;
+    let ratio = |name| printed(&text, &format!("fleet.orca.{name}"));
+    Ok(vec![
+        at_least("orca.goodput_ratio", ratio("goodput_ratio")?, "ratio", 1.3),
+        figure("orca.shed_ratio", ratio("shed_ratio")?, "ratio", Some(0.25)),
+    ])
+}
