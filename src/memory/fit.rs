@@ -19,12 +19,10 @@
 //! Invariant: the signals have a fit if and only if one is in force here; a task that was started
 //! ends, also by a shutdown or a panic.
 
-use std::time::Duration;
-
 use crate::bytes::ByteSize;
 use crate::clock::{Moment, short};
 use crate::sync::{Mutex, caught, lock};
-use lowtide_admission::fit::{Fit, FitSample, FitStep, FitTerms, HOLD};
+use lowtide_admission::fit::{Fit, FitRelease, FitSample, FitStep, FitTerms, HOLD};
 use lowtide_admission::{Budget, Job, Limit, ReclaimerStats, Trigger};
 
 use super::admin_tasks::{AdminCommand, AdminError, AdminTaskState};
@@ -32,8 +30,6 @@ use super::breakdown::{MemoryPart, PartKind};
 use super::shared::Shared;
 use super::snapshot::MemorySnapshot;
 
-/// The time between two orders to release what can be released.
-const RELEASE_EVERY: Duration = Duration::from_secs(1);
 /// The number of holders of memory that are named.
 const HOLDERS_MAX: usize = 5;
 /// Unused pages above the fit divided by this may be released.
@@ -49,8 +45,6 @@ struct Running {
     /// The task and its command.
     id: u64,
     command: AdminCommand,
-    /// The time of the last order to release.
-    released_at: Moment,
 }
 
 /// Why a fit has ended.
@@ -133,7 +127,7 @@ impl Shared {
                 return Err(AdminError::Ended.to_string());
             }
             let (fit, command) = (Fit::new(terms, now), command.clone());
-            *in_force = Some(Running { fit, id, command, released_at: now });
+            *in_force = Some(Running { fit, id, command });
             self.signals.set_fit(Some(terms.limit));
         }
         self.queue.push_one(Job::Purge { trigger: Trigger::Manual });
@@ -165,19 +159,23 @@ impl Shared {
         let in_force = lock(&self.fit.0).as_ref().map(|running| (running.id, running.fit.terms()));
         let Some((id, terms)) = in_force else { return };
         let sample = self.fit_sample(terms);
-        let (step, running) = {
+        let (step, release, running) = {
             let mut in_force = lock(&self.fit.0);
             let Some(running) = in_force.as_mut().filter(|running| running.id == id) else {
                 return;
             };
-            (running.fit.step(now, &sample), running.clone())
+            let step = running.fit.step(now, &sample);
+            self.signals.set_fit(Some(running.fit.limit()));
+            let shrinks = step == FitStep::Shrinking;
+            let release = shrinks.then(|| running.fit.release(now, &sample)).flatten();
+            (step, release, running.clone())
         };
         match step {
             FitStep::Holding => {}
             FitStep::Shrinking => {
                 let (_, holders) = self.holders(&sample, terms);
                 self.admin_tasks.set_progress(id, holders);
-                self.release_for_fit(now, &running, &sample);
+                release.into_iter().for_each(|release| self.release_for_fit(release));
             }
             FitStep::Reached => {
                 let (counted, age) = (terms.counted(&sample), running.fit.age(now));
@@ -222,23 +220,13 @@ impl Shared {
         }
     }
 
-    /// Has everything released that does not fit and is not in use.
-    fn release_for_fit(&self, now: Moment, running: &Running, sample: &FitSample) {
-        let excess = running.fit.excess(sample);
-        if excess.is_zero() || now - running.released_at < RELEASE_EVERY {
-            return;
-        }
-        if let Some(running) = lock(&self.fit.0).as_mut() {
-            running.released_at = now;
-        }
-        let unused = sample.purgeable.min(excess);
-        if !unused.is_zero() {
+    fn release_for_fit(&self, FitRelease { purges, bytes }: FitRelease) {
+        if purges {
             self.queue.push_one(Job::Purge { trigger: Trigger::Manual });
         }
-        let wanted = excess.saturating_sub(unused);
-        if !wanted.is_zero() {
+        if !bytes.is_zero() {
             // The worker purges if something was released.
-            self.resources.release(wanted);
+            self.resources.release(bytes);
         }
     }
 

@@ -4,16 +4,18 @@
 //! refuses nothing on version 2: it drops page cache, and then kills. So an operator first makes
 //! the process fit.
 //!
-//! While a fit is in force, the limit is `min(limit of the kernel, fit)`
+//! While a fit is in force, the limit is `min(limit of the kernel, fit - page cache)`
 //! ([`Signals::set_fit`](super::signal::Signals::set_fit)). Ceiling, levels, purges, evictions, and
 //! the bound of the queue follow from the limit, as they do when the kernel's limit changes. What
-//! they do not do is decided here: whether the process fits, whether it still can, and when the fit
-//! has ended. The caller passes a sample several times a second, and acts on the answer.
+//! they do not do is decided here: whether the process fits, whether it still can, what is released
+//! beyond that, and when the fit has ended. The caller passes a sample several times a second, and
+//! acts on the answer.
 //!
 //! The figure that must fall below the fit is the usage of the cgroup (`memory.current`,
 //! `memory.usage_in_bytes`), with page cache: the kubelet compares that one (`usageBytes` of its
 //! container statistics) with the new limit, not the working set. Page cache belongs to the kernel,
-//! which drops it when the limit falls; this crate writes to no cgroup and cannot. If page cache is
+//! which drops it when the limit falls; this crate writes to no cgroup and cannot. Everything else
+//! makes room for it meanwhile, unless that left less than an eighth of the fit. If page cache is
 //! all that does not fit, a caller whose limit is lowered without a check may leave it out
 //! ([`FitTerms::counts_page_cache`]). Without a cgroup that limits the process, its resident set
 //! counts.
@@ -46,8 +48,13 @@ pub const HOLD: Duration = Duration::from_secs(600);
 const STILL: Duration = Duration::from_secs(2);
 /// The margin is the fit divided by this: what one tick of a busy service may add.
 const MARGIN_PART: u64 = 32;
+/// The largest page cache for which room is made, in steps of the margin: seven eighths.
+const CACHE_STEPS_MAX: u64 = MARGIN_PART / 8 * 7;
 /// Memory that falls by less than the fit divided by this does not change.
 const CHANGE_PART: u64 = 256;
+/// The time between two orders to release memory, and to the first: by then pressure has released
+/// what it can. A guess.
+const RELEASE_EVERY: Duration = Duration::from_secs(1);
 
 /// The terms of a fit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -111,6 +118,15 @@ pub enum FitStep {
     Expired,
 }
 
+/// An order to release memory, whatever pressure does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct FitRelease {
+    /// `true` to purge the heap.
+    pub purges: bool,
+    /// What reclaimers and resources that are not in use are to release.
+    pub bytes: ByteSize,
+}
+
 /// A fit in force.
 #[derive(Clone, Copy, Debug)]
 pub struct Fit {
@@ -122,14 +138,26 @@ pub struct Fit {
     least: ByteSize,
     fell_at: Moment,
     reached: Option<Moment>,
+    /// The last order to release memory.
+    released_at: Moment,
+    /// The largest page cache so far, rounded.
+    cache: ByteSize,
 }
 
 impl Fit {
     /// Begins a fit.
     #[must_use]
     pub const fn new(terms: FitTerms, now: Moment) -> Self {
-        let (fits_since, reached) = (None, None);
-        Self { terms, started: now, fits_since, least: ByteSize::MAX, fell_at: now, reached }
+        Self {
+            terms,
+            started: now,
+            fits_since: None,
+            least: ByteSize::MAX,
+            fell_at: now,
+            reached: None,
+            released_at: now,
+            cache: ByteSize::ZERO,
+        }
     }
 
     /// Returns the terms.
@@ -142,6 +170,24 @@ impl Fit {
     #[must_use]
     pub fn age(&self, now: Moment) -> Duration {
         now - self.started
+    }
+
+    /// Returns the limit of memory other than page cache. It falls when page cache grows, in steps
+    /// of a thirty-second of the fit, and does not rise.
+    #[must_use]
+    pub const fn limit(&self) -> ByteSize {
+        self.terms.limit.saturating_sub(self.cache)
+    }
+
+    /// Makes room for page cache, of which half a step fits in the margin. No request is rejected
+    /// for so much of it that the process cannot fit.
+    fn make_room_for_cache(&mut self, sample: &FitSample) {
+        let step = (self.terms.limit.get() / MARGIN_PART).max(1);
+        let cache = self.terms.counted(sample).saturating_sub(sample.physical).get();
+        let steps = if cache < step / 2 { 0 } else { cache.div_ceil(step) };
+        if steps <= CACHE_STEPS_MAX {
+            self.cache = self.cache.max(ByteSize::new(steps * step));
+        }
     }
 
     /// Returns `true` once the process has been made to fit.
@@ -158,12 +204,25 @@ impl Fit {
         most.saturating_sub(self.terms.target())
     }
 
+    /// Returns what is to be released now, at most once a second: pressure pauses after purges that
+    /// found little, and leaves resources for their minimum residency.
+    pub fn release(&mut self, now: Moment, sample: &FitSample) -> Option<FitRelease> {
+        let excess = self.excess(sample);
+        if excess.is_zero() || now - self.released_at < RELEASE_EVERY {
+            return None;
+        }
+        self.released_at = now;
+        let unused = sample.purgeable.min(excess);
+        Some(FitRelease { purges: !unused.is_zero(), bytes: excess.saturating_sub(unused) })
+    }
+
     /// Decides on a sample. After [`FitStep::Failed`], [`FitStep::Lowered`] and
     /// [`FitStep::Expired`] the fit is over.
     pub fn step(&mut self, now: Moment, sample: &FitSample) -> FitStep {
         if sample.limit <= self.terms.limit {
             return FitStep::Lowered;
         }
+        self.make_room_for_cache(sample);
         if let Some(reached) = self.reached {
             return if now - reached >= HOLD { FitStep::Expired } else { FitStep::Holding };
         }
@@ -260,6 +319,24 @@ mod tests {
         assert_eq!(fit().excess(&unlimited), ByteSize::ZERO, "no cgroup limits the process");
     }
 
+    /// Bug: requests took the room of page cache, which is no pressure, so that the usage never
+    /// fell below the fit.
+    #[test]
+    fn page_cache_takes_room_from_everything_else_and_gives_none_back() {
+        let mut fit = fit();
+        let cached = |mib: u64| FitSample { physical: ByteSize::mib(300), ..sample(300 + mib) };
+        for (cache, limit) in
+            [(7, 512), (8, 496), (16, 496), (17, 480), (0, 480), (449, 480), (448, 64), (9, 64)]
+        {
+            assert_eq!(fit.step(at(0), &cached(cache)), FitStep::Shrinking);
+            assert_eq!(fit.limit(), ByteSize::mib(limit), "{cache} MiB of page cache");
+        }
+        let terms = FitTerms { counts_page_cache: false, ..TERMS };
+        let mut fit = Fit::new(terms, at(0));
+        let _ = fit.step(at(0), &cached(300));
+        assert_eq!(fit.limit(), TERMS.limit);
+    }
+
     #[test]
     fn a_process_that_is_about_to_fit_at_the_end_of_its_time_is_not_refused() {
         let mut fit = fit();
@@ -285,6 +362,19 @@ mod tests {
             let sample = if second % 2 == 0 { sample(700) } else { base(700) };
             assert_eq!(fit.step(at(second * SECOND), &sample), FitStep::Shrinking, "it may fall");
         }
+    }
+
+    #[test]
+    fn what_is_too_much_is_ordered_back_each_second_unused_pages_first() {
+        let mut fit = fit();
+        let unused = |mib| FitSample { purgeable: ByteSize::mib(mib), ..sample(600) };
+        assert_eq!(fit.release(at(999), &unused(50)), None);
+        let order = |purges, mib| Some(FitRelease { purges, bytes: ByteSize::mib(mib) });
+        assert_eq!(fit.release(at(1000), &unused(50)), order(true, 54));
+        assert_eq!(fit.release(at(1999), &unused(50)), None);
+        assert_eq!(fit.release(at(2000), &unused(200)), order(true, 0));
+        assert_eq!(fit.release(at(3000), &sample(600)), order(false, 104));
+        assert_eq!(fit.release(at(4000), &sample(496)), None, "nothing is too much");
     }
 
     #[test]

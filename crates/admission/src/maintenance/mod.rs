@@ -333,8 +333,10 @@ impl Maintenance {
         let look_due = decide(Job::SampleDevice, every, &mut self.looked_at, now, &mut jobs);
         let every = self.settings.publish_interval;
         let publish_due = decide(Job::Publish, every, &mut self.published_at, now, &mut jobs);
-        if is_fit(sample.limit) || self.last.is_some_and(|last| is_fit(last.limit)) {
+        if is_fit(sample.limit) {
             decide(Job::TendFit, Some(FIT_INTERVAL), &mut self.fit_at, now, &mut jobs);
+        } else if self.last.is_some_and(|last| is_fit(last.limit)) {
+            jobs.insert(Job::TendFit); // the limit was lowered
         }
         let step = if self.is_active(&sample) {
             self.settings.active_tick
