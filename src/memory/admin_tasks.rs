@@ -1,15 +1,14 @@
 //! Admin tasks: commands of an operator, and the list of those that the worker executes.
 //!
 //! The commands are purge, unload and fit (`fit`), and for device arenas trim, sleep, wake and
-//! snapshot (`devices::commands`). `admin_worker` queues and executes them; the outcome is kept in a short
-//! list.
+//! snapshot (`devices::commands`). `admin_worker` queues and executes them; the outcome is kept in
+//! a short list.
 //!
 //! Invariants: at most [`WAITING_MAX`] tasks wait, and at most `KEPT_MAX` are kept; only
 //! the last picture is kept.
 
 use std::borrow::Cow;
 use std::collections::VecDeque;
-use std::ops::RangeInclusive;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -27,8 +26,9 @@ const WAITING_MAX: usize = 8;
 const KEPT_MAX: usize = 16;
 /// The smallest limit to fit in: the two threads alone need half of it.
 const FIT_MIN: ByteSize = ByteSize::mib(1);
-/// The times that a fit may take.
-const FIT_TIMES: RangeInclusive<Duration> = Duration::from_secs(1)..=Duration::from_secs(3600);
+/// The shortest and the longest time that a fit may be given.
+const FIT_TIME_MIN: Duration = Duration::from_secs(1);
+const FIT_TIME_MAX: Duration = Duration::from_secs(3600);
 
 /// A command of an operator.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -127,7 +127,7 @@ impl AdminCommand {
         if let Some(limit) = limit.filter(|limit| *limit < FIT_MIN) {
             return Err(AdminError::FitLimit { limit, least: FIT_MIN });
         }
-        if !FIT_TIMES.contains(within) {
+        if !(FIT_TIME_MIN..=FIT_TIME_MAX).contains(within) {
             return Err(AdminError::FitTime { within: *within });
         }
         Ok(())

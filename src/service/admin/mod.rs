@@ -1,7 +1,7 @@
 //! Admin commands over HTTP: `POST /memory/purge`, `trim`, `sleep`, `wake`, `unload`, `snapshot`,
-//! `fit`, and `GET /memory/picture`, the picture drawn by a snapshot. In a build without the feature
-//! `device` only `purge`, `unload` and `fit`. `GET /memory/profile` answers with a heap profile
-//! (`profile`).
+//! `fit`, and `GET /memory/picture`, the picture drawn by a snapshot. In a build without the
+//! feature `device` only `purge`, `unload` and `fit`. `GET /memory/profile` answers with a heap
+//! profile (`profile`).
 //!
 //! Off unless [`Endpoints::with_admin`](super::Endpoints::with_admin) is called. This module checks
 //! authorization and rate; the worker executes the command ([`Memory::run_admin`]). It never reads
