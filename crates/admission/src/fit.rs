@@ -1,8 +1,8 @@
 //! Decides if the process fits in a smaller limit, before the kernel's limit is lowered to it.
 //!
-//! Kubernetes refuses to lower the memory limit of a running container below its usage. The kernel
-//! refuses nothing on version 2: it drops page cache, and then kills. So an operator first makes
-//! the process fit.
+//! Kubernetes refuses to lower the memory limit of a running container unless its usage is below.
+//! The kernel refuses nothing on version 2: it drops page cache, and then kills. So an operator
+//! first makes the process fit.
 //!
 //! While a fit is in force, the limit is `min(limit of the kernel, fit - page cache)`
 //! ([`Signals::set_fit`](super::signal::Signals::set_fit)). Ceiling, levels, purges, evictions, and
