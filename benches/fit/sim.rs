@@ -235,6 +235,9 @@ impl Schedule {
         let models = models.collect();
         let load = chance.pick(&[0.0, 0.1, 0.4, 1.0, 2.0]);
         let largest = chance.between(0.002, 0.1) * limit;
+        let measured = chance.happens(0.7);
+        // The needs of measured requests are learned; the factor corrects the estimates of others.
+        let truth = if measured { chance.around(0.7, 1.3) } else { chance.around(0.5, 2.0) };
         Self {
             limit,
             fit: chance.between(0.25, 0.9) * limit,
@@ -244,8 +247,8 @@ impl Schedule {
             // Requests last for a second on average, and need half of the largest.
             rate: load * limit / (0.5 * largest),
             largest,
-            truth: chance.around(0.5, 2.0),
-            measured: chance.happens(0.7),
+            truth,
+            measured,
             task: chance.pick(&[0.0, 0.0, 0.1]) * limit,
             task_ends: after(chance),
             models,
