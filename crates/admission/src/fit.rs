@@ -31,7 +31,7 @@
 //!
 //! Invariants: a fit is reached only if `counted <= target` and `required + promised <= target` at
 //! each sample of [`STAYS`], with `target = fit - fit / 32`; it fails only after its time, or if
-//! nothing that could be released has been left for [`STILL`] and the memory has not fallen.
+//! nothing that could be released has been left for 2 s and the memory has not fallen.
 
 use std::time::Duration;
 
