@@ -134,6 +134,13 @@ pub(crate) const FIGURES: &[(&str, &str, &str)] = &[
          been rejected; memory that no request owns (110.0 MiB) fits\"",
         "an example",
     ),
+    (
+        "docs/OPERATING.md",
+        "\"cannot fit in 512.0 MiB within 30.0 s: 640.0 MiB in use, to fit in 496.0 MiB: resource \
+         \"embedder\" 300.0 MiB (guards: 2), running requests 120.0 MiB, untracked memory 220.0 \
+         MiB\"",
+        "an example",
+    ),
     ("docs/OPERATING.md", "| one sample in 8 MiB | +0.7 % | +3 % | +4 % | +0.8 MiB |", "measured"),
     ("docs/OPERATING.md", "| one sample in 16 MiB | +0.4 % | +2 % | +4 % | +0.9 MiB |", "measured"),
     ("docs/OPERATING.md", "jemalloc's own interval of 512 KiB", "jemalloc's"),
