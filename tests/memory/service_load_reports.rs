@@ -13,7 +13,7 @@ use http_body::Frame;
 use http_body_util::{BodyExt, Empty, Full, StreamBody};
 use lowtide::clock::ManualClock;
 use lowtide::config::DeviceChoice;
-use lowtide::service::{Constant, LoadReportFormat, MemoryLayer, RequestBody};
+use lowtide::service::{Constant, LoadReportFormat, MemoryLayer, RequestBody, SharedPermit};
 use lowtide::{ByteSize, Memory};
 use lowtide_admission::ledger::{Correction, Measured};
 use lowtide_admission::{Admission, Budget, Cost};
@@ -190,6 +190,25 @@ fn the_weight_of_a_service_that_sheds_is_at_most_what_it_serves() {
         let (weight, most) = (weights.last().expect("some"), served.max(1.0) * 1.05);
         assert!(*weight <= most, "{rejected} of 10: {weight}");
     }
+}
+
+/// A handler may do with less than it asks for. That is no request that another instance gets.
+#[test]
+fn a_growth_that_is_refused_and_done_without_counts_as_full_and_no_more() {
+    let admission = admission();
+    let (layer, clock) = layer(&admission, LoadReportFormat::Text);
+    let mut report = BTreeMap::new();
+    for _ in 0..100 {
+        clock.advance(SECOND / 10);
+        let response = call(&layer, Request::new(Empty::new()), |request| {
+            let permit = request.extensions().get::<SharedPermit>().expect("put there");
+            (0..50).for_each(|_| assert!(permit.grow(ByteSize::mib(90)).is_err(), "too much now"));
+            Response::default()
+        });
+        report = parsed(response.headers());
+    }
+    assert_eq!(report["application_utilization"], 1.0, "{report:?}");
+    assert_eq!(report["eps"], 0.0);
 }
 
 #[test]

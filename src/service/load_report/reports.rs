@@ -396,9 +396,11 @@ impl Rates {
         self.sums.map(|sum| sum / weight)
     }
 
-    /// Returns the requests for each one that is not rejected: 1 if none is.
+    /// Returns the requests for each one that is not rejected: 1 if none is. A rejection that the
+    /// handler makes up for, such as one of a permit that was to grow, is no error and no request.
     fn demand(&self) -> f64 {
-        let [rps, _, sheds] = self.averages();
+        let [rps, eps, sheds] = self.averages();
+        let sheds = sheds.min(eps);
         if rps <= 0.0 { 1.0 } else { (rps / (rps - sheds).max(0.0)).clamp(1.0, DEMAND_MAX) }
     }
 }
