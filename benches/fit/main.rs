@@ -1,8 +1,9 @@
 //! The admin command `fit`: random schedules without real memory, and a service in a real cgroup.
 //!
-//! `cargo bench -p lowtide-benches --bench fit`. In a run, a service under load in a cgroup of
-//! 1 GiB is told to fit in 512 MiB, the limit is lowered as soon as it fits, and raised again. A
-//! schedule does the same in virtual time with another process, load and limit each; see `sim`.
+//! `cargo bench -p lowtide-benches --bench fit`. In a run, a service under load in a cgroup of 1
+//! GiB gets the command to fit in 512 MiB, the limit is lowered as soon as it fits, and raised
+//! again. A schedule does the same in virtual time with another process, load and limit each; see
+//! `sim`.
 //!
 //! Exit codes: 0 all goals held; 1 one was missed, or something could not be measured.
 #![expect(clippy::print_stdout, reason = "a program that prints figures")]
@@ -20,12 +21,13 @@ mod charge;
 #[path = "../overload/figures.rs"]
 #[allow(dead_code, reason = "the bench of overload uses more of it")]
 mod figures;
+#[path = "../overload/process.rs"]
+#[allow(dead_code, reason = "the bench of overload uses more of it")]
+mod process;
 mod service;
 #[allow(dead_code, reason = "the tests read more")]
 mod sim;
 mod stage;
-
-use std::path::PathBuf;
 
 use clap::{Parser, Subcommand};
 use lowtide::BoxError;
@@ -60,10 +62,7 @@ struct Cli {
 enum Part {
     /// Is the service.
     #[command(hide = true)]
-    Serve {
-        /// The entrance of its cgroup.
-        entrance: PathBuf,
-    },
+    Serve,
 }
 
 fn main() -> Result<(), BoxError> {
@@ -73,8 +72,8 @@ fn main() -> Result<(), BoxError> {
         return Ok(());
     }
     let cli = Cli::parse();
-    if let Some(Part::Serve { entrance }) = cli.part {
-        return service::serve(&entrance);
+    if let Some(Part::Serve) = cli.part {
+        return service::serve();
     }
     let schedules = schedules(&cli);
     let runs = runs(cli.runs)?;

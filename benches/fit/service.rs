@@ -1,11 +1,9 @@
 //! The service, in a process of its own: models, and requests that hold memory for a while.
 //!
 //! `GET /work?kib=4096&ms=500&model=1` allocates so much, holds it for so long, and uses that
-//! model meanwhile. It enters its cgroup first, and ends when its standard input does.
+//! model meanwhile. It ends when its standard input does.
 
-use std::fs;
 use std::net::{Ipv4Addr, SocketAddr};
-use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -26,9 +24,8 @@ const WEIGHTS: ByteSize = ByteSize::mib(100);
 /// The longest time that a request waits for room.
 const MAX_WAIT: Duration = Duration::from_secs(1);
 
-/// Serves from within this cgroup. Prints `listening ADDRESS`.
-pub(crate) fn serve(entrance: &Path) -> Result<(), BoxError> {
-    fs::write(entrance, std::process::id().to_string())?;
+/// Serves. Prints `listening` and its address twice, since it has one for all routes.
+pub(crate) fn serve() -> Result<(), BoxError> {
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .enable_all()
         .on_thread_start(lowtide::memory::on_thread_start)
@@ -47,7 +44,8 @@ pub(crate) fn serve(entrance: &Path) -> Result<(), BoxError> {
         .merge(endpoints);
     let service = routes.into_make_service_with_connect_info::<SocketAddr>();
     let listener = runtime.block_on(TcpListener::bind((Ipv4Addr::LOCALHOST, 0)))?;
-    println!("listening {}", listener.local_addr()?);
+    let at = listener.local_addr()?;
+    println!("listening {at} {at}");
     runtime.spawn(async move { axum::serve(listener, service).await });
     std::io::copy(&mut std::io::stdin(), &mut std::io::sink())?;
     Ok(())

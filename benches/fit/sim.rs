@@ -411,7 +411,7 @@ impl World {
             self.models.push(model);
             let _ = self.play(Duration::from_millis(10));
         }
-        // What was not loaded is in nobody's way.
+        // Models that were not loaded do not count.
         for (model, of) in self.models.iter().zip(&mut self.schedule.models) {
             if model.guard.is_none() {
                 of.1 = None;

@@ -4,10 +4,8 @@
 //! Invariant: the cgroup is gone when the run is over.
 
 use std::fs;
-use std::io::{BufRead as _, BufReader};
 use std::net::SocketAddr;
 use std::path::Path;
-use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -26,13 +24,14 @@ use crate::cgroup::Group;
 use crate::chance::Chance;
 use crate::charge;
 use crate::figures::count;
+use crate::process::{self, Process};
 use crate::service::MODELS;
 
 /// The limit of the cgroup, and the smaller one.
 pub(crate) const LIMIT: ByteSize = ByteSize::gib(1);
 pub(crate) const FIT: ByteSize = ByteSize::mib(512);
-/// Requests a second. They hold 4.5 MiB for half a second on average: 270 MiB beside four models of
-/// 100 MiB each.
+/// Requests a second. They hold 4.5 MiB for half a second on average: 270 MiB in addition to four
+/// models of 100 MiB each.
 const RATE: f64 = 120.0;
 /// The load before the fit, in the smaller limit, and in the larger one again.
 const PHASE: Duration = Duration::from_secs(4);
@@ -61,54 +60,21 @@ pub(crate) struct Run {
     pub(crate) follows: f64,
 }
 
-/// The service, which ends with this.
-struct Service {
-    child: Child,
-    at: SocketAddr,
-}
-
-impl Service {
-    fn start(group: &Group) -> Result<Self, BoxError> {
-        let mut command = Command::new(std::env::current_exe()?);
-        command.arg("serve").arg(group.entrance()).stdin(Stdio::piped()).stdout(Stdio::piped());
-        let mut child = command.spawn()?;
-        let mut line = String::new();
-        BufReader::new(child.stdout.take().ok_or("no pipe")?).read_line(&mut line)?;
-        let at = line.trim().strip_prefix("listening ").and_then(|at| at.parse().ok());
-        match at {
-            Some(at) => Ok(Self { child, at }),
-            None => {
-                let _ = child.kill();
-                let _ = child.wait();
-                Err(format!("the service said {line:?}").into())
-            }
-        }
-    }
-
-    fn has_ended(&mut self) -> bool {
-        self.child.try_wait().is_ok_and(|status| status.is_some())
-    }
-}
-
-impl Drop for Service {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
-}
-
 /// Runs it once.
 pub(crate) async fn run(nth: u64) -> Result<Run, BoxError> {
     let name = format!("lowtide-fit-{}-{nth}", std::process::id());
     let group = Group::make(&name, Some(LIMIT.get()))?;
-    let mut service = Service::start(&group)?;
-    let (http, at) = (Client::builder(TokioExecutor::new()).build_http(), service.at);
+    let mut command = process::entering(&group)?;
+    command.arg("serve");
+    let mut service = Process::start(command)?;
+    let (at, _) = service.addresses()?;
+    let http = Client::builder(TokioExecutor::new()).build_http();
     let served = Arc::new(AtomicU64::new(0));
     let load = tokio::spawn(load(http.clone(), at, Chance::new(nth), Arc::clone(&served)));
-    let staged = stage(&group, &mut service, &http, &served).await;
+    let staged = stage(&group, at, &http, &served).await;
     load.abort();
     let kills = charge::oom_kills(&group.folder).unwrap_or_default();
-    let ended = u64::from(service.has_ended());
+    let ended = u64::from(service.ended().is_some());
     drop(service);
     let mut run = match staged {
         Ok(run) => run,
@@ -117,24 +83,17 @@ pub(crate) async fn run(nth: u64) -> Result<Run, BoxError> {
         Err(error) => return Err(error),
     };
     run.kills = kills.max(ended);
-    // The kernel takes a moment until the cgroup is empty.
-    let deadline = Instant::now() + PATIENCE;
-    while fs::read_to_string(group.entrance()).is_ok_and(|ids| !ids.is_empty()) {
-        if Instant::now() > deadline {
-            return Err("the cgroup is not empty".into());
-        }
-        tokio::time::sleep(LOOK_EVERY).await;
-    }
+    process::remove(&group.folder);
     Ok(run)
 }
 
 async fn stage(
     group: &Group,
-    service: &mut Service,
+    at: SocketAddr,
     http: &Http,
     served: &AtomicU64,
 ) -> Result<Run, BoxError> {
-    let (at, folder) = (service.at, &*group.folder);
+    let folder = &*group.folder;
     let mut run = Run::default();
     let rate = |since: u64| count(served.load(Ordering::Relaxed) - since) / PHASE.as_secs_f64();
     let since = served.load(Ordering::Relaxed);
@@ -165,9 +124,6 @@ async fn stage(
     let end = Instant::now() + PHASE;
     while Instant::now() < end {
         run.peak = run.peak.max(charge::usage(folder).unwrap_or_default());
-        if service.has_ended() {
-            return Err("the service has ended".into());
-        }
         tokio::time::sleep(LOOK_EVERY).await;
     }
     run.served[1] = rate(since);

@@ -42,7 +42,7 @@ use crate::model;
 const EX_TEMPFAIL: u8 = 75;
 
 /// The timeout of a health check, and of a request of another subcommand.
-const HEALTH_PATIENCE: Duration = Duration::from_secs(3);
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(3);
 
 #[derive(Debug, Parser)]
 #[command(about = "A reverse proxy that returns unused memory", version)]
@@ -329,7 +329,7 @@ async fn ask(
         let text = answer.into_body().collect().await?.to_bytes();
         Ok::<_, BoxError>((status, text))
     };
-    tokio::time::timeout(HEALTH_PATIENCE, ask)
+    tokio::time::timeout(ANSWER_TIMEOUT, ask)
         .await
-        .map_err(|_| format!("{at} did not answer within {HEALTH_PATIENCE:?}"))?
+        .map_err(|_| format!("{at} did not answer within {ANSWER_TIMEOUT:?}"))?
 }

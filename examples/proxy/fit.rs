@@ -1,8 +1,8 @@
 //! The `fit` subcommand: asks a running proxy to fit in a smaller memory limit, and waits until it
 //! does or cannot.
 //!
-//! Run it before the limit of the container is lowered in place; see "Admin commands" in
-//! docs/OPERATING.md. It decides nothing: the proxy does, and goes on if this program is ended.
+//! Run it before the limit of the container is lowered in place; see "Lower the limit in place"
+//! in docs/OPERATING.md. It decides nothing: the proxy does, and goes on if this program is ended.
 //!
 //! Exit codes: 0 if the limit can be lowered, 1 with the reason if not.
 

@@ -3,9 +3,9 @@
 //!
 //! `lowtide_admission::fit` decides, and its head says which figure must fall and what a fit does.
 //! Here the command becomes a limit of the signals, which everything else follows, and an admin
-//! task that runs until the process fits or cannot. The control loop posts a job for it ten times a
-//! second, so the worker never waits for it. Each job updates the progress of the task: the largest
-//! holders of memory.
+//! task that runs until the process fits or cannot. The control loop posts a job for it at most ten
+//! times a second, and at each tick of an idle service, so the worker never waits for it. Each job
+//! updates the progress of the task: the largest holders of memory.
 //!
 //! Beyond what the smaller limit does by itself, a fit that has not succeeded after a second purges
 //! the heap each second, whatever purges found before, asks reclaimers, and unloads resources that
@@ -13,7 +13,7 @@
 //!
 //! One fit is in force at most; a new one replaces it. It applies to the host's memory. While it is
 //! in force, memory is not declared exhausted, because a restart would undo it. A limit at or below
-//! that of the command needs no fit, and the answer says so. If no limit is known, that of the
+//! that of the command needs no fit: the task ends at once. If no limit is known, that of the
 //! command is one.
 //!
 //! Invariant: the signals have a fit if and only if one is in force here; a task that was started
@@ -32,7 +32,7 @@ use super::snapshot::MemorySnapshot;
 
 /// The number of holders of memory that are named.
 const HOLDERS_MAX: usize = 5;
-/// Unused pages above the fit divided by this may be released.
+/// Unused pages above the physical memory divided by this may be released.
 const UNUSED_PART: u64 = 256;
 
 /// The fit in force.
@@ -81,7 +81,9 @@ impl FitEnd {
     fn state(&self, limit: Limit) -> AdminTaskState {
         match self {
             Self::Failed(text) => AdminTaskState::Failed(text.clone()),
-            Self::Lowered => AdminTaskState::Done(format!("the limit is now {}", said(limit))),
+            Self::Lowered => {
+                AdminTaskState::Done(format!("the limit is now {}", describe_limit(limit)))
+            }
             Self::Expired | Self::Lifted => AdminTaskState::Failed("lifted".to_owned()),
             Self::Replaced(by) => AdminTaskState::Failed(format!("replaced by admin task {by}")),
             Self::ShutDown => AdminTaskState::Failed(AdminError::Ended.to_string()),
@@ -90,7 +92,7 @@ impl FitEnd {
 }
 
 /// Describes a limit, such as `512.0 MiB, set by the cgroup (memory.max)`.
-fn said(limit: Limit) -> String {
+fn describe_limit(limit: Limit) -> String {
     if !limit.is_known() {
         return "unknown".to_owned();
     }
@@ -114,10 +116,10 @@ impl Shared {
                 Some(before) => format!("the fit in {before} is lifted"),
                 None => "no fit is in force".to_owned(),
             };
-            return Ok(Some(format!("{before}: the limit is {}", said(limit))));
+            return Ok(Some(format!("{before}: the limit is {}", describe_limit(limit))));
         };
         if terms.limit >= limit.bytes {
-            return Ok(Some(format!("the limit is already {}", said(limit))));
+            return Ok(Some(format!("the limit is already {}", describe_limit(limit))));
         }
         let now = self.clock.now();
         {
@@ -136,7 +138,7 @@ impl Shared {
             target: "lowtide",
             admin_task = id,
             limit = %terms.limit,
-            was = said(limit),
+            was = describe_limit(limit),
             within = %short(terms.within),
             "fit started"
         );
@@ -144,7 +146,7 @@ impl Shared {
     }
 
     /// Ends the fit in force when the service shuts down.
-    pub(super) fn shut_fit_down(&self) {
+    pub(super) fn end_fit_at_shutdown(&self) {
         self.end_fit(FitEnd::ShutDown);
     }
 
@@ -156,20 +158,20 @@ impl Shared {
     }
 
     fn decide_on_fit(&self, now: Moment) {
-        let in_force = lock(&self.fit.0).as_ref().map(|running| (running.id, running.fit.terms()));
-        let Some((id, terms)) = in_force else { return };
-        let sample = self.fit_sample(terms);
+        if lock(&self.fit.0).is_none() {
+            return;
+        }
+        let sample = self.fit_sample();
         let (step, release, running) = {
             let mut in_force = lock(&self.fit.0);
-            let Some(running) = in_force.as_mut().filter(|running| running.id == id) else {
-                return;
-            };
+            let Some(running) = in_force.as_mut() else { return };
             let step = running.fit.step(now, &sample);
             self.signals.set_fit(Some(running.fit.limit()));
             let shrinks = step == FitStep::Shrinking;
             let release = shrinks.then(|| running.fit.release(now, &sample)).flatten();
             (step, release, running.clone())
         };
+        let (id, terms) = (running.id, running.fit.terms());
         match step {
             FitStep::Holding => {}
             FitStep::Shrinking => {
@@ -183,13 +185,13 @@ impl Shared {
                     "fits in {} after {}: {counted} in use{}; the limit can be lowered within {}",
                     terms.limit,
                     short(age),
-                    cached(counted, &sample),
+                    cached(terms.page_cache(&sample)),
                     short(HOLD)
                 );
                 self.finish_task(id, &running.command, AdminTaskState::Done(text), None);
             }
             FitStep::Failed => {
-                let text = self.misfit(&running.fit, &sample, now);
+                let text = self.failure_text(&running.fit, &sample, now);
                 self.end_fit(FitEnd::Failed(text));
             }
             FitStep::Lowered => drop(self.end_fit(FitEnd::Lowered)),
@@ -197,7 +199,7 @@ impl Shared {
         }
     }
 
-    fn fit_sample(&self, terms: FitTerms) -> FitSample {
+    fn fit_sample(&self) -> FitSample {
         let signal = self.signals.sample();
         let ledger = self.admission.ledger(Budget::Host);
         let purgeable = self.state.purgeable();
@@ -205,10 +207,13 @@ impl Shared {
             let stats = resource.stats();
             stats.loaded || stats.loading
         });
-        let has_releasable = |of: &ReclaimerStats| of.registered && !of.releasable.is_zero();
+        // What it may release is known once it has been asked.
+        let has_releasable = |of: &ReclaimerStats| {
+            of.registered && (of.calls_total == 0 || !of.releasable.is_zero())
+        };
         let may_release = uses
             || self.admission.stats().held() > 0
-            || purgeable.get() > terms.limit.get() / UNUSED_PART
+            || purgeable.get() > signal.physical.get() / UNUSED_PART
             || self.resources.reclaimer_stats().iter().any(has_releasable);
         FitSample {
             limit: signal.limit_without_fit.bytes,
@@ -243,15 +248,17 @@ impl Shared {
         if !running.fit.is_reached() {
             let _ = self.finish_task(running.id, &running.command, end.state(now), None);
         }
-        let (reason, text) =
-            (end.name(), format!("fit ended ({}): the limit is {}", end.name(), said(now)));
+        let (reason, text) = (
+            end.name(),
+            format!("fit ended ({}): the limit is {}", end.name(), describe_limit(now)),
+        );
         self.events.add(self.clock.since_epoch(), "admin", &limit.to_string(), text);
         log!(
             info,
             target: "lowtide",
             admin_task = running.id,
             limit = %limit,
-            now = said(now),
+            now = describe_limit(now),
             reason,
             "fit ended"
         );
@@ -259,7 +266,7 @@ impl Shared {
     }
 
     /// Says why the process does not fit.
-    fn misfit(&self, fit: &Fit, sample: &FitSample, now: Moment) -> String {
+    fn failure_text(&self, fit: &Fit, sample: &FitSample, now: Moment) -> String {
         let terms = fit.terms();
         let (cache, holders) = self.holders(sample, terms);
         let when = if fit.age(now) < terms.within {
@@ -282,7 +289,7 @@ impl Shared {
         let snapshot = self.snapshot();
         let breakdown = self.breakdown(&snapshot);
         let counted = terms.counted(sample);
-        let cache = counted.saturating_sub(sample.physical);
+        let cache = terms.page_cache(sample);
         let named = breakdown.largest(HOLDERS_MAX);
         let others = breakdown.parts.iter().map(|part| part.bytes).sum::<ByteSize>();
         let others = others.saturating_sub(named.iter().map(|part| part.bytes).sum());
@@ -311,8 +318,8 @@ fn described(part: &MemoryPart, snapshot: &MemorySnapshot) -> String {
 }
 
 /// Describes the page cache in a usage.
-fn cached(counted: ByteSize, sample: &FitSample) -> String {
-    match counted.saturating_sub(sample.physical) {
+fn cached(cache: ByteSize) -> String {
+    match cache {
         ByteSize::ZERO => String::new(),
         cache => format!(", with {cache} of page cache"),
     }

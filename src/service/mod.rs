@@ -12,6 +12,7 @@ mod answer;
 mod asked;
 #[cfg(feature = "axum")]
 mod axum;
+mod base64;
 mod body;
 mod connections;
 #[cfg_attr(not(feature = "device"), path = "no_devices.rs")]

@@ -6,14 +6,14 @@ use std::time::Duration;
 
 use http::header::{CONTENT_TYPE, RETRY_AFTER};
 use http::request::Parts;
-use http::{HeaderValue, Response, StatusCode};
+use http::{HeaderMap, HeaderValue, Response, StatusCode};
 
 use lowtide_admission::{AcquireError, Rejected};
 
 /// `DEADLINE_EXCEEDED`, `RESOURCE_EXHAUSTED` and `UNAVAILABLE` of gRPC.
-const DEADLINE_EXCEEDED: u16 = 4;
-const RESOURCE_EXHAUSTED: u16 = 8;
-const UNAVAILABLE: u16 = 14;
+pub(super) const DEADLINE_EXCEEDED: u16 = 4;
+pub(super) const RESOURCE_EXHAUSTED: u16 = 8;
+pub(super) const UNAVAILABLE: u16 = 14;
 /// The minimum Retry-After, also used during shutdown, when another instance answers.
 const MIN_WAIT: Duration = Duration::from_secs(1);
 /// The longest wait that is announced: a day.
@@ -84,10 +84,7 @@ fn trailers_only(rejected: &Rejected, kind: HeaderValue) -> Response<String> {
     let mut response = Response::new(String::new());
     let headers = response.headers_mut();
     headers.insert(CONTENT_TYPE, kind);
-    headers.insert("grpc-status", HeaderValue::from(status));
-    if let Ok(message) = HeaderValue::from_str(&percent_encoded(&detail(rejected))) {
-        headers.insert("grpc-message", message);
-    }
+    put_grpc_status(headers, status, &detail(rejected));
     // "If the value for pushback is negative or unparseable, then it will be seen as the server
     // asking the client not to retry at all" (gRFC A6).
     if let Some(after) = pushback {
@@ -95,6 +92,14 @@ fn trailers_only(rejected: &Rejected, kind: HeaderValue) -> Response<String> {
         headers.insert("grpc-retry-pushback-ms", HeaderValue::from(ms));
     }
     response
+}
+
+/// Adds a status of gRPC and its message.
+pub(super) fn put_grpc_status(headers: &mut HeaderMap, status: u16, message: &str) {
+    headers.insert("grpc-status", HeaderValue::from(status));
+    if let Ok(message) = HeaderValue::from_str(&percent_encoded(message)) {
+        headers.insert("grpc-message", message);
+    }
 }
 
 /// Returns the reason without the figures of memory, which clients need not know. Log events, the
@@ -118,7 +123,7 @@ fn detail(rejected: &Rejected) -> Cow<'static, str> {
 }
 
 /// Encodes for `grpc-message`: bytes that are not printable ASCII, and `%`, in hexadecimal.
-pub(super) fn percent_encoded(text: &str) -> String {
+fn percent_encoded(text: &str) -> String {
     use std::fmt::Write as _;
     let mut encoded = String::with_capacity(text.len());
     for byte in text.bytes() {

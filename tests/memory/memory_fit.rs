@@ -215,14 +215,14 @@ fn reservations_that_are_not_held_yet_must_fit_too() {
     assert_eq!(service.task(id).state, AdminTaskState::Running);
     drop(permit);
     service.is_done(id, "fits in 500.0 MiB");
-    // It fits no more: nobody asks for room in vain.
+    // It fits no more, so a load fails at once.
     assert!(model.warm().is_err());
     assert!(service.memory.shutdown(SOON).is_clean());
 }
 
 /// Pressure would leave it for its minimum residency.
 #[test]
-fn a_model_that_is_not_in_use_makes_room_although_nobody_asks_for_it() {
+fn a_model_that_is_not_in_use_makes_room_without_a_request_for_it() {
     let service = Service::start();
     let model = service.model("resident", 300, Duration::from_secs(3600));
     drop(model.acquire_blocking().expect("loads"));
@@ -235,6 +235,7 @@ fn a_model_that_is_not_in_use_makes_room_although_nobody_asks_for_it() {
     assert!(service.memory.shutdown(SOON).is_clean());
 }
 
+/// Bug: before it was asked it counted as empty, and the fit failed if it took its time.
 #[test]
 fn a_cache_of_the_application_is_asked_for_what_does_not_fit() {
     let service = Service::start();

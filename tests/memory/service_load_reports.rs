@@ -446,7 +446,7 @@ fn with_a_memory_the_utilization_is_an_average() {
     bed.until("none", |report| report["application_utilization"] < 0.05);
 }
 
-/// Requests that wait are answered by nobody yet: what is sent now would wait longer.
+/// Requests that wait are not answered yet: what is sent now would wait longer.
 #[test]
 fn while_requests_wait_the_service_is_full() {
     let bed = Bed::new();

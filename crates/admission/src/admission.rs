@@ -368,7 +368,7 @@ impl Admission {
         }
     }
 
-    /// Returns how often a request was rejected that another instance may serve, since the start:
+    /// Returns the number of rejected requests that another instance may serve, since the start:
     /// for lack of memory or of its device, or because the service shuts down. One atomic read.
     #[doc(hidden)]
     #[inline]
@@ -401,7 +401,8 @@ impl Admission {
     /// Adds what has reserved nothing to the registry of requests.
     #[doc(hidden)]
     pub fn register(&self, request: Arc<dyn LargeRequest>) {
-        self.large().add(request, ByteSize::ZERO);
+        let reserved = request.reserved().unwrap_or_default();
+        self.large().add(request, reserved);
     }
 
     /// Returns the time of the control loop's last tick, by its clock.

@@ -14,18 +14,18 @@
 //! The figure that must fall below the fit is the usage of the cgroup (`memory.current`,
 //! `memory.usage_in_bytes`), with page cache: the kubelet compares that one (`usageBytes` of its
 //! container statistics) with the new limit, not the working set. Page cache belongs to the kernel,
-//! which drops it when the limit falls; this crate writes to no cgroup and cannot. Everything else
-//! makes room for it meanwhile, unless that left less than an eighth of the fit. If page cache is
-//! all that does not fit, a caller whose limit is lowered without a check may leave it out
-//! ([`FitTerms::counts_page_cache`]). Without a cgroup that limits the process, its resident set
-//! counts.
+//! which drops it when the limit falls; this crate writes to no cgroup and cannot. Until then the
+//! limit of all other memory is reduced by the page cache, but not below an eighth of the fit. If
+//! page cache is all that does not fit, a caller whose limit is lowered without a check may leave
+//! it out ([`FitTerms::counts_page_cache`]). Without a cgroup that limits the process, its resident
+//! set counts.
 //!
 //! What requests have reserved and do not hold yet, and resources that are being loaded, may be
 //! allocated after the limit was lowered, so they must fit too.
 //!
 //! States: `Shrinking -> Holding -> ended`, or `Shrinking -> failed`. A fit that holds ends when
-//! the limit has been lowered, or after [`HOLD`]: a fit that was forgotten must not halve a service
-//! for ever.
+//! the limit has been lowered, or after [`HOLD`], so that a forgotten fit does not limit the
+//! service permanently.
 //!
 //! Pure: no clock, no signal, no allocation.
 //!
@@ -80,6 +80,12 @@ impl FitTerms {
         let usage = sample.usage.filter(|_| self.counts_page_cache);
         usage.map_or(sample.physical, |usage| usage.max(sample.physical))
     }
+
+    /// Returns the page cache that counts.
+    #[must_use]
+    pub fn page_cache(&self, sample: &FitSample) -> ByteSize {
+        self.counted(sample).saturating_sub(sample.physical)
+    }
 }
 
 /// A sample of the process.
@@ -118,7 +124,7 @@ pub enum FitStep {
     Expired,
 }
 
-/// An order to release memory, whatever pressure does.
+/// A request to release memory, independent of the pressure level.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FitRelease {
     /// `true` to purge the heap.
@@ -183,7 +189,7 @@ impl Fit {
     /// for so much of it that the process cannot fit.
     fn make_room_for_cache(&mut self, sample: &FitSample) {
         let step = (self.terms.limit.get() / MARGIN_PART).max(1);
-        let cache = self.terms.counted(sample).saturating_sub(sample.physical).get();
+        let cache = self.terms.page_cache(sample).get();
         let steps = if cache < step / 2 { 0 } else { cache.div_ceil(step) };
         if steps <= CACHE_STEPS_MAX {
             self.cache = self.cache.max(ByteSize::new(steps * step));
@@ -196,7 +202,7 @@ impl Fit {
         self.reached.is_some()
     }
 
-    /// Returns the bytes that are too much.
+    /// Returns the bytes by which the process exceeds the target.
     #[must_use]
     pub fn excess(&self, sample: &FitSample) -> ByteSize {
         let required = sample.physical.saturating_sub(sample.purgeable);
@@ -204,7 +210,7 @@ impl Fit {
         most.saturating_sub(self.terms.target())
     }
 
-    /// Returns what is to be released now, at most once a second: pressure pauses after purges that
+    /// Returns the memory to release now, at most once a second: pressure pauses after purges that
     /// found little, and leaves resources for their minimum residency.
     pub fn release(&mut self, now: Moment, sample: &FitSample) -> Option<FitRelease> {
         let excess = self.excess(sample);

@@ -360,7 +360,7 @@ impl<const N: usize> Key<BacktraceHook, N> {
         found.map_err(|error| self.refused(Act::Read, Refusal::explained(error)))
     }
 
-    /// Has a function called for each sample from now on.
+    /// Sets the function that jemalloc calls for each sample.
     ///
     /// # Safety
     /// The function is correct with the arguments of [`BacktraceHook`], on every thread, within an

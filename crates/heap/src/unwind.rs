@@ -13,10 +13,14 @@
 //! It relies on unwind tables (`.eh_frame_hdr`), which compilers for Linux on x86-64 write. On
 //! other targets nothing is installed.
 //!
-//! Invariants: it reads only the stack of the calling thread, above the stack pointer; nothing is
-//! allocated, and no lock is held but the loader's while a rule is looked up. A rule is one atomic
-//! word, so threads cannot mix two. When a library is unloaded, all rules are dropped at the next
-//! lookup; a rule that is used until then can give a wrong stack, and nothing else.
+//! It allocates only if a thread is sampled for the first time (`pthread_getattr_np` does).
+//! jemalloc calls the hook between `pre_reentrancy` and `post_reentrancy`, so that allocation takes
+//! no sample.
+//!
+//! Invariants: it reads only the stack of the calling thread, above the stack pointer, and holds no
+//! lock but the loader's while a rule is looked up. A rule is one atomic word, so threads cannot
+//! mix two. When a library is unloaded, all rules are dropped at the next lookup; a rule that is
+//! used until then can give a wrong stack, and nothing else.
 #![expect(unsafe_code, reason = "reads registers, the thread's stack and the tables of libraries")]
 
 use std::arch::asm;
@@ -58,7 +62,7 @@ const OFFSET_BITS: u32 = 12;
 const OFFSET_MAX: u64 = (1 << OFFSET_BITS) - 1;
 const WORD: u64 = 8;
 
-/// Has jemalloc's profiler call [`hook`] for each sample.
+/// Installs [`hook`] as the function by which jemalloc walks a stack.
 pub(super) fn install() -> Result<(), HostError> {
     if OWN.get().is_none() {
         let own = ctl::PROF_BACKTRACE.read()?;

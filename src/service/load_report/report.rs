@@ -5,10 +5,13 @@
 
 use std::fmt::Write as _;
 
+use serde_json::{Map, Value};
+
+use super::super::base64::base64;
 use super::LoadReportFormat;
 use super::protobuf::{
-    APPLICATION_UTILIZATION, EPS, MEM_UTILIZATION, NAMED_METRICS, RPS_FRACTIONAL, put_base64,
-    put_double, put_entry,
+    APPLICATION_UTILIZATION, EPS, MEM_UTILIZATION, NAMED_METRICS, RPS_FRACTIONAL, put_double,
+    put_entry,
 };
 
 /// One report. `None` for what is unknown, because no limit is.
@@ -59,16 +62,12 @@ impl LoadReport {
             .filter_map(|(nth, value)| Some((ledger_name(nth), (*value)?)))
     }
 
-    /// Returns the value of the header `endpoint-load-metrics`.
-    pub(super) fn header(&self, format: LoadReportFormat) -> Vec<u8> {
+    /// Returns the value of the header `endpoint-load-metrics`; `message` is that of this report.
+    pub(super) fn header(&self, format: LoadReportFormat, message: &[u8]) -> String {
         match format {
-            LoadReportFormat::Text => self.text().into_bytes(),
-            LoadReportFormat::Json => self.json().into_bytes(),
-            LoadReportFormat::Binary => {
-                let mut header = b"BIN ".to_vec();
-                put_base64(&self.message(), &mut header);
-                header
-            }
+            LoadReportFormat::Text => self.text(),
+            LoadReportFormat::Json => self.json(),
+            LoadReportFormat::Binary => format!("BIN {}", base64(message)),
         }
     }
 
@@ -86,18 +85,11 @@ impl LoadReport {
     }
 
     fn json(&self) -> String {
-        let mut text = String::from("JSON {");
-        for (name, value) in self.fields() {
-            // Writing to a string does not fail.
-            let _ = write!(text, "\"{name}\":{},", rounded(value));
-        }
-        text.push_str("\"named_metrics\":{");
-        for (nth, (name, value)) in self.named_metrics().enumerate() {
-            let comma = if nth == 0 { "" } else { "," };
-            let _ = write!(text, "{comma}\"{name}\":{}", rounded(value));
-        }
-        text.push_str("}}");
-        text
+        let named = self.named_metrics().map(|(name, value)| (name, rounded(value).into()));
+        let fields = self.fields().map(|(name, value)| (name.to_owned(), rounded(value).into()));
+        let mut all: Map<String, Value> = fields.collect();
+        all.insert("named_metrics".to_owned(), Value::Object(named.collect()));
+        format!("JSON {}", Value::Object(all))
     }
 
     /// Returns the message `xds.data.orca.v3.OrcaLoadReport`.
@@ -115,20 +107,12 @@ impl LoadReport {
         put_double(APPLICATION_UTILIZATION, utilization, &mut message);
         message
     }
+}
 
-    /// Returns the message with the prefix of gRPC: it is not compressed, and has this length.
-    pub(super) fn framed_message(&self) -> Vec<u8> {
-        let message = self.message();
-        let length = u32::try_from(message.len()).unwrap_or(u32::MAX);
-        [&[0], length.to_be_bytes().as_slice(), &message].concat()
-    }
-
-    /// Returns the value of the gRPC metadata `endpoint-load-metrics-bin`.
-    pub(super) fn metadata(&self) -> Vec<u8> {
-        let mut metadata = Vec::new();
-        put_base64(&self.message(), &mut metadata);
-        metadata
-    }
+/// Returns a message of gRPC: uncompressed, with its length in front.
+pub(super) fn framed(message: &[u8]) -> Vec<u8> {
+    let length = u32::try_from(message.len()).unwrap_or(u32::MAX);
+    [&[0], length.to_be_bytes().as_slice(), message].concat()
 }
 
 #[cfg(test)]
@@ -146,7 +130,7 @@ mod tests {
     }
 
     fn header(report: &LoadReport, format: LoadReportFormat) -> String {
-        String::from_utf8(report.header(format)).expect("text")
+        report.header(format, &report.message())
     }
 
     #[test]
@@ -157,7 +141,7 @@ mod tests {
              eps:2, named_metrics.host_utilization:0.75, named_metrics.device1_utilization:1.25"
         );
         let json = header(&report(), LoadReportFormat::Json);
-        let json: serde_json::Value =
+        let json: Value =
             serde_json::from_str(json.strip_prefix("JSON ").expect("a format")).expect("JSON");
         assert_eq!(
             json,
@@ -165,7 +149,7 @@ mod tests {
                 "mem_utilization": 0.5,
                 "application_utilization": 1.25,
                 "rps_fractional": 100.123_457,
-                "eps": 2,
+                "eps": 2.0,
                 "named_metrics": {"host_utilization": 0.75, "device1_utilization": 1.25},
             })
         );
@@ -177,7 +161,7 @@ mod tests {
         assert_eq!(header(&nothing, LoadReportFormat::Text), "TEXT rps_fractional:0, eps:0");
         assert_eq!(
             header(&nothing, LoadReportFormat::Json),
-            r#"JSON {"rps_fractional":0,"eps":0,"named_metrics":{}}"#
+            r#"JSON {"eps":0.0,"named_metrics":{},"rps_fractional":0.0}"#
         );
         assert_eq!(nothing.message(), b"", "as proto3 leaves out zeros");
     }
@@ -192,7 +176,6 @@ mod tests {
         );
         let hex: String = message.iter().map(|byte| format!("{byte:02x}")).collect();
         assert_eq!(hex, EXPECTED);
-        assert_eq!(report().metadata(), &report().header(LoadReportFormat::Binary)[4..]);
     }
 
     const EXPECTED: &str = "11000000000000e03f3159ce4db7e6075940390000000000000040\

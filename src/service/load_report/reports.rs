@@ -6,8 +6,8 @@
 //!
 //! A service that sheds answers fast and holds little memory, so a balancer that does not know it
 //! would send more. Therefore, for [`SHED_SHOWN`] after a rejection and while requests wait, the
-//! utilization is at least 1, times what arrives for each part that is admitted, in requests or in
-//! bytes: the weight that a balancer derives is then what the service can serve.
+//! utilization is at least 1, multiplied by the offered load divided by the admitted load. The
+//! weight that a balancer derives is then what the service can serve.
 //!
 //! Invariants: the report of a rejection says that the service sheds. No response waits for a lock
 //! that another holds for longer than it takes to encode a report.
@@ -29,8 +29,9 @@ use crate::fork::Birth;
 use crate::memory::{is_ending, published_state};
 use crate::sync::{Mutex, lock};
 
+use super::super::base64::base64;
 use super::LoadReportFormat;
-use super::report::LoadReport;
+use super::report::{LoadReport, framed};
 use super::streams::Streams;
 
 /// The least utilization of a service with a limit. Balancers ignore a report of 0, and Envoy logs
@@ -93,7 +94,7 @@ impl LoadReports {
         admission: Admission,
         clock: Arc<dyn Clock>,
     ) -> Self {
-        let (now, sheds) = (clock.now(), admission.sheds_total());
+        let (now, counts) = (clock.now(), Counts::of(&admission));
         let empty = Encoded {
             header: HeaderValue::from_static(""),
             metadata: HeaderValue::from_static(""),
@@ -106,10 +107,10 @@ impl LoadReports {
             responses: AtomicU64::new(0),
             errors: AtomicU64::new(0),
             encoded_at: AtomicU64::new(0),
-            known_sheds: AtomicU64::new(sheds),
+            known_sheds: AtomicU64::new(counts.sheds),
             is_shedding: AtomicBool::new(false),
             encoded: RwLock::new(empty),
-            rates: Mutex::new(Rates::new(now, sheds)),
+            rates: Mutex::new(Rates::new(now, counts)),
             streams: Streams::default(),
             admission,
             clock,
@@ -188,7 +189,7 @@ impl LoadReports {
 
     /// Counts a request for which there is no response.
     #[cold]
-    pub(in crate::service) fn count_lost(&self) {
+    pub(in crate::service) fn count_failed_call(&self) {
         self.responses.fetch_add(1, Ordering::Relaxed);
         self.errors.fetch_add(1, Ordering::Relaxed);
     }
@@ -226,13 +227,13 @@ impl LoadReports {
         } else {
             Duration::from_nanos(time.saturating_sub(encoded)) >= AGE_MAX
         };
-        is_old || self.sheds_anew()
+        is_old || self.has_unreported_sheds()
     }
 
-    /// Returns `true` if requests were rejected since the report was encoded, which does not say
-    /// so.
+    /// Returns `true` if requests were rejected since the report was encoded, and it reports no
+    /// shedding.
     #[inline]
-    fn sheds_anew(&self) -> bool {
+    fn has_unreported_sheds(&self) -> bool {
         self.admission.sheds_total() != self.known_sheds.load(Ordering::Relaxed)
             && !self.is_shedding.load(Ordering::Relaxed)
     }
@@ -241,7 +242,7 @@ impl LoadReports {
     #[cold]
     #[inline(never)]
     fn refresh(&self, time: u64) {
-        let mut rates = if self.sheds_anew() {
+        let mut rates = if self.has_unreported_sheds() {
             lock(&self.rates)
         } else {
             match self.rates.try_lock() {
@@ -262,8 +263,7 @@ impl LoadReports {
         let counts = Counts {
             responses: self.responses.load(Ordering::Relaxed),
             errors: self.errors.load(Ordering::Relaxed),
-            sheds: self.admission.sheds_total(),
-            bytes: [Budget::Host, Budget::Device].map(|budget| self.bytes(budget)),
+            ..Counts::of(&self.admission)
         };
         rates.add(now, counts);
         let is_shedding = self.admission.has_waiting()
@@ -272,23 +272,17 @@ impl LoadReports {
         self.known_sheds.store(counts.sheds, Ordering::Relaxed);
         self.is_shedding.store(is_shedding, Ordering::Relaxed);
         let report = self.report(rates, is_shedding);
-        let value = |bytes: Vec<u8>| {
-            let value = HeaderValue::from_maybe_shared(Bytes::from(bytes));
+        let message = report.message();
+        let value = |text: String| {
+            let value = HeaderValue::from_maybe_shared(Bytes::from(text));
             value.unwrap_or_else(|_| HeaderValue::from_static(""))
         };
         let encoded = Encoded {
-            header: value(report.header(self.format)),
-            metadata: value(report.metadata()),
-            message: Bytes::from(report.framed_message()),
+            header: value(report.header(self.format, &message)),
+            metadata: value(base64(&message)),
+            message: Bytes::from(framed(&message)),
         };
         *self.encoded.write().unwrap_or_else(PoisonError::into_inner) = encoded;
-    }
-
-    /// Returns the bytes that were admitted in a budget, and those that did not fit.
-    fn bytes(&self, budget: Budget) -> [u64; 2] {
-        self.admission.classes(budget).iter().fold([0; 2], |[admitted, rejected], class| {
-            [admitted + class.admitted_bytes_total, rejected + class.rejected_bytes_total]
-        })
     }
 
     fn report(&self, rates: &Rates, is_shedding: bool) -> LoadReport {
@@ -364,6 +358,17 @@ struct Counts {
 const COUNTS: usize = 7;
 
 impl Counts {
+    /// Returns the counts of an admission.
+    fn of(admission: &Admission) -> Self {
+        let bytes = |budget| {
+            admission.classes(budget).iter().fold([0; 2], |[admitted, rejected], class| {
+                [admitted + class.admitted_bytes_total, rejected + class.rejected_bytes_total]
+            })
+        };
+        let bytes = [Budget::Host, Budget::Device].map(bytes);
+        Self { sheds: admission.sheds_total(), bytes, ..Self::default() }
+    }
+
     const fn all(&self) -> [u64; COUNTS] {
         let [[host, host_rejected], [device, device_rejected]] = self.bytes;
         let Self { responses, errors, sheds, .. } = *self;
@@ -384,8 +389,7 @@ struct Rates {
 }
 
 impl Rates {
-    fn new(now: Moment, sheds: u64) -> Self {
-        let counts = Counts { sheds, ..Counts::default() };
+    const fn new(now: Moment, counts: Counts) -> Self {
         Self { at: now, counts, shed_at: None, sums: [0.0; COUNTS], weight: 0.0 }
     }
 
@@ -417,10 +421,11 @@ impl Rates {
         self.sums.map(|sum| sum / weight)
     }
 
-    /// Returns what arrives for each part that is admitted, in requests or in the bytes of a
-    /// budget, whichever is most: 1 if all is. If large requests are rejected and small ones fit,
-    /// few requests are rejected but much of the memory that they ask for. A rejection that the
-    /// handler makes up for, such as one of a permit that was to grow, is no error and no request.
+    /// Returns the offered load divided by the admitted load, in requests or in the bytes of a
+    /// budget, whichever is larger: 1 if all is admitted. If large requests are rejected and small
+    /// ones fit, few requests are rejected but much of the memory that they ask for. A rejection
+    /// that the handler makes up for, such as one of a permit that was to grow, is no error and no
+    /// request.
     fn demand(&self) -> f64 {
         let [rps, eps, sheds, host, host_rejected, device, device_rejected] = self.averages();
         let sheds = sheds.min(eps);

@@ -25,10 +25,12 @@ use tower_service::Service;
 use crate::BoxError;
 use crate::clock::Moment;
 
-use super::super::rejection::percent_encoded;
+use super::super::rejection::{
+    DEADLINE_EXCEEDED, RESOURCE_EXHAUSTED, UNAVAILABLE, put_grpc_status,
+};
 use super::LoadReports;
 use super::request::{PartialRequest, REQUEST_MAX};
-use super::streams::{STREAMS_MAX, StreamPlace, StreamTimer, Streams};
+use super::streams::{STREAMS_MAX, StreamSlot, StreamTimer, Streams};
 
 /// The path of the gRPC method that streams load reports.
 pub const LOAD_REPORT_STREAM_PATH: &str = "/xds.service.orca.v3.OpenRcaService/StreamCoreMetrics";
@@ -38,10 +40,7 @@ const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Statuses of gRPC.
 const INVALID_ARGUMENT: u16 = 3;
-const DEADLINE_EXCEEDED: u16 = 4;
-const RESOURCE_EXHAUSTED: u16 = 8;
 const UNIMPLEMENTED: u16 = 12;
-const UNAVAILABLE: u16 = 14;
 
 /// Streams the load reports of a layer, for gRPC clients and balancers that read them apart from
 /// responses (`enable_oob_load_report`). Created by
@@ -96,14 +95,14 @@ impl LoadReportService {
         }
         let refused = |status, message: &str| {
             let mut response = Response::new(LoadReportStream::empty());
-            put_status(response.headers_mut(), status, message);
+            put_grpc_status(response.headers_mut(), status, message);
             response
         };
         let mut response = if !self.0.has_ticks() {
             refused(UNIMPLEMENTED, "load reports are not streamed without a running Memory")
         } else if self.0.is_ending() {
             refused(UNAVAILABLE, ENDING)
-        } else if let Some(place) = Streams::enter(&self.0) {
+        } else if let Some(place) = Streams::acquire(&self.0) {
             Response::new(LoadReportStream::new(request.into_body(), place))
         } else {
             let text = format!("{STREAMS_MAX} streams of load reports exist: expected no more");
@@ -117,13 +116,6 @@ impl LoadReportService {
 
 const ENDING: &str = "the service is shutting down";
 
-fn put_status(headers: &mut HeaderMap, status: u16, message: &str) {
-    headers.insert("grpc-status", HeaderValue::from(status));
-    if let Ok(message) = HeaderValue::from_str(&percent_encoded(message)) {
-        headers.insert("grpc-message", message);
-    }
-}
-
 pin_project! {
     /// The body of a response of [`LoadReportService`].
     pub struct LoadReportStream<Q> {
@@ -132,7 +124,7 @@ pin_project! {
         request: Option<Q>,
         read: PartialRequest,
         // `None` once the stream has ended.
-        place: Option<StreamPlace>,
+        place: Option<StreamSlot>,
         interval: Duration,
         // The time of the next report, or while the request arrives that of its timeout.
         due: Moment,
@@ -146,7 +138,7 @@ impl<Q> fmt::Debug for LoadReportStream<Q> {
 }
 
 impl<Q> LoadReportStream<Q> {
-    fn new(request: Q, place: StreamPlace) -> Self {
+    fn new(request: Q, place: StreamSlot) -> Self {
         let due = place.reports().admission().last_tick() + REQUEST_TIMEOUT;
         let request = Some(request);
         Self { request, place: Some(place), due, ..Self::empty() }
@@ -246,7 +238,7 @@ impl<Q: Body> Body for LoadReportStream<Q> {
                 *this.place = None;
                 this.request.set(None);
                 let mut trailers = HeaderMap::new();
-                put_status(&mut trailers, status, &message);
+                put_grpc_status(&mut trailers, status, &message);
                 Frame::trailers(trailers)
             }
         };

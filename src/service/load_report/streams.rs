@@ -6,7 +6,7 @@
 //!
 //! Invariants: at most [`STREAMS_MAX`] streams exist. No waker is called with the lock held.
 
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Weak};
 use std::task::Waker;
 
@@ -26,17 +26,19 @@ pub(super) const STREAMS_MAX: usize = 256;
 pub(super) struct Streams {
     count: AtomicUsize,
     waiting: Mutex<Vec<(u64, Moment, Waker)>>,
-    next: AtomicUsize,
+    next: AtomicU64,
+    /// `true` once the control loop knows them.
+    is_registered: AtomicBool,
 }
 
 impl Streams {
-    /// Returns the place of a further stream; `None` if there are too many.
-    pub(super) fn enter(reports: &Arc<LoadReports>) -> Option<StreamPlace> {
+    /// Returns a slot for a further stream; `None` if there are too many.
+    pub(super) fn acquire(reports: &Arc<LoadReports>) -> Option<StreamSlot> {
         let streams = reports.streams();
         let add = |count: usize| (count < STREAMS_MAX).then_some(count + 1);
         streams.count.fetch_update(Ordering::Relaxed, Ordering::Relaxed, add).ok()?;
-        let number = streams.next.fetch_add(1, Ordering::Relaxed) as u64;
-        Some(StreamPlace { reports: Arc::clone(reports), number })
+        let number = streams.next.fetch_add(1, Ordering::Relaxed);
+        Some(StreamSlot { reports: Arc::clone(reports), number })
     }
 
     /// Wakes the streams that are due.
@@ -52,14 +54,14 @@ impl Streams {
     }
 }
 
-/// The place of one stream.
+/// The slot of one stream.
 #[derive(Debug)]
-pub(super) struct StreamPlace {
+pub(super) struct StreamSlot {
     reports: Arc<LoadReports>,
     number: u64,
 }
 
-impl StreamPlace {
+impl StreamSlot {
     pub(super) fn reports(&self) -> &LoadReports {
         &self.reports
     }
@@ -83,7 +85,7 @@ impl StreamPlace {
     }
 }
 
-impl Drop for StreamPlace {
+impl Drop for StreamSlot {
     fn drop(&mut self) {
         let streams = self.reports.streams();
         streams.count.fetch_sub(1, Ordering::Relaxed);
@@ -103,7 +105,11 @@ impl Drop for StreamPlace {
 pub(super) struct StreamTimer(Weak<LoadReports>);
 
 impl StreamTimer {
+    /// Registers the streams, once.
     pub(super) fn register(reports: &Arc<LoadReports>) {
+        if reports.streams().is_registered.swap(true, Ordering::Relaxed) {
+            return;
+        }
         reports.admission().register(Arc::new(Self(Arc::downgrade(reports))));
     }
 }

@@ -344,7 +344,7 @@ async fn with_the_option_answers_carry_the_load_report_of_the_proxy() {
     let upstream = Upstream::new().await;
     for (format, start) in [
         (Some(LoadReportFormat::Text), Some("TEXT mem_utilization:")),
-        (Some(LoadReportFormat::Json), Some("JSON {\"mem_utilization\":")),
+        (Some(LoadReportFormat::Json), Some("JSON {\"application_utilization\":")),
         (Some(LoadReportFormat::Binary), Some("BIN ")),
         (None, None),
     ] {

@@ -45,7 +45,6 @@ use account::Account;
 use devices::{DeviceAccount, Turns};
 use purging::{Growth, purgeable_now};
 use saturation::Saturation;
-use utilization::LastAdded;
 
 pub use devices::DeviceFigures;
 pub use jobs::{Job, JobQueue, Jobs, Trigger};
@@ -206,7 +205,6 @@ pub struct Maintenance {
     fit_at: Option<Moment>,
     /// The state of the jitter's generator, different in each process.
     chance: u64,
-    utilization_added: LastAdded,
 }
 
 impl Maintenance {
@@ -256,7 +254,6 @@ impl Maintenance {
             looked_at: None,
             fit_at: None,
             chance: RandomState::new().hash_one(0_u8) | 1,
-            utilization_added: LastAdded::default(),
         })
     }
 
@@ -497,10 +494,9 @@ impl Maintenance {
             device.update(self.sensor.further_device(nth), self.settings.ceiling, now);
         }
         let further = self.further.iter().map(DeviceAccount::utilization);
-        let step = self.utilization_added.step(now);
         let budgets = [Budget::Host, Budget::Device].map(|of| self.admission.ledger(of));
         let utilizations = budgets.into_iter().map(Ledger::utilization).chain(further);
-        self.state.utilizations.add(step, utilizations);
+        self.state.utilizations.add(turnover.time, utilizations);
         self.state.set_sample(sample, limit, now);
         self.state.set_entered(&self.host.pressure);
         // The device's level unloads; only the host's rejects, since a cost that does not fit the

@@ -60,7 +60,7 @@ impl Saturation {
     }
 
     /// Returns `true` if a request was shed in the last second.
-    fn sheds(&mut self, now: Moment, sheds_total: u64) -> bool {
+    fn has_recent_shed(&mut self, now: Moment, sheds_total: u64) -> bool {
         if std::mem::replace(&mut self.sheds, sheds_total) < sheds_total {
             self.shed_at = Some(now);
         }
@@ -72,8 +72,9 @@ impl Maintenance {
     /// Publishes the saturation.
     pub(super) fn saturate(&mut self, stats: &AdmissionStats, now: Moment) {
         let further: u64 = self.further.iter().map(|device| device.sheds_total()).sum();
-        let sheds =
-            self.saturation.sheds(now, self.admission.sheds_total().saturating_add(further));
+        let sheds = self
+            .saturation
+            .has_recent_shed(now, self.admission.sheds_total().saturating_add(further));
         // An instance that shuts down sheds to others, which are to have room.
         let sheds = sheds && !self.admission.is_closed();
         let is_critical = self.host.pressure.level() == Level::Critical;
@@ -219,7 +220,7 @@ mod tests {
     fn a_rejection_counts_for_a_second() {
         let mut saturation = Saturation::default();
         let mut sheds = |millis, total| {
-            saturation.sheds(Moment::after_origin(Duration::from_millis(millis)), total)
+            saturation.has_recent_shed(Moment::after_origin(Duration::from_millis(millis)), total)
         };
         assert!(!sheds(0, 0));
         assert!(sheds(10, 3) && sheds(1_009, 3) && !sheds(1_010, 3));

@@ -11,8 +11,6 @@ use std::array;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use lowtide_core::clock::Moment;
-
 /// The ledgers with an average of their own: the host's, and those of 16 devices. Further devices
 /// are added to the last one, which is as full as the fullest of them.
 const LEDGERS: usize = 17;
@@ -71,17 +69,6 @@ impl Utilizations {
             };
             place.store(after.to_bits(), Ordering::Relaxed);
         }
-    }
-}
-
-/// The times of the values.
-#[derive(Debug, Default)]
-pub(super) struct LastAdded(Option<Moment>);
-
-impl LastAdded {
-    /// Returns the time since the last call; zero at the first one.
-    pub(super) fn step(&mut self, now: Moment) -> Duration {
-        self.0.replace(now).map_or(Duration::ZERO, |last| now - last)
     }
 }
 

@@ -931,7 +931,7 @@ fn fit(mib: u64) -> Limit {
 }
 
 #[test]
-fn a_fit_is_tended_ten_times_a_second_and_once_more_when_it_has_ended() {
+fn a_busy_service_tends_a_fit_at_most_ten_times_a_second_and_once_more_at_its_end() {
     let mut rig = Rig::new(Settings::default(), ByteSize::mib(256), ByteSize::mib(20));
     rig.run(1000 * MILLI);
     let tends = |rig: &Rig| rig.posted.iter().filter(|(_, job)| *job == Job::TendFit).count();

@@ -53,8 +53,8 @@ which an arena commits memory.
 
 ## Saturation
 
-`lowtide_saturation_ratio` is for [autoscalers](DEPLOYING.md#autoscaling): 0 to 1, and 1 means that
-more load is rejected. It is the part of the room for requests that is taken by what they have
+`lowtide_saturation_ratio` is for [autoscalers](DEPLOYING.md#autoscaling): 0 to 1; at 1 the service
+rejects further requests. It is the part of the room for requests that is taken by what they have
 reserved and by one more request of a thirty-second of the ceiling; the largest such part of all
 budgets, those of the host and of devices. The room is the ceiling less all memory that no request
 owns, divided by the correction factor. Memory that lowtide would release by itself is not counted:
