@@ -103,6 +103,17 @@ pub(crate) fn rules() -> Result<Vec<Rule>, BoxError> {
         .collect())
 }
 
+/// The query by which KEDA scales, of all instances: those here are no pods.
+pub(crate) fn autoscaling() -> Result<String, BoxError> {
+    let path = crate::root().join("deploy/keda.yaml");
+    let documents = YamlLoader::load_from_str(&std::fs::read_to_string(path)?)?;
+    let query = documents.first().map(|one| &one["spec"]["triggers"][0]["metadata"]["query"]);
+    let query = query.and_then(Yaml::as_str).ok_or("deploy/keda.yaml has no query")?;
+    let (before, pods) = query.split_once('{').ok_or("the query selects no pods")?;
+    let (_, after) = pods.split_once('}').ok_or("the query selects no pods")?;
+    Ok(format!("{before}{after}"))
+}
+
 /// The metrics of the table that a text names, be it by a part of a histogram.
 pub(crate) fn metrics(text: &str) -> BTreeSet<&'static str> {
     let words = text.split(|c: char| !c.is_ascii_alphanumeric() && c != '_' && c != ':');

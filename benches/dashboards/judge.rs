@@ -179,6 +179,25 @@ pub(crate) async fn rules(
     Ok(())
 }
 
+/// Asks the query by which an autoscaler scales. The load changes its value, which is at most the
+/// number of instances.
+pub(crate) async fn autoscaling(
+    prometheus: &Prometheus,
+    query: &str,
+    instances: usize,
+    time: Range<u64>,
+    report: &mut Report,
+) -> Result<(), BoxError> {
+    let data = prometheus.range(query, time.start, time.end).await?;
+    let changes = found(&data) == Found::Changing;
+    report.expect(changes, || format!("{query}: no value that changes"));
+    let above = format!("{query} < 0 or {query} > {instances}");
+    let data = prometheus.range(&above, time.start, time.end).await?;
+    report.expect(found(&data) == Found::Nothing, || format!("{above}: a value out of range"));
+    report.figure("dashboard.autoscaling_queries", 1);
+    Ok(())
+}
+
 /// Checks that metrics in panels and rules are scraped, and that those which are published by
 /// default are in one of them.
 pub(crate) fn names(panels: &[Panel], rules: &[Rule], text: &str, report: &mut Report) {

@@ -114,6 +114,8 @@ async fn run(cli: &Cli) -> Result<Report, BoxError> {
     check_metrics(&cli.promtool, &proxies[0].metrics().await?, &mut report)?;
     judge::boards(&prometheus, &boards::read()?, from..to, &mut report).await?;
     judge::rules(&prometheus, &boards::rules()?, from..to, &mut report).await?;
+    let (query, instances) = (boards::autoscaling()?, targets.len());
+    judge::autoscaling(&prometheus, &query, instances, from..to, &mut report).await?;
     judge::names(&boards::read()?, &boards::rules()?, &scraped, &mut report);
     if let Some(command) = &cli.then {
         let status = Command::new("sh")

@@ -343,6 +343,7 @@ impl Shared {
             unified: self.devices.is_unified(),
             purgeable: self.state.purgeable(),
             exhausted: self.state.is_exhausted(),
+            saturation: self.state.saturation(),
             host: self.budget(Budget::Host),
             device: self.budget(Budget::Device),
             admission: self.admission.stats(),

@@ -65,6 +65,10 @@ pub struct MemorySnapshot {
     /// `true` while memory outside requests leaves no room for requests
     /// (`lowtide_pressure_exhausted`).
     pub exhausted: bool,
+    /// How near the service is to rejecting requests for lack of memory, 0 to 1, as a mean over
+    /// about 15 s: `lowtide_saturation_ratio`
+    /// ([definition](lowtide_admission::PressureState::saturation)).
+    pub saturation: f64,
     /// The host's budget.
     pub host: BudgetSnapshot,
     /// The device's budget.

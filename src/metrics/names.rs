@@ -281,6 +281,10 @@ table! {
         "Total time that tasks of the cgroup have waited for memory (PSI total), by kind (some, \
          full). A gauge, because counters of the metrics facade are integers; rate() works all \
          the same.";
+    SATURATION: Basic Gauge "lowtide_saturation_ratio" Count []
+        "How near the service is to rejecting requests for lack of memory, 0 to 1, for \
+         autoscalers: the part of the room for requests that is taken, and 1 while requests wait \
+         or are rejected. A mean over about 15 s.";
     ADMISSION_RESERVED: Basic Gauge "lowtide_admission_reserved_bytes" Bytes ["budget"]
         "Bytes reserved by admitted requests and loaded resources, as estimated.";
     ADMISSION_CEILING: Basic Gauge "lowtide_admission_ceiling_bytes" Bytes ["budget"]

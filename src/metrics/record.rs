@@ -202,6 +202,7 @@ impl MetricsWriter {
         peak: ByteSize,
     ) {
         use lowtide_admission::{Level, LimitSource};
+        self.gauge(name::SATURATION, &[], state.saturation());
         self.gauge(name::PRESSURE_EXHAUSTED, &[], flag(state.is_exhausted()));
         self.gauge(name::PRESSURE_LEVEL, &[], f64::from(state.level(Budget::Host).as_u8()));
         if signal.limit.is_known() {

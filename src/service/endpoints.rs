@@ -331,6 +331,7 @@ fn document(memory: &Memory) -> Value {
             "service_version": memory.config().service_version.value,
         },
         "profile": snapshot.profile.name(),
+        "saturation": snapshot.saturation,
         "at_seconds": seconds(snapshot.since_epoch),
         "host": host(snapshot, &breakdown),
         "heap": snapshot.heap.map(|heap| json!({

@@ -55,6 +55,7 @@ mod memory_own_arena;
 mod memory_process;
 mod memory_profile;
 mod memory_races;
+mod memory_saturation;
 mod memory_shrink;
 mod memory_sleep;
 mod overload_model;

@@ -495,7 +495,7 @@ fn the_memory_document_holds_every_figure_in_bytes_and_null_for_no_limit() {
     let (status, told) = get_json(&endpoints, "/memory");
     assert_eq!(status, StatusCode::OK);
     let whole = "at_seconds device diagnostics findings heap host managed process profile \
-                 reclaimers requests resources schema verdict";
+                 reclaimers requests resources saturation schema verdict";
     assert_eq!(keys(&told), whole.split_whitespace().collect());
     assert_eq!((&told["profile"], &told["diagnostics"]), (&json!("balanced"), &json!([])));
     check_host(&told["host"]);

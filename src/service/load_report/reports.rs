@@ -299,7 +299,7 @@ impl LoadReports {
         // Without a tick so far there is no average.
         ledgers.resize(ledgers.len().max(2), None);
         for (ledger, budget) in ledgers.iter_mut().zip([Budget::Host, Budget::Device]) {
-            *ledger = ledger.or_else(|| self.admission.ledger(budget).utilization());
+            *ledger = ledger.or_else(|| self.admission.ledger(budget).used_allowance());
         }
         let fullest = ledgers.iter().copied().flatten().reduce(f64::max);
         let application_utilization = if is_shedding {

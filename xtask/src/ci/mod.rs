@@ -124,12 +124,11 @@ const JOBS: &[Job] = &[
     long("overload", "overload in a real memory cgroup", &[], long::overload),
     job("fleet", "three services behind a real Envoy", &["python"], long::fleet),
     job("rules", "the Prometheus rules, by promtool", &["promtool"], system::rules),
-    job("deployment", "unit, Compose file and Prometheus configuration", TOOLS, system::deployment),
+    job("deployment", "unit, manifests, Compose file, Prometheus", LIVE, system::deployment),
     job("image", "the image's root file system under a limit", &["curl"], system::image),
 ];
 
 const COMPONENTS: &[&str] = &["components"];
-const TOOLS: &[&str] = &["promtool"];
 const LIVE: &[&str] = &["promtool", "python"];
 
 /// By request alone: it needs a Docker daemon and a base image, and takes 12 to 21 minutes.

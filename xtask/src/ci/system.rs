@@ -5,7 +5,8 @@ use std::{env, fs};
 use super::build::target;
 use super::{Length, Outcome, Stop, skip};
 use crate::run::{FOLDER, Run, cargo, has};
-use crate::tree::{self, Tree};
+use crate::text::deploying::autoscaling::queries;
+use crate::tree::{Faults, Tree, root};
 
 /// Boots a kernel in a small virtual machine.
 pub(super) fn limits(_: Length) -> Outcome {
@@ -17,7 +18,7 @@ pub(super) fn rules(_: Length) -> Outcome {
     if !has("promtool") {
         return skip("no promtool");
     }
-    let tree = Tree::read(&tree::root())?;
+    let tree = Tree::read(&root())?;
     let files = |folder: &str, end: &str| {
         let is_one = |name: &&str| {
             let inside = name.strip_prefix(folder).is_some_and(|rest| !rest.contains('/'));
@@ -32,9 +33,32 @@ pub(super) fn rules(_: Length) -> Outcome {
     Ok(Run::new("promtool").words("test rules").words(&tests).run()?)
 }
 
-/// The unit as systemd reads it, the Compose file, and the configuration of Prometheus.
+/// The package of Kubernetes' schemas, and the version of Kubernetes against which the manifests
+/// are validated.
+const SCHEMAS: &str = "kubernetes-validate==1.37.0";
+const KUBERNETES: &str = "1.37";
+
+/// Validates the manifests against Kubernetes' schemas. It knows none of resources that others
+/// define, such as a ScaledObject.
+fn validate_manifests() -> Outcome {
+    let folder = root().join(FOLDER).join("kubernetes-validate");
+    let [pip, validate] = ["pip", "kubernetes-validate"].map(|name| folder.join("bin").join(name));
+    if !validate.is_file() {
+        let install = || {
+            Run::new("python3").words("-m venv --clear").arg(&folder).run()?;
+            Run::new(&pip).words("install --quiet --disable-pip-version-check").arg(SCHEMAS).run()
+        };
+        install().map_err(|why| Stop::Skipped(format!("no {SCHEMAS}: {why}")))?;
+    }
+    let manifests = ["kubernetes", "envoy/kubernetes", "hpa", "endpoint-picker"];
+    let files = manifests.map(|name| format!("deploy/{name}.yaml")).join(" ");
+    Ok(Run::new(&validate).words("--strict -k").arg(KUBERNETES).words(&files).run()?)
+}
+
+/// The unit as systemd reads it, the manifests, the Compose file, the configuration of Prometheus,
+/// and the queries of autoscalers.
 pub(super) fn deployment(_: Length) -> Outcome {
-    let root = tree::root();
+    let root = root();
     let folder = root.join(FOLDER).join("deploy");
     let copy = |from: &str, name: &str, change: fn(String) -> String| {
         fs::create_dir_all(&folder)
@@ -73,13 +97,28 @@ pub(super) fn deployment(_: Length) -> Outcome {
     } else {
         println!("skipped: no kubectl");
     }
+    match validate_manifests() {
+        Err(Stop::Skipped(why)) if !super::is_set("CI") => println!("skipped: {why}"),
+        outcome => outcome?,
+    }
     if !has("promtool") {
         return skip("no promtool");
     }
     copy("deploy/prometheus.yml", "prometheus.yml", |text| text)?;
     copy("dashboards/lowtide.rules.yml", "lowtide.rules.yml", |text| text)?;
     let config = folder.join("prometheus.yml");
-    Ok(Run::new("promtool").words("check config").arg(config).run()?)
+    Run::new("promtool").words("check config").arg(config).run()?;
+    let tree = Tree::read(&root)?;
+    let text = |name: &str| tree.text(name, &Faults::default()).to_owned();
+    let queries = queries(&text("deploy/keda.yaml"), &text("deploy/prometheus-adapter.yaml"));
+    let rule = |(nth, query): (usize, &String)| {
+        format!("      - record: autoscaling:query:{nth}\n        expr: {query}\n")
+    };
+    let rules: String = queries.iter().enumerate().map(rule).collect();
+    let file = folder.join("autoscaling.rules.yml");
+    fs::write(&file, format!("groups:\n  - name: autoscaling\n    rules:\n{rules}"))
+        .map_err(|error| format!("{}: {error}", file.display()))?;
+    Ok(Run::new("promtool").words("check rules").arg(file).run()?)
 }
 
 /// Every query of the dashboards, asked of a Prometheus that scrapes the proxy under load.

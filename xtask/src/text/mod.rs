@@ -9,7 +9,7 @@
 
 pub(crate) mod code;
 mod dashboards;
-mod deploying;
+pub(crate) mod deploying;
 mod documents;
 mod header;
 #[path = "../../../src/metrics/tier.rs"]

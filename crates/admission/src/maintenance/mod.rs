@@ -15,6 +15,7 @@ mod devices;
 mod jobs;
 mod pacer;
 mod purging;
+mod saturation;
 mod settings;
 mod state;
 mod utilization;
@@ -43,6 +44,7 @@ use super::signal::Limit;
 use account::Account;
 use devices::{DeviceAccount, Turns};
 use purging::{Growth, purgeable_now};
+use saturation::Saturation;
 use utilization::LastAdded;
 
 pub use devices::DeviceFigures;
@@ -192,6 +194,7 @@ pub struct Maintenance {
     loaded_at: Option<Moment>,
     growth: Growth,
     exhaustion: Exhaustion,
+    saturation: Saturation,
     decayed_at: Option<Moment>,
     published_at: Option<Moment>,
     /// The time of the last device sample.
@@ -242,6 +245,7 @@ impl Maintenance {
             loaded_at: None,
             growth: Growth::new(),
             exhaustion: Exhaustion::new(settings.exhaustion_policy),
+            saturation: Saturation::default(),
             decayed_at: None,
             published_at: None,
             looked_at: None,
@@ -306,6 +310,7 @@ impl Maintenance {
         self.admission.tend_queue(now);
         let mut jobs = Jobs::default();
         self.look_for_exhaustion(&sample, &stats, now, &mut jobs);
+        self.saturate(&stats, now);
         self.decide_purge(&sample, &stats, now, &mut jobs);
         self.climb(now, &mut jobs);
         let resources_due = self.resources.next_due();
@@ -474,7 +479,7 @@ impl Maintenance {
         let further = self.further.iter().map(DeviceAccount::utilization);
         let step = self.utilization_added.step(now);
         let budgets = [Budget::Host, Budget::Device].map(|of| self.admission.ledger(of));
-        let utilizations = budgets.into_iter().map(Ledger::utilization).chain(further);
+        let utilizations = budgets.into_iter().map(Ledger::used_allowance).chain(further);
         self.state.utilizations.add(step, utilizations);
         self.state.set_sample(sample, limit, now);
         self.state.set_entered(&self.host.pressure);

@@ -34,6 +34,8 @@ pub struct PressureState {
     entered: [AtomicU64; 4],
     /// In the order of [`CeilingParts::by_name`].
     ceiling_parts: [AtomicU64; CeilingParts::COUNT],
+    /// Bits of an `f64`.
+    saturation: AtomicU64,
     sampled_at: AtomicU64,
     ticks: AtomicU64,
     late: AtomicU64,
@@ -125,6 +127,26 @@ impl PressureState {
         for (place, (_, bytes)) in self.ceiling_parts.iter().zip(parts.by_name()) {
             place.store(bytes.get(), Ordering::Relaxed);
         }
+    }
+
+    /// Returns how near the service is to rejecting requests for lack of memory, 0 to 1.
+    ///
+    /// It is the part of the room for requests that is taken by what they have reserved and by one
+    /// more request of a thirty-second of the ceiling; the largest such part of all budgets, those
+    /// of the host and of devices. Room that idle resources take counts as free, since they would
+    /// be evicted. It is 1 while requests wait for memory, for a second after each that is rejected
+    /// or cancelled for lack of it (but not if it can never fit), at level critical, while memory
+    /// is exhausted and once a device is lost; and 0 without a limit.
+    ///
+    /// The value is a mean over time, of which the last 15 s make 63 % and the last 35 s 90 %.
+    /// Updated at each tick.
+    #[must_use]
+    pub fn saturation(&self) -> f64 {
+        f64::from_bits(self.saturation.load(Ordering::Relaxed))
+    }
+
+    pub(super) fn set_saturation(&self, saturation: f64) {
+        self.saturation.store(saturation.to_bits(), Ordering::Relaxed);
     }
 
     /// Returns the time of the last sample.

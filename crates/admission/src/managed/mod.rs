@@ -308,6 +308,10 @@ impl<T: Send + Sync + 'static> Resource for Managed<T> {
     fn idle(&self) -> Option<Idle> {
         Cell::idle(&self.cell)
     }
+
+    fn evictable(&self) -> Cost {
+        self.cell.evictable()
+    }
 }
 
 /// A guard. The resource stays loaded while a guard lives.

@@ -219,6 +219,13 @@ pub trait Resource: Send + Sync {
     fn idle(&self) -> Option<Idle> {
         None
     }
+
+    /// Returns its reservation if it may be evicted, now or after its minimum residency; else zero.
+    /// Does not allocate. Default: zero.
+    #[doc(hidden)]
+    fn evictable(&self) -> Cost {
+        Cost::ZERO
+    }
 }
 
 /// The registry of a service's resources. Cheap to clone; all clones share one list. In a forked
@@ -321,6 +328,16 @@ impl Resources {
             return 0;
         }
         lock(&self.list).iter().map(|resource| resource.stats().loads_ok_total).sum()
+    }
+
+    /// Returns the reservations of resources that may be evicted, now or after their minimum
+    /// residency. Does not allocate; checks each resource.
+    pub(crate) fn evictable(&self) -> Cost {
+        if !self.birth.is_here() {
+            return Cost::ZERO;
+        }
+        let list = lock(&self.list);
+        list.iter().fold(Cost::ZERO, |sum, resource| sum.and(resource.evictable()))
     }
 
     /// Unloads the resources that are due, on the calling thread, and returns their number.

@@ -778,3 +778,150 @@ fn requests_that_hold_all_memory_do_not_exhaust_the_service() {
     assert!(!rig.maintenance.state().is_exhausted());
     drop(large);
 }
+
+/// A service of 20 MiB under a limit of 256 MiB, whose estimates are right.
+fn right() -> Rig {
+    let settings = Settings { correction_factor: 1.0, ..Settings::default() };
+    Rig::new(settings, ByteSize::mib(256), ByteSize::mib(20))
+}
+
+/// The saturation after a minute.
+fn saturation(rig: &mut Rig) -> f64 {
+    rig.run(Duration::from_secs(60));
+    let saturation = rig.maintenance.state().saturation();
+    assert!((0.0..=1.0).contains(&saturation), "{saturation}");
+    saturation
+}
+
+#[test]
+fn an_idle_service_is_less_saturated_than_a_busy_one_and_that_less_than_one_that_is_full() {
+    let mut rig = right();
+    let idle = saturation(&mut rig);
+    assert!(idle < 0.05, "{idle}");
+    let hold = |rig: &Rig, mib| {
+        rig.memory.with(|memory| memory.allocate(mib * MIB));
+        rig.admission.try_admit(Cost::host(ByteSize::mib(mib))).expect("fits")
+    };
+    let mut held = vec![hold(&rig, 60)];
+    let busy = saturation(&mut rig);
+    assert!((0.3..0.4).contains(&busy), "{busy}");
+    held.extend([hold(&rig, 50), hold(&rig, 40)]);
+    let fuller = saturation(&mut rig);
+    held.push(hold(&rig, 20));
+    let full = saturation(&mut rig);
+    assert!(busy < fuller && fuller < full && full > 0.99, "{busy}, {fuller}, {full}");
+    // A small request would fit, and a large one waits.
+    held.pop();
+    rig.memory.with(|memory| memory.free(20 * MIB));
+    let emptier = saturation(&mut rig);
+    assert!(emptier < full - 0.005, "{emptier}");
+    let (cost, hour) = (Cost::host(ByteSize::mib(100)), Duration::from_secs(3600));
+    let waiting = rig.admission.wait(cost, Priority::Normal, 0, Some(hour)).expect("may wait");
+    let waits = saturation(&mut rig);
+    assert!(waits > emptier && waits > 0.99, "{emptier}, then {waits}");
+    drop((waiting, held));
+    rig.memory.with(|memory| memory.free(150 * MIB));
+    let again = saturation(&mut rig);
+    assert!(again < 0.1, "{again}");
+}
+
+#[test]
+fn rejections_of_a_request_that_is_larger_than_the_room_left_saturate_a_service() {
+    let mut rig = right();
+    rig.run(Duration::from_secs(1));
+    rig.memory.with(|memory| memory.allocate(100 * MIB));
+    let held = rig.admission.try_admit(Cost::host(ByteSize::mib(100))).expect("fits");
+    let rejected = |rig: &mut Rig, mib| {
+        for _ in 0..120 {
+            rig.run(Duration::from_millis(900));
+            drop(rig.admission.try_admit(Cost::host(ByteSize::mib(mib))));
+        }
+        rig.maintenance.state().saturation()
+    };
+    let too_large = rejected(&mut rig, 250);
+    assert!(too_large < 0.8, "no other instance would admit it: {too_large}");
+    let full = rejected(&mut rig, 100);
+    assert!(full > 0.95, "{full}");
+    drop(held);
+}
+
+#[test]
+fn a_leak_saturates_a_service_more_and_more_without_any_request() {
+    for correction_factor in [1.0, 2.0, 5.0] {
+        let settings = Settings { correction_factor, ..Settings::default() };
+        let mut rig = Rig::new(settings, ByteSize::mib(256), ByteSize::mib(20));
+        let mut last = 0.0;
+        for mib in 20..220 {
+            rig.memory.with(|memory| memory.sample.physical = ByteSize::mib(mib));
+            rig.run(Duration::from_secs(3));
+            let found = rig.maintenance.state().saturation();
+            assert!(found > last && found <= 1.0, "{last}, then {found} at {mib} MiB");
+            last = found;
+        }
+        assert!(last > 0.95, "{last}");
+    }
+}
+
+#[test]
+fn memory_that_would_go_is_no_load() {
+    let mut rig = right();
+    let idle = saturation(&mut rig);
+    // Pages that a purge would release.
+    rig.memory.with(|memory| {
+        memory.purge_works = false;
+        memory.allocate(150 * MIB);
+        memory.free(150 * MIB);
+    });
+    let unpurged = saturation(&mut rig);
+    assert!((unpurged - idle).abs() < 0.005, "{idle}, then {unpurged}");
+    // A model that no request uses.
+    let managed = Managed::builder("model", || Ok(()))
+        .cost(Cost::host(ByteSize::mib(150)))
+        .build(rig.clock.clone(), Some(rig.admission.clone()));
+    assert_eq!(rig.resources.add(Arc::new(managed.clone())), Ok(()));
+    let guard = managed.acquire_blocking().expect("fits");
+    rig.memory.with(|memory| memory.allocate(150 * MIB));
+    let used = saturation(&mut rig);
+    assert!(used > idle + 0.1, "{idle}, then {used}");
+    drop(guard);
+    let unused = saturation(&mut rig);
+    assert!(managed.stats().loaded && (unused - idle).abs() < 0.005, "{idle}, then {unused}");
+}
+
+#[test]
+fn a_lost_device_and_a_critical_level_saturate_a_service_and_no_limit_does_not() {
+    let with = |change: fn(&mut Sample)| {
+        let mut rig = right();
+        rig.memory.with(|memory| change(&mut memory.sample));
+        saturation(&mut rig)
+    };
+    assert!(with(|sample| sample.device_limit = Some(ByteSize::ZERO)) > 0.99);
+    let critical = |sample: &mut Sample| {
+        sample.physical = ByteSize::mib(250);
+        sample.purgeable = ByteSize::mib(240);
+    };
+    let mut rig = right();
+    rig.memory.with(|memory| {
+        memory.purge_works = false;
+        critical(&mut memory.sample);
+    });
+    assert!(saturation(&mut rig) > 0.99);
+    let unlimited = with(|sample| {
+        sample.limit = Limit::UNKNOWN;
+        sample.physical = ByteSize::gib(500);
+    });
+    assert!(unlimited < 1e-9, "{unlimited}");
+}
+
+/// A pod that ends would call for a new one.
+#[test]
+fn a_service_that_shuts_down_is_not_saturated_by_what_it_rejects() {
+    let mut rig = right();
+    rig.admission.close();
+    for _ in 0..600 {
+        rig.run(100 * MILLI);
+        assert!(rig.admission.try_admit(Cost::host(ByteSize::mib(1))).is_err());
+    }
+    let saturation = saturation(&mut rig);
+    assert!(saturation < 0.05, "{saturation}");
+}

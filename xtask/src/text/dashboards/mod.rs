@@ -13,7 +13,7 @@ mod layout;
 mod named;
 #[cfg(test)]
 mod planted;
-mod promql;
+pub(super) mod promql;
 mod rules;
 
 use std::collections::BTreeSet;

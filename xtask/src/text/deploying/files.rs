@@ -191,6 +191,9 @@ impl Deploying<'_> {
         self.same(file, "swap of the proxy", &proxy["memswap_limit"], &proxy["mem_limit"]);
         let profile = proxy["environment"]["LOWTIDE_PROFILE"].as_str();
         self.same(file, "LOWTIDE_PROFILE", profile, Some("low-memory"));
+        let version = self.code.within("Cargo.toml", "\nversion = \"", "\"");
+        let service = proxy["environment"]["LOWTIDE_SERVICE_VERSION"].as_str();
+        self.same(file, "LOWTIDE_SERVICE_VERSION", service, Some(&*version));
         let patience = self.seconds(file, text_of(&proxy["stop_grace_period"]));
         let end = self.image_end_s();
         let what = format!("stop_grace_period {patience} s: expected more than {end} s");
@@ -269,6 +272,8 @@ impl Deploying<'_> {
             all.into_iter().find(|one| one["name"].as_str() == Some(name))?["value"].as_str()
         };
         self.same(file, "LOWTIDE_PROFILE", env("LOWTIDE_PROFILE"), Some("low-memory"));
+        let service = env("LOWTIDE_SERVICE_VERSION");
+        self.same(file, "LOWTIDE_SERVICE_VERSION, as the image", service, Some(&*version));
         let [drain, grace] = ["PROXY_DRAIN", "PROXY_GRACE"]
             .map(|name| self.seconds(file, env(name).unwrap_or_default()));
         // The image has no shell to sleep in.

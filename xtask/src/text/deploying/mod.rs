@@ -1,11 +1,12 @@
 //! Checks that the files for operators agree with the code: variables, their defaults, the image,
-//! and the files for Compose, Kubernetes and systemd (`files`), also
-//! behind Envoy (`fleet`).
+//! the files for Compose, Kubernetes and systemd (`files`), also behind Envoy (`fleet`), and those
+//! for autoscalers (`autoscaling`).
 //!
 //! It reads text; that the image builds and runs is for `.ci/docker` and `.ci/image` to try.
 //!
 //! Invariant: a default, a name or a limit that stands in two places is the same in both.
 
+pub(crate) mod autoscaling;
 mod files;
 mod fleet;
 
@@ -40,6 +41,7 @@ pub(super) fn check<'a>(tree: &'a Tree, code: &'a Code<'a>, faults: &'a Faults) 
     all.check_onnxruntime();
     files::check(&all);
     fleet::check(&all);
+    autoscaling::check(&all);
 }
 
 /// Every name in a text that starts so.

@@ -165,6 +165,21 @@ impl<T: Send + Sync + 'static> Cell<T> {
         })
     }
 
+    /// Returns its reservation if it may be evicted, now or after its minimum residency; else zero.
+    /// Does not allocate.
+    pub(in super::super) fn evictable(&self) -> Cost {
+        if !self.birth.is_here() {
+            return Cost::ZERO;
+        }
+        let state = self.look();
+        match &state.phase {
+            Phase::Ready { permit: Some(permit) } if self.evictable_from(&state).is_some() => {
+                permit.cost()
+            }
+            _ => Cost::ZERO,
+        }
+    }
+
     /// Returns the time from which it may be evicted if nothing changes.
     fn evictable_from(&self, state: &State) -> Option<Moment> {
         let unused = self.slot.guards() == 0 && state.waiting == 0 && !state.closed;

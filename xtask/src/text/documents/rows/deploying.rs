@@ -18,7 +18,8 @@ const OTHER: f64 = 10.0;
 const BODY: f64 = 8.0;
 
 pub(super) fn rows(code: &Code<'_>) -> Vec<Row> {
-    [limits, formulas, proxy, times, balancer].into_iter().flat_map(|rows| rows(code)).collect()
+    let parts = [limits, formulas, proxy, times, autoscaling, balancer];
+    parts.into_iter().flat_map(|rows| rows(code)).collect()
 }
 
 /// Mebibytes, as Docker and `ByteSize` read `512m`; the tests of `ByteSize` have that very text.
@@ -188,6 +189,33 @@ fn proxy(code: &Code<'_>) -> Vec<Row> {
                 ],
             ),
             ("with {} connections of its own;", values![of("OPERATORS").count()]),
+        ],
+    )
+}
+
+fn autoscaling(code: &Code<'_>) -> Vec<Row> {
+    const KEDA: &str = "deploy/keda.yaml";
+    let target = code.within(KEDA, "threshold: \"", "\"");
+    let more = 100.0 / target.parse().unwrap_or(f64::NAN) - 100.0;
+    let faster = code.within(KEDA, "type: Percent, value: 100, periodSeconds: ", " }");
+    let stays = code.within(KEDA, "scaleDown:\n          stabilizationWindowSeconds: ", "\n");
+    let minutes = stays.parse::<f64>().unwrap_or(f64::NAN) / 60.0;
+    let least = code.within(KEDA, "minReplicaCount: ", "\n");
+    of_page(
+        PAGE,
+        [
+            (
+                "| target {}, the mean of all pods | the number of replicas becomes \
+                 `replicas x mean / {}`: at a mean of 1 there are {} % more.",
+                values![target.clone(), target, more.round().to_string()],
+            ),
+            (
+                "| up at once, at most twice as many in {} s | the saturation is a mean over \
+                 about {} already |",
+                values![faster, seconds(&code.constant("saturation::AVERAGED"))],
+            ),
+            ("| down after {} minutes, at most half in a minute |", values![minutes.to_string()]),
+            ("| at least {} replicas |", values![least]),
         ],
     )
 }

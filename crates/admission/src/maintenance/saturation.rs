@@ -1,0 +1,243 @@
+//! The saturation of a service: one number for autoscalers, which tells how near it is to rejecting
+//! requests for lack of memory ([`PressureState::saturation`](super::PressureState::saturation)).
+//!
+//! Pure: the control loop, its owner, passes what it found at each tick. What requests have
+//! reserved is compared with the room for them, not with the limit: memory that no request owns
+//! makes the room smaller, and is otherwise no load, or an autoscaler could never remove the
+//! instances that hold it. The reservation of one more request of a thirty-second of the ceiling
+//! counts too, so that the number rises while the room becomes smaller without any request.
+//!
+//! A tick is an instant, and load comes in bursts, while a scrape comes every 15 s to 30 s. So the
+//! number is a mean over time, and not a peak, which each burst would raise to 1.
+//!
+//! Invariants: `0 <= saturation <= 1`, and not NaN; it does not fall if requests reserve more, if
+//! more memory is required at the same correction factor, or if memory becomes short.
+
+use std::time::Duration;
+
+use lowtide_core::bytes::ByteSize;
+use lowtide_core::clock::Moment;
+
+use crate::admission::AdmissionStats;
+use crate::correction::few;
+use crate::cost::{Budget, Cost};
+use crate::ledger::Ledger;
+use crate::pressure::Level;
+use crate::rejected::RejectReason;
+
+use super::Maintenance;
+
+/// The time after which a value counts for a third of what it did: `1/e`. Between two scrapes at
+/// least half of the number is replaced.
+const AVERAGED: Duration = Duration::from_secs(15);
+
+/// The time for which a rejection counts. A client that is rejected soon tries again, so a service
+/// that rejects one request a second is as full as one that rejects a hundred.
+const REJECTS: Duration = Duration::from_secs(1);
+
+/// The reasons for which another instance would have admitted the request, or let it run.
+const SHORT: [RejectReason; 5] = [
+    RejectReason::Full,
+    RejectReason::Pressure,
+    RejectReason::Exhausted,
+    RejectReason::SlowStart,
+    RejectReason::Outgrown,
+];
+
+/// Returns how often requests were rejected for lack of memory, since the start.
+pub(super) fn short_total(stats: &AdmissionStats) -> u64 {
+    SHORT.into_iter().map(|reason| stats.rejected_total(reason)).sum()
+}
+
+/// Returns the part of a ledger's room that is taken by requests and one more of a thirty-second
+/// of its ceiling, if resources of `freed` bytes were unloaded.
+pub(super) fn taken(ledger: &Ledger, freed: ByteSize) -> f64 {
+    ledger.utilization_with(few(ledger.ceiling()), freed)
+}
+
+/// The mean over time.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Saturation {
+    mean: f64,
+    at: Option<Moment>,
+    /// The requests rejected for lack of memory by the last tick, and the time of the last tick
+    /// that found a further one.
+    rejected: u64,
+    rejected_at: Option<Moment>,
+}
+
+impl Saturation {
+    /// Adds the value of a tick, for the time since the last one. Returns the mean.
+    fn add(&mut self, now: Moment, value: f64) -> f64 {
+        let weight = match self.at.replace(now) {
+            Some(last) => 1.0 - (-(now - last).as_secs_f64() / AVERAGED.as_secs_f64()).exp(),
+            None => 1.0,
+        };
+        self.mean = (self.mean + weight * (value - self.mean)).clamp(0.0, 1.0);
+        self.mean
+    }
+
+    /// Returns `true` if a request was rejected in the last second.
+    fn rejects(&mut self, now: Moment, rejected_total: u64) -> bool {
+        if std::mem::replace(&mut self.rejected, rejected_total) < rejected_total {
+            self.rejected_at = Some(now);
+        }
+        self.rejected_at.is_some_and(|at| now - at < REJECTS)
+    }
+}
+
+impl Maintenance {
+    /// Publishes the saturation.
+    pub(super) fn saturate(&mut self, stats: &AdmissionStats, now: Moment) {
+        let further: u64 = self.further.iter().map(|device| device.short_total).sum();
+        let rejects = self.saturation.rejects(now, short_total(stats).saturating_add(further));
+        let is_critical = self.host.pressure.level() == Level::Critical;
+        let is_short = rejects || stats.waiting > 0 || is_critical || self.exhaustion.is_declared();
+        let value = if is_short { 1.0 } else { self.taken() };
+        self.state.set_saturation(self.saturation.add(now, value));
+    }
+
+    /// Returns the largest part that is taken of a budget.
+    fn taken(&self) -> f64 {
+        let Cost { host, device } = self.admission.by_budget(self.resources.evictable());
+        let own = taken(self.admission.ledger(Budget::Host), host)
+            .max(taken(self.admission.ledger(Budget::Device), device));
+        let further = self.further.iter().map(|device| device.taken());
+        further.fold(own, f64::max)
+    }
+}
+
+#[cfg(all(test, not(lowtide_loom)))]
+mod tests {
+    use super::*;
+    use crate::ledger::{Correction, Measured};
+
+    const CEILING: ByteSize = ByteSize::mib(800);
+
+    fn after(seconds: u64) -> Moment {
+        Moment::after_origin(Duration::from_secs(seconds))
+    }
+
+    fn near(found: f64, expected: f64) -> bool {
+        (found - expected).abs() < 1e-3
+    }
+
+    /// Marsaglia's xorshift.
+    struct Random(u64);
+
+    impl Random {
+        fn next(&mut self) -> u64 {
+            self.0 ^= self.0 << 13;
+            self.0 ^= self.0 >> 7;
+            self.0 ^= self.0 << 17;
+            self.0
+        }
+
+        /// A number from 0 to 1.
+        fn part(&mut self) -> f64 {
+            f64::from(u32::try_from(self.next() % 101).expect("small")) / 100.0
+        }
+
+        /// Mostly sizes around the ceiling, and the ends of the range.
+        fn bytes(&mut self) -> ByteSize {
+            match self.next() % 16 {
+                0 => ByteSize::ZERO,
+                1 => ByteSize::MAX,
+                2 => ByteSize::new(self.next()),
+                _ => ByteSize::new(self.next() % (CEILING.get() * 5 / 4)),
+            }
+        }
+    }
+
+    /// A ledger after some samples, in which requests hold what they have reserved.
+    fn ledger(random: &mut Random) -> (Ledger, Correction, Measured) {
+        let ledger = Ledger::new();
+        let mut correction = Correction::starting_at(1.0 + 4.0 * random.part());
+        let mut measured = Measured { ceiling: CEILING, ..Measured::default() };
+        ledger.correct(&mut correction, measured);
+        for _ in 0..random.next() % 4 {
+            let _ = ledger.try_book(random.bytes());
+            // It is never released, since the ledger goes too.
+            let standing = ledger.try_book_standing(random.bytes());
+            let _ = standing.map(|mut standing| ledger.settle(&mut standing));
+            measured.physical = random.bytes();
+            measured.purgeable = random.bytes().min(measured.physical);
+            ledger.correct(&mut correction, measured);
+        }
+        (ledger, correction, measured)
+    }
+
+    #[test]
+    fn it_is_in_its_range_and_rises_with_reservations_and_with_required_memory() {
+        let mut compared = 0;
+        for seed in 1..=20_000_u64 {
+            let mut random = Random(seed.wrapping_mul(0x9E37_79B9_7F4A_7C15));
+            let (ledger, correction, measured) = ledger(&mut random);
+            let freed = random.bytes();
+            let value = taken(&ledger, freed);
+            let in_range = |value: f64| (0.0..=1.0).contains(&value);
+            assert!(in_range(value), "seed {seed}: {value}");
+            assert!(taken(&ledger, ByteSize::ZERO) >= value, "seed {seed}: an unload raised it");
+            // Memory that no request owns grows.
+            let physical = measured.physical.saturating_add(random.bytes());
+            let [(lean, factor), (fat, other)] = [measured.physical, physical].map(|physical| {
+                ledger.correct(&mut correction.clone(), Measured { physical, ..measured });
+                (taken(&ledger, freed), ledger.correction_factor())
+            });
+            assert!(in_range(lean) && in_range(fat), "seed {seed}: {lean}, {fat}");
+            let same_factor = (factor - other).abs() < 1e-9;
+            assert!(!same_factor || fat >= lean, "seed {seed}: {lean}, then {fat}");
+            compared += u32::from(same_factor && fat > lean);
+            let _ = ledger.book_exempt(random.bytes());
+            let more = taken(&ledger, freed);
+            assert!(in_range(more) && more >= fat, "seed {seed}: {fat}, then {more}");
+        }
+        assert!(compared > 500, "{compared} rises");
+    }
+
+    #[test]
+    fn the_mean_is_in_its_range_rises_with_each_value_and_ends_at_a_constant_one() {
+        for seed in 1..=2_000_u64 {
+            let mut random = Random(seed.wrapping_mul(0x9E37_79B9_7F4A_7C15));
+            let (mut low, mut high) = (Saturation::default(), Saturation::default());
+            let mut now = Moment::ORIGIN;
+            for _ in 0..50 {
+                now = now + Duration::from_millis(random.next() % 60_000);
+                let value = random.part();
+                let more = value + (1.0 - value) * random.part();
+                let (below, above) = (low.add(now, value), high.add(now, more));
+                let is_in_range = (0.0..=1.0).contains(&below) && (0.0..=1.0).contains(&above);
+                assert!(is_in_range && below <= above, "seed {seed}: {below}, {above}");
+            }
+            let ends = high.add(now + Duration::from_secs(3600), 0.25);
+            assert!(near(ends, 0.25), "seed {seed}: {ends}");
+        }
+    }
+
+    #[test]
+    fn a_quarter_of_a_minute_counts_for_sixty_three_percent() {
+        let mut saturation = Saturation::default();
+        assert!(near(saturation.add(after(7), 0.5), 0.5), "the first value is all there is");
+        assert!(near(saturation.add(after(7), 1.0), 0.5), "no time has passed");
+        assert!(near(saturation.add(after(22), 1.0), 1.0 - 0.5 / std::f64::consts::E));
+        assert!(near(saturation.add(after(3), 0.0), 0.816), "a clock that went back");
+        // In steps as well as at once.
+        let mut other = Saturation::default();
+        (0..=10).for_each(|tenth| {
+            let at = Moment::after_origin(Duration::from_millis(1_500 * tenth));
+            other.add(at, if tenth == 0 { 0.5 } else { 1.0 });
+        });
+        assert!(near(other.mean, 1.0 - 0.5 / std::f64::consts::E));
+    }
+
+    #[test]
+    fn a_rejection_counts_for_a_second() {
+        let mut saturation = Saturation::default();
+        let mut rejects = |millis, total| {
+            saturation.rejects(Moment::after_origin(Duration::from_millis(millis)), total)
+        };
+        assert!(!rejects(0, 0));
+        assert!(rejects(10, 3) && rejects(1_009, 3) && !rejects(1_010, 3));
+        assert!(rejects(2_000, 4) && rejects(2_900, 5) && rejects(3_800, 5));
+    }
+}
