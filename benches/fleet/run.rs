@@ -217,6 +217,11 @@ impl Looks {
 }
 
 impl Outcome {
+    /// Returns the requests that were shed or failed.
+    pub(crate) const fn unserved(&self) -> u64 {
+        self.shed + self.failed
+    }
+
     /// Returns the line of a run.
     pub(crate) fn line(&self, policy: Policy) -> String {
         let all = count(self.requests.iter().sum());
