@@ -13,7 +13,7 @@ use http_body::Frame;
 use http_body_util::{BodyExt, Empty, Full, StreamBody};
 use lowtide::clock::ManualClock;
 use lowtide::config::DeviceChoice;
-use lowtide::service::{Constant, LoadReportFormat, MemoryLayer, RequestBody};
+use lowtide::service::{Constant, LoadReportFormat, MemoryLayer, RequestBody, SharedPermit};
 use lowtide::{ByteSize, Memory};
 use lowtide_admission::ledger::{Correction, Measured};
 use lowtide_admission::{Admission, Budget, Cost};
@@ -225,6 +225,25 @@ fn a_service_that_rejects_large_requests_reports_the_memory_that_they_ask_for() 
     let report = report(&layer);
     let demand = 1.0 + 45.0 / (21.0 * COST.as_f64() / ByteSize::mib(1).as_f64());
     assert!((report["application_utilization"] - demand).abs() < 0.02, "{demand}: {report:?}");
+}
+
+/// A handler may do with less than it asks for. That is no request that another instance gets.
+#[test]
+fn a_growth_that_is_refused_and_done_without_counts_as_full_and_no_more() {
+    let admission = admission();
+    let (layer, clock) = layer(&admission, LoadReportFormat::Text);
+    let mut report = BTreeMap::new();
+    for _ in 0..100 {
+        clock.advance(SECOND / 10);
+        let response = call(&layer, Request::new(Empty::new()), |request| {
+            let permit = request.extensions().get::<SharedPermit>().expect("put there");
+            (0..50).for_each(|_| assert!(permit.grow(ByteSize::mib(90)).is_err(), "too much now"));
+            Response::default()
+        });
+        report = parsed(response.headers());
+    }
+    assert_eq!(report["application_utilization"], 1.0, "{report:?}");
+    assert_eq!(report["eps"], 0.0);
 }
 
 #[test]

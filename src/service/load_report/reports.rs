@@ -421,9 +421,11 @@ impl Rates {
 
     /// Returns what arrives for each part that is admitted, in requests or in the bytes of a
     /// budget, whichever is most: 1 if all is. If large requests are rejected and small ones fit,
-    /// few requests are rejected but much of the memory that they ask for.
+    /// few requests are rejected but much of the memory that they ask for. A rejection that the
+    /// handler makes up for, such as one of a permit that was to grow, is no error and no request.
     fn demand(&self) -> f64 {
-        let [rps, _, sheds, host, host_rejected, device, device_rejected] = self.averages();
+        let [rps, eps, sheds, host, host_rejected, device, device_rejected] = self.averages();
+        let sheds = sheds.min(eps);
         let admitted = [rps - sheds, host, device];
         let rejected = [sheds, host_rejected, device_rejected];
         let demands = admitted.iter().zip(rejected).filter(|(_, rejected)| *rejected > 0.0);

@@ -35,7 +35,8 @@ pub(super) enum RequestError {
     #[error("invalid message at byte {at} of {length}: expected OrcaLoadReportRequest")]
     Malformed { at: usize, length: usize },
     #[error(
-        "report_interval of {seconds} s and {nanos} ns: expected 0 s or more, and 0 to {NANOS_MAX} ns"
+        "report_interval of {seconds} s and {nanos} ns: expected 0 s or more, and 0 to \
+         {NANOS_MAX} ns"
     )]
     Interval { seconds: i64, nanos: i64 },
 }
@@ -244,7 +245,8 @@ mod tests {
             ),
             (
                 "0a06108094ebdc03",
-                "report_interval of 0 s and 1000000000 ns: expected 0 s or more, and 0 to 999999999 ns",
+                "report_interval of 0 s and 1000000000 ns: expected 0 s or more, and 0 to \
+                 999999999 ns",
             ),
             ("0a05", "invalid message at byte 2 of 2: expected OrcaLoadReportRequest"),
             ("0a", "invalid message at byte 1 of 1: expected OrcaLoadReportRequest"),

@@ -205,6 +205,7 @@ impl<Q: Body> LoadReportStream<Q> {
             && let Poll::Ready(read) = Self::poll_request(request.as_mut(), this.read, cx)
         {
             *this.interval = read?;
+            *this.read = PartialRequest::default();
             // The first report is due now.
             *this.due = now();
         }

@@ -116,6 +116,7 @@ const JOBS: &[Job] = &[
         &["components", "python"],
         long::candle,
     )),
+    shared(job("grpc", "load reports, read by grpcio", &["python"], system::grpc)),
     shared(job("demo", "the demonstration and the comparison", &[], system::demo)),
     shared(long("faults", "known faults, reproduced", &[], long::faults)),
     shared(job("page", "the page in a real browser", &["browser"], system::page)),

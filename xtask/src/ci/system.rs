@@ -167,6 +167,11 @@ pub(super) fn demo(_: Length) -> Outcome {
     Ok(cargo("run --locked --release --example comparison").run()?)
 }
 
+/// Load reports, read and used by gRPC's own client.
+pub(super) fn grpc(_: Length) -> Outcome {
+    Ok(Run::new(".ci/grpc").run()?)
+}
+
 /// The image's root, without Docker, read-only and under a limit that four times the load would
 /// break.
 pub(super) fn image(_: Length) -> Outcome {

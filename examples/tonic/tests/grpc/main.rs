@@ -1,6 +1,8 @@
 //! The layer under tonic, over real connections: what a gRPC client sees of a request that is
 //! turned away. The service is written by hand, its messages are bytes.
 
+mod load_reports;
+
 use std::convert::Infallible;
 use std::future::{Ready, ready};
 use std::net::SocketAddr;

@@ -132,9 +132,22 @@ fn time_limits(code: &Code<'_>) -> Rows {
 
 fn load_reports(code: &Code<'_>) -> Rows {
     let (window, shown) = (code.constant("REPORT_WINDOW"), code.constant("SHED_SHOWN"));
+    let hour = code.constant("request::INTERVAL_MAX").time() == Duration::from_secs(3600);
+    expect(code, hour, &format!("{PAGE}: an hour between reports"));
     vec![
         ("Utilizations and rates are averages over {}, except", values![time(window.time())]),
         ("from the first rejection until {} after the last one,", values![time(shown.time())]),
+        (
+            "after each `report_interval`: {} if the client names none, {} at least, an hour",
+            values![
+                time(code.constant("INTERVAL_DEFAULT").time()),
+                time(code.constant("request::INTERVAL_MIN").time())
+            ],
+        ),
+        (
+            "There are at most {}; a further one ends",
+            values![code.constant("streams::STREAMS_MAX").count()],
+        ),
     ]
 }
 

@@ -1,0 +1,161 @@
+//! The time and the allocations of a load report for each response.
+//!
+//! The same call through the layer, with and without the report, in turns: the median of many
+//! rounds, less the other. The control loop ticks in real time, so reports are encoded as they are
+//! in a service; allocations are counted with a clock that stands still, and again with one that
+//! does not.
+
+use std::convert::Infallible;
+use std::future::{Future as _, Ready, ready};
+use std::hint::black_box;
+use std::pin::{Pin, pin};
+use std::sync::Arc;
+use std::task::{Context, Poll, Waker};
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use http::header::CONTENT_TYPE;
+use http::{HeaderMap, HeaderValue, Request, Response, Version};
+use http_body::{Body, Frame};
+use http_body_util::{Empty, Full};
+use lowtide::admission::Cost;
+use lowtide::clock::ManualClock;
+use lowtide::config::DeviceChoice;
+use lowtide::service::{Constant, LoadReportFormat, MemoryLayer, RequestBody};
+use lowtide::{BoxError, ByteSize, Memory};
+use tower::{Layer as _, Service};
+
+use crate::counting;
+
+/// The calls of one round, and the rounds of each way.
+const CALLS: u32 = 2_000;
+const ROUNDS: usize = 201;
+
+/// The report may take this long.
+const GOAL: f64 = 200.0;
+
+/// A response of gRPC: its trailers.
+#[derive(Debug, Default)]
+struct Trailers(Option<HeaderMap>);
+
+impl Body for Trailers {
+    type Data = Bytes;
+    type Error = Infallible;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        _: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
+        Poll::Ready(self.0.take().map(|trailers| Ok(Frame::trailers(trailers))))
+    }
+}
+
+type Received = Request<RequestBody<Empty<Bytes>>>;
+
+fn plain(_: Received) -> Ready<Result<Response<Full<Bytes>>, Infallible>> {
+    let mut response = Response::new(Full::new(Bytes::from_static(b"hello")));
+    response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static("text/plain"));
+    ready(Ok(response))
+}
+
+fn grpc(_: Received) -> Ready<Result<Response<Trailers>, Infallible>> {
+    let mut trailers = HeaderMap::new();
+    trailers.insert("grpc-status", HeaderValue::from_static("0"));
+    let mut response = Response::new(Trailers(Some(trailers)));
+    response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static("application/grpc"));
+    ready(Ok(response))
+}
+
+/// Calls a service once, and reads its response.
+fn call<S, R>(service: &mut S)
+where
+    S: Service<Request<Empty<Bytes>>, Response = Response<R>, Error = Infallible>,
+    R: Body,
+{
+    let mut request = Request::new(Empty::new());
+    *request.version_mut() = Version::HTTP_2;
+    let mut cx = Context::from_waker(Waker::noop());
+    let Poll::Ready(Ok(response)) = pin!(service.call(request)).poll(&mut cx) else { return };
+    let mut body = pin!(response.into_body());
+    while let Poll::Ready(Some(frame)) = body.as_mut().poll_frame(&mut cx) {
+        black_box(frame.is_ok());
+    }
+}
+
+/// Returns the nanoseconds of one call.
+fn time(calls: &mut dyn FnMut()) -> f64 {
+    let start = Instant::now();
+    (0..CALLS).for_each(|_| calls());
+    start.elapsed().as_nanos() as f64 / f64::from(CALLS)
+}
+
+fn median(mut values: Vec<f64>) -> f64 {
+    values.sort_by(f64::total_cmp);
+    values[values.len() / 2]
+}
+
+fn layer(memory: &Memory, format: Option<LoadReportFormat>) -> MemoryLayer<Constant> {
+    let layer =
+        MemoryLayer::new(memory.admission().clone(), Constant::new(Cost::host(ByteSize::kib(64))));
+    match format {
+        None => layer,
+        Some(format) => layer.with_load_reports(format),
+    }
+}
+
+/// Measures, and returns whether the goals held.
+pub(crate) fn measure() -> Result<bool, BoxError> {
+    let builder = || Memory::builder().device(DeviceChoice::None).memory_limit(ByteSize::gib(4));
+    let memory = builder().start()?;
+    println!("{CALLS} calls in each of {ROUNDS} rounds, in turns; ns for each call");
+    let mut most: f64 = 0.0;
+    let formats = [
+        ("text", LoadReportFormat::Text),
+        ("json", LoadReportFormat::Json),
+        ("binary", LoadReportFormat::Binary),
+    ];
+    for (name, format) in formats {
+        let mut with = layer(&memory, Some(format)).layer(tower::service_fn(plain));
+        let mut without = layer(&memory, None).layer(tower::service_fn(plain));
+        most = most.max(compare(name, &mut || call(&mut with), &mut || call(&mut without)));
+    }
+    let mut with = layer(&memory, Some(LoadReportFormat::Text)).layer(tower::service_fn(grpc));
+    let mut without = layer(&memory, None).layer(tower::service_fn(grpc));
+    most = most.max(compare("gRPC", &mut || call(&mut with), &mut || call(&mut without)));
+    let real = allocations(&memory);
+    let _ = memory.shutdown(Duration::from_secs(5));
+    let memory = builder().clock(Arc::new(ManualClock::new())).start()?;
+    let still = allocations(&memory);
+    let _ = memory.shutdown(Duration::from_secs(5));
+    println!("allocations of a report for each response: {real:.5} with ticks, {still} without");
+    println!("figure fleet.report_ns {most:.0} ns");
+    println!("figure fleet.report.allocations {still}");
+    Ok(most <= GOAL && still == 0.0)
+}
+
+/// Prints and returns what the report costs.
+fn compare(name: &str, with: &mut dyn FnMut(), without: &mut dyn FnMut()) -> f64 {
+    let mut times = [Vec::new(), Vec::new()];
+    for _ in 0..ROUNDS {
+        times[0].push(time(with));
+        times[1].push(time(without));
+    }
+    let [with, without] = times.map(median);
+    println!("{name:<8} with {with:7.1}, without {without:7.1}, difference {:6.1}", with - without);
+    with - without
+}
+
+/// Returns the further allocations of a response with a report.
+fn allocations(memory: &Memory) -> f64 {
+    let mut with = layer(memory, Some(LoadReportFormat::Text)).layer(tower::service_fn(plain));
+    let mut without = layer(memory, None).layer(tower::service_fn(plain));
+    let count = |calls: &mut dyn FnMut()| {
+        // The first calls of a route are measured.
+        (0..CALLS).for_each(|_| calls());
+        let before = counting::count();
+        (0..CALLS).for_each(|_| calls());
+        counting::count() - before
+    };
+    let [with, without] = [count(&mut || call(&mut with)), count(&mut || call(&mut without))];
+    (with as f64 - without as f64) / f64::from(CALLS)
+}

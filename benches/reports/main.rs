@@ -1,0 +1,55 @@
+//! Load reports: what they cost, and that a gRPC client reads them.
+//!
+//! `cargo bench --bench reports` measures the cost. With `--python PATH`, an interpreter that has
+//! the packages `grpcio` and `xds-protos`, it only lets that client read the reports of a server;
+//! `.ci/grpc` installs them and does this.
+//!
+//! Exit codes: 0 every goal held; 1 one was missed, or something could not be measured.
+#![expect(unsafe_code, reason = "an allocator that counts")]
+#![expect(clippy::print_stdout, clippy::print_stderr, reason = "a program that shows something")]
+#![expect(clippy::disallowed_methods, reason = "it measures real time")]
+#![expect(clippy::cast_precision_loss, reason = "figures of a bench are far below 2^52")]
+
+mod cost;
+mod counting;
+mod grpc;
+
+use std::ffi::OsString;
+use std::process::ExitCode;
+
+use clap::Parser;
+
+#[global_allocator]
+static ALLOCATOR: counting::Counting = counting::Counting;
+
+#[derive(Debug, Parser)]
+#[command(about = "What load reports cost, and that a gRPC client reads them")]
+struct Cli {
+    /// Let the gRPC client of this Python interpreter read reports.
+    #[arg(long)]
+    python: Option<OsString>,
+    /// Cargo says this when benches are asked for.
+    #[arg(long, hide = true)]
+    bench: bool,
+}
+
+fn main() -> ExitCode {
+    // Cargo's tests start benches too, without that word and with arguments of their own.
+    if !std::env::args().any(|argument| argument == "--bench") {
+        println!("reports: a bench, not a test: run `cargo bench --bench reports`");
+        return ExitCode::SUCCESS;
+    }
+    let cli = Cli::parse();
+    let held = match &cli.python {
+        Some(python) => grpc::read(python),
+        None => cost::measure(),
+    };
+    match held {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::FAILURE,
+        Err(error) => {
+            eprintln!("reports: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
