@@ -8,8 +8,8 @@
 //! of `--warm` does not count: until Envoy's blackout period is over, all services have the same
 //! weight, and lowtide learns the needs of requests.
 //!
-//! Exit codes: 0 done; 1 a service was killed, a run failed, or (`--ci`) ORCA left too many requests
-//! unserved.
+//! Exit codes: 0 done; 1 a service was killed, a run failed, or (`--ci`) ORCA left too many
+//! requests unserved.
 #![expect(clippy::print_stdout, clippy::print_stderr, reason = "a program that prints figures")]
 #![expect(clippy::disallowed_methods, reason = "it measures real time")]
 

@@ -1,8 +1,11 @@
-//! The proxy as a program: options, start, shutdown on a signal, and the `healthcheck` subcommand.
+//! The proxy as a program: options, start, shutdown on a signal, and the subcommands `healthcheck`
+//! and `fit`.
 //!
 //! It forwards nothing itself; `app` does. Invariant: from the first accepted request on, SIGTERM
 //! ends the program in order, within the drain, the grace period and the time that the memory's
 //! shutdown takes. Exhausted memory does the same with the policy `exit`, and the program fails.
+
+mod fit;
 
 use std::ffi::{OsStr, OsString};
 use std::io::IsTerminal as _;
@@ -10,11 +13,12 @@ use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use axum::http::Uri;
+use axum::http::{Request, StatusCode, Uri};
 use clap::builder::BoolishValueParser;
 use clap::error::ErrorKind;
 use clap::{CommandFactory as _, Parser, Subcommand, ValueEnum};
 use http_body_util::{BodyExt as _, Empty};
+use hyper::body::Bytes;
 use hyper_util::client::legacy::Client;
 use hyper_util::rt::TokioExecutor;
 use lowtide::memory::Shutdown;
@@ -37,7 +41,7 @@ use crate::model;
 /// attempt.
 const EX_TEMPFAIL: u8 = 75;
 
-/// The timeout of a health check.
+/// The timeout of a health check, and of a request of another subcommand.
 const HEALTH_PATIENCE: Duration = Duration::from_secs(3);
 
 #[derive(Debug, Parser)]
@@ -96,12 +100,12 @@ struct Cli {
     /// endpoint-load-metrics, in this format. Those of the upstream are always dropped.
     #[arg(long, env = "PROXY_LOAD_REPORTS", value_enum, default_value = "off")]
     load_reports: LoadReports,
-    /// Accept admin commands (purge, trim, sleep, wake, unload, snapshot) from this machine, under
-    /// /memory.
-    #[arg(long, env = "PROXY_ADMIN", value_parser = BoolishValueParser::new())]
+    /// Accept admin commands (purge, trim, sleep, wake, unload, snapshot, fit) from this machine,
+    /// under /memory.
+    #[arg(long, env = "PROXY_ADMIN", value_parser = BoolishValueParser::new(), global = true)]
     admin: bool,
     /// Accept admin commands with the token in this file: 32 to 256 characters, in one line.
-    #[arg(long, env = "PROXY_ADMIN_TOKEN_FILE")]
+    #[arg(long, env = "PROXY_ADMIN_TOKEN_FILE", global = true)]
     admin_token_file: Option<PathBuf>,
     #[command(subcommand)]
     command: Option<Command>,
@@ -127,11 +131,15 @@ impl LoadReports {
     }
 }
 
-#[derive(Clone, Copy, Debug, Subcommand)]
+#[derive(Clone, Debug, Subcommand)]
 enum Command {
     /// Requests /healthz from the proxy at --operators, or else --listen, and exits with 0 if it is
     /// healthy.
     Healthcheck,
+    /// Makes the proxy at --operators, or else --listen, fit in a smaller memory limit, before the
+    /// limit of its container is lowered in place. Shows the progress, and exits with 0 if it fits,
+    /// and 1 with the reason if not. Needs --admin there, or the file of --admin-token-file here.
+    Fit(fit::Fit),
 }
 
 fn upstream(text: &str) -> Result<Uri, String> {
@@ -148,10 +156,14 @@ fn connections(text: &str) -> Result<usize, String> {
 
 /// The token in a file, which ends with a line's end or without.
 fn token_in(file: &Path) -> Result<AdminToken, BoxError> {
+    let token = AdminToken::new(&token_text(file)?);
+    Ok(token.map_err(|error| format!("{}: {error}", file.display()))?)
+}
+
+fn token_text(file: &Path) -> Result<String, BoxError> {
     let text = std::fs::read_to_string(file)
         .map_err(|error| format!("cannot read the token in {}: {error}", file.display()))?;
-    let token = AdminToken::new(text.trim_end_matches(['\r', '\n']));
-    Ok(token.map_err(|error| format!("{}: {error}", file.display()))?)
+    Ok(text.trim_end_matches(['\r', '\n']).to_owned())
 }
 
 /// Runs the program with these arguments, the first of which is its name. Exits the process itself
@@ -172,9 +184,20 @@ pub(crate) fn main(arguments: impl Iterator<Item = OsString>) -> Result<(), BoxE
         .build()?;
     match cli.command {
         None => runtime.block_on(run(cli)),
-        Some(Command::Healthcheck) => {
-            runtime.block_on(healthcheck(cli.operators.unwrap_or(cli.listen)))
+        Some(Command::Healthcheck) => runtime.block_on(healthcheck(cli.for_operators())),
+        Some(Command::Fit(ref fit)) => {
+            let token = cli.admin_token_file.as_deref().map(token_text).transpose()?;
+            runtime.block_on(fit.run(cli.for_operators(), token.as_deref()))
         }
+    }
+}
+
+impl Cli {
+    /// Returns the address at which the running proxy answers operators.
+    fn for_operators(&self) -> SocketAddr {
+        let at = self.operators.unwrap_or(self.listen);
+        let here = SocketAddr::from(([127, 0, 0, 1], at.port()));
+        if at.ip().is_unspecified() { here } else { at }
     }
 }
 
@@ -284,11 +307,21 @@ async fn run(cli: Cli) -> Result<(), BoxError> {
 }
 
 async fn healthcheck(at: SocketAddr) -> Result<(), BoxError> {
-    let at =
-        if at.ip().is_unspecified() { SocketAddr::from(([127, 0, 0, 1], at.port())) } else { at };
-    let client: Client<_, Empty<hyper::body::Bytes>> =
-        Client::builder(TokioExecutor::new()).build_http();
-    let asked = client.get(format!("http://{at}/healthz").parse()?);
+    let request = Request::get(format!("http://{at}/healthz")).body(Empty::new())?;
+    let (status, text) = ask(at, request).await?;
+    if status.is_success() {
+        return Ok(());
+    }
+    Err(format!("{at} answered {status}: {}", String::from_utf8_lossy(&text)).into())
+}
+
+/// Sends a request to the running proxy, and returns its answer.
+async fn ask(
+    at: SocketAddr,
+    request: Request<Empty<Bytes>>,
+) -> Result<(StatusCode, Bytes), BoxError> {
+    let client: Client<_, Empty<Bytes>> = Client::builder(TokioExecutor::new()).build_http();
+    let asked = client.request(request);
     let ask = async {
         let answer =
             asked.await.map_err(|error| format!("{at} is unhealthy: {}", whole(&error)))?;
@@ -296,11 +329,7 @@ async fn healthcheck(at: SocketAddr) -> Result<(), BoxError> {
         let text = answer.into_body().collect().await?.to_bytes();
         Ok::<_, BoxError>((status, text))
     };
-    let (status, text) = tokio::time::timeout(HEALTH_PATIENCE, ask)
+    tokio::time::timeout(HEALTH_PATIENCE, ask)
         .await
-        .map_err(|_| format!("{at} did not answer within {HEALTH_PATIENCE:?}"))??;
-    if status.is_success() {
-        return Ok(());
-    }
-    Err(format!("{at} answered {status}: {}", String::from_utf8_lossy(&text)).into())
+        .map_err(|_| format!("{at} did not answer within {HEALTH_PATIENCE:?}"))?
 }

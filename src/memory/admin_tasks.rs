@@ -1,12 +1,13 @@
 //! Admin tasks: commands of an operator, and the list of those that the worker executes.
 //!
-//! The commands are purge and unload, and for device arenas trim, sleep, wake and snapshot
-//! (`devices::commands`). `admin_worker` queues and executes them; the outcome is kept in a short
-//! list.
+//! The commands are purge, unload and fit (`fit`), and for device arenas trim, sleep, wake and
+//! snapshot (`devices::commands`). `admin_worker` queues and executes them; the outcome is kept in
+//! a short list.
 //!
 //! Invariants: at most [`WAITING_MAX`] tasks wait, and at most `KEPT_MAX` are kept; only
 //! the last picture is kept.
 
+use std::borrow::Cow;
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;
@@ -23,6 +24,11 @@ use super::error::MemoryError;
 const WAITING_MAX: usize = 8;
 /// The maximum number of tasks kept, including finished ones.
 const KEPT_MAX: usize = 16;
+/// The smallest limit to fit in: the two threads alone need half of it.
+const FIT_MIN: ByteSize = ByteSize::mib(1);
+/// The shortest and the longest time that a fit may be given.
+const FIT_TIME_MIN: Duration = Duration::from_secs(1);
+const FIT_TIME_MAX: Duration = Duration::from_secs(3600);
 
 /// A command of an operator.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -57,12 +63,33 @@ pub enum AdminCommand {
         /// The arena.
         arena: String,
     },
+    /// Make the process fit in a smaller limit of host memory, before an operator lowers the
+    /// kernel's limit: Kubernetes refuses a limit below the usage, and the kernel kills.
+    ///
+    /// The task runs until the process fits, and fails if it does not in time; then the limit is
+    /// the one before. If it fits, the smaller limit stays in force until the kernel's limit has
+    /// come down to it, for at most 10 minutes. Another fit replaces it, and begins these times
+    /// again. If the limit is not above this one, there is nothing to do. A limit that rises needs
+    /// no command.
+    Fit {
+        /// The limit to fit in, at least 1 MiB; `None` ends the fit in force.
+        limit: Option<ByteSize>,
+        /// The longest time until the process fits, 1 s to 1 h: [`AdminCommand::FIT_WITHIN`] if in
+        /// doubt.
+        within: Duration,
+        /// `true` if page cache must fit too, as Kubernetes requires. The kernel itself drops it
+        /// when the limit falls.
+        counts_page_cache: bool,
+    },
 }
 
 impl AdminCommand {
-    /// The names of all commands of this build: without the feature `device`, `purge` and `unload`.
-    /// Commands on an arena find none then.
+    /// The names of all commands of this build: without the feature `device`, `purge`, `unload` and
+    /// `fit`. Commands on an arena find none then.
     pub const NAMES: &[&str] = COMMANDS;
+
+    /// The usual time for a fit: 30 s, an estimate of the longest time of most requests.
+    pub const FIT_WITHIN: Duration = Duration::from_secs(30);
 
     /// Returns the name of the command.
     #[must_use]
@@ -74,20 +101,36 @@ impl AdminCommand {
             Self::Wake { .. } => "wake",
             Self::Unload { .. } => "unload",
             Self::Snapshot { .. } => "snapshot",
+            Self::Fit { .. } => "fit",
         }
     }
 
-    /// Returns the arena or resource of the command; empty for a purge, which affects everything.
+    /// Returns the arena, the resource or the limit of the command; empty for a purge, which
+    /// affects everything.
     #[must_use]
-    pub fn subject(&self) -> &str {
+    pub fn subject(&self) -> Cow<'_, str> {
         match self {
-            Self::Purge => "",
+            Self::Purge => Cow::Borrowed(""),
             Self::Trim { arena, .. }
             | Self::Sleep { arena }
             | Self::Wake { arena }
-            | Self::Snapshot { arena } => arena,
-            Self::Unload { resource } => resource,
+            | Self::Snapshot { arena } => Cow::Borrowed(arena),
+            Self::Unload { resource } => Cow::Borrowed(resource),
+            Self::Fit { limit: Some(limit), .. } => Cow::Owned(limit.to_string()),
+            Self::Fit { limit: None, .. } => Cow::Borrowed("none"),
         }
+    }
+
+    /// Checks the values of the command.
+    pub(super) fn check(&self) -> Result<(), AdminError> {
+        let Self::Fit { limit, within, .. } = self else { return Ok(()) };
+        if let Some(limit) = limit.filter(|limit| *limit < FIT_MIN) {
+            return Err(AdminError::FitLimit { limit, least: FIT_MIN });
+        }
+        if !(FIT_TIME_MIN..=FIT_TIME_MAX).contains(within) {
+            return Err(AdminError::FitTime { within: *within });
+        }
+        Ok(())
     }
 }
 
@@ -110,6 +153,20 @@ pub enum AdminError {
         name: String,
         /// The existing names.
         known: Vec<String>,
+    },
+    /// No process fits in this limit.
+    #[error("cannot fit in {limit}: expected at least {least}")]
+    FitLimit {
+        /// The limit in the command.
+        limit: ByteSize,
+        /// The smallest limit.
+        least: ByteSize,
+    },
+    /// The time for a fit is too short or too long.
+    #[error("cannot fit within {within:?}: expected 1 s to 1 h")]
+    FitTime {
+        /// The time in the command.
+        within: Duration,
     },
     /// Too many tasks are waiting.
     #[error("too many admin tasks: {waiting} waiting, at most {max}")]
@@ -150,6 +207,8 @@ pub struct AdminTask {
     pub asked_at: Duration,
     /// The state of the task.
     pub state: AdminTaskState,
+    /// What holds memory, as of the last look at a fit that runs or has run; otherwise empty.
+    pub progress: String,
 }
 
 /// The state of an admin task.
@@ -200,6 +259,12 @@ struct TaskList {
     picture: Option<(u64, Arc<str>)>,
 }
 
+impl TaskList {
+    fn any_waits(&self) -> bool {
+        self.kept.iter().any(|admin_task| admin_task.state == AdminTaskState::Waiting)
+    }
+}
+
 impl AdminTasks {
     pub(super) fn add(&self, command: AdminCommand, asked_at: Duration) -> Result<u64, AdminError> {
         let mut list = lock(&self.0);
@@ -209,13 +274,27 @@ impl AdminTasks {
             return Err(AdminError::Full { waiting, max: WAITING_MAX });
         }
         if list.kept.len() == KEPT_MAX {
-            // The oldest has ended: fewer than half of the tasks kept wait, in order.
-            list.kept.pop_front();
+            // The oldest that has ended. One has: fewer than half of the tasks kept wait, and two
+            // run at most, one of them a fit.
+            let ended = |of: &AdminTask| {
+                !matches!(of.state, AdminTaskState::Waiting | AdminTaskState::Running)
+            };
+            let at = list.kept.iter().position(ended).unwrap_or(0);
+            list.kept.remove(at);
         }
         list.given += 1;
         let id = list.given;
-        list.kept.push_back(AdminTask { id, command, asked_at, state: AdminTaskState::Waiting });
+        let (state, progress) = (AdminTaskState::Waiting, String::new());
+        list.kept.push_back(AdminTask { id, command, asked_at, state, progress });
         Ok(id)
+    }
+
+    /// Replaces the progress of a task.
+    pub(super) fn set_progress(&self, id: u64, progress: String) {
+        let mut list = lock(&self.0);
+        if let Some(admin_task) = list.kept.iter_mut().find(|admin_task| admin_task.id == id) {
+            admin_task.progress = progress;
+        }
     }
 
     /// Starts the oldest waiting task.
@@ -248,7 +327,12 @@ impl AdminTasks {
         if let Some(picture) = picture {
             list.picture = Some((id, picture));
         }
-        list.kept.iter().any(|admin_task| admin_task.state == AdminTaskState::Waiting)
+        list.any_waits()
+    }
+
+    /// Returns `true` if a task waits.
+    pub(super) fn any_waits(&self) -> bool {
+        lock(&self.0).any_waits()
     }
 
     /// Returns the tasks kept, oldest first.

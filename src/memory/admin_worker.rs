@@ -8,6 +8,7 @@ use std::sync::Arc;
 
 use crate::bytes::ByteSize;
 use crate::sync::caught;
+use lowtide_admission::fit::FitTerms;
 use lowtide_admission::{Job, Resource, ResourceStats, Trigger, UnloadReason};
 
 use super::admin_tasks::{AdminCommand, AdminError, AdminTask, AdminTaskState};
@@ -39,10 +40,11 @@ impl Memory {
         if shared.admission.is_closed() || shared.queue.is_closed() {
             return Err(AdminError::Ended);
         }
+        command.check()?;
         match &command {
-            AdminCommand::Purge => {}
+            AdminCommand::Purge | AdminCommand::Fit { .. } => {}
             AdminCommand::Unload { resource } => drop(shared.resource_named(resource)?),
-            on_arena => shared.check_arena(on_arena.subject())?,
+            on_arena => shared.check_arena(&on_arena.subject())?,
         }
         let id = shared.admin_tasks.add(command, shared.clock.since_epoch())?;
         shared.queue.push_one(Job::AdminTask);
@@ -87,13 +89,25 @@ impl Shared {
     pub(super) fn run_admin_task(&self, purge: impl FnOnce() -> ByteSize) -> bool {
         let Some((id, command)) = self.admin_tasks.begin() else { return false };
         let mut picture = None;
-        let done = caught(|| self.carry_out(&command, purge, &mut picture));
+        let done = caught(|| self.carry_out(id, &command, purge, &mut picture));
         let state = match done {
-            Ok(Ok(text)) => AdminTaskState::Done(text),
+            Ok(Ok(Some(text))) => AdminTaskState::Done(text),
+            Ok(Ok(None)) => return self.admin_tasks.any_waits(),
             Ok(Err(text)) => AdminTaskState::Failed(text),
             Err(said) => AdminTaskState::Failed(format!("panicked: {said}")),
         };
-        let subject = command.subject();
+        self.finish_task(id, &command, state, picture)
+    }
+
+    /// Ends a task that was started. Returns `true` if others wait.
+    pub(super) fn finish_task(
+        &self,
+        id: u64,
+        command: &AdminCommand,
+        state: AdminTaskState,
+        picture: Option<Arc<str>>,
+    ) -> bool {
+        let subject = &*command.subject();
         let text = format!("{} {}: {}", command.name(), state.name(), state.outcome());
         self.events.add(self.clock.since_epoch(), "admin", subject, text);
         let others_wait = self.admin_tasks.end(id, state.clone(), picture);
@@ -110,16 +124,22 @@ impl Shared {
         others_wait
     }
 
+    /// Returns the outcome; `None` if the task goes on.
     fn carry_out(
         &self,
+        id: u64,
         command: &AdminCommand,
         purge: impl FnOnce() -> ByteSize,
         picture: &mut Option<Arc<str>>,
-    ) -> Result<String, String> {
+    ) -> Result<Option<String>, String> {
         match command {
-            AdminCommand::Purge => Ok(format!("{} released", purge())),
-            AdminCommand::Unload { resource } => self.unload_named(resource),
-            on_arena => self.run_on_arena(on_arena, picture),
+            AdminCommand::Purge => Ok(Some(format!("{} released", purge()))),
+            AdminCommand::Unload { resource } => self.unload_named(resource).map(Some),
+            &AdminCommand::Fit { limit, within, counts_page_cache } => {
+                let terms = limit.map(|limit| FitTerms { limit, within, counts_page_cache });
+                self.begin_fit(id, command, terms)
+            }
+            on_arena => self.run_on_arena(on_arena, picture).map(Some),
         }
     }
 

@@ -27,6 +27,7 @@ use super::claim::{Claim, THREADS};
 use super::devices::{self, Devices, GivenDrivers};
 use super::error::{Diagnostic, StartError};
 use super::events::shown;
+use super::fit::FitInForce;
 use super::flight::{Flight, FlightFile, LastExit, Recorder};
 use super::hands::{Hook, MaintenanceExecutor};
 use super::heap::{SettledHeap, settle_heap};
@@ -352,12 +353,11 @@ impl Builder {
         let mut maintenance =
             Maintenance::new(settings, Box::new(sensor), admits, registry, ladder)?;
         devices.add_budgets(&mut maintenance);
-        let started_at = clock.since_epoch();
         let shared = Arc::new(Shared {
             config,
+            started_at: clock.since_epoch(),
             clock,
             birth: Birth::now(),
-            started_at,
             admission,
             resources,
             state: maintenance.state(),
@@ -376,6 +376,7 @@ impl Builder {
             mappings: SlowValue::default(),
             profiles,
             admin_tasks: AdminTasks::default(),
+            fit: FitInForce::default(),
             loads: Loads::default(),
             #[cfg(feature = "tokio")]
             ending: super::ending::Ending::default(),

@@ -83,6 +83,10 @@ impl MaintenanceActions for MaintenanceExecutor {
         shared.run_admin_task(|| self.purge(Trigger::Manual).bytes)
     }
 
+    fn tend_fit(&mut self, now: Moment) {
+        self.shared.tend_fit(now);
+    }
+
     fn sample_device(&mut self, now: Moment) {
         self.shared.sample_devices(now);
     }

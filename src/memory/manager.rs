@@ -411,6 +411,7 @@ impl Memory {
             return Shutdown { forked: true, ..Shutdown::default() };
         }
         shared.admission.close();
+        shared.shut_fit_down();
         shared.devices.close();
         let end = shared.clock.now() + deadline;
         let mut report = Shutdown { exhausted: shared.ends_exhausted(), ..Shutdown::default() };

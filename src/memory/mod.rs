@@ -28,6 +28,7 @@ mod devices;
 mod ending;
 mod error;
 mod events;
+mod fit;
 mod flight;
 mod found;
 mod hands;

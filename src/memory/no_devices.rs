@@ -18,7 +18,7 @@ use super::shutdown::Shutdown;
 use super::snapshot::MemorySnapshot;
 
 /// The names of all admin commands.
-pub(super) const COMMANDS: &[&str] = &["purge", "unload"];
+pub(super) const COMMANDS: &[&str] = &["purge", "unload", "fit"];
 
 /// No driver can be given.
 pub(super) type GivenDrivers = ();
@@ -127,7 +127,7 @@ impl Shared {
         command: &AdminCommand,
         _: &mut Option<Arc<str>>,
     ) -> Result<String, String> {
-        self.check_arena(command.subject())
+        self.check_arena(&command.subject())
             .map(|()| String::new())
             .map_err(|error| error.to_string())
     }

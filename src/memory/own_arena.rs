@@ -162,7 +162,8 @@ fn requests(shared: &Shared) -> [u64; 2] {
 /// measured separately; negative if those are not touched yet.
 fn held(shared: &Shared) -> i64 {
     let signal = shared.signals.sample();
-    let is_cgroup = matches!(signal.limit.source, LimitSource::Cgroup | LimitSource::High);
+    let source = signal.limit_without_fit.source;
+    let is_cgroup = matches!(source, LimitSource::Cgroup | LimitSource::High);
     let charged = signal.charged.filter(|_| is_cgroup);
     let held = charged.or(signal.anonymous).unwrap_or_default();
     let in_arenas = shared.committed_in_process();

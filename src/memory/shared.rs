@@ -28,6 +28,7 @@ use super::claim::Claim;
 use super::devices::{self, Devices};
 use super::error::{Diagnostic, MemoryError, Severity};
 use super::events::{Events, Text};
+use super::fit::FitInForce;
 use super::flight::Flight;
 use super::history::MetricsHistory;
 use super::loads::Loads;
@@ -66,6 +67,7 @@ pub(super) struct Shared {
     /// `None` if the heap profiler is not active.
     pub(super) profiles: Option<Arc<Profiles>>,
     pub(super) admin_tasks: AdminTasks,
+    pub(super) fit: FitInForce,
     pub(super) loads: Loads,
     #[cfg(feature = "tokio")]
     pub(super) ending: super::ending::Ending,

@@ -243,7 +243,7 @@ table! {
     PRESSURE_LIMIT_INFO: Detail Gauge "lowtide_pressure_limit_info" Count ["source"]
         "1 for the source that set the limit of host memory: cgroup (its hard limit), high \
          (memory.high), machine, override (LOWTIDE_MEMORY_LIMIT or the builder), address_space \
-         (ulimit), unknown; 0 for the others.";
+         (ulimit), fit (an operator is about to lower it), unknown; 0 for the others.";
     PRESSURE_LIMIT_STALE: Basic Gauge "lowtide_pressure_limit_stale" Count []
         "1 while the cgroup's limit cannot be read and the last value is used, else 0.";
     PRESSURE_EXHAUSTED: Basic Gauge "lowtide_pressure_exhausted" Count []

@@ -26,6 +26,7 @@ pub(super) const ADMIN_PATHS: &[&str] = &[
     "/memory/wake",
     "/memory/unload",
     "/memory/snapshot",
+    "/memory/fit",
     "/memory/picture",
     "/memory/profile",
 ];

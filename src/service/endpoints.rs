@@ -383,6 +383,7 @@ fn host(snapshot: &MemorySnapshot, breakdown: &Breakdown) -> Value {
         "required_bytes": snapshot.required().get(),
         "exhausted": snapshot.exhausted,
         "charged_bytes": snapshot.signal.charged.map(ByteSize::get),
+        "usage_bytes": snapshot.signal.usage.map(ByteSize::get),
         "oom_kills": snapshot.oom_kills,
         "events": snapshot.events.map(|events| json!({
             "own": counts(events.own),

@@ -5,7 +5,8 @@ use serde_json::Value;
 use crate::memory::{HistorySample, Memory, MemorySnapshot};
 
 /// The paths of the admin commands.
-pub(super) const ADMIN_PATHS: &[&str] = &["/memory/purge", "/memory/unload", "/memory/profile"];
+pub(super) const ADMIN_PATHS: &[&str] =
+    &["/memory/purge", "/memory/unload", "/memory/fit", "/memory/profile"];
 
 pub(super) const fn add_states(_: &MemorySnapshot, _: &mut Value) {}
 

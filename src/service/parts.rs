@@ -344,5 +344,6 @@ fn admin_task(admin_task: &AdminTask) -> Value {
         "requested_at_seconds": seconds(admin_task.asked_at),
         "state": admin_task.state.name(),
         "outcome": admin_task.state.outcome(),
+        "progress": admin_task.progress,
     })
 }

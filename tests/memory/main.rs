@@ -44,6 +44,7 @@ mod memory_arenas;
 mod memory_detached;
 mod memory_device;
 mod memory_devices;
+mod memory_fit;
 mod memory_flight;
 mod memory_heap;
 mod memory_kernel;

@@ -113,12 +113,17 @@ impl Tree {
 
     /// The cgroup holds this much anonymous memory, and a little page cache that does not count.
     pub(crate) fn hold(&self, mib: u64) {
-        let anon = mib * MIB;
+        self.hold_and_cache(mib, 1);
+    }
+
+    /// The cgroup holds this much anonymous memory, and page cache that does not count.
+    pub(crate) fn hold_and_cache(&self, mib: u64, cache_mib: u64) {
+        let (anon, file) = (mib * MIB, cache_mib * MIB / 2);
         self.cgroup(
             "memory.stat",
-            &format!("anon {anon}\nshmem 0\ninactive_file 524288\nactive_file 524288"),
+            &format!("anon {anon}\nshmem 0\ninactive_file {file}\nactive_file {file}"),
         );
-        self.cgroup("memory.current", &(anon + MIB).to_string());
+        self.cgroup("memory.current", &(anon + 2 * file).to_string());
     }
 
     /// The cgroup's limit is this from now on.

@@ -9,7 +9,7 @@
 
 pub(crate) mod advice;
 pub(crate) mod best;
-mod chance;
+pub(crate) mod chance;
 pub(crate) mod claims;
 pub(crate) mod days;
 mod events;

@@ -529,7 +529,8 @@ impl Ledger {
     }
 
     /// Returns the bytes that measured requests have reserved and do not hold.
-    pub(crate) fn unheld(&self) -> ByteSize {
+    #[doc(hidden)]
+    pub fn unheld(&self) -> ByteSize {
         ByteSize::new(self.unheld.load(Ordering::Relaxed))
     }
 

@@ -42,6 +42,8 @@ mod desk;
 mod eviction;
 mod exhaustion;
 mod fairness;
+#[doc(hidden)]
+pub mod fit;
 mod large;
 #[doc(hidden)]
 pub mod learning;

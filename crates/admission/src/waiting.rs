@@ -428,8 +428,8 @@ impl WaitQueue {
         }
     }
 
-    /// Wakes the requests that may fit now, and up to `others` of those that wait for something
-    /// else than bytes.
+    /// Wakes the requests that may fit now, those that can never fit, and up to `others` of those
+    /// that wait for something else than bytes.
     #[cold]
     pub(super) fn wake(&self, [host, device]: [&Ledger; 2], mut others: usize) {
         let ceilings = [host.ceiling(), device.ceiling()];
@@ -444,12 +444,15 @@ impl WaitQueue {
             for entry in &mut entries.list {
                 let Some(budget) = entry.lacks() else { continue };
                 let cost = [entry.terms.cost.host.get(), entry.terms.cost.device.get()];
+                // It entered below a higher ceiling, and is answered at its next attempt.
+                let is_too_large = of(entry.terms.cost, budget) > ceiling(ceilings, budget).get();
                 let fits = |budget: usize| {
                     let [cost, room, leaves] = [&cost, &room, &leaves].map(|of| of.get(budget));
                     cost <= room.min(leaves)
                 };
-                if entry.is_woken || (fits(0) && fits(1)) {
-                    for ((room, leaves), cost) in room.iter_mut().zip(&mut leaves).zip(cost) {
+                if entry.is_woken || is_too_large || (fits(0) && fits(1)) {
+                    let taken = if is_too_large { [0; 2] } else { cost };
+                    for ((room, leaves), cost) in room.iter_mut().zip(&mut leaves).zip(taken) {
                         (*room, *leaves) = (room.saturating_sub(cost), leaves.saturating_sub(cost));
                     }
                     if !entry.is_woken && woken < BATCH {

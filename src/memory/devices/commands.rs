@@ -29,7 +29,7 @@ impl Shared {
         command: &AdminCommand,
         picture: &mut Option<Arc<str>>,
     ) -> Result<String, String> {
-        let arena = self.arena_named(command.subject()).map_err(|error| error.to_string())?;
+        let arena = self.arena_named(&command.subject()).map_err(|error| error.to_string())?;
         let said = |error: DeviceError| error.to_string();
         match command {
             AdminCommand::Trim { keep, .. } => {

@@ -1,7 +1,7 @@
 //! Admin commands over HTTP: `POST /memory/purge`, `trim`, `sleep`, `wake`, `unload`, `snapshot`,
-//! and `GET /memory/picture`, the picture drawn by a snapshot. In a build without the feature
-//! `device` only `purge` and `unload`. `GET /memory/profile` answers with a heap profile
-//! (`profile`).
+//! `fit`, and `GET /memory/picture`, the picture drawn by a snapshot. In a build without the
+//! feature `device` only `purge`, `unload` and `fit`. `GET /memory/profile` answers with a heap
+//! profile (`profile`).
 //!
 //! Off unless [`Endpoints::with_admin`](super::Endpoints::with_admin) is called. This module checks
 //! authorization and rate; the worker executes the command ([`Memory::run_admin`]). It never reads
@@ -179,7 +179,7 @@ impl Admin {
                 return wrong_query(&error);
             }
         };
-        let subject = command.subject().to_owned();
+        let subject = command.subject().into_owned();
         match memory.run_admin(command) {
             Ok(admin_task) => {
                 log!(
@@ -255,11 +255,39 @@ fn read(query: Option<&str>, name: &str) -> Result<AdminCommand, QueryError> {
             let query = Query::read(query, &["resource"], "resource")?;
             AdminCommand::Unload { resource: query.need("resource")?.to_owned() }
         }
+        "fit" => fit(query)?,
         _ => {
             Query::read(query, &[], "no query")?;
             AdminCommand::Purge
         }
     })
+}
+
+/// Parses the command `fit`.
+fn fit(query: Option<&str>) -> Result<AdminCommand, QueryError> {
+    let names = &["limit", "within", "page_cache"];
+    let query = Query::read(query, names, "limit, within or page_cache")?;
+    let wrong = |name, value: &str, expected: &str| {
+        let (value, expected) = (value.to_owned(), expected.to_owned());
+        QueryError::Value { name, value, expected }
+    };
+    let limit = match query.need("limit")? {
+        "none" => None,
+        text => Some(text.parse().map_err(|error: ParseByteSizeError| {
+            wrong("limit", text, &format!("{}, or none", error.expected()))
+        })?),
+    };
+    let within = match query.get("within") {
+        None => AdminCommand::FIT_WITHIN,
+        Some(text) => humantime::parse_duration(text)
+            .map_err(|_| wrong("within", text, "a duration such as 30s or 2m"))?,
+    };
+    let counts_page_cache = match query.get("page_cache") {
+        None | Some("count") => true,
+        Some("ignore") => false,
+        Some(other) => return Err(wrong("page_cache", other, "count or ignore")),
+    };
+    Ok(AdminCommand::Fit { limit, within, counts_page_cache })
 }
 
 fn picture<B>(request: &Request<B>, memory: &Memory) -> Response<String> {
@@ -325,6 +353,10 @@ fn not_asked(error: &AdminError) -> (&'static str, Response<String>) {
         AdminError::UnknownArena { .. } | AdminError::UnknownResource { .. } => {
             let (status, title) = (StatusCode::NOT_FOUND, "unknown name");
             ("unknown", problem(status, title, "unknown", &detail, none))
+        }
+        AdminError::FitLimit { .. } | AdminError::FitTime { .. } => {
+            let status = StatusCode::BAD_REQUEST;
+            ("query", problem(status, "invalid query", "query", &detail, none))
         }
         AdminError::Full { .. } => {
             let (status, title) = (StatusCode::SERVICE_UNAVAILABLE, "too many admin tasks");

@@ -579,7 +579,7 @@
       ["Command", (row) => row.command],
       ["Subject", (row) => row.subject || "all"],
       ["State", (row) => row.state],
-      ["Outcome", (row) => row.outcome, "wide"],
+      ["Outcome", (row) => row.outcome || row.progress, "wide"],
       ["", (row, cell) => {
         const shows = row.command === "snapshot" && row.state === "done";
         if (shows && !cell.firstChild) {

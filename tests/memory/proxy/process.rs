@@ -330,6 +330,65 @@ async fn a_health_check_asks_where_operators_are_answered() {
     assert_eq!(get(both.address(), "/healthz").await.status(), 200);
 }
 
+/// In this process the limit is the machine's, far above what it holds.
+#[tokio::test]
+async fn the_subcommand_fit_waits_until_the_proxy_fits_and_says_why_if_not() {
+    let program = Program::start(&["--admin"]).await;
+    let at = program.address().to_string();
+    let fit = |arguments: &[&str]| run(command(&[&["fit", "--listen", &at], arguments].concat()));
+    let (code, text) = fit(&["512Mi"]).await;
+    assert_eq!(code, Some(0), "{text}");
+    assert!(text.contains("fits in 512.0 MiB after"), "{text}");
+    let figures = get(program.address(), "/memory").await;
+    assert!(figures.text().contains("\"limit_source\": \"fit\""), "{figures:?}");
+    // Less than a process of this size can have: nothing is left to release, or its time is over.
+    let (code, text) = fit(&["2Mi", "--within", "3s"]).await;
+    assert_eq!(code, Some(1), "{text}");
+    assert!(text.contains("proxy: cannot fit in 2.0 MiB"), "{text}");
+    let (code, text) = fit(&["none"]).await;
+    assert_eq!(code, Some(0), "{text}");
+    assert!(text.contains("no fit is in force: the limit is "), "{text}");
+    for (arguments, expected) in [
+        (&["512Mi", "--within", "1ms"] as &[&str], "400 Bad Request: cannot fit within 1ms"),
+        (&["1Ki"], "cannot fit in 1.0 KiB: expected at least 1.0 MiB"),
+    ] {
+        let (code, text) = fit(arguments).await;
+        assert_eq!(code, Some(1), "{text}");
+        assert!(text.contains(expected), "{text}");
+    }
+    for wrong in ["0", "half"] {
+        let (code, text) = fit(&[wrong]).await;
+        assert_eq!(code, Some(2), "{text}");
+        assert!(text.contains(wrong) && text.contains("or none"), "{text}");
+    }
+    drop(program);
+    let (code, text) = fit(&["512Mi"]).await;
+    assert_eq!(code, Some(1), "{text}");
+    assert!(text.contains(&at) && text.contains("refused"), "{text}");
+}
+
+#[tokio::test]
+async fn the_subcommand_fit_needs_admin_commands_and_their_token() {
+    let program = Program::start(&[]).await;
+    let at = program.address().to_string();
+    let (code, text) = run(command(&["fit", "512Mi", "--listen", &at])).await;
+    assert_eq!(code, Some(1), "{text}");
+    assert!(text.contains("accepts no admin commands: expected PROXY_ADMIN=yes"), "{text}");
+    let token = std::env::temp_dir().join(format!("lowtide-fit-{}", std::process::id()));
+    std::fs::write(&token, "0123456789abcdef0123456789abcdef\n").expect("a file");
+    let file = token.to_str().expect("UTF-8");
+    let program = Program::start(&["--admin-token-file", file]).await;
+    let at = program.address().to_string();
+    let (code, text) = run(command(&["fit", "512Mi", "--listen", &at])).await;
+    assert_eq!(code, Some(1), "{text}");
+    assert!(text.contains("answered 401") && text.contains("token"), "{text}");
+    let mut with_token = command(&["fit", "512Mi", "--listen", &at]);
+    with_token.env("PROXY_ADMIN_TOKEN_FILE", &token);
+    let (code, text) = run(with_token).await;
+    assert_eq!(code, Some(0), "{text}");
+    std::fs::remove_file(&token).expect("it is there");
+}
+
 /// The bug: `PROXY_ADMIN` took `true` and `false` alone, and `false` beside a token was a conflict.
 #[tokio::test]
 async fn a_switch_took_only_two_words_and_off_was_a_conflict() {

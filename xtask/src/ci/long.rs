@@ -59,8 +59,8 @@ pub(super) fn overload(length: Length) -> Outcome {
     }
 }
 
-/// Envoy accepts the configuration of the example, and by load reports leaves less than half as many
-/// requests unserved as with round robin.
+/// Envoy accepts the configuration of the example, and by load reports leaves less than half as
+/// many requests unserved as with round robin.
 pub(super) fn fleet(_: Length) -> Outcome {
     let envoy = envoy()?;
     let validate = Run::new(&envoy).words("--mode validate --log-level warn");

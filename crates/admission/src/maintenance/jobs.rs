@@ -88,6 +88,8 @@ pub enum Job {
     AdminTask,
     /// Report that memory that no request owns leaves no room, or no longer does.
     ReportExhaustion,
+    /// Tend the fit in force.
+    TendFit,
     /// Unload the resources that are due.
     UnloadIdle,
     /// Release device memory whose decay time has passed.
@@ -105,7 +107,7 @@ pub enum Job {
 /// Bit numbers: the lower, the more urgent. The reclaim steps follow the pressure purge.
 const RUNG_FIRST: usize = 1;
 const MANUAL: usize = RUNG_FIRST + Ladder::RUNGS_MAX;
-const PLACES: usize = MANUAL + 14;
+const PLACES: usize = MANUAL + 15;
 const _: () = assert!(PLACES <= 64, "each job has a bit of its own");
 
 impl Job {
@@ -119,17 +121,18 @@ impl Job {
             Self::UnloadIdle => MANUAL + 1,
             Self::Purge { trigger: Trigger::Unload } => MANUAL + 2,
             Self::AdminTask => MANUAL + 3,
-            Self::DecayDevice => MANUAL + 4,
-            Self::DecayHeap => MANUAL + 5,
-            Self::SampleDevice => MANUAL + 6,
-            Self::Purge { trigger: Trigger::Load } => MANUAL + 7,
-            Self::Purge { trigger: Trigger::Growth } => MANUAL + 8,
-            Self::Purge { trigger: Trigger::Idle } => MANUAL + 9,
-            Self::Purge { trigger: Trigger::Periodic } => MANUAL + 10,
-            Self::Publish => MANUAL + 11,
-            Self::ReportExhaustion => MANUAL + 12,
+            Self::TendFit => MANUAL + 4,
+            Self::DecayDevice => MANUAL + 5,
+            Self::DecayHeap => MANUAL + 6,
+            Self::SampleDevice => MANUAL + 7,
+            Self::Purge { trigger: Trigger::Load } => MANUAL + 8,
+            Self::Purge { trigger: Trigger::Growth } => MANUAL + 9,
+            Self::Purge { trigger: Trigger::Idle } => MANUAL + 10,
+            Self::Purge { trigger: Trigger::Periodic } => MANUAL + 11,
+            Self::Publish => MANUAL + 12,
+            Self::ReportExhaustion => MANUAL + 13,
             // It may copy for long, and no caller waits for it.
-            Self::SleepDevice => MANUAL + 13,
+            Self::SleepDevice => MANUAL + 14,
         })
     }
 
@@ -139,6 +142,7 @@ impl Job {
             Job::UnloadIdle,
             Job::Purge { trigger: Trigger::Unload },
             Job::AdminTask,
+            Job::TendFit,
             Job::DecayDevice,
             Job::DecayHeap,
             Job::SampleDevice,

@@ -40,7 +40,7 @@ use super::managed::Resources;
 use super::pressure::Level;
 use super::reclaim::{Ladder, Pace};
 use super::rejected::RejectReason;
-use super::signal::Limit;
+use super::signal::{Limit, LimitSource};
 use account::Account;
 use devices::{DeviceAccount, Turns};
 use purging::{Growth, purgeable_now};
@@ -149,6 +149,9 @@ pub trait Sensor: Send {
     }
 }
 
+/// The shortest time between two looks at a fit in force. A guess: a look costs some 0.1 ms.
+const FIT_INTERVAL: Duration = Duration::from_millis(100);
+
 /// The decision of a tick.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Tick {
@@ -199,6 +202,8 @@ pub struct Maintenance {
     published_at: Option<Moment>,
     /// The time of the last device sample.
     looked_at: Option<Moment>,
+    /// The time when the fit in force was last tended.
+    fit_at: Option<Moment>,
     /// The state of the jitter's generator, different in each process.
     chance: u64,
     utilization_added: LastAdded,
@@ -249,6 +254,7 @@ impl Maintenance {
             decayed_at: None,
             published_at: None,
             looked_at: None,
+            fit_at: None,
             chance: RandomState::new().hash_one(0_u8) | 1,
             utilization_added: LastAdded::default(),
         })
@@ -291,7 +297,11 @@ impl Maintenance {
         let freed = self.admission.desk().unused.freed();
         let mut sample = self.sensor.sample(now);
         // A limit that was known still exists: a failed read must not admit requests.
-        if let Some(last) = self.last.filter(|_| !sample.limit.is_known()) {
+        // A fit is none of the kernel's, and has ended.
+        let is_fit = |limit: Limit| limit.source == LimitSource::Fit;
+        if let Some(last) = self.last.filter(|_| !sample.limit.is_known())
+            && !is_fit(last.limit)
+        {
             sample.limit = last.limit;
         }
         // Once: it sums counters of all threads.
@@ -333,6 +343,11 @@ impl Maintenance {
         let look_due = decide(Job::SampleDevice, every, &mut self.looked_at, now, &mut jobs);
         let every = self.settings.publish_interval;
         let publish_due = decide(Job::Publish, every, &mut self.published_at, now, &mut jobs);
+        if is_fit(sample.limit) {
+            decide(Job::TendFit, Some(FIT_INTERVAL), &mut self.fit_at, now, &mut jobs);
+        } else if self.last.is_some_and(|last| is_fit(last.limit)) {
+            jobs.insert(Job::TendFit); // the limit was lowered
+        }
         let step = if self.is_active(&sample) {
             self.settings.active_tick
         } else {
@@ -406,12 +421,17 @@ impl Maintenance {
         now: Moment,
         jobs: &mut Jobs,
     ) {
+        // While a fit is in force, an operator asked for less room than there is, and a restart
+        // would undo that.
+        let is_fit = sample.limit.source == LimitSource::Fit;
+        let asks_for_less = is_fit && !self.exhaustion.is_declared();
+        let most = if asks_for_less { ByteSize::MAX } else { self.host.correction.most };
         let reasons = [RejectReason::Full, RejectReason::Pressure, RejectReason::Exhausted];
         let purge_ended = self.purge.next() != Moment::NEVER;
         self.exhaustion.update(
             now,
             Room {
-                most: self.host.correction.most,
+                most,
                 smallest: self.host.smallest,
                 admitted_total: self.host.admitted,
                 refused_total: reasons.into_iter().map(|reason| stats.rejected_total(reason)).sum(),

@@ -46,6 +46,11 @@ pub trait MaintenanceActions: Send {
         false
     }
 
+    /// Decides on the fit in force, and unloads resources for it. Default: nothing.
+    fn tend_fit(&mut self, now: Moment) {
+        let _ = now;
+    }
+
     /// Samples the free memory of the device, and releases idle memory if it is low. Default:
     /// nothing.
     fn sample_device(&mut self, now: Moment) {
@@ -133,6 +138,11 @@ impl Worker {
             // The same here.
             Job::AdminTask if self.hands.run_admin_task() => self.queue.push_one(Job::AdminTask),
             Job::SleepDevice | Job::AdminTask => {}
+            Job::TendFit => {
+                let before = self.resources.releases_total();
+                self.hands.tend_fit(now);
+                self.purge_after_unload(self.resources.releases_total() > before);
+            }
             Job::SampleDevice => self.hands.sample_device(now),
             Job::Publish => self.hands.publish(now),
             Job::ReportExhaustion => self.hands.report_exhaustion(),

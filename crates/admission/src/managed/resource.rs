@@ -379,6 +379,15 @@ impl Resources {
         admission.set_evictor(Evictor::new(Box::new(pool), clock, Box::new(after)));
     }
 
+    /// Asks reclaimers of the application and unloads resources that are not in use, on the calling
+    /// thread, until these bytes of host memory are recovered. Unlike pressure, an operator's order
+    /// does not respect the minimum residency.
+    #[doc(hidden)]
+    pub fn release(&self, bytes: ByteSize) {
+        let idle = IdleResources { resources: self.clone(), budget: Budget::Host };
+        let _ = idle.release(bytes, UnloadReason::Manual);
+    }
+
     /// Returns a reclaim step that unloads idle resources from level high, and for host memory asks
     /// reclaimers of the application, in the order of [`Resources::evict_for`]. A reclaimer runs on
     /// a thread of its own; the step waits for it for at most a second.
@@ -487,6 +496,14 @@ impl Reclaim for IdleResources {
     }
 
     fn reclaim(&self, ask: Ask) -> Recovered {
+        Recovered::of(self.release(ask.bytes, UnloadReason::Pressure))
+    }
+}
+
+impl IdleResources {
+    /// Asks reclaimers, and unloads idle resources for this reason, until these bytes are
+    /// recovered. Returns the bytes recovered.
+    fn release(&self, bytes: ByteSize, reason: UnloadReason) -> ByteSize {
         let idle = self
             .resources
             .all()
@@ -503,19 +520,19 @@ impl Reclaim for IdleResources {
         sources.sort_by(|(one, _), (other, _)| other.total_cmp(one));
         let mut recovered = ByteSize::ZERO;
         for (_, source) in sources {
-            let wanted = ask.bytes.saturating_sub(recovered);
+            let wanted = bytes.saturating_sub(recovered);
             if wanted.is_zero() {
                 break;
             }
             let released = match source {
                 Source::Reclaimer(reclaimer) => reclaimer.ask_elsewhere(wanted),
-                Source::Resource(stats, resource) if resource.unload(UnloadReason::Pressure) => {
+                Source::Resource(stats, resource) if resource.unload(reason) => {
                     self.given_back(&stats, &resource.stats())
                 }
                 Source::Resource(..) => ByteSize::ZERO,
             };
             recovered = recovered.saturating_add(released);
         }
-        Recovered::of(recovered)
+        recovered
     }
 }

@@ -17,6 +17,10 @@ pub enum LimitSource {
     Override,
     /// A limit of the process on its addresses or its data (`RLIMIT_AS`, `RLIMIT_DATA`).
     AddressSpace,
+    /// An operator, who prepares a lower limit of the kernel ([`Signals::set_fit`]).
+    ///
+    /// [`Signals::set_fit`]: super::Signals::set_fit
+    Fit,
     /// No limit is known, because nothing could be read.
     #[default]
     Unknown,
@@ -24,12 +28,13 @@ pub enum LimitSource {
 
 impl LimitSource {
     /// All sources.
-    pub const ALL: [Self; 6] = [
+    pub const ALL: [Self; 7] = [
         Self::Cgroup,
         Self::High,
         Self::Machine,
         Self::Override,
         Self::AddressSpace,
+        Self::Fit,
         Self::Unknown,
     ];
 
@@ -42,6 +47,7 @@ impl LimitSource {
             Self::Machine => "the machine",
             Self::Override => "the configuration",
             Self::AddressSpace => "the address space (ulimit)",
+            Self::Fit => "the admin command fit",
             Self::Unknown => "an unknown source",
         }
     }
@@ -55,6 +61,7 @@ impl LimitSource {
             Self::Machine => "machine",
             Self::Override => "override",
             Self::AddressSpace => "address_space",
+            Self::Fit => "fit",
             Self::Unknown => "unknown",
         }
     }
@@ -79,6 +86,16 @@ impl Limit {
     #[must_use]
     pub const fn given(bytes: ByteSize) -> Self {
         Self { bytes, source: LimitSource::Override }
+    }
+
+    /// Returns the limit that is in force while an operator wants the process to fit in `fit`
+    /// bytes. A limit at or below that stays as it is; without a known limit, `fit` is one.
+    #[must_use]
+    pub fn fitted(self, fit: Option<ByteSize>) -> Self {
+        match fit {
+            Some(bytes) if bytes < self.bytes => Self { bytes, source: LimitSource::Fit },
+            _ => self,
+        }
     }
 
     /// Returns `true` if there is a limit.

@@ -17,6 +17,11 @@ pub struct Signal {
     pub physical: ByteSize,
     /// The limit.
     pub limit: Limit,
+    /// The limit as it would be without a [fit](super::Signals::set_fit).
+    pub limit_without_fit: Limit,
+    /// The usage of the cgroup, including page cache: the figure that Kubernetes compares with a
+    /// new limit. `None` if no cgroup limits this process.
+    pub usage: Option<ByteSize>,
     /// Anonymous and shared memory of the cgroup, which the kernel cannot reclaim without swap.
     pub charged: Option<ByteSize>,
     /// `true` if a file on which the limit depends cannot be read or parsed now, so that `limit` is

@@ -2,6 +2,7 @@
 
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use lowtide_core::bytes::ByteSize;
 
@@ -27,6 +28,8 @@ pub struct Signals {
     pressure: Option<KeptFile>,
     machine: Option<ByteSize>,
     given: Option<ByteSize>,
+    /// [`u64::MAX`] for none.
+    fit: AtomicU64,
     space: SpaceLimits,
     cpus: Cpus,
     missing: Arc<[SignalError]>,
@@ -96,6 +99,7 @@ impl Signals {
             pressure: None,
             machine,
             given: None,
+            fit: AtomicU64::new(u64::MAX),
             space: SpaceLimits::default(),
             cpus: Cpus::of_thread(),
             missing: missing.into(),
@@ -114,6 +118,17 @@ impl Signals {
     pub fn with_limit(mut self, limit: ByteSize) -> Self {
         self.given = Some(limit);
         self
+    }
+
+    /// Lowers the limit of all later samples to these bytes, or ends that. It does not raise a
+    /// limit. Unlike a limit from configuration it changes while the process runs: everything that
+    /// follows the limit shrinks before the kernel's limit does.
+    pub fn set_fit(&self, fit: Option<ByteSize>) {
+        self.fit.store(fit.map_or(u64::MAX, ByteSize::get), Ordering::Relaxed);
+    }
+
+    pub(super) fn fit(&self) -> Option<ByteSize> {
+        Some(self.fit.load(Ordering::Relaxed)).filter(|fit| *fit != u64::MAX).map(ByteSize::new)
     }
 
     /// Returns the machine's physical memory, read once; `None` if it could not be read.
@@ -150,7 +165,8 @@ impl Signals {
             (Some(found), None) => found,
             (None, None) => Limit::UNKNOWN,
         };
-        let limit = match glance.resident.and_then(|held| self.space.resident_max(held)) {
+        let limit_without_fit = match glance.resident.and_then(|held| self.space.resident_max(held))
+        {
             Some(bytes) if bytes < limit.bytes => {
                 Limit { bytes, source: LimitSource::AddressSpace }
             }
@@ -171,7 +187,17 @@ impl Signals {
             None => Counted::Process,
         };
         let (charged, limit_is_stale) = (group.charged, group.is_stale);
-        (Signal { rss, anonymous, physical, limit, charged, limit_is_stale }, counted)
+        let signal = Signal {
+            rss,
+            anonymous,
+            physical,
+            limit: limit_without_fit.fitted(self.fit()),
+            limit_without_fit,
+            usage: glance.usage.filter(|_| group.limit.is_some()),
+            charged,
+            limit_is_stale,
+        };
+        (signal, counted)
     }
 
     pub(super) fn statm(&self) -> Option<Statm> {

@@ -59,6 +59,8 @@ struct Reading {
     glance: Glance,
     signal: Signal,
     counted: Counted,
+    /// Another one is a reason for the next full reading: the limit is another, and the tolerance.
+    fit: Option<ByteSize>,
 }
 
 impl SignalTracker {
@@ -74,14 +76,16 @@ impl SignalTracker {
         let resident = self.signals.statm();
         let usage = if needs_usage { self.signals.usage() } else { None };
         let glance = Glance { resident, usage };
-        if let Some(signal) = self.last.and_then(|last| last.at(glance, now)) {
+        let fit = self.signals.fit();
+        let last = self.last.filter(|last| last.fit == fit);
+        if let Some(signal) = last.and_then(|last| last.at(glance, now)) {
             return signal;
         }
         let usage = if needs_usage { usage } else { self.signals.usage() };
         let (signal, counted) = self.signals.read(Glance { resident, usage });
         let usage = usage.filter(|_| counted != Counted::Process);
         let glance = Glance { resident, usage };
-        self.last = Some(Reading { at: now, glance, signal, counted });
+        self.last = Some(Reading { at: now, glance, signal, counted, fit });
         signal
     }
 }
@@ -112,7 +116,8 @@ impl Reading {
             Counted::Unknown => return None,
         };
         let (rss, anonymous) = (Some(resident.rss), Some(resident.anon));
-        Some(Signal { rss, anonymous, physical, ..self.signal })
+        let usage = self.signal.usage.and(glance.usage);
+        Some(Signal { rss, anonymous, physical, usage, ..self.signal })
     }
 }
 
@@ -168,7 +173,7 @@ mod tests {
             let physical = ByteSize::mib(self.physical());
             let signal = Signal { physical, limit, ..Signal::default() };
             let (at, glance) = (Moment::ORIGIN, self.glance());
-            Reading { at, glance, signal, counted: Counted::Cgroup(LIMIT) }
+            Reading { at, glance, signal, counted: Counted::Cgroup(LIMIT), fit: None }
         }
     }
 

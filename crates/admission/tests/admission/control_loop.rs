@@ -10,7 +10,7 @@ use std::time::Duration;
 use lowtide_admission::ByteSize;
 use lowtide_admission::clock::{Bell, Clock, ManualClock, Moment};
 use lowtide_admission::{
-    Admission, Budget, Cost, ExhaustionPolicy, Job, Ladder, Level, Limit, Maintenance,
+    Admission, Budget, Cost, ExhaustionPolicy, Job, Ladder, Level, Limit, LimitSource, Maintenance,
     MaintenanceActions, Managed, Permit, Priority, Recovered, RejectReason, Rejected, Resource,
     Resources, Sample, Sensor, Settings, Trigger,
 };
@@ -924,4 +924,77 @@ fn a_service_that_shuts_down_is_not_saturated_by_what_it_rejects() {
     }
     let saturation = saturation(&mut rig);
     assert!(saturation < 0.05, "{saturation}");
+}
+
+fn fit(mib: u64) -> Limit {
+    Limit { bytes: ByteSize::mib(mib), source: LimitSource::Fit }
+}
+
+#[test]
+fn a_fit_is_tended_ten_times_a_second_and_once_more_when_it_has_ended() {
+    let mut rig = Rig::new(Settings::default(), ByteSize::mib(256), ByteSize::mib(20));
+    rig.run(1000 * MILLI);
+    let tends = |rig: &Rig| rig.posted.iter().filter(|(_, job)| *job == Job::TendFit).count();
+    assert_eq!(tends(&rig), 0);
+    rig.memory.with(|memory| memory.sample.limit = fit(100));
+    // Busy, so that it ticks often.
+    let permit = rig.admission.try_admit(Cost::host(ByteSize::mib(1))).expect("fits");
+    rig.run(1000 * MILLI);
+    assert!((5..=11).contains(&tends(&rig)), "{}", tends(&rig));
+    // Bug: a limit that was lowered within a tenth of a second of a look was not looked at, and the
+    // fit was in force again when the limit rose.
+    for millis in 1000..1100 {
+        rig.memory.with(|memory| memory.sample.limit = fit(100));
+        rig.run(millis * MILLI);
+        let before = tends(&rig);
+        rig.memory.with(|memory| memory.sample.limit = Limit::given(ByteSize::mib(100)));
+        rig.run(500 * MILLI);
+        assert_eq!(tends(&rig), before + 1, "after {millis} ms");
+    }
+    drop(permit);
+}
+
+/// A limit that was known still exists if it cannot be read; a fit does not.
+#[test]
+fn a_fit_that_has_ended_leaves_no_limit_where_none_was_known() {
+    let mut rig = Rig::new(Settings::default(), ByteSize::MAX, ByteSize::mib(20));
+    let ceiling = |rig: &Rig| rig.admission.ledger(Budget::Host).ceiling();
+    for (limit, expected) in [
+        (Limit::UNKNOWN, ByteSize::MAX),
+        (fit(100), ByteSize::mib(80)),
+        (Limit::UNKNOWN, ByteSize::MAX),
+        (Limit::given(ByteSize::mib(200)), ByteSize::mib(160)),
+        (Limit::UNKNOWN, ByteSize::mib(160)),
+    ] {
+        rig.memory.with(|memory| memory.sample.limit = limit);
+        rig.run(500 * MILLI);
+        assert_eq!(ceiling(&rig), expected, "{limit:?}");
+    }
+}
+
+/// A restart would undo what an operator asked for.
+#[test]
+fn a_fit_without_room_for_requests_asks_for_no_restart() {
+    let policy = ExhaustionPolicy::Exit { min_uptime: Duration::ZERO };
+    let settings = Settings { exhaustion_policy: policy, ..Settings::default() };
+    let mut rig = Rig::new(settings, ByteSize::mib(256), ByteSize::mib(20));
+    rig.run(1000 * MILLI);
+    drop(rig.admission.try_admit(Cost::host(ByteSize::kib(64))).expect("fits"));
+    rig.memory.with(|memory| {
+        memory.sample.physical = ByteSize::mib(150);
+        memory.sample.limit = fit(100);
+    });
+    for _ in 0..100 {
+        rig.run(100 * MILLI);
+        assert!(admit(&rig, 64).is_err(), "no room");
+    }
+    let state = rig.maintenance.state();
+    assert!(!state.is_exhausted() && !state.needs_restart());
+    // The kernel's limit is another matter.
+    rig.memory.with(|memory| memory.sample.limit = Limit::given(ByteSize::mib(100)));
+    for _ in 0..100 {
+        rig.run(100 * MILLI);
+        assert!(admit(&rig, 64).is_err(), "no room");
+    }
+    assert!(state.is_exhausted() && state.needs_restart());
 }

@@ -4,6 +4,7 @@
 
 mod control_loop;
 mod counting;
+mod fits;
 mod managed;
 mod process;
 mod real_cgroup;

@@ -5,7 +5,7 @@
 
 #[path = "../../../../benches/controller/sim/mod.rs"]
 #[allow(dead_code, reason = "the bench uses more of it")]
-mod sim;
+pub(crate) mod sim;
 
 use std::time::Duration;
 

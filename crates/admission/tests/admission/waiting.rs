@@ -13,7 +13,8 @@ use std::time::Duration;
 
 use lowtide_admission::clock::{Clock as _, Moment, SystemClock};
 use lowtide_admission::{
-    Admission, ByteSize, Cost, Level, Permit, Priority, RejectReason, Rejected, Reserve, Waiting,
+    Admission, Budget, ByteSize, Correction, Cost, Level, Measured, Permit, Priority, RejectReason,
+    Rejected, Reserve, Waiting,
 };
 
 /// The number of schedules. `benches/room` runs 100,000.
@@ -464,4 +465,21 @@ fn a_suspended_request_goes_on_waiting_when_admission_closes() {
     assert!(!resumed(&mut slow, &waiting, claim));
     drop(all);
     assert!(resumed(&mut slow, &waiting, claim));
+}
+
+/// Bug: it waited for its deadline, in front of others, for room that there could never be.
+#[test]
+fn a_request_that_the_ceiling_has_fallen_below_is_answered_and_holds_up_no_others() {
+    let admission = timed();
+    let all = admission.try_admit(mib(60)).expect("fits");
+    let mut large = Waits::new(&admission, 80, Priority::Normal, 0);
+    let mut small = Waits::new(&admission, 45, Priority::Normal, 0);
+    let fallen = Measured { ceiling: ByteSize::mib(50), ..Measured::default() };
+    admission.ledger(Budget::Host).correct(&mut Correction::starting_at(1.0), fallen);
+    admission.tend_queue(at(10));
+    let Poll::Ready(Err(rejected)) = large.poll() else { panic!("it waits on") };
+    assert_eq!(rejected.reason(), RejectReason::TooLarge, "{rejected}");
+    drop(large);
+    drop(all);
+    assert!(small.admitted().is_some());
 }

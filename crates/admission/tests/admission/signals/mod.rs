@@ -28,6 +28,8 @@ fn sampled(mib: u64) -> Signal {
         anonymous: Some(ByteSize::mib(30)),
         physical: ByteSize::mib(100),
         limit: limit(mib, LimitSource::Cgroup),
+        limit_without_fit: limit(mib, LimitSource::Cgroup),
+        usage: Some(ByteSize::new(GROUP.usage)),
         charged: Some(ByteSize::mib(90)),
         limit_is_stale: false,
     }
@@ -128,9 +130,66 @@ fn a_tracker_sees_growth_at_once_and_limits_within_a_tenth_of_a_second() {
     assert_eq!(tracker.sample(at(100)).limit, limit(256, LimitSource::Cgroup));
     // 7 MiB are more than a sixty-fourth of the 412 MiB that are left.
     let mut tracker = SignalTracker::new(Arc::new(tree.open()));
-    assert_eq!(tracker.sample(at(0)), Signal { physical: ByteSize::mib(106), ..sampled(256) });
+    let (physical, usage) = (ByteSize::mib(106), Some(ByteSize::mib(306)));
+    assert_eq!(tracker.sample(at(0)), Signal { physical, usage, ..sampled(256) });
     tree.v2("app", Group { usage: 313 * MIB, active_file: 63 * MIB, ..GROUP });
     assert_eq!(tracker.sample(at(1)).physical, ByteSize::mib(100), "it was page cache");
+}
+
+#[test]
+fn a_fit_lowers_the_limit_at_once_and_never_raises_it() {
+    let tree = Tree::new("0::/app\n", V2_MOUNT);
+    tree.v2("app", GROUP);
+    let signals = Arc::new(tree.open());
+    let mut tracker = SignalTracker::new(Arc::clone(&signals));
+    let kernel = limit(512, LimitSource::Cgroup);
+    assert_eq!(tracker.sample(at(0)).limit, kernel);
+    for (millis, fit, expected) in [
+        (1, Some(400), limit(400, LimitSource::Fit)),
+        (2, Some(300), limit(300, LimitSource::Fit)),
+        (3, Some(512), kernel),
+        (4, Some(600), kernel),
+        (5, None, kernel),
+    ] {
+        signals.set_fit(fit.map(ByteSize::mib));
+        for sample in [tracker.sample(at(millis)), signals.sample()] {
+            assert_eq!((sample.limit, sample.limit_without_fit), (expected, kernel), "{fit:?}");
+        }
+    }
+    // The kernel's limit falls to it, and rises again.
+    signals.set_fit(Some(ByteSize::mib(400)));
+    for (mib, expected) in [
+        (400, limit(400, LimitSource::Cgroup)),
+        (600, limit(400, LimitSource::Fit)),
+        (300, limit(300, LimitSource::Cgroup)),
+    ] {
+        tree.v2("app", Group { limit: Some(mib * MIB), ..GROUP });
+        assert_eq!(signals.sample().limit, expected, "{mib} MiB");
+    }
+}
+
+#[test]
+fn a_fit_is_the_limit_where_none_is_known_and_below_one_that_was_configured() {
+    let nothing = tempfile::tempdir().expect("a folder");
+    let unknown = Signals::open_at(nothing.path());
+    unknown.set_fit(Some(ByteSize::mib(7)));
+    assert_eq!(unknown.sample().limit, limit(7, LimitSource::Fit));
+    assert!(!unknown.sample().limit_without_fit.is_known());
+    let given = unknown.with_limit(ByteSize::mib(9));
+    assert_eq!(given.sample().limit, limit(7, LimitSource::Fit));
+    given.set_fit(Some(ByteSize::mib(9)));
+    assert_eq!(given.sample().limit, limit(9, LimitSource::Override));
+}
+
+#[test]
+fn the_usage_is_that_of_a_cgroup_with_a_limit_and_has_page_cache() {
+    let tree = Tree::new("0::/app\n", V2_MOUNT);
+    tree.v2("app", GROUP);
+    let sample = tree.open().sample();
+    assert_eq!(sample.usage, Some(ByteSize::new(GROUP.usage)));
+    assert!(sample.usage > Some(sample.physical), "with page cache");
+    tree.v2("app", Group { limit: None, ..GROUP });
+    assert_eq!(tree.open().sample().usage, None, "the usage of other processes");
 }
 
 #[test]

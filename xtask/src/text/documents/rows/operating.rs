@@ -43,6 +43,7 @@ pub(super) fn rows(code: &Code<'_>) -> Vec<Row> {
         routes,
         usage,
         kernel,
+        fits,
         purges,
         threads,
         device,
@@ -54,6 +55,27 @@ pub(super) fn rows(code: &Code<'_>) -> Vec<Row> {
 }
 
 type Rows = Vec<(&'static str, Vec<String>)>;
+
+/// Fits in a smaller limit.
+fn fits(code: &Code<'_>) -> Rows {
+    let of = |name: &str| code.constant(name).time();
+    vec![
+        (
+            "`within` ({} by default, from {} to {})",
+            values![
+                time(of("admin_tasks::FIT_WITHIN")),
+                time(of("admin_tasks::FIT_TIME_MIN")),
+                spoken(of("admin_tasks::FIT_TIME_MAX")),
+            ],
+        ),
+        (
+            "stayed below the limit for {}, with a margin of one part in {}",
+            values![time(of("fit::STAYS")), code.constant("fit::MARGIN_PART").count()],
+        ),
+        ("the limit was not lowered within {}", values![spoken(of("fit::HOLD"))]),
+        ("as soon as none was freed for {}", values![time(of("fit::STILL"))]),
+    ]
+}
 
 /// Heap profiles.
 fn profiles(code: &Code<'_>) -> Rows {

@@ -1,0 +1,130 @@
+//! The `fit` subcommand: asks a running proxy to fit in a smaller memory limit, and waits until it
+//! does or cannot.
+//!
+//! Run it before the limit of the container is lowered in place; see "Admin commands" in
+//! docs/OPERATING.md. It decides nothing: the proxy does, and goes on if this program is ended.
+//!
+//! Exit codes: 0 if the limit can be lowered, 1 with the reason if not.
+
+use std::fmt::Write as _;
+use std::io::{self, Write as _};
+use std::net::SocketAddr;
+use std::time::{Duration, Instant};
+
+use axum::http::header::AUTHORIZATION;
+use axum::http::{Request, StatusCode};
+use clap::Args;
+use http_body_util::Empty;
+use hyper::body::Bytes;
+use lowtide::{BoxError, ByteSize};
+use serde_json::Value;
+
+/// The time between two looks at the progress.
+const LOOK_EVERY: Duration = Duration::from_millis(250);
+/// The shortest time between two lines of progress.
+const LINE_EVERY: Duration = Duration::from_secs(1);
+/// The longest time that the proxy takes beyond that of the fit: other admin tasks may run first.
+const SPARE: Duration = Duration::from_secs(30);
+
+#[derive(Clone, Debug, Args)]
+pub(super) struct Fit {
+    /// The limit to fit in, such as 512Mi, or none to lift the one in force.
+    #[arg(value_parser = limit)]
+    limit: String,
+    /// Longest time until it fits, 1s to 1h.
+    #[arg(long, value_parser = humantime::parse_duration, default_value = "30s")]
+    within: Duration,
+    /// Do not count page cache: for a limit that is lowered without a check of the usage. The
+    /// kubelet checks it.
+    #[arg(long)]
+    ignore_page_cache: bool,
+}
+
+/// Returns the value of the query: an amount in bytes, or `none`.
+fn limit(text: &str) -> Result<String, String> {
+    if text == "none" {
+        return Ok(text.to_owned());
+    }
+    match text.parse() {
+        Ok(ByteSize::ZERO) => Err("expected an amount of memory above zero, or none".to_owned()),
+        Ok(limit) => Ok(limit.get().to_string()),
+        Err(error) => Err(format!("{error}, or none")),
+    }
+}
+
+impl Fit {
+    /// Sends the command to the proxy at this address and waits for its end.
+    ///
+    /// # Errors
+    /// The reason if the process does not fit, or if the command was not accepted.
+    pub(super) async fn run(&self, at: SocketAddr, token: Option<&str>) -> Result<(), BoxError> {
+        let task = self.send(at, token).await?;
+        let deadline = Instant::now() + self.within + SPARE;
+        let (mut shown, mut next_line) = (String::new(), Instant::now());
+        // Ends with the task, or at the deadline.
+        loop {
+            let figures = super::ask(at, request("GET", at, "/memory?with=admin_tasks", None)?);
+            let (_, figures) = figures.await?;
+            let figures: Value = serde_json::from_slice(&figures)?;
+            let list = figures["admin_tasks"]["list"].as_array();
+            let of = list.and_then(|list| list.iter().find(|one| one["id"] == task));
+            let of = of.ok_or_else(|| format!("{at} has no admin task {task} any more"))?;
+            let text = |key: &str| of[key].as_str().unwrap_or_default().to_owned();
+            match text("state").as_str() {
+                "done" => return Ok(say(&text("outcome"))?),
+                "failed" => return Err(text("outcome").into()),
+                _ => {}
+            }
+            let progress = text("progress");
+            if progress != shown && Instant::now() >= next_line {
+                say(&progress)?;
+                (shown, next_line) = (progress, Instant::now() + LINE_EVERY);
+            }
+            if Instant::now() >= deadline {
+                return Err(format!("{at} did not end admin task {task} in time").into());
+            }
+            tokio::time::sleep(LOOK_EVERY).await;
+        }
+    }
+
+    /// Sends the command. Returns the number of its task.
+    async fn send(&self, at: SocketAddr, token: Option<&str>) -> Result<u64, BoxError> {
+        let mut path = format!("/memory/fit?limit={}", self.limit);
+        write!(path, "&within={}ms", self.within.as_millis())?;
+        if self.ignore_page_cache {
+            path.push_str("&page_cache=ignore");
+        }
+        let (status, body) = super::ask(at, request("POST", at, &path, token)?).await?;
+        let told: Value = serde_json::from_slice(&body).unwrap_or_default();
+        match told["admin_task"].as_u64() {
+            Some(task) if status == StatusCode::ACCEPTED => Ok(task),
+            _ if status == StatusCode::NOT_FOUND => {
+                Err(format!("{at} accepts no admin commands: expected PROXY_ADMIN=yes").into())
+            }
+            _ => {
+                let detail = told["detail"].as_str().unwrap_or("expected an admin task");
+                Err(format!("{at} answered {status}: {detail}").into())
+            }
+        }
+    }
+}
+
+fn request(
+    method: &str,
+    at: SocketAddr,
+    path: &str,
+    token: Option<&str>,
+) -> Result<Request<Empty<Bytes>>, BoxError> {
+    let request = Request::builder().method(method).uri(format!("http://{at}{path}"));
+    let request = request.header("lowtide-admin", "1");
+    let request = match token {
+        Some(token) => request.header(AUTHORIZATION, format!("Bearer {token}")),
+        None => request,
+    };
+    Ok(request.body(Empty::new())?)
+}
+
+fn say(line: &str) -> io::Result<()> {
+    // Not `println!`, which panics if standard output is closed.
+    writeln!(io::stdout(), "{line}")
+}

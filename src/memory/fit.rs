@@ -1,0 +1,319 @@
+//! The admin command `fit`: shrinks the process below a smaller limit before an operator lowers the
+//! kernel's limit to it.
+//!
+//! `lowtide_admission::fit` decides, and its head says which figure must fall and what a fit does.
+//! Here the command becomes a limit of the signals, which everything else follows, and an admin
+//! task that runs until the process fits or cannot. The control loop posts a job for it ten times a
+//! second, so the worker never waits for it. Each job updates the progress of the task: the largest
+//! holders of memory.
+//!
+//! Beyond what the smaller limit does by itself, a fit that has not succeeded after a second purges
+//! the heap each second, whatever purges found before, asks reclaimers, and unloads resources that
+//! are not in use, also within their minimum residency.
+//!
+//! One fit is in force at most; a new one replaces it. It applies to the host's memory. While it is
+//! in force, memory is not declared exhausted, because a restart would undo it. A limit at or below
+//! that of the command needs no fit, and the answer says so. If no limit is known, that of the
+//! command is one.
+//!
+//! Invariant: the signals have a fit if and only if one is in force here; a task that was started
+//! ends, also by a shutdown or a panic.
+
+use crate::bytes::ByteSize;
+use crate::clock::{Moment, short};
+use crate::sync::{Mutex, caught, lock};
+use lowtide_admission::fit::{Fit, FitRelease, FitSample, FitStep, FitTerms, HOLD};
+use lowtide_admission::{Budget, Job, Limit, ReclaimerStats, Trigger};
+
+use super::admin_tasks::{AdminCommand, AdminError, AdminTaskState};
+use super::breakdown::{MemoryPart, PartKind};
+use super::shared::Shared;
+use super::snapshot::MemorySnapshot;
+
+/// The number of holders of memory that are named.
+const HOLDERS_MAX: usize = 5;
+/// Unused pages above the fit divided by this may be released.
+const UNUSED_PART: u64 = 256;
+
+/// The fit in force.
+#[derive(Debug, Default)]
+pub(super) struct FitInForce(Mutex<Option<Running>>);
+
+#[derive(Clone, Debug)]
+struct Running {
+    fit: Fit,
+    /// The task and its command.
+    id: u64,
+    command: AdminCommand,
+}
+
+/// Why a fit has ended.
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum FitEnd {
+    /// The process did not fit, as this says.
+    Failed(String),
+    /// The limit was lowered.
+    Lowered,
+    /// The limit was not lowered in time.
+    Expired,
+    /// An operator ended it.
+    Lifted,
+    /// The task with this number replaced it.
+    Replaced(u64),
+    /// The service shuts down.
+    ShutDown,
+}
+
+impl FitEnd {
+    /// Returns the name in the log.
+    const fn name(&self) -> &'static str {
+        match self {
+            Self::Failed(_) => "failed",
+            Self::Lowered => "lowered",
+            Self::Expired => "expired",
+            Self::Lifted => "lifted",
+            Self::Replaced(_) => "replaced",
+            Self::ShutDown => "shutdown",
+        }
+    }
+
+    /// Returns the end of the task, if it still runs.
+    fn state(&self, limit: Limit) -> AdminTaskState {
+        match self {
+            Self::Failed(text) => AdminTaskState::Failed(text.clone()),
+            Self::Lowered => AdminTaskState::Done(format!("the limit is now {}", said(limit))),
+            Self::Expired | Self::Lifted => AdminTaskState::Failed("lifted".to_owned()),
+            Self::Replaced(by) => AdminTaskState::Failed(format!("replaced by admin task {by}")),
+            Self::ShutDown => AdminTaskState::Failed(AdminError::Ended.to_string()),
+        }
+    }
+}
+
+/// Describes a limit, such as `512.0 MiB, set by the cgroup (memory.max)`.
+fn said(limit: Limit) -> String {
+    if !limit.is_known() {
+        return "unknown".to_owned();
+    }
+    format!("{}, set by {}", limit.bytes, limit.source.phrase())
+}
+
+impl Shared {
+    /// Begins a fit, or ends the one in force. Returns the outcome of the task, or `None` if the
+    /// task goes on.
+    pub(super) fn begin_fit(
+        &self,
+        id: u64,
+        command: &AdminCommand,
+        terms: Option<FitTerms>,
+    ) -> Result<Option<String>, String> {
+        let end = if terms.is_some() { FitEnd::Replaced(id) } else { FitEnd::Lifted };
+        let ended = self.end_fit(end);
+        let limit = self.signals.sample().limit_without_fit;
+        let Some(terms) = terms else {
+            let before = match ended {
+                Some(before) => format!("the fit in {before} is lifted"),
+                None => "no fit is in force".to_owned(),
+            };
+            return Ok(Some(format!("{before}: the limit is {}", said(limit))));
+        };
+        if terms.limit >= limit.bytes {
+            return Ok(Some(format!("the limit is already {}", said(limit))));
+        }
+        let now = self.clock.now();
+        {
+            let mut in_force = lock(&self.fit.0);
+            // With the lock held: a shutdown that comes later ends it.
+            if self.admission.is_closed() {
+                return Err(AdminError::Ended.to_string());
+            }
+            let (fit, command) = (Fit::new(terms, now), command.clone());
+            *in_force = Some(Running { fit, id, command });
+            self.signals.set_fit(Some(terms.limit));
+        }
+        self.queue.push_one(Job::Purge { trigger: Trigger::Manual });
+        log!(
+            info,
+            target: "lowtide",
+            admin_task = id,
+            limit = %terms.limit,
+            was = said(limit),
+            within = %short(terms.within),
+            "fit started"
+        );
+        Ok(None)
+    }
+
+    /// Ends the fit in force when the service shuts down.
+    pub(super) fn shut_fit_down(&self) {
+        self.end_fit(FitEnd::ShutDown);
+    }
+
+    /// Looks at the fit in force, on the worker.
+    pub(super) fn tend_fit(&self, now: Moment) {
+        if let Err(said) = caught(|| self.decide_on_fit(now)) {
+            self.end_fit(FitEnd::Failed(format!("panicked: {said}")));
+        }
+    }
+
+    fn decide_on_fit(&self, now: Moment) {
+        let in_force = lock(&self.fit.0).as_ref().map(|running| (running.id, running.fit.terms()));
+        let Some((id, terms)) = in_force else { return };
+        let sample = self.fit_sample(terms);
+        let (step, release, running) = {
+            let mut in_force = lock(&self.fit.0);
+            let Some(running) = in_force.as_mut().filter(|running| running.id == id) else {
+                return;
+            };
+            let step = running.fit.step(now, &sample);
+            self.signals.set_fit(Some(running.fit.limit()));
+            let shrinks = step == FitStep::Shrinking;
+            let release = shrinks.then(|| running.fit.release(now, &sample)).flatten();
+            (step, release, running.clone())
+        };
+        match step {
+            FitStep::Holding => {}
+            FitStep::Shrinking => {
+                let (_, holders) = self.holders(&sample, terms);
+                self.admin_tasks.set_progress(id, holders);
+                release.into_iter().for_each(|release| self.release_for_fit(release));
+            }
+            FitStep::Reached => {
+                let (counted, age) = (terms.counted(&sample), running.fit.age(now));
+                let text = format!(
+                    "fits in {} after {}: {counted} in use{}; the limit can be lowered within {}",
+                    terms.limit,
+                    short(age),
+                    cached(counted, &sample),
+                    short(HOLD)
+                );
+                self.finish_task(id, &running.command, AdminTaskState::Done(text), None);
+            }
+            FitStep::Failed => {
+                let text = self.misfit(&running.fit, &sample, now);
+                self.end_fit(FitEnd::Failed(text));
+            }
+            FitStep::Lowered => drop(self.end_fit(FitEnd::Lowered)),
+            FitStep::Expired => drop(self.end_fit(FitEnd::Expired)),
+        }
+    }
+
+    fn fit_sample(&self, terms: FitTerms) -> FitSample {
+        let signal = self.signals.sample();
+        let ledger = self.admission.ledger(Budget::Host);
+        let purgeable = self.state.purgeable();
+        let uses = self.resources.all().iter().any(|resource| {
+            let stats = resource.stats();
+            stats.loaded || stats.loading
+        });
+        let has_releasable = |of: &ReclaimerStats| of.registered && !of.releasable.is_zero();
+        let may_release = uses
+            || self.admission.stats().held() > 0
+            || purgeable.get() > terms.limit.get() / UNUSED_PART
+            || self.resources.reclaimer_stats().iter().any(has_releasable);
+        FitSample {
+            limit: signal.limit_without_fit.bytes,
+            usage: signal.usage,
+            physical: signal.physical,
+            purgeable,
+            promised: ledger.unheld().saturating_add(ledger.loading()),
+            may_release,
+        }
+    }
+
+    fn release_for_fit(&self, FitRelease { purges, bytes }: FitRelease) {
+        if purges {
+            self.queue.push_one(Job::Purge { trigger: Trigger::Manual });
+        }
+        if !bytes.is_zero() {
+            // The worker purges if something was released.
+            self.resources.release(bytes);
+        }
+    }
+
+    /// Ends the fit in force: the limit without it applies from the next sample on. Returns its
+    /// limit.
+    fn end_fit(&self, end: FitEnd) -> Option<ByteSize> {
+        let running = {
+            let mut in_force = lock(&self.fit.0);
+            let running = in_force.take()?;
+            self.signals.set_fit(None);
+            running
+        };
+        let (limit, now) = (running.fit.terms().limit, self.signals.sample().limit_without_fit);
+        if !running.fit.is_reached() {
+            let _ = self.finish_task(running.id, &running.command, end.state(now), None);
+        }
+        let (reason, text) =
+            (end.name(), format!("fit ended ({}): the limit is {}", end.name(), said(now)));
+        self.events.add(self.clock.since_epoch(), "admin", &limit.to_string(), text);
+        log!(
+            info,
+            target: "lowtide",
+            admin_task = running.id,
+            limit = %limit,
+            now = said(now),
+            reason,
+            "fit ended"
+        );
+        Some(limit)
+    }
+
+    /// Says why the process does not fit.
+    fn misfit(&self, fit: &Fit, sample: &FitSample, now: Moment) -> String {
+        let terms = fit.terms();
+        let (cache, holders) = self.holders(sample, terms);
+        let when = if fit.age(now) < terms.within {
+            ": nothing is left to release".to_owned()
+        } else {
+            format!(" within {}", short(terms.within))
+        };
+        let counts = terms.counted(sample).saturating_sub(terms.target());
+        let hint = if !counts.is_zero() && cache >= counts {
+            "; page cache is the kernel's, which drops it when the limit falls, but Kubernetes \
+             refuses to lower the limit: expected less page cache, or page_cache=ignore"
+        } else {
+            ""
+        };
+        format!("cannot fit in {}{when}: {holders}{hint}", terms.limit)
+    }
+
+    /// Returns the page cache that counts, and a text about all holders of memory.
+    fn holders(&self, sample: &FitSample, terms: FitTerms) -> (ByteSize, String) {
+        let snapshot = self.snapshot();
+        let breakdown = self.breakdown(&snapshot);
+        let counted = terms.counted(sample);
+        let cache = counted.saturating_sub(sample.physical);
+        let named = breakdown.largest(HOLDERS_MAX);
+        let others = breakdown.parts.iter().map(|part| part.bytes).sum::<ByteSize>();
+        let others = others.saturating_sub(named.iter().map(|part| part.bytes).sum());
+        let mut parts: Vec<_> = named.into_iter().map(|part| described(part, &snapshot)).collect();
+        let more = [
+            (others, "other memory"),
+            (cache, "page cache"),
+            (sample.promised, "reserved and not in use yet"),
+        ];
+        let more = more.into_iter().filter(|(bytes, _)| !bytes.is_zero());
+        parts.extend(more.map(|(bytes, what)| format!("{what} {bytes}")));
+        let text = format!("{counted} in use, to fit in {}: {}", terms.target(), parts.join(", "));
+        (cache, text)
+    }
+}
+
+/// Describes a holder of memory, and if a resource is in use.
+fn described(part: &MemoryPart, snapshot: &MemorySnapshot) -> String {
+    let is_it = |name: &str| part.name.as_deref() == Some(name);
+    let of = snapshot.resources.iter().find(|resource| is_it(&resource.name));
+    match of.filter(|_| part.kind == PartKind::Resource) {
+        Some(resource) if resource.guards > 0 => format!("{part} (guards: {})", resource.guards),
+        Some(_) => format!("{part} (not in use)"),
+        None => part.to_string(),
+    }
+}
+
+/// Describes the page cache in a usage.
+fn cached(counted: ByteSize, sample: &FitSample) -> String {
+    match counted.saturating_sub(sample.physical) {
+        ByteSize::ZERO => String::new(),
+        cache => format!(", with {cache} of page cache"),
+    }
+}
