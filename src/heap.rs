@@ -14,5 +14,6 @@ pub use lowtide_heap::{
 };
 #[cfg(feature = "profiling")]
 pub use lowtide_heap::{
-    AllocationProfile, AllocationStack, ProfileError, ProfileMapping, take_profile, write_profile,
+    AllocationProfile, AllocationStack, ProfileError, ProfileMapping, cache_unwind_rules,
+    take_profile, write_profile,
 };

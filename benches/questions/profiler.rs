@@ -21,6 +21,7 @@ use std::sync::Barrier;
 
 use clap::{Args, Parser, Subcommand};
 use lowtide::BoxError;
+use lowtide::heap::{self, Profiler};
 use procfs::process::Process;
 
 lowtide::global_allocator!(balanced);
@@ -42,7 +43,7 @@ const BLOCKS: usize = 64;
 const THREADS: usize = 8;
 const CHURN: u64 = 4_000;
 /// The runs of which the median resident memory is taken.
-const RUNS: usize = 5;
+const RUNS: usize = 15;
 
 /// A size of blocks that is measured.
 struct Size {
@@ -84,6 +85,9 @@ struct Ring {
 
 fn main() -> Result<(), BoxError> {
     let cli = Cli::parse();
+    if let Profiler::Active { .. } = heap::profiler() {
+        heap::cache_unwind_rules()?; // as the start of a `Memory` does
+    }
     match cli.part {
         Some(Part::Ring(Ring { size, count })) => ring(size, count),
         Some(Part::Resident) => println!("{}", resident()?),
@@ -100,7 +104,8 @@ fn ring(size: usize, count: u64) {
     black_box(blocks);
 }
 
-/// Returns the resident bytes of this process while some threads, which have allocated, wait.
+/// Returns the resident bytes of this process while some threads, which have allocated, wait. Idle
+/// pages are purged first, since a service's decay releases them within seconds.
 fn resident() -> Result<u64, BoxError> {
     let done = Barrier::new(THREADS + 1);
     std::thread::scope(|scope| {
@@ -113,6 +118,7 @@ fn resident() -> Result<u64, BoxError> {
             });
         }
         done.wait();
+        heap::purge_now()?;
         let rollup = Process::myself()?.smaps_rollup()?;
         let maps = rollup.memory_map_rollup.0;
         let resident = maps.iter().filter_map(|map| map.extension.map.get("Rss")).sum();
@@ -163,7 +169,8 @@ fn per_block(conf: &str, size: usize, count: u64) -> Result<f64, BoxError> {
 fn median_resident(conf: &str) -> Result<i64, BoxError> {
     let mut found = Vec::with_capacity(RUNS);
     for _ in 0..RUNS {
-        let mut command = myself(conf, Command::new(std::env::current_exe()?));
+        let mut command = Command::new(std::env::current_exe()?);
+        command.env("_RJEM_MALLOC_CONF", conf);
         let output = command.arg("resident").output()?;
         found.push(String::from_utf8(output.stdout)?.trim().parse::<i64>()?);
     }

@@ -81,7 +81,8 @@ async fn every_histogram_has_its_buckets_on_the_exporters_own_listener() {
 /// Bytes that samples of histograms take until somebody folds them: 16 each.
 const PILE: u32 = 400_000;
 
-#[test]
+/// In a process of its own, since it reads the live bytes of the heap.
+#[test_fork::test]
 fn samples_pile_up_until_the_workers_hook_runs_the_upkeep() {
     let recorder = recorder::builder().build_recorder();
     let (clock, tree) = (Arc::new(ManualClock::new()), Tree::new(ByteSize::mib(512)));

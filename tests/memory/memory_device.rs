@@ -179,7 +179,8 @@ fn bursts_beside_a_neighbour_that_stays_are_one_shortage_and_looked_at_once_a_se
         assert!(device(&memory).is_short);
     }
     let (seconds, looks) = (bed.clock.now() - from, bed.sim.calls(Call::GetInfo) - calls);
-    assert!(u128::from(looks) <= seconds.as_millis() / 1000 + 1, "{looks} in {seconds:?}");
+    // One more at each end; another was due before and may have come late.
+    assert!(u128::from(looks) <= seconds.as_millis() / 1000 + 2, "{looks} in {seconds:?}");
     assert!(memory.shutdown(SOON).is_clean());
 }
 

@@ -115,6 +115,28 @@ async fn a_connection_without_a_place_waits_for_one_and_is_then_refused() {
     assert_eq!(stream.read_u8().await.expect("read"), b'x');
 }
 
+/// The bug: it waited from when the listener last looked, and was refused up to 100 ms early.
+#[tokio::test]
+async fn a_connection_that_arrived_between_two_looks_was_refused_early() {
+    let mut server = Server::new(1).await;
+    let _first = server.connect().await;
+    let (open, _stream) = server.accept().await;
+    let mut accepting = Box::pin(server.listener.accept());
+    assert!(poll(&mut accepting).is_pending());
+    server.clock.advance(GRACE / 2);
+    open.progress();
+    let _second = TcpStream::connect(server.at).await.expect("a connection");
+    let early = timeout(Duration::from_millis(50), &mut accepting).await;
+    assert!(early.is_err(), "the place is taken");
+    drop(accepting);
+    server.clock.advance(GRACE / 2);
+    let early = timeout(Duration::from_millis(50), server.listener.accept()).await;
+    assert!(early.is_err(), "the place is taken");
+    server.clock.advance(GRACE / 2);
+    drop(server.accept().await);
+    assert!(is_closed(&open).await);
+}
+
 #[tokio::test]
 async fn a_connection_lingers_only_if_something_was_not_read() {
     let mut server = Server::new(2).await;

@@ -90,8 +90,8 @@ pub(crate) struct Reservation {
 /// The part of the allowance that suspended requests may reserve. An estimate: a claim of three
 /// quarters still fits beside them, and bodies of a whole second do in most services.
 const SUSPENDED_PART: u64 = 4;
-/// The most that [`Ledger::used_allowance`] returns. A bound, so that the average of what an
-/// allowance of some bytes makes of it ends soon.
+/// The most that [`Ledger::utilization`] returns. A bound, so that the average of what an allowance
+/// of some bytes makes of it ends soon.
 const UTILIZATION_MAX: f64 = 100.0;
 
 /// The account of one budget. Starts without a limit, until the first correction. Reservations are
@@ -658,7 +658,7 @@ impl Ledger {
     #[doc(hidden)]
     #[must_use]
     #[expect(clippy::cast_precision_loss, reason = "a ratio")]
-    pub fn used_allowance(&self) -> Option<f64> {
+    pub fn utilization(&self) -> Option<f64> {
         let (reserved, allowance) = (self.reserved(), self.allowance());
         if allowance == ByteSize::MAX {
             return None;
@@ -675,17 +675,10 @@ impl Ledger {
         ByteSize::new(self.ceiling.load(Ordering::Relaxed))
     }
 
-    /// Returns the part of the room for requests that they have reserved, 0 to 1: 1 also if there
-    /// is no room, and 0 without a limit. A few loads.
-    #[doc(hidden)]
-    #[must_use]
-    pub fn utilization(&self) -> f64 {
-        self.utilization_with(ByteSize::ZERO, ByteSize::ZERO)
-    }
-
-    /// Returns the utilization if requests had reserved `more` bytes, and resource reservations of
-    /// `freed` bytes were released. Never NaN.
-    pub(crate) fn utilization_with(&self, more: ByteSize, freed: ByteSize) -> f64 {
+    /// Returns the part of the room for requests that they would have reserved with `more` bytes,
+    /// if resource reservations of `freed` bytes were released: 0 to 1, 1 also if there is no room,
+    /// and 0 without a limit. Never NaN.
+    pub(crate) fn saturation(&self, more: ByteSize, freed: ByteSize) -> f64 {
         let allowance = self.allowance.load(Ordering::Relaxed);
         if allowance == u64::MAX {
             return 0.0;
@@ -851,29 +844,29 @@ mod tests {
     }
 
     #[test]
-    fn the_utilization_of_a_ledger_is_the_part_of_the_room_that_requests_have() {
+    fn the_saturation_of_a_ledger_is_the_part_of_the_room_that_requests_have() {
         let ledger = Ledger::new();
+        let without = |freed| ledger.saturation(ByteSize::ZERO, freed);
         ledger.book_exempt(ByteSize::MAX);
-        assert!(ledger.utilization().abs() < 1e-9, "without a limit");
+        assert!(without(ByteSize::ZERO).abs() < 1e-9, "without a limit");
         ledger.release(ByteSize::MAX);
         let mut correction = Correction::new();
         ledger.correct(&mut correction, sample(0, 0));
         let near = |found: f64, part: f64| (found - part).abs() < 1e-6;
-        assert!(near(ledger.utilization(), 0.0));
+        assert!(near(without(ByteSize::ZERO), 0.0));
         ledger.try_book(ByteSize::mib(100)).expect("fits"); // of 800 MiB at K = 2
-        assert!(near(ledger.utilization(), 0.25), "{}", ledger.utilization());
+        assert!(near(without(ByteSize::ZERO), 0.25), "{}", without(ByteSize::ZERO));
         // The room that a resource takes is no room for requests, unless it goes.
         let model = ledger.try_book_standing(ByteSize::mib(400)).expect("fits");
-        assert!(near(ledger.utilization(), 0.5), "{}", ledger.utilization());
-        let without = |freed| ledger.utilization_with(ByteSize::ZERO, freed);
+        assert!(near(without(ByteSize::ZERO), 0.5), "{}", without(ByteSize::ZERO));
         assert!(near(without(ByteSize::mib(400)), 0.25));
         assert!(near(without(ByteSize::MAX), 0.25), "no more than resources have reserved");
         ledger.release_standing(model);
         ledger.book_exempt(ByteSize::gib(1));
-        assert!(near(ledger.utilization(), 1.0), "more than the room");
+        assert!(near(without(ByteSize::ZERO), 1.0), "more than the room");
         ledger.release(ByteSize::mib(100 + 1024));
         ledger.correct(&mut correction, sample(900, 0));
-        assert!(near(ledger.utilization(), 1.0), "no room");
+        assert!(near(without(ByteSize::ZERO), 1.0), "no room");
     }
 
     #[test]

@@ -89,7 +89,7 @@ pub use maintenance::{
     run_worker,
 };
 #[doc(hidden)]
-pub use maintenance::{REPORT_WINDOW, load_weight};
+pub use maintenance::{REPORT_WINDOW, SHED_SHOWN, mean_weight};
 pub use managed::{
     Acquire, AcquireError, AddError, Backoff, LastUnload, LoadError, LoadScope, Managed,
     ManagedBuilder, Resource, ResourceStats, Resources, UnloadError, UnloadReason, Unloads, Use,

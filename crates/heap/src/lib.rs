@@ -48,6 +48,8 @@ mod purge;
 mod recall;
 mod redirect;
 mod stats;
+#[cfg(all(feature = "profiling", target_os = "linux", target_arch = "x86_64"))]
+mod unwind;
 
 pub use lowtide_core::{ByteSize, clock, decay};
 
@@ -67,7 +69,8 @@ pub use libc_heap::{LibcHeap, libc_heap};
 pub use profile::HeapProfile;
 #[cfg(feature = "profiling")]
 pub use profiler::{
-    AllocationProfile, AllocationStack, ProfileError, ProfileMapping, take_profile, write_profile,
+    AllocationProfile, AllocationStack, ProfileError, ProfileMapping, cache_unwind_rules,
+    take_profile, write_profile,
 };
 pub use profiler::{Profiler, profiler};
 pub use purge::{Outcome, Part, PurgeReport, decay_tick, flush_thread_cache, purge, purge_now};

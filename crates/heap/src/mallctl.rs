@@ -12,6 +12,8 @@
 #![expect(unsafe_code, reason = "jemalloc's control interface is untyped C")]
 
 use std::ffi::{CStr, c_char};
+#[cfg(feature = "profiling")]
+use std::ffi::{c_uint, c_void};
 use std::marker::PhantomData;
 use std::ptr::{self, NonNull};
 use std::sync::OnceLock;
@@ -43,6 +45,11 @@ pub(crate) struct Copied;
 /// Marks a control to which the name of a file is written.
 #[cfg(feature = "profiling")]
 pub(crate) struct FileName;
+
+/// A function that stores at most the given number of return addresses of the calling thread at the
+/// first pointer, and their number at the second.
+#[cfg(feature = "profiling")]
+pub(crate) type BacktraceHook = unsafe extern "C" fn(*mut *mut c_void, *mut c_uint, c_uint);
 
 /// Kinds of text that C gives a pointer to.
 pub(crate) trait Pointed {}
@@ -149,6 +156,9 @@ table! {
 
 #[cfg(feature = "profiling")]
 pub(crate) static PROF_DUMP: Key<FileName, 2> = Key::new(c"prof.dump");
+#[cfg(feature = "profiling")]
+pub(crate) static PROF_BACKTRACE: Key<BacktraceHook, 3> =
+    Key::new(c"experimental.hooks.prof_backtrace");
 
 impl<T, const N: usize> Key<T, N> {
     const fn new(name: &'static CStr) -> Self {
@@ -336,6 +346,29 @@ impl<const N: usize> Key<FileName, N> {
         // SAFETY: the control takes a `const char *`, which is valid up to its NUL for the call;
         // jemalloc 5.3.1 keeps no pointer to it (`prof_mdump`).
         let written = unsafe { raw::write_mib(&numbers, name) };
+        written.map_err(|error| self.refused(Act::Write, Refusal::explained(error)))
+    }
+}
+
+#[cfg(feature = "profiling")]
+impl<const N: usize> Key<BacktraceHook, N> {
+    /// Returns the function that is called now.
+    pub(crate) fn read(&self) -> Result<BacktraceHook, HostError> {
+        let numbers = self.numbers()?;
+        // SAFETY: the control's value is such a function, and never null.
+        let found = unsafe { raw::read_mib(&numbers) };
+        found.map_err(|error| self.refused(Act::Read, Refusal::explained(error)))
+    }
+
+    /// Has a function called for each sample from now on.
+    ///
+    /// # Safety
+    /// The function is correct with the arguments of [`BacktraceHook`], on every thread, within an
+    /// allocation.
+    pub(crate) unsafe fn write(&self, hook: BacktraceHook) -> Result<(), HostError> {
+        let numbers = self.numbers()?;
+        // SAFETY: the control takes such a function; the caller guarantees that it is correct.
+        let written = unsafe { raw::write_mib(&numbers, hook) };
         written.map_err(|error| self.refused(Act::Write, Refusal::explained(error)))
     }
 }

@@ -56,6 +56,10 @@ pub(super) struct Captures {
 /// profiler is not active.
 pub(super) fn prepare(config: &Config, diagnostics: &mut Vec<Diagnostic>) -> Option<Arc<Profiles>> {
     if let Profiler::Active { .. } = heap::profiler() {
+        if let Err(error) = heap::cache_unwind_rules() {
+            let text = format!("samples of the heap profiler stay expensive: {error}");
+            diagnostics.push(Diagnostic::warning("profiler", text));
+        }
         if let Some(folder) = &config.heap_profile_dir.value
             && let Err(error) = Folder::check(folder)
         {

@@ -150,10 +150,10 @@ impl ConnectionListener {
             let Some(accepted) = accepted.await else { continue };
             let (stream, from) = accepted?;
             if waiting.len() <= connections.most() / PACE as usize {
-                waiting.push_back((stream, from, now + *grace));
+                waiting.push_back((stream, from, clock.now() + *grace));
             } else {
                 CloseReason::Refused.count();
-                *accepts_at = now + REFUSED_PAUSE;
+                *accepts_at = clock.now() + REFUSED_PAUSE;
             }
         }
     }

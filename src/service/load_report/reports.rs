@@ -21,7 +21,7 @@ use bytes::Bytes;
 use http::header::CONTENT_TYPE;
 use http::{HeaderMap, HeaderName, HeaderValue, Response};
 use http_body::Body;
-use lowtide_admission::{Admission, Budget, PressureState, REPORT_WINDOW, load_weight};
+use lowtide_admission::{Admission, Budget, PressureState, REPORT_WINDOW, SHED_SHOWN, mean_weight};
 
 use crate::bytes::ByteSize;
 use crate::clock::{Clock, Moment};
@@ -42,8 +42,6 @@ const UTILIZATION_MIN: f64 = 0.01;
 static METRICS: HeaderName = HeaderName::from_static("endpoint-load-metrics");
 static METRICS_BIN: HeaderName = HeaderName::from_static("endpoint-load-metrics-bin");
 
-/// The time for which a rejection shows in reports. An estimate: balancers look once a second.
-const SHED_SHOWN: Duration = Duration::from_secs(1);
 /// The utilization while requests are shed is at most this multiple of what it is otherwise.
 const DEMAND_MAX: f64 = 100.0;
 /// Without a control loop, a report is encoded when it is older than this.
@@ -299,7 +297,7 @@ impl LoadReports {
         // Without a tick so far there is no average.
         ledgers.resize(ledgers.len().max(2), None);
         for (ledger, budget) in ledgers.iter_mut().zip([Budget::Host, Budget::Device]) {
-            *ledger = ledger.or_else(|| self.admission.ledger(budget).used_allowance());
+            *ledger = ledger.or_else(|| self.admission.ledger(budget).utilization());
         }
         let fullest = ledgers.iter().copied().flatten().reduce(f64::max);
         let application_utilization = if is_shedding {
@@ -403,7 +401,7 @@ impl Rates {
         }
         let before = std::mem::replace(&mut self.counts, counts);
         self.at = now;
-        let weight = load_weight(step);
+        let weight = mean_weight(step, REPORT_WINDOW);
         let counted = counts.all().into_iter().zip(before.all());
         for (sum, (now, before)) in self.sums.iter_mut().zip(counted) {
             let count = now.wrapping_sub(before);
@@ -415,7 +413,7 @@ impl Rates {
     /// Returns the rates of all counts, in each second.
     fn averages(&self) -> [f64; COUNTS] {
         // The first response after the start is no rate yet.
-        let weight = self.weight.max(load_weight(REPORT_WINDOW / 2));
+        let weight = self.weight.max(mean_weight(REPORT_WINDOW / 2, REPORT_WINDOW));
         self.sums.map(|sum| sum / weight)
     }
 

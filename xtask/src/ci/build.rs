@@ -217,7 +217,10 @@ pub(super) fn interposed(_: Length) -> Outcome {
     let run = cargo("test --locked --all-features -p lowtide -p lowtide-heap");
     let tests = "--test heap --test memory -- \
                  interpose not_global profile_sources profile_symbol profile_wrong_name";
-    Ok(run.words(tests).run()?)
+    run.words(tests).run()?;
+    // The modules of the feature `profiling`, which no other job tests.
+    let run = cargo("test --locked --all-features -p lowtide-heap --lib --");
+    Ok(run.words("pprof profiler unwind").run()?)
 }
 
 /// Runs an arena's contract over each backend for CUDA memory, in the order that finds most, and

@@ -91,15 +91,15 @@ pub(super) fn deployment(_: Length) -> Outcome {
     } else {
         println!("skipped: no docker-compose");
     }
+    match validate_manifests() {
+        Err(Stop::Skipped(why)) if !super::is_set("CI") => println!("skipped: {why}"),
+        outcome => outcome?,
+    }
     if has("kubectl") {
         // It needs no cluster.
         Run::new("kubectl").words("kustomize deploy/envoy").output()?;
     } else {
         println!("skipped: no kubectl");
-    }
-    match validate_manifests() {
-        Err(Stop::Skipped(why)) if !super::is_set("CI") => println!("skipped: {why}"),
-        outcome => outcome?,
     }
     if !has("promtool") {
         return skip("no promtool");

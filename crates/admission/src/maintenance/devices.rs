@@ -16,7 +16,7 @@ use crate::pressure::Thresholds;
 
 use super::Settings;
 use super::account::Account;
-use super::saturation::{short_total, taken};
+use super::saturation::taken;
 
 /// The memory of one device in a sample.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -48,15 +48,13 @@ pub(super) struct DeviceAccount {
     admission: Admission,
     account: Account,
     turns: Turns,
-    /// The requests rejected for lack of memory, since the start.
-    pub(super) short_total: u64,
 }
 
 impl DeviceAccount {
     pub(super) fn new(admission: Admission, settings: &Settings) -> Self {
         let (thresholds, factor) = (Thresholds::default(), settings.correction_factor);
         let account = Account::new(Budget::Device, thresholds, factor);
-        Self { admission, account, turns: Turns::default(), short_total: 0 }
+        Self { admission, account, turns: Turns::default() }
     }
 
     /// Updates the allowance.
@@ -67,9 +65,7 @@ impl DeviceAccount {
         if self.account.is_unused(&self.admission, committed, limit) {
             return;
         }
-        let stats = self.admission.stats();
-        let turnover = self.turns.next(&stats, now);
-        self.short_total = short_total(&stats);
+        let turnover = self.turns.next(&self.admission.stats(), now);
         let ceiling = ceiling(limit, share);
         let measured = Measured { physical: committed, purgeable: idle, ceiling, turnover };
         self.account.correct(&self.admission, measured);
@@ -77,12 +73,17 @@ impl DeviceAccount {
 
     /// Returns the reserved part of the allowance; `None` without a limit.
     pub(super) fn utilization(&self) -> Option<f64> {
-        self.admission.ledger(Budget::Device).used_allowance()
+        self.admission.ledger(Budget::Device).utilization()
     }
 
     /// Returns `true` while requests hold bytes of the device.
     pub(super) fn is_held(&self) -> bool {
         !self.admission.ledger(Budget::Device).requests().is_zero()
+    }
+
+    /// Returns how often a request was shed, since the start.
+    pub(super) fn sheds_total(&self) -> u64 {
+        self.admission.sheds_total()
     }
 
     /// Returns the part of the room that is taken.

@@ -52,7 +52,7 @@ pub use jobs::{Job, JobQueue, Jobs, Trigger};
 pub use purging::PurgeGrowth;
 pub use settings::{Settings, SettingsError};
 pub use state::PressureState;
-pub use utilization::{REPORT_WINDOW, load_weight};
+pub use utilization::{REPORT_WINDOW, SHED_SHOWN, mean_weight};
 pub use worker::{MaintenanceActions, Worker, run_control, run_worker};
 
 /// A sample of signals, heap and arenas.
@@ -499,7 +499,7 @@ impl Maintenance {
         let further = self.further.iter().map(DeviceAccount::utilization);
         let step = self.utilization_added.step(now);
         let budgets = [Budget::Host, Budget::Device].map(|of| self.admission.ledger(of));
-        let utilizations = budgets.into_iter().map(Ledger::used_allowance).chain(further);
+        let utilizations = budgets.into_iter().map(Ledger::utilization).chain(further);
         self.state.utilizations.add(step, utilizations);
         self.state.set_sample(sample, limit, now);
         self.state.set_entered(&self.host.pressure);

@@ -23,36 +23,18 @@ use crate::correction::few;
 use crate::cost::{Budget, Cost};
 use crate::ledger::Ledger;
 use crate::pressure::Level;
-use crate::rejected::RejectReason;
 
 use super::Maintenance;
+use super::utilization::{SHED_SHOWN, mean_weight};
 
 /// The time after which a value counts for a third of what it did: `1/e`. Between two scrapes at
 /// least half of the number is replaced.
 const AVERAGED: Duration = Duration::from_secs(15);
 
-/// The time for which a rejection counts. A client that is rejected soon tries again, so a service
-/// that rejects one request a second is as full as one that rejects a hundred.
-const REJECTS: Duration = Duration::from_secs(1);
-
-/// The reasons for which another instance would have admitted the request, or let it run.
-const SHORT: [RejectReason; 5] = [
-    RejectReason::Full,
-    RejectReason::Pressure,
-    RejectReason::Exhausted,
-    RejectReason::SlowStart,
-    RejectReason::Outgrown,
-];
-
-/// Returns how often requests were rejected for lack of memory, since the start.
-pub(super) fn short_total(stats: &AdmissionStats) -> u64 {
-    SHORT.into_iter().map(|reason| stats.rejected_total(reason)).sum()
-}
-
 /// Returns the part of a ledger's room that is taken by requests and one more of a thirty-second
 /// of its ceiling, if resources of `freed` bytes were unloaded.
 pub(super) fn taken(ledger: &Ledger, freed: ByteSize) -> f64 {
-    ledger.utilization_with(few(ledger.ceiling()), freed)
+    ledger.saturation(few(ledger.ceiling()), freed)
 }
 
 /// The mean over time.
@@ -60,39 +42,42 @@ pub(super) fn taken(ledger: &Ledger, freed: ByteSize) -> f64 {
 pub(super) struct Saturation {
     mean: f64,
     at: Option<Moment>,
-    /// The requests rejected for lack of memory by the last tick, and the time of the last tick
-    /// that found a further one.
-    rejected: u64,
-    rejected_at: Option<Moment>,
+    /// The requests that were shed by the last tick, and the time of the last tick that found a
+    /// further one.
+    sheds: u64,
+    shed_at: Option<Moment>,
 }
 
 impl Saturation {
     /// Adds the value of a tick, for the time since the last one. Returns the mean.
     fn add(&mut self, now: Moment, value: f64) -> f64 {
         let weight = match self.at.replace(now) {
-            Some(last) => 1.0 - (-(now - last).as_secs_f64() / AVERAGED.as_secs_f64()).exp(),
+            Some(last) => mean_weight(now - last, AVERAGED),
             None => 1.0,
         };
         self.mean = (self.mean + weight * (value - self.mean)).clamp(0.0, 1.0);
         self.mean
     }
 
-    /// Returns `true` if a request was rejected in the last second.
-    fn rejects(&mut self, now: Moment, rejected_total: u64) -> bool {
-        if std::mem::replace(&mut self.rejected, rejected_total) < rejected_total {
-            self.rejected_at = Some(now);
+    /// Returns `true` if a request was shed in the last second.
+    fn sheds(&mut self, now: Moment, sheds_total: u64) -> bool {
+        if std::mem::replace(&mut self.sheds, sheds_total) < sheds_total {
+            self.shed_at = Some(now);
         }
-        self.rejected_at.is_some_and(|at| now - at < REJECTS)
+        self.shed_at.is_some_and(|at| now - at < SHED_SHOWN)
     }
 }
 
 impl Maintenance {
     /// Publishes the saturation.
     pub(super) fn saturate(&mut self, stats: &AdmissionStats, now: Moment) {
-        let further: u64 = self.further.iter().map(|device| device.short_total).sum();
-        let rejects = self.saturation.rejects(now, short_total(stats).saturating_add(further));
+        let further: u64 = self.further.iter().map(|device| device.sheds_total()).sum();
+        let sheds =
+            self.saturation.sheds(now, self.admission.sheds_total().saturating_add(further));
+        // An instance that shuts down sheds to others, which are to have room.
+        let sheds = sheds && !self.admission.is_closed();
         let is_critical = self.host.pressure.level() == Level::Critical;
-        let is_short = rejects || stats.waiting > 0 || is_critical || self.exhaustion.is_declared();
+        let is_short = sheds || stats.waiting > 0 || is_critical || self.exhaustion.is_declared();
         let value = if is_short { 1.0 } else { self.taken() };
         self.state.set_saturation(self.saturation.add(now, value));
     }
@@ -233,11 +218,11 @@ mod tests {
     #[test]
     fn a_rejection_counts_for_a_second() {
         let mut saturation = Saturation::default();
-        let mut rejects = |millis, total| {
-            saturation.rejects(Moment::after_origin(Duration::from_millis(millis)), total)
+        let mut sheds = |millis, total| {
+            saturation.sheds(Moment::after_origin(Duration::from_millis(millis)), total)
         };
-        assert!(!rejects(0, 0));
-        assert!(rejects(10, 3) && rejects(1_009, 3) && !rejects(1_010, 3));
-        assert!(rejects(2_000, 4) && rejects(2_900, 5) && rejects(3_800, 5));
+        assert!(!sheds(0, 0));
+        assert!(sheds(10, 3) && sheds(1_009, 3) && !sheds(1_010, 3));
+        assert!(sheds(2_000, 4) && sheds(2_900, 5) && sheds(3_800, 5));
     }
 }

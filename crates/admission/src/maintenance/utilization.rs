@@ -22,11 +22,18 @@ const LEDGERS: usize = 17;
 #[doc(hidden)]
 pub const REPORT_WINDOW: Duration = Duration::from_secs(2);
 
-/// Returns the weight of what was measured during the last `step` in an average.
+/// The time for which a rejection shows in load reports and in the saturation. A client that is
+/// rejected soon tries again, so a service that rejects one request a second is as full as one that
+/// rejects a hundred. Balancers look about once a second.
+#[doc(hidden)]
+pub const SHED_SHOWN: Duration = Duration::from_secs(1);
+
+/// Returns the weight of what was measured during the last `step` in a mean over time in which a
+/// value counts for a third (`1/e`) after `window`.
 #[doc(hidden)]
 #[must_use]
-pub fn load_weight(step: Duration) -> f64 {
-    1.0 - (-step.as_secs_f64() / REPORT_WINDOW.as_secs_f64()).exp()
+pub fn mean_weight(step: Duration, window: Duration) -> f64 {
+    1.0 - (-step.as_secs_f64() / window.as_secs_f64()).exp()
 }
 
 /// The averages, in the state that the control loop publishes.
@@ -50,7 +57,7 @@ impl Utilizations {
     /// Adds the current values of the ledgers, which are `None` without a limit. Called by the
     /// control loop.
     pub(super) fn add(&self, step: Duration, mut now: impl Iterator<Item = Option<f64>>) {
-        let weight = load_weight(step);
+        let weight = mean_weight(step, REPORT_WINDOW);
         for (nth, place) in self.0.iter().enumerate() {
             let mut value = now.next().flatten();
             if nth + 1 == LEDGERS {

@@ -40,8 +40,8 @@ pub(super) fn check<'a>(tree: &'a Tree, code: &'a Code<'a>, faults: &'a Faults) 
     all.check_image();
     all.check_onnxruntime();
     files::check(&all);
-    fleet::check(&all);
     autoscaling::check(&all);
+    fleet::check(&all);
 }
 
 /// Every name in a text that starts so.

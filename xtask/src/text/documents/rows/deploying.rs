@@ -18,8 +18,10 @@ const OTHER: f64 = 10.0;
 const BODY: f64 = 8.0;
 
 pub(super) fn rows(code: &Code<'_>) -> Vec<Row> {
-    let parts = [limits, formulas, proxy, times, autoscaling, balancer];
-    parts.into_iter().flat_map(|rows| rows(code)).collect()
+    [limits, formulas, proxy, times, autoscaling, balancer]
+        .into_iter()
+        .flat_map(|rows| rows(code))
+        .collect()
 }
 
 /// Mebibytes, as Docker and `ByteSize` read `512m`; the tests of `ByteSize` have that very text.
