@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use http_body_util::{BodyExt as _, Empty};
+use hyper::Request;
 use hyper_util::client::legacy::Client;
 use hyper_util::client::legacy::connect::HttpConnector;
 use hyper_util::rt::TokioExecutor;
@@ -16,10 +17,12 @@ use serde_json::{Value, json};
 use yaml_rust2::{Yaml, YamlLoader};
 
 use crate::envoy;
+use crate::hold::HOLD_HEADER;
 use crate::process::Process;
 
 const CONFIGURATION: &str = include_str!("../../deploy/envoy/envoy.yaml");
 const CLUSTER: &str = "/static_resources/clusters/0";
+const REPORT_HEADER: &str = "endpoint-load-metrics";
 /// The longest time until Envoy's health checks have found all services.
 const HEALTH_PATIENCE: Duration = Duration::from_secs(10);
 /// The time between two looks.
@@ -124,6 +127,30 @@ impl Balancer {
             std::thread::sleep(LOOK_EVERY);
         }
         Ok(balancer)
+    }
+
+    /// Checks that each service reports its load, and that Envoy keeps the reports from clients.
+    pub(crate) fn check_reports(&self) -> Result<(), BoxError> {
+        let shows_report = |at: SocketAddr| {
+            self.runtime.block_on(async {
+                let request = Request::post(format!("http://{at}/hold"));
+                let request = request.header(HOLD_HEADER, 0).body(Empty::new())?;
+                let answer = self.client.request(request).await?;
+                if !answer.status().is_success() {
+                    return Err(format!("{at} answered {}", answer.status()).into());
+                }
+                Ok::<_, BoxError>(answer.headers().contains_key(REPORT_HEADER))
+            })
+        };
+        for service in &self.services {
+            if !shows_report(*service)? {
+                return Err(format!("{service} reports no load").into());
+            }
+        }
+        if shows_report(self.front)? {
+            return Err("Envoy shows clients a load report".into());
+        }
+        Ok(())
     }
 
     /// Returns what Envoy says about each service, in their order.

@@ -109,6 +109,7 @@ impl Run {
         let Self { has_retries, is_quick, .. } = *self;
         let changes = Changes { policy, has_retries, is_quick };
         let balancer = Balancer::start(&self.envoy, changes, &addresses)?;
+        balancer.check_reports()?;
         let mut offer =
             Offer::steady(self.mix, self.rate(), self.warm + self.lasts + AFTER, self.seed);
         offer.sending = Sending { copies: self.copies, ..Sending::default() };
@@ -217,6 +218,11 @@ impl Looks {
 }
 
 impl Outcome {
+    /// Returns the requests that were shed or failed.
+    pub(crate) const fn unserved(&self) -> u64 {
+        self.shed + self.failed
+    }
+
     /// Returns the line of a run.
     pub(crate) fn line(&self, policy: Policy) -> String {
         let all = count(self.requests.iter().sum());

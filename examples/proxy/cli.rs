@@ -100,9 +100,9 @@ struct Cli {
     /// endpoint-load-metrics, in this format. Those of the upstream are always dropped.
     #[arg(long, env = "PROXY_LOAD_REPORTS", value_enum, default_value = "off")]
     load_reports: LoadReports,
-    /// Accept admin commands (purge, trim, sleep, wake, unload, snapshot) from this machine, under
-    /// /memory.
-    #[arg(long, env = "PROXY_ADMIN", value_parser = BoolishValueParser::new())]
+    /// Accept admin commands (purge, trim, sleep, wake, unload, snapshot, fit) from this machine,
+    /// under /memory.
+    #[arg(long, env = "PROXY_ADMIN", value_parser = BoolishValueParser::new(), global = true)]
     admin: bool,
     /// Accept admin commands with the token in this file: 32 to 256 characters, in one line.
     #[arg(long, env = "PROXY_ADMIN_TOKEN_FILE", global = true)]

@@ -123,7 +123,7 @@ const JOBS: &[Job] = &[
     job("dashboards", "dashboards against a real Prometheus", LIVE, system::dashboards),
     long("controller", "the controller in virtual time", &[], long::controller),
     long("overload", "overload in a real memory cgroup", &[], long::overload),
-    job("fleet", "three services behind a real Envoy", &["python"], long::fleet),
+    job("fleet", "load reports, read by Envoy and gRPC", &["python"], long::fleet),
     job("rules", "the Prometheus rules, by promtool", &["promtool"], system::rules),
     job("deployment", "unit, manifests, Compose file, Prometheus", LIVE, system::deployment),
     job("image", "the image's root file system under a limit", &["curl"], system::image),

@@ -50,7 +50,7 @@ fn validate_manifests() -> Outcome {
         };
         install().map_err(|why| Stop::Skipped(format!("no {SCHEMAS}: {why}")))?;
     }
-    let manifests = ["kubernetes", "hpa", "endpoint-picker"];
+    let manifests = ["kubernetes", "envoy/kubernetes", "hpa", "endpoint-picker"];
     let files = manifests.map(|name| format!("deploy/{name}.yaml")).join(" ");
     Ok(Run::new(&validate).words("--strict -k").arg(KUBERNETES).words(&files).run()?)
 }

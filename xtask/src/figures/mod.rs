@@ -97,7 +97,7 @@ const SUBJECTS: &[(&str, &str)] = &[
         "questions",
         "an operator's questions, kills, alerts, the recorder and profiler: half an hour",
     ),
-    ("fleet", "three services behind Envoy by load reports, and round robin; some 10 minutes"),
+    ("fleet", "load reports, behind a real Envoy too; fits; the saturation: some 20 minutes"),
     ("envoy", "thresholds on the heap, in Envoy, and lowtide: quick and slow bodies"),
 ];
 

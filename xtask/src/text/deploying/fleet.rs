@@ -50,7 +50,12 @@ impl Deploying<'_> {
         let manager = &listener["filter_chains"][0]["filters"][0]["typed_config"];
         let removed = strings(&manager["route_config"]["response_headers_to_remove"]);
         let reports = vec!["endpoint-load-metrics", "endpoint-load-metrics-bin"];
-        self.same(ENVOY, "response_headers_to_remove", removed, reports);
+        self.same(ENVOY, "response_headers_to_remove", removed, reports.clone());
+        // Those of gRPC.
+        let mutations = &manager["http_filters"][0]["typed_config"]["mutations"];
+        let trailers = mutations["response_trailers_mutations"].as_vec().into_iter().flatten();
+        let removed = trailers.filter_map(|one| one["remove"].as_str()).collect();
+        self.same(ENVOY, "response_trailers_mutations", removed, reports);
         let policy = &cluster["load_balancing_policy"]["policies"][0]["typed_extension_config"];
         let name = text_of(&policy["name"]);
         let is_weighted = name.ends_with(".client_side_weighted_round_robin");
