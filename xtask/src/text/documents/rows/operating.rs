@@ -59,6 +59,7 @@ type Rows = Vec<(&'static str, Vec<String>)>;
 /// Fits in a smaller limit.
 fn fits(code: &Code<'_>) -> Rows {
     let of = |name: &str| code.constant(name).time();
+    let margin = code.constant("fit::MARGIN_PART");
     vec![
         (
             "`within` ({} by default, from {} to {})",
@@ -69,11 +70,12 @@ fn fits(code: &Code<'_>) -> Rows {
             ],
         ),
         (
-            "stayed below the limit for {}, with a margin of one part in {}",
-            values![time(of("fit::STAYS")), code.constant("fit::MARGIN_PART").count()],
+            "stayed below {}/{} of the limit for {}.",
+            values![(margin.whole() - 1).to_string(), margin.count(), time(of("fit::STAYS"))],
         ),
         ("the limit was not lowered within {}", values![spoken(of("fit::HOLD"))]),
-        ("as soon as none was freed for {}", values![time(of("fit::STILL"))]),
+        ("fails once no memory was freed for {}", values![time(of("fit::STILL"))]),
+        ("After {}, lowtide asks caches", values![time(of("fit::RELEASE_EVERY"))]),
     ]
 }
 
@@ -154,20 +156,19 @@ fn time_limits(code: &Code<'_>) -> Rows {
 
 fn load_reports(code: &Code<'_>) -> Rows {
     let (window, shown) = (code.constant("REPORT_WINDOW"), code.constant("SHED_SHOWN"));
+    let shortest = &time(code.constant("request::INTERVAL_MIN").time());
     let hour = code.constant("request::INTERVAL_MAX").time() == Duration::from_secs(3600);
     expect(code, hour, &format!("{PAGE}: an hour between reports"));
     vec![
         ("Utilizations and rates are averages over {}, except", values![time(window.time())]),
         ("from the first rejection until {} after the last one,", values![time(shown.time())]),
         (
-            "after each `report_interval`: {} if the client names none, {} at least, an hour",
-            values![
-                time(code.constant("INTERVAL_DEFAULT").time()),
-                time(code.constant("request::INTERVAL_MIN").time())
-            ],
+            "every `report_interval`: {} by default; shorter than {} counts as {}, and longer than \
+             an hour as an hour.",
+            values![time(code.constant("INTERVAL_DEFAULT").time()), shortest, shortest],
         ),
         (
-            "There are at most {}; a further one ends",
+            "At most {} streams are open; further ones end",
             values![code.constant("streams::STREAMS_MAX").count()],
         ),
     ]
@@ -319,7 +320,7 @@ fn routes(code: &Code<'_>) -> Rows {
         ),
         ("`keep` (default {}) |", values![code.between("query.get(\"keep\").unwrap_or(\"", "\"")]),
         (
-            "shows the last {}. At most {} wait;",
+            "`list` (the last {}, oldest first) and `needs_token`. At most {} wait;",
             values![of("admin_tasks::KEPT_MAX"), of("admin_tasks::WAITING_MAX")],
         ),
         (
@@ -330,7 +331,10 @@ fn routes(code: &Code<'_>) -> Rows {
             "{} commands at once, then one a second",
             values![first_of_a_sentence(&at_once(code, "COMMANDS"))],
         ),
-        ("rejections {} at once, then one a second", values![at_once(code, "LOGGED")]),
+        (
+            "Rejected ones are logged too: {} at once, then one a second",
+            values![at_once(code, "LOGGED")],
+        ),
         (
             "it doubles every {} while requests of the route wait and do not grow beyond",
             values![time(code.constant("slow_start::STEP").time())],
