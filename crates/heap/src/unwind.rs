@@ -17,7 +17,8 @@
 //! Invariants: it reads only the stack of the calling thread, above the stack pointer; nothing is
 //! allocated but by the C library, when it finds the stack of a thread; no lock is held but the
 //! thread's own during that, and the loader's while a rule is looked up. A rule is one atomic
-//! word, so threads cannot mix two. When a library is unloaded, all rules are dropped at the next
+//! word, so threads cannot mix two. A forked child looks up no rules, since a thread that it lacks
+//! may hold the loader's lock. When a library is unloaded, all rules are dropped at the next
 //! lookup; a rule that is used until then can give a wrong stack, and nothing else.
 #![expect(unsafe_code, reason = "reads registers, the thread's stack and the tables of libraries")]
 
@@ -36,11 +37,16 @@ use gimli::{
     UnwindContext, UnwindContextStorage, UnwindSection, UnwindTableRow, X86_64,
 };
 
+use lowtide_core::fork::Birth;
+
 use super::error::HostError;
 use super::mallctl::{self as ctl, BacktraceHook};
 
 /// jemalloc's own unwinder.
 static OWN: OnceLock<BacktraceHook> = OnceLock::new();
+
+/// The process in which rules are looked up: the first that installed the hook.
+static BIRTH: OnceLock<Birth> = OnceLock::new();
 
 /// The length of [`libc::pthread_getattr_np`] at most. In the first functions after it, too, the
 /// stack of a thread is not asked for.
@@ -69,6 +75,7 @@ pub(super) fn install() -> Result<(), HostError> {
     if OWN.get().is_none() {
         let own = ctl::PROF_BACKTRACE.read()?;
         let _ = OWN.set(own);
+        let _ = BIRTH.set(Birth::now());
     }
     // SAFETY: the hook writes within the given room, or passes the arguments on.
     unsafe { ctl::PROF_BACKTRACE.write(hook) }
@@ -135,7 +142,7 @@ impl Rule {
         if word != 0 && word >> shift == tag {
             return Self::unpacked(word);
         }
-        let rule = look_up(address);
+        let Some(rule) = look_up(address) else { return Self::Other };
         place.store(tag << shift | rule.packed(), Ordering::Relaxed);
         rule
     }
@@ -313,16 +320,20 @@ fn find_thread_stack() -> Option<(u64, u64)> {
     (found == 0).then_some((start, start.checked_add(size as u64)?))
 }
 
-/// Looks up the rule for an address of code in the unwind tables of the loaded libraries.
+/// Looks up the rule for an address of code in the unwind tables of the loaded libraries. Returns
+/// `None` in a forked child, in which a thread of the parent may hold the loader's lock.
 #[cold]
-fn look_up(address: u64) -> Rule {
+fn look_up(address: u64) -> Option<Rule> {
+    if BIRTH.get().is_some_and(|birth| !birth.is_here()) {
+        return None;
+    }
     let mut search = Search { address, rule: Rule::Other, unloaded: 0 };
     // SAFETY: the callback gets a pointer to `search`, which outlives the call.
     unsafe { libc::dl_iterate_phdr(Some(search_library), (&raw mut search).cast()) };
     if UNLOADED.swap(search.unloaded, Ordering::Relaxed) != search.unloaded {
         RULES.iter().for_each(|rule| rule.store(0, Ordering::Relaxed));
     }
-    search.rule
+    Some(search.rule)
 }
 
 struct Search {
