@@ -324,7 +324,7 @@ async fn ask(
     let asked = client.request(request);
     let ask = async {
         let answer =
-            asked.await.map_err(|error| format!("{at} is unhealthy: {}", whole(&error)))?;
+            asked.await.map_err(|error| format!("cannot reach {at}: {}", whole(&error)))?;
         let status = answer.status();
         let text = answer.into_body().collect().await?.to_bytes();
         Ok::<_, BoxError>((status, text))

@@ -330,6 +330,15 @@ impl AdminTasks {
         list.any_waits()
     }
 
+    /// Adds to the outcome of a task that was successful: what it did has ended.
+    pub(super) fn add_to_outcome(&self, id: u64, more: &str) {
+        let mut list = lock(&self.0);
+        let task = list.kept.iter_mut().find(|admin_task| admin_task.id == id);
+        if let Some(AdminTaskState::Done(text)) = task.map(|task| &mut task.state) {
+            text.push_str(more);
+        }
+    }
+
     /// Returns `true` if a task waits.
     pub(super) fn any_waits(&self) -> bool {
         lock(&self.0).any_waits()

@@ -211,7 +211,9 @@ impl Shared {
         let has_releasable = |of: &ReclaimerStats| {
             of.registered && (of.calls_total == 0 || !of.releasable.is_zero())
         };
+        let promised = ledger.unheld().saturating_add(ledger.loading());
         let may_release = uses
+            || !promised.is_zero()
             || self.admission.stats().held() > 0
             || purgeable.get() > signal.physical.get() / UNUSED_PART
             || self.resources.reclaimer_stats().iter().any(has_releasable);
@@ -220,7 +222,7 @@ impl Shared {
             usage: signal.usage,
             physical: signal.physical,
             purgeable,
-            promised: ledger.unheld().saturating_add(ledger.loading()),
+            promised,
             may_release,
         }
     }
@@ -245,7 +247,10 @@ impl Shared {
             running
         };
         let (limit, now) = (running.fit.terms().limit, self.signals.sample().limit_without_fit);
-        if !running.fit.is_reached() {
+        if running.fit.is_reached() {
+            let text = format!("; {}: the limit is {}", end.name(), describe_limit(now));
+            self.admin_tasks.add_to_outcome(running.id, &text);
+        } else {
             let _ = self.finish_task(running.id, &running.command, end.state(now), None);
         }
         let (reason, text) = (
@@ -301,7 +306,7 @@ impl Shared {
         ];
         let more = more.into_iter().filter(|(bytes, _)| !bytes.is_zero());
         parts.extend(more.map(|(bytes, what)| format!("{what} {bytes}")));
-        let text = format!("{counted} in use, to fit in {}: {}", terms.target(), parts.join(", "));
+        let text = format!("{counted} in use, target {}: {}", terms.target(), parts.join(", "));
         (cache, text)
     }
 }

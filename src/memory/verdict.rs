@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use crate::bytes::ByteSize;
 use crate::clock::short;
-use lowtide_admission::{Level, RejectReason, RequestMemory, RequestPhase};
+use lowtide_admission::{Level, LimitSource, RejectReason, RequestMemory, RequestPhase};
 
 use super::breakdown::{Breakdown, MemoryPart, PartKind, list};
 use super::events::{Event, is_shortage};
@@ -102,10 +102,13 @@ impl Verdict {
 /// Returns the physical memory against the limit, with its largest parts.
 fn used(snapshot: &MemorySnapshot, breakdown: &Breakdown) -> String {
     let (physical, limit) = (snapshot.physical, snapshot.signal.limit.bytes);
-    let of_limit = match percent(physical, limit) {
+    let mut of_limit = match percent(physical, limit) {
         Some(percent) => format!("{physical} of {limit} ({percent} %)"),
         None => format!("{physical}"),
     };
+    if snapshot.signal.limit.source == LimitSource::Fit {
+        of_limit.push_str(" in a fit");
+    }
     let largest = list(&breakdown.largest(2), " and ");
     if largest.is_empty() { of_limit } else { format!("{of_limit}, mostly {largest}") }
 }

@@ -155,7 +155,7 @@ fn a_process_that_does_not_fit_says_what_holds_the_memory_and_has_its_limit_agai
     let id = service.fit(500);
     service.until_limit(500, LimitSource::Fit);
     advance_until(&service.clock, TICK, "it shows progress", || {
-        service.task(id).progress.starts_with("641.0 MiB in use, to fit in 484.4 MiB: ")
+        service.task(id).progress.starts_with("641.0 MiB in use, target 484.4 MiB: ")
     });
     assert_eq!(service.task(id).state, AdminTaskState::Running);
     service.has_failed(id, "cannot fit in 500.0 MiB within 30.0 s: 641.0 MiB in use");
@@ -196,6 +196,7 @@ fn page_cache_that_alone_does_not_fit_is_named_and_may_be_left_out() {
     assert!(service.memory.shutdown(SOON).is_clean());
 }
 
+/// Bug: after 2 s nothing seemed left to release, although the reservation might be.
 #[test]
 fn reservations_that_are_not_held_yet_must_fit_too() {
     let service = Service::start();
@@ -209,8 +210,13 @@ fn reservations_that_are_not_held_yet_must_fit_too() {
     advance_until(&service.clock, TICK, "it shows progress", || {
         service.task(id).progress.contains("reserved and not in use yet 400.0 MiB")
     });
-    for _ in 0..20 {
-        service.clock.advance(TICK);
+    for held in (200..202).cycle().take(12) {
+        service.tree.hold(held);
+        let text = format!("{}.0 MiB in use", held + 1);
+        advance_until(&service.clock, TICK, "it is looked at", || {
+            let task = service.task(id);
+            task.state != AdminTaskState::Running || task.progress.contains(&text)
+        });
     }
     assert_eq!(service.task(id).state, AdminTaskState::Running);
     drop(permit);
@@ -288,7 +294,9 @@ fn a_fit_is_replaced_lifted_and_over_after_ten_minutes() {
     service.until_limit(1000, LimitSource::Cgroup);
     let lasted = service.clock.now() - start;
     assert!(lasted >= Duration::from_secs(598), "{lasted:?}");
-    assert!(matches!(service.task(third).state, AdminTaskState::Done(_)), "it did fit");
+    let ended = "; expired: the limit is 1000.0 MiB, set by the cgroup (memory.max)";
+    let task = service.task(third);
+    assert!(task.state.name() == "done" && task.state.outcome().ends_with(ended), "{task:?}");
 
     // One above the limit lifts one in force.
     let fourth = service.fit(700);
@@ -309,6 +317,19 @@ fn a_limit_that_falls_before_the_process_fits_ends_the_fit() {
     service.is_done(id, "the limit is now 400.0 MiB, set by the cgroup (memory.max)");
     service.until_limit(400, LimitSource::Cgroup);
     assert!(service.memory.shutdown(SOON).is_clean());
+}
+
+/// Bug: the control loop looked after a fit only once it had found its limit in force. If the
+/// kernel's limit fell before, the task ran for ever, and the fit applied when that limit rose.
+#[test]
+fn a_limit_that_falls_between_the_command_and_the_next_tick_ends_the_fit() {
+    let service = Service::start();
+    service.tree.hold(300);
+    let id = service.fit(500);
+    service.tree.limit(ByteSize::mib(400));
+    service.is_done(id, "the limit is now 400.0 MiB, set by the cgroup (memory.max)");
+    service.tree.limit(ByteSize::mib(1000));
+    service.until_limit(1000, LimitSource::Cgroup);
 }
 
 #[test]

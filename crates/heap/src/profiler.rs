@@ -64,7 +64,8 @@ pub fn profiler() -> Profiler {
 /// Makes samples of the heap profiler cheaper, from now on: call stacks are walked by unwind rules
 /// that are looked up once for each return address. Returns `false` if this is no Linux on x86-64;
 /// the profiler then works as before, as it does for stacks with frames that have no simple rule
-/// (signal handlers, code without unwind tables, stacks that a program switched to).
+/// (signal handlers, code without unwind tables, stacks that a program switched to). A forked child
+/// has the rules of its parent, and looks up no further ones.
 ///
 /// A sample then takes some 10,000 instead of 30,000 instructions, at the cost of 16 KiB. Call it
 /// once, at the start; starting a `Memory` of the crate `lowtide` does.

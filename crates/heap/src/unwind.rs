@@ -8,7 +8,8 @@
 //! rules, so a frame that was seen before costs some 20 instructions.
 //!
 //! If a frame has no such rule, jemalloc's own unwinder walks the stack: signal handlers, code
-//! without unwind tables, stacks that the program switched to.
+//! without unwind tables, stacks that the program switched to. So it does for the first sample of a
+//! thread, which finds where its stack is.
 //!
 //! It relies on unwind tables (`.eh_frame_hdr`), which compilers for Linux on x86-64 write. On
 //! other targets nothing is installed.
@@ -17,10 +18,11 @@
 //! jemalloc calls the hook between `pre_reentrancy` and `post_reentrancy`, so that allocation takes
 //! no sample.
 //!
-//! Invariants: it reads only the stack of the calling thread, above the stack pointer, and holds no
-//! lock but the loader's while a rule is looked up. A rule is one atomic word, so threads cannot
-//! mix two. When a library is unloaded, all rules are dropped at the next lookup; a rule that is
-//! used until then can give a wrong stack, and nothing else.
+//! Invariants: it reads only the stack of the calling thread, above the stack pointer; no lock is
+//! held but the thread's own while its stack is found, and the loader's while a rule is looked up. A rule is one atomic
+//! word, so threads cannot mix two. A forked child looks up no rules, since a thread that it lacks
+//! may hold the loader's lock. When a library is unloaded, all rules are dropped at the next
+//! lookup; a rule that is used until then can give a wrong stack, and nothing else.
 #![expect(unsafe_code, reason = "reads registers, the thread's stack and the tables of libraries")]
 
 use std::arch::asm;
@@ -38,11 +40,20 @@ use gimli::{
     UnwindContext, UnwindContextStorage, UnwindSection, UnwindTableRow, X86_64,
 };
 
+use lowtide_core::fork::Birth;
+
 use super::error::HostError;
 use super::mallctl::{self as ctl, BacktraceHook};
 
 /// jemalloc's own unwinder.
 static OWN: OnceLock<BacktraceHook> = OnceLock::new();
+
+/// The process in which rules are looked up: the first that installed the hook.
+static BIRTH: OnceLock<Birth> = OnceLock::new();
+
+/// The length of [`libc::pthread_getattr_np`] at most. In the first functions after it, too, the
+/// stack of a thread is not asked for.
+const GETATTR_MAX: u64 = 4096;
 
 /// The number of rules that are kept, as a power of 2: 16 KiB. A service has some thousand return
 /// addresses on the stacks that allocate.
@@ -67,6 +78,7 @@ pub(super) fn install() -> Result<(), HostError> {
     if OWN.get().is_none() {
         let own = ctl::PROF_BACKTRACE.read()?;
         let _ = OWN.set(own);
+        let _ = BIRTH.set(Birth::now());
     }
     // SAFETY: the hook writes within the given room, or passes the arguments on.
     unsafe { ctl::PROF_BACKTRACE.write(hook) }
@@ -133,7 +145,7 @@ impl Rule {
         if word != 0 && word >> shift == tag {
             return Self::unpacked(word);
         }
-        let rule = look_up(address);
+        let Some(rule) = look_up(address) else { return Self::Other };
         place.store(tag << shift | rule.packed(), Ordering::Relaxed);
         rule
     }
@@ -177,7 +189,12 @@ impl Registers {
 unsafe extern "C" fn hook(addresses: *mut *mut c_void, count: *mut c_uint, max: c_uint) {
     let registers = Registers::of_this_frame();
     let mut taken: c_uint = 0;
-    let is_whole = walk(registers, |address| {
+    let Some(stack) = known_thread_stack() else {
+        // SAFETY: the caller's arguments.
+        unsafe { first_of_thread(addresses, count, max) };
+        return;
+    };
+    let is_whole = walk(&stack, registers, |address| {
         if taken == max {
             return false;
         }
@@ -197,11 +214,34 @@ unsafe extern "C" fn hook(addresses: *mut *mut c_void, count: *mut c_uint, max: 
     }
 }
 
+/// Has jemalloc's own unwinder store the addresses, and finds the stack of the thread for the next
+/// sample.
+///
+/// The C library holds a lock of the thread while it finds the stack, and allocates. If malloc is
+/// jemalloc's, that allocation may be this sample, in which it cannot be asked again.
+///
+/// # Safety
+/// As for [`hook`].
+#[cold]
+unsafe fn first_of_thread(addresses: *mut *mut c_void, count: *mut c_uint, max: c_uint) {
+    let Some(own) = OWN.get() else { return };
+    // SAFETY: jemalloc's own hook, with the caller's arguments.
+    unsafe { own(addresses, count, max) };
+    // SAFETY: the hook has set the number.
+    let taken = unsafe { count.read() }.min(max);
+    // SAFETY: the hook has stored so many addresses.
+    let callers = unsafe { slice::from_raw_parts(addresses, taken as usize) };
+    let start = libc::pthread_getattr_np as *const () as u64;
+    let asks = start..start.saturating_add(GETATTR_MAX);
+    if !callers.iter().any(|address| asks.contains(&(*address as u64))) {
+        learn_thread_stack();
+    }
+}
+
 /// Passes the return addresses to `take`, until it wants no more. Returns `false` if a frame has no
-/// rule.
+/// rule. `stack` is that of this thread.
 #[inline]
-fn walk(mut registers: Registers, mut take: impl FnMut(u64) -> bool) -> bool {
-    let stack = thread_stack();
+fn walk(stack: &Range<u64>, mut registers: Registers, mut take: impl FnMut(u64) -> bool) -> bool {
     if !stack.contains(&registers.stack) {
         return false; // a stack that the program switched to
     }
@@ -245,17 +285,22 @@ fn walk(mut registers: Registers, mut take: impl FnMut(u64) -> bool) -> bool {
     }
 }
 
-/// Returns the addresses of this thread's stack; none if they are unknown.
-fn thread_stack() -> Range<u64> {
-    thread_local! {
-        static STACK: Cell<(u64, u64)> = const { Cell::new((0, 0)) };
-    }
-    STACK.with(|known| {
-        if known.get().1 == 0 {
-            known.set(find_thread_stack().unwrap_or((1, 1)));
-        }
-        known.get().0..known.get().1
-    })
+thread_local! {
+    /// The addresses of this thread's stack; `(0, 0)` before they are looked for.
+    static STACK: Cell<(u64, u64)> = const { Cell::new((0, 0)) };
+}
+
+/// Returns the addresses of this thread's stack, none if there is no way to know them; `None` if
+/// they were not looked for.
+#[inline]
+fn known_thread_stack() -> Option<Range<u64>> {
+    let (start, end) = STACK.get();
+    (end != 0).then_some(start..end)
+}
+
+/// Looks for the addresses of this thread's stack.
+fn learn_thread_stack() {
+    STACK.set(find_thread_stack().unwrap_or((1, 1)));
 }
 
 /// Asks the C library for the first address of this thread's stack and the one after the last.
@@ -278,16 +323,20 @@ fn find_thread_stack() -> Option<(u64, u64)> {
     (found == 0).then_some((start, start.checked_add(size as u64)?))
 }
 
-/// Looks up the rule for an address of code in the unwind tables of the loaded libraries.
+/// Looks up the rule for an address of code in the unwind tables of the loaded libraries. Returns
+/// `None` in a forked child, in which a thread of the parent may hold the loader's lock.
 #[cold]
-fn look_up(address: u64) -> Rule {
+fn look_up(address: u64) -> Option<Rule> {
+    if BIRTH.get().is_some_and(|birth| !birth.is_here()) {
+        return None;
+    }
     let mut search = Search { address, rule: Rule::Other, unloaded: 0 };
     // SAFETY: the callback gets a pointer to `search`, which outlives the call.
     unsafe { libc::dl_iterate_phdr(Some(search_library), (&raw mut search).cast()) };
     if UNLOADED.swap(search.unloaded, Ordering::Relaxed) != search.unloaded {
         RULES.iter().for_each(|rule| rule.store(0, Ordering::Relaxed));
     }
-    search.rule
+    Some(search.rule)
 }
 
 struct Search {
@@ -426,12 +475,17 @@ mod tests {
         addresses
     }
 
+    fn thread_stack() -> Range<u64> {
+        learn_thread_stack();
+        known_thread_stack().expect("it was looked for")
+    }
+
     /// Returns the same by rules; `None` if a frame has none.
     #[inline(never)]
     fn by_rules() -> Option<Vec<u64>> {
         let mut addresses = Vec::new();
         let registers = Registers::of_this_frame();
-        let is_whole = walk(registers, |address| {
+        let is_whole = walk(&thread_stack(), registers, |address| {
             addresses.push(address);
             true
         });
@@ -505,15 +559,16 @@ mod tests {
 
     #[test]
     fn a_stack_that_is_not_the_threads_is_left_to_the_tables() {
+        let own = thread_stack();
         let mut elsewhere = vec![0_u64; 512];
         let stack = elsewhere.as_mut_ptr() as u64 + 1024;
         let mut registers = Registers::of_this_frame();
         registers.stack = stack;
-        assert!(!walk(registers, |_| true));
+        assert!(!walk(&own, registers, |_| true));
         let registers = Registers { frame: u64::MAX, ..Registers::of_this_frame() };
-        walk(registers, |_| true); // whatever it finds, it reads nothing outside
+        walk(&own, registers, |_| true); // whatever it finds, it reads nothing outside
         let registers = Registers { instruction: 1, ..Registers::of_this_frame() };
-        assert!(!walk(registers, |_| true), "no library has this address");
+        assert!(!walk(&own, registers, |_| true), "no library has this address");
     }
 
     #[test]

@@ -39,8 +39,13 @@ pub(super) enum Refused {
     CrossSite,
     #[error("missing header {HEADER}: expected `{HEADER}: 1`")]
     Header,
-    #[error("admin requests are local only: the client address is not local or unknown")]
-    NotLoopback,
+    #[error("admin requests are local only: the client is {0}, expected a loopback address")]
+    NotLoopback(IpAddr),
+    #[error(
+        "admin requests are local only: the client's address is unknown (serve with \
+         `into_make_service_with_connect_info::<SocketAddr>()`, or add `Peer` to the request)"
+    )]
+    UnknownPeer,
     #[error("admin requests are local only: the request came through a proxy")]
     Forwarded,
     #[error("admin requests are local only: expected localhost or a loopback address as the host")]
@@ -57,7 +62,7 @@ impl Refused {
             Self::Host => "host",
             Self::CrossSite => "cross_site",
             Self::Header => "header",
-            Self::NotLoopback => "not_loopback",
+            Self::NotLoopback(_) | Self::UnknownPeer => "not_loopback",
             Self::Forwarded => "forwarded",
             Self::HostName => "host_name",
             Self::UnknownHost => "unknown_host",
@@ -77,9 +82,9 @@ pub(super) fn check<B>(request: &Request<B>, token: Option<&AdminToken>) -> Resu
     if let Some(token) = token {
         return if has_token(headers, token) { Ok(()) } else { Err(Refused::Token) };
     }
-    let peer = request.extensions().get::<Peer>();
-    if !peer.is_some_and(|peer| is_loopback(peer.0.ip())) {
-        return Err(Refused::NotLoopback);
+    let peer = request.extensions().get::<Peer>().ok_or(Refused::UnknownPeer)?.0.ip();
+    if !is_loopback(peer) {
+        return Err(Refused::NotLoopback(peer));
     }
     if FORWARDED.iter().any(|name| headers.contains_key(*name)) {
         return Err(Refused::Forwarded);

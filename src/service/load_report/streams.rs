@@ -27,8 +27,8 @@ pub(super) struct Streams {
     count: AtomicUsize,
     waiting: Mutex<Vec<(u64, Moment, Waker)>>,
     next: AtomicU64,
-    /// `true` once the control loop knows them.
-    is_registered: AtomicBool,
+    /// `true` once a service streams the reports.
+    is_served: AtomicBool,
 }
 
 impl Streams {
@@ -39,6 +39,11 @@ impl Streams {
         streams.count.fetch_update(Ordering::Relaxed, Ordering::Relaxed, add).ok()?;
         let number = streams.next.fetch_add(1, Ordering::Relaxed);
         Some(StreamSlot { reports: Arc::clone(reports), number })
+    }
+
+    /// Returns `true` once a service streams the reports.
+    pub(super) fn is_served(&self) -> bool {
+        self.is_served.load(Ordering::Relaxed)
     }
 
     /// Wakes the streams that are due.
@@ -105,12 +110,11 @@ impl Drop for StreamSlot {
 pub(super) struct StreamTimer(Weak<LoadReports>);
 
 impl StreamTimer {
-    /// Registers the streams, once.
+    /// Adds the streams of a layer to the registry, once.
     pub(super) fn register(reports: &Arc<LoadReports>) {
-        if reports.streams().is_registered.swap(true, Ordering::Relaxed) {
-            return;
+        if !reports.streams().is_served.swap(true, Ordering::Relaxed) {
+            reports.admission().register(Arc::new(Self(Arc::downgrade(reports))));
         }
-        reports.admission().register(Arc::new(Self(Arc::downgrade(reports))));
     }
 }
 

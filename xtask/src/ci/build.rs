@@ -216,7 +216,7 @@ fn target_of(is_it: impl Fn(&str, &str) -> bool, what: &str) -> Result<Target, S
 pub(super) fn interposed(_: Length) -> Outcome {
     let run = cargo("test --locked --all-features -p lowtide -p lowtide-heap");
     let tests = "--test heap --test memory -- \
-                 interpose not_global profile_sources profile_symbol profile_wrong_name";
+                 interpose not_global profile_sources profile_symbol profile_wrong_name unwind";
     run.words(tests).run()?;
     // The modules of the feature `profiling`, which no other job tests.
     let run = cargo("test --locked --all-features -p lowtide-heap --lib --");

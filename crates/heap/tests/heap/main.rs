@@ -21,6 +21,7 @@ mod profile_wrong_name;
 #[path = "../../../../tests/support/start.rs"]
 mod start;
 mod threads;
+mod unwind;
 
 #[global_allocator]
 static HEAP: start::Allocator = start::Allocator;

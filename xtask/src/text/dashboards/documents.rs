@@ -53,18 +53,18 @@ which an arena commits memory.
 
 ## Saturation
 
-`lowtide_saturation_ratio` is for [autoscalers](DEPLOYING.md#autoscaling): 0 to 1; at 1 the service
-rejects further requests. It is the part of the room for requests that is taken by what they have
-reserved and by one more request of a thirty-second of the ceiling; the largest such part of all
-budgets, those of the host and of devices. The room is the ceiling less all memory that no request
-owns, divided by the correction factor. Memory that lowtide would release by itself is not counted:
-neither unused pages nor resources that are loaded and not in use. A leak makes the room smaller, so
-the saturation of a leaking service rises, even without requests.
+`lowtide_saturation_ratio`, 0 to 1, is for [autoscalers](DEPLOYING.md#autoscaling). For each budget,
+those of the host and of devices, lowtide adds a thirty-second of the ceiling to what requests have
+reserved, and divides the sum by the room for requests; the largest quotient counts. The room is the
+ceiling less all memory that no request owns, divided by the correction factor. Memory that lowtide
+would release by itself is not counted: neither unused pages nor resources that are loaded and not
+in use. A leak makes the room smaller, so the saturation of a leaking service rises, even without
+requests.
 
-It is 1 while requests wait for memory, for a second after each that is rejected or cancelled for
-lack of it (`too_large` is not counted: no instance would admit it), at level critical, while memory
-is exhausted, and once a device is lost. It is 0 without a limit. Requests that are rejected because
-the service ends do not raise it.
+A moment counts as 1 while requests wait for memory, for a second after each request that is
+rejected or cancelled for lack of it (`too_large` is not counted: no instance would admit it), at
+level critical, while memory is exhausted, and once a device is lost. It counts as 0 without a
+limit. Requests that are rejected because the service shuts down do not raise it.
 
 Load comes in bursts and scrapes are rare, so the value is a mean over time: the last 15 s make 63 %
 of it, and the last 35 s 90 %.

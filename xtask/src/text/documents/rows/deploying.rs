@@ -199,6 +199,7 @@ fn autoscaling(code: &Code<'_>) -> Vec<Row> {
     const KEDA: &str = "deploy/keda.yaml";
     let target = code.within(KEDA, "threshold: \"", "\"");
     let more = 100.0 / target.parse().unwrap_or(f64::NAN) - 100.0;
+    let rest = format!("{:.1}", 1.0 - target.parse().unwrap_or(f64::NAN));
     let faster = code.within(KEDA, "type: Percent, value: 100, periodSeconds: ", " }");
     let stays = code.within(KEDA, "scaleDown:\n          stabilizationWindowSeconds: ", "\n");
     let minutes = stays.parse::<f64>().unwrap_or(f64::NAN) / 60.0;
@@ -207,9 +208,9 @@ fn autoscaling(code: &Code<'_>) -> Vec<Row> {
         PAGE,
         [
             (
-                "| target {}, the mean of all pods | the number of replicas becomes \
-                 `replicas x mean / {}`: at a mean of 1 there are {} % more.",
-                values![target.clone(), target, more.round().to_string()],
+                "| target {}, the mean of all pods | the autoscaler sets `replicas x mean / {}`: at \
+                 a mean of 1, {} % more. The remaining {} serves",
+                values![target.clone(), target, more.round().to_string(), rest],
             ),
             (
                 "| up at once, at most twice as many in {} s | the saturation is a mean over \

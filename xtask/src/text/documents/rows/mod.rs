@@ -136,7 +136,7 @@ pub(crate) const FIGURES: &[(&str, &str, &str)] = &[
     ),
     (
         "docs/OPERATING.md",
-        "\"cannot fit in 512.0 MiB within 30.0 s: 640.0 MiB in use, to fit in 496.0 MiB: resource \
+        "\"cannot fit in 512.0 MiB within 30.0 s: 640.0 MiB in use, target 496.0 MiB: resource \
          \"embedder\" 300.0 MiB (guards: 2), running requests 120.0 MiB, untracked memory 220.0 \
          MiB\"",
         "an example",
