@@ -19,10 +19,11 @@
 //! no sample.
 //!
 //! Invariants: it reads only the stack of the calling thread, above the stack pointer; no lock is
-//! held but the thread's own while its stack is found, and the loader's while a rule is looked up. A rule is one atomic
-//! word, so threads cannot mix two. A forked child looks up no rules, since a thread that it lacks
-//! may hold the loader's lock. When a library is unloaded, all rules are dropped at the next
-//! lookup; a rule that is used until then can give a wrong stack, and nothing else.
+//! held but the thread's own while its stack is found, and the loader's while a rule is looked up.
+//! A rule is one atomic word, so threads cannot mix two. A forked child looks up no rules, since a
+//! thread that it lacks may hold the loader's lock. When a library is unloaded, all rules are
+//! dropped at the next lookup; a rule that is used until then can give a wrong stack, and nothing
+//! else.
 #![expect(unsafe_code, reason = "reads registers, the thread's stack and the tables of libraries")]
 
 use std::arch::asm;

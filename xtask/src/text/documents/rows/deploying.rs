@@ -208,8 +208,8 @@ fn autoscaling(code: &Code<'_>) -> Vec<Row> {
         PAGE,
         [
             (
-                "| target {}, the mean of all pods | the autoscaler sets `replicas x mean / {}`: at \
-                 a mean of 1, {} % more. The remaining {} serves",
+                "| target {}, the mean of all pods | the autoscaler sets `replicas x mean / {}`: \
+                 at a mean of 1, {} % more. The remaining {} serves",
                 values![target.clone(), target, more.round().to_string(), rest],
             ),
             (

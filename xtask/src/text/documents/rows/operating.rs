@@ -40,6 +40,7 @@ pub(super) fn rows(code: &Code<'_>) -> Vec<Row> {
         connections,
         caches,
         profiles,
+        admin_rates,
         routes,
         usage,
         kernel,
@@ -300,6 +301,19 @@ fn caches(code: &Code<'_>) -> Rows {
     ]
 }
 
+fn admin_rates(code: &Code<'_>) -> Rows {
+    vec![
+        (
+            "{} commands at once, then one a second",
+            values![first_of_a_sentence(&at_once(code, "COMMANDS"))],
+        ),
+        (
+            "Rejected ones are logged too: {} at once, then one a second",
+            values![at_once(code, "LOGGED")],
+        ),
+    ]
+}
+
 fn routes(code: &Code<'_>) -> Rows {
     let of = |name: &str| code.constant(name).count();
     vec![
@@ -326,14 +340,6 @@ fn routes(code: &Code<'_>) -> Rows {
         (
             "the token, of {} to {} characters",
             values![of("token::LENGTH_MIN"), of("token::LENGTH_MAX")],
-        ),
-        (
-            "{} commands at once, then one a second",
-            values![first_of_a_sentence(&at_once(code, "COMMANDS"))],
-        ),
-        (
-            "Rejected ones are logged too: {} at once, then one a second",
-            values![at_once(code, "LOGGED")],
         ),
         (
             "it doubles every {} while requests of the route wait and do not grow beyond",
