@@ -121,6 +121,7 @@ impl Sensor for Senses {
             anonymous: bytes(plant.physical()),
             untracked_anonymous: bytes(plant.dirty),
             limit: plant.kernel().fitted(plant.fit),
+            has_fit: plant.fit.is_some(),
             heap_live: bytes(active),
             heap_active: bytes(active),
             ..Sample::default()

@@ -125,6 +125,7 @@ impl Sensor for MemorySensor {
         let heap = self.heap(now, &signal);
         let mut sample =
             Sample { physical: signal.physical, limit: signal.limit, ..Sample::default() };
+        sample.has_fit = self.signals.has_fit();
         sample.anonymous = signal.anonymous.unwrap_or(ByteSize::ZERO);
         if let Some(heap) = heap {
             sample.heap_live = heap.live;

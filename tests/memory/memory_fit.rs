@@ -310,6 +310,19 @@ fn a_limit_that_falls_before_the_process_fits_ends_the_fit() {
     assert!(service.memory.shutdown(SOON).is_clean());
 }
 
+/// Bug: the control loop looked after a fit only once it had found its limit in force. If the
+/// kernel's limit fell before, the task ran for ever, and the fit applied when that limit rose.
+#[test]
+fn a_limit_that_falls_between_the_command_and_the_next_tick_ends_the_fit() {
+    let service = Service::start();
+    service.tree.hold(300);
+    let id = service.fit(500);
+    service.tree.limit(ByteSize::mib(400));
+    service.is_done(id, "the limit is now 400.0 MiB, set by the cgroup (memory.max)");
+    service.tree.limit(ByteSize::mib(1000));
+    service.until_limit(1000, LimitSource::Cgroup);
+}
+
 #[test]
 fn a_shutdown_ends_a_fit_and_allows_no_other() {
     let service = Service::start();

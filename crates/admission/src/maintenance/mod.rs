@@ -76,6 +76,8 @@ pub struct Sample {
     pub untracked_anonymous: ByteSize,
     /// The host's limit.
     pub limit: Limit,
+    /// `true` while a fit is in force, even if it is not what limits the host any more.
+    pub has_fit: bool,
     /// Bytes of live blocks on the heap.
     pub heap_live: ByteSize,
     /// Bytes of heap pages with live blocks.
@@ -107,6 +109,7 @@ impl Default for Sample {
             anonymous: ByteSize::ZERO,
             untracked_anonymous: ByteSize::ZERO,
             limit: Limit::UNKNOWN,
+            has_fit: false,
             heap_live: ByteSize::ZERO,
             heap_active: ByteSize::ZERO,
             device_committed: ByteSize::ZERO,
@@ -343,11 +346,8 @@ impl Maintenance {
         let look_due = decide(Job::SampleDevice, every, &mut self.looked_at, now, &mut jobs);
         let every = self.settings.publish_interval;
         let publish_due = decide(Job::Publish, every, &mut self.published_at, now, &mut jobs);
-        if is_fit(sample.limit) {
-            decide(Job::TendFit, Some(FIT_INTERVAL), &mut self.fit_at, now, &mut jobs);
-        } else if self.last.is_some_and(|last| is_fit(last.limit)) {
-            jobs.insert(Job::TendFit); // the limit was lowered
-        }
+        let every = Some(FIT_INTERVAL).filter(|_| sample.has_fit);
+        decide(Job::TendFit, every, &mut self.fit_at, now, &mut jobs);
         let step = if self.is_active(&sample) {
             self.settings.active_tick
         } else {

@@ -70,6 +70,12 @@ impl SignalTracker {
         Self { signals, last: None }
     }
 
+    /// Returns `true` while a [fit](Signals::set_fit) is in force.
+    #[must_use]
+    pub fn has_fit(&self) -> bool {
+        self.signals.fit().is_some()
+    }
+
     /// Takes a sample. Allocates nothing.
     pub fn sample(&mut self, now: Moment) -> Signal {
         let needs_usage = self.last.is_none_or(|last| last.counted != Counted::Process);
