@@ -206,7 +206,9 @@ impl Shared {
             stats.loaded || stats.loading
         });
         let has_releasable = |of: &ReclaimerStats| of.registered && !of.releasable.is_zero();
+        let promised = ledger.unheld().saturating_add(ledger.loading());
         let may_release = uses
+            || !promised.is_zero()
             || self.admission.stats().held() > 0
             || purgeable.get() > terms.limit.get() / UNUSED_PART
             || self.resources.reclaimer_stats().iter().any(has_releasable);
@@ -215,7 +217,7 @@ impl Shared {
             usage: signal.usage,
             physical: signal.physical,
             purgeable,
-            promised: ledger.unheld().saturating_add(ledger.loading()),
+            promised,
             may_release,
         }
     }

@@ -96,8 +96,8 @@ pub struct FitSample {
     /// The bytes that requests have reserved and do not hold, and those of resources that are being
     /// loaded.
     pub promised: ByteSize,
-    /// `true` if something holds memory that it may release: a request, a loaded resource, unused
-    /// pages, a reclaimer.
+    /// `true` if something has reserved or holds memory that it may release: a request, a resource,
+    /// unused pages, a reclaimer.
     pub may_release: bool,
 }
 
