@@ -2,6 +2,7 @@
 #![cfg(all(feature = "service", target_os = "linux"))]
 
 use std::convert::Infallible;
+use std::future::pending;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
@@ -10,20 +11,20 @@ use std::time::Duration;
 use bytes::Bytes;
 use http::{HeaderMap, Request, Response};
 use http_body::{Body, Frame};
-use http_body_util::{Full, StreamBody};
+use http_body_util::{Empty, Full, StreamBody};
 use lowtide::clock::{Bell, ManualClock};
 use lowtide::config::DeviceChoice;
 use lowtide::service::{
     Constant, LOAD_REPORT_STREAM_PATH, LoadReportFormat, LoadReportService, LoadReportStream,
-    MemoryLayer,
+    MemoryLayer, RequestBody,
 };
 use lowtide::{ByteSize, Memory};
 use lowtide_admission::{Admission, Cost};
 use test_fork::test;
-use tower::{Layer, Service};
+use tower::{Layer, Service, service_fn};
 
 use crate::memory_process::forked;
-use crate::polled::now;
+use crate::polled::{now, poll};
 use crate::support::{Tree, advance_until, until};
 
 const TICK: Duration = Duration::from_millis(10);
@@ -307,6 +308,23 @@ fn under_the_layer_a_stream_is_exempt() {
     let frame = body.as_mut().poll_frame(&mut Context::from_waker(Waker::noop()));
     assert!(matches!(frame, Poll::Ready(Some(Ok(frame))) if frame.is_data()), "a report");
     drop(held);
+}
+
+/// Bug: each call added an entry to the control loop's registry, which keeps the largest. After
+/// 4,096 calls it had no place for requests, so that no time limit of theirs passed.
+#[test]
+fn the_services_of_a_layer_have_one_place_in_the_registry() {
+    let bed = Bed::new();
+    for _ in 0..4096 {
+        drop(bed.layer.load_report_service());
+    }
+    let handler = service_fn(async |_: Request<RequestBody<Empty<Bytes>>>| {
+        pending::<Result<Response<Empty<Bytes>>, Infallible>>().await
+    });
+    let layer = bed.layer.clone().with_max_hold(SECOND);
+    let mut held = Box::pin(layer.layer(handler).call(Request::new(Empty::new())));
+    assert!(poll(&mut held).is_pending());
+    assert_eq!(bed.memory.oldest_requests().len(), 1);
 }
 
 #[test]

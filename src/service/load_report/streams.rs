@@ -6,7 +6,7 @@
 //!
 //! Invariants: at most [`STREAMS_MAX`] streams exist. No waker is called with the lock held.
 
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Weak};
 use std::task::Waker;
 
@@ -27,6 +27,8 @@ pub(super) struct Streams {
     count: AtomicUsize,
     waiting: Mutex<Vec<(u64, Moment, Waker)>>,
     next: AtomicUsize,
+    /// `true` once a service streams the reports.
+    is_served: AtomicBool,
 }
 
 impl Streams {
@@ -103,8 +105,11 @@ impl Drop for StreamPlace {
 pub(super) struct StreamTimer(Weak<LoadReports>);
 
 impl StreamTimer {
+    /// Adds the streams of a layer to the registry, once.
     pub(super) fn register(reports: &Arc<LoadReports>) {
-        reports.admission().register(Arc::new(Self(Arc::downgrade(reports))));
+        if !reports.streams().is_served.swap(true, Ordering::Relaxed) {
+            reports.admission().register(Arc::new(Self(Arc::downgrade(reports))));
+        }
     }
 }
 
