@@ -55,17 +55,19 @@ impl ExemptPaths {
         self.paths = Arc::new(self.paths.iter().cloned().chain(paths).collect());
     }
 
-    /// Returns the share of an exempt request; `None` if its path is not exempt, if it declares too
-    /// long a body, or if the others hold too much for another request with a body.
+    /// Returns `true` if requests for this path are exempt.
+    pub(super) fn contains(&self, path: &str) -> bool {
+        self.paths.contains(path)
+    }
+
+    /// Returns the share of a request for an exempt path; `None` if it declares too long a body, or
+    /// if the others hold too much for another request with a body.
     pub(super) fn share(
         &self,
         head: &Parts,
         body: &impl Body,
         ceiling: ByteSize,
     ) -> Option<ExemptShare> {
-        if !self.paths.contains(head.uri.path()) {
-            return None;
-        }
         let bytes = longest(head, body).unwrap_or(EXEMPT_BODY_MAX);
         if bytes > EXEMPT_BODY_MAX {
             return None;

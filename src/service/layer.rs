@@ -52,7 +52,7 @@ use super::body::{RequestBody, ResponseBody};
 use super::connections::ConnectionHandle;
 use super::drain::Drain;
 use super::estimate::{ContentLength, Estimate, Estimated, UNDECLARED};
-use super::exempt::ExemptPaths;
+use super::exempt::{ExemptPaths, ExemptShare};
 use super::load_report::{
     Carrier, LOAD_REPORT_STREAM_PATH, LoadReportFormat, LoadReportService, LoadReports,
 };
@@ -296,12 +296,13 @@ impl<E: Estimate> MemoryLayer<E> {
         let settings = self.settings();
         let (admission, clock) = (settings.admission.clone(), Arc::clone(&settings.clock));
         settings.load_reports = Some(Arc::new(LoadReports::new(format, admission, clock)));
-        self.exempt_paths([LOAD_REPORT_STREAM_PATH])
+        self
     }
 
     /// Returns a service that streams the same reports to gRPC clients that ask for them:
     /// `OpenRcaService.StreamCoreMetrics` of ORCA. Route [`LOAD_REPORT_STREAM_PATH`] to it, outside
-    /// the layer if you can. Under the layer that path is exempt, and a stream reserves 64 KiB.
+    /// the layer if you can. Under the layer that path is exempt after this call, and a stream
+    /// reserves 64 KiB.
     ///
     /// A client gets a report at once, and then one after each `report_interval`: 10 s if it names
     /// none, at least 100 ms and at most an hour. A report may be 250 ms late, because the control
@@ -459,7 +460,7 @@ impl<E: Estimate> MemoryLayer<E> {
         let estimated = if settings.exempt.as_ref().is_some_and(|is_exempt| is_exempt(head)) {
             exempt(Cost::ZERO)
         } else {
-            share = settings.exempt_paths.share(head, body, ceiling);
+            share = settings.exempt_share(head, body);
             match &share {
                 Some(share) => exempt(Cost::host(share.bytes())),
                 None => self.estimate.estimate_to_learn(head),
@@ -602,6 +603,16 @@ struct NotAdmitted {
 }
 
 impl LayerSettings {
+    /// Returns the share of a request that is exempt by its path, or as a stream of load reports.
+    fn exempt_share(&self, head: &Parts, body: &impl Body) -> Option<ExemptShare> {
+        let path = head.uri.path();
+        let streams = || self.load_reports.as_ref().is_some_and(|reports| reports.has_streams());
+        let is_exempt =
+            self.exempt_paths.contains(path) || (path == LOAD_REPORT_STREAM_PATH && streams());
+        let ceiling = self.admission.ledger(Budget::Host).ceiling();
+        is_exempt.then(|| self.exempt_paths.share(head, body, ceiling))?
+    }
+
     /// Returns the time limits of a request, which need the ticks of a control loop.
     #[inline(never)]
     fn time_limits(&self, head: &Parts, priority: Priority) -> Option<Box<TimeLimits>> {

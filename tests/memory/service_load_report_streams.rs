@@ -9,7 +9,7 @@ use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
 use bytes::Bytes;
-use http::{HeaderMap, Request, Response};
+use http::{HeaderMap, Request, Response, StatusCode};
 use http_body::{Body, Frame};
 use http_body_util::{Empty, Full, StreamBody};
 use lowtide::clock::{Bell, ManualClock};
@@ -325,6 +325,27 @@ fn the_services_of_a_layer_have_one_place_in_the_registry() {
     let mut held = Box::pin(layer.layer(handler).call(Request::new(Empty::new())));
     assert!(poll(&mut held).is_pending());
     assert_eq!(bed.memory.oldest_requests().len(), 1);
+}
+
+/// Bug: the path was exempt in every layer with load reports. Through a proxy that serves no
+/// streams, clients could use memory by it that nothing reserved.
+#[test]
+fn the_path_is_exempt_only_if_streams_are_served() {
+    let bed = Bed::new();
+    let large = Constant::new(Cost::host(ByteSize::gib(1)));
+    let layer = MemoryLayer::new(bed.memory.admission().clone(), large)
+        .with_load_reports(LoadReportFormat::Text);
+    let is_rejected = || {
+        let handler = service_fn(async |_: Request<RequestBody<Empty<Bytes>>>| {
+            Ok::<_, Infallible>(Response::new(Empty::<Bytes>::new()))
+        });
+        let request = Request::post(LOAD_REPORT_STREAM_PATH).body(Empty::new()).expect("valid");
+        let response = now(layer.layer(handler).call(request)).expect("infallible");
+        response.status() != StatusCode::OK
+    };
+    assert!(is_rejected());
+    drop(layer.load_report_service());
+    assert!(!is_rejected());
 }
 
 #[test]

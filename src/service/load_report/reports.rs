@@ -167,6 +167,11 @@ impl LoadReports {
         &self.streams
     }
 
+    /// Returns `true` if a service streams the reports.
+    pub(in crate::service) fn has_streams(&self) -> bool {
+        self.streams.is_served()
+    }
+
     pub(super) const fn admission(&self) -> &Admission {
         &self.admission
     }

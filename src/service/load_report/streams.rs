@@ -41,6 +41,11 @@ impl Streams {
         Some(StreamPlace { reports: Arc::clone(reports), number })
     }
 
+    /// Returns `true` once a service streams the reports.
+    pub(super) fn is_served(&self) -> bool {
+        self.is_served.load(Ordering::Relaxed)
+    }
+
     /// Wakes the streams that are due.
     fn wake(&self, is_due: impl Fn(Moment) -> bool) {
         // Bounded: none is added twice before it is polled, and then it is due later.
