@@ -121,6 +121,7 @@ impl Sensor for Senses {
             anonymous: bytes(plant.physical()),
             untracked_anonymous: bytes(plant.dirty),
             limit: plant.kernel().fitted(plant.fit),
+            has_fit: plant.fit.is_some(),
             heap_live: bytes(active),
             heap_active: bytes(active),
             ..Sample::default()
@@ -168,14 +169,16 @@ impl Does {
     fn sample(&self) -> FitSample {
         let ledger = self.admission.ledger(Budget::Host);
         let uses = self.resources.all().iter().any(|resource| resource.stats().loaded);
+        let promised = ledger.unheld().saturating_add(ledger.loading());
+        let holds = uses || !promised.is_zero() || self.admission.stats().held() > 0;
         let plant = lock(&self.plant);
         FitSample {
             limit: plant.kernel().bytes,
             usage: Some(bytes(plant.usage())),
             physical: bytes(plant.physical()),
             purgeable: bytes(plant.dirty),
-            promised: ledger.unheld().saturating_add(ledger.loading()),
-            may_release: uses || self.admission.stats().held() > 0 || plant.dirty > 1.0,
+            promised,
+            may_release: holds || plant.dirty > 1.0,
         }
     }
 }

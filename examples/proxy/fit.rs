@@ -26,6 +26,9 @@ const LOOK_EVERY: Duration = Duration::from_millis(250);
 const LINE_EVERY: Duration = Duration::from_secs(1);
 /// The longest time that the proxy takes beyond that of the fit: other admin tasks may run first.
 const SPARE: Duration = Duration::from_secs(30);
+/// The number of looks in a row that may fail: 5 s if each fails at once. A proxy that makes room
+/// has places for fewer connections, and is slow if it is busy.
+const FAILURES_MAX: u32 = 20;
 
 #[derive(Clone, Debug, Args)]
 pub(super) struct Fit {
@@ -61,11 +64,19 @@ impl Fit {
     pub(super) async fn run(&self, at: SocketAddr, token: Option<&str>) -> Result<(), BoxError> {
         let task = self.send(at, token).await?;
         let deadline = Instant::now() + self.within + SPARE;
-        let (mut shown, mut next_line) = (String::new(), Instant::now());
+        let (mut shown, mut next_line, mut failures) = (String::new(), Instant::now(), 0);
         // Ends with the task, or at the deadline.
         loop {
             let figures = super::ask(at, request("GET", at, "/memory?with=admin_tasks", None)?);
-            let (_, figures) = figures.await?;
+            let (_, figures) = match figures.await {
+                Err(_) if failures < FAILURES_MAX && Instant::now() < deadline => {
+                    failures += 1;
+                    tokio::time::sleep(LOOK_EVERY).await;
+                    continue;
+                }
+                figures => figures?,
+            };
+            failures = 0;
             let figures: Value = serde_json::from_slice(&figures)?;
             let list = figures["admin_tasks"]["list"].as_array();
             let of = list.and_then(|list| list.iter().find(|one| one["id"] == task));

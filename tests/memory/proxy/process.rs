@@ -367,6 +367,33 @@ async fn the_subcommand_fit_waits_until_the_proxy_fits_and_says_why_if_not() {
     assert!(text.contains(&at) && text.contains("refused"), "{text}");
 }
 
+/// Bug: one look that failed, such as one that got no place among the connections of a proxy that
+/// makes room, ended the program with 1, as if the proxy did not fit.
+#[tokio::test]
+async fn the_subcommand_fit_looks_again_if_a_look_fails() {
+    let proxy = Upstream::new().await;
+    let at = proxy.uri("").authority().expect("an address").to_string();
+    let answers = async {
+        for answer in [
+            Some(("202 Accepted", r#"{"admin_task": 7}"#)),
+            None,
+            Some(("200 OK", r#"{"admin_tasks": {"list": [{"id": 7, "state": "running"}]}}"#)),
+            None,
+            Some(("200 OK", r#"{"admin_tasks": {"list": [{"id": 7, "state": "done"}]}}"#)),
+        ] {
+            let mut wire = proxy.accept().await;
+            wire.request().await;
+            let Some((status, text)) = answer else { continue };
+            let length = text.len();
+            let head = format!("HTTP/1.1 {status}\r\ncontent-length: {length}");
+            wire.send(format!("{head}\r\nconnection: close\r\n\r\n{text}")).await;
+        }
+    };
+    let fit = run(command(&["fit", "512Mi", "--listen", &at]));
+    let ((), (code, text)) = tokio::join!(answers, fit);
+    assert_eq!(code, Some(0), "{text}");
+}
+
 #[tokio::test]
 async fn the_subcommand_fit_needs_admin_commands_and_their_token() {
     let program = Program::start(&[]).await;
