@@ -533,9 +533,11 @@ impl SharedPermit {
         if held.cancelled.is_some() {
             return false;
         }
+        // First: `reason` has the control loop look for cancelled requests, once, and again only if
+        // it finds one. Bug: in the other order it could miss this one, and never woke it again.
+        self.0.owner().is_cancelled.store(true, Ordering::Release);
         held.cancelled = Some(reason(&held));
         let is_answered = held.answer.is_some();
-        self.0.owner().is_cancelled.store(true, Ordering::Release);
         let (waker, waiting) = (held.waker.take(), std::mem::take(&mut held.waiting));
         drop(held);
         waker.into_iter().chain(waiting.into_iter().map(|(_, waker)| waker)).for_each(Waker::wake);

@@ -183,6 +183,8 @@ pub(super) struct LargeRequests {
     smallest: AtomicU64,
     /// The number of requests that were not added since then.
     omitted: AtomicUsize,
+    /// How often requests that have ended were removed.
+    removals: AtomicU64,
     /// The time of the last tick of the control loop, in nanoseconds.
     now: AtomicU64,
     /// `true` if a registered request may have been cancelled and may still run.
@@ -229,7 +231,7 @@ impl LargeRequests {
             }
         }
         if requests.len() >= self.sweep_at.load(Ordering::Relaxed).min(LARGE_MAX) {
-            requests.retain(|other| other.reserved().is_some());
+            self.remove_ended(&mut requests);
             self.sweep_at.store((2 * requests.len()).max(SWEPT_MIN), Ordering::Relaxed);
         }
         if requests.len() < LARGE_MAX {
@@ -269,10 +271,15 @@ impl LargeRequests {
         admitted.map_or(Duration::ZERO, |at| self.now() - at)
     }
 
+    fn remove_ended(&self, requests: &mut Vec<Arc<dyn LargeRequest>>) {
+        requests.retain(|request| request.reserved().is_some());
+        self.removals.fetch_add(1, Ordering::Relaxed);
+    }
+
     fn running(&self, now: Moment) -> Vec<RequestMemory> {
         let requests = {
             let mut requests = self.requests();
-            requests.retain(|request| request.reserved().is_some());
+            self.remove_ended(&mut requests);
             requests.clone()
         };
         let describe = |request: &Arc<dyn LargeRequest>| {
@@ -347,6 +354,7 @@ impl LargeRequests {
         if !had_cancelled && level < Level::Critical {
             return;
         }
+        let removals = self.removals.load(Ordering::Relaxed);
         let (mut has_cancelled, mut is_held_up) = (false, false);
         let mut worst: Option<(ByteSize, Arc<dyn LargeRequest>)> = None;
         for request in self.each() {
@@ -359,7 +367,9 @@ impl LargeRequests {
                 worst = Some((excess, request));
             }
         }
-        if has_cancelled {
+        // One may have been missed.
+        let may_have_missed = had_cancelled && self.removals.load(Ordering::Relaxed) != removals;
+        if has_cancelled || may_have_missed {
             self.note_cancelled();
         }
         if !is_held_up {
@@ -439,6 +449,51 @@ mod tests {
             *into = RequestMemory { reserved: live, live, age, ..RequestMemory::default() };
             true
         }
+    }
+
+    /// Has ended, and is removed by another thread while the control loop looks at it.
+    struct Removed(Arc<LargeRequests>);
+
+    impl LargeRequest for Removed {
+        fn reserved(&self) -> Option<ByteSize> {
+            None
+        }
+
+        fn admitted_at(&self) -> Option<Moment> {
+            None
+        }
+
+        fn excess(&self) -> ByteSize {
+            assert!(self.0.largest(0, Moment::ORIGIN).is_empty());
+            ByteSize::ZERO
+        }
+
+        fn is_cancelled(&self) -> bool {
+            false
+        }
+
+        fn cancel(&self) {}
+
+        fn suspend(&self, _: Moment) {}
+
+        fn wake(&self) {}
+
+        fn describe(&self, _: Moment, _: &mut RequestMemory) -> bool {
+            false
+        }
+    }
+
+    /// Bug: a request that was missed since another one was removed was never woken again.
+    #[test]
+    fn a_cancelled_request_that_was_missed_is_looked_for_again() {
+        let large = Arc::new(LargeRequests::default());
+        large.add(Arc::new(Removed(Arc::clone(&large))), ByteSize::ZERO);
+        let cancelled = request(LARGE_MIN.get());
+        large.add(Arc::clone(&cancelled) as Arc<dyn LargeRequest>, LARGE_MIN);
+        cancelled.cancel();
+        large.note_cancelled();
+        large.tend(Level::None, Moment::ORIGIN);
+        assert!(large.has_cancelled.load(Ordering::Relaxed));
     }
 
     #[test]
