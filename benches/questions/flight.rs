@@ -3,8 +3,9 @@
 //! Exit codes: 0 every goal held; 1 one was missed, or something could not be measured.
 #![expect(clippy::print_stdout, clippy::print_stderr, reason = "a program that prints figures")]
 #![expect(clippy::disallowed_methods, reason = "it measures real time")]
-#![expect(unsafe_code, reason = "an allocator that counts")]
+#![expect(unsafe_code, reason = "an allocator that counts, and the name of a thread")]
 
+#[path = "../counting.rs"]
 mod counting;
 mod recorder;
 
@@ -17,7 +18,7 @@ use lowtide::BoxError;
 use crate::counting::Counting;
 
 #[global_allocator]
-static ALLOCATOR: Counting = Counting;
+static ALLOCATOR: Counting = Counting(recorder::note_allocation);
 
 /// A process that this program starts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]

@@ -11,6 +11,7 @@
 #![expect(clippy::cast_precision_loss, reason = "figures of a bench are far below 2^52")]
 
 mod cost;
+#[path = "../counting.rs"]
 mod counting;
 mod grpc;
 
@@ -20,7 +21,7 @@ use std::process::ExitCode;
 use clap::Parser;
 
 #[global_allocator]
-static ALLOCATOR: counting::Counting = counting::Counting;
+static ALLOCATOR: counting::Counting = counting::Counting(cost::note_allocation);
 
 #[derive(Debug, Parser)]
 #[command(about = "What load reports cost, and that a gRPC client reads them")]
