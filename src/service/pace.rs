@@ -21,7 +21,7 @@ use std::time::Duration;
 use crate::bytes::ByteSize;
 use crate::clock::Moment;
 use crate::sync::{Mutex, lock};
-use lowtide_admission::{Admission, LargeRequest, Rejected, RequestMemory};
+use lowtide_admission::{Admission, LargeRequest, Rejected};
 
 /// The part of a response that the buffers between the server and a slow client hold. An estimate:
 /// the buffers of hyper and the kernel hold 400 KiB and more, and the kernel takes more of a
@@ -201,24 +201,6 @@ impl LargeRequest for WeakPace {
         self.0.upgrade().map(|_| ByteSize::ZERO)
     }
 
-    fn admitted_at(&self) -> Option<Moment> {
-        None
-    }
-
-    fn excess(&self) -> ByteSize {
-        ByteSize::ZERO
-    }
-
-    fn is_cancelled(&self) -> bool {
-        false
-    }
-
-    fn cancel(&self) {}
-
-    fn suspend(&self, _: Moment) {}
-
-    fn wake(&self) {}
-
     fn has_time_limit(&self) -> bool {
         true
     }
@@ -227,10 +209,6 @@ impl LargeRequest for WeakPace {
         if let Some(registered) = self.0.upgrade() {
             registered.pace.wake_if_spent(now);
         }
-    }
-
-    fn describe(&self, _: Moment, _: &mut RequestMemory) -> bool {
-        false
     }
 }
 

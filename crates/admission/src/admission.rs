@@ -398,7 +398,7 @@ impl Admission {
 
 /// For what is no admitted request, and has a time limit.
 impl Admission {
-    /// Adds what has reserved nothing to the registry of requests.
+    /// Adds something that has a time limit to the registry of requests.
     #[doc(hidden)]
     pub fn register(&self, request: Arc<dyn LargeRequest>) {
         let reserved = request.reserved().unwrap_or_default();

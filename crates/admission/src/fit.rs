@@ -52,7 +52,7 @@ const MARGIN_PART: u64 = 32;
 const CACHE_STEPS_MAX: u64 = MARGIN_PART / 8 * 7;
 /// Memory that falls by less than the fit divided by this does not change.
 const CHANGE_PART: u64 = 256;
-/// The time between two orders to release memory, and to the first: by then pressure has released
+/// The time between two requests to release memory, and to the first: by then pressure has released
 /// what it can. A guess.
 const RELEASE_EVERY: Duration = Duration::from_secs(1);
 
@@ -144,7 +144,7 @@ pub struct Fit {
     least: ByteSize,
     fell_at: Moment,
     reached: Option<Moment>,
-    /// The last order to release memory.
+    /// The time of the last request to release memory.
     released_at: Moment,
     /// The largest page cache so far, rounded.
     cache: ByteSize,

@@ -67,30 +67,38 @@ const TOP_MAX: usize = 16;
 /// estimate: a search takes as long as some requests.
 const SEARCHED_PART: usize = 64;
 
-/// A registered request.
+/// A registered request, or something else that the control loop looks after: it has the defaults.
 #[doc(hidden)]
 pub trait LargeRequest: Send + Sync {
     /// Returns the bytes that it has reserved; `None` if it has ended.
     fn reserved(&self) -> Option<ByteSize>;
 
-    /// Returns the time at which it was admitted; `None` if it has ended.
-    fn admitted_at(&self) -> Option<Moment>;
+    /// Returns the time at which it was admitted; `None` if it has ended, or is no request.
+    fn admitted_at(&self) -> Option<Moment> {
+        None
+    }
 
     /// Returns the bytes that it holds beyond its claim; zero if it has ended, or cannot be ended.
-    fn excess(&self) -> ByteSize;
+    fn excess(&self) -> ByteSize {
+        ByteSize::ZERO
+    }
 
     /// Returns `true` if it is cancelled and has not ended.
-    fn is_cancelled(&self) -> bool;
+    fn is_cancelled(&self) -> bool {
+        false
+    }
 
     /// Cancels it. Called for a request that holds more than its claim at level critical.
-    fn cancel(&self);
+    fn cancel(&self) {}
 
     /// Releases what it has reserved and does not hold, if it has waited for its client for
     /// [`SLOW_AFTER`].
-    fn suspend(&self, now: Moment);
+    fn suspend(&self, now: Moment) {
+        let _ = now;
+    }
 
     /// Wakes its handler.
-    fn wake(&self);
+    fn wake(&self) {}
 
     /// Returns `true` if [`LargeRequest::check_time`] does something.
     fn has_time_limit(&self) -> bool {
@@ -103,8 +111,12 @@ pub trait LargeRequest: Send + Sync {
     }
 
     /// Describes it at this time, by the control loop's clock. Returns `false`, with `into`
-    /// unchanged, if it has ended. Allocates nothing if the texts of `into` have room.
-    fn describe(&self, now: Moment, into: &mut RequestMemory) -> bool;
+    /// unchanged, if it has ended, or is no request. Allocates nothing if the texts of `into` have
+    /// room.
+    fn describe(&self, now: Moment, into: &mut RequestMemory) -> bool {
+        let _ = (now, into);
+        false
+    }
 }
 
 /// The memory of a running request.
@@ -295,7 +307,9 @@ impl LargeRequests {
     pub(super) fn largest_reserved(&self, into: &mut [RequestMemory], now: Moment) -> usize {
         let mut top: [Option<(ByteSize, Arc<dyn LargeRequest>)>; TOP_MAX] = Default::default();
         for request in self.each() {
-            let Some(reserved) = request.reserved() else { continue };
+            let Some(reserved) = request.admitted_at().and_then(|_| request.reserved()) else {
+                continue;
+            };
             let is_less =
                 |of: &Option<(ByteSize, _)>| of.as_ref().is_none_or(|(other, _)| *other < reserved);
             let at = top.partition_point(|of| !is_less(of));
@@ -459,28 +473,31 @@ mod tests {
             None
         }
 
-        fn admitted_at(&self) -> Option<Moment> {
-            None
-        }
-
         fn excess(&self) -> ByteSize {
             assert!(self.0.largest(0, Moment::ORIGIN).is_empty());
             ByteSize::ZERO
         }
+    }
 
-        fn is_cancelled(&self) -> bool {
-            false
+    /// No request, and never removed.
+    struct Timer;
+
+    impl LargeRequest for Timer {
+        fn reserved(&self) -> Option<ByteSize> {
+            Some(ByteSize::MAX)
         }
+    }
 
-        fn cancel(&self) {}
-
-        fn suspend(&self, _: Moment) {}
-
-        fn wake(&self) {}
-
-        fn describe(&self, _: Moment, _: &mut RequestMemory) -> bool {
-            false
-        }
+    /// Bug: what is no request took the places of the largest requests in the flight recorder.
+    #[test]
+    fn what_is_no_request_takes_no_place_among_the_largest() {
+        let large = LargeRequests::default();
+        (0..2 * TOP_MAX).for_each(|_| large.add(Arc::new(Timer), ByteSize::MAX));
+        let only = request(LARGE_MIN.get());
+        large.add(Arc::clone(&only) as Arc<dyn LargeRequest>, LARGE_MIN);
+        let mut described = vec![RequestMemory::default(); TOP_MAX];
+        assert_eq!(large.largest_reserved(&mut described, Moment::ORIGIN), 1);
+        assert_eq!(described[0].reserved, LARGE_MIN);
     }
 
     /// Bug: a request that was missed since another one was removed was never woken again.

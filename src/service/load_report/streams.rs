@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Weak};
 use std::task::Waker;
 
-use lowtide_admission::{LargeRequest, RequestMemory};
+use lowtide_admission::LargeRequest;
 
 use crate::bytes::ByteSize;
 use crate::clock::Moment;
@@ -123,22 +123,6 @@ impl LargeRequest for StreamTimer {
         self.0.upgrade().map(|_| ByteSize::MAX)
     }
 
-    fn admitted_at(&self) -> Option<Moment> {
-        None
-    }
-
-    fn excess(&self) -> ByteSize {
-        ByteSize::ZERO
-    }
-
-    fn is_cancelled(&self) -> bool {
-        false
-    }
-
-    fn cancel(&self) {}
-
-    fn suspend(&self, _: Moment) {}
-
     fn wake(&self) {
         if let Some(reports) = self.0.upgrade() {
             reports.streams().wake(|_| true);
@@ -154,9 +138,5 @@ impl LargeRequest for StreamTimer {
             let ends = reports.is_ending();
             reports.streams().wake(|due| ends || due <= now);
         }
-    }
-
-    fn describe(&self, _: Moment, _: &mut RequestMemory) -> bool {
-        false
     }
 }

@@ -1,9 +1,10 @@
 //! How full the ledgers are on average: the reserved part of their allowances, for load reports.
 //!
 //! The control loop adds what it finds at each tick; others read the average from
-//! [`PressureState`](super::PressureState). Load balancers divide the rate of requests by it. That
-//! is the rate that the allowance can carry if both are averages over the same time, by Little's
-//! law; one request that is found by chance says little.
+//! [`PressureState`](super::PressureState). Load balancers divide the rate of requests by it. By
+//! Little's law that is the rate that the allowance can carry, if both are averages over the same
+//! time, and apart from loaded resources, which are part of what is reserved. One sample would say
+//! little.
 //!
 //! Invariant: an average is within the range of the values that were added to it.
 
