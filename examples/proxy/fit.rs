@@ -68,7 +68,7 @@ impl Fit {
         // Ends with the task, or at the deadline.
         loop {
             let figures = super::ask(at, request("GET", at, "/memory?with=admin_tasks", None)?);
-            let (_, figures) = match figures.await {
+            let (status, figures) = match figures.await {
                 Err(_) if failures < FAILURES_MAX && Instant::now() < deadline => {
                     failures += 1;
                     tokio::time::sleep(LOOK_EVERY).await;
@@ -77,6 +77,9 @@ impl Fit {
                 figures => figures?,
             };
             failures = 0;
+            if !status.is_success() {
+                return Err(format!("{at} answered {status}: expected the figures").into());
+            }
             let figures: Value = serde_json::from_slice(&figures)?;
             let list = figures["admin_tasks"]["list"].as_array();
             let of = list.and_then(|list| list.iter().find(|one| one["id"] == task));

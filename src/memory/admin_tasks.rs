@@ -66,16 +66,16 @@ pub enum AdminCommand {
     /// Make the process fit in a smaller limit of host memory, before an operator lowers the
     /// kernel's limit: Kubernetes refuses a limit below the usage, and the kernel kills.
     ///
-    /// The task runs until the process fits, and fails if it does not in time; then the limit is
-    /// the one before. If it fits, the smaller limit stays in force until the kernel's limit has
+    /// The task runs until the process fits, and fails if it does not in time. The limit without a
+    /// fit then applies again. If it fits, the smaller limit stays in force until the kernel's limit has
     /// come down to it, for at most 10 minutes. Another fit replaces it, and begins these times
     /// again. If the limit is not above this one, there is nothing to do. A limit that rises needs
     /// no command.
     Fit {
         /// The limit to fit in, at least 1 MiB; `None` ends the fit in force.
         limit: Option<ByteSize>,
-        /// The longest time until the process fits, 1 s to 1 h: [`AdminCommand::FIT_WITHIN`] if in
-        /// doubt.
+        /// The longest time until the process fits, 1 s to 1 h: usually
+        /// [`AdminCommand::FIT_WITHIN`].
         within: Duration,
         /// `true` if page cache must fit too, as Kubernetes requires. The kernel itself drops it
         /// when the limit falls.
