@@ -67,10 +67,10 @@ pub enum AdminCommand {
     /// kernel's limit: Kubernetes refuses a limit below the usage, and the kernel kills.
     ///
     /// The task runs until the process fits, and fails if it does not in time. The limit without a
-    /// fit then applies again. If it fits, the smaller limit stays in force until the kernel's limit has
-    /// come down to it, for at most 10 minutes. Another fit replaces it, and begins these times
-    /// again. If the limit is not above this one, there is nothing to do. A limit that rises needs
-    /// no command.
+    /// fit then applies again. If it fits, the smaller limit stays in force until the kernel's
+    /// limit has come down to it, for at most 10 minutes. Another fit replaces it, and begins these
+    /// times again. If the limit is not above this one, there is nothing to do. A limit that rises
+    /// needs no command.
     Fit {
         /// The limit to fit in, at least 1 MiB; `None` ends the fit in force.
         limit: Option<ByteSize>,
