@@ -104,7 +104,7 @@ pub(crate) fn begin(state: &mut ArenaState, clock: &dyn Clock, target: AllocTarg
 pub(crate) fn lacks_memory(state: &ArenaState, region: Region, begun: &Begun) -> bool {
     match begun {
         Begun::Done(_) => false,
-        Begun::Placed(placed, _) => !state.region(region).segment.is_committed(placed.span),
+        Begun::Placed(placed, _) => !state.region(region).segment.missing(placed.span).is_nothing(),
         Begun::Not => true,
     }
 }
@@ -135,7 +135,7 @@ fn begin_at(
 ) -> Begun {
     let region = state.region_mut(target.region);
     let is_ordered = claim.uses.is_of(target.taker);
-    if is_ordered && region.segment.is_committed(placed.span) && !state.is_closed {
+    if is_ordered && region.segment.missing(placed.span).is_nothing() && !state.is_closed {
         finish(state, clock, target, placed);
         return Begun::Done(placed);
     }
@@ -225,7 +225,7 @@ pub(crate) async fn ensure_committed(
             // This ends with the calls in progress: no granule of a placed span starts to leave,
             // and a neighbour's commit in progress ends as committed or as bare.
             NextCommit::Wait => {
-                port.wait_while(|state| state.region(region).segment.is_moving(span)).await;
+                port.wait_while(|state| state.region(region).segment.missing(span).is_moving).await;
                 continue;
             }
             // The runs were all that was bare, and memory that blocks touch does not leave.
@@ -241,8 +241,8 @@ pub(crate) async fn ensure_committed(
                     }
                     Err(DriverError::OutOfMemory { .. }) if attempts > 0 => {
                         attempts -= 1;
-                        let wanting = port.with(|state| state.region(region).segment.wanting(span));
-                        ExceededBound::Device(wanting)
+                        let missing = port.with(|state| state.region(region).segment.missing(span));
+                        ExceededBound::Device(missing.granules)
                     }
                     Err(DriverError::OutOfMemory { .. }) => {
                         return Err(AllocFailure::of(Cause::Device, span.size));
@@ -267,11 +267,11 @@ fn next_commit(
     span: Span,
     options: CommitOptions,
 ) -> NextCommit {
-    let segment = &state.region(region).segment;
-    if segment.is_moving(span) {
+    let missing = state.region(region).segment.missing(span);
+    if missing.is_moving {
         return NextCommit::Wait;
     }
-    let bytes = state.bytes_of(segment.wanting(span));
+    let bytes = state.bytes_of(missing.granules);
     if bytes == 0 {
         NextCommit::Nothing
     } else if state.over_limit(bytes) > 0 {
@@ -310,8 +310,8 @@ async fn make_room(
         Err(cause) => return Ok(ShortageOutcome::None(cause)),
     };
     // More granules must leave than the span needs only if the limit was lowered.
-    let wanting = port.with(|state| state.region(region).segment.wanting(span));
-    if *remaps && granules <= wanting {
+    let missing = port.with(|state| state.region(region).segment.missing(span)).granules;
+    if *remaps && granules <= missing {
         let moved = remap_idle(port, region, span, granules).await;
         *remaps = !moved.failed;
         if moved.granules > 0 {
@@ -321,7 +321,7 @@ async fn make_room(
             return Ok(ShortageOutcome::Tried);
         }
     }
-    let leave = if *remaps && granules > wanting { granules - wanting } else { granules };
+    let leave = if *remaps && granules > missing { granules - missing } else { granules };
     release_idle(port, leave).await
 }
 

@@ -214,7 +214,8 @@ fn begin(state: &mut ArenaState, handle: PlacedRun, scratch: Placement) -> Optio
     let segment = &state.region(region).segment;
     let span = span_of(state, region, run);
     let touched = segment.touched_runs(run);
-    let is_same = segment.handle_of(run.range().start) == run.range() && segment.is_committed(span);
+    let is_handle = segment.handle_of(run.range().start) == run.range();
+    let is_same = is_handle && segment.missing(span).is_nothing();
     let fits = state.bytes_of(sum_of(&touched)) == scratch.span.size;
     let blocks: Vec<_> = state.region(region).live_blocks().collect();
     if !(is_same && fits && may_divide(state, region, run, &blocks)) {

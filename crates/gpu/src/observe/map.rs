@@ -20,7 +20,7 @@ pub(crate) fn segments(state: &ArenaState, region: Region) -> Vec<SegmentMap> {
     let map = |AddressRange { at, span, backed }: AddressRange| {
         let first = spans.partition_point(|block| block.offset < span.offset);
         let inside = spans[first..].iter().take_while(|block| block.offset < span.end());
-        let arrived = |block: &&Span| ground.wanting(**block) == 0 && !ground.is_moving(**block);
+        let arrived = |block: &&Span| ground.missing(**block).is_nothing();
         let blocks = inside.filter(arrived).map(|block| {
             let (offset, size) = (block.offset - span.offset, ByteSize::new(block.size));
             let offset = ByteSize::new(offset);

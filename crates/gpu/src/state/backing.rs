@@ -12,6 +12,7 @@ use std::ops::Range;
 use crate::driver::DeviceAddress;
 use crate::index::Span;
 use crate::state::aging::{Ages, Stamp};
+use crate::state::granules::Missing;
 use crate::state::region_index::RegionIndex;
 use crate::state::segment::{Run, Segment};
 use crate::state::segment_list::{PieceView, SegmentList};
@@ -248,26 +249,13 @@ impl Backing {
         either!(self, it => it.untouch(span))
     }
 
-    /// Returns `true` if all of a span is committed, and no driver call is in progress for it.
+    /// Returns what a span lacks to be committed.
     #[inline]
-    pub(crate) fn is_committed(&self, span: Span) -> bool {
-        either!(self, it => it.is_committed(span))
-    }
-
-    /// Returns `true` if a driver call is in progress for a granule of the span.
-    pub(crate) fn is_moving(&self, span: Span) -> bool {
+    pub(crate) fn missing(&self, span: Span) -> Missing {
         match self {
-            Self::Reserved(segment) => segment.is_moving(span),
-            Self::SegmentList(_) => false, // a block is only in a piece that stays
-        }
-    }
-
-    /// Returns the number of granules of the span that have no memory or lose it.
-    #[inline]
-    pub(crate) fn wanting(&self, span: Span) -> u64 {
-        match self {
-            Self::Reserved(segment) => segment.wanting(span),
-            Self::SegmentList(_) => 0, // the index offers no such granules
+            Self::Reserved(segment) => segment.missing(span),
+            // The index offers only pieces that stay.
+            Self::SegmentList(_) => Missing::default(),
         }
     }
 

@@ -50,6 +50,22 @@ impl Word {
     }
 }
 
+/// What granules lack to be committed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Missing {
+    /// The number of granules without lasting memory: bare or leaving.
+    pub(crate) granules: u64,
+    /// `true` if a driver call is in progress for one of the granules.
+    pub(crate) is_moving: bool,
+}
+
+impl Missing {
+    /// Returns `true` if all granules are committed, and none is leaving.
+    pub(crate) const fn is_nothing(self) -> bool {
+        self.granules == 0 && !self.is_moving
+    }
+}
+
 /// The handles at both ends of a range that lie only in part in it.
 type CutHandles = [Option<Range<usize>>; 2];
 
@@ -203,27 +219,15 @@ impl Granules {
         masks(range).map(known).sum()
     }
 
-    /// Returns the number of granules without lasting memory: bare or leaving.
-    pub(crate) fn wanting(&self, range: Range<usize>) -> u64 {
-        let known = |(at, mask): (usize, u64)| {
+    /// Returns what these granules lack to be committed.
+    pub(crate) fn missing(&self, range: Range<usize>) -> Missing {
+        let mut missing = Missing::default();
+        for (at, mask) in masks(range) {
             let word = self.words.get(at).copied().unwrap_or_default();
-            count(mask & !(word.backed & !word.leaving))
-        };
-        masks(range).map(known).sum()
-    }
-
-    /// Returns `true` if all granules are committed, and none is leaving.
-    pub(crate) fn are_committed(&self, range: Range<usize>) -> bool {
-        masks(range).all(|(at, mask)| {
-            self.words.get(at).is_some_and(|word| word.committed() & mask == mask)
-        })
-    }
-
-    /// Returns `true` if a driver call is in progress for one of the granules.
-    pub(crate) fn is_moving(&self, range: Range<usize>) -> bool {
-        masks(range).any(|(at, mask)| {
-            self.words.get(at).is_some_and(|word| (word.committing | word.leaving) & mask != 0)
-        })
+            missing.granules += count(mask & !(word.backed & !word.leaving));
+            missing.is_moving |= (word.committing | word.leaving) & mask != 0;
+        }
+        missing
     }
 
     /// Marks the bare granules as committing; calls `each` with every run of them.

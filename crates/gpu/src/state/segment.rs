@@ -17,7 +17,7 @@ use std::ops::Range;
 use crate::driver::DeviceAddress;
 use crate::index::Span;
 use crate::state::aging::{Ages, Stamp};
-use crate::state::granules::{Granules, Leave};
+use crate::state::granules::{Granules, Leave, Missing};
 use lowtide_core::bytes::ByteSize;
 
 /// Adjoining granules of one half, for one driver call.
@@ -210,24 +210,18 @@ impl Segment {
         self.idle() > idle_before
     }
 
-    /// Returns `true` if every granule of the span is committed, and no driver call is in progress
-    /// for it.
-    pub(crate) fn is_committed(&self, span: Span) -> bool {
-        self.in_halves(self.granules_of(span), true, |half, range, so_far| {
-            so_far && half.are_committed(range)
-        })
-    }
-
-    /// Returns `true` if a driver call is in progress for a granule of the span.
-    pub(crate) fn is_moving(&self, span: Span) -> bool {
-        self.in_halves(self.granules_of(span), false, |half, range, so_far| {
-            so_far || half.is_moving(range)
-        })
-    }
-
-    /// Returns the number of granules of the span that have no memory or lose it.
-    pub(crate) fn wanting(&self, span: Span) -> u64 {
-        self.in_halves(self.granules_of(span), 0, |half, range, sum| sum + half.wanting(range))
+    /// Returns what the span lacks to be committed.
+    pub(crate) fn missing(&self, span: Span) -> Missing {
+        let range = self.granules_of(span);
+        if range.end <= self.middle {
+            return self.low.missing(range); // as most
+        }
+        let [low, high] = self.parts(range);
+        let (low, high) = (self.low.missing(low), self.high.missing(high));
+        Missing {
+            granules: low.granules + high.granules,
+            is_moving: low.is_moving || high.is_moving,
+        }
     }
 
     /// Returns the cost of placing a block in a span, beyond its size: granules to commit first,
@@ -239,7 +233,7 @@ impl Segment {
             let (half, at) = self.half(granule);
             !half.is_touched(at)
         });
-        opened.count() as u64 * (1 << 32) + self.wanting(span)
+        opened.count() as u64 * (1 << 32) + self.missing(span).granules
     }
 
     /// Returns the number of inactive granules of the span, which a block there would make active.
@@ -665,7 +659,7 @@ mod tests {
                     {
                         segment.end_commit(run, chance(8) > 0);
                     }
-                    if segment.is_committed(of) {
+                    if segment.missing(of).is_nothing() {
                         blocks.push(of);
                     } else {
                         segment.untouch(of);
@@ -741,10 +735,11 @@ mod tests {
         let (head, tail) = (span(all.offset, middle.offset), span(middle.end(), all.end()));
         segment.touch(head);
         segment.touch(tail);
-        assert_eq!(segment.wanting(all), 5);
+        assert_eq!(segment.missing(all), Missing { granules: 5, is_moving: false });
         let runs = segment.begin_commit(all, 0, 1);
         assert_eq!(runs, [Run::of(&(0..2)), Run::of(&(3..6))]);
-        assert!(segment.is_moving(all) && !segment.is_moving(middle));
+        assert_eq!(segment.missing(all), Missing { granules: 0, is_moving: true });
+        assert!(segment.missing(middle).is_nothing());
         segment.end_commit(runs[0], true);
         segment.end_commit(runs[1], false);
         assert_eq!((segment.backed(), segment.active()), (3 * GRANULE, 3 * GRANULE));
