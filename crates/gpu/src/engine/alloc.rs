@@ -25,7 +25,7 @@ use crate::state::arena::{ArenaState, CommitOptions};
 use crate::state::failure::{AllocFailure, Cause};
 use crate::state::pending::Claim;
 use crate::state::region::{AllocRequest, PlacedRun, Placement, PlacementQuery, Region, Search};
-use crate::state::segment::Run;
+use crate::state::segment::Runs;
 use crate::state::streams::StreamKey;
 use crate::types::error::DeviceError;
 use lowtide_core::bytes::ByteSize;
@@ -71,7 +71,7 @@ enum NextCommit {
     /// Wait for a driver call in progress.
     Wait,
     /// Commit these runs, which are marked as committing.
-    Runs(Vec<Run>),
+    Runs(Runs),
     Short(ExceededBound),
 }
 
@@ -282,7 +282,7 @@ fn next_commit(
 }
 
 /// Commits marked runs in order until one fails, and records every result.
-async fn commit(port: &Port<'_>, region: Region, runs: Vec<Run>) -> Result<(), DriverError> {
+async fn commit(port: &Port<'_>, region: Region, runs: Runs) -> Result<(), DriverError> {
     let mut outcome = Ok(());
     let mut runs = runs.into_iter();
     let mut next = runs.next();

@@ -24,7 +24,7 @@ use crate::state::region::{
     AllocRequest, PlacedRun, Placement, PlacementQuery, Region, RegionState, Search, end_of,
 };
 use crate::state::region_index::{APART_FROM, BlockName};
-use crate::state::segment::{Cursor, Run};
+use crate::state::segment::{Cursor, Run, Runs};
 use crate::state::sleep::Sleep;
 use crate::state::streams::{StreamKey, Streams};
 use crate::state::totals::Totals;
@@ -319,7 +319,7 @@ impl ArenaState {
         span: Span,
         needed: u64,
         options: CommitOptions,
-    ) -> Vec<Run> {
+    ) -> Runs {
         let CommitOptions { grow, large_handles } = options;
         let handle_max = if large_handles { self.handle_max(self.backed() + needed) } else { 1 };
         let room = self.limit.get().saturating_sub(self.backed());

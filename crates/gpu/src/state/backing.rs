@@ -14,7 +14,7 @@ use crate::index::Span;
 use crate::state::aging::{Ages, Stamp};
 use crate::state::granules::Missing;
 use crate::state::region_index::RegionIndex;
-use crate::state::segment::{Run, Segment};
+use crate::state::segment::{Run, Runs, Segment};
 use crate::state::segment_list::{PieceView, SegmentList};
 use lowtide_core::bytes::ByteSize;
 
@@ -283,9 +283,9 @@ impl Backing {
     }
 
     /// Like [`Segment::begin_commit`].
-    pub(crate) fn begin_commit(&mut self, span: Span, ahead: u64, handle_max: usize) -> Vec<Run> {
+    pub(crate) fn begin_commit(&mut self, span: Span, ahead: u64, handle_max: usize) -> Runs {
         let segment = self.reserved_mut();
-        segment.map_or_else(Vec::new, |segment| segment.begin_commit(span, ahead, handle_max))
+        segment.map_or_else(Runs::new, |segment| segment.begin_commit(span, ahead, handle_max))
     }
 
     /// Like [`Segment::end_commit`].

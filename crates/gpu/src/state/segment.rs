@@ -14,6 +14,8 @@
 
 use std::ops::Range;
 
+use smallvec::SmallVec;
+
 use crate::driver::DeviceAddress;
 use crate::index::Span;
 use crate::state::aging::{Ages, Stamp};
@@ -70,6 +72,9 @@ impl Run {
         (start..end).step_by(self.handle).map(move |at| at..end.min(at + self.handle))
     }
 }
+
+/// Runs for driver calls. One takes no memory of its own.
+pub(crate) type Runs = SmallVec<[Run; 1]>;
 
 /// The progress of a search for leaving granules, in each half.
 #[derive(Clone, Copy, Debug)]
@@ -144,11 +149,6 @@ impl Segment {
         (self.low.active() + self.high.active()) * self.granularity
     }
 
-    /// Returns the bytes of backed granules that no block touches.
-    pub(crate) const fn idle(&self) -> u64 {
-        self.backed() - self.active()
-    }
-
     /// Returns the bytes of idle granules that cannot leave, because a block touches their handle.
     pub(crate) const fn stuck(&self) -> u64 {
         (self.low.stuck() + self.high.stuck()) * self.granularity
@@ -200,14 +200,13 @@ impl Segment {
 
     /// Records that a block is freed; returns `true` if a granule became idle.
     pub(crate) fn untouch(&mut self, span: Span) -> bool {
-        let idle_before = self.idle();
-        let cover = self.cover_of(span);
-        self.each_part(cover.wholly, Granules::untouch);
+        let (cover, mut went_idle) = (self.cover_of(span), false);
+        self.each_part(cover.wholly, |half, range| went_idle |= half.untouch(range));
         for granule in cover.partly.into_iter().flatten() {
             let (half, at) = self.half_mut(granule);
-            half.untouch_part(at);
+            went_idle |= half.untouch_part(at);
         }
-        self.idle() > idle_before
+        went_idle
     }
 
     /// Returns what the span lacks to be committed.
@@ -250,7 +249,7 @@ impl Segment {
     /// Marks the bare granules of a touched span as committing, and up to `ahead` granules that
     /// follow the span away from its end. Returns them in runs. Granules that the span covers
     /// wholly get handles of at most `handle_max` granules: they are in use and leave together.
-    pub(crate) fn begin_commit(&mut self, span: Span, ahead: u64, handle_max: usize) -> Vec<Run> {
+    pub(crate) fn begin_commit(&mut self, span: Span, ahead: u64, handle_max: usize) -> Runs {
         let Range { start, end } = self.granules_of(span);
         let ahead = usize::try_from(ahead).unwrap_or(usize::MAX);
         let range = if start < self.middle {
@@ -258,7 +257,7 @@ impl Segment {
         } else {
             start.saturating_sub(ahead).max(self.middle)..end
         };
-        let mut runs = Vec::new();
+        let mut runs = Runs::new();
         let count = self.count;
         let [low, high] = self.parts(range);
         self.low.begin_commit(low, |range| runs.push(Run::of(&range)));
@@ -268,7 +267,7 @@ impl Segment {
             return runs;
         }
         let runs = runs.into_iter().flat_map(|run| cut_at(run.range(), &wholly));
-        let runs: Vec<_> = runs.collect();
+        let runs: Runs = runs.collect();
         let is_inside = |run: &Run| wholly.contains(&run.first);
         let join = |run| if is_inside(&run) { self.join(run, handle_max) } else { run };
         runs.into_iter().map(join).collect()
@@ -558,7 +557,7 @@ impl Segment {
         of(&self.high, high, start)
     }
 
-    fn each_part(&mut self, range: Range<usize>, act: impl Fn(&mut Granules, Range<usize>)) {
+    fn each_part(&mut self, range: Range<usize>, mut act: impl FnMut(&mut Granules, Range<usize>)) {
         if range.end <= self.middle {
             if !range.is_empty() {
                 act(&mut self.low, range);
@@ -679,7 +678,7 @@ mod tests {
                 }
                 blocks.sort_unstable_by_key(|block| block.offset);
                 segment.validate(blocks.iter().copied());
-                assert!(segment.stuck() <= segment.idle());
+                assert!(segment.stuck() <= segment.backed() - segment.active());
                 stuck += segment.stuck();
             }
         }
@@ -737,7 +736,7 @@ mod tests {
         segment.touch(tail);
         assert_eq!(segment.missing(all), Missing { granules: 5, is_moving: false });
         let runs = segment.begin_commit(all, 0, 1);
-        assert_eq!(runs, [Run::of(&(0..2)), Run::of(&(3..6))]);
+        assert_eq!(runs[..], [Run::of(&(0..2)), Run::of(&(3..6))]);
         assert_eq!(segment.missing(all), Missing { granules: 0, is_moving: true });
         assert!(segment.missing(middle).is_nothing());
         segment.end_commit(runs[0], true);
@@ -759,7 +758,7 @@ mod tests {
         };
         assert_eq!(leave(&mut segment, usize::MAX), None);
         assert!(segment.untouch(low) && segment.untouch(top));
-        assert_eq!(segment.idle(), 7 * GRANULE);
+        assert_eq!(segment.backed() - segment.active(), 7 * GRANULE);
         let first = leave(&mut segment, 2).expect("idle");
         assert_eq!(first, Run::of(&(6..8)));
         assert_eq!(leave(&mut segment, usize::MAX), Some(Run::of(&(5..6))));
