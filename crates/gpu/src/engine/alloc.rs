@@ -100,29 +100,6 @@ pub(crate) fn begin(state: &mut ArenaState, clock: &dyn Clock, target: AllocTarg
     }
 }
 
-/// Returns `true` if a block has no place, or a place without memory.
-pub(crate) fn lacks_memory(state: &ArenaState, region: Region, begun: &Begun) -> bool {
-    match begun {
-        Begun::Done(_) => false,
-        Begun::Placed(placed, _) => !state.region(region).segment.missing(placed.span).is_nothing(),
-        Begun::Not => true,
-    }
-}
-
-/// Makes the first step again, after memory was freed. A block that was placed gives its place up.
-pub(crate) fn begin_again(
-    state: &mut ArenaState,
-    clock: &dyn Clock,
-    target: AllocTarget,
-    begun: Begun,
-) -> Begun {
-    if let Begun::Placed(placed, claim) = begun {
-        state.region_mut(target.region).pins.end_operation(placed.id);
-        state.cancel_placement(target.region, placed, claim, clock);
-    }
-    begin(state, clock, target)
-}
-
 /// Completes the allocation of a placed block if its memory is committed and no other stream may
 /// still use it; otherwise pins the block.
 #[inline]
@@ -214,10 +191,11 @@ pub(crate) async fn ensure_committed(
     region: Region,
     span: Span,
 ) -> Result<(), AllocFailure> {
-    let (mut attempts, mut remaps, mut options) = port.with(|state| {
-        let attempts = ATTEMPTS_BESIDE + state.granules_for(state.releasable());
+    // The attempts that are left after the device was first full.
+    let mut attempts = None;
+    let (mut remaps, mut options) = port.with(|state| {
         let (grow, large_handles) = (state.steps.grow(), state.capabilities.handles);
-        (attempts, state.capabilities.remap, CommitOptions { grow, large_handles })
+        (state.capabilities.remap, CommitOptions { grow, large_handles })
     });
     loop {
         let shortage = match port.with(|state| next_commit(state, region, span, options)) {
@@ -239,13 +217,15 @@ pub(crate) async fn ensure_committed(
                         options = CommitOptions { grow: false, large_handles };
                         continue;
                     }
-                    Err(DriverError::OutOfMemory { .. }) if attempts > 0 => {
-                        attempts -= 1;
+                    Err(DriverError::OutOfMemory { .. }) => {
+                        let left =
+                            attempts.unwrap_or_else(|| port.with(|state| attempts_max(state)));
+                        if left == 0 {
+                            return Err(AllocFailure::of(Cause::Device, span.size));
+                        }
+                        attempts = Some(left - 1);
                         let missing = port.with(|state| state.region(region).segment.missing(span));
                         ExceededBound::Device(missing.granules)
-                    }
-                    Err(DriverError::OutOfMemory { .. }) => {
-                        return Err(AllocFailure::of(Cause::Device, span.size));
                     }
                     Err(error) => return Err(AllocFailure::of_driver(error)),
                 }
@@ -258,6 +238,11 @@ pub(crate) async fn ensure_committed(
             ShortageOutcome::None(cause) => return Err(AllocFailure::of(cause, span.size)),
         }
     }
+}
+
+/// Returns the number of attempts of a commit on a full device.
+fn attempts_max(state: &ArenaState) -> u64 {
+    ATTEMPTS_BESIDE + state.granules_for(state.releasable())
 }
 
 /// Returns how to go on with the commit of a placed span, and marks the runs to commit.
@@ -440,46 +425,65 @@ async fn create_segment(
     })
 }
 
-/// Continues an allocation after its first step.
-///
-/// # Errors
-/// A shortage, after which [`alloc_after_shortage`] may succeed; the errors of a wake.
-pub(crate) async fn alloc(
-    port: &Port<'_>,
-    target: AllocTarget,
-    begun: Begun,
-) -> Result<Placement, AllocFailure> {
-    let outcome = match begun {
-        Begun::Done(placed) => return Ok(placed),
-        Begun::Placed(placed, claim) => complete(port, target, placed, claim).await,
-        Begun::Not => attempt(port, target, Search::Usual).await,
-    };
-    without_wait(port, target, outcome).await
-}
-
-/// Allocates a block after a shortage.
+/// Continues an allocation after its first step, from the caches to the last step after a shortage.
 ///
 /// # Errors
 /// A shortage; the errors of a wake.
-pub(crate) async fn alloc_after_shortage(
+pub(crate) async fn alloc(
     port: &Port<'_>,
-    target: AllocTarget,
+    (target, mut begun): (AllocTarget, Begun),
 ) -> Result<Placement, AllocFailure> {
-    run_ladder(port, target.region, async |search| {
-        without_wait(port, target, attempt(port, target, search).await).await
-    })
-    .await
+    let region = target.region;
+    // So that no more than one cache may hold is committed because of the caches.
+    if port.surroundings.caches_hold()
+        && port.with(|state| lacks_memory(state, region, &begun))
+        && port.outside(|| port.surroundings.empty_excessive_caches()).await
+    {
+        begun = port.with(|state| begin_again(state, port.clock, target, begun));
+    }
+    let mut outcome = match begun {
+        Begun::Done(placed) => Ok(placed),
+        Begun::Placed(placed, claim) => complete(port, target, placed, claim).await,
+        Begun::Not => attempt(port, target, Search::Usual).await,
+    };
+    if outcome.as_ref().is_err_and(AllocFailure::is_by_capture) {
+        outcome = attempt(port, target, Search::Clear).await;
+    }
+    if outcome.as_ref().is_err_and(AllocFailure::is_shortage) {
+        outcome =
+            run_ladder(port, region, async |search| match attempt(port, target, search).await {
+                Err(failure) if failure.is_by_capture() => {
+                    attempt(port, target, Search::Clear).await
+                }
+                outcome => outcome,
+            })
+            .await;
+    }
+    if outcome.is_ok() {
+        port.with(|state| port.surroundings.note_live(state.live(), state.limit.get()));
+    }
+    outcome
 }
 
-/// Retries a failed allocation with memory that needs no wait, or that can be committed, if a
-/// stream capture forbids a wait.
-async fn without_wait(
-    port: &Port<'_>,
-    target: AllocTarget,
-    outcome: Result<Placement, AllocFailure>,
-) -> Result<Placement, AllocFailure> {
-    match outcome {
-        Err(failure) if failure.is_by_capture() => attempt(port, target, Search::Clear).await,
-        outcome => outcome,
+/// Returns `true` if a block has no place, or a place without memory.
+fn lacks_memory(state: &ArenaState, region: Region, begun: &Begun) -> bool {
+    match begun {
+        Begun::Done(_) => false,
+        Begun::Placed(placed, _) => !state.region(region).segment.missing(placed.span).is_nothing(),
+        Begun::Not => true,
     }
+}
+
+/// Makes the first step again, after memory was freed. A block that was placed gives its place up.
+fn begin_again(
+    state: &mut ArenaState,
+    clock: &dyn Clock,
+    target: AllocTarget,
+    begun: Begun,
+) -> Begun {
+    if let Begun::Placed(placed, claim) = begun {
+        state.region_mut(target.region).pins.end_operation(placed.id);
+        state.cancel_placement(target.region, placed, claim, clock);
+    }
+    begin(state, clock, target)
 }

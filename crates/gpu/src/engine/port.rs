@@ -74,6 +74,17 @@ pub(crate) struct Called {
 /// The parts of an arena outside its state. They are called with the lock released
 /// ([`Port::outside`]).
 pub(crate) trait Surroundings {
+    /// Returns `true` if a cache may hold a block. May be called in a step.
+    fn caches_hold(&self) -> bool;
+
+    /// Frees the blocks in the caches if together they hold more than one may. Returns `true` if
+    /// there were any.
+    fn empty_excessive_caches(&self) -> bool;
+
+    /// Updates the live share of the limit, which decides if the caches keep blocks. May be called
+    /// in a step.
+    fn note_live(&self, live: u64, limit: u64);
+
     /// Keeps the caches of threads and lanes empty from here on, and frees the blocks in them.
     /// Returns `true` if there were any.
     fn shut_caches(&self) -> bool;
