@@ -111,7 +111,7 @@ fn begin_at(
     claim: Claim,
 ) -> Begun {
     let region = state.region_mut(target.region);
-    let is_ordered = claim.uses.is_of(target.taker);
+    let is_ordered = claim.is_of(target.taker);
     if is_ordered && region.segment.missing(placed.span).is_nothing() && !state.is_closed {
         finish(state, clock, target, placed);
         return Begun::Done(placed);
@@ -157,8 +157,8 @@ pub(super) async fn complete(
 ) -> Result<Placement, AllocFailure> {
     let region = target.region;
     let mut outcome = ensure_committed(port, region, placed.span).await;
-    if outcome.is_ok() && !claim.uses.is_empty() {
-        let ordered = come_after(port, target.taker, &claim.uses).await;
+    if outcome.is_ok() && !claim.parts.is_empty() {
+        let ordered = come_after(port, target.taker, &claim.uses()).await;
         outcome = ordered.map_err(AllocFailure::of_driver);
     }
     port.with(|state| {

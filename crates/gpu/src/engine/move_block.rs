@@ -464,7 +464,7 @@ impl Batch {
         let region = self.options.region;
         let is_copied = uses.is_some();
         let parts = uses.into_iter().map(|uses| (placed.span, uses)).collect();
-        state.cancel_placement(region, placed, Claim { parts, ..Claim::default() }, clock);
+        state.cancel_placement(region, placed, Claim { parts }, clock);
         if is_freed {
             return;
         }
