@@ -29,7 +29,7 @@ use crate::exec::lane::LaneInner;
 use crate::exec::thread_cache::{BlockHandle, BlockPlace};
 #[cfg(feature = "cuda")]
 use crate::exec::view::ViewSlot;
-use crate::state::event::ArenaEvent;
+use crate::state::event::{ArenaEvent, Origin};
 use crate::state::region::{AllocRequest, Placement, Region};
 use crate::types::error::DeviceError;
 use crate::types::sleep::Contents;
@@ -156,7 +156,7 @@ impl<T: Pod> Buffer<T> {
     pub fn resize(&mut self, len: usize) -> Result<(), DeviceError> {
         let inner = self.inner();
         let region = self.region();
-        let (bytes, align) = inner.layout::<T>(len, region)?;
+        let (bytes, align) = inner.layout::<T>(len, region, Origin::BUFFER)?;
         let block = match (AllocRequest::new(bytes, align), self.owned.block) {
             (None, _) => None,
             (Some(wanted), None) => {

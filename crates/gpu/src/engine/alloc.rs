@@ -113,16 +113,11 @@ fn begin_at(
     let region = state.region_mut(target.region);
     let is_ordered = claim.is_of(target.taker);
     if is_ordered && region.segment.missing(placed.span).is_nothing() && !state.is_closed {
-        finish(state, clock, target, placed);
+        state.mark_live(target.region, target.wanted, placed, clock);
         return Begun::Done(placed);
     }
     state.region_mut(target.region).pins.begin_operation(placed.id);
     Begun::Placed(placed, claim)
-}
-
-/// Records that a placed block has memory and may be used.
-fn finish(state: &mut ArenaState, clock: &dyn Clock, target: AllocTarget, placed: Placement) {
-    state.mark_live(target.region, target.wanted, placed, clock);
 }
 
 /// Makes one attempt of an allocation, with this extent of the search.
@@ -170,7 +165,7 @@ pub(super) async fn complete(
         }
         match outcome {
             Ok(()) => {
-                finish(state, port.clock, target, placed);
+                state.mark_live(region, target.wanted, placed, port.clock);
                 Ok(placed)
             }
             Err(failure) => {
