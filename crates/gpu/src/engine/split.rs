@@ -19,6 +19,8 @@
 //!
 //! [`Driver::remap`]: crate::driver::Driver::remap
 
+use std::time::Duration;
+
 use super::call::CallKind;
 use super::compact::hold;
 use super::completion::{Proof, complete_live};
@@ -39,11 +41,16 @@ use crate::state::segment::Run;
 use crate::types::compact::CompactOptions;
 use crate::types::region::Region;
 use lowtide_core::bytes::ByteSize;
+use lowtide_core::clock::Moment;
 use lowtide_core::log;
 
 /// The maximum number of handles that one call divides: some 2 ms of driver calls and copies for
 /// handles of 64 MiB. A guess.
 const HANDLES_MAX: usize = 16;
+
+/// The time after a failed division until the next: another process may have taken the memory, or
+/// the limit left no room. A guess.
+const RETRY_AFTER: Duration = Duration::from_secs(10);
 
 /// A handle that is being divided.
 struct Split {
@@ -74,14 +81,18 @@ pub(crate) async fn release_stuck(port: &Port<'_>, ages: Option<Ages>) -> u64 {
         }
         let Some(handle) = port.with(|state| choose(state, ages)) else {
             // What has not expired yet is due later.
-            port.with(|state| state.is_undividable = choose(state, None).is_none());
+            port.with(|state| {
+                if choose(state, None).is_none() {
+                    state.divide_from = Moment::NEVER;
+                }
+            });
             break;
         };
         if ages.is_none() && make_room(port, handle).await {
             continue; // the handle may be gone
         }
         let Some(released) = split(port, handle).await else {
-            port.with(|state| state.is_undividable = true);
+            port.with(|state| state.divide_from = port.clock.now() + RETRY_AFTER);
             break;
         };
         granules += released;

@@ -79,8 +79,9 @@ pub(crate) struct ArenaState {
     /// The maximum size of a handle, and the minimum number of handles.
     handle_max: u64,
     handles_min: u64,
-    /// `true` if no handle could be divided since memory last became idle.
-    pub(crate) is_undividable: bool,
+    /// The time from which on a handle may be divided that could not be before. Memory that
+    /// becomes idle resets it.
+    pub(crate) divide_from: Moment,
     pub(crate) totals: Totals,
     live_peak: u64,
     committed_peak: u64,
@@ -123,7 +124,7 @@ impl ArenaState {
             limit: config.limit,
             handle_max: config.handle_max.get(),
             handles_min: u64::from(config.handles_min).max(1),
-            is_undividable: false,
+            divide_from: Moment::ORIGIN,
             totals: Totals::default(),
             live_peak: 0,
             committed_peak: 0,
@@ -187,8 +188,8 @@ impl ArenaState {
 
     /// Returns the time of the next check of memory that cannot leave.
     pub(crate) fn stuck_due(&self) -> Moment {
-        let may_leave = self.is_stuck() && self.leases == 0 && !self.is_undividable;
-        if may_leave { self.aging.due() } else { Moment::NEVER }
+        let may_leave = self.is_stuck() && self.leases == 0;
+        if may_leave { self.aging.due().max(self.divide_from) } else { Moment::NEVER }
     }
 
     pub(crate) fn committing(&self) -> u64 {
@@ -622,7 +623,7 @@ impl ArenaState {
 
     /// Records that granules of a span became idle.
     pub(crate) fn note_idle(&mut self, region: Region, span: Span, clock: &dyn Clock) {
-        self.is_undividable = false;
+        self.divide_from = Moment::ORIGIN;
         if let Some(stamp) = self.aging.note_idle(|| clock.now()) {
             self.region_mut(region).segment.stamp(span, stamp);
             self.events.push_at(self.aging.latest(), || ArenaEvent::Idle);
