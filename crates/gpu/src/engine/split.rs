@@ -37,7 +37,7 @@ use crate::state::moves::MovingBatch;
 use crate::state::pending::Claim;
 use crate::state::region::{AllocRequest, PlacedRun, Placement};
 use crate::state::region_index::BlockName;
-use crate::state::segment::Run;
+use crate::state::segment::{Run, Runs};
 use crate::types::compact::CompactOptions;
 use crate::types::region::Region;
 use lowtide_core::bytes::ByteSize;
@@ -56,7 +56,7 @@ const RETRY_AFTER: Duration = Duration::from_secs(10);
 struct Split {
     handle: PlacedRun,
     /// The granules that blocks touched at the start, in runs.
-    touched: Vec<Run>,
+    touched: Runs,
     /// The new memory.
     scratch: Placement,
 }

@@ -374,8 +374,8 @@ impl Backing {
     }
 
     /// Like [`Segment::touched_runs`].
-    pub(crate) fn touched_runs(&self, run: Run) -> Vec<Run> {
-        self.reserved_segment().map_or_else(Vec::new, |segment| segment.touched_runs(run))
+    pub(crate) fn touched_runs(&self, run: Run) -> Runs {
+        self.reserved_segment().map_or_else(Runs::new, |segment| segment.touched_runs(run))
     }
 
     /// Like [`Segment::begin_return`].

@@ -432,9 +432,9 @@ impl Segment {
     }
 
     /// Returns the parts of a run that blocks touch, in runs.
-    pub(crate) fn touched_runs(&self, run: Run) -> Vec<Run> {
+    pub(crate) fn touched_runs(&self, run: Run) -> Runs {
         let [low, high] = self.parts(run.range());
-        let mut runs = Vec::new();
+        let mut runs = Runs::new();
         self.low.touched_runs(low, |range| runs.push(Run::of(&range)));
         self.high.touched_runs(high, |range| runs.push(Run::of(&mirrored(self.count, range))));
         runs
