@@ -314,8 +314,8 @@ async fn finish(port: &Port<'_>, runs: &[PlacedRun], restored: ByteSize) -> Wake
             state.end_commit(run.region, run.run, true, port.clock);
         }
         let now = port.clock.now();
-        let stores = state.sleep.saved.take().map(|saved| saved.stores);
-        state.sleep.idle.put(stores.into_iter().flatten(), now);
+        let saved = state.sleep.saved.take();
+        state.sleep.idle.put(saved.map(|saved| saved.stores).unwrap_or_default(), now);
         state.sleep.end_wake(None, now);
         state.events.push(port.clock, || ArenaEvent::Woke { report });
         state.sleep.finish(Phase::Awake)

@@ -110,7 +110,7 @@ pub(crate) async fn prepare(
     let add = |store: Store| {
         created.set(created.get().saturating_add(store.size));
         port.with(|state| {
-            state.sleep.idle.put([store], port.clock.now());
+            state.sleep.idle.put(vec![store], port.clock.now());
             state.sleep.is_open() && goes_on(state)
         })
     };
@@ -323,7 +323,7 @@ async fn release_while(port: &Port<'_>, is_excess: impl Fn(&ArenaState) -> bool)
     if !left.is_empty() {
         let bytes: ByteSize = left.iter().map(|store| store.size).sum();
         let arena = port.with(|state| {
-            state.sleep.idle.put(left.into_iter().rev(), port.clock.now());
+            state.sleep.idle.put(left.into_iter().rev().collect(), port.clock.now());
             state.name.clone()
         });
         port.outside(|| log!(warn, arena, %bytes, "host memory of a sleep not released yet")).await;
@@ -373,7 +373,7 @@ async fn destroy(port: &Port<'_>, store: &Store) -> Result<(), DriverError> {
 pub(crate) async fn end(port: &Port<'_>) {
     let is_copying = port.with(|state| {
         let stores = state.sleep.saved.take().map(|saved| saved.stores);
-        state.sleep.idle.put(stores.into_iter().flatten(), port.clock.now());
+        state.sleep.idle.put(stores.unwrap_or_default(), port.clock.now());
         state.sleep.may_be_copied()
     });
     let mut left = Vec::new();

@@ -379,9 +379,9 @@ impl Backing {
     }
 
     /// Like [`Segment::begin_return`].
-    pub(crate) fn begin_return(&mut self, granules_max: usize, handle_max: usize) -> Vec<Run> {
+    pub(crate) fn begin_return(&mut self, granules_max: usize, handle_max: usize) -> Runs {
         let segment = self.reserved_mut();
-        segment.map_or_else(Vec::new, |segment| segment.begin_return(granules_max, handle_max))
+        segment.map_or_else(Runs::new, |segment| segment.begin_return(granules_max, handle_max))
     }
 
     /// Returns the bytes of a block that have no memory.

@@ -447,17 +447,18 @@ impl Segment {
 
     /// Marks touched granules without memory as committing. Returns them in runs of at most this
     /// many granules, in handles of at most `handle_max`.
-    pub(crate) fn begin_return(&mut self, granules_max: usize, handle_max: usize) -> Vec<Run> {
-        let mut ranges = Vec::new();
-        let count = self.count;
-        self.low.begin_return(|range| ranges.push(range));
-        self.high.begin_return(|range| ranges.push(mirrored(count, range)));
+    pub(crate) fn begin_return(&mut self, granules_max: usize, handle_max: usize) -> Runs {
         let step = granules_max.max(handle_max) / handle_max * handle_max;
-        let parts = ranges.into_iter().flat_map(|Range { start, end }| {
-            (start..end).step_by(step).map(move |at| Run::of(&(at..end.min(at + step))))
-        });
-        let parts: Vec<_> = parts.collect();
-        parts.into_iter().map(|run| self.join(run, handle_max)).collect()
+        let mut runs = Runs::new();
+        let mut push = |Range { start, end }: Range<usize>| {
+            let parts = (start..end).step_by(step);
+            runs.extend(parts.map(|at| Run::of(&(at..end.min(at + step)))));
+        };
+        let count = self.count;
+        self.low.begin_return(&mut push);
+        self.high.begin_return(|range| push(mirrored(count, range)));
+        runs.iter_mut().for_each(|run| *run = self.join(*run, handle_max));
+        runs
     }
 
     /// Returns the bytes of a span that have no memory. Takes a step for each granule.
