@@ -8,7 +8,6 @@ use std::time::Duration;
 use crate::bytes::ByteSize;
 use lowtide_heap::Profiler;
 
-use super::manager::Memory;
 use super::trend::LiveTrend;
 
 /// The figures that tell if live memory leaks, and where.
@@ -59,20 +58,5 @@ impl LeakSuspect {
     #[must_use]
     pub const fn growth(&self) -> ByteSize {
         self.now.saturating_sub(self.then)
-    }
-}
-
-impl Memory {
-    /// Returns the trend of live memory at quiet times, and the call sites that grew. Costs some
-    /// 50 us. Without quiet times in a forked child, and for a detached `Memory`.
-    #[must_use]
-    pub fn leaks(&self) -> LeakReport {
-        let shared = &self.0.shared;
-        let profiler = lowtide_heap::profiler();
-        if !shared.birth.is_here() {
-            return LeakReport { trend: LiveTrend::default(), profiler, suspects: None };
-        }
-        let suspects = shared.profiles.as_ref().and_then(|profiles| profiles.suspects());
-        LeakReport { trend: shared.quiet_times.trend(), profiler, suspects }
     }
 }

@@ -23,10 +23,12 @@ use super::error::{Diagnostic, MemoryError};
 use super::events::Event;
 use super::flight::{LastExit, RunEnd};
 use super::history::HistorySample;
+use super::leaks::LeakReport;
 use super::running::Running;
 use super::shared::{Purged, Shared};
 use super::shutdown::Shutdown;
 use super::snapshot::MemorySnapshot;
+use super::trend::LiveTrend;
 use super::verdict::{RequestTotals, Verdict};
 
 /// The memory manager of a service. A cheap handle; all clones refer to the same manager.
@@ -339,6 +341,19 @@ impl Memory {
     pub(crate) fn on_wall(&self, moment: Moment) -> Duration {
         let clock = &self.0.shared.clock;
         clock.since_epoch().saturating_sub(clock.now() - moment)
+    }
+
+    /// Returns the trend of live memory at quiet times, and the call sites that grew. Costs some
+    /// 50 us. Without quiet times in a forked child, and for a detached `Memory`.
+    #[must_use]
+    pub fn leaks(&self) -> LeakReport {
+        let shared = &self.0.shared;
+        let profiler = lowtide_heap::profiler();
+        if !shared.birth.is_here() {
+            return LeakReport { trend: LiveTrend::default(), profiler, suspects: None };
+        }
+        let suspects = shared.profiles.as_ref().and_then(|profiles| profiles.suspects());
+        LeakReport { trend: shared.quiet_times.trend(), profiler, suspects }
     }
 
     /// Returns a few figures at each of the last publications, oldest first: at most 300. Empty in

@@ -6,7 +6,7 @@
 //! `arenas` lists the arenas, `open` and `scopes`
 //! open them, `watch` and `watermark` keep device memory free for others, `maintenance`, `sleep`,
 //! `shrink` and `reclaim` release memory, `sensor`, `published`, `series` and `snapshot` report it,
-//! `processes` lists the processes on a device,
+//! `processes` and `process_lists` list the processes on a device,
 //! `commands` and `resource` serve operators and resources.
 //!
 //! Invariant: no driver call under a lock of this module.
@@ -20,6 +20,8 @@ mod error;
 mod governors;
 mod maintenance;
 mod open;
+#[cfg(feature = "cuda")]
+mod process_lists;
 #[cfg(feature = "cuda")]
 mod processes;
 mod published;
@@ -41,7 +43,7 @@ mod watermark;
 
 pub use error::ArenaError;
 #[cfg(feature = "cuda")]
-pub use processes::DeviceProcesses;
+pub use process_lists::DeviceProcesses;
 pub use scopes::{ArenaReport, ArenaUse, Replaced, ScopeError, Slot, SlotKind, SlotSnapshot};
 pub use select::DeviceReservation;
 pub use selector::{DeviceReserveError, DeviceSelectError, DeviceSelector};

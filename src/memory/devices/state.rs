@@ -43,7 +43,7 @@ pub(in crate::memory) struct Devices {
     #[cfg(feature = "cuda")]
     pub(super) governors: Governors,
     #[cfg(feature = "cuda")]
-    pub(super) processes: super::processes::ProcessLists,
+    pub(super) processes: super::process_lists::ProcessLists,
 }
 
 impl Devices {
@@ -68,7 +68,7 @@ impl Devices {
             #[cfg(feature = "cuda")]
             governors: Governors::default(),
             #[cfg(feature = "cuda")]
-            processes: super::processes::ProcessLists::default(),
+            processes: super::process_lists::ProcessLists::default(),
         })
     }
 

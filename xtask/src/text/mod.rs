@@ -27,7 +27,7 @@ use yaml_rust2::YamlLoader;
 use self::code::Code;
 use self::metrics_tier::MetricsTier;
 use crate::ci;
-use crate::figures::arena::check_layers;
+use crate::figures::arena::{check_cycles, check_layers};
 use crate::tree::{self, Faults, Tree};
 
 /// Runs all checks, and prints the faults.
@@ -60,6 +60,7 @@ fn check(tree: &Tree) -> Vec<String> {
     }
     tidy::check(tree, &faults);
     check_layers(tree, &faults);
+    check_cycles(tree, &faults);
     documents::check(tree, &code, &faults);
     dashboards::check(tree, &faults);
     deploying::check(tree, &code, &faults);

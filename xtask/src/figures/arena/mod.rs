@@ -14,7 +14,7 @@ use super::product::product;
 use super::{Figure, Measure, count, figure};
 use crate::tree::{self, Tree};
 
-pub(crate) use modules::check_layers;
+pub(crate) use modules::{check_cycles, check_layers};
 
 /// The folder of the package.
 const FOLDER: &str = "crates/gpu/";

@@ -84,21 +84,44 @@ fn imports(tree: &Tree, package: &Package) -> Result<Imports, String> {
     Ok(Imports { modules, all })
 }
 
+/// The maximum number of files in an import cycle.
+const CYCLE_MAX: usize = 8;
+
 /// Finds the largest import cycle between the modules of one package.
 pub(super) fn measure_cycles() -> Result<Vec<Figure>, String> {
-    let tree = Tree::read(&tree::root())?;
-    let is_ours = |folder: &str| folder.is_empty() || folder.starts_with("crates/");
-    let mut largest: Vec<Module> = Vec::new();
-    for package in tree.packages().iter().filter(|package| is_ours(&package.folder)) {
-        let cycle = imports(&tree, package)?.largest_cycle();
-        if !cycle.is_empty() {
-            println!("  {}src: {} files: {}", package.folder, cycle.len(), names(&cycle));
-        }
-        if cycle.len() > largest.len() {
-            largest = cycle;
-        }
+    let cycles = cycles(&Tree::read(&tree::root())?)?;
+    for (folder, cycle) in &cycles {
+        println!("  {folder}src: {} files: {}", cycle.len(), names(cycle));
     }
-    Ok(vec![figure("cycle_files", count(largest.len()), "files", Some(8.0))])
+    let largest = cycles.iter().map(|(_, cycle)| cycle.len()).max().unwrap_or(0);
+    Ok(vec![figure("cycle_files", count(largest), "files", Some(count(CYCLE_MAX)))])
+}
+
+/// Checks that no import cycle has too many files.
+pub(crate) fn check_cycles(tree: &Tree, faults: &Faults) {
+    match cycles(tree) {
+        Ok(all) => all.iter().filter(|(_, cycle)| cycle.len() > CYCLE_MAX).for_each(|found| {
+            let (folder, cycle) = found;
+            let (files, names) = (cycle.len(), names(cycle));
+            faults.say(format!(
+                "{folder}src: {files} files import each other in a cycle, expected at most \
+                 {CYCLE_MAX}: {names}"
+            ));
+        }),
+        Err(error) => faults.say(error),
+    }
+}
+
+/// Returns the folder of each package whose modules import each other, and its largest cycle.
+fn cycles(tree: &Tree) -> Result<Vec<(String, Vec<Module>)>, String> {
+    let is_ours = |folder: &str| folder.is_empty() || folder.starts_with("crates/");
+    let packages = tree.packages();
+    let packages = packages.iter().filter(|package| is_ours(&package.folder));
+    let cycle =
+        |package: &Package| Ok((package.folder.clone(), imports(tree, package)?.largest_cycle()));
+    let mut all: Vec<_> = packages.map(cycle).collect::<Result<_, String>>()?;
+    all.retain(|(_, cycle)| !cycle.is_empty());
+    Ok(all)
 }
 
 fn names(modules: &[Module]) -> String {

@@ -512,7 +512,7 @@ fn device(code: &Code<'_>) -> Rows {
         ("released after the decay time ({})", values![time(decay)]),
         (
             "A list is kept for {}, whatever the number of clients",
-            values![time(code.constant("processes::KEPT").time())],
+            values![time(code.constant("process_lists::KEPT").time())],
         ),
         (
             "the answer waits for it for at most {};",
