@@ -10,9 +10,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use super::error::LogFault;
+use super::fields::{BYTES_MAX, nanos};
 use super::operation::{Asked, BlockKind, Header, Layout, Operation, Place, Resized};
-use super::parse::BYTES_MAX;
-use super::text::nanos;
 use crate::state::region::Region;
 use lowtide_core::bytes::ByteSize;
 

@@ -11,10 +11,10 @@ use std::time::Duration;
 
 use super::error::RecordError;
 use super::events;
+use super::format::LINE_MAX;
 use super::hash::OperationHash;
 use super::numbers::Numbers;
 use super::operation::{Closing, Ended, Entry, Header};
-use super::text::LINE_MAX;
 use crate::state::event::{ArenaEvent, SequencedEvent};
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::Moment;

@@ -13,10 +13,11 @@ use std::io::Read;
 use std::time::Duration;
 
 use super::error::{Found, LogError, LogFault};
+use super::fields::BYTES_MAX;
+use super::format::VERSION;
 use super::log::{Lines, Log};
 use super::operation::{After, Asked, BlockKind, Entry, Header, Operation};
-use super::parse::BYTES_MAX;
-use super::text::VERSION;
+use super::words::decimal;
 use crate::driver::Backend;
 use crate::state::region::Region;
 use crate::types::config::{DECAY, Growth, RESERVE};
@@ -65,21 +66,17 @@ impl Log {
             let text = text.trim_end_matches('\r');
             import.line(line, text).map_err(|fault| fault.at(line))?;
         }
-        let (name, limit, reserve) = ("rmm".to_owned(), ByteSize::MAX, RESERVE);
-        let (decay, growth) = (DECAY, Growth::SameAsRequested);
-        let (backend, asynchronous, started) = (Backend::CudaPlain, true, Duration::ZERO);
-        let (version, layout) = (VERSION, None);
         let header = Header {
-            version,
-            name,
-            backend,
-            asynchronous,
-            started,
-            limit,
-            reserve,
-            decay,
-            growth,
-            layout,
+            version: VERSION,
+            name: "rmm".to_owned(),
+            backend: Backend::CudaPlain,
+            asynchronous: true,
+            started: Duration::ZERO,
+            limit: ByteSize::MAX,
+            reserve: RESERVE,
+            decay: DECAY,
+            growth: Growth::SameAsRequested,
+            layout: None,
         };
         Ok(Self { header, entries: import.entries, closing: None })
     }
@@ -109,16 +106,10 @@ struct Live {
 
 impl Import {
     fn line(&mut self, line: u64, text: &str) -> Result<(), LogFault> {
-        let mut fields = text.split(',');
-        let mut field =
-            |expected| fields.next().ok_or_else(|| LogFault::unexpected(expected, text));
-        let _thread = field("six fields")?;
-        let (time, action) = (field("six fields")?, field("six fields")?);
-        let (pointer, size, stream) =
-            (field("six fields")?, field("six fields")?, field("six fields")?);
-        if fields.next().is_some() {
+        let fields: Vec<_> = text.split(',').collect();
+        let [_thread, time, action, pointer, size, stream] = fields[..] else {
             return Err(LogFault::unexpected("six fields", text));
-        }
+        };
         let at = self.time(time)?;
         let size = decimal("Size", size, BYTES_MAX)?;
         let lane = self.lane(line, at, hexadecimal("Stream", stream)?);
@@ -253,13 +244,6 @@ fn time_of_day(text: &str) -> Option<Duration> {
         None => 0,
     };
     Some(Duration::from_secs(seconds) + Duration::from_nanos(nanos))
-}
-
-fn decimal(field: &'static str, text: &str, most: u64) -> Result<u64, LogFault> {
-    let digits = !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
-    let number = if digits { text.parse::<u64>().ok() } else { None };
-    let fault = || LogFault::Number { field, most, found: Found::new(text) };
-    number.filter(|&number| number <= most).ok_or_else(fault)
 }
 
 /// Parses a hexadecimal number, with or without `0x`; `(nil)` is 0, as C's `printf` writes it.
