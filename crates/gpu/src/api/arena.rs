@@ -223,7 +223,7 @@ impl DeviceArena {
         };
         let wanted = AllocRequest { requested: bytes.get(), ..wanted.by(Origin::RESERVE) };
         let placed = self.inner.alloc_block(region, wanted, None)?;
-        self.inner.run_now(|state| state.totals.reserves += 1);
+        self.inner.run_now(|state| state.totals.reserves_total += 1);
         Ok(Buffer::new(BlockHandle::new(Arc::clone(shard), region, Some(placed)), len))
     }
 

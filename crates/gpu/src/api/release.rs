@@ -146,8 +146,8 @@ impl DeviceArena {
     /// The errors of [`DeviceArena::purge`].
     pub fn shrink(&self) -> Result<ByteSize, DeviceError> {
         self.down_to(ByteSize::ZERO, ReleaseCause::Shrink, |state, bytes| {
-            state.totals.shrinks += 1;
-            state.totals.shrunk_bytes += bytes;
+            state.totals.shrinks_total += 1;
+            state.totals.shrunk_bytes_total += bytes;
             state.steps.shrunk();
         })
     }
@@ -220,8 +220,8 @@ impl DeviceArena {
 }
 
 fn note_trim(state: &mut ArenaState, bytes: u64) {
-    state.totals.trims += 1;
-    state.totals.trimmed_bytes += bytes;
+    state.totals.trims_total += 1;
+    state.totals.trimmed_bytes_total += bytes;
 }
 
 impl ArenaInner {

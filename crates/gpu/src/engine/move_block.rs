@@ -495,8 +495,8 @@ fn trade(
     clock: &dyn Clock,
 ) -> u64 {
     let active = state.active();
-    state.totals.moves += 1;
-    state.totals.moved_bytes += size;
+    state.totals.moves_total += 1;
+    state.totals.moved_bytes_total += size;
     let from = address_of(state, region, id);
     let old = state.region(region).span_of(id);
     if state.region_mut(region).trade(id, room) {

@@ -27,7 +27,6 @@ use crate::state::region_index::{APART_FROM, BlockName};
 use crate::state::segment::{Cursor, Run};
 use crate::state::sleep::Sleep;
 use crate::state::streams::{StreamKey, Streams};
-use crate::state::totals::Totals;
 use crate::types::config::StateConfig;
 use crate::types::costs::DeviceCosts;
 use crate::types::error::DeviceError;
@@ -81,7 +80,8 @@ pub(crate) struct ArenaState {
     handles_min: u64,
     /// `true` if no handle could be divided since memory last became idle.
     pub(crate) is_undividable: bool,
-    pub(crate) totals: Totals,
+    /// The counts of a snapshot, which only grow. Its other figures are computed.
+    pub(crate) totals: ArenaSnapshot,
     live_peak: u64,
     committed_peak: u64,
     pub(crate) aging: Aging,
@@ -124,7 +124,7 @@ impl ArenaState {
             handle_max: config.handle_max.get(),
             handles_min: u64::from(config.handles_min).max(1),
             is_undividable: false,
-            totals: Totals::default(),
+            totals: ArenaSnapshot::default(),
             live_peak: 0,
             committed_peak: 0,
             aging: Aging::new(config.decay),
@@ -267,8 +267,9 @@ impl ArenaState {
     ) {
         self.region_mut(region).mark_live(placed);
         self.events.push(clock, || ArenaEvent::Allocated { region, request, placed });
-        self.totals.allocs += 1;
-        self.totals.alloc_size_max = self.totals.alloc_size_max.max(placed.span.size);
+        self.totals.allocs_total += 1;
+        self.totals.alloc_size_max =
+            self.totals.alloc_size_max.max(ByteSize::new(placed.span.size));
         self.live_peak = self.live_peak.max(self.live());
     }
 
@@ -306,8 +307,9 @@ impl ArenaState {
         }
         if done {
             self.events.push(clock, || ArenaEvent::Resized { region, before, after });
-            self.totals.resizes += 1;
-            self.totals.alloc_size_max = self.totals.alloc_size_max.max(after.span.size);
+            self.totals.resizes_total += 1;
+            self.totals.alloc_size_max =
+                self.totals.alloc_size_max.max(ByteSize::new(after.span.size));
             self.live_peak = self.live_peak.max(self.live());
         }
     }
@@ -346,8 +348,8 @@ impl ArenaState {
         self.results += 1;
         if done {
             self.events.push(clock, || ArenaEvent::Committed { at, size });
-            self.totals.commits += 1;
-            self.totals.committed_bytes += size.get();
+            self.totals.commits_total += 1;
+            self.totals.committed_bytes_total += size.get();
             self.note_committed();
         }
         if done && self.idle() > 0 {
@@ -451,9 +453,9 @@ impl ArenaState {
     /// Adds the counts of a dropped cache, which is empty.
     pub(crate) fn add_cache(&mut self, tally: &CacheCounts) {
         debug_assert_eq!(tally.cached(), 0, "its blocks were freed");
-        self.totals.allocs += tally.allocs;
-        self.totals.cache_allocs += tally.allocs;
-        self.totals.frees += tally.frees;
+        self.totals.allocs_total += tally.allocs;
+        self.totals.thread_cache_allocs_total += tally.allocs;
+        self.totals.frees_total += tally.frees;
         for (region, requested) in self.regions.iter_mut().zip(tally.requested) {
             region.add_requested(requested);
         }
@@ -481,7 +483,7 @@ impl ArenaState {
         let gone = self.region_mut(region).release(placed, uses);
         debug_assert!(gone.is_ok(), "only its buffer frees a block, once");
         if let Ok(went_idle) = gone {
-            self.totals.frees += 1;
+            self.totals.frees_total += 1;
             if went_idle {
                 self.note_idle(region, placed.span, clock);
             }
@@ -524,8 +526,8 @@ impl ArenaState {
         self.region_mut(leaving.region).end_leave(leaving.run, done);
         self.results += 1;
         if done {
-            self.totals.decommits += 1;
-            self.totals.decommitted_bytes += leaving.size.get();
+            self.totals.decommits_total += 1;
+            self.totals.decommitted_bytes_total += leaving.size.get();
             let PlacedRun { at, size, .. } = leaving;
             self.events.push(clock, || ArenaEvent::Decommitted { at, size });
         }
@@ -587,7 +589,7 @@ impl ArenaState {
         (cause, error): (Cause, &DeviceError),
         clock: &dyn Clock,
     ) {
-        let failures = &mut self.totals.failures;
+        let failures = &mut self.totals.alloc_failures_total;
         match cause {
             Cause::Limit { .. } => failures.limit += 1,
             Cause::Device => failures.device += 1,
@@ -616,7 +618,7 @@ impl ArenaState {
         request: AllocRequest,
         clock: &dyn Clock,
     ) {
-        self.totals.failures.addresses += 1;
+        self.totals.alloc_failures_total.addresses += 1;
         self.events.push(clock, || ArenaEvent::TooLarge { region, request });
     }
 
@@ -664,31 +666,13 @@ impl ArenaState {
             wakes_total,
             wake_failures_total,
             metadata: ByteSize::of(self.total_metadata()),
-            allocs_total: totals.allocs + caches.allocs,
-            frees_total: totals.frees + caches.frees,
-            thread_cache_allocs_total: totals.cache_allocs + caches.allocs,
-            reserves_total: totals.reserves,
-            resizes_total: totals.resizes,
-            moves_total: totals.moves,
-            moved_bytes_total: totals.moved_bytes,
-            alloc_size_max: size(totals.alloc_size_max),
-            alloc_failures_total: totals.failures,
-            commits_total: totals.commits,
-            decommits_total: totals.decommits,
-            committed_bytes_total: totals.committed_bytes,
-            decommitted_bytes_total: totals.decommitted_bytes,
-            remaps_total: totals.remaps,
-            remapped_bytes_total: totals.remapped_bytes,
-            shortage_callbacks_total: totals.shortage_calls,
-            shortage_panics_total: totals.shortage_panics,
-            trims_total: totals.trims,
-            trimmed_bytes_total: totals.trimmed_bytes,
-            shrinks_total: totals.shrinks,
-            shrunk_bytes_total: totals.shrunk_bytes,
-            lock_contended_total: totals.contended,
-            lock_wait_total: totals.waited,
+            allocs_total: totals.allocs_total + caches.allocs,
+            frees_total: totals.frees_total + caches.frees,
+            thread_cache_allocs_total: totals.thread_cache_allocs_total + caches.allocs,
+            name: name.to_owned(),
+            backend,
             regions,
-            ..ArenaSnapshot::unknown(name, backend)
+            ..totals.clone()
         }
     }
 
@@ -778,8 +762,8 @@ impl ArenaState {
         if let Some(at) = at {
             let size = ByteSize::new(span.size);
             self.events.push(clock, || ArenaEvent::Committed { at, size });
-            self.totals.commits += 1;
-            self.totals.committed_bytes += span.size;
+            self.totals.commits_total += 1;
+            self.totals.committed_bytes_total += span.size;
         }
         self.note_committed();
     }
@@ -799,7 +783,7 @@ impl ArenaState {
         self.streams.validate();
         self.outstanding.imported.validate();
         let totals = &self.totals;
-        let settled = totals.committed_bytes - totals.decommitted_bytes;
+        let settled = totals.committed_bytes_total - totals.decommitted_bytes_total;
         assert!(self.backed() >= settled, "every committed byte is backed");
         assert!(self.there() <= self.committed_peak, "no more is there than at the peak");
     }

@@ -563,7 +563,7 @@ fn play(seed: u64) -> Totals {
         }
     }
     world.done.sleeps = world.state().sleep.totals()[0];
-    world.done.moves = world.state().totals.moves;
+    world.done.moves = world.state().totals.moves_total;
     world.finish();
     world.state().validate();
     let World { done, mut slot, is_lossy, .. } = world;
