@@ -278,8 +278,7 @@ impl DeviceArena {
     /// # Ok::<(), DeviceError>(())
     /// ```
     pub fn set_limit(&self, limit: ByteSize) {
-        if self.inner.check_here().is_ok() {
-            self.inner.run_now(|state| state.set_limit(limit, &*self.inner.clock));
+        if self.inner.run_here(|state| state.set_limit(limit, &*self.inner.clock)).is_ok() {
             self.inner.flush_events();
             log!(info, arena = self.name(), limit = limit_text(limit), "arena limit set");
         }
@@ -288,10 +287,7 @@ impl DeviceArena {
     /// Returns the limit of committed memory; zero in a forked child.
     #[must_use]
     pub fn limit(&self) -> ByteSize {
-        if self.inner.check_here().is_err() {
-            return ByteSize::ZERO;
-        }
-        self.inner.run_now(|state| state.limit)
+        self.inner.run_here(|state| state.limit).unwrap_or_default()
     }
 
     /// Sets how many bytes of free blocks each thread or lane may cache
@@ -355,8 +351,7 @@ impl DeviceArena {
     /// # Errors
     /// [`DeviceError::Forked`].
     pub fn reset(&self) -> Result<ByteSize, DeviceError> {
-        self.inner.check_here()?;
-        let bytes = self.inner.run_now(|state| raw_block::reset(state, &*self.inner.clock));
+        let bytes = self.inner.run_here(|state| raw_block::reset(state, &*self.inner.clock))?;
         self.inner.flush_events();
         Ok(bytes)
     }
@@ -388,20 +383,18 @@ impl DeviceArena {
     #[doc(hidden)]
     #[must_use]
     pub fn control_figures(&self) -> ControlFigures {
-        let (none, never) = (ByteSize::ZERO, Moment::NEVER);
-        if self.inner.check_here().is_err() {
-            return ControlFigures {
-                committed: none,
-                idle: none,
-                next_decay: never,
-                next_sleep: never,
-            };
-        }
-        self.inner.run_now(|state| ControlFigures {
+        let figures = self.inner.run_here(|state| ControlFigures {
             committed: ByteSize::new(state.backed()),
             idle: ByteSize::new(state.releasable()),
             next_decay: self.inner.next_look(state),
             next_sleep: next_sleep(state),
+        });
+        let (none, never) = (ByteSize::ZERO, Moment::NEVER);
+        figures.unwrap_or(ControlFigures {
+            committed: none,
+            idle: none,
+            next_decay: never,
+            next_sleep: never,
         })
     }
 

@@ -29,6 +29,7 @@ use crate::exec::lane::LaneInner;
 use crate::exec::thread_cache::{BlockHandle, BlockPlace};
 #[cfg(feature = "cuda")]
 use crate::exec::view::ViewSlot;
+use crate::state::arena::ArenaState;
 use crate::state::event::ArenaEvent;
 use crate::state::region::{AllocRequest, Placement, Region};
 use crate::types::error::DeviceError;
@@ -258,10 +259,9 @@ impl<T: Pod> Buffer<T> {
     pub fn take_discarded(&self) -> bool {
         let inner = self.inner();
         let Some(block) = self.owned.block else { return false };
-        if inner.check_here().is_err() {
-            return false;
-        }
-        inner.run_now(|state| state.region_mut(self.region()).pins.take_discarded(block.id))
+        let take =
+            |state: &mut ArenaState| state.region_mut(self.region()).pins.take_discarded(block.id);
+        inner.run_here(take).unwrap_or_default()
     }
 
     /// Adds a lane to the lanes that use the buffer.

@@ -129,10 +129,7 @@ impl Drop for Lease {
     /// Ends the lease. Takes the arena's lock for a subtraction and to record the streams; makes no
     /// driver call. Does nothing in a forked child.
     fn drop(&mut self) {
-        if self.arena.check_here().is_err() {
-            return;
-        }
-        self.arena.run_now(|state| {
+        let _ = self.arena.run_here(|state| {
             if state.capabilities.asynchronous {
                 if self.is_for_all() {
                     state.sleep.note_used(StreamKey::CONTEXT);

@@ -101,10 +101,7 @@ impl DeviceArena {
     #[must_use]
     pub fn next_decay(&self) -> Moment {
         let inner = self.inner();
-        if inner.check_here().is_err() {
-            return Moment::NEVER;
-        }
-        inner.run_now(|state| inner.next_look(state))
+        inner.run_here(|state| inner.next_look(state)).unwrap_or(Moment::NEVER)
     }
 
     /// Sets the time that idle memory stays; memory that is idle now counts as idle since now.

@@ -247,8 +247,8 @@ impl Replay<'_> {
         }
     }
 
-    /// Performs an operation. The arena's answer becomes part of the recorder's hash. Returns `None`
-    /// if the operation needs a block or a lane that could not be created.
+    /// Performs an operation. The arena's answer becomes part of the recorder's hash. Returns
+    /// `None` if the operation needs a block or a lane that could not be created.
     fn perform(&mut self, entry: &Entry) -> Option<()> {
         let arena = &self.arena;
         match &entry.operation {

@@ -286,6 +286,18 @@ impl ArenaInner {
         if self.executor.is_here() { Ok(()) } else { Err(DeviceError::Forked) }
     }
 
+    /// Changes or reads the state in one step, except in a forked child, which never takes the
+    /// lock: another thread may have held it.
+    ///
+    /// # Errors
+    /// `Forked`.
+    pub(crate) fn run_here<T>(
+        &self,
+        act: impl FnOnce(&mut ArenaState) -> T,
+    ) -> Result<T, DeviceError> {
+        self.check_here().map(|()| self.run_now(act))
+    }
+
     /// Fails in a forked child, and once the arena is closed.
     #[inline]
     pub(crate) fn check_open(&self) -> Result<(), DeviceError> {

@@ -18,7 +18,7 @@ use lowtide_core::bytes::ByteSize;
 const CELL_MIN: u64 = 4 << 10;
 
 /// A map of an arena in cells.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ArenaOccupancy {
     /// The smallest unit that is committed.
