@@ -468,11 +468,8 @@ impl ArenaInner {
         let still: Vec<_> = shards.iter().map(|shard| shard.still()).collect();
         let mut caches = CacheCounts::default();
         still.iter().for_each(|cache| caches.add(cache.tally()));
-        let mut snapshot = self.run_now(|state| {
-            let mut snapshot = state.snapshot(&self.name, self.driver.backend(), &caches);
-            state.outstanding.show(&mut snapshot);
-            snapshot
-        });
+        let mut snapshot =
+            self.run_now(|state| state.snapshot(&self.name, self.driver.backend(), &caches));
         let observers = self.executor.observers().map_or(0, Observers::metadata);
         snapshot.metadata = snapshot.metadata.saturating_add(ByteSize::of(observers));
         snapshot.lock_contended_total += self.caches.contended.load(Ordering::Relaxed);

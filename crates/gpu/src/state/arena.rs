@@ -644,6 +644,7 @@ impl ArenaState {
         let regions = Region::ALL.map(of);
         let [sleeps_total, wakes_total, wake_failures_total] = self.sleep.totals();
         let totals = &self.totals;
+        let Outstanding { exported, imported } = &self.outstanding;
         ArenaSnapshot {
             requested: regions.iter().map(|region| region.requested).sum(),
             cached: size(caches.cached()),
@@ -658,6 +659,10 @@ impl ArenaState {
             committed_peak: size(self.committed_peak),
             reserved: size(self.total(|region| region.segment.reserved())),
             limit: self.limit,
+            exported: size(exported.bytes),
+            exported_count: exported.count,
+            imported: size(imported.bytes),
+            imported_count: imported.count(),
             leases: self.leases,
             state: self.sleep.state(),
             asleep: regions.iter().map(|region| region.asleep).sum(),
