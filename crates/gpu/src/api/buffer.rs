@@ -214,14 +214,8 @@ impl<T: Pod> Buffer<T> {
     /// # Errors
     /// [`DeviceError::ForeignLane`] for a lane of another arena, [`DeviceError::Forked`].
     pub fn record_use(&mut self, lane: &Lane) -> Result<(), DeviceError> {
-        self.inner().check_here()?;
+        lane.check_of(self.inner())?;
         let known = lane.known();
-        if !Arc::ptr_eq(self.inner(), lane.arena().inner()) {
-            return Err(DeviceError::ForeignLane {
-                buffer_of: self.inner().name.clone(),
-                lane_of: lane.arena().name().to_owned(),
-            });
-        }
         // Buffers without a lane already wait for all device work.
         let lanes = &self.owned.lanes;
         if !lanes.is_empty() && !lanes.iter().any(|lane| lane.is_beside(known)) {

@@ -111,13 +111,7 @@ impl Lease {
     /// # Errors
     /// [`DeviceError::ForeignLane`], [`DeviceError::Forked`].
     pub fn record_use(&mut self, lane: &Lane) -> Result<(), DeviceError> {
-        self.arena.check_here()?;
-        if !Arc::ptr_eq(&self.arena, lane.arena().inner()) {
-            return Err(DeviceError::ForeignLane {
-                buffer_of: self.arena.name.clone(),
-                lane_of: lane.arena().name().to_owned(),
-            });
-        }
+        lane.check_of(&self.arena)?;
         if self.lanes.iter().all(|known| known.key() != lane.known().key()) {
             self.lanes.push(Arc::clone(lane.known()));
         }

@@ -9,7 +9,6 @@
 //! Invariant: an address is known from the call that returned it until the block is freed.
 
 use std::fmt;
-use std::sync::Arc;
 
 use crate::api::arena::DeviceArena;
 use crate::api::lane::Lane;
@@ -188,13 +187,7 @@ impl DeviceArena {
     /// arena.
     pub fn record_use(&self, at: DeviceAddress, lane: &Lane) -> Result<(), DeviceError> {
         let inner = self.inner();
-        inner.check_here()?;
-        if !Arc::ptr_eq(inner, lane.arena().inner()) {
-            return Err(DeviceError::ForeignLane {
-                buffer_of: self.name().to_owned(),
-                lane_of: lane.arena().name().to_owned(),
-            });
-        }
+        lane.check_of(inner)?;
         let user = lane.known().user();
         inner.run_now(|state| raw_block::record_use(state, at, user, &*inner.clock))?;
         inner.flush_events();
