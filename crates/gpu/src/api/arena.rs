@@ -430,11 +430,6 @@ impl DeviceArena {
         &self.inner
     }
 
-    #[cfg(all(test, lowtide_loom))]
-    pub(crate) fn shared_arc(&self) -> &Arc<ArenaInner> {
-        &self.inner
-    }
-
     /// Returns a block from a cache, if the cache has one.
     #[inline]
     fn kept(
