@@ -39,6 +39,7 @@ use self::pool::{PinnedBlock, PoolShared};
 use crate::api::raw::RawBlock;
 use crate::driver::HostMemory;
 use crate::exec::handles::DriverEvent;
+use crate::state::event::Origin;
 use crate::types::error::DeviceError;
 use crate::types::region::Region;
 use lowtide_core::bytes::ByteSize;
@@ -267,7 +268,7 @@ impl<T: Pod> PinnedBuffer<T> {
     pub fn resize(&mut self, len: usize) -> Result<(), DeviceError> {
         self.check()?;
         let arena = &self.pool.arena;
-        let (bytes, _) = arena.inner().layout::<T>(len, Region::Dynamic)?;
+        let (bytes, _) = arena.inner().layout::<T>(len, Region::Dynamic, Origin::BUFFER)?;
         if let Some(block) = self.block.filter(|_| !bytes.is_zero())
             && let Some(RawBlock { size, .. }) = arena.resize_raw(block.at, bytes)?
         {

@@ -151,19 +151,12 @@ impl DeviceArena {
     /// [`DeviceError::Driver`], [`DeviceError::Closed`], [`DeviceError::Forked`]. The arena stays
     /// usable after each.
     pub fn alloc<T: Pod>(&self, len: usize, region: Region) -> Result<Buffer<T>, DeviceError> {
-        let (bytes, align) = self.inner.layout::<T>(len, region)?;
-        let shard = self.shards.here();
-        let Some(wanted) = AllocRequest::new(bytes, align) else {
-            return Ok(Buffer::new(BlockHandle::new(Arc::clone(shard), region, None), len));
-        };
-        let owned = match self.kept(shard, region, wanted) {
-            Some(owned) => owned,
-            None => {
-                let placed = self.inner.alloc_block(region, wanted, None)?;
-                BlockHandle::new(Arc::clone(shard), region, Some(placed))
-            }
-        };
-        Ok(Buffer::new(owned, len))
+        let (bytes, align) = self.inner.layout::<T>(len, region, Origin::BUFFER)?;
+        let wanted = AllocRequest::new(bytes, align);
+        match wanted.and_then(|wanted| self.kept(self.shards.here(), region, wanted)) {
+            Some(owned) => Ok(Buffer::new(owned, len)),
+            None => self.alloc_as(wanted, None, len, region),
+        }
     }
 
     /// Like [`DeviceArena::alloc`], for the stream of a lane.
@@ -174,7 +167,7 @@ impl DeviceArena {
         region: Region,
     ) -> Result<Buffer<T>, DeviceError> {
         let origin = Origin { lane: lane.number(), ..Origin::BUFFER };
-        let (bytes, align) = self.inner.layout_by::<T>(len, region, origin)?;
+        let (bytes, align) = self.inner.layout::<T>(len, region, origin)?;
         let wanted = AllocRequest::new(bytes, align).map(|of| of.by(origin));
         if let (Some(wanted), Some(shard)) = (wanted, lane.shard())
             && let Some(mut owned) = self.kept(shard, region, wanted)
@@ -197,8 +190,11 @@ impl DeviceArena {
         let shard = lane.and_then(|lane| lane.shard()).unwrap_or_else(|| self.shards.here());
         let shard = Arc::clone(shard);
         let taker = lane.and_then(|lane| lane.key());
-        let placed = wanted.map(|wanted| self.inner.alloc_block(region, wanted, taker));
-        let mut owned = BlockHandle::new(shard, region, placed.transpose()?);
+        let block = match wanted {
+            Some(wanted) => Some(self.inner.alloc_block(region, wanted, taker)?),
+            None => None,
+        };
+        let mut owned = BlockHandle::new(shard, region, block);
         lane.into_iter().for_each(|lane| owned.lanes.add(Arc::clone(lane)));
         Ok(Buffer::new(owned, len))
     }
@@ -214,7 +210,7 @@ impl DeviceArena {
     /// # Errors
     /// The errors of [`DeviceArena::alloc`].
     pub fn reserve<T: Pod>(&self, len: usize, region: Region) -> Result<Buffer<T>, DeviceError> {
-        let (bytes, _) = self.inner.layout_by::<T>(len, region, Origin::RESERVE)?;
+        let (bytes, _) = self.inner.layout::<T>(len, region, Origin::RESERVE)?;
         let shard = self.shards.here();
         let granule = self.inner.granule;
         let whole = bytes.next_multiple_of(granule).unwrap_or(bytes);
@@ -488,19 +484,9 @@ impl fmt::Debug for DeviceArena {
 }
 
 impl ArenaInner {
-    /// Returns the bytes and the alignment of `len` elements of a buffer.
-    #[inline]
-    pub(crate) fn layout<T: Pod>(
-        &self,
-        len: usize,
-        region: Region,
-    ) -> Result<(ByteSize, ByteSize), DeviceError> {
-        self.layout_by::<T>(len, region, Origin::BUFFER)
-    }
-
     /// Returns the bytes and the alignment of `len` elements, for a request of this origin.
     #[inline]
-    pub(crate) fn layout_by<T: Pod>(
+    pub(crate) fn layout<T: Pod>(
         &self,
         len: usize,
         region: Region,

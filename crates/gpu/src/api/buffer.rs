@@ -30,7 +30,7 @@ use crate::exec::thread_cache::{BlockHandle, BlockPlace};
 #[cfg(feature = "cuda")]
 use crate::exec::view::ViewSlot;
 use crate::state::arena::ArenaState;
-use crate::state::event::ArenaEvent;
+use crate::state::event::{ArenaEvent, Origin};
 use crate::state::region::{AllocRequest, Placement, Region};
 use crate::types::error::DeviceError;
 use crate::types::sleep::Contents;
@@ -157,7 +157,7 @@ impl<T: Pod> Buffer<T> {
     pub fn resize(&mut self, len: usize) -> Result<(), DeviceError> {
         let inner = self.inner();
         let region = self.region();
-        let (bytes, align) = inner.layout::<T>(len, region)?;
+        let (bytes, align) = inner.layout::<T>(len, region, Origin::BUFFER)?;
         let block = match (AllocRequest::new(bytes, align), self.owned.block) {
             (None, _) => None,
             (Some(wanted), None) => {

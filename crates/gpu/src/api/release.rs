@@ -15,6 +15,7 @@ use lowtide_core::log;
 use std::time::Duration;
 
 use crate::api::arena::DeviceArena;
+use crate::engine::port::Surroundings as _;
 use crate::engine::release::{give_back, release_down_to};
 use crate::engine::resume::{sleeps_empty, wake_if_empty};
 use crate::engine::split::release_stuck;

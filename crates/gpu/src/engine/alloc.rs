@@ -25,7 +25,7 @@ use crate::state::arena::{ArenaState, CommitOptions};
 use crate::state::failure::{AllocFailure, Cause};
 use crate::state::pending::Claim;
 use crate::state::region::{AllocRequest, PlacedRun, Placement, PlacementQuery, Region, Search};
-use crate::state::segment::Run;
+use crate::state::segment::Runs;
 use crate::state::streams::StreamKey;
 use crate::types::error::DeviceError;
 use lowtide_core::bytes::ByteSize;
@@ -71,7 +71,7 @@ enum NextCommit {
     /// Wait for a driver call in progress.
     Wait,
     /// Commit these runs, which are marked as committing.
-    Runs(Vec<Run>),
+    Runs(Runs),
     Short(ExceededBound),
 }
 
@@ -100,29 +100,6 @@ pub(crate) fn begin(state: &mut ArenaState, clock: &dyn Clock, target: AllocTarg
     }
 }
 
-/// Returns `true` if a block has no place, or a place without memory.
-pub(crate) fn lacks_memory(state: &ArenaState, region: Region, begun: &Begun) -> bool {
-    match begun {
-        Begun::Done(_) => false,
-        Begun::Placed(placed, _) => !state.region(region).segment.is_committed(placed.span),
-        Begun::Not => true,
-    }
-}
-
-/// Makes the first step again, after memory was freed. A block that was placed gives its place up.
-pub(crate) fn begin_again(
-    state: &mut ArenaState,
-    clock: &dyn Clock,
-    target: AllocTarget,
-    begun: Begun,
-) -> Begun {
-    if let Begun::Placed(placed, claim) = begun {
-        state.region_mut(target.region).pins.end_operation(placed.id);
-        state.cancel_placement(target.region, placed, claim, clock);
-    }
-    begin(state, clock, target)
-}
-
 /// Completes the allocation of a placed block if its memory is committed and no other stream may
 /// still use it; otherwise pins the block.
 #[inline]
@@ -134,18 +111,13 @@ fn begin_at(
     claim: Claim,
 ) -> Begun {
     let region = state.region_mut(target.region);
-    let is_ordered = claim.uses.is_of(target.taker);
-    if is_ordered && region.segment.is_committed(placed.span) && !state.is_closed {
-        finish(state, clock, target, placed);
+    let is_ordered = claim.is_of(target.taker);
+    if is_ordered && region.segment.missing(placed.span).is_nothing() && !state.is_closed {
+        state.mark_live(target.region, target.wanted, placed, clock);
         return Begun::Done(placed);
     }
     state.region_mut(target.region).pins.begin_operation(placed.id);
     Begun::Placed(placed, claim)
-}
-
-/// Records that a placed block has memory and may be used.
-fn finish(state: &mut ArenaState, clock: &dyn Clock, target: AllocTarget, placed: Placement) {
-    state.mark_live(target.region, target.wanted, placed, clock);
 }
 
 /// Makes one attempt of an allocation, with this extent of the search.
@@ -180,8 +152,8 @@ pub(super) async fn complete(
 ) -> Result<Placement, AllocFailure> {
     let region = target.region;
     let mut outcome = ensure_committed(port, region, placed.span).await;
-    if outcome.is_ok() && !claim.uses.is_empty() {
-        let ordered = come_after(port, target.taker, &claim.uses).await;
+    if outcome.is_ok() && !claim.parts.is_empty() {
+        let ordered = come_after(port, target.taker, &claim.uses()).await;
         outcome = ordered.map_err(AllocFailure::of_driver);
     }
     port.with(|state| {
@@ -193,7 +165,7 @@ pub(super) async fn complete(
         }
         match outcome {
             Ok(()) => {
-                finish(state, port.clock, target, placed);
+                state.mark_live(region, target.wanted, placed, port.clock);
                 Ok(placed)
             }
             Err(failure) => {
@@ -214,10 +186,11 @@ pub(crate) async fn ensure_committed(
     region: Region,
     span: Span,
 ) -> Result<(), AllocFailure> {
-    let (mut attempts, mut remaps, mut options) = port.with(|state| {
-        let attempts = ATTEMPTS_BESIDE + state.granules_for(state.releasable());
+    // The attempts that are left after the device was first full.
+    let mut attempts = None;
+    let (mut remaps, mut options) = port.with(|state| {
         let (grow, large_handles) = (state.steps.grow(), state.capabilities.handles);
-        (attempts, state.capabilities.remap, CommitOptions { grow, large_handles })
+        (state.capabilities.remap, CommitOptions { grow, large_handles })
     });
     loop {
         let shortage = match port.with(|state| next_commit(state, region, span, options)) {
@@ -225,7 +198,7 @@ pub(crate) async fn ensure_committed(
             // This ends with the calls in progress: no granule of a placed span starts to leave,
             // and a neighbour's commit in progress ends as committed or as bare.
             NextCommit::Wait => {
-                port.wait_while(|state| state.region(region).segment.is_moving(span)).await;
+                port.wait_while(|state| state.region(region).segment.missing(span).is_moving).await;
                 continue;
             }
             // The runs were all that was bare, and memory that blocks touch does not leave.
@@ -239,13 +212,15 @@ pub(crate) async fn ensure_committed(
                         options = CommitOptions { grow: false, large_handles };
                         continue;
                     }
-                    Err(DriverError::OutOfMemory { .. }) if attempts > 0 => {
-                        attempts -= 1;
-                        let wanting = port.with(|state| state.region(region).segment.wanting(span));
-                        ExceededBound::Device(wanting)
-                    }
                     Err(DriverError::OutOfMemory { .. }) => {
-                        return Err(AllocFailure::of(Cause::Device, span.size));
+                        let left =
+                            attempts.unwrap_or_else(|| port.with(|state| attempts_max(state)));
+                        if left == 0 {
+                            return Err(AllocFailure::of(Cause::Device, span.size));
+                        }
+                        attempts = Some(left - 1);
+                        let missing = port.with(|state| state.region(region).segment.missing(span));
+                        ExceededBound::Device(missing.granules)
                     }
                     Err(error) => return Err(AllocFailure::of_driver(error)),
                 }
@@ -260,6 +235,11 @@ pub(crate) async fn ensure_committed(
     }
 }
 
+/// Returns the number of attempts of a commit on a full device.
+fn attempts_max(state: &ArenaState) -> u64 {
+    ATTEMPTS_BESIDE + state.granules_for(state.releasable())
+}
+
 /// Returns how to go on with the commit of a placed span, and marks the runs to commit.
 fn next_commit(
     state: &mut ArenaState,
@@ -267,11 +247,11 @@ fn next_commit(
     span: Span,
     options: CommitOptions,
 ) -> NextCommit {
-    let segment = &state.region(region).segment;
-    if segment.is_moving(span) {
+    let missing = state.region(region).segment.missing(span);
+    if missing.is_moving {
         return NextCommit::Wait;
     }
-    let bytes = state.bytes_of(segment.wanting(span));
+    let bytes = state.bytes_of(missing.granules);
     if bytes == 0 {
         NextCommit::Nothing
     } else if state.over_limit(bytes) > 0 {
@@ -282,7 +262,7 @@ fn next_commit(
 }
 
 /// Commits marked runs in order until one fails, and records every result.
-async fn commit(port: &Port<'_>, region: Region, runs: Vec<Run>) -> Result<(), DriverError> {
+async fn commit(port: &Port<'_>, region: Region, runs: Runs) -> Result<(), DriverError> {
     let mut outcome = Ok(());
     let mut runs = runs.into_iter();
     let mut next = runs.next();
@@ -310,8 +290,8 @@ async fn make_room(
         Err(cause) => return Ok(ShortageOutcome::None(cause)),
     };
     // More granules must leave than the span needs only if the limit was lowered.
-    let wanting = port.with(|state| state.region(region).segment.wanting(span));
-    if *remaps && granules <= wanting {
+    let missing = port.with(|state| state.region(region).segment.missing(span)).granules;
+    if *remaps && granules <= missing {
         let moved = remap_idle(port, region, span, granules).await;
         *remaps = !moved.failed;
         if moved.granules > 0 {
@@ -321,7 +301,7 @@ async fn make_room(
             return Ok(ShortageOutcome::Tried);
         }
     }
-    let leave = if *remaps && granules > wanting { granules - wanting } else { granules };
+    let leave = if *remaps && granules > missing { granules - missing } else { granules };
     release_idle(port, leave).await
 }
 
@@ -440,46 +420,65 @@ async fn create_segment(
     })
 }
 
-/// Continues an allocation after its first step.
-///
-/// # Errors
-/// A shortage, after which [`alloc_after_shortage`] may succeed; the errors of a wake.
-pub(crate) async fn alloc(
-    port: &Port<'_>,
-    target: AllocTarget,
-    begun: Begun,
-) -> Result<Placement, AllocFailure> {
-    let outcome = match begun {
-        Begun::Done(placed) => return Ok(placed),
-        Begun::Placed(placed, claim) => complete(port, target, placed, claim).await,
-        Begun::Not => attempt(port, target, Search::Usual).await,
-    };
-    without_wait(port, target, outcome).await
-}
-
-/// Allocates a block after a shortage.
+/// Continues an allocation after its first step, from the caches to the last step after a shortage.
 ///
 /// # Errors
 /// A shortage; the errors of a wake.
-pub(crate) async fn alloc_after_shortage(
+pub(crate) async fn alloc(
     port: &Port<'_>,
-    target: AllocTarget,
+    (target, mut begun): (AllocTarget, Begun),
 ) -> Result<Placement, AllocFailure> {
-    run_ladder(port, target.region, async |search| {
-        without_wait(port, target, attempt(port, target, search).await).await
-    })
-    .await
+    let region = target.region;
+    // So that no more than one cache may hold is committed because of the caches.
+    if port.surroundings.caches_hold()
+        && port.with(|state| lacks_memory(state, region, &begun))
+        && port.outside(|| port.surroundings.empty_excessive_caches()).await
+    {
+        begun = port.with(|state| begin_again(state, port.clock, target, begun));
+    }
+    let mut outcome = match begun {
+        Begun::Done(placed) => Ok(placed),
+        Begun::Placed(placed, claim) => complete(port, target, placed, claim).await,
+        Begun::Not => attempt(port, target, Search::Usual).await,
+    };
+    if outcome.as_ref().is_err_and(AllocFailure::is_by_capture) {
+        outcome = attempt(port, target, Search::Clear).await;
+    }
+    if outcome.as_ref().is_err_and(AllocFailure::is_shortage) {
+        outcome =
+            run_ladder(port, region, async |search| match attempt(port, target, search).await {
+                Err(failure) if failure.is_by_capture() => {
+                    attempt(port, target, Search::Clear).await
+                }
+                outcome => outcome,
+            })
+            .await;
+    }
+    if outcome.is_ok() {
+        port.with(|state| port.surroundings.note_live(state.live(), state.limit.get()));
+    }
+    outcome
 }
 
-/// Retries a failed allocation with memory that needs no wait, or that can be committed, if a
-/// stream capture forbids a wait.
-async fn without_wait(
-    port: &Port<'_>,
-    target: AllocTarget,
-    outcome: Result<Placement, AllocFailure>,
-) -> Result<Placement, AllocFailure> {
-    match outcome {
-        Err(failure) if failure.is_by_capture() => attempt(port, target, Search::Clear).await,
-        outcome => outcome,
+/// Returns `true` if a block has no place, or a place without memory.
+fn lacks_memory(state: &ArenaState, region: Region, begun: &Begun) -> bool {
+    match begun {
+        Begun::Done(_) => false,
+        Begun::Placed(placed, _) => !state.region(region).segment.missing(placed.span).is_nothing(),
+        Begun::Not => true,
     }
+}
+
+/// Makes the first step again, after memory was freed. A block that was placed gives its place up.
+fn begin_again(
+    state: &mut ArenaState,
+    clock: &dyn Clock,
+    target: AllocTarget,
+    begun: Begun,
+) -> Begun {
+    if let Begun::Placed(placed, claim) = begun {
+        state.region_mut(target.region).pins.end_operation(placed.id);
+        state.cancel_placement(target.region, placed, claim, clock);
+    }
+    begin(state, clock, target)
 }

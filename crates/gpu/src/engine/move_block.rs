@@ -228,8 +228,8 @@ fn take_place(
     let placed = state.region_mut(region).take_room(span).ok_or(Refused::Skipped)?;
     // Its handle is not divided meanwhile.
     state.region_mut(region).pins.begin_operation(placed.id);
-    let wanting = state.region(region).segment.wanting(span);
-    let active = state.active() - active + state.bytes_of(wanting);
+    let missing = state.region(region).segment.missing(span).granules;
+    let active = state.active() - active + state.bytes_of(missing);
     Ok(Taken { id, made, placed, active, is_raw })
 }
 
@@ -464,7 +464,7 @@ impl Batch {
         let region = self.options.region;
         let is_copied = uses.is_some();
         let parts = uses.into_iter().map(|uses| (placed.span, uses)).collect();
-        state.cancel_placement(region, placed, Claim { parts, ..Claim::default() }, clock);
+        state.cancel_placement(region, placed, Claim { parts }, clock);
         if is_freed {
             return;
         }

@@ -12,6 +12,7 @@
 
 use std::cell::Cell;
 use std::fmt;
+use std::future::poll_fn;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
@@ -74,6 +75,17 @@ pub(crate) struct Called {
 /// The parts of an arena outside its state. They are called with the lock released
 /// ([`Port::outside`]).
 pub(crate) trait Surroundings {
+    /// Returns `true` if a cache may hold a block. May be called in a step.
+    fn caches_hold(&self) -> bool;
+
+    /// Frees the blocks in the caches if together they hold more than one may. Returns `true` if
+    /// there were any.
+    fn empty_excessive_caches(&self) -> bool;
+
+    /// Updates the live share of the limit, which decides if the caches keep blocks. May be called
+    /// in a step.
+    fn note_live(&self, live: u64, limit: u64);
+
     /// Keeps the caches of threads and lanes empty from here on, and frees the blocks in them.
     /// Returns `true` if there were any.
     fn shut_caches(&self) -> bool;
@@ -147,15 +159,15 @@ pub(crate) fn run_outside<F: Future + ?Sized>(port: &Port<'_>, operation: Pin<&m
 }
 
 fn answer_of<T>(polled: Poll<T>, port: &Port<'_>) -> Step<T> {
-    match (polled, port.request.take()) {
-        (Poll::Ready(outcome), _) => Step::Done(outcome),
-        (Poll::Pending, Some(Request::Call(call))) => Step::Call(call),
-        (Poll::Pending, Some(Request::Wait { is_repeated })) => Step::Wait { is_repeated },
-        (Poll::Pending, Some(Request::WaitUntil(bell, deadline))) => {
-            Step::WaitUntil(bell, deadline)
-        }
-        (Poll::Pending, Some(Request::Outside)) => Step::Outside,
-        (Poll::Pending, None | Some(Request::Inside)) => {
+    if let Poll::Ready(outcome) = polled {
+        return Step::Done(outcome);
+    }
+    match port.request.take() {
+        Some(Request::Call(call)) => Step::Call(call),
+        Some(Request::Wait { is_repeated }) => Step::Wait { is_repeated },
+        Some(Request::WaitUntil(bell, deadline)) => Step::WaitUntil(bell, deadline),
+        Some(Request::Outside) => Step::Outside,
+        None | Some(Request::Inside) => {
             unreachable!("an operation that waits has asked for something")
         }
     }
@@ -256,23 +268,28 @@ impl<'a> Port<'a> {
         act(borrowed.state.as_deref_mut().expect("the state is lent during a step"))
     }
 
-    /// Makes a driver call with the lock released. The ranges of the call are already marked.
+    /// Makes a driver call with the lock released. The ranges of the call are already marked. The
+    /// caller awaits the answer at once: the call is requested before the first poll.
     ///
     /// # Errors
     /// The driver's.
-    pub(super) async fn perform(&self, kind: CallKind) -> Result<Answer, DriverError> {
+    pub(super) fn perform(
+        &self,
+        kind: CallKind,
+    ) -> impl Future<Output = Result<Answer, DriverError>> {
         let call = self.with(|state| state.new_call(kind));
         self.awaited.set(Some(call.id()));
-        self.ask(Request::Call(call)).await;
-        self.answer.take().expect("a call is answered before the next step")
+        self.request.set(Some(Request::Call(call)));
+        poll_fn(|_| self.answer.take().map_or(Poll::Pending, Poll::Ready))
     }
 
     /// Makes a driver call that returns nothing.
     ///
     /// # Errors
     /// The driver's.
-    pub(super) async fn does(&self, kind: CallKind) -> Result<(), DriverError> {
-        self.perform(kind).await.map(drop)
+    pub(super) fn does(&self, kind: CallKind) -> impl Future<Output = Result<(), DriverError>> {
+        let answer = self.perform(kind);
+        async { answer.await.map(drop) }
     }
 
     /// Makes a driver call that returns a boolean.
@@ -331,7 +348,7 @@ impl<'a> Port<'a> {
     fn ask(&self, request: Request) -> impl Future<Output = ()> {
         self.request.set(Some(request));
         let mut is_asked = false;
-        std::future::poll_fn(move |_| {
+        poll_fn(move |_| {
             if std::mem::replace(&mut is_asked, true) { Poll::Ready(()) } else { Poll::Pending }
         })
     }

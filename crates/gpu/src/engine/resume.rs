@@ -174,9 +174,9 @@ pub(crate) async fn resume(
     port: &Port<'_>,
     wake_timeout: Duration,
 ) -> Result<WakeReport, DeviceError> {
-    let (stayed, runs) = port.with(|state| (committed_runs(state), mark_incoming(state, true)));
+    let runs = port.with(|state| mark_incoming(state, true));
     let incoming = RefCell::new(Incoming { runs, committed: 0 });
-    let outcome = restore(port, &incoming, &stayed, wake_timeout).await;
+    let outcome = restore(port, &incoming, wake_timeout).await;
     let Incoming { runs, committed } = incoming.into_inner();
     match outcome {
         Ok(restored) => Ok(finish(port, &runs, restored).await),
@@ -188,19 +188,9 @@ pub(crate) async fn resume(
 async fn restore(
     port: &Port<'_>,
     incoming: &RefCell<Incoming>,
-    stayed: &[(Region, Run)],
     wake_timeout: Duration,
 ) -> Result<ByteSize, DeviceError> {
     // The wait for the copies would invalidate a capture.
-    let stayed = |state: &ArenaState| -> Vec<StoredCopy> {
-        stayed.iter().flat_map(|&(region, run)| touched_copies(state, region, run)).collect()
-    };
-    let has_copies = |state: &ArenaState| {
-        let incoming = incoming.borrow();
-        let mut runs = incoming.runs.iter();
-        let is_filled = |it: &PlacedRun| !touched_copies(state, it.region, it.run).is_empty();
-        runs.any(is_filled) || !stayed(state).is_empty()
-    };
     if port.with(|state| has_copies(state)) {
         check_capturing(port).await?;
     }
@@ -211,7 +201,7 @@ async fn restore(
         let copied = copy_step(port, incoming, &mut queued).await;
         restored = restored.saturating_add(copied.map_err(|error| copy_error(port, error))?);
     }
-    let copied = stores::queue_copies(port, stayed).await;
+    let copied = stores::queue_copies(port, stayed_copies).await;
     restored = restored.saturating_add(copied.map_err(|error| copy_error(port, error))?);
     stores::complete_own_copies(port).await.map_err(|error| copy_error(port, error))?;
     Ok(restored)
@@ -324,8 +314,8 @@ async fn finish(port: &Port<'_>, runs: &[PlacedRun], restored: ByteSize) -> Wake
             state.end_commit(run.region, run.run, true, port.clock);
         }
         let now = port.clock.now();
-        let stores = state.sleep.saved.take().map(|saved| saved.stores);
-        state.sleep.idle.put(stores.into_iter().flatten(), now);
+        let saved = state.sleep.saved.take();
+        state.sleep.idle.put(saved.map(|saved| saved.stores).unwrap_or_default(), now);
         state.sleep.end_wake(None, now);
         state.events.push(port.clock, || ArenaEvent::Woke { report });
         state.sleep.finish(Phase::Awake)
@@ -427,18 +417,26 @@ fn skip_freed(port: &Port<'_>, state: &mut ArenaState, incoming: &mut Incoming) 
     incoming.bytes() < before
 }
 
-/// Returns the memory of a sleeping arena that is committed. Contents in it may be saved as well: a
-/// sleep or a wake that failed could not release the memory, and it may have lost them.
-fn committed_runs(state: &ArenaState) -> Vec<(Region, Run)> {
-    let of = |region: Region| {
-        let runs = state.region(region).segment.committed_runs().into_iter();
-        runs.map(move |range| (region, Run::of(&range)))
-    };
-    Region::ALL.into_iter().flat_map(of).collect()
+/// Returns `true` if a block still touches memory whose contents are saved.
+fn has_copies(state: &ArenaState) -> bool {
+    let saved = state.sleep.saved.as_ref();
+    saved.is_some_and(|saved| saved.is_touched(|of| &state.region(of).segment))
 }
 
 /// Returns the copies of the saved contents of a run that blocks still touch.
 fn touched_copies(state: &ArenaState, region: Region, run: Run) -> Vec<StoredCopy> {
     let (segment, saved) = (&state.region(region).segment, state.sleep.saved.as_ref());
     saved.map(|saved| saved.touched_copies(region, run, segment)).unwrap_or_default()
+}
+
+/// Returns the copies of saved contents to memory that was committed before the wake: a sleep or a
+/// wake that failed could not release the memory, and it may have lost the contents.
+fn stayed_copies(state: &ArenaState) -> Vec<StoredCopy> {
+    let mut copies = Vec::new();
+    for region in Region::ALL {
+        for range in state.region(region).segment.committed_runs() {
+            copies.extend(touched_copies(state, region, Run::of(&range)));
+        }
+    }
+    copies
 }

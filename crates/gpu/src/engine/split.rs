@@ -19,6 +19,8 @@
 //!
 //! [`Driver::remap`]: crate::driver::Driver::remap
 
+use std::time::Duration;
+
 use super::call::CallKind;
 use super::compact::hold;
 use super::completion::{Proof, complete_live};
@@ -35,21 +37,26 @@ use crate::state::moves::MovingBatch;
 use crate::state::pending::Claim;
 use crate::state::region::{AllocRequest, PlacedRun, Placement};
 use crate::state::region_index::BlockName;
-use crate::state::segment::Run;
+use crate::state::segment::{Run, Runs};
 use crate::types::compact::CompactOptions;
 use crate::types::region::Region;
 use lowtide_core::bytes::ByteSize;
+use lowtide_core::clock::Moment;
 use lowtide_core::log;
 
 /// The maximum number of handles that one call divides: some 2 ms of driver calls and copies for
 /// handles of 64 MiB. A guess.
 const HANDLES_MAX: usize = 16;
 
+/// The time after a failed division until the next: another process may have taken the memory, or
+/// the limit left no room. A guess.
+const RETRY_AFTER: Duration = Duration::from_secs(10);
+
 /// A handle that is being divided.
 struct Split {
     handle: PlacedRun,
     /// The granules that blocks touched at the start, in runs.
-    touched: Vec<Run>,
+    touched: Runs,
     /// The new memory.
     scratch: Placement,
 }
@@ -74,14 +81,18 @@ pub(crate) async fn release_stuck(port: &Port<'_>, ages: Option<Ages>) -> u64 {
         }
         let Some(handle) = port.with(|state| choose(state, ages)) else {
             // What has not expired yet is due later.
-            port.with(|state| state.is_undividable = choose(state, None).is_none());
+            port.with(|state| {
+                if choose(state, None).is_none() {
+                    state.divide_from = Moment::NEVER;
+                }
+            });
             break;
         };
         if ages.is_none() && make_room(port, handle).await {
             continue; // the handle may be gone
         }
         let Some(released) = split(port, handle).await else {
-            port.with(|state| state.is_undividable = true);
+            port.with(|state| state.divide_from = port.clock.now() + RETRY_AFTER);
             break;
         };
         granules += released;
@@ -214,7 +225,8 @@ fn begin(state: &mut ArenaState, handle: PlacedRun, scratch: Placement) -> Optio
     let segment = &state.region(region).segment;
     let span = span_of(state, region, run);
     let touched = segment.touched_runs(run);
-    let is_same = segment.handle_of(run.range().start) == run.range() && segment.is_committed(span);
+    let is_handle = segment.handle_of(run.range().start) == run.range();
+    let is_same = is_handle && segment.missing(span).is_nothing();
     let fits = state.bytes_of(sum_of(&touched)) == scratch.span.size;
     let blocks: Vec<_> = state.region(region).live_blocks().collect();
     if !(is_same && fits && may_divide(state, region, run, &blocks)) {

@@ -110,7 +110,7 @@ pub(crate) async fn prepare(
     let add = |store: Store| {
         created.set(created.get().saturating_add(store.size));
         port.with(|state| {
-            state.sleep.idle.put([store], port.clock.now());
+            state.sleep.idle.put(vec![store], port.clock.now());
             state.sleep.is_open() && goes_on(state)
         })
     };
@@ -205,12 +205,15 @@ async fn reserve(
 
 /// Copies contents into their stores.
 async fn copy_out(port: &Port<'_>, saved: &Saved) -> Result<(), DriverError> {
-    let stream = begin_copies(port).await?;
-    let copies = port.with(|state| saved.copies(|region| &state.region(region).segment));
+    let stream = own_stream(port).await?;
+    let copies = port.with(|state| {
+        state.sleep.begin_copies();
+        saved.copies(|region| &state.region(region).segment)
+    });
     for (at, to) in copies {
         port.does(CallKind::Offload { at, to, stream }).await?;
     }
-    wait_for_own(port, stream).await
+    complete_own_copies(port).await
 }
 
 /// Queues copies of saved contents to their places, and does not wait for them. Returns the bytes.
@@ -222,12 +225,15 @@ pub(super) async fn queue_copies(
     port: &Port<'_>,
     copies: impl Fn(&ArenaState) -> Vec<StoredCopy>,
 ) -> Result<ByteSize, DriverError> {
-    if port.with(|state| copies(state).is_empty()) {
-        return Ok(ByteSize::ZERO);
-    }
-    let stream = begin_copies(port).await?;
-    let copies = port.with(|state| copies(state));
+    let (copies, stream) = port.with(|state| {
+        let copies = copies(state);
+        if !copies.is_empty() {
+            state.sleep.begin_copies();
+        }
+        (copies, state.sleep.stream)
+    });
     for &(at, from) in &copies {
+        let stream = stream.expect("contents are saved on the arena's stream");
         port.does(CallKind::Restore { from, at, stream }).await?;
     }
     Ok(copies.iter().map(|(_, span)| span.size).sum())
@@ -238,28 +244,8 @@ pub(super) async fn queue_copies(
 /// # Errors
 /// The driver's; copies may still be in progress.
 pub(super) async fn complete_own_copies(port: &Port<'_>) -> Result<(), DriverError> {
-    match busy_stream(port) {
-        Some(stream) => wait_for_own(port, stream).await,
-        None => Ok(()),
-    }
-}
-
-/// Returns the stream for copies. From here on, copies may be in progress on it.
-async fn begin_copies(port: &Port<'_>) -> Result<StreamHandle, DriverError> {
-    if let Some(stream) = port.with(|state| state.sleep.stream.filter(|_| state.sleep.is_queueing))
-    {
-        return Ok(stream);
-    }
-    let stream = own_stream(port).await?;
-    port.with(|state| state.sleep.begin_copies());
-    Ok(stream)
-}
-
-/// Waits for the copies of this operation, which suspends or resumes the arena and has queued them
-/// all.
-async fn wait_for_own(port: &Port<'_>, stream: StreamHandle) -> Result<(), DriverError> {
     port.with(|state| state.sleep.is_queueing = false);
-    wait_for_copies(port, stream).await
+    complete_copies(port).await
 }
 
 /// Waits for the copies that are queued now. While another operation queues more, only that
@@ -274,17 +260,12 @@ async fn wait_for_copies(port: &Port<'_>, stream: StreamHandle) -> Result<(), Dr
     Ok(())
 }
 
-/// Returns the stream on which copies may be in progress, if any.
-fn busy_stream(port: &Port<'_>) -> Option<StreamHandle> {
-    port.with(|state| state.sleep.stream.filter(|_| state.sleep.may_be_copied()))
-}
-
 /// Waits for the copies of an earlier sleep or wake, if any may be in progress.
 ///
 /// # Errors
 /// The driver's: the copies may still be in progress.
 pub(super) async fn complete_copies(port: &Port<'_>) -> Result<(), DriverError> {
-    match busy_stream(port) {
+    match port.with(|state| state.sleep.stream.filter(|_| state.sleep.may_be_copied())) {
         Some(stream) => wait_for_copies(port, stream).await,
         None => Ok(()),
     }
@@ -342,7 +323,7 @@ async fn release_while(port: &Port<'_>, is_excess: impl Fn(&ArenaState) -> bool)
     if !left.is_empty() {
         let bytes: ByteSize = left.iter().map(|store| store.size).sum();
         let arena = port.with(|state| {
-            state.sleep.idle.put(left.into_iter().rev(), port.clock.now());
+            state.sleep.idle.put(left.into_iter().rev().collect(), port.clock.now());
             state.name.clone()
         });
         port.outside(|| log!(warn, arena, %bytes, "host memory of a sleep not released yet")).await;
@@ -392,7 +373,7 @@ async fn destroy(port: &Port<'_>, store: &Store) -> Result<(), DriverError> {
 pub(crate) async fn end(port: &Port<'_>) {
     let is_copying = port.with(|state| {
         let stores = state.sleep.saved.take().map(|saved| saved.stores);
-        state.sleep.idle.put(stores.into_iter().flatten(), port.clock.now());
+        state.sleep.idle.put(stores.unwrap_or_default(), port.clock.now());
         state.sleep.may_be_copied()
     });
     let mut left = Vec::new();

@@ -10,6 +10,8 @@
 //!
 //! Invariants: `cached = sum of its blocks`; a block that was handed out is not in the cache.
 
+use std::mem::ManuallyDrop;
+
 use crate::exec::thread_cache::BlockHandle;
 use crate::state::cached::CacheCounts;
 use crate::types::region::Region;
@@ -73,8 +75,10 @@ impl BlockList {
 
     #[inline]
     pub(crate) fn push(&mut self, mut owned: Box<BlockHandle>) {
-        owned.next = self.last.take();
-        self.last = Some(owned);
+        debug_assert!(owned.next.is_none(), "a block is in one list");
+        // Not assigned, which would check if there is a block to drop.
+        std::mem::swap(&mut owned.next, &mut self.last);
+        let _none = ManuallyDrop::new(self.last.replace(owned));
         self.len += 1;
     }
 

@@ -12,7 +12,7 @@
 //! is notified when the lock is released after a change.
 
 use std::fmt;
-use std::ops::{Deref, DerefMut};
+use std::ops::{ControlFlow, Deref, DerefMut};
 use std::pin::{Pin, pin};
 
 use crate::driver::Driver;
@@ -44,6 +44,14 @@ struct Slot {
     state: Option<Box<ArenaState>>,
     /// The number of threads that wait for a change, plus one for the observers, if there are any.
     watchers: u32,
+}
+
+/// What operations need besides the state.
+#[derive(Clone, Copy)]
+pub(crate) struct World<'a> {
+    pub(crate) driver: &'a dyn Driver,
+    pub(crate) clock: &'a dyn Clock,
+    pub(crate) surroundings: &'a dyn Surroundings,
 }
 
 /// The locked state.
@@ -157,15 +165,42 @@ impl Executor {
     /// Runs an operation to its end.
     pub(crate) fn run<T>(
         &self,
-        (driver, clock): (&dyn Driver, &dyn Clock),
-        surroundings: &dyn Surroundings,
+        world: World<'_>,
         operation: impl AsyncFnOnce(&Port<'_>) -> T,
     ) -> T {
-        let port = Port::new(clock, caller(), surroundings);
-        let mut operation = pin!(operation(&port));
-        let mut locked = self.lock_state(clock);
+        let port = Port::new(world.clock, caller(), world.surroundings);
+        self.drive(self.lock_state(world.clock), world, &port, pin!(operation(&port)))
+    }
+
+    /// Makes a first step, and if that is not enough, runs the operation that continues it to its
+    /// end. The lock is not released in between.
+    #[inline]
+    pub(crate) fn run_after<B, T>(
+        &self,
+        world: World<'_>,
+        first: impl FnOnce(&mut ArenaState) -> ControlFlow<T, B>,
+        operation: impl AsyncFnOnce(&Port<'_>, B) -> T,
+    ) -> T {
+        let mut locked = self.lock_state(world.clock);
+        match first(&mut locked) {
+            ControlFlow::Break(outcome) => outcome,
+            ControlFlow::Continue(begun) => {
+                let port = Port::new(world.clock, caller(), world.surroundings);
+                self.drive(locked, world, &port, pin!(operation(&port, begun)))
+            }
+        }
+    }
+
+    /// Makes the steps of an operation, from a locked state.
+    fn drive<'a, F: Future>(
+        &'a self,
+        mut locked: Locked<'a>,
+        World { driver, clock, .. }: World<'_>,
+        port: &Port<'_>,
+        mut operation: Pin<&mut F>,
+    ) -> F::Output {
         loop {
-            let step = locked.step(&port, operation.as_mut());
+            let step = locked.step(port, operation.as_mut());
             if let Step::Wait { is_repeated } = step {
                 locked = locked.wait(is_repeated);
                 continue;
@@ -179,9 +214,9 @@ impl Executor {
                     clock.wait_until(&bell, deadline);
                 }
                 Step::Outside => {
-                    run_outside(&port, operation.as_mut());
+                    run_outside(port, operation.as_mut());
                     if !self.is_here() {
-                        return end_in_child(&port, operation.as_mut());
+                        return end_in_child(port, operation.as_mut());
                     }
                 }
             }

@@ -11,6 +11,7 @@
 use lowtide_core::log;
 use std::fmt;
 use std::mem::ManuallyDrop;
+use std::ops::ControlFlow;
 use std::ptr;
 use std::sync::{Arc, OnceLock, Weak};
 
@@ -22,7 +23,7 @@ use crate::engine::stores;
 use crate::exec::budget;
 use crate::exec::cache_bins::BlockList;
 use crate::exec::callbacks::Callbacks;
-use crate::exec::executor::{Executor, Locked};
+use crate::exec::executor::{Executor, Locked, World};
 use crate::exec::lane::Lanes;
 use crate::exec::observer::{Observer, Observers};
 use crate::exec::reserve;
@@ -277,7 +278,21 @@ impl ArenaInner {
 
     /// Runs an operation to its end on this thread.
     pub(crate) fn run<T>(&self, operation: impl AsyncFnOnce(&Port<'_>) -> T) -> T {
-        self.executor.run((&*self.driver, &*self.clock), self, operation)
+        self.executor.run(self.world(), operation)
+    }
+
+    /// Makes a first step, and continues it with an operation if that is not enough.
+    #[inline]
+    pub(crate) fn run_after<B, T>(
+        &self,
+        first: impl FnOnce(&mut ArenaState) -> ControlFlow<T, B>,
+        operation: impl AsyncFnOnce(&Port<'_>, B) -> T,
+    ) -> T {
+        self.executor.run_after(self.world(), first, operation)
+    }
+
+    fn world(&self) -> World<'_> {
+        World { driver: &*self.driver, clock: &*self.clock, surroundings: self }
     }
 
     /// Fails in a forked child, in which a thread that does not exist there may hold the lock.
@@ -386,16 +401,6 @@ impl ArenaInner {
     /// Counts a busy cache.
     pub(crate) fn note_contended(&self) {
         self.caches.contended.fetch_add(1, Ordering::Relaxed);
-    }
-
-    /// Returns `true` if a cache may hold a block.
-    pub(crate) fn caches_hold(&self) -> bool {
-        self.caches.hold.load(Ordering::Relaxed)
-    }
-
-    /// Returns `true` if the caches together hold more than one may.
-    pub(crate) fn is_cache_excessive(&self) -> bool {
-        self.caches_hold() && self.cached() > lock(&self.caches.rules).room_max.get()
     }
 
     /// Returns the bytes in all caches, without locking them.
@@ -532,6 +537,18 @@ impl ArenaInner {
 }
 
 impl Surroundings for ArenaInner {
+    fn caches_hold(&self) -> bool {
+        self.caches.hold.load(Ordering::Relaxed)
+    }
+
+    fn empty_excessive_caches(&self) -> bool {
+        self.cached() > lock(&self.caches.rules).room_max.get() && self.empty_caches()
+    }
+
+    fn note_live(&self, live: u64, limit: u64) {
+        self.caches.note_live(live, limit);
+    }
+
     fn shut_caches(&self) -> bool {
         // A block that was put into a cache earlier is found, and a later block finds no room.
         let shut = self.caches.shut();

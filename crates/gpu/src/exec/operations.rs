@@ -1,11 +1,14 @@
 //! Runs operations of the engine for the handles of an arena. An allocation and a resize run
 //! several, one after the other, from the first step to the error.
 
+use std::ops::ControlFlow;
+
 use crate::driver::DriverError;
 use crate::engine::alloc::{self, AllocTarget, Begun};
 use crate::engine::alloc_error::record_failure;
 use crate::engine::{completion, import, resize};
 use crate::exec::inner::ArenaInner;
+use crate::state::arena::ArenaState;
 use crate::state::event::{FailedRequest, Origin};
 use crate::state::failure::AllocFailure;
 use crate::state::region::{AllocRequest, Placement};
@@ -34,57 +37,15 @@ impl ArenaInner {
         target: AllocTarget,
         what: FailedRequest,
     ) -> Result<Placement, DeviceError> {
-        let begun = self.run_now(|state| {
-            let begun = alloc::begin(state, &*self.clock, target);
-            self.caches.note_live(state.live(), state.limit.get());
-            begun
-        });
-        let outcome = match begun {
-            Begun::Done(placed) => Ok(placed),
-            begun => self.alloc_without_caches(target, begun, what),
-        };
-        self.flush_events();
-        outcome
-    }
-
-    /// Continues an allocation that found no place, or whose place needs memory or a wait. If the
-    /// caches together hold more than one may, empties them first, so that no more than that is
-    /// committed because of caches.
-    #[cold]
-    fn alloc_without_caches(
-        &self,
-        target: AllocTarget,
-        begun: Begun,
-        what: FailedRequest,
-    ) -> Result<Placement, DeviceError> {
-        let is_short = || self.run_now(|state| alloc::lacks_memory(state, target.region, &begun));
-        let begun = if self.is_cache_excessive() && is_short() && self.empty_caches() {
-            self.run_now(|state| alloc::begin_again(state, &*self.clock, target, begun))
-        } else {
-            begun
-        };
-        match begun {
-            Begun::Done(placed) => Ok(placed),
-            begun => self.alloc_slowly(target, begun, what),
-        }
-    }
-
-    fn alloc_slowly(
-        &self,
-        target: AllocTarget,
-        begun: Begun,
-        what: FailedRequest,
-    ) -> Result<Placement, DeviceError> {
-        let outcome = self.run(async |port| alloc::alloc(port, target, begun).await);
-        let outcome = match outcome {
-            Err(failure) if failure.is_shortage() => {
-                self.run(async |port| alloc::alloc_after_shortage(port, target).await)
+        let first = |state: &mut ArenaState| match alloc::begin(state, &*self.clock, target) {
+            Begun::Done(placed) => {
+                self.caches.note_live(state.live(), state.limit.get());
+                ControlFlow::Break(Ok(placed))
             }
-            outcome => outcome,
+            begun => ControlFlow::Continue((target, begun)),
         };
-        if outcome.is_ok() {
-            self.run_now(|state| self.caches.note_live(state.live(), state.limit.get()));
-        }
+        let outcome = self.run_after(first, alloc::alloc);
+        self.flush_events();
         outcome.map_err(|failure| self.record_failure(target.region, failure, what))
     }
 

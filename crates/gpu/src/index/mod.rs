@@ -430,10 +430,9 @@ impl BlockIndex {
     /// Puts a block into a known bin, before blocks of higher addresses, within the search bound.
     #[inline]
     fn file_in(&mut self, bin: Bin, slot: u32, span: Span) {
-        let mut table = self.records.table();
         let (mut before, mut after) = (NONE, self.bins.head(bin));
         for _ in 0..STEPS_TO_FILE {
-            let other = &table[after];
+            let other = &self.records[after];
             // The sentinel's offset is above all others. The next step is selected without a
             // branch, because a branch would go either way equally often. Once a step does not
             // pass, the later ones choose the same again.
@@ -441,8 +440,8 @@ impl BlockIndex {
             before = select_unpredictable(passes, after, before);
             after = select_unpredictable(passes, other.bin_next, after);
         }
-        table[after].bin_prev = slot; // the sentinel's if it is the last
-        let record = &mut table[slot];
+        self.records[after].bin_prev = slot; // the sentinel's if it is the last
+        let record = &mut self.records[slot];
         (record.offset, record.size) = (span.offset, span.size);
         (record.bin_prev, record.bin_next) = (before, after);
         self.lead(bin, before, slot);
@@ -456,9 +455,8 @@ impl BlockIndex {
     /// Takes a free block out of this bin, in which it is.
     #[inline(always)]
     fn unfile_from(&mut self, bin: Bin, slot: u32) {
-        let mut table = self.records.table();
-        let Record { bin_prev, bin_next, .. } = table[slot];
-        table[bin_next].bin_prev = bin_prev; // the sentinel's if it was the last
+        let Record { bin_prev, bin_next, .. } = self.records[slot];
+        self.records[bin_next].bin_prev = bin_prev; // the sentinel's if it was the last
         self.lead(bin, bin_prev, bin_next);
     }
 

@@ -112,11 +112,6 @@ impl Records {
         records.filter(|record| !record.is_free()).map(Record::span)
     }
 
-    /// Returns the records for a run of changes, with one lookup of their base.
-    pub(super) fn table(&mut self) -> Table<'_> {
-        Table(&mut self.records)
-    }
-
     /// Creates a record for a block between two neighbours, and links them to it.
     pub(super) fn insert(&mut self, span: Span, generation: u64, prev: u32, next: u32) -> u32 {
         debug_assert!(span.size > 0 && self[prev].next == next && self[next].prev == prev);
@@ -124,11 +119,10 @@ impl Records {
             self.vacant = self.add();
         }
         let slot = self.vacant;
-        let mut table = self.table();
-        table[prev].next = slot;
-        table[next].prev = slot;
+        self[prev].next = slot;
+        self[next].prev = slot;
         let Span { offset, size } = span;
-        let record = &mut table[slot];
+        let record = &mut self[slot];
         let vacant = record.next;
         *record = Record { offset, size, prev, next, ..Record::VACANT };
         record.set_generation(generation);
@@ -140,12 +134,11 @@ impl Records {
     pub(super) fn remove(&mut self, slot: u32) {
         debug_assert_ne!(slot, NONE);
         let vacant = std::mem::replace(&mut self.vacant, slot);
-        let mut table = self.table();
-        let record = &mut table[slot];
+        let record = &mut self[slot];
         let (prev, next) = (record.prev, std::mem::replace(&mut record.next, vacant));
         record.set_generation(FREE);
-        table[prev].next = next;
-        table[next].prev = prev;
+        self[prev].next = next;
+        self[next].prev = prev;
     }
 
     /// Exchanges two neighbours, of which the first is before the second.
@@ -198,22 +191,5 @@ impl Index<u32> for Records {
 impl IndexMut<u32> for Records {
     fn index_mut(&mut self, slot: u32) -> &mut Record {
         &mut self.records[slot as usize]
-    }
-}
-
-/// All records, for changes.
-pub(super) struct Table<'a>(&'a mut [Record]);
-
-impl Index<u32> for Table<'_> {
-    type Output = Record;
-
-    fn index(&self, slot: u32) -> &Record {
-        &self.0[slot as usize]
-    }
-}
-
-impl IndexMut<u32> for Table<'_> {
-    fn index_mut(&mut self, slot: u32) -> &mut Record {
-        &mut self.0[slot as usize]
     }
 }

@@ -17,7 +17,7 @@ use lowtide_core::bytes::ByteSize;
 pub(crate) fn segments(state: &ArenaState, region: Region) -> Vec<SegmentMap> {
     let of = state.region(region);
     let ground = &of.segment;
-    let arrived = |span: &Span| ground.wanting(*span) == 0 && !ground.is_moving(*span);
+    let arrived = |span: &Span| ground.missing(*span).is_nothing();
     let live = of.live_spans().filter(arrived).map(|span| (span, BlockState::Live));
     let pending = of.pending.spans().map(|span| (span, BlockState::Pending));
     let mut blocks: Vec<_> = live.chain(pending).collect();

@@ -23,6 +23,7 @@ use super::snapshot::PinnedSnapshot;
 use super::unfinished::UnfinishedBlocks;
 use crate::api::arena::{DeviceArena, limit_text};
 use crate::driver::{DeviceAddress, Driver, HostMemory};
+use crate::state::event::Origin;
 use crate::types::error::{Bound, DeviceError};
 use crate::types::region::Region;
 use crate::types::snapshot::ArenaGlance;
@@ -264,7 +265,7 @@ impl PoolShared {
         &self,
         len: usize,
     ) -> Result<Option<PinnedBlock>, DeviceError> {
-        let (size, align) = self.arena.inner().layout::<T>(len, Region::Dynamic)?;
+        let (size, align) = self.arena.inner().layout::<T>(len, Region::Dynamic, Origin::BUFFER)?;
         if size.is_zero() {
             return Ok(None);
         }

@@ -24,7 +24,7 @@ use crate::state::region::{
     AllocRequest, PlacedRun, Placement, PlacementQuery, Region, RegionState, Search, end_of,
 };
 use crate::state::region_index::{APART_FROM, BlockName};
-use crate::state::segment::{Cursor, Run};
+use crate::state::segment::{Cursor, Run, Runs};
 use crate::state::sleep::Sleep;
 use crate::state::streams::{StreamKey, Streams};
 use crate::types::config::StateConfig;
@@ -78,8 +78,9 @@ pub(crate) struct ArenaState {
     /// The maximum size of a handle, and the minimum number of handles.
     handle_max: u64,
     handles_min: u64,
-    /// `true` if no handle could be divided since memory last became idle.
-    pub(crate) is_undividable: bool,
+    /// The time from which on a handle may be divided that could not be before. Memory that
+    /// becomes idle resets it.
+    pub(crate) divide_from: Moment,
     /// The counts of a snapshot, which only grow. Its other figures are computed.
     pub(crate) totals: ArenaSnapshot,
     live_peak: u64,
@@ -123,7 +124,7 @@ impl ArenaState {
             limit: config.limit,
             handle_max: config.handle_max.get(),
             handles_min: u64::from(config.handles_min).max(1),
-            is_undividable: false,
+            divide_from: Moment::ORIGIN,
             totals: ArenaSnapshot::default(),
             live_peak: 0,
             committed_peak: 0,
@@ -187,8 +188,8 @@ impl ArenaState {
 
     /// Returns the time of the next check of memory that cannot leave.
     pub(crate) fn stuck_due(&self) -> Moment {
-        let may_leave = self.is_stuck() && self.leases == 0 && !self.is_undividable;
-        if may_leave { self.aging.due() } else { Moment::NEVER }
+        let may_leave = self.is_stuck() && self.leases == 0;
+        if may_leave { self.aging.due().max(self.divide_from) } else { Moment::NEVER }
     }
 
     pub(crate) fn committing(&self) -> u64 {
@@ -321,7 +322,7 @@ impl ArenaState {
         span: Span,
         needed: u64,
         options: CommitOptions,
-    ) -> Vec<Run> {
+    ) -> Runs {
         let CommitOptions { grow, large_handles } = options;
         let handle_max = if large_handles { self.handle_max(self.backed() + needed) } else { 1 };
         let room = self.limit.get().saturating_sub(self.backed());
@@ -624,7 +625,7 @@ impl ArenaState {
 
     /// Records that granules of a span became idle.
     pub(crate) fn note_idle(&mut self, region: Region, span: Span, clock: &dyn Clock) {
-        self.is_undividable = false;
+        self.divide_from = Moment::ORIGIN;
         if let Some(stamp) = self.aging.note_idle(|| clock.now()) {
             self.region_mut(region).segment.stamp(span, stamp);
             self.events.push_at(self.aging.latest(), || ArenaEvent::Idle);

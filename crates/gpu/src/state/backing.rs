@@ -12,8 +12,9 @@ use std::ops::Range;
 use crate::driver::DeviceAddress;
 use crate::index::Span;
 use crate::state::aging::{Ages, Stamp};
+use crate::state::granules::Missing;
 use crate::state::region_index::RegionIndex;
-use crate::state::segment::{Run, Segment};
+use crate::state::segment::{Run, Runs, Segment};
 use crate::state::segment_list::{PieceView, SegmentList};
 use lowtide_core::bytes::ByteSize;
 
@@ -248,26 +249,13 @@ impl Backing {
         either!(self, it => it.untouch(span))
     }
 
-    /// Returns `true` if all of a span is committed, and no driver call is in progress for it.
+    /// Returns what a span lacks to be committed.
     #[inline]
-    pub(crate) fn is_committed(&self, span: Span) -> bool {
-        either!(self, it => it.is_committed(span))
-    }
-
-    /// Returns `true` if a driver call is in progress for a granule of the span.
-    pub(crate) fn is_moving(&self, span: Span) -> bool {
+    pub(crate) fn missing(&self, span: Span) -> Missing {
         match self {
-            Self::Reserved(segment) => segment.is_moving(span),
-            Self::SegmentList(_) => false, // a block is only in a piece that stays
-        }
-    }
-
-    /// Returns the number of granules of the span that have no memory or lose it.
-    #[inline]
-    pub(crate) fn wanting(&self, span: Span) -> u64 {
-        match self {
-            Self::Reserved(segment) => segment.wanting(span),
-            Self::SegmentList(_) => 0, // the index offers no such granules
+            Self::Reserved(segment) => segment.missing(span),
+            // The index offers only pieces that stay.
+            Self::SegmentList(_) => Missing::default(),
         }
     }
 
@@ -295,9 +283,9 @@ impl Backing {
     }
 
     /// Like [`Segment::begin_commit`].
-    pub(crate) fn begin_commit(&mut self, span: Span, ahead: u64, handle_max: usize) -> Vec<Run> {
+    pub(crate) fn begin_commit(&mut self, span: Span, ahead: u64, handle_max: usize) -> Runs {
         let segment = self.reserved_mut();
-        segment.map_or_else(Vec::new, |segment| segment.begin_commit(span, ahead, handle_max))
+        segment.map_or_else(Runs::new, |segment| segment.begin_commit(span, ahead, handle_max))
     }
 
     /// Like [`Segment::end_commit`].
@@ -386,14 +374,14 @@ impl Backing {
     }
 
     /// Like [`Segment::touched_runs`].
-    pub(crate) fn touched_runs(&self, run: Run) -> Vec<Run> {
-        self.reserved_segment().map_or_else(Vec::new, |segment| segment.touched_runs(run))
+    pub(crate) fn touched_runs(&self, run: Run) -> Runs {
+        self.reserved_segment().map_or_else(Runs::new, |segment| segment.touched_runs(run))
     }
 
     /// Like [`Segment::begin_return`].
-    pub(crate) fn begin_return(&mut self, granules_max: usize, handle_max: usize) -> Vec<Run> {
+    pub(crate) fn begin_return(&mut self, granules_max: usize, handle_max: usize) -> Runs {
         let segment = self.reserved_mut();
-        segment.map_or_else(Vec::new, |segment| segment.begin_return(granules_max, handle_max))
+        segment.map_or_else(Runs::new, |segment| segment.begin_return(granules_max, handle_max))
     }
 
     /// Returns the bytes of a block that have no memory.

@@ -87,37 +87,39 @@ impl RegionState {
     }
 }
 
-/// Returns granules and the treatment of their contents, from blocks in address order.
+/// Returns granules and the treatment of their contents, from blocks in address order. Granules
+/// whose contents are discarded are left out, like untouched ones.
 fn wanted(blocks: impl Iterator<Item = (Range<usize>, Contents)>) -> Vec<(Range<usize>, Contents)> {
-    let mut all: Vec<(Range<usize>, Contents)> = Vec::new();
-    for (mut range, contents) in blocks {
-        if let Some((last, theirs)) = all.last_mut()
-            && last.end > range.start
-        {
-            // Both blocks share one granule: the last of the earlier block, the first of this one.
-            let most = contents.max(*theirs);
-            if last.len() == 1 {
-                *theirs = most;
-            } else if most > *theirs {
-                last.end -= 1;
-                all.push((range.start..range.start + 1, most));
-            }
-            range.start += 1;
-        }
-        if !range.is_empty() {
-            all.push((range, contents));
-        }
-    }
-    // Granules whose contents are discarded are like untouched ones.
-    all.retain(|(_, contents)| *contents != Contents::Discard);
-    all.dedup_by(|next, last| {
-        let joins = last.0.end == next.0.start && last.1 == next.1;
-        if joins {
-            last.0.end = next.0.end;
-        }
-        joins
-    });
+    let mut all = Vec::new();
+    let kept = blocks.filter(|(_, contents)| *contents != Contents::Discard);
+    kept.for_each(|(range, contents)| add(&mut all, range, contents));
     all
+}
+
+/// Adds the granules of the next block, joined with the last ones if those are treated alike.
+fn add(all: &mut Vec<(Range<usize>, Contents)>, mut range: Range<usize>, contents: Contents) {
+    while let Some((last, theirs)) = all.last_mut().filter(|(last, _)| last.end >= range.start) {
+        if *theirs == contents {
+            last.end = range.end;
+            return;
+        }
+        if last.end == range.start {
+            break;
+        }
+        // Both blocks share one granule: the last of the earlier block, the first of this one.
+        if *theirs > contents {
+            range.start += 1;
+            break;
+        }
+        last.end -= 1;
+        if last.start < last.end {
+            break;
+        }
+        all.pop();
+    }
+    if !range.is_empty() {
+        all.push((range, contents));
+    }
 }
 
 /// Cuts a run of committed granules into pieces of whole handles with one treatment each. Granules
@@ -177,6 +179,12 @@ mod tests {
             [(2..4, Keep), (4..5, Stay), (6..7, Keep)]
         );
         assert_eq!(of(&[(1..2, Discard), (1..2, Stay), (1..2, Keep)]), [(1..2, Stay)]);
+        // A block in one granule between two that are treated alike.
+        assert_eq!(of(&[(0..2, Stay), (2..3, Keep), (2..5, Stay)]), [(0..5, Stay)]);
+        assert_eq!(
+            of(&[(0..3, Stay), (2..6, Keep), (5..7, Stay)]),
+            [(0..3, Stay), (3..5, Keep), (5..7, Stay)]
+        );
     }
 
     #[test]

@@ -90,10 +90,20 @@ struct PendingSpan {
 /// is freed before its first use.
 #[derive(Debug, Default)]
 pub(crate) struct Claim {
-    /// Uses that must complete before the block's first use.
-    pub(crate) uses: Uses,
-    /// The pending parts and their uses.
+    /// The pending parts, and the uses of each, which must complete before the block's first use.
     pub(crate) parts: Vec<(Span, Uses)>,
+}
+
+impl Claim {
+    /// Returns `true` if all uses are on this stream, which then need not wait.
+    pub(crate) fn is_of(&self, stream: Option<StreamKey>) -> bool {
+        self.parts.iter().all(|(_, uses)| uses.is_of(stream))
+    }
+
+    /// Returns the uses of all parts.
+    pub(crate) fn uses(&self) -> Uses {
+        Uses::of(self.parts.iter().flat_map(|(_, uses)| uses.iter()))
+    }
 }
 
 /// Two adjoining spans that became one entry, or one entry that became two.
@@ -193,7 +203,6 @@ impl Pending {
             let Some((was, uses)) = over.map(|(was, entry)| (was, entry.uses.clone())) else {
                 return taken;
             };
-            uses.iter().for_each(|of| taken.claim.uses.add(of));
             let offset = was.offset.max(span.offset);
             let part = Span { offset, size: was.end().min(span.end()) - offset };
             let before = Span { size: part.offset - was.offset, ..was };
@@ -310,14 +319,14 @@ mod tests {
         assert!(!pending.is_foreign(span(0, 10), one) && !pending.is_foreign(span(20, 30), None));
         assert!(pending.is_foreign(span(0, 10), None) && pending.is_foreign(span(5, 11), one));
         let taken = pending.take(span(5, 12));
-        assert_eq!(taken.claim.uses, Uses::of([on(2, 1), on(1, 3), on(1, 4)]));
+        assert_eq!(taken.claim.uses(), Uses::of([on(2, 1), on(1, 3), on(1, 4)]));
         let parts: Vec<_> = taken.claim.parts.iter().map(|(part, _)| *part).collect();
         assert_eq!(parts, [span(10, 12), span(5, 10)]);
         let cuts = [(span(10, 12), span(12, 20)), (span(0, 5), span(5, 10))];
         assert_eq!(taken.cuts, cuts);
         assert_eq!(pending.bytes(), 23);
         pending.validate();
-        assert!(pending.take(span(20, 30)).claim.uses.is_empty());
+        assert!(pending.take(span(20, 30)).claim.parts.is_empty());
     }
 
     #[test]

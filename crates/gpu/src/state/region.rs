@@ -204,7 +204,7 @@ impl RegionState {
             cost + foreign * COST_OF_WAITING + u64::from(cost & COMMITS > 0) * COST_OF_COMMITTING
         };
         let inactive = |place| {
-            let commits = u64::from(segment.wanting(place) > 0);
+            let commits = u64::from(segment.missing(place).granules > 0);
             commits * (COST_OF_COMMITTING + 2 * segment.inactive(place)) + u64::from(foreign(place))
         };
         let (id, span) = match search {
@@ -347,7 +347,7 @@ impl RegionState {
 
     /// Records that the memory of an arriving block is committed.
     pub(crate) fn mark_live(&mut self, placed: Placement) {
-        debug_assert_eq!(self.segment.wanting(placed.span), 0, "a live block has memory");
+        debug_assert_eq!(self.segment.missing(placed.span).granules, 0, "a live block has memory");
         self.arriving -= placed.span.size;
         self.live += placed.span.size;
         self.requested = self.requested.wrapping_add(placed.requested);

@@ -14,10 +14,12 @@
 
 use std::ops::Range;
 
+use smallvec::SmallVec;
+
 use crate::driver::DeviceAddress;
 use crate::index::Span;
 use crate::state::aging::{Ages, Stamp};
-use crate::state::granules::{Granules, Leave};
+use crate::state::granules::{Granules, Leave, Missing};
 use lowtide_core::bytes::ByteSize;
 
 /// Adjoining granules of one half, for one driver call.
@@ -70,6 +72,9 @@ impl Run {
         (start..end).step_by(self.handle).map(move |at| at..end.min(at + self.handle))
     }
 }
+
+/// Runs for driver calls. One takes no memory of its own.
+pub(crate) type Runs = SmallVec<[Run; 1]>;
 
 /// The progress of a search for leaving granules, in each half.
 #[derive(Clone, Copy, Debug)]
@@ -144,11 +149,6 @@ impl Segment {
         (self.low.active() + self.high.active()) * self.granularity
     }
 
-    /// Returns the bytes of backed granules that no block touches.
-    pub(crate) const fn idle(&self) -> u64 {
-        self.backed() - self.active()
-    }
-
     /// Returns the bytes of idle granules that cannot leave, because a block touches their handle.
     pub(crate) const fn stuck(&self) -> u64 {
         (self.low.stuck() + self.high.stuck()) * self.granularity
@@ -200,34 +200,27 @@ impl Segment {
 
     /// Records that a block is freed; returns `true` if a granule became idle.
     pub(crate) fn untouch(&mut self, span: Span) -> bool {
-        let idle_before = self.idle();
-        let cover = self.cover_of(span);
-        self.each_part(cover.wholly, Granules::untouch);
+        let (cover, mut went_idle) = (self.cover_of(span), false);
+        self.each_part(cover.wholly, |half, range| went_idle |= half.untouch(range));
         for granule in cover.partly.into_iter().flatten() {
             let (half, at) = self.half_mut(granule);
-            half.untouch_part(at);
+            went_idle |= half.untouch_part(at);
         }
-        self.idle() > idle_before
+        went_idle
     }
 
-    /// Returns `true` if every granule of the span is committed, and no driver call is in progress
-    /// for it.
-    pub(crate) fn is_committed(&self, span: Span) -> bool {
-        self.in_halves(self.granules_of(span), true, |half, range, so_far| {
-            so_far && half.are_committed(range)
-        })
-    }
-
-    /// Returns `true` if a driver call is in progress for a granule of the span.
-    pub(crate) fn is_moving(&self, span: Span) -> bool {
-        self.in_halves(self.granules_of(span), false, |half, range, so_far| {
-            so_far || half.is_moving(range)
-        })
-    }
-
-    /// Returns the number of granules of the span that have no memory or lose it.
-    pub(crate) fn wanting(&self, span: Span) -> u64 {
-        self.in_halves(self.granules_of(span), 0, |half, range, sum| sum + half.wanting(range))
+    /// Returns what the span lacks to be committed.
+    pub(crate) fn missing(&self, span: Span) -> Missing {
+        let range = self.granules_of(span);
+        if range.end <= self.middle {
+            return self.low.missing(range); // as most
+        }
+        let [low, high] = self.parts(range);
+        let (low, high) = (self.low.missing(low), self.high.missing(high));
+        Missing {
+            granules: low.granules + high.granules,
+            is_moving: low.is_moving || high.is_moving,
+        }
     }
 
     /// Returns the cost of placing a block in a span, beyond its size: granules to commit first,
@@ -239,7 +232,7 @@ impl Segment {
             let (half, at) = self.half(granule);
             !half.is_touched(at)
         });
-        opened.count() as u64 * (1 << 32) + self.wanting(span)
+        opened.count() as u64 * (1 << 32) + self.missing(span).granules
     }
 
     /// Returns the number of inactive granules of the span, which a block there would make active.
@@ -256,7 +249,7 @@ impl Segment {
     /// Marks the bare granules of a touched span as committing, and up to `ahead` granules that
     /// follow the span away from its end. Returns them in runs. Granules that the span covers
     /// wholly get handles of at most `handle_max` granules: they are in use and leave together.
-    pub(crate) fn begin_commit(&mut self, span: Span, ahead: u64, handle_max: usize) -> Vec<Run> {
+    pub(crate) fn begin_commit(&mut self, span: Span, ahead: u64, handle_max: usize) -> Runs {
         let Range { start, end } = self.granules_of(span);
         let ahead = usize::try_from(ahead).unwrap_or(usize::MAX);
         let range = if start < self.middle {
@@ -264,7 +257,7 @@ impl Segment {
         } else {
             start.saturating_sub(ahead).max(self.middle)..end
         };
-        let mut runs = Vec::new();
+        let mut runs = Runs::new();
         let count = self.count;
         let [low, high] = self.parts(range);
         self.low.begin_commit(low, |range| runs.push(Run::of(&range)));
@@ -274,7 +267,7 @@ impl Segment {
             return runs;
         }
         let runs = runs.into_iter().flat_map(|run| cut_at(run.range(), &wholly));
-        let runs: Vec<_> = runs.collect();
+        let runs: Runs = runs.collect();
         let is_inside = |run: &Run| wholly.contains(&run.first);
         let join = |run| if is_inside(&run) { self.join(run, handle_max) } else { run };
         runs.into_iter().map(join).collect()
@@ -439,9 +432,9 @@ impl Segment {
     }
 
     /// Returns the parts of a run that blocks touch, in runs.
-    pub(crate) fn touched_runs(&self, run: Run) -> Vec<Run> {
+    pub(crate) fn touched_runs(&self, run: Run) -> Runs {
         let [low, high] = self.parts(run.range());
-        let mut runs = Vec::new();
+        let mut runs = Runs::new();
         self.low.touched_runs(low, |range| runs.push(Run::of(&range)));
         self.high.touched_runs(high, |range| runs.push(Run::of(&mirrored(self.count, range))));
         runs
@@ -454,17 +447,18 @@ impl Segment {
 
     /// Marks touched granules without memory as committing. Returns them in runs of at most this
     /// many granules, in handles of at most `handle_max`.
-    pub(crate) fn begin_return(&mut self, granules_max: usize, handle_max: usize) -> Vec<Run> {
-        let mut ranges = Vec::new();
-        let count = self.count;
-        self.low.begin_return(|range| ranges.push(range));
-        self.high.begin_return(|range| ranges.push(mirrored(count, range)));
+    pub(crate) fn begin_return(&mut self, granules_max: usize, handle_max: usize) -> Runs {
         let step = granules_max.max(handle_max) / handle_max * handle_max;
-        let parts = ranges.into_iter().flat_map(|Range { start, end }| {
-            (start..end).step_by(step).map(move |at| Run::of(&(at..end.min(at + step))))
-        });
-        let parts: Vec<_> = parts.collect();
-        parts.into_iter().map(|run| self.join(run, handle_max)).collect()
+        let mut runs = Runs::new();
+        let mut push = |Range { start, end }: Range<usize>| {
+            let parts = (start..end).step_by(step);
+            runs.extend(parts.map(|at| Run::of(&(at..end.min(at + step)))));
+        };
+        let count = self.count;
+        self.low.begin_return(&mut push);
+        self.high.begin_return(|range| push(mirrored(count, range)));
+        runs.iter_mut().for_each(|run| *run = self.join(*run, handle_max));
+        runs
     }
 
     /// Returns the bytes of a span that have no memory. Takes a step for each granule.
@@ -564,7 +558,7 @@ impl Segment {
         of(&self.high, high, start)
     }
 
-    fn each_part(&mut self, range: Range<usize>, act: impl Fn(&mut Granules, Range<usize>)) {
+    fn each_part(&mut self, range: Range<usize>, mut act: impl FnMut(&mut Granules, Range<usize>)) {
         if range.end <= self.middle {
             if !range.is_empty() {
                 act(&mut self.low, range);
@@ -665,7 +659,7 @@ mod tests {
                     {
                         segment.end_commit(run, chance(8) > 0);
                     }
-                    if segment.is_committed(of) {
+                    if segment.missing(of).is_nothing() {
                         blocks.push(of);
                     } else {
                         segment.untouch(of);
@@ -685,7 +679,7 @@ mod tests {
                 }
                 blocks.sort_unstable_by_key(|block| block.offset);
                 segment.validate(blocks.iter().copied());
-                assert!(segment.stuck() <= segment.idle());
+                assert!(segment.stuck() <= segment.backed() - segment.active());
                 stuck += segment.stuck();
             }
         }
@@ -741,10 +735,11 @@ mod tests {
         let (head, tail) = (span(all.offset, middle.offset), span(middle.end(), all.end()));
         segment.touch(head);
         segment.touch(tail);
-        assert_eq!(segment.wanting(all), 5);
+        assert_eq!(segment.missing(all), Missing { granules: 5, is_moving: false });
         let runs = segment.begin_commit(all, 0, 1);
-        assert_eq!(runs, [Run::of(&(0..2)), Run::of(&(3..6))]);
-        assert!(segment.is_moving(all) && !segment.is_moving(middle));
+        assert_eq!(runs[..], [Run::of(&(0..2)), Run::of(&(3..6))]);
+        assert_eq!(segment.missing(all), Missing { granules: 0, is_moving: true });
+        assert!(segment.missing(middle).is_nothing());
         segment.end_commit(runs[0], true);
         segment.end_commit(runs[1], false);
         assert_eq!((segment.backed(), segment.active()), (3 * GRANULE, 3 * GRANULE));
@@ -764,7 +759,7 @@ mod tests {
         };
         assert_eq!(leave(&mut segment, usize::MAX), None);
         assert!(segment.untouch(low) && segment.untouch(top));
-        assert_eq!(segment.idle(), 7 * GRANULE);
+        assert_eq!(segment.backed() - segment.active(), 7 * GRANULE);
         let first = leave(&mut segment, 2).expect("idle");
         assert_eq!(first, Run::of(&(6..8)));
         assert_eq!(leave(&mut segment, usize::MAX), Some(Run::of(&(5..6))));

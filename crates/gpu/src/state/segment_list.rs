@@ -265,14 +265,6 @@ impl SegmentList {
         found.map_or(0, |(whole, _)| whole.size / self.granularity)
     }
 
-    /// Returns `true` if a span has memory that stays.
-    pub(crate) fn is_committed(&self, span: Span) -> bool {
-        let found = self.find(span.offset);
-        found.is_some_and(|(whole, piece)| {
-            piece.state == PieceState::Committed && span.end() <= whole.end()
-        })
-    }
-
     /// Returns `true` if the index entry at an offset is not a block.
     pub(crate) fn is_held(&self, offset: u64) -> bool {
         self.entries.get(&offset).is_some_and(|entry| entry.hold.is_some())

@@ -283,10 +283,12 @@ impl Sleep {
         self.copied < self.copying
     }
 
-    /// Records that copies are queued from here on.
+    /// Records that an operation queues copies from here on.
     pub(crate) const fn begin_copies(&mut self) {
-        self.copying += 1;
-        self.is_queueing = true;
+        if !self.is_queueing {
+            self.copying += 1;
+            self.is_queueing = true;
+        }
     }
 
     /// Returns the number of the last copies, unless an operation still queues more.
@@ -342,6 +344,11 @@ impl Saved {
         self.runs.iter().map(place).collect()
     }
 
+    /// Returns `true` if a block still touches any of the granules.
+    pub(crate) fn is_touched<'a>(&self, of: impl Fn(Region) -> &'a Backing) -> bool {
+        self.runs.iter().any(|saved| !of(saved.region).touched_runs(saved.run).is_empty())
+    }
+
     /// Returns the copies of the memory of a run that blocks still touch.
     pub(crate) fn touched_copies(
         &self,
@@ -355,14 +362,14 @@ impl Saved {
         let inside = self.runs[first..].iter();
         let inside =
             inside.take_while(|saved| saved.region == region && saved.run.range().start < end);
-        inside
-            .flat_map(|saved| {
-                let range = saved.run.range();
-                let part = range.start.max(start)..range.end.min(end);
-                let runs = backing.touched_runs(Run::of(&part)).into_iter();
-                runs.map(move |run| self.place(saved, run, backing))
-            })
-            .collect()
+        let mut copies = Vec::new();
+        for saved in inside {
+            let range = saved.run.range();
+            let part = Run::of(&(range.start.max(start)..range.end.min(end)));
+            let touched = backing.touched_runs(part).into_iter();
+            copies.extend(touched.map(|run| self.place(saved, run, backing)));
+        }
+        copies
     }
 
     /// Returns the current place of a saved run, or of a part of it, and its place in the store.

@@ -45,8 +45,12 @@ pub(crate) struct IdleStores {
 
 impl IdleStores {
     /// Adds stores.
-    pub(crate) fn put(&mut self, stores: impl IntoIterator<Item = Store>, now: Moment) {
-        self.stores.extend(stores);
+    pub(crate) fn put(&mut self, stores: Vec<Store>, now: Moment) {
+        if self.stores.is_empty() {
+            self.stores = stores;
+        } else {
+            self.stores.extend(stores);
+        }
         self.since = now;
     }
 
@@ -145,7 +149,7 @@ mod tests {
     fn idle(sizes: &[ByteSize]) -> IdleStores {
         let store = |size| Store { handle: HostStore::new(1), size, reservation: None };
         let mut idle = IdleStores::default();
-        idle.put(sizes.iter().map(|size| store(*size)), Moment::ORIGIN);
+        idle.put(sizes.iter().map(|size| store(*size)).collect(), Moment::ORIGIN);
         idle
     }
 

@@ -45,6 +45,16 @@ const STEP_GRANULE: ByteSize = ByteSize::kib(4);
 pub(super) struct NoSurroundings;
 
 impl Surroundings for NoSurroundings {
+    fn caches_hold(&self) -> bool {
+        false
+    }
+
+    fn empty_excessive_caches(&self) -> bool {
+        false
+    }
+
+    fn note_live(&self, _: u64, _: u64) {}
+
     fn shut_caches(&self) -> bool {
         false
     }
@@ -287,13 +297,7 @@ impl<'a> World<'a> {
             return;
         }
         self.begin(|port| async move {
-            let outcome = match alloc::alloc(port, target, begun).await {
-                Err(failure) if failure.is_shortage() => {
-                    alloc::alloc_after_shortage(port, target).await
-                }
-                outcome => outcome,
-            };
-            Ended::Allocated(outcome.ok().map(block))
+            Ended::Allocated(alloc::alloc(port, (target, begun)).await.ok().map(block))
         });
     }
 

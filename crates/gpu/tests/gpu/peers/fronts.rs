@@ -133,6 +133,20 @@ fn a_front_keeps_no_more_than_its_room() {
 }
 
 /// The bug: a buffer that was to grow where it stood was refused while a front held the room.
+/// With the commit of the last large block seven eighths of the limit are live.
+#[test]
+fn a_front_keeps_nothing_once_a_commit_left_little_under_the_limit() {
+    let (arena, _) = open_with(ArenaConfig { limit: ByteSize::mib(64), ..config() });
+    heat(&arena, ByteSize::mib(1));
+    let block = arena.alloc::<u8>(1 << 20, Region::Dynamic).expect("kept");
+    let large = arena.alloc::<u8>(56 << 20, Region::Dynamic).expect("room");
+    drop(block);
+    assert_eq!(arena.snapshot().cached, ByteSize::ZERO);
+    drop(large);
+    heat(&arena, ByteSize::mib(1));
+    assert_usable(&arena);
+}
+
 #[test]
 fn a_buffer_could_not_grow_while_a_front_held_the_memory() {
     let (arena, _) = open_with(config());

@@ -186,6 +186,24 @@ fn a_handle_is_due_when_its_youngest_memory_has_expired() {
     bed.end();
 }
 
+/// Bug: after a division for which the device had no memory, the next was due only when other
+/// memory became idle.
+#[test]
+fn a_division_that_failed_is_due_again() {
+    let second = Duration::from_secs(1);
+    let bed = Bed::with(Order::Lazy, |config| config.decay = DecayTime::Within(10 * second));
+    let blocks = scattered(&bed);
+    bed.sim.fail_nth(Some(Call::Create), 0, SimError::OutOfMemory);
+    let first = decays_when_due(&bed, 15 * second);
+    assert_eq!(bed.arena.snapshot().committed, ByteSize::mib(32), "none was divided");
+    let calls = decays_when_due(&bed, 15 * second);
+    assert_eq!(bed.arena.snapshot().committed, ByteSize::mib(8), "what is live");
+    assert!(first + calls <= 40, "{first} and {calls} calls");
+    assert_whole(&bed, &blocks);
+    drop(blocks);
+    bed.end();
+}
+
 /// A purge divides handles as well, and memory that never decays is left alone by a decay.
 #[test]
 fn a_purge_divides_handles_and_a_decay_only_those_that_have_expired() {
