@@ -81,10 +81,8 @@ pub(crate) struct ArenaState {
     /// The time from which on a handle may be divided that could not be before. Memory that
     /// becomes idle resets it.
     pub(crate) divide_from: Moment,
-    /// The counts of a snapshot, which only grow. Its other figures are computed.
+    /// The counts and peaks of a snapshot, which only grow. Its other figures are computed.
     pub(crate) totals: ArenaSnapshot,
-    live_peak: u64,
-    committed_peak: u64,
     pub(crate) aging: Aging,
     pub(crate) steps: Steps,
     /// `true` if the driver may keep memory of released segments until a trim.
@@ -126,8 +124,6 @@ impl ArenaState {
             handles_min: u64::from(config.handles_min).max(1),
             divide_from: Moment::ORIGIN,
             totals: ArenaSnapshot::default(),
-            live_peak: 0,
-            committed_peak: 0,
             aging: Aging::new(config.decay),
             steps: Steps::new(config.growth),
             untrimmed: false,
@@ -271,7 +267,7 @@ impl ArenaState {
         self.totals.allocs_total += 1;
         self.totals.alloc_size_max =
             self.totals.alloc_size_max.max(ByteSize::new(placed.span.size));
-        self.live_peak = self.live_peak.max(self.live());
+        self.totals.live_peak = self.totals.live_peak.max(ByteSize::new(self.live()));
     }
 
     /// Starts resizing a live block in place; returns `None` if there is no room.
@@ -311,7 +307,7 @@ impl ArenaState {
             self.totals.resizes_total += 1;
             self.totals.alloc_size_max =
                 self.totals.alloc_size_max.max(ByteSize::new(after.span.size));
-            self.live_peak = self.live_peak.max(self.live());
+            self.totals.live_peak = self.totals.live_peak.max(ByteSize::new(self.live()));
         }
     }
 
@@ -333,7 +329,7 @@ impl ArenaState {
 
     /// Updates the peak of committed memory after a commit; a failed commit does not count.
     fn note_committed(&mut self) {
-        self.committed_peak = self.committed_peak.max(self.there());
+        self.totals.committed_peak = self.totals.committed_peak.max(ByteSize::new(self.there()));
     }
 
     /// Returns the bytes of backed granules, without commits in progress.
@@ -643,7 +639,6 @@ impl ArenaState {
         let is_open = self.sleep.is_open();
         let of = |region| self.region(region).snapshot(region, caches, is_open);
         let regions = Region::ALL.map(of);
-        let [sleeps_total, wakes_total, wake_failures_total] = self.sleep.totals();
         let totals = &self.totals;
         let Outstanding { exported, imported } = &self.outstanding;
         ArenaSnapshot {
@@ -652,12 +647,10 @@ impl ArenaState {
             holes: regions.iter().map(|region| region.holes).sum(),
             largest_free: regions.iter().map(|r| r.largest_free).max().unwrap_or_default(),
             live: size(self.live() - caches.cached()),
-            live_peak: size(self.live_peak),
             active: size(self.active()),
             idle: size(self.idle()),
             committed: size(self.backed()),
             pending: size(self.pending()),
-            committed_peak: size(self.committed_peak),
             reserved: size(self.total(|region| region.segment.reserved())),
             limit: self.limit,
             exported: size(exported.bytes),
@@ -668,9 +661,6 @@ impl ArenaState {
             state: self.sleep.state(),
             asleep: regions.iter().map(|region| region.asleep).sum(),
             offloaded: self.sleep.offloaded(),
-            sleeps_total,
-            wakes_total,
-            wake_failures_total,
             metadata: ByteSize::of(self.total_metadata()),
             allocs_total: totals.allocs_total + caches.allocs,
             frees_total: totals.frees_total + caches.frees,
@@ -791,6 +781,7 @@ impl ArenaState {
         let totals = &self.totals;
         let settled = totals.committed_bytes_total - totals.decommitted_bytes_total;
         assert!(self.backed() >= settled, "every committed byte is backed");
-        assert!(self.there() <= self.committed_peak, "no more is there than at the peak");
+        let peak = self.totals.committed_peak.get();
+        assert!(self.there() <= peak, "no more is there than at the peak");
     }
 }

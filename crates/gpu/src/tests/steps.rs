@@ -566,7 +566,7 @@ fn play(seed: u64) -> Totals {
             world.go_on();
         }
     }
-    world.done.sleeps = world.state().sleep.totals()[0];
+    world.done.sleeps = world.state().totals.sleeps_total;
     world.done.moves = world.state().totals.moves_total;
     world.finish();
     world.state().validate();
