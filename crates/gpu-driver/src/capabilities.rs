@@ -81,7 +81,7 @@ impl Capabilities {
 }
 
 /// The way in which a driver allocates device memory.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize), serde(rename_all = "snake_case"))]
 pub enum Backend {
     /// CUDA's virtual memory calls: reserve, create, map.
@@ -95,6 +95,7 @@ pub enum Backend {
     /// Host memory for copies to and from a device: a pool of page-locked memory.
     PinnedHost,
     /// A driver from outside this workspace.
+    #[default]
     Custom,
 }
 

@@ -267,7 +267,7 @@ fn open_on(limit_granules: u64, driver: Model) -> (DeviceArena, Arc<Model>) {
     };
     let clock = Arc::new(ManualClock::new());
     let arena = DeviceArena::open(driver.clone(), clock, config).expect("opens");
-    let known = driver.arena.set(Arc::downgrade(arena.shared_arc()));
+    let known = driver.arena.set(Arc::downgrade(arena.inner()));
     assert!(known.is_ok(), "opened once");
     (arena, driver)
 }

@@ -219,7 +219,7 @@ impl DeviceArena {
         };
         let wanted = AllocRequest { requested: bytes.get(), ..wanted.by(Origin::RESERVE) };
         let placed = self.inner.alloc_block(region, wanted, None)?;
-        self.inner.run_now(|state| state.totals.reserves += 1);
+        self.inner.run_now(|state| state.totals.reserves_total += 1);
         Ok(Buffer::new(BlockHandle::new(Arc::clone(shard), region, Some(placed)), len))
     }
 
@@ -274,8 +274,7 @@ impl DeviceArena {
     /// # Ok::<(), DeviceError>(())
     /// ```
     pub fn set_limit(&self, limit: ByteSize) {
-        if self.inner.check_here().is_ok() {
-            self.inner.run_now(|state| state.set_limit(limit, &*self.inner.clock));
+        if self.inner.run_here(|state| state.set_limit(limit, &*self.inner.clock)).is_ok() {
             self.inner.flush_events();
             log!(info, arena = self.name(), limit = limit_text(limit), "arena limit set");
         }
@@ -284,10 +283,7 @@ impl DeviceArena {
     /// Returns the limit of committed memory; zero in a forked child.
     #[must_use]
     pub fn limit(&self) -> ByteSize {
-        if self.inner.check_here().is_err() {
-            return ByteSize::ZERO;
-        }
-        self.inner.run_now(|state| state.limit)
+        self.inner.run_here(|state| state.limit).unwrap_or_default()
     }
 
     /// Sets how many bytes of free blocks each thread or lane may cache
@@ -351,8 +347,7 @@ impl DeviceArena {
     /// # Errors
     /// [`DeviceError::Forked`].
     pub fn reset(&self) -> Result<ByteSize, DeviceError> {
-        self.inner.check_here()?;
-        let bytes = self.inner.run_now(|state| raw_block::reset(state, &*self.inner.clock));
+        let bytes = self.inner.run_here(|state| raw_block::reset(state, &*self.inner.clock))?;
         self.inner.flush_events();
         Ok(bytes)
     }
@@ -384,20 +379,18 @@ impl DeviceArena {
     #[doc(hidden)]
     #[must_use]
     pub fn control_figures(&self) -> ControlFigures {
-        let (none, never) = (ByteSize::ZERO, Moment::NEVER);
-        if self.inner.check_here().is_err() {
-            return ControlFigures {
-                committed: none,
-                idle: none,
-                next_decay: never,
-                next_sleep: never,
-            };
-        }
-        self.inner.run_now(|state| ControlFigures {
+        let figures = self.inner.run_here(|state| ControlFigures {
             committed: ByteSize::new(state.backed()),
             idle: ByteSize::new(state.releasable()),
             next_decay: self.inner.next_look(state),
             next_sleep: next_sleep(state),
+        });
+        let (none, never) = (ByteSize::ZERO, Moment::NEVER);
+        figures.unwrap_or(ControlFigures {
+            committed: none,
+            idle: none,
+            next_decay: never,
+            next_sleep: never,
         })
     }
 
@@ -430,11 +423,6 @@ impl DeviceArena {
     }
 
     pub(crate) const fn inner(&self) -> &Arc<ArenaInner> {
-        &self.inner
-    }
-
-    #[cfg(all(test, lowtide_loom))]
-    pub(crate) fn shared_arc(&self) -> &Arc<ArenaInner> {
         &self.inner
     }
 

@@ -29,6 +29,7 @@ use crate::exec::lane::LaneInner;
 use crate::exec::thread_cache::{BlockHandle, BlockPlace};
 #[cfg(feature = "cuda")]
 use crate::exec::view::ViewSlot;
+use crate::state::arena::ArenaState;
 use crate::state::event::{ArenaEvent, Origin};
 use crate::state::region::{AllocRequest, Placement, Region};
 use crate::types::error::DeviceError;
@@ -213,14 +214,8 @@ impl<T: Pod> Buffer<T> {
     /// # Errors
     /// [`DeviceError::ForeignLane`] for a lane of another arena, [`DeviceError::Forked`].
     pub fn record_use(&mut self, lane: &Lane) -> Result<(), DeviceError> {
-        self.inner().check_here()?;
+        lane.check_of(self.inner())?;
         let known = lane.known();
-        if !Arc::ptr_eq(self.inner(), lane.arena().inner()) {
-            return Err(DeviceError::ForeignLane {
-                buffer_of: self.inner().name.clone(),
-                lane_of: lane.arena().name().to_owned(),
-            });
-        }
         // Buffers without a lane already wait for all device work.
         let lanes = &self.owned.lanes;
         if !lanes.is_empty() && !lanes.iter().any(|lane| lane.is_beside(known)) {
@@ -258,10 +253,9 @@ impl<T: Pod> Buffer<T> {
     pub fn take_discarded(&self) -> bool {
         let inner = self.inner();
         let Some(block) = self.owned.block else { return false };
-        if inner.check_here().is_err() {
-            return false;
-        }
-        inner.run_now(|state| state.region_mut(self.region()).pins.take_discarded(block.id))
+        let take =
+            |state: &mut ArenaState| state.region_mut(self.region()).pins.take_discarded(block.id);
+        inner.run_here(take).unwrap_or_default()
     }
 
     /// Adds a lane to the lanes that use the buffer.

@@ -57,12 +57,12 @@ impl Drop for BlockPin {
     /// Unpins the block, under the arena's lock. Does nothing in a forked child.
     fn drop(&mut self) {
         let Some(id) = self.id else { return };
-        if self.inner.check_here().is_ok() {
-            self.inner.run_now(|state| {
-                state.region_mut(self.region).pins.unpin(id);
-                let region = self.region;
-                state.events.push(&*self.inner.clock, || ArenaEvent::Unpinned { region, id });
-            });
+        let unpinned = self.inner.run_here(|state| {
+            state.region_mut(self.region).pins.unpin(id);
+            let region = self.region;
+            state.events.push(&*self.inner.clock, || ArenaEvent::Unpinned { region, id });
+        });
+        if unpinned.is_ok() {
             self.inner.flush_events();
         }
     }
@@ -250,8 +250,6 @@ impl<'a> Turn<'a> {
 
 impl Drop for Turn<'_> {
     fn drop(&mut self) {
-        if self.0.check_here().is_ok() {
-            self.0.run_now(|state| state.moves.is_compacting = false);
-        }
+        let _ = self.0.run_here(|state| state.moves.is_compacting = false);
     }
 }

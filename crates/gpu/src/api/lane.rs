@@ -17,6 +17,7 @@ use crate::api::buffer::Buffer;
 use crate::api::lease::Lease;
 use crate::driver::StreamHandle;
 use crate::engine::completion::mark_end;
+use crate::exec::inner::ArenaInner;
 use crate::exec::lane::{Keeps, LaneInner, OwnStream};
 use crate::state::event::ArenaEvent;
 use crate::types::error::DeviceError;
@@ -195,6 +196,19 @@ impl Lane {
             inner.push_event(|| ArenaEvent::RunEnded { lane, done: ended.is_ok() });
         }
         Ok(ended?)
+    }
+
+    /// Checks that this lane belongs to an arena, in this process.
+    ///
+    /// # Errors
+    /// `ForeignLane`, `Forked`.
+    pub(crate) fn check_of(&self, inner: &Arc<ArenaInner>) -> Result<(), DeviceError> {
+        inner.check_here()?;
+        if Arc::ptr_eq(inner, self.arena.inner()) {
+            return Ok(());
+        }
+        let (buffer_of, lane_of) = (inner.name.clone(), self.arena.name().to_owned());
+        Err(DeviceError::ForeignLane { buffer_of, lane_of })
     }
 
     pub(crate) const fn known(&self) -> &Arc<LaneInner> {

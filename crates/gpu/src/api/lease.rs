@@ -111,13 +111,7 @@ impl Lease {
     /// # Errors
     /// [`DeviceError::ForeignLane`], [`DeviceError::Forked`].
     pub fn record_use(&mut self, lane: &Lane) -> Result<(), DeviceError> {
-        self.arena.check_here()?;
-        if !Arc::ptr_eq(&self.arena, lane.arena().inner()) {
-            return Err(DeviceError::ForeignLane {
-                buffer_of: self.arena.name.clone(),
-                lane_of: lane.arena().name().to_owned(),
-            });
-        }
+        lane.check_of(&self.arena)?;
         if self.lanes.iter().all(|known| known.key() != lane.known().key()) {
             self.lanes.push(Arc::clone(lane.known()));
         }
@@ -129,10 +123,7 @@ impl Drop for Lease {
     /// Ends the lease. Takes the arena's lock for a subtraction and to record the streams; makes no
     /// driver call. Does nothing in a forked child.
     fn drop(&mut self) {
-        if self.arena.check_here().is_err() {
-            return;
-        }
-        self.arena.run_now(|state| {
+        let _ = self.arena.run_here(|state| {
             if state.capabilities.asynchronous {
                 if self.is_for_all() {
                     state.sleep.note_used(StreamKey::CONTEXT);

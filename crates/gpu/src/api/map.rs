@@ -36,7 +36,7 @@ impl DeviceArena {
     #[must_use]
     pub fn map(&self) -> ArenaMap {
         let inner = self.inner();
-        let empty = ArenaMap::empty(inner.name.clone());
+        let empty = ArenaMap { name: inner.name.clone(), ..ArenaMap::default() };
         if inner.check_here().is_err() {
             return empty;
         }
@@ -72,14 +72,11 @@ impl DeviceArena {
     /// ```
     #[must_use]
     pub fn occupancy(&self, cells_max: usize) -> ArenaOccupancy {
-        let inner = self.inner();
-        if inner.check_here().is_err() {
-            return ArenaOccupancy { granularity: ByteSize::ZERO, regions: Vec::new() };
-        }
-        inner.run_now(|state| {
+        let occupancy = self.inner().run_here(|state| {
             let of = |&region: &Region| region_cells(state, region, cells_max);
             let regions = Region::ALL.iter().map(of).collect();
             ArenaOccupancy { granularity: ByteSize::new(state.bytes_of(1)), regions }
-        })
+        });
+        occupancy.unwrap_or_default()
     }
 }

@@ -9,7 +9,6 @@
 //! Invariant: an address is known from the call that returned it until the block is freed.
 
 use std::fmt;
-use std::sync::Arc;
 
 use crate::api::arena::DeviceArena;
 use crate::api::lane::Lane;
@@ -138,9 +137,8 @@ impl DeviceArena {
         lane: Option<&LaneInner>,
     ) -> Result<RawBlock, DeviceError> {
         let inner = self.inner();
-        inner.check_here()?;
         let user = lane.map(LaneInner::user);
-        let freed = inner.run_now(|state| raw_block::free(state, at, user, &*inner.clock))?;
+        let freed = inner.run_here(|state| raw_block::free(state, at, user, &*inner.clock))??;
         inner.flush_events();
         Ok(RawBlock::of(freed))
     }
@@ -157,8 +155,7 @@ impl DeviceArena {
         size: ByteSize,
     ) -> Result<Option<RawBlock>, DeviceError> {
         let inner = self.inner();
-        inner.check_here()?;
-        let (region, placed) = inner.run_now(|state| raw_block::find(state, at))?;
+        let (region, placed) = inner.run_here(|state| raw_block::find(state, at))??;
         let Some(resized) = inner.resize_in_place(region, placed, size.get())? else {
             return Ok(None);
         };
@@ -190,13 +187,7 @@ impl DeviceArena {
     /// arena.
     pub fn record_use(&self, at: DeviceAddress, lane: &Lane) -> Result<(), DeviceError> {
         let inner = self.inner();
-        inner.check_here()?;
-        if !Arc::ptr_eq(inner, lane.arena().inner()) {
-            return Err(DeviceError::ForeignLane {
-                buffer_of: self.name().to_owned(),
-                lane_of: lane.arena().name().to_owned(),
-            });
-        }
+        lane.check_of(inner)?;
         let user = lane.known().user();
         inner.run_now(|state| raw_block::record_use(state, at, user, &*inner.clock))?;
         inner.flush_events();
@@ -209,8 +200,7 @@ impl DeviceArena {
     /// # Errors
     /// The errors of [`DeviceArena::free`].
     pub fn record_unknown_use(&self, at: DeviceAddress) -> Result<(), DeviceError> {
-        self.inner().check_here()?;
-        self.inner().run_now(|state| raw_block::record_unknown_use(state, at))
+        self.inner().run_here(|state| raw_block::record_unknown_use(state, at))?
     }
 
     /// Returns the raw block at this address. O(log n) in the number of raw blocks.
@@ -218,8 +208,7 @@ impl DeviceArena {
     /// # Errors
     /// The errors of [`DeviceArena::free`].
     pub fn raw_block(&self, at: DeviceAddress) -> Result<RawBlock, DeviceError> {
-        self.inner().check_here()?;
-        self.inner().run_now(|state| raw_block::find(state, at)).map(RawBlock::of)
+        self.inner().run_here(|state| raw_block::find(state, at))?.map(RawBlock::of)
     }
 
     /// Returns the raw block that contains this address. O(log n) in the number of raw blocks.
@@ -229,8 +218,7 @@ impl DeviceArena {
     /// [`DeviceError::InteriorAddress`] if it is in a buffer; [`DeviceError::ForeignAddress`],
     /// [`DeviceError::Forked`].
     pub fn raw_block_containing(&self, at: DeviceAddress) -> Result<RawBlock, DeviceError> {
-        self.inner().check_here()?;
-        self.inner().run_now(|state| raw_block::find_containing(state, at)).map(RawBlock::of)
+        self.inner().run_here(|state| raw_block::find_containing(state, at))?.map(RawBlock::of)
     }
 }
 

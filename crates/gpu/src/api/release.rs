@@ -102,10 +102,7 @@ impl DeviceArena {
     #[must_use]
     pub fn next_decay(&self) -> Moment {
         let inner = self.inner();
-        if inner.check_here().is_err() {
-            return Moment::NEVER;
-        }
-        inner.run_now(|state| inner.next_look(state))
+        inner.run_here(|state| inner.next_look(state)).unwrap_or(Moment::NEVER)
     }
 
     /// Sets the time that idle memory stays; memory that is idle now counts as idle since now.
@@ -147,8 +144,8 @@ impl DeviceArena {
     /// The errors of [`DeviceArena::purge`].
     pub fn shrink(&self) -> Result<ByteSize, DeviceError> {
         self.down_to(ByteSize::ZERO, ReleaseCause::Shrink, |state, bytes| {
-            state.totals.shrinks += 1;
-            state.totals.shrunk_bytes += bytes;
+            state.totals.shrinks_total += 1;
+            state.totals.shrunk_bytes_total += bytes;
             state.steps.shrunk();
         })
     }
@@ -221,8 +218,8 @@ impl DeviceArena {
 }
 
 fn note_trim(state: &mut ArenaState, bytes: u64) {
-    state.totals.trims += 1;
-    state.totals.trimmed_bytes += bytes;
+    state.totals.trims_total += 1;
+    state.totals.trimmed_bytes_total += bytes;
 }
 
 impl ArenaInner {

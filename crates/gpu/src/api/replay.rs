@@ -132,12 +132,6 @@ enum Held {
     Raw(DeviceAddress),
 }
 
-/// The result of an operation.
-enum Done {
-    Done,
-    Skipped,
-}
-
 impl Log {
     /// Replays the whole recording on a new arena over this driver.
     /// [`header().config()`](crate::record::Header::config) opens an arena like the recorded one.
@@ -206,9 +200,7 @@ impl Replay<'_> {
         self.next += 1;
         let due = Moment::after_origin(log.header().started) + entry.at;
         self.clock.advance(due - self.now());
-        if let Done::Skipped = self.perform(entry) {
-            self.skipped += 1;
-        }
+        self.skipped += u64::from(self.perform(entry).is_none());
         if let Some(expected) = &mut self.expected {
             expected.add(&entry.operation);
         }
@@ -255,42 +247,33 @@ impl Replay<'_> {
         }
     }
 
-    /// Performs an operation. The arena's answer becomes part of the recorder's hash.
-    fn perform(&mut self, entry: &Entry) -> Done {
+    /// Performs an operation. The arena's answer becomes part of the recorder's hash. Returns
+    /// `None` if the operation needs a block or a lane that could not be created.
+    fn perform(&mut self, entry: &Entry) -> Option<()> {
         let arena = &self.arena;
         match &entry.operation {
-            Operation::Alloc { id, asked, .. } => return self.alloc(*id, *asked),
-            Operation::Refuse { asked, .. } => return self.refuse(*asked),
-            Operation::Free { id, after } => return self.free(*id, *after),
+            Operation::Alloc { id, asked, .. } => self.alloc(*id, *asked)?,
+            Operation::Refuse { asked, .. } => self.refuse(*asked)?,
+            Operation::Free { id, after } => self.free(*id, *after)?,
             Operation::Resize { id, bytes, .. } => {
-                let Some(Held::Buffer(buffer, _)) = self.held.get_mut(id) else {
-                    return Done::Skipped;
-                };
-                let _ = buffer.resize(bytes.as_usize().unwrap_or(usize::MAX));
+                let _ = self.buffer(*id)?.0.resize(bytes.as_usize().unwrap_or(usize::MAX));
             }
             Operation::Move { .. } => {}
-            Operation::Use { id, lane } => match (self.held.get_mut(id), self.lanes.get(lane)) {
-                (Some(Held::Buffer(buffer, _)), Some(lane)) => buffer.add_lane(lane),
-                (Some(Held::Raw(at)), Some(lane)) => drop(arena.record_use(*at, lane)),
-                _ => return Done::Skipped,
-            },
-            Operation::Pin { id } => match self.held.get_mut(id) {
-                Some(Held::Buffer(buffer, pins)) => pins.extend(buffer.pin()),
-                _ => return Done::Skipped,
-            },
-            Operation::Unpin { id } => match self.held.get_mut(id) {
-                Some(Held::Buffer(_, pins)) => drop(pins.pop()),
-                _ => return Done::Skipped,
-            },
-            Operation::Lane { lane, stream } => return self.lane(*lane, *stream),
-            Operation::LaneEnd { lane } => match self.lanes.remove(lane) {
-                Some(lane) => drop(lane),
-                None => return Done::Skipped,
-            },
-            Operation::EndRun { lane, .. } => match self.lanes.get(lane) {
-                Some(lane) => drop(lane.end_run()),
-                None => return Done::Skipped,
-            },
+            Operation::Use { id, lane } => {
+                let lane = self.lanes.get(lane)?;
+                match self.held.get_mut(id)? {
+                    Held::Buffer(buffer, _) => buffer.add_lane(lane),
+                    Held::Raw(at) => drop(arena.record_use(*at, lane)),
+                }
+            }
+            Operation::Pin { id } => {
+                let (buffer, pins) = self.buffer(*id)?;
+                pins.extend(buffer.pin());
+            }
+            Operation::Unpin { id } => drop(self.buffer(*id)?.1.pop()),
+            Operation::Lane { lane, stream } => self.lane(*lane, *stream)?,
+            Operation::LaneEnd { lane } => drop(self.lanes.remove(lane)?),
+            Operation::EndRun { lane, .. } => drop(self.lanes.get(lane)?.end_run()),
             Operation::Limit { limit } => arena.set_limit(*limit),
             Operation::DecayTime { time } => arena.set_decay(*time),
             Operation::Decay { now, .. } => drop(arena.decay(self.since_start(*now))),
@@ -305,40 +288,47 @@ impl Replay<'_> {
                 self.held.retain(|_, held| matches!(held, Held::Buffer(..)));
             }
             Operation::Close { .. } => drop(arena.close()),
-            Operation::Contents { id, contents } => match self.held.get_mut(id) {
-                Some(Held::Buffer(buffer, _)) => drop(buffer.set_contents(*contents)),
-                _ => return Done::Skipped,
-            },
+            Operation::Contents { id, contents } => {
+                drop(self.buffer(*id)?.0.set_contents(*contents));
+            }
             Operation::Sleep { stable, dynamic, outcome } => {
                 self.sleep(*stable, *dynamic, *outcome);
             }
             Operation::Wake { .. } => drop(arena.wake()),
         }
-        Done::Done
+        Some(())
+    }
+
+    /// Returns a live buffer and its pins.
+    fn buffer(&mut self, id: u64) -> Option<(&mut Buffer<u8>, &mut Vec<BlockPin>)> {
+        match self.held.get_mut(&id)? {
+            Held::Buffer(buffer, pins) => Some((buffer, pins)),
+            Held::Raw(_) => None,
+        }
     }
 
     fn since_start(&self, now: Duration) -> Moment {
         Moment::after_origin(self.log.header().started) + now
     }
 
-    fn alloc(&mut self, id: u64, asked: Asked) -> Done {
-        let Some(lane) = self.lane_of(asked) else { return Done::Skipped };
+    fn alloc(&mut self, id: u64, asked: Asked) -> Option<()> {
+        let lane = self.lane_of(asked)?;
         if let Ok(held) = take(&self.arena, asked, lane) {
             if let Held::Raw(at) = held {
                 self.raw.insert(at, id);
             }
             self.held.insert(id, held);
         }
-        Done::Done
+        Some(())
     }
 
     /// Repeats a failed request. If it succeeds, frees the block.
-    fn refuse(&self, asked: Asked) -> Done {
-        let Some(lane) = self.lane_of(asked) else { return Done::Skipped };
+    fn refuse(&self, asked: Asked) -> Option<()> {
+        let lane = self.lane_of(asked)?;
         if let Ok(Held::Raw(at)) = take(&self.arena, asked, lane) {
             drop(self.arena.free(at));
         }
-        Done::Done
+        Some(())
     }
 
     /// Returns the lane for a block, if any; `None` if it is missing.
@@ -346,41 +336,34 @@ impl Replay<'_> {
         asked.lane.map_or(Some(None), |lane| self.lanes.get(&lane).map(Some))
     }
 
-    fn free(&mut self, id: u64, after: After) -> Done {
-        match self.held.remove(&id) {
-            Some(Held::Buffer(mut buffer, pins)) => {
+    fn free(&mut self, id: u64, after: After) -> Option<()> {
+        match self.held.remove(&id)? {
+            Held::Buffer(mut buffer, pins) => {
                 if after == After::All {
                     drop(buffer.resize(0)); // as if no lane had used the buffer
                 }
                 drop(buffer);
                 drop(pins);
             }
-            Some(Held::Raw(at)) => {
+            Held::Raw(at) => {
                 self.raw.remove(&at);
                 if after == After::All {
                     let _ = self.arena.record_unknown_use(at);
                 }
                 drop(self.arena.free(at));
             }
-            None => return Done::Skipped,
         }
-        Done::Done
+        Some(())
     }
 
-    fn lane(&mut self, number: u64, stream: u64) -> Done {
+    fn lane(&mut self, number: u64, stream: u64) -> Option<()> {
         let own = match self.streams.get(&stream).and_then(Weak::upgrade) {
-            Some(own) => Ok(own),
-            None => OwnStream::new(self.arena.inner(), stream),
+            Some(own) => own,
+            None => OwnStream::new(self.arena.inner(), stream).ok()?,
         };
-        let made = own.and_then(|own| {
-            self.streams.insert(stream, Arc::downgrade(&own));
-            self.arena.lane_on(&own)
-        });
-        match made {
-            Ok(lane) => drop(self.lanes.insert(number, lane)),
-            Err(_) => return Done::Skipped,
-        }
-        Done::Done
+        self.streams.insert(stream, Arc::downgrade(&own));
+        self.lanes.insert(number, self.arena.lane_on(&own).ok()?);
+        Some(())
     }
 
     /// Takes a lease if the arena is awake and a lease should be held. Wakes no arena.

@@ -157,11 +157,7 @@ impl DeviceArena {
     /// Returns the sleep state; awake for a closed arena.
     #[must_use]
     pub fn state(&self) -> SleepState {
-        let inner = self.inner();
-        if inner.check_here().is_err() {
-            return SleepState::default();
-        }
-        inner.run_now(|state| state.sleep.state())
+        self.inner().run_here(|state| state.sleep.state()).unwrap_or_default()
     }
 
     /// Returns `true` if a thread waits for the arena to be awake; for tests.
@@ -266,10 +262,8 @@ impl DeviceArena {
     /// # Ok::<(), lowtide_gpu::DeviceError>(())
     /// ```
     pub fn set_host_budget(&self, budget: Arc<dyn HostBudget>) {
-        if self.inner().check_here().is_ok() {
-            let before = self.inner().run_now(|state| state.sleep.budget.replace(budget));
-            drop(before); // foreign code, dropped with no lock held
-        }
+        let before = self.inner().run_here(|state| state.sleep.budget.replace(budget));
+        drop(before); // foreign code, dropped with no lock held
     }
 
     /// Puts the arena to sleep if no lease was held for [`SleepConfig::idle_after`] at `now`, and
@@ -347,11 +341,7 @@ impl DeviceArena {
     /// or exported buffers. Takes the lock for a few comparisons.
     #[must_use]
     pub fn next_sleep(&self) -> Moment {
-        let inner = self.inner();
-        if inner.check_here().is_err() {
-            return Moment::NEVER;
-        }
-        inner.run_now(|state| next_sleep(state))
+        self.inner().run_here(|state| next_sleep(state)).unwrap_or(Moment::NEVER)
     }
 
     /// Returns a lease, like [`DeviceArena::enter`], without blocking while a sleeping arena wakes:
@@ -428,8 +418,8 @@ fn spawn_wake(arena: &Arc<ArenaInner>, wake_timeout: Duration) -> Result<(), Dev
 impl Drop for EnterFuture {
     /// Cancels the wait. Does nothing in a forked child.
     fn drop(&mut self) {
-        let Some(waits) = self.waits.filter(|_| self.arena.check_here().is_ok()) else { return };
-        let waker = self.arena.run_now(|state| state.sleep.unregister(waits));
+        let Some(waits) = self.waits else { return };
+        let waker = self.arena.run_here(|state| state.sleep.unregister(waits));
         let _ = caught(|| drop(waker)); // foreign code; nothing may unwind out of a drop
     }
 }

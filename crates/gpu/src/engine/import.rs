@@ -53,7 +53,9 @@ pub(crate) async fn release_imports(port: &Port<'_>) -> u64 {
     while called < waiting {
         let due = port.with(|state| {
             let streams = &state.streams;
-            state.outstanding.imported.take_due(|of| streams.is_done(of))
+            let due = state.outstanding.imported.take(|of| streams.is_done(of));
+            state.totals.releases_total += u64::from(due.is_some());
+            due
         });
         let Some(due) = due else { break };
         called += 1;
@@ -66,7 +68,7 @@ async fn call_release(port: &Port<'_>, Due { at, size, release }: Due) {
     let outcome = port.outside(|| caught(|| release(at, size))).await;
     if let Err(message) = outcome {
         let arena = port.with(|state| {
-            state.outstanding.imported.panics += 1;
+            state.totals.release_panics_total += 1;
             state.name.clone()
         });
         port.outside(

@@ -263,7 +263,7 @@ fn is_known(state: &ArenaState, options: CompactOptions, made: Move) -> bool {
     let at = state.region(options.region).segment.address_of(ByteSize::new(made.from));
     let is_alive = |&stream: &StreamKey| state.streams.handle(stream).is_some();
     state.raw.get(at).is_none_or(|raw| {
-        raw.with_users(|streams, _| !streams.is_empty() && streams.iter().all(is_alive))
+        raw.users.with(|streams, _| !streams.is_empty() && streams.iter().all(is_alive))
     })
 }
 
@@ -495,8 +495,8 @@ fn trade(
     clock: &dyn Clock,
 ) -> u64 {
     let active = state.active();
-    state.totals.moves += 1;
-    state.totals.moved_bytes += size;
+    state.totals.moves_total += 1;
+    state.totals.moved_bytes_total += size;
     let from = address_of(state, region, id);
     let old = state.region(region).span_of(id);
     if state.region_mut(region).trade(id, room) {

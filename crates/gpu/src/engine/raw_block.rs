@@ -7,7 +7,7 @@ use super::port::Port;
 use crate::driver::DeviceAddress;
 use crate::state::arena::ArenaState;
 use crate::state::event::{ArenaEvent, FreeCause};
-use crate::state::raw::{LaneUser, RawUse};
+use crate::state::raw::{LaneUser, RawUse, Users};
 use crate::state::region::Placement;
 use crate::state::region_index::BlockName;
 use crate::state::streams::StreamKey;
@@ -79,7 +79,7 @@ pub(crate) fn record_unknown_use(
     at: DeviceAddress,
 ) -> Result<(), DeviceError> {
     match state.raw.get_mut(at) {
-        Some(raw) => raw.add_any(),
+        Some(raw) => raw.users = Users::ANY,
         None => return Err(unknown(state, at)),
     }
     Ok(())
@@ -128,7 +128,7 @@ pub(crate) fn reset(state: &mut ArenaState, clock: &dyn Clock) -> ByteSize {
 
 /// Frees a raw block whose address has already been forgotten.
 fn release(state: &mut ArenaState, raw: &RawUse, is_reset: bool, clock: &dyn Clock) {
-    raw.with_users(|streams, after| {
+    raw.users.with(|streams, after| {
         let cause = if is_reset { FreeCause::Reset } else { FreeCause::Owner(after) };
         state.release_after(raw.region, raw.placed, (streams, cause), clock);
     });

@@ -151,8 +151,8 @@ pub(super) fn end_remap(state: &mut ArenaState, pair: Pair, done: bool, clock: &
     state.region_mut(region).segment.end_arrive(to, done);
     state.results += 1;
     if done {
-        state.totals.remaps += 1;
-        state.totals.remapped_bytes += from.size.get();
+        state.totals.remaps_total += 1;
+        state.totals.remapped_bytes_total += from.size.get();
         let remapped = ArenaEvent::Remapped { from: from.at, to: at, size: from.size };
         state.events.push(clock, || remapped);
     }

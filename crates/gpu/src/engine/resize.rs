@@ -27,29 +27,6 @@ pub(crate) async fn resize_in_place(
     placed: Placement,
     requested: u64,
 ) -> Result<Option<Placement>, AllocFailure> {
-    attempt_in_place(port, region, placed, requested).await
-}
-
-/// Resizes a live block in place after a shortage.
-///
-/// # Errors
-/// Those of [`resize_in_place`].
-pub(crate) async fn resize_after_shortage(
-    port: &Port<'_>,
-    region: Region,
-    placed: Placement,
-    requested: u64,
-) -> Result<Option<Placement>, AllocFailure> {
-    run_ladder(port, region, async |_| attempt_in_place(port, region, placed, requested).await)
-        .await
-}
-
-async fn attempt_in_place(
-    port: &Port<'_>,
-    region: Region,
-    placed: Placement,
-    requested: u64,
-) -> Result<Option<Placement>, AllocFailure> {
     // The arena may fall asleep while the block moves, and the block may move while the arena
     // wakes.
     loop {
@@ -76,6 +53,19 @@ async fn attempt_in_place(
         }
         Ok(Some(resized))
     })
+}
+
+/// Resizes a live block in place after a shortage.
+///
+/// # Errors
+/// Those of [`resize_in_place`].
+pub(crate) async fn resize_after_shortage(
+    port: &Port<'_>,
+    region: Region,
+    placed: Placement,
+    requested: u64,
+) -> Result<Option<Placement>, AllocFailure> {
+    run_ladder(port, region, async |_| resize_in_place(port, region, placed, requested).await).await
 }
 
 /// Copies the contents of a live block to a new one, and frees the old one. The caller holds a

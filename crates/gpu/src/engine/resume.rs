@@ -316,6 +316,7 @@ async fn finish(port: &Port<'_>, runs: &[PlacedRun], restored: ByteSize) -> Wake
         let now = port.clock.now();
         let saved = state.sleep.saved.take();
         state.sleep.idle.put(saved.map(|saved| saved.stores).unwrap_or_default(), now);
+        state.totals.wakes_total += 1;
         state.sleep.end_wake(None, now);
         state.events.push(port.clock, || ArenaEvent::Woke { report });
         state.sleep.finish(Phase::Awake)
@@ -348,6 +349,7 @@ async fn abort(
         for (run, &stays) in runs.iter().zip(&stays) {
             state.end_commit(run.region, run.run, stays, port.clock);
         }
+        state.totals.wake_failures_total += 1;
         state.sleep.end_wake(Some(error.clone()), port.clock.now());
         state.events.push(port.clock, || ArenaEvent::WakeFailed);
         state.sleep.finish(Phase::Asleep)
@@ -361,6 +363,7 @@ async fn abort(
 /// Ends a wake for which no thread could be started. The arena is asleep again.
 pub(crate) async fn fail_wake(port: &Port<'_>, error: &DeviceError) {
     let wakers = port.with(|state| {
+        state.totals.wake_failures_total += 1;
         state.sleep.end_wake(Some(error.clone()), port.clock.now());
         state.sleep.finish(Phase::Asleep)
     });

@@ -101,8 +101,8 @@ pub(crate) async fn call_for_room<T>(
     let called = port.outside(|| port.surroundings.call_callbacks(&shortage)).await;
     let Some(called) = called else { return Err(AllocFailure::uncounted(DeviceError::Forked)) };
     port.with(|state| {
-        state.totals.shortage_calls += called.calls;
-        state.totals.shortage_panics += called.panics;
+        state.totals.shortage_callbacks_total += called.calls;
+        state.totals.shortage_panics_total += called.panics;
     });
     let Called { calls, released, .. } = called;
     port.outside(|| log!(debug, arena, calls, released, "shortage callbacks called")).await;

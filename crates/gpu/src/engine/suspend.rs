@@ -311,7 +311,7 @@ async fn finish(
             }
         }
         state.sleep.saved = saved;
-        state.sleep.sleeps += 1;
+        state.totals.sleeps_total += 1;
         report.stayed = ByteSize::new(state.backed());
         match error {
             None => state.events.push(port.clock, || ArenaEvent::Asleep { options, report }),

@@ -94,8 +94,8 @@ impl Executor {
     fn lock_state_contended(&self, clock: &dyn Clock) -> Locked<'_> {
         let from = clock.now();
         let mut locked = Locked { executor: self, slot: Some(lock(&self.guarded)) };
-        locked.totals.contended += 1;
-        locked.totals.waited += clock.now() - from;
+        locked.totals.lock_contended_total += 1;
+        locked.totals.lock_wait_total += clock.now() - from;
         locked
     }
 

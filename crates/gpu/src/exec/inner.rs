@@ -301,6 +301,18 @@ impl ArenaInner {
         if self.executor.is_here() { Ok(()) } else { Err(DeviceError::Forked) }
     }
 
+    /// Changes or reads the state in one step, except in a forked child, which never takes the
+    /// lock: another thread may have held it.
+    ///
+    /// # Errors
+    /// `Forked`.
+    pub(crate) fn run_here<T>(
+        &self,
+        act: impl FnOnce(&mut ArenaState) -> T,
+    ) -> Result<T, DeviceError> {
+        self.check_here().map(|()| self.run_now(act))
+    }
+
     /// Fails in a forked child, and once the arena is closed.
     #[inline]
     pub(crate) fn check_open(&self) -> Result<(), DeviceError> {
@@ -461,11 +473,8 @@ impl ArenaInner {
         let still: Vec<_> = shards.iter().map(|shard| shard.still()).collect();
         let mut caches = CacheCounts::default();
         still.iter().for_each(|cache| caches.add(cache.tally()));
-        let mut snapshot = self.run_now(|state| {
-            let mut snapshot = state.snapshot(&self.name, self.driver.backend(), &caches);
-            state.outstanding.show(&mut snapshot);
-            snapshot
-        });
+        let mut snapshot =
+            self.run_now(|state| state.snapshot(&self.name, self.driver.backend(), &caches));
         let observers = self.executor.observers().map_or(0, Observers::metadata);
         snapshot.metadata = snapshot.metadata.saturating_add(ByteSize::of(observers));
         snapshot.lock_contended_total += self.caches.contended.load(Ordering::Relaxed);

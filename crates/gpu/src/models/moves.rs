@@ -25,7 +25,7 @@ fn a_lease_and_a_move_exclude_each_other() {
         let blocks = fragmented(&arena);
         both(arena.clone(), &driver, compact, |arena| {
             let lease = arena.enter().expect("after one move at most");
-            assert!(arena.shared_arc().lock_state().moves.moving.is_none());
+            assert!(arena.inner().lock_state().moves.moving.is_none());
             drop(lease);
             drop(blocks);
         });
@@ -50,9 +50,9 @@ fn leases_nest_beside_a_move_and_none_is_lost() {
             let outer = arena.enter().expect("after one move at most");
             let inner = arena.enter().expect("nothing moves");
             drop(outer);
-            assert!(arena.shared_arc().lock_state().moves.moving.is_none());
+            assert!(arena.inner().lock_state().moves.moving.is_none());
             drop(inner);
-            assert_eq!(arena.shared_arc().lock_state().leases, 0);
+            assert_eq!(arena.inner().lock_state().leases, 0);
             drop(blocks);
         });
     });

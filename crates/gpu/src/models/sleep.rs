@@ -111,7 +111,7 @@ fn beside_a_cache(is_empty: bool) {
         }
         assert!(!arena.snapshot().cached.is_zero(), "the size is hot");
         if is_empty {
-            arena.shared_arc().empty_caches();
+            arena.inner().empty_caches();
         }
         let device = Arc::clone(&driver);
         both(arena, &driver, sleep, move |arena| {

@@ -8,87 +8,65 @@
 use crate::index::Span;
 use crate::observe::visualize::{BlockSpan, BlockState, GranuleRun, GranuleState, SegmentMap};
 use crate::state::arena::ArenaState;
-use crate::state::backing::AddressRange;
+use crate::state::backing::{AddressRange, Backing};
+use crate::state::segment::Run;
 use crate::types::region::Region;
 use lowtide_core::bytes::ByteSize;
 
 /// Returns the segments of a region.
 pub(crate) fn segments(state: &ArenaState, region: Region) -> Vec<SegmentMap> {
-    let ground = &state.region(region).segment;
-    let spans: Vec<_> = state.region(region).live_spans().collect();
-    let mut touched = Touched::new(&spans);
+    let of = state.region(region);
+    let ground = &of.segment;
+    let arrived = |span: &Span| ground.missing(*span).is_nothing();
+    let live = of.live_spans().filter(arrived).map(|span| (span, BlockState::Live));
+    let pending = of.pending.spans().map(|span| (span, BlockState::Pending));
+    let mut blocks: Vec<_> = live.chain(pending).collect();
+    blocks.sort_unstable_by_key(|(span, _)| span.offset);
     let map = |AddressRange { at, span, backed }: AddressRange| {
-        let first = spans.partition_point(|block| block.offset < span.offset);
-        let inside = spans[first..].iter().take_while(|block| block.offset < span.end());
-        let arrived = |block: &&Span| ground.missing(**block).is_nothing();
-        let blocks = inside.filter(arrived).map(|block| {
-            let (offset, size) = (block.offset - span.offset, ByteSize::new(block.size));
-            let offset = ByteSize::new(offset);
-            BlockSpan { offset, size, requested: size, state: BlockState::Live }
+        let within =
+            |inner: Span| (ByteSize::new(inner.offset - span.offset), ByteSize::new(inner.size));
+        let first = blocks.partition_point(|(block, _)| block.offset < span.offset);
+        let inside = blocks[first..].iter().take_while(|(block, _)| block.offset < span.end());
+        let blocks = inside.map(|&(block, state)| {
+            let (offset, size) = within(block);
+            BlockSpan { offset, size, requested: size, state }
         });
-        let blocks = blocks.collect();
-        let mut granules = Vec::new();
-        for (run, usage) in backed {
-            match usage {
-                Some(state) => {
-                    let (offset, size) = (ByteSize::new(run.offset), ByteSize::new(run.size));
-                    granules.push(GranuleRun { offset, size, state });
-                }
-                None => touched.cut(run.offset, run.end(), state.bytes_of(1), &mut granules),
-            }
+        let granules = backed.into_iter().flat_map(|run| by_state(ground, run));
+        let granules = granules.map(|(run, state)| {
+            let (offset, size) = within(run);
+            GranuleRun { offset, size, state }
+        });
+        SegmentMap {
+            region: region.name().to_owned(),
+            base: at.get(),
+            size: ByteSize::new(span.size),
+            granules: granules.collect(),
+            blocks: blocks.collect(),
         }
-        for run in &mut granules {
-            run.offset = ByteSize::new(run.offset.get() - span.offset);
-        }
-        let (region, size) = (region.name().to_owned(), ByteSize::new(span.size));
-        SegmentMap { region, base: at.get(), size, granules, blocks }
     };
     ground.stretches().into_iter().map(map).collect()
 }
 
-/// Distinguishes active from idle granules by the blocks that touch them, including arriving
-/// blocks, in one pass.
-struct Touched<'a> {
-    spans: &'a [Span],
-    next: usize,
-}
-
-impl<'a> Touched<'a> {
-    const fn new(spans: &'a [Span]) -> Self {
-        Self { spans, next: 0 }
+/// Cuts a run of backed granules into runs of one state, in address order. A granule is active if a
+/// live, arriving or pending block touches it.
+pub(super) fn by_state(
+    ground: &Backing,
+    (span, state): (Span, Option<GranuleState>),
+) -> Vec<(Span, GranuleState)> {
+    if let Some(state) = state {
+        return vec![(span, state)];
     }
-
-    /// Cuts backed granules into runs of one state.
-    fn cut(&mut self, start: u64, end: u64, granule: u64, runs: &mut Vec<GranuleRun>) {
-        let mut at = start;
-        while at < end {
-            let run_start = at;
-            let (idle_to, active_to) = self.next_after(at, end, granule);
-            at = if idle_to > at { idle_to } else { active_to };
-            let state = if idle_to > run_start { GranuleState::Idle } else { GranuleState::Active };
-            let (offset, size) = (ByteSize::new(run_start), ByteSize::new(at - run_start));
-            match runs.last_mut().filter(|last| last.state == state) {
-                Some(last) if last.offset.saturating_add(last.size) == offset => {
-                    last.size = last.size.saturating_add(size);
-                }
-                _ => runs.push(GranuleRun { offset, size, state }),
-            }
-        }
+    let granule = ground.granularity();
+    let mut touched = ground.touched_runs(Run::of(&ground.granules_of(span)));
+    touched.sort_unstable_by_key(|run| run.range().start);
+    let (mut runs, mut at) = (Vec::new(), span.offset);
+    for run in touched {
+        let (offset, size) = (run.range().start as u64 * granule, run.granules() * granule);
+        runs.push((Span { offset: at, size: offset - at }, GranuleState::Idle));
+        runs.push((Span { offset, size }, GranuleState::Active));
+        at = offset + size;
     }
-
-    /// Returns the end of the idle granules from `at` on, and the end of the granules that the next
-    /// block keeps active.
-    fn next_after(&mut self, at: u64, end: u64, granule: u64) -> (u64, u64) {
-        while self.spans.get(self.next).is_some_and(|span| span.end() <= at) {
-            self.next += 1;
-        }
-        match self.spans.get(self.next) {
-            Some(span) if span.offset < end => {
-                let first = span.offset / granule * granule;
-                let last = span.end().next_multiple_of(granule);
-                (first.max(at), last.min(end))
-            }
-            _ => (end, end),
-        }
-    }
+    runs.push((Span { offset: at, size: span.end() - at }, GranuleState::Idle));
+    runs.retain(|(run, _)| run.size > 0);
+    runs
 }

@@ -8,9 +8,9 @@
 //! committed memory; `cells <= cells_max`.
 
 use crate::index::Span;
+use crate::observe::map::by_state;
 use crate::state::arena::ArenaState;
 use crate::state::backing::GranuleState;
-use crate::state::segment::Run;
 use crate::types::region::Region;
 use lowtide_core::bytes::ByteSize;
 
@@ -18,7 +18,7 @@ use lowtide_core::bytes::ByteSize;
 const CELL_MIN: u64 = 4 << 10;
 
 /// A map of an arena in cells.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ArenaOccupancy {
     /// The smallest unit that is committed.
@@ -66,22 +66,11 @@ pub(crate) fn region_cells(
     let of = state.region(region);
     let strip = || CellSums::new(cells_max.max(2));
     let (mut backed, mut active) = (strip(), strip());
-    let granule = state.bytes_of(1);
-    for (run, usage) in of.segment.stretches().into_iter().flat_map(|it| it.backed) {
+    let runs = of.segment.stretches().into_iter().flat_map(|it| it.backed);
+    for (run, state) in runs.flat_map(|run| by_state(&of.segment, run)) {
         backed.add(run);
-        match usage {
-            Some(GranuleState::Active) => active.add(run),
-            Some(GranuleState::Idle) => {}
-            None => {
-                let run = Run::of(&of.segment.granules_of(run));
-                let mut touched = of.segment.touched_runs(run);
-                touched.sort_unstable_by_key(|run| run.range().start);
-                for run in touched {
-                    let (offset, size) =
-                        (run.range().start as u64 * granule, run.granules() * granule);
-                    active.add(Span { offset, size });
-                }
-            }
+        if state == GranuleState::Active {
+            active.add(run);
         }
     }
     // Usually all blocks have memory, so that the cells are known and any order works. A sleeping

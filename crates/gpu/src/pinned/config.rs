@@ -114,7 +114,7 @@ impl PinnedConfig {
 
     /// Returns the configuration of the pool's arena. It grows by segments and has no caches,
     /// because its blocks are raw.
-    pub(super) fn arena(self) -> ArenaConfig {
+    pub(super) fn arena(&self) -> ArenaConfig {
         let segment = self.segment_size();
         ArenaConfig {
             limit: self.limit,
@@ -127,7 +127,7 @@ impl PinnedConfig {
                 cap: segment,
             },
             thread_cache: ByteSize::ZERO,
-            ..ArenaConfig::new(self.name)
+            ..ArenaConfig::new(self.name.clone())
         }
     }
 

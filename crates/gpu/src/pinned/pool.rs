@@ -65,11 +65,7 @@ pub struct PinnedPool(Arc<PoolShared>);
 pub(super) struct PoolShared {
     pub(super) arena: DeviceArena,
     driver: Arc<PinnedDriver>,
-    kind: PinnedKind,
-    high_watermark: ByteSize,
-    low_watermark: ByteSize,
-    /// The size of a shared segment.
-    segment: ByteSize,
+    config: PinnedConfig,
     /// Held while a shared segment is allocated, so that threads which need a segment share it.
     growth: Mutex<()>,
     pub(super) unfinished: Mutex<UnfinishedBlocks>,
@@ -102,23 +98,13 @@ impl PinnedPool {
         if kind == PinnedKind::PageLocked && !driver.capabilities().page_locked {
             return Err(DeviceError::Unsupported { what: "page-locked memory", backend });
         }
-        let PinnedConfig { high_watermark, low_watermark, limit, .. } = config;
-        let segment = config.segment_size();
         let driver = Arc::new(PinnedDriver::new(driver, kind));
         let arena = DeviceArena::open(Arc::clone(&driver) as _, clock, config.arena())?;
         let (pool, kind_name) = (arena.name(), kind.name());
-        let limit = limit_text(limit);
+        let limit = limit_text(config.limit);
         log!(info, pool, %backend, kind = kind_name, limit, "pinned pool opened");
-        Ok(Self(Arc::new(PoolShared {
-            arena,
-            driver,
-            kind,
-            high_watermark,
-            low_watermark,
-            segment,
-            growth: Mutex::default(),
-            unfinished: Mutex::default(),
-        })))
+        let (growth, unfinished) = (Mutex::default(), Mutex::default());
+        Ok(Self(Arc::new(PoolShared { arena, driver, config, growth, unfinished })))
     }
 
     /// Allocates `len` elements. Their contents are unspecified: zero, or data of an earlier buffer
@@ -192,25 +178,21 @@ impl PinnedPool {
     #[must_use]
     pub fn snapshot(&self) -> PinnedSnapshot {
         let shared = &self.0;
-        let mut snapshot = PinnedSnapshot {
-            arena: shared.arena.snapshot(),
-            kind: shared.kind,
-            pending: ByteSize::ZERO,
-            quarantined: ByteSize::ZERO,
-            page_locked: ByteSize::ZERO,
-            pageable: ByteSize::ZERO,
-            fallbacks_total: 0,
-            high_watermark: shared.high_watermark,
-            low_watermark: shared.low_watermark,
+        let PinnedConfig { kind, high_watermark, low_watermark, .. } = shared.config;
+        let arena = shared.arena.snapshot();
+        let snapshot = PinnedSnapshot {
+            arena,
+            kind,
+            high_watermark,
+            low_watermark,
+            ..PinnedSnapshot::default()
         };
-        if shared.check_here().is_ok() {
-            let segments = shared.driver.figures();
-            (snapshot.page_locked, snapshot.pageable) = (segments.page_locked, segments.pageable);
-            snapshot.fallbacks_total = segments.fallbacks_total;
-            let blocks = lock(&shared.unfinished);
-            (snapshot.pending, snapshot.quarantined) = (blocks.pending, blocks.quarantined);
+        if shared.check_here().is_err() {
+            return snapshot;
         }
-        snapshot
+        let SegmentFigures { page_locked, pageable, fallbacks_total } = shared.driver.figures();
+        let UnfinishedBlocks { pending, quarantined, .. } = *lock(&shared.unfinished);
+        PinnedSnapshot { page_locked, pageable, fallbacks_total, pending, quarantined, ..snapshot }
     }
 
     /// Returns live, committed and idle memory, like [`DeviceArena::glance`].
@@ -222,7 +204,7 @@ impl PinnedPool {
     /// Returns the kind of memory that the pool was opened for.
     #[must_use]
     pub fn kind(&self) -> PinnedKind {
-        self.0.kind
+        self.0.config.kind
     }
 
     /// Returns the pool's name.
@@ -292,7 +274,7 @@ impl PoolShared {
         if self.has_pending() && !self.has_room(size) {
             self.free_completed();
         }
-        let grows = size < self.segment && !self.has_room(size);
+        let grows = size < self.config.segment_size() && !self.has_room(size);
         let _growth = grows.then(|| lock(&self.growth));
         let alloc = || self.arena.alloc_raw(size, align, Region::Dynamic);
         let mut allocated = alloc();
@@ -329,11 +311,11 @@ impl PoolShared {
         self.free_completed();
         let decayed = self.arena.decay(self.arena.inner().clock.now())?.released;
         let ArenaGlance { committed, idle, .. } = self.arena.glance();
-        if idle <= self.high_watermark {
+        if idle <= self.config.high_watermark {
             return Ok(decayed);
         }
         let active = committed.saturating_sub(idle);
-        let trimmed = self.arena.trim(active.saturating_add(self.low_watermark))?;
+        let trimmed = self.arena.trim(active.saturating_add(self.config.low_watermark))?;
         Ok(decayed.saturating_add(trimmed))
     }
 }

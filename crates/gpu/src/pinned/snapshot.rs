@@ -11,7 +11,7 @@ use crate::types::snapshot::ArenaSnapshot;
 use lowtide_core::bytes::ByteSize;
 
 /// The figures of a pinned pool.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize))]
 #[non_exhaustive]
 pub struct PinnedSnapshot {

@@ -27,7 +27,6 @@ use crate::state::region_index::{APART_FROM, BlockName};
 use crate::state::segment::{Cursor, Run, Runs};
 use crate::state::sleep::Sleep;
 use crate::state::streams::{StreamKey, Streams};
-use crate::state::totals::Totals;
 use crate::types::config::StateConfig;
 use crate::types::costs::DeviceCosts;
 use crate::types::error::DeviceError;
@@ -82,9 +81,8 @@ pub(crate) struct ArenaState {
     /// The time from which on a handle may be divided that could not be before. Memory that
     /// becomes idle resets it.
     pub(crate) divide_from: Moment,
-    pub(crate) totals: Totals,
-    live_peak: u64,
-    committed_peak: u64,
+    /// The counts and peaks of a snapshot, which only grow. Its other figures are computed.
+    pub(crate) totals: ArenaSnapshot,
     pub(crate) aging: Aging,
     pub(crate) steps: Steps,
     /// `true` if the driver may keep memory of released segments until a trim.
@@ -125,9 +123,7 @@ impl ArenaState {
             handle_max: config.handle_max.get(),
             handles_min: u64::from(config.handles_min).max(1),
             divide_from: Moment::ORIGIN,
-            totals: Totals::default(),
-            live_peak: 0,
-            committed_peak: 0,
+            totals: ArenaSnapshot::default(),
             aging: Aging::new(config.decay),
             steps: Steps::new(config.growth),
             untrimmed: false,
@@ -268,9 +264,10 @@ impl ArenaState {
     ) {
         self.region_mut(region).mark_live(placed);
         self.events.push(clock, || ArenaEvent::Allocated { region, request, placed });
-        self.totals.allocs += 1;
-        self.totals.alloc_size_max = self.totals.alloc_size_max.max(placed.span.size);
-        self.live_peak = self.live_peak.max(self.live());
+        self.totals.allocs_total += 1;
+        self.totals.alloc_size_max =
+            self.totals.alloc_size_max.max(ByteSize::new(placed.span.size));
+        self.totals.live_peak = self.totals.live_peak.max(ByteSize::new(self.live()));
     }
 
     /// Starts resizing a live block in place; returns `None` if there is no room.
@@ -307,9 +304,10 @@ impl ArenaState {
         }
         if done {
             self.events.push(clock, || ArenaEvent::Resized { region, before, after });
-            self.totals.resizes += 1;
-            self.totals.alloc_size_max = self.totals.alloc_size_max.max(after.span.size);
-            self.live_peak = self.live_peak.max(self.live());
+            self.totals.resizes_total += 1;
+            self.totals.alloc_size_max =
+                self.totals.alloc_size_max.max(ByteSize::new(after.span.size));
+            self.totals.live_peak = self.totals.live_peak.max(ByteSize::new(self.live()));
         }
     }
 
@@ -331,7 +329,7 @@ impl ArenaState {
 
     /// Updates the peak of committed memory after a commit; a failed commit does not count.
     fn note_committed(&mut self) {
-        self.committed_peak = self.committed_peak.max(self.there());
+        self.totals.committed_peak = self.totals.committed_peak.max(ByteSize::new(self.there()));
     }
 
     /// Returns the bytes of backed granules, without commits in progress.
@@ -347,8 +345,8 @@ impl ArenaState {
         self.results += 1;
         if done {
             self.events.push(clock, || ArenaEvent::Committed { at, size });
-            self.totals.commits += 1;
-            self.totals.committed_bytes += size.get();
+            self.totals.commits_total += 1;
+            self.totals.committed_bytes_total += size.get();
             self.note_committed();
         }
         if done && self.idle() > 0 {
@@ -452,9 +450,9 @@ impl ArenaState {
     /// Adds the counts of a dropped cache, which is empty.
     pub(crate) fn add_cache(&mut self, tally: &CacheCounts) {
         debug_assert_eq!(tally.cached(), 0, "its blocks were freed");
-        self.totals.allocs += tally.allocs;
-        self.totals.cache_allocs += tally.allocs;
-        self.totals.frees += tally.frees;
+        self.totals.allocs_total += tally.allocs;
+        self.totals.thread_cache_allocs_total += tally.allocs;
+        self.totals.frees_total += tally.frees;
         for (region, requested) in self.regions.iter_mut().zip(tally.requested) {
             region.add_requested(requested);
         }
@@ -482,7 +480,7 @@ impl ArenaState {
         let gone = self.region_mut(region).release(placed, uses);
         debug_assert!(gone.is_ok(), "only its buffer frees a block, once");
         if let Ok(went_idle) = gone {
-            self.totals.frees += 1;
+            self.totals.frees_total += 1;
             if went_idle {
                 self.note_idle(region, placed.span, clock);
             }
@@ -525,8 +523,8 @@ impl ArenaState {
         self.region_mut(leaving.region).end_leave(leaving.run, done);
         self.results += 1;
         if done {
-            self.totals.decommits += 1;
-            self.totals.decommitted_bytes += leaving.size.get();
+            self.totals.decommits_total += 1;
+            self.totals.decommitted_bytes_total += leaving.size.get();
             let PlacedRun { at, size, .. } = leaving;
             self.events.push(clock, || ArenaEvent::Decommitted { at, size });
         }
@@ -588,7 +586,7 @@ impl ArenaState {
         (cause, error): (Cause, &DeviceError),
         clock: &dyn Clock,
     ) {
-        let failures = &mut self.totals.failures;
+        let failures = &mut self.totals.alloc_failures_total;
         match cause {
             Cause::Limit { .. } => failures.limit += 1,
             Cause::Device => failures.device += 1,
@@ -617,7 +615,7 @@ impl ArenaState {
         request: AllocRequest,
         clock: &dyn Clock,
     ) {
-        self.totals.failures.addresses += 1;
+        self.totals.alloc_failures_total.addresses += 1;
         self.events.push(clock, || ArenaEvent::TooLarge { region, request });
     }
 
@@ -641,55 +639,36 @@ impl ArenaState {
         let is_open = self.sleep.is_open();
         let of = |region| self.region(region).snapshot(region, caches, is_open);
         let regions = Region::ALL.map(of);
-        let [sleeps_total, wakes_total, wake_failures_total] = self.sleep.totals();
         let totals = &self.totals;
+        let Outstanding { exported, imported } = &self.outstanding;
         ArenaSnapshot {
             requested: regions.iter().map(|region| region.requested).sum(),
             cached: size(caches.cached()),
             holes: regions.iter().map(|region| region.holes).sum(),
             largest_free: regions.iter().map(|r| r.largest_free).max().unwrap_or_default(),
             live: size(self.live() - caches.cached()),
-            live_peak: size(self.live_peak),
             active: size(self.active()),
             idle: size(self.idle()),
             committed: size(self.backed()),
             pending: size(self.pending()),
-            committed_peak: size(self.committed_peak),
             reserved: size(self.total(|region| region.segment.reserved())),
             limit: self.limit,
+            exported: size(exported.bytes),
+            exported_count: exported.count,
+            imported: size(imported.bytes),
+            imported_count: imported.count(),
             leases: self.leases,
             state: self.sleep.state(),
             asleep: regions.iter().map(|region| region.asleep).sum(),
             offloaded: self.sleep.offloaded(),
-            sleeps_total,
-            wakes_total,
-            wake_failures_total,
             metadata: ByteSize::of(self.total_metadata()),
-            allocs_total: totals.allocs + caches.allocs,
-            frees_total: totals.frees + caches.frees,
-            thread_cache_allocs_total: totals.cache_allocs + caches.allocs,
-            reserves_total: totals.reserves,
-            resizes_total: totals.resizes,
-            moves_total: totals.moves,
-            moved_bytes_total: totals.moved_bytes,
-            alloc_size_max: size(totals.alloc_size_max),
-            alloc_failures_total: totals.failures,
-            commits_total: totals.commits,
-            decommits_total: totals.decommits,
-            committed_bytes_total: totals.committed_bytes,
-            decommitted_bytes_total: totals.decommitted_bytes,
-            remaps_total: totals.remaps,
-            remapped_bytes_total: totals.remapped_bytes,
-            shortage_callbacks_total: totals.shortage_calls,
-            shortage_panics_total: totals.shortage_panics,
-            trims_total: totals.trims,
-            trimmed_bytes_total: totals.trimmed_bytes,
-            shrinks_total: totals.shrinks,
-            shrunk_bytes_total: totals.shrunk_bytes,
-            lock_contended_total: totals.contended,
-            lock_wait_total: totals.waited,
+            allocs_total: totals.allocs_total + caches.allocs,
+            frees_total: totals.frees_total + caches.frees,
+            thread_cache_allocs_total: totals.thread_cache_allocs_total + caches.allocs,
+            name: name.to_owned(),
+            backend,
             regions,
-            ..ArenaSnapshot::unknown(name, backend)
+            ..totals.clone()
         }
     }
 
@@ -779,8 +758,8 @@ impl ArenaState {
         if let Some(at) = at {
             let size = ByteSize::new(span.size);
             self.events.push(clock, || ArenaEvent::Committed { at, size });
-            self.totals.commits += 1;
-            self.totals.committed_bytes += span.size;
+            self.totals.commits_total += 1;
+            self.totals.committed_bytes_total += span.size;
         }
         self.note_committed();
     }
@@ -800,8 +779,9 @@ impl ArenaState {
         self.streams.validate();
         self.outstanding.imported.validate();
         let totals = &self.totals;
-        let settled = totals.committed_bytes - totals.decommitted_bytes;
+        let settled = totals.committed_bytes_total - totals.decommitted_bytes_total;
         assert!(self.backed() >= settled, "every committed byte is backed");
-        assert!(self.there() <= self.committed_peak, "no more is there than at the peak");
+        let peak = self.totals.committed_peak.get();
+        assert!(self.there() <= peak, "no more is there than at the peak");
     }
 }

@@ -22,4 +22,3 @@ pub(crate) mod segment_list;
 pub(crate) mod sleep;
 pub(crate) mod stores;
 pub(crate) mod streams;
-pub(crate) mod totals;

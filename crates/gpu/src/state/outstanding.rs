@@ -14,7 +14,6 @@ use std::fmt;
 use crate::driver::DeviceAddress;
 use crate::state::pending::Uses;
 use crate::state::streams::Use;
-use crate::types::snapshot::ArenaSnapshot;
 use lowtide_core::bytes::ByteSize;
 
 /// Releases imported memory to its owner.
@@ -25,19 +24,6 @@ pub(crate) type Release = Box<dyn FnOnce(DeviceAddress, ByteSize) + Send>;
 pub(crate) struct Outstanding {
     pub(crate) exported: Exports,
     pub(crate) imported: Imports,
-}
-
-impl Outstanding {
-    /// Adds the figures to a snapshot.
-    pub(crate) fn show(&self, snapshot: &mut ArenaSnapshot) {
-        let size = ByteSize::new;
-        (snapshot.exported, snapshot.exported_count) =
-            (size(self.exported.bytes), self.exported.count);
-        let imported = &self.imported;
-        (snapshot.imported, snapshot.imported_count) = (size(imported.bytes), imported.count());
-        (snapshot.releases_total, snapshot.release_panics_total) =
-            (imported.released, imported.panics);
-    }
 }
 
 /// The number and the bytes of exports.
@@ -89,11 +75,8 @@ pub(crate) struct Due {
 #[derive(Debug, Default)]
 pub(crate) struct Imports {
     entries: BTreeMap<u64, ImportedRange>,
-    bytes: u64,
+    pub(crate) bytes: u64,
     waiting: u64,
-    /// The number of release functions that were called, and the number of those that panicked.
-    pub(crate) released: u64,
-    pub(crate) panics: u64,
 }
 
 impl Imports {
@@ -146,19 +129,12 @@ impl Imports {
         self.waiting
     }
 
-    /// Takes out a range whose uses are all complete.
-    fn take(&mut self, is_done: impl Fn(Use) -> bool) -> Option<Due> {
+    /// Takes out a range whose uses are all complete, to release it.
+    pub(crate) fn take(&mut self, is_done: impl Fn(Use) -> bool) -> Option<Due> {
         let is_due =
             |entry: &ImportedRange| entry.after.as_ref().is_some_and(|of| of.iter().all(&is_done));
         let (&at, _) = self.entries.iter().find(|(_, entry)| is_due(entry))?;
         self.remove(at)
-    }
-
-    /// Takes out a range whose uses are all complete, to release it.
-    pub(crate) fn take_due(&mut self, is_done: impl Fn(Use) -> bool) -> Option<Due> {
-        let due = self.take(is_done)?;
-        self.released += 1;
-        Some(due)
     }
 
     /// Takes out the first range, regardless of its uses.

@@ -34,7 +34,7 @@ struct Others(Vec<StreamKey>);
 
 impl Users {
     /// The users of a block that any stream may use.
-    const ANY: Self = Self { first: StreamKey::CONTEXT, others: None };
+    pub(crate) const ANY: Self = Self { first: StreamKey::CONTEXT, others: None };
 
     fn of(first: Option<StreamKey>) -> Self {
         Self { first: first.unwrap_or(StreamKey::CONTEXT), others: None }
@@ -59,7 +59,7 @@ impl Users {
     }
 
     /// Calls `act` with the streams, and with the work that must complete after a free.
-    fn with<T>(&self, act: impl FnOnce(&[StreamKey], After) -> T) -> T {
+    pub(crate) fn with<T>(&self, act: impl FnOnce(&[StreamKey], After) -> T) -> T {
         match &self.others {
             _ if self.first == StreamKey::CONTEXT => act(&[], After::All),
             None => act(&[self.first], After::Lanes),
@@ -86,23 +86,13 @@ pub(crate) struct LaneUser {
 pub(crate) struct RawUse {
     pub(crate) region: Region,
     pub(crate) placed: Placement,
-    users: Users,
+    pub(crate) users: Users,
 }
 
 impl RawUse {
     /// Adds the stream of a lane; returns `true` if the use was unknown.
     pub(crate) fn add(&mut self, user: LaneUser) -> bool {
         user.stream.is_none_or(|stream| self.users.add(stream))
-    }
-
-    /// Records that any stream may use the block from here on.
-    pub(crate) fn add_any(&mut self) {
-        self.users = Users::ANY;
-    }
-
-    /// Calls `act` with the streams, and with the work that must complete after a free.
-    pub(crate) fn with_users<T>(&self, act: impl FnOnce(&[StreamKey], After) -> T) -> T {
-        self.users.with(act)
     }
 }
 

@@ -60,7 +60,7 @@ impl Piece {
 }
 
 /// The pieces of a region, and the walls between them.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(crate) struct SegmentList {
     granularity: u64,
     /// The end of all offsets.
@@ -90,17 +90,7 @@ impl SegmentList {
     /// Creates a list without pieces, over this many offsets. `granularity` is a power of two.
     pub(crate) fn new(extent: u64, largest: u64, granularity: ByteSize) -> Self {
         assert!(granularity.get().is_power_of_two(), "{granularity} is no power of two");
-        Self {
-            granularity: granularity.get(),
-            extent,
-            largest,
-            entries: BTreeMap::new(),
-            held: 0,
-            backed: 0,
-            active: 0,
-            committing: 0,
-            leaving: 0,
-        }
+        Self { granularity: granularity.get(), extent, largest, ..Self::default() }
     }
 
     /// Takes all offsets of an index in which no block is live.

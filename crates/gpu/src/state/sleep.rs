@@ -103,9 +103,6 @@ pub(crate) struct Sleep {
     not_before: Moment,
     /// `true` if it was logged that the arena cannot sleep on its driver.
     has_logged_unsupported: bool,
-    pub(crate) sleeps: u64,
-    wakes: u64,
-    wake_failures: u64,
 }
 
 impl Sleep {
@@ -138,11 +135,6 @@ impl Sleep {
     /// Returns `true` if blocks may be moved.
     pub(crate) fn is_awake(&self) -> bool {
         self.phase == Phase::Awake
-    }
-
-    /// Returns the numbers of sleeps, wakes and failed wakes.
-    pub(crate) const fn totals(&self) -> [u64; 3] {
-        [self.sleeps, self.wakes, self.wake_failures]
     }
 
     /// Returns `true` if an operation or future waits for the arena to be awake.
@@ -207,11 +199,8 @@ impl Sleep {
     pub(crate) fn end_wake(&mut self, failure: Option<DeviceError>, now: Moment) {
         self.attempts += 1;
         if failure.is_none() {
-            self.wakes += 1;
             (self.awake_since, self.left_at) = (now, now);
             self.idle.end_wake(now);
-        } else {
-            self.wake_failures += 1;
         }
         self.failure = failure;
     }

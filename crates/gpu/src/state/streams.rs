@@ -433,12 +433,6 @@ impl Streams {
         unfinished.map(|(&stream, of)| Use { stream, epoch: of.used })
     }
 
-    /// Returns the number of known streams, without the context.
-    #[cfg(test)]
-    pub(crate) fn count(&self) -> usize {
-        self.known.len() - 1
-    }
-
     /// Checks the invariants.
     ///
     /// # Panics
@@ -457,6 +451,13 @@ impl Streams {
 #[cfg(all(test, not(lowtide_loom)))]
 mod tests {
     use super::*;
+
+    impl Streams {
+        /// Returns the number of known streams.
+        fn count(&self) -> usize {
+            self.known.len() - 1
+        }
+    }
 
     #[test]
     fn one_event_serves_all_epochs_before_it_and_is_used_again() {

@@ -566,8 +566,8 @@ fn play(seed: u64) -> Totals {
             world.go_on();
         }
     }
-    world.done.sleeps = world.state().sleep.totals()[0];
-    world.done.moves = world.state().totals.moves;
+    world.done.sleeps = world.state().totals.sleeps_total;
+    world.done.moves = world.state().totals.moves_total;
     world.finish();
     world.state().validate();
     let World { done, mut slot, is_lossy, .. } = world;

@@ -6,7 +6,6 @@
 //! Invariant: an operation that returns an error leaves the arena unchanged, except that idle
 //! memory may have been released or committed.
 
-use std::fmt;
 use std::time::Duration;
 
 use thiserror::Error;
@@ -28,39 +27,30 @@ pub enum Bound {
 }
 
 /// The reason memory cannot be imported.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Error, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ImportError {
     /// It starts at address 0.
+    #[error("it starts at address 0")]
     Null,
     /// It has no bytes.
+    #[error("it has no bytes, expected at least 1 B")]
     Empty,
     /// Its address is not a multiple of this size.
+    #[error("expected an address that is a multiple of {0}")]
     Misaligned(ByteSize),
     /// It ends beyond the last address, or is larger than any object may be.
+    #[error("it ends beyond the last address")]
     Endless,
     /// It overlaps the arena's own address space.
+    #[error("it overlaps the arena's own memory")]
     OfArena,
     /// It overlaps imported memory that is not released yet.
+    #[error("it overlaps imported memory that is not released")]
     Imported,
     /// The arena's driver cannot use it; the text names its kind.
+    #[error("it is {0}")]
     Elsewhere(&'static str),
-}
-
-impl fmt::Display for ImportError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Null => f.write_str("it starts at address 0"),
-            Self::Empty => f.write_str("it has no bytes, expected at least 1 B"),
-            Self::Misaligned(align) => {
-                write!(f, "expected an address that is a multiple of {align}")
-            }
-            Self::Endless => f.write_str("it ends beyond the last address"),
-            Self::OfArena => f.write_str("it overlaps the arena's own memory"),
-            Self::Imported => f.write_str("it overlaps imported memory that is not released"),
-            Self::Elsewhere(what) => write!(f, "it is {what}"),
-        }
-    }
 }
 
 /// A failed operation on a device arena or a pinned pool.

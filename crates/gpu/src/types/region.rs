@@ -19,12 +19,13 @@
 /// # drop(weights);
 /// # Ok::<(), lowtide_gpu::DeviceError>(())
 /// ```
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize), serde(rename_all = "snake_case"))]
 pub enum Region {
     /// Long-lived data: weights, tables.
     Stable,
     /// Short-lived data: activations, caches, requests.
+    #[default]
     Dynamic,
 }
 

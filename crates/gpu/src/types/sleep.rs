@@ -25,9 +25,6 @@ pub enum SleepState {
 }
 
 impl SleepState {
-    /// All states.
-    pub(crate) const ALL: [Self; 4] = [Self::Awake, Self::Draining, Self::Asleep, Self::Waking];
-
     /// Returns its name in metrics and endpoints.
     #[must_use]
     pub const fn name(self) -> &'static str {

@@ -16,7 +16,7 @@ use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::Moment;
 
 /// The figures of an arena.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize))]
 #[non_exhaustive]
 pub struct ArenaSnapshot {
@@ -165,63 +165,8 @@ pub struct ControlFigures {
 impl ArenaSnapshot {
     /// Returns the figures in a forked child: only the name and the backend are known.
     pub(crate) fn unknown(name: &str, backend: Backend) -> Self {
-        const NONE: ByteSize = ByteSize::ZERO;
-        Self {
-            name: name.to_owned(),
-            backend,
-            requested: NONE,
-            live: NONE,
-            asleep: NONE,
-            offloaded: NONE,
-            live_peak: NONE,
-            cached: NONE,
-            active: NONE,
-            idle: NONE,
-            committed: NONE,
-            committed_peak: NONE,
-            reserved: NONE,
-            metadata: NONE,
-            pending: NONE,
-            holes: NONE,
-            largest_free: NONE,
-            limit: NONE,
-            exported: NONE,
-            exported_count: 0,
-            imported: NONE,
-            imported_count: 0,
-            leases: 0,
-            state: SleepState::default(),
-            sleeps_total: 0,
-            wakes_total: 0,
-            wake_failures_total: 0,
-            allocs_total: 0,
-            frees_total: 0,
-            thread_cache_allocs_total: 0,
-            reserves_total: 0,
-            resizes_total: 0,
-            moves_total: 0,
-            moved_bytes_total: 0,
-            alloc_size_max: NONE,
-            alloc_failures_total: AllocFailures::default(),
-            commits_total: 0,
-            decommits_total: 0,
-            committed_bytes_total: 0,
-            decommitted_bytes_total: 0,
-            remaps_total: 0,
-            remapped_bytes_total: 0,
-            shortage_callbacks_total: 0,
-            shortage_panics_total: 0,
-            releases_total: 0,
-            release_panics_total: 0,
-            parked_errors_total: 0,
-            trims_total: 0,
-            trimmed_bytes_total: 0,
-            shrinks_total: 0,
-            shrunk_bytes_total: 0,
-            lock_contended_total: 0,
-            lock_wait_total: Duration::ZERO,
-            regions: Region::ALL.map(RegionSnapshot::unknown),
-        }
+        let regions = Region::ALL.map(|region| RegionSnapshot { region, ..Default::default() });
+        Self { name: name.to_owned(), backend, regions, ..Self::default() }
     }
 
     /// Returns the unneeded memory: `committed - (live - asleep)`.
@@ -255,7 +200,7 @@ impl ArenaSnapshot {
 }
 
 /// The figures of a region, with the meanings of [`ArenaSnapshot`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize))]
 #[non_exhaustive]
 pub struct RegionSnapshot {
@@ -301,25 +246,6 @@ impl RegionSnapshot {
         assert!(self.cached <= self.holes, "cached <= holes: {self:?}");
         assert!(self.committed <= self.reserved, "committed <= reserved: {self:?}");
         assert!(self.largest_free <= self.committed, "largest_free <= committed: {self:?}");
-    }
-
-    /// Returns the figures of a region in a forked child: all zero.
-    pub(crate) const fn unknown(region: Region) -> Self {
-        const NONE: ByteSize = ByteSize::ZERO;
-        Self {
-            region,
-            requested: NONE,
-            live: NONE,
-            asleep: NONE,
-            cached: NONE,
-            active: NONE,
-            idle: NONE,
-            committed: NONE,
-            reserved: NONE,
-            pending: NONE,
-            holes: NONE,
-            largest_free: NONE,
-        }
     }
 }
 

@@ -178,10 +178,7 @@ impl Drop for Loan {
     /// Ends the export: only updates bookkeeping under the arena's lock. Does nothing in a forked
     /// child.
     fn drop(&mut self) {
-        if self.inner.check_here().is_err() {
-            return;
-        }
-        self.inner.run_now(|state| {
+        let _ = self.inner.run_here(|state| {
             state.outstanding.exported.end(self.bytes);
             state.sleep.note_unused(self.inner.clock.now());
             if state.capabilities.asynchronous {

@@ -239,10 +239,7 @@ impl<T: Pod> Drop for Imported<T> {
     fn drop(&mut self) {
         #[cfg(feature = "cuda")]
         self.let_view_go();
-        if self.inner.check_here().is_err() {
-            return;
-        }
-        self.inner.run_now(|state| import::let_go(state, self.at));
+        let _ = self.inner.run_here(|state| import::let_go(state, self.at));
     }
 }
 

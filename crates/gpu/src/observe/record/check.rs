@@ -10,9 +10,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use super::error::LogFault;
+use super::fields::{BYTES_MAX, nanos};
 use super::operation::{Asked, BlockKind, Header, Layout, Operation, Place, Resized};
-use super::parse::BYTES_MAX;
-use super::text::nanos;
 use crate::state::region::Region;
 use lowtide_core::bytes::ByteSize;
 
@@ -23,6 +22,7 @@ type Checked = Result<(), LogFault>;
 const NUMBER_MAX: u64 = u64::MAX - 1;
 
 /// The state after the lines so far.
+#[derive(Default)]
 pub(super) struct Check {
     layout: Option<Layout>,
     last: Duration,
@@ -41,15 +41,8 @@ struct CheckedBlock {
 }
 
 impl Check {
-    pub(super) const fn new(header: &Header) -> Self {
-        Self {
-            layout: header.layout,
-            last: Duration::ZERO,
-            blocks: BTreeMap::new(),
-            last_block: 0,
-            lanes: BTreeSet::new(),
-            last_lane: 0,
-        }
+    pub(super) fn new(header: &Header) -> Self {
+        Self { layout: header.layout, ..Self::default() }
     }
 
     /// Accepts the time of a line.
@@ -62,61 +55,52 @@ impl Check {
     /// Accepts an operation in this line.
     pub(super) fn operation(&mut self, line: u64, operation: &Operation) -> Checked {
         match operation {
-            Operation::Alloc { id, asked, place } => self.alloc(*id, *asked, *place),
-            Operation::Refuse { asked, .. } => self.asked(*asked),
-            Operation::Free { id, .. } => {
-                self.live(*id)?.freed = Some(line);
-                Ok(())
-            }
+            Operation::Alloc { id, asked, place } => self.alloc(*id, *asked, *place)?,
+            Operation::Refuse { asked, .. } => self.asked(*asked)?,
+            Operation::Free { id, .. } => self.live(*id)?.freed = Some(line),
             Operation::Resize { id, bytes, outcome } => {
                 self.live(*id)?;
-                match outcome {
-                    Resized::InPlace(place) | Resized::Moved(place) => self.place(*place, *bytes),
-                    Resized::Refused(_) => Ok(()),
+                if let Resized::InPlace(place) | Resized::Moved(place) = outcome {
+                    self.place(*place, *bytes)?;
                 }
             }
             Operation::Move { id, region, from, to, size } => {
                 self.live(*id)?;
-                let [from, to] =
-                    [*from, *to].map(|offset| Place { region: *region, offset, size: *size });
-                self.place(from, ByteSize::ZERO)?;
-                self.place(to, ByteSize::ZERO)
+                for offset in [*from, *to] {
+                    self.place(Place { region: *region, offset, size: *size }, ByteSize::ZERO)?;
+                }
             }
             Operation::Use { id, lane } => {
                 self.live(*id)?;
-                self.lane(*lane)
+                self.lane(*lane)?;
             }
-            Operation::Contents { id, .. } => self.live(*id).map(|_| ()),
+            Operation::Contents { id, .. } => {
+                self.live(*id)?;
+            }
             Operation::Pin { id } => {
                 let block = self.live(*id)?;
                 block.pins = block.pins.saturating_add(1);
-                Ok(())
             }
             Operation::Unpin { id } => {
                 let block = self.live(*id)?;
                 at_least("the pins of the block", block.pins, 1)?;
                 block.pins -= 1;
-                Ok(())
             }
             Operation::Lane { lane, .. } => {
                 at_most("lane=", *lane, NUMBER_MAX)?;
                 at_least("lane=", *lane, self.last_lane.saturating_add(1))?;
                 self.last_lane = *lane;
                 self.lanes.insert(*lane);
-                Ok(())
             }
             Operation::LaneEnd { lane } => {
                 self.lane(*lane)?;
                 self.lanes.remove(lane);
-                Ok(())
             }
-            Operation::EndRun { lane, .. } => self.lane(*lane),
+            Operation::EndRun { lane, .. } => self.lane(*lane)?,
             Operation::Reset { .. } => {
-                let raw = self.blocks.values_mut().filter(|block| block.is_raw);
-                raw.for_each(|block| {
+                for block in self.blocks.values_mut().filter(|block| block.is_raw) {
                     block.freed.get_or_insert(line);
-                });
-                Ok(())
+                }
             }
             Operation::Limit { .. }
             | Operation::DecayTime { .. }
@@ -126,8 +110,9 @@ impl Check {
             | Operation::Compact { .. }
             | Operation::Sleep { .. }
             | Operation::Wake { .. }
-            | Operation::Close { .. } => Ok(()),
+            | Operation::Close { .. } => {}
         }
+        Ok(())
     }
 
     fn alloc(&mut self, id: u64, asked: Asked, place: Option<Place>) -> Checked {

@@ -45,6 +45,12 @@ impl OperationHash {
     }
 }
 
+impl Default for OperationHash {
+    fn default() -> Self {
+        Self::EMPTY
+    }
+}
+
 impl fmt::Write for OperationHash {
     fn write_str(&mut self, text: &str) -> fmt::Result {
         for byte in text.bytes() {

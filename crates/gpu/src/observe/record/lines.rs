@@ -11,10 +11,10 @@ use std::time::Duration;
 
 use super::error::RecordError;
 use super::events;
+use super::format::LINE_MAX;
 use super::hash::OperationHash;
 use super::numbers::Numbers;
 use super::operation::{Closing, Ended, Entry, Header};
-use super::text::LINE_MAX;
 use crate::state::event::{ArenaEvent, SequencedEvent};
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::Moment;
@@ -34,16 +34,17 @@ pub(super) const WAIT_FROM: usize = 256 << 10;
 const LAST_LINE: usize = 160;
 
 /// The progress of a recording.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 enum RecordingState {
     /// No arena is open yet.
+    #[default]
     Fresh,
     On,
     Over,
 }
 
 /// The waiting lines, and the known state.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct WaitingLines {
     state: RecordingState,
     /// The arena's name, once it is open.
@@ -72,25 +73,8 @@ pub(super) struct WaitingLines {
 }
 
 impl WaitingLines {
-    pub(super) const fn new(is_bare: bool, most: usize) -> Self {
-        Self {
-            state: RecordingState::Fresh,
-            arena: None,
-            waiting: String::new(),
-            is_bare,
-            most,
-            written: 0,
-            hash: OperationHash::EMPTY,
-            operations: 0,
-            numbers: Numbers::new(),
-            started: Moment::ORIGIN,
-            last: Duration::ZERO,
-            seen: None,
-            thread: None,
-            many_threads: false,
-            error: None,
-            is_said: false,
-        }
+    pub(super) fn new(is_bare: bool, most: usize) -> Self {
+        Self { is_bare, most, ..Self::default() }
     }
 
     /// Begins the recording.
@@ -164,7 +148,7 @@ impl WaitingLines {
 
     fn over(&mut self) {
         self.state = RecordingState::Over;
-        self.numbers = Numbers::new();
+        self.numbers = Numbers::default();
     }
 
     /// Writes lines if there is room for them. Returns `true` if there was.

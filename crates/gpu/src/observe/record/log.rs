@@ -11,10 +11,9 @@ use std::io::{BufRead, BufReader, Read};
 
 use super::check::Check;
 use super::error::{Found, LogError, LogFault};
+use super::format::{self, LINE_MAX, Line};
 use super::hash::OperationHash;
 use super::operation::{Closing, Entry, Header};
-use super::parse::{self, Line};
-use super::text::LINE_MAX;
 
 /// A recording of one arena.
 ///
@@ -59,11 +58,11 @@ impl Log {
         let Some(first) = lines.next()? else {
             return Err(LogFault::unexpected("lowtide-recording version=2", "").at(1));
         };
-        let version = parse::first(1, first)?;
+        let version = format::first(1, first)?;
         let Some(second) = lines.next()? else {
             return Err(LogFault::unexpected("the line of the operation `open`", "").at(2));
         };
-        let header = parse::header(2, second, version)?;
+        let header = format::header(2, second, version)?;
         let mut check = Check::new(&header);
         let mut log = Self { header, entries: Vec::new(), closing: None };
         loop {
@@ -72,7 +71,7 @@ impl Log {
             if log.closing.is_some() {
                 return Err(LogFault::unexpected("no line after the end", text).at(line));
             }
-            match parse::line(line, text, version)? {
+            match format::line(line, text, version)? {
                 Line::Operation(at, operation) => {
                     let checked = check.time(at);
                     let checked = checked.and_then(|()| check.operation(line, &operation));

@@ -13,7 +13,7 @@ use crate::state::region::Region;
 use crate::state::region_index::BlockName;
 
 /// The numbers of one recording.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct Numbers {
     blocks: BTreeMap<(usize, BlockName), NumberedBlock>,
     last_block: u64,
@@ -35,10 +35,6 @@ struct NumberedStream {
 }
 
 impl Numbers {
-    pub(super) const fn new() -> Self {
-        Self { blocks: BTreeMap::new(), last_block: 0, streams: BTreeMap::new(), last_stream: 0 }
-    }
-
     /// Returns a new number for a block that was allocated.
     pub(super) fn give(&mut self, region: Region, id: BlockName, is_raw: bool) -> u64 {
         self.last_block += 1;

@@ -1,6 +1,6 @@
 //! The contents of a recording: its header, its operations and their outcomes. Plain values.
 //!
-//! `text` writes them, and `parse` reads them.
+//! `format` writes and reads them.
 //!
 //! Invariant: no value contains an address: a place is a region and an offset from its start, the
 //! same on every machine.

@@ -13,10 +13,11 @@ use std::io::Read;
 use std::time::Duration;
 
 use super::error::{Found, LogError, LogFault};
+use super::fields::BYTES_MAX;
+use super::format::VERSION;
 use super::log::{Lines, Log};
 use super::operation::{After, Asked, BlockKind, Entry, Header, Operation};
-use super::parse::BYTES_MAX;
-use super::text::VERSION;
+use super::words::decimal;
 use crate::driver::Backend;
 use crate::state::region::Region;
 use crate::types::config::{DECAY, Growth, RESERVE};
@@ -65,21 +66,17 @@ impl Log {
             let text = text.trim_end_matches('\r');
             import.line(line, text).map_err(|fault| fault.at(line))?;
         }
-        let (name, limit, reserve) = ("rmm".to_owned(), ByteSize::MAX, RESERVE);
-        let (decay, growth) = (DECAY, Growth::SameAsRequested);
-        let (backend, asynchronous, started) = (Backend::CudaPlain, true, Duration::ZERO);
-        let (version, layout) = (VERSION, None);
         let header = Header {
-            version,
-            name,
-            backend,
-            asynchronous,
-            started,
-            limit,
-            reserve,
-            decay,
-            growth,
-            layout,
+            version: VERSION,
+            name: "rmm".to_owned(),
+            backend: Backend::CudaPlain,
+            asynchronous: true,
+            started: Duration::ZERO,
+            limit: ByteSize::MAX,
+            reserve: RESERVE,
+            decay: DECAY,
+            growth: Growth::SameAsRequested,
+            layout: None,
         };
         Ok(Self { header, entries: import.entries, closing: None })
     }
@@ -89,6 +86,9 @@ impl Log {
 #[derive(Default)]
 struct Import {
     entries: Vec<Entry>,
+    /// The number and the time of the current line.
+    line: u64,
+    at: Duration,
     /// Live blocks by address.
     live: BTreeMap<u64, Live>,
     blocks: u64,
@@ -109,19 +109,13 @@ struct Live {
 
 impl Import {
     fn line(&mut self, line: u64, text: &str) -> Result<(), LogFault> {
-        let mut fields = text.split(',');
-        let mut field =
-            |expected| fields.next().ok_or_else(|| LogFault::unexpected(expected, text));
-        let _thread = field("six fields")?;
-        let (time, action) = (field("six fields")?, field("six fields")?);
-        let (pointer, size, stream) =
-            (field("six fields")?, field("six fields")?, field("six fields")?);
-        if fields.next().is_some() {
+        let fields: Vec<_> = text.split(',').collect();
+        let [_thread, time, action, pointer, size, stream] = fields[..] else {
             return Err(LogFault::unexpected("six fields", text));
-        }
-        let at = self.time(time)?;
+        };
+        (self.line, self.at) = (line, self.time(time)?);
         let size = decimal("Size", size, BYTES_MAX)?;
-        let lane = self.lane(line, at, hexadecimal("Stream", stream)?);
+        let lane = self.lane(hexadecimal("Stream", stream)?);
         let asked = Asked {
             kind: BlockKind::Buffer,
             region: Region::Dynamic,
@@ -131,35 +125,22 @@ impl Import {
         };
         let name = action.to_ascii_lowercase().replace('_', " ");
         match name.as_str() {
-            "allocate" => {
-                let pointer = hexadecimal("Pointer", pointer)?;
-                self.allocate(line, at, pointer, asked, lane)
-            }
-            "free" => {
-                let pointer = hexadecimal("Pointer", pointer)?;
-                self.free(line, at, pointer, size, lane)
-            }
+            "allocate" => self.allocate(hexadecimal("Pointer", pointer)?, asked, lane),
+            "free" => self.free(hexadecimal("Pointer", pointer)?, size, lane),
             // The line of a failed allocation has no pointer to read.
             "allocate failure" => {
-                self.push(line, at, Operation::Refuse { asked, why: None });
+                self.push(Operation::Refuse { asked, why: None });
                 Ok(())
             }
             _ => Err(LogFault::unexpected("allocate, free or allocate failure", action)),
         }
     }
 
-    fn push(&mut self, line: u64, at: Duration, operation: Operation) {
-        self.entries.push(Entry { line, at, operation });
+    fn push(&mut self, operation: Operation) {
+        self.entries.push(Entry { line: self.line, at: self.at, operation });
     }
 
-    fn allocate(
-        &mut self,
-        line: u64,
-        at: Duration,
-        pointer: u64,
-        asked: Asked,
-        lane: u64,
-    ) -> Result<(), LogFault> {
+    fn allocate(&mut self, pointer: u64, asked: Asked, lane: u64) -> Result<(), LogFault> {
         let bytes = asked.bytes.get();
         if bytes == 0 {
             return Ok(()); // RMM allocates no memory for 0 bytes, and returns no address of its own
@@ -169,19 +150,12 @@ impl Import {
         }
         self.blocks += 1;
         let id = self.blocks;
-        self.live.insert(pointer, Live { id, bytes, lane, line });
-        self.push(line, at, Operation::Alloc { id, asked, place: None });
+        self.live.insert(pointer, Live { id, bytes, lane, line: self.line });
+        self.push(Operation::Alloc { id, asked, place: None });
         Ok(())
     }
 
-    fn free(
-        &mut self,
-        line: u64,
-        at: Duration,
-        pointer: u64,
-        size: u64,
-        lane: u64,
-    ) -> Result<(), LogFault> {
+    fn free(&mut self, pointer: u64, size: u64, lane: u64) -> Result<(), LogFault> {
         if size == 0 {
             return Ok(());
         }
@@ -192,20 +166,20 @@ impl Import {
             return Err(LogFault::OtherSize { pointer, asked: live.bytes, found: size });
         }
         if live.lane != lane {
-            self.push(line, at, Operation::Use { id: live.id, lane });
+            self.push(Operation::Use { id: live.id, lane });
         }
-        self.push(line, at, Operation::Free { id: live.id, after: After::Lanes });
+        self.push(Operation::Free { id: live.id, after: After::Lanes });
         Ok(())
     }
 
     /// Returns the lane of a stream.
-    fn lane(&mut self, line: u64, at: Duration, stream: u64) -> u64 {
+    fn lane(&mut self, stream: u64) -> u64 {
         if let Some(&lane) = self.lanes.get(&stream) {
             return lane;
         }
         let lane = self.lanes.len() as u64 + 1;
         self.lanes.insert(stream, lane);
-        self.push(line, at, Operation::Lane { lane, stream: lane });
+        self.push(Operation::Lane { lane, stream: lane });
         lane
     }
 
@@ -253,13 +227,6 @@ fn time_of_day(text: &str) -> Option<Duration> {
         None => 0,
     };
     Some(Duration::from_secs(seconds) + Duration::from_nanos(nanos))
-}
-
-fn decimal(field: &'static str, text: &str, most: u64) -> Result<u64, LogFault> {
-    let digits = !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
-    let number = if digits { text.parse::<u64>().ok() } else { None };
-    let fault = || LogFault::Number { field, most, found: Found::new(text) };
-    number.filter(|&number| number <= most).ok_or_else(fault)
 }
 
 /// Parses a hexadecimal number, with or without `0x`; `(nil)` is 0, as C's `printf` writes it.

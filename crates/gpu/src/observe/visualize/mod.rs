@@ -20,7 +20,7 @@ use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::Moment;
 
 /// A map of an arena at one instant.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ArenaMap {
     /// The arena's name.
@@ -157,19 +157,6 @@ impl MapEvent {
 }
 
 impl ArenaMap {
-    /// Returns a map without segments.
-    pub(crate) const fn empty(name: String) -> Self {
-        Self {
-            name,
-            device: 0,
-            taken: Moment::ORIGIN,
-            since_epoch: Duration::ZERO,
-            granularity: ByteSize::ZERO,
-            segments: Vec::new(),
-            events: Vec::new(),
-        }
-    }
-
     /// Returns an SVG picture of the address space: live, pending, free, idle, active, bare. It
     /// shows sizes, and a tooltip with the size of each block.
     ///

@@ -35,7 +35,8 @@ fn segment(granules: &[(u64, u64, GranuleState)], blocks: &[(u64, u64, BlockStat
 fn map(name: &str, segments: Vec<SegmentMap>) -> ArenaMap {
     let granularity = ByteSize::mib(2);
     let since_epoch = Duration::from_secs(1_700_000_000);
-    ArenaMap { granularity, segments, since_epoch, ..ArenaMap::empty(name.to_owned()) }
+    let name = name.to_owned();
+    ArenaMap { name, granularity, segments, since_epoch, ..ArenaMap::default() }
 }
 
 fn sample() -> ArenaMap {

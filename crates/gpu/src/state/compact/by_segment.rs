@@ -8,77 +8,58 @@
 //! Invariant: after each emptied segment, the bytes of active segments are fewer than before.
 
 use super::granules::try_each;
-use super::layout_model::Block;
-use super::plan::{Draft, Hold, Move, places};
+use super::layout_model::{Block, LayoutModel};
+use super::plan::{Draft, Hold, places};
 use crate::index::{ALIGN, Span};
 
 /// The number of free spans examined for one block, the smallest that fit first.
 const LOOKS: usize = 16;
 
-/// The number of blocks that touch each segment. Segments are in the order of offsets.
-struct Counts<'a> {
-    segments: &'a [Span],
-    blocks: Vec<usize>,
-}
-
-impl Counts<'_> {
-    /// Returns the index of the segment that an offset lies in.
-    fn nth(&self, offset: u64) -> Option<usize> {
-        let nth = self.segments.partition_point(|span| span.end() <= offset);
-        self.segments.get(nth).filter(|span| span.offset <= offset).map(|_| nth)
-    }
-
-    /// Returns the bytes of the segments that a block touches.
-    fn active(&self) -> u64 {
-        let active = self.segments.iter().zip(&self.blocks).filter(|(_, blocks)| **blocks > 0);
-        active.map(|(span, _)| span.size).sum()
-    }
-
-    fn relocate(&mut self, from: u64, to: u64) {
-        if let (Some(from), Some(to)) = (self.nth(from), self.nth(to)) {
-            self.blocks[from] -= 1;
-            self.blocks[to] += 1;
-        }
-    }
-}
-
-/// Makes the plan. Returns the bytes of active segments before and after.
+/// Makes the plan for segments in the order of offsets. Returns the bytes of active segments before
+/// and after.
 pub(super) fn plan(draft: &mut Draft, segments: &[Span]) -> [u64; 2] {
-    let blocks = segments.iter().map(|&span| draft.model.touching(span).len()).collect();
-    let mut counts = Counts { segments, blocks };
-    let before = counts.active();
+    let active = |draft: &Draft| {
+        let active = segments.iter().filter(|segment| is_active(&draft.model, **segment));
+        active.map(|segment| segment.size).sum()
+    };
+    let before = active(draft);
     for _ in 0..draft.passes {
-        let candidates = candidates(draft, &counts);
-        if !try_each(candidates, |(bytes, nth)| empty(draft, &mut counts, nth, bytes)) {
+        let candidates = candidates(draft, segments);
+        if !try_each(candidates, |(bytes, segment)| empty(draft, segments, segment, bytes)) {
             break;
         }
     }
-    [before, counts.active()]
+    [before, active(draft)]
+}
+
+/// Returns `true` if there are blocks in a segment. Blocks do not cross its ends.
+fn is_active(model: &LayoutModel, segment: Span) -> bool {
+    model.before(segment.end()).is_some_and(|last| last.span.offset >= segment.offset)
 }
 
 /// Returns the segments that might be emptied, with the bytes of their blocks. Segments with the
 /// least cost per gain come first.
-fn candidates(draft: &Draft, counts: &Counts<'_>) -> Vec<(u64, usize)> {
-    let assess = |nth: usize| {
-        let blocks = draft.model.touching(counts.segments[nth]);
+fn candidates(draft: &Draft, segments: &[Span]) -> Vec<(u64, Span)> {
+    let assess = |&segment: &Span| {
+        let blocks = draft.model.touching(segment);
         let bytes = blocks.iter().map(|block| block.span.size).sum::<u64>();
         let movable = blocks.iter().all(|&block| draft.is_movable(block));
         let worth = !blocks.is_empty() && movable && bytes <= draft.left();
-        worth.then_some((bytes, counts.segments[nth].size, nth))
+        worth.then_some((bytes, segment))
     };
-    let mut candidates: Vec<_> = (0..counts.segments.len()).filter_map(assess).collect();
+    let mut candidates: Vec<_> = segments.iter().filter_map(assess).collect();
     // Compares the bytes moved per byte freed, without a division.
-    candidates.sort_by(|a, b| {
+    candidates.sort_by(|(a_bytes, a), (b_bytes, b)| {
         let product = |bytes: u64, size: u64| u128::from(bytes) * u128::from(size);
-        product(a.0, b.1).cmp(&product(b.0, a.1)).then(a.2.cmp(&b.2))
+        product(*a_bytes, b.size).cmp(&product(*b_bytes, a.size))
     });
-    candidates.into_iter().map(|(bytes, _, nth)| (bytes, nth)).collect()
+    candidates
 }
 
 /// Moves all blocks out of a segment, or none if other blocks have moved here since it was
 /// assessed. Returns `true` if the segment was emptied.
-fn empty(draft: &mut Draft, counts: &mut Counts<'_>, nth: usize, assessed: u64) -> bool {
-    let mut blocks = draft.model.touching(counts.segments[nth]);
+fn empty(draft: &mut Draft, segments: &[Span], segment: Span, assessed: u64) -> bool {
+    let mut blocks = draft.model.touching(segment);
     let bytes = blocks.iter().map(|block| block.span.size).sum::<u64>();
     if bytes != assessed || bytes > draft.left() {
         return false;
@@ -87,27 +68,29 @@ fn empty(draft: &mut Draft, counts: &mut Counts<'_>, nth: usize, assessed: u64) 
     blocks.sort_by_key(|block| std::cmp::Reverse(block.span.size));
     let moves = draft.moves.len();
     for block in blocks {
-        let to = if draft.is_movable(block) { place(draft, counts, block, nth) } else { None };
+        let to = if draft.is_movable(block) { place(draft, segments, block) } else { None };
         let Some(to) = to else {
-            let undone: Vec<Move> = draft.moves[moves..].to_vec();
-            undone.iter().for_each(|made| counts.relocate(made.to, made.from));
             draft.undo(moves);
             return false;
         };
-        counts.relocate(block.span.offset, to);
         draft.relocate(block, to);
     }
     true
 }
 
 /// Returns a place for a block in another active segment: in the smallest free span that fits.
-fn place(draft: &Draft, counts: &Counts<'_>, block: Block, from: usize) -> Option<u64> {
+fn place(draft: &Draft, segments: &[Span], block: Block) -> Option<u64> {
     let Hold::Moves { align, .. } = block.hold else { return None };
-    let size = block.span.size;
-    let is_active = |span: &Span| {
-        counts.nth(span.offset).is_some_and(|nth| nth != from && counts.blocks[nth] > 0)
+    let (size, from) = (block.span.size, block.span.offset);
+    let is_target = |span: &Span| {
+        let nth = segments.partition_point(|segment| segment.end() <= span.offset);
+        let segment = segments.get(nth).filter(|segment| segment.offset <= span.offset);
+        segment.is_some_and(|&segment| {
+            let is_own = (segment.offset..segment.end()).contains(&from);
+            !is_own && is_active(&draft.model, segment)
+        })
     };
-    let spans = draft.model.at_least(size, block.span.offset).filter(is_active).take(LOOKS);
+    let spans = draft.model.at_least(size, from).filter(is_target).take(LOOKS);
     let nowhere = Span { offset: 0, size: 0 };
     let mut all = spans.flat_map(|span| places(span, nowhere, size, align.max(ALIGN)));
     all.next()
@@ -115,7 +98,7 @@ fn place(draft: &Draft, counts: &Counts<'_>, block: Block, from: usize) -> Optio
 
 #[cfg(all(test, not(lowtide_loom)))]
 mod tests {
-    use super::super::plan::{Part, Plan, Target, plan};
+    use super::super::plan::{Move, Part, Plan, Target, plan};
     use super::*;
     use crate::index::End;
     use crate::tests::compact::Chance;

@@ -19,7 +19,7 @@ pub(super) struct Block {
 }
 
 /// The blocks and free spans of a region.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub(super) struct LayoutModel {
     granule: u64,
     /// The size and hold of each block, by offset.
@@ -36,14 +36,9 @@ pub(super) struct LayoutModel {
 impl LayoutModel {
     /// Creates a model of these parts, which are in address order and tile the region.
     pub(super) fn new(parts: &[Part], granule: u64) -> Self {
-        let mut model = Self {
-            granule,
-            blocks: BTreeMap::new(),
-            free: BTreeMap::new(),
-            by_size: [BTreeSet::new(), BTreeSet::new()],
-            wall: parts.iter().find(|part| part.hold == Some(Hold::Wall)).map(|p| p.span.offset),
-            active: 0,
-        };
+        let wall = parts.iter().find(|part| part.hold == Some(Hold::Wall));
+        let wall = wall.map(|wall| wall.span.offset);
+        let mut model = Self { granule, wall, ..Self::default() };
         for part in parts {
             match part.hold {
                 Some(hold) => {
@@ -82,14 +77,9 @@ impl LayoutModel {
 
     /// Returns blocks and free spans in address order.
     pub(super) fn parts(&self) -> Vec<Part> {
-        let blocks = self
-            .blocks
-            .iter()
-            .map(|(&offset, &(size, hold))| Part { span: Span { offset, size }, hold: Some(hold) });
-        let free = self
-            .free
-            .iter()
-            .map(|(&offset, &size)| Part { span: Span { offset, size }, hold: None });
+        let part = |offset, size, hold| Part { span: Span { offset, size }, hold };
+        let blocks = self.blocks.iter().map(|(&at, &(size, hold))| part(at, size, Some(hold)));
+        let free = self.free.iter().map(|(&at, &size)| part(at, size, None));
         let mut parts: Vec<Part> = blocks.chain(free).collect();
         parts.sort_unstable_by_key(|part| part.span.offset);
         parts

@@ -24,6 +24,7 @@ use lowtide_gpu::ByteSize;
 use lowtide_gpu::clock::Clock as _;
 use lowtide_gpu::decay::DecayTime;
 use lowtide_gpu::driver::{DeviceAddress, Driver as _, StreamHandle};
+use lowtide_gpu::visualize::{BlockState, GranuleState};
 use lowtide_gpu::{
     ArenaConfig, Buffer, CompactOptions, DeviceArena, DeviceError, Goal, Lane, Region,
 };
@@ -73,6 +74,33 @@ fn assert_sound(sim: &SimDriver, checks: &[Ticket]) {
     }
     sim.assert_no_faults();
     assert_eq!(sim.unsafe_unmaps(), 0);
+}
+
+/// A map showed such a block as free space, on granules that could be released.
+#[test]
+fn a_map_shows_a_freed_block_that_the_device_may_still_use_as_pending() {
+    let (arena, sim) = open(Order::Lazy, ByteSize::mib(64));
+    let lane = lane(&arena, &sim);
+    let kept = lane.alloc::<u8>(MIB, DYNAMIC).expect("room");
+    let freed = lane.alloc::<u8>(8 * MIB, DYNAMIC).expect("room");
+    let check = fill(&sim, lane.stream(), &freed, 1);
+    drop(freed);
+    let (map, snapshot) = (arena.map(), arena.snapshot());
+    map.validate();
+    let bytes = |wanted| -> ByteSize {
+        let blocks = map.segments.iter().flat_map(|segment| &segment.blocks);
+        blocks.filter(|block| block.state == wanted).map(|block| block.size).sum()
+    };
+    assert_eq!(
+        [bytes(BlockState::Live), bytes(BlockState::Pending)],
+        [MIB, 8 * MIB].map(ByteSize::of)
+    );
+    assert_eq!([snapshot.live, snapshot.pending], [MIB, 8 * MIB].map(ByteSize::of));
+    let granules = map.segments.iter().flat_map(|segment| &segment.granules);
+    let active = granules.filter(|run| run.state == GranuleState::Active).map(|run| run.size);
+    assert_eq!(active.sum::<ByteSize>(), snapshot.active);
+    assert_sound(&sim, &[check]);
+    drop(kept);
 }
 
 #[test]
