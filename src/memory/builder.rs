@@ -35,7 +35,7 @@ use super::history::MetricsHistory;
 use super::loads::Loads;
 use super::manager::{Memory, WeakMemory};
 use super::profiles::{self, Captures};
-use super::running::{Ends, Running, Started, Threads};
+use super::running::{Ends, FLIGHT, Running, Started, Threads};
 use super::sensor::{LibcIdle, MemorySensor};
 use super::shared::{Purges, Shared};
 use super::slow_value::SlowValue;
@@ -597,7 +597,7 @@ fn launch(parts: Parts, stack: ByteSize) -> Result<Memory, StartError> {
         let recorder = Recorder::new(&joined, file);
         let stop = Arc::clone(&running.threads.stop);
         let about = "flight_recorder";
-        launch_optional(&joined, &running.threads, ("lowtide-flight", about, stack), move || {
+        launch_optional(&joined, &running.threads, (FLIGHT, about, stack), move || {
             recorder.run(&stop);
         });
     }

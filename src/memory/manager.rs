@@ -35,7 +35,7 @@ use super::verdict::{RequestTotals, Verdict};
 ///
 /// It runs while a handle exists: this one, a clone, or a handle from [`Memory::admission`], which
 /// every layer holds. Dropping the last handle without [`Memory::shutdown`] ends the threads and
-/// logs a warning.
+/// logs a warning. It waits for none but the flight recorder's, if that is on: up to 100 ms.
 ///
 /// ```
 /// use lowtide::{ByteSize, Memory};

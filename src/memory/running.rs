@@ -2,14 +2,15 @@
 //!
 //! `builder` starts them. They end when they are told to, or when the last handle is dropped.
 //!
-//! Invariant: dropping [`Running`] waits for no thread.
+//! Invariant: dropping [`Running`] waits for no thread but the flight recorder's, and for that at
+//! most [`RECORDED_WITHIN`].
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::{JoinHandle, ThreadId};
 use std::time::Duration;
 
-use crate::clock::{Bell, Clock, Moment};
+use crate::clock::{Bell, Clock, Moment, SystemClock};
 use crate::sync::{Mutex, lock};
 use lowtide_admission::{Admission, JobQueue, PressureState};
 
@@ -38,6 +39,14 @@ pub(super) struct Running {
 /// The minimum time that a shutdown waits for its threads, regardless of its deadline: idle threads
 /// end immediately, and a purge of 10 GiB takes this long.
 const JOIN_MIN: Duration = Duration::from_secs(1);
+
+/// The time for which a drop waits for the flight recorder to write the end: the process may exit
+/// next, and would seem to have been killed. A record takes less than a millisecond if its disk
+/// does not block.
+const RECORDED_WITHIN: Duration = Duration::from_millis(100);
+
+/// The name of the flight recorder's thread.
+pub(super) const FLIGHT: &str = "lowtide-flight";
 
 /// The threads. Dropping it signals them to end and does not wait.
 pub(super) struct Threads {
@@ -76,6 +85,19 @@ impl Threads {
         self.stop.store(true, Ordering::Release);
         self.bell.ring();
         self.other_bells.iter().for_each(|bell| bell.ring());
+    }
+
+    /// Waits for the flight recorder to end, for at most [`RECORDED_WITHIN`].
+    fn wait_for_recorder(&self) {
+        let this = std::thread::current().id();
+        let started = lock(&self.started);
+        let recorder = started.iter().find(|thread| thread.name == FLIGHT && thread.id != this);
+        let end = recorder.map(|thread| Arc::clone(&thread.end));
+        drop(started);
+        if let Some(end) = end {
+            let clock = SystemClock::new();
+            end.wait(&clock, clock.now() + RECORDED_WITHIN);
+        }
     }
 
     /// Waits for the threads until `deadline`, but at least [`JOIN_MIN`], and reports those that
@@ -153,6 +175,7 @@ impl Drop for Running {
         self.flight.end(if panics { RunEnd::Panicked } else { RunEnd::Dropped });
         self.queue.close();
         self.threads.end();
+        self.threads.wait_for_recorder();
         self.claim.release();
         if was_running {
             log!(

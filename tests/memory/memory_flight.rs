@@ -99,6 +99,7 @@ fn told(path: &Path) -> LastExit {
 /// nothing.
 #[test]
 #[expect(clippy::disallowed_methods, reason = "how this process is told what it is to do")]
+#[expect(clippy::exit, reason = "one of the ways ends without the end of the tests")]
 fn child() {
     let (Ok(path), Ok(way)) = (std::env::var(PATH), std::env::var(WAY)) else { return };
     let tree = Tree::new(ByteSize::mib(100));
@@ -112,6 +113,10 @@ fn child() {
             drop(permit);
             assert!(memory.shutdown(SOON).is_clean());
             return;
+        }
+        "exits" => {
+            drop((permit, memory));
+            std::process::exit(0);
         }
         other => panic!("{other}"),
     }
@@ -257,6 +262,18 @@ fn a_run_without_a_shutdown_is_told_as_dropped_or_as_a_panic() {
     });
     assert!(panicked.join().is_err());
     assert_eq!(told_once_unlocked(&path).cause, ExitCause::Panicked);
+}
+
+/// Bug: a process that exited as soon as its `Memory` was dropped was told as killed, because the
+/// end had not been written yet.
+#[test_fork::test]
+fn a_process_that_exits_as_its_memory_is_dropped_is_not_told_as_killed() {
+    for _ in 0..10 {
+        let (_folder, path) = folder();
+        let mut service = Service::start("exits", &path);
+        assert!(service.0.wait().expect("ended").success());
+        assert_eq!(told(&path).cause, ExitCause::Dropped);
+    }
 }
 
 /// The recorder's thread of a `Memory` that was dropped releases the lock when it ends, which it
