@@ -122,7 +122,9 @@ fn a_wake_while_a_stream_captures_is_refused_and_spoils_nothing() {
     let (kept, lane) = (bed.marked(MIB / 16, Region::Stable, 1), bed.lane());
     bed.arena.sleep(NOW).expect("asleep");
     bed.sim.begin_capture(bed.stream).expect("nothing captures");
+    let before = bed.sim.calls(Call::Create);
     assert!(matches!(bed.arena.enter(), Err(DeviceError::Capturing { .. })));
+    assert_eq!(bed.sim.calls(Call::Create), before, "refused before memory is committed");
     assert_eq!(bed.arena.state(), SleepState::Asleep);
     let graph = bed.sim.end_capture(bed.stream).expect("not spoiled");
     bed.sim.graph_destroy(graph).expect("a graph");
