@@ -1,5 +1,6 @@
 //! Jobs that need a whole system: a kernel, a browser, Prometheus, mounts, Docker.
 
+use std::path::Path;
 use std::{env, fs};
 
 use super::build::target;
@@ -41,15 +42,9 @@ const KUBERNETES: &str = "1.37";
 /// Validates the manifests against Kubernetes' schemas. It knows none of resources that others
 /// define, such as a ScaledObject.
 fn validate_manifests() -> Outcome {
-    let folder = root().join(FOLDER).join("kubernetes-validate");
-    let [pip, validate] = ["pip", "kubernetes-validate"].map(|name| folder.join("bin").join(name));
-    if !validate.is_file() {
-        let install = || {
-            Run::new("python3").words("-m venv --clear").arg(&folder).run()?;
-            Run::new(&pip).words("install --quiet --disable-pip-version-check").arg(SCHEMAS).run()
-        };
-        install().map_err(|why| Stop::Skipped(format!("no {SCHEMAS}: {why}")))?;
-    }
+    let installed = Run::new(".ci/venv").arg("kubernetes-validate").arg(SCHEMAS).output();
+    let folder = installed.map_err(|why| Stop::Skipped(format!("no {SCHEMAS}: {why}")))?;
+    let validate = Path::new(folder.trim()).join("bin/kubernetes-validate");
     let manifests = ["kubernetes", "envoy/kubernetes", "hpa", "endpoint-picker"];
     let files = manifests.map(|name| format!("deploy/{name}.yaml")).join(" ");
     Ok(Run::new(&validate).words("--strict -k").arg(KUBERNETES).words(&files).run()?)
