@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 
 use crate::ci::executables;
 use crate::run::{Run, cargo};
-use crate::tree::{self, Tree};
+use crate::tree::{self, Faults, Tree};
 
 /// The folder of the sources that are changed.
 const SOURCES: &str = "crates/gpu/src";
@@ -50,7 +50,7 @@ const MUTANTS: &[Mutant] = &[
     Mutant {
         name: "cross-stream-reuse",
         about: "pending memory is reused as if its uses were complete",
-        text: "if outcome.is_ok() && !claim.uses.is_empty() {",
+        text: "if outcome.is_ok() && !claim.parts.is_empty() {",
         replacement: "if false {",
         test: SCHEDULES,
         is_sample: true,
@@ -262,6 +262,13 @@ fn try_all(mutants: &[&Mutant]) -> Result<(), String> {
     println!("figure mutants.tried {} mutants", mutants.len());
     println!("figure mutants.missed {} mutants", missed.len());
     if missed.is_empty() { Ok(()) } else { Err(missed.join("\n")) }
+}
+
+/// Checks that the source still has the text of each mutant.
+pub(crate) fn check(tree: &Tree, faults: &Faults) {
+    for error in MUTANTS.iter().filter_map(|mutant| place_of(mutant, tree).err()) {
+        faults.say(format!("mutant {error}"));
+    }
 }
 
 /// Returns the file that a mutant changes, and the changed text.

@@ -28,6 +28,7 @@ use self::code::Code;
 use self::metrics_tier::MetricsTier;
 use crate::ci;
 use crate::figures::arena::{check_cycles, check_layers};
+use crate::mutants;
 use crate::tree::{self, Faults, Tree};
 
 /// Runs all checks, and prints the faults.
@@ -61,6 +62,7 @@ fn check(tree: &Tree) -> Vec<String> {
     tidy::check(tree, &faults);
     check_layers(tree, &faults);
     check_cycles(tree, &faults);
+    mutants::check(tree, &faults);
     documents::check(tree, &code, &faults);
     dashboards::check(tree, &faults);
     deploying::check(tree, &code, &faults);
