@@ -1,6 +1,7 @@
 //! Tests of waits: each one ends, and foreign code runs without the lock.
 #![expect(unsafe_code, reason = "a fork, and a waker with code in its drop")]
 
+use std::panic::AssertUnwindSafe;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicI32, Ordering};
 use std::sync::mpsc::{Sender, channel};
@@ -163,6 +164,48 @@ fn an_allocation_whose_callback_forks_fails_in_the_child() {
     assert_eq!(unsafe { libc::waitpid(pid, &raw mut status, 0) }, pid);
     assert!(libc::WIFEXITED(status) && libc::WEXITSTATUS(status) == 0, "status {status:#x}");
     drop(guard);
+}
+
+type Act = fn(&DeviceArena) -> Result<(), DeviceError>;
+
+/// Bug: a wake whose callback forked panicked in the child: undoing the wake needs the state.
+#[test_fork::test]
+fn a_wake_whose_callback_forks_fails_in_the_child() {
+    let (driver, clock) = (Arc::new(FaultInjectingDriver::new()), Arc::new(ManualClock::new()));
+    let sleep = SleepConfig { wake_timeout: Duration::ZERO, ..SleepConfig::default() };
+    let config = ArenaConfig { sleep, ..config(ByteSize::mib(4)) };
+    let arena = DeviceArena::open(driver, clock, config).expect("open");
+    let held = bytes(&arena, ByteSize::mib(4), DYNAMIC).expect("room");
+    arena.sleep(discard()).expect("awake");
+    arena.set_limit(ByteSize::mib(2));
+    let child = Arc::new(AtomicI32::new(-1));
+    let forked = Arc::clone(&child);
+    let guard = arena.on_shortage(move |_| {
+        // SAFETY: the child only continues the wake, whose error it reports, and ends.
+        forked.store(unsafe { libc::fork() }, Ordering::SeqCst);
+        false
+    });
+    let acts: [Act; 3] = [
+        |arena| arena.enter().map(drop),
+        |arena| arena.wake().map(drop),
+        |arena| bytes(arena, GRANULE, DYNAMIC).map(drop),
+    ];
+    for act in acts {
+        let outcome = std::panic::catch_unwind(AssertUnwindSafe(|| act(&arena)));
+        let pid = child.load(Ordering::SeqCst);
+        if pid == 0 {
+            let is_forked = matches!(outcome, Ok(Err(DeviceError::Forked)));
+            // SAFETY: ends the child at once, without running the parent's exit handlers.
+            unsafe { libc::_exit(i32::from(!is_forked)) }
+        }
+        outcome.expect("no panic").expect_err("no room");
+        assert_eq!(arena.state(), SleepState::Asleep);
+        let mut status = 0;
+        // SAFETY: `status` is a valid place for an int, and `pid` is our own child.
+        assert_eq!(unsafe { libc::waitpid(pid, &raw mut status, 0) }, pid);
+        assert!(libc::WIFEXITED(status) && libc::WEXITSTATUS(status) == 0, "status {status:#x}");
+    }
+    drop((guard, held));
 }
 
 /// A waker whose drop looks whether the arena is locked.
