@@ -37,12 +37,13 @@ impl ArenaInner {
         target: AllocTarget,
         what: FailedRequest,
     ) -> Result<Placement, DeviceError> {
-        let first = |state: &mut ArenaState| match alloc::begin(state, &*self.clock, target) {
-            Begun::Done(placed) => {
-                self.caches.note_live(state.live(), state.limit.get());
-                ControlFlow::Break(Ok(placed))
+        let first = |state: &mut ArenaState| {
+            let begun = alloc::begin(state, &*self.clock, target);
+            self.caches.note_live(state.live(), state.limit.get());
+            match begun {
+                Begun::Done(placed) => ControlFlow::Break(Ok(placed)),
+                begun => ControlFlow::Continue((target, begun)),
             }
-            begun => ControlFlow::Continue((target, begun)),
         };
         let outcome = self.run_after(first, alloc::alloc);
         self.flush_events();
