@@ -46,8 +46,9 @@ impl ArenaInner {
             }
         };
         let outcome = self.run_after(first, alloc::alloc);
+        let outcome = outcome.map_err(|failure| self.record_failure(target.region, failure, what));
         self.flush_events();
-        outcome.map_err(|failure| self.record_failure(target.region, failure, what))
+        outcome
     }
 
     /// Counts a failure, and returns the error for the caller.
@@ -81,9 +82,10 @@ impl ArenaInner {
             }),
             outcome => outcome,
         };
-        self.flush_events();
         let what = FailedRequest::Resize(region, placed.id, requested);
-        outcome.map_err(|failure| self.record_failure(region, failure, what))
+        let outcome = outcome.map_err(|failure| self.record_failure(region, failure, what));
+        self.flush_events();
+        outcome
     }
 
     /// Allocates a larger block, copies the contents of a live block to it, and frees the old
