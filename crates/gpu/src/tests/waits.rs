@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicI32, Ordering};
 use std::sync::mpsc::{Sender, channel};
 use std::task::{Context, Poll, RawWaker, RawWakerVTable, Waker};
 
-use super::steps::NoSurroundings;
+use super::steps::StepSurroundings;
 use super::*;
 use crate::engine::port::{Caller, Port, Step, step};
 use crate::types::sleep::{Contents, SleepConfig, SleepOptions, SleepState};
@@ -26,7 +26,8 @@ fn only_a_wait_that_repeats_its_condition_notifies_nobody() {
     let clock = ManualClock::new();
     let sim = steps::device(1, &mut Chance(1), &clock);
     let mut slot = Some(Box::new(steps::state(&sim, &clock, &config(ByteSize::mib(4)))));
-    let port = Port::new(&clock, Caller::default(), &NoSurroundings);
+    let surroundings = StepSurroundings::default();
+    let port = Port::new(&clock, Caller::default(), &surroundings);
     let mut operation = std::pin::pin!(async {
         port.wait_while(|state| state.leases < 2).await;
         port.wait_while(|state| state.leases < 3).await;
