@@ -9,7 +9,11 @@ use std::task::{Context, Poll, RawWaker, RawWakerVTable, Waker};
 
 use super::steps::StepSurroundings;
 use super::*;
+use crate::driver::Driver as _;
 use crate::engine::port::{Caller, Port, Step, step};
+use crate::state::cached::CacheCounts;
+use crate::state::region::{AllocRequest, Search};
+use crate::state::sleep::Phase;
 use crate::types::sleep::{Contents, SleepConfig, SleepOptions, SleepState};
 
 const DYNAMIC: Region = Region::Dynamic;
@@ -41,6 +45,26 @@ fn only_a_wait_that_repeats_its_condition_notifies_nobody() {
         }
     }
     assert_eq!(seen, [false, true, false, true]);
+}
+
+/// Bug: a block that waited for its memory while the arena fell asleep counted as asleep, so that
+/// more was asleep than live.
+#[test]
+fn a_block_that_waits_for_its_memory_while_the_arena_falls_asleep_is_not_asleep() {
+    let clock = ManualClock::new();
+    let sim = steps::device(1, &mut Chance(1), &clock);
+    let mut state = steps::state(&sim, &clock, &config(ByteSize::mib(4)));
+    let wanted = AllocRequest::new(ByteSize::kib(64), ByteSize::new(256)).expect("not empty");
+    let (placed, claim) = state.place(DYNAMIC, wanted, Search::Usual, None).expect("room");
+    let backend = sim.backend();
+    for phase in [Phase::Awake, Phase::Draining(1), Phase::Suspending] {
+        state.sleep.phase = phase;
+        let snapshot = state.snapshot("falling", backend, &CacheCounts::default());
+        snapshot.validate();
+        assert_eq!((snapshot.live, snapshot.asleep), (ByteSize::ZERO, ByteSize::ZERO));
+    }
+    state.cancel_placement(DYNAMIC, placed, claim, &clock);
+    state.validate();
 }
 
 /// Regression test: an allocation that had the turn to call the callbacks waited for a wake, which
