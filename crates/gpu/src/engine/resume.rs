@@ -180,6 +180,8 @@ pub(crate) async fn resume(
     let Incoming { runs, committed } = incoming.into_inner();
     match outcome {
         Ok(restored) => Ok(finish(port, &runs, restored).await),
+        // In the child of a callback that forked, the state is out of reach.
+        Err(DeviceError::Forked) => Err(DeviceError::Forked),
         Err(error) => Err(abort(port, &runs, committed, error).await),
     }
 }

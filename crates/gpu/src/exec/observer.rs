@@ -195,6 +195,35 @@ mod tests {
         assert!(lock(&seen[0]).len() > 2000);
     }
 
+    /// Counts the events that were not flushed.
+    struct Unflushed(Arc<AtomicU64>);
+
+    impl Observer for Unflushed {
+        fn observe(&self, events: &[SequencedEvent]) {
+            self.0.fetch_add(events.len() as u64, Ordering::Relaxed);
+        }
+
+        fn flush(&self) {
+            self.0.store(0, Ordering::Relaxed);
+        }
+    }
+
+    /// Bug: the event of a failed allocation or resize came after the flush of its operation.
+    #[test]
+    fn an_operation_that_fails_flushes_its_events() {
+        let unflushed = Arc::new(AtomicU64::new(0));
+        let (driver, clock) = (Arc::new(HostDriver::new()), Arc::new(ManualClock::new()));
+        let config = ArenaConfig { limit: ByteSize::mib(4), ..ArenaConfig::new("observed") };
+        let observers = vec![Box::new(Unflushed(Arc::clone(&unflushed))) as Box<dyn Observer>];
+        let arena = DeviceArena::open_observed((driver, clock), config, observers).expect("open");
+        let mut buffer = arena.alloc::<u8>(1 << 20, Region::Dynamic).expect("room");
+        assert_eq!(unflushed.load(Ordering::Relaxed), 0);
+        arena.alloc::<u8>(8 << 20, Region::Dynamic).expect_err("no room");
+        assert_eq!(unflushed.load(Ordering::Relaxed), 0);
+        buffer.resize(8 << 20).expect_err("no room");
+        assert_eq!(unflushed.load(Ordering::Relaxed), 0);
+    }
+
     /// A clock that counts how often it is read.
     #[derive(Debug, Default)]
     struct CountingClock {

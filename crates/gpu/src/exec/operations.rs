@@ -37,16 +37,18 @@ impl ArenaInner {
         target: AllocTarget,
         what: FailedRequest,
     ) -> Result<Placement, DeviceError> {
-        let first = |state: &mut ArenaState| match alloc::begin(state, &*self.clock, target) {
-            Begun::Done(placed) => {
-                self.caches.note_live(state.live(), state.limit.get());
-                ControlFlow::Break(Ok(placed))
+        let first = |state: &mut ArenaState| {
+            let begun = alloc::begin(state, &*self.clock, target);
+            self.caches.note_live(state.live(), state.limit.get());
+            match begun {
+                Begun::Done(placed) => ControlFlow::Break(Ok(placed)),
+                begun => ControlFlow::Continue((target, begun)),
             }
-            begun => ControlFlow::Continue((target, begun)),
         };
         let outcome = self.run_after(first, alloc::alloc);
+        let outcome = outcome.map_err(|failure| self.record_failure(target.region, failure, what));
         self.flush_events();
-        outcome.map_err(|failure| self.record_failure(target.region, failure, what))
+        outcome
     }
 
     /// Counts a failure, and returns the error for the caller.
@@ -80,9 +82,10 @@ impl ArenaInner {
             }),
             outcome => outcome,
         };
-        self.flush_events();
         let what = FailedRequest::Resize(region, placed.id, requested);
-        outcome.map_err(|failure| self.record_failure(region, failure, what))
+        let outcome = outcome.map_err(|failure| self.record_failure(region, failure, what));
+        self.flush_events();
+        outcome
     }
 
     /// Allocates a larger block, copies the contents of a live block to it, and frees the old

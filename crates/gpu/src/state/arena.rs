@@ -25,7 +25,7 @@ use crate::state::region::{
 };
 use crate::state::region_index::{APART_FROM, BlockName};
 use crate::state::segment::{Cursor, Run, Runs};
-use crate::state::sleep::Sleep;
+use crate::state::sleep::{Phase, Sleep};
 use crate::state::streams::{StreamKey, Streams};
 use crate::types::config::StateConfig;
 use crate::types::costs::DeviceCosts;
@@ -636,8 +636,8 @@ impl ArenaState {
         caches: &CacheCounts,
     ) -> ArenaSnapshot {
         let size = ByteSize::new;
-        let is_open = self.sleep.is_open();
-        let of = |region| self.region(region).snapshot(region, caches, is_open);
+        let is_asleep = matches!(self.sleep.phase, Phase::Asleep | Phase::Waking);
+        let of = |region| self.region(region).snapshot(region, caches, is_asleep);
         let regions = Region::ALL.map(of);
         let totals = &self.totals;
         let Outstanding { exported, imported } = &self.outstanding;

@@ -187,6 +187,45 @@ mod tests {
         );
     }
 
+    /// Random blocks, each a neighbour of the last or after a gap, against a look at each granule.
+    #[test]
+    fn the_treatments_of_random_blocks_are_those_of_each_granule() {
+        let mut state = 0x2545_F491_4F6C_DD1D_u64;
+        println!("seed {state:#x}");
+        let mut chance = |bound: u64| {
+            state ^= state << 13;
+            state ^= state >> 7;
+            state ^= state << 17;
+            usize::try_from(state % bound).expect("small")
+        };
+        for _ in 0..2000 {
+            let (mut blocks, mut most) = (Vec::new(), [None; 64]);
+            let mut at = 0_usize; // in quarters of a granule
+            while at < 200 {
+                at += [0, 0, 0, 1, 4, 9][chance(6)];
+                let end = at + 1 + [0, 1, 3, 9, 20][chance(5)];
+                let contents = Contents::ALL[chance(3)];
+                let range = at / 4..end.div_ceil(4);
+                most[range.clone()].iter_mut().for_each(|most| *most = (*most).max(Some(contents)));
+                blocks.push((range, contents));
+                at = end;
+            }
+            let all = wanted(blocks.iter().cloned());
+            let mut found = [None; 64];
+            for (range, contents) in &all {
+                assert!(!range.is_empty() && *contents != Discard);
+                found[range.clone()].fill(Some(*contents));
+            }
+            let kept = most.map(|most| most.filter(|most| *most != Discard));
+            assert_eq!(found, kept, "{blocks:?}");
+            let apart = |pair: &[(Range<usize>, Contents)]| {
+                let [(first, one), (next, other)] = pair else { return true };
+                first.end < next.start || (first.end == next.start && one != other)
+            };
+            assert!(all.windows(2).all(apart), "in order and joined: {all:?}");
+        }
+    }
+
     #[test]
     fn runs_are_cut_where_the_treatment_changes_and_never_inside_a_handle() {
         let of = |run: Range<usize>, handle: usize| {

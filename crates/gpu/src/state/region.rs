@@ -457,12 +457,11 @@ impl RegionState {
         &self,
         region: Region,
         caches: &CacheCounts,
-        is_open: bool,
+        is_asleep: bool,
     ) -> RegionSnapshot {
         let size = ByteSize::new;
-        // A block that waits for its memory does not sleep: no block waits unless the arena is
-        // awake.
-        let asleep = if is_open { self.lost() } else { self.asleep() };
+        // A block that waits for its memory does not sleep: none waits once the arena is asleep.
+        let asleep = if is_asleep { self.asleep() } else { self.lost() };
         let cached = caches.cached[region.number()];
         let live = self.live - cached;
         let requested = self.requested.wrapping_add(caches.requested[region.number()]);

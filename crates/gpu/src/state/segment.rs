@@ -639,34 +639,57 @@ mod tests {
         Leave { granules_max, handles_max: usize::MAX, handle_max: usize::MAX, ages }
     }
 
+    /// Checks that a span lacks what its granules lack together.
+    fn check_missing(segment: &Segment, of: Span) {
+        let mut sum = Missing::default();
+        for granule in segment.granules_of(of) {
+            let one =
+                segment.missing(span(granule as u64 * GRANULE, (granule as u64 + 1) * GRANULE));
+            sum.granules += one.granules;
+            sum.is_moving |= one.is_moving;
+        }
+        assert_eq!(segment.missing(of), sum, "{of:?}");
+    }
+
     /// Random blocks come and go over handles of up to eight granules, and some memory leaves: the
-    /// segment's counters are checked each time, and only whole handles leave.
+    /// segment's counters are checked each time, and only whole handles leave. In the larger
+    /// segment, blocks and handles lie over the borders of words and of the halves.
     #[test]
     fn handles_leave_as_a_whole_and_only_if_no_block_touches_them() {
         let mut chance = chance(0x9E37_79B9_7F4A_7C15);
         let mut stuck = 0;
-        for _ in 0..60 {
-            let mut segment = segment();
+        for (size, large) in [(64, 20); 60].into_iter().chain([(301, 150); 60]) {
+            let (base, reserved) = (DeviceAddress::new(1 << 40), ByteSize::mib(size));
+            let mut segment = Segment::new(base, reserved, ByteSize::new(GRANULE));
             let mut blocks: Vec<Span> = Vec::new();
             for _ in 0..200 {
-                let offset = chance(60 * GRANULE);
-                let of = span(offset, offset + 1 + chance(20 * GRANULE).min(64 * GRANULE - offset));
+                let offset = chance((size - 4) * GRANULE);
+                let most = 1 + chance(large);
+                let bytes = 1 + chance(most * GRANULE).min(size * GRANULE - offset);
+                let of = span(offset, offset + bytes);
                 let is_free = |block: &Span| block.end() <= of.offset || of.end() <= block.offset;
-                if chance(3) > 0 && of.end() <= 64 * GRANULE && blocks.iter().all(is_free) {
+                let untouch = |segment: &mut Segment, of| {
+                    let idle = segment.backed() - segment.active();
+                    let went_idle = segment.untouch(of);
+                    assert_eq!(went_idle, segment.backed() - segment.active() > idle, "{of:?}");
+                };
+                if chance(3) > 0 && of.end() <= size * GRANULE && blocks.iter().all(is_free) {
                     segment.touch(of);
-                    for run in
-                        segment.begin_commit(of, chance(3), if chance(4) > 0 { 8 } else { 1 })
-                    {
+                    let handle_max = if chance(4) > 0 { 8 } else { 1 };
+                    let runs = segment.begin_commit(of, chance(3), handle_max);
+                    check_missing(&segment, of);
+                    for run in runs {
                         segment.end_commit(run, chance(8) > 0);
                     }
+                    check_missing(&segment, of);
                     if segment.missing(of).is_nothing() {
                         blocks.push(of);
                     } else {
-                        segment.untouch(of);
+                        untouch(&mut segment, of);
                     }
                 } else if !blocks.is_empty() {
                     let nth = usize::try_from(chance(blocks.len() as u64)).expect("small");
-                    segment.untouch(blocks.swap_remove(nth));
+                    untouch(&mut segment, blocks.swap_remove(nth));
                 }
                 if chance(4) == 0 {
                     let granules = usize::try_from(1 + chance(9)).expect("small");
@@ -674,6 +697,7 @@ mod tests {
                     if let Some(run) = segment.begin_leave(&mut Cursor::START.clone(), &leaves) {
                         let whole = segment.runs_of(run.range(), usize::MAX, usize::MAX);
                         assert_eq!(whole, [run], "whole handles of one size");
+                        check_missing(&segment, span(0, size * GRANULE));
                         segment.end_leave(run, chance(5) > 0);
                     }
                 }

@@ -1,14 +1,19 @@
 //! Tests of waits: each one ends, and foreign code runs without the lock.
 #![expect(unsafe_code, reason = "a fork, and a waker with code in its drop")]
 
+use std::panic::AssertUnwindSafe;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicI32, Ordering};
 use std::sync::mpsc::{Sender, channel};
 use std::task::{Context, Poll, RawWaker, RawWakerVTable, Waker};
 
-use super::steps::NoSurroundings;
+use super::steps::StepSurroundings;
 use super::*;
+use crate::driver::Driver as _;
 use crate::engine::port::{Caller, Port, Step, step};
+use crate::state::cached::CacheCounts;
+use crate::state::region::{AllocRequest, Search};
+use crate::state::sleep::Phase;
 use crate::types::sleep::{Contents, SleepConfig, SleepOptions, SleepState};
 
 const DYNAMIC: Region = Region::Dynamic;
@@ -25,7 +30,8 @@ fn only_a_wait_that_repeats_its_condition_notifies_nobody() {
     let clock = ManualClock::new();
     let sim = steps::device(1, &mut Chance(1), &clock);
     let mut slot = Some(Box::new(steps::state(&sim, &clock, &config(ByteSize::mib(4)))));
-    let port = Port::new(&clock, Caller::default(), &NoSurroundings);
+    let surroundings = StepSurroundings::default();
+    let port = Port::new(&clock, Caller::default(), &surroundings);
     let mut operation = std::pin::pin!(async {
         port.wait_while(|state| state.leases < 2).await;
         port.wait_while(|state| state.leases < 3).await;
@@ -39,6 +45,26 @@ fn only_a_wait_that_repeats_its_condition_notifies_nobody() {
         }
     }
     assert_eq!(seen, [false, true, false, true]);
+}
+
+/// Bug: a block that waited for its memory while the arena fell asleep counted as asleep, so that
+/// more was asleep than live.
+#[test]
+fn a_block_that_waits_for_its_memory_while_the_arena_falls_asleep_is_not_asleep() {
+    let clock = ManualClock::new();
+    let sim = steps::device(1, &mut Chance(1), &clock);
+    let mut state = steps::state(&sim, &clock, &config(ByteSize::mib(4)));
+    let wanted = AllocRequest::new(ByteSize::kib(64), ByteSize::new(256)).expect("not empty");
+    let (placed, claim) = state.place(DYNAMIC, wanted, Search::Usual, None).expect("room");
+    let backend = sim.backend();
+    for phase in [Phase::Awake, Phase::Draining(1), Phase::Suspending] {
+        state.sleep.phase = phase;
+        let snapshot = state.snapshot("falling", backend, &CacheCounts::default());
+        snapshot.validate();
+        assert_eq!((snapshot.live, snapshot.asleep), (ByteSize::ZERO, ByteSize::ZERO));
+    }
+    state.cancel_placement(DYNAMIC, placed, claim, &clock);
+    state.validate();
 }
 
 /// Regression test: an allocation that had the turn to call the callbacks waited for a wake, which
@@ -163,6 +189,48 @@ fn an_allocation_whose_callback_forks_fails_in_the_child() {
     assert_eq!(unsafe { libc::waitpid(pid, &raw mut status, 0) }, pid);
     assert!(libc::WIFEXITED(status) && libc::WEXITSTATUS(status) == 0, "status {status:#x}");
     drop(guard);
+}
+
+type Act = fn(&DeviceArena) -> Result<(), DeviceError>;
+
+/// Bug: a wake whose callback forked panicked in the child: undoing the wake needs the state.
+#[test_fork::test]
+fn a_wake_whose_callback_forks_fails_in_the_child() {
+    let (driver, clock) = (Arc::new(FaultInjectingDriver::new()), Arc::new(ManualClock::new()));
+    let sleep = SleepConfig { wake_timeout: Duration::ZERO, ..SleepConfig::default() };
+    let config = ArenaConfig { sleep, ..config(ByteSize::mib(4)) };
+    let arena = DeviceArena::open(driver, clock, config).expect("open");
+    let held = bytes(&arena, ByteSize::mib(4), DYNAMIC).expect("room");
+    arena.sleep(discard()).expect("awake");
+    arena.set_limit(ByteSize::mib(2));
+    let child = Arc::new(AtomicI32::new(-1));
+    let forked = Arc::clone(&child);
+    let guard = arena.on_shortage(move |_| {
+        // SAFETY: the child only continues the wake, whose error it reports, and ends.
+        forked.store(unsafe { libc::fork() }, Ordering::SeqCst);
+        false
+    });
+    let acts: [Act; 3] = [
+        |arena| arena.enter().map(drop),
+        |arena| arena.wake().map(drop),
+        |arena| bytes(arena, GRANULE, DYNAMIC).map(drop),
+    ];
+    for act in acts {
+        let outcome = std::panic::catch_unwind(AssertUnwindSafe(|| act(&arena)));
+        let pid = child.load(Ordering::SeqCst);
+        if pid == 0 {
+            let is_forked = matches!(outcome, Ok(Err(DeviceError::Forked)));
+            // SAFETY: ends the child at once, without running the parent's exit handlers.
+            unsafe { libc::_exit(i32::from(!is_forked)) }
+        }
+        outcome.expect("no panic").expect_err("no room");
+        assert_eq!(arena.state(), SleepState::Asleep);
+        let mut status = 0;
+        // SAFETY: `status` is a valid place for an int, and `pid` is our own child.
+        assert_eq!(unsafe { libc::waitpid(pid, &raw mut status, 0) }, pid);
+        assert!(libc::WIFEXITED(status) && libc::WEXITSTATUS(status) == 0, "status {status:#x}");
+    }
+    drop((guard, held));
 }
 
 /// A waker whose drop looks whether the arena is locked.

@@ -4,9 +4,10 @@
 #![expect(unsafe_code, reason = "fork and waitpid are C calls")]
 #![cfg(target_os = "linux")]
 
-use std::io::Seek as _;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::io::{Seek as _, Write};
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Mutex};
 
 use lowtide_gpu::ByteSize;
 use lowtide_gpu::clock::ManualClock;
@@ -103,6 +104,80 @@ fn given_back_is_given_back_to_the_kernel_and_a_forked_child_is_refused() {
     file.rewind().expect("a file");
     let log = Log::read(file).expect("the child wrote nothing");
     assert_eq!(log.closing().map(|closing| closing.hash), Some(recorder.hash()));
+}
+
+/// A sink whose first write ends when the test says so.
+struct Gated {
+    file: std::fs::File,
+    gate: Option<(Sender<()>, Receiver<()>)>,
+}
+
+impl Write for Gated {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        if let Some((begun, go_on)) = self.gate.take() {
+            begun.send(()).expect("the test waits");
+            go_on.recv().expect("the test goes on");
+        }
+        self.file.write(bytes)
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
+    }
+}
+
+/// Bug: an allocation whose callback forked wrote the waiting lines of the parent in the child, so
+/// that the recording had them twice.
+#[test_fork::test]
+fn a_child_of_a_callback_that_forked_writes_no_lines() {
+    let mut file = tempfile::tempfile().expect("a file");
+    let ((begun, has_begun), (end, ended)) = (channel(), channel());
+    let gate = Some((begun, ended));
+    let recorder = Recorder::new(Gated { file: file.try_clone().expect("a file"), gate });
+    let limit = ByteSize::mib(4);
+    let config = ArenaConfig { limit, recorder: Some(recorder), ..ArenaConfig::new("process") };
+    let (driver, clock) = (Arc::new(HostDriver::new()), Arc::new(ManualClock::new()));
+    let arena = DeviceArena::open(driver, clock, config).expect("open");
+    let is_writing = Arc::new(AtomicBool::new(false));
+    let writer = std::thread::spawn({
+        let (arena, is_writing) = (arena.clone(), Arc::clone(&is_writing));
+        move || {
+            while !is_writing.load(Ordering::SeqCst) {
+                arena.set_limit(limit);
+            }
+        }
+    });
+    has_begun.recv().expect("the sink writes");
+    is_writing.store(true, Ordering::SeqCst);
+    // More lines than wait for the next write, and fewer than threads wait for.
+    (0..4000).for_each(|_| arena.set_limit(limit));
+    let writer = Mutex::new(Some((end, writer)));
+    let child = Arc::new(AtomicI32::new(-1));
+    let forked = Arc::clone(&child);
+    let guard = arena.on_shortage(move |_| {
+        let writer = writer.lock().expect("nobody panics with it").take();
+        let (end, writer) = writer.expect("called once");
+        end.send(()).expect("the sink waits");
+        writer.join().expect("no panic");
+        // SAFETY: the child only continues the allocation, whose error it reports, and ends.
+        forked.store(unsafe { libc::fork() }, Ordering::SeqCst);
+        false
+    });
+    let outcome = arena.alloc::<u8>(8 << 20, Region::Dynamic).map(drop);
+    let pid = child.load(Ordering::SeqCst);
+    if pid == 0 {
+        let is_forked = outcome == Err(DeviceError::Forked);
+        // SAFETY: ends the child at once, without running the parent's exit handlers.
+        unsafe { libc::_exit(i32::from(!is_forked)) }
+    }
+    let mut status = 0;
+    // SAFETY: `status` is a valid place for an int, and `pid` is our own child.
+    assert_eq!(unsafe { libc::waitpid(pid, &raw mut status, 0) }, pid);
+    assert!(libc::WIFEXITED(status) && libc::WEXITSTATUS(status) == 0, "status {status:#x}");
+    drop((guard, arena));
+    file.rewind().expect("a file");
+    let log = Log::read(file).expect("a recording");
+    assert_eq!(log.closing().map(|closing| closing.hash), Some(log.hash()));
 }
 
 /// 0 where every act is refused, else the number of the first that was not.

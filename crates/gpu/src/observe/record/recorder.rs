@@ -167,11 +167,12 @@ impl Recorder {
         self.inner.birth.is_here().then(|| lock(&self.inner.lines))
     }
 
-    /// Passes lines on to the sink if enough of them are waiting. No lock is held.
+    /// Passes lines on to the sink if enough of them are waiting. No lock is held. Does nothing in
+    /// a forked child: the parent writes the lines, and another thread may have held a lock.
     fn pass_on(&self) {
         let inner = &*self.inner;
         let waiting = inner.waiting.load(Ordering::Relaxed);
-        if waiting < DUE_FROM || inner.is_writing() {
+        if waiting < DUE_FROM || inner.is_writing() || !inner.birth.is_here() {
             return;
         }
         let sink =

@@ -132,7 +132,6 @@ fn a_front_keeps_no_more_than_its_room() {
     assert_usable(&arena);
 }
 
-/// The bug: a buffer that was to grow where it stood was refused while a front held the room.
 /// With the commit of the last large block seven eighths of the limit are live.
 #[test]
 fn a_front_keeps_nothing_once_a_commit_left_little_under_the_limit() {
@@ -147,6 +146,22 @@ fn a_front_keeps_nothing_once_a_commit_left_little_under_the_limit() {
     assert_usable(&arena);
 }
 
+/// Bug: after the limit was lowered, allocations that failed did not tell the fronts.
+#[test]
+fn a_front_keeps_nothing_once_an_allocation_failed_under_a_lower_limit() {
+    let (arena, _) = open_with(ArenaConfig { limit: ByteSize::mib(64), ..config() });
+    let large = arena.alloc::<u8>(16 << 20, Region::Dynamic).expect("room");
+    heat(&arena, ByteSize::mib(1));
+    let block = arena.alloc::<u8>(1 << 20, Region::Dynamic).expect("kept");
+    arena.set_limit(ByteSize::mib(16));
+    arena.alloc::<u8>(8 << 20, Region::Dynamic).expect_err("no room");
+    drop(block);
+    assert_eq!(arena.snapshot().cached, ByteSize::ZERO);
+    drop(large);
+    assert_usable(&arena);
+}
+
+/// The bug: a buffer that was to grow where it stood was refused while a front held the room.
 #[test]
 fn a_buffer_could_not_grow_while_a_front_held_the_memory() {
     let (arena, _) = open_with(config());
