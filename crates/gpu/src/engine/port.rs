@@ -335,6 +335,12 @@ impl<'a> Port<'a> {
         result
     }
 
+    /// Writes a log line, which gets the arena's name, with the lock released.
+    pub(super) async fn log(&self, write: impl FnOnce(&str)) {
+        let arena = self.with(|state| state.name.clone());
+        self.outside(|| write(&arena)).await;
+    }
+
     /// Records the completion of the call that the operation waits for.
     ///
     /// # Panics

@@ -72,8 +72,7 @@ pub(super) async fn remap_idle(
         port.with(|state| end_remap(state, pair, !remapped.failed, port.clock));
     }
     if let Some(error) = failure {
-        let arena = port.with(|state| state.name.clone());
-        port.outside(|| log!(debug, arena, %error, "remap failed")).await;
+        port.log(|arena| log!(debug, arena, %error, "remap failed")).await;
     }
     remapped
 }

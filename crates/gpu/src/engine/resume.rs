@@ -323,9 +323,8 @@ async fn finish(port: &Port<'_>, runs: &[PlacedRun], restored: ByteSize) -> Wake
     });
     call_wakers(port, wakers).await;
     if LevelFilter::current() >= LevelFilter::INFO {
-        let arena = port.with(|state| state.name.clone());
         let committed = report.committed;
-        port.outside(|| log!(info, arena, %committed, %restored, "arena woke up")).await;
+        port.log(|arena| log!(info, arena, %committed, %restored, "arena woke up")).await;
     }
     report
 }
@@ -355,8 +354,7 @@ async fn abort(
         state.sleep.finish(Phase::Asleep)
     });
     call_wakers(port, wakers).await;
-    let arena = port.with(|state| state.name.clone());
-    port.outside(|| log!(warn, arena, %error, "arena wake failed")).await;
+    port.log(|arena| log!(warn, arena, %error, "arena wake failed")).await;
     error
 }
 

@@ -156,8 +156,7 @@ async fn split(port: &Port<'_>, handle: PlacedRun) -> Option<u64> {
         match divided {
             Ok(()) => released = Some(handle.run.granules() - sum_of(&split.touched)),
             Err(Failure { error, is_lost }) => {
-                let arena = port.with(|state| state.name.clone());
-                port.outside(|| log!(warn, arena, %error, is_lost, "dividing a handle failed"))
+                port.log(|arena| log!(warn, arena, %error, is_lost, "dividing a handle failed"))
                     .await;
             }
         }
