@@ -293,11 +293,11 @@ async fn make_room(
     let missing = port.with(|state| state.region(region).segment.missing(span)).granules;
     if *remaps && granules <= missing {
         let moved = remap_idle(port, region, span, granules).await;
-        *remaps = !moved.failed;
+        *remaps = moved.error.is_none();
         if moved.granules > 0 {
             return Ok(ShortageOutcome::Made);
         }
-        if moved.failed {
+        if !*remaps {
             return Ok(ShortageOutcome::Tried);
         }
     }

@@ -27,7 +27,7 @@ use super::completion::{Proof, complete_live};
 use super::move_block::is_busy;
 use super::port::Port;
 use super::release::give_back;
-use super::remap::{Pair, end_remap};
+use super::remap::{Pair, remap};
 use crate::driver::{DeviceAddress, DriverError};
 use crate::index::Span;
 use crate::state::aging::Ages;
@@ -251,15 +251,9 @@ async fn divide(port: &Port<'_>, split: &Split) -> Result<(), Failure> {
         port.with(|state| state.end_leave(split.handle, false, port.clock));
         return Err(Failure { error, is_lost });
     }
-    let mut failure = None;
-    for pair in port.with(|state| begin_remaps(port, state, split)) {
-        let PlacedRun { at: from, size, handle, .. } = pair.from;
-        if failure.is_none() {
-            failure = port.does(CallKind::Remap { from, to: pair.at, size, handle }).await.err();
-        }
-        port.with(|state| end_remap(state, pair, failure.is_none(), port.clock));
-    }
-    failure.map_or(Ok(()), |error| Err(Failure { error, is_lost: true }))
+    let pairs = port.with(|state| begin_remaps(port, state, split));
+    let error = remap(port, pairs).await.error;
+    error.map_or(Ok(()), |error| Err(Failure { error, is_lost: true }))
 }
 
 /// Records that the handle is released, and marks the new memory as leaving for the granules that
