@@ -157,7 +157,6 @@ pub(super) async fn complete(
         outcome = ordered.map_err(AllocFailure::of_driver);
     }
     port.with(|state| {
-        state.region_mut(region).pins.end_operation(placed.id);
         if outcome.is_ok() && state.is_closed {
             // The arena was closed while the memory was being committed.
             let closed = DeviceError::Closed { arena: state.name.clone() };
@@ -165,6 +164,7 @@ pub(super) async fn complete(
         }
         match outcome {
             Ok(()) => {
+                state.region_mut(region).pins.end_operation(placed.id);
                 state.mark_live(region, target.wanted, placed, port.clock);
                 Ok(placed)
             }
@@ -477,7 +477,6 @@ fn begin_again(
     begun: Begun,
 ) -> Begun {
     if let Begun::Placed(placed, claim) = begun {
-        state.region_mut(target.region).pins.end_operation(placed.id);
         state.cancel_placement(target.region, placed, claim, clock);
     }
     begin(state, clock, target)

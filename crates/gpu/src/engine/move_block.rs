@@ -226,8 +226,6 @@ fn take_place(
     let is_raw = state.raw.get(at).is_some();
     let active = state.active();
     let placed = state.region_mut(region).take_room(span).ok_or(Refused::Skipped)?;
-    // Its handle is not divided meanwhile.
-    state.region_mut(region).pins.begin_operation(placed.id);
     let missing = state.region(region).segment.missing(span).granules;
     let active = state.active() - active + state.bytes_of(missing);
     Ok(Taken { id, made, placed, active, is_raw })
@@ -277,7 +275,6 @@ impl Batch {
     /// Returns a taken place, and counts its block as skipped.
     fn skip(&mut self, state: &mut ArenaState, nth: usize, clock: &dyn Clock) {
         let taken = self.taken.remove(nth);
-        state.region_mut(self.options.region).pins.end_operation(taken.placed.id);
         state.cancel_placement(self.options.region, taken.placed, Claim::default(), clock);
         self.outcome.skipped += 1;
     }
@@ -285,7 +282,6 @@ impl Batch {
     /// Returns all taken places.
     fn cancel_all(&mut self, state: &mut ArenaState, clock: &dyn Clock) {
         for taken in self.taken.drain(..) {
-            state.region_mut(self.options.region).pins.end_operation(taken.placed.id);
             state.cancel_placement(self.options.region, taken.placed, Claim::default(), clock);
         }
     }
@@ -412,7 +408,6 @@ async fn end(port: &Port<'_>, batch: &mut Batch, copies: Copies) {
         let uses = stream.map(|key| Uses::of([state.streams.use_now(key)]));
         let moving = state.moves.moving.take();
         for (nth, taken) in std::mem::take(&mut batch.taken).into_iter().enumerate() {
-            state.region_mut(batch.options.region).pins.end_operation(taken.placed.id);
             let freed = moving.as_ref().and_then(|moving| moving.freed(taken.id));
             let of = contents.get(nth).copied();
             if of == Some(Copied::Whole) {

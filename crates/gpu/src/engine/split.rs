@@ -187,7 +187,6 @@ async fn take_scratch(port: &Port<'_>, handle: PlacedRun) -> Option<Placement> {
         }
         let wanted = AllocRequest::new(size, ByteSize::new(state.bytes_of(1)))?;
         let scratch = state.region_mut(region).place_bare(wanted)?;
-        state.region_mut(region).pins.begin_operation(scratch.id);
         let options = CommitOptions { grow: false, large_handles: false };
         let mut runs = state.begin_commit(region, scratch.span, size.get(), options);
         debug_assert_eq!(runs.len(), 1, "all of it was bare, in one half");
@@ -205,10 +204,7 @@ async fn take_scratch(port: &Port<'_>, handle: PlacedRun) -> Option<Placement> {
 }
 
 fn return_scratch(port: &Port<'_>, region: Region, scratch: Placement) {
-    port.with(|state| {
-        state.region_mut(region).pins.end_operation(scratch.id);
-        state.cancel_placement(region, scratch, Claim::default(), port.clock);
-    });
+    port.with(|state| state.cancel_placement(region, scratch, Claim::default(), port.clock));
 }
 
 /// Marks the handle as leaving and its blocks as moving, if they are still as they were chosen, and

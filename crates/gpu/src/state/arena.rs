@@ -395,7 +395,8 @@ impl ArenaState {
         }
     }
 
-    /// Removes a placed block that got no memory, or whose earlier uses could not be waited for.
+    /// Removes a placed block that got no memory, or whose earlier uses could not be waited for, and
+    /// ends its operation.
     pub(crate) fn cancel_placement(
         &mut self,
         region: Region,

@@ -290,9 +290,7 @@ impl<'a> World<'a> {
         if self.free_ports.is_empty() {
             // The first step needs the others.
             if let Begun::Placed(placed, claim) = begun {
-                let state = self.state();
-                state.region_mut(region).pins.end_operation(placed.id);
-                state.cancel_placement(region, placed, claim, clock);
+                self.state().cancel_placement(region, placed, claim, clock);
             }
             return;
         }
