@@ -12,8 +12,10 @@ use crate::index::{End, Span};
 use crate::state::arena::ArenaState;
 use crate::state::compact::batch::BatchLimit;
 use crate::state::compact::plan::{self, Hold, Part, Plan, Target};
+use crate::state::raw::RawUse;
 use crate::state::region_index::BlockName;
 use crate::types::compact::{CompactOptions, Goal};
+use crate::types::region::Region;
 use lowtide_core::bytes::ByteSize;
 
 /// The time for which the copies of a batch may block leases, unless one block needs more.
@@ -113,11 +115,16 @@ pub(super) fn hold(state: &ArenaState, options: CompactOptions, id: BlockName, s
     if region.segment.is_held(span.offset) {
         return Hold::Stays;
     }
-    if !state.raw.is_empty() && !options.moves_raw {
-        let at = region.segment.address_of(ByteSize::new(span.offset));
-        if state.raw.get(at).is_some() {
-            return Hold::Stays;
-        }
+    if !options.moves_raw && raw_at(state, options.region, span.offset).is_some() {
+        return Hold::Stays;
     }
     region.pins.hold(id, id.end())
+}
+
+/// Returns the raw block at an offset of a region.
+pub(super) fn raw_at(state: &ArenaState, region: Region, offset: u64) -> Option<&RawUse> {
+    if state.raw.is_empty() {
+        return None;
+    }
+    state.raw.get(state.region(region).segment.address_of(ByteSize::new(offset)))
 }

@@ -20,7 +20,7 @@
 
 use super::alloc::ensure_committed;
 use super::call::CallKind;
-use super::compact::hold;
+use super::compact::{hold, raw_at};
 use super::completion::{Proof, complete_live, leave_stream, own_stream};
 use super::port::Port;
 use crate::driver::{DeviceAddress, DriverError, StreamHandle};
@@ -222,8 +222,7 @@ fn take_place(
         return Err(Refused::Skipped);
     }
     let (region, span) = (options.region, made.room());
-    let at = state.region(region).segment.address_of(ByteSize::new(made.from));
-    let is_raw = state.raw.get(at).is_some();
+    let is_raw = raw_at(state, region, made.from).is_some();
     let active = state.active();
     let placed = state.region_mut(region).take_room(span).ok_or(Refused::Skipped)?;
     let missing = state.region(region).segment.missing(span).granules;
@@ -255,12 +254,11 @@ fn may_move(state: &ArenaState, options: CompactOptions, id: BlockName, made: Mo
 
 /// Returns `true` unless the block is raw and work of unknown streams may use it.
 fn is_known(state: &ArenaState, options: CompactOptions, made: Move) -> bool {
-    if !state.capabilities.asynchronous || state.raw.is_empty() {
+    if !state.capabilities.asynchronous {
         return true;
     }
-    let at = state.region(options.region).segment.address_of(ByteSize::new(made.from));
     let is_alive = |&stream: &StreamKey| state.streams.handle(stream).is_some();
-    state.raw.get(at).is_none_or(|raw| {
+    raw_at(state, options.region, made.from).is_none_or(|raw| {
         raw.users.with(|streams, _| !streams.is_empty() && streams.iter().all(is_alive))
     })
 }
@@ -439,8 +437,24 @@ impl Batch {
         let Taken { id, made, placed, active, .. } = taken;
         let region = self.options.region;
         let [from, to] = ends_of(state, region, made);
-        self.outcome.idle += trade(state, region, (id, made.size), placed, clock);
+        let active_before = state.active();
+        if state.region_mut(region).trade(id, placed) {
+            for left in [placed.span, made.source()] {
+                state.note_idle(region, left, clock);
+            }
+        }
+        self.outcome.idle += active_before.saturating_sub(state.active());
         self.outcome.active += active;
+        state.totals.moves_total += 1;
+        state.totals.moved_bytes_total += made.size;
+        let location = |offset, address| Location { offset: ByteSize::new(offset), address };
+        state.events.push(clock, || ArenaEvent::Moved {
+            region,
+            id,
+            from: location(made.from, from),
+            to: location(made.to, to),
+            size: ByteSize::new(made.size), // the requested size is not known here
+        });
         state.readdress(region, from, id);
         self.outcome.moved.push(MovedBlock { id, made, from, to, is_freed });
     }
@@ -478,40 +492,4 @@ impl Batch {
 fn ends_of(state: &ArenaState, region: Region, made: Move) -> [DeviceAddress; 2] {
     let segment = &state.region(region).segment;
     [made.from, made.to].map(|offset| segment.address_of(ByteSize::new(offset)))
-}
-
-/// Moves a block of this size to the place taken for it. Returns the bytes of granules that are no
-/// longer active.
-fn trade(
-    state: &mut ArenaState,
-    region: Region,
-    (id, size): (BlockName, u64),
-    room: Placement,
-    clock: &dyn Clock,
-) -> u64 {
-    let active = state.active();
-    state.totals.moves_total += 1;
-    state.totals.moved_bytes_total += size;
-    let from = address_of(state, region, id);
-    let old = state.region(region).span_of(id);
-    if state.region_mut(region).trade(id, room) {
-        for left in [Some(room.span), old.ok()].into_iter().flatten() {
-            state.note_idle(region, left, clock);
-        }
-    }
-    let to = address_of(state, region, id);
-    // The requested size is not known here, so the event has the block's size.
-    let (size, segment) = (ByteSize::new(size), &state.region(region).segment);
-    let [from, to] = [from, to].map(|address| Location {
-        offset: segment.offset_of(address).unwrap_or_default(),
-        address,
-    });
-    state.events.push(clock, || ArenaEvent::Moved { region, id, from, to, size });
-    active.saturating_sub(state.active())
-}
-
-fn address_of(state: &ArenaState, region: Region, id: BlockName) -> DeviceAddress {
-    let region = state.region(region);
-    let offset = region.span_of(id).map_or(0, |span| span.offset);
-    region.segment.address_of(ByteSize::new(offset))
 }
