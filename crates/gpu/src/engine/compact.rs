@@ -35,12 +35,12 @@ pub(crate) struct Layout {
 impl Layout {
     /// Copies the layout of the region of a compaction: O(blocks).
     pub(crate) fn of(state: &ArenaState, options: CompactOptions) -> Self {
-        let (parts, names): (Vec<_>, Vec<_>) = parts(state, options).into_iter().unzip();
-        let offsets = parts.iter().map(|part| part.span.offset);
+        let region = state.region(options.region);
+        let blocks = region.index.blocks();
         Self {
-            names: offsets.zip(names).filter_map(|(at, id)| Some((at, id?))).collect(),
-            parts,
-            segments: state.region(options.region).segment.segments(),
+            names: blocks.filter_map(|(span, id)| Some((span.offset, id?))).collect(),
+            parts: parts(state, options),
+            segments: region.segment.segments(),
             granule: state.bytes_of(1),
         }
     }
@@ -66,41 +66,34 @@ pub(crate) fn batch_limit(state: &ArenaState) -> BatchLimit {
     }
 }
 
-/// Returns blocks and free spans in address order, and the name of each block. The wall between the
-/// ranges is included as a block that does not move.
-fn parts(state: &ArenaState, options: CompactOptions) -> Vec<(Part, Option<BlockName>)> {
-    let index = &state.region(options.region).index;
-    let part = |(span, id): (Span, Option<BlockName>)| {
-        (Part { span, hold: id.map(|id| hold(state, options, id, span)) }, id)
-    };
-    let mut parts: Vec<_> = index.blocks().map(part).collect();
-    if let Some(wall) = index.wall() {
-        let nth = parts.partition_point(|(part, _)| part.span.offset < wall.offset);
-        match options.goal {
-            Goal::Granules => {
-                parts.insert(nth, (Part { span: wall, hold: Some(Hold::Wall) }, None));
-            }
-            // The requested free span is for a large block.
-            Goal::Contiguous(_) => parts.truncate(nth),
-        }
+/// Returns blocks and free spans in address order. The wall between the ranges is included as a
+/// block that does not move.
+fn parts(state: &ArenaState, options: CompactOptions) -> Vec<Part> {
+    let mut parts: Vec<_> = parts_of(state, options, End::Low).collect();
+    // A requested free span is for a large block.
+    if options.goal == Goal::Granules {
+        let wall = state.region(options.region).index.wall();
+        parts.extend(wall.map(|span| Part { span, hold: Some(Hold::Wall) }));
+        parts.extend(parts_of(state, options, End::High));
     }
     parts
 }
 
-/// Returns the first blocks and free spans of one range of a region in address order, at most this
-/// many; the last of them is fixed, since its successor is unknown.
+/// Returns the blocks and free spans of one range of a region in address order.
+fn parts_of(state: &ArenaState, options: CompactOptions, end: End) -> impl Iterator<Item = Part> {
+    let blocks = state.region(options.region).index.blocks_of(end);
+    blocks.map(move |(span, id)| Part { span, hold: id.map(|id| hold(state, options, id, span)) })
+}
+
+/// Returns the first blocks and free spans of one range of a region, at most this many; the last of
+/// them is fixed, since its successor is unknown.
 pub(crate) fn first_parts(
     state: &ArenaState,
     options: CompactOptions,
     end: End,
     parts_max: usize,
 ) -> Vec<Part> {
-    let blocks = state.region(options.region).index.blocks_of(end).take(parts_max);
-    let part = |(span, id): (Span, Option<BlockName>)| Part {
-        span,
-        hold: id.map(|id| hold(state, options, id, span)),
-    };
-    let mut parts: Vec<_> = blocks.map(part).collect();
+    let mut parts: Vec<_> = parts_of(state, options, end).take(parts_max).collect();
     if parts.len() == parts_max
         && let Some(last) = parts.last_mut()
     {
