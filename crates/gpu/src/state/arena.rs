@@ -21,7 +21,7 @@ use crate::state::outstanding::Outstanding;
 use crate::state::pending::{Claim, Uses};
 use crate::state::raw::RawBlocks;
 use crate::state::region::{
-    AllocRequest, PlacedRun, Placement, PlacementQuery, Region, RegionState, Search, end_of,
+    AllocRequest, AllocTarget, PlacedRun, Placement, Region, RegionState, Search, end_of,
 };
 use crate::state::region_index::{APART_FROM, BlockName};
 use crate::state::segment::{Cursor, Run, Runs};
@@ -233,10 +233,8 @@ impl ArenaState {
     /// Finds addresses for a block. Returns the uses that must complete before the block is used.
     pub(crate) fn place(
         &mut self,
-        region: Region,
-        wanted: AllocRequest,
+        AllocTarget { region, wanted, taker }: AllocTarget,
         search: Search,
-        taker: Option<StreamKey>,
     ) -> Result<(Placement, Claim), AllocFailure> {
         let shares = self.shares_granules() && search == Search::Usual;
         let search = if shares { Search::AmongLarge } else { search };
@@ -729,11 +727,11 @@ impl ArenaState {
     /// are no offsets for it.
     pub(crate) fn begin_segment(
         &mut self,
-        query: PlacementQuery,
+        AllocTarget { region, wanted, .. }: AllocTarget,
+        search: Search,
         needed: u64,
         grow: bool,
     ) -> Option<Span> {
-        let PlacementQuery { region, wanted, search, .. } = query;
         let room = self.limit.get().saturating_sub(self.backed());
         let whole = if grow { self.steps.commit(needed, room) } else { needed };
         let size = needed + self.bytes_of((whole - needed) / self.bytes_of(1));

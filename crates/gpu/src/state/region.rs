@@ -90,12 +90,12 @@ impl AllocRequest {
     }
 }
 
-/// A requested block, and the extent of the search.
+/// A block to allocate.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct PlacementQuery {
+pub(crate) struct AllocTarget {
     pub(crate) region: Region,
     pub(crate) wanted: AllocRequest,
-    pub(crate) search: Search,
+    /// The stream that may use the block immediately, in stream order; any stream if `None`.
     pub(crate) taker: Option<StreamKey>,
 }
 

@@ -9,7 +9,7 @@
 use super::*;
 use crate::driver::Driver as _;
 use crate::state::pending::Claim;
-use crate::state::region::{AllocRequest, Placement, Search};
+use crate::state::region::{AllocRequest, AllocTarget, Placement, Search};
 use crate::state::segment::Cursor;
 
 const DYNAMIC: Region = Region::Dynamic;
@@ -30,7 +30,8 @@ fn nearly_full(granules: u64) -> (DeviceArena, Arc<FaultInjectingDriver>, Buffer
 /// Places a block that waits for its memory.
 fn place(arena: &DeviceArena, size: ByteSize) -> Placement {
     let wanted = AllocRequest::new(size, ALIGN).expect("not empty");
-    let placed = arena.inner().lock_state().place(DYNAMIC, wanted, Search::Usual, None);
+    let target = AllocTarget { region: DYNAMIC, wanted, taker: None };
+    let placed = arena.inner().lock_state().place(target, Search::Usual);
     placed.expect("room").0
 }
 
