@@ -263,9 +263,14 @@ impl ArenaState {
         self.region_mut(region).mark_live(placed);
         self.events.push(clock, || ArenaEvent::Allocated { region, request, placed });
         self.totals.allocs_total += 1;
-        self.totals.alloc_size_max =
-            self.totals.alloc_size_max.max(ByteSize::new(placed.span.size));
-        self.totals.live_peak = self.totals.live_peak.max(ByteSize::new(self.live()));
+        self.note_live(placed);
+    }
+
+    /// Updates the largest block, and the peak of live memory.
+    fn note_live(&mut self, placed: Placement) {
+        let (size, live) = (ByteSize::new(placed.span.size), ByteSize::new(self.live()));
+        self.totals.alloc_size_max = self.totals.alloc_size_max.max(size);
+        self.totals.live_peak = self.totals.live_peak.max(live);
     }
 
     /// Starts resizing a live block in place; returns `None` if there is no room.
@@ -303,9 +308,7 @@ impl ArenaState {
         if done {
             self.events.push(clock, || ArenaEvent::Resized { region, before, after });
             self.totals.resizes_total += 1;
-            self.totals.alloc_size_max =
-                self.totals.alloc_size_max.max(ByteSize::new(after.span.size));
-            self.totals.live_peak = self.totals.live_peak.max(ByteSize::new(self.live()));
+            self.note_live(after);
         }
     }
 
@@ -319,14 +322,21 @@ impl ArenaState {
     ) -> Runs {
         let CommitOptions { grow, large_handles } = options;
         let handle_max = if large_handles { self.handle_max(self.backed() + needed) } else { 1 };
-        let room = self.limit.get().saturating_sub(self.backed());
-        let whole = if grow { self.steps.commit(needed, room) } else { needed };
-        let ahead = (whole - needed) / self.granularity;
+        let ahead = if grow { self.growth(needed) } else { 0 };
         self.region_mut(region).segment.begin_commit(span, ahead, handle_max)
     }
 
-    /// Updates the peak of committed memory after a commit; a failed commit does not count.
-    fn note_committed(&mut self) {
+    /// Returns the number of granules to commit beyond the need of a block.
+    fn growth(&mut self, needed: u64) -> u64 {
+        let room = self.limit.get().saturating_sub(self.backed());
+        (self.steps.commit(needed, room) - needed) / self.granularity
+    }
+
+    /// Records that memory was committed.
+    fn note_committed(&mut self, at: DeviceAddress, size: ByteSize, clock: &dyn Clock) {
+        self.events.push(clock, || ArenaEvent::Committed { at, size });
+        self.totals.commits_total += 1;
+        self.totals.committed_bytes_total += size.get();
         self.totals.committed_peak = self.totals.committed_peak.max(ByteSize::new(self.there()));
     }
 
@@ -342,10 +352,7 @@ impl ArenaState {
         segment.end_commit(run, done);
         self.results += 1;
         if done {
-            self.events.push(clock, || ArenaEvent::Committed { at, size });
-            self.totals.commits_total += 1;
-            self.totals.committed_bytes_total += size.get();
-            self.note_committed();
+            self.note_committed(at, size, clock);
         }
         if done && self.idle() > 0 {
             let offset = self.region(region).segment.offset_of(at).unwrap_or_default();
@@ -732,9 +739,8 @@ impl ArenaState {
         needed: u64,
         grow: bool,
     ) -> Option<Span> {
-        let room = self.limit.get().saturating_sub(self.backed());
-        let whole = if grow { self.steps.commit(needed, room) } else { needed };
-        let size = needed + self.bytes_of((whole - needed) / self.bytes_of(1));
+        let ahead = if grow { self.growth(needed) } else { 0 };
+        let size = needed + self.bytes_of(ahead);
         let is_shared = self.shares_granules() || search == Search::AmongLarge;
         let state = self.region_mut(region);
         let is_small = end_of(wanted.size) == End::High && state.index.bounds(End::High).size > 0;
@@ -755,12 +761,8 @@ impl ArenaState {
         self.region_mut(region).end_segment(span, at);
         self.results += 1;
         if let Some(at) = at {
-            let size = ByteSize::new(span.size);
-            self.events.push(clock, || ArenaEvent::Committed { at, size });
-            self.totals.commits_total += 1;
-            self.totals.committed_bytes_total += span.size;
+            self.note_committed(at, ByteSize::new(span.size), clock);
         }
-        self.note_committed();
     }
 
     /// Returns `true` if the driver allocates and frees whole segments.
