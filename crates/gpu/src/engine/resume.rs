@@ -435,8 +435,8 @@ fn touched_copies(state: &ArenaState, region: Region, run: Run) -> Vec<StoredCop
 fn stayed_copies(state: &ArenaState) -> Vec<StoredCopy> {
     let mut copies = Vec::new();
     for region in Region::ALL {
-        for range in state.region(region).segment.committed_runs() {
-            copies.extend(touched_copies(state, region, Run::of(&range)));
+        for run in state.region(region).segment.committed_runs() {
+            copies.extend(touched_copies(state, region, run));
         }
     }
     copies

@@ -334,10 +334,10 @@ impl Backing {
 
     /// Returns the granules that can leave for a sleep, in runs: all committed granules. For
     /// pieces: only the idle ones, because the others cannot be restored.
-    pub(crate) fn committed_runs(&self) -> Vec<Range<usize>> {
+    pub(crate) fn committed_runs(&self) -> Runs {
         match self {
             Self::Reserved(segment) => segment.committed_runs(),
-            Self::SegmentList(pieces) => pieces.idle_runs().into_iter().map(Run::range).collect(),
+            Self::SegmentList(pieces) => pieces.idle_runs(),
         }
     }
 
