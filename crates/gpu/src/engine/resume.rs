@@ -434,6 +434,9 @@ fn touched_copies(state: &ArenaState, region: Region, run: Run) -> Vec<StoredCop
 /// wake that failed could not release the memory, and it may have lost the contents.
 fn stayed_copies(state: &ArenaState) -> Vec<StoredCopy> {
     let mut copies = Vec::new();
+    if state.backed() == state.committing() {
+        return copies; // no memory stayed, as usual
+    }
     for region in Region::ALL {
         for run in state.region(region).segment.committed_runs() {
             copies.extend(touched_copies(state, region, run));
