@@ -103,7 +103,7 @@ fn begin_remap(
         let mut cursors = [Cursor::START; Region::ALL.len()];
         while leaving.len() < CALLS_MAX {
             let left = granules - sum_of(&leaving);
-            let next = state.begin_leave_in(left, 1, &mut cursors, Some(ages));
+            let next = state.begin_leave(left, 1, &mut cursors, Some(ages));
             let Some(next) = next else { break };
             leaving.push(next);
         }

@@ -435,17 +435,6 @@ impl ArenaState {
         self.release_after(region, placed, (&streams, FreeCause::Owner(after)), clock);
     }
 
-    /// Frees a block whose contents were copied to another block.
-    pub(crate) fn replace(
-        &mut self,
-        region: Region,
-        old: Placement,
-        new: Placement,
-        clock: &dyn Clock,
-    ) {
-        self.release_after(region, old, (&[], FreeCause::MovedTo(new)), clock);
-    }
-
     /// Frees a cached block.
     pub(crate) fn release_swept(&mut self, swept: Swept, clock: &dyn Clock) {
         let ((region, placed), stream) = swept;
@@ -480,7 +469,7 @@ impl ArenaState {
         let streams = if is_copied { &[] } else { streams };
         // No work is started on a block whose contents are lost, and its memory may be lost too.
         let is_unused =
-            self.sleep.is_quiet || (self.region(region).is_lost(placed.id) && !is_copied);
+            self.sleep.is_quiet || (self.region(region).pins.is_lost(placed.id) && !is_copied);
         let uses = if is_unused { Uses::NONE } else { self.uses(streams) };
         let placed = self.region(region).refreshed(placed);
         let gone = self.region_mut(region).release(placed, uses);
@@ -495,19 +484,9 @@ impl ArenaState {
     }
 
     /// Marks the next run of idle granules as leaving, at most this many, but at least one handle;
-    /// with ages, only expired ones. The stable region comes first, because its idle memory is the
+    /// with ages, only expired ones. No handle has more than `handle_max` granules. The stable region comes first, because its idle memory is the
     /// least likely to be requested again.
     pub(crate) fn begin_leave(
-        &mut self,
-        granules: u64,
-        cursors: &mut [Cursor; 2],
-        ages: Option<Ages>,
-    ) -> Option<PlacedRun> {
-        self.begin_leave_in(granules, usize::MAX, cursors, ages)
-    }
-
-    /// Like [`ArenaState::begin_leave`], but only handles of at most this many granules.
-    pub(crate) fn begin_leave_in(
         &mut self,
         granules: u64,
         handle_max: usize,

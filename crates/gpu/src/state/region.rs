@@ -136,8 +136,10 @@ pub(crate) struct RegionState {
     /// and is freed with another. Together with the caches' counts the sum is right.
     requested: u64,
     live: u64,
+    /// The bytes of blocks that have a place but no memory yet.
     pub(crate) arriving: u64,
     pub(crate) pins: Pins,
+    /// The number of times that blocks of the region were moved or lost.
     pub(crate) moves: u64,
     /// Freed memory that the device may still use. It is free in the index, and keeps its granules.
     pub(crate) pending: Pending,
@@ -172,12 +174,6 @@ impl RegionState {
     /// Returns the bytes of this metadata.
     pub(crate) fn metadata(&self) -> usize {
         self.index.metadata() + self.segment.metadata() + self.pending.metadata()
-    }
-
-    /// Returns the bytes of blocks that have a place but no memory yet.
-    #[cfg(all(test, not(lowtide_loom)))]
-    pub(crate) const fn arriving(&self) -> u64 {
-        self.arriving
     }
 
     /// Finds a place, preferring those that cost the fewest granules, and marks it as arriving.
@@ -512,15 +508,6 @@ impl RegionState {
         blocks.filter(|(span, _)| !self.segment.is_held(span.offset))
     }
 
-    /// Returns the number of times that blocks of the region were moved or lost.
-    pub(crate) const fn moves(&self) -> u64 {
-        self.moves
-    }
-
-    pub(crate) fn span_of(&self, id: BlockName) -> Result<Span, StaleBlock> {
-        self.index.span_of(id)
-    }
-
     /// Returns the current place of a live block.
     pub(crate) fn refreshed(&self, placed: Placement) -> Placement {
         if placed.moves == self.moves {
@@ -532,10 +519,6 @@ impl RegionState {
         };
         let at = self.segment.address_of(ByteSize::new(span.offset));
         Placement { span, at, moves: self.moves, ..placed }
-    }
-
-    pub(crate) fn is_lost(&self, id: BlockName) -> bool {
-        self.pins.is_lost(id)
     }
 
     /// Records that the contents of a block are lost. Its owner gets an error at the next use.

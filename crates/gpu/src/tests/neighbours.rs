@@ -84,7 +84,8 @@ fn a_block_that_fits_at_no_granules_start_waits_for_the_calls_of_its_neighbours(
     // A call is in progress: idle memory leaves.
     drop(bytes(&arena, GRANULE, Region::Stable).expect("room"));
     let mut cursors = [Cursor::START; 2];
-    let leaving = arena.inner().lock_state().begin_leave(1, &mut cursors, None).expect("idle");
+    let leaving =
+        arena.inner().lock_state().begin_leave(1, usize::MAX, &mut cursors, None).expect("idle");
     let (asked, short) = std::sync::mpsc::channel();
     let callback = arena.on_shortage(move |_| asked.send(()).is_err());
     let waiting = {
