@@ -16,7 +16,6 @@ use crate::state::raw::RawUse;
 use crate::state::region_index::BlockName;
 use crate::types::compact::{CompactOptions, Goal};
 use crate::types::region::Region;
-use lowtide_core::bytes::ByteSize;
 
 /// The time for which the copies of a batch may block leases, unless one block needs more.
 const BLOCKED_MAX: Duration = Duration::from_millis(1);
@@ -119,5 +118,5 @@ pub(super) fn raw_at(state: &ArenaState, region: Region, offset: u64) -> Option<
     if state.raw.is_empty() {
         return None;
     }
-    state.raw.get(state.region(region).segment.address_of(ByteSize::new(offset)))
+    state.raw.get(state.region(region).segment.address_of(offset))
 }

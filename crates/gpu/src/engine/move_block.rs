@@ -491,5 +491,5 @@ impl Batch {
 /// Returns the old and the new address of a block.
 fn ends_of(state: &ArenaState, region: Region, made: Move) -> [DeviceAddress; 2] {
     let segment = &state.region(region).segment;
-    [made.from, made.to].map(|offset| segment.address_of(ByteSize::new(offset)))
+    [made.from, made.to].map(|offset| segment.address_of(offset))
 }

@@ -28,7 +28,7 @@ use super::move_block::is_busy;
 use super::port::Port;
 use super::release::give_back;
 use super::remap::{Pair, remap};
-use crate::driver::{DeviceAddress, DriverError};
+use crate::driver::DriverError;
 use crate::index::Span;
 use crate::state::aging::Ages;
 use crate::state::arena::{ArenaState, CommitOptions};
@@ -132,7 +132,7 @@ fn may_divide(
     blocks: &[(Span, BlockName)],
 ) -> bool {
     let options = CompactOptions::new(region);
-    let span = span_of(state, region, handle);
+    let span = state.region(region).segment.span_of(handle);
     let mut blocks = over(blocks, span).iter();
     state.region(region).pending.is_clear(span)
         && blocks.all(|&(span, id)| matches!(hold(state, options, id, span), Hold::Moves { .. }))
@@ -218,7 +218,7 @@ fn begin(state: &mut ArenaState, handle: PlacedRun, scratch: Placement) -> Optio
         return None;
     }
     let segment = &state.region(region).segment;
-    let span = span_of(state, region, run);
+    let span = segment.span_of(run);
     let touched = segment.touched_runs(run);
     let is_handle = segment.handle_of(run.range().start) == run.range();
     let is_same = is_handle && segment.missing(span).is_nothing();
@@ -284,8 +284,7 @@ enum Direction {
 async fn copy(port: &Port<'_>, split: &Split, direction: Direction) -> Result<(), DriverError> {
     let mut scratch = split.scratch.at;
     for &run in &split.touched {
-        let place = port.with(|state| state.region(split.handle.region).segment.place_of(run));
-        let (at, size): (DeviceAddress, ByteSize) = place;
+        let (at, size) = port.with(|state| state.region(split.handle.region).segment.place_of(run));
         let (from, to) = match direction {
             Direction::Out => (at, scratch),
             Direction::Back => (scratch, at),
@@ -307,13 +306,6 @@ fn end(port: &Port<'_>, state: &mut ArenaState, region: Region, failure: Option<
             state.release_deferred(region, freed, port.clock);
         }
     }
-}
-
-/// Returns the offsets of a run.
-fn span_of(state: &ArenaState, region: Region, run: Run) -> Span {
-    let segment = &state.region(region).segment;
-    let (at, size) = segment.place_of(run);
-    Span { offset: segment.offset_of(at).unwrap_or_default().get(), size: size.get() }
 }
 
 fn sum_of(runs: &[Run]) -> u64 {

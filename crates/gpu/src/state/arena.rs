@@ -355,8 +355,7 @@ impl ArenaState {
             self.note_committed(at, size, clock);
         }
         if done && self.idle() > 0 {
-            let offset = self.region(region).segment.offset_of(at).unwrap_or_default();
-            let span = Span { offset: offset.get(), size: size.get() };
+            let span = self.region(region).segment.span_of(run);
             self.note_idle(region, span, clock); // some of it was committed ahead
         }
     }

@@ -222,7 +222,7 @@ impl RegionState {
     pub(crate) fn put(&mut self, wanted: AllocRequest, id: BlockName, span: Span) -> Placement {
         self.segment.touch(span);
         self.arriving += span.size;
-        let at = self.segment.address_of(ByteSize::new(span.offset));
+        let at = self.segment.address_of(span.offset);
         if wanted.align > ALIGN {
             self.pins.align(id, wanted.align);
         }
@@ -517,7 +517,7 @@ impl RegionState {
             debug_assert!(false, "only its owner asks, and it is live");
             return placed;
         };
-        let at = self.segment.address_of(ByteSize::new(span.offset));
+        let at = self.segment.address_of(span.offset);
         Placement { span, at, moves: self.moves, ..placed }
     }
 
@@ -536,7 +536,7 @@ impl RegionState {
         self.pins.begin_operation(id); // its handle is not divided meanwhile
         self.segment.touch(span);
         self.arriving += span.size;
-        let at = self.segment.address_of(ByteSize::new(span.offset));
+        let at = self.segment.address_of(span.offset);
         Some(Placement { id, span, at, requested: 0, moves: self.moves })
     }
 

@@ -174,18 +174,17 @@ impl Segment {
         self.low.metadata() + self.high.metadata()
     }
 
-    /// Returns the address and the size of a run.
-    pub(crate) fn place_of(&self, run: Run) -> (DeviceAddress, ByteSize) {
-        let offset = ByteSize::new(run.first as u64 * self.granularity);
-        let size = ByteSize::new(run.granules() * self.granularity);
-        (self.address_of(offset), size)
+    /// Returns the offsets of a run.
+    pub(crate) const fn span_of(&self, run: Run) -> Span {
+        let (offset, size) = (run.first as u64, run.granules());
+        Span { offset: offset * self.granularity, size: size * self.granularity }
     }
 
     /// Returns the address of an offset in the segment.
-    pub(crate) fn address_of(&self, offset: ByteSize) -> DeviceAddress {
-        debug_assert!(offset.get() <= self.reserved);
+    pub(crate) fn address_of(&self, offset: u64) -> DeviceAddress {
+        debug_assert!(offset <= self.reserved);
         // The driver reserved `base + reserved` without wrapping. The base is only a fallback.
-        self.base.checked_add(offset).unwrap_or(self.base)
+        self.base.checked_add(ByteSize::new(offset)).unwrap_or(self.base)
     }
 
     /// Records a block in a span.
