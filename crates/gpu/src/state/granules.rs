@@ -315,11 +315,6 @@ impl Granules {
         run.into_iter().for_each(each);
     }
 
-    /// Returns `true` if the granule has memory, also if that is arriving or leaving.
-    pub(crate) fn is_backed(&self, granule: usize) -> bool {
-        self.words.get(granule / 64).is_some_and(|word| word.backed >> (granule % 64) & 1 == 1)
-    }
-
     /// Marks the bare granules that blocks touch as committing; calls `each` with every run of
     /// them.
     pub(crate) fn begin_return(&mut self, mut each: impl FnMut(Range<usize>)) {

@@ -410,9 +410,7 @@ impl Segment {
     pub(crate) fn committed_run_max(&self, span: Span) -> u64 {
         let (mut best, mut across) = (0, 0);
         for run in self.runs(self.granules_of(span), Word::committed) {
-            let run = run.range();
-            let start = span.offset.max(run.start as u64 * self.granularity);
-            let bytes = span.end().min(run.end as u64 * self.granularity) - start;
+            let (bytes, run) = (self.bytes_in(run, span), run.range());
             // A run that ends at the border of the halves continues in the other half.
             let meets = run.start == self.middle || run.end == self.middle;
             across += if meets { bytes } else { 0 };
@@ -463,15 +461,16 @@ impl Segment {
         runs
     }
 
-    /// Returns the bytes of a span that have no memory. Takes a step for each granule.
+    /// Returns the bytes of a block that have no memory.
     pub(crate) fn bare_bytes(&self, span: Span) -> u64 {
-        let bare = |granule: usize| {
-            let (half, at) = self.half(granule);
-            let start = granule as u64 * self.granularity;
-            let part = span.end().min(start + self.granularity) - span.offset.max(start);
-            part * u64::from(!half.is_backed(at))
-        };
-        self.granules_of(span).map(bare).sum()
+        let bare = self.runs(self.granules_of(span), |word| !word.backed());
+        bare.into_iter().map(|run| self.bytes_in(run, span)).sum()
+    }
+
+    /// Returns the bytes of a run that lie in a span.
+    fn bytes_in(&self, run: Run, span: Span) -> u64 {
+        let of = self.span_of(run);
+        of.end().min(span.end()) - of.offset.max(span.offset)
     }
 
     /// Returns every run of backed granules, for the end of the segment and for its map.
