@@ -54,7 +54,7 @@ fn wait_until(condition: impl Fn() -> bool) {
 
 /// Returns the bytes of blocks in the dynamic region that wait for their memory.
 fn arriving(arena: &DeviceArena) -> ByteSize {
-    ByteSize::new(arena.inner().lock_state().region(Region::Dynamic).arriving())
+    ByteSize::new(arena.inner().lock_state().region(Region::Dynamic).arriving)
 }
 
 struct Chance(u64);

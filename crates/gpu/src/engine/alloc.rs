@@ -24,9 +24,8 @@ use crate::index::Span;
 use crate::state::arena::{ArenaState, CommitOptions};
 use crate::state::failure::{AllocFailure, Cause};
 use crate::state::pending::Claim;
-use crate::state::region::{AllocRequest, PlacedRun, Placement, PlacementQuery, Region, Search};
+use crate::state::region::{AllocTarget, PlacedRun, Placement, Region, Search};
 use crate::state::segment::Runs;
-use crate::state::streams::StreamKey;
 use crate::types::error::DeviceError;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::Clock;
@@ -34,15 +33,6 @@ use lowtide_core::clock::Clock;
 /// The attempts of an allocation on a full device in addition to one per idle granule. Each attempt
 /// releases at least one granule, so more attempts are needed only if other processes take memory.
 pub(super) const ATTEMPTS_BESIDE: u64 = 16;
-
-/// A block to allocate.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct AllocTarget {
-    pub(crate) region: Region,
-    pub(crate) wanted: AllocRequest,
-    /// The stream that may use the block immediately, in stream order; any stream if `None`.
-    pub(crate) taker: Option<StreamKey>,
-}
 
 /// The result of the first step of an allocation.
 #[derive(Debug)]
@@ -93,8 +83,7 @@ pub(crate) fn begin(state: &mut ArenaState, clock: &dyn Clock, target: AllocTarg
     if !state.sleep.is_open() {
         return Begun::Not;
     }
-    let AllocTarget { region, wanted, taker } = target;
-    match state.place(region, wanted, Search::Usual, taker) {
+    match state.place(target, Search::Usual) {
         Ok((placed, claim)) => begin_at(state, clock, target, placed, claim),
         Err(_) => Begun::Not,
     }
@@ -127,13 +116,11 @@ pub(super) async fn attempt(
     search: Search,
 ) -> Result<Placement, AllocFailure> {
     awake(port).await.map_err(AllocFailure::uncounted)?;
-    let AllocTarget { region, wanted, taker } = target;
-    let found = port.with(|state| state.place(region, wanted, search, taker));
+    let found = port.with(|state| state.place(target, search));
     let (placed, claim) = match found {
         Ok(found) => found,
         Err(failure) if port.with(|state| state.is_whole()) => {
-            let query = PlacementQuery { region, wanted, search, taker };
-            place_in_new_segment(port, failure, query).await?
+            place_in_new_segment(port, failure, target, search).await?
         }
         Err(failure) => return Err(failure),
     };
@@ -157,7 +144,6 @@ pub(super) async fn complete(
         outcome = ordered.map_err(AllocFailure::of_driver);
     }
     port.with(|state| {
-        state.region_mut(region).pins.end_operation(placed.id);
         if outcome.is_ok() && state.is_closed {
             // The arena was closed while the memory was being committed.
             let closed = DeviceError::Closed { arena: state.name.clone() };
@@ -165,6 +151,7 @@ pub(super) async fn complete(
         }
         match outcome {
             Ok(()) => {
+                state.region_mut(region).pins.end_operation(placed.id);
                 state.mark_live(region, target.wanted, placed, port.clock);
                 Ok(placed)
             }
@@ -293,11 +280,11 @@ async fn make_room(
     let missing = port.with(|state| state.region(region).segment.missing(span)).granules;
     if *remaps && granules <= missing {
         let moved = remap_idle(port, region, span, granules).await;
-        *remaps = !moved.failed;
+        *remaps = moved.error.is_none();
         if moved.granules > 0 {
             return Ok(ShortageOutcome::Made);
         }
-        if moved.failed {
+        if !*remaps {
             return Ok(ShortageOutcome::Tried);
         }
     }
@@ -346,9 +333,10 @@ fn assess(state: &ArenaState, shortage: ExceededBound) -> Result<u64, Cause> {
 async fn place_in_new_segment(
     port: &Port<'_>,
     mut no_place: AllocFailure,
-    query: PlacementQuery,
+    target: AllocTarget,
+    search: Search,
 ) -> Result<(Placement, Claim), AllocFailure> {
-    let PlacementQuery { region, wanted, search, taker } = query;
+    let AllocTarget { region, wanted, .. } = target;
     let (mut attempts, mut grow, granules, needed) = port.with(|state| {
         let attempts = ATTEMPTS_BESIDE + state.granules_for(state.idle());
         let granules = state.granules_for(wanted.size);
@@ -360,9 +348,9 @@ async fn place_in_new_segment(
     loop {
         let mut shortage = ExceededBound::Limit(needed);
         if port.with(|state| state.over_limit(needed)) == 0 {
-            let marked = port.with(|state| state.begin_segment(query, needed, grow));
+            let marked = port.with(|state| state.begin_segment(target, search, needed, grow));
             let Some(span) = marked else { return Err(no_place) };
-            shortage = match create_segment(port, query, span).await {
+            shortage = match create_segment(port, target, span).await {
                 Ok(Some(placed)) => return Ok((placed, Claim::default())),
                 Ok(None) => return Err(no_place),
                 // The call may succeed without the growth.
@@ -396,7 +384,7 @@ async fn place_in_new_segment(
         }
         // The arena may have fallen asleep: nothing of this block was recorded.
         awake(port).await.map_err(AllocFailure::uncounted)?;
-        match port.with(|state| state.place(region, wanted, search, taker)) {
+        match port.with(|state| state.place(target, search)) {
             Ok(found) => return Ok(found),
             Err(failure) => no_place = failure,
         }
@@ -406,7 +394,7 @@ async fn place_in_new_segment(
 /// Allocates a marked segment, and places the block in it.
 async fn create_segment(
     port: &Port<'_>,
-    query: PlacementQuery,
+    AllocTarget { region, wanted, .. }: AllocTarget,
     span: Span,
 ) -> Result<Option<Placement>, DriverError> {
     let created = port.perform(CallKind::CreateSegment { size: ByteSize::new(span.size) }).await;
@@ -415,8 +403,8 @@ async fn create_segment(
             Ok(Answer::Address(at)) => Some(at),
             _ => None,
         };
-        state.end_segment(query.region, span, at, port.clock);
-        created.map(|_| state.region_mut(query.region).place_in(query.wanted, span))
+        state.end_segment(region, span, at, port.clock);
+        created.map(|_| state.region_mut(region).place_in(wanted, span))
     })
 }
 
@@ -477,7 +465,6 @@ fn begin_again(
     begun: Begun,
 ) -> Begun {
     if let Begun::Placed(placed, claim) = begun {
-        state.region_mut(target.region).pins.end_operation(placed.id);
         state.cancel_placement(target.region, placed, claim, clock);
     }
     begin(state, clock, target)

@@ -33,9 +33,8 @@ pub(crate) async fn record_failure(
 ) -> DeviceError {
     let AllocFailure { cause, error } = failure;
     let mut error = *error;
-    let arena = port.with(|state| state.name.clone());
     if matches!(cause, Cause::Uncounted) {
-        port.outside(|| log!(debug, arena, %error, "allocation failed")).await;
+        port.log(|arena| log!(debug, arena, %error, "allocation failed")).await;
         return error;
     }
     match &mut error {
@@ -61,7 +60,7 @@ pub(crate) async fn record_failure(
         _ => {}
     }
     port.with(|state| state.note_failure(request, (cause, &error), port.clock));
-    port.outside(|| log!(debug, arena, %error, "allocation failed")).await;
+    port.log(|arena| log!(debug, arena, %error, "allocation failed")).await;
     error
 }
 

@@ -12,9 +12,10 @@ use crate::index::{End, Span};
 use crate::state::arena::ArenaState;
 use crate::state::compact::batch::BatchLimit;
 use crate::state::compact::plan::{self, Hold, Part, Plan, Target};
+use crate::state::raw::RawUse;
 use crate::state::region_index::BlockName;
 use crate::types::compact::{CompactOptions, Goal};
-use lowtide_core::bytes::ByteSize;
+use crate::types::region::Region;
 
 /// The time for which the copies of a batch may block leases, unless one block needs more.
 const BLOCKED_MAX: Duration = Duration::from_millis(1);
@@ -33,12 +34,12 @@ pub(crate) struct Layout {
 impl Layout {
     /// Copies the layout of the region of a compaction: O(blocks).
     pub(crate) fn of(state: &ArenaState, options: CompactOptions) -> Self {
-        let (parts, names): (Vec<_>, Vec<_>) = parts(state, options).into_iter().unzip();
-        let offsets = parts.iter().map(|part| part.span.offset);
+        let region = state.region(options.region);
+        let blocks = region.index.blocks();
         Self {
-            names: offsets.zip(names).filter_map(|(at, id)| Some((at, id?))).collect(),
-            parts,
-            segments: state.region(options.region).segment.segments(),
+            names: blocks.filter_map(|(span, id)| Some((span.offset, id?))).collect(),
+            parts: parts(state, options),
+            segments: region.segment.segments(),
             granule: state.bytes_of(1),
         }
     }
@@ -64,41 +65,34 @@ pub(crate) fn batch_limit(state: &ArenaState) -> BatchLimit {
     }
 }
 
-/// Returns blocks and free spans in address order, and the name of each block. The wall between the
-/// ranges is included as a block that does not move.
-fn parts(state: &ArenaState, options: CompactOptions) -> Vec<(Part, Option<BlockName>)> {
-    let index = &state.region(options.region).index;
-    let part = |(span, id): (Span, Option<BlockName>)| {
-        (Part { span, hold: id.map(|id| hold(state, options, id, span)) }, id)
-    };
-    let mut parts: Vec<_> = index.blocks().map(part).collect();
-    if let Some(wall) = index.wall() {
-        let nth = parts.partition_point(|(part, _)| part.span.offset < wall.offset);
-        match options.goal {
-            Goal::Granules => {
-                parts.insert(nth, (Part { span: wall, hold: Some(Hold::Wall) }, None));
-            }
-            // The requested free span is for a large block.
-            Goal::Contiguous(_) => parts.truncate(nth),
-        }
+/// Returns blocks and free spans in address order. The wall between the ranges is included as a
+/// block that does not move.
+fn parts(state: &ArenaState, options: CompactOptions) -> Vec<Part> {
+    let mut parts: Vec<_> = parts_of(state, options, End::Low).collect();
+    // A requested free span is for a large block.
+    if options.goal == Goal::Granules {
+        let wall = state.region(options.region).index.wall();
+        parts.extend(wall.map(|span| Part { span, hold: Some(Hold::Wall) }));
+        parts.extend(parts_of(state, options, End::High));
     }
     parts
 }
 
-/// Returns the first blocks and free spans of one range of a region in address order, at most this
-/// many; the last of them is fixed, since its successor is unknown.
+/// Returns the blocks and free spans of one range of a region in address order.
+fn parts_of(state: &ArenaState, options: CompactOptions, end: End) -> impl Iterator<Item = Part> {
+    let blocks = state.region(options.region).index.blocks_of(end);
+    blocks.map(move |(span, id)| Part { span, hold: id.map(|id| hold(state, options, id, span)) })
+}
+
+/// Returns the first blocks and free spans of one range of a region, at most this many; the last of
+/// them is fixed, since its successor is unknown.
 pub(crate) fn first_parts(
     state: &ArenaState,
     options: CompactOptions,
     end: End,
     parts_max: usize,
 ) -> Vec<Part> {
-    let blocks = state.region(options.region).index.blocks_of(end).take(parts_max);
-    let part = |(span, id): (Span, Option<BlockName>)| Part {
-        span,
-        hold: id.map(|id| hold(state, options, id, span)),
-    };
-    let mut parts: Vec<_> = blocks.map(part).collect();
+    let mut parts: Vec<_> = parts_of(state, options, end).take(parts_max).collect();
     if parts.len() == parts_max
         && let Some(last) = parts.last_mut()
     {
@@ -113,11 +107,16 @@ pub(super) fn hold(state: &ArenaState, options: CompactOptions, id: BlockName, s
     if region.segment.is_held(span.offset) {
         return Hold::Stays;
     }
-    if !state.raw.is_empty() && !options.moves_raw {
-        let at = region.segment.address_of(ByteSize::new(span.offset));
-        if state.raw.get(at).is_some() {
-            return Hold::Stays;
-        }
+    if !options.moves_raw && raw_at(state, options.region, span.offset).is_some() {
+        return Hold::Stays;
     }
     region.pins.hold(id, id.end())
+}
+
+/// Returns the raw block at an offset of a region.
+pub(super) fn raw_at(state: &ArenaState, region: Region, offset: u64) -> Option<&RawUse> {
+    if state.raw.is_empty() {
+        return None;
+    }
+    state.raw.get(state.region(region).segment.address_of(offset))
 }

@@ -67,14 +67,8 @@ pub(crate) async fn release_imports(port: &Port<'_>) -> u64 {
 async fn call_release(port: &Port<'_>, Due { at, size, release }: Due) {
     let outcome = port.outside(|| caught(|| release(at, size))).await;
     if let Err(message) = outcome {
-        let arena = port.with(|state| {
-            state.totals.release_panics_total += 1;
-            state.name.clone()
-        });
-        port.outside(
-            || log!(warn, arena = arena, %at, %size, message, "release function panicked"),
-        )
-        .await;
+        port.with(|state| state.totals.release_panics_total += 1);
+        port.log(|arena| log!(warn, arena, %at, %size, message, "release function panicked")).await;
     }
 }
 

@@ -20,7 +20,7 @@
 
 use super::alloc::ensure_committed;
 use super::call::CallKind;
-use super::compact::hold;
+use super::compact::{hold, raw_at};
 use super::completion::{Proof, complete_live, leave_stream, own_stream};
 use super::port::Port;
 use crate::driver::{DeviceAddress, DriverError, StreamHandle};
@@ -222,12 +222,9 @@ fn take_place(
         return Err(Refused::Skipped);
     }
     let (region, span) = (options.region, made.room());
-    let at = state.region(region).segment.address_of(ByteSize::new(made.from));
-    let is_raw = state.raw.get(at).is_some();
+    let is_raw = raw_at(state, region, made.from).is_some();
     let active = state.active();
     let placed = state.region_mut(region).take_room(span).ok_or(Refused::Skipped)?;
-    // Its handle is not divided meanwhile.
-    state.region_mut(region).pins.begin_operation(placed.id);
     let missing = state.region(region).segment.missing(span).granules;
     let active = state.active() - active + state.bytes_of(missing);
     Ok(Taken { id, made, placed, active, is_raw })
@@ -243,7 +240,7 @@ pub(super) fn is_busy(state: &ArenaState) -> bool {
 fn may_move(state: &ArenaState, options: CompactOptions, id: BlockName, made: Move) -> bool {
     let region = state.region(options.region);
     // Checked first: if the block was freed, its memory may be gone too.
-    if region.span_of(id) != Ok(made.source()) {
+    if region.index.span_of(id) != Ok(made.source()) {
         return false;
     }
     let fits = match hold(state, options, id, made.source()) {
@@ -257,12 +254,11 @@ fn may_move(state: &ArenaState, options: CompactOptions, id: BlockName, made: Mo
 
 /// Returns `true` unless the block is raw and work of unknown streams may use it.
 fn is_known(state: &ArenaState, options: CompactOptions, made: Move) -> bool {
-    if !state.capabilities.asynchronous || state.raw.is_empty() {
+    if !state.capabilities.asynchronous {
         return true;
     }
-    let at = state.region(options.region).segment.address_of(ByteSize::new(made.from));
     let is_alive = |&stream: &StreamKey| state.streams.handle(stream).is_some();
-    state.raw.get(at).is_none_or(|raw| {
+    raw_at(state, options.region, made.from).is_none_or(|raw| {
         raw.users.with(|streams, _| !streams.is_empty() && streams.iter().all(is_alive))
     })
 }
@@ -277,7 +273,6 @@ impl Batch {
     /// Returns a taken place, and counts its block as skipped.
     fn skip(&mut self, state: &mut ArenaState, nth: usize, clock: &dyn Clock) {
         let taken = self.taken.remove(nth);
-        state.region_mut(self.options.region).pins.end_operation(taken.placed.id);
         state.cancel_placement(self.options.region, taken.placed, Claim::default(), clock);
         self.outcome.skipped += 1;
     }
@@ -285,7 +280,6 @@ impl Batch {
     /// Returns all taken places.
     fn cancel_all(&mut self, state: &mut ArenaState, clock: &dyn Clock) {
         for taken in self.taken.drain(..) {
-            state.region_mut(self.options.region).pins.end_operation(taken.placed.id);
             state.cancel_placement(self.options.region, taken.placed, Claim::default(), clock);
         }
     }
@@ -412,7 +406,6 @@ async fn end(port: &Port<'_>, batch: &mut Batch, copies: Copies) {
         let uses = stream.map(|key| Uses::of([state.streams.use_now(key)]));
         let moving = state.moves.moving.take();
         for (nth, taken) in std::mem::take(&mut batch.taken).into_iter().enumerate() {
-            state.region_mut(batch.options.region).pins.end_operation(taken.placed.id);
             let freed = moving.as_ref().and_then(|moving| moving.freed(taken.id));
             let of = contents.get(nth).copied();
             if of == Some(Copied::Whole) {
@@ -444,8 +437,24 @@ impl Batch {
         let Taken { id, made, placed, active, .. } = taken;
         let region = self.options.region;
         let [from, to] = ends_of(state, region, made);
-        self.outcome.idle += trade(state, region, (id, made.size), placed, clock);
+        let active_before = state.active();
+        if state.region_mut(region).trade(id, placed) {
+            for left in [placed.span, made.source()] {
+                state.note_idle(region, left, clock);
+            }
+        }
+        self.outcome.idle += active_before.saturating_sub(state.active());
         self.outcome.active += active;
+        state.totals.moves_total += 1;
+        state.totals.moved_bytes_total += made.size;
+        let location = |offset, address| Location { offset: ByteSize::new(offset), address };
+        state.events.push(clock, || ArenaEvent::Moved {
+            region,
+            id,
+            from: location(made.from, from),
+            to: location(made.to, to),
+            size: ByteSize::new(made.size), // the requested size is not known here
+        });
         state.readdress(region, from, id);
         self.outcome.moved.push(MovedBlock { id, made, from, to, is_freed });
     }
@@ -482,41 +491,5 @@ impl Batch {
 /// Returns the old and the new address of a block.
 fn ends_of(state: &ArenaState, region: Region, made: Move) -> [DeviceAddress; 2] {
     let segment = &state.region(region).segment;
-    [made.from, made.to].map(|offset| segment.address_of(ByteSize::new(offset)))
-}
-
-/// Moves a block of this size to the place taken for it. Returns the bytes of granules that are no
-/// longer active.
-fn trade(
-    state: &mut ArenaState,
-    region: Region,
-    (id, size): (BlockName, u64),
-    room: Placement,
-    clock: &dyn Clock,
-) -> u64 {
-    let active = state.active();
-    state.totals.moves_total += 1;
-    state.totals.moved_bytes_total += size;
-    let from = address_of(state, region, id);
-    let old = state.region(region).span_of(id);
-    if state.region_mut(region).trade(id, room) {
-        for left in [Some(room.span), old.ok()].into_iter().flatten() {
-            state.note_idle(region, left, clock);
-        }
-    }
-    let to = address_of(state, region, id);
-    // The requested size is not known here, so the event has the block's size.
-    let (size, segment) = (ByteSize::new(size), &state.region(region).segment);
-    let [from, to] = [from, to].map(|address| Location {
-        offset: segment.offset_of(address).unwrap_or_default(),
-        address,
-    });
-    state.events.push(clock, || ArenaEvent::Moved { region, id, from, to, size });
-    active.saturating_sub(state.active())
-}
-
-fn address_of(state: &ArenaState, region: Region, id: BlockName) -> DeviceAddress {
-    let region = state.region(region);
-    let offset = region.span_of(id).map_or(0, |span| span.offset);
-    region.segment.address_of(ByteSize::new(offset))
+    [made.from, made.to].map(|offset| segment.address_of(offset))
 }

@@ -53,7 +53,7 @@ pub(crate) fn check_whole(
     region: Region,
     placed: Placement,
 ) -> Result<(), DeviceError> {
-    if state.region(region).is_lost(placed.id) {
+    if state.region(region).pins.is_lost(placed.id) {
         let size = ByteSize::new(placed.span.size);
         return Err(DeviceError::ContentsLost { region, size });
     }

@@ -10,7 +10,7 @@
 //! one request; an operation that is dropped between a call and its answer leaves the marks of the
 //! call in the state, so that the ranges of the call are never used again.
 
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
 use std::fmt;
 use std::future::poll_fn;
 use std::pin::Pin;
@@ -114,7 +114,7 @@ pub(crate) trait Surroundings {
 
 /// Lends the state to an operation, and takes the operation's requests.
 pub(crate) struct Port<'a> {
-    state: Cell<Option<Box<ArenaState>>>,
+    state: RefCell<Option<Box<ArenaState>>>,
     request: Cell<Option<Request>>,
     awaited: Cell<Option<CallId>>,
     answer: Cell<Option<Result<Answer, DriverError>>>,
@@ -144,7 +144,7 @@ pub(crate) fn step<F: Future + ?Sized>(
     slot: &mut Option<Box<ArenaState>>,
     operation: Pin<&mut F>,
 ) -> Step<F::Output> {
-    port.state.set(slot.take());
+    port.state.replace(slot.take());
     let lent = Lent { port, slot };
     let polled = operation.poll(&mut Context::from_waker(Waker::noop()));
     drop(lent);
@@ -217,25 +217,13 @@ impl Drop for ShutCaches<'_> {
     }
 }
 
-/// Takes the state out of its port while it is used.
-struct Borrowed<'a, 'b> {
-    port: &'a Port<'b>,
-    state: Option<Box<ArenaState>>,
-}
-
-impl Drop for Borrowed<'_, '_> {
-    fn drop(&mut self) {
-        self.port.state.set(self.state.take());
-    }
-}
-
 impl<'a> Port<'a> {
     pub(crate) fn new(
         clock: &'a dyn Clock,
         caller: Caller,
         surroundings: &'a dyn Surroundings,
     ) -> Self {
-        let (state, request) = (Cell::new(None), Cell::new(None));
+        let (state, request) = (RefCell::new(None), Cell::new(None));
         let (awaited, answer) = (Cell::new(None), Cell::new(None));
         let has_turn = Cell::new(false);
         Self { state, request, awaited, answer, clock, caller, has_turn, surroundings }
@@ -264,8 +252,7 @@ impl<'a> Port<'a> {
     /// If this is called within itself, or by code that runs outside the lock.
     #[inline]
     pub(crate) fn with<R>(&self, act: impl FnOnce(&mut ArenaState) -> R) -> R {
-        let mut borrowed = Borrowed { port: self, state: self.state.take() };
-        act(borrowed.state.as_deref_mut().expect("the state is lent during a step"))
+        act(self.state.borrow_mut().as_deref_mut().expect("the state is lent during a step"))
     }
 
     /// Makes a driver call with the lock released. The ranges of the call are already marked. The
@@ -333,6 +320,12 @@ impl<'a> Port<'a> {
         let result = act();
         self.ask(Request::Inside).await;
         result
+    }
+
+    /// Writes a log line, which gets the arena's name, with the lock released.
+    pub(super) async fn log(&self, write: impl FnOnce(&str)) {
+        let arena = self.with(|state| state.name.clone());
+        self.outside(|| write(&arena)).await;
     }
 
     /// Records the completion of the call that the operation waits for.

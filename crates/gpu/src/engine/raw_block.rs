@@ -78,10 +78,8 @@ pub(crate) fn record_unknown_use(
     state: &mut ArenaState,
     at: DeviceAddress,
 ) -> Result<(), DeviceError> {
-    match state.raw.get_mut(at) {
-        Some(raw) => raw.users = Users::ANY,
-        None => return Err(unknown(state, at)),
-    }
+    let Some(raw) = state.raw.get_mut(at) else { return Err(unknown(state, at)) };
+    raw.users = Users::ANY;
     Ok(())
 }
 
@@ -150,11 +148,11 @@ fn unknown(state: &ArenaState, at: DeviceAddress) -> DeviceError {
     for region in Region::ALL {
         let region = state.region(region);
         let Some(offset) = region.segment.offset_of(at) else { continue };
-        let around = region.block_around(offset.get());
-        return match around.filter(|span| span.offset < offset.get()) {
+        let around = region.block_around(offset);
+        return match around.filter(|span| span.offset < offset) {
             Some(span) => DeviceError::InteriorAddress {
                 at,
-                block: region.segment.address_of(ByteSize::new(span.offset)),
+                block: region.segment.address_of(span.offset),
                 size: ByteSize::new(span.size),
             },
             None => DeviceError::NotLive { at },

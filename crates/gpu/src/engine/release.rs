@@ -51,7 +51,7 @@ pub(crate) async fn give_back(port: &Port<'_>, granules: u64, ages: Option<Ages>
     let mut cursors = [Cursor::START; Region::ALL.len()];
     for _ in 0..CALLS_MAX {
         let left = granules.saturating_sub(released.granules);
-        let next = port.with(|state| state.begin_leave(left, &mut cursors, ages));
+        let next = port.with(|state| state.begin_leave(left, usize::MAX, &mut cursors, ages));
         let Some(leaving) = next else { break };
         released.unlocked = true;
         if let Err(error) = take_away(port, leaving).await {

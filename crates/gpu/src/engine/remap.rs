@@ -18,7 +18,7 @@
 use super::call::CallKind;
 use super::port::Port;
 use super::release::CALLS_MAX;
-use crate::driver::DeviceAddress;
+use crate::driver::{DeviceAddress, DriverError};
 use crate::index::Span;
 use crate::state::aging::Ages;
 use crate::state::arena::ArenaState;
@@ -38,11 +38,11 @@ pub(super) struct Pair {
 }
 
 /// The result of a remap.
-#[derive(Clone, Copy, Debug)]
+#[derive(Debug, Default)]
 pub(crate) struct Remapped {
     pub(crate) granules: u64,
-    /// `true` if the driver failed: the remaining granules must be committed in another way.
-    pub(crate) failed: bool,
+    /// The driver's error: the remaining granules must be committed in another way.
+    pub(crate) error: Option<DriverError>,
 }
 
 /// Moves the memory of idle granules to bare ones of a placed span, at most this many.
@@ -56,24 +56,25 @@ pub(super) async fn remap_idle(
     granules: u64,
 ) -> Remapped {
     let pairs = port.with(|state| begin_remap(state, region, span, granules, port.clock));
-    let mut remapped = Remapped { granules: 0, failed: false };
-    let mut failure = None;
+    let remapped = remap(port, pairs).await;
+    if let Some(error) = &remapped.error {
+        port.log(|arena| log!(debug, arena, %error, "remap failed")).await;
+    }
+    remapped
+}
+
+/// Moves the memory of marked pairs in order until a call fails, and records every result.
+pub(super) async fn remap(port: &Port<'_>, pairs: Vec<Pair>) -> Remapped {
+    let mut remapped = Remapped::default();
     for pair in pairs {
-        if !remapped.failed {
+        if remapped.error.is_none() {
             let PlacedRun { at: from, size, handle, .. } = pair.from;
-            let moved = port.does(CallKind::Remap { from, to: pair.at, size, handle }).await;
-            if let Err(error) = moved {
-                remapped.failed = true;
-                failure = Some(error);
-            } else {
-                remapped.granules += pair.to.granules();
+            match port.does(CallKind::Remap { from, to: pair.at, size, handle }).await {
+                Ok(()) => remapped.granules += pair.to.granules(),
+                Err(error) => remapped.error = Some(error),
             }
         }
-        port.with(|state| end_remap(state, pair, !remapped.failed, port.clock));
-    }
-    if let Some(error) = failure {
-        let arena = port.with(|state| state.name.clone());
-        port.outside(|| log!(debug, arena, %error, "remap failed")).await;
+        port.with(|state| end_remap(state, pair, remapped.error.is_none(), port.clock));
     }
     remapped
 }
@@ -102,7 +103,7 @@ fn begin_remap(
         let mut cursors = [Cursor::START; Region::ALL.len()];
         while leaving.len() < CALLS_MAX {
             let left = granules - sum_of(&leaving);
-            let next = state.begin_leave_in(left, 1, &mut cursors, Some(ages));
+            let next = state.begin_leave(left, 1, &mut cursors, Some(ages));
             let Some(next) = next else { break };
             leaving.push(next);
         }
@@ -145,7 +146,7 @@ fn age_of_oldest(state: &ArenaState, granules: u64, ages: Ages) -> Option<u32> {
 }
 
 /// Records the result of a remap.
-pub(super) fn end_remap(state: &mut ArenaState, pair: Pair, done: bool, clock: &dyn Clock) {
+fn end_remap(state: &mut ArenaState, pair: Pair, done: bool, clock: &dyn Clock) {
     let Pair { from, region, to, at } = pair;
     state.region_mut(from.region).end_leave(from.run, done);
     state.region_mut(region).segment.end_arrive(to, done);

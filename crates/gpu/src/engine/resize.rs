@@ -10,7 +10,7 @@ use super::port::Port;
 use super::resume::awake;
 use super::retry::run_ladder;
 use crate::driver::DriverError;
-use crate::state::event::{ArenaEvent, FailedRequest};
+use crate::state::event::{ArenaEvent, FailedRequest, FreeCause};
 use crate::state::failure::{AllocFailure, Cause};
 use crate::state::region::Placement;
 use crate::types::region::Region;
@@ -95,7 +95,8 @@ pub(crate) async fn copy_to(
                 pins.discard(new.id);
                 new.moves = Placement::STALE;
             }
-            state.replace(region, old, new, port.clock);
+            let replaced = (&[][..], FreeCause::MovedTo(new));
+            state.release_after(region, old, replaced, port.clock);
         } else {
             state.release(region, new, port.clock);
             state.events.push(port.clock, || ArenaEvent::AllocFailed {

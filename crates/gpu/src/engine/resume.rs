@@ -325,9 +325,8 @@ async fn finish(port: &Port<'_>, runs: &[PlacedRun], restored: ByteSize) -> Wake
     });
     call_wakers(port, wakers).await;
     if LevelFilter::current() >= LevelFilter::INFO {
-        let arena = port.with(|state| state.name.clone());
         let committed = report.committed;
-        port.outside(|| log!(info, arena, %committed, %restored, "arena woke up")).await;
+        port.log(|arena| log!(info, arena, %committed, %restored, "arena woke up")).await;
     }
     report
 }
@@ -357,8 +356,7 @@ async fn abort(
         state.sleep.finish(Phase::Asleep)
     });
     call_wakers(port, wakers).await;
-    let arena = port.with(|state| state.name.clone());
-    port.outside(|| log!(warn, arena, %error, "arena wake failed")).await;
+    port.log(|arena| log!(warn, arena, %error, "arena wake failed")).await;
     error
 }
 
@@ -438,9 +436,12 @@ fn touched_copies(state: &ArenaState, region: Region, run: Run) -> Vec<StoredCop
 /// wake that failed could not release the memory, and it may have lost the contents.
 fn stayed_copies(state: &ArenaState) -> Vec<StoredCopy> {
     let mut copies = Vec::new();
+    if state.backed() == state.committing() {
+        return copies; // no memory stayed, as usual
+    }
     for region in Region::ALL {
-        for range in state.region(region).segment.committed_runs() {
-            copies.extend(touched_copies(state, region, Run::of(&range)));
+        for run in state.region(region).segment.committed_runs() {
+            copies.extend(touched_copies(state, region, run));
         }
     }
     copies

@@ -27,8 +27,8 @@ use super::completion::{Proof, complete_live};
 use super::move_block::is_busy;
 use super::port::Port;
 use super::release::give_back;
-use super::remap::{Pair, end_remap};
-use crate::driver::{DeviceAddress, DriverError};
+use super::remap::{Pair, remap};
+use crate::driver::DriverError;
 use crate::index::Span;
 use crate::state::aging::Ages;
 use crate::state::arena::{ArenaState, CommitOptions};
@@ -132,7 +132,7 @@ fn may_divide(
     blocks: &[(Span, BlockName)],
 ) -> bool {
     let options = CompactOptions::new(region);
-    let span = span_of(state, region, handle);
+    let span = state.region(region).segment.span_of(handle);
     let mut blocks = over(blocks, span).iter();
     state.region(region).pending.is_clear(span)
         && blocks.all(|&(span, id)| matches!(hold(state, options, id, span), Hold::Moves { .. }))
@@ -156,8 +156,7 @@ async fn split(port: &Port<'_>, handle: PlacedRun) -> Option<u64> {
         match divided {
             Ok(()) => released = Some(handle.run.granules() - sum_of(&split.touched)),
             Err(Failure { error, is_lost }) => {
-                let arena = port.with(|state| state.name.clone());
-                port.outside(|| log!(warn, arena, %error, is_lost, "dividing a handle failed"))
+                port.log(|arena| log!(warn, arena, %error, is_lost, "dividing a handle failed"))
                     .await;
             }
         }
@@ -188,7 +187,6 @@ async fn take_scratch(port: &Port<'_>, handle: PlacedRun) -> Option<Placement> {
         }
         let wanted = AllocRequest::new(size, ByteSize::new(state.bytes_of(1)))?;
         let scratch = state.region_mut(region).place_bare(wanted)?;
-        state.region_mut(region).pins.begin_operation(scratch.id);
         let options = CommitOptions { grow: false, large_handles: false };
         let mut runs = state.begin_commit(region, scratch.span, size.get(), options);
         debug_assert_eq!(runs.len(), 1, "all of it was bare, in one half");
@@ -206,10 +204,7 @@ async fn take_scratch(port: &Port<'_>, handle: PlacedRun) -> Option<Placement> {
 }
 
 fn return_scratch(port: &Port<'_>, region: Region, scratch: Placement) {
-    port.with(|state| {
-        state.region_mut(region).pins.end_operation(scratch.id);
-        state.cancel_placement(region, scratch, Claim::default(), port.clock);
-    });
+    port.with(|state| state.cancel_placement(region, scratch, Claim::default(), port.clock));
 }
 
 /// Marks the handle as leaving and its blocks as moving, if they are still as they were chosen, and
@@ -223,7 +218,7 @@ fn begin(state: &mut ArenaState, handle: PlacedRun, scratch: Placement) -> Optio
         return None;
     }
     let segment = &state.region(region).segment;
-    let span = span_of(state, region, run);
+    let span = segment.span_of(run);
     let touched = segment.touched_runs(run);
     let is_handle = segment.handle_of(run.range().start) == run.range();
     let is_same = is_handle && segment.missing(span).is_nothing();
@@ -252,15 +247,9 @@ async fn divide(port: &Port<'_>, split: &Split) -> Result<(), Failure> {
         port.with(|state| state.end_leave(split.handle, false, port.clock));
         return Err(Failure { error, is_lost });
     }
-    let mut failure = None;
-    for pair in port.with(|state| begin_remaps(port, state, split)) {
-        let PlacedRun { at: from, size, handle, .. } = pair.from;
-        if failure.is_none() {
-            failure = port.does(CallKind::Remap { from, to: pair.at, size, handle }).await.err();
-        }
-        port.with(|state| end_remap(state, pair, failure.is_none(), port.clock));
-    }
-    failure.map_or(Ok(()), |error| Err(Failure { error, is_lost: true }))
+    let pairs = port.with(|state| begin_remaps(port, state, split));
+    let error = remap(port, pairs).await.error;
+    error.map_or(Ok(()), |error| Err(Failure { error, is_lost: true }))
 }
 
 /// Records that the handle is released, and marks the new memory as leaving for the granules that
@@ -295,8 +284,7 @@ enum Direction {
 async fn copy(port: &Port<'_>, split: &Split, direction: Direction) -> Result<(), DriverError> {
     let mut scratch = split.scratch.at;
     for &run in &split.touched {
-        let place = port.with(|state| state.region(split.handle.region).segment.place_of(run));
-        let (at, size): (DeviceAddress, ByteSize) = place;
+        let (at, size) = port.with(|state| state.region(split.handle.region).segment.place_of(run));
         let (from, to) = match direction {
             Direction::Out => (at, scratch),
             Direction::Back => (scratch, at),
@@ -318,13 +306,6 @@ fn end(port: &Port<'_>, state: &mut ArenaState, region: Region, failure: Option<
             state.release_deferred(region, freed, port.clock);
         }
     }
-}
-
-/// Returns the offsets of a run.
-fn span_of(state: &ArenaState, region: Region, run: Run) -> Span {
-    let segment = &state.region(region).segment;
-    let (at, size) = segment.place_of(run);
-    Span { offset: segment.offset_of(at).unwrap_or_default().get(), size: size.get() }
 }
 
 fn sum_of(runs: &[Run]) -> u64 {

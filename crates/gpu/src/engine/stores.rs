@@ -115,13 +115,10 @@ pub(crate) async fn prepare(
         })
     };
     let outcome = create(port, &missing, add).await;
-    let arena = port.with(|state| {
-        state.sleep.idle.end_prepare();
-        state.name.clone()
-    });
+    port.with(|state| state.sleep.idle.end_prepare());
     let bytes = created.get();
     if !bytes.is_zero() {
-        port.outside(|| log!(debug, arena, %bytes, "host memory for a sleep allocated")).await;
+        port.log(|arena| log!(debug, arena, %bytes, "host memory for a sleep allocated")).await;
     }
     outcome.map(|()| bytes)
 }
@@ -322,15 +319,13 @@ async fn release_while(port: &Port<'_>, is_excess: impl Fn(&ArenaState) -> bool)
     let (released, left) = destroy_while(port, is_excess).await;
     if !left.is_empty() {
         let bytes: ByteSize = left.iter().map(|store| store.size).sum();
-        let arena = port.with(|state| {
-            state.sleep.idle.put(left.into_iter().rev().collect(), port.clock.now());
-            state.name.clone()
-        });
-        port.outside(|| log!(warn, arena, %bytes, "host memory of a sleep not released yet")).await;
+        let left = left.into_iter().rev().collect();
+        port.with(|state| state.sleep.idle.put(left, port.clock.now()));
+        port.log(|arena| log!(warn, arena, %bytes, "host memory of a sleep not released yet"))
+            .await;
     }
     if !released.is_zero() {
-        let arena = port.with(|state| state.name.clone());
-        port.outside(|| log!(debug, arena, bytes = %released, "host memory of a sleep released"))
+        port.log(|arena| log!(debug, arena, bytes = %released, "host memory of a sleep released"))
             .await;
     }
     released
@@ -383,9 +378,10 @@ pub(crate) async fn end(port: &Port<'_>) {
     left.extend(port.with(|state| state.sleep.idle.take()));
     if !left.is_empty() {
         let bytes: ByteSize = left.iter().map(|store| store.size).sum();
-        let arena = port.with(|state| state.name.clone());
-        let log = || log!(warn, arena, %bytes, "arena dropped, host memory of its sleep leaked");
-        port.outside(log).await;
+        port.log(
+            |arena| log!(warn, arena, %bytes, "arena dropped, host memory of its sleep leaked"),
+        )
+        .await;
     }
     let budget = port.with(|state| state.sleep.budget.take());
     let _ = call_budget(port, || drop((budget, left))).await; // nothing unwinds out of a drop

@@ -135,7 +135,7 @@ impl Executor {
     #[inline]
     fn publish(&self, state: &ArenaState) {
         for region in Region::ALL {
-            let (published, moves) = (&self.moves[region.number()], state.region(region).moves());
+            let (published, moves) = (&self.moves[region.number()], state.region(region).moves);
             // Read first: a cache line that all threads write would slow down its readers.
             if published.load(Ordering::Relaxed) != moves {
                 published.store(moves, Ordering::Relaxed);

@@ -4,14 +4,14 @@
 use std::ops::ControlFlow;
 
 use crate::driver::DriverError;
-use crate::engine::alloc::{self, AllocTarget, Begun};
+use crate::engine::alloc::{self, Begun};
 use crate::engine::alloc_error::record_failure;
 use crate::engine::{completion, import, resize};
 use crate::exec::inner::ArenaInner;
 use crate::state::arena::ArenaState;
 use crate::state::event::{FailedRequest, Origin};
 use crate::state::failure::AllocFailure;
-use crate::state::region::{AllocRequest, Placement};
+use crate::state::region::{AllocRequest, AllocTarget, Placement};
 use crate::state::streams::StreamKey;
 use crate::types::error::DeviceError;
 use crate::types::region::Region;

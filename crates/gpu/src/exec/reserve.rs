@@ -55,10 +55,11 @@ pub(crate) unsafe fn give_up(driver: &dyn Driver, ground: &Backing) {
             let runs = segment.backed_runs().into_iter();
             let runs = runs.flat_map(|run| segment.runs_of(run.range(), usize::MAX, usize::MAX));
             let bare = runs.fold(true, |bare, run| {
-                let ((at, size), handle) = (segment.place_of(run), segment.handle_size(run));
+                let (span, handle) = (segment.span_of(run), segment.handle_size(run));
+                let at = segment.address_of(span.offset);
                 // SAFETY: backed granules of the reservation, which no call is in progress for and
                 // nothing uses (contract of this function).
-                bare & unsafe { driver.decommit(at, size, handle) }.is_ok()
+                bare & unsafe { driver.decommit(at, ByteSize::new(span.size), handle) }.is_ok()
             });
             if bare {
                 let size = ByteSize::new(segment.reserved());

@@ -21,7 +21,7 @@ use crate::state::outstanding::Outstanding;
 use crate::state::pending::{Claim, Uses};
 use crate::state::raw::RawBlocks;
 use crate::state::region::{
-    AllocRequest, PlacedRun, Placement, PlacementQuery, Region, RegionState, Search, end_of,
+    AllocRequest, AllocTarget, PlacedRun, Placement, Region, RegionState, Search, end_of,
 };
 use crate::state::region_index::{APART_FROM, BlockName};
 use crate::state::segment::{Cursor, Run, Runs};
@@ -233,10 +233,8 @@ impl ArenaState {
     /// Finds addresses for a block. Returns the uses that must complete before the block is used.
     pub(crate) fn place(
         &mut self,
-        region: Region,
-        wanted: AllocRequest,
+        AllocTarget { region, wanted, taker }: AllocTarget,
         search: Search,
-        taker: Option<StreamKey>,
     ) -> Result<(Placement, Claim), AllocFailure> {
         let shares = self.shares_granules() && search == Search::Usual;
         let search = if shares { Search::AmongLarge } else { search };
@@ -265,9 +263,14 @@ impl ArenaState {
         self.region_mut(region).mark_live(placed);
         self.events.push(clock, || ArenaEvent::Allocated { region, request, placed });
         self.totals.allocs_total += 1;
-        self.totals.alloc_size_max =
-            self.totals.alloc_size_max.max(ByteSize::new(placed.span.size));
-        self.totals.live_peak = self.totals.live_peak.max(ByteSize::new(self.live()));
+        self.note_live(placed);
+    }
+
+    /// Updates the largest block, and the peak of live memory.
+    fn note_live(&mut self, placed: Placement) {
+        let (size, live) = (ByteSize::new(placed.span.size), ByteSize::new(self.live()));
+        self.totals.alloc_size_max = self.totals.alloc_size_max.max(size);
+        self.totals.live_peak = self.totals.live_peak.max(live);
     }
 
     /// Starts resizing a live block in place; returns `None` if there is no room.
@@ -305,9 +308,7 @@ impl ArenaState {
         if done {
             self.events.push(clock, || ArenaEvent::Resized { region, before, after });
             self.totals.resizes_total += 1;
-            self.totals.alloc_size_max =
-                self.totals.alloc_size_max.max(ByteSize::new(after.span.size));
-            self.totals.live_peak = self.totals.live_peak.max(ByteSize::new(self.live()));
+            self.note_live(after);
         }
     }
 
@@ -321,14 +322,21 @@ impl ArenaState {
     ) -> Runs {
         let CommitOptions { grow, large_handles } = options;
         let handle_max = if large_handles { self.handle_max(self.backed() + needed) } else { 1 };
-        let room = self.limit.get().saturating_sub(self.backed());
-        let whole = if grow { self.steps.commit(needed, room) } else { needed };
-        let ahead = (whole - needed) / self.granularity;
+        let ahead = if grow { self.growth(needed) } else { 0 };
         self.region_mut(region).segment.begin_commit(span, ahead, handle_max)
     }
 
-    /// Updates the peak of committed memory after a commit; a failed commit does not count.
-    fn note_committed(&mut self) {
+    /// Returns the number of granules to commit beyond the need of a block.
+    fn growth(&mut self, needed: u64) -> u64 {
+        let room = self.limit.get().saturating_sub(self.backed());
+        (self.steps.commit(needed, room) - needed) / self.granularity
+    }
+
+    /// Records that memory was committed.
+    fn note_committed(&mut self, at: DeviceAddress, size: ByteSize, clock: &dyn Clock) {
+        self.events.push(clock, || ArenaEvent::Committed { at, size });
+        self.totals.commits_total += 1;
+        self.totals.committed_bytes_total += size.get();
         self.totals.committed_peak = self.totals.committed_peak.max(ByteSize::new(self.there()));
     }
 
@@ -344,14 +352,10 @@ impl ArenaState {
         segment.end_commit(run, done);
         self.results += 1;
         if done {
-            self.events.push(clock, || ArenaEvent::Committed { at, size });
-            self.totals.commits_total += 1;
-            self.totals.committed_bytes_total += size.get();
-            self.note_committed();
+            self.note_committed(at, size, clock);
         }
         if done && self.idle() > 0 {
-            let offset = self.region(region).segment.offset_of(at).unwrap_or_default();
-            let span = Span { offset: offset.get(), size: size.get() };
+            let span = self.region(region).segment.span_of(run);
             self.note_idle(region, span, clock); // some of it was committed ahead
         }
     }
@@ -395,7 +399,8 @@ impl ArenaState {
         }
     }
 
-    /// Removes a placed block that got no memory, or whose earlier uses could not be waited for.
+    /// Removes a placed block that got no memory, or whose earlier uses could not be waited for, and
+    /// ends its operation.
     pub(crate) fn cancel_placement(
         &mut self,
         region: Region,
@@ -427,17 +432,6 @@ impl ArenaState {
         let DeferredRelease { placed, streams } = freed;
         let after = if streams.is_empty() { After::All } else { After::Lanes };
         self.release_after(region, placed, (&streams, FreeCause::Owner(after)), clock);
-    }
-
-    /// Frees a block whose contents were copied to another block.
-    pub(crate) fn replace(
-        &mut self,
-        region: Region,
-        old: Placement,
-        new: Placement,
-        clock: &dyn Clock,
-    ) {
-        self.release_after(region, old, (&[], FreeCause::MovedTo(new)), clock);
     }
 
     /// Frees a cached block.
@@ -474,7 +468,7 @@ impl ArenaState {
         let streams = if is_copied { &[] } else { streams };
         // No work is started on a block whose contents are lost, and its memory may be lost too.
         let is_unused =
-            self.sleep.is_quiet || (self.region(region).is_lost(placed.id) && !is_copied);
+            self.sleep.is_quiet || (self.region(region).pins.is_lost(placed.id) && !is_copied);
         let uses = if is_unused { Uses::NONE } else { self.uses(streams) };
         let placed = self.region(region).refreshed(placed);
         let gone = self.region_mut(region).release(placed, uses);
@@ -489,19 +483,9 @@ impl ArenaState {
     }
 
     /// Marks the next run of idle granules as leaving, at most this many, but at least one handle;
-    /// with ages, only expired ones. The stable region comes first, because its idle memory is the
+    /// with ages, only expired ones. No handle has more than `handle_max` granules. The stable region comes first, because its idle memory is the
     /// least likely to be requested again.
     pub(crate) fn begin_leave(
-        &mut self,
-        granules: u64,
-        cursors: &mut [Cursor; 2],
-        ages: Option<Ages>,
-    ) -> Option<PlacedRun> {
-        self.begin_leave_in(granules, usize::MAX, cursors, ages)
-    }
-
-    /// Like [`ArenaState::begin_leave`], but only handles of at most this many granules.
-    pub(crate) fn begin_leave_in(
         &mut self,
         granules: u64,
         handle_max: usize,
@@ -728,14 +712,13 @@ impl ArenaState {
     /// are no offsets for it.
     pub(crate) fn begin_segment(
         &mut self,
-        query: PlacementQuery,
+        AllocTarget { region, wanted, .. }: AllocTarget,
+        search: Search,
         needed: u64,
         grow: bool,
     ) -> Option<Span> {
-        let PlacementQuery { region, wanted, search, .. } = query;
-        let room = self.limit.get().saturating_sub(self.backed());
-        let whole = if grow { self.steps.commit(needed, room) } else { needed };
-        let size = needed + self.bytes_of((whole - needed) / self.bytes_of(1));
+        let ahead = if grow { self.growth(needed) } else { 0 };
+        let size = needed + self.bytes_of(ahead);
         let is_shared = self.shares_granules() || search == Search::AmongLarge;
         let state = self.region_mut(region);
         let is_small = end_of(wanted.size) == End::High && state.index.bounds(End::High).size > 0;
@@ -756,12 +739,8 @@ impl ArenaState {
         self.region_mut(region).end_segment(span, at);
         self.results += 1;
         if let Some(at) = at {
-            let size = ByteSize::new(span.size);
-            self.events.push(clock, || ArenaEvent::Committed { at, size });
-            self.totals.commits_total += 1;
-            self.totals.committed_bytes_total += span.size;
+            self.note_committed(at, ByteSize::new(span.size), clock);
         }
-        self.note_committed();
     }
 
     /// Returns `true` if the driver allocates and frees whole segments.

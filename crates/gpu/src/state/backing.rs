@@ -193,31 +193,29 @@ impl Backing {
 
     /// Returns the address and the size of a run, which lies in one piece.
     pub(crate) fn place_of(&self, run: Run) -> (DeviceAddress, ByteSize) {
-        match self {
-            Self::Reserved(segment) => segment.place_of(run),
-            Self::SegmentList(pieces) => {
-                let span = pieces.span_of(run);
-                (pieces.address_of(span.offset), ByteSize::new(span.size))
-            }
-        }
+        let span = self.span_of(run);
+        (self.address_of(span.offset), ByteSize::new(span.size))
+    }
+
+    /// Returns the offsets of a run.
+    pub(crate) fn span_of(&self, run: Run) -> Span {
+        either!(self, it => it.span_of(run))
     }
 
     /// Returns the address of an offset.
     #[inline]
-    pub(crate) fn address_of(&self, offset: ByteSize) -> DeviceAddress {
-        match self {
-            Self::Reserved(segment) => segment.address_of(offset),
-            Self::SegmentList(pieces) => pieces.address_of(offset.get()),
-        }
+    pub(crate) fn address_of(&self, offset: u64) -> DeviceAddress {
+        either!(self, it => it.address_of(offset))
     }
 
     /// Returns the offset of an address, if the address is in this region.
-    pub(crate) fn offset_of(&self, at: DeviceAddress) -> Option<ByteSize> {
+    pub(crate) fn offset_of(&self, at: DeviceAddress) -> Option<u64> {
         match self {
             Self::Reserved(segment) => {
-                at.offset_from(segment.base()).filter(|into| into.get() < segment.reserved())
+                let offset = at.offset_from(segment.base())?.get();
+                (offset < segment.reserved()).then_some(offset)
             }
-            Self::SegmentList(pieces) => pieces.offset_of(at).map(ByteSize::new),
+            Self::SegmentList(pieces) => pieces.offset_of(at),
         }
     }
 
@@ -334,10 +332,10 @@ impl Backing {
 
     /// Returns the granules that can leave for a sleep, in runs: all committed granules. For
     /// pieces: only the idle ones, because the others cannot be restored.
-    pub(crate) fn committed_runs(&self) -> Vec<Range<usize>> {
+    pub(crate) fn committed_runs(&self) -> Runs {
         match self {
             Self::Reserved(segment) => segment.committed_runs(),
-            Self::SegmentList(pieces) => pieces.idle_runs().into_iter().map(Run::range).collect(),
+            Self::SegmentList(pieces) => pieces.idle_runs(),
         }
     }
 
@@ -354,12 +352,9 @@ impl Backing {
         match self {
             Self::Reserved(segment) => {
                 let span = Span { offset: 0, size: segment.reserved() };
-                let backed = segment.backed_runs().into_iter().map(|run| {
-                    let (at, size) = segment.place_of(run);
-                    let offset = at.offset_from(segment.base()).unwrap_or_default().get();
-                    (Span { offset, size: size.get() }, None)
-                });
-                vec![AddressRange { at: segment.base(), span, backed: backed.collect() }]
+                let backed = segment.backed_runs().into_iter();
+                let backed = backed.map(|run| (segment.span_of(run), None)).collect();
+                vec![AddressRange { at: segment.base(), span, backed }]
             }
             Self::SegmentList(pieces) => {
                 let stretch = |piece: PieceView| {

@@ -32,7 +32,7 @@ impl RegionState {
         let mut outgoing = Vec::new();
         for committed in self.segment.committed_runs() {
             cut(
-                committed,
+                committed.range(),
                 &wanted,
                 |granule| self.segment.handle_of(granule),
                 |range, contents| {

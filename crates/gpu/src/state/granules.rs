@@ -22,7 +22,7 @@ use crate::state::aging::{Ages, Stamp};
 
 /// 64 granules: bit `i` is granule `64 x word + i`.
 #[derive(Clone, Copy, Debug, Default)]
-struct Word {
+pub(crate) struct Word {
     /// A live block covers a part of the granule.
     touched: u64,
     /// The granule has memory, or is committing or leaving.
@@ -37,7 +37,17 @@ struct Word {
 }
 
 impl Word {
-    const fn committed(self) -> u64 {
+    /// Returns the granules that blocks touch, backed or not.
+    pub(crate) const fn touched(self) -> u64 {
+        self.touched
+    }
+
+    /// Returns the granules that have memory, or are committing or leaving.
+    pub(crate) const fn backed(self) -> u64 {
+        self.backed
+    }
+
+    pub(crate) const fn committed(self) -> u64 {
         self.backed & !(self.committing | self.leaving)
     }
 
@@ -45,7 +55,13 @@ impl Word {
         self.committed() & !self.touched
     }
 
-    const fn bare(self) -> u64 {
+    /// Returns the granules that are not active. An arriving block may touch them.
+    pub(crate) const fn inactive(self) -> u64 {
+        !(self.touched & self.backed)
+    }
+
+    /// Returns the granules that have no memory and are not arriving.
+    pub(crate) const fn bare(self) -> u64 {
         !(self.backed | self.committing)
     }
 }
@@ -206,21 +222,10 @@ impl Granules {
         self.words.get(granule / 64).is_some_and(|word| word.touched >> (granule % 64) & 1 == 1)
     }
 
-    /// Returns the number of inactive granules. An arriving block may touch them.
-    pub(crate) fn inactive(&self, range: Range<usize>) -> u64 {
-        let known = |(at, mask): (usize, u64)| {
-            let word = self.words.get(at).copied().unwrap_or_default();
-            count(mask & !(word.touched & word.backed))
-        };
-        masks(range).map(known).sum()
-    }
-
-    /// Returns the number of granules that have no memory and are not arriving.
-    pub(crate) fn bare(&self, range: Range<usize>) -> u64 {
-        let known = |(at, mask): (usize, u64)| {
-            count(mask & self.words.get(at).copied().unwrap_or_default().bare())
-        };
-        masks(range).map(known).sum()
+    /// Returns the number of granules whose bits `of` returns.
+    pub(crate) fn count(&self, range: Range<usize>, of: impl Fn(Word) -> u64) -> u64 {
+        let bits = |at: usize| of(self.words.get(at).copied().unwrap_or_default());
+        masks(range).map(|(at, mask)| count(bits(at) & mask)).sum()
     }
 
     /// Returns what these granules lack to be committed.
@@ -296,27 +301,16 @@ impl Granules {
         self.idle_end = self.idle_end.max(range.end);
     }
 
-    /// Calls `each` with every run of committed granules. Skips words without any.
-    pub(crate) fn committed_runs(&self, range: Range<usize>, mut each: impl FnMut(Range<usize>)) {
+    /// Calls `each` with every run of granules whose bits `of` returns.
+    pub(crate) fn runs(
+        &self,
+        range: Range<usize>,
+        of: impl Fn(Word) -> u64,
+        mut each: impl FnMut(Range<usize>),
+    ) {
         let mut run = None;
         for (at, mask) in masks(range.start..range.end.min(self.known())) {
-            let committed = self.words.get(at).map_or(0, |word| word.committed() & mask);
-            extend(&mut run, at, committed, &mut each);
-        }
-        run.into_iter().for_each(each);
-    }
-
-    /// Returns `true` if the granule has memory, also if that is arriving or leaving.
-    pub(crate) fn is_backed(&self, granule: usize) -> bool {
-        self.words.get(granule / 64).is_some_and(|word| word.backed >> (granule % 64) & 1 == 1)
-    }
-
-    /// Calls `each` with every run that blocks touch, backed or not.
-    pub(crate) fn touched_runs(&self, range: Range<usize>, mut each: impl FnMut(Range<usize>)) {
-        let mut run = None;
-        for (at, mask) in masks(range.start..range.end.min(self.known())) {
-            let touched = self.words.get(at).map_or(0, |word| word.touched & mask);
-            extend(&mut run, at, touched, &mut each);
+            extend(&mut run, at, of(self.words[at]) & mask, &mut each);
         }
         run.into_iter().for_each(each);
     }
@@ -424,21 +418,6 @@ impl Granules {
         if !done {
             self.idle_end = self.idle_end.max(range.end);
         }
-    }
-
-    /// Returns every run of backed granules, from the end inward.
-    pub(crate) fn backed_runs(&self) -> Vec<Range<usize>> {
-        let mut runs: Vec<Range<usize>> = Vec::new();
-        for (at, word) in self.words.iter().enumerate() {
-            for bit in (0..64).filter(|bit| word.backed >> bit & 1 == 1) {
-                let granule = at * 64 + bit;
-                match runs.last_mut() {
-                    Some(run) if run.end == granule => run.end += 1,
-                    _ => runs.push(granule..granule + 1),
-                }
-            }
-        }
-        runs
     }
 
     /// Counts everything again. `expected` returns the effect of the live blocks on a granule.

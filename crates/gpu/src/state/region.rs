@@ -90,12 +90,12 @@ impl AllocRequest {
     }
 }
 
-/// A requested block, and the extent of the search.
+/// A block to allocate.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct PlacementQuery {
+pub(crate) struct AllocTarget {
     pub(crate) region: Region,
     pub(crate) wanted: AllocRequest,
-    pub(crate) search: Search,
+    /// The stream that may use the block immediately, in stream order; any stream if `None`.
     pub(crate) taker: Option<StreamKey>,
 }
 
@@ -136,8 +136,10 @@ pub(crate) struct RegionState {
     /// and is freed with another. Together with the caches' counts the sum is right.
     requested: u64,
     live: u64,
+    /// The bytes of blocks that have a place but no memory yet.
     pub(crate) arriving: u64,
     pub(crate) pins: Pins,
+    /// The number of times that blocks of the region were moved or lost.
     pub(crate) moves: u64,
     /// Freed memory that the device may still use. It is free in the index, and keeps its granules.
     pub(crate) pending: Pending,
@@ -172,12 +174,6 @@ impl RegionState {
     /// Returns the bytes of this metadata.
     pub(crate) fn metadata(&self) -> usize {
         self.index.metadata() + self.segment.metadata() + self.pending.metadata()
-    }
-
-    /// Returns the bytes of blocks that have a place but no memory yet.
-    #[cfg(all(test, not(lowtide_loom)))]
-    pub(crate) const fn arriving(&self) -> u64 {
-        self.arriving
     }
 
     /// Finds a place, preferring those that cost the fewest granules, and marks it as arriving.
@@ -226,7 +222,7 @@ impl RegionState {
     pub(crate) fn put(&mut self, wanted: AllocRequest, id: BlockName, span: Span) -> Placement {
         self.segment.touch(span);
         self.arriving += span.size;
-        let at = self.segment.address_of(ByteSize::new(span.offset));
+        let at = self.segment.address_of(span.offset);
         if wanted.align > ALIGN {
             self.pins.align(id, wanted.align);
         }
@@ -234,13 +230,11 @@ impl RegionState {
     }
 
     /// Finds a place of whole granules among the large blocks that has no memory, and marks it as
-    /// arriving. Walks the blocks.
+    /// arriving, for an operation. Walks the blocks.
     pub(crate) fn place_bare(&mut self, wanted: AllocRequest) -> Option<Placement> {
-        let wall = self.index.wall().map_or(u64::MAX, |wall| wall.offset);
-        let low = self.index.blocks().take_while(|(span, _)| span.offset < wall);
-        let mut free = low.filter(|(_, name)| name.is_none());
+        let mut free = self.free_low();
         // At the end of a free span, which is least likely to have memory.
-        let place = free.find_map(|(span, _)| {
+        let place = free.find_map(|span| {
             let offset = span.end().checked_sub(wanted.size)? / wanted.align * wanted.align;
             let place = Span { offset, size: wanted.size };
             let granules = self.segment.granules_of(place).len() as u64;
@@ -251,6 +245,7 @@ impl RegionState {
         })?;
         drop(free);
         let id = self.index.take_at(place)?;
+        self.pins.begin_operation(id);
         Some(self.put(wanted, id, place))
     }
 
@@ -261,14 +256,17 @@ impl RegionState {
         wanted: AllocRequest,
         taker: Option<StreamKey>,
     ) -> Option<(BlockName, Span)> {
-        let wall = self.index.wall().map_or(u64::MAX, |wall| wall.offset);
-        let low = self.index.blocks().take_while(|(span, _)| span.offset < wall);
-        let free = low.filter(|(_, name)| name.is_none());
-        let places = free.filter_map(|(span, _)| {
-            self.pending.first_clear(span, (wanted.size, wanted.align), taker)
-        });
+        let needed = (wanted.size, wanted.align);
+        let places =
+            self.free_low().filter_map(|span| self.pending.first_clear(span, needed, taker));
         let place = places.min_by_key(|&place| self.segment.cost(place))?;
         Some((self.index.take_at(place)?, place))
+    }
+
+    /// Returns the free spans among the large blocks, in address order.
+    fn free_low(&self) -> impl Iterator<Item = Span> {
+        let blocks = self.index.blocks_of(End::Low);
+        blocks.filter(|(_, name)| name.is_none()).map(|(span, _)| span)
     }
 
     /// Takes the pending parts out of a span that a block gets. Returns the uses to wait for.
@@ -353,14 +351,15 @@ impl RegionState {
         self.requested = self.requested.wrapping_add(placed.requested);
     }
 
-    /// Removes an arriving block, and restores its pending parts. Returns `true` if granules became
-    /// idle.
+    /// Removes an arriving block, ends its operation, and restores its pending parts. Returns `true`
+    /// if granules became idle.
     pub(crate) fn cancel_placement(
         &mut self,
         placed: Placement,
         parts: impl IntoIterator<Item = (Span, Uses)>,
     ) -> Result<bool, StaleBlock> {
         let span = self.index.release(placed.id)?;
+        self.pins.end_operation(placed.id);
         self.pins.forget(placed.id);
         self.arriving -= span.size;
         let idle = self.segment.idle();
@@ -508,15 +507,6 @@ impl RegionState {
         blocks.filter(|(span, _)| !self.segment.is_held(span.offset))
     }
 
-    /// Returns the number of times that blocks of the region were moved or lost.
-    pub(crate) const fn moves(&self) -> u64 {
-        self.moves
-    }
-
-    pub(crate) fn span_of(&self, id: BlockName) -> Result<Span, StaleBlock> {
-        self.index.span_of(id)
-    }
-
     /// Returns the current place of a live block.
     pub(crate) fn refreshed(&self, placed: Placement) -> Placement {
         if placed.moves == self.moves {
@@ -526,12 +516,8 @@ impl RegionState {
             debug_assert!(false, "only its owner asks, and it is live");
             return placed;
         };
-        let at = self.segment.address_of(ByteSize::new(span.offset));
+        let at = self.segment.address_of(span.offset);
         Placement { span, at, moves: self.moves, ..placed }
-    }
-
-    pub(crate) fn is_lost(&self, id: BlockName) -> bool {
-        self.pins.is_lost(id)
     }
 
     /// Records that the contents of a block are lost. Its owner gets an error at the next use.
@@ -540,21 +526,23 @@ impl RegionState {
         self.moves += 1;
     }
 
-    /// Takes a free span for a block to move to, as arriving.
+    /// Takes a free span for an operation that moves a block there, as arriving.
     pub(crate) fn take_room(&mut self, span: Span) -> Option<Placement> {
         if !self.pending.is_clear(span) {
             return None;
         }
         let id = self.index.take_at(span)?;
+        self.pins.begin_operation(id); // its handle is not divided meanwhile
         self.segment.touch(span);
         self.arriving += span.size;
-        let at = self.segment.address_of(ByteSize::new(span.offset));
+        let at = self.segment.address_of(span.offset);
         Some(Placement { id, span, at, requested: 0, moves: self.moves })
     }
 
-    /// Moves a block to the place taken for it and frees the old place. Returns `true` if granules
+    /// Moves a block to the place taken for it, ends the operation and frees the old place. Returns `true` if granules
     /// became idle.
     pub(crate) fn trade(&mut self, id: BlockName, room: Placement) -> bool {
+        self.pins.end_operation(room.id);
         let old = self.index.span_of(id);
         let traded = self.index.exchange(id, room.id);
         debug_assert!(traded.is_ok(), "of one size, or neighbours: {traded:?}");

@@ -107,17 +107,15 @@ impl RegionIndex {
         cost: impl Fn(Span) -> u64,
     ) -> Option<(BlockName, Span)> {
         let end = if self.high.span() > 0 { request.end } else { End::Low };
-        let (index, at) = self.at_end(end);
+        let (index, at) = self.at_end_mut(end);
         let (id, span) = index.take(Request { end, ..request }, |span| cost(up(span, at)))?;
         Some((BlockName::new(id, end), up(span, at)))
     }
 
     /// Returns all offsets of the range at an end.
     pub(crate) const fn bounds(&self, end: End) -> Span {
-        match end {
-            End::Low => Span { offset: 0, size: self.low.span() },
-            End::High => Span { offset: self.high_at, size: self.high.span() },
-        }
+        let (index, offset) = self.at_end(end);
+        Span { offset, size: index.span() }
     }
 
     /// Returns the end whose range an offset lies in.
@@ -146,20 +144,20 @@ impl RegionIndex {
     /// Like [`BlockIndex::take_at`].
     pub(crate) fn take_at(&mut self, span: Span) -> Option<BlockName> {
         let end = self.end_at(span.offset);
-        let (index, at) = self.at_end(end);
+        let (index, at) = self.at_end_mut(end);
         let id = index.take_at(Span { offset: span.offset - at, ..span })?;
         Some(BlockName::new(id, end))
     }
 
     /// Like [`BlockIndex::release`].
     pub(crate) fn release(&mut self, name: BlockName) -> Result<Span, StaleBlock> {
-        let (index, at) = self.of_mut(name);
+        let (index, at) = self.at_end_mut(name.end());
         Ok(up(index.release(name.id())?, at))
     }
 
     /// Like [`BlockIndex::span_of`].
     pub(crate) fn span_of(&self, name: BlockName) -> Result<Span, StaleBlock> {
-        let (index, at) = self.of(name);
+        let (index, at) = self.at_end(name.end());
         Ok(up(index.span_of(name.id())?, at))
     }
 
@@ -169,7 +167,7 @@ impl RegionIndex {
         name: BlockName,
         size: u64,
     ) -> Result<Option<Span>, StaleBlock> {
-        let (index, at) = self.of_mut(name);
+        let (index, at) = self.at_end_mut(name.end());
         Ok(index.resize(name.id(), size)?.map(|span| up(span, at)))
     }
 
@@ -183,7 +181,7 @@ impl RegionIndex {
             let (left, right) = (self.span_of(name)?, self.span_of(other)?);
             return Err(ExchangeError::Unlike { left, right });
         }
-        self.of_mut(name).0.exchange(name.id(), other.id())
+        self.at_end_mut(name.end()).0.exchange(name.id(), other.id())
     }
 
     /// Returns the bytes of all live blocks.
@@ -220,10 +218,7 @@ impl RegionIndex {
 
     /// Like [`RegionIndex::blocks`], for one range.
     pub(crate) fn blocks_of(&self, end: End) -> impl Iterator<Item = (Span, Option<BlockName>)> {
-        let (index, at) = match end {
-            End::Low => (&self.low, 0),
-            End::High => (&self.high, self.high_at),
-        };
+        let (index, at) = self.at_end(end);
         let named = move |id: BlockId| BlockName::new(id, end);
         index.blocks().map(move |(span, id)| (up(span, at), id.map(named)))
     }
@@ -235,18 +230,15 @@ impl RegionIndex {
         self.high.validate();
     }
 
-    fn of(&self, name: BlockName) -> (&BlockIndex, u64) {
-        match name.end() {
+    /// Returns the index of the range at an end, and the start of the range.
+    const fn at_end(&self, end: End) -> (&BlockIndex, u64) {
+        match end {
             End::Low => (&self.low, 0),
             End::High => (&self.high, self.high_at),
         }
     }
 
-    fn of_mut(&mut self, name: BlockName) -> (&mut BlockIndex, u64) {
-        self.at_end(name.end())
-    }
-
-    const fn at_end(&mut self, end: End) -> (&mut BlockIndex, u64) {
+    const fn at_end_mut(&mut self, end: End) -> (&mut BlockIndex, u64) {
         match end {
             End::Low => (&mut self.low, 0),
             End::High => (&mut self.high, self.high_at),

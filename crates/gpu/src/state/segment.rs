@@ -19,7 +19,7 @@ use smallvec::SmallVec;
 use crate::driver::DeviceAddress;
 use crate::index::Span;
 use crate::state::aging::{Ages, Stamp};
-use crate::state::granules::{Granules, Leave, Missing};
+use crate::state::granules::{Granules, Leave, Missing, Word};
 use lowtide_core::bytes::ByteSize;
 
 /// Adjoining granules of one half, for one driver call.
@@ -174,18 +174,17 @@ impl Segment {
         self.low.metadata() + self.high.metadata()
     }
 
-    /// Returns the address and the size of a run.
-    pub(crate) fn place_of(&self, run: Run) -> (DeviceAddress, ByteSize) {
-        let offset = ByteSize::new(run.first as u64 * self.granularity);
-        let size = ByteSize::new(run.granules() * self.granularity);
-        (self.address_of(offset), size)
+    /// Returns the offsets of a run.
+    pub(crate) const fn span_of(&self, run: Run) -> Span {
+        let (offset, size) = (run.first as u64, run.granules());
+        Span { offset: offset * self.granularity, size: size * self.granularity }
     }
 
     /// Returns the address of an offset in the segment.
-    pub(crate) fn address_of(&self, offset: ByteSize) -> DeviceAddress {
-        debug_assert!(offset.get() <= self.reserved);
+    pub(crate) fn address_of(&self, offset: u64) -> DeviceAddress {
+        debug_assert!(offset <= self.reserved);
         // The driver reserved `base + reserved` without wrapping. The base is only a fallback.
-        self.base.checked_add(offset).unwrap_or(self.base)
+        self.base.checked_add(ByteSize::new(offset)).unwrap_or(self.base)
     }
 
     /// Records a block in a span.
@@ -238,12 +237,17 @@ impl Segment {
     /// Returns the number of inactive granules of the span, which a block there would make active.
     /// A neighbour that waits for its memory has none yet, and may never get any.
     pub(crate) fn inactive(&self, span: Span) -> u64 {
-        self.in_halves(self.granules_of(span), 0, |half, range, sum| sum + half.inactive(range))
+        self.count(span, Word::inactive)
     }
 
     /// Returns the number of granules of the span that have no memory and are not arriving.
     pub(crate) fn bare(&self, span: Span) -> u64 {
-        self.in_halves(self.granules_of(span), 0, |half, range, sum| sum + half.bare(range))
+        self.count(span, Word::bare)
+    }
+
+    fn count(&self, span: Span, of: impl Fn(Word) -> u64) -> u64 {
+        let [low, high] = self.parts(self.granules_of(span));
+        self.low.count(low, &of) + self.high.count(high, &of)
     }
 
     /// Marks the bare granules of a touched span as committing, and up to `ahead` granules that
@@ -404,39 +408,35 @@ impl Segment {
     /// Returns the bytes of the longest part of a span that is committed throughout. Takes a step
     /// for each run of committed granules, and for each 64 granules.
     pub(crate) fn committed_run_max(&self, span: Span) -> u64 {
-        let [low, high] = self.parts(self.granules_of(span));
         let (mut best, mut across) = (0, 0);
-        let mut see = |run: Range<usize>| {
-            let start = span.offset.max(run.start as u64 * self.granularity);
-            let bytes = span.end().min(run.end as u64 * self.granularity) - start;
+        for run in self.runs(self.granules_of(span), Word::committed) {
+            let (bytes, run) = (self.bytes_in(run, span), run.range());
             // A run that ends at the border of the halves continues in the other half.
             let meets = run.start == self.middle || run.end == self.middle;
             across += if meets { bytes } else { 0 };
             best = best.max(bytes).max(across);
-        };
-        self.low.committed_runs(low, &mut see);
-        self.high.committed_runs(high, |run| see(mirrored(self.count, run)));
+        }
         best
     }
 
     /// Returns every run of committed granules, from the low end.
-    pub(crate) fn committed_runs(&self) -> Vec<Range<usize>> {
-        let all = 0..self.count;
-        let [low, high] = self.parts(all);
-        let mut runs = Vec::new();
-        self.low.committed_runs(low, |run| runs.push(run));
-        let mut above = Vec::new();
-        self.high.committed_runs(high, |run| above.push(mirrored(self.count, run)));
-        runs.extend(above.into_iter().rev());
-        runs
+    pub(crate) fn committed_runs(&self) -> Runs {
+        self.runs(0..self.count, Word::committed)
     }
 
     /// Returns the parts of a run that blocks touch, in runs.
     pub(crate) fn touched_runs(&self, run: Run) -> Runs {
-        let [low, high] = self.parts(run.range());
+        self.runs(run.range(), Word::touched)
+    }
+
+    /// Returns every run of granules whose bits `of` returns, from the low end.
+    fn runs(&self, range: Range<usize>, of: impl Fn(Word) -> u64) -> Runs {
+        let [low, high] = self.parts(range);
         let mut runs = Runs::new();
-        self.low.touched_runs(low, |range| runs.push(Run::of(&range)));
-        self.high.touched_runs(high, |range| runs.push(Run::of(&mirrored(self.count, range))));
+        self.low.runs(low, &of, |range| runs.push(Run::of(&range)));
+        let middle = runs.len();
+        self.high.runs(high, &of, |range| runs.push(Run::of(&mirrored(self.count, range))));
+        runs[middle..].reverse();
         runs
     }
 
@@ -461,22 +461,21 @@ impl Segment {
         runs
     }
 
-    /// Returns the bytes of a span that have no memory. Takes a step for each granule.
+    /// Returns the bytes of a block that have no memory.
     pub(crate) fn bare_bytes(&self, span: Span) -> u64 {
-        let bare = |granule: usize| {
-            let (half, at) = self.half(granule);
-            let start = granule as u64 * self.granularity;
-            let part = span.end().min(start + self.granularity) - span.offset.max(start);
-            part * u64::from(!half.is_backed(at))
-        };
-        self.granules_of(span).map(bare).sum()
+        let bare = self.runs(self.granules_of(span), |word| !word.backed());
+        bare.into_iter().map(|run| self.bytes_in(run, span)).sum()
+    }
+
+    /// Returns the bytes of a run that lie in a span.
+    fn bytes_in(&self, run: Run, span: Span) -> u64 {
+        let of = self.span_of(run);
+        of.end().min(span.end()) - of.offset.max(span.offset)
     }
 
     /// Returns every run of backed granules, for the end of the segment and for its map.
-    pub(crate) fn backed_runs(&self) -> Vec<Run> {
-        let high = self.high.backed_runs().into_iter().rev();
-        let high = high.map(|range| mirrored(self.count, range));
-        self.low.backed_runs().into_iter().chain(high).map(|range| Run::of(&range)).collect()
+    pub(crate) fn backed_runs(&self) -> Runs {
+        self.runs(0..self.count, Word::backed)
     }
 
     /// Counts everything again. `blocks` are the live blocks in address order.
@@ -541,21 +540,6 @@ impl Segment {
         let low = range.start.min(self.middle)..range.end.min(self.middle);
         let high = range.start.max(self.middle)..range.end.max(self.middle);
         [low, mirrored(self.count, high)]
-    }
-
-    /// Folds over the parts of a range in the two halves. Most ranges lie in one half.
-    fn in_halves<R>(
-        &self,
-        range: Range<usize>,
-        start: R,
-        of: impl Fn(&Granules, Range<usize>, R) -> R,
-    ) -> R {
-        if range.end <= self.middle {
-            return of(&self.low, range, start);
-        }
-        let [low, high] = self.parts(range);
-        let start = if low.is_empty() { start } else { of(&self.low, low, start) };
-        of(&self.high, high, start)
     }
 
     fn each_part(&mut self, range: Range<usize>, mut act: impl FnMut(&mut Granules, Range<usize>)) {

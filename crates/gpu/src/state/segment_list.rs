@@ -18,7 +18,7 @@ use crate::driver::DeviceAddress;
 use crate::index::{End, Span};
 use crate::state::aging::{Ages, Stamp};
 use crate::state::region_index::{BlockName, RegionIndex};
-use crate::state::segment::Run;
+use crate::state::segment::{Run, Runs};
 use lowtide_core::bytes::ByteSize;
 
 /// A wall or a piece. It begins at its key in the table.
@@ -314,7 +314,7 @@ impl SegmentList {
     }
 
     /// Returns the idle pieces, as runs.
-    pub(crate) fn idle_runs(&self) -> Vec<Run> {
+    pub(crate) fn idle_runs(&self) -> Runs {
         let idle = self.pieces().filter(|(_, piece)| piece.is_idle());
         idle.map(|(span, _)| self.run_of(span)).collect()
     }

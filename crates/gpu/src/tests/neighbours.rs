@@ -9,7 +9,7 @@
 use super::*;
 use crate::driver::Driver as _;
 use crate::state::pending::Claim;
-use crate::state::region::{AllocRequest, Placement, Search};
+use crate::state::region::{AllocRequest, AllocTarget, Placement, Search};
 use crate::state::segment::Cursor;
 
 const DYNAMIC: Region = Region::Dynamic;
@@ -30,7 +30,8 @@ fn nearly_full(granules: u64) -> (DeviceArena, Arc<FaultInjectingDriver>, Buffer
 /// Places a block that waits for its memory.
 fn place(arena: &DeviceArena, size: ByteSize) -> Placement {
     let wanted = AllocRequest::new(size, ALIGN).expect("not empty");
-    let placed = arena.inner().lock_state().place(DYNAMIC, wanted, Search::Usual, None);
+    let target = AllocTarget { region: DYNAMIC, wanted, taker: None };
+    let placed = arena.inner().lock_state().place(target, Search::Usual);
     placed.expect("room").0
 }
 
@@ -83,7 +84,8 @@ fn a_block_that_fits_at_no_granules_start_waits_for_the_calls_of_its_neighbours(
     // A call is in progress: idle memory leaves.
     drop(bytes(&arena, GRANULE, Region::Stable).expect("room"));
     let mut cursors = [Cursor::START; 2];
-    let leaving = arena.inner().lock_state().begin_leave(1, &mut cursors, None).expect("idle");
+    let leaving =
+        arena.inner().lock_state().begin_leave(1, usize::MAX, &mut cursors, None).expect("idle");
     let (asked, short) = std::sync::mpsc::channel();
     let callback = arena.on_shortage(move |_| asked.send(()).is_err());
     let waiting = {

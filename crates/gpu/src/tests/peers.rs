@@ -188,7 +188,7 @@ fn memory_committed_ahead_by_another_thread_was_missing_to_who_was_short() {
     driver.wait_until_held(1);
     assert_eq!(arena.snapshot().idle, ByteSize::mib(14));
     let second = taking(ByteSize::mib(4), Region::Stable);
-    let placed = || arena.inner().lock_state().region(Region::Stable).arriving() > 0;
+    let placed = || arena.inner().lock_state().region(Region::Stable).arriving > 0;
     wait_until(|| placed() || second.is_finished());
     driver.let_go();
     let blocks = [first, second].map(|thread| thread.join().expect("no panic").expect("room"));

@@ -20,7 +20,7 @@ use std::pin::Pin;
 
 use super::*;
 use crate::driver::{DeviceAddress, Driver, StreamHandle};
-use crate::engine::alloc::{self, AllocTarget, Begun};
+use crate::engine::alloc::{self, Begun};
 use crate::engine::call::Call;
 use crate::engine::port::{Called, Caller, Port, Step, Surroundings, run_outside, step};
 use crate::engine::{completion, enter, move_block, release, resize, resume, stores, suspend};
@@ -28,7 +28,7 @@ use crate::exec::reserve;
 use crate::state::arena::{ArenaState, CommitOptions};
 use crate::state::compact::plan::Move;
 use crate::state::event::{After, FreeCause};
-use crate::state::region::{AllocRequest, Placement, RegionState, Search};
+use crate::state::region::{AllocRequest, AllocTarget, Placement, RegionState, Search};
 use crate::state::streams::StreamKey;
 use crate::types::compact::CompactOptions;
 use crate::types::shortage::Shortage;
@@ -299,9 +299,7 @@ impl<'a> World<'a> {
         if self.free_ports.is_empty() {
             // The first step needs the others.
             if let Begun::Placed(placed, claim) = begun {
-                let state = self.state();
-                state.region_mut(region).pins.end_operation(placed.id);
-                state.cancel_placement(region, placed, claim, clock);
+                self.state().cancel_placement(region, placed, claim, clock);
             }
             return;
         }
@@ -629,7 +627,8 @@ fn the_peak_of_committed_memory_counts_each_commit() {
     let mut state =
         state(&sim, &clock, &ArenaConfig { reserve: ByteSize::kib(512), ..config(ByteSize::MAX) });
     let wanted = AllocRequest::new(STEP_GRANULE, ByteSize::new(256)).expect("not empty");
-    let (placed, _) = state.place(Region::Dynamic, wanted, Search::Usual, None).expect("room");
+    let target = AllocTarget { region: Region::Dynamic, wanted, taker: None };
+    let (placed, _) = state.place(target, Search::Usual).expect("room");
     let options = CommitOptions { grow: false, large_handles: true };
     let runs = state.begin_commit(Region::Dynamic, placed.span, STEP_GRANULE.get(), options);
     for run in runs {

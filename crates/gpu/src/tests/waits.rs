@@ -12,7 +12,7 @@ use super::*;
 use crate::driver::Driver as _;
 use crate::engine::port::{Caller, Port, Step, step};
 use crate::state::cached::CacheCounts;
-use crate::state::region::{AllocRequest, Search};
+use crate::state::region::{AllocRequest, AllocTarget, Search};
 use crate::state::sleep::Phase;
 use crate::types::sleep::{Contents, SleepConfig, SleepOptions, SleepState};
 
@@ -55,7 +55,8 @@ fn a_block_that_waits_for_its_memory_while_the_arena_falls_asleep_is_not_asleep(
     let sim = steps::device(1, &mut Chance(1), &clock);
     let mut state = steps::state(&sim, &clock, &config(ByteSize::mib(4)));
     let wanted = AllocRequest::new(ByteSize::kib(64), ByteSize::new(256)).expect("not empty");
-    let (placed, claim) = state.place(DYNAMIC, wanted, Search::Usual, None).expect("room");
+    let target = AllocTarget { region: DYNAMIC, wanted, taker: None };
+    let (placed, claim) = state.place(target, Search::Usual).expect("room");
     let backend = sim.backend();
     for phase in [Phase::Awake, Phase::Draining(1), Phase::Suspending] {
         state.sleep.phase = phase;
