@@ -219,7 +219,7 @@ impl Granules {
 
     /// Returns `true` if a block covers any byte of the granule.
     pub(crate) fn is_touched(&self, granule: usize) -> bool {
-        self.words.get(granule / 64).is_some_and(|word| word.touched >> (granule % 64) & 1 == 1)
+        self.is(granule, Word::touched)
     }
 
     /// Returns the number of granules whose bits `of` returns.
@@ -437,10 +437,10 @@ impl Granules {
             assert_eq!(word.leaving & !word.backed, 0, "leaving and bare");
             for bit in 0..64 {
                 let granule = at * 64 + bit;
-                let touched = word.touched >> bit & 1 == 1;
+                let touched = self.is_touched(granule);
                 let partly = self.partly.get(granule).filter(|_| touched).copied().unwrap_or(0);
                 assert_eq!((partly, touched), expected(granule), "granule {granule}");
-                let leaves = word.may_leave() >> bit & 1 == 1;
+                let leaves = self.leaves(granule, None);
                 let is_looked_at = granule < self.idle_end || self.is_stuck(granule);
                 assert!(!leaves || is_looked_at, "idle and never looked at: {granule}");
             }
@@ -451,9 +451,8 @@ impl Granules {
         let (mut at, mut stuck) = (0, 0);
         while at < self.known() {
             let handle = self.handle_of(at);
-            let same = |part: fn(&Word) -> u64| {
-                let of = |granule: usize| part(&self.words[granule / 64]) >> (granule % 64) & 1;
-                handle.clone().all(|granule| of(granule) == of(handle.start))
+            let same = |of: fn(Word) -> u64| {
+                handle.clone().all(|granule| self.is(granule, of) == self.is(handle.start, of))
             };
             let is_one = same(|word| word.backed)
                 && same(|word| word.committing)
@@ -469,8 +468,7 @@ impl Granules {
 
     /// Returns `true` if the granule may leave and, with ages, has expired.
     fn leaves(&self, granule: usize, ages: Option<Ages>) -> bool {
-        let word = self.words.get(granule / 64);
-        word.is_some_and(|word| word.may_leave() >> (granule % 64) & 1 == 1)
+        self.is(granule, Word::may_leave)
             && ages.is_none_or(|ages| ages.is_over(Stamp::new(self.partly[granule])))
     }
 
@@ -523,7 +521,12 @@ impl Granules {
     }
 
     fn is_joined(&self, granule: usize) -> bool {
-        self.words.get(granule / 64).is_some_and(|word| word.joined >> (granule % 64) & 1 == 1)
+        self.is(granule, |word| word.joined)
+    }
+
+    /// Returns `true` if the bit of a granule is set in what `of` returns.
+    fn is(&self, granule: usize, of: impl Fn(Word) -> u64) -> bool {
+        self.words.get(granule / 64).is_some_and(|word| of(*word) >> (granule % 64) & 1 == 1)
     }
 
     /// Returns the granules of the handle of a granule; the granule alone if it is bare.
@@ -604,10 +607,8 @@ impl Granules {
 
     /// Returns the last granule before `end` that may leave.
     fn idle_before(&self, end: usize, ages: Option<Ages>) -> Option<usize> {
-        let words = self.words.iter().enumerate().take(end.div_ceil(64)).rev();
-        let mut idle = words.flat_map(|(at, word)| {
-            let known = if end >= (at + 1) * 64 { u64::MAX } else { low64(end - at * 64) };
-            bits(word.may_leave() & known).rev().map(move |bit| at * 64 + bit)
+        let mut idle = masks(0..end.min(self.known())).rev().flat_map(|(at, mask)| {
+            bits(self.words[at].may_leave() & mask).rev().map(move |bit| at * 64 + bit)
         });
         idle.find(|&granule| self.leaves(granule, ages))
     }
@@ -682,12 +683,8 @@ const fn low(bits: u32) -> u64 {
     if bits >= u64::BITS { u64::MAX } else { (1 << bits) - 1 }
 }
 
-const fn low64(bits: usize) -> u64 {
-    if bits >= 64 { u64::MAX } else { (1 << bits) - 1 }
-}
-
 /// Returns the words that hold these granules, and the bits of the granules in each.
-fn masks(range: Range<usize>) -> impl Iterator<Item = (usize, u64)> {
+fn masks(range: Range<usize>) -> impl DoubleEndedIterator<Item = (usize, u64)> {
     let Range { start, end } = range;
     let words = if start < end { start / 64..end.div_ceil(64) } else { 0..0 };
     let (first, last) = (start / 64, words.end.wrapping_sub(1));
