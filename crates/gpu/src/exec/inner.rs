@@ -179,6 +179,16 @@ impl ArenaCaches {
         self.set(|rules| rules.shut -= 1);
     }
 
+    /// Returns the maximum bytes that the cache of a thread, or of a lane, may keep now.
+    #[inline]
+    pub(crate) fn room(&self, is_of_lane: bool) -> u64 {
+        if self.tight.load(Ordering::Relaxed) {
+            return 0;
+        }
+        let room = if is_of_lane { &self.lane_room } else { &self.room };
+        room.load(Ordering::Relaxed)
+    }
+
     fn set(&self, change: impl FnOnce(&mut Rules)) {
         let mut rules = lock(&self.rules);
         change(&mut rules);
@@ -375,20 +385,6 @@ impl ArenaInner {
         });
     }
 
-    /// Returns the maximum bytes that a thread cache may keep now.
-    #[inline]
-    pub(crate) fn cache_room(&self) -> u64 {
-        let tight = self.caches.tight.load(Ordering::Relaxed);
-        if tight { 0 } else { self.caches.room.load(Ordering::Relaxed) }
-    }
-
-    /// Returns the maximum bytes that a lane's cache may keep now.
-    #[inline]
-    pub(crate) fn lane_room(&self) -> u64 {
-        let tight = self.caches.tight.load(Ordering::Relaxed);
-        if tight { 0 } else { self.caches.lane_room.load(Ordering::Relaxed) }
-    }
-
     /// Records that a cache holds a block.
     #[inline]
     pub(crate) fn note_cached(&self) {
@@ -472,7 +468,7 @@ impl ArenaInner {
         let shards: Vec<_> = self.shards().collect();
         let still: Vec<_> = shards.iter().map(|shard| shard.still()).collect();
         let mut caches = CacheCounts::default();
-        still.iter().for_each(|cache| caches.add(cache.tally()));
+        still.iter().for_each(|cache| caches.add(cache.tally));
         let mut snapshot =
             self.run_now(|state| state.snapshot(&self.name, self.driver.backend(), &caches));
         let observers = self.executor.observers().map_or(0, Observers::metadata);

@@ -40,7 +40,7 @@ use crate::exec::lane::Lanes;
 #[cfg(feature = "cuda")]
 use crate::exec::view::{self, EndedViews, ViewSlot};
 use crate::state::arena::ArenaState;
-use crate::state::cached::{CacheCounts, Swept};
+use crate::state::cached::Swept;
 use crate::state::region::{Placement, Region};
 use crate::state::streams::StreamKey;
 use lowtide_core::sync::atomic::{AtomicU64, Ordering};
@@ -257,10 +257,7 @@ impl CacheShard {
     /// Returns the maximum bytes that the shard's cache may keep now.
     #[inline]
     pub(crate) fn room(&self) -> u64 {
-        match self.stream {
-            Some(_) => self.inner.lane_room(),
-            None => self.inner.cache_room(),
-        }
+        self.inner.caches.room(self.stream.is_some())
     }
 
     /// Returns `true` if the shard's cache may keep a block used by these lanes.
@@ -342,8 +339,8 @@ impl CacheShard {
     }
 
     /// Locks the cache. Its figures are valid until the guard is dropped.
-    pub(crate) fn still(&self) -> Still<'_> {
-        Still(brief(&self.cache))
+    pub(crate) fn still(&self) -> BriefGuard<'_, ThreadCache> {
+        brief(&self.cache)
     }
 }
 
@@ -374,15 +371,6 @@ impl Drop for CacheShards {
         if let Some(shard) = self.0.first() {
             shard.inner.retire_caches();
         }
-    }
-}
-
-/// A locked cache.
-pub(crate) struct Still<'a>(BriefGuard<'a, ThreadCache>);
-
-impl Still<'_> {
-    pub(crate) fn tally(&self) -> CacheCounts {
-        self.0.tally
     }
 }
 
