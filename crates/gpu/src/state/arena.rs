@@ -399,8 +399,8 @@ impl ArenaState {
         }
     }
 
-    /// Removes a placed block that got no memory, or whose earlier uses could not be waited for, and
-    /// ends its operation.
+    /// Removes a placed block that got no memory, or whose earlier uses could not be waited for,
+    /// and ends its operation.
     pub(crate) fn cancel_placement(
         &mut self,
         region: Region,
@@ -483,8 +483,8 @@ impl ArenaState {
     }
 
     /// Marks the next run of idle granules as leaving, at most this many, but at least one handle;
-    /// with ages, only expired ones. No handle has more than `handle_max` granules. The stable region comes first, because its idle memory is the
-    /// least likely to be requested again.
+    /// with ages, only expired ones. No handle has more than `handle_max` granules. The stable
+    /// region comes first, because its idle memory is the least likely to be requested again.
     pub(crate) fn begin_leave(
         &mut self,
         granules: u64,

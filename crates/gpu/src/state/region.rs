@@ -351,8 +351,8 @@ impl RegionState {
         self.requested = self.requested.wrapping_add(placed.requested);
     }
 
-    /// Removes an arriving block, ends its operation, and restores its pending parts. Returns `true`
-    /// if granules became idle.
+    /// Removes an arriving block, ends its operation, and restores its pending parts. Returns
+    /// `true` if granules became idle.
     pub(crate) fn cancel_placement(
         &mut self,
         placed: Placement,
@@ -539,8 +539,8 @@ impl RegionState {
         Some(Placement { id, span, at, requested: 0, moves: self.moves })
     }
 
-    /// Moves a block to the place taken for it, ends the operation and frees the old place. Returns `true` if granules
-    /// became idle.
+    /// Moves a block to the place taken for it, ends the operation and frees the old place. Returns
+    /// `true` if granules became idle.
     pub(crate) fn trade(&mut self, id: BlockName, room: Placement) -> bool {
         self.pins.end_operation(room.id);
         let old = self.index.span_of(id);

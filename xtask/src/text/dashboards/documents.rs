@@ -132,8 +132,10 @@ pub(crate) fn events(sources: &[(String, String)], text: &str) -> Vec<String> {
                 continue;
             }
             // The message is the last of the arguments, and has no quotes in it.
-            let message = rest.split(");").next().and_then(|them| them.rsplit('"').nth(1));
-            let message = message.unwrap_or_default();
+            let parts: Vec<_> = rest.split('"').collect();
+            let is_last = |after: &str| after.trim_start_matches([',', ' ', '\n']).starts_with(')');
+            let message = parts.windows(2).skip(1).step_by(2).find(|pair| is_last(pair[1]));
+            let message = message.map_or("{}", |pair| pair[0]);
             if message.contains('{') {
                 continue; // a note, in its own words
             }
