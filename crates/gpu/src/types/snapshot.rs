@@ -131,7 +131,8 @@ pub struct ArenaSnapshot {
     pub lock_contended_total: u64,
     /// Total time that threads have waited for the arena's lock.
     pub lock_wait_total: Duration,
-    /// The figures of each region, in the order of [`Region::ALL`].
+    /// The figures of each region, in the order of [`Region::ALL`]; a default snapshot, which is of
+    /// no arena, names one region twice.
     pub regions: [RegionSnapshot; 2],
 }
 
