@@ -251,16 +251,13 @@ fn next_commit(
 /// Commits marked runs in order until one fails, and records every result.
 async fn commit(port: &Port<'_>, region: Region, runs: Runs) -> Result<(), DriverError> {
     let mut outcome = Ok(());
-    let mut runs = runs.into_iter();
-    let mut next = runs.next();
-    while let Some(run) = next {
+    for run in runs {
         if outcome.is_ok() {
             let PlacedRun { at, size, handle, .. } =
                 port.with(|state| state.region(region).placed_run(region, run));
             outcome = port.does(CallKind::Commit { at, size, handle }).await;
         }
         port.with(|state| state.end_commit(region, run, outcome.is_ok(), port.clock));
-        next = runs.next();
     }
     outcome
 }
@@ -408,7 +405,8 @@ async fn create_segment(
     })
 }
 
-/// Continues an allocation after its first step, from the caches to the last step after a shortage.
+/// Continues an allocation after its first step. If memory is short, it empties excessive caches,
+/// commits, waits, and makes the steps after a shortage (`retry`).
 ///
 /// # Errors
 /// A shortage; the errors of a wake.
@@ -429,23 +427,30 @@ pub(crate) async fn alloc(
         Begun::Placed(placed, claim) => complete(port, target, placed, claim).await,
         Begun::Not => attempt(port, target, Search::Usual).await,
     };
-    if outcome.as_ref().is_err_and(AllocFailure::is_by_capture) {
-        outcome = attempt(port, target, Search::Clear).await;
-    }
+    outcome = without_wait(port, target, outcome).await;
     if outcome.as_ref().is_err_and(AllocFailure::is_shortage) {
-        outcome =
-            run_ladder(port, region, async |search| match attempt(port, target, search).await {
-                Err(failure) if failure.is_by_capture() => {
-                    attempt(port, target, Search::Clear).await
-                }
-                outcome => outcome,
-            })
-            .await;
+        outcome = run_ladder(port, region, async |search| {
+            without_wait(port, target, attempt(port, target, search).await).await
+        })
+        .await;
     }
     if outcome.is_ok() {
         port.with(|state| port.surroundings.note_live(state.live(), state.limit.get()));
     }
     outcome
+}
+
+/// Retries an allocation for which a stream capture forbids a wait, with memory that needs none or
+/// can be committed.
+async fn without_wait(
+    port: &Port<'_>,
+    target: AllocTarget,
+    outcome: Result<Placement, AllocFailure>,
+) -> Result<Placement, AllocFailure> {
+    match outcome {
+        Err(failure) if failure.is_by_capture() => attempt(port, target, Search::Clear).await,
+        outcome => outcome,
+    }
 }
 
 /// Returns `true` if a block has no place, or a place without memory.
