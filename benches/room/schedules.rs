@@ -16,8 +16,8 @@ use std::time::Duration;
 
 use lowtide_admission::clock::Moment;
 use lowtide_admission::{
-    Admission, Budget, ByteSize, Cost, LargeRequest, Permit, Priority, Rejected, RequestMemory,
-    SLOW_AFTER, Waiting,
+    Admission, Budget, ByteSize, Cost, LargeRequest, Permit, Priority, Rejected, SLOW_AFTER,
+    Waiting,
 };
 
 /// The longest wait.
@@ -131,16 +131,6 @@ impl LargeRequest for Admitted {
         self.upload().as_ref().map(|upload| upload.reserved_at)
     }
 
-    fn excess(&self) -> ByteSize {
-        ByteSize::ZERO
-    }
-
-    fn is_cancelled(&self) -> bool {
-        false
-    }
-
-    fn cancel(&self) {}
-
     fn suspend(&self, now: Moment) {
         let mut upload = self.upload();
         let Some(upload) = &mut *upload else { return };
@@ -149,12 +139,6 @@ impl LargeRequest for Admitted {
         }
         upload.is_suspended = true;
         upload.permit.suspend(upload.held().saturating_add(WINDOW));
-    }
-
-    fn wake(&self) {}
-
-    fn describe(&self, _: Moment, _: &mut RequestMemory) -> bool {
-        false
     }
 }
 

@@ -1,4 +1,4 @@
-//! The memory of a device by its users, computed from the answers of NVML.
+//! The query of NVML for the processes on each device, and the memory of a device by its users.
 //!
 //! Invariant: if no figure of a device is `None`, `used = arenas + context_overhead +
 //! own_unmanaged + other_processes + unattributed`, but for memory that changes during the query.
