@@ -264,10 +264,10 @@ fn a_run_without_a_shutdown_is_told_as_dropped_or_as_a_panic() {
     assert_eq!(told_once_unlocked(&path).cause, ExitCause::Panicked);
 }
 
-/// Bug: a process that exited as soon as its `Memory` was dropped was told as killed, because the
-/// end had not been written yet.
+/// Bug: a process that exited as soon as its `Memory` was dropped was reported as killed, because
+/// the end had not been written yet.
 #[test_fork::test]
-fn a_process_that_exits_as_its_memory_is_dropped_is_not_told_as_killed() {
+fn a_process_that_exits_as_its_memory_is_dropped_is_not_reported_as_killed() {
     for _ in 0..10 {
         let (_folder, path) = folder();
         let mut service = Service::start("exits", &path);

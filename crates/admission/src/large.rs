@@ -488,9 +488,10 @@ mod tests {
         }
     }
 
-    /// Bug: what is no request took the places of the largest requests in the flight recorder.
+    /// Bug: entries that are no requests took the places of the largest requests in the flight
+    /// recorder.
     #[test]
-    fn what_is_no_request_takes_no_place_among_the_largest() {
+    fn an_entry_that_is_no_request_takes_no_place_among_the_largest() {
         let large = LargeRequests::default();
         (0..2 * TOP_MAX).for_each(|_| large.add(Arc::new(Timer), ByteSize::MAX));
         let only = request(LARGE_MIN.get());

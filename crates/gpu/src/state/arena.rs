@@ -78,8 +78,8 @@ pub(crate) struct ArenaState {
     /// The maximum size of a handle, and the minimum number of handles.
     handle_max: u64,
     handles_min: u64,
-    /// The time from which on a handle may be divided that could not be before. Memory that
-    /// becomes idle resets it.
+    /// The earliest time of the next division of a handle, after one failed. Reset when memory
+    /// becomes idle.
     pub(crate) divide_from: Moment,
     /// The counts and peaks of a snapshot, which only grow. Its other figures are computed.
     pub(crate) totals: ArenaSnapshot,

@@ -661,8 +661,8 @@ fn extend(
     }
 }
 
-/// Returns the number of set bits. Most words have at most one, which takes 4 instructions; to
-/// count more takes 17, since not every x86-64 processor has `popcnt`.
+/// Returns the number of set bits. Most words have at most one, which is found in 4 instructions;
+/// counting more takes 17 without `popcnt`, which not every x86-64 processor has.
 fn count(bits: u64) -> u64 {
     if bits & bits.wrapping_sub(1) == 0 {
         u64::from(bits != 0)

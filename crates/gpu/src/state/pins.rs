@@ -37,7 +37,7 @@ impl PinEntry {
 #[derive(Debug, Default)]
 pub(crate) struct Pins {
     entries: BTreeMap<BlockName, PinEntry>,
-    /// The number of entries that have a treatment of contents.
+    /// The number of entries with a treatment of contents.
     with_contents: usize,
     /// Blocks that an operation has placed but not yet completed: about one per thread.
     busy: Vec<BlockName>,

@@ -42,8 +42,8 @@ const OPERATIONS_MAX: usize = 4;
 const BLOCKS_MAX: usize = 24;
 const STEP_GRANULE: ByteSize = ByteSize::kib(4);
 
-/// An arena without callbacks, with caches that seem to hold blocks: two times of three one that
-/// lacks memory begins again.
+/// An arena without callbacks, with caches that seem to hold blocks: two of three allocations that
+/// lack memory begin again.
 #[derive(Debug, Default)]
 pub(super) struct StepSurroundings(Cell<u64>);
 

@@ -22,7 +22,7 @@ use lowtide_core::decay::DecayTime;
 /// The maximum number of bytes that an arena reserves, and so of any place in it: 2^62.
 pub(super) const BYTES_MAX: u64 = 1 << 62;
 
-/// The number of bytes of a name that are written.
+/// The maximum number of bytes of a name that are written.
 const NAME_MAX: usize = 256;
 
 /// The format of a value in a line.

@@ -132,7 +132,7 @@ fn a_front_keeps_no_more_than_its_room() {
     assert_usable(&arena);
 }
 
-/// With the commit of the last large block seven eighths of the limit are live.
+/// After the commit of the large block, more than seven eighths of the limit are live.
 #[test]
 fn a_front_keeps_nothing_once_a_commit_left_little_under_the_limit() {
     let (arena, _) = open_with(ArenaConfig { limit: ByteSize::mib(64), ..config() });
@@ -146,7 +146,8 @@ fn a_front_keeps_nothing_once_a_commit_left_little_under_the_limit() {
     assert_usable(&arena);
 }
 
-/// Bug: after the limit was lowered, allocations that failed did not tell the fronts.
+/// Bug: after the limit was lowered, an allocation that failed did not update the live share of the
+/// limit, so fronts kept blocks.
 #[test]
 fn a_front_keeps_nothing_once_an_allocation_failed_under_a_lower_limit() {
     let (arena, _) = open_with(ArenaConfig { limit: ByteSize::mib(64), ..config() });
