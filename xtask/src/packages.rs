@@ -14,6 +14,8 @@ pub(crate) struct Package {
     /// Its folder from the root, with a `/` at the end; empty for the root.
     pub(crate) folder: String,
     pub(crate) is_published: bool,
+    /// `true` if `cargo test` without `-p` tests it.
+    pub(crate) is_default: bool,
     /// Its features but `default`.
     pub(crate) features: Vec<String>,
     /// The features that docs.rs builds with.
@@ -47,6 +49,7 @@ pub(crate) fn packages() -> Result<Vec<Package>, String> {
             name: text(&package["name"]),
             folder: folder.trim_start_matches('/').to_owned(),
             is_published: package["publish"].as_array().is_none_or(|to| !to.is_empty()),
+            is_default: list(&metadata["workspace_default_members"]).contains(&package["id"]),
             features: features.map(|(name, _)| name.clone()).filter(|n| n != "default").collect(),
             documented: list(on_docs_rs).iter().map(text).collect(),
             version: text(&package["version"]),
@@ -84,6 +87,7 @@ mod tests {
             name: name.to_owned(),
             folder: String::new(),
             is_published: true,
+            is_default: true,
             features: Vec::new(),
             documented: Vec::new(),
             version: String::new(),

@@ -140,6 +140,7 @@ mod tests {
             name: name.to_owned(),
             folder: folder.to_owned(),
             is_published: true,
+            is_default: true,
             features: Vec::new(),
             documented: Vec::new(),
             version: String::new(),

@@ -142,13 +142,18 @@ impl Run {
     ///
     /// For a program that is expected to fail: in the output of a job, its words would be taken for
     /// a failure of the job.
-    pub(crate) fn failure(mut self) -> Result<Option<String>, String> {
+    pub(crate) fn failure(self) -> Result<Option<String>, String> {
+        let (written, has_succeeded) = self.captured()?;
+        Ok((!has_succeeded).then_some(written))
+    }
+
+    /// Runs the command and returns all that it wrote, with whether it succeeded.
+    pub(crate) fn captured(mut self) -> Result<(String, bool), String> {
         let line = self.line();
         println!("$ {line}");
         let output = self.command.output().map_err(|error| format!("{line}: {error}"))?;
         let written = [output.stdout, output.stderr].concat();
-        let failed = !output.status.success();
-        Ok(failed.then(|| String::from_utf8_lossy(&written).into_owned()))
+        Ok((String::from_utf8_lossy(&written).into_owned(), output.status.success()))
     }
 
     /// Returns `true` if the command succeeds; prints nothing.

@@ -192,7 +192,7 @@ pub(crate) fn soak(arguments: &Arguments) -> Result<(), String> {
     all(arguments, Length::Full)
 }
 
-fn is_set(name: &str) -> bool {
+pub(crate) fn is_set(name: &str) -> bool {
     env::var(name).is_ok_and(|value| value == "true")
 }
 

@@ -10,6 +10,7 @@ mod api;
 pub(crate) mod arena;
 mod benches;
 mod clone;
+pub(crate) mod field;
 mod fleet;
 mod footprint;
 mod gpu;
@@ -21,6 +22,7 @@ mod room;
 use crate::run::{Run, cargo};
 
 /// A measured value.
+#[derive(Clone)]
 struct Figure {
     name: &'static str,
     value: f64,
@@ -31,12 +33,12 @@ struct Figure {
     floor: Option<f64>,
 }
 
-fn figure(name: &'static str, value: f64, unit: &'static str, goal: Option<f64>) -> Figure {
+const fn figure(name: &'static str, value: f64, unit: &'static str, goal: Option<f64>) -> Figure {
     Figure { name, value, unit, goal, floor: None }
 }
 
 /// A figure whose goal is the lowest value that is accepted.
-fn at_least(name: &'static str, value: f64, unit: &'static str, floor: f64) -> Figure {
+const fn at_least(name: &'static str, value: f64, unit: &'static str, floor: f64) -> Figure {
     Figure { name, value, unit, goal: None, floor: Some(floor) }
 }
 
@@ -75,8 +77,8 @@ pub(crate) struct Arguments {
     /// The subject.
     #[arg(required_unless_present = "list")]
     subject: Option<String>,
-    /// Measures this figure of `workspace`, `arena`, `gpu`, `measured`, `room`, `questions` or
-    /// `fleet` alone, by the name that is printed; may be repeated.
+    /// Measures this figure alone, by the name that is printed; may be repeated. Not for `faults`,
+    /// `engines` and `envoy`.
     #[arg(long, value_name = "FIGURE")]
     only: Vec<String>,
     /// Lists the subjects.
@@ -98,6 +100,7 @@ const SUBJECTS: &[(&str, &str)] = &[
         "an operator's questions, kills, alerts, the recorder and profiler: half an hour",
     ),
     ("fleet", "load reports, behind a real Envoy too; fits; the saturation: some 20 minutes"),
+    ("field", "cases from public reports, and the benches `time` and `replay`: some minutes"),
     ("envoy", "thresholds on the heap, in Envoy, and lowtide: quick and slow bodies"),
 ];
 
@@ -127,6 +130,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), String> {
         }
         "questions" => questions::run(&arguments.only),
         "fleet" => measure("fleet", fleet::FLEET, &arguments.only),
+        "field" => field::run(&arguments.only),
         "envoy" => Run::new(".ci/envoy").run(),
         other => {
             let names: Vec<_> = SUBJECTS.iter().map(|(name, _)| *name).collect();
@@ -144,23 +148,25 @@ fn workspace(only: &[String]) -> Result<(), String> {
     result
 }
 
-/// Measures these figures of a subject, or all, and prints them. A name may begin with that of the
+/// Returns the chosen of these figures of a subject, or all. A name may begin with that of the
 /// subject, as it is printed.
+fn choose<'a>(subject: &str, all: &[&'a str], only: &[String]) -> Result<Vec<&'a str>, String> {
+    let prefix = format!("{subject}.");
+    let find = |name: &String| {
+        let short = name.strip_prefix(&prefix).unwrap_or(name);
+        let known = all.iter().find(|known| **known == short).copied();
+        known.ok_or_else(|| format!("unknown figure {name:?}: expected one of {}", all.join(", ")))
+    };
+    if only.is_empty() { Ok(all.to_vec()) } else { only.iter().map(find).collect() }
+}
+
+/// Measures these figures of a subject, or all, and prints them.
 fn measure(subject: &str, measures: &[Measure], only: &[String]) -> Result<(), String> {
     let all: Vec<_> = measures.iter().flat_map(|measure| measure.names).copied().collect();
-    let prefix = format!("{subject}.");
-    let mut chosen = Vec::new();
-    for name in only {
-        let short = name.strip_prefix(&prefix).unwrap_or(name);
-        if !all.contains(&short) {
-            return Err(format!("unknown figure {name:?}: expected one of {}", all.join(", ")));
-        }
-        chosen.push(short);
-    }
+    let chosen = choose(subject, &all, only)?;
     let mut failed = Vec::new();
     for measure in measures {
-        let is_chosen = |name: &&str| chosen.is_empty() || chosen.contains(name);
-        if !measure.names.iter().any(is_chosen) {
+        if !measure.names.iter().any(|name| chosen.contains(name)) {
             continue;
         }
         match (measure.run)() {

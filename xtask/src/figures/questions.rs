@@ -88,7 +88,7 @@ fn measure_answered() -> Result<Vec<Figure>, String> {
 }
 
 /// Returns the number of tests that passed: a filter that matches none succeeds too.
-fn passed_tests(text: &str) -> u32 {
+pub(super) fn passed_tests(text: &str) -> u32 {
     let results = text.lines().filter_map(|line| line.strip_prefix("test result: ok. "));
     results.filter_map(|line| line.split(' ').next()?.parse::<u32>().ok()).sum()
 }

@@ -28,6 +28,7 @@ use self::code::Code;
 use self::metrics_tier::MetricsTier;
 use crate::ci;
 use crate::figures::arena::{check_cycles, check_layers};
+use crate::figures::field;
 use crate::mutants;
 use crate::tree::{self, Faults, Tree};
 
@@ -67,6 +68,7 @@ fn check(tree: &Tree) -> Vec<String> {
     dashboards::check(tree, &faults);
     deploying::check(tree, &code, &faults);
     header::check(tree, &faults);
+    field::check(tree, &faults);
     ci::check_workflow(tree, &faults);
     faults.sorted()
 }
