@@ -48,6 +48,9 @@ struct Cli {
     /// One round, and a small process to sample.
     #[arg(long)]
     quick: bool,
+    /// Judges no time, and leaves out what measures nothing else.
+    #[arg(long)]
+    counted: bool,
     /// Cargo says this when benches are asked for.
     #[arg(long, hide = true)]
     bench: bool,
@@ -60,8 +63,9 @@ fn main() -> ExitCode {
         return ExitCode::SUCCESS;
     }
     let mut figures = Figures::default();
-    match measure(&Cli::parse(), &mut figures) {
-        Ok(()) if figures.print() => ExitCode::SUCCESS,
+    let cli = Cli::parse();
+    match measure(&cli, &mut figures) {
+        Ok(()) if figures.print(cli.counted) => ExitCode::SUCCESS,
         Ok(()) => ExitCode::FAILURE,
         Err(error) => {
             eprintln!("control: {error}");

@@ -33,10 +33,13 @@ const PARTS: &[(&str, Measure)] = &[
     ("binary", torture::binary),
     ("compact", compact::measure),
     ("devices", devices::measure),
-    ("pairs", pairs::measure),
+    ("killed", torture::killed),
+    ("leases", stores::leases),
+    ("pairs", pairs::pairs),
     ("stores", stores::measure),
     ("torture", torture::measure),
     ("trace", trace::measure),
+    ("views", pairs::views),
     ("wake", wake::measure),
 ];
 

@@ -47,11 +47,6 @@ const WARM: usize = 8;
 const KIB: usize = 1 << 10;
 const MIB: usize = 1 << 20;
 
-pub(crate) fn measure(figures: &mut Figures) -> Result<(), BoxError> {
-    pairs(figures)?;
-    views(figures)
-}
-
 /// An arena over the simulation and one of its lanes.
 struct Bed {
     arena: DeviceArena,
@@ -176,7 +171,7 @@ const CU_ARENA: [(&str, f64, f64); 4] = [
     ("gpu.cuarena.b5", 0.05, 1.5),
 ];
 
-fn pairs(figures: &mut Figures) -> Result<(), BoxError> {
+pub(crate) fn pairs(figures: &mut Figures) -> Result<(), BoxError> {
     // Each case has an arena of its own, as programs have: none sees what another left behind.
     let beds: Vec<_> = (0..=CASES.len()).map(|_| Bed::new()).collect::<Result<_, _>>()?;
     let others: Vec<_> = CU_ARENA.iter().map(|_| Bed::new()).collect::<Result<_, _>>()?;
@@ -227,7 +222,7 @@ fn uncached(figures: &mut Figures) -> Result<(), BoxError> {
 }
 
 /// The calls of a warm request that allocates, clears the buffer through a view, and ends.
-fn views(figures: &mut Figures) -> Result<(), BoxError> {
+pub(crate) fn views(figures: &mut Figures) -> Result<(), BoxError> {
     let fake = Fake::start(Options { order: 2, devices: 1, ..Options::default() });
     let driver = Arc::new(CudaDriver::open(CudaOptions::default())?);
     let context = CudaContext::new(0)?;

@@ -24,7 +24,7 @@ const TURNS: usize = 3;
 const TOUCHED: ByteSize = ByteSize::mib(256);
 const ROUNDS: usize = 15;
 
-pub(crate) fn measure(figures: &mut Figures) -> Result<(), BoxError> {
+pub(crate) fn leases(figures: &mut Figures) -> Result<(), BoxError> {
     let mut most = 0;
     for (stores_max, is_ring) in
         [(None, false), (Some(ByteSize::ZERO), false), (Some(ByteSize::MAX), true)]
@@ -32,6 +32,10 @@ pub(crate) fn measure(figures: &mut Figures) -> Result<(), BoxError> {
         most = most.max(calls_before_lease(stores_max, is_ring)?);
     }
     figures.at_most("gpu.lease.calls_before", f64::from(most), "calls", 0.0);
+    Ok(())
+}
+
+pub(crate) fn measure(figures: &mut Figures) -> Result<(), BoxError> {
     let (median, best) = touch_ratios()?;
     figures.at_least("gpu.stores.touch_threads_ratio", median, "x", 1.8);
     figures.add("gpu.stores.touch_threads_ratio_best", best, "x");

@@ -76,6 +76,11 @@ pub(crate) fn measure(figures: &mut Figures) -> Result<(), BoxError> {
         worst = worst.max(found_s(seed)?);
     }
     figures.at_most("gpu.torture.found_s", worst, "s", 5.0);
+    Ok(())
+}
+
+/// Measures which results are left when others' parts end badly.
+pub(crate) fn killed(figures: &mut Figures) -> Result<(), BoxError> {
     figures.at_least("gpu.killed_part.results_kept", results_kept()?, "of the others' parts", 1.0);
     Ok(())
 }

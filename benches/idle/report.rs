@@ -52,8 +52,8 @@ impl Standing {
     }
 }
 
-/// Prints everything; whether every goal held.
-pub(crate) fn print(standings: &[Standing], starts: &[(Kind, Vec<f64>)]) -> bool {
+/// Prints everything; whether every goal held, of what was counted alone if it says so.
+pub(crate) fn print(standings: &[Standing], starts: &[(Kind, Vec<f64>)], counted: bool) -> bool {
     let of = |kind: Kind, figure: &dyn Fn(&Standing) -> f64| {
         let each = standings.iter().filter(|one| one.kind == kind).map(figure);
         median(&each.collect::<Vec<_>>())
@@ -90,7 +90,7 @@ pub(crate) fn print(standings: &[Standing], starts: &[(Kind, Vec<f64>)]) -> bool
                 ("threads", _) => {
                     Some(((value - THREADS).abs() < 0.5, format!("exactly {THREADS}")))
                 }
-                (_, Some(most)) => Some((value <= most, format!("at most {most}"))),
+                (_, Some(most)) if !counted => Some((value <= most, format!("at most {most}"))),
                 _ => None,
             };
             if let Some((held, asked)) = held {

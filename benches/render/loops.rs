@@ -147,7 +147,7 @@ impl Clock for Watch {
 }
 
 /// Prints the figures; whether the goals were held.
-pub(crate) fn measure() -> Result<bool, BoxError> {
+pub(crate) fn measure(counted: bool) -> Result<bool, BoxError> {
     let watch = Arc::new(Watch::new());
     let clock: Arc<dyn Clock> = watch.clone();
     let builder = Memory::builder().clock(clock).device(DeviceChoice::Host);
@@ -192,7 +192,7 @@ pub(crate) fn measure() -> Result<bool, BoxError> {
         ("tick.median_us", tick, GOAL_TICK_US),
         ("tick.allocations", allocated, 0.0),
     ] {
-        if found > most {
+        if found > most && (!counted || what == "tick.allocations") {
             held = false;
             println!("missed: {what} is {found:.1}, at most {most}");
         }

@@ -29,6 +29,9 @@ struct Cli {
     /// Let the gRPC client of this Python interpreter read reports.
     #[arg(long)]
     python: Option<OsString>,
+    /// Judges no time, and leaves out what measures nothing else.
+    #[arg(long)]
+    counted: bool,
     /// Cargo says this when benches are asked for.
     #[arg(long, hide = true)]
     bench: bool,
@@ -43,7 +46,7 @@ fn main() -> ExitCode {
     let cli = Cli::parse();
     let held = match &cli.python {
         Some(python) => grpc::read(python),
-        None => cost::measure(),
+        None => cost::measure(cli.counted),
     };
     match held {
         Ok(true) => ExitCode::SUCCESS,

@@ -159,7 +159,8 @@ pub(crate) fn measure() -> Result<bool, BoxError> {
         let holds = value <= goal;
         all &= holds;
         println!("figure measured.{name} {value:.3} {unit}");
-        println!("  goal: at most {goal}: {}", if holds { "held" } else { "missed" });
+        let held = if holds { "held  " } else { "MISSED" };
+        println!("{held}  measured.{name} at most {goal}: {value:.3}");
     };
     let of = |with: Counted, without: Counted| -> Result<f64, BoxError> {
         Ok(count(with)? - count(without)?)

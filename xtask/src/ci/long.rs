@@ -1,8 +1,9 @@
 //! Jobs that take long: `ci` runs a sample, `soak` the full length.
 
 use super::{Length, Outcome, envoy, skip};
+use crate::figures::{counted, field};
 use crate::mutants;
-use crate::run::{Run, cargo};
+use crate::run::{Run, cargo, has};
 
 fn bench(name: &str, words: &str) -> Run {
     cargo(&format!("bench --locked --bench {name} -- {words}"))
@@ -67,6 +68,28 @@ pub(super) fn fleet(_: Length) -> Outcome {
     validate.words("-c deploy/envoy/envoy.yaml").run()?;
     bench("fleet", "--ci --envoy").arg(envoy).run()?;
     Ok(Run::new(".ci/grpc").run()?)
+}
+
+/// The cases from public reports, and what the benches `time` and `replay` count.
+pub(super) fn field(_: Length) -> Outcome {
+    Ok(field::run(&[])?)
+}
+
+/// Figures that do not depend on the machine's speed, against their goals and the documents.
+pub(super) fn counted(_: Length) -> Outcome {
+    counted_figures(false)
+}
+
+/// The same with those that take long.
+pub(super) fn counted_full(_: Length) -> Outcome {
+    counted_figures(true)
+}
+
+fn counted_figures(is_full: bool) -> Outcome {
+    match ["valgrind", "promtool"].into_iter().find(|tool| !has(tool)) {
+        Some(tool) => skip(format!("no {tool}")),
+        None => Ok(counted::run(is_full, false)?),
+    }
 }
 
 /// Reproduces each known fault.

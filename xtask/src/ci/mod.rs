@@ -124,16 +124,21 @@ const JOBS: &[Job] = &[
     long("controller", "the controller in virtual time", &[], long::controller),
     long("overload", "overload in a real memory cgroup", &[], long::overload),
     job("fleet", "load reports, read by Envoy and gRPC", &["python"], long::fleet),
+    job("field", "cases from public reports", &[], long::field),
+    job("counted", "figures that do not depend on the machine's speed", COUNTED, long::counted),
     job("rules", "the Prometheus rules, by promtool", &["promtool"], system::rules),
     job("deployment", "unit, manifests, Compose file, Prometheus", LIVE, system::deployment),
     job("image", "the image's root file system under a limit", &["curl"], system::image),
 ];
 
 const COMPONENTS: &[&str] = &["components"];
+const COUNTED: &[&str] = &["valgrind", "promtool"];
 const LIVE: &[&str] = &["promtool", "python"];
 
-/// By request alone: it needs a Docker daemon and a base image, and takes 12 to 21 minutes.
+/// By request alone: a Docker daemon and a base image are needed, and 12 to 21 minutes.
 const DOCKER: Job = job("docker", "the image, by Docker", &[], system::docker);
+/// By request alone: the counted figures that take more than half a minute each.
+const COUNTED_FULL: Job = job("counted-full", "all counted figures", COUNTED, long::counted_full);
 
 const fn job(
     name: &'static str,
@@ -164,6 +169,9 @@ pub(crate) struct Arguments {
     /// Runs this job alone; may be repeated.
     #[arg(long, value_name = "NAME")]
     job: Vec<String>,
+    /// Runs `counted-full` in place of `counted`.
+    #[arg(long)]
+    full: bool,
     /// Lists the jobs and runs none.
     #[arg(long)]
     list: bool,
@@ -196,14 +204,20 @@ pub(crate) fn is_set(name: &str) -> bool {
     env::var(name).is_ok_and(|value| value == "true")
 }
 
-fn chosen(names: &[String], length: Length) -> Result<Vec<&'static Job>, String> {
+fn chosen(names: &[String], length: Length, is_full: bool) -> Result<Vec<&'static Job>, String> {
     let offered = || {
         let of_length = |job: &&Job| length == Length::Sample || job.soaks;
-        JOBS.iter().filter(of_length).chain((length == Length::Sample).then_some(&DOCKER))
+        let by_request = [&DOCKER, &COUNTED_FULL].into_iter().filter(|_| length == Length::Sample);
+        JOBS.iter().filter(of_length).chain(by_request)
     };
     if names.is_empty() {
-        let wants_docker = is_set("WITH_DOCKER");
-        return Ok(offered().filter(|job| job.name != DOCKER.name || wants_docker).collect());
+        let is_wanted = |job: &&Job| match job.name {
+            "docker" => is_set("WITH_DOCKER"),
+            "counted" => !is_full,
+            "counted-full" => is_full,
+            _ => true,
+        };
+        return Ok(offered().filter(is_wanted).collect());
     }
     let find = |name: &String| {
         offered().find(|job| job.name == name).ok_or_else(|| {
@@ -215,7 +229,7 @@ fn chosen(names: &[String], length: Length) -> Result<Vec<&'static Job>, String>
 }
 
 fn all(arguments: &Arguments, length: Length) -> Result<(), String> {
-    let jobs = chosen(&arguments.job, length)?;
+    let jobs = chosen(&arguments.job, length, arguments.full)?;
     if arguments.tools {
         let tools: BTreeSet<_> = jobs.iter().flat_map(|job| job.tools).collect();
         for tool in tools {
@@ -366,12 +380,16 @@ mod tests {
 
     #[test]
     fn jobs_are_chosen_by_name_and_soak_has_the_long_ones() {
-        let names = |length| chosen(&[], length).expect("jobs").len();
+        let names = |length| chosen(&[], length, false).expect("jobs").len();
         assert!(names(Length::Sample) > names(Length::Full));
-        let one = chosen(&["fmt".to_owned()], Length::Sample).expect("a job");
+        let of = |name: &str| chosen(&[name.to_owned()], Length::Sample, false);
+        let one = of("fmt").expect("a job");
         assert_eq!(one.iter().map(|job| job.name).collect::<Vec<_>>(), ["fmt"]);
-        assert!(chosen(&["docker".to_owned()], Length::Sample).is_ok());
-        let unknown = chosen(&["gone".to_owned()], Length::Sample).err().unwrap_or_default();
+        assert!(of("docker").is_ok());
+        let full = chosen(&[], Length::Sample, true).expect("jobs");
+        let counted: Vec<_> = full.iter().filter(|job| job.name.contains("counted")).collect();
+        assert!(matches!(*counted, [job] if job.name == "counted-full"));
+        let unknown = of("gone").err().unwrap_or_default();
         assert!(unknown.starts_with("unknown job \"gone\": expected one of fmt, "), "{unknown}");
     }
 }

@@ -32,16 +32,23 @@ pub(super) const BENCHES: &[Bench] = &[
     },
     Bench {
         arguments: "bench --locked --bench gpu -- --part torture",
-        figures: &[("gpu.torture.found_s", None), ("gpu.killed_part.results_kept", None)],
+        figures: &[("gpu.torture.found_s", None)],
+    },
+    Bench {
+        arguments: "bench --locked --bench gpu -- --part killed",
+        figures: &[("gpu.killed_part.results_kept", None)],
     },
     Bench {
         arguments: "bench --locked --bench gpu -- --part binary",
         figures: &[("gpu.check.binary_mib", None)],
     },
     Bench {
+        arguments: "bench --locked --bench gpu -- --part leases",
+        figures: &[("gpu.lease.calls_before", None)],
+    },
+    Bench {
         arguments: "bench --locked --bench gpu -- --part stores",
         figures: &[
-            ("gpu.lease.calls_before", None),
             ("gpu.stores.touch_threads_ratio", None),
             ("gpu.stores.touch_threads_ratio_best", None),
         ],
@@ -63,6 +70,11 @@ pub(super) const BENCHES: &[Bench] = &[
             ("gpu.cuarena.b2.ratio", None),
             ("gpu.cuarena.b4.ratio", None),
             ("gpu.cuarena.b5.ratio", None),
+        ],
+    },
+    Bench {
+        arguments: "bench --locked --bench gpu -- --part views",
+        figures: &[
             ("gpu.view.calls", None),
             ("gpu.view.calls_of_cudarc", None),
             ("gpu.view.event_creations", None),

@@ -10,6 +10,7 @@ mod api;
 pub(crate) mod arena;
 mod benches;
 mod clone;
+pub(crate) mod counted;
 pub(crate) mod field;
 mod fleet;
 mod footprint;
@@ -77,10 +78,16 @@ pub(crate) struct Arguments {
     /// The subject.
     #[arg(required_unless_present = "list")]
     subject: Option<String>,
-    /// Measures this figure alone, by the name that is printed; may be repeated. Not for `faults`,
-    /// `engines` and `envoy`.
+    /// Measures this figure alone, by the name that is printed; may be repeated. Not for `counted`,
+    /// `faults`, `engines` and `envoy`.
     #[arg(long, value_name = "FIGURE")]
     only: Vec<String>,
+    /// With `counted`: also what takes more than half a minute each.
+    #[arg(long)]
+    full: bool,
+    /// With `counted`: writes the tables of the documents.
+    #[arg(long)]
+    write: bool,
     /// Lists the subjects.
     #[arg(long)]
     list: bool,
@@ -100,6 +107,7 @@ const SUBJECTS: &[(&str, &str)] = &[
         "an operator's questions, kills, alerts, the recorder and profiler: half an hour",
     ),
     ("fleet", "load reports, behind a real Envoy too; fits; the saturation: some 20 minutes"),
+    ("counted", "figures that do not depend on the machine's speed, and the tables of documents"),
     ("field", "cases from public reports, and the benches `time` and `replay`: some minutes"),
     ("envoy", "thresholds on the heap, in Envoy, and lowtide: quick and slow bodies"),
 ];
@@ -130,6 +138,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), String> {
         }
         "questions" => questions::run(&arguments.only),
         "fleet" => measure("fleet", fleet::FLEET, &arguments.only),
+        "counted" => counted::run(arguments.full, arguments.write),
         "field" => field::run(&arguments.only),
         "envoy" => Run::new(".ci/envoy").run(),
         other => {
@@ -198,7 +207,8 @@ fn print(subject: &str, figure: &Figure) -> bool {
     let holds = goal.is_none_or(|goal| *value <= goal) && floor.is_none_or(|floor| *value >= floor);
     for (word, bound) in [("most", goal), ("least", floor)] {
         if let Some(bound) = bound {
-            println!("  goal: at {word} {bound}: {}", if holds { "held" } else { "missed" });
+            let held = if holds { "held  " } else { "MISSED" };
+            println!("{held}  {subject}.{name} at {word} {bound}: {value:.digits$}");
         }
     }
     holds
