@@ -34,6 +34,7 @@ const STARTS: usize = 30;
 
 #[derive(Clone, Copy, Debug, Parser)]
 #[command(about = "What the crate costs a service that does nothing")]
+#[expect(clippy::struct_excessive_bools, reason = "arguments of a command")]
 struct Cli {
     /// Watch for 6 seconds in place of 32.
     #[arg(long)]

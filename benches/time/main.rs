@@ -47,6 +47,7 @@ const SEEDS: [u64; 3] = [42, 7, 1234];
 
 #[derive(Clone, Copy, Debug, Parser)]
 #[command(about = "What an arena gives back as time passes, and what that costs")]
+#[expect(clippy::struct_excessive_bools, reason = "arguments of a command")]
 struct Cli {
     /// Only the first trace, with the first seed; goals are judged all the same.
     #[arg(long)]
