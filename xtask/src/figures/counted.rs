@@ -9,7 +9,6 @@ use std::collections::BTreeMap;
 use std::fs;
 
 use crate::run::cargo;
-use crate::text::words::commas;
 use crate::tree::root;
 
 /// Arguments of Cargo. Each command takes less than half a minute, without what it builds.
@@ -121,6 +120,19 @@ fn misses_only_what_is_known(text: &str) -> bool {
         most.zip(values.get(name)).is_some_and(|(most, (value, _))| *value <= most)
     };
     missed.peek().is_some() && missed.all(is_known)
+}
+
+/// With commas: `2,048`.
+fn commas(count: u64) -> String {
+    let digits = count.to_string();
+    let mut text = String::new();
+    for (at, digit) in digits.chars().enumerate() {
+        if at > 0 && (digits.len() - at).is_multiple_of(3) {
+            text.push(',');
+        }
+        text.push(digit);
+    }
+    text
 }
 
 /// Returns a value with the digits and the unit of a cell; `None` if the cell is no number.

@@ -19,7 +19,6 @@ use syn::{
     Meta, Pat, PatTupleStruct, Stmt, Type,
 };
 
-use super::words;
 use crate::tree::{Faults, Source, Tree};
 
 /// The result of an expression.
@@ -117,17 +116,6 @@ impl<'a> Code<'a> {
         self.found(&path, item, &Scope { locals, ..Scope::default() })
     }
 
-    /// Returns the default of the one type whose `Default` sets this field.
-    pub(crate) fn default_with(&self, field: &str) -> Found<'a> {
-        let field = field.to_owned();
-        let mark = format!("{field}:");
-        let item = self.item_in("default", &mark, |item| {
-            let Kind::Function(block) = &item.kind else { return false };
-            struct_of(block).is_some_and(|made| expr_of(made, &field).is_some())
-        });
-        self.found(&format!("a default of {field}"), item, &Scope::default())
-    }
-
     /// Returns the value of a setting that neither the program nor the environment sets.
     pub(crate) fn setting(&self, profile: &str, name: &str) -> Found<'a> {
         // The settings of device arenas are a group of their own.
@@ -169,29 +157,6 @@ impl<'a> Code<'a> {
         };
         let has_name = self.item(&format!("{owner}::name"), |item| item.owner.is_some()).is_ok();
         self.of(owner, variant, if has_name { "name" } else { "fmt" }).text()
-    }
-
-    /// Returns the text between two marks, the first of which is in the sources exactly once.
-    pub(crate) fn between(&self, mark: &str, end: &str) -> String {
-        let files = self.tree.files.iter().filter(|source| is_searched(&source.name));
-        let all: Vec<_> = files.flat_map(|source| source.text.split(mark).skip(1)).collect();
-        let [after] = all.as_slice() else {
-            self.faults.say(format!("{mark:?} is in the sources {} times: expected 1", all.len()));
-            return String::new();
-        };
-        after.split(end).next().unwrap_or_default().to_owned()
-    }
-
-    /// Like `between`, for an expression.
-    pub(crate) fn written(&self, mark: &str, end: &str) -> Found<'a> {
-        self.parsed(&self.between(mark, end))
-    }
-
-    /// Returns the value of an expression.
-    pub(crate) fn parsed(&self, text: &str) -> Found<'a> {
-        let parsed = syn::parse_str::<Expr>(text).map_err(|error| error.to_string());
-        let value = parsed.and_then(|expr| self.expr(&expr, &Scope::default()));
-        self.settle(format!("{text:?}"), value)
     }
 
     /// Returns the text between two marks of a file.
@@ -793,21 +758,6 @@ impl<'a> Found<'a> {
     pub(crate) fn text(&self) -> String {
         if let Value::Text(text) = &self.value { text.clone() } else { self.wrong("a text") }
     }
-
-    /// Returns a number of bytes, or of anything else.
-    pub(crate) fn whole(&self) -> u64 {
-        whole(&self.value).unwrap_or_else(|_| self.wrong("a whole number"))
-    }
-
-    /// Returns a count, with commas.
-    pub(crate) fn count(&self) -> String {
-        words::commas(self.whole())
-    }
-
-    /// Returns a size in KiB, MiB or GiB, the largest that gives a whole number.
-    pub(crate) fn size(&self) -> String {
-        words::size(self.whole()).unwrap_or_else(|| self.wrong("a size in KiB, MiB or GiB"))
-    }
 }
 
 #[cfg(test)]
@@ -831,13 +781,6 @@ mod tests {
                 f.write_str(name.map_or(\"\", |(_, name)| name))
             }
         }
-        impl Default for Limits {
-            fn default() -> Self {
-                let bands = [(0.75, 0.70), (0.85, 0.78)];
-                let odd = strange();
-                Self { bands: bands.map(|(up, down)| Band { up, down }), odd, tick: STEP }
-            }
-        }
         #[cfg(test)]
         mod tests { const LATE: u8 = 1; }
     ";
@@ -854,13 +797,10 @@ mod tests {
         let (_, faults) = with(|code| {
             assert_eq!(code.constant("LATE").time(), Duration::from_millis(1500));
             assert_eq!(code.constant("one::file::STEP").time(), Duration::from_millis(10));
-            assert_eq!(code.constant("PART").size(), "1 MiB");
-            assert_eq!(code.constant("Choice::BYTES").size(), "16 MiB");
+            assert_eq!(code.constant("PART").number().to_string(), "1048576");
+            assert!(matches!(code.constant("Choice::BYTES").value, Value::Bytes(16_777_216)));
             assert_eq!(code.of("Choice", "Auto", "time").time(), Duration::from_millis(1500));
             assert!(code.of("Choice", "Named", "time").is_nothing());
-            let limits = code.default_with("tick");
-            assert_eq!(limits.field("tick").time(), Duration::from_millis(10));
-            assert_eq!(limits.field("bands").list()[1].field("up").number().to_string(), "0.85");
             let auto = code.default_of("Choice").expect("a default");
             assert_eq!(code.name_of(&auto), "auto");
         });
@@ -888,10 +828,8 @@ mod tests {
             code.constant("GONE").number();
             code.constant("PART").time();
             code.constant("elsewhere::PART").number();
-            code.default_with("tick").field("odd").number();
-            code.default_with("tick").field("none").number();
         });
-        assert_eq!(faults.len(), 4, "{faults:#?}");
+        assert_eq!(faults.len(), 3, "{faults:#?}");
         assert!(faults.iter().any(|fault| fault.starts_with("src/one/file.rs:4: PART is")));
     }
 }

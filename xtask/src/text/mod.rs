@@ -20,7 +20,6 @@ pub(crate) mod metrics_tier;
 #[allow(dead_code, unreachable_pub, reason = "it is the library's")]
 pub(crate) mod names;
 pub(crate) mod tidy;
-pub(crate) mod words;
 
 use yaml_rust2::YamlLoader;
 
