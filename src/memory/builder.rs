@@ -343,6 +343,7 @@ impl Builder {
             arenas: devices.sensor(&config),
             last: None,
             libc: LibcIdle::default(),
+            keeps_unused: false,
             captures: Captures::of(profiles.as_ref(), &config),
         };
         let joined = Arc::default();
@@ -692,8 +693,11 @@ fn check_limit(
         return Ok(());
     }
     // Memory freed during start-up may be released first; an error changes no figure.
-    let _ = heap::purge(clock);
-    let signal = signals.sample();
+    let purged = heap::purge(clock);
+    let mut signal = signals.sample();
+    if let Some(kept) = purged.ok().and_then(|purged| purged.unreleased) {
+        signal.physical = signal.physical.saturating_sub(kept.bytes); // requests use it
+    }
     if !is_full(&signal) {
         return Ok(());
     }

@@ -99,6 +99,11 @@ pub(super) fn settle_heap(
             diagnostic(keeps_addresses(limit.bytes, &found));
         }
     }
+    if heap::is_global()
+        && let Some(cause) = heap::check_release()
+    {
+        diagnostic(Diagnostic::unreleased(cause).text);
+    }
     SettledHeap {
         probe: HeapProbe::new().map_err(|error| diagnostic(error.to_string())).ok(),
         decay_interval: decay_interval(config.heap_decay.value).filter(|_| background_threads == 0),

@@ -59,6 +59,7 @@ mod memory_races;
 mod memory_saturation;
 mod memory_shrink;
 mod memory_sleep;
+mod memory_unreleased;
 mod overload_model;
 mod polled;
 mod proxy;

@@ -47,6 +47,7 @@ mod profiler;
 mod purge;
 mod recall;
 mod redirect;
+mod release;
 mod stats;
 #[cfg(all(feature = "profiling", target_os = "linux", target_arch = "x86_64"))]
 mod unwind;
@@ -73,8 +74,11 @@ pub use profiler::{
     take_profile, write_profile,
 };
 pub use profiler::{Profiler, profiler};
-pub use purge::{Outcome, Part, PurgeReport, decay_tick, flush_thread_cache, purge, purge_now};
+pub use purge::{
+    Outcome, Part, PurgeReport, Unreleased, decay_tick, flush_thread_cache, purge, purge_now,
+};
 pub use recall::{flush_tcache_if_requested, on_thread_park, request_tcache_flush};
+pub use release::{ReleaseFailure, check_release, release_failure};
 pub use stats::{HeapGlance, HeapProbe, HeapSnapshot};
 
 /// Used by the expansion of [`global_allocator!`](crate::global_allocator); don't use it directly.
