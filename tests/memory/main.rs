@@ -50,6 +50,7 @@ mod memory_heap;
 mod memory_kernel;
 mod memory_life;
 mod memory_loop;
+mod memory_mappings;
 mod memory_metrics;
 mod memory_not_global;
 mod memory_own_arena;

@@ -40,6 +40,7 @@ mod error;
 mod knobs;
 mod libc_heap;
 mod mallctl;
+mod mappings;
 #[cfg(feature = "profiling")]
 mod pprof;
 mod profile;
@@ -67,6 +68,7 @@ pub use conf::{Applied, HeapSettings, apply, background_threads_supported};
 pub use effective::{ArenaDecay, EffectiveConf, effective};
 pub use error::{Act, HostError, Refusal, Unsupported};
 pub use libc_heap::{LibcHeap, libc_heap};
+pub use mappings::{limit_mappings, mappings_max, overcommits};
 pub use profile::HeapProfile;
 #[cfg(feature = "profiling")]
 pub use profiler::{
